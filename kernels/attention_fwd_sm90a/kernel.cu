@@ -1,5 +1,6 @@
-// Attention forward for Hopper, dense or under a block mask: TMA, WGMMA, and persistent CTAs of one
-// producer warpgroup and one to three consumer warpgroups, each with 64 queries.
+// Attention forward for Hopper, dense, under a block mask or over a cache: TMA, WGMMA, and
+// persistent CTAs of one producer warpgroup and one to three consumer warpgroups, each with 64
+// queries.
 //
 // The producer streams Q, K and V into rings in shared memory. Each consumer walks the key tiles of
 // its queries from the last to the first and continues with its next queries without draining the
@@ -7,23 +8,24 @@
 // last P·V of a query tile overlaps with the first scores of the next tile. Follows
 // FlashAttention-3 (Shah et al., 2024). The softmax moves its reference only when a score exceeds
 // it by a margin, and the tensor cores sum the denominator over columns of ones.
-#include "blockflash/params/attention_fwd.h"
 #include "consumer.cuh"
 #include "pipeline.cuh"
 #include "values.cuh"
 
-BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_fwd_tma_params params) {
+BLOCKFLASH_KERNEL(const __grid_constant__ blockflash::KernelParams kernel_params) {
   using namespace blockflash;
+  const Params& params = reinterpret_cast<const Params&>(kernel_params);
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
   const uint32_t smem = static_cast<uint32_t>(__cvta_generic_to_shared(smem_bytes));
   const Barriers barriers(smem + kBarrierOffset);
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
 
   ptx::launch_dependents();
-  Queue queue(params);
+  Queue queue(kernel_params);
   if (threadIdx.x / 32 == 1) {
     // The first tile may depend on data that the previous kernel writes.
-    if (params.base.cu_seqlens_q != nullptr || params.base.block_mask.row_ptr != nullptr)
+    if (Config::cache || params.base.cu_seqlens_q != nullptr ||
+        params.base.block_mask.row_ptr != nullptr)
       ptx::wait_for_predecessors();
     announce(queue, slot_of(smem, 0));
   } else if (threadIdx.x == 0) {
@@ -36,7 +38,7 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_fwd_tma_params pa
 
   if (warpgroup == 0) {
     ptx::lower_registers<kProducerRegisters>();
-    if (threadIdx.x == 0) produce(params, smem, barriers);
+    if (threadIdx.x < Origin::producers) produce(kernel_params, smem, barriers);
     if (threadIdx.x / 32 == 1) schedule(queue, smem, barriers);
     if (threadIdx.x / 32 >= 2) check_values(smem, barriers, threadIdx.x / 32 - 2);
   } else {

@@ -49,7 +49,7 @@ __device__ __forceinline__ void store_output(const Params& params, const QueryTi
     row_lse[half] = log;
   }
   // The log-sum-exp goes first, since the output needs its registers.
-  if (Config::lse && lane % 4 == 0) {
+  if (Config::lse && lane % 4 == 0 && (!Config::cache || b.lse != nullptr)) {
     float* const lse = b.lse + tile.batch * b.lse_stride_batch + head * b.lse_stride_head +
                        tile.q_offset + warp_row + accumulator_row(lane, 0);
 #pragma unroll

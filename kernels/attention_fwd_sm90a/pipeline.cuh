@@ -2,17 +2,19 @@
 #pragma once
 
 #include "blockflash/config/attention.cuh"
-#include "blockflash/params/attention_fwd.h"
 #include "blockflash/ptx/launch.cuh"
 #include "blockflash/ptx/mbarrier.cuh"
 #include "blockflash/ptx/tensor_copy.cuh"
+#include "cache_tiles.cuh"
 #include "query_tiles.cuh"
 
 namespace blockflash {
 
 using Config = AttentionFwdHopperConfig;
 using Params = blockflash_attention_fwd_tma_params;
-using Queue = TileQueue<Config::block_q, Config::heads>;
+using Origin = OriginOfKeys<Config::cache>;
+using KernelParams = Origin::Params;
+using Queue = Origin::Queue<Config::block_q, Config::heads>;
 
 constexpr int kD = Config::head_dim, kBlockKv = Config::block_kv, kWarpgroups = Config::warpgroups,
               kStages = Config::stages;
@@ -127,7 +129,9 @@ __device__ __forceinline__ bool announce(Queue& queue, uint32_t slot) {
     if (lane == 0) QueryTile{0, 0, 0, 0, 0, 0, 0, -1}.store(slot);
     return false;
   }
-  const TileList list = TileList::of(p.block_mask, kBlockKv, tile.batch, tile.head, tile.q_begin);
+  const TileList list = Origin::has_block_masks ? TileList::of(p.block_mask, kBlockKv, tile.batch,
+                                                               tile.head, tile.q_begin)
+                                                : TileList{nullptr, 0, 1};
   // Lanes 0 and 1 find the ends of the whole tile, lanes 4 w + 4 to 4 w + 7 the walk of warpgroup
   // w.
   const int warpgroup = lane / 4 - 1, word = lane % 4;
@@ -151,7 +155,7 @@ __device__ __forceinline__ bool announce(Queue& queue, uint32_t slot) {
   if (lane == 0) {
     tile.first_key_tile = first, tile.key_tiles = key_tiles;
     tile.store(slot);
-    TileRows::of(p, tile).store(slot + kRowsInSlot);
+    queue.rows_of(tile).store(slot + kRowsInSlot);
     list.store(slot + kListInSlot);
   }
   return true;
@@ -180,27 +184,60 @@ __device__ __forceinline__ void schedule(Queue& queue, uint32_t smem, const Barr
 }
 
 // One thread issues all TMA loads. V of a key tile follows K of the next one, also across query
-// tiles.
-__device__ __forceinline__ void produce(const Params& params, uint32_t smem,
+// tiles. Over a cache a whole warp is here, to look up pages.
+template <class Given>  // KernelParams, as a template so that what the other origin has is
+                        // discarded
+__device__ __forceinline__ void produce(const Given& kernel_params, uint32_t smem,
                                         const Barriers& barriers) {
+  const Params& params = reinterpret_cast<const Params&>(kernel_params);
+  const bool issues = Origin::producers == 1 || threadIdx.x == 0;
   Phases empty = {~0u};  // every stage is empty at first
+  const auto open = [&](int stage, int bytes) {
+    empty.wait(barriers.empty, stage);
+    if (issues) ptx::mbarrier_arrive_expect_tx(barriers.full + 8 * stage, bytes);
+  };
   const auto copy = [&](int stage, uint32_t dst, int bytes, int rows,
                         const blockflash_tensor_map& map, int row, int head, int batch) {
-    empty.wait(barriers.empty, stage);
-    ptx::mbarrier_arrive_expect_tx(barriers.full + 8 * stage, bytes);
+    open(stage, bytes);
+    if (!issues) return;
 #pragma unroll
     for (int panel = 0; panel < kPanels; ++panel)
       ptx::tensor_copy_4d(dst + panel * rows * 128, &map, panel * 64, row, head, batch,
                           barriers.full + 8 * stage);
   };
+  const auto copy_keys = [&](int stage, uint32_t dst, const blockflash_tensor_map& map,
+                             const TileRows& rows, int key_tile, const CachePieces& pieces) {
+    if constexpr (!Config::cache) {
+      copy(stage, dst, kKvBytes, kBlockKv, map, rows.kv + key_tile * kBlockKv, rows.head_kv,
+           rows.batch);
+    } else {
+      open(stage, kKvBytes);
+#pragma unroll 1
+      for (int row = 0, i = 0; row < kBlockKv; row += kernel_params.box_rows, ++i) {
+        const int page = __shfl_sync(~0u, pieces.page, i), slot = __shfl_sync(~0u, pieces.slot, i);
+        if (!issues) continue;
+#pragma unroll
+        for (int panel = 0; panel < kPanels; ++panel)
+          ptx::tensor_copy_4d(dst + (panel * kBlockKv + row) * 128, &map, panel * 64, slot,
+                              rows.head_kv, page, barriers.full + 8 * stage);
+      }
+    }
+  };
+  const auto look_up = [&](uint32_t slot, int key_tile) {
+    if constexpr (Config::cache)
+      return CachePieces::of(kernel_params, QueryTile::load(slot), key_tile * kBlockKv);
+    else
+      return CachePieces{0, 0};
+  };
   int stage = 0;    // stage of the next key tile
   int v_next = -1;  // key tile whose V is still to be loaded, into the stage before `stage`
+  CachePieces v_pieces = {0, 0};
   const auto copy_v = [&](uint32_t slot) {
     if (v_next < 0) return;
     const TileRows rows = TileRows::load(slot + kRowsInSlot);
     const int v_stage = stage == 0 ? kStages - 1 : stage - 1;
-    copy(Barriers::kV + v_stage, smem + kVOffset + v_stage * kVStageBytes, kKvBytes, kBlockKv,
-         params.v, rows.kv + v_next * kBlockKv, rows.head_kv, rows.batch);
+    copy_keys(Barriers::kV + v_stage, smem + kVOffset + v_stage * kVStageBytes, params.v, rows,
+              v_next, v_pieces);
     v_next = -1;
   };
   const auto copy_q = [&](int n, uint32_t slot, bool wanted) {
@@ -213,35 +250,39 @@ __device__ __forceinline__ void produce(const Params& params, uint32_t smem,
              QueryTile::load(slot).head + w * kHeadStep, rows.batch);
       } else {
         empty.wait(barriers.empty, Barriers::kQ + at);
-        ptx::mbarrier_arrive(barriers.full + 8 * (Barriers::kQ + at));
+        if (issues) ptx::mbarrier_arrive(barriers.full + 8 * (Barriers::kQ + at));
       }
     }
   };
   ptx::wait_for_predecessors();
 #pragma unroll 1
   for (int n = 0;; ++n) {
+    if (Config::cache) __syncwarp();  // no lane may fall a phase behind
     ptx::mbarrier_wait(barriers.announced, n & 1);
     const uint32_t slot = slot_of(smem, n);
     const int key_tiles = QueryTile::load(slot).key_tiles;
     // Every consumer has one of the two previous tiles or is completing the one before them, so the
     // slot of the next tile is free.
-    if (key_tiles >= 0 && key_tiles < kAnnounceAhead) ptx::mbarrier_arrive(barriers.wanted);
+    if (issues && key_tiles >= 0 && key_tiles < kAnnounceAhead)
+      ptx::mbarrier_arrive(barriers.wanted);
     if (key_tiles <= 0) copy_v(slot_of(smem, n - 1));
     if (!kLateQ || key_tiles <= 0) copy_q(n, slot, key_tiles > 0);
     if (key_tiles < 0) break;
-    DescendingTiles tiles(slot + kListInSlot, QueryTile::load(slot).first_key_tile + key_tiles - 1);
+    Origin::Walk tiles(slot + kListInSlot, QueryTile::load(slot).first_key_tile + key_tiles - 1);
+    CachePieces pieces = look_up(slot, tiles.tile());
 #pragma unroll 1
     for (int left = key_tiles; left > 0; --left) {
       const int now = tiles.tile();
       tiles.advance();
       const TileRows rows = TileRows::load(slot + kRowsInSlot);
-      copy(stage, smem + kKOffset + stage * kKvBytes, kKvBytes, kBlockKv, params.k,
-           rows.kv + now * kBlockKv, rows.head_kv, rows.batch);
+      copy_keys(stage, smem + kKOffset + stage * kKvBytes, params.k, rows, now, pieces);
       copy_v(left == key_tiles ? slot_of(smem, n - 1) : slot);
       if (kLateQ && left == key_tiles) copy_q(n, slot, true);
-      v_next = now;
+      v_next = now, v_pieces = pieces;
+      // While a stage becomes free.
+      if (left > 1) pieces = look_up(slot, tiles.tile());
       stage = stage + 1 == kStages ? 0 : stage + 1;
-      if (left == kAnnounceAhead) ptx::mbarrier_arrive(barriers.wanted);
+      if (issues && left == kAnnounceAhead) ptx::mbarrier_arrive(barriers.wanted);
     }
   }
 }

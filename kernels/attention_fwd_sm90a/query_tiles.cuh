@@ -81,19 +81,13 @@ struct KeyLimits {
   }
 };
 
-// The queue of query tiles, on which a whole warp works. Heads are taken in sections whose keys and
-// values fit into L2 together; within a section the queries that see the most keys come first.
-// Under a block mask the longest eighth of the rows of all heads comes before the sections, since a
-// long row that starts late would end long after everything else. With a counter, CTAs that finish
-// early take more tiles. `tile_heads` heads share a tile.
-template <int block_q, int tile_heads>
-struct TileQueue {
+// Hands out the indices of query tiles to CTAs. With a counter, those that finish early take more.
+struct QueueCounter {
   const blockflash_attention_fwd_tma_params& params;
   int index = blockIdx.x;
-  int batch = 0,
-      base = 0;  // packed: the sequence that holds `index`, and the index of its first tile
 
-  __device__ __forceinline__ explicit TileQueue(const blockflash_attention_fwd_tma_params& params)
+  __device__ __forceinline__ explicit QueueCounter(
+      const blockflash_attention_fwd_tma_params& params)
       : params(params) {}
 
   __device__ __forceinline__ void advance() {
@@ -104,6 +98,26 @@ struct TileQueue {
       index += gridDim.x;
     }
   }
+
+  // The last CTA resets the counters for the next launch.
+  __device__ __forceinline__ void close() const {
+    if (params.tile_counter == nullptr) return;
+    __threadfence();
+    if (atomicAdd(params.tile_counter + 1, 1u) == gridDim.x - 1)
+      params.tile_counter[0] = params.tile_counter[1] = 0;
+  }
+};
+
+// The queue of query tiles, on which a whole warp works. Heads are taken in sections whose keys and
+// values fit into L2 together; within a section the queries that see the most keys come first.
+// Under a block mask the longest eighth of the rows of all heads comes before the sections, since a
+// long row that starts late would end long after everything else. `tile_heads` heads share a tile.
+template <int block_q, int tile_heads>
+struct TileQueue : QueueCounter {
+  int batch = 0,
+      base = 0;  // packed: the sequence that holds `index`, and the index of its first tile
+
+  using QueueCounter::QueueCounter;
 
   // The tile at `index` without its key tiles; false past the end.
   __device__ __forceinline__ bool take(QueryTile& tile) {
@@ -144,12 +158,8 @@ struct TileQueue {
     return true;
   }
 
-  // The last CTA resets the counters for the next launch.
-  __device__ __forceinline__ void close() const {
-    if (params.tile_counter == nullptr) return;
-    __threadfence();
-    if (atomicAdd(params.tile_counter + 1, 1u) == gridDim.x - 1)
-      params.tile_counter[0] = params.tile_counter[1] = 0;
+  __device__ __forceinline__ TileRows rows_of(const QueryTile& tile) const {
+    return TileRows::of(params.base, tile);
   }
 };
 

@@ -1,13 +1,14 @@
 //! Every kernel of attention to caches that the GPU can run against the oracle.
 
+use blockflash_ops::attention_decode::CacheTile;
 use blockflash_ops::{DType, Stream};
 use blockflash_sys::Kernel;
-use blockflash_sys::manifest::{AttentionDecode as AttentionDecodeTile, KvAppend, Variant};
+use blockflash_sys::manifest::{KvAppend, Variant};
 use blockflash_tests::attention::{Choice, Limits, dims_of_tile};
 use blockflash_tests::attention_decode::{
     DecodeCase, DecodeData, DecodeGroup, alone_as_in_a_batch, append_or_refuse, decode_cases,
-    decode_edges, decode_groups, decode_lengths, decode_reference, merge_cases, replays, run_merge,
-    run_or_refuse, same_bits, survives_garbage,
+    decode_edges, decode_groups, decode_lengths, decode_prefills, decode_reference, merge_cases,
+    replays, run_merge, run_or_refuse, same_bits, survives_garbage,
 };
 use blockflash_tests::gpu::{Gpu, Report, gpu};
 use blockflash_tests::property;
@@ -58,6 +59,26 @@ fn every_kernel() {
 }
 
 #[test]
+fn every_kernel_with_many_queries() {
+    let Some(gpu) = gpu("attention_decode_gpu::every_kernel_with_many_queries") else { return };
+    let check = |((dtype, head_dim), kernels): DecodeGroup, gpu: &Gpu, report: &mut Report| {
+        for case in decode_prefills(dtype, head_dim as usize) {
+            let data = DecodeData::generate(&case);
+            let reference = decode_reference(&case, &data);
+            for &(kernel, _) in &kernels {
+                report.run(kernel, || run_or_refuse(&case, &data, &reference, kernel, &gpu.stream));
+            }
+        }
+        for (kernel, _) in kernels {
+            let lengths = [(130, 300), (1, 40), (129, 64), (127, 777)];
+            let case = DecodeCase::simple(dtype, (64, 8), head_dim as usize, &lengths);
+            report.run(kernel, || same_bits(&case, Choice::This(kernel), &gpu.stream));
+        }
+    };
+    gpu.check_groups("attention_decode_gpu", &Report::default(), decode_groups(&gpu), check);
+}
+
+#[test]
 fn every_kernel_that_merges() {
     let Some(gpu) = gpu("attention_decode_gpu::every_kernel_that_merges") else { return };
     let merges = |kernel: &&Kernel| matches!(kernel.variant, Variant::AttentionMerge(_));
@@ -95,11 +116,11 @@ fn every_kernel_that_appends() {
 /// Repeats, and each sequence alone, have the same bits; also where one sequence has many splits.
 fn same_bits_of(
     kernel: &'static Kernel,
-    tile: &AttentionDecodeTile,
+    tile: &CacheTile,
     stream: &Stream,
 ) -> Result<usize, String> {
     let lengths = [1, 0, 130, 4200, 777, 30_000].map(|keys| (1, keys));
-    let simple = DecodeCase::simple(tile.dtype, (8, 2), tile.head_dim as usize, &lengths);
+    let simple = DecodeCase::simple(tile.dtype(), (8, 2), tile.head_dim() as usize, &lengths);
     let case = DecodeCase { equal: true, ..simple };
     let choice = Choice::This(kernel);
     Ok(same_bits(&case, choice, stream)? + alone_as_in_a_batch(&case, choice, stream)?)

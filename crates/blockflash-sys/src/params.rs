@@ -1493,6 +1493,8 @@ pub struct blockflash_attention_decode_params {
     pub total_q: i32,
     /// multiple of 8, at most the tile's head_dim
     pub head_dim: i32,
+    /// sequences with more queries belong to another kernel and are left alone
+    pub most_queries: i32,
     pub window_left: i32,
     pub window_right: i32,
     pub align_bottom_right: i32,
@@ -1521,7 +1523,7 @@ pub struct blockflash_attention_decode_params {
 const _: () = {
     [
         "Size of blockflash_attention_decode_params",
-    ][::core::mem::size_of::<blockflash_attention_decode_params>() - 336usize];
+    ][::core::mem::size_of::<blockflash_attention_decode_params>() - 344usize];
     [
         "Alignment of blockflash_attention_decode_params",
     ][::core::mem::align_of::<blockflash_attention_decode_params>() - 8usize];
@@ -1622,52 +1624,95 @@ const _: () = {
         "Offset of field: blockflash_attention_decode_params::head_dim",
     ][::core::mem::offset_of!(blockflash_attention_decode_params, head_dim) - 280usize];
     [
+        "Offset of field: blockflash_attention_decode_params::most_queries",
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, most_queries)
+        - 284usize];
+    [
         "Offset of field: blockflash_attention_decode_params::window_left",
     ][::core::mem::offset_of!(blockflash_attention_decode_params, window_left)
-        - 284usize];
+        - 288usize];
     [
         "Offset of field: blockflash_attention_decode_params::window_right",
     ][::core::mem::offset_of!(blockflash_attention_decode_params, window_right)
-        - 288usize];
+        - 292usize];
     [
         "Offset of field: blockflash_attention_decode_params::align_bottom_right",
     ][::core::mem::offset_of!(blockflash_attention_decode_params, align_bottom_right)
-        - 292usize];
+        - 296usize];
     [
         "Offset of field: blockflash_attention_decode_params::page_list_capacity",
     ][::core::mem::offset_of!(blockflash_attention_decode_params, page_list_capacity)
-        - 296usize];
+        - 300usize];
     [
         "Offset of field: blockflash_attention_decode_params::items",
-    ][::core::mem::offset_of!(blockflash_attention_decode_params, items) - 300usize];
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, items) - 304usize];
     [
         "Offset of field: blockflash_attention_decode_params::partial_rows",
     ][::core::mem::offset_of!(blockflash_attention_decode_params, partial_rows)
-        - 304usize];
+        - 308usize];
     [
         "Offset of field: blockflash_attention_decode_params::splits",
-    ][::core::mem::offset_of!(blockflash_attention_decode_params, splits) - 308usize];
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, splits) - 312usize];
     [
         "Offset of field: blockflash_attention_decode_params::chunk_min",
-    ][::core::mem::offset_of!(blockflash_attention_decode_params, chunk_min) - 312usize];
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, chunk_min) - 316usize];
     [
         "Offset of field: blockflash_attention_decode_params::chunk_max",
-    ][::core::mem::offset_of!(blockflash_attention_decode_params, chunk_max) - 316usize];
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, chunk_max) - 320usize];
     [
         "Offset of field: blockflash_attention_decode_params::softmax_scale",
     ][::core::mem::offset_of!(blockflash_attention_decode_params, softmax_scale)
-        - 320usize];
+        - 324usize];
     [
         "Offset of field: blockflash_attention_decode_params::softcap",
-    ][::core::mem::offset_of!(blockflash_attention_decode_params, softcap) - 324usize];
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, softcap) - 328usize];
     [
         "Offset of field: blockflash_attention_decode_params::scale_log2",
     ][::core::mem::offset_of!(blockflash_attention_decode_params, scale_log2)
-        - 328usize];
+        - 332usize];
     [
         "Offset of field: blockflash_attention_decode_params::scale_over_cap",
     ][::core::mem::offset_of!(blockflash_attention_decode_params, scale_over_cap)
-        - 332usize];
+        - 336usize];
+};
+/** Attention of many queries to the keys of a cache, with the tiles of attention forward.
+
+ In `fwd`, cu_seqlens_q tells whether queries are packed, seqlen_kv is the capacity, and k, v,
+ cu_seqlens_kv and the block mask are null. The maps of k and v have the dimensions (head_dim,
+ slot, head, page) and boxes of 64 columns and `box_rows` slots, which lie in one page.*/
+#[repr(C)]
+#[repr(align(64))]
+#[derive(Debug, Copy, Clone)]
+pub struct blockflash_attention_cache_params {
+    pub fwd: blockflash_attention_fwd_tma_params,
+    pub cache: blockflash_kv_cache,
+    /// sequences with fewer queries belong to another kernel
+    pub fewest_queries: i32,
+    /** a divisor of the tile's block_kv and, with several pages per sequence,
+ of page_size*/
+    pub box_rows: i32,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    [
+        "Size of blockflash_attention_cache_params",
+    ][::core::mem::size_of::<blockflash_attention_cache_params>() - 960usize];
+    [
+        "Alignment of blockflash_attention_cache_params",
+    ][::core::mem::align_of::<blockflash_attention_cache_params>() - 64usize];
+    [
+        "Offset of field: blockflash_attention_cache_params::fwd",
+    ][::core::mem::offset_of!(blockflash_attention_cache_params, fwd) - 0usize];
+    [
+        "Offset of field: blockflash_attention_cache_params::cache",
+    ][::core::mem::offset_of!(blockflash_attention_cache_params, cache) - 832usize];
+    [
+        "Offset of field: blockflash_attention_cache_params::fewest_queries",
+    ][::core::mem::offset_of!(blockflash_attention_cache_params, fewest_queries)
+        - 936usize];
+    [
+        "Offset of field: blockflash_attention_cache_params::box_rows",
+    ][::core::mem::offset_of!(blockflash_attention_cache_params, box_rows) - 940usize];
 };
 /** Combines attention over disjoint sets of keys: o and lse of all keys from those of each set, in
  ascending order.*/

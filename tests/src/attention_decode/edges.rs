@@ -37,6 +37,53 @@ pub fn decode_lengths(dtype: DType, head_dim: usize, longest: usize) -> Vec<Deco
     cases
 }
 
+/// Many queries of a sequence, alone and beside sequences with few, in pages of every kind.
+pub fn decode_prefills(dtype: DType, head_dim: usize) -> Vec<DecodeCase> {
+    let window = |left, right| Mask::Window { left, right, align: Align::BottomRight };
+    let masks = [Mask::causal(), Mask::Full, window(Some(140), Some(0)), window(Some(60), Some(9))];
+    let mixed = [(200, 333), (1, 70), (130, 130), (0, 9), (140, 400), (64, 0), (300, 5)];
+    // With 64 heads, 128 queries are many; with fewer heads the kernel takes all sequences.
+    let two_kernels = [(129, 100), (1, 70), (3, 200), (0, 30), (127, 60)];
+    let pages = [None, Some(16), Some(64), Some(48), Some(128), Some(256), Some(32)];
+    let mut cases = Vec::new();
+    for (turn, mask) in masks.into_iter().cycle().take(21).enumerate() {
+        let equal = turn % 3 == 2;
+        let lengths: Vec<(usize, usize)> = match equal {
+            true => [200, 333, 0, 129].map(|keys| (150 + turn, keys)).to_vec(),
+            false if turn % 3 == 1 => two_kernels.to_vec(),
+            false => mixed.to_vec(),
+        };
+        let heads = [(4, 2), (64, 16), (3, 1)][turn % 3];
+        let case = DecodeCase::simple(dtype, heads, head_dim, &lengths);
+        let layout = match pages[turn % pages.len()] {
+            None => CacheLayout::Contiguous { capacity: 411 },
+            Some(page_size) => CacheLayout::Paged {
+                page_size,
+                max_pages: 400usize.div_ceil(page_size) + turn % 2,
+                spare: turn % 4,
+                shared: turn % 5 / 4,
+                heads_first: turn % 4 == 3,
+            },
+        };
+        let attention = AttentionCase {
+            seed: turn as u64,
+            mask,
+            softcap: (turn % 4 == 2).then_some(15.0),
+            sink: turn % 5 == 1,
+            lse: turn % 6 != 5,
+            content: [
+                Content::Normal,
+                Content::UnseenNan,
+                Content::LargeScores,
+                Content::NanInValues,
+            ][turn % 4],
+            ..case.attention.clone()
+        };
+        cases.push(DecodeCase { attention, equal, layout, ..case }.consistent());
+    }
+    cases
+}
+
 /// Every mask, number of queries and option, in turns.
 pub fn decode_edges(dtype: DType, head_dim: usize) -> Vec<DecodeCase> {
     let window = |left, right| Mask::Window { left, right, align: Align::BottomRight };

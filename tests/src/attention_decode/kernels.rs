@@ -4,23 +4,22 @@ use super::{DecodeCase, DecodeData, DecodeInputs, DecodeOutputs};
 use crate::attention::{AttentionReference, Choice};
 use crate::gpu::{Gpu, wait};
 use crate::host::download;
-use blockflash_ops::attention_decode::{accepts, tile};
+use blockflash_ops::attention_decode::{CacheTile, accepts, tile};
 use blockflash_ops::{
     AttentionDecode, AttentionDecodeOperands, CacheAccess, DType, Error, KvCache, Operation,
     Stream, Tensor, kv_append,
 };
 use blockflash_sys::Kernel;
-use blockflash_sys::manifest::AttentionDecode as AttentionDecodeTile;
 use std::collections::BTreeMap;
 
 /// Kernels with their tiles, by element type and head dimension.
-pub type DecodeGroup = ((DType, u32), Vec<(&'static Kernel, AttentionDecodeTile)>);
+pub type DecodeGroup = ((DType, u32), Vec<(&'static Kernel, CacheTile)>);
 
 /// The kernels that a GPU can run.
 pub fn decode_groups(gpu: &Gpu) -> Vec<DecodeGroup> {
     let mut groups: BTreeMap<_, Vec<_>> = BTreeMap::new();
     for (kernel, tile) in gpu.kernels().filter_map(|kernel| Some((kernel, tile(kernel)?))) {
-        groups.entry((tile.dtype, tile.head_dim)).or_default().push((kernel, tile));
+        groups.entry((tile.dtype(), tile.head_dim())).or_default().push((kernel, tile));
     }
     groups.into_iter().collect()
 }

@@ -15,7 +15,7 @@ mod strategy;
 
 pub use case::{CacheLayout, DecodeCase, RotaryCase};
 pub use data::DecodeData;
-pub use edges::{decode_edges, decode_lengths};
+pub use edges::{decode_edges, decode_lengths, decode_prefills};
 pub use garbage::survives_garbage;
 pub use kernels::{
     DecodeGroup, alone_as_in_a_batch, append_or_refuse, decode_groups, run_or_refuse, same_bits,

@@ -17,10 +17,10 @@ mod values;
 
 use crate::gpu::{Gpu, say, wait};
 use crate::number::rng;
-use blockflash_ops::attention_decode::tile;
+use blockflash_ops::attention_decode::{CacheTile, tile};
 use blockflash_ops::{CudaProperties, Stream};
 use blockflash_sys::manifest::{
-    self, AttentionBwdTile, AttentionDecode, AttentionTile, BsrMatmulTile, BsrSddmmTile, Variant,
+    self, AttentionBwdTile, AttentionTile, BsrMatmulTile, BsrSddmmTile, Variant,
 };
 use blockflash_sys::{BlockMaskKernel, Kernel};
 use rand::rngs::StdRng;
@@ -107,7 +107,7 @@ pub struct Place {
     imagined: Option<CudaProperties>,
     attention: Vec<(&'static Kernel, AttentionTile)>,
     gradients: Vec<(&'static Kernel, AttentionBwdTile)>,
-    caches: Vec<(&'static Kernel, AttentionDecode)>,
+    caches: Vec<(&'static Kernel, CacheTile)>,
     masks: Vec<&'static Kernel>,
     transposes: Vec<&'static Kernel>,
     products: Vec<(&'static Kernel, BsrMatmulTile)>,

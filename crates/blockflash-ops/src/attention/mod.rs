@@ -18,7 +18,7 @@ pub use select::{accepts, select};
 pub use seqlens::CuSeqlens;
 
 pub(crate) use block_mask::params as block_mask_params;
-pub(crate) use plan::{base_params, check_strides, window_side};
+pub(crate) use plan::{base_params, check_strides, heads_per_section, hopper_params, window_side};
 pub(crate) use select::support;
 
 use crate::check::Operand;

@@ -98,7 +98,10 @@ pub(super) fn planned(
     let blocks = stay.map_or(tiles, |blocks| tiles.min(blocks));
     let config = LaunchConfig::of(kernel, blocks, hopper);
     let params = match hopper {
-        true => AttentionParams::Hopper(hopper_params(problem, base)),
+        true => {
+            let sections = heads_per_section(&base, problem.packed.is_some());
+            AttentionParams::Hopper(hopper_params(problem, base, sections))
+        }
         false => AttentionParams::Portable(base),
     };
     Ok(AttentionPlan { params, config })
@@ -157,9 +160,10 @@ pub(crate) fn window_side(side: Option<usize>) -> i32 {
     side.and_then(|side| i32::try_from(side).ok()).unwrap_or(BLOCKFLASH_WINDOW_UNBOUNDED)
 }
 
-fn hopper_params(
+pub(crate) fn hopper_params(
     problem: &AttentionProblem,
     base: blockflash_attention_fwd_params,
+    heads_per_section: i32,
 ) -> blockflash_attention_fwd_tma_params {
     let scale = f64::from(problem.softmax_scale);
     // A capped score is scaled already.
@@ -172,7 +176,7 @@ fn hopper_params(
         o: unused,
         base,
         tile_counter: null_mut(),
-        heads_per_section: heads_per_section(&base, problem.packed.is_some()),
+        heads_per_section,
         scale_log2: scale_log2 as f32,
         inverse_scale_log2: scale_log2.recip() as f32,
         scale_over_cap: problem.softcap.map_or(0.0, |cap| (scale / f64::from(cap)) as f32),
@@ -181,8 +185,8 @@ fn hopper_params(
 
 /// Number of heads that are computed together. Under a window or a block mask tiles take unequal
 /// time. Many heads at once balance the load, but their keys and values should fit into L2.
-/// Otherwise the heads that share keys are enough.
-fn heads_per_section(base: &blockflash_attention_fwd_params, packed: bool) -> i32 {
+/// Otherwise the heads that share keys are enough. `packed`: sections lie within a sequence.
+pub(crate) fn heads_per_section(base: &blockflash_attention_fwd_params, packed: bool) -> i32 {
     let group = (base.num_heads_q / base.num_heads_kv.max(1)).max(1);
     let windowless = [base.window_left, base.window_right] == [BLOCKFLASH_WINDOW_UNBOUNDED; 2];
     if windowless && base.block_mask.rows == 0 {

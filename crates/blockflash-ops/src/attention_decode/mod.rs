@@ -1,6 +1,7 @@
 //! Attention of new queries to a cache of keys and values.
 
 mod cpu;
+mod many;
 mod pages;
 mod params;
 mod plan;
@@ -11,11 +12,12 @@ mod workspace;
 pub use pages::{PageListSizes, PageLists};
 pub use plan::{AttentionDecodePlan, plan, workspace_bytes};
 pub use problem::AttentionDecodeProblem;
-pub use select::{accepts, select, tile};
+pub use select::{CacheTile, accepts, select, tile};
 pub use workspace::AttentionDecodeWorkspace;
 
 pub(crate) use select::support;
 
+use self::many::{Planned, PrefillPlan};
 use crate::attention::{AttentionOutput, Mask};
 use crate::check::{Operand, aligned};
 use crate::kv_append::{self, AppendKv};
@@ -228,6 +230,25 @@ impl<'a> AttentionDecode<'a> {
         self.problem(cache)?.workspace_bytes(device)
     }
 
+    fn operands<'s>(
+        &'s self,
+        cache: KvCacheViews<'s>,
+        o: ViewMut<'s>,
+        lse: Option<ViewMut<'s>>,
+    ) -> blockflash_safe::AttentionDecodeOperands<'s> {
+        blockflash_safe::AttentionDecodeOperands {
+            // The output holds turned queries.
+            q: self.rotary.is_none().then_some(self.q),
+            cache,
+            o,
+            lse,
+            sink: self.sink,
+            cu_seqlens_q: self.packed.map(|packed| packed.cu_seqlens),
+            pages: self.pages.map(|pages| [pages.lists, pages.counts]),
+            workspace: self.workspace.map(AttentionDecodeWorkspace::memory),
+        }
+    }
+
     /// Checks that every input is on this device.
     fn on(&self, device: &Device) -> Result<()> {
         let inputs = [
@@ -279,7 +300,8 @@ impl Steps for AttentionDecode<'_> {
         gpu: &CudaProperties,
     ) -> Result<Vec<&'k Kernel>> {
         let first = problem.first_step(kernel.target, gpu)?.map(|(kernel, _)| kernel);
-        Ok(first.into_iter().chain([kernel]).collect())
+        let others = many::others(kernel, problem, gpu)?.map(|(others, _)| others);
+        Ok(first.into_iter().chain([kernel]).chain(others).collect())
     }
 
     fn launch(
@@ -299,8 +321,8 @@ impl Steps for AttentionDecode<'_> {
         // Nothing is queued before everything is planned and checked.
         let first_step = problem.first_step(kernel.target, gpu)?;
         let attends = !problem.attention.is_empty();
-        let planned = attends.then(|| plan::plan(kernel, problem, gpu)).transpose()?;
-        let AttentionDecodeOperands { mut cache, mut o, lse } = operands;
+        let planned = attends.then(|| many::plan_all(kernel, problem, gpu)).transpose()?;
+        let AttentionDecodeOperands { mut cache, mut o, mut lse } = operands;
         aligned("q", &self.q)?;
         aligned("cache.k", &cache.as_cache().k)?;
         aligned("cache.v", &cache.as_cache().v)?;
@@ -308,13 +330,11 @@ impl Steps for AttentionDecode<'_> {
         if let CacheAccess::Append(new, cache) = &cache {
             new.aligned(cache)?;
         }
-        let cu_seqlens_q = self.packed.map(|packed| packed.cu_seqlens);
-        let rotary = self.rotary.filter(|_| attends);
         if let Some((kernel, plan)) = first_step {
-            let queries = rotary.map(|rotary| TurnedQueries {
+            let queries = self.rotary.filter(|_| attends).map(|rotary| TurnedQueries {
                 q: self.q,
                 turned: o.reborrow(),
-                cu_seqlens: cu_seqlens_q,
+                cu_seqlens: self.packed.map(|packed| packed.cu_seqlens),
                 rotary: [rotary.cos, rotary.sin],
             });
             let appends = problem.append.is_some_and(|append| !append.is_empty());
@@ -322,25 +342,22 @@ impl Steps for AttentionDecode<'_> {
             let new = cache.appended().filter(|_| appends);
             kv_append::launch(kernel, &plan, seqused, new, queries, stream)?;
         }
-        let Some(AttentionDecodePlan { params, config }) = planned else { return Ok(()) };
+        let Some(Planned { many, few }) = planned else { return Ok(()) };
         let cache = cache.as_cache();
-        let operands = blockflash_safe::AttentionDecodeOperands {
-            // The output holds turned queries.
-            q: rotary.is_none().then_some(self.q),
-            cache: KvCacheViews {
-                k: cache.k,
-                v: cache.v,
-                block_table: cache.block_table,
-                seqused: cache.seqused_kv,
-            },
-            o,
-            lse,
-            sink: self.sink,
-            cu_seqlens_q,
-            pages: self.pages.map(|pages| [pages.lists, pages.counts]),
-            workspace: self.workspace.map(AttentionDecodeWorkspace::memory),
+        let cache = KvCacheViews {
+            k: cache.k,
+            v: cache.v,
+            block_table: cache.block_table,
+            seqused: cache.seqused_kv,
         };
-        stream.launch::<manifest::AttentionDecode>(kernel, &config, &params, operands)?;
+        if let Some((kernel, PrefillPlan { params, config })) = many {
+            let operands = self.operands(cache, o.reborrow(), lse.as_mut().map(ViewMut::reborrow));
+            stream.launch::<manifest::AttentionCacheHopper>(kernel, &config, &params, operands)?;
+        }
+        if let Some((kernel, AttentionDecodePlan { params, config })) = few {
+            let operands = self.operands(cache, o, lse);
+            stream.launch::<manifest::AttentionDecode>(kernel, &config, &params, operands)?;
+        }
         Ok(())
     }
 

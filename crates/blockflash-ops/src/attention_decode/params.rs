@@ -44,6 +44,7 @@ pub(super) fn params(
         seqlen_q: to_i32("seqlen_q", attention.seqlen_q)?,
         total_q: to_i32("total_q", attention.packed.map_or(0, |packed| packed.total_q))?,
         head_dim: to_i32("head_dim", attention.head_dim)?,
+        most_queries: to_i32("seqlen_q", division.most_queries)?,
         window_left: window_side(limits.left),
         window_right: window_side(limits.right),
         align_bottom_right: i32::from(limits.align == Align::BottomRight),

@@ -1,8 +1,10 @@
+use super::many::{self, is_many};
 use super::params::params;
+use super::select::CacheTile;
 use super::{AttentionDecodeProblem, AttentionDecodeWorkspace};
 use crate::attention::check_strides;
 use crate::check::{grid_x, to_i32};
-use crate::selection::{fits, tile_of};
+use crate::selection::{fits, tile_of, unsupported};
 use crate::{Error, Result};
 use blockflash_safe::{CudaProperties, LaunchConfig};
 use blockflash_sys::Kernel;
@@ -38,6 +40,8 @@ pub(super) struct Division {
     pub(super) chunk_max: usize,
     /// Splits that a sequence can have within the capacity.
     pub(super) most_splits: usize,
+    /// Sequences with more queries have another kernel.
+    pub(super) most_queries: usize,
     /// Rows of a tile that can be in use.
     pub(super) partial_rows: usize,
     /// Splits of all row tiles of all heads that a call can have.
@@ -47,8 +51,12 @@ pub(super) struct Division {
 impl AttentionDecodeProblem {
     /// Queries of a sequence times the heads that share a head of keys.
     pub(super) fn group_rows(&self) -> usize {
+        self.rows_of(self.attention.seqlen_q)
+    }
+
+    fn rows_of(&self, queries: usize) -> usize {
         let attention = &self.attention;
-        attention.seqlen_q.saturating_mul(attention.num_heads_q / attention.num_heads_kv.max(1))
+        queries.saturating_mul(attention.num_heads_q / attention.num_heads_kv.max(1))
     }
 }
 
@@ -64,9 +72,19 @@ pub fn plan(
     problem: &AttentionDecodeProblem,
     gpu: &CudaProperties,
 ) -> Result<AttentionDecodePlan> {
+    plan_few(kernel, problem, gpu, problem.attention.seqlen_q)
+}
+
+/// Like [`plan`] for the sequences with at most so many queries.
+pub(super) fn plan_few(
+    kernel: &Kernel,
+    problem: &AttentionDecodeProblem,
+    gpu: &CudaProperties,
+    most_queries: usize,
+) -> Result<AttentionDecodePlan> {
     fits(kernel, problem, gpu)?;
-    let tile = tile_of::<AttentionDecodeProblem>(kernel, &gpu.compute_capability)?;
-    let division = divided(&tile, problem)?;
+    let tile = few_tile(kernel, gpu)?;
+    let division = divided(&tile, problem, most_queries)?;
     // CTAs are persistent and take item after item.
     let per_multiprocessor = gpu.smem_per_multiprocessor / (kernel.smem_bytes() + 1024).max(1);
     let per_multiprocessor = per_multiprocessor.clamp(1, tile.min_blocks.max(1));
@@ -78,8 +96,23 @@ pub fn plan(
     Ok(AttentionDecodePlan { params: params(problem, &division)?, config })
 }
 
-/// Divides the work of a problem among the items of a kernel with this tile.
-fn divided(tile: &AttentionDecodeTile, problem: &AttentionDecodeProblem) -> Result<Division> {
+fn few_tile(kernel: &Kernel, gpu: &CudaProperties) -> Result<AttentionDecodeTile> {
+    match tile_of::<AttentionDecodeProblem>(kernel, &gpu.compute_capability)? {
+        CacheTile::Few(tile) => Ok(tile),
+        CacheTile::Many(_) => {
+            let what = format!("{}: this kernel has another plan", kernel.symbol());
+            Err(unsupported::<AttentionDecodeProblem>(&gpu.compute_capability, what))
+        }
+    }
+}
+
+/// Divides the work of the sequences with at most `most_queries` queries among the items of a
+/// kernel with this tile.
+fn divided(
+    tile: &AttentionDecodeTile,
+    problem: &AttentionDecodeProblem,
+    most_queries: usize,
+) -> Result<Division> {
     let (attention, cache) = (&problem.attention, &problem.cache);
     let queries = [attention.batch, attention.seqlen_q, attention.num_heads_q];
     let keys = [cache.pages, cache.page_size, cache.num_heads_kv];
@@ -100,7 +133,8 @@ fn divided(tile: &AttentionDecodeTile, problem: &AttentionDecodeProblem) -> Resu
     // Splits begin at a multiple of 16 keys.
     let most_splits = most_splits(visited.next_multiple_of(16), splits);
 
-    let group_rows = problem.group_rows();
+    let most_queries = most_queries.min(attention.seqlen_q);
+    let group_rows = problem.rows_of(most_queries);
     let tiles = attention.batch.saturating_mul(group_rows.div_ceil(rows));
     let per_tile = heads.saturating_mul(most_splits);
     // Offsets of packed sequences that do not ascend may ask for all of them.
@@ -111,7 +145,7 @@ fn divided(tile: &AttentionDecodeTile, problem: &AttentionDecodeProblem) -> Resu
     });
     let items = tiles * per_tile;
     let partial_rows = rows.min(group_rows);
-    Ok(Division { splits, chunk_min, chunk_max, most_splits, partial_rows, items })
+    Ok(Division { splits, chunk_min, chunk_max, most_splits, most_queries, partial_rows, items })
 }
 
 /// The most splits of a sequence of at most `capacity` keys.
@@ -126,7 +160,8 @@ fn most_splits(capacity: usize, splits: usize) -> usize {
 }
 
 /// Bytes of an [`AttentionDecodeWorkspace`] that a kernel needs for a problem that it accepts: for
-/// each item its partial outputs and two numbers per row in f32, and a word.
+/// each item its partial outputs and two numbers per row in f32, and a word. A kernel for many
+/// queries needs what the one for the other sequences does.
 ///
 /// # Errors
 /// As [`plan`]; [`Error::TooLarge`] beyond the address space.
@@ -136,8 +171,13 @@ pub fn workspace_bytes(
     gpu: &CudaProperties,
 ) -> Result<usize> {
     fits(kernel, problem, gpu)?;
-    let tile = tile_of::<AttentionDecodeProblem>(kernel, &gpu.compute_capability)?;
-    let bytes = divided(&tile, problem)?.room(problem).and_then(|[sums, words]| {
+    let (kernel, most_queries) = match many::others(kernel, problem, gpu)? {
+        Some(others) => others,
+        None if is_many(kernel) => return Ok(0),
+        None => (kernel, problem.attention.seqlen_q),
+    };
+    let tile = few_tile(kernel, gpu)?;
+    let bytes = divided(&tile, problem, most_queries)?.room(problem).and_then(|[sums, words]| {
         AttentionDecodeWorkspace::bytes_for(sums, words).filter(|&b| isize::try_from(b).is_ok())
     });
     let limit = isize::MAX as usize;

@@ -40,7 +40,7 @@ fn problem(capacity: usize, heads: [usize; 2], seqlen_q: usize) -> AttentionDeco
 }
 
 fn of_rows(rows: u32, problem: &AttentionDecodeProblem) -> Division {
-    divided(&tile(rows), problem).unwrap()
+    divided(&tile(rows), problem, problem.attention.seqlen_q).unwrap()
 }
 
 #[test]
@@ -75,12 +75,12 @@ fn packed_queries_and_listed_pages() {
 fn rows_that_16_byte_accesses_cannot_reach_are_refused() {
     let mut odd = problem(100, [32, 8], 1);
     odd.cache.v.seq += 4;
-    let error = divided(&tile(8), &odd).unwrap_err();
+    let error = divided(&tile(8), &odd, 1).unwrap_err();
     assert!(matches!(error, Error::Misaligned { what: "cache.v", .. }), "{error}");
 }
 
 #[test]
 fn what_32_bits_cannot_count_is_refused() {
-    let error = divided(&tile(8), &problem(1 << 30, [1 << 20, 1 << 20], 1)).unwrap_err();
+    let error = divided(&tile(8), &problem(1 << 30, [1 << 20, 1 << 20], 1), 1).unwrap_err();
     assert!(matches!(error, Error::TooLarge { what: "items", .. }), "{error}");
 }

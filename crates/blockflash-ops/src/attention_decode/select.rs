@@ -1,20 +1,55 @@
 use super::AttentionDecodeProblem;
 use crate::Result;
+use crate::attention::Strides;
+use crate::check::is_tensor_map_stride;
 use crate::kv_cache::CacheSizes;
 use crate::selection::{self, Candidate, Kernels, Peers, Problem, Rule, preference};
 use blockflash_safe::CudaProperties;
-use blockflash_sys::manifest::{AttentionDecode as AttentionDecodeTile, Variant};
-use blockflash_sys::{DType, Kernel};
+use blockflash_sys::manifest::{AttentionCacheHopper, AttentionDecode as FewTile, Variant};
+use blockflash_sys::{DType, Kernel, Target};
 use std::sync::LazyLock;
 
+/// The tile of a kernel of attention to a cache.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum CacheTile {
+    /// For few queries of a sequence.
+    Few(FewTile),
+    /// For many.
+    Many(AttentionCacheHopper),
+}
+
+impl CacheTile {
+    /// Element type of q, k, v and o.
+    pub const fn dtype(&self) -> DType {
+        match self {
+            Self::Few(tile) => tile.dtype,
+            Self::Many(tile) => tile.tile.dtype,
+        }
+    }
+
+    /// Largest head dimension.
+    pub const fn head_dim(&self) -> u32 {
+        match self {
+            Self::Few(tile) => tile.head_dim,
+            Self::Many(tile) => tile.tile.head_dim,
+        }
+    }
+}
+
 /// The tile of a kernel of attention to a cache; `None` for other kernels.
-pub fn tile(kernel: &Kernel) -> Option<AttentionDecodeTile> {
-    if let Variant::AttentionDecode(tile) = kernel.variant { Some(tile) } else { None }
+pub fn tile(kernel: &Kernel) -> Option<CacheTile> {
+    match kernel.variant {
+        Variant::AttentionDecode(tile) => Some(CacheTile::Few(tile)),
+        Variant::AttentionCacheHopper(tile) => Some(CacheTile::Many(tile)),
+        _ => None,
+    }
 }
 
 /// The kernel for attention to a cache on a GPU. Among the usable kernels it prefers machine code
-/// over PTX, then the smallest head_dim tile that fits, then the fewest rows that hold all queries
-/// of a group of heads, else the most rows.
+/// over PTX, then the smallest head_dim tile that fits. Where a sequence can have so many queries
+/// that their tiles fill a GPU, it is the kernel for many queries, which is launched together with
+/// one for the sequences with few. Among the others it has the fewest rows that hold all queries of
+/// a group of heads, else the most rows.
 ///
 /// # Errors
 /// [`Error::Unsupported`](crate::Error::Unsupported) names what no kernel offers: the element type,
@@ -39,12 +74,12 @@ impl Problem for AttentionDecodeProblem {
     const OP: &'static str = "attention_decode";
     const INPUTS: &'static str = "queries and the cache";
     const RULES: &'static [Rule<Self>] =
-        &[HEAD_DIM, PAGE_SIZE, SLOTS, STRIDES, ROWS, Rule::shared_memory(None)];
+        &[HEAD_DIM, PAGE_SIZE, SLOTS, STRIDES, ROWS, MANY, Rule::shared_memory(None)];
 
-    type Tile = AttentionDecodeTile;
-    type Rank = (bool, u32);
+    type Tile = CacheTile;
+    type Rank = (bool, bool, u32);
 
-    fn tile(kernel: &Kernel) -> Option<AttentionDecodeTile> {
+    fn tile(kernel: &Kernel) -> Option<CacheTile> {
         tile(kernel)
     }
 
@@ -54,21 +89,39 @@ impl Problem for AttentionDecodeProblem {
         &KERNELS
     }
 
-    fn order(kernel: &Kernel, tile: &AttentionDecodeTile) -> [usize; 2] {
-        [preference(kernel.target), tile.head_dim as usize]
+    fn order(kernel: &Kernel, tile: &CacheTile) -> [usize; 2] {
+        // Whether there are many queries decides among the kernels of Hopper.
+        let target = if kernel.target == Target::Sm90a { Target::Sm90 } else { kernel.target };
+        [preference(target), tile.head_dim() as usize]
     }
 
     fn rank(c: &Candidate<'_, Self>) -> Self::Rank {
-        rank(c.tile.rows, c.problem.group_rows())
+        match c.tile {
+            CacheTile::Many(_) => (!c.problem.has_many(), false, 0),
+            CacheTile::Few(tile) => {
+                let (misses, rows) = rank(tile.rows, c.problem.group_rows());
+                (c.problem.has_many(), misses, rows)
+            }
+        }
     }
 
     fn key(&self) -> (DType, usize) {
         (self.attention.dtype, 0)
     }
 
-    fn key_of(tile: &AttentionDecodeTile) -> (DType, usize) {
-        (tile.dtype, 0)
+    fn key_of(tile: &CacheTile) -> (DType, usize) {
+        (tile.dtype(), 0)
     }
+}
+
+/// The kernel for few queries, whatever the problem has.
+pub(super) fn few(
+    problem: &AttentionDecodeProblem,
+    gpu: &CudaProperties,
+) -> Result<&'static Kernel> {
+    let mut problem = *problem;
+    problem.attention.seqlen_q = problem.attention.seqlen_q.min(problem.fewest_queries() - 1);
+    select(&problem, gpu)
 }
 
 /// Lines of the support table: each tile's range of head dimensions, and one that no kernel takes.
@@ -79,7 +132,7 @@ pub(crate) fn support(dtype: DType) -> Vec<(String, AttentionDecodeProblem)> {
     };
     let mut lines = Vec::new();
     let mut start = 8;
-    for widest in selection::sizes::<AttentionDecodeProblem>(|tile| tile.head_dim) {
+    for widest in selection::sizes::<AttentionDecodeProblem>(|tile| tile.head_dim()) {
         lines.push((format!("head_dim {start}..={widest} by 8"), problem(widest as usize)));
         start = widest + 8;
     }
@@ -98,15 +151,15 @@ type DecodeRule = Rule<AttentionDecodeProblem>;
 const HEAD_DIM: DecodeRule = Rule {
     holds: |c| {
         let head_dim = c.problem.attention.head_dim;
-        head_dim <= c.tile.head_dim as usize && head_dim.is_multiple_of(8)
+        head_dim <= c.tile.head_dim() as usize && head_dim.is_multiple_of(8)
     },
     refuses: |c| {
-        let (head_dim, widest) = (c.problem.attention.head_dim, c.tile.head_dim);
+        let (head_dim, widest) = (c.problem.attention.head_dim, c.tile.head_dim());
         format!("head_dim {head_dim} is not a multiple of 8 up to {widest}")
     },
     excludes_all: Some(|all| {
         let head_dim = all[0].problem.attention.head_dim;
-        let widest = all.iter().map(|c| c.tile.head_dim).max().unwrap_or(0);
+        let widest = all.iter().map(|c| c.tile.head_dim()).max().unwrap_or(0);
         format!("head_dim {head_dim}: kernels take multiples of 8 up to {widest}")
     }),
 };
@@ -139,6 +192,38 @@ const STRIDES: DecodeRule = Rule {
 const ROWS: DecodeRule = Rule {
     holds: |c| c.problem.group_rows() < 1 << 20,
     refuses: |c| format!("{} rows for a head of keys, not below 2^20", c.problem.group_rows()),
+    excludes_all: None,
+};
+
+/// Kernels for many queries visit all pages and find keys by tensor maps.
+const MANY: DecodeRule = Rule {
+    holds: |c| match c.tile {
+        CacheTile::Few(_) => true,
+        CacheTile::Many(_) => {
+            let (attention, cache) = (&c.problem.attention, &c.problem.cache);
+            let fits = |strides: Strides, [batch, rows]: [usize; 2], heads| {
+                [(strides.batch, batch), (strides.seq, rows), (strides.head, heads)].iter().all(
+                    |&(stride, size)| size <= 1 || is_tensor_map_stride(stride, attention.dtype),
+                )
+            };
+            let rows = match attention.packed {
+                Some(packed) => [1, packed.total_q],
+                None => [attention.batch, attention.seqlen_q],
+            };
+            let pages = [cache.pages, cache.page_size];
+            c.problem.pages.is_none()
+                && [attention.q, attention.o]
+                    .iter()
+                    .all(|&strides| fits(strides, rows, attention.num_heads_q))
+                && [cache.k, cache.v]
+                    .iter()
+                    .all(|&strides| fits(strides, pages, cache.num_heads_kv))
+        }
+    },
+    refuses: |_| {
+        "it visits all pages, by tensor maps, which cannot have a stride of 0 or of 2^40 bytes"
+            .into()
+    },
     excludes_all: None,
 };
 

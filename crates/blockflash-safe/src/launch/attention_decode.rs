@@ -102,7 +102,7 @@ pub struct AttentionDecodeOperands<'a> {
 
 impl AttentionDecodeOperands<'_> {
     /// The queries. A row tile is read before its output is written.
-    fn queries(&self) -> View<'_> {
+    pub(super) fn queries(&self) -> View<'_> {
         self.q.unwrap_or_else(|| self.o.as_view())
     }
 }
@@ -143,17 +143,34 @@ fn most_splits(keys: i64, [splits, shortest, longest]: [i64; 3]) -> i64 {
     most.max(1)
 }
 
+/// Sizes and strides of queries and outputs, which all kernels of attention over a cache check.
+#[derive(Clone, Copy)]
+pub(super) struct Queries {
+    pub dtype: DType,
+    /// The largest head dimension of the kernel.
+    pub widest: u32,
+    /// Sequences, heads of queries, heads of keys.
+    pub batch_and_heads: [i32; 3],
+    /// The longest sequence, rows when packed, head dimension.
+    pub rows: [i32; 3],
+    /// Strides of q and o along sequences, rows and heads.
+    pub q: [i64; 3],
+    pub o: [i64; 3],
+    /// Strides of the log-sum-exp along sequences and heads.
+    pub lse: [i64; 2],
+}
+
 impl AttentionDecodeOperands<'_> {
-    /// Checks sizes and strides against the tensors, and returns the number of items.
-    fn fit(&self, tile: &AttentionDecode, p: &blockflash_attention_decode_params) -> Fit<i128> {
-        let [batch, heads_q, heads_kv] = [p.batch, p.num_heads_q, p.num_heads_kv].map(i64::from);
-        let [seqlen_q, total_q, head_dim] = [p.seqlen_q, p.total_q, p.head_dim].map(i64::from);
+    /// Checks sizes and strides against the tensors of queries and outputs, and against the cache.
+    pub(super) fn fit_queries(&self, s: &Queries, cache: &blockflash_kv_cache) -> Fit {
+        let [batch, heads_q, heads_kv] = s.batch_and_heads.map(i64::from);
+        let [seqlen_q, total_q, head_dim] = s.rows.map(i64::from);
         let sizes = [batch, heads_q, heads_kv, seqlen_q, head_dim];
         require(sizes.iter().all(|&size| size > 0), "a size is not positive")?;
         require(heads_q % heads_kv == 0, "num_heads_q is not a multiple of num_heads_kv")?;
-        let widest = i64::from(tile.head_dim);
+        let widest = i64::from(s.widest);
         require(head_dim % 8 == 0 && head_dim <= widest, "the head dimension does not fit")?;
-        self.cache.fit(&p.cache, tile.dtype, [batch, heads_kv, head_dim])?;
+        self.cache.fit(cache, s.dtype, [batch, heads_kv, head_dim])?;
 
         let packed = self.cu_seqlens_q.is_some();
         if let Some(cu_seqlens) = &self.cu_seqlens_q {
@@ -167,26 +184,45 @@ impl AttentionDecodeOperands<'_> {
             )?;
             let [heads, inner] = [(heads_q, head), (head_dim, 1)];
             match packed {
-                true => fits(name, view, tile.dtype, [(total_q, seq), heads, inner]),
+                true => fits(name, view, s.dtype, [(total_q, seq), heads, inner]),
                 false => {
                     let rows = [(batch, of_batch), (seqlen_q, seq), heads, inner];
-                    fits(name, view, tile.dtype, rows)
+                    fits(name, view, s.dtype, rows)
                 }
             }
         };
-        rows("q", &self.queries(), [p.q_stride_batch, p.q_stride_seq, p.q_stride_head])?;
-        rows("o", &self.o.as_view(), [p.o_stride_batch, p.o_stride_seq, p.o_stride_head])?;
+        rows("q", &self.queries(), s.q)?;
+        rows("o", &self.o.as_view(), s.o)?;
         if let Some(lse) = &self.lse {
-            let (lse, head) = (lse.as_view(), (heads_q, p.lse_stride_head));
+            let (lse, head) = (lse.as_view(), (heads_q, s.lse[1]));
             match packed {
                 true => fits("lse", &lse, DType::F32, [head, (total_q, 1)])?,
                 false => {
-                    let batch = (batch, p.lse_stride_batch);
+                    let batch = (batch, s.lse[0]);
                     fits("lse", &lse, DType::F32, [batch, head, (seqlen_q, 1)])?;
                 }
             }
         }
-        self.sink.as_ref().map_or(Ok(()), |x| fits("sink", x, DType::F32, [(heads_q, 1)]))?;
+        self.sink.as_ref().map_or(Ok(()), |x| fits("sink", x, DType::F32, [(heads_q, 1)]))
+    }
+
+    /// Checks sizes and strides against the tensors, and returns the number of items.
+    fn fit(&self, tile: &AttentionDecode, p: &blockflash_attention_decode_params) -> Fit<i128> {
+        let queries = Queries {
+            dtype: tile.dtype,
+            widest: tile.head_dim,
+            batch_and_heads: [p.batch, p.num_heads_q, p.num_heads_kv],
+            rows: [p.seqlen_q, p.total_q, p.head_dim],
+            q: [p.q_stride_batch, p.q_stride_seq, p.q_stride_head],
+            o: [p.o_stride_batch, p.o_stride_seq, p.o_stride_head],
+            lse: [p.lse_stride_batch, p.lse_stride_head],
+        };
+        self.fit_queries(&queries, &p.cache)?;
+        let [batch, heads_q, heads_kv] = [p.batch, p.num_heads_q, p.num_heads_kv].map(i64::from);
+        let [total_q, head_dim] = [p.total_q, p.head_dim].map(i64::from);
+        let packed = self.cu_seqlens_q.is_some();
+        require(p.most_queries > 0, "no sequence has so few queries")?;
+        let seqlen_q = i64::from(p.seqlen_q.min(p.most_queries));
         let listed = i64::from(p.page_list_capacity);
         require(listed >= 0 && (listed > 0) == self.pages.is_some(), "a list has no capacity")?;
         if let Some([list, count]) = &self.pages {

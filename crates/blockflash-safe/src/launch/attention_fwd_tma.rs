@@ -13,9 +13,9 @@ use blockflash_sys::params::{
 /// Columns of a TMA box: as many two-byte elements as one row of the swizzle holds.
 const BOX_COLUMNS: u32 = 64;
 /// Rows of a box of q: one warpgroup's rows.
-const BOX_ROWS_Q: u32 = 64;
+pub(super) const BOX_ROWS_Q: u32 = 64;
 /// Rows of a box of o: one warp's rows.
-const BOX_ROWS_O: u32 = 16;
+pub(super) const BOX_ROWS_O: u32 = 16;
 
 // SAFETY:
 // 1. This is the parameter struct of the Hopper kernels of attention forward.
@@ -67,7 +67,7 @@ unsafe impl Launch for AttentionFwdHopper {
 }
 
 /// The kernel adds windows to positions in 32 bits.
-fn window_fits(side: i32, p: &blockflash_attention_fwd_params) -> bool {
+pub(super) fn window_fits(side: i32, p: &blockflash_attention_fwd_params) -> bool {
     let keys_and_queries = i64::from(p.seqlen_q) + i64::from(p.seqlen_kv);
     side == BLOCKFLASH_WINDOW_UNBOUNDED || (side >= 0 && i64::from(side) < keys_and_queries)
 }

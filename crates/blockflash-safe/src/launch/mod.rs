@@ -3,6 +3,7 @@
 
 mod attention_bwd;
 mod attention_bwd_tma;
+mod attention_cache;
 mod attention_decode;
 mod attention_fwd;
 mod attention_fwd_tma;
@@ -57,6 +58,7 @@ pub fn param_bytes(kernel: &Kernel) -> Option<usize> {
         of::<manifest::AttentionFwdHopper>,
         of::<manifest::AttentionBwd>,
         of::<manifest::AttentionBwdHopper>,
+        of::<manifest::AttentionCacheHopper>,
         of::<manifest::AttentionDecode>,
         of::<AttentionMerge>,
         of::<manifest::KvAppend>,

@@ -155,6 +155,7 @@ impl Family for AttentionFwdHopper {
         define("VARIANT_Q_STAGES", self.q_stages);
         define("VARIANT_Q_IN_REGISTERS", self.q_in_registers.into());
         define("VARIANT_LSE", self.lse.into());
+        define("VARIANT_CACHE", 0);
         define("VARIANT_MIN_BLOCKS", self.blocks_per_multiprocessor);
     }
 

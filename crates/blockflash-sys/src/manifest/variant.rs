@@ -1,8 +1,8 @@
 use super::family::Family;
 use super::{
-    attention_bwd_sm80, attention_bwd_sm90a, attention_decode_sm80, attention_fwd_sm80,
-    attention_fwd_sm90a, attention_merge_sm80, block_mask, bsr_matmul_any_sm80, bsr_matmul_sm80,
-    bsr_matmul_sm90a, bsr_sddmm_sm80, bsr_sddmm_sm90a, kv_append_sm80, probe,
+    attention_bwd_sm80, attention_bwd_sm90a, attention_cache_sm90a, attention_decode_sm80,
+    attention_fwd_sm80, attention_fwd_sm90a, attention_merge_sm80, block_mask, bsr_matmul_any_sm80,
+    bsr_matmul_sm80, bsr_matmul_sm90a, bsr_sddmm_sm80, bsr_sddmm_sm90a, kv_append_sm80, probe,
 };
 use crate::Target;
 
@@ -18,6 +18,8 @@ pub enum Variant {
     AttentionBwd(attention_bwd_sm80::AttentionBwd),
     /// A step of the attention backward, with the instructions of Hopper.
     AttentionBwdHopper(attention_bwd_sm90a::AttentionBwdHopper),
+    /// Attention of many queries to the keys of a cache, with the instructions of Hopper.
+    AttentionCacheHopper(attention_cache_sm90a::AttentionCacheHopper),
     /// Attention of few queries to the keys of a cache, with the instructions of Ampere and later.
     AttentionDecode(attention_decode_sm80::AttentionDecode),
     /// Attention over all keys from attention over parts of them.
@@ -51,6 +53,7 @@ impl Variant {
             Variant::AttentionFwdHopper(tile) => tile,
             Variant::AttentionBwd(tile) => tile,
             Variant::AttentionBwdHopper(tile) => tile,
+            Variant::AttentionCacheHopper(tile) => tile,
             Variant::AttentionDecode(tile) => tile,
             Variant::AttentionMerge(kernel) => kernel,
             Variant::KvAppend(kernel) => kernel,
@@ -71,6 +74,7 @@ impl Variant {
         variants.extend(attention_fwd_sm80::tiles(target).map(Variant::AttentionFwd));
         variants.extend(attention_bwd_sm90a::tiles(target).map(Variant::AttentionBwdHopper));
         variants.extend(attention_bwd_sm80::tiles(target).map(Variant::AttentionBwd));
+        variants.extend(attention_cache_sm90a::tiles(target).map(Variant::AttentionCacheHopper));
         variants.extend(attention_decode_sm80::tiles(target).map(Variant::AttentionDecode));
         variants.extend(attention_merge_sm80::tiles(target).map(Variant::AttentionMerge));
         variants.extend(kv_append_sm80::tiles(target).map(Variant::KvAppend));

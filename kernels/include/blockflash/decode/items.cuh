@@ -55,6 +55,7 @@ struct DecodeSequence {
     s.queries = p.cu_seqlens_q == nullptr
                     ? PackedRows{0, p.seqlen_q}
                     : PackedRows::of(p.cu_seqlens_q, sequence, p.total_q, p.seqlen_q);
+    if (s.queries.length > p.most_queries) s.queries.length = 0;
     s.kv_length = keys_of_sequence(p.cache, sequence);
     if (p.page_list == nullptr) {
       const KeyRange any =

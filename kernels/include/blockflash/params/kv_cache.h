@@ -4,6 +4,8 @@
 
 #include <stdint.h>
 
+#include "blockflash/params/attention_fwd.h"
+
 /* Keys and values of a cache: one page per sequence, or pages that a block table names.
  *
  * Key j of sequence b lies in slot j % page_size of page block_table[b, j / page_size], or of page
@@ -61,6 +63,8 @@ typedef struct blockflash_attention_decode_params {
   int32_t seqlen_q; /* the longest sequence of queries when packed */
   int32_t total_q;  /* rows of q and o when packed; offsets are clamped to them */
   int32_t head_dim; /* multiple of 8, at most the tile's head_dim */
+  int32_t
+      most_queries; /* sequences with more queries belong to another kernel and are left alone */
   int32_t window_left, window_right;
   int32_t align_bottom_right;
   int32_t page_list_capacity;
@@ -74,6 +78,19 @@ typedef struct blockflash_attention_decode_params {
   float scale_log2;     /* log2(e)·softmax_scale, or log2(e) after a softcap */
   float scale_over_cap; /* softmax_scale / softcap, 0 without a cap */
 } blockflash_attention_decode_params;
+
+/* Attention of many queries to the keys of a cache, with the tiles of attention forward.
+ *
+ * In `fwd`, cu_seqlens_q tells whether queries are packed, seqlen_kv is the capacity, and k, v,
+ * cu_seqlens_kv and the block mask are null. The maps of k and v have the dimensions (head_dim,
+ * slot, head, page) and boxes of 64 columns and `box_rows` slots, which lie in one page. */
+typedef struct blockflash_attention_cache_params {
+  blockflash_attention_fwd_tma_params fwd;
+  blockflash_kv_cache cache;
+  int32_t fewest_queries; /* sequences with fewer queries belong to another kernel */
+  int32_t box_rows;       /* a divisor of the tile's block_kv and, with several pages per sequence,
+                             of page_size */
+} blockflash_attention_cache_params;
 
 /* Combines attention over disjoint sets of keys: o and lse of all keys from those of each set, in
  * ascending order. */

@@ -1,0 +1,74 @@
+use super::super::select::{accepts, few, select};
+use super::super::{PageListSizes, workspace_bytes};
+use super::*;
+use crate::Error;
+use crate::attention::PackedRows;
+use crate::fixtures::gpu;
+use crate::kv_cache::{CacheSizes, TableSizes};
+use blockflash_sys::DType;
+
+fn problem(seqlen_q: usize, heads_q: usize, head_dim: usize) -> AttentionDecodeProblem {
+    let cache = CacheSizes::contiguous(DType::BF16, [4, 32_768], 8, head_dim);
+    AttentionDecodeProblem::of(cache, seqlen_q, heads_q)
+}
+
+#[test]
+fn many_queries_have_a_kernel_of_their_own_on_hopper() {
+    let (hopper, ampere) = (gpu(9, 0), gpu(8, 0));
+    for (heads, fewest) in [(64, 128), (32, 256), (8, 1024), (128, 128)] {
+        for head_dim in [64, 72, 128, 256] {
+            let [under, from] = [fewest - 1, fewest].map(|q| problem(q, heads, head_dim));
+            assert!(is_many(select(&from, &hopper).unwrap()), "{heads} heads, {fewest} queries");
+            for (problem, gpu) in [(&under, &hopper), (&from, &ampere)] {
+                assert!(!is_many(select(problem, gpu).unwrap()));
+            }
+        }
+    }
+}
+
+#[test]
+fn what_it_does_not_take_has_the_other_kernel() {
+    let hopper = gpu(9, 0);
+    let many = select(&problem(512, 32, 128), &hopper).unwrap();
+    let mut listed = problem(512, 32, 128);
+    listed.cache.table = Some(TableSizes { max_pages: 4, stride: 4 });
+    listed.pages = Some(PageListSizes { capacity: 2 });
+    let mut broadcast = problem(512, 32, 128);
+    broadcast.cache.k.batch = 0;
+    for problem in [listed, broadcast] {
+        assert!(!is_many(select(&problem, &hopper).unwrap()));
+        assert!(matches!(accepts(many, &problem, &hopper), Err(Error::Unsupported { .. })));
+    }
+}
+
+#[test]
+fn packed_sequences_have_two_launches() {
+    let hopper = gpu(9, 0);
+    let equal = problem(512, 32, 128);
+    let kernel = select(&equal, &hopper).unwrap();
+    let alone = plan(kernel, &equal, &hopper).unwrap();
+    assert!(alone.others.is_none() && alone.params.fewest_queries == 0);
+    assert_eq!(workspace_bytes(kernel, &equal, &hopper).unwrap(), 0);
+
+    let mut packed = equal;
+    packed.attention.packed = Some(PackedRows { total_q: 600, total_kv: 0 });
+    let both = plan(kernel, &packed, &hopper).unwrap();
+    let (other, of_others) = both.others.unwrap();
+    assert_eq!(other, few(&packed, &hopper).unwrap());
+    // Together they take every number of queries once.
+    assert_eq!((both.params.fewest_queries, of_others.params.most_queries), (256, 255));
+    assert_eq!(of_others.params.seqlen_q, 512);
+    let bytes = workspace_bytes(kernel, &packed, &hopper).unwrap();
+    assert!(bytes >= of_others.params.items as usize * 4);
+}
+
+#[test]
+fn boxes_lie_in_one_page() {
+    for (page_size, rows) in
+        [(16, 16), (32, 32), (48, 16), (64, 64), (96, 32), (128, 128), (256, 128)]
+    {
+        assert_eq!(box_rows(page_size, 4096, 128), rows, "{page_size}");
+    }
+    assert_eq!(box_rows(1000, 1000, 128), 128);
+    assert_eq!(box_rows(256, 4096, 64), 64);
+}
