@@ -86,8 +86,8 @@ pub use launch::{
     AttentionMerge, AttentionMergeOperands, BlockMaskBuild, BlockMaskBuildOperands,
     BlockMaskTranspose, BlockMaskTransposeOperands, BlockScores, BlockScoresOperands,
     BsrMatmulOperands, BsrParts, BsrPartsMemory, BsrSddmmOperands, KvCacheViews, Launch,
-    LaunchConfig, Operands, PROBE_CHUNK_BYTES, STATISTICS_ROWS, attention_bwd_workspace,
-    param_bytes,
+    LaunchConfig, Operands, PROBE_CHUNK_BYTES, PageChoice, PageChoiceOperands, PageSummaries,
+    PageSummariesOperands, STATISTICS_ROWS, attention_bwd_workspace, param_bytes,
 };
 pub use layout::{Layout, MAX_RANK};
 pub use properties::{CudaDriver, CudaStatus, cuda_status};

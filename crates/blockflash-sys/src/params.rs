@@ -4,6 +4,19 @@ pub const BLOCKFLASH_DTYPE_F16: i32 = 0;
 pub const BLOCKFLASH_DTYPE_BF16: i32 = 1;
 pub const BLOCKFLASH_DTYPE_F32: i32 = 2;
 pub const BLOCKFLASH_WINDOW_UNBOUNDED: i32 = 2147483647;
+pub const BLOCKFLASH_BLOCK_SOURCE_BOOL: i32 = 0;
+pub const BLOCKFLASH_BLOCK_SOURCE_LISTS: i32 = 1;
+pub const BLOCKFLASH_BLOCK_SOURCE_SCORES: i32 = 2;
+pub const BLOCKFLASH_BLOCK_MASK_CHOOSE: i32 = 0;
+pub const BLOCKFLASH_BLOCK_MASK_LIST: i32 = 1;
+pub const BLOCKFLASH_BLOCK_PROBLEM_NO_COLUMN: i32 = 0;
+pub const BLOCKFLASH_BLOCK_PROBLEM_TWICE: i32 = 1;
+pub const BLOCKFLASH_BLOCK_PROBLEM_NAN: i32 = 2;
+pub const BLOCKFLASH_BLOCK_PROBLEM_CAPACITY: i32 = 3;
+pub const BLOCKFLASH_BLOCK_MASK_GATHER: i32 = 0;
+pub const BLOCKFLASH_BLOCK_MASK_LIST_T: i32 = 1;
+pub const BLOCKFLASH_BLOCK_SCORES_MEANS: i32 = 0;
+pub const BLOCKFLASH_BLOCK_SCORES_PRODUCTS: i32 = 1;
 pub const BLOCKFLASH_ACTIVATION_NONE: i32 = 0;
 pub const BLOCKFLASH_ACTIVATION_RELU: i32 = 1;
 pub const BLOCKFLASH_ACTIVATION_GELU: i32 = 2;
@@ -19,19 +32,6 @@ pub const BLOCKFLASH_PROBE_WGMMA_F16: i32 = 6;
 pub const BLOCKFLASH_PROBE_WGMMA_BF16: i32 = 7;
 pub const BLOCKFLASH_PROBE_WGMMA_E4M3: i32 = 8;
 pub const BLOCKFLASH_PROBE_BULK: i32 = 9;
-pub const BLOCKFLASH_BLOCK_SOURCE_BOOL: i32 = 0;
-pub const BLOCKFLASH_BLOCK_SOURCE_LISTS: i32 = 1;
-pub const BLOCKFLASH_BLOCK_SOURCE_SCORES: i32 = 2;
-pub const BLOCKFLASH_BLOCK_MASK_CHOOSE: i32 = 0;
-pub const BLOCKFLASH_BLOCK_MASK_LIST: i32 = 1;
-pub const BLOCKFLASH_BLOCK_PROBLEM_NO_COLUMN: i32 = 0;
-pub const BLOCKFLASH_BLOCK_PROBLEM_TWICE: i32 = 1;
-pub const BLOCKFLASH_BLOCK_PROBLEM_NAN: i32 = 2;
-pub const BLOCKFLASH_BLOCK_PROBLEM_CAPACITY: i32 = 3;
-pub const BLOCKFLASH_BLOCK_MASK_GATHER: i32 = 0;
-pub const BLOCKFLASH_BLOCK_MASK_LIST_T: i32 = 1;
-pub const BLOCKFLASH_BLOCK_SCORES_MEANS: i32 = 0;
-pub const BLOCKFLASH_BLOCK_SCORES_PRODUCTS: i32 = 1;
 /// A tensor map of the Tensor Memory Accelerator (CUtensorMap), encoded by the driver.
 #[repr(C)]
 #[repr(align(64))]
@@ -578,6 +578,775 @@ const _: () = {
     ][::core::mem::offset_of!(blockflash_attention_bwd_tma_params, heads_per_section)
         - 1048usize];
 };
+/** Block mask: the source's blocks and the blocks of `always`, without the blocks that the token
+ mask hides entirely, as index arrays in BSR.
+
+ Row r of a batch entry and head is row (batch·heads + head)·rows + r of all rows. A slab is as
+ many neighbouring rows of one head as a CTA has warps; the last slab of a head may have fewer.*/
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct blockflash_block_mask_build_params {
+    pub source: *const ::core::ffi::c_void,
+    /// visited whatever the source says; none if row_ptr is null
+    pub always: blockflash_block_mask,
+    /** \[batch, heads, rows, ceil(cols / 32)\] columns of each row, the first in the
+ lowest bit*/
+    pub bits: *mut u32,
+    /// \[batch, heads, rows\] columns of each row, whatever the capacity
+    pub lengths: *mut i32,
+    /// \[batch, heads, slabs\] sums of lengths
+    pub slab_lengths: *mut i32,
+    /// \[batch, heads, rows + 1\]
+    pub row_ptr: *mut i32,
+    /// \[capacity\]
+    pub col_idx: *mut i32,
+    /** \[batch, heads, rows\] rows by descending length, the last one first among
+ equally long rows*/
+    pub row_order: *mut i32,
+    /** \[2\], lowered by every launch: {row << 33 | position << 2 | problem,
+ ~(number of blocks that col_idx would have to hold)}*/
+    pub problems: *mut u64,
+    /// BLOCKFLASH_BLOCK_MASK_…
+    pub step: i32,
+    /// BLOCKFLASH_BLOCK_SOURCE_…
+    pub source_kind: i32,
+    /// unused for booleans
+    pub k: i32,
+    pub batch: i32,
+    pub heads: i32,
+    pub rows: i32,
+    pub cols: i32,
+    pub capacity: i32,
+    pub seqlen_q: i32,
+    pub seqlen_kv: i32,
+    pub block_q: i32,
+    pub block_kv: i32,
+    /// the token mask, as for attention
+    pub window_left: i32,
+    /// the token mask, as for attention
+    pub window_right: i32,
+    pub align_bottom_right: i32,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    [
+        "Size of blockflash_block_mask_build_params",
+    ][::core::mem::size_of::<blockflash_block_mask_build_params>() - 184usize];
+    [
+        "Alignment of blockflash_block_mask_build_params",
+    ][::core::mem::align_of::<blockflash_block_mask_build_params>() - 8usize];
+    [
+        "Offset of field: blockflash_block_mask_build_params::source",
+    ][::core::mem::offset_of!(blockflash_block_mask_build_params, source) - 0usize];
+    [
+        "Offset of field: blockflash_block_mask_build_params::always",
+    ][::core::mem::offset_of!(blockflash_block_mask_build_params, always) - 8usize];
+    [
+        "Offset of field: blockflash_block_mask_build_params::bits",
+    ][::core::mem::offset_of!(blockflash_block_mask_build_params, bits) - 64usize];
+    [
+        "Offset of field: blockflash_block_mask_build_params::lengths",
+    ][::core::mem::offset_of!(blockflash_block_mask_build_params, lengths) - 72usize];
+    [
+        "Offset of field: blockflash_block_mask_build_params::slab_lengths",
+    ][::core::mem::offset_of!(blockflash_block_mask_build_params, slab_lengths)
+        - 80usize];
+    [
+        "Offset of field: blockflash_block_mask_build_params::row_ptr",
+    ][::core::mem::offset_of!(blockflash_block_mask_build_params, row_ptr) - 88usize];
+    [
+        "Offset of field: blockflash_block_mask_build_params::col_idx",
+    ][::core::mem::offset_of!(blockflash_block_mask_build_params, col_idx) - 96usize];
+    [
+        "Offset of field: blockflash_block_mask_build_params::row_order",
+    ][::core::mem::offset_of!(blockflash_block_mask_build_params, row_order) - 104usize];
+    [
+        "Offset of field: blockflash_block_mask_build_params::problems",
+    ][::core::mem::offset_of!(blockflash_block_mask_build_params, problems) - 112usize];
+    [
+        "Offset of field: blockflash_block_mask_build_params::step",
+    ][::core::mem::offset_of!(blockflash_block_mask_build_params, step) - 120usize];
+    [
+        "Offset of field: blockflash_block_mask_build_params::source_kind",
+    ][::core::mem::offset_of!(blockflash_block_mask_build_params, source_kind)
+        - 124usize];
+    [
+        "Offset of field: blockflash_block_mask_build_params::k",
+    ][::core::mem::offset_of!(blockflash_block_mask_build_params, k) - 128usize];
+    [
+        "Offset of field: blockflash_block_mask_build_params::batch",
+    ][::core::mem::offset_of!(blockflash_block_mask_build_params, batch) - 132usize];
+    [
+        "Offset of field: blockflash_block_mask_build_params::heads",
+    ][::core::mem::offset_of!(blockflash_block_mask_build_params, heads) - 136usize];
+    [
+        "Offset of field: blockflash_block_mask_build_params::rows",
+    ][::core::mem::offset_of!(blockflash_block_mask_build_params, rows) - 140usize];
+    [
+        "Offset of field: blockflash_block_mask_build_params::cols",
+    ][::core::mem::offset_of!(blockflash_block_mask_build_params, cols) - 144usize];
+    [
+        "Offset of field: blockflash_block_mask_build_params::capacity",
+    ][::core::mem::offset_of!(blockflash_block_mask_build_params, capacity) - 148usize];
+    [
+        "Offset of field: blockflash_block_mask_build_params::seqlen_q",
+    ][::core::mem::offset_of!(blockflash_block_mask_build_params, seqlen_q) - 152usize];
+    [
+        "Offset of field: blockflash_block_mask_build_params::seqlen_kv",
+    ][::core::mem::offset_of!(blockflash_block_mask_build_params, seqlen_kv) - 156usize];
+    [
+        "Offset of field: blockflash_block_mask_build_params::block_q",
+    ][::core::mem::offset_of!(blockflash_block_mask_build_params, block_q) - 160usize];
+    [
+        "Offset of field: blockflash_block_mask_build_params::block_kv",
+    ][::core::mem::offset_of!(blockflash_block_mask_build_params, block_kv) - 164usize];
+    [
+        "Offset of field: blockflash_block_mask_build_params::window_left",
+    ][::core::mem::offset_of!(blockflash_block_mask_build_params, window_left)
+        - 168usize];
+    [
+        "Offset of field: blockflash_block_mask_build_params::window_right",
+    ][::core::mem::offset_of!(blockflash_block_mask_build_params, window_right)
+        - 172usize];
+    [
+        "Offset of field: blockflash_block_mask_build_params::align_bottom_right",
+    ][::core::mem::offset_of!(blockflash_block_mask_build_params, align_bottom_right)
+        - 176usize];
+};
+/** The transpose of a block mask: for each block column the block rows that visit it, in BSR.
+
+ A slab is as many neighbouring rows of one head as the tile says, a strip 32 neighbouring
+ columns; the last ones may have fewer. A head's part of col_idx_t starts where that of col_idx
+ does.*/
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct blockflash_block_mask_transpose_params {
+    /// \[batch, heads, rows + 1\]
+    pub row_ptr: *const i32,
+    /// columns that do not exist are left out
+    pub col_idx: *const i32,
+    /** \[batch, heads, ceil(rows / 32), 32·strips\] rows of each column, 32 per
+ word, the first in the lowest bit; 16-byte aligned*/
+    pub bits: *mut u32,
+    /// \[batch, heads, strips, slabs\] visited blocks
+    pub counts: *mut i32,
+    /// \[batch, heads, cols + 1\]
+    pub row_ptr_t: *mut i32,
+    /// \[capacity\] rows of each column, ascending
+    pub col_idx_t: *mut i32,
+    /// BLOCKFLASH_BLOCK_MASK_…
+    pub step: i32,
+    pub batch: i32,
+    pub heads: i32,
+    pub rows: i32,
+    pub cols: i32,
+    pub capacity: i32,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    [
+        "Size of blockflash_block_mask_transpose_params",
+    ][::core::mem::size_of::<blockflash_block_mask_transpose_params>() - 72usize];
+    [
+        "Alignment of blockflash_block_mask_transpose_params",
+    ][::core::mem::align_of::<blockflash_block_mask_transpose_params>() - 8usize];
+    [
+        "Offset of field: blockflash_block_mask_transpose_params::row_ptr",
+    ][::core::mem::offset_of!(blockflash_block_mask_transpose_params, row_ptr) - 0usize];
+    [
+        "Offset of field: blockflash_block_mask_transpose_params::col_idx",
+    ][::core::mem::offset_of!(blockflash_block_mask_transpose_params, col_idx) - 8usize];
+    [
+        "Offset of field: blockflash_block_mask_transpose_params::bits",
+    ][::core::mem::offset_of!(blockflash_block_mask_transpose_params, bits) - 16usize];
+    [
+        "Offset of field: blockflash_block_mask_transpose_params::counts",
+    ][::core::mem::offset_of!(blockflash_block_mask_transpose_params, counts) - 24usize];
+    [
+        "Offset of field: blockflash_block_mask_transpose_params::row_ptr_t",
+    ][::core::mem::offset_of!(blockflash_block_mask_transpose_params, row_ptr_t)
+        - 32usize];
+    [
+        "Offset of field: blockflash_block_mask_transpose_params::col_idx_t",
+    ][::core::mem::offset_of!(blockflash_block_mask_transpose_params, col_idx_t)
+        - 40usize];
+    [
+        "Offset of field: blockflash_block_mask_transpose_params::step",
+    ][::core::mem::offset_of!(blockflash_block_mask_transpose_params, step) - 48usize];
+    [
+        "Offset of field: blockflash_block_mask_transpose_params::batch",
+    ][::core::mem::offset_of!(blockflash_block_mask_transpose_params, batch) - 52usize];
+    [
+        "Offset of field: blockflash_block_mask_transpose_params::heads",
+    ][::core::mem::offset_of!(blockflash_block_mask_transpose_params, heads) - 56usize];
+    [
+        "Offset of field: blockflash_block_mask_transpose_params::rows",
+    ][::core::mem::offset_of!(blockflash_block_mask_transpose_params, rows) - 60usize];
+    [
+        "Offset of field: blockflash_block_mask_transpose_params::cols",
+    ][::core::mem::offset_of!(blockflash_block_mask_transpose_params, cols) - 64usize];
+    [
+        "Offset of field: blockflash_block_mask_transpose_params::capacity",
+    ][::core::mem::offset_of!(blockflash_block_mask_transpose_params, capacity)
+        - 68usize];
+};
+/// Scores of blocks: the mean query of each block row times the mean key of each block column.
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct blockflash_block_scores_params {
+    /// \[batch, seqlen_q, num_heads_q, head_dim\]
+    pub q: *const ::core::ffi::c_void,
+    /// \[batch, seqlen_kv, num_heads_kv, head_dim\]
+    pub k: *const ::core::ffi::c_void,
+    /// \[batch, num_heads_q, rows, head_dim\]
+    pub q_means: *mut f32,
+    /// \[batch, num_heads_kv, cols, head_dim\]
+    pub k_means: *mut f32,
+    /// \[batch, num_heads_q, rows, cols\]
+    pub scores: *mut f32,
+    pub q_stride_batch: i64,
+    pub q_stride_seq: i64,
+    pub q_stride_head: i64,
+    pub k_stride_batch: i64,
+    pub k_stride_seq: i64,
+    pub k_stride_head: i64,
+    /// BLOCKFLASH_BLOCK_SCORES_…
+    pub step: i32,
+    pub batch: i32,
+    pub num_heads_q: i32,
+    pub num_heads_kv: i32,
+    pub seqlen_q: i32,
+    pub seqlen_kv: i32,
+    pub block_q: i32,
+    pub block_kv: i32,
+    /// ceil(seqlen_q / block_q), ceil(seqlen_kv / block_kv)
+    pub rows: i32,
+    /// ceil(seqlen_q / block_q), ceil(seqlen_kv / block_kv)
+    pub cols: i32,
+    /// a multiple of 8, at most 256
+    pub head_dim: i32,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    [
+        "Size of blockflash_block_scores_params",
+    ][::core::mem::size_of::<blockflash_block_scores_params>() - 136usize];
+    [
+        "Alignment of blockflash_block_scores_params",
+    ][::core::mem::align_of::<blockflash_block_scores_params>() - 8usize];
+    [
+        "Offset of field: blockflash_block_scores_params::q",
+    ][::core::mem::offset_of!(blockflash_block_scores_params, q) - 0usize];
+    [
+        "Offset of field: blockflash_block_scores_params::k",
+    ][::core::mem::offset_of!(blockflash_block_scores_params, k) - 8usize];
+    [
+        "Offset of field: blockflash_block_scores_params::q_means",
+    ][::core::mem::offset_of!(blockflash_block_scores_params, q_means) - 16usize];
+    [
+        "Offset of field: blockflash_block_scores_params::k_means",
+    ][::core::mem::offset_of!(blockflash_block_scores_params, k_means) - 24usize];
+    [
+        "Offset of field: blockflash_block_scores_params::scores",
+    ][::core::mem::offset_of!(blockflash_block_scores_params, scores) - 32usize];
+    [
+        "Offset of field: blockflash_block_scores_params::q_stride_batch",
+    ][::core::mem::offset_of!(blockflash_block_scores_params, q_stride_batch) - 40usize];
+    [
+        "Offset of field: blockflash_block_scores_params::q_stride_seq",
+    ][::core::mem::offset_of!(blockflash_block_scores_params, q_stride_seq) - 48usize];
+    [
+        "Offset of field: blockflash_block_scores_params::q_stride_head",
+    ][::core::mem::offset_of!(blockflash_block_scores_params, q_stride_head) - 56usize];
+    [
+        "Offset of field: blockflash_block_scores_params::k_stride_batch",
+    ][::core::mem::offset_of!(blockflash_block_scores_params, k_stride_batch) - 64usize];
+    [
+        "Offset of field: blockflash_block_scores_params::k_stride_seq",
+    ][::core::mem::offset_of!(blockflash_block_scores_params, k_stride_seq) - 72usize];
+    [
+        "Offset of field: blockflash_block_scores_params::k_stride_head",
+    ][::core::mem::offset_of!(blockflash_block_scores_params, k_stride_head) - 80usize];
+    [
+        "Offset of field: blockflash_block_scores_params::step",
+    ][::core::mem::offset_of!(blockflash_block_scores_params, step) - 88usize];
+    [
+        "Offset of field: blockflash_block_scores_params::batch",
+    ][::core::mem::offset_of!(blockflash_block_scores_params, batch) - 92usize];
+    [
+        "Offset of field: blockflash_block_scores_params::num_heads_q",
+    ][::core::mem::offset_of!(blockflash_block_scores_params, num_heads_q) - 96usize];
+    [
+        "Offset of field: blockflash_block_scores_params::num_heads_kv",
+    ][::core::mem::offset_of!(blockflash_block_scores_params, num_heads_kv) - 100usize];
+    [
+        "Offset of field: blockflash_block_scores_params::seqlen_q",
+    ][::core::mem::offset_of!(blockflash_block_scores_params, seqlen_q) - 104usize];
+    [
+        "Offset of field: blockflash_block_scores_params::seqlen_kv",
+    ][::core::mem::offset_of!(blockflash_block_scores_params, seqlen_kv) - 108usize];
+    [
+        "Offset of field: blockflash_block_scores_params::block_q",
+    ][::core::mem::offset_of!(blockflash_block_scores_params, block_q) - 112usize];
+    [
+        "Offset of field: blockflash_block_scores_params::block_kv",
+    ][::core::mem::offset_of!(blockflash_block_scores_params, block_kv) - 116usize];
+    [
+        "Offset of field: blockflash_block_scores_params::rows",
+    ][::core::mem::offset_of!(blockflash_block_scores_params, rows) - 120usize];
+    [
+        "Offset of field: blockflash_block_scores_params::cols",
+    ][::core::mem::offset_of!(blockflash_block_scores_params, cols) - 124usize];
+    [
+        "Offset of field: blockflash_block_scores_params::head_dim",
+    ][::core::mem::offset_of!(blockflash_block_scores_params, head_dim) - 128usize];
+};
+/** BSR matmul: c = activation(alpha·a·b + beta·c + bias), a block-sparse \[m, k\], b and c dense.
+
+ Kernels for a transposed a take the index of the transposed pattern in row_ptr and col_idx and
+ the values unchanged: block i of the index is the transpose of block block_idx\[i\] of the
+ values.*/
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct blockflash_bsr_matmul_params {
+    /// \[ceil(m / block) + 1\]
+    pub row_ptr: *const i32,
+    /// \[nnz_blocks\], ascending and unique within a block row
+    pub col_idx: *const i32,
+    /// \[nnz_blocks, block, block\], rows and columns beyond m and k are zero
+    pub values: *const ::core::ffi::c_void,
+    /** \[ceil(m / block)\] order in which block rows are computed: the longest
+ first, or rows that share b together; null: natural*/
+    pub row_order: *const i32,
+    /// \[k, n\]
+    pub b: *const ::core::ffi::c_void,
+    /// \[m, n\]
+    pub c: *mut ::core::ffi::c_void,
+    /// \[m\] or \[n\] in the type of b, see bias_per_row; null: none
+    pub bias: *const ::core::ffi::c_void,
+    /** elements between rows of b and of c, or between columns where columns are
+ contiguous*/
+    pub ldb: i64,
+    /** elements between rows of b and of c, or between columns where columns are
+ contiguous*/
+    pub ldc: i64,
+    pub m: i64,
+    pub n: i64,
+    pub k: i64,
+    /// BLOCKFLASH_DTYPE_…
+    pub c_dtype: i32,
+    /// 1: bias\[m\] is added along a row of c, 0: bias\[n\] along a column
+    pub bias_per_row: i32,
+    /// BLOCKFLASH_ACTIVATION_…
+    pub activation: i32,
+    /// b and ldb allow 16-byte loads
+    pub b_vectorized: i32,
+    /// c and ldc allow 16-byte stores
+    pub c_vectorized: i32,
+    pub alpha: f32,
+    /// 0: c is not read
+    pub beta: f32,
+    /// 1: columns of c are contiguous; 0 for kernels that write rows only
+    pub c_column_major: i32,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    [
+        "Size of blockflash_bsr_matmul_params",
+    ][::core::mem::size_of::<blockflash_bsr_matmul_params>() - 128usize];
+    [
+        "Alignment of blockflash_bsr_matmul_params",
+    ][::core::mem::align_of::<blockflash_bsr_matmul_params>() - 8usize];
+    [
+        "Offset of field: blockflash_bsr_matmul_params::row_ptr",
+    ][::core::mem::offset_of!(blockflash_bsr_matmul_params, row_ptr) - 0usize];
+    [
+        "Offset of field: blockflash_bsr_matmul_params::col_idx",
+    ][::core::mem::offset_of!(blockflash_bsr_matmul_params, col_idx) - 8usize];
+    [
+        "Offset of field: blockflash_bsr_matmul_params::values",
+    ][::core::mem::offset_of!(blockflash_bsr_matmul_params, values) - 16usize];
+    [
+        "Offset of field: blockflash_bsr_matmul_params::row_order",
+    ][::core::mem::offset_of!(blockflash_bsr_matmul_params, row_order) - 24usize];
+    [
+        "Offset of field: blockflash_bsr_matmul_params::b",
+    ][::core::mem::offset_of!(blockflash_bsr_matmul_params, b) - 32usize];
+    [
+        "Offset of field: blockflash_bsr_matmul_params::c",
+    ][::core::mem::offset_of!(blockflash_bsr_matmul_params, c) - 40usize];
+    [
+        "Offset of field: blockflash_bsr_matmul_params::bias",
+    ][::core::mem::offset_of!(blockflash_bsr_matmul_params, bias) - 48usize];
+    [
+        "Offset of field: blockflash_bsr_matmul_params::ldb",
+    ][::core::mem::offset_of!(blockflash_bsr_matmul_params, ldb) - 56usize];
+    [
+        "Offset of field: blockflash_bsr_matmul_params::ldc",
+    ][::core::mem::offset_of!(blockflash_bsr_matmul_params, ldc) - 64usize];
+    [
+        "Offset of field: blockflash_bsr_matmul_params::m",
+    ][::core::mem::offset_of!(blockflash_bsr_matmul_params, m) - 72usize];
+    [
+        "Offset of field: blockflash_bsr_matmul_params::n",
+    ][::core::mem::offset_of!(blockflash_bsr_matmul_params, n) - 80usize];
+    [
+        "Offset of field: blockflash_bsr_matmul_params::k",
+    ][::core::mem::offset_of!(blockflash_bsr_matmul_params, k) - 88usize];
+    [
+        "Offset of field: blockflash_bsr_matmul_params::c_dtype",
+    ][::core::mem::offset_of!(blockflash_bsr_matmul_params, c_dtype) - 96usize];
+    [
+        "Offset of field: blockflash_bsr_matmul_params::bias_per_row",
+    ][::core::mem::offset_of!(blockflash_bsr_matmul_params, bias_per_row) - 100usize];
+    [
+        "Offset of field: blockflash_bsr_matmul_params::activation",
+    ][::core::mem::offset_of!(blockflash_bsr_matmul_params, activation) - 104usize];
+    [
+        "Offset of field: blockflash_bsr_matmul_params::b_vectorized",
+    ][::core::mem::offset_of!(blockflash_bsr_matmul_params, b_vectorized) - 108usize];
+    [
+        "Offset of field: blockflash_bsr_matmul_params::c_vectorized",
+    ][::core::mem::offset_of!(blockflash_bsr_matmul_params, c_vectorized) - 112usize];
+    [
+        "Offset of field: blockflash_bsr_matmul_params::alpha",
+    ][::core::mem::offset_of!(blockflash_bsr_matmul_params, alpha) - 116usize];
+    [
+        "Offset of field: blockflash_bsr_matmul_params::beta",
+    ][::core::mem::offset_of!(blockflash_bsr_matmul_params, beta) - 120usize];
+    [
+        "Offset of field: blockflash_bsr_matmul_params::c_column_major",
+    ][::core::mem::offset_of!(blockflash_bsr_matmul_params, c_column_major) - 124usize];
+};
+/** BSR matmul by persistent CTAs that load tiles by TMA. All maps have a swizzle of 128 bytes,
+ except for blocks of 32; the map of a tensor without elements is zeros.*/
+#[repr(C)]
+#[repr(align(64))]
+#[derive(Debug, Copy, Clone)]
+pub struct blockflash_bsr_matmul_tma_params {
+    /** (block, block, nnz_blocks), boxes of 64 columns and all rows of one
+ block, or 64 rows if a is transposed; each CTA of a cluster loads its
+ share of a box. Filled blocks of 32: boxes of one block, a swizzle of
+ 64 bytes. Zeros where small blocks are copied without a map*/
+    pub a: blockflash_tensor_map,
+    /** whole panels of b, (64, k, n / 64), boxes of block_k rows and all
+ panels of the tile; zeros if n < 64. Column-major: all of b, (k, n,
+ 1), boxes of block_k rows and all columns of the tile*/
+    pub b: blockflash_tensor_map,
+    /** (n, k, 1), boxes of 64 columns and block_k rows. Column-major: like b, with boxes
+ of the n % block_n columns of the last tile; zeros if there are none*/
+    pub b_edge: blockflash_tensor_map,
+    /// (n, m), boxes of 64 columns and 16 rows, where c_by_copies is 1; else zeros
+    pub c: blockflash_tensor_map,
+    /// sizes fit into 31 bits
+    pub base: blockflash_bsr_matmul_params,
+    /** two zeros, left as zeros: {next tile, CTAs that are done}; null: a
+ fixed order of tiles*/
+    pub tile_counter: *mut u32,
+    /** \[nnz_blocks\] index of each block among the values, for kernels that
+ transpose a; else null*/
+    pub block_idx: *const i32,
+    /** \[stages, 32, 2\] for blocks of 16 and 32, else null: the plan. A stage is the part
+ of b that a group of block rows, neighbours in row_order, reads at a time, with one
+ pair per lane of a warp. Lane r < 16: {the first of the blocks of block row r, a
+ word whose bit i says that one of them is in column i of the stage and whose bits
+ from 8 on are their place among the blocks of the stage}. Lane 16 + i: {column i,
+ 0}. Lane 24: {number of columns, number of blocks}*/
+    pub stages: *const i32,
+    /// \[groups + 1\] first stage of each group
+    pub group_stages: *const i32,
+    /// 1: c is row-major, 16-byte aligned and of the type of a, and beta is 0
+    pub c_by_copies: i32,
+    /** tiles of more blocks (or stages, where there is a plan) than this are split
+ into parts; positive*/
+    pub part_steps: i32,
+    /** the order of all parts: \[p\] counts the tiles of one
+ column that come before the parts p, which the
+ longest \[p - 1\] - \[p\] tiles of a column may have;
+ descends to 0. All zeros: no tile is split*/
+    pub part_begin: [i32; 8usize],
+    /** \[part_begin\[0\] · tiles along n, tile\] sums of all parts except the first, in the
+ register layout of the threads; or null. Counts the tiles of whole clusters*/
+    pub part_sums: *mut f32,
+    /** \[part_begin\[0\] · tiles along n, consumer warps\] zeros, left as zeros;
+ or null*/
+    pub part_arrived: *mut u32,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    [
+        "Size of blockflash_bsr_matmul_tma_params",
+    ][::core::mem::size_of::<blockflash_bsr_matmul_tma_params>() - 768usize];
+    [
+        "Alignment of blockflash_bsr_matmul_tma_params",
+    ][::core::mem::align_of::<blockflash_bsr_matmul_tma_params>() - 64usize];
+    [
+        "Offset of field: blockflash_bsr_matmul_tma_params::a",
+    ][::core::mem::offset_of!(blockflash_bsr_matmul_tma_params, a) - 0usize];
+    [
+        "Offset of field: blockflash_bsr_matmul_tma_params::b",
+    ][::core::mem::offset_of!(blockflash_bsr_matmul_tma_params, b) - 128usize];
+    [
+        "Offset of field: blockflash_bsr_matmul_tma_params::b_edge",
+    ][::core::mem::offset_of!(blockflash_bsr_matmul_tma_params, b_edge) - 256usize];
+    [
+        "Offset of field: blockflash_bsr_matmul_tma_params::c",
+    ][::core::mem::offset_of!(blockflash_bsr_matmul_tma_params, c) - 384usize];
+    [
+        "Offset of field: blockflash_bsr_matmul_tma_params::base",
+    ][::core::mem::offset_of!(blockflash_bsr_matmul_tma_params, base) - 512usize];
+    [
+        "Offset of field: blockflash_bsr_matmul_tma_params::tile_counter",
+    ][::core::mem::offset_of!(blockflash_bsr_matmul_tma_params, tile_counter)
+        - 640usize];
+    [
+        "Offset of field: blockflash_bsr_matmul_tma_params::block_idx",
+    ][::core::mem::offset_of!(blockflash_bsr_matmul_tma_params, block_idx) - 648usize];
+    [
+        "Offset of field: blockflash_bsr_matmul_tma_params::stages",
+    ][::core::mem::offset_of!(blockflash_bsr_matmul_tma_params, stages) - 656usize];
+    [
+        "Offset of field: blockflash_bsr_matmul_tma_params::group_stages",
+    ][::core::mem::offset_of!(blockflash_bsr_matmul_tma_params, group_stages)
+        - 664usize];
+    [
+        "Offset of field: blockflash_bsr_matmul_tma_params::c_by_copies",
+    ][::core::mem::offset_of!(blockflash_bsr_matmul_tma_params, c_by_copies) - 672usize];
+    [
+        "Offset of field: blockflash_bsr_matmul_tma_params::part_steps",
+    ][::core::mem::offset_of!(blockflash_bsr_matmul_tma_params, part_steps) - 676usize];
+    [
+        "Offset of field: blockflash_bsr_matmul_tma_params::part_begin",
+    ][::core::mem::offset_of!(blockflash_bsr_matmul_tma_params, part_begin) - 680usize];
+    [
+        "Offset of field: blockflash_bsr_matmul_tma_params::part_sums",
+    ][::core::mem::offset_of!(blockflash_bsr_matmul_tma_params, part_sums) - 712usize];
+    [
+        "Offset of field: blockflash_bsr_matmul_tma_params::part_arrived",
+    ][::core::mem::offset_of!(blockflash_bsr_matmul_tma_params, part_arrived)
+        - 720usize];
+};
+/** Sampled dense-dense product (SDDMM): values = alpha·a·b + beta·values at the stored blocks of
+ a BSR matrix, a \[m, k\] and b \[k, n\] dense, each row- or column-major as the kernel was
+ compiled. The maps have a swizzle of 128 bytes; they are zeros if k is 0.*/
+#[repr(C)]
+#[repr(align(64))]
+#[derive(Debug, Copy, Clone)]
+pub struct blockflash_bsr_sddmm_params {
+    /** row-major: (k, m), boxes of 64 columns and the rows of a block;
+ column-major: (m, k), boxes of 64 × 64*/
+    pub a: blockflash_tensor_map,
+    /** column-major: (k, n), boxes of 64 rows and the columns of a block;
+ row-major: (n, k), boxes of 64 × 64*/
+    pub b: blockflash_tensor_map,
+    /// \[ceil(m / block) + 1\]
+    pub row_ptr: *const i32,
+    /// \[nnz_blocks\]
+    pub col_idx: *const i32,
+    /// \[nnz_blocks, block, block\], 16-byte aligned; elements beyond m and n become zero
+    pub values: *mut ::core::ffi::c_void,
+    /** two zeros, left as zeros: {next tile, CTAs that are done}; null: a
+ fixed order of tiles*/
+    pub tile_counter: *mut u32,
+    pub m: i32,
+    pub n: i32,
+    pub k: i32,
+    pub nnz_blocks: i32,
+    /// BLOCKFLASH_DTYPE_…
+    pub values_dtype: i32,
+    pub alpha: f32,
+    /// 0: values are not read
+    pub beta: f32,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    [
+        "Size of blockflash_bsr_sddmm_params",
+    ][::core::mem::size_of::<blockflash_bsr_sddmm_params>() - 320usize];
+    [
+        "Alignment of blockflash_bsr_sddmm_params",
+    ][::core::mem::align_of::<blockflash_bsr_sddmm_params>() - 64usize];
+    [
+        "Offset of field: blockflash_bsr_sddmm_params::a",
+    ][::core::mem::offset_of!(blockflash_bsr_sddmm_params, a) - 0usize];
+    [
+        "Offset of field: blockflash_bsr_sddmm_params::b",
+    ][::core::mem::offset_of!(blockflash_bsr_sddmm_params, b) - 128usize];
+    [
+        "Offset of field: blockflash_bsr_sddmm_params::row_ptr",
+    ][::core::mem::offset_of!(blockflash_bsr_sddmm_params, row_ptr) - 256usize];
+    [
+        "Offset of field: blockflash_bsr_sddmm_params::col_idx",
+    ][::core::mem::offset_of!(blockflash_bsr_sddmm_params, col_idx) - 264usize];
+    [
+        "Offset of field: blockflash_bsr_sddmm_params::values",
+    ][::core::mem::offset_of!(blockflash_bsr_sddmm_params, values) - 272usize];
+    [
+        "Offset of field: blockflash_bsr_sddmm_params::tile_counter",
+    ][::core::mem::offset_of!(blockflash_bsr_sddmm_params, tile_counter) - 280usize];
+    [
+        "Offset of field: blockflash_bsr_sddmm_params::m",
+    ][::core::mem::offset_of!(blockflash_bsr_sddmm_params, m) - 288usize];
+    [
+        "Offset of field: blockflash_bsr_sddmm_params::n",
+    ][::core::mem::offset_of!(blockflash_bsr_sddmm_params, n) - 292usize];
+    [
+        "Offset of field: blockflash_bsr_sddmm_params::k",
+    ][::core::mem::offset_of!(blockflash_bsr_sddmm_params, k) - 296usize];
+    [
+        "Offset of field: blockflash_bsr_sddmm_params::nnz_blocks",
+    ][::core::mem::offset_of!(blockflash_bsr_sddmm_params, nnz_blocks) - 300usize];
+    [
+        "Offset of field: blockflash_bsr_sddmm_params::values_dtype",
+    ][::core::mem::offset_of!(blockflash_bsr_sddmm_params, values_dtype) - 304usize];
+    [
+        "Offset of field: blockflash_bsr_sddmm_params::alpha",
+    ][::core::mem::offset_of!(blockflash_bsr_sddmm_params, alpha) - 308usize];
+    [
+        "Offset of field: blockflash_bsr_sddmm_params::beta",
+    ][::core::mem::offset_of!(blockflash_bsr_sddmm_params, beta) - 312usize];
+};
+/// BSR matmul for operands in any layout, chosen at run time.
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct blockflash_bsr_matmul_any_params {
+    pub base: blockflash_bsr_matmul_params,
+    /** \[nnz_blocks\] index of each block among the values where a is
+ transposed; else null*/
+    pub block_idx: *const i32,
+    /// 1: each block of the values is a block of the transpose of a
+    pub a_transposed: i32,
+    /// 1: columns of b are contiguous
+    pub b_column_major: i32,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    [
+        "Size of blockflash_bsr_matmul_any_params",
+    ][::core::mem::size_of::<blockflash_bsr_matmul_any_params>() - 144usize];
+    [
+        "Alignment of blockflash_bsr_matmul_any_params",
+    ][::core::mem::align_of::<blockflash_bsr_matmul_any_params>() - 8usize];
+    [
+        "Offset of field: blockflash_bsr_matmul_any_params::base",
+    ][::core::mem::offset_of!(blockflash_bsr_matmul_any_params, base) - 0usize];
+    [
+        "Offset of field: blockflash_bsr_matmul_any_params::block_idx",
+    ][::core::mem::offset_of!(blockflash_bsr_matmul_any_params, block_idx) - 128usize];
+    [
+        "Offset of field: blockflash_bsr_matmul_any_params::a_transposed",
+    ][::core::mem::offset_of!(blockflash_bsr_matmul_any_params, a_transposed)
+        - 136usize];
+    [
+        "Offset of field: blockflash_bsr_matmul_any_params::b_column_major",
+    ][::core::mem::offset_of!(blockflash_bsr_matmul_any_params, b_column_major)
+        - 140usize];
+};
+/** Sampled dense-dense product (SDDMM) by kernels that take a and b in every layout: values =
+ alpha·a·b + beta·values, as above.*/
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct blockflash_bsr_sddmm_portable_params {
+    /// \[ceil(m / block) + 1\]
+    pub row_ptr: *const i32,
+    /// \[nnz_blocks\]
+    pub col_idx: *const i32,
+    /// \[m, k\]
+    pub a: *const ::core::ffi::c_void,
+    /// \[k, n\]
+    pub b: *const ::core::ffi::c_void,
+    /// \[nnz_blocks, block, block\]; elements beyond m and n become zero
+    pub values: *mut ::core::ffi::c_void,
+    /// elements between rows, or between columns where columns are contiguous
+    pub lda: i64,
+    /// elements between rows, or between columns where columns are contiguous
+    pub ldb: i64,
+    pub m: i32,
+    pub n: i32,
+    pub k: i32,
+    /// 1: columns are contiguous, 0: rows
+    pub a_column_major: i32,
+    pub b_column_major: i32,
+    /// a and lda allow 16-byte loads
+    pub a_vectorized: i32,
+    pub b_vectorized: i32,
+    /// values allow 16-byte stores
+    pub values_vectorized: i32,
+    /// BLOCKFLASH_DTYPE_…
+    pub values_dtype: i32,
+    pub alpha: f32,
+    /// 0: values are not read
+    pub beta: f32,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    [
+        "Size of blockflash_bsr_sddmm_portable_params",
+    ][::core::mem::size_of::<blockflash_bsr_sddmm_portable_params>() - 104usize];
+    [
+        "Alignment of blockflash_bsr_sddmm_portable_params",
+    ][::core::mem::align_of::<blockflash_bsr_sddmm_portable_params>() - 8usize];
+    [
+        "Offset of field: blockflash_bsr_sddmm_portable_params::row_ptr",
+    ][::core::mem::offset_of!(blockflash_bsr_sddmm_portable_params, row_ptr) - 0usize];
+    [
+        "Offset of field: blockflash_bsr_sddmm_portable_params::col_idx",
+    ][::core::mem::offset_of!(blockflash_bsr_sddmm_portable_params, col_idx) - 8usize];
+    [
+        "Offset of field: blockflash_bsr_sddmm_portable_params::a",
+    ][::core::mem::offset_of!(blockflash_bsr_sddmm_portable_params, a) - 16usize];
+    [
+        "Offset of field: blockflash_bsr_sddmm_portable_params::b",
+    ][::core::mem::offset_of!(blockflash_bsr_sddmm_portable_params, b) - 24usize];
+    [
+        "Offset of field: blockflash_bsr_sddmm_portable_params::values",
+    ][::core::mem::offset_of!(blockflash_bsr_sddmm_portable_params, values) - 32usize];
+    [
+        "Offset of field: blockflash_bsr_sddmm_portable_params::lda",
+    ][::core::mem::offset_of!(blockflash_bsr_sddmm_portable_params, lda) - 40usize];
+    [
+        "Offset of field: blockflash_bsr_sddmm_portable_params::ldb",
+    ][::core::mem::offset_of!(blockflash_bsr_sddmm_portable_params, ldb) - 48usize];
+    [
+        "Offset of field: blockflash_bsr_sddmm_portable_params::m",
+    ][::core::mem::offset_of!(blockflash_bsr_sddmm_portable_params, m) - 56usize];
+    [
+        "Offset of field: blockflash_bsr_sddmm_portable_params::n",
+    ][::core::mem::offset_of!(blockflash_bsr_sddmm_portable_params, n) - 60usize];
+    [
+        "Offset of field: blockflash_bsr_sddmm_portable_params::k",
+    ][::core::mem::offset_of!(blockflash_bsr_sddmm_portable_params, k) - 64usize];
+    [
+        "Offset of field: blockflash_bsr_sddmm_portable_params::a_column_major",
+    ][::core::mem::offset_of!(blockflash_bsr_sddmm_portable_params, a_column_major)
+        - 68usize];
+    [
+        "Offset of field: blockflash_bsr_sddmm_portable_params::b_column_major",
+    ][::core::mem::offset_of!(blockflash_bsr_sddmm_portable_params, b_column_major)
+        - 72usize];
+    [
+        "Offset of field: blockflash_bsr_sddmm_portable_params::a_vectorized",
+    ][::core::mem::offset_of!(blockflash_bsr_sddmm_portable_params, a_vectorized)
+        - 76usize];
+    [
+        "Offset of field: blockflash_bsr_sddmm_portable_params::b_vectorized",
+    ][::core::mem::offset_of!(blockflash_bsr_sddmm_portable_params, b_vectorized)
+        - 80usize];
+    [
+        "Offset of field: blockflash_bsr_sddmm_portable_params::values_vectorized",
+    ][::core::mem::offset_of!(blockflash_bsr_sddmm_portable_params, values_vectorized)
+        - 84usize];
+    [
+        "Offset of field: blockflash_bsr_sddmm_portable_params::values_dtype",
+    ][::core::mem::offset_of!(blockflash_bsr_sddmm_portable_params, values_dtype)
+        - 88usize];
+    [
+        "Offset of field: blockflash_bsr_sddmm_portable_params::alpha",
+    ][::core::mem::offset_of!(blockflash_bsr_sddmm_portable_params, alpha) - 92usize];
+    [
+        "Offset of field: blockflash_bsr_sddmm_portable_params::beta",
+    ][::core::mem::offset_of!(blockflash_bsr_sddmm_portable_params, beta) - 96usize];
+};
 /** Keys and values of a cache: one page per sequence, or pages that a block table names.
 
  Key j of sequence b lies in slot j % page_size of page block_table\[b, j / page_size\], or of page
@@ -1026,451 +1795,201 @@ const _: () = {
         "Offset of field: blockflash_attention_merge_params::o_dtype",
     ][::core::mem::offset_of!(blockflash_attention_merge_params, o_dtype) - 152usize];
 };
-/** BSR matmul: c = activation(alpha·a·b + beta·c + bias), a block-sparse \[m, k\], b and c dense.
-
- Kernels for a transposed a take the index of the transposed pattern in row_ptr and col_idx and
- the values unchanged: block i of the index is the transpose of block block_idx\[i\] of the
- values.*/
+/** What is kept of the keys of each page and head, in the element type of the cache: their mean, or
+ their minimum and then their maximum, element by element.*/
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
-pub struct blockflash_bsr_matmul_params {
-    /// \[ceil(m / block) + 1\]
-    pub row_ptr: *const i32,
-    /// \[nnz_blocks\], ascending and unique within a block row
-    pub col_idx: *const i32,
-    /// \[nnz_blocks, block, block\], rows and columns beyond m and k are zero
-    pub values: *const ::core::ffi::c_void,
-    /** \[ceil(m / block)\] order in which block rows are computed: the longest
- first, or rows that share b together; null: natural*/
-    pub row_order: *const i32,
-    /// \[k, n\]
-    pub b: *const ::core::ffi::c_void,
-    /// \[m, n\]
-    pub c: *mut ::core::ffi::c_void,
-    /// \[m\] or \[n\] in the type of b, see bias_per_row; null: none
-    pub bias: *const ::core::ffi::c_void,
-    /** elements between rows of b and of c, or between columns where columns are
- contiguous*/
-    pub ldb: i64,
-    /** elements between rows of b and of c, or between columns where columns are
- contiguous*/
-    pub ldc: i64,
-    pub m: i64,
-    pub n: i64,
-    pub k: i64,
-    /// BLOCKFLASH_DTYPE_…
-    pub c_dtype: i32,
-    /// 1: bias\[m\] is added along a row of c, 0: bias\[n\] along a column
-    pub bias_per_row: i32,
-    /// BLOCKFLASH_ACTIVATION_…
-    pub activation: i32,
-    /// b and ldb allow 16-byte loads
-    pub b_vectorized: i32,
-    /// c and ldc allow 16-byte stores
-    pub c_vectorized: i32,
-    pub alpha: f32,
-    /// 0: c is not read
-    pub beta: f32,
-    /// 1: columns of c are contiguous; 0 for kernels that write rows only
-    pub c_column_major: i32,
+pub struct blockflash_page_summaries {
+    /// \[pages, statistics, num_heads_kv, head_dim\]
+    pub rows: *mut ::core::ffi::c_void,
+    pub stride_page: i64,
+    pub stride_statistic: i64,
+    pub stride_head: i64,
+    /// 1: mean, 2: minimum and maximum
+    pub statistics: i32,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
     [
-        "Size of blockflash_bsr_matmul_params",
-    ][::core::mem::size_of::<blockflash_bsr_matmul_params>() - 128usize];
+        "Size of blockflash_page_summaries",
+    ][::core::mem::size_of::<blockflash_page_summaries>() - 40usize];
     [
-        "Alignment of blockflash_bsr_matmul_params",
-    ][::core::mem::align_of::<blockflash_bsr_matmul_params>() - 8usize];
+        "Alignment of blockflash_page_summaries",
+    ][::core::mem::align_of::<blockflash_page_summaries>() - 8usize];
     [
-        "Offset of field: blockflash_bsr_matmul_params::row_ptr",
-    ][::core::mem::offset_of!(blockflash_bsr_matmul_params, row_ptr) - 0usize];
+        "Offset of field: blockflash_page_summaries::rows",
+    ][::core::mem::offset_of!(blockflash_page_summaries, rows) - 0usize];
     [
-        "Offset of field: blockflash_bsr_matmul_params::col_idx",
-    ][::core::mem::offset_of!(blockflash_bsr_matmul_params, col_idx) - 8usize];
+        "Offset of field: blockflash_page_summaries::stride_page",
+    ][::core::mem::offset_of!(blockflash_page_summaries, stride_page) - 8usize];
     [
-        "Offset of field: blockflash_bsr_matmul_params::values",
-    ][::core::mem::offset_of!(blockflash_bsr_matmul_params, values) - 16usize];
+        "Offset of field: blockflash_page_summaries::stride_statistic",
+    ][::core::mem::offset_of!(blockflash_page_summaries, stride_statistic) - 16usize];
     [
-        "Offset of field: blockflash_bsr_matmul_params::row_order",
-    ][::core::mem::offset_of!(blockflash_bsr_matmul_params, row_order) - 24usize];
+        "Offset of field: blockflash_page_summaries::stride_head",
+    ][::core::mem::offset_of!(blockflash_page_summaries, stride_head) - 24usize];
     [
-        "Offset of field: blockflash_bsr_matmul_params::b",
-    ][::core::mem::offset_of!(blockflash_bsr_matmul_params, b) - 32usize];
-    [
-        "Offset of field: blockflash_bsr_matmul_params::c",
-    ][::core::mem::offset_of!(blockflash_bsr_matmul_params, c) - 40usize];
-    [
-        "Offset of field: blockflash_bsr_matmul_params::bias",
-    ][::core::mem::offset_of!(blockflash_bsr_matmul_params, bias) - 48usize];
-    [
-        "Offset of field: blockflash_bsr_matmul_params::ldb",
-    ][::core::mem::offset_of!(blockflash_bsr_matmul_params, ldb) - 56usize];
-    [
-        "Offset of field: blockflash_bsr_matmul_params::ldc",
-    ][::core::mem::offset_of!(blockflash_bsr_matmul_params, ldc) - 64usize];
-    [
-        "Offset of field: blockflash_bsr_matmul_params::m",
-    ][::core::mem::offset_of!(blockflash_bsr_matmul_params, m) - 72usize];
-    [
-        "Offset of field: blockflash_bsr_matmul_params::n",
-    ][::core::mem::offset_of!(blockflash_bsr_matmul_params, n) - 80usize];
-    [
-        "Offset of field: blockflash_bsr_matmul_params::k",
-    ][::core::mem::offset_of!(blockflash_bsr_matmul_params, k) - 88usize];
-    [
-        "Offset of field: blockflash_bsr_matmul_params::c_dtype",
-    ][::core::mem::offset_of!(blockflash_bsr_matmul_params, c_dtype) - 96usize];
-    [
-        "Offset of field: blockflash_bsr_matmul_params::bias_per_row",
-    ][::core::mem::offset_of!(blockflash_bsr_matmul_params, bias_per_row) - 100usize];
-    [
-        "Offset of field: blockflash_bsr_matmul_params::activation",
-    ][::core::mem::offset_of!(blockflash_bsr_matmul_params, activation) - 104usize];
-    [
-        "Offset of field: blockflash_bsr_matmul_params::b_vectorized",
-    ][::core::mem::offset_of!(blockflash_bsr_matmul_params, b_vectorized) - 108usize];
-    [
-        "Offset of field: blockflash_bsr_matmul_params::c_vectorized",
-    ][::core::mem::offset_of!(blockflash_bsr_matmul_params, c_vectorized) - 112usize];
-    [
-        "Offset of field: blockflash_bsr_matmul_params::alpha",
-    ][::core::mem::offset_of!(blockflash_bsr_matmul_params, alpha) - 116usize];
-    [
-        "Offset of field: blockflash_bsr_matmul_params::beta",
-    ][::core::mem::offset_of!(blockflash_bsr_matmul_params, beta) - 120usize];
-    [
-        "Offset of field: blockflash_bsr_matmul_params::c_column_major",
-    ][::core::mem::offset_of!(blockflash_bsr_matmul_params, c_column_major) - 124usize];
+        "Offset of field: blockflash_page_summaries::statistics",
+    ][::core::mem::offset_of!(blockflash_page_summaries, statistics) - 32usize];
 };
-/** BSR matmul by persistent CTAs that load tiles by TMA. All maps have a swizzle of 128 bytes,
- except for blocks of 32; the map of a tensor without elements is zeros.*/
+/** Summaries of the pages that hold the last tokens of each sequence. Those of other pages are not
+ written.*/
 #[repr(C)]
-#[repr(align(64))]
 #[derive(Debug, Copy, Clone)]
-pub struct blockflash_bsr_matmul_tma_params {
-    /** (block, block, nnz_blocks), boxes of 64 columns and all rows of one
- block, or 64 rows if a is transposed; each CTA of a cluster loads its
- share of a box. Filled blocks of 32: boxes of one block, a swizzle of
- 64 bytes. Zeros where small blocks are copied without a map*/
-    pub a: blockflash_tensor_map,
-    /** whole panels of b, (64, k, n / 64), boxes of block_k rows and all
- panels of the tile; zeros if n < 64. Column-major: all of b, (k, n,
- 1), boxes of block_k rows and all columns of the tile*/
-    pub b: blockflash_tensor_map,
-    /** (n, k, 1), boxes of 64 columns and block_k rows. Column-major: like b, with boxes
- of the n % block_n columns of the last tile; zeros if there are none*/
-    pub b_edge: blockflash_tensor_map,
-    /// (n, m), boxes of 64 columns and 16 rows, where c_by_copies is 1; else zeros
-    pub c: blockflash_tensor_map,
-    /// sizes fit into 31 bits
-    pub base: blockflash_bsr_matmul_params,
-    /** two zeros, left as zeros: {next tile, CTAs that are done}; null: a
- fixed order of tiles*/
-    pub tile_counter: *mut u32,
-    /** \[nnz_blocks\] index of each block among the values, for kernels that
- transpose a; else null*/
-    pub block_idx: *const i32,
-    /** \[stages, 32, 2\] for blocks of 16 and 32, else null: the plan. A stage is the part
- of b that a group of block rows, neighbours in row_order, reads at a time, with one
- pair per lane of a warp. Lane r < 16: {the first of the blocks of block row r, a
- word whose bit i says that one of them is in column i of the stage and whose bits
- from 8 on are their place among the blocks of the stage}. Lane 16 + i: {column i,
- 0}. Lane 24: {number of columns, number of blocks}*/
-    pub stages: *const i32,
-    /// \[groups + 1\] first stage of each group
-    pub group_stages: *const i32,
-    /// 1: c is row-major, 16-byte aligned and of the type of a, and beta is 0
-    pub c_by_copies: i32,
-    /** tiles of more blocks (or stages, where there is a plan) than this are split
- into parts; positive*/
-    pub part_steps: i32,
-    /** the order of all parts: \[p\] counts the tiles of one
- column that come before the parts p, which the
- longest \[p - 1\] - \[p\] tiles of a column may have;
- descends to 0. All zeros: no tile is split*/
-    pub part_begin: [i32; 8usize],
-    /** \[part_begin\[0\] · tiles along n, tile\] sums of all parts except the first, in the
- register layout of the threads; or null. Counts the tiles of whole clusters*/
-    pub part_sums: *mut f32,
-    /** \[part_begin\[0\] · tiles along n, consumer warps\] zeros, left as zeros;
- or null*/
-    pub part_arrived: *mut u32,
+pub struct blockflash_page_summaries_params {
+    /// v is not read
+    pub cache: blockflash_kv_cache,
+    pub summaries: blockflash_page_summaries,
+    pub batch: i32,
+    pub num_heads_kv: i32,
+    /// a multiple of 8, at most 256
+    pub head_dim: i32,
+    /// the last ones of each sequence
+    pub tokens: i32,
+    /// that `tokens` tokens of a sequence can lie in
+    pub most_pages: i32,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
     [
-        "Size of blockflash_bsr_matmul_tma_params",
-    ][::core::mem::size_of::<blockflash_bsr_matmul_tma_params>() - 768usize];
+        "Size of blockflash_page_summaries_params",
+    ][::core::mem::size_of::<blockflash_page_summaries_params>() - 168usize];
     [
-        "Alignment of blockflash_bsr_matmul_tma_params",
-    ][::core::mem::align_of::<blockflash_bsr_matmul_tma_params>() - 64usize];
+        "Alignment of blockflash_page_summaries_params",
+    ][::core::mem::align_of::<blockflash_page_summaries_params>() - 8usize];
     [
-        "Offset of field: blockflash_bsr_matmul_tma_params::a",
-    ][::core::mem::offset_of!(blockflash_bsr_matmul_tma_params, a) - 0usize];
+        "Offset of field: blockflash_page_summaries_params::cache",
+    ][::core::mem::offset_of!(blockflash_page_summaries_params, cache) - 0usize];
     [
-        "Offset of field: blockflash_bsr_matmul_tma_params::b",
-    ][::core::mem::offset_of!(blockflash_bsr_matmul_tma_params, b) - 128usize];
+        "Offset of field: blockflash_page_summaries_params::summaries",
+    ][::core::mem::offset_of!(blockflash_page_summaries_params, summaries) - 104usize];
     [
-        "Offset of field: blockflash_bsr_matmul_tma_params::b_edge",
-    ][::core::mem::offset_of!(blockflash_bsr_matmul_tma_params, b_edge) - 256usize];
+        "Offset of field: blockflash_page_summaries_params::batch",
+    ][::core::mem::offset_of!(blockflash_page_summaries_params, batch) - 144usize];
     [
-        "Offset of field: blockflash_bsr_matmul_tma_params::c",
-    ][::core::mem::offset_of!(blockflash_bsr_matmul_tma_params, c) - 384usize];
+        "Offset of field: blockflash_page_summaries_params::num_heads_kv",
+    ][::core::mem::offset_of!(blockflash_page_summaries_params, num_heads_kv)
+        - 148usize];
     [
-        "Offset of field: blockflash_bsr_matmul_tma_params::base",
-    ][::core::mem::offset_of!(blockflash_bsr_matmul_tma_params, base) - 512usize];
+        "Offset of field: blockflash_page_summaries_params::head_dim",
+    ][::core::mem::offset_of!(blockflash_page_summaries_params, head_dim) - 152usize];
     [
-        "Offset of field: blockflash_bsr_matmul_tma_params::tile_counter",
-    ][::core::mem::offset_of!(blockflash_bsr_matmul_tma_params, tile_counter)
-        - 640usize];
+        "Offset of field: blockflash_page_summaries_params::tokens",
+    ][::core::mem::offset_of!(blockflash_page_summaries_params, tokens) - 156usize];
     [
-        "Offset of field: blockflash_bsr_matmul_tma_params::block_idx",
-    ][::core::mem::offset_of!(blockflash_bsr_matmul_tma_params, block_idx) - 648usize];
-    [
-        "Offset of field: blockflash_bsr_matmul_tma_params::stages",
-    ][::core::mem::offset_of!(blockflash_bsr_matmul_tma_params, stages) - 656usize];
-    [
-        "Offset of field: blockflash_bsr_matmul_tma_params::group_stages",
-    ][::core::mem::offset_of!(blockflash_bsr_matmul_tma_params, group_stages)
-        - 664usize];
-    [
-        "Offset of field: blockflash_bsr_matmul_tma_params::c_by_copies",
-    ][::core::mem::offset_of!(blockflash_bsr_matmul_tma_params, c_by_copies) - 672usize];
-    [
-        "Offset of field: blockflash_bsr_matmul_tma_params::part_steps",
-    ][::core::mem::offset_of!(blockflash_bsr_matmul_tma_params, part_steps) - 676usize];
-    [
-        "Offset of field: blockflash_bsr_matmul_tma_params::part_begin",
-    ][::core::mem::offset_of!(blockflash_bsr_matmul_tma_params, part_begin) - 680usize];
-    [
-        "Offset of field: blockflash_bsr_matmul_tma_params::part_sums",
-    ][::core::mem::offset_of!(blockflash_bsr_matmul_tma_params, part_sums) - 712usize];
-    [
-        "Offset of field: blockflash_bsr_matmul_tma_params::part_arrived",
-    ][::core::mem::offset_of!(blockflash_bsr_matmul_tma_params, part_arrived)
-        - 720usize];
+        "Offset of field: blockflash_page_summaries_params::most_pages",
+    ][::core::mem::offset_of!(blockflash_page_summaries_params, most_pages) - 160usize];
 };
-/** Sampled dense-dense product (SDDMM): values = alpha·a·b + beta·values at the stored blocks of
- a BSR matrix, a \[m, k\] and b \[k, n\] dense, each row- or column-major as the kernel was
- compiled. The maps have a swizzle of 128 bytes; they are zeros if k is 0.*/
+/** The pages that each key head of a sequence visits: the first one, the last one, and those with
+ the largest scores, of equal scores the first ones.*/
 #[repr(C)]
-#[repr(align(64))]
 #[derive(Debug, Copy, Clone)]
-pub struct blockflash_bsr_sddmm_params {
-    /** row-major: (k, m), boxes of 64 columns and the rows of a block;
- column-major: (m, k), boxes of 64 × 64*/
-    pub a: blockflash_tensor_map,
-    /** column-major: (k, n), boxes of 64 rows and the columns of a block;
- row-major: (n, k), boxes of 64 × 64*/
-    pub b: blockflash_tensor_map,
-    /// \[ceil(m / block) + 1\]
-    pub row_ptr: *const i32,
-    /// \[nnz_blocks\]
-    pub col_idx: *const i32,
-    /// \[nnz_blocks, block, block\], 16-byte aligned; elements beyond m and n become zero
-    pub values: *mut ::core::ffi::c_void,
-    /** two zeros, left as zeros: {next tile, CTAs that are done}; null: a
- fixed order of tiles*/
-    pub tile_counter: *mut u32,
-    pub m: i32,
-    pub n: i32,
-    pub k: i32,
-    pub nnz_blocks: i32,
-    /// BLOCKFLASH_DTYPE_…
-    pub values_dtype: i32,
-    pub alpha: f32,
-    /// 0: values are not read
-    pub beta: f32,
+pub struct blockflash_page_choice_params {
+    /// \[batch, seqlen_q, num_heads_q, head_dim\]; packed: \[total_q, …\]
+    pub q: *const ::core::ffi::c_void,
+    /** \[batch + 1\] offsets into packed queries; null: all sequences have
+ seqlen_q*/
+    pub cu_seqlens_q: *const i32,
+    /// k and v are not read
+    pub cache: blockflash_kv_cache,
+    pub summaries: blockflash_page_summaries,
+    /// workspace, \[batch, num_heads_kv, max_pages\]
+    pub scores: *mut f32,
+    /// workspace, \[batch, num_heads_kv\], zeros, left as zeros
+    pub arrivals: *mut u32,
+    /** \[batch, num_heads_kv, list_capacity\] columns of the block table, ascending;
+ zeros behind the last one*/
+    pub lists: *mut i32,
+    /// \[batch\] listed pages
+    pub counts: *mut i32,
+    pub q_stride_batch: i64,
+    pub q_stride_seq: i64,
+    pub q_stride_head: i64,
+    pub batch: i32,
+    pub num_heads_kv: i32,
+    /// num_heads_q / num_heads_kv
+    pub group: i32,
+    /// the longest sequence of queries when packed
+    pub seqlen_q: i32,
+    /// rows of q when packed; offsets are clamped to them
+    pub total_q: i32,
+    /// a multiple of 8, at most 256
+    pub head_dim: i32,
+    /// at least 2
+    pub list_capacity: i32,
+    /// ceil(capacity of the cache / page_size)
+    pub max_pages: i32,
+    /// CTAs that share the pages of a sequence and key head
+    pub parts: i32,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
     [
-        "Size of blockflash_bsr_sddmm_params",
-    ][::core::mem::size_of::<blockflash_bsr_sddmm_params>() - 320usize];
+        "Size of blockflash_page_choice_params",
+    ][::core::mem::size_of::<blockflash_page_choice_params>() - 256usize];
     [
-        "Alignment of blockflash_bsr_sddmm_params",
-    ][::core::mem::align_of::<blockflash_bsr_sddmm_params>() - 64usize];
+        "Alignment of blockflash_page_choice_params",
+    ][::core::mem::align_of::<blockflash_page_choice_params>() - 8usize];
     [
-        "Offset of field: blockflash_bsr_sddmm_params::a",
-    ][::core::mem::offset_of!(blockflash_bsr_sddmm_params, a) - 0usize];
+        "Offset of field: blockflash_page_choice_params::q",
+    ][::core::mem::offset_of!(blockflash_page_choice_params, q) - 0usize];
     [
-        "Offset of field: blockflash_bsr_sddmm_params::b",
-    ][::core::mem::offset_of!(blockflash_bsr_sddmm_params, b) - 128usize];
+        "Offset of field: blockflash_page_choice_params::cu_seqlens_q",
+    ][::core::mem::offset_of!(blockflash_page_choice_params, cu_seqlens_q) - 8usize];
     [
-        "Offset of field: blockflash_bsr_sddmm_params::row_ptr",
-    ][::core::mem::offset_of!(blockflash_bsr_sddmm_params, row_ptr) - 256usize];
+        "Offset of field: blockflash_page_choice_params::cache",
+    ][::core::mem::offset_of!(blockflash_page_choice_params, cache) - 16usize];
     [
-        "Offset of field: blockflash_bsr_sddmm_params::col_idx",
-    ][::core::mem::offset_of!(blockflash_bsr_sddmm_params, col_idx) - 264usize];
+        "Offset of field: blockflash_page_choice_params::summaries",
+    ][::core::mem::offset_of!(blockflash_page_choice_params, summaries) - 120usize];
     [
-        "Offset of field: blockflash_bsr_sddmm_params::values",
-    ][::core::mem::offset_of!(blockflash_bsr_sddmm_params, values) - 272usize];
+        "Offset of field: blockflash_page_choice_params::scores",
+    ][::core::mem::offset_of!(blockflash_page_choice_params, scores) - 160usize];
     [
-        "Offset of field: blockflash_bsr_sddmm_params::tile_counter",
-    ][::core::mem::offset_of!(blockflash_bsr_sddmm_params, tile_counter) - 280usize];
+        "Offset of field: blockflash_page_choice_params::arrivals",
+    ][::core::mem::offset_of!(blockflash_page_choice_params, arrivals) - 168usize];
     [
-        "Offset of field: blockflash_bsr_sddmm_params::m",
-    ][::core::mem::offset_of!(blockflash_bsr_sddmm_params, m) - 288usize];
+        "Offset of field: blockflash_page_choice_params::lists",
+    ][::core::mem::offset_of!(blockflash_page_choice_params, lists) - 176usize];
     [
-        "Offset of field: blockflash_bsr_sddmm_params::n",
-    ][::core::mem::offset_of!(blockflash_bsr_sddmm_params, n) - 292usize];
+        "Offset of field: blockflash_page_choice_params::counts",
+    ][::core::mem::offset_of!(blockflash_page_choice_params, counts) - 184usize];
     [
-        "Offset of field: blockflash_bsr_sddmm_params::k",
-    ][::core::mem::offset_of!(blockflash_bsr_sddmm_params, k) - 296usize];
+        "Offset of field: blockflash_page_choice_params::q_stride_batch",
+    ][::core::mem::offset_of!(blockflash_page_choice_params, q_stride_batch) - 192usize];
     [
-        "Offset of field: blockflash_bsr_sddmm_params::nnz_blocks",
-    ][::core::mem::offset_of!(blockflash_bsr_sddmm_params, nnz_blocks) - 300usize];
+        "Offset of field: blockflash_page_choice_params::q_stride_seq",
+    ][::core::mem::offset_of!(blockflash_page_choice_params, q_stride_seq) - 200usize];
     [
-        "Offset of field: blockflash_bsr_sddmm_params::values_dtype",
-    ][::core::mem::offset_of!(blockflash_bsr_sddmm_params, values_dtype) - 304usize];
+        "Offset of field: blockflash_page_choice_params::q_stride_head",
+    ][::core::mem::offset_of!(blockflash_page_choice_params, q_stride_head) - 208usize];
     [
-        "Offset of field: blockflash_bsr_sddmm_params::alpha",
-    ][::core::mem::offset_of!(blockflash_bsr_sddmm_params, alpha) - 308usize];
+        "Offset of field: blockflash_page_choice_params::batch",
+    ][::core::mem::offset_of!(blockflash_page_choice_params, batch) - 216usize];
     [
-        "Offset of field: blockflash_bsr_sddmm_params::beta",
-    ][::core::mem::offset_of!(blockflash_bsr_sddmm_params, beta) - 312usize];
-};
-/// BSR matmul for operands in any layout, chosen at run time.
-#[repr(C)]
-#[derive(Debug, Copy, Clone)]
-pub struct blockflash_bsr_matmul_any_params {
-    pub base: blockflash_bsr_matmul_params,
-    /** \[nnz_blocks\] index of each block among the values where a is
- transposed; else null*/
-    pub block_idx: *const i32,
-    /// 1: each block of the values is a block of the transpose of a
-    pub a_transposed: i32,
-    /// 1: columns of b are contiguous
-    pub b_column_major: i32,
-}
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
-const _: () = {
+        "Offset of field: blockflash_page_choice_params::num_heads_kv",
+    ][::core::mem::offset_of!(blockflash_page_choice_params, num_heads_kv) - 220usize];
     [
-        "Size of blockflash_bsr_matmul_any_params",
-    ][::core::mem::size_of::<blockflash_bsr_matmul_any_params>() - 144usize];
+        "Offset of field: blockflash_page_choice_params::group",
+    ][::core::mem::offset_of!(blockflash_page_choice_params, group) - 224usize];
     [
-        "Alignment of blockflash_bsr_matmul_any_params",
-    ][::core::mem::align_of::<blockflash_bsr_matmul_any_params>() - 8usize];
+        "Offset of field: blockflash_page_choice_params::seqlen_q",
+    ][::core::mem::offset_of!(blockflash_page_choice_params, seqlen_q) - 228usize];
     [
-        "Offset of field: blockflash_bsr_matmul_any_params::base",
-    ][::core::mem::offset_of!(blockflash_bsr_matmul_any_params, base) - 0usize];
+        "Offset of field: blockflash_page_choice_params::total_q",
+    ][::core::mem::offset_of!(blockflash_page_choice_params, total_q) - 232usize];
     [
-        "Offset of field: blockflash_bsr_matmul_any_params::block_idx",
-    ][::core::mem::offset_of!(blockflash_bsr_matmul_any_params, block_idx) - 128usize];
+        "Offset of field: blockflash_page_choice_params::head_dim",
+    ][::core::mem::offset_of!(blockflash_page_choice_params, head_dim) - 236usize];
     [
-        "Offset of field: blockflash_bsr_matmul_any_params::a_transposed",
-    ][::core::mem::offset_of!(blockflash_bsr_matmul_any_params, a_transposed)
-        - 136usize];
+        "Offset of field: blockflash_page_choice_params::list_capacity",
+    ][::core::mem::offset_of!(blockflash_page_choice_params, list_capacity) - 240usize];
     [
-        "Offset of field: blockflash_bsr_matmul_any_params::b_column_major",
-    ][::core::mem::offset_of!(blockflash_bsr_matmul_any_params, b_column_major)
-        - 140usize];
-};
-/** Sampled dense-dense product (SDDMM) by kernels that take a and b in every layout: values =
- alpha·a·b + beta·values, as above.*/
-#[repr(C)]
-#[derive(Debug, Copy, Clone)]
-pub struct blockflash_bsr_sddmm_portable_params {
-    /// \[ceil(m / block) + 1\]
-    pub row_ptr: *const i32,
-    /// \[nnz_blocks\]
-    pub col_idx: *const i32,
-    /// \[m, k\]
-    pub a: *const ::core::ffi::c_void,
-    /// \[k, n\]
-    pub b: *const ::core::ffi::c_void,
-    /// \[nnz_blocks, block, block\]; elements beyond m and n become zero
-    pub values: *mut ::core::ffi::c_void,
-    /// elements between rows, or between columns where columns are contiguous
-    pub lda: i64,
-    /// elements between rows, or between columns where columns are contiguous
-    pub ldb: i64,
-    pub m: i32,
-    pub n: i32,
-    pub k: i32,
-    /// 1: columns are contiguous, 0: rows
-    pub a_column_major: i32,
-    pub b_column_major: i32,
-    /// a and lda allow 16-byte loads
-    pub a_vectorized: i32,
-    pub b_vectorized: i32,
-    /// values allow 16-byte stores
-    pub values_vectorized: i32,
-    /// BLOCKFLASH_DTYPE_…
-    pub values_dtype: i32,
-    pub alpha: f32,
-    /// 0: values are not read
-    pub beta: f32,
-}
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
-const _: () = {
+        "Offset of field: blockflash_page_choice_params::max_pages",
+    ][::core::mem::offset_of!(blockflash_page_choice_params, max_pages) - 244usize];
     [
-        "Size of blockflash_bsr_sddmm_portable_params",
-    ][::core::mem::size_of::<blockflash_bsr_sddmm_portable_params>() - 104usize];
-    [
-        "Alignment of blockflash_bsr_sddmm_portable_params",
-    ][::core::mem::align_of::<blockflash_bsr_sddmm_portable_params>() - 8usize];
-    [
-        "Offset of field: blockflash_bsr_sddmm_portable_params::row_ptr",
-    ][::core::mem::offset_of!(blockflash_bsr_sddmm_portable_params, row_ptr) - 0usize];
-    [
-        "Offset of field: blockflash_bsr_sddmm_portable_params::col_idx",
-    ][::core::mem::offset_of!(blockflash_bsr_sddmm_portable_params, col_idx) - 8usize];
-    [
-        "Offset of field: blockflash_bsr_sddmm_portable_params::a",
-    ][::core::mem::offset_of!(blockflash_bsr_sddmm_portable_params, a) - 16usize];
-    [
-        "Offset of field: blockflash_bsr_sddmm_portable_params::b",
-    ][::core::mem::offset_of!(blockflash_bsr_sddmm_portable_params, b) - 24usize];
-    [
-        "Offset of field: blockflash_bsr_sddmm_portable_params::values",
-    ][::core::mem::offset_of!(blockflash_bsr_sddmm_portable_params, values) - 32usize];
-    [
-        "Offset of field: blockflash_bsr_sddmm_portable_params::lda",
-    ][::core::mem::offset_of!(blockflash_bsr_sddmm_portable_params, lda) - 40usize];
-    [
-        "Offset of field: blockflash_bsr_sddmm_portable_params::ldb",
-    ][::core::mem::offset_of!(blockflash_bsr_sddmm_portable_params, ldb) - 48usize];
-    [
-        "Offset of field: blockflash_bsr_sddmm_portable_params::m",
-    ][::core::mem::offset_of!(blockflash_bsr_sddmm_portable_params, m) - 56usize];
-    [
-        "Offset of field: blockflash_bsr_sddmm_portable_params::n",
-    ][::core::mem::offset_of!(blockflash_bsr_sddmm_portable_params, n) - 60usize];
-    [
-        "Offset of field: blockflash_bsr_sddmm_portable_params::k",
-    ][::core::mem::offset_of!(blockflash_bsr_sddmm_portable_params, k) - 64usize];
-    [
-        "Offset of field: blockflash_bsr_sddmm_portable_params::a_column_major",
-    ][::core::mem::offset_of!(blockflash_bsr_sddmm_portable_params, a_column_major)
-        - 68usize];
-    [
-        "Offset of field: blockflash_bsr_sddmm_portable_params::b_column_major",
-    ][::core::mem::offset_of!(blockflash_bsr_sddmm_portable_params, b_column_major)
-        - 72usize];
-    [
-        "Offset of field: blockflash_bsr_sddmm_portable_params::a_vectorized",
-    ][::core::mem::offset_of!(blockflash_bsr_sddmm_portable_params, a_vectorized)
-        - 76usize];
-    [
-        "Offset of field: blockflash_bsr_sddmm_portable_params::b_vectorized",
-    ][::core::mem::offset_of!(blockflash_bsr_sddmm_portable_params, b_vectorized)
-        - 80usize];
-    [
-        "Offset of field: blockflash_bsr_sddmm_portable_params::values_vectorized",
-    ][::core::mem::offset_of!(blockflash_bsr_sddmm_portable_params, values_vectorized)
-        - 84usize];
-    [
-        "Offset of field: blockflash_bsr_sddmm_portable_params::values_dtype",
-    ][::core::mem::offset_of!(blockflash_bsr_sddmm_portable_params, values_dtype)
-        - 88usize];
-    [
-        "Offset of field: blockflash_bsr_sddmm_portable_params::alpha",
-    ][::core::mem::offset_of!(blockflash_bsr_sddmm_portable_params, alpha) - 92usize];
-    [
-        "Offset of field: blockflash_bsr_sddmm_portable_params::beta",
-    ][::core::mem::offset_of!(blockflash_bsr_sddmm_portable_params, beta) - 96usize];
+        "Offset of field: blockflash_page_choice_params::parts",
+    ][::core::mem::offset_of!(blockflash_page_choice_params, parts) - 248usize];
 };
 /// Probe: one unit of the GPU at its peak rate, as a ceiling for measurements.
 #[repr(C)]
@@ -1505,327 +2024,4 @@ const _: () = {
     [
         "Offset of field: blockflash_probe_params::iterations",
     ][::core::mem::offset_of!(blockflash_probe_params, iterations) - 24usize];
-};
-/** Block mask: the source's blocks and the blocks of `always`, without the blocks that the token
- mask hides entirely, as index arrays in BSR.
-
- Row r of a batch entry and head is row (batch·heads + head)·rows + r of all rows. A slab is as
- many neighbouring rows of one head as a CTA has warps; the last slab of a head may have fewer.*/
-#[repr(C)]
-#[derive(Debug, Copy, Clone)]
-pub struct blockflash_block_mask_build_params {
-    pub source: *const ::core::ffi::c_void,
-    /// visited whatever the source says; none if row_ptr is null
-    pub always: blockflash_block_mask,
-    /** \[batch, heads, rows, ceil(cols / 32)\] columns of each row, the first in the
- lowest bit*/
-    pub bits: *mut u32,
-    /// \[batch, heads, rows\] columns of each row, whatever the capacity
-    pub lengths: *mut i32,
-    /// \[batch, heads, slabs\] sums of lengths
-    pub slab_lengths: *mut i32,
-    /// \[batch, heads, rows + 1\]
-    pub row_ptr: *mut i32,
-    /// \[capacity\]
-    pub col_idx: *mut i32,
-    /** \[batch, heads, rows\] rows by descending length, the last one first among
- equally long rows*/
-    pub row_order: *mut i32,
-    /** \[2\], lowered by every launch: {row << 33 | position << 2 | problem,
- ~(number of blocks that col_idx would have to hold)}*/
-    pub problems: *mut u64,
-    /// BLOCKFLASH_BLOCK_MASK_…
-    pub step: i32,
-    /// BLOCKFLASH_BLOCK_SOURCE_…
-    pub source_kind: i32,
-    /// unused for booleans
-    pub k: i32,
-    pub batch: i32,
-    pub heads: i32,
-    pub rows: i32,
-    pub cols: i32,
-    pub capacity: i32,
-    pub seqlen_q: i32,
-    pub seqlen_kv: i32,
-    pub block_q: i32,
-    pub block_kv: i32,
-    /// the token mask, as for attention
-    pub window_left: i32,
-    /// the token mask, as for attention
-    pub window_right: i32,
-    pub align_bottom_right: i32,
-}
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
-const _: () = {
-    [
-        "Size of blockflash_block_mask_build_params",
-    ][::core::mem::size_of::<blockflash_block_mask_build_params>() - 184usize];
-    [
-        "Alignment of blockflash_block_mask_build_params",
-    ][::core::mem::align_of::<blockflash_block_mask_build_params>() - 8usize];
-    [
-        "Offset of field: blockflash_block_mask_build_params::source",
-    ][::core::mem::offset_of!(blockflash_block_mask_build_params, source) - 0usize];
-    [
-        "Offset of field: blockflash_block_mask_build_params::always",
-    ][::core::mem::offset_of!(blockflash_block_mask_build_params, always) - 8usize];
-    [
-        "Offset of field: blockflash_block_mask_build_params::bits",
-    ][::core::mem::offset_of!(blockflash_block_mask_build_params, bits) - 64usize];
-    [
-        "Offset of field: blockflash_block_mask_build_params::lengths",
-    ][::core::mem::offset_of!(blockflash_block_mask_build_params, lengths) - 72usize];
-    [
-        "Offset of field: blockflash_block_mask_build_params::slab_lengths",
-    ][::core::mem::offset_of!(blockflash_block_mask_build_params, slab_lengths)
-        - 80usize];
-    [
-        "Offset of field: blockflash_block_mask_build_params::row_ptr",
-    ][::core::mem::offset_of!(blockflash_block_mask_build_params, row_ptr) - 88usize];
-    [
-        "Offset of field: blockflash_block_mask_build_params::col_idx",
-    ][::core::mem::offset_of!(blockflash_block_mask_build_params, col_idx) - 96usize];
-    [
-        "Offset of field: blockflash_block_mask_build_params::row_order",
-    ][::core::mem::offset_of!(blockflash_block_mask_build_params, row_order) - 104usize];
-    [
-        "Offset of field: blockflash_block_mask_build_params::problems",
-    ][::core::mem::offset_of!(blockflash_block_mask_build_params, problems) - 112usize];
-    [
-        "Offset of field: blockflash_block_mask_build_params::step",
-    ][::core::mem::offset_of!(blockflash_block_mask_build_params, step) - 120usize];
-    [
-        "Offset of field: blockflash_block_mask_build_params::source_kind",
-    ][::core::mem::offset_of!(blockflash_block_mask_build_params, source_kind)
-        - 124usize];
-    [
-        "Offset of field: blockflash_block_mask_build_params::k",
-    ][::core::mem::offset_of!(blockflash_block_mask_build_params, k) - 128usize];
-    [
-        "Offset of field: blockflash_block_mask_build_params::batch",
-    ][::core::mem::offset_of!(blockflash_block_mask_build_params, batch) - 132usize];
-    [
-        "Offset of field: blockflash_block_mask_build_params::heads",
-    ][::core::mem::offset_of!(blockflash_block_mask_build_params, heads) - 136usize];
-    [
-        "Offset of field: blockflash_block_mask_build_params::rows",
-    ][::core::mem::offset_of!(blockflash_block_mask_build_params, rows) - 140usize];
-    [
-        "Offset of field: blockflash_block_mask_build_params::cols",
-    ][::core::mem::offset_of!(blockflash_block_mask_build_params, cols) - 144usize];
-    [
-        "Offset of field: blockflash_block_mask_build_params::capacity",
-    ][::core::mem::offset_of!(blockflash_block_mask_build_params, capacity) - 148usize];
-    [
-        "Offset of field: blockflash_block_mask_build_params::seqlen_q",
-    ][::core::mem::offset_of!(blockflash_block_mask_build_params, seqlen_q) - 152usize];
-    [
-        "Offset of field: blockflash_block_mask_build_params::seqlen_kv",
-    ][::core::mem::offset_of!(blockflash_block_mask_build_params, seqlen_kv) - 156usize];
-    [
-        "Offset of field: blockflash_block_mask_build_params::block_q",
-    ][::core::mem::offset_of!(blockflash_block_mask_build_params, block_q) - 160usize];
-    [
-        "Offset of field: blockflash_block_mask_build_params::block_kv",
-    ][::core::mem::offset_of!(blockflash_block_mask_build_params, block_kv) - 164usize];
-    [
-        "Offset of field: blockflash_block_mask_build_params::window_left",
-    ][::core::mem::offset_of!(blockflash_block_mask_build_params, window_left)
-        - 168usize];
-    [
-        "Offset of field: blockflash_block_mask_build_params::window_right",
-    ][::core::mem::offset_of!(blockflash_block_mask_build_params, window_right)
-        - 172usize];
-    [
-        "Offset of field: blockflash_block_mask_build_params::align_bottom_right",
-    ][::core::mem::offset_of!(blockflash_block_mask_build_params, align_bottom_right)
-        - 176usize];
-};
-/** The transpose of a block mask: for each block column the block rows that visit it, in BSR.
-
- A slab is as many neighbouring rows of one head as the tile says, a strip 32 neighbouring
- columns; the last ones may have fewer. A head's part of col_idx_t starts where that of col_idx
- does.*/
-#[repr(C)]
-#[derive(Debug, Copy, Clone)]
-pub struct blockflash_block_mask_transpose_params {
-    /// \[batch, heads, rows + 1\]
-    pub row_ptr: *const i32,
-    /// columns that do not exist are left out
-    pub col_idx: *const i32,
-    /** \[batch, heads, ceil(rows / 32), 32·strips\] rows of each column, 32 per
- word, the first in the lowest bit; 16-byte aligned*/
-    pub bits: *mut u32,
-    /// \[batch, heads, strips, slabs\] visited blocks
-    pub counts: *mut i32,
-    /// \[batch, heads, cols + 1\]
-    pub row_ptr_t: *mut i32,
-    /// \[capacity\] rows of each column, ascending
-    pub col_idx_t: *mut i32,
-    /// BLOCKFLASH_BLOCK_MASK_…
-    pub step: i32,
-    pub batch: i32,
-    pub heads: i32,
-    pub rows: i32,
-    pub cols: i32,
-    pub capacity: i32,
-}
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
-const _: () = {
-    [
-        "Size of blockflash_block_mask_transpose_params",
-    ][::core::mem::size_of::<blockflash_block_mask_transpose_params>() - 72usize];
-    [
-        "Alignment of blockflash_block_mask_transpose_params",
-    ][::core::mem::align_of::<blockflash_block_mask_transpose_params>() - 8usize];
-    [
-        "Offset of field: blockflash_block_mask_transpose_params::row_ptr",
-    ][::core::mem::offset_of!(blockflash_block_mask_transpose_params, row_ptr) - 0usize];
-    [
-        "Offset of field: blockflash_block_mask_transpose_params::col_idx",
-    ][::core::mem::offset_of!(blockflash_block_mask_transpose_params, col_idx) - 8usize];
-    [
-        "Offset of field: blockflash_block_mask_transpose_params::bits",
-    ][::core::mem::offset_of!(blockflash_block_mask_transpose_params, bits) - 16usize];
-    [
-        "Offset of field: blockflash_block_mask_transpose_params::counts",
-    ][::core::mem::offset_of!(blockflash_block_mask_transpose_params, counts) - 24usize];
-    [
-        "Offset of field: blockflash_block_mask_transpose_params::row_ptr_t",
-    ][::core::mem::offset_of!(blockflash_block_mask_transpose_params, row_ptr_t)
-        - 32usize];
-    [
-        "Offset of field: blockflash_block_mask_transpose_params::col_idx_t",
-    ][::core::mem::offset_of!(blockflash_block_mask_transpose_params, col_idx_t)
-        - 40usize];
-    [
-        "Offset of field: blockflash_block_mask_transpose_params::step",
-    ][::core::mem::offset_of!(blockflash_block_mask_transpose_params, step) - 48usize];
-    [
-        "Offset of field: blockflash_block_mask_transpose_params::batch",
-    ][::core::mem::offset_of!(blockflash_block_mask_transpose_params, batch) - 52usize];
-    [
-        "Offset of field: blockflash_block_mask_transpose_params::heads",
-    ][::core::mem::offset_of!(blockflash_block_mask_transpose_params, heads) - 56usize];
-    [
-        "Offset of field: blockflash_block_mask_transpose_params::rows",
-    ][::core::mem::offset_of!(blockflash_block_mask_transpose_params, rows) - 60usize];
-    [
-        "Offset of field: blockflash_block_mask_transpose_params::cols",
-    ][::core::mem::offset_of!(blockflash_block_mask_transpose_params, cols) - 64usize];
-    [
-        "Offset of field: blockflash_block_mask_transpose_params::capacity",
-    ][::core::mem::offset_of!(blockflash_block_mask_transpose_params, capacity)
-        - 68usize];
-};
-/// Scores of blocks: the mean query of each block row times the mean key of each block column.
-#[repr(C)]
-#[derive(Debug, Copy, Clone)]
-pub struct blockflash_block_scores_params {
-    /// \[batch, seqlen_q, num_heads_q, head_dim\]
-    pub q: *const ::core::ffi::c_void,
-    /// \[batch, seqlen_kv, num_heads_kv, head_dim\]
-    pub k: *const ::core::ffi::c_void,
-    /// \[batch, num_heads_q, rows, head_dim\]
-    pub q_means: *mut f32,
-    /// \[batch, num_heads_kv, cols, head_dim\]
-    pub k_means: *mut f32,
-    /// \[batch, num_heads_q, rows, cols\]
-    pub scores: *mut f32,
-    pub q_stride_batch: i64,
-    pub q_stride_seq: i64,
-    pub q_stride_head: i64,
-    pub k_stride_batch: i64,
-    pub k_stride_seq: i64,
-    pub k_stride_head: i64,
-    /// BLOCKFLASH_BLOCK_SCORES_…
-    pub step: i32,
-    pub batch: i32,
-    pub num_heads_q: i32,
-    pub num_heads_kv: i32,
-    pub seqlen_q: i32,
-    pub seqlen_kv: i32,
-    pub block_q: i32,
-    pub block_kv: i32,
-    /// ceil(seqlen_q / block_q), ceil(seqlen_kv / block_kv)
-    pub rows: i32,
-    /// ceil(seqlen_q / block_q), ceil(seqlen_kv / block_kv)
-    pub cols: i32,
-    /// a multiple of 8, at most 256
-    pub head_dim: i32,
-}
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
-const _: () = {
-    [
-        "Size of blockflash_block_scores_params",
-    ][::core::mem::size_of::<blockflash_block_scores_params>() - 136usize];
-    [
-        "Alignment of blockflash_block_scores_params",
-    ][::core::mem::align_of::<blockflash_block_scores_params>() - 8usize];
-    [
-        "Offset of field: blockflash_block_scores_params::q",
-    ][::core::mem::offset_of!(blockflash_block_scores_params, q) - 0usize];
-    [
-        "Offset of field: blockflash_block_scores_params::k",
-    ][::core::mem::offset_of!(blockflash_block_scores_params, k) - 8usize];
-    [
-        "Offset of field: blockflash_block_scores_params::q_means",
-    ][::core::mem::offset_of!(blockflash_block_scores_params, q_means) - 16usize];
-    [
-        "Offset of field: blockflash_block_scores_params::k_means",
-    ][::core::mem::offset_of!(blockflash_block_scores_params, k_means) - 24usize];
-    [
-        "Offset of field: blockflash_block_scores_params::scores",
-    ][::core::mem::offset_of!(blockflash_block_scores_params, scores) - 32usize];
-    [
-        "Offset of field: blockflash_block_scores_params::q_stride_batch",
-    ][::core::mem::offset_of!(blockflash_block_scores_params, q_stride_batch) - 40usize];
-    [
-        "Offset of field: blockflash_block_scores_params::q_stride_seq",
-    ][::core::mem::offset_of!(blockflash_block_scores_params, q_stride_seq) - 48usize];
-    [
-        "Offset of field: blockflash_block_scores_params::q_stride_head",
-    ][::core::mem::offset_of!(blockflash_block_scores_params, q_stride_head) - 56usize];
-    [
-        "Offset of field: blockflash_block_scores_params::k_stride_batch",
-    ][::core::mem::offset_of!(blockflash_block_scores_params, k_stride_batch) - 64usize];
-    [
-        "Offset of field: blockflash_block_scores_params::k_stride_seq",
-    ][::core::mem::offset_of!(blockflash_block_scores_params, k_stride_seq) - 72usize];
-    [
-        "Offset of field: blockflash_block_scores_params::k_stride_head",
-    ][::core::mem::offset_of!(blockflash_block_scores_params, k_stride_head) - 80usize];
-    [
-        "Offset of field: blockflash_block_scores_params::step",
-    ][::core::mem::offset_of!(blockflash_block_scores_params, step) - 88usize];
-    [
-        "Offset of field: blockflash_block_scores_params::batch",
-    ][::core::mem::offset_of!(blockflash_block_scores_params, batch) - 92usize];
-    [
-        "Offset of field: blockflash_block_scores_params::num_heads_q",
-    ][::core::mem::offset_of!(blockflash_block_scores_params, num_heads_q) - 96usize];
-    [
-        "Offset of field: blockflash_block_scores_params::num_heads_kv",
-    ][::core::mem::offset_of!(blockflash_block_scores_params, num_heads_kv) - 100usize];
-    [
-        "Offset of field: blockflash_block_scores_params::seqlen_q",
-    ][::core::mem::offset_of!(blockflash_block_scores_params, seqlen_q) - 104usize];
-    [
-        "Offset of field: blockflash_block_scores_params::seqlen_kv",
-    ][::core::mem::offset_of!(blockflash_block_scores_params, seqlen_kv) - 108usize];
-    [
-        "Offset of field: blockflash_block_scores_params::block_q",
-    ][::core::mem::offset_of!(blockflash_block_scores_params, block_q) - 112usize];
-    [
-        "Offset of field: blockflash_block_scores_params::block_kv",
-    ][::core::mem::offset_of!(blockflash_block_scores_params, block_kv) - 116usize];
-    [
-        "Offset of field: blockflash_block_scores_params::rows",
-    ][::core::mem::offset_of!(blockflash_block_scores_params, rows) - 120usize];
-    [
-        "Offset of field: blockflash_block_scores_params::cols",
-    ][::core::mem::offset_of!(blockflash_block_scores_params, cols) - 124usize];
-    [
-        "Offset of field: blockflash_block_scores_params::head_dim",
-    ][::core::mem::offset_of!(blockflash_block_scores_params, head_dim) - 128usize];
 };

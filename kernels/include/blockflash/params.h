@@ -13,6 +13,7 @@
 #include "blockflash/params/block_mask_build.h"
 #include "blockflash/params/bsr.h"
 #include "blockflash/params/kv_cache.h"
+#include "blockflash/params/page_choice.h"
 #include "blockflash/params/probe.h"
 
 #endif

@@ -14,6 +14,7 @@ pub use problem::AttentionDecodeProblem;
 pub use select::{accepts, select, tile};
 pub use workspace::AttentionDecodeWorkspace;
 
+pub(crate) use params::cache_params;
 pub(crate) use select::support;
 
 use crate::attention::{AttentionOutput, Mask};

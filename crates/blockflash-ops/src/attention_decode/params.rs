@@ -60,7 +60,8 @@ pub(super) fn params(
     })
 }
 
-fn cache_params(cache: &CacheSizes) -> Result<blockflash_kv_cache> {
+/// The sizes and strides of a cache, with null pointers.
+pub(crate) fn cache_params(cache: &CacheSizes) -> Result<blockflash_kv_cache> {
     let stride = |value| to_i64("stride", value);
     Ok(blockflash_kv_cache {
         k: null(),

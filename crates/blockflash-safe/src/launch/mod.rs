@@ -24,6 +24,7 @@ mod bsr_sddmm_portable;
 mod checked;
 mod config;
 mod fit;
+mod page_choice;
 mod probe;
 
 pub use attention_bwd::{
@@ -40,6 +41,7 @@ pub use bsr_parts::{BsrParts, BsrPartsMemory};
 pub use bsr_sddmm::BsrSddmmOperands;
 pub use checked::{Launch, Operands};
 pub use config::LaunchConfig;
+pub use page_choice::{PageChoice, PageChoiceOperands, PageSummaries, PageSummariesOperands};
 pub use probe::PROBE_CHUNK_BYTES;
 
 use crate::Kernel;
@@ -65,6 +67,8 @@ pub fn param_bytes(kernel: &Kernel) -> Option<usize> {
         of::<BlockMaskBuild>,
         of::<BlockMaskTranspose>,
         of::<BlockScores>,
+        of::<PageSummaries>,
+        of::<PageChoice>,
         of::<probe::ProbeTile>,
     ]
     .into_iter()

@@ -25,6 +25,7 @@ mod bsr_sddmm_sm90a;
 mod family;
 mod kernel;
 mod major;
+mod page_choice;
 mod probe;
 mod variant;
 
@@ -47,5 +48,6 @@ pub use bsr_sddmm_sm90a::BsrSddmmHopper;
 pub use family::{Family, Size, Support};
 pub use kernel::{Kernel, kernels};
 pub use major::Major;
+pub use page_choice::PageKernel;
 pub use probe::Probe;
 pub use variant::Variant;

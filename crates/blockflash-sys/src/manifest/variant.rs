@@ -2,7 +2,7 @@ use super::family::Family;
 use super::{
     attention_bwd_sm80, attention_bwd_sm90a, attention_decode_sm80, attention_fwd_sm80,
     attention_fwd_sm90a, attention_merge_sm80, block_mask, bsr_matmul_any_sm80, bsr_matmul_sm80,
-    bsr_matmul_sm90a, bsr_sddmm_sm80, bsr_sddmm_sm90a, probe,
+    bsr_matmul_sm90a, bsr_sddmm_sm80, bsr_sddmm_sm90a, page_choice, probe,
 };
 use crate::Target;
 
@@ -36,6 +36,8 @@ pub enum Variant {
     BsrSddmmHopper(bsr_sddmm_sm90a::BsrSddmmHopper),
     /// Block masks made on the GPU.
     BlockMask(block_mask::BlockMaskKernel),
+    /// The choice of the pages of a cache that attention visits.
+    PageChoice(page_choice::PageKernel),
     /// No operation: it runs one unit of the GPU at its highest rate, against which kernels are
     /// compared.
     Probe(probe::Probe),
@@ -57,6 +59,7 @@ impl Variant {
             Variant::BsrSddmm(tile) => tile,
             Variant::BsrSddmmHopper(tile) => tile,
             Variant::BlockMask(kernel) => kernel,
+            Variant::PageChoice(kernel) => kernel,
             Variant::Probe(probe) => probe,
         }
     }
@@ -76,6 +79,7 @@ impl Variant {
         variants.extend(bsr_matmul_sm80::tiles(target).map(Variant::BsrMatmul));
         variants.extend(bsr_matmul_any_sm80::tiles(target).map(Variant::BsrMatmulAny));
         variants.extend(block_mask::tiles(target).map(Variant::BlockMask));
+        variants.extend(page_choice::tiles(target).map(Variant::PageChoice));
         variants.extend(probe::tiles(target).map(Variant::Probe));
         variants
     }
