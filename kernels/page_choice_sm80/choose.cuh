@@ -8,8 +8,8 @@
 
 namespace blockflash {
 
-// Keys of the scores of columns [0, columns). The first and the last column have none, and so key 0,
-// which no score has.
+// Keys of the scores of columns [0, columns). The first and the last column have none, and so key
+// 0, which no score has.
 struct ScoreKeys {
   const float* scores;
   int columns;

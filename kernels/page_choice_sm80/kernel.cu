@@ -1,5 +1,5 @@
-// The pages of a cache that the queries of each sequence visit, for sm_80 and newer: scores, and the
-// choice of the largest ones, in one launch.
+// The pages of a cache that the queries of each sequence visit, for sm_80 and newer: scores, and
+// the choice of the largest ones, in one launch.
 //
 // The CTAs that share the pages of a sequence and key head write scores to the workspace, and the
 // last one to arrive chooses. A score has one fixed order of sums, and scores decide alone, so
@@ -55,8 +55,7 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_page_choice_params p) {
     if (tile + gridDim.x >= tiles) ptx::launch_dependents();
     if (is_last) {
       int32_t* const list = p.lists + group * p.list_capacity;
-      if (threadIdx.x == 0 && head == 0)
-        p.counts[sequence] = min(queries.columns, p.list_capacity);
+      if (threadIdx.x == 0 && head == 0) p.counts[sequence] = min(queries.columns, p.list_capacity);
       if (queries.columns > p.list_capacity)
         choose_pages(scores, queries.columns, list, p.list_capacity);
       else

@@ -69,8 +69,7 @@ __device__ __forceinline__ float sum_over(float (&sums)[count], int lane) {
     }
   }
 #pragma unroll
-  for (; distance > 0; distance /= 2)
-    sums[0] += __shfl_xor_sync(kAllLanes, sums[0], distance);
+  for (; distance > 0; distance /= 2) sums[0] += __shfl_xor_sync(kAllLanes, sums[0], distance);
   return sums[0];
 }
 
@@ -81,7 +80,7 @@ __device__ __forceinline__ void score_pages(const blockflash_page_choice_params&
                                             float* scores) {
   using Element = PageChoiceConfig::Element;
   constexpr int kWarps = PageChoiceConfig::threads / kWarpSize;
-  constexpr int kAtOnce = kWarpSize / lanes;     // pages of an instruction
+  constexpr int kAtOnce = kWarpSize / lanes;       // pages of an instruction
   constexpr int kLoads = statistics == 1 ? 4 : 2;  // instructions in flight, for each statistic
   constexpr int kBatch = kAtOnce * kLoads;
   constexpr int kLanesOfSum = lanes / kLoads;  // that have the same sum
@@ -109,9 +108,9 @@ __device__ __forceinline__ void score_pages(const blockflash_page_choice_params&
       const Element* const at = summaries + page * p.summaries.stride_page;
 #pragma unroll
       for (int row = 0; row < statistics; ++row)
-        words[i][row] = exists ? __ldg(reinterpret_cast<const uint4*>(
-                                     at + row * p.summaries.stride_statistic))
-                               : zeros;
+        words[i][row] =
+            exists ? __ldg(reinterpret_cast<const uint4*>(at + row * p.summaries.stride_statistic))
+                   : zeros;
     }
     float best = -CUDART_INF_F;
 #pragma unroll 1

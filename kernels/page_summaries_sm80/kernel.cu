@@ -1,5 +1,5 @@
-// Summaries of the pages of a cache for sm_80 and newer: the mean of the keys of a page and head, or
-// their minimum and maximum.
+// Summaries of the pages of a cache for sm_80 and newer: the mean of the keys of a page and head,
+// or their minimum and maximum.
 //
 // A CTA reads the keys of one head of one page, each once, and this is bound by memory. All sums
 // have one fixed order. Numbers of pages and lengths are clamped, so whatever they are, nothing
@@ -75,8 +75,7 @@ __device__ __forceinline__ void summarize(const Params& p, int page, int head, i
         const uint32_t pairs[4] = {words[i].x, words[i].y, words[i].z, words[i].w};
 #pragma unroll
         for (int j = 0; j < kChunk; ++j) {
-          const float x =
-              Traits::to_float(static_cast<uint16_t>(pairs[j / 2] >> (16 * (j % 2))));
+          const float x = Traits::to_float(static_cast<uint16_t>(pairs[j / 2] >> (16 * (j % 2))));
 #pragma unroll
           for (int row = 0; row < kRows; ++row)
             part[row][j] = Statistics::joined(row, part[row][j], x);

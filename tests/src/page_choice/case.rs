@@ -47,9 +47,8 @@ impl PageCase {
     /// A random case with a head dimension among these.
     pub fn random(seed: u64, dtype: DType, head_dims: &[usize]) -> Self {
         let mut random = rng(seed ^ 0x9A6E);
-        let one_of = |values: &[usize], random: &mut StdRng| {
-            values[random.random_range(0..values.len())]
-        };
+        let one_of =
+            |values: &[usize], random: &mut StdRng| values[random.random_range(0..values.len())];
         let batch = random.random_range(1..5);
         let exact = random.random_bool(0.6);
         let page_size = one_of(if exact { &[16, 16, 128] } else { &[16, 48, 128] }, &mut random);

@@ -59,7 +59,8 @@ pub fn pages_survive_garbage(
     };
     let k = bits(&[pages, page_size, heads, head_dim])?;
     let q = bits(&[batch * tokens, heads * group, head_dim])?;
-    let mut summaries = poisoned(stream, dtype, &[pages + 2 * MARGIN, statistics, heads, head_dim])?;
+    let mut summaries =
+        poisoned(stream, dtype, &[pages + 2 * MARGIN, statistics, heads, head_dim])?;
     let mut lists = poisoned(stream, DType::I32, &[batch + 2 * MARGIN, heads, capacity])?;
     let mut counts = poisoned(stream, DType::I32, &[batch + 2 * MARGIN])?;
 
@@ -79,14 +80,11 @@ pub fn pages_survive_garbage(
         }
         let from = summaries.view().slice(0, of_pages)?;
         let choose = ChoosePages::new(q.view(), cache, from);
-        let workspace = AttentionDecodeWorkspace::new(
-            stream,
-            choose.workspace_bytes(stream.device())?,
-        )?;
+        let workspace =
+            AttentionDecodeWorkspace::new(stream, choose.workspace_bytes(stream.device())?)?;
         let packed = Some(PackedTokens { cu_seqlens: offsets.view(), max_seqlen: tokens });
         let choose = ChoosePages { packed, workspace: Some(&workspace), ..choose };
-        let out =
-            (lists.view_mut().slice(0, inner.clone())?, counts.view_mut().slice(0, inner)?);
+        let out = (lists.view_mut().slice(0, inner.clone())?, counts.view_mut().slice(0, inner)?);
         match kernels.choice {
             Choice::Selected => choose.run(out, stream),
             Choice::This(kernel) => choose.run_with(kernel, out, stream),

@@ -67,8 +67,7 @@ pub(super) fn score(
             1 => f64::from(product(0, i)),
             _ => f64::from(product(0, i).max(product(1, i))),
         });
-        let (sum, size) =
-            products.fold((0f64, 0f64), |(sum, size), x| (sum + x, size + x.abs()));
+        let (sum, size) = products.fold((0f64, 0f64), |(sum, size), x| (sum + x, size + x.abs()));
         best[0] = best[0].max(sum + 0.0); // 0 and -0 are the same score
         if !case.exact {
             best[1] = best[1].max(size * (d + 2) as f64 * 2f64.powi(-24));

@@ -1,7 +1,7 @@
 //! Runs cases on a device and checks everything that they write.
 
-use super::PageCase;
 use super::reference::{PageOf, check_list, score, summary};
+use super::{PageCase, PageKernels};
 use crate::attention::Choice;
 use crate::gpu::wait;
 use crate::host::{download, poisoned, refill, upload};
@@ -10,31 +10,7 @@ use blockflash_ops::{
     AttentionDecodeWorkspace, ChoosePages, DType, Error, KvCache, Operation, PackedTokens, Stream,
     SummarizePages, Tensor, View,
 };
-use blockflash_sys::Kernel;
 use std::collections::BTreeSet;
-
-/// The kernels of both steps.
-#[derive(Clone, Copy)]
-pub struct PageKernels {
-    /// Summarises.
-    pub summaries: Choice,
-    /// Chooses.
-    pub choice: Choice,
-}
-
-impl PageKernels {
-    /// The ones that the library selects.
-    pub const SELECTED: Self = Self { summaries: Choice::Selected, choice: Choice::Selected };
-
-    /// This kernel for the step that it computes.
-    pub fn with(kernel: &'static Kernel) -> Self {
-        let this = Choice::This(kernel);
-        match kernel.symbol().contains("page_choice") {
-            true => Self { choice: this, ..Self::SELECTED },
-            false => Self { summaries: this, ..Self::SELECTED },
-        }
-    }
-}
 
 /// The operands of a case on a device.
 struct PageInputs {

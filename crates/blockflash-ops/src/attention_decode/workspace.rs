@@ -4,8 +4,8 @@ use blockflash_safe::{BsrPartsMemory, Device, Stream, Tensor};
 use blockflash_sys::DType;
 
 /// Workspace in which the kernels of [`AttentionDecode`](super::AttentionDecode) keep the results
-/// of parts of a sequence until the last one arrives, which adds them up in a fixed order, and those
-/// of [`ChoosePages`](crate::ChoosePages) the scores of pages.
+/// of parts of a sequence until the last one arrives, which adds them up in a fixed order, and in
+/// which those of [`ChoosePages`](crate::ChoosePages) keep the scores of pages.
 ///
 /// Any number of calls, streams and captured graphs may share one, but they use it one after
 /// another: a call, or a launch of a graph, waits on its stream for the work queued on the stream

@@ -14,8 +14,8 @@ use blockflash_sys::Kernel;
 /// head, or `[pages, 2, num_heads_kv, head_dim]` for their minimum and their maximum, element by
 /// element, in the element type of the cache. They are computed from the keys that the page holds
 /// now, in f32 and rounded once, so it does not matter how the keys came, nor which keys the page
-/// held before. Minimum and maximum pass over NaN. Sequences that share a page have the same keys in
-/// it; otherwise its summary is unspecified.
+/// held before. Minimum and maximum pass over NaN. Sequences that share a page must have equally
+/// many keys in it: otherwise its summary is that of either.
 #[derive(Clone, Copy, Debug)]
 pub struct SummarizePages<'a> {
     /// The cache, with a block table.

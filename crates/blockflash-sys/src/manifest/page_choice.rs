@@ -55,8 +55,8 @@ impl Family for PageKernel {
         }
     }
 
-    /// A choice stands between the queries and the attention of every token, so it is launched while
-    /// the kernel before it ends.
+    /// A choice stands between the queries and the attention of every token, so it is launched
+    /// while the kernel before it ends.
     fn is_persistent(&self) -> bool {
         matches!(self, Self::Choice { .. })
     }

@@ -28,7 +28,7 @@ typedef struct blockflash_page_summaries_params {
 /* The pages that each key head of a sequence visits: the first one, the last one, and those with
  * the largest scores, of equal scores the first ones. */
 typedef struct blockflash_page_choice_params {
-  const void* q; /* [batch, seqlen_q, num_heads_q, head_dim]; packed: [total_q, …] */
+  const void* q;               /* [batch, seqlen_q, num_heads_q, head_dim]; packed: [total_q, …] */
   const int32_t* cu_seqlens_q; /* [batch + 1] offsets into packed queries; null: all sequences have
                                   seqlen_q */
   blockflash_kv_cache cache;   /* k and v are not read */
@@ -40,10 +40,10 @@ typedef struct blockflash_page_choice_params {
   int32_t* counts;    /* [batch] listed pages */
   int64_t q_stride_batch, q_stride_seq, q_stride_head;
   int32_t batch, num_heads_kv;
-  int32_t group;    /* num_heads_q / num_heads_kv */
-  int32_t seqlen_q; /* the longest sequence of queries when packed */
-  int32_t total_q;  /* rows of q when packed; offsets are clamped to them */
-  int32_t head_dim; /* a multiple of 8, at most 256 */
+  int32_t group;         /* num_heads_q / num_heads_kv */
+  int32_t seqlen_q;      /* the longest sequence of queries when packed */
+  int32_t total_q;       /* rows of q when packed; offsets are clamped to them */
+  int32_t head_dim;      /* a multiple of 8, at most 256 */
   int32_t list_capacity; /* at least 2 */
   int32_t max_pages;     /* ceil(capacity of the cache / page_size) */
   int32_t parts;         /* CTAs that share the pages of a sequence and key head */
