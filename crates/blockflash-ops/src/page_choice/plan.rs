@@ -164,3 +164,7 @@ pub(super) fn check_addresses(operands: &[(&'static str, bool)]) -> Result<()> {
         }
     }
 }
+
+#[cfg(test)]
+#[path = "plan_tests.rs"]
+mod tests;
