@@ -10,6 +10,7 @@
 #include "blockflash/attention/mask.cuh"
 #include "blockflash/config/block_mask.cuh"
 #include "blockflash/params/block_mask_build.h"
+#include "blockflash/score_order.cuh"
 
 namespace blockflash {
 namespace {
@@ -99,13 +100,6 @@ __device__ __forceinline__ void choose_listed(const Params& p, const Row& row) {
     }
     __syncwarp();  // the next 32 positions see these bits
   }
-}
-
-// A larger score has a larger key, and 0 and -0 have the same. No number has key 0.
-__device__ __forceinline__ uint32_t key_of(float score) {
-  const uint32_t bits = __float_as_uint(score);
-  if (bits == 0x80000000u) return 0x80000000u;
-  return bits >> 31 != 0 ? ~bits : bits | 0x80000000u;
 }
 
 // The k largest scores among the visible columns, the first ones among equal scores. Their

@@ -27,6 +27,7 @@ pub mod garbage;
 pub mod gpu;
 pub mod host;
 pub mod number;
+pub mod page_choice;
 pub mod placement;
 pub mod property;
 pub mod sddmm;

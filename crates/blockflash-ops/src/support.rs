@@ -1,12 +1,15 @@
 use crate::selection::{Problem, select};
-use crate::{Error, Result, attention, attention_bwd, attention_decode, bsr_matmul, bsr_sddmm};
+use crate::{
+    Error, Result, attention, attention_bwd, attention_decode, bsr_matmul, bsr_sddmm, page_choice,
+};
 use blockflash_safe::{CudaProperties, Device};
 use blockflash_sys::{DType, Kernel, Target};
 
 /// One line of the support table: an operation, an element type and a range of sizes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SupportRow {
-    /// `attention`, `attention_bwd`, `attention_decode`, `bsr_matmul` or `bsr_sddmm`.
+    /// `attention`, `attention_bwd`, `attention_decode`, `page_summaries`, `page_choice`,
+    /// `bsr_matmul` or `bsr_sddmm`.
     pub op: &'static str,
     /// Element type of the inputs.
     pub dtype: DType,
@@ -62,6 +65,8 @@ pub fn support_with(gpu: Option<&CudaProperties>) -> Vec<SupportRow> {
                 rows(dtype, attention::support(dtype), gpu),
                 rows(dtype, attention_bwd::support(dtype), gpu),
                 rows(dtype, attention_decode::support(dtype), gpu),
+                rows(dtype, page_choice::support_of_summaries(dtype), gpu),
+                rows(dtype, page_choice::support_of_choice(dtype), gpu),
                 rows(dtype, bsr_matmul::support(dtype), gpu),
                 rows(dtype, bsr_sddmm::support(dtype), gpu),
             ]
@@ -118,6 +123,8 @@ mod tests {
                 ("attention_bwd", "other head_dim (59)"),
                 ("attention_decode", "head_dim 136..=256 by 8"),
                 ("attention_decode", "other head_dim (59)"),
+                ("page_summaries", "head_dim 8..=256 by 8"),
+                ("page_choice", "other head_dim (59)"),
                 ("bsr_matmul", "other block (24)"),
                 ("bsr_sddmm", "other block (24)"),
             ] {

@@ -86,8 +86,9 @@ pub use launch::{
     AttentionMerge, AttentionMergeOperands, BlockMaskBuild, BlockMaskBuildOperands,
     BlockMaskTranspose, BlockMaskTransposeOperands, BlockScores, BlockScoresOperands,
     BsrMatmulOperands, BsrParts, BsrPartsMemory, BsrSddmmOperands, KvAppendOperands, KvCacheViews,
-    Launch, LaunchConfig, NewKeys, Operands, PROBE_CHUNK_BYTES, STATISTICS_ROWS, TurnedQueries,
-    attention_bwd_workspace, param_bytes,
+    Launch, LaunchConfig, NewKeys, Operands, PROBE_CHUNK_BYTES, PageChoice, PageChoiceOperands,
+    PageSummaries, PageSummariesOperands, STATISTICS_ROWS, TurnedQueries, attention_bwd_workspace,
+    param_bytes,
 };
 pub use layout::{Layout, MAX_RANK};
 pub use properties::{CudaDriver, CudaStatus, cuda_status};

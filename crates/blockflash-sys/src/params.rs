@@ -2048,6 +2048,202 @@ const _: () = {
         "Offset of field: blockflash_kv_append_params::total_q",
     ][::core::mem::offset_of!(blockflash_kv_append_params, total_q) - 372usize];
 };
+/** What is kept of the keys of each page and head, in the element type of the cache: their mean, or
+ their minimum and then their maximum, element by element.*/
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct blockflash_page_summaries {
+    /// \[pages, statistics, num_heads_kv, head_dim\]
+    pub rows: *mut ::core::ffi::c_void,
+    pub stride_page: i64,
+    pub stride_statistic: i64,
+    pub stride_head: i64,
+    /// 1: mean, 2: minimum and maximum
+    pub statistics: i32,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    [
+        "Size of blockflash_page_summaries",
+    ][::core::mem::size_of::<blockflash_page_summaries>() - 40usize];
+    [
+        "Alignment of blockflash_page_summaries",
+    ][::core::mem::align_of::<blockflash_page_summaries>() - 8usize];
+    [
+        "Offset of field: blockflash_page_summaries::rows",
+    ][::core::mem::offset_of!(blockflash_page_summaries, rows) - 0usize];
+    [
+        "Offset of field: blockflash_page_summaries::stride_page",
+    ][::core::mem::offset_of!(blockflash_page_summaries, stride_page) - 8usize];
+    [
+        "Offset of field: blockflash_page_summaries::stride_statistic",
+    ][::core::mem::offset_of!(blockflash_page_summaries, stride_statistic) - 16usize];
+    [
+        "Offset of field: blockflash_page_summaries::stride_head",
+    ][::core::mem::offset_of!(blockflash_page_summaries, stride_head) - 24usize];
+    [
+        "Offset of field: blockflash_page_summaries::statistics",
+    ][::core::mem::offset_of!(blockflash_page_summaries, statistics) - 32usize];
+};
+/** Summaries of the pages that hold the last tokens of each sequence. Those of other pages are not
+ written.*/
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct blockflash_page_summaries_params {
+    /// v is not read
+    pub cache: blockflash_kv_cache,
+    pub summaries: blockflash_page_summaries,
+    pub batch: i32,
+    pub num_heads_kv: i32,
+    /// a multiple of 8, at most 256
+    pub head_dim: i32,
+    /// the last ones of each sequence
+    pub tokens: i32,
+    /// that `tokens` tokens of a sequence can lie in
+    pub most_pages: i32,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    [
+        "Size of blockflash_page_summaries_params",
+    ][::core::mem::size_of::<blockflash_page_summaries_params>() - 168usize];
+    [
+        "Alignment of blockflash_page_summaries_params",
+    ][::core::mem::align_of::<blockflash_page_summaries_params>() - 8usize];
+    [
+        "Offset of field: blockflash_page_summaries_params::cache",
+    ][::core::mem::offset_of!(blockflash_page_summaries_params, cache) - 0usize];
+    [
+        "Offset of field: blockflash_page_summaries_params::summaries",
+    ][::core::mem::offset_of!(blockflash_page_summaries_params, summaries) - 104usize];
+    [
+        "Offset of field: blockflash_page_summaries_params::batch",
+    ][::core::mem::offset_of!(blockflash_page_summaries_params, batch) - 144usize];
+    [
+        "Offset of field: blockflash_page_summaries_params::num_heads_kv",
+    ][::core::mem::offset_of!(blockflash_page_summaries_params, num_heads_kv)
+        - 148usize];
+    [
+        "Offset of field: blockflash_page_summaries_params::head_dim",
+    ][::core::mem::offset_of!(blockflash_page_summaries_params, head_dim) - 152usize];
+    [
+        "Offset of field: blockflash_page_summaries_params::tokens",
+    ][::core::mem::offset_of!(blockflash_page_summaries_params, tokens) - 156usize];
+    [
+        "Offset of field: blockflash_page_summaries_params::most_pages",
+    ][::core::mem::offset_of!(blockflash_page_summaries_params, most_pages) - 160usize];
+};
+/** The pages that each key head of a sequence visits: the first one, the last one, and those with
+ the largest scores, of equal scores the first ones.*/
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct blockflash_page_choice_params {
+    /// \[batch, seqlen_q, num_heads_q, head_dim\]; packed: \[total_q, …\]
+    pub q: *const ::core::ffi::c_void,
+    /** \[batch + 1\] offsets into packed queries; null: all sequences have
+ seqlen_q*/
+    pub cu_seqlens_q: *const i32,
+    /// k and v are not read
+    pub cache: blockflash_kv_cache,
+    pub summaries: blockflash_page_summaries,
+    /// workspace, \[batch, num_heads_kv, max_pages\]
+    pub scores: *mut f32,
+    /// workspace, \[batch, num_heads_kv\], zeros, left as zeros
+    pub arrivals: *mut u32,
+    /** \[batch, num_heads_kv, list_capacity\] columns of the block table, ascending;
+ zeros behind the last one*/
+    pub lists: *mut i32,
+    /// \[batch\] listed pages
+    pub counts: *mut i32,
+    pub q_stride_batch: i64,
+    pub q_stride_seq: i64,
+    pub q_stride_head: i64,
+    pub batch: i32,
+    pub num_heads_kv: i32,
+    /// num_heads_q / num_heads_kv
+    pub group: i32,
+    /// the longest sequence of queries when packed
+    pub seqlen_q: i32,
+    /// rows of q when packed; offsets are clamped to them
+    pub total_q: i32,
+    /// a multiple of 8, at most 256
+    pub head_dim: i32,
+    /// at least 2
+    pub list_capacity: i32,
+    /// ceil(capacity of the cache / page_size)
+    pub max_pages: i32,
+    /// CTAs that share the pages of a sequence and key head
+    pub parts: i32,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    [
+        "Size of blockflash_page_choice_params",
+    ][::core::mem::size_of::<blockflash_page_choice_params>() - 256usize];
+    [
+        "Alignment of blockflash_page_choice_params",
+    ][::core::mem::align_of::<blockflash_page_choice_params>() - 8usize];
+    [
+        "Offset of field: blockflash_page_choice_params::q",
+    ][::core::mem::offset_of!(blockflash_page_choice_params, q) - 0usize];
+    [
+        "Offset of field: blockflash_page_choice_params::cu_seqlens_q",
+    ][::core::mem::offset_of!(blockflash_page_choice_params, cu_seqlens_q) - 8usize];
+    [
+        "Offset of field: blockflash_page_choice_params::cache",
+    ][::core::mem::offset_of!(blockflash_page_choice_params, cache) - 16usize];
+    [
+        "Offset of field: blockflash_page_choice_params::summaries",
+    ][::core::mem::offset_of!(blockflash_page_choice_params, summaries) - 120usize];
+    [
+        "Offset of field: blockflash_page_choice_params::scores",
+    ][::core::mem::offset_of!(blockflash_page_choice_params, scores) - 160usize];
+    [
+        "Offset of field: blockflash_page_choice_params::arrivals",
+    ][::core::mem::offset_of!(blockflash_page_choice_params, arrivals) - 168usize];
+    [
+        "Offset of field: blockflash_page_choice_params::lists",
+    ][::core::mem::offset_of!(blockflash_page_choice_params, lists) - 176usize];
+    [
+        "Offset of field: blockflash_page_choice_params::counts",
+    ][::core::mem::offset_of!(blockflash_page_choice_params, counts) - 184usize];
+    [
+        "Offset of field: blockflash_page_choice_params::q_stride_batch",
+    ][::core::mem::offset_of!(blockflash_page_choice_params, q_stride_batch) - 192usize];
+    [
+        "Offset of field: blockflash_page_choice_params::q_stride_seq",
+    ][::core::mem::offset_of!(blockflash_page_choice_params, q_stride_seq) - 200usize];
+    [
+        "Offset of field: blockflash_page_choice_params::q_stride_head",
+    ][::core::mem::offset_of!(blockflash_page_choice_params, q_stride_head) - 208usize];
+    [
+        "Offset of field: blockflash_page_choice_params::batch",
+    ][::core::mem::offset_of!(blockflash_page_choice_params, batch) - 216usize];
+    [
+        "Offset of field: blockflash_page_choice_params::num_heads_kv",
+    ][::core::mem::offset_of!(blockflash_page_choice_params, num_heads_kv) - 220usize];
+    [
+        "Offset of field: blockflash_page_choice_params::group",
+    ][::core::mem::offset_of!(blockflash_page_choice_params, group) - 224usize];
+    [
+        "Offset of field: blockflash_page_choice_params::seqlen_q",
+    ][::core::mem::offset_of!(blockflash_page_choice_params, seqlen_q) - 228usize];
+    [
+        "Offset of field: blockflash_page_choice_params::total_q",
+    ][::core::mem::offset_of!(blockflash_page_choice_params, total_q) - 232usize];
+    [
+        "Offset of field: blockflash_page_choice_params::head_dim",
+    ][::core::mem::offset_of!(blockflash_page_choice_params, head_dim) - 236usize];
+    [
+        "Offset of field: blockflash_page_choice_params::list_capacity",
+    ][::core::mem::offset_of!(blockflash_page_choice_params, list_capacity) - 240usize];
+    [
+        "Offset of field: blockflash_page_choice_params::max_pages",
+    ][::core::mem::offset_of!(blockflash_page_choice_params, max_pages) - 244usize];
+    [
+        "Offset of field: blockflash_page_choice_params::parts",
+    ][::core::mem::offset_of!(blockflash_page_choice_params, parts) - 248usize];
+};
 /// Probe: one unit of the GPU at its peak rate, as a ceiling for measurements.
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]

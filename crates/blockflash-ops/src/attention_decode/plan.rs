@@ -12,7 +12,7 @@ use blockflash_sys::manifest::AttentionDecode as AttentionDecodeTile;
 use blockflash_sys::params::blockflash_attention_decode_params;
 
 /// Fewest and most keys of a split, as long as a sequence has at most [`MOST_SPLITS`].
-const CHUNK: [usize; 2] = [128, 4096];
+const CHUNK: [usize; 2] = [256, 4096];
 /// Splits of the longest sequences.
 const MOST_SPLITS: usize = 256;
 /// Key heads times splits of a sequence of medium length.

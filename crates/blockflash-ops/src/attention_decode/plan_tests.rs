@@ -20,7 +20,7 @@ fn no_length_has_more_splits_than_there_is_room_for() {
         }
         assert_eq!(most, MOST_SPLITS);
     }
-    assert_eq!([1024, 8192, 32_768, 131_072].map(|keys| splits_of(keys, 16)), [8, 16, 16, 32]);
+    assert_eq!([1024, 8192, 32_768, 131_072].map(|keys| splits_of(keys, 16)), [4, 16, 16, 32]);
 }
 
 fn tile(rows: u32) -> AttentionDecodeTile {
@@ -68,7 +68,7 @@ fn packed_queries_and_listed_pages() {
     listed.cache.table = Some(TableSizes { max_pages: 1024, stride: 1024 });
     listed.cache.page_size = 128;
     listed.pages = Some(super::super::PageListSizes { capacity: 8 });
-    assert_eq!(of_rows(8, &listed).most_splits, 8);
+    assert_eq!(of_rows(8, &listed).most_splits, 4);
 }
 
 #[test]

@@ -4,7 +4,8 @@ use blockflash_safe::{BsrPartsMemory, Device, Stream, Tensor};
 use blockflash_sys::DType;
 
 /// Workspace in which the kernels of [`AttentionDecode`](super::AttentionDecode) keep the results
-/// of parts of a sequence until the last one arrives, which adds them up in a fixed order.
+/// of parts of a sequence until the last one arrives, which adds them up in a fixed order, and in
+/// which those of [`ChoosePages`](crate::ChoosePages) keep the scores of pages.
 ///
 /// Any number of calls, streams and captured graphs may share one, but they use it one after
 /// another: a call, or a launch of a graph, waits on its stream for the work queued on the stream
@@ -54,7 +55,7 @@ impl AttentionDecodeWorkspace {
 
     /// Bytes with room for so many numbers of 32 bits and so many words that count; `None` beyond
     /// the address space.
-    pub(super) fn bytes_for(sums: usize, words: usize) -> Option<usize> {
+    pub(crate) fn bytes_for(sums: usize, words: usize) -> Option<usize> {
         let words = words.max(sums.div_ceil(Self::SUMS_PER_WORD));
         words.checked_mul((Self::SUMS_PER_WORD + 1) * size_of::<f32>())
     }
@@ -69,11 +70,11 @@ impl AttentionDecodeWorkspace {
         self.memory.device()
     }
 
-    pub(super) fn memory(&self) -> &BsrPartsMemory {
+    pub(crate) fn memory(&self) -> &BsrPartsMemory {
         &self.memory
     }
 
-    pub(super) fn on(&self, expected: &Device) -> Result<()> {
+    pub(crate) fn on(&self, expected: &Device) -> Result<()> {
         let (what, expected, found) = ("workspace", *expected, self.device());
         if expected == found {
             Ok(())

@@ -1,11 +1,14 @@
-use super::{SummarySizes, cpu};
+use super::plan::{ChoosePagesPlan, check_addresses, plan_choice};
+use super::{SummarySizes, cpu, views};
 use crate::attention::Strides;
+use crate::attention_decode::AttentionDecodeWorkspace;
 use crate::check::{Operand, contiguous, to_i32};
 use crate::kv_cache::{KvCache, PackedTokens, token_sizes};
 use crate::operation::{Operation, Steps};
-use crate::selection::unsupported;
 use crate::{Error, Result};
-use blockflash_safe::{CudaProperties, Stream, View, ViewMut};
+use blockflash_safe::{
+    CudaProperties, Device, PageChoice, PageChoiceOperands, Stream, View, ViewMut,
+};
 use blockflash_sys::{DType, Kernel};
 
 /// Chooses the pages that the queries of each sequence visit, for each head of keys: the lists of
@@ -29,7 +32,7 @@ use blockflash_sys::{DType, Kernel};
 ///
 /// let mut lists = Tensor::zeros(&stream, DType::I32, &[1, 2, 8])?; // 8 pages of 64
 /// let mut counts = Tensor::zeros(&stream, DType::I32, &[1])?;
-/// ChoosePages { q: q.view(), packed: None, cache, summaries: summaries.view() }
+/// ChoosePages::new(q.view(), cache, summaries.view())
 ///     .choose_into(lists.view_mut(), counts.view_mut(), &stream)?;
 ///
 /// let pages = Some(PageLists { lists: lists.view(), counts: counts.view() });
@@ -43,6 +46,9 @@ use blockflash_sys::{DType, Kernel};
 /// of keys is the largest of the scores of all queries of the sequence in all heads that share it:
 /// q · mean, or `Σ max(q · minimum, q · maximum)`, which is an upper bound of q·k; in f32. A score
 /// that is NaN counts as −∞. Elements of a list beyond the count are 0.
+///
+/// A GPU takes what it takes for [`AttentionDecode`](crate::AttentionDecode). Sums have another
+/// order there, so where scores differ by rounding alone, it may choose another page.
 #[derive(Clone, Copy, Debug)]
 pub struct ChoosePages<'a> {
     /// Queries, `[batch, seqlen_q, num_heads_q, head_dim]`, or packed
@@ -54,6 +60,9 @@ pub struct ChoosePages<'a> {
     pub cache: KvCache<'a>,
     /// Written by [`SummarizePages`](super::SummarizePages).
     pub summaries: View<'a>,
+    /// Memory for scores, of at least [`workspace_bytes`](Self::workspace_bytes): for example that
+    /// of the attention that follows. The same for any number of calls.
+    pub workspace: Option<&'a AttentionDecodeWorkspace>,
 }
 
 /// A call of [`ChoosePages`] reduced to plain numbers.
@@ -73,15 +82,32 @@ pub struct ChoosePagesProblem {
     pub capacity: usize,
 }
 
-impl ChoosePages<'_> {
+impl<'a> ChoosePages<'a> {
+    /// Equally many queries for every sequence, without a workspace.
+    pub const fn new(q: View<'a>, cache: KvCache<'a>, summaries: View<'a>) -> Self {
+        Self { q, packed: None, cache, summaries, workspace: None }
+    }
+
+    /// Bytes of workspace that a call needs on a device; 0 on the CPU. They follow from the
+    /// capacity of the cache, not from the lengths.
+    ///
+    /// # Errors
+    /// All checks of [`KvCache::sizes`], and those for the summaries; [`Error::TooLarge`] beyond
+    /// the address space.
+    pub fn workspace_bytes(&self, device: &Device) -> Result<usize> {
+        let summaries = SummarySizes::of(&self.cache, &Operand::new("summaries", &self.summaries))?;
+        if device.is_cpu() { Ok(0) } else { workspace_bytes(&summaries) }
+    }
+
     /// Writes the lists, i32 `[batch, num_heads_kv, capacity]` with a capacity of at least 2, and
     /// the counts, i32 `[batch]`. On a GPU nothing is allocated and the stream is not synchronised,
     /// so a graph can capture the call. On the CPU it returns when the result is there.
     ///
     /// # Errors
     /// All checks of [`problem`](Self::problem); [`Error::DeviceMismatch`] if an operand is not on
-    /// the stream's device; on the CPU [`Error::InvalidCuSeqlens`]; [`Error::Unsupported`] on a
-    /// GPU.
+    /// the stream's device; on the CPU [`Error::InvalidCuSeqlens`]; on a GPU
+    /// [`Error::Unsupported`] for what no kernel takes, [`Error::Misaligned`], and
+    /// [`Error::Shape`] for a workspace that is too small.
     pub fn choose_into(
         &self,
         lists: ViewMut<'_>,
@@ -125,6 +151,15 @@ impl ChoosePages<'_> {
     }
 }
 
+/// See [`ChoosePages::workspace_bytes`].
+fn workspace_bytes(summaries: &SummarySizes) -> Result<usize> {
+    let bytes = summaries.room().and_then(|[sums, words]| {
+        AttentionDecodeWorkspace::bytes_for(sums, words).filter(|&b| isize::try_from(b).is_ok())
+    });
+    let limit = isize::MAX as usize;
+    bytes.ok_or(Error::TooLarge { what: "workspace", value: usize::MAX, limit })
+}
+
 impl Steps for ChoosePages<'_> {
     type Problem = ChoosePagesProblem;
     type Out<'o> = (ViewMut<'o>, ViewMut<'o>);
@@ -148,19 +183,44 @@ impl Steps for ChoosePages<'_> {
         }
         Operand::of_mut("lists", lists).on(device)?;
         Operand::of_mut("counts", counts).on(device)?;
+        self.workspace.map_or(Ok(()), |workspace| workspace.on(device))?;
         Ok(problem)
     }
 
     fn launch(
         &self,
         kernel: &Kernel,
-        _problem: &ChoosePagesProblem,
+        problem: &ChoosePagesProblem,
         gpu: &CudaProperties,
-        _out: Self::Out<'_>,
-        _stream: &Stream,
+        (lists, counts): Self::Out<'_>,
+        stream: &Stream,
     ) -> Result<()> {
-        let what = format!("{}: this kernel cannot be launched yet", kernel.symbol());
-        Err(unsupported::<ChoosePagesProblem>(&gpu.compute_capability, what))
+        let ChoosePagesPlan { params, config } = plan_choice(kernel, problem, gpu)?;
+        let needed = workspace_bytes(&problem.summaries)?;
+        let workspace = self.workspace.filter(|workspace| workspace.bytes() >= needed);
+        let Some(workspace) = workspace else {
+            let bytes = self.workspace.map_or(0, AttentionDecodeWorkspace::bytes);
+            let expected = format!("[at least {needed}]");
+            return Err(Error::Shape { what: "workspace", expected, found: vec![bytes] });
+        };
+        let cache = views(&self.cache);
+        check_addresses(&[
+            ("q", self.q.is_aligned(16) || self.q.layout().is_empty()),
+            ("cache.k", cache.k.is_aligned(16)),
+            ("cache.v", cache.v.is_aligned(16)),
+            ("summaries", self.summaries.is_aligned(16)),
+        ])?;
+        let operands = PageChoiceOperands {
+            q: self.q,
+            cu_seqlens_q: self.packed.map(|packed| packed.cu_seqlens),
+            cache,
+            summaries: self.summaries,
+            lists,
+            counts,
+            workspace: workspace.memory(),
+        };
+        stream.launch::<PageChoice>(kernel, &config, &params, operands)?;
+        Ok(())
     }
 
     fn compute(

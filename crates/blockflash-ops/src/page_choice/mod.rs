@@ -2,23 +2,33 @@
 
 mod choose;
 mod cpu;
+mod plan;
+mod select;
 mod summarize;
 
 pub use choose::{ChoosePages, ChoosePagesProblem};
+pub use plan::{ChoosePagesPlan, SummarizePagesPlan, plan_choice, plan_summaries};
 pub use summarize::{SummarizePages, SummarizePagesProblem};
 
-use crate::Result;
+pub(crate) use select::{support_of_choice, support_of_summaries};
+
 use crate::check::Operand;
 use crate::kv_cache::{CacheSizes, KvCache};
 use crate::operation::Prepared;
-use crate::{Error, selection};
-use blockflash_sys::{DType, Kernel};
+use crate::{Error, Result};
+use blockflash_safe::KvCacheViews;
 
 /// See [`Operation::prepare`](crate::Operation::prepare).
 pub type PreparedSummarizePages = Prepared<SummarizePagesProblem>;
 
 /// See [`Operation::prepare`](crate::Operation::prepare).
 pub type PreparedChoosePages = Prepared<ChoosePagesProblem>;
+
+/// The tensors of a cache, for a launch.
+fn views<'a>(cache: &KvCache<'a>) -> KvCacheViews<'a> {
+    let KvCache { k, v, block_table, seqused_kv: seqused } = *cache;
+    KvCacheViews { k, v, block_table, seqused }
+}
 
 /// Summaries of pages reduced to plain numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -59,36 +69,6 @@ impl SummarySizes {
         page * of_page + statistic * of_statistic + head * of_head
     }
 }
-
-/// Implements selection for an operation for which no kernel is made yet.
-macro_rules! without_kernels {
-    ($problem:ty, $op:literal, $dtype:expr) => {
-        impl selection::Problem for $problem {
-            const OP: &'static str = $op;
-            const RULES: &'static [selection::Rule<Self>] = &[];
-            type Tile = DType;
-            type Rank = ();
-
-            fn tile(_: &Kernel) -> Option<DType> {
-                None
-            }
-            fn kernels() -> &'static [selection::Peers<'static, Self>] {
-                &[]
-            }
-            fn rank(_: &selection::Candidate<'_, Self>) {}
-            fn key(&self) -> (DType, usize) {
-                let dtype: fn(&Self) -> DType = $dtype;
-                (dtype(self), 0)
-            }
-            fn key_of(tile: &DType) -> (DType, usize) {
-                (*tile, 0)
-            }
-        }
-    };
-}
-
-without_kernels!(SummarizePagesProblem, "page_summaries", |p| p.summaries.cache.dtype);
-without_kernels!(ChoosePagesProblem, "page_choice", |p| p.summaries.cache.dtype);
 
 #[cfg(test)]
 mod tests;

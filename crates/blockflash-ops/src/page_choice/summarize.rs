@@ -1,10 +1,10 @@
-use super::{SummarySizes, cpu};
+use super::plan::{SummarizePagesPlan, check_addresses, plan_summaries};
+use super::{SummarySizes, cpu, views};
 use crate::Result;
 use crate::check::{Operand, to_i32};
 use crate::kv_cache::KvCache;
 use crate::operation::{Operation, Steps};
-use crate::selection::unsupported;
-use blockflash_safe::{CudaProperties, Stream, ViewMut};
+use blockflash_safe::{CudaProperties, PageSummaries, PageSummariesOperands, Stream, ViewMut};
 use blockflash_sys::Kernel;
 
 /// Writes the summaries of the pages that hold the last keys of each sequence: what
@@ -14,7 +14,8 @@ use blockflash_sys::Kernel;
 /// head, or `[pages, 2, num_heads_kv, head_dim]` for their minimum and their maximum, element by
 /// element, in the element type of the cache. They are computed from the keys that the page holds
 /// now, in f32 and rounded once, so it does not matter how the keys came, nor which keys the page
-/// held before. Minimum and maximum pass over NaN.
+/// held before. Minimum and maximum pass over NaN. Sequences that share a page must have equally
+/// many keys in it: otherwise its summary is that of either.
 #[derive(Clone, Copy, Debug)]
 pub struct SummarizePages<'a> {
     /// The cache, with a block table.
@@ -39,7 +40,8 @@ impl SummarizePages<'_> {
     /// # Errors
     /// All checks of [`problem`](Self::problem);
     /// [`Error::DeviceMismatch`](crate::Error::DeviceMismatch) if an operand is not on the stream's
-    /// device; [`Error::Unsupported`](crate::Error::Unsupported) on a GPU.
+    /// device; on a GPU [`Error::Unsupported`](crate::Error::Unsupported) for what no kernel takes,
+    /// and [`Error::Misaligned`](crate::Error::Misaligned).
     pub fn summarize_into(&self, summaries: ViewMut<'_>, stream: &Stream) -> Result<()> {
         self.run(summaries, stream)
     }
@@ -76,13 +78,21 @@ impl Steps for SummarizePages<'_> {
     fn launch(
         &self,
         kernel: &Kernel,
-        _problem: &SummarizePagesProblem,
+        problem: &SummarizePagesProblem,
         gpu: &CudaProperties,
-        _summaries: ViewMut<'_>,
-        _stream: &Stream,
+        summaries: ViewMut<'_>,
+        stream: &Stream,
     ) -> Result<()> {
-        let what = format!("{}: this kernel cannot be launched yet", kernel.symbol());
-        Err(unsupported::<SummarizePagesProblem>(&gpu.compute_capability, what))
+        let SummarizePagesPlan { params, config } = plan_summaries(kernel, problem, gpu)?;
+        let cache = views(&self.cache);
+        check_addresses(&[
+            ("cache.k", cache.k.is_aligned(16)),
+            ("cache.v", cache.v.is_aligned(16)),
+            ("summaries", summaries.is_aligned(16)),
+        ])?;
+        let operands = PageSummariesOperands { cache, summaries };
+        stream.launch::<PageSummaries>(kernel, &config, &params, operands)?;
+        Ok(())
     }
 
     fn compute(

@@ -1,6 +1,6 @@
 use super::*;
 use crate::fixtures::values;
-use crate::{AttentionDecode, Device, PackedTokens, PageLists, Stream, Tensor};
+use crate::{AttentionDecode, DType, Device, PackedTokens, PageLists, Stream, Tensor};
 
 const D: usize = 8;
 
@@ -116,7 +116,7 @@ fn the_best_pages_and_the_ends_are_chosen() {
         let packed = Some(PackedTokens { cu_seqlens: offsets.view(), max_seqlen: 2 });
         let (mut lists, mut counts) = (i32s(&[-9; 12], &[2, 2, 3]), i32s(&[-9; 2], &[2]));
         let summaries = summaries.view();
-        ChoosePages { q: q.view(), packed, cache: fixture.cache(), summaries }
+        ChoosePages { packed, ..ChoosePages::new(q.view(), fixture.cache(), summaries) }
             .choose_into(lists.view_mut(), counts.view_mut(), &cpu())
             .unwrap();
         let best = |head: usize| {
@@ -144,7 +144,7 @@ fn without_a_score_the_first_pages_are_chosen() {
     let (mut lists, mut counts) = (i32s(&[-9; 12], &[2, 2, 3]), i32s(&[-9; 2], &[2]));
     let summaries = fixture.summaries(1, 100);
     let (q, summaries) = (nan.view(), summaries.view());
-    ChoosePages { q, packed: None, cache: fixture.cache(), summaries }
+    ChoosePages::new(q, fixture.cache(), summaries)
         .choose_into(lists.view_mut(), counts.view_mut(), &cpu())
         .unwrap();
     let lists = lists.to_vec::<i32>(&cpu()).unwrap();
@@ -171,7 +171,7 @@ fn what_does_not_fit_is_named() {
     let choose = |heads: usize, mut lists: Tensor, mut counts: Tensor| {
         let q = q.view().slice(2, 0..heads).unwrap();
         let (cache, summaries) = (fixture.cache(), summaries.view());
-        let op = ChoosePages { q, packed: None, cache, summaries };
+        let op = ChoosePages::new(q, cache, summaries);
         op.choose_into(lists.view_mut(), counts.view_mut(), &cpu()).unwrap_err().to_string()
     };
     let (lists, counts) = (|| i32s(&[0; 12], &[2, 2, 3]), || i32s(&[0; 2], &[2]));

@@ -26,6 +26,7 @@ mod checked;
 mod config;
 mod fit;
 mod kv_append;
+mod page_choice;
 mod probe;
 
 pub use attention_bwd::{
@@ -43,6 +44,7 @@ pub use bsr_sddmm::BsrSddmmOperands;
 pub use checked::{Launch, Operands};
 pub use config::LaunchConfig;
 pub use kv_append::{KvAppendOperands, NewKeys, TurnedQueries};
+pub use page_choice::{PageChoice, PageChoiceOperands, PageSummaries, PageSummariesOperands};
 pub use probe::PROBE_CHUNK_BYTES;
 
 use crate::Kernel;
@@ -70,6 +72,8 @@ pub fn param_bytes(kernel: &Kernel) -> Option<usize> {
         of::<BlockMaskBuild>,
         of::<BlockMaskTranspose>,
         of::<BlockScores>,
+        of::<PageSummaries>,
+        of::<PageChoice>,
         of::<probe::ProbeTile>,
     ]
     .into_iter()

@@ -27,6 +27,7 @@ mod family;
 mod kernel;
 mod kv_append_sm80;
 mod major;
+mod page_choice;
 mod probe;
 mod variant;
 
@@ -51,5 +52,6 @@ pub use family::{Family, Size, Support};
 pub use kernel::{Kernel, kernels};
 pub use kv_append_sm80::KvAppend;
 pub use major::Major;
+pub use page_choice::PageKernel;
 pub use probe::Probe;
 pub use variant::Variant;

@@ -2,7 +2,8 @@ use super::family::Family;
 use super::{
     attention_bwd_sm80, attention_bwd_sm90a, attention_cache_sm90a, attention_decode_sm80,
     attention_fwd_sm80, attention_fwd_sm90a, attention_merge_sm80, block_mask, bsr_matmul_any_sm80,
-    bsr_matmul_sm80, bsr_matmul_sm90a, bsr_sddmm_sm80, bsr_sddmm_sm90a, kv_append_sm80, probe,
+    bsr_matmul_sm80, bsr_matmul_sm90a, bsr_sddmm_sm80, bsr_sddmm_sm90a, kv_append_sm80, page_choice,
+    probe,
 };
 use crate::Target;
 
@@ -40,6 +41,8 @@ pub enum Variant {
     BsrSddmmHopper(bsr_sddmm_sm90a::BsrSddmmHopper),
     /// Block masks made on the GPU.
     BlockMask(block_mask::BlockMaskKernel),
+    /// The choice of the pages of a cache that attention visits.
+    PageChoice(page_choice::PageKernel),
     /// No operation: it runs one unit of the GPU at its highest rate, against which kernels are
     /// compared.
     Probe(probe::Probe),
@@ -63,6 +66,7 @@ impl Variant {
             Variant::BsrSddmm(tile) => tile,
             Variant::BsrSddmmHopper(tile) => tile,
             Variant::BlockMask(kernel) => kernel,
+            Variant::PageChoice(kernel) => kernel,
             Variant::Probe(probe) => probe,
         }
     }
@@ -84,6 +88,7 @@ impl Variant {
         variants.extend(bsr_matmul_sm80::tiles(target).map(Variant::BsrMatmul));
         variants.extend(bsr_matmul_any_sm80::tiles(target).map(Variant::BsrMatmulAny));
         variants.extend(block_mask::tiles(target).map(Variant::BlockMask));
+        variants.extend(page_choice::tiles(target).map(Variant::PageChoice));
         variants.extend(probe::tiles(target).map(Variant::Probe));
         variants
     }
