@@ -9,7 +9,7 @@ use super::{Checked, Ended, Place, Turn};
 use crate::attention::dims_of_tile;
 use crate::number::POISON;
 use crate::placement::Placement;
-use blockflash_ops::attention_decode::{accepts, select, workspace_bytes};
+use blockflash_ops::attention_decode::{CacheTile, accepts, select, workspace_bytes};
 use blockflash_ops::{
     AppendKv, AttentionDecode, AttentionDecodeOperands, AttentionDecodeWorkspace, CacheAccess,
     DType, Error, KvCacheMut, Mask, Operation, PackedTokens, PageLists, Rotary, RotaryPairs,
@@ -82,7 +82,8 @@ impl Cached {
             mask: token_mask(capacity, random),
             append: random.random(),
             rotary: random.random_bool(0.5).then_some((pairs, half)),
-            listed: random.random_bool(0.25),
+            // Kernels for many queries visit all pages.
+            listed: random.random_bool(0.25) && matches!(tile, CacheTile::Few(_)),
             lengths,
             table,
             offsets: match random.random_bool(0.4) {
