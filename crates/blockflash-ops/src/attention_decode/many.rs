@@ -5,7 +5,9 @@ use super::AttentionDecodeProblem;
 use super::plan::{AttentionDecodePlan, plan, plan_few};
 use super::select::{CacheTile, few};
 use crate::Result;
-use crate::attention::{AttentionProblem, base_params, check_strides, heads_per_section, hopper_params};
+use crate::attention::{
+    AttentionProblem, base_params, check_strides, heads_per_section, hopper_params,
+};
 use crate::check::{grid_x, to_i32};
 use crate::selection::{fits, tile_of};
 use blockflash_safe::{CudaProperties, LaunchConfig};

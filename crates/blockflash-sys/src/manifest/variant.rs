@@ -2,8 +2,8 @@ use super::family::Family;
 use super::{
     attention_bwd_sm80, attention_bwd_sm90a, attention_cache_sm90a, attention_decode_sm80,
     attention_fwd_sm80, attention_fwd_sm90a, attention_merge_sm80, block_mask, bsr_matmul_any_sm80,
-    bsr_matmul_sm80, bsr_matmul_sm90a, bsr_sddmm_sm80, bsr_sddmm_sm90a, kv_append_sm80, page_choice,
-    probe,
+    bsr_matmul_sm80, bsr_matmul_sm90a, bsr_sddmm_sm80, bsr_sddmm_sm90a, kv_append_sm80,
+    page_choice, probe,
 };
 use crate::Target;
 
