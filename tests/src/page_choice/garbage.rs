@@ -30,7 +30,7 @@ pub fn pages_survive_garbage(
     let (page_size, statistics) = (16, random.random_range(1..=2));
     let (max_pages, pages) = (random.random_range(1..200), random.random_range(1..9));
     let capacity = random.random_range(2..max_pages + 3);
-    let packed = seed % 3 == 0 && !stream.device().is_cpu();
+    let packed = seed.is_multiple_of(3) && !stream.device().is_cpu();
 
     let mut ints = |shape: &[usize], near: usize| {
         let mut garbage = || match random.random_range(0..6) {

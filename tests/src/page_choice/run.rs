@@ -160,7 +160,7 @@ impl PageInputs {
                     written.insert(at);
                     let found = decode(case.dtype, bits[at]);
                     let nan = low.is_nan() && found.is_nan();
-                    if !nan && !(low <= found && found <= high) {
+                    if !nan && !(low..=high).contains(&found) {
                         let what = format!("column {column}, head {head} of {sequence}, {}", i % d);
                         return Err(format!("summary of {what}: {found}, not {low} to {high}"));
                     }

@@ -46,17 +46,17 @@ fn packed_sequences_have_two_launches() {
     let hopper = gpu(9, 0);
     let equal = problem(512, 32, 128);
     let kernel = select(&equal, &hopper).unwrap();
-    let alone = plan(kernel, &equal, &hopper).unwrap();
-    assert!(alone.others.is_none() && alone.params.fewest_queries == 0);
+    let alone = plan_all(kernel, &equal, &hopper).unwrap();
+    assert!(alone.few.is_none() && alone.many.unwrap().1.params.fewest_queries == 0);
     assert_eq!(workspace_bytes(kernel, &equal, &hopper).unwrap(), 0);
 
     let mut packed = equal;
     packed.attention.packed = Some(PackedRows { total_q: 600, total_kv: 0 });
-    let both = plan(kernel, &packed, &hopper).unwrap();
-    let (other, of_others) = both.others.unwrap();
+    let both = plan_all(kernel, &packed, &hopper).unwrap();
+    let ((_, many), (other, of_others)) = (both.many.unwrap(), both.few.unwrap());
     assert_eq!(other, few(&packed, &hopper).unwrap());
     // Together they take every number of queries once.
-    assert_eq!((both.params.fewest_queries, of_others.params.most_queries), (256, 255));
+    assert_eq!((many.params.fewest_queries, of_others.params.most_queries), (256, 255));
     assert_eq!(of_others.params.seqlen_q, 512);
     let bytes = workspace_bytes(kernel, &packed, &hopper).unwrap();
     assert!(bytes >= of_others.params.items as usize * 4);

@@ -118,7 +118,8 @@ fn an_append_that_fits() {
 
 #[test]
 fn appends_that_do_not_fit() {
-    let cases: [(&str, fn(&mut blockflash_kv_append_params)); 16] = [
+    type Spoil = fn(&mut blockflash_kv_append_params);
+    let cases: [(&str, Spoil); 16] = [
         ("not positive", |p| p.batch = 0),
         ("not positive", |p| p.head_dim = -8),
         ("multiple of 8", |p| p.head_dim = 20),
