@@ -109,16 +109,17 @@ mod tests {
     }
 
     /// The kernels of Hopper are persistent, apart from the probes and the attention backward, and
-    /// so is decoding.
+    /// so are decoding and the choice of pages, which divides its work in a fixed way.
     #[test]
     fn persistent_kernels_count_tiles() {
         for kernel in manifest::kernels() {
             let (source, family) = (kernel.source(), kernel.family());
             let one_tile_each = ["probe", "attention_bwd"].iter().any(|op| source.starts_with(op));
-            let persistent =
+            let counts =
                 source.ends_with("_sm90a") && !one_tile_each || source == "attention_decode_sm80";
+            let persistent = counts || source == "page_choice_sm80";
             assert_eq!(family.is_persistent(), persistent, "{}", kernel.symbol());
-            assert!(!persistent || family.counts_tiles(), "{}", kernel.symbol());
+            assert!(!counts || family.counts_tiles(), "{}", kernel.symbol());
         }
     }
 }
