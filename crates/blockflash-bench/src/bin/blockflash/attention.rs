@@ -43,9 +43,9 @@ pub fn run(args: Args) -> Result<ExitCode> {
         None => None,
     };
     let attention = Attention {
-        mask: mask(args.mask, args.window, args.block_mask.token_mask())?,
-        softmax_scale: args.scale,
-        softcap: args.softcap,
+        mask: mask(args.mask, args.scores.window, args.block_mask.token_mask())?,
+        softmax_scale: args.scores.scale,
+        softcap: args.scores.softcap,
         sink: placed_sink.as_ref().map(Placed::view).transpose()?,
         cu_seqlens,
         ..Attention::new(placed_q.view()?, placed_k.view()?, placed_v.view()?)

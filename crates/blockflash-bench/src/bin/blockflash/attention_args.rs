@@ -1,11 +1,11 @@
 //! Options of `blockflash attention`.
 
-use crate::args::{Common, Half, Window, out_path, sizes, window};
+use crate::args::{Common, sizes};
 use crate::attention_mask::MaskArgs;
 use crate::failure::Result;
 use crate::offsets::Offsets;
 use crate::outputs::Outputs;
-use std::path::PathBuf;
+use crate::qkv_args::{Qkv, Scores, Written};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -34,55 +34,15 @@ const USAGE: &str =
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES, override_usage = USAGE)]
 pub struct Args {
-    /// Read the tensors q, k and v from a .safetensors file
-    #[arg(
-        long,
-        value_name = "FILE",
-        conflicts_with_all = ["q", "k", "v", "random"],
-        help_heading = "Input",
-    )]
-    pub input: Option<PathBuf>,
-    /// Read q from a .npy file
-    #[arg(
-        long,
-        value_name = "FILE",
-        requires_all = ["k", "v"],
-        conflicts_with = "random",
-        help_heading = "Input",
-    )]
-    pub q: Option<PathBuf>,
-    /// Read k from a .npy file
-    #[arg(
-        long,
-        value_name = "FILE",
-        requires_all = ["q", "v"],
-        conflicts_with = "random",
-        help_heading = "Input",
-    )]
-    pub k: Option<PathBuf>,
-    /// Read v from a .npy file
-    #[arg(
-        long,
-        value_name = "FILE",
-        requires_all = ["q", "k"],
-        conflicts_with = "random",
-        help_heading = "Input",
-    )]
-    pub v: Option<PathBuf>,
+    #[command(flatten)]
+    pub qkv: Qkv,
     /// Draw q, k and v from N(0, 1): batch size, sequence length, heads and head dimension. With
     /// --cu-seqlens, the batch size is 1 and the length counts the rows of all sequences
     #[arg(long, value_name = "BxSxHxD", value_parser = sizes::<4>, help_heading = "Input")]
     pub random: Option<[usize; 4]>,
-    /// Number of heads of random k and v [default: as many as q]
-    #[arg(long, value_name = "N", help_heading = "Input")]
-    pub kv_heads: Option<usize>,
     /// Sequence length of random k and v [default: the same as q]
     #[arg(long, value_name = "N", help_heading = "Input")]
     pub seqlen_kv: Option<usize>,
-    /// Element type to compute in [default: the type of the files; f16 for f32, f64 and random
-    /// input]
-    #[arg(long, value_name = "f16|bf16", hide_possible_values = true, help_heading = "Input")]
-    pub dtype: Option<Half>,
     /// Treat the rows of q, k and v as packed sequences. The offsets at which each sequence begins
     /// and the last one ends are a list such as 0,100,250 or a file (tensor `cu_seqlens`)
     #[arg(long, value_name = "LIST|FILE", value_parser = Offsets::parse, help_heading = "Input")]
@@ -101,27 +61,8 @@ pub struct Args {
     /// query is aligned with the first key) [default: full]
     #[arg(long, value_name = "MASK", hide_possible_values = true, help_heading = "Operation")]
     pub mask: Option<MaskName>,
-    /// Attend to at most L keys before and R keys after the aligned key; `-` leaves a side
-    /// unlimited
-    #[arg(
-        long,
-        value_name = "L,R",
-        value_parser = window,
-        allow_hyphen_values = true,
-        help_heading = "Operation",
-    )]
-    pub window: Option<Window>,
-    /// Multiply the scores by this factor [default: 1/sqrt(head_dim)]
-    #[arg(long, value_name = "X", allow_hyphen_values = true, help_heading = "Operation")]
-    pub scale: Option<f32>,
-    /// Replace each score by X·tanh(score / X)
-    #[arg(long, value_name = "X", allow_hyphen_values = true, help_heading = "Operation")]
-    pub softcap: Option<f32>,
-    /// Add one score per query head, an attention sink, to the sum of exponentials: f32 `[heads]`
-    /// from a file (tensor `sink`), or `random`
-    #[arg(long, value_name = "FILE|random", help_heading = "Operation")]
-    pub sink: Option<PathBuf>,
-
+    #[command(flatten)]
+    pub scores: Scores,
     #[command(flatten)]
     pub block_mask: MaskArgs,
 
@@ -129,13 +70,8 @@ pub struct Args {
     #[arg(long, alias = "row", value_name = "SYMBOL", help_heading = "Operation")]
     pub kernel: Option<String>,
 
-    /// Write the output to a .npy or .safetensors file (tensor `o`)
-    #[arg(long, value_name = "FILE", value_parser = out_path, help_heading = "Output")]
-    pub out: Option<PathBuf>,
-    /// Compute the log-sum-exp, and write it to a .npy or .safetensors file (tensor `lse`; it may
-    /// be the same file)
-    #[arg(long, value_name = "FILE", value_parser = out_path, help_heading = "Output")]
-    pub lse: Option<PathBuf>,
+    #[command(flatten)]
+    pub written: Written,
 
     #[command(flatten)]
     pub common: Common,
@@ -152,18 +88,10 @@ impl Args {
     /// The files to write.
     pub fn outputs(&self) -> Result<Outputs> {
         let inputs = [
-            ("--input", self.input.as_ref()),
-            ("--q", self.q.as_ref()),
-            ("--k", self.k.as_ref()),
-            ("--v", self.v.as_ref()),
-            ("--sink", self.sink.as_ref()),
+            ("--sink", self.scores.sink.as_ref()),
             ("--cu-seqlens", self.cu_seqlens.as_ref().and_then(Offsets::file)),
             ("--cu-seqlens-kv", self.cu_seqlens_kv.as_ref().and_then(Offsets::file)),
         ];
-        let inputs = [&inputs[..], &self.block_mask.files()].concat();
-        Outputs::new(
-            &[("--out", "o", self.out.as_ref()), ("--lse", "lse", self.lse.as_ref())],
-            &inputs,
-        )
+        self.written.outputs(&[&self.qkv.files()[..], &inputs, &self.block_mask.files()].concat())
     }
 }

@@ -35,7 +35,8 @@ impl Operands {
             .as_ref()
             .map(|offsets| Packed::new(args, offsets, &q, &k))
             .transpose()?;
-        let sink = args.sink.as_deref().map(|path| sink(path, &q, args.common.seed)).transpose()?;
+        let sink =
+            args.scores.sink.as_deref().map(|path| sink(path, &q, args.common.seed)).transpose()?;
         Ok(Self { q, k, v, sink, packed })
     }
 }
@@ -52,12 +53,16 @@ pub fn sink(path: &Path, q: &Array, seed: u64) -> Result<Array> {
 }
 
 fn tensors(args: &Args) -> Result<[Array; 3]> {
-    let dtype = args.dtype.map(DType::from);
+    let dtype = args.qkv.dtype();
     let packed = args.cu_seqlens.is_some();
     if let Some([batch, seqlen_q, heads_q, head_dim]) = args.random {
         let q = [batch, seqlen_q, heads_q, head_dim];
-        let kv =
-            [batch, args.seqlen_kv.unwrap_or(seqlen_q), args.kv_heads.unwrap_or(heads_q), head_dim];
+        let kv = [
+            batch,
+            args.seqlen_kv.unwrap_or(seqlen_q),
+            args.qkv.kv_heads.unwrap_or(heads_q),
+            head_dim,
+        ];
         ensure(!packed || batch == 1, "--cu-seqlens divides the rows of --random 1xROWSxHxD")?;
         memory::ensure("q, k, v and o", memory::size(&[&q, &kv, &kv, &q], DType::F16.size()))?;
         let draw = |what, shape: [usize; 4], lane| {
@@ -69,26 +74,10 @@ fn tensors(args: &Args) -> Result<[Array; 3]> {
     // clap does not enforce `requires` where what is required conflicts with another option that is
     // given.
     ensure(
-        args.kv_heads.is_none() && args.seqlen_kv.is_none(),
+        args.qkv.kv_heads.is_none() && args.seqlen_kv.is_none(),
         "--kv-heads and --seqlen-kv only apply to --random",
     )?;
-    let sources = match (&args.input, &args.q, &args.k, &args.v) {
-        (Some(file), ..) => {
-            Source::open_named(file, ["q", "k", "v"], ": give .npy files by --q, --k and --v")?
-        }
-        (None, Some(q), Some(k), Some(v)) => {
-            [Source::open(q, "q")?, Source::open(k, "k")?, Source::open(v, "v")?]
-        }
-        _ => {
-            return Err(Failure::new(
-                "nothing to compute: give --input FILE, or --q, --k and --v, or --random BxSxHxD \
-                 (see --help)",
-            ));
-        }
-    };
-    let (k, v) = (sources[1].shape()?, sources[2].shape()?);
-    // Before anything is read: one of them may be hundreds of gigabytes long.
-    ensure(k == v, &format!("v is {v:?} and k {k:?}, expected the same"))?;
+    let sources = args.qkv.sources("BxSxHxD")?;
     let dtype = common_dtype(dtype, &sources)?;
     let o = memory::size(&[sources[0].shape()?], dtype.size());
     load_all(sources, dtype, o)

@@ -40,9 +40,9 @@ pub fn run(args: Args) -> Result<ExitCode> {
         ..KvCache::new(placed_k.view()?, placed_v.view()?)
     };
     let call = AttentionDecode {
-        mask: mask(args.mask, args.window, Mask::causal())?,
-        softmax_scale: args.scale,
-        softcap: args.softcap,
+        mask: mask(args.mask, args.scores.window, Mask::causal())?,
+        softmax_scale: args.scores.scale,
+        softcap: args.scores.softcap,
         sink: sink.as_ref().map(Tensor::view),
         ..AttentionDecode::new(placed_q.view()?)
     };

@@ -38,7 +38,8 @@ impl Operands {
         };
         let seqused_kv =
             args.seqused_kv.as_ref().map(|list| list.load("seqused_kv")).transpose()?;
-        let sink = args.sink.as_deref().map(|path| sink(path, &q, args.common.seed)).transpose()?;
+        let sink =
+            args.scores.sink.as_deref().map(|path| sink(path, &q, args.common.seed)).transpose()?;
         let &[pages, page_size, _, _] = k.shape() else {
             let text = format!("k is {:?}, expected four sizes: see --help", k.shape());
             return Err(Failure::new(text));
@@ -68,9 +69,9 @@ fn drawn(args: &Args, [batch, queries, heads, head_dim]: [usize; 4]) -> Result<T
     let pages = if args.page_size.is_some() { keys / page_size } else { 1 };
     let q = [batch, queries, heads, head_dim];
     let all = batch.saturating_mul(pages);
-    let kv = [all, page_size, args.kv_heads.unwrap_or(heads), head_dim];
+    let kv = [all, page_size, args.qkv.kv_heads.unwrap_or(heads), head_dim];
     memory::ensure("q, k, v and o", memory::size(&[&q, &kv, &kv, &q], DType::F16.size()))?;
-    let dtype = args.dtype.map_or(DType::F16, DType::from);
+    let dtype = args.qkv.dtype().unwrap_or(DType::F16);
     let draw = |what, shape: &[usize], lane| random(what, dtype, shape, seed, lane);
     let tensors = [draw("q", &q, 0)?, draw("k", &kv, 1)?, draw("v", &kv, 2)?];
     let table = args.page_size.map(|_| {
@@ -86,27 +87,11 @@ fn read(args: &Args) -> Result<Tensors> {
     // clap does not enforce `requires` where what is required conflicts with another option that is
     // given.
     ensure(
-        args.kv_heads.is_none() && args.seqlen_kv.is_none() && args.page_size.is_none(),
+        args.qkv.kv_heads.is_none() && args.seqlen_kv.is_none() && args.page_size.is_none(),
         "--kv-heads, --seqlen-kv and --page-size only apply to --random",
     )?;
-    let sources = match (&args.input, &args.q, &args.k, &args.v) {
-        (Some(file), ..) => {
-            Source::open_named(file, ["q", "k", "v"], ": give .npy files by --q, --k and --v")?
-        }
-        (None, Some(q), Some(k), Some(v)) => {
-            [Source::open(q, "q")?, Source::open(k, "k")?, Source::open(v, "v")?]
-        }
-        _ => {
-            return Err(Failure::new(
-                "nothing to compute: give --input FILE, or --q, --k and --v, or --random BxQxHxD \
-                 (see --help)",
-            ));
-        }
-    };
-    let (k, v) = (sources[1].shape()?, sources[2].shape()?);
-    // Before anything is read: one of them may be hundreds of gigabytes long.
-    ensure(k == v, &format!("v is {v:?} and k {k:?}, expected the same"))?;
-    let dtype = common_dtype(args.dtype.map(DType::from), &sources)?;
+    let sources = args.qkv.sources("BxQxHxD")?;
+    let dtype = common_dtype(args.qkv.dtype(), &sources)?;
     let o = memory::size(&[sources[0].shape()?], dtype.size());
     let table = args.block_table.as_ref().map(|path| Source::open(path, "block_table"));
     let table = table.transpose()?.map(|source| source.load(DType::I32)).transpose()?;

@@ -30,6 +30,7 @@ mod output;
 mod outputs;
 mod pace;
 mod progress;
+mod qkv_args;
 mod report;
 mod sddmm;
 mod sddmm_args;

@@ -1,0 +1,135 @@
+//! Options that `blockflash attention` and `blockflash attention-decode` share.
+
+use crate::args::{Half, Window, ensure, out_path, window};
+use crate::failure::{Failure, Result};
+use crate::operand::Source;
+use crate::outputs::Outputs;
+use blockflash_ops::DType;
+use std::path::PathBuf;
+
+/// Where q, k and v come from, and the type to compute in.
+#[derive(clap::Args)]
+pub struct Qkv {
+    /// Read the tensors q, k and v from a .safetensors file
+    #[arg(
+        long,
+        value_name = "FILE",
+        conflicts_with_all = ["q", "k", "v", "random"],
+        help_heading = "Input",
+    )]
+    pub input: Option<PathBuf>,
+    /// Read q from a .npy file
+    #[arg(
+        long,
+        value_name = "FILE",
+        requires_all = ["k", "v"],
+        conflicts_with = "random",
+        help_heading = "Input",
+    )]
+    pub q: Option<PathBuf>,
+    /// Read k from a .npy file
+    #[arg(
+        long,
+        value_name = "FILE",
+        requires_all = ["q", "v"],
+        conflicts_with = "random",
+        help_heading = "Input",
+    )]
+    pub k: Option<PathBuf>,
+    /// Read v from a .npy file
+    #[arg(
+        long,
+        value_name = "FILE",
+        requires_all = ["q", "k"],
+        conflicts_with = "random",
+        help_heading = "Input",
+    )]
+    pub v: Option<PathBuf>,
+    /// Element type to compute in [default: the type of the files; f16 for f32, f64 and random
+    /// input]
+    #[arg(long, value_name = "f16|bf16", hide_possible_values = true, help_heading = "Input")]
+    pub dtype: Option<Half>,
+    /// Number of heads of random k and v [default: as many as q]
+    #[arg(long, value_name = "N", help_heading = "Input")]
+    pub kv_heads: Option<usize>,
+}
+
+impl Qkv {
+    pub fn dtype(&self) -> Option<DType> {
+        self.dtype.map(DType::from)
+    }
+
+    /// The files of q, k and v, of which k and v have one shape. `random` is the form of the option
+    /// that could be given instead.
+    pub fn sources(&self, random: &str) -> Result<[Source; 3]> {
+        let sources = match (&self.input, &self.q, &self.k, &self.v) {
+            (Some(file), ..) => {
+                Source::open_named(file, ["q", "k", "v"], ": give .npy files by --q, --k and --v")?
+            }
+            (None, Some(q), Some(k), Some(v)) => {
+                [Source::open(q, "q")?, Source::open(k, "k")?, Source::open(v, "v")?]
+            }
+            _ => {
+                return Err(Failure::new(format!(
+                    "nothing to compute: give --input FILE, or --q, --k and --v, or --random \
+                     {random} (see --help)"
+                )));
+            }
+        };
+        let (k, v) = (sources[1].shape()?, sources[2].shape()?);
+        // Before anything is read: one of them may be hundreds of gigabytes long.
+        ensure(k == v, &format!("v is {v:?} and k {k:?}, expected the same"))?;
+        Ok(sources)
+    }
+
+    /// Names of the options, and the files that they name.
+    pub fn files(&self) -> [(&'static str, Option<&PathBuf>); 4] {
+        [
+            ("--input", self.input.as_ref()),
+            ("--q", self.q.as_ref()),
+            ("--k", self.k.as_ref()),
+            ("--v", self.v.as_ref()),
+        ]
+    }
+}
+
+/// What is done to the scores, but for the mask.
+#[derive(clap::Args)]
+#[command(next_help_heading = "Operation")]
+pub struct Scores {
+    /// Attend to at most L keys before and R keys after the aligned key; `-` leaves a side
+    /// unlimited
+    #[arg(long, value_name = "L,R", value_parser = window, allow_hyphen_values = true)]
+    pub window: Option<Window>,
+    /// Multiply the scores by this factor [default: 1/sqrt(head_dim)]
+    #[arg(long, value_name = "X", allow_hyphen_values = true)]
+    pub scale: Option<f32>,
+    /// Replace each score by X·tanh(score / X)
+    #[arg(long, value_name = "X", allow_hyphen_values = true)]
+    pub softcap: Option<f32>,
+    /// Add one score per query head, an attention sink, to the sum of exponentials: f32 `[heads]`
+    /// from a file (tensor `sink`), or `random`
+    #[arg(long, value_name = "FILE|random")]
+    pub sink: Option<PathBuf>,
+}
+
+/// The files to write.
+#[derive(clap::Args)]
+#[command(next_help_heading = "Output")]
+pub struct Written {
+    /// Write the output to a .npy or .safetensors file (tensor `o`)
+    #[arg(long, value_name = "FILE", value_parser = out_path)]
+    pub out: Option<PathBuf>,
+    /// Compute the log-sum-exp, f32 [batch, heads, queries], and write it to a .npy or .safetensors
+    /// file (tensor `lse`; it may be the same file)
+    #[arg(long, value_name = "FILE", value_parser = out_path)]
+    pub lse: Option<PathBuf>,
+}
+
+impl Written {
+    /// Refuses to write over the files that are read.
+    pub fn outputs(&self, inputs: &[(&'static str, Option<&PathBuf>)]) -> Result<Outputs> {
+        let outputs = [("--out", "o", self.out.as_ref()), ("--lse", "lse", self.lse.as_ref())];
+        Outputs::new(&outputs, inputs)
+    }
+}
