@@ -2,8 +2,21 @@
 
 use crate::number::POISON;
 use crate::placement::Placed;
-use blockflash_ops::{DType, Stream, Tensor, View, ViewMut};
+use blockflash_ops::{DType, Device, Stream, Tensor, View, ViewMut};
 use half::{bf16, f16};
+
+/// A stream of the CPU.
+pub fn cpu() -> Stream {
+    Device::cpu().stream().expect("the CPU has streams")
+}
+
+/// Runs every case on the CPU, and fails with what was wrong in each that failed.
+pub fn all_pass<C, T>(cases: &[C], run: impl Fn(&C, &Stream) -> Result<T, String>) {
+    let stream = cpu();
+    let failures: Vec<String> = cases.iter().filter_map(|case| run(case, &stream).err()).collect();
+    let (failed, all) = (failures.len(), cases.len());
+    assert!(failed == 0, "{failed} of {all} cases failed:\n{}", failures.join("\n"));
+}
 
 /// A tensor with these bits, one `u32` per element.
 pub fn upload(

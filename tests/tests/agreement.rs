@@ -2,21 +2,17 @@
 //! library selects.
 
 use blockflash_ops::attention::{Align, Attention, Mask};
-use blockflash_ops::{BsrMatmul, DType, Device, Stream};
+use blockflash_ops::{BsrMatmul, DType, Stream};
 use blockflash_tests::attention::{
     AttentionCase, AttentionData, AttentionInputs, AttentionReference, Lengths, Limits,
     attention_cases, head_dims,
 };
 use blockflash_tests::bsr::{self, BsrCase, BsrData, BsrInputs, BsrReference, bsr_cases};
 use blockflash_tests::gpu::{gpu, wait};
-use blockflash_tests::host::download;
+use blockflash_tests::host::{cpu, download};
 use blockflash_tests::number::decode;
 use blockflash_tests::property::samples;
 use blockflash_tests::tolerance::{Reference, check, check_agreement};
-
-fn cpu() -> Stream {
-    Device::cpu().stream().unwrap()
-}
 
 fn numbers(stream: &Stream, tensor: &blockflash_ops::Tensor) -> Vec<f64> {
     let bits = download(stream, tensor).unwrap();

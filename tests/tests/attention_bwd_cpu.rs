@@ -1,7 +1,7 @@
 //! Gradients of attention on the CPU against the oracle.
 
 use blockflash_ops::attention::{Align, Mask};
-use blockflash_ops::{DType, Device, Stream, Tensor};
+use blockflash_ops::{DType, Tensor};
 use blockflash_tests::attention::{
     AttentionCase, Choice, Lengths, Limits, attention_cases, block_cases, block_sparse_cases,
     edge_cases, head_dims, many_heads, special_cases,
@@ -9,26 +9,13 @@ use blockflash_tests::attention::{
 use blockflash_tests::attention_bwd::{
     BackwardData, BackwardInputs, BackwardOutputs, BackwardReference, run_case,
 };
-use blockflash_tests::host::download;
+use blockflash_tests::host::{all_pass, cpu, download};
 use blockflash_tests::number::decode;
 use blockflash_tests::property;
 use blockflash_tests::tolerance::check;
 
-fn cpu() -> Stream {
-    Device::cpu().stream().expect("the CPU has streams")
-}
-
 fn run_all(cases: Vec<AttentionCase>) {
-    let stream = cpu();
-    let failures: Vec<String> =
-        cases.iter().filter_map(|case| run_case(case, Choice::Selected, &stream).err()).collect();
-    assert!(
-        failures.is_empty(),
-        "{} of {} cases failed:\n{}",
-        failures.len(),
-        cases.len(),
-        failures.join("\n")
-    );
+    all_pass(&cases, |case, stream| run_case(case, Choice::Selected, stream));
 }
 
 fn gradients(case: &AttentionCase) -> [Vec<u32>; 4] {

@@ -1,30 +1,18 @@
 //! The CPU backend of attention against the oracle.
 
+use blockflash_ops::DType;
 use blockflash_ops::attention::{Align, Mask};
-use blockflash_ops::{DType, Device, Stream};
 use blockflash_tests::attention::{
     AttentionCase, AttentionData, AttentionInputs, AttentionOutputs, Choice, Lengths, Limits,
     attention_cases, edge_cases, head_dims, many_heads, run_case, special_cases,
 };
+use blockflash_tests::host::{all_pass, cpu};
 use blockflash_tests::property;
 
 const HALVES: [DType; 2] = [DType::F16, DType::BF16];
 
-fn cpu() -> Stream {
-    Device::cpu().stream().expect("the CPU has streams")
-}
-
 fn run_all(cases: Vec<AttentionCase>) {
-    let stream = cpu();
-    let failures: Vec<String> =
-        cases.iter().filter_map(|case| run_case(case, Choice::Selected, &stream).err()).collect();
-    assert!(
-        failures.is_empty(),
-        "{} of {} cases failed:\n{}",
-        failures.len(),
-        cases.len(),
-        failures.join("\n")
-    );
+    all_pass(&cases, |case, stream| run_case(case, Choice::Selected, stream));
 }
 
 fn outputs(case: &AttentionCase) -> [Vec<u32>; 2] {

@@ -1,23 +1,16 @@
 //! Attention to caches on the CPU against the oracle.
 
-use blockflash_ops::{DType, Device, Stream};
+use blockflash_ops::DType;
 use blockflash_tests::attention::{Choice, Limits, head_dims};
 use blockflash_tests::attention_decode::{
     DecodeCase, alone_as_in_a_batch, decode_cases, decode_edges, decode_lengths, merge_cases,
     run_case, run_merge, same_bits, survives_garbage,
 };
+use blockflash_tests::host::{all_pass, cpu};
 use blockflash_tests::property;
 
-fn cpu() -> Stream {
-    Device::cpu().stream().expect("the CPU has streams")
-}
-
 fn run_all(cases: Vec<DecodeCase>) {
-    let stream = cpu();
-    let failures: Vec<String> =
-        cases.iter().filter_map(|case| run_case(case, Choice::Selected, &stream).err()).collect();
-    let (count, all) = (failures.len(), cases.len());
-    assert!(failures.is_empty(), "{count} of {all} cases failed:\n{}", failures.join("\n"));
+    all_pass(&cases, |case, stream| run_case(case, Choice::Selected, stream));
 }
 
 #[test]

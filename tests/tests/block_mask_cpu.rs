@@ -1,18 +1,15 @@
 //! Block-sparse attention on the CPU against the oracle.
 
+use blockflash_ops::DType;
 use blockflash_ops::attention::{Align, Mask};
-use blockflash_ops::{DType, Device, Stream};
 use blockflash_tests::attention::{
     AttentionCase, AttentionData, AttentionInputs, AttentionOutputs, BlockCase, BlockPattern,
     Blocks, Choice, Lengths, Limits, MaskHeads, block_cases, block_sparse_cases, block_tile_cases,
     head_dims, run_case,
 };
+use blockflash_tests::host::cpu;
 use blockflash_tests::number::decode;
 use blockflash_tests::property;
-
-fn cpu() -> Stream {
-    Device::cpu().stream().expect("the CPU has streams")
-}
 
 /// Bits of o and of the lse.
 fn outputs(case: &AttentionCase, data: &AttentionData) -> [Vec<u32>; 2] {

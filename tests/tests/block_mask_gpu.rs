@@ -3,7 +3,7 @@
 
 use blockflash_ops::attention::{Attention, Mask};
 use blockflash_ops::block_sparse::BlockMaskBuffer;
-use blockflash_ops::{DType, Device, Error, Stream};
+use blockflash_ops::{DType, Error, Stream};
 use blockflash_sys::manifest::Variant;
 use blockflash_sys::{BlockMaskKernel, Kernel};
 use blockflash_tests::attention::{
@@ -14,15 +14,12 @@ use blockflash_tests::block_masks::{
     Arrays, MaskCase, MaskData, MaskInputs, MaskSource, build_and_check, cut, mask_cases, prepare,
 };
 use blockflash_tests::gpu::{Report, gpu, say, wait};
+use blockflash_tests::host::cpu;
 
 const SOURCES: [MaskSource; 3] = [MaskSource::Bool, MaskSource::TopK, MaskSource::Scores];
 
 fn text(error: impl Into<Error>) -> String {
     error.into().to_string()
-}
-
-fn cpu() -> Stream {
-    Device::cpu().stream().unwrap()
 }
 
 #[test]

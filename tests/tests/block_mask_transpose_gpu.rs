@@ -4,8 +4,8 @@
 use blockflash_ops::attention::{Attention, Mask};
 use blockflash_ops::block_sparse::BlockMaskBuffer;
 use blockflash_ops::{
-    AttentionBackward, BlockChoice, BlockGeometry, BlockMask, BlockSource, DType, Device, Error,
-    Stream, Tensor,
+    AttentionBackward, BlockChoice, BlockGeometry, BlockMask, BlockSource, DType, Error, Stream,
+    Tensor,
 };
 use blockflash_safe::{
     BlockLists, BlockMaskTranspose, BlockMaskTransposeOperands, BlockTransposeScratch, LaunchConfig,
@@ -23,14 +23,11 @@ use blockflash_tests::block_masks::{
     MaskCase, MaskInputs, MaskSource, compare_transposed, mask_cases, prepare,
 };
 use blockflash_tests::gpu::{Gpu, Report, gpu, say, wait};
+use blockflash_tests::host::cpu;
 use std::ptr::{null, null_mut};
 
 fn text(error: impl Into<Error>) -> String {
     error.into().to_string()
-}
-
-fn cpu() -> Stream {
-    Device::cpu().stream().unwrap()
 }
 
 /// The kernels that transpose, with the rows of their CTAs.

@@ -1,30 +1,18 @@
 //! The CPU backend of the BSR product against the oracle.
 
-use blockflash_ops::{BsrMatrix, DType, Device, Major, Stream, View};
+use blockflash_ops::{BsrMatrix, DType, Major, View};
 use blockflash_sys::Target;
 use blockflash_sys::manifest::{self, Variant};
 use blockflash_tests::bsr::{
     BsrCase, BsrData, BsrInputs, Choice, Limits, Pattern, bsr_cases, column_cases, edge_cases,
     epilogue_cases, run_case, tiles,
 };
-use blockflash_tests::{host::download, property};
+use blockflash_tests::host::{all_pass, cpu, download};
+use blockflash_tests::property;
 use std::collections::BTreeSet;
 
-fn cpu() -> Stream {
-    Device::cpu().stream().expect("the CPU has streams")
-}
-
 fn run_all(cases: Vec<BsrCase>) {
-    let stream = cpu();
-    let failures: Vec<String> =
-        cases.iter().filter_map(|case| run_case(case, Choice::Selected, &stream).err()).collect();
-    assert!(
-        failures.is_empty(),
-        "{} of {} cases failed:\n{}",
-        failures.len(),
-        cases.len(),
-        failures.join("\n")
-    );
+    all_pass(&cases, |case, stream| run_case(case, Choice::Selected, stream));
 }
 
 #[test]

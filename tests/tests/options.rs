@@ -3,14 +3,14 @@
 
 use blockflash_ops::attention::{Align, Mask};
 use blockflash_ops::bsr_matmul::Activation;
-use blockflash_ops::{DType, Device, Stream};
+use blockflash_ops::{DType, Stream};
 use blockflash_tests::attention::{
     AttentionCase, AttentionData, AttentionInputs, AttentionOutputs, BlockCase, BlockPattern,
     Choice, Lengths, MaskHeads,
 };
 use blockflash_tests::bsr::{BiasKind, BsrCase, BsrData, BsrInputs, Choice as BsrKernel, Pattern};
 use blockflash_tests::gpu::{gpu, wait};
-use blockflash_tests::host::download;
+use blockflash_tests::host::{cpu, download};
 
 /// Bits of o and of the lse.
 fn attention(
@@ -243,10 +243,6 @@ fn bsr_operands_act(stream: &Stream) {
         !rows.is_empty() && rows.iter().all(|&row| row == 2),
         "col_idx acts on block rows {rows:?}"
     );
-}
-
-fn cpu() -> Stream {
-    Device::cpu().stream().unwrap()
 }
 
 #[test]

@@ -1,16 +1,12 @@
 //! The CPU backend of the sampled product against the oracle.
 
-use blockflash_ops::{DType, Device, Major, Stream};
+use blockflash_ops::{DType, Major};
 use blockflash_tests::bsr::{Choice, Pattern};
-use blockflash_tests::host::download;
+use blockflash_tests::host::{cpu, download};
 use blockflash_tests::property;
 use blockflash_tests::sddmm::{
     Limits, SddmmCase, SddmmData, SddmmInputs, edge_cases, run_case, sddmm_cases,
 };
-
-fn cpu() -> Stream {
-    Device::cpu().stream().expect("the CPU has streams")
-}
 
 fn layouts() -> Vec<[Major; 2]> {
     Major::ALL.into_iter().flat_map(|a| Major::ALL.map(|b| [a, b])).collect()

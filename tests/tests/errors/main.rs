@@ -17,15 +17,10 @@ mod bsr;
 mod gpu;
 
 use blockflash_ops::attention::{Attention, Mask};
-use blockflash_ops::{
-    BsrMatmul, BsrMatrix, DType, Device, Error, Layout, Operation, Stream, Tensor, View,
-};
+use blockflash_ops::{BsrMatmul, BsrMatrix, DType, Device, Error, Layout, Operation, Tensor, View};
 use blockflash_sys::manifest;
+use blockflash_tests::host::cpu;
 use half::f16;
-
-fn cpu() -> Stream {
-    Device::cpu().stream().unwrap()
-}
 
 fn f16s(shape: &[usize]) -> Tensor {
     Tensor::zeros(&cpu(), DType::F16, shape).unwrap()
