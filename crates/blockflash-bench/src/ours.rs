@@ -194,116 +194,69 @@ fn candidates(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::case::{AttentionShape, BsrShape, MaskKind, Pattern};
-    use blockflash_ops::{DType, Device};
+    use blockflash_ops::Device;
 
-    const ATTENTION: AttentionShape = AttentionShape {
-        batch: 1,
-        seqlen_q: 33,
-        seqlen_kv: 65,
-        num_heads_q: 4,
-        num_heads_kv: 2,
-        head_dim: 16,
-        mask: MaskKind::Causal,
-        dtype: DType::BF16,
-    };
-    const BSR: BsrShape = BsrShape {
-        m: 64,
-        n: 24,
-        k: 96,
-        block_size: 16,
-        density: 0.4,
-        pattern: Pattern::Uniform,
-        dtype: DType::F16,
-    };
-
-    #[test]
-    fn packed_sequences_are_verified_and_timed_on_the_cpu() {
-        let stream = Device::cpu().stream().unwrap();
-        for id in ["varlen33+1+64x2_h4kv2_d16_causal_bf16", "varlen5+40_h2_d8_full_f16"] {
-            let case: Case = id.parse().unwrap();
-            let mut ours = Ours::new(&case, &stream, Cache::Warm, 5, None).unwrap();
-            let kernel = &ours.kernels[0];
-            assert!(
-                kernel.verified && kernel.rel_err > 0.0 && kernel.rel_err < 1e-2,
-                "{id} {}",
-                kernel.rel_err
-            );
-            assert!(ours.window(0, 1.0).unwrap().us > 0.0);
-        }
+    fn ours(case: &Case) -> crate::Result<Ours> {
+        Ours::new(case, &Device::cpu().stream().unwrap(), Cache::Warm, 5, None)
     }
 
-    #[test]
-    fn lists_of_blocks_are_verified_and_timed_on_the_cpu() {
-        let stream = Device::cpu().stream().unwrap();
-        for id in [
-            "b2_q128_kv192_h4kv2_d16_q64kv64_d0.5_uniform_full_bf16",
-            "b1_s256_h4kv2m2_d16_q64kv64_d0.5_uniform_causal_f16",
-            "b1_s256_h2m1_d16_q128kv64_d0.4_power_law_full_bf16",
-        ] {
-            let case: Case = id.parse().unwrap();
-            let mut ours = Ours::new(&case, &stream, Cache::Warm, 5, None).unwrap();
-            let kernel = &ours.kernels[0];
-            assert!(
-                kernel.verified && kernel.rel_err > 0.0 && kernel.rel_err < 1e-2,
-                "{id} {}",
-                kernel.rel_err
-            );
-            assert!(ours.window(0, 1.0).unwrap().us > 0.0);
-        }
-        let odd = "b1_s96_h2_d16_q32kv32_d0.5_uniform_full_bf16".parse().unwrap();
-        let refused = Ours::new(&odd, &stream, Cache::Warm, 5, None).unwrap_err();
+    /// The case is verified on the CPU, with an error of at most this much, and timed.
+    fn is_verified_and_timed(case: &Case, most: f64) {
+        let mut ours = ours(case).unwrap();
+        let kernel = &ours.kernels[0];
+        assert!(kernel.verified && kernel.rel_err < most, "{case} {}", kernel.rel_err);
+        assert!(ours.window(0, 1.0).unwrap().us > 0.0, "{case}");
+        // Sums in half precision are never exact; choices can be.
+        assert!(most < 1e-2 || ours.kernels[0].rel_err > 0.0, "{case}");
+    }
+
+    fn refuses_odd_blocks(id: &str) {
+        let refused = ours(&id.parse().unwrap()).unwrap_err();
         assert!(refused.to_string().contains("multiple of 64"), "{refused}");
     }
 
     #[test]
+    fn attention_is_verified_and_timed_on_the_cpu() {
+        for id in [
+            "b1_q33_kv65_h4kv2_d16_causal_bf16",
+            "varlen33+1+64x2_h4kv2_d16_causal_bf16",
+            "varlen5+40_h2_d8_full_f16",
+            "b2_q128_kv192_h4kv2_d16_q64kv64_d0.5_uniform_full_bf16",
+            "b1_s256_h4kv2m2_d16_q64kv64_d0.5_uniform_causal_f16",
+            "b1_s256_h2m1_d16_q128kv64_d0.4_power_law_full_bf16",
+        ] {
+            is_verified_and_timed(&id.parse().unwrap(), 1e-2);
+        }
+        refuses_odd_blocks("b1_s96_h2_d16_q32kv32_d0.5_uniform_full_bf16");
+    }
+
+    #[test]
     fn masks_are_verified_and_timed_on_the_cpu() {
-        let stream = Device::cpu().stream().unwrap();
         for id in [
             "mask_s1000_h2_b64_scores_d16_bf16",
             "mask_s1000_h2_b64_top3",
             "mask_s300_h1_b128_top9",
         ] {
-            let mut ours = Ours::new(&id.parse().unwrap(), &stream, Cache::Warm, 5, None).unwrap();
-            let kernel = &ours.kernels[0];
-            assert!(kernel.verified && kernel.rel_err < 1e-5, "{id} {}", kernel.rel_err);
-            assert!(ours.window(0, 1.0).unwrap().us > 0.0);
+            is_verified_and_timed(&id.parse().unwrap(), 1e-5);
         }
-        let odd = "mask_s1000_h2_b100_top3".parse().unwrap();
-        let refused = Ours::new(&odd, &stream, Cache::Warm, 5, None).unwrap_err();
-        assert!(refused.to_string().contains("multiple of 64"), "{refused}");
+        refuses_odd_blocks("mask_s1000_h2_b100_top3");
     }
 
     #[test]
-    fn sampled_products_are_verified_and_timed_on_the_cpu() {
-        let stream = Device::cpu().stream().unwrap();
+    fn products_are_verified_and_timed_on_the_cpu() {
         for layouts in ["row_row", "row_column", "column_row", "column_column"] {
-            let case =
-                format!("sddmm_m100_n90_k70_b32_d0.5_uniform_{layouts}_bf16").parse().unwrap();
-            let mut ours = Ours::new(&case, &stream, Cache::Warm, 5, None).unwrap();
-            let kernel = &ours.kernels[0];
-            assert!(
-                kernel.verified && kernel.rel_err > 0.0 && kernel.rel_err < 1e-2,
-                "{case} {}",
-                kernel.rel_err
-            );
-            assert!(ours.window(0, 1.0).unwrap().us > 0.0);
+            let id = format!("sddmm_m100_n90_k70_b32_d0.5_uniform_{layouts}_bf16");
+            is_verified_and_timed(&id.parse().unwrap(), 1e-2);
         }
+        is_verified_and_timed(&"m64_n24_k96_b16_d0.4_uniform_f16".parse().unwrap(), 1e-2);
     }
 
     #[test]
-    fn both_operations_are_verified_and_timed_on_the_cpu() {
+    fn kernels_are_refused_on_the_cpu() {
         let stream = Device::cpu().stream().unwrap();
-        for case in [Case::AttentionFwd(ATTENTION), Case::BsrMatmul(BSR)] {
-            let mut ours = Ours::new(&case, &stream, Cache::Warm, 5, None).unwrap();
-            assert!(
-                ours.kernels[0].verified && ours.kernels[0].rel_err < 1e-2,
-                "{case} {}",
-                ours.kernels[0].rel_err
-            );
-            assert!(ours.kernels[0].rel_err > 0.0);
-            assert!(ours.window(0, 1.0).unwrap().us > 0.0);
-            assert!(Ours::new(&case, &stream, Cache::Warm, 5, Some(&["sm80".to_owned()])).is_err());
+        for id in ["b1_q33_kv65_h4kv2_d16_causal_bf16", "m64_n24_k96_b16_d0.4_uniform_f16"] {
+            let kernels = Some(&["sm80".to_owned()][..]);
+            assert!(Ours::new(&id.parse().unwrap(), &stream, Cache::Warm, 5, kernels).is_err());
         }
     }
 }
