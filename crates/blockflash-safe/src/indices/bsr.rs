@@ -46,6 +46,8 @@ pub struct BsrStageArrays<'a> {
 /// - `row_order` is a permutation.
 /// - `stages`: every number is in its range, and the counts of a stage agree with its bits, since
 ///   consumers wait for as many bytes as the counts say; see [`BsrStageArrays`].
+/// - The arrays are complete once the host has the type, so a kernel may read them while its
+///   predecessors in the stream are still running (programmatic dependent launch).
 /// - The host knows the lengths of the tiles in the order in which they are taken, so it can refuse
 ///   a launch that splits tiles into more parts than it has memory for.
 ///
@@ -133,19 +135,21 @@ impl BsrIndices {
         })
     }
 
-    /// A copy on the stream's device.
+    /// A copy on the stream's device, which is waited for.
     ///
     /// # Errors
     /// The errors of [`Tensor::copy_to`].
     pub fn copy_to(&self, stream: &Stream) -> Result<Self> {
-        Ok(Self {
+        let copy = Self {
             row_ptr: self.row_ptr.copy_to(stream)?,
             col_idx: self.col_idx.copy_to(stream)?,
             row_order: self.row_order.copy_to(stream)?,
             block_idx: self.block_idx.as_ref().map(|index| index.copy_to(stream)).transpose()?,
             stages: self.stages.as_ref().map(|stages| stages.copy_to(stream)).transpose()?,
             longest: self.longest.clone(),
-        })
+        };
+        stream.synchronize()?;
+        Ok(copy)
     }
 
     /// i32 `[block rows + 1]`.
