@@ -48,6 +48,10 @@ pub struct Record {
     pub us_max: Option<f64>,
     /// `flops / us`; `None` for work without floating-point operations.
     pub tflops: Option<f64>,
+    /// Energy of a launch of everything on the GPU, where it was measured: mean power within the
+    /// windows times `us`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub joules: Option<f64>,
     /// Useful floating-point operations of a launch.
     pub flops: f64,
     /// Fewest bytes of device memory that a launch moves: every input once, every output once.
