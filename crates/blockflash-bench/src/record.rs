@@ -86,6 +86,13 @@ pub struct Record {
     /// Host time of a call with a prepared plan, in microseconds.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub host_prepared_us: Option<f64>,
+    /// The part of a prepared call (of any, where there are none such) that the driver takes for
+    /// its launches, in microseconds.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub host_driver_us: Option<f64>,
+    /// Host time of launching a graph that holds one call, in microseconds.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub host_graph_us: Option<f64>,
     /// Microseconds that loading the kernel took, if this case was the first to use it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub load_us: Option<f64>,

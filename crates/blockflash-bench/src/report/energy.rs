@@ -20,7 +20,8 @@ pub fn cells(records: &[&Record]) -> Cells {
 /// The table of `rows`.
 pub(crate) fn table(rows: &[Row<'_>]) -> Cells {
     let measured = |record: &&Record| record.joules.is_some();
-    let rows: Vec<_> = rows.iter().filter(|row| row.best().as_ref().is_some_and(measured)).collect();
+    let rows: Vec<_> =
+        rows.iter().filter(|row| row.best().as_ref().is_some_and(measured)).collect();
     let peers = peer_names(rows.iter().flat_map(|row| row.peers.iter().copied().filter(measured)));
     let joules = |record: Option<&Record>| record.and_then(|record| record.joules);
     let mut ratios = Vec::new();

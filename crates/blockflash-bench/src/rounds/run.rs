@@ -96,6 +96,8 @@ impl Run {
                     record.load_us = kernel.load_us;
                     (record.host_us, record.host_prepared_us) =
                         (kernel.host.us, kernel.host.prepared_us);
+                    (record.host_driver_us, record.host_graph_us) =
+                        (kernel.host.driver_us, kernel.host.graph_us);
                     record.judge(kernel.verified, Some(kernel.rel_err));
                     contestants.push(contestant);
                 }
