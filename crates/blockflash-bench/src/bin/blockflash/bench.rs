@@ -29,7 +29,7 @@ Examples:
   blockflash bench smoke
   blockflash bench attention_floor --peers flash,cudnn --rounds 9
   blockflash bench attention_fwd --swap-check --filter d256_causal
-  blockflash bench energy --energy   joules of a launch, too
+  blockflash bench attention_decode --energy --peers none   joules of a launch, too
   blockflash bench bsr_floor --kernel b64 --peers none   compares all tile variants for blocks of 64
   blockflash report";
 
@@ -57,7 +57,7 @@ pub struct Args {
     #[arg(long, conflicts_with = "out")]
     pub swap_check: bool,
     /// Measure the joules of a launch, too, by the GPU's counter of energy, in windows of at least
-    /// 500 ms
+    /// 500 ms [default: as the suite says]
     #[arg(long, conflicts_with = "swap_check")]
     pub energy: bool,
     /// State of the L2 cache before a launch, one or more with commas between: warm, cold, or
@@ -111,9 +111,10 @@ pub fn run(args: Args) -> Result<ExitCode> {
     let benches = benches()?;
     let mut suite = args.suite(&benches)?;
     let device = args.device.open()?;
-    if args.energy && suite.cache.contains(&Cache::Cold) {
-        let why = "with a cold L2 cache the overwriting before each launch would count";
-        return Err(Failure::new(format!("--energy: {why}")));
+    if suite.energy && suite.cache.contains(&Cache::Cold) {
+        return Err(Failure::new(
+            "energy cannot be measured with a cold L2 cache: overwriting it would count",
+        ));
     }
     if device.is_cpu() && suite.cache.contains(&Cache::Cold) {
         suite.cache.retain(|&cache| cache != Cache::Cold);
@@ -143,11 +144,11 @@ pub fn run(args: Args) -> Result<ExitCode> {
     print(&format!("device {}{cpu}, commit {}", device_name(&device), machine.commit))?;
     let mut peers = args.start_peers(&suite, &device, &benches)?;
     let mut run = Run::new(suite, machine, device.stream()?, args.seed, kernels)?;
-    if args.energy {
-        run.energy = Some(EnergyMeter::start(run.machine.smi_index.as_deref())?);
-    }
     if args.swap_check {
         return swap_check::run(&run, &mut peers);
+    }
+    if run.suite.energy {
+        run.energy = Some(EnergyMeter::start(run.machine.smi_index.as_deref())?);
     }
     let mut writer = Writer::open(out)?;
     let mut failed = false;
@@ -167,7 +168,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
 
     let all: Vec<_> = records.iter().collect();
     print(&grid(report::cells(&all)))?;
-    if args.energy {
+    if run.suite.energy {
         print(&format!("millijoules of a launch\n{}", grid(report::energy_cells(&all))))?;
     }
     for record in records.iter().filter(|record| record.error.is_some()) {
@@ -189,7 +190,8 @@ impl Args {
         if let Some(window_ms) = self.window_ms {
             suite.window_ms = window_ms.into();
         }
-        if self.energy {
+        suite.energy |= self.energy;
+        if suite.energy {
             suite.window_ms = suite.window_ms.max(MIN_WINDOW_MS);
         }
         if let Some(gap_ms) = self.gap_ms {
