@@ -84,7 +84,8 @@ mod tests {
         let kernels = cells(&shown, Detail::Cases);
         assert_eq!(kernels.rows[0], ["bsr_matmul", "p", "3", "4.00", "2.00", "1.00", "2.50"]);
         assert_eq!(kernels.rows[1], ["bsr_matmul", "q", "1", "9.00", "4.50", "2.25", "—"]);
-        let header = ["operation", "cases", "call µs", "prepared µs", "in the driver µs", "load ms"];
+        let header =
+            ["operation", "cases", "call µs", "prepared µs", "in the driver µs", "load ms"];
         assert_eq!(cells(&shown, Detail::Groups).header, header);
         assert_eq!(
             cells(&shown, Detail::Groups).rows,
