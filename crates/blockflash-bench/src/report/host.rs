@@ -11,8 +11,10 @@ pub(crate) const NOTE: &str = "Time that a call keeps the host, medians over the
 prepared plan, and loading the kernel on its first use. In the driver: the part of a prepared call \
 that the driver takes for its launches; graph: launching a graph of one call.";
 
+type Time = fn(&Record) -> Option<f64>;
+
 /// The columns of times; those that would be empty are left out.
-const TIMES: [(&str, fn(&Record) -> Option<f64>); 5] = [
+const TIMES: [(&str, Time); 5] = [
     ("call µs", |r| r.host_us),
     ("prepared µs", |r| r.host_prepared_us),
     ("in the driver µs", |r| r.host_driver_us),
@@ -36,7 +38,7 @@ pub(crate) fn cells(runs: &[&Run<'_>], detail: Detail) -> Cells {
         }
     }
     let named = detail == Detail::Cases;
-    let has = |field: fn(&Record) -> Option<f64>| {
+    let has = |field: Time| {
         groups.iter().flat_map(|(_, records)| records).any(|record| field(record).is_some())
     };
     let times: Vec<_> = TIMES.into_iter().filter(|(_, field)| has(*field)).collect();
@@ -45,7 +47,7 @@ pub(crate) fn cells(runs: &[&Run<'_>], detail: Detail) -> Cells {
     header.push("cases");
     header.extend(times.iter().map(|(name, _)| name));
     let line = |([op, kernel], records): ([String; 2], Vec<&Record>)| {
-        let of = |field: fn(&Record) -> Option<f64>| {
+        let of = |field: Time| {
             let mut values: Vec<f64> = records.iter().filter_map(|record| field(record)).collect();
             median(&mut values).map_or(NONE.to_owned(), number)
         };
