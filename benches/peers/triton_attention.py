@@ -19,7 +19,9 @@ from measure import Absent, Call, needs_cuda, needs_triton, relative
 from tune import Tuned
 
 Tile = namedtuple(
-    "Tile", "block_m block_n num_warps num_stages access heads_first", defaults=("tma", False)
+    "Tile",
+    "block_m block_n num_warps num_stages access heads_first dependent",
+    defaults=("tma", False, False),
 )
 
 # For each head dimension, those that won most often first.
@@ -104,12 +106,15 @@ class TritonFlash(Tuned, Call):
             sweep.run([best._replace(heads_first=True)])
             if best.access == "tma":
                 sweep.run([best._replace(access="pointers")])
+        if self.has_tma():  # and programmatic dependent launch, which small grids gain from
+            sweep.run([best._replace(dependent=True) for best in sweep.best(3)])
 
     def use(self, tile):
         self.tile = tile
 
     def describe(self, tile):
         order = ", heads first" if tile.heads_first else ""
+        order += ", dependent launch" if tile.dependent else ""
         pairs = f"num_warps={tile.num_warps} num_stages={tile.num_stages}"
         return f"{tile.block_m}x{tile.block_n} {pairs}, {ACCESS[tile.access]}{order}"
 
@@ -182,7 +187,8 @@ class TritonFlash(Tuned, Call):
             BLOCK_M=tile.block_m,
             BLOCK_N=tile.block_n, TMA=tile.access != "pointers",
             SPECIALIZE=tile.access == "specialized",
-            HEADS_FIRST=tile.heads_first, num_warps=tile.num_warps, num_stages=tile.num_stages,
+            HEADS_FIRST=tile.heads_first, DEPENDENT=tile.dependent, num_warps=tile.num_warps,
+            num_stages=tile.num_stages, **({"launch_pdl": True} if tile.dependent else {}),
         )  # fmt: skip
 
     def output(self):

@@ -49,6 +49,7 @@ def flash_forward(
     q, k, v, out, scale, batch, heads, group, seqlen_q, seqlen_kv,
     HEAD_DIM: tl.constexpr, CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     TMA: tl.constexpr, SPECIALIZE: tl.constexpr, HEADS_FIRST: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One tile of BLOCK_M queries of one head.
 
@@ -58,7 +59,8 @@ def flash_forward(
     SPECIALIZE, where the
     compiler has to split the tiles of the descriptors between warp groups. `scale` includes
     log2(e). Lengths must be
-    multiples of the tiles. A causal diagonal ends at the last key.
+    multiples of the tiles. A causal diagonal ends at the last key. DEPENDENT waits itself for the
+    kernel before it on the stream, and lets the next one start when it has read everything.
     """
     stride_q, stride_kv = heads * HEAD_DIM, heads // group * HEAD_DIM
     if SPECIALIZE:
@@ -86,6 +88,8 @@ def flash_forward(
     row_q, row_kv = index // heads * seqlen_q + tile * BLOCK_M, index // heads * seqlen_kv
     column_q, column_kv = head * HEAD_DIM, head // group * HEAD_DIM
 
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()
     query = tile_at(q, row_q, column_q, stride_q, BLOCK_M, HEAD_DIM, TMA)
     diagonal = seqlen_kv - seqlen_q + tile * BLOCK_M
     queries = diagonal + tl.arange(0, BLOCK_M)
@@ -116,6 +120,8 @@ def flash_forward(
             diagonal + BLOCK_M, scale,
             True, BLOCK_N, HEAD_DIM, TMA, False,
         )  # fmt: skip
+    if DEPENDENT:
+        tl.extra.cuda.gdc_launch_dependents()
     result = (acc / total[:, None]).to(query.dtype)
     if TMA:
         out.store([row_q, column_q], result)

@@ -47,6 +47,12 @@ pub enum Error {
         /// The reason.
         source: std::io::Error,
     },
+    /// The GPU's counter of energy cannot be read.
+    #[error("the energy of launches cannot be measured: {why}")]
+    Energy {
+        /// The reason.
+        why: String,
+    },
     /// An option with an invalid value.
     #[error("{0}")]
     Option(String),

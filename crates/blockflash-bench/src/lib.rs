@@ -5,6 +5,7 @@
 pub mod block_pattern;
 pub mod case;
 pub mod ceilings;
+pub mod energy;
 mod error;
 pub mod io;
 pub mod machine;

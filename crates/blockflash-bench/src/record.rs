@@ -48,6 +48,10 @@ pub struct Record {
     pub us_max: Option<f64>,
     /// `flops / us`; `None` for work without floating-point operations.
     pub tflops: Option<f64>,
+    /// Energy of a launch of everything on the GPU, where it was measured: mean power within the
+    /// windows times `us`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub joules: Option<f64>,
     /// Useful floating-point operations of a launch.
     pub flops: f64,
     /// Fewest bytes of device memory that a launch moves: every input once, every output once.
@@ -82,6 +86,13 @@ pub struct Record {
     /// Host time of a call with a prepared plan, in microseconds.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub host_prepared_us: Option<f64>,
+    /// The part of a prepared call (of any, where there are none such) that the driver takes for
+    /// its launches, in microseconds.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub host_driver_us: Option<f64>,
+    /// Host time of launching a graph that holds one call, in microseconds.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub host_graph_us: Option<f64>,
     /// Microseconds that loading the kernel took, if this case was the first to use it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub load_us: Option<f64>,

@@ -175,6 +175,8 @@ fn refusals_are_one_line() {
     assert!(with(&["--filter", "nothing"]).contains("no case"));
     assert!(with(&["--kernel", "sm80"]).contains("CPU"));
     assert!(with(&["--cache", "cold"]).contains("only be measured on a GPU"));
+    assert!(with(&["--energy"]).contains("the CPU has no such counter"));
+    assert!(with(&["--energy", "--cache", "cold"]).contains("overwriting it would count"));
     assert!(with(&["--cache", "tepid"]).contains("warm, cold"));
     assert!(
         refusal(&["bench", "ceilings", "--device", "cpu", "--out", out]).contains("measures a GPU")

@@ -61,6 +61,9 @@ pub trait Steps {
 /// }
 /// # Ok::<(), blockflash_ops::Error>(())
 /// ```
+///
+/// On a GPU a loop over the same tensors costs the host least as a graph of one call, which
+/// [`Stream::capture`] makes: a launch of it neither validates nor plans.
 pub trait Operation: Steps {
     /// Computes into the caller's tensors, with the kernel that is selected for the problem.
     ///

@@ -51,6 +51,7 @@ mod kernel;
 mod launch;
 mod layout;
 mod lock;
+mod map_cache;
 mod mark;
 mod memory;
 mod properties;
@@ -88,7 +89,7 @@ pub use launch::{
     BsrMatmulOperands, BsrParts, BsrPartsMemory, BsrSddmmOperands, KvAppendOperands, KvCacheViews,
     Launch, LaunchConfig, NewKeys, Operands, PROBE_CHUNK_BYTES, PageChoice, PageChoiceOperands,
     PageSummaries, PageSummariesOperands, STATISTICS_ROWS, TurnedQueries, attention_bwd_workspace,
-    param_bytes,
+    driver_time, param_bytes,
 };
 pub use layout::{Layout, MAX_RANK};
 pub use properties::{CudaDriver, CudaStatus, cuda_status};

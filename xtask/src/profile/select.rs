@@ -52,6 +52,10 @@ mod tests {
             ("attention_fwd_sm80_f16_d96", "b4_s4096_h21_d96_full_f16"),
             ("attention_fwd_sm90a_bf16_d192", "b4_s4096_h10_d192_full_bf16"),
             ("attention_bwd_kv_sm90a_bf16_d128", "bwd_b4_s4096_h16_d128_full_bf16"),
+            (
+                "attention_decode_sm80_bf16_d64_n8",
+                "decode_b64_q1_kv8192_h64kv8_d64_contiguous_full_bf16",
+            ),
             ("bsr_matmul_sm80_bf16_b128", "m8192_n1024_k8192_b128_d0.1_uniform_bf16"),
             (
                 "bsr_sddmm_sm90a_bf16_b64_column_row",

@@ -4,6 +4,7 @@ use crate::case::Operands;
 use crate::error::Result;
 use crate::timing::median;
 use blockflash_ops::{Kernel, Stream};
+use blockflash_safe::driver_time;
 use std::collections::HashSet;
 use std::sync::{Mutex, PoisonError};
 use std::time::Instant;
@@ -20,6 +21,11 @@ pub struct HostCost {
     pub us: Option<f64>,
     /// The kernel was selected in advance; only where a call can be prepared.
     pub prepared_us: Option<f64>,
+    /// The part of these calls that the driver takes for launches: of prepared calls where there
+    /// are such.
+    pub driver_us: Option<f64>,
+    /// A launch of a graph that holds one call.
+    pub graph_us: Option<f64>,
 }
 
 /// Times calls of the selected kernel, whose launch takes `launch_us` on the device.
@@ -31,11 +37,31 @@ pub(super) fn cost(
     let calls = ((DEVICE_US / launch_us.max(1.0)) as usize).clamp(10, CALLS);
     let can_prepare = operands.prepare(stream)?;
     let us = times(stream, calls, || operands.launch(None, stream))?;
-    let prepared_us = match can_prepare {
-        true => times(stream, calls, || operands.launch_prepared(stream))?,
-        false => None,
+    let mut call = || match can_prepare {
+        true => operands.launch_prepared(stream),
+        false => operands.launch(None, stream),
     };
-    Ok(HostCost { us, prepared_us })
+    let prepared_us = if can_prepare { times(stream, calls, &mut call)? } else { None };
+    let driver_us = driver_times(stream, calls, &mut call)?;
+    let graph = stream.capture(|_| call())?;
+    let graph_us = times(stream, calls, || Ok(graph.launch(stream)?))?;
+    Ok(HostCost { us, prepared_us, driver_us, graph_us })
+}
+
+fn driver_times(
+    stream: &Stream,
+    calls: usize,
+    mut call: impl FnMut() -> Result<()>,
+) -> Result<Option<f64>> {
+    stream.synchronize()?;
+    let mut times = Vec::with_capacity(calls);
+    for _ in 0..calls {
+        let (result, taken) = driver_time(&mut call);
+        result?;
+        times.push(taken.as_secs_f64() * 1e6);
+    }
+    stream.synchronize()?;
+    Ok(median(&mut times))
 }
 
 fn times(

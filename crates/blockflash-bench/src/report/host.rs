@@ -8,7 +8,19 @@ use crate::timing::median;
 /// What the table means.
 pub(crate) const NOTE: &str = "Time that a call keeps the host, medians over the cases: from \
                                validation to launch, with a \
-prepared plan, and loading the kernel on its first use.";
+prepared plan, and loading the kernel on its first use. In the driver: the part of a prepared call \
+that the driver takes for its launches; graph: launching a graph of one call.";
+
+type Time = fn(&Record) -> Option<f64>;
+
+/// The columns of times; those that would be empty are left out.
+const TIMES: [(&str, Time); 5] = [
+    ("call µs", |r| r.host_us),
+    ("prepared µs", |r| r.host_prepared_us),
+    ("in the driver µs", |r| r.host_driver_us),
+    ("graph µs", |r| r.host_graph_us),
+    ("load ms", |r| Some(r.load_us? * 1e-3)),
+];
 
 /// One line per operation, or per kernel where all cases are listed.
 pub(crate) fn cells(runs: &[&Run<'_>], detail: Detail) -> Cells {
@@ -26,22 +38,23 @@ pub(crate) fn cells(runs: &[&Run<'_>], detail: Detail) -> Cells {
         }
     }
     let named = detail == Detail::Cases;
+    let has = |field: Time| {
+        groups.iter().flat_map(|(_, records)| records).any(|record| field(record).is_some())
+    };
+    let times: Vec<_> = TIMES.into_iter().filter(|(_, field)| has(*field)).collect();
     let mut header = vec!["operation"];
     header.extend(named.then_some("kernel"));
-    header.extend(["cases", "call µs", "prepared µs", "load ms"]);
+    header.push("cases");
+    header.extend(times.iter().map(|(name, _)| name));
     let line = |([op, kernel], records): ([String; 2], Vec<&Record>)| {
-        let of = |field: fn(&Record) -> Option<f64>| {
+        let of = |field: Time| {
             let mut values: Vec<f64> = records.iter().filter_map(|record| field(record)).collect();
             median(&mut values).map_or(NONE.to_owned(), number)
         };
         let mut line = vec![op];
         line.extend(named.then_some(kernel));
         line.push(records.len().to_string());
-        line.extend([
-            of(|r| r.host_us),
-            of(|r| r.host_prepared_us),
-            of(|r| Some(r.load_us? * 1e-3)),
-        ]);
+        line.extend(times.iter().map(|(_, field)| of(*field)));
         line
     };
     Cells {
@@ -63,6 +76,7 @@ mod tests {
             symbol: Some(format!("blockflash_{symbol}")),
             host_us: Some(us),
             host_prepared_us: Some(us / 2.0),
+            host_driver_us: Some(us / 4.0),
             ..record(case, OURS, Some(1.0))
         };
         let loaded = Record { load_us: Some(2500.0), ..cost("a", "p", 3.0) };
@@ -70,11 +84,14 @@ mod tests {
         let runs = newest(&records);
         let shown: Vec<_> = runs.iter().collect();
         let kernels = cells(&shown, Detail::Cases);
-        assert_eq!(kernels.rows[0], ["bsr_matmul", "p", "3", "4.00", "2.00", "2.50"]);
-        assert_eq!(kernels.rows[1], ["bsr_matmul", "q", "1", "9.00", "4.50", "—"]);
+        assert_eq!(kernels.rows[0], ["bsr_matmul", "p", "3", "4.00", "2.00", "1.00", "2.50"]);
+        assert_eq!(kernels.rows[1], ["bsr_matmul", "q", "1", "9.00", "4.50", "2.25", "—"]);
+        let header =
+            ["operation", "cases", "call µs", "prepared µs", "in the driver µs", "load ms"];
+        assert_eq!(cells(&shown, Detail::Groups).header, header);
         assert_eq!(
             cells(&shown, Detail::Groups).rows,
-            [["bsr_matmul", "4", "4.50", "2.25", "2.50"]]
+            [["bsr_matmul", "4", "4.50", "2.25", "1.12", "2.50"]]
         );
         let without = [record("a", OURS, Some(1.0))];
         assert!(cells(&[&newest(&without)[0]], Detail::Cases).rows.is_empty());

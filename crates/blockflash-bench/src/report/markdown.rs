@@ -2,7 +2,7 @@
 
 use super::cells::{Cells, Detail, table};
 use super::run::{Row, Run, groups, newest};
-use super::{break_even, host, limits, notes, summary};
+use super::{break_even, energy, host, limits, notes, summary};
 use crate::record::Record;
 use std::fmt::Write;
 
@@ -83,10 +83,20 @@ fn suite(text: &mut String, run: &Run<'_>, detail: Detail, images: &[Image]) {
         }
     }
     if detail == Detail::Cases {
+        of_energy(text, &rows);
         against_dense(text, &rows);
     }
     for note in notes::notes(run, &rows) {
         let _ = writeln!(text, "{note}\n");
+    }
+}
+
+fn of_energy(text: &mut String, rows: &[Row<'_>]) {
+    let cells = energy::table(rows);
+    if !cells.rows.is_empty() {
+        let _ = writeln!(text, "#### Millijoules of a launch\n");
+        put(text, &cells);
+        let _ = writeln!(text, "{}\n", energy::NOTE);
     }
 }
 

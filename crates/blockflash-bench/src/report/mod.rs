@@ -3,6 +3,7 @@
 mod against;
 mod break_even;
 mod cells;
+mod energy;
 mod host;
 mod limits;
 mod markdown;
@@ -17,6 +18,7 @@ mod summary;
 pub use against::{Against, AgainstError, against};
 pub use break_even::{BreakEven, break_even};
 pub use cells::{Cells, Detail, cells};
+pub use energy::cells as energy_cells;
 pub use markdown::{Image, align, markdown};
 pub(crate) use notes::day;
 pub use rate::{rate, unit};

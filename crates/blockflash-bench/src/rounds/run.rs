@@ -3,6 +3,7 @@
 use super::contestant::{Contestant, Who};
 use crate::case::Case;
 use crate::ceilings::Ceilings;
+use crate::energy::EnergyMeter;
 use crate::error::{Error, Result};
 use crate::ours::Ours;
 use crate::peers::Peers;
@@ -31,6 +32,8 @@ pub struct Run {
     pub kernels: Option<Vec<String>>,
     /// Clock and power.
     pub telemetry: Telemetry,
+    /// The counter of energy, if joules are measured.
+    pub energy: Option<EnergyMeter>,
     /// Measured ceilings; empty until [`measure_ceilings`](Run::measure_ceilings).
     pub ceilings: Ceilings,
     /// Folder for files that rivals read.
@@ -52,7 +55,8 @@ impl Run {
         std::fs::create_dir_all(&scratch).map_err(Error::io(&scratch))?;
         let telemetry = Telemetry::start(machine.smi_index.as_deref());
         let ceilings = Ceilings::new(&stream);
-        Ok(Self { suite, machine, stream, seed, kernels, telemetry, ceilings, scratch, id })
+        let energy = None;
+        Ok(Self { suite, machine, stream, seed, kernels, telemetry, energy, ceilings, scratch, id })
     }
 
     /// Measures a case. A failure becomes a record with an error. `step` is called with the name of
@@ -78,6 +82,7 @@ impl Run {
         step: impl Fn(&str),
     ) -> [Vec<Record>; N] {
         self.telemetry.forget();
+        self.energy.iter().for_each(EnergyMeter::forget);
         step("ours: inputs and check");
         let mut contestants = Vec::new();
         let mut ours = Ours::new(case, &self.stream, cache, self.seed, self.kernels.as_deref());
@@ -91,6 +96,8 @@ impl Run {
                     record.load_us = kernel.load_us;
                     (record.host_us, record.host_prepared_us) =
                         (kernel.host.us, kernel.host.prepared_us);
+                    (record.host_driver_us, record.host_graph_us) =
+                        (kernel.host.driver_us, kernel.host.graph_us);
                     record.judge(kernel.verified, Some(kernel.rel_err));
                     contestants.push(contestant);
                 }
@@ -280,10 +287,16 @@ impl Run {
         if record.error.is_some() {
             return record;
         }
+        let watts = self.energy.as_ref().map(|energy| energy.watts(&windows));
+        if watts == Some(None) {
+            record.error = Some("the counter of energy stood still in the windows".to_owned());
+            return record;
+        }
         record.rounds = times.len();
         record.us = median(&mut times);
         (record.us_min, record.us_max) = (times.first().copied(), times.last().copied());
         record.tflops = record.us.filter(|_| record.flops > 0.0).map(|us| record.flops / us * 1e-6);
+        record.joules = watts.flatten().zip(record.us).map(|(watts, us)| watts * us * 1e-6);
         record.ceiling_fraction = record.us.and_then(|us| Some(record.ceiling_us? / us));
         self.observe(&mut record, &windows);
         record

@@ -21,6 +21,9 @@ pub struct Suite {
     pub window_ms: f64,
     /// Idle time before each window in milliseconds.
     pub gap_ms: f64,
+    /// Whether the joules of a launch are measured, too, which takes windows of at least
+    /// [`MIN_WINDOW_MS`](crate::energy::MIN_WINDOW_MS).
+    pub energy: bool,
     /// Rivals, in the syntax of `--peers`.
     pub peers: String,
     /// States of the L2 cache before a launch; each case is measured in each of them.
@@ -41,6 +44,8 @@ struct File {
     window_ms: f64,
     #[serde(default = "default_gap_ms")]
     gap_ms: f64,
+    #[serde(default)]
+    energy: bool,
     #[serde(default = "default_peers")]
     peers: String,
     #[serde(default = "default_cache")]
@@ -126,7 +131,7 @@ impl Suite {
                 .map_or(1, |span| 1 + text[..span.start.min(text.len())].matches('\n').count());
             format!("line {line}: {}", error.message())
         })?;
-        let File { description, rounds, window_ms, gap_ms, peers, cache, .. } = file;
+        let File { description, rounds, window_ms, gap_ms, energy, peers, cache, .. } = file;
         let (mut cases, mut alone) = (Vec::new(), Vec::new());
         let mut expand = |peers: GridPeers, grid: &dyn Fn(&mut Vec<Case>) -> Result<(), String>| {
             let first = cases.len();
@@ -171,7 +176,18 @@ impl Suite {
         {
             return Err("cache lists warm, cold and rotated, each at most once".to_owned());
         }
-        Ok(Self { name, description, rounds, window_ms, gap_ms, peers, cache, cases, alone })
+        Ok(Self {
+            name,
+            description,
+            rounds,
+            window_ms,
+            gap_ms,
+            energy,
+            peers,
+            cache,
+            cases,
+            alone,
+        })
     }
 }
 

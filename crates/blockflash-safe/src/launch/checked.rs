@@ -1,5 +1,6 @@
 use super::LaunchConfig;
 use super::fit::Fit;
+use super::timed::timed;
 use crate::driver::check;
 use crate::gpu::LoadedKernel;
 use crate::stream::Kept;
@@ -141,8 +142,9 @@ impl Stream {
         //    memory is used in turns, this launch holds the turns, or each launch of the graph
         //    takes them.
         // 5. The memory that it writes is borrowed exclusively (promise 3).
-        check("cuLaunchKernelEx", unsafe {
+        let code = timed(|| unsafe {
             sys::cuLaunchKernelEx(&launch, loaded.raw.0, arguments.as_mut_ptr(), ptr::null_mut())
-        })
+        });
+        check("cuLaunchKernelEx", code)
     }
 }

@@ -28,6 +28,7 @@ mod fit;
 mod kv_append;
 mod page_choice;
 mod probe;
+mod timed;
 
 pub use attention_bwd::{
     AttentionBwdOperands, AttentionBwdPlan, STATISTICS_ROWS, attention_bwd_workspace,
@@ -46,6 +47,7 @@ pub use config::LaunchConfig;
 pub use kv_append::{KvAppendOperands, NewKeys, TurnedQueries};
 pub use page_choice::{PageChoice, PageChoiceOperands, PageSummaries, PageSummariesOperands};
 pub use probe::PROBE_CHUNK_BYTES;
+pub use timed::driver_time;
 
 use crate::Kernel;
 use blockflash_sys::manifest;

@@ -89,6 +89,13 @@ impl Family for AttentionDecode {
         let Self { head_dim, dtype, .. } = *self;
         Some(Support { operation: "attention over a cache", size: Size::HeadDim(head_dim), dtype })
     }
+
+    /// As many query heads for each head of keys as a row tile has rows.
+    fn profile_case(&self) -> Option<String> {
+        let Self { head_dim, dtype, rows, .. } = self;
+        let heads = 8 * rows;
+        Some(format!("decode_b64_q1_kv8192_h{heads}kv8_d{head_dim}_contiguous_full_{dtype}"))
+    }
 }
 
 #[cfg(test)]

@@ -5,6 +5,7 @@ use crate::failure::{Failure, Result};
 use crate::output::{device_name, print};
 use crate::pace::{announce, cases, progress};
 use crate::{swap_check, table};
+use blockflash_bench::energy::{EnergyMeter, MIN_WINDOW_MS};
 use blockflash_bench::machine::{Machine, benches};
 use blockflash_bench::peers::{Command, Peers, Selection};
 use blockflash_bench::record::{OURS, Record, Writer};
@@ -28,6 +29,7 @@ Examples:
   blockflash bench smoke
   blockflash bench attention_floor --peers flash,cudnn --rounds 9
   blockflash bench attention_fwd --swap-check --filter d256_causal
+  blockflash bench attention_decode --energy --peers none   joules of a launch, too
   blockflash bench bsr_floor --kernel b64 --peers none   compares all tile variants for blocks of 64
   blockflash report";
 
@@ -54,6 +56,10 @@ pub struct Args {
     /// Record nothing, but report by how much ratios change when the order of a round is reversed
     #[arg(long, conflicts_with = "out")]
     pub swap_check: bool,
+    /// Measure the joules of a launch, too, by the GPU's counter of energy, in windows of at least
+    /// 500 ms [default: as the suite says]
+    #[arg(long, conflicts_with = "swap_check")]
+    pub energy: bool,
     /// State of the L2 cache before a launch, one or more with commas between: warm, cold, or
     /// rotated for launches that take copies of a cache of keys and values in turn [default: as
     /// the suite says]
@@ -105,6 +111,11 @@ pub fn run(args: Args) -> Result<ExitCode> {
     let benches = benches()?;
     let mut suite = args.suite(&benches)?;
     let device = args.device.open()?;
+    if suite.energy && suite.cache.contains(&Cache::Cold) {
+        return Err(Failure::new(
+            "energy cannot be measured with a cold L2 cache: overwriting it would count",
+        ));
+    }
     if device.is_cpu() && suite.cache.contains(&Cache::Cold) {
         suite.cache.retain(|&cache| cache != Cache::Cold);
         let message = "a cold L2 cache can only be measured on a GPU, and none is used";
@@ -136,6 +147,9 @@ pub fn run(args: Args) -> Result<ExitCode> {
     if args.swap_check {
         return swap_check::run(&run, &mut peers);
     }
+    if run.suite.energy {
+        run.energy = Some(EnergyMeter::start(run.machine.smi_index.as_deref())?);
+    }
     let mut writer = Writer::open(out)?;
     let mut failed = false;
     if !device.is_cpu() {
@@ -152,7 +166,11 @@ pub fn run(args: Args) -> Result<ExitCode> {
     announce(&run, &peers, &[Turns::Balanced])?;
     let records = measure(&run, &mut peers, &mut writer)?;
 
-    print(&summary(&records))?;
+    let all: Vec<_> = records.iter().collect();
+    print(&grid(report::cells(&all)))?;
+    if run.suite.energy {
+        print(&format!("millijoules of a launch\n{}", grid(report::energy_cells(&all))))?;
+    }
     for record in records.iter().filter(|record| record.error.is_some()) {
         let error = record.error.as_deref().unwrap_or_default();
         print(&format!("{} {}: {error}", record.case, record.implementation))?;
@@ -171,6 +189,10 @@ impl Args {
         }
         if let Some(window_ms) = self.window_ms {
             suite.window_ms = window_ms.into();
+        }
+        suite.energy |= self.energy;
+        if suite.energy {
+            suite.window_ms = suite.window_ms.max(MIN_WINDOW_MS);
         }
         if let Some(gap_ms) = self.gap_ms {
             suite.gap_ms = gap_ms.into();
@@ -278,8 +300,7 @@ fn line(records: &[Record]) -> String {
     format!("{case}: {}", results.collect::<Vec<_>>().join(", "))
 }
 
-fn summary(records: &[Record]) -> String {
-    let cells = report::cells(&records.iter().collect::<Vec<_>>());
+fn grid(cells: report::Cells) -> String {
     let header: Vec<_> = cells.header.iter().map(String::as_str).collect();
     table::grid(&header, cells.rows).to_string()
 }

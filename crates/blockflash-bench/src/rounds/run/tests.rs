@@ -23,6 +23,7 @@ fn run(rounds: usize) -> Run {
         rounds,
         window_ms: 1.0,
         gap_ms: 0.0,
+        energy: false,
         cache: vec![Cache::Warm],
         peers: "auto".into(),
         cases: vec![CASE],
