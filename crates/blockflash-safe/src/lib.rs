@@ -53,6 +53,7 @@ mod layout;
 mod lock;
 mod mark;
 mod memory;
+mod nccl;
 mod properties;
 mod queue;
 mod stream;
@@ -91,6 +92,7 @@ pub use launch::{
     param_bytes,
 };
 pub use layout::{Layout, MAX_RANK};
+pub use nccl::{NcclCommunicator, NcclId};
 pub use properties::{CudaDriver, CudaStatus, cuda_status};
 pub use stream::Stream;
 pub use tensor::Tensor;
