@@ -1,7 +1,7 @@
 //! Attention over several ranks in threads of one process, against the oracle of the whole
 //! sequence.
 
-use crate::attention::{AttentionCase, AttentionData, AttentionReference, Content, Lengths};
+use crate::attention::{AttentionCase, AttentionData, AttentionReference, Lengths};
 use crate::attention_bwd::{BackwardData, BackwardReference};
 use crate::host::{download, upload};
 use crate::number::{decode, encode};
@@ -249,4 +249,18 @@ pub fn run_backward(case: &DistCase, device: &Device) -> Result<usize, String> {
             .map_err(|error| format!("{error}\n    {case:?}"))?;
     }
     Ok(3)
+}
+
+/// Whether both passes give the same bits again.
+pub fn repeats(case: &DistCase, device: &Device) -> Result<usize, String> {
+    let data = BackwardData::generate(&case.whole);
+    let run = || {
+        case.ranks(device, |rank| {
+            let output = rank.forward(&data.forward)?;
+            let mut bits = rank.bits(&[&output.o, &output.lse])?;
+            bits.extend(rank.backward(&data)?);
+            Ok(bits)
+        })
+    };
+    if run()? == run()? { Ok(5) } else { Err(format!("a repeat differs: {case:?}")) }
 }
