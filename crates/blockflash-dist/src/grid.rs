@@ -30,9 +30,9 @@ impl fmt::Display for Scheme {
 
 impl Scheme {
     /// All schemes for so many ranks and heads of keys, the one with the most heads first. Never
-    /// empty: keys can always be divided.
+    /// empty with a rank: keys can always be divided.
     pub fn all(world: usize, num_heads_kv: usize) -> Vec<Scheme> {
-        let fits = |heads: &usize| world % heads == 0 && num_heads_kv % heads == 0;
+        let fits = |heads: &usize| [world, num_heads_kv].iter().all(|n| n.is_multiple_of(*heads));
         let scheme = |heads| Scheme { heads, keys: world / heads };
         (1..=world).rev().filter(fits).map(scheme).collect()
     }
@@ -44,11 +44,22 @@ impl Scheme {
         if self.heads == 0 || self.heads.checked_mul(self.keys) != Some(world) {
             return refused(format!("there are {world} ranks"));
         }
-        if heads_q % self.heads != 0 || heads_kv % self.heads != 0 {
+        if ![heads_q, heads_kv].iter().all(|heads| heads.is_multiple_of(self.heads)) {
             return refused(format!("there are {heads_q} heads of q and {heads_kv} of k"));
         }
         Ok(())
     }
+}
+
+/// A chunk of a rank of a group.
+#[derive(Clone, Debug)]
+pub(crate) struct Piece {
+    /// The place of the rank in the group.
+    pub(crate) member: usize,
+    /// Its rows in the tensors of that rank.
+    pub(crate) own: Range<usize>,
+    /// Its rows in the tensors of the group.
+    pub(crate) common: Range<usize>,
 }
 
 /// The place of a rank in a scheme that fits.
@@ -90,9 +101,8 @@ impl Grid {
         Shard::new(self.seqlen, self.scheme.keys, group)
     }
 
-    /// Of each rank of this group and of each of its chunks: the place of the rank, the rows of the
-    /// chunk in the tensors of the rank, and in those of the group.
-    pub(crate) fn pieces(&self) -> Result<Vec<(usize, Range<usize>, Range<usize>)>> {
+    /// Both chunks of each rank of this group.
+    pub(crate) fn pieces(&self) -> Result<Vec<Piece>> {
         let world = self.scheme.heads * self.scheme.keys;
         let group = self.rows_of(self.group())?;
         let starts = group.ranges().map(|range| range.start);
@@ -103,7 +113,8 @@ impl Grid {
             for ((range, start), (own, common)) in shard.ranges().into_iter().zip(starts).zip(bases)
             {
                 let common = range.start - start + common;
-                pieces.push((member, own..own + range.len(), common..common + range.len()));
+                let [own, common] = [own, common].map(|start| start..start + range.len());
+                pieces.push(Piece { member, own, common });
             }
         }
         Ok(pieces)

@@ -1,9 +1,8 @@
 //! Exchange of rows for heads among the ranks of a group.
 
-use crate::grid::Grid;
+use crate::grid::{Grid, Piece};
 use crate::{Communicator, Result};
 use blockflash_ops::{Tensor, View, ViewMut};
-use std::ops::Range;
 
 /// Which dimensions are rows and heads.
 #[derive(Clone, Copy)]
@@ -26,39 +25,35 @@ pub(crate) fn gather(
     axes: Axes,
 ) -> Result<Tensor> {
     let heads = x.shape()[axes.heads] / grid.scheme.heads;
-    let mut shape = x.shape().to_vec();
-    (shape[axes.rows], shape[axes.heads]) = (grid.rows_of(grid.group())?.rows(), heads);
-    let mut all = Tensor::empty(comm.stream(), x.dtype(), &shape)?;
-    let pieces = grid.pieces()?;
-    let own = |member: usize| member * heads..(member + 1) * heads;
-    let mine = pieces.iter().filter(|(member, ..)| *member == grid.member());
-    let mine: Vec<_> = mine.map(|(_, rows, _)| rows.clone()).collect();
+    let (own, theirs) = pieces(grid)?;
+    let chunk = |piece: &Piece, member: usize| -> Result<View<'_>> {
+        let rows = x.slice(axes.rows, piece.own.clone())?;
+        Ok(rows.slice(axes.heads, member * heads..(member + 1) * heads)?)
+    };
     let mut sends = Vec::new();
     for member in others(grid) {
-        for rows in &mine {
-            let part = x.slice(axes.rows, rows.clone())?.slice(axes.heads, own(member))?;
-            sends.push((grid.in_group(member), part));
+        for piece in &own {
+            sends.push((grid.in_group(member), chunk(piece, member)?));
         }
     }
+    let mut shape = x.shape().to_vec();
+    shape[axes.heads] = heads;
     let mut parts = Vec::new();
-    for (member, _, rows) in &pieces {
-        shape[axes.rows] = rows.len();
-        let part = match *member == grid.member() {
-            true => None,
-            false => Some(Tensor::empty(comm.stream(), x.dtype(), &shape)?),
-        };
-        parts.push((grid.in_group(*member), part));
+    for piece in &theirs {
+        shape[axes.rows] = piece.own.len();
+        parts.push(Tensor::empty(comm.stream(), x.dtype(), &shape)?);
     }
-    let receives =
-        parts.iter_mut().filter_map(|(from, part)| Some((*from, part.as_mut()?.view_mut())));
+    let receives = theirs.iter().zip(&mut parts);
+    let receives = receives.map(|(piece, part)| (grid.in_group(piece.member), part.view_mut()));
     exchange(comm, sends, receives.collect())?;
-    for ((member, rows, common), (_, part)) in pieces.into_iter().zip(parts) {
-        let source = match &part {
-            Some(part) => part.view(),
-            None => x.slice(axes.rows, rows)?.slice(axes.heads, own(member))?,
-        };
-        all.view_mut().slice(axes.rows, common)?.copy_from(&source, comm.stream())?;
-    }
+    shape[axes.rows] = grid.rows_of(grid.group())?.rows();
+    let mut all = Tensor::empty(comm.stream(), x.dtype(), &shape)?;
+    let mut place = |piece: &Piece, chunk: View<'_>| -> Result<()> {
+        let rows = all.view_mut().slice(axes.rows, piece.common.clone());
+        Ok(rows?.copy_from(&chunk, comm.stream())?)
+    };
+    own.iter().try_for_each(|piece| place(piece, chunk(piece, grid.member())?))?;
+    theirs.iter().zip(&parts).try_for_each(|(piece, part)| place(piece, part.view()))?;
     Ok(all)
 }
 
@@ -71,37 +66,36 @@ pub(crate) fn scatter(
     mut x: ViewMut<'_>,
 ) -> Result<()> {
     let heads = all.shape()[axes.heads];
-    let pieces = grid.pieces()?;
-    let of_others = pieces.iter().filter(|(member, ..)| *member != grid.member());
-    let send = |(member, _, common): &(usize, Range<usize>, Range<usize>)| {
-        Ok((grid.in_group(*member), all.slice(axes.rows, common.clone())?))
-    };
-    let sends = of_others.map(send).collect::<Result<Vec<_>>>()?;
-    let mine = pieces.iter().filter(|(member, ..)| *member == grid.member());
-    let mine: Vec<_> = mine.cloned().collect();
+    let (own, theirs) = pieces(grid)?;
+    let chunk = |piece: &Piece| all.slice(axes.rows, piece.common.clone());
+    let mut sends = Vec::new();
+    for piece in &theirs {
+        sends.push((grid.in_group(piece.member), chunk(piece)?));
+    }
+    let mut shape = all.shape().to_vec();
     let mut parts = Vec::new();
     for member in others(grid) {
-        for (_, rows, _) in &mine {
-            let mut shape = all.shape().to_vec();
-            shape[axes.rows] = rows.len();
+        for piece in &own {
+            shape[axes.rows] = piece.own.len();
             let part = Tensor::empty(comm.stream(), all.dtype(), &shape)?;
-            parts.push((member, rows.clone(), part));
+            parts.push((member, piece, part));
         }
     }
-    let receives =
-        parts.iter_mut().map(|(member, _, part)| (grid.in_group(*member), part.view_mut()));
+    let receives = parts.iter_mut();
+    let receives = receives.map(|(member, _, part)| (grid.in_group(*member), part.view_mut()));
     exchange(comm, sends, receives.collect())?;
-    let received = parts.iter().map(|(member, rows, part)| (*member, rows.clone(), part.view()));
-    let kept = mine.iter().map(|(member, rows, common)| {
-        Ok((*member, rows.clone(), all.slice(axes.rows, common.clone())?))
-    });
-    let kept = kept.collect::<Result<Vec<_>>>()?;
-    for (member, rows, part) in received.chain(kept) {
-        let of_member = member * heads..(member + 1) * heads;
-        let place = x.reborrow().slice(axes.rows, rows)?.slice(axes.heads, of_member);
-        place?.copy_from(&part, comm.stream())?;
-    }
-    Ok(())
+    let mut place = |member: usize, piece: &Piece, chunk: View<'_>| -> Result<()> {
+        let rows = x.reborrow().slice(axes.rows, piece.own.clone())?;
+        let mut rows = rows.slice(axes.heads, member * heads..(member + 1) * heads)?;
+        Ok(rows.copy_from(&chunk, comm.stream())?)
+    };
+    own.iter().try_for_each(|piece| place(grid.member(), piece, chunk(piece)?))?;
+    parts.iter().try_for_each(|(member, piece, part)| place(*member, piece, part.view()))
+}
+
+/// The chunks of this rank, and those of the other ranks of its group.
+fn pieces(grid: &Grid) -> Result<(Vec<Piece>, Vec<Piece>)> {
+    Ok(grid.pieces()?.into_iter().partition(|piece| piece.member == grid.member()))
 }
 
 /// The other places in the group of this rank.

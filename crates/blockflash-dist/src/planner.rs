@@ -123,7 +123,8 @@ impl Workload {
     /// ```
     pub fn forecasts(&self, machine: &Machine) -> Vec<Forecast> {
         let schemes = Scheme::all(machine.ranks, self.num_heads_kv).into_iter();
-        let fits = |scheme: &Scheme| self.num_heads_q % scheme.heads == 0 && self.takes(scheme);
+        let fits =
+            |scheme: &Scheme| self.num_heads_q.is_multiple_of(scheme.heads) && self.takes(scheme);
         let mut forecasts: Vec<_> =
             schemes.filter(fits).map(|scheme| self.forecast(scheme, machine)).collect();
         forecasts.sort_by(|a, b| a.total().total_cmp(&b.total()));

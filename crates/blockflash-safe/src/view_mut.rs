@@ -191,37 +191,6 @@ impl<'a> ViewMut<'a> {
         Ok(ViewMut { source, layout, ..self })
     }
 
-    /// The indices before `at` of dimension `dim`, and those from `at` on.
-    ///
-    /// # Errors
-    /// [`Error::Slice`] if `at` is beyond the dimension, or if the two parts do not lie in memory
-    /// one after the other, as when a dimension before `dim` has another size than 1.
-    pub fn split(self, dim: usize, at: usize) -> Result<(ViewMut<'a>, ViewMut<'a>)> {
-        let size = self.layout.shape().get(dim).copied().unwrap_or(0);
-        let (first, _) = self.layout.slice(dim, 0..at)?;
-        let (second, offset) = self.layout.slice(dim, at..size.max(at))?;
-        if !first.is_empty() && !second.is_empty() && first.span() > offset {
-            let shape = self.layout.shape().to_vec();
-            return Err(Error::Slice { dim, start: at, end: size, shape });
-        }
-        let [head, tail, offset] =
-            [first.span(), second.span(), offset].map(|elements| elements * self.dtype.size());
-        let [head, tail] = match self.source {
-            SourceMut::Host(memory) => {
-                // An empty part is at offset 0, wherever it is cut off.
-                let cut = if second.is_empty() { memory.len() } else { offset };
-                let (before, after) = memory.split_at_mut(cut);
-                [SourceMut::Host(&mut before[..head]), SourceMut::Host(&mut after[..tail])]
-            }
-            SourceMut::Cuda { ptr, owner } => [
-                SourceMut::Cuda { ptr, owner },
-                SourceMut::Cuda { ptr: ptr + offset as u64, owner },
-            ],
-        };
-        let part = |source, layout| ViewMut::with_source(source, self.device, self.dtype, layout);
-        Ok((part(head, first), part(tail, second)))
-    }
-
     /// Host memory from the first element to the last one; index it with
     /// [`strides`](Self::strides).
     ///

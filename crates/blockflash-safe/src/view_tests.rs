@@ -82,33 +82,6 @@ fn exclusive_views_must_not_overlap_themselves() {
 }
 
 #[test]
-fn a_split_gives_both_parts() -> Result<()> {
-    let mut data: Vec<i32> = (0..24).collect();
-    let whole = ViewMut::from_slice(&mut data, &[1, 4, 6])?;
-    let (mut first, rest) = whole.split(1, 1)?;
-    let (mut second, mut third) = rest.split(1, 3)?;
-    first.as_mut_slice::<i32>()?.fill(-1);
-    second.as_mut_slice::<i32>()?.fill(-2);
-    assert_eq!((first.shape(), third.shape()), (&[1, 1, 6][..], &[1, 0, 6][..]));
-    assert!(third.as_mut_slice::<i32>()?.is_empty());
-    let (nothing, all) = second.split(1, 0)?;
-    assert_eq!((nothing.shape()[1], all.shape()[1]), (0, 3));
-    let (column, _) = all.slice(1, 0..1)?.split(2, 2)?;
-    assert_eq!(column.as_view().as_slice::<i32>()?, [-2, -2]);
-    assert_eq!(data[..6], [-1; 6]);
-    assert_eq!(data[6..], [-2; 18]);
-    // Rows and columns lie in between each other.
-    for (dim, at) in [(1, 3), (0, 5), (2, 0), (0, usize::MAX)] {
-        let mut data = [0; 24];
-        let split = ViewMut::from_slice(&mut data, &[4, 6])?.split(dim, at);
-        assert!(matches!(split, Err(Error::Slice { .. })), "{dim} {at}");
-    }
-    let turned = ViewMut::from_slice(&mut data, &[4, 6])?.permute(&[1, 0])?;
-    assert!(matches!(turned.split(0, 2), Err(Error::Slice { .. })));
-    Ok(())
-}
-
-#[test]
 fn alignment_is_of_the_first_element() -> Result<()> {
     let stream = Device::cpu().stream()?;
     let tensor = Tensor::zeros(&stream, DType::F16, &[4, 8])?;

@@ -115,6 +115,7 @@ impl NcclCommunicator {
         stream: &Stream,
     ) -> Result<()> {
         let refused = |what: String| Err(Error::Nccl { call: "exchange", what });
+        self.device.expect(stream.device())?;
         let incoming = receives.iter().map(|(from, view)| (*from, view.as_view()));
         for (peer, view) in sends.iter().copied().chain(incoming) {
             if peer >= self.world || peer == self.rank {
@@ -126,7 +127,6 @@ impl NcclCommunicator {
             self.device.expect(view.device())?;
             view.owner().map_or(Ok(()), |memory| memory.prepare(stream))?;
         }
-        self.device.expect(stream.device())?;
         if let Some(session) = stream.session()? {
             session.refuse_capture("exchanging tensors")?;
         }
@@ -179,7 +179,8 @@ impl NcclCommunicator {
         receives: &mut [(usize, ViewMut<'_>)],
         stream: &Stream,
     ) -> Result<()> {
-        let Some(comm) = state.comm.as_ref().map(|comm| comm.0) else { return Ok(()) };
+        let closed = || Error::Lost { what: "it is closed".into() };
+        let comm = state.comm.as_ref().ok_or_else(closed)?.0;
         let nccl = self.watched.nccl;
         let Some(session) = stream.session()? else { return Ok(()) };
         let raw = session.raw().cast();
