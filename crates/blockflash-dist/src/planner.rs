@@ -39,7 +39,8 @@ pub struct Machine {
     pub ranks: usize,
     /// Ranks of one host, which follow each other.
     pub ranks_per_host: usize,
-    /// FLOPs per second that one rank reaches in the pass, by the visited pairs of queries and keys.
+    /// FLOPs per second that one rank reaches in the pass, counting visited pairs of queries and
+    /// keys.
     pub flops: f64,
     /// Bytes per second that one rank copies in its own memory, each byte read and written.
     pub copies: f64,
