@@ -60,9 +60,9 @@ impl<'a> AttentionMerge<'a> {
     }
 
     /// Merges into `o`, `[rows, num_heads, head_dim]` in any of the element types, and into `lse`,
-    /// f32 `[num_heads, rows]` with any strides, which a sum does not have. On a GPU nothing is allocated and the stream is
-    /// not synchronised, so a graph can capture the call. On the CPU it returns when the result is
-    /// there.
+    /// f32 `[num_heads, rows]` with any strides, which a sum does not have. On a GPU nothing is
+    /// allocated and the stream is not synchronised, so a graph can capture the call. On the CPU it
+    /// returns when the result is there.
     ///
     /// # Errors
     /// All checks of [`problem`](Self::problem) and [`select`];
