@@ -9,7 +9,8 @@ use blockflash_ops::{
     Stream, Tensor, View,
 };
 
-/// Attention over a sequence whose rows are held by several ranks, as [`Shard`] says. Queries and
+/// Attention over a sequence whose rows are held by several ranks, as
+/// [`Shard`](crate::Shard) says. Queries and
 /// keys have the same positions.
 ///
 /// Every rank makes the same call at the same time, with its own rows. The results are those of
