@@ -23,6 +23,7 @@ pub mod attention_bwd;
 pub mod attention_decode;
 pub mod block_masks;
 pub mod bsr;
+pub mod dist;
 pub mod garbage;
 pub mod gpu;
 pub mod host;

@@ -154,6 +154,14 @@ pub enum Error {
         /// Number of dimensions.
         rank: usize,
     },
+    /// A tensor that is to be copied has another shape than its target.
+    #[error("expected a tensor of shape {expected:?}, found {found:?}")]
+    Shape {
+        /// The shape of the target.
+        expected: Vec<usize>,
+        /// The shape of the source.
+        found: Vec<usize>,
+    },
     /// The element type is not the required one.
     #[error("expected elements of type {expected}, found {found}")]
     DType {
@@ -242,6 +250,27 @@ pub enum Error {
     #[error("tensor map: {what}")]
     TensorMap {
         /// The rule.
+        what: String,
+    },
+    /// NCCL cannot be used on this machine.
+    #[error("NCCL: {what}")]
+    NoNccl {
+        /// What is missing.
+        what: String,
+    },
+    /// A call of NCCL failed, or cannot be made as asked.
+    #[error("{call}: {what}")]
+    Nccl {
+        /// The function.
+        call: &'static str,
+        /// NCCL's description, or what is wrong with the arguments.
+        what: String,
+    },
+    /// The communicator was given up, because a rank did not answer in time or NCCL reported a
+    /// failure. Tensors that were being received have unspecified contents.
+    #[error("the communicator is lost: {what}")]
+    Lost {
+        /// What happened.
         what: String,
     },
 }

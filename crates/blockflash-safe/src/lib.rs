@@ -54,6 +54,7 @@ mod lock;
 mod map_cache;
 mod mark;
 mod memory;
+mod nccl;
 mod properties;
 mod queue;
 mod stream;
@@ -92,6 +93,7 @@ pub use launch::{
     driver_time, param_bytes,
 };
 pub use layout::{Layout, MAX_RANK};
+pub use nccl::{NcclCommunicator, NcclId};
 pub use properties::{CudaDriver, CudaStatus, cuda_status};
 pub use stream::Stream;
 pub use tensor::Tensor;

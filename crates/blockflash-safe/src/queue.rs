@@ -24,13 +24,19 @@ pub(crate) struct Queue {
 
 impl Queue {
     /// A new stream. It is non-blocking, so it has no implicit order with the legacy default stream
-    /// of other libraries.
-    pub(crate) fn new(context: &'static Context) -> Result<Queue> {
+    /// of other libraries. `urgent`: of the highest priority that the GPU has, not of the lowest.
+    pub(crate) fn new(context: &'static Context, urgent: bool) -> Result<Queue> {
         let _bound = context.bind()?;
+        let [mut lowest, mut highest] = [0; 2];
+        // SAFETY: 1. The context is current. 2. The pointers are valid for writes.
+        let code = unsafe { sys::cuCtxGetStreamPriorityRange(&mut lowest, &mut highest) };
+        check("cuCtxGetStreamPriorityRange", code)?;
         let mut raw = ptr::null_mut();
         let flags = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
+        let priority = if urgent { highest } else { lowest };
         // SAFETY: 1. The context is current. 2. The pointer is valid for writes during the call.
-        check("cuStreamCreate", unsafe { sys::cuStreamCreate(&mut raw, flags) })?;
+        let code = unsafe { sys::cuStreamCreateWithPriority(&mut raw, flags, priority) };
+        check("cuStreamCreateWithPriority", code)?;
         let mut queue = Queue::foreign(context, raw);
         queue.owned = true;
         Ok(queue)

@@ -33,7 +33,19 @@ impl Device {
     /// # Errors
     /// [`Error::Cuda`].
     pub fn stream(&self) -> Result<Stream> {
-        Ok(Stream::with(*self, self.context().map(Queue::new).transpose()?))
+        let queue = |context| Queue::new(context, false);
+        Ok(Stream::with(*self, self.context().map(queue).transpose()?))
+    }
+
+    /// Like [`stream`](Self::stream), of the highest priority: its CTAs take free SMs before CTAs
+    /// of other streams that wait for one. Exchanges with other GPUs run beside kernels in this
+    /// way.
+    ///
+    /// # Errors
+    /// [`Error::Cuda`].
+    pub fn urgent_stream(&self) -> Result<Stream> {
+        let queue = |context| Queue::new(context, true);
+        Ok(Stream::with(*self, self.context().map(queue).transpose()?))
     }
 }
 

@@ -96,6 +96,21 @@ impl Tensor {
         Tensor { memory, dtype, layout }
     }
 
+    /// Lets work that is queued on `stream` from now on wait for what the tensor's own stream has
+    /// queued by now. The first use on another stream does that by itself; to do it ahead keeps the
+    /// first use from waiting for work that is queued in between.
+    ///
+    /// # Errors
+    /// [`Error::DeviceMismatch`], [`Error::InCapture`] while the tensor's own stream is captured,
+    /// [`Error::Cuda`].
+    pub fn share_with(&self, stream: &Stream) -> Result<()> {
+        self.device().expect(stream.device())?;
+        match &self.memory {
+            Memory::Host(_) => Ok(()),
+            Memory::Cuda(memory) => memory.prepare(stream),
+        }
+    }
+
     /// Sets every byte, for example to poison an output before a test.
     ///
     /// # Errors

@@ -42,7 +42,8 @@ fn run<P: Float, O: Float>(
     mut lse: Option<ViewMut<'_>>,
 ) -> Result<()> {
     let AttentionMergeProblem { rows, num_heads, head_dim, .. } = *problem;
-    let (parts, logs) = (op.o.as_slice::<P>()?, op.lse.as_slice::<f32>()?);
+    let parts = op.o.as_slice::<P>()?;
+    let logs = op.lse.map_or(Ok(&[][..]), |lse| lse.as_slice::<f32>())?;
     let merged: Vec<(Vec<O>, f32)> = (0..rows * num_heads)
         .into_par_iter()
         .map_init(
@@ -75,8 +76,10 @@ fn row<P: Float>(
     part: &mut [f32],
     sum: &mut [f32],
 ) -> f32 {
-    let [of_part, of_head, of_row] = problem.parts_lse;
-    let log = |at: usize| logs[at * of_part + head * of_head + row * of_row];
+    let log = |at: usize| match problem.parts_lse {
+        Some([of_part, of_head, of_row]) => logs[at * of_part + head * of_head + row * of_row],
+        None => 0.0,
+    };
     sum.fill(0.0);
     let largest = (0..problem.parts).map(log).fold(f32::NEG_INFINITY, f32::max);
     // −∞ − (−∞) is NaN. A part whose log-sum-exp is NaN is no maximum, but it is added below.
@@ -93,6 +96,8 @@ fn row<P: Float>(
     if total == 0.0 {
         return f32::NEG_INFINITY;
     }
-    sum.iter_mut().for_each(|sum| *sum /= total);
+    if problem.parts_lse.is_some() {
+        sum.iter_mut().for_each(|sum| *sum /= total);
+    }
     shift + total.ln()
 }

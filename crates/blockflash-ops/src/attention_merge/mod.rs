@@ -1,4 +1,4 @@
-//! Merges attention over disjoint sets of keys.
+//! Merges attention over disjoint sets of keys, or adds the gradients of such sets.
 
 mod cpu;
 mod plan;
@@ -40,8 +40,9 @@ pub struct AttentionMerge<'a> {
     /// last are free.
     pub o: View<'a>,
     /// Their log-sum-exps, f32 `[parts, num_heads, rows]`, with any strides: where each sequence
-    /// has one query, `[parts, batch, num_heads]` is a permuted view.
-    pub lse: View<'a>,
+    /// has one query, `[parts, batch, num_heads]` is a permuted view. `None`: `o` is the sum of the
+    /// parts, in f32 and in their order, as gradients of parts of the keys need it (on the CPU).
+    pub lse: Option<View<'a>>,
 }
 
 /// See [`Operation::prepare`].
@@ -50,13 +51,18 @@ pub type PreparedAttentionMerge = Prepared<AttentionMergeProblem>;
 impl<'a> AttentionMerge<'a> {
     /// A merge of these parts.
     pub const fn new(o: View<'a>, lse: View<'a>) -> Self {
-        Self { o, lse }
+        Self { o, lse: Some(lse) }
+    }
+
+    /// The sum of these parts.
+    pub const fn sum(o: View<'a>) -> Self {
+        Self { o, lse: None }
     }
 
     /// Merges into `o`, `[rows, num_heads, head_dim]` in any of the element types, and into `lse`,
-    /// f32 `[num_heads, rows]` with any strides. On a GPU nothing is allocated and the stream is
-    /// not synchronised, so a graph can capture the call. On the CPU it returns when the result is
-    /// there.
+    /// f32 `[num_heads, rows]` with any strides, which a sum does not have. On a GPU nothing is
+    /// allocated and the stream is not synchronised, so a graph can capture the call. On the CPU it
+    /// returns when the result is there.
     ///
     /// # Errors
     /// All checks of [`problem`](Self::problem) and [`select`];
@@ -84,7 +90,7 @@ impl Steps for AttentionMerge<'_> {
         let problem = self.problem(o, lse.as_ref())?;
         let device = stream.device();
         Operand::new("parts.o", &self.o).on(device)?;
-        Operand::new("parts.lse", &self.lse).on(device)?;
+        self.lse.as_ref().map_or(Ok(()), |lse| Operand::new("parts.lse", lse).on(device))?;
         Operand::of_mut("o", o).on(device)?;
         lse.as_ref().map_or(Ok(()), |lse| Operand::of_mut("lse", lse).on(device))?;
         Ok(problem)

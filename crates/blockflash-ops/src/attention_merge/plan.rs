@@ -48,7 +48,7 @@ pub fn plan(
 fn params(problem: &AttentionMergeProblem) -> Result<blockflash_attention_merge_params> {
     let stride = |value| to_i64("stride", value);
     let [parts_part, parts_row, parts_head] = problem.parts_o;
-    let [logs_part, logs_head, logs_row] = problem.parts_lse;
+    let [logs_part, logs_head, logs_row] = problem.parts_lse.unwrap_or([0; 3]);
     let [lse_head, lse_row] = problem.lse.unwrap_or([0; 2]);
     let dtype = |dtype| match dtype {
         DType::F16 => BLOCKFLASH_DTYPE_F16,

@@ -22,8 +22,8 @@ pub struct AttentionMergeProblem {
     pub head_dim: usize,
     /// Strides of the parts: between parts, rows and heads.
     pub parts_o: [usize; 3],
-    /// Strides of the log-sum-exps of the parts: between parts, heads and rows.
-    pub parts_lse: [usize; 3],
+    /// Strides of the log-sum-exps of the parts, between parts, heads and rows; `None` for a sum.
+    pub parts_lse: Option<[usize; 3]>,
     /// Strides of the output: between rows and heads.
     pub o: [usize; 2],
     /// Strides of lse, between heads and rows; `None` when the call does not ask for it.
@@ -50,18 +50,20 @@ impl AttentionMerge<'_> {
     ) -> Result<AttentionMergeProblem> {
         const FLOATS: [DType; 3] = [DType::F16, DType::BF16, DType::F32];
         let parts = Operand::new("parts.o", &self.o);
-        let parts_lse = Operand::new("parts.lse", &self.lse);
+        let parts_lse = self.lse.as_ref().map(|lse| Operand::new("parts.lse", lse));
         let o = Operand::of_mut("o", o);
         parts.dtype_in(&FLOATS)?;
         o.dtype_in(&FLOATS)?;
-        parts_lse.dtype_in(&[DType::F32])?;
         let &[count, rows, num_heads, head_dim] = parts.shape else {
             return Err(parts.wrong_shape("[parts, rows, num_heads, head_dim]"));
         };
         if head_dim == 0 {
             return Err(parts.wrong_shape("a head_dim of at least 1"));
         }
-        parts_lse.shape_is(&[count, num_heads, rows])?;
+        if let Some(parts_lse) = &parts_lse {
+            parts_lse.dtype_in(&[DType::F32])?;
+            parts_lse.shape_is(&[count, num_heads, rows])?;
+        }
         o.shape_is(&[rows, num_heads, head_dim])?;
         parts.last_dim_contiguous()?;
         o.last_dim_contiguous()?;
@@ -72,6 +74,9 @@ impl AttentionMerge<'_> {
         if let Some(lse) = &lse {
             lse.dtype_in(&[DType::F32])?;
             lse.shape_is(&[num_heads, rows])?;
+            if parts_lse.is_none() {
+                return Err(lse.wrong_shape("no log-sum-exp, as the parts have none"));
+            }
         }
         let three = |strides: &[usize]| [strides[0], strides[1], strides[2]];
         Ok(AttentionMergeProblem {
@@ -82,7 +87,7 @@ impl AttentionMerge<'_> {
             num_heads,
             head_dim,
             parts_o: three(parts.strides),
-            parts_lse: three(parts_lse.strides),
+            parts_lse: parts_lse.map(|parts_lse| three(parts_lse.strides)),
             o: [o.strides[0], o.strides[1]],
             lse: lse.map(|lse| [lse.strides[0], lse.strides[1]]),
         })

@@ -43,6 +43,18 @@ fn parts_of_the_keys_give_the_whole() {
     }
 }
 
+/// In f32 and in order: 1 + 2^-24 is 1, twice.
+#[test]
+fn a_sum_has_no_weights() {
+    let stream = cpu();
+    let small = 2f32.powi(-24);
+    let parts = [1.0, 3.0, small, -7.0, small, 0.5];
+    let parts = Tensor::from_slice(&stream, &parts, &[3, 1, 1, 2]).unwrap();
+    let mut sum = Tensor::empty(&stream, DType::F32, &[1, 1, 2]).unwrap();
+    AttentionMerge::sum(parts.view()).merge_into(sum.view_mut(), None, &stream).unwrap();
+    assert_eq!(sum.to_vec::<f32>(&stream).unwrap(), [1.0, -3.5]);
+}
+
 #[test]
 fn a_part_without_keys_is_not_read() {
     let stream = cpu();
@@ -83,6 +95,11 @@ fn wrong_parts_are_named() {
     let error = merge.merge_into(short.view_mut(), None, &cpu()).unwrap_err();
     assert!(matches!(error, Error::Shape { what: "o", .. }), "{error}");
     let error = merge.merge_into(o.view_mut(), Some(log.view_mut()), &cpu()).unwrap_err();
+    assert!(matches!(error, Error::Shape { what: "lse", .. }), "{error}");
+    // A sum has no log-sum-exp.
+    let sum = AttentionMerge::sum(parts.view());
+    let mut right = zeros(DType::F32, &[2, 3]);
+    let error = sum.merge_into(o.view_mut(), Some(right.view_mut()), &cpu()).unwrap_err();
     assert!(matches!(error, Error::Shape { what: "lse", .. }), "{error}");
     // No part at all.
     let merge = AttentionMerge::new(

@@ -15,8 +15,8 @@ pub struct AttentionMergeOperands<'a> {
     /// `[count, rows, num_heads_q, head_dim]` in f16, bf16 or f32; rows are a batch of sequences
     /// with one query each.
     pub parts: View<'a>,
-    /// f32 `[count, num_heads_q, rows]`.
-    pub parts_lse: View<'a>,
+    /// f32 `[count, num_heads_q, rows]`; `None` for a plain sum, which the kernel does not compute.
+    pub parts_lse: Option<View<'a>>,
     /// `[rows, num_heads_q, head_dim]` in f16, bf16 or f32.
     pub o: ViewMut<'a>,
     /// f32 `[num_heads_q, rows]`.
@@ -26,7 +26,7 @@ pub struct AttentionMergeOperands<'a> {
 impl Operands for AttentionMergeOperands<'_> {
     fn views(&self) -> impl AsRef<[Option<View<'_>>]> {
         let lse = self.lse.as_ref().map(ViewMut::as_view);
-        [Some(self.parts), Some(self.parts_lse), Some(self.o.as_view()), lse]
+        [Some(self.parts), self.parts_lse, Some(self.o.as_view()), lse]
     }
 }
 
@@ -85,7 +85,8 @@ unsafe impl Launch for AttentionMerge {
             (heads, p.parts_lse_stride_head),
             (batch, p.parts_lse_stride_batch),
         ];
-        fits("parts_lse", &operands.parts_lse, DType::F32, logs)?;
+        let parts_lse = operands.parts_lse.as_ref().ok_or("the parts have no weights")?;
+        fits("parts_lse", parts_lse, DType::F32, logs)?;
         let strides = [p.o_stride_batch, p.o_stride_head];
         let o = [(batch, p.o_stride_batch), (heads, p.o_stride_head), (head_dim, 1)];
         fits("o", &operands.o.as_view(), dtype_of(p.o_dtype)?, o)?;
@@ -106,7 +107,7 @@ unsafe impl Launch for AttentionMerge {
         let lse = operands.lse.as_ref().map(ViewMut::as_view);
         Ok(blockflash_attention_merge_params {
             parts: pointer(&operands.parts),
-            parts_lse: pointer(&operands.parts_lse).cast(),
+            parts_lse: optional(operands.parts_lse.as_ref()).cast(),
             o: pointer_mut(&operands.o),
             lse: optional(lse.as_ref()).cast_mut().cast(),
             ..*p

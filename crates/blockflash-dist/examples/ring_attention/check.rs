@@ -1,0 +1,124 @@
+//! Results of several GPUs against those of one.
+
+use crate::{Failure, normal};
+use blockflash_dist::{Communicator, DistributedAttention, Result, Scheme, Shard};
+use blockflash_ops::{Attention, Mask, Stream, Tensor};
+use half::bf16;
+use std::time::Instant;
+
+/// The rows of a rank, of a tensor of the whole sequence.
+fn rows_of(whole: &Tensor, shard: &Shard, stream: &Stream) -> Result<Tensor> {
+    let mut shape = whole.shape().to_vec();
+    shape[1] = shard.rows();
+    let mut rows = Tensor::empty(stream, whole.dtype(), &shape)?;
+    let places = [0..shard.first(), shard.first()..shard.rows()];
+    for (range, place) in shard.ranges().into_iter().zip(places) {
+        let source = whole.view().slice(1, range)?;
+        rows.view_mut().slice(1, place)?.copy_from(&source, stream)?;
+    }
+    Ok(rows)
+}
+
+/// Every scheme and mask, at sizes that do not divide, against this GPU alone, and repeated.
+pub(crate) fn all(comm: &dyn Communicator, stream: &Stream) -> Result<(), Failure> {
+    let world = comm.world();
+    for (seqlen, heads, batch) in
+        [(1000, [4, 4], 1), (2051, [8, 2], 1), (777, [16, 8], 2), (3, [4, 2], 1)]
+    {
+        for scheme in Scheme::all(world, heads[1]) {
+            for mask in [Mask::Full, Mask::causal()] {
+                let worst = check(comm, stream, seqlen, heads, batch, scheme, mask)?;
+                if comm.rank() == 0 {
+                    println!(
+                        "check rows {seqlen} heads {heads:?} batch {batch} {scheme} {mask:?}: \
+                         error over that of one GPU {worst:.2?}"
+                    );
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Root of the mean square of differences between the ranks and one GPU, relative to the values,
+/// in units of the roundoff of bf16: of o, dq, dk and dv. Where keys are divided there are no
+/// gradients.
+fn check(
+    comm: &dyn Communicator,
+    stream: &Stream,
+    seqlen: usize,
+    [heads_q, heads_kv]: [usize; 2],
+    batch: usize,
+    scheme: Scheme,
+    mask: Mask,
+) -> Result<[f64; 4], Failure> {
+    let tensor = |seed, heads| {
+        let shape = [batch, seqlen, heads, 128];
+        Tensor::from_slice(stream, &normal(seed, shape.iter().product()), &shape)
+    };
+    let [q, d_o] = [tensor(1, heads_q)?, tensor(2, heads_q)?];
+    let [k, v] = [tensor(3, heads_kv)?, tensor(4, heads_kv)?];
+    let alone = Attention { mask, ..Attention::new(q.view(), k.view(), v.view()) };
+    let output = alone.forward(stream)?;
+    let gradients = alone.backward(&output, d_o.view(), stream)?;
+    let shard = Shard::new(seqlen, comm.world(), comm.rank())?;
+    let rows = |whole: &Tensor| rows_of(whole, &shard, stream);
+    let [q, k, v, d_o] = [rows(&q)?, rows(&k)?, rows(&v)?, rows(&d_o)?];
+    let attention = Attention { mask, ..Attention::new(q.view(), k.view(), v.view()) };
+    let call = DistributedAttention { attention, seqlen, scheme };
+    let run = || -> Result<Vec<Tensor>> {
+        let output = call.forward(comm, stream)?;
+        let mut results = vec![];
+        if scheme.keys == 1 {
+            let gradients = call.backward(&output, d_o.view(), comm, stream)?;
+            results.extend([gradients.dq, gradients.dk, gradients.dv]);
+        }
+        comm.wait(stream)?;
+        results.insert(0, output.o);
+        Ok(results)
+    };
+    let (found, again) = (run()?, run()?);
+    let expected =
+        [rows(&output.o)?, rows(&gradients.dq)?, rows(&gradients.dk)?, rows(&gradients.dv)?];
+    let mut errors = [0.0; 4];
+    for (at, ((found, again), expected)) in found.iter().zip(&again).zip(&expected).enumerate() {
+        let found = found.to_vec::<bf16>(stream)?;
+        if found != again.to_vec::<bf16>(stream)? {
+            return Err(format!("a repeat differs: result {at}, {scheme}, {mask:?}").into());
+        }
+        let expected = expected.to_vec::<bf16>(stream)?;
+        let [mut error, mut size] = [0.0, 1e-30];
+        for (found, expected) in found.iter().zip(&expected) {
+            error += (found.to_f64() - expected.to_f64()).powi(2);
+            size += expected.to_f64().powi(2);
+        }
+        errors[at] = f64::sqrt(error / size) * 256.0;
+        if errors[at] > 2.0 || errors[at].is_nan() {
+            return Err(format!("result {at} is off by {errors:?}: {scheme}, {mask:?}").into());
+        }
+    }
+    Ok(errors)
+}
+
+/// The last rank ends its process while the others exchange keys with it.
+pub(crate) fn lost(comm: &dyn Communicator, stream: &Stream) -> Result<(), Failure> {
+    let (world, seqlen) = (comm.world(), 4096);
+    let rows = Shard::new(seqlen, world, comm.rank())?.rows();
+    let shape = [1, rows, 4, 128];
+    let x = Tensor::from_slice(stream, &normal(1, rows * 4 * 128), &shape)?;
+    let attention = Attention::new(x.view(), x.view(), x.view());
+    let call = DistributedAttention { attention, seqlen, scheme: Scheme { heads: 1, keys: world } };
+    let prepared = call.prepare(comm)?;
+    if comm.rank() == world - 1 {
+        std::process::exit(0);
+    }
+    let start = Instant::now();
+    let result = call.forward_prepared(&prepared, comm, stream).and_then(|_| comm.wait(stream));
+    match result {
+        Ok(()) => Err("the loss was not noticed".into()),
+        Err(error) => {
+            println!("rank {} after {:.1?}: {error}", comm.rank(), start.elapsed());
+            Ok(())
+        }
+    }
+}

@@ -1,0 +1,51 @@
+//! Whether all ranks make the same call.
+
+use crate::{Communicator, Error, Result, heads};
+use blockflash_ops::{DType, Tensor};
+
+/// Compares the arguments of all ranks. `valid`: whether this rank accepts its own.
+///
+/// # Errors
+/// [`Error::Refused`] and [`Error::Mismatch`], the same on every rank; those of an exchange.
+pub(crate) fn agree(
+    comm: &dyn Communicator,
+    valid: bool,
+    arguments: &[(&'static str, u64)],
+) -> Result<()> {
+    const WORD: usize = size_of::<u64>();
+    let words: Vec<u64> =
+        [u64::from(valid)].into_iter().chain(arguments.iter().map(|(_, value)| *value)).collect();
+    let (stream, size) = (comm.stream(), words.len() * WORD);
+    let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
+    let ours = Tensor::from_slice(stream, &bytes, &[size])?;
+    let empty = || Tensor::empty(stream, DType::U8, &[size]);
+    let mut theirs = (0..comm.world()).map(|_| empty()).collect::<Result<Vec<_>, _>>()?;
+    let others = |&rank: &usize| rank != comm.rank();
+    let sends = (0..comm.world()).filter(others).map(|rank| (rank, ours.view())).collect();
+    let receives = theirs.iter_mut().enumerate().filter(|(rank, _)| others(rank));
+    let receives = receives.map(|(rank, tensor)| (rank, tensor.view_mut())).collect();
+    heads::exchange(comm, sends, receives)?;
+    comm.wait(stream)?;
+    let read = |(rank, tensor): (usize, &Tensor)| -> Result<Vec<u64>> {
+        if rank == comm.rank() {
+            return Ok(words.clone());
+        }
+        let bytes = tensor.to_vec::<u8>(stream)?;
+        let word =
+            |bytes: &[u8]| bytes.iter().rev().fold(0, |sum, &byte| sum << 8 | u64::from(byte));
+        Ok(bytes.chunks(WORD).map(word).collect())
+    };
+    let all = theirs.iter().enumerate().map(read).collect::<Result<Vec<_>>>()?;
+    if let Some(rank) = all.iter().position(|words| words[0] == 0) {
+        return Err(Error::Refused { rank });
+    }
+    for (rank, words) in all.iter().enumerate() {
+        for (at, (what, _)) in arguments.iter().enumerate() {
+            let [found, expected] = [words[at + 1], all[0][at + 1]];
+            if found != expected {
+                return Err(Error::Mismatch { what, rank, found, expected });
+            }
+        }
+    }
+    Ok(())
+}

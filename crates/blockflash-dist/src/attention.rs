@@ -1,0 +1,207 @@
+use crate::agree::agree;
+use crate::grid::Grid;
+use crate::heads::{LOGS, ROWS, gather, scatter};
+use crate::problem::{ARGUMENTS, Problem, on_device};
+use crate::ring_backward::Operands;
+use crate::{Communicator, Result, Scheme, ring, ring_backward};
+use blockflash_ops::{
+    Attention, AttentionBackward, AttentionGradients, AttentionOutput, AttentionProblem, DType,
+    Stream, Tensor, View,
+};
+
+/// Attention over a sequence whose rows are held by several ranks, as
+/// [`Shard`](crate::Shard) says. Queries and
+/// keys have the same positions.
+///
+/// Every rank makes the same call at the same time, with its own rows. The results are those of
+/// one device but for rounding, and the same bits at every call.
+#[derive(Clone, Copy, Debug)]
+pub struct DistributedAttention<'a> {
+    /// The call on the rows of this rank: q, k and v are `[batch, rows, num_heads, head_dim]`. The
+    /// mask is that of the whole sequence. Where keys are divided it is full or causal. Sinks,
+    /// packed sequences and block masks are not supported.
+    pub attention: Attention<'a>,
+    /// Rows of the whole sequence.
+    pub seqlen: usize,
+    /// How the work is divided.
+    pub scheme: Scheme,
+}
+
+/// A call whose arguments all ranks have compared: see [`DistributedAttention::prepare`].
+#[derive(Clone, Copy, Debug)]
+pub struct PreparedAttention(Problem);
+
+impl DistributedAttention<'_> {
+    /// Compares the arguments of all ranks, and waits for that. A call that is repeated needs it
+    /// once: the ranks do not wait for each other then, but on their devices.
+    ///
+    /// # Errors
+    /// All checks of [`Attention::problem`]; [`Error::Rows`], [`Error::Scheme`],
+    /// [`Error::Unsupported`], [`Error::Size`]; [`Error::Refused`] if another rank has one of these
+    /// errors; [`Error::Mismatch`] if the arguments differ; those of
+    /// [`Communicator::exchange`].
+    ///
+    /// [`Error::Rows`]: crate::Error::Rows
+    /// [`Error::Scheme`]: crate::Error::Scheme
+    /// [`Error::Unsupported`]: crate::Error::Unsupported
+    /// [`Error::Size`]: crate::Error::Size
+    /// [`Error::Refused`]: crate::Error::Refused
+    /// [`Error::Mismatch`]: crate::Error::Mismatch
+    pub fn prepare(&self, comm: &dyn Communicator) -> Result<PreparedAttention> {
+        self.agreed(self.problem(comm), comm)
+    }
+
+    fn agreed(
+        &self,
+        problem: Result<Problem>,
+        comm: &dyn Communicator,
+    ) -> Result<PreparedAttention> {
+        let none = [0; ARGUMENTS.len()];
+        let values = problem.as_ref().map_or(none, Problem::arguments);
+        let arguments: Vec<_> = ARGUMENTS.into_iter().zip(values).collect();
+        let agreed = agree(comm, problem.is_ok(), &arguments);
+        let problem = problem?;
+        agreed.map(|()| PreparedAttention(problem))
+    }
+
+    /// The output of the rows of this rank, and their log-sum-exp. On a GPU the result is there
+    /// when the stream has done its work: wait with [`Communicator::wait`].
+    ///
+    /// # Errors
+    /// As [`prepare`](Self::prepare) and [`Attention::forward`].
+    pub fn forward(&self, comm: &dyn Communicator, stream: &Stream) -> Result<AttentionOutput> {
+        self.forward_prepared(&self.prepare(comm)?, comm, stream)
+    }
+
+    /// Like [`forward`](Self::forward) without comparing the arguments again. Tensors may differ
+    /// from the prepared ones.
+    ///
+    /// # Errors
+    /// As [`forward`](Self::forward); [`NotPrepared`](blockflash_ops::Error::NotPrepared).
+    pub fn forward_prepared(
+        &self,
+        prepared: &PreparedAttention,
+        comm: &dyn Communicator,
+        stream: &Stream,
+    ) -> Result<AttentionOutput> {
+        let problem = self.prepared(prepared, comm)?;
+        let Attention { q, k, v, .. } = self.attention;
+        on_device(comm, stream, &[("q", q), ("k", k), ("v", v)])?;
+        let result = self.run_forward(&problem, comm, stream);
+        result.inspect_err(|error| comm.give_up(&error.to_string()))
+    }
+
+    fn run_forward(
+        &self,
+        problem: &Problem,
+        comm: &dyn Communicator,
+        stream: &Stream,
+    ) -> Result<AttentionOutput> {
+        let Attention { q, k, v, .. } = self.attention;
+        let grid = Grid::new(self.scheme, self.seqlen, problem.rank);
+        comm.stream().wait_for(stream)?;
+        if self.scheme.heads == 1 {
+            return ring::forward(comm, &grid, &self.attention, [q, k, v], stream);
+        }
+        let gathered = |x: View<'_>| gather(comm, &grid, x, ROWS);
+        let [q, k, v] = [gathered(q)?, gathered(k)?, gathered(v)?];
+        stream.wait_for(comm.stream())?;
+        let views = [q.view(), k.view(), v.view()];
+        let all = ring::forward(comm, &grid, &self.attention, views, stream)?;
+        comm.stream().wait_for(stream)?;
+        let AttentionProblem { dtype, batch, seqlen_q, num_heads_q, .. } = problem.local;
+        let mut o = Tensor::empty(stream, dtype, self.attention.q.shape())?;
+        let mut lse = Tensor::empty(stream, DType::F32, &[batch, num_heads_q, seqlen_q])?;
+        scatter(comm, &grid, all.o.view(), ROWS, o.view_mut())?;
+        scatter(comm, &grid, all.lse.view(), LOGS, lse.view_mut())?;
+        stream.wait_for(comm.stream())?;
+        Ok(AttentionOutput { o, lse })
+    }
+
+    /// The gradients of the rows of this rank, given the output of [`forward`](Self::forward) and
+    /// the gradient with respect to its `o`.
+    ///
+    /// # Errors
+    /// As [`prepare`](Self::prepare) and [`AttentionBackward::backward`].
+    pub fn backward(
+        &self,
+        output: &AttentionOutput,
+        d_o: View<'_>,
+        comm: &dyn Communicator,
+        stream: &Stream,
+    ) -> Result<AttentionGradients> {
+        let (o, lse) = (output.o.view(), output.lse.view());
+        let call = AttentionBackward { attention: self.attention, o, lse, d_o };
+        let problem = self.problem(comm).and_then(|problem| {
+            problem.check_backward(&call, comm)?;
+            Ok(problem)
+        });
+        let prepared = self.agreed(problem, comm)?;
+        self.backward_prepared(&prepared, output, d_o, comm, stream)
+    }
+
+    /// Like [`backward`](Self::backward) without comparing the arguments again. Forward and
+    /// backward pass are prepared as one.
+    ///
+    /// # Errors
+    /// As [`backward`](Self::backward); [`NotPrepared`](blockflash_ops::Error::NotPrepared).
+    pub fn backward_prepared(
+        &self,
+        prepared: &PreparedAttention,
+        output: &AttentionOutput,
+        d_o: View<'_>,
+        comm: &dyn Communicator,
+        stream: &Stream,
+    ) -> Result<AttentionGradients> {
+        let problem = self.prepared(prepared, comm)?;
+        let (o, lse) = (output.o.view(), output.lse.view());
+        let call = AttentionBackward { attention: self.attention, o, lse, d_o };
+        problem.check_backward(&call, comm)?;
+        let Attention { q, k, v, .. } = self.attention;
+        let operands = [("q", q), ("k", k), ("v", v), ("o", o), ("lse", lse), ("d_o", d_o)];
+        on_device(comm, stream, &operands)?;
+        let result = self.run_backward(&problem, &call, comm, stream);
+        result.inspect_err(|error| comm.give_up(&error.to_string()))
+    }
+
+    fn run_backward(
+        &self,
+        problem: &Problem,
+        call: &AttentionBackward<'_>,
+        comm: &dyn Communicator,
+        stream: &Stream,
+    ) -> Result<AttentionGradients> {
+        let Attention { q, k, v, .. } = self.attention;
+        let AttentionBackward { o, lse, d_o, .. } = *call;
+        let grid = Grid::new(self.scheme, self.seqlen, problem.rank);
+        comm.stream().wait_for(stream)?;
+        if self.scheme.heads == 1 {
+            let operands = Operands { qkv: [q, k, v], o, lse, d_o };
+            return ring_backward::backward(comm, &grid, &self.attention, operands, stream);
+        }
+        let gathered = |x: View<'_>| gather(comm, &grid, x, ROWS);
+        let [q_all, k_all, v_all] = [gathered(q)?, gathered(k)?, gathered(v)?];
+        let (o, d_o, lse) = (gathered(o)?, gathered(d_o)?, gather(comm, &grid, lse, LOGS)?);
+        stream.wait_for(comm.stream())?;
+        let qkv = [q_all.view(), k_all.view(), v_all.view()];
+        let operands = Operands { qkv, o: o.view(), lse: lse.view(), d_o: d_o.view() };
+        let all = ring_backward::backward(comm, &grid, &self.attention, operands, stream)?;
+        comm.stream().wait_for(stream)?;
+        let rows = |all: &Tensor, like: View<'_>| -> Result<Tensor> {
+            let mut rows = Tensor::empty(stream, like.dtype(), like.shape())?;
+            scatter(comm, &grid, all.view(), ROWS, rows.view_mut())?;
+            Ok(rows)
+        };
+        let (dq, dk, dv) = (rows(&all.dq, q)?, rows(&all.dk, k)?, rows(&all.dv, v)?);
+        stream.wait_for(comm.stream())?;
+        Ok(AttentionGradients { dq, dk, dv, d_sink: None })
+    }
+
+    fn prepared(&self, prepared: &PreparedAttention, comm: &dyn Communicator) -> Result<Problem> {
+        let problem = self.problem(comm)?;
+        match problem == prepared.0 {
+            true => Ok(problem),
+            false => Err(blockflash_ops::Error::NotPrepared { op: "distributed attention" }.into()),
+        }
+    }
+}

@@ -1,0 +1,85 @@
+use crate::Result;
+use blockflash_ops::{Stream, View, ViewMut};
+use blockflash_safe::NcclCommunicator;
+
+/// A rank of a group that exchanges tensors. All ranks make the same calls in the same order.
+pub trait Communicator {
+    /// Number of this rank, from 0.
+    fn rank(&self) -> usize;
+
+    /// Number of ranks.
+    fn world(&self) -> usize;
+
+    /// The stream of this rank's device in whose order exchanges happen.
+    fn stream(&self) -> &Stream;
+
+    /// Sends and receives contiguous tensors, each to or from the given rank. Messages between two
+    /// ranks arrive in the order in which they are named. The call may wait for the other ranks to
+    /// make theirs, but not for tensors of a GPU.
+    ///
+    /// # Errors
+    /// [`Error::Message`](crate::Error::Message) or the communicator's own error if the peer sends
+    /// something else, [`Error::Timeout`](crate::Error::Timeout) and
+    /// [`Error::Gone`](crate::Error::Gone) for a peer that does not answer; the device's errors.
+    fn exchange(
+        &self,
+        sends: &[(usize, View<'_>)],
+        receives: &mut [(usize, ViewMut<'_>)],
+    ) -> Result<()>;
+
+    /// Waits until everything queued on a stream is done, and not without end for other ranks: only
+    /// after it is it known that what was received is right.
+    ///
+    /// # Errors
+    /// As [`exchange`](Self::exchange).
+    fn wait(&self, stream: &Stream) -> Result<()>;
+
+    /// Tells the other ranks that this one cannot go on.
+    fn give_up(&self, why: &str);
+}
+
+/// Ranks with a GPU each, on one host or several, by NCCL.
+#[derive(Debug)]
+pub struct Nccl {
+    ranks: NcclCommunicator,
+    stream: Stream,
+}
+
+impl Nccl {
+    /// # Errors
+    /// The device's errors.
+    pub fn new(ranks: NcclCommunicator) -> Result<Nccl> {
+        let stream = ranks.device().urgent_stream()?;
+        Ok(Nccl { ranks, stream })
+    }
+}
+
+impl Communicator for Nccl {
+    fn rank(&self) -> usize {
+        self.ranks.rank()
+    }
+
+    fn world(&self) -> usize {
+        self.ranks.world()
+    }
+
+    fn stream(&self) -> &Stream {
+        &self.stream
+    }
+
+    fn exchange(
+        &self,
+        sends: &[(usize, View<'_>)],
+        receives: &mut [(usize, ViewMut<'_>)],
+    ) -> Result<()> {
+        Ok(self.ranks.exchange(sends, receives, &self.stream)?)
+    }
+
+    fn wait(&self, stream: &Stream) -> Result<()> {
+        Ok(self.ranks.wait(stream)?)
+    }
+
+    fn give_up(&self, why: &str) {
+        self.ranks.abort(why);
+    }
+}

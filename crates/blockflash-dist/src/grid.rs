@@ -1,0 +1,122 @@
+//! Which ranks exchange what.
+
+use crate::{Error, Result, Shard};
+use std::fmt;
+use std::ops::Range;
+
+/// How attention is divided among ranks.
+///
+/// Consecutive ranks form groups of `heads` ranks. The ranks of a group exchange rows for heads:
+/// each has some heads of all rows of the group (all-to-all, known as Ulysses). There are `keys`
+/// groups, and the keys and values of a group visit the queries of every other one (ring
+/// attention). `heads` divides the heads of keys, and `heads · keys` is the number of ranks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Scheme {
+    /// Ranks of a group, among which heads are divided.
+    pub heads: usize,
+    /// Groups, among which keys are divided.
+    pub keys: usize,
+}
+
+impl fmt::Display for Scheme {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match *self {
+            Scheme { heads, keys: 1 } => write!(f, "heads over {heads}"),
+            Scheme { heads: 1, keys } => write!(f, "keys over {keys}"),
+            Scheme { heads, keys } => write!(f, "heads over {heads}, keys over {keys}"),
+        }
+    }
+}
+
+impl Scheme {
+    /// All schemes for so many ranks and heads of keys, the one with the most heads first. Never
+    /// empty with a rank: keys can always be divided.
+    pub fn all(world: usize, num_heads_kv: usize) -> Vec<Scheme> {
+        let fits = |heads: &usize| [world, num_heads_kv].iter().all(|n| n.is_multiple_of(*heads));
+        let scheme = |heads| Scheme { heads, keys: world / heads };
+        (1..=world).rev().filter(fits).map(scheme).collect()
+    }
+
+    /// # Errors
+    /// [`Error::Scheme`].
+    pub(crate) fn check(&self, world: usize, heads_q: usize, heads_kv: usize) -> Result<()> {
+        let refused = |what| Err(Error::Scheme { scheme: *self, what });
+        if self.heads == 0 || self.heads.checked_mul(self.keys) != Some(world) {
+            return refused(format!("there are {world} ranks"));
+        }
+        if ![heads_q, heads_kv].iter().all(|heads| heads.is_multiple_of(self.heads)) {
+            return refused(format!("there are {heads_q} heads of q and {heads_kv} of k"));
+        }
+        Ok(())
+    }
+}
+
+/// A chunk of a rank of a group.
+#[derive(Clone, Debug)]
+pub(crate) struct Piece {
+    /// The place of the rank in the group.
+    pub(crate) member: usize,
+    /// Its rows in the tensors of that rank.
+    pub(crate) own: Range<usize>,
+    /// Its rows in the tensors of the group.
+    pub(crate) common: Range<usize>,
+}
+
+/// The place of a rank in a scheme that fits.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Grid {
+    pub(crate) scheme: Scheme,
+    seqlen: usize,
+    rank: usize,
+}
+
+impl Grid {
+    pub(crate) fn new(scheme: Scheme, seqlen: usize, rank: usize) -> Grid {
+        Grid { scheme, seqlen, rank }
+    }
+
+    /// The group of this rank.
+    pub(crate) fn group(&self) -> usize {
+        self.rank / self.scheme.heads
+    }
+
+    /// The place of this rank in its group.
+    pub(crate) fn member(&self) -> usize {
+        self.rank % self.scheme.heads
+    }
+
+    /// The rank with a place in the group of this rank.
+    pub(crate) fn in_group(&self, member: usize) -> usize {
+        self.group() * self.scheme.heads + member
+    }
+
+    /// The rank in another group with the heads of this one.
+    pub(crate) fn in_ring(&self, group: usize) -> usize {
+        group * self.scheme.heads + self.member()
+    }
+
+    /// The rows of a group: its ranks' first chunks are one range of the sequence, and so are their
+    /// second chunks, which makes a group a rank of a larger kind.
+    pub(crate) fn rows_of(&self, group: usize) -> Result<Shard> {
+        Shard::new(self.seqlen, self.scheme.keys, group)
+    }
+
+    /// Both chunks of each rank of this group.
+    pub(crate) fn pieces(&self) -> Result<Vec<Piece>> {
+        let world = self.scheme.heads * self.scheme.keys;
+        let group = self.rows_of(self.group())?;
+        let starts = group.ranges().map(|range| range.start);
+        let mut pieces = Vec::with_capacity(2 * self.scheme.heads);
+        for member in 0..self.scheme.heads {
+            let shard = Shard::new(self.seqlen, world, self.in_group(member))?;
+            let bases = [(0, 0), (shard.first(), group.first())];
+            for ((range, start), (own, common)) in shard.ranges().into_iter().zip(starts).zip(bases)
+            {
+                let common = range.start - start + common;
+                let [own, common] = [own, common].map(|start| start..start + range.len());
+                pieces.push(Piece { member, own, common });
+            }
+        }
+        Ok(pieces)
+    }
+}

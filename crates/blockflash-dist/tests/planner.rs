@@ -1,0 +1,123 @@
+//! Shards, schemes and forecasts as plain data.
+
+use blockflash_dist::{Error, Forecast, Machine, Pass, Scheme, Shard, Workload};
+use blockflash_ops::{Align, Mask};
+
+#[test]
+fn shards_hold_every_row_once() {
+    for world in 1..=9 {
+        for seqlen in [0, 1, 2, 7, 16, 17, 100, 101] {
+            let mut seen = vec![0; seqlen];
+            let shards = (0..world).map(|rank| Shard::new(seqlen, world, rank).unwrap());
+            for shard in shards {
+                let [first, second] = shard.ranges();
+                assert!(first.end <= second.start);
+                assert_eq!(
+                    (first.len(), first.len() + second.len()),
+                    (shard.first(), shard.rows())
+                );
+                first.chain(second).for_each(|row| seen[row] += 1);
+            }
+            assert_eq!(seen, vec![1; seqlen], "{world} {seqlen}");
+        }
+    }
+    // The work of a causal mask is the same for all.
+    let work = |rank| -> usize {
+        let shard = Shard::new(800, 4, rank).unwrap();
+        shard.ranges().into_iter().flatten().map(|row| row + 1).sum()
+    };
+    assert!((0..4).all(|rank| work(rank) == work(0)));
+    for (seqlen, world, rank) in [(5, 0, 0), (5, 2, 2), (usize::MAX, 2, 0), (5, usize::MAX, 0)] {
+        assert!(matches!(Shard::new(seqlen, world, rank), Err(Error::Size { .. })));
+    }
+}
+
+#[test]
+fn schemes_divide_heads_and_ranks() {
+    let schemes = |world, heads| -> Vec<(usize, usize)> {
+        Scheme::all(world, heads).into_iter().map(|s| (s.heads, s.keys)).collect()
+    };
+    assert_eq!(schemes(8, 8), [(8, 1), (4, 2), (2, 4), (1, 8)]);
+    assert_eq!(schemes(6, 4), [(2, 3), (1, 6)]);
+    assert_eq!(schemes(5, 8), [(1, 5)]);
+    assert_eq!(schemes(1, 3), [(1, 1)]);
+    let text = |heads, keys| Scheme { heads, keys }.to_string();
+    assert_eq!([text(4, 1), text(1, 4)], ["heads over 4", "keys over 4"]);
+    assert_eq!(text(2, 4), "heads over 2, keys over 4");
+}
+
+const WORKLOAD: Workload = Workload {
+    batch: 1,
+    seqlen: 131_072,
+    num_heads_q: 32,
+    num_heads_kv: 32,
+    head_dim: 128,
+    element_bytes: 2,
+    mask: Mask::Causal { align: Align::TopLeft },
+    pass: Pass::Forward,
+};
+
+const MACHINE: Machine = Machine {
+    ranks: 4,
+    ranks_per_host: 8,
+    flops: 550e12,
+    copies: 1.9e12,
+    link: 260e9,
+    network: 45e9,
+    latency: 50e-6,
+};
+
+fn close(found: f64, expected: f64) {
+    assert!((found / expected - 1.0).abs() < 1e-3, "{found} {expected}");
+}
+
+#[test]
+fn a_forecast_is_the_arithmetic_of_its_bytes() {
+    let of = |workload: Workload, machine: Machine, heads| -> Forecast {
+        let all = workload.forecasts(&machine);
+        *all.iter().find(|forecast| forecast.scheme.heads == heads).unwrap()
+    };
+    // 2 · S² · H · D FLOPs over four ranks; S / 4 · H · D · 2 bytes of each tensor.
+    let ideal = 2.0 * 131_072f64.powi(2) * 4096.0 / 550e12 / 4.0;
+    let tensor = 131_072.0 / 4.0 * 4096.0 * 2.0;
+    let ring = of(WORKLOAD, MACHINE, 1);
+    close(ring.ideal, ideal);
+    close(ring.exchange, 3.0 * (2.0 * tensor / 260e9 + 50e-6));
+    assert_eq!(ring.exposed, 0.0, "each step computes longer than it exchanges");
+    let heads = of(WORKLOAD, MACHINE, 4);
+    close(heads.exchange, 4.0 * tensor * 0.75 / 260e9 + 2.0 * 50e-6);
+    assert_eq!(heads.exchange, heads.exposed);
+    // Keys of eight heads are a quarter of the bytes; short sequences hide less.
+    let grouped = Workload { num_heads_kv: 8, ..WORKLOAD };
+    close(of(grouped, MACHINE, 1).exchange, 3.0 * (0.5 * tensor / 260e9 + 50e-6));
+    let short = Workload { seqlen: 4096, ..WORKLOAD };
+    assert!(of(short, MACHINE, 1).exposed > 0.0);
+    // Over the network every step takes as long as the slower link.
+    let hosts = Machine { ranks: 16, ..MACHINE };
+    close(of(WORKLOAD, hosts, 1).exchange, 15.0 * (2.0 * tensor / 4.0 / 45e9 + 50e-6));
+    // The backward pass has 2.5 times the work, and the gradients of keys go back.
+    let backward = of(Workload { pass: Pass::Backward, ..WORKLOAD }, MACHINE, 1);
+    close(backward.ideal, 2.5 * ideal);
+    close(backward.exchange, 6.0 * (2.0 * tensor / 260e9 + 50e-6));
+    assert!(backward.exposed > 0.0, "that of the last step");
+}
+
+#[test]
+fn the_fastest_scheme_comes_first() {
+    for seqlen in [1000, 32_768, 1 << 20] {
+        for ranks in [1, 2, 8, 64, 1024] {
+            let machine = Machine { ranks, ..MACHINE };
+            let workload = Workload { seqlen, ..WORKLOAD };
+            let forecasts = workload.forecasts(&machine);
+            assert!(!forecasts.is_empty());
+            assert!(forecasts.windows(2).all(|pair| pair[0].total() <= pair[1].total()));
+            assert!(forecasts.iter().all(|f| (0.0..=1.0).contains(&f.scaling())));
+        }
+    }
+    let window = Mask::Window { left: Some(100), right: Some(0), align: Align::TopLeft };
+    let schemes = Workload { mask: window, ..WORKLOAD }.forecasts(&MACHINE);
+    assert!(schemes.iter().all(|forecast| forecast.scheme.keys == 1));
+    let one = WORKLOAD.forecasts(&Machine { ranks: 1, ..MACHINE });
+    assert_eq!((one.len(), one[0].exposed, one[0].scaling()), (1, 0.0, 1.0));
+    assert!(one[0].to_string().starts_with("heads over 1: compute"), "{}", one[0]);
+}

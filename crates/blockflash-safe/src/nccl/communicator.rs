@@ -1,0 +1,254 @@
+use super::NcclId;
+use super::library::{BYTES, Config, RawComm};
+use super::watch::{State, Watched};
+use crate::gpu::Handle;
+use crate::stream::Kept;
+use crate::{Device, Error, Event, Result, Stream, View, ViewMut, lock::lock};
+use std::ptr;
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::{Duration, Instant};
+
+/// The ids of the ranks of this process.
+static IDS: Mutex<Vec<[u8; 128]>> = Mutex::new(Vec::new());
+
+/// A rank of a group of GPUs that exchange tensors by NCCL (2.18 or newer, loaded at run time).
+///
+/// No call waits without end for another rank. An exchange that is not done after the timeout is
+/// aborted, and the communicator is lost: every later call is [`Error::Lost`]. A thread of its own
+/// watches for that. Dropping waits for the other ranks to drop theirs, no longer than the timeout.
+///
+/// A process may have several ranks, one for each thread and GPU, if `NCCL_P2P_DIRECT_DISABLE=1` is
+/// in the environment. NCCL would otherwise read and write tensors of the other GPU of the process
+/// directly, which it cannot where they come from a memory pool.
+pub struct NcclCommunicator {
+    device: Device,
+    rank: usize,
+    world: usize,
+    id: [u8; 128],
+    watched: Arc<Watched>,
+}
+
+impl NcclCommunicator {
+    /// Joins the group of `id` as `rank` of `world`. All ranks do so at the same time.
+    ///
+    /// # Errors
+    /// [`Error::NotOnGpu`], [`Error::NoNccl`], [`Error::Nccl`]; [`Error::Lost`] if not all ranks
+    /// have joined within the timeout.
+    pub fn new(
+        device: &Device,
+        id: &NcclId,
+        rank: usize,
+        world: usize,
+        timeout: Duration,
+    ) -> Result<NcclCommunicator> {
+        let context = device.context().ok_or(Error::NotOnGpu { what: "NCCL" })?;
+        let refused = |what: String| Error::Nccl { call: "ncclCommInitRankConfig", what };
+        let count = i32::try_from(world).ok().filter(|_| rank < world);
+        let count = count.ok_or_else(|| refused(format!("rank {rank} of {world}")))?;
+        let watched = Arc::new(Watched::new(context, timeout)?);
+        let mut ids = lock(&IDS);
+        let direct = std::env::var("NCCL_P2P_DIRECT_DISABLE").is_ok_and(|value| value == "1");
+        if ids.contains(&id.to_bytes()) && !direct {
+            let what = "two ranks in one process need NCCL_P2P_DIRECT_DISABLE=1 in the environment";
+            return Err(refused(what.into()));
+        }
+        ids.push(id.to_bytes());
+        drop(ids);
+        // From here on, dropping cleans up.
+        let this = NcclCommunicator { device: *device, rank, world, id: id.to_bytes(), watched };
+        let mut state = lock(&this.watched.state);
+        if let Err(error) = this.init(&mut state, id, count) {
+            this.watched.give_up(&mut state, error.to_string());
+            return Err(error);
+        }
+        drop(state);
+        let watched = this.watched.clone();
+        std::thread::spawn(move || watched.run());
+        Ok(this)
+    }
+
+    fn init(&self, state: &mut State, id: &NcclId, world: i32) -> Result<()> {
+        let Watched { nccl, context, .. } = &*self.watched;
+        let _bound = context.bind()?;
+        let (rank, mut config) = (self.rank as i32, Config::non_blocking());
+        let mut raw: RawComm = ptr::null_mut();
+        // SAFETY:
+        // 1. The context of the GPU is current, and `rank` is one of `world`.
+        // 2. The pointers are valid during the call, which copies the configuration and sets the
+        //    communicator before it returns.
+        let code = unsafe { (nccl.init)(&mut raw, world, id.0, rank, &mut config) };
+        if !raw.is_null() {
+            state.comm = Some(Handle(raw));
+        }
+        nccl.check("ncclCommInitRankConfig", code)?;
+        self.watched.settle("ncclCommInitRankConfig", raw)
+    }
+
+    /// Number of this rank, from 0.
+    pub fn rank(&self) -> usize {
+        self.rank
+    }
+
+    /// Number of ranks.
+    pub fn world(&self) -> usize {
+        self.world
+    }
+
+    /// The GPU of this rank.
+    pub fn device(&self) -> &Device {
+        &self.device
+    }
+
+    /// Sends and receives contiguous tensors, each to or from the given rank, in the order of
+    /// `stream`. Messages between two ranks arrive in the order in which they are named. The first
+    /// exchange with a rank waits for it to do the same; no call waits for the tensors. If a sender
+    /// and a receiver name different sizes, what is received is unspecified, or the exchange ends
+    /// by the timeout.
+    ///
+    /// # Errors
+    /// [`Error::Nccl`] for a tensor that is not contiguous and for a rank that does not exist or is
+    /// this one; [`Error::DeviceMismatch`], [`Error::InCapture`], [`Error::Lost`].
+    pub fn exchange(
+        &self,
+        sends: &[(usize, View<'_>)],
+        receives: &mut [(usize, ViewMut<'_>)],
+        stream: &Stream,
+    ) -> Result<()> {
+        let refused = |what: String| Err(Error::Nccl { call: "exchange", what });
+        self.device.expect(stream.device())?;
+        let incoming = receives.iter().map(|(from, view)| (*from, view.as_view()));
+        for (peer, view) in sends.iter().copied().chain(incoming) {
+            if peer >= self.world || peer == self.rank {
+                return refused(format!("{peer} is not another rank of {}", self.world));
+            }
+            if !view.layout().is_contiguous() {
+                return refused("a tensor is not contiguous".into());
+            }
+            self.device.expect(view.device())?;
+            view.owner().map_or(Ok(()), |memory| memory.prepare(stream))?;
+        }
+        if let Some(session) = stream.session()? {
+            session.refuse_capture("exchanging tensors")?;
+        }
+        let mut state = self.state()?;
+        let queued = self.queue(&mut state, sends, receives, stream);
+        queued.map_err(|error| {
+            // The ranks are out of step.
+            let what = error.to_string();
+            self.watched.give_up(&mut state, what.clone());
+            Error::Lost { what }
+        })
+    }
+
+    /// Waits until everything queued on a stream is done, and no longer than exchanges may take.
+    ///
+    /// # Errors
+    /// [`Error::Lost`], [`Error::Cuda`].
+    pub fn wait(&self, stream: &Stream) -> Result<()> {
+        let event = Event::new(stream.device(), false)?;
+        event.record(stream)?;
+        let start = Instant::now();
+        while !event.is_done()? {
+            drop(self.state()?);
+            if start.elapsed() > Duration::from_millis(1) {
+                std::thread::sleep(Duration::from_micros(50));
+            }
+        }
+        self.state().map(drop)
+    }
+
+    /// Gives the communicator up: exchanges under way end, with unspecified results, and the other
+    /// ranks lose theirs after the timeout at the latest.
+    pub fn abort(&self, why: &str) {
+        self.watched.give_up(&mut lock(&self.watched.state), why.to_owned());
+    }
+
+    /// The state of a communicator that is not lost.
+    fn state(&self) -> Result<MutexGuard<'_, State>> {
+        let state = lock(&self.watched.state);
+        state.alive()?;
+        Ok(state)
+    }
+
+    /// Queues messages that were checked, whose memory is prepared for the stream, and has them
+    /// watched.
+    fn queue(
+        &self,
+        state: &mut State,
+        sends: &[(usize, View<'_>)],
+        receives: &mut [(usize, ViewMut<'_>)],
+        stream: &Stream,
+    ) -> Result<()> {
+        let closed = || Error::Lost { what: "it is closed".into() };
+        let comm = state.comm.as_ref().ok_or_else(closed)?.0;
+        let nccl = self.watched.nccl;
+        let Some(session) = stream.session()? else { return Ok(()) };
+        let raw = session.raw().cast();
+        // SAFETY: no conditions. Everything until the end of the group runs in this thread.
+        nccl.check("ncclGroupStart", unsafe { (nccl.group_start)() })?;
+        let mut result = Ok(());
+        for (to, view) in sends {
+            let (from, to) = (view.device_ptr().unwrap_or(0) as *const _, *to as i32);
+            // SAFETY:
+            // 1. Communicator and stream live and belong to the current context; `to` is a rank.
+            // 2. The memory is contiguous, of so many bytes, and prepared for the stream.
+            let code = unsafe { (nccl.send)(from, bytes(view), BYTES, to, comm, raw) };
+            result = result.and(nccl.check("ncclSend", code));
+        }
+        for (from, view) in receives {
+            let (to, size) = (view.device_ptr().unwrap_or(0) as *mut _, bytes(&view.as_view()));
+            // SAFETY: as above. The memory is borrowed exclusively, and no more than `size` bytes
+            // of it are written, whatever the sender sends: they are copied out of NCCL's own
+            // memory, since tensors are not registered, and ranks of one process have no direct
+            // access (`new`).
+            let code = unsafe { (nccl.receive)(to, size, BYTES, *from as i32, comm, raw) };
+            result = result.and(nccl.check("ncclRecv", code));
+        }
+        // SAFETY: ends the group of this thread.
+        let code = unsafe { (nccl.group_end)() };
+        result.and(nccl.check("ncclGroupEnd", code))?;
+        self.watched.settle("ncclGroupEnd", comm)?;
+        drop(session);
+        let event = Event::new(&self.device, false)?;
+        event.record(stream)?;
+        state.watch(event, self.watched.timeout);
+        Ok(())
+    }
+}
+
+impl Drop for NcclCommunicator {
+    fn drop(&mut self) {
+        let watched = &*self.watched;
+        let mut state = lock(&watched.state);
+        let _bound = watched.context.bind();
+        // What was not finished by all ranks is aborted.
+        if let Some(comm) = state.comm.take() {
+            // SAFETY: the communicator lives, and is used no more after it is destroyed or aborted.
+            // There is nobody to report an error to.
+            unsafe {
+                let code = (watched.nccl.finalize)(comm.0);
+                let finished = watched.nccl.check("ncclCommFinalize", code).is_ok()
+                    && watched.settle("ncclCommFinalize", comm.0).is_ok();
+                let end = if finished { watched.nccl.destroy } else { watched.nccl.abort };
+                let _ = end(comm.0);
+            }
+        }
+        state.dropped = true;
+        watched.end.notify_all();
+        let mut ids = lock(&IDS);
+        if let Some(at) = ids.iter().position(|id| *id == self.id) {
+            ids.swap_remove(at);
+        }
+    }
+}
+
+impl std::fmt::Debug for NcclCommunicator {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "NcclCommunicator({} of {}, {})", self.rank, self.world, self.device)
+    }
+}
+
+/// Bytes of a contiguous tensor.
+fn bytes(view: &View<'_>) -> usize {
+    view.layout().elements() * view.dtype().size()
+}

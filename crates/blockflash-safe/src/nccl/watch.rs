@@ -1,0 +1,118 @@
+//! The state of a communicator, and the thread that gives it up when an exchange takes too long.
+
+use super::library::{Code, IN_PROGRESS, Nccl, RawComm};
+use crate::gpu::{Context, Handle};
+use crate::{Error, Event, Result, lock::lock};
+use std::collections::VecDeque;
+use std::ffi::c_void;
+use std::sync::{Condvar, Mutex};
+use std::time::{Duration, Instant};
+
+/// How often the thread looks.
+const PERIOD: Duration = Duration::from_millis(20);
+
+/// What the user's threads and the watching thread share.
+pub(super) struct Watched {
+    pub(super) nccl: &'static Nccl,
+    pub(super) context: &'static Context,
+    pub(super) timeout: Duration,
+    /// The lock is held during every call of NCCL: an abort frees the communicator.
+    pub(super) state: Mutex<State>,
+    /// Signalled when the communicator is dropped.
+    pub(super) end: Condvar,
+}
+
+pub(super) struct State {
+    /// `None` before it is made and after an abort.
+    pub(super) comm: Option<Handle<c_void>>,
+    /// Why the communicator was given up.
+    lost: Option<String>,
+    /// Marks behind exchanges, and when each has to be reached.
+    pending: VecDeque<(Event, Instant)>,
+    pub(super) dropped: bool,
+}
+
+impl Watched {
+    pub(super) fn new(context: &'static Context, timeout: Duration) -> Result<Watched> {
+        let state = State { comm: None, lost: None, pending: VecDeque::new(), dropped: false };
+        let (nccl, state) = (Nccl::get()?, Mutex::new(state));
+        Ok(Watched { nccl, context, timeout, state, end: Condvar::new() })
+    }
+
+    /// Waits until a call on a communicator that does not block is done. The lock is held.
+    pub(super) fn settle(&self, call: &'static str, comm: RawComm) -> Result<()> {
+        let start = Instant::now();
+        loop {
+            let mut code: Code = 0;
+            // SAFETY: 1. The communicator lives while the lock is held. 2. The pointer is valid
+            // for writes during the call.
+            self.nccl.check(call, unsafe { (self.nccl.async_error)(comm, &mut code) })?;
+            if code != IN_PROGRESS {
+                return self.nccl.check(call, code);
+            }
+            if start.elapsed() > self.timeout {
+                return Err(Error::Lost { what: late(call, self.timeout) });
+            }
+            // Most calls are done within microseconds.
+            match start.elapsed() > Duration::from_millis(1) {
+                true => std::thread::sleep(Duration::from_micros(100)),
+                false => std::thread::yield_now(),
+            }
+        }
+    }
+
+    /// Gives the communicator up: what it has queued ends, with unspecified results.
+    pub(super) fn give_up(&self, state: &mut State, what: String) {
+        let _bound = self.context.bind();
+        if let Some(comm) = state.comm.take() {
+            // SAFETY: the communicator lives, and is not used after this: it was taken out of the
+            // state. There is nobody to report an error to.
+            let _ = unsafe { (self.nccl.abort)(comm.0) };
+        }
+        state.pending.clear();
+        state.lost.get_or_insert(what);
+    }
+
+    /// Watches until the communicator is dropped.
+    pub(super) fn run(&self) {
+        let mut state = lock(&self.state);
+        while !state.dropped {
+            if let Some(what) = state.overdue(self.timeout) {
+                self.give_up(&mut state, what);
+            }
+            let waited = self.end.wait_timeout(state, PERIOD);
+            state = waited.unwrap_or_else(std::sync::PoisonError::into_inner).0;
+        }
+    }
+}
+
+impl State {
+    /// # Errors
+    /// [`Error::Lost`] if the communicator was given up.
+    pub(super) fn alive(&self) -> Result<()> {
+        self.lost.as_ref().map_or(Ok(()), |what| Err(Error::Lost { what: what.clone() }))
+    }
+
+    /// Has the work before the event watched.
+    pub(super) fn watch(&mut self, event: Event, timeout: Duration) {
+        self.pending.push_back((event, Instant::now() + timeout));
+    }
+
+    /// What is wrong with the oldest exchange that is not done, if anything is.
+    fn overdue(&mut self, timeout: Duration) -> Option<String> {
+        while let Some((event, deadline)) = self.pending.front() {
+            match event.is_done() {
+                Ok(true) => drop(self.pending.pop_front()),
+                Ok(false) => {
+                    return (Instant::now() > *deadline).then(|| late("an exchange", timeout));
+                }
+                Err(error) => return Some(error.to_string()),
+            }
+        }
+        None
+    }
+}
+
+fn late(call: &str, timeout: Duration) -> String {
+    format!("{call} was not done after {timeout:?}")
+}

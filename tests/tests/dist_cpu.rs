@@ -1,0 +1,39 @@
+//! Attention over ranks in threads of the CPU, against the oracle of the whole sequence.
+
+use blockflash_ops::{DType, Device};
+use blockflash_tests::dist::{DistCase, dist_cases, repeats, run_backward, run_forward};
+use blockflash_tests::property;
+
+type Run = fn(&DistCase, &Device) -> Result<usize, String>;
+
+fn check(cases: u32, dtypes: &[DType], head_dims: &[usize], longest: usize, run: Run) {
+    let cases_of = dist_cases(8, dtypes.to_vec(), head_dims.to_vec(), longest);
+    property::check(cases, cases_of, |case| run(&case, &Device::cpu()).map(drop));
+}
+
+#[test]
+fn forward() {
+    check(150, &[DType::F32], &[1, 4, 8, 24], 150, run_forward);
+}
+
+#[test]
+fn backward() {
+    check(100, &[DType::F32], &[1, 4, 8, 24], 120, run_backward);
+}
+
+/// In the sizes of heads that GPUs take: with fewer elements in a row, the rounding of parts to the
+/// element type shows.
+#[test]
+fn forward_in_half_precision() {
+    check(100, &[DType::BF16, DType::F16], &[8, 16, 24, 64], 120, run_forward);
+}
+
+#[test]
+fn backward_in_half_precision() {
+    check(60, &[DType::BF16, DType::F16], &[8, 16, 24, 64], 120, run_backward);
+}
+
+#[test]
+fn repeats_have_the_same_bits() {
+    check(30, &[DType::BF16, DType::F32], &[8], 100, repeats);
+}
