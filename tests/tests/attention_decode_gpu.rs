@@ -113,7 +113,8 @@ fn every_kernel_that_appends() {
     report.finish(&gpu, "attention_decode_gpu");
 }
 
-/// Repeats, and each sequence alone, have the same bits; also where one sequence has many splits.
+/// Repeats, and each sequence alone, have the same bits; also where one sequence has many splits,
+/// and in a batch that gives every CTA several of them.
 fn same_bits_of(
     kernel: &'static Kernel,
     tile: &CacheTile,
@@ -123,5 +124,7 @@ fn same_bits_of(
     let simple = DecodeCase::simple(tile.dtype(), (8, 2), tile.head_dim() as usize, &lengths);
     let case = DecodeCase { equal: true, ..simple };
     let choice = Choice::This(kernel);
-    Ok(same_bits(&case, choice, stream)? + alone_as_in_a_batch(&case, choice, stream)?)
+    let alone: Result<usize, String> =
+        [1, 24].into_iter().map(|times| alone_as_in_a_batch(&case, times, choice, stream)).sum();
+    Ok(same_bits(&case, choice, stream)? + alone?)
 }

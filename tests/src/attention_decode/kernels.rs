@@ -3,7 +3,7 @@
 use super::{DecodeCase, DecodeData, DecodeInputs, DecodeOutputs};
 use crate::attention::{AttentionReference, Choice};
 use crate::gpu::{Gpu, wait};
-use crate::host::download;
+use crate::host::{download, upload};
 use blockflash_ops::attention_decode::{CacheTile, accepts, tile};
 use blockflash_ops::{
     AttentionDecode, AttentionDecodeOperands, CacheAccess, DType, Error, KvCache, Operation,
@@ -90,10 +90,11 @@ pub fn same_bits(case: &DecodeCase, kernel: Choice, stream: &Stream) -> Result<u
     Ok(30)
 }
 
-/// Computes every sequence of a case with equally many queries alone, and requires the bits that it
-/// has in the batch.
+/// Computes every sequence of a paged case with equally many queries alone, and requires the bits
+/// that it has in a batch of so many times all of them, whose items are longer.
 pub fn alone_as_in_a_batch(
     case: &DecodeCase,
+    times: usize,
     kernel: Choice,
     stream: &Stream,
 ) -> Result<usize, String> {
@@ -110,25 +111,39 @@ pub fn alone_as_in_a_batch(
         }
         Ok(download(stream, &o).expect("a tensor of the stream's device"))
     };
-    let whole = run(decode, cache).map_err(|error| error.to_string())?;
+    let repeated = |tensor: &Tensor| {
+        let mut shape = tensor.shape().to_vec();
+        shape[0] *= times;
+        upload(stream, tensor.dtype(), &download(stream, tensor)?.repeat(times), &shape)
+    };
+    let q = repeated(&inputs.q)?;
+    let table = inputs.table.as_ref().map(repeated).transpose()?;
+    let lengths = inputs.seqused.as_ref().map(repeated).transpose()?;
+    let many = KvCache {
+        block_table: table.as_ref().map(Tensor::view),
+        seqused_kv: lengths.as_ref().map(Tensor::view),
+        ..cache
+    };
+    let whole = run(AttentionDecode { q: q.view(), ..decode }, many);
+    let whole = whole.map_err(|error| error.to_string())?;
     let batch = case.attention.sequences().len();
-    let of_one = whole.len() / batch.max(1);
+    let of_one = whole.len() / (batch * times).max(1);
     for b in 0..batch {
         let alone = || {
             let one = b..b + 1;
-            let whole = cache.block_table.is_some();
-            let of = if whole { 0..cache.k.shape()[0] } else { one.clone() };
             let cache = KvCache {
-                k: cache.k.slice(0, of.clone())?,
-                v: cache.v.slice(0, of)?,
                 block_table: cache.block_table.map(|t| t.slice(0, one.clone())).transpose()?,
                 seqused_kv: cache.seqused_kv.map(|t| t.slice(0, one.clone())).transpose()?,
+                ..cache
             };
             run(AttentionDecode { q: decode.q.slice(0, one.clone())?, ..decode }, cache)
         };
-        if alone().map_err(|error| error.to_string())? != whole[b * of_one..][..of_one] {
-            return Err(format!("sequence {b} alone differs\n    {case:?}"));
+        let alone = alone().map_err(|error| error.to_string())?;
+        for b in (b..batch * times).step_by(batch) {
+            if alone != whole[b * of_one..][..of_one] {
+                return Err(format!("sequence {b} differs from itself alone\n    {case:?}"));
+            }
         }
     }
-    Ok(batch)
+    Ok(batch * times)
 }

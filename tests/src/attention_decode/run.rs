@@ -18,7 +18,8 @@ use blockflash_sys::manifest;
 /// The operands of a case on a device.
 pub struct DecodeInputs {
     case: DecodeCase,
-    q: Tensor,
+    /// Queries.
+    pub q: Tensor,
     sink: Option<Tensor>,
     cu_seqlens: Option<Tensor>,
     /// Keys and values.
