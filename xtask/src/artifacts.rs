@@ -4,6 +4,7 @@ use crate::workspace::cargo;
 use anyhow::{Context, Result, bail};
 use serde::Deserialize;
 use std::path::PathBuf;
+use std::process::{Command, Stdio};
 
 /// Feature of the `blockflash` that is profiled: it loads images from the folder that
 /// `BLOCKFLASH_IMAGES` names.
@@ -40,14 +41,17 @@ struct Profile {
 /// Builds programs in release mode with the given arguments for cargo, whose progress messages go
 /// to the terminal.
 pub fn build(arguments: &[&str]) -> Result<Vec<Program>> {
-    let mut command = cargo();
-    command.args(arguments).args([
+    build_by(cargo(), arguments)
+}
+
+/// [`build`] by this cargo.
+pub fn build_by(mut cargo: Command, arguments: &[&str]) -> Result<Vec<Program>> {
+    cargo.args(arguments).args([
         "--release",
         "--locked",
         "--message-format=json-render-diagnostics",
     ]);
-    let output =
-        command.stderr(std::process::Stdio::inherit()).output().context("cannot start cargo")?;
+    let output = cargo.stderr(Stdio::inherit()).output().context("cannot start cargo")?;
     if !output.status.success() {
         bail!("the release build failed");
     }

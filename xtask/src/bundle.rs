@@ -95,7 +95,7 @@ pub fn run(args: &Args) -> Result<()> {
 
 /// Packs the folder into one file, `FOLDER.tar.xz`. All programs contain the same images, which the
 /// compressor finds only with a large window.
-fn pack(folder: &Path) -> Result<PathBuf> {
+pub fn pack(folder: &Path) -> Result<PathBuf> {
     let mut archive = folder.as_os_str().to_owned();
     archive.push(".tar.xz");
     let status = Command::new("tar")

@@ -1,5 +1,7 @@
 use crate::memory::{Operand, Place};
-use blockflash_ops::{Align, BlockGeometry, BlockMask, BlockScores, Mask};
+use blockflash_ops::{
+    Align, BlockChoice, BlockGeometry, BlockMask, BlockMaskBuffer, BlockScores, BlockSource, Mask,
+};
 use candle_core::{Device, Result, Tensor};
 use std::sync::Arc;
 
@@ -46,8 +48,7 @@ impl BlockTopK {
 
     /// The mask for a q `[batch, seqlen_q, num_heads_q, head_dim]` and a k
     /// `[batch, seqlen_kv, num_heads_kv, head_dim]` under a token mask that is aligned at the last
-    /// query and key, on their device. The host chooses from the scores of the blocks, so on a GPU
-    /// this waits.
+    /// query and key, on their device. On a GPU this waits for the number of blocks.
     ///
     /// # Errors
     /// A block size that is not possible; on a GPU f32, or a `head_dim` that is not a multiple of 8
@@ -62,14 +63,20 @@ impl BlockTopK {
             let geometry = BlockGeometry::new(seqlen_q, seqlen_kv, self.block, self.block)?;
             let mut scores = BlockScores::new(geometry, q.view, k.view, stream)?;
             scores.compute(q.view, k.view, stream)?;
-            let scores = scores.scores().to_vec::<f32>(stream)?;
-            let chosen =
-                BlockMask::top_k_from_scores(geometry, batch, heads, &scores, self.count, mask)?;
             let first = BlockMask::sink(geometry, self.first.min(geometry.cols()))?;
             let diagonal =
                 BlockMask::window(geometry, Some(self.before), Some(0), Align::BottomRight)?;
-            let blocks = chosen.union(&first)?.union(&diagonal)?.intersect_mask(mask)?;
-            Ok(Arc::new(blocks.to(stream)?))
+            let always = first.union(&diagonal)?;
+            let count = self.count.min(geometry.cols());
+            let capacity = batch * heads * (geometry.rows() * count + always.nnz());
+            let always = always.to(stream)?;
+            let source = BlockSource::Scores { scores: scores.scores().view(), k: count };
+            let choice = BlockChoice { always: Some(&always), mask, ..BlockChoice::new(source) };
+            let mut buffer = BlockMaskBuffer::new(geometry, batch, heads, capacity, stream)?;
+            buffer.build(&choice, stream)?;
+            buffer.check(stream)?;
+            // As many columns as there are, not as many as there is room for.
+            Ok(Arc::new(buffer.to_host(stream)?.to(stream)?))
         })
     }
 }

@@ -1,6 +1,7 @@
 //! The sizes of a model, as Hugging Face writes them, and a small one with random weights.
 
 use candle_core::{DType, Device, Error, Result, Tensor, bail, safetensors};
+use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 use std::collections::HashMap;
 use std::fs;
@@ -78,49 +79,82 @@ impl Config {
     }
 }
 
-/// Writes a small model with random weights.
-pub(crate) fn make(folder: &Path) -> Result<()> {
-    let config = Config {
-        hidden_size: 256,
-        intermediate_size: 512,
-        vocab_size: 2000,
-        num_hidden_layers: 4,
-        num_attention_heads: 8,
-        num_key_value_heads: 2,
-        rms_norm_eps: 1e-5,
-        rope_theta: default_theta(),
-        rope_scaling: None,
-        tie_word_embeddings: false,
-    };
+/// The size of a model that is made.
+#[derive(Clone, Copy, ValueEnum)]
+pub(crate) enum Size {
+    /// 4 layers of 256, for a CPU
+    Small,
+    /// Llama 3.2 1B
+    #[value(name = "1b")]
+    Billion,
+}
+
+impl Size {
+    fn config(self) -> Config {
+        let small = Config {
+            hidden_size: 256,
+            intermediate_size: 512,
+            vocab_size: 2000,
+            num_hidden_layers: 4,
+            num_attention_heads: 8,
+            num_key_value_heads: 2,
+            rms_norm_eps: 1e-5,
+            rope_theta: default_theta(),
+            rope_scaling: None,
+            tie_word_embeddings: false,
+        };
+        match self {
+            Self::Small => small,
+            Self::Billion => Config {
+                hidden_size: 2048,
+                intermediate_size: 8192,
+                vocab_size: 128_256,
+                num_hidden_layers: 16,
+                num_attention_heads: 32,
+                num_key_value_heads: 8,
+                rope_theta: 500_000.0,
+                tie_word_embeddings: true,
+                ..small
+            },
+        }
+    }
+}
+
+/// Writes a model with random weights.
+pub(crate) fn make(folder: &Path, size: Size, dtype: DType, device: &Device) -> Result<()> {
+    let config = size.config();
     let Config { hidden_size: hidden, intermediate_size: inner, vocab_size: vocab, .. } = config;
     let kv = config.num_key_value_heads * config.head_dim();
     let mut weights = HashMap::new();
-    let mut add = |name: String, shape: [usize; 2]| -> Result<()> {
-        let deviation = 1.0 / (shape[1] as f32).sqrt();
-        weights.insert(name, Tensor::randn(0f32, deviation, &shape, &Device::Cpu)?);
+    let mut add = |name: String, shape: [usize; 2], gain: f32| -> Result<()> {
+        let deviation = gain / (shape[1] as f32).sqrt();
+        weights.insert(name, Tensor::randn(0., deviation, &shape, device)?.to_dtype(dtype)?);
         Ok(())
     };
     for layer in 0..config.num_hidden_layers {
-        for (part, shape) in [
-            ("self_attn.q_proj", [hidden, hidden]),
-            ("self_attn.k_proj", [kv, hidden]),
-            ("self_attn.v_proj", [kv, hidden]),
-            ("self_attn.o_proj", [hidden, hidden]),
-            ("mlp.gate_proj", [inner, hidden]),
-            ("mlp.up_proj", [inner, hidden]),
-            ("mlp.down_proj", [hidden, inner]),
+        // Queries are long enough for attention to prefer some keys, so that tokens depend on it.
+        for (part, shape, gain) in [
+            ("self_attn.q_proj", [hidden, hidden], 2.0),
+            ("self_attn.k_proj", [kv, hidden], 1.0),
+            ("self_attn.v_proj", [kv, hidden], 1.0),
+            ("self_attn.o_proj", [hidden, hidden], 1.0),
+            ("mlp.gate_proj", [inner, hidden], 1.0),
+            ("mlp.up_proj", [inner, hidden], 1.0),
+            ("mlp.down_proj", [hidden, inner], 1.0),
         ] {
-            add(format!("model.layers.{layer}.{part}.weight"), shape)?;
+            add(format!("model.layers.{layer}.{part}.weight"), shape, gain)?;
         }
     }
-    add("model.embed_tokens.weight".into(), [vocab, hidden])?;
-    add("lm_head.weight".into(), [vocab, hidden])?;
+    add("model.embed_tokens.weight".into(), [vocab, hidden], 1.0)?;
+    if !config.tie_word_embeddings {
+        add("lm_head.weight".into(), [vocab, hidden], 1.0)?;
+    }
     let norms = (0..config.num_hidden_layers).flat_map(|layer| {
         ["input_layernorm", "post_attention_layernorm"]
             .map(|norm| format!("model.layers.{layer}.{norm}.weight"))
     });
     for name in norms.chain(["model.norm.weight".into()]) {
-        weights.insert(name, Tensor::ones(hidden, DType::F32, &Device::Cpu)?);
+        weights.insert(name, Tensor::ones(hidden, dtype, device)?);
     }
     fs::create_dir_all(folder)?;
     let text = serde_json::to_string_pretty(&config).map_err(Error::msg)?;

@@ -2,7 +2,9 @@
 
 use crate::attention::{Cache, Kind};
 use crate::config::Config;
-use candle_core::{D, DType, Device, Result, Tensor, bail, safetensors};
+use candle_core::{DType, Device, Result, Tensor, bail, safetensors};
+use candle_nn::ops::{rms_norm, silu};
+use candle_nn::rotary_emb::rope_thd;
 use std::collections::HashMap;
 use std::fs;
 use std::path::Path;
@@ -13,7 +15,7 @@ pub(crate) struct Model {
     embedding: Tensor,
     norm: Tensor,
     head: Tensor,
-    /// `[positions, 1, head_dim / 2]`
+    /// `[positions, head_dim / 2]`
     cos: Tensor,
     sin: Tensor,
 }
@@ -84,7 +86,7 @@ impl Model {
             let angles = (0..positions).flat_map(|position| {
                 frequencies.iter().map(move |frequency| of(position as f64 * frequency) as f32)
             });
-            let shape = (positions, 1, frequencies.len());
+            let shape = (positions, frequencies.len());
             Tensor::from_vec(angles.collect(), shape, device)?.to_dtype(dtype)
         };
         let (cos, sin) = (table(f64::cos)?, table(f64::sin)?);
@@ -98,9 +100,13 @@ impl Model {
         self.layers.iter().map(|_| Cache::new(kind, capacity, sizes, dtype, device)).collect()
     }
 
-    /// The most likely token after some more tokens.
-    pub(crate) fn next(&self, tokens: &[u32], caches: &mut [Cache]) -> Result<u32> {
+    /// The logits of the token after some more tokens, on the CPU.
+    pub(crate) fn logits(&self, tokens: &[u32], caches: &mut [Cache]) -> Result<Vec<f32>> {
         let start = caches.first().map_or(0, Cache::len);
+        let hidden = caches.first().map(|cache| cache.hidden(tokens.len(), &self.embedding));
+        let hidden = hidden.transpose()?.flatten();
+        let [cos, sin] = [&self.cos, &self.sin].map(|table| table.narrow(0, start, tokens.len()));
+        let (cos, sin) = (cos?, sin?);
         let tokens = Tensor::new(tokens, self.embedding.device())?;
         let mut x = self.embedding.index_select(&tokens, 0)?;
         for (layer, cache) in self.layers.iter().zip(caches) {
@@ -111,37 +117,21 @@ impl Model {
                 let head_dim = self.config.head_dim();
                 y.reshape((1, tokens, width / head_dim, head_dim))
             };
-            let q = self.turned(&heads(&layer.q)?, start)?;
-            let k = self.turned(&heads(&layer.k)?, start)?;
-            let o = cache.attend(&q, &k, &heads(&layer.v)?)?;
+            let q = rope_thd(&heads(&layer.q)?, &cos, &sin)?;
+            let k = rope_thd(&heads(&layer.k)?, &cos, &sin)?;
+            let o = cache.attend(&q, &k, &heads(&layer.v)?, hidden.as_ref())?;
             x = (&x + linear(&o.reshape(x.shape())?, &layer.o)?)?;
             let h = self.normalized(&x, &layer.mlp_norm)?;
-            let inner = (linear(&h, &layer.gate)?.silu()? * linear(&h, &layer.up)?)?;
+            let inner = (silu(&linear(&h, &layer.gate)?)? * linear(&h, &layer.up)?)?;
             x = (&x + linear(&inner, &layer.down)?)?;
         }
         let last = x.narrow(0, x.dims2()?.0 - 1, 1)?;
         let logits = linear(&self.normalized(&last, &self.norm)?, &self.head)?;
-        logits.to_dtype(DType::F32)?.argmax(D::Minus1)?.get(0)?.to_scalar()
+        logits.squeeze(0)?.to_dtype(DType::F32)?.to_vec1()
     }
 
-    /// RMS norm, in f32.
     fn normalized(&self, x: &Tensor, weight: &Tensor) -> Result<Tensor> {
-        let wide = x.to_dtype(DType::F32)?;
-        let mean = wide.sqr()?.mean_keepdim(D::Minus1)?;
-        let root = (mean + self.config.rms_norm_eps)?.sqrt()?;
-        wide.broadcast_div(&root)?.to_dtype(x.dtype())?.broadcast_mul(weight)
-    }
-
-    /// Rotary embedding of `[1, tokens, heads, head_dim]` from a position on.
-    fn turned(&self, x: &Tensor, start: usize) -> Result<Tensor> {
-        let (_, tokens, _, head_dim) = x.dims4()?;
-        let [cos, sin] = [&self.cos, &self.sin].map(|table| table.narrow(0, start, tokens));
-        let (cos, sin) = (cos?, sin?);
-        let first = x.narrow(3, 0, head_dim / 2)?;
-        let second = x.narrow(3, head_dim / 2, head_dim / 2)?;
-        let left = (first.broadcast_mul(&cos)? - second.broadcast_mul(&sin)?)?;
-        let right = (first.broadcast_mul(&sin)? + second.broadcast_mul(&cos)?)?;
-        Tensor::cat(&[left, right], 3)
+        rms_norm(x, weight, self.config.rms_norm_eps as f32)
     }
 }
 

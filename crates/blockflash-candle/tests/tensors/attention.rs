@@ -17,9 +17,10 @@ fn forward_and_lse_are_exact() -> Result<()> {
 
 fn forward_and_lse(device: &Device) -> Result<()> {
     let masks = [Mask::Full, Mask::causal(), window(Some(9), Some(0)), window(Some(0), Some(1000))];
-    for (&dtype, ([seqlen_q, seqlen_kv], [heads, heads_kv], head_dim)) in types(device)
-        .iter()
-        .zip([([1, 70], [6, 1], 64), ([65, 33], [2, 2], 72), ([37, 53], [4, 2], 24)])
+    for (([seqlen_q, seqlen_kv], [heads, heads_kv], head_dim), &dtype) in
+        [([1, 70], [6, 1], 64), ([65, 33], [2, 2], 72), ([37, 53], [4, 2], 24)]
+            .into_iter()
+            .zip(types(device).iter().cycle())
     {
         for mask in masks {
             // [batch, heads, seqlen, head_dim], of which a part is taken: strided operands.
@@ -147,7 +148,7 @@ fn gradients_are_exact() -> Result<()> {
 
 fn gradients(device: &Device) -> Result<()> {
     let masks = [Mask::causal(), Mask::Full, window(Some(5), None)];
-    for (&dtype, mask) in types(device).iter().zip(masks) {
+    for (mask, &dtype) in masks.into_iter().zip(types(device).iter().cycle()) {
         let new =
             |seqlen, heads| Var::from_tensor(&normal_on(device, &[2, seqlen, heads, 16], dtype)?);
         let (q, k, v) = (new(21, 4)?, new(34, 2)?, new(34, 2)?);

@@ -1,7 +1,7 @@
-use crate::harness::normal;
+use crate::harness::{devices, normal, normal_on};
 use blockflash_candle::{
     Attention, BsrLinear, BsrPattern, KvCache, Mask, Packed, flash_attn, flash_attn_alibi,
-    flash_attn_alibi_windowed_softcap, flash_attn_varlen,
+    flash_attn_alibi_windowed_softcap, flash_attn_varlen, flash_attn_varlen_paged_windowed,
 };
 use candle_core::{DType, Device, Module, Result, Tensor, Var};
 
@@ -99,5 +99,79 @@ fn caches_and_layers_refuse_what_does_not_fit() -> Result<()> {
     assert!(layer.forward(&normal(&[3, 31], DType::F32)?).is_err());
     let layer = BsrLinear::new(pattern(), normal(&[2, 16, 16], DType::F32)?)?;
     assert!(layer.forward(&normal(&[3, 32], DType::F32)?).is_err());
+    Ok(())
+}
+
+/// What the CPU takes and a GPU does not.
+#[test]
+fn a_gpu_says_what_it_does_not_take() -> Result<()> {
+    for device in devices()?.into_iter().skip(1) {
+        let new = |heads, head_dim, dtype| normal_on(&device, &[1, 8, heads, head_dim], dtype);
+        let q = new(4, 16, DType::F32)?;
+        refused(flash_attn(&q, &q, &q, 1.0, true), "f32");
+        let q = new(4, 264, DType::F16)?;
+        refused(flash_attn(&q, &q, &q, 1.0, true), "head_dim");
+        let q = new(4, 20, DType::F16)?;
+        refused(flash_attn(&q, &q, &q, 1.0, true), "");
+        let (q, host) = (new(4, 16, DType::F16)?, normal(&[1, 8, 4, 16], DType::F16)?);
+        refused(flash_attn(&q, &host, &host, 1.0, true), "");
+        refused(flash_attn(&host, &q, &q, 1.0, true), "");
+        let narrow = new(4, 24, DType::F16)?.narrow(3, 4, 16)?;
+        refused(flash_attn(&narrow, &narrow, &narrow, 1.0, true), "");
+    }
+    Ok(())
+}
+
+/// A GPU cannot check offsets and tables before the call. Whatever they are, nothing outside the
+/// tensors is touched, and the next call is right.
+#[test]
+fn hostile_offsets_do_no_harm() -> Result<()> {
+    for device in devices()?.into_iter().skip(1) {
+        let q = normal_on(&device, &[40, 4, 64], DType::BF16)?;
+        let pages = normal_on(&device, &[3, 16, 4, 64], DType::BF16)?;
+        let good = Tensor::new(&[0u32, 20, 40], &device)?;
+        let table = |entries: [u32; 4]| Tensor::new(&entries, &device)?.reshape((2, 2));
+        let valid = table([0, 1, 2, 0])?;
+        let attend = |offsets_q: &Tensor, offsets_kv: &Tensor| {
+            flash_attn_varlen(&q, &q, &q, offsets_q, offsets_kv, 40, 40, 1.0, true)
+        };
+        let look_up = |offsets_q: &Tensor, offsets_kv: &Tensor, table: &Tensor| {
+            flash_attn_varlen_paged_windowed(
+                &q,
+                &pages,
+                &pages,
+                offsets_q,
+                offsets_kv,
+                table,
+                None,
+                40,
+                32,
+                1.0,
+                None,
+                Some(0),
+                16,
+                None,
+            )
+        };
+        let values = |o: Tensor| o.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>();
+        let expected = [values(attend(&good, &good)?)?, values(look_up(&good, &good, &valid)?)?];
+        for hostile in [[5, 4_000_000_000, 7], [u32::MAX; 3], [1 << 31, 0, 1 << 30], [40, 20, 0]] {
+            let offsets = Tensor::new(&hostile, &device)?;
+            let tables = table([hostile[0], hostile[1], hostile[2], 3])?;
+            for o in [
+                attend(&offsets, &good)?,
+                attend(&good, &offsets)?,
+                attend(&offsets, &offsets)?,
+                look_up(&offsets, &good, &valid)?,
+                look_up(&good, &offsets, &valid)?,
+                look_up(&good, &good, &tables)?,
+                look_up(&offsets, &offsets, &tables)?,
+            ] {
+                values(o)?;
+            }
+            let found = [values(attend(&good, &good)?)?, values(look_up(&good, &good, &valid)?)?];
+            assert_eq!(found, expected, "{hostile:?}");
+        }
+    }
     Ok(())
 }

@@ -3,6 +3,7 @@
 use blockflash_candle::Mask;
 use blockflash_oracle::{AttentionCase, Comparison, Elements};
 use candle_core::{DType, Device, Result, Tensor, bail};
+use std::io::Write;
 use std::ops::Range;
 
 #[derive(Debug)]
@@ -40,11 +41,25 @@ impl Elements for Array {
     }
 }
 
-/// Where the tests run: with the feature `cuda` on a GPU, too, which then must be there.
+/// Where the tests run: on the CPU and, with the feature `cuda`, on a GPU, there on both kinds of
+/// streams that candle has. Without a GPU a line on stderr says so; with `BLOCKFLASH_REQUIRE_GPU=1`
+/// in the environment that is an error.
 pub(crate) fn devices() -> Result<Vec<Device>> {
     let mut devices = vec![Device::Cpu];
     if cfg!(feature = "cuda") {
-        devices.push(Device::new_cuda(0)?);
+        match Device::new_cuda(0) {
+            Ok(device) => devices.extend([device, Device::new_cuda_with_stream(0)?]),
+            Err(error) if std::env::var("BLOCKFLASH_REQUIRE_GPU").is_ok_and(|is| is == "1") => {
+                return Err(error);
+            }
+            Err(error) => {
+                let thread = std::thread::current();
+                let test = thread.name().unwrap_or("a test");
+                // Without the backtrace that candle may add. A closed stderr is no reason to fail.
+                let error = error.to_string().lines().next().unwrap_or_default().to_owned();
+                let _ = writeln!(std::io::stderr(), "SKIPPED (no GPU): {test}: {error}");
+            }
+        }
     }
     Ok(devices)
 }

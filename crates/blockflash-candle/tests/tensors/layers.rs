@@ -1,4 +1,4 @@
-use crate::harness::{Array, devices, normal, normal_on, passed, types};
+use crate::harness::{Array, devices, normal_on, passed, types};
 use blockflash_candle::{Activation, BsrLinear, BsrPattern};
 use blockflash_oracle::{BsrCase, bsr_matmul};
 use candle_core::{DType, Device, Module, Result, Tensor, Var};
@@ -53,26 +53,52 @@ fn layers(device: &Device) -> Result<()> {
 /// The same layer with dense weights is what candle differentiates itself.
 #[test]
 fn gradients_are_those_of_dense_weights() -> Result<()> {
-    let values = Var::from_tensor(&normal(&[3, 16, 16], DType::F32)?)?;
-    let (bias, x) = (normal(&[48], DType::F32)?, Var::from_tensor(&normal(&[9, 32], DType::F32)?)?);
-    let layer = BsrLinear::new(pattern(), values.as_tensor().clone())?;
-    let activation = Activation::Silu;
-    let layer = layer.with_bias(bias.clone()).with_activation(activation);
-    let factors = normal(&[9, 48], DType::F32)?;
-    let gradients = (layer.forward(&x)? * &factors)?.sum_all()?.backward()?;
+    devices()?.iter().try_for_each(gradients)
+}
 
-    let zeros = Tensor::zeros((16, 16), DType::F32, &Device::Cpu)?;
-    let blocks = [values.get(0)?, values.get(1)?, values.get(2)?];
-    let rows = [[&blocks[0], &blocks[1]], [&zeros, &zeros], [&zeros, &blocks[2]]];
-    let rows: Vec<Tensor> = rows.iter().map(|row| Tensor::cat(row, 1)).collect::<Result<_>>()?;
-    let y = x.matmul(&Tensor::cat(&rows, 0)?.t()?)?.broadcast_add(&bias)?.silu()?;
-    let expected = (y * &factors)?.sum_all()?.backward()?;
-    for var in [&values, &x] {
-        let [found, expected] = [&gradients, &expected]
-            .map(|of| of.get(var).expect("a gradient").flatten_all().unwrap());
-        let error = (found - &expected)?.abs()?.max(0)?.to_scalar::<f32>()?;
-        let size = expected.abs()?.max(0)?.to_scalar::<f32>()?;
-        assert!(error <= 1e-6 * size, "{error} of {size}");
+fn gradients(device: &Device) -> Result<()> {
+    for &dtype in types(device) {
+        let new = |shape: &[usize]| normal_on(device, shape, dtype);
+        let (values, bias, x) = (new(&[3, 16, 16])?, new(&[48])?, new(&[9, 32])?);
+        let factors = new(&[9, 48])?;
+        let layer = |values: &Tensor, x: &Tensor| {
+            let layer = BsrLinear::new(pattern(), values.clone())?.with_bias(bias.clone());
+            layer.with_activation(Activation::Silu).forward(x)
+        };
+        let dense = |values: &Tensor, x: &Tensor| {
+            let zeros = Tensor::zeros((16, 16), values.dtype(), values.device())?;
+            let blocks = [values.get(0)?, values.get(1)?, values.get(2)?];
+            let rows = [[&blocks[0], &blocks[1]], [&zeros, &zeros], [&zeros, &blocks[2]]];
+            let rows: Vec<Tensor> =
+                rows.iter().map(|row| Tensor::cat(row, 1)).collect::<Result<_>>()?;
+            let bias = bias.to_device(values.device())?.to_dtype(values.dtype())?;
+            x.matmul(&Tensor::cat(&rows, 0)?.t()?)?.broadcast_add(&bias)?.silu()
+        };
+        // The gradients of values and x, in f64 on the CPU.
+        let of = |exact: bool, forward: &dyn Fn(&Tensor, &Tensor) -> Result<Tensor>| {
+            let var = |tensor: &Tensor| match exact {
+                true => Var::from_tensor(&tensor.to_device(&Device::Cpu)?.to_dtype(DType::F64)?),
+                false => Var::from_tensor(tensor),
+            };
+            let (values, x) = (var(&values)?, var(&x)?);
+            let y = forward(&values, &x)?;
+            let factors = factors.to_device(y.device())?.to_dtype(y.dtype())?;
+            let gradients = (y * factors)?.sum_all()?.backward()?;
+            [values, x]
+                .iter()
+                .map(|var| {
+                    let gradient = gradients.get(var).expect("a gradient");
+                    gradient.to_device(&Device::Cpu)?.to_dtype(DType::F64)?.flatten_all()
+                })
+                .collect::<Result<Vec<_>>>()
+        };
+        let (exact, plain, found) = (of(true, &dense)?, of(false, &dense)?, of(false, &layer)?);
+        for ((exact, plain), found) in exact.iter().zip(&plain).zip(&found) {
+            let error = |of: &Tensor| (of - exact)?.abs()?.max(0)?.to_scalar::<f64>();
+            let (size, floor) = (exact.abs()?.max(0)?.to_scalar::<f64>()?, 1e-6);
+            let (error, plain) = (error(found)?, error(plain)?);
+            assert!(error <= 2.0 * plain + floor * size, "{dtype:?}: {error}, plain {plain}");
+        }
     }
     Ok(())
 }

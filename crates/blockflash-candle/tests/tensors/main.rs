@@ -4,5 +4,7 @@
 mod attention;
 mod cache;
 mod errors;
+mod flash_attn;
 mod harness;
 mod layers;
+mod order;

@@ -1,14 +1,23 @@
-//! `cargo xtask candle`: type-checks what needs a CUDA toolkit, without one.
+//! `cargo xtask candle`: type-checks what needs a CUDA toolkit, without one, or builds it with one
+//! that it installs.
+
+mod bundle;
+mod toolkit;
 
 use crate::bundle::make_executable;
 use crate::workspace::{cargo, root, run as run_command, shown, target_dir, write};
 use anyhow::Result;
-use std::env;
+use std::{env, path::PathBuf};
 
 /// Type-check blockflash-candle with its feature `cuda`, and candle-transformers with it in place
 /// of candle-flash-attn.
 #[derive(clap::Args, Default)]
-pub struct Args {}
+pub struct Args {
+    /// Build its tests and its example with candle's kernels instead, into a folder for a GPU
+    /// machine [default: target/candle/bundle]. This installs a toolkit of 1.2 GB under target/.
+    #[arg(long, value_name = "FOLDER", num_args = 0..=1, default_missing_value = "")]
+    bundle: Option<PathBuf>,
+}
 
 /// Stands in for nvcc, which candle's kernels need even where nothing is linked: it says a version
 /// and makes empty outputs.
@@ -25,8 +34,19 @@ done
 [ -z "$folder" ] || : > "$folder/$name.ptx"
 "#;
 
+/// Runs the command.
+pub fn run(args: &Args) -> Result<()> {
+    match &args.bundle {
+        None => check(),
+        Some(folder) if folder.as_os_str().is_empty() => {
+            bundle::write_to(&target_dir("candle/bundle")?)
+        }
+        Some(folder) => bundle::write_to(folder),
+    }
+}
+
 /// Checks the workspace `drop-in`, which has both.
-pub fn run(_: &Args) -> Result<()> {
+fn check() -> Result<()> {
     let (tools, target) = (target_dir("candle/bin")?, target_dir("candle/check")?);
     let nvcc = tools.join("nvcc");
     write(&nvcc, NVCC)?;
