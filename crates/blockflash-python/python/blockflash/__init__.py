@@ -13,6 +13,7 @@ TYPE_CHECKING = False  # Known to type checkers, without the cost of importing `
 if TYPE_CHECKING:
     from typing import Any
 
+    from . import distributed as distributed
     from . import sparse as sparse
     from ._attention import attention
     from ._decode import attention_decode, attention_merge
@@ -28,6 +29,7 @@ _MODULES = {
     "attention_decode": "._decode",
     "attention_merge": "._decode",
     "block_sparse_attention": ".block_mask",
+    "distributed": ".distributed",
     "info": "._info",
     "restore_sdpa": ".sdpa",
     "scaled_dot_product_attention": ".sdpa",
