@@ -51,7 +51,6 @@ mod kernel;
 mod launch;
 mod layout;
 mod lock;
-mod map_cache;
 mod mark;
 mod memory;
 mod nccl;

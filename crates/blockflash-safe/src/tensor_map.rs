@@ -1,5 +1,4 @@
 use crate::driver::check;
-use crate::map_cache::Key;
 use crate::{DType, Error, Result, View};
 use blockflash_sys::params::blockflash_tensor_map;
 use cudarc::driver::sys;
@@ -144,19 +143,6 @@ impl TensorMapSpec<'_> {
         shape[..rank].copy_from_slice(self.shape);
         strides[..rank - 1].copy_from_slice(self.strides_bytes);
         box_shape[..rank].copy_from_slice(self.box_shape);
-        let key = Key {
-            device: *view.device(),
-            address,
-            dtype: self.dtype,
-            swizzle: self.swizzle,
-            rank,
-            shape,
-            strides_bytes: strides,
-            box_shape,
-        };
-        if let Some(opaque) = key.find() {
-            return Ok(blockflash_tensor_map { opaque });
-        }
         let element_strides = [1u32; 5];
         let mut map = Encoded([0; 16]);
         let data_type = data_type(self.dtype)?;
@@ -182,7 +168,6 @@ impl TensorMapSpec<'_> {
                 sys::CUtensorMapFloatOOBfill::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
             )
         })?;
-        key.keep(map.0);
         Ok(blockflash_tensor_map { opaque: map.0 })
     }
 }
