@@ -258,14 +258,17 @@ fn selected_schemes() {
             let error = run(least - 1).map(|_| ()).unwrap_err();
             assert!(matches!(error, Error::Shape { what: "workspace", .. }), "{error}");
         }
-        let block_mask = Some(BlockCase {
-            block_q: 128,
-            block_kv: 128,
-            per_entry: true,
-            heads: MaskHeads::KeyValue,
-            pattern: BlockPattern::Random(0.4),
-        });
-        run_case(&AttentionCase { block_mask, ..simple }, Choice::Selected, stream).unwrap();
+        for block in [64, 128] {
+            let block_mask = Some(BlockCase {
+                block_q: block,
+                block_kv: block,
+                per_entry: true,
+                heads: MaskHeads::KeyValue,
+                pattern: BlockPattern::Random(0.4),
+            });
+            let case = AttentionCase { block_mask, ..simple.clone() };
+            run_case(&case, Choice::Selected, stream).unwrap();
+        }
     }
 }
 
