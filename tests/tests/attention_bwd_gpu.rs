@@ -239,7 +239,9 @@ fn keeps_sequences_apart(
 fn selected_schemes() {
     let Some(gpu) = gpu("attention_bwd_gpu::selected_schemes") else { return };
     let stream = &gpu.stream;
-    for (dtype, head_dim) in [(DType::BF16, 64), (DType::F16, 128), (DType::BF16, 256)] {
+    for (dtype, head_dim) in
+        [(DType::BF16, 64), (DType::F16, 96), (DType::F16, 128), (DType::BF16, 256)]
+    {
         let simple = AttentionCase::simple(dtype, (4, 2), head_dim, (1100, 1300));
         for mask in [Mask::Full, Mask::causal()] {
             let case = AttentionCase { mask, sink: true, ..simple.clone() };

@@ -111,12 +111,15 @@ fn packed_sequences_and_small_blocks_take_hopper_kernels() {
     let mut repeated = dense(4096, 128);
     repeated.d_o.batch = 0;
     assert_eq!(lead(&repeated), (Step::Keys, Target::Sm90));
-    // Under narrow blocks there is no other machine code for dq.
-    let mut repeated = masked(64, 64, 128);
-    repeated.forward.k.batch = 0;
-    assert_eq!(lead(&repeated), (Step::Keys, Target::Sm90));
-    let queries = selection::select(&repeated.at(Step::Queries), &h200()).unwrap();
-    assert_eq!(queries.target, Target::Ptx80);
+    // Under narrow blocks only a tile for more columns is left for dq.
+    for (head_dim, wider) in [(64, 96), (128, 192)] {
+        let mut repeated = masked(64, 64, head_dim);
+        repeated.forward.k.batch = 0;
+        assert_eq!(lead(&repeated), (Step::Keys, Target::Sm90));
+        let queries = selection::select(&repeated.at(Step::Queries), &h200()).unwrap();
+        let tile = queries.attention_bwd_tile().unwrap();
+        assert_eq!((queries.target, tile.head_dim), (Target::Sm90, wider));
+    }
 }
 
 #[test]
