@@ -93,13 +93,14 @@ fn equal_lengths() -> Result<()> {
         close(&o.squeeze(0)?, &plain.compute(tensors.each_ref())?, 1e-5)?;
 
         // One head of keys for four of queries. Nothing is said there about the tolerance: numbers
-        // with four digits are compared.
+        // with four digits are compared. Here a result may be the next f16, since a GPU rounds
+        // probabilities to f16, too: results are below 0.5, where a step is 2^-12.
         let [q, k, v] = ascending([4, 2, 64], [1000.0, 400.0, 500.0], &device)?;
         let tensors = [q, k.narrow(1, 0, 1)?, v.narrow(1, 0, 1)?];
         let plain = Plain { softmax_scale: 0.125, softcap: None, causal: false };
         let [q, k, v] = batched(&tensors)?;
         let o = v3::flash_attn(&q, &k, &v, 0.125, false, true)?;
-        close(&o.squeeze(0)?, &plain.compute(tensors.each_ref())?, 1e-4)?;
+        close(&o.squeeze(0)?, &plain.compute(tensors.each_ref())?, 2.5e-4)?;
     }
     Ok(())
 }
