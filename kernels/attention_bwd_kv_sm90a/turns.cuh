@@ -15,8 +15,10 @@
 namespace blockflash {
 namespace {
 
-constexpr int kScoresBytes = kResidentRows * 128;  // 64 queries of each key
-constexpr int kSumsBytes = kStreamRows * kD * 4;   // dq of a query tile
+constexpr int kScoresPanel = kResidentRows * 128;  // 64 queries of each key
+constexpr int kScoresBytes = kStreamRows / 64 * kScoresPanel;
+constexpr int kSumsTile = kStatisticsTile * kD * 4;       // dq of 64 queries
+constexpr int kSumsBytes = kStreamRows / 64 * kSumsTile;  // and of a query tile
 constexpr int kScoresOffset = kRingEnd, kStagingOffset = kScoresOffset + 2 * kScoresBytes;
 static_assert(!Config::dq || kStagingOffset + 2 * kSumsBytes <= kStatisticsOffset,
               "manifest and kernel disagree on shared memory");
@@ -70,7 +72,7 @@ struct TurnBarriers {
   uint32_t scores, scores_empty, staged, staged_empty, places;
 
   __device__ __forceinline__ explicit TurnBarriers(uint32_t smem)
-      : scores(smem + kPageEnd),
+      : scores(page_base(smem) + kPageEnd),
         scores_empty(scores + 16),
         staged(scores + 32),
         staged_empty(scores + 48),
@@ -87,7 +89,7 @@ struct TurnBarriers {
     ptx::store_shared(at + 4, static_cast<uint32_t>(first_query));
   }
 };
-static_assert(!Config::dq || kPageEnd + 64 + 8 * TurnBarriers::kPlaces <= Config::smem_bytes,
+static_assert(!Config::dq || kPageEnd + 64 + 8 * TurnBarriers::kPlaces <= kPageLimit,
               "the page is too small");
 
 // Waits until a tile has been added to `rank` times. If somebody else writes to the workspace while
@@ -119,14 +121,17 @@ __device__ __forceinline__ void add_in_turn(const Params& params, uint32_t smem,
     const int first_query = static_cast<int>(ptx::load_shared(place + 4));
     if (tile < 0) return;
     const uint32_t rank = rank_at(params.base.base, Keys::shared(), first_query);
-    float* const sums = params.dq_sums + static_cast<int64_t>(tile) * (kSumsBytes / 4);
+    // Of a larger tile, what lies beyond its sequence has no place.
+    const bool whole = has_all_statistics(Keys::shared().seqlen_q - first_query);
+    const uint32_t bytes = whole ? kSumsBytes : kSumsTile;
+    float* const sums = params.dq_sums + static_cast<int64_t>(tile) * (kSumsTile / 4);
     uint32_t* const turn = params.base.turns + tile;
     if (rank == 0) {
-      ptx::bulk_store(sums, staged, kSumsBytes);
+      ptx::bulk_store(sums, staged, bytes);
     } else {
       wait_for_turn(turn, rank, params.tile_counter + 1);
       ptx::fence_proxy_async_global();
-      ptx::bulk_add(sums, staged, kSumsBytes);
+      ptx::bulk_add(sums, staged, bytes);
     }
     ptx::tensor_store_commit();
     ptx::tensor_store_wait_read();
@@ -134,6 +139,8 @@ __device__ __forceinline__ void add_in_turn(const Params& params, uint32_t smem,
     ptx::tensor_store_wait();
     ptx::fence_proxy_async_global();
     ptx::max_release(turn, rank + 1);
+    // Nobody waits for the second word, but where it is 0 the sums were never written.
+    if (kSumsBytes > kSumsTile && whole) ptx::max_release(turn + 1, rank + 1);
   }
 }
 

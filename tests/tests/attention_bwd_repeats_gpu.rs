@@ -64,10 +64,22 @@ fn gradients_under_a_block_mask() {
     repeat("attention_bwd_repeats_gpu::gradients_under_a_block_mask", &case);
 }
 
-#[test]
-fn gradients_of_packed_sequences() {
+fn packed() -> AttentionCase {
     let lengths = vec![(300, 500), (0, 40), (700, 1200), (1, 1)];
     let lengths = Lengths::Packed { lengths, slack: (3, 5) };
-    let case = AttentionCase { lengths, ..dense(Mask::causal()) };
-    repeat("attention_bwd_repeats_gpu::gradients_of_packed_sequences", &case);
+    AttentionCase { lengths, ..dense(Mask::causal()) }
+}
+
+#[test]
+fn gradients_of_packed_sequences() {
+    repeat("attention_bwd_repeats_gpu::gradients_of_packed_sequences", &packed());
+}
+
+/// Tiles of 128 queries.
+#[test]
+fn narrow_gradients() {
+    for case in [dense(Mask::Full), dense(Mask::causal()), packed()] {
+        let case = AttentionCase { head_dim: 64, ..case };
+        repeat("attention_bwd_repeats_gpu::narrow_gradients", &case);
+    }
 }

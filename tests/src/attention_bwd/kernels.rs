@@ -46,6 +46,10 @@ pub fn cases_of(dtype: DType, head_dim: u32) -> Vec<AttentionCase> {
     let dims = dims_of_tile(head_dim);
     let (narrow, wide) = (dims[0], dims[dims.len() - 1]);
     let mut cases = edge_cases(dtype, &dims, 64, 64);
+    // Beside sums of dq, narrow tiles have 128 queries.
+    if head_dim == 64 {
+        cases.extend(edge_cases(dtype, &dims, 128, 128));
+    }
     cases.extend(special_cases(dtype, wide, 64));
     // Backward cases are finite, so those with a planted NaN are repetitions.
     cases.retain(|case| {
@@ -115,7 +119,10 @@ fn refusal(case: &AttentionCase, kernel: &Kernel) -> Option<&'static str> {
         return Some("tensor map");
     }
     let sums = matches!(tile.step, Step::KeysAndSums | Step::Sums);
-    (sums && case.block_mask.is_some()).then_some("under a block mask")
+    if sums && case.block_mask.is_some() {
+        return Some("under a block mask");
+    }
+    (case.softcap.is_some() && !tile.takes_softcap()).then_some("take no softcap")
 }
 
 /// Runs a case 20 times and requires the same bits every time.
