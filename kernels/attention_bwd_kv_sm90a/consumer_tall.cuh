@@ -1,6 +1,7 @@
 // A consumer warpgroup with 64 keys of its own that visits 128 queries at a time and computes 64 of
 // their rows of dq. Twice the queries of `consumer_turns.cuh` halve what every tile costs beside
-// its products; up to a head_dim of 64 they fit.
+// its products; up to a head_dim of 64 they fit. The warpgroups are not made to take turns at the
+// tensor cores here: tiles are long enough that they fall out of step by themselves.
 #pragma once
 
 #include "blockflash/params/attention_bwd.h"
@@ -20,7 +21,6 @@ __device__ __forceinline__ void consume_tall(const Params& params, uint32_t smem
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   const int warp_row = warpgroup * 64 + warp * 16;
   const ScoreScale scale(p);
-  const Turns turns{warpgroup};
   float s[kQueries / 2], dp[kQueries / 2], dk[kD / 2], dv[kD / 2], dq[kD / 2];
   uint32_t p16[kQueries / 4], ds16[kQueries / 4];
 #pragma unroll
@@ -64,7 +64,6 @@ __device__ __forceinline__ void consume_tall(const Params& params, uint32_t smem
     if (lane == 0) ptx::mbarrier_arrive(barrier + 8 * (n & 1));
   };
 
-  turns.open();
   int n = 0;  // number of the tile; everything has two buffers
 #pragma unroll 1
   for (;; ++n) {
@@ -83,7 +82,6 @@ __device__ __forceinline__ void consume_tall(const Params& params, uint32_t smem
     if (n == 0) ptx::mbarrier_wait(barriers.resident + 8, 0);
     ptx::wgmma_fence();
     start_scores<kQueries>(dp, v, kResidentPanel, d_o + stage, kStreamPanel);
-    turns.end();
     differentiate_scores<false, true>(s, dp, p16, ds16, scale,
                                       visible_pairs(p, warp_row, first_query, kQueries),
                                       statistics_at(first_statistics(smem, n & 1)),
@@ -100,7 +98,6 @@ __device__ __forceinline__ void consume_tall(const Params& params, uint32_t smem
     ptx::fence_proxy_async();
     arrive(turn_barriers.scores, n);
 
-    turns.begin();
     // dq of the tile before, so that the warpgroups need not be in step. There is none at the first
     // tile: that product is discarded, since a branch around it would serialise all of them.
     if (n > 0) ptx::mbarrier_wait(turn_barriers.scores + 8 * (n - 1 & 1), (n - 1) / 2 & 1);
@@ -117,7 +114,6 @@ __device__ __forceinline__ void consume_tall(const Params& params, uint32_t smem
     ptx::wgmma_pin(dv), ptx::wgmma_pin(p16);
     arrive(barriers.second_empty, n);
   }
-  turns.close();
   ptx::wgmma_wait_group<0>();
   ptx::wgmma_pin(dk);
   if (n > 0) {

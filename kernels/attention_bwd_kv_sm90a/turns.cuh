@@ -23,19 +23,31 @@ constexpr int kScoresOffset = kRingEnd, kStagingOffset = kScoresOffset + 2 * kSc
 static_assert(!Config::dq || kStagingOffset + 2 * kSumsBytes <= kStatisticsOffset,
               "manifest and kernel disagree on shared memory");
 
-// The blocks of keys in the order in which they are started. Under a mask with a right limit the
-// last block comes first: each starts at its first visible query, where all later blocks have
-// already been. Neighbours in this order belong to different heads, so that few blocks of one head
-// wait for each other at first.
+// Under a mask with a right limit: the heads, from the first one on, whose last block comes first.
+// Each block starts at its first visible query, where all later blocks have already been, so nobody
+// waits. If heads start together, those of the last section ascend nonetheless: what starts last
+// should be short.
+__device__ __forceinline__ int descending_heads(const Params& params) {
+  const blockflash_attention_fwd_params& p = params.base.base;
+  if (p.window_right == BLOCKFLASH_WINDOW_UNBOUNDED) return 0;
+  const int together = params.heads_per_section;
+  return p.batch * p.num_heads_kv - (together > 1 ? together : 0);
+}
+
+// The blocks of keys in the order in which they are started. Neighbours among ascending ones belong
+// to different heads, so that few blocks of one head wait for each other at first. Within a head,
+// either way, blocks are started in the order of their ranks: a block waits for earlier tickets
+// only, and whoever has drawn one of these runs already.
 __device__ __forceinline__ Keys keys_in_turn(const Params& params) {
   const blockflash_attention_fwd_params& p = params.base.base;
   const int ticket = static_cast<int>(atomicAdd(params.tile_counter, 1u));
   const int tiles = Keys::tiles_of_keys(params.base), heads = p.batch * p.num_heads_kv;
-  const int section = ticket / (params.heads_per_section * tiles) * params.heads_per_section;
-  const int rest = ticket - section * tiles, width = min(params.heads_per_section, heads - section);
-  const int tile = rest / width;
-  const bool descending = p.window_right != BLOCKFLASH_WINDOW_UNBOUNDED;
-  return Keys(params.base, section + rest % width, descending ? tiles - 1 - tile : tile);
+  const int descending = descending_heads(params), together = params.heads_per_section;
+  if (ticket < descending * tiles)
+    return Keys(params.base, ticket / tiles, tiles - 1 - ticket % tiles);
+  const int section = descending + (ticket - descending * tiles) / (together * tiles) * together;
+  const int rest = ticket - section * tiles, width = min(together, heads - section);
+  return Keys(params.base, section + rest % width, rest / width);
 }
 
 // In the second counter: somebody has given up waiting, so nobody waits any more.
@@ -52,13 +64,14 @@ __device__ __forceinline__ void close_turns(const Params& params, uint32_t adder
 }
 
 // How many blocks of keys come before this one at a query tile.
-__device__ __forceinline__ uint32_t rank_at(const blockflash_attention_fwd_params& p,
-                                            const Keys& work, int first_query) {
+__device__ __forceinline__ uint32_t rank_at(const Params& params, const Keys& work,
+                                            int first_query) {
+  const blockflash_attention_fwd_params& p = params.base.base;
   const QueryRange range = work.range(p);
   const KeyRange any =
       range.mask.keys_of_any(first_query, min(first_query + kStreamRows, range.seqlen_q) - 1);
   const int block = work.k_begin / kResidentRows;
-  return p.window_right != BLOCKFLASH_WINDOW_UNBOUNDED
+  return work.batch * p.num_heads_kv + work.head_kv < descending_heads(params)
              ? (any.end + kResidentRows - 1) / kResidentRows - 1 - block
              : block - any.begin / kResidentRows;
 }
@@ -120,7 +133,7 @@ __device__ __forceinline__ void add_in_turn(const Params& params, uint32_t smem,
     const int tile = static_cast<int>(ptx::load_shared(place));
     const int first_query = static_cast<int>(ptx::load_shared(place + 4));
     if (tile < 0) return;
-    const uint32_t rank = rank_at(params.base.base, Keys::shared(), first_query);
+    const uint32_t rank = rank_at(params, Keys::shared(), first_query);
     // Of a larger tile, what lies beyond its sequence has no place.
     const bool whole = has_all_statistics(Keys::shared().seqlen_q - first_query);
     const uint32_t bytes = whole ? kSumsBytes : kSumsTile;

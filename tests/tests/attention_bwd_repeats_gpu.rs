@@ -41,6 +41,11 @@ fn dense(mask: Mask) -> AttentionCase {
     AttentionCase { mask, sink: true, ..simple }
 }
 
+/// The last heads start with their first block of keys.
+fn ascending() -> AttentionCase {
+    AttentionCase { heads_q: 8, heads_kv: 8, ..dense(Mask::causal()) }
+}
+
 #[test]
 fn dense_gradients() {
     repeat("attention_bwd_repeats_gpu::dense_gradients", &dense(Mask::Full));
@@ -48,7 +53,9 @@ fn dense_gradients() {
 
 #[test]
 fn causal_gradients() {
-    repeat("attention_bwd_repeats_gpu::causal_gradients", &dense(Mask::causal()));
+    for case in [dense(Mask::causal()), ascending()] {
+        repeat("attention_bwd_repeats_gpu::causal_gradients", &case);
+    }
 }
 
 /// A mask of square blocks.
@@ -87,7 +94,7 @@ fn gradients_of_packed_sequences() {
 /// Tiles of 128 queries.
 #[test]
 fn narrow_gradients() {
-    for case in [dense(Mask::Full), dense(Mask::causal()), packed()] {
+    for case in [dense(Mask::Full), dense(Mask::causal()), ascending(), packed()] {
         let case = AttentionCase { head_dim: 64, ..case };
         repeat("attention_bwd_repeats_gpu::narrow_gradients", &case);
     }

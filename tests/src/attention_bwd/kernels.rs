@@ -10,6 +10,7 @@ use crate::attention::{
 };
 use crate::gpu::{Gpu, wait};
 use crate::property;
+use blockflash_ops::attention::Mask;
 use blockflash_ops::{DType, Error, Stream};
 use blockflash_sys::Kernel;
 use blockflash_sys::manifest::{self, AttentionBwdStep as Step, AttentionBwdTile, Variant};
@@ -57,6 +58,9 @@ pub fn cases_of(dtype: DType, head_dim: u32) -> Vec<AttentionCase> {
             || matches!(case.lengths, Lengths::Packed { .. })
     });
     cases.extend(many_heads(dtype, narrow));
+    // Some heads ascend and some descend where dq is summed.
+    let equal_heads = AttentionCase::simple(dtype, (4, 4), narrow, (700, 900));
+    cases.push(AttentionCase { mask: Mask::causal(), ..equal_heads });
     for block in [64, 128] {
         cases.extend(block_tile_cases(dtype, wide, block, block));
     }

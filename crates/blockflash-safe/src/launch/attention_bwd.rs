@@ -23,7 +23,8 @@ pub struct AttentionBwdPlan {
     /// Head dimension of the kernel that sums dq in the workspace; `None` where dq has a kernel of
     /// its own.
     pub sums_head_dim: Option<u32>,
-    /// Key heads whose blocks of keys start together, where dq is summed.
+    /// Key heads whose blocks of keys start together, where dq is summed. Under a mask with a right
+    /// limit these are the last ones, if there is more than one.
     pub heads_per_section: i32,
 }
 
