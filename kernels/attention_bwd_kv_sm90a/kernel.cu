@@ -9,6 +9,7 @@
 #include "blockflash/params/attention_bwd.h"
 #include "consumer.cuh"
 #include "consumer_pair.cuh"
+#include "consumer_tall.cuh"
 #include "consumer_turns.cuh"
 
 namespace blockflash {
@@ -49,10 +50,10 @@ __device__ __forceinline__ void produce(const Params& params, uint32_t smem,
                             uint32_t statistics_dst, const float* statistics_src) {
         ptx::mbarrier_arrive_expect_tx(barrier, kStreamBytes + kStatisticsBytes);
         copy_tile<kStreamRows, 64>(dst, map, row, head, batch, barrier);
-        ptx::bulk_copy(statistics_dst, statistics_src + statistics + first, kStatisticsBytes,
-                       barrier);
+        copy_statistics(statistics_dst, statistics_src + statistics + first, work.seqlen_q - first,
+                        barrier);
       };
-      at.wait(barriers.first_empty), at.wait(barriers.second_empty);
+      at.wait(barriers.first_empty);
       announce(smem, at.stage, first);
       if constexpr (Config::dq)
         TurnBarriers(smem).announce(n++, static_cast<int>((statistics + first) / kStatisticsTile),
@@ -60,6 +61,7 @@ __device__ __forceinline__ void produce(const Params& params, uint32_t smem,
       copy(first_arrives + 8 * at.stage, smem + kFirstOffset + at.stage * kStreamBytes, params.q,
            first_statistics(smem, at.stage), b.negative_logs);
       if (values_wanted) copy_resident(1, params.v, barriers.resident + 8), values_wanted = false;
+      at.wait(barriers.second_empty);
       copy(second_arrives + 8 * at.stage, smem + kSecondOffset + at.stage * kStreamBytes,
            params.d_o, second_statistics(smem, at.stage), b.deltas);
       at.advance();
@@ -112,7 +114,9 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_bwd_tma_params pa
       }
   } else {
     ptx::raise_registers<kConsumerRegisters>();
-    if constexpr (Config::dq)
+    if constexpr (Config::dq && kStreamRows == 128)
+      consume_tall<kStreamRows>(params, smem, barriers, warpgroup - 1);
+    else if constexpr (Config::dq)
       consume_with_dq<kD / 2>(params, smem, barriers, warpgroup - 1);
     else if constexpr (kResidentRows == 64 * Config::warpgroups)
       consume(params, smem, barriers, warpgroup - 1);

@@ -10,11 +10,25 @@
 namespace blockflash {
 namespace {
 
-static_assert(kStreamRows == 64, "the statistics of a tile have 64 rows");
+static_assert(kStreamRows == 64 || (kStreamRows == 128 && Config::dq),
+              "one consumer visits more than 64 queries at a time");
 static_assert(kStages == kSecondStages, "a stage of Q and its stage of dO are released together");
 
 using Keys = KeyWork<kResidentRows>;
 using Walk = QueryWalk<kStreamRows, kResidentRows>;
+
+// Statistics end with a whole kStatisticsTile, so a larger tile may reach beyond them. Its pairs
+// there are hidden, which needs statistics that are numbers: those of its first rows, once more.
+__device__ __forceinline__ bool has_all_statistics(int rows) {
+  return kStatisticsRows == kStatisticsTile || rows > kStatisticsRows - kStatisticsTile;
+}
+__device__ __forceinline__ void copy_statistics(uint32_t dst, const float* src, int rows,
+                                                uint32_t barrier) {
+  constexpr int kBytes = kStatisticsTile * 4;
+#pragma unroll
+  for (int at = 0; at < kStatisticsRows; at += kStatisticsTile)
+    ptx::bulk_copy(dst + at * 4, src + (has_all_statistics(rows) ? at : 0), kBytes, barrier);
+}
 
 // The visible pairs of a lane: keys from row `warp_row` of the CTA on, and queries from
 // `first_query` on.
@@ -25,7 +39,8 @@ __device__ __forceinline__ Visible visible_pairs(const blockflash_attention_fwd_
   const QueryRange range = Keys::shared().range(p);
   const int k_begin = Keys::shared().k_begin;
   Visible visible;
-  visible.masked = range.is_masked(k_begin, kResidentRows, first_query, queries);
+  visible.masked = range.is_masked(k_begin, kResidentRows, first_query, queries) ||
+                   !has_all_statistics(range.seqlen_q - first_query);
   if (visible.masked) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {

@@ -15,25 +15,39 @@
 namespace blockflash {
 namespace {
 
-constexpr int kScoresBytes = kResidentRows * 128;  // 64 queries of each key
-constexpr int kSumsBytes = kStreamRows * kD * 4;   // dq of a query tile
+constexpr int kScoresPanel = kResidentRows * 128;  // 64 queries of each key
+constexpr int kScoresBytes = kStreamRows / 64 * kScoresPanel;
+constexpr int kSumsTile = kStatisticsTile * kD * 4;       // dq of 64 queries
+constexpr int kSumsBytes = kStreamRows / 64 * kSumsTile;  // and of a query tile
 constexpr int kScoresOffset = kRingEnd, kStagingOffset = kScoresOffset + 2 * kScoresBytes;
 static_assert(!Config::dq || kStagingOffset + 2 * kSumsBytes <= kStatisticsOffset,
               "manifest and kernel disagree on shared memory");
 
-// The blocks of keys in the order in which they are started. Under a mask with a right limit the
-// last block comes first: each starts at its first visible query, where all later blocks have
-// already been. Neighbours in this order belong to different heads, so that few blocks of one head
-// wait for each other at first.
+// Under a mask with a right limit: the heads, from the first one on, whose last block comes first.
+// Each block starts at its first visible query, where all later blocks have already been, so nobody
+// waits. If heads start together, those of the last section ascend nonetheless: what starts last
+// should be short.
+__device__ __forceinline__ int descending_heads(const Params& params) {
+  const blockflash_attention_fwd_params& p = params.base.base;
+  if (p.window_right == BLOCKFLASH_WINDOW_UNBOUNDED) return 0;
+  const int together = params.heads_per_section;
+  return p.batch * p.num_heads_kv - (together > 1 ? together : 0);
+}
+
+// The blocks of keys in the order in which they are started. Neighbours among ascending ones belong
+// to different heads, so that few blocks of one head wait for each other at first. Within a head,
+// either way, blocks are started in the order of their ranks: a block waits for earlier tickets
+// only, and whoever has drawn one of these runs already.
 __device__ __forceinline__ Keys keys_in_turn(const Params& params) {
   const blockflash_attention_fwd_params& p = params.base.base;
   const int ticket = static_cast<int>(atomicAdd(params.tile_counter, 1u));
   const int tiles = Keys::tiles_of_keys(params.base), heads = p.batch * p.num_heads_kv;
-  const int section = ticket / (params.heads_per_section * tiles) * params.heads_per_section;
-  const int rest = ticket - section * tiles, width = min(params.heads_per_section, heads - section);
-  const int tile = rest / width;
-  const bool descending = p.window_right != BLOCKFLASH_WINDOW_UNBOUNDED;
-  return Keys(params.base, section + rest % width, descending ? tiles - 1 - tile : tile);
+  const int descending = descending_heads(params), together = params.heads_per_section;
+  if (ticket < descending * tiles)
+    return Keys(params.base, ticket / tiles, tiles - 1 - ticket % tiles);
+  const int section = descending + (ticket - descending * tiles) / (together * tiles) * together;
+  const int rest = ticket - section * tiles, width = min(together, heads - section);
+  return Keys(params.base, section + rest % width, rest / width);
 }
 
 // In the second counter: somebody has given up waiting, so nobody waits any more.
@@ -50,13 +64,14 @@ __device__ __forceinline__ void close_turns(const Params& params, uint32_t adder
 }
 
 // How many blocks of keys come before this one at a query tile.
-__device__ __forceinline__ uint32_t rank_at(const blockflash_attention_fwd_params& p,
-                                            const Keys& work, int first_query) {
+__device__ __forceinline__ uint32_t rank_at(const Params& params, const Keys& work,
+                                            int first_query) {
+  const blockflash_attention_fwd_params& p = params.base.base;
   const QueryRange range = work.range(p);
   const KeyRange any =
       range.mask.keys_of_any(first_query, min(first_query + kStreamRows, range.seqlen_q) - 1);
   const int block = work.k_begin / kResidentRows;
-  return p.window_right != BLOCKFLASH_WINDOW_UNBOUNDED
+  return work.batch * p.num_heads_kv + work.head_kv < descending_heads(params)
              ? (any.end + kResidentRows - 1) / kResidentRows - 1 - block
              : block - any.begin / kResidentRows;
 }
@@ -70,7 +85,7 @@ struct TurnBarriers {
   uint32_t scores, scores_empty, staged, staged_empty, places;
 
   __device__ __forceinline__ explicit TurnBarriers(uint32_t smem)
-      : scores(smem + kPageEnd),
+      : scores(page_base(smem) + kPageEnd),
         scores_empty(scores + 16),
         staged(scores + 32),
         staged_empty(scores + 48),
@@ -87,7 +102,7 @@ struct TurnBarriers {
     ptx::store_shared(at + 4, static_cast<uint32_t>(first_query));
   }
 };
-static_assert(!Config::dq || kPageEnd + 64 + 8 * TurnBarriers::kPlaces <= Config::smem_bytes,
+static_assert(!Config::dq || kPageEnd + 64 + 8 * TurnBarriers::kPlaces <= kPageLimit,
               "the page is too small");
 
 // Waits until a tile has been added to `rank` times. If somebody else writes to the workspace while
@@ -118,15 +133,18 @@ __device__ __forceinline__ void add_in_turn(const Params& params, uint32_t smem,
     const int tile = static_cast<int>(ptx::load_shared(place));
     const int first_query = static_cast<int>(ptx::load_shared(place + 4));
     if (tile < 0) return;
-    const uint32_t rank = rank_at(params.base.base, Keys::shared(), first_query);
-    float* const sums = params.dq_sums + static_cast<int64_t>(tile) * (kSumsBytes / 4);
+    const uint32_t rank = rank_at(params, Keys::shared(), first_query);
+    // Of a larger tile, what lies beyond its sequence has no place.
+    const bool whole = has_all_statistics(Keys::shared().seqlen_q - first_query);
+    const uint32_t bytes = whole ? kSumsBytes : kSumsTile;
+    float* const sums = params.dq_sums + static_cast<int64_t>(tile) * (kSumsTile / 4);
     uint32_t* const turn = params.base.turns + tile;
     if (rank == 0) {
-      ptx::bulk_store(sums, staged, kSumsBytes);
+      ptx::bulk_store(sums, staged, bytes);
     } else {
       wait_for_turn(turn, rank, params.tile_counter + 1);
       ptx::fence_proxy_async_global();
-      ptx::bulk_add(sums, staged, kSumsBytes);
+      ptx::bulk_add(sums, staged, bytes);
     }
     ptx::tensor_store_commit();
     ptx::tensor_store_wait_read();
@@ -134,6 +152,8 @@ __device__ __forceinline__ void add_in_turn(const Params& params, uint32_t smem,
     ptx::tensor_store_wait();
     ptx::fence_proxy_async_global();
     ptx::max_release(turn, rank + 1);
+    // Nobody waits for the second word, but where it is 0 the sums were never written.
+    if (kSumsBytes > kSumsTile && whole) ptx::max_release(turn + 1, rank + 1);
   }
 }
 

@@ -41,6 +41,11 @@ fn dense(mask: Mask) -> AttentionCase {
     AttentionCase { mask, sink: true, ..simple }
 }
 
+/// The last heads start with their first block of keys.
+fn ascending() -> AttentionCase {
+    AttentionCase { heads_q: 8, heads_kv: 8, ..dense(Mask::causal()) }
+}
+
 #[test]
 fn dense_gradients() {
     repeat("attention_bwd_repeats_gpu::dense_gradients", &dense(Mask::Full));
@@ -48,7 +53,9 @@ fn dense_gradients() {
 
 #[test]
 fn causal_gradients() {
-    repeat("attention_bwd_repeats_gpu::causal_gradients", &dense(Mask::causal()));
+    for case in [dense(Mask::causal()), ascending()] {
+        repeat("attention_bwd_repeats_gpu::causal_gradients", &case);
+    }
 }
 
 /// A mask of square blocks.
@@ -73,10 +80,22 @@ fn gradients_under_narrow_blocks() {
     repeat("attention_bwd_repeats_gpu::gradients_under_narrow_blocks", &masked(64));
 }
 
-#[test]
-fn gradients_of_packed_sequences() {
+fn packed() -> AttentionCase {
     let lengths = vec![(300, 500), (0, 40), (700, 1200), (1, 1)];
     let lengths = Lengths::Packed { lengths, slack: (3, 5) };
-    let case = AttentionCase { lengths, ..dense(Mask::causal()) };
-    repeat("attention_bwd_repeats_gpu::gradients_of_packed_sequences", &case);
+    AttentionCase { lengths, ..dense(Mask::causal()) }
+}
+
+#[test]
+fn gradients_of_packed_sequences() {
+    repeat("attention_bwd_repeats_gpu::gradients_of_packed_sequences", &packed());
+}
+
+/// Tiles of 128 queries.
+#[test]
+fn narrow_gradients() {
+    for case in [dense(Mask::Full), dense(Mask::causal()), ascending(), packed()] {
+        let case = AttentionCase { head_dim: 64, ..case };
+        repeat("attention_bwd_repeats_gpu::narrow_gradients", &case);
+    }
 }

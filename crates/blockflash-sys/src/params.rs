@@ -542,7 +542,8 @@ pub struct blockflash_attention_bwd_tma_params {
     pub dq_sums: *mut f32,
     /// two zeros, left as zeros: {next block of keys, CTAs that are done}
     pub tile_counter: *mut u32,
-    /// key heads whose blocks of keys start together
+    /** Key heads whose blocks of keys start together. Under a mask with a right limit these are the
+ last ones, if there is more than one; before them blocks start head by head, the last first.*/
     pub heads_per_section: i32,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]

@@ -10,6 +10,7 @@ use crate::attention::{
 };
 use crate::gpu::{Gpu, wait};
 use crate::property;
+use blockflash_ops::attention::Mask;
 use blockflash_ops::{DType, Error, Stream};
 use blockflash_sys::Kernel;
 use blockflash_sys::manifest::{self, AttentionBwdStep as Step, AttentionBwdTile, Variant};
@@ -46,6 +47,10 @@ pub fn cases_of(dtype: DType, head_dim: u32) -> Vec<AttentionCase> {
     let dims = dims_of_tile(head_dim);
     let (narrow, wide) = (dims[0], dims[dims.len() - 1]);
     let mut cases = edge_cases(dtype, &dims, 64, 64);
+    // Beside sums of dq, narrow tiles have 128 queries.
+    if head_dim == 64 {
+        cases.extend(edge_cases(dtype, &dims, 128, 128));
+    }
     cases.extend(special_cases(dtype, wide, 64));
     // Backward cases are finite, so those with a planted NaN are repetitions.
     cases.retain(|case| {
@@ -53,6 +58,9 @@ pub fn cases_of(dtype: DType, head_dim: u32) -> Vec<AttentionCase> {
             || matches!(case.lengths, Lengths::Packed { .. })
     });
     cases.extend(many_heads(dtype, narrow));
+    // Some heads ascend and some descend where dq is summed.
+    let equal_heads = AttentionCase::simple(dtype, (4, 4), narrow, (700, 900));
+    cases.push(AttentionCase { mask: Mask::causal(), ..equal_heads });
     for block in [64, 128] {
         cases.extend(block_tile_cases(dtype, wide, block, block));
     }
@@ -115,7 +123,10 @@ fn refusal(case: &AttentionCase, kernel: &Kernel) -> Option<&'static str> {
         return Some("tensor map");
     }
     let sums = matches!(tile.step, Step::KeysAndSums | Step::Sums);
-    (sums && case.block_mask.is_some()).then_some("under a block mask")
+    if sums && case.block_mask.is_some() {
+        return Some("under a block mask");
+    }
+    (case.softcap.is_some() && !tile.takes_softcap()).then_some("take no softcap")
 }
 
 /// Runs a case 20 times and requires the same bits every time.

@@ -1,5 +1,5 @@
 use super::*;
-use crate::attention::{AttentionProblem, BlockMaskSizes, Mask, PackedRows};
+use crate::attention::{Align, AttentionProblem, BlockMaskSizes, Mask, PackedRows};
 use crate::fixtures::{gpu, gpus};
 use blockflash_sys::{DType, Target, manifest};
 
@@ -77,7 +77,18 @@ fn launches_with_sums() {
     assert_eq!((plan.plan.sums_head_dim, plan.plan.heads_per_section), (Some(64), 8));
     let causal = AttentionProblem { mask: Mask::causal(), ..forward };
     let plan = planned(&AttentionBackwardProblem::of(causal), &gpu(9, 0));
-    assert_eq!(plan.plan.heads_per_section, 1);
+    assert_eq!(plan.plan.heads_per_section, 1, "several heads of queries");
+    let ascending = |sizes, mask| {
+        let forward =
+            AttentionProblem { mask, ..AttentionProblem::dense(DType::BF16, sizes, [16; 2], 64) };
+        planned(&AttentionBackwardProblem::of(forward), &gpu(9, 0)).plan.heads_per_section
+    };
+    let window = Mask::Window { left: Some(100), right: Some(0), align: Align::BottomRight };
+    // Three rounds of 108 CTAs, and no more than half of the heads.
+    assert_eq!(ascending([1, 4096, 4096], Mask::causal()), 8);
+    assert_eq!(ascending([2, 4096, 4096], Mask::causal()), 10);
+    assert_eq!(ascending([2, 32768, 32768], Mask::causal()), 1);
+    assert_eq!(ascending([2, 4096, 4096], window), 1);
     let few = AttentionProblem::dense(DType::BF16, [1, 2048, 2048], [8, 4], 64);
     let plan = planned(&AttentionBackwardProblem::of(few), &gpu(9, 0));
     assert_eq!(plan.plan.heads_per_section, 4);

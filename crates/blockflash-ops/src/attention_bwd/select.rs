@@ -57,7 +57,7 @@ impl AttentionBackwardProblem {
 impl Problem for AttentionBackwardProblem {
     const OP: &'static str = "attention_bwd";
     const RULES: &'static [Rule<Self>] =
-        &[STEP, HEAD_DIM, WIDTH, SHARED_MEMORY, TRANSPOSE, BLOCKS, TENSOR_MAPS, SUMS];
+        &[STEP, HEAD_DIM, WIDTH, SHARED_MEMORY, TRANSPOSE, BLOCKS, TENSOR_MAPS, SUMS, SOFTCAP];
 
     type Tile = AttentionBwdTile;
     type Rank = ();
@@ -257,6 +257,12 @@ const SUMS: BackwardRule = Rule {
         Some(_) => "dq is not summed under a block mask".into(),
         None => format!("the workspace of {} bytes has no room for dq", c.problem.workspace),
     },
+    excludes_all: None,
+};
+
+const SOFTCAP: BackwardRule = Rule {
+    holds: |c| c.problem.forward.softcap.is_none() || c.tile.takes_softcap(),
+    refuses: |c| format!("tiles of {} queries take no softcap", c.tile.block_q),
     excludes_all: None,
 };
 

@@ -70,6 +70,12 @@ fn dq_is_summed_where_that_pays() {
     let room = room.unwrap();
     assert_eq!(lead(&dense(4096, 64).with_workspace(room)), sums);
     assert_eq!(lead(&dense(4096, 64).with_workspace(room - 1)), keys);
+    let queries = |softcap| {
+        let forward = AttentionProblem { softcap, ..dense(4096, 64).forward };
+        let kernel = select(&AttentionBackwardProblem::of(forward), &h200()).unwrap();
+        kernel.attention_bwd_tile().unwrap().block_q
+    };
+    assert_eq!([queries(None), queries(Some(30.0))], [128, 64]);
     let other = select(&dense(4096, 64), &gpu(8, 0)).unwrap();
     assert_eq!(other.attention_bwd_tile().unwrap().step, Step::Keys);
 }

@@ -23,7 +23,8 @@ pub struct AttentionBwdPlan {
     /// Head dimension of the kernel that sums dq in the workspace; `None` where dq has a kernel of
     /// its own.
     pub sums_head_dim: Option<u32>,
-    /// Key heads whose blocks of keys start together, where dq is summed.
+    /// Key heads whose blocks of keys start together, where dq is summed. Under a mask with a right
+    /// limit these are the last ones, if there is more than one.
     pub heads_per_section: i32,
 }
 
@@ -149,6 +150,8 @@ impl<'a> AttentionBwdOperands<'a> {
             Step::KeysAndSums => {
                 require(plan.sums_head_dim == Some(tile.head_dim), "the sums are of others")?;
                 require(self.block_mask.is_none(), "dq is not summed under a block mask")?;
+                let capped = plan.params.base.softcap > 0.0;
+                require(!capped || tile.takes_softcap(), "the kernel takes no softcap")?;
                 let section = i128::from(plan.heads_per_section);
                 require((1..=per_kv).contains(&section), "a section is no number of heads")?;
                 Ok(self.tiles(tile, plan, &sizes)?[1] * per_kv)

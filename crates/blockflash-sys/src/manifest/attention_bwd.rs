@@ -48,6 +48,12 @@ impl AttentionBwdTile {
         (step == AttentionBwdStep::Keys).then_some(Support { operation, size, dtype })
     }
 
+    /// Whether it computes problems with a softcap. Where 128 queries pass at a time beside sums of
+    /// dq, no registers are left for it.
+    pub const fn takes_softcap(&self) -> bool {
+        !matches!(self.step, AttentionBwdStep::KeysAndSums) || self.block_q <= 64
+    }
+
     /// A case for the steps that multiply.
     pub(super) fn profile_case(&self) -> Option<String> {
         let Self { head_dim, dtype, block_kv, .. } = self;

@@ -43,8 +43,9 @@ const fn narrow(step: AttentionBwdStep, head_dim: u32, stages: [u32; 2]) -> Atte
 }
 
 /// Tiles by head dimension. The sums of dq need 96 KB at a head_dim of 128, and registers for a
-/// third accumulator, so they exist for 64 and 128 only. Beyond 128 the two warpgroups share 64
-/// keys. Narrow tiles come after the others, so only block masks take them.
+/// third accumulator, so they exist for 64 and 128 only. At 64 tiles of 128 queries come first, and
+/// those of 64 take what has a softcap. Beyond 128 the two warpgroups share 64 keys. Narrow tiles
+/// come after the others, so only block masks take them.
 const TILES: &[AttentionBwdHopper] = &[
     tile(Queries, 64, [128, 128], [2, 2]),
     tile(Queries, 96, [128, 128], [2, 2]),
@@ -60,6 +61,7 @@ const TILES: &[AttentionBwdHopper] = &[
     tile(Keys, 256, [64, 64], [2, 2]),
     narrow(Keys, 64, [3, 3]),
     narrow(Keys, 128, [2, 2]),
+    tile(KeysAndSums, 64, [128, 128], [2, 2]),
     tile(KeysAndSums, 64, [128, 64], [2, 2]),
     tile(KeysAndSums, 128, [128, 64], [2, 2]),
     tile(Sums, 64, [64, 0], [0, 0]),
@@ -119,7 +121,7 @@ impl Family for AttentionBwdHopper {
         let panels = self.head_dim.div_ceil(64);
         let rows = 2 * self.resident_rows + (self.stages[0] + self.stages[1]) * self.stream_rows;
         let tiles = rows * panels * Self::PANEL_ROW_BYTES;
-        let scores = 2 * self.resident_rows * Self::PANEL_ROW_BYTES;
+        let scores = 2 * self.resident_rows * self.stream_rows * 2;
         let more = match self.step {
             Sums => return 0,
             Keys if self.resident_rows < 64 * self.warpgroups => scores,

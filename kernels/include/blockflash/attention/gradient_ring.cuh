@@ -38,12 +38,31 @@ constexpr int kResidentBytes = kPanels * kResidentPanel, kStreamBytes = kPanels 
 constexpr int kFirstOffset = 2 * kResidentBytes,
               kSecondOffset = kFirstOffset + kStages * kStreamBytes,
               kRingEnd = kSecondOffset + kSecondStages * kStreamBytes;
+constexpr int kStatisticsRows = Config::dq ? kStreamRows : kStatisticsTile;
 constexpr int kPageBytes = 2048;
-constexpr int kStatisticsOffset = Config::smem_bytes - kPageBytes, kStatisticsBytes = 64 * 4;
-constexpr int kTileOffset = kStatisticsOffset + (kStages + kSecondStages) * kStatisticsBytes;
+constexpr int kStatisticsOffset = Config::smem_bytes - kPageBytes,
+              kStatisticsBytes = kStatisticsRows * 4;
+constexpr int kStatisticsEnd = kStatisticsOffset + (kStages + kSecondStages) * kStatisticsBytes;
+// Statistics of 128 rows fill the page. What follows them lies in static shared memory then, of
+// which the alignment of the tiles takes 1024 bytes anyway.
+constexpr bool kPageIsFull = kStatisticsEnd == Config::smem_bytes;
+constexpr int kStaticBytes = 512;
+constexpr int kTileOffset = kPageIsFull ? 0 : kStatisticsEnd;
 constexpr int kBarrierOffset = kTileOffset + 16,
               kPageEnd = kBarrierOffset + 8 * (3 + 3 * (kStages + kSecondStages));
-static_assert(kPageEnd <= Config::smem_bytes, "the page is too small");
+constexpr int kPageLimit = kPageIsFull ? kStaticBytes : Config::smem_bytes;
+static_assert(kPageEnd <= kPageLimit && kStatisticsEnd <= Config::smem_bytes,
+              "the page is too small");
+
+// The address from which the offsets of announcements and mbarriers count.
+__device__ __forceinline__ uint32_t page_base(uint32_t smem) {
+  if constexpr (kPageIsFull) {
+    __shared__ __align__(16) unsigned char bytes[kStaticBytes];
+    return static_cast<uint32_t>(__cvta_generic_to_shared(bytes));
+  } else {
+    return smem;
+  }
+}
 
 // The mbarriers: the two resident tiles; of each ring, the arrival of a stage and its release by
 // all consumer warps; and the arrival of tiles that are cut before they are passed on, see
@@ -53,7 +72,7 @@ struct Barriers {
   uint32_t cut_resident, cut_first, cut_second;
 
   __device__ __forceinline__ explicit Barriers(uint32_t smem)
-      : resident(smem + kBarrierOffset),
+      : resident(page_base(smem) + kBarrierOffset),
         first(resident + 16),
         second(first + 8 * kStages),
         first_empty(second + 8 * kSecondStages),
@@ -117,10 +136,10 @@ __device__ __forceinline__ void copy_tile(uint32_t dst, const blockflash_tensor_
 
 // The announcement of a tile by the producer: its first row, or -1 when there are no more tiles.
 __device__ __forceinline__ void announce(uint32_t smem, int stage, int first_row) {
-  ptx::store_shared(smem + kTileOffset + 4 * stage, static_cast<uint32_t>(first_row));
+  ptx::store_shared(page_base(smem) + kTileOffset + 4 * stage, static_cast<uint32_t>(first_row));
 }
 __device__ __forceinline__ int announced(uint32_t smem, int stage) {
-  return static_cast<int>(ptx::load_shared(smem + kTileOffset + 4 * stage));
+  return static_cast<int>(ptx::load_shared(page_base(smem) + kTileOffset + 4 * stage));
 }
 
 // Waits until a tile has arrived, clears its rows from `end` on, and passes it on. By a whole warp.
@@ -233,8 +252,9 @@ struct Visible {
 // and the gradients of the scores, both operands of the next products. `logs(j, x)`
 // and `deltas(j, x)` yield the statistics of s[4 j…]: of element i they are x[i / 2 % 2] where rows
 // are queries, and x[i % 2] where columns are. `read()` is called when dp is complete. A hidden
-// pair has both 0 by selection, since 0·NaN would be NaN.
-template <bool by_row, int n, class Logs, class Deltas, class Read>
+// pair has both 0 by selection, since 0·NaN would be NaN. With `lean` there is no softcap, and p16
+// takes no registers before dp is complete.
+template <bool by_row, bool lean = false, int n, class Logs, class Deltas, class Read>
 __device__ __forceinline__ void differentiate_scores(float (&s)[n], float (&dp)[n],
                                                      uint32_t (&p16)[n / 2],
                                                      uint32_t (&ds16)[n / 2],
@@ -246,7 +266,7 @@ __device__ __forceinline__ void differentiate_scores(float (&s)[n], float (&dp)[
     words[0] = Traits::pack(x[0], x[1]), words[1] = Traits::pack(x[2], x[3]);
   };
   float negative_log[2], delta[2];
-  if (scale.softcap > 0.f) {
+  if (!lean && scale.softcap > 0.f) {
     // Both at once, so that no register holds the slope beside dp.
     ptx::wgmma_wait_group<0>();
     ptx::wgmma_pin(s), ptx::wgmma_pin(dp);
@@ -280,7 +300,7 @@ __device__ __forceinline__ void differentiate_scores(float (&s)[n], float (&dp)[
 #pragma unroll
     for (int i = 4 * j; i < 4 * j + 4; ++i)
       s[i] = ptx::ex2_approx(fmaf(s[i], scale.scale_log2, negative_log[of(i)]));
-    round(s + 4 * j, p16 + 2 * j);
+    if constexpr (!lean) round(s + 4 * j, p16 + 2 * j);
   }
   ptx::wgmma_wait_group<0>();
   ptx::wgmma_pin(dp);
@@ -290,6 +310,7 @@ __device__ __forceinline__ void differentiate_scores(float (&s)[n], float (&dp)[
     deltas(j, delta);
 #pragma unroll
     for (int i = 4 * j; i < 4 * j + 4; ++i) dp[i] = s[i] * (dp[i] - delta[of(i)]);
+    if constexpr (lean) round(s + 4 * j, p16 + 2 * j);
   }
   visible.hide(dp, 0.f);
 #pragma unroll

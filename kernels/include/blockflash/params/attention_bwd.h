@@ -42,7 +42,9 @@ typedef struct blockflash_attention_bwd_tma_params {
    * of the statistics. */
   float* dq_sums; /* workspace, [tiles, 64·head_dim of the tile] in the kernel's own order */
   uint32_t* tile_counter; /* two zeros, left as zeros: {next block of keys, CTAs that are done} */
-  int32_t heads_per_section; /* key heads whose blocks of keys start together */
+  /* Key heads whose blocks of keys start together. Under a mask with a right limit these are the
+   * last ones, if there is more than one; before them blocks start head by head, the last first. */
+  int32_t heads_per_section;
 } blockflash_attention_bwd_tma_params;
 
 #endif
