@@ -8,6 +8,7 @@
 #include "blockflash/mma/swizzle.cuh"
 #include "blockflash/params/bsr.h"
 #include "blockflash/ptx/cp_async.cuh"
+#include "blockflash/ptx/launch.cuh"
 #include "blockflash/ptx/ldmatrix.cuh"
 #include "blockflash/ptx/mma.cuh"
 
@@ -204,6 +205,10 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_bsr_matmul_params p) {
     return block < end_block ? __ldg(p.col_idx + block) : -1;
   };
   int columns = fetch_columns(0);
+  // The pattern was complete before the host had it and never changes (`BsrIndices`), so it may be
+  // read while the predecessors in the stream are still running; everything else may not.
+  ptx::launch_dependents();
+  ptx::wait_for_predecessors();
   const auto start_stage = [&](int step) {
     if (step < steps) {
       unsigned char* const stage = smem + step % Config::stages * kStageBytes;
