@@ -33,7 +33,8 @@ impl LaunchConfig {
     }
 
     /// Checks the geometry against the kernel and the number of tiles. Persistent kernels share the
-    /// tiles among any number of CTAs up to one per tile. All others have one CTA per tile.
+    /// tiles among any number of CTAs up to one per tile, or more where some may idle. All others
+    /// have one CTA per tile.
     pub(super) fn fits(&self, kernel: &Kernel, tiles: i128, persistent: bool) -> Fit {
         let [x, y, z] = self.grid;
         let blocks = match persistent {

@@ -29,8 +29,8 @@ pub struct BsrMatmulHopper {
     /// CTAs of a cluster, 1 or 2: they compute neighbouring tiles of the same block rows and
     /// receive A by multicast.
     pub cluster: u32,
-    /// CTAs that an SM holds at a time. With two, the CTAs of the next launch are there already when
-    /// those of this one end.
+    /// CTAs that an SM holds at a time. With two, the CTAs of the next launch are there already
+    /// when those of this one end.
     pub blocks_per_multiprocessor: u32,
     /// Whether blocks of A are multiplied transposed, in the order of an index of their block
     /// columns.
@@ -91,7 +91,6 @@ const TILES: &[BsrMatmulHopper] = &[
     pair(tile(64, 2, 256, 4)),
     pair(tile(128, 1, 64, 8)),
     half(tile(64, 1, 128, 4)),
-    half(tile(128, 1, 64, 4)),
     pair(half(tile(128, 1, 64, 4))),
     filled(tile(32, 8, 128, 8)),
 ];
@@ -222,8 +221,8 @@ impl Family for BsrMatmulHopper {
         format!("{dtype}_b{block_size}_r{block_rows}_n{block_n}_s{stages}{cluster}{a}{b}")
     }
 
-    /// A launch of fewer tiles than multiprocessors has a CTA for each multiprocessor where two share
-    /// one, so that the CTAs of the next launch find room for one on each.
+    /// A launch of fewer tiles than multiprocessors has a CTA for each multiprocessor where two
+    /// share one, so that the CTAs of the next launch find room for one on each.
     fn may_idle(&self) -> bool {
         self.blocks_per_multiprocessor > 1
     }
@@ -234,9 +233,9 @@ impl Family for BsrMatmulHopper {
     }
 
     /// A ring of A and B tiles, mbarriers and the announced tiles, and the epilogue's staging of C
-    /// in the space that is left. Each warp has one or two pages of 16 rows × 64 columns for TMA stores,
-    /// where warpgroups compute, or 16 rows of f32 accumulators, 32 columns wide or at least 16;
-    /// padding keeps rows in different banks.
+    /// in the space that is left. Each warp has one or two pages of 16 rows × 64 columns for TMA
+    /// stores, where warpgroups compute, or 16 rows of f32 accumulators, 32 columns wide or at
+    /// least 16; padding keeps rows in different banks.
     fn smem_bytes(&self) -> u32 {
         let element = self.dtype.size() as u32;
         let stage = if self.gathers() && !self.filled {

@@ -28,7 +28,7 @@ fn kernels_of(source: &str) -> Vec<(&'static Kernel, BsrMatmulHopper)> {
 #[test]
 fn tensor_map_kernels() {
     let kernels = kernels_of("bsr_matmul_sm90a");
-    assert_eq!(kernels.len(), 2 * (11 + 3 * 5));
+    assert_eq!(kernels.len(), 2 * (10 + 3 * 5));
     for (kernel, tile) in &kernels {
         assert_eq!(kernel.threads(), 384);
         assert!(kernel.expects().contains(&Expect::Contains("HGMMA")));
