@@ -49,6 +49,7 @@ __device__ __forceinline__ void copy(const Params& params, uint32_t smem, const 
   const int lane = threadIdx.x % 32, rank = Cluster::rank();
   const int2* const plan = reinterpret_cast<const int2*>(params.stages) + lane;
   const uint64_t policy = ptx::evict_normal();
+  Predecessors predecessors;
   uint32_t before =
       0;  // block columns of the previous tiles, and of this one up to the stage of the plan
 #pragma unroll 1
@@ -95,6 +96,7 @@ __device__ __forceinline__ void copy(const Params& params, uint32_t smem, const 
       // The columns in which this lane's block row has blocks, and the first of them.
       const int first_block = __shfl_sync(~0u, now.x, of_row);
       const uint32_t mine = __shfl_sync(~0u, now.y, of_row) & (lane < kOwnRows ? 0xFF : 0);
+      predecessors.wait();
 #pragma unroll 1
       for (int c = (who + kCopyWarps - before % kCopyWarps) % kCopyWarps; c < columns;
            c += kCopyWarps) {

@@ -132,6 +132,7 @@ struct Consumer {
     float* const slice = reinterpret_cast<float*>(smem_bytes + kSliceOffset +
                                                   (warpgroup * 4 + warp) * kPages * kPageBytes);
     if (lane() == 0) Cluster::ask(barriers.wanted_of(1));  // the second slot holds no tile yet
+    ptx::wait_for_predecessors();
 #pragma unroll 1
     for (int n = 0;; ++n) {
       barriers.wait_announced(n);
@@ -178,7 +179,7 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_bsr_matmul_tma_params param
   const Barriers barriers(smem);
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
 
-  begin_kernel<Cluster>(barriers, params.a, params.b, params.b_edge);
+  begin_early<Cluster>(barriers, params.a, params.b, params.b_edge);
 
   if (warpgroup == 0) {
     ptx::lower_registers<56>();

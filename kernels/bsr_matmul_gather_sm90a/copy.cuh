@@ -13,6 +13,7 @@ __device__ __forceinline__ void copy(const Params& params, uint32_t smem, const 
   const int lane = threadIdx.x % 32, rank = Cluster::rank();
   const char* const values = static_cast<const char*>(params.base.values);
   const int2* const plan = reinterpret_cast<const int2*>(params.stages) + lane;
+  Predecessors predecessors;
   uint32_t before = 0;  // stages of the previous tiles
 #pragma unroll 1
   for (int n = 0;; ++n) {
@@ -44,6 +45,7 @@ __device__ __forceinline__ void copy(const Params& params, uint32_t smem, const 
       const uint32_t full = barriers.full + 8 * stage, b = smem + stage * kStageBytes;
       const int columns = __shfl_sync(~0u, now.x, kSizeLane),
                 blocks = __shfl_sync(~0u, now.y, kSizeLane);
+      predecessors.wait();
       ptx::mbarrier_wait(barriers.empty + 8 * stage, ((before + i) / kStages & 1) ^ 1);
       if (lane < kRows) ptx::store_shared(stage_word(smem, stage, lane), now.y);
       __syncwarp();

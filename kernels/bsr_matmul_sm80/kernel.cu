@@ -8,6 +8,7 @@
 #include "blockflash/mma/swizzle.cuh"
 #include "blockflash/params/bsr.h"
 #include "blockflash/ptx/cp_async.cuh"
+#include "blockflash/ptx/launch.cuh"
 #include "blockflash/ptx/ldmatrix.cuh"
 #include "blockflash/ptx/mma.cuh"
 
@@ -204,6 +205,9 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_bsr_matmul_params p) {
     return block < end_block ? __ldg(p.col_idx + block) : -1;
   };
   int columns = fetch_columns(0);
+  // The pattern was complete before the host had it and never changes (`BsrIndices`), so it may be
+  // read while the predecessors in the stream are still running; everything else may not.
+  ptx::wait_for_predecessors();
   const auto start_stage = [&](int step) {
     if (step < steps) {
       unsigned char* const stage = smem + step % Config::stages * kStageBytes;
@@ -233,6 +237,9 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_bsr_matmul_params p) {
     multiply(acc, a_lane, b_lane, stage);
     stage = stage + kStageBytes == Config::stages * kStageBytes ? 0 : stage + kStageBytes;
   }
+  // Dependents start once no CTA of this grid has products left: while they wait they would take
+  // registers and slots of the SMs for nothing.
+  ptx::launch_dependents();
   ptx::cp_async_wait_group<0>();
   __syncthreads();  // the ring is free and becomes the staging area of the epilogue
 

@@ -104,6 +104,7 @@ struct Consumer {
     float* const slice = reinterpret_cast<float*>(smem_bytes + kStagingOffset) +
                          (warpgroup * 4 + warp) * 16 * kSliceStride;
     if (lane() == 0) Cluster::ask(barriers.wanted_of(1));  // the second slot holds no tile yet
+    ptx::wait_for_predecessors();
 #pragma unroll 1
     for (int n = 0;; ++n) {
       barriers.wait_announced(n);
@@ -161,14 +162,14 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_bsr_matmul_tma_params param
   const Barriers barriers(smem + kBarrierOffset);
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
 
-  begin_kernel<Cluster>(barriers, params.a, params.b, params.b_edge);
+  begin_early<Cluster>(barriers, params.a, params.b, params.b_edge);
 
   if (warpgroup == 0) {
     ptx::lower_registers<40>();
     if (threadIdx.x == 0) produce(params, smem, barriers);
     if (threadIdx.x == 32 && Cluster::rank() == 0) schedule(params, smem, barriers);
   } else {
-    ptx::raise_registers<232>();
+    ptx::raise_registers<Config::ctas == 1 ? 232 : 96>();
     Consumer{params, barriers, smem, warpgroup - 1}.run(smem_bytes);
   }
   Cluster::end();

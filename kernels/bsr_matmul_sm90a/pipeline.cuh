@@ -2,6 +2,7 @@
 #pragma once
 
 #include "blockflash/bsr/cluster.cuh"
+#include "blockflash/bsr/early.cuh"
 #include "blockflash/bsr/parts.cuh"
 #include "blockflash/bsr/tile_order.cuh"
 #include "blockflash/config/bsr.cuh"
@@ -86,7 +87,8 @@ __device__ __forceinline__ int blocks_of(const blockflash_bsr_matmul_params& p, 
   return p.row_ptr[row + 1] - p.row_ptr[row];
 }
 
-// One thread of a cluster takes tiles and looks up their blocks. It prefetches the next tile index
+// One thread of a cluster takes tiles and looks up their blocks, those of the first tile before the
+// predecessors in the stream are complete. It prefetches the next tile index
 // kAnnounceAhead blocks early: early enough to hide the lookup, late enough to keep dynamic load
 // balancing.
 constexpr int kAnnounceAhead = 8 / kSteps;  // in blocks
@@ -96,12 +98,17 @@ __device__ __forceinline__ void schedule(const Params& params, uint32_t smem,
   const int block_rows = static_cast<int>((p.m + kBlock - 1) / kBlock);
   const int tiles_m = (block_rows + kRows - 1) / kRows,
             tiles_n = static_cast<int>((p.n + kClusterN - 1) / kClusterN);
+  Predecessors predecessors;  // they use the same tile counter
   uint32_t index = Cluster::index();
+  const auto take_next = [&] {
+    predecessors.wait();
+    index = take_tile(params, index, Cluster::count());
+  };
 #pragma unroll 1
   for (int n = 0;; ++n) {
     if (n > 0) {
       barriers.wait_wanted(n);
-      index = take_tile(params, index, Cluster::count());
+      take_next();
     }
     const uint32_t slot = slot_of(smem, n), announced = barriers.announced_of(n);
     BsrPlace place(params, tiles_m, tiles_n, index);
@@ -111,8 +118,7 @@ __device__ __forceinline__ void schedule(const Params& params, uint32_t smem,
                parts_of(
                    params,
                    blocks_of(p, BsrTile<kClusterN>(place.tiles_m, tiles_n, place.index).position)))
-      index = take_tile(params, index, Cluster::count()),
-      place = BsrPlace(params, tiles_m, tiles_n, index);
+      take_next(), place = BsrPlace(params, tiles_m, tiles_n, index);
     const bool more = place.tiles_m > 0;
     if (more) {
       const BsrTile<kClusterN> tile(place.tiles_m, tiles_n, place.index);
@@ -146,6 +152,7 @@ __device__ __forceinline__ void schedule(const Params& params, uint32_t smem,
     Cluster::announce(announced, more ? kSlotBytes : 16);
     if (!more) break;
   }
+  predecessors.wait();
   leave_tiles(params, Cluster::count());
 }
 
@@ -174,6 +181,7 @@ __device__ __forceinline__ void produce(const Params& params, uint32_t smem,
   // With wide tiles, few CTAs read a block of A and at about the same time, so L2 should keep B
   // instead.
   const uint64_t policy = kBlockN >= 256 ? ptx::evict_first() : ptx::evict_normal();
+  Predecessors predecessors;
   int stage = 0;
   uint32_t parity = 1;  // every stage is empty at first
 #pragma unroll 1
@@ -224,6 +232,7 @@ __device__ __forceinline__ void produce(const Params& params, uint32_t smem,
         }
         last &= rows[r].first_block == rows[r].end_block;
       }
+      predecessors.wait();
 #pragma unroll 1
       for (int k = 0; k < kBlock; k += 64) {
         const uint32_t full = barriers.full + 8 * stage, a = smem + stage * kStageBytes,

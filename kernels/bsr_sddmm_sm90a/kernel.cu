@@ -164,6 +164,7 @@ struct Consumer {
     const int steps = p.k / kDepth + (p.k % kDepth != 0), first = warpgroup / kRowGroups * 2;
     if (lane() == 0)
       ptx::mbarrier_arrive(barriers.wanted_of(1));  // the second slot holds no tile yet
+    ptx::wait_for_predecessors();
 #pragma unroll 1
     for (int n = 0;; ++n) {
       barriers.wait_announced(n);
@@ -203,7 +204,7 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_bsr_sddmm_params params) {
   const Barriers barriers(smem + kBarrierOffset);
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
 
-  begin_kernel<BsrCluster<1>>(barriers, params.a, params.b);
+  begin_early<BsrCluster<1>>(barriers, params.a, params.b);
 
   if (warpgroup == 0) {
     ptx::lower_registers<40>();

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "blockflash/bsr/cluster.cuh"
+#include "blockflash/bsr/early.cuh"
 #include "blockflash/bsr/stored_blocks.cuh"
 #include "blockflash/bsr/tile_order.cuh"
 #include "blockflash/config/bsr.cuh"
@@ -70,12 +71,14 @@ __device__ __forceinline__ Tile find_tile(const Params& p, uint32_t index, int l
   return tile;
 }
 
-// One warp takes tiles and looks up their blocks. It prefetches the next tile kAnnounceAhead stages
-// early: early enough to hide the lookup, late enough to keep dynamic load balancing.
+// One warp takes tiles and looks up their blocks, those of the first tile before the predecessors
+// in the stream are complete. It prefetches the next tile kAnnounceAhead stages early: early enough
+// to hide the lookup, late enough to keep dynamic load balancing.
 constexpr int kAnnounceAhead = 8;
 __device__ __forceinline__ void schedule(const Params& p, uint32_t smem, const Barriers& barriers,
                                          int lane) {
   const uint32_t tiles = p.nnz_blocks / kBlocks + block_rows_of<kBlock>(p);
+  Predecessors predecessors;  // they use the same tile counter
   uint32_t index = blockIdx.x;
 #pragma unroll 1
   for (int n = 0;; ++n) {
@@ -83,6 +86,7 @@ __device__ __forceinline__ void schedule(const Params& p, uint32_t smem, const B
     Tile tile = {-1, 0, 0, {}};
     for (bool take = n > 0;; take = true) {
       if (take) {
+        predecessors.wait();
         if (lane == 0) index = take_tile(p, index, gridDim.x);
         index = __shfl_sync(~0u, index, 0);
       }
@@ -97,6 +101,7 @@ __device__ __forceinline__ void schedule(const Params& p, uint32_t smem, const B
     }
     if (tile.block_row < 0) break;
   }
+  predecessors.wait();
   if (lane == 0) leave_tiles(p, gridDim.x);
 }
 
@@ -116,6 +121,7 @@ __device__ __forceinline__ void copy_block(uint32_t smem, const blockflash_tenso
 
 // One thread issues the TMA loads. Elements beyond m, n and k arrive as zeros.
 __device__ __forceinline__ void produce(const Params& p, uint32_t smem, const Barriers& barriers) {
+  Predecessors predecessors;
   int stage = 0;
   uint32_t parity = 1;  // every stage is empty at first
 #pragma unroll 1
@@ -123,6 +129,7 @@ __device__ __forceinline__ void produce(const Params& p, uint32_t smem, const Ba
     barriers.wait_announced(n);
     const Tile tile = Tile::load(slot_of(smem, n));
     if (tile.block_row < 0) break;
+    predecessors.wait();
     bool asked = false;  // whether the next tile has been asked for
 #pragma unroll 1
     for (int k = 0;; k += kDepth) {

@@ -1,4 +1,4 @@
-//! When neighbouring tiles share A, or two halves of one share B.
+//! When neighbouring tiles share A, two halves of one share B, or two CTAs an SM.
 
 use super::*;
 
@@ -24,6 +24,27 @@ fn neighbouring_tiles_share_a() {
     let gpu = CudaProperties { multiprocessors: 131, ..h200() };
     let plan = plan(row, &problem([1 << 20, 4096, 4096], block_size), &gpu).unwrap();
     assert_eq!((plan.config.grid, plan.config.cluster), ([130, 1, 1], Some([2, 1, 1])));
+}
+
+#[test]
+fn sparse_products_of_few_columns_share_multiprocessors() {
+    // CTAs per SM and of a cluster.
+    let chosen = |n, block_size: usize, density: f64| {
+        let blocks = 8192.0 * 8192.0 / (block_size * block_size) as f64;
+        let nnz_blocks = (blocks * density) as usize;
+        let problem = BsrProblem { nnz_blocks, ..problem([8192, n, 8192], block_size) };
+        match select(&problem, &h200()).unwrap().variant {
+            Variant::BsrMatmulHopper(tile) => (tile.blocks_per_multiprocessor, tile.cluster),
+            _ => panic!("a portable kernel"),
+        }
+    };
+    let densities = [0.05, 0.1, 0.2, 0.5];
+    assert_eq!(densities.map(|d| chosen(128, 64, d)), [(2, 1), (2, 1), (1, 1), (1, 1)]);
+    assert_eq!(densities.map(|d| chosen(128, 128, d)), [(2, 2), (2, 2), (1, 2), (1, 2)]);
+    // More tiles than SMs would share them among themselves.
+    for n in [512, 1024, 8192] {
+        assert!([64, 128].iter().all(|&block_size| chosen(n, block_size, 0.05).0 == 1));
+    }
 }
 
 #[test]

@@ -23,11 +23,18 @@ struct CostModel {
     /// Fixed cost of a tile that is split along K: the latency until one SM sees the sums of the
     /// others.
     parts: f64,
+    /// The same of kernels that gather small blocks.
+    gathered_parts: f64,
     /// Fraction of the cost of A that is saved when the CTAs of a cluster share it, because L2
     /// delivers it once; it still has to be written to shared memory.
     saved_by_sharing: f64,
     /// A launch with clusters, whose CTAs wait for one another at both ends.
     clusters: f64,
+    /// Starting the CTAs of a launch and their first copies. It is hidden where each SM has room
+    /// for another CTA, since those of the next launch start beside those of this one.
+    launch: f64,
+    /// Factor on loading and multiplying for CTAs that share an SM: they have half as many stages.
+    half: f64,
     /// A multiply-add of kernels that gather small blocks: in dense patterns the tensor cores limit
     /// them.
     product: f64,
@@ -49,13 +56,16 @@ const H200: CostModel = CostModel {
     copied_c: 2.2,
     sum: 2.0,
     parts: 150_000.0,
+    gathered_parts: 200_000.0,
     saved_by_sharing: 0.5,
-    clusters: 20_000.0,
+    clusters: 12_000.0,
+    launch: 30_000.0,
+    half: 1.12,
     product: 0.024,
     warpgroup_product: 0.0117,
     filling: 1.3,
     columns_of_a: 16,
-    portable: 1.4,
+    portable: 1.9,
 };
 
 /// Width of a panel of C, which is finished before the next one starts: `bsr/tile_order.cuh`.
@@ -109,7 +119,9 @@ pub(super) fn hopper_time(
             _ => (H200.warpgroup_product, a, block_n),
         };
         let multiplied = cost * multiplied * (block_size * columns) as f64;
-        cols as f64 * copied.max(multiplied) * if filled { H200.filling } else { 1.0 }
+        let filling = if filled { H200.filling } else { 1.0 };
+        let half = if kernel.blocks_per_multiprocessor > 1 { H200.half } else { 1.0 };
+        cols as f64 * copied.max(multiplied) * filling * half
     };
     let mean = depth(density);
     let longest = match problem.longest_group {
@@ -119,22 +131,25 @@ pub(super) fn hopper_time(
     let copies_c = (block_size >= 64 || filled) && problem.has_plain_output();
     let elements = (block_rows * block_size * block_n) as f64;
     let written = elements * if copies_c { H200.copied_c } else { H200.c };
+    let fixed = if block_size < 64 { H200.gathered_parts } else { H200.parts };
     let in_parts = |depth: f64, parts: f64| {
-        let added =
-            if parts > 1.0 { H200.parts + (parts - 1.0) * H200.sum * elements } else { 0.0 };
+        let added = if parts > 1.0 { fixed + (parts - 1.0) * H200.sum * elements } else { 0.0 };
         depth / parts + written + added
     };
     let tiles = rows.div_ceil(block_rows) as f64 * tile.tiles_n(problem.n as u64) as f64;
     let before_last_panel = 1.0 - 1.0 / problem.n.div_ceil(PANEL_N).max(1) as f64;
     let clusters = if tile.cluster > 1 { H200.clusters } else { 0.0 };
     let multiprocessors = f64::from(gpu.multiprocessors.max(1));
+    // No CTA of a pair may be without columns: only full ones were measured.
+    let leaves_room = kernel.blocks_per_multiprocessor > 1 && sharers == tile.cluster as usize;
     // The longest tile has this many parts; a mean tile has proportionally fewer.
     let time = |parts: f64| {
         let of_mean = if parts == 1.0 { 1.0 } else { ceil(parts * mean / longest) };
         let rounds = tiles * of_mean / multiprocessors;
         let rounds = if rounds <= 4.0 { ceil(rounds) } else { rounds + 0.5 };
         let all = rounds * in_parts(mean, of_mean);
-        clusters + all.max(before_last_panel * all + in_parts(longest, parts))
+        let launch = if leaves_room && rounds <= 1.0 { 0.0 } else { H200.launch };
+        launch + clusters + all.max(before_last_panel * all + in_parts(longest, parts))
     };
     if !(kernel.splits() && problem.workspace && longest > 0.0) {
         return (time(1.0), 1);
@@ -173,5 +188,6 @@ fn portable_time(problem: &BsrProblem, gpu: &CudaProperties) -> f64 {
     let written = problem.m as f64 * problem.n as f64;
     let all = H200.portable * copied(problem.nnz_blocks, problem.n) + H200.c * written;
     let longest = copied(problem.longest_row.unwrap_or(0), problem.n.min(PORTABLE_BLOCK_N));
-    (all / f64::from(gpu.multiprocessors.max(1))).max(H200.portable * longest)
+    let shared = all / f64::from(gpu.multiprocessors.max(1));
+    H200.launch + shared.max(H200.portable * longest)
 }

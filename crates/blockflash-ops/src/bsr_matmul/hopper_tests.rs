@@ -122,6 +122,7 @@ fn small_blocks_take_large_tiles_where_these_keep_the_multiprocessors_busy() {
         // The largest tile that still gives every SM one; portable kernels where there are even
         // fewer tiles. Blocks of 16 have clusters of two with narrow tiles.
         let pair_of_128 = (block_size == 16).then_some((256, 64));
+        assert_eq!(tile(8192, 128, 0.05), pair_of_128);
         assert_eq!(
             [64, 128, 256, 512].map(|n| tile(8192, n, 0.1)),
             [None, pair_of_128, Some((256, 64)), Some((256, 128))]
@@ -198,7 +199,7 @@ fn what_tensor_maps_lack_takes_a_portable_row() {
 
 #[test]
 fn blocks_stay_and_start_early() {
-    assert_eq!(hopper_rows().count(), 20 + 10 + 2 + 30);
+    assert_eq!(hopper_rows().count(), 22 + 12 + 2 + 30);
     for (row, tile) in hopper_rows() {
         let block = tile.block_size as usize;
         // A problem that the kernel accepts.
@@ -212,14 +213,18 @@ fn blocks_stay_and_start_early() {
             accepts(row, &problem([m, n, 4096]), &h200()).unwrap();
             plan(row, &problem([m, n, 4096]), &h200()).unwrap()
         };
+        let Variant::BsrMatmulHopper(variant) = &row.variant else { unreachable!() };
+        let shared = variant.blocks_per_multiprocessor;
         let many = plan_of(1000 * block, 1000);
         assert_eq!(
             (many.config.grid, many.config.programmatic_dependent_launch),
-            ([132, 1, 1], true)
+            ([132 * shared, 1, 1], true)
         );
         assert_eq!((many.config.block, many.config.smem_bytes), (row.threads(), row.smem_bytes()));
         let few = plan_of(3 * block - 1, tile.block_n as usize + 1);
-        assert_eq!(few.config.grid, [2 * 3u32.div_ceil(tile.block_rows), 1, 1]);
+        // Where CTAs share SMs, each SM has one, even without a tile.
+        let least = if shared > 1 { 132 } else { 1 };
+        assert_eq!(few.config.grid, [(2 * 3u32.div_ceil(tile.block_rows)).max(least), 1, 1]);
         assert_eq!((few.parts, few.config.cluster), (1, row.cluster()));
         // CTAs count two tiles past the last one each.
         let at_limit = problem([((1 << 31) - 1025) / block * block, 64, 64]);

@@ -8,6 +8,7 @@ const TILE: BsrMatmulHopper = BsrMatmulHopper {
     block_n: 256,
     stages: 4,
     cluster: 1,
+    blocks_per_multiprocessor: 1,
     a_transposed: false,
     b_column_major: false,
 };

@@ -77,8 +77,8 @@ pub(super) fn planned(
         beta: problem.beta,
         c_column_major: i32::from(problem.c_major == Major::Column),
     };
-    let hopper = matches!(kernel.variant, Variant::BsrMatmulHopper(_));
-    let config = LaunchConfig::of(kernel, blocks(kernel, tile, problem, gpu, 0)?, hopper);
+    let blocks = blocks(kernel, tile, problem, gpu, 0)?;
+    let config = LaunchConfig::of(kernel, blocks, kernel.waits_for_predecessor());
     Ok(BsrMatmulPlan { params, config, parts: cost::parts(kernel, problem, gpu) })
 }
 
@@ -117,11 +117,13 @@ fn blocks(
 ) -> Result<u32> {
     let tiles_m = problem.m.div_ceil(problem.block_size).div_ceil(tile.block_rows as usize);
     let tiles = grid_x(&[tile.tiles_n(problem.n as u64) as usize, tiles_m + parts])?;
-    if !matches!(kernel.variant, Variant::BsrMatmulHopper(_)) {
-        return Ok(tiles);
-    }
+    let Variant::BsrMatmulHopper(hopper) = &kernel.variant else { return Ok(tiles) };
     // CTAs of the Hopper kernels are persistent; each asks once for a tile past the last one.
-    let stay = (gpu.multiprocessors / tile.cluster * tile.cluster).max(tile.cluster);
+    let each = (gpu.multiprocessors / tile.cluster * tile.cluster).max(tile.cluster);
+    let stay = each * hopper.blocks_per_multiprocessor;
     grid_x(&[tiles as usize + 2 * stay as usize])?;
-    Ok(tiles.min(stay))
+    // Where two CTAs share an SM, each SM gets one of this launch at least, even without a tile: so
+    // it keeps room for one of the next launch, and none gets two of those.
+    let least = if hopper.blocks_per_multiprocessor > 1 { each } else { 1 };
+    Ok(tiles.min(stay).max(least))
 }

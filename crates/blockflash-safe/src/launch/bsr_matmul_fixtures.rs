@@ -14,6 +14,7 @@ pub(super) const TILE: BsrMatmulHopper = BsrMatmulHopper {
     stages: 5,
     filled: false,
     cluster: 1,
+    blocks_per_multiprocessor: 1,
     a_transposed: false,
     b_column_major: false,
 };

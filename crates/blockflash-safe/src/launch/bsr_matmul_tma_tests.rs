@@ -116,6 +116,18 @@ fn clusters_are_whole() {
 }
 
 #[test]
+fn some_may_idle_where_two_share_a_multiprocessor() {
+    let half = BsrMatmulHopper { blocks_per_multiprocessor: 2, ..TILE };
+    let launch = |tile, blocks| fit_of(tile, |_| (), &config(tile, blocks));
+    for blocks in [1, 3, 132, 264] {
+        launch(half, blocks).unwrap();
+    }
+    assert!(launch(TILE, 132).unwrap_err().contains("a grid of 132x1x1"));
+    assert!(launch(half, 0).unwrap_err().contains("a grid of 0x1x1"));
+    assert!(launch(half, 1 << 30).unwrap_err().contains("too many tiles"));
+}
+
+#[test]
 fn parts_have_room_and_places() {
     let stream = Device::cpu().stream().unwrap();
     let memory = |sums: usize, words: usize| {

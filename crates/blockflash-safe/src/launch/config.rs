@@ -33,10 +33,15 @@ impl LaunchConfig {
     }
 
     /// Checks the geometry against the kernel and the number of tiles. Persistent kernels share the
-    /// tiles among any number of CTAs up to one per tile. All others have one CTA per tile.
+    /// tiles among any number of CTAs up to one per tile, or more where some may idle. All others
+    /// have one CTA per tile.
     pub(super) fn fits(&self, kernel: &Kernel, tiles: i128, persistent: bool) -> Fit {
         let [x, y, z] = self.grid;
-        let blocks = if persistent { 1..=tiles } else { tiles..=tiles };
+        let blocks = match persistent {
+            true if kernel.family().may_idle() => 1..=i128::from(i32::MAX),
+            true => 1..=tiles,
+            false => tiles..=tiles,
+        };
         if !blocks.contains(&i128::from(x)) || y != 1 || z != 1 {
             return Err(format!("a grid of {x}x{y}x{z} blocks, expected {blocks:?} in x"));
         }

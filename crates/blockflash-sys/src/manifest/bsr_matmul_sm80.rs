@@ -88,6 +88,10 @@ impl Family for BsrMatmul {
         self.stages * (self.block_size + self.block_n) * self.block_k * self.dtype.size() as u32
     }
 
+    fn waits_for_predecessor(&self) -> bool {
+        true
+    }
+
     fn macros(&self, define: &mut dyn FnMut(&'static str, u32)) {
         define("VARIANT_DTYPE", self.dtype as u32);
         define("VARIANT_BLOCK_SIZE", self.block_size);

@@ -2,8 +2,8 @@ use super::BsrMatmulTile;
 use super::family::{Family, Support, each_dtype};
 use crate::{DType, Target};
 
-/// Tiles of the BSR kernels for Hopper: persistent CTAs, one per SM, take tile after tile, each
-/// some block rows of A times `block_n` columns of B. A producer warpgroup loads, consumer
+/// Tiles of the BSR kernels for Hopper: persistent CTAs, one or two per SM, take tile after tile,
+/// each some block rows of A times `block_n` columns of B. A producer warpgroup loads, consumer
 /// warpgroups compute.
 ///
 /// Blocks of 64 and 128 (`bsr_matmul_sm90a`): two consumer warpgroups have 64 rows each where the
@@ -29,6 +29,9 @@ pub struct BsrMatmulHopper {
     /// CTAs of a cluster, 1 or 2: they compute neighbouring tiles of the same block rows and
     /// receive A by multicast.
     pub cluster: u32,
+    /// CTAs that an SM holds at a time. With two, the CTAs of the next launch are there already
+    /// when those of this one end.
+    pub blocks_per_multiprocessor: u32,
     /// Whether blocks of A are multiplied transposed, in the order of an index of their block
     /// columns.
     pub a_transposed: bool,
@@ -45,9 +48,15 @@ const fn tile(block_size: u32, block_rows: u32, block_n: u32, stages: u32) -> Bs
         stages,
         filled: false,
         cluster: 1,
+        blocks_per_multiprocessor: 1,
         a_transposed: false,
         b_column_major: false,
     }
+}
+
+/// The tile in CTAs that share an SM with another one.
+const fn half(tile: BsrMatmulHopper) -> BsrMatmulHopper {
+    BsrMatmulHopper { blocks_per_multiprocessor: 2, ..tile }
 }
 
 /// The tile in clusters of two CTAs.
@@ -81,6 +90,8 @@ const TILES: &[BsrMatmulHopper] = &[
     pair(tile(32, 8, 128, 4)),
     pair(tile(64, 2, 256, 4)),
     pair(tile(128, 1, 64, 8)),
+    half(tile(64, 1, 128, 4)),
+    pair(half(tile(128, 1, 64, 4))),
     filled(tile(32, 8, 128, 8)),
 ];
 
@@ -152,6 +163,12 @@ impl BsrMatmulHopper {
         if self.gathers() { self.block_size } else { Self::BLOCK_K }
     }
 
+    /// Pages of 16 rows × 64 columns in which a warp stages C: two, if it has the columns for them.
+    const fn pages(&self) -> u32 {
+        let rows = self.block_rows * self.block_size;
+        if !self.gathers() && rows * self.block_n <= 64 * 128 { 1 } else { 2 }
+    }
+
     /// Consumer warpgroups.
     const fn warpgroups(&self) -> u32 {
         match (self.gathers(), self.filled) {
@@ -204,15 +221,21 @@ impl Family for BsrMatmulHopper {
         format!("{dtype}_b{block_size}_r{block_rows}_n{block_n}_s{stages}{cluster}{a}{b}")
     }
 
+    /// A launch of fewer tiles than multiprocessors has a CTA for each multiprocessor where two
+    /// share one, so that the CTAs of the next launch find room for one on each.
+    fn may_idle(&self) -> bool {
+        self.blocks_per_multiprocessor > 1
+    }
+
     /// Four warps per consumer warpgroup, and the producer warpgroup.
     fn warps(&self) -> u32 {
         4 * (self.warpgroups() + 1)
     }
 
     /// A ring of A and B tiles, mbarriers and the announced tiles, and the epilogue's staging of C
-    /// in the space that is left. Each warp has two pages of 16 rows × 64 columns for TMA stores,
-    /// where warpgroups compute, or 16 rows of f32 accumulators, 32 columns wide or at least 16;
-    /// padding keeps rows in different banks.
+    /// in the space that is left. Each warp has one or two pages of 16 rows × 64 columns for TMA
+    /// stores, where warpgroups compute, or 16 rows of f32 accumulators, 32 columns wide or at
+    /// least 16; padding keeps rows in different banks.
     fn smem_bytes(&self) -> u32 {
         let element = self.dtype.size() as u32;
         let stage = if self.gathers() && !self.filled {
@@ -222,9 +245,12 @@ impl Family for BsrMatmulHopper {
             (self.block_rows * self.block_size + self.block_n) * self.block_k() * element
         };
         let warps = self.consumer_warps();
-        let pages = if self.gathers() && !self.filled { 0 } else { warps * 2 * 16 * 64 * element };
+        let copied = !self.gathers() || self.filled;
+        let pages = if copied { warps * self.pages() * 16 * 64 * element } else { 0 };
         let (wide, narrow) = (warps * 16 * (32 + 8) * 4, warps * 16 * (16 + 4) * 4);
-        let (ring, limit) = (self.stages * stage + Self::EXTRA_BYTES, Target::Sm90a.smem_limit());
+        // An SM has 1 KiB more than a CTA can have, which each CTA takes for the system.
+        let limit = (Target::Sm90a.smem_limit() + 1024) / self.blocks_per_multiprocessor - 1024;
+        let ring = self.stages * stage + Self::EXTRA_BYTES;
         ring + if pages > 0 && ring + pages <= limit {
             pages
         } else if ring + wide <= limit {
@@ -255,7 +281,7 @@ impl Family for BsrMatmulHopper {
         define("VARIANT_A_TRANSPOSED", self.a_transposed.into());
         define("VARIANT_B_COLUMN_MAJOR", self.b_column_major.into());
         define("VARIANT_STAGE_BLOCKS", Self::stage_blocks(self.block_size));
-        define("VARIANT_MIN_BLOCKS", 1);
+        define("VARIANT_MIN_BLOCKS", self.blocks_per_multiprocessor);
     }
 
     fn contains(&self) -> &'static [&'static str] {

@@ -28,7 +28,7 @@ fn kernels_of(source: &str) -> Vec<(&'static Kernel, BsrMatmulHopper)> {
 #[test]
 fn tensor_map_kernels() {
     let kernels = kernels_of("bsr_matmul_sm90a");
-    assert_eq!(kernels.len(), 2 * (8 + 3 * 5));
+    assert_eq!(kernels.len(), 2 * (10 + 3 * 5));
     for (kernel, tile) in &kernels {
         assert_eq!(kernel.threads(), 384);
         assert!(kernel.expects().contains(&Expect::Contains("HGMMA")));
@@ -64,6 +64,9 @@ fn tensor_map_kernels() {
         for (name, flag) in flags {
             assert!(kernel.macros().contains(&(name, u32::from(flag).to_string())), "{name}");
         }
+        // As many as share an SM, with a kilobyte each for the system.
+        let all = tile.blocks_per_multiprocessor * (kernel.smem_bytes() + 1024);
+        assert!(all <= 228 * 1024, "{}", kernel.symbol());
         // One box holds all columns of a column-major B.
         assert!(!tile.b_column_major || tile.block_n <= 256, "{}", kernel.symbol());
     }

@@ -34,6 +34,11 @@ pub trait Family {
         self.counts_tiles()
     }
 
+    /// Whether CTAs may be more than tiles, so that some find none. Only persistent kernels can.
+    fn may_idle(&self) -> bool {
+        false
+    }
+
     /// Whether the source waits itself for the kernel before it on the stream, which machine code
     /// for Hopper can ([`Kernel::waits_for_predecessor`](super::Kernel::waits_for_predecessor)).
     fn waits_for_predecessor(&self) -> bool {

@@ -13,6 +13,7 @@
 #pragma once
 
 #include "blockflash/bsr/cluster.cuh"
+#include "blockflash/bsr/early.cuh"
 #include "blockflash/bsr/parts.cuh"
 #include "blockflash/bsr/tile_order.cuh"
 #include "blockflash/config/bsr.cuh"
@@ -96,23 +97,30 @@ struct Tile {
   }
 };
 
+// Takes tiles and looks up their stages, those of the first tile before the predecessors in the
+// stream are complete.
 __device__ __forceinline__ void schedule(const Params& params, uint32_t smem,
                                          const Barriers& barriers) {
   const blockflash_bsr_matmul_params& p = params.base;
   const int block_rows = static_cast<int>((p.m + kBlock - 1) / kBlock);
   const int groups = (block_rows + kRows - 1) / kRows,
             tiles_n = static_cast<int>((p.n + kClusterN - 1) / kClusterN);
+  Predecessors predecessors;  // they use the same tile counter
   uint32_t index = Cluster::index();
+  const auto take_next = [&] {
+    predecessors.wait();
+    index = take_tile(params, index, Cluster::count());
+  };
 #pragma unroll 1
   for (int n = 0;; ++n) {
     if (n > 0) {
       barriers.wait_wanted(n);
-      index = take_tile(params, index, Cluster::count());
+      take_next();
     }
     const uint32_t announced = barriers.announced_of(n);
     Tile tile = {0, 0, 0, -1};
 #pragma unroll 1
-    for (;; index = take_tile(params, index, Cluster::count())) {
+    for (;; take_next()) {
       const BsrPlace place(params, groups, tiles_n, index);
       if (place.tiles_m == 0) break;
       const BsrTile<kClusterN> at(place.tiles_m, tiles_n, place.index);
@@ -129,6 +137,7 @@ __device__ __forceinline__ void schedule(const Params& params, uint32_t smem,
     Cluster::announce(announced, tile.group < 0 ? 16 : 20);
     if (tile.group < 0) break;
   }
+  predecessors.wait();
   leave_tiles(params, Cluster::count());
 }
 

@@ -88,20 +88,44 @@ struct BsrSums {
     if (lane == 0) ptx::store_release(params.part_arrived + slot, 1);
   }
 
-  // Adds the sums of the other parts to part 0, and resets the words that announced them.
+  // Adds the sums of the other parts to part 0, in their order, and resets the words that announced
+  // them. Where there are registers for it, each lane waits for one part, and the sums of two parts
+  // are on their way at a time: one after another, the words would take the latency of memory each.
   __device__ __forceinline__ void add(int parts, float (&acc)[registers]) const {
-#pragma unroll 1
-    for (int part = 1; part < parts; ++part) {
-      const int64_t slot = this->slot(part);
-      while (ptx::load_acquire(params.part_arrived + slot) == 0) __nanosleep(64);
-      const float4* const from = sums(slot);
-#pragma unroll
-      for (int i = 0; i < registers; i += 4) {
-        const float4 x = __ldcg(from + i / 4 * kWarpSize);
-        acc[i] += x.x, acc[i + 1] += x.y, acc[i + 2] += x.z, acc[i + 3] += x.w;
-      }
+    constexpr int kTogether =
+        registers <= 64 && warps <= 8 && BsrMatmulHopperConfig::ctas == 1 ? 2 : 1;
+    static_assert(BLOCKFLASH_BSR_PARTS <= kWarpSize, "a lane waits for one part at most");
+    if constexpr (warps <= 8 || registers <= 32) {
+      if (parts == 1) return;
+      const bool waits = lane > 0 && lane < parts;
+      if (waits) wait(slot(lane));
+      __syncwarp();  // what one lane has acquired, all may read
+#pragma unroll kTogether
+      for (int part = 1; part < parts; ++part) add_from(slot(part), acc);
       __syncwarp();
-      if (lane == 0) params.part_arrived[slot] = 0;
+      if (waits) params.part_arrived[slot(lane)] = 0;
+    } else {
+#pragma unroll 1
+      for (int part = 1; part < parts; ++part) {
+        const int64_t slot = this->slot(part);
+        wait(slot);
+        add_from(slot, acc);
+        __syncwarp();
+        if (lane == 0) params.part_arrived[slot] = 0;
+      }
+    }
+  }
+
+ private:
+  __device__ __forceinline__ void wait(int64_t slot) const {
+    while (ptx::load_acquire(params.part_arrived + slot) == 0) __nanosleep(64);
+  }
+  __device__ __forceinline__ void add_from(int64_t slot, float (&acc)[registers]) const {
+    const float4* const from = sums(slot);
+#pragma unroll
+    for (int i = 0; i < registers; i += 4) {
+      const float4 x = __ldcg(from + i / 4 * kWarpSize);
+      acc[i] += x.x, acc[i + 1] += x.y, acc[i + 2] += x.z, acc[i + 3] += x.w;
     }
   }
 };

@@ -26,6 +26,7 @@ struct BsrMatmulHopperConfig {
   static constexpr bool filled =
       VARIANT_FILLED;  // small blocks are filled up to 64 rows with zeros
   static constexpr int stages = VARIANT_STAGES;
+  static constexpr int ctas = VARIANT_MIN_BLOCKS;  // CTAs that share an SM
   static constexpr int threads = 128 * (warpgroups + 1);
   static constexpr int smem_bytes = VARIANT_SMEM_BYTES;
   static_assert(threads == VARIANT_THREADS, "the manifest row and the kernel disagree on threads");
