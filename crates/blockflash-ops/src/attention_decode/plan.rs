@@ -15,6 +15,11 @@ use blockflash_sys::params::blockflash_attention_decode_params;
 const CHUNK: [usize; 2] = [256, 4096];
 /// Splits of the longest sequences.
 const MOST_SPLITS: usize = 256;
+/// Log2 of the most splits of an item.
+const LONGEST_RUN_LOG2: u32 = 4;
+/// Items that a CTA should have at least before they become longer: with fewer, some CTAs would
+/// wait long for others. Many more of unequal sequences, of which the capacity says little.
+const ITEMS_OF_A_CTA: [usize; 2] = [4, 16];
 /// Key heads times splits of a sequence of medium length.
 const HEADS_AND_SPLITS: usize = 128;
 
@@ -44,8 +49,10 @@ pub(super) struct Division {
     pub(super) most_queries: usize,
     /// Rows of a tile that can be in use.
     pub(super) partial_rows: usize,
-    /// Splits of all row tiles of all heads that a call can have.
+    /// Runs of splits of all row tiles of all heads that a call can have.
     pub(super) items: usize,
+    /// Log2 of the splits in a run. No result depends on it.
+    pub(super) run_log2: u32,
 }
 
 impl AttentionDecodeProblem {
@@ -90,6 +97,7 @@ pub(super) fn plan_few(
     let per_multiprocessor = per_multiprocessor.clamp(1, tile.min_blocks.max(1));
     let most = gpu.multiprocessors.max(1).saturating_mul(per_multiprocessor) as usize;
     // Each CTA asks once for an item past the last one.
+    let division = division.in_runs(problem, most);
     let blocks = grid_x(&[division.items.min(most)])?;
     grid_x(&[division.items.saturating_add(2 * blocks as usize)])?;
     let config = LaunchConfig::of(kernel, blocks, kernel.waits_for_predecessor());
@@ -145,7 +153,16 @@ fn divided(
     });
     let items = tiles * per_tile;
     let partial_rows = rows.min(group_rows);
-    Ok(Division { splits, chunk_min, chunk_max, most_splits, most_queries, partial_rows, items })
+    Ok(Division {
+        splits,
+        chunk_min,
+        chunk_max,
+        most_splits,
+        most_queries,
+        partial_rows,
+        items,
+        run_log2: 0,
+    })
 }
 
 /// The most splits of a sequence of at most `capacity` keys.
@@ -185,6 +202,19 @@ pub fn workspace_bytes(
 }
 
 impl Division {
+    /// The same splits in fewer items for this number of CTAs, since the end of an item costs more
+    /// than that of a split. The workspace stays as large.
+    fn in_runs(mut self, problem: &AttentionDecodeProblem, ctas: usize) -> Self {
+        let (attention, cache) = (&problem.attention, &problem.cache);
+        let unequal = attention.packed.is_some() || cache.seqused_kv || problem.pages.is_some();
+        let enough = ctas.saturating_mul(ITEMS_OF_A_CTA[usize::from(unequal)]);
+        let fits = |log2: &u32| self.items >> log2 >= enough;
+        let longest = LONGEST_RUN_LOG2.min(self.most_splits.trailing_zeros());
+        self.run_log2 = (1..=longest).rev().find(fits).unwrap_or(0);
+        self.items >>= self.run_log2;
+        self
+    }
+
     /// Numbers of 32 bits, and words that count, of the workspace.
     fn room(&self, problem: &AttentionDecodeProblem) -> Option<[usize; 2]> {
         if self.most_splits == 1 {
