@@ -1,5 +1,6 @@
 //! The kernels of the table that compute attention to caches, and what each of them must do.
 
+use super::run::largest_workspace;
 use super::{DecodeCase, DecodeData, DecodeInputs, DecodeOutputs};
 use crate::attention::{AttentionReference, Choice};
 use crate::gpu::{Gpu, wait};
@@ -102,6 +103,11 @@ pub fn alone_as_in_a_batch(
     let (decode, cache) = (inputs.decode(), inputs.cache());
     let run = |decode: AttentionDecode<'_>, cache: KvCache<'_>| -> Result<Vec<u32>, Error> {
         let mut o = Tensor::empty(stream, case.attention.dtype, decode.q.shape())?;
+        let workspace = match stream.device().is_cpu() {
+            true => None,
+            false => Some(largest_workspace(&decode, &cache, stream)?),
+        };
+        let decode = AttentionDecode { workspace: workspace.as_ref(), ..decode };
         let o_view = o.view_mut();
         let operands =
             AttentionDecodeOperands { cache: CacheAccess::Read(cache), o: o_view, lse: None };
