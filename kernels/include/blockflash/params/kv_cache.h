@@ -51,8 +51,8 @@ typedef struct blockflash_attention_decode_params {
                                 Clamped to the columns of the table */
   const int32_t* page_count; /* [batch] listed pages, the same for all heads; clamped to
                                 [0, page_list_capacity] */
-  float* partial_sums;    /* workspace, [slots, partial_rows, head_dim] with items · 2^run_log2
-                             slots; null if no sequence can have more than one split */
+  float* partial_sums;       /* workspace, [slots, partial_rows, head_dim] with items · 2^run_log2
+                                slots; null if no sequence can have more than one split */
   float* partial_logs;    /* workspace, [slots, partial_rows, 2]: log2 reference and denominator */
   uint32_t* arrivals;     /* workspace, [slots], zeros, left as zeros */
   uint32_t* tile_counter; /* two zeros, left as zeros: {next item, CTAs that are done}; not used if
