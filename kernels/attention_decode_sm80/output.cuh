@@ -88,7 +88,8 @@ __device__ __forceinline__ void store_result(const blockflash_attention_decode_p
 __device__ __forceinline__ void combine_splits(const blockflash_attention_decode_params& p,
                                                const DecodeItem& item, int first, int step,
                                                int count, bool to_output) {
-  const auto slot_of = [&](int s) { return Slot(p, item.slot_of(p, first + s * step)); };
+  const Slot slot(p, item.slot_of(first));
+  const int64_t rows_apart = static_cast<int64_t>(step) * item.slot_step * p.partial_rows;
   const int pieces = rows_of(p, item) * kColumns4;
   for (int i = 0; i < pieces; i += Config::threads) {
     const int at = i + ptx::opaque(static_cast<int>(threadIdx.x));
@@ -97,14 +98,16 @@ __device__ __forceinline__ void combine_splits(const blockflash_attention_decode
     Partial x;
     if (mine)
       x = combine<8>(
-          count, [&](int s) { return __ldcg(slot_of(s).logs + row); },
-          [&](int s) { return __ldcg(slot_of(s).sum(p, row, piece)); });
+          count, [&](int s) { return __ldcg(slot.logs + row + s * rows_apart); },
+          [&](int s) {
+            return __ldcg(slot.sum(p, row, piece) + s * (rows_apart * p.head_dim / 4));
+          });
     __syncthreads();  // all have read the logarithms of split `first`
     if (!mine) continue;
     if (to_output)
       store_result(p, item, row, piece, x);
     else
-      slot_of(0).store(p, row, piece, x);
+      slot.store(p, row, piece, x);
   }
 }
 
@@ -135,7 +138,7 @@ __device__ __forceinline__ void combine_group(const blockflash_attention_decode_
     if (is_top) return;
     __syncthreads();
     // With several groups there is a split 1, whose counter is not used by a group.
-    if (threadIdx.x == 0) last = arrives_last(p.arrivals + item.slot_of(p, 1), groups);
+    if (threadIdx.x == 0) last = arrives_last(p.arrivals + item.slot_of(1), groups);
     __syncthreads();
     if (!last) return;
     first = 0, step = kGroup, count = groups, is_top = true;
@@ -188,7 +191,7 @@ __device__ __forceinline__ void finish_split(const blockflash_attention_decode_p
       if (item.splits == 1)
         store_result(p, item, pass + row, piece, x);
       else
-        Slot(p, item.slot_of(p, split)).store(p, pass + row, piece, x);
+        Slot(p, item.slot_of(split)).store(p, pass + row, piece, x);
     }
   }
 }
@@ -212,7 +215,7 @@ __device__ __forceinline__ void finish_item(const blockflash_attention_decode_pa
       const SplitGroup group(item);
       const int runs = ((group.count - 1) >> p.run_log2) + 1;
       shared.last[n & 1] =
-          item.splits > 1 && arrives_last(p.arrivals + item.slot_of(p, group.first), runs);
+          item.splits > 1 && arrives_last(p.arrivals + item.slot_of(group.first), runs);
     }
     if (!ends) return;
     __syncthreads();

@@ -34,18 +34,15 @@ constexpr int kStepKeys = 16;
 struct DecodeItem {
   int sequence, head_kv, row_tile;
   int split, count, splits;  // the first split, how many there are, and those of the sequence
-  int slot, slot_step;       // place of split 0 in the workspace, and what the next run adds
-  int q_begin, q_length;  // queries of the sequence
-  int kv_length;          // keys of the sequence
-  int first_end, chunk;   // position where the first split ends, and how many a split has
-  KeyRange positions;     // that the row tile visits; they begin at a multiple of 16
-  KeyRange any, all;      // keys that some query of the row tile attends to, and every query
+  int slot, slot_step;       // place of split 0 in the workspace, and what the next one adds
+  int q_begin, q_length;     // queries of the sequence
+  int kv_length;             // keys of the sequence
+  int first_end, chunk;      // position where the first split ends, and how many a split has
+  KeyRange positions;        // that the row tile visits; they begin at a multiple of 16
+  KeyRange any, all;         // keys that some query of the row tile attends to, and every query
 
   // The place of a split's result in the workspace.
-  __device__ __forceinline__ int slot_of(const blockflash_attention_decode_params& p,
-                                         int of_split) const {
-    return slot + (of_split >> p.run_log2) * slot_step + (of_split & ((1 << p.run_log2) - 1));
-  }
+  __device__ __forceinline__ int slot_of(int of_split) const { return slot + of_split * slot_step; }
 };
 
 // How a sequence is divided.
@@ -146,7 +143,7 @@ struct ItemWalk {
     item.split = run << p.run_log2;
     item.count = min(s.splits - item.split, 1 << p.run_log2);
     item.splits = s.splits;
-    item.slot = (first + in_run) << p.run_log2, item.slot_step = of_run << p.run_log2;
+    item.slot = (first << p.run_log2) + in_run, item.slot_step = of_run;
     item.q_begin = s.queries.begin, item.q_length = s.queries.length;
     item.kv_length = s.kv_length;
     const int first_query = small_quotient(item.row_tile * rows, p.group);
