@@ -117,16 +117,26 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_decode_params p) 
       ptx::cp_async_wait_all();
     __syncthreads();
     if (warp == 0 && !one_each) announce(n + 1);
-    sums.begin(smem_at + kQOffset + n % 2 * kQBytes, lane);
+    sums.begin_item(smem_at + kQOffset + n % 2 * kQBytes, lane);
+    int at = item.positions.begin + warp * kStepKeys;
+    int split_end = item.first_end;
 #pragma unroll 1
-    for (int at = item.positions.begin + warp * kStepKeys; at < item.positions.end;
-         at += Config::warps * kStepKeys, ++consumed, stage = next_stage(stage)) {
-      wait_for_oldest<kStages - 2>(issued - consumed - 1);
-      __syncwarp();  // the step is visible to all lanes, and all have read the one before it
-      fill(consumed + kStages);
-      sums.add_step(p, item, ring, stage, shared.first_key[warp][stage], lane);
+    for (int of_run = 0;; ++of_run, split_end += item.chunk) {
+      sums.begin_split();
+      const int end = min(split_end, item.positions.end);
+#pragma unroll 1
+      for (; at < end; at += Config::warps * kStepKeys, ++consumed, stage = next_stage(stage)) {
+        wait_for_oldest<kStages - 2>(issued - consumed - 1);
+        __syncwarp();  // the step is visible to all lanes, and all have read the one before it
+        fill(consumed + kStages);
+        sums.add_step(p, item, ring, stage, shared.first_key[warp][stage], lane);
+      }
+      __syncwarp();
+      finish_split(p, item, item.split + of_run, sums, shared, smem,
+                   stage == 0 ? kStages - 1 : stage - 1);
+      if (of_run + 1 == item.count) break;
+      __syncthreads();  // all have read the sums, and the stages may be filled again
     }
-    __syncwarp();
-    finish_item(p, n, sums, shared, smem, stage == 0 ? kStages - 1 : stage - 1);
+    finish_item(p, n, shared);
   }
 }

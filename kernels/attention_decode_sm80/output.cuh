@@ -83,13 +83,13 @@ __device__ __forceinline__ void store_result(const blockflash_attention_decode_p
           item.q_begin + query] = log_sum_exp(x);
 }
 
-// Combines the slots first, first + step, …, `count` of them, into slot `first`, or into the
-// output.
-__device__ __forceinline__ void combine_slots(const blockflash_attention_decode_params& p,
-                                              const DecodeItem& item, int first, int step,
-                                              int count, bool to_output) {
-  const Slot slot(p, first);
-  const int64_t rows_apart = static_cast<int64_t>(step) * p.partial_rows;
+// Combines the results of the splits first, first + step, …, `count` of them, into that of split
+// `first`, or into the output.
+__device__ __forceinline__ void combine_splits(const blockflash_attention_decode_params& p,
+                                               const DecodeItem& item, int first, int step,
+                                               int count, bool to_output) {
+  const Slot slot(p, item.slot_of(first));
+  const int64_t rows_apart = static_cast<int64_t>(step) * item.slot_step * p.partial_rows;
   const int pieces = rows_of(p, item) * kColumns4;
   for (int i = 0; i < pieces; i += Config::threads) {
     const int at = i + ptx::opaque(static_cast<int>(threadIdx.x));
@@ -102,7 +102,7 @@ __device__ __forceinline__ void combine_slots(const blockflash_attention_decode_
           [&](int s) {
             return __ldcg(slot.sum(p, row, piece) + s * (rows_apart * p.head_dim / 4));
           });
-    __syncthreads();  // all have read the logarithms of slot `first`
+    __syncthreads();  // all have read the logarithms of split `first`
     if (!mine) continue;
     if (to_output)
       store_result(p, item, row, piece, x);
@@ -111,21 +111,18 @@ __device__ __forceinline__ void combine_slots(const blockflash_attention_decode_
   }
 }
 
-// The group of an item's split.
+// The group of an item's splits: a run does not cross groups.
 struct SplitGroup {
-  int first, count;  // first slot, and splits
+  int first, count;  // first split, and splits
 
-  __device__ __forceinline__ explicit SplitGroup(const DecodeItem& item) {
-    const int group = item.split / kGroup;
-    first = item.slot + group * kGroup * item.slot_step;
-    count = min(item.splits - group * kGroup, kGroup);
-  }
+  __device__ __forceinline__ explicit SplitGroup(const DecodeItem& item)
+      : first(item.split / kGroup * kGroup), count(min(item.splits - first, kGroup)) {}
 };
 
 // Whether this thread's CTA is the last of `count` that arrive. The CTA has met at a barrier since
 // it stored its results, and after another one its threads see those of the others.
 __device__ __forceinline__ bool arrives_last(uint32_t* arrivals, int count) {
-  return ptx::atomic_inc_acq_rel(arrivals, count - 1) == count - 1;
+  return count == 1 || ptx::atomic_inc_acq_rel(arrivals, count - 1) == count - 1;
 }
 
 // Combines the splits of a complete group, and the groups when they are complete.
@@ -133,30 +130,28 @@ __device__ __forceinline__ void combine_group(const blockflash_attention_decode_
                                               const DecodeItem& item, bool& last) {
   const SplitGroup group(item);
   const int groups = ceil_div(item.splits, kGroup);
-  int first = group.first, step = item.slot_step, count = group.count;
+  int first = group.first, step = 1, count = group.count;
   bool is_top = groups == 1;
 #pragma unroll 1
   while (true) {
-    combine_slots(p, item, first, step, count, is_top);
+    combine_splits(p, item, first, step, count, is_top);
     if (is_top) return;
     __syncthreads();
     // With several groups there is a split 1, whose counter is not used by a group.
-    if (threadIdx.x == 0) last = arrives_last(p.arrivals + item.slot + item.slot_step, groups);
+    if (threadIdx.x == 0) last = arrives_last(p.arrivals + item.slot_of(1), groups);
     __syncthreads();
     if (!last) return;
-    first = item.slot, step *= kGroup, count = groups, is_top = true;
+    first = 0, step = kGroup, count = groups, is_top = true;
   }
 }
 
-// Ends item n with all threads. Whether it completed its group is asked for here and looked at when
-// the next item ends, so that nobody waits for the answer.
-__device__ __forceinline__ void finish_item(const blockflash_attention_decode_params& p, int n,
-                                            WarpSums& sums, Shared& shared, unsigned char* smem,
-                                            int free_stage) {
+// Stores the result of a split with all threads.
+__device__ __forceinline__ void finish_split(const blockflash_attention_decode_params& p,
+                                             const DecodeItem& item, int split, WarpSums& sums,
+                                             Shared& shared, unsigned char* smem, int free_stage) {
   const int thread = ptx::opaque(static_cast<int>(threadIdx.x));
   const int lane = thread % kWarpSize, warp = thread / kWarpSize;
   const int offset = (warp * Config::stages + free_stage) * kStageBytes;
-  const DecodeItem& item = shared.items[n & 3];
   if (lane == 0) shared.staging[warp] = offset;
 #pragma unroll
   for (int row_tile = 0; row_tile < kRowTiles; ++row_tile)
@@ -196,9 +191,16 @@ __device__ __forceinline__ void finish_item(const blockflash_attention_decode_pa
       if (item.splits == 1)
         store_result(p, item, pass + row, piece, x);
       else
-        Slot(p, item.slot + item.split * item.slot_step).store(p, pass + row, piece, x);
+        Slot(p, item.slot_of(split)).store(p, pass + row, piece, x);
     }
   }
+}
+
+// Ends item n with all threads. Whether it completed its group is asked for here and looked at when
+// the next item ends, so that nobody waits for the answer.
+__device__ __forceinline__ void finish_item(const blockflash_attention_decode_params& p, int n,
+                                            Shared& shared) {
+  const DecodeItem& item = shared.items[n & 3];
   const bool ends = shared.items[(n + 1) & 3].sequence < 0;
   if (ends) ptx::launch_dependents();
   // First the item before this one; then, if no other follows, this one.
@@ -209,9 +211,11 @@ __device__ __forceinline__ void finish_item(const blockflash_attention_decode_pa
     if (ended >= 0 && last) combine_group(p, shared.items[ended & 3], last);
     if (ended == n) return;
     __syncthreads();  // all have stored, and the stages may be filled again
-    if (thread == Config::threads - 1) {
+    if (threadIdx.x == Config::threads - 1) {
       const SplitGroup group(item);
-      shared.last[n & 1] = item.splits > 1 && arrives_last(p.arrivals + group.first, group.count);
+      const int runs = ((group.count - 1) >> p.run_log2) + 1;
+      shared.last[n & 1] =
+          item.splits > 1 && arrives_last(p.arrivals + item.slot_of(group.first), runs);
     }
     if (!ends) return;
     __syncthreads();

@@ -81,11 +81,14 @@ struct WarpSums {
         v_lane(ring_smem + kTileBytes, lane_col_major(lane).row, lane_col_major(lane).chunk) {}
 
   // The queries are in shared memory.
-  __device__ __forceinline__ void begin(uint32_t q_smem, int lane) {
+  __device__ __forceinline__ void begin_item(uint32_t q_smem, int lane) {
     q_tile = q_smem;
     if constexpr (kQInRegisters)
 #pragma unroll
       for (int d = 0; d < kDSteps; ++d) load_queries(q[d], d, lane);
+  }
+
+  __device__ __forceinline__ void begin_split() {
 #pragma unroll
     for (int n = 0; n < kRowTiles; ++n) {
 #pragma unroll

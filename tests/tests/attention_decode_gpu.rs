@@ -6,9 +6,9 @@ use blockflash_sys::Kernel;
 use blockflash_sys::manifest::{KvAppend, Variant};
 use blockflash_tests::attention::{Choice, Limits, dims_of_tile};
 use blockflash_tests::attention_decode::{
-    DecodeCase, DecodeData, DecodeGroup, alone_as_in_a_batch, append_or_refuse, decode_cases,
-    decode_edges, decode_groups, decode_lengths, decode_prefills, decode_reference, merge_cases,
-    replays, run_merge, run_or_refuse, same_bits, survives_garbage,
+    CacheLayout, DecodeCase, DecodeData, DecodeGroup, alone_as_in_a_batch, append_or_refuse,
+    decode_cases, decode_edges, decode_groups, decode_lengths, decode_prefills, decode_reference,
+    merge_cases, replays, run_merge, run_or_refuse, same_bits, survives_garbage,
 };
 use blockflash_tests::gpu::{Gpu, Report, gpu};
 use blockflash_tests::property;
@@ -114,7 +114,7 @@ fn every_kernel_that_appends() {
 }
 
 /// Repeats, and each sequence alone, have the same bits; also where one sequence has many splits,
-/// and in a batch that gives every CTA several of them.
+/// and in batches that give every CTA several of them, or, with known lengths, long runs of them.
 fn same_bits_of(
     kernel: &'static Kernel,
     tile: &CacheTile,
@@ -126,5 +126,22 @@ fn same_bits_of(
     let choice = Choice::This(kernel);
     let alone: Result<usize, String> =
         [1, 24].into_iter().map(|times| alone_as_in_a_batch(&case, times, choice, stream)).sum();
-    Ok(same_bits(&case, choice, stream)? + alone?)
+    let long_runs = |[keys, times]: [usize; 2]| {
+        let simple =
+            DecodeCase::simple(tile.dtype(), (8, 2), tile.head_dim() as usize, &[(1, keys)]);
+        let layout = CacheLayout::Paged {
+            page_size: 16,
+            max_pages: keys / 16,
+            spare: 2,
+            shared: 0,
+            heads_first: false,
+        };
+        let case = DecodeCase { equal: true, seqused: false, layout, ..simple };
+        alone_as_in_a_batch(&case, times, choice, stream)
+    };
+    // On an H200, for two CTAs per SM, runs of 8 of 8 splits, 4 of 16, 16 of 32, and 4 of 20 of
+    // which the last is shorter.
+    let known: Result<usize, String> =
+        [[1024, 130], [2048, 33], [8192, 64], [5104, 30]].into_iter().map(long_runs).sum();
+    Ok(same_bits(&case, choice, stream)? + alone? + known?)
 }

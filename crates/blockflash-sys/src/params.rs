@@ -1440,9 +1440,10 @@ const _: () = {
  chunk = ceil64(max(clamp(ceil(keys / splits), chunk_min, chunk_max), ceil(keys / 256)))
  n     = max(1, ceil(keys / chunk))
 
- An item is one split for one row tile of one key head. The items of a sequence are numbered as
- (split · row tiles + row tile) · num_heads_kv + head, those of the next sequence follow. The
- CTA that completes a row tile combines the results of its splits, in groups of 16.*/
+ An item is a run of 2^run_log2 splits, or the rest of them, for one row tile of one key head. The
+ items of a sequence are numbered as (run · row tiles + row tile) · num_heads_kv + head, those of
+ the next sequence follow. The CTA that completes a row tile combines the results of its splits,
+ in groups of 16, so that results do not depend on the length of the runs.*/
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
 pub struct blockflash_attention_decode_params {
@@ -1507,9 +1508,9 @@ pub struct blockflash_attention_decode_params {
     pub partial_rows: i32,
     /// of a sequence of medium length
     pub splits: i32,
-    /// keys of a split, multiples of 64
+    /// keys of a split, multiples of 64, at most 2^20
     pub chunk_min: i32,
-    /// keys of a split, multiples of 64
+    /// keys of a split, multiples of 64, at most 2^20
     pub chunk_max: i32,
     /// finite and positive
     pub softmax_scale: f32,
@@ -1519,6 +1520,8 @@ pub struct blockflash_attention_decode_params {
     pub scale_log2: f32,
     /// softmax_scale / softcap, 0 without a cap
     pub scale_over_cap: f32,
+    /// splits of an item, at most 16
+    pub run_log2: i32,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
@@ -1675,6 +1678,9 @@ const _: () = {
         "Offset of field: blockflash_attention_decode_params::scale_over_cap",
     ][::core::mem::offset_of!(blockflash_attention_decode_params, scale_over_cap)
         - 336usize];
+    [
+        "Offset of field: blockflash_attention_decode_params::run_log2",
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, run_log2) - 340usize];
 };
 /** Attention of many queries to the keys of a cache, with the tiles of attention forward.
 

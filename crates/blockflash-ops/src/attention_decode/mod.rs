@@ -6,6 +6,7 @@ mod pages;
 mod params;
 mod plan;
 mod problem;
+mod runs;
 mod select;
 mod workspace;
 

@@ -59,5 +59,6 @@ pub(super) fn params(
         // The launch derives them.
         scale_log2: 0.0,
         scale_over_cap: 0.0,
+        run_log2: division.run_log2 as i32,
     })
 }

@@ -1,5 +1,6 @@
 use super::many::{self, is_many};
 use super::params::params;
+use super::runs::Work;
 use super::select::CacheTile;
 use super::{AttentionDecodeProblem, AttentionDecodeWorkspace};
 use crate::attention::check_strides;
@@ -11,8 +12,8 @@ use blockflash_sys::Kernel;
 use blockflash_sys::manifest::AttentionDecode as AttentionDecodeTile;
 use blockflash_sys::params::blockflash_attention_decode_params;
 
-/// Fewest and most keys of a split, as long as a sequence has at most [`MOST_SPLITS`].
-const CHUNK: [usize; 2] = [256, 4096];
+/// Most keys of a split, as long as a sequence has at most [`MOST_SPLITS`].
+const LONGEST_SPLIT: usize = 4096;
 /// Splits of the longest sequences.
 const MOST_SPLITS: usize = 256;
 /// Key heads times splits of a sequence of medium length.
@@ -44,8 +45,10 @@ pub(super) struct Division {
     pub(super) most_queries: usize,
     /// Rows of a tile that can be in use.
     pub(super) partial_rows: usize,
-    /// Splits of all row tiles of all heads that a call can have.
+    /// Runs of splits of all row tiles of all heads that a call can have.
     pub(super) items: usize,
+    /// Log2 of the splits in a run. No result depends on it.
+    pub(super) run_log2: u32,
 }
 
 impl AttentionDecodeProblem {
@@ -89,6 +92,7 @@ pub(super) fn plan_few(
     let per_multiprocessor = gpu.smem_per_multiprocessor / (kernel.smem_bytes() + 1024).max(1);
     let per_multiprocessor = per_multiprocessor.clamp(1, tile.min_blocks.max(1));
     let most = gpu.multiprocessors.max(1).saturating_mul(per_multiprocessor) as usize;
+    let division = division.in_runs(problem, [most, per_multiprocessor as usize]);
     // Each CTA asks once for an item past the last one.
     let blocks = grid_x(&[division.items.min(most)])?;
     grid_x(&[division.items.saturating_add(2 * blocks as usize)])?;
@@ -124,14 +128,14 @@ fn divided(
     ])?;
     let rows = (tile.rows as usize).max(1);
     let heads = attention.num_heads_kv.max(1);
-    let [chunk_min, chunk_max] = CHUNK;
+    let [chunk_min, chunk_max] = [problem.fewest_keys_of_a_split(), LONGEST_SPLIT];
     let splits = (HEADS_AND_SPLITS / heads).max(1);
     let visited = match problem.pages {
         None => attention.seqlen_kv,
         Some(pages) => pages.capacity.saturating_mul(cache.page_size).min(attention.seqlen_kv),
     };
     // Splits begin at a multiple of 16 keys.
-    let most_splits = most_splits(visited.next_multiple_of(16), splits);
+    let most_splits = most_splits(visited.next_multiple_of(16), splits, chunk_min);
 
     let most_queries = most_queries.min(attention.seqlen_q);
     let group_rows = problem.rows_of(most_queries);
@@ -145,16 +149,24 @@ fn divided(
     });
     let items = tiles * per_tile;
     let partial_rows = rows.min(group_rows);
-    Ok(Division { splits, chunk_min, chunk_max, most_splits, most_queries, partial_rows, items })
+    Ok(Division {
+        splits,
+        chunk_min,
+        chunk_max,
+        most_splits,
+        most_queries,
+        partial_rows,
+        items,
+        run_log2: 0,
+    })
 }
 
 /// The most splits of a sequence of at most `capacity` keys.
-fn most_splits(capacity: usize, splits: usize) -> usize {
-    let [chunk_min, chunk_max] = CHUNK;
-    let most = if capacity <= chunk_max * splits {
+fn most_splits(capacity: usize, splits: usize, chunk_min: usize) -> usize {
+    let most = if capacity <= LONGEST_SPLIT * splits {
         splits.min(capacity.div_ceil(chunk_min))
     } else {
-        splits.max(capacity.div_ceil(chunk_max).min(MOST_SPLITS))
+        splits.max(capacity.div_ceil(LONGEST_SPLIT).min(MOST_SPLITS))
     };
     most.max(1)
 }
@@ -185,6 +197,31 @@ pub fn workspace_bytes(
 }
 
 impl Division {
+    /// Keys of a split and splits of a sequence of which the queries see so many keys: the rule of
+    /// the kernel.
+    fn of_sequence(&self, keys: usize) -> [usize; 2] {
+        let medium = keys.div_ceil(self.splits).clamp(self.chunk_min, self.chunk_max);
+        let chunk = medium.max(keys.div_ceil(MOST_SPLITS)).next_multiple_of(64);
+        [chunk, keys.div_ceil(chunk).max(1)]
+    }
+
+    /// The same splits in fewer items, for this number of CTAs and of those on a multiprocessor. A
+    /// sequence whose length only the device knows may have far fewer splits than the capacity, so
+    /// that runs would leave CTAs without work. The workspace stays as large.
+    fn in_runs(self, problem: &AttentionDecodeProblem, ctas: [usize; 2]) -> Self {
+        let Some(keys) = problem.keys_of_each() else { return self };
+        let [chunk, splits] = self.of_sequence(keys);
+        let work = Work {
+            splits: self.items / self.most_splits * splits,
+            ctas: ctas[0],
+            ctas_of_multiprocessor: ctas[1],
+            of_row_tile: splits,
+            split_elements: chunk.saturating_mul(problem.attention.head_dim),
+        };
+        let run_log2 = work.run_log2().min(self.most_splits.trailing_zeros());
+        Self { items: self.items >> run_log2, run_log2, ..self }
+    }
+
     /// Numbers of 32 bits, and words that count, of the workspace.
     fn room(&self, problem: &AttentionDecodeProblem) -> Option<[usize; 2]> {
         if self.most_splits == 1 {

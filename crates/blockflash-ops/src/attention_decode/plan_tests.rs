@@ -2,25 +2,22 @@ use super::*;
 use crate::kv_cache::{CacheSizes, TableSizes};
 use blockflash_sys::DType;
 
-/// Keys of a split and splits of a sequence: the rule in `params.h`.
-fn splits_of(keys: usize, splits: usize) -> usize {
-    let [chunk_min, chunk_max] = CHUNK;
-    let chunk = keys.div_ceil(splits).clamp(chunk_min, chunk_max).max(keys.div_ceil(MOST_SPLITS));
-    keys.div_ceil(chunk.next_multiple_of(64)).max(1)
-}
-
 #[test]
 fn no_length_has_more_splits_than_there_is_room_for() {
-    for splits in [1, 4, 16, 64, 128] {
+    let mut division = of_rows(8, &problem(8192, [32, 8], 1));
+    for (splits, chunk_min) in [(1, 256), (4, 256), (16, 128), (64, 256), (128, 128)] {
+        (division.splits, division.chunk_min) = (splits, chunk_min);
         let mut most = 0;
         for keys in (0..600_000).step_by(16).chain((600_000..4_000_000).step_by(4096)) {
-            most = most.max(splits_of(keys, splits));
-            let room = most_splits(keys, splits);
+            most = most.max(division.of_sequence(keys)[1]);
+            let room = most_splits(keys, splits, chunk_min);
             assert!(most <= room && room <= MOST_SPLITS, "{keys} keys: {most} of {room}");
         }
         assert_eq!(most, MOST_SPLITS);
     }
-    assert_eq!([1024, 8192, 32_768, 131_072].map(|keys| splits_of(keys, 16)), [4, 16, 16, 32]);
+    (division.splits, division.chunk_min) = (16, 256);
+    let splits = [1024, 8192, 32_768, 131_072].map(|keys| division.of_sequence(keys)[1]);
+    assert_eq!(splits, [4, 16, 16, 32]);
 }
 
 fn tile(rows: u32) -> AttentionDecodeTile {

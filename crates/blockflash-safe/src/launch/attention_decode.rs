@@ -234,6 +234,9 @@ impl AttentionDecodeOperands<'_> {
 
         let chunks = p.splits > 0 && p.splits <= 256 && p.chunk_min > 0 && p.chunk_min % 64 == 0;
         require(chunks && p.chunk_max >= p.chunk_min && p.chunk_max % 64 == 0, "no such splits")?;
+        // The kernel multiplies them in 32 bits.
+        require(p.chunk_max <= 1 << 20, "splits are too long")?;
+        require((0..=4).contains(&p.run_log2), "a run is longer than a group of 16 splits")?;
         let group = heads_q / heads_kv;
         // The kernel divides by reciprocals, which is exact for quotients of 20 bits.
         require(seqlen_q * group < 1 << 20, "there are too many rows")?;
@@ -249,9 +252,11 @@ impl AttentionDecodeOperands<'_> {
         };
         require(keys <= 1 << 30, "the lists name too many keys")?;
         let splits = most_splits(keys, [p.splits, p.chunk_min, p.chunk_max].map(i64::from));
-        let per_row_tile = i128::from(heads_kv) * i128::from(splits);
+        let run = 1_i128 << p.run_log2;
+        let per_row_tile = i128::from(heads_kv) * ceil_div(splits, 1 << p.run_log2);
         // Lengths that do not ascend may ask for all of them.
-        require(of_sequences * per_row_tile <= i32::MAX.into(), "there are too many items")?;
+        let most = of_sequences * per_row_tile * run;
+        require(most <= i32::MAX.into(), "there are too many splits")?;
         let items = row_tiles * per_row_tile;
         require(i128::from(p.items) == items, "another number of items")?;
         let rows = (seqlen_q * group).min(tile.rows.into());
@@ -259,8 +264,9 @@ impl AttentionDecodeOperands<'_> {
         match &self.workspace {
             None => require(splits == 1, "the splits have no workspace")?,
             Some(memory) => {
-                let sums = items * i128::from(rows * (head_dim + 2));
-                let room = sums <= memory.sums() as i128 && items <= memory.words() as i128;
+                let slots = items * run;
+                let sums = slots * i128::from(rows * (head_dim + 2));
+                let room = sums <= memory.sums() as i128 && slots <= memory.words() as i128;
                 require(splits == 1 || room, "the workspace is too small")?;
             }
         }
@@ -295,7 +301,8 @@ unsafe impl Launch for AttentionDecode {
         let lse = operands.lse.as_ref().map(ViewMut::as_view);
         let [list, count] = operands.pages.map_or([None, None], |both| both.map(Some));
         let sums = operands.workspace.map_or(null_mut(), BsrPartsMemory::sums_pointer);
-        let logs = p.items as usize * p.partial_rows as usize * p.head_dim as usize;
+        let slots = (p.items as usize) << p.run_log2;
+        let logs = slots * p.partial_rows as usize * p.head_dim as usize;
         Ok(blockflash_attention_decode_params {
             q: pointer(&operands.queries()),
             o: pointer_mut(&operands.o),

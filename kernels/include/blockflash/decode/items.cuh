@@ -1,6 +1,6 @@
-// How attention over a cache is divided into items: one split of the keys, for one row tile of one
-// key head. The division of a sequence depends on the sequence alone, so that its result does not
-// depend on the rest of the batch.
+// How attention over a cache is divided into items: a run of splits of the keys, for one row tile
+// of one key head. The splits of a sequence depend on the sequence alone, so that its result does
+// not depend on the rest of the batch. How many of them are an item does not change any result.
 #pragma once
 
 #include <stdint.h>
@@ -29,16 +29,20 @@ __device__ __forceinline__ int small_quotient(int a, int b) {
 // Keys that a warp takes at once.
 constexpr int kStepKeys = 16;
 
-// One split of one row tile. Positions count keys, or the slots of listed pages where pages are
-// chosen.
+// Neighbouring splits of one row tile. Positions count keys, or the slots of listed pages where
+// pages are chosen.
 struct DecodeItem {
   int sequence, head_kv, row_tile;
-  int split, splits;
-  int slot, slot_step;    // number of the item of split 0, and what the next split adds
-  int q_begin, q_length;  // queries of the sequence
-  int kv_length;          // keys of the sequence
-  KeyRange positions;     // that the row tile visits; they begin at a multiple of 16
-  KeyRange any, all;      // keys that some query of the row tile attends to, and every query
+  int split, count, splits;  // the first split, how many there are, and those of the sequence
+  int slot, slot_step;       // place of split 0 in the workspace, and what the next one adds
+  int q_begin, q_length;     // queries of the sequence
+  int kv_length;             // keys of the sequence
+  int first_end, chunk;      // position where the first split ends, and how many a split has
+  KeyRange positions;        // that the row tile visits; they begin at a multiple of 16
+  KeyRange any, all;         // keys that some query of the row tile attends to, and every query
+
+  // The place of a split's result in the workspace.
+  __device__ __forceinline__ int slot_of(int of_split) const { return slot + of_split * slot_step; }
 };
 
 // How a sequence is divided.
@@ -96,20 +100,21 @@ struct ItemWalk {
   __device__ __forceinline__ bool find(const blockflash_attention_decode_params& p, int number,
                                        DecodeItem& item, int lane) {
     DecodeSequence s;
-    int sequence, first, slot_step, owner;
+    int sequence, first, runs, of_run, owner;
     while (true) {
       if (first_sequence >= p.batch) return false;
       sequence = first_sequence + lane;
       s = DecodeSequence::of<rows>(p, min(sequence, p.batch - 1));
-      slot_step = s.row_tiles * p.num_heads_kv;
+      of_run = s.row_tiles * p.num_heads_kv;
+      runs = ((s.splits - 1) >> p.run_log2) + 1;
       if (are_sequences_equal(p)) {
-        sequence = small_quotient(number, s.splits * slot_step);
-        first = sequence * s.splits * slot_step;
+        sequence = small_quotient(number, runs * of_run);
+        first = sequence * runs * of_run;
         owner = 0;
         if (sequence >= p.batch) return false;
         break;
       }
-      const int items = sequence < p.batch ? s.splits * slot_step : 0;
+      const int items = sequence < p.batch ? runs * of_run : 0;
       int end = items;
 #pragma unroll
       for (int distance = 1; distance < 32; distance *= 2) {
@@ -131,12 +136,14 @@ struct ItemWalk {
     if (lane != owner) return true;
     const int within = number - first;
     item.sequence = sequence;
-    item.split = small_quotient(within, slot_step);
-    const int of_split = within - item.split * slot_step;
-    item.row_tile = small_quotient(of_split, p.num_heads_kv);
-    item.head_kv = of_split - item.row_tile * p.num_heads_kv;
+    const int run = small_quotient(within, of_run);
+    const int in_run = within - run * of_run;
+    item.row_tile = small_quotient(in_run, p.num_heads_kv);
+    item.head_kv = in_run - item.row_tile * p.num_heads_kv;
+    item.split = run << p.run_log2;
+    item.count = min(s.splits - item.split, 1 << p.run_log2);
     item.splits = s.splits;
-    item.slot = first + of_split, item.slot_step = slot_step;
+    item.slot = (first << p.run_log2) + in_run, item.slot_step = of_run;
     item.q_begin = s.queries.begin, item.q_length = s.queries.length;
     item.kv_length = s.kv_length;
     const int first_query = small_quotient(item.row_tile * rows, p.group);
@@ -146,9 +153,11 @@ struct ItemWalk {
     item.any = mask.keys_of_any(first_query, last_query);
     item.all = mask.keys_of_all(first_query, last_query);
     const int begin = s.first + item.split * s.chunk;
-    item.positions = {begin, min(begin + s.chunk, s.first + s.keys)};
+    item.first_end = begin + s.chunk, item.chunk = s.chunk;
+    item.positions = {begin, min(begin + item.count * s.chunk, s.first + s.keys)};
     if (p.page_list == nullptr) {
-      item.positions.begin = max(begin, item.any.begin & ~(kStepKeys - 1));
+      // Whole rounds of steps are skipped, so that each warp has the same keys in any run.
+      item.positions.begin = max(begin, s.first + ((item.any.begin - s.first) & ~63));
       item.positions.end = min(item.positions.end, item.any.end);
     }
     return true;

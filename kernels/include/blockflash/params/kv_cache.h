@@ -33,9 +33,10 @@ typedef struct blockflash_kv_cache {
  *   chunk = ceil64(max(clamp(ceil(keys / splits), chunk_min, chunk_max), ceil(keys / 256)))
  *   n     = max(1, ceil(keys / chunk))
  *
- * An item is one split for one row tile of one key head. The items of a sequence are numbered as
- * (split · row tiles + row tile) · num_heads_kv + head, those of the next sequence follow. The
- * CTA that completes a row tile combines the results of its splits, in groups of 16. */
+ * An item is a run of 2^run_log2 splits, or the rest of them, for one row tile of one key head. The
+ * items of a sequence are numbered as (run · row tiles + row tile) · num_heads_kv + head, those of
+ * the next sequence follow. The CTA that completes a row tile combines the results of its splits,
+ * in groups of 16, so that results do not depend on the length of the runs. */
 typedef struct blockflash_attention_decode_params {
   const void* q; /* [batch, seqlen_q, num_heads_q, head_dim]; packed: [total_q, …] */
   void* o;       /* like q */
@@ -50,9 +51,10 @@ typedef struct blockflash_attention_decode_params {
                                 Clamped to the columns of the table */
   const int32_t* page_count; /* [batch] listed pages, the same for all heads; clamped to
                                 [0, page_list_capacity] */
-  float* partial_sums;    /* workspace, [items, partial_rows, head_dim]; null if max_splits is 1 */
-  float* partial_logs;    /* workspace, [items, partial_rows, 2]: log2 reference and denominator */
-  uint32_t* arrivals;     /* workspace, [items], zeros, left as zeros */
+  float* partial_sums;       /* workspace, [slots, partial_rows, head_dim] with items · 2^run_log2
+                                slots; null if no sequence can have more than one split */
+  float* partial_logs;    /* workspace, [slots, partial_rows, 2]: log2 reference and denominator */
+  uint32_t* arrivals;     /* workspace, [slots], zeros, left as zeros */
   uint32_t* tile_counter; /* two zeros, left as zeros: {next item, CTAs that are done}; not used if
                              the grid has a CTA for each item */
   int64_t q_stride_batch, q_stride_seq, q_stride_head;
@@ -72,11 +74,12 @@ typedef struct blockflash_attention_decode_params {
                            ascend can have, are not computed */
   int32_t partial_rows; /* min(rows, seqlen_q · num_heads_q / num_heads_kv) */
   int32_t splits;       /* of a sequence of medium length */
-  int32_t chunk_min, chunk_max; /* keys of a split, multiples of 64 */
+  int32_t chunk_min, chunk_max; /* keys of a split, multiples of 64, at most 2^20 */
   float softmax_scale;          /* finite and positive */
   float softcap;        /* 0 turns it off, else scores become softcap·tanh(score / softcap) */
   float scale_log2;     /* log2(e)·softmax_scale, or log2(e) after a softcap */
   float scale_over_cap; /* softmax_scale / softcap, 0 without a cap */
+  int32_t run_log2;     /* splits of an item, at most 16 */
 } blockflash_attention_decode_params;
 
 /* Attention of many queries to the keys of a cache, with the tiles of attention forward.

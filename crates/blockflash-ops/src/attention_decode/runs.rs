@@ -1,0 +1,78 @@
+//! How long splits are at least, and how many of them an item has. Both are thresholds from
+//! measurements on an H200 (`benches/results/nvidia-h200/kv_cache.md`).
+
+use super::AttentionDecodeProblem;
+use crate::attention::Align;
+
+/// Fewest keys of a split of sequences that are short, and of others.
+const FEWEST_KEYS: [usize; 2] = [128, 256];
+/// Most keys of a short sequence.
+const SHORT: usize = 2048;
+/// Log2 of the most splits of an item.
+const LONGEST_RUN_LOG2: u32 = 4;
+/// Items per CTA from which the end of the grid costs little, whatever the length of an item.
+const MANY_ITEMS: usize = 16;
+/// Elements of K in the longest split whose end still costs more than longer items do.
+const SMALL_SPLIT: usize = 256 * 128;
+
+/// What the length of a run depends on.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Work {
+    /// Splits of all row tiles of all heads.
+    pub(super) splits: usize,
+    /// CTAs that run at once, and how many of them on a multiprocessor.
+    pub(super) ctas: usize,
+    pub(super) ctas_of_multiprocessor: usize,
+    /// Splits of a row tile.
+    pub(super) of_row_tile: usize,
+    /// Elements of K in a split.
+    pub(super) split_elements: usize,
+}
+
+impl AttentionDecodeProblem {
+    /// The keys that the queries of a sequence see, where the host knows that all sequences have
+    /// equally many.
+    pub(super) fn keys_of_each(&self) -> Option<usize> {
+        let attention = &self.attention;
+        if attention.packed.is_some() || self.cache.seqused_kv || self.pages.is_some() {
+            return None;
+        }
+        let limits = attention.mask.limits(attention.seqlen_q, attention.seqlen_kv);
+        let sides = match (limits.left, limits.right, limits.align) {
+            (Some(left), Some(right), _) => left.saturating_add(right),
+            (Some(side), None, Align::BottomRight) | (None, Some(side), Align::TopLeft) => side,
+            _ => attention.seqlen_kv,
+        };
+        Some(sides.saturating_add(attention.seqlen_q).min(attention.seqlen_kv))
+    }
+
+    /// Fewest keys of a split. A short sequence has more splits, so that one alone is computed
+    /// sooner; runs make up for them in batches. Where lengths are read on the device there are no
+    /// runs, and short splits would cost batches of short sequences a quarter of their speed.
+    pub(super) fn fewest_keys_of_a_split(&self) -> usize {
+        let short = self.keys_of_each().is_some_and(|keys| keys <= SHORT);
+        FEWEST_KEYS[usize::from(!short)]
+    }
+}
+
+impl Work {
+    /// Log2 of the splits of an item. The end of an item costs more than that of a split, but long
+    /// items leave CTAs without work at the end of the grid.
+    ///
+    /// With few items, they are as long as they can be with one for (almost) every CTA. With many,
+    /// runs of 4 are faster where splits are small or nothing else runs on a multiprocessor while
+    /// an item ends.
+    pub(super) fn run_log2(&self) -> u32 {
+        let longest = LONGEST_RUN_LOG2.min(self.of_row_tile.trailing_zeros());
+        let one_each = |log2: &u32| (self.splits >> log2) * 20 >= self.ctas * 19;
+        if self.splits < MANY_ITEMS * self.ctas {
+            return (1..=longest).rev().find(one_each).unwrap_or(0);
+        }
+        let gains = self.split_elements <= SMALL_SPLIT || self.ctas_of_multiprocessor == 1;
+        if gains { longest.min(2) } else { 0 }
+    }
+}
+
+#[cfg(test)]
+#[path = "runs_tests.rs"]
+mod tests;
