@@ -124,6 +124,6 @@ fn blocks(
     grid_x(&[tiles as usize + 2 * stay as usize])?;
     // Where two CTAs share an SM, each SM gets one of this launch at least, even without a tile: so
     // it keeps room for one of the next launch, and none gets two of those.
-    let least = if hopper.blocks_per_multiprocessor > 1 { each } else { 1 };
+    let least = if hopper.blocks_per_multiprocessor > 1 && tiles > 0 { each } else { 0 };
     Ok(tiles.min(stay).max(least))
 }
