@@ -4,10 +4,10 @@ use super::{DecodeCase, DecodeData, DecodeInputs, DecodeOutputs};
 use crate::attention::{AttentionReference, Choice};
 use crate::gpu::{Gpu, wait};
 use crate::host::{download, upload};
-use blockflash_ops::attention_decode::{CacheTile, accepts, tile};
+use blockflash_ops::attention_decode::{CacheTile, accepts, tile, workspace_bytes};
 use blockflash_ops::{
-    AttentionDecode, AttentionDecodeOperands, CacheAccess, DType, Error, KvCache, Operation,
-    Stream, Tensor, kv_append,
+    AttentionDecode, AttentionDecodeOperands, AttentionDecodeWorkspace, CacheAccess, DType, Error,
+    KvCache, Operation, Stream, Tensor, kv_append,
 };
 use blockflash_sys::Kernel;
 use std::collections::BTreeMap;
@@ -102,6 +102,15 @@ pub fn alone_as_in_a_batch(
     let (decode, cache) = (inputs.decode(), inputs.cache());
     let run = |decode: AttentionDecode<'_>, cache: KvCache<'_>| -> Result<Vec<u32>, Error> {
         let mut o = Tensor::empty(stream, case.attention.dtype, decode.q.shape())?;
+        let bytes = match kernel {
+            Choice::Selected => decode.workspace_bytes(&cache, stream.device())?,
+            Choice::This(kernel) => match stream.device().cuda_properties() {
+                Some(gpu) => workspace_bytes(kernel, &decode.problem(&cache)?, gpu)?,
+                None => 0,
+            },
+        };
+        let workspace = AttentionDecodeWorkspace::new(stream, bytes)?;
+        let decode = AttentionDecode { workspace: Some(&workspace), ..decode };
         let o_view = o.view_mut();
         let operands =
             AttentionDecodeOperands { cache: CacheAccess::Read(cache), o: o_view, lse: None };
