@@ -56,9 +56,9 @@ pub fn tile(kernel: &Kernel) -> Option<CacheTile> {
 /// over PTX, then the smallest head_dim tile that fits. Where a sequence can have so many queries
 /// that their tiles fill a GPU, it is the kernel for many queries, which is launched together with
 /// one for the sequences with few. Where all sequences have more than 16 rows (queries times heads
-/// that share keys), it is the kernel for several queries: packed sequences have another one, because which it is must not
-/// follow from the longest of them. Among the others it has the fewest rows that hold all queries
-/// of a group of heads, else the most rows.
+/// that share keys), it is the kernel for several queries: packed sequences have another one,
+/// because which it is must not follow from the longest of them. Among the others it has the fewest
+/// rows that hold all queries of a group of heads, else the most rows.
 ///
 /// # Errors
 /// [`Error::Unsupported`](crate::Error::Unsupported) names what no kernel offers: the element type,
