@@ -1,11 +1,15 @@
 // A consumer warpgroup with 64 keys of its own.
 #pragma once
 
+#include "blockflash/attention/gradient_fragments.cuh"
 #include "blockflash/params/attention_bwd.h"
 #include "tiles.cuh"
 
 namespace blockflash {
 namespace {
+
+// Whether K and V are multiplied from registers.
+constexpr bool kKeysInRegisters = kAlone && kD <= 64;
 
 // Of the 16 keys of a warp, a lane holds g and g + 8 (g = lane / 4) in every accumulator.
 __device__ __forceinline__ void consume(const Params& params, uint32_t smem,
@@ -28,23 +32,37 @@ __device__ __forceinline__ void consume(const Params& params, uint32_t smem,
   turns.open();
   Position<kStages> at(0);
   int before = -1;  // stage of the tile before
+  Fragments of_k, of_v;
+  if constexpr (kKeysInRegisters) {
+    at.wait(barriers.first);
+    if (announced(smem, 0) >= 0) {
+      ptx::mbarrier_wait(barriers.resident, 0), ptx::mbarrier_wait(barriers.resident + 8, 0);
+      load_fragments(of_k, smem), load_fragments(of_v, smem + kResidentBytes);
+    }
+  }
 #pragma unroll 1
   while (true) {
     at.wait(barriers.first);
     const int first_query = announced(smem, at.stage);
     if (first_query < 0) break;
-    if (before < 0) ptx::mbarrier_wait(barriers.resident, 0);
+    if (!kKeysInRegisters && before < 0) ptx::mbarrier_wait(barriers.resident, 0);
     const uint32_t stage = at.stage * (kStreamBytes >> 4);
     ptx::wgmma_fence();
-    start_scores<kStreamRows>(s, k, kResidentPanel, q + stage, kStreamPanel);
+    if constexpr (kKeysInRegisters)
+      start_scores<kStreamRows>(s, of_k, q + stage, kStreamPanel);
+    else
+      start_scores<kStreamRows>(s, k, kResidentPanel, q + stage, kStreamPanel);
     // The scores are queued behind the gradients of the tile before, whose stage is now read.
     ptx::wgmma_wait_group<1>();
     ptx::wgmma_pin(dk), ptx::wgmma_pin(dv);
     if (before >= 0) barriers.release(before);
     at.wait(barriers.second);
-    if (before < 0) ptx::mbarrier_wait(barriers.resident + 8, 0);
+    if (!kKeysInRegisters && before < 0) ptx::mbarrier_wait(barriers.resident + 8, 0);
     ptx::wgmma_fence();
-    start_scores<kStreamRows>(dp, v, kResidentPanel, d_o + stage, kStreamPanel);
+    if constexpr (kKeysInRegisters)
+      start_scores<kStreamRows>(dp, of_v, d_o + stage, kStreamPanel);
+    else
+      start_scores<kStreamRows>(dp, v, kResidentPanel, d_o + stage, kStreamPanel);
     turns.end();
     differentiate_scores<false>(s, dp, p16, ds16, scale,
                                 visible_pairs(p, warp_row, first_query, kStreamRows),

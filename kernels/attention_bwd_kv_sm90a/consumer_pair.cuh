@@ -14,7 +14,8 @@ namespace {
 // Two tiles of 64 keys × 64 queries, used in turns: of the first 32 queries it holds ds, of the
 // others p.
 constexpr int kExchangeOffset = kRingEnd, kExchangeBytes = 64 * 128;
-static_assert(kResidentRows == 128 || kExchangeOffset + 2 * kExchangeBytes <= kStatisticsOffset,
+static_assert(kResidentRows == 64 * Config::warpgroups ||
+                  kExchangeOffset + 2 * kExchangeBytes <= kStatisticsOffset,
               "manifest and kernel disagree on shared memory");
 
 __device__ __forceinline__ void consume_as_pair(const Params& params, uint32_t smem,

@@ -114,7 +114,7 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_bwd_tma_params pa
     ptx::raise_registers<kConsumerRegisters>();
     if constexpr (Config::dq)
       consume_with_dq<kD / 2>(params, smem, barriers, warpgroup - 1);
-    else if constexpr (kResidentRows == 128)
+    else if constexpr (kResidentRows == 64 * Config::warpgroups)
       consume(params, smem, barriers, warpgroup - 1);
     else
       consume_as_pair(params, smem, barriers, warpgroup - 1);

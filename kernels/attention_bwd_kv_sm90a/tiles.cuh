@@ -5,6 +5,7 @@
 #include "blockflash/attention/query_walk.cuh"
 #include "blockflash/attention/visible.cuh"
 #include "blockflash/params/attention_bwd.h"
+#include "blockflash/ptx/opaque.cuh"
 
 namespace blockflash {
 namespace {
@@ -19,7 +20,8 @@ using Walk = QueryWalk<kStreamRows, kResidentRows>;
 // `first_query` on.
 __device__ __forceinline__ Visible visible_pairs(const blockflash_attention_fwd_params& p,
                                                  int warp_row, int first_query, int queries) {
-  const int lane = threadIdx.x % 32;
+  // Where registers are scarce, the lane is not kept for all tiles.
+  const int lane = (kAlone ? ptx::opaque(threadIdx.x) : threadIdx.x) % 32;
   const QueryRange range = Keys::shared().range(p);
   const int k_begin = Keys::shared().k_begin;
   Visible visible;

@@ -3,13 +3,16 @@
 // A CTA owns 128 queries of one head and visits their key tiles like the forward pass. Q and dO
 // stay in shared memory, K and V pass through it; scores, their gradients and dq stay in registers.
 // Nothing is shared between CTAs, so the result has one order of summation.
-#include "blockflash/attention/gradient_ring.cuh"
+#include "blockflash/attention/gradient_fragments.cuh"
 #include "blockflash/attention/visible.cuh"
 #include "blockflash/attention/visit.cuh"
 #include "blockflash/params/attention_bwd.h"
 
 namespace blockflash {
 namespace {
+
+// Whether Q and dO are multiplied from registers.
+constexpr bool kQueriesInRegisters = kAlone;
 
 using KeyVisit = Visit<kResidentRows, kStreamRows>;
 
@@ -99,24 +102,35 @@ __device__ __forceinline__ void consume(const Params& params, uint32_t smem,
   Position<kStages> k_at(0);
   Position<kSecondStages> v_at(0);
   int before = -1;  // stage of K of the tile before
+  Fragments of_q, of_d_o;
+  if (kQueriesInRegisters && KeyVisit::shared().tiles > 0) {
+    ptx::mbarrier_wait(barriers.resident, 0), ptx::mbarrier_wait(barriers.resident + 8, 0);
+    load_fragments(of_q, smem), load_fragments(of_d_o, smem + kResidentBytes);
+  }
 #pragma unroll 1
   while (true) {
     k_at.wait(barriers.first);
     const int first_key = announced(smem, k_at.stage);
     if (first_key < 0) break;
-    if (before < 0) ptx::mbarrier_wait(barriers.resident, 0);
+    if (!kQueriesInRegisters && before < 0) ptx::mbarrier_wait(barriers.resident, 0);
     const uint32_t k_stage = k_at.stage * (kStreamBytes >> 4);
     ptx::wgmma_fence();
-    start_scores<kStreamRows>(s, q, kResidentPanel, k + k_stage, kStreamPanel);
+    if constexpr (kQueriesInRegisters)
+      start_scores<kStreamRows>(s, of_q, k + k_stage, kStreamPanel);
+    else
+      start_scores<kStreamRows>(s, q, kResidentPanel, k + k_stage, kStreamPanel);
     // The scores are queued behind the gradient of the tile before, whose stage is now read.
     ptx::wgmma_wait_group<1>();
     ptx::wgmma_pin(dq);
     if (before >= 0) release(barriers.first_empty, before);
     v_at.wait(barriers.second);
-    if (before < 0) ptx::mbarrier_wait(barriers.resident + 8, 0);
+    if (!kQueriesInRegisters && before < 0) ptx::mbarrier_wait(barriers.resident + 8, 0);
+    const uint32_t v_stage = v_at.stage * (kStreamBytes >> 4);
     ptx::wgmma_fence();
-    start_scores<kStreamRows>(dp, d_o, kResidentPanel, v + v_at.stage * (kStreamBytes >> 4),
-                              kStreamPanel);
+    if constexpr (kQueriesInRegisters)
+      start_scores<kStreamRows>(dp, of_d_o, v + v_stage, kStreamPanel);
+    else
+      start_scores<kStreamRows>(dp, d_o, kResidentPanel, v + v_stage, kStreamPanel);
     turns.end();
 
     const KeyVisit& visit = KeyVisit::shared();

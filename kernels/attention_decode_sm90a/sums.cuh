@@ -3,8 +3,6 @@
 
 #include <math_constants.h>
 
-#include <type_traits>
-
 #include "blockflash/attention/soft_cap.cuh"
 #include "blockflash/attention/visible.cuh"
 #include "blockflash/decode/partials.cuh"
@@ -19,10 +17,6 @@ namespace blockflash {
 namespace {
 
 using Traits = ElementTraits<Element>;
-
-// By how many powers of two a score may exceed its row's reference before the reference moves.
-// 2^slack must not overflow the 16-bit probabilities.
-constexpr float kSlack = std::is_same_v<Element, __half> ? 8.f : 30.f;
 
 // Of the 16 rows of a warp, a lane holds the columns 8 j + 2 (lane % 4) + e of the rows g and g + 8
 // (g = lane / 4), in o[4 j + 2 half + e].
@@ -128,8 +122,8 @@ struct Sums {
     ptx::wgmma_pin(o);
   }
 
-  // A reference moves when a score of its own row exceeds it by more than the slack. The result is
-  // exact either way, and independent of the other rows.
+  // A reference is the largest score of its row so far, so where one key has nearly all the weight,
+  // its probability is 1 and not rounded. It is independent of the other rows.
   __device__ __forceinline__ void move_references(const float (&s)[kTileKeys / 2], float scale) {
     float largest[2] = {s[0], s[2]};
 #pragma unroll
@@ -138,13 +132,13 @@ struct Sums {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       largest[half] *= scale;
-      grew |= largest[half] > total.reference[half] + kSlack;
+      grew |= largest[half] > total.reference[half];
     }
     if (!__any_sync(~0u, grew)) return;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float all = quad_max(largest[half]);
-      const float moved = all > total.reference[half] + kSlack ? all : total.reference[half];
+      const float moved = fmaxf(all, total.reference[half]);
       const float rescale = ptx::ex2_approx(total.reference[half] - moved);
       total.reference[half] = moved;
       total.denominator[half] *= rescale;

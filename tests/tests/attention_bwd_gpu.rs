@@ -239,7 +239,9 @@ fn keeps_sequences_apart(
 fn selected_schemes() {
     let Some(gpu) = gpu("attention_bwd_gpu::selected_schemes") else { return };
     let stream = &gpu.stream;
-    for (dtype, head_dim) in [(DType::BF16, 64), (DType::F16, 128), (DType::BF16, 256)] {
+    for (dtype, head_dim) in
+        [(DType::BF16, 64), (DType::F16, 96), (DType::F16, 128), (DType::BF16, 256)]
+    {
         let simple = AttentionCase::simple(dtype, (4, 2), head_dim, (1100, 1300));
         for mask in [Mask::Full, Mask::causal()] {
             let case = AttentionCase { mask, sink: true, ..simple.clone() };
@@ -258,14 +260,17 @@ fn selected_schemes() {
             let error = run(least - 1).map(|_| ()).unwrap_err();
             assert!(matches!(error, Error::Shape { what: "workspace", .. }), "{error}");
         }
-        let block_mask = Some(BlockCase {
-            block_q: 128,
-            block_kv: 128,
-            per_entry: true,
-            heads: MaskHeads::KeyValue,
-            pattern: BlockPattern::Random(0.4),
-        });
-        run_case(&AttentionCase { block_mask, ..simple }, Choice::Selected, stream).unwrap();
+        for block in [64, 128] {
+            let block_mask = Some(BlockCase {
+                block_q: block,
+                block_kv: block,
+                per_entry: true,
+                heads: MaskHeads::KeyValue,
+                pattern: BlockPattern::Random(0.4),
+            });
+            let case = AttentionCase { block_mask, ..simple.clone() };
+            run_case(&case, Choice::Selected, stream).unwrap();
+        }
     }
 }
 

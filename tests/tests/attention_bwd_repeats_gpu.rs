@@ -51,17 +51,26 @@ fn causal_gradients() {
     repeat("attention_bwd_repeats_gpu::causal_gradients", &dense(Mask::causal()));
 }
 
-#[test]
-fn gradients_under_a_block_mask() {
+/// A mask of square blocks.
+fn masked(block: usize) -> AttentionCase {
     let block_mask = Some(BlockCase {
-        block_q: 128,
-        block_kv: 128,
+        block_q: block,
+        block_kv: block,
         per_entry: true,
         heads: MaskHeads::KeyValue,
         pattern: BlockPattern::Random(0.4),
     });
-    let case = AttentionCase { block_mask, ..dense(Mask::causal()) };
-    repeat("attention_bwd_repeats_gpu::gradients_under_a_block_mask", &case);
+    AttentionCase { block_mask, ..dense(Mask::causal()) }
+}
+
+#[test]
+fn gradients_under_a_block_mask() {
+    repeat("attention_bwd_repeats_gpu::gradients_under_a_block_mask", &masked(128));
+}
+
+#[test]
+fn gradients_under_narrow_blocks() {
+    repeat("attention_bwd_repeats_gpu::gradients_under_narrow_blocks", &masked(64));
 }
 
 #[test]

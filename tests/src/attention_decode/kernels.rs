@@ -1,13 +1,14 @@
 //! The kernels of the table that compute attention to caches, and what each of them must do.
 
+use super::run::largest_workspace;
 use super::{DecodeCase, DecodeData, DecodeInputs, DecodeOutputs};
 use crate::attention::{AttentionReference, Choice};
 use crate::gpu::{Gpu, wait};
 use crate::host::{download, upload};
-use blockflash_ops::attention_decode::{CacheTile, accepts, tile, workspace_bytes};
+use blockflash_ops::attention_decode::{CacheTile, accepts, tile};
 use blockflash_ops::{
-    AttentionDecode, AttentionDecodeOperands, AttentionDecodeWorkspace, CacheAccess, DType, Error,
-    KvCache, Operation, Stream, Tensor, kv_append,
+    AttentionDecode, AttentionDecodeOperands, CacheAccess, DType, Error, KvCache, Operation,
+    Stream, Tensor, kv_append,
 };
 use blockflash_sys::Kernel;
 use std::collections::BTreeMap;
@@ -102,15 +103,11 @@ pub fn alone_as_in_a_batch(
     let (decode, cache) = (inputs.decode(), inputs.cache());
     let run = |decode: AttentionDecode<'_>, cache: KvCache<'_>| -> Result<Vec<u32>, Error> {
         let mut o = Tensor::empty(stream, case.attention.dtype, decode.q.shape())?;
-        let bytes = match kernel {
-            Choice::Selected => decode.workspace_bytes(&cache, stream.device())?,
-            Choice::This(kernel) => match stream.device().cuda_properties() {
-                Some(gpu) => workspace_bytes(kernel, &decode.problem(&cache)?, gpu)?,
-                None => 0,
-            },
+        let workspace = match stream.device().is_cpu() {
+            true => None,
+            false => Some(largest_workspace(&decode, &cache, stream)?),
         };
-        let workspace = AttentionDecodeWorkspace::new(stream, bytes)?;
-        let decode = AttentionDecode { workspace: Some(&workspace), ..decode };
+        let decode = AttentionDecode { workspace: workspace.as_ref(), ..decode };
         let o_view = o.view_mut();
         let operands =
             AttentionDecodeOperands { cache: CacheAccess::Read(cache), o: o_view, lse: None };

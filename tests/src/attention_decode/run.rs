@@ -36,6 +36,20 @@ pub struct DecodeInputs {
     stand_ins: Option<[Tensor; 2]>,
 }
 
+/// A workspace for any kernel that takes the call, selected or not.
+pub(super) fn largest_workspace(
+    decode: &AttentionDecode<'_>,
+    cache: &KvCache<'_>,
+    stream: &Stream,
+) -> Result<AttentionDecodeWorkspace, Error> {
+    let problem = decode.problem(cache)?;
+    let bytes = stream.device().cuda_properties().and_then(|gpu| {
+        let kernels = manifest::kernels().iter();
+        kernels.filter_map(|kernel| workspace_bytes(kernel, &problem, gpu).ok()).max()
+    });
+    AttentionDecodeWorkspace::new(stream, bytes.unwrap_or(0))
+}
+
 impl DecodeInputs {
     /// Uploads the data of a case.
     pub fn upload(case: &DecodeCase, data: &DecodeData, stream: &Stream) -> Result<Self, String> {
@@ -114,7 +128,7 @@ impl DecodeInputs {
             stand_ins: Some([ints(Vec::new(), &[0])?, ints(Vec::new(), &[0])?]),
         };
         if !stream.device().is_cpu() {
-            let workspace = AttentionDecodeWorkspace::new(stream, inputs.most_bytes(stream)?);
+            let workspace = largest_workspace(&inputs.decode(), &inputs.cache(), stream);
             inputs.workspace = Some(workspace.map_err(|error| error.to_string())?);
         }
         Ok(inputs)
@@ -144,15 +158,6 @@ impl DecodeInputs {
         }
         self.case = case.clone();
         Ok(())
-    }
-
-    /// Bytes of workspace for any kernel that takes the problem, selected or not.
-    fn most_bytes(&self, stream: &Stream) -> Result<usize, String> {
-        let problem = self.decode().problem(&self.cache()).map_err(|error| error.to_string())?;
-        let Some(gpu) = stream.device().cuda_properties() else { return Ok(0) };
-        let kernels = manifest::kernels().iter();
-        let bytes = kernels.filter_map(|kernel| workspace_bytes(kernel, &problem, gpu).ok());
-        Ok(bytes.max().unwrap_or(0))
     }
 
     fn packed(&self) -> Option<PackedTokens<'_>> {

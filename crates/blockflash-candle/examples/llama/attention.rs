@@ -7,17 +7,16 @@ use candle_nn::{kv_cache, ops::softmax_last_dim};
 /// Whose attention runs.
 #[derive(Clone, Copy)]
 pub(crate) enum Kind {
-    Candle,
+    /// With `exact` in f32, whatever the type of the model is.
+    Candle { exact: bool },
     /// With `blocks`, a prompt attends only to the blocks that are chosen.
-    Blockflash {
-        blocks: Option<BlockTopK>,
-    },
+    Blockflash { blocks: Option<BlockTopK> },
 }
 
 /// The keys and values of a layer.
 pub(crate) enum Cache {
-    /// `[heads, tokens, head_dim]`
-    Candle(Box<kv_cache::KvCache>),
+    /// `[heads, tokens, head_dim]`, and whether attention is exact
+    Candle(Box<kv_cache::KvCache>, bool),
     Blockflash(Box<KvCache>, Option<BlockTopK>),
 }
 
@@ -30,7 +29,9 @@ impl Cache {
         device: &Device,
     ) -> Result<Self> {
         Ok(match kind {
-            Kind::Candle => Self::Candle(Box::new(kv_cache::KvCache::new(1, capacity))),
+            Kind::Candle { exact } => {
+                Self::Candle(Box::new(kv_cache::KvCache::new(1, capacity)), exact)
+            }
             Kind::Blockflash { blocks } => {
                 let cache = KvCache::new(device, dtype, [1, capacity], heads, head_dim)?;
                 Self::Blockflash(Box::new(cache), blocks)
@@ -41,23 +42,17 @@ impl Cache {
     /// Tokens so far.
     pub(crate) fn len(&self) -> usize {
         match self {
-            Self::Candle(cache) => cache.current_seq_len(),
+            Self::Candle(cache, _) => cache.current_seq_len(),
             Self::Blockflash(cache, _) => cache.len(),
         }
     }
 
-    /// What candle adds to the scores of a prompt, for all layers: `[tokens, tokens]`, −∞ for keys
-    /// after the query. A single token sees all keys.
+    /// What candle adds to the scores of a prompt, for all layers. A single token sees all keys.
     pub(crate) fn hidden(&self, tokens: usize, like: &Tensor) -> Result<Option<Tensor>> {
-        if matches!(self, Self::Blockflash(..)) || tokens == 1 {
-            return Ok(None);
+        match self {
+            Self::Candle(_, false) if tokens > 1 => later(0, tokens, like).map(Some),
+            _ => Ok(None),
         }
-        let (dtype, device) = (like.dtype(), like.device());
-        let positions = Tensor::arange(0, tokens as u32, device)?;
-        let queries = positions.reshape((tokens, 1))?.broadcast_as((tokens, tokens))?;
-        let later = queries.broadcast_lt(&positions.reshape((1, tokens))?)?;
-        let of = |value: f32| Tensor::full(value, (tokens, tokens), device)?.to_dtype(dtype);
-        later.where_cond(&of(f32::NEG_INFINITY)?, &of(0.0)?).map(Some)
     }
 
     /// Causal attention of new tokens, `[1, tokens, heads, head_dim]`: a whole prompt, or one.
@@ -71,10 +66,10 @@ impl Cache {
         let mask = Mask::causal();
         let call = Attention { mask, ..Attention::new(q, k, v) };
         match self {
-            Self::Candle(cache) => {
+            Self::Candle(cache, exact) => {
                 let by_head = |tensor: &Tensor| tensor.squeeze(0)?.transpose(0, 1)?.contiguous();
                 let (keys, values) = cache.append(&by_head(k)?, &by_head(v)?)?;
-                plain(q, &keys, &values, hidden)
+                if *exact { in_f32(q, &keys, &values) } else { plain(q, &keys, &values, hidden) }
             }
             // A prompt does not need the cache, but fills it.
             Self::Blockflash(cache, blocks) if cache.is_empty() => {
@@ -85,6 +80,33 @@ impl Cache {
             Self::Blockflash(cache, _) => call.append_to(cache),
         }
     }
+}
+
+/// −∞ for keys after the query, else 0: `[queries, first + queries]`, where the first query is at
+/// the key `first`.
+fn later(first: usize, queries: usize, like: &Tensor) -> Result<Tensor> {
+    let (keys, dtype, device) = (first + queries, like.dtype(), like.device());
+    let positions = Tensor::arange(0, keys as u32, device)?;
+    let own = positions.narrow(0, first, queries)?.reshape((queries, 1))?;
+    let later = own.broadcast_as((queries, keys))?.broadcast_lt(&positions.reshape((1, keys))?)?;
+    let of = |value: f32| Tensor::full(value, (queries, keys), device)?.to_dtype(dtype);
+    later.where_cond(&of(f32::NEG_INFINITY)?, &of(0.0)?)
+}
+
+/// [`plain`] in f32, for some queries after the other, so that their scores fit the memory.
+fn in_f32(q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Tensor> {
+    const QUERIES: usize = 1024;
+    let [exact_q, k, v] = [q, k, v].map(|tensor| tensor.to_dtype(DType::F32));
+    let (exact_q, k, v) = (exact_q?, k?, v?);
+    let (tokens, keys) = (q.dim(1)?, k.dim(1)?);
+    let part = |at: usize| {
+        let (queries, first) = (QUERIES.min(tokens - at), keys - tokens + at);
+        let [k, v] = [&k, &v].map(|tensor| tensor.narrow(1, 0, first + queries));
+        let hidden = later(first, queries, &exact_q)?;
+        plain(&exact_q.narrow(1, at, queries)?, &k?, &v?, Some(&hidden))
+    };
+    let parts: Vec<Tensor> = (0..tokens).step_by(QUERIES).map(part).collect::<Result<_>>()?;
+    Tensor::cat(&parts, 1)?.to_dtype(q.dtype())
 }
 
 /// Matrix products and the softmax of candle, with keys and values `[heads_kv, keys, head_dim]`.

@@ -1,5 +1,6 @@
 //! A Llama generates token by token: its prompt by blockflash's attention, each further token by
-//! blockflash's cache; and once more by candle's own operations, for comparison.
+//! blockflash's cache; and once more by candle's own operations, for comparison. Both are held
+//! against the same model in f32.
 //!
 //! ```sh
 //! alias llama="cargo run --release -p blockflash-candle --example llama"
@@ -19,7 +20,7 @@ use candle_core::{DType, Device, Result, bail};
 use clap::{Parser, ValueEnum};
 use comfy_table::Table;
 use config::{Config, Size};
-use generation::{Generation, generate};
+use generation::{Differences, Generation, generate};
 use model::Model;
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -45,7 +46,7 @@ struct Args {
     /// Blocks that `--sparse` chooses for each block of 128 queries.
     #[arg(long, default_value_t = 16)]
     blocks: usize,
-    /// Leaves out candle's attention, which needs memory for all scores of a prompt.
+    /// Leaves out candle's attention, which needs memory for all scores of a prompt, and f32.
     #[arg(long)]
     alone: bool,
     /// Rounds that are measured, after one that is not. The table has their medians.
@@ -73,7 +74,8 @@ fn main() -> ExitCode {
     }
 }
 
-/// Whether all attentions over whole prompts gave the same tokens, but for rounding.
+/// Whether blockflash's attention over whole prompts gave the tokens of the reference, but for
+/// rounding.
 fn run(args: &Args) -> Result<bool> {
     // Logits that differ by less than this part of the largest are equal but for rounding.
     let (device, dtype, rounding) = match args.device {
@@ -88,54 +90,88 @@ fn run(args: &Args) -> Result<bool> {
     }
     let config = Config::read(&args.model)?;
     let positions = args.prompt + args.tokens;
-    let model = Model::load(&args.model, config, positions, dtype, &device)?;
     let prompt: Vec<u32> = (0..args.prompt)
-        .map(|at| (at * 7919 + 13) % model.config.vocab_size)
+        .map(|at| (at * 7919 + 13) % config.vocab_size)
         .map(|id| id as u32)
         .collect();
+    let load = |dtype| Model::load(&args.model, config.clone(), positions, dtype, &device);
 
-    let blocks = BlockTopK { count: args.blocks, ..BlockTopK::new(128) };
-    let mut kinds = vec![("blockflash", Kind::Blockflash { blocks: None })];
+    let mut reference: Option<Generation> = None;
+    let mut rows = Vec::new();
     if !args.alone {
-        kinds.insert(0, ("candle", Kind::Candle));
+        let (exact, name) = (Kind::Candle { exact: true }, "candle, all in f32");
+        reference = Some(generate(&load(DType::F32)?, name, exact, &prompt, args.tokens, None)?);
+        if dtype != DType::F32 {
+            rows.push(Row { measured: false, ..Row::new("candle, attention in f32", exact) });
+        }
+        rows.push(Row::new("candle", Kind::Candle { exact: false }));
     }
+    rows.push(Row::new("blockflash", Kind::Blockflash { blocks: None }));
     if args.sparse {
-        kinds.push(("blockflash, chosen blocks", Kind::Blockflash { blocks: Some(blocks) }));
+        let blocks = BlockTopK { count: args.blocks, ..BlockTopK::new(128) };
+        let kind = Kind::Blockflash { blocks: Some(blocks) };
+        rows.push(Row::new("blockflash, chosen blocks", kind));
     }
-    let mut tokens: Option<Vec<u32>> = None;
-    let mut results: Vec<Vec<Generation>> = vec![Vec::new(); kinds.len()];
+    let model = load(dtype)?;
     for round in 0..=args.rounds {
-        for ((name, kind), results) in kinds.iter().zip(&mut results) {
-            // Everybody continues the tokens of the first, so that a tie does not change the rest.
-            let generation =
-                generate(&model, name, *kind, &prompt, args.tokens, tokens.as_deref())?;
-            tokens.get_or_insert_with(|| generation.tokens.clone());
+        for row in rows.iter_mut().filter(|row| round == 0 || row.measured) {
+            let given = reference.as_ref();
+            let generation = generate(&model, row.name, row.kind, &prompt, args.tokens, given)?;
+            row.keep(generation.differences(given.unwrap_or(&generation), rounding));
             if round > 0 {
-                results.push(generation);
+                row.times.push([generation.prompt, generation.per_token]);
             }
+            // Without candle, the first one is the reference.
+            reference.get_or_insert(generation);
         }
     }
 
     let mut table = Table::new();
-    table.set_header(["attention", "prompt", "per token", "equal tokens", "ties", "others"]);
-    let mut same = true;
-    for ((name, kind), results) in kinds.iter().zip(&results) {
-        let median = |of: fn(&Generation) -> Duration| {
-            let mut times: Vec<Duration> = results.iter().map(of).collect();
-            times.sort();
-            format!("{:.2} ms", times[times.len() / 2].as_secs_f64() * 1e3)
-        };
-        let lost = || results.iter().flat_map(|result| &result.lost);
-        let equal = lost().filter(|&&lost| lost == 0.0).count();
-        let tied = lost().filter(|&&lost| lost > 0.0 && lost <= rounding).count();
-        let others = lost().count() - equal - tied;
-        same &= others == 0 || matches!(kind, Kind::Blockflash { blocks: Some(_) });
-        let counts = [equal, tied, others].map(|count| count.to_string());
-        let times = [median(|of| of.prompt), median(|of| of.per_token)];
-        table.add_row([name.to_string()].into_iter().chain(times).chain(counts));
-    }
+    let header = ["attention", "prompt", "per token", "equal tokens", "ties", "others", "distance"];
+    table.set_header(header);
+    rows.iter().for_each(|row| _ = table.add_row(row.cells()));
     println!("{table}");
-    Ok(same)
+    let dense = |row: &&Row| matches!(row.kind, Kind::Blockflash { blocks: None });
+    Ok(rows.iter().filter(dense).all(|row| row.worst.others == 0))
+}
+
+/// One of the attentions.
+struct Row {
+    name: &'static str,
+    kind: Kind,
+    /// Whether there are times of it.
+    measured: bool,
+    /// Until the first token, and for each of the others.
+    times: Vec<[Duration; 2]>,
+    /// Of the round that differs most.
+    worst: Differences,
+}
+
+impl Row {
+    fn new(name: &'static str, kind: Kind) -> Self {
+        Self { name, kind, measured: true, times: Vec::new(), worst: Differences::default() }
+    }
+
+    fn keep(&mut self, new: Differences) {
+        let order = |of: &Differences| (of.others, of.ties);
+        if order(&new) >= order(&self.worst) {
+            self.worst = new;
+        }
+    }
+
+    /// With medians of the times.
+    fn cells(&self) -> [String; 7] {
+        let median = |which: usize| {
+            let mut times: Vec<Duration> = self.times.iter().map(|times| times[which]).collect();
+            times.sort();
+            let median = times.get(times.len() / 2);
+            median.map_or_else(String::new, |of| format!("{:.2} ms", of.as_secs_f64() * 1e3))
+        };
+        let Differences { equal, ties, others, distance } = &self.worst;
+        let [equal, ties, others] = [equal, ties, others].map(ToString::to_string);
+        let distance = format!("{:.2} %", distance * 100.0);
+        [self.name.to_owned(), median(0), median(1), equal, ties, others, distance]
+    }
 }
 
 #[cfg(test)]

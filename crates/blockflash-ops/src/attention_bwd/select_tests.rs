@@ -75,18 +75,35 @@ fn dq_is_summed_where_that_pays() {
 }
 
 #[test]
-fn packed_sequences_take_hopper_kernels_and_small_blocks_portable_ones() {
+fn packed_sequences_and_small_blocks_take_hopper_kernels() {
     let packed = Some(PackedRows { total_q: 5000, total_kv: 5000 });
     let forward = AttentionProblem { packed, ..dense(4096, 128).forward };
     let packed = AttentionBackwardProblem::of(forward);
     assert_eq!(lead(&packed), (Step::KeysAndSums, Target::Sm90a));
     assert_eq!(lead(&packed.with_workspace(0)), (Step::Keys, Target::Sm90a));
-    assert_eq!(lead(&masked(64, 64, 128)), (Step::Keys, Target::Sm90));
-    assert_eq!(lead(&masked(128, 128, 128)), (Step::Keys, Target::Sm90a));
-    // 64 keys of a CTA, but 128 queries where it computes dq.
-    assert_eq!(lead(&masked(64, 64, 256)), (Step::Keys, Target::Sm90a));
-    let queries = selection::select(&masked(64, 64, 256).at(Step::Queries), &h200()).unwrap();
-    assert_eq!(queries.target, Target::Sm90);
+    let kernel = |[block_q, block_kv]: [u32; 2], head_dim, step| {
+        let problem = masked(block_q, block_kv, head_dim).at(step);
+        let kernel = selection::select(&problem, &h200()).unwrap();
+        let tile = kernel.attention_bwd_tile().unwrap();
+        (kernel.target, tile.head_dim, [tile.block_q, tile.block_kv])
+    };
+    for (blocks, head_dim, keys, queries) in [
+        ([64, 64], 64, (64, [64, 64]), (64, [64, 64])),
+        ([64, 64], 96, (128, [64, 64]), (128, [64, 64])),
+        ([64, 64], 128, (128, [64, 64]), (128, [64, 64])),
+        ([64, 128], 128, (128, [64, 128]), (128, [64, 64])),
+        ([128, 64], 128, (128, [64, 64]), (128, [64, 64])),
+        ([128, 128], 96, (96, [64, 128]), (96, [128, 128])),
+        ([128, 128], 128, (128, [64, 128]), (128, [128, 128])),
+        ([64, 64], 256, (256, [64, 64]), (256, [64, 32])),
+    ] {
+        // 128 queries of a CTA that computes dq beyond a head_dim of 128.
+        let target = if head_dim > 128 { Target::Sm90 } else { Target::Sm90a };
+        let [keys, queries] = [(Target::Sm90a, keys), (target, queries)]
+            .map(|(target, (head_dim, tile))| (target, head_dim, tile));
+        assert_eq!(kernel(blocks, head_dim, Step::Keys), keys, "{blocks:?} {head_dim}");
+        assert_eq!(kernel(blocks, head_dim, Step::Queries), queries, "{blocks:?} {head_dim}");
+    }
     // Entries that are repeated have no tensor map.
     let mut repeated = dense(4096, 128);
     repeated.forward.k.batch = 0;
@@ -94,6 +111,15 @@ fn packed_sequences_take_hopper_kernels_and_small_blocks_portable_ones() {
     let mut repeated = dense(4096, 128);
     repeated.d_o.batch = 0;
     assert_eq!(lead(&repeated), (Step::Keys, Target::Sm90));
+    // Under narrow blocks only a tile for more columns is left for dq.
+    for (head_dim, wider) in [(64, 96), (128, 192)] {
+        let mut repeated = masked(64, 64, head_dim);
+        repeated.forward.k.batch = 0;
+        assert_eq!(lead(&repeated), (Step::Keys, Target::Sm90));
+        let queries = selection::select(&repeated.at(Step::Queries), &h200()).unwrap();
+        let tile = queries.attention_bwd_tile().unwrap();
+        assert_eq!((queries.target, tile.head_dim), (Target::Sm90, wider));
+    }
 }
 
 #[test]

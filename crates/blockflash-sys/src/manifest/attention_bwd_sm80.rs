@@ -63,12 +63,14 @@ const TILES: &[AttentionBwd] = &[
 
 /// With 128 queries of head_dim 128 one CTA fits where shared memory has 100 KB, two where it has
 /// 164 KB. With 64 queries of head_dim 64 the kernel for keys spills on sm_120, and unknown GPUs
-/// take what it takes.
+/// take what it takes. Hopper has kernels of its own for narrow blocks; what no tensor map can
+/// describe takes the tile for a larger head_dim there.
 fn is_compiled(tile: &AttentionBwd, target: Target) -> bool {
     let newest = matches!(target, Target::Sm120 | Target::Ptx80);
     target.is_portable()
         && match (tile.step, tile.head_dim, tile.block_q) {
             (Queries, 128, 128) => target.smem_limit() >= 163 * 1024,
+            (Queries, 64 | 128, 64) => target != Target::Sm90,
             (Keys, 64, 64) => !newest,
             (Keys, 64, 32) => newest,
             _ => true,

@@ -6,7 +6,7 @@ use crate::{DType, Target};
 /// Tiles of the Hopper kernels of the attention backward: `attention_bwd_q_sm90a`,
 /// `attention_bwd_kv_sm90a` with and without sums of dq, and `attention_bwd_dq_sm90a`, which
 /// rounds the sums. A CTA keeps a pair of tiles of one side and pairs of the other side pass
-/// through shared memory; a producer warpgroup loads, two consumer warpgroups compute.
+/// through shared memory; a producer warpgroup loads, one or two consumer warpgroups compute.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct AttentionBwdHopper {
     /// What it computes.
@@ -21,6 +21,8 @@ pub struct AttentionBwdHopper {
     pub stream_rows: u32,
     /// Pipeline stages: of Q and of dO, or of K and of V.
     pub stages: [u32; 2],
+    /// Consumer warpgroups: two, or one where two CTAs share an SM.
+    pub warpgroups: u32,
 }
 
 const fn tile(
@@ -29,23 +31,35 @@ const fn tile(
     [resident_rows, stream_rows]: [u32; 2],
     stages: [u32; 2],
 ) -> AttentionBwdHopper {
-    AttentionBwdHopper { step, dtype: DType::F16, head_dim, resident_rows, stream_rows, stages }
+    let (dtype, warpgroups) = (DType::F16, 2);
+    AttentionBwdHopper { step, dtype, head_dim, resident_rows, stream_rows, stages, warpgroups }
+}
+
+/// For block masks with 64 queries and 64 keys per block. CTAs have lists of their own, so they
+/// cannot share what passes through, but two of them share an SM: one loads its first tiles or
+/// stores its gradients while the other one computes.
+const fn narrow(step: AttentionBwdStep, head_dim: u32, stages: [u32; 2]) -> AttentionBwdHopper {
+    AttentionBwdHopper { warpgroups: 1, ..tile(step, head_dim, [64, 64], stages) }
 }
 
 /// Tiles by head dimension. The sums of dq need 96 KB at a head_dim of 128, and registers for a
 /// third accumulator, so they exist for 64 and 128 only. Beyond 128 the two warpgroups share 64
-/// keys.
+/// keys. Narrow tiles come after the others, so only block masks take them.
 const TILES: &[AttentionBwdHopper] = &[
     tile(Queries, 64, [128, 128], [2, 2]),
     tile(Queries, 96, [128, 128], [2, 2]),
     tile(Queries, 128, [128, 128], [2, 2]),
     tile(Queries, 192, [128, 64], [2, 2]),
     tile(Queries, 256, [128, 64], [2, 1]),
+    narrow(Queries, 64, [3, 3]),
+    narrow(Queries, 128, [2, 2]),
     tile(Keys, 64, [128, 64], [2, 2]),
     tile(Keys, 96, [128, 64], [2, 2]),
     tile(Keys, 128, [128, 64], [2, 2]),
     tile(Keys, 192, [64, 64], [2, 2]),
     tile(Keys, 256, [64, 64], [2, 2]),
+    narrow(Keys, 64, [3, 3]),
+    narrow(Keys, 128, [2, 2]),
     tile(KeysAndSums, 64, [128, 64], [2, 2]),
     tile(KeysAndSums, 128, [128, 64], [2, 2]),
     tile(Sums, 64, [64, 0], [0, 0]),
@@ -94,9 +108,9 @@ impl Family for AttentionBwdHopper {
         }
     }
 
-    /// Two consumer warpgroups and the producer warpgroup; eight warps that round the sums.
+    /// The consumer warpgroups and the producer warpgroup; eight warps that round the sums.
     fn warps(&self) -> u32 {
-        if self.step == Sums { 8 } else { 12 }
+        if self.step == Sums { 8 } else { 4 * (self.warpgroups + 1) }
     }
 
     /// The resident tiles, the two rings, the scores that warpgroups exchange, the staged sums of
@@ -108,7 +122,7 @@ impl Family for AttentionBwdHopper {
         let scores = 2 * self.resident_rows * Self::PANEL_ROW_BYTES;
         let more = match self.step {
             Sums => return 0,
-            Keys if self.resident_rows == 64 => scores,
+            Keys if self.resident_rows < 64 * self.warpgroups => scores,
             KeysAndSums => scores + 2 * self.stream_rows * self.head_dim * 4,
             _ => 0,
         };
@@ -126,7 +140,7 @@ impl Family for AttentionBwdHopper {
 
     fn macros(&self, define: &mut dyn FnMut(&'static str, u32)) {
         define("VARIANT_DTYPE", self.dtype as u32);
-        define("VARIANT_MIN_BLOCKS", 1);
+        define("VARIANT_MIN_BLOCKS", if self.warpgroups == 1 { 2 } else { 1 });
         if self.step == Sums {
             return define("VARIANT_SUMS_HEAD_DIM", self.head_dim);
         }
@@ -190,5 +204,10 @@ mod tests {
         assert_eq!(bytes(Keys, 128), 133_120);
         assert_eq!(bytes(Keys, 256), 215_040);
         assert_eq!(bytes(Queries, 256), 231_424);
+        let narrow = |tile: &AttentionBwdHopper| tile.warpgroups == 1;
+        for tile in tiles(Target::Sm90a).filter(narrow) {
+            // Of the 228 KB of an SM every CTA takes one more, and one for its work.
+            assert!(2 * (tile.smem_bytes() + 2048) <= 228 * 1024, "{tile:?}");
+        }
     }
 }

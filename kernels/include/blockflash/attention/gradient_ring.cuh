@@ -25,7 +25,11 @@ constexpr int kD = Config::head_dim, kStages = Config::stages,
               kSecondStages = Config::second_stages;
 constexpr int kResidentRows = Config::resident_rows, kStreamRows = Config::stream_rows;
 constexpr int kPanels = (kD + 63) / 64;  // 64 columns: rows of 128 bytes with the 128-byte swizzle
-constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
+
+// One consumer, of which two CTAs share an SM, or two, which take turns.
+constexpr bool kAlone = Config::warpgroups == 1;
+static_assert(Config::min_blocks == (kAlone ? 2 : 1), "registers are for so many CTAs per SM");
+constexpr int kProducerRegisters = kAlone ? 32 : 40, kConsumerRegisters = kAlone ? 224 : 232;
 
 // Shared memory: the resident pair; the rings of first tiles (Q or K) and of second tiles (dO or
 // V); what a kernel adds; and a page of row statistics, announcements and mbarriers.
@@ -169,8 +173,12 @@ __device__ __forceinline__ void cut_tiles(uint32_t smem, const Barriers& barrier
 // tensor cores work for the other.
 struct Turns {
   int warpgroup;
-  __device__ __forceinline__ void begin() const { ptx::named_barrier_sync(1 + warpgroup, 256); }
-  __device__ __forceinline__ void end() const { ptx::named_barrier_arrive(2 - warpgroup, 256); }
+  __device__ __forceinline__ void begin() const {
+    if constexpr (!kAlone) ptx::named_barrier_sync(1 + warpgroup, 256);
+  }
+  __device__ __forceinline__ void end() const {
+    if constexpr (!kAlone) ptx::named_barrier_arrive(2 - warpgroup, 256);
+  }
   // The second consumer waits before its first product; the first one grants a last turn.
   __device__ __forceinline__ void open() const {
     if (warpgroup == 1) begin();
@@ -247,6 +255,14 @@ __device__ __forceinline__ void differentiate_scores(float (&s)[n], float (&dp)[
 #pragma unroll
     for (int j = 0; j < n / 4; ++j) {
       logs(j, negative_log), deltas(j, delta);
+      if (kAlone && j >= 2) {
+        // The scheduler would work at more of them at a time than there are registers for, so these
+        // depend on earlier ones, by bits that are 0 in any launch.
+        const uint32_t zero = (ds16[2 * j - 4] | ds16[2 * j - 3]) & (gridDim.y - 1);
+#pragma unroll
+        for (int i = 4 * j; i < 4 * j + 4; ++i)
+          s[i] = __uint_as_float(__float_as_uint(s[i]) | zero);
+      }
 #pragma unroll
       for (int i = 4 * j; i < 4 * j + 4; ++i)
         differentiate<true>(s[i], dp[i], scale, negative_log[of(i)], delta[of(i)],

@@ -14,10 +14,11 @@ struct AttentionBwdHopperConfig {
   static constexpr int stages = VARIANT_STAGES;                // of K or Q
   static constexpr int second_stages = VARIANT_SECOND_STAGES;  // of V or dO
   static constexpr bool dq = VARIANT_DQ;  // whether dq is computed beside dk and dv
-  static constexpr int warpgroups = 2;    // consumers; plus one producer
-  static constexpr int threads = 128 * (warpgroups + 1);
+  static constexpr int threads = VARIANT_THREADS;
+  static constexpr int warpgroups = threads / 128 - 1;   // consumers; plus one producer
+  static constexpr int min_blocks = VARIANT_MIN_BLOCKS;  // CTAs per SM
   static constexpr int smem_bytes = VARIANT_SMEM_BYTES;
-  static_assert(threads == VARIANT_THREADS, "the manifest row and the kernel disagree on threads");
+  static_assert(threads == 384 || threads == 256, "there are two consumers, or one");
 };
 #elif defined(VARIANT_WARPGROUPS)
 struct AttentionFwdHopperConfig {
