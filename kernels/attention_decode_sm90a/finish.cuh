@@ -13,6 +13,9 @@ enum Claim : uint32_t { kNobody, kTaken, kLeft, kOwned };
 // How often a CTA looks whether its group is complete.
 constexpr int kPolls = 24;
 
+// A bit for each.
+constexpr int kMostShares = 32;
+
 struct Ending {
   uint32_t shares;     // bits of the shares that the CTA combines
   uint32_t left;       // and of those that others left to it
@@ -53,12 +56,13 @@ __device__ __forceinline__ uint32_t left_shares(uint32_t* arrivals, int step, in
 __device__ __forceinline__ void combine_runs(const Params& params, const DecodeRun& item,
                                              Ending& ending, bool one_each) {
   const blockflash_attention_decode_params& p = params.base;
-  const int of_group = kGroup / params.run;
+  // Runs that are computed side by side are one group.
+  const bool helped = (one_each || params.run == 1) && item.runs <= kMostShares;
+  const int of_group = helped ? kMostShares : kGroup / params.run;
   const int groups = ceil_div(item.runs, of_group);
   const int group = item.run / of_group, own = item.run - group * of_group;
   int first = item.slot + group * of_group * item.slot_step, step = item.slot_step;
   int count = min(item.runs - group * of_group, of_group);
-  const bool helped = one_each && groups == 1;
   const int rows = rows_of(p, item), parts = helped ? count : 1;
   bool is_top = groups == 1;
   __syncthreads();  // all have stored

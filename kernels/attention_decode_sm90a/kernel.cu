@@ -2,7 +2,7 @@
 //
 // A CTA is one warpgroup with 64 rows, queries times heads that share keys, as M of WGMMA, and with
 // tiles of 64 keys as its N. Its threads copy tiles by cp.async, a ring ahead of their products;
-// reading the cache takes longer than everything else, so a tile's steps need not overlap.
+// two CTAs of an SM take turns, so the steps of a tile need not overlap.
 #include "blockflash/ptx/launch.cuh"
 #include "finish.cuh"
 
@@ -23,10 +23,12 @@ struct Shared {
   RunWalk walk;        // of the warp that finds items,
   int number;          // and the number of the item that it looks for next; -1: none
   Ending ending;
+  float2 kept_logs[Config::rows];
 };
 
 constexpr int kQOffset = Config::stages * kStageBytes;
-constexpr int kSharedOffset = kQOffset + kTileBytes;
+constexpr int kKeptOffset = kQOffset + kTileBytes;
+constexpr int kSharedOffset = kKeptOffset + Config::rows * kD * 4;
 static_assert(sizeof(Shared) <= 1024 && Config::smem_bytes == kSharedOffset + 1024,
               "manifest and kernel disagree on smem");
 
@@ -43,6 +45,7 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_decode_runs_param
   const uint32_t ring_smem = static_cast<uint32_t>(__cvta_generic_to_shared(smem));
   const uint32_t q_smem = ring_smem + kQOffset;
   Shared& shared = *reinterpret_cast<Shared*>(smem + kSharedOffset);
+  const Kept kept{reinterpret_cast<float4*>(smem + kKeptOffset), shared.kept_logs};
 
   // One warp finds the items for all, since lengths that change meanwhile could make warps disagree
   // about how often they meet at a barrier. Item n is found during item n - 1.
@@ -93,7 +96,6 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_decode_runs_param
     Sums sums;
     if (n >= 0) {
       const int rows = rows_of(p, item);
-      const int own_slot = item.slot + item.run * item.slot_step;
       int key = item.keys.begin;
 #pragma unroll 1
       for (int k = 0; k < item.count; ++k) {
@@ -104,19 +106,20 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_decode_runs_param
           wait_for_oldest<kStages - 1>(issued - consumed - 1);
           ptx::fence_proxy_async();
           __syncthreads();  // the tile is visible to all, and all have read the one before it
-          fill(item);
-          sums.add_tile(p, item, q_smem, ring_smem + stage * kStageBytes, key);
+          sums.add_tile(p, item, q_smem, ring_smem + stage * kStageBytes, key,
+                        [&] { fill(item); });
         }
         sums.complete();
-        // The first of four splits wait in the workspace for the others, and so do the first fours.
+        // The first of four splits wait for the others, and the first fours in the workspace.
         const bool ends = k + 1 == item.count;
-        int slot = own_slot;
-#pragma unroll 1
-        for (int at = k;; at /= kInner, slot += p.items) {
-          if (at % kInner > 0) Slot(p, slot).join(p, rows, sums);
-          if (slot != own_slot || (!ends && at % kInner < kInner - 1)) break;
+        if (k % kInner > 0) kept.join(sums);
+        if (!ends && k % kInner < kInner - 1) {
+          kept.store(sums);
+          continue;
         }
-        if (!ends || item.runs > 1) Slot(p, ends ? own_slot : slot).store(p, rows, sums);
+        const Slot slot(p, item.slot + item.run * item.slot_step);
+        if (k >= kInner) slot.join(p, rows, sums);
+        if (!ends || item.runs > 1) slot.store(p, rows, sums);
       }
     }
     __syncthreads();  // all have read the ring, and the next item is known

@@ -75,6 +75,41 @@ struct Slot {
   }
 };
 
+// The sums over earlier splits in shared memory, where each thread keeps its own.
+struct Kept {
+  float4* sums;
+  float2* logs;
+  __device__ __forceinline__ void store(const Sums& x) const {
+#pragma unroll
+    for (int i = 0; i < kD / 8; ++i)
+      sums[i * Config::threads + threadIdx.x] =
+          make_float4(x.o[4 * i], x.o[4 * i + 1], x.o[4 * i + 2], x.o[4 * i + 3]);
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      if (threadIdx.x % 4 == 0)
+        logs[first_row() + 8 * half] =
+            make_float2(x.total.reference[half], x.total.denominator[half]);
+  }
+  __device__ __forceinline__ void join(Sums& x) const {
+    __syncwarp();
+    Totals before;
+    float earlier[kD / 2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float2 of_row = logs[first_row() + 8 * half];
+      before.reference[half] = of_row.x, before.denominator[half] = of_row.y;
+    }
+#pragma unroll
+    for (int i = 0; i < kD / 8; ++i) {
+      const float4 four = sums[i * Config::threads + threadIdx.x];
+      earlier[4 * i] = four.x, earlier[4 * i + 1] = four.y;
+      earlier[4 * i + 2] = four.z, earlier[4 * i + 3] = four.w;
+    }
+    x.join_after(before, [&](int i) { return earlier[i]; });
+    __syncwarp();  // all have read what may be stored anew
+  }
+};
+
 // Adds the sums over later keys: of four columns what `Sums::join_after` does of all.
 __device__ __forceinline__ void join(Partial& x, const Partial& later) {
   const float moved = fmaxf(x.reference, later.reference);
@@ -148,8 +183,8 @@ struct RowShare {
         end(small_quotient(rows * (share + 1), shares)) {}
 };
 
-// Combines some rows of the slots first, first + step, …, `count` of them, four by four and then
-// these, into slot `first`, or into the output.
+// Combines some rows of the slots first, first + step, …, `count` of them, four by four, then these
+// and then up to four of these, into slot `first`, or into the output.
 __device__ __forceinline__ void combine_slots(const blockflash_attention_decode_params& p,
                                               const DecodeRun& item, int first, int step, int count,
                                               bool to_output, const RowShare& rows) {
@@ -161,32 +196,40 @@ __device__ __forceinline__ void combine_slots(const blockflash_attention_decode_
     const int at = i + ptx::opaque(static_cast<int>(threadIdx.x));
     const int row = rows.begin + at / kColumns4, piece = at % kColumns4;
     const bool mine = at < pieces && piece * 4 < p.head_dim;
-    Partial parts[kGroup];
+    Partial all{};
     const float* sums = slot.sums + row * p.head_dim + piece * 4;
     const float2* logs = slot.logs + row;
+#pragma unroll 1
+    for (int before = 0; before < count; before += kGroup) {
+      const int some = count - before;
+      Partial parts[kGroup];
 #pragma unroll
-    for (int s = 0; s < kGroup; ++s) {
-      parts[s] = {};
-      if (!mine || s >= count) continue;
-      parts[s].sum = __ldcg(reinterpret_cast<const float4*>(sums));
-      const float2 of_row = __ldcg(logs);
-      parts[s].reference = of_row.x, parts[s].denominator = of_row.y;
-      sums += rows_apart * p.head_dim, logs += rows_apart;
+      for (int s = 0; s < kGroup; ++s) {
+        parts[s] = {};
+        if (!mine || s >= some) continue;
+        parts[s].sum = __ldcg(reinterpret_cast<const float4*>(sums));
+        const float2 of_row = __ldcg(logs);
+        parts[s].reference = of_row.x, parts[s].denominator = of_row.y;
+        sums += rows_apart * p.head_dim, logs += rows_apart;
+      }
+#pragma unroll
+      for (int s = 1; s < kGroup; ++s)
+        if (s % kInner > 0 && s < some) join(parts[s - s % kInner], parts[s]);
+#pragma unroll
+      for (int s = kInner; s < kGroup; s += kInner)
+        if (s < some) join(parts[0], parts[s]);
+      if (before == 0)
+        all = parts[0];
+      else
+        join(all, parts[0]);
     }
     __syncwarp();  // all have read the logarithms of slot `first`
     if (!mine) continue;
-#pragma unroll
-    for (int s = 1; s < kGroup; ++s)
-      if (s % kInner > 0 && s < count) join(parts[s - s % kInner], parts[s]);
-#pragma unroll
-    for (int s = kInner; s < kGroup; s += kInner)
-      if (s < count) join(parts[0], parts[s]);
     if (to_output) {
-      store_result(p, item, row, piece, parts[0]);
+      store_result(p, item, row, piece, all);
     } else {
-      __stcg(reinterpret_cast<float4*>(slot.sums + row * p.head_dim + piece * 4), parts[0].sum);
-      if (piece == 0)
-        __stcg(slot.logs + row, make_float2(parts[0].reference, parts[0].denominator));
+      __stcg(reinterpret_cast<float4*>(slot.sums + row * p.head_dim + piece * 4), all.sum);
+      if (piece == 0) __stcg(slot.logs + row, make_float2(all.reference, all.denominator));
     }
   }
 }

@@ -124,7 +124,8 @@ fn every_kernel_that_takes_runs_of_splits() {
         let takes_runs = |(_, tile): &&(_, CacheTile)| matches!(tile, CacheTile::Several(_));
         for &(kernel, _) in kernels.iter().filter(takes_runs) {
             let (stream, d) = (&gpu.stream, head_dim as usize);
-            let runs = [((16, 8), 2112, [11, 33]), ((4, 1), 40_000, [8, 33])];
+            let runs =
+                [((16, 8), 2112, [11, 33]), ((16, 8), 6000, [2, 11]), ((4, 1), 31_000, [8, 33])];
             for (heads, keys, batches) in runs {
                 let simple = DecodeCase::simple(dtype, heads, d, &[(9, keys)]);
                 let case = DecodeCase { equal: true, seqused: false, ..simple }.consistent();

@@ -15,8 +15,6 @@ use blockflash_sys::params::blockflash_attention_decode_params;
 const CHUNK: [usize; 2] = [256, 4096];
 /// Splits of the longest sequences.
 const MOST_SPLITS: usize = 256;
-/// Key heads times splits of a sequence of medium length.
-const HEADS_AND_SPLITS: usize = 128;
 
 /// A launch as plain data, without pointers.
 #[derive(Clone, Copy, Debug)]
@@ -58,6 +56,8 @@ struct Tile {
     rows: usize,
     /// CTAs of an SM at most.
     blocks: u32,
+    /// Key heads times splits of a sequence of medium length.
+    heads_and_splits: usize,
     /// Splits that an item may have, the most first.
     runs: &'static [usize],
 }
@@ -123,11 +123,13 @@ fn most_blocks(kernel: &Kernel, tile: &Tile, gpu: &CudaProperties) -> usize {
 fn few_tile(kernel: &Kernel, gpu: &CudaProperties) -> Result<Tile> {
     match tile_of::<AttentionDecodeProblem>(kernel, &gpu.compute_capability)? {
         CacheTile::Few(tile) => {
-            Ok(Tile { rows: tile.rows as usize, blocks: tile.min_blocks, runs: &[1] })
+            let (rows, blocks) = (tile.rows as usize, tile.min_blocks);
+            Ok(Tile { rows, blocks, heads_and_splits: 128, runs: &[1] })
         }
         CacheTile::Several(_) => {
             let (rows, blocks) = (AttentionDecodeHopper::ROWS, AttentionDecodeHopper::MIN_BLOCKS);
-            Ok(Tile { rows: rows as usize, blocks, runs: &[16, 4, 1] })
+            // One sequence gives work to two CTAs of each SM.
+            Ok(Tile { rows: rows as usize, blocks, heads_and_splits: 256, runs: &[16, 4, 1] })
         }
         CacheTile::Many(_) => {
             let what = format!("{}: this kernel has another plan", kernel.symbol());
@@ -156,7 +158,7 @@ fn divided(
     let rows = tile.rows.max(1);
     let heads = attention.num_heads_kv.max(1);
     let [chunk_min, chunk_max] = CHUNK;
-    let splits = (HEADS_AND_SPLITS / heads).max(1);
+    let splits = (tile.heads_and_splits / heads).max(1);
     let visited = match problem.pages {
         None => attention.seqlen_kv,
         Some(pages) => pages.capacity.saturating_mul(cache.page_size).min(attention.seqlen_kv),
@@ -240,10 +242,8 @@ impl Division {
             return Some([0, 0]);
         }
         let row = problem.attention.head_dim.checked_add(2)?;
-        // Runs of 16 splits keep the results of fours and of all before.
-        let slots = self.items.checked_mul(if self.run > 4 { 2 } else { 1 })?;
-        let sums = slots.checked_mul(self.partial_rows)?.checked_mul(row)?;
-        Some([sums, slots])
+        let sums = self.items.checked_mul(self.partial_rows)?.checked_mul(row)?;
+        Some([sums, self.items])
     }
 }
 

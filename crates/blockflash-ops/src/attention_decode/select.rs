@@ -55,7 +55,7 @@ pub fn tile(kernel: &Kernel) -> Option<CacheTile> {
 /// The kernel for attention to a cache on a GPU. Among the usable kernels it prefers machine code
 /// over PTX, then the smallest head_dim tile that fits. Where a sequence can have so many queries
 /// that their tiles fill a GPU, it is the kernel for many queries, which is launched together with
-/// one for the sequences with few. Where all sequences have more than 16 rows (queries times heads
+/// one for the sequences with few. Where all sequences have more than 8 rows (queries times heads
 /// that share keys), it is the kernel for several queries: packed sequences have another one,
 /// because which it is must not follow from the longest of them. Among the others it has the fewest
 /// rows that hold all queries of a group of heads, else the most rows.
@@ -151,7 +151,7 @@ pub(crate) fn support(dtype: DType) -> Vec<(String, AttentionDecodeProblem)> {
 }
 
 /// More rows (queries times heads that share keys) have the kernel for several queries.
-const FEW_ROWS: usize = 16;
+const FEW_ROWS: usize = 8;
 
 fn has_several(problem: &AttentionDecodeProblem) -> bool {
     problem.attention.packed.is_none() && problem.group_rows() > FEW_ROWS

@@ -209,9 +209,9 @@ fn gpus_have_kernels() {
                 Some(CacheTile::Few(tile)) => {
                     assert_eq!([tile.head_dim, tile.rows], [width, rows], "{}", gpu.name);
                 }
-                // 36 rows.
+                // 16 and 36 rows.
                 Some(CacheTile::Several(tile)) => {
-                    assert_eq!([tile.head_dim, queries as u32], [128, 9], "{}", gpu.name);
+                    assert!(tile.head_dim == 128 && queries > 1, "{}", gpu.name);
                     assert_eq!(kernel.target, Target::Sm90a);
                 }
                 _ => panic!("{}", kernel.symbol()),

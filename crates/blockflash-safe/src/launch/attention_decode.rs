@@ -265,10 +265,7 @@ impl AttentionDecodeOperands<'_> {
         match &self.workspace {
             None => require(splits == 1, "the splits have no workspace")?,
             Some(memory) => {
-                // Each item has a slot, or two where it combines more than four splits.
-                let slots = items * if tile.run > 4 { 2 } else { 1 };
-                require(slots <= i32::MAX.into(), "there are too many items")?;
-                let sums = slots * i128::from(rows * (head_dim + 2));
+                let sums = items * i128::from(rows * (head_dim + 2));
                 let room = sums <= memory.sums() as i128 && items <= memory.words() as i128;
                 require(splits == 1 || room, "the workspace is too small")?;
             }
@@ -288,16 +285,15 @@ pub(super) struct DecodeTile {
 }
 
 impl AttentionDecodeOperands<'_> {
-    /// The parameters of a launch that fits; each item has so many slots in the workspace.
+    /// The parameters of a launch that fits.
     pub(super) fn params(
         &self,
         p: &blockflash_attention_decode_params,
-        slots: usize,
     ) -> blockflash_attention_decode_params {
         let lse = self.lse.as_ref().map(ViewMut::as_view);
         let [list, count] = self.pages.map_or([None, None], |both| both.map(Some));
         let sums = self.workspace.map_or(null_mut(), BsrPartsMemory::sums_pointer);
-        let logs = slots * p.items as usize * p.partial_rows as usize * p.head_dim as usize;
+        let logs = p.items as usize * p.partial_rows as usize * p.head_dim as usize;
         blockflash_attention_decode_params {
             q: pointer(&self.queries()),
             o: pointer_mut(&self.o),
@@ -343,7 +339,7 @@ unsafe impl Launch for AttentionDecode {
     }
 
     fn params(&self, plan: &Self::Plan, operands: &Self::Operands<'_>) -> Result<Self::Params> {
-        Ok(operands.params(plan, 1))
+        Ok(operands.params(plan))
     }
 
     fn set_counter(params: &mut Self::Params, counter: *mut u32) {

@@ -9,9 +9,8 @@ use blockflash_sys::params::blockflash_attention_decode_runs_params;
 
 // SAFETY:
 // 1. This is the parameter struct of these kernels.
-// 2. and 3. as for `AttentionDecode`. An item of 16 splits has two slots in the workspace, which
-//    `fit_items` and `params` count. What the words hold decides only which CTA combines which rows
-//    and when. A CTA looks at a word a fixed number of times.
+// 2. and 3. as for `AttentionDecode`. What the words of the workspace hold decides only which CTA
+//    combines which rows and when. A CTA looks at a word a fixed number of times.
 unsafe impl Launch for AttentionDecodeHopper {
     type Operands<'a> = AttentionDecodeOperands<'a>;
     type Plan = blockflash_attention_decode_runs_params;
@@ -32,8 +31,7 @@ unsafe impl Launch for AttentionDecodeHopper {
     }
 
     fn params(&self, plan: &Self::Plan, operands: &Self::Operands<'_>) -> Result<Self::Params> {
-        let slots = if plan.run > 4 { 2 } else { 1 };
-        let base = operands.params(&plan.base, slots);
+        let base = operands.params(&plan.base);
         Ok(blockflash_attention_decode_runs_params { base, ..*plan })
     }
 

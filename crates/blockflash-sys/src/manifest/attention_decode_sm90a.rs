@@ -14,7 +14,7 @@ pub struct AttentionDecodeHopper {
 }
 
 /// The rings take what shared memory holds for two CTAs per SM.
-const TILES: &[(u32, u32)] = &[(64, 6), (128, 3)];
+const TILES: &[(u32, u32)] = &[(64, 5), (128, 2)];
 
 pub(super) fn tiles(target: Target) -> impl Iterator<Item = AttentionDecodeHopper> {
     each_dtype(TILES)
@@ -45,10 +45,10 @@ impl Family for AttentionDecodeHopper {
         4
     }
 
-    /// The ring of K and V, the queries of an item, and what warps tell one another.
+    /// The ring of K and V, the queries of an item, sums in f32, and what warps tell one another.
     fn smem_bytes(&self) -> u32 {
         let tile = 64 * self.head_dim * self.dtype.size() as u32;
-        (2 * self.stages + 1) * tile + 1024
+        (2 * self.stages + 1) * tile + Self::ROWS * self.head_dim * 4 + 1024
     }
 
     fn counts_tiles(&self) -> bool {
