@@ -113,6 +113,37 @@ fn every_kernel_that_appends() {
     report.finish(&gpu, "attention_decode_gpu");
 }
 
+/// Sequences whose splits are computed in runs of every length, the longer the more sequences there
+/// are: against the oracle, and alone as in a batch.
+#[test]
+fn every_kernel_that_takes_runs_of_splits() {
+    let Some(gpu) = gpu("attention_decode_gpu::every_kernel_that_takes_runs_of_splits") else {
+        return;
+    };
+    let check = |((dtype, head_dim), kernels): DecodeGroup, gpu: &Gpu, report: &mut Report| {
+        let takes_runs = |(_, tile): &&(_, CacheTile)| matches!(tile, CacheTile::Several(_));
+        for &(kernel, _) in kernels.iter().filter(takes_runs) {
+            let (stream, d) = (&gpu.stream, head_dim as usize);
+            let runs =
+                [((16, 8), 2112, [11, 33]), ((16, 8), 6000, [2, 11]), ((4, 1), 31_000, [8, 33])];
+            for (heads, keys, batches) in runs {
+                let simple = DecodeCase::simple(dtype, heads, d, &[(9, keys)]);
+                let case = DecodeCase { equal: true, seqused: false, ..simple }.consistent();
+                let data = DecodeData::generate(&case);
+                let reference = decode_reference(&case, &data);
+                report.run(kernel, || run_or_refuse(&case, &data, &reference, kernel, stream));
+                report.run(kernel, || same_bits(&case, Choice::This(kernel), stream));
+                for times in batches {
+                    report.run(kernel, || {
+                        alone_as_in_a_batch(&case, times, Choice::This(kernel), stream)
+                    });
+                }
+            }
+        }
+    };
+    gpu.check_groups("attention_decode_gpu", &Report::default(), decode_groups(&gpu), check);
+}
+
 /// Repeats, and each sequence alone, have the same bits; also where one sequence has many splits,
 /// and in batches that give every CTA several of them, or, with known lengths, long runs of them.
 fn same_bits_of(

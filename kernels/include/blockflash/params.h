@@ -14,6 +14,7 @@
 #include "blockflash/params/bsr.h"
 #include "blockflash/params/kv_append.h"
 #include "blockflash/params/kv_cache.h"
+#include "blockflash/params/kv_cache_runs.h"
 #include "blockflash/params/page_choice.h"
 #include "blockflash/params/probe.h"
 

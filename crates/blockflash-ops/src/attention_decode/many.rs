@@ -12,7 +12,7 @@ use crate::check::{grid_x, to_i32};
 use crate::selection::{fits, tile_of};
 use blockflash_safe::{CudaProperties, LaunchConfig};
 use blockflash_sys::Kernel;
-use blockflash_sys::manifest::Variant;
+use blockflash_sys::manifest::{AttentionDecodeHopper, Variant};
 use blockflash_sys::params::blockflash_attention_cache_params;
 
 /// Tiles of queries, times heads, from which on their own kernel is the faster one. It does not
@@ -116,6 +116,7 @@ pub(super) fn plan_prefill(
     let (block_q, block_kv) = match tile {
         CacheTile::Many(tile) => (tile.tile.block_q() as usize, tile.tile.block_kv as usize),
         CacheTile::Few(tile) => (tile.rows as usize, FEWEST_SLOTS),
+        CacheTile::Several(_) => (AttentionDecodeHopper::ROWS as usize, FEWEST_SLOTS),
     };
     let tiles_q = attention.seqlen_q.div_ceil(block_q.max(1));
     let tiles = grid_x(&[tiles_q, attention.num_heads_q, attention.batch])?;

@@ -28,6 +28,7 @@ use crate::{Error, Result};
 use blockflash_safe::{
     CudaProperties, Device, KvCacheViews, Stream, Tensor, TurnedQueries, View, ViewMut,
 };
+use blockflash_sys::params::blockflash_attention_decode_runs_params;
 use blockflash_sys::{DType, Kernel, manifest};
 
 /// Attention of the last tokens of each sequence to the keys and values in a cache: what
@@ -355,9 +356,16 @@ impl Steps for AttentionDecode<'_> {
             let operands = self.operands(cache, o.reborrow(), lse.as_mut().map(ViewMut::reborrow));
             stream.launch::<manifest::AttentionCacheHopper>(kernel, &config, &params, operands)?;
         }
-        if let Some((kernel, AttentionDecodePlan { params, config })) = few {
+        if let Some((kernel, AttentionDecodePlan { params, run, config })) = few {
             let operands = self.operands(cache, o, lse);
-            stream.launch::<manifest::AttentionDecode>(kernel, &config, &params, operands)?;
+            if matches!(kernel.variant, manifest::Variant::AttentionDecodeHopper(_)) {
+                let params = blockflash_attention_decode_runs_params { base: params, run };
+                stream.launch::<manifest::AttentionDecodeHopper>(
+                    kernel, &config, &params, operands,
+                )?;
+            } else {
+                stream.launch::<manifest::AttentionDecode>(kernel, &config, &params, operands)?;
+            }
         }
         Ok(())
     }

@@ -9,21 +9,21 @@ use crate::selection::{fits, tile_of, unsupported};
 use crate::{Error, Result};
 use blockflash_safe::{CudaProperties, LaunchConfig};
 use blockflash_sys::Kernel;
-use blockflash_sys::manifest::AttentionDecode as AttentionDecodeTile;
+use blockflash_sys::manifest::AttentionDecodeHopper;
 use blockflash_sys::params::blockflash_attention_decode_params;
 
 /// Most keys of a split, as long as a sequence has at most [`MOST_SPLITS`].
 const LONGEST_SPLIT: usize = 4096;
 /// Splits of the longest sequences.
 const MOST_SPLITS: usize = 256;
-/// Key heads times splits of a sequence of medium length.
-const HEADS_AND_SPLITS: usize = 128;
 
 /// A launch as plain data, without pointers.
 #[derive(Clone, Copy, Debug)]
 pub struct AttentionDecodePlan {
     /// The kernel argument.
     pub params: blockflash_attention_decode_params,
+    /// Splits of an item, where a kernel takes several.
+    pub run: i32,
     /// Grid, block and shared memory.
     pub config: LaunchConfig,
 }
@@ -45,11 +45,32 @@ pub(super) struct Division {
     pub(super) most_queries: usize,
     /// Rows of a tile that can be in use.
     pub(super) partial_rows: usize,
-    /// Runs of splits of all row tiles of all heads that a call can have.
+    /// Splits that an item of the kernel for several queries has.
+    pub(super) run: usize,
+    /// Items of all row tiles of all heads that a call can have.
     pub(super) items: usize,
-    /// Log2 of the splits in a run. No result depends on it.
+    /// Log2 of the splits that an item of the kernel for one query has. No result depends on it.
     pub(super) run_log2: u32,
 }
+
+/// What the division of the work follows from.
+#[derive(Clone, Copy, Debug)]
+struct Tile {
+    rows: usize,
+    /// CTAs of an SM at most.
+    blocks: u32,
+    /// Key heads times splits of a sequence of medium length.
+    heads_and_splits: usize,
+    /// Fewest keys of a split.
+    fewest_keys: usize,
+    /// Splits that an item may have, the most first.
+    runs: &'static [usize],
+}
+
+/// A launch has so many waves of CTAs, or so much of each is used, with the longest items that it
+/// may have. Longer items have fewer partial results, but are not equally many for all CTAs.
+const WAVES: usize = 4;
+const USED: f64 = 0.85;
 
 impl AttentionDecodeProblem {
     /// Queries of a sequence times the heads that share a head of keys.
@@ -86,23 +107,45 @@ pub(super) fn plan_few(
     most_queries: usize,
 ) -> Result<AttentionDecodePlan> {
     fits(kernel, problem, gpu)?;
-    let tile = few_tile(kernel, gpu)?;
-    let division = divided(&tile, problem, most_queries)?;
-    // CTAs are persistent and take item after item.
-    let per_multiprocessor = gpu.smem_per_multiprocessor / (kernel.smem_bytes() + 1024).max(1);
-    let per_multiprocessor = per_multiprocessor.clamp(1, tile.min_blocks.max(1));
-    let most = gpu.multiprocessors.max(1).saturating_mul(per_multiprocessor) as usize;
-    let division = division.in_runs(problem, [most, per_multiprocessor as usize]);
+    let tile = few_tile(kernel, problem, gpu)?;
+    let most = most_blocks(kernel, &tile, gpu);
+    let mut division = divided(&tile, most, problem, most_queries)?;
+    if tile.runs == [1] {
+        let multiprocessors = gpu.multiprocessors.max(1) as usize;
+        division = division.in_runs(problem, [most, most / multiprocessors]);
+    }
     // Each CTA asks once for an item past the last one.
     let blocks = grid_x(&[division.items.min(most)])?;
     grid_x(&[division.items.saturating_add(2 * blocks as usize)])?;
     let config = LaunchConfig::of(kernel, blocks, kernel.waits_for_predecessor());
-    Ok(AttentionDecodePlan { params: params(problem, &division)?, config })
+    let run = to_i32("run", division.run)?;
+    Ok(AttentionDecodePlan { params: params(problem, &division)?, run, config })
 }
 
-fn few_tile(kernel: &Kernel, gpu: &CudaProperties) -> Result<AttentionDecodeTile> {
+/// CTAs that a GPU has room for. They are persistent and take item after item.
+fn most_blocks(kernel: &Kernel, tile: &Tile, gpu: &CudaProperties) -> usize {
+    let per_multiprocessor = gpu.smem_per_multiprocessor / (kernel.smem_bytes() + 1024).max(1);
+    let per_multiprocessor = per_multiprocessor.clamp(1, tile.blocks.max(1));
+    gpu.multiprocessors.max(1).saturating_mul(per_multiprocessor) as usize
+}
+
+fn few_tile(
+    kernel: &Kernel,
+    problem: &AttentionDecodeProblem,
+    gpu: &CudaProperties,
+) -> Result<Tile> {
     match tile_of::<AttentionDecodeProblem>(kernel, &gpu.compute_capability)? {
-        CacheTile::Few(tile) => Ok(tile),
+        CacheTile::Few(tile) => {
+            let (rows, blocks) = (tile.rows as usize, tile.min_blocks);
+            let fewest_keys = problem.fewest_keys_of_a_split();
+            Ok(Tile { rows, blocks, heads_and_splits: 128, fewest_keys, runs: &[1] })
+        }
+        CacheTile::Several(_) => {
+            let (rows, blocks) = (AttentionDecodeHopper::ROWS, AttentionDecodeHopper::MIN_BLOCKS);
+            // One sequence gives work to two CTAs of each SM.
+            let (rows, runs) = (rows as usize, &[16, 4, 1]);
+            Ok(Tile { rows, blocks, heads_and_splits: 256, fewest_keys: 256, runs })
+        }
         CacheTile::Many(_) => {
             let what = format!("{}: this kernel has another plan", kernel.symbol());
             Err(unsupported::<AttentionDecodeProblem>(&gpu.compute_capability, what))
@@ -113,7 +156,8 @@ fn few_tile(kernel: &Kernel, gpu: &CudaProperties) -> Result<AttentionDecodeTile
 /// Divides the work of the sequences with at most `most_queries` queries among the items of a
 /// kernel with this tile.
 fn divided(
-    tile: &AttentionDecodeTile,
+    tile: &Tile,
+    most_blocks: usize,
     problem: &AttentionDecodeProblem,
     most_queries: usize,
 ) -> Result<Division> {
@@ -126,10 +170,10 @@ fn divided(
         ("cache.k", cache.k, keys),
         ("cache.v", cache.v, keys),
     ])?;
-    let rows = (tile.rows as usize).max(1);
+    let rows = tile.rows.max(1);
     let heads = attention.num_heads_kv.max(1);
-    let [chunk_min, chunk_max] = [problem.fewest_keys_of_a_split(), LONGEST_SPLIT];
-    let splits = (HEADS_AND_SPLITS / heads).max(1);
+    let [chunk_min, chunk_max] = [tile.fewest_keys, LONGEST_SPLIT];
+    let splits = (tile.heads_and_splits / heads).max(1);
     let visited = match problem.pages {
         None => attention.seqlen_kv,
         Some(pages) => pages.capacity.saturating_mul(cache.page_size).min(attention.seqlen_kv),
@@ -140,15 +184,22 @@ fn divided(
     let most_queries = most_queries.min(attention.seqlen_q);
     let group_rows = problem.rows_of(most_queries);
     let tiles = attention.batch.saturating_mul(group_rows.div_ceil(rows));
-    let per_tile = heads.saturating_mul(most_splits);
     // Offsets of packed sequences that do not ascend may ask for all of them.
-    to_i32("items", tiles.saturating_mul(per_tile))?;
+    to_i32("items", tiles.saturating_mul(heads.saturating_mul(most_splits)))?;
     let tiles = attention.packed.map_or(tiles, |packed| {
         let all = packed.total_q.saturating_mul(attention.num_heads_q / heads).div_ceil(rows);
         tiles.min(all.saturating_add(attention.batch))
     });
-    let items = tiles * per_tile;
-    let partial_rows = rows.min(group_rows);
+    let items = |run: usize| tiles * heads * most_splits.div_ceil(run);
+    let fills = |&&run: &&usize| {
+        let waves = items(run).div_ceil(most_blocks.max(1));
+        // Sequences of unequal lengths should not be left with a few long items.
+        let balanced = run < 16 || !cache.seqused_kv;
+        let used = items(run) as f64 / (waves * most_blocks).max(1) as f64;
+        balanced && (waves >= WAVES || used >= USED)
+    };
+    let run = tile.runs.iter().find(fills).copied().unwrap_or(1);
+    let (items, partial_rows) = (items(run), rows.min(group_rows));
     Ok(Division {
         splits,
         chunk_min,
@@ -156,6 +207,7 @@ fn divided(
         most_splits,
         most_queries,
         partial_rows,
+        run,
         items,
         run_log2: 0,
     })
@@ -188,10 +240,12 @@ pub fn workspace_bytes(
         None if is_many(kernel) => return Ok(0),
         None => (kernel, problem.attention.seqlen_q),
     };
-    let tile = few_tile(kernel, gpu)?;
-    let bytes = divided(&tile, problem, most_queries)?.room(problem).and_then(|[sums, words]| {
-        AttentionDecodeWorkspace::bytes_for(sums, words).filter(|&b| isize::try_from(b).is_ok())
-    });
+    let tile = few_tile(kernel, problem, gpu)?;
+    let most = most_blocks(kernel, &tile, gpu);
+    let bytes =
+        divided(&tile, most, problem, most_queries)?.room(problem).and_then(|[sums, words]| {
+            AttentionDecodeWorkspace::bytes_for(sums, words).filter(|&b| isize::try_from(b).is_ok())
+        });
     let limit = isize::MAX as usize;
     bytes.ok_or(Error::TooLarge { what: "workspace", value: usize::MAX, limit })
 }

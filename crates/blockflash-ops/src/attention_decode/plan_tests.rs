@@ -20,15 +20,8 @@ fn no_length_has_more_splits_than_there_is_room_for() {
     assert_eq!(splits, [4, 16, 16, 32]);
 }
 
-fn tile(rows: u32) -> AttentionDecodeTile {
-    AttentionDecodeTile {
-        dtype: DType::BF16,
-        head_dim: 128,
-        rows,
-        warps: 4,
-        stages: 3,
-        min_blocks: 2,
-    }
+fn tile(rows: usize) -> Tile {
+    Tile { rows, blocks: 2, heads_and_splits: 128, runs: &[1] }
 }
 
 fn problem(capacity: usize, heads: [usize; 2], seqlen_q: usize) -> AttentionDecodeProblem {
@@ -36,8 +29,8 @@ fn problem(capacity: usize, heads: [usize; 2], seqlen_q: usize) -> AttentionDeco
     AttentionDecodeProblem::of(cache, seqlen_q, heads[0])
 }
 
-fn of_rows(rows: u32, problem: &AttentionDecodeProblem) -> Division {
-    divided(&tile(rows), problem, problem.attention.seqlen_q).unwrap()
+fn of_rows(rows: usize, problem: &AttentionDecodeProblem) -> Division {
+    divided(&tile(rows), 264, problem, problem.attention.seqlen_q).unwrap()
 }
 
 #[test]
@@ -72,12 +65,30 @@ fn packed_queries_and_listed_pages() {
 fn rows_that_16_byte_accesses_cannot_reach_are_refused() {
     let mut odd = problem(100, [32, 8], 1);
     odd.cache.v.seq += 4;
-    let error = divided(&tile(8), &odd, 1).unwrap_err();
+    let error = divided(&tile(8), 264, &odd, 1).unwrap_err();
     assert!(matches!(error, Error::Misaligned { what: "cache.v", .. }), "{error}");
 }
 
 #[test]
 fn what_32_bits_cannot_count_is_refused() {
-    let error = divided(&tile(8), &problem(1 << 30, [1 << 20, 1 << 20], 1), 1).unwrap_err();
+    let error = divided(&tile(8), 264, &problem(1 << 30, [1 << 20, 1 << 20], 1), 1).unwrap_err();
     assert!(matches!(error, Error::TooLarge { what: "items", .. }), "{error}");
+}
+
+#[test]
+fn runs_are_as_long_as_waves_are_full() {
+    let several = Tile { rows: 64, blocks: 2, heads_and_splits: 256, runs: &[16, 4, 1] };
+    let of = |batch, capacity, seqused_kv| {
+        let cache = CacheSizes::contiguous(DType::BF16, [batch, capacity], 8, 128);
+        let problem = AttentionDecodeProblem::of(CacheSizes { seqused_kv, ..cache }, 16, 32);
+        let division = divided(&several, 264, &problem, 16).unwrap();
+        [division.run, division.items]
+    };
+    assert_eq!(of(1, 4096, false), [1, 128]);
+    assert_eq!(of(1, 8192, false), [1, 256]);
+    assert_eq!(of(4, 8192, false), [4, 256]);
+    assert_eq!(of(8, 8192, false), [4, 512]);
+    assert_eq!(of(64, 8192, false), [16, 1024]);
+    assert_eq!(of(64, 8192, true), [4, 4096]);
+    assert_eq!(of(1, 1_048_576, false), [4, 512]);
 }

@@ -5,7 +5,9 @@ use crate::check::is_tensor_map_stride;
 use crate::kv_cache::CacheSizes;
 use crate::selection::{self, Candidate, Kernels, Peers, Problem, Rule, preference};
 use blockflash_safe::CudaProperties;
-use blockflash_sys::manifest::{AttentionCacheHopper, AttentionDecode as FewTile, Variant};
+use blockflash_sys::manifest::{
+    AttentionCacheHopper, AttentionDecode as FewTile, AttentionDecodeHopper, Variant,
+};
 use blockflash_sys::{DType, Kernel, Target};
 use std::sync::LazyLock;
 
@@ -14,6 +16,8 @@ use std::sync::LazyLock;
 pub enum CacheTile {
     /// For few queries of a sequence.
     Few(FewTile),
+    /// For several.
+    Several(AttentionDecodeHopper),
     /// For many.
     Many(AttentionCacheHopper),
 }
@@ -23,6 +27,7 @@ impl CacheTile {
     pub const fn dtype(&self) -> DType {
         match self {
             Self::Few(tile) => tile.dtype,
+            Self::Several(tile) => tile.dtype,
             Self::Many(tile) => tile.tile.dtype,
         }
     }
@@ -31,6 +36,7 @@ impl CacheTile {
     pub const fn head_dim(&self) -> u32 {
         match self {
             Self::Few(tile) => tile.head_dim,
+            Self::Several(tile) => tile.head_dim,
             Self::Many(tile) => tile.tile.head_dim,
         }
     }
@@ -40,6 +46,7 @@ impl CacheTile {
 pub fn tile(kernel: &Kernel) -> Option<CacheTile> {
     match kernel.variant {
         Variant::AttentionDecode(tile) => Some(CacheTile::Few(tile)),
+        Variant::AttentionDecodeHopper(tile) => Some(CacheTile::Several(tile)),
         Variant::AttentionCacheHopper(tile) => Some(CacheTile::Many(tile)),
         _ => None,
     }
@@ -48,8 +55,10 @@ pub fn tile(kernel: &Kernel) -> Option<CacheTile> {
 /// The kernel for attention to a cache on a GPU. Among the usable kernels it prefers machine code
 /// over PTX, then the smallest head_dim tile that fits. Where a sequence can have so many queries
 /// that their tiles fill a GPU, it is the kernel for many queries, which is launched together with
-/// one for the sequences with few. Among the others it has the fewest rows that hold all queries of
-/// a group of heads, else the most rows.
+/// one for the sequences with few. Where all sequences have more than 8 rows (queries times heads
+/// that share keys), it is the kernel for several queries: packed sequences have another one,
+/// because which it is must not follow from the longest of them. Among the others it has the fewest
+/// rows that hold all queries of a group of heads, else the most rows.
 ///
 /// # Errors
 /// [`Error::Unsupported`](crate::Error::Unsupported) names what no kernel offers: the element type,
@@ -74,10 +83,10 @@ impl Problem for AttentionDecodeProblem {
     const OP: &'static str = "attention_decode";
     const INPUTS: &'static str = "queries and the cache";
     const RULES: &'static [Rule<Self>] =
-        &[HEAD_DIM, PAGE_SIZE, SLOTS, STRIDES, ROWS, MANY, Rule::shared_memory(None)];
+        &[HEAD_DIM, PAGE_SIZE, SLOTS, STRIDES, ROWS, LISTS, MANY, Rule::shared_memory(None)];
 
     type Tile = CacheTile;
-    type Rank = (bool, bool, u32);
+    type Rank = (bool, bool, bool, u32);
 
     fn tile(kernel: &Kernel) -> Option<CacheTile> {
         tile(kernel)
@@ -97,10 +106,11 @@ impl Problem for AttentionDecodeProblem {
 
     fn rank(c: &Candidate<'_, Self>) -> Self::Rank {
         match c.tile {
-            CacheTile::Many(_) => (!c.problem.has_many(), false, 0),
+            CacheTile::Many(_) => (!c.problem.has_many(), false, false, 0),
+            CacheTile::Several(_) => (c.problem.has_many(), !has_several(c.problem), false, 0),
             CacheTile::Few(tile) => {
                 let (misses, rows) = rank(tile.rows, c.problem.group_rows());
-                (c.problem.has_many(), misses, rows)
+                (c.problem.has_many(), has_several(c.problem), misses, rows)
             }
         }
     }
@@ -138,6 +148,13 @@ pub(crate) fn support(dtype: DType) -> Vec<(String, AttentionDecodeProblem)> {
     }
     lines.push(("other head_dim (59)".into(), problem(59)));
     lines
+}
+
+/// More rows (queries times heads that share keys) have the kernel for several queries.
+const FEW_ROWS: usize = 8;
+
+fn has_several(problem: &AttentionDecodeProblem) -> bool {
+    problem.attention.packed.is_none() && problem.group_rows() > FEW_ROWS
 }
 
 /// See [`select`].
@@ -195,10 +212,17 @@ const ROWS: DecodeRule = Rule {
     excludes_all: None,
 };
 
-/// Kernels for many queries visit all pages and find keys by tensor maps.
+/// Lists of pages have kernels for few queries.
+const LISTS: DecodeRule = Rule {
+    holds: |c| c.problem.pages.is_none() || matches!(c.tile, CacheTile::Few(_)),
+    refuses: |_| "it visits all pages".into(),
+    excludes_all: None,
+};
+
+/// Kernels for many queries find keys by tensor maps.
 const MANY: DecodeRule = Rule {
     holds: |c| match c.tile {
-        CacheTile::Few(_) => true,
+        CacheTile::Few(_) | CacheTile::Several(_) => true,
         CacheTile::Many(_) => {
             let (attention, cache) = (&c.problem.attention, &c.problem.cache);
             let fits = |strides: Strides, [batch, rows]: [usize; 2], heads| {
@@ -211,18 +235,16 @@ const MANY: DecodeRule = Rule {
                 None => [attention.batch, attention.seqlen_q],
             };
             let pages = [cache.pages, cache.page_size];
-            c.problem.pages.is_none()
-                && [attention.q, attention.o]
-                    .iter()
-                    .all(|&strides| fits(strides, rows, attention.num_heads_q))
+            [attention.q, attention.o]
+                .iter()
+                .all(|&strides| fits(strides, rows, attention.num_heads_q))
                 && [cache.k, cache.v]
                     .iter()
                     .all(|&strides| fits(strides, pages, cache.num_heads_kv))
         }
     },
     refuses: |_| {
-        "it visits all pages, by tensor maps, which cannot have a stride of 0 or of 2^40 bytes"
-            .into()
+        "it finds keys by tensor maps, which cannot have a stride of 0 or of 2^40 bytes".into()
     },
     excludes_all: None,
 };

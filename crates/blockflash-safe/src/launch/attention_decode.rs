@@ -206,8 +206,13 @@ impl AttentionDecodeOperands<'_> {
         self.sink.as_ref().map_or(Ok(()), |x| fits("sink", x, DType::F32, [(heads_q, 1)]))
     }
 
-    /// Checks sizes and strides against the tensors, and returns the number of items.
-    fn fit(&self, tile: &AttentionDecode, p: &blockflash_attention_decode_params) -> Fit<i128> {
+    /// Checks sizes and strides against the tensors, and that the workspace has room, and returns
+    /// the number of items.
+    pub(super) fn fit_items(
+        &self,
+        tile: &DecodeTile,
+        p: &blockflash_attention_decode_params,
+    ) -> Fit<i128> {
         let queries = Queries {
             dtype: tile.dtype,
             widest: tile.head_dim,
@@ -252,25 +257,66 @@ impl AttentionDecodeOperands<'_> {
         };
         require(keys <= 1 << 30, "the lists name too many keys")?;
         let splits = most_splits(keys, [p.splits, p.chunk_min, p.chunk_max].map(i64::from));
-        let run = 1_i128 << p.run_log2;
-        let per_row_tile = i128::from(heads_kv) * ceil_div(splits, 1 << p.run_log2);
+        let heads = i128::from(heads_kv);
+        let runs = ceil_div(splits, 1 << p.run_log2);
         // Lengths that do not ascend may ask for all of them.
-        let most = of_sequences * per_row_tile * run;
+        let most = (of_sequences * heads * runs) << p.run_log2;
         require(most <= i32::MAX.into(), "there are too many splits")?;
-        let items = row_tiles * per_row_tile;
+        let items = row_tiles * heads * ceil_div(runs as i64, tile.run);
         require(i128::from(p.items) == items, "another number of items")?;
         let rows = (seqlen_q * group).min(tile.rows.into());
         require(i64::from(p.partial_rows) == rows, "another number of rows")?;
         match &self.workspace {
             None => require(splits == 1, "the splits have no workspace")?,
             Some(memory) => {
-                let slots = items * run;
+                let slots = items << p.run_log2;
                 let sums = slots * i128::from(rows * (head_dim + 2));
                 let room = sums <= memory.sums() as i128 && slots <= memory.words() as i128;
                 require(splits == 1 || room, "the workspace is too small")?;
             }
         }
         Ok(items)
+    }
+}
+
+/// What the checks know about a kernel.
+pub(super) struct DecodeTile {
+    pub dtype: DType,
+    /// The largest head dimension.
+    pub head_dim: u32,
+    pub rows: u32,
+    /// Splits of an item.
+    pub run: u32,
+}
+
+impl AttentionDecodeOperands<'_> {
+    /// The parameters of a launch that fits.
+    pub(super) fn params(
+        &self,
+        p: &blockflash_attention_decode_params,
+    ) -> blockflash_attention_decode_params {
+        let lse = self.lse.as_ref().map(ViewMut::as_view);
+        let [list, count] = self.pages.map_or([None, None], |both| both.map(Some));
+        let sums = self.workspace.map_or(null_mut(), BsrPartsMemory::sums_pointer);
+        let slots = (p.items as usize) << p.run_log2;
+        let logs = slots * p.partial_rows as usize * p.head_dim as usize;
+        blockflash_attention_decode_params {
+            q: pointer(&self.queries()),
+            o: pointer_mut(&self.o),
+            lse: optional(lse.as_ref()).cast_mut().cast(),
+            sink: optional(self.sink.as_ref()).cast(),
+            cu_seqlens_q: optional(self.cu_seqlens_q.as_ref()).cast(),
+            cache: self.cache.pointers(&p.cache),
+            group: p.num_heads_q / p.num_heads_kv,
+            scale_log2: LOG2_E * if p.softcap > 0.0 { 1.0 } else { p.softmax_scale },
+            scale_over_cap: if p.softcap > 0.0 { p.softmax_scale / p.softcap } else { 0.0 },
+            page_list: optional(list.as_ref()).cast(),
+            page_count: optional(count.as_ref()).cast(),
+            partial_sums: sums,
+            partial_logs: sums.wrapping_add(logs),
+            arrivals: self.workspace.map_or(null_mut(), BsrPartsMemory::words_pointer),
+            ..*p
+        }
     }
 }
 
@@ -294,32 +340,12 @@ unsafe impl Launch for AttentionDecode {
     }
 
     fn fit(&self, plan: &Self::Plan, operands: &Self::Operands<'_>) -> Fit<i128> {
-        operands.fit(self, plan)
+        let Self { dtype, head_dim, rows, .. } = *self;
+        operands.fit_items(&DecodeTile { dtype, head_dim, rows, run: 1 }, plan)
     }
 
-    fn params(&self, p: &Self::Plan, operands: &Self::Operands<'_>) -> Result<Self::Params> {
-        let lse = operands.lse.as_ref().map(ViewMut::as_view);
-        let [list, count] = operands.pages.map_or([None, None], |both| both.map(Some));
-        let sums = operands.workspace.map_or(null_mut(), BsrPartsMemory::sums_pointer);
-        let slots = (p.items as usize) << p.run_log2;
-        let logs = slots * p.partial_rows as usize * p.head_dim as usize;
-        Ok(blockflash_attention_decode_params {
-            q: pointer(&operands.queries()),
-            o: pointer_mut(&operands.o),
-            lse: optional(lse.as_ref()).cast_mut().cast(),
-            sink: optional(operands.sink.as_ref()).cast(),
-            cu_seqlens_q: optional(operands.cu_seqlens_q.as_ref()).cast(),
-            cache: operands.cache.pointers(&p.cache),
-            group: p.num_heads_q / p.num_heads_kv,
-            scale_log2: LOG2_E * if p.softcap > 0.0 { 1.0 } else { p.softmax_scale },
-            scale_over_cap: if p.softcap > 0.0 { p.softmax_scale / p.softcap } else { 0.0 },
-            page_list: optional(list.as_ref()).cast(),
-            page_count: optional(count.as_ref()).cast(),
-            partial_sums: sums,
-            partial_logs: sums.wrapping_add(logs),
-            arrivals: operands.workspace.map_or(null_mut(), BsrPartsMemory::words_pointer),
-            ..*p
-        })
+    fn params(&self, plan: &Self::Plan, operands: &Self::Operands<'_>) -> Result<Self::Params> {
+        Ok(operands.params(plan))
     }
 
     fn set_counter(params: &mut Self::Params, counter: *mut u32) {

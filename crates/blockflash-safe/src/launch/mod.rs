@@ -5,6 +5,7 @@ mod attention_bwd;
 mod attention_bwd_tma;
 mod attention_cache;
 mod attention_decode;
+mod attention_decode_runs;
 mod attention_fwd;
 mod attention_fwd_tma;
 mod attention_merge;

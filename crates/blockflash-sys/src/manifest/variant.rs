@@ -1,9 +1,9 @@
 use super::family::Family;
 use super::{
     attention_bwd_sm80, attention_bwd_sm90a, attention_cache_sm90a, attention_decode_sm80,
-    attention_fwd_sm80, attention_fwd_sm90a, attention_merge_sm80, block_mask, bsr_matmul_any_sm80,
-    bsr_matmul_sm80, bsr_matmul_sm90a, bsr_sddmm_sm80, bsr_sddmm_sm90a, kv_append_sm80,
-    page_choice, probe,
+    attention_decode_sm90a, attention_fwd_sm80, attention_fwd_sm90a, attention_merge_sm80,
+    block_mask, bsr_matmul_any_sm80, bsr_matmul_sm80, bsr_matmul_sm90a, bsr_sddmm_sm80,
+    bsr_sddmm_sm90a, kv_append_sm80, page_choice, probe,
 };
 use crate::Target;
 
@@ -23,6 +23,8 @@ pub enum Variant {
     AttentionCacheHopper(attention_cache_sm90a::AttentionCacheHopper),
     /// Attention of few queries to the keys of a cache, with the instructions of Ampere and later.
     AttentionDecode(attention_decode_sm80::AttentionDecode),
+    /// Attention of several queries to the keys of a cache, with the instructions of Hopper.
+    AttentionDecodeHopper(attention_decode_sm90a::AttentionDecodeHopper),
     /// Attention over all keys from attention over parts of them.
     AttentionMerge(attention_merge_sm80::AttentionMerge),
     /// Appending to a cache, and rotary embeddings.
@@ -58,6 +60,7 @@ impl Variant {
             Variant::AttentionBwdHopper(tile) => tile,
             Variant::AttentionCacheHopper(tile) => tile,
             Variant::AttentionDecode(tile) => tile,
+            Variant::AttentionDecodeHopper(tile) => tile,
             Variant::AttentionMerge(kernel) => kernel,
             Variant::KvAppend(kernel) => kernel,
             Variant::BsrMatmul(tile) => tile,
@@ -80,6 +83,7 @@ impl Variant {
         variants.extend(attention_bwd_sm80::tiles(target).map(Variant::AttentionBwd));
         variants.extend(attention_cache_sm90a::tiles(target).map(Variant::AttentionCacheHopper));
         variants.extend(attention_decode_sm80::tiles(target).map(Variant::AttentionDecode));
+        variants.extend(attention_decode_sm90a::tiles(target).map(Variant::AttentionDecodeHopper));
         variants.extend(attention_merge_sm80::tiles(target).map(Variant::AttentionMerge));
         variants.extend(kv_append_sm80::tiles(target).map(Variant::KvAppend));
         variants.extend(bsr_matmul_sm90a::tiles(target).map(Variant::BsrMatmulHopper));

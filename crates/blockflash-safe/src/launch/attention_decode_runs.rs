@@ -1,0 +1,42 @@
+//! Attention of several queries over a cache for Hopper.
+
+use super::attention_decode::{AttentionDecodeOperands, DecodeTile};
+use super::checked::Launch;
+use super::fit::{Fit, require};
+use crate::{Kernel, Result};
+use blockflash_sys::manifest::{AttentionDecodeHopper, Variant};
+use blockflash_sys::params::blockflash_attention_decode_runs_params;
+
+// SAFETY:
+// 1. This is the parameter struct of these kernels.
+// 2. and 3. as for `AttentionDecode`. What the words of the workspace hold decides only which CTA
+//    combines which rows and when. A CTA looks at a word a fixed number of times.
+unsafe impl Launch for AttentionDecodeHopper {
+    type Operands<'a> = AttentionDecodeOperands<'a>;
+    type Plan = blockflash_attention_decode_runs_params;
+    type Params = blockflash_attention_decode_runs_params;
+    const FAMILY: &'static str = "attention of several queries over a cache for Hopper";
+
+    fn of(kernel: &Kernel) -> Option<Self> {
+        if let Variant::AttentionDecodeHopper(tile) = kernel.variant { Some(tile) } else { None }
+    }
+
+    fn fit(&self, plan: &Self::Plan, operands: &Self::Operands<'_>) -> Fit<i128> {
+        let run = u32::try_from(plan.run).unwrap_or(0);
+        require(Self::RUNS.contains(&run), "no such run of splits")?;
+        require(plan.base.run_log2 == 0, "its items have runs of another kind")?;
+        require(operands.pages.is_none(), "the kernel visits all pages")?;
+        let Self { dtype, head_dim, .. } = *self;
+        let tile = DecodeTile { dtype, head_dim, rows: Self::ROWS, run };
+        operands.fit_items(&tile, &plan.base)
+    }
+
+    fn params(&self, plan: &Self::Plan, operands: &Self::Operands<'_>) -> Result<Self::Params> {
+        let base = operands.params(&plan.base);
+        Ok(blockflash_attention_decode_runs_params { base, ..*plan })
+    }
+
+    fn set_counter(params: &mut Self::Params, counter: *mut u32) {
+        params.base.tile_counter = counter;
+    }
+}

@@ -1,0 +1,102 @@
+// The end of an item: who combines the runs of a row tile.
+#pragma once
+
+#include "output.cuh"
+
+namespace blockflash {
+namespace {
+
+// What two CTAs tell each other about a share of the rows of a group of runs: the CTA of the run
+// with that number, which takes it if it sees the group complete soon, and the CTA that completed
+// the group. The second one to speak leaves the word at zero.
+enum Claim : uint32_t { kNobody, kTaken, kLeft, kOwned };
+// How often a CTA looks whether its group is complete.
+constexpr int kPolls = 24;
+
+// A bit for each.
+constexpr int kMostShares = 32;
+
+struct Ending {
+  uint32_t shares;     // bits of the shares that the CTA combines
+  uint32_t left;       // and of those that others left to it
+  bool last, is_last;  // whether it completed its group of runs, and the groups
+};
+
+// Stores that the run arrived and decides, with one thread, which shares of the group's rows this
+// CTA combines: all if it is the last one, or with `helped` only its own, and the first one, which
+// has no word. Nobody waits for long: a CTA whose group is not complete soon leaves its share.
+__device__ __forceinline__ void arrive(uint32_t* arrivals, int step, int own, int count,
+                                       bool helped, Ending& ending) {
+  ending.last = count == 1 || ptx::atomic_inc_acq_rel(arrivals, count - 1) == count - 1;
+  ending.shares = ending.last ? (helped ? 1u << own | 1 : 1) : 0;
+  if (ending.last || !helped || own == 0) return;
+  bool complete = false;
+#pragma unroll 1
+  for (int i = 0; i < kPolls && !complete; ++i) complete = ptx::load_acquire(arrivals) == 0;
+  uint32_t* const word = arrivals + own * step;
+  const uint32_t before = atomicExch(word, complete ? kTaken : kLeft);
+  if (before == kOwned) *word = kNobody;
+  if (complete && before == kNobody) ending.shares = 1u << own;
+}
+
+// The shares that the other CTAs of a complete group left, asked for by a warp.
+__device__ __forceinline__ uint32_t left_shares(uint32_t* arrivals, int step, int own, int count) {
+  const int share = threadIdx.x % kWarpSize;
+  bool mine = false;
+  if (share > 0 && share < count && share != own) {
+    uint32_t* const word = arrivals + share * step;
+    const uint32_t before = atomicExch(word, kOwned);
+    mine = before != kTaken;
+    if (before == kTaken || before == kLeft) *word = kNobody;
+  }
+  return __ballot_sync(~0u, mine);
+}
+
+// Ends an item, whose sums are stored, with all threads.
+__device__ __forceinline__ void combine_runs(const Params& params, const DecodeRun& item,
+                                             Ending& ending, bool one_each) {
+  const blockflash_attention_decode_params& p = params.base;
+  // Runs that are computed side by side are one group.
+  const bool helped = (one_each || params.run == 1) && item.runs <= kMostShares;
+  const int of_group = helped ? kMostShares : kGroup / params.run;
+  const int groups = ceil_div(item.runs, of_group);
+  const int group = item.run / of_group, own = item.run - group * of_group;
+  int first = item.slot + group * of_group * item.slot_step, step = item.slot_step;
+  int count = min(item.runs - group * of_group, of_group);
+  const int rows = rows_of(p, item), parts = helped ? count : 1;
+  bool is_top = groups == 1;
+  __syncthreads();  // all have stored
+  if (threadIdx.x == 0) arrive(p.arrivals + first, step, own, count, helped, ending);
+  __syncthreads();
+  const bool last = ending.last;
+  uint32_t shares = ending.shares;
+  bool asked = !helped || !last;
+#pragma unroll 1
+  while (shares != 0) {
+    const int share = __ffs(static_cast<int>(shares)) - 1;
+    shares &= shares - 1;
+    if (count > 1) combine_slots(p, item, first, step, count, is_top, {rows, share, parts});
+    if (shares != 0 || is_top && asked) continue;
+    if (is_top) {
+      asked = true;
+      if (threadIdx.x < kWarpSize) {
+        const uint32_t left = left_shares(p.arrivals + first, step, own, count);
+        if (threadIdx.x == 0) ending.left = left;
+      }
+      __syncthreads();
+      shares = ending.left;
+      continue;
+    }
+    __syncthreads();
+    // With several groups there is a run 1, whose word counts for no group.
+    if (threadIdx.x == 0)
+      ending.is_last = ptx::atomic_inc_acq_rel(p.arrivals + item.slot + item.slot_step,
+                                               groups - 1) == groups - 1;
+    __syncthreads();
+    if (!ending.is_last) return;
+    first = item.slot, step *= of_group, count = groups, is_top = true, shares = 1;
+  }
+}
+
+}  // namespace
+}  // namespace blockflash

@@ -1,0 +1,141 @@
+// Attention of several queries to the keys of a cache, contiguous or paged, for Hopper.
+//
+// A CTA is one warpgroup with 64 rows, queries times heads that share keys, as M of WGMMA, and with
+// tiles of 64 keys as its N. Its threads copy tiles by cp.async, a ring ahead of their products;
+// two CTAs of an SM take turns, so the steps of a tile need not overlap.
+#include "blockflash/ptx/launch.cuh"
+#include "finish.cuh"
+
+namespace blockflash {
+namespace {
+
+// Waits for the oldest tile, behind which `younger` ones, at most `most`, were started.
+template <int most>
+__device__ __forceinline__ void wait_for_oldest(int younger) {
+  if (younger >= most)
+    ptx::cp_async_wait_group<most>();
+  else if constexpr (most > 0)
+    wait_for_oldest<most - 1>(younger);
+}
+
+struct Shared {
+  DecodeRun items[2];  // item n in slot n % 2
+  RunWalk walk;        // of the warp that finds items,
+  int number;          // and the number of the item that it looks for next; -1: none
+  Ending ending;
+  float2 kept_logs[Config::rows];
+};
+
+constexpr int kQOffset = Config::stages * kStageBytes;
+constexpr int kKeptOffset = kQOffset + kTileBytes;
+constexpr int kSharedOffset = kKeptOffset + Config::rows * kD * 4;
+static_assert(sizeof(Shared) <= 1024 && Config::smem_bytes == kSharedOffset + 1024,
+              "manifest and kernel disagree on smem");
+
+}  // namespace
+}  // namespace blockflash
+
+BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_decode_runs_params params) {
+  using namespace blockflash;
+  extern __shared__ __align__(1024) unsigned char smem[];
+  constexpr int kStages = Config::stages;
+  const blockflash_attention_decode_params& p = params.base;
+
+  const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
+  const uint32_t ring_smem = static_cast<uint32_t>(__cvta_generic_to_shared(smem));
+  const uint32_t q_smem = ring_smem + kQOffset;
+  Shared& shared = *reinterpret_cast<Shared*>(smem + kSharedOffset);
+  const Kept kept{reinterpret_cast<float4*>(smem + kKeptOffset), shared.kept_logs};
+
+  // One warp finds the items for all, since lengths that change meanwhile could make warps disagree
+  // about how often they meet at a barrier. Item n is found during item n - 1.
+  const bool one_each = gridDim.x >= static_cast<unsigned>(p.items);
+  const auto announce = [&](int n) {
+    const int number = shared.number;
+    RunWalk walk = shared.walk;
+    DecodeRun& item = shared.items[n & 1];
+    __syncwarp();
+    const int next = number < 0 || one_each || lane > 0
+                         ? -1
+                         : static_cast<int>(gridDim.x + atomicAdd(p.tile_counter, 1));
+    const bool found = number >= 0 && walk.find(params, number, item, lane);
+    __syncwarp();
+    if (lane > 0) return;
+    shared.walk = walk;
+    shared.number = found ? next : -1;
+    if (!found) item.sequence = -1;
+    // The last CTA that gets none leaves the counter as it was.
+    if (!found && number >= 0 && !one_each &&
+        ptx::atomic_inc_acq_rel(p.tile_counter + 1, gridDim.x - 1) == gridDim.x - 1)
+      p.tile_counter[0] = 0;
+  };
+  // The first item is found while predecessors are still running, if they have no say in it.
+  const bool is_early = one_each && are_sequences_equal(p);
+  if (!is_early) ptx::wait_for_predecessors();
+  if (threadIdx.x == 0) shared.number = blockIdx.x, shared.walk = {};
+
+  Loader loader(p);
+  int issued = 0, consumed = 0;  // tiles, and their stages:
+  int issue_stage = 0, stage = 0;
+  const auto next_stage = [](int stage) { return stage + 1 == kStages ? 0 : stage + 1; };
+  // Copies tiles of an item as far as stages are free.
+  const auto fill = [&](const DecodeRun& item) {
+    while (issued < consumed + kStages && loader.has_tile(warp)) {
+      loader.start_tile(p, item, ring_smem + issue_stage * kStageBytes, warp, lane);
+      ptx::cp_async_commit_group();
+      ++issued, issue_stage = next_stage(issue_stage);
+    }
+  };
+
+#pragma unroll 1
+  for (int n = -1;; ++n) {
+    const DecodeRun& item = shared.items[n & 1];
+    const DecodeRun& following = shared.items[(n + 1) & 1];
+    __syncthreads();  // all have ended the item before this one
+    if (warp == 0) announce(n + 1);
+    Sums sums;
+    if (n >= 0) {
+      const int rows = rows_of(p, item);
+      int key = item.keys.begin;
+#pragma unroll 1
+      for (int k = 0; k < item.count; ++k) {
+        sums.clear();
+        const int end = min(item.begin + (k + 1) * item.chunk, item.keys.end);
+#pragma unroll 1
+        for (; key < end; key += kTileKeys, ++consumed, stage = next_stage(stage)) {
+          wait_for_oldest<kStages - 1>(issued - consumed - 1);
+          ptx::fence_proxy_async();
+          __syncthreads();  // the tile is visible to all, and all have read the one before it
+          sums.add_tile(p, item, q_smem, ring_smem + stage * kStageBytes, key,
+                        [&] { fill(item); });
+        }
+        sums.complete();
+        // The first of four splits wait for the others, and the first fours in the workspace.
+        const bool ends = k + 1 == item.count;
+        if (k % kInner > 0) kept.join(sums);
+        if (!ends && k % kInner < kInner - 1) {
+          kept.store(sums);
+          continue;
+        }
+        const Slot slot(p, item.slot + item.run * item.slot_step);
+        if (k >= kInner) slot.join(p, rows, sums);
+        if (!ends || item.runs > 1) slot.store(p, rows, sums);
+      }
+    }
+    __syncthreads();  // all have read the ring, and the next item is known
+    if (n < 0 && is_early) ptx::wait_for_predecessors();
+    if (following.sequence >= 0) {
+      loader.begin_item(following, warp);
+      // The queries belong to the group of the first tile.
+      if (loader.has_tile(warp)) copy_queries(p, following, q_smem);
+      fill(following);
+    } else {
+      ptx::launch_dependents();
+    }
+    if (n >= 0 && item.runs > 1)
+      combine_runs(params, item, shared.ending, one_each);
+    else if (n >= 0)
+      store_results(p, item, sums);
+    if (following.sequence < 0) return;
+  }
+}

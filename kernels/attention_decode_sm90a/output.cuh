@@ -1,0 +1,238 @@
+// From the sums of a run to the output: runs are combined through the workspace, by the CTAs that
+// complete a row tile.
+#pragma once
+
+#include "blockflash/mma/fragment.cuh"
+#include "blockflash/ptx/global.cuh"
+#include "sums.cuh"
+
+namespace blockflash {
+namespace {
+
+constexpr int kColumns4 = kD / 4;  // pieces of four columns
+static_assert(kWarpSize % kColumns4 == 0, "a warp has whole rows");
+
+// The rows of a row tile that exist.
+__device__ __forceinline__ int rows_of(const blockflash_attention_decode_params& p,
+                                       const DecodeRun& item) {
+  return min(item.q_length * p.group - item.row_tile * Config::rows, Config::rows);
+}
+
+// A partial result in the workspace.
+struct Slot {
+  float* sums;
+  float2* logs;
+  __device__ __forceinline__ Slot(const blockflash_attention_decode_params& p, int number)
+      : sums(p.partial_sums + static_cast<int64_t>(number) * p.partial_rows * p.head_dim),
+        logs(reinterpret_cast<float2*>(p.partial_logs) +
+             static_cast<int64_t>(number) * p.partial_rows) {}
+
+  // Calls `visit(sums of two columns, i)` for the sums o[i] and o[i + 1] of this lane.
+  template <class Visit>
+  __device__ __forceinline__ void each(const blockflash_attention_decode_params& p, int rows,
+                                       const Visit& visit) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = first_row() + 8 * half;
+      if (row >= rows) continue;
+#pragma unroll
+      for (int j = 0; j < kD / 8; ++j) {
+        const int column = 8 * j + accumulator_column(threadIdx.x % kWarpSize, 0);
+        if (column < p.head_dim)
+          visit(reinterpret_cast<float2*>(sums + row * p.head_dim + column), 4 * j + 2 * half);
+      }
+    }
+  }
+  __device__ __forceinline__ void store(const blockflash_attention_decode_params& p, int rows,
+                                        const Sums& x) const {
+    each(p, rows, [&](float2* at, int i) { __stcg(at, make_float2(x.o[i], x.o[i + 1])); });
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      if (threadIdx.x % 4 == 0 && first_row() + 8 * half < rows)
+        __stcg(logs + first_row() + 8 * half,
+               make_float2(x.total.reference[half], x.total.denominator[half]));
+  }
+  // Puts the sums that the same warp has stored before these.
+  __device__ __forceinline__ void join(const blockflash_attention_decode_params& p, int rows,
+                                       Sums& x) const {
+    __syncwarp();
+    Totals before;
+    float earlier[kD / 2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = first_row() + 8 * half;
+      const float2 of_row = row < rows ? __ldcg(logs + row) : make_float2(kNoReference, 0.f);
+      before.reference[half] = of_row.x, before.denominator[half] = of_row.y;
+    }
+#pragma unroll
+    for (int i = 0; i < kD / 2; ++i) earlier[i] = 0.f;
+    each(p, rows, [&](const float2* at, int i) {
+      const float2 pair = __ldcg(at);
+      earlier[i] = pair.x, earlier[i + 1] = pair.y;
+    });
+    x.join_after(before, [&](int i) { return earlier[i]; });
+    __syncwarp();  // all have read what may be stored anew
+  }
+};
+
+// The sums over earlier splits in shared memory, where each thread keeps its own.
+struct Kept {
+  float4* sums;
+  float2* logs;
+  __device__ __forceinline__ void store(const Sums& x) const {
+#pragma unroll
+    for (int i = 0; i < kD / 8; ++i)
+      sums[i * Config::threads + threadIdx.x] =
+          make_float4(x.o[4 * i], x.o[4 * i + 1], x.o[4 * i + 2], x.o[4 * i + 3]);
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      if (threadIdx.x % 4 == 0)
+        logs[first_row() + 8 * half] =
+            make_float2(x.total.reference[half], x.total.denominator[half]);
+  }
+  __device__ __forceinline__ void join(Sums& x) const {
+    __syncwarp();
+    Totals before;
+    float earlier[kD / 2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float2 of_row = logs[first_row() + 8 * half];
+      before.reference[half] = of_row.x, before.denominator[half] = of_row.y;
+    }
+#pragma unroll
+    for (int i = 0; i < kD / 8; ++i) {
+      const float4 four = sums[i * Config::threads + threadIdx.x];
+      earlier[4 * i] = four.x, earlier[4 * i + 1] = four.y;
+      earlier[4 * i + 2] = four.z, earlier[4 * i + 3] = four.w;
+    }
+    x.join_after(before, [&](int i) { return earlier[i]; });
+    __syncwarp();  // all have read what may be stored anew
+  }
+};
+
+// Adds the sums over later keys: of four columns what `Sums::join_after` does of all.
+__device__ __forceinline__ void join(Partial& x, const Partial& later) {
+  const float moved = fmaxf(x.reference, later.reference);
+  const float mine = ptx::ex2_approx(x.reference - moved),
+              its = ptx::ex2_approx(later.reference - moved);
+  x.reference = moved;
+  x.denominator = fmaf(its, later.denominator, mine * x.denominator);
+  x.sum.x = fmaf(its, later.sum.x, mine * x.sum.x);
+  x.sum.y = fmaf(its, later.sum.y, mine * x.sum.y);
+  x.sum.z = fmaf(its, later.sum.z, mine * x.sum.z);
+  x.sum.w = fmaf(its, later.sum.w, mine * x.sum.w);
+}
+
+// Where a row of a row tile lies in o and in the log-sum-exp, and its head.
+struct RowPlace {
+  int head;
+  int64_t o, lse;
+  __device__ __forceinline__ RowPlace(const blockflash_attention_decode_params& p,
+                                      const DecodeRun& item, int row_in_tile) {
+    const int row = item.row_tile * Config::rows + row_in_tile;
+    const int query = small_quotient(row, p.group);
+    const int64_t sequence = p.cu_seqlens_q != nullptr ? 0 : item.sequence;
+    head = item.head_kv * p.group + row - query * p.group;
+    o = sequence * p.o_stride_batch + static_cast<int64_t>(item.q_begin + query) * p.o_stride_seq +
+        head * p.o_stride_head;
+    lse = sequence * p.lse_stride_batch + head * p.lse_stride_head + item.q_begin + query;
+  }
+};
+
+constexpr float kLog2e = 1.4426950408889634f;
+
+// Four columns of o, and with the first ones the log-sum-exp.
+__device__ __forceinline__ void store_result(const blockflash_attention_decode_params& p,
+                                             const DecodeRun& item, int row, int piece, Partial x) {
+  const RowPlace at(p, item, row);
+  if (p.sink != nullptr) add_sink(x, p.sink[at.head] * kLog2e);
+  *reinterpret_cast<uint2*>(static_cast<Element*>(p.o) + at.o + piece * 4) = quotient<Element>(x);
+  if (p.lse != nullptr && piece == 0) p.lse[at.lse] = log_sum_exp(x);
+}
+
+// The same of all sums of a row tile, with the same arithmetic.
+__device__ __forceinline__ void store_results(const blockflash_attention_decode_params& p,
+                                              const DecodeRun& item, Sums& x) {
+  const int rows = rows_of(p, item);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int row = first_row() + 8 * half;
+    const RowPlace at(p, item, min(row, rows - 1));
+    // The sums become factors of them.
+    Partial all{make_float4(1.f, 1.f, 1.f, 1.f), x.total.reference[half],
+                x.total.denominator[half]};
+    if (p.sink != nullptr) add_sink(all, p.sink[at.head] * kLog2e);
+    const float by = reciprocal(all);
+    if (p.lse != nullptr && threadIdx.x % 4 == 0 && row < rows) p.lse[at.lse] = log_sum_exp(all);
+#pragma unroll
+    for (int j = 0; j < kD / 8; ++j) {
+      const int column = 8 * j + accumulator_column(threadIdx.x % kWarpSize, 0);
+      const float* const pair = x.o + 4 * j + 2 * half;
+      if (row < rows && column < p.head_dim)
+        *reinterpret_cast<uint32_t*>(static_cast<Element*>(p.o) + at.o + column) =
+            Traits::pack(pair[0] * all.sum.x * by, pair[1] * all.sum.x * by);
+    }
+  }
+}
+
+// A part of the rows of a row tile, as equal as can be.
+struct RowShare {
+  int begin, end;
+  __device__ __forceinline__ RowShare(int rows, int share, int shares)
+      : begin(small_quotient(rows * share, shares)),
+        end(small_quotient(rows * (share + 1), shares)) {}
+};
+
+// Combines some rows of the slots first, first + step, …, `count` of them, four by four, then these
+// and then up to four of these, into slot `first`, or into the output.
+__device__ __forceinline__ void combine_slots(const blockflash_attention_decode_params& p,
+                                              const DecodeRun& item, int first, int step, int count,
+                                              bool to_output, const RowShare& rows) {
+  const Slot slot(p, first);
+  const int64_t rows_apart = static_cast<int64_t>(step) * p.partial_rows;
+  const int pieces = (rows.end - rows.begin) * kColumns4;
+#pragma unroll 1
+  for (int i = 0; i < pieces; i += Config::threads) {
+    const int at = i + ptx::opaque(static_cast<int>(threadIdx.x));
+    const int row = rows.begin + at / kColumns4, piece = at % kColumns4;
+    const bool mine = at < pieces && piece * 4 < p.head_dim;
+    Partial all{};
+    const float* sums = slot.sums + row * p.head_dim + piece * 4;
+    const float2* logs = slot.logs + row;
+#pragma unroll 1
+    for (int before = 0; before < count; before += kGroup) {
+      const int some = count - before;
+      Partial parts[kGroup];
+#pragma unroll
+      for (int s = 0; s < kGroup; ++s) {
+        parts[s] = {};
+        if (!mine || s >= some) continue;
+        parts[s].sum = __ldcg(reinterpret_cast<const float4*>(sums));
+        const float2 of_row = __ldcg(logs);
+        parts[s].reference = of_row.x, parts[s].denominator = of_row.y;
+        sums += rows_apart * p.head_dim, logs += rows_apart;
+      }
+#pragma unroll
+      for (int s = 1; s < kGroup; ++s)
+        if (s % kInner > 0 && s < some) join(parts[s - s % kInner], parts[s]);
+#pragma unroll
+      for (int s = kInner; s < kGroup; s += kInner)
+        if (s < some) join(parts[0], parts[s]);
+      if (before == 0)
+        all = parts[0];
+      else
+        join(all, parts[0]);
+    }
+    __syncwarp();  // all have read the logarithms of slot `first`
+    if (!mine) continue;
+    if (to_output) {
+      store_result(p, item, row, piece, all);
+    } else {
+      __stcg(reinterpret_cast<float4*>(slot.sums + row * p.head_dim + piece * 4), all.sum);
+      if (piece == 0) __stcg(slot.logs + row, make_float2(all.reference, all.denominator));
+    }
+  }
+}
+
+}  // namespace
+}  // namespace blockflash

@@ -1,0 +1,103 @@
+// How the work is divided into items: runs of splits, for one row tile of one key head. The splits
+// of a sequence depend on the sequence alone; how many of them make a run is up to the launch.
+#pragma once
+
+#include "blockflash/config/kv_cache.cuh"
+#include "blockflash/decode/items.cuh"
+#include "blockflash/params/kv_cache_runs.h"
+
+namespace blockflash {
+namespace {
+
+using Config = AttentionDecodeConfig;
+using Element = Config::Element;
+using Params = blockflash_attention_decode_runs_params;
+
+constexpr int kTileKeys = 4 * kStepKeys;  // a step for each warp
+constexpr int kInner = 4;                 // splits that are combined first
+constexpr int kGroup = kInner * kInner;   // and those that are combined then
+
+struct DecodeRun {
+  int sequence, head_kv, row_tile;
+  int run, runs;
+  int slot, slot_step;      // of the first run, and what the next one adds
+  int q_begin, q_length;    // queries of the sequence
+  int kv_length;            // keys of the sequence
+  int begin, chunk, count;  // the first key of the run, and its splits of `chunk` keys
+  KeyRange keys;            // that the row tile visits, from a multiple of a tile after `begin` on
+  KeyRange any, all;        // keys that some query of the row tile attends to, and every query
+};
+
+// Finds items by number, in ascending order, with the lanes of a warp.
+struct RunWalk {
+  int first_sequence = 0;  // of the 32 that the lanes look at
+  int before = 0;          // items of the sequences before it
+
+  // Writes item `number` to `item` and returns true, or returns false behind the last one.
+  __device__ __forceinline__ bool find(const Params& params, int number, DecodeRun& item,
+                                       int lane) {
+    const blockflash_attention_decode_params& p = params.base;
+    DecodeSequence s;
+    int sequence, first, slot_step, runs, owner;
+    while (true) {
+      if (first_sequence >= p.batch) return false;
+      sequence = first_sequence + lane;
+      s = DecodeSequence::of<Config::rows>(p, min(sequence, p.batch - 1));
+      slot_step = s.row_tiles * p.num_heads_kv;
+      runs = small_quotient(s.splits + params.run - 1, params.run);
+      if (are_sequences_equal(p)) {
+        sequence = small_quotient(number, runs * slot_step);
+        first = sequence * runs * slot_step;
+        owner = 0;
+        if (sequence >= p.batch) return false;
+        break;
+      }
+      const int items = sequence < p.batch ? runs * slot_step : 0;
+      int end = items;
+#pragma unroll
+      for (int distance = 1; distance < 32; distance *= 2) {
+        const int others = __shfl_up_sync(~0u, end, distance);
+        if (lane >= distance) end += others;
+      }
+      end += before;
+      first = end - items;
+      const unsigned later = __ballot_sync(~0u, number < end);
+      if (later != 0) {
+        owner = __ffs(static_cast<int>(later)) - 1;
+        // The workspace has room for p.items.
+        if (__shfl_sync(~0u, end, owner) > p.items) return false;
+        break;
+      }
+      before = __shfl_sync(~0u, end, 31);
+      first_sequence += 32;
+    }
+    if (lane != owner) return true;
+    const int within = number - first;
+    item.sequence = sequence;
+    item.run = small_quotient(within, slot_step);
+    const int of_run = within - item.run * slot_step;
+    item.row_tile = small_quotient(of_run, p.num_heads_kv);
+    item.head_kv = of_run - item.row_tile * p.num_heads_kv;
+    item.runs = runs;
+    item.slot = first + of_run, item.slot_step = slot_step;
+    item.q_begin = s.queries.begin, item.q_length = s.queries.length;
+    item.kv_length = s.kv_length;
+    const int first_query = small_quotient(item.row_tile * Config::rows, p.group);
+    const int last_query =
+        min(small_quotient((item.row_tile + 1) * Config::rows - 1, p.group), item.q_length - 1);
+    const AttentionMask mask = DecodeSequence::mask(p, item.q_length, item.kv_length);
+    item.any = mask.keys_of_any(first_query, last_query);
+    item.all = mask.keys_of_all(first_query, last_query);
+    const int first_split = item.run * params.run;
+    item.begin = s.first + first_split * s.chunk, item.chunk = s.chunk;
+    item.count = min(s.splits - first_split, params.run);
+    // Splits are whole tiles, so a tile lies in one of them.
+    const int unseen = max(item.any.begin - item.begin, 0);
+    item.keys.begin = item.begin + (unseen & ~(kTileKeys - 1));
+    item.keys.end = min(min(item.begin + item.count * s.chunk, s.first + s.keys), item.any.end);
+    return true;
+  }
+};
+
+}  // namespace
+}  // namespace blockflash
