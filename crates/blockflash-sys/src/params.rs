@@ -1849,35 +1849,6 @@ const _: () = {
         "Offset of field: blockflash_attention_merge_params::o_dtype",
     ][::core::mem::offset_of!(blockflash_attention_merge_params, o_dtype) - 152usize];
 };
-/** Attention of several queries to the keys of a cache, without lists of pages.
-
- An item is a run of `run` splits, which it combines, for one row tile of one key head, and the
- workspace has a slot for each run. The results of splits are combined four by four, these four
- by four, and those four by four, always in ascending order, so the length of runs shows in no
- bit.*/
-#[repr(C)]
-#[derive(Debug, Copy, Clone)]
-pub struct blockflash_attention_decode_runs_params {
-    /// items, partial_rows, …: of runs and their row tiles
-    pub base: blockflash_attention_decode_params,
-    /// splits of an item: 1, 4 or 16
-    pub run: i32,
-}
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
-const _: () = {
-    [
-        "Size of blockflash_attention_decode_runs_params",
-    ][::core::mem::size_of::<blockflash_attention_decode_runs_params>() - 352usize];
-    [
-        "Alignment of blockflash_attention_decode_runs_params",
-    ][::core::mem::align_of::<blockflash_attention_decode_runs_params>() - 8usize];
-    [
-        "Offset of field: blockflash_attention_decode_runs_params::base",
-    ][::core::mem::offset_of!(blockflash_attention_decode_runs_params, base) - 0usize];
-    [
-        "Offset of field: blockflash_attention_decode_runs_params::run",
-    ][::core::mem::offset_of!(blockflash_attention_decode_runs_params, run) - 344usize];
-};
 /** A rotary embedding: pair i of a row at position p is turned by the angle whose cosine and sine
  are cos\[p, i\] and sin\[p, i\].*/
 #[repr(C)]
@@ -2083,6 +2054,35 @@ const _: () = {
     [
         "Offset of field: blockflash_kv_append_params::total_q",
     ][::core::mem::offset_of!(blockflash_kv_append_params, total_q) - 372usize];
+};
+/** Attention of several queries to the keys of a cache, without lists of pages.
+
+ An item is a run of `run` splits, which it combines, for one row tile of one key head, and the
+ workspace has a slot for each run. The results of splits are combined four by four, these four
+ by four, and those four by four, always in ascending order, so the length of runs shows in no
+ bit.*/
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct blockflash_attention_decode_runs_params {
+    /// items, partial_rows, …: of runs and their row tiles
+    pub base: blockflash_attention_decode_params,
+    /// splits of an item: 1, 4 or 16
+    pub run: i32,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    [
+        "Size of blockflash_attention_decode_runs_params",
+    ][::core::mem::size_of::<blockflash_attention_decode_runs_params>() - 352usize];
+    [
+        "Alignment of blockflash_attention_decode_runs_params",
+    ][::core::mem::align_of::<blockflash_attention_decode_runs_params>() - 8usize];
+    [
+        "Offset of field: blockflash_attention_decode_runs_params::base",
+    ][::core::mem::offset_of!(blockflash_attention_decode_runs_params, base) - 0usize];
+    [
+        "Offset of field: blockflash_attention_decode_runs_params::run",
+    ][::core::mem::offset_of!(blockflash_attention_decode_runs_params, run) - 344usize];
 };
 /** What is kept of the keys of each page and head, in the element type of the cache: their mean, or
  their minimum and then their maximum, element by element.*/
