@@ -21,7 +21,7 @@ fn no_length_has_more_splits_than_there_is_room_for() {
 }
 
 fn tile(rows: usize) -> Tile {
-    Tile { rows, blocks: 2, heads_and_splits: 128, runs: &[1] }
+    Tile { rows, blocks: 2, heads_and_splits: 128, fewest_keys: 256, runs: &[1] }
 }
 
 fn problem(capacity: usize, heads: [usize; 2], seqlen_q: usize) -> AttentionDecodeProblem {
@@ -77,7 +77,8 @@ fn what_32_bits_cannot_count_is_refused() {
 
 #[test]
 fn runs_are_as_long_as_waves_are_full() {
-    let several = Tile { rows: 64, blocks: 2, heads_and_splits: 256, runs: &[16, 4, 1] };
+    let several =
+        Tile { rows: 64, blocks: 2, heads_and_splits: 256, fewest_keys: 256, runs: &[16, 4, 1] };
     let of = |batch, capacity, seqused_kv| {
         let cache = CacheSizes::contiguous(DType::BF16, [batch, capacity], 8, 128);
         let problem = AttentionDecodeProblem::of(CacheSizes { seqused_kv, ..cache }, 16, 32);

@@ -55,10 +55,10 @@ pub fn tile(kernel: &Kernel) -> Option<CacheTile> {
 /// The kernel for attention to a cache on a GPU. Among the usable kernels it prefers machine code
 /// over PTX, then the smallest head_dim tile that fits. Where a sequence can have so many queries
 /// that their tiles fill a GPU, it is the kernel for many queries, which is launched together with
-/// one for the sequences with few. Where all sequences have more than 8 rows (queries times heads
-/// that share keys), it is the kernel for several queries: packed sequences have another one,
-/// because which it is must not follow from the longest of them. Among the others it has the fewest
-/// rows that hold all queries of a group of heads, else the most rows.
+/// one for the sequences with few. Where all have several queries and more than 8 rows (queries
+/// times heads that share keys), it is the kernel for several queries: packed sequences have
+/// another one, because which it is must not follow from the longest of them. Among the others it
+/// has the fewest rows that hold all queries of a group of heads, else the most rows.
 ///
 /// # Errors
 /// [`Error::Unsupported`](crate::Error::Unsupported) names what no kernel offers: the element type,
@@ -150,11 +150,12 @@ pub(crate) fn support(dtype: DType) -> Vec<(String, AttentionDecodeProblem)> {
     lines
 }
 
-/// More rows (queries times heads that share keys) have the kernel for several queries.
+/// More rows (queries times heads that share keys) of several queries have the kernel for them.
 const FEW_ROWS: usize = 8;
 
 fn has_several(problem: &AttentionDecodeProblem) -> bool {
-    problem.attention.packed.is_none() && problem.group_rows() > FEW_ROWS
+    let attention = &problem.attention;
+    attention.packed.is_none() && attention.seqlen_q > 1 && problem.group_rows() > FEW_ROWS
 }
 
 /// See [`select`].
