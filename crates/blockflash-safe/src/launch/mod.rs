@@ -65,6 +65,7 @@ pub fn param_bytes(kernel: &Kernel) -> Option<usize> {
         of::<manifest::AttentionBwdHopper>,
         of::<manifest::AttentionCacheHopper>,
         of::<manifest::AttentionDecode>,
+        of::<manifest::AttentionDecodeHopper>,
         of::<AttentionMerge>,
         of::<manifest::KvAppend>,
         of::<manifest::BsrMatmul>,
