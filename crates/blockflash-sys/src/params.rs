@@ -1467,11 +1467,12 @@ pub struct blockflash_attention_decode_params {
     /** \[batch\] listed pages, the same for all heads; clamped to
  \[0, page_list_capacity\]*/
     pub page_count: *const i32,
-    /// workspace, \[items, partial_rows, head_dim\]; null if max_splits is 1
+    /** workspace, \[slots, partial_rows, head_dim\] with items · 2^run_log2
+ slots; null if no sequence can have more than one split*/
     pub partial_sums: *mut f32,
-    /// workspace, \[items, partial_rows, 2\]: log2 reference and denominator
+    /// workspace, \[slots, partial_rows, 2\]: log2 reference and denominator
     pub partial_logs: *mut f32,
-    /// workspace, \[items\], zeros, left as zeros
+    /// workspace, \[slots\], zeros, left as zeros
     pub arrivals: *mut u32,
     /** two zeros, left as zeros: {next item, CTAs that are done}; not used if
  the grid has a CTA for each item*/
