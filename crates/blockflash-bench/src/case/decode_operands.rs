@@ -18,6 +18,36 @@ use blockflash_sys::manifest;
 /// Most copies of a cache.
 const MAX_COPIES: usize = 256;
 
+/// Most elements of keys, and as many of values, that are drawn. A larger cache repeats its pages
+/// (or sequences), of which an odd number is drawn: 17 GB of numbers take half a minute.
+const MOST_DRAWN: usize = 1 << 28;
+
+/// How many of these pages are drawn.
+fn drawn_pages(pages: usize, elements_per_page: usize) -> usize {
+    match MOST_DRAWN / elements_per_page.max(1) {
+        most if most >= pages => pages,
+        most => most.saturating_sub(1) | 1,
+    }
+}
+
+/// A cache of so many pages from those that were drawn, in their order, again and again.
+fn repeated(drawn: &Array, pages: usize, stream: &Stream) -> Result<Tensor> {
+    let first = drawn.upload(stream)?;
+    let mut shape = first.shape().to_vec();
+    let period = shape[0].max(1);
+    if period >= pages {
+        return Ok(first);
+    }
+    shape[0] = pages;
+    let mut cache = Tensor::empty(stream, first.dtype(), &shape)?;
+    for start in (0..pages).step_by(period) {
+        let end = pages.min(start + period);
+        let part = first.view().slice(0, 0..end - start)?;
+        cache.view_mut().slice(0, start..end)?.copy_from(&part, stream)?;
+    }
+    Ok(cache)
+}
+
 /// Queries, the cache, perhaps several times, and the output.
 #[derive(Debug)]
 pub(super) struct DecodeOperands {
@@ -28,9 +58,9 @@ pub(super) struct DecodeOperands {
     /// Number of the next launch.
     next: usize,
     prepared: Option<PreparedAttentionDecode>,
-    /// q, keys and values as they lie in memory, for the oracle.
+    /// q, keys and values as they lie in memory, for the oracle; of a cache what was drawn.
     host: [Array; 3],
-    /// Where the keys that each sequence visits lie, one sequence behind the other.
+    /// Where the keys that each sequence visits lie there, one sequence behind the other.
     slots: Vec<usize>,
 }
 
@@ -100,7 +130,9 @@ impl DecodeOperands {
         let page_size = shape.page_size.unwrap_or(seqlen_kv);
         let pages = seqlen_kv / page_size;
         let q_shape = [batch, seqlen_q, num_heads_q, head_dim];
-        let kv_shape = [batch * pages, page_size, num_heads_kv, head_dim];
+        let all_pages = batch * pages;
+        let drawn = drawn_pages(all_pages, page_size * num_heads_kv * head_dim);
+        let kv_shape = [drawn, page_size, num_heads_kv, head_dim];
         let host = [
             normal(&q_shape, shape.dtype, seed, 0)?,
             normal(&kv_shape, shape.dtype, seed, 1)?,
@@ -108,7 +140,10 @@ impl DecodeOperands {
         ];
         let mut inputs = Inputs {
             q: host[0].upload(stream)?,
-            copies: vec![[host[1].upload(stream)?, host[2].upload(stream)?]],
+            copies: vec![[
+                repeated(&host[1], all_pages, stream)?,
+                repeated(&host[2], all_pages, stream)?,
+            ]],
             block_tables: Vec::new(),
             lengths: None,
             chosen: None,
@@ -127,7 +162,7 @@ impl DecodeOperands {
             slots.extend(all.map(|(entry, key)| entry * seqlen_kv + key));
         } else {
             let (table, visited) =
-                (block_table(batch * pages, seed), visited_pages(shape, pages, seed));
+                (block_table(all_pages, seed), visited_pages(shape, pages, seed));
             for (entry, (columns, length)) in visited.iter().zip(lengths).enumerate() {
                 let keys = columns.iter().flat_map(|page| page * page_size..(page + 1) * page_size);
                 slots.extend(keys.filter(|&key| key < length).map(|key| {
@@ -144,6 +179,7 @@ impl DecodeOperands {
                 inputs.chosen = Some([lists, counts]);
             }
         }
+        slots.iter_mut().for_each(|slot| *slot %= drawn * page_size);
         let o = Tensor::empty(stream, shape.dtype, &q_shape)?;
         let (shape, next, prepared) = (*shape, 0, None);
         let mut operands = Self { shape, seed, inputs, o, next, prepared, host, slots };
@@ -199,7 +235,8 @@ impl Operands for DecodeOperands {
     fn rotate(&mut self, stream: &Stream) -> Result<()> {
         let most = |bytes: usize| rotation_bytes(stream).div_ceil(bytes).min(MAX_COPIES);
         let visited = self.shape.cache_bytes();
-        let all = 2 * self.host[1].bytes().len();
+        let keys = &self.inputs.copies[0][0];
+        let all = 2 * keys.layout().elements() * keys.dtype().size();
         if self.shape.chosen.is_some() {
             for turn in 1..most(visited) {
                 let first = &self.inputs.block_tables[0];
@@ -258,10 +295,11 @@ impl Operands for DecodeOperands {
 
 #[cfg(test)]
 mod tests {
+    use super::*;
     use crate::case::Case;
     use crate::ours::Ours;
     use crate::timing::Cache;
-    use blockflash_ops::Device;
+    use blockflash_ops::{DType, Device};
 
     #[test]
     fn caches_are_verified_and_timed_on_the_cpu() {
@@ -284,6 +322,18 @@ mod tests {
                 assert!(ours.window(0, 1.0).unwrap().us > 0.0);
             }
         }
+    }
+
+    #[test]
+    fn large_caches_repeat_an_odd_number_of_pages() {
+        assert_eq!([drawn_pages(7, 1 << 20), drawn_pages(256, 1 << 20)], [7, 256]);
+        assert_eq!([drawn_pages(257, 1 << 20), drawn_pages(300, 1 << 29)], [255, 1]);
+        let stream = Device::cpu().stream().unwrap();
+        let drawn = normal(&[3, 2, 1, 2], DType::F32, 0, 0).unwrap();
+        let (period, cache) = (drawn.to_f32(0..12), repeated(&drawn, 8, &stream).unwrap());
+        assert_eq!(cache.shape(), [8, 2, 1, 2]);
+        let values = cache.to_vec::<f32>(&stream).unwrap();
+        assert!(values.iter().zip(period.iter().cycle()).all(|(one, other)| one == other));
     }
 
     #[test]
