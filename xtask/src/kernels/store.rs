@@ -1,4 +1,5 @@
-//! The archives of `prebuilt/`: one for each source and target, in the format of [`Archive`].
+//! The archives of `prebuilt/` in the format of [`Archive`]: one for each source and target, where
+//! sm_80 and sm_89 share one.
 
 use crate::workspace::{list, prebuilt, read_bytes, write};
 use anyhow::{Context, Result, anyhow};
@@ -94,10 +95,13 @@ fn changes(images: &Images) -> Result<Vec<(PathBuf, Option<Frames>)>> {
     Ok(changes)
 }
 
-/// Divides the images of an archive into frames. Images that differ only in the element type
-/// compress well together, so they are neighbours and share a frame.
+/// Divides the images of an archive into frames. Images that differ only in the element type or in
+/// the target compress well together, so they are neighbours and share a frame.
 fn layout(mut images: Vec<(String, Vec<u8>)>) -> Frames {
-    let tile = |name: &str| name.replace("_bf16", "").replace("_f16", "");
+    let tile = |name: &str| {
+        let symbol = name.split('.').next().unwrap_or(name);
+        symbol.replace("_bf16", "").replace("_f16", "")
+    };
     images.sort_by_cached_key(|(name, _)| (tile(name), name.clone()));
     let (mut frames, mut size) = (Frames::new(), 0);
     for equal in images.chunk_by(|(one, _), (other, _)| tile(one) == tile(other)) {

@@ -1,7 +1,7 @@
 use std::{collections::BTreeMap, ops::Range};
 
-/// The images of one kernel source for one target: a zstd file whose frames hold several images
-/// each, with an index in front of them.
+/// The images of one kernel source for one target, or for two whose machine code is nearly equal: a
+/// zstd file whose frames hold several images each, with an index in front of them.
 ///
 /// Images of equal tiles are nearly equal, so they compress best side by side in one frame. Frames
 /// are bounded, because using one image means unpacking its whole frame.

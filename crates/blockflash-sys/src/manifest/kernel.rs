@@ -35,9 +35,13 @@ impl Kernel {
         format!("{}.{}.{extension}", self.symbol(), self.target)
     }
 
-    /// Name of the archive in `prebuilt/` that holds the image, without `.zst`.
+    /// Name of the archive in `prebuilt/` that holds the image, without `.zst`. Machine code for
+    /// sm_80 and sm_89 is nearly equal, so these share an archive.
     pub fn archive_name(&self) -> String {
-        format!("{}.{}", self.source(), self.target)
+        match self.target {
+            Target::Sm80 | Target::Sm89 => format!("{}.sm_8x", self.source()),
+            target => format!("{}.{target}", self.source()),
+        }
     }
 
     /// CTAs per cluster in x, y and z, for kernels with clusters.
