@@ -100,8 +100,7 @@ struct Apart {
   }
   // Waits until the tile before, of which there is one staging, has been read.
   __device__ __forceinline__ void await_staging(int n) const {
-    if (n > 0)
-      ptx::mbarrier_wait(turn_barriers.staged_empty + 8 * (n - 1 & 1), (n - 1) / 2 & 1);
+    if (n > 0) ptx::mbarrier_wait(turn_barriers.staged_empty + 8 * (n - 1 & 1), (n - 1) / 2 & 1);
   }
   // Stores the columns of a panel in the order of sums, where a warp has 16 queries and half of the
   // columns.
@@ -112,8 +111,8 @@ struct Apart {
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const int group = panel * 8 + i;
-      ptx::store_shared_float4(
-          staging + group / kHalf * (kSumsBytes / 2) + group % kHalf * 512, dq + 4 * i);
+      ptx::store_shared_float4(staging + group / kHalf * (kSumsBytes / 2) + group % kHalf * 512,
+                               dq + 4 * i);
     }
     ptx::fence_proxy_async();
   }
@@ -162,8 +161,7 @@ struct Apart {
     const uint32_t row = of_scores[which] + transposed_row();
 #pragma unroll
     for (int i = 0; i < kKeys / 16; ++i) {
-      const uint32_t four[4] = {words[4 * i], words[4 * i + 1], words[4 * i + 2],
-                                words[4 * i + 3]};
+      const uint32_t four[4] = {words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3]};
       ptx::stmatrix_x4_trans(row + i * 2048, four);
     }
     ptx::fence_proxy_async();
@@ -240,8 +238,7 @@ struct Apart {
 
   // The gradients of the scores, dk and the other columns of dq.
   __device__ __forceinline__ void have_gradients() const {
-    const uint32_t v = ptx::wgmma_low(smem + kResidentBytes),
-                   k = ptx::wgmma_low(smem);
+    const uint32_t v = ptx::wgmma_low(smem + kResidentBytes), k = ptx::wgmma_low(smem);
     const uint32_t q = ptx::wgmma_low(smem + kFirstOffset),
                    d_o = ptx::wgmma_low(smem + kSecondOffset);
     const uint32_t of_ds = ptx::wgmma_low(of_scores[1]);
@@ -325,8 +322,7 @@ struct Apart {
     end_queue(n);
     ptx::named_barrier_sync(1, 256);
     const blockflash_attention_bwd_params& b = params.base;
-    store(dk, p.softmax_scale, smem, 1, b.dk, b.dk_stride_batch, b.dk_stride_seq,
-          b.dk_stride_head);
+    store(dk, p.softmax_scale, smem, 1, b.dk, b.dk_stride_batch, b.dk_stride_seq, b.dk_stride_head);
   }
 };
 

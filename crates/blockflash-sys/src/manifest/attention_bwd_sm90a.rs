@@ -44,8 +44,8 @@ const fn narrow(step: AttentionBwdStep, head_dim: u32, stages: [u32; 2]) -> Atte
 
 /// Tiles by head dimension. The sums of dq need 96 KB at a head_dim of 128, and registers for a
 /// third accumulator. At 64 tiles of 128 queries come first, and those of 64 take what has a
-/// softcap. At 192 the two warpgroups share 96 keys, one stage of dO and one staged tile of dq, and
-/// there are no sums at 96 and 256. Where dq has a kernel of its own they share 64 keys beyond 128.
+/// softcap. At 192, in bf16 only, the two warpgroups share 96 keys, one stage of dO and one staged
+/// tile of dq. There are no sums at 96 and 256. Where dq has a kernel of its own they share 64 keys beyond 128.
 /// Narrow tiles come after the others, so only block masks take them.
 const TILES: &[AttentionBwdHopper] = &[
     tile(Queries, 64, [128, 128], [2, 2]),
@@ -75,6 +75,7 @@ pub(super) fn tiles(target: Target) -> impl Iterator<Item = AttentionBwdHopper> 
     each_dtype(TILES)
         .filter(move |_| target == Target::Sm90a)
         .map(|(dtype, tile)| AttentionBwdHopper { dtype, ..tile })
+        .filter(|tile| tile.dtype == DType::BF16 || !tile.rounds_probabilities())
 }
 
 impl AttentionBwdHopper {
@@ -82,6 +83,12 @@ impl AttentionBwdHopper {
     const PANEL_ROW_BYTES: u32 = 128;
     /// Bytes for row statistics, announced tiles and mbarriers.
     const PAGE_BYTES: u32 = 2048;
+
+    /// Whether the gradients of scores come from rounded probabilities, small ones of which f16
+    /// does not represent well enough.
+    const fn rounds_probabilities(&self) -> bool {
+        matches!(self.step, KeysAndSums | Sums) && self.head_dim > 128
+    }
 
     /// The part that all kernels of the attention backward have.
     pub const fn tile(&self) -> AttentionBwdTile {
