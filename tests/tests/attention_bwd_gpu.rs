@@ -239,9 +239,8 @@ fn keeps_sequences_apart(
 fn selected_schemes() {
     let Some(gpu) = gpu("attention_bwd_gpu::selected_schemes") else { return };
     let stream = &gpu.stream;
-    for (dtype, head_dim) in
-        [(DType::BF16, 64), (DType::F16, 96), (DType::F16, 128), (DType::BF16, 256)]
-    {
+    let [bf16, f16] = [DType::BF16, DType::F16];
+    for (dtype, head_dim) in [(bf16, 64), (f16, 96), (f16, 128), (bf16, 192), (bf16, 256)] {
         let simple = AttentionCase::simple(dtype, (4, 2), head_dim, (1100, 1300));
         for mask in [Mask::Full, Mask::causal()] {
             let case = AttentionCase { mask, sink: true, ..simple.clone() };

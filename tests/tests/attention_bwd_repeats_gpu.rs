@@ -53,7 +53,8 @@ fn dense_gradients() {
 
 #[test]
 fn causal_gradients() {
-    for case in [dense(Mask::causal()), ascending()] {
+    let wide = AttentionCase { head_dim: 192, ..ascending() };
+    for case in [dense(Mask::causal()), ascending(), wide] {
         repeat("attention_bwd_repeats_gpu::causal_gradients", &case);
     }
 }
