@@ -92,6 +92,10 @@ fn launches_with_sums() {
     let few = AttentionProblem::dense(DType::BF16, [1, 2048, 2048], [8, 4], 64);
     let plan = planned(&AttentionBackwardProblem::of(few), &gpu(9, 0));
     assert_eq!(plan.plan.heads_per_section, 4);
+    // Of 108 multiprocessors.
+    let short = AttentionProblem::dense(DType::BF16, [32, 512, 512], [32, 32], 64);
+    let plan = planned(&AttentionBackwardProblem::of(short), &gpu(9, 0));
+    assert_eq!(plan.plan.heads_per_section, 54);
 }
 
 /// Every row is written: without queries by the kernel of the keys, and the other way round.

@@ -1,7 +1,7 @@
 use super::AttentionBackwardProblem;
 use super::plan::workspace_bytes;
 use crate::Result;
-use crate::attention::{AttentionProblem, BlockMaskSizes};
+use crate::attention::{AttentionProblem, BlockMaskSizes, Mask};
 use crate::check::is_tensor_map_stride;
 use crate::selection::{self, Candidate, Kernels, Peers, Problem, Rule, preference};
 use blockflash_safe::CudaProperties;
@@ -9,15 +9,18 @@ use blockflash_sys::manifest::{AttentionBwdStep as Step, AttentionBwdTile, Varia
 use blockflash_sys::{DType, Kernel};
 use std::sync::LazyLock;
 
-/// Fewest keys for which dq is summed beside dk and dv. The blocks of keys of a head start one
-/// after another, which shorter sequences do not make up for.
+/// Fewest keys for which dq is summed beside dk and dv: shorter sequences do not make up for what a
+/// block of keys costs beside its tiles of queries. Dense batches without a mask do so earlier where
+/// 128 queries pass at a time.
 const SUMS_FROM_KEYS: usize = 1024;
+const FULL_SUMS_FROM_KEYS: usize = 512;
 
 /// The kernel that computes dk and dv of a problem on a GPU, and with it the scheme: either sums of
 /// dq beside them, or a kernel of its own for dq. The kernels of the other steps follow from it.
 ///
 /// Sums are taken on Hopper for a dense mask, a head_dim up to 64, 97 to 128, or 129 to 192
-/// of bf16 without softcap, and at least 1024 keys, if the workspace has room for them.
+/// of bf16 without softcap, and at least 1024 keys (512 up to 64 without a mask), if the workspace
+/// has room for them.
 ///
 /// # Errors
 /// [`Error::Unsupported`](crate::Error::Unsupported) names what no kernel offers: the element type,
@@ -42,9 +45,17 @@ impl AttentionBackwardProblem {
     /// The problem whose kernel is the one of the step that decides about the scheme.
     pub(super) fn led(self, gpu: &CudaProperties) -> Self {
         let tile_of = |step| selection::select(&self.at(step), gpu).ok()?.attention_bwd_tile();
-        let widths = [Step::KeysAndSums, Step::Keys].map(|step| Some(tile_of(step)?.head_dim));
-        let enough = self.forward.seqlen_kv >= SUMS_FROM_KEYS;
-        let sums = enough && matches!(widths, [Some(sums), Some(keys)] if sums <= keys);
+        let full = self.forward.mask == Mask::Full && self.forward.packed.is_none();
+        let fewest = |sums: &AttentionBwdTile| match (full, sums.block_q) {
+            (true, 128) => FULL_SUMS_FROM_KEYS,
+            _ => SUMS_FROM_KEYS,
+        };
+        let sums = match [Step::KeysAndSums, Step::Keys].map(tile_of) {
+            [Some(sums), Some(keys)] => {
+                sums.head_dim <= keys.head_dim && self.forward.seqlen_kv >= fewest(&sums)
+            }
+            _ => false,
+        };
         self.at(if sums { Step::KeysAndSums } else { Step::Keys })
     }
 
