@@ -3,8 +3,6 @@
 
 #include <math_constants.h>
 
-#include <type_traits>
-
 #include "blockflash/attention/soft_cap.cuh"
 #include "blockflash/decode/partials.cuh"
 #include "blockflash/mma/element.cuh"
@@ -20,10 +18,6 @@ namespace {
 
 constexpr int kRowTiles = Config::rows / 8;     // MMA tiles along rows,
 constexpr int kDSteps = Config::head_dim / 16;  // and 16 columns of K or V each
-
-// By how many powers of two a score may exceed its row's reference before the reference moves.
-// 2^slack must not overflow the 16-bit probabilities.
-constexpr float kSlack = std::is_same_v<Element, __half> ? 8.f : 30.f;
 
 __device__ __forceinline__ float column_max(float x) {
 #pragma unroll
@@ -190,8 +184,8 @@ struct WarpSums {
     }
   }
 
-  // A reference moves when a score of its own row exceeds it by more than the slack. The result is
-  // exact either way, and independent of the other rows.
+  // A reference moves when a score of its own row exceeds it, so that a key with nearly all the
+  // weight has a probability of 1, which no rounding changes. Other rows have no say in it.
   __device__ __forceinline__ void move_references(const float (&s)[kRowTiles][4], float scale) {
     float largest[kRowTiles][2];
     bool grew = false;
@@ -200,7 +194,7 @@ struct WarpSums {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         largest[n][e] = fmaxf(s[n][e], s[n][e + 2]) * scale;
-        grew |= largest[n][e] > reference[n][e] + kSlack;
+        grew |= largest[n][e] > reference[n][e];
       }
     if (!__any_sync(~0u, grew)) return;
 #pragma unroll
@@ -208,7 +202,7 @@ struct WarpSums {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         const float all = column_max(largest[n][e]);
-        const float moved = all > reference[n][e] + kSlack ? all : reference[n][e];
+        const float moved = fmaxf(all, reference[n][e]);
         const float rescale = ptx::ex2_approx(reference[n][e] - moved);
         reference[n][e] = moved;
         denominator[n][e] *= rescale;
