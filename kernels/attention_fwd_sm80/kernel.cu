@@ -219,16 +219,18 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_fwd_params p) {
   using namespace blockflash;
   extern __shared__ __align__(128) unsigned char smem[];
 
-  const KeyVisit visit = KeyVisit::agreed(p);
+  // Read from shared memory where it is needed rather than kept: registers are short in the main
+  // loop.
+  const KeyVisit& visit = KeyVisit::agreed(p);
   const QueryWork& work = visit.work;
   if (work.q_begin >= work.seqlen_q) return;
-  const AttentionMask mask = visit.mask(p);
-  const KeyRange all = mask.keys_of_all(work.q_begin, visit.q_last());
-  const TileList list = visit.list;
-  const int last = visit.last, tiles = visit.tiles;
+  // Keys that all queries see; the first barrier of the main loop stands before its first use.
+  __shared__ KeyRange all;
+  if (threadIdx.x == 0) all = visit.mask(p).keys_of_all(work.q_begin, visit.q_last());
+  const int tiles = visit.tiles;
 
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
-  const int first_row = work.q_begin + warp * kRowsPerWarp;
+  const auto first_row = [&] { return work.q_begin + warp * kRowsPerWarp; };
   const bool packed = p.cu_seqlens_q != nullptr;
   const Element* const q =
       static_cast<const Element*>(p.q) +
@@ -251,15 +253,15 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_fwd_params p) {
 
   // The first key of the i-th tile in the order of visit.
   const auto first_key_of = [&](int i) {
-    return i < tiles ? list.tile_at(last - i) * Config::block_kv : 0;
+    return i < tiles ? visit.list.tile_at(visit.last - i) * Config::block_kv : 0;
   };
   // The i-th tile goes to stage i % stages of its ring. Every call commits one group, also past the
   // end.
   const auto start_tile = [&](const Element* src, int64_t stride, uint32_t ring, int i,
                               int first_key) {
     if (i < tiles)
-      kv_copy.start(ring + i % Config::stages * kKvTileBytes, src + first_key * stride, stride,
-                    work.seqlen_kv - first_key, p.head_dim);
+      kv_copy.stream(ring + i % Config::stages * kKvTileBytes, src + first_key * stride, stride,
+                     work.seqlen_kv - first_key, p.head_dim);
     ptx::cp_async_commit_group();
   };
 
@@ -292,7 +294,6 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_fwd_params p) {
 #pragma unroll 1
   for (int i = 0; i < tiles; ++i) {
     const uint32_t stage = i % Config::stages * kKvTileBytes;
-    const bool masked = first_key[0] < all.begin || first_key[0] + Config::block_kv > all.end;
 
     ptx::cp_async_wait_group<kPending>();
     __syncthreads();  // K tile i is visible to all; all have read V tile i - 1, whose stage is
@@ -307,6 +308,7 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_fwd_params p) {
           for (int d = 0; d < kDSteps; ++d) ptx::ldmatrix_x4(q_rmem[m][d], q_lane.at(m * 16, d));
     compute_scores(s, q_rmem, q_lane, k_lane, stage);
 
+    const bool masked = first_key[0] < all.begin || first_key[0] + Config::block_kv > all.end;
     ptx::cp_async_wait_group<kPending>();
     unsigned char* const v_tile = smem + kQTileBytes + Config::stages * kKvTileBytes + stage;
     // V tile i is visible to all; all have read K tile i, whose stage is refilled next. One kind of
@@ -325,10 +327,10 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_fwd_params p) {
 #pragma unroll
           for (int e = 0; e < 4; ++e) s[m][n][e] = soft_cap(s[m][n][e], p.softcap, scale_over_cap);
     }
-    if (masked) apply_mask(s, mask, first_row, first_key[0], lane);
+    if (masked) apply_mask(s, visit.mask(p), first_row(), first_key[0], lane);
     softmax.update(s, o, scale_log2);
     if (poisoned) {
-      add_visible_nonfinite(o, v_tile, mask, first_row, first_key[0], lane);
+      add_visible_nonfinite(o, v_tile, visit.mask(p), first_row(), first_key[0], lane);
       __syncthreads();  // all have read the tile before it is changed
       kv_copy.template clear_nonfinite<Element>(v_tile);
       __syncthreads();
@@ -340,7 +342,5 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_fwd_params p) {
     first_key[Config::stages - 1] = next_key;
   }
   ptx::cp_async_wait_group<0>();
-  // Read once more rather than kept: registers are short in the main loop.
-  const QueryWork& again = KeyVisit::shared().work;
-  store_output(o, softmax, p, again, again.q_begin + warp * kRowsPerWarp, lane);
+  store_output(o, softmax, p, work, first_row(), lane);
 }
