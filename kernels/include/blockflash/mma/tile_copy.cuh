@@ -65,8 +65,7 @@ struct TileCopy {
 #pragma unroll
         for (int c = 0; c < chunks; c += columns) {
           const bool valid = (chunk + c) * 8 < valid_columns;
-          ptx::cp_async_cg_16(dst_smem + offset(r, c),
-                              from + (valid ? c * 8 : 0), valid ? 16 : 0);
+          ptx::cp_async_cg_16(dst_smem + offset(r, c), from + (valid ? c * 8 : 0), valid ? 16 : 0);
         }
     } else {
 #pragma unroll 1
