@@ -4,6 +4,8 @@
 // One CTA computes block_q queries of one head. Each warp owns block_q / warps of them and walks
 // all their key tiles, so scores, probabilities and outputs stay in its registers and only K and V
 // are shared. Follows FlashAttention-2 (Dao, 2023).
+#include <type_traits>
+
 #include "blockflash/attention/soft_cap.cuh"
 #include "blockflash/attention/visit.cuh"
 #include "blockflash/config/attention.cuh"
@@ -36,6 +38,9 @@ constexpr int kKvTileBytes = Config::block_kv * Config::head_dim * 2;
 // Q stays in registers where it fits beside the accumulators; otherwise every key tile reads it
 // from shared memory again.
 constexpr bool kQInRegisters = kMTiles * (kDSteps * 4 + kDTiles * 4 + kKvTiles * 4) <= 168;
+// Wide tiles fill the registers and take many copies: what a CTA agrees on stays in shared memory,
+// and whole key tiles are copied from one address per thread.
+constexpr bool kWide = Config::head_dim >= 128;
 
 static_assert(kRowsPerWarp % 16 == 0, "a warp computes whole MMA tiles");
 static_assert(kDTiles % 4 == 0, "the epilogue stores four MMA tiles at a time");
@@ -219,29 +224,35 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_fwd_params p) {
   using namespace blockflash;
   extern __shared__ __align__(128) unsigned char smem[];
 
-  const KeyVisit visit = KeyVisit::agreed(p);
+  std::conditional_t<kWide, const KeyVisit&, const KeyVisit> visit = KeyVisit::agreed(p);
   const QueryWork& work = visit.work;
   if (work.q_begin >= work.seqlen_q) return;
-  const AttentionMask mask = visit.mask(p);
-  const KeyRange all = mask.keys_of_all(work.q_begin, visit.q_last());
-  const TileList list = visit.list;
-  const int last = visit.last, tiles = visit.tiles;
+  const int& tiles = visit.tiles;
 
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
-  const int first_row = work.q_begin + warp * kRowsPerWarp;
+  const auto first_row = [&] { return work.q_begin + warp * kRowsPerWarp; };
   const bool packed = p.cu_seqlens_q != nullptr;
   const Element* const q =
       static_cast<const Element*>(p.q) +
       (packed ? work.q_offset * p.q_stride_seq : work.batch * p.q_stride_batch) +
       work.head * p.q_stride_head + work.q_begin * p.q_stride_seq;
-  const Element* const k =
-      static_cast<const Element*>(p.k) +
-      (packed ? work.kv_offset * p.k_stride_seq : work.batch * p.k_stride_batch) +
-      work.head_kv * p.k_stride_head;
-  const Element* const v =
-      static_cast<const Element*>(p.v) +
-      (packed ? work.kv_offset * p.v_stride_seq : work.batch * p.v_stride_batch) +
-      work.head_kv * p.v_stride_head;
+  struct Keys {
+    const Element *k, *v;  // the first key of the sequence and its value
+    KeyRange all;          // keys that all queries of the tile see
+  };
+  const Keys own = {static_cast<const Element*>(p.k) +
+                        (packed ? work.kv_offset * p.k_stride_seq : work.batch * p.k_stride_batch) +
+                        work.head_kv * p.k_stride_head,
+                    static_cast<const Element*>(p.v) +
+                        (packed ? work.kv_offset * p.v_stride_seq : work.batch * p.v_stride_batch) +
+                        work.head_kv * p.v_stride_head,
+                    visit.mask(p).keys_of_all(work.q_begin, visit.q_last())};
+  __shared__ Keys shared;
+  if constexpr (kWide) {
+    if (threadIdx.x == 0) shared = own;
+    __syncthreads();
+  }
+  const Keys& keys = kWide ? shared : own;
 
   const uint32_t q_smem = static_cast<uint32_t>(__cvta_generic_to_shared(smem));
   const uint32_t k_smem = q_smem + kQTileBytes;
@@ -251,15 +262,21 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_fwd_params p) {
 
   // The first key of the i-th tile in the order of visit.
   const auto first_key_of = [&](int i) {
-    return i < tiles ? list.tile_at(last - i) * Config::block_kv : 0;
+    return i < tiles ? visit.list.tile_at(visit.last - i) * Config::block_kv : 0;
   };
   // The i-th tile goes to stage i % stages of its ring. Every call commits one group, also past the
   // end.
   const auto start_tile = [&](const Element* src, int64_t stride, uint32_t ring, int i,
                               int first_key) {
-    if (i < tiles)
-      kv_copy.start(ring + i % Config::stages * kKvTileBytes, src + first_key * stride, stride,
-                    work.seqlen_kv - first_key, p.head_dim);
+    const uint32_t to = ring + i % Config::stages * kKvTileBytes;
+    const Element* const from = src + first_key * stride;
+    const int rows = work.seqlen_kv - first_key;
+    if (i < tiles) {
+      if constexpr (kWide)
+        kv_copy.stream(to, from, stride, rows, p.head_dim);
+      else
+        kv_copy.start(to, from, stride, rows, p.head_dim);
+    }
     ptx::cp_async_commit_group();
   };
 
@@ -268,8 +285,8 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_fwd_params p) {
 #pragma unroll
   for (int i = 0; i < Config::stages; ++i) {
     first_key[i] = first_key_of(i);
-    start_tile(k, p.k_stride_seq, k_smem, i, first_key[i]);
-    if (i + 1 < Config::stages) start_tile(v, p.v_stride_seq, v_smem, i, first_key[i]);
+    start_tile(keys.k, p.k_stride_seq, k_smem, i, first_key[i]);
+    if (i + 1 < Config::stages) start_tile(keys.v, p.v_stride_seq, v_smem, i, first_key[i]);
   }
 
   const LaneCoords row_major = lane_row_major(lane), col_major = lane_col_major(lane);
@@ -292,12 +309,12 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_fwd_params p) {
 #pragma unroll 1
   for (int i = 0; i < tiles; ++i) {
     const uint32_t stage = i % Config::stages * kKvTileBytes;
-    const bool masked = first_key[0] < all.begin || first_key[0] + Config::block_kv > all.end;
 
     ptx::cp_async_wait_group<kPending>();
     __syncthreads();  // K tile i is visible to all; all have read V tile i - 1, whose stage is
                       // refilled next
-    start_tile(v, p.v_stride_seq, v_smem, i + Config::stages - 1, first_key[Config::stages - 1]);
+    start_tile(keys.v, p.v_stride_seq, v_smem, i + Config::stages - 1,
+               first_key[Config::stages - 1]);
 
     if constexpr (kQInRegisters)
       if (i == 0)
@@ -307,6 +324,8 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_fwd_params p) {
           for (int d = 0; d < kDSteps; ++d) ptx::ldmatrix_x4(q_rmem[m][d], q_lane.at(m * 16, d));
     compute_scores(s, q_rmem, q_lane, k_lane, stage);
 
+    const bool masked =
+        first_key[0] < keys.all.begin || first_key[0] + Config::block_kv > keys.all.end;
     ptx::cp_async_wait_group<kPending>();
     unsigned char* const v_tile = smem + kQTileBytes + Config::stages * kKvTileBytes + stage;
     // V tile i is visible to all; all have read K tile i, whose stage is refilled next. One kind of
@@ -315,7 +334,7 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_fwd_params p) {
     const bool poisoned =
         __syncthreads_or(masked && kv_copy.template has_nonfinite<Element>(v_tile));
     const int next_key = first_key_of(i + Config::stages);
-    start_tile(k, p.k_stride_seq, k_smem, i + Config::stages, next_key);
+    start_tile(keys.k, p.k_stride_seq, k_smem, i + Config::stages, next_key);
 
     if (p.softcap > 0.f) {
 #pragma unroll
@@ -325,10 +344,10 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_fwd_params p) {
 #pragma unroll
           for (int e = 0; e < 4; ++e) s[m][n][e] = soft_cap(s[m][n][e], p.softcap, scale_over_cap);
     }
-    if (masked) apply_mask(s, mask, first_row, first_key[0], lane);
+    if (masked) apply_mask(s, visit.mask(p), first_row(), first_key[0], lane);
     softmax.update(s, o, scale_log2);
     if (poisoned) {
-      add_visible_nonfinite(o, v_tile, mask, first_row, first_key[0], lane);
+      add_visible_nonfinite(o, v_tile, visit.mask(p), first_row(), first_key[0], lane);
       __syncthreads();  // all have read the tile before it is changed
       kv_copy.template clear_nonfinite<Element>(v_tile);
       __syncthreads();

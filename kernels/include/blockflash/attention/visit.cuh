@@ -68,7 +68,7 @@ struct Visit {
     __shared__ __align__(16) unsigned char bytes[sizeof(Visit)];
     return reinterpret_cast<Visit&>(bytes);
   }
-  static __device__ __forceinline__ Visit agreed(const blockflash_attention_fwd_params& p) {
+  static __device__ __forceinline__ const Visit& agreed(const blockflash_attention_fwd_params& p) {
     if (threadIdx.x == 0) shared() = Visit(p);
     __syncthreads();
     return shared();

@@ -29,6 +29,14 @@ struct TileCopy {
   __device__ __forceinline__ explicit TileCopy(int thread)
       : row(thread / columns), chunk(thread % columns) {}
 
+  // Byte offset of this thread's chunk that lies r rows below and c chunks behind its first one.
+  // The swizzle repeats every 8 rows and every `columns` chunks, so that few offsets differ by more
+  // than a constant.
+  static_assert(columns % Layout::period == 0, "the swizzle repeats from column to column");
+  __device__ __forceinline__ uint32_t offset(int r, int c) const {
+    return Layout::offset(row + r % 8, chunk) + r / 8 * 8 * Layout::row_bytes + c * 16;
+  }
+
   // Starts the copy of rows [0, valid_rows) and columns [0, valid_columns) of `src` and fills the
   // rest of the tile with zeros.
   template <class Element>
@@ -45,6 +53,32 @@ struct TileCopy {
       }
   }
 
+  // The same with few instructions for tiles whose rows are all valid, as most are: one address per
+  // thread that moves down the rows, and one test per column of chunks.
+  template <class Element>
+  __device__ __forceinline__ void stream(uint32_t dst_smem, const Element* src, int64_t row_stride,
+                                         int valid_rows, int valid_columns) const {
+    if (valid_rows >= rows) {
+      const Element* from = src + row * row_stride + (chunk * 8 < valid_columns ? chunk * 8 : 0);
+#pragma unroll
+      for (int r = 0; r < rows; r += row_step, from += row_step * row_stride)
+#pragma unroll
+        for (int c = 0; c < chunks; c += columns) {
+          const bool valid = (chunk + c) * 8 < valid_columns;
+          ptx::cp_async_cg_16(dst_smem + offset(r, c), from + (valid ? c * 8 : 0), valid ? 16 : 0);
+        }
+    } else {
+#pragma unroll 1
+      for (int r = row; r < rows; r += row_step)
+#pragma unroll 1
+        for (int c = chunk; c < chunks; c += columns) {
+          const bool valid = r < valid_rows && c * 8 < valid_columns;
+          ptx::cp_async_cg_16(dst_smem + Layout::offset(r, c),
+                              src + (valid ? r * row_stride + c * 8 : 0), valid ? 16 : 0);
+        }
+    }
+  }
+
   // Whether one of this thread's own chunks, which have arrived, holds a NaN or an infinity.
   template <class Element>
   __device__ __forceinline__ bool has_nonfinite(const unsigned char* tile) const {
@@ -53,7 +87,7 @@ struct TileCopy {
     for (int r = 0; r < rows; r += row_step)
 #pragma unroll
       for (int c = 0; c < chunks; c += columns) {
-        const uint4 x = *reinterpret_cast<const uint4*>(tile + Layout::offset(row + r, chunk + c));
+        const uint4 x = *reinterpret_cast<const uint4*>(tile + offset(r, c));
         for (uint32_t word : {x.x, x.y, x.z, x.w})
           found |= is_nonfinite<Element>(word) || is_nonfinite<Element>(word >> 16);
       }
