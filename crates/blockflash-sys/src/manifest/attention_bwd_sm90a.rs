@@ -44,9 +44,9 @@ const fn narrow(step: AttentionBwdStep, head_dim: u32, stages: [u32; 2]) -> Atte
 
 /// Tiles by head dimension. The sums of dq need 96 KB at a head_dim of 128, and registers for a
 /// third accumulator. At 64 tiles of 128 queries come first, and those of 64 take what has a
-/// softcap. At 192, in bf16 only, the two warpgroups share 96 keys, one stage of dO and one staged
-/// tile of dq. There are no sums at 96 and 256. Where dq has a kernel of its own they share 64 keys beyond 128.
-/// Narrow tiles come after the others, so only block masks take them.
+/// softcap. At 192, in bf16 only, the two warpgroups share 96 keys, with one stage of dO and one
+/// staged tile of dq. There are no sums at 96 and 256. Where dq has a kernel of its own they share
+/// 64 keys beyond 128. Narrow tiles come after the others, so only block masks take them.
 const TILES: &[AttentionBwdHopper] = &[
     tile(Queries, 64, [128, 128], [2, 2]),
     tile(Queries, 96, [128, 128], [2, 2]),
