@@ -10,8 +10,8 @@ use blockflash_sys::{DType, Kernel};
 use std::sync::LazyLock;
 
 /// Fewest keys for which dq is summed beside dk and dv: shorter sequences do not make up for what a
-/// block of keys costs beside its tiles of queries. Dense batches without a mask do so earlier where
-/// 128 queries pass at a time.
+/// block of keys costs beside its tiles of queries. Dense batches without a mask do so earlier
+/// where 128 queries pass at a time.
 const SUMS_FROM_KEYS: usize = 1024;
 const FULL_SUMS_FROM_KEYS: usize = 512;
 
