@@ -12,10 +12,7 @@ namespace {
 
 static_assert(kStreamRows == 64 || (kStreamRows == 128 && Config::dq),
               "one consumer visits more than 64 queries at a time");
-// Whether one consumer has the scores and dv and the other one their gradients and dk.
-constexpr bool kApart = Config::dq && kD > 128;
-static_assert(kStages == kSecondStages || kApart,
-              "a stage of Q and its stage of dO are released together");
+static_assert(kStages == kSecondStages, "a stage of Q and its stage of dO are released together");
 
 using Keys = KeyWork<kResidentRows>;
 using Walk = QueryWalk<kStreamRows, kResidentRows>;
