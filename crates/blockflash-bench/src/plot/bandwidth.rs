@@ -1,5 +1,5 @@
 //! Attention to a cache: bytes per second over the size of the cache, with a panel for each group
-//! of cases.
+//! of cases. Points of caches of equal sizes, which differ in lengths, are not joined.
 
 use super::figure::{Axis, Figure, Line, Note, Panel, Side};
 use super::series::{Sketch, highest, implementations, legend, subtitle};
@@ -61,13 +61,14 @@ fn megabytes(shape: &DecodeShape) -> f64 {
 }
 
 fn lines(points: &[(f64, &Row<'_>)]) -> Vec<Line> {
+    let joined = points.windows(2).all(|pair| pair[0].0 < pair[1].0);
     let rows: Vec<_> = points.iter().map(|&(_, row)| row).collect();
     let line = |(name, style)| {
         let point = |&(x, row): &(f64, &Row<'_>)| {
             let record = if name == OURS { row.best() } else { row.peer(name) };
             Some((x.log10(), rate(record?)?))
         };
-        Line { points: points.iter().filter_map(point).collect(), style, joined: true }
+        Line { points: points.iter().filter_map(point).collect(), style, joined }
     };
     implementations(&rows).into_iter().map(line).filter(|line| !line.points.is_empty()).collect()
 }
@@ -100,6 +101,17 @@ mod tests {
         assert_eq!(panel.lines.len(), 2);
         let ours = &panel.lines[1].points;
         assert!((ours[0].1 - 3.36).abs() < 1e-9 && ours[0].0 < ours[1].0 && ours[1].0 < ours[2].0);
+        assert!(panel.lines.iter().all(|line| line.joined));
         assert!(sketch(&runs[0], &runs[0].rows()[..2]).is_none());
+
+        let twice = ["decode_b8_q1_kv1024_h32kv8_d128_contiguous_full_bf16".to_owned()];
+        let short = twice.map(|case| {
+            let record = record(&case, OURS, Some(9.0));
+            Record { op: "attention_decode".into(), bytes: 33.6e6, ..record }
+        });
+        records.extend(short);
+        let runs = newest(&records);
+        let figure = sketch(&runs[0], &runs[0].rows()).unwrap().figure;
+        assert!(figure.panels[0].lines.iter().all(|line| !line.joined));
     }
 }

@@ -151,11 +151,16 @@ impl Axis {
         Self { label: label.to_owned(), low: low - margin, high: high + margin, ticks }
     }
 
-    /// Logarithmic to base 10 between two values, with ticks at 1, 2 and 5.
+    /// Logarithmic to base 10 between two values, with ticks at 1, 2 and 5, and at more digits if
+    /// the values are less than a decade apart.
     pub(super) fn decades(label: &str, low: f64, high: f64) -> Self {
         let exponents = low.log10().floor() as i32..=high.log10().ceil() as i32;
+        let digits: &[f64] = match high / low < 10.0 {
+            true => &[1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0],
+            false => &[1.0, 2.0, 5.0],
+        };
         let values = exponents
-            .flat_map(|exponent| [1.0, 2.0, 5.0].map(|digit| digit * 10f64.powi(exponent)));
+            .flat_map(|exponent| digits.iter().map(move |digit| digit * 10f64.powi(exponent)));
         let inside = values.filter(|&value| value >= low && value <= high);
         let ticks = inside.map(|value| (value.log10(), plain(value))).collect();
         Self { label: label.to_owned(), low: low.log10(), high: high.log10(), ticks }
@@ -199,6 +204,7 @@ mod tests {
         assert_eq!((labels(&lengths), lengths.ticks[0].0), (vec!["512", "2048"], 9.0));
         assert!(lengths.low < 9.0 && lengths.high > 11.0);
         assert_eq!(labels(&Axis::decades("", 0.3, 11.0)), ["0.5", "1", "2", "5", "10"]);
+        assert_eq!(labels(&Axis::decades("", 2.6, 11.0)), ["3", "4", "5", "6", "8", "10"]);
         assert_eq!(plain(0.03125), "0.03125");
     }
 }
