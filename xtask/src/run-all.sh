@@ -3,7 +3,8 @@
 # usage: ./run-all [FOLDER]                     results go to FOLDER (default: out)
 #        SUITES="attention_floor" ./run-all     measures these suites, SUITES=none none
 #        TESTS=none ./run-all                   tests nothing
-#        OPTIONS="--peers none" ./run-all       is passed on to `blockflash bench`
+#        OPTIONS="--peers none" ./run-all       is passed on to `blockflash bench`; with
+#                                               "--missing --minutes 3" a later call goes on
 #        SANITIZE=1 ./run-all                   also runs memcheck and racecheck on cases of each
 #                                               kernel, and memcheck on what hostile programs do
 set -u

@@ -4,6 +4,7 @@ use crate::args::DeviceArg;
 use crate::failure::{Failure, Result};
 use crate::output::{device_name, print};
 use crate::pace::{announce, cases, progress};
+use crate::rest::{Rest, RestArgs};
 use crate::{swap_check, table};
 use blockflash_bench::energy::{EnergyMeter, MIN_WINDOW_MS};
 use blockflash_bench::machine::{Machine, benches};
@@ -30,6 +31,7 @@ Examples:
   blockflash bench attention_floor --peers flash,cudnn --rounds 9
   blockflash bench attention_fwd --swap-check --filter d256_causal
   blockflash bench attention_decode --energy --peers none   joules of a launch, too
+  blockflash bench attention_decode --missing --minutes 5   what the record lacks, within 5 minutes
   blockflash bench bsr_floor --kernel b64 --peers none   compares all tile variants for blocks of 64
   blockflash report";
 
@@ -84,6 +86,8 @@ pub struct Args {
     /// Show what the rivals' process writes to stderr
     #[arg(long)]
     pub verbose: bool,
+    #[command(flatten)]
+    pub rest: RestArgs,
     #[command(flatten)]
     pub device: DeviceArg,
 }
@@ -150,6 +154,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
     if run.suite.energy {
         run.energy = Some(EnergyMeter::start(run.machine.smi_index.as_deref())?);
     }
+    let mut rest = args.rest.of(&run, out)?;
     let mut writer = Writer::open(out)?;
     let mut failed = false;
     if !device.is_cpu() {
@@ -164,17 +169,20 @@ pub fn run(args: Args) -> Result<ExitCode> {
         return Ok(ExitCode::from(u8::from(failed)));
     }
     announce(&run, &peers, &[Turns::Balanced])?;
-    let records = measure(&run, &mut peers, &mut writer)?;
+    let records = measure(&run, &mut rest, &mut peers, &mut writer)?;
 
     let all: Vec<_> = records.iter().collect();
-    print(&grid(report::cells(&all)))?;
-    if run.suite.energy {
+    if !all.is_empty() {
+        print(&grid(report::cells(&all)))?;
+    }
+    if run.suite.energy && !all.is_empty() {
         print(&format!("millijoules of a launch\n{}", grid(report::energy_cells(&all))))?;
     }
     for record in records.iter().filter(|record| record.error.is_some()) {
         let error = record.error.as_deref().unwrap_or_default();
         print(&format!("{} {}: {error}", record.case, record.implementation))?;
     }
+    rest.announce()?;
     print(&format!("{} records appended to {}", records.len(), writer.path().display()))?;
     failed |= records.iter().any(|record| record.implementation == OURS && record.error.is_some());
     Ok(ExitCode::from(u8::from(failed)))
@@ -267,10 +275,19 @@ fn measure_ceilings(run: &mut Run, writer: &mut Writer) -> Result<bool> {
 }
 
 /// All cases; each result is on the disk before the next case begins.
-fn measure(run: &Run, peers: &mut Peers, writer: &mut Writer) -> Result<Vec<Record>> {
+fn measure(
+    run: &Run,
+    rest: &mut Rest,
+    peers: &mut Peers,
+    writer: &mut Writer,
+) -> Result<Vec<Record>> {
     let bar = progress(run);
     let mut all = Vec::new();
     for (case, cache) in cases(run) {
+        if !rest.takes(case, cache, &run.rivals(case, peers)) {
+            bar.inc(1);
+            continue;
+        }
         bar.set_message(case.to_string());
         let records =
             run.measure(case, cache, peers, |step| bar.set_message(format!("{case}, {step}")));

@@ -32,6 +32,7 @@ mod pace;
 mod progress;
 mod qkv_args;
 mod report;
+mod rest;
 mod sddmm;
 mod sddmm_args;
 mod sddmm_operands;
