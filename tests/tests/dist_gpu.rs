@@ -29,7 +29,7 @@ fn long_sequences() {
                 let simple = AttentionCase::simple(DType::BF16, (8, 4), 128, (0, 0));
                 let lengths = Lengths::Dense { batch: 1, seqlen_q: seqlen, seqlen_kv: seqlen };
                 let whole = AttentionCase { lengths, mask, ..simple };
-                let case = DistCase { whole, scheme: Scheme { heads, keys } };
+                let case = DistCase { whole, scheme: Scheme { heads, keys }, cut: None };
                 run_forward(&case, &gpu.device).unwrap();
                 if keys == 1 {
                     run_backward(&case, &gpu.device).unwrap();

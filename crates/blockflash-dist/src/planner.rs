@@ -23,6 +23,16 @@ pub struct Workload {
     pub pass: Pass,
 }
 
+/// How much of the work of a dense call is left under a block mask.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Density {
+    /// Of the pairs of queries and keys that the token mask leaves, the visited ones: 0 to 1.
+    pub pairs: f64,
+    /// Of the rows of keys of other ranks that a dense call needs, those that a rank receives: 0 to
+    /// 1.
+    pub keys: f64,
+}
+
 /// Which pass.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Pass {

@@ -1,4 +1,5 @@
 use crate::{Error, Result};
+use blockflash_ops::BlockGeometry;
 use blockflash_ops::attention::MAX_SEQLEN;
 use std::ops::Range;
 
@@ -20,6 +21,16 @@ pub struct Shard {
     seqlen: usize,
     world: usize,
     rank: usize,
+    block: usize,
+}
+
+/// Rows that follow each other in the sequence.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Span {
+    /// Where they lie in the sequence.
+    pub(crate) positions: Range<usize>,
+    /// The first one in the tensors of the rank.
+    pub(crate) row: usize,
 }
 
 impl Shard {
@@ -38,7 +49,47 @@ impl Shard {
         if rank >= world {
             return error("rank", rank, format!("less than {world}"));
         }
-        Ok(Shard { seqlen, world, rank })
+        Ok(Shard { seqlen, world, rank, block: 1 })
+    }
+
+    /// The same rank, where the sequence is cut between blocks of a block mask only: chunks differ
+    /// by one block at most, which is the common multiple of both sizes. All layers of a model
+    /// have the same rows if some of them have block masks.
+    ///
+    /// ```
+    /// # use blockflash_dist::Shard;
+    /// let shard = Shard::new(1000, 2, 0)?.in_blocks(128, 64)?;
+    /// assert_eq!(shard.ranges(), [0..256, 768..1000]);
+    /// # Ok::<(), blockflash_dist::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// Those of [`BlockGeometry::new`] for sizes that a block mask cannot have.
+    pub fn in_blocks(self, block_q: usize, block_kv: usize) -> Result<Shard> {
+        BlockGeometry::new(self.seqlen, self.seqlen, block_q, block_kv)?;
+        let multiple = |n: &usize| n.is_multiple_of(block_kv);
+        let block = (1..=block_kv).map(|n| n * block_q).find(multiple);
+        Ok(Shard { block: block.unwrap_or(block_q * block_kv), ..self })
+    }
+
+    /// Rows of the whole sequence.
+    pub fn seqlen(&self) -> usize {
+        self.seqlen
+    }
+
+    /// Number of ranks.
+    pub fn world(&self) -> usize {
+        self.world
+    }
+
+    /// Which of them has these rows.
+    pub fn rank(&self) -> usize {
+        self.rank
+    }
+
+    /// The sequence is cut at multiples of this.
+    pub fn block(&self) -> usize {
+        self.block
     }
 
     /// Where the two chunks lie in the sequence.
@@ -57,8 +108,34 @@ impl Shard {
         self.ranges().map(|range| range.len()).iter().sum()
     }
 
+    /// The rows of another one of so many ranks, in the same sequence.
+    pub(crate) fn of(&self, world: usize, rank: usize) -> Shard {
+        Shard { world, rank, ..*self }
+    }
+
+    /// The chunks, or one span if they are neighbours; none without rows.
+    pub(crate) fn spans(&self) -> Vec<Span> {
+        let [first, second] = self.ranges();
+        let row = first.len();
+        let spans = match first.end == second.start {
+            true => vec![Span { positions: first.start..second.end, row: 0 }],
+            false => {
+                vec![Span { positions: first, row: 0 }, Span { positions: second, row }]
+            }
+        };
+        spans.into_iter().filter(|span| !span.positions.is_empty()).collect()
+    }
+
+    /// Where a row of the tensors of this rank lies in the sequence.
+    pub(crate) fn position(&self, row: usize) -> usize {
+        let [first, second] = self.ranges();
+        if row < first.len() { first.start + row } else { second.start + row - first.len() }
+    }
+
     /// Where a chunk starts.
     fn start(&self, chunk: usize) -> usize {
-        (self.seqlen as u128 * chunk as u128 / (2 * self.world) as u128) as usize
+        let blocks = self.seqlen.div_ceil(self.block);
+        let block = (blocks as u128 * chunk as u128 / (2 * self.world) as u128) as usize;
+        (block * self.block).min(self.seqlen)
     }
 }
