@@ -138,8 +138,8 @@ impl Problem {
         ]
     }
 
-    /// Bytes that a rank sends in a pass, given the rows that it sends for one entry of the batch:
-    /// rows of keys, and rows of their gradients.
+    /// Bytes that a rank sends in a pass, given the rows of keys that it sends for all entries of
+    /// the batch, and the rows of their gradients.
     pub(crate) fn sent_bytes(&self, [keys, gradients]: [usize; 2], pass: Pass) -> usize {
         let AttentionProblem { dtype, batch, num_heads_q, num_heads_kv, head_dim, .. } = self.local;
         let (rows, members) = (self.grid.shard.rows(), self.grid.scheme.heads);
@@ -147,20 +147,15 @@ impl Problem {
         let row = |heads: usize| heads / members * head_dim * dtype.size();
         let (q, k, log) = (row(num_heads_q), row(num_heads_kv), num_heads_q / members * 4);
         // Rows of this rank with the heads of each other member, and back.
-        let (there, back) = (rows * (members - 1), of_group - rows);
-        batch
-            * match pass {
-                Pass::Forward => there * (q + 2 * k) + back * (q + log) + 2 * keys * k,
-                Pass::Backward => {
-                    there * (3 * q + 2 * k + log)
-                        + back * (q + 2 * k)
-                        + 2 * (keys + gradients) * k
-                }
+        let (there, back) = (batch * rows * (members - 1), batch * (of_group - rows));
+        match pass {
+            Pass::Forward => there * (q + 2 * k) + back * (q + log) + keys * 2 * k,
+            Pass::Backward => {
+                let sink = if self.local.sink { (self.grid.shard.world() - 1) * log } else { 0 };
+                let heads = there * (3 * q + 2 * k + log) + back * (q + 2 * k);
+                heads + (keys + gradients) * 2 * k + sink
             }
-            + match pass {
-                Pass::Backward if self.local.sink => (self.grid.shard.world() - 1) * log,
-                _ => 0,
-            }
+        }
     }
 }
 
