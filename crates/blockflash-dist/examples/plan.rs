@@ -37,6 +37,7 @@ fn main() {
                 head_dim: 128,
                 element_bytes: 2,
                 mask: Mask::causal(),
+                density: None,
                 pass,
             };
             let machine = Machine {

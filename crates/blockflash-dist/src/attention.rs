@@ -237,11 +237,7 @@ impl DistributedAttention<'_> {
         Ok(gradients)
     }
 
-    fn check_prepared(
-        &self,
-        prepared: &PreparedAttention,
-        comm: &dyn Communicator,
-    ) -> Result<()> {
+    fn check_prepared(&self, prepared: &PreparedAttention, comm: &dyn Communicator) -> Result<()> {
         match self.problem(comm)? == prepared.problem {
             true => Ok(()),
             false => Err(blockflash_ops::Error::NotPrepared { op: "distributed attention" }.into()),

@@ -71,7 +71,8 @@ impl Band {
     /// sees the first key, so both sides of the window are there also after the shift by what lies
     /// between query and key.
     fn part(&self, q: &Span, k: &Span) -> Option<Part> {
-        let (left, right) = (|p: usize| self.left.map_or(0, |left| p.saturating_sub(left)), self.right);
+        let (left, right) =
+            (|p: usize| self.left.map_or(0, |left| p.saturating_sub(left)), self.right);
         let from = right.map_or(0, |right| k.positions.start.saturating_sub(right));
         let until = self.left.map_or(usize::MAX, |left| k.positions.end + left);
         let queries = q.positions.start.max(from)..q.positions.end.min(until);
@@ -96,8 +97,8 @@ impl Band {
 
 impl Part {
     /// Pairs of queries and keys that the mask leaves.
-    pub(crate) fn pairs(&self) -> u64 {
-        let [rows, keys] = [&self.queries, &self.keys].map(|range| range.len() as u64);
+    pub(crate) fn pairs(&self) -> f64 {
+        let [rows, keys] = [&self.queries, &self.keys].map(|range| range.len() as f64);
         let (left, right) = match self.mask {
             Mask::Causal { .. } => (None, Some(0)),
             Mask::Window { left, right, .. } => (left, right),
@@ -105,12 +106,12 @@ impl Part {
         };
         // Query i sees keys i - left..=i + right of those that there are.
         let ends = right.map_or(rows * keys, |right| {
-            let end = right as u64 + 1;
-            let growing = keys.saturating_sub(end).min(rows);
-            growing * end + growing * growing.saturating_sub(1) / 2 + (rows - growing) * keys
+            let end = right as f64 + 1.0;
+            let growing = (keys - end).clamp(0.0, rows);
+            growing * end + growing * (growing - 1.0) / 2.0 + (rows - growing) * keys
         });
-        let hidden = left.map_or(0, |left| rows.saturating_sub(left as u64 + 1));
-        ends - hidden * (hidden + 1) / 2
+        let hidden = left.map_or(0.0, |left| (rows - 1.0 - left as f64).max(0.0));
+        ends - hidden * (hidden + 1.0) / 2.0
     }
 }
 

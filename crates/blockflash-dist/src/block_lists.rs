@@ -151,13 +151,13 @@ impl Visits {
             plans.push(plan);
         }
         let parts = (0..grid.scheme.keys).flat_map(|g| band.parts(&shard, &grid.rows_of(g)));
-        let all = parts.map(|part| part.pairs()).sum::<u64>();
+        let all = parts.map(|part| part.pairs()).sum::<f64>();
         let dense = Plan::dense(grid, &band)?;
         let keys = dense.steps.iter().map(|step| step.received).sum::<usize>();
         let ratio = |some: f64, all: f64| if all == 0.0 { 1.0 } else { some / all };
         let lists = (sizes.batch * self.own.heads) as f64;
         let density = Density {
-            pairs: ratio(pairs as f64, all as f64 * lists),
+            pairs: ratio(pairs as f64, all * lists),
             keys: ratio(received as f64, (keys * plans.len()) as f64),
         };
         Ok((plans, density))
@@ -179,7 +179,9 @@ impl Visits {
         let lists = |(entry, head)| self.own.rows(entry, head, rows.clone());
         // Those that come, or all.
         let (visited, keys) = match part.own {
-            true => ((0..part.keys.end.div_ceil(block_kv) as i32).collect(), vec![part.keys.clone()]),
+            true => {
+                ((0..part.keys.end.div_ceil(block_kv) as i32).collect(), vec![part.keys.clone()])
+            }
             false => {
                 let visited = groups.clone().flat_map(lists).flat_map(|list| columns.within(list));
                 let visited: Vec<i32> = sorted(visited.collect());

@@ -6,9 +6,7 @@ use crate::grid::Grid;
 use crate::plan::Plan;
 use crate::problem::mask_arguments;
 use crate::{Communicator, Density, Error, Result, Scheme, Shard};
-use blockflash_ops::{
-    AttentionProblem, BlockGeometry, BlockMask, BlockMaskSizes, Mask,
-};
+use blockflash_ops::{AttentionProblem, BlockGeometry, BlockMask, BlockMaskSizes, Mask};
 use std::fmt;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::Arc;
@@ -143,9 +141,8 @@ impl DistributedBlockMask {
         band: Band,
     ) -> Result<BlockMaskSizes> {
         let Sizes { batch, heads, geometry, mask, .. } = self.sizes;
-        let error = |what, found: String, expected: String| {
-            Err(Error::BlockMask { what, found, expected })
-        };
+        let error =
+            |what, found: String, expected: String| Err(Error::BlockMask { what, found, expected });
         if self.sizes.grid != *grid {
             let text = |grid: &Grid| format!("{:?}, {}", grid.shard, grid.scheme);
             return error("rows and scheme", text(&self.sizes.grid), text(grid));
@@ -207,9 +204,8 @@ impl Sizes {
         let (batch, heads) = (lists.batch(), lists.heads());
         let found = [lists.seqlen_q(), lists.seqlen_kv()];
         let expected = [shard.rows(), shard.seqlen()];
-        let error = |what, found: String, expected: String| {
-            Err(Error::BlockMask { what, found, expected })
-        };
+        let error =
+            |what, found: String, expected: String| Err(Error::BlockMask { what, found, expected });
         if found != expected {
             return error("queries and keys", format!("{found:?}"), format!("{expected:?}"));
         }
@@ -219,7 +215,11 @@ impl Sizes {
             return error("blocks", format!("{blocks:?}"), expected);
         }
         if heads != 1 && !heads.is_multiple_of(scheme.heads) {
-            return error("heads", heads.to_string(), format!("1 or a multiple of {}", scheme.heads));
+            return error(
+                "heads",
+                heads.to_string(),
+                format!("1 or a multiple of {}", scheme.heads),
+            );
         }
         let geometry =
             BlockGeometry::new(shard.seqlen(), shard.seqlen(), lists.block_q(), lists.block_kv())?;
@@ -283,7 +283,8 @@ impl Shard {
         }
         let geometry = BlockGeometry::new(self.rows(), self.seqlen(), block_q, block_kv)?;
         let (mut row_ptr, mut col_idx) = (Vec::new(), Vec::new());
-        for (batch, head) in (0..whole.batch()).flat_map(|b| (0..whole.heads()).map(move |h| (b, h)))
+        for (batch, head) in
+            (0..whole.batch()).flat_map(|b| (0..whole.heads()).map(move |h| (b, h)))
         {
             row_ptr.push(col_idx.len() as i32);
             for row in 0..geometry.rows() {

@@ -9,6 +9,7 @@ mod block_mask;
 mod communicator;
 mod error;
 mod exchange;
+mod forecast;
 mod grid;
 mod heads;
 mod memory;

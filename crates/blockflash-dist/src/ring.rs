@@ -1,16 +1,17 @@
 //! Attention of the queries of a group to the keys of all groups.
 
-use crate::exchange::{exchange, pack};
 use crate::band::Part;
+use crate::exchange::{exchange, pack};
 use crate::plan::{Call, Plan, Step};
 use crate::{Communicator, Result};
 use blockflash_ops::{
-    Attention, AttentionMerge, AttentionOutput, BlockMask, DType, Event, Stream, Tensor, View, ViewMut,
+    Attention, AttentionMerge, AttentionOutput, BlockMask, DType, Event, Stream, Tensor, View,
+    ViewMut,
 };
 
 /// Steps whose keys are received ahead. With three, an exchange is ready to start while the step
 /// before the previous one is computed, so its CTAs find free SMs when that one ends.
-const SLOTS: usize = 3;
+pub(crate) const SLOTS: usize = 3;
 
 /// The calls of one rank.
 #[derive(Clone, Copy)]
@@ -106,13 +107,15 @@ impl<'a> Incoming<'a> {
             return Ok(self.own);
         }
         let slot = &self.slots[(t - 1) % self.slots.len()];
-        stream.wait(&slot.arrived)?;
+        if self.plan.steps[t].received > 0 {
+            stream.wait(&slot.arrived)?;
+        }
         Ok([slot.tensors[0].view(), slot.tensors[1].view()])
     }
 
     /// Says that the work that uses step `t` is queued.
     pub(crate) fn done(&self, t: usize, stream: &Stream) -> Result<()> {
-        if t > 0 {
+        if t > 0 && self.plan.steps[t].received > 0 {
             self.slots[(t - 1) % self.slots.len()].used.record(stream)?;
         }
         Ok(())

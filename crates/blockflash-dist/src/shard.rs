@@ -67,9 +67,9 @@ impl Shard {
     /// Those of [`BlockGeometry::new`] for sizes that a block mask cannot have.
     pub fn in_blocks(self, block_q: usize, block_kv: usize) -> Result<Shard> {
         BlockGeometry::new(self.seqlen, self.seqlen, block_q, block_kv)?;
-        let multiple = |n: &usize| n.is_multiple_of(block_kv);
-        let block = (1..=block_kv).map(|n| n * block_q).find(multiple);
-        Ok(Shard { block: block.unwrap_or(block_q * block_kv), ..self })
+        let multiples = (1..block_kv).map(|n| n * block_q);
+        let common = multiples.into_iter().find(|block| block.is_multiple_of(block_kv));
+        Ok(Shard { block: common.unwrap_or(block_q * block_kv), ..self })
     }
 
     /// Rows of the whole sequence.
@@ -135,7 +135,8 @@ impl Shard {
     /// Where a chunk starts.
     fn start(&self, chunk: usize) -> usize {
         let blocks = self.seqlen.div_ceil(self.block);
-        let block = (blocks as u128 * chunk as u128 / (2 * self.world) as u128) as usize;
-        (block * self.block).min(self.seqlen)
+        // Less than 2^62, as sequences and ranks are limited.
+        let block = blocks as u64 * chunk as u64 / (2 * self.world as u64);
+        (block as usize * self.block).min(self.seqlen)
     }
 }

@@ -54,6 +54,7 @@ const WORKLOAD: Workload = Workload {
     head_dim: 128,
     element_bytes: 2,
     mask: Mask::Causal { align: Align::TopLeft },
+    density: None,
     pass: Pass::Forward,
 };
 

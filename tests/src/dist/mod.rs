@@ -9,11 +9,12 @@ use crate::host::{download, upload};
 use crate::number::{decode, encode};
 use crate::tolerance::check;
 use blockflash_dist::{
-    Communicator, DistributedAttention, DistributedBlockMask, Error, Memory, Pass, PreparedAttention,
-    Scheme, Shard,
+    Communicator, DistributedAttention, DistributedBlockMask, Error, Memory, Pass,
+    PreparedAttention, Scheme, Shard,
 };
 use blockflash_ops::{
-    Align, Attention, AttentionOutput, BlockMask, DType, Device, Mask, Stream, Tensor, View, ViewMut,
+    Align, Attention, AttentionOutput, BlockMask, DType, Device, Mask, Stream, Tensor, View,
+    ViewMut,
 };
 use proptest::prelude::*;
 use proptest::sample::select;
@@ -265,8 +266,7 @@ impl Rank<'_> {
     ) -> DistributedAttention<'t> {
         let AttentionCase { mask, softcap, softmax_scale, .. } = self.case.whole;
         let attention = Attention { mask, softcap, softmax_scale, sink, ..Attention::new(q, k, v) };
-        let (shard, scheme, block_mask) =
-            (self.shard, self.case.scheme, self.block_mask.as_ref());
+        let (shard, scheme, block_mask) = (self.shard, self.case.scheme, self.block_mask.as_ref());
         DistributedAttention { attention, shard, scheme, block_mask }
     }
 

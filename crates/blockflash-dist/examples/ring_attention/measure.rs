@@ -32,7 +32,7 @@ pub(crate) fn measure(
     let [q, k, v, d_o] = inputs(stream, shard.rows(), [heads_q, heads_kv])?;
     let attention = Attention { mask, ..Attention::new(q.view(), k.view(), v.view()) };
     for scheme in Scheme::all(world, heads_kv) {
-        let call = DistributedAttention { attention, seqlen, scheme };
+        let call = DistributedAttention { attention, shard, scheme, block_mask: None };
         let prepared = call.prepare(comm)?;
         let mut output: Option<AttentionOutput> = None;
         let forward = &mut || {
