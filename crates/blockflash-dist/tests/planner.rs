@@ -1,6 +1,6 @@
 //! Shards, schemes and forecasts as plain data.
 
-use blockflash_dist::{Error, Forecast, Machine, Pass, Scheme, Shard, Workload};
+use blockflash_dist::{Density, Error, Forecast, Machine, Pass, Scheme, Shard, Workload};
 use blockflash_ops::{Align, Mask};
 
 #[test]
@@ -103,6 +103,38 @@ fn a_forecast_is_the_arithmetic_of_its_bytes() {
     assert!(backward.exposed > 0.0, "that of the last step");
 }
 
+/// A window moves the keys next to each chunk, and all queries; so heads over ranks cost more.
+#[test]
+fn a_window_moves_few_keys() {
+    let window = Mask::Window { left: Some(4095), right: Some(0), align: Align::TopLeft };
+    let workload = Workload { mask: window, ..WORKLOAD };
+    let forecasts = workload.forecasts(&MACHINE);
+    assert_eq!(forecasts[0].scheme, Scheme { heads: 1, keys: 4 });
+    let bytes = 2.0 * 2.0 * 4095.0 * 4096.0 * 2.0;
+    close(forecasts[0].sent_bytes, bytes);
+    close(forecasts[0].exchange, bytes / 260e9 + 2.0 * 50e-6);
+    assert_eq!(forecasts[0].exposed, 0.0);
+    let pairs = 131_072.0 * 4096.0 - 4095.0 * 4096.0 / 2.0;
+    close(forecasts[0].ideal, 4.0 * pairs * 4096.0 / 550e12 / 4.0);
+    let heads = forecasts.iter().find(|forecast| forecast.scheme.keys == 1).unwrap();
+    assert!(heads.sent_bytes > 7.0 * bytes, "{heads}");
+}
+
+/// Half the blocks are half the work; half the keys are half the bytes.
+#[test]
+fn a_block_mask_leaves_its_density() {
+    let ring = |density| {
+        let workload = Workload { density, ..WORKLOAD };
+        *workload.forecasts(&MACHINE).iter().find(|f| f.scheme.heads == 1).unwrap()
+    };
+    let (dense, some) = (ring(None), ring(Some(Density { pairs: 0.5, keys: 0.25 })));
+    close(some.ideal, 0.5 * dense.ideal);
+    close(some.sent_bytes, 0.25 * dense.sent_bytes);
+    close(some.exchange - 3.0 * 50e-6, 0.25 * (dense.exchange - 3.0 * 50e-6));
+    assert!(some.compute < dense.compute);
+    assert!(some.to_string().contains(" MB in "), "{some}");
+}
+
 #[test]
 fn the_fastest_scheme_comes_first() {
     for seqlen in [1000, 32_768, 1 << 20] {
@@ -115,8 +147,10 @@ fn the_fastest_scheme_comes_first() {
             assert!(forecasts.iter().all(|f| (0.0..=1.0).contains(&f.scaling())));
         }
     }
+    // A block mask with a window is for heads over ranks only.
     let window = Mask::Window { left: Some(100), right: Some(0), align: Align::TopLeft };
-    let schemes = Workload { mask: window, ..WORKLOAD }.forecasts(&MACHINE);
+    let density = Some(Density { pairs: 0.5, keys: 0.5 });
+    let schemes = Workload { mask: window, density, ..WORKLOAD }.forecasts(&MACHINE);
     assert!(schemes.iter().all(|forecast| forecast.scheme.keys == 1));
     let one = WORKLOAD.forecasts(&Machine { ranks: 1, ..MACHINE });
     assert_eq!((one.len(), one[0].exposed, one[0].scaling()), (1, 0.0, 1.0));
