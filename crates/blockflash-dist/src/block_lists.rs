@@ -120,14 +120,12 @@ impl Visits {
     pub(crate) fn plans(&self, sizes: &Sizes, stream: &Stream) -> Result<(Vec<Plan>, Density)> {
         let (grid, band) = (&sizes.grid, sizes.band);
         let shard = grid.rows_of(grid.group());
-        let entries: Vec<_> = match grid.scheme.keys {
-            // One call for the whole batch.
-            1 => vec![0..sizes.batch],
-            _ => (0..sizes.batch).map(|entry| entry..entry + 1).collect(),
-        };
-        let mut plans = Vec::with_capacity(entries.len());
+        // One call for the whole batch where one group has all keys.
+        let step = if grid.scheme.keys == 1 { sizes.batch.max(1) } else { 1 };
+        let mut plans = Vec::new();
         let (mut pairs, mut received) = (0, 0);
-        for entries in entries {
+        for first in (0..sizes.batch).step_by(step) {
+            let entries = first..first + step;
             let visits = |group: usize| {
                 let source = grid.rows_of(group);
                 let parts = band.parts(&shard, &source).into_iter();
@@ -136,7 +134,7 @@ impl Visits {
             };
             let columns = Columns::of(&shard, sizes.geometry.block_kv());
             let returned = |group: usize| {
-                let visited = sorted(columns.within(&self.theirs[group][entries.start]).collect());
+                let visited = sorted(columns.within(&self.theirs[group][first]).collect());
                 visited.first().map(|_| columns.rows(&visited)).into_iter().collect()
             };
             let mut plan = Plan::new(grid, visits, returned)?;

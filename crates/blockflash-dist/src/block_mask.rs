@@ -265,38 +265,6 @@ impl Sizes {
     }
 }
 
-impl Shard {
-    /// The lists of the queries of this rank, from a mask of the whole sequence on the CPU.
-    ///
-    /// # Errors
-    /// [`Error::BlockMask`] if the mask is of another length, or if blocks lie on several ranks; a
-    /// mask that is not on the CPU.
-    pub fn block_mask(&self, whole: &BlockMask) -> Result<BlockMask> {
-        let (block_q, block_kv) = (whole.block_q(), whole.block_kv());
-        let found = [whole.seqlen_q(), whole.seqlen_kv()];
-        if found != [self.seqlen(); 2] || !self.block().is_multiple_of(block_q) {
-            return Err(Error::BlockMask {
-                what: "queries, keys and queries of a block",
-                found: format!("{found:?}, {block_q}"),
-                expected: format!("twice {}, a part of {}", self.seqlen(), self.block()),
-            });
-        }
-        let geometry = BlockGeometry::new(self.rows(), self.seqlen(), block_q, block_kv)?;
-        let (mut row_ptr, mut col_idx) = (Vec::new(), Vec::new());
-        for (batch, head) in
-            (0..whole.batch()).flat_map(|b| (0..whole.heads()).map(move |h| (b, h)))
-        {
-            row_ptr.push(col_idx.len() as i32);
-            for row in 0..geometry.rows() {
-                let row = self.position(row * block_q) / block_q;
-                col_idx.extend(whole.row(batch, head, row)?.map(|col| col as i32));
-                row_ptr.push(col_idx.len() as i32);
-            }
-        }
-        Ok(BlockMask::from_parts(geometry, whole.batch(), whole.heads(), &row_ptr, &col_idx)?)
-    }
-}
-
 fn hash_of(value: &impl Hash) -> u64 {
     let mut hasher = DefaultHasher::new();
     value.hash(&mut hasher);

@@ -1,6 +1,6 @@
 use crate::{Error, Result};
-use blockflash_ops::BlockGeometry;
 use blockflash_ops::attention::MAX_SEQLEN;
+use blockflash_ops::{BlockGeometry, BlockMask};
 use std::ops::Range;
 
 /// The rows of a sequence that one rank holds.
@@ -70,6 +70,36 @@ impl Shard {
         let multiples = (1..block_kv).map(|n| n * block_q);
         let common = multiples.into_iter().find(|block| block.is_multiple_of(block_kv));
         Ok(Shard { block: common.unwrap_or(block_q * block_kv), ..self })
+    }
+
+    /// The lists of the queries of this rank, from a mask of the whole sequence on the CPU.
+    ///
+    /// # Errors
+    /// [`Error::BlockMask`] if the mask is of another length, or if blocks lie on several ranks; a
+    /// mask that is not on the CPU.
+    pub fn block_mask(&self, whole: &BlockMask) -> Result<BlockMask> {
+        let (block_q, block_kv) = (whole.block_q(), whole.block_kv());
+        let found = [whole.seqlen_q(), whole.seqlen_kv()];
+        if found != [self.seqlen(); 2] || !self.block().is_multiple_of(block_q) {
+            return Err(Error::BlockMask {
+                what: "queries, keys and queries of a block",
+                found: format!("{found:?}, {block_q}"),
+                expected: format!("twice {}, a part of {}", self.seqlen(), self.block()),
+            });
+        }
+        let geometry = BlockGeometry::new(self.rows(), self.seqlen(), block_q, block_kv)?;
+        let (mut row_ptr, mut col_idx) = (Vec::new(), Vec::new());
+        for (batch, head) in
+            (0..whole.batch()).flat_map(|b| (0..whole.heads()).map(move |h| (b, h)))
+        {
+            row_ptr.push(col_idx.len() as i32);
+            for row in 0..geometry.rows() {
+                let row = self.position(row * block_q) / block_q;
+                col_idx.extend(whole.row(batch, head, row)?.map(|col| col as i32));
+                row_ptr.push(col_idx.len() as i32);
+            }
+        }
+        Ok(BlockMask::from_parts(geometry, whole.batch(), whole.heads(), &row_ptr, &col_idx)?)
     }
 
     /// Rows of the whole sequence.

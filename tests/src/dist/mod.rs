@@ -1,23 +1,18 @@
 //! Attention over several ranks in threads of one process, against the oracle of the whole
 //! sequence.
 
-use crate::attention::{
-    AttentionCase, AttentionData, AttentionReference, BlockCase, BlockPattern, Lengths, MaskHeads,
-};
+mod rank;
+mod strategy;
+
+pub use rank::{Counted, Rank};
+pub use strategy::{dist_block_cases, dist_cases};
+
+use crate::attention::{AttentionCase, AttentionData, AttentionReference, Lengths};
 use crate::attention_bwd::{BackwardData, BackwardReference};
-use crate::host::{download, upload};
-use crate::number::{decode, encode};
+use crate::number::decode;
 use crate::tolerance::check;
-use blockflash_dist::{
-    Communicator, DistributedAttention, DistributedBlockMask, Error, Memory, Pass,
-    PreparedAttention, Scheme, Shard,
-};
-use blockflash_ops::{
-    Align, Attention, AttentionOutput, BlockMask, DType, Device, Mask, Stream, Tensor, View,
-    ViewMut,
-};
-use proptest::prelude::*;
-use proptest::sample::select;
+use blockflash_dist::{Communicator, DistributedBlockMask, Error, Memory, Scheme, Shard};
+use blockflash_ops::{BlockMask, DType, Device};
 use std::cell::Cell;
 use std::time::Duration;
 
@@ -33,88 +28,6 @@ pub struct DistCase {
     pub scheme: Scheme,
     /// The blocks between which it is cut.
     pub cut: Option<[usize; 2]>,
-}
-
-/// Random masks: of windows, such that hide almost everything and such that hide almost nothing.
-fn masks(longest: usize) -> impl Strategy<Value = Mask> {
-    let align = select(vec![Align::TopLeft, Align::BottomRight]);
-    let side = prop_oneof![
-        2 => Just(None),
-        2 => (0..=9usize).prop_map(Some),
-        3 => (0..=longest).prop_map(Some),
-        1 => Just(Some(usize::MAX)),
-    ];
-    prop_oneof![
-        1 => Just(Mask::Full),
-        2 => align.clone().prop_map(|align| Mask::Causal { align }),
-        3 => (side.clone(), side, align)
-            .prop_map(|(left, right, align)| Mask::Window { left, right, align }),
-    ]
-}
-
-/// Random cases for 1 to `most` ranks.
-pub fn dist_cases(
-    most: usize,
-    dtypes: Vec<DType>,
-    head_dims: Vec<usize>,
-    longest: usize,
-) -> impl Strategy<Value = DistCase> {
-    let sizes = (1..=most, select(vec![1usize, 2, 3, 4, 6, 8]), 1..=3usize, 1..=2usize);
-    let seqlen = prop_oneof![1 => 0..=20usize, 4 => 1..=longest];
-    let softcap = prop_oneof![3 => Just(None), 1 => Just(Some(15.0f32))];
-    let cut = prop_oneof![6 => Just(None), 1 => Just(Some([64, 64]))];
-    let options = (masks(longest), softcap, any::<bool>(), cut, any::<u32>());
-    (sizes, seqlen, select(dtypes), select(head_dims), options, any::<prop::sample::Index>())
-        .prop_map(
-            |(
-                (world, heads_kv, ratio, batch),
-                seqlen,
-                dtype,
-                head_dim,
-                (mask, softcap, sink, cut, seed),
-                which,
-            )| {
-                let schemes = Scheme::all(world, heads_kv);
-                let scheme = schemes[which.index(schemes.len())];
-                let simple =
-                    AttentionCase::simple(dtype, (heads_kv * ratio, heads_kv), head_dim, (0, 0));
-                let lengths = Lengths::Dense { batch, seqlen_q: seqlen, seqlen_kv: seqlen };
-                let seed = seed.into();
-                let whole = AttentionCase { lengths, mask, softcap, sink, seed, ..simple };
-                DistCase { whole, scheme, cut }
-            },
-        )
-}
-
-/// Random cases with block masks. Where keys are divided, there are no windows with them.
-pub fn dist_block_cases(
-    most: usize,
-    dtypes: Vec<DType>,
-    head_dims: Vec<usize>,
-    longest: usize,
-) -> impl Strategy<Value = DistCase> {
-    let sizes = select(vec![[64, 64], [128, 64], [64, 128], [128, 192]]);
-    let heads = select(vec![MaskHeads::One, MaskHeads::KeyValue, MaskHeads::Query]);
-    let patterns = select(vec![
-        BlockPattern::Random(0.0),
-        BlockPattern::Random(0.1),
-        BlockPattern::Random(0.4),
-        BlockPattern::Random(1.0),
-        BlockPattern::EmptyRowsAndColumns,
-        BlockPattern::Seen,
-    ]);
-    let cases = dist_cases(most, dtypes, head_dims, longest);
-    (cases, sizes, heads, any::<bool>(), patterns, 0..2usize).prop_map(
-        |(mut case, [block_q, block_kv], heads, per_entry, pattern, mask)| {
-            let block = BlockCase { block_q, block_kv, per_entry, heads, pattern };
-            case.whole.block_mask = Some(block);
-            case.cut = Some([block_q, block_kv]);
-            if case.scheme.keys > 1 {
-                case.whole.mask = [Mask::Full, Mask::causal()][mask];
-            }
-            case
-        },
-    )
 }
 
 impl DistCase {
@@ -178,158 +91,6 @@ impl DistCase {
             };
             ranks.into_iter().enumerate().map(join).collect()
         })
-    }
-}
-
-/// Counts the bytes that a rank sends.
-pub struct Counted {
-    comm: Memory,
-    sent: Cell<usize>,
-}
-
-impl Communicator for Counted {
-    fn rank(&self) -> usize {
-        self.comm.rank()
-    }
-
-    fn world(&self) -> usize {
-        self.comm.world()
-    }
-
-    fn stream(&self) -> &Stream {
-        self.comm.stream()
-    }
-
-    fn exchange(
-        &self,
-        sends: &[(usize, View<'_>)],
-        receives: &mut [(usize, ViewMut<'_>)],
-    ) -> Result<(), Error> {
-        let bytes = sends.iter().map(|(_, view)| view.layout().elements() * view.dtype().size());
-        self.sent.set(self.sent.get() + bytes.sum::<usize>());
-        self.comm.exchange(sends, receives)
-    }
-
-    fn wait(&self, stream: &Stream) -> Result<(), Error> {
-        self.comm.wait(stream)
-    }
-
-    fn give_up(&self, why: &str) {
-        self.comm.give_up(why);
-    }
-}
-
-/// One rank of a case.
-pub struct Rank<'a> {
-    case: &'a DistCase,
-    /// Its way to the others.
-    pub comm: &'a Counted,
-    shard: Shard,
-    /// Where it computes.
-    pub stream: Stream,
-    block_mask: Option<DistributedBlockMask>,
-}
-
-impl Rank<'_> {
-    /// This rank's rows of a tensor `[batch, seqlen, heads, head_dim]`.
-    pub fn rows(&self, values: &[f32], heads: usize) -> Result<Tensor, String> {
-        let ([batch, seqlen], whole) = (self.case.sizes(), &self.case.whole);
-        let (width, dtype) = (heads * whole.head_dim, whole.dtype);
-        let rows = |entry: usize| {
-            let ranges = self.shard.ranges().into_iter();
-            let row = move |range: std::ops::Range<usize>| {
-                (entry * seqlen + range.start) * width..(entry * seqlen + range.end) * width
-            };
-            ranges.flat_map(move |range| &values[row(range)])
-        };
-        let bits: Vec<u32> = (0..batch).flat_map(rows).map(|&x| encode(dtype, x)).collect();
-        let shape = [batch, self.shard.rows(), heads, whole.head_dim];
-        upload(&self.stream, dtype, &bits, &shape)
-    }
-
-    /// This rank's part of a log-sum-exp `[batch, heads, seqlen]`.
-    pub fn logs(&self, values: &[f32]) -> Result<Tensor, String> {
-        let ([batch, seqlen], heads) = (self.case.sizes(), self.case.whole.heads_q);
-        let rows = |at: usize| {
-            let ranges = self.shard.ranges().into_iter();
-            ranges.flat_map(move |range| &values[at * seqlen..][range])
-        };
-        let bits: Vec<u32> = (0..batch * heads).flat_map(rows).map(|x| x.to_bits()).collect();
-        upload(&self.stream, DType::F32, &bits, &[batch, heads, self.shard.rows()])
-    }
-
-    /// The call on rows of q, k and v, and a sink.
-    pub fn call<'t>(
-        &'t self,
-        [q, k, v]: [View<'t>; 3],
-        sink: Option<View<'t>>,
-    ) -> DistributedAttention<'t> {
-        let AttentionCase { mask, softcap, softmax_scale, .. } = self.case.whole;
-        let attention = Attention { mask, softcap, softmax_scale, sink, ..Attention::new(q, k, v) };
-        let (shard, scheme, block_mask) = (self.shard, self.case.scheme, self.block_mask.as_ref());
-        DistributedAttention { attention, shard, scheme, block_mask }
-    }
-
-    fn sink(&self, data: &AttentionData) -> Result<Option<Tensor>, String> {
-        let bits: Vec<u32> = data.sink.iter().map(|x| x.to_bits()).collect();
-        let sink = || upload(&self.stream, DType::F32, &bits, &[bits.len()]);
-        self.case.whole.sink.then(sink).transpose()
-    }
-
-    /// The forward pass of the data of a case.
-    pub fn forward(&self, data: &AttentionData) -> Result<AttentionOutput, String> {
-        let AttentionCase { heads_q, heads_kv, .. } = self.case.whole;
-        let (q, sink) = (self.rows(&data.q, heads_q)?, self.sink(data)?);
-        let [k, v] = [self.rows(&data.k, heads_kv)?, self.rows(&data.v, heads_kv)?];
-        let sink = sink.as_ref().map(Tensor::view);
-        let call = self.call([q.view(), k.view(), v.view()], sink);
-        let output = self.counted(&call, Pass::Forward, |prepared| {
-            call.forward_prepared(prepared, self.comm, &self.stream)
-        })?;
-        self.comm.wait(&self.stream).map_err(|error| error.to_string())?;
-        Ok(output)
-    }
-
-    /// The bits of the gradients of q, k, v and the sink, of the data of a case.
-    pub fn backward(&self, data: &BackwardData) -> Result<Vec<Vec<u32>>, String> {
-        let AttentionCase { heads_q, heads_kv, .. } = self.case.whole;
-        let (q, sink) = (self.rows(&data.forward.q, heads_q)?, self.sink(&data.forward)?);
-        let k = self.rows(&data.forward.k, heads_kv)?;
-        let v = self.rows(&data.forward.v, heads_kv)?;
-        let output =
-            AttentionOutput { o: self.rows(&data.o, heads_q)?, lse: self.logs(&data.lse)? };
-        let d_o = self.rows(&data.d_o, heads_q)?;
-        let sink = sink.as_ref().map(Tensor::view);
-        let call = self.call([q.view(), k.view(), v.view()], sink);
-        let gradients = self.counted(&call, Pass::Backward, |prepared| {
-            call.backward_prepared(prepared, &output, d_o.view(), self.comm, &self.stream)
-        })?;
-        self.comm.wait(&self.stream).map_err(|error| error.to_string())?;
-        let mut all = vec![&gradients.dq, &gradients.dk, &gradients.dv];
-        all.extend(&gradients.d_sink);
-        self.bits(&all)
-    }
-
-    /// Runs a prepared call, which sends as many bytes as it says.
-    fn counted<T>(
-        &self,
-        call: &DistributedAttention<'_>,
-        pass: Pass,
-        run: impl FnOnce(&PreparedAttention) -> Result<T, Error>,
-    ) -> Result<T, String> {
-        let prepared = call.prepare(self.comm).map_err(|error| error.to_string())?;
-        self.comm.sent.set(0);
-        let result = run(&prepared).map_err(|error| error.to_string())?;
-        let (expected, found) = (prepared.sent_bytes(pass), self.comm.sent.get());
-        match expected == found {
-            true => Ok(result),
-            false => Err(format!("{pass:?} sends {found} bytes, not {expected}")),
-        }
-    }
-
-    /// The bits of tensors.
-    pub fn bits(&self, tensors: &[&Tensor]) -> Result<Vec<Vec<u32>>, String> {
-        tensors.iter().map(|tensor| download(&self.stream, tensor)).collect()
     }
 }
 
