@@ -36,7 +36,7 @@ fn backward_in_half_precision() {
 }
 
 fn check_blocks(cases: u32, dtypes: &[DType], longest: usize, run: Run) {
-    let cases_of = dist_block_cases(8, dtypes.to_vec(), vec![8], longest);
+    let cases_of = dist_block_cases(8, dtypes.to_vec(), vec![8, 24], longest);
     property::check(cases, cases_of, |case| run(&case, &Device::cpu()).map(drop));
 }
 
@@ -48,6 +48,20 @@ fn forward_with_block_masks() {
 #[test]
 fn backward_with_block_masks() {
     check_blocks(50, &[DType::F32, DType::BF16], 700, run_backward);
+}
+
+/// Where lists of several ranks of a group come together.
+#[test]
+fn block_masks_over_heads_and_keys() {
+    let cases = dist_block_cases(8, vec![DType::F32], vec![4], 900);
+    let both = |case: &&DistCase| case.scheme.keys > 1 && case.scheme.heads > 1;
+    let cases = property::samples(300, cases);
+    let cases: Vec<_> = cases.iter().filter(both).collect();
+    assert!(cases.len() > 20);
+    for case in cases {
+        run_forward(case, &Device::cpu()).unwrap();
+        run_backward(case, &Device::cpu()).unwrap();
+    }
 }
 
 #[test]

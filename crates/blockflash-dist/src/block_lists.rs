@@ -134,7 +134,9 @@ impl Visits {
             };
             let columns = Columns::of(&shard, sizes.geometry.block_kv());
             let returned = |group: usize| {
-                let visited = sorted(columns.within(&self.theirs[group][first]).collect());
+                // Of several ranks, one list after the other.
+                let lists = sorted(self.theirs[group][first].clone());
+                let visited: Vec<_> = columns.within(&lists).collect();
                 visited.first().map(|_| columns.rows(&visited)).into_iter().collect()
             };
             let mut plan = Plan::new(grid, visits, returned)?;
