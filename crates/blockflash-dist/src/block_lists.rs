@@ -112,7 +112,10 @@ impl Visits {
                 }
             }
         }
-        Ok(())
+        match rest {
+            [] => Ok(()),
+            _ => Err(Error::message(rank, "lists of blocks", "more")),
+        }
     }
 
     /// The plans of the batch entries, with masks on the device of the stream, and how much is
@@ -270,3 +273,7 @@ fn sorted(mut columns: Vec<i32>) -> Vec<i32> {
     columns.dedup();
     columns
 }
+
+#[cfg(test)]
+#[path = "block_lists_tests.rs"]
+mod tests;

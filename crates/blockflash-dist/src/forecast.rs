@@ -3,7 +3,8 @@
 use crate::band::{Band, Part};
 use crate::grid::{Grid, Scheme};
 use crate::plan::union;
-use crate::{Density, Forecast, Machine, Pass, Shard, Workload, ring};
+use crate::ring::SLOTS;
+use crate::{Density, Forecast, Machine, Pass, Shard, Workload};
 
 /// What a group does in one step: pairs of queries and keys, rows of keys, rows of gradients.
 #[derive(Clone, Copy, Default)]
@@ -86,7 +87,7 @@ pub(crate) fn forecast(workload: &Workload, scheme: Scheme, machine: &Machine) -
             compute: attention + copied,
             sent_bytes: moved * (members - 1.0) / members + sent * density.keys * 2.0 * k,
             exchange: heads + keys.iter().sum::<f64>() + gradients.iter().sum::<f64>(),
-            exposed: heads + (end(&computed, &keys, &gradients) - attention).max(0.0),
+            exposed: heads + (end(&steps, &computed, &keys, &gradients) - attention).max(0.0),
             ideal,
         }
     };
@@ -125,27 +126,28 @@ fn steps(grid: &Grid, band: &Band, group: usize) -> (Vec<Step>, [f64; 2]) {
 
 /// When the last computation and the last exchange end. Keys are received up to two steps ahead,
 /// into memory for three; gradients follow their computation. Exchanges come one after another.
-fn end(computed: &[f64], keys: &[f64], gradients: &[f64]) -> f64 {
-    const SLOTS: usize = ring::SLOTS;
-    let steps = computed.len();
+fn end(steps: &[Step], computed: &[f64], keys: &[f64], gradients: &[f64]) -> f64 {
     let (mut link, mut ended) = (0.0f64, 0.0f64);
-    let (mut free, mut arrived) = ([0.0f64; SLOTS], [0.0; SLOTS]);
+    // When the keys of each step that receives any arrived, and when they were used.
+    let (mut arrived, mut used) = (Vec::new(), Vec::new());
     let mut queued = 1;
-    for t in 0..steps {
+    for t in 0..steps.len() {
         // Before the first step as many as fit but one, then one at each step.
-        while queued < steps.min(t.max(1) + SLOTS - usize::from(t == 0)) {
-            if keys[queued] > 0.0 {
-                link = link.max(free[queued % SLOTS]) + keys[queued];
-                arrived[queued % SLOTS] = link;
+        while queued < steps.len().min(t.max(1) + SLOTS - usize::from(t == 0)) {
+            if steps[queued].keys > 0.0 {
+                let before = arrived.len().checked_sub(SLOTS);
+                link = link.max(before.map_or(0.0, |turn| used[turn]));
+                arrived.push(link + keys[queued]);
             }
+            link += keys[queued];
             queued += 1;
         }
-        if t > 0 && keys[t] > 0.0 {
-            ended = ended.max(arrived[t % SLOTS]);
+        if steps[t].keys > 0.0 {
+            ended = ended.max(arrived[used.len()]);
         }
         ended += computed[t];
-        if keys[t] > 0.0 {
-            free[t % SLOTS] = ended;
+        if steps[t].keys > 0.0 {
+            used.push(ended);
         }
         if gradients[t] > 0.0 {
             link = link.max(ended) + gradients[t];

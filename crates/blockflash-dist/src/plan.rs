@@ -27,6 +27,8 @@ pub(crate) struct Step {
     /// The rank whose keys are attended, and how many of its rows come: those that any call needs.
     pub(crate) from: usize,
     pub(crate) received: usize,
+    /// How many steps before this one had rows that came.
+    pub(crate) turn: usize,
     pub(crate) calls: Vec<Call>,
     /// The rank that attends the keys of this one, and the rows that it needs.
     pub(crate) to: usize,
@@ -89,7 +91,7 @@ impl Plan {
     ) -> Result<Plan> {
         let (own, groups) = (grid.group(), grid.scheme.keys);
         let mut steps = Vec::with_capacity(groups);
-        let (mut queries, mut keys) = (Vec::new(), Vec::new());
+        let (mut queries, mut keys, mut turn) = (Vec::new(), Vec::new(), 0);
         for t in 0..groups {
             let [source, target] = [(own + groups - t) % groups, (own + t) % groups];
             let visits = visits(source)?;
@@ -115,7 +117,8 @@ impl Plan {
                 _ => (count(&coming), union(back.concat())),
             };
             let returned = back.into_iter().map(|rows| Returned { rows, slot: 0 }).collect();
-            steps.push(Step { from, received, calls, to, sent, returned });
+            steps.push(Step { from, received, turn, calls, to, sent, returned });
+            turn += usize::from(received > 0);
         }
         let rows = grid.rows_of(own).rows();
         // In the order of the keys: the slots of a query are neighbours then.

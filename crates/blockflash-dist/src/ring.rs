@@ -56,15 +56,16 @@ impl<'a> Incoming<'a> {
         own: [View<'a>; 2],
         stream: &Stream,
     ) -> Result<Self> {
-        let steps = plan.steps.len() - 1;
+        let ahead = 1..plan.steps.len().min(SLOTS);
+        let receiving = plan.steps.iter().filter(|step| step.received > 0).count();
         let rows = plan.steps.iter().map(|step| step.received).max().unwrap_or(0);
         let mut this = Incoming { comm, plan, own, slots: Vec::new() };
-        for _ in 0..steps.min(SLOTS) {
+        for _ in 0..receiving.min(SLOTS) {
             let event = || Event::new(stream.device(), false);
             let (tensors, arrived, used) = (this.like(rows, stream)?, event()?, event()?);
             this.slots.push(Slot { tensors, arrived, used });
         }
-        (1..=steps.min(SLOTS - 1)).try_for_each(|t| this.queue(t))?;
+        ahead.into_iter().try_for_each(|t| this.queue(t))?;
         Ok(this)
     }
 
@@ -81,21 +82,28 @@ impl<'a> Incoming<'a> {
 
     /// Queues the exchange of step `t`.
     fn queue(&mut self, t: usize) -> Result<()> {
-        let Step { from, received, to, sent, .. } = &self.plan.steps[t];
-        let at = (t - 1) % self.slots.len();
-        let slot = &mut self.slots[at];
+        let Step { from, received, turn, to, sent, .. } = &self.plan.steps[t];
         let stream = self.comm.stream();
-        if *received > 0 {
-            stream.wait(&slot.used)?;
-        }
         let [k, v] = self.own;
         let packed = [pack(k, sent, stream)?, pack(v, sent, stream)?];
         let sends = packed.iter().map(|rows| (*to, rows.view())).collect();
+        if *received == 0 {
+            return exchange(self.comm, sends, Vec::new());
+        }
+        let at = turn % self.slots.len();
+        let slot = &mut self.slots[at];
+        stream.wait(&slot.used)?;
         let receives = slot.tensors.iter_mut();
         let receives = receives.map(|x| Ok((*from, x.view_mut().slice(1, 0..*received)?)));
         exchange(self.comm, sends, receives.collect::<Result<Vec<_>>>()?)?;
         slot.arrived.record(stream)?;
         Ok(())
+    }
+
+    /// The slot of step `t`, if keys come for it.
+    fn slot(&self, t: usize) -> Option<&Slot> {
+        let step = &self.plan.steps[t];
+        (step.received > 0).then(|| &self.slots[step.turn % self.slots.len()])
     }
 
     /// The keys and values of step `t`, for work on the stream. Later exchanges are queued before
@@ -105,20 +113,15 @@ impl<'a> Incoming<'a> {
         if t > 0 && ahead < self.plan.steps.len() {
             self.queue(ahead)?;
         }
-        if t == 0 {
-            return Ok(self.own);
-        }
-        let slot = &self.slots[(t - 1) % self.slots.len()];
-        if self.plan.steps[t].received > 0 {
-            stream.wait(&slot.arrived)?;
-        }
+        let Some(slot) = self.slot(t) else { return Ok(self.own) };
+        stream.wait(&slot.arrived)?;
         Ok([slot.tensors[0].view(), slot.tensors[1].view()])
     }
 
     /// Says that the work that uses step `t` is queued.
     pub(crate) fn done(&self, t: usize, stream: &Stream) -> Result<()> {
-        if t > 0 && self.plan.steps[t].received > 0 {
-            self.slots[(t - 1) % self.slots.len()].used.record(stream)?;
+        if let Some(slot) = self.slot(t) {
+            slot.used.record(stream)?;
         }
         Ok(())
     }
