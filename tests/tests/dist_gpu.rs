@@ -4,7 +4,9 @@
 use blockflash_dist::Scheme;
 use blockflash_ops::{DType, Mask};
 use blockflash_tests::attention::{AttentionCase, Lengths};
-use blockflash_tests::dist::{DistCase, dist_cases, repeats, run_backward, run_forward};
+use blockflash_tests::dist::{
+    DistCase, dist_block_cases, dist_cases, repeats, run_backward, run_forward,
+};
 use blockflash_tests::gpu::gpu;
 use blockflash_tests::property;
 
@@ -16,6 +18,18 @@ fn random_cases() {
     let with_gradients = |case: &DistCase| case.scheme.keys == 1;
     for case in property::samples(120, cases()).iter().filter(|case| with_gradients(case)) {
         run_backward(case, &gpu.device).unwrap();
+    }
+}
+
+#[test]
+fn block_masks() {
+    let Some(gpu) = gpu("dist_gpu::block_masks") else { return };
+    let cases = dist_block_cases(8, vec![DType::BF16, DType::F16], vec![64, 128], 1500);
+    for case in property::samples(40, cases) {
+        run_forward(&case, &gpu.device).unwrap();
+        if case.scheme.keys == 1 {
+            run_backward(&case, &gpu.device).unwrap();
+        }
     }
 }
 

@@ -40,7 +40,7 @@ pub struct PreparedAttention {
 }
 
 impl PreparedAttention {
-    /// Bytes that this rank sends to others in a pass. It receives about as many.
+    /// Bytes that this rank sends to others in a pass.
     pub fn sent_bytes(&self, pass: Pass) -> usize {
         let batch = self.problem.local.batch;
         let mut rows = [0; 2];
@@ -57,12 +57,13 @@ impl DistributedAttention<'_> {
     ///
     /// # Errors
     /// All checks of [`Attention::problem`]; [`Error::Rows`], [`Error::Scheme`],
-    /// [`Error::Unsupported`], [`Error::Size`]; [`Error::Refused`] if another rank has one of these
-    /// errors; [`Error::Mismatch`] if the arguments differ; those of
+    /// [`Error::BlockMask`], [`Error::Unsupported`], [`Error::Size`]; [`Error::Refused`] if another
+    /// rank has one of these errors; [`Error::Mismatch`] if the arguments differ; those of
     /// [`Communicator::exchange`].
     ///
     /// [`Error::Rows`]: crate::Error::Rows
     /// [`Error::Scheme`]: crate::Error::Scheme
+    /// [`Error::BlockMask`]: crate::Error::BlockMask
     /// [`Error::Unsupported`]: crate::Error::Unsupported
     /// [`Error::Size`]: crate::Error::Size
     /// [`Error::Refused`]: crate::Error::Refused
@@ -110,8 +111,7 @@ impl DistributedAttention<'_> {
         stream: &Stream,
     ) -> Result<AttentionOutput> {
         self.check_prepared(prepared, comm)?;
-        let Attention { q, k, v, .. } = self.attention;
-        on_device(comm, stream, &[("q", q), ("k", k), ("v", v)])?;
+        on_device(comm, stream, &self.operands())?;
         let result = self.run_forward(prepared, comm, stream);
         result.inspect_err(|error| comm.give_up(&error.to_string()))
     }
@@ -142,6 +142,12 @@ impl DistributedAttention<'_> {
         scatter(comm, grid, all.lse.view(), LOGS, lse.view_mut())?;
         stream.wait_for(comm.stream())?;
         Ok(AttentionOutput { o, lse })
+    }
+
+    fn operands(&self) -> Vec<(&'static str, View<'_>)> {
+        let Attention { q, k, v, sink, .. } = self.attention;
+        let sink = sink.map(|sink| ("sink", sink));
+        [("q", q), ("k", k), ("v", v)].into_iter().chain(sink).collect()
     }
 
     /// The options of the call for the heads of this rank.
@@ -190,8 +196,8 @@ impl DistributedAttention<'_> {
         let (o, lse) = (output.o.view(), output.lse.view());
         let call = AttentionBackward { attention: self.attention, o, lse, d_o };
         prepared.problem.check_backward(&call, comm)?;
-        let Attention { q, k, v, .. } = self.attention;
-        let operands = [("q", q), ("k", k), ("v", v), ("o", o), ("lse", lse), ("d_o", d_o)];
+        let mut operands = self.operands();
+        operands.extend([("o", o), ("lse", lse), ("d_o", d_o)]);
         on_device(comm, stream, &operands)?;
         let result = self.run_backward(prepared, &call, comm, stream);
         result.inspect_err(|error| comm.give_up(&error.to_string()))

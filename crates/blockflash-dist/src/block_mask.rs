@@ -19,25 +19,27 @@ use std::sync::Arc;
 /// taken together there, those of the batch entries are not.
 ///
 /// ```
-/// use blockflash_dist::{Communicator, DistributedBlockMask, Memory, Scheme, Shard};
+/// use blockflash_dist::{Communicator, DistributedBlockMask, Memory, Result, Scheme, Shard};
 /// use blockflash_ops::{Align, BlockGeometry, BlockMask, Device, Mask};
 /// use std::time::Duration;
+///
+/// fn rank(comm: &Memory) -> Result<()> {
+///     let shard = Shard::new(4096, comm.world(), comm.rank())?.in_blocks(64, 64)?;
+///     // Or lists of this rank's queries that it has chosen itself.
+///     let whole = BlockGeometry::new(4096, 4096, 64, 64)?;
+///     let window = BlockMask::window(whole, Some(3), Some(0), Align::TopLeft)?;
+///     let lists = shard.block_mask(&window)?;
+///
+///     let scheme = Scheme { heads: 1, keys: 2 };
+///     let mask = DistributedBlockMask::new(&lists, Mask::causal(), shard, scheme, comm)?;
+///     assert!(mask.density().keys < 0.2, "{mask}");
+///     Ok(())
+/// }
 ///
 /// let ranks = Memory::group(&Device::cpu(), 2, Duration::from_secs(10))?;
 /// std::thread::scope(|threads| {
 ///     for comm in ranks {
-///         threads.spawn(move || -> blockflash_dist::Result<()> {
-///             let shard = Shard::new(4096, comm.world(), comm.rank())?.in_blocks(64, 64)?;
-///             // Or lists of this rank's queries that it has chosen itself.
-///             let whole = BlockGeometry::new(4096, 4096, 64, 64)?;
-///             let window = BlockMask::window(whole, Some(3), Some(0), Align::TopLeft)?;
-///             let lists = shard.block_mask(&window)?;
-///
-///             let scheme = Scheme { heads: 1, keys: 2 };
-///             let mask = DistributedBlockMask::new(&lists, Mask::causal(), shard, scheme, &comm)?;
-///             assert!(mask.density().keys < 0.2, "{mask}");
-///             Ok(())
-///         });
+///         threads.spawn(move || rank(&comm).unwrap());
 ///     }
 /// });
 /// # Ok::<(), blockflash_dist::Error>(())

@@ -87,8 +87,8 @@ impl Packed<'_> {
     }
 }
 
-/// Sends each rank a list, and takes those of all ranks: the first of two messages says how long the
-/// second one is.
+/// Sends each rank a list, and takes those of all ranks: the first of two messages says how long
+/// the second one is.
 pub(crate) fn exchange_lists(comm: &dyn Communicator, lists: &[Vec<i32>]) -> Result<Vec<Vec<i32>>> {
     let length = |list: &Vec<i32>| match i32::try_from(list.len()) {
         Ok(length) => Ok(vec![length]),

@@ -91,7 +91,9 @@ pub(crate) fn forecast(workload: &Workload, scheme: Scheme, machine: &Machine) -
             ideal,
         }
     };
-    (0..scheme.keys).map(forecast).max_by(|a, b| a.total().total_cmp(&b.total()))
+    // Every group of up to 1024, and a sample of more.
+    let groups = (0..scheme.keys).step_by(scheme.keys.div_ceil(1024));
+    groups.map(forecast).max_by(|a, b| a.total().total_cmp(&b.total()))
 }
 
 /// The steps of a group, and how many rows the parts of its outputs and of the gradients of its

@@ -116,8 +116,8 @@ impl Workload {
     /// Every scheme that takes the call, the fastest one first; of equally fast ones the one with
     /// more heads. None for a sequence that no [`Shard`](crate::Shard) has.
     ///
-    /// The work and the exchanges of each step are counted from what every rank does under the mask.
-    /// Printed, a forecast says why it comes where it does.
+    /// The work and the exchanges of each step are counted from what every rank does under the
+    /// mask. Printed, a forecast says why it comes where it does.
     ///
     /// ```
     /// # use blockflash_dist::{Machine, Pass, Workload};
