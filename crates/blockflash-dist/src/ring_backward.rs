@@ -75,6 +75,7 @@ impl Entry<'_> {
     fn backward(&mut self, gradients: [ViewMut<'_>; 3], stream: &Stream) -> Result<()> {
         let (plan, comm) = (self.plan, self.ring.comm);
         let [q, k, v] = self.operands.qkv;
+        // A slot between others may have no part of a row of keys: that adds nothing.
         let parts = |x: View<'_>, slots: &Slots| {
             Tensor::zeros(stream, x.dtype(), &[&[slots.count], &x.shape()[1..]].concat())
         };

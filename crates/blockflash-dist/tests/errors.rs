@@ -4,7 +4,9 @@ use blockflash_dist::{
     Communicator, DistributedAttention, Error, Memory, Nccl, NcclCommunicator, NcclId, Result,
     Scheme, Shard,
 };
-use blockflash_ops::{Align, Attention, BlockGeometry, BlockMask, DType, Device, Mask, Tensor};
+use blockflash_ops::{
+    Align, Attention, BlockGeometry, BlockMask, CuSeqlens, DType, Device, Mask, Tensor,
+};
 use std::time::{Duration, Instant};
 
 const SEQLEN: usize = 40;
@@ -129,6 +131,26 @@ fn rows_that_are_not_those_of_the_rank() {
     assert!(matches!(call(8, 1), Err(Error::Rows { expected: 8, found: 7, .. })));
     assert!(matches!(call(14, 2), Err(Error::Size { value: 2, .. })), "a shard of two ranks");
     assert!(matches!(call(usize::MAX, 1), Err(Error::Size { what: "seqlen", .. })));
+}
+
+/// Sequences of different lengths in one tensor.
+#[test]
+fn packed_sequences_are_refused() {
+    let comm = Memory::group(&Device::cpu(), 1, Duration::ZERO).unwrap().remove(0);
+    let stream = Device::cpu().stream().unwrap();
+    let x = Tensor::zeros(&stream, DType::F32, &[7, 1, 8]).unwrap();
+    let offsets = Tensor::from_slice(&stream, &[0, 3, 7], &[3]).unwrap();
+    let cu_seqlens = Some(CuSeqlens {
+        q: offsets.view(),
+        kv: offsets.view(),
+        max_seqlen_q: 4,
+        max_seqlen_kv: 4,
+    });
+    let attention = Attention { cu_seqlens, ..Attention::new(x.view(), x.view(), x.view()) };
+    let (shard, scheme) = (Shard::new(7, 1, 0).unwrap(), Scheme { heads: 1, keys: 1 });
+    let call = DistributedAttention { attention, shard, scheme, block_mask: None };
+    let error = call.forward(&comm, &stream).unwrap_err();
+    assert!(matches!(error, Error::Unsupported { what: "packed sequences", .. }), "{error}");
 }
 
 #[test]

@@ -1,7 +1,11 @@
 //! Shards, schemes and forecasts as plain data.
 
-use blockflash_dist::{Density, Error, Forecast, Machine, Pass, Scheme, Shard, Workload};
-use blockflash_ops::{Align, Mask};
+use blockflash_dist::{
+    Communicator, Density, DistributedAttention, Error, Forecast, Machine, Memory, Pass, Result,
+    Scheme, Shard, Workload,
+};
+use blockflash_ops::{Align, Attention, DType, Device, Mask, Tensor};
+use std::time::Duration;
 
 #[test]
 fn shards_hold_every_row_once() {
@@ -118,6 +122,44 @@ fn a_window_moves_few_keys() {
     close(forecasts[0].ideal, 4.0 * pairs * 4096.0 / 550e12 / 4.0);
     let heads = forecasts.iter().find(|forecast| forecast.scheme.keys == 1).unwrap();
     close(heads.sent_bytes, 4.0 * 0.75 * 32_768.0 * 4096.0 * 2.0);
+}
+
+/// The bytes of a forecast are those that the slowest rank sends.
+#[test]
+fn forecasts_count_what_calls_send() {
+    let window = |left, right| Mask::Window { left, right, align: Align::TopLeft };
+    let masks = [Mask::Full, Mask::causal(), window(Some(5), Some(0)), window(Some(33), Some(12))];
+    for (mask, pass) in masks.into_iter().flat_map(|m| [(m, Pass::Forward), (m, Pass::Backward)]) {
+        let sent = |comm: Memory| -> Result<usize> {
+            let shard = Shard::new(100, comm.world(), comm.rank())?;
+            let x = Tensor::zeros(comm.stream(), DType::F32, &[1, shard.rows(), 2, 8])?;
+            let attention = Attention { mask, ..Attention::new(x.view(), x.view(), x.view()) };
+            let scheme = Scheme { heads: 1, keys: 5 };
+            let call = DistributedAttention { attention, shard, scheme, block_mask: None };
+            Ok(call.prepare(&comm)?.sent_bytes(pass))
+        };
+        let ranks = Memory::group(&Device::cpu(), 5, Duration::from_secs(20)).unwrap();
+        let sent: Vec<usize> = std::thread::scope(|threads| {
+            let threads: Vec<_> =
+                ranks.into_iter().map(|comm| threads.spawn(move || sent(comm).unwrap())).collect();
+            threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+        });
+        let (num_heads_q, num_heads_kv, head_dim, element_bytes) = (2, 2, 8, 4);
+        let workload = Workload {
+            seqlen: 100,
+            num_heads_q,
+            num_heads_kv,
+            head_dim,
+            element_bytes,
+            mask,
+            pass,
+            ..WORKLOAD
+        };
+        let forecast = workload.forecasts(&Machine { ranks: 5, ..MACHINE })[0];
+        assert_eq!(forecast.scheme, Scheme { heads: 1, keys: 5 });
+        let found = forecast.sent_bytes as usize;
+        assert!(sent.contains(&found), "{mask:?} {pass:?}: {found} {sent:?}");
+    }
 }
 
 /// Half the blocks are half the work; half the keys are half the bytes.
