@@ -1,7 +1,9 @@
 //! Attention over ranks in threads of the CPU, against the oracle of the whole sequence.
 
 use blockflash_ops::{DType, Device};
-use blockflash_tests::dist::{DistCase, dist_cases, repeats, run_backward, run_forward};
+use blockflash_tests::dist::{
+    DistCase, dist_block_cases, dist_cases, repeats, run_backward, run_forward,
+};
 use blockflash_tests::property;
 
 type Run = fn(&DistCase, &Device) -> Result<usize, String>;
@@ -33,7 +35,37 @@ fn backward_in_half_precision() {
     check(60, &[DType::BF16, DType::F16], &[8, 16, 24, 64], 120, run_backward);
 }
 
+fn check_blocks(cases: u32, dtypes: &[DType], longest: usize, run: Run) {
+    let cases_of = dist_block_cases(8, dtypes.to_vec(), vec![8, 24], longest);
+    property::check(cases, cases_of, |case| run(&case, &Device::cpu()).map(drop));
+}
+
+#[test]
+fn forward_with_block_masks() {
+    check_blocks(80, &[DType::F32, DType::BF16], 900, run_forward);
+}
+
+#[test]
+fn backward_with_block_masks() {
+    check_blocks(50, &[DType::F32, DType::BF16], 700, run_backward);
+}
+
+/// Where lists of several ranks of a group come together.
+#[test]
+fn block_masks_over_heads_and_keys() {
+    let cases = dist_block_cases(8, vec![DType::F32], vec![4], 900);
+    let both = |case: &&DistCase| case.scheme.keys > 1 && case.scheme.heads > 1;
+    let cases = property::samples(300, cases);
+    let cases: Vec<_> = cases.iter().filter(both).collect();
+    assert!(cases.len() > 20);
+    for case in cases {
+        run_forward(case, &Device::cpu()).unwrap();
+        run_backward(case, &Device::cpu()).unwrap();
+    }
+}
+
 #[test]
 fn repeats_have_the_same_bits() {
     check(30, &[DType::BF16, DType::F32], &[8], 100, repeats);
+    check_blocks(10, &[DType::BF16, DType::F32], 500, repeats);
 }

@@ -4,7 +4,9 @@
 use blockflash_dist::Scheme;
 use blockflash_ops::{DType, Mask};
 use blockflash_tests::attention::{AttentionCase, Lengths};
-use blockflash_tests::dist::{DistCase, dist_cases, repeats, run_backward, run_forward};
+use blockflash_tests::dist::{
+    DistCase, dist_block_cases, dist_cases, repeats, run_backward, run_forward,
+};
 use blockflash_tests::gpu::gpu;
 use blockflash_tests::property;
 
@@ -19,6 +21,18 @@ fn random_cases() {
     }
 }
 
+#[test]
+fn block_masks() {
+    let Some(gpu) = gpu("dist_gpu::block_masks") else { return };
+    let cases = dist_block_cases(8, vec![DType::BF16, DType::F16], vec![64, 128], 1500);
+    for case in property::samples(40, cases) {
+        run_forward(&case, &gpu.device).unwrap();
+        if case.scheme.keys == 1 {
+            run_backward(&case, &gpu.device).unwrap();
+        }
+    }
+}
+
 /// Sizes at which tiles are full, and one row more or less than that.
 #[test]
 fn long_sequences() {
@@ -29,7 +43,7 @@ fn long_sequences() {
                 let simple = AttentionCase::simple(DType::BF16, (8, 4), 128, (0, 0));
                 let lengths = Lengths::Dense { batch: 1, seqlen_q: seqlen, seqlen_kv: seqlen };
                 let whole = AttentionCase { lengths, mask, ..simple };
-                let case = DistCase { whole, scheme: Scheme { heads, keys } };
+                let case = DistCase { whole, scheme: Scheme { heads, keys }, cut: None };
                 run_forward(&case, &gpu.device).unwrap();
                 if keys == 1 {
                     run_backward(&case, &gpu.device).unwrap();

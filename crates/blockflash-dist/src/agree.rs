@@ -1,6 +1,7 @@
 //! Whether all ranks make the same call.
 
-use crate::{Communicator, Error, Result, heads};
+use crate::exchange::exchange;
+use crate::{Communicator, Error, Result};
 use blockflash_ops::{DType, Tensor};
 
 /// Compares the arguments of all ranks. `valid`: whether this rank accepts its own.
@@ -24,7 +25,7 @@ pub(crate) fn agree(
     let sends = (0..comm.world()).filter(others).map(|rank| (rank, ours.view())).collect();
     let receives = theirs.iter_mut().enumerate().filter(|(rank, _)| others(rank));
     let receives = receives.map(|(rank, tensor)| (rank, tensor.view_mut())).collect();
-    heads::exchange(comm, sends, receives)?;
+    exchange(comm, sends, receives)?;
     comm.wait(stream)?;
     let read = |(rank, tensor): (usize, &Tensor)| -> Result<Vec<u64>> {
         if rank == comm.rank() {

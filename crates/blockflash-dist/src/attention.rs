@@ -1,16 +1,19 @@
 use crate::agree::agree;
-use crate::grid::Grid;
 use crate::heads::{LOGS, ROWS, gather, scatter};
+use crate::plan::Plan;
 use crate::problem::{ARGUMENTS, Problem, on_device};
+use crate::ring::Ring;
 use crate::ring_backward::Operands;
-use crate::{Communicator, Result, Scheme, ring, ring_backward};
+use crate::{
+    Communicator, DistributedBlockMask, Pass, Result, Scheme, Shard, ring, ring_backward, sink,
+};
 use blockflash_ops::{
     Attention, AttentionBackward, AttentionGradients, AttentionOutput, AttentionProblem, DType,
     Stream, Tensor, View,
 };
+use std::sync::Arc;
 
-/// Attention over a sequence whose rows are held by several ranks, as
-/// [`Shard`](crate::Shard) says. Queries and
+/// Attention over a sequence whose rows are held by several ranks, as a [`Shard`] says. Queries and
 /// keys have the same positions.
 ///
 /// Every rank makes the same call at the same time, with its own rows. The results are those of
@@ -18,18 +21,35 @@ use blockflash_ops::{
 #[derive(Clone, Copy, Debug)]
 pub struct DistributedAttention<'a> {
     /// The call on the rows of this rank: q, k and v are `[batch, rows, num_heads, head_dim]`. The
-    /// mask is that of the whole sequence. Where keys are divided it is full or causal. Sinks,
-    /// packed sequences and block masks are not supported.
+    /// mask is that of the whole sequence, a sink has the same values on every rank. Packed
+    /// sequences are not supported.
     pub attention: Attention<'a>,
-    /// Rows of the whole sequence.
-    pub seqlen: usize,
+    /// The rows of this rank.
+    pub shard: Shard,
     /// How the work is divided.
     pub scheme: Scheme,
+    /// Makes attention block-sparse, in place of [`Attention::block_mask`].
+    pub block_mask: Option<&'a DistributedBlockMask>,
 }
 
 /// A call whose arguments all ranks have compared: see [`DistributedAttention::prepare`].
-#[derive(Clone, Copy, Debug)]
-pub struct PreparedAttention(Problem);
+#[derive(Clone, Debug)]
+pub struct PreparedAttention {
+    problem: Problem,
+    plans: Arc<[Plan]>,
+}
+
+impl PreparedAttention {
+    /// Bytes that this rank sends to others in a pass.
+    pub fn sent_bytes(&self, pass: Pass) -> usize {
+        let batch = self.problem.local.batch;
+        let mut rows = [0; 2];
+        for plan in self.plans.iter().cycle().take(batch) {
+            rows = std::array::from_fn(|at| rows[at] + plan.rows_sent()[at]);
+        }
+        self.problem.sent_bytes(rows, pass)
+    }
+}
 
 impl DistributedAttention<'_> {
     /// Compares the arguments of all ranks, and waits for that. A call that is repeated needs it
@@ -37,12 +57,13 @@ impl DistributedAttention<'_> {
     ///
     /// # Errors
     /// All checks of [`Attention::problem`]; [`Error::Rows`], [`Error::Scheme`],
-    /// [`Error::Unsupported`], [`Error::Size`]; [`Error::Refused`] if another rank has one of these
-    /// errors; [`Error::Mismatch`] if the arguments differ; those of
+    /// [`Error::BlockMask`], [`Error::Unsupported`], [`Error::Size`]; [`Error::Refused`] if another
+    /// rank has one of these errors; [`Error::Mismatch`] if the arguments differ; those of
     /// [`Communicator::exchange`].
     ///
     /// [`Error::Rows`]: crate::Error::Rows
     /// [`Error::Scheme`]: crate::Error::Scheme
+    /// [`Error::BlockMask`]: crate::Error::BlockMask
     /// [`Error::Unsupported`]: crate::Error::Unsupported
     /// [`Error::Size`]: crate::Error::Size
     /// [`Error::Refused`]: crate::Error::Refused
@@ -61,7 +82,12 @@ impl DistributedAttention<'_> {
         let arguments: Vec<_> = ARGUMENTS.into_iter().zip(values).collect();
         let agreed = agree(comm, problem.is_ok(), &arguments);
         let problem = problem?;
-        agreed.map(|()| PreparedAttention(problem))
+        agreed?;
+        let plans = match self.block_mask {
+            Some(mask) => mask.plans(),
+            None => [Plan::dense(&problem.grid, &problem.band)?].into(),
+        };
+        Ok(PreparedAttention { problem, plans })
     }
 
     /// The output of the rows of this rank, and their log-sum-exp. On a GPU the result is there
@@ -84,38 +110,51 @@ impl DistributedAttention<'_> {
         comm: &dyn Communicator,
         stream: &Stream,
     ) -> Result<AttentionOutput> {
-        let problem = self.prepared(prepared, comm)?;
-        let Attention { q, k, v, .. } = self.attention;
-        on_device(comm, stream, &[("q", q), ("k", k), ("v", v)])?;
-        let result = self.run_forward(&problem, comm, stream);
+        self.check_prepared(prepared, comm)?;
+        on_device(comm, stream, &self.operands())?;
+        let result = self.run_forward(prepared, comm, stream);
         result.inspect_err(|error| comm.give_up(&error.to_string()))
     }
 
     fn run_forward(
         &self,
-        problem: &Problem,
+        PreparedAttention { problem, plans }: &PreparedAttention,
         comm: &dyn Communicator,
         stream: &Stream,
     ) -> Result<AttentionOutput> {
         let Attention { q, k, v, .. } = self.attention;
-        let grid = Grid::new(self.scheme, self.seqlen, problem.rank);
+        let grid = &problem.grid;
+        let attention = self.of_heads(problem)?;
+        let ring = Ring { comm, plans, attention: &attention };
         comm.stream().wait_for(stream)?;
         if self.scheme.heads == 1 {
-            return ring::forward(comm, &grid, &self.attention, [q, k, v], stream);
+            return ring::forward(ring, [q, k, v], stream);
         }
-        let gathered = |x: View<'_>| gather(comm, &grid, x, ROWS);
+        let gathered = |x: View<'_>| gather(comm, grid, x, ROWS);
         let [q, k, v] = [gathered(q)?, gathered(k)?, gathered(v)?];
         stream.wait_for(comm.stream())?;
-        let views = [q.view(), k.view(), v.view()];
-        let all = ring::forward(comm, &grid, &self.attention, views, stream)?;
+        let all = ring::forward(ring, [q.view(), k.view(), v.view()], stream)?;
         comm.stream().wait_for(stream)?;
         let AttentionProblem { dtype, batch, seqlen_q, num_heads_q, .. } = problem.local;
         let mut o = Tensor::empty(stream, dtype, self.attention.q.shape())?;
         let mut lse = Tensor::empty(stream, DType::F32, &[batch, num_heads_q, seqlen_q])?;
-        scatter(comm, &grid, all.o.view(), ROWS, o.view_mut())?;
-        scatter(comm, &grid, all.lse.view(), LOGS, lse.view_mut())?;
+        scatter(comm, grid, all.o.view(), ROWS, o.view_mut())?;
+        scatter(comm, grid, all.lse.view(), LOGS, lse.view_mut())?;
         stream.wait_for(comm.stream())?;
         Ok(AttentionOutput { o, lse })
+    }
+
+    fn operands(&self) -> Vec<(&'static str, View<'_>)> {
+        let Attention { q, k, v, sink, .. } = self.attention;
+        let sink = sink.map(|sink| ("sink", sink));
+        [("q", q), ("k", k), ("v", v)].into_iter().chain(sink).collect()
+    }
+
+    /// The options of the call for the heads of this rank.
+    fn of_heads(&self, problem: &Problem) -> Result<Attention<'_>> {
+        let heads = problem.grid.heads(problem.local.num_heads_q);
+        let sink = self.attention.sink.map(|sink| sink.slice(0, heads)).transpose()?;
+        Ok(Attention { sink, ..self.attention })
     }
 
     /// The gradients of the rows of this rank, given the output of [`forward`](Self::forward) and
@@ -153,54 +192,60 @@ impl DistributedAttention<'_> {
         comm: &dyn Communicator,
         stream: &Stream,
     ) -> Result<AttentionGradients> {
-        let problem = self.prepared(prepared, comm)?;
+        self.check_prepared(prepared, comm)?;
         let (o, lse) = (output.o.view(), output.lse.view());
         let call = AttentionBackward { attention: self.attention, o, lse, d_o };
-        problem.check_backward(&call, comm)?;
-        let Attention { q, k, v, .. } = self.attention;
-        let operands = [("q", q), ("k", k), ("v", v), ("o", o), ("lse", lse), ("d_o", d_o)];
+        prepared.problem.check_backward(&call, comm)?;
+        let mut operands = self.operands();
+        operands.extend([("o", o), ("lse", lse), ("d_o", d_o)]);
         on_device(comm, stream, &operands)?;
-        let result = self.run_backward(&problem, &call, comm, stream);
+        let result = self.run_backward(prepared, &call, comm, stream);
         result.inspect_err(|error| comm.give_up(&error.to_string()))
     }
 
     fn run_backward(
         &self,
-        problem: &Problem,
+        PreparedAttention { problem, plans }: &PreparedAttention,
         call: &AttentionBackward<'_>,
         comm: &dyn Communicator,
         stream: &Stream,
     ) -> Result<AttentionGradients> {
         let Attention { q, k, v, .. } = self.attention;
         let AttentionBackward { o, lse, d_o, .. } = *call;
-        let grid = Grid::new(self.scheme, self.seqlen, problem.rank);
+        let grid = &problem.grid;
+        let attention = self.of_heads(problem)?;
+        let ring = Ring { comm, plans, attention: &attention };
         comm.stream().wait_for(stream)?;
-        if self.scheme.heads == 1 {
+        let mut gradients = if self.scheme.heads == 1 {
             let operands = Operands { qkv: [q, k, v], o, lse, d_o };
-            return ring_backward::backward(comm, &grid, &self.attention, operands, stream);
-        }
-        let gathered = |x: View<'_>| gather(comm, &grid, x, ROWS);
-        let [q_all, k_all, v_all] = [gathered(q)?, gathered(k)?, gathered(v)?];
-        let (o, d_o, lse) = (gathered(o)?, gathered(d_o)?, gather(comm, &grid, lse, LOGS)?);
-        stream.wait_for(comm.stream())?;
-        let qkv = [q_all.view(), k_all.view(), v_all.view()];
-        let operands = Operands { qkv, o: o.view(), lse: lse.view(), d_o: d_o.view() };
-        let all = ring_backward::backward(comm, &grid, &self.attention, operands, stream)?;
-        comm.stream().wait_for(stream)?;
-        let rows = |all: &Tensor, like: View<'_>| -> Result<Tensor> {
-            let mut rows = Tensor::empty(stream, like.dtype(), like.shape())?;
-            scatter(comm, &grid, all.view(), ROWS, rows.view_mut())?;
-            Ok(rows)
+            ring_backward::backward(ring, operands, stream)?
+        } else {
+            let gathered = |x: View<'_>| gather(comm, grid, x, ROWS);
+            let [q_all, k_all, v_all] = [gathered(q)?, gathered(k)?, gathered(v)?];
+            let (o, d_o, lse) = (gathered(o)?, gathered(d_o)?, gather(comm, grid, lse, LOGS)?);
+            stream.wait_for(comm.stream())?;
+            let qkv = [q_all.view(), k_all.view(), v_all.view()];
+            let operands = Operands { qkv, o: o.view(), lse: lse.view(), d_o: d_o.view() };
+            let all = ring_backward::backward(ring, operands, stream)?;
+            comm.stream().wait_for(stream)?;
+            let rows = |all: &Tensor, like: View<'_>| -> Result<Tensor> {
+                let mut rows = Tensor::empty(stream, like.dtype(), like.shape())?;
+                scatter(comm, grid, all.view(), ROWS, rows.view_mut())?;
+                Ok(rows)
+            };
+            let (dq, dk, dv) = (rows(&all.dq, q)?, rows(&all.dk, k)?, rows(&all.dv, v)?);
+            stream.wait_for(comm.stream())?;
+            AttentionGradients { dq, dk, dv, d_sink: all.d_sink }
         };
-        let (dq, dk, dv) = (rows(&all.dq, q)?, rows(&all.dk, k)?, rows(&all.dv, v)?);
-        stream.wait_for(comm.stream())?;
-        Ok(AttentionGradients { dq, dk, dv, d_sink: None })
+        if let Some(part) = gradients.d_sink.take() {
+            gradients.d_sink = Some(sink::total(comm, grid, &part, stream)?);
+        }
+        Ok(gradients)
     }
 
-    fn prepared(&self, prepared: &PreparedAttention, comm: &dyn Communicator) -> Result<Problem> {
-        let problem = self.problem(comm)?;
-        match problem == prepared.0 {
-            true => Ok(problem),
+    fn check_prepared(&self, prepared: &PreparedAttention, comm: &dyn Communicator) -> Result<()> {
+        match self.problem(comm)? == prepared.problem {
+            true => Ok(()),
             false => Err(blockflash_ops::Error::NotPrepared { op: "distributed attention" }.into()),
         }
     }

@@ -65,6 +65,17 @@ pub enum Error {
         what: &'static str,
     },
 
+    /// A block mask that does not fit its call or the rows of its rank.
+    #[error("{what} of the block mask: {found}, expected {expected}")]
+    BlockMask {
+        /// What does not fit.
+        what: &'static str,
+        /// That of the mask.
+        found: String,
+        /// What it may be.
+        expected: String,
+    },
+
     /// A number of ranks or rows beyond what a sequence can be divided into.
     #[error("{what} is {value}, expected {expected}")]
     Size {
@@ -102,6 +113,12 @@ pub enum Error {
         /// How long this rank waited.
         timeout: Duration,
     },
+}
+
+impl Error {
+    pub(crate) fn message(from: usize, expected: &str, found: &str) -> Error {
+        Error::Message { from, expected: expected.into(), found: found.into() }
+    }
 }
 
 impl From<blockflash_safe::Error> for Error {

@@ -1,6 +1,6 @@
 //! Which ranks exchange what.
 
-use crate::{Error, Result, Shard};
+use crate::{Communicator, Error, Result, Shard};
 use std::fmt;
 use std::ops::Range;
 
@@ -39,13 +39,19 @@ impl Scheme {
 
     /// # Errors
     /// [`Error::Scheme`].
-    pub(crate) fn check(&self, world: usize, heads_q: usize, heads_kv: usize) -> Result<()> {
-        let refused = |what| Err(Error::Scheme { scheme: *self, what });
+    fn check_ranks(&self, world: usize) -> Result<()> {
         if self.heads == 0 || self.heads.checked_mul(self.keys) != Some(world) {
-            return refused(format!("there are {world} ranks"));
+            return Err(Error::Scheme { scheme: *self, what: format!("there are {world} ranks") });
         }
+        Ok(())
+    }
+
+    /// # Errors
+    /// [`Error::Scheme`].
+    pub(crate) fn check_heads(&self, heads_q: usize, heads_kv: usize) -> Result<()> {
         if ![heads_q, heads_kv].iter().all(|heads| heads.is_multiple_of(self.heads)) {
-            return refused(format!("there are {heads_q} heads of q and {heads_kv} of k"));
+            let what = format!("there are {heads_q} heads of q and {heads_kv} of k");
+            return Err(Error::Scheme { scheme: *self, what });
         }
         Ok(())
     }
@@ -63,26 +69,37 @@ pub(crate) struct Piece {
 }
 
 /// The place of a rank in a scheme that fits.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Grid {
     pub(crate) scheme: Scheme,
-    seqlen: usize,
-    rank: usize,
+    /// The rows of this rank.
+    pub(crate) shard: Shard,
 }
 
 impl Grid {
-    pub(crate) fn new(scheme: Scheme, seqlen: usize, rank: usize) -> Grid {
-        Grid { scheme, seqlen, rank }
+    /// # Errors
+    /// [`Error::Scheme`]; [`Error::Size`] for the rows of another rank.
+    pub(crate) fn new(scheme: Scheme, shard: Shard, comm: &dyn Communicator) -> Result<Grid> {
+        for (what, value, expected) in [
+            ("the number of ranks of the shard", shard.world(), comm.world()),
+            ("the rank of the shard", shard.rank(), comm.rank()),
+        ] {
+            if value != expected {
+                return Err(Error::Size { what, value, expected: expected.to_string() });
+            }
+        }
+        scheme.check_ranks(comm.world())?;
+        Ok(Grid { scheme, shard })
     }
 
     /// The group of this rank.
     pub(crate) fn group(&self) -> usize {
-        self.rank / self.scheme.heads
+        self.shard.rank() / self.scheme.heads
     }
 
     /// The place of this rank in its group.
     pub(crate) fn member(&self) -> usize {
-        self.rank % self.scheme.heads
+        self.shard.rank() % self.scheme.heads
     }
 
     /// The rank with a place in the group of this rank.
@@ -97,18 +114,23 @@ impl Grid {
 
     /// The rows of a group: its ranks' first chunks are one range of the sequence, and so are their
     /// second chunks, which makes a group a rank of a larger kind.
-    pub(crate) fn rows_of(&self, group: usize) -> Result<Shard> {
-        Shard::new(self.seqlen, self.scheme.keys, group)
+    pub(crate) fn rows_of(&self, group: usize) -> Shard {
+        self.shard.of(self.scheme.keys, group)
+    }
+
+    /// The heads of this rank, of so many.
+    pub(crate) fn heads(&self, of: usize) -> Range<usize> {
+        let heads = of / self.scheme.heads;
+        self.member() * heads..(self.member() + 1) * heads
     }
 
     /// Both chunks of each rank of this group.
-    pub(crate) fn pieces(&self) -> Result<Vec<Piece>> {
-        let world = self.scheme.heads * self.scheme.keys;
-        let group = self.rows_of(self.group())?;
+    pub(crate) fn pieces(&self) -> Vec<Piece> {
+        let group = self.rows_of(self.group());
         let starts = group.ranges().map(|range| range.start);
         let mut pieces = Vec::with_capacity(2 * self.scheme.heads);
         for member in 0..self.scheme.heads {
-            let shard = Shard::new(self.seqlen, world, self.in_group(member))?;
+            let shard = self.shard.of(self.shard.world(), self.in_group(member));
             let bases = [(0, 0), (shard.first(), group.first())];
             for ((range, start), (own, common)) in shard.ranges().into_iter().zip(starts).zip(bases)
             {
@@ -117,6 +139,6 @@ impl Grid {
                 pieces.push(Piece { member, own, common });
             }
         }
-        Ok(pieces)
+        pieces
     }
 }

@@ -1,5 +1,6 @@
 //! Exchange of rows for heads among the ranks of a group.
 
+use crate::exchange::exchange;
 use crate::grid::{Grid, Piece};
 use crate::{Communicator, Result};
 use blockflash_ops::{Tensor, View, ViewMut};
@@ -25,7 +26,7 @@ pub(crate) fn gather(
     axes: Axes,
 ) -> Result<Tensor> {
     let heads = x.shape()[axes.heads] / grid.scheme.heads;
-    let (own, theirs) = pieces(grid)?;
+    let (own, theirs) = pieces(grid);
     let chunk = |piece: &Piece, member: usize| -> Result<View<'_>> {
         let rows = x.slice(axes.rows, piece.own.clone())?;
         Ok(rows.slice(axes.heads, member * heads..(member + 1) * heads)?)
@@ -46,7 +47,7 @@ pub(crate) fn gather(
     let receives = theirs.iter().zip(&mut parts);
     let receives = receives.map(|(piece, part)| (grid.in_group(piece.member), part.view_mut()));
     exchange(comm, sends, receives.collect())?;
-    shape[axes.rows] = grid.rows_of(grid.group())?.rows();
+    shape[axes.rows] = grid.rows_of(grid.group()).rows();
     let mut all = Tensor::empty(comm.stream(), x.dtype(), &shape)?;
     let mut place = |piece: &Piece, chunk: View<'_>| -> Result<()> {
         let rows = all.view_mut().slice(axes.rows, piece.common.clone());
@@ -66,7 +67,7 @@ pub(crate) fn scatter(
     mut x: ViewMut<'_>,
 ) -> Result<()> {
     let heads = all.shape()[axes.heads];
-    let (own, theirs) = pieces(grid)?;
+    let (own, theirs) = pieces(grid);
     let chunk = |piece: &Piece| all.slice(axes.rows, piece.common.clone());
     let mut sends = Vec::new();
     for piece in &theirs {
@@ -94,58 +95,12 @@ pub(crate) fn scatter(
 }
 
 /// The chunks of this rank, and those of the other ranks of its group.
-fn pieces(grid: &Grid) -> Result<(Vec<Piece>, Vec<Piece>)> {
-    Ok(grid.pieces()?.into_iter().partition(|piece| piece.member == grid.member()))
+fn pieces(grid: &Grid) -> (Vec<Piece>, Vec<Piece>) {
+    grid.pieces().into_iter().partition(|piece| piece.member == grid.member())
 }
 
 /// The other places in the group of this rank.
 fn others(grid: &Grid) -> impl Iterator<Item = usize> + use<> {
     let own = grid.member();
     (0..grid.scheme.heads).filter(move |&member| member != own)
-}
-
-/// Exchanges tensors of any strides; those without elements do not travel.
-pub(crate) fn exchange(
-    comm: &dyn Communicator,
-    sends: Vec<(usize, View<'_>)>,
-    receives: Vec<(usize, ViewMut<'_>)>,
-) -> Result<()> {
-    let stream = comm.stream();
-    let some = |view: &View<'_>| !view.layout().is_empty();
-    let sends: Vec<_> = sends.into_iter().filter(|(_, view)| some(view)).collect();
-    let mut receives: Vec<_> =
-        receives.into_iter().filter(|(_, view)| some(&view.as_view())).collect();
-    let packed = |view: &View<'_>| match view.layout().is_contiguous() {
-        true => Ok(None),
-        false => view.to_tensor(stream).map(Some),
-    };
-    let copies = sends.iter().map(|(_, view)| packed(view)).collect::<Result<Vec<_>, _>>()?;
-    let sends: Vec<_> = sends
-        .iter()
-        .zip(&copies)
-        .map(|((to, view), copy)| (*to, copy.as_ref().map_or(*view, Tensor::view)))
-        .collect();
-    let place = |view: &ViewMut<'_>| match view.layout().is_contiguous() {
-        true => Ok(None),
-        false => Tensor::empty(stream, view.dtype(), view.shape()).map(Some),
-    };
-    let mut places = receives.iter().map(|(_, view)| place(view)).collect::<Result<Vec<_>, _>>()?;
-    let mut targets: Vec<_> = receives
-        .iter_mut()
-        .zip(&mut places)
-        .map(|((from, view), place)| match place {
-            Some(place) => (*from, place.view_mut()),
-            None => (*from, view.reborrow()),
-        })
-        .collect();
-    if !sends.is_empty() || !targets.is_empty() {
-        comm.exchange(&sends, &mut targets)?;
-    }
-    drop(targets);
-    for ((_, view), place) in receives.iter_mut().zip(&places) {
-        if let Some(place) = place {
-            view.copy_from(&place.view(), stream)?;
-        }
-    }
-    Ok(())
 }

@@ -3,23 +3,31 @@
 
 mod agree;
 mod attention;
+mod band;
+mod block_lists;
+mod block_mask;
 mod communicator;
 mod error;
+mod exchange;
+mod forecast;
 mod grid;
 mod heads;
 mod memory;
+mod plan;
 mod planner;
 mod problem;
 mod ring;
 mod ring_backward;
 mod shard;
+mod sink;
 
 pub use attention::{DistributedAttention, PreparedAttention};
+pub use block_mask::DistributedBlockMask;
 pub use communicator::{Communicator, Nccl};
 pub use error::{Error, Result};
 pub use grid::Scheme;
 pub use memory::Memory;
-pub use planner::{Forecast, Machine, Pass, Workload};
+pub use planner::{Density, Forecast, Machine, Pass, Workload};
 pub use shard::Shard;
 
 pub use blockflash_safe::{NcclCommunicator, NcclId};

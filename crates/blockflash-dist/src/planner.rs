@@ -1,9 +1,10 @@
 use crate::Scheme;
+use crate::forecast::forecast;
 use blockflash_ops::Mask;
 use std::fmt;
 
 /// A call over several ranks, as far as its time depends on it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Workload {
     /// Batch entries.
     pub batch: usize,
@@ -19,8 +20,21 @@ pub struct Workload {
     pub element_bytes: usize,
     /// The mask of the whole sequence.
     pub mask: Mask,
+    /// What a block mask leaves, if there is one: see
+    /// [`DistributedBlockMask::density`](crate::DistributedBlockMask::density).
+    pub density: Option<Density>,
     /// The forward or the backward pass.
     pub pass: Pass,
+}
+
+/// How much of the work of a dense call is left under a block mask.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Density {
+    /// Of the pairs of queries and keys that the token mask leaves, the visited ones: 0 to 1.
+    pub pairs: f64,
+    /// Of the rows of keys of other ranks that a dense call needs, those that a rank receives: 0 to
+    /// 1.
+    pub keys: f64,
 }
 
 /// Which pass.
@@ -52,13 +66,15 @@ pub struct Machine {
     pub latency: f64,
 }
 
-/// How long a scheme is expected to take, in seconds.
+/// How long a scheme is expected to take, in seconds, and what it sends: on the slowest rank.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Forecast {
     /// The scheme.
     pub scheme: Scheme,
     /// Attention, and the work in memory that one device would not have.
     pub compute: f64,
+    /// Bytes that a rank sends.
+    pub sent_bytes: f64,
     /// All exchanges one after another.
     pub exchange: f64,
     /// The part of the exchanges that no computation hides.
@@ -84,9 +100,11 @@ impl fmt::Display for Forecast {
         let ms = |seconds: f64| seconds * 1e3;
         write!(
             f,
-            "{}: compute {:.2} ms, exchange {:.2} ms of which {:.2} ms are exposed, scaling {:.2}",
+            "{}: compute {:.2} ms, exchange {:.2} MB in {:.2} ms of which {:.2} ms are exposed, \
+             scaling {:.2}",
             self.scheme,
             ms(self.compute),
+            self.sent_bytes * 1e-6,
             ms(self.exchange),
             ms(self.exposed),
             self.scaling()
@@ -95,7 +113,11 @@ impl fmt::Display for Forecast {
 }
 
 impl Workload {
-    /// Every scheme that fits, the fastest one first; of equally fast ones the one with more heads.
+    /// Every scheme that takes the call, the fastest one first; of equally fast ones the one with
+    /// more heads. None for a sequence that no [`Shard`](crate::Shard) has.
+    ///
+    /// The work and the exchanges of each step are counted from what every rank does under the
+    /// mask. Printed, a forecast says why it comes where it does.
     ///
     /// ```
     /// # use blockflash_dist::{Machine, Pass, Workload};
@@ -108,6 +130,7 @@ impl Workload {
     ///     head_dim: 128,
     ///     element_bytes: 2,
     ///     mask: Mask::causal(),
+    ///     density: None,
     ///     pass: Pass::Forward,
     /// };
     /// let machine = Machine {
@@ -124,82 +147,10 @@ impl Workload {
     /// ```
     pub fn forecasts(&self, machine: &Machine) -> Vec<Forecast> {
         let schemes = Scheme::all(machine.ranks, self.num_heads_kv).into_iter();
-        let fits =
-            |scheme: &Scheme| self.num_heads_q.is_multiple_of(scheme.heads) && self.takes(scheme);
-        let mut forecasts: Vec<_> =
-            schemes.filter(fits).map(|scheme| self.forecast(scheme, machine)).collect();
+        let fits = |scheme: &Scheme| self.num_heads_q.is_multiple_of(scheme.heads);
+        let forecast = |scheme| forecast(self, scheme, machine);
+        let mut forecasts: Vec<_> = schemes.filter(fits).filter_map(forecast).collect();
         forecasts.sort_by(|a, b| a.total().total_cmp(&b.total()));
         forecasts
-    }
-
-    /// Whether the mask allows the scheme.
-    fn takes(&self, scheme: &Scheme) -> bool {
-        scheme.keys == 1 || matches!(self.mask, Mask::Full | Mask::Causal { .. })
-    }
-
-    fn forecast(&self, scheme: Scheme, machine: &Machine) -> Forecast {
-        let ranks = machine.ranks as f64;
-        let (groups, members) = (scheme.keys as f64, scheme.heads as f64);
-        let rows = (self.batch * self.seqlen) as f64 / ranks;
-        let bytes = |heads: usize| rows * (heads * self.head_dim * self.element_bytes) as f64;
-        let (q, k) = (bytes(self.num_heads_q), bytes(self.num_heads_kv));
-        let ideal = self.flops() / machine.flops / ranks;
-
-        // Rows for heads, before and after attention; a copy packs what is sent, one places it.
-        let moved = match self.pass {
-            Pass::Forward => 2.0 * q + 2.0 * k,
-            Pass::Backward => 4.0 * q + 4.0 * k,
-        };
-        let inside = members.min(machine.ranks_per_host as f64);
-        let [near, far] = [inside - 1.0, members - inside].map(|peers| moved * peers / members);
-        let mut heads = (near / machine.link).max(far / machine.network);
-        let mut copied = 0.0;
-        if scheme.heads > 1 {
-            heads += 2.0 * machine.latency;
-            copied += 2.0 * moved / machine.copies;
-        }
-
-        // Keys and values, and in the backward pass their gradients, once for each other group.
-        let rate =
-            if machine.ranks > machine.ranks_per_host { machine.network } else { machine.link };
-        let keys = 2.0 * k / rate + machine.latency;
-        let step = match self.pass {
-            Pass::Forward => keys,
-            Pass::Backward => 2.0 * keys,
-        };
-        let mut exposed = heads;
-        if scheme.keys > 1 {
-            let hidden = ideal / groups;
-            exposed += (groups - 1.0) * (step - hidden).max(0.0);
-            if self.pass == Pass::Backward {
-                // The last gradients have nothing behind which to hide.
-                exposed += keys;
-            }
-            // Parts are written in place of results, then all of them are read.
-            let parts = if self.is_causal() { (groups + 1.0) * 0.75 } else { groups };
-            let merged = match self.pass {
-                Pass::Forward => q,
-                Pass::Backward => q + 2.0 * k,
-            };
-            copied += 0.5 * merged * (parts + 1.0) / machine.copies;
-        }
-        let exchange = heads + (groups - 1.0) * step;
-        Forecast { scheme, compute: ideal + copied, exchange, exposed, ideal }
-    }
-
-    fn is_causal(&self) -> bool {
-        !matches!(self.mask, Mask::Full)
-    }
-
-    /// FLOPs of the visited pairs: two products in the forward pass, five in the backward pass.
-    fn flops(&self) -> f64 {
-        let seqlen = self.seqlen as f64;
-        let pairs = match self.mask {
-            Mask::Full => seqlen * seqlen,
-            Mask::Causal { .. } => seqlen * (seqlen + 1.0) / 2.0,
-            _ => self.mask.visited_pairs(self.seqlen, self.seqlen) as f64,
-        };
-        let products = if self.pass == Pass::Forward { 2.0 } else { 5.0 };
-        2.0 * products * pairs * (self.batch * self.num_heads_q * self.head_dim) as f64
     }
 }

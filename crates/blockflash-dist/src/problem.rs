@@ -1,6 +1,8 @@
 //! The checks of a call that need no other rank.
 
-use crate::{Communicator, DistributedAttention, Error, Result, Scheme, Shard};
+use crate::band::Band;
+use crate::grid::Grid;
+use crate::{Communicator, DistributedAttention, DistributedBlockMask, Error, Pass, Result};
 use blockflash_ops::{
     AttentionBackward, AttentionMergeProblem, AttentionProblem, Mask, Stream, View, attention,
     attention_merge,
@@ -11,41 +13,40 @@ use blockflash_ops::{
 pub(crate) struct Problem {
     /// On the rows of this rank.
     pub(crate) local: AttentionProblem,
-    seqlen: usize,
-    scheme: Scheme,
-    pub(crate) rank: usize,
-    world: usize,
+    pub(crate) grid: Grid,
+    pub(crate) band: Band,
+    /// Identifies the block mask.
+    block_mask: Option<u64>,
 }
 
 impl DistributedAttention<'_> {
     /// Every check that needs no other rank.
     pub(crate) fn problem(&self, comm: &dyn Communicator) -> Result<Problem> {
-        let Self { attention, seqlen, scheme } = *self;
-        let local = attention.problem()?;
-        let (rank, world) = (comm.rank(), comm.world());
-        let options = [
-            (attention.sink.is_some(), "a sink"),
-            (attention.cu_seqlens.is_some(), "packed sequences"),
-            (attention.block_mask.is_some(), "a block mask"),
-            (
-                scheme.keys > 1 && !matches!(local.mask, Mask::Full | Mask::Causal { .. }),
-                "a mask that is neither full nor causal",
-            ),
-        ];
-        if let Some((_, what)) = options.into_iter().find(|(given, _)| *given) {
-            return Err(Error::Unsupported { scheme, what });
+        let Self { attention, shard, scheme, block_mask } = *self;
+        let mut local = attention.problem()?;
+        let unsupported = |what| Error::Unsupported { scheme, what };
+        if attention.cu_seqlens.is_some() {
+            return Err(unsupported("packed sequences"));
         }
-        scheme.check(world, local.num_heads_q, local.num_heads_kv)?;
-        let expected = Shard::new(seqlen, world, rank)?.rows();
+        if attention.block_mask.is_some() {
+            return Err(unsupported("a block mask that is not distributed"));
+        }
+        let band = Band::of(local.mask, shard.seqlen()).ok_or(unsupported("the mask"))?;
+        let grid = Grid::new(scheme, shard, comm)?;
+        scheme.check_heads(local.num_heads_q, local.num_heads_kv)?;
+        let expected = shard.rows();
         for (what, found) in [("q", local.seqlen_q), ("k", local.seqlen_kv)] {
             if found != expected {
+                let (rank, world, seqlen) = (shard.rank(), shard.world(), shard.seqlen());
                 return Err(Error::Rows { what, rank, world, seqlen, expected, found });
             }
         }
+        local.block_mask = block_mask.map(|mask| mask.fits(&local, &grid, band)).transpose()?;
         if let Some(gpu) = comm.stream().device().cuda_properties() {
             attention::select(&local, gpu)?;
         }
-        Ok(Problem { local, seqlen, scheme, rank, world })
+        let block_mask = block_mask.map(DistributedBlockMask::id);
+        Ok(Problem { local, grid, band, block_mask })
     }
 }
 
@@ -67,10 +68,11 @@ pub(crate) fn on_device(
 }
 
 /// What has to be the same on every rank.
-pub(crate) const ARGUMENTS: [&str; 13] = [
+pub(crate) const ARGUMENTS: [&str; 16] = [
     "element type",
     "batch",
     "seqlen",
+    "block of shard",
     "num_heads_q",
     "num_heads_kv",
     "head_dim",
@@ -80,6 +82,8 @@ pub(crate) const ARGUMENTS: [&str; 13] = [
     "right side of mask",
     "softmax_scale",
     "softcap",
+    "sink",
+    "block mask",
     "world",
 ];
 
@@ -92,12 +96,12 @@ impl Problem {
     ) -> Result<()> {
         call.problem()?;
         let Some(gpu) = comm.stream().device().cuda_properties() else { return Ok(()) };
-        if self.scheme.keys > 1 {
+        if self.grid.scheme.keys > 1 {
             let AttentionProblem { dtype, num_heads_q: num_heads, head_dim, .. } = self.local;
             let sum = AttentionMergeProblem {
                 parts_dtype: dtype,
                 o_dtype: dtype,
-                parts: self.scheme.keys,
+                parts: self.grid.scheme.keys,
                 rows: self.local.seqlen_q,
                 num_heads,
                 head_dim,
@@ -113,27 +117,55 @@ impl Problem {
 
     pub(crate) fn arguments(&self) -> [u64; ARGUMENTS.len()] {
         let local = &self.local;
-        let side = |side: Option<usize>| side.map_or(u64::MAX, |side| side as u64);
-        let [kind, left, right] = match local.mask {
-            Mask::Full => [0, 0, 0],
-            Mask::Causal { .. } => [1, 0, 0],
-            Mask::Window { left, right, .. } => [2, side(left), side(right)],
-            _ => [3, 0, 0],
-        };
+        let [kind, left, right] = mask_arguments(local.mask);
         [
             local.dtype as u64,
             local.batch as u64,
-            self.seqlen as u64,
+            self.grid.shard.seqlen() as u64,
+            self.grid.shard.block() as u64,
             local.num_heads_q as u64,
             local.num_heads_kv as u64,
             local.head_dim as u64,
-            self.scheme.heads as u64,
+            self.grid.scheme.heads as u64,
             kind,
             left,
             right,
             local.softmax_scale.to_bits().into(),
             local.softcap.map_or(u64::MAX, |softcap| softcap.to_bits().into()),
-            self.world as u64,
+            local.sink.into(),
+            self.block_mask.unwrap_or(0),
+            self.grid.shard.world() as u64,
         ]
+    }
+
+    /// Bytes that a rank sends in a pass, given the rows of keys that it sends for all entries of
+    /// the batch, and the rows of their gradients.
+    pub(crate) fn sent_bytes(&self, [keys, gradients]: [usize; 2], pass: Pass) -> usize {
+        let AttentionProblem { dtype, batch, num_heads_q, num_heads_kv, head_dim, .. } = self.local;
+        let (rows, members) = (self.grid.shard.rows(), self.grid.scheme.heads);
+        let of_group = self.grid.rows_of(self.grid.group()).rows();
+        let row = |heads: usize| heads / members * head_dim * dtype.size();
+        let (q, k, log) = (row(num_heads_q), row(num_heads_kv), num_heads_q / members * 4);
+        // Rows of this rank with the heads of each other member, and back.
+        let (there, back) = (batch * rows * (members - 1), batch * (of_group - rows));
+        match pass {
+            Pass::Forward => there * (q + 2 * k) + back * (q + log) + keys * 2 * k,
+            Pass::Backward => {
+                let sink = if self.local.sink { (self.grid.shard.world() - 1) * log } else { 0 };
+                let heads = there * (3 * q + 2 * k + log) + back * (q + 2 * k);
+                heads + (keys + gradients) * 2 * k + sink
+            }
+        }
+    }
+}
+
+/// Kind and sides of a mask.
+pub(crate) fn mask_arguments(mask: Mask) -> [u64; 3] {
+    let side = |side: Option<usize>| side.map_or(u64::MAX, |side| side as u64);
+    match mask {
+        Mask::Full => [0, 0, 0],
+        Mask::Causal { .. } => [1, 0, 0],
+        Mask::Window { left, right, .. } => [2, side(left), side(right)],
+        _ => [3, 0, 0],
     }
 }

@@ -4,10 +4,10 @@
 //! of keys goes straight back to the group that holds them, which adds all parts in the order of
 //! the groups, in f32, when it has them all.
 
-use crate::grid::Grid;
-use crate::heads::exchange;
+use crate::exchange::exchange;
+use crate::plan::{Call, Plan, Returned, Slots, Step};
 use crate::ring::{Incoming, Ring};
-use crate::{Communicator, Result};
+use crate::{Communicator, Result, sink};
 use blockflash_ops::{
     Attention, AttentionBackward, AttentionGradients, AttentionGradientsMut, AttentionMerge, DType,
     Event, Stream, Tensor, View, ViewMut,
@@ -30,124 +30,173 @@ pub(crate) struct Operands<'a> {
     pub(crate) d_o: View<'a>,
 }
 
-/// The gradients. Inputs are ready in the order of both streams, outputs in the order of `stream`.
+/// The gradients; that of the sink is of the queries of this group. Inputs are ready in the order
+/// of both streams, outputs in the order of `stream`.
 pub(crate) fn backward(
-    comm: &dyn Communicator,
-    grid: &Grid,
-    attention: &Attention<'_>,
+    ring: Ring<'_>,
     operands: Operands<'_>,
     stream: &Stream,
 ) -> Result<AttentionGradients> {
-    let ring = Ring { comm, grid, attention };
     let Operands { qkv: [q, k, v], o, lse, d_o } = operands;
-    if ring.groups() == 1 {
-        let attention = Attention { q, k, v, ..*attention };
+    if let Some(block_mask) = ring.alone() {
+        let attention = Attention { q, k, v, block_mask, ..*ring.attention };
         return Ok(AttentionBackward { attention, o, lse, d_o }.backward(stream)?);
     }
     let like = |x: View<'_>| Tensor::empty(stream, x.dtype(), x.shape());
     let (dq, dk, dv) = (like(q)?, like(k)?, like(v)?);
     let mut gradients = AttentionGradients { dq, dk, dv, d_sink: None };
-    for entry in (0..q.shape()[0]).map(|entry| entry..entry + 1) {
+    let mut d_sinks = Vec::new();
+    for (at, plan) in (0..q.shape()[0]).zip(ring.plans.iter().cycle()) {
+        let entry = at..at + 1;
         let [q, k, v] = [q, k, v].map(|x| x.slice(0, entry.clone()));
         let [o, lse, d_o] = [o, lse, d_o].map(|x| x.slice(0, entry.clone()));
         let operands = Operands { qkv: [q?, k?, v?], o: o?, lse: lse?, d_o: d_o? };
         let AttentionGradientsMut { dq, dk, dv, .. } = gradients.view_mut();
         let [dq, dk, dv] = [dq, dk, dv].map(|x| x.slice(0, entry.clone()));
-        backward_entry(&ring, operands, [dq?, dk?, dv?], stream)?;
+        let mut entry = Entry { ring, plan, operands, d_sinks: &mut d_sinks };
+        entry.backward([dq?, dk?, dv?], stream)?;
+    }
+    if ring.attention.sink.is_some() {
+        gradients.d_sink = Some(sink::sum(&d_sinks, q.shape()[2], stream)?);
     }
     Ok(gradients)
 }
 
-/// The same for one entry of the batch.
-fn backward_entry(
-    ring: &Ring<'_>,
-    operands: Operands<'_>,
-    gradients: [ViewMut<'_>; 3],
-    stream: &Stream,
-) -> Result<()> {
-    let Ring { comm, grid, attention } = *ring;
-    let (groups, own) = (ring.groups(), grid.group());
-    let Operands { qkv: [q, k, v], o, lse, d_o } = operands;
-    let parts = |x: View<'_>| {
-        let shape: Vec<usize> = [&[groups], &x.shape()[1..]].concat();
-        Tensor::empty(stream, x.dtype(), &shape)
-    };
-    let (mut dq_parts, mut dkv_parts) = (parts(q)?, [parts(k)?, parts(v)?]);
-    dkv_parts.iter().try_for_each(|parts| parts.share_with(comm.stream()))?;
-    let mut incoming = Incoming::start(ring, [k, v], stream)?;
-    let mut slots = Vec::new();
-    for _ in 0..SLOTS.min(groups - 1) {
-        let tensors = incoming.like(ring, stream)?;
-        slots.push(Slot { tensors, sent: Event::new(stream.device(), false)? });
+/// One entry of the batch.
+struct Entry<'a> {
+    ring: Ring<'a>,
+    plan: &'a Plan,
+    operands: Operands<'a>,
+    /// Gradients of the sink, of each call that counts it.
+    d_sinks: &'a mut Vec<Tensor>,
+}
+
+impl Entry<'_> {
+    fn backward(&mut self, gradients: [ViewMut<'_>; 3], stream: &Stream) -> Result<()> {
+        let (plan, comm) = (self.plan, self.ring.comm);
+        let [q, k, v] = self.operands.qkv;
+        // A slot between others may have no part of a row of keys: that adds nothing.
+        let parts = |x: View<'_>, slots: &Slots| {
+            Tensor::zeros(stream, x.dtype(), &[&[slots.count], &x.shape()[1..]].concat())
+        };
+        let mut dq_parts = parts(q, &plan.queries)?;
+        let mut dkv_parts = [parts(k, &plan.keys)?, parts(v, &plan.keys)?];
+        dkv_parts.iter().try_for_each(|parts| parts.share_with(comm.stream()))?;
+        let mut incoming = Incoming::start(comm, plan, [k, v], stream)?;
+        let rows = plan.steps.iter().skip(1).map(Step::attended).max().unwrap_or(0);
+        let mut slots = Vec::new();
+        for _ in 0..SLOTS.min(plan.steps.len() - 1) {
+            let tensors = incoming.like(rows, stream)?;
+            slots.push(Slot { tensors, sent: Event::new(stream.device(), false)? });
+        }
+        for (t, step) in plan.steps.iter().enumerate() {
+            let kv = incoming.get(t, stream)?;
+            let Some(ahead) = t.checked_sub(1) else {
+                for (call, back) in step.calls.iter().zip(&step.returned) {
+                    let dkv = place(&mut dkv_parts, back.slot, call.part.keys.clone())?;
+                    self.call(call, kv, &mut dq_parts, dkv, stream)?;
+                }
+                continue;
+            };
+            if step.calls.is_empty() && step.returned.is_empty() {
+                continue;
+            }
+            let at = ahead % slots.len();
+            let slot = &mut slots[at];
+            stream.wait(&slot.sent)?;
+            let mut end = 0;
+            for call in &step.calls {
+                let rows = end..end + call.part.keys.len();
+                end = rows.end;
+                self.call(call, kv, &mut dq_parts, place(&mut slot.tensors, 0, rows)?, stream)?;
+            }
+            incoming.done(t, stream)?;
+            comm.stream().wait_for(stream)?;
+            send_back(comm, step, &slot.tensors, &mut dkv_parts)?;
+            slot.sent.record(comm.stream())?;
+        }
+        stream.wait_for(comm.stream())?;
+        let [dk_parts, dv_parts] = dkv_parts;
+        let sums = [(dq_parts, &plan.queries), (dk_parts, &plan.keys), (dv_parts, &plan.keys)];
+        for ((parts, slots), total) in sums.into_iter().zip(gradients) {
+            let mut total = total.flatten(0..2)?;
+            for (rows, slots) in &slots.ranges {
+                let parts = parts.view().slice(0, slots.clone())?.slice(1, rows.clone())?;
+                let total = total.reborrow().slice(0, rows.clone())?;
+                AttentionMerge::sum(parts).merge_into(total, None, stream)?;
+            }
+        }
+        Ok(())
     }
-    for t in 0..groups {
-        let part = ring.step(t)?;
-        let [k, v] = incoming.get(ring, t, &part, stream)?;
-        let rows = || part.queries.clone();
-        let (q, o, d_o) = (q.slice(1, rows())?, o.slice(1, rows())?, d_o.slice(1, rows())?);
-        let attention = Attention { q, k, v, mask: part.mask, ..*attention };
-        let call = AttentionBackward { attention, o, lse: lse.slice(2, rows())?, d_o };
-        let dq = part_of(&mut dq_parts, part.source)?.slice(1, rows())?;
-        let mut workspace = match call.workspace_bytes(stream.device())? {
+
+    /// One call on the keys of its step.
+    fn call(
+        &mut self,
+        call: &Call,
+        [k, v]: [View<'_>; 2],
+        dq_parts: &mut Tensor,
+        [dk, dv]: [ViewMut<'_>; 2],
+        stream: &Stream,
+    ) -> Result<()> {
+        let Operands { qkv: [q, ..], o, lse, d_o } = self.operands;
+        let attention = call.of(self.ring.attention, [q, k, v])?;
+        let rows = || call.part.queries.clone();
+        let (o, lse, d_o) = (o.slice(1, rows())?, lse.slice(2, rows())?, d_o.slice(1, rows())?);
+        let call_of = AttentionBackward { attention, o, lse, d_o };
+        let mut workspace = match call_of.workspace_bytes(stream.device())? {
             0 => None,
             bytes => Some(Tensor::empty(stream, DType::U8, &[bytes])?),
         };
-        let workspace = workspace.as_mut().map(Tensor::view_mut);
-        let [dk_parts, dv_parts] = &mut dkv_parts;
-        if t == 0 {
-            let dk = part_of(dk_parts, own)?;
-            let dv = part_of(dv_parts, own)?;
-            let gradients = AttentionGradientsMut { dq, dk, dv, d_sink: None };
-            call.backward_into(gradients, workspace, stream)?;
-            continue;
-        }
-        let at = (t - 1) % slots.len();
-        let slot = &mut slots[at];
-        stream.wait(&slot.sent)?;
-        let keys = 0..part.keys.len();
-        let [dk, dv] = &mut slot.tensors;
-        let gradients = AttentionGradientsMut {
-            dq,
-            dk: dk.view_mut().slice(1, keys.clone())?,
-            dv: dv.view_mut().slice(1, keys.clone())?,
-            d_sink: None,
-        };
-        call.backward_into(gradients, workspace, stream)?;
-        incoming.done(t, stream)?;
-        comm.stream().wait_for(stream)?;
-        let to = grid.in_ring(part.source);
-        let (from, mine) = ring.sent(t)?;
-        let sent = |x| -> Result<_> { Ok((to, Tensor::view(x).slice(1, keys.clone())?)) };
-        let sends = slot.tensors.iter().map(sent).collect::<Result<Vec<_>>>()?;
-        let mut receives = Vec::with_capacity(2);
-        for parts in [dk_parts, dv_parts] {
-            let part = part_of(parts, from)?.slice(1, mine.clone())?;
-            receives.push((grid.in_ring(from), part));
-        }
-        exchange(comm, sends, receives)?;
-        slot.sent.record(comm.stream())?;
+        let heads = q.shape()[2];
+        let d_sink = attention.sink.map(|_| Tensor::empty(stream, DType::F32, &[heads]));
+        let mut d_sink = d_sink.transpose()?;
+        let dq = dq_parts.view_mut().slice(0, call.slot..call.slot + 1)?.slice(1, rows())?;
+        let d_sink_view = d_sink.as_mut().map(Tensor::view_mut);
+        let gradients = AttentionGradientsMut { dq, dk, dv, d_sink: d_sink_view };
+        call_of.backward_into(gradients, workspace.as_mut().map(Tensor::view_mut), stream)?;
+        self.d_sinks.extend(d_sink);
+        Ok(())
     }
-    stream.wait_for(comm.stream())?;
-    let rows = grid.rows_of(own)?;
-    // The second chunk of keys is seen by the groups before, and by this one.
-    let keys = match ring.is_causal() {
-        false => vec![(0..rows.rows(), groups)],
-        true => vec![(0..rows.first(), groups), (rows.first()..rows.rows(), own + 1)],
-    };
-    let (queries, [dk_parts, dv_parts]) = (ring.ranges()?, dkv_parts);
-    let sums = [(dq_parts, &queries), (dk_parts, &keys), (dv_parts, &keys)];
-    for ((parts, ranges), total) in sums.into_iter().zip(gradients) {
-        let mut total = total.flatten(0..2)?;
-        for (rows, count) in ranges {
-            let parts = parts.view().slice(0, 0..*count)?.slice(1, rows.clone())?;
-            let total = total.reborrow().slice(0, rows.clone())?;
-            AttentionMerge::sum(parts).merge_into(total, None, stream)?;
+}
+
+/// Sends the gradients of a step to the rank that holds its keys, and takes those of the keys of
+/// this one.
+fn send_back(
+    comm: &dyn Communicator,
+    step: &Step,
+    gradients: &[Tensor; 2],
+    parts: &mut [Tensor; 2],
+) -> Result<()> {
+    let rows = |back: &Returned| back.rows.iter().map(|rows| rows.len()).sum::<usize>();
+    let mut shape = gradients[0].shape().to_vec();
+    shape[1] = step.returned.iter().map(rows).sum();
+    let empty = || Tensor::empty(comm.stream(), gradients[0].dtype(), &shape);
+    let mut come = [empty()?, empty()?];
+    let sends = gradients.iter().map(|x| Ok((step.from, x.view().slice(1, 0..step.attended())?)));
+    let receives = come.iter_mut().map(|x| (step.to, x.view_mut())).collect();
+    exchange(comm, sends.collect::<Result<_>>()?, receives)?;
+    for (part, come) in parts.iter_mut().zip(&come) {
+        let mut end = 0;
+        for back in &step.returned {
+            for rows in &back.rows {
+                let source = come.view().slice(1, end..end + rows.len())?;
+                let slot = part.view_mut().slice(0, back.slot..back.slot + 1)?;
+                slot.slice(1, rows.clone())?.copy_from(&source, comm.stream())?;
+                end += rows.len();
+            }
         }
     }
     Ok(())
 }
 
-/// The part of one group, of `[groups, rows, heads, head_dim]`.
-fn part_of(parts: &mut Tensor, group: usize) -> Result<ViewMut<'_>> {
-    Ok(parts.view_mut().slice(0, group..group + 1)?)
+/// Rows of a slot of the gradients of keys and values.
+fn place(
+    parts: &mut [Tensor; 2],
+    slot: usize,
+    rows: std::ops::Range<usize>,
+) -> Result<[ViewMut<'_>; 2]> {
+    let [dk, dv] = parts;
+    let slot = slot..slot + 1;
+    let (dk, dv) = (dk.view_mut().slice(0, slot.clone())?, dv.view_mut().slice(0, slot)?);
+    Ok([dk.slice(1, rows.clone())?, dv.slice(1, rows)?])
 }

@@ -1,5 +1,6 @@
 use crate::{Error, Result};
 use blockflash_ops::attention::MAX_SEQLEN;
+use blockflash_ops::{BlockGeometry, BlockMask};
 use std::ops::Range;
 
 /// The rows of a sequence that one rank holds.
@@ -20,6 +21,16 @@ pub struct Shard {
     seqlen: usize,
     world: usize,
     rank: usize,
+    block: usize,
+}
+
+/// Rows that follow each other in the sequence.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Span {
+    /// Where they lie in the sequence.
+    pub(crate) positions: Range<usize>,
+    /// The first one in the tensors of the rank.
+    pub(crate) row: usize,
 }
 
 impl Shard {
@@ -38,7 +49,77 @@ impl Shard {
         if rank >= world {
             return error("rank", rank, format!("less than {world}"));
         }
-        Ok(Shard { seqlen, world, rank })
+        Ok(Shard { seqlen, world, rank, block: 1 })
+    }
+
+    /// The same rank, where the sequence is cut between blocks of a block mask only: chunks differ
+    /// by one block at most, which is the common multiple of both sizes. All layers of a model
+    /// have the same rows if some of them have block masks.
+    ///
+    /// ```
+    /// # use blockflash_dist::Shard;
+    /// let shard = Shard::new(1000, 2, 0)?.in_blocks(128, 64)?;
+    /// assert_eq!(shard.ranges(), [0..256, 768..1000]);
+    /// # Ok::<(), blockflash_dist::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// Those of [`BlockGeometry::new`] for sizes that a block mask cannot have.
+    pub fn in_blocks(self, block_q: usize, block_kv: usize) -> Result<Shard> {
+        BlockGeometry::new(self.seqlen, self.seqlen, block_q, block_kv)?;
+        let multiples = (1..block_kv).map(|n| n * block_q);
+        let common = multiples.into_iter().find(|block| block.is_multiple_of(block_kv));
+        Ok(Shard { block: common.unwrap_or(block_q * block_kv), ..self })
+    }
+
+    /// The lists of the queries of this rank, from a mask of the whole sequence on the CPU.
+    ///
+    /// # Errors
+    /// [`Error::BlockMask`] if the mask is of another length, or if blocks lie on several ranks; a
+    /// mask that is not on the CPU.
+    pub fn block_mask(&self, whole: &BlockMask) -> Result<BlockMask> {
+        let (block_q, block_kv) = (whole.block_q(), whole.block_kv());
+        let found = [whole.seqlen_q(), whole.seqlen_kv()];
+        if found != [self.seqlen(); 2] || !self.block().is_multiple_of(block_q) {
+            return Err(Error::BlockMask {
+                what: "queries, keys and queries of a block",
+                found: format!("{found:?}, {block_q}"),
+                expected: format!("twice {}, a part of {}", self.seqlen(), self.block()),
+            });
+        }
+        let geometry = BlockGeometry::new(self.rows(), self.seqlen(), block_q, block_kv)?;
+        let (mut row_ptr, mut col_idx) = (Vec::new(), Vec::new());
+        for (batch, head) in
+            (0..whole.batch()).flat_map(|b| (0..whole.heads()).map(move |h| (b, h)))
+        {
+            row_ptr.push(col_idx.len() as i32);
+            for row in 0..geometry.rows() {
+                let row = self.position(row * block_q) / block_q;
+                col_idx.extend(whole.row(batch, head, row)?.map(|col| col as i32));
+                row_ptr.push(col_idx.len() as i32);
+            }
+        }
+        Ok(BlockMask::from_parts(geometry, whole.batch(), whole.heads(), &row_ptr, &col_idx)?)
+    }
+
+    /// Rows of the whole sequence.
+    pub fn seqlen(&self) -> usize {
+        self.seqlen
+    }
+
+    /// Number of ranks.
+    pub fn world(&self) -> usize {
+        self.world
+    }
+
+    /// Which of them has these rows.
+    pub fn rank(&self) -> usize {
+        self.rank
+    }
+
+    /// The sequence is cut at multiples of this.
+    pub fn block(&self) -> usize {
+        self.block
     }
 
     /// Where the two chunks lie in the sequence.
@@ -57,8 +138,35 @@ impl Shard {
         self.ranges().map(|range| range.len()).iter().sum()
     }
 
+    /// The rows of another one of so many ranks, in the same sequence.
+    pub(crate) fn of(&self, world: usize, rank: usize) -> Shard {
+        Shard { world, rank, ..*self }
+    }
+
+    /// The chunks, or one span if they are neighbours; none without rows.
+    pub(crate) fn spans(&self) -> Vec<Span> {
+        let [first, second] = self.ranges();
+        let row = first.len();
+        let spans = match first.end == second.start {
+            true => vec![Span { positions: first.start..second.end, row: 0 }],
+            false => {
+                vec![Span { positions: first, row: 0 }, Span { positions: second, row }]
+            }
+        };
+        spans.into_iter().filter(|span| !span.positions.is_empty()).collect()
+    }
+
+    /// Where a row of the tensors of this rank lies in the sequence.
+    pub(crate) fn position(&self, row: usize) -> usize {
+        let [first, second] = self.ranges();
+        if row < first.len() { first.start + row } else { second.start + row - first.len() }
+    }
+
     /// Where a chunk starts.
     fn start(&self, chunk: usize) -> usize {
-        (self.seqlen as u128 * chunk as u128 / (2 * self.world) as u128) as usize
+        let blocks = self.seqlen.div_ceil(self.block);
+        // Less than 2^62, as sequences and ranks are limited.
+        let block = blocks as u64 * chunk as u64 / (2 * self.world as u64);
+        (block as usize * self.block).min(self.seqlen)
     }
 }

@@ -4,7 +4,9 @@ use blockflash_dist::{
     Communicator, DistributedAttention, Error, Memory, Nccl, NcclCommunicator, NcclId, Result,
     Scheme, Shard,
 };
-use blockflash_ops::{Align, Attention, DType, Device, Mask, Tensor};
+use blockflash_ops::{
+    Align, Attention, BlockGeometry, BlockMask, CuSeqlens, DType, Device, Mask, Tensor,
+};
 use std::time::{Duration, Instant};
 
 const SEQLEN: usize = 40;
@@ -18,6 +20,7 @@ struct Change {
     scheme: Scheme,
     scale: Option<f32>,
     sink: bool,
+    block_mask: bool,
     dtype: DType,
 }
 
@@ -28,6 +31,7 @@ const USUAL: Change = Change {
     scheme: Scheme { heads: 1, keys: 3 },
     scale: None,
     sink: false,
+    block_mask: false,
     dtype: DType::F32,
 };
 
@@ -37,17 +41,21 @@ fn ranks(change: Change) -> Vec<Result<()>> {
     let run = |comm: Memory| -> Result<()> {
         let call = if comm.rank() == 1 { change } else { USUAL };
         let stream = Device::cpu().stream()?;
-        let rows = Shard::new(call.seqlen, 3, comm.rank())?.rows();
-        let x = Tensor::zeros(&stream, call.dtype, &[1, rows, call.heads, 8])?;
+        let shard = Shard::new(call.seqlen, 3, comm.rank())?;
+        let x = Tensor::zeros(&stream, call.dtype, &[1, shard.rows(), call.heads, 8])?;
         let sink = Tensor::zeros(&stream, DType::F32, &[call.heads])?;
+        let geometry = BlockGeometry::new(shard.rows(), shard.rows(), 64, 64)?;
+        let block_mask = BlockMask::full(geometry)?;
         let attention = Attention {
             mask: call.mask,
             softmax_scale: call.scale,
             sink: call.sink.then_some(sink.view()),
+            block_mask: call.block_mask.then_some(&block_mask),
             ..Attention::new(x.view(), x.view(), x.view())
         };
-        let (seqlen, scheme) = (call.seqlen, call.scheme);
-        DistributedAttention { attention, seqlen, scheme }.forward(&comm, &stream).map(drop)
+        let scheme = call.scheme;
+        let call = DistributedAttention { attention, shard, scheme, block_mask: None };
+        call.forward(&comm, &stream).map(drop)
     };
     let start = Instant::now();
     let results = std::thread::scope(|threads| {
@@ -67,10 +75,13 @@ fn the_same_call_works() {
 #[test]
 fn other_arguments_are_named_on_every_rank() {
     let causal = Mask::Causal { align: Align::TopLeft };
+    let window = Mask::Window { left: Some(3), right: None, align: Align::TopLeft };
     let changes = [
         ("seqlen", Change { seqlen: 41, ..USUAL }),
         ("num_heads_q", Change { heads: 2, ..USUAL }),
         ("kind of mask", Change { mask: causal, ..USUAL }),
+        ("kind of mask", Change { mask: window, ..USUAL }),
+        ("sink", Change { sink: true, ..USUAL }),
         ("softmax_scale", Change { scale: Some(0.5), ..USUAL }),
         ("element type", Change { dtype: DType::F16, ..USUAL }),
     ];
@@ -86,10 +97,8 @@ fn other_arguments_are_named_on_every_rank() {
 
 #[test]
 fn a_call_that_one_rank_refuses() {
-    let window = Mask::Window { left: Some(3), right: None, align: Align::TopLeft };
     let changes = [
-        Change { sink: true, ..USUAL },
-        Change { mask: window, ..USUAL },
+        Change { block_mask: true, ..USUAL },
         Change { scheme: Scheme { heads: 3, keys: 1 }, ..USUAL },
         Change { scheme: Scheme { heads: usize::MAX, keys: 3 }, ..USUAL },
         Change { scheme: Scheme { heads: 0, keys: 3 }, ..USUAL },
@@ -114,13 +123,34 @@ fn rows_that_are_not_those_of_the_rank() {
     let stream = Device::cpu().stream().unwrap();
     let x = Tensor::zeros(&stream, DType::F32, &[1, 7, 1, 8]).unwrap();
     let attention = Attention::new(x.view(), x.view(), x.view());
-    let call = |seqlen| {
-        let scheme = Scheme { heads: 1, keys: 1 };
-        DistributedAttention { attention, seqlen, scheme }.forward(&comm, &stream)
+    let call = |seqlen, world| {
+        let (shard, scheme) = (Shard::new(seqlen, world, 0)?, Scheme { heads: 1, keys: 1 });
+        DistributedAttention { attention, shard, scheme, block_mask: None }.forward(&comm, &stream)
     };
-    call(7).unwrap();
-    assert!(matches!(call(8), Err(Error::Rows { expected: 8, found: 7, .. })));
-    assert!(matches!(call(usize::MAX), Err(Error::Size { what: "seqlen", .. })));
+    call(7, 1).unwrap();
+    assert!(matches!(call(8, 1), Err(Error::Rows { expected: 8, found: 7, .. })));
+    assert!(matches!(call(14, 2), Err(Error::Size { value: 2, .. })), "a shard of two ranks");
+    assert!(matches!(call(usize::MAX, 1), Err(Error::Size { what: "seqlen", .. })));
+}
+
+/// Sequences of different lengths in one tensor.
+#[test]
+fn packed_sequences_are_refused() {
+    let comm = Memory::group(&Device::cpu(), 1, Duration::ZERO).unwrap().remove(0);
+    let stream = Device::cpu().stream().unwrap();
+    let x = Tensor::zeros(&stream, DType::F32, &[7, 1, 8]).unwrap();
+    let offsets = Tensor::from_slice(&stream, &[0, 3, 7], &[3]).unwrap();
+    let cu_seqlens = Some(CuSeqlens {
+        q: offsets.view(),
+        kv: offsets.view(),
+        max_seqlen_q: 4,
+        max_seqlen_kv: 4,
+    });
+    let attention = Attention { cu_seqlens, ..Attention::new(x.view(), x.view(), x.view()) };
+    let (shard, scheme) = (Shard::new(7, 1, 0).unwrap(), Scheme { heads: 1, keys: 1 });
+    let call = DistributedAttention { attention, shard, scheme, block_mask: None };
+    let error = call.forward(&comm, &stream).unwrap_err();
+    assert!(matches!(error, Error::Unsupported { what: "packed sequences", .. }), "{error}");
 }
 
 #[test]
@@ -130,7 +160,8 @@ fn a_prepared_call_is_for_its_arguments() {
     let x = Tensor::zeros(&stream, DType::F32, &[1, 7, 1, 8]).unwrap();
     let attention = Attention::new(x.view(), x.view(), x.view());
     let scheme = Scheme { heads: 1, keys: 1 };
-    let call = DistributedAttention { attention, seqlen: 7, scheme };
+    let shard = Shard::new(7, 1, 0).unwrap();
+    let call = DistributedAttention { attention, shard, scheme, block_mask: None };
     let prepared = call.prepare(&comm).unwrap();
     call.forward_prepared(&prepared, &comm, &stream).unwrap();
     let attention = Attention { mask: Mask::causal(), ..attention };
@@ -147,7 +178,8 @@ fn a_lost_rank_is_an_error() {
     let x = Tensor::zeros(&stream, DType::F32, &[1, 20, 4, 8]).unwrap();
     let attention = Attention::new(x.view(), x.view(), x.view());
     let scheme = Scheme { heads: 1, keys: 2 };
-    let call = DistributedAttention { attention, seqlen: 40, scheme };
+    let shard = Shard::new(40, 2, 0).unwrap();
+    let call = DistributedAttention { attention, shard, scheme, block_mask: None };
     let mut group = Memory::group(&Device::cpu(), 2, Duration::from_secs(60)).unwrap();
     drop(group.pop());
     assert!(matches!(call.forward(&group[0], &stream), Err(Error::Gone { rank: 1 })));

@@ -1,7 +1,11 @@
 //! Shards, schemes and forecasts as plain data.
 
-use blockflash_dist::{Error, Forecast, Machine, Pass, Scheme, Shard, Workload};
-use blockflash_ops::{Align, Mask};
+use blockflash_dist::{
+    Communicator, Density, DistributedAttention, Error, Forecast, Machine, Memory, Pass, Result,
+    Scheme, Shard, Workload,
+};
+use blockflash_ops::{Align, Attention, DType, Device, Mask, Tensor};
+use std::time::Duration;
 
 #[test]
 fn shards_hold_every_row_once() {
@@ -54,6 +58,7 @@ const WORKLOAD: Workload = Workload {
     head_dim: 128,
     element_bytes: 2,
     mask: Mask::Causal { align: Align::TopLeft },
+    density: None,
     pass: Pass::Forward,
 };
 
@@ -102,6 +107,76 @@ fn a_forecast_is_the_arithmetic_of_its_bytes() {
     assert!(backward.exposed > 0.0, "that of the last step");
 }
 
+/// A window moves the keys next to each chunk, and all queries; so heads over ranks cost more.
+#[test]
+fn a_window_moves_few_keys() {
+    let window = Mask::Window { left: Some(4095), right: Some(0), align: Align::TopLeft };
+    let workload = Workload { mask: window, ..WORKLOAD };
+    let forecasts = workload.forecasts(&MACHINE);
+    assert_eq!(forecasts[0].scheme, Scheme { heads: 1, keys: 4 });
+    let bytes = 2.0 * 2.0 * 4095.0 * 4096.0 * 2.0;
+    close(forecasts[0].sent_bytes, bytes);
+    close(forecasts[0].exchange, bytes / 260e9 + 2.0 * 50e-6);
+    assert_eq!(forecasts[0].exposed, 0.0);
+    let pairs = 131_072.0 * 4096.0 - 4095.0 * 4096.0 / 2.0;
+    close(forecasts[0].ideal, 4.0 * pairs * 4096.0 / 550e12 / 4.0);
+    let heads = forecasts.iter().find(|forecast| forecast.scheme.keys == 1).unwrap();
+    close(heads.sent_bytes, 4.0 * 0.75 * 32_768.0 * 4096.0 * 2.0);
+}
+
+/// The bytes of a forecast are those that the slowest rank sends.
+#[test]
+fn forecasts_count_what_calls_send() {
+    let window = |left, right| Mask::Window { left, right, align: Align::TopLeft };
+    let masks = [Mask::Full, Mask::causal(), window(Some(5), Some(0)), window(Some(33), Some(12))];
+    for (mask, pass) in masks.into_iter().flat_map(|m| [(m, Pass::Forward), (m, Pass::Backward)]) {
+        let sent = |comm: Memory| -> Result<usize> {
+            let shard = Shard::new(100, comm.world(), comm.rank())?;
+            let x = Tensor::zeros(comm.stream(), DType::F32, &[1, shard.rows(), 2, 8])?;
+            let attention = Attention { mask, ..Attention::new(x.view(), x.view(), x.view()) };
+            let scheme = Scheme { heads: 1, keys: 5 };
+            let call = DistributedAttention { attention, shard, scheme, block_mask: None };
+            Ok(call.prepare(&comm)?.sent_bytes(pass))
+        };
+        let ranks = Memory::group(&Device::cpu(), 5, Duration::from_secs(20)).unwrap();
+        let sent: Vec<usize> = std::thread::scope(|threads| {
+            let threads: Vec<_> =
+                ranks.into_iter().map(|comm| threads.spawn(move || sent(comm).unwrap())).collect();
+            threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+        });
+        let (num_heads_q, num_heads_kv, head_dim, element_bytes) = (2, 2, 8, 4);
+        let workload = Workload {
+            seqlen: 100,
+            num_heads_q,
+            num_heads_kv,
+            head_dim,
+            element_bytes,
+            mask,
+            pass,
+            ..WORKLOAD
+        };
+        let forecast = workload.forecasts(&Machine { ranks: 5, ..MACHINE })[0];
+        assert_eq!(forecast.scheme, Scheme { heads: 1, keys: 5 });
+        let found = forecast.sent_bytes as usize;
+        assert!(sent.contains(&found), "{mask:?} {pass:?}: {found} {sent:?}");
+    }
+}
+
+/// Half the blocks are half the work; half the keys are half the bytes.
+#[test]
+fn a_block_mask_leaves_its_density() {
+    let ring = |density| {
+        let workload = Workload { density, ..WORKLOAD };
+        *workload.forecasts(&MACHINE).iter().find(|f| f.scheme.heads == 1).unwrap()
+    };
+    let (dense, some) = (ring(None), ring(Some(Density { pairs: 0.5, keys: 0.25 })));
+    close(some.ideal, 0.5 * dense.ideal);
+    close(some.sent_bytes, 0.25 * dense.sent_bytes);
+    close(some.exchange - 3.0 * 50e-6, 0.25 * (dense.exchange - 3.0 * 50e-6));
+    assert!(some.compute < dense.compute);
+    assert!(some.to_string().contains(" MB in "), "{some}");
+}
+
 #[test]
 fn the_fastest_scheme_comes_first() {
     for seqlen in [1000, 32_768, 1 << 20] {
@@ -114,8 +189,10 @@ fn the_fastest_scheme_comes_first() {
             assert!(forecasts.iter().all(|f| (0.0..=1.0).contains(&f.scaling())));
         }
     }
+    // A block mask with a window is for heads over ranks only.
     let window = Mask::Window { left: Some(100), right: Some(0), align: Align::TopLeft };
-    let schemes = Workload { mask: window, ..WORKLOAD }.forecasts(&MACHINE);
+    let density = Some(Density { pairs: 0.5, keys: 0.5 });
+    let schemes = Workload { mask: window, density, ..WORKLOAD }.forecasts(&MACHINE);
     assert!(schemes.iter().all(|forecast| forecast.scheme.keys == 1));
     let one = WORKLOAD.forecasts(&Machine { ranks: 1, ..MACHINE });
     assert_eq!((one.len(), one[0].exposed, one[0].scaling()), (1, 0.0, 1.0));

@@ -1,17 +1,19 @@
 //! Attention over several ranks in threads of one process, against the oracle of the whole
 //! sequence.
 
+mod rank;
+mod strategy;
+
+pub use rank::{Counted, Rank};
+pub use strategy::{dist_block_cases, dist_cases};
+
 use crate::attention::{AttentionCase, AttentionData, AttentionReference, Lengths};
 use crate::attention_bwd::{BackwardData, BackwardReference};
-use crate::host::{download, upload};
-use crate::number::{decode, encode};
+use crate::number::decode;
 use crate::tolerance::check;
-use blockflash_dist::{Communicator, DistributedAttention, Error, Memory, Scheme, Shard};
-use blockflash_ops::{
-    Align, Attention, AttentionOutput, DType, Device, Mask, Stream, Tensor, View,
-};
-use proptest::prelude::*;
-use proptest::sample::select;
+use blockflash_dist::{Communicator, DistributedBlockMask, Error, Memory, Scheme, Shard};
+use blockflash_ops::{BlockMask, DType, Device};
+use std::cell::Cell;
 use std::time::Duration;
 
 /// How long a rank waits for another one.
@@ -24,48 +26,27 @@ pub struct DistCase {
     pub whole: AttentionCase,
     /// How it is divided.
     pub scheme: Scheme,
-}
-
-/// Random cases for 1 to `most` ranks.
-pub fn dist_cases(
-    most: usize,
-    dtypes: Vec<DType>,
-    head_dims: Vec<usize>,
-    longest: usize,
-) -> impl Strategy<Value = DistCase> {
-    let sizes = (1..=most, select(vec![1usize, 2, 3, 4, 6, 8]), 1..=3usize, 1..=2usize);
-    let seqlen = prop_oneof![1 => 0..=20usize, 4 => 1..=longest];
-    let options = (0..4usize, prop_oneof![3 => Just(None), 1 => Just(Some(15.0f32))], any::<u32>());
-    (sizes, seqlen, select(dtypes), select(head_dims), options, any::<prop::sample::Index>())
-        .prop_map(
-            |(
-                (world, heads_kv, ratio, batch),
-                seqlen,
-                dtype,
-                head_dim,
-                (mask, softcap, seed),
-                which,
-            )| {
-                let schemes = Scheme::all(world, heads_kv);
-                let scheme = schemes[which.index(schemes.len())];
-                let mask = match mask {
-                    0 => Mask::Full,
-                    3 if scheme.keys == 1 => {
-                        Mask::Window { left: Some(7), right: Some(3), align: Align::TopLeft }
-                    }
-                    1 => Mask::Causal { align: Align::TopLeft },
-                    _ => Mask::causal(),
-                };
-                let simple =
-                    AttentionCase::simple(dtype, (heads_kv * ratio, heads_kv), head_dim, (0, 0));
-                let lengths = Lengths::Dense { batch, seqlen_q: seqlen, seqlen_kv: seqlen };
-                let seed = seed.into();
-                DistCase { whole: AttentionCase { lengths, mask, softcap, seed, ..simple }, scheme }
-            },
-        )
+    /// The blocks between which it is cut.
+    pub cut: Option<[usize; 2]>,
 }
 
 impl DistCase {
+    /// The rows of a rank.
+    fn shard(&self, world: usize, rank: usize) -> Result<Shard, Error> {
+        let shard = Shard::new(self.sizes()[1], world, rank)?;
+        self.cut.map_or(Ok(shard), |[block_q, block_kv]| shard.in_blocks(block_q, block_kv))
+    }
+
+    fn distributed(
+        &self,
+        whole: &BlockMask,
+        shard: Shard,
+        comm: &dyn Communicator,
+    ) -> Result<DistributedBlockMask, Error> {
+        let lists = shard.block_mask(whole)?;
+        DistributedBlockMask::new(&lists, self.whole.mask, shard, self.scheme, comm)
+    }
+
     fn world(&self) -> usize {
         self.scheme.heads * self.scheme.keys
     }
@@ -90,10 +71,16 @@ impl DistCase {
             let start = |comm: Memory| {
                 let call = &call;
                 threads.spawn(move || {
-                    let shard = Shard::new(self.sizes()[1], comm.world(), comm.rank());
-                    let shard = shard.map_err(text)?;
+                    let shard = self.shard(comm.world(), comm.rank()).map_err(text)?;
                     let stream = device.stream().map_err(|error| error.to_string())?;
-                    call(&Rank { case: self, comm: &comm, shard, stream })
+                    let host = Device::cpu().stream().map_err(|error| error.to_string())?;
+                    let comm = Counted { comm, sent: Cell::new(0) };
+                    let block_mask = match self.whole.block_mask(&host)? {
+                        None => None,
+                        Some(whole) => Some(self.distributed(&whole, shard, &comm).map_err(text)?),
+                    };
+                    comm.sent.set(0);
+                    call(&Rank { case: self, comm: &comm, shard, stream, block_mask })
                 })
             };
             let ranks: Vec<_> = group.into_iter().map(start).collect();
@@ -104,84 +91,6 @@ impl DistCase {
             };
             ranks.into_iter().enumerate().map(join).collect()
         })
-    }
-}
-
-/// One rank of a case.
-pub struct Rank<'a> {
-    case: &'a DistCase,
-    /// Its way to the others.
-    pub comm: &'a Memory,
-    shard: Shard,
-    /// Where it computes.
-    pub stream: Stream,
-}
-
-impl Rank<'_> {
-    /// This rank's rows of a tensor `[batch, seqlen, heads, head_dim]`.
-    pub fn rows(&self, values: &[f32], heads: usize) -> Result<Tensor, String> {
-        let ([batch, seqlen], whole) = (self.case.sizes(), &self.case.whole);
-        let (width, dtype) = (heads * whole.head_dim, whole.dtype);
-        let rows = |entry: usize| {
-            let ranges = self.shard.ranges().into_iter();
-            let row = move |range: std::ops::Range<usize>| {
-                (entry * seqlen + range.start) * width..(entry * seqlen + range.end) * width
-            };
-            ranges.flat_map(move |range| &values[row(range)])
-        };
-        let bits: Vec<u32> = (0..batch).flat_map(rows).map(|&x| encode(dtype, x)).collect();
-        let shape = [batch, self.shard.rows(), heads, whole.head_dim];
-        upload(&self.stream, dtype, &bits, &shape)
-    }
-
-    /// This rank's part of a log-sum-exp `[batch, heads, seqlen]`.
-    pub fn logs(&self, values: &[f32]) -> Result<Tensor, String> {
-        let ([batch, seqlen], heads) = (self.case.sizes(), self.case.whole.heads_q);
-        let rows = |at: usize| {
-            let ranges = self.shard.ranges().into_iter();
-            ranges.flat_map(move |range| &values[at * seqlen..][range])
-        };
-        let bits: Vec<u32> = (0..batch * heads).flat_map(rows).map(|x| x.to_bits()).collect();
-        upload(&self.stream, DType::F32, &bits, &[batch, heads, self.shard.rows()])
-    }
-
-    /// The call on these rows.
-    pub fn call<'t>(&self, q: View<'t>, k: View<'t>, v: View<'t>) -> DistributedAttention<'t> {
-        let AttentionCase { mask, softcap, softmax_scale, .. } = self.case.whole;
-        let attention = Attention { mask, softcap, softmax_scale, ..Attention::new(q, k, v) };
-        DistributedAttention { attention, seqlen: self.case.sizes()[1], scheme: self.case.scheme }
-    }
-
-    /// The forward pass of the data of a case.
-    pub fn forward(&self, data: &AttentionData) -> Result<AttentionOutput, String> {
-        let AttentionCase { heads_q, heads_kv, .. } = self.case.whole;
-        let q = self.rows(&data.q, heads_q)?;
-        let [k, v] = [self.rows(&data.k, heads_kv)?, self.rows(&data.v, heads_kv)?];
-        let call = self.call(q.view(), k.view(), v.view());
-        let output = call.forward(self.comm, &self.stream).map_err(|error| error.to_string())?;
-        self.comm.wait(&self.stream).map_err(|error| error.to_string())?;
-        Ok(output)
-    }
-
-    /// The bits of the gradients of q, k and v, of the data of a case.
-    pub fn backward(&self, data: &BackwardData) -> Result<Vec<Vec<u32>>, String> {
-        let AttentionCase { heads_q, heads_kv, .. } = self.case.whole;
-        let q = self.rows(&data.forward.q, heads_q)?;
-        let k = self.rows(&data.forward.k, heads_kv)?;
-        let v = self.rows(&data.forward.v, heads_kv)?;
-        let output =
-            AttentionOutput { o: self.rows(&data.o, heads_q)?, lse: self.logs(&data.lse)? };
-        let d_o = self.rows(&data.d_o, heads_q)?;
-        let call = self.call(q.view(), k.view(), v.view());
-        let gradients = call.backward(&output, d_o.view(), self.comm, &self.stream);
-        let gradients = gradients.map_err(|error| error.to_string())?;
-        self.comm.wait(&self.stream).map_err(|error| error.to_string())?;
-        self.bits(&[&gradients.dq, &gradients.dk, &gradients.dv])
-    }
-
-    /// The bits of tensors.
-    pub fn bits(&self, tensors: &[&Tensor]) -> Result<Vec<Vec<u32>>, String> {
-        tensors.iter().map(|tensor| download(&self.stream, tensor)).collect()
     }
 }
 
@@ -197,7 +106,7 @@ fn whole(
     let seqlen = case.sizes()[1];
     let mut all = vec![f64::NAN; outer * seqlen * width];
     for (rank, part) in parts.iter().enumerate() {
-        let shard = Shard::new(seqlen, parts.len(), rank).expect("a valid case");
+        let shard = case.shard(parts.len(), rank).expect("a valid case");
         let mut values = part.iter().map(|&bits| f64::from(decode(dtype, bits)));
         for entry in 0..outer {
             for row in shard.ranges().into_iter().flatten() {
@@ -246,6 +155,17 @@ pub fn run_backward(case: &DistCase, device: &Device) -> Result<usize, String> {
         let found = whole(case, &parts, dtype, case.sizes()[0], heads * head_dim);
         let name = |at: usize| format!("gradient {i}, element {at}");
         check(&found, &reference.qkv[i], &rounding[i], name)
+            .map_err(|error| format!("{error}\n    {case:?}"))?;
+    }
+    if case.whole.sink {
+        let sinks = gradients.iter().map(|bits| &bits[3]);
+        if sinks.clone().any(|bits| *bits != gradients[0][3]) {
+            return Err(format!("the gradient of the sink differs among ranks\n    {case:?}"));
+        }
+        let found: Vec<f64> =
+            gradients[0][3].iter().map(|&bits| f64::from(f32::from_bits(bits))).collect();
+        let name = |at: usize| format!("gradient of the sink, head {at}");
+        check(&found, &reference.d_sink, &reference.sink_rounding(&case.whole), name)
             .map_err(|error| format!("{error}\n    {case:?}"))?;
     }
     Ok(3)

@@ -2,7 +2,7 @@
 
 use crate::{Failure, normal};
 use blockflash_dist::{Communicator, DistributedAttention, Result, Scheme, Shard};
-use blockflash_ops::{Attention, Mask, Stream, Tensor};
+use blockflash_ops::{Align, Attention, Mask, Stream, Tensor};
 use half::bf16;
 use std::time::Instant;
 
@@ -26,7 +26,9 @@ pub(crate) fn all(comm: &dyn Communicator, stream: &Stream) -> Result<(), Failur
         [(1000, [4, 4], 1), (2051, [8, 2], 1), (777, [16, 8], 2), (3, [4, 2], 1)]
     {
         for scheme in Scheme::all(world, heads[1]) {
-            for mask in [Mask::Full, Mask::causal()] {
+            let (left, align) = (Some(300), Align::TopLeft);
+            let window = Mask::Window { left, right: Some(0), align };
+            for mask in [Mask::Full, Mask::causal(), window] {
                 let worst = check(comm, stream, seqlen, heads, batch, scheme, mask)?;
                 if comm.rank() == 0 {
                     println!(
@@ -65,7 +67,7 @@ fn check(
     let rows = |whole: &Tensor| rows_of(whole, &shard, stream);
     let [q, k, v, d_o] = [rows(&q)?, rows(&k)?, rows(&v)?, rows(&d_o)?];
     let attention = Attention { mask, ..Attention::new(q.view(), k.view(), v.view()) };
-    let call = DistributedAttention { attention, seqlen, scheme };
+    let call = DistributedAttention { attention, shard, scheme, block_mask: None };
     let run = || -> Result<Vec<Tensor>> {
         let output = call.forward(comm, stream)?;
         let mut results = vec![];
@@ -103,11 +105,12 @@ fn check(
 /// The last rank ends its process while the others exchange keys with it.
 pub(crate) fn lost(comm: &dyn Communicator, stream: &Stream) -> Result<(), Failure> {
     let (world, seqlen) = (comm.world(), 4096);
-    let rows = Shard::new(seqlen, world, comm.rank())?.rows();
-    let shape = [1, rows, 4, 128];
-    let x = Tensor::from_slice(stream, &normal(1, rows * 4 * 128), &shape)?;
+    let shard = Shard::new(seqlen, world, comm.rank())?;
+    let shape = [1, shard.rows(), 4, 128];
+    let x = Tensor::from_slice(stream, &normal(1, shard.rows() * 4 * 128), &shape)?;
     let attention = Attention::new(x.view(), x.view(), x.view());
-    let call = DistributedAttention { attention, seqlen, scheme: Scheme { heads: 1, keys: world } };
+    let scheme = Scheme { heads: 1, keys: world };
+    let call = DistributedAttention { attention, shard, scheme, block_mask: None };
     let prepared = call.prepare(comm)?;
     if comm.rank() == world - 1 {
         std::process::exit(0);

@@ -1,7 +1,7 @@
 //! Times of several GPUs and of one.
 
 use crate::{Failure, normal};
-use blockflash_dist::{Communicator, DistributedAttention, Result, Scheme, Shard};
+use blockflash_dist::{Communicator, DistributedAttention, Pass, Result, Scheme, Shard};
 use blockflash_ops::{Attention, AttentionOutput, DType, Event, Mask, Stream, Tensor, View};
 
 /// Times of one GPU and of all of them.
@@ -32,7 +32,7 @@ pub(crate) fn measure(
     let [q, k, v, d_o] = inputs(stream, shard.rows(), [heads_q, heads_kv])?;
     let attention = Attention { mask, ..Attention::new(q.view(), k.view(), v.view()) };
     for scheme in Scheme::all(world, heads_kv) {
-        let call = DistributedAttention { attention, seqlen, scheme };
+        let call = DistributedAttention { attention, shard, scheme, block_mask: None };
         let prepared = call.prepare(comm)?;
         let mut output: Option<AttentionOutput> = None;
         let forward = &mut || {
@@ -41,19 +41,21 @@ pub(crate) fn measure(
         };
         let all = slowest(comm, time(comm, stream, 5, forward)?)?;
         let output = output.ok_or("nothing was computed")?;
-        let say = |pass, one: f64, all: f64, flops: f64| {
+        let say = |pass: Pass, one: f64, all: f64, flops: f64| {
             let (scaling, rate) = (one / all / world as f64, flops / all * 1e-12);
+            let sent = prepared.sent_bytes(pass) as f64 * 1e-6;
+            let pass = format!("{pass:?}").to_lowercase();
             println!(
                 "{{\"pass\":\"{pass}\",\"rows\":{seqlen},\"heads\":{heads_q},\
                  \"heads_kv\":{heads_kv},\
                  \"gpus\":{world},\"scheme\":\"{scheme}\",\"one_ms\":{:.3},\"ms\":{:.3},\
-                 \"tflops\":{rate:.0},\"scaling\":{scaling:.3}}}",
+                 \"tflops\":{rate:.0},\"scaling\":{scaling:.3},\"sent_mb\":{sent:.1}}}",
                 one * 1e3,
                 all * 1e3
             );
         };
         if comm.rank() == 0 {
-            say("forward", one, all, flops);
+            say(Pass::Forward, one, all, flops);
         }
         if scheme.keys == 1 {
             let backward = &mut || {
@@ -62,7 +64,7 @@ pub(crate) fn measure(
             };
             let all = slowest(comm, time(comm, stream, 3, backward)?)?;
             if comm.rank() == 0 {
-                say("backward", one_backward, all, 2.5 * flops);
+                say(Pass::Backward, one_backward, all, 2.5 * flops);
             }
         }
     }

@@ -1,0 +1,40 @@
+use super::*;
+use crate::band::Band;
+use crate::grid::{Grid, Scheme};
+use blockflash_ops::Mask;
+
+/// Rank 0 of two, with blocks 0 and 3 of four.
+fn sizes(heads: usize) -> Sizes {
+    let scheme = Scheme { heads, keys: 2 / heads };
+    let shard = Shard::new(256, 2, 0).unwrap().in_blocks(64, 64).unwrap();
+    let geometry = BlockGeometry::new(256, 256, 64, 64).unwrap();
+    let (mask, band) = (Mask::Full, Band::of(Mask::Full, 256).unwrap());
+    Sizes { grid: Grid { scheme, shard }, mask, band, geometry, batch: 1, heads: 1 }
+}
+
+/// What another rank sends is checked before it is used.
+#[test]
+fn messages_are_checked() {
+    let read = |heads, message: &[i32]| {
+        let sizes = sizes(heads);
+        Visits::new(&sizes).read(&sizes, 1, message)
+    };
+    read(1, &[2, 0, 3]).unwrap();
+    read(2, &[1, 2, 0]).unwrap();
+    let bad: [&[i32]; 9] =
+        [&[], &[-1], &[2, 0], &[2, 3, 0], &[2, 3, 3], &[1, 4], &[1, -1], &[i32::MAX], &[0, 0]];
+    for message in bad {
+        let error = read(1, message).unwrap_err();
+        assert!(matches!(error, Error::Message { from: 1, .. }), "{message:?}: {error}");
+    }
+    assert!(read(2, &[1, 2]).is_err() && read(2, &[0, 0, 0]).is_err());
+}
+
+#[test]
+fn columns_of_the_sequence_and_of_a_group() {
+    let columns = Columns::of(&sizes(1).grid.shard, 64);
+    let list = [0, 1, 2, 3];
+    assert_eq!(columns.within(&list).collect::<Vec<_>>(), [0, 1]);
+    assert!(columns.of_sequence(&list).eq(&[0, 3]));
+    assert_eq!(columns.rows(&[0, 1]), vec![0..128; 1]);
+}
