@@ -1,0 +1,97 @@
+"""What each scheme costs, by the planner of the Rust crate `blockflash-dist`."""
+
+from __future__ import annotations
+
+from dataclasses import astuple, dataclass
+from typing import NamedTuple
+
+from .. import _native
+from ._grid import Scheme
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """Ranks and their measured rates, per rank."""
+
+    ranks: int
+    """Number of ranks."""
+    ranks_per_host: int
+    """Ranks of one host, which follow each other."""
+    flops: float
+    """FLOPs per second of attention in the pass, counting visited pairs of queries and keys."""
+    copies: float
+    """Bytes per second that are copied on the device, each byte read and written."""
+    link: float
+    """Bytes per second sent to another rank of the host."""
+    network: float
+    """Bytes per second sent to a rank of another host."""
+    latency: float
+    """Seconds that an exchange takes beyond its bytes."""
+
+
+class Forecast(NamedTuple):
+    """How long a scheme is expected to take, in seconds."""
+
+    scheme: Scheme
+    compute: float
+    """Attention, and the work in memory that one device would not have."""
+    exchange: float
+    """All exchanges one after another."""
+    exposed: float
+    """The part of the exchanges that no computation hides."""
+    ideal: float
+    """Attention on one device, divided by the number of ranks."""
+
+    @property
+    def total(self) -> float:
+        """Seconds from the beginning to the end."""
+        return self.compute + self.exposed
+
+    @property
+    def scaling(self) -> float:
+        """The time of one device, divided by the number of ranks times their time."""
+        return self.ideal / self.total
+
+    def __str__(self) -> str:
+        compute, exchange, exposed = (f"{1e3 * seconds:.2f} ms" for seconds in self[1:4])
+        return (
+            f"{self.scheme}: compute {compute}, exchange {exchange} of which {exposed} are "
+            f"exposed, scaling {self.scaling:.2f}"
+        )
+
+
+def plan(
+    machine: Machine,
+    *,
+    seqlen: int,
+    heads: int,
+    heads_k: int,
+    head_dim: int,
+    batch: int = 1,
+    element_bytes: int = 2,
+    causal: bool = False,
+    backward: bool = False,
+) -> list[Forecast]:
+    """Every scheme that fits, the fastest one first; of equally fast ones the one with more heads.
+
+    Args:
+        machine: The ranks and their rates.
+        seqlen: Rows of the whole sequence.
+        heads: Heads of queries.
+        heads_k: Heads of keys and values.
+        head_dim: Elements of a row of a head.
+        batch: Batch entries.
+        element_bytes: Bytes of an element.
+        causal: Whether the mask is causal; full otherwise. Windows are not forecast.
+        backward: The backward pass instead of the forward pass.
+
+    Raises:
+        ValueError: A size or a rate is not positive.
+
+    """
+    sizes = [batch, seqlen, heads, heads_k, head_dim, element_bytes]
+    if any(isinstance(n, int) and n < 1 for n in (*sizes, machine.ranks, machine.ranks_per_host)):
+        raise ValueError(f"sizes are {sizes} on {machine}: each is at least 1")
+    ranks, rates = astuple(machine)[:2], astuple(machine)[2:]
+    found = _native.forecasts(sizes, causal, backward, ranks, rates)
+    return [Forecast(Scheme(*scheme), *seconds) for scheme, *seconds in found]
