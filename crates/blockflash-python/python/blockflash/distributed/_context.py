@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial, wraps
 from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
 from .._native import Unsupported
 from ..sdpa import operands
 from ._call import run
 from ._shard import shard
 
-_LOCAL = {
-    torch._native_multi_head_attention,
-    torch._transformer_encoder_layer_fwd,
-}
-"""Attention in one call of torch that does not go through `scaled_dot_product_attention`."""
+_OPERATOR = "scaled_dot_product_attention"
+_KEYS = ("CPU", "CUDA", "AutogradCPU", "AutogradCUDA")
 
 
 @contextmanager
@@ -37,17 +35,18 @@ def context_parallel(
 ) -> Iterator[None]:
     """Runs `torch.nn.functional.scaled_dot_product_attention` over the ranks of a group.
 
-    Inside, the buffers hold the rows of this rank, and attention is that of the whole sequence:
-    everything else in a model works row by row, so an unchanged model computes its rows. Afterwards
-    the buffers are what they were. Backward passes, and what they compute again for activation
-    checkpoints, belong inside, too.
+    Inside, the buffers hold the rows of this rank, and attention is that of the whole sequence.
+    Everything else in a model works row by row, so an unchanged model computes the rows of its
+    rank. Afterwards the buffers are what they were. Backward passes that compute the forward pass
+    again (activation checkpoints) belong inside, too.
 
-    - What depends on positions is a buffer: tokens, labels that were shifted before, position ids
-      or tables of rotary embeddings. A model that counts positions itself counts them wrong.
-    - A loss that is a mean over rows is that of this rank's rows. Sum it, divide by the number of
+    - What depends on positions is a buffer: tokens, labels that were shifted before, position ids,
+      tables of rotary embeddings. A model that counts positions itself counts those of its rows.
+    - A loss that is a mean is one of the rows of this rank. Sum instead, divide by the number of
       all rows, and sum the gradients of the parameters over the ranks.
-    - Attention that a model computes otherwise (by flash_attn or flex_attention, by products of its
-      own) is not seen and stays local.
+    - Attention by other functions (flash_attn, flex_attention, products of the model's own) is not
+      seen, and stays within the rows of a rank.
+    - Functions that `torch.compile` made run uncompiled. All threads of the process are affected.
 
     Args:
         group: The group, or a device mesh of one dimension; by default all processes.
@@ -61,8 +60,8 @@ def context_parallel(
             sequence is.
 
     Raises:
-        Unsupported: Inside, for a call with a mask or dropout, for attention to another sequence,
-            and for `nn.MultiheadAttention` that returns weights. With `check` on every rank.
+        Unsupported: Inside, for a call with a mask or dropout, for tensors of other classes, and
+            for `nn.MultiheadAttention` with `need_weights`. With `check` on every rank.
         ValueError: Buffers are not of one length, need gradients, or are named twice.
 
     """
@@ -72,16 +71,14 @@ def context_parallel(
     seqlen = _length(buffers, buffer_seq_dims, kept)
     if seqlen is None and not check:
         raise ValueError("check=False needs a buffer, which says how long the sequence is")
-    settings = {"group": group, "scheme": scheme, "seqlen": seqlen, "check": check}
-    with ExitStack() as stack, torch.no_grad():
-        parts = [shard(*each) for each in zip(buffers, [group] * len(buffers), buffer_seq_dims)]
-        for buffer, part in zip(buffers, parts, strict=True):
+    attention = partial(run, group=group, scheme=scheme, seqlen=seqlen, check=check)
+    with ExitStack() as stack:
+        stack.enter_context(_instead_of_torchs(attention))
+        for buffer, dim in zip(buffers, buffer_seq_dims, strict=True):
             if id(buffer) not in kept:
                 stack.callback(_set, buffer, buffer.detach())
-            _set(buffer, part)
-        del parts, part, buffer
-        with torch.enable_grad(), _OverRanks(settings):
-            yield
+            _set(buffer, shard(buffer, group, dim))
+        yield
 
 
 def _length(buffers: Sequence[Tensor], dims: Sequence[int], kept: set[int]) -> int | None:
@@ -105,47 +102,74 @@ def _set(buffer: Tensor, value: Tensor) -> None:
         buffer.set_(value)
 
 
-class _OverRanks(TorchFunctionMode):
-    """Sees every call of a function of torch."""
-
-    def __init__(self, settings: dict[str, Any]) -> None:
-        super().__init__()
-        self._settings = settings
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is functional.scaled_dot_product_attention:
-            return self._attention(*args, **kwargs)
-        if func in _LOCAL:
-            raise Unsupported(f"{func.__name__} inside of context_parallel")
-        if func is functional.multi_head_attention_forward:
-            # It runs with this mode switched off, and finds its attention in its module.
-            if kwargs.get("need_weights", True):
-                raise Unsupported("attention weights (need_weights) inside of context_parallel")
-            name = "scaled_dot_product_attention"
-            with mock.patch.object(functional, name, self._attention):
-                return func(*args, **kwargs)
-        return func(*args, **kwargs)
-
-    def _attention(
-        self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
-    ) -> Tensor:
-        """`scaled_dot_product_attention`, whose arguments are torch's."""
-        causal, scale = _causal_and_scale(*args, **kwargs)
-        options = {"causal": causal, "scale": scale, "window": (None, None)}
-        options |= {"softcap": None, "sink": None}
-        o = run(lambda: operands(query, key, value, *args, **kwargs), options, **self._settings)
-        o = o.transpose(1, 2)
-        return o if query.dim() == 4 else o.squeeze(0)
+@contextmanager
+def _instead_of_torchs(attention: Callable[..., Tensor]) -> Iterator[None]:
+    """Puts `attention` into torch's dispatcher, above the choice of a backend."""
+    if _ACTIVE:
+        raise ValueError("context_parallel inside of context_parallel")
+    kernel = partial(_kernel, attention)
+    library = torch.library.Library("aten", "IMPL")
+    with ExitStack() as stack:
+        stack.callback(_ACTIVE.clear)
+        _ACTIVE.append(attention)
+        # nn.TransformerEncoder has kernels of its own for inference.
+        stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
+        torch.backends.mha.set_fastpath_enabled(False)
+        # A compiled function has chosen its backend before.
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        forward = functional.multi_head_attention_forward
+        replaced = _without_weights(forward, attention)
+        stack.enter_context(mock.patch.object(functional, forward.__name__, replaced))
+        with warnings.catch_warnings():
+            # torch warns of every override; this one is what the caller asked for.
+            warnings.filterwarnings("ignore", message=".*only once for all operators")
+            for key in _KEYS:
+                library.impl(_OPERATOR, kernel, key)
+        try:
+            yield
+        finally:
+            del library
 
 
-def _causal_and_scale(
-    attn_mask: Any = None,
+_ACTIVE: list[Any] = []
+"""What `_instead_of_torchs` has put in place."""
+
+
+def _kernel(
+    attention: Callable[..., Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
+    *,
     scale: float | None = None,
     enable_gqa: bool = False,
-) -> tuple[bool, float | None]:
-    return is_causal, scale
+) -> Tensor:
+    """`aten::scaled_dot_product_attention`."""
+
+    def plain() -> tuple[Tensor, Tensor, Tensor]:
+        for x in (query, key, value):
+            if type(x) not in (Tensor, nn.Parameter):
+                raise Unsupported(f"{type(x).__name__} inside of context_parallel")
+        return operands(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+
+    options = {"causal": is_causal, "window": (None, None), "scale": scale, "softcap": None}
+    o = attention(plain, options | {"sink": None}).transpose(1, 2)
+    return o if query.dim() == 4 else o.squeeze(0)
+
+
+def _without_weights(forward: Any, attention: Callable[..., Tensor]) -> Any:
+    """`multi_head_attention_forward`, which multiplies by itself where weights are wanted."""
+
+    def refuse() -> Any:
+        raise Unsupported("need_weights of nn.MultiheadAttention inside of context_parallel")
+
+    @wraps(forward)
+    def without_weights(*args: Any, need_weights: bool = True, **kwargs: Any) -> Any:
+        if need_weights:
+            attention(refuse, {})
+        return forward(*args, need_weights=need_weights, **kwargs)
+
+    return without_weights
