@@ -46,7 +46,9 @@ pub(crate) fn forecasts(
     }
     let is_rate = |rate: &f64| rate.is_finite() && *rate > 0.0;
     if !rates[..4].iter().all(is_rate) || !latency.is_finite() || latency < 0.0 {
-        return refuse(format!("rates are {rates:?}: they are positive, and so is the latency or 0"));
+        return refuse(format!(
+            "rates are {rates:?}: they are positive, and so is the latency or 0"
+        ));
     }
     let workload = Workload {
         batch,

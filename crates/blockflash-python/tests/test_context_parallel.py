@@ -1,4 +1,4 @@
-"""`blockflash.distributed.context_parallel`: unchanged models over processes against one process."""
+"""`context_parallel`: unchanged models over processes, against one process."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ class Attention(nn.Module):
         self.attend = scaled_dot_product_attention
 
     def forward(self, x: Tensor) -> Tensor:
+        """Rows of the layer."""
         rows = (x + self.table).unflatten(-1, (4, 8))
         q, k, v = self.project(rows.flatten(-2)).unflatten(-1, (8, 8)).split((4, 2, 2), -2)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
@@ -43,6 +44,7 @@ class Encoder(nn.Module):
         self.layer = nn.TransformerEncoderLayer(32, 4, 64, 0.0, batch_first=True)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Rows of the layer."""
         return self.layer(x)
 
 
@@ -54,6 +56,7 @@ class Checkpointed(nn.Module):
         self.layer = Attention()
 
     def forward(self, x: Tensor) -> Tensor:
+        """Rows of the layer."""
         return checkpoint(self.layer, x, use_reentrant=False)
 
 
@@ -149,7 +152,10 @@ def _refuses(rank: int, world: int) -> None:
         with context_parallel(dist.group.WORLD, no_restore_buffers=[kept], **both):
             raise KeyError
     assert torch.equal(restored, whole) and torch.equal(kept, x)
-    assert torch.equal(sdpa(x, x, x), torch.nn.functional.scaled_dot_product_attention(x, x, x))
+    local = blockflash.scaled_dot_product_attention(x, x, x)
+    with context_parallel(), pytest.raises(ValueError, match="inside of"), context_parallel():
+        pass
+    assert torch.allclose(sdpa(x, x, x), local, 0, 1e-5)
 
 
 def _works(rank: int, world: int) -> None:

@@ -70,7 +70,9 @@ def attention(
     """
     options = {"causal": causal, "window": window, "scale": scale, "softcap": softcap, "sink": sink}
     shared = {"group": group, "scheme": scheme, "seqlen": seqlen, "check": check}
-    return run(lambda: (q, k, v), options, **shared)
+    # What ranks exchange is no part of a graph.
+    call = torch.compiler.disable(run) if torch.compiler.is_compiling() else run
+    return call(lambda: (q, k, v), options, **shared)
 
 
 def run(
@@ -86,14 +88,15 @@ def run(
     world = place(group)[1]
     if not check:
         q, k, v = _attention.lowered(*operands())
-        scheme = _checked(q, k, v, scheme, world, options)
+        scheme = _checked(q, k, v, scheme, world)
         seqlen = _length(q.shape[1], seqlen, group)
     else:
         arguments, rows, error = (), 0, None
         try:
             q, k, v = _attention.lowered(*operands())
             rows = q.shape[1]
-            scheme = _checked(q, k, v, scheme, world, options)
+            scheme = _checked(q, k, v, scheme, world)
+            _try(q, k, v, options)
             arguments = _arguments(q, k, v, scheme, options) + (seqlen,)
         except Exception as refused:  # Raised by `agree`, on every rank.
             error = refused
@@ -124,17 +127,18 @@ def _run(q: Tensor, k: Tensor, v: Tensor, grid: Grid, options: dict[str, Any]) -
     return Exchange.apply(grid, True, o)[0] if heads > 1 else o
 
 
-def _checked(
-    q: Tensor, k: Tensor, v: Tensor, scheme: Any, world: int, options: dict[str, Any]
-) -> Scheme:
-    """The scheme, if the arguments of this rank are right."""
+def _checked(q: Tensor, k: Tensor, v: Tensor, scheme: Any, world: int) -> Scheme:
+    """The scheme, if it and the shapes of this rank are right."""
     if q.dim() != 4 or k.dim() != 4 or k.shape != v.shape or q.shape[:2] != k.shape[:2]:
         shapes = ", ".join(str(list(x.shape)) for x in (q, k, v))
         raise ValueError(f"q, k, v have shapes {shapes}, not [B, rows, heads, D] of equal rows")
-    # The same call of no queries: whatever it does not take is found before anything travels.
-    with torch.no_grad():
-        _attention.attention(q[:, :0], k[:, :0], v[:, :0], **options)
     return Scheme.of(scheme, world, k.shape[2])
+
+
+def _try(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> None:
+    """The same call of one row: whatever it does not take is found before anything travels."""
+    with torch.no_grad():
+        _attention.attention(*(x.new_zeros((1, 1, *x.shape[2:])) for x in (q, k, v)), **options)
 
 
 def _arguments(

@@ -19,7 +19,6 @@ from ..sdpa import operands
 from ._call import run
 from ._shard import shard
 
-_OPERATOR = "scaled_dot_product_attention"
 _KEYS = ("CPU", "CUDA", "AutogradCPU", "AutogradCUDA")
 
 
@@ -107,28 +106,28 @@ def _instead_of_torchs(attention: Callable[..., Tensor]) -> Iterator[None]:
     """Puts `attention` into torch's dispatcher, above the choice of a backend."""
     if _ACTIVE:
         raise ValueError("context_parallel inside of context_parallel")
-    kernel = partial(_kernel, attention)
-    library = torch.library.Library("aten", "IMPL")
+    kernel, mha = partial(_kernel, attention), torch.backends.mha
     with ExitStack() as stack:
         stack.callback(_ACTIVE.clear)
         _ACTIVE.append(attention)
         # nn.TransformerEncoder has kernels of its own for inference.
-        stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
-        torch.backends.mha.set_fastpath_enabled(False)
+        stack.callback(mha.set_fastpath_enabled, mha.get_fastpath_enabled())
+        mha.set_fastpath_enabled(False)
         # A compiled function has chosen its backend before.
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         forward = functional.multi_head_attention_forward
         replaced = _without_weights(forward, attention)
         stack.enter_context(mock.patch.object(functional, forward.__name__, replaced))
-        with warnings.catch_warnings():
-            # torch warns of every override; this one is what the caller asked for.
-            warnings.filterwarnings("ignore", message=".*only once for all operators")
-            for key in _KEYS:
-                library.impl(_OPERATOR, kernel, key)
+        library = torch.library.Library("aten", "IMPL")
         try:
+            with warnings.catch_warnings():
+                # torch warns of every override; this one is what the caller asked for.
+                warnings.filterwarnings("ignore", message=".*only once for all operators")
+                for key in _KEYS:
+                    library.impl("scaled_dot_product_attention", kernel, key)
             yield
         finally:
-            del library
+            del library  # This gives the operator back to torch.
 
 
 _ACTIVE: list[Any] = []

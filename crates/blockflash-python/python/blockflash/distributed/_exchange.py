@@ -26,7 +26,9 @@ def exchange(
     All have the element type and the device of `like`. The result waits, and gives what has come.
     """
     world = dist.get_world_size(group)
-    out = torch.cat([like.new_empty(0), *(t.flatten() for t in chain(*map(sent.get, sorted(sent))))])
+    out = torch.cat(
+        [like.new_empty(0), *(t.flatten() for t in chain(*map(sent.get, sorted(sent))))]
+    )
     sizes = {rank: [prod(shape) for shape in each] for rank, each in shapes.items()}
     sends = [sum(t.numel() for t in sent.get(rank, ())) for rank in range(world)]
     receives = [sum(sizes.get(rank, ())) for rank in range(world)]
@@ -85,9 +87,7 @@ def _scatter(grid: Grid, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     for member, pieces in enumerate(_pieces(chunks)):
         sent[first + member] = [x[:, rows] for x in tensors for rows in pieces]
         own = [len(chunk) for chunk in chunks[grid.member]]
-        shapes[first + member] = [
-            (x.shape[0], rows, *x.shape[2:]) for x in tensors for rows in own
-        ]
+        shapes[first + member] = [(x.shape[0], rows, *x.shape[2:]) for x in tensors for rows in own]
     found = exchange(tensors[0], sent, shapes, grid.process_group)()
     each = zip(*(found[first + member] for member in range(len(chunks))), strict=True)
     heads = [torch.cat(parts, 2) for parts in each]

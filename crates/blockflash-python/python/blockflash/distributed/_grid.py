@@ -27,12 +27,12 @@ class Scheme(NamedTuple):
     @staticmethod
     def of(scheme: Any, world: int, heads_k: int) -> Scheme:
         """The scheme that an argument means, for so many ranks and heads of keys."""
+        most = gcd(world, heads_k)
+        known = {"auto": (most, world // most), "heads": (world, 1), "keys": (1, world)}
         if isinstance(scheme, str):
-            most = gcd(world, heads_k)
-            known = {"auto": (most, world // most), "heads": (world, 1), "keys": (1, world)}
-            if scheme not in known:
-                raise ValueError(f"scheme is {scheme!r}, not 'auto', 'heads', 'keys' or a Scheme")
-            scheme = known[scheme]
+            scheme = known.get(scheme, scheme)
+        if not (isinstance(scheme, tuple) and len(scheme) == 2):
+            raise ValueError(f"scheme is {scheme!r}, not 'auto', 'heads', 'keys' or a Scheme")
         heads, keys = scheme
         if heads < 1 or keys < 1 or heads * keys != world:
             raise ValueError(f"scheme is {heads} x {keys}, but there are {world} ranks")

@@ -90,8 +90,9 @@ def plan(
 
     """
     sizes = [batch, seqlen, heads, heads_k, head_dim, element_bytes]
-    if any(isinstance(n, int) and n < 1 for n in (*sizes, machine.ranks, machine.ranks_per_host)):
-        raise ValueError(f"sizes are {sizes} on {machine}: each is at least 1")
     ranks, rates = astuple(machine)[:2], astuple(machine)[2:]
-    found = _native.forecasts(sizes, causal, backward, ranks, rates)
+    try:
+        found = _native.forecasts(sizes, causal, backward, ranks, rates)
+    except OverflowError:
+        raise ValueError(f"sizes are {sizes} on {machine}: each is at least 1") from None
     return [Forecast(Scheme(*scheme), *seconds) for scheme, *seconds in found]

@@ -99,11 +99,12 @@ def numbered(steps: Iterable[tuple[Visit, ...]]) -> tuple[list[tuple[Visit, ...]
 
     def placed(visit: Visit) -> Visit:
         rows = visit.queries
-        for part, filled in enumerate(parts):
-            if all(rows.stop <= other.start or other.stop <= rows.start for other in filled):
-                break
-        else:
-            part = len(parts)
+        clear = (
+            all(rows.stop <= other.start or other.stop <= rows.start for other in filled)
+            for filled in parts
+        )
+        part = next((number for number, is_clear in enumerate(clear) if is_clear), len(parts))
+        if part == len(parts):
             parts.append([])
         parts[part].append(rows)
         return visit._replace(part=part)
