@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from processes import run
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
@@ -88,8 +89,10 @@ def _trains(rank: int, world: int) -> None:
                 assert torch.allclose(found, grad, 0, 1e-4)
             assert all(map(torch.equal, buffers, before))
         # The fast path of inference.
-        with torch.no_grad(), context_parallel(buffers=buffers, buffer_seq_dims=dims):
-            assert torch.allclose(model.eval()(x), shard(expected), 0, 1e-5)
+        mesh = init_device_mesh("cpu", (world,))
+        for mode in (torch.no_grad, torch.inference_mode):
+            with context_parallel(mesh, buffers=buffers, buffer_seq_dims=dims), mode():
+                assert torch.allclose(model.eval()(x), shard(expected), 0, 1e-5)
         assert torch.equal(model(x), expected) or kind is Encoder
 
 

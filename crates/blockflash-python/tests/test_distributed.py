@@ -114,6 +114,23 @@ def _compiles(rank: int, world: int) -> None:
         assert all(map(torch.equal, *runs))
 
 
+def _in_groups(rank: int, world: int) -> None:
+    """Two groups at once, whose ranks are not consecutive."""
+    from blockflash import distributed
+
+    groups = [dist.new_group([first, first + 2]) for first in (0, 1)]
+    mine = groups[rank % 2]
+    torch.manual_seed(rank % 2)
+    whole = [torch.randn(1, 13, 2, 8) for _ in range(3)]
+    expected = reference(*whole, causal=True)[0]
+    for scheme in ("heads", "keys"):
+        q, k, v = (distributed.shard(x, mine) for x in whole)
+        o = distributed.attention(q, k, v, group=mine, scheme=scheme, causal=True)
+        assert torch.allclose(distributed.unshard(o, mine).double(), expected, 0, 1e-5)
+    with pytest.raises(ValueError, match="not in the group"):
+        distributed.shard(whole[0], groups[1 - rank % 2])
+
+
 def _finds_mistakes(rank: int, world: int) -> None:
     from blockflash import distributed
 
@@ -132,7 +149,13 @@ def _finds_mistakes(rank: int, world: int) -> None:
 
     refused(ValueError, r"hold \[24, 22\] rows", *(x[:, 2 * rank :] for x in (q, k, v)))
     refused(ValueError, "rank 1 has", q, k, v, causal=bool(rank))
-    refused(ValueError, "rank 1: k is f32, expected bf16", q.bfloat16() if rank else q, k, v)
+    refused(
+        ValueError,
+        "rank 1: q is torch.bfloat16, but k is torch.float32",
+        q.bfloat16() if rank else q,
+        k,
+        v,
+    )
     refused(ValueError, "rank 1 has", *(x.bfloat16() if rank else x for x in (q, k, v)))
     refused(ValueError, "rank 1 has", q.requires_grad_() if rank else q, k, v)
     q = q.detach()
@@ -167,6 +190,8 @@ def _works(rank: int, world: int) -> None:
     if world == 2:
         _finds_mistakes(rank, world)
         _compiles(rank, world)
+    if world == 4:
+        _in_groups(rank, world)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])

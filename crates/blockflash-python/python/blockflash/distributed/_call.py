@@ -132,6 +132,8 @@ def _checked(q: Tensor, k: Tensor, v: Tensor, scheme: Any, world: int) -> Scheme
     if q.dim() != 4 or k.dim() != 4 or k.shape != v.shape or q.shape[:2] != k.shape[:2]:
         shapes = ", ".join(str(list(x.shape)) for x in (q, k, v))
         raise ValueError(f"q, k, v have shapes {shapes}, not [B, rows, heads, D] of equal rows")
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(f"q is {q.dtype}, but k is {k.dtype} and v is {v.dtype}")
     return Scheme.of(scheme, world, k.shape[2])
 
 

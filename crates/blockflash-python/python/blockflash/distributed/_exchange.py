@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import chain
 from math import prod
 from typing import Any
 
@@ -26,19 +25,19 @@ def exchange(
     All have the element type and the device of `like`. The result waits, and gives what has come.
     """
     world = dist.get_world_size(group)
-    out = torch.cat(
-        [like.new_empty(0), *(t.flatten() for t in chain(*map(sent.get, sorted(sent))))]
-    )
+    tensors = [x for rank in sorted(sent) for x in sent[rank]]
+    sends = [sum(x.numel() for x in sent.get(rank, ())) for rank in range(world)]
     sizes = {rank: [prod(shape) for shape in each] for rank, each in shapes.items()}
-    sends = [sum(t.numel() for t in sent.get(rank, ())) for rank in range(world)]
     receives = [sum(sizes.get(rank, ())) for rank in range(world)]
-    buffer = like.new_empty(sum(receives))
+    out, buffer = like.new_empty(sum(sends)), like.new_empty(sum(receives))
+    for place, x in zip(out.split([x.numel() for x in tensors]), tensors, strict=True):
+        place.view(x.shape).copy_(x)
     work = dist.all_to_all_single(buffer, out, receives, sends, group, async_op=True)
 
     def wait() -> dict[int, list[Tensor]]:
         nonlocal out
         work.wait()
-        del out  # Until here the memory was in use.
+        out = None  # Until here the memory was in use.
         found, at = {}, 0
         for rank in sorted(shapes):
             pieces = buffer[at : at + receives[rank]].split(sizes[rank])

@@ -52,7 +52,11 @@ class Step(NamedTuple):
 
 
 class Grid(NamedTuple):
-    """The place of this rank in a scheme."""
+    """The place of this rank in a scheme.
+
+    The first chunks of the ranks of a group are one range of the sequence, and so are their second
+    chunks: a group is a rank of a larger kind.
+    """
 
     process_group: Any
     scheme: Scheme
@@ -78,14 +82,6 @@ class Grid(NamedTuple):
         heads, keys = self.scheme
         first = self.group * heads
         return [ranges(self.seqlen, heads * keys, first + member) for member in range(heads)]
-
-    def rows(self) -> int:
-        """The rows of this group.
-
-        Its ranks' first chunks are one range of the sequence, and so are their second chunks: a
-        group is a rank of a larger kind.
-        """
-        return count(ranges(self.seqlen, self.scheme.keys, self.group))
 
     def steps(self, window: tuple[int, int]) -> tuple[tuple[Step, ...], int]:
         """The steps of this rank, its own keys first, and the number of parts that visits fill."""

@@ -17,6 +17,7 @@ from torch import Tensor
 from .. import _decode
 from ._exchange import exchange
 from ._grid import Grid, Step
+from ._visits import Visit
 
 _OPS = torch.ops.blockflash
 _AHEAD = 2
@@ -30,7 +31,7 @@ class Options(NamedTuple):
     scale: float
     softcap: float | None
 
-    def of(self, visit: Any, sink: Tensor | None) -> dict[str, Any]:
+    def of(self, visit: Visit, sink: Tensor | None) -> dict[str, Any]:
         """What the operators take."""
         given = {"left": visit.left, "right": visit.right, "top_left": True, "scale": self.scale}
         return given | {"softcap": self.softcap or 0.0, "sink": sink if visit.home else None}
