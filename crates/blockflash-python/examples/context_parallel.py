@@ -127,7 +127,7 @@ def main() -> None:
     if cuda:
         torch.cuda.set_device(device)
         blockflash.activate_sdpa()
-    # An odd length, which no number of processes divides.
+    # Any length will do. Here it is one that a single process can hold, too.
     length = chosen.tokens or (65536 if cuda else 201)
     sizes = (2048, 16, 8, 4) if cuda else (64, 4, 2, 2)
 
