@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from .. import _native
@@ -90,7 +90,8 @@ def plan(
 
     """
     sizes = [batch, seqlen, heads, heads_k, head_dim, element_bytes]
-    ranks, rates = astuple(machine)[:2], astuple(machine)[2:]
+    ranks = [machine.ranks, machine.ranks_per_host]
+    rates = [machine.flops, machine.copies, machine.link, machine.network, machine.latency]
     try:
         found = _native.forecasts(sizes, causal, backward, ranks, rates)
     except OverflowError:

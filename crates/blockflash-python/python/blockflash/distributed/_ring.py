@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import _decode
+from .. import _decode, _ops
 from ._exchange import exchange
 from ._grid import Grid, Step
 from ._visits import Visit
@@ -73,17 +73,22 @@ class Ring(torch.autograd.Function):
         """The parts, and their merge."""
         ctx.grid, ctx.options = grid, options
         parts = max(1, grid.steps(options.window)[1])
-        batch, rows, heads, _ = q.shape
+        batch, length, heads, _ = q.shape
         o = q.new_zeros((parts, *q.shape))
-        lse = q.new_full((parts, batch, heads, rows), -torch.inf, dtype=torch.float32)
+        lse = q.new_full((parts, batch, heads, length), -torch.inf, dtype=torch.float32)
         for step, keys, values in _arrivals(grid, options, k, v):
             for visit in step.visits:
                 seen, part = visit.queries, visit.part
-                found = _OPS.attention(
-                    q[:, seen], keys[:, visit.keys], values[:, visit.keys],
-                    **options.of(visit, sink),
-                )  # fmt: skip
-                o[part, :, seen], lse[part, :, :, seen] = found
+                rows = q[:, seen]
+                logs = _ops.empty_lse(rows, None)
+                try:
+                    _OPS.attention_out.default(
+                        rows, keys[:, visit.keys], values[:, visit.keys], o[part, :, seen], logs,
+                        **options.of(visit, sink),
+                    )  # fmt: skip
+                except RuntimeError as error:
+                    raise _ops.typed(error) from None
+                lse[part, :, :, seen] = logs
         o, lse = _decode.attention_merge(o, lse)
         ctx.save_for_backward(q, k, v, sink, o, lse)
         return o
