@@ -15,6 +15,7 @@ mod info;
 mod linear;
 mod mask;
 mod pattern;
+mod plan;
 mod table;
 
 /// `blockflash._native`
@@ -38,6 +39,8 @@ mod _native {
     use crate::mask::Handle as BlockMask;
     #[pymodule_export]
     use crate::pattern::Handle as BsrPattern;
+    #[pymodule_export]
+    use crate::plan::forecasts;
 }
 
 /// Registers native kernels for `attention_forward` and `attention_out` of this namespace, and

@@ -2,45 +2,19 @@
 
 from __future__ import annotations
 
-import datetime
-import socket
-from collections.abc import Callable
+import itertools
+import random
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from processes import run
 from reference import TOLERANCE, reference
 from torch import Tensor
 
-import blockflash
-
 HEADS = (4, 4)
-CASES = [
-    (scheme, causal, heads, dtype)
-    for scheme in ("heads", "keys")
-    for causal in (False, True)
-    for heads in (HEADS, (8, 4))
-    for dtype in (torch.float32, torch.bfloat16)
-]
-
-
-def _process(rank: int, world: int, port: int, work: Callable[[int, int], None]) -> None:
-    torch.set_num_threads(1)
-    limit = datetime.timedelta(seconds=60)
-    address = f"tcp://127.0.0.1:{port}"
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world, timeout=limit)
-    work(rank, world)
-    dist.destroy_process_group()
-
-
-def run(world: int, work: Callable[[int, int], None]) -> None:
-    """Run `work(rank, world)` in as many processes."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    mp.spawn(_process, (world, port, work), nprocs=world)
+WINDOWS = [(None, None), (5, 0), (3, 2), (None, 4), (6, None), (0, 0), (40, 33)]
 
 
 def operands(heads: tuple[int, int], dtype: torch.dtype, rows: int = 48) -> list[Tensor]:
@@ -48,71 +22,178 @@ def operands(heads: tuple[int, int], dtype: torch.dtype, rows: int = 48) -> list
     return [torch.randn(2, rows, n, 16).to(dtype) for n in (heads[0], heads[1], heads[1])]
 
 
-def _agrees_with_one_process(rank: int, world: int) -> None:
+def agrees(rows: int, heads: tuple[int, int], dtype: torch.dtype, **options: Any) -> None:
+    """Outputs and gradients are those of one process, and the same bits in a second run."""
     from blockflash import distributed
 
-    for scheme, causal, heads, dtype in CASES:
-        for options in ({}, {"softcap": 1.5, "scale": 0.3}):
-            whole = [x.requires_grad_() for x in operands(heads, dtype)]
-            exact = reference(*whole, causal=causal, **options)[0]
-            weights = torch.randn(exact.shape).to(dtype)
-            wanted = torch.autograd.grad(exact, whole, weights.double())
-            mine = [distributed.shard(x.detach()).requires_grad_() for x in whole]
-            runs = []
-            for _ in range(2):
-                o = distributed.attention(*mine, scheme=scheme, causal=causal, **options)
-                grads = torch.autograd.grad(o, mine, distributed.shard(weights))
-                runs.append((o.detach(), *grads))
-            # Parts are rounded to the element type before they are summed.
-            tolerance = 4 * TOLERANCE[dtype]
-            for found, again, all_rows in zip(*runs, (exact, *wanted), strict=True):
-                assert torch.equal(found, again)
-                size = all_rows.abs().max().clamp(min=1)
-                rows = distributed.shard(all_rows.double())
-                assert found.dtype == dtype and found.shape == rows.shape
-                assert torch.allclose(found.double(), rows, 0, float(tolerance * size))
-            gathered = distributed.unshard(runs[0][0])
-            assert torch.equal(distributed.shard(gathered), runs[0][0])
+    scheme, sink = options.pop("scheme"), options.pop("sink")
+    whole = [x.requires_grad_() for x in operands(heads, dtype, rows)]
+    logits = [torch.randn(heads[0], requires_grad=True)] if sink else []
+    plain = options | ({"sink": logits[0]} if sink else {})
+    exact = reference(*whole, **plain)[0]
+    weights = torch.randn(exact.shape).to(dtype)
+    wanted = torch.autograd.grad(exact, [*whole, *logits], weights.double())
+    mine = [distributed.shard(x.detach()).requires_grad_() for x in whole]
+    runs = []
+    for check in (True, False):
+        o = distributed.attention(*mine, scheme=scheme, check=check, seqlen=rows, **plain)
+        grads = torch.autograd.grad(o, [*mine, *logits], distributed.shard(weights))
+        runs.append((o.detach(), *grads))
+    # Parts are rounded to the element type before they are summed.
+    tolerance = 4 * TOLERANCE[dtype]
+    for found, again, all_rows in itertools.zip_longest(*runs, (exact, *wanted)):
+        assert torch.equal(found, again)
+        size = all_rows.detach().abs().max().clamp(min=1)
+        if all_rows.dim() == 1:
+            dist.all_reduce(found)
+        else:
+            all_rows = distributed.shard(all_rows.double())
+            assert found.dtype == dtype
+        assert found.shape == all_rows.shape
+        assert torch.allclose(found.double(), all_rows.double(), 0, float(tolerance * size))
+    gathered = distributed.unshard(runs[0][0])
+    assert gathered.shape == exact.shape
+    assert torch.equal(distributed.shard(gathered), runs[0][0])
+
+
+def schemes(world: int, heads_k: int) -> list[Any]:
+    from blockflash.distributed import Scheme
+
+    divides = [n for n in range(1, world + 1) if world % n == 0 and heads_k % n == 0]
+    return ["auto", *(Scheme(n, world // n) for n in divides)]
+
+
+def _agrees_in_every_scheme(rank: int, world: int) -> None:
+    for heads in (HEADS, (8, 2)):
+        for scheme, causal in itertools.product(schemes(world, heads[1]), (False, True)):
+            agrees(48, heads, torch.float32, scheme=scheme, causal=causal, sink=False)
+            options = {"softcap": 1.5, "scale": 0.3, "causal": causal}
+            agrees(53, heads, torch.bfloat16, scheme=scheme, sink=True, **options)
+
+
+def _agrees_in_random_cases(rank: int, world: int) -> None:
+    chance = random.Random(world)
+    for _ in range(30):
+        heads = chance.choice([HEADS, (6, 3), (8, 2), (3, 1)])
+        window = chance.choice(WINDOWS)
+        agrees(
+            chance.choice([1, 2, world, 2 * world - 1, 2 * world, chance.randint(1, 60)]),
+            heads,
+            chance.choice([torch.float32, torch.bfloat16]),
+            scheme=chance.choice(schemes(world, heads[1])),
+            window=window,
+            causal=chance.random() < 0.5 and not window[1],
+            sink=chance.random() < 0.5,
+        )
+
+
+def _under_autocast(rank: int, world: int) -> None:
+    from blockflash import distributed
+
+    whole = [x.requires_grad_() for x in operands(HEADS, torch.float32)]
+    for scheme in schemes(world, HEADS[1]):
+        with torch.autocast("cpu", torch.bfloat16):
+            o = distributed.attention(*map(distributed.shard, whole), scheme=scheme)
+        assert o.dtype == torch.bfloat16
+        assert all(x.dtype == torch.float32 for x in torch.autograd.grad(o.float().sum(), whole))
+
+
+def _compiles(rank: int, world: int) -> None:
+    from blockflash import distributed
+
+    mine = [distributed.shard(x).requires_grad_() for x in operands(HEADS, torch.float32)]
+    for scheme in ("heads", "keys"):
+
+        def doubled(q: Tensor, k: Tensor, v: Tensor, scheme: str = scheme) -> Tensor:
+            return 2 * distributed.attention(2 * q, k, v, scheme=scheme, causal=True)
+
+        runs = []
+        for function in (doubled, torch.compile(doubled, backend="aot_eager")):
+            o = function(*mine)
+            runs.append((o, *torch.autograd.grad(o.sum(), mine)))
+        assert all(map(torch.equal, *runs))
+
+
+def _in_groups(rank: int, world: int) -> None:
+    """Two groups at once, whose ranks are not consecutive."""
+    from blockflash import distributed
+
+    groups = [dist.new_group([first, first + 2]) for first in (0, 1)]
+    mine = groups[rank % 2]
+    torch.manual_seed(rank % 2)
+    whole = [torch.randn(1, 13, 2, 8) for _ in range(3)]
+    expected = reference(*whole, causal=True)[0]
+    for scheme in ("heads", "keys"):
+        q, k, v = (distributed.shard(x, mine) for x in whole)
+        o = distributed.attention(q, k, v, group=mine, scheme=scheme, causal=True)
+        assert torch.allclose(distributed.unshard(o, mine).double(), expected, 0, 1e-5)
+    with pytest.raises(ValueError, match="not in the group"):
+        distributed.shard(whole[0], groups[1 - rank % 2])
 
 
 def _finds_mistakes(rank: int, world: int) -> None:
     from blockflash import distributed
 
-    attention = distributed.attention
-    assert distributed.positions(4 * world).tolist() == [
-        2 * rank, 2 * rank + 1, *(2 * (2 * world - 1 - rank) + i for i in (0, 1))
-    ]  # fmt: skip
-    q, k, v = (distributed.shard(x) for x in operands(HEADS, torch.float32))
+    attention, shard = distributed.attention, distributed.shard
+    q, k, v = (shard(x) for x in operands(HEADS, torch.float32))
 
-    def refused(expected: type[Exception], words: str, *tensors: Tensor, **options: Any) -> None:
-        with pytest.raises(expected, match=words):
+    def refused(expected: type[Exception], words: str, *tensors: Any, **options: Any) -> None:
+        with pytest.raises(expected, match=words) as found:
             attention(*tensors, **options)
-        dist.barrier()
+        messages: list[Any] = [None] * world
+        dist.all_gather_object(messages, str(found.value))
+        assert len(set(messages)) == 1
 
-    refused(ValueError, "rank 1 has", *(x[:, :2] if rank else x for x in (q, k, v)))
+    def one(x: Tensor) -> Tensor:
+        return x[:, :, : 4 - rank]
+
+    refused(ValueError, r"hold \[24, 22\] rows", *(x[:, 2 * rank :] for x in (q, k, v)))
     refused(ValueError, "rank 1 has", q, k, v, causal=bool(rank))
-    refused(ValueError, "two equal chunks", q[:, 1:], k[:, 1:], v[:, 1:])
-    refused(ValueError, "scheme is 'ring'", q, k, v, scheme="ring")
     refused(
-        ValueError, "refused its arguments|do not go", q, k[:, :, : 4 - rank], v[:, :, : 4 - rank]
+        ValueError,
+        "rank 1: q is torch.bfloat16, but k is torch.float32",
+        q.bfloat16() if rank else q,
+        k,
+        v,
     )
+    refused(ValueError, "rank 1 has", *(x.bfloat16() if rank else x for x in (q, k, v)))
+    refused(ValueError, "rank 1 has", q.requires_grad_() if rank else q, k, v)
+    q = q.detach()
+    refused(ValueError, "scheme is 'ring'", q, k, v, scheme="ring")
+    refused(ValueError, "3 x 2, but there are 2 ranks", q, k, v, scheme=(3, 2))
+    refused(ValueError, "rank 1: 4 query heads are not", q, one(k), one(v))
+    refused(ValueError, "rank 0: .* equal rows", q, k[:, 1:], v)
     refused(ValueError, "cannot be divided", q, k[:, :, :1], v[:, :, :1], scheme="heads")
-    refused(blockflash.Unsupported, "window", q, k, v, scheme="keys", window=(3, 0))
-    refused(ValueError, "softcap", q, k, v, softcap=-1.0)
-    with pytest.raises(ValueError, match="no multiple"):
-        distributed.shard(torch.zeros(1, 2 * world + 1))
-    # A window where heads are divided, and what `auto` chooses.
-    expected = reference(*operands(HEADS, torch.float32), window=(5, 2))[0]
-    found = attention(q, k, v, window=(5, 2))
-    assert torch.allclose(found.double(), distributed.shard(expected), 0, 1e-5)
-    one = attention(q, k[:, :, :1], v[:, :, :1], check=False)
-    assert torch.equal(one, attention(q, k[:, :, :1], v[:, :, :1], scheme="keys"))
+    refused(ValueError, "rank 0: softcap", q, k, v, softcap=-1.0)
+    refused(ValueError, "rank 0: window", q, k, v, causal=True, window=(3, 1), scheme="keys")
+    refused(ValueError, "rank 0: sink", q, k, v, sink=torch.zeros(3), scheme="keys")
+    refused(ValueError, "q is float64", q.double(), k.double(), v.double(), scheme="keys")
+    refused(TypeError, "rank 1: q must be", [q] if rank else q, k, v)
+    refused(ValueError, "seqlen is 47", q, k, v, seqlen=47)
+    refused(ValueError, "needs seqlen", q, k, v, check=False)
+    with pytest.raises(ValueError, match=f"rank {rank} holds .* of 50 rows, not 24"):
+        attention(q, k, v, check=False, seqlen=50)
+    with pytest.raises(ValueError, match="rows, but of"):
+        distributed.unshard(q[:, rank:])
+    with pytest.raises(ValueError, match="rank 1 has"):
+        distributed.unshard(q[:, :, rank:])
+    # Nothing is under way: the next call is right.
+    o = attention(q, k, v)
+    expected = reference(*operands(HEADS, torch.float32))[0]
+    assert torch.allclose(o.double(), shard(expected), 0, 1e-5)
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_agrees_with_one_process(world: int) -> None:
-    run(world, _agrees_with_one_process)
+def _works(rank: int, world: int) -> None:
+    _agrees_in_every_scheme(rank, world)
+    _agrees_in_random_cases(rank, world)
+    _under_autocast(rank, world)
+    if world == 2:
+        _finds_mistakes(rank, world)
+        _compiles(rank, world)
+    if world == 4:
+        _in_groups(rank, world)
 
 
-def test_mistakes_are_errors_on_every_rank() -> None:
-    run(2, _finds_mistakes)
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_processes(world: int) -> None:
+    run(world, _works)

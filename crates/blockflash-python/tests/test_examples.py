@@ -28,3 +28,10 @@ def test_generate(tmp_path: Path) -> None:
     command = [sys.executable, EXAMPLES / "generate.py", "--small"]
     done = subprocess.run(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True, timeout=120)
     assert done.returncode == 0 and "100.0% of the tokens" in done.stdout
+
+
+def test_context_parallel(tmp_path: Path) -> None:
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [*launch, EXAMPLES / "context_parallel.py", "--small"]
+    done = subprocess.run(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True, timeout=120)
+    assert done.returncode == 0 and "201 tokens on 2 processes" in done.stdout

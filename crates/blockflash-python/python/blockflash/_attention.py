@@ -83,8 +83,7 @@ def attention(
         DeviceError: The driver failed.
 
     """
-    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
-        _refuse_types(q=q, k=k, v=v)
+    q, k, v = lowered(q, k, v)
     # The operators have defaults: what is not passed costs nothing.
     options: dict[str, Any] = {}
     if causal or window != _UNLIMITED:
@@ -105,12 +104,8 @@ def attention(
     if block_mask is not None:
         options["block_mask"] = block_mask.number
 
-    kind = q.device.type
-    if kind != "meta" and torch.is_autocast_enabled(kind):
-        lower = torch.get_autocast_dtype(kind)
-        q, k, v = (t.to(lower) if t.dtype == torch.float32 else t for t in (q, k, v))
     head_dim = None
-    if kind == "cuda" and q.shape[-1] % 8:
+    if q.is_cuda and q.shape[-1] % 8:
         if out is not None:
             raise Unsupported("out= on a GPU for a head dimension that is no multiple of 8")
         head_dim = q.shape[-1]
@@ -138,6 +133,17 @@ def attention(
     if head_dim is not None:
         o = o[..., :head_dim]
     return (o, lse) if return_lse else o
+
+
+def lowered(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The operands in the element type of autocast, if it is on."""
+    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
+        _refuse_types(q=q, k=k, v=v)
+    kind = q.device.type
+    if kind != "meta" and torch.is_autocast_enabled(kind):
+        lower = torch.get_autocast_dtype(kind)
+        q, k, v = (t.to(lower) if t.dtype == torch.float32 else t for t in (q, k, v))
+    return q, k, v
 
 
 def _needs_gradient(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> bool:

@@ -1,4 +1,4 @@
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -83,6 +83,13 @@ def bsr_linear(
 ) -> None: ...
 def dense_bsr(x: Tensor, values: Tensor, y: Tensor, pattern: int) -> None: ...
 def sddmm(a: Tensor, b: Tensor, values: Tensor, pattern: int) -> None: ...
+def forecasts(
+    sizes: Sequence[int],
+    window: Sequence[int | None],
+    backward: bool,
+    ranks: Sequence[int],
+    rates: Sequence[float],
+) -> list[tuple[tuple[int, int], float, float, float, float, float]]: ...
 
 class BsrPattern:
     def __new__(

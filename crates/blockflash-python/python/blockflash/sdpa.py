@@ -303,6 +303,22 @@ def scaled_dot_product_attention(
         ValueError: for arguments that torch refuses, too.
 
     """
+    q, k, v = operands(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    o = attention(q, k, v, causal=is_causal, top_left=True, scale=scale).transpose(1, 2)
+    return o if query.dim() == 4 else o.squeeze(0)
+
+
+def operands(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What `blockflash.attention` takes for these arguments of torch, or their error."""
     if attn_mask is not None and is_causal:
         raise ValueError("attn_mask and is_causal exclude each other")
     if attn_mask is not None:
@@ -328,5 +344,4 @@ def scaled_dot_product_attention(
             "and fewer of them than of query need enable_gqa=True"
         )
     q, k, v = (contiguous_rows(tensor).transpose(1, 2) for tensor in batched)
-    o = attention(q, k, v, causal=is_causal, top_left=True, scale=scale).transpose(1, 2)
-    return o if query.dim() == 4 else o.squeeze(0)
+    return q, k, v

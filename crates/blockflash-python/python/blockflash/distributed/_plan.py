@@ -1,0 +1,108 @@
+"""What each scheme costs, by the planner of the Rust crate `blockflash-dist`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from .. import _native
+from ._grid import Scheme
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """Ranks and their measured rates, per rank."""
+
+    ranks: int
+    """Number of ranks."""
+    ranks_per_host: int
+    """Ranks of one host, which follow each other."""
+    flops: float
+    """FLOPs per second of attention in the pass, counting visited pairs of queries and keys."""
+    copies: float
+    """Bytes per second that are copied on the device, each byte read and written."""
+    link: float
+    """Bytes per second sent to another rank of the host."""
+    network: float
+    """Bytes per second sent to a rank of another host."""
+    latency: float
+    """Seconds that an exchange takes beyond its bytes."""
+
+
+class Forecast(NamedTuple):
+    """How long a scheme is expected to take, in seconds, and what it sends: on the slowest rank."""
+
+    scheme: Scheme
+    sent_bytes: float
+    """Bytes that a rank sends."""
+    compute: float
+    """Attention, and the work in memory that one device would not have."""
+    exchange: float
+    """All exchanges one after another."""
+    exposed: float
+    """The part of the exchanges that no computation hides."""
+    ideal: float
+    """Attention on one device, divided by the number of ranks."""
+
+    @property
+    def total(self) -> float:
+        """Seconds from the beginning to the end."""
+        return self.compute + self.exposed
+
+    @property
+    def scaling(self) -> float:
+        """The time of one device, divided by the number of ranks times their time."""
+        return self.ideal / self.total
+
+    def __str__(self) -> str:
+        compute, exchange, exposed = (f"{1e3 * seconds:.2f} ms" for seconds in self[2:5])
+        return (
+            f"{self.scheme}: compute {compute}, exchange {1e-6 * self.sent_bytes:.2f} MB in "
+            f"{exchange} of which {exposed} are exposed, scaling {self.scaling:.2f}"
+        )
+
+
+def plan(
+    machine: Machine,
+    *,
+    seqlen: int,
+    heads: int,
+    heads_k: int,
+    head_dim: int,
+    batch: int = 1,
+    element_bytes: int = 2,
+    causal: bool = False,
+    window: tuple[int | None, int | None] = (None, None),
+    backward: bool = False,
+) -> list[Forecast]:
+    """Every scheme that fits, the fastest one first; of equally fast ones the one with more heads.
+
+    Args:
+        machine: The ranks and their rates.
+        seqlen: Rows of the whole sequence.
+        heads: Heads of queries.
+        heads_k: Heads of keys and values.
+        head_dim: Elements of a row of a head.
+        batch: Batch entries.
+        element_bytes: Bytes of an element.
+        causal: A query attends the keys at its position and before.
+        window: How many keys before and after its position a query attends; `None` for all.
+        backward: The backward pass instead of the forward pass.
+
+    Raises:
+        ValueError: A size or a rate is not positive, a side of the window is negative, or there are
+            more than 16384 ranks.
+
+    """
+    sizes = [batch, seqlen, heads, heads_k, head_dim, element_bytes]
+    ranks = [machine.ranks, machine.ranks_per_host]
+    rates = [machine.flops, machine.copies, machine.link, machine.network, machine.latency]
+    left, right = window
+    try:
+        found = _native.forecasts(sizes, [left, 0 if causal else right], backward, ranks, rates)
+    except OverflowError:
+        raise ValueError(
+            f"sizes are {sizes} with window {window} on {machine}: sizes are at least 1, and sides "
+            "of a window at least 0"
+        ) from None
+    return [Forecast(Scheme(*scheme), *seconds) for scheme, *seconds in found]

@@ -1,0 +1,141 @@
+"""Attention of the queries of a group to the keys of all groups.
+
+In a step a group attends the keys of one other group, which come from the rank that holds them: of
+them only those that some query attends. (In a ring they would be handed on from neighbour to
+neighbour, which is the same number of bytes, but each step would wait for the one before.)
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import _decode, _ops
+from ._exchange import exchange
+from ._grid import Grid, Step
+from ._visits import Visit
+
+_OPS = torch.ops.blockflash
+_AHEAD = 2
+"""Steps whose keys are under way while a step is computed."""
+
+
+class Options(NamedTuple):
+    """The options of attention."""
+
+    window: tuple[int, int]
+    scale: float
+    softcap: float | None
+
+    def of(self, visit: Visit, sink: Tensor | None) -> dict[str, Any]:
+        """What the operators take."""
+        given = {"left": visit.left, "right": visit.right, "top_left": True, "scale": self.scale}
+        return given | {"softcap": self.softcap or 0.0, "sink": sink if visit.home else None}
+
+
+def _rows(x: Tensor, rows: slice) -> tuple[int, ...]:
+    return (x.shape[0], rows.stop - rows.start, *x.shape[2:])
+
+
+def _arrivals(grid: Grid, options: Options, k: Tensor, v: Tensor) -> Iterator[Any]:
+    """The steps, with the keys and values of each.
+
+    An exchange is queued before the attention beside which it runs.
+    """
+    steps, _ = grid.steps(options.window)
+    under_way: deque[Any] = deque()
+    queued = 1
+    for t, step in enumerate(steps):
+        for each in steps[queued : t + 1 + _AHEAD]:
+            source, target = grid.in_ring(each.source), grid.in_ring(each.target)
+            sent = {target: [x[:, each.sent] for x in (k, v)]}
+            shapes = {source: [_rows(x, each.received) for x in (k, v)]}
+            under_way.append((source, exchange(k, sent, shapes, grid.process_group)))
+            queued += 1
+        if t == 0:
+            yield step, k, v
+        else:
+            source, wait = under_way.popleft()
+            yield step, *wait()[source]
+
+
+class Ring(torch.autograd.Function):
+    """The output for the queries of a group, of the heads of this rank."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, grid: Grid, options: Options, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None
+    ) -> Tensor:
+        """The parts, and their merge."""
+        ctx.grid, ctx.options = grid, options
+        parts = max(1, grid.steps(options.window)[1])
+        batch, length, heads, _ = q.shape
+        o = q.new_zeros((parts, *q.shape))
+        lse = q.new_full((parts, batch, heads, length), -torch.inf, dtype=torch.float32)
+        for step, keys, values in _arrivals(grid, options, k, v):
+            for visit in step.visits:
+                seen, part = visit.queries, visit.part
+                rows = q[:, seen]
+                logs = _ops.empty_lse(rows, None)
+                try:
+                    _OPS.attention_out.default(
+                        rows, keys[:, visit.keys], values[:, visit.keys], o[part, :, seen], logs,
+                        **options.of(visit, sink),
+                    )  # fmt: skip
+                except RuntimeError as error:
+                    raise _ops.typed(error) from None
+                lse[part, :, :, seen] = logs
+        o, lse = _decode.attention_merge(o, lse)
+        ctx.save_for_backward(q, k, v, sink, o, lse)
+        return o
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        """The gradients of parts, which are added in f32 in the order of the steps."""
+        q, k, v, sink, o, lse = ctx.saved_tensors
+        grid, options = ctx.grid, ctx.options
+        zeros = torch.zeros_like
+        dq, dk, dv = (zeros(x, dtype=torch.float32) for x in (q, k, v))
+        d_sink = None if sink is None else zeros(sink)
+        returning: deque[Any] = deque()
+
+        def collect(left: int) -> None:
+            while len(returning) > left:
+                step, wait = returning.popleft()
+                found = wait()[grid.in_ring(step.target)]
+                for total, part in zip((dk, dv), found, strict=True):
+                    total[:, step.sent] += part
+
+        for step, keys, values in _arrivals(grid, options, k, v):
+            own = step.source == grid.group
+            parts = (dk, dv) if own else [zeros(x, dtype=torch.float32) for x in (keys, values)]
+            for visit in step.visits:
+                seen, at = visit.queries, visit.keys
+                d_queries, d_keys, d_values, d_logits = _OPS.attention_backward(
+                    grad[:, seen], None, q[:, seen], keys[:, at], values[:, at],
+                    o[:, seen].contiguous(), lse[:, :, seen].contiguous(),
+                    **options.of(visit, sink),
+                )  # fmt: skip
+                dq[:, seen] += d_queries
+                parts[0][:, at] += d_keys
+                parts[1][:, at] += d_values
+                if visit.home and d_sink is not None:
+                    d_sink += d_logits
+            if not own:
+                back = _send_back(grid, step, k, [x.to(k.dtype) for x in parts])
+                returning.append((step, back))
+                collect(_AHEAD)
+        collect(0)
+        return None, None, dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), d_sink
+
+
+def _send_back(grid: Grid, step: Step, k: Tensor, parts: list[Tensor]) -> Any:
+    """Starts the way of gradients to the group that holds the keys."""
+    source, target = grid.in_ring(step.source), grid.in_ring(step.target)
+    shapes = {target: [_rows(k, step.sent)] * 2}
+    return exchange(k, {source: parts}, shapes, grid.process_group)

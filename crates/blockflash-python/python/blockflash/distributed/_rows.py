@@ -1,0 +1,44 @@
+"""Which rows of a sequence a rank holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Ranges = tuple[range, range]
+"""Where two chunks lie, the first one before the second one."""
+
+
+def place(group: Any) -> tuple[int, int]:
+    """Number of this rank, and of ranks."""
+    rank = dist.get_rank(group)
+    if rank < 0:
+        raise ValueError("this process is not in the group")
+    return rank, dist.get_world_size(group)
+
+
+def ranges(seqlen: int, world: int, rank: int) -> Ranges:
+    """The chunks of a rank: `rank` from the front, and as many from the back."""
+    starts = [seqlen * chunk // (2 * world) for chunk in range(rank, rank + 2)]
+    ends = [seqlen * chunk // (2 * world) for chunk in range(2 * world - 1 - rank, 2 * world + 1)]
+    return range(*starts), range(*ends[:2])
+
+
+def count(chunks: Ranges) -> int:
+    """Rows of both chunks."""
+    return sum(map(len, chunks))
+
+
+def take(x: Tensor, chunks: Ranges, dim: int) -> Tensor:
+    """The rows of both chunks, one after the other."""
+    return torch.cat([x.narrow(dim, chunk.start, len(chunk)) for chunk in chunks], dim)
+
+
+def in_order(parts: Sequence[Tensor], chunks: Sequence[Ranges], dim: int) -> Tensor:
+    """The rows of consecutive ranks in the order of the sequence, given the chunks of each."""
+    cut = [part.tensor_split([len(of[0])], dim) for part, of in zip(parts, chunks, strict=True)]
+    return torch.cat([first for first, _ in cut] + [second for _, second in reversed(cut)], dim)

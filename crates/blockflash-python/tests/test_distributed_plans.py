@@ -1,0 +1,127 @@
+"""What `blockflash.distributed` decides without an exchange: rows, visits, costs."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any
+
+import pytest
+
+from blockflash.distributed import Machine, Scheme, plan
+from blockflash.distributed._grid import _steps
+from blockflash.distributed._rows import ranges
+
+
+def test_every_row_has_one_rank() -> None:
+    for seqlen, world in itertools.product((*range(9), 50, 97), range(1, 9)):
+        chunks = [ranges(seqlen, world, rank) for rank in range(world)]
+        found = [each[0] for each in chunks] + [each[1] for each in reversed(chunks)]
+        assert list(itertools.chain(*found)) == list(range(seqlen))
+        sizes = {len(chunk) for chunk in found}
+        assert max(sizes) - min(sizes) <= 1
+    # As in the Rust crate.
+    assert ranges(80, 4, 1) == (range(10, 20), range(60, 70))
+
+
+def test_consecutive_ranks_are_one_of_a_larger_kind() -> None:
+    for seqlen, heads, keys in itertools.product((1, 7, 48, 53), (1, 2, 3), (1, 2, 4)):
+        for group in range(keys):
+            members = [ranges(seqlen, heads * keys, group * heads + i) for i in range(heads)]
+            for chunk, of_group in zip((0, 1), ranges(seqlen, keys, group)):
+                rows = sorted(itertools.chain(*(member[chunk] for member in members)))
+                assert rows == list(of_group)
+
+
+def assert_visits_are_the_mask(seqlen: int, groups: int, window: tuple[int, int]) -> None:
+    left, right = window
+    sent = {}
+    for group in range(groups):
+        steps, parts = _steps(seqlen, groups, group, window)
+        positions = list(itertools.chain(*ranges(seqlen, groups, group)))
+        pairs, home, filled = [], [], []
+        for number, step in enumerate(steps):
+            rows = list(itertools.chain(*ranges(seqlen, groups, step.source)))[step.received]
+            sent[number, step.source, group] = step.received
+            for visit in step.visits:
+                queries, keys = positions[visit.queries], rows[visit.keys]
+                assert queries and keys and 0 <= visit.part < parts
+                filled += [(visit.part, query) for query in queries]
+                home += queries if visit.home else []
+                for (i, query), (j, key) in itertools.product(enumerate(queries), enumerate(keys)):
+                    if (visit.left < 0 or j >= i - visit.left) and (
+                        visit.right < 0 or j <= i + visit.right
+                    ):
+                        pairs.append((query, key))
+        assert sorted(pairs) == sorted(
+            (query, key)
+            for query, key in itertools.product(positions, range(seqlen))
+            if (left < 0 or key >= query - left) and (right < 0 or key <= query + right)
+        )
+        assert sorted(home) == sorted(positions) and len(set(filled)) == len(filled)
+        if window in ((-1, -1), (-1, 0)) and seqlen >= 2 * groups:
+            assert parts == groups and all(len(step.visits) == 1 for step in steps)
+    # What is sent in a step is what is received.
+    for group in range(groups):
+        for number, step in enumerate(_steps(seqlen, groups, group, window)[0]):
+            assert sent[number, group, step.target] == step.sent
+
+
+def test_visits_are_the_mask() -> None:
+    chance = random.Random(0)
+    for _ in range(400):
+        seqlen = chance.randint(1, 40)
+        window = tuple(chance.choice([-1, 0, chance.randint(0, seqlen + 2)]) for _ in range(2))
+        assert_visits_are_the_mask(seqlen, chance.randint(1, 6), window)
+
+
+def test_only_keys_inside_the_window_travel() -> None:
+    steps, parts = _steps(4096, 8, 3, (16, 0))
+    assert {step.source for step in steps if step.visits} == {3, 2, 4} and parts == 2
+    assert all(step.received.stop - step.received.start == 16 for step in steps[1:] if step.visits)
+
+
+H200 = {"flops": 600e12, "copies": 1.9e12, "link": 250e9, "network": 45e9, "latency": 50e-6}
+CASE = {"seqlen": 131072, "heads": 32, "heads_k": 8, "head_dim": 128}
+
+
+def test_plan() -> None:
+    machine = Machine(ranks=16, ranks_per_host=8, **H200)
+    found = plan(machine, causal=True, **CASE)
+    # As in the Rust crate.
+    assert found[0].scheme == Scheme(1, 16)
+    assert [row.scheme.heads for row in found] == [1, 2, 4, 8]
+    assert [row.total for row in found] == sorted(row.total for row in found)
+    ideal = 2 * 2 * 131072 * 131073 / 2 * 32 * 128 / 600e12 / 16
+    assert all(row.ideal == pytest.approx(ideal) for row in found)
+    assert str(found[0]).startswith("keys over 16: compute 14.90 ms") and found[0].scaling < 1
+    assert plan(machine, backward=True, **CASE)[0].total > 2 * found[0].total
+    # A window of 4096 keys is within the rows of a rank and those before its chunks.
+    near = plan(machine, causal=True, window=(4096, None), **CASE)[0]
+    assert near.ideal < 0.1 * ideal and near.sent_bytes < 0.2 * found[0].sent_bytes
+    one = Machine(ranks=1, ranks_per_host=1, **H200)
+    assert [str(row.scheme) for row in plan(one, **CASE)] == ["one rank"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "rates", "sizes"),
+    [
+        ({"ranks": 0}, {}, {}),
+        ({"ranks": 1 << 40}, {}, {}),
+        ({"ranks_per_host": -1}, {}, {}),
+        ({}, {"link": 0.0}, {}),
+        ({}, {"flops": float("nan")}, {}),
+        ({}, {"latency": -1.0}, {}),
+        ({}, {}, {"seqlen": 0}),
+        ({}, {}, {"heads_k": 5}),
+        ({}, {}, {"seqlen": 1 << 33}),
+        ({}, {}, {"seqlen": 1 << 80}),
+        ({}, {}, {"window": (-1, None)}),
+    ],
+)
+def test_plan_refuses(
+    ranks: dict[str, int], rates: dict[str, float], sizes: dict[str, Any]
+) -> None:
+    machine = Machine(**({"ranks": 4, "ranks_per_host": 4} | H200 | ranks | rates))
+    with pytest.raises(ValueError):
+        plan(machine, **(CASE | sizes))
