@@ -1,5 +1,5 @@
-//! Estimated times of kernels, which selection compares. The unit is the time in which an SM loads
-//! one 16-bit element into shared memory.
+//! Estimated times of the kernels of Hopper, and of the portable ones where they compete with them.
+//! The unit is the time in which an SM loads one 16-bit element into shared memory.
 
 use super::BsrProblem;
 use super::parts::MOST_PARTS;
