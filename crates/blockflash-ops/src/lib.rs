@@ -41,6 +41,7 @@ pub mod page_choice;
 mod rates;
 mod selection;
 mod support;
+pub mod tuning;
 
 pub use attention::{
     Align, Attention, AttentionOutput, AttentionProblem, BlockMaskSizes, CuSeqlens, Mask,

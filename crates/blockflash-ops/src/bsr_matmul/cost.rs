@@ -7,8 +7,7 @@ use blockflash_safe::CudaProperties;
 use blockflash_sys::Kernel;
 use blockflash_sys::manifest::{BsrMatmulHopper, Variant};
 
-/// The assumptions of the estimates about a GPU. The unit of costs is the time in which an SM loads
-/// one 16-bit element into shared memory.
+/// The assumptions of the estimates about a GPU.
 ///
 /// Each constant was set by hand. They cannot be fitted to the records, since for each commit and
 /// case `benches/results/nvidia-h200/bsr_matmul.jsonl` holds the time of the selected kernel alone,

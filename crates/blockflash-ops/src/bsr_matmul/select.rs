@@ -4,6 +4,7 @@ use crate::Result;
 use crate::check::{is_tensor_map_stride, size_refusal, too_large};
 use crate::rates::is_measured;
 use crate::selection::{self, Candidate, Kernels, Peers, Problem, Rule, preference};
+use crate::tuning::Likeness;
 use blockflash_safe::CudaProperties;
 use blockflash_sys::manifest::{BsrMatmulTile, Variant};
 use blockflash_sys::{DType, Kernel, Major};
@@ -74,6 +75,24 @@ impl Problem for BsrProblem {
 
     fn key(&self) -> (DType, usize) {
         (self.dtype, self.block_size)
+    }
+
+    fn likeness(&self) -> Option<Likeness> {
+        let rows = self.m.div_ceil(self.block_size) as f64;
+        let columns = self.k.div_ceil(self.block_size) as f64;
+        let mean = self.nnz_blocks as f64 / rows;
+        Some(Likeness::BsrMatmul {
+            dtype: self.dtype,
+            block_size: self.block_size,
+            a_transposed: self.a_transposed,
+            b_major: self.b_major,
+            c_major: self.c_major,
+            m: self.m,
+            n: self.n,
+            k: self.k,
+            density: mean / columns,
+            longest: self.longest_row.map_or(1.0, |blocks| blocks as f64 / mean),
+        })
     }
 
     fn key_of(tile: &BsrMatmulTile) -> (DType, usize) {
