@@ -1,5 +1,5 @@
 use super::cost::relative_time;
-use super::{Align, AttentionProblem, BlockMaskSizes, Mask};
+use super::{AttentionProblem, BlockMaskSizes};
 use crate::Result;
 use crate::check::is_tensor_map_stride;
 use crate::selection::{self, Candidate, Kernels, Peers, Problem, Rule, preference};
@@ -63,25 +63,8 @@ impl Problem for AttentionProblem {
         (self.dtype, 0)
     }
 
-    /// Packed sequences, windows and causal masks along another diagonal are not measured.
     fn likeness(&self) -> Option<Likeness> {
-        let square = self.seqlen_q == self.seqlen_kv;
-        let causal = match self.mask {
-            Mask::Full => false,
-            Mask::Causal { align } if square || align == Align::BottomRight => true,
-            _ => return None,
-        };
-        let group = self.num_heads_q.checked_div(self.num_heads_kv)?;
-        self.packed.is_none().then_some(Likeness::Attention {
-            dtype: self.dtype,
-            head_dim: self.head_dim,
-            causal,
-            block_mask: self.block_mask.map(|mask| [mask.block_q, mask.block_kv]),
-            heads: self.batch.saturating_mul(self.num_heads_q),
-            group,
-            seqlen_q: self.seqlen_q,
-            seqlen_kv: self.seqlen_kv,
-        })
+        Likeness::of_attention(self)
     }
 
     fn key_of(tile: &AttentionTile) -> (DType, usize) {

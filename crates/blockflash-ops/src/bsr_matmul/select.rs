@@ -78,21 +78,7 @@ impl Problem for BsrProblem {
     }
 
     fn likeness(&self) -> Option<Likeness> {
-        let rows = self.m.div_ceil(self.block_size) as f64;
-        let columns = self.k.div_ceil(self.block_size) as f64;
-        let mean = self.nnz_blocks as f64 / rows;
-        Some(Likeness::BsrMatmul {
-            dtype: self.dtype,
-            block_size: self.block_size,
-            a_transposed: self.a_transposed,
-            b_major: self.b_major,
-            c_major: self.c_major,
-            m: self.m,
-            n: self.n,
-            k: self.k,
-            density: mean / columns,
-            longest: self.longest_row.map_or(1.0, |blocks| blocks as f64 / mean),
-        })
+        Some(Likeness::of_bsr_matmul(self))
     }
 
     fn key_of(tile: &BsrMatmulTile) -> (DType, usize) {

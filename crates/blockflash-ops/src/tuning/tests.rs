@@ -173,8 +173,8 @@ fn products_are_compared_by_size_density_and_skew() {
         ..BsrProblem::new(DType::F16, [8192, n, 8192], 64, blocks)
     };
     let measured = with(1024, 1638, 13);
-    let lines = [(&wide, 50.0), (&narrow, 40.0)]
-        .map(|(image, us)| line(&gpu, "a", &measured, image, us));
+    let lines =
+        [(&wide, 50.0), (&narrow, 40.0)].map(|(image, us)| line(&gpu, "a", &measured, image, us));
     let tuning = tuning(&lines);
     assert_eq!(bsr_matmul::select(&measured, &gpu).unwrap().image_name(), wide);
     let decides = |problem: BsrProblem| instead(&tuning, &problem, &gpu).is_some();
@@ -227,7 +227,10 @@ fn a_malformed_record_is_an_error() {
     assert!(size("seqlen_q", json!(-5)).contains("line 2"));
     assert!(size("op", json!("sorting")).contains("unknown variant"));
     assert!(size("density", json!(1)).contains("unknown field"));
-    assert!(good.replace("100.0", "1e999") != good && problem(&good.replace("100.0", "1e999")).contains("line 2"));
+    assert!(
+        good.replace("100.0", "1e999") != good
+            && problem(&good.replace("100.0", "1e999")).contains("line 2")
+    );
 }
 
 #[test]
