@@ -6,7 +6,20 @@ use blockflash_safe::CudaProperties;
 /// Rates of a GPU at its highest clock, per SM or for the whole GPU.
 ///
 /// Number of SMs, clocks, width of the memory bus and size of L2 are attributes that the driver
-/// reports. Only the rate of the tensor cores is looked up, since no attribute tells it.
+/// reports. Only the rate of the tensor cores is looked up, since no attribute tells it: FLOPs per
+/// clock and SM of products of f16 and bf16 with f32 sums, without structured sparsity.
+///
+/// | compute capability | GPUs | rate | source |
+/// |---|---|---:|---|
+/// | 8.0, 8.7 | A100, A30, Orin | 2048 | data sheet: A100 312 TFLOP/s, Orin 170 sparse int8 TOPS |
+/// | 8.6 | A10, A40, RTX A6000 | 1024 | data sheets: 125, 149.7, 154.8 TFLOP/s |
+/// | 8.6 | GeForce RTX 30 | 512 | GA102 white paper: RTX 3090 71 TFLOP/s, half of its rate with f16 sums |
+/// | 8.9 | L4, L40S, RTX 6000 Ada | 1024 | data sheets: 121, 362, 364 TFLOP/s |
+/// | 8.9 | GeForce RTX 40, L40 | 512 | Ada white paper: RTX 4090 165.2 TFLOP/s, half of its rate with f16 sums; L40 181 |
+/// | 9.0 | H100, H200 | 2440 | measured: `mma_bf16` of an H200; data sheets tell the rate of `wgmma` |
+/// | 12.0 | RTX PRO Blackwell | 1024 | assumed, as Ada |
+/// | 12.0 | GeForce RTX 50 | 512 | Blackwell white paper: RTX 5090 209.5 TFLOP/s |
+/// | others | B200, GB10, … | 2048, 1024 | assumed; data sheets tell the rate of other instructions |
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct GpuRates {
     /// SMs.
@@ -139,25 +152,13 @@ pub(crate) fn resident(registers_for: u32, smem_bytes: u32, gpu: &CudaProperties
     f64::from(registers_for.min(room).max(1))
 }
 
-/// Whether kernels for the instructions of Ampere keep the order that was measured. It was on an
-/// H200, where they are the second choice.
-pub(crate) fn is_measured(gpu: &CudaProperties) -> bool {
+/// Whether portable kernels keep the order that they have on an H200, where they were tuned and are
+/// the second choice.
+pub(crate) fn was_tuned(gpu: &CudaProperties) -> bool {
     gpu.compute_capability.major == 9
 }
 
-/// FLOPs per clock and SM of products of f16 and bf16 with f32 sums, without structured sparsity.
-///
-/// | compute capability | GPUs | rate | source |
-/// |---|---|---:|---|
-/// | 8.0, 8.7 | A100, A30, Orin | 2048 | data sheet: A100 312 TFLOP/s, Orin 170 sparse int8 TOPS |
-/// | 8.6 | A10, A40, RTX A6000 | 1024 | data sheets: 125, 149.7, 154.8 TFLOP/s |
-/// | 8.6 | GeForce RTX 30 | 512 | GA102 white paper: RTX 3090 71 TFLOP/s, half of that with f16 sums |
-/// | 8.9 | L4, L40S, RTX 6000 Ada | 1024 | data sheets: 121, 362, 364 TFLOP/s |
-/// | 8.9 | GeForce RTX 40, L40 | 512 | Ada white paper: RTX 4090 165.2 TFLOP/s, half of that with f16 sums; L40 181 |
-/// | 9.0 | H100, H200 | 2440 | measured: `mma_bf16` of an H200; data sheets tell the rate of `wgmma` |
-/// | 12.0 | RTX PRO Blackwell | 1024 | assumed, as Ada |
-/// | 12.0 | GeForce RTX 50 | 512 | Blackwell white paper: RTX 5090 209.5 TFLOP/s |
-/// | others | B200, GB10, … | 2048, 1024 | assumed; data sheets tell the rate of other instructions |
+/// See the table of [`GpuRates`].
 fn tensor_flops(gpu: &CudaProperties) -> f64 {
     let halved =
         ["GeForce", "L40"].iter().any(|word| gpu.name.split([' ', '-']).any(|w| w == *word));

@@ -1,7 +1,7 @@
 //! Estimated times of kernels, which selection compares.
 
 use super::{Align, AttentionProblem};
-use crate::rates::{GpuRates, Grid, Work, is_measured, resident};
+use crate::rates::{GpuRates, Grid, Work, resident, was_tuned};
 use crate::selection::Candidate;
 use blockflash_safe::CudaProperties;
 use blockflash_sys::Kernel;
@@ -12,7 +12,7 @@ use blockflash_sys::manifest::{AttentionFwd, AttentionFwdHopper, AttentionTile, 
 pub(super) fn relative_time(c: &Candidate<'_, AttentionProblem>) -> f64 {
     match &c.kernel.variant {
         Variant::AttentionFwdHopper(hopper) => hopper_time(hopper, c.tile, c.problem, c.gpu),
-        Variant::AttentionFwd(tile) if !is_measured(c.gpu) => {
+        Variant::AttentionFwd(tile) if !was_tuned(c.gpu) => {
             portable_time(tile, c.kernel, c.problem, c.gpu)
         }
         // The first one in the table.

@@ -2,7 +2,7 @@ use super::portable::portable_time;
 use super::{BsrProblem, cost};
 use crate::Result;
 use crate::check::{is_tensor_map_stride, size_refusal, too_large};
-use crate::rates::is_measured;
+use crate::rates::was_tuned;
 use crate::selection::{self, Candidate, Kernels, Peers, Problem, Rule, preference};
 use crate::tuning::Likeness;
 use blockflash_safe::CudaProperties;
@@ -64,7 +64,7 @@ impl Problem for BsrProblem {
                 let (time, _) = cost::hopper_time(hopper, problem, gpu);
                 (!cost::pays(time, problem, gpu), time)
             }
-            Variant::BsrMatmul(tile) if !is_measured(gpu) => {
+            Variant::BsrMatmul(tile) if !was_tuned(gpu) => {
                 (false, portable_time(tile, kernel, problem, gpu))
             }
             _ => (false, problem.n.next_multiple_of(tile.block_n as usize) as f64),
