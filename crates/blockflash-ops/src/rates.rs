@@ -11,15 +11,18 @@ use blockflash_safe::CudaProperties;
 ///
 /// | compute capability | GPUs | rate | source |
 /// |---|---|---:|---|
-/// | 8.0, 8.7 | A100, A30, Orin | 2048 | data sheet: A100 312 TFLOP/s, Orin 170 sparse int8 TOPS |
+/// | 8.0, 8.7 | A100, Orin | 2048 | data sheets: 312 TFLOP/s, 170 sparse int8 TOPS |
 /// | 8.6 | A10, A40, RTX A6000 | 1024 | data sheets: 125, 149.7, 154.8 TFLOP/s |
-/// | 8.6 | GeForce RTX 30 | 512 | GA102 white paper: RTX 3090 71 TFLOP/s, half of its rate with f16 sums |
+/// | 8.6 | GeForce RTX 30 | 512 | GA102 white paper: RTX 3090 71 TFLOP/s |
 /// | 8.9 | L4, L40S, RTX 6000 Ada | 1024 | data sheets: 121, 362, 364 TFLOP/s |
-/// | 8.9 | GeForce RTX 40, L40 | 512 | Ada white paper: RTX 4090 165.2 TFLOP/s, half of its rate with f16 sums; L40 181 |
-/// | 9.0 | H100, H200 | 2440 | measured: `mma_bf16` of an H200; data sheets tell the rate of `wgmma` |
-/// | 12.0 | RTX PRO Blackwell | 1024 | assumed, as Ada |
+/// | 8.9 | L40 | 512 | data sheet: 181 TFLOP/s |
+/// | 8.9 | GeForce RTX 40 | 512 | Ada white paper: RTX 4090 165.2 TFLOP/s |
+/// | 9.0 | H100, H200 | 2440 | measured on an H200 (`mma_bf16`) |
 /// | 12.0 | GeForce RTX 50 | 512 | Blackwell white paper: RTX 5090 209.5 TFLOP/s |
-/// | others | B200, GB10, … | 2048, 1024 | assumed; data sheets tell the rate of other instructions |
+/// | 12.0 | others | 1024 | assumed, as Ada |
+/// | 10, 11 | B200, Thor | 2048 | assumed, as an A100 |
+///
+/// The white papers state that GeForce GPUs multiply with f16 sums at twice that rate.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct GpuRates {
     /// SMs.
