@@ -55,6 +55,7 @@ const EVEN: f64 = 1.2;
 
 impl GpuRates {
     /// The rates of a GPU.
+    #[inline]
     pub fn of(gpu: &CudaProperties) -> Self {
         let clock = f64::from(gpu.clock_khz.max(1)) * 1e3;
         // Two transfers per clock and line of the bus.
@@ -80,6 +81,7 @@ impl GpuRates {
     }
 
     /// Clocks of an SM for some work, unit by unit.
+    #[inline]
     pub(crate) fn units(&self, work: &Work) -> Units {
         Units {
             multiply: work.flops / self.flops,
@@ -92,13 +94,14 @@ impl GpuRates {
     /// Clocks of a launch. When CTAs are few, the SMs that get the most of them determine the time.
     /// Many spread evenly, apart from half a CTA at the end; so do those of unequal length, since
     /// the longest start first. Device memory needs its time in any case.
+    #[inline]
     pub(crate) fn clocks(&self, grid: &Grid) -> f64 {
         let Grid { ctas, resident, busy, alone, longest, memory_bytes } = *grid;
         let per_sm = ctas / self.multiprocessors;
         let few = per_sm <= 4.0 && longest <= EVEN * alone;
-        let per_sm = if few { per_sm.ceil() } else { per_sm + 0.5 };
+        let per_sm = if few { ceil(per_sm) } else { per_sm + 0.5 };
         // CTAs that share an SM fill the gaps of each other, until a unit is busy all the time.
-        let turns = if few { (per_sm / resident).ceil() } else { per_sm / resident };
+        let turns = if few { ceil(per_sm / resident) } else { per_sm / resident };
         let all = (per_sm * busy).max(turns * (alone + CHANGE)).max(longest + CHANGE);
         let missed = if memory_bytes > self.l2_capacity { memory_bytes } else { 0.0 };
         all.max(missed / self.memory_bytes)
@@ -161,10 +164,18 @@ pub(crate) fn was_tuned(gpu: &CudaProperties) -> bool {
     gpu.compute_capability.major == 9
 }
 
+/// `x.ceil()` for 0 ≤ x < 2^51. Before SSE 4.1 the standard one is a call into the C library on
+/// x86-64. Adding 2^52 instead leaves no bits for a fraction.
+#[inline]
+pub(crate) fn ceil(x: f64) -> f64 {
+    const NO_FRACTION: f64 = (1u64 << 52) as f64;
+    let nearest = (x + NO_FRACTION) - NO_FRACTION;
+    if nearest < x { nearest + 1.0 } else { nearest }
+}
+
 /// See the table of [`GpuRates`].
 fn tensor_flops(gpu: &CudaProperties) -> f64 {
-    let halved =
-        ["GeForce", "L40"].iter().any(|word| gpu.name.split([' ', '-']).any(|w| w == *word));
+    let halved = gpu.name.starts_with("NVIDIA GeForce") || gpu.name == "NVIDIA L40";
     match (gpu.compute_capability.major, gpu.compute_capability.minor) {
         (8, 0 | 7) | (10 | 11, _) => 2048.0,
         (9, _) => 2440.0,

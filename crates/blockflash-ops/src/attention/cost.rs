@@ -9,6 +9,7 @@ use blockflash_sys::manifest::{AttentionFwd, AttentionFwdHopper, AttentionTile, 
 
 /// Estimated time of a kernel, to be compared with those of the same target only: nanoseconds on
 /// Hopper, clocks elsewhere.
+#[inline]
 pub(super) fn relative_time(c: &Candidate<'_, AttentionProblem>) -> f64 {
     match &c.kernel.variant {
         Variant::AttentionFwdHopper(hopper) => hopper_time(hopper, c.tile, c.problem, c.gpu),
@@ -23,6 +24,7 @@ pub(super) fn relative_time(c: &Candidate<'_, AttentionProblem>) -> f64 {
 /// Nanoseconds of a Hopper kernel. When tiles are few, the SMs that get the most tiles determine
 /// the time. Many tiles spread evenly, apart from half a wave at the end. Under a causal mask or a
 /// window tiles take unequal time: the longest start first, and the others fill the gaps.
+#[inline]
 fn hopper_time(
     hopper: &AttentionFwdHopper,
     tile: &AttentionTile,
@@ -87,6 +89,7 @@ fn portable_time(
 }
 
 /// Number of tiles of queries.
+#[inline]
 fn tiles(tile: &AttentionTile, problem: &AttentionProblem) -> f64 {
     problem.batch as f64
         * (problem.num_heads_q / tile.heads as usize) as f64
@@ -94,6 +97,7 @@ fn tiles(tile: &AttentionTile, problem: &AttentionProblem) -> f64 {
 }
 
 /// Number of key tiles that a tile of queries visits: the mean over a sample, and the maximum.
+#[inline]
 fn key_tiles(tile: &AttentionTile, problem: &AttentionProblem) -> [f64; 2] {
     const SAMPLES: usize = 8;
     let (seqlen_q, seqlen_kv) = (problem.seqlen_q, problem.seqlen_kv);
