@@ -20,5 +20,6 @@ pub mod suite;
 pub mod telemetry;
 pub mod timing;
 pub mod turns;
+pub mod verdict;
 
 pub use error::{Error, Result};

@@ -96,6 +96,7 @@ fn commit(benches: &Path) -> String {
             "--",
             ":/",
             ":(top,exclude)benches/results",
+            ":(top,exclude)benches/tuned",
         ])?;
         Some(if changed.is_empty() { commit } else { format!("{commit}-dirty") })
     };

@@ -6,16 +6,29 @@ mod host;
 use crate::case::{Case, Operands};
 use crate::error::{Error, Result};
 use crate::timing::{Cache, Repeat, Window};
+use blockflash_ops::tuning::Measured;
 use blockflash_ops::{Kernel, Stream};
 use blockflash_sys::manifest;
 pub use host::HostCost;
+
+/// Which of our kernels compute a case.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum Kernels {
+    /// The one that the library selects.
+    #[default]
+    Selected,
+    /// Those that accept the case and whose names contain one of these texts.
+    Named(Vec<String>),
+    /// All that accept the case: those among which the library selects.
+    All,
+}
 
 /// One case on one device, with the kernels that compute it.
 #[derive(Debug)]
 pub struct Ours {
     stream: Stream,
     operands: Box<dyn Operands>,
-    /// Kernels to measure: the one that the library selects, or every one that was forced by name.
+    /// Kernels to measure.
     pub kernels: Vec<MeasuredKernel>,
 }
 
@@ -26,6 +39,8 @@ pub struct MeasuredKernel {
     kernel: Option<&'static Kernel>,
     /// Name of the kernel; `None` on the CPU.
     pub symbol: Option<String>,
+    /// What selection reads of its time, where all kernels are measured.
+    pub tuning: Option<Measured>,
     /// Whether the output is right.
     pub verified: bool,
     /// ‖out − reference‖ / ‖reference‖ on the checked elements.
@@ -38,9 +53,7 @@ pub struct MeasuredKernel {
 }
 
 impl Ours {
-    /// Draws inputs, runs and verifies every kernel, and captures its launches. With `names`, the
-    /// selected kernel is replaced by all kernels that accept the case and whose names contain one
-    /// of these texts.
+    /// Draws inputs, runs and verifies every kernel, and captures its launches.
     ///
     /// # Errors
     /// If no kernel computes the case, or the device fails.
@@ -49,14 +62,18 @@ impl Ours {
         stream: &Stream,
         cache: Cache,
         seed: u64,
-        names: Option<&[String]>,
+        which: &Kernels,
     ) -> Result<Self> {
         let mut operands = case.shape().operands(stream, seed)?;
         if cache == Cache::Rotated {
             operands.rotate(stream)?;
         }
         let mut kernels = Vec::new();
-        for Candidate { kernel, forced } in candidates(&mut *operands, stream, names)? {
+        for Candidate { kernel, forced } in candidates(&mut *operands, stream, which)? {
+            let tuning = match (which, kernel) {
+                (Kernels::All, Some(kernel)) => measured(&mut *operands, kernel, stream)?,
+                _ => None,
+            };
             let load_us = match kernel {
                 Some(kernel) if !operands.is_loaded() => host::load(kernel, stream)?,
                 _ => None,
@@ -72,6 +89,7 @@ impl Ours {
             kernels.push(MeasuredKernel {
                 kernel,
                 symbol,
+                tuning,
                 verified,
                 rel_err,
                 load_us,
@@ -81,15 +99,13 @@ impl Ours {
         }
         if kernels.is_empty() {
             return Err(Error::Option(
-                "no kernel that --kernel names computes this case on this GPU".to_owned(),
+                "none of the wanted kernels computes this case on this GPU".to_owned(),
             ));
         }
         Ok(Self { stream: stream.clone(), operands, kernels })
     }
 
-    /// Launches one kernel and waits: the selected kernel or, with `names`, the only kernel that
-    /// computes the case and whose name contains one of these texts. Returns the kernel, `None` on
-    /// the CPU.
+    /// Launches one kernel and waits. Returns the kernel, `None` on the CPU.
     ///
     /// # Errors
     /// As [`new`](Self::new), and if several kernels match.
@@ -97,11 +113,11 @@ impl Ours {
         case: &Case,
         stream: &Stream,
         seed: u64,
-        names: Option<&[String]>,
+        which: &Kernels,
         launches: usize,
     ) -> Result<Option<&'static Kernel>> {
         let mut operands = case.shape().operands(stream, seed)?;
-        let candidates = candidates(&mut *operands, stream, names)?;
+        let candidates = candidates(&mut *operands, stream, which)?;
         let [Candidate { kernel, forced }] = candidates[..] else {
             let symbols: Vec<_> = candidates
                 .iter()
@@ -153,33 +169,52 @@ fn is_symbol(text: &str) -> bool {
     manifest::kernels().iter().any(|kernel| kernel.symbol() == text)
 }
 
-/// The kernel that the library selects, or the kernels with a wanted name that accept these
-/// operands: a name also matches kernels for other sizes and types.
+/// What selection reads of a measurement of this kernel.
+fn measured(
+    operands: &mut dyn Operands,
+    kernel: &'static Kernel,
+    stream: &Stream,
+) -> Result<Option<Measured>> {
+    let (Some(gpu), Some(problem)) = (stream.device().cuda_properties(), operands.likeness()?)
+    else {
+        return Ok(None);
+    };
+    let (image, multiprocessors) = (kernel.image_name(), gpu.multiprocessors);
+    let selected = operands.select(gpu)? == kernel;
+    Ok(Some(Measured { image, multiprocessors, selected, problem }))
+}
+
+/// The wanted kernels that accept these operands: a name also matches kernels for other sizes and
+/// types.
 fn candidates(
     operands: &mut dyn Operands,
     stream: &Stream,
-    names: Option<&[String]>,
+    which: &Kernels,
 ) -> Result<Vec<Candidate>> {
     let Some(gpu) = stream.device().cuda_properties() else {
-        return match names {
-            Some(_) => {
-                Err(Error::Option("--kernel names GPU kernels, but the CPU is used".to_owned()))
+        return match which {
+            Kernels::Selected => Ok(vec![Candidate { kernel: None, forced: false }]),
+            Kernels::Named(_) | Kernels::All => {
+                Err(Error::Option("kernels run on GPUs, but the CPU is used".to_owned()))
             }
-            None => Ok(vec![Candidate { kernel: None, forced: false }]),
         };
     };
-    let Some(names) = names else {
+    if *which == Kernels::Selected {
         return Ok(vec![Candidate { kernel: Some(operands.select(gpu)?), forced: false }]);
-    };
+    }
     let mut found: Vec<&'static Kernel> = Vec::new();
     for kernel in
         manifest::kernels().iter().filter(|kernel| kernel.target.runs_on(gpu.compute_capability))
     {
         let symbol = kernel.symbol();
-        // A text that equals a whole symbol does not mean longer symbols.
-        let wanted = names
-            .iter()
-            .any(|name| symbol == *name || symbol.contains(name.as_str()) && !is_symbol(name));
+        let wanted = match which {
+            // A text that equals a whole symbol does not mean longer symbols.
+            Kernels::Named(names) => names
+                .iter()
+                .any(|name| symbol == *name || symbol.contains(name.as_str()) && !is_symbol(name)),
+            // No case asks for the log-sum-exp.
+            _ => kernel.attention_tile().is_none_or(|tile| tile.lse.suits(false)),
+        };
         // A kernel may exist for several targets: the first is preferred.
         if wanted
             && !found.iter().any(|other| other.symbol() == symbol)
@@ -197,7 +232,7 @@ mod tests {
     use blockflash_ops::Device;
 
     fn ours(case: &Case) -> crate::Result<Ours> {
-        Ours::new(case, &Device::cpu().stream().unwrap(), Cache::Warm, 5, None)
+        Ours::new(case, &Device::cpu().stream().unwrap(), Cache::Warm, 5, &Kernels::Selected)
     }
 
     /// The case is verified on the CPU, with an error of at most this much, and timed.
@@ -255,8 +290,10 @@ mod tests {
     fn kernels_are_refused_on_the_cpu() {
         let stream = Device::cpu().stream().unwrap();
         for id in ["b1_q33_kv65_h4kv2_d16_causal_bf16", "m64_n24_k96_b16_d0.4_uniform_f16"] {
-            let kernels = Some(&["sm80".to_owned()][..]);
-            assert!(Ours::new(&id.parse().unwrap(), &stream, Cache::Warm, 5, kernels).is_err());
+            for kernels in [Kernels::Named(vec!["sm80".to_owned()]), Kernels::All] {
+                let refused = Ours::new(&id.parse().unwrap(), &stream, Cache::Warm, 5, &kernels);
+                assert!(refused.unwrap_err().to_string().contains("the CPU is used"));
+            }
         }
     }
 }

@@ -3,6 +3,7 @@
 
 use crate::error::{Error, Result};
 use crate::turns::Turns;
+use blockflash_ops::tuning::Measured;
 use serde::{Deserialize, Serialize};
 use std::fs::{File, OpenOptions};
 use std::io::Write;
@@ -139,6 +140,9 @@ pub struct Record {
     pub cache: String,
     /// UTC, RFC 3339.
     pub date: String,
+    /// What selection reads, in records of `blockflash tune`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tuning: Option<Measured>,
 }
 
 /// How turns were taken, from which the order of each round follows: see [`Turns`].

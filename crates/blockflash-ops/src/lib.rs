@@ -38,8 +38,10 @@ pub mod kv_cache;
 mod math;
 mod operation;
 pub mod page_choice;
+mod rates;
 mod selection;
 mod support;
+pub mod tuning;
 
 pub use attention::{
     Align, Attention, AttentionOutput, AttentionProblem, BlockMaskSizes, CuSeqlens, Mask,
@@ -67,6 +69,7 @@ pub use kv_append::{AppendKv, AppendKvProblem, PreparedAppendKv};
 pub use kv_cache::{KvCache, KvCacheMut, PackedTokens, Rotary, RotaryPairs};
 pub use operation::{Operation, Prepared};
 pub use page_choice::{ChoosePages, SummarizePages};
+pub use rates::GpuRates;
 pub use support::{Status, SupportRow, support, support_with};
 
 pub use blockflash_safe::{

@@ -1,6 +1,7 @@
 //! Selects the kernel for a problem, in the same way for every operation: the [`Rule`]s that a
 //! kernel must fulfil, the order of preference, and the reason why no kernel fits.
 
+use crate::tuning::{self, Likeness};
 use crate::{Error, Result};
 use blockflash_safe::CudaProperties;
 use blockflash_sys::{DType, Kernel, Target, manifest};
@@ -41,6 +42,10 @@ pub trait Problem: Copy + Debug + PartialEq + 'static {
     /// Whether a kernel matters when it is said why there is none for this problem.
     fn is_explained(&self, _tile: &Self::Tile) -> bool {
         true
+    }
+    /// What a record of measurements is looked up by; `None` where no record decides.
+    fn likeness(&self) -> Option<Likeness> {
+        None
     }
     /// The key of a kernel.
     fn key_of(tile: &Self::Tile) -> (DType, usize);
@@ -158,7 +163,8 @@ pub(crate) fn ascending(sizes: impl Iterator<Item = u32>) -> Vec<u32> {
 
 /// Selects the kernel for a problem on a GPU among all kernels.
 pub(crate) fn select<P: Problem>(problem: &P, gpu: &CudaProperties) -> Result<&'static Kernel> {
-    select_of(P::kernels(), problem, gpu)
+    let kernel = select_of(P::kernels(), problem, gpu)?;
+    Ok(tuning::faster(kernel, problem, gpu).unwrap_or(kernel))
 }
 
 /// Like [`select`], among these kernels.
@@ -219,6 +225,15 @@ pub(crate) fn accepts<P: Problem>(
     gpu: &CudaProperties,
 ) -> Result<()> {
     obeys(&[&[Rule::DTYPE], P::RULES, &[Rule::TARGET]], kernel, problem, gpu)
+}
+
+/// Like [`accepts`], without saying why not.
+pub(crate) fn holds<P: Problem>(kernel: &Kernel, problem: &P, gpu: &CudaProperties) -> bool {
+    P::tile(kernel).is_some_and(|tile| {
+        let candidate = Candidate { kernel, tile: &tile, problem, gpu };
+        let rules = [&Rule::DTYPE, &Rule::TARGET].into_iter().chain(P::RULES);
+        rules.into_iter().all(|rule| (rule.holds)(&candidate))
+    })
 }
 
 /// Like [`accepts`], without the element type and the target, on which plans do not depend.

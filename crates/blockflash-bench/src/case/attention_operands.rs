@@ -5,6 +5,7 @@ use super::lengths::Lengths;
 use super::operands::{Operands, normal};
 use crate::error::{Error, Result};
 use crate::io::Array;
+use blockflash_ops::tuning::Likeness;
 use blockflash_ops::{
     Attention, AttentionProblem, BlockMask, CuSeqlens, CudaProperties, DType, Kernel, Mask,
     Operation, PackedRows, PreparedAttention, Stream, Tensor, attention,
@@ -167,6 +168,10 @@ impl Operands for AttentionOperands {
 
     fn accepts(&mut self, kernel: &Kernel, gpu: &CudaProperties) -> Result<bool> {
         Ok(attention::accepts(kernel, &self.problem_for(Some(kernel))?, gpu).is_ok())
+    }
+
+    fn likeness(&mut self) -> Result<Option<Likeness>> {
+        Ok(Likeness::of_attention(&self.problem_for(None)?))
     }
 
     fn launch(&mut self, kernel: Option<&'static Kernel>, stream: &Stream) -> Result<()> {

@@ -151,7 +151,7 @@ impl Forward for BlockSparseShape {
 #[cfg(test)]
 mod tests {
     use crate::case::Case;
-    use crate::ours::Ours;
+    use crate::ours::{Kernels, Ours};
     use crate::timing::Cache;
     use blockflash_ops::Device;
 
@@ -167,7 +167,7 @@ mod tests {
         ] {
             let case: Case = id.parse().unwrap();
             assert_eq!(case.op(), op, "{id}");
-            let mut ours = Ours::new(&case, &stream, Cache::Warm, 5, None).unwrap();
+            let mut ours = Ours::new(&case, &stream, Cache::Warm, 5, &Kernels::Selected).unwrap();
             let kernel = &ours.kernels[0];
             let error = kernel.rel_err;
             assert!(kernel.verified && error > 0.0 && error < 1e-2, "{id} {error}");

@@ -10,6 +10,7 @@ use super::work::{TILE_COLUMNS, Work};
 use crate::error::Result;
 use crate::io::Array;
 use blockflash_ops::bsr_matmul::{BsrMatrix, BsrProblem, accepts, select};
+use blockflash_ops::tuning::Likeness;
 use blockflash_ops::{
     BsrMatmul, BsrWorkspace, CudaProperties, Kernel, Operation, PreparedBsrMatmul, Stream, Tensor,
     ViewMut, bsr_flops,
@@ -177,6 +178,10 @@ impl Operands for BsrOperands {
 
     fn accepts(&mut self, kernel: &Kernel, gpu: &CudaProperties) -> Result<bool> {
         Ok(accepts(kernel, &self.problem()?, gpu).is_ok())
+    }
+
+    fn likeness(&mut self) -> Result<Option<Likeness>> {
+        Ok(Some(Likeness::of_bsr_matmul(&self.problem()?)))
     }
 
     fn launch(&mut self, kernel: Option<&'static Kernel>, stream: &Stream) -> Result<()> {

@@ -297,7 +297,7 @@ impl Operands for DecodeOperands {
 mod tests {
     use super::*;
     use crate::case::Case;
-    use crate::ours::Ours;
+    use crate::ours::{Kernels, Ours};
     use crate::timing::Cache;
     use blockflash_ops::{DType, Device};
 
@@ -315,7 +315,7 @@ mod tests {
             let case: Case = id.parse().unwrap();
             assert_eq!((case.op(), case.to_string().as_str()), ("attention_decode", id));
             for cache in [Cache::Warm, Cache::Rotated] {
-                let mut ours = Ours::new(&case, &stream, cache, 5, None).unwrap();
+                let mut ours = Ours::new(&case, &stream, cache, 5, &Kernels::Selected).unwrap();
                 let kernel = &ours.kernels[0];
                 let error = kernel.rel_err;
                 assert!(kernel.verified && error > 0.0 && error < 1e-2, "{id} {error}");
@@ -340,7 +340,7 @@ mod tests {
     fn only_caches_rotate() {
         let stream = Device::cpu().stream().unwrap();
         let case: Case = "b1_s8_h1_d8_full_bf16".parse().unwrap();
-        let error = Ours::new(&case, &stream, Cache::Rotated, 5, None).unwrap_err();
+        let error = Ours::new(&case, &stream, Cache::Rotated, 5, &Kernels::Selected).unwrap_err();
         assert!(error.to_string().contains("copies"), "{error}");
     }
 

@@ -121,6 +121,11 @@ impl Case {
         self.shape().dtype()
     }
 
+    /// Whether selection reads records of the operation, as [`blockflash_ops::tuning`] says.
+    pub fn is_tunable(&self) -> bool {
+        matches!(self, Self::AttentionFwd(_) | Self::BlockSparseFwd(_) | Self::BsrMatmul(_))
+    }
+
     /// Work of a launch.
     pub fn work(&self) -> Work {
         self.shape().work()

@@ -3,6 +3,7 @@
 use crate::error::{Error, Result};
 use crate::io::Array;
 use crate::random;
+use blockflash_ops::tuning::Likeness;
 use blockflash_ops::{CudaProperties, DType, Kernel, Stream, Tensor};
 use blockflash_oracle::{Comparison, Mismatch};
 use std::fmt::Debug;
@@ -13,6 +14,10 @@ pub(crate) trait Operands: Debug {
     fn select(&mut self, gpu: &CudaProperties) -> Result<&'static Kernel>;
     /// Whether this kernel computes the operands on this GPU.
     fn accepts(&mut self, kernel: &Kernel, gpu: &CudaProperties) -> Result<bool>;
+    /// What a record of measurements is looked up by; `None` where no record decides.
+    fn likeness(&mut self) -> Result<Option<Likeness>> {
+        Ok(None)
+    }
     /// Launches the given kernel, or the selected one.
     fn launch(&mut self, kernel: Option<&'static Kernel>, stream: &Stream) -> Result<()>;
     /// Output tensors that the given kernel, or the selected one, writes.

@@ -5,7 +5,7 @@ use crate::case::Case;
 use crate::ceilings::Ceilings;
 use crate::energy::EnergyMeter;
 use crate::error::{Error, Result};
-use crate::ours::Ours;
+use crate::ours::{Kernels, Ours};
 use crate::peers::Peers;
 use crate::record::{OURS, Protocol, Record, SCHEMA, now};
 use crate::suite::Suite;
@@ -28,8 +28,8 @@ pub struct Run {
     pub stream: Stream,
     /// Seed of inputs and patterns.
     pub seed: u64,
-    /// Kernels to compare instead of the selected one, by parts of their names.
-    pub kernels: Option<Vec<String>>,
+    /// Which of our kernels are measured.
+    pub kernels: Kernels,
     /// Clock and power.
     pub telemetry: Telemetry,
     /// The counter of energy, if joules are measured.
@@ -48,7 +48,7 @@ impl Run {
         machine: Machine,
         stream: Stream,
         seed: u64,
-        kernels: Option<Vec<String>>,
+        kernels: Kernels,
     ) -> Result<Self> {
         let id = record::run_id();
         let scratch = std::env::temp_dir().join(format!("blockflash-{id}"));
@@ -85,13 +85,14 @@ impl Run {
         self.energy.iter().for_each(EnergyMeter::forget);
         step("ours: inputs and check");
         let mut contestants = Vec::new();
-        let mut ours = Ours::new(case, &self.stream, cache, self.seed, self.kernels.as_deref());
+        let mut ours = Ours::new(case, &self.stream, cache, self.seed, &self.kernels);
         match &ours {
             Ok(ours) => {
                 for (index, kernel) in ours.kernels.iter().enumerate() {
                     let mut contestant = self.contestant(case, cache, OURS, Who::Ours(index));
                     let record = &mut contestant.record;
                     record.symbol = kernel.symbol.clone();
+                    record.tuning = kernel.tuning.clone();
                     record.launches = Some(kernel.launches());
                     record.load_us = kernel.load_us;
                     (record.host_us, record.host_prepared_us) =

@@ -108,6 +108,22 @@ impl Suite {
         Self::parse(name, &text).map_err(|problem| Error::Suite { path, problem })
     }
 
+    /// A suite of these cases without rivals, at the default settings.
+    pub fn of(cases: Vec<Case>) -> Self {
+        Self {
+            name: "cases".to_owned(),
+            description: String::new(),
+            rounds: default_rounds(),
+            window_ms: default_window_ms(),
+            gap_ms: default_gap_ms(),
+            energy: false,
+            peers: "none".to_owned(),
+            cache: default_cache(),
+            cases,
+            alone: Vec::new(),
+        }
+    }
+
     /// Names of the suites, in alphabetical order.
     ///
     /// # Errors

@@ -1,4 +1,7 @@
 use super::*;
+use blockflash_ops::attention;
+use blockflash_ops::bsr_matmul::{self, BsrProblem};
+use blockflash_ops::{ComputeCapability, CudaProperties, Kernel};
 
 const GRID: &str = "description = 'x'\n[[attention_fwd]]\ntokens = 1024\nseqlen = [256, \
                     512]\nnum_heads_q = 4\n\
@@ -187,6 +190,60 @@ fn the_suites_of_the_repository_are_valid() {
     }
     let missing = Suite::load(&benches, "nothing").unwrap_err().to_string();
     assert!(missing.contains("\"nothing\"") && missing.contains("smoke"));
+}
+
+/// Estimates from the rates of a GPU are for GPUs on which nothing was measured: on Hopper neither
+/// clock nor memory nor name changes what is selected for a case, also where no tensor map is
+/// possible.
+#[test]
+fn selection_on_hopper_does_not_depend_on_rates() {
+    let h200 = CudaProperties {
+        ordinal: 0,
+        name: "NVIDIA H200".into(),
+        compute_capability: ComputeCapability::new(9, 0),
+        multiprocessors: 132,
+        smem_per_block: 227 * 1024,
+        smem_per_multiprocessor: 228 * 1024,
+        l2_bytes: 50 << 20,
+        memory_bytes: 141 << 30,
+        driver_version: 13000,
+        clock_khz: 1_980_000,
+        memory_clock_khz: 3_201_000,
+        memory_bus_bits: 6144,
+    };
+    let slow = CudaProperties {
+        name: "NVIDIA GeForce".into(),
+        l2_bytes: 1 << 20,
+        clock_khz: 10_000,
+        memory_clock_khz: 1000,
+        ..h200.clone()
+    };
+    let benches = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../benches");
+    let mut compared = 0;
+    for name in Suite::names(&benches).unwrap() {
+        for case in Suite::load(&benches, &name).unwrap().cases {
+            let selected = |gpu: &CudaProperties| -> Vec<&'static Kernel> {
+                match &case {
+                    Case::AttentionFwd(shape) => {
+                        let mut problem = shape.problem();
+                        let mapped = attention::select(&problem, gpu).unwrap();
+                        (problem.q.seq, problem.k.seq) = (0, 0);
+                        vec![mapped, attention::select(&problem, gpu).unwrap()]
+                    }
+                    Case::BsrMatmul(shape) => {
+                        let problem = shape.problem();
+                        let odd = BsrProblem { b_vectorized: false, ..problem };
+                        [problem, odd].map(|p| bsr_matmul::select(&p, gpu).unwrap()).into()
+                    }
+                    _ => Vec::new(),
+                }
+            };
+            let of_h200 = selected(&h200);
+            compared += of_h200.len();
+            assert_eq!(of_h200, selected(&slow), "{case}");
+        }
+    }
+    assert!(compared > 300, "{compared}");
 }
 
 const SDDMM: &str = "description = 'x'\n[[bsr_sddmm]]\nsize = [512]\nk = [64, 128]\nblock_size = \

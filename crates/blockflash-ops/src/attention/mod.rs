@@ -1,6 +1,7 @@
 //! Attention: `o = softmax(mask(q·kᵀ · scale))·v` with the log-sum-exp of each row.
 
 mod block_mask;
+mod cost;
 pub(crate) mod cpu;
 mod flops;
 mod mask;

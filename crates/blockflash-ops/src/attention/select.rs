@@ -1,7 +1,9 @@
-use super::{Align, AttentionProblem, BlockMaskSizes};
+use super::cost::relative_time;
+use super::{AttentionProblem, BlockMaskSizes};
 use crate::Result;
 use crate::check::is_tensor_map_stride;
 use crate::selection::{self, Candidate, Kernels, Peers, Problem, Rule, preference};
+use crate::tuning::Likeness;
 use blockflash_safe::CudaProperties;
 use blockflash_sys::manifest::{AttentionTile, Lse, Variant};
 use blockflash_sys::{DType, Kernel};
@@ -10,7 +12,8 @@ use std::sync::LazyLock;
 
 /// The kernel for a problem on a GPU. Among the usable kernels it prefers machine code over PTX,
 /// then the smallest head_dim tile that fits, then the grid that is estimated to finish first.
-/// Under a block mask tiles must divide its blocks, and the largest such tiles are taken.
+/// Under a block mask tiles must divide its blocks, and the largest such tiles are taken. A loaded
+/// record of measurements ([`tuning`](crate::tuning)) may exchange it for another usable kernel.
 ///
 /// # Errors
 /// [`Error::Unsupported`](crate::Error::Unsupported) names what no kernel offers: the element type,
@@ -58,6 +61,10 @@ impl Problem for AttentionProblem {
 
     fn key(&self) -> (DType, usize) {
         (self.dtype, 0)
+    }
+
+    fn likeness(&self) -> Option<Likeness> {
+        Likeness::of_attention(self)
     }
 
     fn key_of(tile: &AttentionTile) -> (DType, usize) {
@@ -199,54 +206,6 @@ fn without_tensor_map(problem: &AttentionProblem) -> Option<(&'static str, &'sta
         }
     }
     None
-}
-
-/// Estimated nanoseconds of a Hopper kernel. When tiles are few, the SMs that get the most tiles
-/// determine the time. Many tiles spread evenly, apart from half a wave at the end. Under a causal
-/// mask or a window tiles take unequal time: the longest start first, and the others fill the gaps.
-fn relative_time(c: &Candidate<'_, AttentionProblem>) -> f64 {
-    let Candidate { tile, problem, gpu, .. } = c;
-    let Variant::AttentionFwdHopper(hopper) = c.kernel.variant else { return 0.0 };
-    let tiles = problem.batch as f64
-        * (problem.num_heads_q / tile.heads as usize) as f64
-        * problem.seqlen_q.div_ceil(tile.block_q as usize) as f64;
-    let rounds = tiles / f64::from(gpu.multiprocessors.max(1) * hopper.blocks_per_multiprocessor);
-    let [step, change] = hopper.cost_ns.map(f64::from);
-    let [mean, most] = key_tiles(tile, problem).map(|key_tiles| key_tiles * step + change);
-    if rounds <= 4.0 && mean == most {
-        rounds.ceil() * most
-    } else {
-        most.max((rounds + 0.5) * mean)
-    }
-}
-
-/// Number of key tiles that a tile of queries visits: the mean over a sample, and the maximum.
-fn key_tiles(tile: &AttentionTile, problem: &AttentionProblem) -> [f64; 2] {
-    const SAMPLES: usize = 8;
-    let (seqlen_q, seqlen_kv) = (problem.seqlen_q, problem.seqlen_kv);
-    let (block_q, block_kv) = (tile.block_q as usize, tile.block_kv as usize);
-    let tiles = seqlen_q.div_ceil(block_q);
-    let limits = problem.mask.limits(seqlen_q, seqlen_kv);
-    if limits.is_unbounded() || tiles == 0 {
-        return [seqlen_kv.div_ceil(block_kv) as f64; 2];
-    }
-    // Existing sequences are shorter than the bound, and sums of their lengths fit into 64 bits.
-    let signed = |length: usize| length.min(1 << 40) as i64;
-    let (queries, keys) = (signed(seqlen_q), signed(seqlen_kv));
-    let diagonal = if limits.align == Align::TopLeft { 0 } else { keys - queries };
-    let key = |key: i64| key.clamp(0, keys) as u64;
-    let samples = tiles.min(SAMPLES);
-    let visited = (0..samples).map(|i| {
-        let first = signed(i * (tiles - 1) / (samples - 1).max(1) * block_q);
-        let last = (first + signed(block_q)).min(queries) - 1;
-        let start = limits.left.map_or(0, |left| key(first + diagonal - signed(left)));
-        let end =
-            limits.right.map_or(keys as u64, |right| key(last + diagonal + signed(right) + 1));
-        let end = end.div_ceil(block_kv as u64);
-        (end - (start / block_kv as u64).min(end)) as f64
-    });
-    let (sum, most) = visited.fold((0.0, 0.0), |(sum, most): (f64, f64), n| (sum + n, most.max(n)));
-    [sum / samples as f64, most]
 }
 
 #[cfg(test)]

@@ -35,7 +35,7 @@ fn matrices_lie_along_the_diagonal() {
             (found.rows(), found.cols(), found.block_size(), found.dtype()),
             (35, 45, 4, dtype)
         );
-        assert_eq!(found.nnz_blocks(), parts.iter().map(|part| part.nnz_blocks()).sum());
+        assert_eq!(found.nnz_blocks(), parts.iter().map(|part| part.nnz_blocks()).sum::<usize>());
         let mut expected = vec![0.0; 35 * 45];
         let (mut first_row, mut first_col) = (0, 0);
         for part in &parts {

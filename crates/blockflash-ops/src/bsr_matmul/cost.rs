@@ -1,14 +1,14 @@
-//! Estimated times of kernels, which selection compares. The unit is the time in which an SM loads
-//! one 16-bit element into shared memory.
+//! Estimated times of the kernels of Hopper, and of the portable ones where they compete with them.
+//! The unit is the time in which an SM loads one 16-bit element into shared memory.
 
 use super::BsrProblem;
 use super::parts::MOST_PARTS;
+use crate::rates::ceil;
 use blockflash_safe::CudaProperties;
 use blockflash_sys::Kernel;
 use blockflash_sys::manifest::{BsrMatmulHopper, Variant};
 
-/// The assumptions of the estimates about a GPU. The unit of costs is the time in which an SM loads
-/// one 16-bit element into shared memory.
+/// The assumptions of the estimates about a GPU.
 ///
 /// Each constant was set by hand. They cannot be fitted to the records, since for each commit and
 /// case `benches/results/nvidia-h200/bsr_matmul.jsonl` holds the time of the selected kernel alone,
@@ -156,14 +156,6 @@ pub(super) fn hopper_time(
     }
     let times: [f64; MOST_PARTS] = std::array::from_fn(|i| time((i + 1) as f64));
     times.into_iter().zip(1..).fold((times[0], 1), |a, b| if b.0 < a.0 { b } else { a })
-}
-
-/// `x.ceil()` for 0 ≤ x < 2^51. Before SSE 4.1 the standard one is a call into the C library on
-/// x86-64. Adding 2^52 instead leaves no bits for a fraction.
-fn ceil(x: f64) -> f64 {
-    const NO_FRACTION: f64 = (1u64 << 52) as f64;
-    let nearest = (x + NO_FRACTION) - NO_FRACTION;
-    if nearest < x { nearest + 1.0 } else { nearest }
 }
 
 /// Number of parts of the longest tile, if there is memory for their sums.

@@ -13,6 +13,7 @@ mod matrix;
 mod parts;
 mod pattern;
 mod plan;
+mod portable;
 mod problem;
 mod select;
 mod stages;

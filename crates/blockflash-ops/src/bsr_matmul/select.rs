@@ -1,7 +1,10 @@
+use super::portable::portable_time;
 use super::{BsrProblem, cost};
 use crate::Result;
 use crate::check::{is_tensor_map_stride, size_refusal, too_large};
+use crate::rates::was_tuned;
 use crate::selection::{self, Candidate, Kernels, Peers, Problem, Rule, preference};
+use crate::tuning::Likeness;
 use blockflash_safe::CudaProperties;
 use blockflash_sys::manifest::{BsrMatmulTile, Variant};
 use blockflash_sys::{DType, Kernel, Major};
@@ -11,8 +14,10 @@ use std::sync::LazyLock;
 /// The kernel for a problem on a GPU. Usable kernels of the preferred target (machine code before
 /// PTX) win, with two exceptions: for small blocks Hopper kernels are taken only where they are
 /// estimated to be faster, and kernels that take any layout only where no other is usable. Among
-/// Hopper kernels the one that is estimated to finish first is taken; among the others the one
-/// whose tiles compute the fewest columns beyond n, and of these the widest.
+/// Hopper kernels the one that is estimated to finish first is taken. Of the others on Hopper it is
+/// the one whose tiles compute the fewest columns beyond n, and of these the widest; elsewhere the
+/// one that is estimated to finish first, too. A loaded record of measurements
+/// ([`tuning`](crate::tuning)) may exchange it for another usable kernel.
 ///
 /// # Errors
 /// [`Error::Unsupported`](crate::Error::Unsupported) names what no kernel offers: the element type,
@@ -59,6 +64,9 @@ impl Problem for BsrProblem {
                 let (time, _) = cost::hopper_time(hopper, problem, gpu);
                 (!cost::pays(time, problem, gpu), time)
             }
+            Variant::BsrMatmul(tile) if !was_tuned(gpu) => {
+                (false, portable_time(tile, kernel, problem, gpu))
+            }
             _ => (false, problem.n.next_multiple_of(tile.block_n as usize) as f64),
         };
         // The bit patterns of non-negative floats are ordered like their values.
@@ -67,6 +75,10 @@ impl Problem for BsrProblem {
 
     fn key(&self) -> (DType, usize) {
         (self.dtype, self.block_size)
+    }
+
+    fn likeness(&self) -> Option<Likeness> {
+        Some(Likeness::of_bsr_matmul(self))
     }
 
     fn key_of(tile: &BsrMatmulTile) -> (DType, usize) {

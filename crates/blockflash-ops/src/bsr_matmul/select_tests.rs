@@ -18,8 +18,9 @@ fn bsr_rows() -> impl Iterator<Item = (&'static Kernel, BsrMatmul)> {
     })
 }
 
+/// On Hopper the least waste is taken; the estimates for other GPUs are in `portable_tests.rs`.
 #[test]
-fn every_gpu_takes_the_least_waste() {
+fn every_gpu_takes_machine_code_and_hopper_the_least_waste() {
     let rows: Vec<Kernel> = bsr_rows().map(|(row, _)| *row).collect();
     for gpu in gpus() {
         for (dtype, block_size) in
@@ -48,7 +49,9 @@ fn every_gpu_takes_the_least_waste() {
                     );
                     let better = (columns(&tile), std::cmp::Reverse(tile.block_n))
                         < (columns(&chosen), std::cmp::Reverse(chosen.block_n));
-                    assert!(other.target != row.target || !better, "{} n {n}", gpu.name);
+                    let hopper = gpu.compute_capability.major == 9;
+                    let same = other.target == row.target;
+                    assert!(!hopper || !same || !better, "{} n {n}", gpu.name);
                 }
                 plan(row, &problem, &gpu).unwrap();
             }

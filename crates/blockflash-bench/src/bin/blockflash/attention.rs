@@ -20,6 +20,7 @@ use std::process::ExitCode;
 pub fn run(args: Args) -> Result<ExitCode> {
     let outputs = args.outputs()?;
     let device = args.common.device.open()?;
+    args.tuning.load(&device)?;
     let stream = device.stream()?;
 
     let operands = Operands::new(&args)?;

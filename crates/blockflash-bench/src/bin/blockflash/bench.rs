@@ -1,13 +1,15 @@
 //! `blockflash bench`.
 
-use crate::args::DeviceArg;
+use crate::args::{DeviceArg, TuningArg};
 use crate::failure::{Failure, Result};
 use crate::output::{device_name, print};
 use crate::pace::{announce, cases, progress};
 use crate::rest::{Rest, RestArgs};
+use crate::suite_args::{SuiteArgs, words};
 use crate::{swap_check, table};
 use blockflash_bench::energy::{EnergyMeter, MIN_WINDOW_MS};
 use blockflash_bench::machine::{Machine, benches};
+use blockflash_bench::ours::Kernels;
 use blockflash_bench::peers::{Command, Peers, Selection};
 use blockflash_bench::record::{OURS, Record, Writer};
 use blockflash_bench::report;
@@ -45,16 +47,8 @@ pub struct Args {
     /// as the suite says; none on a CPU]
     #[arg(long, value_name = "LIST")]
     pub peers: Option<String>,
-    /// Smallest number of windows of each implementation; balancing the order may add a few
-    /// [default: as the suite says]
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
-    pub rounds: Option<u16>,
-    /// Length of a window in milliseconds [default: as the suite says]
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=60_000))]
-    pub window_ms: Option<u32>,
-    /// Idle time before each window in milliseconds [default: as the suite says]
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(..=60_000))]
-    pub gap_ms: Option<u32>,
+    #[command(flatten)]
+    pub suite_args: SuiteArgs,
     /// Record nothing, but report by how much ratios change when the order of a round is reversed
     #[arg(long, conflicts_with = "out")]
     pub swap_check: bool,
@@ -67,12 +61,9 @@ pub struct Args {
     /// the suite says]
     #[arg(long, value_name = "LIST", value_delimiter = ',')]
     pub cache: Vec<CacheArg>,
-    /// Measure only cases whose id contains one of these texts, separated by commas
-    #[arg(long, value_name = "TEXT")]
-    pub filter: Option<String>,
     /// Measure every kernel whose name contains one of these texts, separated by commas, instead
     /// of the selected kernel
-    #[arg(long, alias = "row", value_name = "SYMBOL")]
+    #[arg(long, alias = "row", value_name = "SYMBOL", conflicts_with = "tuning")]
     pub kernel: Option<String>,
     /// Append the record to this file [default: benches/results/GPU/SUITE.jsonl]
     #[arg(long, value_name = "FILE")]
@@ -90,6 +81,8 @@ pub struct Args {
     pub rest: RestArgs,
     #[command(flatten)]
     pub device: DeviceArg,
+    #[command(flatten)]
+    pub tuning: TuningArg,
 }
 
 /// States of the L2 cache.
@@ -115,6 +108,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
     let benches = benches()?;
     let mut suite = args.suite(&benches)?;
     let device = args.device.open()?;
+    args.tuning.load(&device)?;
     if suite.energy && suite.cache.contains(&Cache::Cold) {
         return Err(Failure::new(
             "energy cannot be measured with a cold L2 cache: overwriting it would count",
@@ -129,8 +123,11 @@ pub fn run(args: Args) -> Result<ExitCode> {
         print(&format!("{message}: the others are measured"))?;
     }
     let machine = Machine::of(&device, &benches);
-    let kernels = args.kernel.as_deref().map(words);
-    if device.is_cpu() && kernels.is_some() {
+    let kernels = match &args.kernel {
+        Some(names) => Kernels::Named(words(names)),
+        None => Kernels::Selected,
+    };
+    if device.is_cpu() && args.kernel.is_some() {
         return Err(Failure::new("--kernel names GPU kernels, but the CPU is measured"));
     }
     let default =
@@ -192,36 +189,16 @@ impl Args {
     /// The suite with what the options change.
     fn suite(&self, benches: &Path) -> Result<Suite> {
         let mut suite = Suite::load(benches, &self.suite)?;
-        if let Some(rounds) = self.rounds {
-            suite.rounds = rounds.into();
-        }
-        if let Some(window_ms) = self.window_ms {
-            suite.window_ms = window_ms.into();
-        }
+        self.suite_args.apply(&mut suite)?;
         suite.energy |= self.energy;
         if suite.energy {
             suite.window_ms = suite.window_ms.max(MIN_WINDOW_MS);
-        }
-        if let Some(gap_ms) = self.gap_ms {
-            suite.gap_ms = gap_ms.into();
         }
         if !self.cache.is_empty() {
             let wanted =
                 |cache: &Cache| self.cache.iter().any(|&other| Cache::from(other) == *cache);
             let all = [Cache::Warm, Cache::Cold, Cache::Rotated];
             suite.cache = all.into_iter().filter(wanted).collect();
-        }
-        if let Some(filter) = &self.filter {
-            let parts = words(filter);
-            suite
-                .cases
-                .retain(|case| parts.iter().any(|part| case.to_string().contains(part.as_str())));
-            if suite.cases.is_empty() {
-                return Err(Failure::new(format!(
-                    "no case of the suite {} contains {filter:?}",
-                    suite.name
-                )));
-            }
         }
         Ok(suite)
     }
@@ -320,8 +297,4 @@ fn line(records: &[Record]) -> String {
 fn grid(cells: report::Cells) -> String {
     let header: Vec<_> = cells.header.iter().map(String::as_str).collect();
     table::grid(&header, cells.rows).to_string()
-}
-
-fn words(list: &str) -> Vec<String> {
-    list.split(',').map(str::trim).filter(|word| !word.is_empty()).map(str::to_owned).collect()
 }

@@ -1,6 +1,6 @@
 //! Options of `blockflash bsr-matmul`.
 
-use crate::args::{Common, Float, Half, out_path, sizes};
+use crate::args::{Common, Float, Half, TuningArg, out_path, sizes};
 use std::path::PathBuf;
 
 const EXAMPLES: &str = "\
@@ -109,6 +109,8 @@ pub struct Args {
 
     #[command(flatten)]
     pub common: Common,
+    #[command(flatten)]
+    pub tuning: TuningArg,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, clap::ValueEnum)]

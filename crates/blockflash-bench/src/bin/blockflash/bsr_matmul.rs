@@ -26,6 +26,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
         [("--a", args.a.as_ref()), ("--b", args.b.as_ref()), ("--bias", args.bias.as_ref())];
     let outputs = Outputs::new(&[("--out", "c", args.out.as_ref())], &inputs)?;
     let device = args.common.device.open()?;
+    args.tuning.load(&device)?;
     let stream = device.stream()?;
 
     let operands = Operands::new(&args)?;

@@ -1,10 +1,10 @@
 //! `blockflash launch`: a few launches of one case and little else on the GPU, for profilers.
 
-use crate::args::DeviceArg;
+use crate::args::{DeviceArg, TuningArg};
 use crate::failure::{Failure, Result};
 use crate::output::print;
 use blockflash_bench::case::{Case, Work};
-use blockflash_bench::ours::Ours;
+use blockflash_bench::ours::{Kernels, Ours};
 use serde::Serialize;
 use std::process::ExitCode;
 
@@ -17,7 +17,7 @@ pub struct Args {
     #[arg(long, value_name = "ID")]
     pub case: Case,
     /// Launch the kernel whose name contains this text instead of the selected kernel
-    #[arg(long, alias = "row", value_name = "SYMBOL")]
+    #[arg(long, alias = "row", value_name = "SYMBOL", conflicts_with = "tuning")]
     pub kernel: Option<String>,
     /// Number of launches
     #[arg(
@@ -32,6 +32,8 @@ pub struct Args {
     pub seed: u64,
     #[command(flatten)]
     pub device: DeviceArg,
+    #[command(flatten)]
+    pub tuning: TuningArg,
 }
 
 /// What was launched, for whoever profiles it.
@@ -51,9 +53,9 @@ struct Launched {
 pub fn run(args: Args) -> Result<ExitCode> {
     let device = args.device.open()?;
     let stream = device.stream()?;
-    let names = args.kernel.map(|name| vec![name]);
-    let kernel =
-        Ours::launch(&args.case, &stream, args.seed, names.as_deref(), args.launches.into())?;
+    args.tuning.load(&device)?;
+    let which = args.kernel.map_or(Kernels::Selected, |name| Kernels::Named(vec![name]));
+    let kernel = Ours::launch(&args.case, &stream, args.seed, &which, args.launches.into())?;
     let launched = Launched {
         case: args.case.to_string(),
         op: args.case.op(),

@@ -31,7 +31,7 @@ fn run(rounds: usize) -> Run {
     };
     let device = Device::cpu();
     let machine = Machine::of(&device, Path::new("."));
-    Run::new(suite, machine, device.stream().unwrap(), 1, None).unwrap()
+    Run::new(suite, machine, device.stream().unwrap(), 1, Kernels::Selected).unwrap()
 }
 
 /// Rivals `fast` (right), `wrong` (not verified), `late` (fails in its third window).
