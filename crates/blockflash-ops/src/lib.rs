@@ -38,6 +38,7 @@ pub mod kv_cache;
 mod math;
 mod operation;
 pub mod page_choice;
+mod recent;
 mod selection;
 mod support;
 

@@ -1,4 +1,5 @@
 use crate::driver::check;
+use crate::map_cache::Key;
 use crate::{DType, Error, Result, View};
 use blockflash_sys::params::blockflash_tensor_map;
 use cudarc::driver::sys;
@@ -115,7 +116,12 @@ impl TensorMapSpec<'_> {
         if self.shape.contains(&0) {
             return Ok(blockflash_tensor_map { opaque: [0; 16] });
         }
-        self.check()?;
+        let key = Key::of(self, view);
+        let kept = key.as_ref().and_then(Key::find);
+        if kept.is_none() {
+            // A kept map has passed it.
+            self.check()?;
+        }
         if view.dtype() != self.dtype {
             return Err(Error::DType { expected: self.dtype, found: view.dtype() });
         }
@@ -124,6 +130,9 @@ impl TensorMapSpec<'_> {
             usize::try_from(self.span_bytes()).unwrap_or(usize::MAX).div_ceil(self.dtype.size());
         if needed > available {
             return Err(Error::OutOfBounds { needed, available });
+        }
+        if let Some(opaque) = kept {
+            return Ok(blockflash_tensor_map { opaque });
         }
         let what = "a tensor map";
         let (Some(address), Some(context)) = (view.device_ptr(), view.device().context()) else {
@@ -137,12 +146,10 @@ impl TensorMapSpec<'_> {
         if context.properties.compute_capability.major < 9 {
             return Err(Error::Unsupported { device: *view.device(), what: "tensor maps" });
         }
-        let rank = self.shape.len();
-        // Padded to the largest rank, so that no length can be wrong.
-        let (mut shape, mut strides, mut box_shape) = ([1u64; 5], [16u64; 5], [1u32; 5]);
-        shape[..rank].copy_from_slice(self.shape);
-        strides[..rank - 1].copy_from_slice(self.strides_bytes);
-        box_shape[..rank].copy_from_slice(self.box_shape);
+        // There is one after the checks: rank and number of strides are right, and the memory is
+        // on a GPU.
+        let key = key.ok_or(Error::NotOnGpu { what })?;
+        let Key { rank, shape, strides_bytes, box_shape, .. } = &key;
         let element_strides = [1u32; 5];
         let mut map = Encoded([0; 16]);
         let data_type = data_type(self.dtype)?;
@@ -156,10 +163,10 @@ impl TensorMapSpec<'_> {
             sys::cuTensorMapEncodeTiled(
                 (&raw mut map).cast(),
                 data_type,
-                rank as u32,
+                *rank as u32,
                 address as usize as *mut c_void,
                 shape.as_ptr(),
-                strides.as_ptr(),
+                strides_bytes.as_ptr(),
                 box_shape.as_ptr(),
                 element_strides.as_ptr(),
                 sys::CUtensorMapInterleave::CU_TENSOR_MAP_INTERLEAVE_NONE,
@@ -168,6 +175,7 @@ impl TensorMapSpec<'_> {
                 sys::CUtensorMapFloatOOBfill::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
             )
         })?;
+        key.keep(map.0);
         Ok(blockflash_tensor_map { opaque: map.0 })
     }
 }

@@ -51,9 +51,9 @@ fn of_cubin(file: &[u8], symbol: &str) -> Option<usize> {
         [word(file, header, 4), word(file, header + 0x18, 8), word(file, header + 0x20, 8)]
     };
     let wanted = format!(".nv.info.{symbol}\0");
-    let [_, start, bytes] = (0..count).map(section).find(|[name, ..]| {
-        file[section(names)[1] + name..].starts_with(wanted.as_bytes())
-    })?;
+    let [_, start, bytes] = (0..count)
+        .map(section)
+        .find(|[name, ..]| file[section(names)[1] + name..].starts_with(wanted.as_bytes()))?;
     let mut at = start;
     while at < start + bytes {
         if file[at..at + 4] == PARAM_INFO {

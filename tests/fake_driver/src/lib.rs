@@ -76,6 +76,7 @@ fn library() -> PathBuf {
     let program = std::env::current_exe().expect("the path of the program");
     let name = format!("{}blockflash_fake_driver{}", std::env::consts::DLL_PREFIX, ".so");
     let folders = program.ancestors().skip(1).take(2);
-    let mut paths = folders.flat_map(|folder| [folder.join("deps").join(&name), folder.join(&name)]);
+    let mut paths =
+        folders.flat_map(|folder| [folder.join("deps").join(&name), folder.join(&name)]);
     paths.find(|path| path.is_file()).unwrap_or_else(|| panic!("no {name} near {program:?}"))
 }

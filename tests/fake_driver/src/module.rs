@@ -48,7 +48,8 @@ impl Config {
             cluster: None,
             early: false,
             // SAFETY: the only argument is the parameter struct of this size.
-            params: unsafe { std::slice::from_raw_parts(arguments[0], kernel.param_bytes) }.to_vec(),
+            params: unsafe { std::slice::from_raw_parts(arguments[0], kernel.param_bytes) }
+                .to_vec(),
         };
         for at in 0..self.count as usize {
             // SAFETY: the caller passes so many attributes.

@@ -261,15 +261,16 @@ impl Operands for AttentionBwdOperands<'_> {
         let [cu_q, cu_kv] = self.cu_seqlens.map_or([None, None], |both| both.map(Some));
         let [mask, transposed] =
             self.block_mask.map_or([[None; 4]; 2], |both| both.map(BlockLists::views));
-        let written = [&self.dq, &self.dk, &self.dv].map(|view| Some(view.as_view()));
+        let [a, b, c, d] = mask;
+        let [e, f, g, h] = transposed;
+        let [dq, dk, dv] = [&self.dq, &self.dk, &self.dv].map(|view| Some(view.as_view()));
         let [d_sink, workspace] =
             [&self.d_sink, &self.workspace].map(|view| view.as_ref().map(ViewMut::as_view));
-        let read = [self.q, self.k, self.v, self.o, self.lse, self.d_o].map(Some);
-        let mut views = [None; 22];
-        let more = [self.sink, d_sink, workspace, cu_q, cu_kv];
-        let all = read.into_iter().chain(written).chain(more).chain(mask).chain(transposed);
-        views.iter_mut().zip(all).for_each(|(place, view)| *place = view);
-        views
+        let [q, k, v, o, lse, d_o] = [self.q, self.k, self.v, self.o, self.lse, self.d_o].map(Some);
+        [
+            q, k, v, o, lse, d_o, dq, dk, dv, self.sink, d_sink, workspace, cu_q, cu_kv, a, b, c,
+            d, e, f, g, h,
+        ]
     }
 }
 

@@ -113,19 +113,8 @@ impl Operands for AttentionDecodeOperands<'_> {
         let [list, count] = self.pages.map_or([None, None], |both| both.map(Some));
         let workspace = self.workspace.map(BsrPartsMemory::view);
         let lse = self.lse.as_ref().map(ViewMut::as_view);
-        let first = [
-            self.q,
-            Some(self.o.as_view()),
-            lse,
-            self.sink,
-            self.cu_seqlens_q,
-            k,
-            v,
-            table,
-            seqused,
-        ];
-        let second = [list, count, workspace];
-        first.into_iter().chain(second).collect::<Vec<_>>()
+        let (o, cu_q) = (Some(self.o.as_view()), self.cu_seqlens_q);
+        [self.q, o, lse, self.sink, cu_q, k, v, table, seqused, list, count, workspace]
     }
 }
 

@@ -64,17 +64,17 @@ impl NewKeys<'_> {
 
 impl Operands for KvAppendOperands<'_> {
     fn views(&self) -> impl AsRef<[Option<View<'_>>]> {
-        let mut views = vec![self.seqused];
-        if let Some(new) = &self.new {
-            views.extend(new.cache(None).views());
-            views.extend([Some(new.k), Some(new.v), new.cu_seqlens]);
-            views.extend(new.rotary.iter().flatten().copied().map(Some));
-        }
-        if let Some(queries) = &self.queries {
-            views.extend([Some(queries.q), Some(queries.turned.as_view()), queries.cu_seqlens]);
-            views.extend(queries.rotary.map(Some));
-        }
-        views
+        let [k, v, table, new_k, new_v, cu_new, cos, sin] =
+            self.new.as_ref().map_or([None; 8], |new| {
+                let [k, v, table, _] = new.cache(None).views();
+                let [cos, sin] = new.rotary.map_or([None; 2], |both| both.map(Some));
+                [k, v, table, Some(new.k), Some(new.v), new.cu_seqlens, cos, sin]
+            });
+        let [q, turned, cu_q, q_cos, q_sin] = self.queries.as_ref().map_or([None; 5], |queries| {
+            let [cos, sin] = queries.rotary.map(Some);
+            [Some(queries.q), Some(queries.turned.as_view()), queries.cu_seqlens, cos, sin]
+        });
+        [self.seqused, k, v, table, new_k, new_v, cu_new, cos, sin, q, turned, cu_q, q_cos, q_sin]
     }
 }
 

@@ -51,12 +51,8 @@ fn attention(stream: &Stream) -> Result<Vec<Case>> {
     let geometry = BlockGeometry::new(2048, 2048, 128, 128)?;
     let mask = BlockMask::window(geometry, Some(4), Some(0), Default::default())?.to(stream)?;
     let sparse = Attention { block_mask: Some(Box::leak(Box::new(mask))), ..call };
-    let backward = AttentionBackward {
-        attention: call,
-        o: o_for.view(),
-        lse: lse.view(),
-        d_o: d_o.view(),
-    };
+    let backward =
+        AttentionBackward { attention: call, o: o_for.view(), lse: lse.view(), d_o: d_o.view() };
     let (dq, dk, dv) = (new()?, new()?, new()?);
     let bytes = backward.workspace_bytes(stream.device())?;
     let workspace = tensor(stream, DType::U8, &[bytes])?;
@@ -88,8 +84,7 @@ fn decoding(stream: &Stream) -> Result<Vec<Case>> {
     let (q, tokens) = (&*new(&[4, 1, 32, 128])?, &*new(&[4, 1, 8, 128])?);
     let o = new(&[4, 1, 32, 128])?;
     let table: Vec<i32> = (0..pages as i32).collect();
-    let table: &Tensor =
-        Box::leak(Box::new(Tensor::from_slice(stream, &table, &[4, pages / 4])?));
+    let table: &Tensor = Box::leak(Box::new(Tensor::from_slice(stream, &table, &[4, pages / 4])?));
     let lengths: &Tensor =
         Box::leak(Box::new(Tensor::from_slice(stream, &[1000, 2000, 3000, 4000], &[4])?));
     let read = KvCache {
@@ -107,11 +102,7 @@ fn decoding(stream: &Stream) -> Result<Vec<Case>> {
             "attention_decode",
             stream,
             decode,
-            AttentionDecodeOperands {
-                cache: CacheAccess::Read(read),
-                o: o.view_mut(),
-                lse: None
-            }
+            AttentionDecodeOperands { cache: CacheAccess::Read(read), o: o.view_mut(), lse: None }
         ),
         case!(
             "kv_append",
