@@ -146,10 +146,12 @@ impl TensorMapSpec<'_> {
         if context.properties.compute_capability.major < 9 {
             return Err(Error::Unsupported { device: *view.device(), what: "tensor maps" });
         }
-        // There is one after the checks: rank and number of strides are right, and the memory is
-        // on a GPU.
-        let key = key.ok_or(Error::NotOnGpu { what })?;
-        let Key { rank, shape, strides_bytes, box_shape, .. } = &key;
+        let rank = self.shape.len();
+        // Padded to the largest rank, so that no length can be wrong.
+        let (mut shape, mut strides, mut box_shape) = ([1u64; 5], [16u64; 5], [1u32; 5]);
+        shape[..rank].copy_from_slice(self.shape);
+        strides[..rank - 1].copy_from_slice(self.strides_bytes);
+        box_shape[..rank].copy_from_slice(self.box_shape);
         let element_strides = [1u32; 5];
         let mut map = Encoded([0; 16]);
         let data_type = data_type(self.dtype)?;
@@ -163,10 +165,10 @@ impl TensorMapSpec<'_> {
             sys::cuTensorMapEncodeTiled(
                 (&raw mut map).cast(),
                 data_type,
-                *rank as u32,
+                rank as u32,
                 address as usize as *mut c_void,
                 shape.as_ptr(),
-                strides_bytes.as_ptr(),
+                strides.as_ptr(),
                 box_shape.as_ptr(),
                 element_strides.as_ptr(),
                 sys::CUtensorMapInterleave::CU_TENSOR_MAP_INTERLEAVE_NONE,
@@ -175,7 +177,9 @@ impl TensorMapSpec<'_> {
                 sys::CUtensorMapFloatOOBfill::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
             )
         })?;
-        key.keep(map.0);
+        if let Some(key) = key {
+            key.keep(map.0);
+        }
         Ok(blockflash_tensor_map { opaque: map.0 })
     }
 }

@@ -1,4 +1,5 @@
 use super::tensor::{IndexTensor, check_permutation, invalid, views};
+use crate::view::Used;
 use crate::{Device, Result, Stream, Tensor, View};
 use blockflash_sys::manifest::BsrMatmulHopper;
 
@@ -208,6 +209,19 @@ impl BsrIndices {
         let [block_idx, group_stages] = views([self.block_idx.as_ref(), group_stages]);
         let stages = self.stages.as_ref().map(|stages| stages.stages.view());
         [row_ptr, col_idx, row_order, block_idx, stages, group_stages]
+    }
+
+    /// The memory of the same arrays.
+    pub(crate) fn used(&self) -> [Option<Used<'_>>; 6] {
+        let stages = self.stages.as_ref();
+        [
+            Some(self.row_ptr.used()),
+            Some(self.col_idx.used()),
+            Some(self.row_order.used()),
+            self.block_idx.as_ref().map(|array| array.used()),
+            stages.map(|stages| stages.stages.used()),
+            stages.map(|stages| stages.group_stages.used()),
+        ]
     }
 }
 

@@ -3,6 +3,7 @@
 use super::BsrParts;
 use super::checked::{Launch, Operands};
 use super::fit::{Fit, ceil_div, fits, optional, pointer, pointer_mut, require};
+use crate::view::Used;
 use crate::{BsrIndices, DType, Kernel, Result, View, ViewMut};
 use blockflash_sys::manifest::{BsrMatmul, BsrMatmulTile, Variant};
 use blockflash_sys::params::blockflash_bsr_matmul_params;
@@ -80,23 +81,12 @@ impl BsrMatmulOperands<'_> {
 }
 
 impl Operands for BsrMatmulOperands<'_> {
-    fn views(&self) -> impl AsRef<[Option<View<'_>>]> {
-        let [row_ptr, col_idx, row_order, block_idx, stages, group_stages] = self.indices.views();
-        let parts = self.parts.map(|parts| parts.memory.view());
-        let (values, b, c) = (Some(self.values), Some(self.b), Some(self.c.as_view()));
-        [
-            row_ptr,
-            col_idx,
-            row_order,
-            block_idx,
-            stages,
-            group_stages,
-            values,
-            parts,
-            b,
-            c,
-            self.bias,
-        ]
+    fn used(&self) -> impl AsRef<[Option<Used<'_>>]> {
+        let [row_ptr, col_idx, row_order, block_idx, stages, group_stages] = self.indices.used();
+        let parts = self.parts.map(|parts| parts.memory.used());
+        let [values, b, c] = [self.values.used(), self.b.used(), self.c.used()].map(Some);
+        let bias = self.bias.as_ref().map(View::used);
+        [row_ptr, col_idx, row_order, block_idx, stages, group_stages, values, parts, b, c, bias]
     }
 }
 
