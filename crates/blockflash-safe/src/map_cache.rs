@@ -4,10 +4,17 @@
 use crate::{TensorMapSpec, View};
 use std::cell::RefCell;
 
-/// Everything that a map depends on, so that an entry never becomes wrong: the address; device,
-/// element type, swizzle and rank; the shape; the strides; the extents of the box.
+/// Everything that a map and its checks depend on, so that an entry never becomes wrong: address and
+/// span of the view; device, element types, swizzle and rank; the shape; the strides; the extents
+/// of the box.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Key([u64; 12]);
+pub(crate) struct Key([u64; WORDS]);
+
+const WORDS: usize = 13;
+/// Where shape, strides and extents are.
+const SHAPE: usize = 3;
+const STRIDES: usize = 8;
+const EXTENTS: usize = 12;
 
 /// A map as the driver writes it.
 pub(crate) type Words = [u64; 16];
@@ -40,23 +47,24 @@ impl Key {
         if rank > 5 || spec.strides_bytes.len() + 1 != rank || spec.box_shape.len() != rank {
             return None;
         }
-        let mut words = [0; 12];
+        let small = [view.dtype() as u64, spec.dtype as u64, spec.swizzle as u64, rank as u64];
+        let mut words = [0; WORDS];
         words[0] = view.device_ptr()?;
-        words[1] =
-            ordinal << 32 | (spec.dtype as u64) << 16 | (spec.swizzle as u64) << 8 | rank as u64;
-        words[2..2 + rank].copy_from_slice(spec.shape);
-        words[7..6 + rank].copy_from_slice(spec.strides_bytes);
+        words[1] = view.layout().span() as u64;
+        words[2] = small.into_iter().fold(ordinal, |word, part| word << 8 | part);
+        words[SHAPE..].iter_mut().zip(spec.shape).for_each(|(word, &size)| *word = size);
+        words[STRIDES..].iter_mut().zip(spec.strides_bytes).for_each(|(word, &step)| *word = step);
         for &extent in spec.box_shape {
             if extent >> EXTENT_BITS != 0 {
                 return None;
             }
-            words[11] = words[11] << EXTENT_BITS | u64::from(extent);
+            words[EXTENTS] = words[EXTENTS] << EXTENT_BITS | u64::from(extent);
         }
         Some(Key(words))
     }
 
     fn set(&self) -> usize {
-        let mixed = (self.0[0] ^ self.0[11]).wrapping_mul(0x9E37_79B9_7F4A_7C15);
+        let mixed = (self.0[0] ^ self.0[EXTENTS]).wrapping_mul(0x9E37_79B9_7F4A_7C15);
         (mixed >> (u64::BITS - SETS.trailing_zeros())) as usize
     }
 
@@ -90,11 +98,11 @@ mod tests {
 
     #[test]
     fn a_map_is_found_by_its_whole_key() {
-        let key = Key([3; 12]);
+        let key = Key([3; WORDS]);
         assert_eq!(key.find(), None);
         key.keep([7; 16]);
         assert_eq!(key.find(), Some([7; 16]));
-        for at in 0..12 {
+        for at in 0..WORDS {
             let mut other = key;
             other.0[at] += 1;
             assert_eq!(other.find(), None, "{at}");
@@ -105,7 +113,7 @@ mod tests {
     #[test]
     fn the_oldest_map_of_a_set_makes_room() {
         // Far more maps than there are places: the newest of each set are there.
-        let keys: Vec<Key> = (1..1000).map(|number| Key([number << 8; 12])).collect();
+        let keys: Vec<Key> = (1..1000).map(|number| Key([number << 8; WORDS])).collect();
         for (at, key) in keys.iter().enumerate() {
             key.keep([at as u64; 16]);
             assert_eq!(key.find(), Some([at as u64; 16]));

@@ -117,11 +117,10 @@ impl TensorMapSpec<'_> {
             return Ok(blockflash_tensor_map { opaque: [0; 16] });
         }
         let key = Key::of(self, view);
-        let kept = key.as_ref().and_then(Key::find);
-        if kept.is_none() {
-            // A kept map has passed it.
-            self.check()?;
+        if let Some(opaque) = key.as_ref().and_then(Key::find) {
+            return Ok(blockflash_tensor_map { opaque });
         }
+        self.check()?;
         if view.dtype() != self.dtype {
             return Err(Error::DType { expected: self.dtype, found: view.dtype() });
         }
@@ -130,9 +129,6 @@ impl TensorMapSpec<'_> {
             usize::try_from(self.span_bytes()).unwrap_or(usize::MAX).div_ceil(self.dtype.size());
         if needed > available {
             return Err(Error::OutOfBounds { needed, available });
-        }
-        if let Some(opaque) = kept {
-            return Ok(blockflash_tensor_map { opaque });
         }
         let what = "a tensor map";
         let (Some(address), Some(context)) = (view.device_ptr(), view.device().context()) else {

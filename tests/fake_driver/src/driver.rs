@@ -18,11 +18,12 @@ pub struct Gpu {
     pub l2_bytes: u32,
 }
 
-/// The GPUs, as the driver numbers them: an H200, an A100 and an L4.
-pub const GPUS: [Gpu; 3] = [
+/// The GPUs, as the driver numbers them: with the sizes of an H200, an A100, an L4 and an RTX 5090.
+pub const GPUS: [Gpu; 4] = [
     gpu([9, 0], 132, 227, 50 << 20),
     gpu([8, 0], 108, 163, 40 << 20),
     gpu([8, 9], 58, 99, 48 << 20),
+    gpu([12, 0], 170, 99, 96 << 20),
 ];
 
 const fn gpu(compute_capability: [u32; 2], multiprocessors: u32, smem: u32, l2_bytes: u32) -> Gpu {

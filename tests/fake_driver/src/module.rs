@@ -12,7 +12,8 @@ struct Kernel {
     param_bytes: usize,
 }
 
-/// A loaded image: a copy, in words for its alignment.
+/// An image that is being loaded: what is asked about its kernels is asked at once, while the caller
+/// still holds it.
 struct Module(*const u8);
 
 /// `CUlaunchAttribute`.
@@ -78,7 +79,6 @@ extern "C" fn cuLaunchKernelEx(
 
 driver! {
     fn cuModuleLoadData = "cuModuleLoadData"(module: &mut &'static Module, image: *const u8) {
-        // Images live as long as the process: what is asked about them is asked at once.
         *module = Box::leak(Box::new(Module(image)));
         SUCCESS
     }

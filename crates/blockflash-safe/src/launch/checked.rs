@@ -110,12 +110,19 @@ impl Stream {
             return Err(Error::ParamSize { symbol: loaded.symbol.clone(), host, image });
         }
         let owners = used.filter_map(|tensor| tensor.owner);
+        let mut in_turns = false;
         for memory in owners.clone() {
             memory.prepare(self)?;
+            in_turns |= memory.turn().is_some();
         }
-        let mut turns = Turns::take(owners.clone().filter_map(|memory| memory.turn()), self)?;
+        let mut turns = Turns::default();
+        if in_turns {
+            turns = Turns::take(owners.clone().filter_map(|memory| memory.turn()), self)?;
+        }
         let Some(mut session) = self.session()? else { return Ok(()) };
-        owners.for_each(|memory| session.keep(memory));
+        if session.capture().is_some() {
+            owners.for_each(|memory| session.keep(memory));
+        }
         if kernel.family().counts_tiles() {
             L::set_counter(&mut params, session.tile_counter()?);
         }

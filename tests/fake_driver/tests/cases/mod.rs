@@ -11,7 +11,7 @@ use blockflash_ops::{
 pub(crate) struct Case {
     pub(crate) name: &'static str,
     /// Calls, with what was prepared if the argument says so.
-    pub(crate) call: Box<dyn FnMut(bool) -> Result<()>>,
+    pub(crate) call: Box<dyn FnMut(bool) -> Result<()> + Send>,
 }
 
 /// The call of an operation with outputs that are made anew each time.
