@@ -5,7 +5,7 @@ use blockflash_sys::{ComputeCapability, Kernel};
 use cudarc::driver::sys;
 use rustc_hash::FxHashMap;
 use serde::Serialize;
-use std::sync::{Arc, RwLock};
+use std::sync::RwLock;
 
 /// A pointer that the driver uses as the handle of one of its objects.
 #[derive(Debug)]
@@ -30,7 +30,7 @@ pub(crate) struct Context {
     pub(crate) has_memory_pools: bool,
     /// Loaded kernels by kernel of the table, so that a launch hashes a few integers and no
     /// strings; nobody can choose them, so the hash need not resist anybody.
-    pub(crate) kernels: RwLock<FxHashMap<Kernel, Arc<LoadedKernel>>>,
+    pub(crate) kernels: RwLock<FxHashMap<Kernel, &'static LoadedKernel>>,
     pub(crate) raw: Handle<sys::CUctx_st>,
 }
 

@@ -10,6 +10,8 @@ use blockflash_ops::{
 /// A call that can be repeated.
 pub(crate) struct Case {
     pub(crate) name: &'static str,
+    /// Where it is queued.
+    pub(crate) stream: Stream,
     /// Calls, with what was prepared if the argument says so.
     pub(crate) call: Box<dyn FnMut(bool) -> Result<()> + Send>,
 }
@@ -19,11 +21,12 @@ macro_rules! case {
     ($name:literal, $stream:ident, $op:expr, $out:expr) => {{
         let stream: Stream = $stream.clone();
         let prepared = $op.prepare(&$out, &stream)?;
+        let queue = stream.clone();
         let call = move |with_prepared: bool| match with_prepared {
             true => $op.run_prepared(&prepared, $out, &stream),
             false => $op.run($out, &stream),
         };
-        Case { name: $name, call: Box::new(call) }
+        Case { name: $name, stream: queue, call: Box::new(call) }
     }};
 }
 

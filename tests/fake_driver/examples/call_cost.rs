@@ -1,13 +1,15 @@
 //! Host time of calls without a GPU, with the fake driver, whose functions take almost no time:
 //!
 //! ```text
-//! cargo run --release -p blockflash-fake-driver --example host_cost
+//! cargo run --release -p blockflash-fake-driver --example call_cost
 //! valgrind --tool=callgrind --toggle-collect='*calls_of*' \
-//!     target/release/examples/host_cost attention_fwd prepared
+//!     target/release/examples/call_cost attention_fwd prepared
 //! ```
 //!
-//! The first prints nanoseconds per call; the second counts the instructions of 100 calls of one
-//! operation and shows in which functions they are.
+//! The first prints nanoseconds of a call, of a prepared one, and of a launch of a graph that holds
+//! one, and how many functions of the driver a repeated call calls. The second counts the
+//! instructions of 100 calls of one operation; `callgrind_annotate` shows in which functions they
+//! are.
 
 #[path = "../tests/cases/mod.rs"]
 mod cases;
@@ -24,7 +26,7 @@ const ROUNDS: usize = 21;
 const COUNTED: u32 = 100;
 
 fn main() -> Result<()> {
-    FakeDriver::load();
+    let driver = FakeDriver::load();
     let wanted: Vec<String> = std::env::args().skip(1).collect();
     if let [name, how @ ..] = &wanted[..] {
         let prepared = how.first().is_some_and(|how| how == "prepared");
@@ -34,22 +36,31 @@ fn main() -> Result<()> {
         }
         return Ok(());
     }
-    println!("| operation | GPU | call ns | prepared ns |\n|---|---|---:|---:|");
+    println!("| operation | GPU | call ns | prepared ns | graph ns | functions of the driver |");
+    println!("|---|---|---:|---:|---:|---:|");
     for (ordinal, gpu) in GPUS.iter().enumerate().take(2) {
         for mut case in cases::all(&Device::cuda(ordinal)?)? {
-            let [call, prepared] = [false, true].map(|prepared| ns(&mut case, prepared));
-            let [major, minor] = gpu.compute_capability;
-            println!("| {} | {major}.{minor} | {:.0} | {:.0} |", case.name, call?, prepared?);
+            let [call, prepared] =
+                [false, true].map(|prepared| ns(|| calls_of(&mut case, prepared, CALLS)));
+            let graph = case.stream.clone().capture(|_| (case.call)(true))?;
+            let graph = ns(|| (0..CALLS).try_for_each(|_| Ok(graph.launch(&case.stream)?)));
+            let asked = driver.calls(|| (case.call)(true)).1.len();
+            let ([major, minor], name) = (gpu.compute_capability, case.name);
+            let [call, prepared, graph] = [call?, prepared?, graph?];
+            println!(
+                "| {name} | {major}.{minor} | {call:.0} | {prepared:.0} | {graph:.0} | {asked} |"
+            );
         }
     }
     Ok(())
 }
 
-fn ns(case: &mut Case, prepared: bool) -> Result<f64> {
+/// Nanoseconds of one of the calls that `work` makes.
+fn ns(mut work: impl FnMut() -> Result<()>) -> Result<f64> {
     let mut least = f64::MAX;
     for _ in 0..ROUNDS {
         let start = Instant::now();
-        calls_of(case, prepared, CALLS)?;
+        work()?;
         least = least.min(start.elapsed().as_secs_f64() * 1e9 / f64::from(CALLS));
     }
     Ok(least)
