@@ -159,7 +159,8 @@ pub(crate) fn scaled(count: u64, factors: &[usize]) -> u64 {
 #[inline]
 pub(crate) fn finite(what: &'static str, value: f32) -> Result<f32> {
     if value.is_finite() {
-        Ok(value)
+        // Without a sign of zero, so that calls that compare as equal have the same bits.
+        Ok(value + 0.0)
     } else {
         Err(Error::InvalidScale { what, value, expected: "finite" })
     }

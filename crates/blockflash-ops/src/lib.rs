@@ -39,6 +39,7 @@ mod math;
 mod operation;
 pub mod page_choice;
 mod rates;
+mod recent;
 mod selection;
 mod support;
 pub mod tuning;

@@ -1,15 +1,19 @@
 //! Running, preparing and repeating calls, in the same way for every operation. An operation adds
 //! only its own [`Steps`].
 
+use crate::recent::{Planned, planned};
 use crate::selection::{Problem, accepts, select, unsupported};
 use crate::{Error, Result};
 use blockflash_safe::{CudaProperties, Device, Stream};
 use blockflash_sys::Kernel;
+use std::rc::Rc;
 
 /// The steps of a call that are specific to an operation.
 pub trait Steps {
     /// The call as plain numbers.
     type Problem: Problem;
+    /// The launches as plain data: everything that follows from problem, kernel and GPU.
+    type Plan: 'static;
     /// The outputs.
     type Out<'o>;
 
@@ -18,23 +22,29 @@ pub trait Steps {
     /// The problem, after every check that needs no device. All operands are on the stream's
     /// device.
     fn checked(&self, out: &Self::Out<'_>, stream: &Stream) -> Result<Self::Problem>;
-    /// Plans and queues a kernel that accepts the problem. The output is not empty.
+    /// The kernel for a problem.
+    fn select(problem: &Self::Problem, gpu: &CudaProperties) -> Result<&'static Kernel> {
+        select(problem, gpu)
+    }
+    /// Plans the launches of a kernel that accepts the problem. The output is not empty.
+    fn plan(
+        kernel: &'static Kernel,
+        problem: &Self::Problem,
+        gpu: &CudaProperties,
+    ) -> Result<Self::Plan>;
+    /// Every kernel of a plan that was made for this one.
+    fn kernels(kernel: &'static Kernel, _plan: &Self::Plan) -> Vec<&'static Kernel> {
+        vec![kernel]
+    }
+    /// Queues the launches of a plan.
     fn launch(
         &self,
         kernel: &Kernel,
+        plan: &Self::Plan,
         problem: &Self::Problem,
-        gpu: &CudaProperties,
         out: Self::Out<'_>,
         stream: &Stream,
     ) -> Result<()>;
-    /// Every kernel that [`launch`](Self::launch) with this one launches.
-    fn kernels<'k>(
-        kernel: &'k Kernel,
-        _problem: &Self::Problem,
-        _gpu: &CudaProperties,
-    ) -> Result<Vec<&'k Kernel>> {
-        Ok(vec![kernel])
-    }
     /// Computes on the CPU.
     fn compute(&self, problem: &Self::Problem, out: Self::Out<'_>, stream: &Stream) -> Result<()>;
 }
@@ -77,10 +87,11 @@ pub trait Operation: Steps {
         if Self::is_empty(&problem) {
             return Ok(());
         }
-        match stream.device().cuda_properties() {
-            None => self.compute(&problem, out, stream),
-            Some(gpu) => self.launch(select(&problem, gpu)?, &problem, gpu, out, stream),
-        }
+        let Some(gpu) = stream.device().cuda_properties() else {
+            return self.compute(&problem, out, stream);
+        };
+        let planned = decided::<Self>(&problem, stream.device(), gpu)?;
+        self.launch(planned.kernel, &planned.plan, &problem, out, stream)
     }
 
     /// Like [`run`](Self::run) with this kernel instead of the selected one: for tests and
@@ -88,7 +99,7 @@ pub trait Operation: Steps {
     ///
     /// # Errors
     /// Also [`Error::Unsupported`] if the kernel cannot compute this problem on this device.
-    fn run_with(&self, kernel: &Kernel, out: Self::Out<'_>, stream: &Stream) -> Result<()> {
+    fn run_with(&self, kernel: &'static Kernel, out: Self::Out<'_>, stream: &Stream) -> Result<()> {
         let problem = self.checked(&out, stream)?;
         let Some(gpu) = stream.device().cuda_properties() else {
             return Err(no_kernel_on_cpu::<Self::Problem>(kernel));
@@ -97,25 +108,24 @@ pub trait Operation: Steps {
         if Self::is_empty(&problem) {
             return Ok(());
         }
-        self.launch(kernel, &problem, gpu, out, stream)
+        self.launch(kernel, &Self::plan(kernel, &problem, gpu)?, &problem, out, stream)
     }
 
-    /// Makes the decisions that [`run`](Self::run) repeats at each call once, and loads the kernel.
+    /// Selects the kernel of a call, plans its launches, and loads what they need.
     ///
     /// # Errors
     /// As [`run`](Self::run), and if the kernel cannot be loaded.
     fn prepare(&self, out: &Self::Out<'_>, stream: &Stream) -> Result<Prepared<Self::Problem>> {
-        let problem = self.checked(out, stream)?;
-        let kernel = match stream.device().cuda_properties() {
-            Some(gpu) if !Self::is_empty(&problem) => Some(select(&problem, gpu)?),
-            _ => None,
-        };
-        if let (Some(kernel), Some(gpu)) = (kernel, stream.device().cuda_properties()) {
-            for kernel in Self::kernels(kernel, &problem, gpu)? {
-                stream.device().preload(kernel)?;
+        let (problem, device) = (self.checked(out, stream)?, *stream.device());
+        let mut kernel = None;
+        if let (false, Some(gpu)) = (Self::is_empty(&problem), device.cuda_properties()) {
+            let planned = decided::<Self>(&problem, &device, gpu)?;
+            for kernel in Self::kernels(planned.kernel, &planned.plan) {
+                device.preload(kernel)?;
             }
+            kernel = Some(planned.kernel);
         }
-        Ok(Prepared { problem, device: *stream.device(), kernel })
+        Ok(Prepared { problem, device, kernel })
     }
 
     /// Like [`run`](Self::run) with the prepared kernel. The tensors may differ from the prepared
@@ -135,7 +145,10 @@ pub trait Operation: Steps {
             return Err(Error::NotPrepared { op: Self::Problem::OP });
         }
         match (prepared.kernel, stream.device().cuda_properties()) {
-            (Some(kernel), Some(gpu)) => self.launch(kernel, &problem, gpu, out, stream),
+            (Some(_), Some(gpu)) => {
+                let planned = decided::<Self>(&problem, stream.device(), gpu)?;
+                self.launch(planned.kernel, &planned.plan, &problem, out, stream)
+            }
             _ if Self::is_empty(&problem) => Ok(()),
             _ => self.compute(&problem, out, stream),
         }
@@ -143,6 +156,18 @@ pub trait Operation: Steps {
 }
 
 impl<T: Steps> Operation for T {}
+
+/// Kernel and launches of a problem whose output is not empty.
+fn decided<S: Steps + ?Sized>(
+    problem: &S::Problem,
+    device: &Device,
+    gpu: &CudaProperties,
+) -> Result<Rc<Planned<S::Plan>>> {
+    planned(problem, device, || {
+        let kernel = S::select(problem, gpu)?;
+        Ok(Planned { kernel, plan: S::plan(kernel, problem, gpu)? })
+    })
+}
 
 /// The error for a call with a given kernel whose tensors are on the CPU.
 pub(crate) fn no_kernel_on_cpu<P: Problem>(kernel: &Kernel) -> Error {

@@ -34,6 +34,7 @@ impl Device {
     }
 
     /// Checks that something on `found` may be used in work on this device.
+    #[inline]
     pub(crate) fn expect(&self, found: &Device) -> Result<()> {
         if self == found {
             Ok(())

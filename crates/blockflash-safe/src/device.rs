@@ -37,6 +37,7 @@ impl Device {
 }
 
 impl PartialEq for Device {
+    #[inline]
     fn eq(&self, other: &Device) -> bool {
         self.0.map(|context| context.ordinal) == other.0.map(|context| context.ordinal)
     }

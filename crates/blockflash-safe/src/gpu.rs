@@ -3,9 +3,9 @@
 
 use blockflash_sys::{ComputeCapability, Kernel};
 use cudarc::driver::sys;
+use rustc_hash::FxHashMap;
 use serde::Serialize;
-use std::collections::HashMap;
-use std::sync::{Arc, RwLock};
+use std::sync::RwLock;
 
 /// A pointer that the driver uses as the handle of one of its objects.
 #[derive(Debug)]
@@ -29,8 +29,8 @@ pub(crate) struct Context {
     pub(crate) properties: CudaProperties,
     pub(crate) has_memory_pools: bool,
     /// Loaded kernels by kernel of the table, so that a launch hashes a few integers and no
-    /// strings.
-    pub(crate) kernels: RwLock<HashMap<Kernel, Arc<LoadedKernel>>>,
+    /// strings; nobody can choose them, so the hash need not resist anybody.
+    pub(crate) kernels: RwLock<FxHashMap<Kernel, &'static LoadedKernel>>,
     pub(crate) raw: Handle<sys::CUctx_st>,
 }
 

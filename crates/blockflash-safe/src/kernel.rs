@@ -7,7 +7,7 @@ use blockflash_sys::image;
 use cudarc::driver::sys::{self, CUfunction_attribute as Attribute};
 use std::ffi::CString;
 use std::ptr;
-use std::sync::{Arc, PoisonError};
+use std::sync::PoisonError;
 
 /// Bytes of shared memory that a kernel may use without asking for more.
 const DEFAULT_SMEM_BYTES: u32 = 48 * 1024;
@@ -26,19 +26,20 @@ impl Device {
 
 impl LoadedKernel {
     /// The kernel of the table, loaded at the first call.
-    pub(crate) fn of(context: &'static Context, kernel: &Kernel) -> Result<Arc<LoadedKernel>> {
+    pub(crate) fn of(context: &'static Context, kernel: &Kernel) -> Result<&'static LoadedKernel> {
         if let Some(loaded) =
             context.kernels.read().unwrap_or_else(PoisonError::into_inner).get(kernel)
         {
-            return Ok(Arc::clone(loaded));
+            return Ok(loaded);
         }
         let mut kernels = context.kernels.write().unwrap_or_else(PoisonError::into_inner);
         // Another thread may have loaded it while this one waited.
         if let Some(loaded) = kernels.get(kernel) {
-            return Ok(Arc::clone(loaded));
+            return Ok(loaded);
         }
-        let loaded = Arc::new(LoadedKernel::load(context, kernel)?);
-        kernels.insert(*kernel, Arc::clone(&loaded));
+        let loaded: &'static LoadedKernel =
+            Box::leak(Box::new(LoadedKernel::load(context, kernel)?));
+        kernels.insert(*kernel, loaded);
         Ok(loaded)
     }
 

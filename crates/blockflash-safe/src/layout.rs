@@ -99,6 +99,7 @@ impl Layout {
 
     /// Elements of memory from the first element to the last one, both included; 0 when there are
     /// none.
+    #[inline]
     pub fn span(&self) -> usize {
         if self.is_empty() {
             return 0;

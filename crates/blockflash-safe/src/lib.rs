@@ -51,6 +51,7 @@ mod kernel;
 mod launch;
 mod layout;
 mod lock;
+mod map_cache;
 mod mark;
 mod memory;
 mod nccl;

@@ -1,6 +1,7 @@
 use crate::driver::check;
 use crate::memory::{DeviceMemory, HostMemory, upload};
 use crate::stream::Kept;
+use crate::view::Used;
 use crate::view::{check_dtype, check_length};
 use crate::{DType, Device, Element, Error, Layout, Result, Stream, View, ViewMut};
 use cudarc::driver::sys;
@@ -270,6 +271,12 @@ impl Tensor {
             Memory::Host(memory) => View::from_host(memory.bytes(), self.dtype, self.layout),
             Memory::Cuda(memory) => View::from_memory(memory, self.dtype, self.layout),
         }
+    }
+
+    /// The memory that a launch with the tensor uses.
+    #[inline]
+    pub(crate) fn used(&self) -> Used<'_> {
+        self.view().used()
     }
 
     /// Borrows the tensor for writing.

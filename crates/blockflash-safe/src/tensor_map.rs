@@ -1,4 +1,5 @@
 use crate::driver::check;
+use crate::map_cache::Key;
 use crate::{DType, Error, Result, View};
 use blockflash_sys::params::blockflash_tensor_map;
 use cudarc::driver::sys;
@@ -115,6 +116,10 @@ impl TensorMapSpec<'_> {
         if self.shape.contains(&0) {
             return Ok(blockflash_tensor_map { opaque: [0; 16] });
         }
+        let key = Key::of(self, view);
+        if let Some(opaque) = key.as_ref().and_then(Key::find) {
+            return Ok(blockflash_tensor_map { opaque });
+        }
         self.check()?;
         if view.dtype() != self.dtype {
             return Err(Error::DType { expected: self.dtype, found: view.dtype() });
@@ -168,6 +173,9 @@ impl TensorMapSpec<'_> {
                 sys::CUtensorMapFloatOOBfill::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
             )
         })?;
+        if let Some(key) = key {
+            key.keep(map.0);
+        }
         Ok(blockflash_tensor_map { opaque: map.0 })
     }
 }

@@ -15,6 +15,7 @@ use std::sync::{Mutex, MutexGuard};
 pub(crate) type Turn = Mutex<Stream>;
 
 /// The turns of work that is about to be queued on a stream. Must be held until it is queued.
+#[derive(Default)]
 pub(crate) struct Turns<'m>(Vec<Taken<'m>>);
 
 struct Taken<'m> {

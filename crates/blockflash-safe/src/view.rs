@@ -21,6 +21,14 @@ pub(crate) enum Source<'a> {
     Cuda { ptr: u64, owner: Option<&'a Arc<DeviceMemory>> },
 }
 
+/// The memory of a tensor: where it is, and what keeps it alive.
+#[derive(Clone, Copy)]
+pub struct Used<'a> {
+    pub(crate) device: Device,
+    /// `None` for host memory and for memory that its user keeps alive.
+    pub(crate) owner: Option<&'a Arc<DeviceMemory>>,
+}
+
 impl std::fmt::Debug for Source<'_> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
@@ -227,6 +235,12 @@ impl<'a> View<'a> {
         layout: Layout,
     ) -> View<'a> {
         View { source, device, dtype, layout }
+    }
+
+    /// The memory that a launch with the view uses.
+    #[inline]
+    pub(crate) fn used(&self) -> Used<'a> {
+        Used { device: self.device, owner: self.owner() }
     }
 
     /// The owner that keeps the memory alive, if the memory is ours and on a GPU.

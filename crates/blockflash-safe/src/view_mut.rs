@@ -1,5 +1,5 @@
 use crate::memory::DeviceMemory;
-use crate::view::{Source, check_dtype, check_length, check_span};
+use crate::view::{Source, Used, check_dtype, check_length, check_span};
 use crate::{DType, Device, Element, Error, Layout, Result, View};
 use std::ops::Range;
 use std::sync::Arc;
@@ -147,6 +147,16 @@ impl<'a> ViewMut<'a> {
     #[inline]
     pub fn as_view(&self) -> View<'_> {
         View::with_source(self.source.shared(), self.device, self.dtype, self.layout)
+    }
+
+    /// The memory that a launch with the view uses.
+    #[inline]
+    pub(crate) fn used(&self) -> Used<'_> {
+        let owner = match self.source {
+            SourceMut::Host(_) => None,
+            SourceMut::Cuda { owner, .. } => owner,
+        };
+        Used { device: self.device, owner }
     }
 
     /// A shorter exclusive view of the same elements.

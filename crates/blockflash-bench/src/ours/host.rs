@@ -17,9 +17,9 @@ const DEVICE_US: f64 = 50e3;
 /// Median host time of a call in microseconds, from validation to launch.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct HostCost {
-    /// Every call validates and selects anew.
+    /// Every call validates and finds its plan.
     pub us: Option<f64>,
-    /// The kernel was selected in advance; only where a call can be prepared.
+    /// The call was prepared; only where it can be.
     pub prepared_us: Option<f64>,
     /// The part of these calls that the driver takes for launches: of prepared calls where there
     /// are such.

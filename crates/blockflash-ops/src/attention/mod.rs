@@ -199,6 +199,7 @@ impl<'a> Attention<'a> {
 
 impl Steps for Attention<'_> {
     type Problem = AttentionProblem;
+    type Plan = AttentionPlan;
     type Out<'o> = (ViewMut<'o>, Option<ViewMut<'o>>);
 
     fn is_empty(problem: &AttentionProblem) -> bool {
@@ -215,15 +216,22 @@ impl Steps for Attention<'_> {
         Ok(problem)
     }
 
+    fn plan(
+        kernel: &'static Kernel,
+        problem: &AttentionProblem,
+        gpu: &CudaProperties,
+    ) -> Result<AttentionPlan> {
+        plan::planned(kernel, problem, gpu)
+    }
+
     fn launch(
         &self,
         kernel: &Kernel,
-        problem: &AttentionProblem,
-        gpu: &CudaProperties,
+        plan: &AttentionPlan,
+        _: &AttentionProblem,
         (o, lse): Self::Out<'_>,
         stream: &Stream,
     ) -> Result<()> {
-        let plan = plan::planned(kernel, problem, gpu)?;
         let aligned = [
             ("q", self.q.is_aligned(16)),
             ("k", self.k.is_aligned(16)),

@@ -212,6 +212,7 @@ fn bytes_of(problem: AttentionBackwardProblem, device: &Device) -> Result<usize>
 
 impl Steps for AttentionBackward<'_> {
     type Problem = AttentionBackwardProblem;
+    type Plan = AttentionBackwardPlan<'static>;
     type Out<'o> = (AttentionGradientsMut<'o>, Option<ViewMut<'o>>);
 
     fn is_empty(problem: &AttentionBackwardProblem) -> bool {
@@ -242,29 +243,33 @@ impl Steps for AttentionBackward<'_> {
             contiguous("workspace", &workspace.as_view(), DType::U8, workspace.shape())?;
             bytes = workspace.layout().elements();
         }
-        Ok(match device.cuda_properties() {
-            Some(gpu) => problem.with_workspace(bytes).led(gpu),
-            None => problem,
-        })
+        Ok(if device.is_cpu() { problem } else { problem.with_workspace(bytes) })
     }
 
-    fn kernels<'k>(
-        kernel: &'k Kernel,
+    fn select(problem: &AttentionBackwardProblem, gpu: &CudaProperties) -> Result<&'static Kernel> {
+        select(problem, gpu)
+    }
+
+    fn plan(
+        kernel: &'static Kernel,
         problem: &AttentionBackwardProblem,
         gpu: &CudaProperties,
-    ) -> Result<Vec<&'k Kernel>> {
-        plan::kernels(kernel, problem, gpu)
+    ) -> Result<AttentionBackwardPlan<'static>> {
+        plan::plan(kernel, &problem.led(gpu), gpu)
+    }
+
+    fn kernels(_: &'static Kernel, plan: &Self::Plan) -> Vec<&'static Kernel> {
+        plan.launches.iter().map(|(kernel, _)| *kernel).collect()
     }
 
     fn launch(
         &self,
         kernel: &Kernel,
+        AttentionBackwardPlan { plan, launches }: &Self::Plan,
         problem: &AttentionBackwardProblem,
-        gpu: &CudaProperties,
         (gradients, workspace): Self::Out<'_>,
         stream: &Stream,
     ) -> Result<()> {
-        let AttentionBackwardPlan { plan, launches } = plan::plan(kernel, problem, gpu)?;
         let needed = workspace_bytes(kernel, problem)?;
         if problem.workspace < needed {
             let expected = format!("[at least {needed}]");
@@ -293,9 +298,9 @@ impl Steps for AttentionBackward<'_> {
             let operands = operands.reborrow();
             match kernel.variant {
                 Variant::AttentionBwdHopper(_) => {
-                    stream.launch::<AttentionBwdHopper>(kernel, &config, &plan, operands)?;
+                    stream.launch::<AttentionBwdHopper>(kernel, config, plan, operands)?;
                 }
-                _ => stream.launch::<AttentionBwd>(kernel, &config, &plan, operands)?,
+                _ => stream.launch::<AttentionBwd>(kernel, config, plan, operands)?,
             }
         }
         Ok(())

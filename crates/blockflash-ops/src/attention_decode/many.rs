@@ -2,13 +2,14 @@
 //! attention forward.
 
 use super::AttentionDecodeProblem;
-use super::plan::{AttentionDecodePlan, plan, plan_few};
+use super::plan::{AttentionDecodePlan, plan, plan_few, workspace_bytes};
 use super::select::{CacheTile, few};
 use crate::Result;
 use crate::attention::{
     AttentionProblem, base_params, check_strides, heads_per_section, hopper_params,
 };
 use crate::check::{grid_x, to_i32};
+use crate::kv_append::AppendKvPlan;
 use crate::selection::{fits, tile_of};
 use blockflash_safe::{CudaProperties, LaunchConfig};
 use blockflash_sys::Kernel;
@@ -38,6 +39,41 @@ pub(super) struct PrefillPlan {
 pub(super) struct Planned<'k> {
     pub(super) many: Option<(&'k Kernel, PrefillPlan)>,
     pub(super) few: Option<(&'k Kernel, AttentionDecodePlan)>,
+}
+
+/// All launches of a call as plain data, in their order.
+#[derive(Clone, Copy, Debug)]
+pub struct Launches {
+    /// Bytes of workspace that they need.
+    pub(super) workspace_bytes: usize,
+    /// The append and the turning of queries.
+    pub(super) first_step: Option<(&'static Kernel, AppendKvPlan)>,
+    /// `None` if no query attends.
+    pub(super) attention: Option<Planned<'static>>,
+}
+
+impl Launches {
+    /// Those of a kernel and a problem that it accepts on this GPU.
+    pub(super) fn of(
+        kernel: &'static Kernel,
+        problem: &AttentionDecodeProblem,
+        gpu: &CudaProperties,
+    ) -> Result<Launches> {
+        let attends = !problem.attention.is_empty();
+        Ok(Launches {
+            workspace_bytes: workspace_bytes(kernel, problem, gpu)?,
+            first_step: problem.first_step(kernel.target, gpu)?,
+            attention: attends.then(|| plan_all(kernel, problem, gpu)).transpose()?,
+        })
+    }
+
+    pub(super) fn kernels(&self) -> Vec<&'static Kernel> {
+        let first = self.first_step.map(|(kernel, _)| kernel);
+        let (many, few) = self.attention.map_or((None, None), |planned| {
+            (planned.many.map(|(kernel, _)| kernel), planned.few.map(|(kernel, _)| kernel))
+        });
+        [first, many, few].into_iter().flatten().collect()
+    }
 }
 
 impl AttentionDecodeProblem {

@@ -18,7 +18,7 @@ pub use workspace::AttentionDecodeWorkspace;
 
 pub(crate) use select::support;
 
-use self::many::{Planned, PrefillPlan};
+use self::many::{Launches, Planned, PrefillPlan};
 use crate::attention::{AttentionOutput, Mask};
 use crate::check::{Operand, aligned};
 use crate::kv_append::{self, AppendKv};
@@ -272,6 +272,7 @@ impl<'a> AttentionDecode<'a> {
 
 impl Steps for AttentionDecode<'_> {
     type Problem = AttentionDecodeProblem;
+    type Plan = Launches;
     type Out<'o> = AttentionDecodeOperands<'o>;
 
     fn is_empty(problem: &AttentionDecodeProblem) -> bool {
@@ -298,34 +299,34 @@ impl Steps for AttentionDecode<'_> {
         Ok(problem)
     }
 
-    fn kernels<'k>(
-        kernel: &'k Kernel,
+    fn plan(
+        kernel: &'static Kernel,
         problem: &AttentionDecodeProblem,
         gpu: &CudaProperties,
-    ) -> Result<Vec<&'k Kernel>> {
-        let first = problem.first_step(kernel.target, gpu)?.map(|(kernel, _)| kernel);
-        let others = many::others(kernel, problem, gpu)?.map(|(others, _)| others);
-        Ok(first.into_iter().chain([kernel]).chain(others).collect())
+    ) -> Result<Launches> {
+        Launches::of(kernel, problem, gpu)
+    }
+
+    fn kernels(_: &'static Kernel, plan: &Launches) -> Vec<&'static Kernel> {
+        plan.kernels()
     }
 
     fn launch(
         &self,
-        kernel: &Kernel,
+        _: &Kernel,
+        plan: &Launches,
         problem: &AttentionDecodeProblem,
-        gpu: &CudaProperties,
         operands: AttentionDecodeOperands<'_>,
         stream: &Stream,
     ) -> Result<()> {
-        let needed = workspace_bytes(kernel, problem, gpu)?;
+        // Everything is planned and checked before anything is queued.
+        let needed = plan.workspace_bytes;
         let bytes = self.workspace.map_or(0, AttentionDecodeWorkspace::bytes);
         if bytes < needed {
             let expected = format!("[at least {needed}]");
             return Err(Error::Shape { what: "workspace", expected, found: vec![bytes] });
         }
-        // Nothing is queued before everything is planned and checked.
-        let first_step = problem.first_step(kernel.target, gpu)?;
         let attends = !problem.attention.is_empty();
-        let planned = attends.then(|| many::plan_all(kernel, problem, gpu)).transpose()?;
         let AttentionDecodeOperands { mut cache, mut o, mut lse } = operands;
         aligned("q", &self.q)?;
         aligned("cache.k", &cache.as_cache().k)?;
@@ -334,7 +335,7 @@ impl Steps for AttentionDecode<'_> {
         if let CacheAccess::Append(new, cache) = &cache {
             new.aligned(cache)?;
         }
-        if let Some((kernel, plan)) = first_step {
+        if let Some((kernel, plan)) = &plan.first_step {
             let queries = self.rotary.filter(|_| attends).map(|rotary| TurnedQueries {
                 q: self.q,
                 turned: o.reborrow(),
@@ -344,9 +345,9 @@ impl Steps for AttentionDecode<'_> {
             let appends = problem.append.is_some_and(|append| !append.is_empty());
             let seqused = cache.seqused_kv();
             let new = cache.appended().filter(|_| appends);
-            kv_append::launch(kernel, &plan, seqused, new, queries, stream)?;
+            kv_append::launch(kernel, plan, seqused, new, queries, stream)?;
         }
-        let Some(Planned { many, few }) = planned else { return Ok(()) };
+        let Some(Planned { many, few }) = &plan.attention else { return Ok(()) };
         let cache = cache.as_cache();
         let cache = KvCacheViews {
             k: cache.k,
@@ -356,17 +357,16 @@ impl Steps for AttentionDecode<'_> {
         };
         if let Some((kernel, PrefillPlan { params, config })) = many {
             let operands = self.operands(cache, o.reborrow(), lse.as_mut().map(ViewMut::reborrow));
-            stream.launch::<manifest::AttentionCacheHopper>(kernel, &config, &params, operands)?;
+            stream.launch::<manifest::AttentionCacheHopper>(kernel, config, params, operands)?;
         }
         if let Some((kernel, AttentionDecodePlan { params, run, config })) = few {
             let operands = self.operands(cache, o, lse);
             if matches!(kernel.variant, manifest::Variant::AttentionDecodeHopper(_)) {
-                let params = blockflash_attention_decode_runs_params { base: params, run };
-                stream.launch::<manifest::AttentionDecodeHopper>(
-                    kernel, &config, &params, operands,
-                )?;
+                let params = blockflash_attention_decode_runs_params { base: *params, run: *run };
+                stream
+                    .launch::<manifest::AttentionDecodeHopper>(kernel, config, &params, operands)?;
             } else {
-                stream.launch::<manifest::AttentionDecode>(kernel, &config, &params, operands)?;
+                stream.launch::<manifest::AttentionDecode>(kernel, config, params, operands)?;
             }
         }
         Ok(())

@@ -80,6 +80,7 @@ impl<'a> AttentionMerge<'a> {
 
 impl Steps for AttentionMerge<'_> {
     type Problem = AttentionMergeProblem;
+    type Plan = AttentionMergePlan;
     type Out<'o> = (ViewMut<'o>, Option<ViewMut<'o>>);
 
     fn is_empty(problem: &AttentionMergeProblem) -> bool {
@@ -96,21 +97,28 @@ impl Steps for AttentionMerge<'_> {
         Ok(problem)
     }
 
+    fn plan(
+        kernel: &'static Kernel,
+        problem: &AttentionMergeProblem,
+        gpu: &CudaProperties,
+    ) -> Result<AttentionMergePlan> {
+        plan::plan(kernel, problem, gpu)
+    }
+
     fn launch(
         &self,
         kernel: &Kernel,
-        problem: &AttentionMergeProblem,
-        gpu: &CudaProperties,
+        AttentionMergePlan { params, config }: &AttentionMergePlan,
+        _: &AttentionMergeProblem,
         (o, lse): Self::Out<'_>,
         stream: &Stream,
     ) -> Result<()> {
-        let AttentionMergePlan { params, config } = plan::plan(kernel, problem, gpu)?;
         if !o.is_aligned(16) {
             let problem = "the address is not a multiple of 16".into();
             return Err(Error::Misaligned { what: "o", problem });
         }
         let operands = AttentionMergeOperands { parts: self.o, parts_lse: self.lse, o, lse };
-        stream.launch::<blockflash_safe::AttentionMerge>(kernel, &config, &params, operands)?;
+        stream.launch::<blockflash_safe::AttentionMerge>(kernel, config, params, operands)?;
         Ok(())
     }
 

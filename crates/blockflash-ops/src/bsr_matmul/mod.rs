@@ -195,6 +195,7 @@ impl<'a> Bias<'a> {
 
 impl Steps for BsrMatmul<'_> {
     type Problem = BsrProblem;
+    type Plan = BsrMatmulPlan;
     type Out<'o> = ViewMut<'o>;
 
     fn is_empty(problem: &BsrProblem) -> bool {
@@ -217,18 +218,26 @@ impl Steps for BsrMatmul<'_> {
         Ok(problem)
     }
 
+    fn plan(
+        kernel: &'static Kernel,
+        problem: &BsrProblem,
+        gpu: &CudaProperties,
+    ) -> Result<BsrMatmulPlan> {
+        plan::planned(kernel, problem, gpu)
+    }
+
     fn launch(
         &self,
         kernel: &Kernel,
+        plan: &BsrMatmulPlan,
         problem: &BsrProblem,
-        gpu: &CudaProperties,
         c: ViewMut<'_>,
         stream: &Stream,
     ) -> Result<()> {
-        let mut plan = plan::planned(kernel, problem, gpu)?;
+        let mut config = plan.config;
         let parts = self.parts(kernel, problem.n, plan.parts);
-        if let Some(parts) = &parts {
-            plan.add_parts(parts.begin[0] as usize, kernel, problem, gpu)?;
+        if let (Some(parts), Some(gpu)) = (&parts, stream.device().cuda_properties()) {
+            config = plan.with_parts(parts.begin[0] as usize, kernel, problem, gpu)?;
         }
         let operands = BsrMatmulOperands {
             indices: self.transpose.map_or(self.a.pattern().indices(), BsrTranspose::indices),
@@ -238,7 +247,7 @@ impl Steps for BsrMatmul<'_> {
             c,
             bias: self.bias.view(),
         };
-        let (config, params) = (&plan.config, &plan.params);
+        let (config, params) = (&config, &plan.params);
         match kernel.variant {
             Variant::BsrMatmulHopper(_) => {
                 stream.launch::<BsrMatmulHopper>(kernel, config, params, operands)?;

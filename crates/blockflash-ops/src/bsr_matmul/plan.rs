@@ -93,17 +93,18 @@ impl BsrMatmulPlan {
         }
     }
 
-    /// Widens the grid by this many parts per tile of columns, beyond the first parts of all tiles.
-    pub(super) fn add_parts(
-        &mut self,
+    /// The launch with this many parts per tile of columns, beyond the first parts of all tiles.
+    pub(super) fn with_parts(
+        &self,
         parts: usize,
         kernel: &Kernel,
         problem: &BsrProblem,
         gpu: &CudaProperties,
-    ) -> Result<()> {
+    ) -> Result<LaunchConfig> {
         let tile = tile_of::<BsrProblem>(kernel, &gpu.compute_capability)?;
-        self.config.grid[0] = blocks(kernel, &tile, problem, gpu, parts)?;
-        Ok(())
+        let [_, y, z] = self.config.grid;
+        let grid = [blocks(kernel, &tile, problem, gpu, parts)?, y, z];
+        Ok(LaunchConfig { grid, ..self.config })
     }
 }
 

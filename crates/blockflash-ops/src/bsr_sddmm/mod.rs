@@ -109,6 +109,7 @@ impl<'a> BsrSddmm<'a> {
 
 impl Steps for BsrSddmm<'_> {
     type Problem = BsrSddmmProblem;
+    type Plan = BsrSddmmPlan;
     type Out<'o> = ViewMut<'o>;
 
     fn is_empty(problem: &BsrSddmmProblem) -> bool {
@@ -126,22 +127,29 @@ impl Steps for BsrSddmm<'_> {
         Ok(problem)
     }
 
+    fn plan(
+        kernel: &'static Kernel,
+        problem: &BsrSddmmProblem,
+        gpu: &CudaProperties,
+    ) -> Result<BsrSddmmPlan> {
+        plan::planned(kernel, problem, gpu)
+    }
+
     fn launch(
         &self,
         kernel: &Kernel,
-        problem: &BsrSddmmProblem,
-        gpu: &CudaProperties,
+        BsrSddmmPlan { params, config }: &BsrSddmmPlan,
+        _: &BsrSddmmProblem,
         values: ViewMut<'_>,
         stream: &Stream,
     ) -> Result<()> {
-        let BsrSddmmPlan { params, config } = plan::planned(kernel, problem, gpu)?;
         let (pattern, a, b) = (self.pattern.indices(), self.a, self.b);
         let operands = BsrSddmmOperands { pattern, a, b, values };
         match kernel.variant {
             Variant::BsrSddmmHopper(_) => {
-                stream.launch::<BsrSddmmHopper>(kernel, &config, &params, operands)?;
+                stream.launch::<BsrSddmmHopper>(kernel, config, params, operands)?;
             }
-            _ => stream.launch::<manifest::BsrSddmm>(kernel, &config, &params, operands)?,
+            _ => stream.launch::<manifest::BsrSddmm>(kernel, config, params, operands)?,
         }
         Ok(())
     }

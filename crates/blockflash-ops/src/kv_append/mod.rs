@@ -139,6 +139,7 @@ pub(crate) fn launch(
 
 impl Steps for AppendKv<'_> {
     type Problem = AppendKvProblem;
+    type Plan = AppendKvPlan;
     type Out<'o> = KvCacheMut<'o>;
 
     fn is_empty(problem: &AppendKvProblem) -> bool {
@@ -149,18 +150,25 @@ impl Steps for AppendKv<'_> {
         self.checked_with(&cache.as_cache(), stream.device())
     }
 
+    fn plan(
+        kernel: &'static Kernel,
+        problem: &AppendKvProblem,
+        gpu: &CudaProperties,
+    ) -> Result<AppendKvPlan> {
+        plan::plan(kernel, problem, gpu)
+    }
+
     fn launch(
         &self,
         kernel: &Kernel,
-        problem: &AppendKvProblem,
-        gpu: &CudaProperties,
+        plan: &AppendKvPlan,
+        _: &AppendKvProblem,
         cache: KvCacheMut<'_>,
         stream: &Stream,
     ) -> Result<()> {
-        let plan = plan::plan(kernel, problem, gpu)?;
         self.aligned(&cache)?;
         let seqused = cache.seqused_kv;
-        launch(kernel, &plan, seqused, Some((self, cache)), None, stream)
+        launch(kernel, plan, seqused, Some((self, cache)), None, stream)
     }
 
     fn compute(

@@ -162,6 +162,7 @@ fn workspace_bytes(summaries: &SummarySizes) -> Result<usize> {
 
 impl Steps for ChoosePages<'_> {
     type Problem = ChoosePagesProblem;
+    type Plan = ChoosePagesPlan;
     type Out<'o> = (ViewMut<'o>, ViewMut<'o>);
 
     fn is_empty(problem: &ChoosePagesProblem) -> bool {
@@ -187,15 +188,22 @@ impl Steps for ChoosePages<'_> {
         Ok(problem)
     }
 
+    fn plan(
+        kernel: &'static Kernel,
+        problem: &ChoosePagesProblem,
+        gpu: &CudaProperties,
+    ) -> Result<ChoosePagesPlan> {
+        plan_choice(kernel, problem, gpu)
+    }
+
     fn launch(
         &self,
         kernel: &Kernel,
+        ChoosePagesPlan { params, config }: &ChoosePagesPlan,
         problem: &ChoosePagesProblem,
-        gpu: &CudaProperties,
         (lists, counts): Self::Out<'_>,
         stream: &Stream,
     ) -> Result<()> {
-        let ChoosePagesPlan { params, config } = plan_choice(kernel, problem, gpu)?;
         let needed = workspace_bytes(&problem.summaries)?;
         let workspace = self.workspace.filter(|workspace| workspace.bytes() >= needed);
         let Some(workspace) = workspace else {
@@ -219,7 +227,7 @@ impl Steps for ChoosePages<'_> {
             counts,
             workspace: workspace.memory(),
         };
-        stream.launch::<PageChoice>(kernel, &config, &params, operands)?;
+        stream.launch::<PageChoice>(kernel, config, params, operands)?;
         Ok(())
     }
 

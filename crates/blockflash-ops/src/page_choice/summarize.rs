@@ -61,6 +61,7 @@ impl SummarizePages<'_> {
 
 impl Steps for SummarizePages<'_> {
     type Problem = SummarizePagesProblem;
+    type Plan = SummarizePagesPlan;
     type Out<'o> = ViewMut<'o>;
 
     fn is_empty(problem: &SummarizePagesProblem) -> bool {
@@ -75,15 +76,22 @@ impl Steps for SummarizePages<'_> {
         Ok(problem)
     }
 
+    fn plan(
+        kernel: &'static Kernel,
+        problem: &SummarizePagesProblem,
+        gpu: &CudaProperties,
+    ) -> Result<SummarizePagesPlan> {
+        plan_summaries(kernel, problem, gpu)
+    }
+
     fn launch(
         &self,
         kernel: &Kernel,
-        problem: &SummarizePagesProblem,
-        gpu: &CudaProperties,
+        SummarizePagesPlan { params, config }: &SummarizePagesPlan,
+        _: &SummarizePagesProblem,
         summaries: ViewMut<'_>,
         stream: &Stream,
     ) -> Result<()> {
-        let SummarizePagesPlan { params, config } = plan_summaries(kernel, problem, gpu)?;
         let cache = views(&self.cache);
         check_addresses(&[
             ("cache.k", cache.k.is_aligned(16)),
@@ -91,7 +99,7 @@ impl Steps for SummarizePages<'_> {
             ("summaries", summaries.is_aligned(16)),
         ])?;
         let operands = PageSummariesOperands { cache, summaries };
-        stream.launch::<PageSummaries>(kernel, &config, &params, operands)?;
+        stream.launch::<PageSummaries>(kernel, config, params, operands)?;
         Ok(())
     }
 

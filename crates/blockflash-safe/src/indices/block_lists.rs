@@ -1,4 +1,5 @@
-use super::tensor::{IndexTensor, as_i64, check_permutation, invalid, views};
+use super::tensor::{IndexTensor, as_i64, check_permutation, invalid, used, views};
+use crate::view::Used;
 use crate::{DType, Device, Result, Stream, Tensor, View};
 
 /// The lists of a block mask on the host, which [`BlockLists::new`] checks and uploads.
@@ -174,12 +175,18 @@ impl BlockLists {
 
     /// `row_ptr`, `col_idx`, `row_order` and `cu_rows`.
     pub(crate) fn views(&self) -> [Option<View<'_>>; 4] {
-        views([
-            Some(&self.row_ptr),
-            Some(&self.col_idx),
-            Some(&self.row_order),
-            self.cu_rows.as_ref(),
-        ])
+        views(self.arrays())
+    }
+
+    /// The memory of the same arrays.
+    pub(crate) fn used(&self) -> [Option<Used<'_>>; 4] {
+        used(self.arrays())
+    }
+
+    fn arrays(&self) -> [Option<&IndexTensor>; 4] {
+        let arrays = [&self.row_ptr, &self.col_idx, &self.row_order].map(Some);
+        let [row_ptr, col_idx, row_order] = arrays;
+        [row_ptr, col_idx, row_order, self.cu_rows.as_ref()]
     }
 
     /// Whether a kernel may fill the lists for a mask with this many columns.

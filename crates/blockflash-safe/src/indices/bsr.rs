@@ -1,5 +1,5 @@
-use super::tensor::{IndexTensor, check_permutation, invalid, views};
-use crate::{Device, Result, Stream, Tensor, View};
+use super::tensor::{IndexTensor, check_permutation, invalid};
+use crate::{Device, Result, Stream, Tensor};
 use blockflash_sys::manifest::BsrMatmulHopper;
 
 /// The pattern of a block-sparse (BSR) matrix on the host, which [`BsrIndices::new`] checks and
@@ -201,13 +201,16 @@ impl BsrIndices {
     }
 
     /// `row_ptr`, `col_idx`, `row_order`, `block_idx`, `stages` and `group_stages`.
-    pub(crate) fn views(&self) -> [Option<View<'_>>; 6] {
-        let group_stages = self.stages.as_ref().map(|stages| &stages.group_stages);
-        let arrays = [Some(&self.row_ptr), Some(&self.col_idx), Some(&self.row_order)];
-        let [row_ptr, col_idx, row_order] = views(arrays);
-        let [block_idx, group_stages] = views([self.block_idx.as_ref(), group_stages]);
-        let stages = self.stages.as_ref().map(|stages| stages.stages.view());
-        [row_ptr, col_idx, row_order, block_idx, stages, group_stages]
+    pub(crate) fn arrays(&self) -> [Option<&Tensor>; 6] {
+        let stages = self.stages.as_ref();
+        [
+            Some(&self.row_ptr),
+            Some(&self.col_idx),
+            Some(&self.row_order),
+            self.block_idx.as_deref(),
+            stages.map(|stages| &stages.stages),
+            stages.map(|stages| &*stages.group_stages),
+        ]
     }
 }
 

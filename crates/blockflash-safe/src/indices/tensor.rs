@@ -1,3 +1,4 @@
+use crate::view::Used;
 use crate::{DType, Error, Result, Stream, Tensor, View};
 use std::ops::Deref;
 
@@ -94,6 +95,10 @@ pub(super) fn check_permutation(name: &str, order: &[i32]) -> Result<()> {
         }
     }
     Ok(())
+}
+
+pub(super) fn used<const N: usize>(arrays: [Option<&IndexTensor>; N]) -> [Option<Used<'_>>; N] {
+    arrays.map(|array| array.map(|array| array.used()))
 }
 
 pub(super) fn views<const N: usize>(arrays: [Option<&IndexTensor>; N]) -> [Option<View<'_>>; N] {

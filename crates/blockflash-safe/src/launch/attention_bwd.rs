@@ -4,6 +4,7 @@ use super::attention_sizes::{Inputs, Sizes};
 use super::block_mask;
 use super::checked::{Launch, Operands};
 use super::fit::{Fit, ceil_div, fits, optional, pointer, pointer_mut, require};
+use crate::view::Used;
 use crate::{BlockLists, DType, Kernel, Result, View, ViewMut};
 use blockflash_sys::manifest::{AttentionBwd, AttentionBwdStep as Step, AttentionBwdTile, Variant};
 use blockflash_sys::params::{blockflash_attention_bwd_params, blockflash_attention_fwd_params};
@@ -257,19 +258,22 @@ impl<'a> AttentionBwdOperands<'a> {
 }
 
 impl Operands for AttentionBwdOperands<'_> {
-    fn views(&self) -> impl AsRef<[Option<View<'_>>]> {
-        let [cu_q, cu_kv] = self.cu_seqlens.map_or([None, None], |both| both.map(Some));
+    fn used(&self) -> impl AsRef<[Option<Used<'_>>]> {
         let [mask, transposed] =
-            self.block_mask.map_or([[None; 4]; 2], |both| both.map(BlockLists::views));
-        let written = [&self.dq, &self.dk, &self.dv].map(|view| Some(view.as_view()));
+            self.block_mask.map_or([[None; 4]; 2], |both| both.map(BlockLists::used));
+        let ([a, b, c, d], [e, f, g, h]) = (mask, transposed);
+        let read = [&self.q, &self.k, &self.v, &self.o, &self.lse, &self.d_o];
+        let [q, k, v, o, lse, d_o] = read.map(|view| Some(view.used()));
+        let [dq, dk, dv] = [&self.dq, &self.dk, &self.dv].map(|view| Some(view.used()));
+        let sink = self.sink.as_ref().map(View::used);
         let [d_sink, workspace] =
-            [&self.d_sink, &self.workspace].map(|view| view.as_ref().map(ViewMut::as_view));
-        let read = [self.q, self.k, self.v, self.o, self.lse, self.d_o].map(Some);
-        let mut views = [None; 22];
-        let more = [self.sink, d_sink, workspace, cu_q, cu_kv];
-        let all = read.into_iter().chain(written).chain(more).chain(mask).chain(transposed);
-        views.iter_mut().zip(all).for_each(|(place, view)| *place = view);
-        views
+            [&self.d_sink, &self.workspace].map(|view| view.as_ref().map(ViewMut::used));
+        let [cu_q, cu_kv] =
+            self.cu_seqlens.as_ref().map_or([None; 2], |[q, kv]| [Some(q.used()), Some(kv.used())]);
+        [
+            q, k, v, o, lse, d_o, dq, dk, dv, sink, d_sink, workspace, cu_q, cu_kv, a, b, c, d, e,
+            f, g, h,
+        ]
     }
 }
 

@@ -3,6 +3,7 @@
 use super::bsr_parts::BsrPartsMemory;
 use super::checked::{Launch, Operands};
 use super::fit::{Fit, ceil_div, fits, optional, pointer, pointer_mut, require};
+use crate::view::Used;
 use crate::{DType, Kernel, Result, View, ViewMut};
 use blockflash_sys::manifest::{AttentionDecode, Variant};
 use blockflash_sys::params::{blockflash_attention_decode_params, blockflash_kv_cache};
@@ -24,8 +25,10 @@ pub struct KvCacheViews<'a> {
 }
 
 impl<'a> KvCacheViews<'a> {
-    pub(super) fn views(&self) -> [Option<View<'a>>; 4] {
-        [Some(self.k), Some(self.v), self.block_table, self.seqused]
+    pub(super) fn used(&self) -> [Option<Used<'a>>; 4] {
+        let [table, seqused] =
+            [&self.block_table, &self.seqused].map(|view| view.as_ref().map(View::used));
+        [Some(self.k.used()), Some(self.v.used()), table, seqused]
     }
 
     /// Checks sizes and strides against the tensors.
@@ -108,24 +111,15 @@ impl AttentionDecodeOperands<'_> {
 }
 
 impl Operands for AttentionDecodeOperands<'_> {
-    fn views(&self) -> impl AsRef<[Option<View<'_>>]> {
-        let [k, v, table, seqused] = self.cache.views();
-        let [list, count] = self.pages.map_or([None, None], |both| both.map(Some));
-        let workspace = self.workspace.map(BsrPartsMemory::view);
-        let lse = self.lse.as_ref().map(ViewMut::as_view);
-        let first = [
-            self.q,
-            Some(self.o.as_view()),
-            lse,
-            self.sink,
-            self.cu_seqlens_q,
-            k,
-            v,
-            table,
-            seqused,
-        ];
-        let second = [list, count, workspace];
-        first.into_iter().chain(second).collect::<Vec<_>>()
+    fn used(&self) -> impl AsRef<[Option<Used<'_>>]> {
+        let [k, v, table, seqused] = self.cache.used();
+        let [list, count] =
+            self.pages.as_ref().map_or([None; 2], |[l, c]| [Some(l.used()), Some(c.used())]);
+        let workspace = self.workspace.map(BsrPartsMemory::used);
+        let (o, lse) = (Some(self.o.used()), self.lse.as_ref().map(ViewMut::used));
+        let [q, sink, cu_q] =
+            [&self.q, &self.sink, &self.cu_seqlens_q].map(|view| view.as_ref().map(View::used));
+        [q, o, lse, sink, cu_q, k, v, table, seqused, list, count, workspace]
     }
 }
 

@@ -4,6 +4,7 @@ use super::attention_sizes::{Inputs, Sizes};
 use super::block_mask;
 use super::checked::{Launch, Operands};
 use super::fit::{Fit, ceil_div, optional, pointer, pointer_mut, require};
+use crate::view::Used;
 use crate::{BlockLists, Kernel, Result, View, ViewMut};
 use blockflash_sys::manifest::{AttentionFwd, AttentionTile, Variant};
 use blockflash_sys::params::blockflash_attention_fwd_params;
@@ -100,14 +101,15 @@ impl AttentionFwdOperands<'_> {
 }
 
 impl Operands for AttentionFwdOperands<'_> {
-    fn views(&self) -> impl AsRef<[Option<View<'_>>]> {
-        let [cu_q, cu_kv] = self.cu_seqlens.map_or([None, None], |both| both.map(Some));
-        let lse = self.lse.as_ref().map(ViewMut::as_view);
+    fn used(&self) -> impl AsRef<[Option<Used<'_>>]> {
+        let [q, k, v] = [&self.q, &self.k, &self.v].map(|view| Some(view.used()));
+        let (o, lse) = (Some(self.o.used()), self.lse.as_ref().map(ViewMut::used));
+        let sink = self.sink.as_ref().map(View::used);
+        let [cu_q, cu_kv] =
+            self.cu_seqlens.as_ref().map_or([None; 2], |[q, kv]| [Some(q.used()), Some(kv.used())]);
         let [row_ptr, col_idx, row_order, cu_rows] =
-            self.block_mask.map_or([None; 4], BlockLists::views);
-        let o = self.o.as_view();
-        let [q, k, v, o] = [self.q, self.k, self.v, o].map(Some);
-        [q, k, v, o, lse, self.sink, cu_q, cu_kv, row_ptr, col_idx, row_order, cu_rows]
+            self.block_mask.map_or([None; 4], BlockLists::used);
+        [q, k, v, o, lse, sink, cu_q, cu_kv, row_ptr, col_idx, row_order, cu_rows]
     }
 }
 

@@ -2,6 +2,7 @@
 
 use super::checked::{Launch, Operands};
 use super::fit::{Fit, ceil_div, fits, optional, pointer, pointer_mut, require};
+use crate::view::Used;
 use crate::{DType, Kernel, Result, View, ViewMut};
 use blockflash_sys::manifest::{AttentionMerge as AttentionMergeTile, Variant};
 use blockflash_sys::params::{
@@ -24,9 +25,9 @@ pub struct AttentionMergeOperands<'a> {
 }
 
 impl Operands for AttentionMergeOperands<'_> {
-    fn views(&self) -> impl AsRef<[Option<View<'_>>]> {
-        let lse = self.lse.as_ref().map(ViewMut::as_view);
-        [Some(self.parts), self.parts_lse, Some(self.o.as_view()), lse]
+    fn used(&self) -> impl AsRef<[Option<Used<'_>>]> {
+        let (parts, parts_lse) = (Some(self.parts.used()), self.parts_lse.as_ref().map(View::used));
+        [parts, parts_lse, Some(self.o.used()), self.lse.as_ref().map(ViewMut::used)]
     }
 }
 

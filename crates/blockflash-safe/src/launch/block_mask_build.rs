@@ -3,6 +3,7 @@
 use super::block_mask;
 use super::checked::{Launch, Operands};
 use super::fit::{Fit, ceil_div, fits, pointer, pointer_mut, require};
+use crate::view::Used;
 use crate::{BlockListScratch, BlockLists, DType, Kernel, Result, Tensor, View, ViewMut};
 use blockflash_sys::BlockMaskKernel;
 use blockflash_sys::manifest::Variant;
@@ -33,11 +34,11 @@ pub struct BlockMaskBuildOperands<'a> {
 }
 
 impl Operands for BlockMaskBuildOperands<'_> {
-    fn views(&self) -> impl AsRef<[Option<View<'_>>]> {
-        let [a, b, c, _] = self.always.map_or([None; 4], BlockLists::views);
-        let [d, e, f, _] = self.lists.views();
-        let [g, h, i] = self.scratch.views().map(Some);
-        [Some(self.source), a, b, c, d, e, f, g, h, i, Some(self.problems.as_view())]
+    fn used(&self) -> impl AsRef<[Option<Used<'_>>]> {
+        let [a, b, c, _] = self.always.map_or([None; 4], BlockLists::used);
+        let [d, e, f, _] = self.lists.used();
+        let [g, h, i] = self.scratch.views().map(|view| Some(view.used()));
+        [Some(self.source.used()), a, b, c, d, e, f, g, h, i, Some(self.problems.used())]
     }
 }
 

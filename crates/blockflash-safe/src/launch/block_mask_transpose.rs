@@ -2,7 +2,8 @@
 
 use super::checked::{Launch, Operands};
 use super::fit::{Fit, ceil_div, fits, pointer, require};
-use crate::{BlockLists, BlockTransposeScratch, DType, Kernel, Result, Tensor, View};
+use crate::view::Used;
+use crate::{BlockLists, BlockTransposeScratch, DType, Kernel, Result, Tensor};
 use blockflash_sys::BlockMaskKernel;
 use blockflash_sys::manifest::Variant;
 use blockflash_sys::params::{
@@ -23,10 +24,10 @@ pub struct BlockMaskTransposeOperands<'a> {
 }
 
 impl Operands for BlockMaskTransposeOperands<'_> {
-    fn views(&self) -> impl AsRef<[Option<View<'_>>]> {
-        let [a, b, ..] = self.lists.views();
-        let [c, d, ..] = self.transpose.views();
-        let [e, f] = self.scratch.views().map(Some);
+    fn used(&self) -> impl AsRef<[Option<Used<'_>>]> {
+        let [a, b, ..] = self.lists.used();
+        let [c, d, ..] = self.transpose.used();
+        let [e, f] = self.scratch.views().map(|view| Some(view.used()));
         [a, b, c, d, e, f]
     }
 }

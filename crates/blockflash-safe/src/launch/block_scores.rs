@@ -2,6 +2,7 @@
 
 use super::checked::{Launch, Operands};
 use super::fit::{Fit, ceil_div, fits, pointer, pointer_mut, require};
+use crate::view::Used;
 use crate::{DType, Kernel, Result, View, ViewMut};
 use blockflash_sys::BlockMaskKernel;
 use blockflash_sys::manifest::Variant;
@@ -29,9 +30,9 @@ pub struct BlockScoresOperands<'a> {
 }
 
 impl Operands for BlockScoresOperands<'_> {
-    fn views(&self) -> impl AsRef<[Option<View<'_>>]> {
+    fn used(&self) -> impl AsRef<[Option<Used<'_>>]> {
         let Self { q, k, q_means, k_means, scores } = self;
-        [*q, *k, q_means.as_view(), k_means.as_view(), scores.as_view()].map(Some)
+        [q.used(), k.used(), q_means.used(), k_means.used(), scores.used()].map(Some)
     }
 }
 

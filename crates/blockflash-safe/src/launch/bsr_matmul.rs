@@ -2,8 +2,9 @@
 
 use super::BsrParts;
 use super::checked::{Launch, Operands};
-use super::fit::{Fit, ceil_div, fits, optional, pointer, pointer_mut, require};
-use crate::{BsrIndices, DType, Kernel, Result, View, ViewMut};
+use super::fit::{Fit, array, ceil_div, fits, optional, pointer, pointer_mut, require};
+use crate::view::Used;
+use crate::{BsrIndices, DType, Kernel, Result, Tensor, View, ViewMut};
 use blockflash_sys::manifest::{BsrMatmul, BsrMatmulTile, Variant};
 use blockflash_sys::params::blockflash_bsr_matmul_params;
 
@@ -65,12 +66,12 @@ impl BsrMatmulOperands<'_> {
         &self,
         p: &blockflash_bsr_matmul_params,
     ) -> blockflash_bsr_matmul_params {
-        let [row_ptr, col_idx, row_order, ..] = self.indices.views();
+        let [row_ptr, col_idx, row_order, ..] = self.indices.arrays();
         blockflash_bsr_matmul_params {
-            row_ptr: optional(row_ptr.as_ref()).cast(),
-            col_idx: optional(col_idx.as_ref()).cast(),
+            row_ptr: array(row_ptr).cast(),
+            col_idx: array(col_idx).cast(),
             values: pointer(&self.values),
-            row_order: optional(row_order.as_ref()).cast(),
+            row_order: array(row_order).cast(),
             b: pointer(&self.b),
             c: pointer_mut(&self.c),
             bias: optional(self.bias.as_ref()),
@@ -80,23 +81,13 @@ impl BsrMatmulOperands<'_> {
 }
 
 impl Operands for BsrMatmulOperands<'_> {
-    fn views(&self) -> impl AsRef<[Option<View<'_>>]> {
-        let [row_ptr, col_idx, row_order, block_idx, stages, group_stages] = self.indices.views();
-        let parts = self.parts.map(|parts| parts.memory.view());
-        let (values, b, c) = (Some(self.values), Some(self.b), Some(self.c.as_view()));
-        [
-            row_ptr,
-            col_idx,
-            row_order,
-            block_idx,
-            stages,
-            group_stages,
-            values,
-            parts,
-            b,
-            c,
-            self.bias,
-        ]
+    fn used(&self) -> impl AsRef<[Option<Used<'_>>]> {
+        let indices = self.indices.arrays().map(|array| array.map(Tensor::used));
+        let [row_ptr, col_idx, row_order, block_idx, stages, group_stages] = indices;
+        let parts = self.parts.map(|parts| parts.memory.used());
+        let [values, b, c] = [self.values.used(), self.b.used(), self.c.used()].map(Some);
+        let bias = self.bias.as_ref().map(View::used);
+        [row_ptr, col_idx, row_order, block_idx, stages, group_stages, values, parts, b, c, bias]
     }
 }
 

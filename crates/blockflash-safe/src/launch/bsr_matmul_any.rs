@@ -2,7 +2,7 @@
 
 use super::BsrMatmulOperands;
 use super::checked::Launch;
-use super::fit::{Fit, optional};
+use super::fit::{Fit, array};
 use crate::{Kernel, Result};
 use blockflash_sys::manifest::{BsrMatmulAny, BsrMatmulTile, Variant};
 use blockflash_sys::params::blockflash_bsr_matmul_any_params;
@@ -29,10 +29,10 @@ unsafe impl Launch for BsrMatmulAny {
     }
 
     fn params(&self, plan: &Self::Plan, operands: &Self::Operands<'_>) -> Result<Self::Params> {
-        let [_, _, _, block_idx, ..] = operands.indices.views();
+        let [_, _, _, block_idx, ..] = operands.indices.arrays();
         Ok(blockflash_bsr_matmul_any_params {
             base: operands.pointers(&plan.base),
-            block_idx: optional(block_idx.as_ref()).cast(),
+            block_idx: array(block_idx).cast(),
             ..*plan
         })
     }

@@ -3,7 +3,7 @@
 use super::bsr_matmul::writes;
 use super::bsr_matmul_maps::{NO_MAP, encode_c, maps};
 use super::checked::Launch;
-use super::fit::{Fit, ceil_div, optional, require};
+use super::fit::{Fit, array, ceil_div, require};
 use super::{BsrMatmulOperands, BsrParts};
 use crate::{Kernel, Result};
 use blockflash_sys::manifest::{BsrMatmulHopper, Variant};
@@ -46,7 +46,7 @@ unsafe impl Launch for BsrMatmulHopper {
 
     fn params(&self, p: &Self::Plan, operands: &Self::Operands<'_>) -> Result<Self::Params> {
         let [a, b, b_edge] = maps(self, p, operands.indices.blocks() as u64);
-        let [_, _, _, block_idx, stages, group_stages] = operands.indices.views();
+        let [_, _, _, block_idx, stages, group_stages] = operands.indices.arrays();
         let c = operands.c.as_view();
         let c_by_copies = copies_c(self, p, c.is_aligned(16));
         let whole_tiles = blockflash_bsr_matmul_tma_params {
@@ -56,9 +56,9 @@ unsafe impl Launch for BsrMatmulHopper {
             c: if c_by_copies { encode_c(&c, p)? } else { NO_MAP },
             base: operands.pointers(p),
             tile_counter: null_mut(),
-            block_idx: optional(block_idx.as_ref()).cast(),
-            stages: optional(stages.as_ref()).cast(),
-            group_stages: optional(group_stages.as_ref()).cast(),
+            block_idx: array(block_idx).cast(),
+            stages: array(stages).cast(),
+            group_stages: array(group_stages).cast(),
             c_by_copies: c_by_copies.into(),
             part_steps: i32::MAX,
             part_begin: [0; BLOCKFLASH_BSR_PARTS as usize],

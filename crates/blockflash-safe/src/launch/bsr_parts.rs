@@ -1,6 +1,7 @@
 //! Long tiles of BSR matmul in parts, and the memory for their sums.
 
 use super::fit::pointer;
+use crate::view::Used;
 use crate::{Device, Error, Result, Tensor, View};
 use blockflash_sys::params::BLOCKFLASH_BSR_PARTS;
 
@@ -66,6 +67,10 @@ impl BsrPartsMemory {
 
     pub(super) fn view(&self) -> View<'_> {
         self.memory.view()
+    }
+
+    pub(super) fn used(&self) -> Used<'_> {
+        self.memory.used()
     }
 
     pub(super) fn sums_pointer(&self) -> *mut f32 {

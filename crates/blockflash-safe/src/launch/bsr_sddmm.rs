@@ -2,6 +2,7 @@
 
 use super::checked::{Launch, Operands};
 use super::fit::{Fit, ceil_div, fits, pointer, pointer_mut, require};
+use crate::view::Used;
 use crate::{
     BsrIndices, DType, Kernel, Major, Result, Swizzle, Tensor, TensorMapSpec, View, ViewMut,
 };
@@ -28,9 +29,9 @@ pub struct BsrSddmmOperands<'a> {
 }
 
 impl Operands for BsrSddmmOperands<'_> {
-    fn views(&self) -> impl AsRef<[Option<View<'_>>]> {
-        let [row_ptr, col_idx] = [self.pattern.row_ptr(), self.pattern.col_idx()].map(Tensor::view);
-        [row_ptr, col_idx, self.a, self.b, self.values.as_view()].map(Some)
+    fn used(&self) -> impl AsRef<[Option<Used<'_>>]> {
+        let [row_ptr, col_idx] = [self.pattern.row_ptr(), self.pattern.col_idx()].map(Tensor::used);
+        [row_ptr, col_idx, self.a.used(), self.b.used(), self.values.used()].map(Some)
     }
 }
 

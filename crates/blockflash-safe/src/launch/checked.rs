@@ -5,14 +5,15 @@ use crate::driver::check;
 use crate::gpu::LoadedKernel;
 use crate::stream::Kept;
 use crate::turns::Turns;
-use crate::{Error, Kernel, Result, Stream, View};
+use crate::view::Used;
+use crate::{Error, Kernel, Result, Stream};
 use cudarc::driver::sys;
 use std::ptr;
 
 /// The tensors of a launch.
 pub trait Operands {
-    /// All tensors, as read-only views: those that the kernel reads, and those that it writes.
-    fn views(&self) -> impl AsRef<[Option<View<'_>>]>;
+    /// The memory of all tensors: those that the kernel reads, and those that it writes.
+    fn used(&self) -> impl AsRef<[Option<Used<'_>>]>;
 }
 
 /// The part of a launch that is particular to one kernel family. The tile of the family implements
@@ -94,9 +95,11 @@ impl Stream {
     ) -> Result<()> {
         let context =
             self.device().context().ok_or(Error::NotOnGpu { what: "launching a kernel" })?;
-        let views = operands.views();
-        let views = views.as_ref().iter().flatten();
-        views.clone().try_for_each(|view| self.device().expect(view.device()))?;
+        let used = operands.used();
+        let used = used.as_ref().iter().flatten();
+        for tensor in used.clone() {
+            self.device().expect(&tensor.device)?;
+        }
         let tile: L = fit(kernel, config, plan, &operands)
             .map_err(|what| Error::Launch { symbol: kernel.symbol(), what })?;
         let mut params = tile.params(plan, &operands)?;
@@ -106,11 +109,20 @@ impl Stream {
         if host != image {
             return Err(Error::ParamSize { symbol: loaded.symbol.clone(), host, image });
         }
-        let owners = views.filter_map(View::owner);
-        owners.clone().try_for_each(|memory| memory.prepare(self))?;
-        let mut turns = Turns::take(owners.clone().filter_map(|memory| memory.turn()), self)?;
+        let owners = used.filter_map(|tensor| tensor.owner);
+        let mut in_turns = false;
+        for memory in owners.clone() {
+            memory.prepare(self)?;
+            in_turns |= memory.turn().is_some();
+        }
+        let mut turns = Turns::default();
+        if in_turns {
+            turns = Turns::take(owners.clone().filter_map(|memory| memory.turn()), self)?;
+        }
         let Some(mut session) = self.session()? else { return Ok(()) };
-        owners.for_each(|memory| session.keep(memory));
+        if session.capture().is_some() {
+            owners.for_each(|memory| session.keep(memory));
+        }
         if kernel.family().counts_tiles() {
             L::set_counter(&mut params, session.tile_counter()?);
         }

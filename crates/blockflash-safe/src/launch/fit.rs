@@ -1,6 +1,6 @@
 //! Building blocks of the checks of all families.
 
-use crate::{DType, View, ViewMut};
+use crate::{DType, Tensor, View, ViewMut};
 use std::ffi::c_void;
 use std::ptr;
 
@@ -49,6 +49,10 @@ pub(super) fn pointer(view: &View<'_>) -> *const c_void {
 
 pub(super) fn pointer_mut(view: &ViewMut<'_>) -> *mut c_void {
     pointer(&view.as_view()).cast_mut()
+}
+
+pub(super) fn array(array: Option<&Tensor>) -> *const c_void {
+    array.map_or(ptr::null(), |array| pointer(&array.view()))
 }
 
 pub(super) fn optional(view: Option<&View<'_>>) -> *const c_void {

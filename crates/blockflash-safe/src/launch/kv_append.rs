@@ -4,6 +4,7 @@ use super::attention_decode::KvCacheViews;
 use super::attention_merge::dtype_of;
 use super::checked::{Launch, Operands};
 use super::fit::{Fit, ceil_div, fits, optional, pointer, pointer_mut, require};
+use crate::view::Used;
 use crate::{DType, Kernel, Result, View, ViewMut};
 use blockflash_sys::manifest::{Family, KvAppend, Variant};
 use blockflash_sys::params::{
@@ -63,18 +64,26 @@ impl NewKeys<'_> {
 }
 
 impl Operands for KvAppendOperands<'_> {
-    fn views(&self) -> impl AsRef<[Option<View<'_>>]> {
-        let mut views = vec![self.seqused];
-        if let Some(new) = &self.new {
-            views.extend(new.cache(None).views());
-            views.extend([Some(new.k), Some(new.v), new.cu_seqlens]);
-            views.extend(new.rotary.iter().flatten().copied().map(Some));
-        }
-        if let Some(queries) = &self.queries {
-            views.extend([Some(queries.q), Some(queries.turned.as_view()), queries.cu_seqlens]);
-            views.extend(queries.rotary.map(Some));
-        }
-        views
+    fn used(&self) -> impl AsRef<[Option<Used<'_>>]> {
+        let [k, v, table, new_k, new_v, cu_new, cos, sin] =
+            self.new.as_ref().map_or([None; 8], |new| {
+                let [k, v] = [&new.cache_k, &new.cache_v].map(|view| Some(view.used()));
+                let [table, cu_new] =
+                    [&new.block_table, &new.cu_seqlens].map(|view| view.as_ref().map(View::used));
+                let [cos, sin] = new
+                    .rotary
+                    .as_ref()
+                    .map_or([None; 2], |[c, s]| [Some(c.used()), Some(s.used())]);
+                [k, v, table, Some(new.k.used()), Some(new.v.used()), cu_new, cos, sin]
+            });
+        let [q, turned, cu_q, q_cos, q_sin] = self.queries.as_ref().map_or([None; 5], |queries| {
+            let [cos, sin] = &queries.rotary;
+            let [q, cos, sin] = [&queries.q, cos, sin].map(|view| Some(view.used()));
+            let cu_seqlens = queries.cu_seqlens.as_ref().map(View::used);
+            [q, Some(queries.turned.used()), cu_seqlens, cos, sin]
+        });
+        let seqused = self.seqused.as_ref().map(View::used);
+        [seqused, k, v, table, new_k, new_v, cu_new, cos, sin, q, turned, cu_q, q_cos, q_sin]
     }
 }
 

@@ -4,6 +4,7 @@ use super::attention_decode::KvCacheViews;
 use super::bsr_parts::BsrPartsMemory;
 use super::checked::{Launch, Operands};
 use super::fit::{Fit, fits, optional, pointer, pointer_mut, require};
+use crate::view::Used;
 use crate::{DType, Kernel, Result, View, ViewMut};
 use blockflash_sys::manifest::{PageKernel, Variant};
 use blockflash_sys::params::{
@@ -43,19 +44,30 @@ pub struct PageChoiceOperands<'a> {
 }
 
 impl Operands for PageSummariesOperands<'_> {
-    fn views(&self) -> impl AsRef<[Option<View<'_>>]> {
-        let [k, v, table, seqused] = self.cache.views();
-        [k, v, table, seqused, Some(self.summaries.as_view())]
+    fn used(&self) -> impl AsRef<[Option<Used<'_>>]> {
+        let [k, v, table, seqused] = self.cache.used();
+        [k, v, table, seqused, Some(self.summaries.used())]
     }
 }
 
 impl Operands for PageChoiceOperands<'_> {
-    fn views(&self) -> impl AsRef<[Option<View<'_>>]> {
-        let [k, v, table, seqused] = self.cache.views();
-        let [lists, counts] = [&self.lists, &self.counts].map(|view| Some(view.as_view()));
-        let [q, summaries] = [self.q, self.summaries].map(Some);
-        let workspace = Some(self.workspace.view());
-        [q, self.cu_seqlens_q, k, v, table, seqused, summaries, lists, counts, workspace]
+    fn used(&self) -> impl AsRef<[Option<Used<'_>>]> {
+        let [k, v, table, seqused] = self.cache.used();
+        let [lists, counts] = [&self.lists, &self.counts].map(|view| Some(view.used()));
+        let [q, summaries] = [&self.q, &self.summaries].map(|view| Some(view.used()));
+        let workspace = Some(self.workspace.used());
+        [
+            q,
+            self.cu_seqlens_q.as_ref().map(View::used),
+            k,
+            v,
+            table,
+            seqused,
+            summaries,
+            lists,
+            counts,
+            workspace,
+        ]
     }
 }
 

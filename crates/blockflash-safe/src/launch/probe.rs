@@ -3,6 +3,7 @@
 use super::LaunchConfig;
 use super::checked::{Launch, Operands};
 use super::fit::{Fit, fits, pointer, pointer_mut, require};
+use crate::view::Used;
 use crate::{DType, Kernel, Result, Stream, View, ViewMut};
 use blockflash_sys::Probe;
 use blockflash_sys::manifest::Variant;
@@ -34,8 +35,8 @@ impl ProbeOperands<'_> {
 }
 
 impl Operands for ProbeOperands<'_> {
-    fn views(&self) -> impl AsRef<[Option<View<'_>>]> {
-        [Some(self.input), Some(self.output.as_view())]
+    fn used(&self) -> impl AsRef<[Option<Used<'_>>]> {
+        [Some(self.input.used()), Some(self.output.used())]
     }
 }
 

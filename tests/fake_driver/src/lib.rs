@@ -1,0 +1,82 @@
+//! A fake of the CUDA driver. Its functions check little, run no kernel, hand out host memory as
+//! device memory, and record every call: so tests see what the host side of an operation asks of
+//! the driver, and what it costs, on a machine without a GPU.
+//!
+//! The crate is built twice, as a library that takes the driver's place and as the crate that
+//! loads it. It shows one GPU for each entry of [`GPUS`], whatever the machine has.
+
+#![expect(non_snake_case, reason = "the names of the driver's functions")]
+
+mod calls;
+mod driver;
+mod graph;
+mod image;
+mod memory;
+mod module;
+
+pub use calls::{Call, Launch};
+pub use driver::GPUS;
+
+use libloading::{Library, Symbol};
+use std::path::PathBuf;
+use std::sync::OnceLock;
+
+/// The fake driver of this process.
+#[derive(Clone, Copy, Debug)]
+pub struct FakeDriver {
+    record: fn(bool) -> Vec<Call>,
+    fail: fn(&'static str, u32),
+}
+
+impl FakeDriver {
+    /// Loads the library, so that cudarc finds it instead of the driver: must be called before
+    /// anything of CUDA. Loading again gives the same one.
+    ///
+    /// # Panics
+    /// If the library is not beside the program, where cargo puts it.
+    pub fn load() -> FakeDriver {
+        static LOADED: OnceLock<FakeDriver> = OnceLock::new();
+        *LOADED.get_or_init(|| {
+            let path = library();
+            // SAFETY:
+            // 1. Loading runs no code of ours, and the library is never unloaded. From now on the
+            //    dynamic linker gives it to whoever asks for its name, libcuda.so.
+            // 2. The functions have these types: the library and this crate are made of one source
+            //    by one run of the compiler, so that all types are the same, and both allocate with
+            //    the system's allocator.
+            unsafe {
+                let library = Library::new(&path)
+                    .unwrap_or_else(|error| panic!("{}: {error}", path.display()));
+                let library: &'static Library = Box::leak(Box::new(library));
+                let record: Symbol<'_, fn(bool) -> Vec<Call>> =
+                    library.get(b"blockflash_fake_record\0").expect("a fake driver");
+                let fail: Symbol<'_, fn(&'static str, u32)> =
+                    library.get(b"blockflash_fake_fail\0").expect("a fake driver");
+                FakeDriver { record: *record, fail: *fail }
+            }
+        })
+    }
+
+    /// Does some work and returns the calls of the driver that this thread made meanwhile.
+    pub fn calls<T>(&self, work: impl FnOnce() -> T) -> (T, Vec<Call>) {
+        (self.record)(true);
+        let result = work();
+        (result, (self.record)(false))
+    }
+
+    /// Lets the next call of this function by this thread return an error code instead of doing
+    /// anything.
+    pub fn fail_next(&self, function: &'static str, code: u32) {
+        (self.fail)(function, code);
+    }
+}
+
+/// Beside the program or, for an example, beside its folder.
+fn library() -> PathBuf {
+    let program = std::env::current_exe().expect("the path of the program");
+    let name = format!("{}blockflash_fake_driver{}", std::env::consts::DLL_PREFIX, ".so");
+    let folders = program.ancestors().skip(1).take(2);
+    let mut paths =
+        folders.flat_map(|folder| [folder.join("deps").join(&name), folder.join(&name)]);
+    paths.find(|path| path.is_file()).unwrap_or_else(|| panic!("no {name} near {program:?}"))
+}

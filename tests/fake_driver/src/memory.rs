@@ -1,0 +1,75 @@
+//! Device memory, which is host memory.
+
+use crate::calls::driver;
+use crate::driver::{OUT_OF_MEMORY, SUCCESS};
+use crate::graph::Stream;
+use std::alloc::{Layout, alloc_zeroed, dealloc};
+use std::collections::HashMap;
+use std::sync::{LazyLock, Mutex, PoisonError};
+
+/// The alignment of the driver's allocations.
+const ALIGNMENT: usize = 256;
+
+/// The allocations and their sizes.
+static MEMORY: LazyLock<Mutex<HashMap<u64, Layout>>> = LazyLock::new(Mutex::default);
+
+fn allocate(address: &mut u64, bytes: usize) -> u32 {
+    let Ok(layout) = Layout::from_size_align(bytes.max(1), ALIGNMENT) else { return OUT_OF_MEMORY };
+    // SAFETY: the size is not 0.
+    *address = unsafe { alloc_zeroed(layout) } as u64;
+    if *address == 0 {
+        return OUT_OF_MEMORY;
+    }
+    MEMORY.lock().unwrap_or_else(PoisonError::into_inner).insert(*address, layout);
+    SUCCESS
+}
+
+fn copy(to: u64, from: u64, bytes: usize) -> u32 {
+    // SAFETY: the caller vouches for both as it does to the driver.
+    unsafe { (to as *mut u8).copy_from(from as *const u8, bytes) };
+    SUCCESS
+}
+
+driver! {
+    fn cuMemAlloc = "cuMemAlloc_v2"(address: &mut u64, bytes: usize) { allocate(address, bytes) }
+    fn cuMemAllocAsync = "cuMemAllocAsync"(
+        address: &mut u64,
+        bytes: usize,
+        _stream: Option<&Stream>,
+    ) { allocate(address, bytes) }
+    fn cuMemFreeAsync = "cuMemFreeAsync"(address: u64, _stream: Option<&Stream>) {
+        let mut memory = MEMORY.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(layout) = memory.remove(&address) else { return crate::driver::INVALID_VALUE };
+        // SAFETY: it was allocated with this layout and is freed once.
+        unsafe { dealloc(address as *mut u8, layout) };
+        SUCCESS
+    }
+    fn cuMemsetD8Async = "cuMemsetD8Async"(
+        address: u64,
+        value: u8,
+        bytes: usize,
+        _stream: Option<&Stream>,
+    ) {
+        // SAFETY: the caller vouches for the memory as it does to the driver.
+        unsafe { (address as *mut u8).write_bytes(value, bytes) };
+        SUCCESS
+    }
+    fn cuMemcpyHtoDAsync = "cuMemcpyHtoDAsync_v2"(
+        to: u64,
+        from: u64,
+        bytes: usize,
+        _stream: Option<&Stream>,
+    ) { copy(to, from, bytes) }
+    fn cuMemcpyDtoHAsync = "cuMemcpyDtoHAsync_v2"(
+        to: u64,
+        from: u64,
+        bytes: usize,
+        _stream: Option<&Stream>,
+    ) { copy(to, from, bytes) }
+    fn cuMemcpyDtoDAsync = "cuMemcpyDtoDAsync_v2"(
+        to: u64,
+        from: u64,
+        bytes: usize,
+        _stream: Option<&Stream>,
+    ) { copy(to, from, bytes) }
+}
