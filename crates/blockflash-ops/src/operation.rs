@@ -1,8 +1,9 @@
 //! Running, preparing and repeating calls, in the same way for every operation. An operation adds
 //! only its own [`Steps`].
 
-use crate::recent::{Planned, planned};
+use crate::recent::{Chosen, Planned, planned};
 use crate::selection::{Problem, accepts, select, unsupported};
+use crate::tuning;
 use crate::{Error, Result};
 use blockflash_safe::{CudaProperties, Device, Stream};
 use blockflash_sys::Kernel;
@@ -90,7 +91,7 @@ pub trait Operation: Steps {
         let Some(gpu) = stream.device().cuda_properties() else {
             return self.compute(&problem, out, stream);
         };
-        let planned = decided::<Self>(&problem, stream.device(), gpu)?;
+        let planned = selected::<Self>(&problem, stream.device(), gpu)?;
         self.launch(planned.kernel, &planned.plan, &problem, out, stream)
     }
 
@@ -119,7 +120,7 @@ pub trait Operation: Steps {
         let (problem, device) = (self.checked(out, stream)?, *stream.device());
         let mut kernel = None;
         if let (false, Some(gpu)) = (Self::is_empty(&problem), device.cuda_properties()) {
-            let planned = decided::<Self>(&problem, &device, gpu)?;
+            let planned = selected::<Self>(&problem, &device, gpu)?;
             for kernel in Self::kernels(planned.kernel, &planned.plan) {
                 device.preload(kernel)?;
             }
@@ -145,9 +146,10 @@ pub trait Operation: Steps {
             return Err(Error::NotPrepared { op: Self::Problem::OP });
         }
         match (prepared.kernel, stream.device().cuda_properties()) {
-            (Some(_), Some(gpu)) => {
-                let planned = decided::<Self>(&problem, stream.device(), gpu)?;
-                self.launch(planned.kernel, &planned.plan, &problem, out, stream)
+            (Some(kernel), Some(gpu)) => {
+                let make = || Ok(Planned { kernel, plan: Self::plan(kernel, &problem, gpu)? });
+                let planned = planned(&problem, stream.device(), Chosen::Ahead(kernel), make)?;
+                self.launch(kernel, &planned.plan, &problem, out, stream)
             }
             _ if Self::is_empty(&problem) => Ok(()),
             _ => self.compute(&problem, out, stream),
@@ -158,12 +160,12 @@ pub trait Operation: Steps {
 impl<T: Steps> Operation for T {}
 
 /// Kernel and launches of a problem whose output is not empty.
-fn decided<S: Steps + ?Sized>(
+fn selected<S: Steps + ?Sized>(
     problem: &S::Problem,
     device: &Device,
     gpu: &CudaProperties,
 ) -> Result<Rc<Planned<S::Plan>>> {
-    planned(problem, device, || {
+    planned(problem, device, Chosen::Now(tuning::generation()), || {
         let kernel = S::select(problem, gpu)?;
         Ok(Planned { kernel, plan: S::plan(kernel, problem, gpu)? })
     })

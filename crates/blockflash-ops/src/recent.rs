@@ -1,5 +1,5 @@
-//! The plans of the calls that a thread repeats. A plan follows from problem and GPU alone, so it
-//! is found by these and never becomes wrong.
+//! The plans of the calls that a thread repeats. A plan follows from problem, GPU and how the kernel
+//! was chosen, so it is found by these and never becomes wrong.
 
 use crate::Result;
 use crate::selection::Problem;
@@ -15,12 +15,31 @@ pub(crate) struct Planned<L> {
     pub(crate) plan: L,
 }
 
+/// How the kernel of a plan was chosen.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Chosen {
+    /// By selection, while this generation of [`tuning`](crate::tuning) was loaded.
+    Now(u64),
+    /// When the call was prepared.
+    Ahead(&'static Kernel),
+}
+
+impl PartialEq for Chosen {
+    fn eq(&self, other: &Self) -> bool {
+        match (*self, *other) {
+            (Chosen::Now(this), Chosen::Now(other)) => this == other,
+            (Chosen::Ahead(this), Chosen::Ahead(other)) => std::ptr::eq(this, other),
+            _ => false,
+        }
+    }
+}
+
 /// Plans of one operation that a thread keeps: the calls of a model that differ in their sizes.
 const KEPT: usize = 16;
 
 /// The plans of one operation, of which the oldest makes room.
 struct Plans<P, L> {
-    plans: Vec<(P, Device, Rc<Planned<L>>)>,
+    plans: Vec<(P, Device, Chosen, Rc<Planned<L>>)>,
     /// The place of the next one, once all are taken.
     next: usize,
 }
@@ -31,13 +50,14 @@ thread_local! {
 }
 
 impl<P: Problem, L> Plans<P, L> {
-    fn find(&self, problem: &P, device: &Device) -> Option<Rc<Planned<L>>> {
-        let is_same = |(other, place, _): &&(P, Device, _)| other == problem && place == device;
+    fn find(&self, problem: &P, device: &Device, chosen: Chosen) -> Option<Rc<Planned<L>>> {
+        let is_same = |(other, place, how, _): &&(P, Device, Chosen, _)| {
+            *how == chosen && place == device && other == problem
+        };
         self.plans.iter().find(is_same).map(|(.., planned)| Rc::clone(planned))
     }
 
-    fn keep(&mut self, problem: P, device: Device, planned: Rc<Planned<L>>) {
-        let entry = (problem, device, planned);
+    fn keep(&mut self, entry: (P, Device, Chosen, Rc<Planned<L>>)) {
         if self.plans.len() < KEPT {
             return self.plans.push(entry);
         }
@@ -50,12 +70,13 @@ impl<P: Problem, L> Plans<P, L> {
 pub(crate) fn planned<P: Problem, L: 'static>(
     problem: &P,
     device: &Device,
+    chosen: Chosen,
     make: impl FnOnce() -> Result<Planned<L>>,
 ) -> Result<Rc<Planned<L>>> {
     let find = |operations: &RefCell<Vec<Box<dyn Any>>>| {
         let operations = operations.borrow();
         let plans = operations.iter().find_map(|plans| plans.downcast_ref::<Plans<P, L>>());
-        plans.and_then(|plans| plans.find(problem, device))
+        plans.and_then(|plans| plans.find(problem, device, chosen))
     };
     // A thread that ends keeps nothing any more.
     if let Ok(Some(found)) = OPERATIONS.try_with(find) {
@@ -70,7 +91,7 @@ pub(crate) fn planned<P: Problem, L: 'static>(
             operations.push(Box::new(Plans::<P, L> { plans: Vec::new(), next: 0 }));
         }
         if let Some(plans) = operations[at].downcast_mut::<Plans<P, L>>() {
-            plans.keep(*problem, *device, Rc::clone(&made));
+            plans.keep((*problem, *device, chosen, Rc::clone(&made)));
         }
     });
     Ok(made)
@@ -88,7 +109,8 @@ mod tests {
 
     fn plan<L: 'static>(seqlen: usize, plan: L) -> Rc<Planned<L>> {
         let kernel = &manifest::kernels()[0];
-        planned(&problem(seqlen), &Device::cpu(), || Ok(Planned { kernel, plan })).unwrap()
+        let make = || Ok(Planned { kernel, plan });
+        planned(&problem(seqlen), &Device::cpu(), Chosen::Now(0), make).unwrap()
     }
 
     #[test]
@@ -99,10 +121,23 @@ mod tests {
         let causal = AttentionProblem { mask: crate::Mask::causal(), ..problem(1) };
         let kernel = &manifest::kernels()[0];
         let make = || Ok(Planned { kernel, plan: 13 });
-        assert_eq!(planned(&causal, &Device::cpu(), make).unwrap().plan, 13);
+        assert_eq!(planned(&causal, &Device::cpu(), Chosen::Now(0), make).unwrap().plan, 13);
         // Another type of plan is of another operation, and another thread has plans of its own.
         assert_eq!(plan(1, "other").plan, "other");
         assert_eq!(std::thread::spawn(|| plan(1, 14).plan).join().unwrap(), 14);
+    }
+
+    #[test]
+    fn kernels_of_prepared_calls_and_of_other_tunings_have_plans_of_their_own() {
+        let [first, second] = [&manifest::kernels()[0], &manifest::kernels()[1]];
+        let chosen = [Chosen::Now(0), Chosen::Now(1), Chosen::Ahead(first), Chosen::Ahead(second)];
+        for round in 0..2 {
+            for (at, chosen) in chosen.into_iter().enumerate() {
+                let make = || Ok(Planned { kernel: first, plan: (round, at) });
+                let found = planned(&problem(1), &Device::cpu(), chosen, make).unwrap();
+                assert_eq!(found.plan, (0, at));
+            }
+        }
     }
 
     #[test]
@@ -121,7 +156,7 @@ mod tests {
     #[test]
     fn an_error_is_not_kept() {
         let fails = || Err::<Planned<u8>, _>(Error::NotPrepared { op: "" });
-        assert!(planned(&problem(1), &Device::cpu(), fails).is_err());
+        assert!(planned(&problem(1), &Device::cpu(), Chosen::Now(0), fails).is_err());
         assert_eq!(plan(1, 5u8).plan, 5);
     }
 }

@@ -37,15 +37,15 @@ use blockflash_safe::CudaProperties;
 use blockflash_sys::Kernel;
 use record::read_lines;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError, RwLock};
 
 /// How much faster than the selected kernel another one must have been: less lies within what
 /// repeats differ by.
 const MARGIN: f64 = 1.02;
 
-/// Whether [`TUNING`] holds anything. A selection reads only this as long as nothing is loaded.
-static IS_LOADED: AtomicBool = AtomicBool::new(false);
+/// How often [`TUNING`] has changed. A selection reads only this as long as nothing was loaded.
+static GENERATION: AtomicU64 = AtomicU64::new(0);
 static TUNING: RwLock<Option<Arc<Tuning>>> = RwLock::new(None);
 
 /// Reads a record and lets it decide about every later selection of this process, in place of what
@@ -71,8 +71,14 @@ pub fn loaded() -> Option<Arc<Tuning>> {
 
 fn set(tuning: Option<Arc<Tuning>>) {
     let mut loaded = TUNING.write().unwrap_or_else(PoisonError::into_inner);
-    IS_LOADED.store(tuning.is_some(), Ordering::Release);
     *loaded = tuning;
+    GENERATION.fetch_add(1, Ordering::Release);
+}
+
+/// A number that changes with every [`load`] and [`unload`].
+#[inline]
+pub(crate) fn generation() -> u64 {
+    GENERATION.load(Ordering::Acquire)
 }
 
 /// A kernel that was measured to be faster than the selected one, if any is loaded.
@@ -82,7 +88,7 @@ pub(crate) fn faster<P: Problem>(
     problem: &P,
     gpu: &CudaProperties,
 ) -> Option<&'static Kernel> {
-    if !IS_LOADED.load(Ordering::Acquire) {
+    if generation() == 0 {
         return None;
     }
     loaded()?.faster(selected, problem, gpu)
