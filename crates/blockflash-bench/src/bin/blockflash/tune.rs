@@ -26,7 +26,7 @@ is one JSON line, which selection reads after `--tuning FILE` or `blockflash_ops
 benches/README.md says how to send a record.
 
 Examples:
-  blockflash tune                                          the suite tune, some minutes
+  blockflash tune                                          the suite tune
   blockflash tune attention_fwd --filter d128_causal
   blockflash tune --case b1_s2048_h8_d64_causal_bf16 --case m4096_n512_k4096_b64_d0.1_uniform_f16
   blockflash bench attention_fwd --tuning benches/tuned/nvidia-l4.jsonl --peers none";
