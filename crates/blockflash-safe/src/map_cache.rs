@@ -1,12 +1,15 @@
 //! Encoded tensor maps of the calls that a thread repeats: the driver takes 0.12 µs for a map, and
 //! attention needs four.
+//!
+//! A map is a function of what it is encoded from and does not keep memory alive, so it may outlive
+//! the memory: it is found again only for a view that has the same address and reaches as far.
 
 use crate::{TensorMapSpec, View};
 use std::cell::RefCell;
 
-/// Everything that a map and its checks depend on, so that an entry never becomes wrong: address and
-/// span of the view; device, element types, swizzle and rank; the shape; the strides; the extents
-/// of the box.
+/// Everything that a map and its checks depend on, so that an entry never becomes wrong: address
+/// and span of the view; device, element types, swizzle and rank; the shape; the strides; the
+/// extents of the box.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Key([u64; WORDS]);
 
