@@ -57,7 +57,7 @@ impl Product {
 
     fn queue(
         &mut self,
-        kernel: Option<&Kernel>,
+        kernel: Option<&'static Kernel>,
         workspace: Option<&BsrWorkspace>,
         stream: &Stream,
     ) -> Result<(), Error> {

@@ -64,7 +64,10 @@ driver! {
         *text = c"by the fake driver".as_ptr();
         SUCCESS
     }
-    fn cuDeviceGetCount = "cuDeviceGetCount"(count: &mut i32) { *count = GPUS.len() as i32; SUCCESS }
+    fn cuDeviceGetCount = "cuDeviceGetCount"(count: &mut i32) {
+        *count = GPUS.len() as i32;
+        SUCCESS
+    }
     fn cuDeviceGet = "cuDeviceGet"(device: &mut i32, ordinal: i32) { *device = ordinal; SUCCESS }
     fn cuDeviceGetName = "cuDeviceGetName"(text: *mut u8, bytes: i32, _device: i32) {
         let name = b"fake\0";

@@ -12,8 +12,8 @@ struct Kernel {
     param_bytes: usize,
 }
 
-/// An image that is being loaded: what is asked about its kernels is asked at once, while the caller
-/// still holds it.
+/// An image that is being loaded: what is asked about its kernels is asked at once, while the
+/// caller still holds it.
 struct Module(*const u8);
 
 /// `CUlaunchAttribute`.
@@ -90,7 +90,8 @@ driver! {
         // SAFETY: the caller's name ends with a NUL.
         let Ok(symbol) = unsafe { CStr::from_ptr(name) }.to_str() else { return INVALID_VALUE };
         // SAFETY: blockflash still holds the image that it has just loaded.
-        let Some(param_bytes) = (unsafe { param_bytes(module.0, symbol) }) else { return NOT_FOUND };
+        let found = unsafe { param_bytes(module.0, symbol) };
+        let Some(param_bytes) = found else { return NOT_FOUND };
         *kernel = Box::leak(Box::new(Kernel { symbol: symbol.to_owned(), param_bytes }));
         SUCCESS
     }

@@ -6,7 +6,10 @@ mod cases;
 mod params;
 
 use blockflash_fake_driver::{Call, FakeDriver, GPUS, Launch};
-use blockflash_ops::{Attention, DType, Device, Error, Mask, Operation, Result, Tensor};
+use blockflash_ops::{
+    Activation, Attention, Bias, BsrMatmul, BsrPattern, BsrView, DType, Device, Error, Mask,
+    Operation, Result, Tensor,
+};
 use blockflash_safe::{Error as SafeError, param_bytes};
 use blockflash_sys::manifest;
 use cases::Case;
@@ -139,6 +142,59 @@ fn maps_follow_addresses_shapes_and_strides() {
         assert!(count(&fresh, "cuTensorMapEncodeTiled") > 0);
         assert_eq!(queued(&kept), queued(&fresh), "{start} {batch} {rows} {heads}");
     }
+}
+
+#[test]
+fn plans_follow_options() {
+    let (driver, device) = device(0);
+    let stream = device.stream().unwrap();
+    let zeros = |shape: &[usize]| Tensor::zeros(&stream, DType::F16, shape).unwrap();
+    let q = zeros(&[2, 256, 8, 128]);
+    let (mut o, mut lse) =
+        (zeros(&[2, 256, 8, 128]), Tensor::zeros(&stream, DType::F32, &[2, 8, 256]).unwrap());
+    let sink = Tensor::zeros(&stream, DType::F32, &[8]).unwrap();
+    let plain = Attention::new(q.view(), q.view(), q.view());
+    let attentions = [
+        plain,
+        Attention { mask: Mask::causal(), ..plain },
+        Attention { softmax_scale: Some(0.5), ..plain },
+        Attention { softcap: Some(30.0), ..plain },
+        Attention { sink: Some(sink.view()), ..plain },
+    ];
+    let blocks: Vec<_> = (0..4).map(|row| (row, row * 5 % 4)).collect();
+    let pattern = BsrPattern::from_blocks(256, 256, 64, &blocks).unwrap().to(&stream).unwrap();
+    let (values, b, mut c) =
+        (zeros(&pattern.values_shape()), zeros(&[256, 512]), zeros(&[256, 512]));
+    let bias = zeros(&[512]);
+    let plain = BsrMatmul::new(BsrView::new(&pattern, values.view()).unwrap(), b.view());
+    let products = [
+        plain,
+        BsrMatmul { alpha: 0.0, ..plain },
+        BsrMatmul { alpha: -0.0, ..plain },
+        BsrMatmul { beta: 1.0, ..plain },
+        BsrMatmul { bias: Bias::PerColumn(bias.view()), ..plain },
+        BsrMatmul { activation: Activation::Gelu, ..plain },
+    ];
+    let mut of_thread = || {
+        let mut all = Vec::new();
+        for call in &attentions {
+            for with_lse in [false, true] {
+                let out = (o.view_mut(), with_lse.then(|| lse.view_mut()));
+                all.push(queued(&calls(driver, || call.run(out, &stream))));
+            }
+        }
+        for call in &products {
+            all.push(queued(&calls(driver, || call.run(c.view_mut(), &stream))));
+        }
+        all
+    };
+    // The first round makes all plans, and the second one finds them.
+    let [first, second] = [of_thread(), of_thread()];
+    assert_eq!(first, second);
+    let different: std::collections::HashSet<_> =
+        first.iter().flatten().map(|(launch, fields)| format!("{launch:?} {fields}")).collect();
+    // Two products differ in nothing but the sign of a zero.
+    assert_eq!(different.len(), first.len() - 1);
 }
 
 #[test]

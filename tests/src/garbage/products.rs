@@ -181,7 +181,7 @@ fn multiply(case: &Product, turn: &mut Turn<'_>) -> Checked<Ended> {
 
 fn queue_product(
     call: &BsrMatmul<'_>,
-    kernel: Option<&Kernel>,
+    kernel: Option<&'static Kernel>,
     c: &mut Guarded,
     place: &Place,
 ) -> Result<(), Error> {
@@ -249,7 +249,7 @@ fn sample(case: &Sampled, turn: &mut Turn<'_>) -> Checked<Ended> {
 
 fn queue_sampled(
     call: &BsrSddmm<'_>,
-    kernel: Option<&Kernel>,
+    kernel: Option<&'static Kernel>,
     values: &mut Guarded,
     place: &Place,
 ) -> Result<(), Error> {
