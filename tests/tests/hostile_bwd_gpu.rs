@@ -106,7 +106,12 @@ impl Call {
         true
     }
 
-    fn launch(&mut self, mask: Mask, kernel: &Kernel, stream: &Stream) -> Result<(), Error> {
+    fn launch(
+        &mut self,
+        mask: Mask,
+        kernel: &'static Kernel,
+        stream: &Stream,
+    ) -> Result<(), Error> {
         let (call, out) = self.parts(mask);
         call.run_with(kernel, out, stream)
     }

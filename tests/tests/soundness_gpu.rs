@@ -70,7 +70,7 @@ impl Product {
 
     fn capture(
         &mut self,
-        kernel: Option<&Kernel>,
+        kernel: Option<&'static Kernel>,
         workspace: Option<&BsrWorkspace>,
         stream: &Stream,
     ) -> Graph {
@@ -88,7 +88,7 @@ fn counting(gpu: &Gpu, product: &mut Product) -> Vec<&'static Kernel> {
     let splits =
         |kernel: &&Kernel| matches!(&kernel.variant, Variant::BsrMatmulHopper(t) if t.splits());
     let kernels: Vec<&Kernel> = gpu.kernels().filter(splits).collect();
-    let takes = |kernel: &&Kernel| match product.queue(Some(kernel), None, &gpu.stream) {
+    let takes = |kernel: &&'static Kernel| match product.queue(Some(kernel), None, &gpu.stream) {
         Ok(()) => true,
         Err(Error::Unsupported { .. }) => false,
         Err(error) => panic!("{}: {error}", kernel.image_name()),
