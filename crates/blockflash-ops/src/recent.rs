@@ -1,4 +1,4 @@
-//! The plans of the calls that a thread repeats. A plan follows from problem, GPU and how the kernel
+//! The plans of the calls that a thread repeats. A plan follows from problem, GPU and how its kernel
 //! was chosen, so it is found by these and never becomes wrong.
 
 use crate::Result;
