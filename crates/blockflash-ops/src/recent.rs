@@ -1,5 +1,5 @@
-//! The plans of the calls that a thread repeats. A plan follows from problem, GPU and how its kernel
-//! was chosen, so it is found by these and never becomes wrong.
+//! The plans of the calls that a thread repeats. A plan follows from problem, GPU and how its
+//! kernel was chosen, so it is found by these and never becomes wrong.
 
 use crate::Result;
 use crate::selection::Problem;
