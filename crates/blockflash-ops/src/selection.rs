@@ -164,7 +164,8 @@ pub(crate) fn ascending(sizes: impl Iterator<Item = u32>) -> Vec<u32> {
 /// Selects the kernel for a problem on a GPU among all kernels.
 pub(crate) fn select<P: Problem>(problem: &P, gpu: &CudaProperties) -> Result<&'static Kernel> {
     let kernel = select_of(P::kernels(), problem, gpu)?;
-    Ok(tuning::faster(kernel, problem, gpu).unwrap_or(kernel))
+    let accepts = |other: &Kernel| holds(other, problem, gpu);
+    Ok(tuning::faster(kernel, || problem.likeness(), gpu, accepts).unwrap_or(kernel))
 }
 
 /// Like [`select`], among these kernels.
@@ -228,7 +229,7 @@ pub(crate) fn accepts<P: Problem>(
 }
 
 /// Like [`accepts`], without saying why not.
-pub(crate) fn holds<P: Problem>(kernel: &Kernel, problem: &P, gpu: &CudaProperties) -> bool {
+fn holds<P: Problem>(kernel: &Kernel, problem: &P, gpu: &CudaProperties) -> bool {
     P::tile(kernel).is_some_and(|tile| {
         let candidate = Candidate { kernel, tile: &tile, problem, gpu };
         let rules = [&Rule::DTYPE, &Rule::TARGET].into_iter().chain(P::RULES);

@@ -4,26 +4,22 @@
 //! A map is a function of what it is encoded from and does not keep memory alive, so it may outlive
 //! the memory: it is found again only for a view that has the same address and reaches as far.
 
-use crate::{TensorMapSpec, View};
 use std::cell::RefCell;
 
 /// Everything that a map and its checks depend on, so that an entry never becomes wrong: address
 /// and span of the view; device, element types, swizzle and rank; the shape; the strides; the
 /// extents of the box.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Key([u64; WORDS]);
+pub(crate) struct Key(pub(crate) [u64; WORDS]);
 
-const WORDS: usize = 13;
+pub(crate) const WORDS: usize = 13;
 /// Where shape, strides and extents are.
-const SHAPE: usize = 3;
-const STRIDES: usize = 8;
-const EXTENTS: usize = 12;
+pub(crate) const SHAPE: usize = 3;
+pub(crate) const STRIDES: usize = 8;
+pub(crate) const EXTENTS: usize = 12;
 
 /// A map as the driver writes it.
 pub(crate) type Words = [u64; 16];
-
-/// Bits of an extent in a key: the driver takes at most 256.
-const EXTENT_BITS: usize = 12;
 
 /// Sets of entries of a thread, a power of two, and entries of a set. A map is in the set that
 /// address and box choose, in which it takes the place of the oldest one.
@@ -42,30 +38,6 @@ thread_local! {
 }
 
 impl Key {
-    /// The key of a map of a view. `None` for host memory, and for some of the specifications that
-    /// [`TensorMapSpec::check`] refuses.
-    pub(crate) fn of(spec: &TensorMapSpec<'_>, view: &View<'_>) -> Option<Key> {
-        let rank = spec.shape.len();
-        let ordinal = view.device().context()?.ordinal as u64;
-        if rank > 5 || spec.strides_bytes.len() + 1 != rank || spec.box_shape.len() != rank {
-            return None;
-        }
-        let small = [view.dtype() as u64, spec.dtype as u64, spec.swizzle as u64, rank as u64];
-        let mut words = [0; WORDS];
-        words[0] = view.device_ptr()?;
-        words[1] = view.layout().span() as u64;
-        words[2] = small.into_iter().fold(ordinal, |word, part| word << 8 | part);
-        words[SHAPE..].iter_mut().zip(spec.shape).for_each(|(word, &size)| *word = size);
-        words[STRIDES..].iter_mut().zip(spec.strides_bytes).for_each(|(word, &step)| *word = step);
-        for &extent in spec.box_shape {
-            if extent >> EXTENT_BITS != 0 {
-                return None;
-            }
-            words[EXTENTS] = words[EXTENTS] << EXTENT_BITS | u64::from(extent);
-        }
-        Some(Key(words))
-    }
-
     fn set(&self) -> usize {
         let mixed = (self.0[0] ^ self.0[EXTENTS]).wrapping_mul(0x9E37_79B9_7F4A_7C15);
         (mixed >> (u64::BITS - SETS.trailing_zeros())) as usize

@@ -1,5 +1,5 @@
 use crate::driver::check;
-use crate::map_cache::Key;
+use crate::map_cache::{EXTENTS, Key, SHAPE, STRIDES, WORDS};
 use crate::{DType, Error, Result, View};
 use blockflash_sys::params::blockflash_tensor_map;
 use cudarc::driver::sys;
@@ -50,7 +50,34 @@ pub struct TensorMapSpec<'s> {
     pub swizzle: Swizzle,
 }
 
+/// Bits of an extent in a key: the driver takes at most 256.
+const EXTENT_BITS: usize = 12;
+
 impl TensorMapSpec<'_> {
+    /// What a map of a view is kept by. `None` for host memory, and for some of the specifications
+    /// that [`check`](Self::check) refuses.
+    fn key(&self, view: &View<'_>) -> Option<Key> {
+        let rank = self.shape.len();
+        let ordinal = view.device().context()?.ordinal as u64;
+        if rank > 5 || self.strides_bytes.len() + 1 != rank || self.box_shape.len() != rank {
+            return None;
+        }
+        let small = [view.dtype() as u64, self.dtype as u64, self.swizzle as u64, rank as u64];
+        let mut words = [0; WORDS];
+        words[0] = view.device_ptr()?;
+        words[1] = view.layout().span() as u64;
+        words[2] = small.into_iter().fold(ordinal, |word, part| word << 8 | part);
+        words[SHAPE..].iter_mut().zip(self.shape).for_each(|(word, &size)| *word = size);
+        words[STRIDES..].iter_mut().zip(self.strides_bytes).for_each(|(word, &step)| *word = step);
+        for &extent in self.box_shape {
+            if extent >> EXTENT_BITS != 0 {
+                return None;
+            }
+            words[EXTENTS] = words[EXTENTS] << EXTENT_BITS | u64::from(extent);
+        }
+        Some(Key(words))
+    }
+
     /// Checks the rules of `cuTensorMapEncodeTiled`, whose own errors do not say which rule is
     /// broken.
     ///
@@ -116,7 +143,7 @@ impl TensorMapSpec<'_> {
         if self.shape.contains(&0) {
             return Ok(blockflash_tensor_map { opaque: [0; 16] });
         }
-        let key = Key::of(self, view);
+        let key = self.key(view);
         if let Some(opaque) = key.as_ref().and_then(Key::find) {
             return Ok(blockflash_tensor_map { opaque });
         }

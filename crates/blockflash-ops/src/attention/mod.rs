@@ -4,6 +4,7 @@ mod block_mask;
 mod cost;
 pub(crate) mod cpu;
 mod flops;
+mod likeness;
 mod mask;
 mod plan;
 mod problem;

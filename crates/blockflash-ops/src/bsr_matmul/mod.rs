@@ -9,6 +9,7 @@ mod cpu;
 mod dense_sparse;
 mod from_tensors;
 mod grouping;
+mod likeness;
 mod matrix;
 mod parts;
 mod pattern;

@@ -1,7 +1,5 @@
 //! What makes two problems alike.
 
-use crate::attention::{Align, AttentionProblem, Mask};
-use crate::bsr_matmul::BsrProblem;
 use blockflash_sys::{DType, Major};
 use serde::{Deserialize, Serialize};
 
@@ -61,46 +59,6 @@ pub enum Likeness {
 }
 
 impl Likeness {
-    /// Of attention; `None` for packed sequences, windows and a causal mask along another diagonal,
-    /// of which no case is measured.
-    pub fn of_attention(problem: &AttentionProblem) -> Option<Self> {
-        let square = problem.seqlen_q == problem.seqlen_kv;
-        let causal = match problem.mask {
-            Mask::Full => false,
-            Mask::Causal { align } if square || align == Align::BottomRight => true,
-            _ => return None,
-        };
-        let group = problem.num_heads_q.checked_div(problem.num_heads_kv)?;
-        problem.packed.is_none().then_some(Self::Attention {
-            dtype: problem.dtype,
-            head_dim: problem.head_dim,
-            causal,
-            block_mask: problem.block_mask.map(|mask| [mask.block_q, mask.block_kv]),
-            heads: problem.batch.saturating_mul(problem.num_heads_q),
-            group,
-            seqlen_q: problem.seqlen_q,
-            seqlen_kv: problem.seqlen_kv,
-        })
-    }
-
-    /// Of a BSR matmul.
-    pub fn of_bsr_matmul(problem: &BsrProblem) -> Self {
-        let blocks = |size: usize| size.div_ceil(problem.block_size.max(1)) as f64;
-        let mean = problem.nnz_blocks as f64 / blocks(problem.m);
-        Self::BsrMatmul {
-            dtype: problem.dtype,
-            block_size: problem.block_size,
-            a_transposed: problem.a_transposed,
-            b_major: problem.b_major,
-            c_major: problem.c_major,
-            m: problem.m,
-            n: problem.n,
-            k: problem.k,
-            density: mean / blocks(problem.k),
-            longest: problem.longest_row.map_or(1.0, |blocks| blocks as f64 / mean),
-        }
-    }
-
     /// The largest factor between two sizes; `None` if the classes differ or a size is not near.
     pub fn distance(&self, other: &Self) -> Option<f64> {
         let (sizes, others) = (self.sizes(), other.sizes());

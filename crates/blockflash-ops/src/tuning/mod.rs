@@ -31,7 +31,6 @@ mod record;
 pub use likeness::Likeness;
 pub use record::Measured;
 
-use crate::selection::{self, Problem};
 use crate::{Error, Result};
 use blockflash_safe::CudaProperties;
 use blockflash_sys::Kernel;
@@ -83,15 +82,16 @@ pub(crate) fn generation() -> u64 {
 
 /// A kernel that was measured to be faster than the selected one, if any is loaded.
 #[inline]
-pub(crate) fn faster<P: Problem>(
+pub(crate) fn faster(
     selected: &Kernel,
-    problem: &P,
+    problem: impl FnOnce() -> Option<Likeness>,
     gpu: &CudaProperties,
+    accepts: impl Fn(&Kernel) -> bool,
 ) -> Option<&'static Kernel> {
     if generation() == 0 {
         return None;
     }
-    loaded()?.faster(selected, problem, gpu)
+    loaded()?.faster(selected, &problem()?, gpu, accepts)
 }
 
 /// The kernels that were measured, by GPU and case, in memory.
@@ -222,22 +222,25 @@ impl Tuning {
 
     /// The fastest kernel of the nearest case that accepts the problem, if it was faster than the
     /// selected one there.
-    pub(crate) fn faster<P: Problem>(
+    fn faster(
         &self,
         selected: &Kernel,
-        problem: &P,
+        problem: &Likeness,
         gpu: &CudaProperties,
+        accepts: impl Fn(&Kernel) -> bool,
     ) -> Option<&'static Kernel> {
-        let likeness = problem.likeness().filter(Likeness::is_valid)?;
+        if !problem.is_valid() {
+            return None;
+        }
         let distances = self.gpu(gpu)?.cases.iter().filter_map(|case| {
-            let distance = case.likeness.distance(&likeness)?;
+            let distance = case.likeness.distance(problem)?;
             Some((distance, case))
         });
         let (_, case) = distances.min_by(|a, b| a.0.total_cmp(&b.0))?;
         let (_, of_selected) = case.times.iter().find(|(kernel, _)| *kernel == selected)?;
         let better = case.times.iter().take_while(|(_, us)| us * MARGIN <= *of_selected);
         let mut better = better.map(|(kernel, _)| *kernel);
-        better.find(|kernel| selection::holds(kernel, problem, gpu))
+        better.find(|kernel| accepts(kernel))
     }
 }
 

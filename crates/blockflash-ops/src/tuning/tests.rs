@@ -2,6 +2,7 @@ use super::*;
 use crate::attention::{self, AttentionProblem, Mask};
 use crate::bsr_matmul::{self, BsrProblem};
 use crate::rates::tests::{l4, rtx_4090};
+use crate::selection::{self, Problem};
 use crate::{Align, BlockMaskSizes, PackedRows};
 use blockflash_sys::{DType, Major, manifest};
 use serde_json::{Value, json};
@@ -44,7 +45,8 @@ fn narrow_is_faster() -> Vec<Value> {
 /// The image that is taken instead of the selected one, if any.
 fn instead<P: Problem>(tuning: &Tuning, problem: &P, gpu: &CudaProperties) -> Option<String> {
     let selected = selection::select(problem, gpu).unwrap();
-    tuning.faster(selected, problem, gpu).map(Kernel::image_name)
+    let accepts = |kernel: &Kernel| selection::accepts(kernel, problem, gpu).is_ok();
+    tuning.faster(selected, &problem.likeness()?, gpu, accepts).map(Kernel::image_name)
 }
 
 #[test]
