@@ -10,6 +10,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch._dynamo  # noqa: F401
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
@@ -18,6 +19,9 @@ from .._native import Unsupported
 from ..sdpa import operands
 from ._call import run
 from ._shard import shard
+
+# torch's compiler is loaded above because `set_stance` would do it later: a process group that is
+# older than the compiler is not freed (torch 2.15), and its threads may abort a process that ends.
 
 _KEYS = ("CPU", "CUDA", "AutogradCPU", "AutogradCUDA")
 
