@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import datetime
+import os
 import socket
+import sys
 from collections.abc import Callable
 
 import torch
@@ -18,6 +20,9 @@ def _process(rank: int, world: int, port: int, work: Callable[[int, int], None])
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world, timeout=limit)
     work(rank, world)
     dist.destroy_process_group()
+    # Threads of gloo may abort an interpreter that ends (torch 2.15); all is checked here.
+    sys.stdout.flush()
+    os._exit(0)
 
 
 def run(world: int, work: Callable[[int, int], None]) -> None:
