@@ -8,6 +8,7 @@
 // summation.
 #include "blockflash/params/attention_bwd.h"
 #include "consumer.cuh"
+#include "consumer_apart.cuh"
 #include "consumer_pair.cuh"
 #include "consumer_tall.cuh"
 #include "consumer_turns.cuh"
@@ -61,9 +62,11 @@ __device__ __forceinline__ void produce(const Params& params, uint32_t smem,
       copy(first_arrives + 8 * at.stage, smem + kFirstOffset + at.stage * kStreamBytes, params.q,
            first_statistics(smem, at.stage), b.negative_logs);
       if (values_wanted) copy_resident(1, params.v, barriers.resident + 8), values_wanted = false;
-      at.wait(barriers.second_empty);
-      copy(second_arrives + 8 * at.stage, smem + kSecondOffset + at.stage * kStreamBytes,
-           params.d_o, second_statistics(smem, at.stage), b.deltas);
+      const int second = second_stage(at.stage);
+      ptx::mbarrier_wait(barriers.second_empty + 8 * second,
+                         kOneSecondStage ? at.stage ^ 1 : at.parity);
+      copy(second_arrives + 8 * second, smem + kSecondOffset + second * kStreamBytes, params.d_o,
+           second_statistics(smem, second), b.deltas);
       at.advance();
     }
   }
@@ -114,7 +117,9 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_bwd_tma_params pa
       }
   } else {
     ptx::raise_registers<kConsumerRegisters>();
-    if constexpr (Config::dq && kStreamRows == 128)
+    if constexpr (kApart)
+      consume_apart(params, smem, barriers, warpgroup - 1);
+    else if constexpr (Config::dq && kStreamRows == 128)
       consume_tall<kStreamRows>(params, smem, barriers, warpgroup - 1);
     else if constexpr (Config::dq)
       consume_with_dq<kD / 2>(params, smem, barriers, warpgroup - 1);

@@ -12,7 +12,10 @@ namespace {
 
 static_assert(kStreamRows == 64 || (kStreamRows == 128 && Config::dq),
               "one consumer visits more than 64 queries at a time");
-static_assert(kStages == kSecondStages, "a stage of Q and its stage of dO are released together");
+// Whether one consumer has the scores and dv and the other one their gradients and dk.
+constexpr bool kApart = Config::dq && kD > 128;
+static_assert(kStages == kSecondStages || kApart,
+              "a stage of Q and its stage of dO are released together");
 
 using Keys = KeyWork<kResidentRows>;
 using Walk = QueryWalk<kStreamRows, kResidentRows>;

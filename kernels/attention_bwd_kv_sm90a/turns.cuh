@@ -20,7 +20,8 @@ constexpr int kScoresBytes = kStreamRows / 64 * kScoresPanel;
 constexpr int kSumsTile = kStatisticsTile * kD * 4;       // dq of 64 queries
 constexpr int kSumsBytes = kStreamRows / 64 * kSumsTile;  // and of a query tile
 constexpr int kScoresOffset = kRingEnd, kStagingOffset = kScoresOffset + 2 * kScoresBytes;
-static_assert(!Config::dq || kStagingOffset + 2 * kSumsBytes <= kStatisticsOffset,
+constexpr int kStagings = kApart ? 1 : 2;  // staged tiles of dq
+static_assert(!Config::dq || kStagingOffset + kStagings * kSumsBytes <= kStatisticsOffset,
               "manifest and kernel disagree on shared memory");
 
 // Under a mask with a right limit: the heads, from the first one on, whose last block comes first.
@@ -92,7 +93,7 @@ struct TurnBarriers {
         places(scores + 64) {}
 
   __device__ __forceinline__ void init() const {
-    for (int i = 0; i < 6; ++i) ptx::mbarrier_init(scores + 8 * i, 8);
+    for (int i = 0; i < 6; ++i) ptx::mbarrier_init(scores + 8 * i, kApart && i < 2 ? 4 : 8);
     for (int i = 6; i < 8; ++i) ptx::mbarrier_init(scores + 8 * i, 1);
   }
   // A tile of -1 ends the queue.
@@ -125,7 +126,7 @@ __device__ __forceinline__ void wait_for_turn(const uint32_t* turn, uint32_t ran
 // One thread that adds every second staged tile, when its turn has come.
 __device__ __forceinline__ void add_in_turn(const Params& params, uint32_t smem, int which) {
   const TurnBarriers barriers(smem);
-  const uint32_t staged = smem + kStagingOffset + which * kSumsBytes;
+  const uint32_t staged = smem + kStagingOffset + which % kStagings * kSumsBytes;
 #pragma unroll 1
   for (int n = which;; n += 2) {
     ptx::mbarrier_wait(barriers.staged + 8 * which, n / 2 & 1);

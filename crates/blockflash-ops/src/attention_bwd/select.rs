@@ -18,8 +18,9 @@ const FULL_SUMS_FROM_KEYS: usize = 512;
 /// The kernel that computes dk and dv of a problem on a GPU, and with it the scheme: either sums of
 /// dq beside them, or a kernel of its own for dq. The kernels of the other steps follow from it.
 ///
-/// Sums are taken on Hopper for a dense mask, a head_dim up to 64 or 97 to 128, and at least 1024
-/// keys (512 up to 64 without a mask), if the workspace has room for them.
+/// Sums are taken on Hopper for a dense mask, a head_dim up to 64, 97 to 128, or 129 to 192
+/// of bf16 without softcap, and at least 1024 keys (512 up to 64 without a mask), if the workspace
+/// has room for them.
 ///
 /// # Errors
 /// [`Error::Unsupported`](crate::Error::Unsupported) names what no kernel offers: the element type,

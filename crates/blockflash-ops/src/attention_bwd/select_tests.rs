@@ -59,7 +59,7 @@ fn every_gpu_has_kernels_for_every_step() {
 #[test]
 fn dq_is_summed_where_that_pays() {
     let (sums, keys) = ((Step::KeysAndSums, Target::Sm90a), (Step::Keys, Target::Sm90a));
-    for head_dim in [8, 64, 104, 128] {
+    for head_dim in [8, 64, 104, 128, 136, 192] {
         assert_eq!(lead(&dense(4096, head_dim)), sums, "{head_dim}");
         let of_short = if head_dim <= 64 { sums } else { keys };
         assert_eq!(lead(&dense(512, head_dim)), of_short, "{head_dim}");
@@ -68,7 +68,9 @@ fn dq_is_summed_where_that_pays() {
         assert_eq!(lead(&AttentionBackwardProblem::of(forward)), keys, "{head_dim}");
     }
     // The narrowest tile is without sums.
-    assert_eq!([72, 96, 192, 256].map(|head_dim| lead(&dense(4096, head_dim))), [keys; 4]);
+    assert_eq!([72, 96, 256].map(|head_dim| lead(&dense(4096, head_dim))), [keys; 3]);
+    let capped = AttentionProblem { softcap: Some(30.0), ..dense(4096, 192).forward };
+    assert_eq!(lead(&AttentionBackwardProblem::of(capped)), keys);
     assert_eq!(lead(&masked(128, 128, 64)), keys);
     let room = workspace_bytes(select(&dense(4096, 64), &h200()).unwrap(), &dense(4096, 64));
     let room = room.unwrap();

@@ -49,9 +49,11 @@ impl AttentionBwdTile {
     }
 
     /// Whether it computes problems with a softcap. Where 128 queries pass at a time beside sums of
-    /// dq, no registers are left for it.
+    /// dq, no registers are left for it; beyond a head_dim of 128 the warpgroup that differentiates
+    /// the scores knows only the probabilities.
     pub const fn takes_softcap(&self) -> bool {
-        !matches!(self.step, AttentionBwdStep::KeysAndSums) || self.block_q <= 64
+        !matches!(self.step, AttentionBwdStep::KeysAndSums)
+            || self.block_q <= 64 && self.head_dim <= 128
     }
 
     /// A case for the steps that multiply.

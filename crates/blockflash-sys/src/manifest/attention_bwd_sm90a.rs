@@ -43,9 +43,10 @@ const fn narrow(step: AttentionBwdStep, head_dim: u32, stages: [u32; 2]) -> Atte
 }
 
 /// Tiles by head dimension. The sums of dq need 96 KB at a head_dim of 128, and registers for a
-/// third accumulator, so they exist for 64 and 128 only. At 64 tiles of 128 queries come first, and
-/// those of 64 take what has a softcap. Beyond 128 the two warpgroups share 64 keys. Narrow tiles
-/// come after the others, so only block masks take them.
+/// third accumulator. At 64 tiles of 128 queries come first, and those of 64 take what has a
+/// softcap. At 192, in bf16 only, the two warpgroups share 96 keys, with one stage of dO and one
+/// staged tile of dq. There are no sums at 96 and 256. Where dq has a kernel of its own they share
+/// 64 keys beyond 128. Narrow tiles come after the others, so only block masks take them.
 const TILES: &[AttentionBwdHopper] = &[
     tile(Queries, 64, [128, 128], [2, 2]),
     tile(Queries, 96, [128, 128], [2, 2]),
@@ -64,14 +65,17 @@ const TILES: &[AttentionBwdHopper] = &[
     tile(KeysAndSums, 64, [128, 128], [2, 2]),
     tile(KeysAndSums, 64, [128, 64], [2, 2]),
     tile(KeysAndSums, 128, [128, 64], [2, 2]),
+    tile(KeysAndSums, 192, [96, 64], [2, 1]),
     tile(Sums, 64, [64, 0], [0, 0]),
     tile(Sums, 128, [64, 0], [0, 0]),
+    tile(Sums, 192, [64, 0], [0, 0]),
 ];
 
 pub(super) fn tiles(target: Target) -> impl Iterator<Item = AttentionBwdHopper> {
     each_dtype(TILES)
         .filter(move |_| target == Target::Sm90a)
         .map(|(dtype, tile)| AttentionBwdHopper { dtype, ..tile })
+        .filter(|tile| tile.dtype == DType::BF16 || !tile.rounds_probabilities())
 }
 
 impl AttentionBwdHopper {
@@ -79,6 +83,12 @@ impl AttentionBwdHopper {
     const PANEL_ROW_BYTES: u32 = 128;
     /// Bytes for row statistics, announced tiles and mbarriers.
     const PAGE_BYTES: u32 = 2048;
+
+    /// Whether the gradients of scores come from rounded probabilities, small ones of which f16
+    /// does not represent well enough.
+    const fn rounds_probabilities(&self) -> bool {
+        matches!(self.step, KeysAndSums | Sums) && self.head_dim > 128
+    }
 
     /// The part that all kernels of the attention backward have.
     pub const fn tile(&self) -> AttentionBwdTile {
@@ -125,7 +135,7 @@ impl Family for AttentionBwdHopper {
         let more = match self.step {
             Sums => return 0,
             Keys if self.resident_rows < 64 * self.warpgroups => scores,
-            KeysAndSums => scores + 2 * self.stream_rows * self.head_dim * 4,
+            KeysAndSums => scores + self.stages[1] * self.stream_rows * self.head_dim * 4,
             _ => 0,
         };
         tiles + more + Self::PAGE_BYTES
@@ -188,8 +198,9 @@ mod tests {
             let symbol = kernel.symbol();
             assert!(kernel.smem_bytes() <= kernel.target.smem_limit(), "{symbol}");
             assert_eq!(kernel.family().counts_tiles(), tile.step == KeysAndSums, "{symbol}");
-            // Masks have blocks of 64 or multiples.
-            let divides = |rows: u32| rows == 0 || 128 % rows == 0;
+            // Masks have blocks of 64 or multiples, but none where dq is summed.
+            let dense = tile.step == KeysAndSums;
+            let divides = |rows: u32| rows == 0 || 128 % rows == 0 || dense;
             assert!(divides(tile.block_q) && divides(tile.block_kv), "{symbol}");
             steps.insert(tile.step);
         }
@@ -203,6 +214,7 @@ mod tests {
             tiles(Target::Sm90a).find(same).unwrap().smem_bytes()
         };
         assert_eq!(bytes(KeysAndSums, 128), 231_424);
+        assert_eq!(bytes(KeysAndSums, 192), 223_232);
         assert_eq!(bytes(Keys, 128), 133_120);
         assert_eq!(bytes(Keys, 256), 215_040);
         assert_eq!(bytes(Queries, 256), 231_424);

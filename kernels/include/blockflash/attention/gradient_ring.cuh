@@ -114,6 +114,11 @@ struct Position {
   }
 };
 
+// A ring of two first tiles may have one of second tiles beside it. Then the n-th pair has stage
+// n % 2 of the former, which is also the parity of the latter.
+constexpr bool kOneSecondStage = kStages == 2 && kSecondStages == 1;
+__device__ __forceinline__ int second_stage(int stage) { return kOneSecondStage ? 0 : stage; }
+
 // Where the statistics of a stage lie that belong to its first or its second tile.
 __device__ __forceinline__ uint32_t first_statistics(uint32_t smem, int stage) {
   return smem + kStatisticsOffset + stage * kStatisticsBytes;
@@ -180,10 +185,13 @@ __device__ __forceinline__ void cut_tiles(uint32_t smem, const Barriers& barrier
     const uint32_t tile = smem + kFirstOffset + at.stage * kStreamBytes;
     cut_tile<kStreamRows>(barriers.cut_first + barrier, at.parity, tile, length - first,
                           barriers.first + barrier);
-    if constexpr (both)
-      cut_tile<kStreamRows>(barriers.cut_second + barrier, at.parity,
-                            tile + (kSecondOffset - kFirstOffset), length - first,
-                            barriers.second + barrier);
+    if constexpr (both) {
+      const int second = second_stage(at.stage);
+      cut_tile<kStreamRows>(barriers.cut_second + 8 * second,
+                            kOneSecondStage ? at.stage : at.parity,
+                            smem + kSecondOffset + second * kStreamBytes, length - first,
+                            barriers.second + 8 * second);
+    }
     at.advance();
   }
 }
