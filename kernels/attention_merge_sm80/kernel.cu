@@ -1,5 +1,6 @@
 // Combines attention over disjoint sets of keys, as between GPUs that hold parts of a cache or
-// sequences that share a prefix. A thread computes four columns of a row of o, in one fixed order.
+// sequences that share a prefix, or adds gradients of such sets, which have no log-sum-exp. A thread
+// computes four columns of a row of o, in one fixed order.
 #include "blockflash/config/kv_cache.cuh"
 #include "blockflash/decode/partials.cuh"
 #include "blockflash/params/kv_cache.h"
@@ -21,16 +22,20 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_merge_params p) {
   const int64_t batch = token / p.seqlen_q, query = token - batch * p.seqlen_q;
   if (batch >= p.batch) return;
 
-  const float* const logs =
-      p.parts_lse + batch * p.parts_lse_stride_batch + head * p.parts_lse_stride_head + query;
+  const bool adds = p.parts_lse == nullptr;  // each part has a weight of exactly 1
+  const int64_t logs =
+      batch * p.parts_lse_stride_batch + head * p.parts_lse_stride_head + query;
+  const auto log_of = [&](int part) {
+    return adds ? 0.f : p.parts_lse[logs + part * p.parts_lse_stride_part] * kLog2e;
+  };
   const int64_t columns = batch * p.parts_stride_batch + query * p.parts_stride_seq +
                           head * p.parts_stride_head + column;
   Partial x{make_float4(0.f, 0.f, 0.f, 0.f), kNoReference, 0.f};
   for (int i = 0; i < p.count; ++i)
-    x.reference = fmaxf(x.reference, logs[i * p.parts_lse_stride_part] * kLog2e);
+    x.reference = fmaxf(x.reference, log_of(i));
 #pragma unroll 4
   for (int i = 0; i < p.count; ++i) {
-    const float log = logs[i * p.parts_lse_stride_part] * kLog2e;
+    const float log = log_of(i);
     if (log == -CUDART_INF_F) continue;  // a part without keys, whose columns do not count
     const float weight = ptx::ex2_approx(log - x.reference);
     const int64_t at = columns + i * p.parts_stride_part;
@@ -40,6 +45,7 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_merge_params p) {
     x.sum.z = fmaf(weight, load_element(p.parts, at + 2, p.parts_dtype), x.sum.z);
     x.sum.w = fmaf(weight, load_element(p.parts, at + 3, p.parts_dtype), x.sum.w);
   }
+  if (adds) x.denominator = 1.f;
   if (p.lse != nullptr && column == 0)
     p.lse[batch * p.lse_stride_batch + head * p.lse_stride_head + query] = log_sum_exp(x);
   const int64_t to =

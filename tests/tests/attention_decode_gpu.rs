@@ -8,7 +8,7 @@ use blockflash_tests::attention::{Choice, Limits, dims_of_tile};
 use blockflash_tests::attention_decode::{
     CacheLayout, DecodeCase, DecodeData, DecodeGroup, alone_as_in_a_batch, append_or_refuse,
     decode_cases, decode_edges, decode_groups, decode_lengths, decode_prefills, decode_reference,
-    merge_cases, replays, run_merge, run_or_refuse, same_bits, survives_garbage,
+    merge_cases, replays, run_merge, run_or_refuse, run_sum, same_bits, survives_garbage,
 };
 use blockflash_tests::gpu::{Gpu, Report, gpu};
 use blockflash_tests::property;
@@ -86,6 +86,7 @@ fn every_kernel_that_merges() {
     for kernel in gpu.kernels().filter(merges) {
         for case in property::samples(100, merge_cases(1, vec![8, 64, 72, 128, 256])) {
             report.run(kernel, || run_merge(&case, Choice::This(kernel), &gpu.stream));
+            report.run(kernel, || run_sum(&case, kernel, &gpu.stream));
         }
     }
     report.finish(&gpu, "attention_decode_gpu");

@@ -5,8 +5,9 @@ use crate::gpu::wait;
 use crate::host::{download, upload};
 use crate::number::{decode, encode, normal_rounded, rng};
 use crate::tolerance::{Reference, check};
-use blockflash_ops::{AttentionMerge, DType, Operation, Stream, Tensor};
+use blockflash_ops::{AttentionMerge, DType, Device, Operation, Stream, Tensor};
 use blockflash_oracle::{AttentionRow, Rounding, merged_row};
+use blockflash_sys::Kernel;
 use proptest::prelude::*;
 use proptest::sample::select;
 use rand::Rng;
@@ -115,4 +116,35 @@ pub fn run_merge(case: &MergeCase, kernel: Choice, stream: &Stream) -> Result<us
     check(&found, &lse_reference, &rounding, |at| format!("lse {at}"))
         .map_err(|error| format!("{error}\n    {case:?}"))?;
     Ok(2)
+}
+
+/// Adds the parts of a case without weights, with this kernel and on the CPU, whose bits it has.
+/// Returns the number of compared outputs.
+pub fn run_sum(
+    case: &MergeCase,
+    kernel: &'static Kernel,
+    stream: &Stream,
+) -> Result<usize, String> {
+    let [count, rows, heads, d] = case.shape;
+    let [parts_dtype, o_dtype] = case.dtypes;
+    let parts = normal_rounded(case.seed, count * rows * heads * d, parts_dtype);
+    let bits: Vec<_> = parts.iter().map(|&x| encode(parts_dtype, x)).collect();
+    let sum = |kernel: Option<&'static Kernel>, stream: &Stream| -> Result<_, String> {
+        let parts = upload(stream, parts_dtype, &bits, &[count, rows, heads, d])?;
+        let mut o = crate::host::poisoned(stream, o_dtype, &[rows, heads, d])?;
+        let (sum, out) = (AttentionMerge::sum(parts.view()), (o.view_mut(), None));
+        match kernel {
+            None => sum.run(out, stream),
+            Some(kernel) => sum.run_with(kernel, out, stream),
+        }
+        .map_err(|error| format!("{error}\n    {case:?}"))?;
+        wait(stream, &|| format!("{case:?}"))?;
+        download(stream, &o)
+    };
+    let cpu = Device::cpu().stream().map_err(|error| error.to_string())?;
+    let (found, expected) = (sum(Some(kernel), stream)?, sum(None, &cpu)?);
+    match found == expected {
+        true => Ok(1),
+        false => Err(format!("sums differ from those of the CPU\n    {case:?}")),
+    }
 }

@@ -20,7 +20,7 @@ pub use garbage::survives_garbage;
 pub use kernels::{
     DecodeGroup, alone_as_in_a_batch, append_or_refuse, decode_groups, run_or_refuse, same_bits,
 };
-pub use merge::{MergeCase, merge_cases, run_merge};
+pub use merge::{MergeCase, merge_cases, run_merge, run_sum};
 pub use outputs::{DecodeOutputs, run_case};
 pub use reference::decode_reference;
 pub use replays::replays;

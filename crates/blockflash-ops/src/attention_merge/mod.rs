@@ -41,7 +41,7 @@ pub struct AttentionMerge<'a> {
     pub o: View<'a>,
     /// Their log-sum-exps, f32 `[parts, num_heads, rows]`, with any strides: where each sequence
     /// has one query, `[parts, batch, num_heads]` is a permuted view. `None`: `o` is the sum of the
-    /// parts, in f32 and in their order, as gradients of parts of the keys need it (on the CPU).
+    /// parts, in f32 and in their order, as gradients of parts of the keys need it.
     pub lse: Option<View<'a>>,
 }
 

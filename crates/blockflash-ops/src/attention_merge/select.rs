@@ -28,7 +28,7 @@ pub fn accepts(
 
 impl Problem for AttentionMergeProblem {
     const OP: &'static str = "attention_merge";
-    const RULES: &'static [Rule<Self>] = &[HEAD_DIM, PARTS, WEIGHTS];
+    const RULES: &'static [Rule<Self>] = &[HEAD_DIM, PARTS];
 
     /// Columns of o per thread. Kernels take every element type.
     type Tile = u32;
@@ -61,12 +61,6 @@ impl Problem for AttentionMergeProblem {
 const HEAD_DIM: Rule<AttentionMergeProblem> = Rule {
     holds: |c| c.problem.head_dim.is_multiple_of(8),
     refuses: |c| format!("head_dim {} is not a multiple of 8", c.problem.head_dim),
-    excludes_all: None,
-};
-
-const WEIGHTS: Rule<AttentionMergeProblem> = Rule {
-    holds: |c| c.problem.parts_lse.is_some(),
-    refuses: |_| "parts without log-sum-exps are added on the CPU only".into(),
     excludes_all: None,
 };
 

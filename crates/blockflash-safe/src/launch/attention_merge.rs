@@ -16,7 +16,7 @@ pub struct AttentionMergeOperands<'a> {
     /// `[count, rows, num_heads_q, head_dim]` in f16, bf16 or f32; rows are a batch of sequences
     /// with one query each.
     pub parts: View<'a>,
-    /// f32 `[count, num_heads_q, rows]`; `None` for a plain sum, which the kernel does not compute.
+    /// f32 `[count, num_heads_q, rows]`; `None` for a plain sum.
     pub parts_lse: Option<View<'a>>,
     /// `[rows, num_heads_q, head_dim]` in f16, bf16 or f32.
     pub o: ViewMut<'a>,
@@ -86,8 +86,9 @@ unsafe impl Launch for AttentionMerge {
             (heads, p.parts_lse_stride_head),
             (batch, p.parts_lse_stride_batch),
         ];
-        let parts_lse = operands.parts_lse.as_ref().ok_or("the parts have no weights")?;
-        fits("parts_lse", parts_lse, DType::F32, logs)?;
+        if let Some(parts_lse) = &operands.parts_lse {
+            fits("parts_lse", parts_lse, DType::F32, logs)?;
+        }
         let strides = [p.o_stride_batch, p.o_stride_head];
         let o = [(batch, p.o_stride_batch), (heads, p.o_stride_head), (head_dim, 1)];
         fits("o", &operands.o.as_view(), dtype_of(p.o_dtype)?, o)?;
