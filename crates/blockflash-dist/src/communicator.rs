@@ -36,6 +36,25 @@ pub trait Communicator {
 
     /// Tells the other ranks that this one cannot go on.
     fn give_up(&self, why: &str);
+
+    /// Called where the attention of a step begins, when its keys are there, and where it ends, in
+    /// the order of `stream`: a communicator that wraps another one can record events, for a
+    /// timeline. Does nothing if it is not written.
+    ///
+    /// # Errors
+    /// The device's errors.
+    fn mark(&self, _mark: Mark, _stream: &Stream) -> Result<()> {
+        Ok(())
+    }
+}
+
+/// A place in the work of a rank: see [`Communicator::mark`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Mark {
+    /// The attention of a step begins; steps count from 0.
+    Begin(usize),
+    /// It ends.
+    End(usize),
 }
 
 /// Ranks with a GPU each, on one host or several, by NCCL.

@@ -23,7 +23,7 @@ mod sink;
 
 pub use attention::{DistributedAttention, PreparedAttention};
 pub use block_mask::DistributedBlockMask;
-pub use communicator::{Communicator, Nccl};
+pub use communicator::{Communicator, Mark, Nccl};
 pub use error::{Error, Result};
 pub use grid::Scheme;
 pub use memory::Memory;

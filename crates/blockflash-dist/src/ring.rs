@@ -3,7 +3,7 @@
 use crate::band::Part;
 use crate::exchange::{exchange, pack};
 use crate::plan::{Call, Plan, Step};
-use crate::{Communicator, Result};
+use crate::{Communicator, Mark, Result};
 use blockflash_ops::{
     Attention, AttentionMerge, AttentionOutput, BlockMask, DType, Event, Stream, Tensor, View,
     ViewMut,
@@ -135,7 +135,10 @@ pub(crate) fn forward(
     stream: &Stream,
 ) -> Result<AttentionOutput> {
     if let Some(block_mask) = ring.alone() {
-        return Ok(Attention { q, k, v, block_mask, ..*ring.attention }.forward(stream)?);
+        ring.comm.mark(Mark::Begin(0), stream)?;
+        let output = Attention { q, k, v, block_mask, ..*ring.attention }.forward(stream)?;
+        ring.comm.mark(Mark::End(0), stream)?;
+        return Ok(output);
     }
     let mut o = Tensor::empty(stream, q.dtype(), q.shape())?;
     let mut lse = Tensor::empty(stream, DType::F32, &[q.shape()[0], q.shape()[2], q.shape()[1]])?;
@@ -163,12 +166,14 @@ fn forward_entry(
     let mut lse_parts = Tensor::empty(stream, DType::F32, &[slots, heads, rows])?;
     for (t, step) in plan.steps.iter().enumerate() {
         let [k, v] = incoming.get(t, stream)?;
+        ring.comm.mark(Mark::Begin(t), stream)?;
         for call in &step.calls {
             let (at, rows) = (call.slot..call.slot + 1, || call.part.queries.clone());
             let o = o_parts.view_mut().slice(0, at.clone())?.slice(1, rows())?;
             let lse = lse_parts.view_mut().slice(0, at)?.slice(2, rows())?;
             call.of(ring.attention, [q, k, v])?.forward_into(o, Some(lse), stream)?;
         }
+        ring.comm.mark(Mark::End(t), stream)?;
         incoming.done(t, stream)?;
     }
     let (mut o, mut lse) = (o.flatten(0..2)?, lse.flatten(0..2)?);

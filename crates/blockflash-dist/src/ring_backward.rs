@@ -7,7 +7,7 @@
 use crate::exchange::exchange;
 use crate::plan::{Call, Plan, Returned, Slots, Step};
 use crate::ring::{Incoming, Ring};
-use crate::{Communicator, Result, sink};
+use crate::{Communicator, Mark, Result, sink};
 use blockflash_ops::{
     Attention, AttentionBackward, AttentionGradients, AttentionGradientsMut, AttentionMerge, DType,
     Event, Stream, Tensor, View, ViewMut,
@@ -40,7 +40,10 @@ pub(crate) fn backward(
     let Operands { qkv: [q, k, v], o, lse, d_o } = operands;
     if let Some(block_mask) = ring.alone() {
         let attention = Attention { q, k, v, block_mask, ..*ring.attention };
-        return Ok(AttentionBackward { attention, o, lse, d_o }.backward(stream)?);
+        ring.comm.mark(Mark::Begin(0), stream)?;
+        let gradients = AttentionBackward { attention, o, lse, d_o }.backward(stream)?;
+        ring.comm.mark(Mark::End(0), stream)?;
+        return Ok(gradients);
     }
     let like = |x: View<'_>| Tensor::empty(stream, x.dtype(), x.shape());
     let (dq, dk, dv) = (like(q)?, like(k)?, like(v)?);
@@ -92,10 +95,12 @@ impl Entry<'_> {
         for (t, step) in plan.steps.iter().enumerate() {
             let kv = incoming.get(t, stream)?;
             let Some(ahead) = t.checked_sub(1) else {
+                comm.mark(Mark::Begin(t), stream)?;
                 for (call, back) in step.calls.iter().zip(&step.returned) {
                     let dkv = place(&mut dkv_parts, back.slot, call.part.keys.clone())?;
                     self.call(call, kv, &mut dq_parts, dkv, stream)?;
                 }
+                comm.mark(Mark::End(t), stream)?;
                 continue;
             };
             if step.calls.is_empty() && step.returned.is_empty() {
@@ -104,12 +109,14 @@ impl Entry<'_> {
             let at = ahead % slots.len();
             let slot = &mut slots[at];
             stream.wait(&slot.sent)?;
+            comm.mark(Mark::Begin(t), stream)?;
             let mut end = 0;
             for call in &step.calls {
                 let rows = end..end + call.part.keys.len();
                 end = rows.end;
                 self.call(call, kv, &mut dq_parts, place(&mut slot.tensors, 0, rows)?, stream)?;
             }
+            comm.mark(Mark::End(t), stream)?;
             incoming.done(t, stream)?;
             comm.stream().wait_for(stream)?;
             send_back(comm, step, &slot.tensors, &mut dkv_parts)?;

@@ -1,5 +1,6 @@
 //! Plots. From records: speed over lengths and densities, the ratio to the best rival, and
-//! rooflines. Also block masks, cost and gain of sparsity, and training curves.
+//! rooflines. Also block masks, cost and gain of sparsity, training curves,
+//! and timelines.
 
 mod bandwidth;
 mod curves;
@@ -16,6 +17,7 @@ mod series;
 mod speedup;
 mod style;
 mod suites;
+mod timeline;
 mod tradeoff;
 
 pub use curves::Curves;
@@ -24,4 +26,5 @@ pub use error::{MAX_SHOWN, PlotError};
 pub use mask::MaskPicture;
 pub use speedup::{Speedup, SpeedupLine, SpeedupPanel};
 pub use suites::{Plot, plots};
+pub use timeline::{Lane, Timeline};
 pub use tradeoff::{Tradeoff, TradeoffPoint};

@@ -1,13 +1,14 @@
 //! Results of several GPUs against those of one.
 
-use crate::{Failure, normal};
+use crate::dense::normal;
+use crate::program::Failure;
 use blockflash_dist::{Communicator, DistributedAttention, Result, Scheme, Shard};
 use blockflash_ops::{Align, Attention, Mask, Stream, Tensor};
 use half::bf16;
 use std::time::Instant;
 
 /// The rows of a rank, of a tensor of the whole sequence.
-fn rows_of(whole: &Tensor, shard: &Shard, stream: &Stream) -> Result<Tensor> {
+pub fn rows_of(whole: &Tensor, shard: &Shard, stream: &Stream) -> Result<Tensor> {
     let mut shape = whole.shape().to_vec();
     shape[1] = shard.rows();
     let mut rows = Tensor::empty(stream, whole.dtype(), &shape)?;
@@ -20,7 +21,7 @@ fn rows_of(whole: &Tensor, shard: &Shard, stream: &Stream) -> Result<Tensor> {
 }
 
 /// Every scheme and mask, at sizes that do not divide, against this GPU alone, and repeated.
-pub(crate) fn all(comm: &dyn Communicator, stream: &Stream) -> Result<(), Failure> {
+pub fn all(comm: &dyn Communicator, stream: &Stream) -> Result<(), Failure> {
     let world = comm.world();
     for (seqlen, heads, batch) in
         [(1000, [4, 4], 1), (2051, [8, 2], 1), (777, [16, 8], 2), (3, [4, 2], 1)]
@@ -43,8 +44,7 @@ pub(crate) fn all(comm: &dyn Communicator, stream: &Stream) -> Result<(), Failur
 }
 
 /// Root of the mean square of differences between the ranks and one GPU, relative to the values,
-/// in units of the roundoff of bf16: of o, dq, dk and dv. Where keys are divided there are no
-/// gradients.
+/// in units of the roundoff of bf16: of o, dq, dk and dv.
 fn check(
     comm: &dyn Communicator,
     stream: &Stream,
@@ -70,14 +70,9 @@ fn check(
     let call = DistributedAttention { attention, shard, scheme, block_mask: None };
     let run = || -> Result<Vec<Tensor>> {
         let output = call.forward(comm, stream)?;
-        let mut results = vec![];
-        if scheme.keys == 1 {
-            let gradients = call.backward(&output, d_o.view(), comm, stream)?;
-            results.extend([gradients.dq, gradients.dk, gradients.dv]);
-        }
+        let gradients = call.backward(&output, d_o.view(), comm, stream)?;
         comm.wait(stream)?;
-        results.insert(0, output.o);
-        Ok(results)
+        Ok(vec![output.o, gradients.dq, gradients.dk, gradients.dv])
     };
     let (found, again) = (run()?, run()?);
     let expected =
@@ -103,7 +98,7 @@ fn check(
 }
 
 /// The last rank ends its process while the others exchange keys with it.
-pub(crate) fn lost(comm: &dyn Communicator, stream: &Stream) -> Result<(), Failure> {
+pub fn lost(comm: &dyn Communicator, stream: &Stream) -> Result<(), Failure> {
     let (world, seqlen) = (comm.world(), 4096);
     let shard = Shard::new(seqlen, world, comm.rank())?;
     let shape = [1, shard.rows(), 4, 128];
