@@ -33,11 +33,12 @@ grid=tests/test_flash_attn_grid.py
 processes=
 "$python" -c 'import xdist' 2> /dev/null && processes="-n 6"
 
-step tests 200 "$python" -m pytest -m gpu -q -ra --durations 8 --maxfail 40 \
+step tests 300 "$python" -m pytest -m gpu -q -ra --durations 8 --maxfail 40 \
     --ignore "$grid" --junit-xml "$out/tests.xml" tests
 step host_time 60 "$python" benches/host_time.py --out "$out/host_time.jsonl"
 step prefill 120 "$python" benches/prefill.py --out "$out/prefill.jsonl"
 step sparse_linear 90 "$python" benches/sparse_linear.py --out "$out/sparse_linear.jsonl"
+step distributed 150 "$python" benches/distributed.py --out "$out/distributed.jsonl"
 # shellcheck disable=SC2086 # two words or none
 step grid 240 "$python" -m pytest -m gpu -q -ra --maxfail 40 $processes \
     --junit-xml "$out/grid.xml" "$grid"

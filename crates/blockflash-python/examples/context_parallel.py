@@ -119,14 +119,20 @@ def main() -> None:
     arguments.add_argument("--scheme", default="auto", choices=("auto", "heads", "keys"))
     chosen = arguments.parse_args()
     cuda = torch.cuda.is_available() and not chosen.small
-    if "RANK" in os.environ:
-        dist.init_process_group("nccl" if cuda else "gloo")
-    else:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    rank, world = dist.get_rank(), dist.get_world_size()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else "cpu"
     if cuda:
         torch.cuda.set_device(device)
+    if "RANK" in os.environ and cuda:
+        options = dist.ProcessGroupNCCL.Options()
+        # An exchange starts before the attention beside which it runs.
+        options.is_high_priority_stream = True
+        dist.init_process_group("nccl", pg_options=options, device_id=device)
+    elif "RANK" in os.environ:
+        dist.init_process_group("gloo")
+    else:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    if cuda:
         blockflash.activate_sdpa()
     # Any length will do. Here it is one that a single process can hold, too.
     length = chosen.tokens or (65536 if cuda else 201)
@@ -158,6 +164,7 @@ def main() -> None:
         raise SystemExit("the processes do not agree with one")
     # Threads of gloo may abort an interpreter that ends (torch 2.15).
     sys.stdout.flush()
+    sys.stderr.flush()
     os._exit(0)
 
 

@@ -1,8 +1,9 @@
-"""Tests marked `gpu` need a GPU.
+"""Tests marked `gpu` need a GPU, those marked `gpu(n)` as many.
 
 Without one they are skipped and counted in the summary, or they fail where the environment variable
-BLOCKFLASH_REQUIRE_GPU is 1. The fixture `route` runs a test with both registrations of the
-operators: native kernels, and kernels in Python.
+BLOCKFLASH_REQUIRE_GPU is 1. Where there are some, but too few, tests are skipped and counted. The
+fixture `route` runs a test with both registrations of the operators: native kernels, and kernels in
+Python.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from blockflash import _attention, _ops
 
 _REQUIRED = os.environ.get("BLOCKFLASH_REQUIRE_GPU") == "1"
-_NO_GPU = "there is no GPU"
+_NO_GPU, _TOO_FEW = "there is no GPU", "there are too few GPUs"
 # Where a native kernel is not possible, `blockflash` is this, too.
 _LIBRARY = _ops.register("blockflash_library", native=False)
 
@@ -25,21 +26,26 @@ torch.set_num_threads(1)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "gpu: needs a GPU")
+    config.addinivalue_line("markers", "gpu(n=1): needs a GPU, or n GPUs")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+    marker = item.get_closest_marker("gpu")
+    if marker and not torch.cuda.is_available():
         if _REQUIRED:
             pytest.fail(f"{_NO_GPU}, and BLOCKFLASH_REQUIRE_GPU is 1", pytrace=False)
         pytest.skip(_NO_GPU)
+    if marker and torch.cuda.device_count() < max(marker.args, default=1):
+        pytest.skip(f"{_TOO_FEW}: {marker.args[0]} are needed")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     skipped = terminalreporter.stats.get("skipped", [])
-    count = sum(_NO_GPU in str(report.longrepr) for report in skipped)
-    if count:
-        terminalreporter.write_line(f"SKIPPED {count} GPU tests: {_NO_GPU}", yellow=True, bold=True)
+    for why in (_NO_GPU, _TOO_FEW):
+        count = sum(why in str(report.longrepr) for report in skipped)
+        if count:
+            line = f"SKIPPED {count} GPU tests: {why}"
+            terminalreporter.write_line(line, yellow=True, bold=True)
 
 
 @pytest.fixture(params=["native", "library"])

@@ -1,4 +1,4 @@
-"""Processes that talk by gloo."""
+"""Processes that talk by gloo, or by NCCL with a GPU for each."""
 
 from __future__ import annotations
 
@@ -13,21 +13,34 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 
-def _process(rank: int, world: int, port: int, work: Callable[[int, int], None]) -> None:
+def _process(
+    rank: int, world: int, port: int, work: Callable[[int, int], None], backend: str
+) -> None:
     torch.set_num_threads(1)
-    limit = datetime.timedelta(seconds=60)
-    address = f"tcp://127.0.0.1:{port}"
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world, timeout=limit)
+    gpu = torch.device("cuda", rank) if backend == "nccl" else None
+    if gpu is not None:
+        torch.cuda.set_device(gpu)
+    dist.init_process_group(
+        backend,
+        init_method=f"tcp://127.0.0.1:{port}",
+        rank=rank,
+        world_size=world,
+        timeout=datetime.timedelta(seconds=60),
+        device_id=gpu,
+    )
     work(rank, world)
+    if gpu is not None:
+        torch.cuda.synchronize()
     dist.destroy_process_group()
     # Threads of gloo may abort an interpreter that ends (torch 2.15); all is checked here.
     sys.stdout.flush()
+    sys.stderr.flush()
     os._exit(0)
 
 
-def run(world: int, work: Callable[[int, int], None]) -> None:
+def run(world: int, work: Callable[[int, int], None], backend: str = "gloo") -> None:
     """Run `work(rank, world)` in as many processes."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    mp.spawn(_process, (world, port, work), nprocs=world)
+    mp.spawn(_process, (world, port, work, backend), nprocs=world)

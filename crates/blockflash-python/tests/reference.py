@@ -21,23 +21,26 @@ def reference(
     softcap: float | None = None,
     sink: Tensor | None = None,
     visible: Tensor | None = None,
+    device: str = "cpu",
 ) -> tuple[Tensor, Tensor]:
-    """`(o, lse)` in float64 on the CPU; differentiable.
+    """`(o, lse)` in float64 on the CPU, or on another device; differentiable.
 
     q is `[B, Sq, Hq, D]`, k and v are `[B, Sk, Hk, D]`. `visible` `[B, Hq, Sq, Sk]` restricts which
     keys the queries attend to, besides the other masks.
     """
-    q, k, v = (t.cpu().double() for t in (q, k, v))
+    q, k, v = (t.to(device).double() for t in (q, k, v))
     group = q.shape[2] // max(k.shape[2], 1)
     k, v = (t.repeat_interleave(group, dim=2) for t in (k, v))
     scores = torch.einsum("bihd,bjhd->bhij", q, k) * (scale or q.shape[-1] ** -0.5)
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
     (_, seqlen_q, _, _), seqlen_k = q.shape, k.shape[1]
-    position = torch.arange(seqlen_q)[:, None] + (0 if top_left else seqlen_k - seqlen_q)
-    key = torch.arange(seqlen_k)[None, :]
+    position = torch.arange(seqlen_q, device=device)[:, None] + (
+        0 if top_left else seqlen_k - seqlen_q
+    )
+    key = torch.arange(seqlen_k, device=device)[None, :]
     left, right = window
-    hidden = torch.zeros(seqlen_q, seqlen_k, dtype=torch.bool)
+    hidden = torch.zeros(seqlen_q, seqlen_k, dtype=torch.bool, device=device)
     if causal:
         right = 0
     if left is not None:
@@ -48,7 +51,7 @@ def reference(
         hidden = hidden | ~visible
     scores = scores.masked_fill(hidden, -torch.inf)
     if sink is not None:
-        logits = sink.cpu().double()[None, :, None, None].expand(*scores.shape[:3], 1)
+        logits = sink.to(device).double()[None, :, None, None].expand(*scores.shape[:3], 1)
         lse = torch.logsumexp(torch.cat((scores, logits), dim=-1), dim=-1)
     else:
         lse = torch.logsumexp(scores, dim=-1)

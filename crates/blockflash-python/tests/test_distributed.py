@@ -17,21 +17,35 @@ HEADS = (4, 4)
 WINDOWS = [(None, None), (5, 0), (3, 2), (None, 4), (6, None), (0, 0), (40, 33)]
 
 
-def operands(heads: tuple[int, int], dtype: torch.dtype, rows: int = 48) -> list[Tensor]:
+def operands(
+    heads: tuple[int, int],
+    dtype: torch.dtype,
+    rows: int = 48,
+    head_dim: int = 16,
+    device: str = "cpu",
+) -> list[Tensor]:
     torch.manual_seed(7)
-    return [torch.randn(2, rows, n, 16).to(dtype) for n in (heads[0], heads[1], heads[1])]
+    shapes = [(2, rows, n, head_dim) for n in (heads[0], heads[1], heads[1])]
+    return [torch.randn(shape).to(device, dtype) for shape in shapes]
 
 
-def agrees(rows: int, heads: tuple[int, int], dtype: torch.dtype, **options: Any) -> None:
+def agrees(
+    rows: int,
+    heads: tuple[int, int],
+    dtype: torch.dtype,
+    head_dim: int = 16,
+    device: str = "cpu",
+    **options: Any,
+) -> None:
     """Outputs and gradients are those of one process, and the same bits in a second run."""
     from blockflash import distributed
 
     scheme, sink = options.pop("scheme"), options.pop("sink")
-    whole = [x.requires_grad_() for x in operands(heads, dtype, rows)]
-    logits = [torch.randn(heads[0], requires_grad=True)] if sink else []
+    whole = [x.requires_grad_() for x in operands(heads, dtype, rows, head_dim, device)]
+    logits = [torch.randn(heads[0]).to(device).requires_grad_()] if sink else []
     plain = options | ({"sink": logits[0]} if sink else {})
-    exact = reference(*whole, **plain)[0]
-    weights = torch.randn(exact.shape).to(dtype)
+    exact = reference(*whole, **plain, device=device)[0]
+    weights = torch.randn(exact.shape).to(device, dtype)
     wanted = torch.autograd.grad(exact, [*whole, *logits], weights.double())
     mine = [distributed.shard(x.detach()).requires_grad_() for x in whole]
     runs = []

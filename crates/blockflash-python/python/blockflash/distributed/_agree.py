@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from .._native import DeviceError, Unsupported
@@ -13,7 +15,11 @@ _KINDS = {kind.__name__: kind for kind in (ValueError, TypeError, Unsupported, D
 
 
 def agree(
-    group: Any, arguments: tuple[Any, ...], rows: int, error: Exception | None = None
+    group: Any,
+    arguments: tuple[Any, ...],
+    rows: int,
+    device: torch.device,
+    error: Exception | None = None,
 ) -> list[int]:
     """The rows of each rank, if all have the same arguments, no error, and the rows of `shard`.
 
@@ -22,7 +28,9 @@ def agree(
     world = dist.get_world_size(group)
     everyone: list[Any] = [None] * world
     wrong = None if error is None else (type(error).__name__, str(error))
-    dist.all_gather_object(everyone, (arguments, rows, wrong), group)
+    # NCCL takes what it sends from the current GPU, which may not be the one of the tensors.
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        dist.all_gather_object(everyone, (arguments, rows, wrong), group)
     for rank, (_, _, wrong) in enumerate(everyone):
         if wrong is not None:
             kind, text = wrong

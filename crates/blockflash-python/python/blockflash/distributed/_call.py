@@ -91,16 +91,16 @@ def run(
         scheme = _checked(q, k, v, scheme, world)
         seqlen = _length(q.shape[1], seqlen, group)
     else:
-        arguments, rows, error = (), 0, None
+        arguments, rows, device, error = (), 0, torch.device("cpu"), None
         try:
             q, k, v = _attention.lowered(*operands())
-            rows = q.shape[1]
+            rows, device = q.shape[1], q.device
             scheme = _checked(q, k, v, scheme, world)
             _try(q, k, v, options)
             arguments = _arguments(q, k, v, scheme, options) + (seqlen,)
         except Exception as refused:  # Raised by `agree`, on every rank.
             error = refused
-        found = sum(agree(group, arguments, rows, error))
+        found = sum(agree(group, arguments, rows, device, error))
         if seqlen not in (None, found):
             raise ValueError(f"seqlen is {seqlen}, but the ranks hold {found} rows")
         seqlen = found
@@ -152,7 +152,8 @@ def _arguments(
     differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
     sizes = [(x.shape[0], *x.shape[2:]) for x in (q, k)]
     values = {**options, "sink": sink is not None}
-    return (sizes, str(q.dtype), str(scheme), values, "differentiated" if differentiated else "")
+    kind = f"{q.dtype} on {q.device.type}"
+    return (sizes, kind, str(scheme), values, "differentiated" if differentiated else "")
 
 
 def _length(rows: int, seqlen: int | None, group: Any) -> int:

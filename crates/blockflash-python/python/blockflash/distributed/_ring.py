@@ -44,23 +44,29 @@ def _rows(x: Tensor, rows: slice) -> tuple[int, ...]:
 def _arrivals(grid: Grid, options: Options, k: Tensor, v: Tensor) -> Iterator[Any]:
     """The steps, with the keys and values of each.
 
-    An exchange is queued before the attention beside which it runs.
+    The first exchanges are queued at once, later ones before the attention beside which they run.
+    Attention fills a GPU and leaves it at its end only. What a caller clears after this call, and
+    before its attention, is the time in which the first exchanges get their place on a GPU.
     """
     steps, _ = grid.steps(options.window)
-    under_way: deque[Any] = deque()
-    queued = 1
-    for t, step in enumerate(steps):
-        for each in steps[queued : t + 1 + _AHEAD]:
-            source, target = grid.in_ring(each.source), grid.in_ring(each.target)
-            sent = {target: [x[:, each.sent] for x in (k, v)]}
-            shapes = {source: [_rows(x, each.received) for x in (k, v)]}
-            under_way.append((source, exchange(k, sent, shapes, grid.process_group)))
-            queued += 1
-        if t == 0:
-            yield step, k, v
-        else:
+
+    def start(step: Step) -> Any:
+        source, target = grid.in_ring(step.source), grid.in_ring(step.target)
+        sent = {target: [x[:, step.sent] for x in (k, v)]}
+        shapes = {source: [_rows(x, step.received) for x in (k, v)]}
+        return source, exchange(k, sent, shapes, grid.process_group)
+
+    first = 1 + _AHEAD
+    under_way = deque(start(step) for step in steps[1:first])
+
+    def each() -> Iterator[Any]:
+        yield steps[0], k, v
+        for t, step in enumerate(steps[1:]):
+            under_way.extend(start(later) for later in steps[first + t : first + t + 1])
             source, wait = under_way.popleft()
             yield step, *wait()[source]
+
+    return each()
 
 
 class Ring(torch.autograd.Function):
@@ -72,11 +78,12 @@ class Ring(torch.autograd.Function):
     ) -> Tensor:
         """The parts, and their merge."""
         ctx.grid, ctx.options = grid, options
+        arrivals = _arrivals(grid, options, k, v)
         parts = max(1, grid.steps(options.window)[1])
         batch, length, heads, _ = q.shape
         o = q.new_zeros((parts, *q.shape))
         lse = q.new_full((parts, batch, heads, length), -torch.inf, dtype=torch.float32)
-        for step, keys, values in _arrivals(grid, options, k, v):
+        for step, keys, values in arrivals:
             for visit in step.visits:
                 seen, part = visit.queries, visit.part
                 rows = q[:, seen]
@@ -99,6 +106,7 @@ class Ring(torch.autograd.Function):
         """The gradients of parts, which are added in f32 in the order of the steps."""
         q, k, v, sink, o, lse = ctx.saved_tensors
         grid, options = ctx.grid, ctx.options
+        arrivals = _arrivals(grid, options, k, v)
         zeros = torch.zeros_like
         dq, dk, dv = (zeros(x, dtype=torch.float32) for x in (q, k, v))
         d_sink = None if sink is None else zeros(sink)
@@ -111,7 +119,7 @@ class Ring(torch.autograd.Function):
                 for total, part in zip((dk, dv), found, strict=True):
                     total[:, step.sent] += part
 
-        for step, keys, values in _arrivals(grid, options, k, v):
+        for step, keys, values in arrivals:
             own = step.source == grid.group
             parts = (dk, dv) if own else [zeros(x, dtype=torch.float32) for x in (keys, values)]
             for visit in step.visits:

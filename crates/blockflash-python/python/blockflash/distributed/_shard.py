@@ -33,7 +33,7 @@ def unshard(x: Tensor, group: Any = None, dim: int = 1) -> Tensor:
     _, world = place(group)
     others = list(x.shape)
     rows, others[dim] = others[dim], -1
-    counts = agree(group, (others, str(x.dtype), dim), rows)
+    counts = agree(group, (others, str(x.dtype), x.device.type, dim), rows, x.device)
     # Messages of one length: parts are filled up to the longest one.
     padded = x.new_zeros([max(counts) if size == -1 else size for size in others])
     padded.narrow(dim, 0, rows).copy_(x.detach())
