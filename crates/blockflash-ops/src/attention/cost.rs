@@ -45,9 +45,9 @@ fn hopper_time(
     }
 }
 
-/// Nanoseconds of a kernel for small grids: of its longest CTA, where each has an SM to itself. Where
-/// they are more, and for block masks and packed sequences, whose tiles take unequal time, the
-/// other kernels are taken, if the problem has tensor maps.
+/// Nanoseconds of a kernel for small grids: of its longest CTA, where each has an SM to itself.
+/// Where they are more, and for block masks and packed sequences, whose tiles take unequal time,
+/// the other kernels are taken, if the problem has tensor maps.
 #[inline]
 fn small_time(
     small: &AttentionFwdSmall,

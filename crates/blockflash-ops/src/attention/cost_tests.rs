@@ -111,7 +111,8 @@ fn the_least_estimate_is_taken() {
                 // No head is shared where there are none.
                 let Ok(_) = select(&problem, gpu) else { continue };
                 let (least, all) = estimates(&problem, gpu);
-                assert!(all.iter().all(|time| time.is_finite() && *time >= 0.0), "{all:?}");
+                // Infinite where a kernel for small grids is not to be taken.
+                assert!(least.is_finite() && all.iter().all(|time| *time >= 0.0), "{all:?}");
                 assert!(all.iter().all(|time| least <= *time), "{}: {all:?}", gpu.name);
                 let [block_q_of_mask, block_kv] = [128; 2];
                 let sizes = BlockMaskSizes {
