@@ -198,13 +198,20 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_fwd_params p) {
   ptx::wgmma_pin(o), ptx::wgmma_pin(q_fragments);
   ptx::wgmma_fence();
   start_scores(s, q_fragments, q_smem, k_stage(0));
+  // Of the current tile: found while its scores are computed.
+  int first_key = 0;
+  bool masked = false;
+  const auto look_up = [&](int i) {
+    if (i >= tiles) return;
+    first_key = first_key_of(i);
+    masked = first_key < keys.all.begin || first_key + kRows > keys.all.end;
+  };
+  look_up(0);
   ptx::wgmma_wait_group<0>();
   ptx::wgmma_pin(s);
 
 #pragma unroll 1
   for (int i = 0; i < tiles; ++i) {
-    const int first_key = first_key_of(i);
-    const bool masked = first_key < keys.all.begin || first_key + kRows > keys.all.end;
     if (p.softcap > 0.f) {
 #pragma unroll
       for (float& score : s) score = soft_cap(score, p.softcap, scale_over_cap);
@@ -262,6 +269,7 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_fwd_params p) {
     ptx::wgmma_pin(probabilities), ptx::wgmma_pin(o);
     ptx::wgmma_fence();
     start_output(o, probabilities, v_stage(i));
+    look_up(i + 1);
     ptx::wgmma_wait_group<1>();
     ptx::wgmma_pin(s);
   }
