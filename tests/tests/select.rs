@@ -115,7 +115,10 @@ proptest! {
                 let (config, base) = (&plan.config, plan.params.base());
                 let blocks = stay.map_or(tiles, |blocks| tiles.min(blocks));
                 prop_assert_eq!(config.grid, [blocks, 1, 1]);
-                prop_assert_eq!(config.programmatic_dependent_launch, stay.is_some());
+                prop_assert_eq!(
+                    config.programmatic_dependent_launch,
+                    kernel.waits_for_predecessor()
+                );
                 prop_assert_eq!(config.block, kernel.threads());
                 prop_assert_eq!(config.smem_bytes, kernel.smem_bytes());
                 prop_assert_eq!(base.seqlen_q, sizes.1 as i32);

@@ -62,15 +62,16 @@ fn two_narrow_tiles_beat_one_wide_one_in_small_shared_memory() {
     assert_eq!(block_q(&problem(Mask::Full, 16, 16384, 64), &a10()), 128);
 }
 
-/// Portable kernels are selected on Hopper where a tensor map is not possible.
+/// Portable kernels are selected on Hopper where a tensor map is not possible and no kernel without
+/// one is wide enough.
 #[test]
 fn hopper_keeps_the_order_that_was_measured() {
-    for (seqlen, head_dim) in [(128, 64), (512, 128), (16384, 64)] {
+    for (seqlen, head_dim) in [(128, 192), (512, 136), (16384, 256)] {
         let mut problem = problem(Mask::Full, 1, seqlen, head_dim);
         (problem.q.seq, problem.k.seq) = (0, 0);
         let kernel = select(&problem, &h200()).unwrap();
         assert!(matches!(kernel.variant, Variant::AttentionFwd(_)), "{}", kernel.symbol());
-        assert_eq!(kernel.attention_tile().unwrap().block_q, 128);
+        assert_eq!(kernel.attention_tile().unwrap().block_q, 64);
         assert_eq!(estimates(&problem, &h200()).0, 0.0);
     }
 }
@@ -110,7 +111,8 @@ fn the_least_estimate_is_taken() {
                 // No head is shared where there are none.
                 let Ok(_) = select(&problem, gpu) else { continue };
                 let (least, all) = estimates(&problem, gpu);
-                assert!(all.iter().all(|time| time.is_finite() && *time >= 0.0), "{all:?}");
+                // Infinite where a kernel for small grids is not to be taken.
+                assert!(least.is_finite() && all.iter().all(|time| *time >= 0.0), "{all:?}");
                 assert!(all.iter().all(|time| least <= *time), "{}: {all:?}", gpu.name);
                 let [block_q_of_mask, block_kv] = [128; 2];
                 let sizes = BlockMaskSizes {

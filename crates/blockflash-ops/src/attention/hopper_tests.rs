@@ -22,10 +22,16 @@ fn problem(batch: usize, heads: [usize; 2], seqlen: usize, head_dim: usize) -> A
 }
 
 fn planned(problem: &AttentionProblem) -> (AttentionPlan, blockflash_attention_fwd_tma_params) {
-    let plan = plan(select(problem, &h200()).unwrap(), problem, &h200()).unwrap();
+    let persistent: Vec<Kernel> = manifest::kernels()
+        .iter()
+        .filter(|kernel| !matches!(kernel.variant, Variant::AttentionFwdSmall(_)))
+        .cloned()
+        .collect();
+    let kernel = select_among(&persistent, problem, &h200()).unwrap();
+    let plan = plan(kernel, problem, &h200()).unwrap();
     match plan.params {
         AttentionParams::Hopper(params) => (plan, params),
-        AttentionParams::Portable(_) => panic!("{problem:?} takes a portable kernel"),
+        AttentionParams::Portable(_) => panic!("{problem:?} takes no persistent kernel"),
     }
 }
 
@@ -45,6 +51,45 @@ fn blocks_are_as_wide_as_the_grid_allows() {
     assert_eq!([72, 136, 256].map(|head_dim| block_q(1, 1, 1, head_dim)), [128, 128, 64]);
     assert_eq!([64, 128, 256].map(|head_dim| block_q(32, 16, 512, head_dim)), [192, 128, 128]);
     assert_eq!([96, 192].map(|head_dim| block_q(4, 16, 4096, head_dim)), [192, 128]);
+}
+
+/// One CTA per tile where the tiles do not fill the GPU, with two warpgroups from some keys on.
+#[test]
+fn small_grids_take_kernels_for_them() {
+    let warps = |problem: AttentionProblem| {
+        let kernel = select(&problem, &h200()).unwrap();
+        matches!(kernel.variant, Variant::AttentionFwdSmall(_)).then(|| kernel.threads() / 32)
+    };
+    let of = |heads, seqlen, head_dim| problem(1, [heads; 2], seqlen, head_dim);
+    assert_eq!(
+        [128, 512, 1024, 2048].map(|seqlen| warps(of(8, seqlen, 64))),
+        [Some(4), Some(8), Some(8), None]
+    );
+    assert_eq!(
+        [128, 512, 1024, 2048].map(|seqlen| warps(of(8, seqlen, 128))),
+        [Some(4), Some(8), Some(8), None]
+    );
+    assert_eq!([96, 192, 256].map(|head_dim| warps(of(8, 512, head_dim))), [None; 3]);
+    // 132 tiles of queries, and one more.
+    assert_eq!(
+        [(132, 64), (133, 64)].map(|(heads, seqlen)| warps(of(heads, seqlen, 64))),
+        [Some(4), None]
+    );
+    let changed = |change: &dyn Fn(&mut AttentionProblem)| {
+        let mut problem = of(8, 512, 64);
+        change(&mut problem);
+        warps(problem)
+    };
+    assert_eq!(changed(&|p| p.mask = Mask::causal()), Some(8));
+    assert_eq!(changed(&|p| p.packed = Some(PackedRows { total_q: 512, total_kv: 512 })), None);
+    let mask = BlockMaskSizes { block_q: 64, block_kv: 64, batch: 1, heads: 1, packed_rows: None };
+    assert_eq!(changed(&|p| p.block_mask = Some(mask)), None);
+    let plan = |problem: &AttentionProblem| {
+        plan(select(problem, &h200()).unwrap(), problem, &h200()).unwrap()
+    };
+    let small = plan(&of(8, 512, 64));
+    assert_eq!((small.config.grid, small.config.programmatic_dependent_launch), ([64, 1, 1], true));
+    assert!(matches!(small.params, AttentionParams::Portable(_)));
 }
 
 /// A short causal sequence has few key tiles for each tile of queries: three narrow blocks change
@@ -87,18 +132,20 @@ fn heads_that_share_blocks_share_tiles() {
 }
 
 #[test]
-fn strides_that_tensor_maps_lack_take_a_portable_kernel() {
-    let good = problem(2, [4, 2], 300, 64);
+fn strides_that_tensor_maps_lack_take_another_kernel() {
+    let good = problem(16, [4, 2], 300, 64);
     let hopper = select(&good, &h200()).unwrap();
     let falls_back = |problem: AttentionProblem, reason: &str| {
         let kernel = select(&problem, &h200()).unwrap();
-        assert_eq!(kernel.target, Target::Sm90, "{reason}");
+        assert!(matches!(kernel.variant, Variant::AttentionFwdSmall(_)), "{reason}");
         assert!(matches!(
             plan(kernel, &problem, &h200()).unwrap().params,
             AttentionParams::Portable(_)
         ));
         let error = accepts(hopper, &problem, &h200()).unwrap_err().to_string();
         assert!(error.contains(reason) && error.contains("tensor map"), "{error}");
+        let wide = AttentionProblem { head_dim: 192, ..problem };
+        assert_eq!(select(&wide, &h200()).unwrap().target, Target::Sm90, "{reason}");
     };
     let with = |change: &dyn Fn(&mut AttentionProblem)| {
         let mut problem = good;

@@ -29,7 +29,7 @@ use crate::{BlockMask, Error, Result};
 use blockflash_safe::{
     AttentionFwdOperands, CudaProperties, Device, Stream, Tensor, View, ViewMut,
 };
-use blockflash_sys::manifest::{AttentionFwd, AttentionFwdHopper};
+use blockflash_sys::manifest::{AttentionFwd, AttentionFwdHopper, AttentionFwdSmall, Variant};
 use blockflash_sys::{DType, Kernel};
 
 /// A call of the attention forward pass. Fields left at their default do nothing:
@@ -254,6 +254,11 @@ impl Steps for Attention<'_> {
             block_mask: self.block_mask.map(BlockMask::for_kernels),
         };
         match &plan.params {
+            AttentionParams::Portable(params)
+                if matches!(kernel.variant, Variant::AttentionFwdSmall(_)) =>
+            {
+                stream.launch::<AttentionFwdSmall>(kernel, &plan.config, params, operands)?;
+            }
             AttentionParams::Portable(params) => {
                 stream.launch::<AttentionFwd>(kernel, &plan.config, params, operands)?;
             }

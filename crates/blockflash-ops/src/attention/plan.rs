@@ -20,9 +20,9 @@ const L2_BYTES: f64 = 34e6;
 #[derive(Clone, Copy, Debug)]
 #[expect(clippy::large_enum_variant, reason = "plain data, made for one launch")]
 pub enum AttentionParams {
-    /// For the kernels that run on every GPU.
+    /// For the kernels without tensor maps.
     Portable(blockflash_attention_fwd_params),
-    /// For the Hopper kernels.
+    /// For the Hopper kernels with tensor maps.
     Hopper(blockflash_attention_fwd_tma_params),
 }
 
@@ -96,7 +96,7 @@ pub(super) fn planned(
         grid_x(&[tiles as usize + 2 * blocks as usize])?;
     }
     let blocks = stay.map_or(tiles, |blocks| tiles.min(blocks));
-    let config = LaunchConfig::of(kernel, blocks, hopper);
+    let config = LaunchConfig::of(kernel, blocks, kernel.waits_for_predecessor());
     let params = match hopper {
         true => {
             let sections = heads_per_section(&base, problem.packed.is_some());

@@ -168,7 +168,8 @@ const HEADS: AttentionRule = Rule {
     excludes_all: None,
 };
 
-/// Tensor maps describe q, k and v, so their strides must be positive and not too large.
+/// Tensor maps describe q, k and v of the persistent kernels, so their strides must be positive and
+/// not too large.
 const TENSOR_MAPS: AttentionRule = Rule {
     holds: |c| {
         !matches!(c.kernel.variant, Variant::AttentionFwdHopper(_))

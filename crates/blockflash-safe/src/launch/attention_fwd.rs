@@ -6,7 +6,7 @@ use super::checked::{Launch, Operands};
 use super::fit::{Fit, ceil_div, optional, pointer, pointer_mut, require};
 use crate::view::Used;
 use crate::{BlockLists, Kernel, Result, View, ViewMut};
-use blockflash_sys::manifest::{AttentionFwd, AttentionTile, Variant};
+use blockflash_sys::manifest::{AttentionFwd, AttentionFwdSmall, AttentionTile, Variant};
 use blockflash_sys::params::blockflash_attention_fwd_params;
 
 /// Tensors of the attention forward kernels. With `cu_seqlens` the batch is packed into the first
@@ -129,6 +129,26 @@ unsafe impl Launch for AttentionFwd {
 
     fn of(kernel: &Kernel) -> Option<Self> {
         if let Variant::AttentionFwd(tile) = kernel.variant { Some(tile) } else { None }
+    }
+
+    fn fit(&self, plan: &Self::Plan, operands: &Self::Operands<'_>) -> Fit<i128> {
+        operands.fit(&self.tile(), plan)
+    }
+
+    fn params(&self, plan: &Self::Plan, operands: &Self::Operands<'_>) -> Result<Self::Params> {
+        Ok(operands.pointers(plan))
+    }
+}
+
+// SAFETY: as for the portable kernels, whose parameters and order of visits these kernels share.
+unsafe impl Launch for AttentionFwdSmall {
+    type Operands<'a> = AttentionFwdOperands<'a>;
+    type Plan = blockflash_attention_fwd_params;
+    type Params = blockflash_attention_fwd_params;
+    const FAMILY: &'static str = "attention forward of small grids";
+
+    fn of(kernel: &Kernel) -> Option<Self> {
+        if let Variant::AttentionFwdSmall(tile) = kernel.variant { Some(tile) } else { None }
     }
 
     fn fit(&self, plan: &Self::Plan, operands: &Self::Operands<'_>) -> Fit<i128> {

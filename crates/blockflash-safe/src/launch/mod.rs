@@ -61,6 +61,7 @@ pub fn param_bytes(kernel: &Kernel) -> Option<usize> {
     [
         of::<manifest::AttentionFwd>,
         of::<manifest::AttentionFwdHopper>,
+        of::<manifest::AttentionFwdSmall>,
         of::<manifest::AttentionBwd>,
         of::<manifest::AttentionBwdHopper>,
         of::<manifest::AttentionCacheHopper>,

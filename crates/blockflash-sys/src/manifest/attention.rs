@@ -62,6 +62,7 @@ impl Kernel {
         match self.variant {
             Variant::AttentionFwd(tile) => Some(tile.tile()),
             Variant::AttentionFwdHopper(tile) => Some(tile.tile()),
+            Variant::AttentionFwdSmall(tile) => Some(tile.tile()),
             _ => None,
         }
     }

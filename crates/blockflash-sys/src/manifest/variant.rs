@@ -1,9 +1,9 @@
 use super::family::Family;
 use super::{
     attention_bwd_sm80, attention_bwd_sm90a, attention_cache_sm90a, attention_decode_sm80,
-    attention_decode_sm90a, attention_fwd_sm80, attention_fwd_sm90a, attention_merge_sm80,
-    block_mask, bsr_matmul_any_sm80, bsr_matmul_sm80, bsr_matmul_sm90a, bsr_sddmm_sm80,
-    bsr_sddmm_sm90a, kv_append_sm80, page_choice, probe,
+    attention_decode_sm90a, attention_fwd_sm80, attention_fwd_sm90a, attention_fwd_small_sm90a,
+    attention_merge_sm80, block_mask, bsr_matmul_any_sm80, bsr_matmul_sm80, bsr_matmul_sm90a,
+    bsr_sddmm_sm80, bsr_sddmm_sm90a, kv_append_sm80, page_choice, probe,
 };
 use crate::Target;
 
@@ -15,6 +15,8 @@ pub enum Variant {
     AttentionFwd(attention_fwd_sm80::AttentionFwd),
     /// Attention forward, dense or under a block mask, with the instructions of Hopper.
     AttentionFwdHopper(attention_fwd_sm90a::AttentionFwdHopper),
+    /// The same for grids that do not fill the GPU.
+    AttentionFwdSmall(attention_fwd_small_sm90a::AttentionFwdSmall),
     /// A step of the attention backward, with the instructions of Ampere and later.
     AttentionBwd(attention_bwd_sm80::AttentionBwd),
     /// A step of the attention backward, with the instructions of Hopper.
@@ -56,6 +58,7 @@ impl Variant {
         match self {
             Variant::AttentionFwd(tile) => tile,
             Variant::AttentionFwdHopper(tile) => tile,
+            Variant::AttentionFwdSmall(tile) => tile,
             Variant::AttentionBwd(tile) => tile,
             Variant::AttentionBwdHopper(tile) => tile,
             Variant::AttentionCacheHopper(tile) => tile,
@@ -78,6 +81,7 @@ impl Variant {
     pub(super) fn all(target: Target) -> Vec<Variant> {
         let mut variants = Vec::new();
         variants.extend(attention_fwd_sm90a::tiles(target).map(Variant::AttentionFwdHopper));
+        variants.extend(attention_fwd_small_sm90a::tiles(target).map(Variant::AttentionFwdSmall));
         variants.extend(attention_fwd_sm80::tiles(target).map(Variant::AttentionFwd));
         variants.extend(attention_bwd_sm90a::tiles(target).map(Variant::AttentionBwdHopper));
         variants.extend(attention_bwd_sm80::tiles(target).map(Variant::AttentionBwd));

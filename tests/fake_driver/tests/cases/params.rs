@@ -8,6 +8,7 @@ use std::fmt::Debug;
 pub(crate) fn fields(launch: &Launch) -> String {
     let has = |part: &str| launch.symbol.contains(part);
     let fields = match has("_sm90a_") {
+        true if has("attention_fwd_small") => read::<blockflash_attention_fwd_params>,
         true if has("attention_fwd") => read::<blockflash_attention_fwd_tma_params>,
         true if has("attention_bwd") => read::<blockflash_attention_bwd_tma_params>,
         true if has("attention_decode") => read::<blockflash_attention_decode_runs_params>,

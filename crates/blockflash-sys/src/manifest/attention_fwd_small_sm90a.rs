@@ -1,0 +1,106 @@
+use super::family::{Family, Support, each_dtype};
+use super::{AttentionTile, Lse};
+use crate::{DType, Target};
+
+/// Tiles of `attention_fwd_small_sm90a`: a CTA computes 64 queries of one head against all keys,
+/// 64 of them at a time. They have what launches with few CTAs need, and no tensor maps.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct AttentionFwdSmall {
+    /// Element type of q, k, v and o.
+    pub dtype: DType,
+    /// Head dimension of the tile; smaller ones are padded with zeros on chip.
+    pub head_dim: u32,
+    /// Warpgroups per CTA, which divide the key tiles.
+    pub warpgroups: u32,
+    /// Pipeline stages of K and of V for each warpgroup.
+    pub stages: u32,
+    /// CTAs per SM that the register allocation must allow.
+    pub min_blocks: u32,
+    /// Nanoseconds on an H200 of a key tile of each warpgroup and of everything else, on the scale
+    /// of [`AttentionFwdHopper::cost_ns`](super::AttentionFwdHopper::cost_ns).
+    pub cost_ns: [u32; 2],
+}
+
+const fn tile(
+    head_dim: u32,
+    warpgroups: u32,
+    [stages, min_blocks]: [u32; 2],
+    cost_ns: [u32; 2],
+) -> AttentionFwdSmall {
+    AttentionFwdSmall { dtype: DType::F16, head_dim, warpgroups, stages, min_blocks, cost_ns }
+}
+
+/// Tiles by head dimension. Two warpgroups overlap the products of one with the exponentials of the
+/// other and add their partial results in the end, which pays from some key tiles on. Two CTAs fit
+/// on an SM where possible, so that the next launch can begin beside this one.
+const TILES: &[AttentionFwdSmall] = &[
+    tile(64, 1, [6, 2], [300, 1500]),
+    tile(64, 2, [3, 2], [350, 1800]),
+    tile(128, 1, [3, 2], [400, 1900]),
+    tile(128, 2, [3, 1], [640, 2100]),
+];
+
+pub(super) fn tiles(target: Target) -> impl Iterator<Item = AttentionFwdSmall> {
+    each_dtype(TILES)
+        .filter(move |_| target == Target::Sm90a)
+        .map(|(dtype, tile)| AttentionFwdSmall { dtype, ..tile })
+}
+
+impl AttentionFwdSmall {
+    /// Queries, and keys, of a tile: the rows of a WGMMA.
+    const ROWS: u32 = 64;
+
+    /// The part that all attention kernels have.
+    pub const fn tile(&self) -> AttentionTile {
+        let Self { dtype, head_dim, .. } = *self;
+        let (block_q, block_kv) = (Self::ROWS, Self::ROWS);
+        AttentionTile { dtype, head_dim, block_q, block_kv, heads: 1, lse: Lse::AsAsked }
+    }
+}
+
+impl Family for AttentionFwdSmall {
+    fn source(&self) -> &'static str {
+        "attention_fwd_small_sm90a"
+    }
+
+    fn name(&self) -> String {
+        let Self { dtype, head_dim, warpgroups, stages, .. } = self;
+        format!("{dtype}_d{head_dim}_w{}_s{stages}", 4 * warpgroups)
+    }
+
+    fn warps(&self) -> u32 {
+        4 * self.warpgroups
+    }
+
+    /// The Q tile, and for each warpgroup a ring of K tiles and of V tiles.
+    fn smem_bytes(&self) -> u32 {
+        let tiles = 1 + 2 * self.warpgroups * self.stages;
+        tiles * Self::ROWS * self.head_dim * self.dtype.size() as u32
+    }
+
+    fn waits_for_predecessor(&self) -> bool {
+        true
+    }
+
+    fn macros(&self, define: &mut dyn FnMut(&'static str, u32)) {
+        define("VARIANT_DTYPE", self.dtype as u32);
+        define("VARIANT_HEAD_DIM", self.head_dim);
+        define("VARIANT_BLOCK_Q", Self::ROWS);
+        define("VARIANT_BLOCK_KV", Self::ROWS);
+        define("VARIANT_WARPGROUPS", self.warpgroups);
+        define("VARIANT_STAGES", self.stages);
+        define("VARIANT_MIN_BLOCKS", self.min_blocks);
+    }
+
+    fn contains(&self) -> &'static [&'static str] {
+        &["HGMMA", "LDGSTS", "MUFU", "VIMNMX3", "ACQBULK"]
+    }
+
+    fn supports(&self) -> Option<Support> {
+        Some(self.tile().support())
+    }
+
+    fn profile_case(&self) -> Option<String> {
+        Some(self.tile().profile_case())
+    }
+}

@@ -1,0 +1,286 @@
+// Attention forward for Hopper where the grid is small, so that one CTA's latency is the time of
+// the launch: no TMA, no producer, no scheduler.
+//
+// A CTA computes 64 queries of one head. Its one or two warpgroups divide the key tiles; each loads
+// its own by cp.async, multiplies by WGMMA, and starts the next scores before the exponentials of
+// the current ones. Two warpgroups then add their partial results through shared memory.
+#include "../attention_fwd_sm90a/softmax.cuh"
+#include "blockflash/attention/soft_cap.cuh"
+#include "blockflash/ptx/barrier_vote.cuh"
+#include "blockflash/ptx/launch.cuh"
+#include "blockflash/ptx/ldmatrix.cuh"
+#include "blockflash/ptx/mbarrier.cuh"
+#include "blockflash/ptx/wgmma.cuh"
+#include "output.cuh"
+#include "tiles.cuh"
+
+namespace blockflash {
+namespace {
+
+constexpr float kSlack = 8.f;
+
+using Scores = float[kRows / 2];
+using Output = float[kOutput];
+using Probabilities = uint32_t[kRows / 4];
+// Q is multiplied from registers where two CTAs on an SM leave them free.
+constexpr bool kQInRegisters = kWarpgroups == 1 || Config::min_blocks == 1;
+using Queries = uint32_t[kQInRegisters ? kD / 4 : 1];
+
+// Q of this warp as fragments of WGMMA.
+__device__ __forceinline__ void load_queries(Queries& q, uint32_t q_smem) {
+  if constexpr (!kQInRegisters) return;
+  const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane % 16;
+#pragma unroll
+  for (int d = 0; d < kD / 16; ++d) {
+    uint32_t fragment[4];
+    ptx::ldmatrix_x4(fragment, q_smem + d / 4 * kPanelBytes + in_panel(row, d % 4 * 2 + lane / 16));
+#pragma unroll
+    for (int i = 0; i < 4; ++i) q[4 * d + i] = fragment[i];
+  }
+}
+
+// s = Q·Kᵀ
+__device__ __forceinline__ void start_scores(Scores& s, const Queries& q, uint32_t q_smem,
+                                             uint32_t k_smem) {
+  const uint64_t k = ptx::wgmma_descriptor(k_smem), q_tile = ptx::wgmma_descriptor(q_smem);
+  using Product = ptx::Wgmma<kRows, Element>;
+#pragma unroll
+  for (int d = 0; d < kD / 16; ++d) {
+    constexpr auto at = [](int d) { return (d / 4 * kPanelBytes + d % 4 * 32) >> 4; };
+    if constexpr (kQInRegisters) {
+      if (d == 0)
+        Product::template rs<false, false>(s, q + 4 * d, k + at(d));
+      else
+        Product::template rs<true, false>(s, q + 4 * d, k + at(d));
+    } else {
+      if (d == 0)
+        Product::template ss<false>(s, q_tile + at(d), k + at(d));
+      else
+        Product::template ss<true>(s, q_tile + at(d), k + at(d));
+    }
+  }
+  ptx::wgmma_commit_group();
+}
+
+// o += P·V
+__device__ __forceinline__ void start_output(Output& o, const Probabilities& p, uint32_t v_smem) {
+  const uint64_t v = ptx::wgmma_descriptor_mn(v_smem, kPanelBytes, 1024);
+#pragma unroll
+  for (int k = 0; k < kRows / 16; ++k)
+    ptx::Wgmma<kD, Element>::template rs<true, true>(o, p + 4 * k, v + (k * 16 * 128 >> 4));
+  ptx::wgmma_commit_group();
+}
+
+__device__ __forceinline__ void apply_mask(Scores& s, const AttentionMask& mask, int first_row,
+                                           int first_key) {
+  const int lane = threadIdx.x % 32, first = first_key + accumulator_column(lane, 0);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const KeyRange keys = mask.keys_of(first_row + accumulator_row(lane, 2 * half));
+    mask_row(s, half, visible_keys(keys.begin - first, keys.end - first));
+  }
+}
+
+// A NaN or infinity in V reaches every row of an MMA, also those whose probability for its key is
+// 0. In a masked tile such values are therefore added here to the rows that do attend to them, and
+// then removed from the tile. Rare, so small code.
+__device__ __forceinline__ void add_visible_nonfinite(Output& o, const unsigned char* v_tile,
+                                                      const AttentionMask& mask, int first_row,
+                                                      int first_key) {
+  const int lane = threadIdx.x % 32;
+  const KeyRange keys[2] = {mask.keys_of(first_row + accumulator_row(lane, 0)),
+                            mask.keys_of(first_row + accumulator_row(lane, 2))};
+#pragma unroll 1
+  for (int key = 0; key < kRows; ++key) {
+    bool visible[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      visible[half] = first_key + key >= keys[half].begin && first_key + key < keys[half].end;
+#pragma unroll
+    for (int d = 0; d < kD / 8; ++d) {
+      const uint32_t pair = *reinterpret_cast<const uint32_t*>(v_tile + d / 8 * kPanelBytes +
+                                                               in_panel(key, d % 8) + lane % 4 * 4);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const uint16_t bits = static_cast<uint16_t>(pair >> (16 * i));
+        const float value = is_nonfinite<Element>(bits) ? Traits::to_float(bits) : 0.f;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) o[4 * d + 2 * half + i] += visible[half] ? value : 0.f;
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace blockflash
+
+BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_fwd_params p) {
+  using namespace blockflash;
+  extern __shared__ __align__(1024) unsigned char smem[];
+
+  // Dense work follows from the parameters; offsets and lists may come from the previous kernel.
+  const bool packed = p.cu_seqlens_q != nullptr;
+  if (packed || p.block_mask.row_ptr != nullptr) ptx::wait_for_predecessors();
+  const KeyVisit& visit = KeyVisit::agreed(p);
+  const QueryWork& work = visit.work;
+  if (work.q_begin >= work.seqlen_q) return;
+
+  const int warpgroup = kWarpgroups == 1 ? 0 : __shfl_sync(~0u, threadIdx.x / 128, 0);
+  // Key tiles of this warpgroup: every kWarpgroups-th one, from the last to the first.
+  const int tiles = max(visit.tiles - warpgroup + kWarpgroups - 1, 0) / kWarpgroups;
+  const auto first_key_of = [&](int i) {
+    return visit.list.tile_at(visit.last - warpgroup - kWarpgroups * i) * kRows;
+  };
+  const auto first_row = [&] { return work.q_begin + threadIdx.x / 32 % 4 * 16; };  // of this warp
+
+  const Element* const q =
+      static_cast<const Element*>(p.q) +
+      (packed ? work.q_offset * p.q_stride_seq : work.batch * p.q_stride_batch) +
+      work.head * p.q_stride_head + work.q_begin * p.q_stride_seq;
+  struct Keys {
+    const Element *k, *v;  // the first key of the sequence and its value
+    KeyRange all;          // keys that all queries of the tile see
+  };
+  // In shared memory, since registers are short in the main loop.
+  __shared__ Keys keys;
+  if (threadIdx.x == 0) {
+    keys.k = static_cast<const Element*>(p.k) +
+             (packed ? work.kv_offset * p.k_stride_seq : work.batch * p.k_stride_batch) +
+             work.head_kv * p.k_stride_head;
+    keys.v = static_cast<const Element*>(p.v) +
+             (packed ? work.kv_offset * p.v_stride_seq : work.batch * p.v_stride_batch) +
+             work.head_kv * p.v_stride_head;
+    keys.all = visit.mask(p).keys_of_all(work.q_begin, visit.q_last());
+  }
+  __syncthreads();
+
+  const uint32_t q_smem = static_cast<uint32_t>(__cvta_generic_to_shared(smem));
+  const uint32_t rings = q_smem + kTileBytes, ring = rings + warpgroup * kRingBytes;
+  const auto k_stage = [&](int i) { return ring + i % kStages * kTileBytes; };
+  const auto v_stage = [&](int i) { return k_stage(i) + kStages * kTileBytes; };
+  const TileChunks<128> chunks(threadIdx.x % 128);
+  // Every call commits a group: K tile i and V tile i - 1, as far as they exist.
+  const auto start_tiles = [&](int i) {
+    if (i < tiles) {
+      const int first_key = first_key_of(i);
+      chunks.start(k_stage(i), keys.k + first_key * p.k_stride_seq, p.k_stride_seq,
+                   work.seqlen_kv - first_key, p.head_dim);
+    }
+    if (i >= 1 && i <= tiles) {
+      const int first_key = first_key_of(i - 1);
+      chunks.start(v_stage(i - 1), keys.v + first_key * p.v_stride_seq, p.v_stride_seq,
+                   work.seqlen_kv - first_key, p.head_dim);
+    }
+    ptx::cp_async_commit_group();
+  };
+
+  ptx::wait_for_predecessors();
+  TileChunks<Config::threads>(threadIdx.x)
+      .start(q_smem, q, p.q_stride_seq, work.seqlen_q - work.q_begin, p.head_dim);
+#pragma unroll 1
+  for (int i = 0; i < kStages; ++i) start_tiles(i);
+
+  constexpr float kLog2e = 1.4426950408889634f;
+  const float scale_over_cap = p.softcap > 0.f ? p.softmax_scale / p.softcap : 0.f;
+  const float scale_log2 = p.softcap > 0.f ? kLog2e : kLog2e * p.softmax_scale;
+  const float inverse_scale_log2 = ptx::rcp_approx(scale_log2);
+  Softmax softmax;
+  softmax.reset();
+  Scores s;
+  Output o = {};
+  Probabilities probabilities = {};
+  Queries q_fragments;
+
+  ptx::cp_async_wait_group<kStages - 1>();
+  ptx::fence_proxy_async();
+  __syncthreads();  // Q and the first K tile are visible
+  load_queries(q_fragments, q_smem);
+  ptx::wgmma_pin(o), ptx::wgmma_pin(q_fragments);
+  ptx::wgmma_fence();
+  start_scores(s, q_fragments, q_smem, k_stage(0));
+  // Of the current tile: found while its scores are computed.
+  int first_key = 0;
+  bool masked = false;
+  const auto look_up = [&](int i) {
+    if (i >= tiles) return;
+    first_key = first_key_of(i);
+    masked = first_key < keys.all.begin || first_key + kRows > keys.all.end;
+  };
+  look_up(0);
+  ptx::wgmma_wait_group<0>();
+  ptx::wgmma_pin(s);
+
+#pragma unroll 1
+  for (int i = 0; i < tiles; ++i) {
+    if (p.softcap > 0.f) {
+#pragma unroll
+      for (float& score : s) score = soft_cap(score, p.softcap, scale_over_cap);
+    }
+    if (masked) apply_mask(s, visit.mask(p), first_row(), first_key);
+    int top[2];
+    softmax.largest(s, top);
+    float rescale[2] = {1.f, 1.f};
+    const bool grew = softmax.exceeds(top, kSlack, inverse_scale_log2);
+    if (grew) softmax.move(s, top, scale_log2, rescale);
+    // Logarithms of the probabilities. From here on the next scores may be written to s.
+    float logs[kRows / 2];
+#pragma unroll
+    for (int j = 0; j < kRows / 2; ++j)
+      logs[j] = fmaf(s[j], scale_log2, -softmax.reference[j / 2 % 2]);
+    ptx::wgmma_pin(logs);
+
+    ptx::wgmma_wait_group<0>();
+    ptx::wgmma_pin(o), ptx::wgmma_pin(probabilities);
+    if (grew) {
+#pragma unroll
+      for (int j = 0; j < kOutput; ++j) o[j] *= rescale[j / 2 % 2];
+    }
+    ptx::cp_async_wait_group<kStages - 2>();
+    unsigned char* const v_tile = smem + (v_stage(i) - q_smem);
+    const bool mine = masked && chunks.has_nonfinite(v_tile);
+    ptx::fence_proxy_async();
+    // K tile i + 1 and V tile i are visible to all. All have read K tile i and V tile i - 1, whose
+    // stages are refilled next. Under a block mask that changes meanwhile, threads need not agree
+    // that a tile is masked, so all of them vote.
+    if (ptx::named_barrier_or(1 + warpgroup, 128, mine)) {
+      add_visible_nonfinite(o, v_tile, visit.mask(p), first_row(), first_key);
+      ptx::named_barrier_sync(1 + warpgroup, 128);  // all have read the tile
+      chunks.clear_nonfinite(v_tile);
+      ptx::fence_proxy_async();
+      ptx::named_barrier_sync(1 + warpgroup, 128);
+    }
+    // After the last tile the scores are discarded: a branch around a WGMMA would make the
+    // assembler serialise all of them.
+    ptx::wgmma_pin(o);
+    ptx::wgmma_fence();
+    start_scores(s, q_fragments, q_smem, k_stage(i + 1));
+    start_tiles(i + kStages);
+    // The last tile was asked for. Dependent kernels that start earlier would share few SMs.
+    if (i == max(tiles - kStages, 0)) ptx::launch_dependents();
+
+    float partial[2] = {0.f, 0.f};  // each tile is summed separately, so that long rows lose little
+#pragma unroll
+    for (int j = 0; j < kRows / 2; j += 2) {
+      const float low = ptx::ex2_approx(logs[j]), high = ptx::ex2_approx(logs[j + 1]);
+      partial[j / 2 % 2] += low + high;
+      probabilities[j / 2] = Traits::pack(low, high);
+    }
+    softmax.exact[0] += partial[0], softmax.exact[1] += partial[1];
+    ptx::wgmma_pin(probabilities), ptx::wgmma_pin(o);
+    ptx::wgmma_fence();
+    start_output(o, probabilities, v_stage(i));
+    look_up(i + 1);
+    ptx::wgmma_wait_group<1>();
+    ptx::wgmma_pin(s);
+  }
+  ptx::wgmma_wait_group<0>();
+  ptx::wgmma_pin(o);
+  float stored[kStored];
+  if constexpr (kWarpgroups == 2) {
+    exchange(o, stored, softmax, rings, warpgroup);
+  } else {
+#pragma unroll
+    for (int j = 0; j < kStored; ++j) stored[j] = o[j];
+  }
+  store_output(stored, softmax, p, work, warpgroup * (kD / 2));
+}
