@@ -119,13 +119,13 @@ struct TurnBarriers {
       ptx::mbarrier_init(resident_empty + 8 * i, 8);
     }
   }
-  __device__ __forceinline__ void announce(int n, int tile, uint32_t rank, bool whole) const {
+  __device__ __forceinline__ void announce(uint32_t n, int tile, uint32_t rank, bool whole) const {
     const uint32_t at = places + n % kPlaces * 8;
     ptx::store_shared(at, static_cast<uint32_t>(tile));
     ptx::store_shared(at + 4, rank * 2 + whole);
   }
   // Both threads that add tiles read the end of the queue.
-  __device__ __forceinline__ void end(int n) const {
+  __device__ __forceinline__ void end(uint32_t n) const {
     announce(n, -1, 0, false), announce(n + 1, -1, 0, false);
   }
 };
@@ -217,7 +217,7 @@ __device__ __forceinline__ void add_in_turn(const Params& params, uint32_t smem,
   const TurnBarriers barriers(smem);
   const uint32_t staged = smem + kStagingOffset + which % kStagings * kSumsBytes;
 #pragma unroll 1
-  for (int n = which;; n += 2) {
+  for (uint32_t n = which;; n += 2) {
     ptx::mbarrier_wait(barriers.staged + 8 * which, n / 2 & 1);
     const uint32_t place = barriers.places + n % TurnBarriers::kPlaces * 8;
     const int tile = static_cast<int>(ptx::load_shared(place));
