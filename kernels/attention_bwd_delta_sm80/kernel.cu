@@ -48,41 +48,57 @@ __device__ __forceinline__ void store_statistics(const Params& params) {
   const Element* const d_o = static_cast<const Element*>(params.d_o) +
                              batch * params.d_o_stride_batch * !packed +
                              head * params.d_o_stride_head;
-  constexpr int kLanes = 8, kRows = Config::threads / kLanes;
-  const int lane = threadIdx.x % kLanes;
+  // All rows of a lane at a time, so that their loads are in flight together. Columns are not
+  // unrolled: more CTAs on an SM keep more loads in flight than more registers do.
+  constexpr int kLanes = 8, kRows = Config::threads / kLanes, kEach = kStatisticsTile / kRows;
+  static_assert(kEach * kRows == kStatisticsTile && kEach <= kLanes, "a lane stores one row");
+  const int lane = threadIdx.x % kLanes, r = threadIdx.x / kLanes;
+  // A lane stores the statistics of one of the rows.
+  const int own = first + r + lane * kRows;
+  const bool stores = lane < kEach, stores_inside = stores && own < queries.length;
+  float lse = 0.f;
+  if (stores_inside)
+    lse = p.lse[batch * p.lse_stride_batch + head * p.lse_stride_head + queries.begin + own];
+  float sums[kEach] = {};
 #pragma unroll 1
-  for (int r = threadIdx.x / kLanes; r < kStatisticsTile; r += kRows) {
-    const int row = first + r;
-    const bool inside = row < queries.length;
-    float sum = 0.f;
-    if (inside) {
+  for (int d = lane * 8; d < p.head_dim; d += kLanes * 8) {
+    uint4 x[kEach], y[kEach];
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      const int row = first + r + i * kRows;
       const int64_t at = static_cast<int64_t>(queries.begin) + row;
-      for (int d = lane * 8; d < p.head_dim; d += kLanes * 8) {
-        const uint4 x = *reinterpret_cast<const uint4*>(o + at * p.o_stride_seq + d);
-        const uint4 y = *reinterpret_cast<const uint4*>(d_o + at * params.d_o_stride_seq + d);
-        const uint32_t a[4] = {x.x, x.y, x.z, x.w}, b[4] = {y.x, y.y, y.z, y.w};
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-#pragma unroll
-          for (int shift = 0; shift < 32; shift += 16)
-            sum = fmaf(ElementTraits<Element>::to_float(static_cast<uint16_t>(a[i] >> shift)),
-                       ElementTraits<Element>::to_float(static_cast<uint16_t>(b[i] >> shift)), sum);
+      const bool inside = row < queries.length;
+      x[i] = y[i] = make_uint4(0, 0, 0, 0);
+      if (inside) {
+        x[i] = *reinterpret_cast<const uint4*>(o + at * p.o_stride_seq + d);
+        y[i] = *reinterpret_cast<const uint4*>(d_o + at * params.d_o_stride_seq + d);
       }
     }
 #pragma unroll
-    for (int step = 1; step < kLanes; step *= 2) sum += __shfl_xor_sync(~0u, sum, step);
-    if (lane == 0) {
-      float negative_log = -CUDART_INF_F;
-      if (inside) {
-        const float lse =
-            p.lse[batch * p.lse_stride_batch + head * p.lse_stride_head + queries.begin + row];
-        // A query that sees nothing has an lse of -inf. Its probabilities are 0.
-        if (lse != -CUDART_INF_F) negative_log = -lse * kLog2e;
-      }
-      params.negative_logs[statistics + row] = negative_log;
-      params.deltas[statistics + row] = negative_log == -CUDART_INF_F ? 0.f : sum;
+    for (int i = 0; i < kEach; ++i) {
+      const uint32_t a[4] = {x[i].x, x[i].y, x[i].z, x[i].w},
+                     b[4] = {y[i].x, y[i].y, y[i].z, y[i].w};
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+#pragma unroll
+        for (int shift = 0; shift < 32; shift += 16)
+          sums[i] =
+              fmaf(ElementTraits<Element>::to_float(static_cast<uint16_t>(a[j] >> shift)),
+                   ElementTraits<Element>::to_float(static_cast<uint16_t>(b[j] >> shift)), sums[i]);
     }
   }
+  float sum = 0.f;
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+#pragma unroll
+    for (int step = 1; step < kLanes; step *= 2) sums[i] += __shfl_xor_sync(~0u, sums[i], step);
+    if (lane == i) sum = sums[i];
+  }
+  if (!stores) return;
+  // A query that sees nothing has an lse of -inf. Its probabilities are 0.
+  const float negative_log = stores_inside && lse != -CUDART_INF_F ? -lse * kLog2e : -CUDART_INF_F;
+  params.negative_logs[statistics + own] = negative_log;
+  params.deltas[statistics + own] = negative_log == -CUDART_INF_F ? 0.f : sum;
 }
 
 __device__ __forceinline__ void store_sink_gradient(const Params& params) {

@@ -18,25 +18,28 @@ __device__ __forceinline__ void consume_tall(const Params& params, uint32_t smem
   using Product = ptx::Wgmma<kD, Element>;
   const blockflash_attention_fwd_params& p = params.base.base;
   const TurnBarriers turn_barriers(smem);
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-  const int warp_row = warpgroup * 64 + warp * 16;
+  const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * 16 - 64;
   const ScoreScale scale(p);
   float s[kQueries / 2], dp[kQueries / 2], dk[kD / 2], dv[kD / 2], dq[kD / 2];
   uint32_t p16[kQueries / 4], ds16[kQueries / 4];
-#pragma unroll
-  for (int i = 0; i < kD / 2; ++i) dk[i] = dv[i] = 0.f;
-
   const uint32_t k = ptx::wgmma_low(smem + warpgroup * 64 * 128), v = k + (kResidentBytes >> 4);
   const uint32_t q = ptx::wgmma_low(smem + kFirstOffset),
                  d_o = ptx::wgmma_low(smem + kSecondOffset), k_rows = ptx::wgmma_low(smem);
   // The queries of this warpgroup's dq.
   const uint32_t scores = ptx::wgmma_low(smem + kScoresOffset + warpgroup * kScoresPanel);
-  const uint32_t score_row = smem + kScoresOffset + (warp_row + lane % 16) * 128;
+  // Addresses of a lane, which are not kept: registers are scarce.
+  const auto score_row = [=] {
+    const uint32_t thread = ptx::opaque(threadIdx.x) - 128;
+    return smem + kScoresOffset + (thread / 32 * 16 + thread % 16) * 128;
+  };
   // Sums of 64 queries lie as eight warps with half of the columns each would leave them.
-  const uint32_t staging =
-      smem + kStagingOffset + warpgroup * kSumsTile + warp * (kSumsTile / 8) + lane * 16;
+  const auto staging = [=] {
+    const uint32_t thread = ptx::opaque(threadIdx.x) - 128;
+    return smem + kStagingOffset + thread / 128 * kSumsTile + thread / 32 % 4 * (kSumsTile / 8) +
+           thread % 32 * 16;
+  };
 
-  const auto start_dq = [&](int n) {
+  const auto start_dq = [&](uint32_t n) {
     const uint32_t a = scores + (n & 1) * (kScoresBytes >> 4);
 #pragma unroll
     for (int step = 0; step < kResidentRows / 16; ++step) {
@@ -49,89 +52,140 @@ __device__ __forceinline__ void consume_tall(const Params& params, uint32_t smem
     }
     ptx::wgmma_commit_group();
   };
-  const auto stage_dq = [&](int n) {
+  const auto stage_dq = [&](uint32_t n) {
     ptx::mbarrier_wait(turn_barriers.staged_empty + 8 * (n & 1), n / 2 & 1 ^ 1);
+    const uint32_t row = staging();
 #pragma unroll
     for (int i = 0; i < kD / 8; ++i)
-      ptx::store_shared_float4(
-          staging + (n & 1) * kSumsBytes + i / 4 * (kSumsTile / 2) + i % 4 * 512, dq + 4 * i);
+      ptx::store_shared_float4(row + (n & 1) * kSumsBytes + i / 4 * (kSumsTile / 2) + i % 4 * 512,
+                               dq + 4 * i);
     ptx::fence_proxy_async();
     __syncwarp();
     if (lane == 0) ptx::mbarrier_arrive(turn_barriers.staged + 8 * (n & 1));
   };
-  const auto arrive = [&](uint32_t barrier, int n) {
+  const auto arrive = [&](uint32_t barrier, uint32_t n) {
     __syncwarp();
     if (lane == 0) ptx::mbarrier_arrive(barrier + 8 * (n & 1));
   };
 
-  int n = 0;  // number of the tile; everything has two buffers
+  Progress progress;  // everything has two buffers
 #pragma unroll 1
-  for (;; ++n) {
-    ptx::mbarrier_wait(barriers.first + 8 * (n & 1), n / 2 & 1);
-    const int first_query = announced(smem, n & 1);
-    if (first_query < 0) break;
-    if (n == 0) ptx::mbarrier_wait(barriers.resident, 0);
-    const uint32_t stage = (n & 1) * (kStreamBytes >> 4);
-    ptx::wgmma_fence();
-    start_scores<kQueries>(s, k, kResidentPanel, q + stage, kStreamPanel);
-    // The scores are queued behind dk of the tile before, whose Q is read then.
-    ptx::wgmma_wait_group<1>();
-    ptx::wgmma_pin(dk), ptx::wgmma_pin(ds16);
-    if (n > 0) arrive(barriers.first_empty, n - 1);
-    ptx::mbarrier_wait(barriers.second + 8 * (n & 1), n / 2 & 1);
-    if (n == 0) ptx::mbarrier_wait(barriers.resident + 8, 0);
-    ptx::wgmma_fence();
-    start_scores<kQueries>(dp, v, kResidentPanel, d_o + stage, kStreamPanel);
-    differentiate_scores<false, true>(s, dp, p16, ds16, scale,
-                                      visible_pairs(p, warp_row, first_query, kQueries),
-                                      statistics_at(first_statistics(smem, n & 1)),
-                                      statistics_at(second_statistics(smem, n & 1)), [] {});
-    ptx::mbarrier_wait(turn_barriers.scores_empty + 8 * (n & 1), n / 2 & 1 ^ 1);
+  for (;; progress.next_block()) {
+    const uint32_t number = progress.block();
+    ptx::mbarrier_wait(turn_barriers.blocks + 8 * (number & 1), number / 2 & 1);
+    const int tiles = Block::at(number).tiles;
+    if (tiles < 0) break;
 #pragma unroll
-    for (int step = 0; step < kQueries / 16; ++step) {
-      const uint32_t words[4] = {ds16[4 * step], ds16[4 * step + 1], ds16[4 * step + 2],
-                                 ds16[4 * step + 3]};
-      ptx::stmatrix_x4(score_row + (n & 1) * kScoresBytes + step / 4 * kScoresPanel +
-                           (((2 * (step % 4) + lane / 16) ^ lane % 8) * 16),
-                       words);
-    }
-    ptx::fence_proxy_async();
-    arrive(turn_barriers.scores, n);
+    for (int i = 0; i < kD / 2; ++i) dk[i] = dv[i] = 0.f;
+    if (tiles > 0) {
+#pragma unroll 1
+      do {
+        const uint32_t n = progress.tile(), before = progress.tile_before();
+        ptx::mbarrier_wait(barriers.first + 8 * (n & 1), n / 2 & 1);
+        const int first_query = announced(smem, n & 1);
+        const uint32_t flags = ptx::load_shared(tile_flags_at(smem, n & 1));
+        progress.bits |= flags & kTileIsLast;
+        if (progress.is_first())
+          ptx::mbarrier_wait(barriers.resident, Block::at(progress.block()).resident_parity);
+        const uint32_t stage = (n & 1) * (kStreamBytes >> 4);
+        ptx::wgmma_fence();
+        start_scores<kQueries>(s, k, kResidentPanel, q + stage, kStreamPanel);
+        // The scores are queued behind dk of the tile before, whose Q is read then.
+        ptx::wgmma_wait_group<1>();
+        ptx::wgmma_pin(dk), ptx::wgmma_pin(ds16);
+        if (!progress.is_first()) arrive(barriers.first_empty, before);
+        ptx::mbarrier_wait(barriers.second + 8 * (n & 1), n / 2 & 1);
+        if (progress.is_first())
+          ptx::mbarrier_wait(barriers.resident + 8, Block::at(progress.block()).resident_parity);
+        ptx::wgmma_fence();
+        start_scores<kQueries>(dp, v, kResidentPanel, d_o + stage, kStreamPanel);
+        // Which pairs are hidden is found out twice, so that no register holds it meanwhile.
+        const auto visible = [&] {
+          return visible_pairs(p, Block::at(progress.block()).keys, known(flags & kTileIsMasked),
+                               warp_row, first_query);
+        };
+        const auto logs = statistics_at(first_statistics(smem, n & 1));
+        const auto deltas = statistics_at(second_statistics(smem, n & 1));
+        float negative_log[2], delta[2];
+        const Visible for_scores = visible();
+        ptx::wgmma_wait_group<1>();
+        ptx::wgmma_pin(s);
+        for_scores.hide(s, -CUDART_INF_F);
+#pragma unroll
+        for (int j = 0; j < kQueries / 8; ++j) {
+          logs(j, negative_log);
+#pragma unroll
+          for (int i = 4 * j; i < 4 * j + 4; ++i)
+            s[i] = ptx::ex2_approx(fmaf(s[i], scale.scale_log2, negative_log[i % 2]));
+        }
+        ptx::wgmma_wait_group<0>();
+        ptx::wgmma_pin(dp);
+#pragma unroll
+        for (int j = 0; j < kQueries / 8; ++j) {
+          deltas(j, delta);
+#pragma unroll
+          for (int i = 4 * j; i < 4 * j + 4; ++i) dp[i] = s[i] * (dp[i] - delta[i % 2]);
+#pragma unroll
+          for (int i = 2 * j; i < 2 * j + 2; ++i) p16[i] = Traits::pack(s[2 * i], s[2 * i + 1]);
+        }
+        visible().hide(dp, 0.f);
+#pragma unroll
+        for (int i = 0; i < kQueries / 4; ++i) ds16[i] = Traits::pack(dp[2 * i], dp[2 * i + 1]);
+        ptx::mbarrier_wait(turn_barriers.scores_empty + 8 * (n & 1), n / 2 & 1 ^ 1);
+        const uint32_t row = score_row();
+#pragma unroll
+        for (int step = 0; step < kQueries / 16; ++step) {
+          const uint32_t words[4] = {ds16[4 * step], ds16[4 * step + 1], ds16[4 * step + 2],
+                                     ds16[4 * step + 3]};
+          ptx::stmatrix_x4(row + (n & 1) * kScoresBytes + step / 4 * kScoresPanel +
+                               (((2 * (step % 4) + threadIdx.x % 32 / 16) ^ threadIdx.x % 8) * 16),
+                           words);
+        }
+        ptx::fence_proxy_async();
+        arrive(turn_barriers.scores, n);
 
-    // dq of the tile before, so that the warpgroups need not be in step. There is none at the first
-    // tile: that product is discarded, since a branch around it would serialise all of them.
-    if (n > 0) ptx::mbarrier_wait(turn_barriers.scores + 8 * (n - 1 & 1), (n - 1) / 2 & 1);
-    ptx::wgmma_fence();
-    start_dq(n - 1);
-    start_gradient<kQueries / 16>(dv, p16, d_o + stage);
-    ptx::wgmma_commit_group();
-    start_gradient<kQueries / 16>(dk, ds16, q + stage);
-    ptx::wgmma_commit_group();
-    ptx::wgmma_wait_group<2>();
-    ptx::wgmma_pin(dq);
-    if (n > 0) arrive(turn_barriers.scores_empty, n - 1), stage_dq(n - 1);
-    ptx::wgmma_wait_group<1>();
-    ptx::wgmma_pin(dv), ptx::wgmma_pin(p16);
-    arrive(barriers.second_empty, n);
-  }
-  ptx::wgmma_wait_group<0>();
-  ptx::wgmma_pin(dk);
-  if (n > 0) {
-    ptx::mbarrier_wait(turn_barriers.scores + 8 * (n - 1 & 1), (n - 1) / 2 & 1);
-    ptx::wgmma_fence();
-    start_dq(n - 1);
-    ptx::wgmma_wait_group<0>();
-    ptx::wgmma_pin(dq);
-    stage_dq(n - 1);
+        // dq of the tile before, so that the warpgroups need not be in step. There is none at the
+        // first tile: that product is discarded, since a branch around it would serialise all of
+        // them.
+        if (!progress.is_first())
+          ptx::mbarrier_wait(turn_barriers.scores + 8 * (before & 1), before / 2 & 1);
+        ptx::wgmma_fence();
+        start_dq(before);
+        start_gradient<kQueries / 16>(dv, p16, d_o + stage);
+        ptx::wgmma_commit_group();
+        start_gradient<kQueries / 16>(dk, ds16, q + stage);
+        ptx::wgmma_commit_group();
+        ptx::wgmma_wait_group<2>();
+        ptx::wgmma_pin(dq);
+        if (!progress.is_first()) arrive(turn_barriers.scores_empty, before), stage_dq(before);
+        ptx::wgmma_wait_group<1>();
+        ptx::wgmma_pin(dv), ptx::wgmma_pin(p16);
+        arrive(barriers.second_empty, n);
+        progress.next_tile();
+      } while (!progress.is_last());
+      ptx::wgmma_wait_group<0>();
+      ptx::wgmma_pin(dk);
+      const uint32_t before = progress.tile_before();
+      arrive(barriers.first_empty, before), arrive(turn_barriers.resident_empty, 1);
+      ptx::mbarrier_wait(turn_barriers.scores + 8 * (before & 1), before / 2 & 1);
+      ptx::wgmma_fence();
+      start_dq(before);
+      ptx::wgmma_wait_group<0>();
+      ptx::wgmma_pin(dq);
+      arrive(turn_barriers.resident_empty, 0), arrive(turn_barriers.scores_empty, before);
+      stage_dq(before);
+    }
+    const Keys& work = Block::at(progress.block()).keys;
+    store_dv(params.base, dv, warp_row, work);
+    store_dk(params.base, dk, warp_row, work);
+    arrive(turn_barriers.blocks_empty, progress.block());
   }
   // Both threads that add tiles read the end of the queue.
 #pragma unroll 1
-  for (int end = n; end < n + 2; ++end) {
+  for (uint32_t end = progress.tile(); end < progress.tile() + 2; ++end) {
     ptx::mbarrier_wait(turn_barriers.staged_empty + 8 * (end & 1), end / 2 & 1 ^ 1);
     if (lane == 0) ptx::mbarrier_arrive(turn_barriers.staged + 8 * (end & 1));
   }
-  store_dv(params.base, dv, warp_row);
-  store_dk(params.base, dk, warp_row);
 }
 
 }  // namespace

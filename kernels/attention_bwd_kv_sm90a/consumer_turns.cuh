@@ -21,9 +21,6 @@ __device__ __forceinline__ void consume_with_dq(const Params& params, uint32_t s
   const Turns turns{warpgroup};
   float s[kStreamRows / 2], dp[kStreamRows / 2], dk[kD / 2], dv[kD / 2], dq[kDqColumns / 2];
   uint32_t p16[kStreamRows / 4], ds16[kStreamRows / 4];
-#pragma unroll
-  for (int i = 0; i < kD / 2; ++i) dk[i] = dv[i] = 0.f;
-
   const uint32_t k = ptx::wgmma_low(smem + warpgroup * 64 * 128), v = k + (kResidentBytes >> 4);
   const uint32_t q = ptx::wgmma_low(smem + kFirstOffset),
                  q_rows = ptx::wgmma_low(smem + kFirstOffset, kStreamPanel),
@@ -37,7 +34,7 @@ __device__ __forceinline__ void consume_with_dq(const Params& params, uint32_t s
   const uint32_t staging =
       smem + kStagingOffset + (warpgroup * 4 + warp) * (kSumsBytes / 8) + lane * 16;
 
-  const auto start_dq = [&](int n) {
+  const auto start_dq = [&](uint32_t n) {
     const uint32_t a = scores + (n & 1) * (kScoresBytes >> 4);
 #pragma unroll
     for (int step = 0; step < kResidentRows / 16; ++step) {
@@ -51,7 +48,7 @@ __device__ __forceinline__ void consume_with_dq(const Params& params, uint32_t s
     ptx::wgmma_commit_group();
   };
   // Waits until the staging of tile n is free and stores this warp's part of dq.
-  const auto stage_dq = [&](int n) {
+  const auto stage_dq = [&](uint32_t n) {
     ptx::mbarrier_wait(turn_barriers.staged_empty + 8 * (n & 1), n / 2 & 1 ^ 1);
 #pragma unroll
     for (int i = 0; i < kDqColumns / 8; ++i)
@@ -60,77 +57,103 @@ __device__ __forceinline__ void consume_with_dq(const Params& params, uint32_t s
     __syncwarp();
     if (lane == 0) ptx::mbarrier_arrive(turn_barriers.staged + 8 * (n & 1));
   };
-  const auto release_scores = [&](int n) {
-    if (lane == 0) ptx::mbarrier_arrive(turn_barriers.scores_empty + 8 * (n & 1));
+  const auto arrive = [&](uint32_t barrier, uint32_t n) {
+    __syncwarp();
+    if (lane == 0) ptx::mbarrier_arrive(barrier + 8 * (n & 1));
   };
 
   // Everything has two buffers, so the number of a tile tells buffer and phase.
   static_assert(!Config::dq || (kStages == 2 && kSecondStages == 2), "all rings are in step");
-  turns.open();
-  int n = 0;  // number of the tile
+  Progress progress;  // everything has two buffers
 #pragma unroll 1
-  for (;; ++n) {
-    ptx::mbarrier_wait(barriers.first + 8 * (n & 1), n / 2 & 1);
-    const int first_query = announced(smem, n & 1);
-    if (first_query < 0) break;
-    if (n == 0) ptx::mbarrier_wait(barriers.resident, 0);
-    const uint32_t stage = (n & 1) * (kStreamBytes >> 4);
-    ptx::wgmma_fence();
-    start_scores<kStreamRows>(s, k, kResidentPanel, q + stage, kStreamPanel);
-    ptx::mbarrier_wait(barriers.second + 8 * (n & 1), n / 2 & 1);
-    if (n == 0) ptx::mbarrier_wait(barriers.resident + 8, 0);
-    ptx::wgmma_fence();
-    start_scores<kStreamRows>(dp, v, kResidentPanel, d_o + stage, kStreamPanel);
-    turns.end();
-    differentiate_scores<false>(s, dp, p16, ds16, scale,
-                                visible_pairs(p, warp_row, first_query, kStreamRows),
-                                statistics_at(first_statistics(smem, n & 1)),
-                                statistics_at(second_statistics(smem, n & 1)), [] {});
-    ptx::mbarrier_wait(turn_barriers.scores_empty + 8 * (n & 1), n / 2 & 1 ^ 1);
+  for (;; progress.next_block()) {
+    const uint32_t number = progress.block();
+    ptx::mbarrier_wait(turn_barriers.blocks + 8 * (number & 1), number / 2 & 1);
+    const int tiles = Block::at(number).tiles;
+    if (tiles < 0) break;
 #pragma unroll
-    for (int step = 0; step < kStreamRows / 16; ++step) {
-      const uint32_t words[4] = {ds16[4 * step], ds16[4 * step + 1], ds16[4 * step + 2],
-                                 ds16[4 * step + 3]};
-      ptx::stmatrix_x4(
-          score_row + (n & 1) * kScoresBytes + (((2 * step + lane / 16) ^ lane % 8) * 16), words);
-    }
-    ptx::fence_proxy_async();
-    __syncwarp();
-    if (lane == 0) ptx::mbarrier_arrive(turn_barriers.scores + 8 * (n & 1));
+    for (int i = 0; i < kD / 2; ++i) dk[i] = dv[i] = 0.f;
+    if (tiles > 0) {
+      // Turns end with a block, since the keys of the next one wait for both warpgroups.
+      turns.open();
+#pragma unroll 1
+      do {
+        const uint32_t n = progress.tile(), before = progress.tile_before();
+        ptx::mbarrier_wait(barriers.first + 8 * (n & 1), n / 2 & 1);
+        const int first_query = announced(smem, n & 1);
+        const uint32_t flags = ptx::load_shared(tile_flags_at(smem, n & 1));
+        progress.bits |= flags & kTileIsLast;
+        if (progress.is_first())
+          ptx::mbarrier_wait(barriers.resident, Block::at(progress.block()).resident_parity);
+        const uint32_t stage = (n & 1) * (kStreamBytes >> 4);
+        ptx::wgmma_fence();
+        start_scores<kStreamRows>(s, k, kResidentPanel, q + stage, kStreamPanel);
+        ptx::mbarrier_wait(barriers.second + 8 * (n & 1), n / 2 & 1);
+        if (progress.is_first())
+          ptx::mbarrier_wait(barriers.resident + 8, Block::at(progress.block()).resident_parity);
+        ptx::wgmma_fence();
+        start_scores<kStreamRows>(dp, v, kResidentPanel, d_o + stage, kStreamPanel);
+        turns.end();
+        differentiate_scores<false>(
+            s, dp, p16, ds16, scale,
+            visible_pairs(p, Block::at(progress.block()).keys, known(flags & kTileIsMasked),
+                          warp_row, first_query),
+            statistics_at(first_statistics(smem, n & 1)),
+            statistics_at(second_statistics(smem, n & 1)), [] {});
+        ptx::mbarrier_wait(turn_barriers.scores_empty + 8 * (n & 1), n / 2 & 1 ^ 1);
+#pragma unroll
+        for (int step = 0; step < kStreamRows / 16; ++step) {
+          const uint32_t words[4] = {ds16[4 * step], ds16[4 * step + 1], ds16[4 * step + 2],
+                                     ds16[4 * step + 3]};
+          ptx::stmatrix_x4(
+              score_row + (n & 1) * kScoresBytes + (((2 * step + lane / 16) ^ lane % 8) * 16),
+              words);
+        }
+        ptx::fence_proxy_async();
+        __syncwarp();
+        if (lane == 0) ptx::mbarrier_arrive(turn_barriers.scores + 8 * (n & 1));
 
-    turns.begin();
-    // dq of the tile before, so that the warpgroups need not be in step. There is none at the first
-    // tile: that product is discarded, since a branch around it would serialise all of them.
-    if (n > 0) ptx::mbarrier_wait(turn_barriers.scores + 8 * (n - 1 & 1), (n - 1) / 2 & 1);
-    ptx::wgmma_fence();
-    start_dq(n - 1);
-    start_gradient<kStreamRows / 16>(dv, p16, d_o_rows + stage);
-    start_gradient<kStreamRows / 16>(dk, ds16, q_rows + stage);
-    ptx::wgmma_commit_group();
-    ptx::wgmma_wait_group<1>();
-    ptx::wgmma_pin(dq);
-    if (n > 0) release_scores(n - 1), stage_dq(n - 1);
-    ptx::wgmma_wait_group<0>();
-    ptx::wgmma_pin(dk), ptx::wgmma_pin(dv);
-    barriers.release(n & 1);
-  }
-  turns.close();
-  if (n > 0) {
-    ptx::mbarrier_wait(turn_barriers.scores + 8 * (n - 1 & 1), (n - 1) / 2 & 1);
-    ptx::wgmma_fence();
-    start_dq(n - 1);
-    ptx::wgmma_wait_group<0>();
-    ptx::wgmma_pin(dq);
-    stage_dq(n - 1);
+        turns.begin();
+        // dq of the tile before, so that the warpgroups need not be in step. There is none at the
+        // first tile: that product is discarded, since a branch around it would serialise all of
+        // them.
+        if (!progress.is_first())
+          ptx::mbarrier_wait(turn_barriers.scores + 8 * (before & 1), before / 2 & 1);
+        ptx::wgmma_fence();
+        start_dq(before);
+        start_gradient<kStreamRows / 16>(dv, p16, d_o_rows + stage);
+        start_gradient<kStreamRows / 16>(dk, ds16, q_rows + stage);
+        ptx::wgmma_commit_group();
+        ptx::wgmma_wait_group<1>();
+        ptx::wgmma_pin(dq);
+        if (!progress.is_first()) arrive(turn_barriers.scores_empty, before), stage_dq(before);
+        ptx::wgmma_wait_group<0>();
+        ptx::wgmma_pin(dk), ptx::wgmma_pin(dv);
+        barriers.release(n & 1);
+        progress.next_tile();
+      } while (!progress.is_last());
+      turns.close();
+      const uint32_t before = progress.tile_before();
+      arrive(turn_barriers.resident_empty, 1);
+      ptx::mbarrier_wait(turn_barriers.scores + 8 * (before & 1), before / 2 & 1);
+      ptx::wgmma_fence();
+      start_dq(before);
+      ptx::wgmma_wait_group<0>();
+      ptx::wgmma_pin(dq);
+      arrive(turn_barriers.resident_empty, 0), arrive(turn_barriers.scores_empty, before);
+      stage_dq(before);
+    }
+    const Keys& work = Block::at(progress.block()).keys;
+    store_dv(params.base, dv, warp_row, work);
+    store_dk(params.base, dk, warp_row, work);
+    arrive(turn_barriers.blocks_empty, progress.block());
   }
   // Both threads that add tiles read the end of the queue.
 #pragma unroll 1
-  for (int end = n; end < n + 2; ++end) {
+  for (uint32_t end = progress.tile(); end < progress.tile() + 2; ++end) {
     ptx::mbarrier_wait(turn_barriers.staged_empty + 8 * (end & 1), end / 2 & 1 ^ 1);
     if (lane == 0) ptx::mbarrier_arrive(turn_barriers.staged + 8 * (end & 1));
   }
-  store_dv(params.base, dv, warp_row);
-  store_dk(params.base, dk, warp_row);
 }
 
 }  // namespace

@@ -7,6 +7,7 @@
 // registers where they arise. Nothing is shared between CTAs, so the result has one order of
 // summation.
 #include "blockflash/params/attention_bwd.h"
+#include "blockflash/ptx/tensor_prefetch.cuh"
 #include "consumer.cuh"
 #include "consumer_apart.cuh"
 #include "consumer_pair.cuh"
@@ -54,11 +55,13 @@ __device__ __forceinline__ void produce(const Params& params, uint32_t smem,
         copy_statistics(statistics_dst, statistics_src + statistics + first, work.seqlen_q - first,
                         barrier);
       };
+      uint32_t rank = 0;  // found out before the stage is free
+      if constexpr (Config::dq) rank = rank_at(params, work, first);
       at.wait(barriers.first_empty);
       announce(smem, at.stage, first);
       if constexpr (Config::dq)
         TurnBarriers(smem).announce(n++, static_cast<int>((statistics + first) / kStatisticsTile),
-                                    first);
+                                    rank, has_all_statistics(work.seqlen_q - first));
       copy(first_arrives + 8 * at.stage, smem + kFirstOffset + at.stage * kStreamBytes, params.q,
            first_statistics(smem, at.stage), b.negative_logs);
       if (values_wanted) copy_resident(1, params.v, barriers.resident + 8), values_wanted = false;
@@ -74,9 +77,132 @@ __device__ __forceinline__ void produce(const Params& params, uint32_t smem,
   if (values_wanted) ptx::mbarrier_wait(barriers.resident, 0);
   at.wait(barriers.first_empty);
   announce(smem, at.stage, -1);
-  if constexpr (Config::dq)
-    TurnBarriers(smem).announce(n, -1, 0), TurnBarriers(smem).announce(n + 1, -1, 0);
+  if constexpr (Config::dq) TurnBarriers(smem).end(n);
   ptx::mbarrier_arrive(first_arrives + 8 * at.stage);
+}
+
+// Loads the tiles of the blocks of keys of a persistent CTA until there are none. A block is drawn
+// when the tiles of the one before it are on their way. Everything has two stages, so the number of
+// a tile tells its stage and the phase.
+__device__ __forceinline__ void produce_blocks(const Params& params, uint32_t smem,
+                                               const Barriers& barriers) {
+  const TurnBarriers turn_barriers(smem);
+  const blockflash_attention_bwd_params& b = params.base;
+  const blockflash_attention_fwd_params& p = b.base;
+  const bool packed = p.cu_seqlens_q != nullptr;
+  const int head_group = p.num_heads_q / p.num_heads_kv;
+  uint32_t n = 0, loaded = 0;  // tiles, and blocks that have tiles
+#pragma unroll 1
+  for (uint32_t number = 0;; ++number) {
+    const uint32_t of_block = 8 * (number % 2);
+    ptx::mbarrier_wait(turn_barriers.blocks_empty + of_block, number / 2 & 1 ^ 1);
+    Block& block = Block::at(number);
+    const Keys& work = block.keys;
+    if (!draw_block(params, block.keys)) {
+      block.tiles = -1;
+      ptx::mbarrier_wait(barriers.first_empty + 8 * (n % 2), n / 2 & 1 ^ 1);
+      turn_barriers.end(n);
+      ptx::mbarrier_arrive(turn_barriers.blocks + of_block);
+      return;
+    }
+    block.find_tiles(params);
+    block.resident_parity = loaded & 1;
+    ptx::mbarrier_arrive(turn_barriers.blocks + of_block);
+    if (block.tiles == 0) continue;
+
+    const int batch = packed ? 0 : work.batch;
+    // K and V have one place each, so until the block before is done they get no further than L2.
+    const int first_key = static_cast<int>(work.kv_offset) + work.k_begin;
+#pragma unroll
+    for (int panel = 0; panel < kPanels; ++panel) {
+      ptx::tensor_prefetch_4d(&params.k, panel * 64, first_key, work.head_kv, batch);
+      ptx::tensor_prefetch_4d(&params.v, panel * 64, first_key, work.head_kv, batch);
+    }
+    const auto copy_resident = [&](int which, const blockflash_tensor_map& map, uint32_t barrier) {
+      ptx::mbarrier_wait(turn_barriers.resident_empty + 8 * which, loaded & 1 ^ 1);
+      ptx::mbarrier_arrive_expect_tx(barrier, kResidentBytes);
+      copy_tile<kResidentRows, kResidentRows>(smem + which * kResidentBytes, map, first_key,
+                                              work.head_kv, batch, barrier);
+    };
+#pragma unroll 1
+    for (int member = 0; member < head_group; ++member) {
+      const int head = work.head_kv * head_group + member;
+      const int statistics = block.statistics_tile(b, head);
+#pragma unroll 1
+      for (int i = 0; i < block.tiles; ++i) {
+        const int first = (block.first_tile + i) * kStreamRows;
+        const int tile = statistics + first / kStatisticsTile;
+        const uint32_t stage = n % 2, parity = n / 2 & 1 ^ 1;
+        // Found out before the stage is free.
+        const uint32_t rank = rank_at(params, work, first);
+        const uint32_t flags =
+            is_masked(work.range(p), work.k_begin, first, kStreamRows) * kTileIsMasked +
+            (i + 1 == block.tiles && member + 1 == head_group) * kTileIsLast;
+        const auto copy = [&](uint32_t barrier, uint32_t dst, const blockflash_tensor_map& map,
+                              uint32_t statistics_dst, const float* statistics_src) {
+          ptx::mbarrier_arrive_expect_tx(barrier, kStreamBytes + kStatisticsBytes);
+          copy_tile<kStreamRows, 64>(dst, map, static_cast<int>(work.q_offset) + first, head, batch,
+                                     barrier);
+          copy_statistics(statistics_dst,
+                          statistics_src + static_cast<int64_t>(tile) * kStatisticsTile,
+                          work.seqlen_q - first, barrier);
+        };
+        ptx::mbarrier_wait(barriers.first_empty + 8 * stage, parity);
+        announce(smem, stage, first);
+        ptx::store_shared(tile_flags_at(smem, stage), flags);
+        turn_barriers.announce(n, tile, rank, has_all_statistics(work.seqlen_q - first));
+        copy((packed ? barriers.cut_first : barriers.first) + 8 * stage,
+             smem + kFirstOffset + stage * kStreamBytes, params.q, first_statistics(smem, stage),
+             b.negative_logs);
+        if (member == 0 && i == 0) {
+          copy_resident(0, params.k, packed ? barriers.cut_resident : barriers.resident);
+          copy_resident(1, params.v, barriers.resident + 8);
+        }
+        ptx::mbarrier_wait(barriers.second_empty + 8 * stage, parity);
+        copy((packed ? barriers.cut_second : barriers.second) + 8 * stage,
+             smem + kSecondOffset + stage * kStreamBytes, params.d_o,
+             second_statistics(smem, stage), b.deltas);
+        ++n;
+      }
+    }
+    ++loaded;
+  }
+}
+
+// In a packed batch, as `cut_tiles` for all blocks. By a whole warp.
+__device__ __forceinline__ void cut_blocks(const Params& params, uint32_t smem,
+                                           const Barriers& barriers) {
+  const TurnBarriers turn_barriers(smem);
+  const int head_group = params.base.base.num_heads_q / params.base.base.num_heads_kv;
+  Position<kStages> at(0);
+#pragma unroll 1
+  for (uint32_t number = 0;; ++number) {
+    const uint32_t of_block = 8 * (number % 2);
+    ptx::mbarrier_wait(turn_barriers.blocks + of_block, number / 2 & 1);
+    const Block& block = Block::at(number);
+    if (block.tiles < 0) return;
+    const Keys& work = block.keys;
+    if (block.tiles > 0)
+      cut_tile<kResidentRows>(barriers.cut_resident, block.resident_parity, smem,
+                              work.seqlen_kv - work.k_begin, barriers.resident);
+#pragma unroll 1
+    for (int member = 0; member < head_group; ++member)
+#pragma unroll 1
+      for (int i = 0; i < block.tiles; ++i) {
+        const uint32_t stage = 8 * at.stage;
+        at.wait(barriers.cut_first);
+        const int rows = work.seqlen_q - announced(smem, at.stage);
+        cut_tile<kStreamRows>(barriers.cut_first + stage, at.parity,
+                              smem + kFirstOffset + at.stage * kStreamBytes, rows,
+                              barriers.first + stage);
+        cut_tile<kStreamRows>(barriers.cut_second + stage, at.parity,
+                              smem + kSecondOffset + at.stage * kStreamBytes, rows,
+                              barriers.second + stage);
+        at.advance();
+      }
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(turn_barriers.blocks_empty + of_block);
+  }
 }
 
 }  // namespace
@@ -89,27 +215,38 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_bwd_tma_params pa
   const Barriers barriers(smem);
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
 
+  if constexpr (kPersistent)
+    if (blockIdx.x >= working_ctas()) return;
   if (threadIdx.x == 0) {
-    if constexpr (Config::dq) TurnBarriers(smem).init();
+    if constexpr (Config::dq) TurnBarriers(smem).init(params.base.base.cu_seqlens_q != nullptr);
     barriers.init();
   }
-  const Keys& work = Keys::agreed([&] {
+  if constexpr (kPersistent) __syncthreads();
+  const Keys& work = kPersistent ? Keys::shared() : Keys::agreed([&] {
     if constexpr (Config::dq)
       return keys_in_turn(params);
     else
       return Keys(params.base);
   });
-  if (work.k_begin >= work.seqlen_kv) {
+  if (!kPersistent && work.k_begin >= work.seqlen_kv) {
     if constexpr (Config::dq)
       if (threadIdx.x == 0) close_turns(params, kAdders);
     return;
   }
   if (warpgroup == 0) {
     ptx::lower_registers<kProducerRegisters>();
-    if (threadIdx.x == 0) produce(params, smem, barriers);
+    if constexpr (kPersistent) {
+      if (threadIdx.x == 0) produce_blocks(params, smem, barriers);
+    } else {
+      if (threadIdx.x == 0) produce(params, smem, barriers);
+    }
     // Only dq sums over keys, but rows of keys are cleared all the same.
-    if (threadIdx.x >= 96 && params.base.base.cu_seqlens_q != nullptr)
-      cut_tiles<true>(smem, barriers, work.seqlen_kv - work.k_begin, work.seqlen_q);
+    if (threadIdx.x >= 96 && params.base.base.cu_seqlens_q != nullptr) {
+      if constexpr (kPersistent)
+        cut_blocks(params, smem, barriers);
+      else
+        cut_tiles<true>(smem, barriers, work.seqlen_kv - work.k_begin, work.seqlen_q);
+    }
     if constexpr (Config::dq)
       if (threadIdx.x == 32 || threadIdx.x == 64) {
         add_in_turn(params, smem, threadIdx.x / 32 - 1);

@@ -17,6 +17,10 @@ constexpr bool kApart = Config::dq && kD > 128;
 static_assert(kStages == kSecondStages || kApart,
               "a stage of Q and its stage of dO are released together");
 
+// Whether a CTA takes one block of keys after another, so that it loads the first tiles of the next
+// block while it stores the gradients of the last one.
+constexpr bool kPersistent = Config::dq && !kApart;
+
 using Keys = KeyWork<kResidentRows>;
 using Walk = QueryWalk<kStreamRows, kResidentRows>;
 
@@ -33,17 +37,37 @@ __device__ __forceinline__ void copy_statistics(uint32_t dst, const float* src, 
     ptx::bulk_copy(dst + at * 4, src + (has_all_statistics(rows) ? at : 0), kBytes, barrier);
 }
 
+// Whether some pair of a tile is hidden.
+__device__ __forceinline__ bool is_masked(const QueryRange& range, int k_begin, int first_query,
+                                          int queries) {
+  return range.is_masked(k_begin, kResidentRows, first_query, queries) ||
+         !has_all_statistics(range.seqlen_q - first_query);
+}
+
+// What the producer of a persistent CTA announces beside the first query of a tile.
+constexpr uint32_t kTileIsMasked = 1, kTileIsLast = 32;
+__device__ __forceinline__ uint32_t tile_flags_at(uint32_t smem, int stage) {
+  static_assert(!kPersistent || kStages == 2, "four words of the page are for announcements");
+  return page_base(smem) + kTileOffset + 8 + 4 * stage;
+}
+
+// For `visible_pairs`: it is known whether some pair of the tile is hidden.
+__device__ __forceinline__ auto known(bool masked) {
+  return [=](const QueryRange&, int) { return masked; };
+}
+
 // The visible pairs of a lane: keys from row `warp_row` of the CTA on, and queries from
 // `first_query` on.
+template <class IsMasked>
 __device__ __forceinline__ Visible visible_pairs(const blockflash_attention_fwd_params& p,
-                                                 int warp_row, int first_query, int queries) {
+                                                 const Keys& work, const IsMasked& is_masked,
+                                                 int warp_row, int first_query) {
   // Where registers are scarce, the lane is not kept for all tiles.
-  const int lane = (kAlone ? ptx::opaque(threadIdx.x) : threadIdx.x) % 32;
-  const QueryRange range = Keys::shared().range(p);
-  const int k_begin = Keys::shared().k_begin;
+  const int lane = (kAlone || kPersistent ? ptx::opaque(threadIdx.x) : threadIdx.x) % 32;
+  const QueryRange range = work.range(p);
+  const int k_begin = work.k_begin;
   Visible visible;
-  visible.masked = range.is_masked(k_begin, kResidentRows, first_query, queries) ||
-                   !has_all_statistics(range.seqlen_q - first_query);
+  visible.masked = is_masked(range, k_begin);
   if (visible.masked) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -55,18 +79,26 @@ __device__ __forceinline__ Visible visible_pairs(const blockflash_attention_fwd_
   }
   return visible;
 }
+__device__ __forceinline__ Visible visible_pairs(const blockflash_attention_fwd_params& p,
+                                                 int warp_row, int first_query, int queries) {
+  const auto masked = [=](const QueryRange& range, int k_begin) {
+    return is_masked(range, k_begin, first_query, queries);
+  };
+  return visible_pairs(p, Keys::shared(), masked, warp_row, first_query);
+}
 
 // Statistics of the queries of a lane, from those of its first query on.
 __device__ __forceinline__ auto statistics_at(uint32_t first) {
   const uint32_t of_lane = first + accumulator_column(threadIdx.x % 32, 0) * 4;
-  return [=](int j, float(&x)[2]) { ptx::load_shared_float2(x, of_lane + j * 32); };
+  return [=](int j, float(&x)[2], uint32_t offset = 0) {
+    ptx::load_shared_float2(x, of_lane + offset + j * 32);
+  };
 }
 
 __device__ __forceinline__ void store_gradient(const blockflash_attention_fwd_params& p,
                                                const float (&gradient)[kD / 2], float factor,
                                                void* tensor, int64_t batch, int64_t seq,
-                                               int64_t head, int warp_row) {
-  const Keys& work = Keys::shared();
+                                               int64_t head, int warp_row, const Keys& work) {
   Element* const out = static_cast<Element*>(tensor) +
                        work.batch * batch * (p.cu_seqlens_q == nullptr) + work.head_kv * head +
                        work.kv_offset * seq;
@@ -74,14 +106,16 @@ __device__ __forceinline__ void store_gradient(const blockflash_attention_fwd_pa
                       work.k_begin + warp_row, work.seqlen_kv, 0, p.head_dim, threadIdx.x % 32);
 }
 __device__ __forceinline__ void store_dk(const blockflash_attention_bwd_params& b,
-                                         const float (&dk)[kD / 2], int warp_row) {
+                                         const float (&dk)[kD / 2], int warp_row,
+                                         const Keys& work = Keys::shared()) {
   store_gradient(b.base, dk, b.base.softmax_scale, b.dk, b.dk_stride_batch, b.dk_stride_seq,
-                 b.dk_stride_head, warp_row);
+                 b.dk_stride_head, warp_row, work);
 }
 __device__ __forceinline__ void store_dv(const blockflash_attention_bwd_params& b,
-                                         const float (&dv)[kD / 2], int warp_row) {
+                                         const float (&dv)[kD / 2], int warp_row,
+                                         const Keys& work = Keys::shared()) {
   store_gradient(b.base, dv, 1.f, b.dv, b.dv_stride_batch, b.dv_stride_seq, b.dv_stride_head,
-                 warp_row);
+                 warp_row, work);
 }
 
 }  // namespace

@@ -38,10 +38,10 @@ __device__ __forceinline__ int descending_heads(const Params& params) {
 // The blocks of keys in the order in which they are started. Neighbours among ascending ones belong
 // to different heads, so that few blocks of one head wait for each other at first. Within a head,
 // either way, blocks are started in the order of their ranks: a block waits for earlier tickets
-// only, and whoever has drawn one of these runs already.
-__device__ __forceinline__ Keys keys_in_turn(const Params& params) {
+// only. Whoever has drawn one of these runs already, and takes its tickets in ascending order, so
+// the earliest ticket that is not done waits for nobody.
+__device__ __forceinline__ Keys keys_of(const Params& params, int ticket) {
   const blockflash_attention_fwd_params& p = params.base.base;
-  const int ticket = static_cast<int>(atomicAdd(params.tile_counter, 1u));
   const int tiles = Keys::tiles_of_keys(params.base), heads = p.batch * p.num_heads_kv;
   const int descending = descending_heads(params), together = params.heads_per_section;
   if (ticket < descending * tiles)
@@ -50,18 +50,31 @@ __device__ __forceinline__ Keys keys_in_turn(const Params& params) {
   const int rest = ticket - section * tiles, width = min(together, heads - section);
   return Keys(params.base, section + rest % width, rest / width);
 }
+__device__ __forceinline__ Keys keys_in_turn(const Params& params) {
+  return keys_of(params, static_cast<int>(atomicAdd(params.tile_counter, 1u)));
+}
 
 // In the second counter: somebody has given up waiting, so nobody waits any more.
 constexpr uint32_t kGivenUp = 1u << 31;
 
 constexpr int kAdders = 2;
 
+// CTAs that have work. A persistent CTA takes blocks until there are none, so there is one for each
+// SM, and CTAs beyond that number end at once.
+__device__ __forceinline__ uint32_t working_ctas() {
+  if constexpr (!kPersistent) return gridDim.x;
+  uint32_t multiprocessors;
+  asm("mov.u32 %0, %%nsmid;" : "=r"(multiprocessors));
+  return min(multiprocessors, gridDim.x);
+}
+
 // The adders of a CTA are counted when they wait no more, so that none of them gives up after the
 // last one has reset the counters for the next launch, which may be one of another kernel.
 __device__ __forceinline__ void close_turns(const Params& params, uint32_t adders) {
   __threadfence();
   const uint32_t before = atomicAdd(params.tile_counter + 1, adders) & ~kGivenUp;
-  if (before + adders == kAdders * gridDim.x) params.tile_counter[0] = params.tile_counter[1] = 0;
+  if (before + adders == kAdders * working_ctas())
+    params.tile_counter[0] = params.tile_counter[1] = 0;
 }
 
 // How many blocks of keys come before this one at a query tile.
@@ -80,31 +93,107 @@ __device__ __forceinline__ uint32_t rank_at(const Params& params, const Keys& wo
 // The mbarriers of two buffers each, used in turns by tile: the gradients of scores and the staged
 // sums. And the announcement of the tile and its first query, by the thread that reads all lists. A
 // staged tile holds back the consumers after two more tiles and these the announcements after two
-// more, so eight places suffice.
+// more, so eight places suffice. A persistent CTA has two more buffers for its blocks of keys, and
+// releases of the two resident tiles.
 struct TurnBarriers {
-  static constexpr int kPlaces = 8;
-  uint32_t scores, scores_empty, staged, staged_empty, places;
+  static constexpr int kPlaces = 8, kBytes = 112;
+  uint32_t scores, scores_empty, staged, staged_empty, blocks, blocks_empty, resident_empty, places;
 
   __device__ __forceinline__ explicit TurnBarriers(uint32_t smem)
       : scores(page_base(smem) + kPageEnd),
         scores_empty(scores + 16),
         staged(scores + 32),
         staged_empty(scores + 48),
-        places(scores + 64) {}
+        blocks(scores + 64),
+        blocks_empty(scores + 80),
+        resident_empty(scores + 96),
+        places(scores + kBytes) {}
 
-  __device__ __forceinline__ void init() const {
+  // In packed batches the warp that clears rows reads the blocks too.
+  __device__ __forceinline__ void init(bool packed) const {
     for (int i = 0; i < 6; ++i) ptx::mbarrier_init(scores + 8 * i, kApart && i < 2 ? 4 : 8);
     for (int i = 6; i < 8; ++i) ptx::mbarrier_init(scores + 8 * i, 1);
+    for (int i = 0; i < 2; ++i) {
+      ptx::mbarrier_init(blocks + 8 * i, 1);
+      ptx::mbarrier_init(blocks_empty + 8 * i, packed ? 9 : 8);
+      ptx::mbarrier_init(resident_empty + 8 * i, 8);
+    }
   }
-  // A tile of -1 ends the queue.
-  __device__ __forceinline__ void announce(int n, int tile, int first_query) const {
+  __device__ __forceinline__ void announce(uint32_t n, int tile, uint32_t rank, bool whole) const {
     const uint32_t at = places + n % kPlaces * 8;
     ptx::store_shared(at, static_cast<uint32_t>(tile));
-    ptx::store_shared(at + 4, static_cast<uint32_t>(first_query));
+    ptx::store_shared(at + 4, rank * 2 + whole);
+  }
+  // Both threads that add tiles read the end of the queue.
+  __device__ __forceinline__ void end(uint32_t n) const {
+    announce(n, -1, 0, false), announce(n + 1, -1, 0, false);
   }
 };
-static_assert(!Config::dq || kPageEnd + 64 + 8 * TurnBarriers::kPlaces <= kPageLimit,
+static_assert(!Config::dq ||
+                  kPageEnd + TurnBarriers::kBytes + 8 * TurnBarriers::kPlaces <= kPageLimit,
               "the page is too small");
+
+// A block of keys of a persistent CTA.
+struct Block {
+  Keys keys;
+  int first_tile, tiles;     // of queries, for each head of the group; -1: there are no more blocks
+  uint32_t resident_parity;  // of the arrival of its K and V
+
+  // Blocks alternate between two places.
+  static __device__ __forceinline__ Block& at(uint32_t block) {
+    __shared__ __align__(16) unsigned char bytes[2][sizeof(Block)];
+    return reinterpret_cast<Block&>(bytes[block % 2]);
+  }
+
+  // There is no block mask beside sums of dq.
+  __device__ __forceinline__ void find_tiles(const Params& params) {
+    const QueryRange range = keys.range(params.base.base);
+    const int last_key = min(keys.k_begin + kResidentRows, keys.seqlen_kv) - 1;
+    const int begin = range.queries_of(keys.k_begin).begin, end = range.queries_of(last_key).end;
+    first_tile = begin / kStreamRows;
+    // Keys that no query sees visit nothing: turns count only blocks of keys that a tile sees.
+    tiles = begin < end ? (end + kStreamRows - 1) / kStreamRows - first_tile : 0;
+  }
+  // The place of the statistics of a head, in whole tiles of them.
+  __device__ __forceinline__ int statistics_tile(const blockflash_attention_bwd_params& b,
+                                                 int head) const {
+    const bool packed = b.base.cu_seqlens_q != nullptr;
+    return static_cast<int>((keys.batch * b.statistics_stride_batch * !packed +
+                             head * b.statistics_stride_head +
+                             statistics_row(packed, keys.batch, keys.q_offset)) /
+                            kStatisticsTile);
+  }
+};
+
+// Where a consumer of a persistent CTA is, in one register: the numbers of its tile and of its
+// block, modulo 4, whether the tile is not the first one of the block, and whether it is the last.
+struct Progress {
+  static constexpr uint32_t kInside = 16, kLast = 32;
+  uint32_t bits = 0;
+
+  __device__ __forceinline__ uint32_t tile() const { return bits % 4; }
+  __device__ __forceinline__ uint32_t tile_before() const { return (bits + 3) % 4; }
+  __device__ __forceinline__ uint32_t block() const { return bits / 4 % 4; }
+  __device__ __forceinline__ bool is_first() const { return !(bits & kInside); }
+  __device__ __forceinline__ bool is_last() const { return bits & kLast; }
+  __device__ __forceinline__ void next_tile() {
+    bits = (bits & 12) | ((bits + 1) & 3) | (bits & kLast) | kInside;
+  }
+  __device__ __forceinline__ void next_block() { bits = (bits & 3) | ((bits + 4) & 12); }
+};
+
+// The next block that has keys: one of a short sequence may have none. By one thread.
+__device__ __forceinline__ bool draw_block(const Params& params, Keys& keys) {
+  const blockflash_attention_fwd_params& p = params.base.base;
+  const uint32_t blocks = Keys::tiles_of_keys(params.base) * p.batch * p.num_heads_kv;
+#pragma unroll 1
+  while (true) {
+    const uint32_t ticket = atomicAdd(params.tile_counter, 1u);
+    if (ticket >= blocks) return false;
+    keys = keys_of(params, static_cast<int>(ticket));
+    if (keys.k_begin < keys.seqlen_kv) return true;
+  }
+}
 
 // Waits until a tile has been added to `rank` times. If somebody else writes to the workspace while
 // the kernel runs, that may never come true. A wait takes microseconds, so after about two seconds
@@ -128,15 +217,14 @@ __device__ __forceinline__ void add_in_turn(const Params& params, uint32_t smem,
   const TurnBarriers barriers(smem);
   const uint32_t staged = smem + kStagingOffset + which % kStagings * kSumsBytes;
 #pragma unroll 1
-  for (int n = which;; n += 2) {
+  for (uint32_t n = which;; n += 2) {
     ptx::mbarrier_wait(barriers.staged + 8 * which, n / 2 & 1);
     const uint32_t place = barriers.places + n % TurnBarriers::kPlaces * 8;
     const int tile = static_cast<int>(ptx::load_shared(place));
-    const int first_query = static_cast<int>(ptx::load_shared(place + 4));
+    const uint32_t rank_and_whole = ptx::load_shared(place + 4), rank = rank_and_whole / 2;
     if (tile < 0) return;
-    const uint32_t rank = rank_at(params, Keys::shared(), first_query);
     // Of a larger tile, what lies beyond its sequence has no place.
-    const bool whole = has_all_statistics(Keys::shared().seqlen_q - first_query);
+    const bool whole = rank_and_whole % 2 != 0;
     const uint32_t bytes = whole ? kSumsBytes : kSumsTile;
     float* const sums = params.dq_sums + static_cast<int64_t>(tile) * (kSumsTile / 4);
     uint32_t* const turn = params.base.turns + tile;

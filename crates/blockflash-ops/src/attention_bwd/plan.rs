@@ -191,7 +191,10 @@ fn blocks(
         Step::Statistics | Step::Sums => grid_x(&[row_tiles, forward.num_heads_q, forward.batch]),
         Step::Sinks => grid_x(&[forward.num_heads_q]),
         Step::Keys | Step::KeysAndSums => {
-            grid_x(&[tiles_kv(), forward.num_heads_kv, forward.batch])
+            let blocks = grid_x(&[tiles_kv(), forward.num_heads_kv, forward.batch])?;
+            // Its shared memory leaves room for one CTA per multiprocessor.
+            let persistent = kernel.family().is_persistent();
+            Ok(if persistent { blocks.min(gpu.multiprocessors.max(1)) } else { blocks })
         }
         Step::Queries => grid_x(&[tiles_q(), forward.num_heads_q, forward.batch]),
     }

@@ -72,7 +72,8 @@ fn launches_of_a_dense_problem() {
 fn launches_with_sums() {
     let forward = AttentionProblem::dense(DType::BF16, [3, 2048, 2048], [8, 4], 64);
     let plan = planned(&AttentionBackwardProblem::of(forward), &gpu(9, 0));
-    let tiles = [(Step::Statistics, 32 * 24), (Step::KeysAndSums, 16 * 12), (Step::Sums, 32 * 24)];
+    // 16 · 12 blocks of keys for 108 multiprocessors.
+    let tiles = [(Step::Statistics, 32 * 24), (Step::KeysAndSums, 108), (Step::Sums, 32 * 24)];
     assert_eq!(steps(&plan), tiles);
     assert_eq!((plan.plan.sums_head_dim, plan.plan.heads_per_section), (Some(64), 8));
     let causal = AttentionProblem { mask: Mask::causal(), ..forward };

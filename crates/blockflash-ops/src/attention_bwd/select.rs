@@ -1,7 +1,7 @@
 use super::AttentionBackwardProblem;
 use super::plan::workspace_bytes;
 use crate::Result;
-use crate::attention::{AttentionProblem, BlockMaskSizes, Mask};
+use crate::attention::{AttentionProblem, BlockMaskSizes};
 use crate::check::is_tensor_map_stride;
 use crate::selection::{self, Candidate, Kernels, Peers, Problem, Rule, preference};
 use blockflash_safe::CudaProperties;
@@ -10,16 +10,15 @@ use blockflash_sys::{DType, Kernel};
 use std::sync::LazyLock;
 
 /// Fewest keys for which dq is summed beside dk and dv: shorter sequences do not make up for what a
-/// block of keys costs beside its tiles of queries. Dense batches without a mask do so earlier
-/// where 128 queries pass at a time.
+/// block of keys costs beside its tiles of queries. A persistent CTA hides most of that.
 const SUMS_FROM_KEYS: usize = 1024;
-const FULL_SUMS_FROM_KEYS: usize = 512;
+const PERSISTENT_SUMS_FROM_KEYS: usize = 512;
 
 /// The kernel that computes dk and dv of a problem on a GPU, and with it the scheme: either sums of
 /// dq beside them, or a kernel of its own for dq. The kernels of the other steps follow from it.
 ///
 /// Sums are taken on Hopper for a dense mask, a head_dim up to 64, 97 to 128, or 129 to 192
-/// of bf16 without softcap, and at least 1024 keys (512 up to 64 without a mask), if the workspace
+/// of bf16 without softcap, and at least 512 keys (1024 above a head_dim of 128), if the workspace
 /// has room for them.
 ///
 /// # Errors
@@ -44,15 +43,13 @@ pub fn accepts(
 impl AttentionBackwardProblem {
     /// The problem whose kernel is the one of the step that decides about the scheme.
     pub(super) fn led(self, gpu: &CudaProperties) -> Self {
-        let tile_of = |step| selection::select(&self.at(step), gpu).ok()?.attention_bwd_tile();
-        let full = self.forward.mask == Mask::Full && self.forward.packed.is_none();
-        let fewest = |sums: &AttentionBwdTile| match (full, sums.block_q) {
-            (true, 128) => FULL_SUMS_FROM_KEYS,
-            _ => SUMS_FROM_KEYS,
-        };
-        let sums = match [Step::KeysAndSums, Step::Keys].map(tile_of) {
+        let kernel = |step| selection::select(&self.at(step), gpu).ok();
+        let sums = match [Step::KeysAndSums, Step::Keys].map(kernel) {
             [Some(sums), Some(keys)] => {
-                sums.head_dim <= keys.head_dim && self.forward.seqlen_kv >= fewest(&sums)
+                let width = |kernel: &Kernel| kernel.attention_bwd_tile().map(|tile| tile.head_dim);
+                let persistent = sums.family().is_persistent();
+                let fewest = if persistent { PERSISTENT_SUMS_FROM_KEYS } else { SUMS_FROM_KEYS };
+                width(sums) <= width(keys) && self.forward.seqlen_kv >= fewest
             }
             _ => false,
         };

@@ -146,7 +146,13 @@ impl Family for AttentionBwdHopper {
         self.step == KeysAndSums
     }
 
+    /// Beyond a head_dim of 128 gradients are stored by way of the resident tiles, which have no
+    /// second place for those of the next block.
     fn is_persistent(&self) -> bool {
+        self.step == KeysAndSums && self.head_dim <= 128
+    }
+
+    fn waits_for_predecessor(&self) -> bool {
         false
     }
 

@@ -102,7 +102,7 @@ pub fn kernels() -> &'static [Kernel] {
 
 #[cfg(test)]
 mod tests {
-    use crate::manifest;
+    use crate::manifest::{self, AttentionBwdStep};
     use std::collections::HashSet;
 
     #[test]
@@ -112,16 +112,20 @@ mod tests {
         assert_eq!(names.len(), manifest::kernels().len());
     }
 
-    /// The kernels of Hopper are persistent, apart from the probes, the attention backward and the
-    /// attention of small grids, and so are decoding and the choice of pages, which divides its
-    /// work in a fixed way.
+    /// The kernels of Hopper are persistent, apart from the probes, most of the attention backward
+    /// and the attention of small grids, and so are decoding and the choice of pages, which divides
+    /// its work in a fixed way.
     #[test]
     fn persistent_kernels_count_tiles() {
         for kernel in manifest::kernels() {
             let (source, family) = (kernel.source(), kernel.family());
-            let one_tile_each = ["probe", "attention_bwd", "attention_fwd_small"]
-                .iter()
-                .any(|op| source.starts_with(op));
+            let sums = kernel.attention_bwd_tile().is_some_and(|tile| {
+                tile.step == AttentionBwdStep::KeysAndSums && tile.head_dim <= 128
+            });
+            let one_tile_each = !sums
+                && ["probe", "attention_bwd", "attention_fwd_small"]
+                    .iter()
+                    .any(|op| source.starts_with(op));
             let counts =
                 source.ends_with("_sm90a") && !one_tile_each || source == "attention_decode_sm80";
             let persistent = counts || source == "page_choice_sm80";
