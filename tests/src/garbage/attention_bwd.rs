@@ -50,7 +50,9 @@ impl Sizes {
             head_dim: one_of(&dims_of_tile(tile.head_dim), random),
             blocks: [one_of(&[64, 128], random), one_of(&[64, 128], random)],
             mask_heads: one_of(&[1, heads_kv, heads_q], random),
-            softcap: random.random_bool(0.2).then_some(20.0),
+            softcap: random
+                .random_bool(if tile.takes_softcap() { 0.2 } else { 0.0 })
+                .then_some(20.0),
             sink: random.random_bool(0.4),
             lse: true,
         }

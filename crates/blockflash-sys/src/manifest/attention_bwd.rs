@@ -52,8 +52,12 @@ impl AttentionBwdTile {
     /// dq, no registers are left for it; beyond a head_dim of 128 the warpgroup that differentiates
     /// the scores knows only the probabilities.
     pub const fn takes_softcap(&self) -> bool {
-        !matches!(self.step, AttentionBwdStep::KeysAndSums)
-            || self.block_q <= 64 && self.head_dim <= 128
+        match self.step {
+            AttentionBwdStep::KeysAndSums => self.block_q <= 64 && self.head_dim <= 128,
+            // Rounds the sums of one of these.
+            AttentionBwdStep::Sums => self.head_dim <= 128,
+            _ => true,
+        }
     }
 
     /// A case for the steps that multiply.
