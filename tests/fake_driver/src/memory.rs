@@ -30,6 +30,45 @@ fn copy(to: u64, from: u64, bytes: usize) -> u32 {
     SUCCESS
 }
 
+/// One side of a copy of rows.
+#[repr(C)]
+pub(crate) struct Rows {
+    x: usize,
+    y: usize,
+    kind: u32,
+    host: u64,
+    device: u64,
+    array: u64,
+    pitch: usize,
+}
+
+/// The driver's description of a copy of rows.
+#[repr(C)]
+pub(crate) struct Copy2d {
+    from: Rows,
+    to: Rows,
+    width: usize,
+    height: usize,
+}
+
+/// Copies rows between places in the memory of a device. The driver takes no rows that overlap.
+fn copy_rows(Copy2d { from, to, width, height }: &Copy2d) -> u32 {
+    const DEVICE: u32 = 2;
+    let sides = [from, to];
+    let valid = |side: &&Rows| side.kind == DEVICE && side.pitch >= *width;
+    if !sides.iter().all(valid) {
+        return crate::driver::INVALID_VALUE;
+    }
+    for row in 0..*height {
+        let [from, to] = sides.map(|side| {
+            let start = side.x + (side.y + row) * side.pitch;
+            side.device + start as u64
+        });
+        copy(to, from, *width);
+    }
+    SUCCESS
+}
+
 driver! {
     fn cuMemAlloc = "cuMemAlloc_v2"(address: &mut u64, bytes: usize) { allocate(address, bytes) }
     fn cuMemAllocAsync = "cuMemAllocAsync"(
@@ -72,4 +111,7 @@ driver! {
         bytes: usize,
         _stream: Option<&Stream>,
     ) { copy(to, from, bytes) }
+    fn cuMemcpy2DAsync = "cuMemcpy2DAsync_v2"(rows: &Copy2d, _stream: Option<&Stream>) {
+        copy_rows(rows)
+    }
 }
