@@ -1,6 +1,6 @@
 // Combines attention over disjoint sets of keys, as between GPUs that hold parts of a cache or
-// sequences that share a prefix, or adds gradients of such sets, which have no log-sum-exp. A thread
-// computes four columns of a row of o, in one fixed order.
+// sequences that share a prefix, or adds gradients of such sets, which have no log-sum-exp. A
+// thread computes four columns of a row of o, in one fixed order.
 #include "blockflash/config/kv_cache.cuh"
 #include "blockflash/decode/partials.cuh"
 #include "blockflash/params/kv_cache.h"

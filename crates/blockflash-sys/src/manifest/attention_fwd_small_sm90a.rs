@@ -16,29 +16,17 @@ pub struct AttentionFwdSmall {
     pub stages: u32,
     /// CTAs per SM that the register allocation must allow.
     pub min_blocks: u32,
-    /// Nanoseconds on an H200 of a key tile of each warpgroup and of everything else, on the scale
-    /// of [`AttentionFwdHopper::cost_ns`](super::AttentionFwdHopper::cost_ns).
-    pub cost_ns: [u32; 2],
 }
 
-const fn tile(
-    head_dim: u32,
-    warpgroups: u32,
-    [stages, min_blocks]: [u32; 2],
-    cost_ns: [u32; 2],
-) -> AttentionFwdSmall {
-    AttentionFwdSmall { dtype: DType::F16, head_dim, warpgroups, stages, min_blocks, cost_ns }
+const fn tile(head_dim: u32, [stages, min_blocks]: [u32; 2]) -> AttentionFwdSmall {
+    AttentionFwdSmall { dtype: DType::F16, head_dim, warpgroups: 2, stages, min_blocks }
 }
 
 /// Tiles by head dimension. Two warpgroups overlap the products of one with the exponentials of the
-/// other and add their partial results in the end, which pays from some key tiles on. Two CTAs fit
-/// on an SM where possible, so that the next launch can begin beside this one.
-const TILES: &[AttentionFwdSmall] = &[
-    tile(64, 1, [6, 2], [300, 1500]),
-    tile(64, 2, [3, 2], [350, 1800]),
-    tile(128, 1, [3, 2], [400, 1900]),
-    tile(128, 2, [3, 1], [640, 2100]),
-];
+/// other and add their partial results in the end. One alone was 1 to 7 % faster with one key tile,
+/// and 9 to 30 % slower from two on. Two CTAs fit on an SM where possible, so that the next launch
+/// can begin beside this one.
+const TILES: &[AttentionFwdSmall] = &[tile(64, [3, 2]), tile(128, [3, 1])];
 
 pub(super) fn tiles(target: Target) -> impl Iterator<Item = AttentionFwdSmall> {
     each_dtype(TILES)
