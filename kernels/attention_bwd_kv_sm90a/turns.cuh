@@ -10,6 +10,7 @@
 
 #include "blockflash/params/attention_bwd.h"
 #include "blockflash/ptx/global.cuh"
+#include "blockflash/ptx/special.cuh"
 #include "tiles.cuh"
 
 namespace blockflash {
@@ -63,9 +64,7 @@ constexpr int kAdders = 2;
 // SM, and CTAs beyond that number end at once.
 __device__ __forceinline__ uint32_t working_ctas() {
   if constexpr (!kPersistent) return gridDim.x;
-  uint32_t multiprocessors;
-  asm("mov.u32 %0, %%nsmid;" : "=r"(multiprocessors));
-  return min(multiprocessors, gridDim.x);
+  return min(ptx::multiprocessor_ids(), gridDim.x);
 }
 
 // The adders of a CTA are counted when they wait no more, so that none of them gives up after the

@@ -23,16 +23,14 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_merge_params p) {
   if (batch >= p.batch) return;
 
   const bool adds = p.parts_lse == nullptr;  // each part has a weight of exactly 1
-  const int64_t logs =
-      batch * p.parts_lse_stride_batch + head * p.parts_lse_stride_head + query;
+  const int64_t logs = batch * p.parts_lse_stride_batch + head * p.parts_lse_stride_head + query;
   const auto log_of = [&](int part) {
     return adds ? 0.f : p.parts_lse[logs + part * p.parts_lse_stride_part] * kLog2e;
   };
   const int64_t columns = batch * p.parts_stride_batch + query * p.parts_stride_seq +
                           head * p.parts_stride_head + column;
   Partial x{make_float4(0.f, 0.f, 0.f, 0.f), kNoReference, 0.f};
-  for (int i = 0; i < p.count; ++i)
-    x.reference = fmaxf(x.reference, log_of(i));
+  for (int i = 0; i < p.count; ++i) x.reference = fmaxf(x.reference, log_of(i));
 #pragma unroll 4
   for (int i = 0; i < p.count; ++i) {
     const float log = log_of(i);
