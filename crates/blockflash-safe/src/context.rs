@@ -86,6 +86,9 @@ impl Context {
         check("cuDevicePrimaryCtxRetain", unsafe {
             sys::cuDevicePrimaryCtxRetain(&mut raw, device)
         })?;
+        if has_memory_pools {
+            keep_freed_memory(device, properties.memory_bytes / 2)?;
+        }
         Ok(Context {
             ordinal,
             properties,
@@ -110,6 +113,30 @@ impl Context {
         check("cuCtxPushCurrent", unsafe { sys::cuCtxPushCurrent_v2(self.raw.0) })?;
         Ok(Bound { pushed: true, thread: PhantomData })
     }
+}
+
+/// Lets the GPU's memory pool keep up to so many bytes that were freed. By default it gives them
+/// back to the system whenever a stream is waited for, and the next allocation maps them again:
+/// milliseconds for tensors of gigabytes. A limit that somebody else has set stays.
+fn keep_freed_memory(device: sys::CUdevice, most: u64) -> Result<()> {
+    let mut pool = ptr::null_mut();
+    // SAFETY: 1. `device` comes from the driver. 2. The pointer is valid for writes during the
+    // call.
+    check("cuDeviceGetDefaultMemPool", unsafe {
+        sys::cuDeviceGetDefaultMemPool(&mut pool, device)
+    })?;
+    let limit = sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD;
+    let mut bytes = 0u64;
+    let value = (&raw mut bytes).cast();
+    // SAFETY: 1. The pool is the device's own. 2. The attribute is a u64, which `value` points to.
+    check("cuMemPoolGetAttribute", unsafe { sys::cuMemPoolGetAttribute(pool, limit, value) })?;
+    if bytes != 0 {
+        return Ok(());
+    }
+    bytes = most;
+    let value = (&raw mut bytes).cast();
+    // SAFETY: as above; the driver only reads it.
+    check("cuMemPoolSetAttribute", unsafe { sys::cuMemPoolSetAttribute(pool, limit, value) })
 }
 
 /// A context is current in this thread; dropping restores the previous one.

@@ -5,6 +5,7 @@ use crate::driver::{OUT_OF_MEMORY, SUCCESS};
 use crate::graph::Stream;
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::collections::HashMap;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{LazyLock, Mutex, PoisonError};
 
 /// The alignment of the driver's allocations.
@@ -69,7 +70,22 @@ fn copy_rows(Copy2d { from, to, width, height }: &Copy2d) -> u32 {
     SUCCESS
 }
 
+/// What the pool of each GPU may keep.
+static LIMIT: AtomicU64 = AtomicU64::new(0);
+
 driver! {
+    fn cuDeviceGetDefaultMemPool = "cuDeviceGetDefaultMemPool"(pool: &mut usize, _device: i32) {
+        *pool = 1;
+        SUCCESS
+    }
+    fn cuMemPoolGetAttribute = "cuMemPoolGetAttribute"(_pool: usize, _which: u32, value: &mut u64) {
+        *value = LIMIT.load(Ordering::Relaxed);
+        SUCCESS
+    }
+    fn cuMemPoolSetAttribute = "cuMemPoolSetAttribute"(_pool: usize, _which: u32, value: &mut u64) {
+        LIMIT.store(*value, Ordering::Relaxed);
+        SUCCESS
+    }
     fn cuMemAlloc = "cuMemAlloc_v2"(address: &mut u64, bytes: usize) { allocate(address, bytes) }
     fn cuMemAllocAsync = "cuMemAllocAsync"(
         address: &mut u64,

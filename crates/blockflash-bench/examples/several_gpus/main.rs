@@ -13,7 +13,7 @@
 //! the backward pass, and `_top128` behind it that each block of 128 queries visits the 128 blocks
 //! of keys with the best scores, of a document as in the example `long_context`.
 //!
-//! Writes a line for each case and scheme to `several_gpus.jsonl`, and a timeline of each to
+//! Writes a line for each case and scheme to `several_gpus.ndjson`, and a timeline of each to
 //! `timeline.<case>.<scheme>.svg`. NCCL's library must be found (`LD_LIBRARY_PATH`).
 #![forbid(unsafe_code)]
 // Nothing is outside of a program: `pub` is `pub(crate)` here.

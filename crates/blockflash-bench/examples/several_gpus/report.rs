@@ -64,7 +64,7 @@ impl Report {
     /// Opens the file of rows; a folder that is not there is made.
     pub fn new(folder: &Path, device: &Device) -> Result<Report, Failure> {
         std::fs::create_dir_all(folder)?;
-        let path = folder.join("several_gpus.jsonl");
+        let path = folder.join("several_gpus.ndjson");
         let file = OpenOptions::new().create(true).append(true).open(path)?;
         let benches = machine::benches().unwrap_or_default();
         Ok(Report { folder: folder.to_owned(), file, machine: Machine::of(device, &benches) })
