@@ -11,8 +11,9 @@ pub struct AttentionCacheHopper {
 
 /// Calls with few queries have another kernel, and there are no block masks, so a tile for each
 /// head dimension suffices. All of them compute the log-sum-exp, and store it where it is asked
-/// for.
-const TILES: [[u32; 3]; 3] = [[64, 128, 128], [128, 128, 128], [256, 128, 64]];
+/// for. Beyond 128 the kernels for few queries compute everything: a tile of 256 was there, but an
+/// illegal access, once in two runs of its suite, is not explained.
+const TILES: [[u32; 3]; 2] = [[64, 128, 128], [128, 128, 128]];
 
 pub(super) fn tiles(target: Target) -> impl Iterator<Item = AttentionCacheHopper> {
     super::attention_fwd_sm90a::tiles(target)
@@ -70,6 +71,6 @@ mod tests {
             Variant::AttentionCacheHopper(cache) => Some(cache.tile.head_dim),
             _ => None,
         });
-        assert_eq!(widths.collect::<Vec<_>>(), [64, 128, 256, 64, 128, 256]);
+        assert_eq!(widths.collect::<Vec<_>>(), [64, 128, 64, 128]);
     }
 }
