@@ -5,6 +5,8 @@
 #        TESTS=none ./run-all                   tests nothing
 #        OPTIONS="--peers none" ./run-all       is passed on to `blockflash bench`; with
 #                                               "--missing --minutes 3" a later call goes on
+#        CASES=none ./run-all                   measures no attention over several GPUs; else these
+#                                               cases of several_gpus, if there are two GPUs or more
 #        SANITIZE=1 ./run-all                   also runs memcheck and racecheck on cases of each
 #                                               kernel, and memcheck on what hostile programs do
 set -u
@@ -72,6 +74,21 @@ END
       compute-sanitizer --tool memcheck --error-exitcode 9 \
       "tests/$name" --nocapture >"$out/memcheck.$name.log" 2>&1 ||
       { failed="$failed memcheck:$name"; tail -n 40 "$out/memcheck.$name.log"; }
+  done
+fi
+
+gpus=$(nvidia-smi -L | wc -l)
+if [ "${CASES:-all}" != none ] && [ "$gpus" -ge 2 ]; then
+  nccl=$(python3 -c 'import nvidia.nccl; print(list(nvidia.nccl.__path__)[0] + "/lib")' 2>/dev/null)
+  export LD_LIBRARY_PATH="${nccl:+$nccl:}${LD_LIBRARY_PATH:-}" NCCL_NVLS_ENABLE=0
+  cases="s32768_h32 s131072_h32 s262144_h8 s131072_h32kv8 bwd_s32768_h32 bwd_s131072_h32"
+  cases=${CASES:-$cases s1048576_h8_top128}
+  for work in check "$cases" lost; do
+    echo "== several_gpus: $work"
+    # shellcheck disable=SC2086 # several words
+    timeout 300 ./several_gpus --gpus "$gpus" --out "$out/several_gpus" $work \
+      >>"$out/several_gpus.txt" 2>&1 || failed="$failed several_gpus"
+    grep '^s[0-9]\|^bwd\|^rank' "$out/several_gpus.txt" | tail -n 14
   done
 fi
 
