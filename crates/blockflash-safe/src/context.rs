@@ -86,16 +86,19 @@ impl Context {
         check("cuDevicePrimaryCtxRetain", unsafe {
             sys::cuDevicePrimaryCtxRetain(&mut raw, device)
         })?;
-        if has_memory_pools {
-            keep_freed_memory(device, properties.memory_bytes / 2)?;
-        }
-        Ok(Context {
+        let most_kept = properties.memory_bytes / 2;
+        let context = Context {
             ordinal,
             properties,
             has_memory_pools,
             kernels: RwLock::default(),
             raw: Handle(raw),
-        })
+        };
+        if has_memory_pools {
+            let _bound = context.bind()?;
+            keep_freed_memory(device, most_kept)?;
+        }
+        Ok(context)
     }
 
     /// Makes the context current in the calling thread until the guard is dropped. The current
