@@ -12,7 +12,7 @@ pub struct AttentionCacheHopper {
 /// Calls with few queries have another kernel, and there are no block masks, so a tile for each
 /// head dimension suffices. All of them compute the log-sum-exp, and store it where it is asked
 /// for. Beyond 128 the kernels for few queries compute everything: a tile of 256 was there, but an
-/// illegal access, once in two runs of its suite, is not explained.
+/// illegal access in a run of its suite is not explained.
 const TILES: [[u32; 3]; 2] = [[64, 128, 128], [128, 128, 128]];
 
 pub(super) fn tiles(target: Target) -> impl Iterator<Item = AttentionCacheHopper> {
