@@ -11,9 +11,8 @@ pub struct AttentionCacheHopper {
 
 /// Calls with few queries have another kernel, and there are no block masks, so a tile for each
 /// head dimension suffices. All of them compute the log-sum-exp, and store it where it is asked
-/// for. Beyond 128 the kernels for few queries compute everything: a tile of 256 was there, but an
-/// illegal access in a run of its suite is not explained.
-const TILES: [[u32; 3]; 2] = [[64, 128, 128], [128, 128, 128]];
+/// for.
+const TILES: [[u32; 3]; 3] = [[64, 128, 128], [128, 128, 128], [256, 128, 64]];
 
 pub(super) fn tiles(target: Target) -> impl Iterator<Item = AttentionCacheHopper> {
     super::attention_fwd_sm90a::tiles(target)
@@ -71,6 +70,6 @@ mod tests {
             Variant::AttentionCacheHopper(cache) => Some(cache.tile.head_dim),
             _ => None,
         });
-        assert_eq!(widths.collect::<Vec<_>>(), [64, 128, 64, 128]);
+        assert_eq!(widths.collect::<Vec<_>>(), [64, 128, 256, 64, 128, 256]);
     }
 }
