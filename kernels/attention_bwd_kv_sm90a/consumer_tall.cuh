@@ -52,9 +52,8 @@ __device__ __forceinline__ void consume_tall(const Params& params, uint32_t smem
     }
     ptx::wgmma_commit_group();
   };
-  const auto stage_dq = [&](uint32_t n) {
+  const auto stage_dq = [&](uint32_t n, uint32_t row) {
     ptx::mbarrier_wait(turn_barriers.staged_empty + 8 * (n & 1), n / 2 & 1 ^ 1);
-    const uint32_t row = staging();
 #pragma unroll
     for (int i = 0; i < kD / 8; ++i)
       ptx::store_shared_float4(row + (n & 1) * kSumsBytes + i / 4 * (kSumsTile / 2) + i % 4 * 512,
@@ -68,40 +67,40 @@ __device__ __forceinline__ void consume_tall(const Params& params, uint32_t smem
     if (lane == 0) ptx::mbarrier_arrive(barrier + 8 * (n & 1));
   };
 
-  Progress progress;  // everything has two buffers
+  uint32_t n = 0;  // number of the tile, and from kNextBlock on that of the block
 #pragma unroll 1
-  for (;; progress.next_block()) {
-    const uint32_t number = progress.block();
-    ptx::mbarrier_wait(turn_barriers.blocks + 8 * (number & 1), number / 2 & 1);
-    const int tiles = Block::at(number).tiles;
+  for (;; n = n % 4 + (n / kNextBlock + 1) * kNextBlock) {
+    const uint32_t number = n / kNextBlock;
+    ptx::mbarrier_wait(turn_barriers.blocks + 8 * (number & 1), number / 2);
+    const int tiles = __shfl_sync(~0u, Block::at(number).all_tiles, 0);
     if (tiles < 0) break;
 #pragma unroll
     for (int i = 0; i < kD / 2; ++i) dk[i] = dv[i] = 0.f;
     if (tiles > 0) {
 #pragma unroll 1
-      do {
-        const uint32_t n = progress.tile(), before = progress.tile_before();
+      for (int i = 0; i < tiles; ++i, ++n) {
+        const bool is_first = i == 0;
+        const uint32_t before = n - 1;
         ptx::mbarrier_wait(barriers.first + 8 * (n & 1), n / 2 & 1);
         const int first_query = announced(smem, n & 1);
         const uint32_t flags = ptx::load_shared(tile_flags_at(smem, n & 1));
-        progress.bits |= flags & kTileIsLast;
-        if (progress.is_first())
-          ptx::mbarrier_wait(barriers.resident, Block::at(progress.block()).resident_parity);
+        if (is_first)
+          ptx::mbarrier_wait(barriers.resident, Block::at(number).resident_parity);
         const uint32_t stage = (n & 1) * (kStreamBytes >> 4);
         ptx::wgmma_fence();
         start_scores<kQueries>(s, k, kResidentPanel, q + stage, kStreamPanel);
         // The scores are queued behind dk of the tile before, whose Q is read then.
         ptx::wgmma_wait_group<1>();
         ptx::wgmma_pin(dk), ptx::wgmma_pin(ds16);
-        if (!progress.is_first()) arrive(barriers.first_empty, before);
+        if (!is_first) arrive(barriers.first_empty, before);
         ptx::mbarrier_wait(barriers.second + 8 * (n & 1), n / 2 & 1);
-        if (progress.is_first())
-          ptx::mbarrier_wait(barriers.resident + 8, Block::at(progress.block()).resident_parity);
+        if (is_first)
+          ptx::mbarrier_wait(barriers.resident + 8, Block::at(number).resident_parity);
         ptx::wgmma_fence();
         start_scores<kQueries>(dp, v, kResidentPanel, d_o + stage, kStreamPanel);
         // Which pairs are hidden is found out twice, so that no register holds it meanwhile.
         const auto visible = [&] {
-          return visible_pairs(p, Block::at(progress.block()).keys, known(flags & kTileIsMasked),
+          return visible_pairs(p, Block::at(number).keys, known(flags & kTileIsMasked),
                                warp_row, first_query);
         };
         const auto logs = statistics_at(first_statistics(smem, n & 1));
@@ -147,7 +146,7 @@ __device__ __forceinline__ void consume_tall(const Params& params, uint32_t smem
         // dq of the tile before, so that the warpgroups need not be in step. There is none at the
         // first tile: that product is discarded, since a branch around it would serialise all of
         // them.
-        if (!progress.is_first())
+        if (!is_first)
           ptx::mbarrier_wait(turn_barriers.scores + 8 * (before & 1), before / 2 & 1);
         ptx::wgmma_fence();
         start_dq(before);
@@ -155,34 +154,35 @@ __device__ __forceinline__ void consume_tall(const Params& params, uint32_t smem
         ptx::wgmma_commit_group();
         start_gradient<kQueries / 16>(dk, ds16, q + stage);
         ptx::wgmma_commit_group();
+        const uint32_t place = staging();
         ptx::wgmma_wait_group<2>();
         ptx::wgmma_pin(dq);
-        if (!progress.is_first()) arrive(turn_barriers.scores_empty, before), stage_dq(before);
+        if (!is_first) arrive(turn_barriers.scores_empty, before), stage_dq(before, place);
         ptx::wgmma_wait_group<1>();
         ptx::wgmma_pin(dv), ptx::wgmma_pin(p16);
         arrive(barriers.second_empty, n);
-        progress.next_tile();
-      } while (!progress.is_last());
+      }
       ptx::wgmma_wait_group<0>();
       ptx::wgmma_pin(dk);
-      const uint32_t before = progress.tile_before();
+      const uint32_t before = n - 1;
       arrive(barriers.first_empty, before), arrive(turn_barriers.resident_empty, 1);
       ptx::mbarrier_wait(turn_barriers.scores + 8 * (before & 1), before / 2 & 1);
       ptx::wgmma_fence();
       start_dq(before);
+      const uint32_t place = staging();
       ptx::wgmma_wait_group<0>();
       ptx::wgmma_pin(dq);
       arrive(turn_barriers.resident_empty, 0), arrive(turn_barriers.scores_empty, before);
-      stage_dq(before);
+      stage_dq(before, place);
     }
-    const Keys& work = Block::at(progress.block()).keys;
+    const Keys& work = Block::at(number).keys;
     store_dv(params.base, dv, warp_row, work);
     store_dk(params.base, dk, warp_row, work);
-    arrive(turn_barriers.blocks_empty, progress.block());
+    arrive(turn_barriers.blocks_empty, number);
   }
   // Both threads that add tiles read the end of the queue.
 #pragma unroll 1
-  for (uint32_t end = progress.tile(); end < progress.tile() + 2; ++end) {
+  for (uint32_t end = n; end != n + 2; ++end) {
     ptx::mbarrier_wait(turn_barriers.staged_empty + 8 * (end & 1), end / 2 & 1 ^ 1);
     if (lane == 0) ptx::mbarrier_arrive(turn_barriers.staged + 8 * (end & 1));
   }

@@ -31,8 +31,11 @@ __device__ __forceinline__ void consume_with_dq(const Params& params, uint32_t s
       smem + warpgroup * (kDqColumns / 64 * kResidentPanel + kDqColumns % 64 * 2), kResidentPanel);
   const uint32_t scores = ptx::wgmma_low(smem + kScoresOffset);
   const uint32_t score_row = smem + kScoresOffset + (warp_row + lane % 16) * 128;
-  const uint32_t staging =
-      smem + kStagingOffset + (warpgroup * 4 + warp) * (kSumsBytes / 8) + lane * 16;
+  // Not kept, since registers are scarce, but found out while products run.
+  const auto staging = [=] {
+    const uint32_t thread = ptx::opaque(threadIdx.x) - 128;
+    return smem + kStagingOffset + thread / 32 * (kSumsBytes / 8) + thread % 32 * 16;
+  };
 
   const auto start_dq = [&](uint32_t n) {
     const uint32_t a = scores + (n & 1) * (kScoresBytes >> 4);
@@ -48,11 +51,11 @@ __device__ __forceinline__ void consume_with_dq(const Params& params, uint32_t s
     ptx::wgmma_commit_group();
   };
   // Waits until the staging of tile n is free and stores this warp's part of dq.
-  const auto stage_dq = [&](uint32_t n) {
+  const auto stage_dq = [&](uint32_t n, uint32_t row) {
     ptx::mbarrier_wait(turn_barriers.staged_empty + 8 * (n & 1), n / 2 & 1 ^ 1);
 #pragma unroll
     for (int i = 0; i < kDqColumns / 8; ++i)
-      ptx::store_shared_float4(staging + (n & 1) * kSumsBytes + i * 512, dq + 4 * i);
+      ptx::store_shared_float4(row + (n & 1) * kSumsBytes + i * 512, dq + 4 * i);
     ptx::fence_proxy_async();
     __syncwarp();
     if (lane == 0) ptx::mbarrier_arrive(turn_barriers.staged + 8 * (n & 1));
@@ -64,12 +67,12 @@ __device__ __forceinline__ void consume_with_dq(const Params& params, uint32_t s
 
   // Everything has two buffers, so the number of a tile tells buffer and phase.
   static_assert(!Config::dq || (kStages == 2 && kSecondStages == 2), "all rings are in step");
-  Progress progress;  // everything has two buffers
+  uint32_t n = 0;  // number of the tile, and from kNextBlock on that of the block
 #pragma unroll 1
-  for (;; progress.next_block()) {
-    const uint32_t number = progress.block();
-    ptx::mbarrier_wait(turn_barriers.blocks + 8 * (number & 1), number / 2 & 1);
-    const int tiles = Block::at(number).tiles;
+  for (;; n = n % 4 + (n / kNextBlock + 1) * kNextBlock) {
+    const uint32_t number = n / kNextBlock;
+    ptx::mbarrier_wait(turn_barriers.blocks + 8 * (number & 1), number / 2);
+    const int tiles = __shfl_sync(~0u, Block::at(number).all_tiles, 0);
     if (tiles < 0) break;
 #pragma unroll
     for (int i = 0; i < kD / 2; ++i) dk[i] = dv[i] = 0.f;
@@ -77,26 +80,26 @@ __device__ __forceinline__ void consume_with_dq(const Params& params, uint32_t s
       // Turns end with a block, since the keys of the next one wait for both warpgroups.
       turns.open();
 #pragma unroll 1
-      do {
-        const uint32_t n = progress.tile(), before = progress.tile_before();
+      for (int i = 0; i < tiles; ++i, ++n) {
+        const bool is_first = i == 0;
+        const uint32_t before = n - 1;
         ptx::mbarrier_wait(barriers.first + 8 * (n & 1), n / 2 & 1);
         const int first_query = announced(smem, n & 1);
         const uint32_t flags = ptx::load_shared(tile_flags_at(smem, n & 1));
-        progress.bits |= flags & kTileIsLast;
-        if (progress.is_first())
-          ptx::mbarrier_wait(barriers.resident, Block::at(progress.block()).resident_parity);
+        if (is_first)
+          ptx::mbarrier_wait(barriers.resident, Block::at(number).resident_parity);
         const uint32_t stage = (n & 1) * (kStreamBytes >> 4);
         ptx::wgmma_fence();
         start_scores<kStreamRows>(s, k, kResidentPanel, q + stage, kStreamPanel);
         ptx::mbarrier_wait(barriers.second + 8 * (n & 1), n / 2 & 1);
-        if (progress.is_first())
-          ptx::mbarrier_wait(barriers.resident + 8, Block::at(progress.block()).resident_parity);
+        if (is_first)
+          ptx::mbarrier_wait(barriers.resident + 8, Block::at(number).resident_parity);
         ptx::wgmma_fence();
         start_scores<kStreamRows>(dp, v, kResidentPanel, d_o + stage, kStreamPanel);
         turns.end();
         differentiate_scores<false>(
             s, dp, p16, ds16, scale,
-            visible_pairs(p, Block::at(progress.block()).keys, known(flags & kTileIsMasked),
+            visible_pairs(p, Block::at(number).keys, known(flags & kTileIsMasked),
                           warp_row, first_query),
             statistics_at(first_statistics(smem, n & 1)),
             statistics_at(second_statistics(smem, n & 1)), [] {});
@@ -117,40 +120,41 @@ __device__ __forceinline__ void consume_with_dq(const Params& params, uint32_t s
         // dq of the tile before, so that the warpgroups need not be in step. There is none at the
         // first tile: that product is discarded, since a branch around it would serialise all of
         // them.
-        if (!progress.is_first())
+        if (!is_first)
           ptx::mbarrier_wait(turn_barriers.scores + 8 * (before & 1), before / 2 & 1);
         ptx::wgmma_fence();
         start_dq(before);
         start_gradient<kStreamRows / 16>(dv, p16, d_o_rows + stage);
         start_gradient<kStreamRows / 16>(dk, ds16, q_rows + stage);
         ptx::wgmma_commit_group();
+        const uint32_t row = staging();
         ptx::wgmma_wait_group<1>();
         ptx::wgmma_pin(dq);
-        if (!progress.is_first()) arrive(turn_barriers.scores_empty, before), stage_dq(before);
+        if (!is_first) arrive(turn_barriers.scores_empty, before), stage_dq(before, row);
         ptx::wgmma_wait_group<0>();
         ptx::wgmma_pin(dk), ptx::wgmma_pin(dv);
         barriers.release(n & 1);
-        progress.next_tile();
-      } while (!progress.is_last());
+      }
       turns.close();
-      const uint32_t before = progress.tile_before();
+      const uint32_t before = n - 1;
       arrive(turn_barriers.resident_empty, 1);
       ptx::mbarrier_wait(turn_barriers.scores + 8 * (before & 1), before / 2 & 1);
       ptx::wgmma_fence();
       start_dq(before);
+      const uint32_t row = staging();
       ptx::wgmma_wait_group<0>();
       ptx::wgmma_pin(dq);
       arrive(turn_barriers.resident_empty, 0), arrive(turn_barriers.scores_empty, before);
-      stage_dq(before);
+      stage_dq(before, row);
     }
-    const Keys& work = Block::at(progress.block()).keys;
+    const Keys& work = Block::at(number).keys;
     store_dv(params.base, dv, warp_row, work);
     store_dk(params.base, dk, warp_row, work);
-    arrive(turn_barriers.blocks_empty, progress.block());
+    arrive(turn_barriers.blocks_empty, number);
   }
   // Both threads that add tiles read the end of the queue.
 #pragma unroll 1
-  for (uint32_t end = progress.tile(); end < progress.tile() + 2; ++end) {
+  for (uint32_t end = n; end != n + 2; ++end) {
     ptx::mbarrier_wait(turn_barriers.staged_empty + 8 * (end & 1), end / 2 & 1 ^ 1);
     if (lane == 0) ptx::mbarrier_arrive(turn_barriers.staged + 8 * (end & 1));
   }

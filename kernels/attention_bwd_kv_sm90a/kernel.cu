@@ -98,8 +98,8 @@ __device__ __forceinline__ void produce_blocks(const Params& params, uint32_t sm
     ptx::mbarrier_wait(turn_barriers.blocks_empty + of_block, number / 2 & 1 ^ 1);
     Block& block = Block::at(number);
     const Keys& work = block.keys;
-    if (!draw_block(params, block.keys)) {
-      block.tiles = -1;
+    if (!draw_block(params, number, block.keys)) {
+      block.all_tiles = -1;
       ptx::mbarrier_wait(barriers.first_empty + 8 * (n % 2), n / 2 & 1 ^ 1);
       turn_barriers.end(n);
       ptx::mbarrier_arrive(turn_barriers.blocks + of_block);
@@ -180,7 +180,7 @@ __device__ __forceinline__ void cut_blocks(const Params& params, uint32_t smem,
     const uint32_t of_block = 8 * (number % 2);
     ptx::mbarrier_wait(turn_barriers.blocks + of_block, number / 2 & 1);
     const Block& block = Block::at(number);
-    if (block.tiles < 0) return;
+    if (block.all_tiles < 0) return;
     const Keys& work = block.keys;
     if (block.tiles > 0)
       cut_tile<kResidentRows>(barriers.cut_resident, block.resident_parity, smem,
@@ -215,8 +215,6 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_bwd_tma_params pa
   const Barriers barriers(smem);
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
 
-  if constexpr (kPersistent)
-    if (blockIdx.x >= working_ctas()) return;
   if (threadIdx.x == 0) {
     if constexpr (Config::dq) TurnBarriers(smem).init(params.base.base.cu_seqlens_q != nullptr);
     barriers.init();

@@ -60,20 +60,12 @@ constexpr uint32_t kGivenUp = 1u << 31;
 
 constexpr int kAdders = 2;
 
-// CTAs that have work. A persistent CTA takes blocks until there are none, so there is one for each
-// SM, and CTAs beyond that number end at once.
-__device__ __forceinline__ uint32_t working_ctas() {
-  if constexpr (!kPersistent) return gridDim.x;
-  return min(ptx::multiprocessor_ids(), gridDim.x);
-}
-
 // The adders of a CTA are counted when they wait no more, so that none of them gives up after the
 // last one has reset the counters for the next launch, which may be one of another kernel.
 __device__ __forceinline__ void close_turns(const Params& params, uint32_t adders) {
   __threadfence();
   const uint32_t before = atomicAdd(params.tile_counter + 1, adders) & ~kGivenUp;
-  if (before + adders == kAdders * working_ctas())
-    params.tile_counter[0] = params.tile_counter[1] = 0;
+  if (before + adders == kAdders * gridDim.x) params.tile_counter[0] = params.tile_counter[1] = 0;
 }
 
 // How many blocks of keys come before this one at a query tile.
@@ -132,10 +124,15 @@ static_assert(!Config::dq ||
                   kPageEnd + TurnBarriers::kBytes + 8 * TurnBarriers::kPlaces <= kPageLimit,
               "the page is too small");
 
+// Consumers count blocks, modulo 4, in the two highest bits of the number of a tile. As many tiles
+// of 64 rows as the others can count do not fit into memory.
+constexpr uint32_t kNextBlock = 1u << 30;
+
 // A block of keys of a persistent CTA.
 struct Block {
   Keys keys;
-  int first_tile, tiles;     // of queries, for each head of the group; -1: there are no more blocks
+  int first_tile, tiles;     // of queries, for each head of the group
+  int all_tiles;             // for all heads of the group; -1: there are no more blocks
   uint32_t resident_parity;  // of the arrival of its K and V
 
   // Blocks alternate between two places.
@@ -152,6 +149,7 @@ struct Block {
     first_tile = begin / kStreamRows;
     // Keys that no query sees visit nothing: turns count only blocks of keys that a tile sees.
     tiles = begin < end ? (end + kStreamRows - 1) / kStreamRows - first_tile : 0;
+    all_tiles = tiles * (params.base.base.num_heads_q / params.base.base.num_heads_kv);
   }
   // The place of the statistics of a head, in whole tiles of them.
   __device__ __forceinline__ int statistics_tile(const blockflash_attention_bwd_params& b,
@@ -164,26 +162,11 @@ struct Block {
   }
 };
 
-// Where a consumer of a persistent CTA is, in one register: the numbers of its tile and of its
-// block, modulo 4, whether the tile is not the first one of the block, and whether it is the last.
-struct Progress {
-  static constexpr uint32_t kInside = 16, kLast = 32;
-  uint32_t bits = 0;
-
-  __device__ __forceinline__ uint32_t tile() const { return bits % 4; }
-  __device__ __forceinline__ uint32_t tile_before() const { return (bits + 3) % 4; }
-  __device__ __forceinline__ uint32_t block() const { return bits / 4 % 4; }
-  __device__ __forceinline__ bool is_first() const { return !(bits & kInside); }
-  __device__ __forceinline__ bool is_last() const { return bits & kLast; }
-  __device__ __forceinline__ void next_tile() {
-    bits = (bits & 12) | ((bits + 1) & 3) | (bits & kLast) | kInside;
-  }
-  __device__ __forceinline__ void next_block() { bits = (bits & 3) | ((bits + 4) & 12); }
-};
-
-// The next block that has keys: one of a short sequence may have none. By one thread.
-__device__ __forceinline__ bool draw_block(const Params& params, Keys& keys) {
+// The next block that has keys, after `drawn` ones: one of a short sequence may have none. Where
+// there are more CTAs than SMs, there is one for each block. By one thread.
+__device__ __forceinline__ bool draw_block(const Params& params, uint32_t drawn, Keys& keys) {
   const blockflash_attention_fwd_params& p = params.base.base;
+  if (drawn > 0 && gridDim.x > ptx::multiprocessor_ids()) return false;
   const uint32_t blocks = Keys::tiles_of_keys(params.base) * p.batch * p.num_heads_kv;
 #pragma unroll 1
   while (true) {

@@ -1,7 +1,7 @@
 // Attention forward for Hopper where the grid is small, so that one CTA's latency is the time of
 // the launch: no TMA, no producer, no scheduler.
 //
-// A CTA computes 64 queries of one head. Its one or two warpgroups divide the key tiles; each loads
+// A CTA computes 64 queries of one head. Its two warpgroups divide the key tiles; each loads
 // its own by cp.async, multiplies by WGMMA, and starts the next scores before the exponentials of
 // the current ones. Two warpgroups then add their partial results through shared memory.
 #include "../attention_fwd_sm90a/softmax.cuh"
