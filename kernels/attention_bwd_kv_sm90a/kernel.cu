@@ -98,7 +98,7 @@ __device__ __forceinline__ void produce_blocks(const Params& params, uint32_t sm
     ptx::mbarrier_wait(turn_barriers.blocks_empty + of_block, number / 2 & 1 ^ 1);
     Block& block = Block::at(number);
     const Keys& work = block.keys;
-    if (!draw_block(params, number, block.keys)) {
+    if (!draw_block(params, block.keys)) {
       block.all_tiles = -1;
       ptx::mbarrier_wait(barriers.first_empty + 8 * (n % 2), n / 2 & 1 ^ 1);
       turn_barriers.end(n);

@@ -10,7 +10,6 @@
 
 #include "blockflash/params/attention_bwd.h"
 #include "blockflash/ptx/global.cuh"
-#include "blockflash/ptx/special.cuh"
 #include "tiles.cuh"
 
 namespace blockflash {
@@ -162,11 +161,9 @@ struct Block {
   }
 };
 
-// The next block that has keys, after `drawn` ones: one of a short sequence may have none. Where
-// there are more CTAs than SMs, there is one for each block. By one thread.
-__device__ __forceinline__ bool draw_block(const Params& params, uint32_t drawn, Keys& keys) {
+// The next block that has keys: one of a short sequence may have none. By one thread.
+__device__ __forceinline__ bool draw_block(const Params& params, Keys& keys) {
   const blockflash_attention_fwd_params& p = params.base.base;
-  if (drawn > 0 && gridDim.x > ptx::multiprocessor_ids()) return false;
   const uint32_t blocks = Keys::tiles_of_keys(params.base) * p.batch * p.num_heads_kv;
 #pragma unroll 1
   while (true) {

@@ -107,6 +107,7 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_decode_params p) 
   };
 
   WarpSums sums(ring_smem, lane);
+  RunSums run;
   for (int n = 0; item_of(n).sequence >= 0; ++n) {
     const DecodeItem& item = item_of(n);
     fill(consumed + kStages - 1);
@@ -120,6 +121,7 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_decode_params p) 
     sums.begin_item(smem_at + kQOffset + n % 2 * kQBytes, lane);
     int at = item.positions.begin + warp * kStepKeys;
     int split_end = item.first_end;
+    run.begin();
 #pragma unroll 1
     for (int of_run = 0;; ++of_run, split_end += item.chunk) {
       sums.begin_split();
@@ -132,7 +134,7 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_decode_params p) 
         sums.add_step(p, item, ring, stage, shared.first_key[warp][stage], lane);
       }
       __syncwarp();
-      finish_split(p, item, item.split + of_run, sums, shared, smem,
+      finish_split(p, item, item.split + of_run, sums, run, shared, smem,
                    stage == 0 ? kStages - 1 : stage - 1);
       if (of_run + 1 == item.count) break;
       __syncthreads();  // all have read the sums, and the stages may be filled again

@@ -10,7 +10,8 @@
 namespace blockflash {
 namespace {
 
-constexpr int kGroup = 16;                       // splits that are combined at once
+constexpr int kInner = 4;                        // splits that are combined first
+constexpr int kGroup = kInner * kInner;          // and those that are combined then
 constexpr int kColumns4 = Config::head_dim / 4;  // pieces of four columns
 constexpr int kPassRows = 8;                     // rows that warps exchange at once
 constexpr int kLogsOffset = kPassRows * Config::head_dim * 4;
@@ -57,6 +58,11 @@ struct Slot {
                                          int piece) const {
     return reinterpret_cast<float4*>(sums + row * p.head_dim) + piece;
   }
+  __device__ __forceinline__ Partial load(const blockflash_attention_decode_params& p, int row,
+                                          int piece, int64_t rows_before) const {
+    const float2 of_row = __ldcg(logs + row + rows_before);
+    return {__ldcg(sum(p, row, piece) + rows_before * p.head_dim / 4), of_row.x, of_row.y};
+  }
   __device__ __forceinline__ void store(const blockflash_attention_decode_params& p, int row,
                                         int piece, const Partial& x) const {
     __stcg(sum(p, row, piece), x.sum);
@@ -84,7 +90,8 @@ __device__ __forceinline__ void store_result(const blockflash_attention_decode_p
 }
 
 // Combines the results of the splits first, first + step, …, `count` of them, into that of split
-// `first`, or into the output.
+// `first`, or into the output. With `inner` > 1 as many are first combined with each other.
+template <int inner>
 __device__ __forceinline__ void combine_splits(const blockflash_attention_decode_params& p,
                                                const DecodeItem& item, int first, int step,
                                                int count, bool to_output) {
@@ -97,11 +104,8 @@ __device__ __forceinline__ void combine_splits(const blockflash_attention_decode
     const bool mine = at < pieces && piece * 4 < p.head_dim;
     Partial x;
     if (mine)
-      x = combine<8>(
-          count, [&](int s) { return __ldcg(slot.logs + row + s * rows_apart); },
-          [&](int s) {
-            return __ldcg(slot.sum(p, row, piece) + s * (rows_apart * p.head_dim / 4));
-          });
+      x = combine_in_order<inner, 8>(
+          count, [&](int s) { return slot.load(p, row, piece, s * rows_apart); });
     __syncthreads();  // all have read the logarithms of split `first`
     if (!mine) continue;
     if (to_output)
@@ -125,30 +129,66 @@ __device__ __forceinline__ bool arrives_last(uint32_t* arrivals, int count) {
   return count == 1 || ptx::atomic_inc_acq_rel(arrivals, count - 1) == count - 1;
 }
 
+// Runs of splits whose results are combined in registers, since there are few.
+constexpr bool kCombinesRuns = Config::rows <= kPassRows;
+
+__device__ __forceinline__ bool combines_runs(const blockflash_attention_decode_params& p) {
+  return kCombinesRuns && 1 << p.run_log2 >= kInner;
+}
+
+// What a thread holds of a run: the splits that are combined first, and the run if it is a group.
+struct RunSums {
+  static constexpr int kPieces =
+      kCombinesRuns ? ceil_div(Config::rows * kColumns4, Config::threads) : 1;
+  Partial inner[kPieces], all[kPieces];
+
+  __device__ __forceinline__ void begin() {
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) inner[i] = all[i] = kNoPartial;
+  }
+  // Takes the result of a split and stores what is complete with it.
+  __device__ __forceinline__ void take(const blockflash_attention_decode_params& p,
+                                       const DecodeItem& item, int split, int i, int row, int piece,
+                                       const Partial& x) {
+    add(inner[i], x);
+    const bool ends = split + 1 == item.split + item.count;
+    if (split % kInner != kInner - 1 && !ends) return;
+    const SplitGroup group(item);
+    if (item.count < group.count) {
+      Slot(p, item.slot_of(split / kInner * kInner)).store(p, row, piece, inner[i]);
+    } else {
+      add(all[i], inner[i]);
+      if (ends && item.count == item.splits)
+        store_result(p, item, row, piece, all[i]);
+      else if (ends)
+        Slot(p, item.slot_of(group.first)).store(p, row, piece, all[i]);
+    }
+    inner[i] = kNoPartial;
+  }
+};
+
 // Combines the splits of a complete group, and the groups when they are complete.
 __device__ __forceinline__ void combine_group(const blockflash_attention_decode_params& p,
                                               const DecodeItem& item, bool& last) {
   const SplitGroup group(item);
   const int groups = ceil_div(item.splits, kGroup);
-  int first = group.first, step = 1, count = group.count;
-  bool is_top = groups == 1;
-#pragma unroll 1
-  while (true) {
-    combine_splits(p, item, first, step, count, is_top);
-    if (is_top) return;
-    __syncthreads();
-    // With several groups there is a split 1, whose counter is not used by a group.
-    if (threadIdx.x == 0) last = arrives_last(p.arrivals + item.slot_of(1), groups);
-    __syncthreads();
-    if (!last) return;
-    first = 0, step = kGroup, count = groups, is_top = true;
-  }
+  const bool is_one = groups == 1;
+  if (!combines_runs(p))
+    combine_splits<kInner>(p, item, group.first, 1, group.count, is_one);
+  else if (item.count < group.count)
+    combine_splits<1>(p, item, group.first, kInner, ceil_div(group.count, kInner), is_one);
+  if (is_one) return;
+  __syncthreads();
+  // With several groups there is a split 1, whose counter is not used by a group.
+  if (threadIdx.x == 0) last = arrives_last(p.arrivals + item.slot_of(1), groups);
+  __syncthreads();
+  if (last) combine_splits<1>(p, item, 0, kGroup, groups, true);
 }
 
 // Stores the result of a split with all threads.
 __device__ __forceinline__ void finish_split(const blockflash_attention_decode_params& p,
                                              const DecodeItem& item, int split, WarpSums& sums,
-                                             Shared& shared, unsigned char* smem, int free_stage) {
+                                             RunSums& run, Shared& shared, unsigned char* smem, int free_stage) {
   const int thread = ptx::opaque(static_cast<int>(threadIdx.x));
   const int lane = thread % kWarpSize, warp = thread / kWarpSize;
   const int offset = (warp * Config::stages + free_stage) * kStageBytes;
@@ -175,21 +215,21 @@ __device__ __forceinline__ void finish_split(const blockflash_attention_decode_p
             sums.o[d][pass / 8][i];
     __syncthreads();
     const int pieces = min(rows - pass, kPassRows) * kColumns4;
-    for (int at = thread; at < pieces; at += Config::threads) {
+#pragma unroll
+    for (int i = 0; i < ceil_div(kPassRows * kColumns4, Config::threads); ++i) {
+      const int at = i * Config::threads + thread;
       const int row = at / kColumns4, piece = at % kColumns4;
-      if (piece * 4 >= p.head_dim) continue;
-      const Partial x = combine<Config::warps>(
-          Config::warps,
-          [&](int w) {
-            return reinterpret_cast<const float2*>(smem + shared.staging[w] +
-                                                   kLogsOffset)[pass + row];
-          },
-          [&](int w) {
-            return *reinterpret_cast<const float4*>(smem + shared.staging[w] +
-                                                    staged(row, piece * 4) * 4);
-          });
+      if (at >= pieces || piece * 4 >= p.head_dim) continue;
+      const Partial x = combine<Config::warps>([&](int w) {
+        const unsigned char* const of_warp = smem + shared.staging[w];
+        const float2 of_row = reinterpret_cast<const float2*>(of_warp + kLogsOffset)[pass + row];
+        return Partial{*reinterpret_cast<const float4*>(of_warp + staged(row, piece * 4) * 4),
+                       of_row.x, of_row.y};
+      });
       if (item.splits == 1)
         store_result(p, item, pass + row, piece, x);
+      else if (combines_runs(p))
+        run.take(p, item, split, kCombinesRuns ? i : 0, row, piece, x);
       else
         Slot(p, item.slot_of(split)).store(p, pass + row, piece, x);
     }

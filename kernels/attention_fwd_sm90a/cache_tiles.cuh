@@ -82,11 +82,13 @@ struct CachePieces {
   int page, slot;
 
   // A piece behind the last key lies in the page behind the last one, which TMA reads as zeros.
-  // Slots behind the last key in a page hold anything; their scores are masked.
+  // Slots behind the last key in a page hold anything; their scores are masked. Queries that see no
+  // keys ask for the tile before the first one, whose keys are negative: it has no place in the
+  // block table.
   static __device__ __forceinline__ CachePieces of(const blockflash_attention_cache_params& p,
                                                    const QueryTile& tile, int first_key) {
     const int key = first_key + static_cast<int>(threadIdx.x) % 32 * p.box_rows;
-    if (key >= tile.seqlen_kv) return {p.cache.pages, 0};
+    if (key < 0 || key >= tile.seqlen_kv) return {p.cache.pages, 0};
     const int column = key / p.cache.page_size;
     return {page_of_column(p.cache, tile.batch, column), key - column * p.cache.page_size};
   }

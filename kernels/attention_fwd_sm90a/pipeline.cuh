@@ -192,13 +192,8 @@ __device__ __forceinline__ void produce(const Given& kernel_params, uint32_t sme
   const Params& params = reinterpret_cast<const Params&>(kernel_params);
   const bool issues = Origin::producers == 1 || threadIdx.x == 0;
   Phases empty = {~0u};  // every stage is empty at first
-  // Lanes poll a barrier one by one. What they look up together afterwards needs all of them.
-  const auto together = [] {
-    if constexpr (Config::cache) __syncwarp();
-  };
   const auto open = [&](int stage, int bytes) {
     empty.wait(barriers.empty, stage);
-    together();
     if (issues) ptx::mbarrier_arrive_expect_tx(barriers.full + 8 * stage, bytes);
   };
   const auto copy = [&](int stage, uint32_t dst, int bytes, int rows,
@@ -255,7 +250,6 @@ __device__ __forceinline__ void produce(const Given& kernel_params, uint32_t sme
              QueryTile::load(slot).head + w * kHeadStep, rows.batch);
       } else {
         empty.wait(barriers.empty, Barriers::kQ + at);
-        together();
         if (issues) ptx::mbarrier_arrive(barriers.full + 8 * (Barriers::kQ + at));
       }
     }
@@ -265,7 +259,6 @@ __device__ __forceinline__ void produce(const Given& kernel_params, uint32_t sme
   for (int n = 0;; ++n) {
     if (Config::cache) __syncwarp();  // no lane may fall a phase behind
     ptx::mbarrier_wait(barriers.announced, n & 1);
-    together();
     const uint32_t slot = slot_of(smem, n);
     const int key_tiles = QueryTile::load(slot).key_tiles;
     // Every consumer has one of the two previous tiles or is completing the one before them, so the

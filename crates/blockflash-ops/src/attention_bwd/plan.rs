@@ -193,9 +193,7 @@ fn blocks(
         Step::Keys | Step::KeysAndSums => {
             let blocks = grid_x(&[tiles_kv(), forward.num_heads_kv, forward.batch])?;
             // Its shared memory leaves room for one CTA per multiprocessor.
-            let from = std::env::var("BLOCKFLASH_CTA_EACH").ok().and_then(|x| x.parse().ok());
-            let persistent =
-                kernel.family().is_persistent() && forward.seqlen_kv < from.unwrap_or(usize::MAX);
+            let persistent = kernel.family().is_persistent();
             Ok(if persistent { blocks.min(gpu.multiprocessors.max(1)) } else { blocks })
         }
         Step::Queries => grid_x(&[tiles_q(), forward.num_heads_q, forward.batch]),

@@ -64,6 +64,9 @@ impl Work {
     /// an item ends.
     pub(super) fn run_log2(&self) -> u32 {
         let longest = LONGEST_RUN_LOG2.min(self.of_row_tile.trailing_zeros());
+        if let Some(log2) = std::env::var("BLOCKFLASH_RUN").ok().and_then(|x| x.parse().ok()) {
+            return longest.min(log2);
+        }
         let one_each = |log2: &u32| (self.splits >> log2) * 20 >= self.ctas * 19;
         if self.splits < MANY_ITEMS * self.ctas {
             return (1..=longest).rev().find(one_each).unwrap_or(0);

@@ -1,5 +1,6 @@
 // Softmax-weighted sums over some keys, and how those of disjoint sets of keys are combined: always
-// in ascending order, so that the result does not depend on who combines them.
+// in ascending order, and by the same operations, so that the result does not depend on who combines
+// them.
 #pragma once
 
 #include <math_constants.h>
@@ -20,34 +21,57 @@ struct Partial {
   float reference, denominator;  // log2 units; sum of 2^(score - reference)
 };
 
-// The combination of `count` parts, of which `batch` are loaded at once, since a load takes long.
-template <int batch, class Logs, class Sums>
-__device__ __forceinline__ Partial combine(int count, const Logs& logs_of, const Sums& sum_of) {
-  Partial all{make_float4(0.f, 0.f, 0.f, 0.f), kNoReference, 0.f};
+constexpr Partial kNoPartial{{0.f, 0.f, 0.f, 0.f}, kNoReference, 0.f};
+
+// Adds a part that is scaled by `weight` after `all` was scaled by `rescale`.
+__device__ __forceinline__ void add_scaled(Partial& all, float rescale, const Partial& x,
+                                           float weight) {
+  all.denominator = fmaf(weight, x.denominator, all.denominator * rescale);
+  all.sum.x = fmaf(weight, x.sum.x, all.sum.x * rescale);
+  all.sum.y = fmaf(weight, x.sum.y, all.sum.y * rescale);
+  all.sum.z = fmaf(weight, x.sum.z, all.sum.z * rescale);
+  all.sum.w = fmaf(weight, x.sum.w, all.sum.w * rescale);
+}
+
+// Adds the next part.
+__device__ __forceinline__ void add(Partial& all, const Partial& x) {
+  const float before = all.reference;
+  all.reference = fmaxf(before, x.reference);
+  add_scaled(all, ptx::ex2_approx(before - all.reference), x,
+             ptx::ex2_approx(x.reference - all.reference));
+}
+
+// The combination of all of `count` parts at once.
+template <int count, class Part>
+__device__ __forceinline__ Partial combine(const Part& part_of) {
+  Partial parts[count], all = kNoPartial;
+#pragma unroll
+  for (int i = 0; i < count; ++i) {
+    parts[i] = part_of(i);
+    all.reference = fmaxf(all.reference, parts[i].reference);
+  }
+#pragma unroll
+  for (int i = 0; i < count; ++i)
+    add_scaled(all, 1.f, parts[i], ptx::ex2_approx(parts[i].reference - all.reference));
+  return all;
+}
+
+// The combination of `count` parts, one after another, of which `batch` are loaded at once, since a
+// load takes long. With `inner` > 1 as many are first combined with each other.
+template <int inner, int batch, class Part>
+__device__ __forceinline__ Partial combine_in_order(int count, const Part& part_of) {
+  static_assert(batch % inner == 0, "what is combined first is loaded at once");
+  Partial all = kNoPartial, few = kNoPartial;
 #pragma unroll 1
   for (int first = 0; first < count; first += batch) {
-    float2 logs[batch];
-    float4 sums[batch];
+    Partial parts[batch];
+#pragma unroll
+    for (int i = 0; i < batch; ++i) parts[i] = first + i < count ? part_of(first + i) : kNoPartial;
 #pragma unroll
     for (int i = 0; i < batch; ++i) {
-      const bool exists = first + i < count;
-      logs[i] = exists ? logs_of(first + i) : make_float2(kNoReference, 0.f);
-      sums[i] = exists ? sum_of(first + i) : make_float4(0.f, 0.f, 0.f, 0.f);
-    }
-    const float before = all.reference;
-#pragma unroll
-    for (int i = 0; i < batch; ++i) all.reference = fmaxf(all.reference, logs[i].x);
-    const float rescale = ptx::ex2_approx(before - all.reference);
-    all.denominator *= rescale;
-    all.sum.x *= rescale, all.sum.y *= rescale, all.sum.z *= rescale, all.sum.w *= rescale;
-#pragma unroll
-    for (int i = 0; i < batch; ++i) {
-      const float weight = ptx::ex2_approx(logs[i].x - all.reference);
-      all.denominator = fmaf(weight, logs[i].y, all.denominator);
-      all.sum.x = fmaf(weight, sums[i].x, all.sum.x);
-      all.sum.y = fmaf(weight, sums[i].y, all.sum.y);
-      all.sum.z = fmaf(weight, sums[i].z, all.sum.z);
-      all.sum.w = fmaf(weight, sums[i].w, all.sum.w);
+      if (first + i < count) add(inner > 1 ? few : all, parts[i]);
+      if (inner > 1 && i % inner == inner - 1 && first + i + 1 - inner < count)
+        add(all, few), few = kNoPartial;
     }
   }
   return all;
