@@ -1,5 +1,6 @@
 use crate::agree::agree;
 use crate::heads::{LOGS, ROWS, gather, scatter};
+use crate::pattern::Pattern;
 use crate::plan::Plan;
 use crate::problem::{ARGUMENTS, Problem, on_device};
 use crate::ring::Ring;
@@ -21,8 +22,7 @@ use std::sync::Arc;
 #[derive(Clone, Copy, Debug)]
 pub struct DistributedAttention<'a> {
     /// The call on the rows of this rank: q, k and v are `[batch, rows, num_heads, head_dim]`. The
-    /// mask is that of the whole sequence, a sink has the same values on every rank. Packed
-    /// sequences are not supported.
+    /// mask is that of the whole sequence, a sink has the same values on every rank.
     pub attention: Attention<'a>,
     /// The rows of this rank.
     pub shard: Shard,
@@ -30,6 +30,12 @@ pub struct DistributedAttention<'a> {
     pub scheme: Scheme,
     /// Makes attention block-sparse, in place of [`Attention::block_mask`].
     pub block_mask: Option<&'a DistributedBlockMask>,
+    /// Makes the batch packed, in place of [`Attention::cu_seqlens`]: the rows of all ranks are
+    /// sequences of different lengths, one after another, which the mask holds for one by one.
+    /// Sequence `i` has the rows `cu_seqlens[i]..cu_seqlens[i + 1]` of them, or none; the last
+    /// offset is [`Shard::seqlen`]. All ranks have the same offsets. The shard may cut sequences
+    /// anywhere. The tensors have one batch entry, and no block mask.
+    pub cu_seqlens: Option<&'a [i32]>,
 }
 
 /// A call whose arguments all ranks have compared: see [`DistributedAttention::prepare`].
@@ -57,13 +63,14 @@ impl DistributedAttention<'_> {
     ///
     /// # Errors
     /// All checks of [`Attention::problem`]; [`Error::Rows`], [`Error::Scheme`],
-    /// [`Error::BlockMask`], [`Error::Unsupported`], [`Error::Size`]; [`Error::Refused`] if another
-    /// rank has one of these errors; [`Error::Mismatch`] if the arguments differ; those of
-    /// [`Communicator::exchange`].
+    /// [`Error::BlockMask`], [`Error::CuSeqlens`], [`Error::Unsupported`], [`Error::Size`];
+    /// [`Error::Refused`] if another rank has one of these errors; [`Error::Mismatch`] if the
+    /// arguments differ; those of [`Communicator::exchange`].
     ///
     /// [`Error::Rows`]: crate::Error::Rows
     /// [`Error::Scheme`]: crate::Error::Scheme
     /// [`Error::BlockMask`]: crate::Error::BlockMask
+    /// [`Error::CuSeqlens`]: crate::Error::CuSeqlens
     /// [`Error::Unsupported`]: crate::Error::Unsupported
     /// [`Error::Size`]: crate::Error::Size
     /// [`Error::Refused`]: crate::Error::Refused
@@ -85,7 +92,13 @@ impl DistributedAttention<'_> {
         agreed?;
         let plans = match self.block_mask {
             Some(mask) => mask.plans(),
-            None => [Plan::dense(&problem.grid, &problem.band)?].into(),
+            None => {
+                let pattern = Pattern { band: problem.band, cu_seqlens: self.cu_seqlens };
+                let mut plan = Plan::dense(&problem.grid, &pattern)?;
+                let uploaded = plan.upload(comm.stream());
+                uploaded.inspect_err(|error| comm.give_up(&error.to_string()))?;
+                [plan].into()
+            }
         };
         Ok(PreparedAttention { problem, plans })
     }

@@ -60,6 +60,7 @@ pub(crate) fn forecasts(
         element_bytes,
         mask: Mask::Window { left, right, align: Align::BottomRight },
         density: None,
+        cu_seqlens: None,
         pass: if backward { Pass::Backward } else { Pass::Forward },
     };
     let machine = Machine { ranks, ranks_per_host, flops, copies, link, network, latency };

@@ -67,7 +67,7 @@ fn check(
     let rows = |whole: &Tensor| rows_of(whole, &shard, stream);
     let [q, k, v, d_o] = [rows(&q)?, rows(&k)?, rows(&v)?, rows(&d_o)?];
     let attention = Attention { mask, ..Attention::new(q.view(), k.view(), v.view()) };
-    let call = DistributedAttention { attention, shard, scheme, block_mask: None };
+    let call = DistributedAttention { attention, shard, scheme, block_mask: None, cu_seqlens: None };
     let run = || -> Result<Vec<Tensor>> {
         let output = call.forward(comm, stream)?;
         let gradients = call.backward(&output, d_o.view(), comm, stream)?;
@@ -105,7 +105,7 @@ pub fn lost(comm: &dyn Communicator, stream: &Stream) -> Result<(), Failure> {
     let x = Tensor::from_slice(stream, &normal(1, shard.rows() * 4 * 128), &shape)?;
     let attention = Attention::new(x.view(), x.view(), x.view());
     let scheme = Scheme { heads: 1, keys: world };
-    let call = DistributedAttention { attention, shard, scheme, block_mask: None };
+    let call = DistributedAttention { attention, shard, scheme, block_mask: None, cu_seqlens: None };
     let prepared = call.prepare(comm)?;
     if comm.rank() == world - 1 {
         std::process::exit(0);
