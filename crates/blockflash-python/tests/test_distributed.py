@@ -88,7 +88,7 @@ def random_offsets(chance: random.Random, longest: int) -> list[int]:
         chance.choice([0, chance.randint(1, 9), chance.randint(1, longest)])
         for _ in range(chance.randint(1, 8))
     ]
-    return [0, *itertools.accumulate(lengths)]
+    return [0, *itertools.accumulate([*lengths, chance.randint(1, 3)])]
 
 
 def schemes(world: int, heads_k: int) -> list[Any]:
