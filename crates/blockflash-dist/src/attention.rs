@@ -1,10 +1,11 @@
 use crate::agree::agree;
-use crate::heads::{LOGS, ROWS, gather, scatter};
+use crate::heads::{LOGS, ROWS, of, scatter};
 use crate::pattern::Pattern;
 use crate::plan::Plan;
 use crate::problem::{ARGUMENTS, Problem, on_device};
 use crate::ring::Ring;
 use crate::ring_backward::Operands;
+use crate::turns::{Operand, Turn, in_turns};
 use crate::{
     Communicator, DistributedBlockMask, Pass, Result, Scheme, Shard, ring, ring_backward, sink,
 };
@@ -137,23 +138,25 @@ impl DistributedAttention<'_> {
     ) -> Result<AttentionOutput> {
         let Attention { q, k, v, .. } = self.attention;
         let grid = &problem.grid;
-        let attention = self.of_heads(problem)?;
-        let ring = Ring { comm, plans, attention: &attention };
         comm.stream().wait_for(stream)?;
         if self.scheme.heads == 1 {
+            let ring = Ring { comm, plans, attention: &self.attention };
             return ring::forward(ring, [q, k, v], stream);
         }
-        let gathered = |x: View<'_>| gather(comm, grid, x, ROWS);
-        let [q, k, v] = [gathered(q)?, gathered(k)?, gathered(v)?];
-        stream.wait_for(comm.stream())?;
-        let all = ring::forward(ring, [q.view(), k.view(), v.view()], stream)?;
-        comm.stream().wait_for(stream)?;
         let AttentionProblem { dtype, batch, seqlen_q, num_heads_q, .. } = problem.local;
-        let mut o = Tensor::empty(stream, dtype, self.attention.q.shape())?;
-        let mut lse = Tensor::empty(stream, DType::F32, &[batch, num_heads_q, seqlen_q])?;
-        scatter(comm, grid, all.o.view(), ROWS, o.view_mut())?;
-        scatter(comm, grid, all.lse.view(), LOGS, lse.view_mut())?;
-        stream.wait_for(comm.stream())?;
+        let mut o = Tensor::empty(comm.stream(), dtype, q.shape())?;
+        let mut lse = Tensor::empty(comm.stream(), DType::F32, &[batch, num_heads_q, seqlen_q])?;
+        let operands = [of_queries(q), of_keys(k), of_keys(v)];
+        let compute = |turn: &Turn, tensors: &[Tensor]| {
+            let [q, k, v] = tensors else { unreachable!("one for each operand") };
+            let attention = self.of_heads(problem, turn)?;
+            let ring = Ring { comm, plans, attention: &attention };
+            ring::forward(ring, [q.view(), k.view(), v.view()], stream)
+        };
+        in_turns(comm, problem, &operands, stream, compute, |turn, all| {
+            scatter(comm, grid, all.o.view(), ROWS, &turn.q, o.view_mut())?;
+            scatter(comm, grid, all.lse.view(), LOGS, &turn.q, lse.view_mut())
+        })?;
         Ok(AttentionOutput { o, lse })
     }
 
@@ -163,9 +166,9 @@ impl DistributedAttention<'_> {
         [("q", q), ("k", k), ("v", v)].into_iter().chain(sink).collect()
     }
 
-    /// The options of the call for the heads of this rank.
-    fn of_heads(&self, problem: &Problem) -> Result<Attention<'_>> {
-        let heads = problem.grid.heads(problem.local.num_heads_q);
+    /// The options of the call for the heads that this rank computes in a turn.
+    fn of_heads(&self, problem: &Problem, turn: &Turn) -> Result<Attention<'_>> {
+        let heads = of(&turn.q, problem.grid.heads(problem.local.num_heads_q).start);
         let sink = self.attention.sink.map(|sink| sink.slice(0, heads)).transpose()?;
         Ok(Attention { sink, ..self.attention })
     }
@@ -226,29 +229,33 @@ impl DistributedAttention<'_> {
         let Attention { q, k, v, .. } = self.attention;
         let AttentionBackward { o, lse, d_o, .. } = *call;
         let grid = &problem.grid;
-        let attention = self.of_heads(problem)?;
-        let ring = Ring { comm, plans, attention: &attention };
         comm.stream().wait_for(stream)?;
         let mut gradients = if self.scheme.heads == 1 {
+            let ring = Ring { comm, plans, attention: &self.attention };
             let operands = Operands { qkv: [q, k, v], o, lse, d_o };
             ring_backward::backward(ring, operands, stream)?
         } else {
-            let gathered = |x: View<'_>| gather(comm, grid, x, ROWS);
-            let [q_all, k_all, v_all] = [gathered(q)?, gathered(k)?, gathered(v)?];
-            let (o, d_o, lse) = (gathered(o)?, gathered(d_o)?, gather(comm, grid, lse, LOGS)?);
-            stream.wait_for(comm.stream())?;
-            let qkv = [q_all.view(), k_all.view(), v_all.view()];
-            let operands = Operands { qkv, o: o.view(), lse: lse.view(), d_o: d_o.view() };
-            let all = ring_backward::backward(ring, operands, stream)?;
-            comm.stream().wait_for(stream)?;
-            let rows = |all: &Tensor, like: View<'_>| -> Result<Tensor> {
-                let mut rows = Tensor::empty(stream, like.dtype(), like.shape())?;
-                scatter(comm, grid, all.view(), ROWS, rows.view_mut())?;
-                Ok(rows)
+            let empty = |x: View<'_>| Tensor::empty(comm.stream(), x.dtype(), x.shape());
+            let [mut dq, mut dk, mut dv] = [empty(q)?, empty(k)?, empty(v)?];
+            let mut d_sinks = Vec::new();
+            let logs = Operand { axes: LOGS, ..of_queries(lse) };
+            let queries = [of_queries(q), of_queries(o), of_queries(d_o), logs];
+            let operands = [&queries[..], &[of_keys(k), of_keys(v)]].concat();
+            let compute = |turn: &Turn, tensors: &[Tensor]| {
+                let [q, o, d_o, lse, k, v] = tensors else { unreachable!("one for each operand") };
+                let attention = self.of_heads(problem, turn)?;
+                let ring = Ring { comm, plans, attention: &attention };
+                let qkv = [q.view(), k.view(), v.view()];
+                let operands = Operands { qkv, o: o.view(), lse: lse.view(), d_o: d_o.view() };
+                ring_backward::backward(ring, operands, stream)
             };
-            let (dq, dk, dv) = (rows(&all.dq, q)?, rows(&all.dk, k)?, rows(&all.dv, v)?);
-            stream.wait_for(comm.stream())?;
-            AttentionGradients { dq, dk, dv, d_sink: all.d_sink }
+            in_turns(comm, problem, &operands, stream, compute, |turn, all| {
+                scatter(comm, grid, all.dq.view(), ROWS, &turn.q, dq.view_mut())?;
+                scatter(comm, grid, all.dk.view(), ROWS, &turn.k, dk.view_mut())?;
+                d_sinks.extend(all.d_sink);
+                scatter(comm, grid, all.dv.view(), ROWS, &turn.k, dv.view_mut())
+            })?;
+            AttentionGradients { dq, dk, dv, d_sink: sink::joined(d_sinks, stream)? }
         };
         if let Some(part) = gradients.d_sink.take() {
             gradients.d_sink = Some(sink::total(comm, grid, &part, stream)?);
@@ -262,4 +269,14 @@ impl DistributedAttention<'_> {
             false => Err(blockflash_ops::Error::NotPrepared { op: "distributed attention" }.into()),
         }
     }
+}
+
+/// Rows with the heads of q.
+fn of_queries(x: View<'_>) -> Operand<'_> {
+    Operand { x, axes: ROWS, heads: |turn| &turn.q }
+}
+
+/// Rows with the heads of k.
+fn of_keys(x: View<'_>) -> Operand<'_> {
+    Operand { x, axes: ROWS, heads: |turn| &turn.k }
 }

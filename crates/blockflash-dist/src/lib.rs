@@ -22,6 +22,7 @@ mod ring;
 mod ring_backward;
 mod shard;
 mod sink;
+mod turns;
 
 pub use attention::{DistributedAttention, PreparedAttention};
 pub use block_mask::DistributedBlockMask;
