@@ -20,6 +20,27 @@ use std::sync::Arc;
 ///
 /// Every rank makes the same call at the same time, with its own rows. The results are those of
 /// one device but for rounding, and the same bits at every call.
+///
+/// A packed batch of three sequences:
+///
+/// ```
+/// # use blockflash_dist::{Communicator, DistributedAttention, Memory, Scheme, Shard};
+/// # use blockflash_ops::{Attention, DType, Device, Mask, Tensor};
+/// # let stream = Device::cpu().stream()?;
+/// # let comm = Memory::group(&Device::cpu(), 1, std::time::Duration::ZERO)?.remove(0);
+/// # let scheme = Scheme { heads: 1, keys: 1 };
+/// let cu_seqlens = [0, 12, 40, 50];
+/// let shard = Shard::new(50, comm.world(), comm.rank())?;
+/// let x = Tensor::zeros(&stream, DType::F32, &[1, shard.rows(), 4, 8])?;
+/// let mask = Mask::causal();
+/// let attention = Attention { mask, ..Attention::new(x.view(), x.view(), x.view()) };
+/// let cu_seqlens = Some(&cu_seqlens[..]);
+/// let call = DistributedAttention { attention, shard, scheme, block_mask: None, cu_seqlens };
+/// // Once for the batch, in all layers of a model.
+/// let prepared = call.prepare(&comm)?;
+/// let output = call.forward_prepared(&prepared, &comm, &stream)?;
+/// # Ok::<(), blockflash_dist::Error>(())
+/// ```
 #[derive(Clone, Copy, Debug)]
 pub struct DistributedAttention<'a> {
     /// The call on the rows of this rank: q, k and v are `[batch, rows, num_heads, head_dim]`. The
