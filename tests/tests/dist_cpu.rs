@@ -2,7 +2,7 @@
 
 use blockflash_ops::{DType, Device};
 use blockflash_tests::dist::{
-    DistCase, dist_block_cases, dist_cases, repeats, run_backward, run_forward,
+    DistCase, dist_block_cases, dist_cases, dist_packed_cases, repeats, run_backward, run_forward,
 };
 use blockflash_tests::property;
 
@@ -33,6 +33,23 @@ fn forward_in_half_precision() {
 #[test]
 fn backward_in_half_precision() {
     check(60, &[DType::BF16, DType::F16], &[8, 16, 24, 64], 120, run_backward);
+}
+
+fn check_packed(cases: u32, dtypes: &[DType], head_dims: &[usize], longest: usize, run: Run) {
+    let cases_of = dist_packed_cases(8, dtypes.to_vec(), head_dims.to_vec(), longest);
+    property::check(cases, cases_of, |case| run(&case, &Device::cpu()).map(drop));
+}
+
+#[test]
+fn forward_of_packed_sequences() {
+    check_packed(150, &[DType::F32], &[1, 4, 8, 24], 120, run_forward);
+    check_packed(60, &[DType::BF16, DType::F16], &[8, 16, 24, 64], 90, run_forward);
+}
+
+#[test]
+fn backward_of_packed_sequences() {
+    check_packed(100, &[DType::F32], &[1, 4, 8, 24], 90, run_backward);
+    check_packed(40, &[DType::BF16, DType::F16], &[8, 16, 24, 64], 90, run_backward);
 }
 
 fn check_blocks(cases: u32, dtypes: &[DType], longest: usize, run: Run) {
@@ -67,5 +84,6 @@ fn block_masks_over_heads_and_keys() {
 #[test]
 fn repeats_have_the_same_bits() {
     check(30, &[DType::BF16, DType::F32], &[8], 100, repeats);
+    check_packed(30, &[DType::BF16, DType::F32], &[8], 60, repeats);
     check_blocks(10, &[DType::BF16, DType::F32], 500, repeats);
 }

@@ -5,7 +5,7 @@ use blockflash_dist::Scheme;
 use blockflash_ops::{DType, Mask};
 use blockflash_tests::attention::{AttentionCase, Lengths};
 use blockflash_tests::dist::{
-    DistCase, dist_block_cases, dist_cases, repeats, run_backward, run_forward,
+    DistCase, dist_block_cases, dist_cases, dist_packed_cases, repeats, run_backward, run_forward,
 };
 use blockflash_tests::gpu::gpu;
 use blockflash_tests::property;
@@ -16,6 +16,18 @@ fn random_cases() {
     let cases = || dist_cases(8, vec![DType::BF16, DType::F16], vec![8, 64, 72, 128, 256], 400);
     property::check(60, cases(), |case| run_forward(&case, &gpu.device).map(drop));
     property::check(60, cases(), |case| run_backward(&case, &gpu.device).map(drop));
+}
+
+#[test]
+fn packed_sequences() {
+    let Some(gpu) = gpu("dist_gpu::packed_sequences") else { return };
+    let dtypes = vec![DType::BF16, DType::F16];
+    let cases = dist_packed_cases(8, dtypes, vec![8, 64, 72, 128, 256], 400);
+    for case in property::samples(60, cases) {
+        run_forward(&case, &gpu.device).unwrap();
+        run_backward(&case, &gpu.device).unwrap();
+        repeats(&case, &gpu.device).unwrap();
+    }
 }
 
 #[test]

@@ -55,6 +55,7 @@ fn main() {
                 element_bytes: 2,
                 mask,
                 density,
+                cu_seqlens: None,
                 pass,
             };
             let machine = Machine {

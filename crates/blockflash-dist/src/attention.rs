@@ -1,9 +1,11 @@
 use crate::agree::agree;
-use crate::heads::{LOGS, ROWS, gather, scatter};
+use crate::heads::{LOGS, ROWS, of, scatter};
+use crate::pattern::Pattern;
 use crate::plan::Plan;
 use crate::problem::{ARGUMENTS, Problem, on_device};
 use crate::ring::Ring;
 use crate::ring_backward::Operands;
+use crate::turns::{Operand, Turn, in_turns};
 use crate::{
     Communicator, DistributedBlockMask, Pass, Result, Scheme, Shard, ring, ring_backward, sink,
 };
@@ -18,11 +20,31 @@ use std::sync::Arc;
 ///
 /// Every rank makes the same call at the same time, with its own rows. The results are those of
 /// one device but for rounding, and the same bits at every call.
+///
+/// A packed batch of three sequences:
+///
+/// ```
+/// # use blockflash_dist::{Communicator, DistributedAttention, Memory, Scheme, Shard};
+/// # use blockflash_ops::{Attention, DType, Device, Mask, Tensor};
+/// # let stream = Device::cpu().stream()?;
+/// # let comm = Memory::group(&Device::cpu(), 1, std::time::Duration::ZERO)?.remove(0);
+/// # let scheme = Scheme { heads: 1, keys: 1 };
+/// let cu_seqlens = [0, 12, 40, 50];
+/// let shard = Shard::new(50, comm.world(), comm.rank())?;
+/// let x = Tensor::zeros(&stream, DType::F32, &[1, shard.rows(), 4, 8])?;
+/// let mask = Mask::causal();
+/// let attention = Attention { mask, ..Attention::new(x.view(), x.view(), x.view()) };
+/// let cu_seqlens = Some(&cu_seqlens[..]);
+/// let call = DistributedAttention { attention, shard, scheme, block_mask: None, cu_seqlens };
+/// // Once for the batch, in all layers of a model.
+/// let prepared = call.prepare(&comm)?;
+/// let output = call.forward_prepared(&prepared, &comm, &stream)?;
+/// # Ok::<(), blockflash_dist::Error>(())
+/// ```
 #[derive(Clone, Copy, Debug)]
 pub struct DistributedAttention<'a> {
     /// The call on the rows of this rank: q, k and v are `[batch, rows, num_heads, head_dim]`. The
-    /// mask is that of the whole sequence, a sink has the same values on every rank. Packed
-    /// sequences are not supported.
+    /// mask is that of the whole sequence, a sink has the same values on every rank.
     pub attention: Attention<'a>,
     /// The rows of this rank.
     pub shard: Shard,
@@ -30,6 +52,12 @@ pub struct DistributedAttention<'a> {
     pub scheme: Scheme,
     /// Makes attention block-sparse, in place of [`Attention::block_mask`].
     pub block_mask: Option<&'a DistributedBlockMask>,
+    /// Makes the batch packed, in place of [`Attention::cu_seqlens`]: the rows of all ranks are
+    /// sequences of different lengths, one after another, which the mask holds for one by one.
+    /// Sequence `i` has the rows `cu_seqlens[i]..cu_seqlens[i + 1]` of them, or none; the last
+    /// offset is [`Shard::seqlen`]. All ranks have the same offsets. The shard may cut sequences
+    /// anywhere. The tensors have one batch entry, and no block mask.
+    pub cu_seqlens: Option<&'a [i32]>,
 }
 
 /// A call whose arguments all ranks have compared: see [`DistributedAttention::prepare`].
@@ -57,13 +85,14 @@ impl DistributedAttention<'_> {
     ///
     /// # Errors
     /// All checks of [`Attention::problem`]; [`Error::Rows`], [`Error::Scheme`],
-    /// [`Error::BlockMask`], [`Error::Unsupported`], [`Error::Size`]; [`Error::Refused`] if another
-    /// rank has one of these errors; [`Error::Mismatch`] if the arguments differ; those of
-    /// [`Communicator::exchange`].
+    /// [`Error::BlockMask`], [`Error::CuSeqlens`], [`Error::Unsupported`], [`Error::Size`];
+    /// [`Error::Refused`] if another rank has one of these errors; [`Error::Mismatch`] if the
+    /// arguments differ; those of [`Communicator::exchange`].
     ///
     /// [`Error::Rows`]: crate::Error::Rows
     /// [`Error::Scheme`]: crate::Error::Scheme
     /// [`Error::BlockMask`]: crate::Error::BlockMask
+    /// [`Error::CuSeqlens`]: crate::Error::CuSeqlens
     /// [`Error::Unsupported`]: crate::Error::Unsupported
     /// [`Error::Size`]: crate::Error::Size
     /// [`Error::Refused`]: crate::Error::Refused
@@ -85,7 +114,13 @@ impl DistributedAttention<'_> {
         agreed?;
         let plans = match self.block_mask {
             Some(mask) => mask.plans(),
-            None => [Plan::dense(&problem.grid, &problem.band)?].into(),
+            None => {
+                let pattern = Pattern { band: problem.band, cu_seqlens: self.cu_seqlens };
+                let mut plan = Plan::dense(&problem.grid, &pattern)?;
+                let uploaded = plan.upload(comm.stream());
+                uploaded.inspect_err(|error| comm.give_up(&error.to_string()))?;
+                [plan].into()
+            }
         };
         Ok(PreparedAttention { problem, plans })
     }
@@ -124,23 +159,25 @@ impl DistributedAttention<'_> {
     ) -> Result<AttentionOutput> {
         let Attention { q, k, v, .. } = self.attention;
         let grid = &problem.grid;
-        let attention = self.of_heads(problem)?;
-        let ring = Ring { comm, plans, attention: &attention };
         comm.stream().wait_for(stream)?;
         if self.scheme.heads == 1 {
+            let ring = Ring { comm, plans, attention: &self.attention };
             return ring::forward(ring, [q, k, v], stream);
         }
-        let gathered = |x: View<'_>| gather(comm, grid, x, ROWS);
-        let [q, k, v] = [gathered(q)?, gathered(k)?, gathered(v)?];
-        stream.wait_for(comm.stream())?;
-        let all = ring::forward(ring, [q.view(), k.view(), v.view()], stream)?;
-        comm.stream().wait_for(stream)?;
         let AttentionProblem { dtype, batch, seqlen_q, num_heads_q, .. } = problem.local;
-        let mut o = Tensor::empty(stream, dtype, self.attention.q.shape())?;
-        let mut lse = Tensor::empty(stream, DType::F32, &[batch, num_heads_q, seqlen_q])?;
-        scatter(comm, grid, all.o.view(), ROWS, o.view_mut())?;
-        scatter(comm, grid, all.lse.view(), LOGS, lse.view_mut())?;
-        stream.wait_for(comm.stream())?;
+        let mut o = Tensor::empty(comm.stream(), dtype, q.shape())?;
+        let mut lse = Tensor::empty(comm.stream(), DType::F32, &[batch, num_heads_q, seqlen_q])?;
+        let operands = [of_queries(q), of_keys(k), of_keys(v)];
+        let compute = |turn: &Turn, tensors: &[Tensor]| {
+            let [q, k, v] = tensors else { unreachable!("one for each operand") };
+            let attention = self.of_heads(problem, turn)?;
+            let ring = Ring { comm, plans, attention: &attention };
+            ring::forward(ring, [q.view(), k.view(), v.view()], stream)
+        };
+        in_turns(comm, problem, &operands, stream, compute, |turn, all| {
+            scatter(comm, grid, all.o.view(), ROWS, &turn.q, o.view_mut())?;
+            scatter(comm, grid, all.lse.view(), LOGS, &turn.q, lse.view_mut())
+        })?;
         Ok(AttentionOutput { o, lse })
     }
 
@@ -150,9 +187,9 @@ impl DistributedAttention<'_> {
         [("q", q), ("k", k), ("v", v)].into_iter().chain(sink).collect()
     }
 
-    /// The options of the call for the heads of this rank.
-    fn of_heads(&self, problem: &Problem) -> Result<Attention<'_>> {
-        let heads = problem.grid.heads(problem.local.num_heads_q);
+    /// The options of the call for the heads that this rank computes in a turn.
+    fn of_heads(&self, problem: &Problem, turn: &Turn) -> Result<Attention<'_>> {
+        let heads = of(&turn.q, problem.grid.heads(problem.local.num_heads_q).start);
         let sink = self.attention.sink.map(|sink| sink.slice(0, heads)).transpose()?;
         Ok(Attention { sink, ..self.attention })
     }
@@ -213,29 +250,33 @@ impl DistributedAttention<'_> {
         let Attention { q, k, v, .. } = self.attention;
         let AttentionBackward { o, lse, d_o, .. } = *call;
         let grid = &problem.grid;
-        let attention = self.of_heads(problem)?;
-        let ring = Ring { comm, plans, attention: &attention };
         comm.stream().wait_for(stream)?;
         let mut gradients = if self.scheme.heads == 1 {
+            let ring = Ring { comm, plans, attention: &self.attention };
             let operands = Operands { qkv: [q, k, v], o, lse, d_o };
             ring_backward::backward(ring, operands, stream)?
         } else {
-            let gathered = |x: View<'_>| gather(comm, grid, x, ROWS);
-            let [q_all, k_all, v_all] = [gathered(q)?, gathered(k)?, gathered(v)?];
-            let (o, d_o, lse) = (gathered(o)?, gathered(d_o)?, gather(comm, grid, lse, LOGS)?);
-            stream.wait_for(comm.stream())?;
-            let qkv = [q_all.view(), k_all.view(), v_all.view()];
-            let operands = Operands { qkv, o: o.view(), lse: lse.view(), d_o: d_o.view() };
-            let all = ring_backward::backward(ring, operands, stream)?;
-            comm.stream().wait_for(stream)?;
-            let rows = |all: &Tensor, like: View<'_>| -> Result<Tensor> {
-                let mut rows = Tensor::empty(stream, like.dtype(), like.shape())?;
-                scatter(comm, grid, all.view(), ROWS, rows.view_mut())?;
-                Ok(rows)
+            let empty = |x: View<'_>| Tensor::empty(comm.stream(), x.dtype(), x.shape());
+            let [mut dq, mut dk, mut dv] = [empty(q)?, empty(k)?, empty(v)?];
+            let mut d_sinks = Vec::new();
+            let logs = Operand { axes: LOGS, ..of_queries(lse) };
+            let queries = [of_queries(q), of_queries(o), of_queries(d_o), logs];
+            let operands = [&queries[..], &[of_keys(k), of_keys(v)]].concat();
+            let compute = |turn: &Turn, tensors: &[Tensor]| {
+                let [q, o, d_o, lse, k, v] = tensors else { unreachable!("one for each operand") };
+                let attention = self.of_heads(problem, turn)?;
+                let ring = Ring { comm, plans, attention: &attention };
+                let qkv = [q.view(), k.view(), v.view()];
+                let operands = Operands { qkv, o: o.view(), lse: lse.view(), d_o: d_o.view() };
+                ring_backward::backward(ring, operands, stream)
             };
-            let (dq, dk, dv) = (rows(&all.dq, q)?, rows(&all.dk, k)?, rows(&all.dv, v)?);
-            stream.wait_for(comm.stream())?;
-            AttentionGradients { dq, dk, dv, d_sink: all.d_sink }
+            in_turns(comm, problem, &operands, stream, compute, |turn, all| {
+                scatter(comm, grid, all.dq.view(), ROWS, &turn.q, dq.view_mut())?;
+                scatter(comm, grid, all.dk.view(), ROWS, &turn.k, dk.view_mut())?;
+                d_sinks.extend(all.d_sink);
+                scatter(comm, grid, all.dv.view(), ROWS, &turn.k, dv.view_mut())
+            })?;
+            AttentionGradients { dq, dk, dv, d_sink: sink::joined(d_sinks, stream)? }
         };
         if let Some(part) = gradients.d_sink.take() {
             gradients.d_sink = Some(sink::total(comm, grid, &part, stream)?);
@@ -249,4 +290,14 @@ impl DistributedAttention<'_> {
             false => Err(blockflash_ops::Error::NotPrepared { op: "distributed attention" }.into()),
         }
     }
+}
+
+/// Rows with the heads of q.
+fn of_queries(x: View<'_>) -> Operand<'_> {
+    Operand { x, axes: ROWS, heads: |turn| &turn.q }
+}
+
+/// Rows with the heads of k.
+fn of_keys(x: View<'_>) -> Operand<'_> {
+    Operand { x, axes: ROWS, heads: |turn| &turn.k }
 }

@@ -24,6 +24,9 @@ pub(crate) struct Part {
     pub(crate) mask: Mask,
     /// Whether the queries stand at these keys. Every query does in exactly one part.
     pub(crate) own: bool,
+    /// Where sequences that attend only themselves begin and end among the rows, which are the same
+    /// ones of queries and keys; `None` if there is one sequence.
+    pub(crate) cu_seqlens: Option<Vec<i32>>,
 }
 
 impl Band {
@@ -45,26 +48,39 @@ impl Band {
     }
 
     /// What a group has of the keys of another one, or of its own.
+    pub(crate) fn parts(&self, group: &Shard, source: &Shard) -> Vec<Part> {
+        self.parts_in(&(0..group.seqlen()), group, source)
+    }
+
+    /// The same of the queries and keys of a range of the sequence.
     ///
     /// Under a causal mask, of the chunks `a` and `b` of the source: the first chunk of a later
     /// group and its second chunk come after `a` and before `b`, and both chunks of the source lie
     /// between the two of an earlier group. Within a group rows have the order of the sequence.
-    pub(crate) fn parts(&self, group: &Shard, source: &Shard) -> Vec<Part> {
-        let own = group.rank() == source.rank();
-        let (all, every) = (0..group.rows(), 0..source.rows());
+    pub(crate) fn parts_in(
+        &self,
+        positions: &Range<usize>,
+        group: &Shard,
+        source: &Shard,
+    ) -> Vec<Part> {
         if !self.is_simple() {
-            let spans = group.spans();
-            let pairs = spans.iter().flat_map(|q| source.spans().into_iter().map(move |k| (q, k)));
-            return pairs.filter_map(|(q, k)| self.part(q, &k)).collect();
+            let [spans, of_source] = [group, source].map(|shard| shard.spans_in(positions));
+            let pairs = spans.iter().flat_map(|q| of_source.iter().map(move |k| (q, k)));
+            return pairs.filter_map(|(q, k)| self.part(q, k)).collect();
         }
+        let own = group.rank() == source.rank();
+        let [all, every] = [group, source].map(|shard| shard.rows_in(positions));
+        let first = |rows: &Range<usize>, shard: &Shard| rows.start..rows.end.min(shard.first());
+        let second = |rows: &Range<usize>, shard: &Shard| rows.start.max(shard.first())..rows.end;
         let (queries, keys, mask) = match group.rank().cmp(&source.rank()) {
             _ if self.right.is_none() => (all, every, Mask::Full),
             Ordering::Equal => (all, every, Mask::Causal { align: Align::TopLeft }),
-            Ordering::Greater => (all, 0..source.first(), Mask::Full),
-            Ordering::Less => (group.first()..group.rows(), every, Mask::Full),
+            Ordering::Greater => (all, first(&every, source), Mask::Full),
+            Ordering::Less => (second(&all, group), every, Mask::Full),
         };
         let some = !queries.is_empty() && !keys.is_empty();
-        some.then_some(Part { queries, keys, mask, own }).into_iter().collect()
+        let part = Part { queries, keys, mask, own, cu_seqlens: None };
+        some.then_some(part).into_iter().collect()
     }
 
     /// The queries of a span that see keys of another one, and those keys. Then the first query
@@ -90,15 +106,25 @@ impl Band {
             let row = |position| position - span.positions.start + span.row;
             row(range.start)..row(range.end)
         };
-        let own = q.positions == k.positions;
-        Some(Part { queries: rows(q, queries), keys: rows(k, start..end), mask, own })
+        let (queries, keys) = (rows(q, queries), rows(k, start..end));
+        Some(Part { queries, keys, mask, own: q.positions == k.positions, cu_seqlens: None })
     }
 }
 
 impl Part {
     /// Pairs of queries and keys that the mask leaves.
     pub(crate) fn pairs(&self) -> f64 {
-        let [rows, keys] = [&self.queries, &self.keys].map(|range| range.len() as f64);
+        match &self.cu_seqlens {
+            None => self.pairs_of([&self.queries, &self.keys].map(|range| range.len() as f64)),
+            Some(offsets) => {
+                let rows = offsets.windows(2).map(|pair| f64::from(pair[1] - pair[0]));
+                rows.map(|rows| self.pairs_of([rows; 2])).sum()
+            }
+        }
+    }
+
+    /// Those of so many queries and keys.
+    fn pairs_of(&self, [rows, keys]: [f64; 2]) -> f64 {
         let (left, right) = match self.mask {
             Mask::Causal { .. } => (None, Some(0)),
             Mask::Window { left, right, .. } => (left, right),

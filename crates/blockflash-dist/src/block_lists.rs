@@ -2,6 +2,7 @@
 
 use crate::band::Part;
 use crate::block_mask::Sizes;
+use crate::pattern::Pattern;
 use crate::plan::{Plan, Visit, union};
 use crate::{Density, Error, Result, Shard};
 use blockflash_ops::{BlockGeometry, BlockMask, Stream};
@@ -155,7 +156,7 @@ impl Visits {
         }
         let parts = (0..grid.scheme.keys).flat_map(|g| band.parts(&shard, &grid.rows_of(g)));
         let all = parts.map(|part| part.pairs()).sum::<f64>();
-        let dense = Plan::dense(grid, &band)?;
+        let dense = Plan::dense(grid, &Pattern { band, cu_seqlens: None })?;
         let keys = dense.steps.iter().map(|step| step.received).sum::<usize>();
         let ratio = |some: f64, all: f64| if all == 0.0 { 1.0 } else { some / all };
         let lists = (sizes.batch * self.own.heads) as f64;

@@ -13,7 +13,8 @@ pub enum Error {
     /// The ranks were called with different arguments.
     #[error("rank {rank} has {what} {found}, but rank 0 has {expected}")]
     Mismatch {
-        /// The argument; that of a mask or of a factor is a number that stands for it.
+        /// The argument; that of a mask, of a factor or of `cu_seqlens` is a number that stands for
+        /// it.
         what: &'static str,
         /// The first rank that differs.
         rank: usize,
@@ -63,6 +64,17 @@ pub enum Error {
         scheme: Scheme,
         /// The option.
         what: &'static str,
+    },
+
+    /// Offsets that are no sequences of a packed batch.
+    #[error("cu_seqlens[{index}] is {value}: {problem}")]
+    CuSeqlens {
+        /// The first bad entry.
+        index: usize,
+        /// Its value.
+        value: i32,
+        /// The rule that it breaks.
+        problem: String,
     },
 
     /// A block mask that does not fit its call or the rows of its rank.

@@ -1,9 +1,11 @@
 //! The time of a scheme, from what every rank does in every step.
 
-use crate::band::{Band, Part};
+use crate::band::Part;
 use crate::grid::{Grid, Scheme};
+use crate::pattern::{Pattern, check_offsets};
 use crate::plan::union;
 use crate::ring::SLOTS;
+use crate::turns;
 use crate::{Density, Forecast, Machine, Pass, Shard, Workload};
 
 /// What a group does in one step: pairs of queries and keys, rows of keys, rows of gradients.
@@ -17,10 +19,18 @@ struct Step {
 }
 
 /// The slowest rank; `None` for a scheme that does not take the call.
-pub(crate) fn forecast(workload: &Workload, scheme: Scheme, machine: &Machine) -> Option<Forecast> {
+pub(crate) fn forecast(
+    workload: &Workload<'_>,
+    scheme: Scheme,
+    machine: &Machine,
+) -> Option<Forecast> {
     let Workload { seqlen, batch, .. } = *workload;
-    let band = Band::of(workload.mask, seqlen)?;
-    if workload.density.is_some() && scheme.keys > 1 && !band.is_simple() {
+    if let Some(offsets) = workload.cu_seqlens {
+        let one = batch == 1 && workload.density.is_none();
+        check_offsets(offsets, seqlen).ok().filter(|()| one)?;
+    }
+    let pattern = Pattern::of(workload.mask, seqlen, workload.cu_seqlens)?;
+    if workload.density.is_some() && scheme.keys > 1 && !pattern.band.is_simple() {
         return None;
     }
     let shard = Shard::new(seqlen, machine.ranks, 0).ok()?;
@@ -35,7 +45,7 @@ pub(crate) fn forecast(workload: &Workload, scheme: Scheme, machine: &Machine) -
         2.0 * products * pairs * density.pairs * width * heads / machine.flops
     };
     let whole = shard.of(1, 0);
-    let all = band.parts(&whole, &whole).iter().map(Part::pairs).sum();
+    let all = pattern.parts(&whole, &whole).iter().map(Part::pairs).sum();
     let ranks = machine.ranks as f64;
     let ideal = compute(all, workload.num_heads_q as f64) / ranks;
 
@@ -50,8 +60,14 @@ pub(crate) fn forecast(workload: &Workload, scheme: Scheme, machine: &Machine) -
     let [near, far] = [inside - 1.0, members - inside].map(|peers| moved * peers / members);
     let mut heads = (near / machine.link).max(far / machine.network);
     let mut copied = 0.0;
+    // Of the exchanges of all turns the first one and the last one are exposed.
+    let mut turns = 1.0;
     if scheme.heads > 1 {
-        heads += 2.0 * machine.latency;
+        if workload.density.is_none() {
+            let heads_kv = workload.num_heads_kv / scheme.heads;
+            turns = turns::count(heads_kv, (rows / members * q) as usize) as f64;
+        }
+        heads += 2.0 * turns * machine.latency;
         copied = 2.0 * moved / machine.copies;
     }
 
@@ -62,7 +78,7 @@ pub(crate) fn forecast(workload: &Workload, scheme: Scheme, machine: &Machine) -
         rows => rows * density.keys * 2.0 * k / link + machine.latency,
     };
     let forecast = |group: usize| {
-        let (steps, parts) = steps(&grid, &band, group);
+        let (steps, parts) = steps(&grid, &pattern, group);
         let computed: Vec<f64> = steps.iter().map(|step| compute(step.pairs, heads_q)).collect();
         let keys = |step: &Step| exchange(step.keys, step.sent_keys);
         let keys: Vec<f64> = steps.iter().map(keys).collect();
@@ -87,7 +103,8 @@ pub(crate) fn forecast(workload: &Workload, scheme: Scheme, machine: &Machine) -
             compute: attention + copied,
             sent_bytes: moved * (members - 1.0) / members + sent * density.keys * 2.0 * k,
             exchange: heads + keys.iter().sum::<f64>() + gradients.iter().sum::<f64>(),
-            exposed: heads + (end(&steps, &computed, &keys, &gradients) - attention).max(0.0),
+            exposed: heads / turns
+                + (end(&steps, &computed, &keys, &gradients) - attention).max(0.0),
             ideal,
         }
     };
@@ -98,7 +115,7 @@ pub(crate) fn forecast(workload: &Workload, scheme: Scheme, machine: &Machine) -
 
 /// The steps of a group, and how many rows the parts of its outputs and of the gradients of its
 /// keys have.
-fn steps(grid: &Grid, band: &Band, group: usize) -> (Vec<Step>, [f64; 2]) {
+fn steps(grid: &Grid, pattern: &Pattern<'_>, group: usize) -> (Vec<Step>, [f64; 2]) {
     let (own, groups) = (grid.rows_of(group), grid.scheme.keys);
     let mut parts = [0.0; 2];
     let attended = |parts: &[Part]| parts.iter().map(|part| part.keys.len() as f64).sum::<f64>();
@@ -107,8 +124,8 @@ fn steps(grid: &Grid, band: &Band, group: usize) -> (Vec<Step>, [f64; 2]) {
         keys.iter().map(|rows| rows.len() as f64).sum::<f64>()
     };
     let step = |t: usize| {
-        let received = band.parts(&own, &grid.rows_of((group + groups - t) % groups));
-        let sent = band.parts(&grid.rows_of((group + t) % groups), &own);
+        let received = pattern.parts(&own, &grid.rows_of((group + groups - t) % groups));
+        let sent = pattern.parts(&grid.rows_of((group + t) % groups), &own);
         parts[0] += received.iter().map(|part| part.queries.len() as f64).sum::<f64>();
         parts[1] += attended(&sent);
         let pairs = received.iter().map(Part::pairs).sum();

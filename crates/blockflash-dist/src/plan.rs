@@ -1,9 +1,10 @@
 //! What one rank computes, sends and receives, in which order, as plain data.
 
 use crate::Result;
-use crate::band::{Band, Part};
+use crate::band::Part;
 use crate::grid::Grid;
-use blockflash_ops::BlockMask;
+use crate::pattern::Pattern;
+use blockflash_ops::{BlockMask, CuSeqlens, Stream, Tensor};
 use std::ops::Range;
 
 /// The steps of a rank. In step `t`, group `g` attends the keys of group `g - t`, which come from
@@ -43,8 +44,17 @@ pub(crate) struct Call {
     /// Its keys are rows of those that came.
     pub(crate) part: Part,
     pub(crate) block_mask: Option<BlockMask>,
+    /// The sequences of the part on the device, if it has several.
+    pub(crate) packed: Option<Packed>,
     /// Where the output lies.
     pub(crate) slot: usize,
+}
+
+/// The sequences of a call.
+#[derive(Debug)]
+pub(crate) struct Packed {
+    cu_seqlens: Tensor,
+    longest: usize,
 }
 
 /// Gradients of keys.
@@ -73,12 +83,12 @@ pub(crate) struct Slots {
 
 impl Plan {
     /// A plan without block masks.
-    pub(crate) fn dense(grid: &Grid, band: &Band) -> Result<Plan> {
+    pub(crate) fn dense(grid: &Grid, pattern: &Pattern<'_>) -> Result<Plan> {
         let own = grid.rows_of(grid.group());
         let visit = |part: Part| Visit { keys: vec![part.keys.clone()], part, block_mask: None };
-        let visits = |group| band.parts(&own, &grid.rows_of(group)).into_iter().map(visit);
+        let visits = |group| pattern.parts(&own, &grid.rows_of(group)).into_iter().map(visit);
         let keys = |part: Part| vec![part.keys];
-        let returned = |group| band.parts(&grid.rows_of(group), &own).into_iter().map(keys);
+        let returned = |group| pattern.parts(&grid.rows_of(group), &own).into_iter().map(keys);
         Plan::new(grid, |group| Ok(visits(group).collect()), |group| returned(group).collect())
     }
 
@@ -108,7 +118,7 @@ impl Plan {
                     let start = count_before(&coming, hull(&keys).start);
                     part.keys = start..start + count(&keys);
                 }
-                calls.push(Call { part, block_mask, slot: 0 });
+                calls.push(Call { part, block_mask, packed: None, slot: 0 });
             }
             keys.extend(back.iter().enumerate().map(|(at, rows)| (target, [t, at], hull(rows))));
             let [from, to] = [source, target].map(|group| grid.in_ring(group));
@@ -128,10 +138,33 @@ impl Plan {
         Ok(Plan { steps, queries, keys })
     }
 
+    /// Copies where the sequences of calls begin and end to the device of a stream.
+    pub(crate) fn upload(&mut self, stream: &Stream) -> Result<()> {
+        for call in self.steps.iter_mut().flat_map(|step| &mut step.calls) {
+            let packed = |offsets: &Vec<i32>| Packed::new(offsets, stream);
+            call.packed = call.part.cu_seqlens.as_ref().map(packed).transpose()?;
+        }
+        Ok(())
+    }
+
     /// Rows of keys that this rank sends, and rows of which it sends gradients.
     pub(crate) fn rows_sent(&self) -> [usize; 2] {
         let steps = || self.steps.iter().skip(1);
         [steps().map(|step| count(&step.sent)).sum(), steps().map(Step::attended).sum()]
+    }
+}
+
+impl Packed {
+    fn new(offsets: &[i32], stream: &Stream) -> Result<Packed> {
+        let lengths = offsets.windows(2).map(|pair| (pair[1] - pair[0]) as usize);
+        let longest = lengths.max().unwrap_or(0);
+        Ok(Packed { cu_seqlens: Tensor::from_slice(stream, offsets, &[offsets.len()])?, longest })
+    }
+
+    /// Queries and keys are the same rows.
+    pub(crate) fn cu_seqlens(&self) -> CuSeqlens<'_> {
+        let (offsets, longest) = (self.cu_seqlens.view(), self.longest);
+        CuSeqlens { q: offsets, kv: offsets, max_seqlen_q: longest, max_seqlen_kv: longest }
     }
 }
 

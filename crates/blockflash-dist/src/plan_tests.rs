@@ -1,15 +1,25 @@
 use super::*;
+use crate::pattern::tests::BATCHES;
 use crate::{Scheme, Shard};
 use blockflash_ops::{Align, Mask};
 
 fn plans(seqlen: usize, scheme: Scheme, mask: Mask) -> Vec<Plan> {
+    packed_plans(seqlen, scheme, mask, None)
+}
+
+fn packed_plans(seqlen: usize, scheme: Scheme, mask: Mask, offsets: Option<&[i32]>) -> Vec<Plan> {
     let world = scheme.heads * scheme.keys;
-    let band = Band::of(mask, seqlen).unwrap();
+    let pattern = Pattern::of(mask, seqlen, offsets).unwrap();
     let plan = |rank| {
         let shard = Shard::new(seqlen, world, rank).unwrap();
-        Plan::dense(&Grid { scheme, shard }, &band).unwrap()
+        Plan::dense(&Grid { scheme, shard }, &pattern).unwrap()
     };
     (0..world).map(plan).collect()
+}
+
+/// One sequence of several lengths, and packed batches.
+fn batches() -> impl Iterator<Item = (usize, Option<&'static [i32]>)> {
+    [0, 3, 40, 57].map(|rows| (rows, None)).into_iter().chain(BATCHES.map(|of| (41, Some(of))))
 }
 
 fn schemes() -> impl Iterator<Item = Scheme> {
@@ -30,8 +40,8 @@ fn masks() -> Vec<Mask> {
 fn ranks_agree() {
     for (scheme, mask) in schemes().flat_map(|scheme| masks().into_iter().map(move |m| (scheme, m)))
     {
-        for seqlen in [0, 3, 40, 57] {
-            let plans = plans(seqlen, scheme, mask);
+        for (seqlen, offsets) in batches() {
+            let plans = packed_plans(seqlen, scheme, mask, offsets);
             for (rank, plan) in plans.iter().enumerate() {
                 for (t, step) in plan.steps.iter().enumerate().skip(1) {
                     let theirs = &plans[step.to].steps[t];
@@ -39,7 +49,7 @@ fn ranks_agree() {
                     let calls: Vec<_> =
                         theirs.calls.iter().map(|call| call.part.keys.len()).collect();
                     let back: Vec<_> = step.returned.iter().map(|back| count(&back.rows)).collect();
-                    assert_eq!(calls, back, "{scheme} {mask:?} {seqlen}");
+                    assert_eq!(calls, back, "{scheme} {mask:?} {seqlen} {offsets:?}");
                 }
             }
         }
@@ -52,8 +62,8 @@ fn ranks_agree() {
 fn slots_hold_the_parts() {
     for (scheme, mask) in schemes().flat_map(|scheme| masks().into_iter().map(move |m| (scheme, m)))
     {
-        for seqlen in [0, 3, 40, 57] {
-            for plan in plans(seqlen, scheme, mask) {
+        for (seqlen, offsets) in batches() {
+            for plan in packed_plans(seqlen, scheme, mask, offsets) {
                 let calls = || plan.steps.iter().flat_map(|step| &step.calls);
                 for (rows, slots) in &plan.queries.ranges {
                     for row in rows.clone() {

@@ -5,7 +5,7 @@ use std::fmt;
 
 /// A call over several ranks, as far as its time depends on it.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Workload {
+pub struct Workload<'a> {
     /// Batch entries.
     pub batch: usize,
     /// Rows of the whole sequence.
@@ -23,6 +23,9 @@ pub struct Workload {
     /// What a block mask leaves, if there is one: see
     /// [`DistributedBlockMask::density`](crate::DistributedBlockMask::density).
     pub density: Option<Density>,
+    /// Where the sequences of a packed batch begin and end in its `seqlen` rows: see
+    /// [`DistributedAttention::cu_seqlens`](crate::DistributedAttention::cu_seqlens).
+    pub cu_seqlens: Option<&'a [i32]>,
     /// The forward or the backward pass.
     pub pass: Pass,
 }
@@ -112,9 +115,10 @@ impl fmt::Display for Forecast {
     }
 }
 
-impl Workload {
+impl Workload<'_> {
     /// Every scheme that takes the call, the fastest one first; of equally fast ones the one with
-    /// more heads. None for a sequence that no [`Shard`](crate::Shard) has.
+    /// more heads. None for a sequence that no [`Shard`](crate::Shard) has, and for a packed batch
+    /// that is refused.
     ///
     /// The work and the exchanges of each step are counted from what every rank does under the
     /// mask. Printed, a forecast says why it comes where it does.
@@ -131,6 +135,7 @@ impl Workload {
     ///     element_bytes: 2,
     ///     mask: Mask::causal(),
     ///     density: None,
+    ///     cu_seqlens: None,
     ///     pass: Pass::Forward,
     /// };
     /// let machine = Machine {

@@ -1,7 +1,9 @@
 //! The checks of a call that need no other rank.
 
 use crate::band::Band;
+use crate::block_mask::hash_of;
 use crate::grid::Grid;
+use crate::pattern::{Pattern, check_offsets};
 use crate::{Communicator, DistributedAttention, DistributedBlockMask, Error, Pass, Result};
 use blockflash_ops::{
     AttentionBackward, AttentionMergeProblem, AttentionProblem, Mask, Stream, View, attention,
@@ -17,21 +19,34 @@ pub(crate) struct Problem {
     pub(crate) band: Band,
     /// Identifies the block mask.
     block_mask: Option<u64>,
+    /// Identifies the sequences of a packed batch.
+    cu_seqlens: Option<u64>,
 }
 
 impl DistributedAttention<'_> {
     /// Every check that needs no other rank.
     pub(crate) fn problem(&self, comm: &dyn Communicator) -> Result<Problem> {
-        let Self { attention, shard, scheme, block_mask } = *self;
+        let Self { attention, shard, scheme, block_mask, cu_seqlens } = *self;
         let mut local = attention.problem()?;
         let unsupported = |what| Error::Unsupported { scheme, what };
         if attention.cu_seqlens.is_some() {
-            return Err(unsupported("packed sequences"));
+            return Err(unsupported("cu_seqlens of the rows of one rank"));
         }
         if attention.block_mask.is_some() {
             return Err(unsupported("a block mask that is not distributed"));
         }
-        let band = Band::of(local.mask, shard.seqlen()).ok_or(unsupported("the mask"))?;
+        if let Some(offsets) = cu_seqlens {
+            if block_mask.is_some() {
+                return Err(unsupported("packed sequences with a block mask"));
+            }
+            if local.batch != 1 {
+                let (what, value) = ("the batch of packed sequences", local.batch);
+                return Err(Error::Size { what, value, expected: "1".into() });
+            }
+            check_offsets(offsets, shard.seqlen())?;
+        }
+        let pattern = Pattern::of(local.mask, shard.seqlen(), cu_seqlens);
+        let band = pattern.ok_or(unsupported("the mask"))?.band;
         let grid = Grid::new(scheme, shard, comm)?;
         scheme.check_heads(local.num_heads_q, local.num_heads_kv)?;
         let expected = shard.rows();
@@ -46,7 +61,9 @@ impl DistributedAttention<'_> {
             attention::select(&local, gpu)?;
         }
         let block_mask = block_mask.map(DistributedBlockMask::id);
-        Ok(Problem { local, grid, band, block_mask })
+        // 0 stands for one sequence.
+        let cu_seqlens = cu_seqlens.map(|offsets| hash_of(&offsets).max(1));
+        Ok(Problem { local, grid, band, block_mask, cu_seqlens })
     }
 }
 
@@ -68,7 +85,7 @@ pub(crate) fn on_device(
 }
 
 /// What has to be the same on every rank.
-pub(crate) const ARGUMENTS: [&str; 16] = [
+pub(crate) const ARGUMENTS: [&str; 17] = [
     "element type",
     "batch",
     "seqlen",
@@ -84,6 +101,7 @@ pub(crate) const ARGUMENTS: [&str; 16] = [
     "softcap",
     "sink",
     "block mask",
+    "cu_seqlens",
     "world",
 ];
 
@@ -134,6 +152,7 @@ impl Problem {
             local.softcap.map_or(u64::MAX, |softcap| softcap.to_bits().into()),
             local.sink.into(),
             self.block_mask.unwrap_or(0),
+            self.cu_seqlens.unwrap_or(0),
             self.grid.shard.world() as u64,
         ]
     }

@@ -1,12 +1,10 @@
 //! Attention of the queries of a group to the keys of all groups.
 
-use crate::band::Part;
 use crate::exchange::{exchange, pack};
 use crate::plan::{Call, Plan, Step};
 use crate::{Communicator, Mark, Result};
 use blockflash_ops::{
-    Attention, AttentionMerge, AttentionOutput, BlockMask, DType, Event, Stream, Tensor, View,
-    ViewMut,
+    Attention, AttentionMerge, AttentionOutput, DType, Event, Stream, Tensor, View, ViewMut,
 };
 
 /// Steps whose keys are received ahead. With three, an exchange is ready to start while the step
@@ -24,11 +22,12 @@ pub(crate) struct Ring<'a> {
 }
 
 impl<'a> Ring<'a> {
-    /// Where there is one group: the block mask of its only call, if that has one.
-    pub(crate) fn alone(&self) -> Option<Option<&'a BlockMask>> {
+    /// Where there is one group and one plan: its only call, which takes the whole batch; none
+    /// without rows.
+    pub(crate) fn alone(&self) -> Option<Option<&'a Call>> {
         let [Plan { steps, .. }] = self.plans else { return None };
         let [Step { calls, .. }] = &steps[..] else { return None };
-        Some(calls.first().and_then(|call| call.block_mask.as_ref()))
+        Some(calls.first())
     }
 }
 
@@ -134,14 +133,17 @@ pub(crate) fn forward(
     [q, k, v]: [View<'_>; 3],
     stream: &Stream,
 ) -> Result<AttentionOutput> {
-    if let Some(block_mask) = ring.alone() {
-        ring.comm.mark(Mark::Begin(0), stream)?;
-        let output = Attention { q, k, v, block_mask, ..*ring.attention }.forward(stream)?;
-        ring.comm.mark(Mark::End(0), stream)?;
-        return Ok(output);
-    }
     let mut o = Tensor::empty(stream, q.dtype(), q.shape())?;
     let mut lse = Tensor::empty(stream, DType::F32, &[q.shape()[0], q.shape()[2], q.shape()[1]])?;
+    if let Some(only) = ring.alone() {
+        ring.comm.mark(Mark::Begin(0), stream)?;
+        if let Some(call) = only {
+            let attention = Attention { q, k, v, ..*ring.attention };
+            call.forward(&attention, (o.view_mut(), lse.view_mut()), stream)?;
+        }
+        ring.comm.mark(Mark::End(0), stream)?;
+        return Ok(AttentionOutput { o, lse });
+    }
     for (at, plan) in (0..q.shape()[0]).zip(ring.plans.iter().cycle()) {
         let entry = at..at + 1;
         let [q, k, v] = [q, k, v].map(|x| x.slice(0, entry.clone()));
@@ -171,7 +173,7 @@ fn forward_entry(
             let (at, rows) = (call.slot..call.slot + 1, || call.part.queries.clone());
             let o = o_parts.view_mut().slice(0, at.clone())?.slice(1, rows())?;
             let lse = lse_parts.view_mut().slice(0, at)?.slice(2, rows())?;
-            call.of(ring.attention, [q, k, v])?.forward_into(o, Some(lse), stream)?;
+            call.forward(&call.of(ring.attention, [q, k, v])?, (o, lse), stream)?;
         }
         ring.comm.mark(Mark::End(t), stream)?;
         incoming.done(t, stream)?;
@@ -185,25 +187,4 @@ fn forward_entry(
         AttentionMerge::new(parts, logs).merge_into(o, Some(lse), stream)?;
     }
     Ok(())
-}
-
-impl Call {
-    /// The call on the queries of the group and the keys of the step.
-    pub(crate) fn of<'a>(
-        &'a self,
-        attention: &Attention<'a>,
-        [q, k, v]: [View<'a>; 3],
-    ) -> Result<Attention<'a>> {
-        let Part { queries, keys, mask, own } = &self.part;
-        Ok(Attention {
-            q: q.slice(1, queries.clone())?,
-            k: k.slice(1, keys.clone())?,
-            v: v.slice(1, keys.clone())?,
-            mask: *mask,
-            // Each query counts the sink once.
-            sink: attention.sink.filter(|_| *own),
-            block_mask: self.block_mask.as_ref(),
-            ..*attention
-        })
-    }
 }

@@ -9,8 +9,8 @@ use crate::plan::{Call, Plan, Returned, Slots, Step};
 use crate::ring::{Incoming, Ring};
 use crate::{Communicator, Mark, Result, sink};
 use blockflash_ops::{
-    Attention, AttentionBackward, AttentionGradients, AttentionGradientsMut, AttentionMerge, DType,
-    Event, Stream, Tensor, View, ViewMut,
+    Attention, AttentionBackward, AttentionGradients, AttentionGradientsMut, AttentionMerge, Event,
+    Stream, Tensor, View, ViewMut,
 };
 
 /// Gradients of keys that are on their way while the next ones are computed.
@@ -38,18 +38,23 @@ pub(crate) fn backward(
     stream: &Stream,
 ) -> Result<AttentionGradients> {
     let Operands { qkv: [q, k, v], o, lse, d_o } = operands;
-    if let Some(block_mask) = ring.alone() {
-        let attention = Attention { q, k, v, block_mask, ..*ring.attention };
-        ring.comm.mark(Mark::Begin(0), stream)?;
-        let gradients = AttentionBackward { attention, o, lse, d_o }.backward(stream)?;
-        ring.comm.mark(Mark::End(0), stream)?;
-        return Ok(gradients);
-    }
     let like = |x: View<'_>| Tensor::empty(stream, x.dtype(), x.shape());
     let (dq, dk, dv) = (like(q)?, like(k)?, like(v)?);
     let mut gradients = AttentionGradients { dq, dk, dv, d_sink: None };
     let mut d_sinks = Vec::new();
-    for (at, plan) in (0..q.shape()[0]).zip(ring.plans.iter().cycle()) {
+    let alone = ring.alone();
+    if let Some(only) = alone {
+        ring.comm.mark(Mark::Begin(0), stream)?;
+        if let Some(call) = only {
+            let attention = Attention { q, k, v, ..*ring.attention };
+            let operands = AttentionBackward { attention, o, lse, d_o };
+            let AttentionGradientsMut { dq, dk, dv, .. } = gradients.view_mut();
+            d_sinks.extend(call.backward(operands, [dq, dk, dv], stream)?);
+        }
+        ring.comm.mark(Mark::End(0), stream)?;
+    }
+    let entries = if alone.is_some() { 0 } else { q.shape()[0] };
+    for (at, plan) in (0..entries).zip(ring.plans.iter().cycle()) {
         let entry = at..at + 1;
         let [q, k, v] = [q, k, v].map(|x| x.slice(0, entry.clone()));
         let [o, lse, d_o] = [o, lse, d_o].map(|x| x.slice(0, entry.clone()));
@@ -149,19 +154,9 @@ impl Entry<'_> {
         let attention = call.of(self.ring.attention, [q, k, v])?;
         let rows = || call.part.queries.clone();
         let (o, lse, d_o) = (o.slice(1, rows())?, lse.slice(2, rows())?, d_o.slice(1, rows())?);
-        let call_of = AttentionBackward { attention, o, lse, d_o };
-        let mut workspace = match call_of.workspace_bytes(stream.device())? {
-            0 => None,
-            bytes => Some(Tensor::empty(stream, DType::U8, &[bytes])?),
-        };
-        let heads = q.shape()[2];
-        let d_sink = attention.sink.map(|_| Tensor::empty(stream, DType::F32, &[heads]));
-        let mut d_sink = d_sink.transpose()?;
+        let operands = AttentionBackward { attention, o, lse, d_o };
         let dq = dq_parts.view_mut().slice(0, call.slot..call.slot + 1)?.slice(1, rows())?;
-        let d_sink_view = d_sink.as_mut().map(Tensor::view_mut);
-        let gradients = AttentionGradientsMut { dq, dk, dv, d_sink: d_sink_view };
-        call_of.backward_into(gradients, workspace.as_mut().map(Tensor::view_mut), stream)?;
-        self.d_sinks.extend(d_sink);
+        self.d_sinks.extend(call.backward(operands, [dq, dk, dv], stream)?);
         Ok(())
     }
 }

@@ -143,6 +143,27 @@ impl Shard {
         Shard { world, rank, ..*self }
     }
 
+    /// The rows of this rank that lie in a range of the sequence. They follow each other, as the
+    /// rows of a rank have the order of the sequence.
+    pub(crate) fn rows_in(&self, positions: &Range<usize>) -> Range<usize> {
+        let before = |position: usize| {
+            let of_chunk =
+                |range: Range<usize>| position.clamp(range.start, range.end) - range.start;
+            self.ranges().map(of_chunk).iter().sum()
+        };
+        before(positions.start)..before(positions.end)
+    }
+
+    /// The spans of the rows that lie in a range of the sequence.
+    pub(crate) fn spans_in(&self, positions: &Range<usize>) -> Vec<Span> {
+        let cut = |Span { positions: all, row }: Span| {
+            let start = all.start.max(positions.start);
+            let end = all.end.min(positions.end);
+            (start < end).then(|| Span { positions: start..end, row: row + start - all.start })
+        };
+        self.spans().into_iter().filter_map(cut).collect()
+    }
+
     /// The chunks, or one span if they are neighbours; none without rows.
     pub(crate) fn spans(&self) -> Vec<Span> {
         let [first, second] = self.ranges();

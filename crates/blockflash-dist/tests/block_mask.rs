@@ -52,7 +52,8 @@ fn sent(whole: Option<&BlockMask>, mask: Mask) -> [usize; 2] {
         let x = Tensor::zeros(&stream, DType::F32, &[1, shard.rows(), 2, 8])?;
         let attention = Attention { mask, ..Attention::new(x.view(), x.view(), x.view()) };
         let block_mask = block_mask.as_ref();
-        let call = DistributedAttention { attention, shard, scheme: RING, block_mask };
+        let call =
+            DistributedAttention { attention, shard, scheme: RING, block_mask, cu_seqlens: None };
         let prepared = call.prepare(comm)?;
         call.forward_prepared(&prepared, comm, &stream)?;
         Ok([Pass::Forward, Pass::Backward].map(|pass| prepared.sent_bytes(pass)))
@@ -172,6 +173,7 @@ fn calls_that_do_not_fit() {
             shard,
             scheme: RING,
             block_mask: Some(if change == "lists" && comm.rank() == 2 { &other } else { &one }),
+            cu_seqlens: None,
         };
         match change {
             "token mask" => call.attention.mask = Mask::Full,

@@ -4,9 +4,7 @@ use blockflash_dist::{
     Communicator, DistributedAttention, Error, Memory, Nccl, NcclCommunicator, NcclId, Result,
     Scheme, Shard,
 };
-use blockflash_ops::{
-    Align, Attention, BlockGeometry, BlockMask, CuSeqlens, DType, Device, Mask, Tensor,
-};
+use blockflash_ops::{Align, Attention, BlockGeometry, BlockMask, DType, Device, Mask, Tensor};
 use std::time::{Duration, Instant};
 
 const SEQLEN: usize = 40;
@@ -54,7 +52,8 @@ fn ranks(change: Change) -> Vec<Result<()>> {
             ..Attention::new(x.view(), x.view(), x.view())
         };
         let scheme = call.scheme;
-        let call = DistributedAttention { attention, shard, scheme, block_mask: None };
+        let call =
+            DistributedAttention { attention, shard, scheme, block_mask: None, cu_seqlens: None };
         call.forward(&comm, &stream).map(drop)
     };
     let start = Instant::now();
@@ -125,32 +124,13 @@ fn rows_that_are_not_those_of_the_rank() {
     let attention = Attention::new(x.view(), x.view(), x.view());
     let call = |seqlen, world| {
         let (shard, scheme) = (Shard::new(seqlen, world, 0)?, Scheme { heads: 1, keys: 1 });
-        DistributedAttention { attention, shard, scheme, block_mask: None }.forward(&comm, &stream)
+        DistributedAttention { attention, shard, scheme, block_mask: None, cu_seqlens: None }
+            .forward(&comm, &stream)
     };
     call(7, 1).unwrap();
     assert!(matches!(call(8, 1), Err(Error::Rows { expected: 8, found: 7, .. })));
     assert!(matches!(call(14, 2), Err(Error::Size { value: 2, .. })), "a shard of two ranks");
     assert!(matches!(call(usize::MAX, 1), Err(Error::Size { what: "seqlen", .. })));
-}
-
-/// Sequences of different lengths in one tensor.
-#[test]
-fn packed_sequences_are_refused() {
-    let comm = Memory::group(&Device::cpu(), 1, Duration::ZERO).unwrap().remove(0);
-    let stream = Device::cpu().stream().unwrap();
-    let x = Tensor::zeros(&stream, DType::F32, &[7, 1, 8]).unwrap();
-    let offsets = Tensor::from_slice(&stream, &[0, 3, 7], &[3]).unwrap();
-    let cu_seqlens = Some(CuSeqlens {
-        q: offsets.view(),
-        kv: offsets.view(),
-        max_seqlen_q: 4,
-        max_seqlen_kv: 4,
-    });
-    let attention = Attention { cu_seqlens, ..Attention::new(x.view(), x.view(), x.view()) };
-    let (shard, scheme) = (Shard::new(7, 1, 0).unwrap(), Scheme { heads: 1, keys: 1 });
-    let call = DistributedAttention { attention, shard, scheme, block_mask: None };
-    let error = call.forward(&comm, &stream).unwrap_err();
-    assert!(matches!(error, Error::Unsupported { what: "packed sequences", .. }), "{error}");
 }
 
 #[test]
@@ -161,7 +141,8 @@ fn a_prepared_call_is_for_its_arguments() {
     let attention = Attention::new(x.view(), x.view(), x.view());
     let scheme = Scheme { heads: 1, keys: 1 };
     let shard = Shard::new(7, 1, 0).unwrap();
-    let call = DistributedAttention { attention, shard, scheme, block_mask: None };
+    let call =
+        DistributedAttention { attention, shard, scheme, block_mask: None, cu_seqlens: None };
     let prepared = call.prepare(&comm).unwrap();
     call.forward_prepared(&prepared, &comm, &stream).unwrap();
     let attention = Attention { mask: Mask::causal(), ..attention };
@@ -179,7 +160,8 @@ fn a_lost_rank_is_an_error() {
     let attention = Attention::new(x.view(), x.view(), x.view());
     let scheme = Scheme { heads: 1, keys: 2 };
     let shard = Shard::new(40, 2, 0).unwrap();
-    let call = DistributedAttention { attention, shard, scheme, block_mask: None };
+    let call =
+        DistributedAttention { attention, shard, scheme, block_mask: None, cu_seqlens: None };
     let mut group = Memory::group(&Device::cpu(), 2, Duration::from_secs(60)).unwrap();
     drop(group.pop());
     assert!(matches!(call.forward(&group[0], &stream), Err(Error::Gone { rank: 1 })));

@@ -50,7 +50,7 @@ fn schemes_divide_heads_and_ranks() {
     assert_eq!(text(2, 4), "heads over 2, keys over 4");
 }
 
-const WORKLOAD: Workload = Workload {
+const WORKLOAD: Workload<'static> = Workload {
     batch: 1,
     seqlen: 131_072,
     num_heads_q: 32,
@@ -59,6 +59,7 @@ const WORKLOAD: Workload = Workload {
     element_bytes: 2,
     mask: Mask::Causal { align: Align::TopLeft },
     density: None,
+    cu_seqlens: None,
     pass: Pass::Forward,
 };
 
@@ -90,8 +91,9 @@ fn a_forecast_is_the_arithmetic_of_its_bytes() {
     close(ring.exchange, 3.0 * (2.0 * tensor / 260e9 + 50e-6));
     assert_eq!(ring.exposed, 0.0, "each step computes longer than it exchanges");
     let heads = of(WORKLOAD, MACHINE, 4);
-    close(heads.exchange, 4.0 * tensor * 0.75 / 260e9 + 2.0 * 50e-6);
-    assert_eq!(heads.exchange, heads.exposed);
+    // In four turns, of which only the first and the last exchange are exposed.
+    close(heads.exchange, 4.0 * tensor * 0.75 / 260e9 + 8.0 * 50e-6);
+    close(heads.exposed, heads.exchange / 4.0);
     // Keys of eight heads are a quarter of the bytes; short sequences hide less.
     let grouped = Workload { num_heads_kv: 8, ..WORKLOAD };
     close(of(grouped, MACHINE, 1).exchange, 3.0 * (0.5 * tensor / 260e9 + 50e-6));
@@ -129,13 +131,17 @@ fn a_window_moves_few_keys() {
 fn forecasts_count_what_calls_send() {
     let window = |left, right| Mask::Window { left, right, align: Align::TopLeft };
     let masks = [Mask::Full, Mask::causal(), window(Some(5), Some(0)), window(Some(33), Some(12))];
-    for (mask, pass) in masks.into_iter().flat_map(|m| [(m, Pass::Forward), (m, Pass::Backward)]) {
+    let offsets = [None, Some(&[0, 7, 7, 12, 61, 64, 93, 100][..]), Some(&[0, 50, 100])];
+    let passes = masks.into_iter().flat_map(|m| [(m, Pass::Forward), (m, Pass::Backward)]);
+    let cases = passes.flat_map(|(mask, pass)| offsets.map(|offsets| (mask, pass, offsets)));
+    for (mask, pass, cu_seqlens) in cases {
         let sent = |comm: Memory| -> Result<usize> {
             let shard = Shard::new(100, comm.world(), comm.rank())?;
             let x = Tensor::zeros(comm.stream(), DType::F32, &[1, shard.rows(), 2, 8])?;
             let attention = Attention { mask, ..Attention::new(x.view(), x.view(), x.view()) };
             let scheme = Scheme { heads: 1, keys: 5 };
-            let call = DistributedAttention { attention, shard, scheme, block_mask: None };
+            let call =
+                DistributedAttention { attention, shard, scheme, block_mask: None, cu_seqlens };
             Ok(call.prepare(&comm)?.sent_bytes(pass))
         };
         let ranks = Memory::group(&Device::cpu(), 5, Duration::from_secs(20)).unwrap();
@@ -152,14 +158,35 @@ fn forecasts_count_what_calls_send() {
             head_dim,
             element_bytes,
             mask,
+            cu_seqlens,
             pass,
             ..WORKLOAD
         };
         let forecast = workload.forecasts(&Machine { ranks: 5, ..MACHINE })[0];
         assert_eq!(forecast.scheme, Scheme { heads: 1, keys: 5 });
         let found = forecast.sent_bytes as usize;
-        assert!(sent.contains(&found), "{mask:?} {pass:?}: {found} {sent:?}");
+        assert!(sent.contains(&found), "{mask:?} {pass:?} {cu_seqlens:?}: {found} {sent:?}");
     }
+}
+
+/// Of sequences that lie within ranks no keys travel, and only their own pairs are work. Offsets
+/// that a call refuses have no forecast.
+#[test]
+fn packed_sequences_are_less_work() {
+    let offsets: Vec<i32> = (0..=128).map(|at| at * 1024).collect();
+    let of = |cu_seqlens| Workload { cu_seqlens, ..WORKLOAD }.forecasts(&MACHINE);
+    let packed = of(Some(&offsets))[0];
+    assert_eq!((packed.scheme, packed.sent_bytes), (Scheme { heads: 1, keys: 4 }, 0.0));
+    close(packed.ideal, 4.0 * 128.0 * 1024.0 * 1025.0 / 2.0 * 4096.0 / 550e12 / 4.0);
+    let rows: i32 = 131_072;
+    let one = [0, rows];
+    assert_eq!(of(Some(&one)), of(None));
+    let bad: [&[i32]; 4] = [&[], &[0, rows - 1], &[0, rows + 1], &[0, 3, 2, rows]];
+    for offsets in &bad {
+        assert!(of(Some(offsets)).is_empty());
+    }
+    let batch = Workload { batch: 2, cu_seqlens: Some(&offsets), ..WORKLOAD };
+    assert!(batch.forecasts(&MACHINE).is_empty());
 }
 
 /// Half the blocks are half the work; half the keys are half the bytes.

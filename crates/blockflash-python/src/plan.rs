@@ -17,7 +17,8 @@ type Row = ((usize, usize), f64, f64, f64, f64, f64);
 /// `window` is how many keys before and after its own a query sees, where there is a limit. `sizes`
 /// are batch entries, rows, heads of q, heads of k, head_dim and bytes of an element;
 /// `ranks` are all, and those of a host; `rates` are FLOPs, bytes copied, sent inside of a host and
-/// to another one per second, and seconds of latency.
+/// to another one per second, and seconds of latency; `cu_seqlens` are the sequences of a packed
+/// batch.
 #[pyfunction]
 pub(crate) fn forecasts(
     sizes: [usize; 6],
@@ -25,6 +26,7 @@ pub(crate) fn forecasts(
     backward: bool,
     ranks: [usize; 2],
     rates: [f64; 5],
+    cu_seqlens: Option<Vec<i32>>,
 ) -> PyResult<Vec<Row>> {
     let [batch, seqlen, num_heads_q, num_heads_kv, head_dim, element_bytes] = sizes;
     let ([ranks, ranks_per_host], [left, right]) = (ranks, window);
@@ -60,6 +62,7 @@ pub(crate) fn forecasts(
         element_bytes,
         mask: Mask::Window { left, right, align: Align::BottomRight },
         density: None,
+        cu_seqlens: cu_seqlens.as_deref(),
         pass: if backward { Pass::Backward } else { Pass::Forward },
     };
     let machine = Machine { ranks, ranks_per_host, flops, copies, link, network, latency };

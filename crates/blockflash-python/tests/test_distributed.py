@@ -23,9 +23,10 @@ def operands(
     rows: int = 48,
     head_dim: int = 16,
     device: str = "cpu",
+    batch: int = 2,
 ) -> list[Tensor]:
     torch.manual_seed(7)
-    shapes = [(2, rows, n, head_dim) for n in (heads[0], heads[1], heads[1])]
+    shapes = [(batch, rows, n, head_dim) for n in (heads[0], heads[1], heads[1])]
     return [torch.randn(shape).to(device, dtype) for shape in shapes]
 
 
@@ -41,10 +42,14 @@ def agrees(
     from blockflash import distributed
 
     scheme, sink = options.pop("scheme"), options.pop("sink")
-    whole = [x.requires_grad_() for x in operands(heads, dtype, rows, head_dim, device)]
+    offsets = options.pop("cu_seqlens", None)
+    batch = 2 if offsets is None else 1
+    whole = [x.requires_grad_() for x in operands(heads, dtype, rows, head_dim, device, batch)]
     logits = [torch.randn(heads[0]).to(device).requires_grad_()] if sink else []
     plain = options | ({"sink": logits[0]} if sink else {})
-    exact = reference(*whole, **plain, device=device)[0]
+    visible = None if offsets is None else same_sequence(offsets).to(device)
+    exact = reference(*whole, **plain, visible=visible, device=device)[0]
+    plain["cu_seqlens"] = offsets
     weights = torch.randn(exact.shape).to(device, dtype)
     wanted = torch.autograd.grad(exact, [*whole, *logits], weights.double())
     mine = [distributed.shard(x.detach()).requires_grad_() for x in whole]
@@ -68,6 +73,22 @@ def agrees(
     gathered = distributed.unshard(runs[0][0])
     assert gathered.shape == exact.shape
     assert torch.equal(distributed.shard(gathered), runs[0][0])
+
+
+def same_sequence(cu_seqlens: list[int]) -> Tensor:
+    """Which rows of a packed batch belong together."""
+    lengths = torch.tensor(cu_seqlens).diff()
+    of = torch.arange(len(lengths)).repeat_interleave(lengths)
+    return of[:, None] == of[None, :]
+
+
+def random_offsets(chance: random.Random, longest: int) -> list[int]:
+    """A few long sequences, many short ones, both, or some without rows."""
+    lengths = [
+        chance.choice([0, chance.randint(1, 9), chance.randint(1, longest)])
+        for _ in range(chance.randint(1, 8))
+    ]
+    return [0, *itertools.accumulate([*lengths, chance.randint(1, 3)])]
 
 
 def schemes(world: int, heads_k: int) -> list[Any]:
@@ -98,6 +119,24 @@ def _agrees_in_random_cases(rank: int, world: int) -> None:
             window=window,
             causal=chance.random() < 0.5 and not window[1],
             sink=chance.random() < 0.5,
+        )
+
+
+def _agrees_for_packed_batches(rank: int, world: int) -> None:
+    chance = random.Random(10 + world)
+    for _ in range(40):
+        heads = chance.choice([HEADS, (6, 3), (8, 2), (3, 1)])
+        window = chance.choice(WINDOWS)
+        offsets = random_offsets(chance, 40)
+        agrees(
+            offsets[-1],
+            heads,
+            chance.choice([torch.float32, torch.bfloat16]),
+            scheme=chance.choice(schemes(world, heads[1])),
+            window=window,
+            causal=chance.random() < 0.5 and not window[1],
+            sink=chance.random() < 0.5,
+            cu_seqlens=offsets,
         )
 
 
@@ -185,6 +224,17 @@ def _finds_mistakes(rank: int, world: int) -> None:
     refused(TypeError, "rank 1: q must be", [q] if rank else q, k, v)
     refused(ValueError, "seqlen is 47", q, k, v, seqlen=47)
     refused(ValueError, "needs seqlen", q, k, v, check=False)
+    entry = [x[:1] for x in (q, k, v)]
+    refused(ValueError, "rank 0: q has 2 batch entries", q, k, v, cu_seqlens=[0, 48])
+    refused(ValueError, "ends at 47, but the ranks hold 48 rows", *entry, cu_seqlens=[0, 47])
+    refused(ValueError, "ends at 48, but seqlen is 47", *entry, cu_seqlens=[0, 48], seqlen=47)
+    refused(
+        ValueError, r"rank 1: cu_seqlens\[2\] is 3", *entry, cu_seqlens=[0, [3, 9][rank], 3, 48]
+    )
+    refused(ValueError, "rank 0: .* must be 0", *entry, cu_seqlens=[] if rank else [1, 48])
+    refused(ValueError, "rank 1 has", *entry, cu_seqlens=[0, 3 + rank, 48])
+    refused(ValueError, "rank 1 has", *entry, cu_seqlens=[0, 48] if rank else None)
+    refused(TypeError, "rank 1: cu_seqlens must be", *entry, cu_seqlens=[0, [48, 48.0][rank]])
     with pytest.raises(ValueError, match=f"rank {rank} holds .* of 50 rows, not 24"):
         attention(q, k, v, check=False, seqlen=50)
     with pytest.raises(ValueError, match="rows, but of"):
@@ -200,6 +250,7 @@ def _finds_mistakes(rank: int, world: int) -> None:
 def _works(rank: int, world: int) -> None:
     _agrees_in_every_scheme(rank, world)
     _agrees_in_random_cases(rank, world)
+    _agrees_for_packed_batches(rank, world)
     _under_autocast(rank, world)
     if world == 2:
         _finds_mistakes(rank, world)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from processes import run
 from reference import TOLERANCE, reference
 from test_context_parallel import SEQLEN, Attention, tables
-from test_distributed import WINDOWS, agrees, operands, schemes
+from test_distributed import WINDOWS, agrees, operands, random_offsets, schemes
 from torch import Tensor
 
 import blockflash
@@ -76,6 +76,26 @@ def _random(rank: int, world: int) -> None:
             window=window,
             causal=chance.random() < 0.5 and not window[1],
             sink=chance.random() < 0.5,
+        )
+
+
+def _packed(rank: int, world: int) -> None:
+    """Sequences that lie within ranks, and such that several ranks hold."""
+    chance = random.Random(20 + world)
+    for _ in range(60):
+        heads, window = chance.choice([*HEADS, (6, 3)]), chance.choice(WINDOWS)
+        offsets = random_offsets(chance, 300)
+        agrees(
+            offsets[-1],
+            heads,
+            chance.choice([torch.float16, torch.bfloat16]),
+            chance.choice([16, 20, 96, 128]),
+            "cuda",
+            scheme=chance.choice(schemes(world, heads[1])),
+            window=window,
+            causal=chance.random() < 0.5 and not window[1],
+            sink=chance.random() < 0.5,
+            cu_seqlens=offsets,
         )
 
 
@@ -210,6 +230,7 @@ def _finds_mistakes(rank: int, world: int) -> None:
 CHECKS = (
     _grid,
     _random,
+    _packed,
     _long,
     _on_streams,
     _by_high_priority,

@@ -33,37 +33,56 @@ def test_consecutive_ranks_are_one_of_a_larger_kind() -> None:
                 assert rows == list(of_group)
 
 
-def assert_visits_are_the_mask(seqlen: int, groups: int, window: tuple[int, int]) -> None:
+def assert_visits_are_the_mask(
+    seqlen: int, groups: int, window: tuple[int, int], cu_seqlens: tuple[int, ...] | None = None
+) -> None:
     left, right = window
     sent = {}
+    # The sequence of each row.
+    of = [0] * seqlen
+    if cu_seqlens is not None:
+        bounds = enumerate(itertools.pairwise(cu_seqlens))
+        of = [at for at, (start, end) in bounds for _ in range(start, end)]
     for group in range(groups):
-        steps, parts = _steps(seqlen, groups, group, window)
+        steps, parts = _steps(seqlen, groups, group, window, cu_seqlens)
         positions = list(itertools.chain(*ranges(seqlen, groups, group)))
         pairs, home, filled = [], [], []
         for number, step in enumerate(steps):
-            rows = list(itertools.chain(*ranges(seqlen, groups, step.source)))[step.received]
+            held = list(itertools.chain(*ranges(seqlen, groups, step.source)))
+            rows = [row for each in step.received for row in held[each]]
+            assert all(each.start < each.stop for each in step.received)
             sent[number, step.source, group] = step.received
+            if number > 0:  # No row comes that no call attends.
+                attended = set(itertools.chain(*(rows[visit.keys] for visit in step.visits)))
+                assert attended == set(rows) and len(set(rows)) == len(rows)
             for visit in step.visits:
                 queries, keys = positions[visit.queries], rows[visit.keys]
                 assert queries and keys and 0 <= visit.part < parts
                 filled += [(visit.part, query) for query in queries]
                 home += queries if visit.home else []
+                bounds = list(itertools.pairwise(visit.cu_seqlens))
+                assert not bounds or (bounds[-1][1] == len(queries) and visit.home)
                 for (i, query), (j, key) in itertools.product(enumerate(queries), enumerate(keys)):
-                    if (visit.left < 0 or j >= i - visit.left) and (
-                        visit.right < 0 or j <= i + visit.right
+                    together = not bounds or any(a <= i < b and a <= j < b for a, b in bounds)
+                    if (
+                        together
+                        and (visit.left < 0 or j >= i - visit.left)
+                        and (visit.right < 0 or j <= i + visit.right)
                     ):
                         pairs.append((query, key))
         assert sorted(pairs) == sorted(
             (query, key)
             for query, key in itertools.product(positions, range(seqlen))
-            if (left < 0 or key >= query - left) and (right < 0 or key <= query + right)
+            if of[query] == of[key]
+            and (left < 0 or key >= query - left)
+            and (right < 0 or key <= query + right)
         )
         assert sorted(home) == sorted(positions) and len(set(filled)) == len(filled)
-        if window in ((-1, -1), (-1, 0)) and seqlen >= 2 * groups:
+        if cu_seqlens is None and window in ((-1, -1), (-1, 0)) and seqlen >= 2 * groups:
             assert parts == groups and all(len(step.visits) == 1 for step in steps)
     # What is sent in a step is what is received.
     for group in range(groups):
-        for number, step in enumerate(_steps(seqlen, groups, group, window)[0]):
+        for number, step in enumerate(_steps(seqlen, groups, group, window, cu_seqlens)[0]):
             assert sent[number, group, step.target] == step.sent
 
 
@@ -75,10 +94,28 @@ def test_visits_are_the_mask() -> None:
         assert_visits_are_the_mask(seqlen, chance.randint(1, 6), window)
 
 
+def test_packed_visits_are_the_mask_of_each_sequence() -> None:
+    chance = random.Random(1)
+    for _ in range(600):
+        longest = chance.choice([3, 12, 40])
+        lengths = [chance.randint(0, longest) for _ in range(chance.randint(1, 40 // longest + 1))]
+        seqlen = sum(lengths)
+        window = tuple(chance.choice([-1, 0, chance.randint(0, seqlen + 2)]) for _ in range(2))
+        cu_seqlens = (0, *itertools.accumulate(lengths))
+        assert_visits_are_the_mask(seqlen, chance.randint(1, 6), window, cu_seqlens)
+
+
+def test_sequences_within_a_rank_are_one_call_and_do_not_travel() -> None:
+    for group in range(5):
+        steps, parts = _steps(40, 5, group, (-1, 0), tuple(range(0, 41, 4)))
+        assert len(steps) == parts == 1 and steps[0].visits[0].cu_seqlens == (0, 4, 8)
+
+
 def test_only_keys_inside_the_window_travel() -> None:
     steps, parts = _steps(4096, 8, 3, (16, 0))
     assert {step.source for step in steps if step.visits} == {3, 2, 4} and parts == 2
-    assert all(step.received.stop - step.received.start == 16 for step in steps[1:] if step.visits)
+    for step in steps[1:]:
+        assert [rows.stop - rows.start for rows in step.received] == [16] * bool(step.visits)
 
 
 H200 = {"flops": 600e12, "copies": 1.9e12, "link": 250e9, "network": 45e9, "latency": 50e-6}
@@ -99,6 +136,9 @@ def test_plan() -> None:
     # A window of 4096 keys is within the rows of a rank and those before its chunks.
     near = plan(machine, causal=True, window=(4096, None), **CASE)[0]
     assert near.ideal < 0.1 * ideal and near.sent_bytes < 0.2 * found[0].sent_bytes
+    # Sequences of 1024 rows lie within ranks.
+    packed = plan(machine, causal=True, cu_seqlens=range(0, 131073, 1024), **CASE)[0]
+    assert packed.sent_bytes == 0 and packed.ideal == pytest.approx(ideal * 1025 / 131073)
     one = Machine(ranks=1, ranks_per_host=1, **H200)
     assert [str(row.scheme) for row in plan(one, **CASE)] == ["one rank"]
 
@@ -117,6 +157,10 @@ def test_plan() -> None:
         ({}, {}, {"seqlen": 1 << 33}),
         ({}, {}, {"seqlen": 1 << 80}),
         ({}, {}, {"window": (-1, None)}),
+        ({}, {}, {"cu_seqlens": []}),
+        ({}, {}, {"cu_seqlens": [0, 131071]}),
+        ({}, {}, {"cu_seqlens": [0, 3, 2, 131072]}),
+        ({}, {}, {"cu_seqlens": [0, 131072], "batch": 2}),
     ],
 )
 def test_plan_refuses(

@@ -5,7 +5,7 @@ mod rank;
 mod strategy;
 
 pub use rank::{Counted, Rank};
-pub use strategy::{dist_block_cases, dist_cases};
+pub use strategy::{dist_block_cases, dist_cases, dist_packed_cases};
 
 use crate::attention::{AttentionCase, AttentionData, AttentionReference, Lengths};
 use crate::attention_bwd::{BackwardData, BackwardReference};
@@ -51,12 +51,30 @@ impl DistCase {
         self.scheme.heads * self.scheme.keys
     }
 
-    /// Batch and rows.
+    /// Batch and rows. The sequences of a packed batch are rows of one entry.
     fn sizes(&self) -> [usize; 2] {
-        let Lengths::Dense { batch, seqlen_q, .. } = self.whole.lengths else {
-            unreachable!("cases are dense")
-        };
-        [batch, seqlen_q]
+        match &self.whole.lengths {
+            Lengths::Dense { batch, seqlen_q, .. } => [*batch, *seqlen_q],
+            Lengths::Packed { lengths, .. } => [1, lengths.iter().map(|(rows, _)| rows).sum()],
+        }
+    }
+
+    /// Where the sequences of a packed batch begin and end.
+    fn cu_seqlens(&self) -> Option<Vec<i32>> {
+        let Lengths::Packed { lengths, .. } = &self.whole.lengths else { return None };
+        let mut offsets = vec![0];
+        for (rows, _) in lengths {
+            offsets.push(offsets[offsets.len() - 1] + *rows as i32);
+        }
+        Some(offsets)
+    }
+
+    /// The row of a query of a sequence, and the batch entry.
+    fn row(&self, sequence: usize, query: usize) -> [usize; 2] {
+        match self.cu_seqlens() {
+            None => [sequence, query],
+            Some(offsets) => [0, offsets[sequence] as usize + query],
+        }
     }
 
     /// Runs a call on every rank, and gives what each returns.
@@ -75,12 +93,13 @@ impl DistCase {
                     let stream = device.stream().map_err(|error| error.to_string())?;
                     let host = Device::cpu().stream().map_err(|error| error.to_string())?;
                     let comm = Counted { comm, sent: Cell::new(0) };
+                    let cu_seqlens = self.cu_seqlens();
                     let block_mask = match self.whole.block_mask(&host)? {
                         None => None,
                         Some(whole) => Some(self.distributed(&whole, shard, &comm).map_err(text)?),
                     };
                     comm.sent.set(0);
-                    call(&Rank { case: self, comm: &comm, shard, stream, block_mask })
+                    call(&Rank { case: self, comm: &comm, shard, stream, block_mask, cu_seqlens })
                 })
             };
             let ranks: Vec<_> = group.into_iter().map(start).collect();
@@ -130,10 +149,16 @@ pub fn run_forward(case: &DistCase, device: &Device) -> Result<usize, String> {
     let of = |which: usize| outputs.iter().map(|o| o[which].clone()).collect::<Vec<_>>();
     let o = whole(case, &of(0), case.whole.dtype, batch, heads * d);
     let lse = whole(case, &of(1), DType::F32, batch * heads, 1);
-    let place = |&[b, i, h]: &[usize; 3]| (b * seqlen + i) * heads + h;
+    let place = |&[b, i, h]: &[usize; 3]| {
+        let [b, i] = case.row(b, i);
+        (b * seqlen + i) * heads + h
+    };
     let rows: Vec<usize> = reference.rows.iter().map(place).collect();
     let o: Vec<f64> = rows.iter().flat_map(|&row| o[row * d..][..d].iter().copied()).collect();
-    let log = |&[b, i, h]: &[usize; 3]| lse[(b * heads + h) * seqlen + i];
+    let log = |&[b, i, h]: &[usize; 3]| {
+        let [b, i] = case.row(b, i);
+        lse[(b * heads + h) * seqlen + i]
+    };
     let lse: Vec<f64> = reference.rows.iter().map(log).collect();
     let story = |error| format!("{error}\n    {case:?}");
     let name = |what| move |at: usize| format!("{what} {at}");

@@ -59,6 +59,7 @@ pub struct Rank<'a> {
     /// Where it computes.
     pub stream: Stream,
     pub(super) block_mask: Option<DistributedBlockMask>,
+    pub(super) cu_seqlens: Option<Vec<i32>>,
 }
 
 impl Rank<'_> {
@@ -98,7 +99,8 @@ impl Rank<'_> {
         let AttentionCase { mask, softcap, softmax_scale, .. } = self.case.whole;
         let attention = Attention { mask, softcap, softmax_scale, sink, ..Attention::new(q, k, v) };
         let (shard, scheme, block_mask) = (self.shard, self.case.scheme, self.block_mask.as_ref());
-        DistributedAttention { attention, shard, scheme, block_mask }
+        let cu_seqlens = self.cu_seqlens.as_deref();
+        DistributedAttention { attention, shard, scheme, block_mask, cu_seqlens }
     }
 
     fn sink(&self, data: &AttentionData) -> Result<Option<Tensor>, String> {

@@ -58,6 +58,28 @@ pub fn dist_cases(
         )
 }
 
+/// Random cases of packed batches: of a few long sequences, of many short ones, of both, and some
+/// without rows.
+pub fn dist_packed_cases(
+    most: usize,
+    dtypes: Vec<DType>,
+    head_dims: Vec<usize>,
+    longest: usize,
+) -> impl Strategy<Value = DistCase> {
+    let rows = prop_oneof![
+        1 => Just(0),
+        4 => 1..=9usize,
+        4 => 1..=longest / 3,
+        1 => 1..=longest,
+    ];
+    let batch = prop::collection::vec(rows, 0..12);
+    (dist_cases(most, dtypes, head_dims, longest), batch).prop_map(|(mut case, rows)| {
+        let lengths = rows.into_iter().map(|rows| (rows, rows)).collect();
+        case.whole.lengths = Lengths::Packed { lengths, slack: (0, 0) };
+        case
+    })
+}
+
 /// Random cases with block masks. Where keys are divided, there are no windows with them.
 pub fn dist_block_cases(
     most: usize,

@@ -185,7 +185,7 @@ pub fn case(
     let attention = Attention { mask, ..Attention::new(q.view(), k.view(), v.view()) };
     let divided = schemes.iter().zip(&masks).map(|(&scheme, mask)| -> Result<_> {
         let block_mask = mask.as_ref().map(|(mask, _)| mask);
-        let call = DistributedAttention { attention, shard, scheme, block_mask };
+        let call = DistributedAttention { attention, shard, scheme, block_mask, cu_seqlens: None };
         let prepared = call.prepare(comm)?;
         let output = call.forward_prepared(&prepared, comm, stream)?;
         comm.wait(stream)?;
@@ -242,6 +242,7 @@ pub fn case(
             element_bytes: 2,
             mask,
             density,
+            cu_seqlens: None,
             pass,
         };
         let machine = Machine {

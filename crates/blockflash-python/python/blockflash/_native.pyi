@@ -89,6 +89,7 @@ def forecasts(
     backward: bool,
     ranks: Sequence[int],
     rates: Sequence[float],
+    cu_seqlens: Sequence[int] | None,
 ) -> list[tuple[tuple[int, int], float, float, float, float, float]]: ...
 
 class BsrPattern:

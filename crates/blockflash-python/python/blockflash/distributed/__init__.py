@@ -11,6 +11,8 @@ Two schemes, which `Scheme` combines:
 - over keys, keys and values visit the queries of all ranks while these compute (ring attention),
   and the partial results are merged by their log-sum-exp.
 
+With `cu_seqlens` the rows are a packed batch, whose sequences the chunks may cut anywhere.
+
 All are exact, and repeats are equal bit for bit: partial results and gradients are summed in a
 fixed order. `plan` says for given rates which scheme is the fastest.
 """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from .. import _attention
 from ._agree import agree
 from ._exchange import Exchange
 from ._grid import Grid, Scheme
+from ._packed import Offsets, checked, on_device
 from ._ring import Options, Ring
 from ._rows import count, place, ranges
 
@@ -31,6 +32,7 @@ def attention(
     scale: float | None = None,
     softcap: float | None = None,
     sink: Tensor | None = None,
+    cu_seqlens: Sequence[int] | Tensor | None = None,
     seqlen: int | None = None,
     check: bool = True,
 ) -> Tensor:
@@ -54,7 +56,13 @@ def attention(
         softcap: Scores become `softcap * tanh(score / softcap)`.
         sink: float32 `[Hq]`, the same on all ranks: a logit per head that joins the denominator of
             the softmax. The sum over the ranks of its gradients is the gradient.
-        seqlen: Rows of the whole sequence, the sum over the ranks. It is needed without `check`.
+        cu_seqlens: The rows of all ranks are a packed batch: sequence `i` has the rows
+            `cu_seqlens[i]` to `cu_seqlens[i + 1]` of them and attends only itself, and the mask is
+            one of each sequence. Numbers or a tensor on the CPU, the same on all ranks; B is 1. The
+            chunks of the ranks may cut sequences anywhere, and keys of a sequence that lies within
+            the rows of a rank do not travel for `keys`.
+        seqlen: Rows of the whole sequence or packed batch, the sum over the ranks. It is needed
+            without `check` and `cu_seqlens`.
         check: Compare the arguments of all ranks first, so that a mistake is the same error on
             every rank. It makes the host wait for the other ranks: turn it off where a call with
             the same shapes and options has passed. Without it a mistake may end in the timeout of
@@ -69,7 +77,10 @@ def attention(
 
     """
     options = {"causal": causal, "window": window, "scale": scale, "softcap": softcap, "sink": sink}
-    shared = {"group": group, "scheme": scheme, "seqlen": seqlen, "check": check}
+    shared = {
+        "group": group, "scheme": scheme, "cu_seqlens": cu_seqlens, "seqlen": seqlen,
+        "check": check,
+    }  # fmt: skip
     # What ranks exchange is no part of a graph.
     call = torch.compiler.disable(run) if torch.compiler.is_compiling() else run
     return call(lambda: (q, k, v), options, **shared)
@@ -83,28 +94,33 @@ def run(
     scheme: Any,
     seqlen: int | None,
     check: bool,
+    cu_seqlens: Any = None,
 ) -> Tensor:
     """`attention` of operands that are made here, so that an error is one on every rank."""
     world = place(group)[1]
     if not check:
         q, k, v = _attention.lowered(*operands())
         scheme = _checked(q, k, v, scheme, world)
+        offsets, seqlen = _packed(q, cu_seqlens, seqlen)
         seqlen = _length(q.shape[1], seqlen, group)
     else:
         arguments, rows, device, error = (), 0, torch.device("cpu"), None
+        offsets = None
         try:
             q, k, v = _attention.lowered(*operands())
             rows, device = q.shape[1], q.device
             scheme = _checked(q, k, v, scheme, world)
+            offsets, seqlen = _packed(q, cu_seqlens, seqlen)
             _try(q, k, v, options)
-            arguments = _arguments(q, k, v, scheme, options) + (seqlen,)
+            arguments = _arguments(q, k, v, scheme, options) + (seqlen, offsets)
         except Exception as refused:  # Raised by `agree`, on every rank.
             error = refused
         found = sum(agree(group, arguments, rows, device, error))
         if seqlen not in (None, found):
-            raise ValueError(f"seqlen is {seqlen}, but the ranks hold {found} rows")
+            what = "seqlen is" if offsets is None else "cu_seqlens ends at"
+            raise ValueError(f"{what} {seqlen}, but the ranks hold {found} rows")
         seqlen = found
-    return _run(q, k, v, Grid(group, scheme, seqlen), options)
+    return _run(q, k, v, Grid(group, scheme, seqlen, offsets), options)
 
 
 def _run(q: Tensor, k: Tensor, v: Tensor, grid: Grid, options: dict[str, Any]) -> Tensor:
@@ -115,7 +131,7 @@ def _run(q: Tensor, k: Tensor, v: Tensor, grid: Grid, options: dict[str, Any]) -
         if sink is not None:
             sink = sink.narrow(0, grid.member * q.shape[2], q.shape[2])
     if keys == 1:
-        o = _attention.attention(q, k, v, **(options | {"sink": sink}))
+        o = _alone(q, k, v, grid.cu_seqlens, options | {"sink": sink})
     else:
         head_dim = q.shape[-1]
         scale = head_dim**-0.5 if options["scale"] is None else options["scale"]
@@ -125,6 +141,31 @@ def _run(q: Tensor, k: Tensor, v: Tensor, grid: Grid, options: dict[str, Any]) -
         chosen = Options(window, scale, options["softcap"])
         o = Ring.apply(grid, chosen, q, k, v, sink)[..., :head_dim]
     return Exchange.apply(grid, True, o)[0] if heads > 1 else o
+
+
+def _alone(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Offsets | None, options: dict[str, Any]
+) -> Tensor:
+    """Attention of all rows."""
+    if cu_seqlens is None:
+        return _attention.attention(q, k, v, **options)
+    packed = on_device(cu_seqlens, q)
+    longest = packed["max_q"]
+    offsets = {name: packed[name] for name in ("cu_seqlens_q", "cu_seqlens_k")}
+    options |= offsets | {"max_seqlen_q": longest, "max_seqlen_k": longest}
+    return _attention.attention(q[0], k[0], v[0], **options)[None]
+
+
+def _packed(q: Tensor, cu_seqlens: Any, seqlen: int | None) -> tuple[Offsets | None, int | None]:
+    """The offsets of a packed batch, if it is one, and the rows of all ranks, if they are known."""
+    if cu_seqlens is None:
+        return None, seqlen
+    offsets = checked(cu_seqlens)
+    if q.shape[0] != 1:
+        raise ValueError(f"q has {q.shape[0]} batch entries, but a packed batch is one")
+    if seqlen not in (None, offsets[-1]):
+        raise ValueError(f"cu_seqlens ends at {offsets[-1]}, but seqlen is {seqlen}")
+    return offsets, offsets[-1]
 
 
 def _checked(q: Tensor, k: Tensor, v: Tensor, scheme: Any, world: int) -> Scheme:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import lru_cache
 from math import gcd
 from typing import Any, NamedTuple
 
+from ._packed import Offsets, packed_visits
 from ._rows import Ranges, count, place, ranges
 from ._visits import Visit, numbered, visits
 
@@ -45,10 +47,10 @@ class Step(NamedTuple):
     """What a group does with the keys of another one, and what its keys are needed for then."""
 
     source: int
-    received: slice  # of the rows of the source
+    received: tuple[slice, ...]  # of the rows of the source
     visits: tuple[Visit, ...]  # to the keys that are received
     target: int
-    sent: slice  # of the rows of this group
+    sent: tuple[slice, ...]  # of the rows of this group
 
 
 class Grid(NamedTuple):
@@ -61,6 +63,7 @@ class Grid(NamedTuple):
     process_group: Any
     scheme: Scheme
     seqlen: int
+    cu_seqlens: Offsets | None = None
 
     @property
     def rank(self) -> int:
@@ -85,39 +88,60 @@ class Grid(NamedTuple):
 
     def steps(self, window: tuple[int, int]) -> tuple[tuple[Step, ...], int]:
         """The steps of this rank, its own keys first, and the number of parts that visits fill."""
-        return _steps(self.seqlen, self.scheme.keys, self.group, window)
+        return _steps(self.seqlen, self.scheme.keys, self.group, window, self.cu_seqlens)
 
     def in_ring(self, group: int) -> int:
         """The rank of another group that has the heads of this one."""
         return group * self.scheme.heads + self.member
 
 
-def _hull(
-    seqlen: int, groups: int, group: int, source: int, window: tuple[int, int]
-) -> tuple[slice, list[Visit]]:
+def _needed(
+    chunks: Ranges, source: Ranges, window: tuple[int, int], cu_seqlens: Offsets | None
+) -> tuple[tuple[slice, ...], list[Visit]]:
     """The keys of a source that a group needs, and the visits to them."""
-    chunks = [ranges(seqlen, groups, each) for each in (group, source)]
-    found = visits(*chunks, window)
-    if not found or group == source:
-        return slice(0, count(chunks[1]) if found else 0), found
-    start = min(visit.keys.start for visit in found)
-    hull = slice(start, max(visit.keys.stop for visit in found))
-    moved = [slice(visit.keys.start - start, visit.keys.stop - start) for visit in found]
-    return hull, [visit._replace(keys=keys) for visit, keys in zip(found, moved, strict=True)]
+    if cu_seqlens is None:
+        found = visits(chunks, source, window)
+    else:
+        found = packed_visits(chunks, source, window, cu_seqlens)
+    if chunks == source:
+        return (slice(0, count(source)),) if found else (), found
+    needed = _union(visit.keys for visit in found)
+
+    def moved(keys: slice) -> slice:
+        start = sum(max(0, min(rows.stop, keys.start) - rows.start) for rows in needed)
+        return slice(start, start + keys.stop - keys.start)
+
+    return needed, [visit._replace(keys=moved(visit.keys)) for visit in found]
+
+
+def _union(found: Iterable[slice]) -> tuple[slice, ...]:
+    """The same rows in ascending order, each once."""
+    rows: list[slice] = []
+    for each in sorted(found, key=lambda each: each.start):
+        if rows and rows[-1].stop >= each.start:
+            rows[-1] = slice(rows[-1].start, max(rows[-1].stop, each.stop))
+        else:
+            rows.append(each)
+    return tuple(rows)
 
 
 @lru_cache(maxsize=64)
 def _steps(
-    seqlen: int, groups: int, group: int, window: tuple[int, int]
+    seqlen: int,
+    groups: int,
+    group: int,
+    window: tuple[int, int],
+    cu_seqlens: Offsets | None = None,
 ) -> tuple[tuple[Step, ...], int]:
     """The steps of a group. One in which no group needs keys is left out, on every rank."""
+    chunks = [ranges(seqlen, groups, each) for each in range(groups)]
 
-    def needed(group: int, t: int) -> tuple[slice, list[Visit]]:
-        return _hull(seqlen, groups, group, (group - t) % groups, window)
+    def needed(group: int, t: int) -> tuple[tuple[slice, ...], list[Visit]]:
+        return _needed(chunks[group], chunks[(group - t) % groups], window, cu_seqlens)
 
     steps = []
     for t in range(groups):
-        if t == 0 or any(needed(each, t)[0].stop for each in range(groups)):
+        if t == 0 or any(needed(each, t)[0] for each in range(groups)):
             target = (group + t) % groups
             received, found = needed(group, t)
             step = Step((group - t) % groups, received, tuple(found), target, needed(target, t)[0])

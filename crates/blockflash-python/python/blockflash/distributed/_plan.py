@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from torch import Tensor
+
 from .. import _native
 from ._grid import Scheme
+from ._packed import checked
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +77,7 @@ def plan(
     element_bytes: int = 2,
     causal: bool = False,
     window: tuple[int | None, int | None] = (None, None),
+    cu_seqlens: Sequence[int] | Tensor | None = None,
     backward: bool = False,
 ) -> list[Forecast]:
     """Every scheme that fits, the fastest one first; of equally fast ones the one with more heads.
@@ -87,19 +92,28 @@ def plan(
         element_bytes: Bytes of an element.
         causal: A query attends the keys at its position and before.
         window: How many keys before and after its position a query attends; `None` for all.
+        cu_seqlens: Where the sequences of a packed batch of `seqlen` rows begin and end; see
+            `attention`.
         backward: The backward pass instead of the forward pass.
 
     Raises:
-        ValueError: A size or a rate is not positive, a side of the window is negative, or there are
-            more than 16384 ranks.
+        ValueError: A size or a rate is not positive, a side of the window is negative, there are
+            more than 16384 ranks, or `cu_seqlens` is no packed batch of `seqlen` rows.
 
     """
     sizes = [batch, seqlen, heads, heads_k, head_dim, element_bytes]
     ranks = [machine.ranks, machine.ranks_per_host]
     rates = [machine.flops, machine.copies, machine.link, machine.network, machine.latency]
     left, right = window
+    offsets = None if cu_seqlens is None else list(checked(cu_seqlens))
+    if offsets is not None and (offsets[-1], batch) != (seqlen, 1):
+        raise ValueError(
+            f"cu_seqlens ends at {offsets[-1]} in {batch} batch entries, but a packed batch is one "
+            f"of seqlen rows, which is {seqlen}"
+        )
+    sides = [left, 0 if causal else right]
     try:
-        found = _native.forecasts(sizes, [left, 0 if causal else right], backward, ranks, rates)
+        found = _native.forecasts(sizes, sides, backward, ranks, rates, offsets)
     except OverflowError:
         raise ValueError(
             f"sizes are {sizes} with window {window} on {machine}: sizes are at least 1, and sides "

@@ -8,7 +8,7 @@ neighbour, which is the same number of bytes, but each step would wait for the o
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +17,8 @@ from torch import Tensor
 from .. import _decode, _ops
 from ._exchange import exchange
 from ._grid import Grid, Step
+from ._packed import on_device
+from ._rows import picked
 from ._visits import Visit
 
 _OPS = torch.ops.blockflash
@@ -31,14 +33,20 @@ class Options(NamedTuple):
     scale: float
     softcap: float | None
 
-    def of(self, visit: Visit, sink: Tensor | None) -> dict[str, Any]:
+    def of(self, visit: Visit, sink: Tensor | None, like: Tensor) -> dict[str, Any]:
         """What the operators take."""
         given = {"left": visit.left, "right": visit.right, "top_left": True, "scale": self.scale}
-        return given | {"softcap": self.softcap or 0.0, "sink": sink if visit.home else None}
+        given |= {"softcap": self.softcap or 0.0, "sink": sink if visit.home else None}
+        return given | (on_device(visit.cu_seqlens, like) if visit.cu_seqlens else {})
 
 
-def _rows(x: Tensor, rows: slice) -> tuple[int, ...]:
-    return (x.shape[0], rows.stop - rows.start, *x.shape[2:])
+def _rows(x: Tensor, rows: Sequence[slice]) -> tuple[int, ...]:
+    return (x.shape[0], sum(each.stop - each.start for each in rows), *x.shape[2:])
+
+
+def _shaped(visit: Visit, *tensors: Tensor) -> list[Tensor]:
+    """Operands as a visit takes them: sequences are packed without a batch, which has one entry."""
+    return [x[0] for x in tensors] if visit.cu_seqlens else list(tensors)
 
 
 def _arrivals(grid: Grid, options: Options, k: Tensor, v: Tensor) -> Iterator[Any]:
@@ -52,7 +60,7 @@ def _arrivals(grid: Grid, options: Options, k: Tensor, v: Tensor) -> Iterator[An
 
     def start(step: Step) -> Any:
         source, target = grid.in_ring(step.source), grid.in_ring(step.target)
-        sent = {target: [x[:, step.sent] for x in (k, v)]}
+        sent = {target: [picked(x, step.sent) for x in (k, v)]}
         shapes = {source: [_rows(x, step.received) for x in (k, v)]}
         return source, exchange(k, sent, shapes, grid.process_group)
 
@@ -86,13 +94,13 @@ class Ring(torch.autograd.Function):
         for step, keys, values in arrivals:
             for visit in step.visits:
                 seen, part = visit.queries, visit.part
-                rows = q[:, seen]
-                logs = _ops.empty_lse(rows, None)
+                operands = _shaped(
+                    visit, q[:, seen], keys[:, visit.keys], values[:, visit.keys], o[part, :, seen]
+                )
+                chosen = options.of(visit, sink, q)
+                logs = _ops.empty_lse(operands[0], chosen.get("cu_seqlens_q"))
                 try:
-                    _OPS.attention_out.default(
-                        rows, keys[:, visit.keys], values[:, visit.keys], o[part, :, seen], logs,
-                        **options.of(visit, sink),
-                    )  # fmt: skip
+                    _OPS.attention_out.default(*operands, logs, **chosen)
                 except RuntimeError as error:
                     raise _ops.typed(error) from None
                 lse[part, :, :, seen] = logs
@@ -117,18 +125,23 @@ class Ring(torch.autograd.Function):
                 step, wait = returning.popleft()
                 found = wait()[grid.in_ring(step.target)]
                 for total, part in zip((dk, dv), found, strict=True):
-                    total[:, step.sent] += part
+                    at = 0
+                    for rows in step.sent:
+                        start, at = at, at + rows.stop - rows.start
+                        total[:, rows] += part[:, start:at]
 
         for step, keys, values in arrivals:
             own = step.source == grid.group
             parts = (dk, dv) if own else [zeros(x, dtype=torch.float32) for x in (keys, values)]
             for visit in step.visits:
                 seen, at = visit.queries, visit.keys
-                d_queries, d_keys, d_values, d_logits = _OPS.attention_backward(
-                    grad[:, seen], None, q[:, seen], keys[:, at], values[:, at],
+                grad_o, *operands = _shaped(
+                    visit, grad[:, seen], q[:, seen], keys[:, at], values[:, at],
                     o[:, seen].contiguous(), lse[:, :, seen].contiguous(),
-                    **options.of(visit, sink),
                 )  # fmt: skip
+                d_queries, d_keys, d_values, d_logits = _OPS.attention_backward(
+                    grad_o, None, *operands, **options.of(visit, sink, q)
+                )
                 dq[:, seen] += d_queries
                 parts[0][:, at] += d_keys
                 parts[1][:, at] += d_values

@@ -33,6 +33,20 @@ def count(chunks: Ranges) -> int:
     return sum(map(len, chunks))
 
 
+def rows_in(chunks: Ranges, positions: range) -> slice:
+    """Which rows lie in a range of the sequence. They follow each other, as chunks do."""
+
+    def before(position: int) -> int:
+        return sum(min(max(position - chunk.start, 0), len(chunk)) for chunk in chunks)
+
+    return slice(before(positions.start), before(positions.stop))
+
+
+def picked(x: Tensor, rows: Sequence[slice]) -> Tensor:
+    """Some rows of a tensor `[B, rows, ...]`, one after the other."""
+    return x[:, rows[0]] if len(rows) == 1 else torch.cat([x[:, :0], *(x[:, s] for s in rows)], 1)
+
+
 def take(x: Tensor, chunks: Ranges, dim: int) -> Tensor:
     """The rows of both chunks, one after the other."""
     return torch.cat([x.narrow(dim, chunk.start, len(chunk)) for chunk in chunks], dim)

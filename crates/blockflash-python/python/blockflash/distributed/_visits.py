@@ -7,10 +7,10 @@ distance. Rows that a shifted band leaves out are cut off, so that its sides are
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from ._rows import Ranges
+from ._rows import Ranges, rows_in
 
 UNLIMITED = -1
 """A side without a limit."""
@@ -25,6 +25,7 @@ class Visit(NamedTuple):
     right: int
     home: bool  # Whether the queries attend themselves: each query does in one visit.
     part: int = 0  # Which part of the result it fills: no two visits fill the same rows of one.
+    cu_seqlens: tuple[int, ...] = ()  # Sequences that attend only themselves, if there are several.
 
     @property
     def is_full(self) -> bool:
@@ -32,19 +33,30 @@ class Visit(NamedTuple):
         return self.left == self.right == UNLIMITED
 
 
-def visits(queries: Ranges, keys: Ranges, window: tuple[int, int]) -> list[Visit]:
-    """The visits of queries to keys. Slices count the rows of a group."""
+def visits(
+    queries: Ranges, keys: Ranges, window: tuple[int, int], positions: range | None = None
+) -> list[Visit]:
+    """The visits of queries to keys, of all or of positions. Slices count the rows of a group."""
+    if positions is None:
+        positions = range(queries[1].stop + keys[1].stop)
     if queries == keys and window == (UNLIMITED, 0):
         # Both chunks in one call: the rows of a group are in the order of their positions.
-        rows = slice(0, sum(map(len, queries)))
-        return [Visit(rows, rows, *window, home=True)] if rows.stop else []
+        rows = rows_in(queries, positions)
+        return [Visit(rows, rows, *window, home=True)] if rows.start < rows.stop else []
     found = []
-    for q, q_at in zip(queries, (0, len(queries[0])), strict=True):
+    for q, q_at in _cut(queries, positions):
         beside = []
-        for k, k_at in zip(keys, (0, len(keys[0])), strict=True):
+        for k, k_at in _cut(keys, positions):
             beside += _visit(q, q_at, k, k_at, window)
         found += _joined(beside, "queries", "keys")
     return _joined(found, "keys", "queries")
+
+
+def _cut(chunks: Ranges, positions: range) -> Iterator[tuple[range, int]]:
+    """What lies in a range of the sequence of each chunk, and its first row in the group."""
+    for chunk, at in zip(chunks, (0, len(chunks[0])), strict=True):
+        start = max(chunk.start, positions.start)
+        yield range(start, min(chunk.stop, positions.stop)), at + start - chunk.start
 
 
 def _visit(q: range, q_at: int, k: range, k_at: int, window: tuple[int, int]) -> list[Visit]:
@@ -59,7 +71,7 @@ def _visit(q: range, q_at: int, k: range, k_at: int, window: tuple[int, int]) ->
         q.start if right == UNLIMITED else max(q.start, keys.start - right),
         q.stop if left == UNLIMITED else min(q.stop, keys.stop + left),
     )
-    if not queries or not keys:
+    if not (q and k and queries and keys):
         return []
     distance = queries.start - keys.start
     if left != UNLIMITED:

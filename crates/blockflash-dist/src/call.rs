@@ -1,0 +1,82 @@
+//! Runs one call of a plan.
+
+use crate::Result;
+use crate::band::Part;
+use crate::plan::Call;
+use blockflash_ops::{
+    Attention, AttentionBackward, AttentionGradientsMut, DType, Stream, Tensor, View, ViewMut,
+};
+
+impl Call {
+    /// The call on the queries of the group and the keys of the step.
+    pub(crate) fn of<'a>(
+        &self,
+        attention: &Attention<'a>,
+        [q, k, v]: [View<'a>; 3],
+    ) -> Result<Attention<'a>> {
+        let Part { queries, keys, mask, own, .. } = &self.part;
+        Ok(Attention {
+            q: q.slice(1, queries.clone())?,
+            k: k.slice(1, keys.clone())?,
+            v: v.slice(1, keys.clone())?,
+            mask: *mask,
+            // Each query counts the sink once.
+            sink: attention.sink.filter(|_| *own),
+            ..*attention
+        })
+    }
+
+    /// Output and log-sum-exp of rows, given in the shapes of a batch.
+    pub(crate) fn forward(
+        &self,
+        attention: &Attention<'_>,
+        (o, lse): (ViewMut<'_>, ViewMut<'_>),
+        stream: &Stream,
+    ) -> Result<()> {
+        let [o, lse] = [self.rows_mut(o)?, self.rows_mut(lse)?];
+        Ok(self.with_options(attention)?.forward_into(o, Some(lse), stream)?)
+    }
+
+    /// Gradients of q, k and v of rows, given in the shapes of a batch, and that of the sink.
+    pub(crate) fn backward(
+        &self,
+        AttentionBackward { attention, o, lse, d_o }: AttentionBackward<'_>,
+        [dq, dk, dv]: [ViewMut<'_>; 3],
+        stream: &Stream,
+    ) -> Result<Option<Tensor>> {
+        let (o, lse, d_o) = (self.rows(o)?, self.rows(lse)?, self.rows(d_o)?);
+        let attention = self.with_options(&attention)?;
+        let call = AttentionBackward { attention, o, lse, d_o };
+        let mut workspace = match call.workspace_bytes(stream.device())? {
+            0 => None,
+            bytes => Some(Tensor::empty(stream, DType::U8, &[bytes])?),
+        };
+        let d_sink = attention.sink.map(|sink| Tensor::empty(stream, DType::F32, sink.shape()));
+        let mut d_sink = d_sink.transpose()?;
+        let (dq, dk, dv) = (self.rows_mut(dq)?, self.rows_mut(dk)?, self.rows_mut(dv)?);
+        let d_sink_view = d_sink.as_mut().map(Tensor::view_mut);
+        let gradients = AttentionGradientsMut { dq, dk, dv, d_sink: d_sink_view };
+        call.backward_into(gradients, workspace.as_mut().map(Tensor::view_mut), stream)?;
+        Ok(d_sink)
+    }
+
+    fn with_options<'a>(&'a self, attention: &Attention<'a>) -> Result<Attention<'a>> {
+        Ok(Attention {
+            q: self.rows(attention.q)?,
+            k: self.rows(attention.k)?,
+            v: self.rows(attention.v)?,
+            block_mask: self.block_mask.as_ref(),
+            cu_seqlens: self.packed.as_ref().map(|packed| packed.cu_seqlens()),
+            ..*attention
+        })
+    }
+
+    /// Packed sequences are rows without a batch, which has one entry then.
+    fn rows<'a>(&self, x: View<'a>) -> Result<View<'a>> {
+        if self.packed.is_some() { Ok(x.flatten(0..2)?) } else { Ok(x) }
+    }
+
+    fn rows_mut<'a>(&self, x: ViewMut<'a>) -> Result<ViewMut<'a>> {
+        if self.packed.is_some() { Ok(x.flatten(0..2)?) } else { Ok(x) }
+    }
+}
