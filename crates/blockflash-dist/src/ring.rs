@@ -64,7 +64,7 @@ impl<'a> Incoming<'a> {
             let (tensors, arrived, used) = (this.like(rows, stream)?, event()?, event()?);
             this.slots.push(Slot { tensors, arrived, used });
         }
-        ahead.into_iter().try_for_each(|t| this.queue(t))?;
+        ahead.into_iter().try_for_each(|t| this.queue(t, stream))?;
         Ok(this)
     }
 
@@ -79,23 +79,28 @@ impl<'a> Incoming<'a> {
         Ok(tensors)
     }
 
-    /// Queues the exchange of step `t`.
-    fn queue(&mut self, t: usize) -> Result<()> {
+    /// Queues the exchange of step `t`, before work on `stream`.
+    fn queue(&mut self, t: usize, stream: &Stream) -> Result<()> {
         let Step { from, received, turn, to, sent, .. } = &self.plan.steps[t];
-        let stream = self.comm.stream();
+        let comm = self.comm.stream();
         let [k, v] = self.own;
-        let packed = [pack(k, sent, stream)?, pack(v, sent, stream)?];
+        let packed = [pack(k, sent, comm)?, pack(v, sent, comm)?];
+        if t == 1 {
+            // Attention of the first step takes all SMs. It may start when the exchange does, not
+            // while that still waits for what came before both.
+            stream.wait_for(comm)?;
+        }
         let sends = packed.iter().map(|rows| (*to, rows.view())).collect();
         if *received == 0 {
             return exchange(self.comm, sends, Vec::new());
         }
         let at = turn % self.slots.len();
         let slot = &mut self.slots[at];
-        stream.wait(&slot.used)?;
+        comm.wait(&slot.used)?;
         let receives = slot.tensors.iter_mut();
         let receives = receives.map(|x| Ok((*from, x.view_mut().slice(1, 0..*received)?)));
         exchange(self.comm, sends, receives.collect::<Result<Vec<_>>>()?)?;
-        slot.arrived.record(stream)?;
+        slot.arrived.record(comm)?;
         Ok(())
     }
 
@@ -110,7 +115,7 @@ impl<'a> Incoming<'a> {
     pub(crate) fn get(&mut self, t: usize, stream: &Stream) -> Result<[View<'_>; 2]> {
         let ahead = t + SLOTS - 1;
         if t > 0 && ahead < self.plan.steps.len() {
-            self.queue(ahead)?;
+            self.queue(ahead, stream)?;
         }
         let Some(slot) = self.slot(t) else { return Ok(self.own) };
         stream.wait(&slot.arrived)?;
