@@ -147,6 +147,14 @@ impl Plan {
         Ok(())
     }
 
+    /// Readies what was uploaded for a stream. It is done before anything is exchanged: its first
+    /// use on a stream waits for what the other one has queued.
+    pub(crate) fn share_with(&self, stream: &Stream) -> Result<()> {
+        let calls = self.steps.iter().flat_map(|step| &step.calls);
+        let mut packed = calls.filter_map(|call| call.packed.as_ref());
+        Ok(packed.try_for_each(|packed| packed.cu_seqlens.share_with(stream))?)
+    }
+
     /// Rows of keys that this rank sends, and rows of which it sends gradients.
     pub(crate) fn rows_sent(&self) -> [usize; 2] {
         let steps = || self.steps.iter().skip(1);

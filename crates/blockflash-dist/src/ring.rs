@@ -168,6 +168,7 @@ fn forward_entry(
     stream: &Stream,
 ) -> Result<()> {
     let (slots, rows, heads) = (plan.queries.count, q.shape()[1], q.shape()[2]);
+    plan.share_with(stream)?;
     let mut incoming = Incoming::start(ring.comm, plan, [k, v], stream)?;
     let mut o_parts = Tensor::empty(stream, q.dtype(), &[slots, rows, heads, q.shape()[3]])?;
     let mut lse_parts = Tensor::empty(stream, DType::F32, &[slots, heads, rows])?;

@@ -90,6 +90,7 @@ impl Entry<'_> {
         let mut dq_parts = parts(q, &plan.queries)?;
         let mut dkv_parts = [parts(k, &plan.keys)?, parts(v, &plan.keys)?];
         dkv_parts.iter().try_for_each(|parts| parts.share_with(comm.stream()))?;
+        plan.share_with(stream)?;
         let mut incoming = Incoming::start(comm, plan, [k, v], stream)?;
         let rows = plan.steps.iter().skip(1).map(Step::attended).max().unwrap_or(0);
         let mut slots = Vec::new();
