@@ -1,5 +1,5 @@
 use crate::agree::agree;
-use crate::heads::{LOGS, ROWS, of, scatter};
+use crate::heads::{LOGS, ROWS, Scattering, of, scatter};
 use crate::pattern::Pattern;
 use crate::plan::Plan;
 use crate::problem::{ARGUMENTS, Problem, on_device};
@@ -175,8 +175,10 @@ impl DistributedAttention<'_> {
             ring::forward(ring, [q.view(), k.view(), v.view()], stream)
         };
         in_turns(comm, problem, &operands, stream, compute, |turn, all| {
-            scatter(comm, grid, all.o.view(), ROWS, &turn.q, o.view_mut())?;
-            scatter(comm, grid, all.lse.view(), LOGS, &turn.q, lse.view_mut())
+            let turn = &turn.q;
+            let o = Scattering { all: all.o.view(), axes: ROWS, turn, x: o.view_mut() };
+            let lse = Scattering { all: all.lse.view(), axes: LOGS, turn, x: lse.view_mut() };
+            scatter(comm, grid, &mut [o, lse])
         })?;
         Ok(AttentionOutput { o, lse })
     }
@@ -271,10 +273,12 @@ impl DistributedAttention<'_> {
                 ring_backward::backward(ring, operands, stream)
             };
             in_turns(comm, problem, &operands, stream, compute, |turn, all| {
-                scatter(comm, grid, all.dq.view(), ROWS, &turn.q, dq.view_mut())?;
-                scatter(comm, grid, all.dk.view(), ROWS, &turn.k, dk.view_mut())?;
                 d_sinks.extend(all.d_sink);
-                scatter(comm, grid, all.dv.view(), ROWS, &turn.k, dv.view_mut())
+                let of = |all, turn, x| Scattering { all, axes: ROWS, turn, x };
+                let dq = of(all.dq.view(), &turn.q, dq.view_mut());
+                let dk = of(all.dk.view(), &turn.k, dk.view_mut());
+                let dv = of(all.dv.view(), &turn.k, dv.view_mut());
+                scatter(comm, grid, &mut [dq, dk, dv])
             })?;
             AttentionGradients { dq, dk, dv, d_sink: sink::joined(d_sinks, stream)? }
         };

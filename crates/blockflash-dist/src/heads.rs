@@ -62,50 +62,67 @@ impl Gathering {
         }
         Ok(Gathering { sends, all, axes })
     }
+}
 
-    /// The heads of this rank of all rows of its group. In the order of the communicator's stream.
-    pub(crate) fn gather(self, comm: &dyn Communicator, grid: &Grid) -> Result<Tensor> {
-        let Gathering { sends, mut all, axes } = self;
-        let (_, theirs) = pieces(grid);
+/// The heads of this rank of all rows of its group, of several tensors by one exchange. In the
+/// order of the communicator's stream.
+pub(crate) fn gather(
+    comm: &dyn Communicator,
+    grid: &Grid,
+    mut gatherings: Vec<Gathering>,
+) -> Result<Vec<Tensor>> {
+    let (_, theirs) = pieces(grid);
+    let mut parts = Vec::new();
+    for Gathering { all, axes, .. } in &gatherings {
         let mut shape = all.shape().to_vec();
-        let mut parts = Vec::new();
         for piece in &theirs {
             shape[axes.rows] = piece.own.len();
-            parts.push(Tensor::empty(comm.stream(), all.dtype(), &shape)?);
+            let part = Tensor::empty(comm.stream(), all.dtype(), &shape)?;
+            parts.push((piece, part));
         }
-        let sends = sends.iter().map(|(to, copy)| (*to, copy.view())).collect();
-        let receives = theirs.iter().zip(&mut parts);
-        let receives = receives.map(|(piece, part)| (grid.in_group(piece.member), part.view_mut()));
-        exchange(comm, sends, receives.collect())?;
-        for (piece, part) in theirs.iter().zip(&parts) {
+    }
+    let sends = gatherings.iter().flat_map(|gathering| &gathering.sends);
+    let sends = sends.map(|(to, copy)| (*to, copy.view())).collect();
+    let receives = parts.iter_mut();
+    let receives = receives.map(|(piece, part)| (grid.in_group(piece.member), part.view_mut()));
+    exchange(comm, sends, receives.collect())?;
+    for (Gathering { all, axes, .. }, parts) in
+        gatherings.iter_mut().zip(parts.chunks(theirs.len().max(1)))
+    {
+        for (piece, part) in parts {
             let rows = all.view_mut().slice(axes.rows, piece.common.clone());
             rows?.copy_from(&part.view(), comm.stream())?;
         }
-        Ok(all)
     }
+    Ok(gatherings.into_iter().map(|gathering| gathering.all).collect())
 }
 
-/// The reverse: from `all`, the heads `turn` of this rank of all rows of its group, to those heads
-/// of each rank of the rows of this one, in `x`.
+/// Results of a turn on their way to the ranks whose rows they are.
+pub(crate) struct Scattering<'a> {
+    /// The heads of the turn, computed by this rank, of all rows of its group.
+    pub(crate) all: View<'a>,
+    pub(crate) axes: Axes,
+    pub(crate) turn: &'a Range<usize>,
+    /// All heads of the rows of this rank.
+    pub(crate) x: ViewMut<'a>,
+}
+
+/// The reverse, by one exchange.
 pub(crate) fn scatter(
     comm: &dyn Communicator,
     grid: &Grid,
-    all: View<'_>,
-    axes: Axes,
-    turn: &Range<usize>,
-    mut x: ViewMut<'_>,
+    scatterings: &mut [Scattering<'_>],
 ) -> Result<()> {
-    let of_member = x.shape()[axes.heads] / grid.scheme.heads;
     let (own, theirs) = pieces(grid);
-    let chunk = |piece: &Piece| all.slice(axes.rows, piece.common.clone());
-    let mut sends = Vec::new();
-    for piece in &theirs {
-        sends.push((grid.in_group(piece.member), chunk(piece)?));
-    }
-    let mut shape = all.shape().to_vec();
-    let mut parts = Vec::new();
-    for member in others(grid) {
-        for piece in &own {
+    let (mut sends, mut parts) = (Vec::new(), Vec::new());
+    for Scattering { all, axes, .. } in scatterings.iter() {
+        for piece in &theirs {
+            let chunk = all.slice(axes.rows, piece.common.clone())?;
+            sends.push((grid.in_group(piece.member), chunk));
+        }
+        let mut shape = all.shape().to_vec();
+        for (member, piece) in others(grid).flat_map(|member| own.iter().map(move |p| (member, p)))
+        {
             shape[axes.rows] = piece.own.len();
             let part = Tensor::empty(comm.stream(), all.dtype(), &shape)?;
             parts.push((member, piece, part));
@@ -114,13 +131,22 @@ pub(crate) fn scatter(
     let receives = parts.iter_mut();
     let receives = receives.map(|(member, _, part)| (grid.in_group(*member), part.view_mut()));
     exchange(comm, sends, receives.collect())?;
-    let mut place = |member: usize, piece: &Piece, chunk: View<'_>| -> Result<()> {
-        let rows = x.reborrow().slice(axes.rows, piece.own.clone())?;
-        let mut rows = rows.slice(axes.heads, of(turn, member * of_member))?;
-        Ok(rows.copy_from(&chunk, comm.stream())?)
-    };
-    own.iter().try_for_each(|piece| place(grid.member(), piece, chunk(piece)?))?;
-    parts.iter().try_for_each(|(member, piece, part)| place(*member, piece, part.view()))
+    let of_each = parts.len() / scatterings.len().max(1);
+    for (Scattering { all, axes, turn, x }, parts) in
+        scatterings.iter_mut().zip(parts.chunks(of_each.max(1)))
+    {
+        let of_member = x.shape()[axes.heads] / grid.scheme.heads;
+        let mut place = |member: usize, piece: &Piece, chunk: View<'_>| -> Result<()> {
+            let rows = x.reborrow().slice(axes.rows, piece.own.clone())?;
+            let mut rows = rows.slice(axes.heads, of(turn, member * of_member))?;
+            Ok(rows.copy_from(&chunk, comm.stream())?)
+        };
+        for piece in &own {
+            place(grid.member(), piece, all.slice(axes.rows, piece.common.clone())?)?;
+        }
+        parts.iter().try_for_each(|(member, piece, part)| place(*member, piece, part.view()))?;
+    }
+    Ok(())
 }
 
 /// The heads of a turn of a rank whose first head is `first`.

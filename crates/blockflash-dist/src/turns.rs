@@ -1,6 +1,6 @@
 //! The heads of a rank in turns: what some of them need travels while others are computed.
 
-use crate::heads::{Axes, Gathering};
+use crate::heads::{Axes, Gathering, gather};
 use crate::problem::Problem;
 use crate::{Communicator, Result};
 use blockflash_ops::{Event, Stream, Tensor, View};
@@ -67,8 +67,7 @@ pub(crate) fn in_turns<T>(
     };
     let packed = turns(problem).into_iter().map(pack).collect::<Result<Vec<_>>>()?;
     let mut coming = packed.into_iter().map(|(turn, packed)| -> Result<_> {
-        let gather = |x: Gathering| x.gather(comm, grid);
-        let tensors = packed.into_iter().map(gather).collect::<Result<Vec<_>>>()?;
+        let tensors = gather(comm, grid, packed)?;
         let arrived = Event::new(comm.stream().device(), false)?;
         arrived.record(comm.stream())?;
         Ok((turn, tensors, arrived))

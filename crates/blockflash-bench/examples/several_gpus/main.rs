@@ -52,6 +52,9 @@ struct Args {
     /// Rounds, in each of which one GPU and every scheme has its turn
     #[arg(long, default_value_t = 3)]
     rounds: usize,
+    /// Seconds after which an exchange is given up
+    #[arg(long, default_value_t = 60)]
+    timeout: u64,
     /// Folder for the results
     #[arg(long, default_value = ".")]
     out: PathBuf,
@@ -95,7 +98,8 @@ fn work(rank: &str, args: &Args) -> Result<(), Failure> {
     let rank = rank.parse()?;
     let device = Device::cuda(rank)?;
     let id = NcclId::from_bytes(id);
-    let ranks = NcclCommunicator::new(&device, &id, rank, args.gpus, Duration::from_secs(60))?;
+    let timeout = Duration::from_secs(args.timeout);
+    let ranks = NcclCommunicator::new(&device, &id, rank, args.gpus, timeout)?;
     let ranks = Ranks { comm: Watched::new(Nccl::new(ranks)?), stream: device.stream()? };
     let mut report = Report::new(&args.out, &device)?;
     let mut links = None;

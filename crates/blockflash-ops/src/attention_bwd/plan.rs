@@ -155,7 +155,17 @@ fn heads_per_section(
         let tiles = forward.seqlen_q.div_ceil(tile.block_q as usize).max(1);
         let apart = STEPS_APART * gpu.multiprocessors as usize / tiles;
         let short = forward.seqlen_kv < SHORT;
-        return if short { apart.max(HEADS_PER_SECTION) } else { HEADS_PER_SECTION }.min(all);
+        let together = if short {
+            apart.max(HEADS_PER_SECTION)
+        } else {
+            let sums = forward.seqlen_q.saturating_mul(tile.head_dim as usize * 4).max(1);
+            (gpu.l2_bytes as usize / 2 / sums).clamp(1, HEADS_PER_SECTION)
+        };
+        let together = std::env::var("BLOCKFLASH_TOGETHER")
+            .ok()
+            .and_then(|x| x.parse().ok())
+            .unwrap_or(together);
+        return together.min(all);
     }
     let triangle = base.window_left == BLOCKFLASH_WINDOW_UNBOUNDED
         && forward.packed.is_none()

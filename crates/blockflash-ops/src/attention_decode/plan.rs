@@ -112,7 +112,7 @@ pub(super) fn plan_few(
     let mut division = divided(&tile, most, problem, most_queries)?;
     if tile.runs == [1] {
         let multiprocessors = gpu.multiprocessors.max(1) as usize;
-        division = division.in_runs(problem, [most, most / multiprocessors]);
+        division = division.in_runs(problem, &tile, [most, most / multiprocessors]);
     }
     // Each CTA asks once for an item past the last one.
     let blocks = grid_x(&[division.items.min(most)])?;
@@ -121,6 +121,10 @@ pub(super) fn plan_few(
     let run = to_i32("run", division.run)?;
     Ok(AttentionDecodePlan { params: params(problem, &division)?, run, config })
 }
+
+/// Most rows of a tile of `attention_decode_sm80` with which it combines the splits of a run in
+/// registers.
+const ROWS_THAT_COMBINE: usize = 8;
 
 /// CTAs that a GPU has room for. They are persistent and take item after item.
 fn most_blocks(kernel: &Kernel, tile: &Tile, gpu: &CudaProperties) -> usize {
@@ -262,7 +266,7 @@ impl Division {
     /// The same splits in fewer items, for this number of CTAs and of those on a multiprocessor. A
     /// sequence whose length only the device knows may have far fewer splits than the capacity, so
     /// that runs would leave CTAs without work. The workspace stays as large.
-    fn in_runs(self, problem: &AttentionDecodeProblem, ctas: [usize; 2]) -> Self {
+    fn in_runs(self, problem: &AttentionDecodeProblem, tile: &Tile, ctas: [usize; 2]) -> Self {
         let Some(keys) = problem.keys_of_each() else { return self };
         let [chunk, splits] = self.of_sequence(keys);
         let work = Work {
@@ -271,6 +275,7 @@ impl Division {
             ctas_of_multiprocessor: ctas[1],
             of_row_tile: splits,
             split_elements: chunk.saturating_mul(problem.attention.head_dim),
+            combines: tile.rows <= ROWS_THAT_COMBINE,
         };
         let run_log2 = work.run_log2().min(self.most_splits.trailing_zeros());
         Self { items: self.items >> run_log2, run_log2, ..self }

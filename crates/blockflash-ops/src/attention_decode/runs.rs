@@ -27,6 +27,8 @@ pub(super) struct Work {
     pub(super) of_row_tile: usize,
     /// Elements of K in a split.
     pub(super) split_elements: usize,
+    /// Whether the splits of a run leave one result.
+    pub(super) combines: bool,
 }
 
 impl AttentionDecodeProblem {
@@ -56,23 +58,26 @@ impl AttentionDecodeProblem {
 }
 
 impl Work {
-    /// Log2 of the splits of an item. The end of an item costs more than that of a split, but long
-    /// items leave CTAs without work at the end of the grid.
+    /// Log2 of the splits of an item. Long items leave CTAs without work where they do not divide
+    /// evenly among CTAs, so they are as long as they can be with (almost) full rounds of CTAs.
     ///
-    /// With few items, they are as long as they can be with one for (almost) every CTA. With many,
-    /// runs of 4 are faster where splits are small or nothing else runs on a multiprocessor while
-    /// an item ends.
+    /// Where a kernel stores each split of a run, less is gained: with many items, runs of 4 are
+    /// faster only where splits are small or nothing else runs on a multiprocessor while an item
+    /// ends.
     pub(super) fn run_log2(&self) -> u32 {
         let longest = LONGEST_RUN_LOG2.min(self.of_row_tile.trailing_zeros());
         if let Some(log2) = std::env::var("BLOCKFLASH_RUN").ok().and_then(|x| x.parse().ok()) {
             return longest.min(log2);
         }
-        let one_each = |log2: &u32| (self.splits >> log2) * 20 >= self.ctas * 19;
-        if self.splits < MANY_ITEMS * self.ctas {
-            return (1..=longest).rev().find(one_each).unwrap_or(0);
+        if !self.combines && self.splits >= MANY_ITEMS * self.ctas {
+            let gains = self.split_elements <= SMALL_SPLIT || self.ctas_of_multiprocessor == 1;
+            return if gains { longest.min(2) } else { 0 };
         }
-        let gains = self.split_elements <= SMALL_SPLIT || self.ctas_of_multiprocessor == 1;
-        if gains { longest.min(2) } else { 0 }
+        let full_rounds = |log2: &u32| {
+            let items = self.splits >> log2;
+            items > 0 && items * 20 >= items.div_ceil(self.ctas) * self.ctas * 19
+        };
+        (1..=longest).rev().find(full_rounds).unwrap_or(0)
     }
 }
 
