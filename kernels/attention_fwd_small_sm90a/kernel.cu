@@ -1,9 +1,9 @@
 // Attention forward for Hopper where the grid is small, so that one CTA's latency is the time of
 // the launch: no TMA, no producer, no scheduler.
 //
-// A CTA computes 64 queries of one head. Its two warpgroups divide the key tiles; each loads
-// its own by cp.async, multiplies by WGMMA, and starts the next scores before the exponentials of
-// the current ones. Two warpgroups then add their partial results through shared memory.
+// A CTA computes 64 queries of one head. Its warpgroups divide the key tiles; each loads its own by
+// cp.async, multiplies by WGMMA, and starts the next scores before the exponentials of the current
+// ones. Then they add their partial results through shared memory.
 #include "../attention_fwd_sm90a/softmax.cuh"
 #include "blockflash/attention/soft_cap.cuh"
 #include "blockflash/ptx/barrier_vote.cuh"
@@ -22,8 +22,8 @@ constexpr float kSlack = 8.f;
 using Scores = float[kRows / 2];
 using Output = float[kOutput];
 using Probabilities = uint32_t[kRows / 4];
-// Q is multiplied from registers where two CTAs on an SM leave them free.
-constexpr bool kQInRegisters = kWarpgroups == 1 || Config::min_blocks == 1;
+// Q is multiplied from registers where eight warps of an SM leave them free.
+constexpr bool kQInRegisters = kWarpgroups == 2 && Config::min_blocks == 1;
 using Queries = uint32_t[kQInRegisters ? kD / 4 : 1];
 
 // Q of this warp as fragments of WGMMA.
@@ -125,7 +125,7 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_fwd_params p) {
   const QueryWork& work = visit.work;
   if (work.q_begin >= work.seqlen_q) return;
 
-  const int warpgroup = kWarpgroups == 1 ? 0 : __shfl_sync(~0u, threadIdx.x / 128, 0);
+  const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
   // Key tiles of this warpgroup: every kWarpgroups-th one, from the last to the first.
   const int tiles = max(visit.tiles - warpgroup + kWarpgroups - 1, 0) / kWarpgroups;
   const auto first_key_of = [&](int i) {
@@ -276,11 +276,6 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_fwd_params p) {
   ptx::wgmma_wait_group<0>();
   ptx::wgmma_pin(o);
   float stored[kStored];
-  if constexpr (kWarpgroups == 2) {
-    exchange(o, stored, softmax, rings, warpgroup);
-  } else {
-#pragma unroll
-    for (int j = 0; j < kStored; ++j) stored[j] = o[j];
-  }
-  store_output(stored, softmax, p, work, warpgroup * (kD / 2));
+  exchange(o, stored, softmax, rings, warpgroup);
+  store_output(stored, softmax, p, work, warpgroup);
 }

@@ -1,4 +1,4 @@
-// Epilogue: the partial results of the two warpgroups of a CTA become one, and go to global memory.
+// Epilogue: the partial results of the warpgroups of a CTA become one, and go to global memory.
 #pragma once
 
 #include "../attention_fwd_sm90a/softmax.cuh"
@@ -16,74 +16,109 @@ using Softmax = HopperSoftmax<kRows / 2, false, true>;
 
 constexpr int kOutput = kD / 2;                          // accumulators of a lane,
 constexpr int kStored = kOutput / kWarpgroups;           // and those that it stores
-constexpr int kExchangeBytes = 128 * (kStored + 4) * 4;  // from a warpgroup to the other one
-static_assert(kWarpgroups == 1 || kWarpgroups == 2, "a warpgroup has one partner at most");
-static_assert(kExchangeBytes <= kRingBytes, "partial results go where keys and values were");
+constexpr int kPieceBytes = 128 * kStored * 4;           // from a warpgroup to another one
+constexpr int kStateBytes = 128 * 16;
+// Each warpgroup stores one half of the columns, of two rows per lane or of one.
+constexpr int kLaneRows = kWarpgroups == 4 ? 1 : 2;
+static_assert(kWarpgroups == 2 || kWarpgroups == 4, "halves of the columns, halves of the rows");
 
-// Adds the partial results of the other warpgroup. Thread by thread both hold the same rows and
-// columns: each sends one half of the columns and completes the other half, `mine`.
+// The accumulator of a lane that is element `i` of what a warpgroup stores, row by row of each
+// eight columns.
+constexpr int accumulator_of(int warpgroup, int i) {
+  return kLaneRows == 2 ? warpgroup * kStored + i
+                        : warpgroup / 2 * (kOutput / 2) + i / 2 * 4 + warpgroup % 2 * 2 + i % 2;
+}
+// The row of such an element, of the two rows of a lane.
+__device__ __forceinline__ int row_of(int warpgroup, int i) {
+  return kLaneRows == 2 ? i / 2 % 2 : warpgroup % 2;
+}
+static_assert(kStateBytes + kWarpgroups * kPieceBytes <= kRingBytes,
+              "partial results go where keys and values were");
+
+// Adds the partial results of all warpgroups, in their order. Thread by thread they hold the same
+// rows and columns: each completes a part of the columns, `mine`, and sends the others theirs.
 __device__ __forceinline__ void exchange(const float (&o)[kOutput], float (&mine)[kStored],
                                          Softmax& softmax, uint32_t rings, int warpgroup) {
-  constexpr int kUpper = kOutput - kStored;  // where the upper half of the columns begins
-  const int thread = threadIdx.x % 128;
-  const uint32_t to = rings + warpgroup * kRingBytes + thread * 16,
-                 from = rings + (1 - warpgroup) * kRingBytes + thread * 16;
+  const uint32_t thread = rings + threadIdx.x % 128 * 16;
+  // Where a warpgroup leaves its references and sums, and the columns that `to` completes.
+  const auto state_of = [&](int from) { return thread + from * kRingBytes; };
+  const auto piece_of = [&](int from, int to) {
+    return state_of(from) + kStateBytes + to * kPieceBytes;
+  };
   const float state[4] = {softmax.reference[0], softmax.reference[1], softmax.exact[0],
                           softmax.exact[1]};
   // All warps of this warpgroup have read the keys and values that lay here.
   ptx::named_barrier_sync(1 + warpgroup, 128);
-  ptx::store_shared_float4(to, state);
+  ptx::store_shared_float4(state_of(warpgroup), state);
 #pragma unroll
-  for (int i = 0; i < kStored; i += 4) {
-    float sent[4];
+  for (int to = 0; to < kWarpgroups; ++to) {
+    if (to == warpgroup) {
 #pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      sent[e] = warpgroup == 0 ? o[kUpper + i + e] : o[i + e];
-      mine[i + e] = warpgroup == 0 ? o[i + e] : o[kUpper + i + e];
+      for (int i = 0; i < kStored; ++i) mine[i] = o[accumulator_of(to, i)];
+    } else {
+#pragma unroll
+      for (int i = 0; i < kStored; i += 4) {
+        const float sent[4] = {o[accumulator_of(to, i)], o[accumulator_of(to, i + 1)],
+                               o[accumulator_of(to, i + 2)], o[accumulator_of(to, i + 3)]};
+        ptx::store_shared_float4(piece_of(warpgroup, to) + i / 4 * kStateBytes, sent);
+      }
     }
-    ptx::store_shared_float4(to + (1 + i / 4) * 2048, sent);
   }
   __syncthreads();
-  const auto load = [&](int at) { return ptx::load_shared_int4(from + at * 2048); };
-  const int4 its = load(0);
-  const float references[2] = {__int_as_float(its.x), __int_as_float(its.y)},
-              sums[2] = {__int_as_float(its.z), __int_as_float(its.w)};
-  float own_share[2], its_share[2];
+  const auto load = [](uint32_t at) {
+    const int4 x = ptx::load_shared_int4(at);
+    return make_float4(__int_as_float(x.x), __int_as_float(x.y), __int_as_float(x.z),
+                       __int_as_float(x.w));
+  };
+  float4 states[kWarpgroups];  // of both rows: references, sums
+  float moved[2] = {softmax.reference[0], softmax.reference[1]};
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const float moved = fmaxf(softmax.reference[half], references[half]);
-    own_share[half] = ptx::ex2_approx(softmax.reference[half] - moved);
-    its_share[half] = ptx::ex2_approx(references[half] - moved);
-    softmax.reference[half] = moved;
-    softmax.exact[half] = softmax.exact[half] * own_share[half] + sums[half] * its_share[half];
+  for (int from = 0; from < kWarpgroups; ++from) {
+    states[from] = load(state_of(from));
+    moved[0] = fmaxf(moved[0], states[from].x), moved[1] = fmaxf(moved[1], states[from].y);
+  }
+  float sums[2] = {0.f, 0.f}, added[kStored] = {};
+#pragma unroll
+  for (int from = 0; from < kWarpgroups; ++from) {
+    const float share[2] = {ptx::ex2_approx(states[from].x - moved[0]),
+                            ptx::ex2_approx(states[from].y - moved[1])};
+    sums[0] = fmaf(states[from].z, share[0], sums[0]);
+    sums[1] = fmaf(states[from].w, share[1], sums[1]);
+#pragma unroll
+    for (int i = 0; i < kStored; i += 4) {
+      float4 x = make_float4(mine[i], mine[i + 1], mine[i + 2], mine[i + 3]);
+      if (from != warpgroup) x = load(piece_of(from, warpgroup) + i / 4 * kStateBytes);
+      const float low = row_of(warpgroup, i) == 0 ? share[0] : share[1];
+      const float high = row_of(warpgroup, i + 2) == 0 ? share[0] : share[1];
+      added[i] = fmaf(x.x, low, added[i]), added[i + 1] = fmaf(x.y, low, added[i + 1]);
+      added[i + 2] = fmaf(x.z, high, added[i + 2]), added[i + 3] = fmaf(x.w, high, added[i + 3]);
+    }
   }
 #pragma unroll
-  for (int i = 0; i < kStored; i += 4) {
-    const int4 other = load(1 + i / 4);
-    const float x[4] = {__int_as_float(other.x), __int_as_float(other.y), __int_as_float(other.z),
-                        __int_as_float(other.w)};
+  for (int half = 0; half < 2; ++half)
+    softmax.reference[half] = moved[half], softmax.exact[half] = sums[half];
 #pragma unroll
-    for (int e = 0; e < 4; ++e)
-      mine[i + e] = mine[i + e] * own_share[e / 2] + x[e] * its_share[e / 2];
-  }
+  for (int i = 0; i < kStored; ++i) mine[i] = added[i];
 }
 
-// Normalised rows to global memory, 16 bytes per lane, and the log-sum-exp. `o` holds the columns
-// from `first_column` on.
+// What this warpgroup completed, normalised, to global memory, 16 bytes per lane, and the
+// log-sum-exp.
 __device__ __forceinline__ void store_output(const float (&o)[kStored], const Softmax& softmax,
                                              const blockflash_attention_fwd_params& p,
-                                             const QueryWork& work, int first_column) {
+                                             const QueryWork& work, int warpgroup) {
   constexpr float kLn2 = 0.6931471805599453f, kLog2e = 1.4426950408889634f;
   const int lane = threadIdx.x % 32;
+  const int first_column = warpgroup * kLaneRows / 2 * (kD / 2);
   const int first_row = work.q_begin + threadIdx.x / 32 % 4 * 16;
   Element* const o_head = static_cast<Element*>(p.o) +
                           work.batch * p.o_stride_batch * (p.cu_seqlens_q == nullptr) +
                           work.head * p.o_stride_head;
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
+  for (int r = 0; r < kLaneRows; ++r) {
+    const int half = row_of(warpgroup, 2 * r);
     const int row = first_row + accumulator_row(lane, 2 * half);
-    float reference = softmax.reference[half];
-    float denominator = quad_sum(softmax.exact[half]);
+    float reference = half == 0 ? softmax.reference[0] : softmax.reference[1];
+    float denominator = quad_sum(half == 0 ? softmax.exact[0] : softmax.exact[1]);
     float scale = 1.f;
     if (p.sink != nullptr) {
       const float sink = p.sink[work.head] * kLog2e;
@@ -99,11 +134,11 @@ __device__ __forceinline__ void store_output(const float (&o)[kStored], const So
           fmaf(ptx::lg2_approx(denominator), kLn2, reference * kLn2);
     Element* const o_row = o_head + (work.q_offset + row) * p.o_stride_seq;
 #pragma unroll
-    for (int d = 0; d < kStored / 4; d += 4) {
+    for (int d = 0; d < kStored / (2 * kLaneRows); d += 4) {
       uint32_t piece[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const float* const pair = &o[4 * (d + i) + 2 * half];
+        const float* const pair = &o[2 * (kLaneRows * (d + i) + r)];
         piece[i] = Traits::pack(pair[0] * scale, pair[1] * scale);
       }
       quad_transpose(piece, lane);

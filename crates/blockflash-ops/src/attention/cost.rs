@@ -5,7 +5,9 @@ use crate::rates::{GpuRates, Grid, Work, resident, was_tuned};
 use crate::selection::Candidate;
 use blockflash_safe::CudaProperties;
 use blockflash_sys::Kernel;
-use blockflash_sys::manifest::{AttentionFwd, AttentionFwdHopper, AttentionTile, Variant};
+use blockflash_sys::manifest::{
+    AttentionFwd, AttentionFwdHopper, AttentionFwdSmall, AttentionTile, Variant,
+};
 
 /// Estimated time of a kernel, to be compared with those of the same target only: nanoseconds on
 /// Hopper, clocks elsewhere.
@@ -13,7 +15,7 @@ use blockflash_sys::manifest::{AttentionFwd, AttentionFwdHopper, AttentionTile, 
 pub(super) fn relative_time(c: &Candidate<'_, AttentionProblem>) -> f64 {
     match &c.kernel.variant {
         Variant::AttentionFwdHopper(hopper) => hopper_time(hopper, c.tile, c.problem, c.gpu),
-        Variant::AttentionFwdSmall(_) => small_time(c.tile, c.problem, c.gpu),
+        Variant::AttentionFwdSmall(small) => small_time(small, c.problem, c.gpu),
         Variant::AttentionFwd(tile) if !was_tuned(c.gpu) => {
             portable_time(tile, c.kernel, c.problem, c.gpu)
         }
@@ -43,19 +45,26 @@ fn hopper_time(
     }
 }
 
-/// Key tiles of 64 up to which the kernels for small grids were the fastest ones of an H200; with
-/// 16 they are 5 to 35 % slower.
-const MOST_SMALL_TILES: f64 = 8.0;
+/// Key tiles of 64 for each warpgroup up to which the kernels for small grids were the fastest ones
+/// of an H200; with 8 for each of two they are 5 to 35 % slower.
+const MOST_SMALL_TILES: f64 = 4.0;
 
-/// 0 where the kernels for small grids are taken: each CTA has an SM to itself and visits few key
-/// tiles. For others, and for block masks and packed sequences, whose tiles take unequal time, the
-/// other kernels are taken, if the problem has tensor maps.
+/// Next to nothing where the kernels for small grids are taken: each CTA has an SM to itself and
+/// visits few key tiles, at least one for each warpgroup. For others, and for block masks and packed
+/// sequences, whose tiles take unequal time, the other kernels are taken, if the problem has tensor
+/// maps.
 #[inline]
-fn small_time(tile: &AttentionTile, problem: &AttentionProblem, gpu: &CudaProperties) -> f64 {
+fn small_time(small: &AttentionFwdSmall, problem: &AttentionProblem, gpu: &CudaProperties) -> f64 {
+    let (tile, warpgroups) = (&small.tile(), f64::from(small.warpgroups));
     let fills = tiles(tile, problem) > f64::from(gpu.multiprocessors);
     let uneven = problem.block_mask.is_some() || problem.packed.is_some();
     let [_, most] = key_tiles(tile, problem);
-    if fills || uneven || most > MOST_SMALL_TILES { f64::INFINITY } else { 0.0 }
+    let rounds = (most / warpgroups).ceil();
+    if fills || uneven || rounds > MOST_SMALL_TILES {
+        return f64::INFINITY;
+    }
+    // Idle warpgroups still take part in the end.
+    rounds + 0.1 * warpgroups
 }
 
 /// How much faster a tile of fewer queries must be estimated to be: estimates are not measurements,

@@ -62,8 +62,8 @@ fn small_grids_take_kernels_for_them() {
     };
     let of = |heads, seqlen, head_dim| problem(1, [heads; 2], seqlen, head_dim);
     assert_eq!(
-        [64, 512, 513, 1024].map(|seqlen| warps(of(8, seqlen, 64))),
-        [Some(8), Some(8), None, None]
+        [64, 128, 512, 1024, 1025].map(|seqlen| warps(of(8, seqlen, 64))),
+        [Some(8), Some(8), Some(16), Some(16), None]
     );
     assert_eq!(
         [64, 512, 513, 1024].map(|seqlen| warps(of(8, seqlen, 128))),
@@ -80,7 +80,7 @@ fn small_grids_take_kernels_for_them() {
         change(&mut problem);
         warps(problem)
     };
-    assert_eq!(changed(&|p| p.mask = Mask::causal()), Some(8));
+    assert_eq!(changed(&|p| p.mask = Mask::causal()), Some(16));
     assert_eq!(changed(&|p| p.packed = Some(PackedRows { total_q: 512, total_kv: 512 })), None);
     let mask = BlockMaskSizes { block_q: 64, block_kv: 64, batch: 1, heads: 1, packed_rows: None };
     assert_eq!(changed(&|p| p.block_mask = Some(mask)), None);

@@ -18,15 +18,16 @@ pub struct AttentionFwdSmall {
     pub min_blocks: u32,
 }
 
-const fn tile(head_dim: u32, [stages, min_blocks]: [u32; 2]) -> AttentionFwdSmall {
-    AttentionFwdSmall { dtype: DType::F16, head_dim, warpgroups: 2, stages, min_blocks }
+const fn tile(head_dim: u32, warpgroups: u32, min_blocks: u32) -> AttentionFwdSmall {
+    AttentionFwdSmall { dtype: DType::F16, head_dim, warpgroups, stages: 3, min_blocks }
 }
 
 /// Tiles by head dimension. Two warpgroups overlap the products of one with the exponentials of the
 /// other and add their partial results in the end. One alone was 1 to 7 % faster with one key tile,
 /// and 9 to 30 % slower from two on. Two CTAs fit on an SM where possible, so that the next launch
-/// can begin beside this one.
-const TILES: &[AttentionFwdSmall] = &[tile(64, [3, 2]), tile(128, [3, 1])];
+/// can begin beside this one. Four warpgroups hide more of each other's latencies where there are
+/// key tiles for all; beyond a head_dim of 64 they find no room.
+const TILES: &[AttentionFwdSmall] = &[tile(64, 2, 2), tile(64, 4, 1), tile(128, 2, 1)];
 
 pub(super) fn tiles(target: Target) -> impl Iterator<Item = AttentionFwdSmall> {
     each_dtype(TILES)
