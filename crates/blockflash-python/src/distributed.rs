@@ -52,8 +52,8 @@ type Call = (Rows, Rows, i64, i64, bool, Handle);
 /// this one, those keys, and the calls.
 type Step = (usize, usize, usize, Vec<Rows>, Vec<Call>);
 
-/// A number for the lists of all ranks, their density in pairs and keys, and the steps of each batch
-/// entry.
+/// A number for the lists of all ranks, their density in pairs and keys, and the steps of each
+/// batch entry.
 type Finished = (u64, (f64, f64), Vec<Vec<Step>>);
 
 #[pymethods]

@@ -226,6 +226,10 @@ def _finds_mistakes(rank: int, world: int) -> None:
         *(x[:, rank:] for x in (q, k, v)),
         **options,
     )
+    less = [
+        distributed.shard(x[:, :500], block=block) for x in operands(HEADS, torch.float32, rows)
+    ]
+    refused(ValueError, "keys of block_mask is 512, but .* 500", attention, *less, **options)
     entry = [x[:1] for x in (q, k, v)]
     refused(Unsupported, "rank 0: cu_seqlens", attention, *entry, cu_seqlens=[0, rows], **options)
     with pytest.raises(ValueError, match="rows"):

@@ -144,6 +144,7 @@ def run(
         found = sum(agree(group, arguments, rows, device, error, grid.block))
         if grid.seqlen not in (None, found):
             what = "seqlen is" if grid.cu_seqlens is None else "cu_seqlens ends at"
+            what = what if block_mask is None else "the number of keys of block_mask is"
             raise ValueError(f"{what} {grid.seqlen}, but the ranks hold {found} rows")
         grid = grid._replace(seqlen=found)
     return _run(q, k, v, grid, block_mask, options)
@@ -164,9 +165,9 @@ def _run(
         if sink is not None:
             sink = sink.narrow(0, grid.member * q.shape[2], q.shape[2])
     if keys == 1:
-        if block_mask is not None:
-            options |= {"block_mask": block_mask.of_all_rows()}
-        o = _alone(q, k, v, grid.cu_seqlens, options | {"sink": sink})
+        mask = None if block_mask is None else block_mask.of_all_rows()
+        given = options | {"sink": sink, "block_mask": mask}
+        o = _alone(q, k, v, grid.cu_seqlens, given)
     else:
         head_dim = q.shape[-1]
         scale = head_dim**-0.5 if options["scale"] is None else options["scale"]
@@ -175,13 +176,14 @@ def _run(
         window = _attention.sides(options["causal"], options["window"])
         chosen = Options(window, scale, options["softcap"])
         plans = (None,) if block_mask is None else block_mask.plans
-        # A plan for all batch entries, or one for each.
-        entries = zip(*(x.tensor_split(len(plans)) for x in (q, k, v)), strict=True)
-        found = [
-            Ring.apply(grid._replace(plan=plan), chosen, *each, sink)
-            for plan, each in zip(plans, entries, strict=True)
-        ]
-        o = (found[0] if len(found) == 1 else torch.cat(found))[..., :head_dim]
+        if len(plans) == 1:
+            o = Ring.apply(grid._replace(plan=plans[0]), chosen, q, k, v, sink)
+        else:
+            entries = zip(plans, q.split(1), k.split(1), v.split(1), strict=True)
+            o = torch.cat(
+                [Ring.apply(grid._replace(plan=p), chosen, *x, sink) for p, *x in entries]
+            )
+        o = o[..., :head_dim]
     return Exchange.apply(grid, True, o)[0] if heads > 1 else o
 
 
