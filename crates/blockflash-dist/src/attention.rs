@@ -1,11 +1,10 @@
 use crate::agree::agree;
-use crate::heads::{LOGS, ROWS, Scattering, of, scatter};
+use crate::heads::{LOGS, ROWS, Scattering, gather, scatter};
 use crate::pattern::Pattern;
 use crate::plan::Plan;
 use crate::problem::{ARGUMENTS, Problem, on_device};
 use crate::ring::Ring;
 use crate::ring_backward::Operands;
-use crate::turns::{Operand, Turn, in_turns};
 use crate::{
     Communicator, DistributedBlockMask, Pass, Result, Scheme, Shard, ring, ring_backward, sink,
 };
@@ -159,27 +158,24 @@ impl DistributedAttention<'_> {
     ) -> Result<AttentionOutput> {
         let Attention { q, k, v, .. } = self.attention;
         let grid = &problem.grid;
+        let attention = self.of_heads(problem)?;
+        let ring = Ring { comm, plans, attention: &attention };
         comm.stream().wait_for(stream)?;
         if self.scheme.heads == 1 {
-            let ring = Ring { comm, plans, attention: &self.attention };
             return ring::forward(ring, [q, k, v], stream);
         }
+        let gathered = gather(comm, grid, &[(q, ROWS), (k, ROWS), (v, ROWS)])?;
+        let [q, k, v] = &gathered[..] else { unreachable!("one for each operand") };
+        stream.wait_for(comm.stream())?;
+        let all = ring::forward(ring, [q.view(), k.view(), v.view()], stream)?;
+        comm.stream().wait_for(stream)?;
         let AttentionProblem { dtype, batch, seqlen_q, num_heads_q, .. } = problem.local;
-        let mut o = Tensor::empty(comm.stream(), dtype, q.shape())?;
-        let mut lse = Tensor::empty(comm.stream(), DType::F32, &[batch, num_heads_q, seqlen_q])?;
-        let operands = [of_queries(q), of_keys(k), of_keys(v)];
-        let compute = |turn: &Turn, tensors: &[Tensor]| {
-            let [q, k, v] = tensors else { unreachable!("one for each operand") };
-            let attention = self.of_heads(problem, turn)?;
-            let ring = Ring { comm, plans, attention: &attention };
-            ring::forward(ring, [q.view(), k.view(), v.view()], stream)
-        };
-        in_turns(comm, problem, &operands, stream, compute, |turn, all| {
-            let turn = &turn.q;
-            let o = Scattering { all: all.o.view(), axes: ROWS, turn, x: o.view_mut() };
-            let lse = Scattering { all: all.lse.view(), axes: LOGS, turn, x: lse.view_mut() };
-            scatter(comm, grid, &mut [o, lse])
-        })?;
+        let mut o = Tensor::empty(stream, dtype, self.attention.q.shape())?;
+        let mut lse = Tensor::empty(stream, DType::F32, &[batch, num_heads_q, seqlen_q])?;
+        let rows = Scattering { all: all.o.view(), axes: ROWS, x: o.view_mut() };
+        let logs = Scattering { all: all.lse.view(), axes: LOGS, x: lse.view_mut() };
+        scatter(comm, grid, &mut [rows, logs])?;
+        stream.wait_for(comm.stream())?;
         Ok(AttentionOutput { o, lse })
     }
 
@@ -189,9 +185,9 @@ impl DistributedAttention<'_> {
         [("q", q), ("k", k), ("v", v)].into_iter().chain(sink).collect()
     }
 
-    /// The options of the call for the heads that this rank computes in a turn.
-    fn of_heads(&self, problem: &Problem, turn: &Turn) -> Result<Attention<'_>> {
-        let heads = of(&turn.q, problem.grid.heads(problem.local.num_heads_q).start);
+    /// The options of the call for the heads of this rank.
+    fn of_heads(&self, problem: &Problem) -> Result<Attention<'_>> {
+        let heads = problem.grid.heads(problem.local.num_heads_q);
         let sink = self.attention.sink.map(|sink| sink.slice(0, heads)).transpose()?;
         Ok(Attention { sink, ..self.attention })
     }
@@ -252,35 +248,32 @@ impl DistributedAttention<'_> {
         let Attention { q, k, v, .. } = self.attention;
         let AttentionBackward { o, lse, d_o, .. } = *call;
         let grid = &problem.grid;
+        let attention = self.of_heads(problem)?;
+        let ring = Ring { comm, plans, attention: &attention };
         comm.stream().wait_for(stream)?;
         let mut gradients = if self.scheme.heads == 1 {
-            let ring = Ring { comm, plans, attention: &self.attention };
             let operands = Operands { qkv: [q, k, v], o, lse, d_o };
             ring_backward::backward(ring, operands, stream)?
         } else {
-            let empty = |x: View<'_>| Tensor::empty(comm.stream(), x.dtype(), x.shape());
-            let [mut dq, mut dk, mut dv] = [empty(q)?, empty(k)?, empty(v)?];
-            let mut d_sinks = Vec::new();
-            let logs = Operand { axes: LOGS, ..of_queries(lse) };
-            let queries = [of_queries(q), of_queries(o), of_queries(d_o), logs];
-            let operands = [&queries[..], &[of_keys(k), of_keys(v)]].concat();
-            let compute = |turn: &Turn, tensors: &[Tensor]| {
-                let [q, o, d_o, lse, k, v] = tensors else { unreachable!("one for each operand") };
-                let attention = self.of_heads(problem, turn)?;
-                let ring = Ring { comm, plans, attention: &attention };
-                let qkv = [q.view(), k.view(), v.view()];
-                let operands = Operands { qkv, o: o.view(), lse: lse.view(), d_o: d_o.view() };
-                ring_backward::backward(ring, operands, stream)
+            let empty = |x: View<'_>| Tensor::empty(stream, x.dtype(), x.shape());
+            let (mut dq, mut dk, mut dv) = (empty(q)?, empty(k)?, empty(v)?);
+            let rows = [q, k, v, o, d_o].map(|x| (x, ROWS));
+            let gathered = gather(comm, grid, &[&rows[..], &[(lse, LOGS)]].concat())?;
+            let [q, k, v, o, d_o, lse] = &gathered[..] else {
+                unreachable!("one for each operand")
             };
-            in_turns(comm, problem, &operands, stream, compute, |turn, all| {
-                d_sinks.extend(all.d_sink);
-                let of = |all, turn, x| Scattering { all, axes: ROWS, turn, x };
-                let dq = of(all.dq.view(), &turn.q, dq.view_mut());
-                let dk = of(all.dk.view(), &turn.k, dk.view_mut());
-                let dv = of(all.dv.view(), &turn.k, dv.view_mut());
-                scatter(comm, grid, &mut [dq, dk, dv])
-            })?;
-            AttentionGradients { dq, dk, dv, d_sink: sink::joined(d_sinks, stream)? }
+            stream.wait_for(comm.stream())?;
+            let qkv = [q.view(), k.view(), v.view()];
+            let operands = Operands { qkv, o: o.view(), lse: lse.view(), d_o: d_o.view() };
+            let all = ring_backward::backward(ring, operands, stream)?;
+            comm.stream().wait_for(stream)?;
+            let rows = |all, x| Scattering { all, axes: ROWS, x };
+            let dq_rows = rows(all.dq.view(), dq.view_mut());
+            let dk_rows = rows(all.dk.view(), dk.view_mut());
+            let dv_rows = rows(all.dv.view(), dv.view_mut());
+            scatter(comm, grid, &mut [dq_rows, dk_rows, dv_rows])?;
+            stream.wait_for(comm.stream())?;
+            AttentionGradients { dq, dk, dv, d_sink: all.d_sink }
         };
         if let Some(part) = gradients.d_sink.take() {
             gradients.d_sink = Some(sink::total(comm, grid, &part, stream)?);
@@ -294,14 +287,4 @@ impl DistributedAttention<'_> {
             false => Err(blockflash_ops::Error::NotPrepared { op: "distributed attention" }.into()),
         }
     }
-}
-
-/// Rows with the heads of q.
-fn of_queries(x: View<'_>) -> Operand<'_> {
-    Operand { x, axes: ROWS, heads: |turn| &turn.q }
-}
-
-/// Rows with the heads of k.
-fn of_keys(x: View<'_>) -> Operand<'_> {
-    Operand { x, axes: ROWS, heads: |turn| &turn.k }
 }

@@ -1,6 +1,6 @@
 use crate::agree::agree;
 use crate::band::Band;
-use crate::block_lists::{Lists, Visits};
+use crate::block_exchange::BlockMaskExchange;
 use crate::exchange::exchange_lists;
 use crate::grid::Grid;
 use crate::plan::Plan;
@@ -46,10 +46,10 @@ use std::sync::Arc;
 /// ```
 #[derive(Debug)]
 pub struct DistributedBlockMask {
-    sizes: Sizes,
-    id: u64,
-    density: Density,
-    plans: Arc<[Plan]>,
+    pub(crate) sizes: Sizes,
+    pub(crate) id: u64,
+    pub(crate) density: Density,
+    pub(crate) plans: Arc<[Plan]>,
 }
 
 /// What the ranks have in common, and the place of this one.
@@ -88,36 +88,15 @@ impl DistributedBlockMask {
         scheme: Scheme,
         comm: &dyn Communicator,
     ) -> Result<DistributedBlockMask> {
-        let sizes = Sizes::new(lists, mask, shard, scheme, comm);
-        let agreed = agree(comm, sizes.is_ok(), &Sizes::arguments(sizes.as_ref().ok()));
-        let sizes = sizes?;
+        let here = Grid::new(scheme, shard, comm);
+        let exchange = here.and_then(|_| BlockMaskExchange::new(lists, mask, shard, scheme));
+        let sizes = exchange.as_ref().ok().map(|exchange| &exchange.sizes);
+        let agreed = agree(comm, sizes.is_some(), &Sizes::arguments(sizes));
+        let exchange = exchange?;
         agreed?;
-        let result = DistributedBlockMask::exchange(sizes, lists, comm);
+        let messages = exchange_lists(comm, &exchange.messages());
+        let result = messages.and_then(|messages| exchange.finish(&messages, comm.stream()));
         result.inspect_err(|error| comm.give_up(&error.to_string()))
-    }
-
-    fn exchange(sizes: Sizes, lists: &BlockMask, comm: &dyn Communicator) -> Result<Self> {
-        let lists = Lists::of(&sizes, lists)?;
-        let hash = hash_of(&lists);
-        let messages = (0..comm.world()).map(|rank| {
-            let mut message = vec![hash as i32, (hash >> 32) as i32];
-            lists.write(&sizes, rank, &mut message);
-            message
-        });
-        let messages = exchange_lists(comm, &messages.collect::<Vec<_>>())?;
-        let mut hashes = Vec::with_capacity(messages.len());
-        let mut visits = Visits::new(&sizes);
-        for (rank, message) in messages.iter().enumerate() {
-            let [low, high, lists @ ..] = &message[..] else {
-                return Err(Error::message(rank, "lists of blocks", "less"));
-            };
-            hashes.push([*low, *high]);
-            visits.read(&sizes, rank, lists)?;
-        }
-        let (plans, density) = visits.plans(&sizes, comm.stream())?;
-        // 0 stands for no block mask.
-        let id = hash_of(&hashes).max(1);
-        Ok(DistributedBlockMask { sizes, id, density, plans: plans.into() })
     }
 
     /// How much of the work of a dense call is left on this rank, for a
@@ -127,7 +106,7 @@ impl DistributedBlockMask {
     }
 
     /// Equal for equal lists on all ranks.
-    pub(crate) fn id(&self) -> u64 {
+    pub fn id(&self) -> u64 {
         self.id
     }
 
@@ -184,14 +163,13 @@ impl fmt::Display for DistributedBlockMask {
 }
 
 impl Sizes {
-    fn new(
+    pub(crate) fn new(
         lists: &BlockMask,
         mask: Mask,
         shard: Shard,
         scheme: Scheme,
-        comm: &dyn Communicator,
     ) -> Result<Sizes> {
-        let grid = Grid::new(scheme, shard, comm)?;
+        let grid = Grid::of(scheme, shard)?;
         let unsupported = |what| Error::Unsupported { scheme, what };
         let band = Band::of(mask, shard.seqlen()).ok_or(unsupported("the mask"))?;
         if scheme.keys > 1 && !band.is_simple() {

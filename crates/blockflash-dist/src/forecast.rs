@@ -5,7 +5,6 @@ use crate::grid::{Grid, Scheme};
 use crate::pattern::{Pattern, check_offsets};
 use crate::plan::union;
 use crate::ring::SLOTS;
-use crate::turns;
 use crate::{Density, Forecast, Machine, Pass, Shard, Workload};
 
 /// What a group does in one step: pairs of queries and keys, rows of keys, rows of gradients.
@@ -60,14 +59,8 @@ pub(crate) fn forecast(
     let [near, far] = [inside - 1.0, members - inside].map(|peers| moved * peers / members);
     let mut heads = (near / machine.link).max(far / machine.network);
     let mut copied = 0.0;
-    // Of the exchanges of all turns the first one and the last one are exposed.
-    let mut turns = 1.0;
     if scheme.heads > 1 {
-        if workload.density.is_none() {
-            let heads_kv = workload.num_heads_kv / scheme.heads;
-            turns = turns::count(heads_kv, (rows / members * q) as usize) as f64;
-        }
-        heads += 2.0 * turns * machine.latency;
+        heads += 2.0 * machine.latency;
         copied = 2.0 * moved / machine.copies;
     }
 
@@ -103,8 +96,7 @@ pub(crate) fn forecast(
             compute: attention + copied,
             sent_bytes: moved * (members - 1.0) / members + sent * density.keys * 2.0 * k,
             exchange: heads + keys.iter().sum::<f64>() + gradients.iter().sum::<f64>(),
-            exposed: heads / turns
-                + (end(&steps, &computed, &keys, &gradients) - attention).max(0.0),
+            exposed: heads + (end(&steps, &computed, &keys, &gradients) - attention).max(0.0),
             ideal,
         }
     };

@@ -88,7 +88,13 @@ impl Grid {
                 return Err(Error::Size { what, value, expected: expected.to_string() });
             }
         }
-        scheme.check_ranks(comm.world())?;
+        Grid::of(scheme, shard)
+    }
+
+    /// # Errors
+    /// [`Error::Scheme`].
+    pub(crate) fn of(scheme: Scheme, shard: Shard) -> Result<Grid> {
+        scheme.check_ranks(shard.world())?;
         Ok(Grid { scheme, shard })
     }
 

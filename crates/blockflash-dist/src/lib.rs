@@ -4,6 +4,7 @@
 mod agree;
 mod attention;
 mod band;
+mod block_exchange;
 mod block_lists;
 mod block_mask;
 mod call;
@@ -22,9 +23,9 @@ mod ring;
 mod ring_backward;
 mod shard;
 mod sink;
-mod turns;
 
 pub use attention::{DistributedAttention, PreparedAttention};
+pub use block_exchange::{BlockCall, BlockMaskExchange, BlockStep};
 pub use block_mask::DistributedBlockMask;
 pub use communicator::{Communicator, Mark, Nccl};
 pub use error::{Error, Result};

@@ -15,22 +15,6 @@ pub(crate) fn sum(parts: &[Tensor], heads: usize, stream: &Stream) -> Result<Ten
     rows_added(&table, heads, stream)
 }
 
-/// The gradients of the heads of all turns, one after the other, if there are any.
-pub(crate) fn joined(parts: Vec<Tensor>, stream: &Stream) -> Result<Option<Tensor>> {
-    if parts.len() < 2 {
-        return Ok(parts.into_iter().next());
-    }
-    let heads = parts.iter().map(|part| part.shape()[0]).sum();
-    let mut all = Tensor::empty(stream, DType::F32, &[heads])?;
-    let mut end = 0;
-    for part in &parts {
-        let heads = end..end + part.shape()[0];
-        end = heads.end;
-        all.view_mut().slice(0, heads)?.copy_from(&part.view(), stream)?;
-    }
-    Ok(Some(all))
-}
-
 /// The gradient of all heads from that of the heads of each rank and the queries of its group,
 /// which are added in the order of the groups.
 pub(crate) fn total(

@@ -1,8 +1,8 @@
 //! Block masks over ranks: what travels, and what is refused.
 
 use blockflash_dist::{
-    Communicator, DistributedAttention, DistributedBlockMask, Error, Memory, Pass, Result, Scheme,
-    Shard,
+    BlockMaskExchange, Communicator, DistributedAttention, DistributedBlockMask, Error, Memory,
+    Pass, Result, Scheme, Shard,
 };
 use blockflash_ops::{Align, Attention, BlockGeometry, BlockMask, DType, Device, Mask, Tensor};
 use std::time::{Duration, Instant};
@@ -95,6 +95,46 @@ fn densities_are_those_of_the_lists() {
     for result in ranks(|comm| distributed(comm, &every, Mask::causal())) {
         let density = result.unwrap().density();
         assert_eq!([density.pairs, density.keys], [1.0; 2]);
+    }
+}
+
+/// Ranks that exchange messages themselves get the same mask, whose steps fit together.
+#[test]
+fn messages_and_steps() {
+    let whole = local_and_sink(SEQLEN);
+    let exchanges: Vec<_> = (0..3)
+        .map(|rank| -> Result<_> {
+            let shard = Shard::new(SEQLEN, 3, rank)?.in_blocks(64, 64)?;
+            BlockMaskExchange::new(&shard.block_mask(&whole)?, Mask::causal(), shard, RING)
+        })
+        .collect::<Result<_>>()
+        .unwrap();
+    let messages: Vec<_> = exchanges.iter().map(BlockMaskExchange::messages).collect();
+    let stream = Device::cpu().stream().unwrap();
+    let masks: Vec<_> = exchanges
+        .iter()
+        .enumerate()
+        .map(|(rank, exchange)| {
+            let come: Vec<_> = messages.iter().map(|message| &message[rank]).collect();
+            assert!(matches!(exchange.finish(&come[1..], &stream), Err(Error::Message { .. })));
+            exchange.finish(&come, &stream).unwrap()
+        })
+        .collect();
+    for (result, mask) in ranks(|comm| distributed(comm, &whole, Mask::causal())).iter().zip(&masks)
+    {
+        let usual = result.as_ref().unwrap();
+        assert_eq!((usual.id(), usual.density()), (masks[0].id(), mask.density()));
+    }
+    let steps: Vec<_> = masks.iter().map(|mask| mask.steps().remove(0)).collect();
+    for (rank, steps_of_rank) in steps.iter().enumerate() {
+        let queries = steps_of_rank.iter().flat_map(|step| &step.calls).filter(|call| call.own);
+        let queries: usize = queries.map(|call| call.queries.len()).sum();
+        assert_eq!(queries, Shard::new(SEQLEN, 3, rank).unwrap().in_blocks(64, 64).unwrap().rows());
+        for (at, step) in steps_of_rank.iter().enumerate().skip(1) {
+            let there = &steps[step.to][at];
+            let sent: usize = step.sent.iter().map(|rows| rows.len()).sum();
+            assert_eq!((there.from, there.received), (rank, sent));
+        }
     }
 }
 

@@ -91,9 +91,8 @@ fn a_forecast_is_the_arithmetic_of_its_bytes() {
     close(ring.exchange, 3.0 * (2.0 * tensor / 260e9 + 50e-6));
     assert_eq!(ring.exposed, 0.0, "each step computes longer than it exchanges");
     let heads = of(WORKLOAD, MACHINE, 4);
-    // In four turns, of which only the first and the last exchange are exposed.
-    close(heads.exchange, 4.0 * tensor * 0.75 / 260e9 + 8.0 * 50e-6);
-    close(heads.exposed, heads.exchange / 4.0);
+    close(heads.exchange, 4.0 * tensor * 0.75 / 260e9 + 2.0 * 50e-6);
+    assert_eq!(heads.exchange, heads.exposed);
     // Keys of eight heads are a quarter of the bytes; short sequences hide less.
     let grouped = Workload { num_heads_kv: 8, ..WORKLOAD };
     close(of(grouped, MACHINE, 1).exchange, 3.0 * (0.5 * tensor / 260e9 + 50e-6));

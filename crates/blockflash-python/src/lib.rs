@@ -9,6 +9,7 @@ mod attention_backward;
 mod decode;
 #[cfg(target_os = "linux")]
 mod dispatcher;
+mod distributed;
 mod error;
 mod foreign;
 mod info;
@@ -29,6 +30,8 @@ mod _native {
     use crate::attention_backward::attention_backward;
     #[pymodule_export]
     use crate::decode::{attention_decode, attention_merge};
+    #[pymodule_export]
+    use crate::distributed::{Exchange as BlockMaskExchange, shard_block_mask};
     #[pymodule_export]
     use crate::error::{DeviceError, Misaligned, Unsupported};
     #[pymodule_export]

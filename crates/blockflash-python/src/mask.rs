@@ -75,11 +75,11 @@ impl Handle {
         Handle(MASKS.insert(NEXT.fetch_add(1, Ordering::Relaxed), mask, |_, _| false))
     }
 
-    fn host(mask: blockflash_ops::Result<BlockMask>) -> Result<Handle> {
+    pub(crate) fn host(mask: blockflash_ops::Result<BlockMask>) -> Result<Handle> {
         Ok(Self::keep(Made::Host(Box::new(mask?))))
     }
 
-    fn mask(&self) -> &BlockMask {
+    pub(crate) fn mask(&self) -> &BlockMask {
         self.0.mask()
     }
 }

@@ -1,6 +1,6 @@
 //! The planner of attention over several ranks, for `blockflash.distributed.plan`.
 
-use blockflash_dist::{Machine, Pass, Workload};
+use blockflash_dist::{Density, Machine, Pass, Workload};
 use blockflash_ops::{Align, Mask};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -18,7 +18,7 @@ type Row = ((usize, usize), f64, f64, f64, f64, f64);
 /// are batch entries, rows, heads of q, heads of k, head_dim and bytes of an element;
 /// `ranks` are all, and those of a host; `rates` are FLOPs, bytes copied, sent inside of a host and
 /// to another one per second, and seconds of latency; `cu_seqlens` are the sequences of a packed
-/// batch.
+/// batch, `density` has the pairs and keys that a block mask leaves.
 #[pyfunction]
 pub(crate) fn forecasts(
     sizes: [usize; 6],
@@ -27,6 +27,7 @@ pub(crate) fn forecasts(
     ranks: [usize; 2],
     rates: [f64; 5],
     cu_seqlens: Option<Vec<i32>>,
+    density: Option<[f64; 2]>,
 ) -> PyResult<Vec<Row>> {
     let [batch, seqlen, num_heads_q, num_heads_kv, head_dim, element_bytes] = sizes;
     let ([ranks, ranks_per_host], [left, right]) = (ranks, window);
@@ -53,6 +54,10 @@ pub(crate) fn forecasts(
             "rates are {rates:?}: they are positive, and so is the latency or 0"
         ));
     }
+    let is_density = |part: &f64| (0.0..=1.0).contains(part);
+    if density.is_some_and(|parts| cu_seqlens.is_some() || !parts.iter().all(is_density)) {
+        return refuse(format!("density is {density:?}: parts of a whole, without cu_seqlens"));
+    }
     let workload = Workload {
         batch,
         seqlen,
@@ -61,7 +66,7 @@ pub(crate) fn forecasts(
         head_dim,
         element_bytes,
         mask: Mask::Window { left, right, align: Align::BottomRight },
-        density: None,
+        density: density.map(|[pairs, keys]| Density { pairs, keys }),
         cu_seqlens: cu_seqlens.as_deref(),
         pass: if backward { Pass::Backward } else { Pass::Forward },
     };

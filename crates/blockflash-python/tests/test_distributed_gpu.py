@@ -21,6 +21,7 @@ from processes import run
 from reference import TOLERANCE, reference
 from test_context_parallel import SEQLEN, Attention, tables
 from test_distributed import WINDOWS, agrees, operands, random_offsets, schemes
+from test_distributed_block_mask import agrees_in_a_random_case
 from torch import Tensor
 
 import blockflash
@@ -96,6 +97,15 @@ def _packed(rank: int, world: int) -> None:
             causal=chance.random() < 0.5 and not window[1],
             sink=chance.random() < 0.5,
             cu_seqlens=offsets,
+        )
+
+
+def _block_masks(rank: int, world: int) -> None:
+    chance = random.Random(40 + world)
+    for _ in range(40):
+        dtypes = (torch.float16, torch.bfloat16)
+        agrees_in_a_random_case(
+            chance, world, dtypes, head_dim=chance.choice([64, 128]), device="cuda"
         )
 
 
@@ -231,6 +241,7 @@ CHECKS = (
     _grid,
     _random,
     _packed,
+    _block_masks,
     _long,
     _on_streams,
     _by_high_priority,

@@ -10,7 +10,7 @@ import pytest
 
 from blockflash.distributed import Machine, Scheme, plan
 from blockflash.distributed._grid import _steps
-from blockflash.distributed._rows import ranges
+from blockflash.distributed._rows import cut, ranges
 
 
 def test_every_row_has_one_rank() -> None:
@@ -22,6 +22,17 @@ def test_every_row_has_one_rank() -> None:
         assert max(sizes) - min(sizes) <= 1
     # As in the Rust crate.
     assert ranges(80, 4, 1) == (range(10, 20), range(60, 70))
+
+
+def test_a_sequence_is_cut_between_blocks() -> None:
+    for seqlen, world, block in itertools.product((0, 1, 64, 700, 4099), range(1, 6), (64, 192)):
+        chunks = [ranges(seqlen, world, rank, block) for rank in range(world)]
+        found = [each[0] for each in chunks] + [each[1] for each in reversed(chunks)]
+        assert list(itertools.chain(*found)) == list(range(seqlen))
+        assert all(chunk.start % block == 0 or not chunk for chunk in found)
+    # As in the Rust crate.
+    assert cut((128, 64)) == 128 and cut((64, 192)) == 192 and cut(7) == 7
+    assert ranges(1000, 2, 0, 128) == (range(256), range(768, 1000))
 
 
 def test_consecutive_ranks_are_one_of_a_larger_kind() -> None:
@@ -139,6 +150,11 @@ def test_plan() -> None:
     # Sequences of 1024 rows lie within ranks.
     packed = plan(machine, causal=True, cu_seqlens=range(0, 131073, 1024), **CASE)[0]
     assert packed.sent_bytes == 0 and packed.ideal == pytest.approx(ideal * 1025 / 131073)
+    # A block mask that leaves a tenth.
+    rows = plan(machine, causal=True, density=(0.1, 0.1), **CASE)
+    sparse = next(row for row in rows if row.scheme == found[0].scheme)
+    assert sparse.ideal == pytest.approx(0.1 * ideal)
+    assert sparse.sent_bytes == pytest.approx(0.1 * found[0].sent_bytes)
     one = Machine(ranks=1, ranks_per_host=1, **H200)
     assert [str(row.scheme) for row in plan(one, **CASE)] == ["one rank"]
 
@@ -161,6 +177,9 @@ def test_plan() -> None:
         ({}, {}, {"cu_seqlens": [0, 131071]}),
         ({}, {}, {"cu_seqlens": [0, 3, 2, 131072]}),
         ({}, {}, {"cu_seqlens": [0, 131072], "batch": 2}),
+        ({}, {}, {"density": (0.5, 1.5)}),
+        ({}, {}, {"density": (float("nan"), 0.5)}),
+        ({}, {}, {"density": (0.5, 0.5), "cu_seqlens": [0, 131072]}),
     ],
 )
 def test_plan_refuses(

@@ -66,9 +66,6 @@ impl Work {
     /// ends.
     pub(super) fn run_log2(&self) -> u32 {
         let longest = LONGEST_RUN_LOG2.min(self.of_row_tile.trailing_zeros());
-        if let Some(log2) = std::env::var("BLOCKFLASH_RUN").ok().and_then(|x| x.parse().ok()) {
-            return longest.min(log2);
-        }
         if !self.combines && self.splits >= MANY_ITEMS * self.ctas {
             let gains = self.split_elements <= SMALL_SPLIT || self.ctas_of_multiprocessor == 1;
             return if gains { longest.min(2) } else { 0 };

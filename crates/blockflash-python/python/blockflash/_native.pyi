@@ -90,7 +90,23 @@ def forecasts(
     ranks: Sequence[int],
     rates: Sequence[float],
     cu_seqlens: Sequence[int] | None,
+    density: Sequence[float] | None,
 ) -> list[tuple[tuple[int, int], float, float, float, float, float]]: ...
+def shard_block_mask(whole: BlockMask, place: _Place) -> BlockMask: ...
+
+_Place = tuple[Sequence[int], Sequence[int]]
+_Rows = tuple[int, int]
+BlockCall = tuple[_Rows, _Rows, int, int, bool, BlockMask]
+BlockStep = tuple[int, int, int, list[_Rows], list[BlockCall]]
+
+class BlockMaskExchange:
+    def __new__(
+        cls, lists: BlockMask, window: Sequence[int], place: _Place, scheme: Sequence[int]
+    ) -> BlockMaskExchange: ...
+    def messages(self) -> list[list[int]]: ...
+    def finish(
+        self, messages: Sequence[Sequence[int]]
+    ) -> tuple[int, tuple[float, float], list[list[BlockStep]]]: ...
 
 class BsrPattern:
     def __new__(

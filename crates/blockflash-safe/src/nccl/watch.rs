@@ -22,6 +22,7 @@ pub(super) struct Watched {
     pub(super) end: Condvar,
 }
 
+#[derive(Default)]
 pub(super) struct State {
     /// `None` before it is made and after an abort.
     pub(super) comm: Option<Handle<c_void>>,
@@ -29,13 +30,17 @@ pub(super) struct State {
     lost: Option<String>,
     /// Marks behind exchanges, and when each has to be reached.
     pending: VecDeque<(Event, Instant)>,
+    /// Marks that were reached. Destroying one may wait for a lock of the driver, which it keeps
+    /// while it waits for the GPU (to load a kernel, say), and so for the exchange that the watching
+    /// thread has to abort. So threads of the user destroy them.
+    reached: Vec<Event>,
     pub(super) dropped: bool,
 }
 
 impl Watched {
     pub(super) fn new(context: &'static Context, timeout: Duration) -> Result<Watched> {
-        let state = State { comm: None, lost: None, pending: VecDeque::new(), dropped: false };
-        let (nccl, state) = (Nccl::get()?, Mutex::new(state));
+        let state = Mutex::new(State::default());
+        let nccl = Nccl::get()?;
         Ok(Watched { nccl, context, timeout, state, end: Condvar::new() })
     }
 
@@ -95,6 +100,7 @@ impl State {
 
     /// Has the work before the event watched.
     pub(super) fn watch(&mut self, event: Event, timeout: Duration) {
+        self.reached.clear();
         self.pending.push_back((event, Instant::now() + timeout));
     }
 
@@ -102,7 +108,10 @@ impl State {
     fn overdue(&mut self, timeout: Duration) -> Option<String> {
         while let Some((event, deadline)) = self.pending.front() {
             match event.is_done() {
-                Ok(true) => drop(self.pending.pop_front()),
+                Ok(true) => {
+                    let reached = self.pending.pop_front().map(|(event, _)| event);
+                    self.reached.extend(reached);
+                }
                 Ok(false) => {
                     return (Instant::now() > *deadline).then(|| late("an exchange", timeout));
                 }

@@ -11,19 +11,25 @@ Two schemes, which `Scheme` combines:
 - over keys, keys and values visit the queries of all ranks while these compute (ring attention),
   and the partial results are merged by their log-sum-exp.
 
+With a `DistributedBlockMask` each rank has the lists of the blocks that its own queries visit, and
+only keys that some list of a rank visits travel to it. The sequence is cut between blocks then.
+
 With `cu_seqlens` the rows are a packed batch, whose sequences the chunks may cut anywhere.
 
 All are exact, and repeats are equal bit for bit: partial results and gradients are summed in a
 fixed order. `plan` says for given rates which scheme is the fastest.
 """
 
+from ._block_mask import DistributedBlockMask, shard_block_mask
 from ._call import attention
 from ._context import context_parallel
 from ._grid import Scheme
-from ._plan import Forecast, Machine, plan
+from ._plan import Density, Forecast, Machine, plan
 from ._shard import positions, shard, unshard
 
 __all__ = [
+    "Density",
+    "DistributedBlockMask",
     "Forecast",
     "Machine",
     "Scheme",
@@ -32,5 +38,6 @@ __all__ = [
     "plan",
     "positions",
     "shard",
+    "shard_block_mask",
     "unshard",
 ]

@@ -20,6 +20,7 @@ def agree(
     rows: int,
     device: torch.device,
     error: Exception | None = None,
+    block: int = 1,
 ) -> list[int]:
     """The rows of each rank, if all have the same arguments, no error, and the rows of `shard`.
 
@@ -41,7 +42,7 @@ def agree(
     counts = [rows for _, rows, _ in everyone]
     seqlen = sum(counts)
     for rank, rows in enumerate(counts):
-        expected = count(ranges(seqlen, world, rank))
+        expected = count(ranges(seqlen, world, rank, block))
         if rows != expected:
             raise ValueError(
                 f"the ranks hold {counts} rows, but of {seqlen} rank {rank} holds {expected}"

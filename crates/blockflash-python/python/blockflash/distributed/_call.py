@@ -10,12 +10,14 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .. import _attention
+from .._native import Unsupported
 from ._agree import agree
+from ._block_mask import DistributedBlockMask
 from ._exchange import Exchange
 from ._grid import Grid, Scheme
 from ._packed import Offsets, checked, on_device
 from ._ring import Options, Ring
-from ._rows import count, place, ranges
+from ._rows import Block, count, cut, place, ranges
 
 _UNLIMITED = (None, None)
 
@@ -33,6 +35,8 @@ def attention(
     softcap: float | None = None,
     sink: Tensor | None = None,
     cu_seqlens: Sequence[int] | Tensor | None = None,
+    block_mask: DistributedBlockMask | None = None,
+    block: Block | None = None,
     seqlen: int | None = None,
     check: bool = True,
 ) -> Tensor:
@@ -61,8 +65,12 @@ def attention(
             one of each sequence. Numbers or a tensor on the CPU, the same on all ranks; B is 1. The
             chunks of the ranks may cut sequences anywhere, and keys of a sequence that lies within
             the rows of a rank do not travel for `keys`.
+        block_mask: Which blocks of queries and keys are visited at all. It was made for the token
+            mask of the call, and for a group and a scheme, which are the defaults then.
+        block: Where the sequence is cut, as in `shard`; by default where the block mask has it, or
+            anywhere.
         seqlen: Rows of the whole sequence or packed batch, the sum over the ranks. It is needed
-            without `check` and `cu_seqlens`.
+            without `check`, `cu_seqlens` and `block_mask`.
         check: Compare the arguments of all ranks first, so that a mistake is the same error on
             every rank. It makes the host wait for the other ranks: turn it off where a call with
             the same shapes and options has passed. Without it a mistake may end in the timeout of
@@ -78,8 +86,8 @@ def attention(
     """
     options = {"causal": causal, "window": window, "scale": scale, "softcap": softcap, "sink": sink}
     shared = {
-        "group": group, "scheme": scheme, "cu_seqlens": cu_seqlens, "seqlen": seqlen,
-        "check": check,
+        "group": group, "scheme": scheme, "cu_seqlens": cu_seqlens, "block_mask": block_mask,
+        "block": block, "seqlen": seqlen, "check": check,
     }  # fmt: skip
     # What ranks exchange is no part of a graph.
     call = torch.compiler.disable(run) if torch.compiler.is_compiling() else run
@@ -95,35 +103,61 @@ def run(
     seqlen: int | None,
     check: bool,
     cu_seqlens: Any = None,
+    block_mask: Any = None,
+    block: Block | None = None,
 ) -> Tensor:
     """`attention` of operands that are made here, so that an error is one on every rank."""
+    if isinstance(block_mask, DistributedBlockMask):
+        group = block_mask.group if group is None else group
+        scheme = block_mask.scheme if scheme == "auto" else scheme
     world = place(group)[1]
+
+    def placed(q: Tensor, k: Tensor, v: Tensor) -> Grid:
+        """Where the rows are. The number of all is None if only the other ranks know it."""
+        chosen = _checked(q, k, v, scheme, world)
+        offsets, rows = _packed(q, cu_seqlens, seqlen)
+        if block_mask is None:
+            return Grid(group, chosen, rows, offsets, 1 if block is None else cut(block))
+        if not isinstance(block_mask, DistributedBlockMask):
+            kind = type(block_mask).__name__
+            raise TypeError(f"block_mask must be a DistributedBlockMask, not {kind}")
+        if offsets is not None:
+            raise Unsupported("cu_seqlens with a block mask")
+        block_mask.check(q, k, group, chosen, seqlen, block, options)
+        return Grid(group, chosen, block_mask.seqlen, None, block_mask.block)
+
     if not check:
         q, k, v = _attention.lowered(*operands())
-        scheme = _checked(q, k, v, scheme, world)
-        offsets, seqlen = _packed(q, cu_seqlens, seqlen)
-        seqlen = _length(q.shape[1], seqlen, group)
+        grid = placed(q, k, v)
+        _check_rows(q.shape[1], grid)
     else:
         arguments, rows, device, error = (), 0, torch.device("cpu"), None
-        offsets = None
+        grid = Grid(group, Scheme(1, world), None)
         try:
             q, k, v = _attention.lowered(*operands())
             rows, device = q.shape[1], q.device
-            scheme = _checked(q, k, v, scheme, world)
-            offsets, seqlen = _packed(q, cu_seqlens, seqlen)
+            grid = placed(q, k, v)
             _try(q, k, v, options)
-            arguments = _arguments(q, k, v, scheme, options) + (seqlen, offsets)
+            arguments = _arguments(q, k, v, grid, block_mask, options)
         except Exception as refused:  # Raised by `agree`, on every rank.
             error = refused
-        found = sum(agree(group, arguments, rows, device, error))
-        if seqlen not in (None, found):
-            what = "seqlen is" if offsets is None else "cu_seqlens ends at"
-            raise ValueError(f"{what} {seqlen}, but the ranks hold {found} rows")
-        seqlen = found
-    return _run(q, k, v, Grid(group, scheme, seqlen, offsets), options)
+        found = sum(agree(group, arguments, rows, device, error, grid.block))
+        if grid.seqlen not in (None, found):
+            what = "seqlen is" if grid.cu_seqlens is None else "cu_seqlens ends at"
+            what = what if block_mask is None else "the number of keys of block_mask is"
+            raise ValueError(f"{what} {grid.seqlen}, but the ranks hold {found} rows")
+        grid = grid._replace(seqlen=found)
+    return _run(q, k, v, grid, block_mask, options)
 
 
-def _run(q: Tensor, k: Tensor, v: Tensor, grid: Grid, options: dict[str, Any]) -> Tensor:
+def _run(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    grid: Grid,
+    block_mask: DistributedBlockMask | None,
+    options: dict[str, Any],
+) -> Tensor:
     heads, keys = grid.scheme
     sink = options["sink"]
     if heads > 1:
@@ -131,7 +165,9 @@ def _run(q: Tensor, k: Tensor, v: Tensor, grid: Grid, options: dict[str, Any]) -
         if sink is not None:
             sink = sink.narrow(0, grid.member * q.shape[2], q.shape[2])
     if keys == 1:
-        o = _alone(q, k, v, grid.cu_seqlens, options | {"sink": sink})
+        mask = None if block_mask is None else block_mask.of_all_rows()
+        given = options | {"sink": sink, "block_mask": mask}
+        o = _alone(q, k, v, grid.cu_seqlens, given)
     else:
         head_dim = q.shape[-1]
         scale = head_dim**-0.5 if options["scale"] is None else options["scale"]
@@ -139,7 +175,15 @@ def _run(q: Tensor, k: Tensor, v: Tensor, grid: Grid, options: dict[str, Any]) -
             q, k, v = (pad(x, (0, -head_dim % 8)) for x in (q, k, v))
         window = _attention.sides(options["causal"], options["window"])
         chosen = Options(window, scale, options["softcap"])
-        o = Ring.apply(grid, chosen, q, k, v, sink)[..., :head_dim]
+        plans = (None,) if block_mask is None else block_mask.plans
+        if len(plans) == 1:
+            o = Ring.apply(grid._replace(plan=plans[0]), chosen, q, k, v, sink)
+        else:
+            entries = zip(plans, q.split(1), k.split(1), v.split(1), strict=True)
+            o = torch.cat(
+                [Ring.apply(grid._replace(plan=p), chosen, *x, sink) for p, *x in entries]
+            )
+        o = o[..., :head_dim]
     return Exchange.apply(grid, True, o)[0] if heads > 1 else o
 
 
@@ -185,7 +229,7 @@ def _try(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> None:
 
 
 def _arguments(
-    q: Tensor, k: Tensor, v: Tensor, scheme: Scheme, options: dict[str, Any]
+    q: Tensor, k: Tensor, v: Tensor, grid: Grid, block_mask: Any, options: dict[str, Any]
 ) -> tuple[Any, ...]:
     """What is the same on every rank."""
     sink = options["sink"]
@@ -194,15 +238,17 @@ def _arguments(
     sizes = [(x.shape[0], *x.shape[2:]) for x in (q, k)]
     values = {**options, "sink": sink is not None}
     kind = f"{q.dtype} on {q.device.type}"
-    return (sizes, kind, str(scheme), values, "differentiated" if differentiated else "")
+    mask = "no block mask" if block_mask is None else block_mask.arguments
+    gradients = "differentiated" if differentiated else ""
+    rows = (grid.seqlen, grid.cu_seqlens, grid.block)
+    return (sizes, kind, str(grid.scheme), values, gradients, mask, *rows)
 
 
-def _length(rows: int, seqlen: int | None, group: Any) -> int:
-    """The rows of the whole sequence, for a call that asks no other rank."""
-    rank, world = place(group)
-    if seqlen is None:
+def _check_rows(rows: int, grid: Grid) -> None:
+    """Raises if a call that asks no other rank has other rows than its rank."""
+    if grid.seqlen is None:
         raise ValueError("check=False needs seqlen, the rows of the whole sequence")
-    expected = count(ranges(seqlen, world, rank))
+    rank, world = place(grid.process_group)
+    expected = count(ranges(grid.seqlen, world, rank, grid.block))
     if rows != expected:
-        raise ValueError(f"rank {rank} holds {expected} of {seqlen} rows, not {rows}")
-    return seqlen
+        raise ValueError(f"rank {rank} holds {expected} of {grid.seqlen} rows, not {rows}")

@@ -53,6 +53,10 @@ class Step(NamedTuple):
     sent: tuple[slice, ...]  # of the rows of this group
 
 
+Plan = tuple[tuple[Step, ...], int]
+"""The steps of a rank, its own keys first, and the number of parts that visits fill."""
+
+
 class Grid(NamedTuple):
     """The place of this rank in a scheme.
 
@@ -64,6 +68,8 @@ class Grid(NamedTuple):
     scheme: Scheme
     seqlen: int
     cu_seqlens: Offsets | None = None
+    block: int = 1  # The sequence is cut at multiples of this.
+    plan: Plan | None = None  # That of a block mask.
 
     @property
     def rank(self) -> int:
@@ -84,11 +90,16 @@ class Grid(NamedTuple):
         """The chunks of each rank of this group."""
         heads, keys = self.scheme
         first = self.group * heads
-        return [ranges(self.seqlen, heads * keys, first + member) for member in range(heads)]
+        return [
+            ranges(self.seqlen, heads * keys, first + member, self.block) for member in range(heads)
+        ]
 
-    def steps(self, window: tuple[int, int]) -> tuple[tuple[Step, ...], int]:
-        """The steps of this rank, its own keys first, and the number of parts that visits fill."""
-        return _steps(self.seqlen, self.scheme.keys, self.group, window, self.cu_seqlens)
+    def steps(self, window: tuple[int, int]) -> Plan:
+        """The steps of this rank."""
+        if self.plan is not None:
+            return self.plan
+        keys, group = self.scheme.keys, self.group
+        return _steps(self.seqlen, keys, group, window, self.cu_seqlens, self.block)
 
     def in_ring(self, group: int) -> int:
         """The rank of another group that has the heads of this one."""
@@ -132,9 +143,10 @@ def _steps(
     group: int,
     window: tuple[int, int],
     cu_seqlens: Offsets | None = None,
-) -> tuple[tuple[Step, ...], int]:
+    block: int = 1,
+) -> Plan:
     """The steps of a group. One in which no group needs keys is left out, on every rank."""
-    chunks = [ranges(seqlen, groups, each) for each in range(groups)]
+    chunks = [ranges(seqlen, groups, each, block) for each in range(groups)]
 
     def needed(group: int, t: int) -> tuple[tuple[slice, ...], list[Visit]]:
         return _needed(chunks[group], chunks[(group - t) % groups], window, cu_seqlens)

@@ -66,6 +66,15 @@ class Forecast(NamedTuple):
         )
 
 
+class Density(NamedTuple):
+    """How much of the work of a dense call is left under a block mask, 0 to 1 each."""
+
+    pairs: float
+    """Of the pairs of queries and keys that the token mask leaves, the visited ones."""
+    keys: float
+    """Of the keys of other ranks that a dense call needs, those that come."""
+
+
 def plan(
     machine: Machine,
     *,
@@ -78,6 +87,7 @@ def plan(
     causal: bool = False,
     window: tuple[int | None, int | None] = (None, None),
     cu_seqlens: Sequence[int] | Tensor | None = None,
+    density: tuple[float, float] | None = None,
     backward: bool = False,
 ) -> list[Forecast]:
     """Every scheme that fits, the fastest one first; of equally fast ones the one with more heads.
@@ -94,11 +104,13 @@ def plan(
         window: How many keys before and after its position a query attends; `None` for all.
         cu_seqlens: Where the sequences of a packed batch of `seqlen` rows begin and end; see
             `attention`.
+        density: What a block mask leaves, as `DistributedBlockMask.density` has it.
         backward: The backward pass instead of the forward pass.
 
     Raises:
         ValueError: A size or a rate is not positive, a side of the window is negative, there are
-            more than 16384 ranks, or `cu_seqlens` is no packed batch of `seqlen` rows.
+            more than 16384 ranks, `cu_seqlens` is no packed batch of `seqlen` rows or comes with a
+            density, or a density is not one of 0 to 1.
 
     """
     sizes = [batch, seqlen, heads, heads_k, head_dim, element_bytes]
@@ -113,7 +125,7 @@ def plan(
         )
     sides = [left, 0 if causal else right]
     try:
-        found = _native.forecasts(sizes, sides, backward, ranks, rates, offsets)
+        found = _native.forecasts(sizes, sides, backward, ranks, rates, offsets, density)
     except OverflowError:
         raise ValueError(
             f"sizes are {sizes} with window {window} on {machine}: sizes are at least 1, and sides "

@@ -37,6 +37,8 @@ class Options(NamedTuple):
         """What the operators take."""
         given = {"left": visit.left, "right": visit.right, "top_left": True, "scale": self.scale}
         given |= {"softcap": self.softcap or 0.0, "sink": sink if visit.home else None}
+        if visit.block_mask is not None:
+            given["block_mask"] = visit.block_mask.number
         return given | (on_device(visit.cu_seqlens, like) if visit.cu_seqlens else {})
 
 

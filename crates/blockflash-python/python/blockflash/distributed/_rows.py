@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import lcm
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ from torch import Tensor
 
 Ranges = tuple[range, range]
 """Where two chunks lie, the first one before the second one."""
+Block = int | tuple[int, int]
+"""Rows of a block, or its queries and keys."""
 
 
 def place(group: Any) -> tuple[int, int]:
@@ -21,11 +24,28 @@ def place(group: Any) -> tuple[int, int]:
     return rank, dist.get_world_size(group)
 
 
-def ranges(seqlen: int, world: int, rank: int) -> Ranges:
+def pair(block: Block) -> tuple[int, int]:
+    """Queries and keys of a block."""
+    block_q, block_k = (block, block) if isinstance(block, int) else block
+    if min(block_q, block_k) < 1:
+        raise ValueError(f"block is {block}, but a block has rows")
+    return block_q, block_k
+
+
+def cut(block: Block) -> int:
+    """The rows of which chunks have a multiple, so that each has whole blocks."""
+    return lcm(*pair(block))
+
+
+def ranges(seqlen: int, world: int, rank: int, block: int = 1) -> Ranges:
     """The chunks of a rank: `rank` from the front, and as many from the back."""
-    starts = [seqlen * chunk // (2 * world) for chunk in range(rank, rank + 2)]
-    ends = [seqlen * chunk // (2 * world) for chunk in range(2 * world - 1 - rank, 2 * world + 1)]
-    return range(*starts), range(*ends[:2])
+    blocks = -(-seqlen // block)
+
+    def start(chunk: int) -> int:
+        return min(blocks * chunk // (2 * world) * block, seqlen)
+
+    first, second = (range(start(at), start(at + 1)) for at in (rank, 2 * world - 1 - rank))
+    return first, second
 
 
 def count(chunks: Ranges) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+from ..block_mask import BlockMask
 from ._rows import Ranges, rows_in
 
 UNLIMITED = -1
@@ -26,6 +27,7 @@ class Visit(NamedTuple):
     home: bool  # Whether the queries attend themselves: each query does in one visit.
     part: int = 0  # Which part of the result it fills: no two visits fill the same rows of one.
     cu_seqlens: tuple[int, ...] = ()  # Sequences that attend only themselves, if there are several.
+    block_mask: BlockMask | None = None
 
     @property
     def is_full(self) -> bool:

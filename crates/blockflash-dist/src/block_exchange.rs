@@ -1,0 +1,128 @@
+use crate::band::Part;
+use crate::block_lists::{Lists, Visits};
+use crate::block_mask::{Sizes, hash_of};
+use crate::plan::{Call, Step};
+use crate::{DistributedBlockMask, Error, Result, Scheme, Shard};
+use blockflash_ops::{BlockMask, Mask, Stream};
+use std::ops::Range;
+
+/// What [`DistributedBlockMask::new`] does before and after its exchange, for ranks that talk by
+/// other means than a [`Communicator`](crate::Communicator). Such ranks compare their arguments
+/// themselves.
+#[derive(Debug)]
+pub struct BlockMaskExchange {
+    pub(crate) sizes: Sizes,
+    lists: Lists,
+}
+
+impl BlockMaskExchange {
+    /// Checks the lists of the rank of `shard`, with the arguments of
+    /// [`DistributedBlockMask::new`].
+    ///
+    /// # Errors
+    /// Those of [`DistributedBlockMask::new`] for what does not fit.
+    pub fn new(lists: &BlockMask, mask: Mask, shard: Shard, scheme: Scheme) -> Result<Self> {
+        let sizes = Sizes::new(lists, mask, shard, scheme)?;
+        Ok(BlockMaskExchange { sizes, lists: Lists::of(&sizes, lists)? })
+    }
+
+    /// What each rank has to get, this one among them.
+    pub fn messages(&self) -> Vec<Vec<i32>> {
+        let hash = hash_of(&self.lists);
+        let message = |rank| {
+            let mut message = vec![hash as i32, (hash >> 32) as i32];
+            self.lists.write(&self.sizes, rank, &mut message);
+            message
+        };
+        (0..self.sizes.grid.shard.world()).map(message).collect()
+    }
+
+    /// The mask by what this rank got from each one, with its lists on the device of the stream.
+    ///
+    /// # Errors
+    /// [`Error::Message`] for messages that are not those of all ranks; a failing device.
+    pub fn finish<M: AsRef<[i32]>>(
+        &self,
+        messages: &[M],
+        stream: &Stream,
+    ) -> Result<DistributedBlockMask> {
+        let world = self.sizes.grid.shard.world();
+        if messages.len() != world {
+            let [found, expected] = [messages.len(), world].map(|n| format!("{n} messages"));
+            return Err(Error::Message { from: self.sizes.grid.shard.rank(), expected, found });
+        }
+        let mut hashes = Vec::with_capacity(world);
+        let mut visits = Visits::new(&self.sizes);
+        for (rank, message) in messages.iter().enumerate() {
+            let [low, high, lists @ ..] = message.as_ref() else {
+                return Err(Error::message(rank, "lists of blocks", "less"));
+            };
+            hashes.push([*low, *high]);
+            visits.read(&self.sizes, rank, lists)?;
+        }
+        let (plans, density) = visits.plans(&self.sizes, stream)?;
+        // 0 stands for no block mask.
+        let id = hash_of(&hashes).max(1);
+        Ok(DistributedBlockMask { sizes: self.sizes, id, density, plans: plans.into() })
+    }
+}
+
+/// One step of a rank under a [`DistributedBlockMask`]: keys of another rank come, or those of this
+/// one are there, and calls of attention visit them.
+#[derive(Clone, Debug)]
+pub struct BlockStep<'a> {
+    /// The rank whose keys are visited: this one in the first step.
+    pub from: usize,
+    /// How many of its rows come; none of this rank.
+    pub received: usize,
+    /// The rank that visits keys of this one in this step.
+    pub to: usize,
+    /// The rows that it needs, of those of the group of this rank.
+    pub sent: &'a [Range<usize>],
+    /// The calls of attention.
+    pub calls: Vec<BlockCall<'a>>,
+}
+
+/// A call of attention of a [`BlockStep`].
+#[derive(Clone, Debug)]
+pub struct BlockCall<'a> {
+    /// Its queries, of the rows of the group of this rank.
+    pub queries: Range<usize>,
+    /// Its keys, of the rows that have come, or of those of the group in the first step.
+    pub keys: Range<usize>,
+    /// The token mask between them.
+    pub mask: Mask,
+    /// Whether the queries stand at these keys: each query does in one call, which counts a sink.
+    pub own: bool,
+    /// The blocks that are visited.
+    pub block_mask: Option<&'a BlockMask>,
+}
+
+impl DistributedBlockMask {
+    /// The steps of this rank in the order in which all ranks make theirs, of each batch entry of
+    /// the mask; where one rank has all keys, the one step of all entries together.
+    pub fn steps(&self) -> Vec<Vec<BlockStep<'_>>> {
+        self.plans.iter().map(|plan| plan.steps.iter().map(BlockStep::of).collect()).collect()
+    }
+}
+
+impl<'a> BlockStep<'a> {
+    fn of(step: &'a Step) -> BlockStep<'a> {
+        let Step { from, received, to, ref sent, .. } = *step;
+        BlockStep {
+            from,
+            received,
+            to,
+            sent,
+            calls: step.calls.iter().map(BlockCall::of).collect(),
+        }
+    }
+}
+
+impl<'a> BlockCall<'a> {
+    fn of(call: &'a Call) -> BlockCall<'a> {
+        let Part { ref queries, ref keys, mask, own, .. } = call.part;
+        let (queries, keys) = (queries.clone(), keys.clone());
+        BlockCall { queries, keys, mask, own, block_mask: call.block_mask.as_ref() }
+    }
+}
