@@ -84,8 +84,7 @@ __device__ __forceinline__ void consume_tall(const Params& params, uint32_t smem
         ptx::mbarrier_wait(barriers.first + 8 * (n & 1), n / 2 & 1);
         const int first_query = announced(smem, n & 1);
         const uint32_t flags = ptx::load_shared(tile_flags_at(smem, n & 1));
-        if (is_first)
-          ptx::mbarrier_wait(barriers.resident, Block::at(number).resident_parity);
+        if (is_first) ptx::mbarrier_wait(barriers.resident, Block::at(number).resident_parity);
         const uint32_t stage = (n & 1) * (kStreamBytes >> 4);
         ptx::wgmma_fence();
         start_scores<kQueries>(s, k, kResidentPanel, q + stage, kStreamPanel);
@@ -94,14 +93,13 @@ __device__ __forceinline__ void consume_tall(const Params& params, uint32_t smem
         ptx::wgmma_pin(dk), ptx::wgmma_pin(ds16);
         if (!is_first) arrive(barriers.first_empty, before);
         ptx::mbarrier_wait(barriers.second + 8 * (n & 1), n / 2 & 1);
-        if (is_first)
-          ptx::mbarrier_wait(barriers.resident + 8, Block::at(number).resident_parity);
+        if (is_first) ptx::mbarrier_wait(barriers.resident + 8, Block::at(number).resident_parity);
         ptx::wgmma_fence();
         start_scores<kQueries>(dp, v, kResidentPanel, d_o + stage, kStreamPanel);
         // Which pairs are hidden is found out twice, so that no register holds it meanwhile.
         const auto visible = [&] {
-          return visible_pairs(p, Block::at(number).keys, known(flags & kTileIsMasked),
-                               warp_row, first_query);
+          return visible_pairs(p, Block::at(number).keys, known(flags & kTileIsMasked), warp_row,
+                               first_query);
         };
         const auto logs = statistics_at(first_statistics(smem, n & 1));
         const auto deltas = statistics_at(second_statistics(smem, n & 1));
@@ -146,8 +144,7 @@ __device__ __forceinline__ void consume_tall(const Params& params, uint32_t smem
         // dq of the tile before, so that the warpgroups need not be in step. There is none at the
         // first tile: that product is discarded, since a branch around it would serialise all of
         // them.
-        if (!is_first)
-          ptx::mbarrier_wait(turn_barriers.scores + 8 * (before & 1), before / 2 & 1);
+        if (!is_first) ptx::mbarrier_wait(turn_barriers.scores + 8 * (before & 1), before / 2 & 1);
         ptx::wgmma_fence();
         start_dq(before);
         start_gradient<kQueries / 16>(dv, p16, d_o + stage);

@@ -86,21 +86,19 @@ __device__ __forceinline__ void consume_with_dq(const Params& params, uint32_t s
         ptx::mbarrier_wait(barriers.first + 8 * (n & 1), n / 2 & 1);
         const int first_query = announced(smem, n & 1);
         const uint32_t flags = ptx::load_shared(tile_flags_at(smem, n & 1));
-        if (is_first)
-          ptx::mbarrier_wait(barriers.resident, Block::at(number).resident_parity);
+        if (is_first) ptx::mbarrier_wait(barriers.resident, Block::at(number).resident_parity);
         const uint32_t stage = (n & 1) * (kStreamBytes >> 4);
         ptx::wgmma_fence();
         start_scores<kStreamRows>(s, k, kResidentPanel, q + stage, kStreamPanel);
         ptx::mbarrier_wait(barriers.second + 8 * (n & 1), n / 2 & 1);
-        if (is_first)
-          ptx::mbarrier_wait(barriers.resident + 8, Block::at(number).resident_parity);
+        if (is_first) ptx::mbarrier_wait(barriers.resident + 8, Block::at(number).resident_parity);
         ptx::wgmma_fence();
         start_scores<kStreamRows>(dp, v, kResidentPanel, d_o + stage, kStreamPanel);
         turns.end();
         differentiate_scores<false>(
             s, dp, p16, ds16, scale,
-            visible_pairs(p, Block::at(number).keys, known(flags & kTileIsMasked),
-                          warp_row, first_query),
+            visible_pairs(p, Block::at(number).keys, known(flags & kTileIsMasked), warp_row,
+                          first_query),
             statistics_at(first_statistics(smem, n & 1)),
             statistics_at(second_statistics(smem, n & 1)), [] {});
         ptx::mbarrier_wait(turn_barriers.scores_empty + 8 * (n & 1), n / 2 & 1 ^ 1);
@@ -120,8 +118,7 @@ __device__ __forceinline__ void consume_with_dq(const Params& params, uint32_t s
         // dq of the tile before, so that the warpgroups need not be in step. There is none at the
         // first tile: that product is discarded, since a branch around it would serialise all of
         // them.
-        if (!is_first)
-          ptx::mbarrier_wait(turn_barriers.scores + 8 * (before & 1), before / 2 & 1);
+        if (!is_first) ptx::mbarrier_wait(turn_barriers.scores + 8 * (before & 1), before / 2 & 1);
         ptx::wgmma_fence();
         start_dq(before);
         start_gradient<kStreamRows / 16>(dv, p16, d_o_rows + stage);

@@ -188,7 +188,8 @@ __device__ __forceinline__ void combine_group(const blockflash_attention_decode_
 // Stores the result of a split with all threads.
 __device__ __forceinline__ void finish_split(const blockflash_attention_decode_params& p,
                                              const DecodeItem& item, int split, WarpSums& sums,
-                                             RunSums& run, Shared& shared, unsigned char* smem, int free_stage) {
+                                             RunSums& run, Shared& shared, unsigned char* smem,
+                                             int free_stage) {
   const int thread = ptx::opaque(static_cast<int>(threadIdx.x));
   const int lane = thread % kWarpSize, warp = thread / kWarpSize;
   const int offset = (warp * Config::stages + free_stage) * kStageBytes;

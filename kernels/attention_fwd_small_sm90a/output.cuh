@@ -14,9 +14,9 @@ namespace {
 // overflows. The denominator is the sum of the unrounded probabilities.
 using Softmax = HopperSoftmax<kRows / 2, false, true>;
 
-constexpr int kOutput = kD / 2;                          // accumulators of a lane,
-constexpr int kStored = kOutput / kWarpgroups;           // and those that it stores
-constexpr int kPieceBytes = 128 * kStored * 4;           // from a warpgroup to another one
+constexpr int kOutput = kD / 2;                 // accumulators of a lane,
+constexpr int kStored = kOutput / kWarpgroups;  // and those that it stores
+constexpr int kPieceBytes = 128 * kStored * 4;  // from a warpgroup to another one
 constexpr int kStateBytes = 128 * 16;
 // Each warpgroup stores one half of the columns, of two rows per lane or of one.
 constexpr int kLaneRows = kWarpgroups == 4 ? 1 : 2;

@@ -31,8 +31,8 @@ pub(super) struct State {
     /// Marks behind exchanges, and when each has to be reached.
     pending: VecDeque<(Event, Instant)>,
     /// Marks that were reached. Destroying one may wait for a lock of the driver, which it keeps
-    /// while it waits for the GPU (to load a kernel, say), and so for the exchange that the watching
-    /// thread has to abort. So threads of the user destroy them.
+    /// while it waits for the GPU (to load a kernel, say), and so for the exchange that the
+    /// watching thread has to abort. So threads of the user destroy them.
     reached: Vec<Event>,
     pub(super) dropped: bool,
 }

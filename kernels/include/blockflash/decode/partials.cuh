@@ -1,6 +1,6 @@
 // Softmax-weighted sums over some keys, and how those of disjoint sets of keys are combined: always
-// in ascending order, and by the same operations, so that the result does not depend on who combines
-// them.
+// in ascending order, and by the same operations, so that the result does not depend on who
+// combines them.
 #pragma once
 
 #include <math_constants.h>
