@@ -15,9 +15,10 @@ use std::ptr::{null, null_mut};
 
 /// Heads of keys whose blocks start together where dq is summed and every block of keys visits all
 /// queries. Blocks of one head start one step apart, so several heads share that delay; under a
-/// causal mask there is none. Sums of few heads stay in L2: their sums take up to a quarter of it.
-/// On an H100 at head_dim 128, 1 head is 4 % faster than 8 with 16384 queries, and 20 % with 32768
-/// queries and 65536 keys of a ring.
+/// causal mask there is none. The sums of heads that start together take a quarter of L2 at most,
+/// so that they stay there: on an H100 at head_dim 128 and 16384 queries, 1 head is 4 % faster than
+/// 8, and gradients of 131072 rows on two GPUs, whose calls have 32768 queries and 65536 keys, went
+/// from 449 to 362 ms.
 const HEADS_PER_SECTION: usize = 8;
 
 /// Below so many keys a step is a good part of what a block takes, so sections have enough heads
