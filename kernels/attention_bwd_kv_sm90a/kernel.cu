@@ -136,8 +136,7 @@ __device__ __forceinline__ void produce_blocks(const Params& params, uint32_t sm
         // Found out before the stage is free.
         const uint32_t rank = rank_at(params, work, first);
         const uint32_t flags =
-            is_masked(work.range(p), work.k_begin, first, kStreamRows) * kTileIsMasked +
-            (i + 1 == block.tiles && member + 1 == head_group) * kTileIsLast;
+            is_masked(work.range(p), work.k_begin, first, kStreamRows) * kTileIsMasked;
         const auto copy = [&](uint32_t barrier, uint32_t dst, const blockflash_tensor_map& map,
                               uint32_t statistics_dst, const float* statistics_src) {
           ptx::mbarrier_arrive_expect_tx(barrier, kStreamBytes + kStatisticsBytes);

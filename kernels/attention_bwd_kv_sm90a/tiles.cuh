@@ -45,7 +45,7 @@ __device__ __forceinline__ bool is_masked(const QueryRange& range, int k_begin, 
 }
 
 // What the producer of a persistent CTA announces beside the first query of a tile.
-constexpr uint32_t kTileIsMasked = 1, kTileIsLast = 32;
+constexpr uint32_t kTileIsMasked = 1;
 __device__ __forceinline__ uint32_t tile_flags_at(uint32_t smem, int stage) {
   static_assert(!kPersistent || kStages == 2, "four words of the page are for announcements");
   return page_base(smem) + kTileOffset + 8 + 4 * stage;
