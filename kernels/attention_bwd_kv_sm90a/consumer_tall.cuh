@@ -27,12 +27,12 @@ __device__ __forceinline__ void consume_tall(const Params& params, uint32_t smem
                  d_o = ptx::wgmma_low(smem + kSecondOffset), k_rows = ptx::wgmma_low(smem);
   // The queries of this warpgroup's dq.
   const uint32_t scores = ptx::wgmma_low(smem + kScoresOffset + warpgroup * kScoresPanel);
-  // Addresses of a lane, which are not kept: registers are scarce.
-  const auto score_row = [=] {
-    const uint32_t thread = ptx::opaque(threadIdx.x) - 128;
-    return smem + kScoresOffset + (thread / 32 * 16 + thread % 16) * 128;
-  };
-  // Sums of 64 queries lie as eight warps with half of the columns each would leave them.
+  // The address of a lane's first 16 bytes of gradients of scores. Those of its further ones in a
+  // panel differ in bits of the swizzle only, since rows are 128 bytes.
+  const uint32_t score_row =
+      smem + kScoresOffset + (warp_row + lane % 16) * 128 + (lane / 16 ^ lane % 8) * 16;
+  // Not kept, since registers are scarce. Sums of 64 queries lie as eight warps with half of the
+  // columns each would leave them.
   const auto staging = [=] {
     const uint32_t thread = ptx::opaque(threadIdx.x) - 128;
     return smem + kStagingOffset + thread / 128 * kSumsTile + thread / 32 % 4 * (kSumsTile / 8) +
@@ -82,8 +82,6 @@ __device__ __forceinline__ void consume_tall(const Params& params, uint32_t smem
         const bool is_first = i == 0;
         const uint32_t before = n - 1;
         ptx::mbarrier_wait(barriers.first + 8 * (n & 1), n / 2 & 1);
-        const int first_query = announced(smem, n & 1);
-        const uint32_t flags = ptx::load_shared(tile_flags_at(smem, n & 1));
         if (is_first) ptx::mbarrier_wait(barriers.resident, Block::at(number).resident_parity);
         const uint32_t stage = (n & 1) * (kStreamBytes >> 4);
         ptx::wgmma_fence();
@@ -96,47 +94,18 @@ __device__ __forceinline__ void consume_tall(const Params& params, uint32_t smem
         if (is_first) ptx::mbarrier_wait(barriers.resident + 8, Block::at(number).resident_parity);
         ptx::wgmma_fence();
         start_scores<kQueries>(dp, v, kResidentPanel, d_o + stage, kStreamPanel);
-        // Which pairs are hidden is found out twice, so that no register holds it meanwhile.
-        const auto visible = [&] {
-          return visible_pairs(p, Block::at(number).keys, known(flags & kTileIsMasked), warp_row,
-                               first_query);
-        };
-        const auto logs = statistics_at(first_statistics(smem, n & 1));
-        const auto deltas = statistics_at(second_statistics(smem, n & 1));
-        float negative_log[2], delta[2];
-        const Visible for_scores = visible();
-        ptx::wgmma_wait_group<1>();
-        ptx::wgmma_pin(s);
-        for_scores.hide(s, -CUDART_INF_F);
-#pragma unroll
-        for (int j = 0; j < kQueries / 8; ++j) {
-          logs(j, negative_log);
-#pragma unroll
-          for (int i = 4 * j; i < 4 * j + 4; ++i)
-            s[i] = ptx::ex2_approx(fmaf(s[i], scale.scale_log2, negative_log[i % 2]));
-        }
-        ptx::wgmma_wait_group<0>();
-        ptx::wgmma_pin(dp);
-#pragma unroll
-        for (int j = 0; j < kQueries / 8; ++j) {
-          deltas(j, delta);
-#pragma unroll
-          for (int i = 4 * j; i < 4 * j + 4; ++i) dp[i] = s[i] * (dp[i] - delta[i % 2]);
-#pragma unroll
-          for (int i = 2 * j; i < 2 * j + 2; ++i) p16[i] = Traits::pack(s[2 * i], s[2 * i + 1]);
-        }
-        visible().hide(dp, 0.f);
-#pragma unroll
-        for (int i = 0; i < kQueries / 4; ++i) ds16[i] = Traits::pack(dp[2 * i], dp[2 * i + 1]);
+        differentiate_all<false>(s, dp, p16, ds16, scale,
+                                 statistics_at(first_statistics(smem, n & 1)),
+                                 statistics_at(second_statistics(smem, n & 1)));
+        announced_pairs(p, Block::at(number).keys, smem, n & 1, warp_row).clear(p16, ds16);
         ptx::mbarrier_wait(turn_barriers.scores_empty + 8 * (n & 1), n / 2 & 1 ^ 1);
-        const uint32_t row = score_row();
 #pragma unroll
         for (int step = 0; step < kQueries / 16; ++step) {
           const uint32_t words[4] = {ds16[4 * step], ds16[4 * step + 1], ds16[4 * step + 2],
                                      ds16[4 * step + 3]};
-          ptx::stmatrix_x4(row + (n & 1) * kScoresBytes + step / 4 * kScoresPanel +
-                               (((2 * (step % 4) + threadIdx.x % 32 / 16) ^ threadIdx.x % 8) * 16),
-                           words);
+          ptx::stmatrix_x4(
+              (score_row ^ step % 4 * 32) + (n & 1) * kScoresBytes + step / 4 * kScoresPanel,
+              words);
         }
         ptx::fence_proxy_async();
         arrive(turn_barriers.scores, n);

@@ -19,7 +19,13 @@ __device__ __forceinline__ void consume_with_dq(const Params& params, uint32_t s
   const int warp_row = warpgroup * 64 + warp * 16;
   const ScoreScale scale(p);
   const Turns turns{warpgroup};
-  float s[kStreamRows / 2], dp[kStreamRows / 2], dk[kD / 2], dv[kD / 2], dq[kDqColumns / 2];
+  float s[kStreamRows / 2] = {}, dp[kStreamRows / 2], dk[kD / 2], dv[kD / 2];
+  // Where registers are scarce, dq lies where the scores were and the next ones will be, so that
+  // these are queued while the operands of dk, where dp was, are still read.
+  constexpr bool kInPlace = kDqColumns == kStreamRows;
+  float dq_apart[kInPlace ? 1 : kDqColumns / 2];
+  float(&dq)[kDqColumns / 2] =
+      reinterpret_cast<float(&)[kDqColumns / 2]>(*(kInPlace ? s : dq_apart));
   uint32_t p16[kStreamRows / 4], ds16[kStreamRows / 4];
   const uint32_t k = ptx::wgmma_low(smem + warpgroup * 64 * 128), v = k + (kResidentBytes >> 4);
   const uint32_t q = ptx::wgmma_low(smem + kFirstOffset),
@@ -30,7 +36,10 @@ __device__ __forceinline__ void consume_with_dq(const Params& params, uint32_t s
   const uint32_t k_rows = ptx::wgmma_low(
       smem + warpgroup * (kDqColumns / 64 * kResidentPanel + kDqColumns % 64 * 2), kResidentPanel);
   const uint32_t scores = ptx::wgmma_low(smem + kScoresOffset);
-  const uint32_t score_row = smem + kScoresOffset + (warp_row + lane % 16) * 128;
+  // The address of a lane's first 16 bytes of gradients of scores. Those of its further ones differ
+  // in bits of the swizzle only, since rows are 128 bytes.
+  const uint32_t score_row =
+      smem + kScoresOffset + (warp_row + lane % 16) * 128 + (lane / 16 ^ lane % 8) * 16;
   // Not kept, since registers are scarce, but found out while products run.
   const auto staging = [=] {
     const uint32_t thread = ptx::opaque(threadIdx.x) - 128;
@@ -84,31 +93,29 @@ __device__ __forceinline__ void consume_with_dq(const Params& params, uint32_t s
         const bool is_first = i == 0;
         const uint32_t before = n - 1;
         ptx::mbarrier_wait(barriers.first + 8 * (n & 1), n / 2 & 1);
-        const int first_query = announced(smem, n & 1);
-        const uint32_t flags = ptx::load_shared(tile_flags_at(smem, n & 1));
         if (is_first) ptx::mbarrier_wait(barriers.resident, Block::at(number).resident_parity);
         const uint32_t stage = (n & 1) * (kStreamBytes >> 4);
         ptx::wgmma_fence();
-        start_scores<kStreamRows>(s, k, kResidentPanel, q + stage, kStreamPanel);
+        start_scores<kStreamRows, kInPlace>(s, k, kResidentPanel, q + stage, kStreamPanel);
+        // The scores are queued behind dk of the tile before, whose Q is read then.
+        ptx::wgmma_wait_group<1>();
+        ptx::wgmma_pin(dk), ptx::wgmma_pin(ds16);
+        if (!is_first) arrive(barriers.first_empty, before);
         ptx::mbarrier_wait(barriers.second + 8 * (n & 1), n / 2 & 1);
         if (is_first) ptx::mbarrier_wait(barriers.resident + 8, Block::at(number).resident_parity);
         ptx::wgmma_fence();
         start_scores<kStreamRows>(dp, v, kResidentPanel, d_o + stage, kStreamPanel);
         turns.end();
-        differentiate_scores<false>(
-            s, dp, p16, ds16, scale,
-            visible_pairs(p, Block::at(number).keys, known(flags & kTileIsMasked), warp_row,
-                          first_query),
-            statistics_at(first_statistics(smem, n & 1)),
-            statistics_at(second_statistics(smem, n & 1)), [] {});
+        differentiate_all<true>(s, dp, p16, ds16, scale,
+                                statistics_at(first_statistics(smem, n & 1)),
+                                statistics_at(second_statistics(smem, n & 1)));
+        announced_pairs(p, Block::at(number).keys, smem, n & 1, warp_row).clear(p16, ds16);
         ptx::mbarrier_wait(turn_barriers.scores_empty + 8 * (n & 1), n / 2 & 1 ^ 1);
 #pragma unroll
         for (int step = 0; step < kStreamRows / 16; ++step) {
           const uint32_t words[4] = {ds16[4 * step], ds16[4 * step + 1], ds16[4 * step + 2],
                                      ds16[4 * step + 3]};
-          ptx::stmatrix_x4(
-              score_row + (n & 1) * kScoresBytes + (((2 * step + lane / 16) ^ lane % 8) * 16),
-              words);
+          ptx::stmatrix_x4((score_row ^ step * 32) + (n & 1) * kScoresBytes, words);
         }
         ptx::fence_proxy_async();
         __syncwarp();
@@ -122,19 +129,22 @@ __device__ __forceinline__ void consume_with_dq(const Params& params, uint32_t s
         ptx::wgmma_fence();
         start_dq(before);
         start_gradient<kStreamRows / 16>(dv, p16, d_o_rows + stage);
+        ptx::wgmma_commit_group();
         start_gradient<kStreamRows / 16>(dk, ds16, q_rows + stage);
         ptx::wgmma_commit_group();
         const uint32_t row = staging();
-        ptx::wgmma_wait_group<1>();
+        ptx::wgmma_wait_group<2>();
         ptx::wgmma_pin(dq);
         if (!is_first) arrive(turn_barriers.scores_empty, before), stage_dq(before, row);
-        ptx::wgmma_wait_group<0>();
-        ptx::wgmma_pin(dk), ptx::wgmma_pin(dv);
-        barriers.release(n & 1);
+        ptx::wgmma_wait_group<1>();
+        ptx::wgmma_pin(dv), ptx::wgmma_pin(p16);
+        arrive(barriers.second_empty, n);
       }
       turns.close();
+      ptx::wgmma_wait_group<0>();
+      ptx::wgmma_pin(dk);
       const uint32_t before = n - 1;
-      arrive(turn_barriers.resident_empty, 1);
+      arrive(barriers.first_empty, before), arrive(turn_barriers.resident_empty, 1);
       ptx::mbarrier_wait(turn_barriers.scores + 8 * (before & 1), before / 2 & 1);
       ptx::wgmma_fence();
       start_dq(before);

@@ -51,11 +51,6 @@ __device__ __forceinline__ uint32_t tile_flags_at(uint32_t smem, int stage) {
   return page_base(smem) + kTileOffset + 8 + 4 * stage;
 }
 
-// For `visible_pairs`: it is known whether some pair of the tile is hidden.
-__device__ __forceinline__ auto known(bool masked) {
-  return [=](const QueryRange&, int) { return masked; };
-}
-
 // The visible pairs of a lane: keys from row `warp_row` of the CTA on, and queries from
 // `first_query` on.
 template <class IsMasked>
@@ -85,6 +80,15 @@ __device__ __forceinline__ Visible visible_pairs(const blockflash_attention_fwd_
     return is_masked(range, k_begin, first_query, queries);
   };
   return visible_pairs(p, Keys::shared(), masked, warp_row, first_query);
+}
+
+// The same of the tile in a stage, as the producer of a persistent CTA announced it.
+__device__ __forceinline__ Visible announced_pairs(const blockflash_attention_fwd_params& p,
+                                                   const Keys& work, uint32_t smem, int stage,
+                                                   int warp_row) {
+  const bool masked = ptx::load_shared(tile_flags_at(smem, stage)) & kTileIsMasked;
+  return visible_pairs(
+      p, work, [=](const QueryRange&, int) { return masked; }, warp_row, announced(smem, stage));
 }
 
 // Statistics of the queries of a lane, from those of its first query on.

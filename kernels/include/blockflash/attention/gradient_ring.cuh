@@ -215,8 +215,9 @@ struct Turns {
   }
 };
 
-// d[64, columns] = a·bᵀ over the head dimension: 64 rows of a and all rows of b, both K-major.
-template <int columns>
+// d[64, columns] = a·bᵀ over the head dimension: 64 rows of a and all rows of b, both K-major. With
+// `in_place` it takes the registers in which d was before.
+template <int columns, bool in_place = false>
 __device__ __forceinline__ void start_scores(float (&d)[columns / 2], uint32_t a, int a_panel,
                                              uint32_t b, int b_panel) {
   using Product = ptx::Wgmma<columns, Element>;
@@ -224,7 +225,9 @@ __device__ __forceinline__ void start_scores(float (&d)[columns / 2], uint32_t a
   for (int k = 0; k < (kD + 15) / 16; ++k) {
     const uint64_t a_step = ptx::wgmma_descriptor_of(a) + (k / 4 * a_panel >> 4) + k % 4 * 2,
                    b_step = ptx::wgmma_descriptor_of(b) + (k / 4 * b_panel >> 4) + k % 4 * 2;
-    if (k == 0)
+    if (k == 0 && in_place)
+      Product::ss_over(d, a_step, b_step);
+    else if (k == 0)
       Product::template ss<false>(d, a_step, b_step);
     else
       Product::template ss<true>(d, a_step, b_step);
@@ -254,15 +257,37 @@ struct Visible {
     for (int i = 0; i < n; ++i)
       if (!(bits[i / 2 % 2] >> (i / 4 * 2 + i % 2) & 1)) x[i] = value;
   }
+  // Zeros in pairs of 16-bit numbers.
+  template <int n>
+  __device__ __forceinline__ void clear(uint32_t (&x)[n], uint32_t (&y)[n]) const {
+    if (!masked) return;
+#pragma unroll
+    for (int i = 0; i < n; ++i) {
+      const uint32_t pair = bits[i % 2] >> i / 2 * 2;
+      const uint32_t kept = (pair & 1 ? 0xFFFFu : 0) | (pair & 2 ? 0xFFFF0000u : 0);
+      x[i] &= kept, y[i] &= kept;
+    }
+  }
 };
+
+__device__ __forceinline__ void round(const float* x, uint32_t* words) {
+  words[0] = Traits::pack(x[0], x[1]), words[1] = Traits::pack(x[2], x[3]);
+}
+
+// Keeps the scheduler from working at more of the scores at a time than there are registers for:
+// they get to depend on words that are known earlier, by bits that are 0 in any launch.
+__device__ __forceinline__ void delay(float* s, const uint32_t* words) {
+  const uint32_t zero = (words[0] | words[1]) & (gridDim.y - 1);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) s[i] = __uint_as_float(__float_as_uint(s[i]) | zero);
+}
 
 // Once the scores s and dp = dO·v of a lane are there, in this order: rounds the probabilities
 // and the gradients of the scores, both operands of the next products. `logs(j, x)`
 // and `deltas(j, x)` yield the statistics of s[4 j…]: of element i they are x[i / 2 % 2] where rows
 // are queries, and x[i % 2] where columns are. `read()` is called when dp is complete. A hidden
-// pair has both 0 by selection, since 0·NaN would be NaN. With `lean` there is no softcap, and p16
-// takes no registers before dp is complete.
-template <bool by_row, bool lean = false, int n, class Logs, class Deltas, class Read>
+// pair has both 0 by selection, since 0·NaN would be NaN.
+template <bool by_row, int n, class Logs, class Deltas, class Read>
 __device__ __forceinline__ void differentiate_scores(float (&s)[n], float (&dp)[n],
                                                      uint32_t (&p16)[n / 2],
                                                      uint32_t (&ds16)[n / 2],
@@ -270,11 +295,8 @@ __device__ __forceinline__ void differentiate_scores(float (&s)[n], float (&dp)[
                                                      const Visible& visible, const Logs& logs,
                                                      const Deltas& deltas, const Read& read) {
   const auto of = [](int i) { return by_row ? i / 2 % 2 : i % 2; };
-  const auto round = [](const float* x, uint32_t* words) {
-    words[0] = Traits::pack(x[0], x[1]), words[1] = Traits::pack(x[2], x[3]);
-  };
   float negative_log[2], delta[2];
-  if (!lean && scale.softcap > 0.f) {
+  if (scale.softcap > 0.f) {
     // Both at once, so that no register holds the slope beside dp.
     ptx::wgmma_wait_group<0>();
     ptx::wgmma_pin(s), ptx::wgmma_pin(dp);
@@ -283,14 +305,7 @@ __device__ __forceinline__ void differentiate_scores(float (&s)[n], float (&dp)[
 #pragma unroll
     for (int j = 0; j < n / 4; ++j) {
       logs(j, negative_log), deltas(j, delta);
-      if (kAlone && j >= 2) {
-        // The scheduler would work at more of them at a time than there are registers for, so these
-        // depend on earlier ones, by bits that are 0 in any launch.
-        const uint32_t zero = (ds16[2 * j - 4] | ds16[2 * j - 3]) & (gridDim.y - 1);
-#pragma unroll
-        for (int i = 4 * j; i < 4 * j + 4; ++i)
-          s[i] = __uint_as_float(__float_as_uint(s[i]) | zero);
-      }
+      if (kAlone && j >= 2) delay(s + 4 * j, ds16 + 2 * j - 4);
 #pragma unroll
       for (int i = 4 * j; i < 4 * j + 4; ++i)
         differentiate<true>(s[i], dp[i], scale, negative_log[of(i)], delta[of(i)],
@@ -308,7 +323,7 @@ __device__ __forceinline__ void differentiate_scores(float (&s)[n], float (&dp)[
 #pragma unroll
     for (int i = 4 * j; i < 4 * j + 4; ++i)
       s[i] = ptx::ex2_approx(fmaf(s[i], scale.scale_log2, negative_log[of(i)]));
-    if constexpr (!lean) round(s + 4 * j, p16 + 2 * j);
+    round(s + 4 * j, p16 + 2 * j);
   }
   ptx::wgmma_wait_group<0>();
   ptx::wgmma_pin(dp);
@@ -318,11 +333,52 @@ __device__ __forceinline__ void differentiate_scores(float (&s)[n], float (&dp)[
     deltas(j, delta);
 #pragma unroll
     for (int i = 4 * j; i < 4 * j + 4; ++i) dp[i] = s[i] * (dp[i] - delta[of(i)]);
-    if constexpr (lean) round(s + 4 * j, p16 + 2 * j);
   }
   visible.hide(dp, 0.f);
 #pragma unroll
   for (int j = 0; j < n / 4; ++j) round(dp + 4 * j, ds16 + 2 * j);
+}
+
+// The same where queries are columns and registers are scarce: p16 takes none before dp is
+// complete, and hidden pairs are left to the caller, see `Visible::clear`.
+template <bool may_be_capped, int n, class Logs, class Deltas>
+__device__ __forceinline__ void differentiate_all(float (&s)[n], float (&dp)[n],
+                                                  uint32_t (&p16)[n / 2], uint32_t (&ds16)[n / 2],
+                                                  const ScoreScale& scale, const Logs& logs,
+                                                  const Deltas& deltas) {
+  float negative_log[2], delta[2];
+  if (may_be_capped && scale.softcap > 0.f) {
+    ptx::wgmma_wait_group<0>();
+    ptx::wgmma_pin(s), ptx::wgmma_pin(dp);
+#pragma unroll
+    for (int j = 0; j < n / 4; ++j) {
+      logs(j, negative_log), deltas(j, delta);
+      if (j >= 2) delay(s + 4 * j, ds16 + 2 * j - 4);
+#pragma unroll
+      for (int i = 4 * j; i < 4 * j + 4; ++i)
+        differentiate<true>(s[i], dp[i], scale, negative_log[i % 2], delta[i % 2], true);
+      round(s + 4 * j, p16 + 2 * j), round(dp + 4 * j, ds16 + 2 * j);
+    }
+    return;
+  }
+  ptx::wgmma_wait_group<1>();
+  ptx::wgmma_pin(s);
+#pragma unroll
+  for (int j = 0; j < n / 4; ++j) {
+    logs(j, negative_log);
+#pragma unroll
+    for (int i = 4 * j; i < 4 * j + 4; ++i)
+      s[i] = ptx::ex2_approx(fmaf(s[i], scale.scale_log2, negative_log[i % 2]));
+  }
+  ptx::wgmma_wait_group<0>();
+  ptx::wgmma_pin(dp);
+#pragma unroll
+  for (int j = 0; j < n / 4; ++j) {
+    deltas(j, delta);
+#pragma unroll
+    for (int i = 4 * j; i < 4 * j + 4; ++i) dp[i] = s[i] * (dp[i] - delta[i % 2]);
+    round(dp + 4 * j, ds16 + 2 * j), round(s + 4 * j, p16 + 2 * j);
+  }
 }
 
 }  // namespace

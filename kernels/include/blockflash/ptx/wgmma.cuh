@@ -109,8 +109,9 @@ struct Wgmma;
 #define BLOCKFLASH_RS(n, type, registers, o0, o1, o2, o3, o4, o5, scale)                           \
   "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type " {" registers "}, {" o0 ", " o1 \
   ", " o2 ", " o3 "}, " o4 ", " scale ", 1, 1, " o5 ";"
-// Products that do not accumulate write d without reading it. `rs_if` decides at run time,
-// uniformly for all warps.
+// Products that do not accumulate write d without reading it. `ss_over` does so, too, but takes the
+// registers in which d was before, where the compiler would otherwise choose others. `rs_if`
+// decides at run time, uniformly for all warps.
 #define BLOCKFLASH_WGMMA(n, element, type, registers, d_list, o0, o1, o2, o3, o4, o5, o6)         \
   template <>                                                                                     \
   struct Wgmma<n, element> {                                                                      \
@@ -126,6 +127,12 @@ struct Wgmma;
                                                                           o1, o2, o3, "p") "}"    \
                      : d_list("=f")                                                               \
                      : "l"(a), "l"(b), "n"(transposed), "n"(a_transposed));                       \
+    }                                                                                             \
+    static __device__ __forceinline__ void ss_over(float (&d)[n / 2], uint64_t a, uint64_t b) {   \
+      asm volatile("{.reg .pred p; setp.ne.u32 p, 0, 0; " BLOCKFLASH_SS(n, type, registers, o0,   \
+                                                                        o1, o2, o3, "p") "}"      \
+                   : d_list("+f")                                                                 \
+                   : "l"(a), "l"(b), "n"(false), "n"(false));                                     \
     }                                                                                             \
     template <bool accumulate, bool transposed>                                                   \
     static __device__ __forceinline__ void rs(float (&d)[n / 2], const uint32_t* a, uint64_t b) { \
