@@ -52,19 +52,21 @@ __device__ __forceinline__ void consume_tall(const Params& params, uint32_t smem
     }
     ptx::wgmma_commit_group();
   };
+  const auto arrive = [&](uint32_t barrier, uint32_t n) {
+    __syncwarp();
+    if (lane == 0) ptx::mbarrier_arrive(barrier + 8 * (n & 1));
+  };
   const auto stage_dq = [&](uint32_t n, uint32_t row) {
     ptx::mbarrier_wait(turn_barriers.staged_empty + 8 * (n & 1), n / 2 & 1 ^ 1);
 #pragma unroll
     for (int i = 0; i < kD / 8; ++i)
       ptx::store_shared_float4(row + (n & 1) * kSumsBytes + i / 4 * (kSumsTile / 2) + i % 4 * 512,
                                dq + 4 * i);
-    ptx::fence_proxy_async();
-    __syncwarp();
-    if (lane == 0) ptx::mbarrier_arrive(turn_barriers.staged + 8 * (n & 1));
   };
-  const auto arrive = [&](uint32_t barrier, uint32_t n) {
-    __syncwarp();
-    if (lane == 0) ptx::mbarrier_arrive(barrier + 8 * (n & 1));
+  // See `consumer_turns.cuh`.
+  const auto pass_on = [&](uint32_t barrier, uint32_t n) {
+    ptx::fence_proxy_async();
+    arrive(barrier, n);
   };
 
   uint32_t n = 0;  // number of the tile, and from kNextBlock on that of the block
@@ -94,9 +96,11 @@ __device__ __forceinline__ void consume_tall(const Params& params, uint32_t smem
         if (is_first) ptx::mbarrier_wait(barriers.resident + 8, Block::at(number).resident_parity);
         ptx::wgmma_fence();
         start_scores<kQueries>(dp, v, kResidentPanel, d_o + stage, kStreamPanel);
-        differentiate_all<false>(s, dp, p16, ds16, scale,
-                                 statistics_at(first_statistics(smem, n & 1)),
-                                 statistics_at(second_statistics(smem, n & 1)));
+        differentiate_all<false, 0>(
+            s, dp, p16, ds16, scale, statistics_at(first_statistics(smem, n & 1)),
+            statistics_at(second_statistics(smem, n & 1)), [&] {
+              if (i >= 2) pass_on(turn_barriers.staged, n);
+            });
         announced_pairs(p, Block::at(number).keys, smem, n & 1, warp_row).clear(p16, ds16);
         ptx::mbarrier_wait(turn_barriers.scores_empty + 8 * (n & 1), n / 2 & 1 ^ 1);
 #pragma unroll
@@ -107,9 +111,6 @@ __device__ __forceinline__ void consume_tall(const Params& params, uint32_t smem
               (score_row ^ step % 4 * 32) + (n & 1) * kScoresBytes + step / 4 * kScoresPanel,
               words);
         }
-        ptx::fence_proxy_async();
-        arrive(turn_barriers.scores, n);
-
         // dq of the tile before, so that the warpgroups need not be in step. There is none at the
         // first tile: that product is discarded, since a branch around it would serialise all of
         // them.
@@ -120,6 +121,7 @@ __device__ __forceinline__ void consume_tall(const Params& params, uint32_t smem
         ptx::wgmma_commit_group();
         start_gradient<kQueries / 16>(dk, ds16, q + stage);
         ptx::wgmma_commit_group();
+        pass_on(turn_barriers.scores, n);
         const uint32_t place = staging();
         ptx::wgmma_wait_group<2>();
         ptx::wgmma_pin(dq);
@@ -131,6 +133,7 @@ __device__ __forceinline__ void consume_tall(const Params& params, uint32_t smem
       ptx::wgmma_wait_group<0>();
       ptx::wgmma_pin(dk);
       const uint32_t before = n - 1;
+      if (tiles >= 2) pass_on(turn_barriers.staged, n);
       arrive(barriers.first_empty, before), arrive(turn_barriers.resident_empty, 1);
       ptx::mbarrier_wait(turn_barriers.scores + 8 * (before & 1), before / 2 & 1);
       ptx::wgmma_fence();
@@ -140,6 +143,7 @@ __device__ __forceinline__ void consume_tall(const Params& params, uint32_t smem
       ptx::wgmma_pin(dq);
       arrive(turn_barriers.resident_empty, 0), arrive(turn_barriers.scores_empty, before);
       stage_dq(before, place);
+      pass_on(turn_barriers.staged, before);
     }
     const Keys& work = Block::at(number).keys;
     store_dv(params.base, dv, warp_row, work);

@@ -59,24 +59,28 @@ __device__ __forceinline__ void consume_with_dq(const Params& params, uint32_t s
     }
     ptx::wgmma_commit_group();
   };
+  const auto arrive = [&](uint32_t barrier, uint32_t n) {
+    __syncwarp();
+    if (lane == 0) ptx::mbarrier_arrive(barrier + 8 * (n & 1));
+  };
   // Waits until the staging of tile n is free and stores this warp's part of dq.
   const auto stage_dq = [&](uint32_t n, uint32_t row) {
     ptx::mbarrier_wait(turn_barriers.staged_empty + 8 * (n & 1), n / 2 & 1 ^ 1);
 #pragma unroll
     for (int i = 0; i < kDqColumns / 8; ++i)
       ptx::store_shared_float4(row + (n & 1) * kSumsBytes + i * 512, dq + 4 * i);
-    ptx::fence_proxy_async();
-    __syncwarp();
-    if (lane == 0) ptx::mbarrier_arrive(turn_barriers.staged + 8 * (n & 1));
   };
-  const auto arrive = [&](uint32_t barrier, uint32_t n) {
-    __syncwarp();
-    if (lane == 0) ptx::mbarrier_arrive(barrier + 8 * (n & 1));
+  // Passes on what has been stored for tile n. The fence takes hundreds of clocks where products
+  // keep shared memory busy, so it comes after the next products have been queued.
+  const auto pass_on = [&](uint32_t barrier, uint32_t n) {
+    ptx::fence_proxy_async();
+    arrive(barrier, n);
   };
 
   // Everything has two buffers, so the number of a tile tells buffer and phase.
   static_assert(!Config::dq || (kStages == 2 && kSecondStages == 2), "all rings are in step");
-  uint32_t n = 0;  // number of the tile, and from kNextBlock on that of the block
+  if (warpgroup == 1) turns.end();  // the first one begins
+  uint32_t n = 0;                   // number of the tile, and from kNextBlock on that of the block
 #pragma unroll 1
   for (;; n = n % 4 + (n / kNextBlock + 1) * kNextBlock) {
     const uint32_t number = n / kNextBlock;
@@ -86,8 +90,6 @@ __device__ __forceinline__ void consume_with_dq(const Params& params, uint32_t s
 #pragma unroll
     for (int i = 0; i < kD / 2; ++i) dk[i] = dv[i] = 0.f;
     if (tiles > 0) {
-      // Turns end with a block, since the keys of the next one wait for both warpgroups.
-      turns.open();
 #pragma unroll 1
       for (int i = 0; i < tiles; ++i, ++n) {
         const bool is_first = i == 0;
@@ -105,10 +107,11 @@ __device__ __forceinline__ void consume_with_dq(const Params& params, uint32_t s
         if (is_first) ptx::mbarrier_wait(barriers.resident + 8, Block::at(number).resident_parity);
         ptx::wgmma_fence();
         start_scores<kStreamRows>(dp, v, kResidentPanel, d_o + stage, kStreamPanel);
-        turns.end();
-        differentiate_all<true>(s, dp, p16, ds16, scale,
-                                statistics_at(first_statistics(smem, n & 1)),
-                                statistics_at(second_statistics(smem, n & 1)));
+        differentiate_all<true, kInPlace ? 4 : 0>(
+            s, dp, p16, ds16, scale, statistics_at(first_statistics(smem, n & 1)),
+            statistics_at(second_statistics(smem, n & 1)), [&] {
+              if (i >= 2) pass_on(turn_barriers.staged, n);
+            });
         announced_pairs(p, Block::at(number).keys, smem, n & 1, warp_row).clear(p16, ds16);
         ptx::mbarrier_wait(turn_barriers.scores_empty + 8 * (n & 1), n / 2 & 1 ^ 1);
 #pragma unroll
@@ -117,9 +120,6 @@ __device__ __forceinline__ void consume_with_dq(const Params& params, uint32_t s
                                      ds16[4 * step + 3]};
           ptx::stmatrix_x4((score_row ^ step * 32) + (n & 1) * kScoresBytes, words);
         }
-        ptx::fence_proxy_async();
-        __syncwarp();
-        if (lane == 0) ptx::mbarrier_arrive(turn_barriers.scores + 8 * (n & 1));
 
         turns.begin();
         // dq of the tile before, so that the warpgroups need not be in step. There is none at the
@@ -132,6 +132,8 @@ __device__ __forceinline__ void consume_with_dq(const Params& params, uint32_t s
         ptx::wgmma_commit_group();
         start_gradient<kStreamRows / 16>(dk, ds16, q_rows + stage);
         ptx::wgmma_commit_group();
+        turns.end();
+        pass_on(turn_barriers.scores, n);
         const uint32_t row = staging();
         ptx::wgmma_wait_group<2>();
         ptx::wgmma_pin(dq);
@@ -140,10 +142,10 @@ __device__ __forceinline__ void consume_with_dq(const Params& params, uint32_t s
         ptx::wgmma_pin(dv), ptx::wgmma_pin(p16);
         arrive(barriers.second_empty, n);
       }
-      turns.close();
       ptx::wgmma_wait_group<0>();
       ptx::wgmma_pin(dk);
       const uint32_t before = n - 1;
+      if (tiles >= 2) pass_on(turn_barriers.staged, n);
       arrive(barriers.first_empty, before), arrive(turn_barriers.resident_empty, 1);
       ptx::mbarrier_wait(turn_barriers.scores + 8 * (before & 1), before / 2 & 1);
       ptx::wgmma_fence();
@@ -153,6 +155,7 @@ __device__ __forceinline__ void consume_with_dq(const Params& params, uint32_t s
       ptx::wgmma_pin(dq);
       arrive(turn_barriers.resident_empty, 0), arrive(turn_barriers.scores_empty, before);
       stage_dq(before, row);
+      pass_on(turn_barriers.staged, before);
     }
     const Keys& work = Block::at(number).keys;
     store_dv(params.base, dv, warp_row, work);

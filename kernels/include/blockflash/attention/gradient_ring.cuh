@@ -340,13 +340,19 @@ __device__ __forceinline__ void differentiate_scores(float (&s)[n], float (&dp)[
 }
 
 // The same where queries are columns and registers are scarce: p16 takes none before dp is
-// complete, and hidden pairs are left to the caller, see `Visible::clear`.
-template <bool may_be_capped, int n, class Logs, class Deltas>
+// complete, and hidden pairs are left to the caller, see `Visible::clear`. `meanwhile` is called
+// while the scores are computed, when the first `early` logarithms have been asked for: shared
+// memory answers late while products read it.
+template <bool may_be_capped, int early, int n, class Logs, class Deltas, class Meanwhile>
 __device__ __forceinline__ void differentiate_all(float (&s)[n], float (&dp)[n],
                                                   uint32_t (&p16)[n / 2], uint32_t (&ds16)[n / 2],
                                                   const ScoreScale& scale, const Logs& logs,
-                                                  const Deltas& deltas) {
-  float negative_log[2], delta[2];
+                                                  const Deltas& deltas,
+                                                  const Meanwhile& meanwhile) {
+  float negative_log[2], delta[2], early_logs[early + 1][2];
+#pragma unroll
+  for (int j = 0; j < early; ++j) logs(j, early_logs[j]);
+  meanwhile();
   if (may_be_capped && scale.softcap > 0.f) {
     ptx::wgmma_wait_group<0>();
     ptx::wgmma_pin(s), ptx::wgmma_pin(dp);
@@ -365,10 +371,11 @@ __device__ __forceinline__ void differentiate_all(float (&s)[n], float (&dp)[n],
   ptx::wgmma_pin(s);
 #pragma unroll
   for (int j = 0; j < n / 4; ++j) {
-    logs(j, negative_log);
+    if (j >= early) logs(j, negative_log);
+    const float(&x)[2] = j < early ? early_logs[j] : negative_log;
 #pragma unroll
     for (int i = 4 * j; i < 4 * j + 4; ++i)
-      s[i] = ptx::ex2_approx(fmaf(s[i], scale.scale_log2, negative_log[i % 2]));
+      s[i] = ptx::ex2_approx(fmaf(s[i], scale.scale_log2, x[i % 2]));
   }
   ptx::wgmma_wait_group<0>();
   ptx::wgmma_pin(dp);
