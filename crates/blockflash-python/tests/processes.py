@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import multiprocessing
 import os
 import socket
 import sys
@@ -11,6 +12,9 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+
+# Processes are forks of a server that has imported this: that takes longer than most of the tests.
+multiprocessing.set_forkserver_preload(["blockflash.distributed", "pytest"])
 
 
 def _process(
@@ -43,4 +47,6 @@ def run(world: int, work: Callable[[int, int], None], backend: str = "gloo") -> 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    mp.spawn(_process, (world, port, work, backend), nprocs=world)
+    # A GPU is for processes that begin on their own.
+    method = "spawn" if backend == "nccl" else "forkserver"
+    mp.start_processes(_process, (world, port, work, backend), world, start_method=method)
