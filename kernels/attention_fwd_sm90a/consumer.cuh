@@ -83,7 +83,7 @@ struct Consumer {
     const QueryTile tile = QueryTile::load(slot);
     if (tile.key_tiles < 0) return kEnd;
     const KeyWalk mine = walk();
-    key_tile = tile.first_key_tile + mine.left - 1;
+    key_tile = (kUnion ? mine.lead : tile.first_key_tile) + mine.left - 1;
     if constexpr (Config::q_in_registers) {
       const int row = threadIdx.x / 32 % 4 * 16 + lane() % 16;
 #pragma unroll
@@ -95,7 +95,7 @@ struct Consumer {
         for (int i = 0; i < 4; ++i) q[4 * d + i] = fragment[i];
       }
     }
-    return (mine.left > 0 ? kInside : 0) | (mine.lead > 0 ? kPass : 0);
+    return (mine.left > 0 ? kInside : 0) | (mine.lead > 0 && !kUnion ? kPass : 0);
   }
 
   // s = Q·Kᵀ
@@ -178,8 +178,10 @@ struct Consumer {
   __device__ __forceinline__ void add_visible(int stage) {
     const uint32_t its_slot = is(kFresh) ? slot_before() : slot;
     const QueryTile tile = QueryTile::load(its_slot);
+    const int first = kUnion ? KeyWalk::load(its_slot + kWalkInSlot + 16 * warpgroup).lead
+                             : tile.first_key_tile;
     const int first_key =
-        key_tile_at(its_slot, is(kFresh) ? tile.first_key_tile : key_tile + 1) * kBlockKv;
+        key_tile_at(its_slot, is(kFresh) ? first : key_tile + 1) * kBlockKv;
     add_visible_products(o, p, tile.mask(params.base), tile.q_begin + first_row(), first_key,
                          smem + kVOffset + stage * kVStageBytes);
   }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "blockflash/config/attention.cuh"
+#include "blockflash/config/block_rows.cuh"
 #include "blockflash/ptx/launch.cuh"
 #include "blockflash/ptx/mbarrier.cuh"
 #include "blockflash/ptx/tensor_copy.cuh"
@@ -14,7 +15,7 @@ using Config = AttentionFwdHopperConfig;
 using Params = blockflash_attention_fwd_tma_params;
 using Origin = OriginOfKeys<Config::cache>;
 using KernelParams = Origin::Params;
-using Queue = Origin::Queue<Config::block_q, Config::heads>;
+using Queue = Origin::Queue<Config::block_q / kBlockRows, Config::heads, kBlockRows>;
 
 constexpr int kD = Config::head_dim, kBlockKv = Config::block_kv, kWarpgroups = Config::warpgroups,
               kStages = Config::stages;
@@ -24,7 +25,9 @@ constexpr bool kOnes =
     kD % 64 == 0 &&
     kD < 256;  // a panel of ones behind each tile of V; at 256 WGMMA has no columns left
 constexpr int kOutColumns = kD + (kOnes ? 8 : 0);
-constexpr bool kTurns = kWarpgroups > 1;
+// Two block rows share a CTA (union_walk.cuh). Their warpgroups do not take equally many steps.
+constexpr bool kUnion = kBlockRows > 1;
+constexpr bool kTurns = kWarpgroups > 1 && !kUnion;
 // Distance from one warpgroup to the next: in rows of Q, or in heads.
 constexpr int kRowStep = Config::heads > 1 ? 0 : 64, kHeadStep = Config::heads > 1 ? 1 : 0;
 constexpr int kCheckers = 2;  // warps that look for NaN and infinity in V
@@ -51,10 +54,15 @@ constexpr int kQBytes = 64 * 128 * kPanels, kKvBytes = kBlockKv * 128 * kPanels,
 constexpr int kKOffset = kWarpgroups * Config::q_stages * kQBytes,
               kVOffset = kKOffset + kStages * kKvBytes;
 constexpr int kSlotOffset = kVOffset + kStages * kVStageBytes, kSlots = 6,
-              kSlotBytes = 16 * (4 + kWarpgroups | 1);
+              kSlotBytes = 16 * (3 + kBlockRows + kWarpgroups | 1);
 constexpr int kBarrierOffset = kSlotOffset + kSlots * kSlotBytes, kZerosOffset = kSlotOffset + 1024;
+// With two block rows a page with the queues of steps: words and mbarriers by warpgroup, and a word
+// per stage of V.
+constexpr int kToldOffset = kZerosOffset + 1024, kStepPlaces = 16,
+              kStepsOffset = kToldOffset + 2 * 8 * kStepPlaces,
+              kSearchOffset = kStepsOffset + 2 * 4 * kStepPlaces;
 constexpr bool kStaged = !kLateQ && Config::min_blocks == 1;
-constexpr int kStagingOffset = kZerosOffset + 1024;
+constexpr int kStagingOffset = kToldOffset + kUnion * 1024;
 static_assert(kSlots * kSlotBytes + 16 * (2 * kStages + kWarpgroups * Config::q_stages) + 16 +
                       (8 + 4 * kCheckers) * kStages <=
                   1024,
@@ -82,12 +90,16 @@ struct Barriers {
     for (int i = 0; i < kCount; ++i) {
       // One arrival per warp that reads the stage: one warpgroup for Q, all consumers for K and V,
       // and the checker warps for V and for the first Q.
-      const int checkers = i >= kV && (i < kQ || (i - kQ) % kWarpgroups == 0) ? kCheckers : 0;
+      const bool checked_q = !kUnion && (i - kQ) % kWarpgroups == 0;
+      const int checkers = i >= kV && (i < kQ || checked_q) ? kCheckers : 0;
       ptx::mbarrier_init(full + 8 * i, 1);
       ptx::mbarrier_init(empty + 8 * i, (i < kQ ? kWarpgroups * 4 : 4) + checkers);
     }
     for (int i = 0; i < kStages; ++i) ptx::mbarrier_init(checked + 8 * i, kCheckers);
     ptx::mbarrier_init(announced, 1), ptx::mbarrier_init(wanted, 1);
+    if constexpr (kUnion)
+      for (int i = 0; i < 2 * kStepPlaces; ++i)
+        ptx::mbarrier_init(full - kBarrierOffset + kToldOffset + 8 * i, 1);
     ptx::fence_mbarrier_init();
   }
 };
@@ -113,11 +125,33 @@ __device__ __forceinline__ uint32_t slot_of(uint32_t smem, int n) {
 __device__ __forceinline__ int slot_parity(uint32_t smem, uint32_t slot) {
   return (slot - slot_of(smem, 0)) >> 4 & 1;
 }
-constexpr int kRowsInSlot = 32, kListInSlot = 48, kWalkInSlot = 64;
+constexpr int kRowsInSlot = 32, kListInSlot = 48, kWalkInSlot = kListInSlot + 16 * kBlockRows;
 
 // The key tile at a position of the slot's list.
 __device__ __forceinline__ int key_tile_at(uint32_t slot, int position) {
   return TileList::load(slot + kListInSlot).tile_at(position);
+}
+
+// A warp computes the walks of two block rows: four lanes each, positions in the row's own list.
+__device__ __forceinline__ void announce_rows(QueryTile tile, uint32_t slot,
+                                              const blockflash_attention_fwd_params& p) {
+  const int lane = threadIdx.x % 32, warpgroup = lane / 4 % 2, word = lane % 4;
+  const TileList list = TileList::of(p.block_mask, kBlockKv, tile.batch, tile.head,
+                                     tile.q_begin + warpgroup * kRowStep);
+  const KeyLimits limits = KeyLimits::of<kBlockKv>(p, tile, warpgroup * kRowStep, 64);
+  const int limit = word == 0   ? limits.end
+                    : word == 1 ? limits.begin
+                    : word == 2 ? limits.unmasked_begin
+                                : limits.unmasked_end;
+  const int position = limit > 0 ? list.lower_bound(limit) : 0;
+  const int first = __shfl_sync(~0u, position, lane / 4 * 4 + 1);
+  const int left = max(__shfl_sync(~0u, position, lane / 4 * 4) - first, 0);
+  const int longest = max(left, __shfl_xor_sync(~0u, left, 4));
+  const int walk = word == 0 ? left : word == 1 ? first : position - (word == 3);
+  if (lane < 8) ptx::store_shared(slot + kWalkInSlot + 4 * lane, walk);
+  if (lane < 8 && word == 0) list.store(slot + kListInSlot + 16 * warpgroup);
+  tile.first_key_tile = 0, tile.key_tiles = longest;
+  if (lane == 0) tile.store(slot);
 }
 
 // A whole warp takes the next query tile and computes its walks, one number per lane.
@@ -128,6 +162,11 @@ __device__ __forceinline__ bool announce(Queue& queue, uint32_t slot) {
   if (!queue.take(tile)) {
     if (lane == 0) QueryTile{0, 0, 0, 0, 0, 0, 0, -1}.store(slot);
     return false;
+  }
+  if constexpr (kUnion) {
+    announce_rows(tile, slot, p);
+    if (lane == 0) queue.rows_of(tile).store(slot + kRowsInSlot);
+    return true;
   }
   const TileList list = Origin::has_block_masks ? TileList::of(p.block_mask, kBlockKv, tile.batch,
                                                                tile.head, tile.q_begin)
