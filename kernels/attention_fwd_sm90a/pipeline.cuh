@@ -39,11 +39,13 @@ constexpr bool kLateQ = !Config::q_in_registers && Config::q_stages == 1;
 // the launch bounds give the CTA, or setmaxnreg would wait for ever.
 constexpr int kProducerRegisters = Config::min_blocks == 3 ? 32
                                    : kWarpgroups == 1      ? 56
+                                   : kUnion                ? 56
                                    : kWarpgroups == 2      ? 40
                                                            : 32;
 constexpr int kConsumerRegisters = Config::min_blocks == 3   ? 128
                                    : Config::min_blocks == 2 ? 200
                                    : kWarpgroups == 1        ? 240
+                                   : kUnion                  ? 224
                                    : kWarpgroups == 2        ? 232
                                                              : 160;
 
