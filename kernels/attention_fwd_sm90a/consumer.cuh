@@ -178,10 +178,9 @@ struct Consumer {
   __device__ __forceinline__ void add_visible(int stage) {
     const uint32_t its_slot = is(kFresh) ? slot_before() : slot;
     const QueryTile tile = QueryTile::load(its_slot);
-    const int first = kUnion ? KeyWalk::load(its_slot + kWalkInSlot + 16 * warpgroup).lead
-                             : tile.first_key_tile;
-    const int first_key =
-        key_tile_at(its_slot, is(kFresh) ? first : key_tile + 1) * kBlockKv;
+    const int first =
+        kUnion ? KeyWalk::load(its_slot + kWalkInSlot + 16 * warpgroup).lead : tile.first_key_tile;
+    const int first_key = key_tile_at(its_slot, is(kFresh) ? first : key_tile + 1) * kBlockKv;
     add_visible_products(o, p, tile.mask(params.base), tile.q_begin + first_row(), first_key,
                          smem + kVOffset + stage * kVStageBytes);
   }

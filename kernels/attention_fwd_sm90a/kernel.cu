@@ -13,7 +13,6 @@
 #include "consumer.cuh"
 #include "pipeline.cuh"
 #include "union_consumer.cuh"
-
 #include "values.cuh"
 
 BLOCKFLASH_KERNEL(const __grid_constant__ blockflash::KernelParams kernel_params) {

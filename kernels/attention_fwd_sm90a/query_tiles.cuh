@@ -113,8 +113,8 @@ struct QueueCounter {
 // values fit into L2 together; within a section the queries that see the most keys come first.
 // Under a block mask the longest eighth of the rows of all heads comes before the sections, since a
 // long row that starts late would end long after everything else. `tile_heads` heads share a tile,
-// or `block_rows` neighbouring tiles of block_q queries, which are taken from the last to the first:
-// an order of single rows says nothing about pairs.
+// or `block_rows` neighbouring tiles of block_q queries, which are taken from the last to the
+// first: an order of single rows says nothing about pairs.
 template <int block_q, int tile_heads, int block_rows>
 struct TileQueue : QueueCounter {
   int batch = 0,

@@ -16,8 +16,8 @@ struct UnionConsumer : Consumer {
   // Gives K the phase of this step and V that of the pending one.
   __device__ __forceinline__ void set_phases(Step now) {
     constexpr uint32_t kOfK = (1u << kStages) - 1, kOfV = kOfK << kStages;
-    full.bits = full.bits & ~(kOfK | kOfV) | (now.parity() ? kOfK : 0u) |
-                (pending.parity() ? kOfV : 0u);
+    full.bits =
+        full.bits & ~(kOfK | kOfV) | (now.parity() ? kOfK : 0u) | (pending.parity() ? kOfV : 0u);
   }
 
   // Whether the pending V, which a mask concerns, holds NaN or infinity.
@@ -73,8 +73,7 @@ struct UnionConsumer : Consumer {
       release(now.stage());
       if (params.base.softcap > 0.f) {
 #pragma unroll
-        for (float& score : s)
-          score = soft_cap(score, params.base.softcap, params.scale_over_cap);
+        for (float& score : s) score = soft_cap(score, params.base.softcap, params.scale_over_cap);
       }
       if (is(kMasked)) mask_row(s, 0, visible[0]), mask_row(s, 1, visible[1]);
       int top[2];
@@ -123,7 +122,8 @@ struct UnionConsumer : Consumer {
   }
 };
 
-// The checker warps where two block rows share a CTA. The producer says which stages of V to search.
+// The checker warps where two block rows share a CTA. The producer says which stages of V to
+// search.
 __device__ __forceinline__ void check_values_of_union(uint32_t smem, const Barriers& barriers,
                                                       int checker) {
   Phases full = {0};

@@ -3,8 +3,8 @@
 //
 // A tile that both rows visit is loaded once, and that saves reads from L2, which bind where lists
 // are arbitrary. A warpgroup never touches a stage that holds a foreign tile: the producer arrives
-// at the "empty" mbarrier in its place. So it cannot count stages, and the producer tells it what to
-// do next by a queue of words, one step each.
+// at the "empty" mbarrier in its place. So it cannot count stages, and the producer tells it what
+// to do next by a queue of words, one step each.
 #pragma once
 
 #include "blockflash/ptx/mbarrier_many.cuh"
@@ -75,8 +75,8 @@ struct RowWalk {
 };
 
 // One thread issues all TMA loads. V of a key tile follows K of the next one, also across query
-// tiles. A step is told after the V before it, so that the "full" mbarriers of all that it needs are
-// in their last phase and the parity tells.
+// tiles. A step is told after the V before it, so that the "full" mbarriers of all that it needs
+// are in their last phase and the parity tells.
 template <class Given>
 __device__ __forceinline__ void produce_union(const Given& kernel_params, uint32_t smem,
                                               const Barriers& barriers) {
@@ -86,7 +86,8 @@ __device__ __forceinline__ void produce_union(const Given& kernel_params, uint32
   int v_next = -1, v_rows = 0;  // key tile whose V is still to be loaded, and who visits it
   int v_search = kPassValues;
   StepQueue steps[2] = {StepQueue(smem, 0), StepQueue(smem, 1)};
-  int foreign[2] = {kPatience, kPatience};  // key tiles since the row's last own one, up to kPatience
+  int foreign[2] = {kPatience,
+                    kPatience};  // key tiles since the row's last own one, up to kPatience
 
   const auto copy = [&](int at, uint32_t dst, int bytes, int box_rows,
                         const blockflash_tensor_map& map, int row, int head, int batch) {

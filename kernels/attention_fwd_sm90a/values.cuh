@@ -27,20 +27,19 @@ __device__ __forceinline__ void search_values(uint32_t smem, const Barriers& bar
                                               int checker) {
   using Traits = ElementTraits<Config::Element>;
   const int lane = threadIdx.x % 32;
-          uint32_t sums = 0;
-          constexpr int kPieces = kKvBytes / (512 * kCheckers);
-          const uint32_t at =
-              smem + kVOffset + stage * kVStageBytes + checker * (kPieces * 512) + lane * 16;
-  #pragma unroll 4
-          for (int piece = 0; piece < kPieces; ++piece) {
-            const int4 words = ptx::load_shared_int4(at + piece * 512);
-            for (int word : {words.x, words.y, words.z, words.w})
-              sums = Traits::zero_times_plus(word, sums);
-          }
-          const bool found = __any_sync(~0u, sums != 0);
-          if (lane == 0)
-            ptx::store_shared(barriers.nonfinite + 4 * (stage * kCheckers + checker), found);
-          __syncwarp();
+  uint32_t sums = 0;
+  constexpr int kPieces = kKvBytes / (512 * kCheckers);
+  const uint32_t at =
+      smem + kVOffset + stage * kVStageBytes + checker * (kPieces * 512) + lane * 16;
+#pragma unroll 4
+  for (int piece = 0; piece < kPieces; ++piece) {
+    const int4 words = ptx::load_shared_int4(at + piece * 512);
+    for (int word : {words.x, words.y, words.z, words.w})
+      sums = Traits::zero_times_plus(word, sums);
+  }
+  const bool found = __any_sync(~0u, sums != 0);
+  if (lane == 0) ptx::store_shared(barriers.nonfinite + 4 * (stage * kCheckers + checker), found);
+  __syncwarp();
 }
 
 // Checker warps search V for NaN and infinity where a mask hides keys from some of the queries,
