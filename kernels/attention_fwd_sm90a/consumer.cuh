@@ -165,7 +165,8 @@ struct Consumer {
   __device__ __forceinline__ void look_up_mask(uint32_t (&visible)[2]) const {
     const QueryTile tile = QueryTile::load(slot);
     const AttentionMask mask = tile.mask(params.base);
-    const int first_key = key_tile_at(slot, key_tile) * kBlockKv + accumulator_column(lane(), 0);
+    const int first_key = key_tile_at(slot + kListStep * warpgroup, key_tile) * kBlockKv +
+                          accumulator_column(lane(), 0);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const KeyRange keys = mask.keys_of<int>(tile.q_begin + first_row() + 8 * half);
@@ -180,7 +181,8 @@ struct Consumer {
     const QueryTile tile = QueryTile::load(its_slot);
     const int first =
         kUnion ? KeyWalk::load(its_slot + kWalkInSlot + 16 * warpgroup).lead : tile.first_key_tile;
-    const int first_key = key_tile_at(its_slot, is(kFresh) ? first : key_tile + 1) * kBlockKv;
+    const int position = is(kFresh) ? first : key_tile + 1;
+    const int first_key = key_tile_at(its_slot + kListStep * warpgroup, position) * kBlockKv;
     add_visible_products(o, p, tile.mask(params.base), tile.q_begin + first_row(), first_key,
                          smem + kVOffset + stage * kVStageBytes);
   }
@@ -255,9 +257,8 @@ struct Consumer {
   __device__ __forceinline__ void run() {
     slot = slot_of(smem, kSlots - 1);
     int stage = 0;  // stage of the next key tile
-    const auto v_stage = [&] {
-      return stage == 0 ? kStages - 1 : stage - 1;
-    };  // stage of the pending probabilities
+    // Stage of the pending probabilities.
+    const auto v_stage = [&] { return stage == 0 ? kStages - 1 : stage - 1; };
     const auto takes_turn = [&] { return has_scores() && !is(kFresh); };
 #pragma unroll 1
     for (;;) {

@@ -117,8 +117,8 @@ struct Phases {
   }
 };
 
-// A slot describes one query tile: the tile, its rows, its list of key tiles and the walk of each
-// warpgroup. A count of -1 key tiles ends the queue.
+// A slot describes one query tile: the tile, its rows, its list of key tiles, or one for each
+// warpgroup, and the walk of each warpgroup. A count of -1 key tiles ends the queue.
 __device__ __forceinline__ uint32_t slot_of(uint32_t smem, int n) {
   return smem + kSlotOffset + n % kSlots * kSlotBytes;
 }
@@ -127,7 +127,8 @@ __device__ __forceinline__ uint32_t slot_of(uint32_t smem, int n) {
 __device__ __forceinline__ int slot_parity(uint32_t smem, uint32_t slot) {
   return (slot - slot_of(smem, 0)) >> 4 & 1;
 }
-constexpr int kRowsInSlot = 32, kListInSlot = 48, kWalkInSlot = kListInSlot + 16 * kBlockRows;
+constexpr int kRowsInSlot = 32, kListInSlot = 48, kWalkInSlot = kListInSlot + 16 * kBlockRows,
+              kListStep = kUnion ? 16 : 0;  // from the list of one warpgroup to the next
 
 // The key tile at a position of the slot's list.
 __device__ __forceinline__ int key_tile_at(uint32_t slot, int position) {

@@ -44,6 +44,40 @@ struct UnionConsumer : Consumer {
     state = state & ~(kPending | kSkip) | kOutput;
   }
 
+  // A step without masks. As Consumer::fast_step, but a branch keeps the exponentials before the
+  // wait for P·V, since no turns make the other warpgroup fill that time.
+  __device__ __forceinline__ void regular_step(Step now) {
+    full.wait(barriers.full, now.stage());
+    ptx::wgmma_pin(o), ptx::wgmma_pin(s), ptx::wgmma_pin(p);
+    ptx::wgmma_fence();
+    start_scores(now.stage());
+    full.wait(barriers.full, Barriers::kV + pending.stage());
+    ptx::wgmma_fence();
+    start_output(pending.stage(), state & kOutput);
+    state |= kOutput;
+    ptx::wgmma_wait_group<1>();
+    ptx::wgmma_pin(s);
+    release(now.stage());
+    int top[2];
+    softmax.largest(s, top);
+    const bool grew = softmax.exceeds(top, kSlack, params.inverse_scale_log2);
+    float rescale[2] = {1.f, 1.f};
+    if (grew) softmax.move(s, top, params.scale_log2, rescale);
+    softmax.exponentiate(s, params.scale_log2);
+    ptx::wgmma_pin(s);
+    if (grew) {
+      ptx::wgmma_wait_group<0>();
+      ptx::wgmma_pin(o);
+      rescale_output(rescale);
+    } else {
+      ptx::wgmma_wait_group<0>();
+    }
+    ptx::wgmma_pin(o), ptx::wgmma_pin(p);
+    release(Barriers::kV + pending.stage());
+    softmax.template round<Traits>(s, p);
+    ptx::wgmma_pin(p);
+  }
+
   // A step of any kind with scores, or the first of a query tile, which also completes the previous
   // one. Both products are issued in any case, as in Consumer::run; without a pending one,
   // probabilities are zeros and meet a page of zeros.
@@ -113,7 +147,7 @@ struct UnionConsumer : Consumer {
       if (!now.is(Step::kBegins) && (state & (kPending | kSkip)) == kPending &&
           !(params.base.softcap > 0.f) && key_tile <= mine.unmasked_last &&
           key_tile >= mine.unmasked_first) {
-        fast_step(now.stage(), pending.stage(), false);
+        regular_step(now);
         --key_tile, pending = now;
       } else {
         general_step(now);
