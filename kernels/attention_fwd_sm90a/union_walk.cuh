@@ -1,5 +1,6 @@
-// Two neighbouring block rows in a CTA: the producer walks the union of their lists, from the last
-// key tile to the first, and every consumer warpgroup computes the tiles of its own list.
+// The producer where two neighbouring block rows share a CTA. It walks the union of their lists,
+// from the last key tile to the first, and each consumer warpgroup computes the tiles of its own
+// list.
 //
 // A tile that both rows visit is loaded once, and that saves reads from L2, which bind where lists
 // are arbitrary. A warpgroup never touches a stage that holds a foreign tile: the producer arrives
@@ -81,13 +82,13 @@ template <class Given>
 __device__ __forceinline__ void produce_union(const Given& kernel_params, uint32_t smem,
                                               const Barriers& barriers) {
   const Params& params = reinterpret_cast<const Params&>(kernel_params);
-  Phases empty = {~0u};  // every stage is empty at first
-  int stage = 0, parity = 0;
-  int v_next = -1, v_rows = 0;  // key tile whose V is still to be loaded, and who visits it
-  int v_search = kPassValues;
+  Phases empty = {~0u};       // every stage is empty at first
+  int stage = 0, parity = 0;  // of the next key tile
+  int v_next = -1;            // key tile whose V is still to be loaded, into the stage before
+  int v_rows = 0, v_search = kPassValues;  // who visits it, and whether a mask concerns it
   StepQueue steps[2] = {StepQueue(smem, 0), StepQueue(smem, 1)};
-  int foreign[2] = {kPatience,
-                    kPatience};  // key tiles since the row's last own one, up to kPatience
+  // Key tiles since the last own one of each row, up to kPatience.
+  int foreign[2] = {kPatience, kPatience};
 
   const auto copy = [&](int at, uint32_t dst, int bytes, int box_rows,
                         const blockflash_tensor_map& map, int row, int head, int batch) {
@@ -97,7 +98,7 @@ __device__ __forceinline__ void produce_union(const Given& kernel_params, uint32
       ptx::tensor_copy_4d(dst + panel * box_rows * 128, &map, panel * 64, row, head, batch,
                           barriers.full + 8 * at);
   };
-  // Loads a key tile; who does not visit it has released it already.
+  // Loads a key tile, and releases its stage in place of a row that does not visit it.
   const auto copy_keys = [&](int at, uint32_t dst, const blockflash_tensor_map& map, uint32_t slot,
                              int key_tile, int visitors) {
     if (visitors != 3) ptx::mbarrier_arrive_many(barriers.empty + 8 * at, 4);
