@@ -135,7 +135,8 @@ __device__ __forceinline__ int key_tile_at(uint32_t slot, int position) {
   return TileList::load(slot + kListInSlot).tile_at(position);
 }
 
-// A warp computes the walks of two block rows: four lanes each, positions in the row's own list.
+// A warp computes the walks of two block rows, four lanes each, in positions of the row's own list.
+// The key tiles of the query tile are those of the longer walk.
 __device__ __forceinline__ void announce_rows(QueryTile tile, uint32_t slot,
                                               const blockflash_attention_fwd_params& p) {
   const int lane = threadIdx.x % 32, warpgroup = lane / 4 % 2, word = lane % 4;
@@ -206,7 +207,7 @@ __device__ __forceinline__ bool announce(Queue& queue, uint32_t slot) {
 // The scheduler warp. It prefetches the next query tile kAnnounceAhead key tiles before the
 // producer needs it: early enough to hide the lookup, late enough to keep dynamic load balancing.
 // The first tile has been announced already.
-constexpr int kAnnounceAhead = 8;
+constexpr int kAnnounceAhead = kUnion ? 16 : 8;  // pairs are looked up more slowly
 __device__ __forceinline__ void schedule(Queue& queue, uint32_t smem, const Barriers& barriers) {
   const auto announced = [&] {
     __syncwarp();

@@ -112,20 +112,13 @@ struct QueueCounter {
 // The queue of query tiles, on which a whole warp works. Heads are taken in sections whose keys and
 // values fit into L2 together; within a section the queries that see the most keys come first.
 // Under a block mask the longest eighth of the rows of all heads comes before the sections, since a
-// long row that starts late would end long after everything else. `tile_heads` heads share a tile,
-// or `block_rows` neighbouring tiles of block_q queries, which are taken from the last to the
-// first: an order of single rows says nothing about pairs.
-template <int block_q, int tile_heads, int block_rows>
+// long row that starts late would end long after everything else. `tile_heads` heads share a tile.
+template <int block_q, int tile_heads>
 struct TileQueue : QueueCounter {
   int batch = 0,
       base = 0;  // packed: the sequence that holds `index`, and the index of its first tile
 
   using QueueCounter::QueueCounter;
-
-  __device__ __forceinline__ int tiles_of(int seqlen_q) const {
-    const int tiles = tiles_of_queries(params.base.block_mask, seqlen_q, block_q);
-    return (tiles + block_rows - 1) / block_rows;
-  }
 
   // The tile at `index` without its key tiles; false past the end.
   __device__ __forceinline__ bool take(QueryTile& tile) {
@@ -142,15 +135,14 @@ struct TileQueue : QueueCounter {
         if (batch == p.batch) return false;
         const PackedRows queries = PackedRows::of(p.cu_seqlens_q, batch, p.total_q, p.seqlen_q);
         tile.q_offset = queries.begin, tile.seqlen_q = queries.length;
-        const int tiles = tiles_of(tile.seqlen_q) * heads;
+        const int tiles = tiles_of_queries(p.block_mask, tile.seqlen_q, block_q) * heads;
         if (index - base < tiles) break;
         base += tiles;
       }
       tile.seqlen_kv = PackedRows::of(p.cu_seqlens_kv, batch, p.total_kv, p.seqlen_kv).length;
     }
-    const int tiles_q = tiles_of(tile.seqlen_q);
-    const int early =
-        p.block_mask.row_order != nullptr && !packed && block_rows == 1 ? tiles_q / 8 : 0;
+    const int tiles_q = tiles_of_queries(p.block_mask, tile.seqlen_q, block_q);
+    const int early = p.block_mask.row_order != nullptr && !packed ? tiles_q / 8 : 0;
     int at = index - base, first_row = 0, rows_here = early;
     if (at >= early * heads) at -= early * heads, first_row = early, rows_here = tiles_q - early;
     if (at >= rows_here * heads) return false;
@@ -160,10 +152,6 @@ struct TileQueue : QueueCounter {
               head = section + rest - row * width;
     tile.batch = packed ? batch : head / heads_q;
     tile.head = (packed ? head : head - tile.batch * heads_q) * tile_heads;
-    if constexpr (block_rows > 1) {
-      tile.q_begin = (tiles_q - 1 - first_row - row) * block_rows * block_q;
-      return true;
-    }
     const BlockRows rows = BlockRows::of(p.block_mask, tile.batch);
     tile.q_begin = tile_of_queries(p.block_mask, rows, tiles_q, block_q, tile.batch, tile.head,
                                    first_row + row) *
@@ -173,6 +161,35 @@ struct TileQueue : QueueCounter {
 
   __device__ __forceinline__ TileRows rows_of(const QueryTile& tile) const {
     return TileRows::of(params.base, tile);
+  }
+};
+
+// The queue of pairs of neighbouring tiles 2 t and 2 t + 1, in the order of single ones: a pair is
+// taken where its longer list comes, among equal ones the second, and passed over where the other
+// one does.
+template <int block_q>
+struct PairQueue : TileQueue<block_q, 1> {
+  using TileQueue<block_q, 1>::TileQueue;
+
+  __device__ __forceinline__ bool take(QueryTile& tile) {
+    while (TileQueue<block_q, 1>::take(tile)) {
+      if (leads(tile)) {
+        tile.q_begin = tile.q_begin / (2 * block_q) * (2 * block_q);
+        return true;
+      }
+      this->advance();
+    }
+    return false;
+  }
+
+  // Whether a tile has the longer list of its pair, or is alone.
+  __device__ __forceinline__ bool leads(const QueryTile& tile) const {
+    const blockflash_block_mask& m = this->params.base.block_mask;
+    const int other = tile.q_begin ^ block_q;
+    if (other / block_q >= tiles_of_queries(m, tile.seqlen_q, block_q)) return true;
+    const int difference = TileList::of(m, block_q, tile.batch, tile.head, tile.q_begin).count -
+                           TileList::of(m, block_q, tile.batch, tile.head, other).count;
+    return difference > 0 || (difference == 0 && tile.q_begin > other);
   }
 };
 

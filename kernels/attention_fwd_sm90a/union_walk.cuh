@@ -29,10 +29,10 @@ struct Step {
 };
 static_assert(kStages <= 8);
 
-// The queue of a warpgroup: a word and an mbarrier per place. No place is overwritten before its
-// word was read: of own key tiles at most kStages can be announced, since each has a stage, and
-// beside them one completion of a product after each, the next query tile (it has to get Q first)
-// and the end.
+// The queue of a warpgroup: a word and an mbarrier per place. No place is overwritten before every
+// warp has read its word: of own key tiles at most kStages are told ahead, since each has a stage,
+// and beside them a completion after each, and a query tile without key tiles, which waits until
+// the previous one has given its Q back.
 struct StepQueue {
   static constexpr int kPlaces = kStepPlaces;
   static_assert(kPlaces >= 2 * kStages + 2 && (kPlaces & (kPlaces - 1)) == 0);
@@ -57,7 +57,8 @@ struct StepQueue {
 };
 
 // After so many foreign key tiles in succession a warpgroup completes its pending product without
-// new scores, or the stage of V that it holds would stop the ring, and with it its next key tile.
+// new scores. With more than kStages + 1, the stage of V that it holds would stop the ring before
+// its next key tile: a deadlock.
 constexpr int kPatience = kStages - 1;
 
 // What the checker warps do with a stage of V.

@@ -25,9 +25,9 @@ fn every_kernel_of_two_block_rows() {
     }
     let check = |(kernel, tile): Tiled, gpu: &Gpu, report: &mut Report| {
         let one_row = AttentionTile { block_rows: 1, ..tile };
-        let single = manifest::kernels().iter().find(|other| {
-            other.target == kernel.target && other.attention_tile() == Some(one_row)
-        });
+        let single = manifest::kernels()
+            .iter()
+            .find(|other| other.target == kernel.target && other.attention_tile() == Some(one_row));
         for case in hostile_lists(&tile) {
             report.run(kernel, || run_case(&case, Choice::This(kernel), &gpu.stream));
             report.run(kernel, || {
@@ -51,7 +51,8 @@ fn hostile_lists(tile: &AttentionTile) -> Vec<AttentionCase> {
         window(Some(300), Some(70)),
         window(Some(3), Some(0)),
     ];
-    let contents = [Content::Normal, Content::UnseenNan, Content::LargeScores, Content::NanInValues];
+    let contents =
+        [Content::Normal, Content::UnseenNan, Content::LargeScores, Content::NanInValues];
     let patterns = Pairs::ALL.map(BlockPattern::Pairs).into_iter().chain([
         BlockPattern::Random(0.05),
         BlockPattern::Random(0.25),

@@ -105,7 +105,6 @@ proptest! {
                 let block_q = block_mask.map_or(tile.block_q, |mask| mask.block_q);
                 let tiles_per_block = (block_q / tile.block_q) as usize;
                 let tiles_q = sizes.1.div_ceil(block_q as usize) * tiles_per_block;
-                let tiles_q = tiles_q.div_ceil(tile.block_rows as usize);
                 let tiles = (tiles_q * heads[0] * sizes.0) as u32;
                 let stay = match kernel.variant {
                     Variant::AttentionFwdHopper(tile) => {

@@ -210,7 +210,7 @@ fn plans_say_how_the_mask_is_read() {
         assert!(m.row_ptr.is_null() && m.cu_rows.is_null());
         assert_eq!([m.rows, m.groups_per_batch, m.heads_per_group], [8, 0, 4]);
         // As many tiles as if all sequences were the longest: two rows, for 8 heads of 6 sequences.
-        let tiles = 2 * (256 / tile.queries()) * 8 * 6;
+        let tiles = 2 * (256 / tile.block_q) * 8 * 6;
         let stay = match kernel.variant {
             manifest::Variant::AttentionFwdHopper(tile) => 108 * tile.blocks_per_multiprocessor,
             _ => u32::MAX,

@@ -170,7 +170,7 @@ fn every_kernel_has_a_plan() {
         }
         let asks = tile.lse.suits(true);
         let plan = plan(kernel, if asks { &with } else { &without }, &gpu(9, 0)).unwrap();
-        let tiles = 300u32.div_ceil(tile.block_q).div_ceil(tile.block_rows) * (8 / tile.heads) * 2;
+        let tiles = 300u32.div_ceil(tile.block_q) * (8 / tile.heads) * 2;
         let hopper = matches!(plan.params, AttentionParams::Hopper(_));
         assert_eq!(plan.config.grid, [if hopper { tiles.min(108) } else { tiles }, 1, 1]);
         assert_eq!(hopper, kernel.family().counts_tiles());

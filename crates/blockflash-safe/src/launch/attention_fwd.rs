@@ -34,7 +34,8 @@ pub struct AttentionFwdOperands<'a> {
 }
 
 impl AttentionFwdOperands<'_> {
-    /// Checks sizes and strides against the tensors, and returns the number of query tiles.
+    /// Checks sizes and strides against the tensors, and returns the number of query tiles, by which
+    /// also kernels of two block rows count.
     pub(super) fn fit(
         &self,
         tile: &AttentionTile,
@@ -68,8 +69,6 @@ impl AttentionFwdOperands<'_> {
                 mask.fit([tile.block_q, tile.block_kv], &p.block_mask, lengths, groups)?
             }
         };
-        let rows_per_tile = i128::from(tile.block_rows);
-        let tiles_q = (tiles_q + rows_per_tile - 1) / rows_per_tile;
         let (heads_per_tile, group) = (i64::from(tile.heads), heads_q / heads_kv);
         let mask_group =
             if self.block_mask.is_some() { i64::from(p.block_mask.heads_per_group) } else { group };
