@@ -71,9 +71,9 @@ impl Pairs {
     fn visits(self, row: usize, col: usize, cols: usize) -> bool {
         let (pair, second) = (row / 2, row % 2);
         match self {
-            Self::Equal => (col * (pair + 2) / 3 + pair) % 3 != 0,
+            Self::Equal => !(col * (pair + 2) / 3 + pair).is_multiple_of(3),
             Self::Interleaved => col % 2 == second,
-            Self::Halves => (col < cols / 2) == ((pair + second) % 2 == 0),
+            Self::Halves => (col < cols / 2) == (pair + second).is_multiple_of(2),
             Self::Gaps => pair % 2 == second || col.is_multiple_of(pair % 9 + 1),
             Self::OneSided => [[true, false], [false, true], [false, false]][pair % 3][second],
             Self::Half => [[true, false, true, false], [true, true, false, false]][second][col % 4],
