@@ -42,9 +42,10 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash::KernelParams kernel_params
   if (warpgroup == 0) {
     ptx::lower_registers<kProducerRegisters>();
     if constexpr (kUnion) {
-      if (threadIdx.x == 0) produce_union(kernel_params, smem, barriers);
+      if (threadIdx.x == 0) load_keys(params, smem, barriers);
       if (threadIdx.x / 32 == 1) schedule(queue, smem, barriers);
-      if (threadIdx.x / 32 >= 2) check_values_of_union(smem, barriers, threadIdx.x / 32 - 2);
+      if (threadIdx.x / 32 == 2) check_values_of_union(smem, barriers);
+      if (threadIdx.x == 96) load_values(params, smem, barriers);
     } else {
       if (threadIdx.x < Origin::producers) produce(kernel_params, smem, barriers);
       if (threadIdx.x / 32 == 1) schedule(queue, smem, barriers);

@@ -30,7 +30,7 @@ constexpr bool kUnion = kBlockRows > 1;
 constexpr bool kTurns = kWarpgroups > 1 && !kUnion;
 // Distance from one warpgroup to the next: in rows of Q, or in heads.
 constexpr int kRowStep = Config::heads > 1 ? 0 : 64, kHeadStep = Config::heads > 1 ? 1 : 0;
-constexpr int kCheckers = 2;  // warps that look for NaN and infinity in V
+constexpr int kCheckers = kUnion ? 1 : 2;  // warps that look for NaN and infinity in V
 // Q has a single buffer, which becomes free when the scores of the last key tile are complete. The
 // scores of the next queries are then issued after P·V of that key tile instead of before it.
 constexpr bool kLateQ = !Config::q_in_registers && Config::q_stages == 1;
@@ -58,11 +58,13 @@ constexpr int kKOffset = kWarpgroups * Config::q_stages * kQBytes,
 constexpr int kSlotOffset = kVOffset + kStages * kVStageBytes, kSlots = 6,
               kSlotBytes = 16 * (3 + kBlockRows + kWarpgroups | 1);
 constexpr int kBarrierOffset = kSlotOffset + kSlots * kSlotBytes, kZerosOffset = kSlotOffset + 1024;
-// With two block rows a page with the queues of steps: words and mbarriers by warpgroup, and a word
-// per stage of V.
+// With two block rows a page with three queues, of the steps of each warpgroup and of their union
+// (mbarriers, then entries), and a word per stage of V.
 constexpr int kToldOffset = kZerosOffset + 1024, kStepPlaces = 16,
-              kStepsOffset = kToldOffset + 2 * 8 * kStepPlaces,
+              kUnionOffset = kToldOffset + 3 * 8 * kStepPlaces,
+              kStepsOffset = kUnionOffset + 16 * kStepPlaces,
               kSearchOffset = kStepsOffset + 2 * 4 * kStepPlaces;
+static_assert(kSearchOffset + 4 * kStages <= kToldOffset + 1024);
 constexpr bool kStaged = !kLateQ && Config::min_blocks == 1;
 constexpr int kStagingOffset = kToldOffset + kUnion * 1024;
 static_assert(kSlots * kSlotBytes + 16 * (2 * kStages + kWarpgroups * Config::q_stages) + 16 +
@@ -100,7 +102,7 @@ struct Barriers {
     for (int i = 0; i < kStages; ++i) ptx::mbarrier_init(checked + 8 * i, kCheckers);
     ptx::mbarrier_init(announced, 1), ptx::mbarrier_init(wanted, 1);
     if constexpr (kUnion)
-      for (int i = 0; i < 2 * kStepPlaces; ++i)
+      for (int i = 0; i < 3 * kStepPlaces; ++i)
         ptx::mbarrier_init(full - kBarrierOffset + kToldOffset + 8 * i, 1);
     ptx::fence_mbarrier_init();
   }

@@ -1,4 +1,4 @@
-// A consumer warpgroup that shares its CTA with another block row, and the checker warps there.
+// A consumer warpgroup that shares its CTA with another block row, and the checker warp there.
 #pragma once
 
 #include "consumer.cuh"
@@ -23,11 +23,9 @@ struct UnionConsumer : Consumer {
   // Whether the pending V, which a mask concerns, holds NaN or infinity.
   __device__ __forceinline__ bool finds_nonfinite() const {
     full.peek(barriers.checked - 8 * Barriers::kV, Barriers::kV + pending.stage());
-    // Lane 0 reads the words and also releases V, which orders this read before the next write.
+    // Lane 0 reads the word and also releases V, which orders this read before the next write.
     uint32_t found = 0;
-    if (lane() == 0)
-      found = ptx::load_shared(barriers.nonfinite + 8 * pending.stage()) |
-              ptx::load_shared(barriers.nonfinite + 8 * pending.stage() + 4);
+    if (lane() == 0) found = ptx::load_shared(barriers.nonfinite + 4 * pending.stage());
     return __shfl_sync(~0u, found, 0);
   }
 
@@ -156,10 +154,8 @@ struct UnionConsumer : Consumer {
   }
 };
 
-// The checker warps where two block rows share a CTA. The producer says which stages of V to
-// search.
-__device__ __forceinline__ void check_values_of_union(uint32_t smem, const Barriers& barriers,
-                                                      int checker) {
+// The checker warp where two block rows share a CTA. The producer says which stages of V to search.
+__device__ __forceinline__ void check_values_of_union(uint32_t smem, const Barriers& barriers) {
   Phases full = {0};
   int stage = 0;
 #pragma unroll 1
@@ -168,7 +164,7 @@ __device__ __forceinline__ void check_values_of_union(uint32_t smem, const Barri
     __syncwarp();
     const int search = static_cast<int>(ptx::load_shared(smem + kSearchOffset + 4 * stage));
     if (search == kNoMoreValues) break;
-    if (search == kSearchValues) search_values(smem, barriers, stage, checker);
+    if (search == kSearchValues) search_values(smem, barriers, stage, 0);
     __syncwarp();
     if (threadIdx.x % 32 == 0) {
       ptx::mbarrier_arrive(barriers.checked + 8 * stage);

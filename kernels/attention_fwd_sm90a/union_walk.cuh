@@ -1,6 +1,6 @@
 // The producer where two neighbouring block rows share a CTA. It walks the union of their lists,
 // from the last key tile to the first, and each consumer warpgroup computes the tiles of its own
-// list.
+// list. One thread walks and loads Q and K, another one loads V and tells the consumers.
 //
 // A tile that both rows visit is loaded once, and that saves reads from L2, which bind where lists
 // are arbitrary. A warpgroup never touches a stage that holds a foreign tile: the producer arrives
@@ -57,129 +57,176 @@ struct StepQueue {
 };
 
 // After so many foreign key tiles in succession a warpgroup completes its pending product without
-// new scores. With more than kStages + 1, the stage of V that it holds would stop the ring before
-// its next key tile: a deadlock.
+// new scores. With more than kStages, the stage of V that it holds would stop the ring before its
+// next key tile is told: a deadlock.
 constexpr int kPatience = kStages - 1;
 
-// What the checker warps do with a stage of V.
+// What the checker warp does with a stage of V.
 constexpr int kPassValues = 0, kSearchValues = 1, kNoMoreValues = 2;
+
+// A step of the walk, as the thread that loads K passes it on: the rows of V and who visits them.
+struct UnionStep {
+  // Without kLoads there are no rows. kSearch: a mask concerns them. For row w, shifted by w:
+  // kVisits; kTells, there is a step for it, which may begin its query tile.
+  static constexpr int kLoads = 1, kSearch = 2, kEnds = 4, kVisits = 8, kTells = 32, kBegins = 128;
+  int row, head, batch, flags;
+
+  static constexpr int kPlaces = kStepPlaces;  // as for StepQueue, which is filled from here
+  __device__ __forceinline__ void put(uint32_t smem, uint32_t turn) const {
+    const int at = turn % kPlaces;
+    ptx::store_shared_int4(smem + kUnionOffset + 16 * at, make_int4(row, head, batch, flags));
+    ptx::mbarrier_arrive(smem + kToldOffset + 8 * (2 * kPlaces + at));
+  }
+  static __device__ __forceinline__ UnionStep take(uint32_t smem, uint32_t turn) {
+    const int at = turn % kPlaces;
+    ptx::mbarrier_wait(smem + kToldOffset + 8 * (2 * kPlaces + at), turn / kPlaces & 1);
+    const int4 a = ptx::load_shared_int4(smem + kUnionOffset + 16 * at);
+    return {a.x, a.y, a.z, a.w};
+  }
+};
 
 // The list of a row as the producer walks it.
 struct RowWalk {
-  int left;  // key tiles that have not been loaded
+  int left, all;                      // key tiles that have not been loaded, of all
+  int unmasked_first, unmasked_last;  // these of the list need no mask, counted from its end
   DescendingTiles tiles;
 
-  __device__ __forceinline__ RowWalk(uint32_t slot, int w, bool any)
-      : left(any ? KeyWalk::load(slot + kWalkInSlot + 16 * w).left : 0),
-        tiles(slot + kListInSlot + 16 * w,
-              left > 0 ? KeyWalk::load(slot + kWalkInSlot + 16 * w).lead + left - 1 : -1) {}
+  __device__ __forceinline__ RowWalk(uint32_t slot, int w, const KeyWalk& walk)
+      : left(walk.left),
+        all(walk.left),
+        unmasked_first(walk.unmasked_first - walk.lead),
+        unmasked_last(walk.unmasked_last - walk.lead),
+        tiles(slot + kListInSlot + 16 * w, left > 0 ? walk.lead + left - 1 : -1) {}
+  static __device__ __forceinline__ RowWalk of(uint32_t slot, int w, bool any) {
+    return RowWalk(slot, w, any ? KeyWalk::load(slot + kWalkInSlot + 16 * w) : KeyWalk{0, 0, 0, 0});
+  }
   __device__ __forceinline__ int next() const { return left > 0 ? tiles.tile() : -1; }
 };
 
-// One thread issues all TMA loads. V of a key tile follows K of the next one, also across query
-// tiles. A step is told after the V before it, so that the "full" mbarriers of all that it needs
-// are in their last phase and the parity tells.
-template <class Given>
-__device__ __forceinline__ void produce_union(const Given& kernel_params, uint32_t smem,
-                                              const Barriers& barriers) {
-  const Params& params = reinterpret_cast<const Params&>(kernel_params);
-  Phases empty = {~0u};       // every stage is empty at first
-  int stage = 0, parity = 0;  // of the next key tile
-  int v_next = -1;            // key tile whose V is still to be loaded, into the stage before
-  int v_rows = 0, v_search = kPassValues;  // who visits it, and whether a mask concerns it
-  StepQueue steps[2] = {StepQueue(smem, 0), StepQueue(smem, 1)};
+// Loads a tile of 64 columns by as many panels as head_dim has.
+__device__ __forceinline__ void load_tile(const Barriers& barriers, int at, uint32_t dst, int rows,
+                                          const blockflash_tensor_map& map, int row, int head,
+                                          int batch) {
+  ptx::mbarrier_arrive_expect_tx(barriers.full + 8 * at, rows * 128 * kPanels);
+#pragma unroll
+  for (int panel = 0; panel < kPanels; ++panel)
+    ptx::tensor_copy_4d(dst + panel * rows * 128, &map, panel * 64, row, head, batch,
+                        barriers.full + 8 * at);
+}
+
+// Releases a stage in place of a row that does not visit it.
+__device__ __forceinline__ void release_foreign(const Barriers& barriers, int at, int visitors) {
+  if (visitors != 3) ptx::mbarrier_arrive_many(barriers.empty + 8 * at, 4);
+}
+
+// One thread walks and loads Q and K.
+__device__ __forceinline__ void load_keys(const Params& params, uint32_t smem,
+                                          const Barriers& barriers) {
+  Phases empty = {~0u};  // every stage is empty at first
+  int stage = 0;
+  uint32_t turn = 0;
   // Key tiles since the last own one of each row, up to kPatience.
   int foreign[2] = {kPatience, kPatience};
-
-  const auto copy = [&](int at, uint32_t dst, int bytes, int box_rows,
-                        const blockflash_tensor_map& map, int row, int head, int batch) {
-    ptx::mbarrier_arrive_expect_tx(barriers.full + 8 * at, bytes);
-#pragma unroll
-    for (int panel = 0; panel < kPanels; ++panel)
-      ptx::tensor_copy_4d(dst + panel * box_rows * 128, &map, panel * 64, row, head, batch,
-                          barriers.full + 8 * at);
-  };
-  // Loads a key tile, and releases its stage in place of a row that does not visit it.
-  const auto copy_keys = [&](int at, uint32_t dst, const blockflash_tensor_map& map, uint32_t slot,
-                             int key_tile, int visitors) {
-    if (visitors != 3) ptx::mbarrier_arrive_many(barriers.empty + 8 * at, 4);
-    const TileRows place = TileRows::load(slot + kRowsInSlot);
-    copy(at, dst, kKvBytes, kBlockKv, map, place.kv + key_tile * kBlockKv, place.head_kv,
-         place.batch);
-  };
-  const auto copy_v = [&](uint32_t slot) {
-    if (v_next < 0) return;
-    const int v_stage = stage == 0 ? kStages - 1 : stage - 1;
-    empty.wait(barriers.empty, Barriers::kV + v_stage);
-    ptx::store_shared(smem + kSearchOffset + 4 * v_stage, v_search);
-    copy_keys(Barriers::kV + v_stage, smem + kVOffset + v_stage * kVStageBytes, params.v, slot,
-              v_next, v_rows);
-    v_next = -1;
-  };
-  const auto copy_q = [&](uint32_t slot, int w, bool wanted) {
+  const auto copy_q = [&](const TileRows& place, int head, int w, bool wanted) {
     const int at = Barriers::kQ + w;
     empty.wait(barriers.empty, at);
-    if (!wanted) return ptx::mbarrier_arrive(barriers.full + 8 * at);
-    const TileRows place = TileRows::load(slot + kRowsInSlot);
-    copy(at, smem + w * kQBytes, kQBytes, 64, params.q, place.q + w * kRowStep,
-         QueryTile::load(slot).head, place.batch);
+    if (wanted)
+      load_tile(barriers, at, smem + w * kQBytes, 64, params.q, place.q + w * kRowStep, head,
+                place.batch);
+    else
+      ptx::mbarrier_arrive(barriers.full + 8 * at);
   };
-
   ptx::wait_for_predecessors();
 #pragma unroll 1
   for (int n = 0;; ++n) {
     ptx::mbarrier_wait(barriers.announced, n & 1);
     const uint32_t slot = slot_of(smem, n);
-    const int key_tiles = QueryTile::load(slot).key_tiles;  // of the longer row
-    RowWalk rows[2] = {RowWalk(slot, 0, key_tiles > 0), RowWalk(slot, 1, key_tiles > 0)};
-    bool announced_next = key_tiles < 0;
+    const QueryTile tile = QueryTile::load(slot);
+    const TileRows place = TileRows::load(slot + kRowsInSlot);
+    RowWalk rows[2] = {RowWalk::of(slot, 0, tile.key_tiles > 0),
+                       RowWalk::of(slot, 1, tile.key_tiles > 0)};
+    bool announced_next = tile.key_tiles < 0;
     const auto announce_next = [&] {
       if (announced_next || max(rows[0].left, rows[1].left) > kAnnounceAhead) return;
       ptx::mbarrier_arrive(barriers.wanted);
       announced_next = true;
     };
     announce_next();
-    if (key_tiles <= 0) copy_v(slot_of(smem, n - 1));
 #pragma unroll
-    for (int w = 0; w < 2; ++w) copy_q(slot, w, rows[w].left > 0);
-    if (key_tiles <= 0) {
-#pragma unroll
-      for (int w = 0; w < 2; ++w) steps[w].put({Step::kBegins}), foreign[w] = kPatience;
-      if (key_tiles < 0) break;
+    for (int w = 0; w < 2; ++w) copy_q(place, tile.head, w, rows[w].left > 0);
+    if (tile.key_tiles <= 0) {
+      const int ends = tile.key_tiles < 0 ? UnionStep::kEnds : 0;
+      UnionStep{0, 0, 0, 3 * (UnionStep::kTells | UnionStep::kBegins) | ends}.put(smem, turn++);
+      foreign[0] = foreign[1] = kPatience;
+      if (ends) break;
     }
     bool first = true;
 #pragma unroll 1
     while (max(rows[0].left, rows[1].left) > 0) {
       const int next[2] = {rows[0].next(), rows[1].next()}, now = max(next[0], next[1]);
-      empty.wait(barriers.empty, stage);
       const int visitors = (next[0] == now) | (next[1] == now) << 1;
-      copy_keys(stage, smem + kKOffset + stage * kKvBytes, params.k, slot, now, visitors);
-      copy_v(first ? slot_of(smem, n - 1) : slot);
-      v_next = now, v_rows = visitors, v_search = kPassValues;
+      const int row = place.kv + now * kBlockKv;
+      empty.wait(barriers.empty, stage);
+      release_foreign(barriers, stage, visitors);
+      load_tile(barriers, stage, smem + kKOffset + stage * kKvBytes, kBlockKv, params.k, row,
+                place.head_kv, place.batch);
+      int flags = UnionStep::kLoads | visitors * UnionStep::kVisits;
 #pragma unroll
       for (int w = 0; w < 2; ++w) {
-        const KeyWalk walk = KeyWalk::load(slot + kWalkInSlot + 16 * w);
-        if (visitors >> w & 1) {
-          const int begins = rows[w].left == walk.left ? Step::kBegins : 0;
-          const int position = walk.lead + --rows[w].left;
-          steps[w].put(Step::of(stage, parity, Step::kScores | begins));
-          if (position > walk.unmasked_last || position < walk.unmasked_first)
-            v_search = kSearchValues;
-          rows[w].tiles.advance();
+        RowWalk& walk = rows[w];
+        bool tells = visitors >> w & 1, begins = false;
+        if (tells) {
+          begins = walk.left-- == walk.all;
+          if (walk.left > walk.unmasked_last || walk.left < walk.unmasked_first)
+            flags |= UnionStep::kSearch;
+          walk.tiles.advance();
           foreign[w] = 0;
-        } else if (first && walk.left == 0) {
-          steps[w].put({Step::kBegins});
+        } else if (first && walk.all == 0) {
+          tells = begins = true;
           foreign[w] = kPatience;
-        } else if (foreign[w] < kPatience && ++foreign[w] == kPatience) {
-          steps[w].put({0});
+        } else if (foreign[w] < kPatience) {
+          tells = ++foreign[w] == kPatience;
         }
+        flags |= tells * (UnionStep::kTells << w) | begins * (UnionStep::kBegins << w);
       }
+      UnionStep{row, place.head_kv, place.batch, flags}.put(smem, turn++);
       first = false;
-      if (++stage == kStages) stage = 0, parity ^= 1;
+      stage = stage + 1 == kStages ? 0 : stage + 1;
       announce_next();
     }
   }
-  // Tells the checkers that no values follow.
+}
+
+// One thread loads V and tells the warpgroups their steps, each after the V before it, so that all
+// mbarriers that a step needs are in their last phase and the parity tells.
+__device__ __forceinline__ void load_values(const Params& params, uint32_t smem,
+                                            const Barriers& barriers) {
+  Phases empty = {~0u};
+  int stage = 0, parity = 0;
+  StepQueue queues[2] = {StepQueue(smem, 0), StepQueue(smem, 1)};
+#pragma unroll 1
+  for (uint32_t turn = 0;; ++turn) {
+    const UnionStep step = UnionStep::take(smem, turn);
+#pragma unroll
+    for (int w = 0; w < 2; ++w) {
+      const auto is = [&](int bit) { return step.flags & bit << w; };
+      if (!is(UnionStep::kTells)) continue;
+      const int bits = (is(UnionStep::kVisits) ? Step::kScores : 0) |
+                       (is(UnionStep::kBegins) ? Step::kBegins : 0);
+      queues[w].put(Step::of(stage, parity, bits));
+    }
+    if (step.flags & UnionStep::kEnds) break;
+    if (!(step.flags & UnionStep::kLoads)) continue;
+    const int at = Barriers::kV + stage;
+    empty.wait(barriers.empty, at);
+    ptx::store_shared(smem + kSearchOffset + 4 * stage,
+                      step.flags & UnionStep::kSearch ? kSearchValues : kPassValues);
+    release_foreign(barriers, at, step.flags / UnionStep::kVisits & 3);
+    load_tile(barriers, at, smem + kVOffset + stage * kVStageBytes, kBlockKv, params.v, step.row,
+              step.head, step.batch);
+    if (++stage == kStages) stage = 0, parity ^= 1;
+  }
+  // Tells the checker that no values follow.
   empty.wait(barriers.empty, Barriers::kV + stage);
   ptx::store_shared(smem + kSearchOffset + 4 * stage, kNoMoreValues);
   ptx::mbarrier_arrive(barriers.full + 8 * (Barriers::kV + stage));
