@@ -29,10 +29,10 @@ struct Step {
 };
 static_assert(kStages <= 8);
 
-// The queue of a warpgroup: a word and an mbarrier per place. No place is overwritten before every
-// warp has read its word: of own key tiles at most kStages are told ahead, since each has a stage,
-// and beside them a completion after each, and a query tile without key tiles, which waits until
-// the previous one has given its Q back.
+// The queue of a warpgroup's steps: a word and an mbarrier per place. No place is overwritten
+// before every warp has read its word: of own key tiles at most kStages are told ahead, since each
+// has a stage, and beside them a completion after each, and a query tile without key tiles, which
+// waits until the previous one has given its Q back.
 struct StepQueue {
   static constexpr int kPlaces = kStepPlaces;
   static_assert(kPlaces >= 2 * kStages + 2 && (kPlaces & (kPlaces - 1)) == 0);
@@ -88,7 +88,7 @@ struct UnionStep {
 // The list of a row as the producer walks it.
 struct RowWalk {
   int left, all;                      // key tiles that have not been loaded, of all
-  int unmasked_first, unmasked_last;  // these of the list need no mask, counted from its end
+  int unmasked_first, unmasked_last;  // these need no mask, counted from the first one
   DescendingTiles tiles;
 
   __device__ __forceinline__ RowWalk(uint32_t slot, int w, const KeyWalk& walk)
@@ -204,6 +204,7 @@ __device__ __forceinline__ void load_values(const Params& params, uint32_t smem,
   Phases empty = {~0u};
   int stage = 0, parity = 0;
   StepQueue queues[2] = {StepQueue(smem, 0), StepQueue(smem, 1)};
+  ptx::wait_for_predecessors();
 #pragma unroll 1
   for (uint32_t turn = 0;; ++turn) {
     const UnionStep step = UnionStep::take(smem, turn);
