@@ -70,7 +70,7 @@ const fn tile(
 /// lists of their own cannot share keys; three do at head_dim 64, where they change tiles of
 /// queries at different times, which speeds up short causal sequences. Where heads of q share keys
 /// and a block mask, two of them share a tile; where they do not, two block rows of 64 queries can:
-/// the time of a key tile is for lists of which neighbours share some.
+/// their time of a key tile is a guess until it is measured, and nothing selects by it.
 const TILES: &[AttentionFwdHopper] = &[
     tile(64, 128, 3, [2, 2], false, 1, [1364, 1900]),
     tile(64, 128, 2, [2, 1], true, 1, [1073, 2100]),
