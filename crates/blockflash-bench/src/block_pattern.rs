@@ -30,8 +30,8 @@ enum Part {
 #[error(
     "{0:?} is not a part of a pattern: expected full, causal, window:8 (blocks before and behind, \
      or window:8,0), dilated:2,4, strided:4,1, sink:1, global:2, uniform:0.25, random:0.25, \
-     power_law:0.25, banded:0.25, full_rows:0.25, clustered:0.25 or butterfly:0.25, with + \
-     between them"
+     power_law:0.25, banded:0.25, full_rows:0.25, clustered:0.25, butterfly:0.25 or \
+     paired:0.25, with + between them"
 )]
 pub struct PatternError(String);
 

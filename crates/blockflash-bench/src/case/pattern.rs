@@ -30,6 +30,9 @@ pub enum Pattern {
     /// aligned run of 2, 4, … columns, the shortest run that suffices; surplus columns are dropped
     /// from the far end.
     Butterfly,
+    /// Every row stores the same number of blocks. Rows 2 t and 2 t + 1 have half of their columns
+    /// in common; all are drawn at random.
+    Paired,
 }
 
 /// Exponent of [`Pattern::PowerLaw`].
@@ -49,13 +52,14 @@ impl fmt::Display for Pattern {
             Pattern::FullRows => "full_rows",
             Pattern::Clustered => "clustered",
             Pattern::Butterfly => "butterfly",
+            Pattern::Paired => "paired",
         })
     }
 }
 
 impl Pattern {
     /// All patterns.
-    pub const ALL: [Pattern; 7] = [
+    pub const ALL: [Pattern; 8] = [
         Pattern::Uniform,
         Pattern::Random,
         Pattern::PowerLaw,
@@ -63,6 +67,7 @@ impl Pattern {
         Pattern::FullRows,
         Pattern::Clustered,
         Pattern::Butterfly,
+        Pattern::Paired,
     ];
 
     /// Parses the [displayed](fmt::Display) name of a pattern.
@@ -128,6 +133,7 @@ impl Pattern {
                 let row = |row: usize| butterfly(row * columns / rows, columns, each, run);
                 (0..rows).map(row).collect()
             }
+            Pattern::Paired => (0..rows).map(|row| paired(row, columns, each, seed)).collect(),
         };
         let mut row_ptr = vec![0];
         row_ptr.extend(of_rows.iter().scan(0, |end, row| {
@@ -189,6 +195,21 @@ fn clustered(rows: usize, columns: usize, each: usize, seed: u64) -> Vec<Vec<usi
         chosen
     };
     (0..rows).map(row).collect()
+}
+
+fn paired(row: usize, columns: usize, each: usize, seed: u64) -> Vec<usize> {
+    // Near density 1 there are too few columns for halves of their own.
+    let common = each.div_ceil(2).max((2 * each).saturating_sub(columns));
+    // Two random streams for each pair. What is not common goes to both rows in turns.
+    let (pair, second) = (row / 2, row % 2);
+    let both = random::choose(2 * each - common, columns, seed, 2 * pair as u64);
+    let shared = random::choose(common, both.len(), seed, 2 * pair as u64 + 1);
+    let mut turn = 0;
+    let mut is_own = |at| {
+        turn += usize::from(shared.binary_search(&at).is_err());
+        shared.binary_search(&at).is_ok() || turn % 2 == second
+    };
+    (0..both.len()).filter(|&at| is_own(at)).map(|at| both[at]).collect()
 }
 
 /// The shortest power-of-two run of columns with which all positions of a butterfly together hold

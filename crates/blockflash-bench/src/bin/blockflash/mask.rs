@@ -19,7 +19,7 @@ A pattern is one or more words joined by +. Lengths are in blocks. `causal` remo
 the blocks that a causal mask hides that the other words would visit:
   full  window:8 (before and behind)  window:8,0  dilated:2,4  strided:4,1  sink:1  global:2
   uniform:0.25  random:0.25  power_law:0.25  banded:0.25  full_rows:0.25  clustered:0.25
-  butterfly:0.25
+  butterfly:0.25  paired:0.25
   (fraction of the blocks, drawn for each head as in benchmark cases)
 
 A file holds booleans or lists. Booleans are the tensor `mask` of a .safetensors file or a .npy

@@ -83,7 +83,7 @@ fn nothing_is_drawn_for_no_rows() {
 #[test]
 fn patterns_look_like_their_names() {
     let of = |pattern| lengths(&BsrShape { pattern, ..BSR });
-    for pattern in [Pattern::Banded, Pattern::Clustered, Pattern::Butterfly] {
+    for pattern in [Pattern::Banded, Pattern::Clustered, Pattern::Butterfly, Pattern::Paired] {
         assert_eq!(of(pattern), of(Pattern::Uniform), "{pattern}");
     }
     let random = of(Pattern::Random);
@@ -93,6 +93,13 @@ fn patterns_look_like_their_names() {
     let (_, band) = BsrShape { pattern: Pattern::Banded, ..BSR }.pattern(3);
     assert_eq!(band[..13], (0..13).collect::<Vec<_>>());
     assert_eq!(band[64 * 13..65 * 13], (58..71).collect::<Vec<_>>());
+}
+
+#[test]
+fn pairs_of_rows_have_half_of_their_columns_in_common() {
+    let rows = rows(&BsrShape { pattern: Pattern::Paired, ..BSR });
+    assert!(rows.chunks(2).all(|pair| common(&pair[0], &pair[1]) == 7));
+    assert!(rows.chunks(2).skip(1).any(|pair| common(&pair[0], &rows[1]) < 5));
 }
 
 #[test]
