@@ -98,29 +98,20 @@ __device__ __forceinline__ void combine_splits(const blockflash_attention_decode
   const Slot slot(p, item.slot_of(first));
   const int64_t rows_apart = static_cast<int64_t>(step) * item.slot_step * p.partial_rows;
   const int pieces = rows_of(p, item) * kColumns4;
-  // Of a thread, whose loads are under way together.
-  constexpr int kAtOnce = Config::rows * kColumns4 >= 2 * Config::threads ? 2 : 1;
-  for (int i = 0; i < pieces; i += kAtOnce * Config::threads) {
-    const int thread = ptx::opaque(static_cast<int>(threadIdx.x));
-    const auto place = [&](int c) { return i + c * Config::threads + thread; };
-    const auto exists = [&](int c) {
-      return place(c) < pieces && place(c) % kColumns4 * 4 < p.head_dim;
-    };
-    Partial x[kAtOnce];
-    combine_in_order<inner, 8>(x, count, [&](int s, int c) {
-      const int row = place(c) / kColumns4, piece = place(c) % kColumns4;
-      return exists(c) ? slot.load(p, row, piece, s * rows_apart) : kNoPartial;
-    });
+  for (int i = 0; i < pieces; i += Config::threads) {
+    const int at = i + ptx::opaque(static_cast<int>(threadIdx.x));
+    const int row = at / kColumns4, piece = at % kColumns4;
+    const bool mine = at < pieces && piece * 4 < p.head_dim;
+    Partial x;
+    if (mine)
+      x = combine_in_order<inner, 8>(
+          count, [&](int s) { return slot.load(p, row, piece, s * rows_apart); });
     __syncthreads();  // all have read the logarithms of split `first`
-#pragma unroll
-    for (int c = 0; c < kAtOnce; ++c) {
-      const int row = place(c) / kColumns4, piece = place(c) % kColumns4;
-      if (!exists(c)) continue;
-      if (to_output)
-        store_result(p, item, row, piece, x[c]);
-      else
-        slot.store(p, row, piece, x[c]);
-    }
+    if (!mine) continue;
+    if (to_output)
+      store_result(p, item, row, piece, x);
+    else
+      slot.store(p, row, piece, x);
   }
 }
 

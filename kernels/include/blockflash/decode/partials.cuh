@@ -56,33 +56,25 @@ __device__ __forceinline__ Partial combine(const Part& part_of) {
   return all;
 }
 
-// The combinations of `count` parts of several columns each, one part after another, of which
-// `batch` of all columns are loaded at once, since a load takes long. With `inner` > 1 as many are
-// first combined with each other.
-template <int inner, int batch, int columns, class Part>
-__device__ __forceinline__ void combine_in_order(Partial (&all)[columns], int count,
-                                                 const Part& part_of) {
+// The combination of `count` parts, one after another, of which `batch` are loaded at once, since a
+// load takes long. With `inner` > 1 as many are first combined with each other.
+template <int inner, int batch, class Part>
+__device__ __forceinline__ Partial combine_in_order(int count, const Part& part_of) {
   static_assert(batch % inner == 0, "what is combined first is loaded at once");
-  Partial few[columns];
-#pragma unroll
-  for (int c = 0; c < columns; ++c) all[c] = few[c] = kNoPartial;
+  Partial all = kNoPartial, few = kNoPartial;
 #pragma unroll 1
   for (int first = 0; first < count; first += batch) {
-    Partial parts[columns][batch];
+    Partial parts[batch];
 #pragma unroll
-    for (int i = 0; i < batch; ++i)
+    for (int i = 0; i < batch; ++i) parts[i] = first + i < count ? part_of(first + i) : kNoPartial;
 #pragma unroll
-      for (int c = 0; c < columns; ++c)
-        parts[c][i] = first + i < count ? part_of(first + i, c) : kNoPartial;
-#pragma unroll
-    for (int i = 0; i < batch; ++i)
-#pragma unroll
-      for (int c = 0; c < columns; ++c) {
-        if (first + i < count) add(inner > 1 ? few[c] : all[c], parts[c][i]);
-        if (inner > 1 && i % inner == inner - 1 && first + i + 1 - inner < count)
-          add(all[c], few[c]), few[c] = kNoPartial;
-      }
+    for (int i = 0; i < batch; ++i) {
+      if (first + i < count) add(inner > 1 ? few : all, parts[i]);
+      if (inner > 1 && i % inner == inner - 1 && first + i + 1 - inner < count)
+        add(all, few), few = kNoPartial;
+    }
   }
+  return all;
 }
 
 // What the columns are multiplied by in the end. A row without keys has a denominator of exactly 0
