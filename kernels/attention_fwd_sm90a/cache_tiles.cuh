@@ -2,8 +2,6 @@
 // cache, where the device alone knows how many keys a sequence has.
 #pragma once
 
-#include <type_traits>
-
 #include "blockflash/attention/packed_rows.cuh"
 #include "blockflash/decode/pages.cuh"
 #include "blockflash/params/kv_cache.h"
@@ -108,9 +106,8 @@ struct AllTilesBelow {
 template <bool cache>
 struct OriginOfKeys {
   using Params = blockflash_attention_fwd_tma_params;
-  template <int block_q, int tile_heads, int block_rows>
-  using Queue =
-      std::conditional_t<block_rows == 1, TileQueue<block_q, tile_heads>, PairQueue<block_q>>;
+  template <int block_q, int tile_heads>
+  using Queue = TileQueue<block_q, tile_heads>;
   using Walk = DescendingTiles;
   static constexpr bool has_block_masks = true;
   static constexpr int producers = 1;  // threads
@@ -118,7 +115,7 @@ struct OriginOfKeys {
 template <>
 struct OriginOfKeys<true> {
   using Params = blockflash_attention_cache_params;
-  template <int block_q, int tile_heads, int block_rows>
+  template <int block_q, int tile_heads>
   using Queue = CacheQueue<block_q>;
   using Walk = AllTilesBelow;
   static constexpr bool has_block_masks = false;

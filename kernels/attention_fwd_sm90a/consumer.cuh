@@ -83,7 +83,7 @@ struct Consumer {
     const QueryTile tile = QueryTile::load(slot);
     if (tile.key_tiles < 0) return kEnd;
     const KeyWalk mine = walk();
-    key_tile = (kUnion ? mine.lead : tile.first_key_tile) + mine.left - 1;
+    key_tile = tile.first_key_tile + mine.left - 1;
     if constexpr (Config::q_in_registers) {
       const int row = threadIdx.x / 32 % 4 * 16 + lane() % 16;
 #pragma unroll
@@ -95,7 +95,7 @@ struct Consumer {
         for (int i = 0; i < 4; ++i) q[4 * d + i] = fragment[i];
       }
     }
-    return (mine.left > 0 ? kInside : 0) | (mine.lead > 0 && !kUnion ? kPass : 0);
+    return (mine.left > 0 ? kInside : 0) | (mine.lead > 0 ? kPass : 0);
   }
 
   // s = Q·Kᵀ
@@ -165,8 +165,7 @@ struct Consumer {
   __device__ __forceinline__ void look_up_mask(uint32_t (&visible)[2]) const {
     const QueryTile tile = QueryTile::load(slot);
     const AttentionMask mask = tile.mask(params.base);
-    const int first_key = key_tile_at(slot + kListStep * warpgroup, key_tile) * kBlockKv +
-                          accumulator_column(lane(), 0);
+    const int first_key = key_tile_at(slot, key_tile) * kBlockKv + accumulator_column(lane(), 0);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const KeyRange keys = mask.keys_of<int>(tile.q_begin + first_row() + 8 * half);
@@ -179,10 +178,8 @@ struct Consumer {
   __device__ __forceinline__ void add_visible(int stage) {
     const uint32_t its_slot = is(kFresh) ? slot_before() : slot;
     const QueryTile tile = QueryTile::load(its_slot);
-    const int first =
-        kUnion ? KeyWalk::load(its_slot + kWalkInSlot + 16 * warpgroup).lead : tile.first_key_tile;
-    const int position = is(kFresh) ? first : key_tile + 1;
-    const int first_key = key_tile_at(its_slot + kListStep * warpgroup, position) * kBlockKv;
+    const int first_key =
+        key_tile_at(its_slot, is(kFresh) ? tile.first_key_tile : key_tile + 1) * kBlockKv;
     add_visible_products(o, p, tile.mask(params.base), tile.q_begin + first_row(), first_key,
                          smem + kVOffset + stage * kVStageBytes);
   }
@@ -257,8 +254,9 @@ struct Consumer {
   __device__ __forceinline__ void run() {
     slot = slot_of(smem, kSlots - 1);
     int stage = 0;  // stage of the next key tile
-    // Stage of the pending probabilities.
-    const auto v_stage = [&] { return stage == 0 ? kStages - 1 : stage - 1; };
+    const auto v_stage = [&] {
+      return stage == 0 ? kStages - 1 : stage - 1;
+    };  // stage of the pending probabilities
     const auto takes_turn = [&] { return has_scores() && !is(kFresh); };
 #pragma unroll 1
     for (;;) {

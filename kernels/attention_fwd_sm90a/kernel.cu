@@ -8,11 +8,8 @@
 // last P·V of a query tile overlaps with the first scores of the next tile. Follows
 // FlashAttention-3 (Shah et al., 2024). The softmax moves its reference only when a score exceeds
 // it by a margin, and the tensor cores sum the denominator over columns of ones.
-#include <type_traits>
-
 #include "consumer.cuh"
 #include "pipeline.cuh"
-#include "union_consumer.cuh"
 #include "values.cuh"
 
 BLOCKFLASH_KERNEL(const __grid_constant__ blockflash::KernelParams kernel_params) {
@@ -41,22 +38,14 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash::KernelParams kernel_params
 
   if (warpgroup == 0) {
     ptx::lower_registers<kProducerRegisters>();
-    if constexpr (kUnion) {
-      if (threadIdx.x == 0) load_keys(params, smem, barriers);
-      if (threadIdx.x / 32 == 1) schedule(queue, smem, barriers);
-      if (threadIdx.x / 32 == 2) check_values_of_union(smem, barriers);
-      if (threadIdx.x == 96) load_values(params, smem, barriers);
-    } else {
-      if (threadIdx.x < Origin::producers) produce(kernel_params, smem, barriers);
-      if (threadIdx.x / 32 == 1) schedule(queue, smem, barriers);
-      if (threadIdx.x / 32 >= 2) check_values(smem, barriers, threadIdx.x / 32 - 2);
-    }
+    if (threadIdx.x < Origin::producers) produce(kernel_params, smem, barriers);
+    if (threadIdx.x / 32 == 1) schedule(queue, smem, barriers);
+    if (threadIdx.x / 32 >= 2) check_values(smem, barriers, threadIdx.x / 32 - 2);
   } else {
     ptx::raise_registers<kConsumerRegisters>();
     if (kTurns && warpgroup == kWarpgroups)
       ptx::named_barrier_arrive(1, 256);  // grants the first turn
-    using Worker = std::conditional_t<kUnion, UnionConsumer, Consumer>;
-    Worker{params, barriers, smem, warpgroup - 1}.run();
+    Consumer{params, barriers, smem, warpgroup - 1}.run();
     if (kStaged && threadIdx.x % 32 == 0) ptx::tensor_store_wait();
   }
 }

@@ -2,7 +2,6 @@
 #pragma once
 
 #include "blockflash/config/attention.cuh"
-#include "blockflash/config/block_rows.cuh"
 #include "blockflash/ptx/launch.cuh"
 #include "blockflash/ptx/mbarrier.cuh"
 #include "blockflash/ptx/tensor_copy.cuh"
@@ -15,7 +14,7 @@ using Config = AttentionFwdHopperConfig;
 using Params = blockflash_attention_fwd_tma_params;
 using Origin = OriginOfKeys<Config::cache>;
 using KernelParams = Origin::Params;
-using Queue = Origin::Queue<Config::block_q / kBlockRows, Config::heads, kBlockRows>;
+using Queue = Origin::Queue<Config::block_q, Config::heads>;
 
 constexpr int kD = Config::head_dim, kBlockKv = Config::block_kv, kWarpgroups = Config::warpgroups,
               kStages = Config::stages;
@@ -25,12 +24,10 @@ constexpr bool kOnes =
     kD % 64 == 0 &&
     kD < 256;  // a panel of ones behind each tile of V; at 256 WGMMA has no columns left
 constexpr int kOutColumns = kD + (kOnes ? 8 : 0);
-// Two block rows share a CTA (union_walk.cuh). Their warpgroups do not take equally many steps.
-constexpr bool kUnion = kBlockRows > 1;
-constexpr bool kTurns = kWarpgroups > 1 && !kUnion;
+constexpr bool kTurns = kWarpgroups > 1;
 // Distance from one warpgroup to the next: in rows of Q, or in heads.
 constexpr int kRowStep = Config::heads > 1 ? 0 : 64, kHeadStep = Config::heads > 1 ? 1 : 0;
-constexpr int kCheckers = kUnion ? 1 : 2;  // warps that look for NaN and infinity in V
+constexpr int kCheckers = 2;  // warps that look for NaN and infinity in V
 // Q has a single buffer, which becomes free when the scores of the last key tile are complete. The
 // scores of the next queries are then issued after P·V of that key tile instead of before it.
 constexpr bool kLateQ = !Config::q_in_registers && Config::q_stages == 1;
@@ -39,13 +36,11 @@ constexpr bool kLateQ = !Config::q_in_registers && Config::q_stages == 1;
 // the launch bounds give the CTA, or setmaxnreg would wait for ever.
 constexpr int kProducerRegisters = Config::min_blocks == 3 ? 32
                                    : kWarpgroups == 1      ? 56
-                                   : kUnion                ? 56
                                    : kWarpgroups == 2      ? 40
                                                            : 32;
 constexpr int kConsumerRegisters = Config::min_blocks == 3   ? 128
                                    : Config::min_blocks == 2 ? 200
                                    : kWarpgroups == 1        ? 240
-                                   : kUnion                  ? 224
                                    : kWarpgroups == 2        ? 232
                                                              : 160;
 
@@ -56,17 +51,10 @@ constexpr int kQBytes = 64 * 128 * kPanels, kKvBytes = kBlockKv * 128 * kPanels,
 constexpr int kKOffset = kWarpgroups * Config::q_stages * kQBytes,
               kVOffset = kKOffset + kStages * kKvBytes;
 constexpr int kSlotOffset = kVOffset + kStages * kVStageBytes, kSlots = 6,
-              kSlotBytes = 16 * (3 + kBlockRows + kWarpgroups | 1);
+              kSlotBytes = 16 * (4 + kWarpgroups | 1);
 constexpr int kBarrierOffset = kSlotOffset + kSlots * kSlotBytes, kZerosOffset = kSlotOffset + 1024;
-// With two block rows a page with three queues, of the steps of each warpgroup and of their union
-// (mbarriers, then entries), and a word per stage of V.
-constexpr int kToldOffset = kZerosOffset + 1024, kStepPlaces = 16,
-              kUnionOffset = kToldOffset + 3 * 8 * kStepPlaces,
-              kStepsOffset = kUnionOffset + 16 * kStepPlaces,
-              kSearchOffset = kStepsOffset + 2 * 4 * kStepPlaces;
-static_assert(kSearchOffset + 4 * kStages <= kToldOffset + 1024);
 constexpr bool kStaged = !kLateQ && Config::min_blocks == 1;
-constexpr int kStagingOffset = kToldOffset + kUnion * 1024;
+constexpr int kStagingOffset = kZerosOffset + 1024;
 static_assert(kSlots * kSlotBytes + 16 * (2 * kStages + kWarpgroups * Config::q_stages) + 16 +
                       (8 + 4 * kCheckers) * kStages <=
                   1024,
@@ -94,16 +82,12 @@ struct Barriers {
     for (int i = 0; i < kCount; ++i) {
       // One arrival per warp that reads the stage: one warpgroup for Q, all consumers for K and V,
       // and the checker warps for V and for the first Q.
-      const bool checked_q = !kUnion && (i - kQ) % kWarpgroups == 0;
-      const int checkers = i >= kV && (i < kQ || checked_q) ? kCheckers : 0;
+      const int checkers = i >= kV && (i < kQ || (i - kQ) % kWarpgroups == 0) ? kCheckers : 0;
       ptx::mbarrier_init(full + 8 * i, 1);
       ptx::mbarrier_init(empty + 8 * i, (i < kQ ? kWarpgroups * 4 : 4) + checkers);
     }
     for (int i = 0; i < kStages; ++i) ptx::mbarrier_init(checked + 8 * i, kCheckers);
     ptx::mbarrier_init(announced, 1), ptx::mbarrier_init(wanted, 1);
-    if constexpr (kUnion)
-      for (int i = 0; i < 3 * kStepPlaces; ++i)
-        ptx::mbarrier_init(full - kBarrierOffset + kToldOffset + 8 * i, 1);
     ptx::fence_mbarrier_init();
   }
 };
@@ -119,8 +103,8 @@ struct Phases {
   }
 };
 
-// A slot describes one query tile: the tile, its rows, its list of key tiles, or one for each
-// warpgroup, and the walk of each warpgroup. A count of -1 key tiles ends the queue.
+// A slot describes one query tile: the tile, its rows, its list of key tiles and the walk of each
+// warpgroup. A count of -1 key tiles ends the queue.
 __device__ __forceinline__ uint32_t slot_of(uint32_t smem, int n) {
   return smem + kSlotOffset + n % kSlots * kSlotBytes;
 }
@@ -129,35 +113,11 @@ __device__ __forceinline__ uint32_t slot_of(uint32_t smem, int n) {
 __device__ __forceinline__ int slot_parity(uint32_t smem, uint32_t slot) {
   return (slot - slot_of(smem, 0)) >> 4 & 1;
 }
-constexpr int kRowsInSlot = 32, kListInSlot = 48, kWalkInSlot = kListInSlot + 16 * kBlockRows,
-              kListStep = kUnion ? 16 : 0;  // from the list of one warpgroup to the next
+constexpr int kRowsInSlot = 32, kListInSlot = 48, kWalkInSlot = 64;
 
 // The key tile at a position of the slot's list.
 __device__ __forceinline__ int key_tile_at(uint32_t slot, int position) {
   return TileList::load(slot + kListInSlot).tile_at(position);
-}
-
-// A warp computes the walks of two block rows, four lanes each, in positions of the row's own list.
-// The key tiles of the query tile are those of the longer walk.
-__device__ __forceinline__ void announce_rows(QueryTile tile, uint32_t slot,
-                                              const blockflash_attention_fwd_params& p) {
-  const int lane = threadIdx.x % 32, warpgroup = lane / 4 % 2, word = lane % 4;
-  const TileList list = TileList::of(p.block_mask, kBlockKv, tile.batch, tile.head,
-                                     tile.q_begin + warpgroup * kRowStep);
-  const KeyLimits limits = KeyLimits::of<kBlockKv>(p, tile, warpgroup * kRowStep, 64);
-  const int limit = word == 0   ? limits.end
-                    : word == 1 ? limits.begin
-                    : word == 2 ? limits.unmasked_begin
-                                : limits.unmasked_end;
-  const int position = limit > 0 ? list.lower_bound(limit) : 0;
-  const int first = __shfl_sync(~0u, position, lane / 4 * 4 + 1);
-  const int left = max(__shfl_sync(~0u, position, lane / 4 * 4) - first, 0);
-  const int longest = max(left, __shfl_xor_sync(~0u, left, 4));
-  const int walk = word == 0 ? left : word == 1 ? first : position - (word == 3);
-  if (lane < 8) ptx::store_shared(slot + kWalkInSlot + 4 * lane, walk);
-  if (lane < 8 && word == 0) list.store(slot + kListInSlot + 16 * warpgroup);
-  tile.first_key_tile = 0, tile.key_tiles = longest;
-  if (lane == 0) tile.store(slot);
 }
 
 // A whole warp takes the next query tile and computes its walks, one number per lane.
@@ -168,11 +128,6 @@ __device__ __forceinline__ bool announce(Queue& queue, uint32_t slot) {
   if (!queue.take(tile)) {
     if (lane == 0) QueryTile{0, 0, 0, 0, 0, 0, 0, -1}.store(slot);
     return false;
-  }
-  if constexpr (kUnion) {
-    announce_rows(tile, slot, p);
-    if (lane == 0) queue.rows_of(tile).store(slot + kRowsInSlot);
-    return true;
   }
   const TileList list = Origin::has_block_masks ? TileList::of(p.block_mask, kBlockKv, tile.batch,
                                                                tile.head, tile.q_begin)
@@ -209,7 +164,7 @@ __device__ __forceinline__ bool announce(Queue& queue, uint32_t slot) {
 // The scheduler warp. It prefetches the next query tile kAnnounceAhead key tiles before the
 // producer needs it: early enough to hide the lookup, late enough to keep dynamic load balancing.
 // The first tile has been announced already.
-constexpr int kAnnounceAhead = kUnion ? 16 : 8;  // pairs are looked up more slowly
+constexpr int kAnnounceAhead = 8;
 __device__ __forceinline__ void schedule(Queue& queue, uint32_t smem, const Barriers& barriers) {
   const auto announced = [&] {
     __syncwarp();

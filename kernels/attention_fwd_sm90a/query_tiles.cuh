@@ -53,8 +53,7 @@ struct TileRows {
 };
 
 // The walk over the key tiles of 64 queries, from the last to the first: `lead` of them are passed
-// over, then `left` are computed. Queries with a list of their own pass over none; there `lead` is
-// the first position.
+// over, then `left` are computed.
 struct KeyWalk {
   int left, lead, unmasked_first,
       unmasked_last;  // positions in [unmasked_first, unmasked_last] need no mask
@@ -161,35 +160,6 @@ struct TileQueue : QueueCounter {
 
   __device__ __forceinline__ TileRows rows_of(const QueryTile& tile) const {
     return TileRows::of(params.base, tile);
-  }
-};
-
-// The queue of pairs of neighbouring tiles 2 t and 2 t + 1, in the order of single ones: a pair is
-// taken where its longer list comes, among equal ones the second, and passed over where the other
-// one does.
-template <int block_q>
-struct PairQueue : TileQueue<block_q, 1> {
-  using TileQueue<block_q, 1>::TileQueue;
-
-  __device__ __forceinline__ bool take(QueryTile& tile) {
-    while (TileQueue<block_q, 1>::take(tile)) {
-      if (leads(tile)) {
-        tile.q_begin = tile.q_begin / (2 * block_q) * (2 * block_q);
-        return true;
-      }
-      this->advance();
-    }
-    return false;
-  }
-
-  // Whether a tile has the longer list of its pair, or is alone.
-  __device__ __forceinline__ bool leads(const QueryTile& tile) const {
-    const blockflash_block_mask& m = this->params.base.block_mask;
-    const int other = tile.q_begin ^ block_q;
-    if (other / block_q >= tiles_of_queries(m, tile.seqlen_q, block_q)) return true;
-    const int difference = TileList::of(m, block_q, tile.batch, tile.head, tile.q_begin).count -
-                           TileList::of(m, block_q, tile.batch, tile.head, other).count;
-    return difference > 0 || (difference == 0 && tile.q_begin > other);
   }
 };
 

@@ -22,29 +22,10 @@ __device__ __forceinline__ void store_constants(uint32_t smem, int thread, int t
   if (thread < 64) ptx::store_shared_int4(smem + kZerosOffset + thread * 16, make_int4(0, 0, 0, 0));
 }
 
-// Searches a checker's part of a stage of V.
-__device__ __forceinline__ void search_values(uint32_t smem, const Barriers& barriers, int stage,
-                                              int checker) {
-  using Traits = ElementTraits<Config::Element>;
-  const int lane = threadIdx.x % 32;
-  uint32_t sums = 0;
-  constexpr int kPieces = kKvBytes / (512 * kCheckers);
-  const uint32_t at =
-      smem + kVOffset + stage * kVStageBytes + checker * (kPieces * 512) + lane * 16;
-#pragma unroll 4
-  for (int piece = 0; piece < kPieces; ++piece) {
-    const int4 words = ptx::load_shared_int4(at + piece * 512);
-    for (int word : {words.x, words.y, words.z, words.w})
-      sums = Traits::zero_times_plus(word, sums);
-  }
-  const bool found = __any_sync(~0u, sums != 0);
-  if (lane == 0) ptx::store_shared(barriers.nonfinite + 4 * (stage * kCheckers + checker), found);
-  __syncwarp();
-}
-
 // Checker warps search V for NaN and infinity where a mask hides keys from some of the queries,
 // each in its own part. They follow the rings as consumers do and report to the consumers.
 __device__ __forceinline__ void check_values(uint32_t smem, const Barriers& barriers, int checker) {
+  using Traits = ElementTraits<Config::Element>;
   const int lane = threadIdx.x % 32;
   Phases full = {0};
   int stage = 0;
@@ -69,8 +50,22 @@ __device__ __forceinline__ void check_values(uint32_t smem, const Barriers& barr
     for (int key_tile = tile.first_key_tile + tile.key_tiles - 1; key_tile >= tile.first_key_tile;
          --key_tile) {
       full.wait(barriers.full, Barriers::kV + stage);
-      if (key_tile < unmasked_first || key_tile > unmasked_last)
-        search_values(smem, barriers, stage, checker);
+      if (key_tile < unmasked_first || key_tile > unmasked_last) {
+        uint32_t sums = 0;
+        constexpr int kPieces = kKvBytes / (512 * kCheckers);
+        const uint32_t at =
+            smem + kVOffset + stage * kVStageBytes + checker * (kPieces * 512) + lane * 16;
+#pragma unroll 4
+        for (int piece = 0; piece < kPieces; ++piece) {
+          const int4 words = ptx::load_shared_int4(at + piece * 512);
+          for (int word : {words.x, words.y, words.z, words.w})
+            sums = Traits::zero_times_plus(word, sums);
+        }
+        const bool found = __any_sync(~0u, sums != 0);
+        if (lane == 0)
+          ptx::store_shared(barriers.nonfinite + 4 * (stage * kCheckers + checker), found);
+        __syncwarp();
+      }
       if (lane == 0) {
         ptx::mbarrier_arrive(barriers.checked + 8 * stage);
         ptx::mbarrier_arrive(barriers.empty + 8 * (Barriers::kV + stage));

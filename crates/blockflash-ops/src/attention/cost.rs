@@ -14,11 +14,6 @@ use blockflash_sys::manifest::{
 #[inline]
 pub(super) fn relative_time(c: &Candidate<'_, AttentionProblem>) -> f64 {
     match &c.kernel.variant {
-        Variant::AttentionFwdHopper(hopper)
-            if hopper.block_rows > 1 && !(PAIRS_BLOCK_ROWS && c.problem.block_mask.is_some()) =>
-        {
-            f64::INFINITY
-        }
         Variant::AttentionFwdHopper(hopper) => hopper_time(hopper, c.tile, c.problem, c.gpu),
         Variant::AttentionFwdSmall(small) => small_time(small, c.problem, c.gpu),
         Variant::AttentionFwd(tile) if !was_tuned(c.gpu) => {
@@ -28,11 +23,6 @@ pub(super) fn relative_time(c: &Candidate<'_, AttentionProblem>) -> f64 {
         _ => 0.0,
     }
 }
-
-/// Whether tiles of two block rows are taken under block masks, where they exist and estimates say
-/// so. They compete with tiles of one row, two of which share an SM. Which one is faster depends on
-/// what neighbouring lists share, and lists are on the device, so the choice is the same for all.
-const PAIRS_BLOCK_ROWS: bool = false;
 
 /// Nanoseconds of a Hopper kernel. When tiles are few, the SMs that get the most tiles determine
 /// the time. Many tiles spread evenly, apart from half a wave at the end. Under a causal mask or a
@@ -127,7 +117,7 @@ fn portable_time(
 fn tiles(tile: &AttentionTile, problem: &AttentionProblem) -> f64 {
     problem.batch as f64
         * (problem.num_heads_q / tile.heads as usize) as f64
-        * problem.seqlen_q.div_ceil(tile.queries() as usize) as f64
+        * problem.seqlen_q.div_ceil(tile.block_q as usize) as f64
 }
 
 /// Number of key tiles that a tile of queries visits: the mean over a sample, and the maximum.

@@ -131,31 +131,6 @@ fn heads_that_share_blocks_share_tiles() {
     assert_eq!([heads([32, 8], 32), heads([32, 32], 1), heads([24, 8], 8)], [(64, 1); 3]);
 }
 
-/// Two block rows of 64 queries share a tile by name only, also where their lists are the same.
-#[test]
-fn two_block_rows_share_a_tile_where_it_is_asked_for() {
-    let is_pair = |kernel: &&'static Kernel| {
-        kernel.attention_tile().is_some_and(|tile| tile.block_rows == 2 && tile.lse.suits(false))
-    };
-    let pairs: Vec<_> = manifest::kernels().iter().filter(is_pair).collect();
-    assert_eq!(pairs.len(), 2);
-    let dense = problem(1, [32, 32], 8192, 128);
-    for block_q in [None, Some(64), Some(128), Some(192)] {
-        let mask = block_q.map(|block_q| BlockMaskSizes {
-            block_q,
-            block_kv: 64,
-            batch: 1,
-            heads: 32,
-            packed_rows: None,
-        });
-        let problem = AttentionProblem { block_mask: mask, ..dense };
-        let selected = select(&problem, &h200()).unwrap().attention_tile().unwrap();
-        assert_eq!(selected.block_rows, 1);
-        let kernel = pairs.iter().find(|pair| accepts(pair, &problem, &h200()).is_ok()).unwrap();
-        assert_eq!(plan(kernel, &problem, &h200()).unwrap().config.grid, [132, 1, 1]);
-    }
-}
-
 #[test]
 fn strides_that_tensor_maps_lack_take_another_kernel() {
     let good = problem(16, [4, 2], 300, 64);

@@ -5,18 +5,15 @@ use super::{Kernel, Variant};
 use crate::DType;
 
 /// A CTA of an attention kernel computes `block_q` queries of `heads` heads, `block_kv` keys at a
-/// time, or several neighbours of such tiles.
+/// time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct AttentionTile {
     /// Element type of q, k, v and o.
     pub dtype: DType,
     /// Largest head dimension.
     pub head_dim: u32,
-    /// Queries that visit the same keys.
+    /// Queries per CTA.
     pub block_q: u32,
-    /// Neighbouring tiles of `block_q` queries per CTA, each with a list of its own under a block
-    /// mask.
-    pub block_rows: u32,
     /// Keys per step of the main loop.
     pub block_kv: u32,
     /// Heads of q per CTA; they share keys and the block mask.
@@ -29,11 +26,6 @@ impl AttentionTile {
     pub(super) fn support(&self) -> Support {
         let Self { head_dim, dtype, .. } = *self;
         Support { operation: "attention forward", size: Size::HeadDim(head_dim), dtype }
-    }
-
-    /// Queries per CTA.
-    pub const fn queries(&self) -> u32 {
-        self.block_q * self.block_rows
     }
 
     pub(super) fn profile_case(&self) -> String {

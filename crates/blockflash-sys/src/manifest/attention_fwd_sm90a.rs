@@ -17,9 +17,6 @@ pub struct AttentionFwdHopper {
     pub warpgroups: u32,
     /// Heads of q that share the keys of a tile: 1, or one per consumer warpgroup.
     pub heads: u32,
-    /// Block rows of a CTA: 1, or one per consumer warpgroup, each of which then computes the key
-    /// tiles of its own list while the producer loads the union.
-    pub block_rows: u32,
     /// Pipeline stages of K and of V in shared memory.
     pub stages: u32,
     /// Q tiles in shared memory per consumer warpgroup.
@@ -45,14 +42,13 @@ const fn tile(
     blocks_per_multiprocessor: u32,
     cost_ns: [u32; 2],
 ) -> AttentionFwdHopper {
-    let (dtype, heads, block_rows, lse) = (DType::F16, 1, 1, false);
+    let (dtype, heads, lse) = (DType::F16, 1, false);
     AttentionFwdHopper {
         dtype,
         head_dim,
         block_kv,
         warpgroups,
         heads,
-        block_rows,
         stages,
         q_stages,
         q_in_registers,
@@ -69,8 +65,7 @@ const fn tile(
 /// straddle the diagonal of a causal mask. CTAs of 64 queries share an SM, since warpgroups with
 /// lists of their own cannot share keys; three do at head_dim 64, where they change tiles of
 /// queries at different times, which speeds up short causal sequences. Where heads of q share keys
-/// and a block mask, two of them share a tile; where they do not, two block rows of 64 queries can:
-/// their time of a key tile is a guess until it is measured, and nothing selects by it.
+/// and a block mask, two of them share a tile.
 const TILES: &[AttentionFwdHopper] = &[
     tile(64, 128, 3, [2, 2], false, 1, [1364, 1900]),
     tile(64, 128, 2, [2, 1], true, 1, [1073, 2100]),
@@ -83,7 +78,6 @@ const TILES: &[AttentionFwdHopper] = &[
     tile(128, 128, 1, [2, 1], true, 1, [988, 2200]),
     tile(128, 64, 2, [3, 1], true, 1, [729, 2800]),
     tile(128, 64, 1, [2, 1], true, 2, [794, 3200]),
-    AttentionFwdHopper { block_rows: 2, ..tile(128, 64, 2, [4, 1], true, 1, [760, 2800]) },
     AttentionFwdHopper { heads: 2, ..tile(128, 64, 2, [3, 1], true, 1, [729, 2800]) },
     tile(192, 64, 2, [3, 1], false, 1, [983, 4000]),
     tile(256, 64, 2, [2, 1], false, 1, [1300, 4300]),
@@ -99,22 +93,19 @@ pub(super) fn tiles(target: Target) -> impl Iterator<Item = AttentionFwdHopper> 
 impl AttentionFwdHopper {
     /// Bytes of a row of a panel in shared memory: the span of the swizzle, 64 elements.
     const PANEL_ROW_BYTES: u32 = 128;
-    /// Bytes for mbarriers and the announced tiles, a page of zeros, and with two block rows a page
-    /// for what the producer tells each of them.
-    const fn extra_bytes(&self) -> u32 {
-        if self.block_rows > 1 { 3072 } else { 2048 }
-    }
+    /// Bytes for mbarriers and the announced tiles, and a page of zeros.
+    const EXTRA_BYTES: u32 = 2048;
 
     /// The part that all attention kernels have.
     pub const fn tile(&self) -> AttentionTile {
-        let Self { dtype, head_dim, block_kv, heads, block_rows, .. } = *self;
+        let Self { dtype, head_dim, block_kv, heads, .. } = *self;
         let lse = if self.lse { Lse::Always } else { Lse::Never };
-        AttentionTile { dtype, head_dim, block_q: self.block_q(), block_rows, block_kv, heads, lse }
+        AttentionTile { dtype, head_dim, block_q: self.block_q(), block_kv, heads, lse }
     }
 
-    /// Queries that visit the same keys: of a CTA, or of one of its block rows.
+    /// Queries per CTA.
     pub const fn block_q(&self) -> u32 {
-        64 * self.warpgroups / (self.heads * self.block_rows)
+        64 * self.warpgroups / self.heads
     }
 }
 
@@ -124,11 +115,10 @@ impl Family for AttentionFwdHopper {
     }
 
     fn name(&self) -> String {
-        let Self { dtype, head_dim, block_kv, heads, block_rows, stages, .. } = self;
+        let Self { dtype, head_dim, block_kv, heads, stages, .. } = self;
         let heads = if *heads > 1 { format!("_h{heads}") } else { String::new() };
-        let rows = if *block_rows > 1 { format!("_r{block_rows}") } else { String::new() };
         let lse = if self.lse { "_lse" } else { "" };
-        format!("{dtype}_d{head_dim}_q{}_kv{block_kv}_s{stages}{heads}{rows}{lse}", self.block_q())
+        format!("{dtype}_d{head_dim}_q{}_kv{block_kv}_s{stages}{heads}{lse}", self.block_q())
     }
 
     /// Four per consumer warpgroup, and the producer warpgroup.
@@ -148,7 +138,7 @@ impl Family for AttentionFwdHopper {
         let staged =
             (self.q_in_registers || self.q_stages == 2) && self.blocks_per_multiprocessor == 1;
         let o_rows = if staged { self.warpgroups * 64 * panels } else { 0 };
-        (q_rows + kv_rows + o_rows) * Self::PANEL_ROW_BYTES + self.extra_bytes()
+        (q_rows + kv_rows + o_rows) * Self::PANEL_ROW_BYTES + Self::EXTRA_BYTES
     }
 
     fn counts_tiles(&self) -> bool {
@@ -161,7 +151,6 @@ impl Family for AttentionFwdHopper {
         define("VARIANT_BLOCK_KV", self.block_kv);
         define("VARIANT_WARPGROUPS", self.warpgroups);
         define("VARIANT_HEADS", self.heads);
-        define("VARIANT_BLOCK_ROWS", self.block_rows);
         define("VARIANT_STAGES", self.stages);
         define("VARIANT_Q_STAGES", self.q_stages);
         define("VARIANT_Q_IN_REGISTERS", self.q_in_registers.into());
