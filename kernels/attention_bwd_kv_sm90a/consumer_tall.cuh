@@ -96,11 +96,11 @@ __device__ __forceinline__ void consume_tall(const Params& params, uint32_t smem
         if (is_first) ptx::mbarrier_wait(barriers.resident + 8, Block::at(number).resident_parity);
         ptx::wgmma_fence();
         start_scores<kQueries>(dp, v, kResidentPanel, d_o + stage, kStreamPanel);
-        differentiate_all<false, 0>(
-            s, dp, p16, ds16, scale, statistics_at(first_statistics(smem, n & 1)),
-            statistics_at(second_statistics(smem, n & 1)), [&] {
-              if (i >= 2) pass_on(turn_barriers.staged, n);
-            });
+        differentiate_all<false, 0>(s, dp, p16, ds16, scale,
+                                    statistics_at(first_statistics(smem, n & 1)),
+                                    statistics_at(second_statistics(smem, n & 1)), [&] {
+                                      if (i >= 2) pass_on(turn_barriers.staged, n);
+                                    });
         announced_pairs(p, Block::at(number).keys, smem, n & 1, warp_row).clear(p16, ds16);
         ptx::mbarrier_wait(turn_barriers.scores_empty + 8 * (n & 1), n / 2 & 1 ^ 1);
 #pragma unroll
