@@ -1,7 +1,7 @@
 //! The CUDA context of one GPU: creating it, and making it current.
 
 use crate::device::Device;
-use crate::driver::check;
+use crate::driver::{Relaxed, check};
 use crate::gpu::{Context, CudaProperties, Handle};
 use crate::lock::lock;
 use crate::properties::{attribute, device_count, device_handle};
@@ -96,6 +96,8 @@ impl Context {
         };
         if has_memory_pools {
             let _bound = context.bind()?;
+            // The first use may be inside a capture of somebody else.
+            let _relaxed = Relaxed::enter()?;
             keep_freed_memory(device, most_kept)?;
         }
         Ok(context)

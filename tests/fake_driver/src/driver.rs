@@ -2,6 +2,7 @@
 
 use crate::calls::driver;
 use crate::graph::Stream;
+use crate::memory::CAPTURE_MODE;
 use std::cell::RefCell;
 use std::ffi::{CStr, c_char};
 
@@ -143,7 +144,8 @@ driver! {
         _event: usize,
         _flags: u32,
     ) { SUCCESS }
-    fn cuThreadExchangeStreamCaptureMode = "cuThreadExchangeStreamCaptureMode"(_mode: &mut u32) {
+    fn cuThreadExchangeStreamCaptureMode = "cuThreadExchangeStreamCaptureMode"(mode: &mut u32) {
+        *mode = CAPTURE_MODE.replace(*mode);
         SUCCESS
     }
     fn cuEventCreate = "cuEventCreate"(event: &mut usize, _flags: u32) { *event = 1; SUCCESS }

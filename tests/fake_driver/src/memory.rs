@@ -4,6 +4,7 @@ use crate::calls::driver;
 use crate::driver::{OUT_OF_MEMORY, SUCCESS};
 use crate::graph::Stream;
 use std::alloc::{Layout, alloc_zeroed, dealloc};
+use std::cell::Cell;
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{LazyLock, Mutex, PoisonError};
@@ -73,6 +74,19 @@ fn copy_rows(Copy2d { from, to, width, height }: &Copy2d) -> u32 {
 /// What the pool of each GPU may keep.
 static LIMIT: AtomicU64 = AtomicU64::new(0);
 
+thread_local! {
+    /// What calls of this thread may disturb.
+    pub(crate) static CAPTURE_MODE: Cell<u32> = const { Cell::new(0) };
+}
+
+/// The result of a call that would break a capture, as if somebody were always capturing: only
+/// threads with the relaxed mode may make it.
+fn without_captures() -> u32 {
+    const RELAXED: u32 = 2;
+    const CAPTURE_UNSUPPORTED: u32 = 900;
+    if CAPTURE_MODE.get() == RELAXED { SUCCESS } else { CAPTURE_UNSUPPORTED }
+}
+
 driver! {
     fn cuDeviceGetDefaultMemPool = "cuDeviceGetDefaultMemPool"(pool: &mut usize, _device: i32) {
         *pool = 1;
@@ -80,11 +94,11 @@ driver! {
     }
     fn cuMemPoolGetAttribute = "cuMemPoolGetAttribute"(_pool: usize, _which: u32, value: &mut u64) {
         *value = LIMIT.load(Ordering::Relaxed);
-        SUCCESS
+        without_captures()
     }
     fn cuMemPoolSetAttribute = "cuMemPoolSetAttribute"(_pool: usize, _which: u32, value: &mut u64) {
         LIMIT.store(*value, Ordering::Relaxed);
-        SUCCESS
+        without_captures()
     }
     fn cuMemAlloc = "cuMemAlloc_v2"(address: &mut u64, bytes: usize) { allocate(address, bytes) }
     fn cuMemAllocAsync = "cuMemAllocAsync"(
