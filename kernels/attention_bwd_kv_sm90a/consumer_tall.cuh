@@ -52,21 +52,12 @@ __device__ __forceinline__ void consume_tall(const Params& params, uint32_t smem
     }
     ptx::wgmma_commit_group();
   };
-  const auto arrive = [&](uint32_t barrier, uint32_t n) {
-    __syncwarp();
-    if (lane == 0) ptx::mbarrier_arrive(barrier + 8 * (n & 1));
-  };
   const auto stage_dq = [&](uint32_t n, uint32_t row) {
     ptx::mbarrier_wait(turn_barriers.staged_empty + 8 * (n & 1), n / 2 & 1 ^ 1);
 #pragma unroll
     for (int i = 0; i < kD / 8; ++i)
       ptx::store_shared_float4(row + (n & 1) * kSumsBytes + i / 4 * (kSumsTile / 2) + i % 4 * 512,
                                dq + 4 * i);
-  };
-  // See `consumer_turns.cuh`.
-  const auto pass_on = [&](uint32_t barrier, uint32_t n) {
-    ptx::fence_proxy_async();
-    arrive(barrier, n);
   };
 
   uint32_t n = 0;  // number of the tile, and from kNextBlock on that of the block

@@ -59,22 +59,12 @@ __device__ __forceinline__ void consume_with_dq(const Params& params, uint32_t s
     }
     ptx::wgmma_commit_group();
   };
-  const auto arrive = [&](uint32_t barrier, uint32_t n) {
-    __syncwarp();
-    if (lane == 0) ptx::mbarrier_arrive(barrier + 8 * (n & 1));
-  };
   // Waits until the staging of tile n is free and stores this warp's part of dq.
   const auto stage_dq = [&](uint32_t n, uint32_t row) {
     ptx::mbarrier_wait(turn_barriers.staged_empty + 8 * (n & 1), n / 2 & 1 ^ 1);
 #pragma unroll
     for (int i = 0; i < kDqColumns / 8; ++i)
       ptx::store_shared_float4(row + (n & 1) * kSumsBytes + i * 512, dq + 4 * i);
-  };
-  // Passes on what has been stored for tile n. The fence takes hundreds of clocks where products
-  // keep shared memory busy, so it comes after the next products have been queued.
-  const auto pass_on = [&](uint32_t barrier, uint32_t n) {
-    ptx::fence_proxy_async();
-    arrive(barrier, n);
   };
 
   // Everything has two buffers, so the number of a tile tells buffer and phase.

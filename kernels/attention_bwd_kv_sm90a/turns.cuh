@@ -127,6 +127,18 @@ static_assert(!Config::dq ||
 // of 64 rows as the others can count do not fit into memory.
 constexpr uint32_t kNextBlock = 1u << 30;
 
+// A warp arrives at the mbarrier of tile or block n, of which there are two in turns.
+__device__ __forceinline__ void arrive(uint32_t barriers, uint32_t n) {
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(barriers + 8 * (n & 1));
+}
+// Passes on what a warp has stored for tile n. The fence takes hundreds of clocks where products
+// keep shared memory busy, so it comes after the next products have been queued.
+__device__ __forceinline__ void pass_on(uint32_t barriers, uint32_t n) {
+  ptx::fence_proxy_async();
+  arrive(barriers, n);
+}
+
 // A block of keys of a persistent CTA.
 struct Block {
   Keys keys;
