@@ -1,6 +1,6 @@
 //! Whether all ranks make the same call.
 
-use crate::exchange::exchange;
+use crate::exchange::{Messages, exchange};
 use crate::{Communicator, Error, Result};
 use blockflash_ops::{DType, Tensor};
 
@@ -25,7 +25,7 @@ pub(crate) fn agree(
     let sends = (0..comm.world()).filter(others).map(|rank| (rank, ours.view())).collect();
     let receives = theirs.iter_mut().enumerate().filter(|(rank, _)| others(rank));
     let receives = receives.map(|(rank, tensor)| (rank, tensor.view_mut())).collect();
-    exchange(comm, sends, receives)?;
+    exchange(comm, Messages { sends, receives })?;
     comm.wait(stream)?;
     let read = |(rank, tensor): (usize, &Tensor)| -> Result<Vec<u64>> {
         if rank == comm.rank() {

@@ -143,7 +143,8 @@ impl Visits {
                 let visited: Vec<_> = columns.within(&lists).collect();
                 visited.first().map(|_| columns.rows(&visited)).into_iter().collect()
             };
-            let mut plan = Plan::new(grid, visits, returned)?;
+            let turns: Vec<_> = (0..grid.scheme.keys).collect();
+            let mut plan = Plan::new(grid, &turns, visits, returned)?;
             received += plan.steps.iter().map(|step| step.received).sum::<usize>();
             for call in plan.steps.iter_mut().flat_map(|step| &mut step.calls) {
                 let Some(mask) = &mut call.block_mask else { continue };

@@ -4,12 +4,16 @@ use crate::{Communicator, Error, Result};
 use blockflash_ops::{DType, Stream, Tensor, View, ViewMut};
 use std::ops::Range;
 
-/// Exchanges tensors of any strides; those without elements do not travel.
-pub(crate) fn exchange(
-    comm: &dyn Communicator,
-    sends: Vec<(usize, View<'_>)>,
-    receives: Vec<(usize, ViewMut<'_>)>,
-) -> Result<()> {
+/// What a rank sends and receives in one exchange.
+#[derive(Default)]
+pub(crate) struct Messages<'a> {
+    pub(crate) sends: Vec<(usize, View<'a>)>,
+    pub(crate) receives: Vec<(usize, ViewMut<'a>)>,
+}
+
+/// Exchanges tensors of any strides; those without elements do not travel. Says whether any does.
+pub(crate) fn exchange(comm: &dyn Communicator, messages: Messages<'_>) -> Result<bool> {
+    let Messages { sends, receives } = messages;
     let stream = comm.stream();
     let some = |view: &View<'_>| !view.layout().is_empty();
     let sends: Vec<_> = sends.into_iter().filter(|(_, view)| some(view)).collect();
@@ -38,7 +42,8 @@ pub(crate) fn exchange(
             None => (*from, view.reborrow()),
         })
         .collect();
-    if !sends.is_empty() || !targets.is_empty() {
+    let any = !sends.is_empty() || !targets.is_empty();
+    if any {
         comm.exchange(&sends, &mut targets)?;
     }
     drop(targets);
@@ -47,7 +52,7 @@ pub(crate) fn exchange(
             view.copy_from(&place.view(), stream)?;
         }
     }
-    Ok(())
+    Ok(any)
 }
 
 /// Rows of a tensor `[1, rows, heads, head_dim]`, one range after the other.
@@ -123,7 +128,8 @@ fn exchange_known(
     let sends = sent.iter().enumerate().filter(|(rank, _)| others(rank));
     let receives = come.iter_mut().enumerate().filter(|(rank, _)| others(rank));
     let receives = receives.map(|(rank, tensor)| (rank, tensor.view_mut())).collect();
-    exchange(comm, sends.map(|(rank, tensor)| (rank, tensor.view())).collect(), receives)?;
+    let sends = sends.map(|(rank, tensor)| (rank, tensor.view())).collect();
+    exchange(comm, Messages { sends, receives })?;
     comm.wait(stream)?;
     let read = |(rank, tensor): (usize, &Tensor)| match others(&rank) {
         true => Ok(tensor.to_vec::<i32>(stream)?),

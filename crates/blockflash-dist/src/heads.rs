@@ -1,6 +1,6 @@
 //! Exchange of rows for heads among the ranks of a group.
 
-use crate::exchange::exchange;
+use crate::exchange::{Messages, exchange};
 use crate::grid::{Grid, Piece};
 use crate::{Communicator, Result};
 use blockflash_ops::{Tensor, View, ViewMut};
@@ -53,7 +53,7 @@ pub(crate) fn gather(
     }
     let receives = parts.iter_mut();
     let receives = receives.map(|(piece, part)| (grid.in_group(piece.member), part.view_mut()));
-    exchange(comm, sends, receives.collect())?;
+    exchange(comm, Messages { sends, receives: receives.collect() })?;
     let mut parts = parts.iter();
     let mut gathered = Vec::with_capacity(operands.len());
     for operand @ (x, axes) in operands {
@@ -106,7 +106,7 @@ pub(crate) fn scatter(
     }
     let receives = parts.iter_mut();
     let receives = receives.map(|(member, _, part)| (grid.in_group(*member), part.view_mut()));
-    exchange(comm, sends, receives.collect())?;
+    exchange(comm, Messages { sends, receives: receives.collect() })?;
     let of_each = parts.len() / scatterings.len().max(1);
     let mut parts = parts.iter();
     for Scattering { all, axes, x } in scatterings {

@@ -10,8 +10,8 @@ use std::ops::Range;
 /// The steps of a rank. In step `t`, group `g` attends the keys of group `g - t`, which come from
 /// the rank that holds them. (In a ring they would be handed on from neighbour to neighbour: the
 /// same bytes over the same links of a switch, but each step would wait for the one before.) A step
-/// that a rank has no use for is empty, but it is there: all ranks exchange in the order of the
-/// steps.
+/// that a rank has no use for is empty, but it is there if any rank has: all ranks exchange in the
+/// order of the steps.
 #[derive(Debug)]
 pub(crate) struct Plan {
     /// The first one attends the keys of this group.
@@ -89,21 +89,31 @@ impl Plan {
         let visits = |group| pattern.parts(&own, &grid.rows_of(group)).into_iter().map(visit);
         let keys = |part: Part| vec![part.keys];
         let returned = |group| pattern.parts(&grid.rows_of(group), &own).into_iter().map(keys);
-        Plan::new(grid, |group| Ok(visits(group).collect()), |group| returned(group).collect())
+        // Between empty steps nothing would hide an exchange.
+        let groups = grid.scheme.keys;
+        let has_parts = |group: usize, t: usize| {
+            let source = grid.rows_of((group + groups - t) % groups);
+            !pattern.parts(&grid.rows_of(group), &source).is_empty()
+        };
+        let is_used = |&t: &usize| t == 0 || (0..groups).any(|group| has_parts(group, t));
+        let turns: Vec<_> = (0..groups).filter(is_used).collect();
+        let visits = |group| Ok(visits(group).collect());
+        Plan::new(grid, &turns, visits, |group| returned(group).collect())
     }
 
-    /// `visits`: the calls of this group to the keys of another one or its own. `returned`: rows of
+    /// `turns`: the steps that are made, 0 first. `visits`: the calls of this group to the keys of another one or its own. `returned`: rows of
     /// the keys of this group that each call of another one attends.
     pub(crate) fn new(
         grid: &Grid,
+        turns: &[usize],
         visits: impl Fn(usize) -> Result<Vec<Visit>>,
         returned: impl Fn(usize) -> Vec<Vec<Range<usize>>>,
     ) -> Result<Plan> {
         let (own, groups) = (grid.group(), grid.scheme.keys);
-        let mut steps = Vec::with_capacity(groups);
+        let mut steps = Vec::with_capacity(turns.len());
         let (mut queries, mut keys, mut turn) = (Vec::new(), Vec::new(), 0);
-        for t in 0..groups {
-            let [source, target] = [(own + groups - t) % groups, (own + t) % groups];
+        for (t, by) in turns.iter().enumerate() {
+            let [source, target] = [(own + groups - by) % groups, (own + by) % groups];
             let visits = visits(source)?;
             let back = match t {
                 0 => visits.iter().map(|visit| visit.keys.clone()).collect(),

@@ -80,7 +80,8 @@ pub struct Forecast {
     pub sent_bytes: f64,
     /// All exchanges one after another.
     pub exchange: f64,
-    /// The part of the exchanges that no computation hides.
+    /// The part of the exchanges that no computation hides, and what the others take from the SMs
+    /// of computation beside them.
     pub exposed: f64,
     /// Attention on one device, divided by the number of ranks.
     pub ideal: f64,
@@ -148,7 +149,8 @@ impl Workload<'_> {
     ///     latency: 50e-6,
     /// };
     /// let forecasts = workload.forecasts(&machine);
-    /// assert_eq!(forecasts[0].scheme.heads, 1, "{}", forecasts[0]);
+    /// // Heads within a host, keys between both.
+    /// assert_eq!(forecasts[0].scheme.to_string(), "heads over 8, keys over 2");
     /// ```
     pub fn forecasts(&self, machine: &Machine) -> Vec<Forecast> {
         let schemes = Scheme::all(machine.ranks, self.num_heads_kv).into_iter();

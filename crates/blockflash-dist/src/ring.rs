@@ -1,15 +1,11 @@
 //! Attention of the queries of a group to the keys of all groups.
 
-use crate::exchange::{exchange, pack};
+use crate::exchange::{Messages, exchange, pack};
 use crate::plan::{Call, Plan, Step};
 use crate::{Communicator, Mark, Result};
 use blockflash_ops::{
-    Attention, AttentionMerge, AttentionOutput, DType, Event, Stream, Tensor, View, ViewMut,
+    Attention, AttentionMerge, AttentionOutput, DType, Stream, Tensor, View, ViewMut,
 };
-
-/// Steps whose keys are received ahead. With three, an exchange is ready to start while the step
-/// before the previous one is computed, so its CTAs find free SMs when that one ends.
-pub(crate) const SLOTS: usize = 3;
 
 /// The calls of one rank.
 #[derive(Clone, Copy)]
@@ -32,43 +28,36 @@ impl<'a> Ring<'a> {
 }
 
 /// Keys and values on their way to this rank.
+///
+/// Those of a step come while the step before it is computed, and their exchange begins with that
+/// step, on all ranks. Attention fills a GPU and leaves it at its end only: an exchange that begins
+/// later waits for that end, and its CTAs on other GPUs wait with it, on SMs that attention needs.
 pub(crate) struct Incoming<'a> {
     comm: &'a dyn Communicator,
     plan: &'a Plan,
     own: [View<'a>; 2],
-    slots: Vec<Slot>,
-}
-
-struct Slot {
-    /// As many rows as any step needs.
-    tensors: [Tensor; 2],
-    /// Behind their arrival, and behind their last use.
-    arrived: Event,
-    used: Event,
+    /// As many rows as any step needs, for two steps that receive some.
+    slots: Vec<[Tensor; 2]>,
 }
 
 impl<'a> Incoming<'a> {
-    /// Takes memory, and starts the first exchanges.
-    pub(crate) fn start(
+    /// Takes memory.
+    pub(crate) fn new(
         comm: &'a dyn Communicator,
         plan: &'a Plan,
         own: [View<'a>; 2],
         stream: &Stream,
     ) -> Result<Self> {
-        let ahead = 1..plan.steps.len().min(SLOTS);
         let receiving = plan.steps.iter().filter(|step| step.received > 0).count();
         let rows = plan.steps.iter().map(|step| step.received).max().unwrap_or(0);
         let mut this = Incoming { comm, plan, own, slots: Vec::new() };
-        for _ in 0..receiving.min(SLOTS) {
-            let event = || Event::new(stream.device(), false);
-            let (tensors, arrived, used) = (this.like(rows, stream)?, event()?, event()?);
-            this.slots.push(Slot { tensors, arrived, used });
+        for _ in 0..receiving.min(2) {
+            this.slots.push(this.like(rows, stream)?);
         }
-        ahead.into_iter().try_for_each(|t| this.queue(t, stream))?;
         Ok(this)
     }
 
-    /// Memory for so many rows of keys and values, or of their gradients. It is taken before
+    /// Memory for so many rows of keys and values, or of their gradients. It is shared before
     /// anything is exchanged: its first use on a stream waits for what the other one has queued.
     pub(crate) fn like(&self, rows: usize, stream: &Stream) -> Result<[Tensor; 2]> {
         let mut shape = self.own[0].shape().to_vec();
@@ -79,55 +68,43 @@ impl<'a> Incoming<'a> {
         Ok(tensors)
     }
 
-    /// Queues the exchange of step `t`, before work on `stream`.
-    fn queue(&mut self, t: usize, stream: &Stream) -> Result<()> {
-        let Step { from, received, turn, to, sent, .. } = &self.plan.steps[t];
-        let comm = self.comm.stream();
-        let [k, v] = self.own;
+    /// The keys and values of step `t`, for work on the stream; those of the next step begin to
+    /// come, and `others` travel with them, ready in the order of the stream. Behind the last step
+    /// only those travel.
+    pub(crate) fn begin(
+        &mut self,
+        t: usize,
+        others: Messages<'_>,
+        stream: &Stream,
+    ) -> Result<[View<'_>; 2]> {
+        let (comm, [k, v]) = (self.comm.stream(), self.own);
+        // The last step is computed, so its keys may be overwritten; those of this one are there.
+        comm.wait_for(stream)?;
+        let next = self.plan.steps.get(t + 1);
+        let sent = next.map_or(&[][..], |next| &next.sent);
         let packed = [pack(k, sent, comm)?, pack(v, sent, comm)?];
-        if t == 1 {
-            // Attention of the first step takes all SMs. It may start when the exchange does, not
-            // while that still waits for what came before both.
-            stream.wait_for(comm)?;
+        stream.wait_for(comm)?;
+        let mut messages = Messages::default();
+        if let Some(Step { from, received, turn, to, .. }) = next {
+            messages.sends.extend(packed.iter().map(|rows| (*to, rows.view())));
+            let slots = self.slots.len();
+            if *received > 0 {
+                for tensor in &mut self.slots[turn % slots] {
+                    messages.receives.push((*from, tensor.view_mut().slice(1, 0..*received)?));
+                }
+            }
         }
-        let sends = packed.iter().map(|rows| (*to, rows.view())).collect();
-        if *received == 0 {
-            return exchange(self.comm, sends, Vec::new());
+        messages.sends.extend(others.sends);
+        messages.receives.extend(others.receives);
+        if exchange(self.comm, messages)? {
+            self.comm.head_start(stream)?;
         }
-        let at = turn % self.slots.len();
-        let slot = &mut self.slots[at];
-        comm.wait(&slot.used)?;
-        let receives = slot.tensors.iter_mut();
-        let receives = receives.map(|x| Ok((*from, x.view_mut().slice(1, 0..*received)?)));
-        exchange(self.comm, sends, receives.collect::<Result<Vec<_>>>()?)?;
-        slot.arrived.record(comm)?;
-        Ok(())
-    }
-
-    /// The slot of step `t`, if keys come for it.
-    fn slot(&self, t: usize) -> Option<&Slot> {
-        let step = &self.plan.steps[t];
-        (step.received > 0).then(|| &self.slots[step.turn % self.slots.len()])
-    }
-
-    /// The keys and values of step `t`, for work on the stream. Later exchanges are queued before
-    /// that work, so that they start first.
-    pub(crate) fn get(&mut self, t: usize, stream: &Stream) -> Result<[View<'_>; 2]> {
-        let ahead = t + SLOTS - 1;
-        if t > 0 && ahead < self.plan.steps.len() {
-            self.queue(ahead, stream)?;
-        }
-        let Some(slot) = self.slot(t) else { return Ok(self.own) };
-        stream.wait(&slot.arrived)?;
-        Ok([slot.tensors[0].view(), slot.tensors[1].view()])
-    }
-
-    /// Says that the work that uses step `t` is queued.
-    pub(crate) fn done(&self, t: usize, stream: &Stream) -> Result<()> {
-        if let Some(slot) = self.slot(t) {
-            slot.used.record(stream)?;
-        }
-        Ok(())
+        Ok(match self.plan.steps.get(t) {
+            Some(Step { received: 1.., turn, .. }) => {
+                self.slots[turn % self.slots.len()].each_ref().map(Tensor::view)
+            }
+            _ => self.own,
+        })
     }
 }
 
@@ -169,11 +146,11 @@ fn forward_entry(
 ) -> Result<()> {
     let (slots, rows, heads) = (plan.queries.count, q.shape()[1], q.shape()[2]);
     plan.share_with(stream)?;
-    let mut incoming = Incoming::start(ring.comm, plan, [k, v], stream)?;
+    let mut incoming = Incoming::new(ring.comm, plan, [k, v], stream)?;
     let mut o_parts = Tensor::empty(stream, q.dtype(), &[slots, rows, heads, q.shape()[3]])?;
     let mut lse_parts = Tensor::empty(stream, DType::F32, &[slots, heads, rows])?;
     for (t, step) in plan.steps.iter().enumerate() {
-        let [k, v] = incoming.get(t, stream)?;
+        let [k, v] = incoming.begin(t, Messages::default(), stream)?;
         ring.comm.mark(Mark::Begin(t), stream)?;
         for call in &step.calls {
             let (at, rows) = (call.slot..call.slot + 1, || call.part.queries.clone());
@@ -182,7 +159,6 @@ fn forward_entry(
             call.forward(&call.of(ring.attention, [q, k, v])?, (o, lse), stream)?;
         }
         ring.comm.mark(Mark::End(t), stream)?;
-        incoming.done(t, stream)?;
     }
     let (mut o, mut lse) = (o.flatten(0..2)?, lse.flatten(0..2)?);
     for (rows, slots) in &plan.queries.ranges {

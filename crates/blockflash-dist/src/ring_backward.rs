@@ -1,25 +1,18 @@
 //! Gradients of attention of the queries of a group to the keys of all groups.
 //!
 //! As in the forward pass, keys and values come to the queries. What a group adds to the gradients
-//! of keys goes straight back to the group that holds them, which adds all parts in the order of
-//! the groups, in f32, when it has them all.
+//! of keys goes straight back to the group that holds them, beside the next keys; that one adds all
+//! parts in the order of the groups, in f32, when it has them all.
 
-use crate::exchange::exchange;
+use crate::exchange::Messages;
 use crate::plan::{Call, Plan, Returned, Slots, Step};
 use crate::ring::{Incoming, Ring};
-use crate::{Communicator, Mark, Result, sink};
+use crate::{Mark, Result, sink};
 use blockflash_ops::{
-    Attention, AttentionBackward, AttentionGradients, AttentionGradientsMut, AttentionMerge, Event,
+    Attention, AttentionBackward, AttentionGradients, AttentionGradientsMut, AttentionMerge,
     Stream, Tensor, View, ViewMut,
 };
-
-/// Gradients of keys that are on their way while the next ones are computed.
-const SLOTS: usize = 2;
-
-struct Slot {
-    tensors: [Tensor; 2],
-    sent: Event,
-}
+use std::mem;
 
 /// What the forward pass had and gave, of the heads of this rank and the rows of its group.
 #[derive(Clone, Copy)]
@@ -89,46 +82,41 @@ impl Entry<'_> {
         };
         let mut dq_parts = parts(q, &plan.queries)?;
         let mut dkv_parts = [parts(k, &plan.keys)?, parts(v, &plan.keys)?];
-        dkv_parts.iter().try_for_each(|parts| parts.share_with(comm.stream()))?;
         plan.share_with(stream)?;
-        let mut incoming = Incoming::start(comm, plan, [k, v], stream)?;
+        let mut incoming = Incoming::new(comm, plan, [k, v], stream)?;
+        // Of the step that is computed, and of the one before it, which leave meanwhile.
         let rows = plan.steps.iter().skip(1).map(Step::attended).max().unwrap_or(0);
-        let mut slots = Vec::new();
-        for _ in 0..SLOTS.min(plan.steps.len() - 1) {
-            let tensors = incoming.like(rows, stream)?;
-            slots.push(Slot { tensors, sent: Event::new(stream.device(), false)? });
-        }
-        for (t, step) in plan.steps.iter().enumerate() {
-            let kv = incoming.get(t, stream)?;
-            let Some(ahead) = t.checked_sub(1) else {
-                comm.mark(Mark::Begin(t), stream)?;
-                for (call, back) in step.calls.iter().zip(&step.returned) {
-                    let dkv = place(&mut dkv_parts, back.slot, call.part.keys.clone())?;
-                    self.call(call, kv, &mut dq_parts, dkv, stream)?;
-                }
-                comm.mark(Mark::End(t), stream)?;
-                continue;
-            };
-            if step.calls.is_empty() && step.returned.is_empty() {
-                continue;
+        let mut gradients_of = [incoming.like(rows, stream)?, incoming.like(rows, stream)?];
+        let mut coming: Option<Coming<'_>> = None;
+        for t in 0..=plan.steps.len() {
+            let [current, last] = &mut gradients_of;
+            let left = t.checked_sub(1).filter(|&left| left > 0);
+            let come = left.map(|left| Coming::new(&plan.steps[left], &incoming, stream));
+            let mut come = come.transpose()?;
+            let messages = come.as_mut().map(|come| come.messages(last)).transpose()?;
+            let kv = incoming.begin(t, messages.unwrap_or_default(), stream)?;
+            if let Some(come) = mem::replace(&mut coming, come) {
+                come.place(&mut dkv_parts, stream)?;
             }
-            let at = ahead % slots.len();
-            let slot = &mut slots[at];
-            stream.wait(&slot.sent)?;
+            let Some(step) = plan.steps.get(t) else { break };
             comm.mark(Mark::Begin(t), stream)?;
             let mut end = 0;
-            for call in &step.calls {
+            for (at, call) in step.calls.iter().enumerate() {
                 let rows = end..end + call.part.keys.len();
                 end = rows.end;
-                self.call(call, kv, &mut dq_parts, place(&mut slot.tensors, 0, rows)?, stream)?;
+                let dkv = match t {
+                    0 => place(&mut dkv_parts, step.returned[at].slot, call.part.keys.clone())?,
+                    _ => place(current, 0, rows)?,
+                };
+                self.call(call, kv, &mut dq_parts, dkv, stream)?;
             }
             comm.mark(Mark::End(t), stream)?;
-            incoming.done(t, stream)?;
-            comm.stream().wait_for(stream)?;
-            send_back(comm, step, &slot.tensors, &mut dkv_parts)?;
-            slot.sent.record(comm.stream())?;
+            gradients_of.swap(0, 1);
         }
         stream.wait_for(comm.stream())?;
+        if let Some(come) = coming {
+            come.place(&mut dkv_parts, stream)?;
+        }
         let [dk_parts, dv_parts] = dkv_parts;
         let sums = [(dq_parts, &plan.queries), (dk_parts, &plan.keys), (dv_parts, &plan.keys)];
         for ((parts, slots), total) in sums.into_iter().zip(gradients) {
@@ -162,34 +150,43 @@ impl Entry<'_> {
     }
 }
 
-/// Sends the gradients of a step to the rank that holds its keys, and takes those of the keys of
-/// this one.
-fn send_back(
-    comm: &dyn Communicator,
-    step: &Step,
-    gradients: &[Tensor; 2],
-    parts: &mut [Tensor; 2],
-) -> Result<()> {
-    let rows = |back: &Returned| back.rows.iter().map(|rows| rows.len()).sum::<usize>();
-    let mut shape = gradients[0].shape().to_vec();
-    shape[1] = step.returned.iter().map(rows).sum();
-    let empty = || Tensor::empty(comm.stream(), gradients[0].dtype(), &shape);
-    let mut come = [empty()?, empty()?];
-    let sends = gradients.iter().map(|x| Ok((step.from, x.view().slice(1, 0..step.attended())?)));
-    let receives = come.iter_mut().map(|x| (step.to, x.view_mut())).collect();
-    exchange(comm, sends.collect::<Result<_>>()?, receives)?;
-    for (part, come) in parts.iter_mut().zip(&come) {
-        let mut end = 0;
-        for back in &step.returned {
-            for rows in &back.rows {
-                let source = come.view().slice(1, end..end + rows.len())?;
-                let slot = part.view_mut().slice(0, back.slot..back.slot + 1)?;
-                slot.slice(1, rows.clone())?.copy_from(&source, comm.stream())?;
-                end += rows.len();
+/// Gradients of keys of this rank on their way from the one that attended those in a step.
+struct Coming<'a> {
+    step: &'a Step,
+    tensors: [Tensor; 2],
+}
+
+impl<'a> Coming<'a> {
+    fn new(step: &'a Step, incoming: &Incoming<'_>, stream: &Stream) -> Result<Self> {
+        let rows = |back: &Returned| back.rows.iter().map(|rows| rows.len()).sum::<usize>();
+        let tensors = incoming.like(step.returned.iter().map(rows).sum(), stream)?;
+        Ok(Coming { step, tensors })
+    }
+
+    /// Both directions of the exchange, with the gradients that this rank has computed.
+    fn messages<'b>(&'b mut self, gradients: &'b [Tensor; 2]) -> Result<Messages<'b>> {
+        let Step { from, to, .. } = self.step;
+        let attended = 0..self.step.attended();
+        let sends = gradients.iter().map(|x| Ok((*from, x.view().slice(1, attended.clone())?)));
+        let receives = self.tensors.iter_mut().map(|x| (*to, x.view_mut()));
+        Ok(Messages { sends: sends.collect::<Result<_>>()?, receives: receives.collect() })
+    }
+
+    /// Copies what has come to its places.
+    fn place(self, parts: &mut [Tensor; 2], stream: &Stream) -> Result<()> {
+        for (part, come) in parts.iter_mut().zip(&self.tensors) {
+            let mut end = 0;
+            for back in &self.step.returned {
+                for rows in &back.rows {
+                    let source = come.view().slice(1, end..end + rows.len())?;
+                    let slot = part.view_mut().slice(0, back.slot..back.slot + 1)?;
+                    slot.slice(1, rows.clone())?.copy_from(&source, stream)?;
+                    end += rows.len();
+                }
             }
         }
+        Ok(())
     }
-    Ok(())
 }
 
 /// Rows of a slot of the gradients of keys and values.

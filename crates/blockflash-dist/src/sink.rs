@@ -1,6 +1,6 @@
 //! The gradient of the sink: sums over the queries of all ranks.
 
-use crate::exchange::exchange;
+use crate::exchange::{Messages, exchange};
 use crate::grid::Grid;
 use crate::{Communicator, Result};
 use blockflash_ops::{AttentionMerge, DType, Stream, Tensor};
@@ -30,7 +30,7 @@ pub(crate) fn total(
     let mut theirs = others().map(empty).collect::<Result<Vec<_>, _>>()?;
     let sends = others().map(|rank| (rank, part.view())).collect();
     let receives = others().zip(&mut theirs).map(|(rank, tensor)| (rank, tensor.view_mut()));
-    exchange(comm, sends, receives.collect())?;
+    exchange(comm, Messages { sends, receives: receives.collect() })?;
     stream.wait_for(comm.stream())?;
     let all = heads * grid.scheme.heads;
     let mut table = table(grid.scheme.keys, all, stream)?;

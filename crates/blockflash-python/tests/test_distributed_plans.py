@@ -137,7 +137,7 @@ def test_plan() -> None:
     machine = Machine(ranks=16, ranks_per_host=8, **H200)
     found = plan(machine, causal=True, **CASE)
     # As in the Rust crate.
-    assert found[0].scheme == Scheme(1, 16)
+    assert found[0].scheme == Scheme(8, 2)
     assert [row.scheme.heads for row in found] == [1, 2, 4, 8]
     assert [row.total for row in found] == sorted(row.total for row in found)
     ideal = 2 * 2 * 131072 * 131073 / 2 * 32 * 128 / 600e12 / 16

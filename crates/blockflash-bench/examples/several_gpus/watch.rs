@@ -103,6 +103,13 @@ impl Communicator for Watched {
         self.nccl.give_up(why);
     }
 
+    fn head_start(&self, stream: &Stream) -> Result<()> {
+        match self.mode.get() {
+            Mode::LeaveOut => Ok(()),
+            Mode::Exchange | Mode::Watch => self.nccl.head_start(stream),
+        }
+    }
+
     fn mark(&self, mark: Mark, stream: &Stream) -> Result<()> {
         if self.mode.get() != Mode::Watch {
             return Ok(());

@@ -44,7 +44,7 @@ class Forecast(NamedTuple):
     exchange: float
     """All exchanges one after another."""
     exposed: float
-    """The part of the exchanges that no computation hides."""
+    """What no computation hides, and what the rest takes from the SMs of computation."""
     ideal: float
     """Attention on one device, divided by the number of ranks."""
 

@@ -7,8 +7,7 @@ neighbour, which is the same number of bytes, but each step would wait for the o
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,8 +21,8 @@ from ._rows import picked
 from ._visits import Visit
 
 _OPS = torch.ops.blockflash
-_AHEAD = 2
-"""Steps whose keys are under way while a step is computed."""
+_HEAD_START = 1 << 24
+"""Bytes that are cleared before attention: some 10 us, in which an exchange gets its place."""
 
 
 class Options(NamedTuple):
@@ -51,32 +50,53 @@ def _shaped(visit: Visit, *tensors: Tensor) -> list[Tensor]:
     return [x[0] for x in tensors] if visit.cu_seqlens else list(tensors)
 
 
-def _arrivals(grid: Grid, options: Options, k: Tensor, v: Tensor) -> Iterator[Any]:
-    """The steps, with the keys and values of each.
+class _Arrivals:
+    """Keys and values on their way to this rank.
 
-    The first exchanges are queued at once, later ones before the attention beside which they run.
-    Attention fills a GPU and leaves it at its end only. What a caller clears after this call, and
-    before its attention, is the time in which the first exchanges get their place on a GPU.
+    Those of a step come while the step before it is computed, and their exchange begins with that
+    step, on all ranks: it waits for what is on the current stream. Attention fills a GPU and leaves
+    it at its end only, so an exchange gets its place on it a moment before.
     """
-    steps, _ = grid.steps(options.window)
 
-    def start(step: Step) -> Any:
-        source, target = grid.in_ring(step.source), grid.in_ring(step.target)
-        sent = {target: [picked(x, step.sent) for x in (k, v)]}
-        shapes = {source: [_rows(x, step.received) for x in (k, v)]}
-        return source, exchange(k, sent, shapes, grid.process_group)
+    def __init__(self, grid: Grid, steps: Sequence[Step], k: Tensor, v: Tensor) -> None:
+        self.grid, self.steps, self.k, self.v = grid, steps, k, v
+        self.wait: Any = None
 
-    first = 1 + _AHEAD
-    under_way = deque(start(step) for step in steps[1:first])
+    def begin(
+        self, t: int, left: Step | None = None, gradients: Sequence[Tensor] = ()
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """The keys and values of step `t`, and the gradients that have come with them.
 
-    def each() -> Iterator[Any]:
-        yield steps[0], k, v
-        for t, step in enumerate(steps[1:]):
-            under_way.extend(start(later) for later in steps[first + t : first + t + 1])
-            source, wait = under_way.popleft()
-            yield step, *wait()[source]
+        Those of the next step begin to come. With them leave the gradients of a step, and those of
+        the keys of this rank come for it.
+        """
+        grid, k = self.grid, self.k
+        arrived = self.wait() if self.wait else ([k, self.v], [])
+        sent: dict[int, list[Tensor]] = {}
+        shapes: dict[int, list[tuple[int, ...]]] = {}
+        keys = gone = None
+        if t + 1 < len(self.steps):
+            step = self.steps[t + 1]
+            keys, target = grid.in_ring(step.source), grid.in_ring(step.target)
+            sent[target] = [picked(x, step.sent) for x in (k, self.v)]
+            shapes[keys] = [_rows(x, step.received) for x in (k, self.v)]
+        if left is not None:
+            source, gone = grid.in_ring(left.source), grid.in_ring(left.target)
+            sent.setdefault(source, []).extend(gradients)
+            shapes.setdefault(gone, []).extend([_rows(k, left.sent)] * 2)
+        self.wait = None
+        if shapes:
+            come = exchange(k, sent, shapes, grid.process_group)
 
-    return each()
+            def wait() -> tuple[list[Tensor], list[Tensor]]:
+                found = come()
+                first = [] if keys is None else found[keys][:2]
+                return first, [] if gone is None else found[gone][-2:]
+
+            self.wait = wait
+            if k.is_cuda:
+                k.new_zeros(_HEAD_START // k.element_size())
+        return arrived
 
 
 class Ring(torch.autograd.Function):
@@ -88,12 +108,13 @@ class Ring(torch.autograd.Function):
     ) -> Tensor:
         """The parts, and their merge."""
         ctx.grid, ctx.options = grid, options
-        arrivals = _arrivals(grid, options, k, v)
-        parts = max(1, grid.steps(options.window)[1])
+        steps, parts = grid.steps(options.window)
+        arrivals, parts = _Arrivals(grid, steps, k, v), max(1, parts)
         batch, length, heads, _ = q.shape
         o = q.new_zeros((parts, *q.shape))
         lse = q.new_full((parts, batch, heads, length), -torch.inf, dtype=torch.float32)
-        for step, keys, values in arrivals:
+        for t, step in enumerate(steps):
+            (keys, values), _ = arrivals.begin(t)
             for visit in step.visits:
                 seen, part = visit.queries, visit.part
                 operands = _shaped(
@@ -116,23 +137,26 @@ class Ring(torch.autograd.Function):
         """The gradients of parts, which are added in f32 in the order of the steps."""
         q, k, v, sink, o, lse = ctx.saved_tensors
         grid, options = ctx.grid, ctx.options
-        arrivals = _arrivals(grid, options, k, v)
+        steps, _ = grid.steps(options.window)
+        arrivals = _Arrivals(grid, steps, k, v)
         zeros = torch.zeros_like
         dq, dk, dv = (zeros(x, dtype=torch.float32) for x in (q, k, v))
         d_sink = None if sink is None else zeros(sink)
-        returning: deque[Any] = deque()
+        leaving: list[Tensor] = []  # gradients of the keys of the step before
 
-        def collect(left: int) -> None:
-            while len(returning) > left:
-                step, wait = returning.popleft()
-                found = wait()[grid.in_ring(step.target)]
+        def begin(t: int) -> list[Tensor]:
+            left = steps[t - 1] if leaving else None
+            (keys, found) = arrivals.begin(t, left, leaving)
+            # They come a step after they have left.
+            at = 0
+            for rows in steps[t - 2].sent if found else ():
+                start, at = at, at + rows.stop - rows.start
                 for total, part in zip((dk, dv), found, strict=True):
-                    at = 0
-                    for rows in step.sent:
-                        start, at = at, at + rows.stop - rows.start
-                        total[:, rows] += part[:, start:at]
+                    total[:, rows] += part[:, start:at]
+            return keys
 
-        for step, keys, values in arrivals:
+        for t, step in enumerate(steps):
+            keys, values = begin(t)
             own = step.source == grid.group
             parts = (dk, dv) if own else [zeros(x, dtype=torch.float32) for x in (keys, values)]
             for visit in step.visits:
@@ -149,16 +173,8 @@ class Ring(torch.autograd.Function):
                 parts[1][:, at] += d_values
                 if visit.home and d_sink is not None:
                     d_sink += d_logits
-            if not own:
-                back = _send_back(grid, step, k, [x.to(k.dtype) for x in parts])
-                returning.append((step, back))
-                collect(_AHEAD)
-        collect(0)
+            leaving = [] if own else [x.to(k.dtype) for x in parts]
+        begin(len(steps))
+        leaving = []
+        begin(len(steps) + 1)
         return None, None, dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), d_sink
-
-
-def _send_back(grid: Grid, step: Step, k: Tensor, parts: list[Tensor]) -> Any:
-    """Starts the way of gradients to the group that holds the keys."""
-    source, target = grid.in_ring(step.source), grid.in_ring(step.target)
-    shapes = {target: [_rows(k, step.sent)] * 2}
-    return exchange(k, {source: parts}, shapes, grid.process_group)
