@@ -101,8 +101,9 @@ impl Plan {
         Plan::new(grid, &turns, visits, |group| returned(group).collect())
     }
 
-    /// `turns`: the steps that are made, 0 first. `visits`: the calls of this group to the keys of another one or its own. `returned`: rows of
-    /// the keys of this group that each call of another one attends.
+    /// `turns`: the steps that are made, 0 first. `visits`: the calls of this group to the keys of
+    /// another one or its own. `returned`: rows of the keys of this group that each call of another
+    /// one attends.
     pub(crate) fn new(
         grid: &Grid,
         turns: &[usize],
