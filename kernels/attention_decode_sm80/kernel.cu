@@ -12,8 +12,8 @@
 #include "blockflash/params/kv_cache.h"
 #include "blockflash/ptx/global.cuh"
 #include "blockflash/ptx/launch.cuh"
+#include "cluster.cuh"
 #include "loader.cuh"
-#include "output.cuh"
 #include "warp_sums.cuh"
 
 namespace blockflash {
@@ -38,7 +38,6 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_decode_params p) 
 
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
   constexpr int kRingBytes = kStages * kStageBytes;
-  constexpr int kQOffset = Config::warps * kRingBytes;
   unsigned char* const ring = smem + warp * kRingBytes;
   Shared& shared = *reinterpret_cast<Shared*>(smem + kQOffset + 2 * kQBytes);
   const uint32_t smem_at = static_cast<uint32_t>(__cvta_generic_to_shared(smem));
@@ -49,7 +48,9 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_decode_params p) 
 
   // One warp takes the items for all, since lengths that change meanwhile could make warps disagree
   // about how often they meet at a barrier. Item n of this CTA is announced during item n - 1.
-  const bool one_each = gridDim.x >= static_cast<unsigned>(p.items);
+  const Cluster<kHasClusters> cluster(smem_at, shared);
+  const bool in_cluster = cluster.is_used(p);
+  const bool one_each = in_cluster || gridDim.x >= static_cast<unsigned>(p.items);
   const auto announce = [&](int n) {
     const int number = shared.number;
     ItemWalk<Config::rows> walk = shared.walk;
@@ -57,7 +58,11 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_decode_params p) 
     const int next = number < 0 || one_each || lane > 0
                          ? -1
                          : static_cast<int>(gridDim.x + atomicAdd(p.tile_counter, 1));
-    const bool found = number >= 0 && walk.find(p, number, item_of(n), lane);
+    bool found = false;
+    if (in_cluster)
+      found = number >= 0 && cluster.find(p, item_of(n), lane);
+    else
+      found = number >= 0 && walk.find(p, number, item_of(n), lane);
     __syncwarp();
     if (lane > 0) return;
     shared.walk = walk;
@@ -134,11 +139,16 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_decode_params p) 
         sums.add_step(p, item, ring, stage, shared.first_key[warp][stage], lane);
       }
       __syncwarp();
-      finish_split(p, item, item.split + of_run, sums, run, shared, smem,
-                   stage == 0 ? kStages - 1 : stage - 1);
+      const int free_stage = stage == 0 ? kStages - 1 : stage - 1;
+      if (in_cluster) {
+        finish_split<true>(p, item, item.split, sums, run, shared, smem, free_stage);
+        break;
+      }
+      finish_split<false>(p, item, item.split + of_run, sums, run, shared, smem, free_stage);
       if (of_run + 1 == item.count) break;
       __syncthreads();  // all have read the sums, and the stages may be filled again
     }
+    if (in_cluster) return cluster.finish(p, item, shared.last[0]);
     finish_item(p, n, shared);
   }
 }

@@ -1,5 +1,6 @@
 // From the sums of the warps to the output: warps are combined through shared memory, splits
-// through the workspace, by the CTA that completes a row tile.
+// through the workspace, by the CTA that completes a row tile, or through the shared memory of a
+// cluster.
 #pragma once
 
 #include "blockflash/decode/partials.cuh"
@@ -14,6 +15,7 @@ constexpr int kInner = 4;                        // splits that are combined fir
 constexpr int kGroup = kInner * kInner;          // and those that are combined then
 constexpr int kColumns4 = Config::head_dim / 4;  // pieces of four columns
 constexpr int kPassRows = 8;                     // rows that warps exchange at once
+constexpr int kQOffset = Config::warps * Config::stages * kStageBytes;
 constexpr int kLogsOffset = kPassRows * Config::head_dim * 4;
 static_assert(
     kLogsOffset + Config::rows * 8 <= kStageBytes,
@@ -28,6 +30,13 @@ struct Shared {
   int first_key[Config::warps][Config::stages];  // of the step in each stage
   int staging[Config::warps];                    // offset of a free stage
   bool last[2];                                  // whether the item completed its group of splits
+  float2 shown_logs[kPassRows];                  // what the CTAs of a cluster read of each other
+
+  // Four columns of a row for the other CTAs of the cluster.
+  __device__ __forceinline__ void show(unsigned char* smem, int row, int piece, const Partial& x) {
+    reinterpret_cast<float4*>(smem + kQOffset)[row * (Config::head_dim / 4) + piece] = x.sum;
+    if (piece == 0) shown_logs[row] = make_float2(x.reference, x.denominator);
+  }
 };
 static_assert(sizeof(Shared) <= 1024 &&
                   Config::smem_bytes ==
@@ -185,7 +194,8 @@ __device__ __forceinline__ void combine_group(const blockflash_attention_decode_
   if (last) combine_splits<1>(p, item, 0, kGroup, groups, true);
 }
 
-// Stores the result of a split with all threads.
+// Stores the result of a split with all threads: in a cluster in shared memory, where queries were.
+template <bool in_cluster>
 __device__ __forceinline__ void finish_split(const blockflash_attention_decode_params& p,
                                              const DecodeItem& item, int split, WarpSums& sums,
                                              RunSums& run, Shared& shared, unsigned char* smem,
@@ -227,7 +237,9 @@ __device__ __forceinline__ void finish_split(const blockflash_attention_decode_p
         return Partial{*reinterpret_cast<const float4*>(of_warp + staged(row, piece * 4) * 4),
                        of_row.x, of_row.y};
       });
-      if (item.splits == 1)
+      if constexpr (in_cluster)
+        shared.show(smem, row, piece, x);
+      else if (item.splits == 1)
         store_result(p, item, pass + row, piece, x);
       else if (combines_runs(p))
         run.take(p, item, split, kCombinesRuns ? i : 0, row, piece, x);

@@ -11,6 +11,8 @@ use std::sync::PoisonError;
 
 /// Bytes of shared memory that a kernel may use without asking for more.
 const DEFAULT_SMEM_BYTES: u32 = 48 * 1024;
+/// CTAs that a cluster may have without asking for more.
+const PORTABLE_CLUSTER: u32 = 8;
 
 impl Device {
     /// Loads a kernel now instead of at its first launch, and returns its resources.
@@ -91,6 +93,11 @@ impl LoadedKernel {
             // SAFETY: `raw` is a function of a module of the current context.
             let code = unsafe { sys::cuFuncSetAttribute(raw, limit, kernel.smem_bytes() as i32) };
             check("cuFuncSetAttribute", code)?;
+        }
+        if kernel.most_in_cluster().is_some_and(|most| most > PORTABLE_CLUSTER) {
+            let allowed = Attribute::CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED;
+            // SAFETY: as above.
+            check("cuFuncSetAttribute", unsafe { sys::cuFuncSetAttribute(raw, allowed, 1) })?;
         }
         Ok(LoadedKernel { raw: Handle(raw), symbol, info })
     }

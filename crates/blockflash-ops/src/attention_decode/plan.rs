@@ -17,6 +17,9 @@ const LONGEST_SPLIT: usize = 4096;
 /// Splits of the longest sequences.
 const MOST_SPLITS: usize = 256;
 
+/// Most keys of a split that is combined with others in a cluster.
+const LONGEST_IN_CLUSTER: usize = 256;
+
 /// A launch as plain data, without pointers.
 #[derive(Clone, Copy, Debug)]
 pub struct AttentionDecodePlan {
@@ -110,14 +113,22 @@ pub(super) fn plan_few(
     let tile = few_tile(kernel, problem, gpu)?;
     let most = most_blocks(kernel, &tile, gpu);
     let mut division = divided(&tile, most, problem, most_queries)?;
+    let multiprocessors = gpu.multiprocessors.max(1) as usize;
     if tile.runs == [1] {
-        let multiprocessors = gpu.multiprocessors.max(1) as usize;
         division = division.in_runs(problem, &tile, [most, most / multiprocessors]);
     }
     // Each CTA asks once for an item past the last one.
     let blocks = grid_x(&[division.items.min(most)])?;
     grid_x(&[division.items.saturating_add(2 * blocks as usize)])?;
-    let config = LaunchConfig::of(kernel, blocks, kernel.waits_for_predecessor());
+    let waits = kernel.waits_for_predecessor();
+    let most = kernel.most_in_cluster().map(|most| most as usize);
+    let config = match most.and_then(|most| division.in_clusters(most, problem, multiprocessors)) {
+        None => LaunchConfig::of(kernel, blocks, waits),
+        Some([clusters, size]) => LaunchConfig {
+            cluster: Some([size, 1, 1]),
+            ..LaunchConfig::of(kernel, clusters * size, waits)
+        },
+    };
     let run = to_i32("run", division.run)?;
     Ok(AttentionDecodePlan { params: params(problem, &division)?, run, config })
 }
@@ -279,6 +290,27 @@ impl Division {
         };
         let run_log2 = work.run_log2().min(self.most_splits.trailing_zeros());
         Self { items: self.items >> run_log2, run_log2, ..self }
+    }
+
+    /// Clusters and their CTAs, where the splits of few sequences are combined in clusters of at
+    /// most so many: in one for each group. CTAs of a cluster share multiprocessors while others
+    /// are free, so that is for splits that are read soon, by half of the GPU, or by all of it
+    /// where the groups have to be combined, too.
+    fn in_clusters(
+        &self,
+        most: usize,
+        problem: &AttentionDecodeProblem,
+        multiprocessors: usize,
+    ) -> Option<[u32; 2]> {
+        // The kernel has to find as many splits.
+        let keys = problem.sees_all().then_some(problem.attention.seqlen_kv)?;
+        let [chunk, splits] = self.of_sequence(keys);
+        let (groups, size) = (splits.div_ceil(most), splits.min(most).next_power_of_two());
+        let clusters = (self.items / self.most_splits).checked_mul(groups)?;
+        let ctas = clusters.checked_mul(size)?;
+        let room = if groups > 1 { multiprocessors } else { multiprocessors / 2 };
+        let soon = chunk <= LONGEST_IN_CLUSTER && ctas <= room;
+        (self.run_log2 == 0 && splits > 1 && soon).then_some([clusters as u32, size as u32])
     }
 
     /// Numbers of 32 bits, and words that count, of the workspace.

@@ -1,4 +1,5 @@
 use super::*;
+use crate::attention::{Align, Mask};
 use crate::kv_cache::{CacheSizes, TableSizes};
 use blockflash_sys::DType;
 
@@ -47,6 +48,42 @@ fn room_for_every_item() {
     let plan = of_rows(32, &long);
     assert_eq!((plan.items, plan.partial_rows, plan.most_splits), (64 * 2 * 8, 32, 1));
     assert_eq!(plan.room(&long), Some([0, 0]));
+}
+
+/// Sequences whose lengths the host knows.
+fn known(batch: usize, keys: usize, heads: [usize; 2]) -> AttentionDecodeProblem {
+    let mut cache = CacheSizes::contiguous(DType::BF16, [batch, keys], heads[1], 128);
+    cache.seqused_kv = false;
+    AttentionDecodeProblem::of(cache, 1, heads[0])
+}
+
+#[test]
+fn few_splits_are_combined_in_clusters() {
+    let clusters = |batch, keys, heads: [usize; 2], fewest_keys| {
+        let problem = known(batch, keys, heads);
+        let tile = Tile { fewest_keys, ..tile(8) };
+        divided(&tile, 264, &problem, 1).unwrap().in_clusters(16, &problem, 132)
+    };
+    assert_eq!(clusters(1, 1024, [8, 1], 128), Some([1, 8]));
+    assert_eq!(clusters(8, 1000, [8, 1], 128), Some([8, 8]));
+    assert_eq!(clusters(1, 700, [8, 1], 128), Some([1, 8]));
+    assert_eq!(clusters(1, 8192, [8, 1], 256), Some([2, 16]));
+    assert_eq!(clusters(1, 32_768, [8, 1], 256), Some([8, 16]));
+    // Long splits, more than the GPU holds, more than its half in single groups, one split.
+    assert_eq!(clusters(1, 131_072, [8, 1], 256), None);
+    assert_eq!(clusters(2, 32_768, [8, 1], 256), None);
+    assert_eq!(clusters(1, 1024, [32, 32], 256), None);
+    assert_eq!(clusters(1, 100, [8, 1], 128), None);
+    // Some keys are hidden from the queries, or only the device knows how many there are.
+    let all = known(1, 1024, [8, 1]);
+    let mut window = all;
+    window.attention.mask =
+        Mask::Window { left: Some(700), right: Some(0), align: Align::BottomRight };
+    let mut unknown = all;
+    unknown.cache.seqused_kv = true;
+    for problem in [window, unknown] {
+        assert_eq!(of_rows(8, &problem).in_clusters(16, &problem, 132), None);
+    }
 }
 
 #[test]

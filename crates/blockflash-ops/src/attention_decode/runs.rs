@@ -48,6 +48,15 @@ impl AttentionDecodeProblem {
         Some(sides.saturating_add(attention.seqlen_q).min(attention.seqlen_kv))
     }
 
+    /// Whether the host knows that the queries of each sequence see all its keys, with the last
+    /// query.
+    pub(super) fn sees_all(&self) -> bool {
+        let attention = &self.attention;
+        let limits = attention.mask.limits(attention.seqlen_q, attention.seqlen_kv);
+        let to_the_end = limits.right.is_none() || limits.align == Align::BottomRight;
+        self.keys_of_each().is_some() && limits.left.is_none() && to_the_end
+    }
+
     /// Fewest keys of a split. A short sequence has more splits, so that one alone is computed
     /// sooner; runs make up for them in batches. Where lengths are read on the device there are no
     /// runs, and short splits would cost batches of short sequences a quarter of their speed.

@@ -1,4 +1,7 @@
 use super::most_splits;
+use crate::{Kernel, LaunchConfig};
+use blockflash_sys::Target;
+use blockflash_sys::manifest::{Variant, kernels};
 
 /// The rule of `decode/items.cuh`.
 fn splits_of(keys: i64, [splits, shortest, longest]: [i64; 3]) -> i64 {
@@ -18,5 +21,37 @@ fn no_length_has_more_splits_than_the_capacity_allows() {
             assert!(largest <= most_splits(keys, rule), "{rule:?}: {largest} of {keys} keys");
             assert!(largest <= 256, "{rule:?}: {largest} of {keys} keys");
         }
+    }
+}
+
+#[test]
+fn a_launch_chooses_clusters_up_to_the_limit_of_the_kernel() {
+    let kernel = |rows, target| {
+        let fits = |kernel: &&Kernel| {
+            let Variant::AttentionDecode(tile) = kernel.variant else { return false };
+            tile.rows == rows && kernel.target == target
+        };
+        kernels().iter().find(fits).unwrap()
+    };
+    let fit = |kernel: &Kernel, blocks, cluster| {
+        LaunchConfig { cluster, ..LaunchConfig::of(kernel, blocks, false) }.fits(kernel, 20, true)
+    };
+    let hopper = kernel(8, Target::Sm90);
+    // The last CTAs may have no split.
+    for (blocks, size) in [(20, 2), (32, 8), (32, 16)] {
+        fit(hopper, blocks, Some([size, 1, 1])).unwrap();
+    }
+    fit(hopper, 20, None).unwrap();
+    for (kernel, blocks, cluster, reason) in [
+        (hopper, 32, Some([32, 1, 1]), "no such clusters"),
+        (hopper, 20, Some([1, 1, 1]), "no such clusters"),
+        (hopper, 32, Some([8, 2, 1]), "no such clusters"),
+        (hopper, 20, Some([16, 1, 1]), "not whole"),
+        (hopper, 21, None, "a grid of 21x1x1"),
+        (kernel(16, Target::Sm90), 32, Some([8, 1, 1]), "no clusters"),
+        (kernel(8, Target::Sm80), 32, Some([8, 1, 1]), "no clusters"),
+    ] {
+        let found = fit(kernel, blocks, cluster).unwrap_err();
+        assert!(found.contains(reason), "{found}");
     }
 }

@@ -37,8 +37,10 @@ impl LaunchConfig {
     /// have one CTA per tile.
     pub(super) fn fits(&self, kernel: &Kernel, tiles: i128, persistent: bool) -> Fit {
         let [x, y, z] = self.grid;
+        // The last CTAs of a cluster may find no tile.
+        let may_idle = kernel.family().may_idle() || kernel.cluster() != self.cluster;
         let blocks = match persistent {
-            true if kernel.family().may_idle() => 1..=i128::from(i32::MAX),
+            true if may_idle => 1..=i128::from(i32::MAX),
             true => 1..=tiles,
             false => tiles..=tiles,
         };
@@ -50,11 +52,16 @@ impl LaunchConfig {
             self.smem_bytes == kernel.smem_bytes(),
             "the shared memory does not match the kernel",
         )?;
-        let (blocks, expected) = match kernel.cluster() {
-            None => (1, "the kernel has no clusters"),
-            Some([blocks, ..]) => (blocks, "the clusters do not match the kernel"),
+        let (chosen, expected) = match (kernel.cluster(), kernel.most_in_cluster()) {
+            (None, None) => (false, "the kernel has no clusters"),
+            (None, Some(most)) => {
+                let is_choice = |[x, y, z]: [u32; 3]| (2..=most).contains(&x) && [y, z] == [1, 1];
+                (self.cluster.is_some_and(is_choice), "the kernel has no such clusters")
+            }
+            (Some(_), _) => (false, "the clusters do not match the kernel"),
         };
-        require(self.cluster == kernel.cluster(), expected)?;
+        require(chosen || self.cluster == kernel.cluster(), expected)?;
+        let blocks = self.cluster.map_or(1, |[blocks, ..]| blocks);
         require(x % blocks == 0, "the last cluster is not whole")?;
         let early = self.programmatic_dependent_launch && !kernel.waits_for_predecessor();
         require(!early, "the kernel does not wait for its predecessor itself")?;

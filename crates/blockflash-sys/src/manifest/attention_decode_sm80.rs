@@ -68,6 +68,12 @@ impl Family for AttentionDecode {
         (self.warps * self.stages * 32 + 2 * self.rows) * row + 1024
     }
 
+    /// The splits that are combined with each other. Results of up to eight rows take the place of
+    /// the queries.
+    fn most_in_cluster(&self) -> u32 {
+        if self.rows <= 8 { 16 } else { 1 }
+    }
+
     fn counts_tiles(&self) -> bool {
         true
     }

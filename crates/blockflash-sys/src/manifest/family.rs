@@ -23,6 +23,12 @@ pub trait Family {
         1
     }
 
+    /// The most CTAs of a cluster that a launch may ask for on Hopper; 1 for kernels that leave it
+    /// no choice.
+    fn most_in_cluster(&self) -> u32 {
+        1
+    }
+
     /// Whether CTAs take their tiles from a counter in device memory, which each launch must
     /// provide.
     fn counts_tiles(&self) -> bool {

@@ -50,6 +50,14 @@ impl Kernel {
         (cluster > 1).then_some([cluster, 1, 1])
     }
 
+    /// The most CTAs of a cluster, for kernels that a launch may give clusters of any size up to
+    /// this one, or none.
+    pub fn most_in_cluster(&self) -> Option<u32> {
+        let most = self.family().most_in_cluster();
+        let hopper = matches!(self.target, Target::Sm90 | Target::Sm90a);
+        (self.family().cluster() == 1 && most > 1 && hopper).then_some(most)
+    }
+
     /// Threads per CTA.
     pub fn threads(&self) -> u32 {
         32 * self.family().warps()

@@ -90,6 +90,37 @@ __device__ __forceinline__ bool are_sequences_equal(const blockflash_attention_d
   return p.cu_seqlens_q == nullptr && p.cache.seqused == nullptr && p.page_count == nullptr;
 }
 
+// Writes the item of `count` splits from `split` on, for row tile and head `in_run` of the sequence
+// whose first slot in the workspace is `first_slot`.
+template <int rows>
+__device__ __forceinline__ void describe(const blockflash_attention_decode_params& p,
+                                         const DecodeSequence& s, int sequence, int first_slot,
+                                         int in_run, int split, int count, DecodeItem& item) {
+  item.sequence = sequence;
+  item.row_tile = small_quotient(in_run, p.num_heads_kv);
+  item.head_kv = in_run - item.row_tile * p.num_heads_kv;
+  item.split = split;
+  item.count = min(s.splits - split, count);
+  item.splits = s.splits;
+  item.slot = first_slot + in_run, item.slot_step = s.row_tiles * p.num_heads_kv;
+  item.q_begin = s.queries.begin, item.q_length = s.queries.length;
+  item.kv_length = s.kv_length;
+  const int first_query = small_quotient(item.row_tile * rows, p.group);
+  const int last_query =
+      min(small_quotient((item.row_tile + 1) * rows - 1, p.group), item.q_length - 1);
+  const AttentionMask mask = DecodeSequence::mask(p, item.q_length, item.kv_length);
+  item.any = mask.keys_of_any(first_query, last_query);
+  item.all = mask.keys_of_all(first_query, last_query);
+  const int begin = s.first + split * s.chunk;
+  item.first_end = begin + s.chunk, item.chunk = s.chunk;
+  item.positions = {begin, min(begin + item.count * s.chunk, s.first + s.keys)};
+  if (p.page_list == nullptr) {
+    // Whole rounds of steps are skipped, so that each warp has the same keys in any run.
+    item.positions.begin = max(begin, s.first + ((item.any.begin - s.first) & ~63));
+    item.positions.end = min(item.positions.end, item.any.end);
+  }
+}
+
 // Finds items by number, in ascending order, with the lanes of a warp.
 template <int rows>
 struct ItemWalk {
@@ -135,31 +166,9 @@ struct ItemWalk {
     }
     if (lane != owner) return true;
     const int within = number - first;
-    item.sequence = sequence;
     const int run = small_quotient(within, of_run);
-    const int in_run = within - run * of_run;
-    item.row_tile = small_quotient(in_run, p.num_heads_kv);
-    item.head_kv = in_run - item.row_tile * p.num_heads_kv;
-    item.split = run << p.run_log2;
-    item.count = min(s.splits - item.split, 1 << p.run_log2);
-    item.splits = s.splits;
-    item.slot = (first << p.run_log2) + in_run, item.slot_step = of_run;
-    item.q_begin = s.queries.begin, item.q_length = s.queries.length;
-    item.kv_length = s.kv_length;
-    const int first_query = small_quotient(item.row_tile * rows, p.group);
-    const int last_query =
-        min(small_quotient((item.row_tile + 1) * rows - 1, p.group), item.q_length - 1);
-    const AttentionMask mask = DecodeSequence::mask(p, item.q_length, item.kv_length);
-    item.any = mask.keys_of_any(first_query, last_query);
-    item.all = mask.keys_of_all(first_query, last_query);
-    const int begin = s.first + item.split * s.chunk;
-    item.first_end = begin + s.chunk, item.chunk = s.chunk;
-    item.positions = {begin, min(begin + item.count * s.chunk, s.first + s.keys)};
-    if (p.page_list == nullptr) {
-      // Whole rounds of steps are skipped, so that each warp has the same keys in any run.
-      item.positions.begin = max(begin, s.first + ((item.any.begin - s.first) & ~63));
-      item.positions.end = min(item.positions.end, item.any.end);
-    }
+    describe<rows>(p, s, sequence, first << p.run_log2, within - run * of_run, run << p.run_log2,
+                   1 << p.run_log2, item);
     return true;
   }
 };

@@ -15,6 +15,40 @@ __device__ __forceinline__ uint32_t cluster_rank() {
   return rank;
 }
 
+// CTAs of a cluster; 1 in a launch without clusters.
+__device__ __forceinline__ uint32_t cluster_size() {
+  uint32_t size;
+  asm volatile("mov.u32 %0, %%cluster_nctarank;" : "=r"(size));
+  return size;
+}
+
+// Says that this thread has come to a point, and waits until all threads of the cluster have. What
+// they wrote before they arrived is visible then.
+__device__ __forceinline__ void cluster_arrive() {
+  asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+}
+__device__ __forceinline__ void cluster_wait() {
+  asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
+}
+
+// Loads from distributed shared memory.
+__device__ __forceinline__ float4 load_cluster_float4(uint32_t at) {
+  float4 x;
+  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+               : "r"(at)
+               : "memory");
+  return x;
+}
+__device__ __forceinline__ float2 load_cluster_float2(uint32_t at) {
+  float2 x;
+  asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];"
+               : "=f"(x.x), "=f"(x.y)
+               : "r"(at)
+               : "memory");
+  return x;
+}
+
 // Waits for all threads of all CTAs of the cluster. Relaxed: it makes initialised mbarriers
 // visible, but no other writes.
 __device__ __forceinline__ void cluster_sync() {
