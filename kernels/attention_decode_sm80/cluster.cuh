@@ -87,7 +87,7 @@ struct Cluster<true> {
     ptx::cluster_wait();
     for (int row = row_of_thread; row < rows; row += kRowsAtOnce * size) {
       if (!in_row) continue;
-      const Partial x = combine_in_order<kInner, kInner>(
+      const Partial x = combine_in_order<kInner, 8>(
           group.count, [&](int of_rank) { return load(of_rank, row, piece); });
       if (groups == 1)
         store_result(p, item, row, piece, x);

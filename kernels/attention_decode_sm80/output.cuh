@@ -107,20 +107,33 @@ __device__ __forceinline__ void combine_splits(const blockflash_attention_decode
   const Slot slot(p, item.slot_of(first));
   const int64_t rows_apart = static_cast<int64_t>(step) * item.slot_step * p.partial_rows;
   const int pieces = rows_of(p, item) * kColumns4;
-  for (int i = 0; i < pieces; i += Config::threads) {
+  // A thread has several pieces of larger tiles on their way at once.
+  constexpr int kAtOnce = Config::rows > kPassRows ? 2 : 1;
+  for (int i = 0; i < pieces; i += kAtOnce * Config::threads) {
     const int at = i + ptx::opaque(static_cast<int>(threadIdx.x));
-    const int row = at / kColumns4, piece = at % kColumns4;
-    const bool mine = at < pieces && piece * 4 < p.head_dim;
-    Partial x;
-    if (mine)
-      x = combine_in_order<inner, 8>(
-          count, [&](int s) { return slot.load(p, row, piece, s * rows_apart); });
+    const auto row_of = [&](int n) { return (at + n * Config::threads) / kColumns4; };
+    const auto piece_of = [&](int n) { return (at + n * Config::threads) % kColumns4; };
+    const auto is_mine = [&](int n) {
+      return at + n * Config::threads < pieces && piece_of(n) * 4 < p.head_dim;
+    };
+    Partial x[kAtOnce];
+    if (is_mine(0))
+      combine_in_order<inner, 8>(
+          count,
+          [&](int n, int s) {
+            return n == 0 || is_mine(n) ? slot.load(p, row_of(n), piece_of(n), s * rows_apart)
+                                        : kNoPartial;
+          },
+          x);
     __syncthreads();  // all have read the logarithms of split `first`
-    if (!mine) continue;
-    if (to_output)
-      store_result(p, item, row, piece, x);
-    else
-      slot.store(p, row, piece, x);
+#pragma unroll
+    for (int n = 0; n < kAtOnce; ++n) {
+      if (!is_mine(n)) continue;
+      if (to_output)
+        store_result(p, item, row_of(n), piece_of(n), x[n]);
+      else
+        slot.store(p, row_of(n), piece_of(n), x[n]);
+    }
   }
 }
 

@@ -184,54 +184,79 @@ struct RowShare {
 };
 
 // Combines some rows of the slots first, first + step, …, `count` of them, four by four, then these
-// and then up to four of these, into slot `first`, or into the output.
-__device__ __forceinline__ void combine_slots(const blockflash_attention_decode_params& p,
-                                              const DecodeRun& item, int first, int step, int count,
-                                              bool to_output, const RowShare& rows) {
+// and then up to four of these, into slot `first`, or into the output. A thread has so many pieces
+// of rows, and so many slots, on their way at once, since loads take long.
+template <int at_once, int most>
+__device__ __forceinline__ void combine_pieces(const blockflash_attention_decode_params& p,
+                                               const DecodeRun& item, int first, int step,
+                                               int count, bool to_output, const RowShare& rows) {
   const Slot slot(p, first);
   const int64_t rows_apart = static_cast<int64_t>(step) * p.partial_rows;
   const int pieces = (rows.end - rows.begin) * kColumns4;
 #pragma unroll 1
-  for (int i = 0; i < pieces; i += Config::threads) {
-    const int at = i + ptx::opaque(static_cast<int>(threadIdx.x));
-    const int row = rows.begin + at / kColumns4, piece = at % kColumns4;
-    const bool mine = at < pieces && piece * 4 < p.head_dim;
-    Partial all{};
-    const float* sums = slot.sums + row * p.head_dim + piece * 4;
-    const float2* logs = slot.logs + row;
+  for (int i = 0; i < pieces; i += at_once * Config::threads) {
+    const int thread = ptx::opaque(static_cast<int>(threadIdx.x));
+    const int piece = thread % kColumns4, first_row = rows.begin + (i + thread) / kColumns4;
+    constexpr int kRowsApart = Config::threads / kColumns4;  // pieces of a thread
+    const auto is_mine = [&](int n) {
+      return first_row + n * kRowsApart < rows.end && piece * 4 < p.head_dim;
+    };
+    Partial all[at_once]{};
 #pragma unroll 1
-    for (int before = 0; before < count; before += kGroup) {
+    for (int before = 0; before < count; before += most) {
       const int some = count - before;
-      Partial parts[kGroup];
+      Partial parts[at_once][most];
 #pragma unroll
-      for (int s = 0; s < kGroup; ++s) {
-        parts[s] = {};
-        if (!mine || s >= some) continue;
-        parts[s].sum = __ldcg(reinterpret_cast<const float4*>(sums));
-        const float2 of_row = __ldcg(logs);
-        parts[s].reference = of_row.x, parts[s].denominator = of_row.y;
-        sums += rows_apart * p.head_dim, logs += rows_apart;
+      for (int n = 0; n < at_once; ++n) {
+        const int row = first_row + n * kRowsApart;
+        const float* sums = slot.sums + (row + before * rows_apart) * p.head_dim + piece * 4;
+        const float2* logs = slot.logs + row + before * rows_apart;
+#pragma unroll
+        for (int s = 0; s < most; ++s) {
+          parts[n][s] = {};
+          if (!is_mine(n) || s >= some) continue;
+          parts[n][s].sum = __ldcg(reinterpret_cast<const float4*>(sums));
+          const float2 of_row = __ldcg(logs);
+          parts[n][s].reference = of_row.x, parts[n][s].denominator = of_row.y;
+          sums += rows_apart * p.head_dim, logs += rows_apart;
+        }
       }
 #pragma unroll
-      for (int s = 1; s < kGroup; ++s)
-        if (s % kInner > 0 && s < some) join(parts[s - s % kInner], parts[s]);
+      for (int n = 0; n < at_once; ++n) {
 #pragma unroll
-      for (int s = kInner; s < kGroup; s += kInner)
-        if (s < some) join(parts[0], parts[s]);
-      if (before == 0)
-        all = parts[0];
-      else
-        join(all, parts[0]);
+        for (int s = 1; s < most; ++s)
+          if (s % kInner > 0 && s < some) join(parts[n][s - s % kInner], parts[n][s]);
+#pragma unroll
+        for (int s = kInner; s < most; s += kInner)
+          if (s < some) join(parts[n][0], parts[n][s]);
+        if (before == 0)
+          all[n] = parts[n][0];
+        else
+          join(all[n], parts[n][0]);
+      }
     }
     __syncwarp();  // all have read the logarithms of slot `first`
-    if (!mine) continue;
-    if (to_output) {
-      store_result(p, item, row, piece, all);
-    } else {
-      __stcg(reinterpret_cast<float4*>(slot.sums + row * p.head_dim + piece * 4), all.sum);
-      if (piece == 0) __stcg(slot.logs + row, make_float2(all.reference, all.denominator));
+#pragma unroll
+    for (int n = 0; n < at_once; ++n) {
+      const int row = first_row + n * kRowsApart;
+      if (!is_mine(n)) continue;
+      if (to_output) {
+        store_result(p, item, row, piece, all[n]);
+      } else {
+        __stcg(reinterpret_cast<float4*>(slot.sums + row * p.head_dim + piece * 4), all[n].sum);
+        if (piece == 0) __stcg(slot.logs + row, make_float2(all[n].reference, all[n].denominator));
+      }
     }
   }
+}
+
+__device__ __forceinline__ void combine_slots(const blockflash_attention_decode_params& p,
+                                              const DecodeRun& item, int first, int step, int count,
+                                              bool to_output, const RowShare& rows) {
+  if (count <= kInner)
+    combine_pieces<kGroup / kInner, kInner>(p, item, first, step, count, to_output, rows);
+  else
+    combine_pieces<1, kGroup>(p, item, first, step, count, to_output, rows);
 }
 
 }  // namespace

@@ -56,25 +56,38 @@ __device__ __forceinline__ Partial combine(const Part& part_of) {
   return all;
 }
 
-// The combination of `count` parts, one after another, of which `batch` are loaded at once, since a
-// load takes long. With `inner` > 1 as many are first combined with each other.
-template <int inner, int batch, class Part>
-__device__ __forceinline__ Partial combine_in_order(int count, const Part& part_of) {
+// The combinations of `count` parts each, one after another, of which `batch` of each are loaded at
+// once, since a load takes long. With `inner` > 1 as many are first combined with each other.
+template <int inner, int batch, int pieces, class Part>
+__device__ __forceinline__ void combine_in_order(int count, const Part& part_of,
+                                                 Partial (&all)[pieces]) {
   static_assert(batch % inner == 0, "what is combined first is loaded at once");
-  Partial all = kNoPartial, few = kNoPartial;
+  Partial few[pieces];
+#pragma unroll
+  for (int n = 0; n < pieces; ++n) all[n] = few[n] = kNoPartial;
 #pragma unroll 1
   for (int first = 0; first < count; first += batch) {
-    Partial parts[batch];
+    Partial parts[pieces][batch];
 #pragma unroll
-    for (int i = 0; i < batch; ++i) parts[i] = first + i < count ? part_of(first + i) : kNoPartial;
+    for (int n = 0; n < pieces; ++n)
 #pragma unroll
-    for (int i = 0; i < batch; ++i) {
-      if (first + i < count) add(inner > 1 ? few : all, parts[i]);
-      if (inner > 1 && i % inner == inner - 1 && first + i + 1 - inner < count)
-        add(all, few), few = kNoPartial;
-    }
+      for (int i = 0; i < batch; ++i)
+        parts[n][i] = first + i < count ? part_of(n, first + i) : kNoPartial;
+#pragma unroll
+    for (int n = 0; n < pieces; ++n)
+#pragma unroll
+      for (int i = 0; i < batch; ++i) {
+        if (first + i < count) add(inner > 1 ? few[n] : all[n], parts[n][i]);
+        if (inner > 1 && i % inner == inner - 1 && first + i + 1 - inner < count)
+          add(all[n], few[n]), few[n] = kNoPartial;
+      }
   }
-  return all;
+}
+template <int inner, int batch, class Part>
+__device__ __forceinline__ Partial combine_in_order(int count, const Part& part_of) {
+  Partial all[1];
+  combine_in_order<inner, batch>(count, [&](int, int s) { return part_of(s); }, all);
+  return all[0];
 }
 
 // What the columns are multiplied by in the end. A row without keys has a denominator of exactly 0
