@@ -155,9 +155,10 @@ impl Axis {
     /// the values are less than a decade apart.
     pub(super) fn decades(label: &str, low: f64, high: f64) -> Self {
         let exponents = low.log10().floor() as i32..=high.log10().ceil() as i32;
-        let digits: &[f64] = match high / low < 10.0 {
-            true => &[1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0],
-            false => &[1.0, 2.0, 5.0],
+        let digits: &[f64] = match high / low {
+            ..10.0 => &[1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0],
+            10.0..1000.0 => &[1.0, 2.0, 5.0],
+            _ => &[1.0],
         };
         let values = exponents
             .flat_map(|exponent| digits.iter().map(move |digit| digit * 10f64.powi(exponent)));

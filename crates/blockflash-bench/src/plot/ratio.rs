@@ -55,7 +55,9 @@ pub(super) fn sketch(run: &Run<'_>, rows: &[Row<'_>]) -> Option<Sketch> {
         let look = style::of(name, false);
         (format!("{name} is the best rival"), Style { width: 0, ..look })
     });
-    let longest = panel.y.ticks.iter().map(|(_, label)| label.chars().count()).max().unwrap_or(0);
+    let names = panel.y.ticks.iter().map(|(_, label)| label);
+    let headings = panel.notes.iter().filter(|note| note.bold).map(|note| &note.text);
+    let longest = names.chain(headings).map(|text| text.chars().count()).max().unwrap_or(0);
     let figure = Figure {
         title: format!(
             "{}: {mean:.2} × the best rival of each case (geometric mean of {})",

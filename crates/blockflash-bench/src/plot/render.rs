@@ -100,7 +100,9 @@ fn draw_panel(root: &Area<'_>, area: &Area<'_>, panel: &Panel, y_labels: u32) ->
     let x_labels = 36 + if panel.x_groups.is_empty() { 0 } else { 16 };
     builder.x_label_area_size(x_labels).y_label_area_size(y_labels);
     if !panel.title.is_empty() {
-        builder.caption(&panel.title, bold(13, INK));
+        // A bold letter is about 0.62 of its height wide.
+        let widest = f64::from(area.dim_in_pixel().0) / (0.62 * panel.title.chars().count() as f64);
+        builder.caption(&panel.title, bold((widest as u32).clamp(9, 13), INK));
     }
     let mut chart = builder.build_cartesian_2d(panel.x.clone(), panel.y.clone())?;
     chart
