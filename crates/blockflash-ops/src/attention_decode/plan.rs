@@ -305,7 +305,8 @@ impl Division {
         // The kernel has to find as many splits.
         let keys = problem.sees_all().then_some(problem.attention.seqlen_kv)?;
         let [chunk, splits] = self.of_sequence(keys);
-        let (groups, size) = (splits.div_ceil(most), splits.min(most).next_power_of_two());
+        let groups = splits.div_ceil(most);
+        let size = self.most_splits.min(most).next_power_of_two();
         let clusters = (self.items / self.most_splits).checked_mul(groups)?;
         let ctas = clusters.checked_mul(size)?;
         let room = if groups > 1 { multiprocessors } else { multiprocessors / 2 };

@@ -320,7 +320,9 @@ impl AttentionDecodeOperands<'_> {
 //    `fit` found to be those of the views, and from lengths, offsets and page numbers, each of
 //    which the kernel clamps to these sizes. It computes no item beyond `items`, for which the
 //    workspace has room, and one warp of a CTA decides for all how many items there are.
-// 3. `o` and `lse` are `ViewMut`. The workspace is used in turns, by kernels only. They leave its
+// 3. In a cluster a CTA reads the shared memory of others, of which there is one for each split of
+//    a group.
+// 4. `o` and `lse` are `ViewMut`. The workspace is used in turns, by kernels only. They leave its
 //    words at zero unless lengths change while they run. Whatever the words hold, they decide only
 //    which CTA combines parts and when: nobody waits for them, and no address follows from them.
 unsafe impl Launch for AttentionDecode {
@@ -336,6 +338,13 @@ unsafe impl Launch for AttentionDecode {
     fn fit(&self, plan: &Self::Plan, operands: &Self::Operands<'_>) -> Fit<i128> {
         let Self { dtype, head_dim, rows, .. } = *self;
         operands.fit_items(&DecodeTile { dtype, head_dim, rows, run: 1 }, plan)
+    }
+
+    /// A CTA reads the shared memory of one for each split of a group.
+    fn fewest_in_cluster(&self, p: &Self::Plan) -> u32 {
+        let keys = p.cache.capacity.max(p.page_list_capacity.saturating_mul(p.cache.page_size));
+        let division = [p.splits, p.chunk_min, p.chunk_max].map(i64::from);
+        most_splits(keys.into(), division).min(16) as u32
     }
 
     fn params(&self, plan: &Self::Plan, operands: &Self::Operands<'_>) -> Result<Self::Params> {

@@ -1,7 +1,9 @@
 use super::most_splits;
+use crate::launch::checked::Launch;
 use crate::{Kernel, LaunchConfig};
 use blockflash_sys::Target;
-use blockflash_sys::manifest::{Variant, kernels};
+use blockflash_sys::manifest::{AttentionDecode, Variant, kernels};
+use blockflash_sys::params::blockflash_attention_decode_params;
 
 /// The rule of `decode/items.cuh`.
 fn splits_of(keys: i64, [splits, shortest, longest]: [i64; 3]) -> i64 {
@@ -54,4 +56,19 @@ fn a_launch_chooses_clusters_up_to_the_limit_of_the_kernel() {
         let found = fit(kernel, blocks, cluster).unwrap_err();
         assert!(found.contains(reason), "{found}");
     }
+}
+
+/// A CTA of a cluster reads the results of all splits of its group.
+#[test]
+fn clusters_hold_the_splits_of_a_group() {
+    let tile = kernels().iter().find_map(AttentionDecode::of).unwrap();
+    // SAFETY: a struct of numbers and pointers.
+    let mut p: blockflash_attention_decode_params = unsafe { std::mem::zeroed() };
+    (p.splits, p.chunk_min, p.chunk_max) = (128, 128, 4096);
+    for (capacity, fewest) in [(100, 1), (300, 3), (1024, 8), (2048, 16), (100_000, 16)] {
+        p.cache.capacity = capacity;
+        assert_eq!(tile.fewest_in_cluster(&p), fewest, "{capacity}");
+    }
+    (p.cache.page_size, p.page_list_capacity, p.cache.capacity) = (64, 8, 0);
+    assert_eq!(tile.fewest_in_cluster(&p), 4);
 }

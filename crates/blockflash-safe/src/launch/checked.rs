@@ -54,6 +54,11 @@ pub unsafe trait Launch: Copy {
     /// The errors of [`TensorMapSpec::encode`](crate::TensorMapSpec::encode).
     fn params(&self, plan: &Self::Plan, operands: &Self::Operands<'_>) -> Result<Self::Params>;
 
+    /// The fewest CTAs of a cluster, if the launch chooses clusters.
+    fn fewest_in_cluster(&self, _plan: &Self::Plan) -> u32 {
+        1
+    }
+
     /// Gives a persistent kernel its tile counters: two words that are zero and that no other
     /// launch uses at the same time. They live as long as the context.
     fn set_counter(_params: &mut Self::Params, _counter: *mut u32) {}
@@ -68,7 +73,9 @@ pub(super) fn fit<L: Launch>(
 ) -> Fit<L> {
     let tile = L::of(kernel).ok_or_else(|| format!("not a kernel of {}", L::FAMILY))?;
     config.fits(kernel, tile.fit(plan, operands)?, kernel.family().is_persistent())?;
-    Ok(tile)
+    let fewest = tile.fewest_in_cluster(plan);
+    let enough = config.cluster.is_none_or(|[ctas, ..]| ctas >= fewest);
+    enough.then_some(tile).ok_or_else(|| format!("clusters of fewer than {fewest} CTAs"))
 }
 
 impl Stream {
