@@ -61,7 +61,7 @@ struct Cluster<true> {
     if (lane == 0)
       describe<Config::rows>(p, DecodeSequence::of<Config::rows>(p, sequence), sequence,
                              sequence * s.splits * of_group, within - group * of_group,
-                             group * kGroup + rank, 1, item);
+                             group * kGroup + rank, 0, item);
     return true;
   }
 

@@ -153,9 +153,10 @@ __device__ __forceinline__ bool arrives_last(uint32_t* arrivals, int count) {
 
 // Runs of splits whose results are combined in registers, since there are few.
 constexpr bool kCombinesRuns = Config::rows <= kPassRows;
+static_assert(kPassRows == kMostRowsOfRuns, "whoever chooses runs knows whether they pay");
 
-__device__ __forceinline__ bool combines_runs(const blockflash_attention_decode_params& p) {
-  return kCombinesRuns && 1 << p.run_log2 >= kInner;
+__device__ __forceinline__ bool combines_runs(const DecodeItem& item) {
+  return kCombinesRuns && 1 << item.run_log2 >= kInner;
 }
 
 // What a thread holds of a run: the splits that are combined first, and the run if it is a group.
@@ -195,7 +196,7 @@ __device__ __forceinline__ void combine_group(const blockflash_attention_decode_
   const SplitGroup group(item);
   const int groups = ceil_div(item.splits, kGroup);
   const bool is_one = groups == 1;
-  if (!combines_runs(p))
+  if (!combines_runs(item))
     combine_splits<kInner>(p, item, group.first, 1, group.count, is_one);
   else if (item.count < group.count)
     combine_splits<1>(p, item, group.first, kInner, ceil_div(group.count, kInner), is_one);
@@ -254,7 +255,7 @@ __device__ __forceinline__ void finish_split(const blockflash_attention_decode_p
         shared.show(smem, row, piece, x);
       else if (item.splits == 1)
         store_result(p, item, pass + row, piece, x);
-      else if (combines_runs(p))
+      else if (combines_runs(item))
         run.take(p, item, split, kCombinesRuns ? i : 0, row, piece, x);
       else
         Slot(p, item.slot_of(split)).store(p, pass + row, piece, x);
@@ -279,7 +280,7 @@ __device__ __forceinline__ void finish_item(const blockflash_attention_decode_pa
     __syncthreads();  // all have stored, and the stages may be filled again
     if (threadIdx.x == Config::threads - 1) {
       const SplitGroup group(item);
-      const int runs = ((group.count - 1) >> p.run_log2) + 1;
+      const int runs = ((group.count - 1) >> item.run_log2) + 1;
       shared.last[n & 1] =
           item.splits > 1 && arrives_last(p.arrivals + item.slot_of(group.first), runs);
     }

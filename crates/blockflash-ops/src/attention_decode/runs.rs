@@ -58,8 +58,8 @@ impl AttentionDecodeProblem {
     }
 
     /// Fewest keys of a split. A short sequence has more splits, so that one alone is computed
-    /// sooner; runs make up for them in batches. Where lengths are read on the device there are no
-    /// runs, and short splits would cost batches of short sequences a quarter of their speed.
+    /// sooner; runs make up for them in batches. Where lengths are read on the device, short splits
+    /// cost batches of short sequences a quarter of their speed, when there were no runs for them.
     pub(super) fn fewest_keys_of_a_split(&self) -> usize {
         let short = self.keys_of_each().is_some_and(|keys| keys <= SHORT);
         FEWEST_KEYS[usize::from(!short)]

@@ -37,6 +37,7 @@ struct DecodeItem {
   int slot, slot_step;       // place of split 0 in the workspace, and what the next one adds
   int q_begin, q_length;     // queries of the sequence
   int kv_length;             // keys of the sequence
+  int run_log2;              // splits of an item, unless it is the last one of its sequence
   int first_end, chunk;      // position where the first split ends, and how many a split has
   KeyRange positions;        // that the row tile visits; they begin at a multiple of 16
   KeyRange any, all;         // keys that some query of the row tile attends to, and every query
@@ -90,17 +91,17 @@ __device__ __forceinline__ bool are_sequences_equal(const blockflash_attention_d
   return p.cu_seqlens_q == nullptr && p.cache.seqused == nullptr && p.page_count == nullptr;
 }
 
-// Writes the item of `count` splits from `split` on, for row tile and head `in_run` of the sequence
-// whose first slot in the workspace is `first_slot`.
+// Writes the item of up to 2^run_log2 splits from `split` on, for row tile and head `in_run` of the
+// sequence whose first slot in the workspace is `first_slot`.
 template <int rows>
 __device__ __forceinline__ void describe(const blockflash_attention_decode_params& p,
                                          const DecodeSequence& s, int sequence, int first_slot,
-                                         int in_run, int split, int count, DecodeItem& item) {
-  item.sequence = sequence;
+                                         int in_run, int split, int run_log2, DecodeItem& item) {
+  item.sequence = sequence, item.run_log2 = run_log2;
   item.row_tile = small_quotient(in_run, p.num_heads_kv);
   item.head_kv = in_run - item.row_tile * p.num_heads_kv;
   item.split = split;
-  item.count = min(s.splits - split, count);
+  item.count = min(s.splits - split, 1 << run_log2);
   item.splits = s.splits;
   item.slot = first_slot + in_run, item.slot_step = s.row_tiles * p.num_heads_kv;
   item.q_begin = s.queries.begin, item.q_length = s.queries.length;
@@ -121,54 +122,91 @@ __device__ __forceinline__ void describe(const blockflash_attention_decode_param
   }
 }
 
+// Most rows of a tile with which a CTA combines the splits of a run in registers, so that runs pay.
+constexpr int kMostRowsOfRuns = 8;
+
+// Log2 of the splits of an item. Where only the device knows the lengths, a warp counts all splits:
+// items are as long as they can be with (almost) full rounds of CTAs, as the host has it for equal
+// lengths. Runs of two would leave as many results as single splits. Lengths that change meanwhile
+// may make CTAs disagree, which changes results, but no place in the workspace: that counts splits.
+template <int rows>
+__device__ __forceinline__ int choose_run_log2(const blockflash_attention_decode_params& p,
+                                               int lane) {
+  constexpr int kShortest = 2, kLongest = 4;
+  const bool one_each = gridDim.x >= static_cast<unsigned>(p.items);
+  if (rows > kMostRowsOfRuns || one_each || are_sequences_equal(p)) return p.run_log2;
+  float splits = 0.f;
+  for (int sequence = lane; sequence < p.batch; sequence += 32) {
+    const DecodeSequence s = DecodeSequence::of<rows>(p, sequence);
+    splits += static_cast<float>(s.splits * s.row_tiles * p.num_heads_kv);
+  }
+#pragma unroll
+  for (int distance = 16; distance > 0; distance /= 2)
+    splits += __shfl_xor_sync(~0u, splits, distance);
+  const float ctas = static_cast<float>(gridDim.x);
+#pragma unroll
+  for (int log2 = kLongest; log2 >= kShortest; --log2) {
+    const float rounds = splits / static_cast<float>(1 << log2) / ctas;
+    if (rounds >= 0.95f * ceilf(rounds)) return log2;
+  }
+  return 0;
+}
+
 // Finds items by number, in ascending order, with the lanes of a warp.
 template <int rows>
 struct ItemWalk {
   int first_sequence = 0;  // of the 32 that the lanes look at
-  int before = 0;          // items of the sequences before it
+  int before = 0;          // items of the sequences before it,
+  int slots_before = 0;    // and their places in the workspace
+  int run_log2 = -1;       // not chosen yet
 
   // Writes item `number` to `item` and returns true, or returns false behind the last one.
   __device__ __forceinline__ bool find(const blockflash_attention_decode_params& p, int number,
                                        DecodeItem& item, int lane) {
+    if (run_log2 < 0) run_log2 = choose_run_log2<rows>(p, lane);
     DecodeSequence s;
-    int sequence, first, runs, of_run, owner;
+    int sequence, first, first_slot, runs, of_run, owner;
     while (true) {
       if (first_sequence >= p.batch) return false;
       sequence = first_sequence + lane;
       s = DecodeSequence::of<rows>(p, min(sequence, p.batch - 1));
       of_run = s.row_tiles * p.num_heads_kv;
-      runs = ((s.splits - 1) >> p.run_log2) + 1;
+      runs = ((s.splits - 1) >> run_log2) + 1;
       if (are_sequences_equal(p)) {
         sequence = small_quotient(number, runs * of_run);
         first = sequence * runs * of_run;
+        first_slot = first << run_log2;
         owner = 0;
         if (sequence >= p.batch) return false;
         break;
       }
-      const int items = sequence < p.batch ? runs * of_run : 0;
-      int end = items;
+      const bool exists = sequence < p.batch;
+      const int items = exists ? runs * of_run : 0, slots = exists ? s.splits * of_run : 0;
+      int end = items, slots_end = slots;
 #pragma unroll
       for (int distance = 1; distance < 32; distance *= 2) {
         const int others = __shfl_up_sync(~0u, end, distance);
-        if (lane >= distance) end += others;
+        const int other_slots = __shfl_up_sync(~0u, slots_end, distance);
+        if (lane >= distance) end += others, slots_end += other_slots;
       }
-      end += before;
-      first = end - items;
+      end += before, slots_end += slots_before;
+      first = end - items, first_slot = slots_end - slots;
       const unsigned later = __ballot_sync(~0u, number < end);
       if (later != 0) {
         owner = __ffs(static_cast<int>(later)) - 1;
         // The workspace has room for p.items.
-        if (__shfl_sync(~0u, end, owner) > p.items) return false;
+        if (__shfl_sync(~0u, slots_end, owner) > p.items) return false;
         break;
       }
       before = __shfl_sync(~0u, end, 31);
+      slots_before = __shfl_sync(~0u, slots_end, 31);
       first_sequence += 32;
     }
     if (lane != owner) return true;
     const int within = number - first;
     const int run = small_quotient(within, of_run);
-    describe<rows>(p, s, sequence, first << p.run_log2, within - run * of_run, run << p.run_log2,
-                   1 << p.run_log2, item);
+    describe<rows>(p, s, sequence, first_slot, within - run * of_run, run << run_log2, run_log2,
+                   item);
     return true;
   }
 };
