@@ -3,6 +3,7 @@
 [pages, page_size, heads, head_dim] with a random table."""
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 import attention
 import flash3
-from measure import DTYPES, TOLERANCE, Call, relative
+from measure import DTYPES, TOLERANCE, Absent, Call, Capture, needs_cuda, relative
 
 # Most copies of a cache.
 MAX_COPIES = 256
@@ -230,6 +231,100 @@ class Flash3(Decode):
         k, v, table = self.cache()
         known = dict(self.known, k=k, v=v, page_table=table)
         self.operator(*flash3.arguments(self.operator, **known))
+
+    def output(self) -> torch.Tensor:
+        return self.out
+
+
+class FlashInfer(Decode):
+    """FlashInfer, planned beforehand, as serving engines do once for all layers of a step. It knows
+    only pages, so a contiguous cache is pages in their order."""
+
+    # Bytes for results of parts of the keys.
+    WORKSPACE = 1 << 29
+
+    @classmethod
+    def available(cls, device: torch.device) -> None:
+        needs_cuda(device)
+        try:
+            import flashinfer  # noqa: F401
+        except ImportError as error:
+            raise Absent(f"python3 has no flashinfer ({error})") from error
+
+    def __init__(self, inputs: Inputs, options: dict[str, Any]) -> None:
+        super().__init__(inputs, options)
+        self.page = inputs.page_size or math.gcd(inputs.seqlen_kv, 64)
+        lengths = inputs.lengths
+        if lengths is None:
+            lengths = torch.full((inputs.batch,), inputs.seqlen_kv, device=inputs.device)
+        pages = (lengths + self.page - 1) // self.page
+        # A plan depends on lengths alone, so copies that differ in their tables share it.
+        tables = [table for *_, table in inputs.copies[: 1 if inputs.chosen is None else None]]
+        self.indices = [self.visited(table, pages) for table in tables]
+        self.q, self.out = inputs.q.flatten(0, 1), torch.empty_like(inputs.q)
+        found = []
+        for name, wrapper in self.ways():
+            self.plan(wrapper, lengths, pages)
+            self.wrapper = wrapper
+            us = Capture(self.run, inputs.device, 3000, MAX_COPIES).window(20)["us"]
+            found.append((us, name, wrapper))
+        found.sort(key=lambda way: way[0])
+        self.wrapper = found[0][-1]
+        self.settings = ", not ".join(f"{name} ({us:.1f} us)" for us, name, _ in found)
+        self.settings += f"; pages of {self.page}; planned beforehand"
+
+    def ways(self) -> Iterator[tuple[str, Any]]:
+        """What the library leaves to its user. The fastest is taken."""
+        import flashinfer
+
+        device = self.inputs.device
+        scratch = torch.zeros(self.WORKSPACE, dtype=torch.uint8, device=device)
+        if self.inputs.seqlen_q == 1:
+            decode = flashinfer.BatchDecodeWithPagedKVCacheWrapper
+            for cores in (True, False):
+                yield f"use_tensor_cores={cores}", decode(scratch, use_tensor_cores=cores)
+            return
+        prefill = flashinfer.BatchPrefillWithPagedKVCacheWrapper
+        hopper = torch.cuda.get_device_capability(device)[0] == 9
+        for backend in ("fa2", "fa3") if hopper else ("fa2",):
+            yield f"backend={backend}", prefill(scratch, backend=backend)
+
+    def visited(self, table: torch.Tensor | None, pages: torch.Tensor) -> torch.Tensor:
+        """The pages of all sequences, one after another."""
+        if table is None:
+            rows, columns = self.inputs.batch, self.inputs.seqlen_kv // self.page
+            table = torch.arange(rows * columns, dtype=torch.int32, device=pages.device)
+            table = table.view(rows, columns)
+        ranks = torch.arange(table.shape[1], device=pages.device)
+        return table[ranks[None] < pages[:, None]]
+
+    def plan(self, wrapper: Any, lengths: torch.Tensor, pages: torch.Tensor) -> None:
+        inputs = self.inputs
+        queries, options = [], {}
+        if inputs.seqlen_q > 1:
+            queries = [torch.arange(inputs.batch + 1, dtype=torch.int32) * inputs.seqlen_q]
+            options = dict(causal=True)
+        wrapper.plan(
+            *queries,
+            torch.nn.functional.pad(pages.cumsum(0), (1, 0)).int().cpu(),
+            self.indices[0],
+            ((lengths - 1) % self.page + 1).int().cpu(),
+            inputs.heads_q,
+            inputs.heads_kv,
+            inputs.head_dim,
+            self.page,
+            q_data_type=inputs.dtype,
+            kv_data_type=inputs.dtype,
+            sm_scale=inputs.scale,
+            **options,
+        )
+
+    def run(self) -> None:
+        k, v, _ = self.cache()
+        pages = (-1, self.page, self.inputs.heads_kv, self.inputs.head_dim)
+        # Pages are no part of a plan; what the wrapper keeps goes to the launch as it is.
+        self.wrapper._paged_kv_indices_buf = self.indices[self.turn % len(self.indices)]
+        self.wrapper.run(self.q, (k.view(pages), v.view(pages)), out=self.out.flatten(0, 1))
 
     def output(self) -> torch.Tensor:
         return self.out

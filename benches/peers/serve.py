@@ -50,6 +50,7 @@ PEERS = {
         "cudnn": ("decode", "SdpaCudnn"),
         "fa2": ("decode", "SdpaFlash"),
         "fa3": ("decode", "Flash3"),
+        "flashinfer": ("decode", "FlashInfer"),
     },
     "bsr_matmul": {
         "torch_triton_bsr": ("bsr", "TritonDefault"),

@@ -43,7 +43,7 @@ const ORANGE: RGBColor = RGBColor(0xe6, 0x9f, 0x00);
 const BLACK: RGBColor = RGBColor(0x00, 0x00, 0x00);
 
 /// The first entry that a name contains decides. Rivals of one operation differ in colour and mark.
-const KNOWN: [(&str, RGBColor, Marker); 20] = [
+const KNOWN: [(&str, RGBColor, Marker); 21] = [
     ("flash_attention_3", BLUE, Marker::Square),
     ("flash_attention_4", SKY, Marker::Triangle),
     ("fa3_deterministic", BLUE, Marker::Cross),
@@ -59,7 +59,8 @@ const KNOWN: [(&str, RGBColor, Marker); 20] = [
     ("flex_attention_tuned", BLUE, Marker::Square),
     ("flex", ORANGE, Marker::Cross),
     ("flashinfer_vsa", BLACK, Marker::Square),
-    ("flashinfer", PURPLE, Marker::Circle),
+    ("flashinfer_bsr", PURPLE, Marker::Circle),
+    ("flashinfer", ORANGE, Marker::Triangle),
     ("triton_bsr_tuned", BLUE, Marker::Square),
     ("triton_bsr", SKY, Marker::Triangle),
     ("blocked_ell", GREEN, Marker::Diamond),
@@ -189,7 +190,8 @@ mod tests {
             "flex_attention_tuned",
         ];
         let backward = [OURS, "fa3", "fa4", "cudnn", "fa2", "flex"];
-        for names in [&attention[..], &bsr, &sparse, &backward] {
+        let decode = [OURS, "fa3", "cudnn", "fa2", "flashinfer"];
+        for names in [&attention[..], &bsr, &sparse, &backward, &decode] {
             for (index, name) in names.iter().enumerate() {
                 let same = |other: &&str| of(other, false).colour == of(name, false).colour;
                 assert_eq!(names.iter().position(same), Some(index), "{name}");
