@@ -5,6 +5,7 @@
 #include "blockflash/attention/packed_rows.cuh"
 #include "blockflash/decode/pages.cuh"
 #include "blockflash/params/kv_cache.h"
+#include "blockflash/ptx/tensor_copy.cuh"
 #include "query_tiles.cuh"
 
 namespace blockflash {
@@ -91,6 +92,19 @@ struct CachePieces {
     if (key < 0 || key >= tile.seqlen_kv) return {p.cache.pages, 0};
     const int column = key / p.cache.page_size;
     return {page_of_column(p.cache, tile.batch, column), key - column * p.cache.page_size};
+  }
+
+  // Starts the TMA loads of all pieces into a tile of `rows` keys.
+  template <int rows, int panels>
+  __device__ __forceinline__ void copy(const blockflash_attention_cache_params& p,
+                                       const blockflash_tensor_map& map, uint32_t dst, int head_kv,
+                                       uint32_t barrier) const {
+    const int row = static_cast<int>(threadIdx.x) % 32 * p.box_rows;
+    if (row >= rows) return;
+#pragma unroll
+    for (int panel = 0; panel < panels; ++panel)
+      ptx::tensor_copy_4d(dst + (panel * rows + row) * 128, &map, panel * 64, slot, head_kv, page,
+                          barrier);
   }
 };
 

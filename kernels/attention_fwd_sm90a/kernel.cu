@@ -40,7 +40,12 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash::KernelParams kernel_params
     ptx::lower_registers<kProducerRegisters>();
     if (threadIdx.x < Origin::producers) produce(kernel_params, smem, barriers);
     if (threadIdx.x / 32 == 1) schedule(queue, smem, barriers);
-    if (threadIdx.x / 32 >= 2) check_values(smem, barriers, threadIdx.x / 32 - 2);
+    if constexpr (Config::cache) {
+      if (threadIdx.x / 32 == 2) check_values(smem, barriers, 0);
+      if (threadIdx.x / 32 == 3) produce_values(kernel_params, smem, barriers);
+    } else {
+      if (threadIdx.x / 32 >= 2) check_values(smem, barriers, threadIdx.x / 32 - 2);
+    }
   } else {
     ptx::raise_registers<kConsumerRegisters>();
     if (kTurns && warpgroup == kWarpgroups)

@@ -27,7 +27,8 @@ constexpr int kOutColumns = kD + (kOnes ? 8 : 0);
 constexpr bool kTurns = kWarpgroups > 1;
 // Distance from one warpgroup to the next: in rows of Q, or in heads.
 constexpr int kRowStep = Config::heads > 1 ? 0 : 64, kHeadStep = Config::heads > 1 ? 1 : 0;
-constexpr int kCheckers = 2;  // warps that look for NaN and infinity in V
+// Warps that look for NaN and infinity in V. Over a cache one of them loads V instead.
+constexpr int kCheckers = Config::cache ? 1 : 2, kReadersOfTiles = 2;
 // Q has a single buffer, which becomes free when the scores of the last key tile are complete. The
 // scores of the next queries are then issued after P·V of that key tile instead of before it.
 constexpr bool kLateQ = !Config::q_in_registers && Config::q_stages == 1;
@@ -81,8 +82,10 @@ struct Barriers {
   __device__ __forceinline__ void init() const {
     for (int i = 0; i < kCount; ++i) {
       // One arrival per warp that reads the stage: one warpgroup for Q, all consumers for K and V,
-      // and the checker warps for V and for the first Q.
-      const int checkers = i >= kV && (i < kQ || (i - kQ) % kWarpgroups == 0) ? kCheckers : 0;
+      // the checker warps for V, and for the first Q all warps that learn of a tile by it.
+      const int checkers = i >= kQ && (i - kQ) % kWarpgroups == 0 ? kReadersOfTiles
+                           : i >= kV && i < kQ                    ? kCheckers
+                                                                  : 0;
       ptx::mbarrier_init(full + 8 * i, 1);
       ptx::mbarrier_init(empty + 8 * i, (i < kQ ? kWarpgroups * 4 : 4) + checkers);
     }
@@ -184,7 +187,7 @@ __device__ __forceinline__ void schedule(Queue& queue, uint32_t smem, const Barr
 }
 
 // One thread issues all TMA loads. V of a key tile follows K of the next one, also across query
-// tiles. Over a cache a whole warp is here, to look up pages.
+// tiles. Over a cache a whole warp is here, to look up pages, and another one loads V.
 template <class Given>  // KernelParams, as a template so that what the other origin has is
                         // discarded
 __device__ __forceinline__ void produce(const Given& kernel_params, uint32_t smem,
@@ -212,15 +215,8 @@ __device__ __forceinline__ void produce(const Given& kernel_params, uint32_t sme
            rows.batch);
     } else {
       open(stage, kKvBytes);
-#pragma unroll 1
-      for (int row = 0, i = 0; row < kBlockKv; row += kernel_params.box_rows, ++i) {
-        const int page = __shfl_sync(~0u, pieces.page, i), slot = __shfl_sync(~0u, pieces.slot, i);
-        if (!issues) continue;
-#pragma unroll
-        for (int panel = 0; panel < kPanels; ++panel)
-          ptx::tensor_copy_4d(dst + (panel * kBlockKv + row) * 128, &map, panel * 64, slot,
-                              rows.head_kv, page, barriers.full + 8 * stage);
-      }
+      pieces.copy<kBlockKv, kPanels>(kernel_params, map, dst, rows.head_kv,
+                                     barriers.full + 8 * stage);
     }
   };
   const auto look_up = [&](uint32_t slot, int key_tile) {
@@ -231,13 +227,12 @@ __device__ __forceinline__ void produce(const Given& kernel_params, uint32_t sme
   };
   int stage = 0;    // stage of the next key tile
   int v_next = -1;  // key tile whose V is still to be loaded, into the stage before `stage`
-  CachePieces v_pieces = {0, 0};
   const auto copy_v = [&](uint32_t slot) {
-    if (v_next < 0) return;
+    if (Config::cache || v_next < 0) return;
     const TileRows rows = TileRows::load(slot + kRowsInSlot);
     const int v_stage = stage == 0 ? kStages - 1 : stage - 1;
     copy_keys(Barriers::kV + v_stage, smem + kVOffset + v_stage * kVStageBytes, params.v, rows,
-              v_next, v_pieces);
+              v_next, CachePieces{0, 0});
     v_next = -1;
   };
   const auto copy_q = [&](int n, uint32_t slot, bool wanted) {
@@ -278,11 +273,45 @@ __device__ __forceinline__ void produce(const Given& kernel_params, uint32_t sme
       copy_keys(stage, smem + kKOffset + stage * kKvBytes, params.k, rows, now, pieces);
       copy_v(left == key_tiles ? slot_of(smem, n - 1) : slot);
       if (kLateQ && left == key_tiles) copy_q(n, slot, true);
-      v_next = now, v_pieces = pieces;
+      v_next = now;
       // While a stage becomes free.
       if (left > 1) pieces = look_up(slot, tiles.tile());
       stage = stage + 1 == kStages ? 0 : stage + 1;
       if (issues && left == kAnnounceAhead) ptx::mbarrier_arrive(barriers.wanted);
+    }
+  }
+}
+
+// Over a cache a second warp loads V: one warp alone issues the loads of small pages more slowly
+// than the tensor cores multiply. It learns of query tiles as checker warps do.
+template <class Given>
+__device__ __forceinline__ void produce_values(const Given& kernel_params, uint32_t smem,
+                                               const Barriers& barriers) {
+  const int lane = threadIdx.x % 32;
+  Phases empty = {~0u}, full = {0};
+  int stage = 0;
+#pragma unroll 1
+  for (int n = 0;; ++n) {
+    const int q = Barriers::kQ + n % Config::q_stages * kWarpgroups;
+    full.wait(barriers.full, q);
+    const uint32_t slot = slot_of(smem, n);
+    const QueryTile tile = QueryTile::load(slot);
+    const int head_kv = TileRows::load(slot + kRowsInSlot).head_kv;
+    __syncwarp();
+    if (lane == 0) ptx::mbarrier_arrive(barriers.empty + 8 * q);
+    if (tile.key_tiles < 0) break;
+#pragma unroll 1
+    for (int key_tile = tile.first_key_tile + tile.key_tiles - 1; key_tile >= tile.first_key_tile;
+         --key_tile) {
+      const int at = Barriers::kV + stage;
+      const CachePieces pieces = CachePieces::of(kernel_params, tile, key_tile * kBlockKv);
+      empty.wait(barriers.empty, at);
+      if (lane == 0) ptx::mbarrier_arrive_expect_tx(barriers.full + 8 * at, kKvBytes);
+      __syncwarp();
+      pieces.copy<kBlockKv, kPanels>(kernel_params, kernel_params.fwd.v,
+                                     smem + kVOffset + stage * kVStageBytes, head_kv,
+                                     barriers.full + 8 * at);
+      stage = stage + 1 == kStages ? 0 : stage + 1;
     }
   }
 }

@@ -38,6 +38,7 @@ struct DecodeItem {
   int q_begin, q_length;     // queries of the sequence
   int kv_length;             // keys of the sequence
   int run_log2;              // splits of an item, unless it is the last one of its sequence
+  int unused;                // of an odd size, since one kernel for head_dim 256 spills otherwise
   int first_end, chunk;      // position where the first split ends, and how many a split has
   KeyRange positions;        // that the row tile visits; they begin at a multiple of 16
   KeyRange any, all;         // keys that some query of the row tile attends to, and every query
