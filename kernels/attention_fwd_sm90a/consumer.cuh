@@ -357,11 +357,11 @@ struct Consumer {
           kPending | kOpen | kInside | ((state & (kPending | kFresh)) == kPending ? kOutput : 0);
       if (masked) {
         full.peek(barriers.checked - 8 * Barriers::kV, Barriers::kV + stage);
-        // Lane 0 reads the word and also releases V, which orders this read before the next write.
+        // Lane 0 reads the words and also releases V, which orders this read before the next write.
+        const uint32_t words = barriers.nonfinite + 4 * kCheckers * stage;
         uint32_t found = 0;
         if (lane() == 0)
-          found = ptx::load_shared(barriers.nonfinite + 8 * stage) |
-                  ptx::load_shared(barriers.nonfinite + 8 * stage + 4);
+          found = ptx::load_shared(words) | ptx::load_shared(words + 4 * (kCheckers - 1));
         if (__shfl_sync(~0u, found, 0)) state |= kSkip;
       }
       const int first_key_tile = QueryTile::load(slot).first_key_tile;
