@@ -4,7 +4,8 @@ use crate::exchange::{Messages, exchange};
 use crate::{Communicator, Error, Result};
 use blockflash_ops::{DType, Tensor};
 
-/// Compares the arguments of all ranks. `valid`: whether this rank accepts its own.
+/// Compares the arguments of all ranks. `valid`: whether this rank accepts its own. Gives the
+/// largest of what the ranks call theirs.
 ///
 /// # Errors
 /// [`Error::Refused`] and [`Error::Mismatch`], the same on every rank; those of an exchange.
@@ -12,10 +13,12 @@ pub(crate) fn agree(
     comm: &dyn Communicator,
     valid: bool,
     arguments: &[(&'static str, u64)],
-) -> Result<()> {
+    largest: u64,
+) -> Result<u64> {
     const WORD: usize = size_of::<u64>();
+    let values = arguments.iter().map(|(_, value)| *value);
     let words: Vec<u64> =
-        [u64::from(valid)].into_iter().chain(arguments.iter().map(|(_, value)| *value)).collect();
+        [u64::from(valid)].into_iter().chain(values).chain([largest]).collect();
     let (stream, size) = (comm.stream(), words.len() * WORD);
     let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
     let ours = Tensor::from_slice(stream, &bytes, &[size])?;
@@ -48,5 +51,5 @@ pub(crate) fn agree(
             }
         }
     }
-    Ok(())
+    Ok(all.iter().map(|words| words[arguments.len() + 1]).max().unwrap_or(0))
 }

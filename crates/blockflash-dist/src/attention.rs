@@ -105,23 +105,30 @@ impl DistributedAttention<'_> {
         problem: Result<Problem>,
         comm: &dyn Communicator,
     ) -> Result<PreparedAttention> {
-        let none = [0; ARGUMENTS.len()];
-        let values = problem.as_ref().map_or(none, Problem::arguments);
+        let planned = problem.and_then(|problem| {
+            let plans = match self.block_mask {
+                Some(mask) => mask.plans(),
+                None => {
+                    let pattern = Pattern { band: problem.band, cu_seqlens: self.cu_seqlens };
+                    [Plan::dense(&problem.grid, &pattern)?].into()
+                }
+            };
+            Ok(PreparedAttention { problem, plans })
+        });
+        let none = ([0; ARGUMENTS.len()], 0);
+        let (values, largest) = planned.as_ref().map_or(none, |PreparedAttention { problem, plans }| {
+            (problem.arguments(), problem.largest_message(plans) as u64)
+        });
         let arguments: Vec<_> = ARGUMENTS.into_iter().zip(values).collect();
-        let agreed = agree(comm, problem.is_ok(), &arguments);
-        let problem = problem?;
-        agreed?;
-        let plans = match self.block_mask {
-            Some(mask) => mask.plans(),
-            None => {
-                let pattern = Pattern { band: problem.band, cu_seqlens: self.cu_seqlens };
-                let mut plan = Plan::dense(&problem.grid, &pattern)?;
-                let uploaded = plan.upload(comm.stream());
-                uploaded.inspect_err(|error| comm.give_up(&error.to_string()))?;
-                [plan].into()
-            }
-        };
-        Ok(PreparedAttention { problem, plans })
+        let agreed = agree(comm, planned.is_ok(), &arguments, largest);
+        let mut prepared = planned?;
+        comm.reserve(agreed? as usize)?;
+        // Only a plan that nobody else has is without what is uploaded.
+        if let Some(plans) = Arc::get_mut(&mut prepared.plans) {
+            let uploaded = plans.iter_mut().try_for_each(|plan| plan.upload(comm.stream()));
+            uploaded.inspect_err(|error| comm.give_up(&error.to_string()))?;
+        }
+        Ok(prepared)
     }
 
     /// The output of the rows of this rank, and their log-sum-exp. On a GPU the result is there

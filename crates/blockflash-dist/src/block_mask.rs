@@ -91,7 +91,7 @@ impl DistributedBlockMask {
         let here = Grid::new(scheme, shard, comm);
         let exchange = here.and_then(|_| BlockMaskExchange::new(lists, mask, shard, scheme));
         let sizes = exchange.as_ref().ok().map(|exchange| &exchange.sizes);
-        let agreed = agree(comm, sizes.is_some(), &Sizes::arguments(sizes));
+        let agreed = agree(comm, sizes.is_some(), &Sizes::arguments(sizes), 0);
         let exchange = exchange?;
         agreed?;
         let messages = exchange_lists(comm, &exchange.messages());

@@ -27,6 +27,24 @@ pub trait Communicator {
         receives: &mut [(usize, ViewMut<'_>)],
     ) -> Result<()>;
 
+    /// Prepares memory for messages of up to so many bytes. All ranks call this at the same time,
+    /// and the largest number counts. Does nothing if it is not written.
+    ///
+    /// # Errors
+    /// As [`exchange`](Self::exchange).
+    fn reserve(&self, _bytes: usize) -> Result<()> {
+        Ok(())
+    }
+
+    /// Memory for a message, not initialised, in the order of the communicator's stream. A message
+    /// lies in such memory at both ends or at neither.
+    ///
+    /// # Errors
+    /// The device's errors.
+    fn tensor(&self, dtype: DType, shape: &[usize]) -> Result<Tensor> {
+        Ok(Tensor::empty(self.stream(), dtype, shape)?)
+    }
+
     /// Waits until everything queued on a stream is done, and not without end for other ranks: only
     /// after it is it known that what was received is right.
     ///
@@ -101,6 +119,14 @@ impl Communicator for Nccl {
         receives: &mut [(usize, ViewMut<'_>)],
     ) -> Result<()> {
         Ok(self.ranks.exchange(sends, receives, &self.stream)?)
+    }
+
+    fn reserve(&self, bytes: usize) -> Result<()> {
+        Ok(self.ranks.reserve(bytes, &self.stream)?)
+    }
+
+    fn tensor(&self, dtype: DType, shape: &[usize]) -> Result<Tensor> {
+        Ok(self.ranks.tensor(&self.stream, dtype, shape)?)
     }
 
     fn wait(&self, stream: &Stream) -> Result<()> {

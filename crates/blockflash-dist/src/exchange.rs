@@ -1,7 +1,7 @@
 //! Exchange of tensors with any strides, and of lists.
 
 use crate::{Communicator, Error, Result};
-use blockflash_ops::{DType, Stream, Tensor, View, ViewMut};
+use blockflash_ops::{DType, Tensor, View, ViewMut};
 use std::ops::Range;
 
 /// What a rank sends and receives in one exchange.
@@ -55,41 +55,22 @@ pub(crate) fn exchange(comm: &dyn Communicator, messages: Messages<'_>) -> Resul
     Ok(any)
 }
 
-/// Rows of a tensor `[1, rows, heads, head_dim]`, one range after the other.
-pub(crate) enum Packed<'a> {
-    InPlace(View<'a>),
-    Copied(Tensor),
-}
-
-/// Copies the rows, unless they follow each other.
-pub(crate) fn pack<'a>(
-    x: View<'a>,
+/// Copies rows of a tensor `[1, rows, heads, head_dim]`, one range after the other, for a message.
+pub(crate) fn pack(
+    comm: &dyn Communicator,
+    x: View<'_>,
     ranges: &[Range<usize>],
-    stream: &Stream,
-) -> Result<Packed<'a>> {
-    if let [] | [_] = ranges {
-        let rows = ranges.first().cloned().unwrap_or(0..0);
-        return Ok(Packed::InPlace(x.slice(1, rows)?));
-    }
+) -> Result<Tensor> {
     let mut shape = x.shape().to_vec();
     shape[1] = ranges.iter().map(|rows| rows.len()).sum();
-    let mut copy = Tensor::empty(stream, x.dtype(), &shape)?;
+    let mut copy = comm.tensor(x.dtype(), &shape)?;
     let mut end = 0;
     for rows in ranges {
         let place = copy.view_mut().slice(1, end..end + rows.len());
-        place?.copy_from(&x.slice(1, rows.clone())?, stream)?;
+        place?.copy_from(&x.slice(1, rows.clone())?, comm.stream())?;
         end += rows.len();
     }
-    Ok(Packed::Copied(copy))
-}
-
-impl Packed<'_> {
-    pub(crate) fn view(&self) -> View<'_> {
-        match self {
-            Packed::InPlace(view) => *view,
-            Packed::Copied(tensor) => tensor.view(),
-        }
-    }
+    Ok(copy)
 }
 
 /// Sends each rank a list, and takes those of all ranks: the first of two messages says how long

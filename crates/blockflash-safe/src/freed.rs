@@ -3,7 +3,8 @@
 //! Memory of the driver's pool is freed in the order of its home stream. Memory of another library
 //! has an owner instead, a value that is dropped once the device has finished all work that may use
 //! the memory. Nobody waits for that: the work is marked by an event, and later calls look whether
-//! it has been reached.
+//! it has been reached. Where the owner lends the memory again in the order of the home stream, it is
+//! dropped at once.
 //!
 //! An owner's drop is foreign code, which may take locks (Python's GIL, for example) and may call
 //! this crate. So it runs in a thread that called this crate, never in a thread of the driver, and
@@ -28,6 +29,8 @@ pub(crate) struct Freed {
     pub(crate) users: Vec<User>,
     /// `None`: the memory comes from the driver's pool.
     pub(crate) owner: Option<Owner>,
+    /// The owner may have the memory in the order of the home stream.
+    pub(crate) is_lent: bool,
     /// Behind all work that may use the memory of another library; recorded once.
     pub(crate) last_use: Option<Mark>,
 }
@@ -62,7 +65,7 @@ impl Freed {
         let Some(session) = self.home.session()? else { return Ok(true) };
         session.refuse_capture("freeing")?;
         if self.owner.is_some() {
-            if session.is_idle()? {
+            if self.is_lent || session.is_idle()? {
                 return Ok(true);
             }
             self.last_use = Some(Mark::behind(session.context(), session.raw())?);

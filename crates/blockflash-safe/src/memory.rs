@@ -95,6 +95,8 @@ pub(crate) struct DeviceMemory {
     turn: Option<Turn>,
     /// For memory of another library.
     owner: Option<Owner>,
+    /// How many bytes there are, if the owner takes the memory back in the order of the home.
+    lent: Option<usize>,
 }
 
 impl DeviceMemory {
@@ -148,8 +150,17 @@ impl DeviceMemory {
         DeviceMemory::new(ptr, home, Some(owner))
     }
 
+    /// Memory that is valid in the order of `home`. The owner is dropped when no more work can be
+    /// queued with it, and all that was precedes what is queued on `home` from then on.
+    pub(crate) fn lent(ptr: u64, bytes: usize, home: &Stream, owner: Owner) -> DeviceMemory {
+        let mut memory = DeviceMemory::foreign(ptr, home, owner);
+        memory.lent = Some(bytes);
+        memory
+    }
+
     fn new(ptr: u64, home: &Stream, owner: Option<Owner>) -> DeviceMemory {
-        DeviceMemory { ptr, home: home.clone(), users: Mutex::default(), turn: None, owner }
+        let (home, users) = (home.clone(), Mutex::default());
+        DeviceMemory { ptr, home, users, turn: None, owner, lent: None }
     }
 
     /// From now on, work uses the memory in turns, after the work that is queued on its home: see
@@ -160,6 +171,11 @@ impl DeviceMemory {
 
     pub(crate) fn ptr(&self) -> u64 {
         self.ptr
+    }
+
+    /// Bytes of the memory, if it is [lent](Self::lent).
+    pub(crate) fn lent_bytes(&self) -> Option<usize> {
+        self.lent
     }
 
     pub(crate) fn home(&self) -> &Stream {
@@ -222,7 +238,8 @@ impl Drop for DeviceMemory {
     fn drop(&mut self) {
         let users = std::mem::take(&mut *lock(&self.users));
         let (home, owner) = (self.home.clone(), self.owner.take());
-        Freed { ptr: self.ptr, home, users, owner, last_use: None }.free();
+        let (ptr, is_lent) = (self.ptr, self.lent.is_some());
+        Freed { ptr, home, users, owner, is_lent, last_use: None }.free();
     }
 }
 

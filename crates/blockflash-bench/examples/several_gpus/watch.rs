@@ -1,7 +1,7 @@
 //! A communicator that looks at the work of another one.
 
 use blockflash_dist::{Communicator, Mark, Nccl, Result};
-use blockflash_ops::{Event, Stream, View, ViewMut};
+use blockflash_ops::{DType, Event, Stream, Tensor, View, ViewMut};
 use std::cell::{Cell, RefCell};
 
 /// What is done with exchanges.
@@ -93,6 +93,14 @@ impl Communicator for Watched {
                 Ok(())
             }
         }
+    }
+
+    fn reserve(&self, bytes: usize) -> Result<()> {
+        self.nccl.reserve(bytes)
+    }
+
+    fn tensor(&self, dtype: DType, shape: &[usize]) -> Result<Tensor> {
+        self.nccl.tensor(dtype, shape)
     }
 
     fn wait(&self, stream: &Stream) -> Result<()> {

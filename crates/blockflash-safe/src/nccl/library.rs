@@ -63,14 +63,18 @@ impl Config {
 }
 
 macro_rules! functions {
-    ($($field:ident = $symbol:literal: fn($($argument:ty),*) -> $result:ty;)*) => {
-        /// The functions. The library is never unloaded.
-        pub(super) struct Nccl {
+    (
+        $(#[$about:meta])* $name:ident $([$more:ident: $type:ty = $read:expr])?
+        $($field:ident = $symbol:literal: fn($($argument:ty),*) -> $result:ty;)*
+    ) => {
+        $(#[$about])*
+        pub(super) struct $name {
+            $(pub(super) $more: $type,)?
             $(pub(super) $field: unsafe extern "C" fn($($argument),*) -> $result,)*
         }
 
-        impl Nccl {
-            fn read(library: &Library) -> Result<Nccl> {
+        impl $name {
+            fn read(library: &Library) -> Result<$name> {
                 $(
                     // SAFETY: the type is that of the function in `nccl.h` from 2.18 on.
                     let found = unsafe {
@@ -82,13 +86,15 @@ macro_rules! functions {
                         what: format!("the library has no {}", $symbol),
                     })?;
                 )*
-                Ok(Nccl { $($field),* })
+                Ok($name { $($more: $read(library),)? $($field),* })
             }
         }
     };
 }
 
 functions! {
+    /// The functions. The library is never unloaded.
+    Nccl [lend: Option<Lend> = |library| Lend::read(library).ok()]
     get_version = "ncclGetVersion": fn(*mut c_int) -> Code;
     get_unique_id = "ncclGetUniqueId": fn(*mut UniqueId) -> Code;
     init = "ncclCommInitRankConfig": fn(*mut RawComm, c_int, UniqueId, c_int, *mut Config) -> Code;
@@ -101,6 +107,15 @@ functions! {
     send = "ncclSend": fn(*const c_void, usize, c_int, c_int, RawComm, RawStream) -> Code;
     receive = "ncclRecv": fn(*mut c_void, usize, c_int, c_int, RawComm, RawStream) -> Code;
     error_string = "ncclGetErrorString": fn(Code) -> *const c_char;
+}
+
+functions! {
+    /// Those for memory that all ranks know, which NCCL has from 2.19 on.
+    Lend
+    allocate = "ncclMemAlloc": fn(*mut *mut c_void, usize) -> Code;
+    free = "ncclMemFree": fn(*mut c_void) -> Code;
+    register = "ncclCommRegister": fn(RawComm, *mut c_void, usize, *mut *mut c_void) -> Code;
+    deregister = "ncclCommDeregister": fn(RawComm, *mut c_void) -> Code;
 }
 
 impl Nccl {

@@ -1,6 +1,7 @@
 //! Exchange between GPUs by NCCL.
 
 mod communicator;
+mod lent;
 mod library;
 mod watch;
 
