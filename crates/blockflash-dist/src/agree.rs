@@ -17,8 +17,7 @@ pub(crate) fn agree(
 ) -> Result<u64> {
     const WORD: usize = size_of::<u64>();
     let values = arguments.iter().map(|(_, value)| *value);
-    let words: Vec<u64> =
-        [u64::from(valid)].into_iter().chain(values).chain([largest]).collect();
+    let words: Vec<u64> = [u64::from(valid)].into_iter().chain(values).chain([largest]).collect();
     let (stream, size) = (comm.stream(), words.len() * WORD);
     let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
     let ours = Tensor::from_slice(stream, &bytes, &[size])?;

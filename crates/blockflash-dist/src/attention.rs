@@ -116,9 +116,10 @@ impl DistributedAttention<'_> {
             Ok(PreparedAttention { problem, plans })
         });
         let none = ([0; ARGUMENTS.len()], 0);
-        let (values, largest) = planned.as_ref().map_or(none, |PreparedAttention { problem, plans }| {
-            (problem.arguments(), problem.largest_message(plans) as u64)
-        });
+        let (values, largest) =
+            planned.as_ref().map_or(none, |PreparedAttention { problem, plans }| {
+                (problem.arguments(), problem.largest_message(plans) as u64)
+            });
         let arguments: Vec<_> = ARGUMENTS.into_iter().zip(values).collect();
         let agreed = agree(comm, planned.is_ok(), &arguments, largest);
         let mut prepared = planned?;

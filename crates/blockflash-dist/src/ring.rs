@@ -92,7 +92,9 @@ impl<'a> Incoming<'a> {
         let sent = next.map_or(&[][..], |next| &next.sent);
         let packed = match &self.kept {
             Some(_) => None,
-            None => Some([pack(self.comm, self.own[0], sent)?, pack(self.comm, self.own[1], sent)?]),
+            None => {
+                Some([pack(self.comm, self.own[0], sent)?, pack(self.comm, self.own[1], sent)?])
+            }
         };
         stream.wait_for(comm)?;
         let mut messages = Messages::default();

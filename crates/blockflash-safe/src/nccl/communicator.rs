@@ -116,28 +116,44 @@ impl NcclCommunicator {
     pub fn reserve(&self, bytes: usize, stream: &Stream) -> Result<()> {
         let alone = lock(&IDS).iter().filter(|id| **id == self.id).count() == 1;
         let lends = alone && self.watched.nccl.lend.is_some();
-        let words = [bytes as u64, u64::from(lends)].map(u64::to_le_bytes).concat();
-        let ours = Tensor::from_slice(stream, &words, &[words.len()])?;
+        let of_all = self.of_all([bytes, usize::from(lends)], stream)?;
+        if of_all.iter().all(|[_, lends]| *lends == 1) {
+            self.blocks.resize(of_all.iter().map(|[bytes, _]| *bytes).max().unwrap_or(0));
+        }
+        Ok(())
+    }
+
+    /// The words of all ranks. All exchanges are done then, on all ranks.
+    fn of_all(&self, words: [usize; 2], stream: &Stream) -> Result<Vec<[usize; 2]>> {
+        let bytes = words.map(|word| (word as u64).to_le_bytes()).concat();
+        let ours = Tensor::from_slice(stream, &bytes, &[bytes.len()])?;
         let others: Vec<_> = (0..self.world).filter(|&rank| rank != self.rank).collect();
-        let empty = |_: &usize| Tensor::empty(stream, DType::U8, &[words.len()]);
+        let empty = |_: &usize| Tensor::empty(stream, DType::U8, &[bytes.len()]);
         let mut theirs = others.iter().map(empty).collect::<Result<Vec<_>>>()?;
         let sends: Vec<_> = others.iter().map(|&rank| (rank, ours.view())).collect();
         let receives = others.iter().zip(&mut theirs);
         let mut receives: Vec<_> = receives.map(|(&rank, x)| (rank, x.view_mut())).collect();
         self.exchange(&sends, &mut receives, stream)?;
         self.wait(stream)?;
-        let (mut largest, mut all_lend) = (bytes, lends);
+        let mut of_all = vec![words];
         for tensor in &theirs {
-            let words = tensor.to_vec::<u8>(stream)?;
-            let word = |at: usize| words[8 * at..][..8].iter().rev().fold(0, |sum, &byte| {
-                sum << 8 | usize::from(byte)
-            });
-            (largest, all_lend) = (largest.max(word(0)), all_lend && word(1) == 1);
+            let bytes = tensor.to_vec::<u8>(stream)?;
+            let byte = |sum, &byte: &u8| sum << 8 | usize::from(byte);
+            let word = |at: usize| bytes[8 * at..][..8].iter().rev().fold(0, byte);
+            of_all.push([word(0), word(1)]);
         }
-        if all_lend {
-            self.blocks.resize(largest);
+        Ok(of_all)
+    }
+
+    /// Has NCCL forget all memory for messages, before any rank ends its part of NCCL.
+    fn forget(&self) -> Result<()> {
+        if self.blocks.size() == 0 {
+            return Ok(());
         }
-        Ok(())
+        let stream = self.device.stream()?;
+        self.of_all([0; 2], &stream)?;
+        self.blocks.close(&self.watched)?;
+        self.of_all([0; 2], &stream).map(drop)
     }
 
     /// Memory for messages, in the order of `stream`, that is not initialised. What was
@@ -176,7 +192,8 @@ impl NcclCommunicator {
         self.device.expect(stream.device())?;
         for (_, view) in receives.iter() {
             let view = view.as_view();
-            let Some((memory, bytes)) = view.owner().and_then(|x| Some((x, x.lent_bytes()?))) else {
+            let Some((memory, bytes)) = view.owner().and_then(|x| Some((x, x.lent_bytes()?)))
+            else {
                 continue;
             };
             if view.device_ptr() != Some(memory.ptr()) || bytes < self.blocks.size() {
@@ -287,7 +304,11 @@ impl NcclCommunicator {
 impl Drop for NcclCommunicator {
     fn drop(&mut self) {
         let watched = &*self.watched;
+        let forgotten = self.forget();
         let mut state = lock(&watched.state);
+        if let Err(error) = forgotten {
+            watched.give_up(&mut state, error.to_string());
+        }
         let _bound = watched.context.bind();
         // What was not finished by all ranks is aborted.
         if let Some(comm) = state.comm.take() {

@@ -2,13 +2,15 @@
 //! such tensors are twice as fast as through NCCL's own buffers, on half of the SMs.
 
 use super::communicator::bytes_of;
-use super::library::{Code, RawComm};
+use super::library::{Lend, RawComm};
 use super::watch::Watched;
 use crate::driver::Relaxed;
+use crate::freed::Owner;
 use crate::gpu::Handle;
 use crate::memory::DeviceMemory;
 use crate::tensor::Memory;
 use crate::{DType, Error, Layout, Result, Stream, Tensor, lock::lock};
+use std::collections::BTreeMap;
 use std::ffi::c_void;
 use std::ptr;
 use std::sync::{Arc, Mutex};
@@ -16,30 +18,39 @@ use std::sync::{Arc, Mutex};
 /// Blocks are multiples of what the driver maps at a time.
 const GRANULE: usize = 2 << 20;
 
-/// The blocks of a communicator that no tensor uses.
+/// The blocks of a communicator.
 ///
 /// Nothing tells a sender how large the tensor of the receiver is. So all blocks have the size that
 /// all ranks have agreed on, a tensor begins where its block does, and no message from such a
 /// tensor is larger: whatever arrives lies inside the block.
 #[derive(Default)]
 pub(super) struct Blocks {
-    idle: Mutex<Idle>,
+    state: Mutex<BlocksState>,
 }
 
 #[derive(Default)]
-struct Idle {
+struct BlocksState {
     /// Bytes of a block, and so of the largest message; 0 where there are none.
     size: usize,
-    blocks: Vec<Block>,
+    /// Blocks that no tensor uses, by number. The one with the lowest number is taken, so that
+    /// equal calls send the same blocks to the same ranks: with each new pair the ranks have to
+    /// exchange addresses, which takes milliseconds.
+    idle: BTreeMap<usize, Block>,
+    /// What NCCL calls the registrations of all blocks, by number.
+    handles: BTreeMap<usize, Handle<c_void>>,
+    /// How many blocks there have been.
+    count: usize,
+    /// Whether no block is registered any more.
+    closed: bool,
 }
 
 struct Block {
+    number: usize,
     ptr: Handle<c_void>,
     size: usize,
-    /// What NCCL calls the registration.
-    handle: Option<Handle<c_void>>,
     /// In whose order the memory was last used.
     home: Stream,
+    blocks: Arc<Blocks>,
     watched: Arc<Watched>,
 }
 
@@ -47,56 +58,75 @@ impl Drop for Block {
     fn drop(&mut self) {
         let Watched { nccl, context, state, .. } = &*self.watched;
         let (Ok(_bound), Some(lend)) = (context.bind(), &nccl.lend) else { return };
-        let state = lock(state);
-        if let (Some(comm), Some(handle)) = (&state.comm, self.handle.take()) {
-            // SAFETY: the communicator lives while the lock is held, and `handle` is of a
-            // registration with it. With the communicator it ends by itself.
-            let code = unsafe { (lend.deregister)(comm.0, handle.0) };
-            // NCCL may still name memory that it has not forgotten, so that is kept.
-            let forgotten = nccl.check("ncclCommDeregister", code);
-            if forgotten.and_then(|()| self.watched.settle("ncclCommDeregister", comm.0)).is_err() {
+        let mut blocks = lock(&self.blocks.state);
+        if let Some(handle) = blocks.handles.remove(&self.number) {
+            let state = lock(state);
+            // After an abort, NCCL may go on naming the memory for a while, so that is kept.
+            let Some(comm) = &state.comm else { return };
+            if self.watched.deregister(lend, comm.0, handle.0).is_err() {
                 return;
             }
+        } else if !blocks.closed {
+            return;
         }
-        drop(state);
-        // SAFETY: the memory is that of `ncclMemAlloc`, and no tensor has it; what the device still
-        // does with it the driver waits for.
+        drop(blocks);
+        // SAFETY: the memory is that of `ncclMemAlloc`. No tensor has it, and NCCL does not name it
+        // any more; what the device still does with it the driver waits for.
         let _ = unsafe { (lend.free)(self.ptr.0) };
     }
 }
 
 /// Gives the block back when the memory is free in the order of its home.
-struct Lease {
-    blocks: Arc<Blocks>,
-    block: Option<Block>,
-}
+struct Lease(Option<Block>);
 
 impl Drop for Lease {
     fn drop(&mut self) {
-        let mut idle = lock(&self.blocks.idle);
-        let fits = |block: &Block| block.size == idle.size;
-        if let Some(block) = self.block.take_if(|block| fits(block)) {
-            idle.blocks.push(block);
+        let Some(block) = self.0.take() else { return };
+        let blocks = block.blocks.clone();
+        let mut state = lock(&blocks.state);
+        if !state.closed && block.size == state.size {
+            state.idle.insert(block.number, block);
+        } else {
+            // Dropping a block takes the lock.
+            drop(state);
+            drop(block);
         }
     }
 }
 
 impl Blocks {
-    /// From now on blocks have this size. No exchange is under way, on any rank.
+    /// From now on blocks have at least this size. No exchange is under way, on any rank.
     pub(super) fn resize(&self, size: usize) {
         let size = size.next_multiple_of(GRANULE);
-        let mut idle = lock(&self.idle);
-        if size > idle.size {
-            let old = std::mem::take(&mut idle.blocks);
-            idle.size = size;
-            drop(idle);
+        let mut state = lock(&self.state);
+        if size > state.size {
+            state.size = size;
+            let old = std::mem::take(&mut state.idle);
+            drop(state);
             drop(old);
         }
     }
 
     /// Bytes of the largest message between such tensors.
     pub(super) fn size(&self) -> usize {
-        lock(&self.idle).size
+        lock(&self.state).size
+    }
+
+    /// Has NCCL forget all blocks. No exchange is under way, on any rank, and none follows.
+    pub(super) fn close(&self, watched: &Watched) -> Result<()> {
+        let Some(lend) = &watched.nccl.lend else { return Ok(()) };
+        let _bound = watched.context.bind()?;
+        let mut blocks = lock(&self.state);
+        let state = lock(&watched.state);
+        let comm = state.comm.as_ref().ok_or_else(closed)?.0;
+        while let Some((_, handle)) = blocks.handles.pop_first() {
+            watched.deregister(lend, comm, handle.0)?;
+        }
+        blocks.closed = true;
+        let idle = std::mem::take(&mut blocks.idle);
+        drop((blocks, state));
+        drop(idle);
+        Ok(())
     }
 
     /// A tensor in a block, or `None` if it does not fit into one.
@@ -108,54 +138,68 @@ impl Blocks {
         shape: &[usize],
     ) -> Result<Option<Tensor>> {
         let layout = Layout::contiguous(shape)?;
-        let (size, block) = {
-            let mut idle = lock(&self.idle);
-            let found = idle.blocks.iter().position(|block| block.home.is_same_queue(stream));
-            let fits = bytes_of(&layout, dtype) <= idle.size;
-            (idle.size, found.filter(|_| fits).map(|at| idle.blocks.swap_remove(at)))
-        };
-        if bytes_of(&layout, dtype) > size || size == 0 {
+        let mut state = lock(&self.state);
+        if state.size == 0 || bytes_of(&layout, dtype) > state.size {
             return Ok(None);
         }
-        let block = match block {
+        let mut idle = state.idle.iter();
+        let found = idle.find(|(_, block)| block.home.is_same_queue(stream)).map(|(at, _)| *at);
+        let found = found.and_then(|number| state.idle.remove(&number));
+        let size = state.size;
+        drop(state);
+        let block = match found {
             Some(block) => block,
-            None => Block::new(size, watched, stream)?,
+            None => self.block(size, watched, stream)?,
         };
         let address = block.ptr.0.addr() as u64;
-        let lease = Lease { blocks: self.clone(), block: Some(block) };
-        let memory = DeviceMemory::lent(address, size, stream, Mutex::new(Box::new(lease)));
+        let owner: Owner = Mutex::new(Box::new(Lease(Some(block))));
+        let memory = DeviceMemory::lent(address, size, stream, owner);
         Ok(Some(Tensor::with_memory(Memory::Cuda(Arc::new(memory)), dtype, layout)))
+    }
+
+    /// A new block.
+    fn block(
+        self: &Arc<Self>,
+        size: usize,
+        watched: &Arc<Watched>,
+        home: &Stream,
+    ) -> Result<Block> {
+        let nccl = watched.nccl;
+        let missing = || Error::NoNccl { what: "the library has no ncclMemAlloc".into() };
+        let lend = nccl.lend.as_ref().ok_or_else(missing)?;
+        let mut blocks = lock(&self.state);
+        let state = lock(&watched.state);
+        state.alive()?;
+        let comm = state.comm.as_ref().ok_or_else(closed)?.0;
+        let _bound = watched.context.bind()?;
+        let _relaxed = Relaxed::enter()?;
+        let (mut ptr, mut handle) = (ptr::null_mut(), ptr::null_mut());
+        // SAFETY: 1. The context is current. 2. The pointer is valid for writes during the call.
+        nccl.check("ncclMemAlloc", unsafe { (lend.allocate)(&mut ptr, size) })?;
+        // SAFETY: 1. The communicator lives while the lock is held, and its context is current.
+        // 2. The memory has so many bytes; it is freed only after NCCL has forgotten it (`Block`).
+        // 3. The pointer is valid for writes during the call.
+        let code = unsafe { (lend.register)(comm, ptr, size, &mut handle) };
+        nccl.check("ncclCommRegister", code)?;
+        watched.settle("ncclCommRegister", comm)?;
+        let number = blocks.count;
+        blocks.count += 1;
+        blocks.handles.insert(number, Handle(handle));
+        let (blocks, watched) = (self.clone(), watched.clone());
+        Ok(Block { number, ptr: Handle(ptr), size, home: home.clone(), blocks, watched })
     }
 }
 
-impl Block {
-    fn new(size: usize, watched: &Arc<Watched>, stream: &Stream) -> Result<Block> {
-        let missing = || Error::NoNccl { what: "the library has no ncclMemAlloc".into() };
-        let lend = watched.nccl.lend.as_ref().ok_or_else(missing)?;
-        let mut state = lock(&watched.state);
-        state.alive()?;
-        let closed = || Error::Lost { what: "it is closed".into() };
-        let comm: RawComm = state.comm.as_mut().ok_or_else(closed)?.0;
-        let _bound = watched.context.bind()?;
-        let _relaxed = Relaxed::enter()?;
-        let mut ptr = ptr::null_mut();
-        // SAFETY: 1. The context is current. 2. The pointer is valid for writes during the call.
-        let code: Code = unsafe { (lend.allocate)(&mut ptr, size) };
-        watched.nccl.check("ncclMemAlloc", code)?;
-        let home = stream.clone();
-        let watched = watched.clone();
-        let mut block = Block { ptr: Handle(ptr), size, handle: None, home, watched };
-        let mut handle = ptr::null_mut();
-        // SAFETY: 1. The communicator lives while the lock is held, and its context is current.
-        // 2. The memory has so many bytes, and is not freed before the communicator ends, or nobody
-        // names it in an exchange any more. 3. The pointer is valid for writes during the call.
-        let code = unsafe { (lend.register)(comm, ptr, size, &mut handle) };
-        let registered = block.watched.nccl.check("ncclCommRegister", code);
-        let registered = registered.and_then(|()| block.watched.settle("ncclCommRegister", comm));
-        // Dropping the block takes the lock.
-        drop(state);
-        registered?;
-        block.handle = Some(Handle(handle));
-        Ok(block)
+impl Watched {
+    /// Has NCCL forget the memory of a registration with a communicator, whose lock is held.
+    fn deregister(&self, lend: &Lend, comm: RawComm, handle: *mut c_void) -> Result<()> {
+        // SAFETY: the communicator lives, and `handle` is what it called a registration.
+        let code = unsafe { (lend.deregister)(comm, handle) };
+        self.nccl.check("ncclCommDeregister", code)?;
+        self.settle("ncclCommDeregister", comm)
     }
+}
+
+fn closed() -> Error {
+    Error::Lost { what: "it is closed".into() }
 }
