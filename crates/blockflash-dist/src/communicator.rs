@@ -27,6 +27,12 @@ pub trait Communicator {
         receives: &mut [(usize, ViewMut<'_>)],
     ) -> Result<()>;
 
+    /// Whether large messages lie in memory of [`tensor`](Self::tensor), for which their senders
+    /// copy them. The same on all ranks; false if it is not written.
+    fn lends(&self) -> bool {
+        false
+    }
+
     /// Prepares memory for messages of up to so many bytes. All ranks call this at the same time,
     /// and the largest number counts. Does nothing if it is not written.
     ///
@@ -89,6 +95,7 @@ pub enum Mark {
 pub struct Nccl {
     ranks: NcclCommunicator,
     stream: Stream,
+    lends: bool,
 }
 
 impl Nccl {
@@ -96,7 +103,20 @@ impl Nccl {
     /// The device's errors.
     pub fn new(ranks: NcclCommunicator) -> Result<Nccl> {
         let stream = ranks.device().urgent_stream()?;
-        Ok(Nccl { ranks, stream })
+        Ok(Nccl { ranks, stream, lends: false })
+    }
+
+    /// Large messages lie in memory that all ranks know, into which their senders write directly
+    /// ([`NcclCommunicator::reserve`]): exchanges are faster and take half of the SMs, but keys are
+    /// copied first, and each pair of ranks exchanges addresses when it first uses some memory. All
+    /// ranks do it, or none.
+    ///
+    /// NCCL 2.28 may end the process if a rank is lost while addresses are exchanged.
+    ///
+    /// # Errors
+    /// The device's errors.
+    pub fn direct(ranks: NcclCommunicator) -> Result<Nccl> {
+        Ok(Nccl { lends: true, ..Nccl::new(ranks)? })
     }
 }
 
@@ -121,10 +141,18 @@ impl Communicator for Nccl {
         Ok(self.ranks.exchange(sends, receives, &self.stream)?)
     }
 
-    fn reserve(&self, bytes: usize) -> Result<()> {
-        Ok(self.ranks.reserve(bytes, &self.stream)?)
+    fn lends(&self) -> bool {
+        self.lends
     }
 
+    fn reserve(&self, bytes: usize) -> Result<()> {
+        if self.lends {
+            self.ranks.reserve(bytes, &self.stream)?;
+        }
+        Ok(())
+    }
+
+    /// Nothing is lent before something is reserved.
     fn tensor(&self, dtype: DType, shape: &[usize]) -> Result<Tensor> {
         Ok(self.ranks.tensor(&self.stream, dtype, shape)?)
     }

@@ -55,8 +55,38 @@ pub(crate) fn exchange(comm: &dyn Communicator, messages: Messages<'_>) -> Resul
     Ok(any)
 }
 
-/// Copies rows of a tensor `[1, rows, heads, head_dim]`, one range after the other, for a message.
-pub(crate) fn pack(
+/// What a message has.
+pub(crate) enum Packed<'a> {
+    InPlace(View<'a>),
+    Copied(Tensor),
+}
+
+impl Packed<'_> {
+    pub(crate) fn view(&self) -> View<'_> {
+        match self {
+            Packed::InPlace(view) => *view,
+            Packed::Copied(tensor) => tensor.view(),
+        }
+    }
+}
+
+/// Rows of a tensor `[1, rows, heads, head_dim]`, one range after the other.
+pub(crate) fn pack<'a>(
+    comm: &dyn Communicator,
+    x: View<'a>,
+    ranges: &[Range<usize>],
+) -> Result<Packed<'a>> {
+    match ranges {
+        [] | [_] if !comm.lends() => {
+            let rows = ranges.first().cloned().unwrap_or(0..0);
+            Ok(Packed::InPlace(x.slice(1, rows)?))
+        }
+        _ => Ok(Packed::Copied(copy_rows(comm, x, ranges)?)),
+    }
+}
+
+/// Copies the rows into memory for a message.
+pub(crate) fn copy_rows(
     comm: &dyn Communicator,
     x: View<'_>,
     ranges: &[Range<usize>],

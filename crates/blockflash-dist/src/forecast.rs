@@ -8,7 +8,7 @@ use crate::{Density, Forecast, Machine, Pass, Shard, Workload};
 
 /// The part of a GPU's SMs that an exchange takes from attention beside it: up to 32 CTAs of NCCL
 /// on 132 within a host, 8 over a network.
-const EXCHANGING: [f64; 2] = [0.12, 0.06];
+const EXCHANGING: [f64; 2] = [0.24, 0.06];
 
 /// What a group does in one step: pairs of queries and keys, rows of keys, rows of gradients.
 #[derive(Clone, Copy, Default)]

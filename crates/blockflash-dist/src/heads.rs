@@ -1,6 +1,6 @@
 //! Exchange of rows for heads among the ranks of a group.
 
-use crate::exchange::{Messages, exchange};
+use crate::exchange::{Messages, Packed, exchange};
 use crate::grid::{Grid, Piece};
 use crate::{Communicator, Result};
 use blockflash_ops::{DType, Tensor, View, ViewMut};
@@ -26,11 +26,14 @@ impl Axes {
         }
     }
 
-    /// A copy of a chunk in such memory.
-    fn message(&self, comm: &dyn Communicator, chunk: View<'_>) -> Result<Tensor> {
+    /// A chunk, in such memory if it has to be.
+    fn message<'a>(&self, comm: &dyn Communicator, chunk: View<'a>) -> Result<Packed<'a>> {
+        if !comm.lends() {
+            return Ok(Packed::InPlace(chunk));
+        }
         let mut copy = self.memory(comm, chunk.dtype(), chunk.shape())?;
         copy.view_mut().copy_from(&chunk, comm.stream())?;
-        Ok(copy)
+        Ok(Packed::Copied(copy))
     }
 }
 

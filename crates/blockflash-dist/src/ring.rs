@@ -1,6 +1,6 @@
 //! Attention of the queries of a group to the keys of all groups.
 
-use crate::exchange::{Messages, exchange, pack};
+use crate::exchange::{Messages, Packed, copy_rows, exchange, pack};
 use crate::plan::{Call, Plan, Step, hull};
 use crate::{Communicator, Mark, Result};
 use blockflash_ops::{
@@ -37,7 +37,7 @@ pub(crate) struct Incoming<'a> {
     comm: &'a dyn Communicator,
     plan: &'a Plan,
     own: [View<'a>; 2],
-    /// For other ranks, if none of them needs rows with gaps.
+    /// For other ranks, if messages need memory of their own and none has rows with gaps.
     kept: Option<Kept>,
     /// As many rows as any step needs, for two steps that receive some.
     slots: Vec<[Tensor; 2]>,
@@ -54,9 +54,9 @@ impl<'a> Incoming<'a> {
         let receiving = plan.steps.iter().filter(|step| step.received > 0).count();
         let rows = plan.steps.iter().map(|step| step.received).max().unwrap_or(0);
         let mut this = Incoming { comm, plan, own, kept: None, slots: Vec::new() };
-        if plan.steps.iter().all(|step| step.sent.len() < 2) {
+        if comm.lends() && plan.steps.iter().all(|step| step.sent.len() < 2) {
             let rows = hull(&plan.sent());
-            let copy = |x| pack(comm, x, std::slice::from_ref(&rows));
+            let copy = |x| copy_rows(comm, x, std::slice::from_ref(&rows));
             this.kept = Some(Kept { start: rows.start, kv: [copy(own[0])?, copy(own[1])?] });
         }
         for _ in 0..receiving.min(2) {
@@ -101,7 +101,7 @@ impl<'a> Incoming<'a> {
         if let Some(Step { from, received, turn, to, .. }) = next {
             let rows = match (&self.kept, &packed) {
                 (Some(kept), _) => kept.rows(sent)?,
-                (None, packed) => packed.iter().flatten().map(Tensor::view).collect(),
+                (None, packed) => packed.iter().flatten().map(Packed::view).collect(),
             };
             messages.sends.extend(rows.into_iter().map(|rows| (*to, rows)));
             let slots = self.slots.len();

@@ -3,8 +3,8 @@
 //! Memory of the driver's pool is freed in the order of its home stream. Memory of another library
 //! has an owner instead, a value that is dropped once the device has finished all work that may use
 //! the memory. Nobody waits for that: the work is marked by an event, and later calls look whether
-//! it has been reached. Where the owner lends the memory again in the order of the home stream, it is
-//! dropped at once.
+//! it has been reached. Where the owner lends the memory again in the order of the home stream, it
+//! is dropped at once.
 //!
 //! An owner's drop is foreign code, which may take locks (Python's GIL, for example) and may call
 //! this crate. So it runs in a thread that called this crate, never in a thread of the driver, and

@@ -1,9 +1,11 @@
 //! Attention over several ranks in threads of one process, against the oracle of the whole
 //! sequence.
 
+mod lent;
 mod rank;
 mod strategy;
 
+use lent::{Lent, Said};
 pub use rank::{Counted, Rank};
 pub use strategy::{dist_block_cases, dist_cases, dist_packed_cases};
 
@@ -13,7 +15,7 @@ use crate::number::decode;
 use crate::tolerance::check;
 use blockflash_dist::{Communicator, DistributedBlockMask, Error, Memory, Scheme, Shard};
 use blockflash_ops::{BlockMask, DType, Device};
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
 use std::time::Duration;
 
 /// How long a rank waits for another one.
@@ -84,15 +86,19 @@ impl DistCase {
         call: impl Fn(&Rank<'_>) -> Result<T, String> + Sync,
     ) -> Result<Vec<T>, String> {
         let text = |error: Error| error.to_string();
+        let said = Said::default();
         let group = Memory::group(device, self.world(), TIMEOUT).map_err(text)?;
         std::thread::scope(|threads| {
             let start = |comm: Memory| {
-                let call = &call;
+                let (call, said) = (&call, &said);
                 threads.spawn(move || {
                     let shard = self.shard(comm.world(), comm.rank()).map_err(text)?;
                     let stream = device.stream().map_err(|error| error.to_string())?;
                     let host = Device::cpu().stream().map_err(|error| error.to_string())?;
-                    let comm = Counted { comm, sent: Cell::new(0) };
+                    // Half of the cases have memory for messages.
+                    let lends = device.is_cpu() && self.whole.seed % 2 == 1;
+                    let lent = lends.then(|| RefCell::new(Lent::new(said.clone())));
+                    let comm = Counted { comm, sent: Cell::new(0), lent };
                     let cu_seqlens = self.cu_seqlens();
                     let block_mask = match self.whole.block_mask(&host)? {
                         None => None,

@@ -1,6 +1,7 @@
 //! One rank of a case: its tensors, and its calls.
 
 use super::DistCase;
+use super::lent::Lent;
 use crate::attention::{AttentionCase, AttentionData};
 use crate::attention_bwd::BackwardData;
 use crate::host::{download, upload};
@@ -10,12 +11,14 @@ use blockflash_dist::{
     PreparedAttention, Shard,
 };
 use blockflash_ops::{Attention, AttentionOutput, DType, Stream, Tensor, View, ViewMut};
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
 
-/// Counts the bytes that a rank sends.
+/// Counts the bytes that a rank sends, and looks where messages lie.
 pub struct Counted {
     pub(super) comm: Memory,
     pub(super) sent: Cell<usize>,
+    /// Where messages need memory of their own.
+    pub(super) lent: Option<RefCell<Lent>>,
 }
 
 impl Communicator for Counted {
@@ -38,7 +41,33 @@ impl Communicator for Counted {
     ) -> Result<(), Error> {
         let bytes = sends.iter().map(|(_, view)| view.layout().elements() * view.dtype().size());
         self.sent.set(self.sent.get() + bytes.sum::<usize>());
-        self.comm.exchange(sends, receives)
+        let Some(lent) = &self.lent else { return self.comm.exchange(sends, receives) };
+        let lent = lent.borrow();
+        sends.iter().for_each(|(to, view)| lent.send([self.rank(), *to], view));
+        self.comm.exchange(sends, receives)?;
+        receives.iter().for_each(|(from, view)| {
+            lent.receive([*from, self.rank()], &view.as_view());
+        });
+        Ok(())
+    }
+
+    fn lends(&self) -> bool {
+        self.lent.is_some()
+    }
+
+    fn reserve(&self, bytes: usize) -> Result<(), Error> {
+        if let Some(lent) = &self.lent {
+            let mut lent = lent.borrow_mut();
+            lent.reserved = lent.reserved.max(bytes);
+        }
+        Ok(())
+    }
+
+    fn tensor(&self, dtype: DType, shape: &[usize]) -> Result<Tensor, Error> {
+        match &self.lent {
+            Some(lent) => lent.borrow().tensor(self.stream(), dtype, shape),
+            None => Ok(Tensor::empty(self.stream(), dtype, shape)?),
+        }
     }
 
     fn wait(&self, stream: &Stream) -> Result<(), Error> {

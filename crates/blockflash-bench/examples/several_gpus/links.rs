@@ -34,7 +34,7 @@ pub fn measure(ranks: &Ranks, report: &mut Report) -> Result<Links, Failure> {
             comm.exchange(&[(to, own.view())], &mut [(from, theirs.view_mut())])
         })?;
         times.push(seconds);
-        report.link(rank, world, bytes, seconds)?;
+        report.link(comm, bytes, seconds)?;
     }
     let bytes = SIZES[4];
     let own = Tensor::zeros(stream, DType::U8, &[4 * bytes])?;

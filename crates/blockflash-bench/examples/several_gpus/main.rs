@@ -58,6 +58,9 @@ struct Args {
     /// Folder for the results
     #[arg(long, default_value = ".")]
     out: PathBuf,
+    /// Messages in memory that all ranks know
+    #[arg(long)]
+    direct: bool,
     /// check, links, lost or cases
     #[arg(required = true)]
     work: Vec<String>,
@@ -100,7 +103,8 @@ fn work(rank: &str, args: &Args) -> Result<(), Failure> {
     let id = NcclId::from_bytes(id);
     let timeout = Duration::from_secs(args.timeout);
     let ranks = NcclCommunicator::new(&device, &id, rank, args.gpus, timeout)?;
-    let ranks = Ranks { comm: Watched::new(Nccl::new(ranks)?), stream: device.stream()? };
+    let nccl = if args.direct { Nccl::direct(ranks)? } else { Nccl::new(ranks)? };
+    let ranks = Ranks { comm: Watched::new(nccl), stream: device.stream()? };
     let mut report = Report::new(&args.out, &device)?;
     let mut links = None;
     for work in &args.work {

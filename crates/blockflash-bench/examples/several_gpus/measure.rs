@@ -220,6 +220,7 @@ pub fn case(
     let products = if pass == Pass::Backward { 10.0 } else { 4.0 };
     let flops = products * pairs * HEAD_DIM as f64;
     for scheme in &mut divided {
+        let fastest = scheme.times.iter().copied().fold(f64::INFINITY, f64::min);
         let seconds = median(&mut scheme.times).unwrap_or(f64::NAN);
         let (first, again) = (scheme.run()?, scheme.run()?);
         comm.wait(stream)?;
@@ -259,9 +260,11 @@ pub fn case(
         let row = Row {
             case: case.to_string(),
             gpus: world,
+            direct: comm.lends(),
             scheme: scheme.call.scheme.to_string(),
             one_ms: one_seconds * 1e3,
             ms: seconds * 1e3,
+            fastest_ms: fastest * 1e3,
             tflops: flops / seconds * 1e-12,
             scaling: one_seconds / seconds / world as f64,
             sent_mb: scheme.prepared.sent_bytes(pass) as f64 * 1e-6,

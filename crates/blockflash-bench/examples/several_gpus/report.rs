@@ -5,6 +5,7 @@ use crate::program::Failure;
 use crate::watch::Kind;
 use blockflash_bench::machine::{self, Machine};
 use blockflash_bench::plot::{Lane, Timeline};
+use blockflash_dist::Communicator;
 use blockflash_ops::Device;
 use serde::Serialize;
 use std::fs::{File, OpenOptions};
@@ -16,10 +17,14 @@ use std::path::{Path, PathBuf};
 pub struct Row {
     pub case: String,
     pub gpus: usize,
+    /// Whether messages lie in memory that all ranks know.
+    pub direct: bool,
     pub scheme: String,
     /// Milliseconds of one GPU that does everything, and of all, of which the slowest counts.
     pub one_ms: f64,
     pub ms: f64,
+    /// The fastest round of all.
+    pub fastest_ms: f64,
     /// Useful work of all GPUs together.
     pub tflops: f64,
     /// `one_ms / (gpus · ms)`.
@@ -48,6 +53,7 @@ pub struct Row {
 #[derive(Serialize)]
 struct Link {
     gpus: usize,
+    direct: bool,
     link_bytes: usize,
     us: f64,
     gb_per_s: f64,
@@ -73,15 +79,15 @@ impl Report {
     /// Writes a row of a rate, once for all ranks.
     pub fn link(
         &mut self,
-        rank: usize,
-        gpus: usize,
+        comm: &dyn Communicator,
         bytes: usize,
         seconds: f64,
     ) -> Result<(), Failure> {
-        if rank == 0 {
+        if comm.rank() == 0 {
+            let (gpus, direct) = (comm.world(), comm.lends());
             let gb_per_s = bytes as f64 / seconds * 1e-9;
             println!("exchange of {bytes} bytes: {:.1} us, {gb_per_s:.1} GB/s", seconds * 1e6);
-            self.line(&Link { gpus, link_bytes: bytes, us: seconds * 1e6, gb_per_s })?;
+            self.line(&Link { gpus, direct, link_bytes: bytes, us: seconds * 1e6, gb_per_s })?;
         }
         Ok(())
     }

@@ -95,6 +95,10 @@ impl Communicator for Watched {
         }
     }
 
+    fn lends(&self) -> bool {
+        self.nccl.lends()
+    }
+
     fn reserve(&self, bytes: usize) -> Result<()> {
         self.nccl.reserve(bytes)
     }

@@ -4,9 +4,7 @@ use super::library::{BYTES, Config, RawComm, UniqueId};
 use super::watch::{State, Watched};
 use crate::gpu::Handle;
 use crate::stream::Kept;
-use crate::{
-    DType, Device, Error, Event, Layout, Result, Stream, Tensor, View, ViewMut, lock::lock,
-};
+use crate::{DType, Device, Error, Event, Layout, Result, Stream, View, ViewMut, lock::lock};
 use std::ptr;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
@@ -28,8 +26,8 @@ pub struct NcclCommunicator {
     rank: usize,
     world: usize,
     id: [u8; 128],
-    watched: Arc<Watched>,
-    blocks: Arc<Blocks>,
+    pub(super) watched: Arc<Watched>,
+    pub(super) blocks: Arc<Blocks>,
 }
 
 impl NcclCommunicator {
@@ -89,6 +87,11 @@ impl NcclCommunicator {
         self.watched.settle("ncclCommInitRankConfig", raw)
     }
 
+    /// Whether no other rank is in this process.
+    pub(super) fn is_alone(&self) -> bool {
+        lock(&IDS).iter().filter(|id| **id == self.id).count() == 1
+    }
+
     /// Number of this rank, from 0.
     pub fn rank(&self) -> usize {
         self.rank
@@ -104,73 +107,6 @@ impl NcclCommunicator {
         &self.device
     }
 
-    /// Has [`tensor`](Self::tensor) give memory into which other ranks write directly: messages of
-    /// up to so many bytes between two such tensors are twice as fast as others, on half of the
-    /// SMs. All ranks call this at the same time, and the largest number counts, of all calls. It
-    /// waits for the other ranks and for all exchanges.
-    ///
-    /// Nothing comes of it where NCCL is older than 2.19 or a process has several ranks.
-    ///
-    /// # Errors
-    /// Those of [`exchange`](Self::exchange) and [`wait`](Self::wait).
-    pub fn reserve(&self, bytes: usize, stream: &Stream) -> Result<()> {
-        let alone = lock(&IDS).iter().filter(|id| **id == self.id).count() == 1;
-        let lends = alone && self.watched.nccl.lend.is_some();
-        let of_all = self.of_all([bytes, usize::from(lends)], stream)?;
-        if of_all.iter().all(|[_, lends]| *lends == 1) {
-            self.blocks.resize(of_all.iter().map(|[bytes, _]| *bytes).max().unwrap_or(0));
-        }
-        Ok(())
-    }
-
-    /// The words of all ranks. All exchanges are done then, on all ranks.
-    fn of_all(&self, words: [usize; 2], stream: &Stream) -> Result<Vec<[usize; 2]>> {
-        let bytes = words.map(|word| (word as u64).to_le_bytes()).concat();
-        let ours = Tensor::from_slice(stream, &bytes, &[bytes.len()])?;
-        let others: Vec<_> = (0..self.world).filter(|&rank| rank != self.rank).collect();
-        let empty = |_: &usize| Tensor::empty(stream, DType::U8, &[bytes.len()]);
-        let mut theirs = others.iter().map(empty).collect::<Result<Vec<_>>>()?;
-        let sends: Vec<_> = others.iter().map(|&rank| (rank, ours.view())).collect();
-        let receives = others.iter().zip(&mut theirs);
-        let mut receives: Vec<_> = receives.map(|(&rank, x)| (rank, x.view_mut())).collect();
-        self.exchange(&sends, &mut receives, stream)?;
-        self.wait(stream)?;
-        let mut of_all = vec![words];
-        for tensor in &theirs {
-            let bytes = tensor.to_vec::<u8>(stream)?;
-            let byte = |sum, &byte: &u8| sum << 8 | usize::from(byte);
-            let word = |at: usize| bytes[8 * at..][..8].iter().rev().fold(0, byte);
-            of_all.push([word(0), word(1)]);
-        }
-        Ok(of_all)
-    }
-
-    /// Has NCCL forget all memory for messages, before any rank ends its part of NCCL.
-    fn forget(&self) -> Result<()> {
-        if self.blocks.size() == 0 {
-            return Ok(());
-        }
-        let stream = self.device.stream()?;
-        self.of_all([0; 2], &stream)?;
-        self.blocks.close(&self.watched)?;
-        self.of_all([0; 2], &stream).map(drop)
-    }
-
-    /// Memory for messages, in the order of `stream`, that is not initialised. What was
-    /// [reserved](Self::reserve) decides whether other ranks write into it directly, by the size of
-    /// the tensor. A message lies in such memory at both ends or at neither; otherwise the exchange
-    /// may end by the timeout.
-    ///
-    /// # Errors
-    /// As [`Tensor::empty`]; [`Error::Nccl`], [`Error::Lost`].
-    pub fn tensor(&self, stream: &Stream, dtype: DType, shape: &[usize]) -> Result<Tensor> {
-        self.device.expect(stream.device())?;
-        match self.blocks.tensor(&self.watched, stream, dtype, shape)? {
-            Some(tensor) => Ok(tensor),
-            None => Tensor::empty(stream, dtype, shape),
-        }
-    }
-
     /// Sends and receives contiguous tensors, each to or from the given rank, in the order of
     /// `stream`. Messages between two ranks arrive in the order in which they are named. The first
     /// exchange with a rank waits for it to do the same; no call waits for the tensors. If a sender
@@ -178,10 +114,10 @@ impl NcclCommunicator {
     /// by the timeout.
     ///
     /// # Errors
-    /// [`Error::Nccl`] for a tensor that is not contiguous and for a rank that does not exist or is
-    /// this one, or where something is received elsewhere than at the
-    /// beginning of a [`tensor`](Self::tensor), or in one from before the last
-    /// [`reserve`](Self::reserve); [`Error::DeviceMismatch`], [`Error::InCapture`], [`Error::Lost`].
+    /// [`Error::Nccl`] for a tensor that is not contiguous, for a rank that does not exist or is
+    /// this one, and where something is received elsewhere than at the beginning of a
+    /// [`tensor`](Self::tensor) or in one from before the last [`reserve`](Self::reserve);
+    /// [`Error::DeviceMismatch`], [`Error::InCapture`], [`Error::Lost`].
     pub fn exchange(
         &self,
         sends: &[(usize, View<'_>)],
@@ -192,10 +128,8 @@ impl NcclCommunicator {
         self.device.expect(stream.device())?;
         for (_, view) in receives.iter() {
             let view = view.as_view();
-            let Some((memory, bytes)) = view.owner().and_then(|x| Some((x, x.lent_bytes()?)))
-            else {
-                continue;
-            };
+            let lent = view.owner().and_then(|memory| Some((memory, memory.lent_bytes()?)));
+            let Some((memory, bytes)) = lent else { continue };
             if view.device_ptr() != Some(memory.ptr()) || bytes < self.blocks.size() {
                 return refused("a message could reach beyond the block of its tensor".into());
             }
