@@ -23,8 +23,10 @@ pub struct Row {
     /// Milliseconds of one GPU that does everything, and of all, of which the slowest counts.
     pub one_ms: f64,
     pub ms: f64,
-    /// The fastest round of all.
-    pub fastest_ms: f64,
+    /// The same of calls that follow one of their kind, where `ms` follows another scheme or one
+    /// GPU.
+    pub one_repeated_ms: f64,
+    pub repeated_ms: f64,
     /// Useful work of all GPUs together.
     pub tflops: f64,
     /// `one_ms / (gpus · ms)`.
@@ -95,11 +97,12 @@ impl Report {
     /// Says and writes a row, and draws its timeline.
     pub fn row(&mut self, row: Row, bars: &Bars) -> Result<(), Failure> {
         println!(
-            "{} {}: {:.2} ms ({:.0} TFLOP/s), one GPU {:.2} ms, scaling {:.3}; exposed {:.2} ms; \
-             forecast {:.2} ms; error {:.1e}, repeats {}",
+            "{} {}: {:.2} ms, repeated {:.2} ms ({:.0} TFLOP/s), one GPU {:.2} ms, scaling {:.3}; \
+             exposed {:.2} ms; forecast {:.2} ms; error {:.1e}, repeats {}",
             row.case,
             row.scheme,
             row.ms,
+            row.repeated_ms,
             row.tflops,
             row.one_ms,
             row.scaling,
