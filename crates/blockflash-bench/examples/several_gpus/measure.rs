@@ -207,7 +207,7 @@ pub fn case(
                     [&mut scheme.times, &mut scheme.repeats],
                 ),
                 None => {
-                    let mut run = || ranks.once(stream, &mut || one.run(stream).map(drop));
+                    let run = || ranks.once(stream, &mut || one.run(stream).map(drop));
                     ([run()?, run()?], [&mut one_times, &mut one_repeats])
                 }
             };
