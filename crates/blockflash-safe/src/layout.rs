@@ -81,6 +81,12 @@ impl Layout {
         &self.strides[..self.rank]
     }
 
+    /// Sizes and strides, with zeros behind them.
+    #[inline]
+    pub(crate) fn padded(&self) -> [&[usize; MAX_RANK]; 2] {
+        [&self.shape, &self.strides]
+    }
+
     /// Number of dimensions; 0 is a single element.
     #[inline]
     pub fn rank(&self) -> usize {
@@ -93,6 +99,7 @@ impl Layout {
     }
 
     /// Whether a dimension is 0.
+    #[inline]
     pub fn is_empty(&self) -> bool {
         self.shape().contains(&0)
     }

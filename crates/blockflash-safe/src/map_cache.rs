@@ -4,6 +4,7 @@
 //! A map is a function of what it is encoded from and does not keep memory alive, so it may outlive
 //! the memory: it is found again only for a view that has the same address and reaches as far.
 
+use crate::View;
 use std::cell::RefCell;
 
 /// Everything that a map and its checks depend on, so that an entry never becomes wrong: address
@@ -38,6 +39,24 @@ thread_local! {
 }
 
 impl Key {
+    /// What a map is kept by that follows from a whole view and one extent of the box. `None` for
+    /// host memory.
+    #[inline]
+    pub(crate) fn of_view(view: &View<'_>, extent: u32) -> Option<Key> {
+        let (layout, ordinal) = (view.layout(), view.device().context()?.ordinal as u64);
+        let mut words = [0; WORDS];
+        words[0] = view.device_ptr()?;
+        // No view has this span, so keys of specifications differ.
+        words[1] = u64::MAX;
+        words[2] = ordinal << 16 | (view.dtype() as u64) << 8 | layout.rank() as u64;
+        let padded = layout.padded();
+        for (at, (&size, &stride)) in padded[0].iter().zip(padded[1]).enumerate() {
+            (words[SHAPE + at], words[STRIDES + at]) = (size as u64, stride as u64);
+        }
+        words[EXTENTS] = u64::from(extent);
+        Some(Key(words))
+    }
+
     fn set(&self) -> usize {
         let mixed = (self.0[0] ^ self.0[EXTENTS]).wrapping_mul(0x9E37_79B9_7F4A_7C15);
         (mixed >> (u64::BITS - SETS.trailing_zeros())) as usize

@@ -3,6 +3,7 @@
 use super::AttentionFwdOperands;
 use super::checked::Launch;
 use super::fit::{Fit, require};
+use crate::map_cache::Key;
 use crate::{Kernel, Result, Swizzle, TensorMapSpec, View};
 use blockflash_sys::manifest::{AttentionFwdHopper, Variant};
 use blockflash_sys::params::{
@@ -75,6 +76,18 @@ pub(super) fn window_fits(side: i32, p: &blockflash_attention_fwd_params) -> boo
 /// The map of a `[batch, sequence, head, head_dim]` tensor, or a packed `[rows, head, head_dim]`
 /// one, with the dimensions (head_dim, sequence, head, batch).
 pub(super) fn encode(view: &View<'_>, box_rows: u32) -> Result<blockflash_tensor_map> {
+    let key = Key::of_view(view, box_rows);
+    if let Some(opaque) = key.as_ref().and_then(Key::find) {
+        return Ok(blockflash_tensor_map { opaque });
+    }
+    let map = encode_new(view, box_rows)?;
+    if let Some(key) = key {
+        key.keep(map.opaque);
+    }
+    Ok(map)
+}
+
+fn encode_new(view: &View<'_>, box_rows: u32) -> Result<blockflash_tensor_map> {
     let dims = view
         .shape()
         .iter()
@@ -97,5 +110,5 @@ pub(super) fn encode(view: &View<'_>, box_rows: u32) -> Result<blockflash_tensor
         box_shape: &[BOX_COLUMNS, box_rows, 1, 1],
         swizzle: Swizzle::B128,
     };
-    spec.encode(view)
+    spec.encode_new(view)
 }
