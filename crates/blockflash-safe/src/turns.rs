@@ -16,7 +16,11 @@ pub(crate) type Turn = Mutex<Stream>;
 
 /// The turns of work that is about to be queued on a stream. Must be held until it is queued.
 #[derive(Default)]
-pub(crate) struct Turns<'m>(Vec<Taken<'m>>);
+pub(crate) struct Turns<'m> {
+    /// Most launches take one turn, and allocate nothing for it.
+    first: Option<Taken<'m>>,
+    more: Vec<Taken<'m>>,
+}
 
 struct Taken<'m> {
     last: MutexGuard<'m, Stream>,
@@ -49,21 +53,28 @@ impl<'m> Turns<'m> {
         turns: impl Iterator<Item = &'m Turn>,
         stream: &Stream,
     ) -> Result<Turns<'m>> {
-        let taken = in_order(turns).into_iter().map(|turn| {
+        let take = |turn: &'m Turn| -> Result<Taken<'m>> {
             let last = lock(turn);
             let before = if last.is_same_queue(stream) { Before::Own } else { before(&last)? };
             Ok(Taken { last, before })
-        });
-        Ok(Turns(taken.collect::<Result<_>>()?))
+        };
+        let mut turns = turns.peekable();
+        let Some(first) = turns.next() else { return Ok(Turns::default()) };
+        if turns.peek().is_none() {
+            return Ok(Turns { first: Some(take(first)?), more: Vec::new() });
+        }
+        let all = in_order(turns.chain([first]));
+        Ok(Turns { first: None, more: all.into_iter().map(take).collect::<Result<_>>()? })
     }
 
     /// Makes the stream of the session wait for its turns. Work that is queued next in the session
     /// may use the memory.
     pub(crate) fn begin(&mut self, session: &Session<'_>, stream: &Stream) -> Result<()> {
-        if self.0.is_empty() || session.is_capturing()? {
+        let turns = self.first.iter_mut().chain(&mut self.more);
+        if turns.size_hint().0 == 0 || session.is_capturing()? {
             return Ok(());
         }
-        for Taken { last, before } in &mut self.0 {
+        for Taken { last, before } in turns {
             match before {
                 Before::Own => continue,
                 Before::Mark(mark) => session.wait(mark, None)?,
