@@ -99,7 +99,6 @@ impl Layout {
     }
 
     /// Whether a dimension is 0.
-    #[inline]
     pub fn is_empty(&self) -> bool {
         self.shape().contains(&0)
     }

@@ -147,18 +147,6 @@ impl TensorMapSpec<'_> {
         if let Some(opaque) = key.as_ref().and_then(Key::find) {
             return Ok(blockflash_tensor_map { opaque });
         }
-        let map = self.encode_new(view)?;
-        if let Some(key) = key {
-            key.keep(map.opaque);
-        }
-        Ok(map)
-    }
-
-    /// The same for a map that nobody has kept.
-    pub(crate) fn encode_new(&self, view: &View<'_>) -> Result<blockflash_tensor_map> {
-        if self.shape.contains(&0) {
-            return Ok(blockflash_tensor_map { opaque: [0; 16] });
-        }
         self.check()?;
         if view.dtype() != self.dtype {
             return Err(Error::DType { expected: self.dtype, found: view.dtype() });
@@ -212,6 +200,9 @@ impl TensorMapSpec<'_> {
                 sys::CUtensorMapFloatOOBfill::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
             )
         })?;
+        if let Some(key) = key {
+            key.keep(map.0);
+        }
         Ok(blockflash_tensor_map { opaque: map.0 })
     }
 }

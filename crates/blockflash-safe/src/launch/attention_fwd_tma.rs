@@ -110,5 +110,5 @@ fn encode_new(view: &View<'_>, box_rows: u32) -> Result<blockflash_tensor_map> {
         box_shape: &[BOX_COLUMNS, box_rows, 1, 1],
         swizzle: Swizzle::B128,
     };
-    spec.encode_new(view)
+    spec.encode(view)
 }
