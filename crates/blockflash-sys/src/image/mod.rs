@@ -26,7 +26,7 @@ pub const IMAGES_VARIABLE: &str = "BLOCKFLASH_IMAGES";
 /// The archives of `prebuilt/` by [`Kernel::archive_name`], sorted.
 static ARCHIVES: &[(&str, &[u8])] = include!(concat!(env!("OUT_DIR"), "/archives.rs"));
 
-/// Unpacked frames that are kept, 10 MB at most. The kernels that a program uses mostly share
+/// Unpacked frames that are kept, 12 MB at most. The kernels that a program uses mostly share
 /// frames, and a loaded kernel does not ask for its image again.
 const KEPT_FRAMES: usize = 8;
 
