@@ -169,7 +169,8 @@ impl Drop for Lease {
 impl Blocks {
     /// From now on blocks have at least this size. No exchange is under way, on any rank.
     pub(super) fn resize(&self, size: usize) {
-        let size = size.next_multiple_of(GRANULE);
+        // No GPU has a block of a size that cannot be rounded up.
+        let size = size.checked_next_multiple_of(GRANULE).unwrap_or(usize::MAX / GRANULE * GRANULE);
         let mut state = lock(&self.state);
         if size > state.size {
             state.size = size;
