@@ -22,7 +22,7 @@ pub fn run(args: &Args) -> Result<()> {
     command.args(["package", "--quiet", "--allow-dirty", "--locked", "--workspace"]);
     command
         .args(["--exclude", "xtask", "--exclude", "blockflash-tests"])
-        .args(["--exclude", "blockflash-fake-driver"])
+        .args(["--exclude", "blockflash-fake-driver", "--exclude", "blockflash-fake-nccl"])
         .args(["--exclude", "blockflash-python", "--target-dir"])
         .arg(&target);
     if !args.verify {
