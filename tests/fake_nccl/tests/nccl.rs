@@ -118,9 +118,9 @@ fn absurd_sizes_are_errors() -> Result<()> {
     Ok(())
 }
 
-/// Runs the test in a process whose environment lets it have several ranks; says whether this is
-/// that process.
-fn has_several_ranks(test: &str) -> bool {
+/// Runs the test in a process of its own, whose environment lets it have several ranks; says whether
+/// this is that process.
+fn has_its_own_process(test: &str) -> bool {
     const NAME: &str = "NCCL_P2P_DIRECT_DISABLE";
     if std::env::var_os(NAME).is_some() {
         return true;
@@ -152,8 +152,27 @@ fn ranks<T: Send>(
 }
 
 #[test]
+fn an_aborted_communicator_lends_nothing() -> Result<()> {
+    if !has_its_own_process("an_aborted_communicator_lends_nothing") {
+        return Ok(());
+    }
+    let (nccl, device, stream, _turn) = setup();
+    let comm = alone(&device);
+    comm.reserve(MIB, &stream)?;
+    let tensor = comm.tensor(&stream, DType::U8, &[MIB])?;
+    comm.abort("a test");
+    let error = comm.tensor(&stream, DType::U8, &[1]).map(drop).unwrap_err();
+    assert!(matches!(error, Error::Lost { .. }), "{error}");
+    let kept = address(&tensor);
+    drop((tensor, comm));
+    assert_eq!(nccl.addresses(), [kept], "another rank may still write there");
+    assert_eq!(nccl.faults(), Vec::<String>::new());
+    Ok(())
+}
+
+#[test]
 fn ranks_exchange() {
-    if !has_several_ranks("ranks_exchange") {
+    if !has_its_own_process("ranks_exchange") {
         return;
     }
     let (nccl, device, _, _turn) = setup();
@@ -175,7 +194,7 @@ fn ranks_exchange() {
 
 #[test]
 fn a_rank_that_does_not_send_is_lost() {
-    if !has_several_ranks("a_rank_that_does_not_send_is_lost") {
+    if !has_its_own_process("a_rank_that_does_not_send_is_lost") {
         return;
     }
     let (nccl, device, _, _turn) = setup();
@@ -198,7 +217,7 @@ fn a_rank_that_does_not_send_is_lost() {
 /// Kernels compute nothing here, but what is sent has the size that is received.
 #[test]
 fn attention_over_ranks_sends_what_is_expected() {
-    if !has_several_ranks("attention_over_ranks_sends_what_is_expected") {
+    if !has_its_own_process("attention_over_ranks_sends_what_is_expected") {
         return;
     }
     let (nccl, device, _, _turn) = setup();

@@ -182,7 +182,7 @@ impl NcclCommunicator {
     }
 
     /// The state of a communicator that is not lost.
-    fn state(&self) -> Result<MutexGuard<'_, State>> {
+    pub(super) fn state(&self) -> Result<MutexGuard<'_, State>> {
         let state = lock(&self.watched.state);
         state.alive()?;
         Ok(state)

@@ -83,6 +83,8 @@ impl NcclCommunicator {
     /// As [`Tensor::empty`]; [`Error::Nccl`], [`Error::Lost`].
     pub fn tensor(&self, stream: &Stream, dtype: DType, shape: &[usize]) -> Result<Tensor> {
         self.device().expect(stream.device())?;
+        // Other ranks may go on writing into blocks of an exchange that was aborted.
+        drop(self.state()?);
         match self.blocks.tensor(&self.watched, stream, dtype, shape)? {
             Some(tensor) => Ok(tensor),
             None => Tensor::empty(stream, dtype, shape),
