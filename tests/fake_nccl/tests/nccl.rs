@@ -118,8 +118,8 @@ fn absurd_sizes_are_errors() -> Result<()> {
     Ok(())
 }
 
-/// Runs the test in a process of its own, whose environment lets it have several ranks; says whether
-/// this is that process.
+/// Runs the test in a process of its own, whose environment lets it have several ranks; says
+/// whether this is that process.
 fn has_its_own_process(test: &str) -> bool {
     const NAME: &str = "NCCL_P2P_DIRECT_DISABLE";
     if std::env::var_os(NAME).is_some() {
