@@ -111,7 +111,10 @@ impl Nccl {
     /// copied first, and each pair of ranks exchanges addresses when it first uses some memory. All
     /// ranks do it, or none.
     ///
-    /// NCCL 2.28 may end the process if a rank is lost while addresses are exchanged.
+    /// Where [`NcclCommunicator::reserve`] has no effect (NCCL before 2.19, GPUs before Hopper,
+    /// several ranks in a process), messages travel as usual and are copied for nothing. With NCCL
+    /// 2.28 a process has ended without an error when another rank was lost before the first
+    /// exchange of addresses.
     ///
     /// # Errors
     /// The device's errors.
