@@ -58,15 +58,17 @@ __device__ __forceinline__ void combine_runs(const Params& params, const DecodeR
   const blockflash_attention_decode_params& p = params.base;
   // Runs that are computed side by side are one group.
   const bool helped = (one_each || params.run == 1) && item.runs <= kMostShares;
-  const int of_group = helped ? kMostShares : kGroup / params.run;
+  const bool are_splits = params.run == 1;
+  const int of_group = helped ? kMostShares : are_splits ? kGroup : kInner;
   const int groups = ceil_div(item.runs, of_group);
   const int group = item.run / of_group, own = item.run - group * of_group;
-  int first = item.slot + group * of_group * item.slot_step, step = item.slot_step;
-  int count = min(item.runs - group * of_group, of_group);
-  const int rows = rows_of(p, item), parts = helped ? count : 1;
+  Slots slots{item.slot + group * of_group * item.slot_step, item.slot_step,
+              min(item.runs - group * of_group, of_group), are_splits};
+  const int rows = rows_of(p, item), parts = helped ? slots.count : 1;
   bool is_top = groups == 1;
   __syncthreads();  // all have stored
-  if (threadIdx.x == 0) arrive(p.arrivals + first, step, own, count, helped, ending);
+  if (threadIdx.x == 0)
+    arrive(p.arrivals + slots.first, slots.step, own, slots.count, helped, ending);
   __syncthreads();
   const bool last = ending.last;
   uint32_t shares = ending.shares;
@@ -75,12 +77,12 @@ __device__ __forceinline__ void combine_runs(const Params& params, const DecodeR
   while (shares != 0) {
     const int share = __ffs(static_cast<int>(shares)) - 1;
     shares &= shares - 1;
-    if (count > 1) combine_slots(p, item, first, step, count, is_top, {rows, share, parts});
+    if (slots.count > 1) combine_slots(p, item, slots, is_top, {rows, share, parts});
     if (shares != 0 || is_top && asked) continue;
     if (is_top) {
       asked = true;
       if (threadIdx.x < kWarpSize) {
-        const uint32_t left = left_shares(p.arrivals + first, step, own, count);
+        const uint32_t left = left_shares(p.arrivals + slots.first, slots.step, own, slots.count);
         if (threadIdx.x == 0) ending.left = left;
       }
       __syncthreads();
@@ -94,7 +96,8 @@ __device__ __forceinline__ void combine_runs(const Params& params, const DecodeR
                                                groups - 1) == groups - 1;
     __syncthreads();
     if (!ending.is_last) return;
-    first = item.slot, step *= of_group, count = groups, is_top = true, shares = 1;
+    slots = {item.slot, slots.step * of_group, groups, false};
+    is_top = true, shares = 1;
   }
 }
 

@@ -109,7 +109,7 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_decode_runs_param
           sums.add_tile(p, item, q_smem, ring_smem + stage * kStageBytes, key, [&] { fill(item); });
         }
         sums.complete();
-        // The first of four splits wait for the others, and the first fours in the workspace.
+        // The first of four splits wait for the others, and the first four in the workspace.
         const bool ends = k + 1 == item.count;
         if (k % kInner > 0) kept.join(sums);
         if (!ends && k % kInner < kInner - 1) {

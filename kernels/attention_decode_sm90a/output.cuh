@@ -183,13 +183,43 @@ struct RowShare {
         end(small_quotient(rows * (share + 1), shares)) {}
 };
 
-// Combines some rows of the slots first, first + step, …, `count` of them, four by four, then these
-// and then up to four of these, into slot `first`, or into the output. A thread has so many pieces
-// of rows, and so many slots, on their way at once, since loads take long.
+// Joins the first `some` of the parts into parts[0]. Single splits are joined four by four, one
+// after another; everything else is joined in pairs, and pairs of pairs.
+template <int most>
+__device__ __forceinline__ void join_all(Partial (&parts)[most], int some, bool are_splits) {
+  const auto pair = [&](int earlier, int later) {
+    if (later < some) join(parts[earlier], parts[later]);
+  };
+#pragma unroll
+  for (int s = 0; s < most; s += kInner) {
+    pair(s, s + 1);
+    if (are_splits) {
+      pair(s, s + 2);
+      pair(s, s + 3);
+    } else {
+      pair(s + 2, s + 3);
+      pair(s, s + 2);
+    }
+  }
+#pragma unroll
+  for (int distance = kInner; distance < most; distance *= 2)
+#pragma unroll
+    for (int s = 0; s + distance < most; s += 2 * distance) pair(s, s + distance);
+}
+
+// Slots of the workspace: first, first + step, …, `count` of them.
+struct Slots {
+  int first, step, count;
+  bool are_splits;  // each has a single split, and not several that were joined
+};
+
+// Combines some rows of the slots into slot `first`, or into the output. A thread has so many
+// pieces of rows, and so many slots, on their way at once, since loads take long.
 template <int at_once, int most>
 __device__ __forceinline__ void combine_pieces(const blockflash_attention_decode_params& p,
-                                               const DecodeRun& item, int first, int step,
-                                               int count, bool to_output, const RowShare& rows) {
+                                               const DecodeRun& item, const Slots& slots,
+                                               bool to_output, const RowShare& rows) {
+  const auto [first, step, count, are_splits] = slots;
   const Slot slot(p, first);
   const int64_t rows_apart = static_cast<int64_t>(step) * p.partial_rows;
   const int pieces = (rows.end - rows.begin) * kColumns4;
@@ -223,12 +253,7 @@ __device__ __forceinline__ void combine_pieces(const blockflash_attention_decode
       }
 #pragma unroll
       for (int n = 0; n < at_once; ++n) {
-#pragma unroll
-        for (int s = 1; s < most; ++s)
-          if (s % kInner > 0 && s < some) join(parts[n][s - s % kInner], parts[n][s]);
-#pragma unroll
-        for (int s = kInner; s < most; s += kInner)
-          if (s < some) join(parts[n][0], parts[n][s]);
+        join_all(parts[n], some, are_splits);
         if (before == 0)
           all[n] = parts[n][0];
         else
@@ -251,12 +276,12 @@ __device__ __forceinline__ void combine_pieces(const blockflash_attention_decode
 }
 
 __device__ __forceinline__ void combine_slots(const blockflash_attention_decode_params& p,
-                                              const DecodeRun& item, int first, int step, int count,
+                                              const DecodeRun& item, const Slots& slots,
                                               bool to_output, const RowShare& rows) {
-  if (count <= kInner)
-    combine_pieces<kGroup / kInner, kInner>(p, item, first, step, count, to_output, rows);
+  if (slots.count <= kInner)
+    combine_pieces<kGroup / kInner, kInner>(p, item, slots, to_output, rows);
   else
-    combine_pieces<1, kGroup>(p, item, first, step, count, to_output, rows);
+    combine_pieces<1, kGroup>(p, item, slots, to_output, rows);
 }
 
 }  // namespace

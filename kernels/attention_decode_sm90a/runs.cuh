@@ -14,8 +14,8 @@ using Element = Config::Element;
 using Params = blockflash_attention_decode_runs_params;
 
 constexpr int kTileKeys = 4 * kStepKeys;  // a step for each warp
-constexpr int kInner = 4;                 // splits that are combined first
-constexpr int kGroup = kInner * kInner;   // and those that are combined then
+constexpr int kInner = 4;                 // splits that are joined one after another
+constexpr int kGroup = kInner * kInner;   // single splits that are combined at once
 
 struct DecodeRun {
   int sequence, head_kv, row_tile;

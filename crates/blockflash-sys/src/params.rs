@@ -2059,15 +2059,15 @@ const _: () = {
 /** Attention of several queries to the keys of a cache, without lists of pages.
 
  An item is a run of `run` splits, which it combines, for one row tile of one key head, and the
- workspace has a slot for each run. The results of splits are combined four by four, these four
- by four, and those four by four, always in ascending order, so the length of runs shows in no
- bit.*/
+ workspace has a slot for each run. The results of four splits are joined one after another, the
+ results of fours in pairs, and pairs of pairs, always in ascending order, so the length of runs
+ shows in no bit.*/
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
 pub struct blockflash_attention_decode_runs_params {
     /// items, partial_rows, …: of runs and their row tiles
     pub base: blockflash_attention_decode_params,
-    /// splits of an item: 1, 4 or 16
+    /// splits of an item: 1, 4 or 8
     pub run: i32,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]

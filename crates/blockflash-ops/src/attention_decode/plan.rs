@@ -158,7 +158,7 @@ fn few_tile(
         CacheTile::Several(_) => {
             let (rows, blocks) = (AttentionDecodeHopper::ROWS, AttentionDecodeHopper::MIN_BLOCKS);
             // One sequence gives work to two CTAs of each SM.
-            let (rows, runs) = (rows as usize, &[16, 4, 1]);
+            let (rows, runs) = (rows as usize, &[8, 4, 1]);
             Ok(Tile { rows, blocks, heads_and_splits: 256, fewest_keys: 256, runs })
         }
         CacheTile::Many(_) => {
@@ -208,10 +208,8 @@ fn divided(
     let items = |run: usize| tiles * heads * most_splits.div_ceil(run);
     let fills = |&&run: &&usize| {
         let waves = items(run).div_ceil(most_blocks.max(1));
-        // Sequences of unequal lengths should not be left with a few long items.
-        let balanced = run < 16 || !cache.seqused_kv;
         let used = items(run) as f64 / (waves * most_blocks).max(1) as f64;
-        balanced && (waves >= WAVES || used >= USED)
+        waves >= WAVES || used >= USED
     };
     let run = tile.runs.iter().find(fills).copied().unwrap_or(1);
     let (items, partial_rows) = (items(run), rows.min(group_rows));

@@ -115,7 +115,7 @@ fn what_32_bits_cannot_count_is_refused() {
 #[test]
 fn runs_are_as_long_as_waves_are_full() {
     let several =
-        Tile { rows: 64, blocks: 2, heads_and_splits: 256, fewest_keys: 256, runs: &[16, 4, 1] };
+        Tile { rows: 64, blocks: 2, heads_and_splits: 256, fewest_keys: 256, runs: &[8, 4, 1] };
     let of = |batch, capacity, seqused_kv| {
         let cache = CacheSizes::contiguous(DType::BF16, [batch, capacity], 8, 128);
         let problem = AttentionDecodeProblem::of(CacheSizes { seqused_kv, ..cache }, 16, 32);
@@ -125,8 +125,8 @@ fn runs_are_as_long_as_waves_are_full() {
     assert_eq!(of(1, 4096, false), [1, 128]);
     assert_eq!(of(1, 8192, false), [1, 256]);
     assert_eq!(of(4, 8192, false), [4, 256]);
-    assert_eq!(of(8, 8192, false), [4, 512]);
-    assert_eq!(of(64, 8192, false), [16, 1024]);
-    assert_eq!(of(64, 8192, true), [4, 4096]);
-    assert_eq!(of(1, 1_048_576, false), [4, 512]);
+    assert_eq!(of(8, 8192, false), [8, 256]);
+    assert_eq!(of(64, 8192, false), [8, 2048]);
+    assert_eq!(of(64, 8192, true), [8, 2048]);
+    assert_eq!(of(1, 1_048_576, false), [8, 256]);
 }
