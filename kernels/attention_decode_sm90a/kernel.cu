@@ -94,11 +94,11 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_decode_runs_param
     __syncthreads();  // all have ended the item before this one
     if (warp == 0) announce(n + 1);
     Sums sums;
+    int k = 0;
     if (n >= 0) {
-      const int rows = rows_of(p, item);
       int key = item.keys.begin;
 #pragma unroll 1
-      for (int k = 0; k < item.count; ++k) {
+      for (;; ++k) {
         sums.clear();
         const int end = min(item.begin + (k + 1) * item.chunk, item.keys.end);
 #pragma unroll 1
@@ -109,16 +109,13 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_decode_runs_param
           sums.add_tile(p, item, q_smem, ring_smem + stage * kStageBytes, key, [&] { fill(item); });
         }
         sums.complete();
+        if (k + 1 >= item.count) break;
         // The first of four splits wait for the others, and the first four in the workspace.
-        const bool ends = k + 1 == item.count;
         if (k % kInner > 0) kept.join(sums);
-        if (!ends && k % kInner < kInner - 1) {
+        if (k % kInner < kInner - 1)
           kept.store(sums);
-          continue;
-        }
-        const Slot slot(p, item.slot + item.run * item.slot_step);
-        if (k >= kInner) slot.join(p, rows, sums);
-        if (!ends || item.runs > 1) slot.store(p, rows, sums);
+        else
+          Slot(p, item.slot + item.run * item.slot_step).store(p, rows_of(p, item), sums);
       }
     }
     __syncthreads();  // all have read the ring, and the next item is known
@@ -131,10 +128,18 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_decode_runs_param
     } else {
       ptx::launch_dependents();
     }
-    if (n >= 0 && item.runs > 1)
-      combine_runs(params, item, shared.ending, one_each);
-    else if (n >= 0)
-      store_results(p, item, sums);
+    if (n >= 0) {
+      const Slot slot(p, item.slot + item.run * item.slot_step);
+      const int rows = rows_of(p, item);
+      if (k % kInner > 0) kept.join(sums);
+      if (k >= kInner) slot.join(p, rows, sums);
+      if (item.runs > 1) {
+        slot.store(p, rows, sums);
+        combine_runs(params, item, shared.ending, one_each);
+      } else {
+        store_results(p, item, sums);
+      }
+    }
     if (following.sequence < 0) return;
   }
 }
