@@ -67,12 +67,10 @@ struct Sums {
       total.denominator[half] = quad_sum(total.denominator[half]);
   }
 
-  // All threads have met since the tile arrived. `meanwhile` runs beside the first product.
-  template <class Meanwhile>
+  // All threads have met since the tile arrived.
   __device__ __forceinline__ void add_tile(const blockflash_attention_decode_params& p,
                                            const DecodeRun& item, uint32_t q_smem,
-                                           uint32_t stage_smem, int first_key,
-                                           const Meanwhile& meanwhile) {
+                                           uint32_t stage_smem, int first_key) {
     float s[kTileKeys / 2];
     const uint64_t q = ptx::wgmma_descriptor(q_smem), k = ptx::wgmma_descriptor(stage_smem);
     ptx::wgmma_fence();
@@ -86,7 +84,6 @@ struct Sums {
         Product::template ss<true>(s, q + step, k + step);
     }
     ptx::wgmma_commit_group();
-    meanwhile();
     ptx::wgmma_wait_group<0>();
     ptx::wgmma_pin(s);
     if (p.softcap > 0.f) {
