@@ -18,6 +18,8 @@ namespace {
 
 using Traits = ElementTraits<Element>;
 
+constexpr float kAhead = 4.f;
+
 // Of the 16 rows of a warp, a lane holds the columns 8 j + 2 (lane % 4) + e of the rows g and g + 8
 // (g = lane / 4), in o[4 j + 2 half + e].
 __device__ __forceinline__ int first_row() {
@@ -72,6 +74,8 @@ struct Sums {
                                            const DecodeRun& item, uint32_t q_smem,
                                            uint32_t stage_smem, int first_key) {
     float s[kTileKeys / 2];
+    // In uniform registers, where descriptors are, so that they take no vector instructions.
+    q_smem = __shfl_sync(~0u, q_smem, 0), stage_smem = __shfl_sync(~0u, stage_smem, 0);
     const uint64_t q = ptx::wgmma_descriptor(q_smem), k = ptx::wgmma_descriptor(stage_smem);
     ptx::wgmma_fence();
 #pragma unroll
@@ -122,8 +126,9 @@ struct Sums {
     ptx::wgmma_pin(o);
   }
 
-  // A reference is the largest score of its row so far, so where one key has nearly all the weight,
-  // its probability is 1 and not rounded. It is independent of the other rows.
+  // A reference follows the largest score of its row when that is ahead by more than kAhead, so
+  // that sums are rarely scaled: exponentials of up to 2^kAhead fit into any element type. It is
+  // independent of the other rows.
   __device__ __forceinline__ void move_references(const float (&s)[kTileKeys / 2], float scale) {
     float largest[2] = {s[0], s[2]};
 #pragma unroll
@@ -132,13 +137,14 @@ struct Sums {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       largest[half] *= scale;
-      grew |= largest[half] > total.reference[half];
+      grew |= largest[half] > total.reference[half] + kAhead;
     }
     if (!__any_sync(~0u, grew)) return;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float all = quad_max(largest[half]);
-      const float moved = fmaxf(all, total.reference[half]);
+      const float before = total.reference[half];
+      const float moved = all > before + kAhead ? all : before;
       const float rescale = ptx::ex2_approx(total.reference[half] - moved);
       total.reference[half] = moved;
       total.denominator[half] *= rescale;
