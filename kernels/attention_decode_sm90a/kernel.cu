@@ -102,14 +102,11 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_decode_runs_param
         sums.clear();
         const int end = min(item.begin + (k + 1) * item.chunk, item.keys.end);
 #pragma unroll 1
-        for (; key < end; key += kTileKeys) {
+        for (; key < end; key += kTileKeys, ++consumed, stage = next_stage(stage)) {
           wait_for_oldest<kStages - 1>(issued - consumed - 1);
           ptx::fence_proxy_async();
-          __syncthreads();  // the tile is visible to all
-          sums.add_tile(p, item, q_smem, ring_smem + stage * kStageBytes, key);
-          ++consumed, stage = next_stage(stage);
-          __syncthreads();  // all have read the tile
-          fill(item);
+          __syncthreads();  // the tile is visible to all, and all have read the one before it
+          sums.add_tile(p, item, q_smem, ring_smem + stage * kStageBytes, key, [&] { fill(item); });
         }
         sums.complete();
         if (k + 1 >= item.count) break;

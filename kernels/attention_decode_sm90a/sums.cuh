@@ -69,10 +69,12 @@ struct Sums {
       total.denominator[half] = quad_sum(total.denominator[half]);
   }
 
-  // All threads have met since the tile arrived.
+  // All threads have met since the tile arrived. `meanwhile` runs beside the first product.
+  template <class Meanwhile>
   __device__ __forceinline__ void add_tile(const blockflash_attention_decode_params& p,
                                            const DecodeRun& item, uint32_t q_smem,
-                                           uint32_t stage_smem, int first_key) {
+                                           uint32_t stage_smem, int first_key,
+                                           const Meanwhile& meanwhile) {
     float s[kTileKeys / 2];
     // In uniform registers, where descriptors are, so that they take no vector instructions.
     q_smem = __shfl_sync(~0u, q_smem, 0), stage_smem = __shfl_sync(~0u, stage_smem, 0);
@@ -88,6 +90,7 @@ struct Sums {
         Product::template ss<true>(s, q + step, k + step);
     }
     ptx::wgmma_commit_group();
+    meanwhile();
     ptx::wgmma_wait_group<0>();
     ptx::wgmma_pin(s);
     if (p.softcap > 0.f) {

@@ -157,9 +157,11 @@ fn few_tile(
         }
         CacheTile::Several(_) => {
             let (rows, blocks) = (AttentionDecodeHopper::ROWS, AttentionDecodeHopper::MIN_BLOCKS);
-            // One sequence gives work to two CTAs of each SM.
             let (rows, runs) = (rows as usize, &[8, 4, 1]);
-            Ok(Tile { rows, blocks, heads_and_splits: 256, fewest_keys: 256, runs })
+            // The end of a split takes longer with more rows. One sequence gives work to two CTAs
+            // of each SM.
+            let fewest_keys = if problem.group_rows() > rows / 2 { 512 } else { 256 };
+            Ok(Tile { rows, blocks, heads_and_splits: 256, fewest_keys, runs })
         }
         CacheTile::Many(_) => {
             let what = format!("{}: this kernel has another plan", kernel.symbol());
