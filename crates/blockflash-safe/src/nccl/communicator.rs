@@ -1,7 +1,8 @@
 use super::NcclId;
 use super::lent::Blocks;
 use super::library::{BYTES, Config, RawComm, UniqueId};
-use super::watch::{State, Watched};
+use super::watch::{State, Watched, Work};
+use super::window::Windows;
 use crate::gpu::Handle;
 use crate::stream::Kept;
 use crate::{DType, Device, Error, Event, Layout, Result, Stream, View, ViewMut, lock::lock};
@@ -28,6 +29,9 @@ pub struct NcclCommunicator {
     id: [u8; 128],
     pub(super) watched: Arc<Watched>,
     pub(super) blocks: Arc<Blocks>,
+    /// Whether NCCL was asked for all-gathers without SMs, which it has.
+    pub(super) gathers: bool,
+    pub(super) windows: Arc<Windows>,
 }
 
 impl NcclCommunicator {
@@ -43,6 +47,32 @@ impl NcclCommunicator {
         world: usize,
         timeout: Duration,
     ) -> Result<NcclCommunicator> {
+        NcclCommunicator::join(device, id, (rank, world), timeout, false)
+    }
+
+    /// The same where NCCL (2.28 or newer) is asked for collective operations without SMs
+    /// (`NCCL_CTA_POLICY_ZERO`), which [`reserve_gather`](Self::reserve_gather) needs. Exchanges
+    /// stay as they are. All ranks do so, or none.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    pub fn gathering(
+        device: &Device,
+        id: &NcclId,
+        rank: usize,
+        world: usize,
+        timeout: Duration,
+    ) -> Result<NcclCommunicator> {
+        NcclCommunicator::join(device, id, (rank, world), timeout, true)
+    }
+
+    fn join(
+        device: &Device,
+        id: &NcclId,
+        (rank, world): (usize, usize),
+        timeout: Duration,
+        gathers: bool,
+    ) -> Result<NcclCommunicator> {
         let context = device.context().ok_or(Error::NotOnGpu { what: "NCCL" })?;
         let refused = |what: String| Error::Nccl { call: "ncclCommInitRankConfig", what };
         let count = i32::try_from(world).ok().filter(|_| rank < world);
@@ -57,8 +87,10 @@ impl NcclCommunicator {
         ids.push(id.to_bytes());
         drop(ids);
         // From here on, dropping cleans up.
-        let (id, blocks) = (id.to_bytes(), Arc::default());
-        let this = NcclCommunicator { device: *device, rank, world, id, watched, blocks };
+        let (device, id) = (*device, id.to_bytes());
+        let gathers = gathers && watched.nccl.gather.is_some();
+        let (blocks, windows) = (Arc::default(), Arc::default());
+        let this = NcclCommunicator { device, rank, world, id, watched, blocks, gathers, windows };
         let mut state = lock(&this.watched.state);
         if let Err(error) = this.init(&mut state, count) {
             this.watched.give_up(&mut state, error.to_string());
@@ -73,7 +105,7 @@ impl NcclCommunicator {
     fn init(&self, state: &mut State, world: i32) -> Result<()> {
         let Watched { nccl, context, .. } = &*self.watched;
         let _bound = context.bind()?;
-        let (rank, mut config) = (self.rank as i32, Config::non_blocking());
+        let (rank, mut config) = (self.rank as i32, Config::non_blocking(self.gathers));
         let mut raw: RawComm = ptr::null_mut();
         // SAFETY:
         // 1. The context of the GPU is current, and `rank` is one of `world`.
@@ -130,7 +162,9 @@ impl NcclCommunicator {
             let view = view.as_view();
             let lent = view.owner().and_then(|memory| Some((memory, memory.lent_bytes()?)));
             let Some((memory, bytes)) = lent else { continue };
-            if view.device_ptr() != Some(memory.ptr()) || bytes < self.blocks.size() {
+            let is_window = bytes == 0;
+            let is_whole = view.device_ptr() == Some(memory.ptr()) && bytes >= self.blocks.size();
+            if is_window || !is_whole {
                 return refused("a message could reach beyond the block of its tensor".into());
             }
         }
@@ -150,12 +184,14 @@ impl NcclCommunicator {
         }
         let mut state = self.state()?;
         let queued = self.queue(&mut state, sends, receives, stream);
-        queued.map_err(|error| {
-            // The ranks are out of step.
-            let what = error.to_string();
-            self.watched.give_up(&mut state, what.clone());
-            Error::Lost { what }
-        })
+        queued.map_err(|error| self.out_of_step(&mut state, &error))
+    }
+
+    /// Gives the communicator up after an error on this rank that the others do not have.
+    pub(super) fn out_of_step(&self, state: &mut State, error: &Error) -> Error {
+        let what = error.to_string();
+        self.watched.give_up(state, what.clone());
+        Error::Lost { what }
     }
 
     /// Waits until everything queued on a stream is done, and no longer than exchanges may take.
@@ -197,9 +233,7 @@ impl NcclCommunicator {
         receives: &mut [(usize, ViewMut<'_>)],
         stream: &Stream,
     ) -> Result<()> {
-        let closed = || Error::Lost { what: "it is closed".into() };
-        let comm = state.comm.as_ref().ok_or_else(closed)?.0;
-        let nccl = self.watched.nccl;
+        let (nccl, comm) = (self.watched.nccl, state.raw()?);
         let Some(session) = stream.session()? else { return Ok(()) };
         let raw = session.raw().cast();
         // SAFETY: no conditions. Everything until the end of the group runs in this thread.
@@ -230,7 +264,7 @@ impl NcclCommunicator {
         drop(session);
         let event = Event::new(&self.device, false)?;
         event.record(stream)?;
-        state.watch(event, self.watched.timeout);
+        state.watch(event, Work::Exchange, self.watched.timeout);
         Ok(())
     }
 }
@@ -238,7 +272,7 @@ impl NcclCommunicator {
 impl Drop for NcclCommunicator {
     fn drop(&mut self) {
         let watched = &*self.watched;
-        let forgotten = self.forget();
+        let forgotten = self.forget_window().and_then(|()| self.forget());
         let mut state = lock(&watched.state);
         if let Err(error) = forgotten {
             watched.give_up(&mut state, error.to_string());

@@ -1,9 +1,11 @@
 //! Exchange between GPUs by NCCL.
 
 mod communicator;
+mod gather;
 mod lent;
 mod library;
 mod watch;
+mod window;
 
 pub use communicator::NcclCommunicator;
 
