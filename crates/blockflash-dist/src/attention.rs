@@ -1,4 +1,5 @@
 use crate::agree::agree;
+use crate::gathered::{Gather, Offer};
 use crate::heads::{LOGS, ROWS, Scattering, gather, scatter};
 use crate::pattern::Pattern;
 use crate::plan::Plan;
@@ -64,12 +65,18 @@ pub struct DistributedAttention<'a> {
 pub struct PreparedAttention {
     problem: Problem,
     plans: Arc<[Plan]>,
+    /// Whether the forward pass gathers keys, which all ranks have decided.
+    gather: Option<Gather>,
 }
 
 impl PreparedAttention {
     /// Bytes that this rank sends to others in a pass.
     pub fn sent_bytes(&self, pass: Pass) -> usize {
-        let batch = self.problem.local.batch;
+        let AttentionProblem { batch, dtype, .. } = self.problem.local;
+        if let (Some(gather), Pass::Forward) = (self.gather, pass) {
+            let others = self.problem.grid.shard.world() - 1;
+            return batch * others * gather.bytes(dtype.size());
+        }
         let mut rows = [0; 2];
         for plan in self.plans.iter().cycle().take(batch) {
             rows = std::array::from_fn(|at| rows[at] + plan.rows_sent()[at]);
@@ -97,13 +104,15 @@ impl DistributedAttention<'_> {
     /// [`Error::Refused`]: crate::Error::Refused
     /// [`Error::Mismatch`]: crate::Error::Mismatch
     pub fn prepare(&self, comm: &dyn Communicator) -> Result<PreparedAttention> {
-        self.agreed(self.problem(comm), comm)
+        self.agreed(self.problem(comm), comm, true)
     }
 
+    /// `forward`: whether the forward pass follows.
     fn agreed(
         &self,
         problem: Result<Problem>,
         comm: &dyn Communicator,
+        forward: bool,
     ) -> Result<PreparedAttention> {
         let planned = problem.and_then(|problem| {
             let plans = match self.block_mask {
@@ -113,17 +122,29 @@ impl DistributedAttention<'_> {
                     [Plan::dense(&problem.grid, &pattern)?].into()
                 }
             };
-            Ok(PreparedAttention { problem, plans })
+            Ok(PreparedAttention { problem, plans, gather: None })
         });
-        let none = ([0; ARGUMENTS.len()], 0);
-        let (values, largest) =
-            planned.as_ref().map_or(none, |PreparedAttention { problem, plans }| {
-                (problem.arguments(), problem.largest_message(plans) as u64)
-            });
+        let none = ([0; ARGUMENTS.len()], [0; 3]);
+        let words = |PreparedAttention { problem, plans, .. }: &PreparedAttention| {
+            let offer = Offer::new(comm, problem, plans, self.block_mask);
+            let parts = if forward { offer.parts } else { 0 };
+            let largest = problem.largest_message(plans) as u64;
+            (problem.arguments(), [largest, offer.coming, parts])
+        };
+        let (values, others) = planned.as_ref().map_or(none, words);
         let arguments: Vec<_> = ARGUMENTS.into_iter().zip(values).collect();
-        let agreed = agree(comm, planned.is_ok(), &arguments, largest);
+        let agreed = agree(comm, planned.is_ok(), &arguments, others);
         let mut prepared = planned?;
-        comm.reserve(agreed? as usize)?;
+        let agreed = agreed?;
+        let largest = agreed.iter().map(|[largest, ..]| *largest).max().unwrap_or(0);
+        comm.reserve(largest as usize)?;
+        let offers: Vec<_> =
+            agreed.iter().map(|&[_, coming, parts]| Offer { coming, parts }).collect();
+        let PreparedAttention { problem, plans, .. } = &prepared;
+        if let Some(gather) = Gather::decide(problem, plans.len(), &offers) {
+            let bytes = gather.bytes(problem.local.dtype.size());
+            prepared.gather = comm.reserve_gather(bytes)?.then_some(gather);
+        }
         // Only a plan that nobody else has is without what is uploaded.
         if let Some(plans) = Arc::get_mut(&mut prepared.plans) {
             let uploaded = plans.iter_mut().try_for_each(|plan| plan.upload(comm.stream()));
@@ -160,14 +181,15 @@ impl DistributedAttention<'_> {
 
     fn run_forward(
         &self,
-        PreparedAttention { problem, plans }: &PreparedAttention,
+        prepared: &PreparedAttention,
         comm: &dyn Communicator,
         stream: &Stream,
     ) -> Result<AttentionOutput> {
+        let PreparedAttention { problem, plans, .. } = prepared;
         let Attention { q, k, v, .. } = self.attention;
         let grid = &problem.grid;
         let attention = self.of_heads(problem)?;
-        let ring = Ring { comm, plans, attention: &attention };
+        let ring = Ring { comm, plans, attention: &attention, gather: prepared.gather };
         comm.stream().wait_for(stream)?;
         if self.scheme.heads == 1 {
             return ring::forward(ring, [q, k, v], stream);
@@ -218,7 +240,7 @@ impl DistributedAttention<'_> {
             problem.check_backward(&call, comm)?;
             Ok(problem)
         });
-        let prepared = self.agreed(problem, comm)?;
+        let prepared = self.agreed(problem, comm, false)?;
         self.backward_prepared(&prepared, output, d_o, comm, stream)
     }
 
@@ -248,7 +270,7 @@ impl DistributedAttention<'_> {
 
     fn run_backward(
         &self,
-        PreparedAttention { problem, plans }: &PreparedAttention,
+        PreparedAttention { problem, plans, .. }: &PreparedAttention,
         call: &AttentionBackward<'_>,
         comm: &dyn Communicator,
         stream: &Stream,
@@ -257,7 +279,7 @@ impl DistributedAttention<'_> {
         let AttentionBackward { o, lse, d_o, .. } = *call;
         let grid = &problem.grid;
         let attention = self.of_heads(problem)?;
-        let ring = Ring { comm, plans, attention: &attention };
+        let ring = Ring { comm, plans, attention: &attention, gather: None };
         comm.stream().wait_for(stream)?;
         let mut gradients = if self.scheme.heads == 1 {
             let operands = Operands { qkv: [q, k, v], o, lse, d_o };

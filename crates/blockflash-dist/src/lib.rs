@@ -12,6 +12,7 @@ mod communicator;
 mod error;
 mod exchange;
 mod forecast;
+mod gathered;
 mod grid;
 mod heads;
 mod memory;
