@@ -90,7 +90,7 @@ fn repeats_have_the_same_bits() {
     check_blocks(10, &[DType::BF16, DType::F32], 500, repeats);
 }
 
-/// Cases of all kinds with keys over all ranks, of which many gather: in one part, and in two.
+/// Cases of all kinds with keys over all ranks, of which many gather.
 #[test]
 fn gathered_keys_give_the_same_bits() {
     let (dtypes, head_dims) = ([DType::F32, DType::BF16].to_vec(), [4, 8, 24].to_vec());
@@ -103,14 +103,14 @@ fn gathered_keys_give_the_same_bits() {
             gathers_alike(&case, &Device::cpu()).unwrap()
         };
         let counts: Vec<usize> = cases.into_iter().map(gathers).collect();
-        let [none, one] = [0, 1].map(|n| counts.iter().filter(|count| **count == n).count());
-        let several = counts.len() - none - one;
-        assert!([none, one, several].iter().all(|&count| count >= least), "{counts:?}");
+        let none = counts.iter().filter(|count| **count == 0).count();
+        assert!(none.min(counts.len() - none) >= least, "{counts:?}");
+        assert!(counts.iter().any(|count| count % 2 == 1), "in one part: {counts:?}");
     };
     let dense = dist_cases(8, dtypes.clone(), head_dims.clone(), 150);
-    alike(property::samples(150, dense), 10);
+    alike(property::samples(150, dense), 40);
     let packed = dist_packed_cases(8, dtypes.clone(), head_dims.clone(), 120);
-    alike(property::samples(150, packed), 3);
+    alike(property::samples(150, packed), 20);
     let blocks = dist_block_cases(8, dtypes, head_dims, 900);
-    alike(property::samples(120, blocks), 10);
+    alike(property::samples(120, blocks), 30);
 }
