@@ -19,13 +19,14 @@ mod memory;
 mod pattern;
 mod plan;
 mod planner;
+mod prepared;
 mod problem;
 mod ring;
 mod ring_backward;
 mod shard;
 mod sink;
 
-pub use attention::{DistributedAttention, PreparedAttention};
+pub use attention::DistributedAttention;
 pub use block_exchange::{BlockCall, BlockMaskExchange, BlockStep};
 pub use block_mask::DistributedBlockMask;
 pub use communicator::{Communicator, Mark, Nccl};
@@ -33,6 +34,7 @@ pub use error::{Error, Result};
 pub use grid::Scheme;
 pub use memory::Memory;
 pub use planner::{Density, Forecast, Machine, Pass, Workload};
+pub use prepared::PreparedAttention;
 pub use shard::Shard;
 
 pub use blockflash_safe::{NcclCommunicator, NcclId};

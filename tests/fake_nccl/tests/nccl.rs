@@ -4,8 +4,8 @@ mod common;
 
 use blockflash_dist::{Communicator, DistributedAttention, Nccl, Scheme, Shard};
 use blockflash_ops::{Attention, Mask};
-use blockflash_safe::{DType, Error, Result, Tensor};
-use common::{MIB, address, alone, has_its_own_process, ranks, setup};
+use blockflash_safe::{DType, Device, Error, NcclCommunicator, NcclId, Result, Stream, Tensor};
+use common::{MIB, TIMEOUT, address, alone, has_its_own_process, ranks_by, setup};
 
 #[test]
 fn memory_for_messages_is_used_again() -> Result<()> {
@@ -112,6 +112,15 @@ fn an_aborted_communicator_lends_nothing() -> Result<()> {
     assert_eq!(nccl.addresses(), [kept], "another rank may still write there");
     assert_eq!(nccl.faults(), Vec::<String>::new());
     Ok(())
+}
+
+fn ranks<T: Send>(
+    device: &Device,
+    world: usize,
+    call: impl Fn(NcclCommunicator, Stream) -> T + Sync,
+) -> Vec<T> {
+    let join = |id: &NcclId, rank| NcclCommunicator::new(device, id, rank, world, TIMEOUT);
+    ranks_by(device, world, join, call)
 }
 
 #[test]

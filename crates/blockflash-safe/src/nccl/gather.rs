@@ -21,8 +21,9 @@ impl NcclCommunicator {
     /// Readies all-gathers of up to so many bytes of each rank, and says whether there are any, the
     /// same on all ranks. All ranks call this at the same time, and the largest number counts, of
     /// all calls. It takes memory for so many bytes of every rank, the [window](Self::window), and
-    /// waits for the other ranks and for all that is under way. Where it grows, tensors in the
-    /// window before keep their memory, but nothing is gathered into them any more.
+    /// waits for the other ranks and for all that is under way. Where it grows, both windows are
+    /// there for a moment; tensors in the one before keep their memory, but nothing is gathered into
+    /// them any more.
     ///
     /// There are none if a rank has another constructor than [`gathering`](Self::gathering), or
     /// NCCL before 2.28, or a GPU before Hopper; if it has too little memory; or if NCCL has no
@@ -45,9 +46,8 @@ impl NcclCommunicator {
         if size <= self.windows.size() {
             return Ok(size > 0);
         }
-        // NCCL names the window no more on any rank: all-gathers are done on all of them.
-        self.deregister()?;
-        self.windows.free();
+        // The window before stays where there is no room for a larger one, since calls that were
+        // prepared count on it.
         let window = self.allocate(size, stream);
         let all = |can: bool| -> Result<bool> {
             let of_all = self.of_all([usize::from(can), 0], stream)?;
@@ -55,6 +55,9 @@ impl NcclCommunicator {
         };
         let allocated = all(window.is_ok())?;
         let (true, Ok(window)) = (allocated, window) else { return Ok(false) };
+        // NCCL names it no more on any rank: all-gathers are done on all of them.
+        self.deregister()?;
+        self.windows.free();
         self.register(&window, size)?;
         if !all(self.windows.size() > 0)? {
             self.deregister()?;

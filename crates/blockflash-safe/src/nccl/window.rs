@@ -180,8 +180,12 @@ impl Drop for Window {
         if self.windows.is_at(self.ptr.0.addr() as u64) {
             return;
         }
-        // SAFETY: the memory is that of `ncclMemAlloc`. No tensor has it, and NCCL does not name it
-        // any more; what the device still does with it the driver waits for.
+        // What was queued when a tensor gave it back.
+        if self.home.synchronize().is_err() {
+            return;
+        }
+        // SAFETY: the memory is that of `ncclMemAlloc`. No tensor has it, NCCL does not name it any
+        // more, and the device does nothing more with it.
         let _ = unsafe { (lend.free)(self.ptr.0) };
     }
 }

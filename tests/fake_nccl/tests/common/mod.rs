@@ -7,11 +7,11 @@ use std::process::Command;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-pub const TIMEOUT: Duration = Duration::from_secs(5);
-pub const MIB: usize = 1 << 20;
+pub(crate) const TIMEOUT: Duration = Duration::from_secs(5);
+pub(crate) const MIB: usize = 1 << 20;
 
 /// The library, the GPU, a stream, and the turn of a test: they look at all memory of the process.
-pub fn setup() -> (FakeNccl, Device, Stream, MutexGuard<'static, ()>) {
+pub(crate) fn setup() -> (FakeNccl, Device, Stream, MutexGuard<'static, ()>) {
     static ONE: Mutex<()> = Mutex::new(());
     let turn = ONE.lock().unwrap_or_else(PoisonError::into_inner);
     FakeDriver::load();
@@ -20,18 +20,18 @@ pub fn setup() -> (FakeNccl, Device, Stream, MutexGuard<'static, ()>) {
     (nccl, device, device.stream().unwrap(), turn)
 }
 
-pub fn alone(device: &Device) -> NcclCommunicator {
+pub(crate) fn alone(device: &Device) -> NcclCommunicator {
     let id = NcclId::new().unwrap();
     NcclCommunicator::new(device, &id, 0, 1, TIMEOUT).unwrap()
 }
 
-pub fn address(tensor: &Tensor) -> u64 {
+pub(crate) fn address(tensor: &Tensor) -> u64 {
     tensor.view().device_ptr().unwrap()
 }
 
 /// Runs the test in a process of its own, whose environment lets it have several ranks; says
 /// whether this is that process.
-pub fn has_its_own_process(test: &str) -> bool {
+pub(crate) fn has_its_own_process(test: &str) -> bool {
     const NAME: &str = "NCCL_P2P_DIRECT_DISABLE";
     if std::env::var_os(NAME).is_some() {
         return true;
@@ -41,18 +41,8 @@ pub fn has_its_own_process(test: &str) -> bool {
     false
 }
 
-/// What each of several ranks gives.
-pub fn ranks<T: Send>(
-    device: &Device,
-    world: usize,
-    call: impl Fn(NcclCommunicator, Stream) -> T + Sync,
-) -> Vec<T> {
-    let join = |id: &NcclId, rank| NcclCommunicator::new(device, id, rank, world, TIMEOUT);
-    ranks_by(device, world, join, call)
-}
-
-/// The same for ranks that join in some way.
-pub fn ranks_by<T: Send>(
+/// What each of several ranks gives, which join in some way.
+pub(crate) fn ranks_by<T: Send>(
     device: &Device,
     world: usize,
     join: impl Fn(&NcclId, usize) -> Result<NcclCommunicator> + Sync,
