@@ -51,8 +51,8 @@ pub trait Communicator {
         Ok(Tensor::empty(self.stream(), dtype, shape)?)
     }
 
-    /// Whether tensors of all ranks can be gathered ([`all_gather`](Self::all_gather)), beside which
-    /// attention does not slow down. The same on all ranks; false if it is not written.
+    /// Whether tensors of all ranks can be gathered ([`all_gather`](Self::all_gather)), beside
+    /// which attention does not slow down. The same on all ranks; false if it is not written.
     fn gathers(&self) -> bool {
         false
     }
@@ -110,8 +110,8 @@ pub trait Communicator {
     }
 
     /// Called where the attention of a step begins, when its keys are there, and where it ends, in
-    /// the order of `stream`, once for each part of the heads: a communicator that wraps another one can record events, for a
-    /// timeline. Does nothing if it is not written.
+    /// the order of `stream`: a communicator that wraps another one can record events, for a
+    /// timeline. It is called so for each part of the heads that are gathered. Does nothing if it is not written.
     ///
     /// # Errors
     /// The device's errors.
@@ -167,9 +167,9 @@ impl Nccl {
     /// GPUs do, so that attention has all SMs. The ranks come from
     /// [`NcclCommunicator::gathering`]. All ranks do it, or none.
     ///
-    /// The window takes `2 · seqlen · heads of keys · head_dim` elements on each GPU, up to rounding,
-    /// of the largest call, until the communicator is dropped. Where few keys are of use, under a
-    /// window mask, say, and where there can be no window of memory, keys travel as with
+    /// The window takes `2 · seqlen · heads of keys · head_dim` elements on each GPU, up to
+    /// rounding, of the largest call, until the communicator is dropped. Where few keys are of use,
+    /// under a window mask, say, and where there can be no window of memory, keys travel as with
     /// [`new`](Self::new).
     ///
     /// An all-gather cannot be aborted: if a rank is lost, the others have an error after the

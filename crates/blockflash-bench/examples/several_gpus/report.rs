@@ -100,8 +100,8 @@ impl Report {
     /// Says and writes a row, and draws its timeline.
     pub fn row(&mut self, row: Row, bars: &Bars) -> Result<(), Failure> {
         println!(
-            "{} {}, {} all-gathers: {:.2} ms, repeated {:.2} ms ({:.0} TFLOP/s), one GPU {:.2} ms, scaling {:.3}; \
-             exposed {:.2} ms; forecast {:.2} ms; error {:.1e}, repeats {}",
+            "{} {}, {} all-gathers: {:.2} ms, repeated {:.2} ms ({:.0} TFLOP/s), one GPU {:.2} ms, \
+             scaling {:.3}; exposed {:.2} ms; forecast {:.2} ms; error {:.1e}, repeats {}",
             row.case,
             row.scheme,
             row.gathers,

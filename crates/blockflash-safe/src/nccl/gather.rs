@@ -22,8 +22,8 @@ impl NcclCommunicator {
     /// same on all ranks. All ranks call this at the same time, and the largest number counts, of
     /// all calls. It takes memory for so many bytes of every rank, the [window](Self::window), and
     /// waits for the other ranks and for all that is under way. Where it grows, both windows are
-    /// there for a moment; tensors in the one before keep their memory, but nothing is gathered into
-    /// them any more.
+    /// there for a moment; tensors in the one before keep their memory, but nothing is gathered
+    /// into them any more.
     ///
     /// There are none if a rank has another constructor than [`gathering`](Self::gathering), or
     /// NCCL before 2.28, or a GPU before Hopper; if it has too little memory; or if NCCL has no
@@ -72,8 +72,8 @@ impl NcclCommunicator {
     }
 
     /// A tensor in the window, in the order of `stream`, that is not initialised: what is
-    /// [gathered](Self::all_gather) lies in parts of it. There is one at a time, no larger than what
-    /// was [reserved](Self::reserve_gather).
+    /// [gathered](Self::all_gather) lies in parts of it. There is one at a time, no larger than
+    /// what was [reserved](Self::reserve_gather).
     ///
     /// # Errors
     /// [`Error::Nccl`] if there is one, or for a larger one; those of [`Layout::contiguous`];
@@ -101,8 +101,8 @@ impl NcclCommunicator {
         Ok(Tensor::with_memory(Memory::Cuda(Arc::new(memory)), dtype, layout))
     }
 
-    /// Gathers a slot of each rank, in the order of `stream`: `slots` is `[ranks, ...]`, contiguous,
-    /// in a tensor of [`window`](Self::window). The slot of this rank goes to the same place in the
+    /// Gathers a slot of each rank, in the order of `stream`: `slots` is `[ranks, ...]`,
+    /// contiguous, in a tensor of [`window`](Self::window). The slot of this rank goes to the same place in the
     /// windows of all others, and theirs come. All ranks do so at the same time, with slots of the
     /// same size at the same place in their windows, or what is gathered is unspecified, or it ends
     /// by the timeout. No rank's slots are written before it has done all work that it queued on

@@ -2,6 +2,7 @@
 
 mod communicator;
 mod gather;
+mod join;
 mod lent;
 mod library;
 mod watch;
