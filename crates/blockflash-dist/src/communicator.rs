@@ -111,7 +111,8 @@ pub trait Communicator {
 
     /// Called where the attention of a step begins, when its keys are there, and where it ends, in
     /// the order of `stream`: a communicator that wraps another one can record events, for a
-    /// timeline. It is called so for each part of the heads that are gathered. Does nothing if it is not written.
+    /// timeline. It is called so for each part of the heads that are gathered. Does nothing if it
+    /// is not written.
     ///
     /// # Errors
     /// The device's errors.
