@@ -111,29 +111,7 @@ impl Gather {
         let mut window = comm.window(k.dtype(), &self.shape())?;
         // Its first use on a stream waits for what the other one has queued, which is nothing yet.
         window.share_with(stream)?;
-        // What the call before this one has read may be overwritten. Other ranks write into this
-        // window only when the communicator's stream has reached the same all-gather here.
-        comm.stream().wait_for(stream)?;
-        for part in 0..self.parts {
-            let at = part * self.world + comm.rank();
-            for (x, first) in [(k, 0), (v, self.rows)] {
-                let x = x.slice(2, self.heads_of(part))?;
-                let slot = window.view_mut().slice(0, at..at + 1)?;
-                let rows = slot.slice(1, first..first + x.shape()[1])?;
-                let mut place = rows.slice(2, 0..x.shape()[2])?;
-                place.copy_from(&x, comm.stream())?;
-            }
-        }
-        // Attention leaves no SM to copies that come later.
-        stream.wait_for(comm.stream())?;
-        let mut come = Vec::with_capacity(self.parts);
-        for part in 0..self.parts {
-            let slots = part * self.world..(part + 1) * self.world;
-            comm.all_gather(window.view_mut().slice(0, slots)?)?;
-            let event = Event::new(stream.device(), false)?;
-            event.record(comm.stream())?;
-            come.push(event);
-        }
+        self.place([k, v], &mut window, comm, stream)?;
         let mut run = |call: &Call, attention: &Attention<'_>, mask, heads: &Range<usize>| {
             let (at, rows) = (call.slot..call.slot + 1, || call.part.queries.clone());
             let o = o.view_mut().slice(0, at.clone())?.slice(1, rows())?;
@@ -142,6 +120,7 @@ impl Gather {
             call.forward(attention, mask, outputs, stream)
         };
         let mut steps = plan.steps.iter().enumerate();
+        // Queued first, since queuing an all-gather takes a while, and it needs no SM.
         if let Some((t, step)) = steps.next() {
             comm.mark(Mark::Begin(t), stream)?;
             for call in &step.calls {
@@ -150,6 +129,7 @@ impl Gather {
             }
             comm.mark(Mark::End(t), stream)?;
         }
+        let come = self.gather(&mut window, comm)?;
         for (part, come) in come.iter().enumerate() {
             stream.wait(come)?;
             let heads = self.heads_of(part);
@@ -160,8 +140,7 @@ impl Gather {
                 let slot = window.view().slice(0, at..at + 1)?.slice(2, 0..heads.len())?;
                 comm.mark(Mark::Begin(t), stream)?;
                 for call in &step.calls {
-                    let keys = [0, self.rows].map(|first| rows(slot, first, call, stream));
-                    let [k, v] = keys;
+                    let [k, v] = [0, self.rows].map(|first| rows(slot, first, call, stream));
                     let (k, v) = (k?, v?);
                     let attention = call.of_rows(attention, q, [k.view(), v.view()])?;
                     run(call, &attention, call.mask_of(part, self.parts), &queries)?;
@@ -170,6 +149,43 @@ impl Gather {
             }
         }
         Ok(())
+    }
+
+    /// Copies the keys and values of this rank to its slots.
+    fn place(
+        &self,
+        kv: [View<'_>; 2],
+        window: &mut Tensor,
+        comm: &dyn Communicator,
+        stream: &Stream,
+    ) -> Result<()> {
+        // What the call before this one has read may be overwritten. Other ranks write into this
+        // window only when the communicator's stream has reached the same all-gather here.
+        comm.stream().wait_for(stream)?;
+        for part in 0..self.parts {
+            let at = part * self.world + comm.rank();
+            for (x, first) in kv.into_iter().zip([0, self.rows]) {
+                let x = x.slice(2, self.heads_of(part))?;
+                let slot = window.view_mut().slice(0, at..at + 1)?;
+                let rows = slot.slice(1, first..first + x.shape()[1])?;
+                let mut place = rows.slice(2, 0..x.shape()[2])?;
+                place.copy_from(&x, comm.stream())?;
+            }
+        }
+        // Attention leaves no SM to copies that come later.
+        Ok(stream.wait_for(comm.stream())?)
+    }
+
+    /// Queues the all-gathers, and gives an event behind each.
+    fn gather(&self, window: &mut Tensor, comm: &dyn Communicator) -> Result<Vec<Event>> {
+        let gather = |part: usize| {
+            let slots = part * self.world..(part + 1) * self.world;
+            comm.all_gather(window.view_mut().slice(0, slots)?)?;
+            let event = Event::new(comm.stream().device(), false)?;
+            event.record(comm.stream())?;
+            Ok(event)
+        };
+        (0..self.parts).map(gather).collect()
     }
 
     /// Heads of queries that share one of keys.
