@@ -105,8 +105,8 @@ impl NcclCommunicator {
     /// contiguous, in a tensor of [`window`](Self::window). The slot of this rank goes to the same
     /// place in the windows of all others, and theirs come. All ranks do so at the same time, with
     /// slots of the same size at the same place in their windows, or what is gathered is
-    /// unspecified, or it ends by the timeout. No rank's slots are written before it has done all work that it queued on
-    /// `stream` before.
+    /// unspecified, or it ends by the timeout. No rank's slots are written before it has done all
+    /// work that it queued on `stream` before.
     ///
     /// An all-gather under way cannot be aborted. If another rank is lost, this one is lost after
     /// the timeout as by an exchange, but its stream does not go on.
