@@ -1,8 +1,10 @@
 //! Attention over ranks in threads of the CPU, against the oracle of the whole sequence.
 
-use blockflash_ops::{DType, Device};
+use blockflash_dist::Scheme;
+use blockflash_ops::{DType, Device, Mask};
 use blockflash_tests::dist::{
-    DistCase, dist_block_cases, dist_cases, dist_packed_cases, repeats, run_backward, run_forward,
+    DistCase, dist_block_cases, dist_cases, dist_packed_cases, gathers_alike, repeats,
+    run_backward, run_forward,
 };
 use blockflash_tests::property;
 
@@ -86,4 +88,29 @@ fn repeats_have_the_same_bits() {
     check(30, &[DType::BF16, DType::F32], &[8], 100, repeats);
     check_packed(30, &[DType::BF16, DType::F32], &[8], 60, repeats);
     check_blocks(10, &[DType::BF16, DType::F32], 500, repeats);
+}
+
+/// Cases of all kinds with keys over all ranks, of which many gather.
+#[test]
+fn gathered_keys_give_the_same_bits() {
+    let (dtypes, head_dims) = ([DType::F32, DType::BF16].to_vec(), [4, 8, 24].to_vec());
+    let alike = |cases: Vec<DistCase>, least: usize| {
+        let gathers = |mut case: DistCase| {
+            case.scheme = Scheme { heads: 1, keys: case.scheme.heads * case.scheme.keys };
+            if case.whole.block_mask.is_some() && matches!(case.whole.mask, Mask::Window { .. }) {
+                case.whole.mask = Mask::causal();
+            }
+            gathers_alike(&case, &Device::cpu()).unwrap()
+        };
+        let counts: Vec<usize> = cases.into_iter().map(gathers).collect();
+        let none = counts.iter().filter(|count| **count == 0).count();
+        assert!(none.min(counts.len() - none) >= least, "{counts:?}");
+        assert!(counts.iter().any(|count| count % 2 == 1), "in one part: {counts:?}");
+    };
+    let dense = dist_cases(8, dtypes.clone(), head_dims.clone(), 150);
+    alike(property::samples(150, dense), 40);
+    let packed = dist_packed_cases(8, dtypes.clone(), head_dims.clone(), 120);
+    alike(property::samples(150, packed), 20);
+    let blocks = dist_block_cases(4, dtypes, head_dims, 1200);
+    alike(property::samples(120, blocks), 25);
 }

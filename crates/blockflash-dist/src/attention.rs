@@ -1,18 +1,15 @@
-use crate::agree::agree;
 use crate::heads::{LOGS, ROWS, Scattering, gather, scatter};
-use crate::pattern::Pattern;
-use crate::plan::Plan;
-use crate::problem::{ARGUMENTS, Problem, on_device};
+use crate::problem::{Problem, on_device};
 use crate::ring::Ring;
 use crate::ring_backward::Operands;
 use crate::{
-    Communicator, DistributedBlockMask, Pass, Result, Scheme, Shard, ring, ring_backward, sink,
+    Communicator, DistributedBlockMask, PreparedAttention, Result, Scheme, Shard, ring,
+    ring_backward, sink,
 };
 use blockflash_ops::{
     Attention, AttentionBackward, AttentionGradients, AttentionOutput, AttentionProblem, DType,
     Stream, Tensor, View,
 };
-use std::sync::Arc;
 
 /// Attention over a sequence whose rows are held by several ranks, as a [`Shard`] says. Queries and
 /// keys have the same positions.
@@ -59,25 +56,6 @@ pub struct DistributedAttention<'a> {
     pub cu_seqlens: Option<&'a [i32]>,
 }
 
-/// A call whose arguments all ranks have compared: see [`DistributedAttention::prepare`].
-#[derive(Clone, Debug)]
-pub struct PreparedAttention {
-    problem: Problem,
-    plans: Arc<[Plan]>,
-}
-
-impl PreparedAttention {
-    /// Bytes that this rank sends to others in a pass.
-    pub fn sent_bytes(&self, pass: Pass) -> usize {
-        let batch = self.problem.local.batch;
-        let mut rows = [0; 2];
-        for plan in self.plans.iter().cycle().take(batch) {
-            rows = std::array::from_fn(|at| rows[at] + plan.rows_sent()[at]);
-        }
-        self.problem.sent_bytes(rows, pass)
-    }
-}
-
 impl DistributedAttention<'_> {
     /// Compares the arguments of all ranks, and waits for that. A call that is repeated needs it
     /// once: the ranks do not wait for each other then, but on their devices.
@@ -97,39 +75,7 @@ impl DistributedAttention<'_> {
     /// [`Error::Refused`]: crate::Error::Refused
     /// [`Error::Mismatch`]: crate::Error::Mismatch
     pub fn prepare(&self, comm: &dyn Communicator) -> Result<PreparedAttention> {
-        self.agreed(self.problem(comm), comm)
-    }
-
-    fn agreed(
-        &self,
-        problem: Result<Problem>,
-        comm: &dyn Communicator,
-    ) -> Result<PreparedAttention> {
-        let planned = problem.and_then(|problem| {
-            let plans = match self.block_mask {
-                Some(mask) => mask.plans(),
-                None => {
-                    let pattern = Pattern { band: problem.band, cu_seqlens: self.cu_seqlens };
-                    [Plan::dense(&problem.grid, &pattern)?].into()
-                }
-            };
-            Ok(PreparedAttention { problem, plans })
-        });
-        let none = ([0; ARGUMENTS.len()], 0);
-        let (values, largest) =
-            planned.as_ref().map_or(none, |PreparedAttention { problem, plans }| {
-                (problem.arguments(), problem.largest_message(plans) as u64)
-            });
-        let arguments: Vec<_> = ARGUMENTS.into_iter().zip(values).collect();
-        let agreed = agree(comm, planned.is_ok(), &arguments, largest);
-        let mut prepared = planned?;
-        comm.reserve(agreed? as usize)?;
-        // Only a plan that nobody else has is without what is uploaded.
-        if let Some(plans) = Arc::get_mut(&mut prepared.plans) {
-            let uploaded = plans.iter_mut().try_for_each(|plan| plan.upload(comm.stream()));
-            uploaded.inspect_err(|error| comm.give_up(&error.to_string()))?;
-        }
-        Ok(prepared)
+        self.agreed(self.problem(comm), comm, true)
     }
 
     /// The output of the rows of this rank, and their log-sum-exp. On a GPU the result is there
@@ -160,14 +106,15 @@ impl DistributedAttention<'_> {
 
     fn run_forward(
         &self,
-        PreparedAttention { problem, plans }: &PreparedAttention,
+        prepared: &PreparedAttention,
         comm: &dyn Communicator,
         stream: &Stream,
     ) -> Result<AttentionOutput> {
+        let PreparedAttention { problem, plans, .. } = prepared;
         let Attention { q, k, v, .. } = self.attention;
         let grid = &problem.grid;
         let attention = self.of_heads(problem)?;
-        let ring = Ring { comm, plans, attention: &attention };
+        let ring = Ring { comm, plans, attention: &attention, gather: prepared.gather };
         comm.stream().wait_for(stream)?;
         if self.scheme.heads == 1 {
             return ring::forward(ring, [q, k, v], stream);
@@ -218,7 +165,7 @@ impl DistributedAttention<'_> {
             problem.check_backward(&call, comm)?;
             Ok(problem)
         });
-        let prepared = self.agreed(problem, comm)?;
+        let prepared = self.agreed(problem, comm, false)?;
         self.backward_prepared(&prepared, output, d_o, comm, stream)
     }
 
@@ -248,7 +195,7 @@ impl DistributedAttention<'_> {
 
     fn run_backward(
         &self,
-        PreparedAttention { problem, plans }: &PreparedAttention,
+        PreparedAttention { problem, plans, .. }: &PreparedAttention,
         call: &AttentionBackward<'_>,
         comm: &dyn Communicator,
         stream: &Stream,
@@ -257,7 +204,7 @@ impl DistributedAttention<'_> {
         let AttentionBackward { o, lse, d_o, .. } = *call;
         let grid = &problem.grid;
         let attention = self.of_heads(problem)?;
-        let ring = Ring { comm, plans, attention: &attention };
+        let ring = Ring { comm, plans, attention: &attention, gather: None };
         comm.stream().wait_for(stream)?;
         let mut gradients = if self.scheme.heads == 1 {
             let operands = Operands { qkv: [q, k, v], o, lse, d_o };
@@ -287,12 +234,5 @@ impl DistributedAttention<'_> {
             gradients.d_sink = Some(sink::total(comm, grid, &part, stream)?);
         }
         Ok(gradients)
-    }
-
-    fn check_prepared(&self, prepared: &PreparedAttention, comm: &dyn Communicator) -> Result<()> {
-        match self.problem(comm)? == prepared.problem {
-            true => Ok(()),
-            false => Err(blockflash_ops::Error::NotPrepared { op: "distributed attention" }.into()),
-        }
     }
 }

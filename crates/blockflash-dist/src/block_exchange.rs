@@ -46,6 +46,16 @@ impl BlockMaskExchange {
         messages: &[M],
         stream: &Stream,
     ) -> Result<DistributedBlockMask> {
+        self.finish_in(messages, 1, stream)
+    }
+
+    /// The same with lists of so many parts of the heads, too, if they are more than one.
+    pub(crate) fn finish_in<M: AsRef<[i32]>>(
+        &self,
+        messages: &[M],
+        parts: usize,
+        stream: &Stream,
+    ) -> Result<DistributedBlockMask> {
         let world = self.sizes.grid.shard.world();
         if messages.len() != world {
             let [found, expected] = [messages.len(), world].map(|n| format!("{n} messages"));
@@ -60,10 +70,10 @@ impl BlockMaskExchange {
             hashes.push([*low, *high]);
             visits.read(&self.sizes, rank, lists)?;
         }
-        let (plans, density) = visits.plans(&self.sizes, stream)?;
+        let (plans, density) = visits.plans(&self.sizes, parts, stream)?;
         // 0 stands for no block mask.
         let id = hash_of(&hashes).max(1);
-        Ok(DistributedBlockMask { sizes: self.sizes, id, density, plans: plans.into() })
+        Ok(DistributedBlockMask { sizes: self.sizes, id, density, parts, plans: plans.into() })
     }
 }
 

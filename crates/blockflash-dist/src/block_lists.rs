@@ -120,8 +120,13 @@ impl Visits {
     }
 
     /// The plans of the batch entries, with masks on the device of the stream, and how much is
-    /// visited.
-    pub(crate) fn plans(&self, sizes: &Sizes, stream: &Stream) -> Result<(Vec<Plan>, Density)> {
+    /// visited. `parts`: of the heads, that have masks of their own, too.
+    pub(crate) fn plans(
+        &self,
+        sizes: &Sizes,
+        parts: usize,
+        stream: &Stream,
+    ) -> Result<(Vec<Plan>, Density)> {
         let (grid, band) = (&sizes.grid, sizes.band);
         let shard = grid.rows_of(grid.group());
         // One call for the whole batch where one group has all keys.
@@ -132,9 +137,9 @@ impl Visits {
             let entries = first..first + step;
             let visits = |group: usize| {
                 let source = grid.rows_of(group);
-                let parts = band.parts(&shard, &source).into_iter();
-                let visits = parts.map(|part| self.visit(sizes, entries.clone(), part, &source));
-                visits.filter_map(Result::transpose).collect()
+                let visit = |part| self.visit(sizes, entries.clone(), part, &source, parts);
+                let calls = band.parts(&shard, &source).into_iter();
+                calls.map(visit).filter_map(Result::transpose).collect()
             };
             let columns = Columns::of(&shard, sizes.geometry.block_kv());
             let returned = |group: usize| {
@@ -151,6 +156,9 @@ impl Visits {
                 pairs += mask.visited_pairs(call.part.mask)?;
                 if !stream.device().is_cpu() {
                     *mask = mask.to(stream)?;
+                    for mask in &mut call.part_masks {
+                        *mask = mask.to(stream)?;
+                    }
                 }
             }
             plans.push(plan);
@@ -175,6 +183,7 @@ impl Visits {
         entries: Range<usize>,
         part: Part,
         source: &Shard,
+        parts: usize,
     ) -> Result<Option<Visit>> {
         let (block_q, block_kv) = (sizes.geometry.block_q(), sizes.geometry.block_kv());
         let rows = part.queries.start / block_q..part.queries.end.div_ceil(block_q);
@@ -199,20 +208,28 @@ impl Visits {
         }
         let count = keys.iter().map(|rows| rows.len()).sum();
         let geometry = BlockGeometry::new(part.queries.len(), count, block_q, block_kv)?;
-        let (mut row_ptr, mut col_idx) = (Vec::new(), Vec::new());
-        for group in groups {
-            row_ptr.push(col_idx.len() as i32);
-            for list in lists(group) {
-                let place = |col| visited.partition_point(|&before| before < col) as i32;
-                col_idx.extend(columns.within(list).map(place));
+        let mask_of = |heads: Range<usize>| -> Result<BlockMask> {
+            let (mut row_ptr, mut col_idx) = (Vec::new(), Vec::new());
+            let groups = groups.clone().filter(|(_, head)| heads.contains(head));
+            for group in groups {
                 row_ptr.push(col_idx.len() as i32);
+                for list in lists(group) {
+                    let place = |col| visited.partition_point(|&before| before < col) as i32;
+                    col_idx.extend(columns.within(list).map(place));
+                    row_ptr.push(col_idx.len() as i32);
+                }
             }
-        }
-        let (batch, heads) = (entries.len(), self.own.heads);
-        let mask = BlockMask::from_parts(geometry, batch, heads, &row_ptr, &col_idx)?;
-        // Gradients need it on a GPU.
-        let block_mask = Some(mask.with_transpose()?);
-        Ok(Some(Visit { part, keys, block_mask }))
+            let (batch, heads) = (entries.len(), heads.len());
+            Ok(BlockMask::from_parts(geometry, batch, heads, &row_ptr, &col_idx)?)
+        };
+        // Gradients need the transpose on a GPU.
+        let block_mask = Some(mask_of(heads())?.with_transpose()?);
+        let of_part = self.own.heads / parts;
+        // Each query attends its own keys before any are gathered.
+        let of_parts = if parts > 1 && !part.own { 0..parts } else { 0..0 };
+        let part_masks = of_parts.map(|at| mask_of(at * of_part..(at + 1) * of_part));
+        let part_masks = part_masks.collect::<Result<_>>()?;
+        Ok(Some(Visit { part, keys, block_mask, part_masks }))
     }
 }
 

@@ -2,6 +2,7 @@ use crate::agree::agree;
 use crate::band::Band;
 use crate::block_exchange::BlockMaskExchange;
 use crate::exchange::exchange_lists;
+use crate::gathered::PARTS;
 use crate::grid::Grid;
 use crate::plan::Plan;
 use crate::problem::mask_arguments;
@@ -49,6 +50,8 @@ pub struct DistributedBlockMask {
     pub(crate) sizes: Sizes,
     pub(crate) id: u64,
     pub(crate) density: Density,
+    /// Parts of the heads of which there are lists.
+    pub(crate) parts: usize,
     pub(crate) plans: Arc<[Plan]>,
 }
 
@@ -91,11 +94,13 @@ impl DistributedBlockMask {
         let here = Grid::new(scheme, shard, comm);
         let exchange = here.and_then(|_| BlockMaskExchange::new(lists, mask, shard, scheme));
         let sizes = exchange.as_ref().ok().map(|exchange| &exchange.sizes);
-        let agreed = agree(comm, sizes.is_some(), &Sizes::arguments(sizes), 0);
+        let agreed = agree(comm, sizes.is_some(), &Sizes::arguments(sizes), []);
         let exchange = exchange?;
         agreed?;
         let messages = exchange_lists(comm, &exchange.messages());
-        let result = messages.and_then(|messages| exchange.finish(&messages, comm.stream()));
+        let (parts, stream) = (exchange.sizes.parts(comm), comm.stream());
+        let finish = |messages: Vec<Vec<i32>>| exchange.finish_in(&messages, parts, stream);
+        let result = messages.and_then(finish);
         result.inspect_err(|error| comm.give_up(&error.to_string()))
     }
 
@@ -112,6 +117,12 @@ impl DistributedBlockMask {
 
     pub(crate) fn plans(&self) -> Arc<[Plan]> {
         self.plans.clone()
+    }
+
+    /// Whether lists of parts of the heads are there, as a call of so many heads of keys gathers
+    /// them.
+    pub(crate) fn is_in_parts(&self, heads_kv: usize) -> bool {
+        self.sizes.heads == 1 || self.parts == PARTS && heads_kv.is_multiple_of(PARTS)
     }
 
     /// The sizes for a call that the mask fits.
@@ -204,6 +215,13 @@ impl Sizes {
         let geometry =
             BlockGeometry::new(shard.seqlen(), shard.seqlen(), lists.block_q(), lists.block_kv())?;
         Ok(Sizes { grid, mask, band, geometry, batch, heads })
+    }
+
+    /// Parts of the heads, of which keys are gathered and need lists of their own.
+    fn parts(&self, comm: &dyn Communicator) -> usize {
+        let gathers = comm.gathers() && self.grid.scheme.heads == 1;
+        let divides = self.heads > 1 && self.heads.is_multiple_of(PARTS);
+        if gathers && divides { PARTS } else { 1 }
     }
 
     /// What has to be the same on every rank.

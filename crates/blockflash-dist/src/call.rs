@@ -4,7 +4,8 @@ use crate::Result;
 use crate::band::Part;
 use crate::plan::Call;
 use blockflash_ops::{
-    Attention, AttentionBackward, AttentionGradientsMut, DType, Stream, Tensor, View, ViewMut,
+    Attention, AttentionBackward, AttentionGradientsMut, BlockMask, DType, Stream, Tensor, View,
+    ViewMut,
 };
 
 impl Call {
@@ -14,11 +15,22 @@ impl Call {
         attention: &Attention<'a>,
         [q, k, v]: [View<'a>; 3],
     ) -> Result<Attention<'a>> {
-        let Part { queries, keys, mask, own, .. } = &self.part;
+        let keys = &self.part.keys;
+        self.of_rows(attention, q, [k.slice(1, keys.clone())?, v.slice(1, keys.clone())?])
+    }
+
+    /// The same with the rows of keys that it attends.
+    pub(crate) fn of_rows<'a>(
+        &self,
+        attention: &Attention<'a>,
+        q: View<'a>,
+        [k, v]: [View<'a>; 2],
+    ) -> Result<Attention<'a>> {
+        let Part { queries, mask, own, .. } = &self.part;
         Ok(Attention {
             q: q.slice(1, queries.clone())?,
-            k: k.slice(1, keys.clone())?,
-            v: v.slice(1, keys.clone())?,
+            k,
+            v,
             mask: *mask,
             // Each query counts the sink once.
             sink: attention.sink.filter(|_| *own),
@@ -26,15 +38,26 @@ impl Call {
         })
     }
 
+    /// The mask of one of so many parts of the heads.
+    pub(crate) fn mask_of(&self, part: usize, parts: usize) -> Option<&BlockMask> {
+        match self.part_masks.len() == parts {
+            true => self.part_masks.get(part),
+            // All heads, or such as have the same lists.
+            false => self.block_mask.as_ref(),
+        }
+    }
+
     /// Output and log-sum-exp of rows, given in the shapes of a batch.
     pub(crate) fn forward(
         &self,
         attention: &Attention<'_>,
+        block_mask: Option<&BlockMask>,
         (o, lse): (ViewMut<'_>, ViewMut<'_>),
         stream: &Stream,
     ) -> Result<()> {
         let [o, lse] = [self.rows_mut(o)?, self.rows_mut(lse)?];
-        Ok(self.with_options(attention)?.forward_into(o, Some(lse), stream)?)
+        let attention = self.with_options(attention, block_mask)?;
+        Ok(attention.forward_into(o, Some(lse), stream)?)
     }
 
     /// Gradients of q, k and v of rows, given in the shapes of a batch, and that of the sink.
@@ -45,7 +68,7 @@ impl Call {
         stream: &Stream,
     ) -> Result<Option<Tensor>> {
         let (o, lse, d_o) = (self.rows(o)?, self.rows(lse)?, self.rows(d_o)?);
-        let attention = self.with_options(&attention)?;
+        let attention = self.with_options(&attention, self.block_mask.as_ref())?;
         let call = AttentionBackward { attention, o, lse, d_o };
         let mut workspace = match call.workspace_bytes(stream.device())? {
             0 => None,
@@ -60,12 +83,16 @@ impl Call {
         Ok(d_sink)
     }
 
-    fn with_options<'a>(&'a self, attention: &Attention<'a>) -> Result<Attention<'a>> {
+    fn with_options<'a>(
+        &'a self,
+        attention: &Attention<'a>,
+        block_mask: Option<&'a BlockMask>,
+    ) -> Result<Attention<'a>> {
         Ok(Attention {
             q: self.rows(attention.q)?,
             k: self.rows(attention.k)?,
             v: self.rows(attention.v)?,
-            block_mask: self.block_mask.as_ref(),
+            block_mask,
             cu_seqlens: self.packed.as_ref().map(|packed| packed.cu_seqlens()),
             ..*attention
         })

@@ -51,6 +51,45 @@ pub trait Communicator {
         Ok(Tensor::empty(self.stream(), dtype, shape)?)
     }
 
+    /// Whether tensors of all ranks can be gathered ([`all_gather`](Self::all_gather)), beside
+    /// which attention does not slow down. The same on all ranks; false if it is not written.
+    fn gathers(&self) -> bool {
+        false
+    }
+
+    /// Prepares a window for up to so many bytes of each rank, and says whether there is one, the
+    /// same on all ranks. All ranks call this at the same time, and the largest number counts.
+    /// There is none if it is not written.
+    ///
+    /// # Errors
+    /// As [`exchange`](Self::exchange).
+    fn reserve_gather(&self, _bytes: usize) -> Result<bool> {
+        Ok(false)
+    }
+
+    /// A tensor in the window, not initialised, in the order of the communicator's stream. There is
+    /// one at a time, not larger than what was prepared.
+    ///
+    /// # Errors
+    /// The communicator's own; [`Error::Size`](crate::Error::Size) if it is not written.
+    fn window(&self, _dtype: DType, shape: &[usize]) -> Result<Tensor> {
+        let (what, value) = ("the elements of a window", shape.iter().product());
+        Err(crate::Error::Size { what, value, expected: "no window".into() })
+    }
+
+    /// Gathers a slot of each rank, in the order of the communicator's stream: `slots` is
+    /// `[ranks, ...]`, contiguous, in a tensor of [`window`](Self::window). The slot of this rank
+    /// goes to the same place in the windows of the others, and theirs come. No rank's window is
+    /// written before its communicator's stream has done what was queued on it before. The call may
+    /// wait for the other ranks to make theirs, but not for tensors of a GPU.
+    ///
+    /// # Errors
+    /// As [`exchange`](Self::exchange); [`Error::Size`](crate::Error::Size) if it is not written.
+    fn all_gather(&self, slots: ViewMut<'_>) -> Result<()> {
+        let (what, value) = ("the slots of an all-gather", slots.shape()[0]);
+        Err(crate::Error::Size { what, value, expected: "no window".into() })
+    }
+
     /// Waits until everything queued on a stream is done, and not without end for other ranks: only
     /// after it is it known that what was received is right.
     ///
@@ -72,7 +111,8 @@ pub trait Communicator {
 
     /// Called where the attention of a step begins, when its keys are there, and where it ends, in
     /// the order of `stream`: a communicator that wraps another one can record events, for a
-    /// timeline. Does nothing if it is not written.
+    /// timeline. It is called so for each part of the heads that are gathered. Does nothing if it
+    /// is not written.
     ///
     /// # Errors
     /// The device's errors.
@@ -96,6 +136,7 @@ pub struct Nccl {
     ranks: NcclCommunicator,
     stream: Stream,
     lends: bool,
+    gathers: bool,
 }
 
 impl Nccl {
@@ -103,7 +144,7 @@ impl Nccl {
     /// The device's errors.
     pub fn new(ranks: NcclCommunicator) -> Result<Nccl> {
         let stream = ranks.device().urgent_stream()?;
-        Ok(Nccl { ranks, stream, lends: false })
+        Ok(Nccl { ranks, stream, lends: false, gathers: false })
     }
 
     /// Large messages lie in memory that all ranks know, into which their senders write directly
@@ -120,6 +161,26 @@ impl Nccl {
     /// The device's errors.
     pub fn direct(ranks: NcclCommunicator) -> Result<Nccl> {
         Ok(Nccl { lends: true, ..Nccl::new(ranks)? })
+    }
+
+    /// Where keys are divided among all ranks, the forward pass gathers the keys and values of all
+    /// of them into a window ([`NcclCommunicator::reserve_gather`]), which the copy engines of the
+    /// GPUs do, so that attention has all SMs. The ranks come from
+    /// [`NcclCommunicator::gathering`]. All ranks do it, or none.
+    ///
+    /// The window takes `2 · seqlen · heads of keys · head_dim` elements on each GPU, up to
+    /// rounding, of the largest call, until the communicator is dropped. Where few keys are of use,
+    /// under a window mask, say, and where there can be no window of memory, keys travel as with
+    /// [`new`](Self::new).
+    ///
+    /// An all-gather cannot be aborted: if a rank is lost, the others have an error after the
+    /// timeout, but work that they have queued behind it stays on their GPUs until their processes
+    /// end.
+    ///
+    /// # Errors
+    /// The device's errors.
+    pub fn gathering(ranks: NcclCommunicator) -> Result<Nccl> {
+        Ok(Nccl { gathers: true, ..Nccl::new(ranks)? })
     }
 }
 
@@ -158,6 +219,22 @@ impl Communicator for Nccl {
     /// Nothing is lent before something is reserved.
     fn tensor(&self, dtype: DType, shape: &[usize]) -> Result<Tensor> {
         Ok(self.ranks.tensor(&self.stream, dtype, shape)?)
+    }
+
+    fn gathers(&self) -> bool {
+        self.gathers
+    }
+
+    fn reserve_gather(&self, bytes: usize) -> Result<bool> {
+        Ok(self.gathers && self.ranks.reserve_gather(bytes, &self.stream)?)
+    }
+
+    fn window(&self, dtype: DType, shape: &[usize]) -> Result<Tensor> {
+        Ok(self.ranks.window(&self.stream, dtype, shape)?)
+    }
+
+    fn all_gather(&self, mut slots: ViewMut<'_>) -> Result<()> {
+        Ok(self.ranks.all_gather(&mut slots, &self.stream)?)
     }
 
     fn wait(&self, stream: &Stream) -> Result<()> {

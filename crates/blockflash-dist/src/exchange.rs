@@ -1,7 +1,7 @@
 //! Exchange of tensors with any strides, and of lists.
 
 use crate::{Communicator, Error, Result};
-use blockflash_ops::{DType, Tensor, View, ViewMut};
+use blockflash_ops::{DType, Stream, Tensor, View, ViewMut};
 use std::ops::Range;
 
 /// What a rank sends and receives in one exchange.
@@ -85,6 +85,21 @@ pub(crate) fn pack<'a>(
     }
 }
 
+/// The same for rows that stay here, in the order of `stream`.
+pub(crate) fn packed_rows<'a>(
+    x: View<'a>,
+    ranges: &[Range<usize>],
+    stream: &Stream,
+) -> Result<Packed<'a>> {
+    if let [rows] = ranges {
+        return Ok(Packed::InPlace(x.slice(1, rows.clone())?));
+    }
+    let mut shape = x.shape().to_vec();
+    shape[1] = ranges.iter().map(|rows| rows.len()).sum();
+    let copy = Tensor::empty(stream, x.dtype(), &shape)?;
+    Ok(Packed::Copied(copied(copy, x, ranges, stream)?))
+}
+
 /// Copies the rows into memory for a message.
 pub(crate) fn copy_rows(
     comm: &dyn Communicator,
@@ -93,11 +108,20 @@ pub(crate) fn copy_rows(
 ) -> Result<Tensor> {
     let mut shape = x.shape().to_vec();
     shape[1] = ranges.iter().map(|rows| rows.len()).sum();
-    let mut copy = comm.tensor(x.dtype(), &shape)?;
+    copied(comm.tensor(x.dtype(), &shape)?, x, ranges, comm.stream())
+}
+
+/// Copies the rows into a tensor.
+fn copied(
+    mut copy: Tensor,
+    x: View<'_>,
+    ranges: &[Range<usize>],
+    stream: &Stream,
+) -> Result<Tensor> {
     let mut end = 0;
     for rows in ranges {
         let place = copy.view_mut().slice(1, end..end + rows.len());
-        place?.copy_from(&x.slice(1, rows.clone())?, comm.stream())?;
+        place?.copy_from(&x.slice(1, rows.clone())?, stream)?;
         end += rows.len();
     }
     Ok(copy)

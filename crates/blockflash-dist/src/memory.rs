@@ -1,5 +1,5 @@
 use crate::{Communicator, Error, Result};
-use blockflash_ops::{Device, Stream, Tensor, View, ViewMut};
+use blockflash_ops::{DType, Device, Stream, Tensor, View, ViewMut};
 use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -12,6 +12,7 @@ pub struct Memory {
     rank: usize,
     timeout: Duration,
     stream: Stream,
+    gathers: bool,
 }
 
 #[derive(Debug)]
@@ -40,9 +41,16 @@ impl Memory {
         let shared = Arc::new(Shared { state, changed: Condvar::new() });
         let rank = |rank| {
             let stream = device.urgent_stream()?;
-            Ok(Memory { shared: shared.clone(), rank, timeout, stream })
+            Ok(Memory { shared: shared.clone(), rank, timeout, stream, gathers: false })
         };
         (0..world).map(rank).collect()
+    }
+
+    /// Keys are gathered, as by [`Nccl::gathering`](crate::Nccl::gathering). All ranks do it, or
+    /// none.
+    pub fn gathering(mut self) -> Memory {
+        self.gathers = true;
+        self
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -54,6 +62,26 @@ impl Memory {
         let exists = peer < self.world() && peer != self.rank;
         let error = || Error::Size { what: "a peer", value: peer, expected: expected() };
         exists.then_some(()).ok_or_else(error)
+    }
+
+    fn send(&self, to: usize, view: &View<'_>) -> Result<()> {
+        let message = view.to_tensor(&self.stream)?;
+        self.state().messages[self.rank][to].push_back(message);
+        self.shared.changed.notify_all();
+        Ok(())
+    }
+
+    fn receive(&self, from: usize, mut view: ViewMut<'_>) -> Result<()> {
+        let message = self.next(from)?;
+        let text = |dtype, shape: &[usize]| format!("{dtype} {shape:?}");
+        if message.dtype() != view.dtype() || message.shape() != view.shape() {
+            return Err(Error::Message {
+                from,
+                expected: text(view.dtype(), view.shape()),
+                found: text(message.dtype(), message.shape()),
+            });
+        }
+        Ok(view.copy_from(&message.view(), &self.stream)?)
     }
 
     /// The next message of a peer.
@@ -98,21 +126,32 @@ impl Communicator for Memory {
         let peers = sends.iter().map(|(to, _)| *to).chain(receives.iter().map(|(from, _)| *from));
         peers.into_iter().try_for_each(|peer| self.check_peer(peer))?;
         for (to, view) in sends {
-            let message = view.to_tensor(&self.stream)?;
-            self.state().messages[self.rank][*to].push_back(message);
-            self.shared.changed.notify_all();
+            self.send(*to, view)?;
         }
         for (from, view) in receives {
-            let message = self.next(*from)?;
-            let text = |dtype, shape: &[usize]| format!("{dtype} {shape:?}");
-            if message.dtype() != view.dtype() || message.shape() != view.shape() {
-                return Err(Error::Message {
-                    from: *from,
-                    expected: text(view.dtype(), view.shape()),
-                    found: text(message.dtype(), message.shape()),
-                });
-            }
-            view.copy_from(&message.view(), &self.stream)?;
+            self.receive(*from, view.reborrow())?;
+        }
+        Ok(())
+    }
+
+    fn gathers(&self) -> bool {
+        self.gathers
+    }
+
+    fn reserve_gather(&self, _bytes: usize) -> Result<bool> {
+        Ok(self.gathers)
+    }
+
+    fn window(&self, dtype: DType, shape: &[usize]) -> Result<Tensor> {
+        Ok(Tensor::empty(&self.stream, dtype, shape)?)
+    }
+
+    fn all_gather(&self, mut slots: ViewMut<'_>) -> Result<()> {
+        let others = || (0..self.world()).filter(|&rank| rank != self.rank);
+        let own = slots.as_view().slice(0, self.rank..self.rank + 1)?;
+        others().try_for_each(|to| self.send(to, &own))?;
+        for from in others() {
+            self.receive(from, slots.reborrow().slice(0, from..from + 1)?)?;
         }
         Ok(())
     }

@@ -44,6 +44,10 @@ pub(crate) struct Call {
     /// Its keys are rows of those that came.
     pub(crate) part: Part,
     pub(crate) block_mask: Option<BlockMask>,
+    /// The same of parts of the heads, if those are gathered one after another.
+    pub(crate) part_masks: Vec<BlockMask>,
+    /// Its keys as rows of the group that has them.
+    pub(crate) keys: Vec<Range<usize>>,
     /// The sequences of the part on the device, if it has several.
     pub(crate) packed: Option<Packed>,
     /// Where the output lies.
@@ -71,6 +75,8 @@ pub(crate) struct Visit {
     pub(crate) keys: Vec<Range<usize>>,
     /// Its columns are blocks of those keys.
     pub(crate) block_mask: Option<BlockMask>,
+    /// The same of parts of the heads.
+    pub(crate) part_masks: Vec<BlockMask>,
 }
 
 /// Parts of results that are merged. A part has one slot in all its rows.
@@ -85,7 +91,10 @@ impl Plan {
     /// A plan without block masks.
     pub(crate) fn dense(grid: &Grid, pattern: &Pattern<'_>) -> Result<Plan> {
         let own = grid.rows_of(grid.group());
-        let visit = |part: Part| Visit { keys: vec![part.keys.clone()], part, block_mask: None };
+        let visit = |part: Part| {
+            let (keys, part_masks) = (vec![part.keys.clone()], Vec::new());
+            Visit { keys, part, block_mask: None, part_masks }
+        };
         let visits = |group| pattern.parts(&own, &grid.rows_of(group)).into_iter().map(visit);
         let keys = |part: Part| vec![part.keys];
         let returned = |group| pattern.parts(&grid.rows_of(group), &own).into_iter().map(keys);
@@ -122,14 +131,14 @@ impl Plan {
             };
             let coming = union(visits.iter().flat_map(|visit| visit.keys.clone()).collect());
             let mut calls = Vec::with_capacity(visits.len());
-            for Visit { mut part, keys, block_mask } in visits {
+            for Visit { mut part, keys, block_mask, part_masks } in visits {
                 let position = grid.rows_of(source).position(part.keys.start);
                 queries.push((position, [t, calls.len()], part.queries.clone()));
                 if t > 0 {
                     let start = count_before(&coming, hull(&keys).start);
                     part.keys = start..start + count(&keys);
                 }
-                calls.push(Call { part, block_mask, packed: None, slot: 0 });
+                calls.push(Call { part, block_mask, part_masks, keys, packed: None, slot: 0 });
             }
             keys.extend(back.iter().enumerate().map(|(at, rows)| (target, [t, at], hull(rows))));
             let [from, to] = [source, target].map(|group| grid.in_ring(group));

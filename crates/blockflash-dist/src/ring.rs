@@ -1,6 +1,7 @@
 //! Attention of the queries of a group to the keys of all groups.
 
 use crate::exchange::{Messages, Packed, copy_rows, exchange, pack};
+use crate::gathered::Gather;
 use crate::plan::{Call, Plan, Step, hull};
 use crate::{Communicator, Mark, Result};
 use blockflash_ops::{
@@ -16,6 +17,8 @@ pub(crate) struct Ring<'a> {
     pub(crate) plans: &'a [Plan],
     /// With the sink of the heads of this rank.
     pub(crate) attention: &'a Attention<'a>,
+    /// Whether the forward pass gathers keys.
+    pub(crate) gather: Option<Gather>,
 }
 
 impl<'a> Ring<'a> {
@@ -154,7 +157,8 @@ pub(crate) fn forward(
         ring.comm.mark(Mark::Begin(0), stream)?;
         if let Some(call) = only {
             let attention = Attention { q, k, v, ..*ring.attention };
-            call.forward(&attention, (o.view_mut(), lse.view_mut()), stream)?;
+            let mask = call.block_mask.as_ref();
+            call.forward(&attention, mask, (o.view_mut(), lse.view_mut()), stream)?;
         }
         ring.comm.mark(Mark::End(0), stream)?;
         return Ok(AttentionOutput { o, lse });
@@ -179,19 +183,12 @@ fn forward_entry(
 ) -> Result<()> {
     let (slots, rows, heads) = (plan.queries.count, q.shape()[1], q.shape()[2]);
     plan.share_with(stream)?;
-    let mut incoming = Incoming::new(ring.comm, plan, [k, v], stream)?;
     let mut o_parts = Tensor::empty(stream, q.dtype(), &[slots, rows, heads, q.shape()[3]])?;
     let mut lse_parts = Tensor::empty(stream, DType::F32, &[slots, heads, rows])?;
-    for (t, step) in plan.steps.iter().enumerate() {
-        let [k, v] = incoming.begin(t, Messages::default(), stream)?;
-        ring.comm.mark(Mark::Begin(t), stream)?;
-        for call in &step.calls {
-            let (at, rows) = (call.slot..call.slot + 1, || call.part.queries.clone());
-            let o = o_parts.view_mut().slice(0, at.clone())?.slice(1, rows())?;
-            let lse = lse_parts.view_mut().slice(0, at)?.slice(2, rows())?;
-            call.forward(&call.of(ring.attention, [q, k, v])?, (o, lse), stream)?;
-        }
-        ring.comm.mark(Mark::End(t), stream)?;
+    let outputs = [&mut o_parts, &mut lse_parts];
+    match ring.gather {
+        Some(gather) => gather.attend(ring, plan, [q, k, v], outputs, stream)?,
+        None => attend(ring, plan, [q, k, v], outputs, stream)?,
     }
     let (mut o, mut lse) = (o.flatten(0..2)?, lse.flatten(0..2)?);
     for (rows, slots) in &plan.queries.ranges {
@@ -200,6 +197,31 @@ fn forward_entry(
         let o = o.reborrow().slice(0, rows.clone())?;
         let lse = lse.reborrow().slice(1, rows.clone())?;
         AttentionMerge::new(parts, logs).merge_into(o, Some(lse), stream)?;
+    }
+    Ok(())
+}
+
+/// Attention to the keys of this rank and of those that come by steps; each call writes its part
+/// of the outputs.
+fn attend(
+    ring: Ring<'_>,
+    plan: &Plan,
+    [q, k, v]: [View<'_>; 3],
+    [o, lse]: [&mut Tensor; 2],
+    stream: &Stream,
+) -> Result<()> {
+    let mut incoming = Incoming::new(ring.comm, plan, [k, v], stream)?;
+    for (t, step) in plan.steps.iter().enumerate() {
+        let [k, v] = incoming.begin(t, Messages::default(), stream)?;
+        ring.comm.mark(Mark::Begin(t), stream)?;
+        for call in &step.calls {
+            let (at, rows) = (call.slot..call.slot + 1, || call.part.queries.clone());
+            let o = o.view_mut().slice(0, at.clone())?.slice(1, rows())?;
+            let lse = lse.view_mut().slice(0, at)?.slice(2, rows())?;
+            let attention = call.of(ring.attention, [q, k, v])?;
+            call.forward(&attention, call.block_mask.as_ref(), (o, lse), stream)?;
+        }
+        ring.comm.mark(Mark::End(t), stream)?;
     }
     Ok(())
 }

@@ -1,5 +1,6 @@
 //! The functions of NCCL that blockflash calls.
 
+use crate::collective::{all_gather, register_window};
 use crate::state::{Id, receive, state};
 use std::cell::RefCell;
 use std::ffi::{c_char, c_int, c_void};
@@ -61,12 +62,12 @@ nccl! {
     }
     fn ncclCommInitRankConfig(
         comm: &mut usize,
-        _ranks: c_int,
+        ranks: c_int,
         id: UniqueId,
         rank: c_int,
         _config: *mut c_void,
     ) {
-        *comm = state().join(id.0, rank);
+        *comm = state().join(id.0, rank, ranks);
         SUCCESS
     }
     fn ncclCommGetAsyncError(_comm: usize, code: &mut c_int) {
@@ -134,6 +135,36 @@ nccl! {
     fn ncclCommDeregister(comm: usize, handle: usize) {
         state().deregister(comm, handle);
         SUCCESS
+    }
+    fn ncclCommWindowRegister(
+        comm: usize,
+        address: u64,
+        bytes: usize,
+        window: &mut usize,
+        flags: c_int,
+    ) {
+        match register_window(comm, address, bytes, flags) {
+            Some(number) => *window = number,
+            None => return REMOTE_ERROR,
+        }
+        SUCCESS
+    }
+    fn ncclCommWindowDeregister(comm: usize, window: usize) {
+        state().deregister(comm, window);
+        SUCCESS
+    }
+    fn ncclAllGather(
+        own: u64,
+        all: u64,
+        count: usize,
+        _type: c_int,
+        comm: usize,
+        _stream: usize,
+    ) {
+        match all_gather(comm, [own, all], count) {
+            Some(()) => SUCCESS,
+            None => REMOTE_ERROR,
+        }
     }
 }
 

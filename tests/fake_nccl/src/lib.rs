@@ -3,6 +3,7 @@
 //!
 //! The crate is built twice, as a library that takes NCCL's place and as the crate that loads it.
 
+mod collective;
 mod functions;
 mod state;
 

@@ -6,7 +6,7 @@ use std::sync::{Condvar, LazyLock, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 /// How long a receiver waits for its sender.
-const PATIENCE: Duration = Duration::from_millis(500);
+pub(crate) const PATIENCE: Duration = Duration::from_millis(500);
 /// More bytes than any GPU has.
 const TOO_MUCH: usize = 1 << 40;
 
@@ -20,17 +20,33 @@ pub(crate) struct State {
     memory: BTreeMap<u64, Layout>,
     comms: HashMap<usize, Comm>,
     messages: HashMap<(Id, [i32; 2]), VecDeque<Vec<u8>>>,
+    /// What ranks have brought to collective calls, by the number of the call.
+    pub(crate) brought: HashMap<(Id, usize), Vec<Option<Brought>>>,
+}
+
+/// What a rank brings to a collective call.
+#[derive(Clone, PartialEq)]
+pub(crate) enum Brought {
+    /// Bytes.
+    Window(usize),
+    /// Where it lies in the window, and what is there.
+    Slot(usize, Vec<u8>),
 }
 
 pub(crate) struct Comm {
     pub(crate) id: Id,
     pub(crate) rank: i32,
+    pub(crate) ranks: i32,
+    /// How many collective calls it has made.
+    pub(crate) calls: usize,
     /// The memory of registrations.
     registered: HashMap<usize, u64>,
+    /// Windows: where they lie, and their bytes.
+    pub(crate) windows: HashMap<usize, (u64, usize)>,
 }
 
 static STATE: LazyLock<Mutex<State>> = LazyLock::new(Mutex::default);
-static ARRIVED: Condvar = Condvar::new();
+pub(crate) static ARRIVED: Condvar = Condvar::new();
 
 pub(crate) fn state() -> MutexGuard<'static, State> {
     STATE.lock().unwrap_or_else(PoisonError::into_inner)
@@ -73,9 +89,10 @@ impl State {
         }
     }
 
-    pub(crate) fn join(&mut self, id: Id, rank: i32) -> usize {
+    pub(crate) fn join(&mut self, id: Id, rank: i32, ranks: i32) -> usize {
         let number = self.number();
-        self.comms.insert(number, Comm { id, rank, registered: HashMap::new() });
+        let (registered, windows) = Default::default();
+        self.comms.insert(number, Comm { id, rank, ranks, calls: 0, registered, windows });
         number
     }
 
@@ -111,7 +128,9 @@ impl State {
     }
 
     pub(crate) fn deregister(&mut self, comm: usize, handle: usize) {
-        if self.comm(comm).is_some_and(|comm| comm.registered.remove(&handle).is_none()) {
+        let Some(comm) = self.comm(comm) else { return };
+        comm.windows.remove(&handle);
+        if comm.registered.remove(&handle).is_none() {
             self.fault("a registration ends twice");
         }
     }

@@ -1,34 +1,11 @@
 //! Exchanges without GPUs: ranks are threads, or there is one alone.
 
+mod common;
+
 use blockflash_dist::{Communicator, DistributedAttention, Nccl, Scheme, Shard};
-use blockflash_fake_driver::FakeDriver;
-use blockflash_fake_nccl::FakeNccl;
 use blockflash_ops::{Attention, Mask};
 use blockflash_safe::{DType, Device, Error, NcclCommunicator, NcclId, Result, Stream, Tensor};
-use std::process::Command;
-use std::sync::{Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
-
-const MIB: usize = 1 << 20;
-
-/// The library, the GPU, a stream, and the turn of a test: they look at all memory of the process.
-fn setup() -> (FakeNccl, Device, Stream, MutexGuard<'static, ()>) {
-    static ONE: Mutex<()> = Mutex::new(());
-    let turn = ONE.lock().unwrap_or_else(PoisonError::into_inner);
-    FakeDriver::load();
-    let nccl = FakeNccl::load();
-    let device = Device::cuda(0).unwrap();
-    (nccl, device, device.stream().unwrap(), turn)
-}
-
-fn alone(device: &Device) -> NcclCommunicator {
-    let id = NcclId::new().unwrap();
-    NcclCommunicator::new(device, &id, 0, 1, Duration::from_secs(5)).unwrap()
-}
-
-fn address(tensor: &Tensor) -> u64 {
-    tensor.view().device_ptr().unwrap()
-}
+use common::{MIB, TIMEOUT, address, alone, has_its_own_process, ranks_by, setup};
 
 #[test]
 fn memory_for_messages_is_used_again() -> Result<()> {
@@ -118,39 +95,6 @@ fn absurd_sizes_are_errors() -> Result<()> {
     Ok(())
 }
 
-/// Runs the test in a process of its own, whose environment lets it have several ranks; says
-/// whether this is that process.
-fn has_its_own_process(test: &str) -> bool {
-    const NAME: &str = "NCCL_P2P_DIRECT_DISABLE";
-    if std::env::var_os(NAME).is_some() {
-        return true;
-    }
-    let mut program = Command::new(std::env::current_exe().unwrap());
-    assert!(program.args(["--exact", test]).env(NAME, "1").status().unwrap().success());
-    false
-}
-
-/// What each of several ranks gives.
-fn ranks<T: Send>(
-    device: &Device,
-    world: usize,
-    call: impl Fn(NcclCommunicator, Stream) -> T + Sync,
-) -> Vec<T> {
-    let id = NcclId::new().unwrap();
-    std::thread::scope(|threads| {
-        let start = |rank| {
-            let (id, call) = (&id, &call);
-            threads.spawn(move || {
-                let timeout = Duration::from_secs(5);
-                let comm = NcclCommunicator::new(device, id, rank, world, timeout).unwrap();
-                call(comm, device.stream().unwrap())
-            })
-        };
-        let threads: Vec<_> = (0..world).map(start).collect();
-        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
-    })
-}
-
 #[test]
 fn an_aborted_communicator_lends_nothing() -> Result<()> {
     if !has_its_own_process("an_aborted_communicator_lends_nothing") {
@@ -168,6 +112,15 @@ fn an_aborted_communicator_lends_nothing() -> Result<()> {
     assert_eq!(nccl.addresses(), [kept], "another rank may still write there");
     assert_eq!(nccl.faults(), Vec::<String>::new());
     Ok(())
+}
+
+fn ranks<T: Send>(
+    device: &Device,
+    world: usize,
+    call: impl Fn(NcclCommunicator, Stream) -> T + Sync,
+) -> Vec<T> {
+    let join = |id: &NcclId, rank| NcclCommunicator::new(device, id, rank, world, TIMEOUT);
+    ranks_by(device, world, join, call)
 }
 
 #[test]

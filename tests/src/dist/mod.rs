@@ -6,7 +6,7 @@ mod rank;
 mod strategy;
 
 use lent::{Lent, Said};
-pub use rank::{Counted, Rank};
+pub use rank::{Counted, Rank, Way};
 pub use strategy::{dist_block_cases, dist_cases, dist_packed_cases};
 
 use crate::attention::{AttentionCase, AttentionData, AttentionReference, Lengths};
@@ -79,9 +79,27 @@ impl DistCase {
         }
     }
 
+    /// How the ranks of this case exchange keys.
+    fn way(&self, device: &Device) -> Way {
+        match self.whole.seed % 4 {
+            1 | 3 if device.is_cpu() => Way::Lent,
+            2 => Way::Gathered,
+            _ => Way::Plain,
+        }
+    }
+
     /// Runs a call on every rank, and gives what each returns.
     pub fn ranks<T: Send>(
         &self,
+        device: &Device,
+        call: impl Fn(&Rank<'_>) -> Result<T, String> + Sync,
+    ) -> Result<Vec<T>, String> {
+        self.ranks_by(self.way(device), device, call)
+    }
+
+    fn ranks_by<T: Send>(
+        &self,
+        way: Way,
         device: &Device,
         call: impl Fn(&Rank<'_>) -> Result<T, String> + Sync,
     ) -> Result<Vec<T>, String> {
@@ -95,10 +113,10 @@ impl DistCase {
                     let shard = self.shard(comm.world(), comm.rank()).map_err(text)?;
                     let stream = device.stream().map_err(|error| error.to_string())?;
                     let host = Device::cpu().stream().map_err(|error| error.to_string())?;
-                    // Half of the cases have memory for messages.
-                    let lends = device.is_cpu() && self.whole.seed % 2 == 1;
+                    let lends = way == Way::Lent;
                     let lent = lends.then(|| RefCell::new(Lent::new(said.clone())));
-                    let comm = Counted { comm, sent: Cell::new(0), lent };
+                    let comm = if way == Way::Gathered { comm.gathering() } else { comm };
+                    let comm = Counted { comm, sent: Cell::new(0), gathered: Cell::new(0), lent };
                     let cu_seqlens = self.cu_seqlens();
                     let block_mask = match self.whole.block_mask(&host)? {
                         None => None,
@@ -214,4 +232,25 @@ pub fn repeats(case: &DistCase, device: &Device) -> Result<usize, String> {
         })
     };
     if run()? == run()? { Ok(5) } else { Err(format!("a repeat differs: {case:?}")) }
+}
+
+/// Whether the forward pass gives the same bits where keys are gathered as where they come by
+/// steps. Gives the number of all-gathers of a rank.
+pub fn gathers_alike(case: &DistCase, device: &Device) -> Result<usize, String> {
+    let data = AttentionData::generate(&case.whole);
+    let run = |way| {
+        case.ranks_by(way, device, |rank| {
+            let output = rank.forward(&data)?;
+            Ok((rank.bits(&[&output.o, &output.lse])?, rank.comm.gathered.get()))
+        })
+    };
+    let (steps, gathered) = (run(Way::Plain)?, run(Way::Gathered)?);
+    let count = gathered[0].1;
+    if steps.iter().any(|(_, count)| *count > 0) || gathered.iter().any(|(_, n)| *n != count) {
+        return Err(format!("not all ranks gather: {case:?}"));
+    }
+    match steps.iter().zip(&gathered).all(|((steps, _), (gathered, _))| steps == gathered) {
+        true => Ok(count),
+        false => Err(format!("gathered keys give other bits: {case:?}")),
+    }
 }

@@ -13,10 +13,23 @@ use blockflash_dist::{
 use blockflash_ops::{Attention, AttentionOutput, DType, Stream, Tensor, View, ViewMut};
 use std::cell::{Cell, RefCell};
 
+/// How ranks exchange keys.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Way {
+    /// By messages between any tensors.
+    Plain,
+    /// By messages in memory for them.
+    Lent,
+    /// All at once, in the forward pass.
+    Gathered,
+}
+
 /// Counts the bytes that a rank sends, and looks where messages lie.
 pub struct Counted {
     pub(super) comm: Memory,
     pub(super) sent: Cell<usize>,
+    /// All-gathers of this rank.
+    pub(super) gathered: Cell<usize>,
     /// Where messages need memory of their own.
     pub(super) lent: Option<RefCell<Lent>>,
 }
@@ -68,6 +81,29 @@ impl Communicator for Counted {
             Some(lent) => lent.borrow().tensor(self.stream(), dtype, shape),
             None => Ok(Tensor::empty(self.stream(), dtype, shape)?),
         }
+    }
+
+    fn gathers(&self) -> bool {
+        self.comm.gathers()
+    }
+
+    fn reserve_gather(&self, bytes: usize) -> Result<bool, Error> {
+        self.comm.reserve_gather(bytes)
+    }
+
+    /// NaN wherever nothing is gathered.
+    fn window(&self, dtype: DType, shape: &[usize]) -> Result<Tensor, Error> {
+        let mut window = self.comm.window(dtype, shape)?;
+        window.fill_bytes(self.stream(), 0xff)?;
+        Ok(window)
+    }
+
+    fn all_gather(&self, slots: ViewMut<'_>) -> Result<(), Error> {
+        assert!(slots.as_view().layout().is_contiguous());
+        let bytes = slots.as_view().layout().elements() * slots.dtype().size() / self.world();
+        self.sent.set(self.sent.get() + (self.world() - 1) * bytes);
+        self.gathered.set(self.gathered.get() + 1);
+        self.comm.all_gather(slots)
     }
 
     fn wait(&self, stream: &Stream) -> Result<(), Error> {

@@ -61,6 +61,9 @@ struct Args {
     /// Messages in memory that all ranks know
     #[arg(long)]
     direct: bool,
+    /// Keys gathered by copy engines, in the forward pass
+    #[arg(long, conflicts_with = "direct")]
+    gather: bool,
     /// check, links, lost or cases
     #[arg(required = true)]
     work: Vec<String>,
@@ -102,8 +105,13 @@ fn work(rank: &str, args: &Args) -> Result<(), Failure> {
     let device = Device::cuda(rank)?;
     let id = NcclId::from_bytes(id);
     let timeout = Duration::from_secs(args.timeout);
-    let ranks = NcclCommunicator::new(&device, &id, rank, args.gpus, timeout)?;
-    let nccl = if args.direct { Nccl::direct(ranks)? } else { Nccl::new(ranks)? };
+    let join = if args.gather { NcclCommunicator::gathering } else { NcclCommunicator::new };
+    let ranks = join(&device, &id, rank, args.gpus, timeout)?;
+    let nccl = match (args.direct, args.gather) {
+        (true, _) => Nccl::direct(ranks)?,
+        (_, true) => Nccl::gathering(ranks)?,
+        _ => Nccl::new(ranks)?,
+    };
     let ranks = Ranks { comm: Watched::new(nccl), stream: device.stream()? };
     let mut report = Report::new(&args.out, &device)?;
     let mut links = None;

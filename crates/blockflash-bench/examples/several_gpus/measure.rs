@@ -228,7 +228,10 @@ pub fn case(
     for scheme in &mut divided {
         let repeated = median(&mut scheme.repeats).unwrap_or(f64::NAN);
         let seconds = median(&mut scheme.times).unwrap_or(f64::NAN);
-        let (first, again) = (scheme.run()?, scheme.run()?);
+        comm.gathered();
+        let first = scheme.run()?;
+        let gathers = comm.gathered();
+        let again = scheme.run()?;
         comm.wait(stream)?;
         let (error, repeats) = compare(&first, &again, &expected, stream)?;
         drop((first, again));
@@ -267,6 +270,8 @@ pub fn case(
             case: case.to_string(),
             gpus: world,
             direct: comm.lends(),
+            gather: comm.gathers(),
+            gathers,
             scheme: scheme.call.scheme.to_string(),
             one_ms: one_seconds * 1e3,
             ms: seconds * 1e3,

@@ -19,6 +19,9 @@ pub struct Row {
     pub gpus: usize,
     /// Whether messages lie in memory that all ranks know.
     pub direct: bool,
+    /// Whether it may gather keys, and all-gathers of a rank in a call.
+    pub gather: bool,
+    pub gathers: usize,
     pub scheme: String,
     /// Milliseconds of one GPU that does everything, and of all, of which the slowest counts.
     pub one_ms: f64,
@@ -97,10 +100,11 @@ impl Report {
     /// Says and writes a row, and draws its timeline.
     pub fn row(&mut self, row: Row, bars: &Bars) -> Result<(), Failure> {
         println!(
-            "{} {}: {:.2} ms, repeated {:.2} ms ({:.0} TFLOP/s), one GPU {:.2} ms, scaling {:.3}; \
-             exposed {:.2} ms; forecast {:.2} ms; error {:.1e}, repeats {}",
+            "{} {}, {} all-gathers: {:.2} ms, repeated {:.2} ms ({:.0} TFLOP/s), one GPU {:.2} ms, \
+             scaling {:.3}; exposed {:.2} ms; forecast {:.2} ms; error {:.1e}, repeats {}",
             row.case,
             row.scheme,
+            row.gathers,
             row.ms,
             row.repeated_ms,
             row.tflops,

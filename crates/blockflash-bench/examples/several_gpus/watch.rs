@@ -33,11 +33,19 @@ pub struct Watched {
     pub nccl: Nccl,
     mode: Cell<Mode>,
     bars: RefCell<Vec<Bar>>,
+    /// All-gathers so far, also those that were left out.
+    gathered: Cell<usize>,
 }
 
 impl Watched {
     pub fn new(nccl: Nccl) -> Watched {
-        Watched { nccl, mode: Cell::new(Mode::Exchange), bars: RefCell::default() }
+        let (mode, bars) = (Cell::new(Mode::Exchange), RefCell::default());
+        Watched { nccl, mode, bars, gathered: Cell::new(0) }
+    }
+
+    /// All-gathers since the last call.
+    pub fn gathered(&self) -> usize {
+        self.gathered.take()
     }
 
     /// Changes what is done with exchanges from here on; returns what was done before.
@@ -55,6 +63,21 @@ impl Watched {
             Ok([base.elapsed_us(&bar.start)?, base.elapsed_us(&bar.end)?])
         };
         bars.iter().map(|bar| Ok((bar.kind, times(bar)?))).collect()
+    }
+
+    /// Runs an exchange, in the order of the communicator's stream, or leaves it out.
+    fn exchanged(&self, exchange: impl FnOnce() -> Result<()>) -> Result<()> {
+        match self.mode.get() {
+            Mode::LeaveOut => Ok(()),
+            Mode::Exchange => exchange(),
+            Mode::Watch => {
+                let start = self.event(self.stream())?;
+                exchange()?;
+                let end = self.event(self.stream())?;
+                self.bars.borrow_mut().push(Bar { kind: Kind::Exchange, start, end });
+                Ok(())
+            }
+        }
     }
 
     fn event(&self, stream: &Stream) -> Result<Event> {
@@ -82,17 +105,24 @@ impl Communicator for Watched {
         sends: &[(usize, View<'_>)],
         receives: &mut [(usize, ViewMut<'_>)],
     ) -> Result<()> {
-        match self.mode.get() {
-            Mode::LeaveOut => Ok(()),
-            Mode::Exchange => self.nccl.exchange(sends, receives),
-            Mode::Watch => {
-                let start = self.event(self.stream())?;
-                self.nccl.exchange(sends, receives)?;
-                let end = self.event(self.stream())?;
-                self.bars.borrow_mut().push(Bar { kind: Kind::Exchange, start, end });
-                Ok(())
-            }
-        }
+        self.exchanged(|| self.nccl.exchange(sends, receives))
+    }
+
+    fn gathers(&self) -> bool {
+        self.nccl.gathers()
+    }
+
+    fn reserve_gather(&self, bytes: usize) -> Result<bool> {
+        self.nccl.reserve_gather(bytes)
+    }
+
+    fn window(&self, dtype: DType, shape: &[usize]) -> Result<Tensor> {
+        self.nccl.window(dtype, shape)
+    }
+
+    fn all_gather(&self, slots: ViewMut<'_>) -> Result<()> {
+        self.gathered.set(self.gathered.get() + 1);
+        self.exchanged(|| self.nccl.all_gather(slots))
     }
 
     fn lends(&self) -> bool {

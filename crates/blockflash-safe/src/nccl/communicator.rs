@@ -1,16 +1,11 @@
-use super::NcclId;
 use super::lent::Blocks;
-use super::library::{BYTES, Config, RawComm, UniqueId};
-use super::watch::{State, Watched};
-use crate::gpu::Handle;
+use super::library::BYTES;
+use super::watch::{State, Watched, Work};
+use super::window::Windows;
 use crate::stream::Kept;
 use crate::{DType, Device, Error, Event, Layout, Result, Stream, View, ViewMut, lock::lock};
-use std::ptr;
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, MutexGuard};
 use std::time::{Duration, Instant};
-
-/// The ids of the ranks of this process.
-static IDS: Mutex<Vec<[u8; 128]>> = Mutex::new(Vec::new());
 
 /// A rank of a group of GPUs that exchange tensors by NCCL (2.18 or newer, loaded at run time).
 ///
@@ -22,76 +17,18 @@ static IDS: Mutex<Vec<[u8; 128]>> = Mutex::new(Vec::new());
 /// in the environment. NCCL would otherwise read and write tensors of the other GPU of the process
 /// directly, which it cannot where they come from a memory pool.
 pub struct NcclCommunicator {
-    device: Device,
-    rank: usize,
-    world: usize,
-    id: [u8; 128],
+    pub(super) device: Device,
+    pub(super) rank: usize,
+    pub(super) world: usize,
+    pub(super) id: [u8; 128],
     pub(super) watched: Arc<Watched>,
     pub(super) blocks: Arc<Blocks>,
+    /// Whether NCCL was asked for all-gathers without SMs, which it has.
+    pub(super) gathers: bool,
+    pub(super) windows: Arc<Windows>,
 }
 
 impl NcclCommunicator {
-    /// Joins the group of `id` as `rank` of `world`. All ranks do so at the same time.
-    ///
-    /// # Errors
-    /// [`Error::NotOnGpu`], [`Error::NoNccl`], [`Error::Nccl`]; [`Error::Lost`] if not all ranks
-    /// have joined within the timeout.
-    pub fn new(
-        device: &Device,
-        id: &NcclId,
-        rank: usize,
-        world: usize,
-        timeout: Duration,
-    ) -> Result<NcclCommunicator> {
-        let context = device.context().ok_or(Error::NotOnGpu { what: "NCCL" })?;
-        let refused = |what: String| Error::Nccl { call: "ncclCommInitRankConfig", what };
-        let count = i32::try_from(world).ok().filter(|_| rank < world);
-        let count = count.ok_or_else(|| refused(format!("rank {rank} of {world}")))?;
-        let watched = Arc::new(Watched::new(context, timeout)?);
-        let mut ids = lock(&IDS);
-        let direct = std::env::var("NCCL_P2P_DIRECT_DISABLE").is_ok_and(|value| value == "1");
-        if ids.contains(&id.to_bytes()) && !direct {
-            let what = "two ranks in one process need NCCL_P2P_DIRECT_DISABLE=1 in the environment";
-            return Err(refused(what.into()));
-        }
-        ids.push(id.to_bytes());
-        drop(ids);
-        // From here on, dropping cleans up.
-        let (id, blocks) = (id.to_bytes(), Arc::default());
-        let this = NcclCommunicator { device: *device, rank, world, id, watched, blocks };
-        let mut state = lock(&this.watched.state);
-        if let Err(error) = this.init(&mut state, count) {
-            this.watched.give_up(&mut state, error.to_string());
-            return Err(error);
-        }
-        drop(state);
-        let watched = this.watched.clone();
-        std::thread::spawn(move || watched.run());
-        Ok(this)
-    }
-
-    fn init(&self, state: &mut State, world: i32) -> Result<()> {
-        let Watched { nccl, context, .. } = &*self.watched;
-        let _bound = context.bind()?;
-        let (rank, mut config) = (self.rank as i32, Config::non_blocking());
-        let mut raw: RawComm = ptr::null_mut();
-        // SAFETY:
-        // 1. The context of the GPU is current, and `rank` is one of `world`.
-        // 2. The pointers are valid during the call, which copies the configuration and sets the
-        //    communicator before it returns.
-        let code = unsafe { (nccl.init)(&mut raw, world, UniqueId(self.id), rank, &mut config) };
-        if !raw.is_null() {
-            state.comm = Some(Handle(raw));
-        }
-        nccl.check("ncclCommInitRankConfig", code)?;
-        self.watched.settle("ncclCommInitRankConfig", raw)
-    }
-
-    /// Whether no other rank is in this process.
-    pub(super) fn is_alone(&self) -> bool {
-        lock(&IDS).iter().filter(|id| **id == self.id).count() == 1
-    }
-
     /// Number of this rank, from 0.
     pub fn rank(&self) -> usize {
         self.rank
@@ -130,7 +67,9 @@ impl NcclCommunicator {
             let view = view.as_view();
             let lent = view.owner().and_then(|memory| Some((memory, memory.lent_bytes()?)));
             let Some((memory, bytes)) = lent else { continue };
-            if view.device_ptr() != Some(memory.ptr()) || bytes < self.blocks.size() {
+            let is_window = bytes == 0;
+            let is_whole = view.device_ptr() == Some(memory.ptr()) && bytes >= self.blocks.size();
+            if is_window || !is_whole {
                 return refused("a message could reach beyond the block of its tensor".into());
             }
         }
@@ -150,12 +89,14 @@ impl NcclCommunicator {
         }
         let mut state = self.state()?;
         let queued = self.queue(&mut state, sends, receives, stream);
-        queued.map_err(|error| {
-            // The ranks are out of step.
-            let what = error.to_string();
-            self.watched.give_up(&mut state, what.clone());
-            Error::Lost { what }
-        })
+        queued.map_err(|error| self.out_of_step(&mut state, &error))
+    }
+
+    /// Gives the communicator up after an error on this rank that the others do not have.
+    pub(super) fn out_of_step(&self, state: &mut State, error: &Error) -> Error {
+        let what = error.to_string();
+        self.watched.give_up(state, what.clone());
+        Error::Lost { what }
     }
 
     /// Waits until everything queued on a stream is done, and no longer than exchanges may take.
@@ -176,7 +117,8 @@ impl NcclCommunicator {
     }
 
     /// Gives the communicator up: exchanges under way end, with unspecified results, and the other
-    /// ranks lose theirs after the timeout at the latest.
+    /// ranks lose theirs after the timeout at the latest. An [all-gather](Self::all_gather) under
+    /// way does not end if another rank does not take part in it, and then nothing behind it does.
     pub fn abort(&self, why: &str) {
         self.watched.give_up(&mut lock(&self.watched.state), why.to_owned());
     }
@@ -197,9 +139,7 @@ impl NcclCommunicator {
         receives: &mut [(usize, ViewMut<'_>)],
         stream: &Stream,
     ) -> Result<()> {
-        let closed = || Error::Lost { what: "it is closed".into() };
-        let comm = state.comm.as_ref().ok_or_else(closed)?.0;
-        let nccl = self.watched.nccl;
+        let (nccl, comm) = (self.watched.nccl, state.raw()?);
         let Some(session) = stream.session()? else { return Ok(()) };
         let raw = session.raw().cast();
         // SAFETY: no conditions. Everything until the end of the group runs in this thread.
@@ -230,38 +170,8 @@ impl NcclCommunicator {
         drop(session);
         let event = Event::new(&self.device, false)?;
         event.record(stream)?;
-        state.watch(event, self.watched.timeout);
+        state.watch(event, Work::Exchange, self.watched.timeout);
         Ok(())
-    }
-}
-
-impl Drop for NcclCommunicator {
-    fn drop(&mut self) {
-        let watched = &*self.watched;
-        let forgotten = self.forget();
-        let mut state = lock(&watched.state);
-        if let Err(error) = forgotten {
-            watched.give_up(&mut state, error.to_string());
-        }
-        let _bound = watched.context.bind();
-        // What was not finished by all ranks is aborted.
-        if let Some(comm) = state.comm.take() {
-            // SAFETY: the communicator lives, and is used no more after it is destroyed or aborted.
-            // There is nobody to report an error to.
-            unsafe {
-                let code = (watched.nccl.finalize)(comm.0);
-                let finished = watched.nccl.check("ncclCommFinalize", code).is_ok()
-                    && watched.settle("ncclCommFinalize", comm.0).is_ok();
-                let end = if finished { watched.nccl.destroy } else { watched.nccl.abort };
-                let _ = end(comm.0);
-            }
-        }
-        state.dropped = true;
-        watched.end.notify_all();
-        let mut ids = lock(&IDS);
-        if let Some(at) = ids.iter().position(|id| *id == self.id) {
-            ids.swap_remove(at);
-        }
     }
 }
 

@@ -16,7 +16,7 @@ use std::ptr;
 use std::sync::{Arc, Mutex};
 
 /// Blocks are multiples of what the driver maps at a time.
-const GRANULE: usize = 2 << 20;
+pub(super) const GRANULE: usize = 2 << 20;
 
 impl NcclCommunicator {
     /// Has [`tensor`](Self::tensor) give memory into which other ranks write directly: messages of
@@ -31,9 +31,7 @@ impl NcclCommunicator {
     /// Those of [`exchange`](Self::exchange) and [`wait`](Self::wait).
     pub fn reserve(&self, bytes: usize, stream: &Stream) -> Result<()> {
         // Before Hopper, NCCL has the receiver read instead, from wherever the sender's tensor is.
-        let gpu = &self.watched.context.properties;
-        let writes = gpu.compute_capability >= ComputeCapability::new(9, 0);
-        let lends = writes && self.is_alone() && self.watched.nccl.lend.is_some();
+        let lends = self.is_hopper() && self.is_alone() && self.watched.nccl.lend.is_some();
         let of_all = self.of_all([bytes, usize::from(lends)], stream)?;
         if of_all.iter().all(|[_, lends]| *lends == 1) {
             self.blocks.resize(of_all.iter().map(|[bytes, _]| *bytes).max().unwrap_or(0));
@@ -41,8 +39,13 @@ impl NcclCommunicator {
         Ok(())
     }
 
+    pub(super) fn is_hopper(&self) -> bool {
+        let gpu = &self.watched.context.properties;
+        gpu.compute_capability >= ComputeCapability::new(9, 0)
+    }
+
     /// The words of all ranks. All exchanges are done then, on all ranks.
-    fn of_all(&self, words: [usize; 2], stream: &Stream) -> Result<Vec<[usize; 2]>> {
+    pub(super) fn of_all(&self, words: [usize; 2], stream: &Stream) -> Result<Vec<[usize; 2]>> {
         let bytes = words.map(|word| (word as u64).to_le_bytes()).concat();
         let ours = Tensor::from_slice(stream, &bytes, &[bytes.len()])?;
         let others: Vec<_> = (0..self.world()).filter(|&rank| rank != self.rank()).collect();
@@ -193,7 +196,7 @@ impl Blocks {
         let _bound = watched.context.bind()?;
         let mut blocks = lock(&self.state);
         let state = lock(&watched.state);
-        let comm = state.comm.as_ref().ok_or_else(closed)?.0;
+        let comm = state.raw()?;
         while let Some((_, handle)) = blocks.handles.pop_first() {
             watched.deregister(lend, comm, handle.0)?;
         }
@@ -245,7 +248,7 @@ impl Blocks {
         let mut blocks = lock(&self.state);
         let state = lock(&watched.state);
         state.alive()?;
-        let comm = state.comm.as_ref().ok_or_else(closed)?.0;
+        let comm = state.raw()?;
         let _bound = watched.context.bind()?;
         let _relaxed = Relaxed::enter()?;
         let (mut ptr, mut handle) = (ptr::null_mut(), ptr::null_mut());
@@ -273,8 +276,4 @@ impl Watched {
         self.nccl.check("ncclCommDeregister", code)?;
         self.settle("ncclCommDeregister", comm)
     }
-}
-
-fn closed() -> Error {
-    Error::Lost { what: "it is closed".into() }
 }

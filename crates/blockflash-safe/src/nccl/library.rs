@@ -7,10 +7,14 @@
 use crate::{Error, Result};
 use libloading::Library;
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
+use std::mem::offset_of;
+use std::ptr;
 use std::sync::OnceLock;
 
 /// The oldest version with non-blocking communicators as they are used here.
 const NEEDED_VERSION: c_int = 21_800;
+/// The oldest version whose all-gathers can do without SMs.
+const GATHER_VERSION: c_int = 22_800;
 const NAMES: [&str; 2] = ["libnccl.so.2", "libnccl.so"];
 
 /// `ncclResult_t`.
@@ -19,6 +23,8 @@ pub(super) const SUCCESS: Code = 0;
 pub(super) const IN_PROGRESS: Code = 7;
 /// `ncclUint8`: everything is sent as bytes.
 pub(super) const BYTES: c_int = 1;
+/// `NCCL_WIN_COLL_SYMMETRIC`: a window lies at the same place on all ranks.
+pub(super) const SYMMETRIC: c_int = 1;
 /// `ncclComm_t`.
 pub(super) type RawComm = *mut c_void;
 /// `cudaStream_t`, which is a `CUstream`.
@@ -29,8 +35,8 @@ pub(super) type RawStream = *mut c_void;
 #[repr(C)]
 pub(super) struct UniqueId(pub(super) [u8; 128]);
 
-/// `ncclConfig_t` of NCCL 2.18. A newer library reads as many bytes as `size` says and takes its
-/// defaults for the rest, by `version`.
+/// `ncclConfig_t` of NCCL 2.28, which begins as that of 2.18 does. A newer library reads as many
+/// bytes as `size` says and takes its defaults for the rest, by `version`.
 #[repr(C)]
 pub(super) struct Config {
     size: usize,
@@ -42,34 +48,58 @@ pub(super) struct Config {
     max_ctas: c_int,
     net_name: *const c_char,
     split_share: c_int,
+    /// Where the structure of 2.18 has no member but is not over.
+    traffic_class: c_int,
+    comm_name: *const c_char,
+    collnet_enable: c_int,
+    cta_policy: c_int,
+    shrink_share: c_int,
+    nvls_ctas: c_int,
+    channels_per_net_peer: c_int,
+    nvlink_centric_sched: c_int,
 }
 
 impl Config {
-    /// No call waits for another rank.
-    pub(super) fn non_blocking() -> Config {
+    /// No call waits for another rank. `gathers`: copy engines in place of SMs, where there are
+    /// such algorithms, for which the library needs [`GATHER_VERSION`].
+    pub(super) fn non_blocking(gathers: bool) -> Config {
         const UNDEFINED: c_int = c_int::MIN;
+        /// `NCCL_CTA_POLICY_ZERO`
+        const NO_CTAS: c_int = 2;
+        let (size, version) = match gathers {
+            true => (size_of::<Config>(), GATHER_VERSION),
+            false => (offset_of!(Config, comm_name), NEEDED_VERSION),
+        };
         Config {
-            size: size_of::<Config>(),
+            size,
             magic: 0xcafe_beef,
-            version: NEEDED_VERSION as c_uint,
+            version: version as c_uint,
             blocking: 0,
             cga_cluster_size: UNDEFINED,
             min_ctas: UNDEFINED,
             max_ctas: UNDEFINED,
-            net_name: std::ptr::null(),
+            net_name: ptr::null(),
             split_share: UNDEFINED,
+            traffic_class: UNDEFINED,
+            comm_name: ptr::null(),
+            collnet_enable: UNDEFINED,
+            cta_policy: if gathers { NO_CTAS } else { UNDEFINED },
+            shrink_share: UNDEFINED,
+            nvls_ctas: UNDEFINED,
+            channels_per_net_peer: UNDEFINED,
+            nvlink_centric_sched: UNDEFINED,
         }
     }
 }
 
 macro_rules! functions {
     (
-        $(#[$about:meta])* $name:ident $([$more:ident: $type:ty = $read:expr])?
+        $(#[$about:meta])* $name:ident $([$more:ident: $type:ty = $read:expr])*
         $($field:ident = $symbol:literal: fn($($argument:ty),*) -> $result:ty;)*
     ) => {
         $(#[$about])*
         pub(super) struct $name {
-            $(pub(super) $more: $type,)?
+            $(pub(super) $more: $type,)*
             $(pub(super) $field: unsafe extern "C" fn($($argument),*) -> $result,)*
         }
 
@@ -86,7 +116,7 @@ macro_rules! functions {
                         what: format!("the library has no {}", $symbol),
                     })?;
                 )*
-                Ok($name { $($more: $read(library),)? $($field),* })
+                Ok($name { $($more: $read(library),)* $($field),* })
             }
         }
     };
@@ -94,7 +124,9 @@ macro_rules! functions {
 
 functions! {
     /// The functions. The library is never unloaded.
-    Nccl [lend: Option<Lend> = |library| Lend::read(library).ok()]
+    Nccl
+    [lend: Option<Lend> = |library| Lend::read(library).ok()]
+    [gather: Option<Gather> = |library| Gather::read(library).ok()]
     get_version = "ncclGetVersion": fn(*mut c_int) -> Code;
     get_unique_id = "ncclGetUniqueId": fn(*mut UniqueId) -> Code;
     init = "ncclCommInitRankConfig": fn(*mut RawComm, c_int, UniqueId, c_int, *mut Config) -> Code;
@@ -118,6 +150,16 @@ functions! {
     deregister = "ncclCommDeregister": fn(RawComm, *mut c_void) -> Code;
 }
 
+functions! {
+    /// Those for all-gathers in windows, from 2.28 on.
+    Gather
+    register = "ncclCommWindowRegister":
+        fn(RawComm, *mut c_void, usize, *mut *mut c_void, c_int) -> Code;
+    deregister = "ncclCommWindowDeregister": fn(RawComm, *mut c_void) -> Code;
+    all_gather = "ncclAllGather":
+        fn(*const c_void, *mut c_void, usize, c_int, RawComm, RawStream) -> Code;
+}
+
 impl Nccl {
     /// The library, loaded at the first call.
     pub(super) fn get() -> Result<&'static Nccl> {
@@ -136,7 +178,7 @@ impl Nccl {
         let library = library.ok_or_else(|| Error::NoNccl {
             what: format!("{} is not found; LD_LIBRARY_PATH may name its folder", NAMES[0]),
         })?;
-        let nccl = Nccl::read(&library)?;
+        let mut nccl = Nccl::read(&library)?;
         std::mem::forget(library);
         let mut version = 0;
         // SAFETY: the pointer is valid for writes during the call.
@@ -146,6 +188,8 @@ impl Nccl {
             let (found, needed) = (text(version), text(NEEDED_VERSION));
             return Err(Error::NoNccl { what: format!("version {found}, needed is {needed}") });
         }
+        // 2.27 has windows, but neither the policy nor all-gathers by copy engines.
+        nccl.gather = nccl.gather.filter(|_| version >= GATHER_VERSION);
         Ok(nccl)
     }
 

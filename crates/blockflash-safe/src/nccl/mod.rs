@@ -1,9 +1,12 @@
 //! Exchange between GPUs by NCCL.
 
 mod communicator;
+mod gather;
+mod join;
 mod lent;
 mod library;
 mod watch;
+mod window;
 
 pub use communicator::NcclCommunicator;
 

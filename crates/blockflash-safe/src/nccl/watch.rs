@@ -28,13 +28,28 @@ pub(super) struct State {
     pub(super) comm: Option<Handle<c_void>>,
     /// Why the communicator was given up.
     lost: Option<String>,
-    /// Marks behind exchanges, and when each has to be reached.
-    pending: VecDeque<(Event, Instant)>,
+    /// What is under way.
+    pending: VecDeque<Pending>,
     /// Marks that were reached. Destroying one may wait for a lock of the driver, which it keeps
     /// while it waits for the GPU (to load a kernel, say), and so for the exchange that the
     /// watching thread has to abort. So threads of the user destroy them.
     reached: Vec<Event>,
     pub(super) dropped: bool,
+}
+
+/// An exchange or an all-gather under way.
+struct Pending {
+    /// A mark behind it, and when that has to be reached.
+    event: Event,
+    deadline: Instant,
+    work: Work,
+}
+
+/// What is watched.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Work {
+    Exchange,
+    Gather,
 }
 
 impl Watched {
@@ -66,15 +81,25 @@ impl Watched {
         }
     }
 
-    /// Gives the communicator up: what it has queued ends, with unspecified results.
+    /// Gives the communicator up: the exchanges that it has queued end, with unspecified results.
+    ///
+    /// An all-gather by copy engines has the stream wait for a value that another rank writes, and
+    /// an abort does not write that. It would rather wait itself, for the device, and the lock
+    /// would be held. So while there is such an all-gather, NCCL's communicator is left alone: its
+    /// stream waits until the process ends.
     pub(super) fn give_up(&self, state: &mut State, what: String) {
         let _bound = self.context.bind();
-        if let Some(comm) = state.comm.take() {
+        let stuck = state.gathers();
+        if let Some(comm) = state.comm.take().filter(|_| !stuck) {
             // SAFETY: the communicator lives, and is not used after this: it was taken out of the
             // state. There is nobody to report an error to.
             let _ = unsafe { (self.nccl.abort)(comm.0) };
         }
-        state.pending.clear();
+        let left = state.pending.drain(..).map(|pending| pending.event);
+        match stuck {
+            true => state.reached.extend(left),
+            false => drop(left),
+        }
         state.lost.get_or_insert(what);
     }
 
@@ -98,22 +123,39 @@ impl State {
         self.lost.as_ref().map_or(Ok(()), |what| Err(Error::Lost { what: what.clone() }))
     }
 
+    /// The communicator of NCCL.
+    pub(super) fn raw(&self) -> Result<RawComm> {
+        let closed = || Error::Lost { what: "it is closed".into() };
+        Ok(self.comm.as_ref().ok_or_else(closed)?.0)
+    }
+
     /// Has the work before the event watched.
-    pub(super) fn watch(&mut self, event: Event, timeout: Duration) {
+    pub(super) fn watch(&mut self, event: Event, work: Work, timeout: Duration) {
         self.reached.clear();
-        self.pending.push_back((event, Instant::now() + timeout));
+        self.pending.push_back(Pending { event, deadline: Instant::now() + timeout, work });
+    }
+
+    /// Whether an all-gather is under way.
+    pub(super) fn gathers(&self) -> bool {
+        let gathers = |pending: &Pending| pending.work == Work::Gather;
+        let is_left = |pending: &Pending| !pending.event.is_done().unwrap_or(false);
+        self.pending.iter().any(|pending| gathers(pending) && is_left(pending))
     }
 
     /// What is wrong with the oldest exchange that is not done, if anything is.
     fn overdue(&mut self, timeout: Duration) -> Option<String> {
-        while let Some((event, deadline)) = self.pending.front() {
+        while let Some(Pending { event, deadline, work }) = self.pending.front() {
             match event.is_done() {
                 Ok(true) => {
-                    let reached = self.pending.pop_front().map(|(event, _)| event);
+                    let reached = self.pending.pop_front().map(|pending| pending.event);
                     self.reached.extend(reached);
                 }
                 Ok(false) => {
-                    return (Instant::now() > *deadline).then(|| late("an exchange", timeout));
+                    let what = match work {
+                        Work::Exchange => "an exchange",
+                        Work::Gather => "an all-gather",
+                    };
+                    return (Instant::now() > *deadline).then(|| late(what, timeout));
                 }
                 Err(error) => return Some(error.to_string()),
             }

@@ -1,0 +1,202 @@
+//! Keys and values of all ranks gathered at once, in place of steps that bring those of one rank.
+//!
+//! A communicator may gather without taking SMs from attention, which sends and receives do not.
+
+use crate::exchange::{Packed, packed_rows};
+use crate::plan::{Call, Plan};
+use crate::problem::Problem;
+use crate::ring::Ring;
+use crate::{Communicator, DistributedBlockMask, Mark, Result, Scheme};
+use blockflash_ops::{Attention, AttentionProblem, Event, Stream, Tensor, View};
+use std::ops::Range;
+
+/// Heads of keys are gathered in so many parts, if there are as many. Attention begins with the
+/// first part while the next one comes; the first one comes while a rank attends its own keys.
+pub(crate) const PARTS: usize = 2;
+
+/// How keys and values are gathered. They lie in a window of `[parts · ranks, 2 · rows, heads,
+/// head_dim]`: the slot of a rank in a part has the keys of some heads, and then their values.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct Gather {
+    world: usize,
+    /// Parts of the heads.
+    parts: usize,
+    /// The most that any rank has; others have less in the same room.
+    rows: usize,
+    /// All heads of keys, and of queries.
+    heads_kv: usize,
+    heads_q: usize,
+    head_dim: usize,
+}
+
+/// What a rank says of a call before the ranks decide whether keys are gathered.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Offer {
+    /// Rows of keys that would come by steps, for all plans.
+    pub(crate) coming: u64,
+    /// The most parts in which this rank can gather; 0 if it cannot.
+    pub(crate) parts: u64,
+}
+
+impl Offer {
+    pub(crate) fn new(
+        comm: &dyn Communicator,
+        problem: &Problem,
+        plans: &[Plan],
+        block_mask: Option<&DistributedBlockMask>,
+    ) -> Offer {
+        let heads = problem.local.num_heads_kv;
+        let parts = match block_mask {
+            // A mask of all heads is not divided.
+            Some(mask) if !mask.is_in_parts(heads) => heads.min(1),
+            _ => heads.min(PARTS),
+        };
+        // With heads over ranks, those with the same heads are some of the ranks only.
+        let Scheme { heads, keys } = problem.grid.scheme;
+        let gathers = comm.gathers() && heads == 1 && keys > 1;
+        let steps = plans.iter().flat_map(|plan| &plan.steps);
+        let coming = steps.map(|step| step.received as u64).sum();
+        Offer { coming, parts: if gathers { parts as u64 } else { 0 } }
+    }
+}
+
+impl Gather {
+    /// What all ranks decide, given what each has said: `None` unless all can, and unless at least
+    /// half of what is gathered would come by steps, too. Under a window, or where few blocks are
+    /// visited, most of it is of no use.
+    pub(crate) fn decide(problem: &Problem, plans: usize, offers: &[Offer]) -> Option<Gather> {
+        let grid = &problem.grid;
+        let AttentionProblem { num_heads_q, num_heads_kv, head_dim, .. } = problem.local;
+        let world = grid.shard.world();
+        let rows = (0..world).map(|rank| grid.shard.of(world, rank).rows()).max().unwrap_or(0);
+        let parts = offers.iter().map(|offer| offer.parts).min().unwrap_or(0) as usize;
+        let coming = offers.iter().fold(0u64, |sum, offer| sum.saturating_add(offer.coming));
+        let moved = (plans * rows * world) as u64 * (world as u64 - 1);
+        let (heads_kv, heads_q) = (num_heads_kv, num_heads_q);
+        let gather = Gather { world, parts, rows, heads_kv, heads_q, head_dim };
+        let is_worth_it = moved > 0 && coming.saturating_mul(2) >= moved;
+        // No other rank names more parts than this one.
+        (parts > 0 && is_worth_it).then_some(gather)
+    }
+
+    /// Heads of keys of a part, but for the last one, which may have fewer.
+    fn heads(&self) -> usize {
+        self.heads_kv.div_ceil(self.parts)
+    }
+
+    fn heads_of(&self, part: usize) -> Range<usize> {
+        (part * self.heads()).min(self.heads_kv)..((part + 1) * self.heads()).min(self.heads_kv)
+    }
+
+    fn shape(&self) -> [usize; 4] {
+        [self.parts * self.world, 2 * self.rows, self.heads(), self.head_dim]
+    }
+
+    /// Bytes of each rank in the window.
+    pub(crate) fn bytes(&self, element: usize) -> usize {
+        self.shape().iter().product::<usize>() / self.world * element
+    }
+
+    /// Attention of the queries of this rank to the keys of all ranks; each call writes its part of
+    /// the outputs. Inputs are ready in the order of both streams, outputs in that of `stream`.
+    pub(crate) fn attend(
+        &self,
+        ring: Ring<'_>,
+        plan: &Plan,
+        [q, k, v]: [View<'_>; 3],
+        outputs: [&mut Tensor; 2],
+        stream: &Stream,
+    ) -> Result<()> {
+        let (comm, attention, [o, lse]) = (ring.comm, ring.attention, outputs);
+        let mut window = comm.window(k.dtype(), &self.shape())?;
+        // Its first use on a stream waits for what the other one has queued, which is nothing yet.
+        window.share_with(stream)?;
+        self.place([k, v], &mut window, comm, stream)?;
+        let mut run = |call: &Call, attention: &Attention<'_>, mask, heads: &Range<usize>| {
+            let (at, rows) = (call.slot..call.slot + 1, || call.part.queries.clone());
+            let o = o.view_mut().slice(0, at.clone())?.slice(1, rows())?;
+            let lse = lse.view_mut().slice(0, at)?.slice(2, rows())?;
+            let outputs = (o.slice(2, heads.clone())?, lse.slice(1, heads.clone())?);
+            call.forward(attention, mask, outputs, stream)
+        };
+        let mut steps = plan.steps.iter().enumerate();
+        // Queued first, since queuing an all-gather takes a while, and it needs no SM.
+        if let Some((t, step)) = steps.next() {
+            comm.mark(Mark::Begin(t), stream)?;
+            for call in &step.calls {
+                let attention = call.of(attention, [q, k, v])?;
+                run(call, &attention, call.block_mask.as_ref(), &(0..self.heads_q))?;
+            }
+            comm.mark(Mark::End(t), stream)?;
+        }
+        let come = self.gather(&mut window, comm)?;
+        for (part, come) in come.iter().enumerate() {
+            stream.wait(come)?;
+            let heads = self.heads_of(part);
+            let queries = heads.start * self.shared()..heads.end * self.shared();
+            let q = q.slice(2, queries.clone())?;
+            for (t, step) in steps.clone() {
+                let at = part * self.world + step.from;
+                let slot = window.view().slice(0, at..at + 1)?.slice(2, 0..heads.len())?;
+                comm.mark(Mark::Begin(t), stream)?;
+                for call in &step.calls {
+                    let [k, v] = [0, self.rows].map(|first| rows(slot, first, call, stream));
+                    let (k, v) = (k?, v?);
+                    let attention = call.of_rows(attention, q, [k.view(), v.view()])?;
+                    run(call, &attention, call.mask_of(part, self.parts), &queries)?;
+                }
+                comm.mark(Mark::End(t), stream)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Copies the keys and values of this rank to its slots.
+    fn place(
+        &self,
+        kv: [View<'_>; 2],
+        window: &mut Tensor,
+        comm: &dyn Communicator,
+        stream: &Stream,
+    ) -> Result<()> {
+        // What the call before this one has read may be overwritten. Other ranks write into this
+        // window only when the communicator's stream has reached the same all-gather here.
+        comm.stream().wait_for(stream)?;
+        for part in 0..self.parts {
+            let at = part * self.world + comm.rank();
+            for (x, first) in kv.into_iter().zip([0, self.rows]) {
+                let x = x.slice(2, self.heads_of(part))?;
+                let slot = window.view_mut().slice(0, at..at + 1)?;
+                let rows = slot.slice(1, first..first + x.shape()[1])?;
+                let mut place = rows.slice(2, 0..x.shape()[2])?;
+                place.copy_from(&x, comm.stream())?;
+            }
+        }
+        // Attention leaves no SM to copies that come later.
+        Ok(stream.wait_for(comm.stream())?)
+    }
+
+    /// Queues the all-gathers, and gives an event behind each.
+    fn gather(&self, window: &mut Tensor, comm: &dyn Communicator) -> Result<Vec<Event>> {
+        let gather = |part: usize| {
+            let slots = part * self.world..(part + 1) * self.world;
+            comm.all_gather(window.view_mut().slice(0, slots)?)?;
+            let event = Event::new(comm.stream().device(), false)?;
+            event.record(comm.stream())?;
+            Ok(event)
+        };
+        (0..self.parts).map(gather).collect()
+    }
+
+    /// Heads of queries that share one of keys.
+    fn shared(&self) -> usize {
+        self.heads_q / self.heads_kv
+    }
+}
+
+/// The keys of a call, or their values, in a slot.
+fn rows<'a>(slot: View<'a>, first: usize, call: &Call, stream: &Stream) -> Result<Packed<'a>> {
+    let range = |rows: &Range<usize>| first + rows.start..first + rows.end;
+    let ranges: Vec<_> = call.keys.iter().map(range).collect();
+    packed_rows(slot, &ranges, stream)
+}
