@@ -183,33 +183,23 @@ struct ItemWalk {
       }
       const bool exists = sequence < p.batch;
       const int items = exists ? runs * of_run : 0, slots = exists ? s.splits * of_run : 0;
-      int slots_end = slots;
+      int end = items, slots_end = slots;
 #pragma unroll
       for (int distance = 1; distance < 32; distance *= 2) {
-        const int others = __shfl_up_sync(~0u, slots_end, distance);
-        if (lane >= distance) slots_end += others;
+        const int others = __shfl_up_sync(~0u, end, distance);
+        const int other_slots = __shfl_up_sync(~0u, slots_end, distance);
+        if (lane >= distance) end += others, slots_end += other_slots;
       }
-      slots_end += slots_before;
-      first_slot = slots_end - slots;
-      // Long items come first, so that short ones fill the end of the grid.
-      const int keys = min(s.splits, 1 << run_log2) * s.chunk;
-      first = before;
-      if (p.batch > 1) {
-#pragma unroll 8
-        for (int other = 0; other < 32; ++other) {
-          const int their_keys = __shfl_sync(~0u, keys, other);
-          const int their_items = __shfl_sync(~0u, items, other);
-          if (their_keys > keys || (their_keys == keys && other < lane)) first += their_items;
-        }
-      }
-      const unsigned here = __ballot_sync(~0u, first <= number && number < first + items);
-      if (here != 0) {
-        owner = __ffs(static_cast<int>(here)) - 1;
+      end += before, slots_end += slots_before;
+      first = end - items, first_slot = slots_end - slots;
+      const unsigned later = __ballot_sync(~0u, number < end);
+      if (later != 0) {
+        owner = __ffs(static_cast<int>(later)) - 1;
         // The workspace has room for p.items.
         if (__shfl_sync(~0u, slots_end, owner) > p.items) return false;
         break;
       }
-      before += __reduce_add_sync(~0u, items);
+      before = __shfl_sync(~0u, end, 31);
       slots_before = __shfl_sync(~0u, slots_end, 31);
       first_sequence += 32;
     }
