@@ -196,24 +196,23 @@ pub fn case(
     });
     let mut divided = divided.collect::<Result<Vec<_>>>()?;
 
-    // One GPU and all schemes take turns, each behind each other one, and once more.
+    // One GPU and all schemes take turns of a few calls.
     let (mut one_times, mut one_repeats) = (Vec::new(), Vec::new());
     for round in 0..=rounds {
         for turn in 0..=divided.len() {
             let at = (round + turn) % (divided.len() + 1);
             let (seconds, [times, repeats]) = match divided.get_mut(at) {
-                Some(scheme) => (
-                    [scheme.seconds()?, scheme.seconds()?],
-                    [&mut scheme.times, &mut scheme.repeats],
-                ),
+                Some(scheme) => {
+                    (turn_of(|| scheme.seconds())?, [&mut scheme.times, &mut scheme.repeats])
+                }
                 None => {
                     let run = || ranks.once(stream, &mut || one.run(stream).map(drop));
-                    ([run()?, run()?], [&mut one_times, &mut one_repeats])
+                    (turn_of(run)?, [&mut one_times, &mut one_repeats])
                 }
             };
             if round > 0 {
                 times.push(seconds[0]);
-                repeats.push(seconds[1]);
+                repeats.extend(&seconds[1..]);
             }
         }
     }
@@ -296,6 +295,11 @@ pub fn case(
         }
     }
     Ok(())
+}
+
+/// The times of the calls of a turn, of which the first one follows another scheme.
+fn turn_of(call: impl Fn() -> Result<f64>) -> Result<[f64; 4]> {
+    Ok([call()?, call()?, call()?, call()?])
 }
 
 /// Relative error of the results of this rank, and whether repeats have the same bits: on 16 parts
