@@ -173,9 +173,9 @@ impl Nccl {
     /// under a window mask, say, and where there can be no window of memory, keys travel as with
     /// [`new`](Self::new).
     ///
-    /// An all-gather cannot be aborted: if a rank is lost, the others have an error after the
-    /// timeout, but work that they have queued behind it stays on their GPUs until their processes
-    /// end.
+    /// An all-gather cannot be aborted. If a rank is lost, work that the others have queued behind
+    /// it stays on their GPUs, and a thread that the driver keeps waiting for that has no error:
+    /// with NCCL 2.28 and four GPUs, the processes had to be ended from outside.
     ///
     /// # Errors
     /// The device's errors.

@@ -109,7 +109,8 @@ impl NcclCommunicator {
     /// work that it queued on `stream` before.
     ///
     /// An all-gather under way cannot be aborted. If another rank is lost, this one is lost after
-    /// the timeout as by an exchange, but its stream does not go on.
+    /// the timeout as by an exchange, but its stream does not go on, and where the driver waits for
+    /// the device, to load a kernel, say, no error is seen before the process is ended.
     ///
     /// # Errors
     /// [`Error::Nccl`] for another tensor, or one in a window from before the last
