@@ -18,6 +18,7 @@ namespace {
 
 using Traits = ElementTraits<Element>;
 
+// How far a score may exceed the reference of its row, in powers of two.
 constexpr float kAhead = 4.f;
 
 // Of the 16 rows of a warp, a lane holds the columns 8 j + 2 (lane % 4) + e of the rows g and g + 8
