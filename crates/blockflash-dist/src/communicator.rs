@@ -27,30 +27,6 @@ pub trait Communicator {
         receives: &mut [(usize, ViewMut<'_>)],
     ) -> Result<()>;
 
-    /// Whether large messages lie in memory of [`tensor`](Self::tensor), for which their senders
-    /// copy them. The same on all ranks; false if it is not written.
-    fn lends(&self) -> bool {
-        false
-    }
-
-    /// Prepares memory for messages of up to so many bytes. All ranks call this at the same time,
-    /// and the largest number counts. Does nothing if it is not written.
-    ///
-    /// # Errors
-    /// As [`exchange`](Self::exchange).
-    fn reserve(&self, _bytes: usize) -> Result<()> {
-        Ok(())
-    }
-
-    /// Memory for a message, not initialised, in the order of the communicator's stream. A message
-    /// lies in such memory at both ends or at neither.
-    ///
-    /// # Errors
-    /// The device's errors.
-    fn tensor(&self, dtype: DType, shape: &[usize]) -> Result<Tensor> {
-        Ok(Tensor::empty(self.stream(), dtype, shape)?)
-    }
-
     /// Whether tensors of all ranks can be gathered ([`all_gather`](Self::all_gather)), beside
     /// which attention does not slow down. The same on all ranks; false if it is not written.
     fn gathers(&self) -> bool {
@@ -135,7 +111,6 @@ pub enum Mark {
 pub struct Nccl {
     ranks: NcclCommunicator,
     stream: Stream,
-    lends: bool,
     gathers: bool,
 }
 
@@ -144,23 +119,7 @@ impl Nccl {
     /// The device's errors.
     pub fn new(ranks: NcclCommunicator) -> Result<Nccl> {
         let stream = ranks.device().urgent_stream()?;
-        Ok(Nccl { ranks, stream, lends: false, gathers: false })
-    }
-
-    /// Large messages lie in memory that all ranks know, into which their senders write directly
-    /// ([`NcclCommunicator::reserve`]): exchanges are faster and take half of the SMs, but keys are
-    /// copied first, and each pair of ranks exchanges addresses when it first uses some memory. All
-    /// ranks do it, or none.
-    ///
-    /// Where [`NcclCommunicator::reserve`] has no effect (NCCL before 2.19, GPUs before Hopper,
-    /// several ranks in a process), messages travel as usual and are copied for nothing. With NCCL
-    /// 2.28 a process has ended without an error when another rank was lost before the first
-    /// exchange of addresses.
-    ///
-    /// # Errors
-    /// The device's errors.
-    pub fn direct(ranks: NcclCommunicator) -> Result<Nccl> {
-        Ok(Nccl { lends: true, ..Nccl::new(ranks)? })
+        Ok(Nccl { ranks, stream, gathers: false })
     }
 
     /// Where keys are divided among all ranks, the forward pass gathers the keys and values of all
@@ -203,22 +162,6 @@ impl Communicator for Nccl {
         receives: &mut [(usize, ViewMut<'_>)],
     ) -> Result<()> {
         Ok(self.ranks.exchange(sends, receives, &self.stream)?)
-    }
-
-    fn lends(&self) -> bool {
-        self.lends
-    }
-
-    fn reserve(&self, bytes: usize) -> Result<()> {
-        if self.lends {
-            self.ranks.reserve(bytes, &self.stream)?;
-        }
-        Ok(())
-    }
-
-    /// Nothing is lent before something is reserved.
-    fn tensor(&self, dtype: DType, shape: &[usize]) -> Result<Tensor> {
-        Ok(self.ranks.tensor(&self.stream, dtype, shape)?)
     }
 
     fn gathers(&self) -> bool {

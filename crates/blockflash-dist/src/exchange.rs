@@ -55,7 +55,7 @@ pub(crate) fn exchange(comm: &dyn Communicator, messages: Messages<'_>) -> Resul
     Ok(any)
 }
 
-/// What a message has.
+/// Rows of a tensor.
 pub(crate) enum Packed<'a> {
     InPlace(View<'a>),
     Copied(Tensor),
@@ -70,61 +70,27 @@ impl Packed<'_> {
     }
 }
 
-/// Rows of a tensor `[1, rows, heads, head_dim]`, one range after the other.
+/// Rows of a tensor `[1, rows, heads, head_dim]`, one range after the other, in the order of
+/// `stream`.
 pub(crate) fn pack<'a>(
-    comm: &dyn Communicator,
-    x: View<'a>,
-    ranges: &[Range<usize>],
-) -> Result<Packed<'a>> {
-    match ranges {
-        [] | [_] if !comm.lends() => {
-            let rows = ranges.first().cloned().unwrap_or(0..0);
-            Ok(Packed::InPlace(x.slice(1, rows)?))
-        }
-        _ => Ok(Packed::Copied(copy_rows(comm, x, ranges)?)),
-    }
-}
-
-/// The same for rows that stay here, in the order of `stream`.
-pub(crate) fn packed_rows<'a>(
     x: View<'a>,
     ranges: &[Range<usize>],
     stream: &Stream,
 ) -> Result<Packed<'a>> {
-    if let [rows] = ranges {
-        return Ok(Packed::InPlace(x.slice(1, rows.clone())?));
+    if let [] | [_] = ranges {
+        let rows = ranges.first().cloned().unwrap_or(0..0);
+        return Ok(Packed::InPlace(x.slice(1, rows)?));
     }
     let mut shape = x.shape().to_vec();
     shape[1] = ranges.iter().map(|rows| rows.len()).sum();
-    let copy = Tensor::empty(stream, x.dtype(), &shape)?;
-    Ok(Packed::Copied(copied(copy, x, ranges, stream)?))
-}
-
-/// Copies the rows into memory for a message.
-pub(crate) fn copy_rows(
-    comm: &dyn Communicator,
-    x: View<'_>,
-    ranges: &[Range<usize>],
-) -> Result<Tensor> {
-    let mut shape = x.shape().to_vec();
-    shape[1] = ranges.iter().map(|rows| rows.len()).sum();
-    copied(comm.tensor(x.dtype(), &shape)?, x, ranges, comm.stream())
-}
-
-/// Copies the rows into a tensor.
-fn copied(
-    mut copy: Tensor,
-    x: View<'_>,
-    ranges: &[Range<usize>],
-    stream: &Stream,
-) -> Result<Tensor> {
+    let mut copy = Tensor::empty(stream, x.dtype(), &shape)?;
     let mut end = 0;
     for rows in ranges {
         let place = copy.view_mut().slice(1, end..end + rows.len());
         place?.copy_from(&x.slice(1, rows.clone())?, stream)?;
         end += rows.len();
     }
-    Ok(copy)
+    Ok(Packed::Copied(copy))
 }
 
 /// Sends each rank a list, and takes those of all ranks: the first of two messages says how long

@@ -2,7 +2,7 @@
 //!
 //! A communicator may gather without taking SMs from attention, which sends and receives do not.
 
-use crate::exchange::{Packed, packed_rows};
+use crate::exchange::{Packed, pack};
 use crate::plan::{Call, Plan};
 use crate::problem::Problem;
 use crate::ring::Ring;
@@ -198,5 +198,5 @@ impl Gather {
 fn rows<'a>(slot: View<'a>, first: usize, call: &Call, stream: &Stream) -> Result<Packed<'a>> {
     let range = |rows: &Range<usize>| first + rows.start..first + rows.end;
     let ranges: Vec<_> = call.keys.iter().map(range).collect();
-    packed_rows(slot, &ranges, stream)
+    pack(slot, &ranges, stream)
 }

@@ -1,9 +1,9 @@
 //! Exchange of rows for heads among the ranks of a group.
 
-use crate::exchange::{Messages, Packed, exchange};
+use crate::exchange::{Messages, exchange};
 use crate::grid::{Grid, Piece};
 use crate::{Communicator, Result};
-use blockflash_ops::{DType, Tensor, View, ViewMut};
+use blockflash_ops::{Tensor, View, ViewMut};
 
 /// Which dimensions are rows and heads.
 #[derive(Clone, Copy)]
@@ -16,26 +16,6 @@ pub(crate) struct Axes {
 pub(crate) const ROWS: Axes = Axes { rows: 1, heads: 2 };
 /// `[batch, heads, rows]`.
 pub(crate) const LOGS: Axes = Axes { rows: 2, heads: 1 };
-
-impl Axes {
-    /// Memory for messages; such of logarithms are small.
-    fn memory(&self, comm: &dyn Communicator, dtype: DType, shape: &[usize]) -> Result<Tensor> {
-        match self.rows < self.heads {
-            true => comm.tensor(dtype, shape),
-            false => Ok(Tensor::empty(comm.stream(), dtype, shape)?),
-        }
-    }
-
-    /// A chunk, in such memory if it has to be.
-    fn message<'a>(&self, comm: &dyn Communicator, chunk: View<'a>) -> Result<Packed<'a>> {
-        if !comm.lends() {
-            return Ok(Packed::InPlace(chunk));
-        }
-        let mut copy = self.memory(comm, chunk.dtype(), chunk.shape())?;
-        copy.view_mut().copy_from(&chunk, comm.stream())?;
-        Ok(Packed::Copied(copy))
-    }
-}
 
 /// A part of the rows of this rank, with the heads of a rank of its group.
 fn chunk<'a>(
@@ -61,20 +41,18 @@ pub(crate) fn gather(
     for operand @ (x, axes) in operands {
         for member in others(grid) {
             for piece in &own {
-                let chunk = axes.message(comm, chunk(grid, operand, piece, member)?)?;
-                sends.push((grid.in_group(member), chunk));
+                sends.push((grid.in_group(member), chunk(grid, operand, piece, member)?));
             }
         }
         let mut shape = x.shape().to_vec();
         shape[axes.heads] /= grid.scheme.heads;
         for piece in &theirs {
             shape[axes.rows] = piece.own.len();
-            parts.push((piece, axes.memory(comm, x.dtype(), &shape)?));
+            parts.push((piece, Tensor::empty(comm.stream(), x.dtype(), &shape)?));
         }
     }
     let receives = parts.iter_mut();
     let receives = receives.map(|(piece, part)| (grid.in_group(piece.member), part.view_mut()));
-    let sends = sends.iter().map(|(to, chunk)| (*to, chunk.view())).collect();
     exchange(comm, Messages { sends, receives: receives.collect() })?;
     let mut parts = parts.iter();
     let mut gathered = Vec::with_capacity(operands.len());
@@ -115,20 +93,19 @@ pub(crate) fn scatter(
     let (mut sends, mut parts) = (Vec::new(), Vec::new());
     for Scattering { all, axes, .. } in scatterings.iter() {
         for piece in &theirs {
-            let chunk = axes.message(comm, all.slice(axes.rows, piece.common.clone())?)?;
+            let chunk = all.slice(axes.rows, piece.common.clone())?;
             sends.push((grid.in_group(piece.member), chunk));
         }
         let mut shape = all.shape().to_vec();
         for (member, piece) in others(grid).flat_map(|member| own.iter().map(move |p| (member, p)))
         {
             shape[axes.rows] = piece.own.len();
-            let part = axes.memory(comm, all.dtype(), &shape)?;
+            let part = Tensor::empty(comm.stream(), all.dtype(), &shape)?;
             parts.push((member, piece, part));
         }
     }
     let receives = parts.iter_mut();
     let receives = receives.map(|(member, _, part)| (grid.in_group(*member), part.view_mut()));
-    let sends = sends.iter().map(|(to, chunk)| (*to, chunk.view())).collect();
     exchange(comm, Messages { sends, receives: receives.collect() })?;
     let of_each = parts.len() / scatterings.len().max(1);
     let mut parts = parts.iter();

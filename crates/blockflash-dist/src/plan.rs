@@ -175,20 +175,6 @@ impl Plan {
         Ok(packed.try_for_each(|packed| packed.cu_seqlens.share_with(stream))?)
     }
 
-    /// Rows of the largest message: of keys that come or that are kept for all who want some, or
-    /// of gradients.
-    pub(crate) fn largest_message(&self) -> usize {
-        let back = |step: &Step| step.returned.iter().map(|back| count(&back.rows)).sum();
-        let steps = self.steps.iter().skip(1);
-        let rows = |step: &Step| step.received.max(step.attended()).max(back(step));
-        steps.map(rows).max().unwrap_or(0).max(hull(&self.sent()).len())
-    }
-
-    /// The rows that any other rank needs.
-    pub(crate) fn sent(&self) -> Vec<Range<usize>> {
-        union(self.steps.iter().flat_map(|step| step.sent.clone()).collect())
-    }
-
     /// Rows of keys that this rank sends, and rows of which it sends gradients.
     pub(crate) fn rows_sent(&self) -> [usize; 2] {
         let steps = || self.steps.iter().skip(1);
@@ -253,7 +239,7 @@ impl Slots {
 }
 
 /// From the first to the last.
-pub(crate) fn hull(ranges: &[Range<usize>]) -> Range<usize> {
+fn hull(ranges: &[Range<usize>]) -> Range<usize> {
     let start = ranges.iter().map(|range| range.start).min().unwrap_or(0);
     start..ranges.iter().map(|range| range.end).max().unwrap_or(start)
 }

@@ -50,22 +50,19 @@ impl DistributedAttention<'_> {
             };
             Ok(PreparedAttention { problem, plans, gather: None })
         });
-        let none = ([0; ARGUMENTS.len()], [0; 3]);
+        let none = ([0; ARGUMENTS.len()], [0; 2]);
         let words = |PreparedAttention { problem, plans, .. }: &PreparedAttention| {
             let offer = Offer::new(comm, problem, plans, self.block_mask);
             let parts = if forward { offer.parts } else { 0 };
-            let largest = problem.largest_message(plans) as u64;
-            (problem.arguments(), [largest, offer.coming, parts])
+            (problem.arguments(), [offer.coming, parts])
         };
         let (values, others) = planned.as_ref().map_or(none, words);
         let arguments: Vec<_> = ARGUMENTS.into_iter().zip(values).collect();
         let agreed = agree(comm, planned.is_ok(), &arguments, others);
         let mut prepared = planned?;
         let agreed = agreed?;
-        let largest = agreed.iter().map(|[largest, ..]| *largest).max().unwrap_or(0);
-        comm.reserve(largest as usize)?;
         let offers: Vec<_> =
-            agreed.iter().map(|&[_, coming, parts]| Offer { coming, parts }).collect();
+            agreed.iter().map(|&[coming, parts]| Offer { coming, parts }).collect();
         let PreparedAttention { problem, plans, .. } = &prepared;
         if let Some(gather) = Gather::decide(problem, plans.len(), &offers) {
             let bytes = gather.bytes(problem.local.dtype.size());

@@ -4,10 +4,7 @@ use crate::band::Band;
 use crate::block_mask::hash_of;
 use crate::grid::Grid;
 use crate::pattern::{Pattern, check_offsets};
-use crate::plan::Plan;
-use crate::{
-    Communicator, DistributedAttention, DistributedBlockMask, Error, Pass, Result, Scheme,
-};
+use crate::{Communicator, DistributedAttention, DistributedBlockMask, Error, Pass, Result};
 use blockflash_ops::{
     AttentionBackward, AttentionMergeProblem, AttentionProblem, Mask, Stream, View, attention,
     attention_merge,
@@ -134,23 +131,6 @@ impl Problem {
             attention_merge::select(&sum, gpu)?;
         }
         Ok(())
-    }
-
-    /// Bytes of the largest message of keys, their gradients, or heads.
-    pub(crate) fn largest_message(&self, plans: &[Plan]) -> usize {
-        let AttentionProblem { dtype, batch, num_heads_q, num_heads_kv, head_dim, .. } = self.local;
-        let Scheme { heads, keys } = self.grid.scheme;
-        let row = |num_heads: usize| num_heads / heads * head_dim * dtype.size();
-        let rows = match keys {
-            1 => 0,
-            _ => plans.iter().map(Plan::largest_message).max().unwrap_or(0),
-        };
-        let pieces = self.grid.pieces();
-        let piece = match heads {
-            1 => 0,
-            _ => pieces.iter().map(|piece| piece.own.len()).max().unwrap_or(0),
-        };
-        (rows * row(num_heads_kv)).max(batch * piece * row(num_heads_q))
     }
 
     pub(crate) fn arguments(&self) -> [u64; ARGUMENTS.len()] {

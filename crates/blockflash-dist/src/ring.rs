@@ -1,13 +1,12 @@
 //! Attention of the queries of a group to the keys of all groups.
 
-use crate::exchange::{Messages, Packed, copy_rows, exchange, pack};
+use crate::exchange::{Messages, exchange, pack};
 use crate::gathered::Gather;
-use crate::plan::{Call, Plan, Step, hull};
+use crate::plan::{Call, Plan, Step};
 use crate::{Communicator, Mark, Result};
 use blockflash_ops::{
     Attention, AttentionMerge, AttentionOutput, DType, Stream, Tensor, View, ViewMut,
 };
-use std::ops::Range;
 
 /// The calls of one rank.
 #[derive(Clone, Copy)]
@@ -40,8 +39,6 @@ pub(crate) struct Incoming<'a> {
     comm: &'a dyn Communicator,
     plan: &'a Plan,
     own: [View<'a>; 2],
-    /// For other ranks, if messages need memory of their own and none has rows with gaps.
-    kept: Option<Kept>,
     /// As many rows as any step needs, for two steps that receive some.
     slots: Vec<[Tensor; 2]>,
 }
@@ -56,12 +53,7 @@ impl<'a> Incoming<'a> {
     ) -> Result<Self> {
         let receiving = plan.steps.iter().filter(|step| step.received > 0).count();
         let rows = plan.steps.iter().map(|step| step.received).max().unwrap_or(0);
-        let mut this = Incoming { comm, plan, own, kept: None, slots: Vec::new() };
-        if comm.lends() && plan.steps.iter().all(|step| step.sent.len() < 2) {
-            let rows = hull(&plan.sent());
-            let copy = |x| copy_rows(comm, x, std::slice::from_ref(&rows));
-            this.kept = Some(Kept { start: rows.start, kv: [copy(own[0])?, copy(own[1])?] });
-        }
+        let mut this = Incoming { comm, plan, own, slots: Vec::new() };
         for _ in 0..receiving.min(2) {
             this.slots.push(this.like(rows, stream)?);
         }
@@ -73,7 +65,7 @@ impl<'a> Incoming<'a> {
     pub(crate) fn like(&self, rows: usize, stream: &Stream) -> Result<[Tensor; 2]> {
         let mut shape = self.own[0].shape().to_vec();
         shape[1] = rows;
-        let tensor = || self.comm.tensor(self.own[0].dtype(), &shape);
+        let tensor = || Tensor::empty(self.comm.stream(), self.own[0].dtype(), &shape);
         let tensors = [tensor()?, tensor()?];
         tensors.iter().try_for_each(|tensor| tensor.share_with(stream))?;
         Ok(tensors)
@@ -93,20 +85,11 @@ impl<'a> Incoming<'a> {
         comm.wait_for(stream)?;
         let next = self.plan.steps.get(t + 1);
         let sent = next.map_or(&[][..], |next| &next.sent);
-        let packed = match &self.kept {
-            Some(_) => None,
-            None => {
-                Some([pack(self.comm, self.own[0], sent)?, pack(self.comm, self.own[1], sent)?])
-            }
-        };
+        let packed = [pack(self.own[0], sent, comm)?, pack(self.own[1], sent, comm)?];
         stream.wait_for(comm)?;
         let mut messages = Messages::default();
         if let Some(Step { from, received, turn, to, .. }) = next {
-            let rows = match (&self.kept, &packed) {
-                (Some(kept), _) => kept.rows(sent)?,
-                (None, packed) => packed.iter().flatten().map(Packed::view).collect(),
-            };
-            messages.sends.extend(rows.into_iter().map(|rows| (*to, rows)));
+            messages.sends.extend(packed.iter().map(|rows| (*to, rows.view())));
             let slots = self.slots.len();
             if *received > 0 {
                 for tensor in &mut self.slots[turn % slots] {
@@ -125,22 +108,6 @@ impl<'a> Incoming<'a> {
             }
             _ => self.own,
         })
-    }
-}
-
-/// A copy of rows of keys and values, in memory for messages.
-struct Kept {
-    /// The first one, of those of this rank.
-    start: usize,
-    kv: [Tensor; 2],
-}
-
-impl Kept {
-    /// One range of them, or none.
-    fn rows(&self, range: &[Range<usize>]) -> Result<Vec<View<'_>>> {
-        let rows = |range: &Range<usize>| range.start - self.start..range.end - self.start;
-        let of_all = range.iter().flat_map(|range| self.kv.iter().map(move |x| (x, range)));
-        of_all.map(|(x, range)| Ok(x.view().slice(1, rows(range))?)).collect()
     }
 }
 

@@ -95,8 +95,8 @@ pub(crate) struct DeviceMemory {
     turn: Option<Turn>,
     /// For memory of another library.
     owner: Option<Owner>,
-    /// How many bytes there are, if the owner takes the memory back in the order of the home.
-    lent: Option<usize>,
+    /// Whether the owner takes the memory back in the order of the home.
+    is_lent: bool,
 }
 
 impl DeviceMemory {
@@ -152,15 +152,15 @@ impl DeviceMemory {
 
     /// Memory that is valid in the order of `home`. The owner is dropped when no more work can be
     /// queued with it, and all that was precedes what is queued on `home` from then on.
-    pub(crate) fn lent(ptr: u64, bytes: usize, home: &Stream, owner: Owner) -> DeviceMemory {
+    pub(crate) fn lent(ptr: u64, home: &Stream, owner: Owner) -> DeviceMemory {
         let mut memory = DeviceMemory::foreign(ptr, home, owner);
-        memory.lent = Some(bytes);
+        memory.is_lent = true;
         memory
     }
 
     fn new(ptr: u64, home: &Stream, owner: Option<Owner>) -> DeviceMemory {
         let (home, users) = (home.clone(), Mutex::default());
-        DeviceMemory { ptr, home, users, turn: None, owner, lent: None }
+        DeviceMemory { ptr, home, users, turn: None, owner, is_lent: false }
     }
 
     /// From now on, work uses the memory in turns, after the work that is queued on its home: see
@@ -173,9 +173,9 @@ impl DeviceMemory {
         self.ptr
     }
 
-    /// Bytes of the memory, if it is [lent](Self::lent).
-    pub(crate) fn lent_bytes(&self) -> Option<usize> {
-        self.lent
+    /// Whether the memory is [lent](Self::lent).
+    pub(crate) fn is_lent(&self) -> bool {
+        self.is_lent
     }
 
     pub(crate) fn home(&self) -> &Stream {
@@ -238,7 +238,7 @@ impl Drop for DeviceMemory {
     fn drop(&mut self) {
         let users = std::mem::take(&mut *lock(&self.users));
         let (home, owner) = (self.home.clone(), self.owner.take());
-        let (ptr, is_lent) = (self.ptr, self.lent.is_some());
+        let (ptr, is_lent) = (self.ptr, self.is_lent);
         Freed { ptr, home, users, owner, is_lent, last_use: None }.free();
     }
 }

@@ -128,14 +128,6 @@ nccl! {
         state().free(address);
         SUCCESS
     }
-    fn ncclCommRegister(comm: usize, address: u64, bytes: usize, handle: &mut usize) {
-        *handle = state().register(comm, address, bytes);
-        SUCCESS
-    }
-    fn ncclCommDeregister(comm: usize, handle: usize) {
-        state().deregister(comm, handle);
-        SUCCESS
-    }
     fn ncclCommWindowRegister(
         comm: usize,
         address: u64,

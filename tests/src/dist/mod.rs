@@ -1,11 +1,9 @@
 //! Attention over several ranks in threads of one process, against the oracle of the whole
 //! sequence.
 
-mod lent;
 mod rank;
 mod strategy;
 
-use lent::{Lent, Said};
 pub use rank::{Counted, Rank, Way};
 pub use strategy::{dist_block_cases, dist_cases, dist_packed_cases};
 
@@ -15,7 +13,7 @@ use crate::number::decode;
 use crate::tolerance::check;
 use blockflash_dist::{Communicator, DistributedBlockMask, Error, Memory, Scheme, Shard};
 use blockflash_ops::{BlockMask, DType, Device};
-use std::cell::{Cell, RefCell};
+use std::cell::Cell;
 use std::time::Duration;
 
 /// How long a rank waits for another one.
@@ -80,9 +78,8 @@ impl DistCase {
     }
 
     /// How the ranks of this case exchange keys.
-    fn way(&self, device: &Device) -> Way {
+    fn way(&self) -> Way {
         match self.whole.seed % 4 {
-            1 | 3 if device.is_cpu() => Way::Lent,
             2 => Way::Gathered,
             _ => Way::Plain,
         }
@@ -94,7 +91,7 @@ impl DistCase {
         device: &Device,
         call: impl Fn(&Rank<'_>) -> Result<T, String> + Sync,
     ) -> Result<Vec<T>, String> {
-        self.ranks_by(self.way(device), device, call)
+        self.ranks_by(self.way(), device, call)
     }
 
     fn ranks_by<T: Send>(
@@ -104,19 +101,16 @@ impl DistCase {
         call: impl Fn(&Rank<'_>) -> Result<T, String> + Sync,
     ) -> Result<Vec<T>, String> {
         let text = |error: Error| error.to_string();
-        let said = Said::default();
         let group = Memory::group(device, self.world(), TIMEOUT).map_err(text)?;
         std::thread::scope(|threads| {
             let start = |comm: Memory| {
-                let (call, said) = (&call, &said);
+                let call = &call;
                 threads.spawn(move || {
                     let shard = self.shard(comm.world(), comm.rank()).map_err(text)?;
                     let stream = device.stream().map_err(|error| error.to_string())?;
                     let host = Device::cpu().stream().map_err(|error| error.to_string())?;
-                    let lends = way == Way::Lent;
-                    let lent = lends.then(|| RefCell::new(Lent::new(said.clone())));
                     let comm = if way == Way::Gathered { comm.gathering() } else { comm };
-                    let comm = Counted { comm, sent: Cell::new(0), gathered: Cell::new(0), lent };
+                    let comm = Counted { comm, sent: Cell::new(0), gathered: Cell::new(0) };
                     let cu_seqlens = self.cu_seqlens();
                     let block_mask = match self.whole.block_mask(&host)? {
                         None => None,

@@ -1,7 +1,6 @@
 //! One rank of a case: its tensors, and its calls.
 
 use super::DistCase;
-use super::lent::Lent;
 use crate::attention::{AttentionCase, AttentionData};
 use crate::attention_bwd::BackwardData;
 use crate::host::{download, upload};
@@ -11,27 +10,23 @@ use blockflash_dist::{
     PreparedAttention, Shard,
 };
 use blockflash_ops::{Attention, AttentionOutput, DType, Stream, Tensor, View, ViewMut};
-use std::cell::{Cell, RefCell};
+use std::cell::Cell;
 
 /// How ranks exchange keys.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Way {
-    /// By messages between any tensors.
+    /// Step by step.
     Plain,
-    /// By messages in memory for them.
-    Lent,
     /// All at once, in the forward pass.
     Gathered,
 }
 
-/// Counts the bytes that a rank sends, and looks where messages lie.
+/// Counts the bytes that a rank sends.
 pub struct Counted {
     pub(super) comm: Memory,
     pub(super) sent: Cell<usize>,
     /// All-gathers of this rank.
     pub(super) gathered: Cell<usize>,
-    /// Where messages need memory of their own.
-    pub(super) lent: Option<RefCell<Lent>>,
 }
 
 impl Communicator for Counted {
@@ -54,33 +49,7 @@ impl Communicator for Counted {
     ) -> Result<(), Error> {
         let bytes = sends.iter().map(|(_, view)| view.layout().elements() * view.dtype().size());
         self.sent.set(self.sent.get() + bytes.sum::<usize>());
-        let Some(lent) = &self.lent else { return self.comm.exchange(sends, receives) };
-        let lent = lent.borrow();
-        sends.iter().for_each(|(to, view)| lent.send([self.rank(), *to], view));
-        self.comm.exchange(sends, receives)?;
-        receives.iter().for_each(|(from, view)| {
-            lent.receive([*from, self.rank()], &view.as_view());
-        });
-        Ok(())
-    }
-
-    fn lends(&self) -> bool {
-        self.lent.is_some()
-    }
-
-    fn reserve(&self, bytes: usize) -> Result<(), Error> {
-        if let Some(lent) = &self.lent {
-            let mut lent = lent.borrow_mut();
-            lent.reserved = lent.reserved.max(bytes);
-        }
-        Ok(())
-    }
-
-    fn tensor(&self, dtype: DType, shape: &[usize]) -> Result<Tensor, Error> {
-        match &self.lent {
-            Some(lent) => lent.borrow().tensor(self.stream(), dtype, shape),
-            None => Ok(Tensor::empty(self.stream(), dtype, shape)?),
-        }
+        self.comm.exchange(sends, receives)
     }
 
     fn gathers(&self) -> bool {

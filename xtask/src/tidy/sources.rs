@@ -10,14 +10,13 @@ use std::path::{Path, PathBuf};
 const GENERATED: &str = "crates/blockflash-sys/src/params.rs";
 /// The one crate that may contain unsafe code, files of front ends that take foreign pointers, and
 /// the fake of the driver, which tests alone use.
-const UNSAFE_PLACES: [&str; 7] = [
+const UNSAFE_PLACES: [&str; 6] = [
     "crates/blockflash-safe/",
     "tests/fake_driver/",
     "crates/blockflash-python/src/foreign.rs",
     "crates/blockflash-python/src/dispatcher/",
     "crates/blockflash-candle/src/foreign.rs",
     "tests/fake_nccl/src/",
-    "tests/src/dist/lent.rs",
 ];
 /// The one folder with inline PTX.
 const PTX_FOLDER: &str = "kernels/include/blockflash/ptx/";

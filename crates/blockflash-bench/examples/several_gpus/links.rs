@@ -26,10 +26,8 @@ pub fn measure(ranks: &Ranks, report: &mut Report) -> Result<Links, Failure> {
     let mut times = Vec::new();
     const SIZES: [usize; 5] = [1 << 10, 1 << 20, 16 << 20, 64 << 20, 256 << 20];
     for bytes in SIZES {
-        comm.reserve(bytes)?;
-        let mut own = comm.tensor(DType::U8, &[bytes])?;
-        own.fill_bytes(stream, 0)?;
-        let mut theirs = comm.tensor(DType::U8, &[bytes])?;
+        let own = Tensor::zeros(stream, DType::U8, &[bytes])?;
+        let mut theirs = Tensor::empty(stream, DType::U8, &[bytes])?;
         let seconds = ranks.median(9, stream, &mut || {
             comm.exchange(&[(to, own.view())], &mut [(from, theirs.view_mut())])
         })?;

@@ -58,11 +58,8 @@ struct Args {
     /// Folder for the results
     #[arg(long, default_value = ".")]
     out: PathBuf,
-    /// Messages in memory that all ranks know
-    #[arg(long)]
-    direct: bool,
     /// Keys gathered by copy engines, in the forward pass
-    #[arg(long, conflicts_with = "direct")]
+    #[arg(long)]
     gather: bool,
     /// check, links, lost or cases
     #[arg(required = true)]
@@ -105,12 +102,10 @@ fn work(rank: &str, args: &Args) -> Result<(), Failure> {
     let device = Device::cuda(rank)?;
     let id = NcclId::from_bytes(id);
     let timeout = Duration::from_secs(args.timeout);
-    let join = if args.gather { NcclCommunicator::gathering } else { NcclCommunicator::new };
-    let ranks = join(&device, &id, rank, args.gpus, timeout)?;
-    let nccl = match (args.direct, args.gather) {
-        (true, _) => Nccl::direct(ranks)?,
-        (_, true) => Nccl::gathering(ranks)?,
-        _ => Nccl::new(ranks)?,
+    let nccl = if args.gather {
+        Nccl::gathering(NcclCommunicator::gathering(&device, &id, rank, args.gpus, timeout)?)?
+    } else {
+        Nccl::new(NcclCommunicator::new(&device, &id, rank, args.gpus, timeout)?)?
     };
     let ranks = Ranks { comm: Watched::new(nccl), stream: device.stream()? };
     let mut report = Report::new(&args.out, &device)?;

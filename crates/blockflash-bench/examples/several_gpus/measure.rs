@@ -268,7 +268,6 @@ pub fn case(
         let row = Row {
             case: case.to_string(),
             gpus: world,
-            direct: comm.lends(),
             gather: comm.gathers(),
             gathers,
             scheme: scheme.call.scheme.to_string(),

@@ -17,8 +17,6 @@ use std::path::{Path, PathBuf};
 pub struct Row {
     pub case: String,
     pub gpus: usize,
-    /// Whether messages lie in memory that all ranks know.
-    pub direct: bool,
     /// Whether it may gather keys, and all-gathers of a rank in a call.
     pub gather: bool,
     pub gathers: usize,
@@ -58,7 +56,6 @@ pub struct Row {
 #[derive(Serialize)]
 struct Link {
     gpus: usize,
-    direct: bool,
     link_bytes: usize,
     us: f64,
     gb_per_s: f64,
@@ -89,10 +86,10 @@ impl Report {
         seconds: f64,
     ) -> Result<(), Failure> {
         if comm.rank() == 0 {
-            let (gpus, direct) = (comm.world(), comm.lends());
+            let gpus = comm.world();
             let gb_per_s = bytes as f64 / seconds * 1e-9;
             println!("exchange of {bytes} bytes: {:.1} us, {gb_per_s:.1} GB/s", seconds * 1e6);
-            self.line(&Link { gpus, direct, link_bytes: bytes, us: seconds * 1e6, gb_per_s })?;
+            self.line(&Link { gpus, link_bytes: bytes, us: seconds * 1e6, gb_per_s })?;
         }
         Ok(())
     }

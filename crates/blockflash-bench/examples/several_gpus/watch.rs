@@ -125,18 +125,6 @@ impl Communicator for Watched {
         self.exchanged(|| self.nccl.all_gather(slots))
     }
 
-    fn lends(&self) -> bool {
-        self.nccl.lends()
-    }
-
-    fn reserve(&self, bytes: usize) -> Result<()> {
-        self.nccl.reserve(bytes)
-    }
-
-    fn tensor(&self, dtype: DType, shape: &[usize]) -> Result<Tensor> {
-        self.nccl.tensor(dtype, shape)
-    }
-
     fn wait(&self, stream: &Stream) -> Result<()> {
         self.nccl.wait(stream)
     }

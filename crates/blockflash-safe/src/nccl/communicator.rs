@@ -1,4 +1,3 @@
-use super::lent::Blocks;
 use super::library::BYTES;
 use super::watch::{State, Watched, Work};
 use super::window::Windows;
@@ -22,7 +21,6 @@ pub struct NcclCommunicator {
     pub(super) world: usize,
     pub(super) id: [u8; 128],
     pub(super) watched: Arc<Watched>,
-    pub(super) blocks: Arc<Blocks>,
     /// Whether NCCL was asked for all-gathers without SMs, which it has.
     pub(super) gathers: bool,
     pub(super) windows: Arc<Windows>,
@@ -52,8 +50,7 @@ impl NcclCommunicator {
     ///
     /// # Errors
     /// [`Error::Nccl`] for a tensor that is not contiguous, for a rank that does not exist or is
-    /// this one, and where something is received elsewhere than at the beginning of a
-    /// [`tensor`](Self::tensor) or in one from before the last [`reserve`](Self::reserve);
+    /// this one, and where something is received in a [`window`](Self::window);
     /// [`Error::DeviceMismatch`], [`Error::InCapture`], [`Error::Lost`].
     pub fn exchange(
         &self,
@@ -64,13 +61,9 @@ impl NcclCommunicator {
         let refused = |what: String| Err(Error::Nccl { call: "exchange", what });
         self.device.expect(stream.device())?;
         for (_, view) in receives.iter() {
-            let view = view.as_view();
-            let lent = view.owner().and_then(|memory| Some((memory, memory.lent_bytes()?)));
-            let Some((memory, bytes)) = lent else { continue };
-            let is_window = bytes == 0;
-            let is_whole = view.device_ptr() == Some(memory.ptr()) && bytes >= self.blocks.size();
-            if is_window || !is_whole {
-                return refused("a message could reach beyond the block of its tensor".into());
+            // A sender could write into it directly, and beyond the view.
+            if view.as_view().owner().is_some_and(|memory| memory.is_lent()) {
+                return refused("a window takes no messages".into());
             }
         }
         let incoming = receives.iter().map(|(from, view)| (*from, view.as_view()));
@@ -157,9 +150,8 @@ impl NcclCommunicator {
             let (to, size) = (view.device_ptr().unwrap_or(0) as *mut _, bytes(&view.as_view()));
             // SAFETY: as above. The memory is borrowed exclusively, and no more than `size` bytes
             // of it are written, whatever the sender sends: they are copied out of NCCL's own
-            // memory, since tensors are not registered, and ranks of one process have no direct
-            // access (`new`). Memory that is registered has room for the largest message of any
-            // rank from its beginning on (`lent.rs`).
+            // memory, since no tensor but a window is registered, and ranks of one process have no
+            // direct access (`new`).
             let code = unsafe { (nccl.receive)(to, size, BYTES, *from as i32, comm, raw) };
             result = result.and(nccl.check("ncclRecv", code));
         }

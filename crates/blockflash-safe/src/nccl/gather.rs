@@ -2,7 +2,6 @@
 //! move what is gathered, and no SM has a part in it.
 
 use super::communicator::{NcclCommunicator, bytes_of};
-use super::lent::GRANULE;
 use super::library::BYTES;
 use super::watch::{State, Work};
 use super::window::Lease;
@@ -10,10 +9,14 @@ use crate::freed::Owner;
 use crate::memory::DeviceMemory;
 use crate::stream::Kept;
 use crate::tensor::Memory;
-use crate::{DType, Error, Event, Layout, Result, Stream, Tensor, View, ViewMut};
+use crate::{
+    ComputeCapability, DType, Error, Event, Layout, Result, Stream, Tensor, View, ViewMut,
+};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+/// Windows are multiples of what the driver maps at a time.
+const GRANULE: usize = 2 << 20;
 /// Bytes of each rank in the first all-gather, which readies what NCCL makes when it is needed.
 const FIRST: usize = 16;
 
@@ -96,8 +99,7 @@ impl NcclCommunicator {
         }
         let address = window.ptr.0.addr() as u64;
         let owner: Owner = Mutex::new(Box::new(Lease(Some(window))));
-        // No message has room in it: see `exchange`.
-        let memory = DeviceMemory::lent(address, 0, stream, owner);
+        let memory = DeviceMemory::lent(address, stream, owner);
         Ok(Tensor::with_memory(Memory::Cuda(Arc::new(memory)), dtype, layout))
     }
 
@@ -137,7 +139,8 @@ impl NcclCommunicator {
     /// Queues what was checked, and has it watched.
     fn queue_gather(&self, state: &mut State, slots: View<'_>, stream: &Stream) -> Result<()> {
         let bytes = bytes_of(slots.layout(), slots.dtype()) / self.world();
-        let (Some((gather, _)), Some(session), 1..) = (self.functions(), stream.session()?, bytes)
+        let (Some(gather), Some(session), 1..) =
+            (&self.watched.nccl.gather, stream.session()?, bytes)
         else {
             return Ok(());
         };
@@ -162,6 +165,33 @@ impl NcclCommunicator {
         event.record(stream)?;
         state.watch(event, Work::Gather, self.watched.timeout);
         Ok(())
+    }
+
+    fn is_hopper(&self) -> bool {
+        let gpu = &self.watched.context.properties;
+        gpu.compute_capability >= ComputeCapability::new(9, 0)
+    }
+
+    /// The words of all ranks. All exchanges are done then, on all ranks.
+    fn of_all(&self, words: [usize; 2], stream: &Stream) -> Result<Vec<[usize; 2]>> {
+        let bytes = words.map(|word| (word as u64).to_le_bytes()).concat();
+        let ours = Tensor::from_slice(stream, &bytes, &[bytes.len()])?;
+        let others: Vec<_> = (0..self.world()).filter(|&rank| rank != self.rank()).collect();
+        let empty = |_: &usize| Tensor::empty(stream, DType::U8, &[bytes.len()]);
+        let mut theirs = others.iter().map(empty).collect::<Result<Vec<_>>>()?;
+        let sends: Vec<_> = others.iter().map(|&rank| (rank, ours.view())).collect();
+        let receives = others.iter().zip(&mut theirs);
+        let mut receives: Vec<_> = receives.map(|(&rank, x)| (rank, x.view_mut())).collect();
+        self.exchange(&sends, &mut receives, stream)?;
+        self.wait(stream)?;
+        let mut of_all = vec![words];
+        for tensor in &theirs {
+            let bytes = tensor.to_vec::<u8>(stream)?;
+            let byte = |sum, &byte: &u8| sum << 8 | usize::from(byte);
+            let word = |at: usize| bytes[8 * at..][..8].iter().rev().fold(0, byte);
+            of_all.push([word(0), word(1)]);
+        }
+        Ok(of_all)
     }
 
     /// Waits until no all-gather of this rank is under way.

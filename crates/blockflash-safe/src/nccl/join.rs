@@ -68,8 +68,8 @@ impl NcclCommunicator {
         // From here on, dropping cleans up.
         let (device, id) = (*device, id.to_bytes());
         let gathers = gathers && watched.nccl.gather.is_some();
-        let (blocks, windows) = (Arc::default(), Arc::default());
-        let this = NcclCommunicator { device, rank, world, id, watched, blocks, gathers, windows };
+        let windows = Arc::default();
+        let this = NcclCommunicator { device, rank, world, id, watched, gathers, windows };
         let mut state = lock(&this.watched.state);
         if let Err(error) = this.init(&mut state, count) {
             this.watched.give_up(&mut state, error.to_string());
@@ -97,17 +97,12 @@ impl NcclCommunicator {
         nccl.check("ncclCommInitRankConfig", code)?;
         self.watched.settle("ncclCommInitRankConfig", raw)
     }
-
-    /// Whether no other rank is in this process.
-    pub(super) fn is_alone(&self) -> bool {
-        lock(&IDS).iter().filter(|id| **id == self.id).count() == 1
-    }
 }
 
 impl Drop for NcclCommunicator {
     fn drop(&mut self) {
         let watched = &*self.watched;
-        let forgotten = self.forget_window().and_then(|()| self.forget());
+        let forgotten = self.forget_window();
         let mut state = lock(&watched.state);
         if let Err(error) = forgotten {
             watched.give_up(&mut state, error.to_string());

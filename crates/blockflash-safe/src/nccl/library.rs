@@ -125,7 +125,6 @@ macro_rules! functions {
 functions! {
     /// The functions. The library is never unloaded.
     Nccl
-    [lend: Option<Lend> = |library| Lend::read(library).ok()]
     [gather: Option<Gather> = |library| Gather::read(library).ok()]
     get_version = "ncclGetVersion": fn(*mut c_int) -> Code;
     get_unique_id = "ncclGetUniqueId": fn(*mut UniqueId) -> Code;
@@ -142,17 +141,10 @@ functions! {
 }
 
 functions! {
-    /// Those for memory that all ranks know, which NCCL has from 2.19 on.
-    Lend
-    allocate = "ncclMemAlloc": fn(*mut *mut c_void, usize) -> Code;
-    free = "ncclMemFree": fn(*mut c_void) -> Code;
-    register = "ncclCommRegister": fn(RawComm, *mut c_void, usize, *mut *mut c_void) -> Code;
-    deregister = "ncclCommDeregister": fn(RawComm, *mut c_void) -> Code;
-}
-
-functions! {
     /// Those for all-gathers in windows, from 2.28 on.
     Gather
+    allocate = "ncclMemAlloc": fn(*mut *mut c_void, usize) -> Code;
+    free = "ncclMemFree": fn(*mut c_void) -> Code;
     register = "ncclCommWindowRegister":
         fn(RawComm, *mut c_void, usize, *mut *mut c_void, c_int) -> Code;
     deregister = "ncclCommWindowDeregister": fn(RawComm, *mut c_void) -> Code;

@@ -3,7 +3,6 @@
 mod communicator;
 mod gather;
 mod join;
-mod lent;
 mod library;
 mod watch;
 mod window;

@@ -2,7 +2,7 @@
 
 use super::communicator::NcclCommunicator;
 use super::gather::refused;
-use super::library::{Gather, Lend, SYMMETRIC};
+use super::library::SYMMETRIC;
 use super::watch::Watched;
 use crate::driver::Relaxed;
 use crate::gpu::Handle;
@@ -12,26 +12,21 @@ use std::ptr;
 use std::sync::{Arc, Mutex};
 
 impl NcclCommunicator {
-    pub(super) fn functions(&self) -> Option<(&'static Gather, &'static Lend)> {
-        let nccl = self.watched.nccl;
-        nccl.gather.as_ref().zip(nccl.lend.as_ref())
-    }
-
     /// Whether nothing is known that speaks against windows.
     pub(super) fn windows_exist(&self) -> bool {
-        self.functions().is_some() && !lock(&self.windows.state).refused
+        self.watched.nccl.gather.is_some() && !lock(&self.windows.state).refused
     }
 
     /// Memory for a window, used in the order of `home` first.
     pub(super) fn allocate(&self, size: usize, home: &Stream) -> Result<Window> {
         let watched = self.watched.clone();
         let missing = || refused("the library has no windows".into());
-        let (_, lend) = self.functions().ok_or_else(missing)?;
+        let gather = watched.nccl.gather.as_ref().ok_or_else(missing)?;
         let _bound = watched.context.bind()?;
         let _relaxed = Relaxed::enter()?;
         let mut ptr = ptr::null_mut();
         // SAFETY: 1. The context is current. 2. The pointer is valid for writes during the call.
-        watched.nccl.check("ncclMemAlloc", unsafe { (lend.allocate)(&mut ptr, size) })?;
+        watched.nccl.check("ncclMemAlloc", unsafe { (gather.allocate)(&mut ptr, size) })?;
         let (ptr, home, windows) = (Handle(ptr), home.clone(), self.windows.clone());
         Ok(Window { ptr, home, windows, watched })
     }
@@ -40,7 +35,7 @@ impl NcclCommunicator {
     /// for these GPUs.
     pub(super) fn register(&self, window: &Window, size: usize) -> Result<()> {
         let Watched { nccl, context, .. } = &*self.watched;
-        let Some((gather, _)) = self.functions() else { return Ok(()) };
+        let Some(gather) = &nccl.gather else { return Ok(()) };
         let mut state = self.state()?;
         let register = || {
             let comm = state.raw()?;
@@ -78,7 +73,7 @@ impl NcclCommunicator {
     /// any.
     pub(super) fn deregister(&self) -> Result<()> {
         let Watched { nccl, context, .. } = &*self.watched;
-        let Some((gather, _)) = self.functions() else { return Ok(()) };
+        let Some(gather) = &nccl.gather else { return Ok(()) };
         let mut state = self.state()?;
         let deregister = || {
             let comm = state.raw()?;
@@ -174,7 +169,7 @@ pub(super) struct Window {
 impl Drop for Window {
     fn drop(&mut self) {
         let Watched { nccl, context, .. } = &*self.watched;
-        let (Ok(_bound), Some(lend)) = (context.bind(), &nccl.lend) else { return };
+        let (Ok(_bound), Some(gather)) = (context.bind(), &nccl.gather) else { return };
         // It is forgotten on all ranks at the same time. If that was not done, for example after
         // an abort, NCCL and other ranks may go on naming the memory, so that is kept.
         if self.windows.is_at(self.ptr.0.addr() as u64) {
@@ -186,7 +181,7 @@ impl Drop for Window {
         }
         // SAFETY: the memory is that of `ncclMemAlloc`. No tensor has it, NCCL does not name it any
         // more, and the device does nothing more with it.
-        let _ = unsafe { (lend.free)(self.ptr.0) };
+        let _ = unsafe { (gather.free)(self.ptr.0) };
     }
 }
 

@@ -2,13 +2,12 @@
 
 use blockflash_fake_driver::FakeDriver;
 use blockflash_fake_nccl::FakeNccl;
-use blockflash_safe::{Device, NcclCommunicator, NcclId, Result, Stream, Tensor};
+use blockflash_safe::{Device, NcclCommunicator, NcclId, Result, Stream};
 use std::process::Command;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 pub(crate) const TIMEOUT: Duration = Duration::from_secs(5);
-pub(crate) const MIB: usize = 1 << 20;
 
 /// The library, the GPU, a stream, and the turn of a test: they look at all memory of the process.
 pub(crate) fn setup() -> (FakeNccl, Device, Stream, MutexGuard<'static, ()>) {
@@ -18,15 +17,6 @@ pub(crate) fn setup() -> (FakeNccl, Device, Stream, MutexGuard<'static, ()>) {
     let nccl = FakeNccl::load();
     let device = Device::cuda(0).unwrap();
     (nccl, device, device.stream().unwrap(), turn)
-}
-
-pub(crate) fn alone(device: &Device) -> NcclCommunicator {
-    let id = NcclId::new().unwrap();
-    NcclCommunicator::new(device, &id, 0, 1, TIMEOUT).unwrap()
-}
-
-pub(crate) fn address(tensor: &Tensor) -> u64 {
-    tensor.view().device_ptr().unwrap()
 }
 
 /// Runs the test in a process of its own, whose environment lets it have several ranks; says
