@@ -133,8 +133,9 @@ impl Nccl {
     /// [`new`](Self::new).
     ///
     /// An all-gather cannot be aborted. If a rank is lost, work that the others have queued behind
-    /// it stays on their GPUs, and a thread that the driver keeps waiting for that has no error:
-    /// with NCCL 2.28 and four GPUs, the processes had to be ended from outside.
+    /// it stays on their GPUs. From the timeout on, calls that can return have a typed error; a
+    /// thread that the driver keeps waiting has none. After twice the timeout the process ends with
+    /// a message on stderr, whatever its threads do ([`NcclCommunicator::gathering`]).
     ///
     /// # Errors
     /// The device's errors.

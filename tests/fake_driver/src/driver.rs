@@ -5,6 +5,9 @@ use crate::graph::Stream;
 use crate::memory::CAPTURE_MODE;
 use std::cell::RefCell;
 use std::ffi::{CStr, c_char};
+use std::sync::atomic::{AtomicU8, Ordering};
+use std::thread;
+use std::time::Duration;
 
 /// A GPU that the fake driver shows.
 #[derive(Clone, Copy, Debug)]
@@ -31,10 +34,39 @@ const fn gpu(compute_capability: [u32; 2], multiprocessors: u32, smem: u32, l2_b
     Gpu { compute_capability, multiprocessors, smem_per_block: smem << 10, l2_bytes }
 }
 
+/// How events answer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub enum Events {
+    /// Each is reached at once.
+    Reached,
+    /// None is reached.
+    Pending,
+    /// Whoever asks waits.
+    Stuck,
+}
+
+static EVENTS: AtomicU8 = AtomicU8::new(Events::Reached as u8);
+
+/// See [`FakeDriver::set_events`](crate::FakeDriver::set_events).
+#[unsafe(no_mangle)]
+fn blockflash_fake_events(events: Events) {
+    EVENTS.store(events as u8, Ordering::Release);
+}
+
+fn query() -> u32 {
+    let is = |events| EVENTS.load(Ordering::Acquire) == events as u8;
+    while is(Events::Stuck) {
+        thread::sleep(Duration::from_millis(10));
+    }
+    if is(Events::Pending) { NOT_READY } else { SUCCESS }
+}
+
 pub(crate) const SUCCESS: u32 = 0;
 pub(crate) const INVALID_VALUE: u32 = 1;
 pub(crate) const OUT_OF_MEMORY: u32 = 2;
 pub(crate) const NOT_FOUND: u32 = 500;
+const NOT_READY: u32 = 600;
 
 thread_local! {
     static CONTEXTS: RefCell<Vec<usize>> = const { RefCell::new(Vec::new()) };
@@ -150,7 +182,7 @@ driver! {
     }
     fn cuEventCreate = "cuEventCreate"(event: &mut usize, _flags: u32) { *event = 1; SUCCESS }
     fn cuEventDestroy = "cuEventDestroy_v2"(_event: usize) { SUCCESS }
-    fn cuEventQuery = "cuEventQuery"(_event: usize) { SUCCESS }
+    fn cuEventQuery = "cuEventQuery"(_event: usize) { query() }
     fn cuEventRecord = "cuEventRecord"(_event: usize, _stream: Option<&Stream>) { SUCCESS }
     fn cuEventSynchronize = "cuEventSynchronize"(_event: usize) { SUCCESS }
     fn cuEventElapsedTime = "cuEventElapsedTime_v2"(ms: &mut f32, _start: usize, _end: usize) {

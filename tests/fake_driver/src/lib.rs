@@ -15,7 +15,7 @@ mod memory;
 mod module;
 
 pub use calls::{Call, Launch};
-pub use driver::GPUS;
+pub use driver::{Events, GPUS};
 
 use libloading::{Library, Symbol};
 use std::path::PathBuf;
@@ -26,6 +26,7 @@ use std::sync::OnceLock;
 pub struct FakeDriver {
     record: fn(bool) -> Vec<Call>,
     fail: fn(&'static str, u32),
+    events: fn(Events),
 }
 
 impl FakeDriver {
@@ -52,7 +53,9 @@ impl FakeDriver {
                     library.get(b"blockflash_fake_record\0").expect("a fake driver");
                 let fail: Symbol<'_, fn(&'static str, u32)> =
                     library.get(b"blockflash_fake_fail\0").expect("a fake driver");
-                FakeDriver { record: *record, fail: *fail }
+                let events: Symbol<'_, fn(Events)> =
+                    library.get(b"blockflash_fake_events\0").expect("a fake driver");
+                FakeDriver { record: *record, fail: *fail, events: *events }
             }
         })
     }
@@ -68,6 +71,11 @@ impl FakeDriver {
     /// anything.
     pub fn fail_next(&self, function: &'static str, code: u32) {
         (self.fail)(function, code);
+    }
+
+    /// How events answer from now on, to all threads.
+    pub fn set_events(&self, events: Events) {
+        (self.events)(events);
     }
 }
 

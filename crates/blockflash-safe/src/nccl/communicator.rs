@@ -10,7 +10,9 @@ use std::time::{Duration, Instant};
 ///
 /// No call waits without end for another rank. An exchange that is not done after the timeout is
 /// aborted, and the communicator is lost: every later call is [`Error::Lost`]. A thread of its own
-/// watches for that. Dropping waits for the other ranks to drop theirs, no longer than the timeout.
+/// watches for that. (What cannot be aborted may end the process: see
+/// [`gathering`](Self::gathering).) Dropping waits for the other ranks to drop theirs, no longer
+/// than the timeout.
 ///
 /// A process may have several ranks, one for each thread and GPU, if `NCCL_P2P_DIRECT_DISABLE=1` is
 /// in the environment. NCCL would otherwise read and write tensors of the other GPU of the process
@@ -111,14 +113,16 @@ impl NcclCommunicator {
 
     /// Gives the communicator up: exchanges under way end, with unspecified results, and the other
     /// ranks lose theirs after the timeout at the latest. An [all-gather](Self::all_gather) under
-    /// way does not end if another rank does not take part in it, and then nothing behind it does.
+    /// way does not end if another rank does not take part in it, and then nothing behind it does:
+    /// the process ends after twice the timeout, as [`gathering`](Self::gathering) says.
     pub fn abort(&self, why: &str) {
         self.watched.give_up(&mut lock(&self.watched.state), why.to_owned());
     }
 
     /// The state of a communicator that is not lost.
     pub(super) fn state(&self) -> Result<MutexGuard<'_, State>> {
-        let state = lock(&self.watched.state);
+        let mut state = lock(&self.watched.state);
+        self.watched.look(&mut state);
         state.alive()?;
         Ok(state)
     }

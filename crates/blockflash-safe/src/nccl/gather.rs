@@ -13,7 +13,7 @@ use crate::{
     ComputeCapability, DType, Error, Event, Layout, Result, Stream, Tensor, View, ViewMut,
 };
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// Windows are multiples of what the driver maps at a time.
 const GRANULE: usize = 2 << 20;
@@ -112,7 +112,8 @@ impl NcclCommunicator {
     ///
     /// An all-gather under way cannot be aborted. If another rank is lost, this one is lost after
     /// the timeout as by an exchange, but its stream does not go on, and where the driver waits for
-    /// the device, to load a kernel, say, no error is seen before the process is ended.
+    /// the device, to load a kernel, say, no error is seen. After twice the timeout the process
+    /// ends: see [`gathering`](Self::gathering).
     ///
     /// # Errors
     /// [`Error::Nccl`] for another tensor, or one in a window from before the last
@@ -148,6 +149,7 @@ impl NcclCommunicator {
         let all = slots.device_ptr().unwrap_or(0) as *mut u8;
         let own = all.wrapping_add(self.rank() * bytes);
         let raw = session.raw().cast();
+        self.watched.guard.expect_another(Instant::now() + self.watched.timeout);
         // SAFETY:
         // 1. Communicator and stream live and belong to the current context.
         // 2. The slots lie in the window of this rank. One tensor has that, which is borrowed

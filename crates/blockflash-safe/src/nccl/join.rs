@@ -33,6 +33,13 @@ impl NcclCommunicator {
     /// (`NCCL_CTA_POLICY_ZERO`), which [`reserve_gather`](Self::reserve_gather) needs. Exchanges
     /// stay as they are. All ranks do so, or none.
     ///
+    /// Nothing aborts an [all-gather](Self::all_gather) that another rank does not take part in,
+    /// and the driver may keep threads of this process waiting for it. So the process ends, by
+    /// [`abort`](std::process::abort) and with a message on stderr, when an all-gather is not done
+    /// twice the timeout after it was queued; before that, from the timeout on, calls that can
+    /// return are [`Error::Lost`]. A thread sees to that until the communicator is dropped and no
+    /// all-gather is under way.
+    ///
     /// # Errors
     /// As [`new`](Self::new).
     pub fn gathering(
@@ -56,7 +63,8 @@ impl NcclCommunicator {
         let refused = |what: String| Error::Nccl { call: "ncclCommInitRankConfig", what };
         let count = i32::try_from(world).ok().filter(|_| rank < world);
         let count = count.ok_or_else(|| refused(format!("rank {rank} of {world}")))?;
-        let watched = Arc::new(Watched::new(context, timeout)?);
+        let name = format!("rank {rank} of {world} ({device})");
+        let watched = Arc::new(Watched::new(context, name, timeout)?);
         let mut ids = lock(&IDS);
         let direct = std::env::var("NCCL_P2P_DIRECT_DISABLE").is_ok_and(|value| value == "1");
         if ids.contains(&id.to_bytes()) && !direct {
@@ -77,6 +85,10 @@ impl NcclCommunicator {
         }
         drop(state);
         let watched = this.watched.clone();
+        if gathers {
+            let guard = watched.guard.clone();
+            std::thread::spawn(move || guard.run());
+        }
         std::thread::spawn(move || watched.run());
         Ok(this)
     }
@@ -120,7 +132,7 @@ impl Drop for NcclCommunicator {
                 let _ = end(comm.0);
             }
         }
-        state.dropped = true;
+        state.end();
         watched.end.notify_all();
         let mut ids = lock(&IDS);
         if let Some(at) = ids.iter().position(|id| *id == self.id) {

@@ -2,6 +2,7 @@
 
 mod communicator;
 mod gather;
+mod guard;
 mod join;
 mod library;
 mod watch;

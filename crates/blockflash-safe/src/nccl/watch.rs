@@ -1,11 +1,12 @@
 //! The state of a communicator, and the thread that gives it up when an exchange takes too long.
 
+use super::guard::Guard;
 use super::library::{Code, IN_PROGRESS, Nccl, RawComm};
 use crate::gpu::{Context, Handle};
 use crate::{Error, Event, Result, lock::lock};
 use std::collections::VecDeque;
 use std::ffi::c_void;
-use std::sync::{Condvar, Mutex};
+use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};
 
 /// How often the thread looks.
@@ -20,21 +21,22 @@ pub(super) struct Watched {
     pub(super) state: Mutex<State>,
     /// Signalled when the communicator is dropped.
     pub(super) end: Condvar,
+    pub(super) guard: Arc<Guard>,
 }
 
-#[derive(Default)]
 pub(super) struct State {
     /// `None` before it is made and after an abort.
     pub(super) comm: Option<Handle<c_void>>,
     /// Why the communicator was given up.
     lost: Option<String>,
-    /// What is under way.
+    /// What is under way; of a communicator that was given up, all-gathers alone.
     pending: VecDeque<Pending>,
     /// Marks that were reached. Destroying one may wait for a lock of the driver, which it keeps
     /// while it waits for the GPU (to load a kernel, say), and so for the exchange that the
     /// watching thread has to abort. So threads of the user destroy them.
     reached: Vec<Event>,
-    pub(super) dropped: bool,
+    guard: Arc<Guard>,
+    dropped: bool,
 }
 
 /// An exchange or an all-gather under way.
@@ -53,10 +55,17 @@ pub(super) enum Work {
 }
 
 impl Watched {
-    pub(super) fn new(context: &'static Context, timeout: Duration) -> Result<Watched> {
-        let state = Mutex::new(State::default());
-        let nccl = Nccl::get()?;
-        Ok(Watched { nccl, context, timeout, state, end: Condvar::new() })
+    pub(super) fn new(
+        context: &'static Context,
+        name: String,
+        timeout: Duration,
+    ) -> Result<Watched> {
+        let guard = Arc::new(Guard::new(name, timeout));
+        let (comm, lost, dropped) = (None, None, false);
+        let (pending, reached) = Default::default();
+        let state = State { comm, lost, pending, reached, guard: guard.clone(), dropped };
+        let (nccl, state) = (Nccl::get()?, Mutex::new(state));
+        Ok(Watched { nccl, context, timeout, state, end: Condvar::new(), guard })
     }
 
     /// Waits until a call on a communicator that does not block is done. The lock is held.
@@ -85,8 +94,8 @@ impl Watched {
     ///
     /// An all-gather by copy engines has the stream wait for a value that another rank writes, and
     /// an abort does not write that. It would rather wait itself, for the device, and the lock
-    /// would be held. So while there is such an all-gather, NCCL's communicator is left alone: its
-    /// stream waits until the process ends.
+    /// would be held. So while there is such an all-gather, NCCL's communicator is left alone, and
+    /// its stream waits. If it is not done after one more timeout, the guard ends the process.
     pub(super) fn give_up(&self, state: &mut State, what: String) {
         let _bound = self.context.bind();
         let stuck = state.gathers();
@@ -95,20 +104,26 @@ impl Watched {
             // state. There is nobody to report an error to.
             let _ = unsafe { (self.nccl.abort)(comm.0) };
         }
-        let left = state.pending.drain(..).map(|pending| pending.event);
-        match stuck {
-            true => state.reached.extend(left),
-            false => drop(left),
-        }
+        state.keep_gathers();
         state.lost.get_or_insert(what);
     }
 
-    /// Watches until the communicator is dropped.
+    /// Finds out what is done, and gives the communicator up if something should be.
+    pub(super) fn look(&self, state: &mut State) {
+        if state.lost.is_some() || state.dropped {
+            state.keep_gathers();
+        } else if let Some(what) = state.overdue(self.timeout) {
+            self.give_up(state, what);
+        }
+    }
+
+    /// Watches until the communicator is dropped and no all-gather is under way.
     pub(super) fn run(&self) {
         let mut state = lock(&self.state);
-        while !state.dropped {
-            if let Some(what) = state.overdue(self.timeout) {
-                self.give_up(&mut state, what);
+        loop {
+            self.look(&mut state);
+            if state.dropped && state.pending.is_empty() {
+                return;
             }
             let waited = self.end.wait_timeout(state, PERIOD);
             state = waited.unwrap_or_else(std::sync::PoisonError::into_inner).0;
@@ -133,6 +148,31 @@ impl State {
     pub(super) fn watch(&mut self, event: Event, work: Work, timeout: Duration) {
         self.reached.clear();
         self.pending.push_back(Pending { event, deadline: Instant::now() + timeout, work });
+        self.tell_guard();
+    }
+
+    /// Ends the watch for anything but all-gathers: there is nothing to give up any more.
+    pub(super) fn end(&mut self) {
+        self.dropped = true;
+        self.keep_gathers();
+        self.guard.end();
+    }
+
+    /// Leaves all-gathers alone that are not done. Of a device that has failed none is under way.
+    fn keep_gathers(&mut self) {
+        for pending in std::mem::take(&mut self.pending) {
+            match pending.work == Work::Gather && pending.event.is_done().is_ok_and(|done| !done) {
+                true => self.pending.push_back(pending),
+                false => self.reached.push(pending.event),
+            }
+        }
+        self.tell_guard();
+    }
+
+    /// Called after each change of what is under way.
+    fn tell_guard(&self) {
+        let mut gathers = self.pending.iter().filter(|pending| pending.work == Work::Gather);
+        self.guard.expect(gathers.next().map(|oldest| oldest.deadline));
     }
 
     /// Whether an all-gather is under way.
@@ -149,6 +189,7 @@ impl State {
                 Ok(true) => {
                     let reached = self.pending.pop_front().map(|pending| pending.event);
                     self.reached.extend(reached);
+                    self.tell_guard();
                 }
                 Ok(false) => {
                     let what = match work {

@@ -3,7 +3,7 @@
 use blockflash_fake_driver::FakeDriver;
 use blockflash_fake_nccl::FakeNccl;
 use blockflash_safe::{Device, NcclCommunicator, NcclId, Result, Stream};
-use std::process::Command;
+use std::process::{Command, Output};
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
@@ -11,6 +11,7 @@ pub(crate) const TIMEOUT: Duration = Duration::from_secs(5);
 
 /// The libraries, a GPU, and a stream.
 pub(crate) struct Fake {
+    pub(crate) driver: FakeDriver,
     pub(crate) nccl: FakeNccl,
     pub(crate) device: Device,
     pub(crate) stream: Stream,
@@ -21,26 +22,37 @@ pub(crate) struct Fake {
 pub(crate) fn with_fake(test: impl FnOnce(&Fake) -> Result<()>) -> Result<()> {
     static ONE: Mutex<()> = Mutex::new(());
     let _turn = ONE.lock().unwrap_or_else(PoisonError::into_inner);
-    FakeDriver::load();
-    let nccl = FakeNccl::load();
+    let (driver, nccl) = (FakeDriver::load(), FakeNccl::load());
     let device = Device::cuda(0)?;
     let stream = device.stream()?;
-    test(&Fake { nccl, device, stream })?;
+    test(&Fake { driver, nccl, device, stream })?;
     assert_eq!(nccl.faults(), Vec::<String>::new());
     Ok(())
 }
 
 /// The same in a process of its own, whose environment lets it have several ranks, and which may
-/// abort communicators.
-pub(crate) fn alone(name: &str, test: impl FnOnce(&Fake) -> Result<()>) -> Result<()> {
+/// abort communicators. Says how that has ended, unless this is that process.
+///
+/// # Errors
+/// Those of the test, in that process.
+pub(crate) fn in_process(
+    name: &str,
+    test: impl FnOnce(&Fake) -> Result<()>,
+) -> Result<Option<Output>> {
     const NAME: &str = "NCCL_P2P_DIRECT_DISABLE";
     if std::env::var_os(NAME).is_some() {
-        return with_fake(test);
+        return with_fake(test).map(|()| None);
     }
     let mut program = Command::new(std::env::current_exe().unwrap());
-    let output = program.args(["--exact", name, "--nocapture"]).env(NAME, "1").output().unwrap();
-    let [out, err] = [&output.stdout, &output.stderr].map(|text| String::from_utf8_lossy(text));
-    assert!(output.status.success() && out.contains("1 passed"), "{out}{err}");
+    Ok(Some(program.args(["--exact", name, "--nocapture"]).env(NAME, "1").output().unwrap()))
+}
+
+/// The same for a test that succeeds.
+pub(crate) fn alone(name: &str, test: impl FnOnce(&Fake) -> Result<()>) -> Result<()> {
+    if let Some(output) = in_process(name, test)? {
+        let [out, err] = [&output.stdout, &output.stderr].map(|text| String::from_utf8_lossy(text));
+        assert!(output.status.success() && out.contains("1 passed"), "{out}{err}");
+    }
     Ok(())
 }
 
