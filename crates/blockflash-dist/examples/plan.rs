@@ -9,6 +9,9 @@
 //! `window` is the number of keys that a query sees, `blocks` the density of a block mask: visited
 //! pairs, and keys of other ranks that come.
 //!
+//! The last column is what keys over all GPUs of one host take that copy engines gather
+//! (`Nccl::gathering`), in the forward pass. All of it is a model and not measured.
+//!
 //! The rates are those of hosts with eight H200: NVLink as NCCL was measured between GPUs of one
 //! host (252 to 266 GB/s per direction for messages of 256 MB), 400 Gb/s per GPU between hosts at
 //! nine tenths of it, and attention at 550 TFLOP/s.
@@ -41,9 +44,10 @@ fn main() {
     }
     println!("{num_heads_q} heads of q, {num_heads_kv} of k, head_dim 128, {mask:?}, {pass:?}\n");
     println!(
-        "| rows | GPUs | scheme | compute ms | sent MB | exchange ms | exposed ms | scaling |"
+        "| rows | GPUs | scheme | compute ms | sent MB | exchange ms | exposed ms | scaling | \
+         gathered: exposed ms, scaling |"
     );
-    println!("|---:|---:|---|---:|---:|---:|---:|---:|");
+    println!("|---:|---:|---|---:|---:|---:|---:|---:|---|");
     for seqlen in (15..=23).step_by(2).map(|power| 1 << power) {
         for ranks in [8, 16, 64, 256, 1024] {
             let workload = Workload {
@@ -68,8 +72,11 @@ fn main() {
                 latency: 50e-6,
             };
             let best = workload.forecasts(&machine)[0];
+            let gathered = workload.gathered(&machine).map_or("–".into(), |gathered| {
+                format!("{:.2}, {:.2}", gathered.exposed * 1e3, gathered.scaling())
+            });
             println!(
-                "| {seqlen} | {ranks} | {} | {:.2} | {:.1} | {:.2} | {:.2} | {:.2} |",
+                "| {seqlen} | {ranks} | {} | {:.2} | {:.1} | {:.2} | {:.2} | {:.2} | {gathered} |",
                 best.scheme,
                 best.compute * 1e3,
                 best.sent_bytes * 1e-6,

@@ -1,6 +1,7 @@
 //! The time of a scheme, from what every rank does in every step.
 
 use crate::band::Part;
+use crate::gathered::{PARTS, is_worth_it};
 use crate::grid::{Grid, Scheme};
 use crate::pattern::{Pattern, check_offsets};
 use crate::plan::union;
@@ -20,43 +21,85 @@ struct Step {
     sent_gradients: f64,
 }
 
+/// A call, and how it is divided.
+struct Divided<'a> {
+    workload: &'a Workload<'a>,
+    machine: &'a Machine,
+    grid: Grid,
+    pattern: Pattern<'a>,
+    density: Density,
+}
+
+impl<'a> Divided<'a> {
+    /// `None` for a scheme that does not take the call.
+    fn new(workload: &'a Workload<'a>, scheme: Scheme, machine: &'a Machine) -> Option<Self> {
+        let Workload { seqlen, batch, .. } = *workload;
+        if let Some(offsets) = workload.cu_seqlens {
+            let one = batch == 1 && workload.density.is_none();
+            check_offsets(offsets, seqlen).ok().filter(|()| one)?;
+        }
+        let pattern = Pattern::of(workload.mask, seqlen, workload.cu_seqlens)?;
+        if workload.density.is_some() && scheme.keys > 1 && !pattern.band.is_simple() {
+            return None;
+        }
+        let grid = Grid { scheme, shard: Shard::new(seqlen, machine.ranks, 0).ok()? };
+        let density = workload.density.unwrap_or(Density { pairs: 1.0, keys: 1.0 });
+        Some(Divided { workload, machine, grid, pattern, density })
+    }
+
+    fn is_backward(&self) -> bool {
+        self.workload.pass == Pass::Backward
+    }
+
+    /// Seconds of attention: two products in the forward pass, five in the backward pass.
+    fn attention(&self, pairs: f64, heads: f64) -> f64 {
+        let products = if self.is_backward() { 5.0 } else { 2.0 };
+        let width = (self.workload.batch * self.workload.head_dim) as f64;
+        2.0 * products * pairs * self.density.pairs * width * heads / self.machine.flops
+    }
+
+    /// Attention on one device, divided by the number of ranks.
+    fn ideal(&self) -> f64 {
+        let whole = self.grid.shard.of(1, 0);
+        let pairs = self.pattern.parts(&whole, &whole).iter().map(Part::pairs).sum();
+        self.attention(pairs, self.workload.num_heads_q as f64) / self.machine.ranks as f64
+    }
+
+    /// Bytes of a row, of all entries of the batch, of so many heads.
+    fn row(&self, heads: usize) -> f64 {
+        let Workload { batch, head_dim, element_bytes, .. } = *self.workload;
+        (batch * head_dim) as f64 * (heads * element_bytes) as f64
+    }
+
+    /// Seconds in which rows of parts are written in place of results, and then all of them read.
+    fn merge(&self, parts: f64, row: f64) -> f64 {
+        let rows = self.workload.seqlen as f64 / self.grid.scheme.keys as f64;
+        0.5 * (parts + rows) * row / self.machine.copies
+    }
+
+    /// The slowest one of the groups: of every one of up to 1024, and of a sample of more.
+    fn slowest(&self, forecast: impl Fn(usize) -> Forecast) -> Option<Forecast> {
+        let groups = self.grid.scheme.keys;
+        let groups = (0..groups).step_by(groups.div_ceil(1024));
+        groups.map(forecast).max_by(|a, b| a.total().total_cmp(&b.total()))
+    }
+}
+
 /// The slowest rank; `None` for a scheme that does not take the call.
 pub(crate) fn forecast(
     workload: &Workload<'_>,
     scheme: Scheme,
     machine: &Machine,
 ) -> Option<Forecast> {
-    let Workload { seqlen, batch, .. } = *workload;
-    if let Some(offsets) = workload.cu_seqlens {
-        let one = batch == 1 && workload.density.is_none();
-        check_offsets(offsets, seqlen).ok().filter(|()| one)?;
-    }
-    let pattern = Pattern::of(workload.mask, seqlen, workload.cu_seqlens)?;
-    if workload.density.is_some() && scheme.keys > 1 && !pattern.band.is_simple() {
-        return None;
-    }
-    let shard = Shard::new(seqlen, machine.ranks, 0).ok()?;
-    let grid = Grid { scheme, shard };
-    let density = workload.density.unwrap_or(Density { pairs: 1.0, keys: 1.0 });
-    let backward = workload.pass == Pass::Backward;
-
-    // Two products in the forward pass, five in the backward pass.
-    let products = if backward { 5.0 } else { 2.0 };
-    let width = (batch * workload.head_dim) as f64;
-    let compute = |pairs: f64, heads: f64| {
-        2.0 * products * pairs * density.pairs * width * heads / machine.flops
-    };
-    let whole = shard.of(1, 0);
-    let all = pattern.parts(&whole, &whole).iter().map(Part::pairs).sum();
-    let ranks = machine.ranks as f64;
-    let ideal = compute(all, workload.num_heads_q as f64) / ranks;
+    let call = Divided::new(workload, scheme, machine)?;
+    let (backward, density, ideal) = (call.is_backward(), call.density, call.ideal());
 
     // Rows for heads, before and after attention; a copy packs what is sent, one places it.
     let (groups, members) = (scheme.keys as f64, scheme.heads as f64);
     let heads_q = workload.num_heads_q as f64 / members;
-    let [q, k] = [workload.num_heads_q, workload.num_heads_kv]
-        .map(|heads| width * (heads * workload.element_bytes) as f64 / members);
-    let rows = seqlen as f64 / groups;
+    let [q, k] =
+        [workload.num_heads_q, workload.num_heads_kv].map(|heads| call.row(heads) / members);
+    let rows = workload.seqlen as f64 / groups;
     let moved = (if backward { 4.0 } else { 2.0 }) * rows * (q + k);
     let inside = members.min(machine.ranks_per_host as f64);
     let [near, far] = [inside - 1.0, members - inside].map(|peers| moved * peers / members);
@@ -77,8 +120,9 @@ pub(crate) fn forecast(
         rows => rows * density.keys * 2.0 * k / link + machine.latency,
     };
     let forecast = |group: usize| {
-        let (steps, parts) = steps(&grid, &pattern, group);
-        let computed: Vec<f64> = steps.iter().map(|step| compute(step.pairs, heads_q)).collect();
+        let (steps, parts) = steps(&call.grid, &call.pattern, group);
+        let computed: Vec<f64> =
+            steps.iter().map(|step| call.attention(step.pairs, heads_q)).collect();
         let keys = |step: &Step| exchange(step.keys, step.sent_keys);
         let keys: Vec<f64> = steps.iter().map(keys).collect();
         let gradients = |step: &Step| match backward {
@@ -88,9 +132,9 @@ pub(crate) fn forecast(
         let gradients: Vec<f64> = steps.iter().map(gradients).collect();
         let mut copied = copied;
         if scheme.keys > 1 {
-            // Parts are written in place of results, then all of them are read.
-            let [queries, keys] = parts.map(|parts| 0.5 * (parts + rows) / machine.copies);
-            copied += queries * q + if backward { keys * 2.0 * k } else { 0.0 };
+            let [queries, keys] = parts;
+            copied += call.merge(queries, q);
+            copied += if backward { call.merge(keys, 2.0 * k) } else { 0.0 };
         }
         let sent: f64 = steps
             .iter()
@@ -106,9 +150,56 @@ pub(crate) fn forecast(
             ideal,
         }
     };
-    // Every group of up to 1024, and a sample of more.
-    let groups = (0..scheme.keys).step_by(scheme.keys.div_ceil(1024));
-    groups.map(forecast).max_by(|a, b| a.total().total_cmp(&b.total()))
+    call.slowest(forecast)
+}
+
+/// The same where keys of all ranks are gathered; `None` where they are not.
+pub(crate) fn forecast_gathered(workload: &Workload<'_>, machine: &Machine) -> Option<Forecast> {
+    let scheme = Scheme { heads: 1, keys: machine.ranks };
+    let call = Divided::new(workload, scheme, machine)?;
+    let Workload { num_heads_q, num_heads_kv, seqlen, .. } = *workload;
+    let one_host = (2..=machine.ranks_per_host).contains(&machine.ranks);
+    if !one_host || call.is_backward() || num_heads_kv == 0 {
+        return None;
+    }
+    let (ranks, ideal) = (machine.ranks as f64, call.ideal());
+    // All ranks have as much room as the one with the most rows, and all parts as the first one.
+    let room = (0..machine.ranks).map(|rank| call.grid.rows_of(rank).rows()).max()? as f64;
+    let parts = num_heads_kv.min(PARTS);
+    let heads = num_heads_kv.div_ceil(parts);
+    let sent = (ranks - 1.0) * room * 2.0 * call.row(heads);
+    let gather = sent / machine.link + machine.latency;
+    let groups: Vec<_> =
+        (0..machine.ranks).map(|group| steps(&call.grid, &call.pattern, group)).collect();
+    let coming = groups.iter().flat_map(|(steps, _)| steps).map(|step| step.keys).sum::<f64>();
+    if !is_worth_it(coming * call.density.keys, ranks * (ranks - 1.0) * room) {
+        return None;
+    }
+    let forecast = |group: usize| {
+        let (steps, [merged, _]) = &groups[group];
+        let attention = |steps: &[Step]| {
+            let pairs = steps.iter().map(|step| step.pairs).sum();
+            call.attention(pairs, num_heads_q as f64)
+        };
+        let (own, others) = steps.split_at(1);
+        let (own, others) = (attention(own), attention(others));
+        // Keys of this rank are copied to the window first.
+        let place = seqlen as f64 / ranks * 2.0 * call.row(num_heads_kv) / machine.copies;
+        let mut end = own;
+        for part in 0..parts {
+            let heads = heads.min(num_heads_kv - part * heads) as f64;
+            end = end.max((part + 1) as f64 * gather) + others * heads / num_heads_kv as f64;
+        }
+        Forecast {
+            scheme,
+            compute: own + others + call.merge(*merged, call.row(num_heads_q)) + place,
+            sent_bytes: parts as f64 * sent,
+            exchange: parts as f64 * gather,
+            exposed: (end - own - others).max(0.0),
+            ideal,
+        }
+    };
+    call.slowest(forecast)
 }
 
 /// The steps of a group, and how many rows the parts of its outputs and of the gradients of its

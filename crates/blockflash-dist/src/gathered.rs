@@ -61,22 +61,20 @@ impl Offer {
 }
 
 impl Gather {
-    /// What all ranks decide, given what each has said: `None` unless all can, and unless at least
-    /// half of what is gathered would come by steps, too. Under a window, or where few blocks are
-    /// visited, most of it is of no use.
+    /// What all ranks decide, given what each has said: `None` unless all can, and unless it is
+    /// worth it.
     pub(crate) fn decide(problem: &Problem, plans: usize, offers: &[Offer]) -> Option<Gather> {
         let grid = &problem.grid;
         let AttentionProblem { num_heads_q, num_heads_kv, head_dim, .. } = problem.local;
         let world = grid.shard.world();
         let rows = (0..world).map(|rank| grid.shard.of(world, rank).rows()).max().unwrap_or(0);
         let parts = offers.iter().map(|offer| offer.parts).min().unwrap_or(0) as usize;
-        let coming = offers.iter().fold(0u64, |sum, offer| sum.saturating_add(offer.coming));
-        let moved = (plans * rows * world) as u64 * (world as u64 - 1);
+        let coming = offers.iter().map(|offer| offer.coming as f64).sum();
+        let moved = (plans * rows * world) as f64 * (world as f64 - 1.0);
         let (heads_kv, heads_q) = (num_heads_kv, num_heads_q);
         let gather = Gather { world, parts, rows, heads_kv, heads_q, head_dim };
-        let is_worth_it = moved > 0 && coming.saturating_mul(2) >= moved;
         // No other rank names more parts than this one.
-        (parts > 0 && is_worth_it).then_some(gather)
+        (parts > 0 && is_worth_it(coming, moved)).then_some(gather)
     }
 
     /// Heads of keys of a part, but for the last one, which may have fewer.
@@ -192,6 +190,12 @@ impl Gather {
     fn shared(&self) -> usize {
         self.heads_q / self.heads_kv
     }
+}
+
+/// Whether at least half of the rows that are gathered would come by steps, too. Under a window, or
+/// where few blocks are visited, most of them are of no use.
+pub(crate) fn is_worth_it(coming: f64, gathered: f64) -> bool {
+    gathered > 0.0 && 2.0 * coming >= gathered
 }
 
 /// The keys of a call, or their values, in a slot.

@@ -109,6 +109,78 @@ fn a_forecast_is_the_arithmetic_of_its_bytes() {
     assert!(backward.exposed > 0.0, "that of the last step");
 }
 
+/// Two parts of half the heads, which own keys and the first part hide, at no cost of SMs.
+#[test]
+fn gathered_keys_are_exposed_where_attention_is_short() {
+    let own = |f: &Forecast, rows: f64| f.ideal * (0.25 * rows + 1.0) / (rows + 1.0);
+    let tensor = 131_072.0 / 4.0 * 4096.0 * 2.0;
+    let long = WORKLOAD.gathered(&MACHINE).unwrap();
+    assert_eq!(long.scheme, Scheme { heads: 1, keys: 4 });
+    close(long.sent_bytes, 3.0 * 2.0 * tensor);
+    close(long.exchange, 3.0 * 2.0 * tensor / 260e9 + 2.0 * 50e-6);
+    assert_eq!(long.exposed, 0.0);
+    let steps = WORKLOAD.forecasts(&MACHINE);
+    let steps = steps.iter().find(|f| f.scheme == long.scheme).unwrap();
+    // Keys are copied once more than by steps.
+    close(long.compute - steps.compute, 2.0 * tensor / 1.9e12);
+    assert!(long.total() < steps.total());
+
+    // The first part is longer than attention of the own keys, the second one is hidden.
+    let middle = Workload { seqlen: 24_576, ..WORKLOAD }.gathered(&MACHINE).unwrap();
+    assert!(middle.exposed > 0.0);
+    close(middle.exposed, 0.5 * middle.exchange - own(&middle, 24_576.0));
+    // Both parts are longer: what is left is attention of the last one.
+    let short = Workload { seqlen: 4096, ..WORKLOAD }.gathered(&MACHINE).unwrap();
+    let others = short.ideal - own(&short, 4096.0);
+    close(short.exposed, short.exchange + 0.5 * others - own(&short, 4096.0) - others);
+    // Of one head there is one part.
+    let one = Workload { seqlen: 4096, num_heads_kv: 1, ..WORKLOAD }.gathered(&MACHINE).unwrap();
+    close(one.exchange, 3.0 * 2.0 * tensor / 1024.0 / 260e9 + 50e-6);
+    close(one.exposed, one.exchange - own(&one, 4096.0));
+}
+
+#[test]
+fn keys_are_gathered_where_calls_gather_them() {
+    let gathers = |workload: Workload<'_>| workload.gathered(&MACHINE).is_some();
+    let window = |left| Mask::Window { left: Some(left), right: Some(0), align: Align::TopLeft };
+    let density = |keys| Some(Density { pairs: 0.1, keys });
+    assert!(!gathers(Workload { mask: window(4095), ..WORKLOAD }));
+    assert!(gathers(Workload { mask: window(100_000), ..WORKLOAD }));
+    // Under a causal mask three quarters of the keys travel by steps.
+    assert!(gathers(Workload { density: density(0.7), ..WORKLOAD }));
+    assert!(!gathers(Workload { density: density(0.6), ..WORKLOAD }));
+    assert!(!gathers(Workload { pass: Pass::Backward, ..WORKLOAD }));
+    assert!(!gathers(Workload { seqlen: 0, ..WORKLOAD }));
+    let offsets: Vec<i32> = (0..=128).map(|at| at * 1024).collect();
+    assert!(!gathers(Workload { cu_seqlens: Some(&offsets), ..WORKLOAD }));
+    for (ranks, found) in [(1, false), (2, true), (8, true), (16, false)] {
+        assert_eq!(WORKLOAD.gathered(&Machine { ranks, ..MACHINE }).is_some(), found);
+    }
+    // As many bytes as a call sends.
+    let ranks = Memory::group(&Device::cpu(), 3, Duration::from_secs(20)).unwrap();
+    let sent = |comm: Memory| -> Result<usize> {
+        let comm = comm.gathering();
+        let shard = Shard::new(100, comm.world(), comm.rank())?;
+        let x = Tensor::zeros(comm.stream(), DType::F32, &[2, shard.rows(), 3, 8])?;
+        let attention = Attention::new(x.view(), x.view(), x.view());
+        let scheme = Scheme { heads: 1, keys: 3 };
+        let (block_mask, cu_seqlens) = (None, None);
+        let call = DistributedAttention { attention, shard, scheme, block_mask, cu_seqlens };
+        Ok(call.prepare(&comm)?.sent_bytes(Pass::Forward))
+    };
+    let sent: Vec<_> = std::thread::scope(|threads| {
+        let threads: Vec<_> =
+            ranks.into_iter().map(|comm| threads.spawn(|| sent(comm).unwrap())).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    });
+    let (batch, seqlen, head_dim, element_bytes) = (2, 100, 8, 4);
+    let (num_heads_q, num_heads_kv, mask) = (3, 3, Mask::Full);
+    let sizes = Workload { batch, seqlen, num_heads_q, num_heads_kv, head_dim, ..WORKLOAD };
+    let workload = Workload { element_bytes, mask, ..sizes };
+    let forecast = workload.gathered(&Machine { ranks: 3, ..MACHINE }).unwrap();
+    assert_eq!(sent, [forecast.sent_bytes as usize; 3]);
+}
+
 /// A window moves the keys next to each chunk, and all queries; so heads over ranks cost more.
 #[test]
 fn a_window_moves_few_keys() {

@@ -263,8 +263,11 @@ pub fn case(
             network: links.link,
             latency: links.latency,
         };
-        let forecasts = workload.forecasts(&machine);
-        let forecast = forecasts.iter().find(|forecast| forecast.scheme == scheme.call.scheme);
+        let mut forecasts = workload.forecasts(&machine).into_iter();
+        let forecast = match gathers {
+            0 => forecasts.find(|forecast| forecast.scheme == scheme.call.scheme),
+            _ => workload.gathered(&machine),
+        };
         let row = Row {
             case: case.to_string(),
             gpus: world,
