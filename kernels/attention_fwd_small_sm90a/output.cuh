@@ -105,13 +105,13 @@ __device__ __forceinline__ void exchange(const float (&o)[kOutput], float (&mine
 // log-sum-exp.
 __device__ __forceinline__ void store_output(const float (&o)[kStored], const Softmax& softmax,
                                              const blockflash_attention_fwd_params& p,
-                                             const QueryWork& work, int warpgroup) {
+                                             const Work& work, int warpgroup) {
   constexpr float kLn2 = 0.6931471805599453f, kLog2e = 1.4426950408889634f;
   const int lane = threadIdx.x % 32;
   const int first_column = warpgroup * kLaneRows / 2 * (kD / 2);
   const int first_row = work.q_begin + threadIdx.x / 32 % 4 * 16;
   Element* const o_head = static_cast<Element*>(p.o) +
-                          work.batch * p.o_stride_batch * (p.cu_seqlens_q == nullptr) +
+                          work.batch * p.o_stride_batch +
                           work.head * p.o_stride_head;
 #pragma unroll
   for (int r = 0; r < kLaneRows; ++r) {
@@ -128,11 +128,11 @@ __device__ __forceinline__ void store_output(const float (&o)[kStored], const So
       reference = moved;
     }
     // A row without keys has the sum 0 and the output 0. NaN is not equal to 0 and passes through.
-    scale = denominator == 0.f ? 0.f : scale / denominator;
-    if (p.lse != nullptr && first_column == 0 && lane % 4 == 0 && row < work.seqlen_q)
-      p.lse[work.batch * p.lse_stride_batch + work.head * p.lse_stride_head + work.q_offset + row] =
+    scale = denominator == 0.f ? 0.f : scale * ptx::rcp_approx(denominator);
+    if (p.lse != nullptr && first_column == 0 && lane % 4 == 0 && row < p.seqlen_q)
+      p.lse[work.batch * p.lse_stride_batch + work.head * p.lse_stride_head + row] =
           fmaf(ptx::lg2_approx(denominator), kLn2, reference * kLn2);
-    Element* const o_row = o_head + (work.q_offset + row) * p.o_stride_seq;
+    Element* const o_row = o_head + row * p.o_stride_seq;
 #pragma unroll
     for (int d = 0; d < kStored / (2 * kLaneRows); d += 4) {
       uint32_t piece[4];
@@ -143,7 +143,7 @@ __device__ __forceinline__ void store_output(const float (&o)[kStored], const So
       }
       quad_transpose(piece, lane);
       const int column = first_column + (d + lane % 4) * 8;
-      if (row < work.seqlen_q && column < p.head_dim)
+      if (row < p.seqlen_q && column < p.head_dim)
         *reinterpret_cast<uint4*>(o_row + column) =
             make_uint4(piece[0], piece[1], piece[2], piece[3]);
     }

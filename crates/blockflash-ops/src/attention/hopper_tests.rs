@@ -62,12 +62,12 @@ fn small_grids_take_kernels_for_them() {
     };
     let of = |heads, seqlen, head_dim| problem(1, [heads; 2], seqlen, head_dim);
     assert_eq!(
-        [64, 256, 257, 512, 513].map(|seqlen| warps(of(8, seqlen, 64))),
-        [Some(8), Some(8), Some(8), Some(16), None]
+        [64, 256, 512, 1024, 1025].map(|seqlen| warps(of(7, seqlen, 64))),
+        [Some(8), Some(8), Some(16), Some(16), None]
     );
     assert_eq!(
-        [64, 512, 513, 1024].map(|seqlen| warps(of(8, seqlen, 128))),
-        [Some(8), Some(8), None, None]
+        [64, 512, 1024, 1025].map(|seqlen| warps(of(7, seqlen, 128))),
+        [Some(8), Some(8), Some(8), None]
     );
     assert_eq!([96, 192, 256].map(|head_dim| warps(of(8, 512, head_dim))), [None; 3]);
     // 132 tiles of queries, and one more.
@@ -185,20 +185,22 @@ fn blocks_stay_and_start_early() {
 }
 
 #[test]
-fn sections_fit_into_l2_when_there_is_a_window() {
+fn sections_fit_into_l2_and_give_each_cta_two_tiles_when_there_is_a_window() {
     let heads = |problem: AttentionProblem| planned(&problem).1.heads_per_section;
     let causal = |problem| AttentionProblem { mask: Mask::causal(), ..problem };
     assert_eq!(heads(problem(4, [32, 8], 4096, 64)), 4);
-    // 1 MiB of keys and values per head: 32 of 128 heads. 3 MiB: 10 of 32 fit, which makes four
-    // sections.
+    // 264 tiles for 132 CTAs: 66 of 512 heads with 4 tiles, which makes eight sections.
+    assert_eq!(heads(causal(problem(32, [16, 16], 512, 128))), 64);
+    // 8 of 32 heads with 32 tiles; 64 tiles of 4 heads that share keys are 256.
     assert_eq!(heads(causal(problem(4, [8, 8], 4096, 192))), 8);
-    assert_eq!(heads(causal(problem(2, [16, 4], 8192, 192))), 16);
-    assert_eq!(heads(causal(problem(4, [32, 32], 4096, 64))), 32);
-    assert_eq!(heads(causal(problem(4, [32, 8], 4096, 64))), 128);
+    assert_eq!(heads(causal(problem(2, [16, 4], 8192, 192))), 4);
     assert_eq!(heads(causal(problem(4, [32, 8], 1 << 20, 64))), 4);
     assert_eq!(heads(causal(problem(2, [6, 2], 16, 128))), 12);
     let packed = Some(PackedRows { total_q: 100, total_kv: 100 });
     assert_eq!(heads(AttentionProblem { packed, ..causal(problem(2, [6, 2], 16, 128)) }), 6);
+    // Few queries and many keys, 32 MiB for each head: L2 is the limit.
+    let long = AttentionProblem::dense(DType::BF16, [1, 256, 1 << 16], [64; 2], 128);
+    assert_eq!(heads(causal(long)), 1);
     // A window that hides nothing is none.
     let mask = Mask::Window { left: Some(9999), right: None, align: Align::BottomRight };
     assert_eq!(heads(AttentionProblem { mask, ..problem(4, [32, 8], 4096, 64) }), 4);

@@ -163,7 +163,7 @@ pub(super) fn plan_prefill(
     let fewest_queries = others(kernel, problem, gpu)?.map_or(0, |(_, most)| most + 1);
     let base = base_params(attention)?;
     // Sequences have lengths of their own, so sections of heads lie within one.
-    let sections = heads_per_section(&base, true);
+    let sections = heads_per_section(&base, true, blocks, tiles_q);
     let params = blockflash_attention_cache_params {
         fwd: hopper_params(attention, base, sections),
         cache: cache.params()?,

@@ -46,8 +46,10 @@ struct CostModel {
     filling: f64,
     /// Loading the blocks of A when they are small, in equivalent columns of C.
     columns_of_a: usize,
-    /// An element that a portable kernel loads into shared memory.
+    /// An element that a portable kernel for blocks of 32 loads into shared memory.
     portable: f64,
+    /// The same for blocks of 16, each of which has half as many elements for its index.
+    portable_16: f64,
 }
 
 /// For an H200.
@@ -66,6 +68,7 @@ const H200: CostModel = CostModel {
     filling: 1.3,
     columns_of_a: 16,
     portable: 1.9,
+    portable_16: 2.4,
 };
 
 /// Width of a panel of C, which is finished before the next one starts: `bsr/tile_order.cuh`.
@@ -176,10 +179,11 @@ pub(super) fn pays(time: f64, problem: &BsrProblem, gpu: &CudaProperties) -> boo
 /// Estimated time of a portable kernel for small blocks, in the same unit.
 fn portable_time(problem: &BsrProblem, gpu: &CudaProperties) -> f64 {
     let block = problem.block_size as f64;
+    let element = if problem.block_size < 32 { H200.portable_16 } else { H200.portable };
     let copied = |blocks: usize, columns: usize| blocks as f64 * block * (block + columns as f64);
     let written = problem.m as f64 * problem.n as f64;
-    let all = H200.portable * copied(problem.nnz_blocks, problem.n) + H200.c * written;
+    let all = element * copied(problem.nnz_blocks, problem.n) + H200.c * written;
     let longest = copied(problem.longest_row.unwrap_or(0), problem.n.min(PORTABLE_BLOCK_N));
     let shared = all / f64::from(gpu.multiprocessors.max(1));
-    H200.launch + shared.max(H200.portable * longest)
+    H200.launch + shared.max(element * longest)
 }
