@@ -134,12 +134,12 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_fwd_params p) {
   const auto v_stage = [&](int i) { return k_stage(i) + kStages * kTileBytes; };
   const TileChunks<128> chunks(threadIdx.x % 128);
   // This thread's part of the tiles that are asked for next.
-  const Element* next_k =
-      static_cast<const Element*>(p.k) + work.batch * p.k_stride_batch +
-      work.head_kv * p.k_stride_head + (first_key_of(0) + chunks.row) * p.k_stride_seq;
-  const Element* next_v =
-      static_cast<const Element*>(p.v) + work.batch * p.v_stride_batch +
-      work.head_kv * p.v_stride_head + (first_key_of(0) + chunks.row) * p.v_stride_seq;
+  const Element* next_k = static_cast<const Element*>(p.k) + work.batch * p.k_stride_batch +
+                          work.head_kv * p.k_stride_head +
+                          (first_key_of(0) + chunks.row) * p.k_stride_seq;
+  const Element* next_v = static_cast<const Element*>(p.v) + work.batch * p.v_stride_batch +
+                          work.head_kv * p.v_stride_head +
+                          (first_key_of(0) + chunks.row) * p.v_stride_seq;
   // Every call commits a group: K tile i and V tile i - 1, as far as they exist.
   const auto start_tiles = [&](int i) {
     if (i < tiles) {

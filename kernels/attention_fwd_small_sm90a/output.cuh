@@ -111,9 +111,8 @@ __device__ __forceinline__ void store_output(const float (&o)[kStored], const So
   const int lane = threadIdx.x % 32;
   const int first_column = warpgroup * kLaneRows / 2 * (kD / 2);
   const int first_row = work.q_begin + threadIdx.x / 32 % 4 * 16;
-  Element* const o_head = static_cast<Element*>(p.o) +
-                          work.batch * p.o_stride_batch +
-                          work.head * p.o_stride_head;
+  Element* const o_head =
+      static_cast<Element*>(p.o) + work.batch * p.o_stride_batch + work.head * p.o_stride_head;
   // All rows in each step, whose latencies overlap so.
   float reference[kLaneRows], denominator[kLaneRows], scale[kLaneRows];
 #pragma unroll

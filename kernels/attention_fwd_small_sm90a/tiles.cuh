@@ -87,8 +87,8 @@ struct TileChunks {
       for (int r = 0; r < kRows; r += row_step, from += row_step * row_stride)
 #pragma unroll
         for (int panel = 0; panel < kPanels; ++panel)
-          ptx::cp_async_cg_16(tile_smem + panel * kPanelBytes + r * 128 + offset,
-                              from + panel * 64, 16);
+          ptx::cp_async_cg_16(tile_smem + panel * kPanelBytes + r * 128 + offset, from + panel * 64,
+                              16);
       return;
     }
 #pragma unroll 1
