@@ -22,6 +22,8 @@ const BUDGET: f64 = 1e8;
 fn every_row_with_block_masks() {
     let Some(gpu) = gpu("block_sparse_gpu::every_row_with_block_masks") else { return };
     let check = |((dtype, head_dim), kernels): KernelGroup, gpu: &Gpu, report: &mut Report| {
+        let kernels: Vec<_> =
+            kernels.into_iter().filter(|(kernel, _)| takes_lists(kernel)).collect();
         let dims = dims_of_tile(head_dim);
         let tiles: BTreeSet<_> =
             kernels.iter().map(|(_, tile)| (tile.block_q, tile.block_kv)).collect();
@@ -44,8 +46,6 @@ fn every_row_with_block_masks() {
                 run_or_refuse(&case, &data, &reference, kernel, stream)
             });
         }
-        let kernels: Vec<_> =
-            kernels.into_iter().filter(|(kernel, _)| takes_lists(kernel)).collect();
         report.run_each(gpu, &kernels, |kernel, tile, stream| {
             let story = |what: &'static str| {
                 move |error| format!("{what} of {}: {error}", kernel.image_name())

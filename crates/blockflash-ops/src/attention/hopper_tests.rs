@@ -84,6 +84,15 @@ fn small_grids_take_kernels_for_them() {
     assert_eq!(changed(&|p| p.packed = Some(PackedRows { total_q: 512, total_kv: 512 })), None);
     let mask = BlockMaskSizes { block_q: 64, block_kv: 64, batch: 1, heads: 1, packed_rows: None };
     assert_eq!(changed(&|p| p.block_mask = Some(mask)), None);
+    let small = select(&of(8, 512, 64), &h200()).unwrap();
+    let packed = Some(PackedRows { total_q: 512, total_kv: 512 });
+    for problem in [
+        AttentionProblem { packed, ..of(8, 512, 64) },
+        AttentionProblem { block_mask: Some(mask), ..of(8, 512, 64) },
+    ] {
+        let error = accepts(small, &problem, &h200()).unwrap_err().to_string();
+        assert!(error.contains("neither packed sequences nor block masks"), "{error}");
+    }
     let plan = |problem: &AttentionProblem| {
         plan(select(problem, &h200()).unwrap(), problem, &h200()).unwrap()
     };

@@ -30,6 +30,9 @@ struct CostModel {
     saved_by_sharing: f64,
     /// A launch with clusters, whose CTAs wait for one another at both ends.
     clusters: f64,
+    /// The same of kernels that gather small blocks, where no tile is split: the wait for the sums
+    /// of other parts would hide most of it.
+    gathering_clusters: f64,
     /// Starting the CTAs of a launch and their first copies. It is hidden where each SM has room
     /// for another CTA, since those of the next launch start beside those of this one.
     launch: f64,
@@ -61,6 +64,7 @@ const H200: CostModel = CostModel {
     gathered_parts: 200_000.0,
     saved_by_sharing: 0.5,
     clusters: 12_000.0,
+    gathering_clusters: 28_000.0,
     launch: 30_000.0,
     half: 1.12,
     product: 0.024,
@@ -141,7 +145,11 @@ pub(super) fn hopper_time(
     };
     let tiles = rows.div_ceil(block_rows) as f64 * tile.tiles_n(problem.n as u64) as f64;
     let before_last_panel = 1.0 - 1.0 / problem.n.div_ceil(PANEL_N).max(1) as f64;
-    let clusters = if tile.cluster > 1 { H200.clusters } else { 0.0 };
+    let clusters = |parts: f64| match tile.cluster {
+        ..=1 => 0.0,
+        _ if block_size < 64 && parts == 1.0 => H200.gathering_clusters,
+        _ => H200.clusters,
+    };
     let multiprocessors = f64::from(gpu.multiprocessors.max(1));
     // No CTA of a pair may be without columns: only full ones were measured.
     let leaves_room = kernel.blocks_per_multiprocessor > 1 && sharers == tile.cluster as usize;
@@ -152,7 +160,7 @@ pub(super) fn hopper_time(
         let rounds = if rounds <= 4.0 { ceil(rounds) } else { rounds + 0.5 };
         let all = rounds * in_parts(mean, of_mean);
         let launch = if leaves_room && rounds <= 1.0 { 0.0 } else { H200.launch };
-        launch + clusters + all.max(before_last_panel * all + in_parts(longest, parts))
+        launch + clusters(parts) + all.max(before_last_panel * all + in_parts(longest, parts))
     };
     if !(kernel.splits() && problem.workspace && longest > 0.0) {
         return (time(1.0), 1);
