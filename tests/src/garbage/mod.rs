@@ -15,7 +15,6 @@ mod operands;
 mod products;
 mod values;
 
-use crate::attention::takes_lists;
 use crate::gpu::{Gpu, say, wait};
 use crate::number::rng;
 use blockflash_ops::attention_decode::{CacheTile, tile};
@@ -154,7 +153,6 @@ impl Place {
             imagined,
             attention: kernels
                 .iter()
-                .filter(|kernel| takes_lists(kernel))
                 .filter_map(|kernel| Some((*kernel, kernel.attention_tile()?)))
                 .collect(),
             gradients: kernels

@@ -85,14 +85,6 @@ impl Family for AttentionFwdSmall {
         &["HGMMA", "LDGSTS", "MUFU", "VIMNMX3", "ACQBULK"]
     }
 
-    /// Scores, their logarithms, probabilities and outputs take 112 of 128 registers. Three
-    /// coordinates are stored before the first tile; one is loaded in each step, two behind the
-    /// last one. With 165 registers and one CTA on an SM nothing spills, and launches took 5 % more
-    /// time with 64 keys to 2 % less with 1024 (H100, tuning).
-    fn spill_bytes(&self) -> u32 {
-        if self.head_dim == 64 { 24 } else { 0 }
-    }
-
     fn supports(&self) -> Option<Support> {
         Some(self.tile().support())
     }

@@ -58,12 +58,6 @@ pub trait Family {
     /// Opcodes that the machine code must contain.
     fn contains(&self) -> &'static [&'static str];
 
-    /// Bytes of spill stores and loads that the machine code has. A comment says why the registers
-    /// do not suffice, and what was measured with more of them.
-    fn spill_bytes(&self) -> u32 {
-        0
-    }
-
     /// The kernel's cell of the support table; `None` for a kernel that only prepares the operand
     /// of an operation or measures the GPU.
     fn supports(&self) -> Option<Support> {

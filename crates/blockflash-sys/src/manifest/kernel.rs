@@ -86,21 +86,12 @@ impl Kernel {
         macros
     }
 
-    /// Bytes of spill stores and loads that the machine code has.
-    pub fn spill_bytes(&self) -> u32 {
-        self.family().spill_bytes()
-    }
-
     /// Instructions that the machine code must contain or lack, checked by `cargo xtask sass
     /// --check`. In addition, no kernel may use local memory, which holds spilled registers and the
-    /// stack, unless it declares [`spill_bytes`](Self::spill_bytes). PTX is not checked.
+    /// stack. PTX is not checked.
     pub fn expects(&self) -> Vec<Expect> {
         let contains = self.family().contains().iter().copied().map(Expect::Contains);
-        let local = match self.spill_bytes() {
-            0 => [Expect::Lacks("LDL"), Expect::Lacks("STL")],
-            _ => [Expect::Contains("LDL"), Expect::Contains("STL")],
-        };
-        contains.chain(local).collect()
+        contains.chain([Expect::Lacks("LDL"), Expect::Lacks("STL")]).collect()
     }
 }
 
