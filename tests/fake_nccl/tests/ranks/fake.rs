@@ -2,7 +2,7 @@
 
 use blockflash_fake_driver::FakeDriver;
 use blockflash_fake_nccl::FakeNccl;
-use blockflash_safe::{Device, NcclCommunicator, NcclId, Result, Stream};
+use blockflash_safe::{Device, Error, NcclCommunicator, NcclId, Result, Stream};
 use std::process::{Command, Output};
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
@@ -54,6 +54,14 @@ pub(crate) fn alone(name: &str, test: impl FnOnce(&Fake) -> Result<()>) -> Resul
         assert!(output.status.success() && out.contains("1 passed"), "{out}{err}");
     }
     Ok(())
+}
+
+/// Expects so many errors, each of which says that another rank is lost.
+pub(crate) fn expect_lost(errors: &[Error], count: usize) {
+    assert_eq!(errors.len(), count);
+    for error in errors {
+        assert!(matches!(error, Error::Lost { .. }), "{error}");
+    }
 }
 
 impl Fake {
