@@ -118,67 +118,53 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_fwd_params p) {
   using namespace blockflash;
   extern __shared__ __align__(1024) unsigned char smem[];
 
-  // Dense work follows from the parameters; offsets and lists may come from the previous kernel.
-  const bool packed = p.cu_seqlens_q != nullptr;
-  if (packed || p.block_mask.row_ptr != nullptr) ptx::wait_for_predecessors();
-  const KeyVisit& visit = KeyVisit::agreed(p);
-  const QueryWork& work = visit.work;
-  if (work.q_begin >= work.seqlen_q) return;
-
+  const Work work = Work::of(p);
+  const int head_kv = work.head / (p.num_heads_q / p.num_heads_kv);
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
   // Key tiles of this warpgroup: every kWarpgroups-th one, from the last to the first.
-  const int tiles = max(visit.tiles - warpgroup + kWarpgroups - 1, 0) / kWarpgroups;
-  const auto first_key_of = [&](int i) {
-    return visit.list.tile_at(visit.last - warpgroup - kWarpgroups * i) * kRows;
-  };
-  const auto first_row = [&] { return work.q_begin + threadIdx.x / 32 % 4 * 16; };  // of this warp
-
-  const Element* const q =
-      static_cast<const Element*>(p.q) +
-      (packed ? work.q_offset * p.q_stride_seq : work.batch * p.q_stride_batch) +
-      work.head * p.q_stride_head + work.q_begin * p.q_stride_seq;
-  struct Keys {
-    const Element *k, *v;  // the first key of the sequence and its value
-    KeyRange all;          // keys that all queries of the tile see
-  };
-  // In shared memory, since registers are short in the main loop.
-  __shared__ Keys keys;
-  if (threadIdx.x == 0) {
-    keys.k = static_cast<const Element*>(p.k) +
-             (packed ? work.kv_offset * p.k_stride_seq : work.batch * p.k_stride_batch) +
-             work.head_kv * p.k_stride_head;
-    keys.v = static_cast<const Element*>(p.v) +
-             (packed ? work.kv_offset * p.v_stride_seq : work.batch * p.v_stride_batch) +
-             work.head_kv * p.v_stride_head;
-    keys.all = visit.mask(p).keys_of_all(work.q_begin, visit.q_last());
-  }
-  __syncthreads();
+  const int tiles = max(work.tiles - warpgroup + kWarpgroups - 1, 0) / kWarpgroups;
+  const int last = work.last - warpgroup;
+  const auto first_key_of = [&](int i) { return (last - kWarpgroups * i) * kRows; };
+  __shared__ Work kept;
+  const auto first_row = [&] { return kept.q_begin + threadIdx.x / 32 % 4 * 16; };  // of this warp
 
   const uint32_t q_smem = static_cast<uint32_t>(__cvta_generic_to_shared(smem));
   const uint32_t rings = q_smem + kTileBytes, ring = rings + warpgroup * kRingBytes;
   const auto k_stage = [&](int i) { return ring + i % kStages * kTileBytes; };
   const auto v_stage = [&](int i) { return k_stage(i) + kStages * kTileBytes; };
   const TileChunks<128> chunks(threadIdx.x % 128);
+  // This thread's part of the tiles that are asked for next.
+  const Element* next_k = static_cast<const Element*>(p.k) + work.batch * p.k_stride_batch +
+                          head_kv * p.k_stride_head +
+                          (first_key_of(0) + chunks.row) * p.k_stride_seq;
+  const Element* next_v = static_cast<const Element*>(p.v) + work.batch * p.v_stride_batch +
+                          head_kv * p.v_stride_head +
+                          (first_key_of(0) + chunks.row) * p.v_stride_seq;
   // Every call commits a group: K tile i and V tile i - 1, as far as they exist.
   const auto start_tiles = [&](int i) {
     if (i < tiles) {
-      const int first_key = first_key_of(i);
-      chunks.start(k_stage(i), keys.k + first_key * p.k_stride_seq, p.k_stride_seq,
-                   work.seqlen_kv - first_key, p.head_dim);
+      chunks.start(k_stage(i), next_k, p.k_stride_seq, p.seqlen_kv - first_key_of(i), p.head_dim);
+      next_k -= kWarpgroups * kRows * p.k_stride_seq;
     }
     if (i >= 1 && i <= tiles) {
-      const int first_key = first_key_of(i - 1);
-      chunks.start(v_stage(i - 1), keys.v + first_key * p.v_stride_seq, p.v_stride_seq,
-                   work.seqlen_kv - first_key, p.head_dim);
+      chunks.start(v_stage(i - 1), next_v, p.v_stride_seq, p.seqlen_kv - first_key_of(i - 1),
+                   p.head_dim);
+      next_v -= kWarpgroups * kRows * p.v_stride_seq;
     }
     ptx::cp_async_commit_group();
   };
 
-  ptx::wait_for_predecessors();
-  TileChunks<Config::threads>(threadIdx.x)
-      .start(q_smem, q, p.q_stride_seq, work.seqlen_q - work.q_begin, p.head_dim);
+  const TileChunks<Config::threads> q_chunks(threadIdx.x);
+  const Element* const q = static_cast<const Element*>(p.q) + work.batch * p.q_stride_batch +
+                           work.head * p.q_stride_head +
+                           (work.q_begin + q_chunks.row) * p.q_stride_seq;
+  ptx::wait_for_predecessors_behind(reinterpret_cast<uint64_t>(q) ^
+                                    reinterpret_cast<uint64_t>(next_k) ^
+                                    reinterpret_cast<uint64_t>(next_v));
+  q_chunks.start(q_smem, q, p.q_stride_seq, p.seqlen_q - work.q_begin, p.head_dim);
 #pragma unroll 1
   for (int i = 0; i < kStages; ++i) start_tiles(i);
+  if (threadIdx.x == 0) kept = work;
 
   constexpr float kLog2e = 1.4426950408889634f;
   const float scale_over_cap = p.softcap > 0.f ? p.softmax_scale / p.softcap : 0.f;
@@ -193,20 +179,11 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_fwd_params p) {
 
   ptx::cp_async_wait_group<kStages - 1>();
   ptx::fence_proxy_async();
-  __syncthreads();  // Q and the first K tile are visible
+  __syncthreads();  // Q, the first K tile and the work are visible
   load_queries(q_fragments, q_smem);
   ptx::wgmma_pin(o), ptx::wgmma_pin(q_fragments);
   ptx::wgmma_fence();
   start_scores(s, q_fragments, q_smem, k_stage(0));
-  // Of the current tile: found while its scores are computed.
-  int first_key = 0;
-  bool masked = false;
-  const auto look_up = [&](int i) {
-    if (i >= tiles) return;
-    first_key = first_key_of(i);
-    masked = first_key < keys.all.begin || first_key + kRows > keys.all.end;
-  };
-  look_up(0);
   ptx::wgmma_wait_group<0>();
   ptx::wgmma_pin(s);
 
@@ -216,7 +193,9 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_fwd_params p) {
 #pragma unroll
       for (float& score : s) score = soft_cap(score, p.softcap, scale_over_cap);
     }
-    if (masked) apply_mask(s, visit.mask(p), first_row(), first_key);
+    const int first_key = first_key_of(i);
+    const bool masked = first_key < kept.all.begin || first_key + kRows > kept.all.end;
+    if (masked) apply_mask(s, kept.mask(p), first_row(), first_key);
     int top[2];
     softmax.largest(s, top);
     float rescale[2] = {1.f, 1.f};
@@ -236,17 +215,19 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_fwd_params p) {
       for (int j = 0; j < kOutput; ++j) o[j] *= rescale[j / 2 % 2];
     }
     ptx::cp_async_wait_group<kStages - 2>();
-    unsigned char* const v_tile = smem + (v_stage(i) - q_smem);
-    const bool mine = masked && chunks.has_nonfinite(v_tile);
+    // K tile i + 1 and V tile i are visible to all behind the barrier. All have read K tile i and
+    // V tile i - 1, whose stages are refilled next.
     ptx::fence_proxy_async();
-    // K tile i + 1 and V tile i are visible to all. All have read K tile i and V tile i - 1, whose
-    // stages are refilled next. Under a block mask that changes meanwhile, threads need not agree
-    // that a tile is masked, so all of them vote.
-    if (ptx::named_barrier_or(1 + warpgroup, 128, mine)) {
-      add_visible_nonfinite(o, v_tile, visit.mask(p), first_row(), first_key);
-      ptx::named_barrier_sync(1 + warpgroup, 128);  // all have read the tile
-      chunks.clear_nonfinite(v_tile);
-      ptx::fence_proxy_async();
+    if (masked) {
+      unsigned char* const v_tile = smem + (v_stage(i) - q_smem);
+      if (ptx::named_barrier_or(1 + warpgroup, 128, chunks.has_nonfinite(v_tile))) {
+        add_visible_nonfinite(o, v_tile, kept.mask(p), first_row(), first_key);
+        ptx::named_barrier_sync(1 + warpgroup, 128);  // all have read the tile
+        chunks.clear_nonfinite(v_tile);
+        ptx::fence_proxy_async();
+        ptx::named_barrier_sync(1 + warpgroup, 128);
+      }
+    } else {
       ptx::named_barrier_sync(1 + warpgroup, 128);
     }
     // After the last tile the scores are discarded: a branch around a WGMMA would make the
@@ -254,9 +235,6 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_fwd_params p) {
     ptx::wgmma_pin(o);
     ptx::wgmma_fence();
     start_scores(s, q_fragments, q_smem, k_stage(i + 1));
-    start_tiles(i + kStages);
-    // The last tile was asked for. Dependent kernels that start earlier would share few SMs.
-    if (i == max(tiles - kStages, 0)) ptx::launch_dependents();
 
     float partial[2] = {0.f, 0.f};  // each tile is summed separately, so that long rows lose little
 #pragma unroll
@@ -269,7 +247,9 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_fwd_params p) {
     ptx::wgmma_pin(probabilities), ptx::wgmma_pin(o);
     ptx::wgmma_fence();
     start_output(o, probabilities, v_stage(i));
-    look_up(i + 1);
+    start_tiles(i + kStages);
+    // The last tile was asked for. Dependent kernels that start earlier would share few SMs.
+    if (i == max(tiles - kStages, 0)) ptx::launch_dependents();
     ptx::wgmma_wait_group<1>();
     ptx::wgmma_pin(s);
   }
@@ -277,5 +257,5 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_fwd_params p) {
   ptx::wgmma_pin(o);
   float stored[kStored];
   exchange(o, stored, softmax, rings, warpgroup);
-  store_output(stored, softmax, p, work, warpgroup);
+  store_output(stored, softmax, p, kept, warpgroup);
 }

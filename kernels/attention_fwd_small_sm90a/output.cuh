@@ -20,6 +20,7 @@ constexpr int kPieceBytes = 128 * kStored * 4;  // from a warpgroup to another o
 constexpr int kStateBytes = 128 * 16;
 // Each warpgroup stores one half of the columns, of two rows per lane or of one.
 constexpr int kLaneRows = kWarpgroups == 4 ? 1 : 2;
+constexpr int kPieces = kStored / (8 * kLaneRows);  // of 16 bytes in each row, of a lane
 static_assert(kWarpgroups == 2 || kWarpgroups == 4, "halves of the columns, halves of the rows");
 
 // The accumulator of a lane that is element `i` of what a warpgroup stores, row by row of each
@@ -105,49 +106,69 @@ __device__ __forceinline__ void exchange(const float (&o)[kOutput], float (&mine
 // log-sum-exp.
 __device__ __forceinline__ void store_output(const float (&o)[kStored], const Softmax& softmax,
                                              const blockflash_attention_fwd_params& p,
-                                             const QueryWork& work, int warpgroup) {
+                                             const Work& work, int warpgroup) {
   constexpr float kLn2 = 0.6931471805599453f, kLog2e = 1.4426950408889634f;
   const int lane = threadIdx.x % 32;
   const int first_column = warpgroup * kLaneRows / 2 * (kD / 2);
   const int first_row = work.q_begin + threadIdx.x / 32 % 4 * 16;
-  Element* const o_head = static_cast<Element*>(p.o) +
-                          work.batch * p.o_stride_batch * (p.cu_seqlens_q == nullptr) +
-                          work.head * p.o_stride_head;
+  Element* const o_head =
+      static_cast<Element*>(p.o) + work.batch * p.o_stride_batch + work.head * p.o_stride_head;
+  // All rows in each step, whose latencies overlap so.
+  float reference[kLaneRows], denominator[kLaneRows], scale[kLaneRows];
 #pragma unroll
   for (int r = 0; r < kLaneRows; ++r) {
     const int half = row_of(warpgroup, 2 * r);
-    const int row = first_row + accumulator_row(lane, 2 * half);
-    float reference = half == 0 ? softmax.reference[0] : softmax.reference[1];
-    float denominator = quad_sum(half == 0 ? softmax.exact[0] : softmax.exact[1]);
-    float scale = 1.f;
-    if (p.sink != nullptr) {
-      const float sink = p.sink[work.head] * kLog2e;
-      const float moved = fmaxf(reference, sink);
-      scale = ptx::ex2_approx(reference - moved);
-      denominator = denominator * scale + ptx::ex2_approx(sink - moved);
-      reference = moved;
-    }
-    // A row without keys has the sum 0 and the output 0. NaN is not equal to 0 and passes through.
-    scale = denominator == 0.f ? 0.f : scale / denominator;
-    if (p.lse != nullptr && first_column == 0 && lane % 4 == 0 && row < work.seqlen_q)
-      p.lse[work.batch * p.lse_stride_batch + work.head * p.lse_stride_head + work.q_offset + row] =
-          fmaf(ptx::lg2_approx(denominator), kLn2, reference * kLn2);
-    Element* const o_row = o_head + (work.q_offset + row) * p.o_stride_seq;
+    reference[r] = half == 0 ? softmax.reference[0] : softmax.reference[1];
+    denominator[r] = quad_sum(half == 0 ? softmax.exact[0] : softmax.exact[1]);
+    scale[r] = 1.f;
+  }
+  if (p.sink != nullptr) {
+    const float sink = p.sink[work.head] * kLog2e;
 #pragma unroll
-    for (int d = 0; d < kStored / (2 * kLaneRows); d += 4) {
-      uint32_t piece[4];
+    for (int r = 0; r < kLaneRows; ++r) {
+      const float moved = fmaxf(reference[r], sink);
+      scale[r] = ptx::ex2_approx(reference[r] - moved);
+      denominator[r] = denominator[r] * scale[r] + ptx::ex2_approx(sink - moved);
+      reference[r] = moved;
+    }
+  }
+  // A row without keys has the sum 0 and the output 0. NaN is not equal to 0 and passes through.
+#pragma unroll
+  for (int r = 0; r < kLaneRows; ++r)
+    scale[r] = denominator[r] == 0.f ? 0.f : scale[r] * ptx::rcp_approx(denominator[r]);
+  uint32_t pieces[kPieces][kLaneRows][4];
+#pragma unroll
+  for (int d = 0; d < kPieces; ++d)
+#pragma unroll
+    for (int r = 0; r < kLaneRows; ++r) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const float* const pair = &o[2 * (kLaneRows * (d + i) + r)];
-        piece[i] = Traits::pack(pair[0] * scale, pair[1] * scale);
+        const float* const pair = &o[2 * (kLaneRows * (4 * d + i) + r)];
+        pieces[d][r][i] = Traits::pack(pair[0] * scale[r], pair[1] * scale[r]);
       }
-      quad_transpose(piece, lane);
-      const int column = first_column + (d + lane % 4) * 8;
-      if (row < work.seqlen_q && column < p.head_dim)
+      quad_transpose(pieces[d][r], lane);
+    }
+  const auto row_at = [&](int r) {
+    return first_row + accumulator_row(lane, 2 * row_of(warpgroup, 2 * r));
+  };
+#pragma unroll
+  for (int r = 0; r < kLaneRows; ++r) {
+    Element* const o_row = o_head + row_at(r) * p.o_stride_seq;
+#pragma unroll
+    for (int d = 0; d < kPieces; ++d) {
+      const uint32_t(&piece)[4] = pieces[d][r];
+      const int column = first_column + (4 * d + lane % 4) * 8;
+      if (row_at(r) < p.seqlen_q && column < p.head_dim)
         *reinterpret_cast<uint4*>(o_row + column) =
             make_uint4(piece[0], piece[1], piece[2], piece[3]);
     }
   }
+  if (p.lse == nullptr || first_column > 0 || lane % 4 > 0) return;
+#pragma unroll
+  for (int r = 0; r < kLaneRows; ++r)
+    if (row_at(r) < p.seqlen_q)
+      p.lse[work.batch * p.lse_stride_batch + work.head * p.lse_stride_head + row_at(r)] =
+          fmaf(ptx::lg2_approx(denominator[r]), kLn2, reference[r] * kLn2);
 }
 
 }  // namespace

@@ -4,7 +4,7 @@
 
 #include <stdint.h>
 
-#include "blockflash/attention/visit.cuh"
+#include "blockflash/attention/mask.cuh"
 #include "blockflash/config/attention_small.cuh"
 #include "blockflash/mma/element.cuh"
 #include "blockflash/ptx/cp_async.cuh"
@@ -15,8 +15,6 @@ namespace {
 using Config = AttentionSmallConfig;
 using Element = Config::Element;
 using Traits = ElementTraits<Element>;
-using QueryWork = Work<Config::block_q>;
-using KeyVisit = Visit<Config::block_q, Config::block_kv>;
 
 constexpr int kRows = 64;  // queries, and keys, of a tile
 static_assert(Config::block_q == kRows && Config::block_kv == kRows, "one box of WGMMA each");
@@ -29,6 +27,34 @@ constexpr int kWarpgroups = Config::warpgroups, kStages = Config::stages;
 constexpr int kRingBytes = 2 * kStages * kTileBytes;  // of a warpgroup: K stages, then V stages
 static_assert(Config::smem_bytes == kTileBytes + kWarpgroups * kRingBytes,
               "manifest and kernel disagree on smem");
+
+// The work of a CTA: 64 queries of one head, and the key tiles that they visit, from `last`
+// downwards. It lies in shared memory, where the steps and the epilogue read it: registers have no
+// room for it.
+struct Work {
+  int batch, head, q_begin, last, tiles;
+  KeyRange all;  // keys that all of these queries see
+
+  static __device__ __forceinline__ AttentionMask mask(const blockflash_attention_fwd_params& p) {
+    return {p.seqlen_kv, p.align_bottom_right ? p.seqlen_kv - p.seqlen_q : 0, p.window_left,
+            p.window_right};
+  }
+
+  static __device__ __forceinline__ Work of(const blockflash_attention_fwd_params& p) {
+    Work work;
+    // Tiles with the most keys first.
+    const int q_tiles = (p.seqlen_q + kRows - 1) / kRows;
+    const int batch_head = blockIdx.x / q_tiles;
+    work.batch = batch_head / p.num_heads_q, work.head = batch_head - work.batch * p.num_heads_q;
+    work.q_begin = (q_tiles - 1 - (blockIdx.x - batch_head * q_tiles)) * kRows;
+    const int q_last = min(work.q_begin + kRows, p.seqlen_q) - 1;
+    const KeyRange any = mask(p).keys_of_any(work.q_begin, q_last);
+    work.all = mask(p).keys_of_all(work.q_begin, q_last);
+    work.last = (any.end + kRows - 1) / kRows - 1;
+    work.tiles = max(work.last + 1 - any.begin / kRows, 0);
+    return work;
+  }
+};
 
 // Byte offset of a chunk of eight columns inside a panel.
 __device__ __forceinline__ uint32_t in_panel(int row, int chunk) {
@@ -47,19 +73,30 @@ struct TileChunks {
   __device__ __forceinline__ explicit TileChunks(int thread)
       : row(thread / 8), chunk(thread % 8), offset(in_panel(row, chunk)) {}
 
-  // Starts the copy of rows [0, valid_rows) and columns [0, valid_columns) of `src`, and fills the
-  // rest of the tile with zeros.
+  // Starts the copy of rows [0, valid_rows) and columns [0, valid_columns) of a tile, and fills the
+  // rest of it with zeros. `src` is the first column of row `row` of the tile.
   __device__ __forceinline__ void start(uint32_t tile_smem, const Element* src, int64_t row_stride,
                                         int valid_rows, int valid_columns) const {
-    const Element* from = src + row * row_stride + chunk * 8;
+    if (valid_rows >= kRows && valid_columns == kD) {
+      const Element* from = src + chunk * 8;
 #pragma unroll
-    for (int r = 0; r < kRows; r += row_step, from += row_step * row_stride)
+      for (int r = 0; r < kRows; r += row_step, from += row_step * row_stride)
+#pragma unroll
+        for (int panel = 0; panel < kPanels; ++panel)
+          ptx::cp_async_cg_16(tile_smem + panel * kPanelBytes + r * 128 + offset, from + panel * 64,
+                              16);
+      return;
+    }
+#pragma unroll 1
+    for (int r = 0; r < kRows; r += row_step, src += row_step * row_stride)
 #pragma unroll
       for (int panel = 0; panel < kPanels; ++panel) {
-        const bool valid = row + r < valid_rows && panel * 64 + chunk * 8 < valid_columns;
+        const int column = panel * 64 + chunk * 8;
+        const bool valid = row + r < valid_rows && column < valid_columns;
         // An invalid chunk reads nothing, but its address must stay inside the tensor.
+        const Element* const inside = src - (row + r < valid_rows ? 0 : (row + r) * row_stride);
         ptx::cp_async_cg_16(tile_smem + panel * kPanelBytes + r * 128 + offset,
-                            valid ? from + panel * 64 : src, valid ? 16 : 0);
+                            inside + (valid ? column : 0), valid ? 16 : 0);
       }
   }
 

@@ -6,7 +6,8 @@ use blockflash_ops::{Align, Kernel, Stream};
 use blockflash_sys::manifest::{AttentionFwdHopper, AttentionTile, Variant};
 use blockflash_tests::attention::{
     AttentionCase, AttentionData, AttentionInputs, AttentionOutputs, AttentionReference, BlockCase,
-    BlockPattern, Choice, Content, Lengths, MaskHeads, run_case, smallest_block, tile_cases,
+    BlockPattern, Choice, Content, Lengths, MaskHeads, has_lists, run_case, smallest_block,
+    takes_lists, tile_cases,
 };
 use blockflash_tests::gpu::{Gpu, Report, gpu, say, wait};
 use blockflash_tests::number::decode;
@@ -38,7 +39,8 @@ fn every_hopper_kernel() {
         let (head_dim, block_q, block_kv) =
             (tile.head_dim as usize, tile.block_q as usize, tile.block_kv as usize);
         let cases = tile_cases(tile.dtype, head_dim, block_q, block_kv);
-        for case in cases.into_iter().chain(stress(&tile)).chain(without_keys(&tile)) {
+        let cases = cases.into_iter().chain(stress(&tile)).chain(without_keys(&tile));
+        for case in cases.filter(|case| takes_lists(kernel) || !has_lists(case)) {
             report.run(kernel, || {
                 run_case(&case.as_asked(kernel), Choice::This(kernel), &gpu.stream)
             });
@@ -109,13 +111,14 @@ fn without_keys(tile: &AttentionTile) -> Vec<AttentionCase> {
 }
 
 /// More tiles than multiprocessors, of unequal length; with an even seed some of their blocks are
-/// visited.
-fn busy(tile: &AttentionTile, gpu: &Gpu, seed: u64) -> AttentionCase {
+/// visited, if the kernel can.
+fn busy(kernel: &Kernel, tile: &AttentionTile, gpu: &Gpu, seed: u64) -> AttentionCase {
     let heads_kv = gpu.properties.multiprocessors as usize / 4 + 1;
     let seqlen_q = 3 * tile.block_q as usize + 5;
     let seqlen = (seqlen_q, seqlen_q + 77);
     let simple = AttentionCase::of_tile(tile, (2 * heads_kv, heads_kv), seqlen);
-    let block_mask = seed.is_multiple_of(2).then(|| some_blocks(&[tile]));
+    let lists = seed.is_multiple_of(2) && takes_lists(kernel);
+    let block_mask = lists.then(|| some_blocks(&[tile]));
     AttentionCase { seed, mask: Mask::causal(), block_mask, ..simple }
 }
 
@@ -159,7 +162,7 @@ fn agrees_with_the_portable_kernel(
         AttentionCase { mask: window, softcap: Some(15.0), ..base },
     ];
     let mut compared = 0;
-    for case in cases {
+    for case in cases.into_iter().filter(|case| takes_lists(kernel) || !has_lists(case)) {
         let data = AttentionData::generate(&case);
         // Every row, in the order of the output.
         let reference = AttentionReference::compute(&case, &data, f64::INFINITY);
@@ -247,7 +250,7 @@ fn repeats_its_bits(
     gpu: &Gpu,
     seed: u64,
 ) -> Result<usize, String> {
-    let job = Job::new(busy(tile, gpu, seed), &gpu.stream)?;
+    let job = Job::new(busy(kernel, tile, gpu, seed), &gpu.stream)?;
     let mut outputs = job.outputs(30)?;
     outputs.iter_mut().try_for_each(|output| job.launch(output, kernel))?;
     job.check(&outputs, kernel)
@@ -262,7 +265,7 @@ fn has_the_bits_of_its_twin(
     let variant = Variant::AttentionFwdHopper(AttentionFwdHopper { lse: !own.lse, ..own });
     let twin = gpu.kernels().find(|kernel| kernel.variant == variant).ok_or("it has no twin")?;
     let outputs = |kernel: &'static Kernel| {
-        let job = Job::new(busy(tile, gpu, 8).as_asked(kernel), &gpu.stream)?;
+        let job = Job::new(busy(kernel, tile, gpu, 8).as_asked(kernel), &gpu.stream)?;
         let mut outputs = job.outputs(1)?;
         job.launch(&mut outputs[0], kernel)?;
         job.check(&outputs, kernel)?;
@@ -278,8 +281,10 @@ fn shares_the_gpu(
     gpu: &Gpu,
 ) -> Result<usize, String> {
     let stream = || gpu.device.stream().map_err(|error| error.to_string());
-    let jobs =
-        [Job::new(busy(tile, gpu, 2), &stream()?)?, Job::new(busy(tile, gpu, 3), &stream()?)?];
+    let jobs = [
+        Job::new(busy(kernel, tile, gpu, 2), &stream()?)?,
+        Job::new(busy(kernel, tile, gpu, 3), &stream()?)?,
+    ];
     let mut outputs = [jobs[0].outputs(25)?, jobs[1].outputs(25)?];
     let [first, second] = &mut outputs;
     for (a, b) in first.iter_mut().zip(second) {
@@ -301,7 +306,7 @@ fn replays_graphs(
     let stream = || gpu.device.stream().map_err(|error| error.to_string());
     let mut jobs = Vec::new();
     for seed in 4..7 {
-        jobs.push(Job::new(busy(tile, gpu, seed), &stream()?)?);
+        jobs.push(Job::new(busy(kernel, tile, gpu, seed), &stream()?)?);
     }
     let mut outputs = Vec::new();
     for job in &jobs {

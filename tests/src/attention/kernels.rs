@@ -37,6 +37,16 @@ pub fn dims_of_tile(head_dim: u32) -> Vec<usize> {
     head_dims(narrower as usize + 1..=head_dim as usize)
 }
 
+/// Whether a kernel can compute cases with offsets of sequences or lists of blocks.
+pub fn takes_lists(kernel: &Kernel) -> bool {
+    !matches!(kernel.variant, Variant::AttentionFwdSmall(_))
+}
+
+/// Whether a case has offsets of sequences or lists of blocks.
+pub fn has_lists(case: &AttentionCase) -> bool {
+    case.block_mask.is_some() || matches!(case.lengths, Lengths::Packed { .. })
+}
+
 /// Runs a case. A kernel that cannot compute it must refuse it.
 pub fn run_or_refuse(
     case: &AttentionCase,
@@ -80,6 +90,9 @@ fn refusal(case: &AttentionCase, kernel: &Kernel) -> Option<&'static str> {
     });
     if !shared(case.heads_kv) || !shared(mask_heads) {
         return Some("share a tile");
+    }
+    if has_lists(case) && !takes_lists(kernel) {
+        return Some("packed sequences");
     }
     // Tensor maps cannot describe repeated entries.
     let repeated = case.broadcast_kv

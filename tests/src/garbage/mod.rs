@@ -15,6 +15,7 @@ mod operands;
 mod products;
 mod values;
 
+use crate::attention::takes_lists;
 use crate::gpu::{Gpu, say, wait};
 use crate::number::rng;
 use blockflash_ops::attention_decode::{CacheTile, tile};
@@ -153,6 +154,7 @@ impl Place {
             imagined,
             attention: kernels
                 .iter()
+                .filter(|kernel| takes_lists(kernel))
                 .filter_map(|kernel| Some((*kernel, kernel.attention_tile()?)))
                 .collect(),
             gradients: kernels

@@ -45,24 +45,21 @@ fn hopper_time(
     }
 }
 
-/// Key tiles of 64 up to which the kernels for small grids were the fastest ones of an H200 and an
-/// H100; with 16 they are equal at best.
-const MOST_SMALL_TILES: f64 = 8.0;
+/// Key tiles of 64 up to which the kernels for small grids were the fastest ones of an H100.
+const MOST_SMALL_TILES: f64 = 16.0;
 
 /// Next to nothing where the kernels for small grids are taken: each CTA has an SM to itself and
-/// visits few key tiles. For others, and for block masks and packed sequences, whose tiles take
-/// unequal time, the other kernels are taken, if the problem has tensor maps.
+/// visits few key tiles. For others the other kernels are taken, if the problem has tensor maps.
 #[inline]
 fn small_time(small: &AttentionFwdSmall, problem: &AttentionProblem, gpu: &CudaProperties) -> f64 {
     let (tile, warpgroups) = (&small.tile(), f64::from(small.warpgroups));
     let fills = tiles(tile, problem) > f64::from(gpu.multiprocessors);
-    let uneven = problem.block_mask.is_some() || problem.packed.is_some();
     let [_, most] = key_tiles(tile, problem);
-    if fills || uneven || most > MOST_SMALL_TILES {
+    if fills || most > MOST_SMALL_TILES {
         return f64::INFINITY;
     }
     // Microseconds on an H100 at a head_dim of 64.
-    let [ends, round] = if warpgroups > 2.0 { [2.7, 1.65] } else { [1.9, 1.14] };
+    let [ends, round] = if warpgroups > 2.0 { [2.1, 1.55] } else { [1.8, 0.92] };
     ends + (most / warpgroups).ceil() * round
 }
 

@@ -62,12 +62,12 @@ fn small_grids_take_kernels_for_them() {
     };
     let of = |heads, seqlen, head_dim| problem(1, [heads; 2], seqlen, head_dim);
     assert_eq!(
-        [64, 256, 257, 512, 513].map(|seqlen| warps(of(8, seqlen, 64))),
-        [Some(8), Some(8), Some(8), Some(16), None]
+        [64, 256, 512, 1024, 1025].map(|seqlen| warps(of(7, seqlen, 64))),
+        [Some(8), Some(8), Some(16), Some(16), None]
     );
     assert_eq!(
-        [64, 512, 513, 1024].map(|seqlen| warps(of(8, seqlen, 128))),
-        [Some(8), Some(8), None, None]
+        [64, 512, 1024, 1025].map(|seqlen| warps(of(7, seqlen, 128))),
+        [Some(8), Some(8), Some(8), None]
     );
     assert_eq!([96, 192, 256].map(|head_dim| warps(of(8, 512, head_dim))), [None; 3]);
     // 132 tiles of queries, and one more.
@@ -84,6 +84,15 @@ fn small_grids_take_kernels_for_them() {
     assert_eq!(changed(&|p| p.packed = Some(PackedRows { total_q: 512, total_kv: 512 })), None);
     let mask = BlockMaskSizes { block_q: 64, block_kv: 64, batch: 1, heads: 1, packed_rows: None };
     assert_eq!(changed(&|p| p.block_mask = Some(mask)), None);
+    let small = select(&of(8, 512, 64), &h200()).unwrap();
+    let packed = Some(PackedRows { total_q: 512, total_kv: 512 });
+    for problem in [
+        AttentionProblem { packed, ..of(8, 512, 64) },
+        AttentionProblem { block_mask: Some(mask), ..of(8, 512, 64) },
+    ] {
+        let error = accepts(small, &problem, &h200()).unwrap_err().to_string();
+        assert!(error.contains("neither packed sequences nor block masks"), "{error}");
+    }
     let plan = |problem: &AttentionProblem| {
         plan(select(problem, &h200()).unwrap(), problem, &h200()).unwrap()
     };

@@ -3,7 +3,8 @@ use super::*;
 use crate::fixtures::{gpu, values};
 use crate::{BlockGeometry, Device};
 use blockflash_safe::View;
-use blockflash_sys::{DType, manifest};
+use blockflash_sys::DType;
+use blockflash_sys::manifest::{self, Variant};
 
 /// Queries and keys of the sequences: tails, nothing on either side or both, several rows.
 const LENGTHS: [[usize; 2]; 6] = [[100, 200], [0, 70], [320, 1], [0, 0], [65, 0], [1, 300]];
@@ -202,7 +203,8 @@ fn plans_say_how_the_mask_is_read() {
         else {
             continue;
         };
-        if 256 % tile.block_kv != 0 {
+        let small = matches!(kernel.variant, Variant::AttentionFwdSmall(_));
+        if 256 % tile.block_kv != 0 || small {
             continue;
         }
         let plan = plan(kernel, &as_asked(problem, &tile), &gpu(9, 0)).unwrap();

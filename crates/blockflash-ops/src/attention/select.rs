@@ -33,7 +33,7 @@ pub fn accepts(kernel: &Kernel, problem: &AttentionProblem, gpu: &CudaProperties
 impl Problem for AttentionProblem {
     const OP: &'static str = "attention";
     const RULES: &'static [Rule<Self>] =
-        &[HEAD_DIM, LOG_SUM_EXP, SHARED_MEMORY, BLOCKS, HEADS, TENSOR_MAPS];
+        &[HEAD_DIM, LOG_SUM_EXP, SHARED_MEMORY, BLOCKS, HEADS, EVEN, TENSOR_MAPS];
 
     type Tile = AttentionTile;
     type Rank = (Option<Reverse<(u32, u32)>>, u64);
@@ -165,6 +165,16 @@ const HEADS: AttentionRule = Rule {
             && c.problem.block_mask.is_none_or(|mask| shared(mask.heads as usize))
     },
     refuses: |c| format!("{} heads of q share a tile, but not keys and a block mask", c.tile.heads),
+    excludes_all: None,
+};
+
+/// The kernels for small grids compute all tiles of a rectangle of queries and keys.
+const EVEN: AttentionRule = Rule {
+    holds: |c| {
+        !matches!(c.kernel.variant, Variant::AttentionFwdSmall(_))
+            || c.problem.packed.is_none() && c.problem.block_mask.is_none()
+    },
+    refuses: |_| "it takes neither packed sequences nor block masks".into(),
     excludes_all: None,
 };
 

@@ -2,6 +2,8 @@
 // dependent launch (griddepcontrol).
 #pragma once
 
+#include <stdint.h>
+
 namespace blockflash::ptx {
 
 // All warps of a warpgroup must execute these together.
@@ -19,6 +21,17 @@ __device__ __forceinline__ void lower_registers() {
 __device__ __forceinline__ void wait_for_predecessors() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// The same behind the computation of a value, which the assembler would otherwise move behind the
+// wait: it does not know that the time before is free.
+__device__ __forceinline__ void wait_for_predecessors_behind(uint64_t value) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "{\n\t.reg .pred zero;\n\tsetp.eq.u64 zero, %0, 0;\n\t"
+      "@zero griddepcontrol.wait;\n\t@!zero griddepcontrol.wait;\n\t}" ::"l"(value)
+      : "memory");
 #endif
 }
 
