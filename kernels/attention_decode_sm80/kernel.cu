@@ -84,8 +84,11 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_decode_params p) 
     announce(0);
   }
   __syncthreads();
-  if (is_early) ptx::wait_for_predecessors();
-  if (item_of(0).sequence < 0) return;
+  if (item_of(0).sequence < 0) {
+    // Successors of this kernel rely on the end of its predecessors, too.
+    if (is_early) ptx::wait_for_predecessors();
+    return;
+  }
 
   Loader loader(p);
   int loading = -1;              // number of the item that is copied
@@ -101,8 +104,9 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_decode_params p) 
         __threadfence_block();
         if (item_of(loading + 1).sequence < 0) return;
         ++loading;
-        loader.begin_item(item_of(loading), warp);
-        copy_queries(p, item_of(loading), smem_at + kQOffset + loading % 2 * kQBytes);
+        loader.begin_item(p, item_of(loading), warp, lane);
+        copy_queries(p, item_of(loading), smem_at + kQOffset + loading % 2 * kQBytes,
+                     reinterpret_cast<uint64_t>(loader.k) ^ reinterpret_cast<uint64_t>(loader.v));
       }
       const int key =
           loader.start_step(p, item_of(loading), ring_smem + issue_stage * kStageBytes, lane);

@@ -22,9 +22,13 @@ using TileLayout = Swizzle<kChunks>;
 
 // Copies the steps of a warp, every fourth of an item.
 struct Loader {
+  // With 32 rows registers are short, and each step finds its sources again.
+  static constexpr bool kKeepsSources = Config::rows < 32;
+
   int next, end;              // position of the next step; positions end
   int step;                   // that comes next
   uint64_t policy;            // of L2
+  const char *k, *v;          // this lane's part of a step in slot 0 of the first page
   int page, slot, first_key;  // this lane's step of the 32 that were looked up together
 
   // Nothing that is read once should drive partial sums out of L2.
@@ -33,11 +37,33 @@ struct Loader {
         end(0),
         policy(p.seqlen_q * p.group <= Config::rows ? ptx::evict_first() : ptx::evict_normal()) {}
 
-  __device__ __forceinline__ void begin_item(const DecodeItem& item, int warp) {
+  // Reads nothing that predecessors write.
+  __device__ __forceinline__ void begin_item(const blockflash_attention_decode_params& p,
+                                             const DecodeItem& item, int warp, int lane) {
     next = item.positions.begin + warp * kStepKeys, end = item.positions.end;
     step = 0;
+    find_sources(p, item, lane);
+  }
+
+  // What follows from the parameters and the item alone.
+  __device__ __forceinline__ void find_sources(const blockflash_attention_decode_params& p,
+                                               const DecodeItem& item, int lane) {
+    const blockflash_kv_cache& cache = p.cache;
+    const int64_t first_page = looks_up(p) ? 0 : item.sequence;
+    const auto part_of = [&](const void* tensor, int64_t of_page, int64_t of_head, int64_t of_row) {
+      return reinterpret_cast<const char*>(static_cast<const Element*>(tensor) +
+                                           first_page * of_page + item.head_kv * of_head +
+                                           lane / kChunks * of_row + lane % kChunks * 8);
+    };
+    k = part_of(cache.k, cache.k_stride_page, cache.k_stride_head, cache.k_stride_slot);
+    v = part_of(cache.v, cache.v_stride_page, cache.v_stride_head, cache.v_stride_slot);
   }
   __device__ __forceinline__ bool has_step() const { return next < end; }
+
+  // Whether memory says where steps lie.
+  static __device__ __forceinline__ bool looks_up(const blockflash_attention_decode_params& p) {
+    return p.cache.block_table != nullptr || p.page_list != nullptr;
+  }
 
   // Where the next 32 steps lie, one per lane. Numbers of pages are data on the device that nobody
   // has validated.
@@ -62,29 +88,28 @@ struct Loader {
   __device__ __forceinline__ int start_step(const blockflash_attention_decode_params& p,
                                             const DecodeItem& item, uint32_t stage_smem, int lane) {
     const blockflash_kv_cache& cache = p.cache;
-    int64_t at_page = item.sequence, at_slot = next;
+    int64_t k_offset = next * cache.k_stride_slot, v_offset = next * cache.v_stride_slot;
     int key = next;
-    if (cache.block_table != nullptr || p.page_list != nullptr) {
+    if (looks_up(p)) {
       if (step % 32 == 0) look_up(p, item, lane);
-      at_page = __shfl_sync(~0u, page, step % 32);
-      at_slot = __shfl_sync(~0u, slot, step % 32);
+      const int64_t at_page = __shfl_sync(~0u, page, step % 32);
+      const int64_t at_slot = __shfl_sync(~0u, slot, step % 32);
       key = __shfl_sync(~0u, first_key, step % 32);
+      k_offset = at_page * cache.k_stride_page + at_slot * cache.k_stride_slot;
+      v_offset = at_page * cache.v_stride_page + at_slot * cache.v_stride_slot;
     }
     ++step, next += Config::warps * kStepKeys;
-    const Element* const k = static_cast<const Element*>(cache.k) +
-                             item.head_kv * cache.k_stride_head + at_page * cache.k_stride_page +
-                             at_slot * cache.k_stride_slot;
-    const Element* const v = static_cast<const Element*>(cache.v) +
-                             item.head_kv * cache.v_stride_head + at_page * cache.v_stride_page +
-                             at_slot * cache.v_stride_slot;
+    if constexpr (!kKeepsSources) find_sources(p, item, lane);
     const int rows_begin = item.any.begin - key, rows_end = item.any.end - key;
+    const char *const k_from = k + k_offset * 2, *const v_from = v + v_offset * 2;
     if (rows_begin <= 0 && rows_end >= kStepKeys && p.head_dim == Config::head_dim) {
-      start_tile(stage_smem, k, cache.k_stride_slot, policy, lane);
-      start_tile(stage_smem + kTileBytes, v, cache.v_stride_slot, policy, lane);
+      start_tile(stage_smem, k_from, cache.k_stride_slot, policy, lane);
+      start_tile(stage_smem + kTileBytes, v_from, cache.v_stride_slot, policy, lane);
     } else {
-      start_part(stage_smem, k, cache.k_stride_slot, rows_begin, rows_end, p.head_dim, lane);
-      start_part(stage_smem + kTileBytes, v, cache.v_stride_slot, rows_begin, rows_end, p.head_dim,
+      start_part(stage_smem, k_from, cache.k, cache.k_stride_slot, rows_begin, rows_end, p.head_dim,
                  lane);
+      start_part(stage_smem + kTileBytes, v_from, cache.v, cache.v_stride_slot, rows_begin,
+                 rows_end, p.head_dim, lane);
     }
     ptx::cp_async_commit_group();
     return key;
@@ -94,15 +119,12 @@ struct Loader {
   static constexpr int kRowStep = kWarpSize / kChunks;
   static_assert(kRowStep * kChunks == kWarpSize, "a row is a whole fraction of a warp");
 
-  __device__ __forceinline__ static void start_tile(uint32_t tile_smem, const Element* src,
+  __device__ __forceinline__ static void start_tile(uint32_t tile_smem, const char* from,
                                                     int64_t stride, uint64_t policy, int lane) {
-    const int first_row = lane / kChunks, chunk = lane % kChunks;
-    const uint32_t to = tile_smem + TileLayout::offset(first_row, chunk);
+    const uint32_t to = tile_smem + TileLayout::offset(lane / kChunks, lane % kChunks);
     // Strides of slots have 31 bits.
     const uint32_t row_bytes = ptx::opaque(static_cast<uint32_t>(stride) * 2);
-    const char* const from = reinterpret_cast<const char*>(src + chunk * 8) +
-                             static_cast<uint64_t>(row_bytes) * static_cast<uint32_t>(first_row);
-    // The swizzle of row first_row + r differs from that of first_row by r.
+    // The swizzle of a row r further down differs by r.
 #pragma unroll
     for (int r = 0; r < kStepKeys; r += kRowStep)
       ptx::cp_async_cg_16_hinted((to ^ (r % TileLayout::period * 16)) + r * TileLayout::row_bytes,
@@ -111,16 +133,18 @@ struct Loader {
   }
 
   // The same for rows [rows_begin, rows_end) and columns that exist; the rest becomes zeros. A copy
-  // of no bytes, too, has an address inside the page. Rare, so small code.
-  __device__ __forceinline__ static void start_part(uint32_t tile_smem, const Element* src,
-                                                    int64_t stride, int rows_begin, int rows_end,
-                                                    int head_dim, int lane) {
+  // of no bytes, too, has an address inside the tensor. Rare, so small code.
+  __device__ __forceinline__ static void start_part(uint32_t tile_smem, const char* from,
+                                                    const void* tensor, int64_t stride,
+                                                    int rows_begin, int rows_end, int head_dim,
+                                                    int lane) {
     const int chunk = lane % kChunks;
 #pragma unroll 1
-    for (int row = lane / kChunks; row < kStepKeys; row += kRowStep) {
+    for (int row = lane / kChunks; row < kStepKeys;
+         row += kRowStep, from += kRowStep * stride * 2) {
       const bool exists = row >= rows_begin && row < rows_end && chunk * 8 < head_dim;
-      ptx::cp_async_cg_16(tile_smem + TileLayout::offset(row, chunk),
-                          exists ? src + row * stride + chunk * 8 : src, exists ? 16 : 0);
+      ptx::cp_async_cg_16(tile_smem + TileLayout::offset(row, chunk), exists ? from : tensor,
+                          exists ? 16 : 0);
     }
   }
 };

@@ -36,26 +36,33 @@ constexpr bool kQInRegisters = kRowTiles * kDSteps <= 16 && kDSteps <= 8;
 constexpr int kQBytes = Config::rows * Config::head_dim * 2;
 
 // Starts the copy of the queries of an item by all threads of the CTA, as a part of the group that
-// is committed next. Rows and columns that do not exist become zeros.
+// is committed next. Rows and columns that do not exist become zeros. Predecessors have ended then:
+// the wait is behind the addresses of the first copy, and behind `addresses` of the keys.
 __device__ __forceinline__ void copy_queries(const blockflash_attention_decode_params& p,
-                                             const DecodeItem& item, uint32_t q_smem) {
-  const int thread = ptx::opaque(static_cast<int>(threadIdx.x));
+                                             const DecodeItem& item, uint32_t q_smem,
+                                             uint64_t addresses) {
+  constexpr int kCopies = Config::rows * kChunks;
   const Element* const q = static_cast<const Element*>(p.q);
   const Element* const of_sequence =
       q + (p.cu_seqlens_q == nullptr ? item.sequence * p.q_stride_batch
                                      : item.q_begin * p.q_stride_seq);
-#pragma unroll 1
-  for (int i = 0; i < Config::rows * kChunks; i += Config::threads) {
-    const int at = i + thread;
-    if (Config::rows * kChunks % Config::threads != 0 && at >= Config::rows * kChunks) break;
+  const auto source_of = [&](int at) -> const Element* {
     const int row = item.row_tile * Config::rows + at / kChunks, column = at % kChunks * 8;
     const int query = small_quotient(row, p.group);
-    const bool exists = query < item.q_length && column < p.head_dim;
-    const Element* const from = of_sequence + query * p.q_stride_seq +
-                                (item.head_kv * p.group + row - query * p.group) * p.q_stride_head +
-                                column;
-    ptx::cp_async_cg_16(q_smem + TileLayout::offset(at / kChunks, at % kChunks), exists ? from : q,
-                        exists ? 16 : 0);
+    if (query >= item.q_length || column >= p.head_dim) return nullptr;
+    return of_sequence + query * p.q_stride_seq +
+           (item.head_kv * p.group + row - query * p.group) * p.q_stride_head + column;
+  };
+  const int thread = ptx::opaque(static_cast<int>(threadIdx.x));
+  const Element* const first = source_of(thread);
+  ptx::wait_for_predecessors_behind(reinterpret_cast<uint64_t>(first) ^ addresses);
+#pragma unroll 1
+  for (int i = 0; i < kCopies; i += Config::threads) {
+    const int at = i + thread;
+    if (kCopies % Config::threads != 0 && at >= kCopies) break;
+    const Element* const from = kCopies <= Config::threads ? first : source_of(at);
+    ptx::cp_async_cg_16(q_smem + TileLayout::offset(at / kChunks, at % kChunks),
+                        from == nullptr ? q : from, from == nullptr ? 0 : 16);
   }
 }
 
