@@ -46,7 +46,7 @@ fn hopper_time(
 }
 
 /// Key tiles of 64 up to which the kernels for small grids were the fastest ones of an H100.
-const MOST_SMALL_TILES: f64 = 16.0;
+const MOST_SMALL_TILES: f64 = 32.0;
 
 /// Next to nothing where the kernels for small grids are taken: each CTA has an SM to itself and
 /// visits few key tiles. For others the other kernels are taken, if the problem has tensor maps.
