@@ -39,12 +39,14 @@ constexpr int kKvTileBytes = Config::block_kv * Config::head_dim * 2;
 // from shared memory again.
 constexpr bool kQInRegisters = kMTiles * (kDSteps * 4 + kDTiles * 4 + kKvTiles * 4) <= 168;
 // Wide tiles fill the registers and take many copies: what a CTA agrees on stays in shared memory,
-// and whole key tiles are copied from one address per thread.
+// and whole key tiles are copied from one address per thread. V tile 0 is started before the loop,
+// which in narrow tiles costs more in each step, for the branch around the later ones.
 constexpr bool kWide = Config::head_dim >= 128;
 
 static_assert(kRowsPerWarp % 16 == 0, "a warp computes whole MMA tiles");
 static_assert(kDTiles % 4 == 0, "the epilogue stores four MMA tiles at a time");
-static_assert(Config::smem_bytes == kQTileBytes + 2 * Config::stages * kKvTileBytes,
+static_assert(Config::stages == 1, "one K tile and one V tile in shared memory");
+static_assert(Config::smem_bytes == kQTileBytes + 2 * kKvTileBytes,
               "manifest and kernel disagree on smem");
 
 using QCopy = TileCopy<Config::block_q, kChunks, Config::threads>;
@@ -53,13 +55,17 @@ using TileLayout = Swizzle<kChunks>;
 
 using Scores = float[kMTiles][kKvTiles][4];
 using Output = float[kMTiles][kDTiles][4];
+
+struct Keys {
+  const Element *k, *v;  // the first key of the sequence and its value
+  KeyRange all;          // keys that all queries of the tile see
+};
 using QFragments = uint32_t[kMTiles][kDSteps][4];
 
 // s = Q·Kᵀ for the rows of this warp.
 __device__ __forceinline__ void compute_scores(Scores& s, const QFragments& q_rmem,
                                                const LaneAddress<kChunks>& q_lane,
-                                               const LaneAddress<kChunks>& k_lane,
-                                               uint32_t k_stage) {
+                                               const LaneAddress<kChunks>& k_lane) {
 #pragma unroll
   for (int m = 0; m < kMTiles; ++m)
 #pragma unroll
@@ -81,7 +87,7 @@ __device__ __forceinline__ void compute_scores(Scores& s, const QFragments& q_rm
 #pragma unroll
     for (int n = 0; n < kKvTiles; n += 2) {
       uint32_t b[4];
-      ptx::ldmatrix_x4(b, k_lane.at(n * 8, d) + k_stage);
+      ptx::ldmatrix_x4(b, k_lane.at(n * 8, d));
 #pragma unroll
       for (int m = 0; m < kMTiles; ++m) {
         ptx::mma_m16n8k16<Element>(s[m][n], a[m], b[0], b[1]);
@@ -93,8 +99,7 @@ __device__ __forceinline__ void compute_scores(Scores& s, const QFragments& q_rm
 
 // o += P·V. Rounded to 16 bits, the score accumulators have the layout of an A operand.
 __device__ __forceinline__ void accumulate_output(Output& o, const Scores& p,
-                                                  const LaneAddress<kChunks>& v_lane,
-                                                  uint32_t v_stage) {
+                                                  const LaneAddress<kChunks>& v_lane) {
   using Traits = ElementTraits<Element>;
 #pragma unroll
   for (int k = 0; k < kKvSteps; ++k) {
@@ -109,7 +114,7 @@ __device__ __forceinline__ void accumulate_output(Output& o, const Scores& p,
 #pragma unroll
     for (int d = 0; d < kDTiles; d += 2) {
       uint32_t b[4];
-      ptx::ldmatrix_x4_trans(b, v_lane.at(k * 16, d / 2) + v_stage);
+      ptx::ldmatrix_x4_trans(b, v_lane.at(k * 16, d / 2));
 #pragma unroll
       for (int m = 0; m < kMTiles; ++m) {
         ptx::mma_m16n8k16<Element>(o[m][d], a[m], b[0], b[1]);
@@ -224,54 +229,32 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_fwd_params p) {
   using namespace blockflash;
   extern __shared__ __align__(128) unsigned char smem[];
 
-  std::conditional_t<kWide, const KeyVisit&, const KeyVisit> visit = KeyVisit::agreed(p);
-  const QueryWork& work = visit.work;
-  if (work.q_begin >= work.seqlen_q) return;
-  const int& tiles = visit.tiles;
-
-  const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
-  const auto first_row = [&] { return work.q_begin + warp * kRowsPerWarp; };
-  const bool packed = p.cu_seqlens_q != nullptr;
+  const bool dense = is_dense(p), packed = p.cu_seqlens_q != nullptr;
+  const KeyVisit found = dense ? KeyVisit::dense(p) : KeyVisit::agreed(p);
+  const QueryWork& queries = found.work;
+  if (queries.q_begin >= queries.seqlen_q) return;
+  const Keys found_keys = {
+      static_cast<const Element*>(p.k) +
+          (packed ? queries.kv_offset * p.k_stride_seq : queries.batch * p.k_stride_batch) +
+          queries.head_kv * p.k_stride_head,
+      static_cast<const Element*>(p.v) +
+          (packed ? queries.kv_offset * p.v_stride_seq : queries.batch * p.v_stride_batch) +
+          queries.head_kv * p.v_stride_head,
+      found.mask(p).keys_of_all(queries.q_begin, found.q_last())};
   const Element* const q =
       static_cast<const Element*>(p.q) +
-      (packed ? work.q_offset * p.q_stride_seq : work.batch * p.q_stride_batch) +
-      work.head * p.q_stride_head + work.q_begin * p.q_stride_seq;
-  struct Keys {
-    const Element *k, *v;  // the first key of the sequence and its value
-    KeyRange all;          // keys that all queries of the tile see
-  };
-  const Keys own = {static_cast<const Element*>(p.k) +
-                        (packed ? work.kv_offset * p.k_stride_seq : work.batch * p.k_stride_batch) +
-                        work.head_kv * p.k_stride_head,
-                    static_cast<const Element*>(p.v) +
-                        (packed ? work.kv_offset * p.v_stride_seq : work.batch * p.v_stride_batch) +
-                        work.head_kv * p.v_stride_head,
-                    visit.mask(p).keys_of_all(work.q_begin, visit.q_last())};
-  __shared__ Keys shared;
-  if constexpr (kWide) {
-    if (threadIdx.x == 0) shared = own;
-    __syncthreads();
-  }
-  const Keys& keys = kWide ? shared : own;
+      (packed ? queries.q_offset * p.q_stride_seq : queries.batch * p.q_stride_batch) +
+      queries.head * p.q_stride_head + queries.q_begin * p.q_stride_seq;
 
   const uint32_t q_smem = static_cast<uint32_t>(__cvta_generic_to_shared(smem));
-  const uint32_t k_smem = q_smem + kQTileBytes;
-  const uint32_t v_smem = k_smem + Config::stages * kKvTileBytes;
-  const QCopy q_copy(threadIdx.x);
+  const uint32_t k_smem = q_smem + kQTileBytes, v_smem = k_smem + kKvTileBytes;
   const KvCopy kv_copy(threadIdx.x);
-
-  // The first key of the i-th tile in the order of visit.
-  const auto first_key_of = [&](int i) {
-    return i < tiles ? visit.list.tile_at(visit.last - i) * Config::block_kv : 0;
-  };
-  // The i-th tile goes to stage i % stages of its ring. Every call commits one group, also past the
-  // end.
-  const auto start_tile = [&](const Element* src, int64_t stride, uint32_t ring, int i,
-                              int first_key) {
-    const uint32_t to = ring + i % Config::stages * kKvTileBytes;
+  // Copies the i-th tile in the order of a visit. Every call commits one group, also past the end.
+  const auto start_tile = [&](const KeyVisit& visit, const Element* src, int64_t stride,
+                              uint32_t to, int i, int first_key) {
     const Element* const from = src + first_key * stride;
-    const int rows = work.seqlen_kv - first_key;
-    if (i < tiles) {
+    const int rows = visit.work.seqlen_kv - first_key;
+    if (i < visit.tiles) {
       if constexpr (kWide)
         kv_copy.stream(to, from, stride, rows, p.head_dim);
       else
@@ -279,16 +262,25 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_fwd_params p) {
     }
     ptx::cp_async_commit_group();
   };
+  int first_key = found.first_key_of(0);
+  QCopy(threadIdx.x)
+      .start(q_smem, q, p.q_stride_seq, queries.seqlen_q - queries.q_begin, p.head_dim);
+  start_tile(found, found_keys.k, p.k_stride_seq, k_smem, 0, first_key);
+  if (kWide) start_tile(found, found_keys.v, p.v_stride_seq, v_smem, 0, first_key);
 
-  q_copy.start(q_smem, q, p.q_stride_seq, work.seqlen_q - work.q_begin, p.head_dim);
-  int first_key[Config::stages];  // of the tiles i to i + stages - 1
-#pragma unroll
-  for (int i = 0; i < Config::stages; ++i) {
-    first_key[i] = first_key_of(i);
-    start_tile(keys.k, p.k_stride_seq, k_smem, i, first_key[i]);
-    if (i + 1 < Config::stages) start_tile(keys.v, p.v_stride_seq, v_smem, i, first_key[i]);
+  // Wide tiles leave no registers for what follows; the epilogue reads it again, too.
+  __shared__ Keys shared_keys;
+  if (threadIdx.x == 0) {
+    if (dense) KeyVisit::shared() = found;
+    shared_keys = found_keys;
   }
+  __syncthreads();
+  std::conditional_t<kWide, const KeyVisit&, const KeyVisit> visit =
+      kWide ? KeyVisit::shared() : found;
+  std::conditional_t<kWide, const Keys&, const Keys> keys = kWide ? shared_keys : found_keys;
 
+  const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
+  const auto first_row = [&] { return visit.work.q_begin + warp * kRowsPerWarp; };
   const LaneCoords row_major = lane_row_major(lane), col_major = lane_col_major(lane);
   const LaneAddress<kChunks> q_lane(q_smem, warp * kRowsPerWarp + row_major.row, row_major.chunk);
   const LaneAddress<kChunks> k_lane(k_smem, col_major.row, col_major.chunk);
@@ -303,18 +295,12 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_fwd_params p) {
   Scores s;
   OnlineSoftmax<kMTiles> softmax;
 
-  // 2·stages - 1 groups precede iteration 0 and every iteration commits two, so at both waits below
-  // the group that is needed is the oldest of the 2·stages - 1 youngest.
-  constexpr int kPending = 2 * Config::stages - 2;
 #pragma unroll 1
-  for (int i = 0; i < tiles; ++i) {
-    const uint32_t stage = i % Config::stages * kKvTileBytes;
-
-    ptx::cp_async_wait_group<kPending>();
-    __syncthreads();  // K tile i is visible to all; all have read V tile i - 1, whose stage is
-                      // refilled next
-    start_tile(keys.v, p.v_stride_seq, v_smem, i + Config::stages - 1,
-               first_key[Config::stages - 1]);
+  for (int i = 0; i < visit.tiles; ++i) {
+    // In wide tiles the group of V tile 0, or an empty one, is behind that of K tile i.
+    ptx::cp_async_wait_group<kWide>();
+    __syncthreads();  // K tile i is visible to all; all have read V tile i - 1, which is replaced
+    if (!kWide || i > 0) start_tile(visit, keys.v, p.v_stride_seq, v_smem, i, first_key);
 
     if constexpr (kQInRegisters)
       if (i == 0)
@@ -322,19 +308,19 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_fwd_params p) {
         for (int m = 0; m < kMTiles; ++m)
 #pragma unroll
           for (int d = 0; d < kDSteps; ++d) ptx::ldmatrix_x4(q_rmem[m][d], q_lane.at(m * 16, d));
-    compute_scores(s, q_rmem, q_lane, k_lane, stage);
+    compute_scores(s, q_rmem, q_lane, k_lane);
 
-    const bool masked =
-        first_key[0] < keys.all.begin || first_key[0] + Config::block_kv > keys.all.end;
-    ptx::cp_async_wait_group<kPending>();
-    unsigned char* const v_tile = smem + kQTileBytes + Config::stages * kKvTileBytes + stage;
-    // V tile i is visible to all; all have read K tile i, whose stage is refilled next. One kind of
-    // barrier in both cases: under a block mask that changes meanwhile, threads need not agree that
-    // a tile is masked.
+    const bool masked = first_key < keys.all.begin || first_key + Config::block_kv > keys.all.end;
+    ptx::cp_async_wait_group<0>();
+    unsigned char* const v_tile = smem + kQTileBytes + kKvTileBytes;
+    // V tile i is visible to all; all have read K tile i, which is replaced. One kind of barrier in
+    // both cases: under a block mask that changes meanwhile, threads need not agree that a tile is
+    // masked.
     const bool poisoned =
         __syncthreads_or(masked && kv_copy.template has_nonfinite<Element>(v_tile));
-    const int next_key = first_key_of(i + Config::stages);
-    start_tile(keys.k, p.k_stride_seq, k_smem, i + Config::stages, next_key);
+    const int next_key = visit.first_key_of(i + 1);
+    start_tile(visit, keys.k, p.k_stride_seq, k_smem, i + 1, next_key);
+    if (kWide) ptx::cp_async_commit_group();
 
     if (p.softcap > 0.f) {
 #pragma unroll
@@ -344,22 +330,18 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_fwd_params p) {
 #pragma unroll
           for (int e = 0; e < 4; ++e) s[m][n][e] = soft_cap(s[m][n][e], p.softcap, scale_over_cap);
     }
-    if (masked) apply_mask(s, visit.mask(p), first_row(), first_key[0], lane);
+    if (masked) apply_mask(s, visit.mask(p), first_row(), first_key, lane);
     softmax.update(s, o, scale_log2);
     if (poisoned) {
-      add_visible_nonfinite(o, v_tile, visit.mask(p), first_row(), first_key[0], lane);
+      add_visible_nonfinite(o, v_tile, visit.mask(p), first_row(), first_key, lane);
       __syncthreads();  // all have read the tile before it is changed
       kv_copy.template clear_nonfinite<Element>(v_tile);
       __syncthreads();
     }
-    accumulate_output(o, s, v_lane, stage);
-#pragma unroll
-    for (int ahead = 0; ahead + 1 < Config::stages; ++ahead)
-      first_key[ahead] = first_key[ahead + 1];
-    first_key[Config::stages - 1] = next_key;
+    accumulate_output(o, s, v_lane);
+    first_key = next_key;
   }
   ptx::cp_async_wait_group<0>();
-  // Read once more rather than kept: registers are short in the main loop.
   const QueryWork& again = KeyVisit::shared().work;
   store_output(o, softmax, p, again, again.q_begin + warp * kRowsPerWarp, lane);
 }

@@ -121,11 +121,9 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_fwd_params p) {
   const Work work = Work::of(p);
   const int head_kv = work.head / (p.num_heads_q / p.num_heads_kv);
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
-  // Key tiles of this warpgroup: every kWarpgroups-th one, from the last to the first. A single one
-  // is computed by all, which is quicker than an exchange.
-  const int part = work.tiles == 1 ? 0 : warpgroup;
-  const int tiles = max(work.tiles - part + kWarpgroups - 1, 0) / kWarpgroups;
-  const int last = work.last - part;
+  // Key tiles of this warpgroup: every kWarpgroups-th one, from the last to the first.
+  const int tiles = max(work.tiles - warpgroup + kWarpgroups - 1, 0) / kWarpgroups;
+  const int last = work.last - warpgroup;
   const auto first_key_of = [&](int i) { return (last - kWarpgroups * i) * kRows; };
   __shared__ Work kept;
   const auto first_row = [&] { return kept.q_begin + threadIdx.x / 32 % 4 * 16; };  // of this warp
@@ -258,9 +256,6 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_fwd_params p) {
   ptx::wgmma_wait_group<0>();
   ptx::wgmma_pin(o);
   float stored[kStored];
-  if (kept.tiles == 1)
-    own_part(o, stored, warpgroup);
-  else
-    exchange(o, stored, softmax, rings, warpgroup);
+  exchange(o, stored, softmax, rings, warpgroup);
   store_output(stored, softmax, p, kept, warpgroup);
 }

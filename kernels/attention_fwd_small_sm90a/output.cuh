@@ -36,16 +36,6 @@ __device__ __forceinline__ int row_of(int warpgroup, int i) {
 static_assert(kStateBytes + kWarpgroups * kPieceBytes <= kRingBytes,
               "partial results go where keys and values were");
 
-// What this warpgroup completes, of its own result.
-__device__ __forceinline__ void own_part(const float (&o)[kOutput], float (&mine)[kStored],
-                                         int warpgroup) {
-#pragma unroll
-  for (int of = 0; of < kWarpgroups; ++of)
-    if (of == warpgroup)
-#pragma unroll
-      for (int i = 0; i < kStored; ++i) mine[i] = o[accumulator_of(of, i)];
-}
-
 // Adds the partial results of all warpgroups, in their order. Thread by thread they hold the same
 // rows and columns: each completes a part of the columns, `mine`, and sends the others theirs.
 __device__ __forceinline__ void exchange(const float (&o)[kOutput], float (&mine)[kStored],

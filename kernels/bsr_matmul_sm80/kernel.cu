@@ -207,9 +207,7 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_bsr_matmul_params p) {
   int columns = fetch_columns(0);
   // The pattern was complete before the host had it and never changes (`BsrIndices`), so it may be
   // read while the predecessors in the stream are still running; everything else may not.
-  ptx::wait_for_predecessors_behind(static_cast<uint32_t>(columns) ^
-                                    reinterpret_cast<uint64_t>(a_copy.src) ^
-                                    reinterpret_cast<uint64_t>(b_copy.src));
+  ptx::wait_for_predecessors();
   const auto start_stage = [&](int step) {
     if (step < steps) {
       unsigned char* const stage = smem + step % Config::stages * kStageBytes;

@@ -9,22 +9,11 @@
 #include "blockflash/attention/packed_rows.cuh"
 #include "blockflash/decode/pages.cuh"
 #include "blockflash/params/kv_cache.h"
-#include "blockflash/ptx/math.cuh"
+#include "blockflash/quotient.cuh"
 
 namespace blockflash {
 
 constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
-
-// a / b for a >= 0, b > 0 and quotients below 2^20: far quicker than a division of integers, which
-// would delay the first load of a kernel.
-__device__ __forceinline__ int small_quotient(int a, int b) {
-  int q = static_cast<int>(static_cast<float>(a) * ptx::rcp_approx(static_cast<float>(b)));
-  // The factors are off by 2^-22 at most, the product by less than 1.
-  const int rest = a - q * b;
-  q += rest >= b;
-  q -= rest < 0;
-  return q;
-}
 
 // Keys that a warp takes at once.
 constexpr int kStepKeys = 16;
