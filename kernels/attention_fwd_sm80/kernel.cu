@@ -41,7 +41,7 @@ constexpr bool kQInRegisters = kMTiles * (kDSteps * 4 + kDTiles * 4 + kKvTiles *
 // Wide tiles fill the registers and take many copies: what a CTA agrees on stays in shared memory,
 // and whole key tiles are copied from one address per thread. V tile 0 is started before the loop,
 // which in narrow tiles costs more in each step, for the branch around the later ones.
-constexpr bool kWide = Config::head_dim >= 128;
+constexpr bool kWide = Config::head_dim >= 96;
 
 static_assert(kRowsPerWarp % 16 == 0, "a warp computes whole MMA tiles");
 static_assert(kDTiles % 4 == 0, "the epilogue stores four MMA tiles at a time");
