@@ -218,16 +218,12 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_fwd_params p) {
     // K tile i + 1 and V tile i are visible to all behind the barrier. All have read K tile i and
     // V tile i - 1, whose stages are refilled next.
     ptx::fence_proxy_async();
-    if (masked) {
-      unsigned char* const v_tile = smem + (v_stage(i) - q_smem);
-      if (ptx::named_barrier_or(1 + warpgroup, 128, chunks.has_nonfinite(v_tile))) {
-        add_visible_nonfinite(o, v_tile, kept.mask(p), first_row(), first_key);
-        ptx::named_barrier_sync(1 + warpgroup, 128);  // all have read the tile
-        chunks.clear_nonfinite(v_tile);
-        ptx::fence_proxy_async();
-        ptx::named_barrier_sync(1 + warpgroup, 128);
-      }
-    } else {
+    unsigned char* const v_tile = smem + (v_stage(i) - q_smem);
+    if (ptx::named_barrier_or(1 + warpgroup, 128, masked && chunks.has_nonfinite(v_tile))) {
+      add_visible_nonfinite(o, v_tile, kept.mask(p), first_row(), first_key);
+      ptx::named_barrier_sync(1 + warpgroup, 128);  // all have read the tile
+      chunks.clear_nonfinite(v_tile);
+      ptx::fence_proxy_async();
       ptx::named_barrier_sync(1 + warpgroup, 128);
     }
     // After the last tile the scores are discarded: a branch around a WGMMA would make the
