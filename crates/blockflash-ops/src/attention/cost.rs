@@ -45,7 +45,8 @@ fn hopper_time(
     }
 }
 
-/// Key tiles of 64 up to which the kernels for small grids were the fastest ones of an H100.
+/// Key tiles of 64 up to which the kernels for small grids were the fastest ones of an H100; more
+/// were not measured.
 const MOST_SMALL_TILES: f64 = 32.0;
 
 /// Next to nothing where the kernels for small grids are taken: each CTA has an SM to itself and
