@@ -140,7 +140,8 @@ unsafe impl Launch for AttentionFwd {
     }
 }
 
-// SAFETY: as for the portable kernels, whose parameters and order of visits these kernels share.
+// SAFETY: as for the portable kernels, whose parameters these kernels share. They read neither
+// offsets nor lists, so `fit` refuses both: rows of a packed batch would lie elsewhere.
 unsafe impl Launch for AttentionFwdSmall {
     type Operands<'a> = AttentionFwdOperands<'a>;
     type Plan = blockflash_attention_fwd_params;
@@ -152,6 +153,9 @@ unsafe impl Launch for AttentionFwdSmall {
     }
 
     fn fit(&self, plan: &Self::Plan, operands: &Self::Operands<'_>) -> Fit<i128> {
+        let AttentionFwdOperands { cu_seqlens, block_mask, .. } = operands;
+        require(cu_seqlens.is_none(), "the kernel takes no packed sequences")?;
+        require(block_mask.is_none(), "the kernel takes no block masks")?;
         operands.fit(&self.tile(), plan)
     }
 
@@ -159,3 +163,7 @@ unsafe impl Launch for AttentionFwdSmall {
         Ok(operands.pointers(plan))
     }
 }
+
+#[cfg(test)]
+#[path = "attention_fwd_tests.rs"]
+mod tests;
