@@ -1,19 +1,8 @@
+use super::super::attention_fixtures::{NO_MASK, attention};
 use super::*;
 use crate::{BlockListArrays, Device, Tensor};
 use blockflash_sys::params::blockflash_block_mask;
 use std::ptr::null;
-
-const NO_MASK: blockflash_block_mask = blockflash_block_mask {
-    row_ptr: null(),
-    col_idx: null(),
-    row_order: null(),
-    cu_rows: null(),
-    rows: 0,
-    block_q: 0,
-    block_kv: 0,
-    groups_per_batch: 0,
-    heads_per_group: 0,
-};
 
 fn tile(step: Step) -> AttentionBwdTile {
     let (dtype, head_dim) = (DType::F16, 64);
@@ -24,42 +13,10 @@ fn tile(step: Step) -> AttentionBwdTile {
 fn plan() -> AttentionBwdPlan {
     let [q, kv] = [[150 * 32, 32, 8], [300 * 16, 16, 8]];
     let base = blockflash_attention_fwd_params {
-        q: null(),
-        k: null(),
-        v: null(),
-        o: null_mut(),
-        lse: null_mut(),
-        sink: null(),
-        cu_seqlens_q: null(),
-        cu_seqlens_kv: null(),
-        q_stride_batch: q[0],
-        q_stride_seq: q[1],
-        q_stride_head: q[2],
-        k_stride_batch: kv[0],
-        k_stride_seq: kv[1],
-        k_stride_head: kv[2],
-        v_stride_batch: kv[0],
-        v_stride_seq: kv[1],
-        v_stride_head: kv[2],
-        o_stride_batch: q[0],
-        o_stride_seq: q[1],
-        o_stride_head: q[2],
         lse_stride_batch: 600,
         lse_stride_head: 150,
-        batch: 3,
-        num_heads_q: 4,
-        num_heads_kv: 2,
-        seqlen_q: 150,
-        seqlen_kv: 300,
-        total_q: 0,
-        total_kv: 0,
-        head_dim: 8,
-        window_left: i32::MAX,
         window_right: 0,
-        align_bottom_right: 0,
-        softmax_scale: 1.0,
-        softcap: 0.0,
-        block_mask: NO_MASK,
+        ..attention(3, [150, 300], [4, 2])
     };
     let params = blockflash_attention_bwd_params {
         base,

@@ -1,60 +1,22 @@
+use super::super::attention_fixtures::{NO_MASK, attention};
 use super::*;
 use crate::{BlockListArrays, Device, Tensor};
 use blockflash_sys::DType;
 use blockflash_sys::params::blockflash_block_mask;
-use std::ptr::{null, null_mut};
 
-/// 64 queries and keys of one head of 8 elements; they are one sequence, packed or not.
+/// 64 queries and keys of one head; they are one sequence, packed or not.
 fn plan(packed: bool) -> blockflash_attention_fwd_params {
-    let (batch, total) = if packed { (0, 64) } else { (512, 0) };
-    blockflash_attention_fwd_params {
-        q: null(),
-        k: null(),
-        v: null(),
-        o: null_mut(),
-        lse: null_mut(),
-        sink: null(),
-        cu_seqlens_q: null(),
-        cu_seqlens_kv: null(),
-        q_stride_batch: batch,
-        q_stride_seq: 8,
-        q_stride_head: 8,
-        k_stride_batch: batch,
-        k_stride_seq: 8,
-        k_stride_head: 8,
-        v_stride_batch: batch,
-        v_stride_seq: 8,
-        v_stride_head: 8,
-        o_stride_batch: batch,
-        o_stride_seq: 8,
-        o_stride_head: 8,
-        lse_stride_batch: 0,
-        lse_stride_head: 0,
-        batch: 1,
-        num_heads_q: 1,
-        num_heads_kv: 1,
-        seqlen_q: 64,
-        seqlen_kv: 64,
-        total_q: total,
-        total_kv: total,
-        head_dim: 8,
-        window_left: i32::MAX,
-        window_right: i32::MAX,
-        align_bottom_right: 0,
-        softmax_scale: 1.0,
-        softcap: 0.0,
-        block_mask: blockflash_block_mask {
-            row_ptr: null(),
-            col_idx: null(),
-            row_order: null(),
-            cu_rows: null(),
-            rows: 1,
-            block_q: 64,
-            block_kv: 64,
-            groups_per_batch: 1,
-            heads_per_group: 1,
-        },
-    }
+    let dense = attention(1, [64; 2], [1; 2]);
+    let block_mask = blockflash_block_mask {
+        rows: 1,
+        block_q: 64,
+        block_kv: 64,
+        groups_per_batch: 1,
+        heads_per_group: 1,
+        ..NO_MASK
+    };
+    let total = if packed { 64 } else { 0 };
+    blockflash_attention_fwd_params { total_q: total, total_kv: total, block_mask, ..dense }
 }
 
 /// What both kernels without tensor maps say: the portable one, and the one for small grids.

@@ -1,9 +1,9 @@
 use super::super::AttentionFwdOperands;
+use super::super::attention_fixtures::{NO_MASK, attention};
 use super::*;
 use crate::{BlockListArrays, DType, Device, Result, Tensor};
 use blockflash_sys::manifest::{AttentionTile, Lse};
 use blockflash_sys::params::blockflash_attention_fwd_params;
-use std::ptr::{null, null_mut};
 
 const TILE: AttentionTile = AttentionTile {
     dtype: DType::F16,
@@ -13,62 +13,20 @@ const TILE: AttentionTile = AttentionTile {
     heads: 1,
     lse: Lse::AsAsked,
 };
-/// Batch 3, 150 queries, 100 keys, 4 and 2 heads of 8 elements.
-const SHAPE: [i64; 3] = [3, 4, 8];
 
-/// Parameters of that problem with a mask of 128 × 64 blocks: 2 rows, one for all batch entries,
-/// one per head of keys.
+/// Batch 3, 150 queries, 100 keys, 4 and 2 heads of 8 elements, with a mask of 128 × 64 blocks: 2
+/// rows, one for all batch entries, one per head of keys.
 fn params() -> blockflash_attention_fwd_params {
-    let [_, heads, head_dim] = SHAPE;
-    let [q_batch, kv_batch, row] = [150 * heads * head_dim, 100 * 2 * head_dim, heads * head_dim];
-    blockflash_attention_fwd_params {
-        q: null(),
-        k: null(),
-        v: null(),
-        o: null_mut(),
-        lse: null_mut(),
-        sink: null(),
-        cu_seqlens_q: null(),
-        cu_seqlens_kv: null(),
-        q_stride_batch: q_batch,
-        q_stride_seq: row,
-        q_stride_head: head_dim,
-        k_stride_batch: kv_batch,
-        k_stride_seq: row / 2,
-        k_stride_head: head_dim,
-        v_stride_batch: kv_batch,
-        v_stride_seq: row / 2,
-        v_stride_head: head_dim,
-        o_stride_batch: q_batch,
-        o_stride_seq: row,
-        o_stride_head: head_dim,
-        lse_stride_batch: 0,
-        lse_stride_head: 0,
-        batch: 3,
-        num_heads_q: 4,
-        num_heads_kv: 2,
-        seqlen_q: 150,
-        seqlen_kv: 100,
-        total_q: 0,
-        total_kv: 0,
-        head_dim: 8,
-        window_left: 0,
-        window_right: 0,
-        align_bottom_right: 0,
-        softmax_scale: 1.0,
-        softcap: 0.0,
-        block_mask: blockflash_block_mask {
-            row_ptr: null(),
-            col_idx: null(),
-            row_order: null(),
-            cu_rows: null(),
-            rows: 2,
-            block_q: 128,
-            block_kv: 64,
-            groups_per_batch: 0,
-            heads_per_group: 2,
-        },
-    }
+    let block_mask = blockflash_block_mask {
+        rows: 2,
+        block_q: 128,
+        block_kv: 64,
+        groups_per_batch: 0,
+        heads_per_group: 2,
+        ..NO_MASK
+    };
+    let dense = attention(3, [150, 100], [4, 2]);
+    blockflash_attention_fwd_params { window_left: 0, window_right: 0, block_mask, ..dense }
 }
 
 /// The same as a packed batch of 3 sequences: 170 queries, none of more than 150, and 250 keys. The

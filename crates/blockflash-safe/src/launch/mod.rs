@@ -6,6 +6,8 @@ mod attention_bwd_tma;
 mod attention_cache;
 mod attention_decode;
 mod attention_decode_runs;
+#[cfg(test)]
+mod attention_fixtures;
 mod attention_fwd;
 mod attention_fwd_tma;
 mod attention_merge;
