@@ -78,10 +78,13 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_decode_runs_param
   int issued = 0, consumed = 0;  // tiles, and their stages:
   int issue_stage = 0, stage = 0;
   const auto next_stage = [](int stage) { return stage + 1 == kStages ? 0 : stage + 1; };
-  // Copies tiles of an item as far as stages are free.
-  const auto fill = [&](const DecodeRun& item) {
+  // Copies tiles of an item as far as stages are free. The queries belong to the group of its first
+  // tile, behind it, since their addresses take longer.
+  const auto fill = [&](const DecodeRun& item, bool is_first) {
     while (issued < consumed + kStages && loader.has_tile(warp)) {
       loader.start_tile(p, item, ring_smem + issue_stage * kStageBytes, warp, lane);
+      if (is_first) copy_queries(p, item, q_smem);
+      is_first = false;
       ptx::cp_async_commit_group();
       ++issued, issue_stage = next_stage(issue_stage);
     }
@@ -106,7 +109,8 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_decode_runs_param
           wait_for_oldest<kStages - 1>(issued - consumed - 1);
           ptx::fence_proxy_async();
           __syncthreads();  // the tile is visible to all, and all have read the one before it
-          sums.add_tile(p, item, q_smem, ring_smem + stage * kStageBytes, key, [&] { fill(item); });
+          sums.add_tile(p, item, q_smem, ring_smem + stage * kStageBytes, key,
+                        [&] { fill(item, false); });
         }
         sums.complete();
         if (k + 1 >= item.count) break;
@@ -119,12 +123,12 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_decode_runs_param
       }
     }
     __syncthreads();  // all have read the ring, and the next item is known
-    if (n < 0 && is_early) ptx::wait_for_predecessors();
+    if (following.sequence >= 0) loader.begin_item(p, following, warp);
+    if (n < 0 && is_early)
+      ptx::wait_for_predecessors_behind(reinterpret_cast<uint64_t>(loader.k) ^
+                                        reinterpret_cast<uint64_t>(loader.v));
     if (following.sequence >= 0) {
-      loader.begin_item(following, warp);
-      // The queries belong to the group of the first tile.
-      if (loader.has_tile(warp)) copy_queries(p, following, q_smem);
-      fill(following);
+      fill(following, true);
     } else {
       ptx::launch_dependents();
     }

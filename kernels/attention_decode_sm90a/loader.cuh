@@ -46,20 +46,31 @@ __device__ __forceinline__ void copy_queries(const blockflash_attention_decode_p
 
 // Copies 16 keys of each tile of an item, those of one warp.
 struct Loader {
-  int next, end;    // the warp's first key of the next tile; keys end
-  int step;         // that comes next
-  uint64_t policy;  // of L2
-  int page, slot;   // this lane's step of the 32 that were looked up together
+  int next, end;         // the warp's first key of the next tile; keys end
+  int step;              // that comes next
+  uint64_t policy;       // of L2
+  const Element *k, *v;  // the head's first key, of the sequence if no memory says where pages lie
+  int page, slot;        // this lane's step of the 32 that were looked up together
 
   // Nothing that is read once should drive partial sums out of L2.
   __device__ __forceinline__ explicit Loader(const blockflash_attention_decode_params& p)
       : next(0),
         end(0),
-        policy(p.seqlen_q * p.group <= Config::rows ? ptx::evict_first() : ptx::evict_normal()) {}
+        policy(p.seqlen_q * p.group <= Config::rows ? ptx::evict_first() : ptx::evict_normal()),
+        k(nullptr),
+        v(nullptr) {}
 
-  __device__ __forceinline__ void begin_item(const DecodeRun& item, int warp) {
+  // Reads nothing that predecessors write.
+  __device__ __forceinline__ void begin_item(const blockflash_attention_decode_params& p,
+                                             const DecodeRun& item, int warp) {
+    const blockflash_kv_cache& cache = p.cache;
     next = item.keys.begin + warp * kStepKeys, end = item.keys.end;
     step = 0;
+    const int64_t page = cache.block_table == nullptr ? item.sequence : 0;
+    k = static_cast<const Element*>(cache.k) + item.head_kv * cache.k_stride_head +
+        page * cache.k_stride_page;
+    v = static_cast<const Element*>(cache.v) + item.head_kv * cache.v_stride_head +
+        page * cache.v_stride_page;
   }
   // Whether another tile follows; the same for all warps.
   __device__ __forceinline__ bool has_tile(int warp) const { return next - warp * kStepKeys < end; }
@@ -86,28 +97,24 @@ struct Loader {
                                              int lane) {
     const blockflash_kv_cache& cache = p.cache;
     const int key = next;
-    int64_t at_page = item.sequence, at_slot = existing(key);
+    int64_t at_page = 0, at_slot = existing(key);
     if (cache.block_table != nullptr) {
       if (step % 32 == 0) look_up(p, item, lane);
       at_page = __shfl_sync(~0u, page, step % 32);
       at_slot = __shfl_sync(~0u, slot, step % 32);
     }
     ++step, next += kTileKeys;
-    const Element* const k = static_cast<const Element*>(cache.k) +
-                             item.head_kv * cache.k_stride_head + at_page * cache.k_stride_page +
-                             at_slot * cache.k_stride_slot;
-    const Element* const v = static_cast<const Element*>(cache.v) +
-                             item.head_kv * cache.v_stride_head + at_page * cache.v_stride_page +
-                             at_slot * cache.v_stride_slot;
+    const Element* const k_rows = k + at_page * cache.k_stride_page + at_slot * cache.k_stride_slot;
+    const Element* const v_rows = v + at_page * cache.v_stride_page + at_slot * cache.v_stride_slot;
     const uint32_t rows_smem = stage_smem + warp * (kStepKeys * 128);
     const int rows_begin = item.any.begin - key, rows_end = item.any.end - key;
     if (rows_begin <= 0 && rows_end >= kStepKeys && p.head_dim == kD) {
-      start_rows(rows_smem, k, cache.k_stride_slot, policy, lane);
-      start_rows(rows_smem + kTileBytes, v, cache.v_stride_slot, policy, lane);
+      start_rows(rows_smem, k_rows, cache.k_stride_slot, policy, lane);
+      start_rows(rows_smem + kTileBytes, v_rows, cache.v_stride_slot, policy, lane);
     } else {
-      start_part(rows_smem, k, cache.k_stride_slot, rows_begin, rows_end, p.head_dim, lane);
-      start_part(rows_smem + kTileBytes, v, cache.v_stride_slot, rows_begin, rows_end, p.head_dim,
-                 lane);
+      start_part(rows_smem, k_rows, cache.k_stride_slot, rows_begin, rows_end, p.head_dim, lane);
+      start_part(rows_smem + kTileBytes, v_rows, cache.v_stride_slot, rows_begin, rows_end,
+                 p.head_dim, lane);
     }
   }
 

@@ -13,6 +13,7 @@
 #include "blockflash/mma/fragment.cuh"
 #include "blockflash/mma/staging.cuh"
 #include "blockflash/params/bsr.h"
+#include "blockflash/ptx/global.cuh"
 
 namespace blockflash {
 namespace {
@@ -77,7 +78,7 @@ __device__ __forceinline__ void store_piece(const blockflash_bsr_matmul_params& 
   for (int i = 0; i < 4; ++i) packed[i] = pack(p.c_dtype, x[2 * i], x[2 * i + 1]);
   uint16_t* const c = static_cast<uint16_t*>(p.c) + at;
   if (p.c_vectorized && count == 8) {
-    *reinterpret_cast<uint4*>(c) = make_uint4(packed[0], packed[1], packed[2], packed[3]);
+    ptx::store_16_bytes(c, packed);
   } else {
 #pragma unroll
     for (int i = 0; i < 8; ++i)
@@ -175,8 +176,7 @@ __device__ __forceinline__ bool store_tile_directly(const blockflash_bsr_matmul_
       for (int i = 0; i < 4; ++i)
         words[i] = Traits::pack(acc[n + i][2 * half] * p.alpha, acc[n + i][2 * half + 1] * p.alpha);
       quad_transpose(words, lane % 4);
-      if (row < p.m)
-        *reinterpret_cast<uint4*>(c + n * 8) = make_uint4(words[0], words[1], words[2], words[3]);
+      if (row < p.m) ptx::store_16_bytes(c + n * 8, words);
     }
   }
   return true;

@@ -3,6 +3,7 @@
 
 #include "blockflash/bsr/epilogue.cuh"
 #include "blockflash/params/bsr.h"
+#include "blockflash/ptx/global.cuh"
 #include "blockflash/ptx/movmatrix.cuh"
 
 namespace blockflash {
@@ -59,9 +60,7 @@ __device__ __forceinline__ bool store_tile_columns_directly(const blockflash_bsr
       words[i] = ptx::movmatrix_trans(Traits::pack(pair[0] * p.alpha, pair[1] * p.alpha));
     }
     quad_transpose(words, lane % 4);
-    if (n * 8 < columns)
-      *reinterpret_cast<uint4*>(c + n * 8 * p.ldc) =
-          make_uint4(words[0], words[1], words[2], words[3]);
+    if (n * 8 < columns) ptx::store_16_bytes(c + n * 8 * p.ldc, words);
   }
   return true;
 }

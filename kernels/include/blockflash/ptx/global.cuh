@@ -1,4 +1,5 @@
-// Acquire and release in device memory. PTX ISA, "Memory consistency model".
+// Acquire and release in device memory (PTX ISA, "Memory consistency model"), and stores of 16
+// bytes.
 #pragma once
 
 #include <stdint.h>
@@ -29,6 +30,14 @@ __device__ __forceinline__ uint32_t atomic_inc_acq_rel(uint32_t* at, uint32_t la
                : "l"(at), "r"(last)
                : "memory");
   return before;
+}
+
+// Stores 16 bytes at once. The compiler may split an assignment of a `uint4` made of registers into
+// four stores of 4 bytes, and L2 then takes four partial writes of each sector. Only for values
+// that the kernel does not load again: without "memory" the compiler may move loads over the store.
+__device__ __forceinline__ void store_16_bytes(void* at, const uint32_t (&words)[4]) {
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(at), "r"(words[0]), "r"(words[1]),
+               "r"(words[2]), "r"(words[3]));
 }
 
 }  // namespace blockflash::ptx
