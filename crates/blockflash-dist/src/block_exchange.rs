@@ -46,10 +46,11 @@ impl BlockMaskExchange {
         messages: &[M],
         stream: &Stream,
     ) -> Result<DistributedBlockMask> {
-        self.finish_in(messages, 1, stream)
+        self.finish_in(messages, 0, stream)
     }
 
-    /// The same with lists of so many parts of the heads, too, if they are more than one.
+    /// The same with lists for keys that are gathered, in so many parts of the heads; 0 if none
+    /// are.
     pub(crate) fn finish_in<M: AsRef<[i32]>>(
         &self,
         messages: &[M],

@@ -2,8 +2,9 @@
 
 use crate::band::Part;
 use crate::block_mask::Sizes;
+use crate::gathered::{Together, most_rows};
 use crate::pattern::Pattern;
-use crate::plan::{Plan, Visit, union};
+use crate::plan::{Plan, Slots, Visit, union};
 use crate::{Density, Error, Result, Shard};
 use blockflash_ops::{BlockGeometry, BlockMask, Stream};
 use std::ops::Range;
@@ -120,7 +121,7 @@ impl Visits {
     }
 
     /// The plans of the batch entries, with masks on the device of the stream, and how much is
-    /// visited. `parts`: of the heads, that have masks of their own, too.
+    /// visited. `parts`: of the heads, in which keys are gathered; 0 if they come by steps.
     pub(crate) fn plans(
         &self,
         sizes: &Sizes,
@@ -135,6 +136,12 @@ impl Visits {
         let (mut pairs, mut received) = (0, 0);
         for first in (0..sizes.batch).step_by(step) {
             let entries = first..first + step;
+            let mut together = match parts {
+                0 => None,
+                parts => self.together(sizes, first, parts)?,
+            };
+            // Lists of parts for single ranks are not needed beside those for all.
+            let parts = if together.is_some() { 1 } else { parts };
             let visits = |group: usize| {
                 let source = grid.rows_of(group);
                 let visit = |part| self.visit(sizes, entries.clone(), part, &source, parts);
@@ -150,6 +157,12 @@ impl Visits {
             };
             let turns: Vec<_> = (0..grid.scheme.keys).collect();
             let mut plan = Plan::new(grid, &turns, visits, returned)?;
+            if let (Some(together), false) = (&mut together, stream.device().is_cpu()) {
+                for mask in &mut together.masks {
+                    *mask = mask.to(stream)?;
+                }
+            }
+            plan.together = together;
             received += plan.steps.iter().map(|step| step.received).sum::<usize>();
             for call in plan.steps.iter_mut().flat_map(|step| &mut step.calls) {
                 let Some(mask) = &mut call.block_mask else { continue };
@@ -174,6 +187,39 @@ impl Visits {
             keys: ratio(received as f64, (keys * plans.len()) as f64),
         };
         Ok((plans, density))
+    }
+
+    /// What one call visits of the keys of all other ranks, in so many parts of the heads: `None`
+    /// where the rows of a rank are not a number of blocks, since keys lie behind those of others.
+    fn together(&self, sizes: &Sizes, entry: usize, parts: usize) -> Result<Option<Together>> {
+        let (grid, block) = (&sizes.grid, sizes.geometry.block_kv());
+        let (shard, most) = (grid.rows_of(grid.group()), most_rows(grid));
+        let world = grid.scheme.keys;
+        let whole = most.is_multiple_of(block) && shard.seqlen().is_multiple_of(block);
+        if !whole || shard.rows() == 0 {
+            return Ok(None);
+        }
+        let ranks = (0..world).filter(|rank| *rank != grid.group());
+        let first = |rank: usize| (2 * most * rank / block) as i32;
+        let of_ranks = ranks.map(|rank| (Columns::of(&grid.rows_of(rank), block), first(rank)));
+        let of_ranks: Vec<_> = of_ranks.collect();
+        let columns = |list: &[i32]| -> Vec<i32> {
+            let of_rank = |(columns, first): &(Columns, i32)| -> Vec<i32> {
+                columns.within(list).map(|column| column + first).collect()
+            };
+            of_ranks.iter().flat_map(of_rank).collect()
+        };
+        let (rows, keys) = (shard.rows(), (2 * world - 1) * most);
+        let geometry = BlockGeometry::new(rows, keys, sizes.geometry.block_q(), block)?;
+        let heads = self.own.heads / parts;
+        let mask = |part: usize| {
+            let heads_of_part = part * heads..(part + 1) * heads;
+            let lists = heads_of_part.map(|head| self.own.rows(entry, head, 0..self.own.rows));
+            mask_of(geometry, [1, heads], lists, columns)
+        };
+        let masks = (0..parts).map(mask).collect::<Result<_>>()?;
+        let slots = Slots { count: 2, ranges: vec![(0..rows, 0..2)] };
+        Ok(Some(Together { masks, slots }))
     }
 
     /// A call of some entries, if it visits any block or counts the queries' own keys.
@@ -208,29 +254,40 @@ impl Visits {
         }
         let count = keys.iter().map(|rows| rows.len()).sum();
         let geometry = BlockGeometry::new(part.queries.len(), count, block_q, block_kv)?;
-        let mask_of = |heads: Range<usize>| -> Result<BlockMask> {
-            let (mut row_ptr, mut col_idx) = (Vec::new(), Vec::new());
-            let groups = groups.clone().filter(|(_, head)| heads.contains(head));
-            for group in groups {
-                row_ptr.push(col_idx.len() as i32);
-                for list in lists(group) {
-                    let place = |col| visited.partition_point(|&before| before < col) as i32;
-                    col_idx.extend(columns.within(list).map(place));
-                    row_ptr.push(col_idx.len() as i32);
-                }
-            }
-            let (batch, heads) = (entries.len(), heads.len());
-            Ok(BlockMask::from_parts(geometry, batch, heads, &row_ptr, &col_idx)?)
+        let of_heads = |heads: Range<usize>| {
+            let sizes = [entries.len(), heads.len()];
+            let groups = groups.clone().filter(move |(_, head)| heads.contains(head));
+            let place = |col| visited.partition_point(|&before| before < col) as i32;
+            let places = |list: &[i32]| columns.within(list).map(place).collect();
+            mask_of(geometry, sizes, groups.map(lists), places)
         };
         // Gradients need the transpose on a GPU.
-        let block_mask = Some(mask_of(heads())?.with_transpose()?);
-        let of_part = self.own.heads / parts;
+        let block_mask = Some(of_heads(heads())?.with_transpose()?);
+        let of_part = self.own.heads / parts.max(1);
         // Each query attends its own keys before any are gathered.
         let of_parts = if parts > 1 && !part.own { 0..parts } else { 0..0 };
-        let part_masks = of_parts.map(|at| mask_of(at * of_part..(at + 1) * of_part));
+        let part_masks = of_parts.map(|at| of_heads(at * of_part..(at + 1) * of_part));
         let part_masks = part_masks.collect::<Result<_>>()?;
         Ok(Some(Visit { part, keys, block_mask, part_masks }))
     }
+}
+
+/// A mask of the rows of each entry and head, with the columns that are made of their lists.
+fn mask_of<'a>(
+    geometry: BlockGeometry,
+    [batch, heads]: [usize; 2],
+    groups: impl Iterator<Item = &'a [Vec<i32>]>,
+    columns: impl Fn(&[i32]) -> Vec<i32>,
+) -> Result<BlockMask> {
+    let (mut row_ptr, mut col_idx) = (Vec::new(), Vec::new());
+    for lists in groups {
+        row_ptr.push(col_idx.len() as i32);
+        for list in lists {
+            col_idx.extend(columns(list));
+            row_ptr.push(col_idx.len() as i32);
+        }
+    }
+    Ok(BlockMask::from_parts(geometry, batch, heads, &row_ptr, &col_idx)?)
 }
 
 /// The block columns of a group: of the whole sequence, and the first of them among its own.

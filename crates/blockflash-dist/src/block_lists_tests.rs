@@ -38,3 +38,22 @@ fn columns_of_the_sequence_and_of_a_group() {
     assert!(columns.of_sequence(&list).eq(&[0, 3]));
     assert_eq!(columns.rows(&[0, 1]), vec![0..128; 1]);
 }
+
+/// Rank 1 has blocks 1 and 2 of the sequence. Its slot lies behind that of rank 0, which has two
+/// blocks of keys and two of values.
+#[test]
+fn columns_of_gathered_keys() {
+    let sizes = sizes(1);
+    let mut visits = Visits::new(&sizes);
+    visits.read(&sizes, 0, &[3, 0, 1, 3, 1, 2]).unwrap();
+    let together = visits.together(&sizes, 0, 1).unwrap().unwrap();
+    let rows: Vec<Vec<usize>> =
+        (0..2).map(|row| together.masks[0].row(0, 0, row).unwrap().collect()).collect();
+    assert_eq!(rows, [[4], [5]]);
+    // The last block of the sequence is not whole: other rows would lie behind its keys.
+    let shard = Shard::new(250, 2, 0).unwrap().in_blocks(64, 64).unwrap();
+    let grid = Grid { shard, ..sizes.grid };
+    let geometry = BlockGeometry::new(250, 250, 64, 64).unwrap();
+    let sizes = Sizes { grid, geometry, ..sizes };
+    assert!(visits.together(&sizes, 0, 1).unwrap().is_none());
+}

@@ -217,11 +217,15 @@ impl Sizes {
         Ok(Sizes { grid, mask, band, geometry, batch, heads })
     }
 
-    /// Parts of the heads, of which keys are gathered and need lists of their own.
+    /// Parts of the heads that need lists of their own where keys are gathered: 1 if one list
+    /// serves them, 0 if keys come by steps.
     fn parts(&self, comm: &dyn Communicator) -> usize {
-        let gathers = comm.gathers() && self.grid.scheme.heads == 1;
+        let gathers = comm.gathers() && self.grid.scheme.heads == 1 && self.grid.scheme.keys > 1;
         let divides = self.heads > 1 && self.heads.is_multiple_of(PARTS);
-        if gathers && divides { PARTS } else { 1 }
+        match gathers {
+            true if divides => PARTS,
+            gathers => usize::from(gathers),
+        }
     }
 
     /// What has to be the same on every rank.

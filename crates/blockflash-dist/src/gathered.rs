@@ -3,18 +3,21 @@
 //! A communicator may gather without taking SMs from attention, which sends and receives do not.
 
 use crate::exchange::{Packed, pack};
-use crate::plan::{Call, Plan};
+use crate::grid::Grid;
+use crate::plan::{Call, Plan, Slots};
 use crate::problem::Problem;
 use crate::ring::Ring;
 use crate::{Communicator, DistributedBlockMask, Mark, Result, Scheme};
-use blockflash_ops::{Attention, AttentionProblem, Event, Stream, Tensor, View};
+use blockflash_ops::{
+    Attention, AttentionProblem, BlockMask, Event, Mask, Stream, Tensor, View, ViewMut,
+};
 use std::ops::Range;
 
 /// Heads of keys are gathered in so many parts, if there are as many. Attention begins with the
 /// first part while the next one comes; the first one comes while a rank attends its own keys.
 pub(crate) const PARTS: usize = 2;
 
-/// How keys and values are gathered. They lie in a window of `[parts · ranks, 2 · rows, heads,
+/// How keys and values are gathered. They lie in a window of `[parts, ranks · 2 · rows, heads,
 /// head_dim]`: the slot of a rank in a part has the keys of some heads, and then their values.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Gather {
@@ -27,6 +30,33 @@ pub(crate) struct Gather {
     heads_kv: usize,
     heads_q: usize,
     head_dim: usize,
+}
+
+/// The most rows that any rank has.
+pub(crate) fn most_rows(grid: &Grid) -> usize {
+    let world = grid.shard.world();
+    (0..world).map(|rank| grid.shard.of(world, rank).rows()).max().unwrap_or(0)
+}
+
+/// Under a block mask one call visits the keys of all other ranks, as they lie in the slots of a
+/// part: its output is one part, and CTAs take from all lists what is left.
+#[derive(Debug)]
+pub(crate) struct Together {
+    /// Of each part of the heads, or one for all. Columns are blocks of the rows of all slots,
+    /// those of values among them, which no list visits.
+    pub(crate) masks: Vec<BlockMask>,
+    /// The output of the own keys, then that of the others.
+    pub(crate) slots: Slots,
+}
+
+impl Together {
+    fn mask(&self, part: usize, parts: usize) -> Option<&BlockMask> {
+        match &self.masks[..] {
+            [one] => Some(one),
+            masks if masks.len() == parts => masks.get(part),
+            _ => None,
+        }
+    }
 }
 
 /// What a rank says of a call before the ranks decide whether keys are gathered.
@@ -67,7 +97,7 @@ impl Gather {
         let grid = &problem.grid;
         let AttentionProblem { num_heads_q, num_heads_kv, head_dim, .. } = problem.local;
         let world = grid.shard.world();
-        let rows = (0..world).map(|rank| grid.shard.of(world, rank).rows()).max().unwrap_or(0);
+        let rows = most_rows(grid);
         let parts = offers.iter().map(|offer| offer.parts).min().unwrap_or(0) as usize;
         let coming = offers.iter().map(|offer| offer.coming as f64).sum();
         let moved = (plans * rows * world) as f64 * (world as f64 - 1.0);
@@ -87,12 +117,27 @@ impl Gather {
     }
 
     fn shape(&self) -> [usize; 4] {
-        [self.parts * self.world, 2 * self.rows, self.heads(), self.head_dim]
+        [self.parts, self.world * 2 * self.rows, self.heads(), self.head_dim]
+    }
+
+    /// The rows of a rank in a part.
+    fn slot(&self, rank: usize) -> Range<usize> {
+        2 * self.rows * rank..2 * self.rows * (rank + 1)
     }
 
     /// Bytes of each rank in the window.
     pub(crate) fn bytes(&self, element: usize) -> usize {
         self.shape().iter().product::<usize>() / self.world * element
+    }
+
+    /// How one call visits the keys of all other ranks, where it can.
+    fn together<'a>(&self, plan: &'a Plan) -> Option<&'a Together> {
+        plan.together.as_ref().filter(|together| together.mask(0, self.parts).is_some())
+    }
+
+    /// Where the parts of outputs lie.
+    pub(crate) fn slots<'a>(&self, plan: &'a Plan) -> &'a Slots {
+        self.together(plan).map_or(&plan.queries, |together| &together.slots)
     }
 
     /// Attention of the queries of this rank to the keys of all ranks; each call writes its part of
@@ -105,25 +150,21 @@ impl Gather {
         outputs: [&mut Tensor; 2],
         stream: &Stream,
     ) -> Result<()> {
-        let (comm, attention, [o, lse]) = (ring.comm, ring.attention, outputs);
+        let (comm, attention, mut outputs) = (ring.comm, ring.attention, outputs);
         let mut window = comm.window(k.dtype(), &self.shape())?;
         // Its first use on a stream waits for what the other one has queued, which is nothing yet.
         window.share_with(stream)?;
         self.place([k, v], &mut window, comm, stream)?;
-        let mut run = |call: &Call, attention: &Attention<'_>, mask, heads: &Range<usize>| {
-            let (at, rows) = (call.slot..call.slot + 1, || call.part.queries.clone());
-            let o = o.view_mut().slice(0, at.clone())?.slice(1, rows())?;
-            let lse = lse.view_mut().slice(0, at)?.slice(2, rows())?;
-            let outputs = (o.slice(2, heads.clone())?, lse.slice(1, heads.clone())?);
-            call.forward(attention, mask, outputs, stream)
-        };
+        let together = self.together(plan);
         let mut steps = plan.steps.iter().enumerate();
         // Queued first, since queuing an all-gather takes a while, and it needs no SM.
         if let Some((t, step)) = steps.next() {
             comm.mark(Mark::Begin(t), stream)?;
             for call in &step.calls {
+                let slot = together.map_or(call.slot, |_| 0);
+                let place = place(&mut outputs, slot, &call.part.queries, &(0..self.heads_q))?;
                 let attention = call.of(attention, [q, k, v])?;
-                run(call, &attention, call.block_mask.as_ref(), &(0..self.heads_q))?;
+                call.forward(&attention, call.block_mask.as_ref(), place, stream)?;
             }
             comm.mark(Mark::End(t), stream)?;
         }
@@ -133,20 +174,41 @@ impl Gather {
             let heads = self.heads_of(part);
             let queries = heads.start * self.shared()..heads.end * self.shared();
             let q = q.slice(2, queries.clone())?;
+            if let Some(together) = together {
+                comm.mark(Mark::Begin(1), stream)?;
+                let [k, v] = self.all_rows(&window, part)?;
+                let (block_mask, sink) = (together.mask(part, self.parts), None);
+                let attention =
+                    Attention { q, k, v, block_mask, sink, mask: Mask::Full, ..*attention };
+                let (o, lse) = place(&mut outputs, 1, &(0..q.shape()[1]), &queries)?;
+                attention.forward_into(o, Some(lse), stream)?;
+                comm.mark(Mark::End(1), stream)?;
+                continue;
+            }
             for (t, step) in steps.clone() {
-                let at = part * self.world + step.from;
-                let slot = window.view().slice(0, at..at + 1)?.slice(2, 0..heads.len())?;
+                let slot =
+                    window.view().slice(0, part..part + 1)?.slice(1, self.slot(step.from))?;
+                let slot = slot.slice(2, 0..heads.len())?;
                 comm.mark(Mark::Begin(t), stream)?;
                 for call in &step.calls {
                     let [k, v] = [0, self.rows].map(|first| rows(slot, first, call, stream));
                     let (k, v) = (k?, v?);
                     let attention = call.of_rows(attention, q, [k.view(), v.view()])?;
-                    run(call, &attention, call.mask_of(part, self.parts), &queries)?;
+                    let place = place(&mut outputs, call.slot, &call.part.queries, &queries)?;
+                    call.forward(&attention, call.mask_of(part, self.parts), place, stream)?;
                 }
                 comm.mark(Mark::End(t), stream)?;
             }
         }
         Ok(())
+    }
+
+    /// The rows of all slots of a part as keys and, from those of the first values on, as values.
+    fn all_rows<'a>(&self, window: &'a Tensor, part: usize) -> Result<[View<'a>; 2]> {
+        let rows = window.view().slice(0, part..part + 1)?;
+        let rows = rows.slice(2, 0..self.heads_of(part).len())?;
+        let count = rows.shape()[1] - self.rows;
+        Ok([rows.slice(1, 0..count)?, rows.slice(1, self.rows..self.rows + count)?])
     }
 
     /// Copies the keys and values of this rank to its slots.
@@ -161,10 +223,10 @@ impl Gather {
         // window only when the communicator's stream has reached the same all-gather here.
         comm.stream().wait_for(stream)?;
         for part in 0..self.parts {
-            let at = part * self.world + comm.rank();
             for (x, first) in kv.into_iter().zip([0, self.rows]) {
                 let x = x.slice(2, self.heads_of(part))?;
-                let slot = window.view_mut().slice(0, at..at + 1)?;
+                let slot = window.view_mut().slice(0, part..part + 1)?;
+                let slot = slot.slice(1, self.slot(comm.rank()))?;
                 let rows = slot.slice(1, first..first + x.shape()[1])?;
                 let mut place = rows.slice(2, 0..x.shape()[2])?;
                 place.copy_from(&x, comm.stream())?;
@@ -177,8 +239,7 @@ impl Gather {
     /// Queues the all-gathers, and gives an event behind each.
     fn gather(&self, window: &mut Tensor, comm: &dyn Communicator) -> Result<Vec<Event>> {
         let gather = |part: usize| {
-            let slots = part * self.world..(part + 1) * self.world;
-            comm.all_gather(window.view_mut().slice(0, slots)?)?;
+            comm.all_gather(window.view_mut().slice(0, part..part + 1)?.flatten(0..2)?)?;
             let event = Event::new(comm.stream().device(), false)?;
             event.record(comm.stream())?;
             Ok(event)
@@ -190,6 +251,18 @@ impl Gather {
     fn shared(&self) -> usize {
         self.heads_q / self.heads_kv
     }
+}
+
+/// Where a call writes its part of the output and of the log-sum-exp.
+fn place<'a>(
+    [o, lse]: &'a mut [&mut Tensor; 2],
+    slot: usize,
+    rows: &Range<usize>,
+    heads: &Range<usize>,
+) -> Result<(ViewMut<'a>, ViewMut<'a>)> {
+    let o = o.view_mut().slice(0, slot..slot + 1)?.slice(1, rows.clone())?;
+    let lse = lse.view_mut().slice(0, slot..slot + 1)?.slice(2, rows.clone())?;
+    Ok((o.slice(2, heads.clone())?, lse.slice(1, heads.clone())?))
 }
 
 /// Whether at least half of the rows that are gathered would come by steps, too. Under a window, or

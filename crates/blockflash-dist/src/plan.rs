@@ -2,6 +2,7 @@
 
 use crate::Result;
 use crate::band::Part;
+use crate::gathered::Together;
 use crate::grid::Grid;
 use crate::pattern::Pattern;
 use blockflash_ops::{BlockMask, CuSeqlens, Stream, Tensor};
@@ -20,6 +21,8 @@ pub(crate) struct Plan {
     pub(crate) queries: Slots,
     /// Where the parts of gradients of keys lie.
     pub(crate) keys: Slots,
+    /// Where keys are gathered, one call in place of those of all steps but the first one.
+    pub(crate) together: Option<Together>,
 }
 
 /// One step.
@@ -155,7 +158,7 @@ impl Plan {
         let queries = Slots::assign(rows, queries, |[t, at], slot| steps[t].calls[at].slot = slot);
         // In the order of the groups.
         let keys = Slots::assign(rows, keys, |[t, at], slot| steps[t].returned[at].slot = slot);
-        Ok(Plan { steps, queries, keys })
+        Ok(Plan { steps, queries, keys, together: None })
     }
 
     /// Copies where the sequences of calls begin and end to the device of a stream.

@@ -148,17 +148,18 @@ fn forward_entry(
     (o, lse): (ViewMut<'_>, ViewMut<'_>),
     stream: &Stream,
 ) -> Result<()> {
-    let (slots, rows, heads) = (plan.queries.count, q.shape()[1], q.shape()[2]);
+    let slots = ring.gather.map_or(&plan.queries, |gather| gather.slots(plan));
+    let (count, rows, heads) = (slots.count, q.shape()[1], q.shape()[2]);
     plan.share_with(stream)?;
-    let mut o_parts = Tensor::empty(stream, q.dtype(), &[slots, rows, heads, q.shape()[3]])?;
-    let mut lse_parts = Tensor::empty(stream, DType::F32, &[slots, heads, rows])?;
+    let mut o_parts = Tensor::empty(stream, q.dtype(), &[count, rows, heads, q.shape()[3]])?;
+    let mut lse_parts = Tensor::empty(stream, DType::F32, &[count, heads, rows])?;
     let outputs = [&mut o_parts, &mut lse_parts];
     match ring.gather {
-        Some(gather) => gather.attend(ring, plan, [q, k, v], outputs, stream)?,
+        Some(ref gather) => gather.attend(ring, plan, [q, k, v], outputs, stream)?,
         None => attend(ring, plan, [q, k, v], outputs, stream)?,
     }
     let (mut o, mut lse) = (o.flatten(0..2)?, lse.flatten(0..2)?);
-    for (rows, slots) in &plan.queries.ranges {
+    for (rows, slots) in &slots.ranges {
         let parts = o_parts.view().slice(0, slots.clone())?.slice(1, rows.clone())?;
         let logs = lse_parts.view().slice(0, slots.clone())?.slice(2, rows.clone())?;
         let o = o.reborrow().slice(0, rows.clone())?;

@@ -248,3 +248,29 @@ pub fn gathers_alike(case: &DistCase, device: &Device) -> Result<usize, String> 
         false => Err(format!("gathered keys give other bits: {case:?}")),
     }
 }
+
+/// Whether the forward pass is right and repeats where keys are gathered under a block mask: one
+/// call visits those of all other ranks, so bits differ from those of steps. Gives the number of
+/// all-gathers of a rank; without any, the bits are those of steps.
+pub fn gathers_blocks(case: &DistCase, device: &Device) -> Result<usize, String> {
+    let mut gathered = case.clone();
+    gathered.whole.seed = case.whole.seed / 4 * 4 + 2;
+    assert_eq!(gathered.way(), Way::Gathered);
+    run_forward(&gathered, device)?;
+    let data = AttentionData::generate(&case.whole);
+    let run = |way| {
+        case.ranks_by(way, device, |rank| {
+            let output = rank.forward(&data)?;
+            Ok((rank.bits(&[&output.o, &output.lse])?, rank.comm.gathered.get()))
+        })
+    };
+    let (first, again) = (run(Way::Gathered)?, run(Way::Gathered)?);
+    let count = first[0].1;
+    if first.iter().any(|(_, n)| *n != count) {
+        return Err(format!("not all ranks gather: {case:?}"));
+    }
+    match first == again && (count > 0 || first == run(Way::Plain)?) {
+        true => Ok(count),
+        false => Err(format!("a repeat differs: {case:?}")),
+    }
+}
