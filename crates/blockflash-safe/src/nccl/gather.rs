@@ -103,8 +103,8 @@ impl NcclCommunicator {
         Ok(Tensor::with_memory(Memory::Cuda(Arc::new(memory)), dtype, layout))
     }
 
-    /// Gathers a slot of each rank, in the order of `stream`: `slots` is `[ranks · rows,
-    /// ...]`, contiguous, in a tensor of [`window`](Self::window). The slot of this rank goes to the same
+    /// Gathers a slot of each rank, in the order of `stream`: `slots` is `[ranks · rows, ...]`,
+    /// contiguous, in a tensor of [`window`](Self::window). The slot of this rank goes to the same
     /// place in the windows of all others, and theirs come. All ranks do so at the same time, with
     /// slots of the same size at the same place in their windows, or what is gathered is
     /// unspecified, or it ends by the timeout. No rank's slots are written before it has done all
