@@ -53,11 +53,11 @@ pub trait Communicator {
         Err(crate::Error::Size { what, value, expected: "no window".into() })
     }
 
-    /// Gathers a slot of each rank, in the order of the communicator's stream: `slots` is `[ranks ·
-    /// rows, ...]`, contiguous, in a tensor of [`window`](Self::window). The slot of this rank goes
-    /// to the same place in the windows of the others, and theirs come. No rank's window is written
-    /// before its communicator's stream has done what was queued on it before. The call may wait
-    /// for the other ranks to make theirs, but not for tensors of a GPU.
+    /// Gathers a slot of each rank, in the order of the communicator's stream: `slots` is
+    /// `[ranks, ...]`, contiguous, in a tensor of [`window`](Self::window). The slot of this rank
+    /// goes to the same place in the windows of the others, and theirs come. No rank's window is
+    /// written before its communicator's stream has done what was queued on it before. The call may
+    /// wait for the other ranks to make theirs, but not for tensors of a GPU.
     ///
     /// # Errors
     /// As [`exchange`](Self::exchange); [`Error::Size`](crate::Error::Size) if it is not written.

@@ -17,7 +17,7 @@ use std::ops::Range;
 /// first part while the next one comes; the first one comes while a rank attends its own keys.
 pub(crate) const PARTS: usize = 2;
 
-/// How keys and values are gathered. They lie in a window of `[parts, ranks · 2 · rows, heads,
+/// How keys and values are gathered. They lie in a window of `[parts · ranks, 2 · rows, heads,
 /// head_dim]`: the slot of a rank in a part has the keys of some heads, and then their values.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Gather {
@@ -117,12 +117,7 @@ impl Gather {
     }
 
     fn shape(&self) -> [usize; 4] {
-        [self.parts, self.world * 2 * self.rows, self.heads(), self.head_dim]
-    }
-
-    /// The rows of a rank in a part.
-    fn slot(&self, rank: usize) -> Range<usize> {
-        2 * self.rows * rank..2 * self.rows * (rank + 1)
+        [self.parts * self.world, 2 * self.rows, self.heads(), self.head_dim]
     }
 
     /// Bytes of each rank in the window.
@@ -186,9 +181,8 @@ impl Gather {
                 continue;
             }
             for (t, step) in steps.clone() {
-                let slot =
-                    window.view().slice(0, part..part + 1)?.slice(1, self.slot(step.from))?;
-                let slot = slot.slice(2, 0..heads.len())?;
+                let at = part * self.world + step.from;
+                let slot = window.view().slice(0, at..at + 1)?.slice(2, 0..heads.len())?;
                 comm.mark(Mark::Begin(t), stream)?;
                 for call in &step.calls {
                     let [k, v] = [0, self.rows].map(|first| rows(slot, first, call, stream));
@@ -205,8 +199,8 @@ impl Gather {
 
     /// The rows of all slots of a part as keys and, from those of the first values on, as values.
     fn all_rows<'a>(&self, window: &'a Tensor, part: usize) -> Result<[View<'a>; 2]> {
-        let rows = window.view().slice(0, part..part + 1)?;
-        let rows = rows.slice(2, 0..self.heads_of(part).len())?;
+        let slots = window.view().slice(0, part * self.world..(part + 1) * self.world)?;
+        let rows = slots.slice(2, 0..self.heads_of(part).len())?.flatten(0..2)?.insert(0)?;
         let count = rows.shape()[1] - self.rows;
         Ok([rows.slice(1, 0..count)?, rows.slice(1, self.rows..self.rows + count)?])
     }
@@ -223,10 +217,10 @@ impl Gather {
         // window only when the communicator's stream has reached the same all-gather here.
         comm.stream().wait_for(stream)?;
         for part in 0..self.parts {
+            let at = part * self.world + comm.rank();
             for (x, first) in kv.into_iter().zip([0, self.rows]) {
                 let x = x.slice(2, self.heads_of(part))?;
-                let slot = window.view_mut().slice(0, part..part + 1)?;
-                let slot = slot.slice(1, self.slot(comm.rank()))?;
+                let slot = window.view_mut().slice(0, at..at + 1)?;
                 let rows = slot.slice(1, first..first + x.shape()[1])?;
                 let mut place = rows.slice(2, 0..x.shape()[2])?;
                 place.copy_from(&x, comm.stream())?;
@@ -239,7 +233,8 @@ impl Gather {
     /// Queues the all-gathers, and gives an event behind each.
     fn gather(&self, window: &mut Tensor, comm: &dyn Communicator) -> Result<Vec<Event>> {
         let gather = |part: usize| {
-            comm.all_gather(window.view_mut().slice(0, part..part + 1)?.flatten(0..2)?)?;
+            let slots = part * self.world..(part + 1) * self.world;
+            comm.all_gather(window.view_mut().slice(0, slots)?)?;
             let event = Event::new(comm.stream().device(), false)?;
             event.record(comm.stream())?;
             Ok(event)

@@ -148,12 +148,10 @@ impl Communicator for Memory {
 
     fn all_gather(&self, mut slots: ViewMut<'_>) -> Result<()> {
         let others = || (0..self.world()).filter(|&rank| rank != self.rank);
-        let rows = slots.shape().first().map_or(0, |rows| rows / self.world());
-        let slot = |rank: usize| rows * rank..rows * (rank + 1);
-        let own = slots.as_view().slice(0, slot(self.rank))?;
+        let own = slots.as_view().slice(0, self.rank..self.rank + 1)?;
         others().try_for_each(|to| self.send(to, &own))?;
         for from in others() {
-            self.receive(from, slots.reborrow().slice(0, slot(from))?)?;
+            self.receive(from, slots.reborrow().slice(0, from..from + 1)?)?;
         }
         Ok(())
     }

@@ -226,6 +226,21 @@ impl Layout {
         Layout::strided(&shape[..rank], &strides[..rank])
     }
 
+    /// The same elements with another dimension of size 1 before dimension `dim`, or behind all.
+    ///
+    /// # Errors
+    /// [`Error::Expand`] for a `dim` beyond the rank, [`Error::Rank`] beyond [`MAX_RANK`].
+    pub fn insert(&self, dim: usize) -> Result<Layout> {
+        let (mut shape, mut strides) = (self.shape().to_vec(), self.strides().to_vec());
+        if dim > self.rank {
+            return Err(Error::Expand { dim, shape });
+        }
+        let stride = shape.get(dim).map_or(1, |size| size.saturating_mul(strides[dim]));
+        shape.insert(dim, 1);
+        strides.insert(dim, stride);
+        Layout::strided(&shape, &strides)
+    }
+
     /// Dimension `dim`, of size 1, repeated `size` times by a stride of 0.
     ///
     /// # Errors

@@ -211,6 +211,17 @@ proptest! {
     }
 
     #[test]
+    fn an_inserted_dimension_changes_no_element(layout in layouts(), dim in 0usize..MAX_RANK + 2) {
+        match layout.insert(dim) {
+            Ok(more) => {
+                prop_assert!(more.offsets().eq(layout.offsets()));
+                prop_assert_eq!((more.span(), more.shape()[dim]), (layout.span(), 1));
+            }
+            Err(_) => prop_assert!(dim > layout.rank() || layout.rank() == MAX_RANK),
+        }
+    }
+
+    #[test]
     fn slices_stay_inside(
         layout in layouts(), dim in 0usize..MAX_RANK, start in 0usize..5, len in 0usize..5,
     ) {

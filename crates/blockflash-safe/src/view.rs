@@ -153,6 +153,14 @@ impl<'a> View<'a> {
         Ok(View { layout: self.layout.flatten(dims)?, ..*self })
     }
 
+    /// The same elements with another dimension of size 1 before dimension `dim`, or behind all.
+    ///
+    /// # Errors
+    /// Those of [`Layout::insert`].
+    pub fn insert(&self, dim: usize) -> Result<View<'a>> {
+        Ok(View { layout: self.layout.insert(dim)?, ..*self })
+    }
+
     /// Dimension `dim`, of size 1, repeated `size` times without a copy.
     ///
     /// # Errors

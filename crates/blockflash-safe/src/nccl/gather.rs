@@ -103,7 +103,7 @@ impl NcclCommunicator {
         Ok(Tensor::with_memory(Memory::Cuda(Arc::new(memory)), dtype, layout))
     }
 
-    /// Gathers a slot of each rank, in the order of `stream`: `slots` is `[ranks · rows, ...]`,
+    /// Gathers a slot of each rank, in the order of `stream`: `slots` is `[ranks, ...]`,
     /// contiguous, in a tensor of [`window`](Self::window). The slot of this rank goes to the same
     /// place in the windows of all others, and theirs come. All ranks do so at the same time, with
     /// slots of the same size at the same place in their windows, or what is gathered is
@@ -124,8 +124,7 @@ impl NcclCommunicator {
         let slots = slots.as_view();
         let owner = slots.owner().filter(|memory| self.windows.is_at(memory.ptr()));
         let memory = owner.ok_or_else(|| refused("the slots are not in the window".into()))?;
-        let slot = slots.shape().first().is_some_and(|rows| rows.is_multiple_of(self.world()));
-        if !slot || !slots.layout().is_contiguous() {
+        if slots.shape().first() != Some(&self.world()) || !slots.layout().is_contiguous() {
             let (shape, world) = (slots.shape(), self.world());
             return Err(refused(format!("{shape:?} are no contiguous slots of {world} ranks")));
         }
