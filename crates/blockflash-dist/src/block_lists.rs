@@ -141,7 +141,7 @@ impl Visits {
                 parts => self.together(sizes, first, parts)?,
             };
             // Lists of parts for single ranks are not needed beside those for all.
-            let parts = if together.is_some() { 1 } else { parts };
+            let parts = if together.is_some() { 1 } else { parts.max(1) };
             let visits = |group: usize| {
                 let source = grid.rows_of(group);
                 let visit = |part| self.visit(sizes, entries.clone(), part, &source, parts);
@@ -190,7 +190,8 @@ impl Visits {
     }
 
     /// What one call visits of the keys of all other ranks, in so many parts of the heads: `None`
-    /// where the rows of a rank are not a number of blocks, since keys lie behind those of others.
+    /// where rows are not a whole number of blocks, since a block would reach into other rows of
+    /// the window, or where the window has too many rows for one call.
     fn together(&self, sizes: &Sizes, entry: usize, parts: usize) -> Result<Option<Together>> {
         let (grid, block) = (&sizes.grid, sizes.geometry.block_kv());
         let (shard, most) = (grid.rows_of(grid.group()), most_rows(grid));
@@ -210,7 +211,9 @@ impl Visits {
             of_ranks.iter().flat_map(of_rank).collect()
         };
         let (rows, keys) = (shard.rows(), (2 * world - 1) * most);
-        let geometry = BlockGeometry::new(rows, keys, sizes.geometry.block_q(), block)?;
+        let Ok(geometry) = BlockGeometry::new(rows, keys, sizes.geometry.block_q(), block) else {
+            return Ok(None);
+        };
         let heads = self.own.heads / parts;
         let mask = |part: usize| {
             let heads_of_part = part * heads..(part + 1) * heads;
@@ -263,7 +266,7 @@ impl Visits {
         };
         // Gradients need the transpose on a GPU.
         let block_mask = Some(of_heads(heads())?.with_transpose()?);
-        let of_part = self.own.heads / parts.max(1);
+        let of_part = self.own.heads / parts;
         // Each query attends its own keys before any are gathered.
         let of_parts = if parts > 1 && !part.own { 0..parts } else { 0..0 };
         let part_masks = of_parts.map(|at| of_heads(at * of_part..(at + 1) * of_part));

@@ -39,7 +39,7 @@ pub(crate) fn most_rows(grid: &Grid) -> usize {
 }
 
 /// Under a block mask one call visits the keys of all other ranks, as they lie in the slots of a
-/// part: its output is one part, and CTAs take from all lists what is left.
+/// part, and writes one output in place of one for each rank.
 #[derive(Debug)]
 pub(crate) struct Together {
     /// Of each part of the heads, or one for all. Columns are blocks of the rows of all slots,
