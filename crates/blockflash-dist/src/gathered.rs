@@ -9,7 +9,7 @@ use crate::problem::Problem;
 use crate::ring::Ring;
 use crate::{Communicator, DistributedBlockMask, Mark, Result, Scheme};
 use blockflash_ops::{
-    Attention, AttentionProblem, BlockMask, Event, Mask, Stream, Tensor, View, ViewMut,
+    Attention, AttentionProblem, BlockMask, Event, Mask, Stream, Tensor, View, ViewMut, copy_beside,
 };
 use std::ops::Range;
 
@@ -205,7 +205,8 @@ impl Gather {
         Ok([rows.slice(1, 0..count)?, rows.slice(1, self.rows..self.rows + count)?])
     }
 
-    /// Copies the keys and values of this rank to its slots.
+    /// Copies the keys and values of this rank to its slots, beside the attention to them if that
+    /// keeps most SMs.
     fn place(
         &self,
         kv: [View<'_>; 2],
@@ -216,15 +217,21 @@ impl Gather {
         // What the call before this one has read may be overwritten. Other ranks write into this
         // window only when the communicator's stream has reached the same all-gather here.
         comm.stream().wait_for(stream)?;
+        let (mut copies, mut rest, mut passed) = (Vec::new(), window.view_mut(), 0);
         for part in 0..self.parts {
             let at = part * self.world + comm.rank();
-            for (x, first) in kv.into_iter().zip([0, self.rows]) {
-                let x = x.slice(2, self.heads_of(part))?;
-                let slot = window.view_mut().slice(0, at..at + 1)?;
-                let rows = slot.slice(1, first..first + x.shape()[1])?;
-                let mut place = rows.slice(2, 0..x.shape()[2])?;
-                place.copy_from(&x, comm.stream())?;
+            let (slots, after) = rest.split(at + 1 - passed)?;
+            let slot = slots.slice(0, at - passed..at + 1 - passed)?.flatten(0..2)?;
+            (rest, passed) = (after, at + 1);
+            let (keys, values) = slot.split(self.rows)?;
+            for (x, place) in kv.into_iter().zip([keys, values]) {
+                let x = x.slice(2, self.heads_of(part))?.flatten(0..2)?;
+                let place = place.slice(0, 0..x.shape()[0])?.slice(1, 0..x.shape()[1])?;
+                copies.push((place, x));
             }
+        }
+        if copy_beside(copies, comm.stream())? {
+            return comm.head_start(stream);
         }
         // Attention leaves no SM to copies that come later.
         Ok(stream.wait_for(comm.stream())?)

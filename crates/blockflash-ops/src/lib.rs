@@ -40,6 +40,7 @@ mod operation;
 pub mod page_choice;
 mod rates;
 mod recent;
+mod row_copy;
 mod selection;
 mod support;
 pub mod tuning;
@@ -71,6 +72,9 @@ pub use kv_cache::{KvCache, KvCacheMut, PackedTokens, Rotary, RotaryPairs};
 pub use operation::{Operation, Prepared};
 pub use page_choice::{ChoosePages, SummarizePages};
 pub use rates::GpuRates;
+pub use row_copy::copy_beside;
+#[doc(hidden)]
+pub use row_copy::copy_beside_with;
 pub use support::{Status, SupportRow, support, support_with};
 
 pub use blockflash_safe::{

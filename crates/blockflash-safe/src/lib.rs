@@ -89,8 +89,8 @@ pub use launch::{
     BlockMaskTranspose, BlockMaskTransposeOperands, BlockScores, BlockScoresOperands,
     BsrMatmulOperands, BsrParts, BsrPartsMemory, BsrSddmmOperands, KvAppendOperands, KvCacheViews,
     Launch, LaunchConfig, NewKeys, Operands, PROBE_CHUNK_BYTES, PageChoice, PageChoiceOperands,
-    PageSummaries, PageSummariesOperands, STATISTICS_ROWS, TurnedQueries, attention_bwd_workspace,
-    driver_time, param_bytes,
+    PageSummaries, PageSummariesOperands, RowCopyOperands, STATISTICS_ROWS, TurnedQueries,
+    attention_bwd_workspace, driver_time, param_bytes,
 };
 pub use layout::{Layout, MAX_RANK};
 pub use nccl::{NcclCommunicator, NcclId};

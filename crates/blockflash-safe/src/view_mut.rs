@@ -201,6 +201,37 @@ impl<'a> ViewMut<'a> {
         Ok(ViewMut { source, layout, ..self })
     }
 
+    /// What has indices before `at` in the first dimension, and the rest: two exclusive views.
+    ///
+    /// # Errors
+    /// [`Error::Slice`]; [`Error::OverlappingOutput`] if the memory of the rest begins before that
+    /// of the first view ends.
+    pub fn split(self, at: usize) -> Result<(ViewMut<'a>, ViewMut<'a>)> {
+        let size = self.shape().first().copied().unwrap_or(0);
+        let (first, _) = self.layout.slice(0, 0..at)?;
+        let (rest, offset) = self.layout.slice(0, at..size.max(at))?;
+        if !rest.is_empty() && first.span() > offset {
+            let (shape, strides) = (self.shape().to_vec(), self.strides().to_vec());
+            return Err(Error::OverlappingOutput { shape, strides });
+        }
+        // Nothing lies behind the memory of the first view.
+        let offset = if rest.is_empty() { first.span() } else { offset };
+        let (bytes, length) = (offset * self.dtype.size(), rest.span() * self.dtype.size());
+        let [source, after] = match self.source {
+            SourceMut::Host(memory) => {
+                let (before, after) = memory.split_at_mut(bytes);
+                let before = &mut before[..first.span() * self.dtype.size()];
+                [SourceMut::Host(before), SourceMut::Host(&mut after[..length])]
+            }
+            SourceMut::Cuda { ptr, owner } => {
+                [0, bytes as u64].map(|offset| SourceMut::Cuda { ptr: ptr + offset, owner })
+            }
+        };
+        let (device, dtype) = (self.device, self.dtype);
+        let of = |source, layout| ViewMut { source, device, dtype, layout };
+        Ok((of(source, first), of(after, rest)))
+    }
+
     /// Host memory from the first element to the last one; index it with
     /// [`strides`](Self::strides).
     ///

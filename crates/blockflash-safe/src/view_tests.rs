@@ -82,6 +82,30 @@ fn exclusive_views_must_not_overlap_themselves() {
 }
 
 #[test]
+fn two_parts_of_an_exclusive_view() -> Result<()> {
+    let mut data: Vec<i32> = (0..12).collect();
+    let columns = ViewMut::from_slice(&mut data, &[3, 4])?.slice(1, 1..3)?;
+    let (mut first, mut rest) = columns.split(1)?;
+    assert_eq!((first.shape(), rest.shape()), (&[1, 2][..], &[2, 2][..]));
+    first.as_mut_slice::<i32>()?.fill(-1);
+    rest.as_mut_slice::<i32>()?[4] = -2;
+    assert_eq!(data, [0, -1, -1, 3, 4, 5, 6, 7, 8, -2, 10, 11]);
+    let (all, none) = ViewMut::from_slice(&mut data, &[3, 4])?.split(3)?;
+    assert_eq!((all.shape(), none.shape()), (&[3, 4][..], &[0, 4][..]));
+    let mut view = ViewMut::from_slice(&mut data, &[3, 4])?;
+    let (none, all) = view.reborrow().split(0)?;
+    assert_eq!((none.shape(), all.shape()), (&[0, 4][..], &[3, 4][..]));
+    assert!(matches!(view.reborrow().split(4), Err(Error::Slice { .. })));
+    // Columns of a row-major matrix interleave.
+    let turned = view.permute(&[1, 0])?.split(2);
+    assert!(matches!(turned, Err(Error::OverlappingOutput { .. })));
+    let scalar = ViewMut::from_slice(&mut data, &[12])?.slice(0, 0..1)?;
+    let (one, none) = scalar.split(1)?;
+    assert_eq!((one.shape(), none.shape()), (&[1][..], &[0][..]));
+    Ok(())
+}
+
+#[test]
 fn alignment_is_of_the_first_element() -> Result<()> {
     let stream = Device::cpu().stream()?;
     let tensor = Tensor::zeros(&stream, DType::F16, &[4, 8])?;

@@ -34,6 +34,7 @@ pub const BLOCKFLASH_PROBE_WGMMA_F16: i32 = 6;
 pub const BLOCKFLASH_PROBE_WGMMA_BF16: i32 = 7;
 pub const BLOCKFLASH_PROBE_WGMMA_E4M3: i32 = 8;
 pub const BLOCKFLASH_PROBE_BULK: i32 = 9;
+pub const BLOCKFLASH_ROW_COPIES: i32 = 4;
 /// A tensor map of the Tensor Memory Accelerator (CUtensorMap), encoded by the driver.
 #[repr(C)]
 #[repr(align(64))]
@@ -1727,29 +1728,26 @@ const _: () = {
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
 pub struct blockflash_attention_merge_params {
-    /// \[count, batch, seqlen_q, num_heads_q, head_dim\]
+    /// \[count, rows, num_heads_q, head_dim\]
     pub parts: *const ::core::ffi::c_void,
-    /// \[count, batch, num_heads_q, seqlen_q\], natural logarithm
+    /// \[count, num_heads_q, rows\], natural logarithm; null: parts are added
     pub parts_lse: *const f32,
-    /// \[batch, seqlen_q, num_heads_q, head_dim\]
+    /// \[rows, num_heads_q, head_dim\]
     pub o: *mut ::core::ffi::c_void,
-    /// \[batch, num_heads_q, seqlen_q\]; may be null
+    /// \[num_heads_q, rows\]; may be null
     pub lse: *mut f32,
     pub parts_stride_part: i64,
-    pub parts_stride_batch: i64,
-    pub parts_stride_seq: i64,
+    pub parts_stride_row: i64,
     pub parts_stride_head: i64,
     pub parts_lse_stride_part: i64,
-    pub parts_lse_stride_batch: i64,
+    pub parts_lse_stride_row: i64,
     pub parts_lse_stride_head: i64,
-    pub o_stride_batch: i64,
-    pub o_stride_seq: i64,
+    pub o_stride_row: i64,
     pub o_stride_head: i64,
-    pub lse_stride_batch: i64,
+    pub lse_stride_row: i64,
     pub lse_stride_head: i64,
     pub count: i32,
-    pub batch: i32,
-    pub seqlen_q: i32,
+    pub rows: i32,
     pub num_heads_q: i32,
     /// a multiple of 8
     pub head_dim: i32,
@@ -1762,7 +1760,7 @@ pub struct blockflash_attention_merge_params {
 const _: () = {
     [
         "Size of blockflash_attention_merge_params",
-    ][::core::mem::size_of::<blockflash_attention_merge_params>() - 160usize];
+    ][::core::mem::size_of::<blockflash_attention_merge_params>() - 136usize];
     [
         "Alignment of blockflash_attention_merge_params",
     ][::core::mem::align_of::<blockflash_attention_merge_params>() - 8usize];
@@ -1783,72 +1781,61 @@ const _: () = {
     ][::core::mem::offset_of!(blockflash_attention_merge_params, parts_stride_part)
         - 32usize];
     [
-        "Offset of field: blockflash_attention_merge_params::parts_stride_batch",
-    ][::core::mem::offset_of!(blockflash_attention_merge_params, parts_stride_batch)
+        "Offset of field: blockflash_attention_merge_params::parts_stride_row",
+    ][::core::mem::offset_of!(blockflash_attention_merge_params, parts_stride_row)
         - 40usize];
-    [
-        "Offset of field: blockflash_attention_merge_params::parts_stride_seq",
-    ][::core::mem::offset_of!(blockflash_attention_merge_params, parts_stride_seq)
-        - 48usize];
     [
         "Offset of field: blockflash_attention_merge_params::parts_stride_head",
     ][::core::mem::offset_of!(blockflash_attention_merge_params, parts_stride_head)
-        - 56usize];
+        - 48usize];
     [
         "Offset of field: blockflash_attention_merge_params::parts_lse_stride_part",
     ][::core::mem::offset_of!(blockflash_attention_merge_params, parts_lse_stride_part)
-        - 64usize];
+        - 56usize];
     [
-        "Offset of field: blockflash_attention_merge_params::parts_lse_stride_batch",
-    ][::core::mem::offset_of!(blockflash_attention_merge_params, parts_lse_stride_batch)
-        - 72usize];
+        "Offset of field: blockflash_attention_merge_params::parts_lse_stride_row",
+    ][::core::mem::offset_of!(blockflash_attention_merge_params, parts_lse_stride_row)
+        - 64usize];
     [
         "Offset of field: blockflash_attention_merge_params::parts_lse_stride_head",
     ][::core::mem::offset_of!(blockflash_attention_merge_params, parts_lse_stride_head)
+        - 72usize];
+    [
+        "Offset of field: blockflash_attention_merge_params::o_stride_row",
+    ][::core::mem::offset_of!(blockflash_attention_merge_params, o_stride_row)
         - 80usize];
-    [
-        "Offset of field: blockflash_attention_merge_params::o_stride_batch",
-    ][::core::mem::offset_of!(blockflash_attention_merge_params, o_stride_batch)
-        - 88usize];
-    [
-        "Offset of field: blockflash_attention_merge_params::o_stride_seq",
-    ][::core::mem::offset_of!(blockflash_attention_merge_params, o_stride_seq)
-        - 96usize];
     [
         "Offset of field: blockflash_attention_merge_params::o_stride_head",
     ][::core::mem::offset_of!(blockflash_attention_merge_params, o_stride_head)
-        - 104usize];
+        - 88usize];
     [
-        "Offset of field: blockflash_attention_merge_params::lse_stride_batch",
-    ][::core::mem::offset_of!(blockflash_attention_merge_params, lse_stride_batch)
-        - 112usize];
+        "Offset of field: blockflash_attention_merge_params::lse_stride_row",
+    ][::core::mem::offset_of!(blockflash_attention_merge_params, lse_stride_row)
+        - 96usize];
     [
         "Offset of field: blockflash_attention_merge_params::lse_stride_head",
     ][::core::mem::offset_of!(blockflash_attention_merge_params, lse_stride_head)
-        - 120usize];
+        - 104usize];
     [
         "Offset of field: blockflash_attention_merge_params::count",
-    ][::core::mem::offset_of!(blockflash_attention_merge_params, count) - 128usize];
+    ][::core::mem::offset_of!(blockflash_attention_merge_params, count) - 112usize];
     [
-        "Offset of field: blockflash_attention_merge_params::batch",
-    ][::core::mem::offset_of!(blockflash_attention_merge_params, batch) - 132usize];
-    [
-        "Offset of field: blockflash_attention_merge_params::seqlen_q",
-    ][::core::mem::offset_of!(blockflash_attention_merge_params, seqlen_q) - 136usize];
+        "Offset of field: blockflash_attention_merge_params::rows",
+    ][::core::mem::offset_of!(blockflash_attention_merge_params, rows) - 116usize];
     [
         "Offset of field: blockflash_attention_merge_params::num_heads_q",
     ][::core::mem::offset_of!(blockflash_attention_merge_params, num_heads_q)
-        - 140usize];
+        - 120usize];
     [
         "Offset of field: blockflash_attention_merge_params::head_dim",
-    ][::core::mem::offset_of!(blockflash_attention_merge_params, head_dim) - 144usize];
+    ][::core::mem::offset_of!(blockflash_attention_merge_params, head_dim) - 124usize];
     [
         "Offset of field: blockflash_attention_merge_params::parts_dtype",
     ][::core::mem::offset_of!(blockflash_attention_merge_params, parts_dtype)
-        - 148usize];
+        - 128usize];
     [
         "Offset of field: blockflash_attention_merge_params::o_dtype",
-    ][::core::mem::offset_of!(blockflash_attention_merge_params, o_dtype) - 152usize];
+    ][::core::mem::offset_of!(blockflash_attention_merge_params, o_dtype) - 132usize];
 };
 /** A rotary embedding: pair i of a row at position p is turned by the angle whose cosine and sine
  are cos\[p, i\] and sin\[p, i\].*/
@@ -2314,4 +2301,68 @@ const _: () = {
     [
         "Offset of field: blockflash_probe_params::iterations",
     ][::core::mem::offset_of!(blockflash_probe_params, iterations) - 24usize];
+};
+/** Rows of one tensor to rows of another one. Addresses, pitches and rows are multiples of 16 bytes,
+ and rows of `to` do not overlap.*/
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct blockflash_row_copy {
+    pub from: *const ::core::ffi::c_void,
+    pub to: *mut ::core::ffi::c_void,
+    /// bytes between rows
+    pub from_pitch: i64,
+    /// bytes between rows
+    pub to_pitch: i64,
+    pub rows: i32,
+    /// of 16 bytes in a row
+    pub pieces: i32,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    [
+        "Size of blockflash_row_copy",
+    ][::core::mem::size_of::<blockflash_row_copy>() - 40usize];
+    [
+        "Alignment of blockflash_row_copy",
+    ][::core::mem::align_of::<blockflash_row_copy>() - 8usize];
+    [
+        "Offset of field: blockflash_row_copy::from",
+    ][::core::mem::offset_of!(blockflash_row_copy, from) - 0usize];
+    [
+        "Offset of field: blockflash_row_copy::to",
+    ][::core::mem::offset_of!(blockflash_row_copy, to) - 8usize];
+    [
+        "Offset of field: blockflash_row_copy::from_pitch",
+    ][::core::mem::offset_of!(blockflash_row_copy, from_pitch) - 16usize];
+    [
+        "Offset of field: blockflash_row_copy::to_pitch",
+    ][::core::mem::offset_of!(blockflash_row_copy, to_pitch) - 24usize];
+    [
+        "Offset of field: blockflash_row_copy::rows",
+    ][::core::mem::offset_of!(blockflash_row_copy, rows) - 32usize];
+    [
+        "Offset of field: blockflash_row_copy::pieces",
+    ][::core::mem::offset_of!(blockflash_row_copy, pieces) - 36usize];
+};
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct blockflash_row_copy_params {
+    pub copies: [blockflash_row_copy; 4usize],
+    /// copies, one after another, at least 1
+    pub count: i32,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    [
+        "Size of blockflash_row_copy_params",
+    ][::core::mem::size_of::<blockflash_row_copy_params>() - 168usize];
+    [
+        "Alignment of blockflash_row_copy_params",
+    ][::core::mem::align_of::<blockflash_row_copy_params>() - 8usize];
+    [
+        "Offset of field: blockflash_row_copy_params::copies",
+    ][::core::mem::offset_of!(blockflash_row_copy_params, copies) - 0usize];
+    [
+        "Offset of field: blockflash_row_copy_params::count",
+    ][::core::mem::offset_of!(blockflash_row_copy_params, count) - 160usize];
 };

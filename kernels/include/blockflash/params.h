@@ -17,5 +17,6 @@
 #include "blockflash/params/kv_cache_runs.h"
 #include "blockflash/params/page_choice.h"
 #include "blockflash/params/probe.h"
+#include "blockflash/params/row_copy.h"
 
 #endif

@@ -5,7 +5,7 @@ use crate::gpu::wait;
 use crate::host::{download, upload};
 use crate::number::{decode, encode, normal_rounded, rng};
 use crate::tolerance::{Reference, check};
-use blockflash_ops::{AttentionMerge, DType, Device, Operation, Stream, Tensor};
+use blockflash_ops::{AttentionMerge, DType, Device, Operation, Stream, Tensor, View};
 use blockflash_oracle::{AttentionRow, Rounding, merged_row};
 use blockflash_sys::Kernel;
 use proptest::prelude::*;
@@ -25,6 +25,24 @@ pub struct MergeCase {
     pub empty: f64,
     /// The log-sum-exps lie rows before heads.
     pub rows_first: bool,
+    /// The parts begin one element behind an aligned address, with an element between rows.
+    pub apart: bool,
+}
+
+impl MergeCase {
+    fn upload(&self, stream: &Stream, bits: &[u32]) -> Result<Tensor, String> {
+        let [count, rows, heads, d] = self.shape;
+        if !self.apart {
+            return upload(stream, self.dtypes[0], bits, &self.shape);
+        }
+        let apart: Vec<u32> = bits.chunks(d).flat_map(|row| [&[0], row].concat()).collect();
+        upload(stream, self.dtypes[0], &apart, &[count, rows, heads, d + 1])
+    }
+
+    fn parts<'a>(&self, parts: &'a Tensor) -> View<'a> {
+        let columns = parts.shape()[3] - self.shape[3]..parts.shape()[3];
+        parts.view().slice(3, columns).expect("the last columns")
+    }
 }
 
 /// Random merges of `least` parts and more.
@@ -32,13 +50,15 @@ pub fn merge_cases(least: usize, head_dims: Vec<usize>) -> impl Strategy<Value =
     let dtype = || select(vec![DType::F16, DType::BF16, DType::F32]);
     let empty = prop_oneof![1 => Just(0.0), 2 => 0.0..1.0f64, 1 => Just(1.0)];
     let sizes = (least..=9usize, 0..=5usize, 1..=4usize, select(head_dims));
-    (any::<u32>(), dtype(), dtype(), sizes, empty, any::<bool>()).prop_map(
-        |(seed, parts, o, (count, rows, heads, head_dim), empty, rows_first)| MergeCase {
+    let layout = (any::<bool>(), any::<bool>());
+    (any::<u32>(), dtype(), dtype(), sizes, empty, layout).prop_map(
+        |(seed, parts, o, (count, rows, heads, head_dim), empty, layout)| MergeCase {
             seed: seed.into(),
             dtypes: [parts, o],
             shape: [count, rows, heads, head_dim],
             empty,
-            rows_first,
+            rows_first: layout.0,
+            apart: layout.1,
         },
     )
 }
@@ -66,7 +86,7 @@ pub fn run_merge(case: &MergeCase, kernel: Choice, stream: &Stream) -> Result<us
         }
     }
     let bits = |dtype, values: &[f32]| values.iter().map(|&x| encode(dtype, x)).collect::<Vec<_>>();
-    let o = upload(stream, parts_dtype, &bits(parts_dtype, &parts), &[count, rows, heads, d])?;
+    let o = case.upload(stream, &bits(parts_dtype, &parts))?;
     let log_shape = if case.rows_first { [count, rows, heads] } else { [count, heads, rows] };
     let lse = upload(stream, DType::F32, &bits(DType::F32, &logs), &log_shape)?;
     let order: [usize; 3] = if case.rows_first { [0, 2, 1] } else { [0, 1, 2] };
@@ -75,7 +95,7 @@ pub fn run_merge(case: &MergeCase, kernel: Choice, stream: &Stream) -> Result<us
     let tensor = |dtype, shape: &[usize]| crate::host::poisoned(stream, dtype, shape);
     let (mut merged, mut merged_lse) =
         (tensor(o_dtype, &[rows, heads, d])?, tensor(DType::F32, &[heads, rows])?);
-    let merge = AttentionMerge::new(o.view(), lse);
+    let merge = AttentionMerge::new(case.parts(&o), lse);
     let out = (merged.view_mut(), Some(merged_lse.view_mut()));
     match kernel {
         Choice::Selected => merge.run(out, stream),
@@ -130,9 +150,9 @@ pub fn run_sum(
     let parts = normal_rounded(case.seed, count * rows * heads * d, parts_dtype);
     let bits: Vec<_> = parts.iter().map(|&x| encode(parts_dtype, x)).collect();
     let sum = |kernel: Option<&'static Kernel>, stream: &Stream| -> Result<_, String> {
-        let parts = upload(stream, parts_dtype, &bits, &[count, rows, heads, d])?;
+        let parts = case.upload(stream, &bits)?;
         let mut o = crate::host::poisoned(stream, o_dtype, &[rows, heads, d])?;
-        let (sum, out) = (AttentionMerge::sum(parts.view()), (o.view_mut(), None));
+        let (sum, out) = (AttentionMerge::sum(case.parts(&parts)), (o.view_mut(), None));
         match kernel {
             None => sum.run(out, stream),
             Some(kernel) => sum.run_with(kernel, out, stream),

@@ -201,7 +201,7 @@ pub fn case(
     for round in 0..=rounds {
         for turn in 0..=divided.len() {
             let at = (round + turn) % (divided.len() + 1);
-            let (seconds, [times, repeats]) = match divided.get_mut(at) {
+            let ((first, later), [times, repeats]) = match divided.get_mut(at) {
                 Some(scheme) => {
                     (turn_of(|| scheme.seconds())?, [&mut scheme.times, &mut scheme.repeats])
                 }
@@ -211,8 +211,8 @@ pub fn case(
                 }
             };
             if round > 0 {
-                times.push(seconds[0]);
-                repeats.extend(&seconds[1..]);
+                times.push(first);
+                repeats.extend(later);
             }
         }
     }
@@ -299,9 +299,20 @@ pub fn case(
     Ok(())
 }
 
-/// The times of the calls of a turn, of which the first one follows another scheme.
-fn turn_of(call: impl Fn() -> Result<f64>) -> Result<[f64; 4]> {
-    Ok([call()?, call()?, call()?, call()?])
+/// A turn lasts so long, and four calls at least: the clocks of a GPU at its power limit follow
+/// what it has done for some 50 ms before.
+const TURN_SECONDS: f64 = 0.2;
+
+/// The times of the calls of a turn: of the first one, which follows another scheme, and of the
+/// later half of all.
+fn turn_of(call: impl Fn() -> Result<f64>) -> Result<(f64, Vec<f64>)> {
+    let mut times = vec![call()?];
+    // All ranks have the same times, those of the slowest one.
+    while times.len() < 4 || times.iter().sum::<f64>() < TURN_SECONDS {
+        times.push(call()?);
+    }
+    let later = times.split_off(times.len() / 2);
+    Ok((times[0], later))
 }
 
 /// Relative error of the results of this rank, and whether repeats have the same bits: on 16 parts

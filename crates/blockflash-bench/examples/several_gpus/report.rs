@@ -24,8 +24,8 @@ pub struct Row {
     /// Milliseconds of one GPU that does everything, and of all, of which the slowest counts.
     pub one_ms: f64,
     pub ms: f64,
-    /// The same of calls that follow one of their kind, where `ms` follows another scheme or one
-    /// GPU.
+    /// The same of calls that follow others of their kind, in the later half of a turn, where `ms`
+    /// follows another scheme or one GPU.
     pub one_repeated_ms: f64,
     pub repeated_ms: f64,
     /// Useful work of all GPUs together.

@@ -44,7 +44,7 @@ pub fn plan(
     Ok(AttentionMergePlan { params: params(problem)?, config })
 }
 
-/// The sizes and strides of a problem, with null pointers. Rows are sequences of one query.
+/// The sizes and strides of a problem, with null pointers.
 fn params(problem: &AttentionMergeProblem) -> Result<blockflash_attention_merge_params> {
     let stride = |value| to_i64("stride", value);
     let [parts_part, parts_row, parts_head] = problem.parts_o;
@@ -61,20 +61,17 @@ fn params(problem: &AttentionMergeProblem) -> Result<blockflash_attention_merge_
         o: null_mut(),
         lse: null_mut(),
         parts_stride_part: stride(parts_part)?,
-        parts_stride_batch: stride(parts_row)?,
-        parts_stride_seq: 0,
+        parts_stride_row: stride(parts_row)?,
         parts_stride_head: stride(parts_head)?,
         parts_lse_stride_part: stride(logs_part)?,
-        parts_lse_stride_batch: stride(logs_row)?,
+        parts_lse_stride_row: stride(logs_row)?,
         parts_lse_stride_head: stride(logs_head)?,
-        o_stride_batch: stride(problem.o[0])?,
-        o_stride_seq: 0,
+        o_stride_row: stride(problem.o[0])?,
         o_stride_head: stride(problem.o[1])?,
-        lse_stride_batch: stride(lse_row)?,
+        lse_stride_row: stride(lse_row)?,
         lse_stride_head: stride(lse_head)?,
         count: to_i32("parts", problem.parts)?,
-        batch: to_i32("rows", problem.rows)?,
-        seqlen_q: 1,
+        rows: to_i32("rows", problem.rows)?,
         num_heads_q: to_i32("num_heads", problem.num_heads)?,
         head_dim: to_i32("head_dim", problem.head_dim)?,
         parts_dtype: dtype(problem.parts_dtype),

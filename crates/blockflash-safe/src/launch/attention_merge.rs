@@ -13,8 +13,7 @@ use blockflash_sys::params::{
 /// Tensors of merging attention.
 #[derive(Debug)]
 pub struct AttentionMergeOperands<'a> {
-    /// `[count, rows, num_heads_q, head_dim]` in f16, bf16 or f32; rows are a batch of sequences
-    /// with one query each.
+    /// `[count, rows, num_heads_q, head_dim]` in f16, bf16 or f32.
     pub parts: View<'a>,
     /// f32 `[count, num_heads_q, rows]`; `None` for a plain sum.
     pub parts_lse: Option<View<'a>>,
@@ -69,14 +68,13 @@ unsafe impl Launch for AttentionMerge {
     }
 
     fn fit(&self, p: &Self::Plan, operands: &Self::Operands<'_>) -> Fit<i128> {
-        let sizes = [p.count, p.batch, p.seqlen_q, p.num_heads_q, p.head_dim].map(i64::from);
-        let [count, batch, seqlen_q, heads, head_dim] = sizes;
+        let sizes = [p.count, p.rows, p.num_heads_q, p.head_dim].map(i64::from);
+        let [count, rows, heads, head_dim] = sizes;
         require(sizes.iter().all(|&size| size > 0), "a size is not positive")?;
         require(head_dim % 8 == 0, "the head dimension is no multiple of 8")?;
-        require(seqlen_q == 1, "rows are sequences of one query")?;
         let parts = [
             (count, p.parts_stride_part),
-            (batch, p.parts_stride_batch),
+            (rows, p.parts_stride_row),
             (heads, p.parts_stride_head),
             (head_dim, 1),
         ];
@@ -84,22 +82,22 @@ unsafe impl Launch for AttentionMerge {
         let logs = [
             (count, p.parts_lse_stride_part),
             (heads, p.parts_lse_stride_head),
-            (batch, p.parts_lse_stride_batch),
+            (rows, p.parts_lse_stride_row),
         ];
         if let Some(parts_lse) = &operands.parts_lse {
             fits("parts_lse", parts_lse, DType::F32, logs)?;
         }
-        let strides = [p.o_stride_batch, p.o_stride_head];
-        let o = [(batch, p.o_stride_batch), (heads, p.o_stride_head), (head_dim, 1)];
+        let strides = [p.o_stride_row, p.o_stride_head];
+        let o = [(rows, p.o_stride_row), (heads, p.o_stride_head), (head_dim, 1)];
         fits("o", &operands.o.as_view(), dtype_of(p.o_dtype)?, o)?;
         let address = pointer(&operands.o.as_view()).addr();
         let aligned = strides.iter().all(|stride| stride % 4 == 0) && address.is_multiple_of(16);
         require(aligned, "the output is not aligned to 16 bytes")?;
         if let Some(lse) = &operands.lse {
-            let logs = [(heads, p.lse_stride_head), (batch, p.lse_stride_batch)];
+            let logs = [(heads, p.lse_stride_head), (rows, p.lse_stride_row)];
             fits("lse", &lse.as_view(), DType::F32, logs)?;
         }
-        let threads = i128::from(batch * heads) * ceil_div(head_dim, self.columns);
+        let threads = i128::from(rows * heads) * ceil_div(head_dim, self.columns);
         let blocks = (threads + i128::from(THREADS) - 1) / i128::from(THREADS);
         require(blocks <= i32::MAX.into(), "there are too many blocks")?;
         Ok(blocks)

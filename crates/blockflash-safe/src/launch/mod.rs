@@ -31,6 +31,7 @@ mod fit;
 mod kv_append;
 mod page_choice;
 mod probe;
+mod row_copy;
 mod timed;
 
 pub use attention_bwd::{
@@ -50,6 +51,7 @@ pub use config::LaunchConfig;
 pub use kv_append::{KvAppendOperands, NewKeys, TurnedQueries};
 pub use page_choice::{PageChoice, PageChoiceOperands, PageSummaries, PageSummariesOperands};
 pub use probe::PROBE_CHUNK_BYTES;
+pub use row_copy::RowCopyOperands;
 pub use timed::driver_time;
 
 use crate::Kernel;
@@ -81,6 +83,7 @@ pub fn param_bytes(kernel: &Kernel) -> Option<usize> {
         of::<BlockScores>,
         of::<PageSummaries>,
         of::<PageChoice>,
+        of::<manifest::RowCopy>,
         of::<probe::ProbeTile>,
     ]
     .into_iter()

@@ -11,7 +11,7 @@ pub struct AttentionMerge {
 /// Other targets run the machine code for sm_80, or PTX.
 pub(super) fn tiles(target: Target) -> impl Iterator<Item = AttentionMerge> {
     let compiled = matches!(target, Target::Sm80 | Target::Sm90 | Target::Ptx80);
-    [AttentionMerge { columns: 4 }].into_iter().filter(move |_| compiled)
+    [AttentionMerge { columns: 8 }].into_iter().filter(move |_| compiled)
 }
 
 impl Family for AttentionMerge {
@@ -29,7 +29,7 @@ impl Family for AttentionMerge {
 
     fn macros(&self, define: &mut dyn FnMut(&'static str, u32)) {
         define("VARIANT_MERGE_COLUMNS", self.columns);
-        define("VARIANT_MIN_BLOCKS", 4);
+        define("VARIANT_MIN_BLOCKS", 10);
     }
 
     fn contains(&self) -> &'static [&'static str] {

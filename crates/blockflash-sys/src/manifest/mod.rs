@@ -31,6 +31,7 @@ mod kv_append_sm80;
 mod major;
 mod page_choice;
 mod probe;
+mod row_copy_sm80;
 mod variant;
 
 pub use attention::{AttentionTile, Lse};
@@ -58,4 +59,5 @@ pub use kv_append_sm80::KvAppend;
 pub use major::Major;
 pub use page_choice::PageKernel;
 pub use probe::Probe;
+pub use row_copy_sm80::RowCopy;
 pub use variant::Variant;

@@ -3,7 +3,7 @@ use super::{
     attention_bwd_sm80, attention_bwd_sm90a, attention_cache_sm90a, attention_decode_sm80,
     attention_decode_sm90a, attention_fwd_sm80, attention_fwd_sm90a, attention_fwd_small_sm90a,
     attention_merge_sm80, block_mask, bsr_matmul_any_sm80, bsr_matmul_sm80, bsr_matmul_sm90a,
-    bsr_sddmm_sm80, bsr_sddmm_sm90a, kv_append_sm80, page_choice, probe,
+    bsr_sddmm_sm80, bsr_sddmm_sm90a, kv_append_sm80, page_choice, probe, row_copy_sm80,
 };
 use crate::Target;
 
@@ -47,6 +47,8 @@ pub enum Variant {
     BlockMask(block_mask::BlockMaskKernel),
     /// The choice of the pages of a cache that attention visits.
     PageChoice(page_choice::PageKernel),
+    /// Rows of a few tensors, copied by few CTAs.
+    RowCopy(row_copy_sm80::RowCopy),
     /// No operation: it runs one unit of the GPU at its highest rate, against which kernels are
     /// compared.
     Probe(probe::Probe),
@@ -73,6 +75,7 @@ impl Variant {
             Variant::BsrSddmmHopper(tile) => tile,
             Variant::BlockMask(kernel) => kernel,
             Variant::PageChoice(kernel) => kernel,
+            Variant::RowCopy(kernel) => kernel,
             Variant::Probe(probe) => probe,
         }
     }
@@ -97,6 +100,7 @@ impl Variant {
         variants.extend(bsr_matmul_any_sm80::tiles(target).map(Variant::BsrMatmulAny));
         variants.extend(block_mask::tiles(target).map(Variant::BlockMask));
         variants.extend(page_choice::tiles(target).map(Variant::PageChoice));
+        variants.extend(row_copy_sm80::tiles(target).map(Variant::RowCopy));
         variants.extend(probe::tiles(target).map(Variant::Probe));
         variants
     }

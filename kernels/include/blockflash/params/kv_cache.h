@@ -98,15 +98,15 @@ typedef struct blockflash_attention_cache_params {
 /* Combines attention over disjoint sets of keys: o and lse of all keys from those of each set, in
  * ascending order. */
 typedef struct blockflash_attention_merge_params {
-  const void* parts;      /* [count, batch, seqlen_q, num_heads_q, head_dim] */
-  const float* parts_lse; /* [count, batch, num_heads_q, seqlen_q], natural logarithm */
-  void* o;                /* [batch, seqlen_q, num_heads_q, head_dim] */
-  float* lse;             /* [batch, num_heads_q, seqlen_q]; may be null */
-  int64_t parts_stride_part, parts_stride_batch, parts_stride_seq, parts_stride_head;
-  int64_t parts_lse_stride_part, parts_lse_stride_batch, parts_lse_stride_head;
-  int64_t o_stride_batch, o_stride_seq, o_stride_head;
-  int64_t lse_stride_batch, lse_stride_head;
-  int32_t count, batch, seqlen_q, num_heads_q;
+  const void* parts;      /* [count, rows, num_heads_q, head_dim] */
+  const float* parts_lse; /* [count, num_heads_q, rows], natural logarithm; null: parts are added */
+  void* o;                /* [rows, num_heads_q, head_dim] */
+  float* lse;             /* [num_heads_q, rows]; may be null */
+  int64_t parts_stride_part, parts_stride_row, parts_stride_head;
+  int64_t parts_lse_stride_part, parts_lse_stride_row, parts_lse_stride_head;
+  int64_t o_stride_row, o_stride_head;
+  int64_t lse_stride_row, lse_stride_head;
+  int32_t count, rows, num_heads_q;
   int32_t head_dim;    /* a multiple of 8 */
   int32_t parts_dtype; /* BLOCKFLASH_DTYPE_… */
   int32_t o_dtype;     /* BLOCKFLASH_DTYPE_… */

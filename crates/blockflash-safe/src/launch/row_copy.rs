@@ -1,0 +1,85 @@
+//! Copies of rows by few CTAs.
+
+use super::checked::{Launch, Operands};
+use super::fit::{Fit, ceil_div, pointer, pointer_mut, require};
+use crate::view::Used;
+use crate::{Kernel, Result, View, ViewMut};
+use blockflash_sys::manifest::{self, Variant};
+use blockflash_sys::params::{
+    BLOCKFLASH_ROW_COPIES, blockflash_row_copy, blockflash_row_copy_params,
+};
+
+/// Tensors `[rows, columns]`: each target beside its source, of the same shape and element type.
+#[derive(Debug)]
+pub struct RowCopyOperands<'a> {
+    /// At most [`BLOCKFLASH_ROW_COPIES`] of them.
+    pub copies: Vec<(ViewMut<'a>, View<'a>)>,
+}
+
+impl Operands for RowCopyOperands<'_> {
+    fn used(&self) -> impl AsRef<[Option<Used<'_>>]> {
+        let both = |(to, from)| [Some(ViewMut::used(to)), Some(View::used(from))];
+        self.copies.iter().map(|(to, from)| (to, from)).flat_map(both).collect::<Vec<_>>()
+    }
+}
+
+/// Bytes that a thread moves at once.
+const PIECE: i64 = 16;
+
+/// Checks a copy, and returns its pieces.
+fn fits(copy: &blockflash_row_copy, to: &ViewMut<'_>, from: &View<'_>) -> Fit<i64> {
+    let size = from.dtype().size() as i64;
+    require(to.dtype() == from.dtype(), "the element types differ")?;
+    let (rows, pieces) = (i64::from(copy.rows), i64::from(copy.pieces));
+    require(rows > 0 && pieces > 0, "a size is not positive")?;
+    for (view, pitch) in [(&to.as_view(), copy.to_pitch), (from, copy.from_pitch)] {
+        let (&[found, columns], &[stride, step]) = (view.shape(), view.strides()) else {
+            return Err("a tensor is not [rows, columns]".to_owned());
+        };
+        let wide = columns as i64 * size == pieces * PIECE && (step == 1 || columns == 1);
+        require(found as i64 == rows && wide, "another number of rows or columns")?;
+        let same = rows == 1 || stride as i64 * size == pitch;
+        require(same && pitch % PIECE == 0, "another distance between rows")?;
+        let aligned = view.is_aligned(PIECE as usize);
+        require(aligned, "an address is not a multiple of 16 bytes")?;
+    }
+    Ok(rows * pieces)
+}
+
+// SAFETY:
+// 1. This is the parameter struct of the kernel that copies rows.
+// 2. Rows and pieces are those of the views; no address follows from the contents of a tensor.
+// 3. The targets are `ViewMut`.
+unsafe impl Launch for manifest::RowCopy {
+    type Operands<'a> = RowCopyOperands<'a>;
+    type Plan = blockflash_row_copy_params;
+    type Params = blockflash_row_copy_params;
+    const FAMILY: &'static str = "copying rows";
+
+    fn of(kernel: &Kernel) -> Option<Self> {
+        match kernel.variant {
+            Variant::RowCopy(kernel) => Some(kernel),
+            _ => None,
+        }
+    }
+
+    fn fit(&self, p: &Self::Plan, operands: &Self::Operands<'_>) -> Fit<i128> {
+        let (count, most) = (operands.copies.len(), BLOCKFLASH_ROW_COPIES as usize);
+        require(
+            (1..=most).contains(&count) && p.count == count as i32,
+            "another number of copies",
+        )?;
+        let pieces =
+            p.copies.iter().zip(&operands.copies).map(|(copy, (to, from))| fits(copy, to, from));
+        let pieces = pieces.collect::<Fit<Vec<_>>>()?;
+        Ok(ceil_div(pieces.iter().sum(), manifest::Family::warps(self) * 32))
+    }
+
+    fn params(&self, p: &Self::Plan, operands: &Self::Operands<'_>) -> Result<Self::Params> {
+        let mut params = *p;
+        for (copy, (to, from)) in params.copies.iter_mut().zip(&operands.copies) {
+            (copy.to, copy.from) = (pointer_mut(to), pointer(from));
+        }
+        Ok(params)
+    }
+}
