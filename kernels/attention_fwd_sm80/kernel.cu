@@ -45,8 +45,11 @@ constexpr bool kWide = Config::head_dim >= 96;
 
 static_assert(kRowsPerWarp % 16 == 0, "a warp computes whole MMA tiles");
 static_assert(kDTiles % 4 == 0, "the epilogue stores four MMA tiles at a time");
-static_assert(Config::stages == 1, "one K tile and one V tile in shared memory");
-static_assert(Config::smem_bytes == kQTileBytes + 2 * kKvTileBytes,
+// With two stages K and V tile i + 1 come during the whole of step i, which needs one barrier.
+constexpr bool kTwoStages = Config::stages == 2;
+constexpr int kStageBytes = 2 * kKvTileBytes;
+static_assert(Config::stages == 1 || kTwoStages, "a K tile and a V tile in shared memory, or two");
+static_assert(Config::smem_bytes == kQTileBytes + Config::stages * kStageBytes,
               "manifest and kernel disagree on smem");
 
 using QCopy = TileCopy<Config::block_q, kChunks, Config::threads>;
@@ -61,6 +64,13 @@ struct Keys {
   KeyRange all;          // keys that all queries of the tile see
 };
 using QFragments = uint32_t[kMTiles][kDSteps][4];
+
+// The same lane in a tile that lies `bytes` behind.
+__device__ __forceinline__ LaneAddress<kChunks> moved(LaneAddress<kChunks> lane, uint32_t bytes) {
+#pragma unroll
+  for (uint32_t& step : lane.step) step += bytes;
+  return lane;
+}
 
 // s = Q·Kᵀ for the rows of this warp.
 __device__ __forceinline__ void compute_scores(Scores& s, const QFragments& q_rmem,
@@ -266,7 +276,7 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_fwd_params p) {
   QCopy(threadIdx.x)
       .start(q_smem, q, p.q_stride_seq, queries.seqlen_q - queries.q_begin, p.head_dim);
   start_tile(found, found_keys.k, p.k_stride_seq, k_smem, 0, first_key);
-  if (kWide) start_tile(found, found_keys.v, p.v_stride_seq, v_smem, 0, first_key);
+  if (kWide || kTwoStages) start_tile(found, found_keys.v, p.v_stride_seq, v_smem, 0, first_key);
 
   // Wide tiles leave no registers for what follows; the epilogue reads it again, too.
   __shared__ Keys shared_keys;
@@ -297,10 +307,29 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_fwd_params p) {
 
 #pragma unroll 1
   for (int i = 0; i < visit.tiles; ++i) {
-    // In wide tiles the group of V tile 0, or an empty one, is behind that of K tile i.
-    ptx::cp_async_wait_group<kWide>();
-    __syncthreads();  // K tile i is visible to all; all have read V tile i - 1, which is replaced
-    if (!kWide || i > 0) start_tile(visit, keys.v, p.v_stride_seq, v_smem, i, first_key);
+    const uint32_t stage = kTwoStages ? i % 2 * kStageBytes : 0, next_stage = kStageBytes - stage;
+    unsigned char* v_tile;
+    bool masked, poisoned;
+    int next_key;
+    // One kind of barrier whether a tile is masked or not: under a block mask that changes
+    // meanwhile, threads need not agree.
+    const auto meet = [&] {
+      masked = first_key < keys.all.begin || first_key + Config::block_kv > keys.all.end;
+      ptx::cp_async_wait_group<0>();
+      v_tile = smem + kQTileBytes + kKvTileBytes + stage;
+      poisoned = __syncthreads_or(masked && kv_copy.template has_nonfinite<Element>(v_tile));
+      next_key = visit.first_key_of(i + 1);
+    };
+    if constexpr (kTwoStages) {
+      meet();  // K and V tile i are visible to all; all have read tiles i - 1, which are replaced
+      start_tile(visit, keys.k, p.k_stride_seq, k_smem + next_stage, i + 1, next_key);
+      start_tile(visit, keys.v, p.v_stride_seq, v_smem + next_stage, i + 1, next_key);
+    } else {
+      // In wide tiles the group of V tile 0, or an empty one, is behind that of K tile i.
+      ptx::cp_async_wait_group<kWide>();
+      __syncthreads();  // K tile i is visible to all; all have read V tile i - 1, which is replaced
+      if (!kWide || i > 0) start_tile(visit, keys.v, p.v_stride_seq, v_smem, i, first_key);
+    }
 
     if constexpr (kQInRegisters)
       if (i == 0)
@@ -308,19 +337,13 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_fwd_params p) {
         for (int m = 0; m < kMTiles; ++m)
 #pragma unroll
           for (int d = 0; d < kDSteps; ++d) ptx::ldmatrix_x4(q_rmem[m][d], q_lane.at(m * 16, d));
-    compute_scores(s, q_rmem, q_lane, k_lane);
+    compute_scores(s, q_rmem, q_lane, moved(k_lane, stage));
 
-    const bool masked = first_key < keys.all.begin || first_key + Config::block_kv > keys.all.end;
-    ptx::cp_async_wait_group<0>();
-    unsigned char* const v_tile = smem + kQTileBytes + kKvTileBytes;
-    // V tile i is visible to all; all have read K tile i, which is replaced. One kind of barrier in
-    // both cases: under a block mask that changes meanwhile, threads need not agree that a tile is
-    // masked.
-    const bool poisoned =
-        __syncthreads_or(masked && kv_copy.template has_nonfinite<Element>(v_tile));
-    const int next_key = visit.first_key_of(i + 1);
-    start_tile(visit, keys.k, p.k_stride_seq, k_smem, i + 1, next_key);
-    if (kWide) ptx::cp_async_commit_group();
+    if constexpr (!kTwoStages) {
+      meet();  // V tile i is visible to all; all have read K tile i, which is replaced
+      start_tile(visit, keys.k, p.k_stride_seq, k_smem, i + 1, next_key);
+      if (kWide) ptx::cp_async_commit_group();
+    }
 
     if (p.softcap > 0.f) {
 #pragma unroll
@@ -338,7 +361,7 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_fwd_params p) {
       kv_copy.template clear_nonfinite<Element>(v_tile);
       __syncthreads();
     }
-    accumulate_output(o, s, v_lane);
+    accumulate_output(o, s, moved(v_lane, stage));
     first_key = next_key;
   }
   ptx::cp_async_wait_group<0>();

@@ -20,8 +20,8 @@ use blockflash_sys::Kernel;
 ///
 /// With the log-sum-exp `lse[i]` of each part, `lse = ln Σ exp(lse[i])` and
 /// `o = Σ exp(lse[i] - lse) · o[i]`, in f32, in the order of the parts. A part in which a query
-/// sees nothing, of lse −∞, does not count, whatever it holds. Without any other part the output is 0 and lse −∞. At most
-/// one part may have a sink.
+/// sees nothing, of lse −∞, does not count, whatever it holds. Without any other part the output is
+/// 0 and lse −∞. At most one part may have a sink.
 ///
 /// ```
 /// # use blockflash_ops::{AttentionMerge, Device, DType, Tensor};
