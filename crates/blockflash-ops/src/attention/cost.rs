@@ -19,9 +19,9 @@ pub(super) fn relative_time(c: &Candidate<'_, AttentionProblem>) -> f64 {
         Variant::AttentionFwd(tile) if !was_tuned(c.gpu) => {
             portable_time(tile, c.kernel, c.problem, c.gpu)
         }
+        Variant::AttentionFwd(tile) if change_by_stages(tile, c.problem) > 1.0 => 1.0,
         // The first one in the table.
-        Variant::AttentionFwd(tile) if !has_slower_stages(tile, c.problem) => 0.0,
-        _ => 1.0,
+        _ => 0.0,
     }
 }
 
@@ -66,17 +66,17 @@ fn small_time(small: &AttentionFwdSmall, problem: &AttentionProblem, gpu: &CudaP
 }
 
 /// Key tiles up to which two stages are faster at a head_dim of 64, by up to 9 %; with more, one
-/// stage is, by up to 4 %. Measured on an H100.
-const FEW_KEY_TILES: f64 = 28.0;
-/// About the loss by the other number of stages.
-const OTHER_STAGES: f64 = 1.05;
+/// stage is, by up to 4 %: where all queries visit as many, and else on average. Measured on an
+/// H100.
+const FEW_KEY_TILES: [f64; 2] = [48.0, 12.0];
 
-/// Whether a tile of the same size with another number of stages is faster.
-fn has_slower_stages(portable: &AttentionFwd, problem: &AttentionProblem) -> bool {
-    let [mean, _] = key_tiles(&portable.tile(), problem);
-    portable.head_dim == 64
-        && portable.block_q == WIDE
-        && (mean <= FEW_KEY_TILES) != (portable.stages == 2)
+/// The time of a tile with two stages over that of the same one with one stage, and 1 for others.
+fn change_by_stages(portable: &AttentionFwd, problem: &AttentionProblem) -> f64 {
+    if portable.head_dim != 64 || portable.block_q != WIDE || portable.stages != 2 {
+        return 1.0;
+    }
+    let [mean, most] = key_tiles(&portable.tile(), problem);
+    if mean <= FEW_KEY_TILES[usize::from(mean < most)] { 0.95 } else { 1.04 }
 }
 
 /// How much faster a tile of fewer queries must be estimated to be: estimates are not measurements,
@@ -122,13 +122,8 @@ fn portable_time(
             * (rows(problem.seqlen_q, problem.num_heads_q)
                 + rows(problem.seqlen_kv, problem.num_heads_kv)),
     });
-    if tile.block_q < WIDE {
-        DOUBT * time
-    } else if has_slower_stages(portable, problem) {
-        OTHER_STAGES * time
-    } else {
-        time
-    }
+    let doubt = if tile.block_q < WIDE { DOUBT } else { 1.0 };
+    doubt * change_by_stages(portable, problem) * time
 }
 
 /// Number of tiles of queries.

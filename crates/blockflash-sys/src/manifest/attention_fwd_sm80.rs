@@ -50,8 +50,8 @@ const fn tile(
 /// 64 the number of keys decides. The narrower tiles of 64 and 128 serve block masks with 64
 /// queries per block: dense problems take wide ones.
 const TILES: &[(CompiledFor, AttentionFwd)] = &[
-    (Target::is_portable, tile(64, [128, 64], [4, 1, 2])),
     (large_smem, tile(64, [128, 64], [4, 2, 2])),
+    (Target::is_portable, tile(64, [128, 64], [4, 1, 2])),
     (large_smem, tile(64, [64, 64], [4, 2, 2])),
     (small_smem, tile(64, [64, 64], [4, 1, 2])),
     (Target::is_portable, tile(96, [128, 64], [4, 1, 2])),
