@@ -121,8 +121,8 @@ mod tests {
     }
 
     /// The kernels of Hopper are persistent, apart from the probes, most of the attention backward
-    /// and the attention of small grids, and so are decoding and the choice of pages, which divides
-    /// its work in a fixed way.
+    /// and the attention of small grids, and so are decoding, the choice of pages and copies of
+    /// rows; the last two divide their work in a fixed way.
     #[test]
     fn persistent_kernels_count_tiles() {
         for kernel in manifest::kernels() {
@@ -136,7 +136,7 @@ mod tests {
                     .any(|op| source.starts_with(op));
             let counts =
                 source.ends_with("_sm90a") && !one_tile_each || source == "attention_decode_sm80";
-            let persistent = counts || source == "page_choice_sm80";
+            let persistent = counts || ["page_choice_sm80", "row_copy_sm80"].contains(&source);
             assert_eq!(family.is_persistent(), persistent, "{}", kernel.symbol());
             assert!(!counts || family.counts_tiles(), "{}", kernel.symbol());
         }
