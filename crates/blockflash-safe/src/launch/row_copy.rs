@@ -83,3 +83,7 @@ unsafe impl Launch for manifest::RowCopy {
         Ok(params)
     }
 }
+
+#[cfg(test)]
+#[path = "row_copy_tests.rs"]
+mod tests;
