@@ -166,8 +166,9 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_bsr_matmul_tma_params param
 
   if (warpgroup == 0) {
     ptx::lower_registers<40>();
-    if (threadIdx.x == 0) produce(params, smem, barriers);
-    if (threadIdx.x == 32 && Cluster::rank() == 0) schedule(params, smem, barriers);
+    const int warp = threadIdx.x / 32;
+    if (threadIdx.x % 32 == 0 && warp < kLoaders) produce(params, smem, barriers, warp == 0);
+    if (threadIdx.x == kLoaders * 32 && Cluster::rank() == 0) schedule(params, smem, barriers);
   } else {
     ptx::raise_registers<Config::ctas == 1 ? 232 : 96>();
     Consumer{params, barriers, smem, warpgroup - 1}.run(smem_bytes);

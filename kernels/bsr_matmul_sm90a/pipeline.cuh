@@ -34,6 +34,7 @@ constexpr int kBBytes = kPanels * kPanelBytes, kStageBytes = kABytes + kBBytes;
 constexpr int kBarrierOffset = kStages * kStageBytes, kSlotOffset = kBarrierOffset + 256,
               kStagingOffset = kBarrierOffset + 1024;
 constexpr int kConsumerWarps = 4 * Config::warpgroups;
+constexpr int kLoaders = 2;  // threads that issue TMA loads, one for A and one for B
 
 // The ring's mbarriers, and per stage a word with the block rows that have a block in it.
 struct Barriers : RingBarriers<kStages> {
@@ -44,7 +45,8 @@ struct Barriers : RingBarriers<kStages> {
   __device__ __forceinline__ void init() const {
     static_assert(kBytes + 4 * kStages <= kSlotOffset - kBarrierOffset,
                   "barriers end before the slots");
-    RingBarriers::init(kConsumerWarps * Config::cluster, (kConsumerWarps + 1) * Config::cluster);
+    RingBarriers::init(kConsumerWarps * Config::cluster,
+                       (kConsumerWarps + kLoaders) * Config::cluster);
   }
 };
 
@@ -172,11 +174,13 @@ __device__ __forceinline__ void copy_block(const Params& params, uint32_t a, int
   }
 }
 
-// One thread issues the TMA loads. Two block rows are merged: a stage serves all rows that have a
-// block in the next column of any, and loads B once for all of them. Rows beyond A and B arrive as
-// zeros, as do columns up to the end of a panel; panels beyond B are not loaded.
+// One thread issues the TMA loads of A and another one those of B, so that neither waits for the
+// other; where the values are settled, the first stages get their A while the predecessors in the
+// stream still run. Two block rows are merged: a stage serves all rows that have a block in the
+// next column of any, and loads B once for all of them. Rows beyond A and B arrive as zeros, as do
+// columns up to the end of a panel; panels beyond B are not loaded.
 __device__ __forceinline__ void produce(const Params& params, uint32_t smem,
-                                        const Barriers& barriers) {
+                                        const Barriers& barriers, bool loads_a) {
   const int rank = Cluster::rank();
   // With wide tiles, few CTAs read a block of A and at about the same time, so L2 should keep B
   // instead.
@@ -232,20 +236,21 @@ __device__ __forceinline__ void produce(const Params& params, uint32_t smem,
         }
         last &= rows[r].first_block == rows[r].end_block;
       }
-      predecessors.wait();
+      if (!loads_a || !params.values_settled) predecessors.wait();
 #pragma unroll 1
       for (int k = 0; k < kBlock; k += 64) {
         const uint32_t full = barriers.full + 8 * stage, a = smem + stage * kStageBytes,
                        b = a + kABytes;
         ptx::mbarrier_wait(barriers.empty + 8 * stage, parity);
-        if constexpr (kRows > 1)
-          ptx::store_shared(barriers.owners + 4 * stage, owners | last << kRows);
-        ptx::mbarrier_arrive_expect_tx(full, bytes);
+        if (loads_a) {
+          if constexpr (kRows > 1)
+            ptx::store_shared(barriers.owners + 4 * stage, owners | last << kRows);
+          ptx::mbarrier_arrive_expect_tx(full, bytes);  // B may arrive before
 #pragma unroll
-        for (int r = 0; r < kRows; ++r)
-          if (blocks[r] >= 0)
-            copy_block(params, a + r * kBlockBytes, k, blocks[r], full, rank, policy);
-        if constexpr (Config::b_column_major) {
+          for (int r = 0; r < kRows; ++r)
+            if (blocks[r] >= 0)
+              copy_block(params, a + r * kBlockBytes, k, blocks[r], full, rank, policy);
+        } else if constexpr (Config::b_column_major) {
           ptx::tensor_copy_3d(b, columns == kBlockN ? &params.b : &params.b_edge,
                               column * kBlock + k, first_column, 0, full);
         } else if (columns == kBlockN) {

@@ -17,6 +17,9 @@ pub struct Tensor {
     memory: Memory,
     dtype: DType,
     layout: Layout,
+    /// Whether the elements were complete before this tensor could be used, and never change: no
+    /// work that writes them is queued, or held by a graph.
+    settled: bool,
 }
 
 pub(crate) enum Memory {
@@ -77,7 +80,7 @@ impl Tensor {
         check_length(&Layout::contiguous(shape)?, data.len())?;
         let mut tensor = Tensor::empty(stream, T::DTYPE, shape)?;
         tensor.copy_from_slice(stream, data)?;
-        Ok(tensor)
+        Ok(Tensor { settled: true, ..tensor })
     }
 
     /// Not `zeroed`: all bits are set on the CPU.
@@ -89,12 +92,12 @@ impl Tensor {
         } else {
             Memory::Cuda(Arc::new(DeviceMemory::allocate(stream, bytes, zeroed)?))
         };
-        Ok(Tensor { memory, dtype, layout })
+        Ok(Tensor::with_memory(memory, dtype, layout))
     }
 
     /// The memory is as large as the layout, which is contiguous.
     pub(crate) fn with_memory(memory: Memory, dtype: DType, layout: Layout) -> Tensor {
-        Tensor { memory, dtype, layout }
+        Tensor { memory, dtype, layout, settled: false }
     }
 
     /// Lets work that is queued on `stream` from now on wait for what the tensor's own stream has
@@ -119,6 +122,7 @@ impl Tensor {
     pub fn fill_bytes(&mut self, stream: &Stream, value: u8) -> Result<()> {
         let size = self.size();
         self.device().expect(stream.device())?;
+        self.settled = false;
         match &mut self.memory {
             Memory::Host(memory) => memory.bytes_mut().fill(value),
             Memory::Cuda(memory) if size > 0 => {
@@ -154,6 +158,7 @@ impl Tensor {
 
     /// `bytes` is as long as the tensor, `stream` on its device.
     fn write(&mut self, stream: &Stream, bytes: &[u8]) -> Result<()> {
+        self.settled = false;
         match &mut self.memory {
             Memory::Host(memory) => memory.bytes_mut().copy_from_slice(bytes),
             Memory::Cuda(memory) => {
@@ -204,7 +209,10 @@ impl Tensor {
     pub fn copy_to(&self, stream: &Stream) -> Result<Tensor> {
         let mut copy = Tensor::empty(stream, self.dtype, self.shape())?;
         match &self.memory {
-            Memory::Host(memory) => copy.write(stream, memory.bytes())?,
+            Memory::Host(memory) => {
+                copy.write(stream, memory.bytes())?;
+                copy.settled = true;
+            }
             Memory::Cuda(memory) => {
                 memory.gather("copying to another device")?;
                 match &mut copy.memory {
@@ -222,6 +230,7 @@ impl Tensor {
     /// Both tensors have the same size, and `stream` is on the device of `self`.
     fn copy_within_cuda(&mut self, stream: &Stream, source: &Tensor) -> Result<()> {
         let size = self.size();
+        self.settled = false;
         match (&mut self.memory, &source.memory) {
             (Memory::Host(to), Memory::Host(from)) => to.bytes_mut().copy_from_slice(from.bytes()),
             (Memory::Cuda(to), Memory::Cuda(from)) if size > 0 => {
@@ -267,10 +276,11 @@ impl Tensor {
     /// Borrows the tensor.
     #[inline]
     pub fn view(&self) -> View<'_> {
-        match &self.memory {
+        let view = match &self.memory {
             Memory::Host(memory) => View::from_host(memory.bytes(), self.dtype, self.layout),
             Memory::Cuda(memory) => View::from_memory(memory, self.dtype, self.layout),
-        }
+        };
+        view.settled(self.settled)
     }
 
     /// The memory that a launch with the tensor uses.
@@ -282,6 +292,7 @@ impl Tensor {
     /// Borrows the tensor for writing.
     #[inline]
     pub fn view_mut(&mut self) -> ViewMut<'_> {
+        self.settled = false;
         match &mut self.memory {
             Memory::Host(memory) => ViewMut::from_host(memory.bytes_mut(), self.dtype, self.layout),
             Memory::Cuda(memory) => ViewMut::from_memory(memory, self.dtype, self.layout),

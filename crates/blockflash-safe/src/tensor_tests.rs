@@ -97,3 +97,27 @@ fn events_on_the_cpu() -> Result<()> {
     assert!(matches!(untimed.elapsed_us(&end), Err(Error::Event { .. })));
     Ok(())
 }
+
+/// Whoever may have written a tensor since it came from the host may do so again, in a graph.
+#[test]
+fn what_is_settled() -> Result<()> {
+    let stream = &cpu();
+    let tensor = || Tensor::from_slice(stream, &[1f32, 2.0], &[2]);
+    assert!(tensor()?.view().is_settled());
+    assert!(tensor()?.copy_to(stream)?.view().slice(0, 1..2)?.is_settled());
+    let writers: [fn(&mut Tensor, &Stream) -> Result<()>; 4] = [
+        |tensor, _| Ok(drop(tensor.view_mut())),
+        |tensor, stream| tensor.fill_bytes(stream, 0),
+        |tensor, stream| tensor.copy_from_slice(stream, &[3f32, 4.0]),
+        |tensor, stream| tensor.copy_from(stream, &Tensor::zeros(stream, DType::F32, &[2])?),
+    ];
+    for (number, write) in writers.into_iter().enumerate() {
+        let mut tensor = tensor()?;
+        write(&mut tensor, stream)?;
+        assert!(!tensor.view().is_settled(), "writer {number}");
+        assert!(tensor.copy_to(stream)?.view().is_settled());
+    }
+    assert!(!Tensor::zeros(stream, DType::F32, &[2])?.view().is_settled());
+    assert!(!View::from_slice(&[1f32], &[1])?.is_settled());
+    Ok(())
+}

@@ -13,6 +13,7 @@ pub struct View<'a> {
     device: Device,
     dtype: DType,
     layout: Layout,
+    settled: bool,
 }
 
 #[derive(Clone, Copy)]
@@ -67,7 +68,7 @@ impl<'a> View<'a> {
     /// `bytes` start at the first element and reach at least to the last.
     pub(crate) fn from_host(bytes: &'a [u8], dtype: DType, layout: Layout) -> View<'a> {
         let source = Source::Host(&bytes[..layout.span() * dtype.size()]);
-        View { source, device: Device::cpu(), dtype, layout }
+        View::with_source(source, Device::cpu(), dtype, layout)
     }
 
     /// `memory` is at least the span of the layout.
@@ -78,7 +79,22 @@ impl<'a> View<'a> {
         layout: Layout,
     ) -> View<'a> {
         let source = Source::Cuda { ptr: memory.ptr(), owner: Some(memory) };
-        View { source, device: *memory.home().device(), dtype, layout }
+        View::with_source(source, *memory.home().device(), dtype, layout)
+    }
+
+    /// Says whether nothing that writes the elements is queued or held by a graph, or will be while
+    /// this view lives.
+    #[inline]
+    pub(crate) fn settled(self, settled: bool) -> View<'a> {
+        View { settled, ..self }
+    }
+
+    /// Whether a kernel may read the elements while the work in front of it in the stream still
+    /// runs: the view is of a tensor that was copied from host memory and that nobody has borrowed
+    /// for writing since.
+    #[inline]
+    pub(crate) fn is_settled(&self) -> bool {
+        self.settled
     }
 
     /// Element type.
@@ -236,13 +252,14 @@ impl<'a> View<'a> {
     }
 
     /// The source holds the span of the layout.
+    #[inline]
     pub(crate) fn with_source(
         source: Source<'a>,
         device: Device,
         dtype: DType,
         layout: Layout,
     ) -> View<'a> {
-        View { source, device, dtype, layout }
+        View { source, device, dtype, layout, settled: false }
     }
 
     /// The memory that a launch with the view uses.

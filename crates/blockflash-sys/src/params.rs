@@ -1075,6 +1075,9 @@ pub struct blockflash_bsr_matmul_tma_params {
     /** \[part_begin\[0\] · tiles along n, consumer warps\] zeros, left as zeros;
  or null*/
     pub part_arrived: *mut u32,
+    /** 1: the values were complete before the launch was queued, and nothing
+ in front of it writes them, so they may be read at once*/
+    pub values_settled: i32,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
@@ -1129,6 +1132,10 @@ const _: () = {
         "Offset of field: blockflash_bsr_matmul_tma_params::part_arrived",
     ][::core::mem::offset_of!(blockflash_bsr_matmul_tma_params, part_arrived)
         - 720usize];
+    [
+        "Offset of field: blockflash_bsr_matmul_tma_params::values_settled",
+    ][::core::mem::offset_of!(blockflash_bsr_matmul_tma_params, values_settled)
+        - 728usize];
 };
 /** Sampled dense-dense product (SDDMM): values = alpha·a·b + beta·values at the stored blocks of
  a BSR matrix, a \[m, k\] and b \[k, n\] dense, each row- or column-major as the kernel was

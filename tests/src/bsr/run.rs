@@ -44,7 +44,7 @@ fn bits(dtype: DType, values: &[f32]) -> Vec<u32> {
 
 impl BsrData {
     /// The block-sparse matrix on a device, built from its parts on the host; the transposed one
-    /// for a case that multiplies with that.
+    /// for a case that multiplies with that. Where the seed is odd, its values were written again.
     pub fn matrix(&self, case: &BsrCase, stream: &Stream) -> Result<BsrMatrix, String> {
         let host = Device::cpu().stream().map_err(|error| error.to_string())?;
         let (size, [m, _, k]) = (case.block_size, case.mnk);
@@ -66,7 +66,15 @@ impl BsrData {
         } else {
             build([m, k], &self.row_ptr, &self.col_idx, &self.values)?
         };
-        matrix.and_then(|matrix| matrix.to(stream)).map_err(|error| format!("matrix: {error}"))
+        let upload = |matrix: BsrMatrix| {
+            let mut on_device = matrix.to(stream)?;
+            // Kernels may read values ahead that are as they were when they came from the host.
+            if case.seed % 2 == 1 {
+                on_device.set_values(matrix.values(), stream)?;
+            }
+            Ok(on_device)
+        };
+        matrix.and_then(upload).map_err(|error| format!("matrix: {error}"))
     }
 }
 

@@ -64,6 +64,7 @@ unsafe impl Launch for BsrMatmulHopper {
             part_begin: [0; BLOCKFLASH_BSR_PARTS as usize],
             part_sums: null_mut(),
             part_arrived: null_mut(),
+            values_settled: operands.values.is_settled().into(),
         };
         Ok(match &operands.parts {
             None => whole_tiles,

@@ -82,6 +82,8 @@ typedef struct blockflash_bsr_matmul_tma_params {
                     register layout of the threads; or null. Counts the tiles of whole clusters */
   uint32_t* part_arrived; /* [part_begin[0] · tiles along n, consumer warps] zeros, left as zeros;
                              or null */
+  int32_t values_settled; /* 1: the values were complete before the launch was queued, and nothing
+                             in front of it writes them, so they may be read at once */
 } blockflash_bsr_matmul_tma_params;
 
 /* Sampled dense-dense product (SDDMM): values = alpha·a·b + beta·values at the stored blocks of
