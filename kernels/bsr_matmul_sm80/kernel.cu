@@ -182,9 +182,10 @@ static_assert(16 * kSliceStride * 4 * Config::warps_m * Config::warps_n <= Confi
 }  // namespace
 }  // namespace blockflash
 
-BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_bsr_matmul_params p) {
+BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_bsr_matmul_portable_params params) {
   using namespace blockflash;
   extern __shared__ __align__(128) unsigned char smem[];
+  const blockflash_bsr_matmul_params& p = params.base;
 
   const Work work(p);
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
@@ -205,15 +206,26 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_bsr_matmul_params p) {
     return block < end_block ? __ldg(p.col_idx + block) : -1;
   };
   int columns = fetch_columns(0);
+  const auto start_a = [&](int step) {
+    a_copy.start(smem_base + step % Config::stages * kStageBytes, step * Config::block_k, depth);
+  };
   // The pattern was complete before the host had it and never changes (`BsrIndices`), so it may be
-  // read while the predecessors in the stream are still running; everything else may not.
+  // read while the predecessors in the stream are still running, and so may values that are
+  // settled; everything else may not.
+  int first_of_a = 0;     // the first step whose A is copied behind the predecessors
+#if __CUDA_ARCH__ >= 900  // other GPUs start no launch before its predecessors are complete
+  if (params.values_settled) {
+    first_of_a = min(Config::stages - 1, steps);
+#  pragma unroll 1
+    for (int step = 0; step < first_of_a; ++step) start_a(step);
+  }
+#endif
   ptx::wait_for_predecessors();
   const auto start_stage = [&](int step) {
     if (step < steps) {
       unsigned char* const stage = smem + step % Config::stages * kStageBytes;
-      const int k0 = step * Config::block_k;
-      a_copy.start(static_cast<uint32_t>(__cvta_generic_to_shared(stage)), k0, depth);
-      b_copy.start(p, stage + kABytes, columns, kSlots == 1 ? k0 % kBlock : 0);
+      if (step >= first_of_a) start_a(step);
+      b_copy.start(p, stage + kABytes, columns, kSlots == 1 ? step * Config::block_k % kBlock : 0);
       columns = fetch_columns(step + 1);
     }
     ptx::cp_async_commit_group();  // also past the end: the group of a step must be the oldest of

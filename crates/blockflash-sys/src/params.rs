@@ -1022,6 +1022,31 @@ const _: () = {
         "Offset of field: blockflash_bsr_matmul_params::c_column_major",
     ][::core::mem::offset_of!(blockflash_bsr_matmul_params, c_column_major) - 124usize];
 };
+/// BSR matmul by portable kernels, whose operands lie by rows.
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct blockflash_bsr_matmul_portable_params {
+    pub base: blockflash_bsr_matmul_params,
+    /** 1: the values were complete before the launch was queued, and nothing
+ in front of it writes them, so they may be read at once*/
+    pub values_settled: i32,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    [
+        "Size of blockflash_bsr_matmul_portable_params",
+    ][::core::mem::size_of::<blockflash_bsr_matmul_portable_params>() - 136usize];
+    [
+        "Alignment of blockflash_bsr_matmul_portable_params",
+    ][::core::mem::align_of::<blockflash_bsr_matmul_portable_params>() - 8usize];
+    [
+        "Offset of field: blockflash_bsr_matmul_portable_params::base",
+    ][::core::mem::offset_of!(blockflash_bsr_matmul_portable_params, base) - 0usize];
+    [
+        "Offset of field: blockflash_bsr_matmul_portable_params::values_settled",
+    ][::core::mem::offset_of!(blockflash_bsr_matmul_portable_params, values_settled)
+        - 128usize];
+};
 /** BSR matmul by persistent CTAs that load tiles by TMA. All maps have a swizzle of 128 bytes,
  except for blocks of 32; the map of a tensor without elements is zeros.*/
 #[repr(C)]
@@ -1075,8 +1100,7 @@ pub struct blockflash_bsr_matmul_tma_params {
     /** \[part_begin\[0\] · tiles along n, consumer warps\] zeros, left as zeros;
  or null*/
     pub part_arrived: *mut u32,
-    /** 1: the values were complete before the launch was queued, and nothing
- in front of it writes them, so they may be read at once*/
+    /// as for portable kernels
     pub values_settled: i32,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]

@@ -6,7 +6,7 @@ use super::fit::{Fit, array, ceil_div, fits, optional, pointer, pointer_mut, req
 use crate::view::Used;
 use crate::{BsrIndices, DType, Kernel, Result, Tensor, View, ViewMut};
 use blockflash_sys::manifest::{BsrMatmul, BsrMatmulTile, Variant};
-use blockflash_sys::params::blockflash_bsr_matmul_params;
+use blockflash_sys::params::{blockflash_bsr_matmul_params, blockflash_bsr_matmul_portable_params};
 
 /// Tensors of the BSR matmul kernels.
 #[derive(Debug)]
@@ -112,7 +112,7 @@ pub(super) fn writes(rows_only: bool, p: &blockflash_bsr_matmul_params) -> Fit {
 unsafe impl Launch for BsrMatmul {
     type Operands<'a> = BsrMatmulOperands<'a>;
     type Plan = blockflash_bsr_matmul_params;
-    type Params = blockflash_bsr_matmul_params;
+    type Params = blockflash_bsr_matmul_portable_params;
     const FAMILY: &'static str = "portable BSR matmul";
 
     fn of(kernel: &Kernel) -> Option<Self> {
@@ -125,6 +125,7 @@ unsafe impl Launch for BsrMatmul {
     }
 
     fn params(&self, plan: &Self::Plan, operands: &Self::Operands<'_>) -> Result<Self::Params> {
-        Ok(operands.pointers(plan))
+        let values_settled = operands.values.is_settled().into();
+        Ok(blockflash_bsr_matmul_portable_params { base: operands.pointers(plan), values_settled })
     }
 }

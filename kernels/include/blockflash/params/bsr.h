@@ -39,6 +39,13 @@ typedef struct blockflash_bsr_matmul_params {
   int32_t c_column_major; /* 1: columns of c are contiguous; 0 for kernels that write rows only */
 } blockflash_bsr_matmul_params;
 
+/* BSR matmul by portable kernels, whose operands lie by rows. */
+typedef struct blockflash_bsr_matmul_portable_params {
+  blockflash_bsr_matmul_params base;
+  int32_t values_settled; /* 1: the values were complete before the launch was queued, and nothing
+                             in front of it writes them, so they may be read at once */
+} blockflash_bsr_matmul_portable_params;
+
 /* The maximum number of parts into which a tile of a BSR matmul is split along K. */
 #define BLOCKFLASH_BSR_PARTS 8
 
@@ -82,8 +89,7 @@ typedef struct blockflash_bsr_matmul_tma_params {
                     register layout of the threads; or null. Counts the tiles of whole clusters */
   uint32_t* part_arrived; /* [part_begin[0] · tiles along n, consumer warps] zeros, left as zeros;
                              or null */
-  int32_t values_settled; /* 1: the values were complete before the launch was queued, and nothing
-                             in front of it writes them, so they may be read at once */
+  int32_t values_settled; /* as for portable kernels */
 } blockflash_bsr_matmul_tma_params;
 
 /* Sampled dense-dense product (SDDMM): values = alpha·a·b + beta·values at the stored blocks of
