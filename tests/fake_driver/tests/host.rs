@@ -7,8 +7,8 @@ mod params;
 
 use blockflash_fake_driver::{Call, FakeDriver, GPUS, Launch};
 use blockflash_ops::{
-    Activation, Attention, Bias, BsrMatmul, BsrPattern, BsrView, DType, Device, Error, Mask,
-    Operation, Result, Tensor,
+    Activation, Attention, Bias, BsrMatmul, BsrMatrix, BsrPattern, BsrView, DType, Device, Error,
+    Mask, Operation, Result, Tensor,
 };
 use blockflash_safe::{Error as SafeError, param_bytes};
 use blockflash_sys::manifest;
@@ -196,6 +196,38 @@ fn plans_follow_options() {
         first.iter().flatten().map(|(launch, fields)| format!("{launch:?} {fields}")).collect();
     // Two products differ in nothing but the sign of a zero.
     assert_eq!(different.len(), first.len() - 1);
+}
+
+/// Kernels may read values ahead of their turn unless somebody may have written them since they
+/// came from the host.
+#[test]
+fn values_are_settled_until_somebody_may_write_them() {
+    for ordinal in 0..GPUS.len() {
+        let (driver, device) = device(ordinal);
+        let stream = device.stream().unwrap();
+        let host = BsrMatrix::from_blocks(64, 64, 64, DType::F16, &[(0, 0)], &[1.0; 64 * 64]);
+        let host = host.unwrap();
+        let zeros = |columns| Tensor::zeros(&stream, DType::F16, &[64, columns]).unwrap();
+        let (b, mut c) = (zeros(64), zeros(64));
+        let mut settled = |a: BsrView<'_>| {
+            let product = BsrMatmul::new(a, b.view());
+            let calls = calls(driver, || product.matmul_into(c.view_mut(), &stream));
+            let [launch] = launches(&calls)[..] else { panic!("{calls:?}") };
+            fields(launch).contains("values_settled: 1")
+        };
+        let mut matrix = host.to(&stream).unwrap();
+        assert!(settled(matrix.view()));
+        assert!(settled(BsrView::new(matrix.pattern(), matrix.values().view()).unwrap()));
+        let zeros = Tensor::zeros(&stream, DType::F16, &[1, 64, 64]).unwrap();
+        assert!(!settled(BsrView::new(matrix.pattern(), zeros.view()).unwrap()));
+        // A copy on the GPU may still be under way.
+        assert!(!settled(matrix.to(&stream).unwrap().view()));
+        matrix.set_values(host.values(), &stream).unwrap();
+        assert!(!settled(matrix.view()));
+        let mut matrix = host.to(&stream).unwrap();
+        drop(matrix.values_mut().unwrap());
+        assert!(!settled(matrix.view()));
+    }
 }
 
 #[test]
