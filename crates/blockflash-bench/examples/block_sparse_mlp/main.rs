@@ -19,8 +19,8 @@
 //! In each launch the weights come from memory, as in a model whose other layers ran before. The
 //! speed-up is over our own product with all blocks stored, in turns with the sparse one. With
 //! `--peers`, where python3 has torch, cuBLAS (`torch_matmul_dense`) and block-sparse products of
-//! others take turns as well; they compute both products without the activation, and find their
-//! weights in the L2 cache where they fit.
+//! others take turns as well; they compute both products without the activation, and their weights
+//! come from memory, too.
 //!
 //! Writes `block_sparse_mlp.svg` (speed-up over the density), `block_sparse_mlp.csv` and
 //! `.json`.
