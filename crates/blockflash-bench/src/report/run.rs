@@ -5,6 +5,7 @@ use super::shape;
 use crate::case::{Case, DecodeShape};
 use crate::record::{OURS, Record};
 use blockflash_sys::DType;
+use std::collections::HashMap;
 
 /// Content of one table: a suite on one GPU, measured in one run or in several runs of one commit
 /// that complete each other.
@@ -54,7 +55,8 @@ pub(crate) struct Rates<'r>(pub(crate) Vec<&'r Record>);
 pub(crate) const CEILING: &str = "ceiling";
 
 /// The newest run of each suite on each GPU. Cases that it lacks are taken from older runs of the
-/// same commit.
+/// same commit. They are in the order in which the records have each of them first, so that runs
+/// which measure a part again leave it as it is.
 pub(crate) fn newest(records: &[Record]) -> Vec<Run<'_>> {
     let mut runs: Vec<Run<'_>> = Vec::new();
     for mut run in runs_of(records) {
@@ -71,6 +73,13 @@ pub(crate) fn newest(records: &[Record]) -> Vec<Run<'_>> {
         }
     }
     runs.sort_by_key(|run| run.key());
+    let mut order = HashMap::new();
+    for (at, record) in records.iter().enumerate() {
+        order.entry((&record.gpu, &record.suite, &record.case)).or_insert(at);
+    }
+    for run in &mut runs {
+        run.records.sort_by_key(|record| order[&(&record.gpu, &record.suite, &record.case)]);
+    }
     runs
 }
 

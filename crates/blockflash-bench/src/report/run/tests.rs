@@ -30,7 +30,7 @@ fn runs_of_a_commit_complete_each_other() {
         date: "2026-11-22T08:00:00Z".into(),
         ..record(case, OURS, Some(1.0))
     };
-    records.extend([again("b"), again("c")]);
+    records.extend([again("c"), again("b")]);
     let runs = newest(&records);
     let rows = runs[0].rows();
     let found: Vec<_> =
