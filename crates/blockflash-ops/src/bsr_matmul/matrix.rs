@@ -21,7 +21,7 @@ use std::sync::Arc;
 /// [`BsrSddmm::sddmm_into_matrix`](crate::BsrSddmm::sddmm_into_matrix). Values that another library
 /// owns stay where they are: see [`BsrView`].
 ///
-/// Until then, values that came from host memory by [`to`](Self::to) or
+/// Until they change, values that came from host memory by [`to`](Self::to) or
 /// [`Tensor::from_slice`](blockflash_safe::Tensor::from_slice) are known to be complete: a product
 /// on Hopper loads the first of them while the work in front of it in the stream still runs. That
 /// saves up to a fifth of the time where a product has few columns. Work outside of this library
