@@ -7,7 +7,7 @@ use blockflash_ops::{Kernel, Stream};
 use blockflash_safe::driver_time;
 use std::collections::HashSet;
 use std::sync::{Mutex, PoisonError};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 /// Number of calls that are timed one by one while the device works on them.
 const CALLS: usize = 200;
@@ -36,54 +36,42 @@ pub(super) fn cost(
 ) -> Result<HostCost> {
     let calls = ((DEVICE_US / launch_us.max(1.0)) as usize).clamp(10, CALLS);
     let can_prepare = operands.prepare(stream)?;
-    let us = times(stream, calls, || operands.launch(None, stream))?;
+    let us = times(stream, calls, || taken(|| operands.launch(None, stream)))?;
     let mut call = || match can_prepare {
         true => operands.launch_prepared(stream),
         false => operands.launch(None, stream),
     };
-    let prepared_us = if can_prepare { times(stream, calls, &mut call)? } else { None };
-    let driver_us = driver_times(stream, calls, &mut call)?;
+    let prepared_us = if can_prepare { times(stream, calls, || taken(&mut call))? } else { None };
+    let driver_us = times(stream, calls, || {
+        let (result, taken) = driver_time(&mut call);
+        result.map(|()| taken)
+    })?;
     let graph = stream.capture(|_| call())?;
-    // A graph is launched when its last launch has ended: the driver waits for it otherwise.
-    let mut graph_times = Vec::with_capacity(calls);
-    for _ in 0..calls {
+    let graph_us = times(stream, calls, || {
+        // The driver would wait for the last launch of the same graph.
         stream.synchronize()?;
-        let start = Instant::now();
-        graph.launch(stream)?;
-        graph_times.push(start.elapsed().as_secs_f64() * 1e6);
-    }
-    stream.synchronize()?;
-    let graph_us = median(&mut graph_times);
+        taken(|| Ok(graph.launch(stream)?))
+    })?;
     Ok(HostCost { us, prepared_us, driver_us, graph_us })
 }
 
-fn driver_times(
-    stream: &Stream,
-    calls: usize,
-    mut call: impl FnMut() -> Result<()>,
-) -> Result<Option<f64>> {
-    stream.synchronize()?;
-    let mut times = Vec::with_capacity(calls);
-    for _ in 0..calls {
-        let (result, taken) = driver_time(&mut call);
-        result?;
-        times.push(taken.as_secs_f64() * 1e6);
-    }
-    stream.synchronize()?;
-    Ok(median(&mut times))
+/// Host time of a call.
+fn taken(call: impl FnOnce() -> Result<()>) -> Result<Duration> {
+    let start = Instant::now();
+    call()?;
+    Ok(start.elapsed())
 }
 
+/// Median in microseconds of what a call says about its time.
 fn times(
     stream: &Stream,
     calls: usize,
-    mut call: impl FnMut() -> Result<()>,
+    mut call: impl FnMut() -> Result<Duration>,
 ) -> Result<Option<f64>> {
     stream.synchronize()?;
     let mut times = Vec::with_capacity(calls);
     for _ in 0..calls {
-        let start = Instant::now();
-        call()?;
-        times.push(start.elapsed().as_secs_f64() * 1e6);
+        times.push(call()?.as_secs_f64() * 1e6);
     }
     stream.synchronize()?;
     Ok(median(&mut times))
