@@ -259,18 +259,31 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_fwd_params p) {
   const uint32_t q_smem = static_cast<uint32_t>(__cvta_generic_to_shared(smem));
   const uint32_t k_smem = q_smem + kQTileBytes, v_smem = k_smem + kKvTileBytes;
   const KvCopy kv_copy(threadIdx.x);
-  // Copies the i-th tile in the order of a visit. Every call commits one group, also past the end.
-  const auto start_tile = [&](const KeyVisit& visit, const Element* src, int64_t stride,
-                              uint32_t to, int i, int first_key) {
-    const Element* const from = src + first_key * stride;
-    const int rows = visit.work.seqlen_kv - first_key;
-    if (i < visit.tiles) {
+  // The i-th tile in the order of a visit: its first row, how many rows exist, and whether it does.
+  // Wide tiles read that from shared memory, so before the barrier that the copy is behind: the
+  // words come while others arrive there.
+  struct Tile {
+    const Element* from;
+    int rows;
+    bool exists;
+  };
+  const auto tile_of = [&](const KeyVisit& visit, const Element* src, int64_t stride, int i,
+                           int first_key) {
+    return Tile{src + first_key * stride, visit.work.seqlen_kv - first_key, i < visit.tiles};
+  };
+  // Every call commits one group, also past the end.
+  const auto copy_tile = [&](const Tile& tile, int64_t stride, uint32_t to) {
+    if (tile.exists) {
       if constexpr (kWide)
-        kv_copy.stream(to, from, stride, rows, p.head_dim);
+        kv_copy.stream(to, tile.from, stride, tile.rows, p.head_dim);
       else
-        kv_copy.start(to, from, stride, rows, p.head_dim);
+        kv_copy.start(to, tile.from, stride, tile.rows, p.head_dim);
     }
     ptx::cp_async_commit_group();
+  };
+  const auto start_tile = [&](const KeyVisit& visit, const Element* src, int64_t stride,
+                              uint32_t to, int i, int first_key) {
+    copy_tile(tile_of(visit, src, stride, i, first_key), stride, to);
   };
   int first_key = found.first_key_of(0);
   QCopy(threadIdx.x)
@@ -311,24 +324,31 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_fwd_params p) {
     unsigned char* v_tile;
     bool masked, poisoned;
     int next_key;
+    Tile next;  // of K
+    const auto next_k = [&] { return tile_of(visit, keys.k, p.k_stride_seq, i + 1, next_key); };
     // One kind of barrier whether a tile is masked or not: under a block mask that changes
     // meanwhile, threads need not agree.
     const auto meet = [&] {
+      if constexpr (kWide) next_key = visit.first_key_of(i + 1), next = next_k();
       masked = first_key < keys.all.begin || first_key + Config::block_kv > keys.all.end;
       ptx::cp_async_wait_group<0>();
       v_tile = smem + kQTileBytes + kKvTileBytes + stage;
       poisoned = __syncthreads_or(masked && kv_copy.template has_nonfinite<Element>(v_tile));
-      next_key = visit.first_key_of(i + 1);
+      if constexpr (!kWide) next_key = visit.first_key_of(i + 1), next = next_k();
     };
     if constexpr (kTwoStages) {
       meet();  // K and V tile i are visible to all; all have read tiles i - 1, which are replaced
-      start_tile(visit, keys.k, p.k_stride_seq, k_smem + next_stage, i + 1, next_key);
+      copy_tile(next, p.k_stride_seq, k_smem + next_stage);
       start_tile(visit, keys.v, p.v_stride_seq, v_smem + next_stage, i + 1, next_key);
     } else {
+      const auto this_v = [&] { return tile_of(visit, keys.v, p.v_stride_seq, i, first_key); };
+      Tile v;
+      if constexpr (kWide) v = this_v();
       // In wide tiles the group of V tile 0, or an empty one, is behind that of K tile i.
       ptx::cp_async_wait_group<kWide>();
       __syncthreads();  // K tile i is visible to all; all have read V tile i - 1, which is replaced
-      if (!kWide || i > 0) start_tile(visit, keys.v, p.v_stride_seq, v_smem, i, first_key);
+      if constexpr (!kWide) v = this_v();
+      if (!kWide || i > 0) copy_tile(v, p.v_stride_seq, v_smem);
     }
 
     if constexpr (kQInRegisters)
@@ -341,7 +361,7 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_fwd_params p) {
 
     if constexpr (!kTwoStages) {
       meet();  // V tile i is visible to all; all have read K tile i, which is replaced
-      start_tile(visit, keys.k, p.k_stride_seq, k_smem, i + 1, next_key);
+      copy_tile(next, p.k_stride_seq, k_smem);
       if (kWide) ptx::cp_async_commit_group();
     }
 
