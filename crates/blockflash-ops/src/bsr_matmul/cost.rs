@@ -25,6 +25,16 @@ struct CostModel {
     parts: f64,
     /// The same of kernels that gather small blocks.
     gathered_parts: f64,
+    /// The same where long tiles are split among others, as their parts end together.
+    uneven_parts: f64,
+    /// There, the sums of parts, per element of C and the square of their number: they come and go
+    /// through the same L2 as the operands of all other tiles.
+    uneven_sum: f64,
+    /// There, what the splitting of a tile costs the SMs, as a fraction of all their work, for each
+    /// part of the longest one.
+    uneven_work: f64,
+    /// Loading and multiplying of the longest tile, at whose end most SMs are idle and L2 is fast.
+    alone: f64,
     /// Fraction of the cost of A that is saved when the CTAs of a cluster share it, because L2
     /// delivers it once; it still has to be written to shared memory.
     saved_by_sharing: f64,
@@ -62,6 +72,10 @@ const H200: CostModel = CostModel {
     sum: 2.0,
     parts: 150_000.0,
     gathered_parts: 200_000.0,
+    uneven_parts: 180_000.0,
+    uneven_sum: 0.59,
+    uneven_work: 0.025,
+    alone: 0.8,
     saved_by_sharing: 0.5,
     clusters: 12_000.0,
     gathering_clusters: 28_000.0,
@@ -143,6 +157,15 @@ pub(super) fn hopper_time(
         let added = if parts > 1.0 { fixed + (parts - 1.0) * H200.sum * elements } else { 0.0 };
         depth / parts + written + added
     };
+    // The longest tile, among others of the mean length.
+    let longest_in_parts = |parts: f64, of_mean: f64| {
+        if block_size < 64 || of_mean == parts && parts > 1.0 {
+            return in_parts(longest, parts);
+        }
+        let sums = H200.uneven_sum * elements * (parts - 1.0).powi(2);
+        let added = if parts > 1.0 { H200.uneven_parts + sums } else { 0.0 };
+        H200.alone * longest / parts + written + added
+    };
     let tiles = rows.div_ceil(block_rows) as f64 * tile.tiles_n(problem.n as u64) as f64;
     let before_last_panel = 1.0 - 1.0 / problem.n.div_ceil(PANEL_N).max(1) as f64;
     let clusters = |parts: f64| match tile.cluster {
@@ -158,9 +181,11 @@ pub(super) fn hopper_time(
         let of_mean = if parts == 1.0 { 1.0 } else { ceil(parts * mean / longest) };
         let rounds = tiles * of_mean / multiprocessors;
         let rounds = if rounds <= 4.0 { ceil(rounds) } else { rounds + 0.5 };
-        let all = rounds * in_parts(mean, of_mean);
+        let uneven = if of_mean < parts && block_size >= 64 { parts } else { 0.0 };
+        let all = rounds * in_parts(mean, of_mean) * (1.0 + H200.uneven_work * uneven);
         let launch = if leaves_room && rounds <= 1.0 { 0.0 } else { H200.launch };
-        launch + clusters(parts) + all.max(before_last_panel * all + in_parts(longest, parts))
+        let of_longest = before_last_panel * all + longest_in_parts(parts, of_mean);
+        launch + clusters(parts) + all.max(of_longest)
     };
     if !(kernel.splits() && problem.workspace && longest > 0.0) {
         return (time(1.0), 1);
