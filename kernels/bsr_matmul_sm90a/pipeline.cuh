@@ -60,6 +60,12 @@ struct BlockRow {
     const int4 x = ptx::load_shared_int4(smem);
     return {x.x, x.y, x.z, x.w};
   }
+  // The one at a position in the order of block rows, by a single load: the order, `row_ptr` and
+  // `col_idx` one after another would take the latency of memory three times.
+  static __device__ __forceinline__ BlockRow at(const Params& params, int position) {
+    const int4 x = __ldg(reinterpret_cast<const int4*>(params.rows) + position);
+    return {x.x, x.y, x.z, x.w};
+  }
   __device__ __forceinline__ void store(uint32_t smem, uint32_t barrier) const {
     Cluster::store_int4(smem, make_int4(index, first_block, end_block, first_column), barrier);
   }
@@ -80,15 +86,6 @@ constexpr uint32_t kSlotBytes =
 static_assert(kPlacesInSlot + 4 * kRows <= (kSplits ? kPartInSlot : 64) && kRows <= 2,
               "a tile fits into its slot");
 
-// The block row at a position in the order of block rows, and its number of blocks.
-__device__ __forceinline__ int row_at(const blockflash_bsr_matmul_params& p, int position) {
-  return p.row_order != nullptr ? p.row_order[position] : position;
-}
-__device__ __forceinline__ int blocks_of(const blockflash_bsr_matmul_params& p, int position) {
-  const int row = row_at(p, position);
-  return p.row_ptr[row + 1] - p.row_ptr[row];
-}
-
 // One thread of a cluster takes tiles and looks up their blocks, those of the first tile before the
 // predecessors in the stream are complete. It prefetches the next tile index
 // kAnnounceAhead blocks early: early enough to hide the lookup, late enough to keep dynamic load
@@ -102,9 +99,16 @@ __device__ __forceinline__ void schedule(const Params& params, uint32_t smem,
             tiles_n = static_cast<int>((p.n + kClusterN - 1) / kClusterN);
   Predecessors predecessors;  // they use the same tile counter
   uint32_t index = Cluster::index();
+  const bool once = has_tile_for_each(params, tiles_m, tiles_n, Cluster::count());
   const auto take_next = [&] {
+    if (once) return static_cast<void>(index += Cluster::count());
     predecessors.wait();
     index = take_tile(params, index, Cluster::count());
+  };
+  const auto blocks_at = [&](const BsrPlace& place) {
+    const BsrTile<kClusterN> tile(place.tiles_m, tiles_n, place.index);
+    const BlockRow row = BlockRow::at(params, tile.position);
+    return row.end_block - row.first_block;
   };
 #pragma unroll 1
   for (int n = 0;; ++n) {
@@ -115,11 +119,7 @@ __device__ __forceinline__ void schedule(const Params& params, uint32_t smem,
     const uint32_t slot = slot_of(smem, n), announced = barriers.announced_of(n);
     BsrPlace place(params, tiles_m, tiles_n, index);
     // A tile that is shorter than others at its place has no such part.
-    while (place.part > 0 &&
-           place.part >=
-               parts_of(
-                   params,
-                   blocks_of(p, BsrTile<kClusterN>(place.tiles_m, tiles_n, place.index).position)))
+    while (place.part > 0 && place.part >= parts_of(params, blocks_at(place)))
       take_next(), place = BsrPlace(params, tiles_m, tiles_n, index);
     const bool more = place.tiles_m > 0;
     if (more) {
@@ -129,8 +129,7 @@ __device__ __forceinline__ void schedule(const Params& params, uint32_t smem,
         const int position = tile.position * kRows + r;
         BlockRow row = {block_rows, 0, 0, 0};
         if (position < block_rows) {
-          row.index = row_at(p, position);
-          row.first_block = p.row_ptr[row.index], row.end_block = p.row_ptr[row.index + 1];
+          row = BlockRow::at(params, position);
           if constexpr (kSplits) {
             const int blocks = row.end_block - row.first_block;
             const BsrPart part = {place.part, parts_of(params, blocks)};
@@ -138,8 +137,9 @@ __device__ __forceinline__ void schedule(const Params& params, uint32_t smem,
                 Cluster::store(slot + kPartInSlot + 4, position, announced);
             row.end_block = row.first_block + part.end(blocks),
             row.first_block += part.begin(blocks);
+            if (part.number > 0 && row.first_block < row.end_block)
+              row.first_column = p.col_idx[row.first_block];
           }
-          if (row.first_block < row.end_block) row.first_column = p.col_idx[row.first_block];
         }
         row.store(slot + 16 * r, announced);
         if constexpr (Config::a_transposed)
@@ -154,6 +154,7 @@ __device__ __forceinline__ void schedule(const Params& params, uint32_t smem,
     Cluster::announce(announced, more ? kSlotBytes : 16);
     if (!more) break;
   }
+  if (once) return;
   predecessors.wait();
   leave_tiles(params, Cluster::count());
 }

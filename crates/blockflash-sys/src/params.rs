@@ -1072,6 +1072,10 @@ pub struct blockflash_bsr_matmul_tma_params {
     /** two zeros, left as zeros: {next tile, CTAs that are done}; null: a
  fixed order of tiles*/
     pub tile_counter: *mut u32,
+    /** \[ceil(m / block), 4\], 16-byte aligned, for blocks of 64 and 128: the block
+ rows in their order, {block row, its first block, the one behind its last
+ block, column of its first block}*/
+    pub rows: *const i32,
     /** \[nnz_blocks\] index of each block among the values, for kernels that
  transpose a; else null*/
     pub block_idx: *const i32,
@@ -1131,35 +1135,38 @@ const _: () = {
     ][::core::mem::offset_of!(blockflash_bsr_matmul_tma_params, tile_counter)
         - 640usize];
     [
+        "Offset of field: blockflash_bsr_matmul_tma_params::rows",
+    ][::core::mem::offset_of!(blockflash_bsr_matmul_tma_params, rows) - 648usize];
+    [
         "Offset of field: blockflash_bsr_matmul_tma_params::block_idx",
-    ][::core::mem::offset_of!(blockflash_bsr_matmul_tma_params, block_idx) - 648usize];
+    ][::core::mem::offset_of!(blockflash_bsr_matmul_tma_params, block_idx) - 656usize];
     [
         "Offset of field: blockflash_bsr_matmul_tma_params::stages",
-    ][::core::mem::offset_of!(blockflash_bsr_matmul_tma_params, stages) - 656usize];
+    ][::core::mem::offset_of!(blockflash_bsr_matmul_tma_params, stages) - 664usize];
     [
         "Offset of field: blockflash_bsr_matmul_tma_params::group_stages",
     ][::core::mem::offset_of!(blockflash_bsr_matmul_tma_params, group_stages)
-        - 664usize];
+        - 672usize];
     [
         "Offset of field: blockflash_bsr_matmul_tma_params::c_by_copies",
-    ][::core::mem::offset_of!(blockflash_bsr_matmul_tma_params, c_by_copies) - 672usize];
+    ][::core::mem::offset_of!(blockflash_bsr_matmul_tma_params, c_by_copies) - 680usize];
     [
         "Offset of field: blockflash_bsr_matmul_tma_params::part_steps",
-    ][::core::mem::offset_of!(blockflash_bsr_matmul_tma_params, part_steps) - 676usize];
+    ][::core::mem::offset_of!(blockflash_bsr_matmul_tma_params, part_steps) - 684usize];
     [
         "Offset of field: blockflash_bsr_matmul_tma_params::part_begin",
-    ][::core::mem::offset_of!(blockflash_bsr_matmul_tma_params, part_begin) - 680usize];
+    ][::core::mem::offset_of!(blockflash_bsr_matmul_tma_params, part_begin) - 688usize];
     [
         "Offset of field: blockflash_bsr_matmul_tma_params::part_sums",
-    ][::core::mem::offset_of!(blockflash_bsr_matmul_tma_params, part_sums) - 712usize];
+    ][::core::mem::offset_of!(blockflash_bsr_matmul_tma_params, part_sums) - 720usize];
     [
         "Offset of field: blockflash_bsr_matmul_tma_params::part_arrived",
     ][::core::mem::offset_of!(blockflash_bsr_matmul_tma_params, part_arrived)
-        - 720usize];
+        - 728usize];
     [
         "Offset of field: blockflash_bsr_matmul_tma_params::values_settled",
     ][::core::mem::offset_of!(blockflash_bsr_matmul_tma_params, values_settled)
-        - 728usize];
+        - 736usize];
 };
 /** Sampled dense-dense product (SDDMM): values = alpha·a·b + beta·values at the stored blocks of
  a BSR matrix, a \[m, k\] and b \[k, n\] dense, each row- or column-major as the kernel was

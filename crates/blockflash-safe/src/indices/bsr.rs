@@ -85,6 +85,9 @@ pub struct BsrIndices {
     row_ptr: IndexTensor,
     col_idx: IndexTensor,
     row_order: IndexTensor,
+    /// What a kernel needs of each block row in this order, as `params.h` says: i32 `[block rows,
+    /// 4]`.
+    rows: Tensor,
     block_idx: Option<IndexTensor>,
     stages: Option<Stages>,
     /// From each position of the order on, the number of blocks in the longest block row.
@@ -121,8 +124,17 @@ impl BsrIndices {
             IndexTensor::new(name, entries, &[entries.len()], limit, stream)
         };
         let length = |&row: &i32| row_ptr[row as usize + 1] - row_ptr[row as usize];
+        let rows: Vec<i32> = row_order
+            .iter()
+            .flat_map(|&row| {
+                let (first, end) = (row_ptr[row as usize], row_ptr[row as usize + 1]);
+                let column = if first < end { col_idx[first as usize] } else { 0 };
+                [row, first, end, column]
+            })
+            .collect();
         Ok(Self {
             row_ptr: row_ptr_tensor,
+            rows: Tensor::from_slice(stream, &rows, &[row_order.len(), 4])?,
             col_idx: array("col_idx", col_idx, block_cols)?,
             row_order: array("row_order", row_order, row_order.len())?,
             block_idx: block_idx.map(|index| array("block_idx", index, blocks)).transpose()?,
@@ -144,6 +156,7 @@ impl BsrIndices {
             row_ptr: self.row_ptr.copy_to(stream)?,
             col_idx: self.col_idx.copy_to(stream)?,
             row_order: self.row_order.copy_to(stream)?,
+            rows: self.rows.copy_to(stream)?,
             block_idx: self.block_idx.as_ref().map(|index| index.copy_to(stream)).transpose()?,
             stages: self.stages.as_ref().map(|stages| stages.copy_to(stream)).transpose()?,
             longest: self.longest.clone(),
@@ -200,8 +213,8 @@ impl BsrIndices {
         longest.get(position).copied().unwrap_or(0)
     }
 
-    /// `row_ptr`, `col_idx`, `row_order`, `block_idx`, `stages` and `group_stages`.
-    pub(crate) fn arrays(&self) -> [Option<&Tensor>; 6] {
+    /// `row_ptr`, `col_idx`, `row_order`, `block_idx`, `stages`, `group_stages` and `rows`.
+    pub(crate) fn arrays(&self) -> [Option<&Tensor>; 7] {
         let stages = self.stages.as_ref();
         [
             Some(&self.row_ptr),
@@ -210,6 +223,7 @@ impl BsrIndices {
             self.block_idx.as_deref(),
             stages.map(|stages| &stages.stages),
             stages.map(|stages| &*stages.group_stages),
+            Some(&self.rows),
         ]
     }
 }

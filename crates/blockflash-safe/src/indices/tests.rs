@@ -57,6 +57,8 @@ fn patterns_that_kernels_may_follow() {
         let copy = indices.copy_to(&cpu()).unwrap();
         for found in [&indices, &copy] {
             assert_eq!(found.row_ptr().to_vec::<i32>(&cpu()).unwrap(), PATTERN.row_ptr);
+            let rows = found.arrays()[6].unwrap().to_vec::<i32>(&cpu()).unwrap();
+            assert_eq!(rows, [0, 0, 2, 0, 2, 2, 3, 1, 1, 2, 2, 0]);
             assert_eq!(
                 found.block_idx().map(|index| index.to_vec::<i32>(&cpu()).unwrap()).as_deref(),
                 block_idx

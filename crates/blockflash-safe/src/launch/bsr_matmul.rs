@@ -83,14 +83,29 @@ impl BsrMatmulOperands<'_> {
 impl Operands for BsrMatmulOperands<'_> {
     fn used(&self) -> impl AsRef<[Option<Used<'_>>]> {
         // Arrays that are mapped are not always inlined, which takes the host 0.05 µs.
-        let [row_ptr, col_idx, row_order, block_idx, stages, group_stages] = self.indices.arrays();
+        let [row_ptr, col_idx, row_order, block_idx, stages, group_stages, rows] =
+            self.indices.arrays();
         let (row_ptr, col_idx) = (row_ptr.map(Tensor::used), col_idx.map(Tensor::used));
+        let rows = rows.map(Tensor::used);
         let (row_order, block_idx) = (row_order.map(Tensor::used), block_idx.map(Tensor::used));
         let (stages, group_stages) = (stages.map(Tensor::used), group_stages.map(Tensor::used));
         let parts = self.parts.map(|parts| parts.memory.used());
         let [values, b, c] = [self.values.used(), self.b.used(), self.c.used()].map(Some);
         let bias = self.bias.as_ref().map(View::used);
-        [row_ptr, col_idx, row_order, block_idx, stages, group_stages, values, parts, b, c, bias]
+        [
+            row_ptr,
+            col_idx,
+            row_order,
+            block_idx,
+            stages,
+            group_stages,
+            rows,
+            values,
+            parts,
+            b,
+            c,
+            bias,
+        ]
     }
 }
 

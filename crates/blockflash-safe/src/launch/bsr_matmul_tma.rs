@@ -46,7 +46,7 @@ unsafe impl Launch for BsrMatmulHopper {
 
     fn params(&self, p: &Self::Plan, operands: &Self::Operands<'_>) -> Result<Self::Params> {
         let [a, b, b_edge] = maps(self, p, operands.indices.blocks() as u64);
-        let [_, _, _, block_idx, stages, group_stages] = operands.indices.arrays();
+        let [_, _, _, block_idx, stages, group_stages, rows] = operands.indices.arrays();
         let c = operands.c.as_view();
         let c_by_copies = copies_c(self, p, c.is_aligned(16));
         let whole_tiles = blockflash_bsr_matmul_tma_params {
@@ -56,6 +56,7 @@ unsafe impl Launch for BsrMatmulHopper {
             c: if c_by_copies { encode_c(&c, p)? } else { NO_MAP },
             base: operands.pointers(p),
             tile_counter: null_mut(),
+            rows: array(rows).cast(),
             block_idx: array(block_idx).cast(),
             stages: array(stages).cast(),
             group_stages: array(group_stages).cast(),

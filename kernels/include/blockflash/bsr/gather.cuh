@@ -107,7 +107,9 @@ __device__ __forceinline__ void schedule(const Params& params, uint32_t smem,
             tiles_n = static_cast<int>((p.n + kClusterN - 1) / kClusterN);
   Predecessors predecessors;  // they use the same tile counter
   uint32_t index = Cluster::index();
+  const bool once = has_tile_for_each(params, groups, tiles_n, Cluster::count());
   const auto take_next = [&] {
+    if (once) return static_cast<void>(index += Cluster::count());
     predecessors.wait();
     index = take_tile(params, index, Cluster::count());
   };
@@ -137,6 +139,7 @@ __device__ __forceinline__ void schedule(const Params& params, uint32_t smem,
     Cluster::announce(announced, tile.group < 0 ? 16 : 20);
     if (tile.group < 0) break;
   }
+  if (once) return;
   predecessors.wait();
   leave_tiles(params, Cluster::count());
 }

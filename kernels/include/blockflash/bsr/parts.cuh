@@ -5,7 +5,8 @@
 // left in the caller's workspace, in the order of the parts, and stores C, so the result does not
 // depend on timing. All parts except part 0 come before any part 0 in the order in which CTAs take
 // tiles, and they wait for nothing, so a CTA only ever waits for one that is computing. This
-// requires the tile counter: in a fixed order that CTA might not have been scheduled on an SM yet.
+// requires the tile counter beyond the first tiles, which CTAs take in the order in which they
+// start: in a fixed order that CTA might not have been scheduled on an SM yet.
 #pragma once
 
 #include "blockflash/bsr/tile_order.cuh"
@@ -55,6 +56,13 @@ struct BsrPlace {
     if (this->index >= static_cast<uint32_t>(this->tiles_m) * tiles_n) this->tiles_m = 0;
   }
 };
+
+// Whether there is a CTA (or cluster) for each place in the order. None takes another one then, and
+// all leave the tile counter alone, whose atomics would only tell them so.
+__device__ __forceinline__ bool has_tile_for_each(const blockflash_bsr_matmul_tma_params& params,
+                                                  int tiles_m, int tiles_n, uint32_t takers) {
+  return (static_cast<uint32_t>(params.part_begin[0]) + tiles_m) * tiles_n <= takers;
+}
 
 // The number of parts in which so many steps are computed.
 __device__ __forceinline__ int parts_of(const blockflash_bsr_matmul_tma_params& params, int steps) {
