@@ -33,7 +33,8 @@ struct CostModel {
     /// There, what the splitting of a tile costs the SMs, as a fraction of all their work, for each
     /// part of the longest one.
     uneven_work: f64,
-    /// Loading and multiplying of the longest tile, at whose end most SMs are idle and L2 is fast.
+    /// Factor on loading and multiplying of the longest tile, at whose end most SMs are idle and L2
+    /// is fast.
     alone: f64,
     /// Fraction of the cost of A that is saved when the CTAs of a cluster share it, because L2
     /// delivers it once; it still has to be written to shared memory.
@@ -65,7 +66,7 @@ struct CostModel {
     portable_16: f64,
 }
 
-/// For an H200.
+/// For an H200; what concerns uneven tiles, for an H100.
 const H200: CostModel = CostModel {
     c: 3.2,
     copied_c: 2.2,
@@ -157,7 +158,8 @@ pub(super) fn hopper_time(
         let added = if parts > 1.0 { fixed + (parts - 1.0) * H200.sum * elements } else { 0.0 };
         depth / parts + written + added
     };
-    // The longest tile, among others of the mean length.
+    // The longest tile, among others of the mean length. Where these have as many parts, as in a
+    // product with few tiles, all is even.
     let longest_in_parts = |parts: f64, of_mean: f64| {
         if block_size < 64 || of_mean == parts && parts > 1.0 {
             return in_parts(longest, parts);
