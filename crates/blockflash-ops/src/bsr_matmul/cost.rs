@@ -158,15 +158,15 @@ pub(super) fn hopper_time(
         let added = if parts > 1.0 { fixed + (parts - 1.0) * H200.sum * elements } else { 0.0 };
         depth / parts + written + added
     };
-    // The longest tile, among others of the mean length. Where these have as many parts, as in a
-    // product with few tiles, all is even.
+    // Whether the longest tile has more parts than a mean one. Not measured for small blocks.
+    let uneven = |parts: f64, of_mean: f64| block_size >= 64 && of_mean < parts;
     let longest_in_parts = |parts: f64, of_mean: f64| {
-        if block_size < 64 || of_mean == parts && parts > 1.0 {
-            return in_parts(longest, parts);
+        if uneven(parts, of_mean) {
+            let sums = H200.uneven_sum * elements * (parts - 1.0).powi(2);
+            return H200.alone * longest / parts + written + H200.uneven_parts + sums;
         }
-        let sums = H200.uneven_sum * elements * (parts - 1.0).powi(2);
-        let added = if parts > 1.0 { H200.uneven_parts + sums } else { 0.0 };
-        H200.alone * longest / parts + written + added
+        let alone = if block_size >= 64 && parts == 1.0 { H200.alone } else { 1.0 };
+        in_parts(alone * longest, parts)
     };
     let tiles = rows.div_ceil(block_rows) as f64 * tile.tiles_n(problem.n as u64) as f64;
     let before_last_panel = 1.0 - 1.0 / problem.n.div_ceil(PANEL_N).max(1) as f64;
@@ -183,8 +183,8 @@ pub(super) fn hopper_time(
         let of_mean = if parts == 1.0 { 1.0 } else { ceil(parts * mean / longest) };
         let rounds = tiles * of_mean / multiprocessors;
         let rounds = if rounds <= 4.0 { ceil(rounds) } else { rounds + 0.5 };
-        let uneven = if of_mean < parts && block_size >= 64 { parts } else { 0.0 };
-        let all = rounds * in_parts(mean, of_mean) * (1.0 + H200.uneven_work * uneven);
+        let more_work = if uneven(parts, of_mean) { 1.0 + H200.uneven_work * parts } else { 1.0 };
+        let all = rounds * in_parts(mean, of_mean) * more_work;
         let launch = if leaves_room && rounds <= 1.0 { 0.0 } else { H200.launch };
         let of_longest = before_last_panel * all + longest_in_parts(parts, of_mean);
         launch + clusters(parts) + all.max(of_longest)
