@@ -140,11 +140,7 @@ unsafe impl Launch for BsrMatmul {
     }
 
     fn params(&self, plan: &Self::Plan, operands: &Self::Operands<'_>) -> Result<Self::Params> {
-        let [.., rows] = operands.indices.arrays();
-        Ok(blockflash_bsr_matmul_portable_params {
-            base: operands.pointers(plan),
-            rows: array(rows).cast(),
-            values_settled: operands.values.is_settled().into(),
-        })
+        let values_settled = operands.values.is_settled().into();
+        Ok(blockflash_bsr_matmul_portable_params { base: operands.pointers(plan), values_settled })
     }
 }
