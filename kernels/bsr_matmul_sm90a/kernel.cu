@@ -104,32 +104,24 @@ struct Consumer {
     float* const slice = reinterpret_cast<float*>(smem_bytes + kStagingOffset) +
                          (warpgroup * 4 + warp) * 16 * kSliceStride;
     if (lane() == 0) Cluster::ask(barriers.wanted_of(1));  // the second slot holds no tile yet
-    // The first turn stores a tile that lies beyond C, so nothing. It brings the code of the
-    // epilogue into the instruction caches while the first blocks are on their way: with cold
-    // caches, each jump behind the products would wait for memory.
+    ptx::wait_for_predecessors();
 #pragma unroll 1
-    for (int n = -1;; ++n) {
-      int blocks = 0, block_row = static_cast<int>((params.base.m + kBlock - 1) / kBlock);
-      int first_column = 0, position = 0;
-      BsrPart part = {0, 1};
-      if (n >= 0) {
-        if (n == 0) ptx::wait_for_predecessors();
-        barriers.wait_announced(n);
-        const uint32_t slot = slot_of(smem, n);
+    for (int n = 0;; ++n) {
+      barriers.wait_announced(n);
+      const uint32_t slot = slot_of(smem, n);
+      int blocks = 0;
 #pragma unroll
-        for (int r = 0; r < kRows; ++r) {
-          const BlockRow row = BlockRow::load(slot + 16 * r);
-          blocks += row.end_block - row.first_block;
-        }
-        block_row = BlockRow::load(slot + 16 * (warpgroup % kRowGroups / kSteps)).index;
-        first_column = ptx::load_shared(slot + kColumnInSlot) + Cluster::rank() * kBlockN;
-        if constexpr (kSplits)
-          part = BsrPart::load(slot + kPartInSlot),
-          position = ptx::load_shared(slot + kPartInSlot + 4);
-        if (BlockRow::load(slot).index < 0) break;
-        __syncwarp();
-        if (lane() == 0) Cluster::ask(barriers.wanted_of(n));
+      for (int r = 0; r < kRows; ++r) {
+        const BlockRow row = BlockRow::load(slot + 16 * r);
+        blocks += row.end_block - row.first_block;
       }
+      const int block_row = BlockRow::load(slot + 16 * (warpgroup % kRowGroups / kSteps)).index;
+      const int first_column = ptx::load_shared(slot + kColumnInSlot) + Cluster::rank() * kBlockN;
+      const BsrPart part = kSplits ? BsrPart::load(slot + kPartInSlot) : BsrPart{0, 1};
+      const int position = kSplits ? ptx::load_shared(slot + kPartInSlot + 4) : 0;
+      if (BlockRow::load(slot).index < 0) break;
+      __syncwarp();
+      if (lane() == 0) Cluster::ask(barriers.wanted_of(n));
       float acc[kN / 2] = {};
       multiply(acc, blocks * kSteps);
       if constexpr (kSplits) {
