@@ -42,12 +42,15 @@ static_assert(Config::smem_bytes == Config::stages * kStageBytes,
 using ALayout = Swizzle<kAChunks>;
 using BLayout = Swizzle<kBChunks>;
 
-// The tile of C that one CTA computes.
+// The tile of C that one CTA computes: of a block row with the blocks [first_block, end_block), the
+// first of them in block column `first_block_column`. One load brings them: the order of the rows,
+// `row_ptr` and `col_idx` one after another would take the latency of memory three times.
 struct Work {
-  int block_row;
+  int block_row, first_block, end_block, first_block_column;
   int64_t first_column;
 
-  __device__ __forceinline__ explicit Work(const blockflash_bsr_matmul_params& p) {
+  __device__ __forceinline__ explicit Work(const blockflash_bsr_matmul_portable_params& params) {
+    const blockflash_bsr_matmul_params& p = params.base;
     // Panels of about 1024 columns keep their slice of B in L2 while all block rows pass over it.
     constexpr int kPanelTiles = Config::block_n < 1024 ? 1024 / Config::block_n : 1;
     const int block_rows = static_cast<int>((p.m + kBlock - 1) / kBlock);
@@ -56,7 +59,8 @@ struct Work {
     const int rest = blockIdx.x - panel * (block_rows * kPanelTiles);
     const int width = min(kPanelTiles, tiles - panel * kPanelTiles);
     const int position = rest / width;
-    block_row = p.row_order != nullptr ? p.row_order[position] : position;
+    const int4 row = __ldg(reinterpret_cast<const int4*>(params.rows) + position);
+    block_row = row.x, first_block = row.y, end_block = row.z, first_block_column = row.w;
     first_column = static_cast<int64_t>(panel * kPanelTiles + rest % width) * Config::block_n;
   }
 };
@@ -187,11 +191,11 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_bsr_matmul_portable_params 
   extern __shared__ __align__(128) unsigned char smem[];
   const blockflash_bsr_matmul_params& p = params.base;
 
-  const Work work(p);
+  const Work work(params);
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
   const int warp_m = warp / Config::warps_n, warp_n = warp % Config::warps_n;
 
-  const int first_block = p.row_ptr[work.block_row], end_block = p.row_ptr[work.block_row + 1];
+  const int first_block = work.first_block, end_block = work.end_block;
   const int depth = (end_block - first_block) * kBlock;  // of the row's blocks laid end to end
   const int steps = (depth + Config::block_k - 1) / Config::block_k;
 
@@ -205,7 +209,7 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_bsr_matmul_portable_params 
     const int block = first_block + step * Config::block_k / kBlock + (kSlots == 1 ? 0 : lane);
     return block < end_block ? __ldg(p.col_idx + block) : -1;
   };
-  int columns = fetch_columns(0);
+  int columns = kSlots == 1 && first_block < end_block ? work.first_block_column : fetch_columns(0);
   const auto start_a = [&](int step) {
     a_copy.start(smem_base + step % Config::stages * kStageBytes, step * Config::block_k, depth);
   };

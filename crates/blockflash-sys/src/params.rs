@@ -1027,6 +1027,10 @@ const _: () = {
 #[derive(Debug, Copy, Clone)]
 pub struct blockflash_bsr_matmul_portable_params {
     pub base: blockflash_bsr_matmul_params,
+    /** \[ceil(m / block), 4\], 16-byte aligned: the block rows in their order,
+ {block row, its first block, the one behind its last block, column of its
+ first block}*/
+    pub rows: *const i32,
     /** 1: the values were complete before the launch was queued, and nothing
  in front of it writes them, so they may be read at once*/
     pub values_settled: i32,
@@ -1035,7 +1039,7 @@ pub struct blockflash_bsr_matmul_portable_params {
 const _: () = {
     [
         "Size of blockflash_bsr_matmul_portable_params",
-    ][::core::mem::size_of::<blockflash_bsr_matmul_portable_params>() - 136usize];
+    ][::core::mem::size_of::<blockflash_bsr_matmul_portable_params>() - 144usize];
     [
         "Alignment of blockflash_bsr_matmul_portable_params",
     ][::core::mem::align_of::<blockflash_bsr_matmul_portable_params>() - 8usize];
@@ -1043,9 +1047,12 @@ const _: () = {
         "Offset of field: blockflash_bsr_matmul_portable_params::base",
     ][::core::mem::offset_of!(blockflash_bsr_matmul_portable_params, base) - 0usize];
     [
+        "Offset of field: blockflash_bsr_matmul_portable_params::rows",
+    ][::core::mem::offset_of!(blockflash_bsr_matmul_portable_params, rows) - 128usize];
+    [
         "Offset of field: blockflash_bsr_matmul_portable_params::values_settled",
     ][::core::mem::offset_of!(blockflash_bsr_matmul_portable_params, values_settled)
-        - 128usize];
+        - 136usize];
 };
 /** BSR matmul by persistent CTAs that load tiles by TMA. All maps have a swizzle of 128 bytes,
  except for blocks of 32; the map of a tensor without elements is zeros.*/
@@ -1072,9 +1079,7 @@ pub struct blockflash_bsr_matmul_tma_params {
     /** two zeros, left as zeros: {next tile, CTAs that are done}; null: a
  fixed order of tiles*/
     pub tile_counter: *mut u32,
-    /** \[ceil(m / block), 4\], 16-byte aligned, for blocks of 64 and 128: the block
- rows in their order, {block row, its first block, the one behind its last
- block, column of its first block}*/
+    /// for blocks of 64 and 128, as for portable kernels
     pub rows: *const i32,
     /** \[nnz_blocks\] index of each block among the values, for kernels that
  transpose a; else null*/

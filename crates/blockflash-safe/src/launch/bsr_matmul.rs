@@ -140,7 +140,11 @@ unsafe impl Launch for BsrMatmul {
     }
 
     fn params(&self, plan: &Self::Plan, operands: &Self::Operands<'_>) -> Result<Self::Params> {
-        let values_settled = operands.values.is_settled().into();
-        Ok(blockflash_bsr_matmul_portable_params { base: operands.pointers(plan), values_settled })
+        let [.., rows] = operands.indices.arrays();
+        Ok(blockflash_bsr_matmul_portable_params {
+            base: operands.pointers(plan),
+            rows: array(rows).cast(),
+            values_settled: operands.values.is_settled().into(),
+        })
     }
 }

@@ -42,6 +42,9 @@ typedef struct blockflash_bsr_matmul_params {
 /* BSR matmul by portable kernels, whose operands lie by rows. */
 typedef struct blockflash_bsr_matmul_portable_params {
   blockflash_bsr_matmul_params base;
+  const int32_t* rows;    /* [ceil(m / block), 4], 16-byte aligned: the block rows in their order,
+                             {block row, its first block, the one behind its last block, column of its
+                             first block} */
   int32_t values_settled; /* 1: the values were complete before the launch was queued, and nothing
                              in front of it writes them, so they may be read at once */
 } blockflash_bsr_matmul_portable_params;
@@ -65,11 +68,9 @@ typedef struct blockflash_bsr_matmul_tma_params {
   blockflash_tensor_map
       c; /* (n, m), boxes of 64 columns and 16 rows, where c_by_copies is 1; else zeros */
   blockflash_bsr_matmul_params base; /* sizes fit into 31 bits */
-  uint32_t* tile_counter; /* two zeros, left as zeros: {next tile, CTAs that are done}; null: a
-                             fixed order of tiles */
-  const int32_t* rows; /* [ceil(m / block), 4], 16-byte aligned, for blocks of 64 and 128: the block
-                          rows in their order, {block row, its first block, the one behind its last
-                          block, column of its first block} */
+  uint32_t* tile_counter;   /* two zeros, left as zeros: {next tile, CTAs that are done}; null: a
+                               fixed order of tiles */
+  const int32_t* rows;      /* for blocks of 64 and 128, as for portable kernels */
   const int32_t* block_idx; /* [nnz_blocks] index of each block among the values, for kernels that
                                transpose a; else null */
   const int32_t*
