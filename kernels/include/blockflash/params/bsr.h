@@ -42,9 +42,9 @@ typedef struct blockflash_bsr_matmul_params {
 /* BSR matmul by portable kernels, whose operands lie by rows. */
 typedef struct blockflash_bsr_matmul_portable_params {
   blockflash_bsr_matmul_params base;
-  const int32_t* rows;    /* [ceil(m / block), 4], 16-byte aligned: the block rows in their order,
-                             {block row, its first block, the one behind its last block, column of its
-                             first block} */
+  const int32_t*
+      rows; /* [ceil(m / block), 4], 16-byte aligned: the block rows in their order, each
+               {index, first block, one past its last block, column of its first block} */
   int32_t values_settled; /* 1: the values were complete before the launch was queued, and nothing
                              in front of it writes them, so they may be read at once */
 } blockflash_bsr_matmul_portable_params;
