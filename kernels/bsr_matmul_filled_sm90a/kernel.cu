@@ -179,7 +179,7 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_bsr_matmul_tma_params param
   const Barriers barriers(smem);
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
 
-  begin_early<Cluster>(params, barriers, params.a, params.b, params.b_edge);
+  begin_early<Cluster>(barriers, params.a, params.b, params.b_edge);
 
   if (warpgroup == 0) {
     ptx::lower_registers<56>();

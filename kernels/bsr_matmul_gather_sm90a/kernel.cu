@@ -181,7 +181,7 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_bsr_matmul_tma_params param
   const Barriers barriers(smem);
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
 
-  begin_early<Cluster>(params, barriers, params.b, params.b_edge);
+  begin_early<Cluster>(barriers, params.b, params.b_edge);
 
   // The consumers may take only what the producers give up, or setmaxnreg would wait for ever.
   // Launch bounds give 96 registers with four consumer warpgroups, otherwise 168.

@@ -204,7 +204,7 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_bsr_sddmm_params params) {
   const Barriers barriers(smem + kBarrierOffset);
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
 
-  begin_early<BsrCluster<1>>(params, barriers, params.a, params.b);
+  begin_early<BsrCluster<1>>(barriers, params.a, params.b);
 
   if (warpgroup == 0) {
     ptx::lower_registers<40>();
