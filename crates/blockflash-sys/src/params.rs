@@ -1027,9 +1027,8 @@ const _: () = {
 #[derive(Debug, Copy, Clone)]
 pub struct blockflash_bsr_matmul_portable_params {
     pub base: blockflash_bsr_matmul_params,
-    /** \[ceil(m / block), 4\], 16-byte aligned: the block rows in their order,
- {block row, its first block, the one behind its last block, column of its
- first block}*/
+    /** \[ceil(m / block), 4\], 16-byte aligned: the block rows in their order, each
+ {index, first block, one past its last block, column of its first block}*/
     pub rows: *const i32,
     /** 1: the values were complete before the launch was queued, and nothing
  in front of it writes them, so they may be read at once*/
