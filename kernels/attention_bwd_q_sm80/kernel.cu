@@ -77,8 +77,7 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_bwd_params params
   if (work.q_begin >= work.seqlen_q) return;
   const AttentionMask mask = visit.mask(p);
   const KeyRange all = mask.keys_of_all(work.q_begin, visit.q_last());
-  const TileList list = visit.list;
-  const int last = visit.last, tiles = visit.tiles;
+  const int tiles = visit.tiles;
 
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
   const int first_row = work.q_begin + warp * kRowsPerWarp;
@@ -93,10 +92,13 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_bwd_params params
                               work.q_offset + work.q_begin);
   const Element* const d_o = at(params.d_o, params.d_o_stride_batch, params.d_o_stride_seq,
                                 params.d_o_stride_head, work.head, work.q_offset + work.q_begin);
-  const Element* const k =
-      at(p.k, p.k_stride_batch, p.k_stride_seq, p.k_stride_head, work.head_kv, work.kv_offset);
-  const Element* const v =
-      at(p.v, p.v_stride_batch, p.v_stride_seq, p.v_stride_head, work.head_kv, work.kv_offset);
+  // Kept in shared memory: registers are short in the main loop.
+  __shared__ const Element *k, *v;
+  if (threadIdx.x == 0) {
+    k = at(p.k, p.k_stride_batch, p.k_stride_seq, p.k_stride_head, work.head_kv, work.kv_offset);
+    v = at(p.v, p.v_stride_batch, p.v_stride_seq, p.v_stride_head, work.head_kv, work.kv_offset);
+  }
+  __syncthreads();
 
   const uint32_t q_smem = static_cast<uint32_t>(__cvta_generic_to_shared(smem));
   const uint32_t d_o_smem = q_smem + kQTileBytes, ring = d_o_smem + kQTileBytes;
@@ -106,10 +108,11 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_bwd_params params
   // The i-th key tile in the order of visit goes to stage i % stages. Every call commits one group,
   // also past the end. Returns the tile's first key.
   const auto start_tile = [&](int i) {
-    const int first_key = i < tiles ? list.tile_at(last - i) * Config::block_kv : 0;
+    const KeyVisit& again = KeyVisit::shared();  // read once more rather than kept
+    const int first_key = again.first_key_of(i);
     if (i < tiles) {
       const uint32_t stage = ring + i % Config::stages * kStageBytes;
-      const int rows = work.seqlen_kv - first_key;
+      const int rows = again.work.seqlen_kv - first_key;
       kv_copy.start(stage, k + first_key * p.k_stride_seq, p.k_stride_seq, rows, p.head_dim);
       kv_copy.start(stage + kKvTileBytes, v + first_key * p.v_stride_seq, p.v_stride_seq, rows,
                     p.head_dim);

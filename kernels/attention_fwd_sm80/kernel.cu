@@ -273,12 +273,7 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_fwd_params p) {
   };
   // Every call commits one group, also past the end.
   const auto copy_tile = [&](const Tile& tile, int64_t stride, uint32_t to) {
-    if (tile.exists) {
-      if constexpr (kWide)
-        kv_copy.stream(to, tile.from, stride, tile.rows, p.head_dim);
-      else
-        kv_copy.start(to, tile.from, stride, tile.rows, p.head_dim);
-    }
+    if (tile.exists) kv_copy.start(to, tile.from, stride, tile.rows, p.head_dim);
     ptx::cp_async_commit_group();
   };
   const auto start_tile = [&](const KeyVisit& visit, const Element* src, int64_t stride,

@@ -11,6 +11,7 @@
 #include "blockflash/ptx/launch.cuh"
 #include "blockflash/ptx/ldmatrix.cuh"
 #include "blockflash/ptx/mma.cuh"
+#include "blockflash/ptx/opaque.cuh"
 
 namespace blockflash {
 namespace {
@@ -65,55 +66,87 @@ struct Work {
   }
 };
 
-// The copies of A by this thread: chunk `chunk` of rows row0, row0 + kRowStep, … of every stage.
-struct ACopy {
-  static constexpr int kRowStep = Config::threads / kAChunks;
-  static_assert(Config::threads % kAChunks == 0 && (kRowStep >= kBlock || kBlock % kRowStep == 0),
+// The places of one thread's copies in a stage: chunk `chunk` of the rows row0, row0 + kRowStep, …
+// of a tile. The swizzle repeats every eight rows, so few offsets serve all copies and the rest
+// folds into immediates.
+template <class Layout, int chunks>
+struct Places {
+  static constexpr int kRowStep = Config::threads / chunks;
+  static constexpr int kOffsets = kRowStep < 8 ? 8 / kRowStep : 1;
+  static_assert(Config::threads % chunks == 0 && (kRowStep % 8 == 0 || 8 % kRowStep == 0),
                 "rows divide among the threads");
 
-  const Element* src;  // row `row0` of the first stage
-  int row0, chunk;
+  int row0 = threadIdx.x / chunks, chunk = threadIdx.x % chunks;
+  uint32_t offsets[kOffsets];
 
-  __device__ __forceinline__ ACopy(const blockflash_bsr_matmul_params& p, int first_block) {
-    chunk = threadIdx.x % kAChunks;
-    row0 = threadIdx.x / kAChunks;
-    src =
-        static_cast<const Element*>(p.values) +
-        (static_cast<int64_t>(first_block) * kBlock + chunk * 8 / kBlock * kBlock + row0) * kBlock +
-        chunk * 8 % kBlock;
+  __device__ __forceinline__ Places() {
+#pragma unroll
+    for (int i = 0; i < kOffsets; ++i)
+      offsets[i] = ptx::opaque(Layout::offset(row0 + i * kRowStep, chunk));
   }
 
-  // Starts the copy of the stage at depth k0 of the row, whose blocks end at `depth`. Depths past
-  // the end become zero.
-  __device__ __forceinline__ void start(uint32_t a_tile, int k0, int depth) const {
-    const Element* const from =
-        src + static_cast<int64_t>(k0 / kBlock) * (kBlock * kBlock) + k0 % kBlock;
-    const bool valid = k0 + chunk * 8 < depth;
-#pragma unroll
-    for (int r = 0; r < kBlock; r += kRowStep)
-      if (kRowStep <= kBlock || row0 < kBlock)
-        ptx::cp_async_cg_16(a_tile + ALayout::offset(row0 + r, chunk),
-                            valid ? from + r * kBlock : src, valid ? 16 : 0);
+  // The offset of row row0 + row, where `row` is a multiple of kRowStep that is known when the
+  // kernel is compiled.
+  __device__ __forceinline__ uint32_t at(int row) const {
+    const int i = row / kRowStep % kOffsets;
+    return offsets[i] + (row - i * kRowStep) * Layout::row_bytes;
   }
 };
 
-// The copies of B by this thread: chunk `chunk` of rows row0, row0 + kRowStep, … of every stage.
-struct BCopy {
-  static constexpr int kRowStep = Config::threads / kBChunks;
-  static_assert(Config::threads % kBChunks == 0 && kSlotRows % kRowStep == 0,
-                "rows divide among the threads");
+// The copies of A by this thread.
+struct ACopy {
+  Places<ALayout, kAChunks> places;
+  static constexpr int kRowStep = decltype(places)::kRowStep;
+  static_assert(kRowStep >= kBlock || kBlock % kRowStep == 0, "rows divide among the threads");
 
-  const Element* src;  // row 0 of B
-  int row0, chunk;
-  int valid_columns;  // valid columns among the chunk's eight; the others become zero
+  const Element* src;  // row row0 of the first stage
+
+  __device__ __forceinline__ ACopy(const blockflash_bsr_matmul_params& p, int first_block) {
+    const int column = places.chunk * 8;
+    src = static_cast<const Element*>(p.values) +
+          (static_cast<int64_t>(first_block) * kBlock + column / kBlock * kBlock + places.row0) *
+              kBlock +
+          column % kBlock;
+  }
+
+  // Starts the copy of the stage at depth k0 of the row, whose blocks end at `depth`. Depths past
+  // the end become zero: a copy of no bytes reads no memory, wherever its source lies.
+  __device__ __forceinline__ void start(uint32_t a_tile, int k0, int depth) const {
+    const Element* const from =
+        src + static_cast<int64_t>(k0 / kBlock) * (kBlock * kBlock) + k0 % kBlock;
+    const int bytes = k0 + places.chunk * 8 < depth ? 16 : 0;
+#pragma unroll
+    for (int row = 0; row < kBlock; row += kRowStep)
+      if (kRowStep <= kBlock || places.row0 < kBlock)
+        ptx::cp_async_cg_16(a_tile + places.at(row), from + row * kBlock, bytes);
+  }
+};
+
+// The copies of B by this thread.
+struct BCopy {
+  Places<BLayout, kBChunks> places;
+  static constexpr int kRowStep = decltype(places)::kRowStep;
+  static_assert(kSlotRows % kRowStep == 0, "rows divide among the threads");
+
+  const char* src;              // row row0 of B
+  int64_t block_bytes;          // from a block of rows to the next one
+  int whole_blocks, rows_left;  // blocks of rows that end within B, and the rows behind them
+  int valid_columns;            // valid columns among the chunk's eight; the others become zero
+  int row_offset;    // to the rows of a stage from those of this thread; all are past the end
+                     // where no column is valid
+  bool by_elements;  // whether the chunk is not copied as a whole, since it is not aligned or C
+                     // ends within it
 
   __device__ __forceinline__ BCopy(const blockflash_bsr_matmul_params& p, int64_t first_column) {
-    chunk = threadIdx.x % kBChunks;
-    row0 = threadIdx.x / kBChunks;
-    const int64_t column = first_column + chunk * 8;
+    const int64_t column = first_column + places.chunk * 8;
     valid_columns =
         static_cast<int>(max(min(p.n - column, static_cast<int64_t>(8)), static_cast<int64_t>(0)));
-    src = static_cast<const Element*>(p.b) + (valid_columns > 0 ? column : 0);
+    src = reinterpret_cast<const char*>(static_cast<const Element*>(p.b) + places.row0 * p.ldb +
+                                        (valid_columns > 0 ? column : 0));
+    block_bytes = kBlock * p.ldb * 2;
+    whole_blocks = static_cast<int>(p.k / kBlock), rows_left = static_cast<int>(p.k % kBlock);
+    row_offset = ptx::opaque(valid_columns > 0 ? -places.row0 : -kBlock);
+    by_elements = !p.b_vectorized || valid_columns % 8 != 0;
   }
 
   // Starts the copy of the rows of a stage. Lane s of each warp holds the block column of slot s,
@@ -122,27 +155,27 @@ struct BCopy {
   __device__ __forceinline__ void start(const blockflash_bsr_matmul_params& p,
                                         unsigned char* b_tile, int columns, int k0) const {
     const uint32_t tile = static_cast<uint32_t>(__cvta_generic_to_shared(b_tile));
+    const int64_t step_bytes = kRowStep * p.ldb * 2;
 #pragma unroll
     for (int slot = 0; slot < kSlots; ++slot) {
       const int column = kSlots == 1 ? columns : __shfl_sync(~0u, columns, slot);
-      const int64_t first_row = static_cast<int64_t>(column) * kBlock + k0;
-      const int valid_rows =
-          column < 0 ? 0 : static_cast<int>(min(p.k - first_row, static_cast<int64_t>(kSlotRows)));
-      const Element* from = src + (first_row + row0) * p.ldb;
-      if (p.b_vectorized) {
+      const int behind = column == whole_blocks ? rows_left - k0 : 0;
+      const int valid_rows = static_cast<uint32_t>(column) < static_cast<uint32_t>(whole_blocks)
+                                 ? kBlock - k0
+                                 : behind;
+      const char* from = src + column * block_bytes;
+      if (k0 > 0) from += k0 * p.ldb * 2;
+      if (!by_elements) {
+        const int rows = valid_rows + row_offset;
 #pragma unroll
-        for (int r = 0; r < kSlotRows; r += kRowStep, from += kRowStep * p.ldb) {
-          const bool valid = row0 + r < valid_rows;
-          ptx::cp_async_cg_16(tile + BLayout::offset(slot * kSlotRows + r + row0, chunk),
-                              valid ? from : src, valid ? valid_columns * 2 : 0);
-        }
+        for (int row = 0; row < kSlotRows; row += kRowStep, from += step_bytes)
+          ptx::cp_async_cg_16(tile + places.at(slot * kSlotRows + row), from, row < rows ? 16 : 0);
       } else {
-        // Rows that are not 16-byte aligned are copied element by element. The barrier before their
-        // use makes them visible.
+        // Element by element. The barrier before their use makes them visible.
 #pragma unroll 1
-        for (int row = row0; row < kSlotRows; row += kRowStep, from += kRowStep * p.ldb) {
-          uint16_t* const dst =
-              reinterpret_cast<uint16_t*>(b_tile + BLayout::offset(slot * kSlotRows + row, chunk));
+        for (int row = places.row0; row < kSlotRows; row += kRowStep, from += step_bytes) {
+          uint16_t* const dst = reinterpret_cast<uint16_t*>(
+              b_tile + BLayout::offset(slot * kSlotRows + row, places.chunk));
 #pragma unroll 1
           for (int i = 0; i < 8; ++i)
             dst[i] = row < valid_rows && i < valid_columns
@@ -210,8 +243,8 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_bsr_matmul_portable_params 
     return block < end_block ? __ldg(p.col_idx + block) : -1;
   };
   int columns = kSlots == 1 && first_block < end_block ? work.first_block_column : fetch_columns(0);
-  const auto start_a = [&](int step) {
-    a_copy.start(smem_base + step % Config::stages * kStageBytes, step * Config::block_k, depth);
+  const auto start_a = [&](int step, uint32_t stage) {
+    a_copy.start(smem_base + stage, step * Config::block_k, depth);
   };
   // The pattern was complete before the host had it and never changes (`BsrIndices`), so it may be
   // read while the predecessors in the stream are still running, and so may values that are
@@ -221,16 +254,21 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_bsr_matmul_portable_params 
   if (params.values_settled) {
     first_of_a = min(Config::stages - 1, steps);
 #  pragma unroll 1
-    for (int step = 0; step < first_of_a; ++step) start_a(step);
+    for (int step = 0; step < first_of_a; ++step) start_a(step, step * kStageBytes);
   }
 #endif
   ptx::wait_for_predecessors();
+  const auto next_stage = [](uint32_t stage) {
+    return stage + kStageBytes == Config::stages * kStageBytes ? 0 : stage + kStageBytes;
+  };
+  uint32_t filled = 0;  // the stage that is filled next
   const auto start_stage = [&](int step) {
     if (step < steps) {
-      unsigned char* const stage = smem + step % Config::stages * kStageBytes;
-      if (step >= first_of_a) start_a(step);
-      b_copy.start(p, stage + kABytes, columns, kSlots == 1 ? step * Config::block_k % kBlock : 0);
+      if (step >= first_of_a) start_a(step, filled);
+      b_copy.start(p, smem + filled + kABytes, columns,
+                   kSlots == 1 ? step * Config::block_k % kBlock : 0);
       columns = fetch_columns(step + 1);
+      filled = next_stage(filled);
     }
     ptx::cp_async_commit_group();  // also past the end: the group of a step must be the oldest of
                                    // stages - 1
@@ -239,9 +277,13 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_bsr_matmul_portable_params 
   for (int step = 0; step < Config::stages - 1; ++step) start_stage(step);
 
   const LaneCoords coords = lane_row_major(lane);
-  const LaneAddress<kAChunks> a_lane(smem_base, warp_m * kWarpM + coords.row, coords.chunk);
-  const LaneAddress<kBChunks> b_lane(smem_base + kABytes, coords.row,
-                                     warp_n * kWarpN / 8 + coords.chunk);
+  LaneAddress<kAChunks> a_lane(smem_base, warp_m * kWarpM + coords.row, coords.chunk);
+  LaneAddress<kBChunks> b_lane(smem_base + kABytes, coords.row, warp_n * kWarpN / 8 + coords.chunk);
+  // In registers: the compiler would compute them anew in each step.
+#pragma unroll
+  for (uint32_t& address : a_lane.step) address = ptx::opaque(address);
+#pragma unroll
+  for (uint32_t& address : b_lane.step) address = ptx::opaque(address);
   float acc[kMTiles][kNTiles][4] = {};
   uint32_t stage = 0;
 #pragma unroll 1
@@ -251,7 +293,7 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_bsr_matmul_portable_params 
                       // refilled now
     start_stage(step + Config::stages - 1);
     multiply(acc, a_lane, b_lane, stage);
-    stage = stage + kStageBytes == Config::stages * kStageBytes ? 0 : stage + kStageBytes;
+    stage = next_stage(stage);
   }
   // Dependents start once no CTA of this grid has products left: while they wait they would take
   // registers and slots of the SMs for nothing.

@@ -6,6 +6,7 @@
 #include "blockflash/mma/element.cuh"
 #include "blockflash/mma/swizzle.cuh"
 #include "blockflash/ptx/cp_async.cuh"
+#include "blockflash/ptx/opaque.cuh"
 
 namespace blockflash {
 
@@ -27,7 +28,8 @@ struct TileCopy {
   int row, chunk;  // the first chunk of this thread
 
   __device__ __forceinline__ explicit TileCopy(int thread)
-      : row(thread / columns), chunk(thread % columns) {}
+      : TileCopy(thread / columns, thread % columns) {}
+  __device__ __forceinline__ TileCopy(int row, int chunk) : row(row), chunk(chunk) {}
 
   // Byte offset of this thread's chunk that lies r rows below and c chunks behind its first one.
   // The swizzle repeats every 8 rows and every `columns` chunks, so that few offsets differ by more
@@ -38,45 +40,21 @@ struct TileCopy {
   }
 
   // Starts the copy of rows [0, valid_rows) and columns [0, valid_columns) of `src` and fills the
-  // rest of the tile with zeros.
+  // rest of the tile with zeros: a copy of no bytes reads no memory, wherever its source lies. One
+  // address per thread moves down the rows.
   template <class Element>
   __device__ __forceinline__ void start(uint32_t dst_smem, const Element* src, int64_t row_stride,
                                         int valid_rows, int valid_columns) const {
+    // Computed anew for each tile, since all of it would take registers in between.
+    const TileCopy own = {ptx::opaque(row), ptx::opaque(chunk)};
+    const Element* from = src + own.row * row_stride + own.chunk * 8;
+    const int rows_left = valid_rows - own.row, columns_left = valid_columns - own.chunk * 8;
 #pragma unroll
-    for (int r = 0; r < rows; r += row_step)
+    for (int r = 0; r < rows; r += row_step, from += row_step * row_stride)
 #pragma unroll
-      for (int c = 0; c < chunks; c += columns) {
-        const bool valid = row + r < valid_rows && (chunk + c) * 8 < valid_columns;
-        // An invalid chunk reads nothing, but its address must stay inside the tensor.
-        const Element* from = src + (valid ? (row + r) * row_stride + (chunk + c) * 8 : 0);
-        ptx::cp_async_cg_16(dst_smem + Layout::offset(row + r, chunk + c), from, valid ? 16 : 0);
-      }
-  }
-
-  // The same with few instructions for tiles whose rows are all valid, as most are: one address per
-  // thread that moves down the rows, and one test per column of chunks.
-  template <class Element>
-  __device__ __forceinline__ void stream(uint32_t dst_smem, const Element* src, int64_t row_stride,
-                                         int valid_rows, int valid_columns) const {
-    if (valid_rows >= rows) {
-      const Element* from = src + row * row_stride + (chunk * 8 < valid_columns ? chunk * 8 : 0);
-#pragma unroll
-      for (int r = 0; r < rows; r += row_step, from += row_step * row_stride)
-#pragma unroll
-        for (int c = 0; c < chunks; c += columns) {
-          const bool valid = (chunk + c) * 8 < valid_columns;
-          ptx::cp_async_cg_16(dst_smem + offset(r, c), from + (valid ? c * 8 : 0), valid ? 16 : 0);
-        }
-    } else {
-#pragma unroll 1
-      for (int r = row; r < rows; r += row_step)
-#pragma unroll 1
-        for (int c = chunk; c < chunks; c += columns) {
-          const bool valid = r < valid_rows && c * 8 < valid_columns;
-          ptx::cp_async_cg_16(dst_smem + Layout::offset(r, c),
-                              src + (valid ? r * row_stride + c * 8 : 0), valid ? 16 : 0);
-        }
-    }
+      for (int c = 0; c < chunks; c += columns)
+        ptx::cp_async_cg_16(dst_smem + own.offset(r, c), from + c * 8,
+                            r < rows_left && c * 8 < columns_left ? 16 : 0);
   }
 
   // Whether one of this thread's own chunks, which have arrived, holds a NaN or an infinity.
