@@ -182,9 +182,11 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_bwd_params params
       if (i < walk.tiles) {
         const uint32_t stage = ring + i % Config::stages * kStageBytes;
         const int rows = work.seqlen_q - first;
-        q_copy.start(stage, q + first * p.q_stride_seq, p.q_stride_seq, rows, p.head_dim);
-        q_copy.start(stage + kQTileBytes, d_o + first * params.d_o_stride_seq,
-                     params.d_o_stride_seq, rows, p.head_dim);
+        // At 64 the kernel is short of registers.
+        const QCopy copy = Config::head_dim == 64 ? q_copy.anew() : q_copy;
+        copy.start(stage, q + first * p.q_stride_seq, p.q_stride_seq, rows, p.head_dim);
+        copy.start(stage + kQTileBytes, d_o + first * params.d_o_stride_seq, params.d_o_stride_seq,
+                   rows, p.head_dim);
         if (threadIdx.x < Config::block_q) {
           const uint32_t to = stage + 2 * kQTileBytes + threadIdx.x * 4;
           ptx::cp_async_ca_4(to, params.negative_logs + statistics + first + threadIdx.x);

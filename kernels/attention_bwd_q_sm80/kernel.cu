@@ -29,6 +29,10 @@ constexpr int kQTileBytes = Config::block_q * Config::head_dim * 2;
 constexpr int kKvTileBytes = Config::block_kv * Config::head_dim * 2;
 constexpr int kStageBytes = 2 * kKvTileBytes;  // K, then V
 
+// Whether registers are short in the main loop: then the key tiles are read from shared memory, and
+// places of copies are computed for each tile.
+constexpr bool kShort = Config::head_dim == 128;
+
 static_assert(kRowsPerWarp % 16 == 0, "a warp computes whole MMA tiles");
 static_assert(Config::smem_bytes == 2 * kQTileBytes + Config::stages * kStageBytes,
               "manifest and kernel disagree on smem");
@@ -92,13 +96,10 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_bwd_params params
                               work.q_offset + work.q_begin);
   const Element* const d_o = at(params.d_o, params.d_o_stride_batch, params.d_o_stride_seq,
                                 params.d_o_stride_head, work.head, work.q_offset + work.q_begin);
-  // Kept in shared memory: registers are short in the main loop.
-  __shared__ const Element *k, *v;
-  if (threadIdx.x == 0) {
-    k = at(p.k, p.k_stride_batch, p.k_stride_seq, p.k_stride_head, work.head_kv, work.kv_offset);
-    v = at(p.v, p.v_stride_batch, p.v_stride_seq, p.v_stride_head, work.head_kv, work.kv_offset);
-  }
-  __syncthreads();
+  const Element* const k =
+      at(p.k, p.k_stride_batch, p.k_stride_seq, p.k_stride_head, work.head_kv, work.kv_offset);
+  const Element* const v =
+      at(p.v, p.v_stride_batch, p.v_stride_seq, p.v_stride_head, work.head_kv, work.kv_offset);
 
   const uint32_t q_smem = static_cast<uint32_t>(__cvta_generic_to_shared(smem));
   const uint32_t d_o_smem = q_smem + kQTileBytes, ring = d_o_smem + kQTileBytes;
@@ -108,14 +109,15 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_bwd_params params
   // The i-th key tile in the order of visit goes to stage i % stages. Every call commits one group,
   // also past the end. Returns the tile's first key.
   const auto start_tile = [&](int i) {
-    const KeyVisit& again = KeyVisit::shared();  // read once more rather than kept
+    const KeyVisit& again = kShort ? KeyVisit::shared() : visit;
     const int first_key = again.first_key_of(i);
     if (i < tiles) {
       const uint32_t stage = ring + i % Config::stages * kStageBytes;
-      const int rows = again.work.seqlen_kv - first_key;
-      kv_copy.start(stage, k + first_key * p.k_stride_seq, p.k_stride_seq, rows, p.head_dim);
-      kv_copy.start(stage + kKvTileBytes, v + first_key * p.v_stride_seq, p.v_stride_seq, rows,
-                    p.head_dim);
+      const int rows = work.seqlen_kv - first_key;
+      const KvCopy copy = kShort ? kv_copy.anew() : kv_copy;
+      copy.start(stage, k + first_key * p.k_stride_seq, p.k_stride_seq, rows, p.head_dim);
+      copy.start(stage + kKvTileBytes, v + first_key * p.v_stride_seq, p.v_stride_seq, rows,
+                 p.head_dim);
     }
     ptx::cp_async_commit_group();
     return first_key;

@@ -66,6 +66,23 @@ struct Work {
   }
 };
 
+// Where an SM has few warps, nothing else hides latency: fragments are loaded a depth of 16 ahead
+// of their products, also from the next stage, and the copies of a stage mix with products, in
+// parts. Smaller blocks run more CTAs and have no registers for that; with two stages copies would
+// start too late. Measured: blocks of 128 up to 1.15 times as fast, of 32 and 16 slower.
+constexpr bool kAhead = kBlock >= 64 && Config::stages > 2;
+constexpr int kKSteps = Config::block_k / 16;
+constexpr int kParts = kAhead ? kKSteps - 1 : 1;
+constexpr int kAllParts = -1;
+static_assert(!kAhead || kKSteps % 2 == 0, "fragments alternate between two sets of registers");
+
+// Copies of a stage by one thread.
+constexpr int kACopies = (kABytes / 16 + Config::threads - 1) / Config::threads;
+constexpr int kCopies = kACopies + kBBytes / 16 / Config::threads;
+__device__ __forceinline__ bool is_of_part(int copy, int part) {
+  return part == kAllParts || copy * kParts / kCopies == part;
+}
+
 // The places of one thread's copies in a stage: chunk `chunk` of the rows row0, row0 + kRowStep, …
 // of a tile. The swizzle repeats every eight rows, so few offsets serve all copies and the rest
 // folds into immediates.
@@ -109,16 +126,18 @@ struct ACopy {
           column % kBlock;
   }
 
-  // Starts the copy of the stage at depth k0 of the row, whose blocks end at `depth`. Depths past
-  // the end become zero: a copy of no bytes reads no memory, wherever its source lies.
-  __device__ __forceinline__ void start(uint32_t a_tile, int k0, int depth) const {
+  // Starts a part of the copy of the stage at depth k0 of the row, whose blocks end at `depth`.
+  // Depths past the end become zero: a copy of no bytes reads no memory, wherever its source lies.
+  __device__ __forceinline__ void start(bool active, uint32_t a_tile, int k0, int depth,
+                                        int part) const {
     const Element* const from =
         src + static_cast<int64_t>(k0 / kBlock) * (kBlock * kBlock) + k0 % kBlock;
     const int bytes = k0 + places.chunk * 8 < depth ? 16 : 0;
 #pragma unroll
     for (int row = 0; row < kBlock; row += kRowStep)
-      if (kRowStep <= kBlock || places.row0 < kBlock)
-        ptx::cp_async_cg_16(a_tile + places.at(row), from + row * kBlock, bytes);
+      if (is_of_part(row / kRowStep, part))
+        ptx::cp_async_cg_16_if(active && (kRowStep <= kBlock || places.row0 < kBlock),
+                               a_tile + places.at(row), from + row * kBlock, bytes);
   }
 };
 
@@ -149,13 +168,13 @@ struct BCopy {
     by_elements = !p.b_vectorized || valid_columns % 8 != 0;
   }
 
-  // Starts the copy of the rows of a stage. Lane s of each warp holds the block column of slot s,
-  // -1 past the end of the row; k0 is the depth of the stage within its first block. Rows past the
-  // end become zero.
-  __device__ __forceinline__ void start(const blockflash_bsr_matmul_params& p,
-                                        unsigned char* b_tile, int columns, int k0) const {
-    const uint32_t tile = static_cast<uint32_t>(__cvta_generic_to_shared(b_tile));
-    const int64_t step_bytes = kRowStep * p.ldb * 2;
+  // Calls `copy(slot, from, valid_rows)` for each slot of a stage with the first row of the slot
+  // that this thread copies, and how many of the slot's rows lie within B. Lane s of each warp
+  // holds the block column of slot s, -1 past the end of the row; k0 is the depth of the stage
+  // within its first block.
+  template <class Copy>
+  __device__ __forceinline__ void each_slot(const blockflash_bsr_matmul_params& p, int columns,
+                                            int k0, const Copy& copy) const {
 #pragma unroll
     for (int slot = 0; slot < kSlots; ++slot) {
       const int column = kSlots == 1 ? columns : __shfl_sync(~0u, columns, slot);
@@ -164,26 +183,44 @@ struct BCopy {
                                  ? kBlock - k0
                                  : behind;
       const char* from = src + column * block_bytes;
-      if (k0 > 0) from += k0 * p.ldb * 2;
-      if (!by_elements) {
-        const int rows = valid_rows + row_offset;
-#pragma unroll
-        for (int row = 0; row < kSlotRows; row += kRowStep, from += step_bytes)
-          ptx::cp_async_cg_16(tile + places.at(slot * kSlotRows + row), from, row < rows ? 16 : 0);
-      } else {
-        // Element by element. The barrier before their use makes them visible.
-#pragma unroll 1
-        for (int row = places.row0; row < kSlotRows; row += kRowStep, from += step_bytes) {
-          uint16_t* const dst = reinterpret_cast<uint16_t*>(
-              b_tile + BLayout::offset(slot * kSlotRows + row, places.chunk));
-#pragma unroll 1
-          for (int i = 0; i < 8; ++i)
-            dst[i] = row < valid_rows && i < valid_columns
-                         ? reinterpret_cast<const uint16_t*>(from)[i]
-                         : 0;
-        }
-      }
+      if (Config::block_k < kBlock) from += k0 * p.ldb * 2;
+      copy(slot, from, valid_rows);
     }
+  }
+
+  // Starts a part of the copies of the rows of a stage, without a branch. Rows past the end become
+  // zero.
+  __device__ __forceinline__ void start(const blockflash_bsr_matmul_params& p, bool active,
+                                        uint32_t b_tile, int columns, int k0, int part) const {
+    const int64_t step_bytes = kRowStep * p.ldb * 2;
+    each_slot(p, columns, k0, [&](int slot, const char* from, int valid_rows) {
+      const int rows = valid_rows + row_offset;
+#pragma unroll
+      for (int row = 0; row < kSlotRows; row += kRowStep, from += step_bytes)
+        if (is_of_part(kACopies + (slot * kSlotRows + row) / kRowStep, part))
+          ptx::cp_async_cg_16_if(active && !by_elements, b_tile + places.at(slot * kSlotRows + row),
+                                 from, row < rows ? 16 : 0);
+    });
+  }
+
+  // Copies the chunks that are not copied as a whole, element by element. The barrier before their
+  // use makes them visible.
+  __device__ __forceinline__ void copy_elements(const blockflash_bsr_matmul_params& p,
+                                                unsigned char* b_tile, int columns, int k0) const {
+    const int64_t step_bytes = kRowStep * p.ldb * 2;
+    each_slot(p, columns, k0, [&](int slot, const char* from, int valid_rows) {
+#pragma unroll 1
+      for (int row = places.row0; by_elements && row < kSlotRows;
+           row += kRowStep, from += step_bytes) {
+        uint16_t* const dst = reinterpret_cast<uint16_t*>(
+            b_tile + BLayout::offset(slot * kSlotRows + row, places.chunk));
+#pragma unroll 1
+        for (int i = 0; i < 8; ++i)
+          dst[i] = row < valid_rows && i < valid_columns
+                       ? reinterpret_cast<const uint16_t*>(from)[i]
+                       : 0;
+      }
+    });
   }
 };
 
@@ -192,7 +229,7 @@ __device__ __forceinline__ void multiply(float (&acc)[kMTiles][kNTiles][4],
                                          const LaneAddress<kAChunks>& a_lane,
                                          const LaneAddress<kBChunks>& b_lane, uint32_t stage) {
 #pragma unroll
-  for (int k = 0; k < Config::block_k / 16; ++k) {
+  for (int k = 0; k < kKSteps; ++k) {
     uint32_t a[kMTiles][4];
 #pragma unroll
     for (int m = 0; m < kMTiles; ++m) ptx::ldmatrix_x4(a[m], a_lane.at(m * 16, k) + stage);
@@ -208,6 +245,29 @@ __device__ __forceinline__ void multiply(float (&acc)[kMTiles][kNTiles][4],
     }
   }
 }
+
+// What the MMAs of a warp read for a depth of 16.
+struct Fragments {
+  uint32_t a[kMTiles][4], b[kNTiles / 2][4];
+
+  __device__ __forceinline__ void load(const LaneAddress<kAChunks>& a_lane,
+                                       const LaneAddress<kBChunks>& b_lane, int k, uint32_t stage) {
+#pragma unroll
+    for (int m = 0; m < kMTiles; ++m) ptx::ldmatrix_x4(a[m], a_lane.at(m * 16, k) + stage);
+#pragma unroll
+    for (int n = 0; n < kNTiles / 2; ++n)
+      ptx::ldmatrix_x4_trans(b[n], b_lane.at(k * 16, n) + stage);
+  }
+
+  // acc += A·B
+  __device__ __forceinline__ void multiply(float (&acc)[kMTiles][kNTiles][4]) const {
+#pragma unroll
+    for (int n = 0; n < kNTiles; ++n)
+#pragma unroll
+      for (int m = 0; m < kMTiles; ++m)
+        ptx::mma_m16n8k16<Element>(acc[m][n], a[m], b[n / 2][n % 2 * 2], b[n / 2][n % 2 * 2 + 1]);
+  }
+};
 
 // Slices of 16 rows × kSliceN columns per warp, staged through the freed ring.
 constexpr int kSliceN = kWarpN < 64 ? kWarpN : 64;
@@ -243,8 +303,8 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_bsr_matmul_portable_params 
     return block < end_block ? __ldg(p.col_idx + block) : -1;
   };
   int columns = kSlots == 1 && first_block < end_block ? work.first_block_column : fetch_columns(0);
-  const auto start_a = [&](int step, uint32_t stage) {
-    a_copy.start(smem_base + stage, step * Config::block_k, depth);
+  const auto start_a = [&](int step, bool active, uint32_t stage, int part) {
+    a_copy.start(active, smem_base + stage, step * Config::block_k, depth, part);
   };
   // The pattern was complete before the host had it and never changes (`BsrIndices`), so it may be
   // read while the predecessors in the stream are still running, and so may values that are
@@ -254,24 +314,37 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_bsr_matmul_portable_params 
   if (params.values_settled) {
     first_of_a = min(Config::stages - 1, steps);
 #  pragma unroll 1
-    for (int step = 0; step < first_of_a; ++step) start_a(step, step * kStageBytes);
+    for (int step = 0; step < first_of_a; ++step)
+      start_a(step, true, step * kStageBytes, kAllParts);
   }
 #endif
+  const bool some_by_elements = __any_sync(~0u, b_copy.by_elements);
   ptx::wait_for_predecessors();
   const auto next_stage = [](uint32_t stage) {
     return stage + kStageBytes == Config::stages * kStageBytes ? 0 : stage + kStageBytes;
   };
   uint32_t filled = 0;  // the stage that is filled next
-  const auto start_stage = [&](int step) {
+  const auto depth_in_block = [](int step) {
+    return kSlots == 1 ? step * Config::block_k % kBlock : 0;
+  };
+  const auto start_part = [&](int step, bool active, int part) {
+    start_a(step, active && step >= first_of_a, filled, part);
+    b_copy.start(p, active, smem_base + filled + kABytes, columns, depth_in_block(step), part);
+  };
+  // Copies the rest of a stage and moves on to the next one.
+  const auto finish_stage = [&](int step) {
     if (step < steps) {
-      if (step >= first_of_a) start_a(step, filled);
-      b_copy.start(p, smem + filled + kABytes, columns,
-                   kSlots == 1 ? step * Config::block_k % kBlock : 0);
+      if (some_by_elements)
+        b_copy.copy_elements(p, smem + filled + kABytes, columns, depth_in_block(step));
       columns = fetch_columns(step + 1);
       filled = next_stage(filled);
     }
     ptx::cp_async_commit_group();  // also past the end: the group of a step must be the oldest of
                                    // stages - 1
+  };
+  const auto start_stage = [&](int step) {
+    if (step < steps) start_part(step, true, kAllParts);
+    finish_stage(step);
   };
 #pragma unroll 1
   for (int step = 0; step < Config::stages - 1; ++step) start_stage(step);
@@ -285,15 +358,39 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_bsr_matmul_portable_params 
 #pragma unroll
   for (uint32_t& address : b_lane.step) address = ptx::opaque(address);
   float acc[kMTiles][kNTiles][4] = {};
+  // The oldest stage in flight is visible to all, and all have read the one before it, which is
+  // refilled next.
+  const auto await_stage = [] {
+    ptx::cp_async_wait_group<Config::stages - 2>();
+    __syncthreads();
+  };
   uint32_t stage = 0;
+  Fragments fragments[2];
+  if constexpr (kAhead) {
+    await_stage();
+    fragments[0].load(a_lane, b_lane, 0, stage);
+  }
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {
-    ptx::cp_async_wait_group<Config::stages - 2>();
-    __syncthreads();  // the stage is visible to all, and all have read the previous one, which is
-                      // refilled now
-    start_stage(step + Config::stages - 1);
-    multiply(acc, a_lane, b_lane, stage);
-    stage = next_stage(stage);
+    const int started = step + Config::stages - 1;
+    if constexpr (kAhead) {
+#pragma unroll
+      for (int k = 0; k < kKSteps; ++k) {
+        if (k == kKSteps - 1) {
+          await_stage();
+          stage = next_stage(stage);
+        }
+        fragments[(k + 1) % 2].load(a_lane, b_lane, (k + 1) % kKSteps, stage);
+        if (k < kParts) start_part(started, started < steps, k);
+        fragments[k % 2].multiply(acc);
+        if (k + 1 == kParts) finish_stage(started);
+      }
+    } else {
+      await_stage();
+      start_stage(started);
+      multiply(acc, a_lane, b_lane, stage);
+      stage = next_stage(stage);
+    }
   }
   // Dependents start once no CTA of this grid has products left: while they wait they would take
   // registers and slots of the SMs for nothing.

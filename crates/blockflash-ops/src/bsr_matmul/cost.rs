@@ -86,8 +86,8 @@ const H200: CostModel = CostModel {
     warpgroup_product: 0.0117,
     filling: 1.3,
     columns_of_a: 16,
-    portable: 1.9,
-    portable_16: 2.4,
+    portable: 1.6,
+    portable_16: 1.6,
 };
 
 /// Width of a panel of C, which is finished before the next one starts: `bsr/tile_order.cuh`.

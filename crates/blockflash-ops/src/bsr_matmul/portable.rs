@@ -60,7 +60,8 @@ pub(super) fn portable_time(
         longest: longest * of_alone.busiest() + written,
         memory_bytes: memory_bytes(problem, &rates),
     });
-    if tile.block_n <= NARROW { DOUBT * time } else { time }
+    let narrow = tile.block_n <= NARROW && problem.n > NARROW as usize;
+    if narrow { DOUBT * time } else { time }
 }
 
 /// Bytes of A, B and C, of which B counts as often as it is read where L2 holds no panel of it.

@@ -23,14 +23,20 @@ pub struct BsrMatmul {
     pub min_blocks: u32,
 }
 
-/// Tiles by block size: a wide one, and a narrow one for few columns.
+/// Tiles by block size, from the widest to the narrowest. Those with more stages are for few columns,
+/// where an SM has one or two CTAs.
 const TILES: &[BsrMatmul] = &[
     BsrMatmul::new(16, [256, 32], [1, 4], 3, 4),
+    BsrMatmul::new(16, [128, 32], [1, 4], 5, 4),
     BsrMatmul::new(16, [64, 64], [1, 2], 4, 4),
     BsrMatmul::new(32, [256, 32], [1, 4], 3, 4),
+    BsrMatmul::new(32, [128, 64], [1, 4], 4, 2),
     BsrMatmul::new(32, [64, 64], [1, 2], 4, 4),
+    BsrMatmul::new(64, [256, 64], [1, 4], 2, 2),
     BsrMatmul::new(64, [128, 64], [2, 2], 2, 4),
+    BsrMatmul::new(64, [128, 64], [1, 4], 4, 2),
     BsrMatmul::new(64, [64, 64], [2, 2], 3, 4),
+    BsrMatmul::new(64, [64, 64], [2, 2], 6, 2),
     BsrMatmul::new(128, [128, 64], [2, 2], 3, 2),
     BsrMatmul::new(128, [64, 64], [2, 2], 3, 3),
 ];

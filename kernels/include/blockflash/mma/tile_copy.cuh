@@ -31,6 +31,12 @@ struct TileCopy {
       : TileCopy(thread / columns, thread % columns) {}
   __device__ __forceinline__ TileCopy(int row, int chunk) : row(row), chunk(chunk) {}
 
+  // The same, of which the compiler keeps no offsets for the next tile: for kernels that are short
+  // of registers.
+  __device__ __forceinline__ TileCopy anew() const {
+    return {ptx::opaque(row), ptx::opaque(chunk)};
+  }
+
   // Byte offset of this thread's chunk that lies r rows below and c chunks behind its first one.
   // The swizzle repeats every 8 rows and every `columns` chunks, so that few offsets differ by more
   // than a constant.
@@ -45,15 +51,13 @@ struct TileCopy {
   template <class Element>
   __device__ __forceinline__ void start(uint32_t dst_smem, const Element* src, int64_t row_stride,
                                         int valid_rows, int valid_columns) const {
-    // Computed anew for each tile, since all of it would take registers in between.
-    const TileCopy own = {ptx::opaque(row), ptx::opaque(chunk)};
-    const Element* from = src + own.row * row_stride + own.chunk * 8;
-    const int rows_left = valid_rows - own.row, columns_left = valid_columns - own.chunk * 8;
+    const Element* from = src + row * row_stride + chunk * 8;
+    const int rows_left = valid_rows - row, columns_left = valid_columns - chunk * 8;
 #pragma unroll
     for (int r = 0; r < rows; r += row_step, from += row_step * row_stride)
 #pragma unroll
       for (int c = 0; c < chunks; c += columns)
-        ptx::cp_async_cg_16(dst_smem + own.offset(r, c), from + c * 8,
+        ptx::cp_async_cg_16(dst_smem + offset(r, c), from + c * 8,
                             r < rows_left && c * 8 < columns_left ? 16 : 0);
   }
 

@@ -14,6 +14,19 @@ __device__ __forceinline__ void cp_async_cg_16(uint32_t dst_smem, const void* sr
                : "memory");
 }
 
+// The same where `active`, without a branch.
+__device__ __forceinline__ void cp_async_cg_16_if(bool active, uint32_t dst_smem, const void* src,
+                                                  int src_bytes) {
+  asm volatile(
+      "{\n"
+      ".reg .pred active;\n"
+      "setp.ne.b32 active, %3, 0;\n"
+      "@active cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;\n"
+      "}\n" ::"r"(dst_smem),
+      "l"(src), "r"(src_bytes), "r"(static_cast<int>(active))
+      : "memory");
+}
+
 // Copies 16 bytes, bypassing L1, with a policy of L2.
 __device__ __forceinline__ void cp_async_cg_16_hinted(uint32_t dst_smem, const void* src,
                                                       uint64_t policy) {
