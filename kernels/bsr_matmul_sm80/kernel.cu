@@ -66,17 +66,15 @@ struct Work {
   }
 };
 
-// Where an SM has few warps, nothing else hides latency: fragments are loaded a depth of 16 ahead
-// of their products, also from the next stage, and the copies of a stage mix with products, in
-// parts. Smaller blocks run more CTAs and have no registers for that; with two stages copies would
-// start too late. Measured: blocks of 128 up to 1.15 times as fast, of 32 and 16 slower.
+// Whether fragments are loaded a depth of 16 ahead, also from the next stage, and the copies of a
+// stage mix with products: few warps hide no latency. Smaller blocks have no registers for it, and
+// with two stages copies would start too late.
 constexpr bool kAhead = kBlock >= 64 && Config::stages > 2;
 constexpr int kKSteps = Config::block_k / 16;
 constexpr int kParts = kAhead ? kKSteps - 1 : 1;
 constexpr int kAllParts = -1;
 static_assert(!kAhead || kKSteps % 2 == 0, "fragments alternate between two sets of registers");
 
-// Copies of a stage by one thread.
 constexpr int kACopies = (kABytes / 16 + Config::threads - 1) / Config::threads;
 constexpr int kCopies = kACopies + kBBytes / 16 / Config::threads;
 __device__ __forceinline__ bool is_of_part(int copy, int part) {
@@ -188,8 +186,7 @@ struct BCopy {
     }
   }
 
-  // Starts a part of the copies of the rows of a stage, without a branch. Rows past the end become
-  // zero.
+  // Starts a part of the copies of a stage, without a branch. Rows past the end become zero.
   __device__ __forceinline__ void start(const blockflash_bsr_matmul_params& p, bool active,
                                         uint32_t b_tile, int columns, int k0, int part) const {
     const int64_t step_bytes = kRowStep * p.ldb * 2;
@@ -203,8 +200,7 @@ struct BCopy {
     });
   }
 
-  // Copies the chunks that are not copied as a whole, element by element. The barrier before their
-  // use makes them visible.
+  // Copies what is not copied as a whole chunk. The barrier before its use makes it visible.
   __device__ __forceinline__ void copy_elements(const blockflash_bsr_matmul_params& p,
                                                 unsigned char* b_tile, int columns, int k0) const {
     const int64_t step_bytes = kRowStep * p.ldb * 2;
@@ -358,8 +354,7 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_bsr_matmul_portable_params 
 #pragma unroll
   for (uint32_t& address : b_lane.step) address = ptx::opaque(address);
   float acc[kMTiles][kNTiles][4] = {};
-  // The oldest stage in flight is visible to all, and all have read the one before it, which is
-  // refilled next.
+  // The next stage is visible to all, and all have read the one before it, which is refilled.
   const auto await_stage = [] {
     ptx::cp_async_wait_group<Config::stages - 2>();
     __syncthreads();

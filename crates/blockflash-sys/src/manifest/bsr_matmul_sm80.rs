@@ -23,8 +23,8 @@ pub struct BsrMatmul {
     pub min_blocks: u32,
 }
 
-/// Tiles by block size, from the widest to the narrowest. Those with more stages are for few columns,
-/// where an SM has one or two CTAs.
+/// Tiles by block size, from the widest to the narrowest. Those with more stages are for few
+/// columns, where an SM has one or two CTAs.
 const TILES: &[BsrMatmul] = &[
     BsrMatmul::new(16, [256, 32], [1, 4], 3, 4),
     BsrMatmul::new(16, [128, 32], [1, 4], 5, 4),
