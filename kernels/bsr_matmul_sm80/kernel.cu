@@ -67,8 +67,8 @@ struct Work {
 };
 
 // Whether fragments are loaded a depth of 16 ahead, also from the next stage, and the copies of a
-// stage mix with products: few warps hide no latency. Smaller blocks have no registers for it, and
-// with two stages copies would start too late.
+// stage mix with products: where an SM has few warps, no other warp hides their latency. Smaller
+// blocks have no registers for it, and with two stages copies would start too late.
 constexpr bool kAhead = kBlock >= 64 && Config::stages > 2;
 constexpr int kKSteps = Config::block_k / 16;
 constexpr int kParts = kAhead ? kKSteps - 1 : 1;

@@ -66,7 +66,7 @@ struct CostModel {
     portable_16: f64,
 }
 
-/// For an H200; what concerns uneven tiles, for an H100.
+/// For an H200; what concerns uneven tiles and portable kernels, for an H100.
 const H200: CostModel = CostModel {
     c: 3.2,
     copied_c: 2.2,

@@ -326,7 +326,8 @@ fn what_no_kernel_takes_is_named() {
     );
 }
 
-/// What was the fastest kernel of an H100 in each case, or within 2 % of it.
+/// What was the fastest kernel of an H100 in each case, or within 2 % of it; but with blocks of 32
+/// at .2 a portable one took 16.7 µs, in another run than the 18.2 of the one that is chosen.
 #[test]
 fn few_columns_take_what_was_measured() {
     let chosen = |n: usize, block_size: usize, density: f64| {

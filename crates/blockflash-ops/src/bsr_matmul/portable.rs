@@ -60,6 +60,7 @@ pub(super) fn portable_time(
         longest: longest * of_alone.busiest() + written,
         memory_bytes: memory_bytes(problem, &rates),
     });
+    // With so few columns every tile fetches A once.
     let narrow = tile.block_n <= NARROW && problem.n > NARROW as usize;
     if narrow { DOUBT * time } else { time }
 }
