@@ -8,155 +8,29 @@
 
 #include "blockflash/attention/soft_cap.cuh"
 #include "blockflash/attention/visit.cuh"
-#include "blockflash/config/attention.cuh"
-#include "blockflash/mma/fragment.cuh"
-#include "blockflash/mma/swizzle.cuh"
-#include "blockflash/mma/tile_copy.cuh"
 #include "blockflash/params/attention_fwd.h"
 #include "blockflash/ptx/cp_async.cuh"
-#include "blockflash/ptx/ldmatrix.cuh"
-#include "blockflash/ptx/mma.cuh"
+#include "sharers.cuh"
 #include "softmax.cuh"
+#include "tile.cuh"
 
 namespace blockflash {
 namespace {
 
-using Config = AttentionPortableConfig;
-using Element = Config::Element;
 using QueryWork = Work<Config::block_q>;
 using KeyVisit = Visit<Config::block_q, Config::block_kv>;
-
-constexpr int kChunks = Config::head_dim / 8;  // 16-byte chunks of a row of Q, K or V
-constexpr int kRowsPerWarp = Config::block_q / Config::warps;
-constexpr int kMTiles = kRowsPerWarp / 16;       // MMA tiles of a warp along queries,
-constexpr int kKvTiles = Config::block_kv / 8;   // along keys,
-constexpr int kDTiles = Config::head_dim / 8;    // and along the head dimension
-constexpr int kDSteps = Config::head_dim / 16;   // MMA steps of Q·Kᵀ
-constexpr int kKvSteps = Config::block_kv / 16;  // MMA steps of P·V
-constexpr int kQTileBytes = Config::block_q * Config::head_dim * 2;
-constexpr int kKvTileBytes = Config::block_kv * Config::head_dim * 2;
-// Q stays in registers where it fits beside the accumulators; otherwise every key tile reads it
-// from shared memory again.
-constexpr bool kQInRegisters = kMTiles * (kDSteps * 4 + kDTiles * 4 + kKvTiles * 4) <= 168;
-// Wide tiles fill the registers and take many copies: what a CTA agrees on stays in shared memory,
-// and whole key tiles are copied from one address per thread. V tile 0 is started before the loop,
-// which in narrow tiles costs more in each step, for the branch around the later ones.
-constexpr bool kWide = Config::head_dim >= 96;
-
-static_assert(kRowsPerWarp % 16 == 0, "a warp computes whole MMA tiles");
-static_assert(kDTiles % 4 == 0, "the epilogue stores four MMA tiles at a time");
-// With two stages K and V tile i + 1 come during the whole of step i, which needs one barrier.
-constexpr bool kTwoStages = Config::stages == 2;
-constexpr int kStageBytes = 2 * kKvTileBytes;
-static_assert(Config::stages == 1 || kTwoStages, "a K tile and a V tile in shared memory, or two");
-static_assert(Config::smem_bytes == kQTileBytes + Config::stages * kStageBytes,
-              "manifest and kernel disagree on smem");
-
-using QCopy = TileCopy<Config::block_q, kChunks, Config::threads>;
-using KvCopy = TileCopy<Config::block_kv, kChunks, Config::threads>;
-using TileLayout = Swizzle<kChunks>;
-
-using Scores = float[kMTiles][kKvTiles][4];
-using Output = float[kMTiles][kDTiles][4];
 
 struct Keys {
   const Element *k, *v;  // the first key of the sequence and its value
   KeyRange all;          // keys that all queries of the tile see
 };
-using QFragments = uint32_t[kMTiles][kDSteps][4];
-
-// The same lane in a tile that lies `bytes` behind.
-__device__ __forceinline__ LaneAddress<kChunks> moved(LaneAddress<kChunks> lane, uint32_t bytes) {
-#pragma unroll
-  for (uint32_t& step : lane.step) step += bytes;
-  return lane;
-}
-
-// s = Q·Kᵀ for the rows of this warp.
-__device__ __forceinline__ void compute_scores(Scores& s, const QFragments& q_rmem,
-                                               const LaneAddress<kChunks>& q_lane,
-                                               const LaneAddress<kChunks>& k_lane) {
-#pragma unroll
-  for (int m = 0; m < kMTiles; ++m)
-#pragma unroll
-    for (int n = 0; n < kKvTiles; ++n)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) s[m][n][i] = 0.f;
-#pragma unroll
-  for (int d = 0; d < kDSteps; ++d) {
-    uint32_t a[kMTiles][4];
-#pragma unroll
-    for (int m = 0; m < kMTiles; ++m) {
-      if constexpr (kQInRegisters) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) a[m][i] = q_rmem[m][d][i];
-      } else {
-        ptx::ldmatrix_x4(a[m], q_lane.at(m * 16, d));
-      }
-    }
-#pragma unroll
-    for (int n = 0; n < kKvTiles; n += 2) {
-      uint32_t b[4];
-      ptx::ldmatrix_x4(b, k_lane.at(n * 8, d));
-#pragma unroll
-      for (int m = 0; m < kMTiles; ++m) {
-        ptx::mma_m16n8k16<Element>(s[m][n], a[m], b[0], b[1]);
-        ptx::mma_m16n8k16<Element>(s[m][n + 1], a[m], b[2], b[3]);
-      }
-    }
-  }
-}
-
-// o += P·V. Rounded to 16 bits, the score accumulators have the layout of an A operand.
-__device__ __forceinline__ void accumulate_output(Output& o, const Scores& p,
-                                                  const LaneAddress<kChunks>& v_lane) {
-  using Traits = ElementTraits<Element>;
-#pragma unroll
-  for (int k = 0; k < kKvSteps; ++k) {
-    uint32_t a[kMTiles][4];
-#pragma unroll
-    for (int m = 0; m < kMTiles; ++m)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float* pair = &p[m][2 * k + i / 2][i % 2 * 2];
-        a[m][i] = Traits::pack(pair[0], pair[1]);
-      }
-#pragma unroll
-    for (int d = 0; d < kDTiles; d += 2) {
-      uint32_t b[4];
-      ptx::ldmatrix_x4_trans(b, v_lane.at(k * 16, d / 2));
-#pragma unroll
-      for (int m = 0; m < kMTiles; ++m) {
-        ptx::mma_m16n8k16<Element>(o[m][d], a[m], b[0], b[1]);
-        ptx::mma_m16n8k16<Element>(o[m][d + 1], a[m], b[2], b[3]);
-      }
-    }
-  }
-}
-
-__device__ __forceinline__ void apply_mask(Scores& s, const AttentionMask& mask, int first_row,
-                                           int first_key, int lane) {
-#pragma unroll
-  for (int m = 0; m < kMTiles; ++m)
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const KeyRange keys = mask.keys_of(first_row + m * 16 + accumulator_row(lane, 2 * half));
-#pragma unroll
-      for (int n = 0; n < kKvTiles; ++n)
-#pragma unroll
-        for (int i = 2 * half; i < 2 * half + 2; ++i) {
-          const int key = first_key + n * 8 + accumulator_column(lane, i);
-          if (key < keys.begin || key >= keys.end) s[m][n][i] = -CUDART_INF_F;
-        }
-    }
-}
 
 // A NaN or infinity in V reaches every row of an MMA, also those whose probability for its key is
 // 0. In a masked tile such values are therefore added here to the rows that do attend to them, and
 // then removed from the tile. Rare, so small code.
 __device__ __forceinline__ void add_visible_nonfinite(Output& o, const unsigned char* v_tile,
                                                       const AttentionMask& mask, int first_row,
-                                                      int first_key, int lane) {
+                                                      int first_key, int first_chunk, int lane) {
 #pragma unroll 1
   for (int key = 0; key < Config::block_kv; ++key) {
     bool visible[kMTiles][2];
@@ -169,7 +43,7 @@ __device__ __forceinline__ void add_visible_nonfinite(Output& o, const unsigned 
       }
 #pragma unroll
     for (int d = 0; d < kDTiles; ++d) {
-      const uint32_t pair = *reinterpret_cast<const uint32_t*>(v_tile + TileLayout::offset(key, d) +
+      const uint32_t pair = *reinterpret_cast<const uint32_t*>(v_tile + TileLayout::offset(key, first_chunk + chunk_of(d)) +
                                                                accumulator_column(lane, 0) * 2);
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
@@ -188,12 +62,15 @@ __device__ __forceinline__ void add_visible_nonfinite(Output& o, const unsigned 
 
 // o / denominator to global memory, 16 bytes per lane, and the log-sum-exp.
 __device__ __forceinline__ void store_output(Output& o, OnlineSoftmax<kMTiles>& softmax,
+                                             const Sharers& sharers,
                                              const blockflash_attention_fwd_params& p,
-                                             const QueryWork& work, int first_row, int lane) {
+                                             const QueryWork& work, int lane) {
   constexpr float kLn2 = 0.6931471805599453f, kLog2e = 1.4426950408889634f;
   Element* const o_head = static_cast<Element*>(p.o) +
                           work.batch * p.o_stride_batch * (p.cu_seqlens_q == nullptr) +
                           work.head * p.o_stride_head;
+  const int first_row = work.q_begin + sharers.rows * kRowsPerWarp;
+  sharers.sum(softmax.sum);
 #pragma unroll
   for (int m = 0; m < kMTiles; ++m)
 #pragma unroll
@@ -212,7 +89,7 @@ __device__ __forceinline__ void store_output(Output& o, OnlineSoftmax<kMTiles>& 
       // An empty row: the sum is exactly 0, and so are the accumulators. NaN is not equal to 0 and
       // passes through.
       scale = denominator == 0.f ? 0.f : scale / denominator;
-      if (p.lse != nullptr && (lane & 3) == 0 && row < work.seqlen_q)
+      if (p.lse != nullptr && sharers.part == 0 && (lane & 3) == 0 && row < work.seqlen_q)
         p.lse[work.batch * p.lse_stride_batch + work.head * p.lse_stride_head + work.q_offset +
               row] = fmaf(ptx::lg2_approx(denominator), kLn2, reference * kLn2);
       Element* const o_row = o_head + (work.q_offset + row) * p.o_stride_seq;
@@ -224,7 +101,7 @@ __device__ __forceinline__ void store_output(Output& o, OnlineSoftmax<kMTiles>& 
           piece[i] = ElementTraits<Element>::pack(o[m][d + i][2 * half] * scale,
                                                   o[m][d + i][2 * half + 1] * scale);
         quad_transpose(piece, lane);
-        const int column = (d + (lane & 3)) * 8;
+        const int column = (chunk_of(d) + sharers.part * 4 + (lane & 3)) * 8;
         if (row < work.seqlen_q && column < p.head_dim)
           *reinterpret_cast<uint4*>(o_row + column) =
               make_uint4(piece[0], piece[1], piece[2], piece[3]);
@@ -298,11 +175,14 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_fwd_params p) {
   std::conditional_t<kWide, const Keys&, const Keys> keys = kWide ? shared_keys : found_keys;
 
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
-  const auto first_row = [&] { return visit.work.q_begin + warp * kRowsPerWarp; };
+  const Sharers sharers(v_smem + kKvTileBytes + (Config::stages - 1) * kStageBytes, warp, lane);
+  const auto first_row = [&] { return visit.work.q_begin + sharers.rows * kRowsPerWarp; };
   const LaneCoords row_major = lane_row_major(lane), col_major = lane_col_major(lane);
-  const LaneAddress<kChunks> q_lane(q_smem, warp * kRowsPerWarp + row_major.row, row_major.chunk);
-  const LaneAddress<kChunks> k_lane(k_smem, col_major.row, col_major.chunk);
-  const LaneAddress<kChunks> v_lane(v_smem, row_major.row, row_major.chunk);
+  const LaneAddress<kChunks> q_lane(q_smem, sharers.rows * kRowsPerWarp + row_major.row,
+                                    row_major.chunk);
+  const LaneAddress<kChunks> k_lane(k_smem, sharers.part * kKvPerWarp + col_major.row,
+                                    col_major.chunk);
+  const LaneAddress<kChunks> v_lane(v_smem, row_major.row, sharers.part * 4 + row_major.chunk);
 
   constexpr float kLog2e = 1.4426950408889634f;
   const float scale_over_cap = p.softcap > 0.f ? p.softmax_scale / p.softcap : 0.f;
@@ -368,18 +248,19 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_fwd_params p) {
 #pragma unroll
           for (int e = 0; e < 4; ++e) s[m][n][e] = soft_cap(s[m][n][e], p.softcap, scale_over_cap);
     }
-    if (masked) apply_mask(s, visit.mask(p), first_row(), first_key, lane);
-    softmax.update(s, o, scale_log2);
+    if (masked)
+      apply_mask(s, visit.mask(p), first_row(), first_key + sharers.part * kKvPerWarp, lane);
+    softmax.update(s, o, scale_log2, sharers);
     if (poisoned) {
-      add_visible_nonfinite(o, v_tile, visit.mask(p), first_row(), first_key, lane);
+      add_visible_nonfinite(o, v_tile, visit.mask(p), first_row(), first_key, sharers.part * 4,
+                            lane);
       __syncthreads();  // all have read the tile before it is changed
       kv_copy.template clear_nonfinite<Element>(v_tile);
       __syncthreads();
     }
-    accumulate_output(o, s, moved(v_lane, stage));
+    sharers.multiply(o, s, moved(v_lane, stage));
     first_key = next_key;
   }
   ptx::cp_async_wait_group<0>();
-  const QueryWork& again = KeyVisit::shared().work;
-  store_output(o, softmax, p, again, again.q_begin + warp * kRowsPerWarp, lane);
+  store_output(o, softmax, sharers, p, KeyVisit::shared().work, lane);
 }

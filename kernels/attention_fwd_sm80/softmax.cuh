@@ -37,10 +37,11 @@ struct OnlineSoftmax {
   }
 
   // Turns scores s, -inf where masked, into unnormalised probabilities, and rescales o when a
-  // reference moves.
-  template <int kv_tiles, int d_tiles>
+  // reference moves. `sharers` are the warps that have the other scores of these rows.
+  template <int kv_tiles, int d_tiles, class Sharers>
   __device__ __forceinline__ void update(float (&s)[m_tiles][kv_tiles][4],
-                                         float (&o)[m_tiles][d_tiles][4], float scale_log2) {
+                                         float (&o)[m_tiles][d_tiles][4], float scale_log2,
+                                         const Sharers& sharers) {
     float largest[m_tiles][2];
     bool grew = false;
 #pragma unroll
@@ -54,7 +55,8 @@ struct OnlineSoftmax {
         largest[m][half] = x * scale_log2;
         grew |= largest[m][half] > reference[m][half] + kSoftmaxSlack;
       }
-    if (__any_sync(~0u, grew)) {
+    if (sharers.any(grew)) {
+      sharers.largest(largest);
 #pragma unroll
       for (int m = 0; m < m_tiles; ++m)
 #pragma unroll

@@ -19,7 +19,6 @@ pub(super) fn relative_time(c: &Candidate<'_, AttentionProblem>) -> f64 {
         Variant::AttentionFwd(tile) if !was_tuned(c.gpu) => {
             portable_time(tile, c.kernel, c.problem, c.gpu)
         }
-        Variant::AttentionFwd(tile) if change_by_stages(tile, c.problem) > 1.0 => 1.0,
         // The first one in the table.
         _ => 0.0,
     }
@@ -65,20 +64,6 @@ fn small_time(small: &AttentionFwdSmall, problem: &AttentionProblem, gpu: &CudaP
     ends + (most / warpgroups).ceil() * round
 }
 
-/// Key tiles up to which two stages are faster at a head_dim of 64, by up to 9 %; with more, one
-/// stage is, by up to 4 %: where all queries visit as many, and else on average. Measured on an
-/// H100.
-const FEW_KEY_TILES: [f64; 2] = [48.0, 12.0];
-
-/// The time of a tile with two stages over that of the same one with one stage, and 1 for others.
-fn change_by_stages(portable: &AttentionFwd, problem: &AttentionProblem) -> f64 {
-    if portable.head_dim != 64 || portable.block_q != WIDE || portable.stages != 2 {
-        return 1.0;
-    }
-    let [mean, most] = key_tiles(&portable.tile(), problem);
-    if mean <= FEW_KEY_TILES[usize::from(mean < most)] { 0.95 } else { 1.04 }
-}
-
 /// How much faster a tile of fewer queries must be estimated to be: estimates are not measurements,
 /// and the wide tile was the faster one where it was measured.
 const DOUBT: f64 = 1.1;
@@ -88,8 +73,9 @@ const WIDE: u32 = 128;
 /// Clocks of a portable kernel, from what the units of the GPU can do.
 ///
 /// The warps of a CTA multiply, then compute probabilities, so that CTA alone leaves units idle,
-/// which another one on the same SM uses. Each warp reads all keys and values from shared memory:
-/// with fewer queries per CTA a query costs more of these reads, and more copies from L2.
+/// which another one on the same SM uses. Each warp reads all keys and values from shared memory,
+/// unless warps share rows: with fewer queries per CTA a query costs more of these reads, and more
+/// copies from L2.
 fn portable_time(
     portable: &AttentionFwd,
     kernel: &Kernel,
@@ -104,7 +90,7 @@ fn portable_time(
     let units = rates.units(&Work {
         flops: 4.0 * pairs * f64::from(tile.head_dim),
         exponentials: pairs,
-        shared_bytes: (1.0 + f64::from(portable.warps)) * keys_and_values,
+        shared_bytes: (1.0 + f64::from(portable.warps / portable.split)) * keys_and_values,
         copied_bytes: keys_and_values,
     });
     // An exponential, and about as much time again for maxima, sums and conversions.
@@ -123,7 +109,7 @@ fn portable_time(
                 + rows(problem.seqlen_kv, problem.num_heads_kv)),
     });
     let doubt = if tile.block_q < WIDE { DOUBT } else { 1.0 };
-    doubt * change_by_stages(portable, problem) * time
+    doubt * time
 }
 
 /// Number of tiles of queries.

@@ -76,26 +76,23 @@ fn hopper_keeps_the_order_that_was_measured() {
     }
 }
 
-/// Two stages for short sequences where the image has them, as measured on an H100.
+/// Two stages where shared memory has room for them, and eight warps that share rows where it has
+/// room for one CTA of a head_dim of 256.
 #[test]
-fn stages_by_the_number_of_keys() {
-    let chosen = |gpu: &CudaProperties, mask: Mask| {
-        [512, 1024, 2048, 4096, 16384].map(|seqlen| {
-            match select(&problem(mask, 64, seqlen, 64), gpu).unwrap().variant {
-                Variant::AttentionFwd(AttentionFwd { block_q, stages, .. }) => [block_q, stages],
+fn tiles_by_shared_memory() {
+    let chosen = |gpu: &CudaProperties, head_dim| {
+        [1024, 2048, 4096, 16384].map(|seqlen| {
+            match select(&problem(Mask::Full, 64, seqlen, head_dim), gpu).unwrap().variant {
+                Variant::AttentionFwd(tile) => [tile.block_q, tile.warps, tile.split, tile.stages],
                 other => panic!("{other:?}"),
             }
         })
     };
-    let are = |found: [[u32; 2]; 5], expected: [u32; 5]| {
-        let mut wide = found.iter().zip(expected).filter(|([block_q, _], _)| *block_q == 128);
-        wide.all(|([_, stages], expected)| *stages == expected)
-    };
-    let (full, causal) = (chosen(&a100(), Mask::Full), chosen(&a100(), Mask::causal()));
-    assert_eq!([full[1], full[4]], [[128, 2], [128, 1]]);
-    assert!(are(full, [2, 2, 2, 1, 1]), "{full:?}");
-    assert!(are(causal, [2, 2, 1, 1, 1]), "{causal:?}");
-    assert!(are(chosen(&l4(), Mask::Full), [1; 5]));
+    assert_eq!(chosen(&a100(), 64), [[128, 4, 1, 2]; 4]);
+    assert_eq!(chosen(&l4(), 64), [[128, 4, 1, 1]; 4]);
+    assert_eq!(chosen(&a100(), 192), [[64, 4, 2, 1]; 4]);
+    assert_eq!(chosen(&a100(), 256), [[128, 8, 2, 1]; 4]);
+    assert_eq!(chosen(&l4(), 256), [[64, 4, 1, 1]; 4]);
 }
 
 /// Sums in f32 at half the rate double the time of a problem that products limit.

@@ -125,6 +125,7 @@ fn preference_is_target_then_tile() {
             block_q: 64,
             block_kv: 32,
             warps: 4,
+            split: 1,
             stages: 1,
             min_blocks: 1,
         }),

@@ -43,6 +43,7 @@ fn fits(packed: bool, lists: Option<&BlockLists>) -> [Fit<i128>; 2] {
         block_q: 64,
         block_kv: 64,
         warps: 4,
+        split: 1,
         stages: 1,
         min_blocks,
     };

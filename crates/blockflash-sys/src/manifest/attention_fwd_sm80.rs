@@ -13,8 +13,11 @@ pub struct AttentionFwd {
     pub block_q: u32,
     /// Keys per step of the main loop.
     pub block_kv: u32,
-    /// Warps per CTA; each owns `block_q / warps` query rows.
+    /// Warps per CTA.
     pub warps: u32,
+    /// Warps that share query rows: each has the scores of a part of the keys of a step, and the
+    /// output in a part of the head dimension. A warp has `block_q * split / warps` rows.
+    pub split: u32,
     /// Pipeline stages of K and of V in shared memory.
     pub stages: u32,
     /// CTAs per SM that the register allocation must allow.
@@ -39,27 +42,41 @@ const fn tile(
     [block_q, block_kv]: [u32; 2],
     [warps, stages, min_blocks]: [u32; 3],
 ) -> AttentionFwd {
-    AttentionFwd { dtype: DType::F16, head_dim, block_q, block_kv, warps, stages, min_blocks }
+    let dtype = DType::F16;
+    AttentionFwd { dtype, head_dim, block_q, block_kv, warps, split: 1, stages, min_blocks }
+}
+
+/// The same with pairs of warps that share 32 rows.
+const fn pairs(head_dim: u32, block: [u32; 2], rest: [u32; 3]) -> AttentionFwd {
+    AttentionFwd { split: 2, ..tile(head_dim, block, rest) }
+}
+
+/// Room for two CTAs with 106 KB of shared memory on an SM.
+fn twice_106_kb(target: Target) -> bool {
+    target.is_portable() && target.smem_limit() >= 227 * 1024
 }
 
 /// Tiles by head dimension. With 32 query rows per warp each fragment of K and V feeds two MMAs,
-/// which halves the shared-memory reads; the accumulators fit into registers up to head_dim 128,
-/// beyond it a warp has 16 rows. At 128 the tile that is fastest on Hopper leaves room for one CTA
-/// per SM where shared memory has 100 KB, so those GPUs take half the keys per step and run two
-/// CTAs. Two stages hide the way of the tiles of short sequences, which was measured on Hopper: at
-/// 64 the number of keys decides. The narrower tiles of 64 and 128 serve block masks with 64
-/// queries per block: dense problems take wide ones.
+/// which halves the shared-memory reads; the accumulators fit into registers up to head_dim 128. At
+/// 192 and 256 two warps share the rows, where shared memory has room for what they tell each
+/// other. CTAs run in pairs on an SM, for one computes probabilities while the other one
+/// multiplies: so at 128 GPUs with 100 KB take half the keys per step. At 256 only Hopper has room
+/// for two; Ampere takes one with all eight warps. Two stages, at 64, hide the way of the tiles.
+/// The narrower tiles of 64 and 128 serve block masks with 64 queries per block: dense problems
+/// take wide ones.
 const TILES: &[(CompiledFor, AttentionFwd)] = &[
     (large_smem, tile(64, [128, 64], [4, 2, 2])),
-    (Target::is_portable, tile(64, [128, 64], [4, 1, 2])),
+    (small_smem, tile(64, [128, 64], [4, 1, 2])),
     (large_smem, tile(64, [64, 64], [4, 2, 2])),
     (small_smem, tile(64, [64, 64], [4, 1, 2])),
     (Target::is_portable, tile(96, [128, 64], [4, 1, 2])),
     (large_smem, tile(128, [128, 64], [4, 1, 2])),
     (small_smem, tile(128, [128, 32], [4, 1, 2])),
     (Target::is_portable, tile(128, [64, 64], [4, 1, 2])),
-    (Target::is_portable, tile(192, [64, 64], [4, 1, 2])),
-    (Target::is_portable, tile(256, [64, 64], [4, 1, 2])),
+    (Target::is_portable, pairs(192, [64, 64], [4, 1, 2])),
+    (twice_106_kb, pairs(256, [64, 64], [4, 1, 2])),
+    (large_smem, pairs(256, [128, 64], [8, 1, 1])),
+    (small_smem, tile(256, [64, 64], [4, 1, 2])),
 ];
 
 pub(super) fn tiles(target: Target) -> impl Iterator<Item = AttentionFwd> {
@@ -82,7 +99,11 @@ impl Family for AttentionFwd {
     }
 
     fn name(&self) -> String {
-        let Self { dtype, head_dim, block_q, block_kv, warps, stages, .. } = self;
+        let Self { dtype, head_dim, block_q, block_kv, warps, split, stages, .. } = self;
+        let warps = match split {
+            1 => warps.to_string(),
+            _ => format!("{}x{split}", warps / split),
+        };
         format!("{dtype}_d{head_dim}_q{block_q}_kv{block_kv}_w{warps}_s{stages}")
     }
 
@@ -90,9 +111,12 @@ impl Family for AttentionFwd {
         self.warps
     }
 
-    /// The Q tile, and a ring of K tiles and of V tiles.
+    /// The Q tile, a ring of K tiles and of V tiles, and the probabilities that warps with the same
+    /// rows give each other.
     fn smem_bytes(&self) -> u32 {
-        (self.block_q + 2 * self.stages * self.block_kv) * self.head_dim * self.dtype.size() as u32
+        let Self { head_dim, block_q, block_kv, split, stages, .. } = *self;
+        let shared = if split == 1 { 0 } else { block_q * block_kv };
+        ((block_q + 2 * stages * block_kv) * head_dim + shared) * self.dtype.size() as u32
     }
 
     fn macros(&self, define: &mut dyn FnMut(&'static str, u32)) {
@@ -101,6 +125,7 @@ impl Family for AttentionFwd {
         define("VARIANT_BLOCK_Q", self.block_q);
         define("VARIANT_BLOCK_KV", self.block_kv);
         define("VARIANT_WARPS", self.warps);
+        define("VARIANT_SPLIT", self.split);
         define("VARIANT_STAGES", self.stages);
         define("VARIANT_MIN_BLOCKS", self.min_blocks);
     }
