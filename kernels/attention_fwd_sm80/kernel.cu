@@ -43,8 +43,9 @@ __device__ __forceinline__ void add_visible_nonfinite(Output& o, const unsigned 
       }
 #pragma unroll
     for (int d = 0; d < kDTiles; ++d) {
-      const uint32_t pair = *reinterpret_cast<const uint32_t*>(v_tile + TileLayout::offset(key, first_chunk + chunk_of(d)) +
-                                                               accumulator_column(lane, 0) * 2);
+      const uint32_t pair = *reinterpret_cast<const uint32_t*>(
+          v_tile + TileLayout::offset(key, first_chunk + chunk_of(d)) +
+          accumulator_column(lane, 0) * 2);
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const uint16_t bits = static_cast<uint16_t>(pair >> (16 * i));

@@ -1,4 +1,4 @@
-// What warps that share query rows tell each other.
+// What warps that share query rows tell each other, and the product that needs it.
 #pragma once
 
 #include <type_traits>
@@ -31,7 +31,8 @@ struct Alone {
 };
 
 // One of a pair of neighbouring warps, which meet at a barrier of their own. Each writes to a place
-// that the other one reads.
+// in shared memory that the other one reads. Both take the same branches, since they decide by what
+// they agreed on.
 struct Pair {
   static constexpr int kStepBytes = kWarpSize * 16, kPlaceBytes = kMTiles * kKvSteps * kStepBytes;
   static_assert(kSplit == 1 || Config::warps * kPlaceBytes == kSharedBytes,
@@ -68,8 +69,8 @@ struct Pair {
     for (int m = 0; m < kMTiles; ++m)
 #pragma unroll
       for (int half = 0; half < 2; ++half)
-        x[m][half] = combine(
-            x[m][half], __uint_as_float(ptx::load_shared(other + m * kStepBytes + half * 4)));
+        x[m][half] = combine(x[m][half],
+                             __uint_as_float(ptx::load_shared(other + m * kStepBytes + half * 4)));
     meet();
   }
 
@@ -87,12 +88,11 @@ struct Pair {
   __device__ __forceinline__ void multiply(Output& o, const Scores& p,
                                            const LaneAddress<kChunks>& v_lane) const {
     constexpr int kPartBytes = kKvPerWarp * TileLayout::row_bytes;
-    accumulate_output(
-        o, moved(v_lane, part * kPartBytes), [&](Probabilities& a, int m, int k) {
-          pack(a, p, m, k);
-          ptx::store_shared_int4(mine + (m * kKvSteps + k) * kStepBytes,
-                                 make_int4(a[0], a[1], a[2], a[3]));
-        });
+    accumulate_output(o, moved(v_lane, part * kPartBytes), [&](Probabilities& a, int m, int k) {
+      pack(a, p, m, k);
+      ptx::store_shared_int4(mine + (m * kKvSteps + k) * kStepBytes,
+                             make_int4(a[0], a[1], a[2], a[3]));
+    });
     meet();
     accumulate_output(
         o, moved(v_lane, (1 - part) * kPartBytes), [&](Probabilities& a, int m, int k) {

@@ -47,9 +47,9 @@ struct AttentionPortableConfig {
   static constexpr int block_q = VARIANT_BLOCK_Q;
   static constexpr int block_kv = VARIANT_BLOCK_KV;
   static constexpr int warps = VARIANT_WARPS;
-#ifdef VARIANT_SPLIT
+#  ifdef VARIANT_SPLIT
   static constexpr int split = VARIANT_SPLIT;  // warps that share the rows
-#endif
+#  endif
   static constexpr int stages = VARIANT_STAGES;
   static constexpr int threads = warps * kWarpSize;
   static constexpr int smem_bytes = VARIANT_SMEM_BYTES;
