@@ -76,8 +76,7 @@ fn hopper_keeps_the_order_that_was_measured() {
     }
 }
 
-/// Two stages where shared memory has room for them, and eight warps that share rows where it has
-/// room for one CTA of a head_dim of 256.
+/// Two stages and warps that share rows where shared memory has room for them.
 #[test]
 fn tiles_by_shared_memory() {
     let chosen = |gpu: &CudaProperties, head_dim| {
@@ -91,7 +90,7 @@ fn tiles_by_shared_memory() {
     assert_eq!(chosen(&a100(), 64), [[128, 4, 1, 2]; 4]);
     assert_eq!(chosen(&l4(), 64), [[128, 4, 1, 1]; 4]);
     assert_eq!(chosen(&a100(), 192), [[64, 4, 2, 1]; 4]);
-    assert_eq!(chosen(&a100(), 256), [[128, 8, 2, 1]; 4]);
+    assert_eq!(chosen(&a100(), 256), [[64, 4, 2, 1]; 4]);
     assert_eq!(chosen(&l4(), 256), [[64, 4, 1, 1]; 4]);
 }
 

@@ -51,19 +51,13 @@ const fn pairs(head_dim: u32, block: [u32; 2], rest: [u32; 3]) -> AttentionFwd {
     AttentionFwd { split: 2, ..tile(head_dim, block, rest) }
 }
 
-/// Room for two CTAs with 106 KB of shared memory on an SM.
-fn twice_106_kb(target: Target) -> bool {
-    target.is_portable() && target.smem_limit() >= 227 * 1024
-}
-
 /// Tiles by head dimension. With 32 query rows per warp each fragment of K and V feeds two MMAs,
 /// which halves the shared-memory reads; the accumulators fit into registers up to head_dim 128. At
 /// 192 and 256 two warps share the rows, where shared memory has room for what they tell each
-/// other. CTAs run in pairs on an SM, for one computes probabilities while the other one
-/// multiplies: so at 128 GPUs with 100 KB take half the keys per step. At 256 only Hopper has room
-/// for two; Ampere takes one with all eight warps. Two stages, at 64, hide the way of the tiles.
-/// The narrower tiles of 64 and 128 serve block masks with 64 queries per block: dense problems
-/// take wide ones.
+/// other. At 128 the tile that is fastest on Hopper leaves room for one CTA per SM where shared
+/// memory has 100 KB, so those GPUs take half the keys per step and run two CTAs. Two stages, at 64,
+/// hide the way of the tiles. The narrower tiles of 64 and 128 serve block masks with 64 queries per
+/// block: dense problems take wide ones.
 const TILES: &[(CompiledFor, AttentionFwd)] = &[
     (large_smem, tile(64, [128, 64], [4, 2, 2])),
     (small_smem, tile(64, [128, 64], [4, 1, 2])),
@@ -74,8 +68,7 @@ const TILES: &[(CompiledFor, AttentionFwd)] = &[
     (small_smem, tile(128, [128, 32], [4, 1, 2])),
     (Target::is_portable, tile(128, [64, 64], [4, 1, 2])),
     (Target::is_portable, pairs(192, [64, 64], [4, 1, 2])),
-    (twice_106_kb, pairs(256, [64, 64], [4, 1, 2])),
-    (large_smem, pairs(256, [128, 64], [8, 1, 1])),
+    (large_smem, pairs(256, [64, 64], [4, 1, 2])),
     (small_smem, tile(256, [64, 64], [4, 1, 2])),
 ];
 
