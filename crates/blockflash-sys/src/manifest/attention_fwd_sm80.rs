@@ -55,9 +55,9 @@ const fn pairs(head_dim: u32, block: [u32; 2], rest: [u32; 3]) -> AttentionFwd {
 /// which halves the shared-memory reads; the accumulators fit into registers up to head_dim 128. At
 /// 192 and 256 two warps share the rows, where shared memory has room for what they tell each
 /// other. At 128 the tile that is fastest on Hopper leaves room for one CTA per SM where shared
-/// memory has 100 KB, so those GPUs take half the keys per step and run two CTAs. Two stages, at 64,
-/// hide the way of the tiles. The narrower tiles of 64 and 128 serve block masks with 64 queries per
-/// block: dense problems take wide ones.
+/// memory has 100 KB, so those GPUs take half the keys per step and run two CTAs. Two stages, at
+/// 64, hide the way of the tiles. The narrower tiles of 64 and 128 serve block masks with blocks of
+/// 64 queries: dense problems take wide ones.
 const TILES: &[(CompiledFor, AttentionFwd)] = &[
     (large_smem, tile(64, [128, 64], [4, 2, 2])),
     (small_smem, tile(64, [128, 64], [4, 1, 2])),
