@@ -1,6 +1,8 @@
 //! `cargo xtask ci`: everything that continuous integration checks, cheap checks first.
 
-use crate::{bindgen, candle, deny, fmt, kernels, package, python, sass, test, tidy, workspace};
+use crate::{
+    bindgen, candle, deny, emulate, fmt, kernels, package, python, sass, test, tidy, workspace,
+};
 use anyhow::{Result, bail};
 use blockflash_sys::Target;
 use std::time::{Duration, Instant};
@@ -34,6 +36,7 @@ pub fn run(args: &Args) -> Result<()> {
     steps.run("bindgen", || bindgen::run(&bindgen::Args { check: true }));
     steps.run("kernels", || kernels::run(&kernels::Args::checking(&args.arch)));
     steps.run("sass", || sass::run(&sass::Args::checking(&args.arch)));
+    steps.run("emulate", || emulate::run(&emulate::Args::checking()));
     let mut summary = test::Summary::default();
     steps.run("tests", || {
         let (counts, result) = test::tests(&test::Args::default())?;

@@ -1,6 +1,8 @@
-//! `cargo xtask fmt`: rustfmt for Rust, and the pinned clang-format for the kernels.
+//! `cargo xtask fmt`: rustfmt for Rust, and the pinned clang-format for the kernels and their
+//! emulator.
 
 use crate::{
+    emulate,
     kernels::{sources, toolchain::site_packages},
     workspace::{cargo, run as run_command},
 };
@@ -21,7 +23,7 @@ pub fn run(args: &Args) -> Result<()> {
     rustfmt.args(["fmt", "--all"]);
     let mut clang_format =
         Command::new(site_packages()?.join("clang_format/data/bin/clang-format"));
-    clang_format.arg("--style=file").args(sources::all()?);
+    clang_format.arg("--style=file").args(sources::all()?).args(emulate::files()?);
     if args.check {
         rustfmt.arg("--check");
         clang_format.args(["--dry-run", "--Werror"]);

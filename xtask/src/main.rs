@@ -7,6 +7,7 @@ mod bundle;
 mod candle;
 mod ci;
 mod deny;
+mod emulate;
 mod fmt;
 mod kernels;
 mod package;
@@ -39,6 +40,7 @@ enum Command {
     Bindgen(bindgen::Args),
     Profile(profile::Args),
     Sass(sass::Args),
+    Emulate(emulate::Args),
     Test(test::Args),
     Python(python::Args),
     Candle(candle::Args),
@@ -58,6 +60,7 @@ fn main() -> ExitCode {
         Command::Bindgen(args) => bindgen::run(&args),
         Command::Profile(args) => profile::run(&args),
         Command::Sass(args) => sass::run(&args),
+        Command::Emulate(args) => emulate::run(&args),
         Command::Test(args) => test::run(&args),
         Command::Python(args) => python::run(&args),
         Command::Candle(args) => candle::run(&args),

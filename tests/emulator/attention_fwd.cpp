@@ -1,0 +1,153 @@
+// Runs an attention forward kernel on a few problems, in every schedule, beside a reference in f64.
+// Each tensor ends where a page ends that nobody may touch.
+#include <sys/mman.h>
+
+#include "kernel.cu"
+
+alignas(1024) unsigned char smem[VARIANT_SMEM_BYTES];  // which the kernel declares
+
+namespace {
+
+using blockflash::Element;
+constexpr int kHeads = 2;  // of queries; they share the keys of one
+
+blockflash_attention_fwd_params params;
+
+struct Problem {
+  int seqlen_q, seqlen_kv, head_dim;
+  int left, right;  // sides of the window, from the last query and the last key on
+  float peak;       // factor of the queries: peaked rows move the reference of the softmax
+  float softcap;
+  bool sink, nonfinite;
+};
+
+constexpr int kAll = BLOCKFLASH_WINDOW_UNBOUNDED;
+constexpr int kQ = VARIANT_BLOCK_Q, kKv = VARIANT_BLOCK_KV, kD = VARIANT_HEAD_DIM;
+const Problem kProblems[] = {
+    {kQ + 6, 2 * kKv + 2, kD, kAll, 0, 1, 0, false, false},
+    {kQ, 3 * kKv + 9, kD, kAll, 0, 30, 0, true, false},
+    {9, 3 * kKv - 9, kD - 8, kAll, kAll, 8, 0, false, true},
+    {40, 2 * kKv + 30, kD, kKv + 3, 5, 3, 20, true, true},
+};
+
+template <class T>
+struct Tensor {
+  T* data;
+  size_t size;
+
+  explicit Tensor(size_t size) : size(size) {
+    const size_t page = 4096, bytes = size * sizeof(T), pages = (bytes + page - 1) / page;
+    void* const all = mmap(nullptr, (pages + 1) * page, PROT_READ | PROT_WRITE,
+                           MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    char* const end = static_cast<char*>(all) + pages * page;
+    if (all == MAP_FAILED || mprotect(end, page, PROT_NONE) != 0) simt::fail("no memory");
+    data = reinterpret_cast<T*>(end - bytes);
+  }
+  Tensor(size_t size, std::mt19937& random, float factor) : Tensor(size) {
+    std::normal_distribution<float> normal;
+    for (size_t i = 0; i < size; ++i) data[i] = T(normal(random) * factor);
+  }
+  double at(size_t i) const { return static_cast<float>(data[i]); }
+};
+
+struct Expected {
+  std::vector<double> o, lse;
+};
+
+Expected reference(const Problem& problem, const Tensor<Element>& q, const Tensor<Element>& k,
+                   const Tensor<Element>& v, const float* sink) {
+  const auto [seqlen_q, seqlen_kv, head_dim, left, right, peak, cap, has_sink, nonfinite] = problem;
+  Expected expected;
+  for (int row = 0; row < seqlen_q * kHeads; ++row) {
+    const int64_t diagonal = row / kHeads + seqlen_kv - seqlen_q;
+    std::vector<double> scores(seqlen_kv, -INFINITY), o(head_dim);
+    double largest = sink ? sink[row % kHeads] : -INFINITY;
+    for (int64_t key = 0; key < seqlen_kv; ++key) {
+      if (key < diagonal - left || key > diagonal + right) continue;
+      double score = 0;
+      for (int d = 0; d < head_dim; ++d)
+        score += q.at(row * head_dim + d) * k.at(key * head_dim + d);
+      score *= params.softmax_scale;
+      scores[key] = cap > 0 ? cap * tanh(score / cap) : score;
+      largest = std::max(largest, scores[key]);
+    }
+    double sum = sink ? exp(sink[row % kHeads] - largest) : 0;
+    for (int key = 0; key < seqlen_kv; ++key) {
+      if (scores[key] == -INFINITY) continue;
+      const double weight = exp(scores[key] - largest);
+      sum += weight;
+      for (int d = 0; d < head_dim; ++d) o[d] += weight * v.at(key * head_dim + d);
+    }
+    for (double x : o) expected.o.push_back(sum == 0 ? 0 : x / sum);
+    expected.lse.push_back(sum == 0 ? -INFINITY : largest + log(sum));
+  }
+  return expected;
+}
+
+bool is_close(double x, double expected, double tolerance) {
+  if (!std::isfinite(expected)) return std::isnan(expected) ? std::isnan(x) : x == expected;
+  return fabs(x - expected) <= tolerance;
+}
+
+void check(const Problem& problem, int number, std::mt19937& random) {
+  const int rows = problem.seqlen_q * kHeads, head_dim = problem.head_dim;
+  const Tensor<Element> q(rows * head_dim, random, problem.peak);
+  const Tensor<Element> k(problem.seqlen_kv * head_dim, random, 1);
+  const Tensor<Element> v(problem.seqlen_kv * head_dim, random, 1);
+  const Tensor<float> sink(kHeads, random, 2);
+  if (problem.nonfinite) {
+    v.data[(problem.seqlen_kv - 2) * head_dim + 5] = Element(INFINITY);
+    v.data[(problem.seqlen_kv - 40) * head_dim + 7] = Element(-INFINITY);
+    v.data[problem.seqlen_kv / 2 * head_dim + 9] = Element(NAN);
+  }
+  params = {};
+  params.q = q.data, params.k = k.data, params.v = v.data;
+  params.sink = problem.sink ? sink.data : nullptr;
+  params.q_stride_seq = params.o_stride_seq = kHeads * head_dim;
+  params.q_stride_head = params.o_stride_head = head_dim;
+  params.k_stride_seq = params.v_stride_seq = head_dim;
+  params.lse_stride_head = problem.seqlen_q;
+  params.batch = params.num_heads_kv = 1, params.num_heads_q = kHeads;
+  params.seqlen_q = problem.seqlen_q, params.seqlen_kv = problem.seqlen_kv;
+  params.head_dim = head_dim;
+  params.window_left = problem.left, params.window_right = problem.right;
+  params.align_bottom_right = 1;
+  params.softmax_scale = 1 / sqrtf(head_dim), params.softcap = problem.softcap;
+  const Expected expected = reference(problem, q, k, v, params.sink);
+  const unsigned ctas = kHeads * ((problem.seqlen_q + kQ - 1) / kQ);
+  std::vector<uint16_t> first;
+  for (simt::Order order : {simt::Order::kForward, simt::Order::kBackward, simt::Order::kRandom})
+    for (bool late : {false, true}) {
+      const Tensor<Element> o(rows * head_dim, random, NAN);
+      const Tensor<float> lse(rows, random, NAN);
+      params.o = o.data, params.lse = lse.data;
+      for (unsigned cta = 0; cta < ctas; ++cta)
+        simt::run(
+            cta, ctas, VARIANT_THREADS, smem, sizeof smem, {order, late},
+            [] { VARIANT_SYMBOL(params); }, random);
+      const char* const copies = late ? "late" : "early";
+      const auto complain = [&](const char* what, size_t i, double x, double wanted) {
+        printf("problem %d, order %d, %s copies: %s[%zu] is %g in place of %g\n", number,
+               static_cast<int>(order), copies, what, i, x, wanted);
+        exit(1);
+      };
+      for (size_t i = 0; i < o.size; ++i)
+        if (!is_close(o.at(i), expected.o[i], 0.02)) complain("o", i, o.at(i), expected.o[i]);
+      for (int row = 0; row < rows; ++row) {
+        const double x = lse.data[row % kHeads * problem.seqlen_q + row / kHeads];
+        if (!is_close(x, expected.lse[row], 0.01)) complain("lse", row, x, expected.lse[row]);
+      }
+      const uint16_t* const bits = reinterpret_cast<const uint16_t*>(o.data);
+      if (first.empty()) first.assign(bits, bits + o.size);
+      for (size_t i = 0; i < o.size; ++i)
+        if (bits[i] != first[i]) complain("o in another schedule", i, o.at(i), NAN);
+    }
+}
+
+}  // namespace
+
+int main() {
+  std::mt19937 random(7);
+  int number = 0;
+  for (const Problem& problem : kProblems) check(problem, number++, random);
+}

@@ -1,0 +1,112 @@
+// The instructions of kernels/include/blockflash/ptx that portable kernels use, as a CPU computes
+// them.
+#pragma once
+
+#include "simt.h"
+
+namespace blockflash::ptx {
+
+struct Words4 {
+  uint32_t word[4];
+};
+
+inline Words4 matrices(uint32_t row, bool transposed) {
+  return simt::together<Words4>(row, [transposed](const uint32_t* rows, Words4* out) {
+    for (int i = 0; i < 4; ++i) {
+      uint16_t matrix[8][8];
+      for (int r = 0; r < 8; ++r) memcpy(matrix[r], simt::at(rows[i * 8 + r], 16), 16);
+      for (int lane = 0; lane < simt::kWarp; ++lane) {
+        const int a = lane / 4, b = lane % 4 * 2;
+        const uint32_t low = transposed ? matrix[b][a] : matrix[a][b];
+        const uint32_t high = transposed ? matrix[b + 1][a] : matrix[a][b + 1];
+        out[lane].word[i] = low | high << 16;
+      }
+    }
+  });
+}
+inline void ldmatrix_x4(uint32_t (&r)[4], uint32_t row) {
+  const Words4 words = matrices(row, false);
+  std::copy_n(words.word, 4, r);
+}
+inline void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t row) {
+  const Words4 words = matrices(row, true);
+  std::copy_n(words.word, 4, r);
+}
+
+template <class Element>
+float element_of(uint32_t word, int half) {
+  return static_cast<float>(bits_of<Element>(static_cast<uint16_t>(word >> (16 * half))));
+}
+
+// The fragments are those of mma.cuh.
+template <class Element>
+void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  struct In {
+    uint32_t a[4], b[2];
+    float d[4];
+  };
+  struct Out {
+    float d[4];
+  };
+  const In mine = {{a[0], a[1], a[2], a[3]}, {b0, b1}, {d[0], d[1], d[2], d[3]}};
+  const Out out = simt::together<Out>(mine, [](const In* in, Out* out) {
+    float left[16][16], right[16][8];
+    for (int lane = 0; lane < simt::kWarp; ++lane) {
+      const int g = lane / 4, t = lane % 4;
+      for (int half = 0; half < 2; ++half) {
+        for (int i = 0; i < 4; ++i)
+          left[g + i % 2 * 8][t * 2 + half + i / 2 * 8] = element_of<Element>(in[lane].a[i], half);
+        for (int i = 0; i < 2; ++i)
+          right[t * 2 + half + i * 8][g] = element_of<Element>(in[lane].b[i], half);
+      }
+    }
+    for (int lane = 0; lane < simt::kWarp; ++lane)
+      for (int i = 0; i < 4; ++i) {
+        const int row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
+        float sum = in[lane].d[i];
+        for (int k = 0; k < 16; ++k) sum += left[row][k] * right[k][column];
+        out[lane].d[i] = sum;
+      }
+  });
+  std::copy_n(out.d, 4, d);
+}
+
+inline void cp_async_cg_16(uint32_t to, const void* from, int bytes) {
+  simt::start({to, from, bytes, 16});
+}
+inline void cp_async_commit_group() { simt::commit(); }
+template <int pending>
+void cp_async_wait_group() {
+  simt::wait_for_groups(pending);
+}
+
+inline void named_barrier_sync(int id, int threads) { simt::meet(id, threads, false); }
+inline bool named_barrier_or(int id, int threads, bool x) { return simt::meet(id, threads, x); }
+
+template <class T>
+T load(uint32_t address) {
+  T x;
+  memcpy(&x, simt::at(address, sizeof x), sizeof x);
+  return x;
+}
+template <class T>
+void store(uint32_t address, const T& x) {
+  memcpy(simt::at(address, sizeof x), &x, sizeof x);
+}
+inline uint32_t load_shared(uint32_t at) { return load<uint32_t>(at); }
+inline void store_shared(uint32_t at, uint32_t x) { store(at, x); }
+inline int4 load_shared_int4(uint32_t at) { return load<int4>(at); }
+inline void store_shared_int4(uint32_t at, int4 x) { store(at, x); }
+
+inline float ex2_approx(float x) { return exp2f(x); }
+inline float lg2_approx(float x) { return log2f(x); }
+inline float rcp_approx(float x) { return 1 / x; }
+inline uint32_t fma_f16x2(uint32_t, uint32_t, uint32_t) { simt::fail("fma.f16x2"); }
+inline uint32_t fma_bf16x2(uint32_t, uint32_t, uint32_t) { simt::fail("fma.bf16x2"); }
+
+template <class T>
+T opaque(T x) {
+  return x;
+}
+
+}  // namespace blockflash::ptx

@@ -1,0 +1,127 @@
+//! `cargo xtask emulate`: runs portable kernels on the CPU, compiled from their own sources
+//! (`tests/emulator`).
+
+use crate::{
+    kernels::{sources::source, toolchain::site_packages},
+    workspace::{list, read, root, target_dir, write},
+};
+use anyhow::{Context, Result, bail, ensure};
+use blockflash_sys::{Kernel, manifest};
+use indicatif::{ProgressBar, ProgressStyle};
+use rayon::prelude::*;
+use std::{
+    collections::BTreeMap,
+    path::{Path, PathBuf},
+    process::Command,
+    time::Instant,
+};
+
+/// Sources that have a program in tests/emulator.
+const SOURCES: [&str; 1] = ["attention_fwd_sm80"];
+
+/// Run portable kernels on the CPU in several orders of their warps and copies, and compare results
+/// with a reference and with each other.
+#[derive(clap::Args, Default)]
+pub struct Args {
+    /// Run only kernels whose symbol contains this text.
+    #[arg(long, value_name = "SUBSTRING")]
+    only: Vec<String>,
+}
+
+impl Args {
+    /// One element type: the other one differs in conversions alone.
+    pub fn checking() -> Self {
+        Self { only: vec!["bf16".into()] }
+    }
+}
+
+/// Formatted files of the emulator.
+pub fn files() -> Result<Vec<PathBuf>> {
+    list(&root().join("tests/emulator"))
+}
+
+/// Runs the command.
+pub fn run(args: &Args) -> Result<()> {
+    let kernels: BTreeMap<String, &Kernel> = manifest::kernels()
+        .iter()
+        .filter(|kernel| SOURCES.contains(&kernel.source()))
+        .map(|kernel| (kernel.symbol(), kernel))
+        .filter(|(symbol, _)| {
+            args.only.is_empty() || args.only.iter().any(|part| symbol.contains(part.as_str()))
+        })
+        .collect();
+    ensure!(!kernels.is_empty(), "no kernel is selected that runs on the CPU");
+    let headers = headers()?;
+    let started = Instant::now();
+    let style = ProgressStyle::with_template("{bar:40} {pos}/{len} {elapsed} {wide_msg}")?;
+    let bar = ProgressBar::new(kernels.len() as u64).with_style(style);
+    let failed: Vec<String> = kernels
+        .par_iter()
+        .filter_map(|(symbol, kernel)| {
+            let result = emulate(symbol, kernel, &headers);
+            bar.set_message(symbol.clone());
+            bar.inc(1);
+            result.err().map(|error| format!("{symbol}: {error:#}"))
+        })
+        .collect();
+    bar.finish_and_clear();
+    let seconds = started.elapsed().as_secs_f64();
+    println!("{} kernels on the CPU in {seconds:.0} s, {} wrong", kernels.len(), failed.len());
+    if !failed.is_empty() {
+        bail!("{}", failed.join("\n"));
+    }
+    Ok(())
+}
+
+/// A folder in which the headers of instructions are those of the emulator.
+fn headers() -> Result<PathBuf> {
+    let (folder, instructions) =
+        (target_dir("emulator/include")?, target_dir("emulator/include/blockflash/ptx")?);
+    for header in list(&root().join("kernels/include/blockflash/ptx"))? {
+        let name = header.file_name().context("a header without a name")?;
+        write(&instructions.join(name), "#include \"ptx.h\"\n")?;
+    }
+    Ok(folder)
+}
+
+/// Compiles a kernel with its program and runs it.
+fn emulate(symbol: &str, kernel: &Kernel, headers: &Path) -> Result<()> {
+    let folder = target_dir(&format!("emulator/{symbol}"))?;
+    // Shared memory is a global variable of the program.
+    let text = read(&root().join(source(kernel)))?.replace("extern __shared__", "extern");
+    write(&folder.join("kernel.cu"), text)?;
+    let name = kernel.source().trim_end_matches("_sm80");
+    let program = folder.join("emulated");
+    let compiler = std::env::var_os("CXX").unwrap_or_else(|| "g++".into());
+    let mut compile = Command::new(compiler);
+    compile
+        .args(["-std=c++20", "-O2", "-w", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE"])
+        .arg("-I")
+        .arg(&folder)
+        .arg("-I")
+        .arg(headers)
+        .arg("-I")
+        .arg(site_packages()?.join("nvidia/cu13/include"))
+        .args(["-I", "tests/emulator", "-I", "kernels/include", "-I"])
+        .arg(format!("kernels/{}", kernel.source()))
+        .args(["-include", "simt.h"])
+        .args(kernel.macros().iter().map(|(name, value)| format!("-D{name}={value}")))
+        .arg(format!("tests/emulator/{name}.cpp"))
+        .arg("-o")
+        .arg(&program);
+    complete(&mut compile)?;
+    complete(&mut Command::new(&program))
+}
+
+/// Runs a program; the error is what it wrote.
+fn complete(command: &mut Command) -> Result<()> {
+    let output = command
+        .current_dir(root())
+        .output()
+        .with_context(|| format!("cannot start {:?}", command.get_program()))?;
+    if !output.status.success() {
+        let text = String::from_utf8_lossy(&[output.stdout, output.stderr].concat()).into_owned();
+        bail!("{}\n{}", output.status, text.trim());
+    }
+    Ok(())
+}
