@@ -1,10 +1,5 @@
-// Runs an attention forward kernel on a few problems, in every schedule, beside a reference in f64.
-// Each tensor ends where a page ends that nobody may touch.
-#include <sys/mman.h>
-
-#include "kernel.cu"
-
-alignas(1024) unsigned char smem[VARIANT_SMEM_BYTES];  // which the kernel declares
+// Attention forward: a few problems beside a reference in f64.
+#include "problem.h"
 
 namespace {
 
@@ -30,26 +25,6 @@ const Problem kProblems[] = {
     {40, 2 * kKv + 30, kD, kKv + 3, 5, 3, 20, true, true},
 };
 
-template <class T>
-struct Tensor {
-  T* data;
-  size_t size;
-
-  explicit Tensor(size_t size) : size(size) {
-    const size_t page = 4096, bytes = size * sizeof(T), pages = (bytes + page - 1) / page;
-    void* const all = mmap(nullptr, (pages + 1) * page, PROT_READ | PROT_WRITE,
-                           MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    char* const end = static_cast<char*>(all) + pages * page;
-    if (all == MAP_FAILED || mprotect(end, page, PROT_NONE) != 0) simt::fail("no memory");
-    data = reinterpret_cast<T*>(end - bytes);
-  }
-  Tensor(size_t size, std::mt19937& random, float factor) : Tensor(size) {
-    std::normal_distribution<float> normal;
-    for (size_t i = 0; i < size; ++i) data[i] = T(normal(random) * factor);
-  }
-  double at(size_t i) const { return static_cast<float>(data[i]); }
-};
-
 struct Expected {
   std::vector<double> o, lse;
 };
@@ -57,7 +32,7 @@ struct Expected {
 Expected reference(const Problem& problem, const Tensor<Element>& q, const Tensor<Element>& k,
                    const Tensor<Element>& v, const float* sink) {
   const auto [seqlen_q, seqlen_kv, head_dim, left, right, peak, cap, has_sink, nonfinite] = problem;
-  Expected expected;
+  Expected expected{{}, std::vector<double>(kHeads * seqlen_q)};
   for (int row = 0; row < seqlen_q * kHeads; ++row) {
     const int64_t diagonal = row / kHeads + seqlen_kv - seqlen_q;
     std::vector<double> scores(seqlen_kv, -INFINITY), o(head_dim);
@@ -79,14 +54,10 @@ Expected reference(const Problem& problem, const Tensor<Element>& q, const Tenso
       for (int d = 0; d < head_dim; ++d) o[d] += weight * v.at(key * head_dim + d);
     }
     for (double x : o) expected.o.push_back(sum == 0 ? 0 : x / sum);
-    expected.lse.push_back(sum == 0 ? -INFINITY : largest + log(sum));
+    expected.lse[row % kHeads * seqlen_q + row / kHeads] =
+        sum == 0 ? -INFINITY : largest + log(sum);
   }
   return expected;
-}
-
-bool is_close(double x, double expected, double tolerance) {
-  if (!std::isfinite(expected)) return std::isnan(expected) ? std::isnan(x) : x == expected;
-  return fabs(x - expected) <= tolerance;
 }
 
 void check(const Problem& problem, int number, std::mt19937& random) {
@@ -115,33 +86,14 @@ void check(const Problem& problem, int number, std::mt19937& random) {
   params.softmax_scale = 1 / sqrtf(head_dim), params.softcap = problem.softcap;
   const Expected expected = reference(problem, q, k, v, params.sink);
   const unsigned ctas = kHeads * ((problem.seqlen_q + kQ - 1) / kQ);
-  std::vector<uint16_t> first;
-  for (simt::Order order : {simt::Order::kForward, simt::Order::kBackward, simt::Order::kRandom})
-    for (bool late : {false, true}) {
-      const Tensor<Element> o(rows * head_dim, random, NAN);
-      const Tensor<float> lse(rows, random, NAN);
-      params.o = o.data, params.lse = lse.data;
-      for (unsigned cta = 0; cta < ctas; ++cta)
-        simt::run(
-            cta, ctas, VARIANT_THREADS, smem, sizeof smem, {order, late},
-            [] { VARIANT_SYMBOL(params); }, random);
-      const char* const copies = late ? "late" : "early";
-      const auto complain = [&](const char* what, size_t i, double x, double wanted) {
-        printf("problem %d, order %d, %s copies: %s[%zu] is %g in place of %g\n", number,
-               static_cast<int>(order), copies, what, i, x, wanted);
-        exit(1);
-      };
-      for (size_t i = 0; i < o.size; ++i)
-        if (!is_close(o.at(i), expected.o[i], 0.02)) complain("o", i, o.at(i), expected.o[i]);
-      for (int row = 0; row < rows; ++row) {
-        const double x = lse.data[row % kHeads * problem.seqlen_q + row / kHeads];
-        if (!is_close(x, expected.lse[row], 0.01)) complain("lse", row, x, expected.lse[row]);
-      }
-      const uint16_t* const bits = reinterpret_cast<const uint16_t*>(o.data);
-      if (first.empty()) first.assign(bits, bits + o.size);
-      for (size_t i = 0; i < o.size; ++i)
-        if (bits[i] != first[i]) complain("o in another schedule", i, o.at(i), NAN);
-    }
+  in_every_schedule(random, [&](Run& run) {
+    const Tensor<Element> o(rows * head_dim, random, NAN);
+    const Tensor<float> lse(rows, random, NAN);
+    params.o = o.data, params.lse = lse.data;
+    run.launch(ctas, [] { VARIANT_SYMBOL(params); });
+    run.compare(number, "o", o, expected.o, 0.02);
+    run.compare(number, "lse", lse, expected.lse, 0.01);
+  });
 }
 
 }  // namespace

@@ -74,6 +74,9 @@ void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b
 inline void cp_async_cg_16(uint32_t to, const void* from, int bytes) {
   simt::start({to, from, bytes, 16});
 }
+inline void cp_async_cg_16_if(bool active, uint32_t to, const void* from, int bytes) {
+  if (active) cp_async_cg_16(to, from, bytes);
+}
 inline void cp_async_commit_group() { simt::commit(); }
 template <int pending>
 void cp_async_wait_group() {
@@ -103,6 +106,12 @@ inline float lg2_approx(float x) { return log2f(x); }
 inline float rcp_approx(float x) { return 1 / x; }
 inline uint32_t fma_f16x2(uint32_t, uint32_t, uint32_t) { simt::fail("fma.f16x2"); }
 inline uint32_t fma_bf16x2(uint32_t, uint32_t, uint32_t) { simt::fail("fma.bf16x2"); }
+
+inline void store_16_bytes(void* to, const uint32_t (&words)[4]) { memcpy(to, words, 16); }
+
+// Launches follow one another.
+inline void wait_for_predecessors() {}
+inline void launch_dependents() {}
 
 template <class T>
 T opaque(T x) {

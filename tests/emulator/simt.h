@@ -26,6 +26,7 @@
 #undef __global__
 #undef __grid_constant__
 #undef __launch_bounds__
+#undef __noinline__
 #undef __shared__
 #undef __align__
 #define __device__
@@ -33,6 +34,7 @@
 #define __global__
 #define __grid_constant__
 #define __launch_bounds__(...)
+#define __noinline__
 #define __shared__ static  // there is one CTA at a time
 #define __align__(bytes) __attribute__((aligned(bytes)))
 
@@ -264,6 +266,20 @@ T __shfl_xor_sync(unsigned, T x, int mask) {
     for (int lane = 0; lane < simt::kWarp; ++lane) out[lane] = in[lane ^ mask];
   });
 }
+template <class T>
+T __shfl_sync(unsigned, T x, int from) {
+  struct Request {
+    T x;
+    int from;
+  };
+  return simt::together<T>(Request{x, from}, [](const Request* in, T* out) {
+    for (int lane = 0; lane < simt::kWarp; ++lane) out[lane] = in[in[lane].from].x;
+  });
+}
+template <class T>
+T __ldg(const T* at) {
+  return *at;
+}
 inline size_t __cvta_generic_to_shared(const void* at) {
   return static_cast<const unsigned char*>(at) - simt::cta.shared + simt::kReserved;
 }
@@ -275,6 +291,9 @@ To bits_of(From from) {
   memcpy(&to, &from, sizeof to);
   return to;
 }
+inline float __fdividef(float x, float y) { return x / y; }
+inline float exp_of(float x) { return expf(x); }
+#define __expf exp_of  // which is a name of the C library
 inline unsigned __float_as_uint(float x) { return bits_of<unsigned>(x); }
 inline float __uint_as_float(unsigned x) { return bits_of<float>(x); }
 inline float __int_as_float(int x) { return bits_of<float>(x); }
