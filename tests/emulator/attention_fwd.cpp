@@ -3,6 +3,7 @@
 
 namespace {
 
+using blockflash::Config;
 using blockflash::Element;
 constexpr int kHeads = 2;  // of queries; they share the keys of one
 
@@ -17,7 +18,7 @@ struct Problem {
 };
 
 constexpr int kAll = BLOCKFLASH_WINDOW_UNBOUNDED;
-constexpr int kQ = VARIANT_BLOCK_Q, kKv = VARIANT_BLOCK_KV, kD = VARIANT_HEAD_DIM;
+constexpr int kQ = Config::block_q, kKv = Config::block_kv, kD = Config::head_dim;
 const Problem kProblems[] = {
     {kQ + 6, 2 * kKv + 2, kD, kAll, 0, 1, 0, false, false},
     {kQ, 3 * kKv + 9, kD, kAll, 0, 30, 0, true, false},

@@ -6,7 +6,7 @@ namespace {
 using blockflash::Element;
 blockflash_bsr_matmul_portable_params params;
 
-constexpr int kBlock = VARIANT_BLOCK_SIZE, kN = VARIANT_BLOCK_N;
+constexpr int kBlock = blockflash::kBlock, kN = blockflash::Config::block_n;
 
 struct Problem {
   int block_rows, block_columns;
@@ -73,7 +73,8 @@ void check(const Problem& problem, int number, std::mt19937& random) {
   p.b = b.data, p.ldb = problem.ldb, p.ldc = n;
   p.bias = problem.bias != 0 ? bias.data : nullptr, p.bias_per_row = problem.bias == 2;
   p.m = m, p.n = n, p.k = k;
-  p.c_dtype = VARIANT_DTYPE, p.activation = problem.activation;
+  p.c_dtype = std::is_same_v<Element, __half> ? BLOCKFLASH_DTYPE_F16 : BLOCKFLASH_DTYPE_BF16;
+  p.activation = problem.activation;
   const auto is_aligned = [](const void* data, int row) {
     return reinterpret_cast<uintptr_t>(data) % 16 == 0 && row % 8 == 0;
   };

@@ -6,7 +6,7 @@
 
 #include "kernel.cu"
 
-alignas(1024) unsigned char smem[VARIANT_SMEM_BYTES];  // which the kernel declares
+alignas(1024) unsigned char smem[blockflash::Config::smem_bytes];  // which the kernel declares
 
 namespace {
 
@@ -40,7 +40,8 @@ struct Run {
 
   void launch(unsigned ctas, void (*kernel)()) const {
     for (unsigned cta = 0; cta < ctas; ++cta)
-      simt::run(cta, ctas, VARIANT_THREADS, smem, sizeof smem, schedule, kernel, random);
+      simt::run(cta, ctas, blockflash::Config::threads, smem, sizeof smem, schedule, kernel,
+                random);
   }
 
   // Ends the program if the output differs from what is expected by more than the tolerance, which
