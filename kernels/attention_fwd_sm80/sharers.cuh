@@ -11,7 +11,8 @@
 namespace blockflash {
 namespace {
 
-using RowValues = float[kMTiles][2];  // a lane's part of values of the rows that its quad holds
+// A value of each row that the lane's quad holds, or the lane's part of it.
+using RowValues = float[kMTiles][2];
 
 // A warp that has its rows for itself.
 struct Alone {
@@ -56,7 +57,8 @@ struct Pair {
     return ptx::named_barrier_or(barrier(), 2 * kWarpSize, x);
   }
 
-  // Both places are free: nobody reads them any more, and nobody will before the next barrier.
+  // Combines the values of both warps. The caller makes sure that each has read the other's place;
+  // afterwards both may be written again.
   template <class Combine>
   __device__ __forceinline__ void exchange(RowValues& x, const Combine& combine) const {
 #pragma unroll
@@ -74,7 +76,8 @@ struct Pair {
     meet();
   }
 
-  // Behind `any`, and so behind a barrier of the CTA since the last product.
+  // Follows `any`. Since the last product, which read the places, all have passed a barrier of the
+  // CTA.
   __device__ __forceinline__ void largest(RowValues& x) const {
     exchange(x, [](float a, float b) { return fmaxf(a, b); });
   }
@@ -84,7 +87,7 @@ struct Pair {
     exchange(x, [](float a, float b) { return a + b; });
   }
 
-  // The keys of this warp first: meanwhile the other one's probabilities arrive.
+  // The keys of this warp come first, so that the other one's probabilities arrive meanwhile.
   __device__ __forceinline__ void multiply(Output& o, const Scores& p,
                                            const LaneAddress<kChunks>& v_lane) const {
     constexpr int kPartBytes = kKvPerWarp * TileLayout::row_bytes;

@@ -6,6 +6,7 @@
 #include "blockflash/attention/mask.cuh"
 #include "blockflash/config/attention.cuh"
 #include "blockflash/mma/fragment.cuh"
+#include "blockflash/mma/products.cuh"
 #include "blockflash/mma/swizzle.cuh"
 #include "blockflash/mma/tile_copy.cuh"
 #include "blockflash/ptx/ldmatrix.cuh"
@@ -68,12 +69,7 @@ __device__ __forceinline__ LaneAddress<kChunks> moved(LaneAddress<kChunks> lane,
 __device__ __forceinline__ void compute_scores(Scores& s, const QFragments& q_rmem,
                                                const LaneAddress<kChunks>& q_lane,
                                                const LaneAddress<kChunks>& k_lane) {
-#pragma unroll
-  for (int m = 0; m < kMTiles; ++m)
-#pragma unroll
-    for (int n = 0; n < kKvTiles; ++n)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) s[m][n][i] = 0.f;
+  clear(s);
 #pragma unroll
   for (int d = 0; d < kDSteps; ++d) {
     uint32_t a[kMTiles][4];

@@ -79,19 +79,26 @@ fn hopper_keeps_the_order_that_was_measured() {
 /// Two stages and warps that share rows where shared memory has room for them.
 #[test]
 fn tiles_by_shared_memory() {
-    let chosen = |gpu: &CudaProperties, head_dim| {
-        [1024, 2048, 4096, 16384].map(|seqlen| {
-            match select(&problem(Mask::Full, 64, seqlen, head_dim), gpu).unwrap().variant {
+    let chosen = |gpu: &CudaProperties, mask: Mask, head_dim| {
+        [512, 1024, 2048, 4096, 16384].map(|seqlen| {
+            match select(&problem(mask, 64, seqlen, head_dim), gpu).unwrap().variant {
                 Variant::AttentionFwd(tile) => [tile.block_q, tile.warps, tile.split, tile.stages],
                 other => panic!("{other:?}"),
             }
         })
     };
-    assert_eq!(chosen(&a100(), 64), [[128, 4, 1, 2]; 4]);
-    assert_eq!(chosen(&l4(), 64), [[128, 4, 1, 1]; 4]);
-    assert_eq!(chosen(&a100(), 192), [[64, 4, 2, 1]; 4]);
-    assert_eq!(chosen(&a100(), 256), [[64, 4, 2, 1]; 4]);
-    assert_eq!(chosen(&l4(), 256), [[64, 4, 1, 1]; 4]);
+    // By the estimate, short sequences without a mask take narrow tiles at 64.
+    let [wide, narrow] = [128, 64].map(|block_q| [block_q, 4, 1, 2]);
+    assert_eq!(chosen(&a100(), Mask::Full, 64), [narrow, wide, wide, wide, wide]);
+    assert_eq!(chosen(&a100(), Mask::causal(), 64), [wide; 5]);
+    for mask in [Mask::Full, Mask::causal()] {
+        let stages = chosen(&l4(), mask, 64).map(|[.., split, stages]| [split, stages]);
+        assert_eq!(stages, [[1, 1]; 5]);
+        assert_eq!(chosen(&a100(), mask, 192), [[64, 4, 2, 1]; 5]);
+        assert_eq!(chosen(&a100(), mask, 256), [[64, 4, 2, 1]; 5]);
+        assert_eq!(chosen(&l4(), mask, 192), [[64, 4, 2, 1]; 5]);
+        assert_eq!(chosen(&l4(), mask, 256), [[64, 4, 1, 1]; 5]);
+    }
 }
 
 /// Sums in f32 at half the rate double the time of a problem that products limit.
