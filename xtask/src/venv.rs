@@ -25,10 +25,14 @@ impl Venv {
         Ok(Self(venv))
     }
 
-    /// A program of the environment, to be run in the root of the workspace.
+    /// A program of the environment, to be run in the root of the workspace. What Python compiles
+    /// is kept, whatever the caller's environment says: importing torch takes three times as long
+    /// without that.
     pub fn program(&self, name: &str) -> Command {
         let mut command = Command::new(self.0.join("bin").join(name));
         command.current_dir(root()).env("VIRTUAL_ENV", &self.0);
+        command.env_remove("PYTHONDONTWRITEBYTECODE");
+        command.env("PYTHONPYCACHEPREFIX", self.0.join("pycache"));
         command
     }
 

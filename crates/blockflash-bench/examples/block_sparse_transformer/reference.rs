@@ -6,6 +6,7 @@ use super::model::Sizes;
 use super::sparsity::Sparsity;
 use super::text::{BYTES, Batch};
 use blockflash_bench::Result;
+use ndarray::Array2;
 use std::collections::BTreeMap;
 
 /// Parameters by name, in the order of the network.
@@ -82,13 +83,13 @@ fn sees(pattern: Pattern, i: usize, j: usize) -> bool {
 /// `x·Wᵀ` with W in blocks.
 fn product(sparsity: &Sparsity, values: &[f64], x: &Rows) -> Rows {
     let size = sparsity.block_size;
-    let mut weights = vec![vec![0.0; sparsity.inputs]; sparsity.outputs];
+    let mut weights = Array2::zeros((sparsity.outputs, sparsity.inputs));
     for (at, &value) in values.iter().enumerate().filter(|&(at, _)| sparsity.is_inside(at)) {
         let (row, col) = sparsity.blocks[at / (size * size)];
-        weights[row * size + at / size % size][col * size + at % size] = value;
+        weights[[row * size + at / size % size, col * size + at % size]] = value;
     }
-    let dot = |x: &Vec<f64>, w: &Vec<f64>| x.iter().zip(w).map(|(x, w)| x * w).sum();
-    x.iter().map(|x| weights.iter().map(|w| dot(x, w)).collect()).collect()
+    let x = Array2::from_shape_fn((x.len(), sparsity.inputs), |(row, col)| x[row][col]);
+    x.dot(&weights.t()).rows().into_iter().map(|row| row.to_vec()).collect()
 }
 
 fn norm(x: &Rows, gain: &[f64]) -> Rows {
