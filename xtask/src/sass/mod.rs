@@ -26,9 +26,6 @@ pub struct Args {
     /// Fail unless each image contains and lacks what the manifest declares for it.
     #[arg(long)]
     check: bool,
-    /// With --check: a sixth of the images only, others with each commit.
-    #[arg(long, requires = "check")]
-    sample: bool,
     /// Print the machine code of the selected image; exactly one must be selected.
     #[arg(long, conflicts_with = "check")]
     full: bool,
@@ -47,9 +44,9 @@ const COLUMNS: &[&str] = &[
 const ALWAYS: &[&str] = &["LDL", "STL"];
 
 impl Args {
-    /// `sass --check` for the given targets, or for a sixth of all images if none are given.
+    /// `sass --check` for the given targets, or for all targets if none are given.
     pub fn checking(arch: &[Target]) -> Self {
-        Self { arch: arch.to_vec(), check: true, sample: arch.is_empty(), ..Self::default() }
+        Self { arch: arch.to_vec(), check: true, ..Self::default() }
     }
 
     fn selects(&self, kernel: &Kernel) -> bool {
@@ -66,11 +63,8 @@ struct Image {
 
 /// Runs the command.
 pub fn run(args: &Args) -> Result<()> {
-    let mut selected: Vec<&'static Kernel> =
+    let selected: Vec<&'static Kernel> =
         manifest::kernels().iter().filter(|kernel| args.selects(kernel)).collect();
-    if args.sample {
-        selected = kernels::sample(selected)?;
-    }
     let kernels: Vec<&'static Kernel> =
         selected.iter().copied().filter(|kernel| !kernel.target.is_ptx()).collect();
     let ptx = selected.len() - kernels.len();
