@@ -86,10 +86,10 @@ pub fn parse_target(text: &str) -> Result<Target, String> {
         .ok_or(format!("expected one of {names}"))
 }
 
-/// A commit rebuilds one of so many images where time is short.
+/// With `--sample` one of so many images is rebuilt.
 const SAMPLE: usize = 6;
 
-/// The first image of its sample.
+/// Which image a commit's sample begins with.
 fn sample_of(commit: &str) -> usize {
     commit.bytes().map(usize::from).sum::<usize>() % SAMPLE
 }
