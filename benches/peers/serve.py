@@ -31,6 +31,7 @@ PEERS = {
     "block_sparse_fwd": {
         "flex_attention": ("flex", "FlexAttention"),
         "flex_attention_tuned": ("flex", "FlexAttentionTuned"),
+        "flashinfer_vsa": ("vsa", "FlashInferVsa"),
     },
     "attention_bwd": {
         "fa3": ("backward", "Flash3"),
