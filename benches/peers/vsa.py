@@ -1,5 +1,5 @@
-"""The rival `flashinfer_vsa` of block-sparse attention forward: FlashInfer's kernel for video sparse
-attention on Hopper, blocks of 64 × 64 at head_dim 128."""
+"""The rival `flashinfer_vsa` of block-sparse attention forward: FlashInfer's kernel for video
+sparse attention on Hopper, blocks of 64 × 64 at head_dim 128."""
 
 import torch
 
