@@ -136,7 +136,7 @@ fn the_real_server_speaks_the_protocol() {
     // The two modes of one rival compute the backward pass with and without a block mask.
     let here: BTreeSet<_> = ops.iter().flat_map(|op| peers.of(op)).collect();
     let nobody = absent.iter().any(|(names, _)| names == &[EVERYTHING]);
-    assert!(nobody || counted + here.len() == 22, "{absent:?} {here:?}");
+    assert!(nobody || counted + here.len() == 23, "{absent:?} {here:?}");
     let marks = ["torch_matmul_dense", "torch_matmul_random"];
     assert!(nobody || marks.iter().all(|mark| peers.is_reference(mark)));
     assert!(!peers.is_reference("torch_triton_bsr"));
