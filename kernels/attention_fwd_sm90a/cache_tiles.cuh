@@ -120,8 +120,8 @@ struct AllTilesBelow {
 template <bool cache>
 struct OriginOfKeys {
   using Params = blockflash_attention_fwd_tma_params;
-  template <int block_q, int tile_heads>
-  using Queue = TileQueue<block_q, tile_heads>;
+  template <int block_q, int tile_heads, int block_rows>
+  using Queue = TileQueue<block_q, tile_heads, block_rows>;
   using Walk = DescendingTiles;
   static constexpr bool has_block_masks = true;
   static constexpr int producers = 1;  // threads
@@ -129,7 +129,7 @@ struct OriginOfKeys {
 template <>
 struct OriginOfKeys<true> {
   using Params = blockflash_attention_cache_params;
-  template <int block_q, int tile_heads>
+  template <int block_q, int tile_heads, int block_rows>
   using Queue = CacheQueue<block_q>;
   using Walk = AllTilesBelow;
   static constexpr bool has_block_masks = false;

@@ -7,13 +7,13 @@
 #include "blockflash/ptx/ldmatrix.cuh"
 #include "blockflash/ptx/wgmma.cuh"
 #include "output.cuh"
-#include "pipeline.cuh"
+#include "products.cuh"
+#include "step_cursor.cuh"
 #include "values.cuh"
 
 namespace blockflash {
 namespace {
 
-using Element = Config::Element;
 using Traits = ElementTraits<Element>;
 using Softmax = HopperSoftmax<kBlockKv / 2, !kOnes, Config::lse>;
 
@@ -21,9 +21,8 @@ using Softmax = HopperSoftmax<kBlockKv / 2, !kOnes, Config::lse>;
 // 16-bit type; in bf16 the sums of P·V stay within f32 for |V| up to about 2^90.
 constexpr float kSlack = Traits::exponent_mask == 0x7F80 ? 30.f : 8.f;
 
-// One consumer warpgroup: 64 queries of each tile. Of the 16 rows of a warp, a lane holds rows g
-// and g + 8 (g = lane / 4) in every accumulator.
-struct Consumer {
+// One consumer warpgroup: 64 queries of each tile.
+struct Consumer : StepCursor<kPaired> {
   const Params& params;
   const Barriers barriers;
   const uint32_t smem;
@@ -45,6 +44,11 @@ struct Consumer {
   static constexpr int kPending = 1, kSkip = 2, kOpen = 4, kInside = 8, kPass = 16, kEnd = 32,
                        kFresh = 64, kMasked = 128, kOutput = 256;
   int state = 0;  // one register for all flags, since no other is free
+
+  __device__ __forceinline__ bool is(int bits) const { return state & bits; }
+  __device__ __forceinline__ bool has_scores() const {
+    return (state & (kInside | kPass)) == kInside;
+  }
 
   static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
   __device__ __forceinline__ int first_row() const {
@@ -76,6 +80,41 @@ struct Consumer {
     if constexpr (kTurns) ptx::named_barrier_arrive(1 + (warpgroup + 1) % kWarpgroups, 256);
   }
 
+  __device__ __forceinline__ StepRing ring() const { return {smem + kStepOffset}; }
+  __device__ __forceinline__ void look_up_step() {
+    look_up(ring(), QueryTile::load(slot).first_key_tile, key_tile, warpgroup);
+  }
+  __device__ __forceinline__ void advance() {
+    if constexpr (kPaired) take(key_tile, warpgroup);
+    --key_tile;
+    if constexpr (kPaired) look_up_step();
+  }
+
+  __device__ __forceinline__ bool is_masked() const {
+    if constexpr (kPaired) return step.is_masked(warpgroup);
+    const KeyWalk mine = walk();
+    return key_tile > mine.unmasked_last || key_tile < mine.unmasked_first;
+  }
+
+  // One bit per key of this lane that its rows attend to.
+  __device__ __forceinline__ void look_up_mask(uint32_t (&visible)[2]) const {
+    const QueryTile tile = QueryTile::load(slot);
+    const AttentionMask mask = tile.mask(params.base);
+    if constexpr (kPaired) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        visible[half] = step.visible(mask.keys_of<int>(tile.q_begin + first_row() + 8 * half),
+                                     accumulator_column(lane(), 0));
+      return;
+    }
+    const int first_key = key_tile_at(slot, key_tile) * kBlockKv + accumulator_column(lane(), 0);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const KeyRange keys = mask.keys_of<int>(tile.q_begin + first_row() + 8 * half);
+      visible[half] = visible_keys(keys.begin - first_key, keys.end - first_key);
+    }
+  }
+
   // Waits for the next query tile and returns the flags that describe it.
   __device__ __forceinline__ int fetch() {
     slot = slot == slot_of(smem, kSlots - 1) ? slot_of(smem, 0) : slot + kSlotBytes;
@@ -98,86 +137,21 @@ struct Consumer {
     return (mine.left > 0 ? kInside : 0) | (mine.lead > 0 ? kPass : 0);
   }
 
-  // s = Q·Kᵀ
-  __device__ __forceinline__ void start_scores(int stage) {
-    const uint64_t k = ptx::wgmma_descriptor(smem + kKOffset) + (stage * kKvBytes >> 4);
-    const uint64_t q_tile = ptx::wgmma_descriptor(smem) + (q_stage() * kQBytes >> 4);
-#pragma unroll
-    for (int d = 0; d < (kD + 15) / 16; ++d) {
-      using Product = ptx::Wgmma<kBlockKv, Element>;
-      const uint64_t k_step = k + ((d / 4 * kBlockKv * 128 + d % 4 * 32) >> 4),
-                     q_step = q_tile + ((d / 4 * 8192 + d % 4 * 32) >> 4);
-      if constexpr (Config::q_in_registers) {
-        if (d == 0)
-          Product::template rs<false, false>(s, q + 4 * d, k_step);
-        else
-          Product::template rs<true, false>(s, q + 4 * d, k_step);
-      } else {
-        if (d == 0)
-          Product::template ss<false>(s, q_step, k_step);
-        else
-          Product::template ss<true>(s, q_step, k_step);
-      }
-    }
-    ptx::wgmma_commit_group();
-  }
-
-  // o += P·V, and the row sums of P by the ones behind V. With `skip`, multiplies by the page of
-  // zeros instead: a branch around the product would serialise all WGMMAs.
-  __device__ __forceinline__ void start_output(int stage, uint32_t accumulate, bool skip = false) {
-    const uint64_t v = skip ? ptx::wgmma_descriptor_mn(smem + kZerosOffset, 0, 0)
-                            : ptx::wgmma_descriptor_mn(smem + kVOffset, kBlockKv * 128, 1024) +
-                                  (stage * kVStageBytes >> 4);
-    const int step = skip ? 0 : 16 * 128 >> 4;
-#pragma unroll
-    for (int k = 0; k < kBlockKv / 16; ++k) {
-      using Product = ptx::Wgmma<kOutColumns, Element>;
-      if (k == 0)
-        Product::template rs_if<true>(accumulate, o, p, v);
-      else
-        Product::template rs<true, true>(o, p + 4 * k, v + k * step);
-    }
-    ptx::wgmma_commit_group();
-  }
-
-  __device__ __forceinline__ void clear_probabilities() {
-#pragma unroll
-    for (int i = 0; i < kBlockKv / 4; ++i) p[i] = 0;
-  }
-
-  __device__ __forceinline__ void rescale_output(const float (&rescale)[2]) {
-#pragma unroll
-    for (int i = 0; i < kOutColumns / 2; ++i) o[i] *= rescale[i / 2 % 2];
-  }
-
-  __device__ __forceinline__ void clear_output() {
-#pragma unroll
-    for (int i = 0; i < kOutColumns / 2; ++i) o[i] = 0.f;
-    ptx::wgmma_pin(o);  // makes this a branch instead of selects into a second set of registers
-  }
-
-  __device__ __forceinline__ bool is_masked() const {
-    const KeyWalk mine = walk();
-    return key_tile > mine.unmasked_last || key_tile < mine.unmasked_first;
-  }
-
-  // One bit per key of this lane that its rows attend to.
-  __device__ __forceinline__ void look_up_mask(uint32_t (&visible)[2]) const {
-    const QueryTile tile = QueryTile::load(slot);
-    const AttentionMask mask = tile.mask(params.base);
-    const int first_key = key_tile_at(slot, key_tile) * kBlockKv + accumulator_column(lane(), 0);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const KeyRange keys = mask.keys_of<int>(tile.q_begin + first_row() + 8 * half);
-      visible[half] = visible_keys(keys.begin - first_key, keys.end - first_key);
-    }
-  }
-
   // Computes the pending product on the CUDA cores, because V holds NaN or infinity and a mask
   // hides keys.
   __device__ __forceinline__ void add_visible(int stage) {
     const uint32_t its_slot = is(kFresh) ? slot_before() : slot;
     const QueryTile tile = QueryTile::load(its_slot);
+    if constexpr (kPaired) {
+      const KeyStep pending_step = ring().step(pending);
+      const int halves = pending_step.has_second() ? 2 : 1;
+#pragma unroll 1
+      for (int half = 0; half < halves; ++half)
+        add_visible_products(o, p, tile.mask(params.base), tile.q_begin + first_row(),
+                             (pending_step.tile(half) - half) * 64, v_at(smem, stage),
+                             v_panel(stage), 64 * half, 64 * half + 64);
+      return;
+    }
     const int first_key =
         key_tile_at(its_slot, is(kFresh) ? tile.first_key_tile : key_tile + 1) * kBlockKv;
     add_visible_products(o, p, tile.mask(params.base), tile.q_begin + first_row(), first_key,
@@ -195,17 +169,18 @@ struct Consumer {
   // A step without masks: probabilities of the key tile in k_stage, and P·V of the previous one, in
   // v_stage. is_last: the last key tile of these queries.
   __device__ __forceinline__ void fast_step(int k_stage, int v_stage, bool is_last) {
-    full.wait(barriers.full, k_stage);
+    full.wait(barriers.full, k_full(k_stage, warpgroup));
     begin_turn();
     // s must live until here, or the assembler separates the exponentials from their conversions.
     ptx::wgmma_pin(o), ptx::wgmma_pin(s), ptx::wgmma_pin(p);
     ptx::wgmma_fence();
-    start_scores(k_stage);
-    full.wait(barriers.full, Barriers::kV + v_stage);
+    start_scores(s, q, smem, q_stage(), k_stage);
+    full.wait(barriers.full, v_full(v_stage));
     ptx::wgmma_fence();
-    start_output(v_stage, state & kOutput);
+    start_output(o, p, smem, v_stage, state & kOutput);
     state |= kOutput;
     end_turn();
+    if constexpr (kPaired) advance();
     ptx::wgmma_wait_group<1>();
     ptx::wgmma_pin(s);
     release(k_stage);
@@ -221,7 +196,7 @@ struct Consumer {
     release(Barriers::kV + v_stage);
     softmax.template round<Traits>(s, p);
     ptx::wgmma_pin(p);
-    if (grew) rescale_output(rescale);
+    if (grew) rescale_output(o, rescale);
   }
 
   // Releases key tiles that no query of this warpgroup sees. The first one takes no turn, as the
@@ -229,6 +204,10 @@ struct Consumer {
   __device__ __forceinline__ int pass(int stage, int key_tiles) {
 #pragma unroll 1
     for (int i = 0; i < key_tiles; ++i) {
+      if constexpr (kPaired) {  // the producer releases them
+        if (i > 0) begin_turn(), end_turn();
+        continue;
+      }
       full.wait(barriers.full, stage);
       release(stage);
       if (i > 0) begin_turn(), end_turn();
@@ -239,15 +218,10 @@ struct Consumer {
     return stage;
   }
 
-  __device__ __forceinline__ bool is(int bits) const { return state & bits; }
-  __device__ __forceinline__ bool has_scores() const {
-    return (state & (kInside | kPass)) == kInside;
-  }
-
   // Stores the output of the previous query tile.
   __device__ __forceinline__ void finish(const RowTotals& before) {
     if (!is(kOpen)) return;
-    if (!is(kPending)) clear_output();  // no key tile was visited
+    if (!is(kPending)) clear_output(o);  // no key tile was visited
     store_output(params, QueryTile::load(slot_before()), o, before, smem, warpgroup);
   }
 
@@ -255,6 +229,7 @@ struct Consumer {
     slot = slot_of(smem, kSlots - 1);
     int stage = 0;  // stage of the next key tile
     const auto v_stage = [&] {
+      if (kPaired) return pending & 1;
       return stage == 0 ? kStages - 1 : stage - 1;
     };  // stage of the pending probabilities
     const auto takes_turn = [&] { return has_scores() && !is(kFresh); };
@@ -269,18 +244,22 @@ struct Consumer {
       const auto start_scores_here = [&] {
         if (Config::q_stages == 2 && is(kFresh) && is(kOpen)) release_q();
         if (is(kFresh)) state |= fetch();
-        if (has_scores()) full.wait(barriers.full, stage);
+        if (kPaired && has_scores()) {
+          look_up_step();
+          stage = __shfl_sync(~0u, key_tile % kStages, 0);
+        }
+        if (has_scores()) full.wait(barriers.full, k_full(stage, warpgroup));
         if (!kLateQ && takes_turn()) begin_turn();
         ptx::wgmma_pin(o), ptx::wgmma_pin(p);
         ptx::wgmma_fence();
-        start_scores(stage);
+        start_scores(s, q, smem, q_stage(), stage);
       };
       const auto start_output_here = [&] {
-        if (is(kPending)) full.wait(barriers.full, Barriers::kV + v_stage());
+        if (is(kPending)) full.wait(barriers.full, v_full(v_stage()));
         if (kLateQ && takes_turn()) begin_turn();
         ptx::wgmma_fence();
         const int now = __shfl_sync(~0u, state, 0);
-        start_output(v_stage(), now & kOutput, now & kSkip);
+        start_output(o, p, smem, v_stage(), now & kOutput, now & kSkip);
       };
       if constexpr (!kLateQ) start_scores_here();
       start_output_here();
@@ -290,7 +269,7 @@ struct Consumer {
       const auto look_up_mask_here = [&] {
         if (has_scores() && is_masked()) look_up_mask(visible), state |= kMasked;
       };
-      if constexpr (kWarpgroups < 3)
+      if constexpr (kWarpgroups < 3 && !kPaired)
         look_up_mask_here();  // three warpgroups have free registers only after the products
       // With three warpgroups the pending product must be complete before registers are free for
       // the softmax. Otherwise it may still be in flight when it is the last of its query tile.
@@ -298,7 +277,7 @@ struct Consumer {
       // Three warpgroups have no register for the log-sum-exp beside the next scores.
       constexpr bool kFinishFirst = kLateQ || (kWarpgroups == 3 && Config::lse);
       RowTotals before;  // totals of the query tile that ends here
-      if constexpr (!Config::lse) before = softmax.totals();
+      if constexpr (!Config::lse && !kPaired) before = softmax.totals();
       if constexpr (kLateQ) {
         ptx::wgmma_wait_group<1>();
         take_product(v_stage());
@@ -313,11 +292,11 @@ struct Consumer {
       if (is(kFresh) && !is(kEnd) && (Config::q_in_registers || kLateQ && !is(kInside)))
         release_q();
       if (is(kFresh)) {
-        if constexpr (Config::lse) before = softmax.totals();
+        if constexpr (Config::lse || kPaired) before = softmax.totals();
         softmax.reset();
       }
       float rescale[2] = {1.f, 1.f};
-      if constexpr (kWarpgroups == 3) look_up_mask_here();
+      if constexpr (kWarpgroups == 3 || kPaired) look_up_mask_here();
       if (has_scores()) {
         release(stage);
         if (kLateQ && key_tile == QueryTile::load(slot).first_key_tile) release_q();
@@ -338,11 +317,11 @@ struct Consumer {
         take_product(v_stage());
       }
       if (has_scores())
-        softmax.template round<Traits>(s, p), --key_tile;
+        softmax.template round<Traits>(s, p), advance();
       else
-        clear_probabilities();
+        clear_probabilities(p);
       if (!is(kFresh)) {
-        if (__any_sync(~0u, rescale[0] != 1.f || rescale[1] != 1.f)) rescale_output(rescale);
+        if (__any_sync(~0u, rescale[0] != 1.f || rescale[1] != 1.f)) rescale_output(o, rescale);
       } else if (!kFinishFirst) {
         finish(before);
       }
@@ -356,7 +335,10 @@ struct Consumer {
       state =
           kPending | kOpen | kInside | ((state & (kPending | kFresh)) == kPending ? kOutput : 0);
       if (masked) {
-        full.peek(barriers.checked - 8 * Barriers::kV, Barriers::kV + stage);
+        if constexpr (kPaired) {
+          stage = v_stage();
+        }
+        full.peek(barriers.checked - 8 * Barriers::kV, v_full(stage));
         // Lane 0 reads the words and also releases V, which orders this read before the next write.
         const uint32_t words = barriers.nonfinite + 4 * kCheckers * stage;
         uint32_t found = 0;
@@ -368,6 +350,14 @@ struct Consumer {
       const KeyWalk mine = walk();
       // With a softcap every key tile takes the general step, which keeps the cap out of the fast
       // one.
+      if constexpr (kPaired) {
+        const bool fast = !is(kSkip) && !(params.base.softcap > 0.f);
+#pragma unroll 1
+        while (fast && step.is_for(warpgroup) && !is_masked())
+          fast_step(__shfl_sync(~0u, key_tile % kStages, 0), __shfl_sync(~0u, v_stage(), 0), false);
+        if (!step.is_for(warpgroup)) state &= ~kInside;
+        continue;
+      }
       if (!is(kSkip) && !(params.base.softcap > 0.f) && key_tile <= mine.unmasked_last) {
         // Unrolled over the ring, so that stages are constants; the first turn starts at the
         // current stage.

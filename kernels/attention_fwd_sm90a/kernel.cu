@@ -9,7 +9,7 @@
 // FlashAttention-3 (Shah et al., 2024). The softmax moves its reference only when a score exceeds
 // it by a margin, and the tensor cores sum the denominator over columns of ones.
 #include "consumer.cuh"
-#include "pipeline.cuh"
+#include "producer.cuh"
 #include "values.cuh"
 
 BLOCKFLASH_KERNEL(const __grid_constant__ blockflash::KernelParams kernel_params) {
@@ -27,7 +27,7 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash::KernelParams kernel_params
     if (Config::cache || params.base.cu_seqlens_q != nullptr ||
         params.base.block_mask.row_ptr != nullptr)
       ptx::wait_for_predecessors();
-    announce(queue, slot_of(smem, 0));
+    announce(queue, smem, 0);
   } else if (threadIdx.x == 0) {
     barriers.init();
   } else if (threadIdx.x >= 64) {
@@ -38,7 +38,11 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash::KernelParams kernel_params
 
   if (warpgroup == 0) {
     ptx::lower_registers<kProducerRegisters>();
-    if (threadIdx.x < Origin::producers) produce(kernel_params, smem, barriers);
+    if constexpr (kPaired) {
+      if (threadIdx.x == 0) produce_paired(params, smem, barriers);
+    } else {
+      if (threadIdx.x < Origin::producers) produce(kernel_params, smem, barriers);
+    }
     if (threadIdx.x / 32 == 1) schedule(queue, smem, barriers);
     if constexpr (Config::cache) {
       if (threadIdx.x / 32 == 2) check_values(smem, barriers, 0);
@@ -50,7 +54,7 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash::KernelParams kernel_params
     ptx::raise_registers<kConsumerRegisters>();
     if (kTurns && warpgroup == kWarpgroups)
       ptx::named_barrier_arrive(1, 256);  // grants the first turn
-    Consumer{params, barriers, smem, warpgroup - 1}.run();
+    Consumer{{}, params, barriers, smem, warpgroup - 1}.run();
     if (kStaged && threadIdx.x % 32 == 0) ptx::tensor_store_wait();
   }
 }

@@ -6,7 +6,7 @@
 #include "blockflash/params/attention_fwd.h"
 #include "blockflash/ptx/shared.cuh"
 #include "blockflash/ptx/stmatrix.cuh"
-#include "pipeline.cuh"
+#include "layout.cuh"
 #include "softmax.cuh"
 
 namespace blockflash {

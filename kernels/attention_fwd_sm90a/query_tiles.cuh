@@ -85,6 +85,7 @@ struct KeyLimits {
 struct QueueCounter {
   const blockflash_attention_fwd_tma_params& params;
   int index = blockIdx.x;
+  unsigned rows_left = 3;  // of two block rows at `index`: those that are still to be handed out
 
   __device__ __forceinline__ explicit QueueCounter(
       const blockflash_attention_fwd_tma_params& params)
@@ -112,14 +113,19 @@ struct QueueCounter {
 // values fit into L2 together; within a section the queries that see the most keys come first.
 // Under a block mask the longest eighth of the rows of all heads comes before the sections, since a
 // long row that starts late would end long after everything else. `tile_heads` heads share a tile.
-template <int block_q, int tile_heads>
+template <int block_q, int tile_heads, int block_rows>
 struct TileQueue : QueueCounter {
   int batch = 0,
       base = 0;  // packed: the sequence that holds `index`, and the index of its first tile
 
   using QueueCounter::QueueCounter;
 
-  // The tile at `index` without its key tiles; false past the end.
+  static __device__ __forceinline__ int turns_of(int tiles) {
+    return (tiles + block_rows - 1) / block_rows;
+  }
+
+  // The tile at `index` without its key tiles; false past the end. Of several block rows each lane
+  // gets one, or none.
   __device__ __forceinline__ bool take(QueryTile& tile) {
     const blockflash_attention_fwd_params& p = params.base;
     const bool packed = p.cu_seqlens_q != nullptr;
@@ -134,16 +140,17 @@ struct TileQueue : QueueCounter {
         if (batch == p.batch) return false;
         const PackedRows queries = PackedRows::of(p.cu_seqlens_q, batch, p.total_q, p.seqlen_q);
         tile.q_offset = queries.begin, tile.seqlen_q = queries.length;
-        const int tiles = tiles_of_queries(p.block_mask, tile.seqlen_q, block_q) * heads;
+        const int tiles = turns_of(tiles_of_queries(p.block_mask, tile.seqlen_q, block_q)) * heads;
         if (index - base < tiles) break;
         base += tiles;
       }
       tile.seqlen_kv = PackedRows::of(p.cu_seqlens_kv, batch, p.total_kv, p.seqlen_kv).length;
     }
     const int tiles_q = tiles_of_queries(p.block_mask, tile.seqlen_q, block_q);
-    const int early = p.block_mask.row_order != nullptr && !packed ? tiles_q / 8 : 0;
+    const int turns = turns_of(tiles_q);
+    const int early = p.block_mask.row_order != nullptr && !packed ? turns / 8 : 0;
     int at = index - base, first_row = 0, rows_here = early;
-    if (at >= early * heads) at -= early * heads, first_row = early, rows_here = tiles_q - early;
+    if (at >= early * heads) at -= early * heads, first_row = early, rows_here = turns - early;
     if (at >= rows_here * heads) return false;
     const int section = at / (heads_per_section * rows_here) * heads_per_section,
               rest = at - section * rows_here;
@@ -152,9 +159,15 @@ struct TileQueue : QueueCounter {
     tile.batch = packed ? batch : head / heads_q;
     tile.head = (packed ? head : head - tile.batch * heads_q) * tile_heads;
     const BlockRows rows = BlockRows::of(p.block_mask, tile.batch);
-    tile.q_begin = tile_of_queries(p.block_mask, rows, tiles_q, block_q, tile.batch, tile.head,
-                                   first_row + row) *
-                   block_q;
+    int turn = first_row + row;
+    if constexpr (block_rows > 1) {
+      turn = turn * block_rows + static_cast<int>(threadIdx.x) % block_rows;
+      tile.q_begin = -1;
+      if (turn >= tiles_q) return true;
+    }
+    tile.q_begin =
+        tile_of_queries(p.block_mask, rows, tiles_q, block_q, tile.batch, tile.head, turn) *
+        block_q;
     return true;
   }
 

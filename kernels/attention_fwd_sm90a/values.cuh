@@ -5,19 +5,19 @@
 #include <limits.h>
 
 #include "blockflash/mma/element.cuh"
-#include "pipeline.cuh"
+#include "layout.cuh"
 
 namespace blockflash {
 
 // Stores the ones behind each stage of V, and the page of zeros.
 __device__ __forceinline__ void store_constants(uint32_t smem, int thread, int threads) {
   if constexpr (kOnes) {
-    constexpr int kPieces = kBlockKv * 128 / 16;
+    constexpr int kPieces = kBlockKv * 128 / 16, kCopies = kPaired ? 1 : kStages,
+                  kFirst = kPaired ? kOnesOffset : kVOffset + kKvBytes;
     const int ones = ElementTraits<Config::Element>::pack(1.f, 1.f);
-    for (int i = thread; i < kStages * kPieces; i += threads)
-      ptx::store_shared_int4(
-          smem + kVOffset + i / kPieces * kVStageBytes + kKvBytes + i % kPieces * 16,
-          make_int4(ones, ones, ones, ones));
+    for (int i = thread; i < kCopies * kPieces; i += threads)
+      ptx::store_shared_int4(smem + kFirst + i / kPieces * kVStageBytes + i % kPieces * 16,
+                             make_int4(ones, ones, ones, ones));
   }
   if (thread < 64) ptx::store_shared_int4(smem + kZerosOffset + thread * 16, make_int4(0, 0, 0, 0));
 }
@@ -49,12 +49,19 @@ __device__ __forceinline__ void check_values(uint32_t smem, const Barriers& barr
 #pragma unroll 1
     for (int key_tile = tile.first_key_tile + tile.key_tiles - 1; key_tile >= tile.first_key_tile;
          --key_tile) {
-      full.wait(barriers.full, Barriers::kV + stage);
-      if (key_tile < unmasked_first || key_tile > unmasked_last) {
+      KeyStep step = {0};
+      if constexpr (kPaired) {
+        step = StepRing{smem + kStepOffset}.step(key_tile);
+        stage = key_tile % kVStages;
+      }
+      const int its = step.rows() % 3 * kVStages + stage;
+      full.wait(barriers.full, Barriers::kV + its);
+      if (kPaired ? step.is_masked() : key_tile < unmasked_first || key_tile > unmasked_last) {
         uint32_t sums = 0;
         constexpr int kPieces = kKvBytes / (512 * kCheckers);
-        const uint32_t at =
-            smem + kVOffset + stage * kVStageBytes + checker * (kPieces * 512) + lane * 16;
+        const uint32_t at = v_at(smem, stage) +
+                            (kPaired ? checker * v_panel(stage) : checker * (kPieces * 512)) +
+                            lane * 16;
 #pragma unroll 4
         for (int piece = 0; piece < kPieces; ++piece) {
           const int4 words = ptx::load_shared_int4(at + piece * 512);
@@ -67,7 +74,7 @@ __device__ __forceinline__ void check_values(uint32_t smem, const Barriers& barr
         __syncwarp();
       }
       if (lane == 0) {
-        ptx::mbarrier_arrive(barriers.checked + 8 * stage);
+        ptx::mbarrier_arrive(barriers.checked + 8 * its);
         ptx::mbarrier_arrive(barriers.empty + 8 * (Barriers::kV + stage));
       }
       stage = stage + 1 == kStages ? 0 : stage + 1;
@@ -82,7 +89,9 @@ __device__ __forceinline__ void check_values(uint32_t smem, const Barriers& barr
 __device__ __forceinline__ void add_visible_products(float (&o)[kOutColumns / 2],
                                                      const uint32_t (&p)[kBlockKv / 4],
                                                      const AttentionMask& mask, int row,
-                                                     int first_key, uint32_t v_smem) {
+                                                     int first_key, uint32_t v_smem,
+                                                     int panel_bytes = kBlockKv * 128, int from = 0,
+                                                     int to = kBlockKv) {
   using Traits = ElementTraits<Config::Element>;
   const int lane = threadIdx.x % 32;
   // One row after the other: scores and probabilities are live here and leave few registers.
@@ -91,7 +100,7 @@ __device__ __forceinline__ void add_visible_products(float (&o)[kOutColumns / 2]
     const KeyRange keys = mask.keys_of<int>(row + 8 * half);
     const int begin = keys.begin - first_key, end = keys.end - first_key;
 #pragma unroll 1
-    for (int key = 0; key < kBlockKv; ++key) {
+    for (int key = from; key < to; ++key) {
       float probability = 0.f;
 #pragma unroll
       for (int i = half; i < kBlockKv / 4; i += 2)
@@ -103,7 +112,7 @@ __device__ __forceinline__ void add_visible_products(float (&o)[kOutColumns / 2]
 #pragma unroll
       for (int d = 0; d < kOutColumns / 8; ++d) {
         const uint32_t pair =
-            ptx::load_shared(v_row + d / 8 * kBlockKv * 128 + (d % 8 ^ key % 8) * 16);
+            ptx::load_shared(v_row + d / 8 * panel_bytes + (d % 8 ^ key % 8) * 16);
 #pragma unroll
         for (int i = 0; i < 2; ++i)
           o[4 * d + 2 * half + i] +=

@@ -42,6 +42,43 @@ pub enum BlockPattern {
     EmptyRowsAndColumns,
     /// Every block of which the token mask shows a pair.
     Seen,
+    /// Rows in pairs, whose lists share something or nothing.
+    Pairs(Pairs),
+}
+
+/// What the lists of rows 2 t and 2 t + 1 have in common.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Pairs {
+    /// Everything.
+    Equal,
+    /// Nothing: columns take turns.
+    Interleaved,
+    /// Nothing: one visits the first half of the columns, the other one the second half.
+    Halves,
+    /// One of them visits every column, the other one each (g + 1)-th, with gaps of g = t % 9.
+    Gaps,
+    /// One of them has an empty list, or both have.
+    OneSided,
+    /// Half of each list.
+    Half,
+}
+
+impl Pairs {
+    /// All of them.
+    pub const ALL: [Self; 6] =
+        [Self::Equal, Self::Interleaved, Self::Halves, Self::Gaps, Self::OneSided, Self::Half];
+
+    fn visits(self, row: usize, col: usize, cols: usize) -> bool {
+        let (pair, second) = (row / 2, row % 2);
+        match self {
+            Self::Equal => !(col * (pair + 2) / 3 + pair).is_multiple_of(3),
+            Self::Interleaved => col % 2 == second,
+            Self::Halves => (col < cols / 2) == (pair + second).is_multiple_of(2),
+            Self::Gaps => pair % 2 == second || col.is_multiple_of(pair % 9 + 1),
+            Self::OneSided => [[true, false], [false, true], [false, false]][pair % 3][second],
+            Self::Half => [[true, false, true, false], [true, true, false, false]][second][col % 4],
+        }
+    }
 }
 
 /// The smallest block that consists of whole tiles of each of these sizes.
@@ -106,6 +143,11 @@ impl Blocks {
                         let (row, col) = (at / cols % rows, at % cols);
                         *visited =
                             (row + group) % 3 != 0 && col % 3 != 1 && random.random_bool(0.75);
+                    }
+                }
+                BlockPattern::Pairs(pairs) => {
+                    for (at, visited) in visited.iter_mut().enumerate() {
+                        *visited = pairs.visits(at / cols % rows, at % cols, cols);
                     }
                 }
                 BlockPattern::Seen => {

@@ -12,7 +12,7 @@ mod run;
 mod strategy;
 
 pub use block_cases::{block_cases, block_tile_cases};
-pub use blocks::{BlockCase, BlockPattern, Blocks, MaskHeads, smallest_block};
+pub use blocks::{BlockCase, BlockPattern, Blocks, MaskHeads, Pairs, smallest_block};
 pub use case::{AttentionCase, Content, Lengths, Sequence};
 pub use data::AttentionData;
 pub use edges::{edge_cases, many_heads, special_cases, tile_cases};

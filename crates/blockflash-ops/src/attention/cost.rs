@@ -14,6 +14,9 @@ use blockflash_sys::manifest::{
 #[inline]
 pub(super) fn relative_time(c: &Candidate<'_, AttentionProblem>) -> f64 {
     match &c.kernel.variant {
+        Variant::AttentionFwdHopper(hopper) if hopper.block_rows > 1 && !pairs_pay(c) => {
+            f64::INFINITY
+        }
         Variant::AttentionFwdHopper(hopper) => hopper_time(hopper, c.tile, c.problem, c.gpu),
         Variant::AttentionFwdSmall(small) => small_time(small, c.problem, c.gpu),
         Variant::AttentionFwd(tile) if !was_tuned(c.gpu) => {
@@ -22,6 +25,14 @@ pub(super) fn relative_time(c: &Candidate<'_, AttentionProblem>) -> f64 {
         // The first one in the table.
         _ => 0.0,
     }
+}
+
+/// Whether a tile of two block rows is worth an estimate: each row has a list of its own, and there
+/// are pairs for all SMs. With fewer pairs, single rows occupy twice as many SMs.
+#[inline]
+fn pairs_pay(c: &Candidate<'_, AttentionProblem>) -> bool {
+    c.problem.block_mask.is_some_and(|mask| mask.block_q == c.tile.block_q)
+        && tiles(c.tile, c.problem) >= f64::from(c.gpu.multiprocessors)
 }
 
 /// Nanoseconds of a Hopper kernel. When tiles are few, the SMs that get the most tiles determine
@@ -117,7 +128,7 @@ fn portable_time(
 fn tiles(tile: &AttentionTile, problem: &AttentionProblem) -> f64 {
     problem.batch as f64
         * (problem.num_heads_q / tile.heads as usize) as f64
-        * problem.seqlen_q.div_ceil(tile.block_q as usize) as f64
+        * problem.seqlen_q.div_ceil(tile.queries() as usize) as f64
 }
 
 /// Number of key tiles that a tile of queries visits: the mean over a sample, and the maximum.

@@ -140,6 +140,56 @@ fn heads_that_share_blocks_share_tiles() {
     assert_eq!([heads([32, 8], 32), heads([32, 32], 1), heads([24, 8], 8)], [(64, 1); 3]);
 }
 
+/// Two block rows of 64 queries share a tile where each has a list of its own, the pairs fill the
+/// GPU and there is a bit for each key tile.
+#[test]
+fn two_block_rows_share_a_tile() {
+    let is_pair = |kernel: &&'static Kernel| {
+        kernel.attention_tile().is_some_and(|tile| tile.block_rows == 2 && tile.lse.suits(false))
+    };
+    let pairs: Vec<_> = manifest::kernels().iter().filter(is_pair).collect();
+    assert_eq!(pairs.len(), 2);
+    let masked = |heads, seqlen, head_dim, block_q: Option<u32>| {
+        let mask = block_q.map(|block_q| BlockMaskSizes {
+            block_q,
+            block_kv: 64,
+            batch: 1,
+            heads,
+            packed_rows: None,
+        });
+        let heads = heads as usize;
+        AttentionProblem { block_mask: mask, ..problem(1, [heads, heads], seqlen, head_dim) }
+    };
+    let rows = |problem: &AttentionProblem| {
+        select(problem, &h200()).unwrap().attention_tile().unwrap().block_rows
+    };
+    for (block_q, expected) in [(None, 1), (Some(64), 2), (Some(128), 1), (Some(192), 1)] {
+        let problem = masked(32, 8192, 128, block_q);
+        assert_eq!(rows(&problem), expected, "{block_q:?}");
+        let kernel = pairs.iter().find(|pair| accepts(pair, &problem, &h200()).is_ok()).unwrap();
+        assert_eq!(plan(kernel, &problem, &h200()).unwrap().config.grid, [132, 1, 1]);
+    }
+    assert_eq!(rows(&masked(32, 8192, 96, Some(64))), 2);
+    assert_eq!(rows(&masked(32, 8192, 64, Some(64))), 1);
+    // 128 pairs for 132 SMs.
+    assert_eq!(
+        [rows(&masked(4, 4096, 128, Some(64))), rows(&masked(5, 4096, 128, Some(64)))],
+        [1, 2]
+    );
+    let longest = masked(4, 2048 * 64, 128, Some(64));
+    assert_eq!(rows(&longest), 2);
+    let longer = masked(4, 2048 * 64 + 1, 128, Some(64));
+    assert_eq!(rows(&longer), 1);
+    assert!(pairs.iter().all(|pair| accepts(pair, &longer, &h200()).is_err()));
+    // Two heads of a list come first: their key tiles are the same.
+    let shared = AttentionProblem {
+        num_heads_kv: 8,
+        block_mask: longest.block_mask.map(|mask| BlockMaskSizes { heads: 8, ..mask }),
+        ..masked(32, 8192, 128, Some(64))
+    };
+    assert_eq!(rows(&shared), 1);
+}
+
 #[test]
 fn strides_that_tensor_maps_lack_take_another_kernel() {
     let good = problem(16, [4, 2], 300, 64);

@@ -33,7 +33,7 @@ pub fn accepts(kernel: &Kernel, problem: &AttentionProblem, gpu: &CudaProperties
 impl Problem for AttentionProblem {
     const OP: &'static str = "attention";
     const RULES: &'static [Rule<Self>] =
-        &[HEAD_DIM, LOG_SUM_EXP, SHARED_MEMORY, BLOCKS, HEADS, EVEN, TENSOR_MAPS];
+        &[HEAD_DIM, LOG_SUM_EXP, SHARED_MEMORY, BLOCKS, HEADS, EVEN, KEYS, TENSOR_MAPS];
 
     type Tile = AttentionTile;
     type Rank = (Option<Reverse<(u32, u32)>>, u64);
@@ -165,6 +165,13 @@ const HEADS: AttentionRule = Rule {
             && c.problem.block_mask.is_none_or(|mask| shared(mask.heads as usize))
     },
     refuses: |c| format!("{} heads of q share a tile, but not keys and a block mask", c.tile.heads),
+    excludes_all: None,
+};
+
+/// CTAs of two block rows have a bit per key tile.
+const KEYS: AttentionRule = Rule {
+    holds: |c| c.problem.seqlen_kv <= c.tile.most_keys() as usize,
+    refuses: |c| format!("it takes at most {} keys", c.tile.most_keys()),
     excludes_all: None,
 };
 

@@ -34,7 +34,8 @@ pub struct AttentionFwdOperands<'a> {
 }
 
 impl AttentionFwdOperands<'_> {
-    /// Checks sizes and strides against the tensors, and returns the number of query tiles.
+    /// Checks sizes and strides against the tensors, and returns the number of query tiles. Kernels
+    /// of two block rows count single ones, too.
     pub(super) fn fit(
         &self,
         tile: &AttentionTile,
@@ -68,6 +69,10 @@ impl AttentionFwdOperands<'_> {
                 mask.fit([tile.block_q, tile.block_kv], &p.block_mask, lengths, groups)?
             }
         };
+        require(
+            i64::from(p.seqlen_kv) <= i64::from(tile.most_keys()),
+            "the kernel takes fewer keys",
+        )?;
         let (heads_per_tile, group) = (i64::from(tile.heads), heads_q / heads_kv);
         let mask_group =
             if self.block_mask.is_some() { i64::from(p.block_mask.heads_per_group) } else { group };

@@ -9,6 +9,7 @@ const TILE: AttentionTile = AttentionTile {
     dtype: DType::F16,
     head_dim: 64,
     block_q: 64,
+    block_rows: 1,
     block_kv: 32,
     heads: 1,
     lse: Lse::AsAsked,

@@ -82,7 +82,15 @@ impl AttentionFwd {
     /// The part that all attention kernels have.
     pub const fn tile(&self) -> AttentionTile {
         let Self { dtype, head_dim, block_q, block_kv, .. } = *self;
-        AttentionTile { dtype, head_dim, block_q, block_kv, heads: 1, lse: Lse::AsAsked }
+        AttentionTile {
+            dtype,
+            head_dim,
+            block_q,
+            block_rows: 1,
+            block_kv,
+            heads: 1,
+            lse: Lse::AsAsked,
+        }
     }
 }
 

@@ -11,13 +11,16 @@ pub struct AttentionFwdHopper {
     pub dtype: DType,
     /// Head dimension of the tile; smaller ones are padded with zeros on chip.
     pub head_dim: u32,
-    /// Keys per step of the main loop.
+    /// Keys per step of the main loop; with two block rows a step has two such tiles.
     pub block_kv: u32,
     /// Consumer warpgroups.
     pub warpgroups: u32,
     /// Heads of q that share the keys of a tile: 1, or one per consumer warpgroup.
     pub heads: u32,
-    /// Pipeline stages of K and of V in shared memory.
+    /// Block rows of a CTA: 1, or one per consumer warpgroup. Each of them then computes the key
+    /// tiles of its own list, and those that both lists have are loaded once.
+    pub block_rows: u32,
+    /// Pipeline stages of K and of V in shared memory; with two block rows V has two.
     pub stages: u32,
     /// Q tiles in shared memory per consumer warpgroup.
     pub q_stages: u32,
@@ -42,13 +45,14 @@ const fn tile(
     blocks_per_multiprocessor: u32,
     cost_ns: [u32; 2],
 ) -> AttentionFwdHopper {
-    let (dtype, heads, lse) = (DType::F16, 1, false);
+    let (dtype, heads, block_rows, lse) = (DType::F16, 1, 1, false);
     AttentionFwdHopper {
         dtype,
         head_dim,
         block_kv,
         warpgroups,
         heads,
+        block_rows,
         stages,
         q_stages,
         q_in_registers,
@@ -65,7 +69,8 @@ const fn tile(
 /// straddle the diagonal of a causal mask. CTAs of 64 queries share an SM, since warpgroups with
 /// lists of their own cannot share keys; three do at head_dim 64, where they change tiles of
 /// queries at different times, which speeds up short causal sequences. Where heads of q share keys
-/// and a block mask, two of them share a tile.
+/// and a block mask, two of them share a tile; where they do not, two block rows of 64 queries do
+/// at head_dim 128, with steps of two key tiles, up to 2048 key tiles.
 const TILES: &[AttentionFwdHopper] = &[
     tile(64, 128, 3, [2, 2], false, 1, [1364, 1900]),
     tile(64, 128, 2, [2, 1], true, 1, [1073, 2100]),
@@ -78,6 +83,7 @@ const TILES: &[AttentionFwdHopper] = &[
     tile(128, 128, 1, [2, 1], true, 1, [988, 2200]),
     tile(128, 64, 2, [3, 1], true, 1, [729, 2800]),
     tile(128, 64, 1, [2, 1], true, 2, [794, 3200]),
+    AttentionFwdHopper { block_rows: 2, ..tile(128, 64, 2, [3, 1], true, 1, [740, 2800]) },
     AttentionFwdHopper { heads: 2, ..tile(128, 64, 2, [3, 1], true, 1, [729, 2800]) },
     tile(192, 64, 2, [3, 1], false, 1, [983, 4000]),
     tile(256, 64, 2, [2, 1], false, 1, [1300, 4300]),
@@ -93,19 +99,23 @@ pub(super) fn tiles(target: Target) -> impl Iterator<Item = AttentionFwdHopper> 
 impl AttentionFwdHopper {
     /// Bytes of a row of a panel in shared memory: the span of the swizzle, 64 elements.
     const PANEL_ROW_BYTES: u32 = 128;
-    /// Bytes for mbarriers and the announced tiles, and a page of zeros.
-    const EXTRA_BYTES: u32 = 2048;
+    /// Bytes for mbarriers and the announced tiles, and a page of zeros. With two block rows also
+    /// the ring of steps, a bit per key tile and row, and what is read behind the last bit.
+    const fn extra_bytes(&self) -> u32 {
+        let steps = if self.block_rows > 1 { 4 * 2048 + 2 * 2048 / 8 + 16 } else { 0 };
+        2048 + steps
+    }
 
     /// The part that all attention kernels have.
     pub const fn tile(&self) -> AttentionTile {
-        let Self { dtype, head_dim, block_kv, heads, .. } = *self;
+        let Self { dtype, head_dim, block_kv, heads, block_rows, .. } = *self;
         let lse = if self.lse { Lse::Always } else { Lse::Never };
-        AttentionTile { dtype, head_dim, block_q: self.block_q(), block_kv, heads, lse }
+        AttentionTile { dtype, head_dim, block_q: self.block_q(), block_rows, block_kv, heads, lse }
     }
 
-    /// Queries per CTA.
+    /// Queries that visit the same keys: of a CTA, or of one of its block rows.
     pub const fn block_q(&self) -> u32 {
-        64 * self.warpgroups / self.heads
+        64 * self.warpgroups / (self.heads * self.block_rows)
     }
 }
 
@@ -115,10 +125,11 @@ impl Family for AttentionFwdHopper {
     }
 
     fn name(&self) -> String {
-        let Self { dtype, head_dim, block_kv, heads, stages, .. } = self;
+        let Self { dtype, head_dim, block_kv, heads, block_rows, stages, .. } = self;
         let heads = if *heads > 1 { format!("_h{heads}") } else { String::new() };
+        let rows = if *block_rows > 1 { format!("_r{block_rows}") } else { String::new() };
         let lse = if self.lse { "_lse" } else { "" };
-        format!("{dtype}_d{head_dim}_q{}_kv{block_kv}_s{stages}{heads}{lse}", self.block_q())
+        format!("{dtype}_d{head_dim}_q{}_kv{block_kv}_s{stages}{heads}{rows}{lse}", self.block_q())
     }
 
     /// Four per consumer warpgroup, and the producer warpgroup.
@@ -133,12 +144,19 @@ impl Family for AttentionFwdHopper {
         let panels = self.head_dim.div_ceil(64);
         let ones = self.head_dim.is_multiple_of(64) && self.head_dim < 256;
         let q_rows = self.warpgroups * self.q_stages * 64 * panels;
-        let kv_rows = self.stages * self.block_kv * (2 * panels + u32::from(ones));
+        let ones = u32::from(ones);
+        let kv_panels = match self.block_rows {
+            1 => self.stages * (2 * panels + ones),
+            // Two stages of V, which share the ones.
+            _ => (self.stages + 2) * panels + ones,
+        };
+        let kv_rows = kv_panels * self.block_kv * self.block_rows;
         // The output on its way to global memory, where there is room.
-        let staged =
-            (self.q_in_registers || self.q_stages == 2) && self.blocks_per_multiprocessor == 1;
+        let staged = (self.q_in_registers || self.q_stages == 2)
+            && self.blocks_per_multiprocessor == 1
+            && self.block_rows == 1;
         let o_rows = if staged { self.warpgroups * 64 * panels } else { 0 };
-        (q_rows + kv_rows + o_rows) * Self::PANEL_ROW_BYTES + Self::EXTRA_BYTES
+        (q_rows + kv_rows + o_rows) * Self::PANEL_ROW_BYTES + self.extra_bytes()
     }
 
     fn counts_tiles(&self) -> bool {
@@ -151,6 +169,7 @@ impl Family for AttentionFwdHopper {
         define("VARIANT_BLOCK_KV", self.block_kv);
         define("VARIANT_WARPGROUPS", self.warpgroups);
         define("VARIANT_HEADS", self.heads);
+        define("VARIANT_BLOCK_ROWS", self.block_rows);
         define("VARIANT_STAGES", self.stages);
         define("VARIANT_Q_STAGES", self.q_stages);
         define("VARIANT_Q_IN_REGISTERS", self.q_in_registers.into());

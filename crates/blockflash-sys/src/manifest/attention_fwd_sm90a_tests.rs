@@ -10,7 +10,7 @@ fn hopper_kernels() {
             _ => None,
         })
         .collect();
-    assert_eq!(kernels.len(), 60);
+    assert_eq!(kernels.len(), 64);
     for (kernel, tile) in &kernels {
         assert_eq!((kernel.target, kernel.source()), (Target::Sm90a, "attention_fwd_sm90a"));
         assert_eq!(kernel.threads(), 128 * (tile.warpgroups + 1));
@@ -23,7 +23,10 @@ fn hopper_kernels() {
         assert!(tile.cost_ns.iter().all(|cost| (500..5000).contains(cost)));
         assert_eq!(kernel.attention_tile(), Some(tile.tile()));
         assert!([1, tile.warpgroups].contains(&tile.heads));
+        assert!([1, tile.warpgroups / tile.heads].contains(&tile.block_rows));
         assert_eq!(kernel.symbol().contains("_h2"), tile.heads == 2);
+        assert_eq!(kernel.symbol().contains("_r2"), tile.block_rows == 2);
+        assert_eq!(tile.tile().queries() * tile.heads, 64 * tile.warpgroups);
         assert_eq!(kernel.symbol().ends_with("_lse"), tile.lse);
         assert!(tile.tile().lse.suits(tile.lse) && !tile.tile().lse.suits(!tile.lse));
         let twin = AttentionFwdHopper { lse: !tile.lse, ..*tile };
@@ -41,17 +44,19 @@ fn hopper_kernels() {
         let together = tile.blocks_per_multiprocessor * (kernel.smem_bytes() + 1024);
         assert!(together <= 228 * 1024, "{}: {together}", kernel.symbol());
     }
-    let bytes = |head_dim, block_kv, block_q| {
+    let bytes_of = |head_dim, block_kv, block_q, heads_and_rows| {
         let same = |tile: &AttentionFwdHopper| {
-            (tile.head_dim, tile.block_kv, tile.block_q(), tile.heads)
-                == (head_dim, block_kv, block_q, 1)
+            (tile.head_dim, tile.block_kv, tile.block_q(), [tile.heads, tile.block_rows])
+                == (head_dim, block_kv, block_q, heads_and_rows)
         };
         kernels.iter().find(|(_, tile)| same(tile)).unwrap().0.smem_bytes()
     };
+    let bytes = |head_dim, block_kv, block_q| bytes_of(head_dim, block_kv, block_q, [1, 1]);
     assert_eq!(bytes(96, 128, 128), 198_656);
     assert_eq!(bytes(128, 128, 128), 231_424);
     assert_eq!(bytes(128, 64, 64), 100_352);
     assert_eq!(bytes(192, 64, 128), 223_232);
+    assert_eq!(bytes_of(128, 64, 64, [1, 2]), 223_760);
     let macros = kernel.macros();
     for (name, value) in
         [("VARIANT_WARPGROUPS", "3"), ("VARIANT_Q_IN_REGISTERS", "0"), ("VARIANT_MIN_BLOCKS", "1")]

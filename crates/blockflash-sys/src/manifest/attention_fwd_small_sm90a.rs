@@ -43,7 +43,15 @@ impl AttentionFwdSmall {
     pub const fn tile(&self) -> AttentionTile {
         let Self { dtype, head_dim, .. } = *self;
         let (block_q, block_kv) = (Self::ROWS, Self::ROWS);
-        AttentionTile { dtype, head_dim, block_q, block_kv, heads: 1, lse: Lse::AsAsked }
+        AttentionTile {
+            dtype,
+            head_dim,
+            block_q,
+            block_rows: 1,
+            block_kv,
+            heads: 1,
+            lse: Lse::AsAsked,
+        }
     }
 }
 

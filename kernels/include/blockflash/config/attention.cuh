@@ -24,12 +24,13 @@ struct AttentionBwdHopperConfig {
 struct AttentionFwdHopperConfig {
   using Element = ElementOf<VARIANT_DTYPE>::type;
   static constexpr int head_dim = VARIANT_HEAD_DIM;
-  static constexpr int block_kv = VARIANT_BLOCK_KV;
+  static constexpr int block_rows = VARIANT_BLOCK_ROWS;           // block rows of a CTA
+  static constexpr int block_kv = VARIANT_BLOCK_KV * block_rows;  // keys of a step
   static constexpr int warpgroups =
       VARIANT_WARPGROUPS;  // consumers, 64 queries each; plus one producer
   static constexpr int heads =
       VARIANT_HEADS;  // heads that share the keys of a tile: 1, or one per warpgroup
-  static constexpr int block_q = 64 * warpgroups / heads;
+  static constexpr int block_q = 64 * warpgroups / (heads * block_rows);
   static constexpr int stages = VARIANT_STAGES;
   static constexpr int q_stages = VARIANT_Q_STAGES;
   static constexpr bool q_in_registers = VARIANT_Q_IN_REGISTERS;

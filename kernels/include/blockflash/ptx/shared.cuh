@@ -15,6 +15,14 @@ __device__ __forceinline__ void store_shared(uint32_t at, uint32_t x) {
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(x) : "memory");
 }
 
+__device__ __forceinline__ void store_shared_u16(uint32_t at, uint32_t x) {
+  asm volatile("st.shared.u16 [%0], %1;" ::"r"(at), "h"(static_cast<uint16_t>(x)) : "memory");
+}
+
+__device__ __forceinline__ void or_shared(uint32_t at, uint32_t bits) {
+  asm volatile("red.shared.or.b32 [%0], %1;" ::"r"(at), "r"(bits) : "memory");
+}
+
 __device__ __forceinline__ void store_shared_float4(uint32_t at, const float* v) {
   asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(at), "f"(v[0]), "f"(v[1]),
                "f"(v[2]), "f"(v[3])

@@ -1,0 +1,150 @@
+// Shared memory and mbarriers of the Hopper attention kernel.
+#pragma once
+
+#include "blockflash/config/attention.cuh"
+#include "blockflash/ptx/mbarrier.cuh"
+#include "cache_tiles.cuh"
+#include "paired_rows.cuh"
+#include "query_tiles.cuh"
+
+namespace blockflash {
+
+using Config = AttentionFwdHopperConfig;
+using Params = blockflash_attention_fwd_tma_params;
+using Origin = OriginOfKeys<Config::cache>;
+using KernelParams = Origin::Params;
+using Queue = Origin::Queue<Config::block_q, Config::heads, Config::block_rows>;
+
+constexpr int kD = Config::head_dim, kBlockKv = Config::block_kv, kWarpgroups = Config::warpgroups,
+              kStages = Config::stages;
+constexpr int kPanels =
+    (kD + 63) / 64;  // 64 columns each: rows of 128 bytes with the 128-byte swizzle
+constexpr bool kOnes =
+    kD % 64 == 0 &&
+    kD < 256;  // a panel of ones behind each tile of V; at 256 WGMMA has no columns left
+constexpr int kOutColumns = kD + (kOnes ? 8 : 0);
+// Whether the warpgroups have a block row each, with a list of its own.
+constexpr bool kPaired = Config::block_rows > 1;
+constexpr bool kTurns = kWarpgroups > 1;
+// Distance from one warpgroup to the next: in rows of Q, or in heads.
+constexpr int kRowStep = Config::heads > 1 ? 0 : 64, kHeadStep = Config::heads > 1 ? 1 : 0;
+// Warps that look for NaN and infinity in V. Over a cache one of them loads V instead.
+constexpr int kCheckers = Config::cache ? 1 : 2, kReadersOfTiles = 2;
+// Q has a single buffer, which becomes free when the scores of the last key tile are complete. The
+// scores of the next queries are then issued after P·V of that key tile instead of before it.
+constexpr bool kLateQ = !Config::q_in_registers && Config::q_stages == 1;
+
+// Registers per thread of producer and consumers. Together they must not exceed the registers that
+// the launch bounds give the CTA, or setmaxnreg would wait for ever.
+constexpr int kProducerRegisters = kPaired                   ? 56
+                                   : Config::min_blocks == 3 ? 32
+                                   : kWarpgroups == 1        ? 56
+                                   : kWarpgroups == 2        ? 40
+                                                             : 32;
+constexpr int kConsumerRegisters = kPaired                   ? 224
+                                   : Config::min_blocks == 3 ? 128
+                                   : Config::min_blocks == 2 ? 200
+                                   : kWarpgroups == 1        ? 240
+                                   : kWarpgroups == 2        ? 232
+                                                             : 160;
+
+// Shared memory: Q by stage and warpgroup; the rings of K and V; a page with tile slots and
+// mbarriers; a page of zeros; and, where it fits, a staging area for the output, 16 rows per warp.
+constexpr int kVStages = kPaired ? 2 : kStages;
+constexpr int kPanelBytes = kBlockKv * 128;
+constexpr int kQBytes = 64 * 128 * kPanels, kKvBytes = kPanelBytes * kPanels,
+              kVStageBytes = kKvBytes + kOnes * kPanelBytes;
+constexpr int kKOffset = kWarpgroups * Config::q_stages * kQBytes,
+              kVOffset = kKOffset + kStages * kKvBytes;
+// With paired rows both stages of V share the ones, as a panel that is as far behind the second
+// panel as that one is behind the first: by one panel, and by three, between which a stage of K
+// lies.
+constexpr int kOnesOffset = kVOffset + 4 * kPanelBytes;
+constexpr int kSlotOffset = kPaired ? kOnesOffset + kPanelBytes : kVOffset + kStages * kVStageBytes,
+              kSlots = 6, kSlotBytes = 16 * (4 + kWarpgroups | 1);
+constexpr int kBarrierOffset = kSlotOffset + kSlots * kSlotBytes, kZerosOffset = kSlotOffset + 1024;
+constexpr bool kStaged = !kLateQ && Config::min_blocks == 1 && !kPaired;
+constexpr int kStagingOffset = kZerosOffset + 1024, kStepOffset = kStagingOffset;
+constexpr int kReleases = kPaired ? 3 : 1;  // K and V are for one of two warpgroups, or for both
+
+// Where a stage begins, and how far apart its panels are.
+__device__ __forceinline__ uint32_t k_at(uint32_t smem, int stage) {
+  return smem + kKOffset + stage * kKvBytes + (kPaired && stage == 2 ? kPanelBytes : 0);
+}
+__device__ __forceinline__ uint32_t v_at(uint32_t smem, int stage) {
+  return kPaired ? smem + kOnesOffset - (stage == 0 ? 2 : 6) * kPanelBytes
+                 : smem + kVOffset + stage * kVStageBytes;
+}
+__device__ __forceinline__ constexpr int v_panel(int stage) {
+  return kPaired && stage != 0 ? 3 * kPanelBytes : kPanelBytes;
+}
+
+// Each stage of the rings of K, V and Q, in this order, has a "full" and an "empty" mbarrier and a
+// phase bit; with paired rows a stage of K or V has three of each, by the rows that it is for, and
+// only the first "empty" one of them is used.
+struct Barriers {
+  static constexpr int kV = kReleases * kStages, kQ = kV + kReleases * kVStages,
+                       kCount = kQ + kWarpgroups * Config::q_stages;
+  uint32_t full, empty;
+  uint32_t announced, wanted;   // between scheduler and producer
+  uint32_t checked, nonfinite;  // an mbarrier per stage of V; a word per stage and checker warp
+  __device__ __forceinline__ explicit Barriers(uint32_t at)
+      : full(at),
+        empty(at + 8 * kCount),
+        announced(at + 16 * kCount),
+        wanted(announced + 8),
+        checked(announced + 16),
+        nonfinite(checked + 8 * kReleases * kVStages) {}
+
+  __device__ __forceinline__ void init() const {
+    for (int i = 0; i < kCount; ++i) {
+      // One arrival per warp that reads the stage: one warpgroup for Q, all consumers for K and V,
+      // the checker warps for V, and for the first Q all warps that learn of a tile by it.
+      const int checkers = i >= kQ && (i - kQ) % kWarpgroups == 0 ? kReadersOfTiles
+                           : i >= kV && i < kQ                    ? kCheckers
+                                                                  : 0;
+      ptx::mbarrier_init(full + 8 * i, 1);
+      ptx::mbarrier_init(empty + 8 * i, (i < kQ ? kWarpgroups * 4 : 4) + checkers);
+    }
+    for (int i = 0; i < kReleases * kVStages; ++i) ptx::mbarrier_init(checked + 8 * i, kCheckers);
+    ptx::mbarrier_init(announced, 1), ptx::mbarrier_init(wanted, 1);
+    ptx::fence_mbarrier_init();
+  }
+};
+static_assert(kSlots * kSlotBytes + 16 * Barriers::kCount + 16 +
+                      (8 * kReleases + 4 * kCheckers) * kVStages <=
+                  1024,
+              "slots and barriers are a page");
+static_assert(kStagingOffset + kStaged * kWarpgroups * kQBytes + kPaired * StepRing::kBytes ==
+                  Config::smem_bytes,
+              "manifest and kernel disagree on shared memory");
+
+struct Phases {
+  uint32_t bits;
+  __device__ __forceinline__ void peek(uint32_t barriers, int stage) const {
+    ptx::mbarrier_wait(barriers + 8 * stage, bits >> stage & 1);
+  }
+  __device__ __forceinline__ void wait(uint32_t barriers, int stage) {
+    peek(barriers, stage);
+    bits ^= 1u << stage;
+  }
+};
+
+// A slot describes one query tile: the tile, its rows, its list of key tiles and the walk of each
+// warpgroup. A count of -1 key tiles ends the queue.
+__device__ __forceinline__ uint32_t slot_of(uint32_t smem, int n) {
+  return smem + kSlotOffset + n % kSlots * kSlotBytes;
+}
+// Whether a slot belongs to an odd tile. Slots are an odd multiple of 16 bytes and even in number,
+// so the address tells.
+__device__ __forceinline__ int slot_parity(uint32_t smem, uint32_t slot) {
+  return (slot - slot_of(smem, 0)) >> 4 & 1;
+}
+constexpr int kRowsInSlot = 32, kListInSlot = 48, kWalkInSlot = 64;
+
+// The key tile at a position of the slot's list.
+__device__ __forceinline__ int key_tile_at(uint32_t slot, int position) {
+  return TileList::load(slot + kListInSlot).tile_at(position);
+}
+
+}  // namespace blockflash

@@ -1,0 +1,217 @@
+// The producer warps of the Hopper attention kernel.
+#pragma once
+
+#include "blockflash/ptx/launch.cuh"
+#include "blockflash/ptx/tensor_copy.cuh"
+#include "scheduler.cuh"
+
+namespace blockflash {
+
+// One thread issues all TMA loads. V of a key tile follows K of the next one, also across query
+// tiles. Over a cache a whole warp is here, to look up pages, and another one loads V.
+template <class Given>  // KernelParams, as a template so that what the other origin has is
+                        // discarded
+__device__ __forceinline__ void produce(const Given& kernel_params, uint32_t smem,
+                                        const Barriers& barriers) {
+  const Params& params = reinterpret_cast<const Params&>(kernel_params);
+  const bool issues = Origin::producers == 1 || threadIdx.x == 0;
+  Phases empty = {~0u};  // every stage is empty at first
+  const auto open = [&](int stage, int bytes) {
+    empty.wait(barriers.empty, stage);
+    if (issues) ptx::mbarrier_arrive_expect_tx(barriers.full + 8 * stage, bytes);
+  };
+  const auto copy = [&](int stage, uint32_t dst, int bytes, int rows,
+                        const blockflash_tensor_map& map, int row, int head, int batch) {
+    open(stage, bytes);
+    if (!issues) return;
+#pragma unroll
+    for (int panel = 0; panel < kPanels; ++panel)
+      ptx::tensor_copy_4d(dst + panel * rows * 128, &map, panel * 64, row, head, batch,
+                          barriers.full + 8 * stage);
+  };
+  const auto copy_keys = [&](int stage, uint32_t dst, const blockflash_tensor_map& map,
+                             const TileRows& rows, int key_tile, const CachePieces& pieces) {
+    if constexpr (!Config::cache) {
+      copy(stage, dst, kKvBytes, kBlockKv, map, rows.kv + key_tile * kBlockKv, rows.head_kv,
+           rows.batch);
+    } else {
+      open(stage, kKvBytes);
+      pieces.copy<kBlockKv, kPanels>(kernel_params, map, dst, rows.head_kv,
+                                     barriers.full + 8 * stage);
+    }
+  };
+  const auto look_up = [&](uint32_t slot, int key_tile) {
+    if constexpr (Config::cache)
+      return CachePieces::of(kernel_params, QueryTile::load(slot), key_tile * kBlockKv);
+    else
+      return CachePieces{0, 0};
+  };
+  int stage = 0;    // stage of the next key tile
+  int v_next = -1;  // key tile whose V is still to be loaded, into the stage before `stage`
+  const auto copy_v = [&](uint32_t slot) {
+    if (Config::cache || v_next < 0) return;
+    const TileRows rows = TileRows::load(slot + kRowsInSlot);
+    const int v_stage = stage == 0 ? kStages - 1 : stage - 1;
+    copy_keys(Barriers::kV + v_stage, smem + kVOffset + v_stage * kVStageBytes, params.v, rows,
+              v_next, CachePieces{0, 0});
+    v_next = -1;
+  };
+  const auto copy_q = [&](int n, uint32_t slot, bool wanted) {
+#pragma unroll 1
+    for (int w = 0; w < kWarpgroups; ++w) {
+      const int at = n % Config::q_stages * kWarpgroups + w;
+      if (wanted) {
+        const TileRows rows = TileRows::load(slot + kRowsInSlot);
+        copy(Barriers::kQ + at, smem + at * kQBytes, kQBytes, 64, params.q, rows.q + w * kRowStep,
+             QueryTile::load(slot).head + w * kHeadStep, rows.batch);
+      } else {
+        empty.wait(barriers.empty, Barriers::kQ + at);
+        if (issues) ptx::mbarrier_arrive(barriers.full + 8 * (Barriers::kQ + at));
+      }
+    }
+  };
+  ptx::wait_for_predecessors();
+#pragma unroll 1
+  for (int n = 0;; ++n) {
+    if (Config::cache) __syncwarp();  // no lane may fall a phase behind
+    ptx::mbarrier_wait(barriers.announced, n & 1);
+    const uint32_t slot = slot_of(smem, n);
+    const int key_tiles = QueryTile::load(slot).key_tiles;
+    // Every consumer has one of the two previous tiles or is completing the one before them, so the
+    // slot of the next tile is free.
+    if (issues && key_tiles >= 0 && key_tiles < kAnnounceAhead)
+      ptx::mbarrier_arrive(barriers.wanted);
+    if (key_tiles <= 0) copy_v(slot_of(smem, n - 1));
+    if (!kLateQ || key_tiles <= 0) copy_q(n, slot, key_tiles > 0);
+    if (key_tiles < 0) break;
+    Origin::Walk tiles(slot + kListInSlot, QueryTile::load(slot).first_key_tile + key_tiles - 1);
+    CachePieces pieces = look_up(slot, tiles.tile());
+#pragma unroll 1
+    for (int left = key_tiles; left > 0; --left) {
+      const int now = tiles.tile();
+      tiles.advance();
+      const TileRows rows = TileRows::load(slot + kRowsInSlot);
+      copy_keys(stage, smem + kKOffset + stage * kKvBytes, params.k, rows, now, pieces);
+      copy_v(left == key_tiles ? slot_of(smem, n - 1) : slot);
+      if (kLateQ && left == key_tiles) copy_q(n, slot, true);
+      v_next = now;
+      // While a stage becomes free.
+      if (left > 1) pieces = look_up(slot, tiles.tile());
+      stage = stage + 1 == kStages ? 0 : stage + 1;
+      if (issues && left == kAnnounceAhead) ptx::mbarrier_arrive(barriers.wanted);
+    }
+  }
+}
+
+// Paired rows: one thread issues all TMA loads, V of a step after K of the second one behind it.
+__device__ __forceinline__ void produce_paired(const Params& params, uint32_t smem,
+                                               const Barriers& barriers) {
+  const StepRing ring{smem + kStepOffset};
+  Phases empty = {~0u};  // every stage is empty at first
+  // Loads both key tiles of a step. In place of a warpgroup that it is not for, this thread
+  // releases the stage.
+  const auto copy_step = [&](const blockflash_tensor_map& map, int position, uint32_t slot,
+                             int mbarrier, int stages, int stage, uint32_t dst, int panel_bytes) {
+    const KeyStep step = ring.step(position);
+    const TileRows rows = TileRows::load(slot + kRowsInSlot);
+    empty.wait(barriers.empty, mbarrier + stage);
+    if (step.rows() != 3) ptx::mbarrier_arrive_as(barriers.empty + 8 * (mbarrier + stage), 4);
+    const uint32_t full = barriers.full + 8 * (mbarrier + step.rows() % 3 * stages + stage);
+    ptx::mbarrier_arrive_expect_tx(full, kKvBytes);
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+#pragma unroll
+      for (int panel = 0; panel < kPanels; ++panel)
+        ptx::tensor_copy_4d(dst + panel * panel_bytes + half * 8192, &map, panel * 64,
+                            rows.kv + step.tile(half) * 64, rows.head_kv, rows.batch, full);
+  };
+  int v_left = 0;                  // steps whose V is still to be loaded
+  int v_position = 0, v_tile = 0;  // the first of them, and its query tile
+  const auto copy_k = [&](int n, int position) {
+    const int stage = position % kStages;
+    copy_step(params.k, position, slot_of(smem, n), 0, kStages, stage, k_at(smem, stage),
+              kPanelBytes);
+    if (v_left++ == 0) v_position = position, v_tile = n;
+  };
+  const auto copy_v = [&](int left) {
+    for (; v_left > left; --v_left, --v_position) {
+      while (v_position < QueryTile::load(slot_of(smem, v_tile)).first_key_tile) ++v_tile;
+      const int stage = v_position % kVStages;
+      copy_step(params.v, v_position, slot_of(smem, v_tile), Barriers::kV, kVStages, stage,
+                v_at(smem, stage), v_panel(stage));
+    }
+  };
+  const auto copy_q = [&](uint32_t slot, bool wanted) {
+    const TileRows rows = TileRows::load(slot + kRowsInSlot);
+    const int head = QueryTile::load(slot).head;
+#pragma unroll 1
+    for (int w = 0; w < kWarpgroups; ++w) {
+      const uint32_t full = barriers.full + 8 * (Barriers::kQ + w);
+      empty.wait(barriers.empty, Barriers::kQ + w);
+      if (!wanted) {
+        ptx::mbarrier_arrive(full);
+        continue;
+      }
+      ptx::mbarrier_arrive_expect_tx(full, kQBytes);
+#pragma unroll
+      for (int panel = 0; panel < kPanels; ++panel)
+        ptx::tensor_copy_4d(smem + w * kQBytes + panel * 8192, &params.q, panel * 64,
+                            rows.q + w * kRowStep, head, rows.batch, full);
+    }
+  };
+  ptx::wait_for_predecessors();
+#pragma unroll 1
+  for (int n = 0;; ++n) {
+    ptx::mbarrier_wait(barriers.announced, n & 1);
+    const uint32_t slot = slot_of(smem, n);
+    const QueryTile tile = QueryTile::load(slot);
+    if (tile.key_tiles >= 0 && tile.key_tiles < kAnnounceAhead)
+      ptx::mbarrier_arrive(barriers.wanted);
+    // A consumer takes its next queries after it has waited for V of all steps but the last one.
+    copy_v(tile.key_tiles > 0 ? 1 : 0);
+    copy_q(slot, tile.key_tiles > 0);
+    if (tile.key_tiles < 0) break;
+#pragma unroll 1
+    for (int left = tile.key_tiles; left > 0; --left) {
+      copy_k(n, tile.first_key_tile + left - 1);
+      copy_v(2);
+      if (left == kAnnounceAhead) ptx::mbarrier_arrive(barriers.wanted);
+    }
+  }
+}
+
+// Over a cache a second warp loads V: one warp alone issues the loads of small pages more slowly
+// than the tensor cores multiply. It learns of query tiles as checker warps do.
+template <class Given>
+__device__ __forceinline__ void produce_values(const Given& kernel_params, uint32_t smem,
+                                               const Barriers& barriers) {
+  const int lane = threadIdx.x % 32;
+  Phases empty = {~0u}, full = {0};
+  int stage = 0;
+#pragma unroll 1
+  for (int n = 0;; ++n) {
+    const int q = Barriers::kQ + n % Config::q_stages * kWarpgroups;
+    full.wait(barriers.full, q);
+    const uint32_t slot = slot_of(smem, n);
+    const QueryTile tile = QueryTile::load(slot);
+    const int head_kv = TileRows::load(slot + kRowsInSlot).head_kv;
+    __syncwarp();
+    if (lane == 0) ptx::mbarrier_arrive(barriers.empty + 8 * q);
+    if (tile.key_tiles < 0) break;
+#pragma unroll 1
+    for (int key_tile = tile.first_key_tile + tile.key_tiles - 1; key_tile >= tile.first_key_tile;
+         --key_tile) {
+      const int at = Barriers::kV + stage;
+      const CachePieces pieces = CachePieces::of(kernel_params, tile, key_tile * kBlockKv);
+      empty.wait(barriers.empty, at);
+      if (lane == 0) ptx::mbarrier_arrive_expect_tx(barriers.full + 8 * at, kKvBytes);
+      __syncwarp();
+      pieces.copy<kBlockKv, kPanels>(kernel_params, kernel_params.fwd.v,
+                                     smem + kVOffset + stage * kVStageBytes, head_kv,
+                                     barriers.full + 8 * at);
+      stage = stage + 1 == kStages ? 0 : stage + 1;
+    }
+  }
+}
+
+}  // namespace blockflash

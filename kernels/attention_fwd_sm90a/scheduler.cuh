@@ -1,0 +1,108 @@
+// The scheduler warp of the Hopper attention kernel.
+#pragma once
+
+#include "blockflash/ptx/launch.cuh"
+#include "layout.cuh"
+
+namespace blockflash {
+
+// A whole warp takes the next two block rows, whose steps end before `end`.
+__device__ __forceinline__ bool announce_pair(Queue& queue, uint32_t smem, uint32_t slot, int end) {
+  const int lane = threadIdx.x % 32;
+  const blockflash_attention_fwd_params& p = queue.params.base;
+  QueryTile tile;
+  for (;;) {
+    if (queue.rows_left == 0) queue.advance(), queue.rows_left = 3;
+    if (!queue.take(tile)) {
+      if (lane == 0) QueryTile{0, 0, 0, 0, 0, 0, 0, -1}.store(slot);
+      return false;
+    }
+    const unsigned leading = __ballot_sync(~0u, tile.q_begin >= 0 && leads_pair(p, tile));
+    queue.rows_left &= leading;
+    if (queue.rows_left != 0) break;
+  }
+  tile.q_begin = __shfl_sync(~0u, tile.q_begin, __ffs(static_cast<int>(queue.rows_left)) - 1);
+  queue.rows_left &= queue.rows_left - 1;
+  tile.q_begin -= tile.q_begin % 128;
+  tile.key_tiles = write_steps(p, tile, {smem + kStepOffset}, end, slot + kWalkInSlot);
+  tile.first_key_tile = end - tile.key_tiles;
+  if (lane == 0) {
+    tile.store(slot);
+    queue.rows_of(tile).store(slot + kRowsInSlot);
+  }
+  return true;
+}
+
+// A whole warp takes the next query tile and computes its walks, one number per lane.
+__device__ __forceinline__ bool announce(Queue& queue, uint32_t smem, int n) {
+  const uint32_t slot = slot_of(smem, n);
+  if constexpr (kPaired) {
+    // Positions descend from tile to tile without a gap, so they tell the stages.
+    const int before = QueryTile::load(slot_of(smem, n + kSlots - 1)).first_key_tile;
+    return announce_pair(queue, smem, slot, n == 0 ? 1 << 30 : before);
+  }
+  const blockflash_attention_fwd_params& p = queue.params.base;
+  const int lane = threadIdx.x % 32;
+  QueryTile tile;
+  if (!queue.take(tile)) {
+    if (lane == 0) QueryTile{0, 0, 0, 0, 0, 0, 0, -1}.store(slot);
+    return false;
+  }
+  const TileList list = Origin::has_block_masks ? TileList::of(p.block_mask, kBlockKv, tile.batch,
+                                                               tile.head, tile.q_begin)
+                                                : TileList{nullptr, 0, 1};
+  // Lanes 0 and 1 find the ends of the whole tile, lanes 4 w + 4 to 4 w + 7 the walk of warpgroup
+  // w.
+  const int warpgroup = lane / 4 - 1, word = lane % 4;
+  const bool whole = warpgroup < 0;
+  const KeyLimits limits = KeyLimits::of<kBlockKv>(p, tile, whole ? 0 : warpgroup * kRowStep,
+                                                   whole ? Config::block_q : 64);
+  const int limit = whole ? (word == 0 ? limits.begin : limits.end)
+                          : (word < 2    ? limits.end
+                             : word == 2 ? limits.unmasked_begin
+                                         : limits.unmasked_end);
+  const int position = limit > 0 ? list.lower_bound(limit) : 0,
+            first = __shfl_sync(~0u, position, 0);
+  const int key_tiles = max(__shfl_sync(~0u, position, 1) - first, 0),
+            left = min(max(position - first, 0), key_tiles);
+  const int walk = word == 0   ? left
+                   : word == 1 ? key_tiles - left
+                   : word == 2 ? max(position, first)
+                               : position - 1;
+  if (!whole && warpgroup < kWarpgroups)
+    ptx::store_shared(slot + kWalkInSlot + 16 * warpgroup + 4 * word, walk);
+  if (lane == 0) {
+    tile.first_key_tile = first, tile.key_tiles = key_tiles;
+    tile.store(slot);
+    queue.rows_of(tile).store(slot + kRowsInSlot);
+    list.store(slot + kListInSlot);
+  }
+  return true;
+}
+
+// The scheduler warp. It prefetches the next query tile kAnnounceAhead key tiles before the
+// producer needs it: early enough to hide the lookup, late enough to keep dynamic load balancing.
+// The first tile has been announced already.
+constexpr int kAnnounceAhead = kPaired ? 16 : 8;
+__device__ __forceinline__ void schedule(Queue& queue, uint32_t smem, const Barriers& barriers) {
+  const auto announced = [&] {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(barriers.announced);
+  };
+  announced();
+  ptx::wait_for_predecessors();
+  bool more = QueryTile::load(slot_of(smem, 0)).key_tiles >= 0;
+  for (int n = 1; more; ++n) {
+    if constexpr (kPaired) {  // ahead of time, since an index takes as long as a step
+      if (queue.rows_left == 0) queue.advance(), queue.rows_left = 3;
+    }
+    ptx::mbarrier_wait(barriers.wanted, (n - 1) & 1);
+    __syncwarp();
+    if constexpr (!kPaired) queue.advance();
+    more = announce(queue, smem, n);
+    announced();
+  }
+  if (threadIdx.x % 32 == 0) queue.close();
+}
+
+}  // namespace blockflash
