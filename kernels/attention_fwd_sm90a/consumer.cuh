@@ -57,6 +57,12 @@ struct Consumer : StepCursor<kPaired> {
   __device__ __forceinline__ uint32_t slot_before() const {
     return slot == slot_of(smem, 0) ? slot_of(smem, kSlots - 1) : slot - kSlotBytes;
   }
+  // The query tile of a slot; of paired rows that of this warpgroup.
+  __device__ __forceinline__ QueryTile tile_of(uint32_t at) const {
+    QueryTile tile = QueryTile::load(at);
+    if constexpr (kPaired) tile.q_begin = ptx::load_shared(at + kPairInSlot + 4 * warpgroup);
+    return tile;
+  }
   __device__ __forceinline__ KeyWalk walk() const {
     return KeyWalk::load(slot + kWalkInSlot + 16 * warpgroup);
   }
@@ -98,7 +104,7 @@ struct Consumer : StepCursor<kPaired> {
 
   // One bit per key of this lane that its rows attend to.
   __device__ __forceinline__ void look_up_mask(uint32_t (&visible)[2]) const {
-    const QueryTile tile = QueryTile::load(slot);
+    const QueryTile tile = tile_of(slot);
     const AttentionMask mask = tile.mask(params.base);
     if constexpr (kPaired) {
 #pragma unroll
@@ -141,7 +147,7 @@ struct Consumer : StepCursor<kPaired> {
   // hides keys.
   __device__ __forceinline__ void add_visible(int stage) {
     const uint32_t its_slot = is(kFresh) ? slot_before() : slot;
-    const QueryTile tile = QueryTile::load(its_slot);
+    const QueryTile tile = tile_of(its_slot);
     if constexpr (kPaired) {
       const KeyStep pending_step = ring().step(pending);
       const int halves = pending_step.has_second() ? 2 : 1;
@@ -222,7 +228,7 @@ struct Consumer : StepCursor<kPaired> {
   __device__ __forceinline__ void finish(const RowTotals& before) {
     if (!is(kOpen)) return;
     if (!is(kPending)) clear_output(o);  // no key tile was visited
-    store_output(params, QueryTile::load(slot_before()), o, before, smem, warpgroup);
+    store_output(params, tile_of(slot_before()), o, before, smem, warpgroup);
   }
 
   __device__ __forceinline__ void run() {

@@ -26,8 +26,9 @@ constexpr int kOutColumns = kD + (kOnes ? 8 : 0);
 // Whether the warpgroups have a block row each, with a list of its own.
 constexpr bool kPaired = Config::block_rows > 1;
 constexpr bool kTurns = kWarpgroups > 1;
-// Distance from one warpgroup to the next: in rows of Q, or in heads.
-constexpr int kRowStep = Config::heads > 1 ? 0 : 64, kHeadStep = Config::heads > 1 ? 1 : 0;
+// Distance from one warpgroup to the next: in rows of Q, or in heads. Paired rows can be anywhere.
+constexpr int kRowStep = Config::heads > 1 || kPaired ? 0 : 64,
+              kHeadStep = Config::heads > 1 ? 1 : 0;
 // Warps that look for NaN and infinity in V. Over a cache one of them loads V instead.
 constexpr int kCheckers = Config::cache ? 1 : 2, kReadersOfTiles = 2;
 // Q has a single buffer, which becomes free when the scores of the last key tile are complete. The
@@ -141,6 +142,8 @@ __device__ __forceinline__ int slot_parity(uint32_t smem, uint32_t slot) {
   return (slot - slot_of(smem, 0)) >> 4 & 1;
 }
 constexpr int kRowsInSlot = 32, kListInSlot = 48, kWalkInSlot = 64;
+// Of paired rows: the first query of each, in place of the list.
+constexpr int kPairInSlot = kListInSlot;
 
 // The key tile at a position of the slot's list.
 __device__ __forceinline__ int key_tile_at(uint32_t slot, int position) {

@@ -1,9 +1,11 @@
-// Two neighbouring block rows in one CTA, each with a list of key tiles of its own.
+// Two block rows of a head in one CTA, each with a list of key tiles of its own. They are
+// neighbours in the order of lengths, and where lists are equally long in the tensor as well.
 //
-// A step of the pipeline has two key tiles. Those that both rows visit come last, in steps for both
-// warpgroups; before them steps for one and for the other take turns, and what the longer list has
-// beyond that comes first. The scheduler writes the steps of a query tile into a ring in shared
-// memory before the producer begins with it, so all other warps just read them.
+// A step of the pipeline has two key tiles, for one of the rows or for both. Steps for the first
+// and for the second row take turns, then come those that both rows visit, and the last one of the
+// second row ends the query tile, so that the rows change to the next tile one after the other.
+// What the longer list has beyond that comes before everything. The scheduler writes the steps into
+// a ring in shared memory before the producer begins with them, so all other warps just read them.
 #pragma once
 
 #include "blockflash/attention/visible.cuh"
@@ -104,31 +106,22 @@ struct VisitedTiles {
   }
 };
 
-// Whether the block row at tile.q_begin, and not its neighbour, is the one that brings both into
-// the queue: the longer one, so that the order of lengths remains.
-__device__ __forceinline__ bool leads_pair(const blockflash_attention_fwd_params& p,
-                                           const QueryTile& tile) {
-  const bool is_second = tile.q_begin / 64 % 2 != 0;
-  const int other = tile.q_begin + (is_second ? -64 : 64);
-  if (max(other, tile.q_begin) >= tile.seqlen_q) return !is_second;
-  const auto length = [&](int q_begin) {
-    return TileList::of(p.block_mask, 64, tile.batch, tile.head, q_begin).count;
-  };
-  const int own = length(tile.q_begin), its = length(other);
-  return is_second ? own > its : own >= its;
-}
-
-// Writes the steps of both rows of a query tile into the ring, below `end`, and the walks of both;
-// returns the number of steps.
+// Writes the steps of a query tile into the ring, below `end`, and the walks of both rows; returns
+// the number of steps. An even lane has the first row of the tile, an odd one the second.
 __device__ __forceinline__ int write_steps(const blockflash_attention_fwd_params& p,
                                            const QueryTile& tile, const StepRing& ring, int end,
                                            uint32_t walks) {
   const int lane = threadIdx.x % 32;
-  const KeyLimits limits[2] = {KeyLimits::of<64>(p, tile, 0, 64),
-                               KeyLimits::of<64>(p, tile, 64, 64)};
+  const auto limits_of = [&](int row) {
+    QueryTile its = tile;
+    its.q_begin = __shfl_sync(~0u, tile.q_begin, row);
+    return KeyLimits::of<64>(p, its, 0, 64);
+  };
+  const KeyLimits limits[2] = {limits_of(0), limits_of(1)};
   const auto list_of = [&](int row) {
+    const int q_begin = __shfl_sync(~0u, tile.q_begin, row);
     return limits[row].begin < limits[row].end
-               ? TileList::of(p.block_mask, 64, tile.batch, tile.head, tile.q_begin + 64 * row)
+               ? TileList::of(p.block_mask, 64, tile.batch, tile.head, q_begin)
                : TileList{nullptr, 0, 1};
   };
   const TileList lists[2] = {list_of(0), list_of(1)};

@@ -143,7 +143,7 @@ __device__ __forceinline__ void produce_paired(const Params& params, uint32_t sm
   };
   const auto copy_q = [&](uint32_t slot, bool wanted) {
     const TileRows rows = TileRows::load(slot + kRowsInSlot);
-    const int head = QueryTile::load(slot).head;
+    const QueryTile tile = QueryTile::load(slot);
 #pragma unroll 1
     for (int w = 0; w < kWarpgroups; ++w) {
       const uint32_t full = barriers.full + 8 * (Barriers::kQ + w);
@@ -153,10 +153,11 @@ __device__ __forceinline__ void produce_paired(const Params& params, uint32_t sm
         continue;
       }
       ptx::mbarrier_arrive_expect_tx(full, kQBytes);
+      const int row = tile.q_offset + ptx::load_shared(slot + kPairInSlot + 4 * w);
 #pragma unroll
       for (int panel = 0; panel < kPanels; ++panel)
-        ptx::tensor_copy_4d(smem + w * kQBytes + panel * 8192, &params.q, panel * 64,
-                            rows.q + w * kRowStep, head, rows.batch, full);
+        ptx::tensor_copy_4d(smem + w * kQBytes + panel * 8192, &params.q, panel * 64, row,
+                            tile.head, rows.batch, full);
     }
   };
   ptx::wait_for_predecessors();

@@ -85,7 +85,6 @@ struct KeyLimits {
 struct QueueCounter {
   const blockflash_attention_fwd_tma_params& params;
   int index = blockIdx.x;
-  unsigned rows_left = 3;  // of two block rows at `index`: those that are still to be handed out
 
   __device__ __forceinline__ explicit QueueCounter(
       const blockflash_attention_fwd_tma_params& params)
@@ -162,7 +161,7 @@ struct TileQueue : QueueCounter {
     int turn = first_row + row;
     if constexpr (block_rows > 1) {
       turn = turn * block_rows + static_cast<int>(threadIdx.x) % block_rows;
-      tile.q_begin = -1;
+      tile.q_begin = tile.seqlen_q;  // no such row
       if (turn >= tiles_q) return true;
     }
     tile.q_begin =

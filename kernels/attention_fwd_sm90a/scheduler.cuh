@@ -11,25 +11,17 @@ __device__ __forceinline__ bool announce_pair(Queue& queue, uint32_t smem, uint3
   const int lane = threadIdx.x % 32;
   const blockflash_attention_fwd_params& p = queue.params.base;
   QueryTile tile;
-  for (;;) {
-    if (queue.rows_left == 0) queue.advance(), queue.rows_left = 3;
-    if (!queue.take(tile)) {
-      if (lane == 0) QueryTile{0, 0, 0, 0, 0, 0, 0, -1}.store(slot);
-      return false;
-    }
-    const unsigned leading = __ballot_sync(~0u, tile.q_begin >= 0 && leads_pair(p, tile));
-    queue.rows_left &= leading;
-    if (queue.rows_left != 0) break;
+  if (!queue.take(tile)) {
+    if (lane == 0) QueryTile{0, 0, 0, 0, 0, 0, 0, -1}.store(slot);
+    return false;
   }
-  tile.q_begin = __shfl_sync(~0u, tile.q_begin, __ffs(static_cast<int>(queue.rows_left)) - 1);
-  queue.rows_left &= queue.rows_left - 1;
-  tile.q_begin -= tile.q_begin % 128;
   tile.key_tiles = write_steps(p, tile, {smem + kStepOffset}, end, slot + kWalkInSlot);
   tile.first_key_tile = end - tile.key_tiles;
   if (lane == 0) {
     tile.store(slot);
     queue.rows_of(tile).store(slot + kRowsInSlot);
   }
+  if (lane < 2) ptx::store_shared(slot + kPairInSlot + 4 * lane, tile.q_begin);
   return true;
 }
 
@@ -93,9 +85,8 @@ __device__ __forceinline__ void schedule(Queue& queue, uint32_t smem, const Barr
   ptx::wait_for_predecessors();
   bool more = QueryTile::load(slot_of(smem, 0)).key_tiles >= 0;
   for (int n = 1; more; ++n) {
-    if constexpr (kPaired) {  // ahead of time, since an index takes as long as a step
-      if (queue.rows_left == 0) queue.advance(), queue.rows_left = 3;
-    }
+    // Ahead of time, since an index takes as long as a step.
+    if constexpr (kPaired) queue.advance();
     ptx::mbarrier_wait(barriers.wanted, (n - 1) & 1);
     __syncwarp();
     if constexpr (!kPaired) queue.advance();
