@@ -21,7 +21,8 @@ using Softmax = HopperSoftmax<kBlockKv / 2, !kOnes, Config::lse>;
 // 16-bit type; in bf16 the sums of P·V stay within f32 for |V| up to about 2^90.
 constexpr float kSlack = Traits::exponent_mask == 0x7F80 ? 30.f : 8.f;
 
-// One consumer warpgroup: 64 queries of each tile.
+// One consumer warpgroup: 64 queries of each tile. Of the 16 rows of a warp, a lane holds rows g
+// and g + 8 (g = lane / 4) in every accumulator.
 struct Consumer : StepCursor<kPaired> {
   const Params& params;
   const Barriers barriers;

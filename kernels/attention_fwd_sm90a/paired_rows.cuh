@@ -61,13 +61,6 @@ struct StepRing {
   }
 };
 
-// Walks the ring downwards.
-struct StepsBelow {
-  int position;
-  __device__ __forceinline__ int tile() const { return position; }
-  __device__ __forceinline__ void advance() { --position; }
-};
-
 // The lowest n of 64 bits; none below 0, all from 64 on.
 __device__ __forceinline__ uint64_t lowest(int n) {
   return n <= 0 ? 0 : n >= 64 ? ~uint64_t{0} : (uint64_t{1} << n) - 1;

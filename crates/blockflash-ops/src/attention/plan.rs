@@ -81,7 +81,7 @@ pub(super) fn planned(
         Some(mask) => mask.tiles_q(problem.seqlen_q, tile.block_q),
         None => problem.seqlen_q.div_ceil(tile.block_q as usize),
     };
-    // Kernels of two block rows pass over one tile of each pair, so they count single ones, too.
+    // Pairs of block rows count as two: a CTA that finds none ends at once.
     let tiles = grid_x(&[tiles_q, problem.num_heads_q / tile.heads as usize, problem.batch])?;
     let base = base_params(problem)?;
     // CTAs of the Hopper kernels are persistent and take tile after tile.

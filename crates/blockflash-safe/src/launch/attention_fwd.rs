@@ -34,8 +34,8 @@ pub struct AttentionFwdOperands<'a> {
 }
 
 impl AttentionFwdOperands<'_> {
-    /// Checks sizes and strides against the tensors, and returns the number of query tiles. Kernels
-    /// of two block rows count single ones, too.
+    /// Checks sizes and strides against the tensors, and returns the number of query tiles. Pairs
+    /// of block rows count as two.
     pub(super) fn fit(
         &self,
         tile: &AttentionTile,
