@@ -1,5 +1,5 @@
-//! Kernels whose CTAs compute two block rows: lists that share everything, something or nothing,
-//! against the oracle and against the kernel that computes one row per CTA.
+//! Kernels whose CTAs compute two block rows, against the oracle: lists that share everything,
+//! something or nothing, and equal bits in every repeat.
 
 use blockflash_ops::attention::{Align, Mask};
 use blockflash_ops::{Kernel, Stream};
