@@ -15,7 +15,7 @@ use blockflash_sys::params::{
     BLOCKFLASH_BLOCK_MASK_LIST, BLOCKFLASH_BLOCK_SOURCE_BOOL, BLOCKFLASH_WINDOW_UNBOUNDED,
     blockflash_block_mask, blockflash_block_mask_build_params,
 };
-use blockflash_tests::gpu::{gpu, say, wait};
+use blockflash_tests::gpu::{Gpu, gpu, say, wait};
 use half::bf16;
 use std::ptr::{null, null_mut};
 
@@ -177,10 +177,18 @@ fn no_matrix_is_made_in_a_capture() {
 fn builds_of_one_mask_may_overlap() {
     let name = "hostile_gpu::builds_of_one_mask_may_overlap";
     let Some(gpu) = gpu(name) else { return };
+    // The second one has more than two block rows for each multiprocessor, so that on Hopper a CTA
+    // takes two.
+    for (heads, head_dim) in [(4, 64), (12, 128)] {
+        overlap_builds(heads, head_dim, &gpu, name);
+    }
+}
+
+fn overlap_builds(heads: usize, head_dim: usize, gpu: &Gpu, name: &str) {
     let streams: [Stream; 3] = std::array::from_fn(|_| gpu.device.stream().unwrap());
     let [first, second, third] = &streams;
     let geometry = BlockGeometry::new(2000, 2100, 64, 64).unwrap();
-    let (heads, rows, cols) = (4, geometry.rows(), geometry.cols());
+    let (rows, cols) = (geometry.rows(), geometry.cols());
     let mut buffer = match BlockMaskBuffer::new(geometry, 1, heads, heads * rows * 9, first) {
         Ok(buffer) => buffer,
         Err(Error::Unsupported { what, .. }) => return say(&format!("SKIPPED ({what}): {name}")),
@@ -199,8 +207,8 @@ fn builds_of_one_mask_may_overlap() {
         first.capture(|stream| buffer.build(&by_scores, stream)).unwrap(),
         second.capture(|stream| buffer.build(&by_lists, stream)).unwrap(),
     ];
-    let [q, k] = [2000, 2100].map(|length| small_integers(&[1, length, heads, 64], third));
-    let mut o = Tensor::zeros(third, DType::BF16, &[1, 2000, heads, 64]).unwrap();
+    let [q, k] = [2000, 2100].map(|length| small_integers(&[1, length, heads, head_dim], third));
+    let mut o = Tensor::zeros(third, DType::BF16, &[1, 2000, heads, head_dim]).unwrap();
     for _ in 0..200 {
         graphs[0].launch(first).unwrap();
         graphs[1].launch(second).unwrap();
