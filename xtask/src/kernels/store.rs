@@ -12,9 +12,9 @@ use std::{collections::BTreeMap, fs, path::PathBuf};
 /// The highest level that needs no extra memory to decompress.
 const ZSTD_LEVEL: i32 = 19;
 
-/// Uncompressed size of a frame, unless the variants of one tile are larger. A larger frame compresses better and takes longer to unpack: with
-/// 1.25 MB the archives are 2 % larger, and the slowest first use of a kernel takes 3.5 instead of
-/// 4.0 ms.
+/// Uncompressed size of a frame, unless the variants of one tile are larger. A larger frame
+/// compresses better and takes longer to unpack: with 1.25 MB the archives are 2 % larger, and the
+/// slowest first use of a kernel takes 3.5 instead of 4.0 ms.
 const FRAME_BYTES: usize = 1_510_000;
 
 /// Uncompressed images by name.
