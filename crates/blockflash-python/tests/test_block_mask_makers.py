@@ -29,15 +29,17 @@ def dense(mask: BlockMask, causal: bool = False) -> Tensor:
     return pairs.tril() if causal else pairs
 
 
-def check(mask: BlockMask, causal: bool = False) -> None:
+def check(
+    mask: BlockMask, causal: bool = False, heads: tuple[int, int] = (4, 2), head_dim: int = 64
+) -> None:
     """Hold attention with the mask against torch's with the same pairs."""
     device = mask.device.type
     dtype = torch.float32 if device == "cpu" else torch.float16
-    inputs = [t.to(device, dtype) for t in operands(mask.seqlens, heads=(4, 2), head_dim=64)]
+    inputs = [t.to(device, dtype) for t in operands(mask.seqlens, heads, head_dim)]
     found = block_sparse_attention(*inputs, mask, causal=causal)
     by_head = (t.double().transpose(1, 2) for t in inputs)
     pairs = dense(mask, causal)
-    pairs = pairs.repeat_interleave(4 // pairs.shape[1], 1)
+    pairs = pairs.repeat_interleave(heads[0] // pairs.shape[1], 1)
     expected = scaled_dot_product_attention(*by_head, attn_mask=pairs, enable_gqa=True)
     # torch gives NaN to rows without keys; here they are 0.
     assert_close(found, expected.nan_to_num().transpose(1, 2), dtype)
@@ -239,3 +241,13 @@ def test_a_graph_keeps_its_mask() -> None:
         o.zero_()
         graph.replay()
         assert torch.equal(o, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [False, True])
+def test_many_block_rows(causal: bool) -> None:
+    """More than two block rows for each multiprocessor: on Hopper a CTA takes two of them."""
+    torch.manual_seed(causal)
+    scores = torch.randn(1, 16, 33, 33, device="cuda")
+    mask = BlockMask.top_k(scores, 9, causal=causal, seqlens=(2100, 2100), block=64)
+    check(mask, causal, heads=(16, 4), head_dim=128)
