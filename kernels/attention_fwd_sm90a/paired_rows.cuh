@@ -47,7 +47,7 @@ struct KeyStep {
 struct StepRing {
   // A query tile has at most half as many steps as there are key tiles, and three.
   static constexpr int kTiles = 1 << KeyStep::kTileBits, kSteps = 2048,
-                       kBytes = 4 * kSteps + kTiles / 4 + 16;
+                       kBytes = 4 * kSteps + kTiles / 4;
   uint32_t smem;
 
   __device__ __forceinline__ uint32_t at(int position) const {
@@ -61,16 +61,19 @@ struct StepRing {
   }
 };
 
-// The lowest n of 64 bits; none below 0, all from 64 on.
-__device__ __forceinline__ uint64_t lowest(int n) {
-  return n <= 0 ? 0 : n >= 64 ? ~uint64_t{0} : (uint64_t{1} << n) - 1;
+// The key tiles from `begin` to `end` that 64 bits have; their first one is `first`.
+__device__ __forceinline__ uint64_t bits_between(int begin, int end, int first) {
+  const auto below = [](int n) {
+    return n <= 0 ? 0 : n >= 64 ? ~uint64_t{0} : (uint64_t{1} << n) - 1;
+  };
+  return below(end - first) & ~below(begin - first);
 }
 
-// Marks the key tiles of a list in the ring's bits of a row; a whole warp works here.
+// Marks the key tiles of a list in the ring's bits of a row. The even lanes of a warp do this for
+// one row while the odd ones do it for the other.
 __device__ __forceinline__ void mark_tiles(const TileList& list, uint32_t bits) {
-  const int lane = threadIdx.x % 32;
 #pragma unroll 2
-  for (int i = lane; i < list.count; i += 32) {
+  for (int i = threadIdx.x % 32 / 2; i < list.count; i += 16) {
     int key_tile = list.cols[i] * list.tiles_per_col;
     for (int left = list.tiles_per_col; left > 0; --left, ++key_tile)
       if (key_tile >= 0 && key_tile < StepRing::kTiles)
@@ -78,24 +81,57 @@ __device__ __forceinline__ void mark_tiles(const TileList& list, uint32_t bits) 
   }
 }
 
-// Of `span` key tiles from `first` on, at most 64: those that a row visits, and those that need no
-// mask.
-struct VisitedTiles {
-  uint64_t visited, unmasked;
+// Up to 2048 bits of which each lane of a warp has 64, and how many are set up to its last one.
+struct LaneBits {
+  uint64_t bits;
+  int until;
 
-  static __device__ __forceinline__ VisitedTiles of(const blockflash_attention_fwd_params& p,
-                                                    const KeyLimits& limits, uint32_t bits,
-                                                    int first, int span) {
-    uint64_t visited = ~uint64_t{0};
-    if (p.block_mask.row_ptr != nullptr) {
-      const uint32_t at = bits + first / 32 * 4, middle = ptx::load_shared(at + 4);
-      visited = static_cast<uint64_t>(__funnelshift_r(middle, ptx::load_shared(at + 8),
-                                                      static_cast<unsigned>(first % 32)))
-                    << 32 |
-                __funnelshift_r(ptx::load_shared(at), middle, static_cast<unsigned>(first % 32));
+  static __device__ __forceinline__ LaneBits of(uint64_t bits) {
+    int until = __popcll(bits);
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) {
+      const int before = __shfl_up_sync(~0u, until, distance);
+      if (static_cast<int>(threadIdx.x % 32) >= distance) until += before;
     }
-    return {visited & lowest(min(limits.end - first, span)) & ~lowest(limits.begin - first),
-            lowest(limits.unmasked_end - first) & ~lowest(limits.unmasked_begin - first)};
+    return {bits, until};
+  }
+
+  // Where the bit is that has `rank` set ones below it. Each lane may ask for another one.
+  __device__ __forceinline__ int find(int rank) const {
+    int lane = 0;  // the first one with more
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2)
+      if (__shfl_sync(~0u, until, lane + step - 1) <= rank) lane += step;
+    const uint32_t low = __shfl_sync(~0u, static_cast<uint32_t>(bits), lane),
+                   high = __shfl_sync(~0u, static_cast<uint32_t>(bits >> 32), lane);
+    int left = rank - __shfl_sync(~0u, until - __popcll(bits), lane), at = 64 * lane;
+    uint32_t word = low;
+    if (left >= __popc(low)) left -= __popc(low), word = high, at += 32;
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) {
+      const int below = __popc(word & ((1u << step) - 1));
+      if (left >= below) left -= below, word >>= step, at += step;
+    }
+    return at;
+  }
+};
+
+// Where the steps of a query tile are, by the number of key tiles of each kind: for the first row,
+// for the second one, and for both.
+struct StepOrder {
+  int key_tiles[3];
+
+  __device__ __forceinline__ int steps(int kind) const { return (key_tiles[kind] + 1) / 2; }
+  // Steps for the first and for the second row take turns; the longer list has more.
+  __device__ __forceinline__ int rounds() const { return min(steps(0), steps(1)); }
+  __device__ __forceinline__ int more() const { return max(steps(0), steps(1)) - rounds(); }
+  __device__ __forceinline__ int all() const { return steps(2) + 2 * rounds() + more(); }
+  // The place of the step-th one of a kind, from the last one that is taken.
+  __device__ __forceinline__ int place(int kind, int step) const {
+    if (kind == 2) return step + (rounds() > 0);
+    if (step >= rounds()) return steps(2) + rounds() + step;
+    if (kind == 0) return steps(2) + 2 * step + 1;
+    return step > 0 ? steps(2) + 2 * step : 0;
   }
 };
 
@@ -105,83 +141,70 @@ __device__ __forceinline__ int write_steps(const blockflash_attention_fwd_params
                                            const QueryTile& tile, const StepRing& ring, int end,
                                            uint32_t walks) {
   const int lane = threadIdx.x % 32;
-  const auto limits_of = [&](int row) {
-    QueryTile its = tile;
-    its.q_begin = __shfl_sync(~0u, tile.q_begin, row);
-    return KeyLimits::of<64>(p, its, 0, 64);
-  };
-  const KeyLimits limits[2] = {limits_of(0), limits_of(1)};
-  const auto list_of = [&](int row) {
-    const int q_begin = __shfl_sync(~0u, tile.q_begin, row);
-    return limits[row].begin < limits[row].end
-               ? TileList::of(p.block_mask, 64, tile.batch, tile.head, q_begin)
-               : TileList{nullptr, 0, 1};
-  };
-  const TileList lists[2] = {list_of(0), list_of(1)};
+  const KeyLimits own = KeyLimits::of<64>(p, tile, 0, 64);
+  const TileList list = own.begin < own.end
+                            ? TileList::of(p.block_mask, 64, tile.batch, tile.head, tile.q_begin)
+                            : TileList{nullptr, 0, 1};
   ptx::store_shared_int4(ring.bits(0) + lane * 16, make_int4(0, 0, 0, 0));
   __syncwarp();
-  mark_tiles(lists[0], ring.bits(0)), mark_tiles(lists[1], ring.bits(1));
+  mark_tiles(list, ring.bits(lane % 2));
   __syncwarp();
-  // Each lane has neighbouring key tiles.
-  const int span = min((max(limits[0].end, limits[1].end) + 31) / 32, 64),
-            lowest_tile = lane * span;
-  const VisitedTiles a = VisitedTiles::of(p, limits[0], ring.bits(0), lowest_tile, span),
-                     b = VisitedTiles::of(p, limits[1], ring.bits(1), lowest_tile, span);
-  // Key tiles of row 0 only, of row 1 only, and of both.
-  uint64_t tiles[3] = {a.visited & ~b.visited, b.visited & ~a.visited, a.visited & b.visited};
-  const auto total = [&](int kind) {
-    return static_cast<int>(__reduce_add_sync(~0u, __popcll(tiles[kind])));
-  };
-  int count[3] = {total(0), total(1), total(2)};
+  KeyLimits limits[2];
+#pragma unroll
+  for (int row = 0; row < 2; ++row) {
+    const auto of_row = [&](int x) { return __shfl_sync(~0u, x, row); };
+    limits[row] = {of_row(own.begin), of_row(own.end), of_row(own.unmasked_begin),
+                   of_row(own.unmasked_end)};
+  }
+  uint64_t visited[2];
+#pragma unroll
+  for (int row = 0; row < 2; ++row) {
+    const uint32_t at = ring.bits(row) + 8 * lane;
+    const uint64_t listed =
+        static_cast<uint64_t>(ptx::load_shared(at + 4)) << 32 | ptx::load_shared(at);
+    visited[row] = (p.block_mask.row_ptr != nullptr ? listed : ~uint64_t{0}) &
+                   bits_between(limits[row].begin, limits[row].end, 64 * lane);
+  }
+  uint64_t both = visited[0] & visited[1], only[2] = {visited[0] & ~both, visited[1] & ~both};
+  const auto total = [](uint64_t bits) { return __reduce_add_sync(~0u, __popcll(bits)); };
+  StepOrder order = {{static_cast<int>(total(only[0])), static_cast<int>(total(only[1])),
+                      static_cast<int>(total(both))}};
   // Where an odd number would leave several steps with one key tile, one that both rows visit is
   // loaded for each of them.
-  if (count[2] % 2 != 0 && (count[0] % 2 != 0 || count[1] % 2 != 0)) {
-    const unsigned holders = __ballot_sync(~0u, tiles[2] != 0);
-    if (lane == 31 - __clz(holders)) {
-      const uint64_t last = uint64_t{1} << (63 - __clzll(tiles[2]));
-      tiles[0] |= last, tiles[1] |= last, tiles[2] &= ~last;
+  if (order.key_tiles[2] % 2 != 0 && (order.key_tiles[0] % 2 != 0 || order.key_tiles[1] % 2 != 0)) {
+    if (lane == 31 - __clz(__ballot_sync(~0u, both != 0))) {
+      const uint64_t last = uint64_t{1} << (63 - __clzll(both));
+      only[0] |= last, only[1] |= last, both &= ~last;
     }
-    ++count[0], ++count[1], --count[2];
+    ++order.key_tiles[0], ++order.key_tiles[1], --order.key_tiles[2];
   }
-  const int steps[3] = {(count[0] + 1) / 2, (count[1] + 1) / 2, (count[2] + 1) / 2};
-  const int rounds = min(steps[0], steps[1]), more = max(steps[0], steps[1]) - rounds,
-            all = steps[2] + 2 * rounds + more;
+  const int all = order.all();
 #pragma unroll 1
   for (int kind = 0; kind < 3; ++kind) {
-    uint64_t rest = kind == 0 ? tiles[0] : kind == 1 ? tiles[1] : tiles[2];
-    const int last = (kind == 0   ? count[0]
-                      : kind == 1 ? count[1]
-                                  : count[2]) -
-                     1,
-              rows = kind == 2 ? 3 : 1 << kind;
-    const int own = __popcll(rest);
-    int rank = own;
+    const LaneBits bits = LaneBits::of(kind == 0 ? only[0] : kind == 1 ? only[1] : both);
+    const int key_tiles = kind == 0   ? order.key_tiles[0]
+                          : kind == 1 ? order.key_tiles[1]
+                                      : order.key_tiles[2];
+#pragma unroll 1
+    for (int first = 0; first < key_tiles; first += 32) {
+      const int rank = first + lane, key_tile = bits.find(rank);
+      if (rank >= key_tiles) break;
+      uint32_t masked = 0;
 #pragma unroll
-    for (int distance = 1; distance < 32; distance *= 2) {
-      const int before = __shfl_up_sync(~0u, rank, distance);
-      if (lane >= distance) rank += before;
-    }
-    rank -= own;
-    for (; rest != 0; rest &= rest - 1, ++rank) {
-      const int bit = __ffsll(static_cast<long long>(rest)) - 1, step = rank / 2;
-      const int place = kind == 2        ? step + (rounds > 0)
-                        : step >= rounds ? steps[2] + rounds + step
-                        : kind == 0      ? steps[2] + 2 * step + 1
-                        : step > 0       ? steps[2] + 2 * step
-                                         : 0;
-      const uint32_t masked = static_cast<uint32_t>(~a.unmasked >> bit & 1) |
-                              static_cast<uint32_t>(~b.unmasked >> bit & 1) << 1;
-      const uint32_t half =
-          (lowest_tile + bit) | masked << KeyStep::kMaskedBit | rows << KeyStep::kRowsBit;
-      const uint32_t at = ring.at(end - all + place) + rank % 2 * 2;
-      ptx::store_shared_u16(at, half);
-      if (rank == last && rank % 2 == 0)
-        ptx::store_shared_u16(at + 2, (lowest_tile + bit) | 3u << KeyStep::kMaskedBit);
+      for (int row = 0; row < 2; ++row)
+        if (key_tile < limits[row].unmasked_begin || key_tile >= limits[row].unmasked_end)
+          masked |= 1u << row;
+      const uint32_t at = ring.at(end - all + order.place(kind, rank / 2)), rows = kind + 1;
+      ptx::store_shared_u16(at + 2 * (rank % 2),
+                            key_tile | masked << KeyStep::kMaskedBit | rows << KeyStep::kRowsBit);
+      if (rank % 2 == 0 && rank + 1 == key_tiles)
+        ptx::store_shared_u16(at + 2, key_tile | 3u << KeyStep::kMaskedBit);
     }
   }
   if (lane < 2) {
-    const bool waits = (lane == 0 ? steps[0] : steps[1]) == rounds;
-    const int lead = waits ? more : 0;
+    // The row with fewer steps waits while the other one begins.
+    const bool waits = (lane == 0 ? order.steps(0) : order.steps(1)) == order.rounds();
+    const int lead = waits ? order.more() : 0;
     ptx::store_shared_int4(walks + 16 * lane, make_int4(all - lead, lead, 0, 0));
   }
   return all;

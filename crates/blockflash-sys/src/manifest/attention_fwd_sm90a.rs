@@ -102,7 +102,7 @@ impl AttentionFwdHopper {
     /// Bytes for mbarriers and the announced tiles, and a page of zeros. With two block rows also
     /// the ring of steps, a bit per key tile and row, and what is read behind the last bit.
     const fn extra_bytes(&self) -> u32 {
-        let steps = if self.block_rows > 1 { 4 * 2048 + 2 * 2048 / 8 + 16 } else { 0 };
+        let steps = if self.block_rows > 1 { 4 * 2048 + 2 * 2048 / 8 } else { 0 };
         2048 + steps
     }
 

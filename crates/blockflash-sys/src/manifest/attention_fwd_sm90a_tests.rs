@@ -56,7 +56,7 @@ fn hopper_kernels() {
     assert_eq!(bytes(128, 128, 128), 231_424);
     assert_eq!(bytes(128, 64, 64), 100_352);
     assert_eq!(bytes(192, 64, 128), 223_232);
-    assert_eq!(bytes_of(128, 64, 64, [1, 2]), 223_760);
+    assert_eq!(bytes_of(128, 64, 64, [1, 2]), 223_744);
     let macros = kernel.macros();
     for (name, value) in
         [("VARIANT_WARPGROUPS", "3"), ("VARIANT_Q_IN_REGISTERS", "0"), ("VARIANT_MIN_BLOCKS", "1")]
