@@ -123,7 +123,18 @@ impl<'r> Run<'r> {
                 commits.push(&record.commit);
             }
         }
-        commits.join(" and ")
+        // Several would not fit into a line of a plot. A commit with changes keeps its mark.
+        let short = |commit: &&str| match commit.get(..7) {
+            Some(start) if !commit.contains('-') => start.to_owned(),
+            _ => (*commit).to_owned(),
+        };
+        match commits.split_last() {
+            Some((last, before @ [_, ..])) => {
+                let before: Vec<_> = before.iter().map(short).collect();
+                format!("{} and {}", before.join(", "), short(last))
+            }
+            _ => commits.concat(),
+        }
     }
 
     pub(crate) fn date(&self) -> &'r str {

@@ -40,6 +40,22 @@ fn runs_of_a_commit_complete_each_other() {
 }
 
 #[test]
+fn several_commits_are_named_in_short() {
+    let of = |case: &str, commit: &str, same_as: Option<&str>| Record {
+        commit: commit.into(),
+        same_as: same_as.map(str::to_owned),
+        ..record(case, OURS, Some(1.0))
+    };
+    let records = [
+        of("a", "aaaaaaaaaaaa", Some("cccccccccccc-dirty")),
+        of("b", "bbbbbbbbbbbb", Some("cccccccccccc-dirty")),
+        of("c", "cccccccccccc-dirty", None),
+    ];
+    assert_eq!(newest(&records)[0].commits(), "aaaaaaa, bbbbbbb and cccccccccccc-dirty");
+    assert_eq!(newest(&records[..1])[0].commits(), "aaaaaaaaaaaa");
+}
+
+#[test]
 fn runs_of_the_same_images_complete_each_other() {
     let of = |case: &str, run: &str, commit: &str, same_as: Option<&str>| Record {
         run: run.into(),
