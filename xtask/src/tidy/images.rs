@@ -10,7 +10,7 @@ use blockflash_sys::{Kernel, manifest};
 use std::collections::BTreeMap;
 
 /// All archives together, so that the package stays below its limit (`cargo xtask package`).
-const MAX_TOTAL_BYTES: u64 = 4_985_000;
+const MAX_TOTAL_BYTES: u64 = 9_450_000;
 
 /// Checks every kernel of the manifest, and the record of GPU passes.
 pub fn check(findings: &mut Findings) -> Result<()> {
