@@ -108,6 +108,21 @@ pub enum Error {
     #[error("invalid block mask: {0}")]
     InvalidBlockMask(String),
 
+    /// No kernel takes a block mask of such blocks.
+    #[error(
+        "invalid block mask: {what} is {value}, not a multiple of {unit} from {unit} to {limit}"
+    )]
+    BlockSize {
+        /// `block_q` or `block_kv`.
+        what: &'static str,
+        /// The size.
+        value: usize,
+        /// Sizes are multiples of this.
+        unit: usize,
+        /// The largest size.
+        limit: usize,
+    },
+
     /// A block reaches beyond the matrix and is not zero there.
     #[error(
         "block {block} (block row {block_row}, block column {block_col}) has a value that is not \

@@ -43,6 +43,7 @@ mod recent;
 mod row_copy;
 mod selection;
 mod support;
+mod threads;
 pub mod tuning;
 
 pub use attention::{

@@ -3,6 +3,7 @@
 
 use crate::recent::{Chosen, Planned, planned};
 use crate::selection::{Problem, accepts, select, unsupported};
+use crate::threads::parallel;
 use crate::tuning;
 use crate::{Error, Result};
 use blockflash_safe::{CudaProperties, Device, Stream};
@@ -10,13 +11,13 @@ use blockflash_sys::Kernel;
 use std::rc::Rc;
 
 /// The steps of a call that are specific to an operation.
-pub trait Steps {
+pub trait Steps: Sync {
     /// The call as plain numbers.
-    type Problem: Problem;
+    type Problem: Problem + Sync;
     /// The launches as plain data: everything that follows from problem, kernel and GPU.
     type Plan: 'static;
     /// The outputs.
-    type Out<'o>;
+    type Out<'o>: Send;
 
     /// Whether there is no output element to compute.
     fn is_empty(problem: &Self::Problem) -> bool;
@@ -89,7 +90,7 @@ pub trait Operation: Steps {
             return Ok(());
         }
         let Some(gpu) = stream.device().cuda_properties() else {
-            return self.compute(&problem, out, stream);
+            return parallel(|| self.compute(&problem, out, stream));
         };
         let planned = selected::<Self>(&problem, stream.device(), gpu)?;
         self.launch(planned.kernel, &planned.plan, &problem, out, stream)
@@ -152,7 +153,7 @@ pub trait Operation: Steps {
                 self.launch(kernel, &planned.plan, &problem, out, stream)
             }
             _ if Self::is_empty(&problem) => Ok(()),
-            _ => self.compute(&problem, out, stream),
+            _ => parallel(|| self.compute(&problem, out, stream)),
         }
     }
 }

@@ -1,7 +1,7 @@
 //! The gradients of attention, into tensors of the caller.
 
 use crate::attention::{Options, call};
-use crate::error::{Failure, Result};
+use crate::error::{Failure, Result, with_memory};
 use crate::foreign::{Foreign, views};
 use crate::mask::{self, Kept};
 use crate::table::Entry;
@@ -63,7 +63,7 @@ pub(crate) fn attention_backward(
     let options = Options { max_q, max_k, left, right, top_left, scale, softcap, block_mask };
     let (backward, bytes) = py.detach(|| {
         let backward = Backward::new(operands, results, options)?;
-        let bytes = backward.workspace_bytes()?;
+        let bytes = with_memory(|| backward.workspace_bytes())?;
         Ok::<_, Failure>((backward, bytes))
     })?;
     let workspace = match bytes {

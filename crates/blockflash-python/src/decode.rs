@@ -2,7 +2,7 @@
 //! caller.
 
 use crate::attention::token_mask;
-use crate::error::{Failure, Result};
+use crate::error::{Failure, Result, with_memory};
 use crate::foreign::{Foreign, views};
 use blockflash_ops::{
     AppendKv, AttentionDecode, AttentionDecodeOperands, AttentionDecodeWorkspace, AttentionMerge,
@@ -96,7 +96,7 @@ pub(crate) fn attention_decode(
                 let tensor = memory.scratch(&call.stream)?;
                 Some(Arc::new(AttentionDecodeWorkspace::from_tensor(tensor)?))
             }
-            None => workspace(&call.stream, bytes)?,
+            None => with_memory(|| workspace(&call.stream, bytes))?,
         };
         call.run(outputs, workspace.as_deref())
     })?)

@@ -2,14 +2,17 @@
 
 use blockflash_ops::Error;
 use blockflash_safe::Error as SafeError;
+use pyo3::create_exception;
 use pyo3::exceptions::{PyNotImplementedError, PyRuntimeError, PyValueError};
-use pyo3::{PyErr, create_exception};
+use pyo3::prelude::*;
+use pyo3::types::PyType;
 
 create_exception!(
     blockflash,
     Misaligned,
     PyValueError,
-    "An operand does not allow the 16-byte accesses of the kernel: a copy does."
+    "An operand does not allow the 16-byte accesses of the kernel, or on the CPU lies between the \
+     elements of a tensor that is written: a copy does."
 );
 create_exception!(
     blockflash,
@@ -24,6 +27,9 @@ create_exception!(
     "The driver, the device or its memory failed, or there is no usable GPU."
 );
 
+/// `CUDA_ERROR_OUT_OF_MEMORY`.
+const OUT_OF_MEMORY: i32 = 2;
+
 /// The kinds of exception that the package raises.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Kind {
@@ -31,7 +37,7 @@ pub(crate) enum Kind {
     Misaligned,
     Unsupported,
     Device,
-    /// torch's allocator has no memory left.
+    /// A GPU has no memory left.
     Memory,
 }
 
@@ -63,6 +69,8 @@ impl From<Error> for Failure {
             Error::Safe(safe) => kind_of_safe(safe),
             Error::Misaligned { .. } => Kind::Misaligned,
             Error::Unsupported { .. } | Error::TooLarge { .. } => Kind::Unsupported,
+            // 0 is none at all.
+            Error::BlockSize { value: 1.., .. } => Kind::Unsupported,
             _ => Kind::Value,
         };
         Failure { kind, text: error.to_string() }
@@ -94,6 +102,8 @@ fn kind_of_safe(error: &SafeError) -> Kind {
         | SafeError::Pointer { .. }
         | SafeError::Indices { .. } => Kind::Value,
         SafeError::Unsupported { .. } => Kind::Unsupported,
+        SafeError::DeviceOutOfMemory { .. } => Kind::Memory,
+        SafeError::Cuda { code: OUT_OF_MEMORY, .. } => Kind::Memory,
         _ => Kind::Device,
     }
 }
@@ -104,7 +114,28 @@ impl From<Failure> for PyErr {
             Kind::Value => PyValueError::new_err(failure.text),
             Kind::Misaligned => Misaligned::new_err(failure.text),
             Kind::Unsupported => Unsupported::new_err(failure.text),
-            Kind::Device | Kind::Memory => DeviceError::new_err(failure.text),
+            Kind::Device => DeviceError::new_err(failure.text),
+            Kind::Memory => Python::attach(|py| match out_of_memory_error(py) {
+                Ok(kind) => PyErr::from_type(kind, failure.text),
+                Err(_) => DeviceError::new_err(failure.text),
+            }),
         }
+    }
+}
+
+/// `torch.OutOfMemoryError`, which callers of torch catch.
+pub(crate) fn out_of_memory_error(py: Python<'_>) -> PyResult<Bound<'_, PyType>> {
+    Ok(py.import("torch")?.getattr("OutOfMemoryError")?.cast_into()?)
+}
+
+/// Does work that allocates on a GPU, and once more if there is no memory, after torch has given
+/// back to the driver what it keeps of freed tensors: only its own allocations find that.
+pub(crate) fn with_memory<T>(work: impl Fn() -> Result<T>) -> Result<T> {
+    let give_back = |py: Python<'_>| -> PyResult<()> {
+        py.import("torch.cuda")?.call_method0("empty_cache").map(drop)
+    };
+    match work() {
+        Err(Failure { kind: Kind::Memory, .. }) if Python::attach(give_back).is_ok() => work(),
+        outcome => outcome,
     }
 }

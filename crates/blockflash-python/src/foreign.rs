@@ -4,19 +4,19 @@
 //! `torch.Tensor.__dlpack_c_exchange_api__`. It gives the address, shape, strides, type, device and
 //! current stream of a tensor and owns nothing, so a [`Foreign`] borrows the Python object.
 
-use crate::error::{Failure, Result};
+use crate::error::{Failure, Kind, Result};
 use blockflash_ops::{DType, Device, Layout, Stream, Tensor, View, ViewMut};
-use blockflash_safe::MAX_RANK;
+use blockflash_safe::{Footprint, MAX_RANK};
 use dlpark::ffi::{DLDataType, DLDataTypeCode, DLDevice, DLDeviceType, DLTensor};
 use dlpark::python::consumer::exchange::ExchangeApi;
 use pyo3::exceptions::{PyImportError, PyTypeError};
+use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::PyType;
 use std::ffi::c_void;
 use std::fmt::Display;
 use std::marker::PhantomData;
-use std::ops::Range;
 use std::ptr::{with_exposed_provenance, with_exposed_provenance_mut};
 
 /// A description of memory that somebody else owns during `'a`. [`views`] gives access to it.
@@ -52,6 +52,11 @@ impl<'a> Foreign<'a> {
         let py = object.py();
         let torch = Torch::get(py)?;
         torch.check_type(what, object)?;
+        // DLPack says nothing of it. The dispatcher has resolved it for an operator.
+        if object.call_method0(intern!(py, "is_neg"))?.is_truthy()? {
+            let text = format!("{what} is a view of what it negates: use resolve_neg()");
+            return Err(Failure::value(text).into());
+        }
         let read = |tensor: &DLTensor, stream| {
             // SAFETY: 1. torch wrote the descriptor, whose arrays live during this call. 2. The
             // borrow of the Python object keeps the tensor, and torch frees memory of a GPU in the
@@ -137,6 +142,16 @@ impl<'a> Foreign<'a> {
         Ok(unsafe { Stream::from_raw(&self.device, with_exposed_provenance_mut(self.stream)) }?)
     }
 
+    /// The elements, for a call that writes no tensor.
+    pub(crate) fn view(&self) -> Result<View<'a>> {
+        let Foreign { what, device, dtype, layout, address, .. } = self;
+        let pointer = with_exposed_provenance(*address);
+        // SAFETY: 1. and 2. Point 1 of `new`. No tensor of the call that is written has memory of
+        // the elements, or on the CPU of their span (`views`).
+        let made = unsafe { View::from_raw(device, pointer, *dtype, *layout) };
+        made.map_err(|error| Failure::value(format!("{what}: {error}")))
+    }
+
     /// The memory of this tensor as a workspace of work that is queued on the stream, torch's
     /// current one, while `self` exists.
     pub(crate) fn scratch(&self, stream: &Stream) -> Result<Tensor> {
@@ -150,22 +165,35 @@ impl<'a> Foreign<'a> {
         Ok(tensor?)
     }
 
-    /// Addresses from the first element to the end of the last one.
-    fn bytes(&self) -> Range<usize> {
-        self.address..self.address.wrapping_add(self.layout.span() * self.dtype.size())
+    /// Refuses a tensor that is written if it shares memory with another one. On the CPU, where
+    /// views are slices, one that only lies in the gaps of the other is refused as something that
+    /// a copy mends.
+    fn apart_from(&self, other: &Foreign<'_>) -> Result<()> {
+        let (own, others) = (self.footprint(), other.footprint());
+        if self.device != other.device || !own.interleaves(&others) {
+            return Ok(());
+        }
+        let (what, other) = (self.what, other.what);
+        if own.overlaps(&others) {
+            return Err(Failure::value(format!("{what} shares memory with {other}")));
+        }
+        if self.device.is_cpu() {
+            let text = format!("{what} lies between elements of {other}");
+            return Err(Failure { kind: Kind::Misaligned, text });
+        }
+        Ok(())
     }
 
-    /// Whether the two may share memory. Tensors that interleave count as sharing.
-    fn overlaps(&self, other: &Foreign<'_>) -> bool {
-        let (own, others) = (self.bytes(), other.bytes());
-        self.device == other.device && own.start < others.end && others.start < own.end
+    fn footprint(&self) -> Footprint<'_> {
+        Footprint { address: self.address, dtype: self.dtype, layout: &self.layout }
     }
 }
 
 /// The views of one call: of the tensors that it reads, and of those that it writes.
 ///
 /// # Errors
-/// A tensor that is written must share no memory with another one of the call or with itself.
+/// A tensor that is written must share no memory with another one of the call or with itself. One
+/// that interleaves with another one is `Misaligned` on the CPU: a copy of that one does.
 #[allow(clippy::type_complexity)]
 pub(crate) fn views<'a, const R: usize, const W: usize>(
     read: &[Option<Foreign<'a>>; R],
@@ -174,28 +202,20 @@ pub(crate) fn views<'a, const R: usize, const W: usize>(
     for (at, written) in write.iter().enumerate() {
         let others = read.iter().chain(&write[..at]).flatten();
         for (written, other) in others.flat_map(|other| Some((written.as_ref()?, other))) {
-            if written.overlaps(other) {
-                let (what, other) = (written.what, other.what);
-                return Err(Failure::value(format!("{what} shares memory with {other}")));
-            }
+            written.apart_from(other)?;
         }
     }
-    let refused = |what, error| Failure::value(format!("{what}: {error}"));
     let mut views = ([None; R], [const { None }; W]);
     for (view, foreign) in views.0.iter_mut().zip(read) {
-        let Some(Foreign { what, device, dtype, layout, address, .. }) = foreign else { continue };
-        let pointer = with_exposed_provenance(*address);
-        // SAFETY: 1. and 2. Point 1 of `Foreign::new`. No other tensor of the call that is written
-        // has this memory.
-        let made = unsafe { View::from_raw(device, pointer, *dtype, *layout) };
-        *view = Some(made.map_err(|error| refused(what, error))?);
+        *view = foreign.as_ref().map(Foreign::view).transpose()?;
     }
     for (view, foreign) in views.1.iter_mut().zip(&write) {
         let Some(Foreign { what, device, dtype, layout, address, .. }) = foreign else { continue };
         let pointer = with_exposed_provenance_mut(*address);
-        // SAFETY: as above; no other tensor of the call has this memory at all.
+        // SAFETY: 1. and 2. Point 1 of `Foreign::new`. No other tensor of the call has memory of
+        // the elements, or on the CPU of their span.
         let made = unsafe { ViewMut::from_raw(device, pointer, *dtype, *layout) };
-        *view = Some(made.map_err(|error| refused(what, error))?);
+        *view = Some(made.map_err(|error| Failure::value(format!("{what}: {error}")))?);
     }
     Ok(views)
 }

@@ -1,6 +1,7 @@
 //! What the machine offers, for `blockflash.info()` and `blockflash.usable()`.
 
 use blockflash_ops::{ComputeCapability, Device, Status, cuda_status, support};
+use blockflash_safe::{cuda_driver_version, cuda_is_initialised};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
 use std::collections::BTreeSet;
@@ -20,6 +21,20 @@ pub(crate) fn gpu_problem() -> Option<String> {
     (!usable).then(|| {
         format!("no GPU of compute capability {OLDEST} or newer among {}", found().join(", "))
     })
+}
+
+/// Why there is no driver that can be used, or `None`. Unlike the functions below it does not make
+/// the driver ready.
+#[pyfunction]
+pub(crate) fn driver_problem() -> Option<String> {
+    cuda_driver_version().err().map(|error| error.to_string())
+}
+
+/// Whether this process has made the driver ready, so that processes forked from it cannot use
+/// CUDA.
+#[pyfunction]
+pub(crate) fn initialised() -> bool {
+    cuda_is_initialised()
 }
 
 /// Version of the package, of the driver, and the GPUs with the number of kernels for each.

@@ -1,6 +1,6 @@
 //! Products with block-sparse matrices, into tensors of the caller.
 
-use crate::error::{Failure, Result};
+use crate::error::{Failure, Result, with_memory};
 use crate::foreign::{Foreign, views};
 use crate::pattern::{lookup, workspace};
 use blockflash_ops::{Activation, Bias, BsrMatmul, BsrSddmm, BsrView};
@@ -54,8 +54,8 @@ fn product(
     let y = Foreign::of("y", y)?;
     let run = || -> Result<()> {
         let stream = x.stream()?;
-        let place = lookup(pattern, &stream)?;
-        let workspace = workspace(&stream)?;
+        let memory = || Ok((lookup(pattern, &stream)?, workspace(&stream)?));
+        let (place, workspace) = with_memory(memory)?;
         let ([x, values, bias], [y]) = views(&[Some(x), Some(values), bias], [Some(y)])?;
         let (Some(x), Some(values), Some(y)) = (x, values, y) else {
             return Err(Failure::value("x, values and y are needed"));
@@ -86,7 +86,7 @@ pub(crate) fn sddmm(
     let values = Foreign::of("values", values)?;
     let run = || -> Result<()> {
         let stream = a.stream()?;
-        let place = lookup(pattern, &stream)?;
+        let place = with_memory(|| lookup(pattern, &stream))?;
         let ([a, b], [values]) = views(&[Some(a), Some(b)], [Some(values)])?;
         let (Some(a), Some(b), Some(values)) = (a, b, values) else {
             return Err(Failure::value("a, b and values are needed"));

@@ -1,7 +1,7 @@
 //! Block masks, which the operators of attention find by number.
 
 use crate::attention::{align, side, token_mask};
-use crate::error::{Failure, Kind, Result};
+use crate::error::{Failure, Kind, Result, with_memory};
 use crate::foreign::{Foreign, views};
 use crate::table::{Entry, Table};
 use blockflash_ops::{
@@ -103,12 +103,12 @@ impl Handle {
     fn from_bool(blocks: &Bound<'_, PyAny>, sizes: Sizes, nnz: usize) -> PyResult<Handle> {
         let py = blocks.py();
         let blocks = Foreign::of("blocks", blocks)?;
-        Ok(py.detach(|| {
-            let stream = blocks.stream()?;
-            let blocks = one(blocks)?;
+        let build = || {
+            let (stream, blocks) = (blocks.stream()?, blocks.view()?);
             let source = BlockSource::Bool(blocks);
             build(sizes, &blocks, nnz, &BlockChoice::new(source), true, &stream)
-        })?)
+        };
+        Ok(py.detach(|| with_memory(build))?)
     }
 
     /// From int32 lists on one device, where the mask will be: `row_ptr` `[batch, heads, rows + 1]`
@@ -122,11 +122,9 @@ impl Handle {
     ) -> PyResult<Handle> {
         let py = row_ptr.py();
         let lists = [Foreign::of("row_ptr", row_ptr)?, Foreign::of("col_idx", col_idx)?];
-        Ok(py.detach(|| {
-            let stream = lists[0].stream()?;
-            let ([Some(row_ptr), Some(col_idx)], []) = views(&lists.map(Some), [])? else {
-                return Err(Failure::value("row_ptr and col_idx are needed"));
-            };
+        let build = || {
+            let (stream, [row_ptr, col_idx]) = (lists[0].stream()?, [&lists[0], &lists[1]]);
+            let (row_ptr, col_idx) = (row_ptr.view()?, col_idx.view()?);
             let &[batch, heads, _] = row_ptr.shape() else {
                 let shape = row_ptr.shape();
                 let text = format!("row_ptr has shape {shape:?}, not [batch, heads, rows + 1]");
@@ -135,7 +133,8 @@ impl Handle {
             let (row_ptr, col_idx) = (row_ptr.to_vec(&stream)?, col_idx.to_vec(&stream)?);
             let mask = BlockMask::from_parts(geometry(sizes)?, batch, heads, &row_ptr, &col_idx)?;
             Self::host(if stream.device().is_cpu() { Ok(mask) } else { mask.to(&stream) })
-        })?)
+        };
+        Ok(py.detach(|| with_memory(build))?)
     }
 
     /// The best blocks of each row by float32 scores `[batch, heads, rows, cols]`, and those of
@@ -149,10 +148,8 @@ impl Handle {
     ) -> PyResult<Handle> {
         let (py, always) = (scores.py(), always.map(Bound::get));
         let scores = Foreign::of("scores", scores)?;
-        Ok(py.detach(|| {
-            let stream = scores.stream()?;
-            choose(one(scores)?, sizes, choice, always, &stream)
-        })?)
+        let build = || choose(scores.view()?, sizes, choice, always, &scores.stream()?);
+        Ok(py.detach(|| with_memory(build))?)
     }
 
     /// The same by the products of the mean query and the mean key of each block, of q
@@ -167,16 +164,13 @@ impl Handle {
     ) -> PyResult<Handle> {
         let (py, always) = (q.py(), always.map(Bound::get));
         let (q, k) = (Foreign::of("q", q)?, Foreign::of("k", k)?);
-        Ok(py.detach(|| {
-            let stream = q.stream()?;
-            let ([q, k], []) = views(&[Some(q), Some(k)], [])?;
-            let (Some(q), Some(k)) = (q, k) else {
-                return Err(Failure::value("q and k are needed"));
-            };
+        let build = || {
+            let (stream, q, k) = (q.stream()?, q.view()?, k.view()?);
             let mut scores = BlockScores::new(geometry(sizes)?, q, k, &stream)?;
             scores.compute(q, k, &stream)?;
             choose(scores.scores().view(), sizes, choice, always, &stream)
-        })?)
+        };
+        Ok(py.detach(|| with_memory(build))?)
     }
 
     /// See [`BlockMask::window`]; on the CPU. -1 does not limit a side.
@@ -205,7 +199,8 @@ impl Handle {
     /// A copy on the device of a tensor, on the current stream there.
     fn to_device_of(&self, tensor: &Bound<'_, PyAny>) -> PyResult<Handle> {
         let place = Foreign::of("tensor", tensor)?;
-        Ok(tensor.py().detach(|| Self::host(self.mask().to(&place.stream()?)))?)
+        let copy = || Self::host(self.mask().to(&place.stream()?));
+        Ok(tensor.py().detach(|| with_memory(copy))?)
     }
 
     /// Writes which blocks are visited into a uint8 tensor `[batch, heads, rows, cols]` on the CPU.
@@ -249,11 +244,6 @@ impl Handle {
         let mask = self.mask();
         (mask.seqlen_q(), mask.seqlen_kv(), mask.block_q(), mask.block_kv())
     }
-}
-
-fn one(tensor: Foreign<'_>) -> Result<View<'_>> {
-    let ([view], []) = views(&[Some(tensor)], [])?;
-    view.ok_or_else(|| Failure::value("a tensor is needed"))
 }
 
 /// The mask of a choice on the stream's device; `values` has its batch entries and heads.

@@ -24,6 +24,7 @@ MASKS = [
     {"window": (6, None), "causal": True},
     {"window": (10_000, 10_000)},
 ]
+WHERE = [("cpu", torch.float32), pytest.param("cuda", torch.float16, marks=pytest.mark.gpu)]
 LENGTHS = [(17, 17), (5, 19), (19, 5), (1, 33), (33, 1)]
 
 
@@ -156,3 +157,38 @@ def test_threads() -> None:
     with ThreadPoolExecutor(8) as pool:
         found = list(pool.map(lambda case: blockflash.attention(*case), cases))
     assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize(("device", "dtype"), WHERE)
+def test_output_beside_the_operands(route: str, device: str, dtype: torch.dtype) -> None:
+    """Rows of the output between rows of q, k and v: no element is of two of them."""
+    buffer = torch.randn(2, 17, 4, 3, 16, device=device, dtype=dtype)
+    q, k, v, out = buffer.unbind(2)
+    expected, before = blockflash.attention(q, k, v), buffer[:, :, :3].clone()
+    assert blockflash.attention(q, k, v, out=out) is out
+    assert torch.equal(out, expected) and torch.equal(buffer[:, :, :3], before)
+    wide = torch.randn(2, 17, 3, 32, device=device, dtype=dtype)
+    q, out = wide.chunk(2, -1)
+    assert torch.equal(blockflash.attention(q, q, q, out=out), blockflash.attention(q, q, q))
+    with pytest.raises(ValueError, match="o shares memory with q"):
+        blockflash.attention(q, q, q, out=wide[..., 8:24])
+
+
+def test_views_that_negate(route: str) -> None:
+    """Torch's negative bit, which a kernel does not see."""
+    q, k, v = operands()
+    for at in range(3):
+        negated = [torch._neg_view(-t) if i == at else t for i, t in enumerate((q, k, v))]
+        assert torch.equal(blockflash.attention(*negated), blockflash.attention(q, k, v))
+    sink = torch.randn(4)
+    expected = blockflash.attention(q, k, v, sink=sink)
+    assert torch.equal(blockflash.attention(q, k, v, sink=torch._neg_view(-sink)), expected)
+    with pytest.raises(ValueError, match="o is written.*resolve_neg"):
+        blockflash.attention(q, k, v, out=torch._neg_view(torch.empty_like(q)))
+    with pytest.raises(ValueError, match="o is written.*resolve_conj"):
+        blockflash.attention(q, k, v, out=torch.empty(q.shape, dtype=torch.complex64).conj())
+    # The imaginary part of a conjugate has the bit.
+    complex_q = torch.complex(q, -q).conj()
+    assert complex_q.imag.is_neg()
+    found = blockflash.attention(complex_q.imag.contiguous(), k, v)
+    assert torch.equal(found, blockflash.attention(q, k, v))

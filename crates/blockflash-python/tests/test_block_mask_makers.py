@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 from torch.nn.functional import scaled_dot_product_attention
 
-from blockflash import BlockMask, block_sparse_attention
+import blockflash
+from blockflash import BlockMask, _native, block_sparse_attention
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 SIZES = {"seqlens": (300, 300), "block": 64}
@@ -161,7 +162,7 @@ def test_kv_blocks() -> None:
 
 
 BAD_VALUES: dict[str, tuple[Any, str]] = {
-    "block": (lambda: BlockMask.causal(seqlens=(100, 100), block=48), "multiple of 64"),
+    "block": (lambda: BlockMask.causal(seqlens=(100, 100), block=0), "multiple of 64"),
     "seqlens": (lambda: BlockMask.causal(seqlens=(-1, 100)), "seqlens"),
     "left": (lambda: BlockMask.window(-3, 0, **SMALL), "window is"),
     "sink": (lambda: BlockMask.sink(3, **SMALL), "3 sink columns"),
@@ -206,6 +207,29 @@ def test_values(name: str) -> None:
     call, sentence = BAD_VALUES[name]
     with pytest.raises(ValueError, match=sentence):
         call()
+
+
+@pytest.mark.parametrize("block", [8, 96, (64, 65), 2048])
+def test_blocks_that_no_kernel_takes(block: Any) -> None:
+    with pytest.raises(blockflash.Unsupported, match="not a multiple of 64 from 64 to 1024"):
+        BlockMask.causal(seqlens=(128, 128), block=block)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_views_that_negate(device: str) -> None:
+    """Torch's negative bit, which native functions do not see."""
+    scores = torch.randn(1, 2, 5, 5, device=device)
+    options: dict[str, Any] = {"seqlens": (300, 300), "block": 64}
+    negated = torch._neg_view(-scores)
+    found, expected = (BlockMask.top_k(s, 2, **options).to_dense() for s in (negated, scores))
+    assert torch.equal(found, expected)
+    q, k = torch.randn(2, 1, 300, 2, 64, device=device, dtype=torch.bfloat16)
+    found, expected = (
+        BlockMask.top_k_means(x, k, 2, block=64).to_dense() for x in (torch._neg_view(-q), q)
+    )
+    assert torch.equal(found, expected)
+    with pytest.raises(ValueError, match="scores is a view of what it negates"):
+        _native.BlockMask.from_scores(negated, (300, 300, 64, 64), (2, -1, -1, False, False), None)
 
 
 def test_types() -> None:

@@ -191,6 +191,83 @@ def test_merge(packed: bool, device: str, dtype: torch.dtype) -> None:
     assert_close(found_lse.cpu(), expected_lse, torch.float32 if device == "cpu" else dtype)
 
 
+@pytest.mark.parametrize(("device", "dtype"), WHERE)
+@pytest.mark.parametrize("kind", ["slots", "pages", "rows"])
+def test_keys_and_values_in_one_buffer(kind: str, device: str, dtype: torch.dtype) -> None:
+    """An append writes elements of both, and no element is of both."""
+    shape = {
+        "slots": (4, CAPACITY, 2, HEADS_K, DIM),
+        "pages": (PAGES, 2, PAGE, HEADS_K, DIM),
+        "rows": (PAGES, PAGE, HEADS_K, 2 * DIM),
+    }[kind]
+    buffer = randn(*shape, device=device, dtype=dtype)
+    k_cache, v_cache = buffer.chunk(2, -1) if kind == "rows" else buffer.unbind(shape.index(2))
+    options: dict[str, Any] = {"seqused_k": torch.tensor([37, 0, 64, 5]).int().to(device)}
+    if kind != "slots":
+        table = torch.arange(PAGES).view(3, 4).repeat(2, 1)[:4].int()
+        options["block_table"] = table.to(device)
+    q = randn(4, 1, HEADS, DIM, device=device, dtype=dtype)
+    k, v = randn(2, 4, 1, HEADS_K, DIM, device=device, dtype=dtype)
+    copies = k_cache.clone(), v_cache.clone()
+    expected = attention_decode(q, *copies, k=k, v=v, **options)
+    assert torch.equal(attention_decode(q, k_cache, v_cache, k=k, v=v, **options), expected)
+    assert torch.equal(k_cache, copies[0]) and torch.equal(v_cache, copies[1])
+    with pytest.raises(ValueError, match="v_cache shares memory with k_cache"):
+        attention_decode(q[:3], k_cache[:3], k_cache[1:4], k=k[:3], v=v[:3])
+
+
+@pytest.mark.parametrize(("device", "dtype"), WHERE)
+def test_no_slots(device: str, dtype: torch.dtype) -> None:
+    """No key is seen, and what is appended has no room."""
+    q = randn(2, 1, HEADS, DIM, device=device, dtype=dtype)
+    new = randn(2, 1, HEADS_K, DIM, device=device, dtype=dtype)
+    used = torch.ones(2, dtype=torch.int32, device=device)
+    table = torch.zeros(2, 3, dtype=torch.int32, device=device)
+    caches: list[tuple[Tensor, dict[str, Any]]] = [
+        (new[:, :0], {}),
+        (new[:0].repeat(1, PAGE, 1, 1), {"block_table": table}),
+        (new.repeat(1, PAGE, 1, 1), {"block_table": table[:, :0]}),
+    ]
+    for cache, options in caches:
+        for tokens in ({}, {"k": new, "v": new, "seqused_k": used}):
+            caches_of_call = cache.clone(), cache.clone()
+            o, lse = attention_decode(q, *caches_of_call, **tokens, **options, return_lse=True)
+            assert not o.any() and lse.isneginf().all()
+
+
+@pytest.mark.parametrize(
+    ("device", "lower"),
+    [("cpu", torch.bfloat16), pytest.param("cuda", torch.float16, marks=pytest.mark.gpu)],
+)
+def test_autocast(device: str, lower: torch.dtype) -> None:
+    """As in `attention`; a cache that is written keeps its type, which the others then have."""
+    q, k, v = randn(3, 2, 32, 2, DIM, device=device, dtype=torch.float32)
+    low = [t.to(lower) for t in (q, k, v)]
+    expected = attention_decode(*low, causal=True)
+    with torch.autocast(device, dtype=lower):
+        assert torch.equal(attention_decode(q, k, v, causal=True), expected)
+        caches = torch.zeros_like(low[1]), torch.zeros_like(low[2])
+        used = torch.full((2,), 32, dtype=torch.int32, device=device)
+        o = attention_decode(q, *caches, k=k, v=v, seqused_k=used, causal=True)
+    assert torch.equal(o, expected) and torch.equal(caches[0], low[1])
+
+
+def test_views_that_negate() -> None:
+    q, k_cache, v_cache, k, v, used = operands()
+    for at in range(5):
+        tensors = [t.clone() for t in (q, k_cache, v_cache, k, v)]
+        negated = [torch._neg_view(-t) if i == at else t for i, t in enumerate(tensors)]
+        if at in (1, 2):
+            with pytest.raises(ValueError, match=f"{'kv'[at - 1]}_cache is written.*resolve_neg"):
+                step(*negated, used)
+        else:
+            expected = step(q, k_cache.clone(), v_cache.clone(), k, v, used)
+            assert torch.equal(step(*negated, used), expected)
+    negated = [torch._neg_view(-t) for t in (q, k_cache, v_cache)]
+    expected = attention_decode(q, k_cache, v_cache)
+    assert torch.equal(attention_decode(*negated), expected)
+
+
 def test_errors() -> None:
     q, cache = torch.randn(2, 1, 4, 16), torch.randn(2, 32, 2, 16)
     lengths = torch.tensor([3, 4], dtype=torch.int32)

@@ -130,6 +130,14 @@ def test_misaligned_elements(route: str) -> None:
         blockflash.attention(storage.view_as(Q), K, V)
 
 
+def test_no_memory_on_the_cpu(route: str) -> None:
+    """Torch says so by a `RuntimeError`, which is no `OutOfMemoryError`; its text is kept."""
+    huge = torch.zeros(1, 1, 1, 64).expand(1 << 20, 1 << 20, 1 << 8, 64)
+    with pytest.raises(RuntimeError, match="can't allocate memory|not enough memory") as caught:
+        blockflash.attention(huge, K[:1, :, :1, :8], V[:1, :, :1, :8])
+    assert not isinstance(caught.value, torch.OutOfMemoryError)
+
+
 def test_meta_tensors_give_shapes() -> None:
     q, k, v = (t.to("meta") for t in (Q, K, V))
     o, lse = blockflash.attention(q, k, v, return_lse=True)

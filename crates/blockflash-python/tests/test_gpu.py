@@ -192,13 +192,54 @@ def test_out_of_memory_is_an_exception_of_torch() -> None:
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 2**20) / total)
     try:
         for options in ({}, {"return_lse": True}):
-            with pytest.raises(torch.OutOfMemoryError):
+            with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate 64.00 MiB"):
                 blockflash.attention(q, k, v, window=(64, 0), **options)
+        with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
+            blockflash.attention_decode(q, k, v)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     o = blockflash.attention(q, k, v, window=(64, 0))
     first = blockflash.attention(q[:, :128], k[:, :128], v[:, :128], window=(64, 0))
     torch.testing.assert_close(o[:, :128], first, rtol=1.6e-2, atol=1.6e-2)
+
+
+def test_what_is_allocated_natively_finds_what_torch_keeps() -> None:
+    """Masks and workspaces are not of torch's allocator, which keeps freed memory from them."""
+    script = """
+import torch, blockflash
+from blockflash import BlockMask
+
+scores = torch.randn(1, 8, 512, 512, device="cuda")
+q = torch.randn(1, 1, 8, 64, device="cuda", dtype=torch.bfloat16)
+cache = torch.randn(1, 65536, 8, 64, device="cuda", dtype=torch.bfloat16)
+sizes = {"seqlens": (32768, 32768), "block": 64}
+makers = [
+    lambda: BlockMask.top_k(scores, 400, **sizes),
+    lambda: BlockMask.causal(**sizes).to("cuda"),
+    lambda: BlockMask.from_dense_bool(scores > 0, **sizes),
+    lambda: blockflash.attention_decode(q, cache, cache),
+]
+free, _ = torch.cuda.mem_get_info()
+pieces, size = [], 1 << 30
+while size >= 1 << 20:
+    try:
+        pieces.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
+    except torch.OutOfMemoryError:
+        size //= 2
+for maker in makers[:3]:
+    try:
+        maker()
+    except torch.OutOfMemoryError as error:
+        assert "out of memory" in str(error), error
+    else:
+        raise AssertionError("there was memory")
+del pieces  # torch keeps it
+for maker in makers:
+    maker()
+torch.cuda.synchronize()
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_memory_under_pressure(case: Case) -> None:

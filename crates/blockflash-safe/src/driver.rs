@@ -5,11 +5,10 @@ use cudarc::driver::sys::{
     self, CUresult, CUstreamCaptureMode as CaptureMode, CUstreamCaptureStatus as CaptureStatus,
 };
 use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU32, Ordering};
 
 /// The CUDA version that the driver must support (`1000 * major + 10 * minor`): the version of the
-/// compiler of the kernel images. Driver 580 is the first one. Every symbol that this crate calls
-/// exists in such a driver, so cudarc's lazy lookup of symbols, which panics on a missing one,
-/// always succeeds.
+/// compiler of the kernel images. Driver 580 is the first one.
 pub const NEEDED_DRIVER_VERSION: u32 = 13_000;
 
 /// Names under which the driver is installed: a subset of the names that cudarc tries, because
@@ -18,44 +17,116 @@ const LIBRARY_NAMES: &[&str] =
     if cfg!(windows) { &["nvcuda.dll"] } else { &["libcuda.so.1", "libcuda.so"] };
 
 /// Functions that are called before the driver's version is known.
-const FIRST_SYMBOLS: [&[u8]; 4] =
-    [b"cuInit\0", b"cuDriverGetVersion\0", b"cuGetErrorName\0", b"cuGetErrorString\0"];
+const FIRST_SYMBOLS: [&str; 4] =
+    ["cuInit", "cuDriverGetVersion", "cuGetErrorName", "cuGetErrorString"];
 
-/// Whether the driver library can be loaded. cudarc's own `is_culib_present` does not exist if
+/// All others that this crate calls.
+const SYMBOLS: &[&str] = &[
+    "cuCtxGetCurrent",
+    "cuCtxGetStreamPriorityRange",
+    "cuCtxPopCurrent_v2",
+    "cuCtxPushCurrent_v2",
+    "cuDeviceGet",
+    "cuDeviceGetAttribute",
+    "cuDeviceGetCount",
+    "cuDeviceGetDefaultMemPool",
+    "cuDeviceGetName",
+    "cuDevicePrimaryCtxRetain",
+    "cuDeviceTotalMem_v2",
+    "cuEventCreate",
+    "cuEventDestroy_v2",
+    "cuEventElapsedTime",
+    "cuEventElapsedTime_v2",
+    "cuEventQuery",
+    "cuEventRecord",
+    "cuEventSynchronize",
+    "cuFuncGetAttribute",
+    "cuFuncGetParamInfo",
+    "cuFuncLoad",
+    "cuFuncSetAttribute",
+    "cuGraphDestroy",
+    "cuGraphExecDestroy",
+    "cuGraphInstantiateWithFlags",
+    "cuGraphLaunch",
+    "cuGraphRetainUserObject",
+    "cuLaunchHostFunc",
+    "cuLaunchKernelEx",
+    "cuMemAllocAsync",
+    "cuMemAlloc_v2",
+    "cuMemFreeAsync",
+    "cuMemPoolGetAttribute",
+    "cuMemPoolSetAttribute",
+    "cuMemcpy2DAsync_v2",
+    "cuMemcpyDtoDAsync_v2",
+    "cuMemcpyDtoHAsync_v2",
+    "cuMemcpyHtoDAsync_v2",
+    "cuMemcpyPeerAsync",
+    "cuMemsetD8Async",
+    "cuModuleGetFunction",
+    "cuModuleLoadData",
+    "cuStreamBeginCapture_v2",
+    "cuStreamCreate",
+    "cuStreamCreateWithPriority",
+    "cuStreamDestroy_v2",
+    "cuStreamEndCapture",
+    "cuStreamGetCaptureInfo_v3",
+    "cuStreamGetId",
+    "cuStreamIsCapturing",
+    "cuStreamQuery",
+    "cuStreamSynchronize",
+    "cuStreamWaitEvent",
+    "cuTensorMapEncodeTiled",
+    "cuThreadExchangeStreamCaptureMode",
+    "cuUserObjectCreate",
+    "cuUserObjectRelease",
+];
+
+/// What a search for the driver has found.
+#[derive(Clone, Copy)]
+struct Library {
+    /// The first function that it lacks. cudarc looks functions up when they are called, and
+    /// panics.
+    lacks: Option<&'static str>,
+}
+
+/// The driver library, if it can be loaded. cudarc's own `is_culib_present` does not exist if
 /// another crate of the program has cudarc linked at build time, so this function looks itself.
-fn library_is_present() -> bool {
-    static PRESENT: OnceLock<bool> = OnceLock::new();
-    *PRESENT.get_or_init(|| {
-        LIBRARY_NAMES.iter().any(|name| {
-            // SAFETY:
-            // 1. Loading runs the library's initialisers: it is the driver, which cudarc loads in
-            //    any case.
-            // 2. The symbols are only looked for; they are never called through the types given
-            //    here.
-            unsafe {
-                libloading::Library::new(*name).is_ok_and(|library| {
-                    let complete = FIRST_SYMBOLS
-                        .iter()
-                        .all(|symbol| library.get::<*const ()>(*symbol).is_ok());
-                    // Not unloaded: loading the library again would only cost time.
-                    std::mem::forget(library);
-                    complete
-                })
-            }
+fn library() -> Option<Library> {
+    static FOUND: OnceLock<Option<Library>> = OnceLock::new();
+    *FOUND.get_or_init(|| {
+        LIBRARY_NAMES.iter().find_map(|name| {
+            // SAFETY: loading runs the library's initialisers: it is the driver, which cudarc loads
+            // in any case.
+            let library = unsafe { libloading::Library::new(*name) }.ok()?;
+            let has = |symbol: &&&str| {
+                // SAFETY: the symbol is only looked for, never called through the type given here.
+                unsafe { library.get::<*const ()>(symbol.as_bytes()) }.is_ok()
+            };
+            let complete = FIRST_SYMBOLS.iter().all(|symbol| has(&symbol));
+            let lacks = SYMBOLS.iter().find(|symbol| !has(symbol)).copied();
+            // Not unloaded: loading the library again would only cost time.
+            std::mem::forget(library);
+            complete.then_some(Library { lacks })
         })
     })
 }
 
-/// Makes the driver ready and returns its version. Must succeed before any other call of `sys`;
-/// cheap when repeated.
+/// The process in which the driver was made ready; 0 before.
+static READY_IN: AtomicU32 = AtomicU32::new(0);
+
+/// Whether this crate has made the driver ready in this process. From then on, processes that are
+/// forked from it cannot use CUDA.
+pub fn cuda_is_initialised() -> bool {
+    READY_IN.load(Ordering::Relaxed) == std::process::id()
+}
+
+/// The newest CUDA version that the driver supports, as `1000 * major + 10 * minor`. Does not make
+/// the driver ready, which would keep CUDA from processes that are forked later.
 ///
 /// # Errors
-/// [`Error::NoDriver`], [`Error::DriverTooOld`], [`Error::NoSuchDevice`] with a count of 0 when the
-/// driver sees no GPU.
-pub(crate) fn initialise() -> Result<u32> {
-    if !library_is_present() {
-        return Err(Error::NoDriver);
-    }
+/// [`Error::NoDriver`], [`Error::DriverTooOld`], [`Error::DriverIncomplete`].
+pub fn cuda_driver_version() -> Result<u32> {
+    let library = library().ok_or(Error::NoDriver)?;
     let mut version = 0;
     // SAFETY: 1. The library is present. 2. The pointer is valid for writes during the call.
     let code = unsafe { sys::cuDriverGetVersion(&mut version) };
@@ -67,12 +138,30 @@ pub(crate) fn initialise() -> Result<u32> {
     if found < NEEDED_DRIVER_VERSION {
         return Err(Error::DriverTooOld { found, needed: NEEDED_DRIVER_VERSION });
     }
+    match library.lacks {
+        Some(symbol) => Err(Error::DriverIncomplete { found, symbol }),
+        None => Ok(found),
+    }
+}
+
+/// Makes the driver ready and returns its version. Must succeed before any other call of `sys`;
+/// cheap when repeated.
+///
+/// # Errors
+/// Those of [`cuda_driver_version`]; [`Error::NoSuchDevice`] with a count of 0 when the driver sees
+/// no GPU; [`Error::Forked`].
+pub(crate) fn initialise() -> Result<u32> {
+    let found = cuda_driver_version()?;
     // SAFETY: the library is present; 0 is the only flag there is.
     match unsafe { sys::cuInit(0) } {
-        CUresult::CUDA_ERROR_NO_DEVICE => Err(Error::NoSuchDevice { ordinal: 0, count: 0 }),
-        CUresult::CUDA_ERROR_STUB_LIBRARY => Err(Error::NoDriver),
-        code => check("cuInit", code).map(|()| found),
+        CUresult::CUDA_ERROR_NO_DEVICE => {
+            return Err(Error::NoSuchDevice { ordinal: 0, count: 0 });
+        }
+        CUresult::CUDA_ERROR_STUB_LIBRARY => return Err(Error::NoDriver),
+        code => check("cuInit", code)?,
     }
+    READY_IN.store(std::process::id(), Ordering::Relaxed);
+    Ok(found)
 }
 
 /// Turns the result of the driver function `call` into ours.
@@ -83,6 +172,11 @@ pub(crate) fn check(call: &'static str, code: CUresult) -> Result<()> {
 
 #[cold]
 fn failure(call: &'static str, code: CUresult) -> Error {
+    // The driver is ready before anything else is called. So it was made ready by a parent of this
+    // process, where it answers everything with this code.
+    if code == CUresult::CUDA_ERROR_NOT_INITIALIZED {
+        return Error::Forked { call };
+    }
     let error = cudarc::driver::DriverError(code);
     let text = |found: Result<&std::ffi::CStr, _>, otherwise: &str| {
         found.map_or_else(|_| otherwise.to_owned(), |text| text.to_string_lossy().into_owned())
@@ -128,5 +222,43 @@ impl Drop for Relaxed {
     fn drop(&mut self) {
         // SAFETY: as in `enter`. There is nobody to report an error to.
         let _ = unsafe { sys::cuThreadExchangeStreamCaptureMode(&mut self.0) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{FIRST_SYMBOLS, SYMBOLS};
+    use std::collections::BTreeSet;
+    use std::path::Path;
+
+    fn calls_in(folder: &Path, calls: &mut BTreeSet<String>) {
+        for entry in folder.read_dir().unwrap() {
+            let path = entry.unwrap().path();
+            if path.is_dir() {
+                calls_in(&path, calls);
+                continue;
+            }
+            let text = std::fs::read_to_string(&path).unwrap();
+            for (at, prefix) in text.match_indices("sys::cu") {
+                let name: String = text[at + prefix.len() - 2..]
+                    .chars()
+                    .take_while(|&c| c.is_ascii_alphanumeric() || c == '_')
+                    .collect();
+                calls.extend(name[2..].starts_with(char::is_uppercase).then_some(name));
+            }
+        }
+    }
+
+    /// A function that is called is one that was looked for.
+    #[test]
+    fn the_list_of_symbols_is_complete() {
+        let mut calls = BTreeSet::new();
+        calls_in(&Path::new(env!("CARGO_MANIFEST_DIR")).join("src"), &mut calls);
+        // Of cudarc, for its bindings of different versions.
+        calls.extend(["cuEventElapsedTime", "cuEventElapsedTime_v2"].map(String::from));
+        calls.extend(["cuGetErrorName", "cuGetErrorString"].map(String::from));
+        let listed: BTreeSet<_> =
+            FIRST_SYMBOLS.iter().chain(SYMBOLS).map(|&name| name.to_owned()).collect();
+        assert_eq!(calls, listed);
     }
 }

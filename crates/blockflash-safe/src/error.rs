@@ -20,6 +20,26 @@ pub enum Error {
         /// The CUDA version that the kernel images need.
         needed: u32,
     },
+    /// The driver lacks a function that every driver of its version has.
+    #[error(
+        "the NVIDIA driver says that it supports CUDA {}.{}, but has no {symbol}: install it anew",
+        .found / 1000, .found % 1000 / 10
+    )]
+    DriverIncomplete {
+        /// The newest CUDA version that the driver supports, as it says.
+        found: u32,
+        /// The function.
+        symbol: &'static str,
+    },
+    /// CUDA was in use when this process was forked from another one, so this one cannot use it.
+    #[error(
+        "{call} failed: CUDA was initialised before this process was forked, and cannot be used in \
+         it: start processes by spawn or forkserver"
+    )]
+    Forked {
+        /// The driver function that was called.
+        call: &'static str,
+    },
     /// No GPU has this number.
     #[error("there is no cuda:{ordinal}: the driver reports {count} GPU(s)")]
     NoSuchDevice {
@@ -42,9 +62,17 @@ pub enum Error {
         /// What it lacks.
         what: &'static str,
     },
-    /// The device or the host has no room for an allocation.
+    /// The host has no room for an allocation.
     #[error("out of memory: an allocation of {bytes} bytes failed")]
     OutOfMemory {
+        /// Size of the allocation.
+        bytes: usize,
+    },
+    /// A GPU has no room for an allocation.
+    #[error("out of memory: an allocation of {bytes} bytes on {device} failed")]
+    DeviceOutOfMemory {
+        /// The GPU.
+        device: Device,
         /// Size of the allocation.
         bytes: usize,
     },

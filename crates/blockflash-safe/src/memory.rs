@@ -109,14 +109,13 @@ impl DeviceMemory {
         session.refuse_capture("allocating")?;
         let context = session.context();
         if !context.has_memory_pools {
-            return Err(Error::Unsupported {
-                device: *home.device(),
-                what: "stream-ordered allocation",
-            });
+            let what = "stream-ordered allocation";
+            return Err(Error::Unsupported { device: *home.device(), what });
         }
+        let device = *home.device();
         // The driver reports absurd sizes as invalid rather than as too large.
         if bytes as u64 > context.properties.memory_bytes {
-            return Err(Error::OutOfMemory { bytes });
+            return Err(Error::DeviceOutOfMemory { device, bytes });
         }
         let mut ptr = 0;
         // SAFETY:
@@ -125,7 +124,7 @@ impl DeviceMemory {
         //    least one is asked for.
         let code = unsafe { sys::cuMemAllocAsync(&mut ptr, bytes.max(1), session.raw()) };
         if code == sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY {
-            return Err(Error::OutOfMemory { bytes });
+            return Err(Error::DeviceOutOfMemory { device, bytes });
         }
         check("cuMemAllocAsync", code)?;
         let memory = DeviceMemory::new(ptr, home, None);

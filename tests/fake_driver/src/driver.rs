@@ -185,6 +185,10 @@ driver! {
     fn cuEventQuery = "cuEventQuery"(_event: usize) { query() }
     fn cuEventRecord = "cuEventRecord"(_event: usize, _stream: Option<&Stream>) { SUCCESS }
     fn cuEventSynchronize = "cuEventSynchronize"(_event: usize) { SUCCESS }
+    // Under the name that cudarc uses for older drivers, too.
+    fn cuEventElapsedTimeOld = "cuEventElapsedTime"(ms: &mut f32, start: usize, end: usize) {
+        cuEventElapsedTime(ms, start, end)
+    }
     fn cuEventElapsedTime = "cuEventElapsedTime_v2"(ms: &mut f32, _start: usize, _end: usize) {
         *ms = 0.0;
         SUCCESS

@@ -36,9 +36,36 @@ impl FakeDriver {
     /// # Panics
     /// If the library is not beside the program, where cargo puts it.
     pub fn load() -> FakeDriver {
+        Self::load_from(library)
+    }
+
+    /// The same for a driver that has everything but this function: a copy of the library in which
+    /// the name is another one.
+    ///
+    /// # Panics
+    /// As [`load`](Self::load), or if there is no such function.
+    pub fn load_without(function: &str) -> FakeDriver {
+        Self::load_from(|| {
+            let mut bytes = std::fs::read(library()).expect("the library");
+            let name = [b"\0", function.as_bytes(), b"\0"].concat();
+            let mut found = 0..bytes.len() - name.len();
+            let mut count = 0;
+            while let Some(at) = found.find(|&at| bytes[at..].starts_with(&name)) {
+                bytes[at + 1] = b'_';
+                count += 1;
+            }
+            assert!(count > 0, "the library has no {function}");
+            let copy = std::env::temp_dir()
+                .join(format!("blockflash_fake_driver_{}.so", std::process::id()));
+            std::fs::write(&copy, bytes).expect("a copy of the library");
+            copy
+        })
+    }
+
+    fn load_from(path: impl FnOnce() -> PathBuf) -> FakeDriver {
         static LOADED: OnceLock<FakeDriver> = OnceLock::new();
         *LOADED.get_or_init(|| {
-            let path = library();
+            let path = path();
             // SAFETY:
             // 1. Loading runs no code of ours, and the library is never unloaded. From now on the
             //    dynamic linker gives it to whoever asks for its name, libcuda.so.

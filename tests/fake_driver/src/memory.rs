@@ -141,6 +141,14 @@ driver! {
         bytes: usize,
         _stream: Option<&Stream>,
     ) { copy(to, from, bytes) }
+    fn cuMemcpyPeerAsync = "cuMemcpyPeerAsync"(
+        to: u64,
+        _to_context: usize,
+        from: u64,
+        _from_context: usize,
+        bytes: usize,
+        _stream: Option<&Stream>,
+    ) { copy(to, from, bytes) }
     fn cuMemcpy2DAsync = "cuMemcpy2DAsync_v2"(rows: &Copy2d, _stream: Option<&Stream>) {
         copy_rows(rows)
     }

@@ -257,7 +257,11 @@ fn failures_of_the_driver_are_typed_and_nothing_of_them_is_kept() {
     }
     driver.fail_next("cuMemAllocAsync", 2);
     let error = Tensor::empty(&stream, DType::F16, &[64]).unwrap_err();
-    assert!(matches!(error, SafeError::OutOfMemory { bytes: 128 }), "{error}");
+    assert!(matches!(error, SafeError::DeviceOutOfMemory { bytes: 128, .. }), "{error}");
+    // What a forked process gets of a driver that its parent has initialised.
+    driver.fail_next("cuStreamSynchronize", 3);
+    let error = stream.synchronize().unwrap_err();
+    assert!(matches!(error, SafeError::Forked { call: "cuStreamSynchronize" }), "{error}");
     driver.fail_next("cuStreamSynchronize", 700);
     let error = stream.synchronize().unwrap_err();
     assert!(matches!(error, SafeError::Cuda { code: 700, .. }), "{error}");

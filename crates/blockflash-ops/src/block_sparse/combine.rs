@@ -90,9 +90,9 @@ impl BlockMask {
     ///
     /// # Errors
     /// [`Error::InvalidBlockMask`](crate::Error::InvalidBlockMask) if a block size is not a
-    /// multiple of its factor, or if the quotient is not a valid block size;
-    /// [`Error::TooLarge`](crate::Error::TooLarge) if the number of blocks does not fit i32; a mask
-    /// that is not on the CPU.
+    /// multiple of its factor; [`Error::BlockSize`](crate::Error::BlockSize) if no block has the
+    /// size that is left; [`Error::TooLarge`](crate::Error::TooLarge) if the number of blocks does
+    /// not fit i32; a mask that is not on the CPU.
     pub fn expand(&self, factor_q: usize, factor_kv: usize) -> Result<Self> {
         if self.packed.is_some() {
             return self.by_sequence(|_, sequence| sequence.expand(factor_q, factor_kv));

@@ -23,7 +23,7 @@ impl BlockGeometry {
     /// Lengths may be 0.
     ///
     /// # Errors
-    /// [`Error::TooLarge`] for a length beyond [`MAX_SEQLEN`]; [`Error::InvalidBlockMask`] for a
+    /// [`Error::TooLarge`] for a length beyond [`MAX_SEQLEN`]; [`Error::BlockSize`] for a
     /// block size that is not a multiple of [`BLOCK_UNIT`](Self::BLOCK_UNIT) from 64 to
     /// [`MAX_BLOCK_SIZE`](Self::MAX_BLOCK_SIZE).
     pub fn new(seqlen_q: usize, seqlen_kv: usize, block_q: usize, block_kv: usize) -> Result<Self> {
@@ -33,11 +33,9 @@ impl BlockGeometry {
             }
         }
         let (unit, limit) = (Self::BLOCK_UNIT, Self::MAX_BLOCK_SIZE);
-        for (what, size) in [("block_q", block_q), ("block_kv", block_kv)] {
-            if !(unit..=limit).contains(&size) || size % unit != 0 {
-                let problem =
-                    format!("{what} is {size}, not a multiple of {unit} from {unit} to {limit}");
-                return Err(Error::InvalidBlockMask(problem));
+        for (what, value) in [("block_q", block_q), ("block_kv", block_kv)] {
+            if !(unit..=limit).contains(&value) || value % unit != 0 {
+                return Err(Error::BlockSize { what, value, unit, limit });
             }
         }
         Ok(Self { seqlen_q, seqlen_kv, block_q, block_kv })
@@ -151,7 +149,7 @@ mod tests {
             [(0, 64), (64, 0), (32, 64), (64, 96), (1088, 64), (64, usize::MAX)]
         {
             let result = BlockGeometry::new(100, 100, block_q, block_kv);
-            assert!(matches!(result, Err(Error::InvalidBlockMask(_))), "{block_q} x {block_kv}");
+            assert!(matches!(result, Err(Error::BlockSize { .. })), "{block_q} x {block_kv}");
         }
         let problem = BlockGeometry::new(1, 1, 64, 96).unwrap_err().to_string();
         assert!(problem.contains("block_kv is 96, not a multiple of 64 from 64 to 1024"));

@@ -4,6 +4,7 @@ use super::BlockGeometry;
 use super::validate::filled;
 use crate::check::Operand;
 use crate::float::Float;
+use crate::threads::parallel;
 use crate::{Error, Result};
 use blockflash_safe::View;
 use blockflash_sys::DType;
@@ -23,6 +24,10 @@ use rayon::prelude::*;
 /// [`Error::Shape`] if the sizes do not fit each other or the geometry, [`Error::HeadGroups`],
 /// [`Error::DType`], [`Error::Stride`]; out of memory; a view that is not on the CPU.
 pub fn block_mean_scores(geometry: BlockGeometry, q: View<'_>, k: View<'_>) -> Result<Vec<f32>> {
+    parallel(|| mean_scores(geometry, q, k))
+}
+
+fn mean_scores(geometry: BlockGeometry, q: View<'_>, k: View<'_>) -> Result<Vec<f32>> {
     let ScoreSizes { batch, heads_q, heads_kv, head_dim, .. } = ScoreSizes::of(geometry, &q, &k)?;
     let means = match q.dtype() {
         DType::F16 => block_means::<f16>,

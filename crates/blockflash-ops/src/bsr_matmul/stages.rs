@@ -7,6 +7,7 @@
 //! defines the format; its lanes are the lanes of the warp that copies a stage.
 
 use super::parts::Lengths;
+use crate::threads::parallel;
 use blockflash_safe::BsrStageArrays;
 use blockflash_sys::manifest::BsrMatmulHopper;
 use rayon::prelude::*;
@@ -49,10 +50,10 @@ impl Stages {
         order: &[i32],
     ) -> Option<Self> {
         let limits = Limits::of(block_size)?;
-        let groups: Vec<Vec<i32>> = order
-            .par_chunks(limits.rows)
-            .map(|rows| limits.stages(row_ptr, col_idx, rows))
-            .collect();
+        let groups: Vec<Vec<i32>> = parallel(|| {
+            let groups = order.par_chunks(limits.rows);
+            groups.map(|rows| limits.stages(row_ptr, col_idx, rows)).collect()
+        });
         let mut group_stages = vec![0];
         let mut count = 0;
         for group in &groups {

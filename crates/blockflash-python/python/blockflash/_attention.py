@@ -72,7 +72,8 @@ def attention(
         return_lse: Return `(o, lse)`: lse is float32, `[B, Hq, Sq]` or `[Hq, Tq]`, the natural
             logarithm of the sum of the exponentials of each row's scores. Its own gradient takes
             head dimensions up to 248 on a GPU.
-        out: A tensor for the output, in the shape and element type of q.
+        out: A tensor for the output, in the shape and element type of q. It shares no element with
+            an operand, but may lie between their elements.
 
     Returns:
         The output in the shape and element type of q, contiguous, or a pair with the lse.
@@ -139,11 +140,18 @@ def lowered(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The operands in the element type of autocast, if it is on."""
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
         _refuse_types(q=q, k=k, v=v)
-    kind = q.device.type
-    if kind != "meta" and torch.is_autocast_enabled(kind):
-        lower = torch.get_autocast_dtype(kind)
+    lower = autocast_dtype(q)
+    if lower is not None:
         q, k, v = (t.to(lower) if t.dtype == torch.float32 else t for t in (q, k, v))
     return q, k, v
+
+
+def autocast_dtype(q: Tensor) -> torch.dtype | None:
+    """What autocast, if it is on, makes of float32 on the device of q."""
+    kind = q.device.type
+    if kind != "meta" and torch.is_autocast_enabled(kind):
+        return torch.get_autocast_dtype(kind)
+    return None
 
 
 def _needs_gradient(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> bool:

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from . import _native
-from ._attention import sides
+from ._attention import autocast_dtype, sides
 from ._gradient import refuse_to_lose
-from ._ops import empty_lse, empty_o
+from ._ops import empty_lse, empty_o, refuse_lazy_writes, typed
 
 _OPS = torch.ops.blockflash
 _OPTIONS = (
@@ -67,13 +67,14 @@ def attention_decode(
 
     On a GPU the element types are float16 and bfloat16, the head dimension is a multiple of 8 up to
     256, and pages have a multiple of 16 slots. The CPU takes every call, also in float32. There is
-    no gradient.
+    no gradient. Autocast lowers float32 operands, but never caches that are written.
 
     Args:
         q: Queries, `[B, Sq, Hq, D]`, or packed `[Tq, Hq, D]` with `cu_seqlens_q`.
         k_cache: Keys, `[B, capacity, Hk, D]`, or `[pages, page_size, Hk, D]` with `block_table`;
             Hq is a multiple of Hk. Any strides but a contiguous last dimension.
-        v_cache: Values, in the shape of the keys.
+        v_cache: Values, in the shape of the keys. Both may be parts of one buffer, such as
+            `[B, capacity, 2, Hk, D]`; on the CPU, an append then copies the values.
         k: New keys, `[B, Sn, Hk, D]` or packed `[Tn, Hk, D]`, which are written into the cache
             first, as the last ones of `seqused_k`. Those beyond the capacity are dropped.
         v: New values, in the shape of `k`.
@@ -108,6 +109,12 @@ def attention_decode(
         DeviceError: The driver failed.
 
     """
+    lower = autocast_dtype(q) if isinstance(q, Tensor) else None
+    if lower is not None:
+        if k is None:
+            q, k_cache, v_cache = (_lowered(t, lower) for t in (q, k_cache, v_cache))
+        elif k_cache.dtype == lower:
+            q, k, v = (_lowered(t, lower) for t in (q, k, v))
     left, right = sides(causal, window)
     if softcap is not None and not softcap > 0:
         raise ValueError(f"softcap is {softcap}, but must be positive; None is no softcap")
@@ -137,11 +144,19 @@ def attention_decode(
     }
     # The operators have defaults: what is not passed costs nothing.
     options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    if k is None:
-        o, lse = _OPS.attention_decode.default(q, k_cache, v_cache, **options)
-    else:
-        o, lse = _OPS.attention_append.default(q, k_cache, v_cache, k, v, **options)
+    try:
+        if k is None:
+            o, lse = _OPS.attention_decode.default(q, k_cache, v_cache, **options)
+        else:
+            o, lse = _OPS.attention_append.default(q, k_cache, v_cache, k, v, **options)
+    except RuntimeError as error:
+        raise typed(error) from None
     return (o, lse) if return_lse else o
+
+
+def _lowered(tensor: Any, lower: torch.dtype) -> Any:
+    is_float = isinstance(tensor, Tensor) and tensor.dtype == torch.float32
+    return tensor.to(lower) if is_float else tensor
 
 
 def attention_merge(
@@ -190,7 +205,8 @@ def _compute(
     """The kernel of both operators.
 
     GPU kernels read rows in units of 16 bytes: queries and new keys that are not aligned so are
-    copied, but a cache never is.
+    copied, but a cache never is. On the CPU, values that lie between the keys of their cache are
+    copied for an append, and copied back.
     """
     refuse_to_lose(q, k_cache, v_cache, k, v, sink)
     o, lse = empty_o(q, cu_seqlens_q), empty_lse(q, cu_seqlens_q)
@@ -202,8 +218,42 @@ def _compute(
         q, k, v = (
             None if t is None else t.clone(memory_format=torch.contiguous_format) for t in (q, k, v)
         )
-        _native.attention_decode(q, k_cache, v_cache, o, lse, allocate, k, v, *options)
+        apart = v_cache.clone() if k is not None and v_cache.is_cpu else v_cache
+        _native.attention_decode(q, k_cache, apart, o, lse, allocate, k, v, *options)
+        if apart is not v_cache:
+            v_cache.copy_(apart)
+    except _native.Unsupported:
+        if _has_slots(k_cache, *options):
+            raise
+        empty, options = _without_keys(k_cache, *options)
+        _native.attention_decode(q, empty, empty.clone(), o, lse, allocate, k, v, *options)
     return o, lse
+
+
+def _has_slots(
+    k_cache: Tensor, seqused_k: Tensor | None, block_table: Tensor | None, *rest: Any
+) -> bool:
+    _, _, _, _, _, lists, *_ = (*rest, *[None] * 6)
+    given = [k_cache] + [t for t in (block_table, lists) if t is not None]
+    return all(t.numel() for t in given)
+
+
+def _without_keys(
+    k_cache: Tensor,
+    seqused_k: Tensor | None,
+    block_table: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    sink: Tensor | None,
+    *rest: Any,
+) -> tuple[Tensor, tuple[Any, ...]]:
+    """A cache for kernels that need a slot, of sequences without keys, and the options with it."""
+    batch, slots = k_cache.shape[0] if block_table is None else block_table.shape[0], 16
+    none = torch.zeros(batch, dtype=torch.int32, device=k_cache.device)
+    empty = k_cache.new_zeros(batch if block_table is None else 1, slots, *k_cache.shape[2:])
+    table = None if block_table is None else none[:, None]
+    # Neither positions nor lists matter.
+    return empty, (none, table, cu_seqlens_q, cu_seqlens_k, sink, *[None] * 4, *rest[4:])
 
 
 def _attention_decode(
@@ -262,6 +312,7 @@ def _register() -> torch.library.Library:
         for key in ("CPU", "CUDA"):
             library.impl(name, kernel, key)
         torch.library.register_fake(f"blockflash::{name}", fake, lib=library)
+    refuse_lazy_writes(library, _OPS.attention_append.default)
     return library
 
 

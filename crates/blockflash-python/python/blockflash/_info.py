@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import json
+import os
+import subprocess
+import sys
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
@@ -24,8 +29,11 @@ class Usable:
 
 
 def usable() -> Usable:
-    """Whether there is a GPU that can run the kernels; as text, why there is none."""
-    return Usable(_native.gpu_problem())
+    """Whether there is a GPU that can run the kernels; as text, why there is none.
+
+    It does not initialise CUDA: another process asks the driver, if this one does not use it yet.
+    """
+    return Usable(_described()["gpu_problem"])
 
 
 def info() -> dict[str, Any]:
@@ -42,4 +50,29 @@ def info() -> dict[str, Any]:
         torch_version = metadata.version("torch")
     except metadata.PackageNotFoundError:
         torch_version = None
-    return {"torch": torch_version, **_native.describe()}
+    return {"torch": torch_version, **_described()}
+
+
+def _described() -> dict[str, Any]:
+    """What the driver says. Asked by this process, it would refuse CUDA to its forks."""
+    torch = sys.modules.get("torch")
+    initialised = _native.initialised() or (torch is not None and torch.cuda.is_initialized())
+    if initialised or _native.driver_problem() is not None:
+        return _native.describe()
+    return json.loads(_asked(os.environ.get("CUDA_VISIBLE_DEVICES")))
+
+
+@functools.cache
+def _asked(visible: str | None) -> str:
+    """The same, as JSON, by a new process, or by this one where there can be no other."""
+    del visible  # What the process inherits.
+    code = (
+        f"import sys; sys.path[:] = {sys.path!r}; import json; from blockflash import _native; "
+        "print(json.dumps(_native.describe()))"
+    )
+    try:
+        command = [sys.executable, "-c", code]
+        said = subprocess.run(command, capture_output=True, check=True, timeout=60).stdout
+        return json.dumps(json.loads(said))
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return json.dumps(_native.describe())

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from . import _gradient, _native
 
@@ -151,6 +152,30 @@ def _fake_attention(
     return _fake_attention_forward(q, k, v, sink, cu_seqlens_q), empty_lse(q, cu_seqlens_q)
 
 
+def refuse_lazy_writes(library: torch.library.Library, operator: OpOverload) -> None:
+    """Have an operator that writes tensors refuse those with torch's negative or conjugate bit.
+
+    torch's own fallback copies all that have one, and aborts if one of them is written.
+    """
+    written = [bool(a.alias_info and a.alias_info.is_write) for a in operator._schema.arguments]
+
+    def resolve(*given: Any, **options: Any) -> Any:
+        for argument, write, value in zip(operator._schema.arguments, written, given, strict=False):
+            if write and isinstance(value, Tensor) and (value.is_neg() or value.is_conj()):
+                raise ValueError(
+                    f"{argument.name} is written, but is a view of what it negates or conjugates: "
+                    "use resolve_neg() and resolve_conj()"
+                )
+        return operator(*map(_resolved, given), **{k: _resolved(v) for k, v in options.items()})
+
+    for key in ("Negative", "Conjugate"):
+        library.impl(operator._schema.name.partition("::")[2], resolve, key)
+
+
+def _resolved(value: Any) -> Any:
+    return value.resolve_neg().resolve_conj() if isinstance(value, Tensor) else value
+
+
 def register(namespace: str, native: bool) -> torch.library.Library:
     """Defines the operators; `native` kernels where they are possible, else kernels in Python."""
     library = torch.library.Library(namespace, "DEF")
@@ -168,6 +193,7 @@ def register(namespace: str, native: bool) -> torch.library.Library:
         if key not in natively:
             library.impl("attention_forward", _attention_forward, key)
             library.impl("attention_out", _attention_out, key)
+    refuse_lazy_writes(library, getattr(torch.ops, namespace).attention_out.default)
     for name, fake in (
         ("attention", _fake_attention),
         ("attention_forward", _fake_attention_forward),
@@ -196,7 +222,14 @@ _KINDS = {
 def typed(error: RuntimeError) -> Exception:
     """The exception that a native kernel means: C++ knows its text alone, after its kind."""
     kind, _, text = str(error).partition(": ")
-    return _KINDS[kind](text) if kind in _KINDS else error
+    if kind in _KINDS:
+        return _KINDS[kind](text)
+    if "CUDA error" in str(error) and torch.cuda._is_in_bad_fork():
+        return _native.DeviceError(
+            "CUDA was initialised before this process was forked, and cannot be used in it: start "
+            f"processes by spawn or forkserver ({str(error).splitlines()[0]})"
+        )
+    return error
 
 
 _LIBRARY = register("blockflash", native=True)

@@ -242,7 +242,7 @@ class BlockMask:
         choice = (_count("k", k), *sides(causal, window), top_left, check)
         native = None if always is None else always._native
         made = _native.BlockMask.from_scores(
-            scores.contiguous(), _sizes(seqlens, block), choice, native
+            scores.contiguous().resolve_neg(), _sizes(seqlens, block), choice, native
         )
         return cls(made, scores.device)
 
@@ -279,7 +279,7 @@ class BlockMask:
         sizes = _sizes((q.shape[1], k.shape[1]), block)
         choice = (_count("count", count), *sides(causal, window), top_left, check)
         native = None if always is None else always._native
-        q, k = q.detach(), k.detach()
+        q, k = (t.detach().resolve_neg() for t in (q, k))
         try:
             made = _native.BlockMask.from_means(q, k, sizes, choice, native)
         except _native.Misaligned:

@@ -10,7 +10,7 @@ mod torch;
 
 use self::torch::{Handle, Shim, Tensor, Torch, check};
 use crate::attention::{Options, Tensors, run};
-use crate::error::{Failure, Kind, Result};
+use crate::error::{Failure, Kind, Result, with_memory};
 use crate::foreign::Foreign;
 use std::cell::RefCell;
 use std::ffi::{CStr, CString, c_char};
@@ -80,12 +80,12 @@ impl Arguments {
 
     /// Computes. Where a kernel cannot read q, k or v in units of 16 bytes, it gets copies.
     fn run(&mut self, o: &Tensor, lse: Option<&Tensor>) -> Result<()> {
-        match self.run_as_they_are(o, lse) {
+        match with_memory(|| self.run_as_they_are(o, lse)) {
             Err(Failure { kind: Kind::Misaligned, .. }) => {
                 for tensor in self.tensors[..3].iter_mut().flatten() {
                     *tensor = tensor.contiguous_copy()?;
                 }
-                self.run_as_they_are(o, lse)
+                with_memory(|| self.run_as_they_are(o, lse))
             }
             outcome => outcome,
         }

@@ -1,11 +1,14 @@
 //! The C functions of torch's stable ABI, and its tensors through them.
 
 use super::BoxedKernel;
-use crate::error::{Failure, Kind, Result};
+use crate::error::{Failure, Kind, Result, out_of_memory_error};
 use crate::foreign::{Described, Foreign, unsupported_dtype};
 use blockflash_ops::{DType, Device};
 use libloading::os::unix::{Library, RTLD_NOW};
-use std::ffi::{c_char, c_void};
+use pyo3::IntoPyObjectExt;
+use pyo3::prelude::*;
+use pyo3::types::IntoPyDict;
+use std::ffi::{CStr, c_char, c_void};
 use std::ptr::null_mut;
 use std::slice;
 use std::sync::OnceLock;
@@ -89,6 +92,9 @@ pub(super) struct Shim {
     pub(super) cuda: Option<TorchCuda>,
     /// Frees a value that torch allocated: its own function from 2.13 on, C++'s `delete` before.
     pub(super) free: unsafe extern "C-unwind" fn(*mut u64),
+    /// The text of the error that a function of torch has reported last to this thread; from 2.13
+    /// on.
+    what: Option<unsafe extern "C-unwind" fn() -> *const c_char>,
 }
 
 impl Shim {
@@ -111,6 +117,10 @@ impl Shim {
                         .get(b"torch_delete_stable_ivalue\0")
                         .or_else(|_| library.get(b"_ZdlPv\0"))
                         .ok()?,
+                    what: library
+                        .get(b"torch_exception_get_what_without_backtrace\0")
+                        .map(|function| *function)
+                        .ok(),
                 }
             };
             Some(shim)
@@ -119,10 +129,40 @@ impl Shim {
     }
 }
 
-/// Whether a function of torch succeeded. Its own text went to the log.
+/// Whether a function of torch succeeded.
 pub(super) fn check(code: Code) -> Result<()> {
-    let text = "a function of torch's stable ABI failed".into();
-    if code == 0 { Ok(()) } else { Err(Failure { kind: Kind::Device, text }) }
+    if code == 0 { Ok(()) } else { Err(reported()) }
+}
+
+/// What torch says of the function that has just failed; older versions say it in the log alone.
+#[cold]
+fn reported() -> Failure {
+    let text = Shim::get().and_then(|shim| shim.what).map(|what| {
+        // SAFETY: torch keeps the string, which ends with 0, until the next error of this thread.
+        unsafe { CStr::from_ptr(what()) }.to_string_lossy().into_owned()
+    });
+    let unknown = || "a function of torch's stable ABI failed".into();
+    Failure { kind: Kind::Device, text: text.unwrap_or_else(unknown) }
+}
+
+/// Why torch could not allocate so many bytes: the exception that it raises in Python. `None` if it
+/// can.
+#[cold]
+fn why_not_allocated(bytes: i64, kind: i32, index: i32) -> Option<Failure> {
+    Python::attach(|py| {
+        let device = if kind == CUDA { format!("cuda:{index}") } else { "cpu".into() };
+        let allocate = || -> PyResult<()> {
+            let torch = py.import("torch")?;
+            let options =
+                [("dtype", torch.getattr("uint8")?), ("device", device.into_bound_py_any(py)?)];
+            let options = options.into_py_dict(py)?;
+            torch.call_method("empty", (bytes,), Some(&options)).map(drop)
+        };
+        let error = allocate().err()?;
+        let out_of_memory = out_of_memory_error(py).is_ok_and(|kind| error.is_instance(py, &kind));
+        let kind = if out_of_memory { Kind::Memory } else { Kind::Device };
+        Some(Failure { kind, text: error.value(py).to_string() })
+    })
 }
 
 /// A tensor that is ours to release.
@@ -221,16 +261,24 @@ impl Tensor {
         }
         let (kind, index) = self.device()?;
         let dtype = self.read(torch.aoti_torch_get_dtype, 0)?;
-        let (rank, mut made) = (sizes.len() as i64, null_mut());
-        // SAFETY: sizes and strides have as many entries as there are dimensions, and the pointer
-        // is valid for writes.
-        let code = unsafe {
-            let new = torch.aoti_torch_empty_strided;
-            new(rank, sizes.as_ptr(), strides.as_ptr(), dtype, kind, index, &mut made)
+        let allocate = || {
+            let (rank, mut made) = (sizes.len() as i64, null_mut());
+            // SAFETY: sizes and strides have as many entries as there are dimensions, and the
+            // pointer is valid for writes.
+            check(unsafe {
+                let new = torch.aoti_torch_empty_strided;
+                new(rank, sizes.as_ptr(), strides.as_ptr(), dtype, kind, index, &mut made)
+            })?;
+            Ok(Tensor(self.0, made))
         };
-        let text = "torch could not allocate the output".into();
-        check(code).map_err(|_| Failure { kind: Kind::Memory, text })?;
-        Ok(Tensor(self.0, made))
+        allocate().or_else(|error: Failure| {
+            let elements = sizes.iter().fold(1i64, |elements, &size| elements.saturating_mul(size));
+            let bytes = match self.dtype("q") {
+                Ok(dtype) => elements.saturating_mul(dtype.size() as i64),
+                Err(_) => return Err(error),
+            };
+            why_not_allocated(bytes, kind, index).map_or_else(allocate, Err)
+        })
     }
 
     pub(super) fn contiguous_copy(&self) -> Result<Tensor> {

@@ -101,7 +101,7 @@ fn too_much_memory_is_an_error_and_nothing_worse() -> Result<()> {
     for bytes in [all, 1 << 46, 1 << 60] {
         let result = Tensor::empty(&stream, DType::F32, &[bytes / 4]);
         assert!(
-            matches!(result, Err(Error::OutOfMemory { bytes: found }) if found == bytes),
+            matches!(result, Err(Error::DeviceOutOfMemory { bytes: found, .. }) if found == bytes),
             "{result:?}"
         );
     }
