@@ -33,8 +33,12 @@ def test_schemas(device: str) -> None:
         for bias in (layer.bias, None):
             arguments = (dense(2, 5, 48), layer.values, bias, number, activation)
             torch.library.opcheck(OPS.bsr_linear, arguments)
-    torch.library.opcheck(OPS.dense_bsr, (dense(3, 64), layer.values, number))
-    torch.library.opcheck(OPS.sddmm, (dense(64, 7), dense(48, 7).t(), number))
+    arrays = (layer.row_ptr, layer.col_idx, [64, 48, 16])
+    for pattern in ((number,), (0, *arrays)):
+        torch.library.opcheck(OPS.dense_bsr, (dense(3, 64), layer.values, *pattern))
+        torch.library.opcheck(OPS.sddmm, (dense(64, 7), dense(48, 7).t(), *pattern))
+    arguments = (dense(2, 5, 48), layer.values, layer.bias, 0, 2, *arrays)
+    torch.library.opcheck(OPS.bsr_linear, arguments)
 
 
 class Model(nn.Module):
@@ -101,10 +105,10 @@ def freed_pattern() -> int:
 
 
 def test_a_pattern_lives_until_the_backward_pass() -> None:
-    layer = BlockSparseLinear(112, 32, 16, torch.ones(2, 7, dtype=torch.bool))
-    number, values = layer.pattern.number, layer.values
-    y = layer(torch.randn(3, 112))
-    del layer
+    pattern = BlockSparsePattern.from_mask(torch.ones(2, 7, dtype=torch.bool), 16)
+    number, values = pattern.number, torch.randn(14, 16, 16, requires_grad=True)
+    y = sparse.linear(torch.randn(3, 112), values, pattern)
+    del pattern
     y.sum().backward()
     assert values.grad is not None
     del y
@@ -136,6 +140,13 @@ BAD_VALUES: dict[str, tuple[Any, str]] = {
         lambda: OPS.bsr_linear(X, VALUES, None, PATTERN.number, 7), "no activation of number 7"
     ),
     "no pattern": (lambda: OPS.bsr_linear(X, VALUES, None, 0, 0), "no pattern of number 0"),
+    "number and arrays": (
+        lambda: OPS.dense_bsr(X, VALUES, PATTERN.number, *ARRAYS, [64, 48, 16]), "is a number, or"
+    ),
+    "arrays without shape": (lambda: OPS.dense_bsr(X, VALUES, 0, *ARRAYS), "is a number, or"),
+    "array rank": (
+        lambda: OPS.dense_bsr(X, VALUES, 0, ARRAYS[0][None], ARRAYS[1], [64, 48, 16]), "dimensions"
+    ),
     "negative": (lambda: OPS.dense_bsr(X, VALUES, -5), "no pattern of number -5"),
     "freed": (lambda: OPS.sddmm(X, X, freed_pattern()), "no pattern|shape"),
     "freed fake": (lambda: OPS.bsr_linear(X.to("meta"), VALUES, None, freed_pattern()), "no patt"),

@@ -8,7 +8,7 @@ size up to 1024, too. Rows and columns are multiples of the block size.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from . import _bsr
-from ._pattern import BlockSparsePattern, block_rows
+from ._pattern import BlockSparsePattern, block_rows, known, read, remember
 
 __all__ = [
     "BlockSparseLinear",
@@ -56,15 +56,14 @@ def linear(
         blockflash.Unsupported: No kernel takes the call on this GPU.
 
     """
-    if activation not in _bsr.ACTIVATIONS:
-        raise ValueError(f"activation is {activation!r}, not one of {list(_bsr.ACTIVATIONS)}")
-    x, values, bias = _autocast(x, values, bias)
-    return _OPS.bsr_linear(x, values, bias, pattern.number, _bsr.ACTIVATIONS[activation])
+    number = _activation(activation)
+    x, values, bias = _bsr.autocast(x, values, bias)
+    return _OPS.bsr_linear(x, values, bias, pattern.number, number)
 
 
 def matmul(x: Tensor, values: Tensor, pattern: BlockSparsePattern) -> Tensor:
     """`x @ W` of x `[..., rows]`, to `[..., cols]`; operands and errors as in `linear`."""
-    x, values, _ = _autocast(x, values, None)
+    x, values, _ = _bsr.autocast(x, values, None)
     return _OPS.dense_bsr(x, values, pattern.number)
 
 
@@ -80,30 +79,27 @@ def sddmm(a: Tensor, b: Tensor, pattern: BlockSparsePattern) -> Tensor:
         `[nnz, block, block]` in the element type of a.
 
     """
-    a, b, _ = _autocast(a, b, None)
+    a, b, _ = _bsr.autocast(a, b, None)
     return _OPS.sddmm(a, b, pattern.number)
 
 
-def _autocast(x: Tensor, other: Tensor, bias: Tensor | None) -> Any:
-    """The operands in the type of autocast, as `torch.nn.functional.linear` takes them."""
-    for name, operand in (("x", x), ("values", other), ("bias", bias)):
-        if not isinstance(operand, Tensor) and (name != "bias" or operand is not None):
-            raise TypeError(f"{name} must be a torch.Tensor, not {type(operand).__name__}")
-    kind = x.device.type
-    if kind == "meta" or not torch.is_autocast_enabled(kind):
-        return x, other, bias
-    lower = torch.get_autocast_dtype(kind)
-    return tuple(
-        t.to(lower) if t is not None and t.dtype == torch.float32 else t for t in (x, other, bias)
-    )
+def _activation(name: str | None) -> int:
+    """The number of an activation."""
+    if name not in _bsr.ACTIVATIONS:
+        raise ValueError(f"activation is {name!r}, not one of {list(_bsr.ACTIVATIONS)}")
+    return _bsr.ACTIVATIONS[name]
 
 
 class BlockSparseLinear(nn.Module):
     """`activation(x @ W.T + bias)` with a block-sparse W: `torch.nn.Linear` with fewer blocks.
 
     The parameters are `values` `[nnz, block, block]` and `bias` `[out_features]`. The pattern is in
-    the buffers `row_ptr` and `col_idx`, so a state_dict is complete, and loading one takes over its
-    pattern, too.
+    the buffers `row_ptr` and `col_idx` and nowhere else: a state_dict is complete, and whatever
+    writes or exchanges the buffers changes the pattern. A call that finds other buffers than the
+    last one, or buffers written since, reads them, for which it waits for the GPU; buffers that
+    hold no pattern of the layer raise. So a captured CUDA graph keeps the pattern of its capture,
+    writes through `.data` go unnoticed as for autograd, and `DistributedDataParallel`, which writes
+    all buffers in each step, needs `broadcast_buffers=False` for speed.
 
     Args:
         in_features: Columns of W, a multiple of `block`.
@@ -143,26 +139,50 @@ class BlockSparseLinear(nn.Module):
                 f"the pattern is {pattern}, but the layer {out_features} x {in_features} in blocks "
                 f"of {block}"
             )
-        if activation not in _bsr.ACTIVATIONS:
-            raise ValueError(f"activation is {activation!r}, not one of {list(_bsr.ACTIVATIONS)}")
+        _activation(activation)
         self.in_features, self.out_features, self.block = in_features, out_features, block
-        self.activation, self.pattern = activation, pattern
+        self.activation = activation
         made = {"device": device, "dtype": dtype}
         self.values = nn.Parameter(torch.empty(pattern.nnz, block, block, **made))
         self.bias = nn.Parameter(torch.empty(out_features, **made)) if bias else None
-        self.register_buffer("row_ptr", pattern.row_ptr.to(self.values.device, copy=True))
-        self.register_buffer("col_idx", pattern.col_idx.to(self.values.device, copy=True))
+        self.register_buffer("row_ptr", None)
+        self.register_buffer("col_idx", None)
+        self._place(pattern, self.values.device)
         self.reset_parameters()
+
+    @property
+    def pattern(self) -> BlockSparsePattern:
+        """The pattern that is in the buffers; a `ValueError` if they hold none."""
+        return read(self.row_ptr, self.col_idx, *self._shape)
+
+    @property
+    def _shape(self) -> list[int]:
+        return [self.out_features, self.in_features, self.block]
+
+    @property
+    def _density(self) -> float:
+        """Stored blocks per block of W, by the shape of the buffers."""
+        blocks = self.out_features // self.block * (self.in_features // self.block)
+        return len(self.col_idx) / max(blocks, 1)
+
+    def _place(self, pattern: BlockSparsePattern, device: torch.device) -> None:
+        """Puts a pattern into new buffers, whose later writes torch counts in any mode."""
+        with torch.inference_mode(False):
+            self.row_ptr = pattern.row_ptr.to(device)
+            self.col_idx = pattern.col_idx.to(device)
+        remember(self.row_ptr, self.col_idx, pattern)
 
     def reset_parameters(self) -> None:
         """Draws parameters as `torch.nn.Linear`, for as many inputs as an output has on average."""
-        inputs = max(self.in_features * self.pattern.density, 1)
+        inputs = max(self.in_features * self._density, 1)
         for parameter in self.parameters(recurse=False):
             nn.init.uniform_(parameter, -(inputs**-0.5), inputs**-0.5)
 
     def forward(self, x: Tensor) -> Tensor:
         """`[..., in_features]` to `[..., out_features]`."""
-        return linear(x, self.values, self.pattern, self.bias, self.activation)
+        x, values, bias = _bsr.autocast(x, self.values, self.bias)
+        pattern = (self.row_ptr, self.col_idx, self._shape)
+        return _OPS.bsr_linear(x, values, bias, 0, _activation(self.activation), *pattern)
 
     @classmethod
     def from_dense(
@@ -245,8 +265,7 @@ class BlockSparseLinear(nn.Module):
         layer.values = nn.Parameter(values.contiguous())
         if bias is not None:
             layer.bias = nn.Parameter(bias.detach().to(values, copy=True))
-        layer.row_ptr = pattern.row_ptr.to(values.device, copy=True)
-        layer.col_idx = pattern.col_idx.to(values.device, copy=True)
+        layer._place(pattern, values.device)
         return layer
 
     def to_dense(self) -> Tensor:
@@ -269,7 +288,7 @@ class BlockSparseLinear(nn.Module):
         """What `repr` says about the layer."""
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, "
-            f"block={self.block}, density={self.pattern.density:.1%}, "
+            f"block={self.block}, density={self._density:.1%}, "
             f"bias={self.bias is not None}, activation={self.activation}"
         )
 
@@ -278,22 +297,46 @@ class BlockSparseLinear(nn.Module):
     ) -> None:
         arrays = [state_dict.get(prefix + name) for name in ("row_ptr", "col_idx")]
         if all(array is not None for array in arrays):
-            sizes = (self.out_features, self.in_features, self.block)
             try:
-                self._adopt(BlockSparsePattern(*sizes, *arrays))
+                self._adopt(
+                    BlockSparsePattern(*self._shape, *arrays),
+                    state_dict.get(prefix + "values", self.values),
+                )
             except ValueError as error:
                 rest[-1].append(f"the pattern of {prefix.rstrip('.') or 'the layer'}: {error}")
                 return
         super()._load_from_state_dict(state_dict, prefix, *rest, **options)
 
-    def _adopt(self, pattern: BlockSparsePattern) -> None:
-        """Makes room for the values of another pattern; optimizers keep their parameter."""
-        self.pattern = pattern
-        if len(self.values) != pattern.nnz:
-            self.values.data = self.values.new_empty(pattern.nnz, self.block, self.block)
+    def _adopt(self, pattern: BlockSparsePattern, values: Tensor) -> None:
+        """Makes room for these values of another pattern; optimizers keep their parameter."""
+        shape = (pattern.nnz, self.block, self.block)
+        if tuple(values.shape) != shape:
+            raise ValueError(f"size mismatch: values have shape {tuple(values.shape)}, not {shape}")
+        if tuple(self.values.shape) != shape:
+            self.values.data = self.values.new_empty(shape)
             self.values.grad = None
-        self.row_ptr = pattern.row_ptr.to(self.row_ptr.device, copy=True)
-        self.col_idx = pattern.col_idx.to(self.col_idx.device, copy=True)
+        self._place(pattern, self.row_ptr.device)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> BlockSparseLinear:
+        """Also gives the pattern to buffers that come without it, as those of `to_empty`."""
+        before = self.row_ptr
+        pattern = known(self.row_ptr, self.col_idx, *self._shape)
+        super()._apply(fn, recurse)
+        if pattern is not None and self.row_ptr is not before:
+            self._place(pattern, self.row_ptr.device)
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = dict(self.__dict__)
+        if self.row_ptr.is_meta:  # a copy has other buffers, which cannot be read
+            state["_pattern"] = known(self.row_ptr, self.col_idx, *self._shape)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        pattern = state.pop("_pattern", None)
+        super().__setstate__(state)
+        if pattern is not None:
+            remember(self.row_ptr, self.col_idx, pattern)
 
 
 def sparsify_(
