@@ -12,7 +12,8 @@ import transformers
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from blockflash import _transformers_mask
+import blockflash
+from blockflash import _stats
 from blockflash.transformers import NAME
 
 WINDOW, TOKENS = 5, 17
@@ -65,7 +66,7 @@ WHERE = [("cpu", torch.float32), *HALF]
 @pytest.fixture(autouse=True)
 def _strict() -> Iterator[None]:
     """A warning, by which attention leaves our kernels, is an error unless the test expects it."""
-    _transformers_mask._warned.clear()
+    blockflash.reset_stats()
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=NAME)
         yield
@@ -172,7 +173,7 @@ def test_generation(
     assert dtype != torch.float32 or torch.equal(eager, ours)
     check(actual, expected, same)
     if padding is None:
-        assert not _transformers_mask._warned
+        assert not _stats._warned
 
 
 @pytest.mark.parametrize("padding", [None, PADDED], ids=["none", "left"])
@@ -223,7 +224,7 @@ def test_compiled_decoding(name: str) -> None:
             rows = [step(ids[:, i : i + 1], past_key_values=cache).logits for i in range(-3, -1)]
         logits.append(torch.cat(rows, 1))
     check(logits[1], logits[0], logits[0])
-    assert not _transformers_mask._warned
+    assert not _stats._warned
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral"])
@@ -252,7 +253,7 @@ def test_compiled_generation(name: str) -> None:
     check(results[1], results[0], results[0])
     # Windows make two graphs: before and after the cache of the window is full.
     assert counters["stats"]["unique_graphs"] == (1 if name == "llama" else 2)
-    assert not _transformers_mask._warned
+    assert not _stats._warned
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral"])

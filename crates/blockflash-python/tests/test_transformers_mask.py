@@ -13,7 +13,6 @@ from torch import Tensor
 from transformers import LlamaConfig, masking_utils
 
 import blockflash.transformers
-from blockflash import _transformers_mask
 from blockflash.transformers import Mask, block_attention, block_attention_mask
 
 KEYS = 24
@@ -69,7 +68,7 @@ LENGTHS = {
 
 @pytest.fixture(autouse=True)
 def _no_warnings_yet() -> Iterator[None]:
-    _transformers_mask._warned.clear()
+    blockflash.reset_stats()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ._attention import attention
     from ._decode import attention_decode, attention_merge
     from ._info import info, usable
+    from ._stats import reset_stats, stats, strict
     from .block_mask import BlockMask, block_sparse_attention
     from .sdpa import activate_sdpa, restore_sdpa, scaled_dot_product_attention
 
@@ -31,9 +32,12 @@ _MODULES = {
     "block_sparse_attention": ".block_mask",
     "distributed": ".distributed",
     "info": "._info",
+    "reset_stats": "._stats",
     "restore_sdpa": ".sdpa",
     "scaled_dot_product_attention": ".sdpa",
     "sparse": ".sparse",
+    "stats": "._stats",
+    "strict": "._stats",
     "usable": "._info",
 }
 
@@ -47,8 +51,11 @@ __all__ = [
     "attention_merge",
     "block_sparse_attention",
     "info",
+    "reset_stats",
     "restore_sdpa",
     "scaled_dot_product_attention",
+    "stats",
+    "strict",
     "usable",
 ]
 

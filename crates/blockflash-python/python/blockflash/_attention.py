@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from . import _ops
+from . import _ops, _stats
 from ._gradient import refuse_to_lose
 from ._native import Unsupported
 
@@ -131,6 +131,7 @@ def attention(
             o = _OPS.attention_forward.default(q, k, v, **options)
     except RuntimeError as error:
         raise _ops.typed(error) from None
+    _stats.count("attention")
     if head_dim is not None:
         o = o[..., :head_dim]
     return (o, lse) if return_lse else o

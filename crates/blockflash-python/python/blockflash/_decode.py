@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _native
+from . import _native, _stats
 from ._attention import autocast_dtype, sides
 from ._gradient import refuse_to_lose
 from ._ops import empty_lse, empty_o, refuse_lazy_writes, typed
@@ -151,6 +151,7 @@ def attention_decode(
             o, lse = _OPS.attention_append.default(q, k_cache, v_cache, k, v, **options)
     except RuntimeError as error:
         raise typed(error) from None
+    _stats.count("attention_decode")
     return (o, lse) if return_lse else o
 
 

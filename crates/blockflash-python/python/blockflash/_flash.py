@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import _stats
 from ._attention import attention
 from ._native import Unsupported
 
@@ -62,7 +63,7 @@ def attend(
     if q.size(-1) != v.size(-1):
         raise Unsupported(f"head_dim of v is {v.size(-1)}, of q {q.size(-1)}; they must agree")
     left, right = (None if size == -1 else size for size in map(int, window_size))
-    return attention(
+    result = attention(
         *map(contiguous_rows, (q, k, v)),
         causal=causal,
         window=(left, None if causal else right),
@@ -71,6 +72,8 @@ def attend(
         return_lse=return_lse,
         **packed,
     )
+    _stats.count("flash_attn")
+    return result
 
 
 def used_parts(

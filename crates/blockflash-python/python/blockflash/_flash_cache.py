@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import _stats
 from ._decode import attention_decode
 from ._flash import contiguous_rows
 from ._native import Unsupported
@@ -117,7 +118,7 @@ def _attend(
             f"head_dim of v is {v_cache.size(-1)}, of q {q.size(-1)}; they must agree"
         )
     left, right = (None if size == -1 else size for size in map(int, window_size))
-    return attention_decode(
+    result = attention_decode(
         contiguous_rows(q),
         k_cache,
         v_cache,
@@ -127,6 +128,8 @@ def _attend(
         softcap=softcap if softcap != 0.0 else None,
         **options,
     )
+    _stats.count("flash_attn")
+    return result
 
 
 def _check_positions(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -11,8 +10,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import masking_utils
 from transformers.utils.import_utils import is_tracing
+
+from . import _stats
 
 
 @dataclass(frozen=True)
@@ -31,9 +33,18 @@ class Mask:
 
     ndim = 4
 
+    @property
+    def cached(self) -> bool:
+        """Whether the options are those of `blockflash.attention_decode`."""
+        return "seqused_k" in self.options
+
     def contiguous(self) -> Mask:
         """Returns the mask itself; `generate` calls this on every mask that it makes."""
         return self
+
+
+REASONS: Any = WeakTensorKeyDictionary()
+"""Why masks are dense."""
 
 
 def block_attention_mask(
@@ -103,7 +114,9 @@ def block_attention_mask(
     if isinstance(options, str):
         mask = dense()
         if mask is not None:
-            warn(options)
+            _stats.warn("transformers", options)
+            if not torch.compiler.is_compiling():
+                REASONS[mask] = options
         return mask
     # Without a mask SDPA is full for a single query and for modules that are not causal.
     full = options == {} and (q_length == 1 or "right" not in constraints)
@@ -313,15 +326,3 @@ def _runs(padding: Tensor, batch: int, length: int) -> list[tuple[int, int]] | s
         return "there is padding between the tokens of a row"
     runs = [(start, stop) for start, stop, _ in rows]
     return None if all(run == (0, length) for run in runs) else runs
-
-
-_warned: set[str] = set()
-
-
-@torch.compiler.assume_constant_result  # torch.compile calls it while it traces
-def warn(reason: str, unless_known: bool = False) -> None:
-    """Warns once per process and reason; not at all `unless_known` if there was another reason."""
-    if reason not in _warned and not (unless_known and _warned):
-        _warned.add(reason)
-        text = f"block_attention: {reason}; attention runs without blockflash's kernels there"
-        warnings.warn(text, stacklevel=2)

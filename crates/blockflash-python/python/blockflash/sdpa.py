@@ -8,6 +8,7 @@ attention implementations, so models need no change. torch decides per call whic
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from functools import partial
 from types import TracebackType
 from typing import Any, Literal
@@ -16,10 +17,18 @@ import torch
 from torch import Tensor
 from torch.nn import attention as registry
 
-from . import _ops
-from ._attention import attention
+from . import _ops, _stats
 from ._flash import contiguous_rows
 from ._native import DeviceError, Unsupported
+from ._sdpa_function import operands, scaled_dot_product_attention
+
+__all__ = [
+    "Activation",
+    "activate_sdpa",
+    "operands",
+    "restore_sdpa",
+    "scaled_dot_product_attention",
+]
 
 _NAMES = {"cuda": "blockflash", "cpu": "blockflash-cpu"}
 """Names in torch's registry, by type of device."""
@@ -33,8 +42,11 @@ def activate_sdpa(device: Literal["cuda", "cpu"] = "cuda") -> Activation:
     Forward and backward are ours wherever torch selects its flash backend.
     On `"cuda"` torch selects it for f16 and bf16, head_dim up to 256, no `attn_mask`, and with
     `is_causal` equal lengths of query and key. Any other call runs on another backend of torch, as
-    before. On Hopper torch prefers cuDNN to flash, so cuDNN's attention is switched off meanwhile.
-    `torch.nn.attention.varlen` stays torch's. On `"cpu"` a call with an `attn_mask` does, too.
+    before. What comes to blockflash and has no kernel, such as dropout, runs on torch's own flash
+    backend, with a warning once for each reason.
+    On Hopper torch prefers cuDNN to flash, so cuDNN's attention is switched off meanwhile.
+    `torch.nn.attention.varlen` stays torch's. On `"cpu"` torch selects its flash backend for an
+    `attn_mask` and f64, too, which stay torch's, with a warning.
 
     Needs torch 2.10 or newer. One implementation is active at a time: this replaces another one.
     `torch.nn.attention.activate_flash_attention_impl("blockflash")` does the same once this module
@@ -106,22 +118,19 @@ class _Override:
             torch.backends.cuda.enable_cudnn_sdp(False)
             op, forward, backward = _FLASH, _flash_attention, _flash_attention_backward
         else:
-            op, forward, backward = (
-                _FLASH_FOR_CPU,
-                *(
-                    partial(kernel, torch.library.get_kernel(f"aten::{op}", "CPU"))
-                    for op, kernel in (
-                        (_FLASH_FOR_CPU, _flash_attention_for_cpu),
-                        (f"{_FLASH_FOR_CPU}_backward", _flash_attention_for_cpu_backward),
-                    )
-                ),
-            )
+            op, forward = _FLASH_FOR_CPU, _flash_attention_for_cpu
+            backward = _flash_attention_for_cpu_backward
+        key = device.upper()
+        overrides = [
+            (name, partial(kernel, torch.library.get_kernel(f"aten::{name}", key)))
+            for name, kernel in ((op, forward), (f"{op}_backward", backward))
+        ]
         self._library: torch.library.Library | None = torch.library.Library("aten", "IMPL")
         with warnings.catch_warnings():
             # torch warns of every override; this one is what the caller asked for.
             warnings.filterwarnings("ignore", message=".*only once for all operators")
-            for name, kernel in ((op, forward), (f"{op}_backward", backward)):
-                self._library.impl(name, kernel, device.upper(), with_keyset=device == "cpu")
+            for name, kernel in overrides:
+                self._library.impl(name, kernel, key, with_keyset=True)
 
     def remove(self) -> None:
         """Gives the operator back to torch, and cuDNN its switch."""
@@ -134,7 +143,13 @@ for _device, _name in _NAMES.items():
     registry.register_flash_attention_impl(_name, register_fn=partial(_Override, _device))
 
 
+# Each override has torch's kernel in its place as the first argument, and passes to it what has no
+# kernel here. A backward pass decides by the same arguments as its forward pass.
+
+
 def _flash_attention(
+    torchs_kernel: Any,
+    keyset: torch.DispatchKeySet,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -145,18 +160,26 @@ def _flash_attention(
     scale: float | None = None,
 ) -> tuple[Any, ...]:
     """`aten::_scaled_dot_product_flash_attention`: tensors `[B, H, S, D]`, causal bottom-right."""
-    _refuse_dropout(dropout_p)
-    if return_debug_mask:
-        raise Unsupported("return_debug_mask is for dropout, which blockflash does not have")
-    o, lse = _forward(query, key, value, is_causal, top_left=False, scale=scale)
-    # The state of the random generator is for dropout.
-    rng_state = query.new_empty(2, dtype=torch.uint64)
-    unused = query.new_empty((), dtype=torch.uint64)
-    no_mask = query.new_empty(0)
-    return o, lse, None, None, query.size(2), key.size(2), rng_state, unused, no_mask
+
+    def ours() -> tuple[Any, ...]:
+        o, lse = _forward(query, key, value, is_causal, top_left=False, scale=scale)
+        # The state of the random generator is for dropout.
+        rng_state = query.new_empty(2, dtype=torch.uint64)
+        unused = query.new_empty((), dtype=torch.uint64)
+        no_mask = query.new_empty(0)
+        return o, lse, None, None, query.size(2), key.size(2), rng_state, unused, no_mask
+
+    def torchs() -> tuple[Any, ...]:
+        arguments = (query, key, value, dropout_p, is_causal, return_debug_mask)
+        return torchs_kernel.call_boxed(keyset, *arguments, scale=scale)
+
+    reason = "return_debug_mask is set" if return_debug_mask else _refusal(query, dropout_p)
+    return _either(ours, torchs, reason, is_forward=True)
 
 
 def _flash_attention_backward(
+    torchs_kernel: Any,
+    keyset: torch.DispatchKeySet,
     grad_out: Tensor,
     query: Tensor,
     key: Tensor,
@@ -173,11 +196,16 @@ def _flash_attention_backward(
     philox_offset: Tensor,
     *,
     scale: float | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """The gradient of `_flash_attention`."""
-    _refuse_dropout(dropout_p)
     tensors = (grad_out, query, key, value, out)
-    return _backward(tensors, logsumexp, is_causal, top_left=False, scale=scale)
+    varlen = (cum_seq_q, cum_seq_k, max_q, max_k)
+    rest = (dropout_p, is_causal, philox_seed, philox_offset)
+    return _either(
+        lambda: _backward(tensors, logsumexp, is_causal, top_left=False, scale=scale),
+        lambda: torchs_kernel.call_boxed(keyset, *tensors, logsumexp, *varlen, *rest, scale=scale),
+        _refusal(query, dropout_p),
+    )
 
 
 def _flash_attention_for_cpu(
@@ -191,16 +219,15 @@ def _flash_attention_for_cpu(
     *,
     attn_mask: Tensor | None = None,
     scale: float | None = None,
-) -> tuple[Tensor, Tensor]:
-    """`aten::_scaled_dot_product_flash_attention_for_cpu`, where causal is top-left.
-
-    On the CPU torch selects this operator for masked calls and f64, too, which keep its kernel.
-    """
-    _refuse_dropout(dropout_p)
-    if attn_mask is not None or query.dtype == torch.float64:
-        rest = {"attn_mask": attn_mask, "scale": scale}
-        return torchs_kernel.call_boxed(keyset, query, key, value, dropout_p, is_causal, **rest)
-    return _forward(query, key, value, is_causal, top_left=True, scale=scale)
+) -> tuple[Tensor, ...]:
+    """`aten::_scaled_dot_product_flash_attention_for_cpu`, where causal is top-left."""
+    rest = {"attn_mask": attn_mask, "scale": scale}
+    return _either(
+        lambda: _forward(query, key, value, is_causal, top_left=True, scale=scale),
+        lambda: torchs_kernel.call_boxed(keyset, query, key, value, dropout_p, is_causal, **rest),
+        _refusal(query, dropout_p, attn_mask),
+        is_forward=True,
+    )
 
 
 def _flash_attention_for_cpu_backward(
@@ -217,19 +244,50 @@ def _flash_attention_for_cpu_backward(
     *,
     attn_mask: Tensor | None = None,
     scale: float | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """The gradient of `_flash_attention_for_cpu`, by the same kernel as its forward."""
-    _refuse_dropout(dropout_p)
     tensors = (grad_out, query, key, value, out)
-    if attn_mask is not None or query.dtype == torch.float64:
-        rest = {"attn_mask": attn_mask, "scale": scale}
-        return torchs_kernel.call_boxed(keyset, *tensors, logsumexp, dropout_p, is_causal, **rest)
-    return _backward(tensors, logsumexp, is_causal, top_left=True, scale=scale)
+    rest = {"attn_mask": attn_mask, "scale": scale}
+    return _either(
+        lambda: _backward(tensors, logsumexp, is_causal, top_left=True, scale=scale),
+        lambda: torchs_kernel.call_boxed(keyset, *tensors, logsumexp, dropout_p, is_causal, **rest),
+        _refusal(query, dropout_p, attn_mask),
+    )
 
 
-def _refuse_dropout(dropout_p: float) -> None:
+def _refusal(query: Tensor, dropout_p: float, attn_mask: Tensor | None = None) -> str | None:
+    """Why a call has no kernel here, by arguments that its backward pass has, too."""
     if dropout_p != 0.0:
-        raise Unsupported("blockflash has no dropout: set dropout_p to 0 or call restore_sdpa()")
+        return "there is no kernel with dropout"
+    if attn_mask is not None:  # on the CPU torch selects this backend for these calls, too
+        return "there is no kernel with attn_mask"
+    return "there is no kernel for float64" if query.dtype == torch.float64 else None
+
+
+def _either(
+    ours: Callable[[], tuple[Any, ...]],
+    torchs: Callable[[], tuple[Any, ...]],
+    reason: str | None,
+    *,
+    is_forward: bool = False,
+) -> tuple[Any, ...]:
+    """The results of our kernel, or of torch's if there is a reason, or ours refuses the call.
+
+    What ours refuses only when it sees the call, it refuses again in the backward pass. One that
+    refuses there alone is no error either: torch's takes the same `out` and `logsumexp`.
+    """
+    if reason is None:
+        try:
+            results = ours()
+        except (Unsupported, ValueError) as error:
+            reason = str(error)
+        else:
+            if is_forward:
+                _stats.count("sdpa")
+            return results
+    if is_forward:
+        _stats.fall_back("sdpa", reason)
+    return torchs()
 
 
 def _forward(
@@ -267,81 +325,3 @@ def _backward(
             grad_o, None, q, k, v, o, lse, right=right, top_left=top_left, scale=scale
         )
     return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
-
-
-def scaled_dot_product_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    """`torch.nn.functional.scaled_dot_product_attention` that runs here or raises.
-
-    Its meaning is torch's: `is_causal` aligns the first query with the first key, also when the
-    lengths differ, and a query without keys gives 0.
-
-    Args:
-        query: `[B, Hq, Sq, D]`, or `[Hq, Sq, D]`.
-        key: `[B, Hk, Sk, D]`, or `[Hk, Sk, D]`.
-        value: as key.
-        attn_mask: must be `None`. `blockflash.attention` has windows and block masks.
-        dropout_p: must be 0.
-        is_causal: query i attends to keys 0 to i.
-        scale: factor of the scores, positive; `D ** -0.5` if `None`.
-        enable_gqa: allows that Hk is a divisor of Hq.
-
-    Returns:
-        The shape and type of query.
-
-    Raises:
-        Unsupported: where torch has a backend and blockflash none: a mask, dropout, heads or
-            batches that are broadcast, a head_dim of value that differs from query's.
-        ValueError: for arguments that torch refuses, too.
-
-    """
-    q, k, v = operands(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    o = attention(q, k, v, causal=is_causal, top_left=True, scale=scale).transpose(1, 2)
-    return o if query.dim() == 4 else o.squeeze(0)
-
-
-def operands(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """What `blockflash.attention` takes for these arguments of torch, or their error."""
-    if attn_mask is not None and is_causal:
-        raise ValueError("attn_mask and is_causal exclude each other")
-    if attn_mask is not None:
-        raise Unsupported("attn_mask: blockflash.attention has windows and block masks instead")
-    if dropout_p != 0.0:
-        raise Unsupported("blockflash has no dropout: set dropout_p to 0")
-    dims = {query.dim(), key.dim(), value.dim()}
-    if dims not in ({3}, {4}):
-        raise Unsupported(f"tensors have {sorted(dims)} dimensions; all must have 3 or all 4")
-    if query.size(-1) != value.size(-1):
-        raise Unsupported(f"head_dim of value is {value.size(-1)}, of query {query.size(-1)}")
-    batched = [
-        tensor if tensor.dim() == 4 else tensor.unsqueeze(0) for tensor in (query, key, value)
-    ]
-    (batches, heads) = ({tensor.size(dim) for tensor in batched} for dim in (0, 1))
-    if len(batches) > 1:
-        raise Unsupported(f"batches of {sorted(batches)} are not broadcast: expand the tensors")
-    if key.size(-3) != value.size(-3) or (len(heads) > 1 and not enable_gqa):
-        kind = Unsupported if enable_gqa or 1 in heads else ValueError
-        sizes = ", ".join(str(tensor.size(1)) for tensor in batched)
-        raise kind(
-            f"query, key and value have {sizes} heads; key and value must agree, "
-            "and fewer of them than of query need enable_gqa=True"
-        )
-    q, k, v = (contiguous_rows(tensor).transpose(1, 2) for tensor in batched)
-    return q, k, v

@@ -4,7 +4,9 @@ Importing this module registers two functions: one makes masks, the other comput
 The mask function decides what runs on our kernels. It takes the model's mask function apart, and
 only a pattern that it recognizes completely becomes a `Mask` for our kernels: causal and full
 attention, sliding windows, padding, static caches, and sequences packed by `position_ids`. For
-every other pattern it makes the dense mask that SDPA takes, and warns once for each reason.
+every other pattern it makes the dense mask that SDPA takes, and warns once for each reason. Calls
+that no kernel takes are left to SDPA, or to plain torch with a softcap or sinks, with a warning,
+too: `blockflash.stats()` counts them, and `blockflash.strict()` makes them raise.
 
 The attention function obeys the mask and nothing else. It does not read `sliding_window` among its
 arguments, because a model may pass a window to a layer that has another mask.
@@ -20,8 +22,9 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from . import Unsupported, attention, attention_decode
-from ._transformers_mask import Mask, block_attention_mask, warn
+from . import Unsupported, _stats, attention, attention_decode
+from ._attention import autocast_dtype
+from ._transformers_mask import REASONS, Mask, block_attention_mask
 
 NAME = "block_attention"
 """The name to give as `attn_implementation`. Names with "flash" are reserved by transformers."""
@@ -30,7 +33,7 @@ NAME = "block_attention"
 _VARLEN = ("cu_seq_lens_q", "cu_seq_lens_k")
 # Some models give these to attention functions of their own; SDPA would lose them silently, too.
 _UNKNOWN = ("sinks", "indices", "block_indices")
-_SDPA_ONLY = ("position_bias", "cache", "output_attentions")
+_SDPA_ONLY = ("position_bias", "cache")
 
 
 def block_attention(
@@ -56,11 +59,11 @@ def block_attention(
     Returns the output, `[B, Sq, H, Dv]`, and None in place of the weights.
 
     Raises:
-        Unsupported: for arguments that would be lost, and for what `blockflash.attention` refuses.
+        Unsupported: for arguments that would be lost, and in strict mode for what no kernel takes.
         ValueError: if the mask was made for other lengths.
 
     """
-    mask = attention_mask
+    mask, softcap = attention_mask, softcap or None
     packed = isinstance(mask, Mask) and "cu_seqlens_q" in mask.options
     for name in _UNKNOWN if packed else _UNKNOWN + _VARLEN:
         if kwargs.get(name) is not None:
@@ -70,24 +73,76 @@ def block_attention(
         is_causal = getattr(module, "is_causal", True)
     is_causal = is_causal and query.shape[2] > 1
     lost = next((name for name in _SDPA_ONLY if kwargs.get(name) is not None), None)
-    cached = isinstance(mask, Mask) and "seqused_k" in mask.options
-    refused = _no_decoding(query, key, value, s_aux) if cached else None
-    if isinstance(mask, Tensor) or dropout or lost or refused:
-        if isinstance(mask, Tensor):
-            warn("the model was given a dense mask", unless_known=True)
-        else:
-            warn(refused or f"the model uses {lost or 'dropout'}")
-        dense = mask.dense() if isinstance(mask, Mask) else mask
-        if softcap is None and s_aux is None:
-            return sdpa_attention_forward(
-                module, query, key, value, dense, dropout, scaling, is_causal, **kwargs
-            )
-        if lost:
-            raise Unsupported(f"{NAME} has no way to combine `{lost}` with a softcap or sinks")
-        o = _explicit(query, key, value, dense, dropout, scaling, is_causal, softcap, s_aux)
-        return o, None
-    if not isinstance(mask, Mask):
-        options = {"causal": True, "top_left": True} if is_causal else {}
+    used = lost or ("output_attentions" if kwargs.get("output_attentions") else None)
+    if isinstance(mask, Tensor):
+        reason = REASONS.get(mask) if not torch.compiler.is_compiling() else None
+    elif used or dropout:
+        reason = f"the model uses {used or 'dropout'}"
+    else:
+        reason = _refusal(query, key, value, s_aux, isinstance(mask, Mask) and mask.cached)
+        if reason is None:
+            o = _by_kernels(query, key, value, mask, is_causal, scaling, softcap, s_aux)
+            if isinstance(o, Tensor):
+                _stats.count("transformers")
+                return o, None
+            reason = o
+    _stats.fall_back("transformers", reason or "the model was given a dense mask", reason is None)
+    dense = mask.dense() if isinstance(mask, Mask) else mask
+    if softcap is None and s_aux is None:
+        return sdpa_attention_forward(
+            module, query, key, value, dense, dropout, scaling, is_causal, **kwargs
+        )
+    if lost:
+        raise Unsupported(f"{NAME} has no way to combine `{lost}` with a softcap or sinks")
+    o = _explicit(query, key, value, dense, dropout, scaling, is_causal, softcap, s_aux)
+    return o, None
+
+
+_TYPES = {
+    "cuda": (torch.float16, torch.bfloat16),
+    "cpu": (torch.float32, torch.float16, torch.bfloat16),
+}
+
+
+def _refusal(
+    query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, cached: bool
+) -> str | None:
+    """Why no kernel takes these tensors, if that is known before a call, as compiled code needs."""
+    device, dim = query.device.type, query.shape[3]
+    dtype = query.dtype
+    if dtype == torch.float32:
+        dtype = autocast_dtype(query) or dtype
+    if device != "meta" and device not in _TYPES:
+        return f"there is no kernel for {device}"
+    if dtype not in _TYPES.get(device, (dtype,)):
+        return f"there is no kernel for {dtype} on {device}: load the model in bfloat16"
+    if device == "cuda" and dim > 256:
+        return f"there is no kernel for head_dim {dim}, which is above 256"
+    if value.shape[3] > dim:
+        return f"there is no kernel for values of head_dim {value.shape[3]} and queries of {dim}"
+    if key.shape[0] != query.shape[0]:
+        return "queries and keys have different batches"
+    if not cached:
+        return None
+    tensors = (query, key, value, sink)
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+        return "attention over a static cache has no gradient"
+    return "attention over a cache needs a head_dim of a multiple of 8" if dim % 8 else None
+
+
+def _by_kernels(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Mask | None,
+    causal: bool,
+    scaling: float | None,
+    softcap: float | None,
+    sink: Tensor | None,
+) -> Tensor | str:
+    """Attention by blockflash, `[B, Sq, H, Dv]`, or why it does not take the call."""
+    if mask is None:
+        options = {"causal": True, "top_left": True} if causal else {}
     elif mask.shape[2:] == (query.shape[2], key.shape[2]):
         options = mask.options
     else:
@@ -96,28 +151,23 @@ def block_attention(
 
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))
     v = F.pad(v, (0, q.shape[3] - v.shape[3])) if v.shape[3] < q.shape[3] else v
+    packed = "cu_seqlens_q" in options
     if packed:
         q, k, v = (t.flatten(0, 1) for t in (q, k, v))
     # A layer may be on another device than the mask.
-    tensors = {name: t.to(q.device) for name, t in options.items() if isinstance(t, Tensor)}
-    o = (attention_decode if cached else attention)(
-        q,
-        k,
-        v,
-        scale=scaling,
-        softcap=softcap,
-        sink=None if s_aux is None else s_aux.float(),
-        **(options | tensors),
-    )
-    return o.unflatten(0, (query.shape[0], -1)) if packed else o, None
-
-
-def _no_decoding(*tensors: Tensor | None) -> str | None:
-    """Why `attention_decode` does not take these tensors, if it does not."""
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
-        return "attention over a static cache has no gradient"
-    wrong = tensors[0].shape[3] % 8
-    return "attention over a cache needs a head_dim of a multiple of 8" if wrong else None
+    options = {name: t.to(q.device) if isinstance(t, Tensor) else t for name, t in options.items()}
+    options |= {"scale": scaling, "softcap": softcap}
+    options["sink"] = None if sink is None else sink.float()
+    function = attention_decode if "seqused_k" in options else attention
+    if torch.compiler.is_compiling():
+        o = function(q, k, v, **options)
+    else:
+        try:
+            o = function(q, k, v, **options)
+        except (Unsupported, ValueError) as error:
+            return str(error)
+    o = o[..., : value.shape[3]]
+    return o.unflatten(0, (query.shape[0], -1)) if packed else o
 
 
 def _explicit(

@@ -1,0 +1,87 @@
+"""torch's `scaled_dot_product_attention` as a function that is called by name."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ._attention import attention
+from ._flash import contiguous_rows
+from ._native import Unsupported
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """`torch.nn.functional.scaled_dot_product_attention` that runs here or raises.
+
+    Its meaning is torch's: `is_causal` aligns the first query with the first key, also when the
+    lengths differ, and a query without keys gives 0.
+
+    Args:
+        query: `[B, Hq, Sq, D]`, or `[Hq, Sq, D]`.
+        key: `[B, Hk, Sk, D]`, or `[Hk, Sk, D]`.
+        value: as key.
+        attn_mask: must be `None`. `blockflash.attention` has windows and block masks.
+        dropout_p: must be 0.
+        is_causal: query i attends to keys 0 to i.
+        scale: factor of the scores, positive; `D ** -0.5` if `None`.
+        enable_gqa: allows that Hk is a divisor of Hq.
+
+    Returns:
+        The shape and type of query.
+
+    Raises:
+        Unsupported: where torch has a backend and blockflash none: a mask, dropout, heads or
+            batches that are broadcast, a head_dim of value that differs from query's.
+        ValueError: for arguments that torch refuses, too.
+
+    """
+    q, k, v = operands(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    o = attention(q, k, v, causal=is_causal, top_left=True, scale=scale).transpose(1, 2)
+    return o if query.dim() == 4 else o.squeeze(0)
+
+
+def operands(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What `blockflash.attention` takes for these arguments of torch, or their error."""
+    if attn_mask is not None and is_causal:
+        raise ValueError("attn_mask and is_causal exclude each other")
+    if attn_mask is not None:
+        raise Unsupported("attn_mask: blockflash.attention has windows and block masks instead")
+    if dropout_p != 0.0:
+        raise Unsupported("blockflash has no dropout: set dropout_p to 0")
+    dims = {query.dim(), key.dim(), value.dim()}
+    if dims not in ({3}, {4}):
+        raise Unsupported(f"tensors have {sorted(dims)} dimensions; all must have 3 or all 4")
+    if query.size(-1) != value.size(-1):
+        raise Unsupported(f"head_dim of value is {value.size(-1)}, of query {query.size(-1)}")
+    batched = [
+        tensor if tensor.dim() == 4 else tensor.unsqueeze(0) for tensor in (query, key, value)
+    ]
+    (batches, heads) = ({tensor.size(dim) for tensor in batched} for dim in (0, 1))
+    if len(batches) > 1:
+        raise Unsupported(f"batches of {sorted(batches)} are not broadcast: expand the tensors")
+    if key.size(-3) != value.size(-3) or (len(heads) > 1 and not enable_gqa):
+        kind = Unsupported if enable_gqa or 1 in heads else ValueError
+        sizes = ", ".join(str(tensor.size(1)) for tensor in batched)
+        raise kind(
+            f"query, key and value have {sizes} heads; key and value must agree, "
+            "and fewer of them than of query need enable_gqa=True"
+        )
+    q, k, v = (contiguous_rows(tensor).transpose(1, 2) for tensor in batched)
+    return q, k, v
