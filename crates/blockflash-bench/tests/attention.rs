@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{has_gpu, json, json_on};
+use common::{has_gpu, json, json_on, refused};
 
 /// Combinations that together use every option.
 const OPTIONS: [&str; 12] = [
@@ -24,8 +24,14 @@ const OPTIONS: [&str; 12] = [
     "--random 1x400x4x8 --cu-seqlens 0,130,400 --block-mask random:0.4 --block 64 --mask-heads 4",
 ];
 
-fn right_against_the_reference(device: &str) {
-    for options in OPTIONS {
+/// Element types that only the CPU computes in.
+const OPTIONS_OF_CPU: [&str; 2] = [
+    "--random 2x70x4x24 --kv-heads 2 --mask causal --dtype f32",
+    "--random 1x50x2x59 --softcap 5 --dtype f32",
+];
+
+fn right_against_the_reference(device: &str, options: &[&str]) {
+    for options in options {
         let words: Vec<&str> = options.split_whitespace().collect();
         let report = json_on(device, &[&["attention", "--check"], &words[..]].concat());
         assert_eq!(report["check"]["passed"], true, "{options:?}: {report}");
@@ -38,13 +44,17 @@ fn right_against_the_reference(device: &str) {
 
 #[test]
 fn options_are_right_on_the_cpu() {
-    right_against_the_reference("cpu");
+    right_against_the_reference("cpu", &OPTIONS);
+    right_against_the_reference("cpu", &OPTIONS_OF_CPU);
 }
 
 #[test]
 fn options_are_right_on_a_gpu() {
     if has_gpu("options_are_right_on_a_gpu") {
-        right_against_the_reference("cuda");
+        right_against_the_reference("cuda", &OPTIONS);
+        let words = OPTIONS_OF_CPU[0].split_whitespace();
+        let words: Vec<&str> = ["attention", "--device", "cuda"].into_iter().chain(words).collect();
+        assert!(refused(&words).contains("f32"));
     }
 }
 

@@ -9,7 +9,7 @@ use common::{Folder, json, refused};
 
 #[test]
 fn options_are_right_against_the_reference() {
-    let options: [&[&str]; 8] = [
+    let options: [&[&str]; 9] = [
         &["--random", "2x1x4x32", "--kv-heads", "2", "--seqlen-kv", "100"],
         &["--random", "3x5x2x16", "--seqlen-kv", "64", "--seqused-kv", "64,7,0", "--mask", "full"],
         &["--random", "2x3x4x16", "--kv-heads", "1", "--seqlen-kv", "96", "--page-size", "16"],
@@ -17,6 +17,7 @@ fn options_are_right_against_the_reference() {
         &["--random", "2x4x2x16", "--seqlen-kv", "80", "--window", "20,0", "--dtype", "bf16"],
         &["--random", "1x2x2x16", "--seqlen-kv", "40", "--softcap", "5", "--sink", "random"],
         &["--random", "1x2x2x16", "--scale", "0.5"],
+        &["--random", "2x2x2x24", "--seqlen-kv", "40", "--dtype", "f32"],
         &["--random", "2x0x2x16", "--seqlen-kv", "0"],
     ];
     for options in options {

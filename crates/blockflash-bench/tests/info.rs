@@ -50,5 +50,9 @@ fn info_and_help() {
     ] {
         assert_eq!(blockflash(args).status.code(), Some(0), "{args:?}");
     }
+    let version = String::from_utf8(blockflash(&["--version"]).stdout).unwrap();
+    assert!(version.starts_with(concat!("blockflash ", env!("CARGO_PKG_VERSION"), " (")));
+    assert!(version.trim_end().ends_with(" kernel images)"), "{version}");
+    assert!(version.contains(std::env::consts::ARCH), "{version}");
     assert_eq!(blockflash(&[]).status.code(), Some(2));
 }

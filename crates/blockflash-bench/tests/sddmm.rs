@@ -26,7 +26,7 @@ fn json(arguments: &[&str]) -> serde_json::Value {
 
 #[test]
 fn options_are_right_against_the_reference() {
-    let options: [&[&str]; 7] = [
+    let options: [&[&str]; 8] = [
         &["--random", "64x40x96", "--block", "16", "--density", "0.3"],
         &["--random", "50x33x70", "--block", "16", "--density", "1", "--a-layout", "column"],
         &["--random", "50x33x70", "--block", "32", "--density", "0"],
@@ -45,6 +45,7 @@ fn options_are_right_against_the_reference() {
         &["--random", "70x16x50", "--b-layout", "column", "--dtype", "bf16", "--density", "0.5"],
         &["--random", "70x0x50", "--a-layout", "column", "--b-layout", "column", "--density", "1"],
         &["--random", "0x16x50"],
+        &["--random", "64x40x96", "--block", "24", "--dtype", "f32"],
     ];
     for options in options {
         let report = json(&[&["--check"], options].concat());

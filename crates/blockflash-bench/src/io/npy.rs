@@ -14,20 +14,20 @@ const MAX_HEADER: u64 = 64 << 10;
 
 /// Reads the header that follows the first eight bytes.
 pub(super) fn entry(source: &mut dyn Read, first: [u8; 8], length: u64) -> Result<Entry, Problem> {
-    let major = first[6];
-    let (prefix, header_length) = match major {
-        1 => {
+    let version = (first[6], first[7]);
+    let (prefix, header_length) = match version {
+        (1, 0) => {
             let mut bytes = [0; 2];
             source.read_exact(&mut bytes).map_err(|_| truncated("the header", 10, length))?;
             (10, u64::from(u16::from_le_bytes(bytes)))
         }
-        2 | 3 => {
+        (2 | 3, 0) => {
             let mut bytes = [0; 4];
             source.read_exact(&mut bytes).map_err(|_| truncated("the header", 12, length))?;
             (12, u64::from(u32::from_le_bytes(bytes)))
         }
-        _ => {
-            let problem = format!("is a .npy file of the unknown version {major}");
+        (major, minor) => {
+            let problem = format!("is a .npy file of the unknown version {major}.{minor}");
             return Err(Problem::Unsupported(problem));
         }
     };
@@ -115,24 +115,59 @@ struct Header {
 }
 
 impl Header {
-    /// `{'descr': '<f4', 'fortran_order': False, 'shape': (2, 3), }`, keys in any order.
+    /// `{'descr': '<f4', 'fortran_order': False, 'shape': (2, 3), }`: these keys in any order, all
+    /// of them and no others, as NumPy asks for.
     fn parse(text: &str) -> Option<Self> {
-        let text = text.trim().strip_prefix('{')?.strip_suffix('}')?.replace('"', "'");
-        let value = |key: &str| {
-            let (_, rest) = text.split_once(&format!("'{key}'"))?;
-            Some(rest.trim_start().strip_prefix(':')?.trim_start())
-        };
-        let (descr, _) = value("descr")?.strip_prefix('\'')?.split_once('\'')?;
-        let order = value("fortran_order")?;
-        let column_major = order.starts_with("True");
-        (column_major || order.starts_with("False")).then_some(())?;
-        let (sizes, _) = value("shape")?.strip_prefix('(')?.split_once(')')?;
-        // Python 2 wrote 3L, and a single size has a comma behind it.
-        let sizes = sizes.strip_suffix(',').unwrap_or(sizes).split(',').map(str::trim);
-        let sizes = sizes.filter(|size| !size.is_empty()).map(|size| size.trim_end_matches('L'));
-        let shape = sizes.map(str::parse).collect::<Result<_, _>>().ok()?;
-        Some(Self { descr: descr.to_owned(), column_major, shape })
+        let (mut descr, mut column_major, mut shape) = (None, None, None);
+        let mut rest = text.trim().strip_prefix('{')?.trim_start();
+        while rest != "}" {
+            let (key, after) = string(rest)?;
+            let value = after.trim_start().strip_prefix(':')?.trim_start();
+            rest = match key {
+                "descr" => {
+                    let (found, rest) = string(value)?;
+                    descr = Some(found.to_owned());
+                    rest
+                }
+                "fortran_order" => {
+                    column_major = Some(value.starts_with("True"));
+                    value.strip_prefix("True").or_else(|| value.strip_prefix("False"))?
+                }
+                "shape" => {
+                    let (sizes, rest) = value.strip_prefix('(')?.split_once(')')?;
+                    shape = Some(tuple(sizes)?);
+                    rest
+                }
+                _ => return None,
+            };
+            rest = rest.trim_start();
+            if rest != "}" {
+                rest = rest.strip_prefix(',')?.trim_start();
+            }
+        }
+        Some(Self { descr: descr?, column_major: column_major?, shape: shape? })
     }
+}
+
+/// A string in Python, and what follows it.
+fn string(text: &str) -> Option<(&str, &str)> {
+    let quote = text.chars().next().filter(|quote| matches!(quote, '\'' | '"'))?;
+    text[1..].split_once(quote)
+}
+
+/// The sizes between the parentheses of a tuple: one size has a comma behind it.
+fn tuple(text: &str) -> Option<Vec<usize>> {
+    let text = text.trim();
+    if text.is_empty() {
+        return Some(Vec::new());
+    }
+    let sizes = text.strip_suffix(',').or_else(|| text.contains(',').then_some(text))?;
+    // Python 2 wrote 3L.
+    let size = |size: &str| {
+        let size = size.trim();
+        size.strip_suffix('L').unwrap_or(size).parse().ok()
+    };
+    sizes.split(',').map(size).collect()
 }
 
 fn abbreviated(text: &str) -> String {

@@ -111,6 +111,45 @@ fn npy_refusals() {
     assert!(message(parse(b"")).contains("0 bytes"));
 }
 
+/// What NumPy's reader takes and refuses: all three keys and no others, in any order.
+#[test]
+fn npy_headers_are_read_by_the_rules_of_numpy() {
+    let file = |version: [u8; 2], header: &str| {
+        let mut bytes = [b"\x93NUMPY", &version[..]].concat();
+        bytes.extend((header.len() as u16).to_le_bytes());
+        [bytes, header.into(), f32_bytes(&[1.0; 6])].concat()
+    };
+    for header in [
+        "{'shape': (2, 3), 'fortran_order': False, 'descr': '<f4'}",
+        "{\"descr\": \"<f4\" , 'fortran_order' :True,'shape':(6 , ),}\n",
+        "{'descr': '<f4', 'fortran_order': False, 'shape': (2L, 3L, )}   \n",
+        "{'descr': '<f4', 'fortran_order': False, 'shape': (2,3)}",
+    ] {
+        parse(&file([1, 0], header)).unwrap_or_else(|error| panic!("{header}: {error}"));
+    }
+    for header in [
+        "{'descr': '<f4', 'fortran_order': False, 'shape': (6,), 'extra': 1, }",
+        "{'descr': '<f4', 'fortran_order': False, 'shape': (6,), 'Shape': (6,), }",
+        "{'descr': '<f4', 'shape': (6,), }",
+        "{'descr': '<f4', 'fortran_order': 0, 'shape': (6,), }",
+        "{'descr': '<f4', 'fortran_order': False, 'shape': (6), }",
+        "{'descr': '<f4', 'fortran_order': False, 'shape': 6, }",
+        "{'descr': '<f4', 'fortran_order': False, 'shape': [6], }",
+        "{'descr': '<f4', 'fortran_order': False, 'shape': (2,,3), }",
+        "{'descr': '<f4', 'fortran_order': False, 'shape': (6,), } ]",
+        "{'note': 'descr', 'descr': '<f4', 'fortran_order': False, 'shape': (6,), }",
+        "'descr': '<f4', 'fortran_order': False, 'shape': (6,)",
+        "{'descr': '<f4' 'fortran_order': False 'shape': (6,)}",
+        "{",
+        "{}",
+    ] {
+        let text = message(parse(&file([1, 0], header)));
+        assert!(text.contains("unexpected header"), "{header}: {text}");
+    }
+    let valid = "{'descr': '<f4', 'fortran_order': False, 'shape': (6,), }";
+    assert!(message(parse(&file([1, 1], valid))).contains("unknown version 1.1"));
+}
+
 #[test]
 fn values_beyond_the_range_are_refused() {
     let file =

@@ -84,23 +84,7 @@ impl TuningArg {
     }
 }
 
-/// Element types of operands.
-#[derive(Clone, Copy, clap::ValueEnum)]
-pub enum Half {
-    F16,
-    Bf16,
-}
-
-impl From<Half> for DType {
-    fn from(half: Half) -> Self {
-        match half {
-            Half::F16 => DType::F16,
-            Half::Bf16 => DType::BF16,
-        }
-    }
-}
-
-/// Element types of results.
+/// Element types of operands and results.
 #[derive(Clone, Copy, clap::ValueEnum)]
 pub enum Float {
     F16,

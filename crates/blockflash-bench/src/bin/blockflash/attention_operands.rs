@@ -64,10 +64,11 @@ fn tensors(args: &Args) -> Result<[Array; 3]> {
             head_dim,
         ];
         ensure(!packed || batch == 1, "--cu-seqlens divides the rows of --random 1xROWSxHxD")?;
-        memory::ensure("q, k, v and o", memory::size(&[&q, &kv, &kv, &q], DType::F16.size()))?;
+        let dtype = dtype.unwrap_or(DType::F16);
+        memory::ensure("q, k, v and o", memory::size(&[&q, &kv, &kv, &q], dtype.size()))?;
         let draw = |what, shape: [usize; 4], lane| {
             let shape = if packed { &shape[1..] } else { &shape[..] };
-            random(what, dtype.unwrap_or(DType::F16), shape, args.common.seed, lane)
+            random(what, dtype, shape, args.common.seed, lane)
         };
         return Ok([draw("q", q, 0)?, draw("k", kv, 1)?, draw("v", kv, 2)?]);
     }

@@ -1,6 +1,6 @@
 //! Options of `blockflash bsr-matmul`.
 
-use crate::args::{Common, Float, Half, TuningArg, out_path, sizes};
+use crate::args::{Common, Float, TuningArg, out_path, sizes};
 use std::path::PathBuf;
 
 const EXAMPLES: &str = "\
@@ -52,8 +52,8 @@ pub struct Args {
     pub density: Option<f64>,
     /// Element type of A, B and bias [default: the type of the files; f16 for f32, f64 and random
     /// input]
-    #[arg(long, value_name = "f16|bf16", hide_possible_values = true, help_heading = "Input")]
-    pub dtype: Option<Half>,
+    #[arg(long, value_name = "f16|bf16|f32", hide_possible_values = true, help_heading = "Input")]
+    pub dtype: Option<Float>,
 
     /// Multiply Aᵀ instead of A. The stored blocks stay where they are; an index of A's block
     /// columns is built

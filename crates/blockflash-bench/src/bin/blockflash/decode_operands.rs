@@ -70,8 +70,8 @@ fn drawn(args: &Args, [batch, queries, heads, head_dim]: [usize; 4]) -> Result<T
     let q = [batch, queries, heads, head_dim];
     let all = batch.saturating_mul(pages);
     let kv = [all, page_size, args.qkv.kv_heads.unwrap_or(heads), head_dim];
-    memory::ensure("q, k, v and o", memory::size(&[&q, &kv, &kv, &q], DType::F16.size()))?;
     let dtype = args.qkv.dtype().unwrap_or(DType::F16);
+    memory::ensure("q, k, v and o", memory::size(&[&q, &kv, &kv, &q], dtype.size()))?;
     let draw = |what, shape: &[usize], lane| random(what, dtype, shape, seed, lane);
     let tensors = [draw("q", &q, 0)?, draw("k", &kv, 1)?, draw("v", &kv, 2)?];
     let table = args.page_size.map(|_| {

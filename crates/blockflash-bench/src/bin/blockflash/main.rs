@@ -43,10 +43,24 @@ mod tune;
 
 use clap::Parser;
 use std::process::ExitCode;
+use std::sync::LazyLock;
+
+/// What the program was built from, for what, and with how many kernels.
+static VERSION: LazyLock<String> = LazyLock::new(|| {
+    let [version, commit, target] =
+        [env!("CARGO_PKG_VERSION"), env!("BLOCKFLASH_BUILD_COMMIT"), env!("BLOCKFLASH_TARGET")];
+    let kernels = blockflash_sys::manifest::kernels().len();
+    format!("{version} ({commit}, {target}, {kernels} kernel images)")
+});
 
 /// Fast attention and block-sparse matrix multiplication, on an NVIDIA GPU or the CPU.
 #[derive(Parser)]
-#[command(version, max_term_width = 100, arg_required_else_help = true)]
+#[command(
+    name = "blockflash",
+    version = VERSION.as_str(),
+    max_term_width = 100,
+    arg_required_else_help = true,
+)]
 struct Cli {
     #[command(subcommand)]
     command: Command,

@@ -1,6 +1,6 @@
 //! Options that `blockflash attention` and `blockflash attention-decode` share.
 
-use crate::args::{Half, Window, ensure, out_path, window};
+use crate::args::{Float, Window, ensure, out_path, window};
 use crate::failure::{Failure, Result};
 use crate::operand::Source;
 use crate::outputs::Outputs;
@@ -47,8 +47,8 @@ pub struct Qkv {
     pub v: Option<PathBuf>,
     /// Element type to compute in [default: the type of the files; f16 for f32, f64 and random
     /// input]
-    #[arg(long, value_name = "f16|bf16", hide_possible_values = true, help_heading = "Input")]
-    pub dtype: Option<Half>,
+    #[arg(long, value_name = "f16|bf16|f32", hide_possible_values = true, help_heading = "Input")]
+    pub dtype: Option<Float>,
     /// Number of heads of random k and v [default: as many as q]
     #[arg(long, value_name = "N", help_heading = "Input")]
     pub kv_heads: Option<usize>,

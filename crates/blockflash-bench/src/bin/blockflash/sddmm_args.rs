@@ -1,6 +1,6 @@
 //! Options of `blockflash sddmm`.
 
-use crate::args::{Common, Float, Half, out_path, sizes};
+use crate::args::{Common, Float, out_path, sizes};
 use crate::bsr_args::Axis;
 use std::path::PathBuf;
 
@@ -63,8 +63,8 @@ pub struct Args {
     #[arg(long, value_name = "X", allow_hyphen_values = true, help_heading = "Input")]
     pub density: Option<f64>,
     /// Element type of A and B [default: the type of the files; f16 for f32, f64 and random input]
-    #[arg(long, value_name = "f16|bf16", hide_possible_values = true, help_heading = "Input")]
-    pub dtype: Option<Half>,
+    #[arg(long, value_name = "f16|bf16|f32", hide_possible_values = true, help_heading = "Input")]
+    pub dtype: Option<Float>,
     /// Memory layout of A for the product: contiguous rows or columns
     #[arg(
         long,
