@@ -3,6 +3,7 @@
 mod columns;
 mod findings;
 mod images;
+mod links;
 mod sources;
 mod words;
 

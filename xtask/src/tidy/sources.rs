@@ -1,7 +1,7 @@
 //! Rules for source files and documents: length, width, and constructs that are allowed in one
 //! place only.
 
-use super::{columns::too_long, findings::Findings, words};
+use super::{columns::too_long, findings::Findings, links, words};
 use crate::workspace::{list, read, root};
 use anyhow::{Context, Result};
 use std::path::{Path, PathBuf};
@@ -15,7 +15,7 @@ const UNSAFE_PLACES: [&str; 6] = [
     "tests/fake_driver/",
     "crates/blockflash-python/src/foreign.rs",
     "crates/blockflash-python/src/dispatcher/",
-    "crates/blockflash-candle/src/foreign.rs",
+    "crates/blockflash-candle/src/line/foreign.rs",
     "tests/fake_nccl/src/",
 ];
 /// The one folder with inline PTX.
@@ -62,7 +62,11 @@ fn check_file(name: &str, text: &str, findings: &mut Findings) -> Result<()> {
     };
     forbid(too_long(name, text), "a line has more than 100 columns");
     match name.rsplit('.').next() {
-        Some("md") => return Ok(()),
+        Some("md") => {
+            let wrong = links::wrong(name, text).into_iter();
+            findings.errors.extend(wrong.map(|(line, what)| format!("{name}:{line}: {what}")));
+            return Ok(());
+        }
         Some("py" | "pyi") => {}
         Some("rs") => {
             if !UNSAFE_PLACES.iter().any(|place| name.starts_with(place)) {
