@@ -1,26 +1,20 @@
 #![doc = include_str!("../README.md")]
+// Each line of candle compiles the files of `line/` once, with types of its own.
+#![allow(clippy::duplicate_mod)]
 
-mod attention;
-mod backward;
-mod blocks;
-mod bsr;
-mod error;
-mod flash;
-#[cfg(feature = "cuda")]
-mod foreign;
-mod kv_cache;
-mod memory;
-mod paged;
-pub mod v3;
+#[cfg(not(any(feature = "candle-0-9", feature = "candle-0-10", feature = "candle-0-11")))]
+compile_error!(
+    "blockflash-candle needs to know which candle: enable `candle-0-9`, `candle-0-10` or \
+     `candle-0-11` (the default), or several of them"
+);
 
-pub use attention::{Attention, Packed};
-pub use blockflash_ops::{Activation, Align, BlockGeometry, BlockMask, BsrPattern, Mask};
-pub use blocks::{BlockTopK, to_device};
-pub use bsr::BsrLinear;
-pub use flash::{
-    flash_attn, flash_attn_alibi, flash_attn_alibi_windowed, flash_attn_alibi_windowed_softcap,
-    flash_attn_varlen, flash_attn_varlen_alibi, flash_attn_varlen_alibi_windowed,
-    flash_attn_varlen_alibi_windowed_softcap, flash_attn_varlen_windowed, flash_attn_windowed,
-};
-pub use kv_cache::KvCache;
-pub use paged::flash_attn_varlen_paged_windowed;
+#[cfg(feature = "candle-0-10")]
+pub mod candle_0_10;
+#[cfg(feature = "candle-0-11")]
+pub mod candle_0_11;
+#[cfg(feature = "candle-0-9")]
+pub mod candle_0_9;
+
+#[cfg(feature = "candle-0-11")]
+#[doc(inline)]
+pub use candle_0_11::*;

@@ -1,0 +1,2 @@
+//! The functions of candle-flash-attn for candle 0.11, by blockflash-candle.
+pub use blockflash_candle::candle_0_11::*;

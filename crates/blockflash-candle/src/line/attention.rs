@@ -1,0 +1,294 @@
+use super::backward;
+use super::candle_core::{CpuStorage, CustomOp3, Layout, Result, Shape, Storage, Tensor, bail};
+use super::error::refused;
+use super::memory::{Operand, Place, Reading, Source, dtype_of, tensor};
+use blockflash_ops::{BlockMask, CuSeqlens, DType, Mask};
+use std::sync::{Arc, OnceLock};
+
+#[cfg(feature = "cuda")]
+use super::candle_core::CudaStorage;
+
+/// A call of attention, `softmax(mask(q·kᵀ · scale))·v`. Fields left at their default do nothing:
+///
+/// ```
+/// # use blockflash_candle::{Attention, Mask};
+/// # use candle_core::{Device, Tensor};
+/// # let q = Tensor::randn(0f32, 1., (1, 50, 8, 64), &Device::Cpu)?;
+/// # let k = Tensor::randn(0f32, 1., (1, 50, 2, 64), &Device::Cpu)?;
+/// # let v = k.clone();
+/// let attention = Attention { mask: Mask::causal(), ..Attention::new(&q, &k, &v) };
+/// let (o, lse) = attention.forward_with_lse()?;
+/// assert_eq!((o.dims(), lse.dims()), (&[1, 50, 8, 64][..], &[1, 8, 50][..]));
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+///
+/// Tensors are `[batch, seqlen, num_heads, head_dim]` with any strides but a contiguous `head_dim`;
+/// with [`cu_seqlens`](Self::cu_seqlens) they are packed, `[total rows, num_heads, head_dim]`. The
+/// number of heads of q is a multiple of that of k and v. A GPU takes f16 and bf16 and a `head_dim`
+/// of a multiple of 8 up to 256, at addresses and strides of multiples of 16 bytes; the CPU takes
+/// f32, too, and any of these. [`blockflash_ops::Attention`] says what is promised about precision,
+/// NaN and queries that attend nothing.
+///
+/// Gradients of q, k and v are computed by candle's `backward`; on a GPU a block mask needs its
+/// [transpose](BlockMask::with_transpose) for that.
+#[derive(Clone, Copy, Debug)]
+pub struct Attention<'a> {
+    /// Queries.
+    pub q: &'a Tensor,
+    /// Keys.
+    pub k: &'a Tensor,
+    /// Values, in the shape of the keys.
+    pub v: &'a Tensor,
+    /// Which keys a query attends.
+    pub mask: Mask,
+    /// Factor of q·kᵀ, finite and positive; `None` is `1 / sqrt(head_dim)`.
+    pub softmax_scale: Option<f32>,
+    /// Scores become `softcap * tanh(score / softcap)`; finite and positive.
+    pub softcap: Option<f32>,
+    /// f32 `[num_heads_q]`: a logit per head (attention sink) that joins the softmax denominator,
+    /// and so the lse, but has no value. It has no gradient: one that needs it is an error.
+    pub sink: Option<&'a Tensor>,
+    /// Makes the batch variable-length.
+    pub cu_seqlens: Option<Packed<'a>>,
+    /// Which blocks of queries × keys are visited, on the device of q: see [`super::to_device`].
+    /// Under `cu_seqlens` it is packed.
+    pub block_mask: Option<&'a Arc<BlockMask>>,
+}
+
+/// Where the sequences of a variable-length batch lie in packed tensors: see
+/// [`blockflash_ops::CuSeqlens`].
+#[derive(Clone, Copy, Debug)]
+pub struct Packed<'a> {
+    /// u32 or i32 `[batch + 1]`: offsets of the queries.
+    pub q: &'a Tensor,
+    /// u32 or i32 `[batch + 1]`: offsets of the keys and values.
+    pub kv: &'a Tensor,
+    /// Upper bound on the queries of a sequence.
+    pub max_seqlen_q: usize,
+    /// Upper bound on the keys of a sequence.
+    pub max_seqlen_kv: usize,
+}
+
+impl<'a> Attention<'a> {
+    /// Full attention with the default scale.
+    pub const fn new(q: &'a Tensor, k: &'a Tensor, v: &'a Tensor) -> Self {
+        Self {
+            q,
+            k,
+            v,
+            mask: Mask::Full,
+            softmax_scale: None,
+            softcap: None,
+            sink: None,
+            cu_seqlens: None,
+            block_mask: None,
+        }
+    }
+
+    /// The output, in the shape and element type of q. Packed rows that belong to no sequence are
+    /// 0.
+    ///
+    /// # Errors
+    /// Those of [`blockflash_ops::Attention::forward`], as text; a sink that needs a gradient; a
+    /// GPU stream that is being captured.
+    pub fn forward(&self) -> Result<Tensor> {
+        Ok(self.run(false)?.0)
+    }
+
+    /// The output, and the natural logarithm of the sum of exponentials of each row's scores: f32
+    /// `[batch, num_heads_q, seqlen_q]`, or packed `[num_heads_q, total_q]`; −∞ for a row that
+    /// attends nothing. The latter has no gradient.
+    ///
+    /// # Errors
+    /// As [`forward`](Self::forward).
+    pub fn forward_with_lse(&self) -> Result<(Tensor, Tensor)> {
+        match self.run(true)? {
+            (o, Some(lse)) => Ok((o, lse)),
+            (_, None) => bail!("attention left no log-sum-exp"),
+        }
+    }
+
+    fn run(&self, with_lse: bool) -> Result<(Tensor, Option<Tensor>)> {
+        if self.sink.is_some_and(Tensor::track_op) {
+            bail!("the sink of attention has no gradient: detach it");
+        }
+        let tracked = [self.q, self.k, self.v].iter().any(|tensor| tensor.track_op());
+        let lse = (with_lse || tracked).then(|| Arc::new(OnceLock::new()));
+        let call = Call { options: Options::of(self), lse: lse.clone() };
+        let o = self.q.apply_op3(self.k, self.v, call)?;
+        Ok((o, lse.and_then(|lse| lse.get().cloned())))
+    }
+}
+
+/// What a call has besides q, k and v, owned: the backward pass needs it later.
+#[derive(Clone, Debug)]
+pub(crate) struct Options {
+    mask: Mask,
+    softmax_scale: Option<f32>,
+    softcap: Option<f32>,
+    sink: Option<Tensor>,
+    cu_seqlens: Option<([Tensor; 2], [usize; 2])>,
+    block_mask: Option<Arc<BlockMask>>,
+}
+
+impl Options {
+    fn of(attention: &Attention<'_>) -> Self {
+        let packed = |packed: Packed<'_>| {
+            let Packed { q, kv, max_seqlen_q, max_seqlen_kv } = packed;
+            ([q.clone(), kv.clone()], [max_seqlen_q, max_seqlen_kv])
+        };
+        Self {
+            mask: attention.mask,
+            softmax_scale: attention.softmax_scale,
+            softcap: attention.softcap,
+            sink: attention.sink.cloned(),
+            cu_seqlens: attention.cu_seqlens.map(packed),
+            block_mask: attention.block_mask.cloned(),
+        }
+    }
+
+    pub(crate) fn is_packed(&self) -> bool {
+        self.cu_seqlens.is_some()
+    }
+
+    /// Runs with the call over views.
+    pub(crate) fn with_views<R>(
+        &self,
+        place: &Place,
+        [q, k, v]: [&Reading<'_>; 3],
+        work: impl FnOnce(&blockflash_ops::Attention<'_>) -> Result<R>,
+    ) -> Result<R> {
+        let sink = self.sink.as_ref().map(Tensor::storage_and_layout);
+        let sink = sink.as_ref().map(|sink| place.read(&Operand::of("sink", sink)?)).transpose()?;
+        let offsets = self.cu_seqlens.as_ref().map(|(offsets, _)| offsets.each_ref());
+        let offsets = offsets.map(|offsets| offsets.map(Tensor::storage_and_layout));
+        let offsets = match &offsets {
+            None => None,
+            Some([q, kv]) => {
+                let q = place.read(&Operand::of("cu_seqlens.q", q)?)?;
+                Some([q, place.read(&Operand::of("cu_seqlens.kv", kv)?)?])
+            }
+        };
+        let cu_seqlens = offsets.as_ref().zip(self.cu_seqlens.as_ref());
+        let cu_seqlens =
+            cu_seqlens.map(|([q, kv], (_, [max_seqlen_q, max_seqlen_kv]))| CuSeqlens {
+                q: q.view,
+                kv: kv.view,
+                max_seqlen_q: *max_seqlen_q,
+                max_seqlen_kv: *max_seqlen_kv,
+            });
+        work(&blockflash_ops::Attention {
+            mask: self.mask,
+            softmax_scale: self.softmax_scale,
+            softcap: self.softcap,
+            sink: sink.as_ref().map(|sink| sink.view),
+            cu_seqlens,
+            block_mask: self.block_mask.as_deref(),
+            ..blockflash_ops::Attention::new(q.view, k.view, v.view)
+        })
+    }
+}
+
+/// A node of candle's graph.
+struct Call {
+    options: Options,
+    /// Where the log-sum-exp goes; `None` does not compute it.
+    lse: Option<Arc<OnceLock<Tensor>>>,
+}
+
+impl Call {
+    fn forward(&self, [q, k, v]: [Operand<'_>; 3]) -> Result<(Storage, Shape)> {
+        let place = Place::of_source(q.source)?;
+        let dtype = dtype_of("q", q.dtype())?;
+        let shape = q.layout.shape().clone();
+        let (q, k, v) = (place.read(&q)?, place.read(&k)?, place.read(&v)?);
+        self.options.with_views(&place, [&q, &k, &v], |attention| {
+            attention.problem().map_err(refused)?;
+            let zeroed = self.options.is_packed();
+            let mut o = place.allocate(dtype, shape.dims(), zeroed)?;
+            let lse_shape = match *shape.dims() {
+                [batch, seqlen, heads, _] => vec![batch, heads, seqlen],
+                [total, heads, _] => vec![heads, total],
+                _ => bail!("q has shape {shape:?}"),
+            };
+            let new_lse = |_| place.allocate(DType::F32, &lse_shape, zeroed);
+            let mut lse = self.lse.as_ref().map(new_lse).transpose()?;
+            {
+                let mut o = place.write(&mut o, shape.dims())?;
+                let lse = lse.as_mut().map(|lse| place.write(lse, &lse_shape));
+                let mut lse = lse.transpose()?;
+                let lse = lse.as_mut().map(|lse| lse.view.reborrow());
+                place.run(|stream| attention.forward_into(o.view.reborrow(), lse, stream))?;
+            }
+            if let (Some(cell), Some(lse)) = (&self.lse, lse) {
+                // Nobody else sets it: a node is computed once.
+                let _ = cell.set(tensor(lse, &lse_shape));
+            }
+            Ok((o, shape.clone()))
+        })
+    }
+}
+
+impl CustomOp3 for Call {
+    fn name(&self) -> &'static str {
+        "blockflash-attention"
+    }
+
+    fn cpu_fwd(
+        &self,
+        q: &CpuStorage,
+        q_layout: &Layout,
+        k: &CpuStorage,
+        k_layout: &Layout,
+        v: &CpuStorage,
+        v_layout: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
+        let operands = [("q", q, q_layout), ("k", k, k_layout), ("v", v, v_layout)];
+        let operands = operands.map(|(what, storage, layout)| Operand {
+            what,
+            source: Source::Cpu(storage),
+            layout,
+        });
+        match self.forward(operands)? {
+            (Storage::Cpu(o), shape) => Ok((o, shape)),
+            _ => bail!("a result that is not on the CPU"),
+        }
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(
+        &self,
+        q: &CudaStorage,
+        q_layout: &Layout,
+        k: &CudaStorage,
+        k_layout: &Layout,
+        v: &CudaStorage,
+        v_layout: &Layout,
+    ) -> Result<(CudaStorage, Shape)> {
+        let operands = [("q", q, q_layout), ("k", k, k_layout), ("v", v, v_layout)];
+        let operands = operands.map(|(what, storage, layout)| Operand {
+            what,
+            source: Source::Cuda(storage),
+            layout,
+        });
+        match self.forward(operands)? {
+            (Storage::Cuda(o), shape) => Ok((o, shape)),
+            _ => bail!("a result that is not on a GPU"),
+        }
+    }
+
+    fn bwd(
+        &self,
+        q: &Tensor,
+        k: &Tensor,
+        v: &Tensor,
+        o: &Tensor,
+        d_o: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
+        let Some(lse) = self.lse.as_ref().and_then(|lse| lse.get()) else {
+            bail!("attention was computed without its log-sum-exp");
+        };
+        let [dq, dk, dv] = backward::gradients(&self.options, [q, k, v], [o, lse, d_o])?;
+        Ok((Some(dq), Some(dk), Some(dv)))
+    }
+}

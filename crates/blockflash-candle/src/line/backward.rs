@@ -1,0 +1,49 @@
+//! Gradients of attention, as candle's `backward` asks for them.
+
+use super::attention::Options;
+use super::candle_core::{Result, Tensor};
+use super::memory::{Operand, Place, dtype_of, tensor};
+use blockflash_ops::{AttentionBackward, AttentionGradientsMut, DType, ViewMut};
+
+/// The gradients of q, k and v from that of the output.
+pub(crate) fn gradients(
+    options: &Options,
+    [q, k, v]: [&Tensor; 3],
+    [o, lse, d_o]: [&Tensor; 3],
+) -> Result<[Tensor; 3]> {
+    // Sums give expanded gradients, whose neighbours in the last dimension are one element.
+    let d_o = d_o.contiguous()?;
+    let place = Place::of(q.device())?;
+    let locked = [q, k, v, o, lse, &d_o].map(|tensor| tensor.storage_and_layout());
+    let read = |what, at: usize| place.read(&Operand::of(what, &locked[at])?);
+    let (q_read, k_read, v_read) = (read("q", 0)?, read("k", 1)?, read("v", 2)?);
+    let (o, lse, d_o) = (read("o", 3)?, read("lse", 4)?, read("the gradient of o", 5)?);
+
+    let dtype = dtype_of("q", q.dtype())?;
+    let new = |of: &Tensor| place.allocate(dtype, of.dims(), false);
+    let (mut dq, mut dk, mut dv) = (new(q)?, new(k)?, new(v)?);
+    {
+        let (mut dq, mut dk) = (place.write(&mut dq, q.dims())?, place.write(&mut dk, k.dims())?);
+        let mut dv = place.write(&mut dv, v.dims())?;
+        options.with_views(&place, [&q_read, &k_read, &v_read], |attention| {
+            let (attention, o, lse, d_o) = (*attention, o.view, lse.view, d_o.view);
+            let call = AttentionBackward { attention, o, lse, d_o };
+            let gradients = AttentionGradientsMut {
+                dq: dq.view.reborrow(),
+                dk: dk.view.reborrow(),
+                dv: dv.view.reborrow(),
+                d_sink: None,
+            };
+            place.run(|stream| {
+                let mut workspace = match call.workspace_bytes(stream.device())? {
+                    0 => None,
+                    bytes => Some(blockflash_ops::Tensor::empty(stream, DType::U8, &[bytes])?),
+                };
+                let workspace: Option<ViewMut<'_>> =
+                    workspace.as_mut().map(|workspace| workspace.view_mut());
+                call.backward_into(gradients, workspace, stream)
+            })
+        })?;
+    }
+    Ok([tensor(dq, q.dims()), tensor(dk, k.dims()), tensor(dv, v.dims())])
+}

@@ -1,0 +1,238 @@
+//! The functions of candle-flash-attn, with its names, arguments and meaning.
+
+use super::candle_core::{Result, Tensor, bail};
+use super::{Align, Attention, Mask, Packed};
+
+/// Attention of q `[batch, seqlen_q, num_heads_q, head_dim]` to k and v
+/// `[batch, seqlen_kv, num_heads_kv, head_dim]`. A causal mask is aligned at the last query and
+/// key. Returns the shape of q.
+///
+/// # Errors
+/// As [`Attention::forward`].
+pub fn flash_attn(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    softmax_scale: f32,
+    causal: bool,
+) -> Result<Tensor> {
+    flash_attn_windowed(q, k, v, softmax_scale, None, causal.then_some(0))
+}
+
+/// [`flash_attn`] to a window: so many keys before and after the query's own; `None` does not limit
+/// a side.
+///
+/// # Errors
+/// As [`Attention::forward`].
+pub fn flash_attn_windowed(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    softmax_scale: f32,
+    window_size_left: Option<usize>,
+    window_size_right: Option<usize>,
+) -> Result<Tensor> {
+    let mask = window(window_size_left, window_size_right);
+    let softmax_scale = Some(softmax_scale);
+    Attention { mask, softmax_scale, ..Attention::new(q, k, v) }.forward()
+}
+
+/// Not supported: see [`flash_attn`].
+///
+/// # Errors
+/// Always, because there is no ALiBi.
+pub fn flash_attn_alibi(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    alibi_slopes: &Tensor,
+    softmax_scale: f32,
+    causal: bool,
+) -> Result<Tensor> {
+    no_alibi(Some(alibi_slopes))?;
+    flash_attn(q, k, v, softmax_scale, causal)
+}
+
+/// Not supported: see [`flash_attn_windowed`].
+///
+/// # Errors
+/// Always, because there is no ALiBi.
+pub fn flash_attn_alibi_windowed(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    alibi_slopes: &Tensor,
+    softmax_scale: f32,
+    window_size_left: Option<usize>,
+    window_size_right: Option<usize>,
+) -> Result<Tensor> {
+    no_alibi(Some(alibi_slopes))?;
+    flash_attn_windowed(q, k, v, softmax_scale, window_size_left, window_size_right)
+}
+
+/// [`flash_attn_windowed`] with scores `softcap * tanh(score / softcap)`; a softcap of 0 is none.
+///
+/// # Errors
+/// As [`Attention::forward`], and for `alibi_slopes`, because there is no ALiBi.
+#[allow(clippy::too_many_arguments)]
+pub fn flash_attn_alibi_windowed_softcap(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    alibi_slopes: Option<&Tensor>,
+    softmax_scale: f32,
+    window_size_left: Option<usize>,
+    window_size_right: Option<usize>,
+    softcap: f32,
+) -> Result<Tensor> {
+    no_alibi(alibi_slopes)?;
+    let mask = window(window_size_left, window_size_right);
+    let (softmax_scale, softcap) = (Some(softmax_scale), (softcap != 0.0).then_some(softcap));
+    Attention { mask, softmax_scale, softcap, ..Attention::new(q, k, v) }.forward()
+}
+
+/// Attention of packed sequences, q `[total_q, num_heads_q, head_dim]` and k and v
+/// `[total_kv, num_heads_kv, head_dim]`. Sequence `i` has the queries
+/// `seqlens_q[i]..seqlens_q[i + 1]` and the keys `seqlens_k[i]..seqlens_k[i + 1]`, u32 or i32. The
+/// maxima bound the lengths. Returns the shape of q.
+///
+/// # Errors
+/// As [`Attention::forward`].
+#[allow(clippy::too_many_arguments)]
+pub fn flash_attn_varlen(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    seqlens_q: &Tensor,
+    seqlens_k: &Tensor,
+    max_seqlen_q: usize,
+    max_seqlen_k: usize,
+    softmax_scale: f32,
+    causal: bool,
+) -> Result<Tensor> {
+    let (seqlens, maxima) = ([seqlens_q, seqlens_k], [max_seqlen_q, max_seqlen_k]);
+    varlen([q, k, v], seqlens, maxima, softmax_scale, window(None, causal.then_some(0)), 0.0)
+}
+
+/// [`flash_attn_varlen`] to a window, as in [`flash_attn_windowed`].
+///
+/// # Errors
+/// As [`Attention::forward`].
+#[allow(clippy::too_many_arguments)]
+pub fn flash_attn_varlen_windowed(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    seqlens_q: &Tensor,
+    seqlens_k: &Tensor,
+    max_seqlen_q: usize,
+    max_seqlen_k: usize,
+    softmax_scale: f32,
+    window_size_left: Option<usize>,
+    window_size_right: Option<usize>,
+) -> Result<Tensor> {
+    let (seqlens, maxima) = ([seqlens_q, seqlens_k], [max_seqlen_q, max_seqlen_k]);
+    let mask = window(window_size_left, window_size_right);
+    varlen([q, k, v], seqlens, maxima, softmax_scale, mask, 0.0)
+}
+
+/// Not supported: see [`flash_attn_varlen`].
+///
+/// # Errors
+/// Always, because there is no ALiBi.
+#[allow(clippy::too_many_arguments)]
+pub fn flash_attn_varlen_alibi(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    alibi_slopes: &Tensor,
+    seqlens_q: &Tensor,
+    seqlens_k: &Tensor,
+    max_seqlen_q: usize,
+    max_seqlen_k: usize,
+    softmax_scale: f32,
+    causal: bool,
+) -> Result<Tensor> {
+    no_alibi(Some(alibi_slopes))?;
+    let (seqlens, maxima) = ([seqlens_q, seqlens_k], [max_seqlen_q, max_seqlen_k]);
+    varlen([q, k, v], seqlens, maxima, softmax_scale, window(None, causal.then_some(0)), 0.0)
+}
+
+/// Not supported: see [`flash_attn_varlen_windowed`].
+///
+/// # Errors
+/// Always, because there is no ALiBi.
+#[allow(clippy::too_many_arguments)]
+pub fn flash_attn_varlen_alibi_windowed(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    alibi_slopes: &Tensor,
+    seqlens_q: &Tensor,
+    seqlens_k: &Tensor,
+    max_seqlen_q: usize,
+    max_seqlen_k: usize,
+    softmax_scale: f32,
+    window_size_left: Option<usize>,
+    window_size_right: Option<usize>,
+) -> Result<Tensor> {
+    no_alibi(Some(alibi_slopes))?;
+    let (seqlens, maxima) = ([seqlens_q, seqlens_k], [max_seqlen_q, max_seqlen_k]);
+    let mask = window(window_size_left, window_size_right);
+    varlen([q, k, v], seqlens, maxima, softmax_scale, mask, 0.0)
+}
+
+/// [`flash_attn_varlen_windowed`] with a softcap, as in [`flash_attn_alibi_windowed_softcap`].
+///
+/// # Errors
+/// As [`Attention::forward`], and for `alibi_slopes`, because there is no ALiBi.
+#[allow(clippy::too_many_arguments)]
+pub fn flash_attn_varlen_alibi_windowed_softcap(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    alibi_slopes: Option<&Tensor>,
+    seqlens_q: &Tensor,
+    seqlens_k: &Tensor,
+    max_seqlen_q: usize,
+    max_seqlen_k: usize,
+    softmax_scale: f32,
+    window_size_left: Option<usize>,
+    window_size_right: Option<usize>,
+    softcap: f32,
+) -> Result<Tensor> {
+    no_alibi(alibi_slopes)?;
+    let (seqlens, maxima) = ([seqlens_q, seqlens_k], [max_seqlen_q, max_seqlen_k]);
+    let mask = window(window_size_left, window_size_right);
+    varlen([q, k, v], seqlens, maxima, softmax_scale, mask, softcap)
+}
+
+fn varlen(
+    [q, k, v]: [&Tensor; 3],
+    [seqlens_q, seqlens_k]: [&Tensor; 2],
+    [max_seqlen_q, max_seqlen_kv]: [usize; 2],
+    softmax_scale: f32,
+    mask: Mask,
+    softcap: f32,
+) -> Result<Tensor> {
+    let packed = Packed { q: seqlens_q, kv: seqlens_k, max_seqlen_q, max_seqlen_kv };
+    let (softmax_scale, softcap) = (Some(softmax_scale), (softcap != 0.0).then_some(softcap));
+    let cu_seqlens = Some(packed);
+    Attention { mask, softmax_scale, softcap, cu_seqlens, ..Attention::new(q, k, v) }.forward()
+}
+
+/// The mask of two sides of a window.
+pub(crate) fn window(left: Option<usize>, right: Option<usize>) -> Mask {
+    match (left, right) {
+        (None, None) => Mask::Full,
+        (left, right) => Mask::Window { left, right, align: Align::BottomRight },
+    }
+}
+
+/// ALiBi, which must not be ignored.
+pub(crate) fn no_alibi(slopes: Option<&Tensor>) -> Result<()> {
+    match slopes {
+        None => Ok(()),
+        Some(_) => bail!("blockflash has no ALiBi: alibi_slopes must be None"),
+    }
+}

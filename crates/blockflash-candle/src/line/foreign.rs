@@ -1,0 +1,209 @@
+//! Memory and streams of candle on a GPU: the only unsafe code of the crate.
+//!
+//! Calls do not run on candle's stream, because this may be the per-thread default stream, which
+//! cannot be wrapped, and because masks and caches may live longer than it. They run on a stream of
+//! this crate, one for each thread and device, which waits for candle's stream and is waited for by
+//! it. So work is ordered as if it ran on candle's stream.
+
+use super::candle_core::backend::BackendStorage;
+use super::candle_core::cuda_backend::cudarc::driver::{
+    CudaEvent, CudaStream, DevicePtr, DevicePtrMut, SyncOnDrop, result, sys,
+};
+use super::candle_core::cuda_backend::{CudaDType, WrapErr};
+use super::candle_core::{self, CudaDevice, CudaStorage, Layout, Result, bail};
+use super::error::refused;
+use super::memory::{Reading, Writing, unsupported};
+use blockflash_ops::{DType, Device, Stream, View, ViewMut};
+use half::{bf16, f16};
+use std::cell::RefCell;
+use std::ffi::c_void;
+use std::ptr::{with_exposed_provenance, with_exposed_provenance_mut};
+use std::sync::Arc;
+
+/// Tells candle's bookkeeping, when it is dropped, that the memory has been used.
+pub(crate) type InUse<'a> = SyncOnDrop<'a>;
+
+/// Work beside candle's stream.
+pub(crate) struct Fork {
+    candle: Arc<CudaStream>,
+    device: CudaDevice,
+    own: Stream,
+}
+
+thread_local! {
+    /// The stream of this thread for each device, by ordinal.
+    static STREAMS: RefCell<Vec<(usize, Stream)>> = const { RefCell::new(Vec::new()) };
+}
+
+/// The stream of this thread for a device.
+fn stream_of(ordinal: usize) -> blockflash_ops::Result<Stream> {
+    STREAMS.with_borrow_mut(|streams| {
+        if let Some((_, stream)) = streams.iter().find(|(of, _)| *of == ordinal) {
+            return Ok(stream.clone());
+        }
+        let stream = Device::cuda(ordinal)?.stream()?;
+        streams.push((ordinal, stream.clone()));
+        Ok(stream)
+    })
+}
+
+impl Fork {
+    pub(crate) fn new(device: &CudaDevice) -> Result<Self> {
+        let candle = device.cuda_stream();
+        let status = candle.capture_status().w()?;
+        if status != sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE {
+            bail!("a stream of candle that is being captured cannot run blockflash");
+        }
+        let own = stream_of(candle.context().ordinal()).map_err(refused)?;
+        Ok(Self { candle, device: device.clone(), own })
+    }
+
+    /// Queues work between what candle has queued by now and what it queues next.
+    pub(crate) fn run<R>(
+        &self,
+        work: impl FnOnce(&Stream) -> blockflash_ops::Result<R>,
+    ) -> Result<R> {
+        let event = self.candle.record_event(None).w()?;
+        let wait = sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;
+        // SAFETY: the stream lives as long as `own`, and the event lives. Both are of the device's
+        // primary context, which `record_event` has made current.
+        unsafe { result::stream::wait_event(self.own.raw().cast(), event.cu_event(), wait) }.w()?;
+        // Dropped after the work was queued, whatever came of it.
+        let _join = Join { fork: self, event };
+        work(&self.own).map_err(refused)
+    }
+
+    pub(crate) fn read<'a>(
+        &'a self,
+        what: &'static str,
+        storage: &'a CudaStorage,
+        layout: &'a Layout,
+    ) -> Result<Reading<'a>> {
+        match storage.dtype() {
+            candle_core::DType::F16 => self.view::<f16>(what, storage, layout, DType::F16),
+            candle_core::DType::BF16 => self.view::<bf16>(what, storage, layout, DType::BF16),
+            candle_core::DType::F32 => self.view::<f32>(what, storage, layout, DType::F32),
+            candle_core::DType::U8 => self.view::<u8>(what, storage, layout, DType::U8),
+            candle_core::DType::I32 => self.view::<i32>(what, storage, layout, DType::I32),
+            candle_core::DType::U32 => self.view::<u32>(what, storage, layout, DType::I32),
+            dtype => unsupported(what, dtype),
+        }
+    }
+
+    fn view<'a, T: CudaDType + 'a>(
+        &'a self,
+        what: &'static str,
+        storage: &'a CudaStorage,
+        layout: &Layout,
+        dtype: DType,
+    ) -> Result<Reading<'a>> {
+        let slice = storage.as_cuda_slice::<T>()?;
+        let (found, ordinal) = (slice.ordinal(), self.candle.context().ordinal());
+        if found != ordinal {
+            bail!("{what} is on GPU {found}, but the call runs on GPU {ordinal}");
+        }
+        let own = blockflash_ops::Layout::strided(layout.dims(), layout.stride());
+        let own = own.map_err(|error| candle_core::Error::msg(format!("{what}: {error}")))?;
+        let offset = layout.start_offset();
+        if offset.checked_add(own.span()).is_none_or(|end| end > slice.len()) {
+            bail!("{what}: the layout {layout:?} reaches beyond {} elements", slice.len());
+        }
+        let device = Device::cuda(ordinal).map_err(|error| refused(error.into()))?;
+        let (start, in_use) = slice.device_ptr(&self.candle);
+        let address = start as usize + offset * dtype.size();
+        // SAFETY: 1. The span lies within the slice, which is memory of this device. 2. candle
+        // frees it, and others write to it, in the order of its stream, which waits for the work
+        // (`run`); `in_use` tells other streams of candle.
+        let view = unsafe {
+            View::from_raw(&device, with_exposed_provenance::<c_void>(address), dtype, own)
+        };
+        let view = view.map_err(|error| candle_core::Error::msg(format!("{what}: {error}")))?;
+        Ok(Reading { view, _in_use: Some(in_use) })
+    }
+
+    /// Memory for a result, which holds anything unless `zeroed`.
+    pub(crate) fn allocate(
+        &self,
+        dtype: DType,
+        elements: usize,
+        zeroed: bool,
+    ) -> Result<CudaStorage> {
+        match dtype {
+            DType::F16 => self.new_slice::<f16>(elements, zeroed),
+            DType::BF16 => self.new_slice::<bf16>(elements, zeroed),
+            DType::F32 => self.new_slice::<f32>(elements, zeroed),
+            dtype => bail!("{dtype} is no type of a result"),
+        }
+    }
+
+    fn new_slice<T>(&self, elements: usize, zeroed: bool) -> Result<CudaStorage>
+    where
+        T: CudaDType
+            + candle_core::cuda_backend::cudarc::driver::DeviceRepr
+            + candle_core::cuda_backend::cudarc::driver::ValidAsZeroBits,
+    {
+        let slice = if zeroed {
+            self.device.alloc_zeros::<T>(elements)?
+        } else {
+            // SAFETY: floating-point numbers of any bits, and the call writes all of them before
+            // anybody reads them.
+            unsafe { self.device.alloc::<T>(elements)? }
+        };
+        Ok(CudaStorage::wrap_cuda_slice(slice, self.device.clone()))
+    }
+
+    pub(crate) fn write<'a>(
+        &'a self,
+        storage: &'a mut CudaStorage,
+        shape: &[usize],
+    ) -> Result<Writing<'a>> {
+        match storage.dtype() {
+            candle_core::DType::F16 => self.view_mut::<f16>(storage, shape, DType::F16),
+            candle_core::DType::BF16 => self.view_mut::<bf16>(storage, shape, DType::BF16),
+            candle_core::DType::F32 => self.view_mut::<f32>(storage, shape, DType::F32),
+            dtype => unsupported("a result", dtype),
+        }
+    }
+
+    fn view_mut<'a, T: CudaDType + 'a>(
+        &'a self,
+        storage: &'a mut CudaStorage,
+        shape: &[usize],
+        dtype: DType,
+    ) -> Result<Writing<'a>> {
+        let slice = storage.as_cuda_slice_mut::<T>()?;
+        let layout = blockflash_ops::Layout::contiguous(shape);
+        let layout = layout.map_err(|error| refused(error.into()))?;
+        if layout.span() > slice.len() {
+            bail!("a result of shape {shape:?} in {} elements", slice.len());
+        }
+        let device = Device::cuda(self.candle.context().ordinal());
+        let device = device.map_err(|error| refused(error.into()))?;
+        let (start, in_use) = slice.device_ptr_mut(&self.candle);
+        // SAFETY: as in `view`; the slice is borrowed exclusively, and nobody has a copy of it.
+        let view = unsafe {
+            let first = with_exposed_provenance_mut::<c_void>(start as usize);
+            ViewMut::from_raw(&device, first, dtype, layout)
+        };
+        Ok(Writing { view: view.map_err(|error| refused(error.into()))?, _in_use: Some(in_use) })
+    }
+}
+
+/// Makes candle's stream wait for the work when it is dropped.
+struct Join<'a> {
+    fork: &'a Fork,
+    event: CudaEvent,
+}
+
+impl Drop for Join<'_> {
+    fn drop(&mut self) {
+        let Fork { candle, own, .. } = self.fork;
+        // SAFETY: stream and event live, and are of the device's primary context.
+        let recorded = unsafe { result::event::record(self.event.cu_event(), own.raw().cast()) };
+        if recorded.and_then(|()| candle.wait(&self.event)).is_err() {
+            // The memory must not be freed before the work is done. A device that fails here, too,
+            // has stopped.
+            let _ = own.synchronize();
+        }
+    }
+}

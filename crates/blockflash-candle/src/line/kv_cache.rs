@@ -1,0 +1,178 @@
+use super::Attention;
+use super::candle_core::{DType, Device, Result, Tensor, bail};
+use super::memory::{Operand, Place, dtype_of, tensor};
+use super::paged::no_gradient;
+use blockflash_ops::{
+    AppendKv, AttentionDecode, AttentionDecodeOperands, AttentionDecodeWorkspace, CacheAccess,
+    KvCacheMut, View,
+};
+
+/// The keys and values of a batch of sequences of equal length, for generation token by token.
+///
+/// ```
+/// # use blockflash_candle::{Attention, KvCache, Mask};
+/// # use candle_core::{DType, Device, Tensor};
+/// # let device = Device::Cpu;
+/// # let new = |tokens, heads| Tensor::randn(0f32, 1., (1, tokens, heads, 64), &device);
+/// let mut cache = KvCache::new(&device, DType::F32, [1, 1000], 2, 64)?;
+/// for tokens in [20, 1, 1] {
+///     let (q, k, v) = (new(tokens, 8)?, new(tokens, 2)?, new(tokens, 2)?);
+///     let attention = Attention { mask: Mask::causal(), ..Attention::new(&q, &k, &v) };
+///     let o = attention.append_to(&mut cache)?;
+///     assert_eq!(o.dims(), q.dims());
+/// }
+/// assert_eq!(cache.len(), 22);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+///
+/// The memory is allocated at the start and is this crate's, not candle's, since candle's tensors
+/// do not change.
+#[derive(Debug)]
+pub struct KvCache {
+    k: blockflash_ops::Tensor,
+    v: blockflash_ops::Tensor,
+    /// i32 `[capacity + 1, batch]`: row `n` is the lengths of sequences with `n` keys, so that no
+    /// step copies anything to the device.
+    lengths: blockflash_ops::Tensor,
+    len: usize,
+    workspace: Option<AttentionDecodeWorkspace>,
+}
+
+impl KvCache {
+    /// Room for `batch` sequences of up to `capacity` keys, f16, bf16 or, on the CPU, f32.
+    ///
+    /// # Errors
+    /// Another element type, no head or head_dim, a capacity beyond `i32::MAX`, out of memory.
+    pub fn new(
+        device: &Device,
+        dtype: DType,
+        [batch, capacity]: [usize; 2],
+        num_heads_kv: usize,
+        head_dim: usize,
+    ) -> Result<Self> {
+        let dtype = dtype_of("a cache", dtype)?;
+        let Ok(most) = i32::try_from(capacity) else { bail!("a capacity of {capacity} keys") };
+        if num_heads_kv == 0 || head_dim == 0 {
+            bail!("a cache of {num_heads_kv} heads with a head_dim of {head_dim}");
+        }
+        let shape = [batch, capacity, num_heads_kv, head_dim];
+        Place::of(device)?.run(|stream| {
+            let k = blockflash_ops::Tensor::zeros(stream, dtype, &shape)?;
+            let v = blockflash_ops::Tensor::zeros(stream, dtype, &shape)?;
+            let lengths: Vec<i32> =
+                (0..=most).flat_map(|length| std::iter::repeat_n(length, batch)).collect();
+            let shape = [capacity + 1, batch];
+            let lengths = blockflash_ops::Tensor::from_slice(stream, &lengths, &shape)?;
+            Ok(Self { k, v, lengths, len: 0, workspace: None })
+        })
+    }
+
+    /// Keys of each sequence.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether there is no key yet.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Most keys of a sequence.
+    pub fn capacity(&self) -> usize {
+        self.k.shape()[1]
+    }
+
+    /// Keeps the first `len` keys of each sequence, all if there are no more.
+    pub fn truncate(&mut self, len: usize) {
+        self.len = self.len.min(len);
+    }
+
+    /// Appends keys and values `[batch, tokens, num_heads_kv, head_dim]` in the type of the cache,
+    /// as after a prompt whose attention was computed without the cache.
+    ///
+    /// # Errors
+    /// Other shapes or types, or more tokens than there is room for: the cache then stays as it
+    /// was. A tensor that needs a gradient, since there is none.
+    pub fn append(&mut self, k: &Tensor, v: &Tensor) -> Result<()> {
+        no_gradient([k, k, v])?;
+        let len = self.len_with(k)?;
+        let place = Place::of(k.device())?;
+        let locked = [k, v].map(|tensor| tensor.storage_and_layout());
+        let k = place.read(&Operand::of("k", &locked[0])?)?;
+        let v = place.read(&Operand::of("v", &locked[1])?)?;
+        place.run(|stream| {
+            let cache = views(&mut self.k, &mut self.v, &self.lengths, len)?;
+            AppendKv::new(k.view, v.view).append_into(cache, stream)
+        })?;
+        self.len = len;
+        Ok(())
+    }
+
+    /// The length with new tokens.
+    fn len_with(&self, k: &Tensor) -> Result<usize> {
+        let (_, tokens, _, _) = k.dims4()?;
+        match self.len.checked_add(tokens) {
+            Some(len) if len <= self.capacity() => Ok(len),
+            _ => bail!("no room for {tokens} tokens after {} of {}", self.len, self.capacity()),
+        }
+    }
+}
+
+/// The cache as a call sees it, with sequences of `len` keys.
+fn views<'a>(
+    k: &'a mut blockflash_ops::Tensor,
+    v: &'a mut blockflash_ops::Tensor,
+    lengths: &'a blockflash_ops::Tensor,
+    len: usize,
+) -> blockflash_ops::Result<KvCacheMut<'a>> {
+    let lengths: View<'a> = lengths.view().slice(0, len..len + 1)?.flatten(0..2)?;
+    Ok(KvCacheMut { seqused_kv: Some(lengths), ..KvCacheMut::new(k.view_mut(), v.view_mut()) })
+}
+
+impl Attention<'_> {
+    /// Appends k and v, `[batch, tokens, num_heads_kv, head_dim]`, to a cache and attends to all
+    /// of its keys. Masks are aligned at the last query and key.
+    ///
+    /// # Errors
+    /// Those of [`AttentionDecode::append`], as text, and of [`KvCache::append`]; `cu_seqlens` and
+    /// `block_mask`, which are for attention without a cache.
+    pub fn append_to(&self, cache: &mut KvCache) -> Result<Tensor> {
+        let Attention { q, k, v, .. } = *self;
+        no_gradient([q, k, v])?;
+        if self.cu_seqlens.is_some() || self.block_mask.is_some() {
+            bail!("attention to a KvCache takes neither cu_seqlens nor a block_mask");
+        }
+        let len = cache.len_with(k)?;
+        let place = Place::of(q.device())?;
+        let mut o = place.allocate(dtype_of("q", q.dtype())?, q.dims(), false)?;
+        let locked = [q, k, v].map(|tensor| tensor.storage_and_layout());
+        let read = |what, at: usize| place.read(&Operand::of(what, &locked[at])?);
+        let (q_read, k_read, v_read) = (read("q", 0)?, read("k", 1)?, read("v", 2)?);
+        let sink = self.sink.map(|sink| sink.storage_and_layout());
+        let sink = sink.as_ref().map(|sink| place.read(&Operand::of("sink", sink)?)).transpose()?;
+        {
+            let mut o = place.write(&mut o, q.dims())?;
+            let decode = AttentionDecode {
+                mask: self.mask,
+                softmax_scale: self.softmax_scale,
+                softcap: self.softcap,
+                sink: sink.as_ref().map(|sink| sink.view),
+                ..AttentionDecode::new(q_read.view)
+            };
+            let new = AppendKv::new(k_read.view, v_read.view);
+            let KvCache { k, v, lengths, workspace, .. } = &mut *cache;
+            place.run(|stream| {
+                let cache = views(k, v, lengths, len)?;
+                let needed = decode.workspace_bytes(&cache.as_cache(), stream.device())?;
+                if needed > workspace.as_ref().map_or(0, AttentionDecodeWorkspace::bytes) {
+                    *workspace = Some(AttentionDecodeWorkspace::new(stream, needed)?);
+                }
+                let decode = AttentionDecode { workspace: workspace.as_ref(), ..decode };
+                let (cache, o) = (CacheAccess::Append(&new, cache), o.view.reborrow());
+                decode.forward_into(AttentionDecodeOperands { cache, o, lse: None }, stream)
+            })?;
+        }
+        cache.len = len;
+        Ok(tensor(o, q.dims()))
+    }
+}

@@ -1,0 +1,217 @@
+//! Tensors of candle as views, and results as storages of candle.
+
+use super::candle_core::op::BackpropOp;
+use super::candle_core::{self, CpuStorage, Layout, Result, Storage, Tensor, bail};
+use super::error::refused;
+use blockflash_ops::{DType, Device, Element, Stream, View, ViewMut};
+use half::{bf16, f16};
+use std::ops::Deref;
+
+#[cfg(feature = "cuda")]
+use super::candle_core::CudaStorage;
+#[cfg(feature = "cuda")]
+use super::foreign::{Fork, InUse};
+
+/// Memory of a tensor that is locked while a call is queued.
+#[derive(Clone, Copy)]
+pub(crate) enum Source<'a> {
+    Cpu(&'a CpuStorage),
+    #[cfg(feature = "cuda")]
+    Cuda(&'a CudaStorage),
+}
+
+impl<'a> Source<'a> {
+    pub(crate) fn of(storage: &'a Storage) -> Result<Self> {
+        match storage {
+            Storage::Cpu(storage) => Ok(Self::Cpu(storage)),
+            #[cfg(feature = "cuda")]
+            Storage::Cuda(storage) => Ok(Self::Cuda(storage)),
+            _ => bail!("blockflash runs on CPUs and, with its feature `cuda`, on NVIDIA GPUs"),
+        }
+    }
+}
+
+/// A tensor of a call.
+#[derive(Clone, Copy)]
+pub(crate) struct Operand<'a> {
+    pub(crate) what: &'static str,
+    pub(crate) source: Source<'a>,
+    pub(crate) layout: &'a Layout,
+}
+
+/// A view of a tensor that a call reads.
+pub(crate) struct Reading<'a> {
+    pub(crate) view: View<'a>,
+    #[cfg(feature = "cuda")]
+    pub(crate) _in_use: Option<InUse<'a>>,
+}
+
+/// A view of a result that a call writes.
+pub(crate) struct Writing<'a> {
+    pub(crate) view: ViewMut<'a>,
+    #[cfg(feature = "cuda")]
+    pub(crate) _in_use: Option<InUse<'a>>,
+}
+
+/// Where a call runs.
+pub(crate) enum Place {
+    Cpu(Stream),
+    #[cfg(feature = "cuda")]
+    Cuda(Fork),
+}
+
+impl Place {
+    pub(crate) fn of_source(source: Source<'_>) -> Result<Self> {
+        match source {
+            Source::Cpu(_) => Self::cpu(),
+            #[cfg(feature = "cuda")]
+            Source::Cuda(storage) => Fork::new(&storage.device).map(Self::Cuda),
+        }
+    }
+
+    pub(crate) fn of(device: &candle_core::Device) -> Result<Self> {
+        match device {
+            candle_core::Device::Cpu => Self::cpu(),
+            #[cfg(feature = "cuda")]
+            candle_core::Device::Cuda(device) => Fork::new(device).map(Self::Cuda),
+            _ => bail!("blockflash runs on CPUs and, with its feature `cuda`, on NVIDIA GPUs"),
+        }
+    }
+
+    fn cpu() -> Result<Self> {
+        Device::cpu().stream().map(Self::Cpu).map_err(|error| refused(error.into()))
+    }
+
+    /// Queues work between what candle has queued by now and what it queues next.
+    pub(crate) fn run<R>(
+        &self,
+        work: impl FnOnce(&Stream) -> blockflash_ops::Result<R>,
+    ) -> Result<R> {
+        match self {
+            Self::Cpu(stream) => work(stream).map_err(refused),
+            #[cfg(feature = "cuda")]
+            Self::Cuda(fork) => fork.run(work),
+        }
+    }
+
+    /// The view is for [`run`](Self::run) of this place.
+    pub(crate) fn read<'a>(&'a self, operand: &Operand<'a>) -> Result<Reading<'a>> {
+        let Operand { what, source, layout } = *operand;
+        match source {
+            Source::Cpu(storage) => {
+                let view = match storage {
+                    CpuStorage::F16(data) => strided(data, layout),
+                    CpuStorage::BF16(data) => strided(data, layout),
+                    CpuStorage::F32(data) => strided(data, layout),
+                    CpuStorage::U8(data) => strided(data, layout),
+                    CpuStorage::I32(data) => strided(data, layout),
+                    CpuStorage::U32(data) => {
+                        strided(bytemuck::cast_slice::<u32, i32>(data), layout)
+                    }
+                    _ => return unsupported(what, operand.dtype()),
+                };
+                let view =
+                    view.map_err(|error| candle_core::Error::msg(format!("{what}: {error}")));
+                Ok(Reading {
+                    view: view?,
+                    #[cfg(feature = "cuda")]
+                    _in_use: None,
+                })
+            }
+            #[cfg(feature = "cuda")]
+            Source::Cuda(storage) => match self {
+                Self::Cuda(fork) => fork.read(what, storage, layout),
+                Self::Cpu(_) => bail!("{what} is on a GPU, but other tensors are on the CPU"),
+            },
+        }
+    }
+
+    /// Memory for a result, which holds anything unless `zeroed`.
+    #[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
+    pub(crate) fn allocate(&self, dtype: DType, shape: &[usize], zeroed: bool) -> Result<Storage> {
+        let elements = shape.iter().product();
+        match self {
+            Self::Cpu(_) => Ok(Storage::Cpu(match dtype {
+                DType::F16 => CpuStorage::F16(vec![f16::ZERO; elements]),
+                DType::BF16 => CpuStorage::BF16(vec![bf16::ZERO; elements]),
+                DType::F32 => CpuStorage::F32(vec![0.0; elements]),
+                dtype => bail!("{dtype} is no type of a result"),
+            })),
+            #[cfg(feature = "cuda")]
+            Self::Cuda(fork) => fork.allocate(dtype, elements, zeroed).map(Storage::Cuda),
+        }
+    }
+
+    /// The view is for [`run`](Self::run) of this place, which has allocated the storage.
+    pub(crate) fn write<'a>(
+        &'a self,
+        storage: &'a mut Storage,
+        shape: &[usize],
+    ) -> Result<Writing<'a>> {
+        match storage {
+            Storage::Cpu(storage) => {
+                let view = match storage {
+                    CpuStorage::F16(data) => ViewMut::from_slice(data, shape),
+                    CpuStorage::BF16(data) => ViewMut::from_slice(data, shape),
+                    CpuStorage::F32(data) => ViewMut::from_slice(data, shape),
+                    _ => bail!("not a type of a result"),
+                };
+                Ok(Writing {
+                    view: view.map_err(|error| refused(error.into()))?,
+                    #[cfg(feature = "cuda")]
+                    _in_use: None,
+                })
+            }
+            #[cfg(feature = "cuda")]
+            Storage::Cuda(storage) => match self {
+                Self::Cuda(fork) => fork.write(storage, shape),
+                Self::Cpu(_) => bail!("a result on a GPU of a call on the CPU"),
+            },
+            _ => bail!("blockflash runs on CPUs and, with its feature `cuda`, on NVIDIA GPUs"),
+        }
+    }
+}
+
+impl<'a> Operand<'a> {
+    /// A tensor whose memory is locked by [`Tensor::storage_and_layout`].
+    pub(crate) fn of(
+        what: &'static str,
+        locked: &'a (impl Deref<Target = Storage>, &Layout),
+    ) -> Result<Self> {
+        Ok(Self { what, source: Source::of(&locked.0)?, layout: locked.1 })
+    }
+
+    pub(crate) fn dtype(&self) -> candle_core::DType {
+        use super::candle_core::backend::BackendStorage;
+        match self.source {
+            Source::Cpu(storage) => storage.dtype(),
+            #[cfg(feature = "cuda")]
+            Source::Cuda(storage) => storage.dtype(),
+        }
+    }
+}
+
+fn strided<'a, T: Element>(data: &'a [T], layout: &Layout) -> blockflash_ops::Result<View<'a>> {
+    let data = data.get(layout.start_offset()..).unwrap_or_default();
+    Ok(View::from_slice_strided(data, layout.dims(), layout.stride())?)
+}
+
+pub(crate) fn unsupported<T>(what: &str, dtype: candle_core::DType) -> Result<T> {
+    let dtype = dtype.as_str();
+    bail!("{what} is {dtype}: f16, bf16 and f32 are possible, u32 or i32 for indices and lengths")
+}
+
+/// The element type, if a result can have it.
+pub(crate) fn dtype_of(what: &str, dtype: candle_core::DType) -> Result<DType> {
+    match dtype {
+        candle_core::DType::F16 => Ok(DType::F16),
+        candle_core::DType::BF16 => Ok(DType::BF16),
+        candle_core::DType::F32 => Ok(DType::F32),
+        dtype => unsupported(what, dtype),
+    }
+}
+
+/// A result of a call as a tensor without a gradient.
+pub(crate) fn tensor(storage: Storage, shape: &[usize]) -> Tensor {
+    Tensor::from_storage(storage, shape, BackpropOp::none(), false)
+}

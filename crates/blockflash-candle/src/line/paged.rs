@@ -1,0 +1,115 @@
+//! Attention to a cache in pages that candle's tensors hold, as in candle-flash-attn.
+
+use super::candle_core::{self, DType, Result, Tensor, bail};
+use super::flash::window;
+use super::memory::{Operand, Place, dtype_of, tensor};
+use blockflash_ops::{
+    AttentionDecode, AttentionDecodeOperands, AttentionDecodeWorkspace, CacheAccess, KvCache,
+    PackedTokens,
+};
+
+/// Attention of packed queries `[total_q, num_heads_q, head_dim]` to a cache in pages. Sequence `i`
+/// has the queries `seqlens_q[i]..seqlens_q[i + 1]` and `seqlens_k[i + 1] - seqlens_k[i]` keys, u32
+/// or i32, in the pages `block_table[i]` of k and v
+/// `[pages, page_block_size, num_heads_kv, head_dim]`. `block_table` is u32 or i32
+/// `[batch, max_pages]`. Returns the shape of q.
+///
+/// The last query of a sequence stands at its last key. On the CPU all offsets and lengths are
+/// checked. A GPU counts lengths and pages that do not exist as the largest ones that do, and needs
+/// pages of a multiple of 16 slots.
+///
+/// # Errors
+/// Those of [`AttentionDecode::forward`], as text; `mm_prefix_ranges`, which have no counterpart
+/// here; another `page_block_size` than that of k; a tensor that needs a gradient, since there is
+/// none.
+#[allow(clippy::too_many_arguments)]
+pub fn flash_attn_varlen_paged_windowed(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    seqlens_q: &Tensor,
+    seqlens_k: &Tensor,
+    block_table: &Tensor,
+    mm_prefix_ranges: Option<&Tensor>,
+    max_seqlen_q: usize,
+    max_seqlen_k: usize,
+    softmax_scale: f32,
+    window_size_left: Option<usize>,
+    window_size_right: Option<usize>,
+    page_block_size: usize,
+    softcap: Option<f32>,
+) -> Result<Tensor> {
+    if mm_prefix_ranges.is_some() {
+        bail!("blockflash has no mask of prefix ranges: mm_prefix_ranges must be None");
+    }
+    no_gradient([q, k, v])?;
+    let (_, slots, _, _) = k.dims4()?;
+    if slots != page_block_size {
+        bail!("page_block_size is {page_block_size}, but k has pages of {slots} slots");
+    }
+    let (_, max_pages) = block_table.dims2()?;
+    let lengths = lengths(seqlens_k, max_seqlen_k.min(max_pages.saturating_mul(slots)))?;
+
+    let place = Place::of(q.device())?;
+    let dtype = dtype_of("q", q.dtype())?;
+    let mut o = place.allocate(dtype, q.dims(), true)?;
+    let locked = [q, k, v, seqlens_q, block_table, &lengths].map(|of| of.storage_and_layout());
+    let read = |what, at: usize| place.read(&Operand::of(what, &locked[at])?);
+    let (q_read, k_read, v_read) = (read("q", 0)?, read("k", 1)?, read("v", 2)?);
+    let (offsets, table) = (read("seqlens_q", 3)?, read("block_table", 4)?);
+    let lengths = read("seqlens_k", 5)?;
+    {
+        let mut o = place.write(&mut o, q.dims())?;
+        let cache = KvCache {
+            block_table: Some(table.view),
+            seqused_kv: Some(lengths.view),
+            ..KvCache::new(k_read.view, v_read.view)
+        };
+        let packed = PackedTokens { cu_seqlens: offsets.view, max_seqlen: max_seqlen_q };
+        let decode = AttentionDecode {
+            packed: Some(packed),
+            mask: window(window_size_left, window_size_right),
+            softmax_scale: Some(softmax_scale),
+            softcap: softcap.filter(|&softcap| softcap != 0.0),
+            ..AttentionDecode::new(q_read.view)
+        };
+        place.run(|stream| {
+            let workspace = match decode.workspace_bytes(&cache, stream.device())? {
+                0 => None,
+                bytes => Some(AttentionDecodeWorkspace::new(stream, bytes)?),
+            };
+            let decode = AttentionDecode { workspace: workspace.as_ref(), ..decode };
+            let (cache, o) = (CacheAccess::Read(cache), o.view.reborrow());
+            decode.forward_into(AttentionDecodeOperands { cache, o, lse: None }, stream)
+        })?;
+    }
+    Ok(tensor(o, q.dims()))
+}
+
+/// Refuses tensors whose gradient would be lost.
+pub(crate) fn no_gradient(tensors: [&Tensor; 3]) -> Result<()> {
+    if tensors.iter().any(|tensor| tensor.track_op()) {
+        bail!("attention to a cache has no gradient: detach q, k and v");
+    }
+    Ok(())
+}
+
+/// The lengths of sequences with these offsets; on the CPU they are checked.
+fn lengths(offsets: &Tensor, most: usize) -> Result<Tensor> {
+    let batch = match offsets.dims1()? {
+        0 => bail!("seqlens_k is empty, but must be [batch + 1]"),
+        entries => entries - 1,
+    };
+    if !offsets.device().is_cpu() {
+        return offsets.narrow(0, 1, batch)? - offsets.narrow(0, 0, batch)?;
+    }
+    let offsets = offsets.to_dtype(DType::I64)?.to_vec1::<i64>()?;
+    let mut lengths = Vec::with_capacity(batch);
+    for (sequence, pair) in offsets.windows(2).enumerate() {
+        match u32::try_from(pair[1] - pair[0]) {
+            Ok(length) if length as usize <= most => lengths.push(length),
+            _ => bail!("seqlens_k: sequence {sequence} has {pair:?}, at most {most} keys fit"),
+        }
+    }
+    Tensor::from_vec(lengths, batch, &candle_core::Device::Cpu)
+}

@@ -1,0 +1,11 @@
+//! The tests for one line of candle: the module that this file is a part of says for which.
+
+use super::{blockflash_candle, candle_core};
+
+mod attention;
+mod cache;
+mod errors;
+mod flash_attn;
+mod harness;
+mod layers;
+mod order;
