@@ -1,9 +1,13 @@
-//! `cargo xtask package`: makes the archives for crates.io and checks their size.
+//! `cargo xtask package`: makes the archives for crates.io and checks their size and what is in
+//! them.
 
-use crate::workspace::{self, cargo, list, target_dir};
-use anyhow::{Result, bail};
+use crate::candle::DROP_IN;
+use crate::workspace::{self, cargo, create_dir, list, output, read, root, target_dir, write};
+use anyhow::{Context, Result, bail};
+use std::path::{Path, PathBuf};
+use std::process::Command;
 
-/// Make the archives for crates.io and check their size.
+/// Make the archives for crates.io and check them.
 #[derive(clap::Args, Default)]
 pub struct Args {
     /// Also compile each package from its archive.
@@ -13,35 +17,121 @@ pub struct Args {
 
 /// Size limit of a package: a little below that of crates.io, 10 MB.
 const MAX_BYTES: u64 = 9_500_000;
+/// Files that every archive has.
+const NEEDED: [&str; 2] = ["LICENSE-APACHE", "LICENSE-MIT"];
+/// In a registry the names of the drop-ins are candle's, so ours start with this.
+const PREFIX: &str = "blockflash-";
 
 /// Packages every publishable crate. The crates' dependencies on each other need not be published
 /// yet.
 pub fn run(args: &Args) -> Result<()> {
     let target = target_dir("packages")?;
-    let mut command = cargo();
-    command.args(["package", "--quiet", "--allow-dirty", "--locked", "--workspace"]);
-    command
-        .args(["--exclude", "xtask", "--exclude", "blockflash-tests"])
-        .args(["--exclude", "blockflash-fake-driver", "--exclude", "blockflash-fake-nccl"])
-        .args(["--exclude", "blockflash-python", "--target-dir"])
-        .arg(&target);
-    if !args.verify {
-        command.arg("--no-verify");
+    let archives = target.join("package");
+    // None of a package or version that there was before.
+    if archives.is_dir() {
+        std::fs::remove_dir_all(&archives)?;
     }
+    let mut command = package(args, &target);
+    command.args(["--workspace", "--exclude", "xtask", "--exclude", "blockflash-tests"]);
+    command.args(["--exclude", "blockflash-fake-driver", "--exclude", "blockflash-fake-nccl"]);
+    command.args(["--exclude", "blockflash-python", "--locked"]);
     workspace::run(&mut command)?;
-    let mut too_large = Vec::new();
-    for archive in list(&target.join("package"))? {
+    for drop_in in drop_ins()? {
+        let manifest = renamed(&drop_in, &target)?;
+        let mut command = package(&Args { verify: false }, &target);
+        command.arg("--manifest-path").arg(manifest);
+        for crate_name in ["sys", "safe", "ops", "candle"] {
+            let path = root().join(format!("crates/blockflash-{crate_name}"));
+            let patch =
+                format!("patch.crates-io.blockflash-{crate_name}.path={:?}", path.display());
+            command.args(["--config", &patch]);
+        }
+        workspace::run(&mut command)?;
+    }
+    let mut wrong = Vec::new();
+    for archive in list(&archives)? {
         if archive.extension().is_some_and(|extension| extension == "crate") {
             let bytes = std::fs::metadata(&archive)?.len();
             let name = archive.file_name().unwrap_or_default().to_string_lossy().into_owned();
             println!("{:>8.1} kB  {name}", bytes as f64 / 1e3);
             if bytes > MAX_BYTES {
-                too_large.push(name);
+                wrong.push(format!("{name} has over {MAX_BYTES} bytes"));
+            }
+            let files = output(Command::new("tar").arg("-tzf").arg(&archive))?;
+            for needed in NEEDED.iter().filter(|needed| !has(&files, needed)) {
+                wrong.push(format!("{name} lacks {needed}"));
             }
         }
     }
-    if !too_large.is_empty() {
-        bail!("{} over {MAX_BYTES} bytes", too_large.join(", "));
+    if !wrong.is_empty() {
+        bail!("{}", wrong.join("; "));
     }
     Ok(())
+}
+
+fn package(args: &Args, target: &Path) -> Command {
+    let mut command = cargo();
+    command.args(["package", "--quiet", "--allow-dirty", "--target-dir"]).arg(target);
+    if !args.verify {
+        command.arg("--no-verify");
+    }
+    command
+}
+
+/// Whether the listing of an archive, whose files are in one folder, has a file.
+fn has(listing: &str, file: &str) -> bool {
+    listing.lines().any(|line| line.split_once('/').is_some_and(|(_, name)| name == file))
+}
+
+/// The folders of the packages with candle's names.
+pub fn drop_ins() -> Result<Vec<PathBuf>> {
+    let mut found = Vec::new();
+    for line in list(&root().join(DROP_IN))? {
+        if line.file_name().is_some_and(|name| name.to_string_lossy().starts_with("0.")) {
+            found.extend(list(&line)?);
+        }
+    }
+    Ok(found)
+}
+
+/// A copy of a drop-in under the name that it has in a registry; returns its manifest.
+fn renamed(drop_in: &Path, target: &Path) -> Result<PathBuf> {
+    let line = drop_in.parent().and_then(Path::file_name).context("a drop-in has a line")?;
+    let name = drop_in.file_name().context("a drop-in has a name")?;
+    let folder = target.join("drop-in").join(line).join(name);
+    create_dir(&folder.join("src"))?;
+    for file in ["LICENSE-APACHE", "LICENSE-MIT", "src/lib.rs"] {
+        std::fs::copy(drop_in.join(file), folder.join(file)).with_context(|| file.to_owned())?;
+    }
+    let dependency = root().join("crates/blockflash-candle");
+    let manifest = read(&drop_in.join("Cargo.toml"))?
+        .replace("name = \"candle", &format!("name = \"{PREFIX}candle"))
+        .replace("publish = false\n", "")
+        .replace("\"../../../README.md\"", &format!("{:?}", dependency.join("README.md")))
+        .replace("\"../../..\"", &format!("{dependency:?}"));
+    let to = folder.join("Cargo.toml");
+    write(&to, manifest + "\n[workspace]\n")?;
+    Ok(to)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn files_of_an_archive_are_in_its_folder() {
+        let listing = "a-0.1.0/LICENSE-MIT\na-0.1.0/src/README.md\n";
+        assert!(has(listing, "LICENSE-MIT"));
+        assert!(!has(listing, "README.md") && !has(listing, "MIT"));
+    }
+
+    #[test]
+    fn each_line_of_candle_has_both_drop_ins() {
+        let found = drop_ins().unwrap();
+        assert_eq!(found.len(), 6, "{found:?}");
+        assert_eq!(
+            found.iter().filter(|folder| folder.ends_with("candle-flash-attn-v3")).count(),
+            3
+        );
+    }
 }
