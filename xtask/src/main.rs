@@ -6,6 +6,7 @@ mod bindgen;
 mod bundle;
 mod candle;
 mod ci;
+mod clients;
 mod deny;
 mod emulate;
 mod fmt;
@@ -44,6 +45,7 @@ enum Command {
     Test(test::Args),
     Python(python::Args),
     Candle(candle::Args),
+    Clients(clients::Args),
     Fmt(fmt::Args),
     Tidy(tidy::Args),
     Bundle(bundle::Args),
@@ -64,6 +66,7 @@ fn main() -> ExitCode {
         Command::Test(args) => test::run(&args),
         Command::Python(args) => python::run(&args),
         Command::Candle(args) => candle::run(&args),
+        Command::Clients(args) => clients::run(&args),
         Command::Fmt(args) => fmt::run(&args),
         Command::Tidy(args) => tidy::run(&args),
         Command::Record(args) => record::run(&args),
