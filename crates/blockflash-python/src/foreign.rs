@@ -43,6 +43,20 @@ pub(crate) struct Described<'d> {
 }
 
 impl<'a> Foreign<'a> {
+    /// The same as [`of`](Self::of) for a tensor that has not passed torch's dispatcher, which
+    /// resolves the negative bit for the operands of operators. DLPack says nothing of the bit.
+    pub(crate) fn direct(
+        what: &'static str,
+        object: &'a Bound<'_, PyAny>,
+    ) -> PyResult<Foreign<'a>> {
+        let foreign = Self::of(what, object)?;
+        if object.call_method0(intern!(object.py(), "is_neg"))?.is_truthy()? {
+            let text = format!("{what} is a view of what it negates: use resolve_neg()");
+            return Err(Failure::value(text).into());
+        }
+        Ok(foreign)
+    }
+
     /// The torch tensor behind a Python object; `what` names the operand in errors.
     ///
     /// # Errors
@@ -52,11 +66,6 @@ impl<'a> Foreign<'a> {
         let py = object.py();
         let torch = Torch::get(py)?;
         torch.check_type(what, object)?;
-        // DLPack says nothing of it. The dispatcher has resolved it for an operator.
-        if object.call_method0(intern!(py, "is_neg"))?.is_truthy()? {
-            let text = format!("{what} is a view of what it negates: use resolve_neg()");
-            return Err(Failure::value(text).into());
-        }
         let read = |tensor: &DLTensor, stream| {
             // SAFETY: 1. torch wrote the descriptor, whose arrays live during this call. 2. The
             // borrow of the Python object keeps the tensor, and torch frees memory of a GPU in the

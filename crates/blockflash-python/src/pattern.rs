@@ -122,7 +122,7 @@ impl Handle {
         col_idx: &Bound<'_, PyAny>,
     ) -> PyResult<Handle> {
         let py = row_ptr.py();
-        let arrays = [Foreign::of("row_ptr", row_ptr)?, Foreign::of("col_idx", col_idx)?];
+        let arrays = [Foreign::direct("row_ptr", row_ptr)?, Foreign::direct("col_idx", col_idx)?];
         Ok(py.detach(|| {
             let ([row_ptr, col_idx], []) = views(&arrays.map(Some), [])?;
             let (Some(row_ptr), Some(col_idx)) = (row_ptr, col_idx) else {
