@@ -98,6 +98,28 @@ pub enum Error {
         problem: String,
     },
 
+    /// Packed tensors have rows, but the longest sequence is said to have none.
+    #[error("{what} is 0, but must be at least 1: the packed tensor has {rows} rows")]
+    MaxSeqlen {
+        /// The maximum.
+        what: &'static str,
+        /// Rows of the packed tensor.
+        rows: usize,
+    },
+
+    /// A length, a page or a count that kernels read on the device is wrong.
+    #[error("{what}{index:?} is {value}: {problem}")]
+    InvalidData {
+        /// The tensor.
+        what: &'static str,
+        /// The first bad entry.
+        index: Vec<usize>,
+        /// Its value.
+        value: i32,
+        /// The rule that it breaks.
+        problem: String,
+    },
+
     /// The index arrays of a block-sparse matrix are invalid, or the transpose that is given with a
     /// matrix belongs to another pattern.
     #[error("invalid BSR matrix: {0}")]

@@ -45,6 +45,7 @@ mod selection;
 mod support;
 mod threads;
 pub mod tuning;
+mod verify;
 
 pub use attention::{
     Align, Attention, AttentionOutput, AttentionProblem, BlockMaskSizes, CuSeqlens, Mask,
@@ -77,6 +78,7 @@ pub use row_copy::copy_beside;
 #[doc(hidden)]
 pub use row_copy::copy_beside_with;
 pub use support::{Status, SupportRow, support, support_with};
+pub use verify::{checks, set_checks};
 
 pub use blockflash_safe::{
     ComputeCapability, CudaProperties, CudaStatus, DType, Device, Element, Event, Graph, Kernel,

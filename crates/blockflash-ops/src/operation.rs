@@ -5,6 +5,7 @@ use crate::recent::{Chosen, Planned, planned};
 use crate::selection::{Problem, accepts, select, unsupported};
 use crate::threads::parallel;
 use crate::tuning;
+use crate::verify::{checks, outside_of_captures};
 use crate::{Error, Result};
 use blockflash_safe::{CudaProperties, Device, Stream};
 use blockflash_sys::Kernel;
@@ -24,6 +25,14 @@ pub trait Steps: Sync {
     /// The problem, after every check that needs no device. All operands are on the stream's
     /// device.
     fn checked(&self, out: &Self::Out<'_>, stream: &Stream) -> Result<Self::Problem>;
+    /// Whether kernels read offsets, lengths or tables on the device.
+    fn has_data(_: &Self::Problem) -> bool {
+        false
+    }
+    /// Verifies that data, which may be on a GPU: waits for the stream.
+    fn verify(&self, _: &Self::Problem, _: &Self::Out<'_>, _: &Stream) -> Result<()> {
+        Ok(())
+    }
     /// The kernel for a problem.
     fn select(problem: &Self::Problem, gpu: &CudaProperties) -> Result<&'static Kernel> {
         select(problem, gpu)
@@ -86,6 +95,7 @@ pub trait Operation: Steps {
     #[inline]
     fn run(&self, out: Self::Out<'_>, stream: &Stream) -> Result<()> {
         let problem = self.checked(&out, stream)?;
+        verified(self, &problem, &out, stream)?;
         if Self::is_empty(&problem) {
             return Ok(());
         }
@@ -107,10 +117,33 @@ pub trait Operation: Steps {
             return Err(no_kernel_on_cpu::<Self::Problem>(kernel));
         };
         accepts(kernel, &problem, gpu)?;
+        verified(self, &problem, &out, stream)?;
         if Self::is_empty(&problem) {
             return Ok(());
         }
         self.launch(kernel, &Self::plan(kernel, &problem, gpu)?, &problem, out, stream)
+    }
+
+    /// Verifies the offsets, lengths, tables and lists that a kernel would read on the device, and
+    /// computes nothing. Copies them to the host, which waits for the stream. `Ok` for calls
+    /// without such data. [`set_checks`](crate::set_checks) lets every call begin with this.
+    ///
+    /// Of packed sequences: that offsets start at 0, do not descend, end within the rows, and make
+    /// no sequence longer than its maximum. Of a cache: that no length is negative or beyond the
+    /// capacity, that the pages of all keys exist, that lengths count the tokens that are appended,
+    /// and that no two sequences append to the same slot. Of listed pages: that they exist and
+    /// ascend.
+    ///
+    /// # Errors
+    /// [`Error::InvalidCuSeqlens`] and [`Error::InvalidData`] name the first bad entry; all checks
+    /// of the operation's `problem`; a stream that is being captured, or a failing device.
+    fn check(&self, out: &Self::Out<'_>, stream: &Stream) -> Result<()> {
+        let problem = self.checked(out, stream)?;
+        if !Self::has_data(&problem) {
+            return Ok(());
+        }
+        outside_of_captures(stream)?;
+        self.verify(&problem, out, stream)
     }
 
     /// Selects the kernel of a call, plans its launches, and loads what they need.
@@ -146,6 +179,7 @@ pub trait Operation: Steps {
         if problem != prepared.problem || *stream.device() != prepared.device {
             return Err(Error::NotPrepared { op: Self::Problem::OP });
         }
+        verified(self, &problem, &out, stream)?;
         match (prepared.kernel, stream.device().cuda_properties()) {
             (Some(kernel), Some(gpu)) => {
                 let make = || Ok(Planned { kernel, plan: Self::plan(kernel, &problem, gpu)? });
@@ -159,6 +193,21 @@ pub trait Operation: Steps {
 }
 
 impl<T: Steps> Operation for T {}
+
+/// Verifies the data of a call if the switch is on.
+#[inline]
+fn verified<S: Steps + ?Sized>(
+    call: &S,
+    problem: &S::Problem,
+    out: &S::Out<'_>,
+    stream: &Stream,
+) -> Result<()> {
+    if !S::has_data(problem) || !checks(stream.device()) {
+        return Ok(());
+    }
+    outside_of_captures(stream)?;
+    call.verify(problem, out, stream)
+}
 
 /// Kernel and launches of a problem whose output is not empty.
 fn selected<S: Steps + ?Sized>(

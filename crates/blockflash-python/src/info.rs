@@ -37,6 +37,12 @@ pub(crate) fn initialised() -> bool {
     cuda_is_initialised()
 }
 
+/// Lets all later calls of the process verify what kernels read on the device, or not.
+#[pyfunction]
+pub(crate) fn set_checks(enabled: bool) {
+    blockflash_ops::set_checks(enabled);
+}
+
 /// Version of the package, of the driver, and the GPUs with the number of kernels for each.
 #[pyfunction]
 pub(crate) fn describe(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {

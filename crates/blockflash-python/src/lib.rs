@@ -35,7 +35,7 @@ mod _native {
     #[pymodule_export]
     use crate::error::{DeviceError, Misaligned, Unsupported};
     #[pymodule_export]
-    use crate::info::{describe, driver_problem, gpu_problem, initialised};
+    use crate::info::{describe, driver_problem, gpu_problem, initialised, set_checks};
     #[pymodule_export]
     use crate::linear::{bsr_linear, dense_bsr, sddmm};
     #[pymodule_export]

@@ -203,6 +203,19 @@ fn attention_sequences() {
         "6",
         "5"
     );
+    // A maximum of 0 would leave out every row; without sequences it leaves out none.
+    assert_error!(
+        check(&good, &good, (0, 20)),
+        Error::MaxSeqlen { what: "max_seqlen_q", rows: 10 },
+        "max_seqlen_q is 0",
+        "10 rows"
+    );
+    assert_error!(
+        check(&good, &good, (10, 0)),
+        Error::MaxSeqlen { what: "max_seqlen_kv", rows: 20 },
+        "max_seqlen_kv is 0"
+    );
+    check(&i32s(&[0]), &i32s(&[0]), (0, 0)).unwrap();
     assert_error!(bad(&[0, 10], &[0, 0, 20]), Error::Shape { .. }, "cu_seqlens");
     assert_error!(check(&f32s(&[3]), &good, (10, 20)), Error::DType { .. }, "cu_seqlens", "f32");
     assert_error!(check(&i32s(&[]), &good, (10, 20)), Error::Shape { .. }, "cu_seqlens");

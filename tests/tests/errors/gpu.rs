@@ -2,7 +2,8 @@
 
 use blockflash_ops::attention::{Attention, CuSeqlens};
 use blockflash_ops::{
-    BlockGeometry, BlockMask, BsrMatmul, BsrMatrix, BsrWorkspace, DType, Error, Tensor,
+    AttentionDecode, AttentionDecodeOperands, BlockGeometry, BlockMask, BsrMatmul, BsrMatrix,
+    BsrWorkspace, CacheAccess, DType, Error, KvCache, Operation, Tensor,
 };
 use blockflash_tests::gpu::gpu;
 
@@ -107,6 +108,38 @@ fn attention_on_the_gpu() {
         call.check_cu_seqlens(stream),
         Error::InvalidCuSeqlens { which: "q", index: 2, .. },
         "q[2] is 3"
+    );
+    let mut o = zeros(DType::F16, &[9, 2, 64]);
+    let result = call.check(&(o.view_mut(), None), stream);
+    assert_error!(result, Error::InvalidCuSeqlens { which: "q", index: 2, .. }, "q[2] is 3");
+    let cu_seqlens = Some(CuSeqlens { max_seqlen_q: 0, ..cu_seqlens });
+    let result = Attention { cu_seqlens, ..call }.forward(stream);
+    assert_error!(result, Error::MaxSeqlen { what: "max_seqlen_q", rows: 9 }, "max_seqlen_q is 0");
+
+    // So are lengths and tables of a cache.
+    let (q, pages) = (zeros(DType::F16, &[2, 1, 2, 64]), zeros(DType::F16, &[4, 16, 2, 64]));
+    let table = Tensor::from_slice(stream, &[0i32, 1, 2, 9], &[2, 2]).unwrap();
+    let check = |lengths: [i32; 2]| {
+        let lengths = Tensor::from_slice(stream, &lengths, &[2]).unwrap();
+        let cache = KvCache {
+            block_table: Some(table.view()),
+            seqused_kv: Some(lengths.view()),
+            ..KvCache::new(pages.view(), pages.view())
+        };
+        let mut o = zeros(DType::F16, &[2, 1, 2, 64]);
+        let (cache, o) = (CacheAccess::Read(cache), o.view_mut());
+        let operands = AttentionDecodeOperands { cache, o, lse: None };
+        AttentionDecode::new(q.view()).check(&operands, stream)
+    };
+    check([32, 16]).unwrap();
+    let long = check([33, 16]);
+    assert_error!(long, Error::InvalidData { what: "cache.seqused_kv", value: 33, .. }, "32");
+    let missing = check([32, 17]);
+    assert_error!(
+        missing,
+        Error::InvalidData { what: "cache.block_table", value: 9, .. },
+        "[1, 1]",
+        "4 pages"
     );
 }
 

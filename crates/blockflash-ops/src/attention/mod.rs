@@ -22,6 +22,7 @@ pub use seqlens::CuSeqlens;
 pub(crate) use block_mask::params as block_mask_params;
 pub(crate) use plan::{base_params, check_strides, heads_per_section, hopper_params, window_side};
 pub(crate) use select::support;
+pub(crate) use seqlens::check_maximum;
 
 use crate::check::Operand;
 use crate::operation::{Operation, Prepared, Steps};
@@ -215,6 +216,14 @@ impl Steps for Attention<'_> {
         Operand::of_mut("o", o).on(device)?;
         lse.as_ref().map_or(Ok(()), |lse| Operand::of_mut("lse", lse).on(device))?;
         Ok(problem)
+    }
+
+    fn has_data(problem: &AttentionProblem) -> bool {
+        problem.packed.is_some()
+    }
+
+    fn verify(&self, _: &AttentionProblem, _: &Self::Out<'_>, stream: &Stream) -> Result<()> {
+        self.check_cu_seqlens(stream)
     }
 
     fn plan(

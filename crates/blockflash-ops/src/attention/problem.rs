@@ -1,3 +1,4 @@
+use super::seqlens::check_maximum;
 use super::{Attention, BlockMaskSizes, CuSeqlens, Mask};
 use crate::check::{Operand, finite_positive, to_i32, vector};
 use crate::{Error, Result};
@@ -284,6 +285,8 @@ fn packed_sizes(
 
     let batch = cu_seqlens.batch()?;
     let sizes = [batch, cu_seqlens.max_seqlen_q, cu_seqlens.max_seqlen_kv];
+    check_maximum("max_seqlen_q", [batch, sizes[1]], total_q)?;
+    check_maximum("max_seqlen_kv", [batch, sizes[2]], total_kv)?;
     let dense = AttentionProblem::dense(q.dtype, sizes, [num_heads_q, num_heads_kv], head_dim);
     Ok(AttentionProblem {
         packed: Some(PackedRows { total_q, total_kv }),

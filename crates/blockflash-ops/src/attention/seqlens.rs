@@ -12,7 +12,9 @@ use blockflash_sys::DType;
 /// has exactly the length in the mask. Kernels clamp invalid offsets: nothing outside the tensors
 /// is read or written whatever they are, but the content of the output rows is then unspecified.
 /// [`Attention::check_cu_seqlens`](super::Attention::check_cu_seqlens) downloads and verifies the
-/// offsets. On the CPU every call verifies them.
+/// offsets, and [`set_checks`](crate::set_checks) lets every call do so. On the CPU every call
+/// verifies them. The maxima are promises: a greater one costs nothing but time. A maximum of 0 is
+/// an error if there are sequences and packed rows.
 ///
 /// Rows of the packed outputs beyond the last offset are left untouched.
 #[derive(Clone, Copy, Debug)]
@@ -74,6 +76,18 @@ impl CuSeqlens<'_> {
         }
         Ok((q, kv))
     }
+}
+
+/// Checks that a maximum of 0 is not of packed rows: a kernel would skip all of them.
+pub(crate) fn check_maximum(
+    what: &'static str,
+    [batch, max_seqlen]: [usize; 2],
+    rows: usize,
+) -> Result<()> {
+    if batch > 0 && max_seqlen == 0 && rows > 0 {
+        return Err(Error::MaxSeqlen { what, rows });
+    }
+    Ok(())
 }
 
 /// Verifies one offset array.

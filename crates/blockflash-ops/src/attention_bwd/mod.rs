@@ -246,6 +246,19 @@ impl Steps for AttentionBackward<'_> {
         Ok(if device.is_cpu() { problem } else { problem.with_workspace(bytes) })
     }
 
+    fn has_data(problem: &AttentionBackwardProblem) -> bool {
+        problem.forward.packed.is_some()
+    }
+
+    fn verify(
+        &self,
+        _: &AttentionBackwardProblem,
+        _: &Self::Out<'_>,
+        stream: &Stream,
+    ) -> Result<()> {
+        self.attention.check_cu_seqlens(stream)
+    }
+
     fn select(problem: &AttentionBackwardProblem, gpu: &CudaProperties) -> Result<&'static Kernel> {
         select(problem, gpu)
     }

@@ -2,6 +2,7 @@
 
 mod cpu;
 mod many;
+mod operands;
 mod pages;
 mod params;
 mod plan;
@@ -10,6 +11,7 @@ mod runs;
 mod select;
 mod workspace;
 
+pub use operands::{AttentionDecodeOperands, CacheAccess};
 pub use pages::{PageListSizes, PageLists};
 pub use plan::{AttentionDecodePlan, plan, workspace_bytes};
 pub use problem::AttentionDecodeProblem;
@@ -19,10 +21,11 @@ pub use workspace::AttentionDecodeWorkspace;
 pub(crate) use select::support;
 
 use self::many::{Launches, Planned, PrefillPlan};
+use self::pages::HostPages;
 use crate::attention::{AttentionOutput, Mask};
 use crate::check::{Operand, aligned};
 use crate::kv_append::{self, AppendKv};
-use crate::kv_cache::{KvCache, KvCacheMut, PackedTokens, Rotary};
+use crate::kv_cache::{HostCache, KvCache, KvCacheMut, PackedTokens, Rotary, token_ranges};
 use crate::operation::{Operation, Prepared, Steps};
 use crate::{Error, Result};
 use blockflash_safe::{
@@ -100,59 +103,8 @@ pub struct AttentionDecode<'a> {
     pub workspace: Option<&'a AttentionDecodeWorkspace>,
 }
 
-/// What a call of [`AttentionDecode`] works with besides the queries.
-#[derive(Debug)]
-pub struct AttentionDecodeOperands<'o> {
-    /// The cache.
-    pub cache: CacheAccess<'o>,
-    /// The output, in the shape and element type of q.
-    pub o: ViewMut<'o>,
-    /// The log-sum-exp, f32 `[batch, num_heads_q, seqlen_q]`, or `[num_heads_q, total_q]`.
-    pub lse: Option<ViewMut<'o>>,
-}
-
-/// What a call of [`AttentionDecode`] does with the cache.
-#[derive(Debug)]
-pub enum CacheAccess<'o> {
-    /// Reads it.
-    Read(KvCache<'o>),
-    /// Appends to it first.
-    Append(&'o AppendKv<'o>, KvCacheMut<'o>),
-}
-
 /// See [`Operation::prepare`].
 pub type PreparedAttentionDecode = Prepared<AttentionDecodeProblem>;
-
-impl<'o> CacheAccess<'o> {
-    fn as_cache(&self) -> KvCache<'_> {
-        match self {
-            Self::Read(cache) => *cache,
-            Self::Append(_, cache) => cache.as_cache(),
-        }
-    }
-
-    fn seqused_kv(&self) -> Option<View<'o>> {
-        match self {
-            Self::Read(cache) => cache.seqused_kv,
-            Self::Append(_, cache) => cache.seqused_kv,
-        }
-    }
-
-    /// What is appended, and to what.
-    fn appended(&mut self) -> Option<(&AppendKv<'_>, KvCacheMut<'_>)> {
-        match self {
-            Self::Read(_) => None,
-            Self::Append(new, cache) => Some((new, cache.reborrow())),
-        }
-    }
-
-    fn new_tokens(&self) -> Option<&AppendKv<'_>> {
-        match self {
-            Self::Read(_) => None,
-            Self::Append(new, _) => Some(new),
-        }
-    }
-}
 
 impl<'a> AttentionDecode<'a> {
     /// Full attention with the default scale and equally many queries for every sequence.
@@ -297,6 +249,32 @@ impl Steps for AttentionDecode<'_> {
         Operand::of_mut("o", o).on(device)?;
         lse.as_ref().map_or(Ok(()), |lse| Operand::of_mut("lse", lse).on(device))?;
         Ok(problem)
+    }
+
+    fn has_data(problem: &AttentionDecodeProblem) -> bool {
+        let packed = problem.attention.packed.is_some()
+            || problem.append.is_some_and(|append| append.packed.is_some());
+        packed || HostCache::has_data(&problem.cache)
+    }
+
+    fn verify(
+        &self,
+        problem: &AttentionDecodeProblem,
+        operands: &AttentionDecodeOperands<'_>,
+        stream: &Stream,
+    ) -> Result<()> {
+        let AttentionDecodeProblem { attention, cache: sizes, append, .. } = problem;
+        let host = HostCache::new(&operands.cache.as_cache(), *sizes, stream)?;
+        host.verify()?;
+        let total = attention.packed.map(|packed| packed.total_q);
+        token_ranges(self.packed.as_ref(), [sizes.batch, attention.seqlen_q], total, stream)?;
+        if let (Some(new), Some(append)) = (operands.cache.new_tokens(), append) {
+            new.verify_in(&host, append, stream)?;
+        }
+        match &self.pages {
+            Some(pages) => HostPages::new(pages, *sizes, stream)?.verify(),
+            None => Ok(()),
+        }
     }
 
     fn plan(

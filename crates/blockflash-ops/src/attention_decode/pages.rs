@@ -9,7 +9,8 @@ use blockflash_sys::DType;
 ///
 /// A list holds columns of the block table, ascending and without repeats. A count below 0 is 0,
 /// and one beyond the capacity is the capacity. For other lists the content of the output is
-/// unspecified, but nothing outside the tensors is touched. Masks look at the positions that keys
+/// unspecified ([`set_checks`](crate::set_checks) makes them errors), but nothing outside the
+/// tensors is touched. Masks look at the positions that keys
 /// have in their sequence; keys at or beyond its length do not exist in listed pages either.
 #[derive(Clone, Copy, Debug)]
 pub struct PageLists<'a> {
@@ -63,6 +64,40 @@ impl HostPages {
     pub(super) fn new(pages: &PageLists<'_>, cache: CacheSizes, stream: &Stream) -> Result<Self> {
         let (lists, counts) = (pages.lists.to_vec(stream)?, pages.counts.to_vec(stream)?);
         Ok(Self { lists, counts, capacity: pages.lists.shape()[2], cache })
+    }
+
+    /// Verifies that counts are within the room of the lists, and that columns of the block table
+    /// exist and ascend.
+    pub(super) fn verify(&self) -> Result<()> {
+        let (capacity, heads) = (self.capacity, self.cache.num_heads_kv);
+        let columns = self.cache.table.map_or(0, |table| table.max_pages);
+        for (entry, &value) in self.counts.iter().enumerate() {
+            let wrong = |what, index, value, problem| {
+                Err(Error::InvalidData { what, index, value, problem })
+            };
+            let Some(count) = usize::try_from(value).ok().filter(|&count| count <= capacity) else {
+                let problem = format!("a list has 0 to {capacity} entries");
+                return wrong("pages.counts", vec![entry], value, problem);
+            };
+            for head in 0..heads {
+                let list = &self.lists[(entry * heads + head) * capacity..][..count];
+                let mut next = 0;
+                for (at, &column) in list.iter().enumerate() {
+                    let problem = match usize::try_from(column) {
+                        Ok(column) if column >= next && column < columns => {
+                            next = column + 1;
+                            continue;
+                        }
+                        Ok(column) if column < columns => {
+                            format!("columns must ascend, the one before is {}", next - 1)
+                        }
+                        _ => format!("the block table has {columns} columns"),
+                    };
+                    return wrong("pages.lists", vec![entry, head, at], column, problem);
+                }
+            }
+        }
+        Ok(())
     }
 
     /// The positions below `length` of the keys in listed pages, ascending.

@@ -14,7 +14,7 @@ pub(crate) use select::select_for;
 
 use crate::Result;
 use crate::check::{Operand, aligned};
-use crate::kv_cache::{KvCache, KvCacheMut, PackedTokens, Rotary};
+use crate::kv_cache::{HostCache, KvCache, KvCacheMut, PackedTokens, Rotary, token_ranges};
 use crate::operation::{Operation, Prepared, Steps};
 use blockflash_safe::{
     CudaProperties, Device, KvAppendOperands, NewKeys, Stream, TurnedQueries, View,
@@ -112,6 +112,17 @@ impl<'a> AppendKv<'a> {
         cache.on(device)?;
         Ok(problem)
     }
+
+    /// Verifies where the new tokens go in a cache that was verified.
+    pub(crate) fn verify_in(
+        &self,
+        cache: &HostCache,
+        problem: &AppendKvProblem,
+        stream: &Stream,
+    ) -> Result<()> {
+        let sizes = [problem.cache.batch, problem.tokens];
+        cache.verify_append(&token_ranges(self.packed.as_ref(), sizes, problem.packed, stream)?)
+    }
 }
 
 /// Queues a planned append, and the turning of queries that was planned with it.
@@ -148,6 +159,21 @@ impl Steps for AppendKv<'_> {
 
     fn checked(&self, cache: &KvCacheMut<'_>, stream: &Stream) -> Result<AppendKvProblem> {
         self.checked_with(&cache.as_cache(), stream.device())
+    }
+
+    fn has_data(problem: &AppendKvProblem) -> bool {
+        problem.packed.is_some() || HostCache::has_data(&problem.cache)
+    }
+
+    fn verify(
+        &self,
+        problem: &AppendKvProblem,
+        cache: &KvCacheMut<'_>,
+        stream: &Stream,
+    ) -> Result<()> {
+        let host = HostCache::new(&cache.as_cache(), problem.cache, stream)?;
+        host.verify()?;
+        self.verify_in(&host, problem, stream)
     }
 
     fn plan(

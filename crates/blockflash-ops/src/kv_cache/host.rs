@@ -10,10 +10,10 @@ use half::{bf16, f16};
 
 /// Table and lengths of a cache in host memory.
 pub(crate) struct HostCache {
-    sizes: CacheSizes,
+    pub(super) sizes: CacheSizes,
     /// Pages of all sequences, `[batch, max_pages]`, as they are stored.
-    table: Option<Vec<i32>>,
-    seqused_kv: Option<Vec<i32>>,
+    pub(super) table: Option<Vec<i32>>,
+    pub(super) seqused_kv: Option<Vec<i32>>,
 }
 
 impl HostCache {

@@ -4,6 +4,7 @@ mod host;
 mod rotary;
 mod sizes;
 mod tokens;
+mod verify;
 
 pub use rotary::{Rotary, RotaryPairs, RotarySizes};
 pub use sizes::{CacheSizes, TableSizes};
@@ -43,6 +44,8 @@ use blockflash_safe::{Device, View, ViewMut};
 /// - A length counts as 0 if it is negative, and as the capacity if it is greater.
 /// - Entries of the table count as page 0 if they are negative, and as the last page if there is no
 ///   such page. Entries that belong to no key of the sequence are not used.
+///
+/// [`set_checks`](crate::set_checks) makes such lengths and entries errors.
 #[derive(Clone, Copy, Debug)]
 pub struct KvCache<'a> {
     /// Keys, `[batch, capacity, num_heads_kv, head_dim]`; with a [`block_table`](Self::block_table)

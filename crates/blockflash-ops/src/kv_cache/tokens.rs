@@ -1,4 +1,4 @@
-use crate::attention::{CuSeqlens, MAX_SEQLEN, Strides};
+use crate::attention::{CuSeqlens, MAX_SEQLEN, Strides, check_maximum};
 use crate::check::{Operand, to_i32};
 use crate::{Error, Result};
 use blockflash_safe::{Stream, View};
@@ -11,7 +11,7 @@ use std::ops::Range;
 pub struct PackedTokens<'a> {
     /// i32 `[batch + 1]`: offsets of the tokens.
     pub cu_seqlens: View<'a>,
-    /// Upper bound on the tokens of a sequence.
+    /// Upper bound on the tokens of a sequence; not 0 if there are sequences and rows.
     pub max_seqlen: usize,
 }
 
@@ -51,6 +51,7 @@ pub(crate) fn token_sizes(
             // Offsets into the packed rows are 32-bit.
             to_i32("packed rows", total)?;
             let (batch, tokens) = (packed.as_cu_seqlens().batch()?, packed.max_seqlen);
+            check_maximum("max_seqlen", [batch, tokens], total)?;
             let strides = Strides { batch: 0, seq, head };
             Rows { batch, tokens, packed: Some(total), heads, head_dim, strides }
         }
@@ -67,7 +68,7 @@ pub(crate) fn token_sizes(
     Ok(rows)
 }
 
-/// On the CPU: the batch entry and the rows of each sequence. Packed offsets are verified.
+/// The rows of each sequence. Packed offsets are copied to the host and verified.
 pub(crate) fn token_ranges(
     packed: Option<&PackedTokens<'_>>,
     [batch, tokens]: [usize; 2],

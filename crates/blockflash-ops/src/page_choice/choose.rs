@@ -3,7 +3,7 @@ use super::{SummarySizes, cpu, views};
 use crate::attention::Strides;
 use crate::attention_decode::AttentionDecodeWorkspace;
 use crate::check::{Operand, contiguous, to_i32};
-use crate::kv_cache::{KvCache, PackedTokens, token_sizes};
+use crate::kv_cache::{HostCache, KvCache, PackedTokens, token_ranges, token_sizes};
 use crate::operation::{Operation, Steps};
 use crate::{Error, Result};
 use blockflash_safe::{
@@ -186,6 +186,23 @@ impl Steps for ChoosePages<'_> {
         Operand::of_mut("counts", counts).on(device)?;
         self.workspace.map_or(Ok(()), |workspace| workspace.on(device))?;
         Ok(problem)
+    }
+
+    fn has_data(problem: &ChoosePagesProblem) -> bool {
+        problem.total_q.is_some() || HostCache::has_data(&problem.summaries.cache)
+    }
+
+    fn verify(
+        &self,
+        problem: &ChoosePagesProblem,
+        _: &Self::Out<'_>,
+        stream: &Stream,
+    ) -> Result<()> {
+        let cache = problem.summaries.cache;
+        HostCache::new(&self.cache, cache, stream)?.verify()?;
+        let sizes = [cache.batch, problem.seqlen_q];
+        token_ranges(self.packed.as_ref(), sizes, problem.total_q, stream)?;
+        Ok(())
     }
 
     fn plan(

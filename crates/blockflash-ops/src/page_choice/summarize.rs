@@ -2,7 +2,7 @@ use super::plan::{SummarizePagesPlan, check_addresses, plan_summaries};
 use super::{SummarySizes, cpu, views};
 use crate::Result;
 use crate::check::{Operand, to_i32};
-use crate::kv_cache::KvCache;
+use crate::kv_cache::{HostCache, KvCache};
 use crate::operation::{Operation, Steps};
 use blockflash_safe::{CudaProperties, PageSummaries, PageSummariesOperands, Stream, ViewMut};
 use blockflash_sys::Kernel;
@@ -74,6 +74,19 @@ impl Steps for SummarizePages<'_> {
         self.cache.on(stream.device())?;
         Operand::of_mut("summaries", summaries).on(stream.device())?;
         Ok(problem)
+    }
+
+    fn has_data(problem: &SummarizePagesProblem) -> bool {
+        HostCache::has_data(&problem.summaries.cache)
+    }
+
+    fn verify(
+        &self,
+        problem: &SummarizePagesProblem,
+        _: &ViewMut<'_>,
+        stream: &Stream,
+    ) -> Result<()> {
+        HostCache::new(&self.cache, problem.summaries.cache, stream)?.verify()
     }
 
     fn plan(

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from . import sparse as sparse
     from ._attention import attention
     from ._decode import attention_decode, attention_merge
-    from ._info import info, usable
+    from ._info import info, set_checks, usable
     from ._stats import reset_stats, stats, strict
     from .block_mask import BlockMask, block_sparse_attention
     from .sdpa import activate_sdpa, restore_sdpa, scaled_dot_product_attention
@@ -35,6 +35,7 @@ _MODULES = {
     "reset_stats": "._stats",
     "restore_sdpa": ".sdpa",
     "scaled_dot_product_attention": ".sdpa",
+    "set_checks": "._info",
     "sparse": ".sparse",
     "stats": "._stats",
     "strict": "._stats",
@@ -54,6 +55,7 @@ __all__ = [
     "reset_stats",
     "restore_sdpa",
     "scaled_dot_product_attention",
+    "set_checks",
     "stats",
     "strict",
     "usable",

@@ -79,6 +79,30 @@ def with_kvcache(
     )
 
 
+def check_pages(
+    cache_seqlens: int | Tensor | None, k: Tensor | None, k_cache: Tensor, table: Tensor | None
+) -> None:
+    """Raises for a sequence that is longer than its pages, as flash-attn 2 does.
+
+    The host waits for the lengths, so not while a graph is captured or the call is traced.
+    """
+    if table is None or cache_seqlens is None or table.dim() != 2 or k_cache.dim() != 4:
+        return
+    if not isinstance(cache_seqlens, int):
+        traced = torch.compiler.is_compiling() or type(cache_seqlens) is not Tensor
+        captured = k_cache.is_cuda and torch.cuda.is_current_stream_capturing()
+        if traced or captured or cache_seqlens.numel() == 0:
+            return
+        cache_seqlens = int(cache_seqlens.max())
+    longest = cache_seqlens + (0 if k is None else k.shape[1])
+    room = table.shape[1] * k_cache.shape[1]
+    if longest > room:
+        raise ValueError(
+            f"block_table: a sequence has {longest} keys, with new ones, but room for {room}: "
+            f"{table.shape[1]} pages of {k_cache.shape[1]}"
+        )
+
+
 def paged(
     q: Tensor,
     k: Tensor,

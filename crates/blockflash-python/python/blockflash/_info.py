@@ -36,6 +36,24 @@ def usable() -> Usable:
     return Usable(_described()["gpu_problem"])
 
 
+def set_checks(enabled: bool) -> None:
+    """Have every later call of the process verify the offsets, lengths and tables it is given.
+
+    Kernels read `cu_seqlens_q` and `cu_seqlens_k`, `seqused_k`, `block_table` and lists of `pages`
+    on the GPU, and clamp what is wrong: nothing outside of the tensors is touched, but results are
+    wrong without a word, for example where `max_seqlen_q` is smaller than a sequence, or a sequence
+    longer than its pages. With checks, calls that have such data copy it to the host first, for
+    which the host waits, and raise `ValueError`; while a CUDA graph is captured they raise
+    `DeviceError`. This is for debugging. BLOCKFLASH_CHECK=1 in the environment is the same from the
+    start.
+
+    Args:
+        enabled: Whether calls verify their data.
+
+    """
+    _native.set_checks(enabled)
+
+
 def info() -> dict[str, Any]:
     """Versions and GPUs of this machine, for bug reports.
 

@@ -29,7 +29,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ._flash import attend, refuse, unpack
-from ._flash_cache import paged, with_kvcache
+from ._flash_cache import check_pages, paged, with_kvcache
 
 __all__ = [
     "flash_attn_func",
@@ -307,7 +307,8 @@ def flash_attn_with_kvcache(
             number; needed with `k`. Without it, the cache is full.
         cache_batch_idx: i32 `[batch]`: the entry of the cache for each sequence.
         cache_leftpad: must be None.
-        block_table: i32 `[batch, max_pages]`: the pages of each sequence.
+        block_table: i32 `[batch, max_pages]`: the pages of each sequence. One that is longer than
+            its pages is an error, for which the host waits, except while a graph is captured.
         softmax_scale: as for the other functions, like `causal`, `window_size` and `softcap`.
         causal: query i attends to keys up to `i + length - seqlen_q`.
         window_size: relative to the same position.
@@ -325,6 +326,7 @@ def flash_attn_with_kvcache(
 
     """
     refuse(cache_leftpad=cache_leftpad, alibi_slopes=alibi_slopes)
+    check_pages(cache_seqlens, k, k_cache, block_table)
     return with_kvcache(
         q,
         k_cache,

@@ -1,0 +1,54 @@
+use crate::kv_append::AppendKv;
+use crate::kv_cache::{KvCache, KvCacheMut};
+use blockflash_safe::{View, ViewMut};
+
+/// What a call of [`AttentionDecode`](super::AttentionDecode) works with besides the queries.
+#[derive(Debug)]
+pub struct AttentionDecodeOperands<'o> {
+    /// The cache.
+    pub cache: CacheAccess<'o>,
+    /// The output, in the shape and element type of q.
+    pub o: ViewMut<'o>,
+    /// The log-sum-exp, f32 `[batch, num_heads_q, seqlen_q]`, or `[num_heads_q, total_q]`.
+    pub lse: Option<ViewMut<'o>>,
+}
+
+/// What a call of [`AttentionDecode`](super::AttentionDecode) does with the cache.
+#[derive(Debug)]
+pub enum CacheAccess<'o> {
+    /// Reads it.
+    Read(KvCache<'o>),
+    /// Appends to it first.
+    Append(&'o AppendKv<'o>, KvCacheMut<'o>),
+}
+
+impl<'o> CacheAccess<'o> {
+    pub(super) fn as_cache(&self) -> KvCache<'_> {
+        match self {
+            Self::Read(cache) => *cache,
+            Self::Append(_, cache) => cache.as_cache(),
+        }
+    }
+
+    pub(super) fn seqused_kv(&self) -> Option<View<'o>> {
+        match self {
+            Self::Read(cache) => cache.seqused_kv,
+            Self::Append(_, cache) => cache.seqused_kv,
+        }
+    }
+
+    /// What is appended, and to what.
+    pub(super) fn appended(&mut self) -> Option<(&AppendKv<'_>, KvCacheMut<'_>)> {
+        match self {
+            Self::Read(_) => None,
+            Self::Append(new, cache) => Some((new, cache.reborrow())),
+        }
+    }
+
+    pub(super) fn new_tokens(&self) -> Option<&AppendKv<'_>> {
+        match self {
+            Self::Read(_) => None,
+            Self::Append(new, _) => Some(new),
+        }
+    }
+}
