@@ -204,3 +204,41 @@ pub(crate) fn contiguous(
     let expected = "it must be row-major without gaps";
     Err(Error::Stride { what, expected, found: view.strides().to_vec() })
 }
+
+/// An empty list with room for so many elements; more than this machine has memory for is an error.
+pub(crate) fn reserved<T>(count: usize) -> Result<Vec<T>> {
+    let mut list = Vec::new();
+    match list.try_reserve_exact(count) {
+        Ok(()) => Ok(list),
+        Err(_) => Err(no_memory::<T>(count)),
+    }
+}
+
+/// A list of this shape filled with a value; more than this machine has memory for is an error.
+pub(crate) fn filled<T: Clone>(value: T, shape: &[usize]) -> Result<Vec<T>> {
+    let count = shape.iter().try_fold(1usize, |count, &extent| count.checked_mul(extent));
+    let count = count.unwrap_or(usize::MAX);
+    let mut list = reserved(count)?;
+    list.resize(count, value);
+    Ok(list)
+}
+
+/// Appends copies of a value to a list; more than this machine has memory for is an error.
+pub(crate) fn extend<T: Clone>(list: &mut Vec<T>, count: usize, value: T) -> Result<()> {
+    let count = list.len().saturating_add(count);
+    list.try_reserve(count - list.len()).map_err(|_| no_memory::<T>(count))?;
+    list.resize(count, value);
+    Ok(())
+}
+
+/// Appends to a list; more than this machine has memory for is an error.
+pub(crate) fn append<T: Copy>(list: &mut Vec<T>, more: &[T]) -> Result<()> {
+    let count = list.len().saturating_add(more.len());
+    list.try_reserve(more.len()).map_err(|_| no_memory::<T>(count))?;
+    list.extend_from_slice(more);
+    Ok(())
+}
+
+fn no_memory<T>(count: usize) -> Error {
+    blockflash_safe::Error::OutOfMemory { bytes: count.saturating_mul(size_of::<T>()) }.into()
+}

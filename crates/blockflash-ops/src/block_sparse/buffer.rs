@@ -4,9 +4,10 @@ use super::device_transpose::{TransposeSizes, Transposing};
 use super::problems::{NOTHING, describe, no_room};
 use super::validate::{Sizes, invalid};
 use super::{BlockGeometry, BlockMask};
-use crate::check::to_i32;
+use crate::check::{filled, to_i32};
 use crate::operation::no_kernel_on_cpu;
 use crate::selection::{Problem, select, tile_of, unsupported};
+use crate::verify::{checks, outside_of_captures};
 use crate::{Error, Result};
 use blockflash_safe::{
     BlockListScratch, BlockLists, BlockMaskBuild, BlockMaskBuildOperands, CudaProperties, Stream,
@@ -89,7 +90,7 @@ impl BlockMaskBuffer {
         to_i32("capacity", capacity)?;
         let (rows, cols) = (geometry.rows(), geometry.cols());
         let Some(gpu) = stream.device().cuda_properties() else {
-            let nothing = vec![0; groups * (rows + 1)];
+            let nothing = filled(0, &[groups, rows + 1])?;
             let mask = BlockMask::from_parts(geometry, batch, heads, &nothing, &[])?;
             return Ok(Self { mask, capacity, workspace: None });
         };
@@ -118,7 +119,8 @@ impl BlockMaskBuffer {
     }
 
     /// Builds the mask of a choice. On a GPU this only queues work on the stream: it neither
-    /// allocates nor waits, and [`check`](Self::check) reports errors in the data.
+    /// allocates nor waits, and [`check`](Self::check) reports errors in the data;
+    /// [`set_checks`](crate::set_checks) lets every build wait and report them.
     ///
     /// # Errors
     /// [`Error::Shape`], [`Error::DType`], [`Error::Stride`] and [`Error::DeviceMismatch`] name the
@@ -129,6 +131,11 @@ impl BlockMaskBuffer {
     pub fn build(&mut self, choice: &BlockChoice<'_>, stream: &Stream) -> Result<()> {
         let sizes = self.checked(choice, stream)?;
         match self.kernel() {
+            Some(kernel) if checks(stream.device()) => {
+                outside_of_captures(stream)?;
+                self.launch(kernel, &sizes, choice, stream)?;
+                self.check(stream)
+            }
             Some(kernel) => self.launch(kernel, &sizes, choice, stream),
             None => self.build_on_host(&sizes, choice),
         }

@@ -2,7 +2,7 @@
 
 use super::validate::{Sizes, invalid};
 use super::{BlockGeometry, BlockMask};
-use crate::check::to_i32;
+use crate::check::{append, reserved, to_i32};
 use crate::{Mask, Result};
 use blockflash_safe::{BlockListArrays, BlockLists, Device, Stream};
 use std::cmp::{Ordering, Reverse};
@@ -25,7 +25,7 @@ impl BlockMask {
         Sizes::new(geometry, batch, heads)?.check_indices(row_ptr, col_idx)?;
         let stream: &Stream = &Device::cpu().stream()?;
         let rows = geometry.rows();
-        let order = row_order(row_ptr, rows);
+        let order = row_order(row_ptr, rows)?;
         let arrays = BlockListArrays {
             groups: &[batch, heads],
             rows,
@@ -53,7 +53,8 @@ impl BlockMask {
         let cols = geometry.cols();
         let sizes = Sizes::new(geometry, batch, heads)?;
         sizes.check_length("blocks", cols, blocks.len())?;
-        sizes.build(|group, row, columns| {
+        let count = blocks.iter().filter(|&&visited| visited).count();
+        sizes.build(count, |group, row, columns| {
             let blocks = &blocks[(group * geometry.rows() + row) * cols..][..cols];
             columns.extend(
                 blocks.iter().zip(0..).filter(|&(&visited, _)| visited).map(|(_, col)| col),
@@ -80,11 +81,12 @@ impl BlockMask {
         let sizes = Sizes::new(geometry, batch, heads)?;
         sizes.check_length("columns", k, columns.len())?;
         let mut had = vec![0; cols];
-        sizes.build(|group, row, out| {
-            let (at, start) = (group * rows + row, out.len());
+        let count = columns.iter().filter(|&&col| col != -1).count();
+        sizes.build(count, |group, row, out| {
+            let at = group * rows + row;
             let listed = columns[at * k..][..k].iter().enumerate().filter(|&(_, &col)| col != -1);
             sizes.take_columns(listed, [group, row], &mut had, out)?;
-            out[start..].sort_unstable();
+            out.sort_unstable();
             Ok(())
         })
     }
@@ -112,7 +114,9 @@ impl BlockMask {
         let sizes = Sizes::new(geometry, batch, heads)?;
         sizes.check_length("scores", cols, scores.len())?;
         let mut candidates = Vec::new();
-        sizes.build(|group, row, columns| {
+        let of_row = |row| geometry.visible_cols(row, mask).len().min(k);
+        let count = sizes.groups().saturating_mul((0..rows).map(of_row).sum());
+        sizes.build(count, |group, row, columns| {
             let scores = &scores[(group * rows + row) * cols..][..cols];
             if let Some(position) = scores.iter().position(|score| score.is_nan()) {
                 return invalid(format!(
@@ -137,20 +141,26 @@ impl BlockMask {
 }
 
 impl Sizes {
-    /// Builds a mask row by row: `push` gets a group and a row, and appends the columns of this
-    /// row.
+    /// Builds a mask row by row: `push` gets a group, a row and an empty list, to which it appends
+    /// the columns of this row. They are `at_least` columns over all rows, so a mask that is too
+    /// large is refused before its first row is made.
     pub(super) fn build(
         &self,
+        at_least: usize,
         mut push: impl FnMut(usize, usize, &mut Vec<i32>) -> Result<()>,
     ) -> Result<BlockMask> {
+        to_i32("nnz", at_least)?;
         let rows = self.geometry.rows();
-        let mut row_ptr = Vec::with_capacity(self.groups() * (rows + 1));
-        let mut col_idx = Vec::new();
+        let mut row_ptr = reserved(self.groups() * (rows + 1))?;
+        let (mut col_idx, mut columns) = (reserved(at_least)?, Vec::new());
         for group in 0..self.groups() {
             row_ptr.push(col_idx.len() as i32);
             for row in 0..rows {
-                push(group, row, &mut col_idx)?;
-                row_ptr.push(to_i32("nnz", col_idx.len())?);
+                columns.clear();
+                push(group, row, &mut columns)?;
+                to_i32("nnz", col_idx.len() + columns.len())?;
+                append(&mut col_idx, &columns)?;
+                row_ptr.push(col_idx.len() as i32);
             }
         }
         BlockMask::from_parts(self.geometry, self.batch, self.heads, &row_ptr, &col_idx)
@@ -183,15 +193,15 @@ impl Sizes {
 
 /// The rows of each group, the longest first, and the last first among equally long ones. `row_ptr`
 /// holds `rows + 1` offsets per group.
-fn row_order(row_ptr: &[i32], rows: usize) -> Vec<i32> {
-    let mut order = Vec::with_capacity(row_ptr.len());
+fn row_order(row_ptr: &[i32], rows: usize) -> Result<Vec<i32>> {
+    let mut order = reserved(row_ptr.len())?;
     for offsets in row_ptr.chunks_exact(rows + 1) {
         let start = order.len();
         order.extend((0..rows as i32).rev());
         let length = |row: i32| offsets[row as usize + 1] - offsets[row as usize];
         order[start..].sort_by_key(|&row| Reverse(length(row)));
     }
-    order
+    Ok(order)
 }
 
 #[cfg(test)]

@@ -4,6 +4,7 @@
 use super::BlockGeometry;
 use super::BlockMask;
 use super::validate::{Sizes, invalid};
+use crate::check::{filled, reserved};
 use crate::{Mask, Result};
 use std::cmp::Ordering;
 
@@ -18,7 +19,7 @@ impl BlockMask {
             return self.by_sequence(|_, sequence| sequence.intersect_mask(mask));
         }
         let lists = self.lists()?;
-        self.sizes()?.build(|group, row, columns| {
+        self.sizes()?.build(0, |group, row, columns| {
             let visible = self.geometry.visible_cols(row, mask);
             let all = lists.row(group, row);
             let until = |end: usize| all.partition_point(|&col| (col as usize) < end);
@@ -61,8 +62,8 @@ impl BlockMask {
         let lists = self.lists()?;
         let (rows, cols) = (self.rows(), self.cols());
         let sizes = Sizes::new(self.geometry.transposed(), self.batch, self.heads)?;
-        let mut row_ptr = Vec::with_capacity(sizes.groups() * (cols + 1));
-        let mut col_idx = vec![0; self.nnz()];
+        let mut row_ptr = reserved(sizes.groups() * (cols + 1))?;
+        let mut col_idx = filled(0, &[self.nnz()])?;
         let mut end = 0;
         for group in 0..sizes.groups() {
             // Per column, first the number of its rows, then the position of the next one.
@@ -108,11 +109,18 @@ impl BlockMask {
             divided("block_q", self.block_q(), factor_q)?,
             divided("block_kv", self.block_kv(), factor_kv)?,
         )?;
-        Sizes::new(geometry, self.batch, self.heads)?.build(|group, row, columns| {
-            for &col in lists.row(group, row / factor_q) {
-                let first = col as usize * factor_kv;
-                columns.extend(first as i32..(first + factor_kv).min(geometry.cols()) as i32);
-            }
+        let sizes = Sizes::new(geometry, self.batch, self.heads)?;
+        let expanded = |col: i32| {
+            let first = col as usize * factor_kv;
+            first as i32..(first + factor_kv).min(geometry.cols()) as i32
+        };
+        let count_of = |group: usize, row: usize| {
+            let columns: usize = lists.row(group, row).iter().map(|&col| expanded(col).len()).sum();
+            columns * ((row + 1) * factor_q).min(geometry.rows()).saturating_sub(row * factor_q)
+        };
+        let rows = |group| (0..self.rows()).map(move |row| count_of(group, row)).sum::<usize>();
+        sizes.build((0..sizes.groups()).map(rows).sum(), |group, row, columns| {
+            lists.row(group, row / factor_q).iter().for_each(|&col| columns.extend(expanded(col)));
             Ok(())
         })
     }
@@ -144,9 +152,18 @@ impl BlockMask {
             let head = if mask.heads == 1 { 0 } else { group % heads };
             batch * mask.heads + head
         };
-        Sizes::new(self.geometry, batch, heads)?.build(|group, row, columns| {
-            let (a, b) =
-                (ours.row(group_in(self, group), row), theirs.row(group_in(other, group), row));
+        let sizes = Sizes::new(self.geometry, batch, heads)?;
+        let both = |group: usize, row: usize| {
+            (ours.row(group_in(self, group), row), theirs.row(group_in(other, group), row))
+        };
+        // A union has at least the columns of the longer list, and broadcasting repeats them.
+        let least = |group: usize, row: usize| {
+            let (a, b) = both(group, row);
+            if either { a.len().max(b.len()) } else { 0 }
+        };
+        let rows = |group| (0..self.rows()).map(move |row| least(group, row)).sum::<usize>();
+        sizes.build((0..sizes.groups()).map(rows).sum(), |group, row, columns| {
+            let (a, b) = both(group, row);
             merge_rows(a, b, either, columns);
             Ok(())
         })

@@ -103,8 +103,8 @@ impl BlockMask {
             copies.push((counts, download("columns", columns, &shape, stream)?, most));
         }
         let mut had = vec![0; cols];
-        let mask = sizes.build(|group, row, out| {
-            let (at, start) = (group * rows + row, out.len());
+        let mask = sizes.build(0, |group, row, out| {
+            let at = group * rows + row;
             for (counts, columns, most) in &copies {
                 let count = counts.view().as_slice::<i32>()?[at];
                 if count < 0 || count as usize > *most {
@@ -114,7 +114,7 @@ impl BlockMask {
                 let listed = columns.view().as_slice()?[at * most..][..count as usize].iter();
                 sizes.take_columns(listed.enumerate(), [group, row], &mut had, out)?;
             }
-            out[start..].sort_unstable();
+            out.sort_unstable();
             Ok(())
         })?;
         mask.moved_to(stream)

@@ -1,6 +1,7 @@
 use super::BlockGeometry;
 use super::packed::Packed;
-use super::validate::{exists, filled};
+use super::validate::exists;
+use crate::check::filled;
 use crate::{Mask, Result};
 use blockflash_safe::{BlockLists, Device, Stream, Tensor};
 

@@ -2,7 +2,7 @@
 
 use super::validate::{Sizes, exists, invalid};
 use super::{BlockGeometry, BlockMask};
-use crate::check::to_i32;
+use crate::check::{reserved, to_i32};
 use crate::{Error, Result};
 use blockflash_safe::{BlockListArrays, BlockLists, Device, Stream, Tensor};
 
@@ -77,7 +77,11 @@ impl BlockMask {
             cu_rows.push(to_i32("rows", rows)?);
         }
         to_i32("heads * (rows + 1)", heads.saturating_mul(rows + 1))?;
-        let [mut row_ptr, mut col_idx, mut row_order] = [const { Vec::new() }; 3];
+        let count = masks.iter().map(|mask| mask.nnz().saturating_mul(heads / mask.heads));
+        let count = count.fold(0, usize::saturating_add);
+        to_i32("nnz", count)?;
+        let (mut row_ptr, mut col_idx) = (reserved(heads * (rows + 1))?, reserved(count)?);
+        let mut row_order = reserved(heads * rows)?;
         for head in 0..heads {
             row_ptr.push(col_idx.len() as i32);
             for mask in masks {
@@ -85,7 +89,7 @@ impl BlockMask {
                 let (head, rows) = (if mask.heads == 1 { 0 } else { head }, mask.rows());
                 for row in 0..rows {
                     col_idx.extend(lists.row(head, row));
-                    row_ptr.push(to_i32("nnz", col_idx.len())?);
+                    row_ptr.push(col_idx.len() as i32);
                 }
                 row_order.extend(&order[head * rows..][..rows]);
             }
@@ -118,7 +122,7 @@ impl BlockMask {
     pub fn entry(&self, batch: usize) -> Result<Self> {
         exists("batch", batch, self.batch)?;
         let lists = self.lists()?;
-        Sizes::new(self.geometry_of(batch), 1, self.heads)?.build(|head, row, columns| {
+        Sizes::new(self.geometry_of(batch), 1, self.heads)?.build(0, |head, row, columns| {
             columns.extend(lists.at([batch, head, row]));
             Ok(())
         })

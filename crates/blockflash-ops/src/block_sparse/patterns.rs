@@ -4,8 +4,8 @@
 use super::validate::{Sizes, invalid};
 use super::{BlockGeometry, BlockMask};
 use crate::attention::MAX_SEQLEN;
-use crate::check::to_i32;
 use crate::{Align, Result};
+use std::ops::Range;
 
 /// A band, in blocks, around the diagonal columns of a row.
 struct Band {
@@ -26,7 +26,7 @@ impl BlockMask {
     /// # Errors
     /// [`Error::TooLarge`](crate::Error::TooLarge) if the number of blocks does not fit i32.
     pub fn full(geometry: BlockGeometry) -> Result<Self> {
-        Self::global(geometry, &[], &(0..geometry.cols()).collect::<Vec<_>>())
+        Self::sink(geometry, geometry.cols())
     }
 
     /// A sliding window: the diagonal columns of a row, `left` block columns before them, and
@@ -102,7 +102,11 @@ impl BlockMask {
                 geometry.cols()
             ));
         }
-        Self::global(geometry, &[], &(0..count).collect::<Vec<_>>())
+        let blocks = geometry.rows().saturating_mul(count);
+        Sizes::new(geometry, 1, 1)?.build(blocks, |_, _, columns| {
+            columns.extend(0..count as i32);
+            Ok(())
+        })
     }
 
     /// All columns in the block rows `rows`, and the block columns `cols` in every row. Both may be
@@ -116,12 +120,11 @@ impl BlockMask {
         let in_rows = flags("row", rows, geometry.rows())?;
         let in_cols = flags("column", cols, geometry.cols())?;
         let sizes = Sizes::new(geometry, 1, 1)?;
-        // The count is known up front, so reject too many blocks before writing them.
         let others = (geometry.rows() - rows.len()).saturating_mul(cols.len());
-        to_i32("nnz", rows.len().saturating_mul(geometry.cols()).saturating_add(others))?;
+        let blocks = rows.len().saturating_mul(geometry.cols()).saturating_add(others);
         let columns: Vec<i32> =
             (0..).zip(in_cols).filter(|&(_, global)| global).map(|(col, _)| col).collect();
-        sizes.build(|_, row, out| {
+        sizes.build(blocks, |_, row, out| {
             if in_rows[row] {
                 out.extend(0..geometry.cols() as i32);
             } else {
@@ -159,18 +162,27 @@ fn band(geometry: BlockGeometry, band: &Band) -> Result<BlockMask> {
         [band.before, band.after].map(|side| distance(side.unwrap_or(MAX_SEQLEN)));
     let cols = geometry.cols() as i64;
     let ceil = |distance: i64| -(-distance).div_euclid(step);
-    Sizes::new(geometry, 1, 1)?.build(|_, row, columns| {
-        let (first, last) = geometry.stands_at(row, band.align);
-        let mut push = |col: i64| columns.push(col as i32);
-        // Steps that leave the dense part of the band and reach columns that exist.
+    // Steps to the left, columns around the diagonal, and steps to the right: those that leave the
+    // dense part of the band and reach columns that exist.
+    let parts = |first: i64, last: i64| {
         let beyond = near / step + 1;
-        let (nearest, farthest) =
-            (beyond.max(ceil(first - (cols - 1))), before.min(first.div_euclid(step)));
-        (nearest..=farthest).rev().for_each(|steps| push(first - steps * step));
-        ((first - near).max(0)..(last + near + 1).min(cols)).for_each(&mut push);
-        let (nearest, farthest) =
-            (beyond.max(ceil(-last)), after.min((cols - 1 - last).div_euclid(step)));
-        (nearest..=farthest).for_each(|steps| push(last + steps * step));
+        let to_left = beyond.max(ceil(first - (cols - 1)))..before.min(first.div_euclid(step)) + 1;
+        let to_right = beyond.max(ceil(-last))..after.min((cols - 1 - last).div_euclid(step)) + 1;
+        [to_left, (first - near).max(0)..(last + near + 1).min(cols), to_right]
+    };
+    let sizes = Sizes::new(geometry, 1, 1)?;
+    let count_of = |row| {
+        let (first, last) = geometry.stands_at(row, band.align);
+        let length = |part: Range<i64>| (part.end - part.start).max(0) as usize;
+        parts(first, last).map(length).into_iter().sum::<usize>()
+    };
+    sizes.build((0..geometry.rows()).map(count_of).sum(), |_, row, columns| {
+        let (first, last) = geometry.stands_at(row, band.align);
+        let [to_left, around, to_right] = parts(first, last);
+        let mut push = |col: i64| columns.push(col as i32);
+        to_left.rev().for_each(|steps| push(first - steps * step));
+        around.for_each(&mut push);
+        to_right.for_each(|steps| push(last + steps * step));
         Ok(())
     })
 }

@@ -135,3 +135,36 @@ fn too_many_blocks_are_an_error() {
     assert!(matches!(BlockMask::full(geometry), Err(Error::TooLarge { what: "nnz", .. })));
     assert!(matches!(BlockMask::sink(geometry, 128), Err(Error::TooLarge { what: "nnz", .. })));
 }
+
+#[test]
+fn masks_beyond_32_bits_are_refused_before_their_first_row() {
+    let start = std::time::Instant::now();
+    let geometry = BlockGeometry::new(1 << 22, 1 << 22, 64, 64).unwrap();
+    let align = Align::BottomRight;
+    let near = BlockMask::window(geometry, Some(1), Some(1), align).unwrap();
+    assert_eq!(near.nnz(), 3 * (1 << 16) - 2);
+    // 2^20 blocks, for a batch of 2048 or as one of many sequences.
+    let wide = BlockMask::full(BlockGeometry::new(1 << 12, 1 << 20, 64, 64).unwrap()).unwrap();
+    let nothing = vec![0; 2048 * 65];
+    let batch = BlockMask::from_parts(wide.geometry(), 2048, 1, &nothing, &[]).unwrap();
+    assert_eq!(batch.intersection(&wide).unwrap().nnz(), 0);
+    for mask in [
+        BlockMask::window(geometry, None, Some(0), align),
+        BlockMask::window(geometry, None, None, align),
+        BlockMask::strided(geometry, 2, 40_000, align),
+        BlockMask::dilated(geometry, 1, Some(40_000), Some(40_000), align),
+        BlockMask::full(geometry),
+        BlockMask::sink(geometry, 1 << 15),
+        BlockMask::global(geometry, &[], &(0..1 << 15).collect::<Vec<_>>()),
+        batch.union(&wide),
+        BlockMask::packed(&[&wide; 2048]),
+    ] {
+        let error = mask.map(|mask| mask.nnz()).unwrap_err();
+        assert!(
+            matches!(error, Error::TooLarge { what: "nnz", limit: 0x7FFF_FFFF, .. }),
+            "{error}"
+        );
+    }
+    // Each of them took up to 20 seconds and 8.6 GB.
+    assert!(start.elapsed().as_secs() < 20, "{:?}", start.elapsed());
+}

@@ -1,8 +1,7 @@
 //! Scores of blocks, from which the visited blocks are chosen.
 
 use super::BlockGeometry;
-use super::validate::filled;
-use crate::check::Operand;
+use crate::check::{Operand, filled};
 use crate::float::Float;
 use crate::threads::parallel;
 use crate::{Error, Result};

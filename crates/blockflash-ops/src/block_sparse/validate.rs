@@ -118,19 +118,6 @@ pub(super) fn exists(what: &str, index: usize, count: usize) -> Result<()> {
     }
 }
 
-/// Fills an array of this shape with `value`; a size too large for this machine is an error.
-pub(super) fn filled<T: Clone>(value: T, shape: &[usize]) -> Result<Vec<T>> {
-    let count = shape.iter().try_fold(1usize, |count, &extent| count.checked_mul(extent));
-    let count = count.unwrap_or(usize::MAX);
-    let mut values = Vec::new();
-    if values.try_reserve_exact(count).is_err() {
-        let bytes = count.saturating_mul(size_of::<T>());
-        return Err(blockflash_safe::Error::OutOfMemory { bytes }.into());
-    }
-    values.resize(count, value);
-    Ok(values)
-}
-
 pub(super) fn invalid<T>(what: String) -> Result<T> {
     Err(Error::InvalidBlockMask(what))
 }

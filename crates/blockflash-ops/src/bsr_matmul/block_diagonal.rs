@@ -3,7 +3,7 @@
 use super::validate::{Shape, invalid};
 use super::{BsrMatmul, BsrMatrix, BsrPattern, BsrView};
 use crate::Result;
-use crate::check::{Operand, to_i32};
+use crate::check::{Operand, reserved, to_i32};
 use crate::float::Float;
 use blockflash_safe::View;
 use blockflash_sys::DType;
@@ -59,9 +59,8 @@ fn block_diagonal<T: Float>(matrices: &[&BsrMatrix], block_size: usize) -> Resul
     let blocks = sum(BsrPattern::nnz_blocks);
     to_i32("nnz_blocks", blocks)?;
 
-    let (mut row_ptr, mut col_idx) =
-        (Vec::with_capacity(shape.block_rows + 1), Vec::with_capacity(blocks));
-    let mut values: Vec<T> = Vec::with_capacity(blocks * shape.block_elements());
+    let (mut row_ptr, mut col_idx) = (reserved(shape.block_rows + 1)?, reserved(blocks)?);
+    let mut values: Vec<T> = reserved(blocks * shape.block_elements())?;
     row_ptr.push(0);
     let mut first_col = 0;
     for matrix in matrices {

@@ -3,7 +3,7 @@
 
 use super::validate::{Shape, VALUE_TYPES, invalid};
 use super::{BsrMatrix, BsrPattern};
-use crate::check::{Operand, contiguous};
+use crate::check::{Operand, contiguous, extend, filled, reserved, to_i32};
 use crate::float::Float;
 use crate::{Error, Result};
 use blockflash_safe::{Device, Tensor, View};
@@ -53,9 +53,10 @@ impl BsrMatrix {
         {
             return invalid(format!("element ({}, {}) comes twice", pair[0].0, pair[0].1));
         }
-        let mut parts = Parts::new(&shape, shape.block_elements());
+        let mut parts = Parts::new(&shape, shape.block_elements())?;
+        parts.reserve(sorted.chunk_by(|a, b| block(a) == block(b)).count())?;
         for triplets in sorted.chunk_by(|a, b| block(a) == block(b)) {
-            let values = parts.push(block(&triplets[0]));
+            let values = parts.push(block(&triplets[0]))?;
             for &(row, col, value) in triplets {
                 values[row % block_size * block_size + col % block_size] = value;
             }
@@ -125,9 +126,9 @@ impl BsrMatrix {
                 values.len()
             ));
         }
-        let mut parts = Parts::new(&shape, per_block);
+        let mut parts = Parts::new(&shape, per_block)?;
         for at in shape.order_of(blocks)? {
-            parts.push(blocks[at]).copy_from_slice(&values[at * per_block..][..per_block]);
+            parts.push(blocks[at])?.copy_from_slice(&values[at * per_block..][..per_block]);
         }
         parts.finish(&shape, dtype)
     }
@@ -155,7 +156,7 @@ impl BsrMatrix {
     /// The dense matrix, row-major `[rows, cols]`.
     ///
     /// # Errors
-    /// A matrix that is not on the CPU.
+    /// A matrix that is not on the CPU; out of memory.
     pub fn to_dense(&self) -> Result<Vec<f32>> {
         match self.dtype() {
             DType::F16 => to_dense::<f16>(self),
@@ -176,18 +177,26 @@ pub(super) struct Parts {
 
 impl Parts {
     /// For blocks with this many values each.
-    pub(super) fn new(shape: &Shape, per_block: usize) -> Self {
-        let row_ptr = Vec::with_capacity(shape.block_rows + 1);
-        Self { row_ptr, col_idx: Vec::new(), values: Vec::new(), per_block }
+    pub(super) fn new(shape: &Shape, per_block: usize) -> Result<Self> {
+        let row_ptr = reserved(shape.block_rows + 1)?;
+        Ok(Self { row_ptr, col_idx: Vec::new(), values: Vec::new(), per_block })
     }
 
-    /// Appends a block of zeros and returns it. Its position must follow the previous one.
-    pub(super) fn push(&mut self, (block_row, block_col): (usize, usize)) -> &mut [f32] {
+    /// Makes room for the values of so many blocks.
+    fn reserve(&mut self, blocks: usize) -> Result<()> {
+        to_i32("nnz_blocks", blocks)?;
+        self.values = reserved(blocks.saturating_mul(self.per_block))?;
+        Ok(())
+    }
+
+    /// Appends a block of zeros and returns it. Its position must follow the previous one. A single
+    /// element may need a block of a million, so the memory of values is asked for.
+    pub(super) fn push(&mut self, (block_row, block_col): (usize, usize)) -> Result<&mut [f32]> {
         self.row_ptr.resize(block_row + 1, self.col_idx.len() as i32);
         self.col_idx.push(block_col as i32);
         let start = self.values.len();
-        self.values.resize(start + self.per_block, 0.0);
-        &mut self.values[start..]
+        extend(&mut self.values, self.per_block, 0.0)?;
+        Ok(&mut self.values[start..])
     }
 
     pub(super) fn pattern(&mut self, shape: &Shape) -> Result<BsrPattern> {
@@ -226,7 +235,7 @@ fn from_dense<T: Float>(dense: View<'_>, block_size: usize, dtype: DType) -> Res
     };
     let shape = Shape::new(rows, cols, block_size)?;
     let elements = dense.as_slice::<T>()?;
-    let mut parts = Parts::new(&shape, shape.block_elements());
+    let mut parts = Parts::new(&shape, shape.block_elements())?;
     let mut block = vec![0.0; shape.block_elements()];
     for (block_row, block_col) in
         (0..shape.block_rows).flat_map(|row| (0..shape.block_cols).map(move |col| (row, col)))
@@ -242,7 +251,7 @@ fn from_dense<T: Float>(dense: View<'_>, block_size: usize, dtype: DType) -> Res
             }
         }
         if block.iter().any(|&value| value != 0.0) {
-            parts.push((block_row, block_col)).copy_from_slice(&block);
+            parts.push((block_row, block_col))?.copy_from_slice(&block);
         }
     }
     parts.finish(&shape, dtype)
@@ -254,12 +263,7 @@ fn to_dense<T: Float>(matrix: &BsrMatrix) -> Result<Vec<f32>> {
     let (row_ptr, col_idx) = (row_ptr.as_slice::<i32>()?, col_idx.as_slice::<i32>()?);
     let values = matrix.values.view();
     let values = values.as_slice::<T>()?;
-    let limit = isize::MAX as usize / size_of::<f32>();
-    let elements = rows.saturating_mul(cols);
-    if elements > limit {
-        return Err(Error::TooLarge { what: "rows * cols", value: elements, limit });
-    }
-    let mut dense = vec![0.0; elements];
+    let mut dense = filled(0.0, &[rows, cols])?;
     for (block_row, pair) in row_ptr.windows(2).enumerate() {
         for block in pair[0] as usize..pair[1] as usize {
             let first_col = col_idx[block] as usize * block_size;

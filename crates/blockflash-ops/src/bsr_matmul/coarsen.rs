@@ -3,6 +3,7 @@
 use super::BsrMatrix;
 use super::validate::{Shape, invalid};
 use crate::Result;
+use crate::check::extend;
 use crate::float::Float;
 use blockflash_safe::View;
 use blockflash_sys::DType;
@@ -70,7 +71,7 @@ fn in_blocks<T: Float>(matrix: &BsrMatrix, shape: &Shape) -> Result<BsrMatrix> {
         for of_large in inside.chunk_by(|a, b| a.0 == b.0) {
             columns.push(of_large[0].0 as i32);
             let first = blocks.len();
-            blocks.resize(first + large * large, T::zeroed());
+            extend(&mut blocks, large * large, T::zeroed())?;
             for &(_, above, left, block) in of_large {
                 for row in 0..size {
                     let from = &values[(block * size + row) * size..][..size];

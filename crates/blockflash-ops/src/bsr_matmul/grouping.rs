@@ -23,7 +23,11 @@ pub(super) fn row_order(
     let by_length = longest_first(row_ptr);
     let (rows, group) = (by_length.len(), rows_that_share(block_size));
     let words = block_cols.div_ceil(64);
-    if group < 2 || rows <= group || rows.saturating_mul(rows).saturating_mul(words) > MOST_COMPARED
+    // Without block columns there is nothing to share, and nothing limits the comparison.
+    if words == 0
+        || group < 2
+        || rows <= group
+        || rows.saturating_mul(rows).saturating_mul(words) > MOST_COMPARED
     {
         return by_length;
     }

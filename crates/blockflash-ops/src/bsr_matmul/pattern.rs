@@ -63,9 +63,9 @@ impl BsrPattern {
         blocks: &[(usize, usize)],
     ) -> Result<Self> {
         let shape = Shape::new(rows, cols, block_size)?;
-        let mut parts = Parts::new(&shape, 0);
+        let mut parts = Parts::new(&shape, 0)?;
         for at in shape.order_of(blocks)? {
-            parts.push(blocks[at]);
+            parts.push(blocks[at])?;
         }
         parts.pattern(&shape)
     }

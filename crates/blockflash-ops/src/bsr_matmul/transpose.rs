@@ -4,7 +4,7 @@ use super::parts::Lengths;
 use super::pattern::Identity;
 use super::validate::invalid;
 use super::{BsrPattern, grouping};
-use crate::check::Operand;
+use crate::check::{Operand, filled};
 use crate::{Device, Result};
 use blockflash_safe::{BsrIndexArrays, BsrIndices, Stream, Tensor};
 
@@ -38,7 +38,7 @@ impl BsrTranspose {
     pub fn new(a: &BsrPattern, stream: &Stream) -> Result<Self> {
         Operand::new("a", &a.col_idx().view()).on(stream.device())?;
         let (rows, cols) = (a.row_ptr().to_vec::<i32>(stream)?, a.col_idx().to_vec::<i32>(stream)?);
-        let mut row_ptr = vec![0i32; a.block_cols() + 1];
+        let mut row_ptr = filled(0i32, &[a.block_cols() + 1])?;
         cols.iter().for_each(|&col| row_ptr[col as usize + 1] += 1);
         (1..row_ptr.len()).for_each(|row| row_ptr[row] += row_ptr[row - 1]);
         // Block rows are visited in ascending order, so each list of them ascends.
