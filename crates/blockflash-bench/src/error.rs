@@ -1,3 +1,4 @@
+use crate::memory::text;
 use std::path::PathBuf;
 
 /// Reason why something cannot be measured or reported. Every message is one line.
@@ -52,6 +53,20 @@ pub enum Error {
     Energy {
         /// The reason.
         why: String,
+    },
+    /// More host memory than there is.
+    #[error(
+        "{what} need {} of host memory, but only {} are available",
+        text(*needed),
+        text(*available)
+    )]
+    HostMemory {
+        /// What needs it.
+        what: String,
+        /// Bytes that it needs.
+        needed: u64,
+        /// Bytes that there are.
+        available: u64,
     },
     /// An option with an invalid value.
     #[error("{0}")]

@@ -9,6 +9,7 @@ pub mod energy;
 mod error;
 pub mod io;
 pub mod machine;
+pub mod memory;
 pub mod ours;
 pub mod peers;
 pub mod plot;

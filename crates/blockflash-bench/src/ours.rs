@@ -5,6 +5,7 @@ mod host;
 
 use crate::case::{Case, Operands};
 use crate::error::{Error, Result};
+use crate::memory;
 use crate::timing::{Cache, Repeat, Window};
 use blockflash_ops::tuning::Measured;
 use blockflash_ops::{Kernel, Stream};
@@ -64,7 +65,7 @@ impl Ours {
         seed: u64,
         which: &Kernels,
     ) -> Result<Self> {
-        let mut operands = case.shape().operands(stream, seed)?;
+        let mut operands = operands(case, stream, seed)?;
         if cache == Cache::Rotated {
             operands.rotate(stream)?;
         }
@@ -116,7 +117,7 @@ impl Ours {
         which: &Kernels,
         launches: usize,
     ) -> Result<Option<&'static Kernel>> {
-        let mut operands = case.shape().operands(stream, seed)?;
+        let mut operands = operands(case, stream, seed)?;
         let candidates = candidates(&mut *operands, stream, which)?;
         let [Candidate { kernel, forced }] = candidates[..] else {
             let symbols: Vec<_> = candidates
@@ -154,6 +155,13 @@ impl MeasuredKernel {
     pub fn launches(&self) -> usize {
         self.repeat.launches()
     }
+}
+
+/// Draws inputs, if there is host memory for them: every input is read once by a launch, and every
+/// output written once.
+fn operands(case: &Case, stream: &Stream, seed: u64) -> Result<Box<dyn Operands>> {
+    memory::ensure(&format!("the operands of {case}"), case.work().bytes as u64)?;
+    case.shape().operands(stream, seed)
 }
 
 /// A kernel to measure.

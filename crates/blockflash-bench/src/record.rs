@@ -2,6 +2,7 @@
 //! fields.
 
 use crate::error::{Error, Result};
+use crate::io::room;
 use crate::turns::Turns;
 use blockflash_ops::tuning::Measured;
 use serde::{Deserialize, Serialize};
@@ -169,10 +170,13 @@ impl Protocol {
 pub struct Writer {
     path: PathBuf,
     file: File,
+    /// The number of a torn last line that was removed.
+    removed: Option<usize>,
 }
 
 impl Writer {
-    /// Opens or creates the file and the folders above it.
+    /// Opens or creates the file and the folders above it. A last line that an interrupted program
+    /// left torn is removed: the next record would continue it.
     ///
     /// # Errors
     /// [`Error::Io`].
@@ -182,7 +186,29 @@ impl Writer {
         }
         let file =
             OpenOptions::new().create(true).append(true).open(path).map_err(Error::io(path))?;
-        Ok(Self { path: path.to_owned(), file })
+        let mut writer = Self { path: path.to_owned(), file, removed: None };
+        writer.repair().map_err(Error::io(path))?;
+        Ok(writer)
+    }
+
+    /// Lets the file end with a whole line.
+    fn repair(&mut self) -> std::io::Result<()> {
+        let bytes = std::fs::read(&self.path)?;
+        let whole = bytes.iter().rposition(|&byte| byte == b'\n').map_or(0, |end| end + 1);
+        let rest = &bytes[whole..];
+        if rest.is_empty() {
+            return Ok(());
+        }
+        if serde_json::from_slice::<Record>(rest).is_ok() {
+            return self.file.write_all(b"\n");
+        }
+        self.removed = Some(1 + bytes.iter().filter(|&&byte| byte == b'\n').count());
+        self.file.set_len(whole as u64)
+    }
+
+    /// The number of a torn last line that was removed when the file was opened.
+    pub fn removed(&self) -> Option<usize> {
+        self.removed
     }
 
     /// The file.
@@ -190,29 +216,50 @@ impl Writer {
         &self.path
     }
 
-    /// Writes one line.
+    /// Writes one line, or nothing.
     ///
     /// # Errors
     /// [`Error::Io`].
     pub fn append(&mut self, record: &Record) -> Result<()> {
-        let mut line =
-            serde_json::to_string(record).map_err(|error| std::io::Error::other(error.to_string()));
-        if let Ok(line) = &mut line {
+        let mut append = || {
+            let mut line = serde_json::to_string(record)?;
             line.push('\n');
-        }
-        line.and_then(|line| self.file.write_all(line.as_bytes())).map_err(Error::io(&self.path))
+            let before = self.file.metadata()?.len();
+            room(before.saturating_add(line.len() as u64))?;
+            // A part of a line, of a disk that is full, goes again.
+            self.file.write_all(line.as_bytes()).inspect_err(|_| {
+                let _ = self.file.set_len(before);
+            })
+        };
+        append().map_err(Error::io(&self.path))
     }
 }
 
-/// Reads a file of records, oldest first. Fields that a newer program added are ignored; another
-/// schema is an error.
+/// The records of a file.
+#[derive(Debug)]
+pub struct Contents {
+    /// Oldest first.
+    pub records: Vec<Record>,
+    /// The number of a torn last line, which an interrupted program left; it is no record.
+    pub torn: Option<usize>,
+}
+
+/// Reads a file of records. Fields that a newer program added are ignored; another schema is an
+/// error.
 ///
 /// # Errors
 /// [`Error::Io`], [`Error::Record`].
-pub fn read(path: &Path) -> Result<Vec<Record>> {
-    let text = std::fs::read_to_string(path).map_err(Error::io(path))?;
+pub fn read(path: &Path) -> Result<Contents> {
+    let bytes = std::fs::read(path).map_err(Error::io(path))?;
+    let whole = bytes.iter().rposition(|&byte| byte == b'\n').map_or(0, |end| end + 1);
+    let is_record = |rest: &[u8]| serde_json::from_slice::<Record>(rest).is_ok();
+    let torn = !bytes[whole..].trim_ascii().is_empty() && !is_record(&bytes[whole..]);
+    let text = if torn { &bytes[..whole] } else { &bytes };
+    let text = std::str::from_utf8(text)
+        .map_err(|error| Error::io(path)(std::io::Error::other(error.to_string())))?;
+    let torn = torn.then(|| 1 + text.lines().count());
     let lines = text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty());
-    lines
+    let records: Result<Vec<Record>> = lines
         .map(|(index, line)| {
             let wrong =
                 |problem: String| Error::Record { path: path.to_owned(), line: index + 1, problem };
@@ -225,7 +272,8 @@ pub fn read(path: &Path) -> Result<Vec<Record>> {
                 ))),
             }
         })
-        .collect()
+        .collect();
+    Ok(Contents { records: records?, torn })
 }
 
 /// The time now as `2026-11-21T08:15:00Z`.
@@ -284,7 +332,7 @@ mod tests {
     fn records_of_the_repository_can_be_read_and_so_can_their_cases() {
         let results =
             Path::new(env!("CARGO_MANIFEST_DIR")).join("../../benches/results/nvidia-h200");
-        let mut records = read(&results.join("attention_fwd.jsonl")).unwrap();
+        let mut records = read(&results.join("attention_fwd.jsonl")).unwrap().records;
         records.retain(|record| record.op != "ceiling");
         assert!(!records.is_empty());
         for Record { case, .. } in &records {
@@ -304,10 +352,41 @@ mod tests {
             .unwrap()
             .append(&Record { case: "b".into(), ..record.clone() })
             .unwrap();
-        let records = read(&path).unwrap();
+        let records = read(&path).unwrap().records;
         assert_eq!((records.len(), &records[0], records[1].case.as_str()), (2, &record, "b"));
         std::fs::write(&path, "{\"schema\": 9}\n").unwrap();
         assert!(read(&path).unwrap_err().to_string().contains("line 1"));
         std::fs::remove_dir_all(&folder).unwrap();
+    }
+
+    #[test]
+    fn a_torn_last_line_costs_no_other_record() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("suite.jsonl");
+        let record = |case: &str| Record { schema: SCHEMA, case: case.into(), ..Record::default() };
+        let append = |case| {
+            let mut writer = Writer::open(&path).unwrap();
+            writer.append(&record(case)).unwrap();
+            writer.removed()
+        };
+        assert_eq!((append("a"), append("b")), (None, None));
+        let whole = std::fs::read(&path).unwrap();
+        // The program ended, or the disk was full, in the middle of a line.
+        for end in whole.len() / 2 + 1..whole.len() - 1 {
+            std::fs::write(&path, &whole[..end]).unwrap();
+            let Contents { records, torn } = read(&path).unwrap();
+            assert_eq!((records.len(), torn), (1, Some(2)), "{end}");
+            assert_eq!(append("c"), Some(2));
+            let Contents { records, torn } = read(&path).unwrap();
+            assert_eq!(records, [record("a"), record("c")]);
+            assert_eq!(torn, None);
+        }
+        // Only the end of the line is missing.
+        std::fs::write(&path, &whole[..whole.len() - 1]).unwrap();
+        assert_eq!((read(&path).unwrap().records.len(), append("c")), (2, None));
+        assert_eq!(read(&path).unwrap().records.len(), 3);
+        // A line in the middle is named.
+        std::fs::write(&path, [&whole[..10], b"\n", &whole[..]].concat()).unwrap();
+        assert!(read(&path).unwrap_err().to_string().contains("line 1"));
     }
 }

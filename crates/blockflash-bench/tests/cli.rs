@@ -279,7 +279,7 @@ fn bad_files_are_one_line() {
     let text = folder.path("text.npy");
     std::fs::write(&text, "these are not the tensors you are looking for").unwrap();
     let integers = folder.path("integers.npy");
-    write(&integers, &[("", &Array::from(vec![1, 2]))]).unwrap();
+    write(&integers, &[("", &Array::new(&[1, 1, 1, 2], vec![1, 2]).unwrap())]).unwrap();
     let flat = folder.path("flat.npy");
     write(&flat, &[("", &random(DType::F32, &[8], 0))]).unwrap();
     let large = folder.path("large.npy");

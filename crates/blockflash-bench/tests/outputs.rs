@@ -42,7 +42,7 @@ fn a_full_disk_leaves_the_old_files() {
         &lse,
     ];
     let limited = |args: &[&str]| {
-        let script = "trap '' XFSZ; ulimit -f 8; exec \"$@\"";
+        let script = "ulimit -f 8; exec \"$@\"";
         let program = env!("CARGO_BIN_EXE_blockflash");
         Command::new("sh").args(["-c", script, "sh", program]).args(args).output().unwrap()
     };
@@ -53,7 +53,7 @@ fn a_full_disk_leaves_the_old_files() {
         let output = limited(&run);
         let text = String::from_utf8_lossy(&output.stderr).into_owned();
         assert_eq!((output.status.code(), text.lines().count()), (Some(2), 1), "{text}");
-        assert!(text.contains("o.npy: File too large"), "{text}");
+        assert!(text.contains("o.npy: a file may have") && text.contains("(ulimit -f)"), "{text}");
         let found = [&o, &lse].map(|path| std::fs::read_to_string(path).ok());
         assert_eq!(found, [before, before].map(|text| text.map(str::to_owned)));
         assert_eq!(names(&folder).len(), before.map_or(0, |_| 2), "{:?}", names(&folder));
@@ -152,12 +152,12 @@ fn two_names_of_one_file_are_one_file() {
 fn huge_claims_are_refused_at_once() {
     let folder = Folder::new("claims");
     let path = folder.path("huge.safetensors");
-    let elements = [1u64 << 10, 1 << 41, 1 << 41];
+    let (rows, elements) = (1u64 << 30, [1u64 << 40; 3]);
     let mut begin = 0;
     let tensors = ["q", "k", "v"].iter().zip(elements).map(|(name, count)| {
         let end = begin + 2 * count;
         let text = format!(
-            r#""{name}":{{"dtype":"F16","shape":[1,{count},1,1],"data_offsets":[{begin},{end}]}}"#
+            r#""{name}":{{"dtype":"F16","shape":[1024,{rows},1,1],"data_offsets":[{begin},{end}]}}"#
         );
         begin = end;
         text

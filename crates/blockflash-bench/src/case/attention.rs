@@ -2,6 +2,7 @@
 
 use super::backward::Forward;
 use super::id::{self, dtype, mask, number};
+use super::limits;
 use super::mask_kind::MaskKind;
 use super::operands::Operands;
 use super::peer::{PeerCase, PeerCaseError};
@@ -99,6 +100,11 @@ impl Shape for AttentionShape {
         Some(Self { batch, seqlen_q, seqlen_kv, num_heads_q, num_heads_kv, head_dim, mask, dtype })
     }
 
+    fn check(&self) -> Result<(), String> {
+        let Self { batch, seqlen_q, seqlen_kv, num_heads_q, num_heads_kv, head_dim, .. } = *self;
+        limits::attention(batch, [seqlen_q, seqlen_kv], [num_heads_q, num_heads_kv], head_dim)
+    }
+
     fn op(&self) -> &'static str {
         "attention_fwd"
     }
@@ -123,12 +129,12 @@ impl Shape for AttentionShape {
             seen(last).end.saturating_sub(seen(first).start)
         };
         let keys: usize = (0..seqlen_q.div_ceil(positions)).map(keys).sum();
-        let fetched = batch * num_heads_kv * tiles_of_heads * keys * 2 * self.row_bytes();
+        let fetches = (batch * num_heads_kv * tiles_of_heads) as f64 * keys as f64;
         Work {
             flops,
             exps: flops / (4 * head_dim) as f64,
             bytes: self.bytes(),
-            l2_bytes: fetched as f64 + self.query_bytes(),
+            l2_bytes: fetches * (2 * self.row_bytes()) as f64 + self.query_bytes(),
         }
     }
 

@@ -94,6 +94,10 @@ impl<S: Forward> Shape for Backward<S> {
         S::parse(forward).map(Self)
     }
 
+    fn check(&self) -> Result<(), String> {
+        self.0.check()
+    }
+
     fn op(&self) -> &'static str {
         S::BACKWARD
     }

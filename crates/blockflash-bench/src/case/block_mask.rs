@@ -1,6 +1,7 @@
 //! Construction of a block mask on the device where attention reads it.
 
 use super::id::{dtype, number};
+use super::limits;
 use super::mask_operands::{Choose, SINK, Scores, WINDOW};
 use super::operands::Operands;
 use super::peer::{PeerCase, PeerCaseError};
@@ -48,7 +49,8 @@ impl BlockMaskShape {
         if [self.seqlen, self.num_heads, self.block, size].contains(&0) {
             return Err("a block-mask case has a size of 0".to_owned());
         }
-        Ok(())
+        limits::attention(1, [self.seqlen; 2], [self.num_heads; 2], size)?;
+        limits::elements("scores", &[self.num_heads, self.rows(), self.rows()])
     }
 
     /// Number of block rows, which equals the number of block columns.
@@ -83,6 +85,10 @@ impl Shape for BlockMaskShape {
         let (seqlen, num_heads) = (number(seqlen, "s")?, number(heads, "h")?);
         let shape = Self { seqlen, num_heads, block: number(block, "b")?, step };
         shape.check().is_ok().then_some(shape)
+    }
+
+    fn check(&self) -> Result<(), String> {
+        self.check()
     }
 
     fn op(&self) -> &'static str {

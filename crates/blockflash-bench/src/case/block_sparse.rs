@@ -5,6 +5,7 @@ use super::backward::Forward;
 use super::block_lists::BlockLists;
 use super::grid::{GridPeers, fraction, full, heads_kv, pairs, uniform};
 use super::id::{self, dtype, mask, number, pair, pattern};
+use super::limits;
 use super::mask_kind::MaskKind;
 use super::operands::Operands;
 use super::pattern::{self as patterns, Pattern};
@@ -60,6 +61,7 @@ impl BlockSparseShape {
     /// # Errors
     /// One line that says which field is wrong.
     pub fn check(&self) -> Result<(), String> {
+        Shape::check(&self.dense())?;
         let Self { batch, seqlen_q, seqlen_kv, num_heads_q, num_heads_kv, mask_heads, .. } = *self;
         let Self { head_dim, block_q, block_kv, density, pattern, .. } = *self;
         if [batch, seqlen_q, seqlen_kv, head_dim, block_q, block_kv].contains(&0) {
@@ -79,6 +81,7 @@ impl BlockSparseShape {
             ));
         }
         fraction(density)?;
+        limits::blocks(self.nnz_blocks() / (num_heads_q / mask_heads))?;
         if self.mask == MaskKind::Causal && pattern != Pattern::Uniform {
             return Err(format!("causal lists can only be uniform, not {pattern}"));
         }
@@ -252,6 +255,10 @@ impl Shape for BlockSparseShape {
         shape.check().is_ok().then_some(shape)
     }
 
+    fn check(&self) -> Result<(), String> {
+        self.check()
+    }
+
     fn op(&self) -> &'static str {
         "block_sparse_fwd"
     }
@@ -265,7 +272,7 @@ impl Shape for BlockSparseShape {
         let (pairs, sharing) = ((batch * self.visited_pairs()) as f64, self.sharing_heads());
         // Tiles of the query rows, of all heads, that share a key block.
         let tiles = (sharing * block_q).div_ceil(TILE_ROWS);
-        let fetches = (batch * self.nnz_blocks() / sharing * tiles) as f64;
+        let fetches = batch as f64 * (self.nnz_blocks() / sharing) as f64 * tiles as f64;
         let dense = self.dense();
         Work {
             flops: 4.0 * pairs * head_dim as f64,
@@ -327,10 +334,10 @@ impl BlockSparseGrid {
         let Self { batch, num_heads_q, head_dim, .. } = *self;
         let num_heads_kv = self.num_heads_kv.unwrap_or(num_heads_q);
         for ((dtype, mask), [block_q, block_kv]) in
-            pairs(&pairs(&self.dtype, &self.mask), &self.block)
+            pairs(&pairs(&self.dtype, &self.mask)?, &self.block)?
         {
             for ((seqlen, density), pattern) in
-                pairs(&pairs(&self.seqlen, &self.density), &self.pattern)
+                pairs(&pairs(&self.seqlen, &self.density)?, &self.pattern)?
             {
                 let shape = BlockSparseShape {
                     batch,

@@ -2,6 +2,7 @@
 
 use super::grid::{fraction, pairs};
 use super::id::{dtype, number, pattern};
+use super::limits;
 use super::operands::{Operands, normal};
 use super::pattern::Pattern;
 use super::peer::{PeerCase, PeerCaseError};
@@ -12,8 +13,8 @@ use crate::io::Array;
 use blockflash_ops::bsr_matmul::{BsrMatrix, BsrProblem, accepts, select};
 use blockflash_ops::tuning::Likeness;
 use blockflash_ops::{
-    BsrMatmul, BsrWorkspace, CudaProperties, Kernel, Operation, PreparedBsrMatmul, Stream, Tensor,
-    ViewMut, bsr_flops,
+    BsrMatmul, BsrPattern, BsrWorkspace, CudaProperties, Kernel, Operation, PreparedBsrMatmul,
+    Stream, Tensor, ViewMut, bsr_flops,
 };
 use blockflash_oracle::{self as oracle, Activation, BsrCase, Comparison, Mismatch};
 use blockflash_sys::DType;
@@ -86,6 +87,14 @@ impl Shape for BsrShape {
         })
     }
 
+    fn check(&self) -> Result<(), String> {
+        let Self { m, n, k, block_size, density, .. } = *self;
+        limits::matmul(m, n, k)?;
+        limits::size("block_size", block_size, BsrPattern::MAX_BLOCK_SIZE)?;
+        fraction(density)?;
+        limits::stored(self.nnz_blocks(), block_size)
+    }
+
     fn op(&self) -> &'static str {
         "bsr_matmul"
     }
@@ -103,7 +112,8 @@ impl Shape for BsrShape {
             flops: bsr_flops(&self.problem()) as f64,
             exps: 0.0,
             bytes: (values + indices + (k * n + m * n) * size) as f64,
-            l2_bytes: (blocks * block_size * n * size + values * n.div_ceil(TILE_COLUMNS)) as f64,
+            l2_bytes: (blocks * block_size * size) as f64 * n as f64
+                + values as f64 * n.div_ceil(TILE_COLUMNS) as f64,
         }
     }
 
@@ -245,14 +255,14 @@ pub(crate) struct BsrGrid {
 impl BsrGrid {
     pub(crate) fn expand<C: From<BsrShape>>(&self, cases: &mut Vec<C>) -> Result<(), String> {
         let Self { m, k, .. } = *self;
-        for ((dtype, n), block_size) in pairs(&pairs(&self.dtype, &self.n), &self.block_size) {
+        for ((dtype, n), block_size) in pairs(&pairs(&self.dtype, &self.n)?, &self.block_size)? {
             if n == 0 || [m, k].iter().any(|size| *size == 0 || !size.is_multiple_of(block_size)) {
                 return Err(format!(
                     "m {m}, n {n}, k {k}: sizes must be positive, and m and k multiples of \
                      block_size {block_size}"
                 ));
             }
-            for (density, pattern) in pairs(&self.density, &self.pattern) {
+            for (density, pattern) in pairs(&self.density, &self.pattern)? {
                 fraction(density)?;
                 cases.push(BsrShape { m, n, k, block_size, density, pattern, dtype }.into());
             }

@@ -2,6 +2,7 @@
 
 use super::grid::{fraction, pairs, uniform};
 use super::id::{dtype, number, pattern};
+use super::limits;
 use super::operands::{Operands, normal};
 use super::pattern::Pattern;
 use super::peer::{PeerCase, PeerCaseError};
@@ -11,8 +12,8 @@ use crate::error::Result;
 use crate::io::Array;
 use blockflash_ops::bsr_sddmm::{BsrSddmmProblem, accepts, select};
 use blockflash_ops::{
-    BsrMatrix, BsrSddmm, CudaProperties, Device, Kernel, Major, Operation, PreparedBsrSddmm,
-    Stream, Tensor, bsr_sddmm_flops,
+    BsrMatrix, BsrPattern, BsrSddmm, CudaProperties, Device, Kernel, Major, Operation,
+    PreparedBsrSddmm, Stream, Tensor, bsr_sddmm_flops,
 };
 use blockflash_oracle::{self as oracle, Comparison, Mismatch, SddmmCase};
 use blockflash_sys::DType;
@@ -45,10 +46,11 @@ impl SddmmShape {
     /// One line that says which field is wrong.
     pub fn check(&self) -> Result<(), String> {
         let Self { m, n, k, block_size, density, .. } = *self;
-        if [m, n, k, block_size].contains(&0) {
-            return Err("a sampled product has a size of 0".to_owned());
-        }
-        fraction(density)
+        limits::matmul(m, n, k)?;
+        limits::size("block_size", block_size, BsrPattern::MAX_BLOCK_SIZE)?;
+        fraction(density)?;
+        let [rows, columns] = self.blocks();
+        limits::stored(self.pattern.nnz_blocks(rows, columns, density), block_size)
     }
 
     /// Number of block rows and of block columns.
@@ -106,6 +108,10 @@ impl Shape for SddmmShape {
         shape.check().is_ok().then_some(shape)
     }
 
+    fn check(&self) -> Result<(), String> {
+        self.check()
+    }
+
     fn op(&self) -> &'static str {
         "bsr_sddmm"
     }
@@ -127,7 +133,7 @@ impl Shape for SddmmShape {
             flops: bsr_sddmm_flops(&problem) as f64,
             exps: 0.0,
             bytes: (values + indices + (m * k + k * n) * dtype.size()) as f64,
-            l2_bytes: ((blocks + rows_of_a) * line) as f64,
+            l2_bytes: (blocks + rows_of_a) as f64 * line as f64,
         }
     }
 
@@ -272,10 +278,10 @@ pub(crate) struct SddmmGrid {
 
 impl SddmmGrid {
     pub(crate) fn expand<C: From<SddmmShape>>(&self, cases: &mut Vec<C>) -> Result<(), String> {
-        for (dtype, [a_major, b_major]) in pairs(&self.dtype, &self.layout) {
-            for ((size, k), block_size) in pairs(&pairs(&self.size, &self.k), &self.block_size) {
+        for (dtype, [a_major, b_major]) in pairs(&self.dtype, &self.layout)? {
+            for ((size, k), block_size) in pairs(&pairs(&self.size, &self.k)?, &self.block_size)? {
                 let (m, n) = (size, size);
-                for (density, pattern) in pairs(&self.density, &self.pattern) {
+                for (density, pattern) in pairs(&self.density, &self.pattern)? {
                     let shape = SddmmShape {
                         m,
                         n,

@@ -3,6 +3,7 @@
 use super::decode_operands::DecodeOperands;
 use super::grid::{GridPeers, heads_kv, pairs};
 use super::id::{self, dtype, number};
+use super::limits;
 use super::operands::Operands;
 use super::peer::{PeerCase, PeerCaseError};
 use super::shape::Shape;
@@ -72,6 +73,8 @@ impl DecodeShape {
         if [batch, seqlen_q, seqlen_kv, head_dim].contains(&0) {
             return Err("a case of attention to a cache has a size of 0".to_owned());
         }
+        let heads = [self.num_heads_q, self.num_heads_kv];
+        limits::attention(batch, [seqlen_q, seqlen_kv], heads, head_dim)?;
         if self.lengths().iter().any(|&length| length < seqlen_q) {
             return Err(format!("a sequence has fewer keys than {seqlen_q} queries"));
         }
@@ -175,6 +178,10 @@ impl Shape for DecodeShape {
         shape.check().ok().map(|()| shape)
     }
 
+    fn check(&self) -> Result<(), String> {
+        self.check()
+    }
+
     fn op(&self) -> &'static str {
         "attention_decode"
     }
@@ -193,7 +200,7 @@ impl Shape for DecodeShape {
         let tiles = (seqlen_q * num_heads_q).div_ceil(num_heads_kv.max(1) * TILE_ROWS);
         let cache = self.cache_bytes() as f64;
         Work {
-            flops: (4 * pairs * head_dim) as f64,
+            flops: 4.0 * pairs as f64 * head_dim as f64,
             exps: pairs as f64,
             bytes: cache + 2.0 * queries as f64,
             l2_bytes: tiles as f64 * cache + queries as f64,
@@ -267,9 +274,10 @@ impl DecodeGrid {
             None => vec![None],
             Some(sizes) => sizes.iter().copied().map(Some).collect(),
         };
-        let variants = pairs(&pairs(&self.dtype, &page_sizes), &self.fill);
-        let sizes = pairs(&pairs(&self.seqlen_q, &self.seqlen_kv), &self.batch);
-        for (((dtype, page_size), fill), ((seqlen_q, seqlen_kv), batch)) in pairs(&variants, &sizes)
+        let variants = pairs(&pairs(&self.dtype, &page_sizes)?, &self.fill)?;
+        let sizes = pairs(&pairs(&self.seqlen_q, &self.seqlen_kv)?, &self.batch)?;
+        for (((dtype, page_size), fill), ((seqlen_q, seqlen_kv), batch)) in
+            pairs(&variants, &sizes)?
         {
             let shape = DecodeShape {
                 batch,

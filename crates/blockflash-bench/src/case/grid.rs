@@ -32,9 +32,16 @@ pub(super) fn heads_kv(num_heads_q: usize, num_heads_kv: Option<usize>) -> Resul
     Ok(num_heads_kv)
 }
 
+/// Most cases of a grid.
+const MOST: usize = 1 << 16;
+
 /// The pairs of an element of each list, those with the first element of `outer` first.
-pub(super) fn pairs<A: Clone, B: Clone>(outer: &[A], inner: &[B]) -> Vec<(A, B)> {
-    outer.iter().flat_map(|a| inner.iter().map(move |b| (a.clone(), b.clone()))).collect()
+pub(super) fn pairs<A: Clone, B: Clone>(outer: &[A], inner: &[B]) -> Result<Vec<(A, B)>, String> {
+    let count = outer.len().saturating_mul(inner.len());
+    if count > MOST {
+        return Err(format!("a grid has {count} combinations, the limit is {MOST}"));
+    }
+    Ok(outer.iter().flat_map(|a| inner.iter().map(move |b| (a.clone(), b.clone()))).collect())
 }
 
 pub(super) fn fraction(density: f64) -> Result<(), String> {

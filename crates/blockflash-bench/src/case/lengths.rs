@@ -26,7 +26,7 @@ pub enum LengthsError {
 }
 
 /// Maximum number of sequences in a case: a short id such as `1x999999999` must not exhaust memory.
-const MOST: usize = 1 << 16;
+const MOST: usize = super::limits::SEQUENCES;
 
 impl Lengths {
     /// Checks a list.

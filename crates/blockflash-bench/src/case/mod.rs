@@ -16,6 +16,7 @@ mod decode_rows;
 mod grid;
 mod id;
 mod lengths;
+mod limits;
 mod mask_kind;
 mod mask_operands;
 mod operands;
@@ -126,6 +127,14 @@ impl Case {
         matches!(self, Self::AttentionFwd(_) | Self::BlockSparseFwd(_) | Self::BsrMatmul(_))
     }
 
+    /// Checks that the case can be counted and drawn: suites and ids may name any size.
+    ///
+    /// # Errors
+    /// One line that says which size is wrong.
+    pub fn check(&self) -> Result<(), String> {
+        self.shape().check()
+    }
+
     /// Work of a launch.
     pub fn work(&self) -> Work {
         self.shape().work()
@@ -147,7 +156,7 @@ impl FromStr for Case {
         let parts = id::parts(id);
         let case = Self::parse(&parts.split('_').collect::<Vec<_>>());
         // Only the exact spelling that `Display` writes is an id.
-        case.filter(|case| case.to_string() == id).ok_or_else(|| {
+        let case = case.filter(|case| case.to_string() == id).ok_or_else(|| {
             format!(
                 "{id:?} is not a case: expected for example b4_s4096_h32_d64_causal_bf16, \
                  b1_q1_kv8192_h32kv8_d128_full_f16, varlen4096+512x2_h16_d128_causal_bf16, \
@@ -155,7 +164,9 @@ impl FromStr for Case {
                  decode_b8_q1_kv8192_h32kv8_d128_page16_full_bf16 or \
                  m8192_n1024_k8192_b64_d0.1_uniform_f16"
             )
-        })
+        })?;
+        case.check().map_err(|problem| format!("{id:?} is not a case: {problem}"))?;
+        Ok(case)
     }
 }
 

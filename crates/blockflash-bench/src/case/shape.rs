@@ -15,6 +15,11 @@ pub(crate) trait Shape: Display {
     fn parse(parts: &[&str]) -> Option<Self>
     where
         Self: Sized;
+    /// Checks that the case can be counted and drawn, before either is done.
+    ///
+    /// # Errors
+    /// One line that says which size is wrong.
+    fn check(&self) -> Result<(), String>;
     /// Name of the operation in records.
     fn op(&self) -> &'static str;
     /// Element type of the inputs.

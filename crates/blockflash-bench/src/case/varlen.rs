@@ -96,6 +96,10 @@ impl Shape for VarlenShape {
         })
     }
 
+    fn check(&self) -> Result<(), String> {
+        self.of_one_length(1, self.lengths.tokens()).check()
+    }
+
     fn op(&self) -> &'static str {
         "attention_fwd"
     }
@@ -168,7 +172,7 @@ impl AttentionGrid {
             return Err("an attention grid has a size of 0".to_owned());
         }
         let num_heads_kv = heads_kv(num_heads_q, self.num_heads_kv)?;
-        for ((dtype, mask), lengths) in pairs(&pairs(&self.dtype, &self.mask), lengths) {
+        for ((dtype, mask), lengths) in pairs(&pairs(&self.dtype, &self.mask)?, lengths)? {
             let lengths = Lengths::new(&lengths).map_err(|error| error.to_string())?;
             let shape = VarlenShape { lengths, num_heads_q, num_heads_kv, head_dim, mask, dtype };
             cases.push(shape.into());
@@ -183,7 +187,7 @@ impl AttentionGrid {
     ) -> Result<(), String> {
         let Self { num_heads_q, head_dim, .. } = *self;
         let num_heads_kv = heads_kv(num_heads_q, self.num_heads_kv)?;
-        for ((dtype, mask), seqlen_q) in pairs(&pairs(&self.dtype, &self.mask), seqlens) {
+        for ((dtype, mask), seqlen_q) in pairs(&pairs(&self.dtype, &self.mask)?, seqlens)? {
             let batch = match (self.batch, self.tokens) {
                 (Some(batch), None) => batch,
                 (None, Some(tokens)) if seqlen_q > 0 && tokens % seqlen_q == 0 => tokens / seqlen_q,

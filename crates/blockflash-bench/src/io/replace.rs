@@ -11,6 +11,8 @@ use tempfile::{Builder, NamedTempFile};
 #[derive(Debug)]
 pub struct Replacement {
     temporary: NamedTempFile,
+    /// Bytes that were written.
+    written: u64,
     /// The path as the caller named it, for errors.
     path: PathBuf,
     destination: PathBuf,
@@ -27,7 +29,7 @@ impl Replacement {
         let path = path.as_ref();
         let destination = destination(path)?;
         let temporary = create(&destination).map_err(|error| failed(path, error))?;
-        Ok(Self { temporary, path: path.to_owned(), destination })
+        Ok(Self { temporary, written: 0, path: path.to_owned(), destination })
     }
 
     /// Moves all files to their destinations. If one move fails, the earlier ones are undone.
@@ -40,7 +42,7 @@ impl Replacement {
         }
         let several = files.len() > 1;
         let mut done: Vec<(PathBuf, Option<NamedTempFile<()>>)> = Vec::new();
-        for Self { temporary, path, destination } in files {
+        for Self { temporary, path, destination, .. } in files {
             let old = if several { second_name(&destination) } else { Ok(None) };
             let moved = old
                 .and_then(|old| temporary.persist(&destination).map(|_| old).map_err(Into::into));
@@ -78,12 +80,37 @@ pub fn write_texts(files: &[(&Path, &str)]) -> Result<()> {
 
 impl Write for Replacement {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        self.temporary.as_file_mut().write(bytes)
+        room(self.written.saturating_add(bytes.len() as u64))?;
+        let count = self.temporary.as_file_mut().write(bytes)?;
+        self.written += count as u64;
+        Ok(count)
     }
 
     fn flush(&mut self) -> io::Result<()> {
         self.temporary.as_file_mut().flush()
     }
+}
+
+/// Refuses a file of this size beyond the limit of the process (`ulimit -f`). Writing it would end
+/// the process by a signal, without a word and without removing temporary files.
+pub(crate) fn room(bytes: u64) -> io::Result<()> {
+    match limit() {
+        Some(limit) if bytes > limit => {
+            let text = format!("a file may have {limit} bytes here (ulimit -f), not {bytes}");
+            Err(io::Error::new(io::ErrorKind::FileTooLarge, text))
+        }
+        _ => Ok(()),
+    }
+}
+
+#[cfg(unix)]
+fn limit() -> Option<u64> {
+    rustix::process::getrlimit(rustix::process::Resource::Fsize).current
+}
+
+#[cfg(not(unix))]
+fn limit() -> Option<u64> {
+    None
 }
 
 /// The file that this path refers to or would create. Links are followed, so that all names of one

@@ -6,6 +6,7 @@ use crate::case::{
 use crate::error::{Error, Result};
 use crate::timing::Cache;
 use serde::Deserialize;
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 /// A list of cases and their default measurement settings.
@@ -175,8 +176,10 @@ impl Suite {
         file.block_mask_build.iter().try_for_each(|grid| grid.expand(&mut cases))?;
         file.bsr_matmul.iter().try_for_each(|grid| grid.expand(&mut cases))?;
         file.bsr_sddmm.iter().try_for_each(|grid| grid.expand(&mut cases))?;
-        for (index, case) in cases.iter().enumerate() {
-            if cases[..index].contains(case) {
+        let mut ids = BTreeSet::new();
+        for case in &cases {
+            case.check().map_err(|problem| format!("{case}: {problem}"))?;
+            if !ids.insert(case.to_string()) {
                 return Err(format!("{case} occurs twice"));
             }
         }

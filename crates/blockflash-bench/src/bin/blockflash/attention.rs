@@ -12,6 +12,7 @@ use blockflash_bench::io::Array;
 use blockflash_ops::attention::{accepts, select};
 use blockflash_ops::{
     Align, Attention, AttentionProblem, CuSeqlens, DType, Device, Kernel, Mask, Operation, Tensor,
+    View,
 };
 use blockflash_sys::manifest;
 use std::process::ExitCode;
@@ -44,12 +45,9 @@ pub fn run(args: Args) -> Result<ExitCode> {
         None => None,
     };
     let attention = Attention {
-        mask: mask(args.mask, args.scores.window, args.block_mask.token_mask())?,
-        softmax_scale: args.scores.scale,
-        softcap: args.scores.softcap,
         sink: placed_sink.as_ref().map(Placed::view).transpose()?,
         cu_seqlens,
-        ..Attention::new(placed_q.view()?, placed_k.view()?, placed_v.view()?)
+        ..call(&args, [placed_q.view()?, placed_k.view()?, placed_v.view()?])?
     };
     attention.check_cu_seqlens(&stream)?;
     let lengths = packed.as_ref().map(|packed| &packed.lengths);
@@ -107,6 +105,16 @@ pub fn run(args: Args) -> Result<ExitCode> {
     };
     print(&report.render(args.common.json)?)?;
     Ok(report.exit_code())
+}
+
+/// The call that the options describe, without sink, sequences and block mask.
+pub fn call<'a>(args: &Args, [q, k, v]: [View<'a>; 3]) -> Result<Attention<'a>> {
+    Ok(Attention {
+        mask: mask(args.mask, args.scores.window, args.block_mask.token_mask())?,
+        softmax_scale: args.scores.scale,
+        softcap: args.scores.softcap,
+        ..Attention::new(q, k, v)
+    })
 }
 
 /// The kernel that computes the problem, `None` on the CPU: the first one whose name contains

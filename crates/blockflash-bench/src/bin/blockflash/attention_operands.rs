@@ -1,12 +1,13 @@
 //! Operands of `blockflash attention`.
 
 use crate::args::ensure;
+use crate::attention::call;
 use crate::attention_args::Args;
 use crate::failure::{Failure, Result};
-use crate::memory;
 use crate::offsets::Offsets;
-use crate::operand::{Source, common_dtype, load_all, random};
+use crate::operand::{Source, StandIn, common_dtype, load_all, random};
 use blockflash_bench::io::Array;
+use blockflash_bench::memory;
 use blockflash_ops::DType;
 use std::path::Path;
 
@@ -66,6 +67,9 @@ fn tensors(args: &Args) -> Result<[Array; 3]> {
         ensure(!packed || batch == 1, "--cu-seqlens divides the rows of --random 1xROWSxHxD")?;
         let dtype = dtype.unwrap_or(DType::F16);
         memory::ensure("q, k, v and o", memory::size(&[&q, &kv, &kv, &q], dtype.size()))?;
+        if !packed {
+            refuse(args, dtype, [&q, &kv])?;
+        }
         let draw = |what, shape: [usize; 4], lane| {
             let shape = if packed { &shape[1..] } else { &shape[..] };
             random(what, dtype, shape, args.common.seed, lane)
@@ -81,7 +85,19 @@ fn tensors(args: &Args) -> Result<[Array; 3]> {
     let sources = args.qkv.sources("BxSxHxD")?;
     let dtype = common_dtype(dtype, &sources)?;
     let o = memory::size(&[sources[0].shape()?], dtype.size());
+    if !packed {
+        refuse(args, dtype, [sources[0].shape()?, sources[1].shape()?])?;
+    }
     load_all(sources, dtype, o)
+}
+
+/// Refuses a call whose sizes or options do not fit before a tensor of it is drawn or read.
+fn refuse(args: &Args, dtype: DType, [q, kv]: [&[usize]; 2]) -> Result<()> {
+    let (Some(q), Some(kv)) = (StandIn::new(dtype, q), StandIn::new(dtype, kv)) else {
+        return Ok(());
+    };
+    call(args, [q.view()?, kv.view()?, kv.view()?])?.problem()?;
+    Ok(())
 }
 
 impl Packed {

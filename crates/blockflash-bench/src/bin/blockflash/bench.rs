@@ -1,7 +1,7 @@
 //! `blockflash bench`.
 
 use crate::args::{DeviceArg, TuningArg};
-use crate::failure::{Failure, Result};
+use crate::failure::{Failure, Result, warn};
 use crate::output::{device_name, print};
 use crate::pace::{announce, cases, progress};
 use crate::rest::{Rest, RestArgs};
@@ -152,7 +152,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
         run.energy = Some(EnergyMeter::start(run.machine.smi_index.as_deref())?);
     }
     let mut rest = args.rest.of(&run, out)?;
-    let mut writer = Writer::open(out)?;
+    let mut writer = appending(out)?;
     let mut failed = false;
     if !device.is_cpu() {
         let path = if run.suite.cases.is_empty() {
@@ -160,7 +160,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
         } else {
             out.with_file_name("ceilings.jsonl")
         };
-        failed |= !measure_ceilings(&mut run, &mut Writer::open(&path)?)?;
+        failed |= !measure_ceilings(&mut run, &mut appending(&path)?)?;
     }
     if run.suite.cases.is_empty() {
         return Ok(ExitCode::from(u8::from(failed)));
@@ -231,6 +231,16 @@ impl Args {
         }
         Ok(peers)
     }
+}
+
+/// Opens a record for further lines.
+pub fn appending(path: &Path) -> Result<Writer> {
+    let writer = Writer::open(path)?;
+    if let Some(line) = writer.removed() {
+        let path = path.display();
+        warn(format!("{path}, line {line}: the last line was torn, and is removed"));
+    }
+    Ok(writer)
 }
 
 /// What the GPU does at best, into a file of its own beside the suite's. False if a probe computed

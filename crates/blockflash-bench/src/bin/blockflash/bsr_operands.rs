@@ -3,9 +3,9 @@
 use crate::args::{Common, ensure};
 use crate::bsr_args::{Args, Axis};
 use crate::failure::{Failure, Result};
-use crate::memory;
 use crate::operand::{Source, common_dtype, load_all, random};
 use blockflash_bench::io::Array;
+use blockflash_bench::memory;
 use blockflash_bench::random::choose;
 use blockflash_ops::DType;
 use blockflash_ops::bsr_matmul::{BsrMatrix, BsrPattern};

@@ -14,7 +14,7 @@ use blockflash_bench::io::Array;
 use blockflash_ops::attention_decode::{AttentionDecodeProblem, select};
 use blockflash_ops::{
     Align, AttentionDecode, AttentionDecodeOperands, AttentionDecodeWorkspace, CacheAccess, DType,
-    KvCache, Mask, Operation, Tensor,
+    KvCache, Mask, Operation, Tensor, View,
 };
 use blockflash_oracle::{self as oracle, AttentionCase, Comparison};
 use std::process::ExitCode;
@@ -39,13 +39,8 @@ pub fn run(args: Args) -> Result<ExitCode> {
         seqused_kv: seqused_kv.as_ref().map(Tensor::view),
         ..KvCache::new(placed_k.view()?, placed_v.view()?)
     };
-    let call = AttentionDecode {
-        mask: mask(args.mask, args.scores.window, Mask::causal())?,
-        softmax_scale: args.scores.scale,
-        softcap: args.scores.softcap,
-        sink: sink.as_ref().map(Tensor::view),
-        ..AttentionDecode::new(placed_q.view()?)
-    };
+    let call =
+        AttentionDecode { sink: sink.as_ref().map(Tensor::view), ..call(&args, placed_q.view()?)? };
     let problem = call.problem(&cache)?;
     let kernel = match device.cuda_properties() {
         Some(gpu) if !problem.is_empty() => Some(select(&problem, gpu)?),
@@ -98,6 +93,16 @@ pub fn run(args: Args) -> Result<ExitCode> {
     };
     print(&report.render(args.common.json)?)?;
     Ok(report.exit_code())
+}
+
+/// The call that the options describe, without its sink.
+pub fn call<'a>(args: &Args, q: View<'a>) -> Result<AttentionDecode<'a>> {
+    Ok(AttentionDecode {
+        mask: mask(args.mask, args.scores.window, Mask::causal())?,
+        softmax_scale: args.scores.scale,
+        softcap: args.scores.softcap,
+        ..AttentionDecode::new(q)
+    })
 }
 
 fn details(operands: &Operands, problem: &AttentionDecodeProblem) -> Vec<(&'static str, String)> {

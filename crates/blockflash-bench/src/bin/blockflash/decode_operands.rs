@@ -2,13 +2,14 @@
 
 use crate::args::ensure;
 use crate::attention_operands::sink;
+use crate::decode::call;
 use crate::decode_args::Args;
 use crate::failure::{Failure, Result};
-use crate::memory;
-use crate::operand::{Source, common_dtype, load_all, random};
+use crate::operand::{Source, StandIn, common_dtype, load_all, random};
 use blockflash_bench::io::Array;
+use blockflash_bench::memory;
 use blockflash_bench::random::shuffle;
-use blockflash_ops::DType;
+use blockflash_ops::{DType, KvCache};
 
 /// Keys of a random cache, unless a number is given.
 const KEYS: usize = 1024;
@@ -71,7 +72,11 @@ fn drawn(args: &Args, [batch, queries, heads, head_dim]: [usize; 4]) -> Result<T
     let all = batch.saturating_mul(pages);
     let kv = [all, page_size, args.qkv.kv_heads.unwrap_or(heads), head_dim];
     let dtype = args.qkv.dtype().unwrap_or(DType::F16);
-    memory::ensure("q, k, v and o", memory::size(&[&q, &kv, &kv, &q], dtype.size()))?;
+    // The host notes where each key lies, too.
+    let places = memory::size(&[&kv[..2]], size_of::<usize>());
+    let tensors = memory::size(&[&q, &kv, &kv, &q], dtype.size());
+    memory::ensure("q, k, v and o", tensors.saturating_add(places))?;
+    refuse(args, dtype, [&q, &kv], args.page_size.map(|_| [batch, pages]))?;
     let draw = |what, shape: &[usize], lane| random(what, dtype, shape, seed, lane);
     let tensors = [draw("q", &q, 0)?, draw("k", &kv, 1)?, draw("v", &kv, 2)?];
     let table = args.page_size.map(|_| {
@@ -95,7 +100,31 @@ fn read(args: &Args) -> Result<Tensors> {
     let o = memory::size(&[sources[0].shape()?], dtype.size());
     let table = args.block_table.as_ref().map(|path| Source::open(path, "block_table"));
     let table = table.transpose()?.map(|source| source.load(DType::I32)).transpose()?;
+    let of_table = table.as_ref().and_then(|table| <[usize; 2]>::try_from(table.shape()).ok());
+    if table.is_none() == of_table.is_none() {
+        refuse(args, dtype, [sources[0].shape()?, sources[1].shape()?], of_table)?;
+    }
     Ok((load_all(sources, dtype, o)?, table))
+}
+
+/// Refuses a call whose sizes or options do not fit before a tensor of it is drawn or read.
+fn refuse(
+    args: &Args,
+    dtype: DType,
+    [q, kv]: [&[usize]; 2],
+    table: Option<[usize; 2]>,
+) -> Result<()> {
+    let shape = table.unwrap_or_default();
+    let stand_in = StandIn::new;
+    let (Some(q), Some(kv), Some(of_table)) =
+        (stand_in(dtype, q), stand_in(dtype, kv), stand_in(DType::I32, &shape))
+    else {
+        return Ok(());
+    };
+    let block_table = table.map(|_| of_table.view()).transpose()?;
+    let cache = KvCache { block_table, ..KvCache::new(kv.view()?, kv.view()?) };
+    call(args, q.view()?)?.problem(&cache)?;
+    Ok(())
 }
 
 fn lengths(seqused_kv: Option<&Array>, batch: usize, capacity: usize) -> Result<Vec<usize>> {

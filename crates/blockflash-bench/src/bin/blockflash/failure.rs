@@ -49,6 +49,11 @@ impl<E: std::error::Error> From<E> for Failure {
     }
 }
 
+/// Prints a line on stderr that does not stop the command.
+pub fn warn(message: impl Display) {
+    let _ = writeln!(std::io::stderr(), "warning: {}", Failure::new(message));
+}
+
 /// A usage error of clap in the same form; help and version go to stdout as they are.
 pub fn usage(error: &clap::Error) -> ExitCode {
     use clap::error::ErrorKind::{

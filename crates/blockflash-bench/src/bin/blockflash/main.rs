@@ -23,7 +23,6 @@ mod launch;
 mod mask;
 mod mask_file;
 mod measure;
-mod memory;
 mod offsets;
 mod operand;
 mod output;

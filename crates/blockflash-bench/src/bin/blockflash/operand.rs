@@ -2,8 +2,9 @@
 
 use crate::failure::{Failure, Result};
 use crate::progress::Progress;
-use crate::{memory, table};
+use crate::table;
 use blockflash_bench::io::{Array, Error, Problem, Stored, TensorFile};
+use blockflash_bench::memory;
 use blockflash_bench::random;
 use blockflash_ops::{DType, Stream, Tensor, View};
 use std::path::Path;
@@ -18,6 +19,32 @@ pub fn random(what: &str, dtype: DType, shape: &[usize], seed: u64, lane: u64) -
             table::bytes(bytes)
         ))
     })
+}
+
+/// A tensor of this type and shape without its elements, for the checks that come before they are
+/// drawn or read: all of its rows are the same memory.
+pub struct StandIn<'a> {
+    row: Array,
+    shape: &'a [usize],
+}
+
+impl<'a> StandIn<'a> {
+    /// `None` for a row that would be large itself.
+    pub fn new(dtype: DType, shape: &'a [usize]) -> Option<Self> {
+        let width = shape.last().copied().filter(|&width| width <= 1 << 20)?;
+        let mut of_row = vec![1; shape.len()];
+        of_row[shape.len() - 1] = width;
+        let row = random::normal(dtype, &of_row, 0, 0, |_| ()).ok()?;
+        Some(Self { row, shape })
+    }
+
+    pub fn view(&self) -> Result<View<'_>> {
+        let mut view = self.row.view()?;
+        for (dim, &extent) in self.shape.iter().enumerate().rev().skip(1) {
+            view = view.expand(dim, extent)?;
+        }
+        Ok(view)
+    }
 }
 
 /// A tensor in a file.

@@ -1,11 +1,11 @@
 //! `blockflash report`.
 
-use crate::failure::{Failure, Result};
+use crate::failure::{Failure, Result, warn};
 use crate::output::print;
 use blockflash_bench::io::write_texts;
 use blockflash_bench::machine::benches;
 use blockflash_bench::plot::{Plot, plots};
-use blockflash_bench::record::{self, Record};
+use blockflash_bench::record::{self, Contents, Record};
 use blockflash_bench::report::{self, Detail, Image};
 use std::io::IsTerminal;
 use std::path::{Component, Path, PathBuf};
@@ -98,7 +98,12 @@ impl Args {
         files.sort();
         let mut records = Vec::new();
         for file in &files {
-            records.extend(record::read(file)?);
+            let Contents { records: more, torn } = record::read(file)?;
+            if let Some(line) = torn {
+                let file = file.display();
+                warn(format!("{file}, line {line}: the last line is torn, and no record"));
+            }
+            records.extend(more);
         }
         if records.is_empty() {
             let places: Vec<_> = places.iter().map(|place| place.display().to_string()).collect();

@@ -46,7 +46,7 @@ impl RestArgs {
         if self.missing && file.exists() {
             let machine = &run.machine;
             let here = (&run.suite.name, &machine.commit, &machine.gpu, &machine.driver);
-            known = read(file)?;
+            known = read(file)?.records;
             known.retain(|record| {
                 (&record.suite, &record.commit, &record.gpu, &record.driver) == here
             });

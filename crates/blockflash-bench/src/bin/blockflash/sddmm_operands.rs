@@ -4,10 +4,10 @@ use crate::args::ensure;
 use crate::bsr_args::Axis;
 use crate::bsr_operands::{BlockGrid, BsrFile};
 use crate::failure::{Failure, Result};
-use crate::memory;
 use crate::operand::{Source, common_dtype, load_all, random};
 use crate::sddmm_args::Args;
 use blockflash_bench::io::Array;
+use blockflash_bench::memory;
 use blockflash_ops::{BsrMatrix, DType, Device, Major, Stream, Tensor};
 use std::path::Path;
 
@@ -142,10 +142,10 @@ fn enough_memory(
     values: DType,
 ) -> Result<()> {
     let operands = memory::size(&[shape, matrices[0], matrices[1]], dtype.size());
-    memory::ensure(
+    Ok(memory::ensure(
         "A, B and the values",
         operands.saturating_add(memory::size(&[shape, shape], values.size())),
-    )
+    )?)
 }
 
 /// The validated pattern, with values of zero.

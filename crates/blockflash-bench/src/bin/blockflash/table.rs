@@ -1,6 +1,7 @@
 //! Tables and numbers for people.
 
 use blockflash_bench::io::printable;
+pub use blockflash_bench::memory::{number, text as bytes};
 use comfy_table::{Table, presets};
 use std::fmt::Display;
 
@@ -29,17 +30,6 @@ pub fn grid(header: &[&str], rows: Vec<Vec<String>>) -> Table {
     table
 }
 
-/// Three or four significant digits.
-pub fn number(value: f64) -> String {
-    let decimals = match value.abs() {
-        magnitude if magnitude >= 100.0 => 0,
-        magnitude if magnitude >= 10.0 => 1,
-        magnitude if magnitude >= 1.0 => 2,
-        _ => 3,
-    };
-    format!("{value:.decimals$}")
-}
-
 /// `1.23 ms`.
 pub fn time(us: f64) -> String {
     match us {
@@ -47,21 +37,6 @@ pub fn time(us: f64) -> String {
         us if us < 1e6 => format!("{} ms", number(us / 1e3)),
         us => format!("{} s", number(us / 1e6)),
     }
-}
-
-/// `1.5 GiB`.
-pub fn bytes(bytes: u64) -> String {
-    let mut value = bytes as f64;
-    for unit in ["bytes", "KiB", "MiB", "GiB", "TiB"] {
-        if value < 1024.0 {
-            return format!(
-                "{} {unit}",
-                if unit == "bytes" { bytes.to_string() } else { number(value) }
-            );
-        }
-        value /= 1024.0;
-    }
-    format!("{} PiB", number(value))
 }
 
 /// `131,072`.

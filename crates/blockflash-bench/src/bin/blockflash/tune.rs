@@ -1,6 +1,7 @@
 //! `blockflash tune`.
 
 use crate::args::DeviceArg;
+use crate::bench::appending;
 use crate::failure::{Failure, Result};
 use crate::output::{device_name, print};
 use crate::pace::{cases, progress};
@@ -63,7 +64,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
     let suite = args.suite(&benches)?;
     let machine = Machine::of(&device, &benches);
     let default = benches.join("tuned").join(format!("{}.jsonl", machine.slug()));
-    let mut writer = Writer::open(args.out.as_deref().unwrap_or(&default))?;
+    let mut writer = appending(args.out.as_deref().unwrap_or(&default))?;
     print(&format!("device {}, commit {}", device_name(&device), machine.commit))?;
     let run = Run::new(suite, machine, device.stream()?, args.seed, Kernels::All)?;
     let (records, verdicts) = measure(&run, &mut writer)?;

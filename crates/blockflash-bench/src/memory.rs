@@ -1,19 +1,45 @@
 //! Host memory: an allocation beyond it succeeds on Linux, and the process is killed when it fills
 //! it.
 
-use crate::failure::{Failure, Result};
-use crate::table;
+use crate::error::{Error, Result};
 
 /// Refuses work that needs more host memory than there is.
+///
+/// # Errors
+/// [`Error::HostMemory`].
 pub fn ensure(what: &str, bytes: u64) -> Result<()> {
     match available() {
-        Some(available) if bytes > available => Err(Failure::new(format!(
-            "{what} need {} of host memory, but only {} are available",
-            table::bytes(bytes),
-            table::bytes(available)
-        ))),
+        Some(available) if bytes > available => {
+            Err(Error::HostMemory { what: what.to_owned(), needed: bytes, available })
+        }
         _ => Ok(()),
     }
+}
+
+/// `1.5 GiB`.
+pub fn text(bytes: u64) -> String {
+    let mut value = bytes as f64;
+    for unit in ["bytes", "KiB", "MiB", "GiB", "TiB"] {
+        if value < 1024.0 {
+            return match unit {
+                "bytes" => format!("{bytes} {unit}"),
+                _ => format!("{} {unit}", number(value)),
+            };
+        }
+        value /= 1024.0;
+    }
+    format!("{} PiB", number(value))
+}
+
+/// Three or four significant digits.
+pub fn number(value: f64) -> String {
+    let decimals = match value.abs() {
+        magnitude if magnitude >= 100.0 => 0,
+        magnitude if magnitude >= 10.0 => 1,
+        magnitude if magnitude >= 1.0 => 2,
+        _ => 3,
+    };
+    format!("{value:.decimals$}")
 }
 
 /// Bytes of these many elements, as large as can be counted.
