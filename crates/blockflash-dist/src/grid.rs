@@ -34,7 +34,8 @@ impl Scheme {
     pub fn all(world: usize, num_heads_kv: usize) -> Vec<Scheme> {
         let fits = |heads: &usize| [world, num_heads_kv].iter().all(|n| n.is_multiple_of(*heads));
         let scheme = |heads| Scheme { heads, keys: world / heads };
-        (1..=world).rev().filter(fits).map(scheme).collect()
+        // A divisor of the heads is at most their number, however many ranks there are.
+        (1..=world.min(num_heads_kv.max(1))).rev().filter(fits).map(scheme).collect()
     }
 
     /// # Errors

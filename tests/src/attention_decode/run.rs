@@ -162,8 +162,8 @@ impl DecodeInputs {
 
     fn packed(&self) -> Option<PackedTokens<'_>> {
         let longest = self.case.attention.sequences().iter().map(|s| s.q_len).max().unwrap_or(0);
-        // Any upper bound will do.
-        let max_seqlen = longest + self.case.attention.seed as usize % 3;
+        // Any upper bound will do, except 0 where there are rows.
+        let max_seqlen = (longest + self.case.attention.seed as usize % 3).max(1);
         let cu_seqlens = self.cu_seqlens.as_ref()?.view();
         Some(PackedTokens { cu_seqlens, max_seqlen })
     }

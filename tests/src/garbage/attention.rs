@@ -130,6 +130,8 @@ pub(super) fn ended(launched: Result<(), Error>, place: &Place) -> Checked<Ended
         Ok(()) => Ok(Ended::Computed),
         // A GPU does not look before it computes.
         Err(Error::InvalidCuSeqlens { .. }) if place.other.is_none() => Ok(Ended::Refused),
+        // All rows are of no sequence, or too long for half of a maximum of 1.
+        Err(Error::MaxSeqlen { .. }) => Ok(Ended::Refused),
         Err(error) => Err(format!("refused: {error}")),
     }
 }

@@ -106,7 +106,7 @@ impl PageInputs {
     }
 
     fn choice<'a>(&'a self, summaries: View<'a>) -> ChoosePages<'a> {
-        let max_seqlen = self.case.queries.iter().copied().max().unwrap_or(0);
+        let max_seqlen = self.case.queries.iter().copied().max().unwrap_or(0).max(1);
         let offsets = PackedTokens { cu_seqlens: self.offsets.view(), max_seqlen };
         ChoosePages {
             packed: self.case.packed.then_some(offsets),

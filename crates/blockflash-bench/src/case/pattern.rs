@@ -185,12 +185,17 @@ fn clustered(rows: usize, columns: usize, each: usize, seed: u64) -> Vec<Vec<usi
         let draw = |count, total, lane| random::choose(count, total, seed, lane as u64);
         // One random stream for each list and two for each row.
         let list = draw(each, columns, row % clusters);
-        let others: Vec<usize> =
-            (0..columns).filter(|column| list.binary_search(column).is_err()).collect();
         let of_list = draw(shared, list.len(), clusters + 2 * row);
-        let of_others = draw(each - shared, others.len(), clusters + 2 * row + 1);
+        let of_others = draw(each - shared, columns - list.len(), clusters + 2 * row + 1);
         let mut chosen: Vec<usize> = of_list.into_iter().map(|at| list[at]).collect();
-        chosen.extend(of_others.into_iter().map(|at| others[at]));
+        // Place `at` among the columns that are not in the list. Both ascend, so one walk finds all:
+        // looking at every column would be quadratic in the size of the matrix.
+        let mut before = 0;
+        chosen.extend(of_others.into_iter().map(|at| {
+            before +=
+                list[before..].iter().zip(at + before..).take_while(|(c, own)| *c <= own).count();
+            at + before
+        }));
         chosen.sort_unstable();
         chosen
     };

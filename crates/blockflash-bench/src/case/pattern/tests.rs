@@ -152,3 +152,22 @@ fn a_butterfly_differs_in_single_bits() {
     let odd = butterfly(4.0 / 6.0, 384, 384);
     assert_eq!((&odd[0][..], &odd[5][..]), (&[0, 1, 2, 4][..], &[0, 1, 4, 5][..]));
 }
+
+#[test]
+fn rows_of_a_cluster_take_the_rest_from_outside_of_its_list() {
+    // 32 rows are two clusters: 9 columns of 10 are of the list, which 16 rows have in common.
+    let (row_ptr, col_idx) = Pattern::Clustered.draw(32, 64, 10.0 / 64.0, 5);
+    for cluster in 0..2 {
+        let mut counts = [0; 64];
+        for row in (0..32).filter(|row| row % 2 == cluster) {
+            let columns = &col_idx[row_ptr[row] as usize..row_ptr[row + 1] as usize];
+            assert!(columns.is_sorted_by(|a, b| a < b) && columns.len() == 10, "{columns:?}");
+            columns.iter().for_each(|&column| counts[column as usize] += 1);
+        }
+        counts.sort_unstable_by(|a, b| b.cmp(a));
+        assert_eq!(counts[..10].iter().sum::<i32>(), 16 * 9, "{counts:?}");
+    }
+    // A matrix whose rows times columns are beyond any time.
+    let (rows, columns) = Pattern::Clustered.draw(1 << 14, 1 << 24, 1.0 / f64::from(1 << 22), 5);
+    assert_eq!((rows.len(), columns.len()), ((1 << 14) + 1, 4 << 14));
+}
