@@ -188,12 +188,13 @@ fn clustered(rows: usize, columns: usize, each: usize, seed: u64) -> Vec<Vec<usi
         let of_list = draw(shared, list.len(), clusters + 2 * row);
         let of_others = draw(each - shared, columns - list.len(), clusters + 2 * row + 1);
         let mut chosen: Vec<usize> = of_list.into_iter().map(|at| list[at]).collect();
-        // Place `at` among the columns that are not in the list. Both ascend, so one walk finds all:
-        // looking at every column would be quadratic in the size of the matrix.
+        // Place `at` among the columns that are not in the list. Both ascend, so one walk finds
+        // all: looking at every column would be quadratic in the size of the matrix.
         let mut before = 0;
         chosen.extend(of_others.into_iter().map(|at| {
-            before +=
-                list[before..].iter().zip(at + before..).take_while(|(c, own)| *c <= own).count();
+            while list.get(before).is_some_and(|&column| column <= at + before) {
+                before += 1;
+            }
             at + before
         }));
         chosen.sort_unstable();
