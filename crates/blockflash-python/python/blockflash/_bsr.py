@@ -6,17 +6,16 @@
 | `dense_bsr` | `x @ W`, x `[..., rows]` |
 | `sddmm` | the blocks of W's pattern of `a @ b`, a `[rows, k]`, b `[k, cols]` |
 
-W is `[rows, cols]`: `values` `[nnz, block, block]` at the blocks of a pattern. This is passed by
-its number, or by its arrays `row_ptr` and `col_idx` with `shape`, `[rows, cols, block]`: what these
-hold when a call runs, which a graph that was traced obeys, too. The gradient of each operator is
-made of the three, so it has gradients itself.
+W is `[rows, cols]`: `values` `[nnz, block, block]` at the blocks of a pattern, which is passed by
+its number. The overload `arrays` of each takes the pattern's arrays and `[rows, cols, block]` in
+place of the number, and reads them when it runs: a graph that was traced obeys later ones, too. The
+gradient of each operator is made of the three, so it has gradients itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,25 +42,44 @@ def autocast(x: Tensor, other: Tensor, bias: Tensor | None) -> Any:
     )
 
 
-_NO_ARRAYS = (None, None, [])
+class Arrays(NamedTuple):
+    """A pattern by its arrays."""
+
+    row_ptr: Tensor
+    col_idx: Tensor
+    shape: list[int]
+    """Rows, columns and block size of the matrix."""
 
 
-def _number(pattern: int, arrays: Sequence[Any]) -> int:
+_Pattern = int | Arrays
+
+
+def call(operator: Any, pattern: _Pattern, *operands: Any) -> Tensor:
+    """Calls the overload of an operator for this pattern, whose place is behind the tensors."""
+    at = _PLACES[operator]
+    if isinstance(pattern, Arrays):
+        return operator.arrays(*operands[:at], *pattern, *operands[at:])
+    return operator.default(*operands[:at], pattern, *operands[at:])
+
+
+def _number(pattern: _Pattern) -> int:
     """The number of the pattern; of arrays that hold none, the error."""
-    row_ptr, col_idx, shape = *arrays, *_NO_ARRAYS[len(arrays) :]
-    return pattern if row_ptr is None else read(row_ptr, col_idx, *shape).number
+    if isinstance(pattern, Arrays):
+        return read(pattern.row_ptr, pattern.col_idx, *pattern.shape).number
+    return pattern
 
 
-def _sizes(pattern: int, arrays: Sequence[Any]) -> tuple[int, int, int, int]:
+def _sizes(pattern: _Pattern) -> tuple[int, int, int, int]:
     """`(rows, cols, block, nnz)` of a pattern, for which its arrays are not read."""
-    row_ptr, col_idx, shape = *arrays, *_NO_ARRAYS[len(arrays) :]
-    if row_ptr is None and col_idx is None and not shape:
+    if not isinstance(pattern, Arrays):
         return _native.BsrPattern.of(pattern).sizes
-    if row_ptr is None or col_idx is None or len(shape) != 3 or pattern:
-        raise ValueError("a pattern is a number, or row_ptr, col_idx and [rows, cols, block]")
-    if row_ptr.dim() != 1 or col_idx.dim() != 1:
+    row_ptr, col_idx, shape = pattern
+    if row_ptr is None or col_idx is None:
+        raise ValueError("row_ptr and col_idx are needed")
+    if row_ptr.dim() != 1 or col_idx.dim() != 1 or len(shape) != 3:
         raise ValueError(
-            f"row_ptr and col_idx have {row_ptr.dim()} and {col_idx.dim()} dimensions, not 1"
+            f"a pattern of {row_ptr.dim()} and {col_idx.dim()} dimensions and a shape of "
+            f"{len(shape)} numbers, but these are 1, 1 and 3: rows, cols and block"
         )
     return (*shape, col_idx.shape[0])
 
@@ -121,19 +139,19 @@ def _readable(matrix: Tensor) -> Tensor:
 
 
 def _fake_bsr_linear(
-    x: Tensor, values: Tensor, bias: Tensor | None, pattern: int, activation: int = 0, *arrays: Any
+    x: Tensor, values: Tensor, bias: Tensor | None, pattern: _Pattern, activation: int = 0
 ) -> Tensor:
-    sizes = _sizes(pattern, arrays)
+    sizes = _sizes(pattern)
     _checked(sizes, values, x=(x, -1, 1))
     _bias(bias, x, sizes[0])
     return x.new_empty((*x.shape[:-1], sizes[0]))
 
 
 def _bsr_linear(
-    x: Tensor, values: Tensor, bias: Tensor | None, pattern: int, activation: int = 0, *arrays: Any
+    x: Tensor, values: Tensor, bias: Tensor | None, pattern: _Pattern, activation: int = 0
 ) -> Tensor:
-    y = _fake_bsr_linear(x, values, bias, pattern, activation, *arrays)
-    operands = (bias, _rows(y), _number(pattern, arrays), activation)
+    y = _fake_bsr_linear(x, values, bias, pattern, activation)
+    operands = (bias, _rows(y), _number(pattern), activation)
     try:
         _native.bsr_linear(_readable(_rows(x)), values, *operands)
     except _native.Misaligned:
@@ -141,57 +159,58 @@ def _bsr_linear(
     return y
 
 
-def _fake_dense_bsr(x: Tensor, values: Tensor, pattern: int, *arrays: Any) -> Tensor:
-    sizes = _sizes(pattern, arrays)
+def _fake_dense_bsr(x: Tensor, values: Tensor, pattern: _Pattern) -> Tensor:
+    sizes = _sizes(pattern)
     _checked(sizes, values, x=(x, -1, 0))
     return x.new_empty((*x.shape[:-1], sizes[1]))
 
 
-def _dense_bsr(x: Tensor, values: Tensor, pattern: int, *arrays: Any) -> Tensor:
-    y = _fake_dense_bsr(x, values, pattern, *arrays)
-    pattern = _number(pattern, arrays)
+def _dense_bsr(x: Tensor, values: Tensor, pattern: _Pattern) -> Tensor:
+    y = _fake_dense_bsr(x, values, pattern)
+    number = _number(pattern)
     try:
-        _native.dense_bsr(_readable(_rows(x)), values, _rows(y), pattern)
+        _native.dense_bsr(_readable(_rows(x)), values, _rows(y), number)
     except _native.Misaligned:
-        _native.dense_bsr(_readable(_rows(x)), values.clone(), _rows(y), pattern)
+        _native.dense_bsr(_readable(_rows(x)), values.clone(), _rows(y), number)
     return y
 
 
-def _fake_sddmm(a: Tensor, b: Tensor, pattern: int, *arrays: Any) -> Tensor:
+def _fake_sddmm(a: Tensor, b: Tensor, pattern: _Pattern) -> Tensor:
     if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[0]:
         raise ValueError(f"a and b have shapes {tuple(a.shape)} and {tuple(b.shape)}: no product")
-    *_, block, nnz = sizes = _sizes(pattern, arrays)
+    *_, block, nnz = sizes = _sizes(pattern)
     _checked(sizes, None, a=(a, 0, 0), b=(b, 1, 1))
     return a.new_empty((nnz, block, block))
 
 
-def _sddmm(a: Tensor, b: Tensor, pattern: int, *arrays: Any) -> Tensor:
-    values = _fake_sddmm(a, b, pattern, *arrays)
-    _native.sddmm(_readable(a), _readable(b), values, _number(pattern, arrays))
+def _sddmm(a: Tensor, b: Tensor, pattern: _Pattern) -> Tensor:
+    values = _fake_sddmm(a, b, pattern)
+    _native.sddmm(_readable(a), _readable(b), values, _number(pattern))
     return values
 
 
-def _save(ctx: Any, pattern: int, arrays: Sequence[Any], *tensors: Tensor | None) -> None:
+def _save(ctx: Any, pattern: _Pattern, *tensors: Tensor | None) -> None:
     """Saves tensors and the pattern for the backward pass, until which a number is kept in use."""
-    row_ptr, col_idx, ctx.shape = arrays
-    ctx.save_for_backward(*tensors, row_ptr, col_idx)
-    ctx.number, ctx.keep = pattern, None if row_ptr is not None else _native.BsrPattern.of(pattern)
+    if isinstance(pattern, Arrays):
+        ctx.pattern = pattern.shape
+        tensors = (*tensors, pattern.row_ptr, pattern.col_idx)
+    else:
+        ctx.pattern, ctx.keep = pattern, _native.BsrPattern.of(pattern)
+    ctx.save_for_backward(*tensors)
 
 
 def _saved(ctx: Any) -> tuple[Any, ...]:
-    """The tensors that `_save` saved, and the pattern as an operator takes it."""
+    """The tensors that `_save` saved, and the pattern."""
+    if isinstance(ctx.pattern, int):
+        return (*ctx.saved_tensors, ctx.pattern)
     *tensors, row_ptr, col_idx = ctx.saved_tensors
-    return (*tensors, (ctx.number, row_ptr, col_idx, ctx.shape))
-
-
-_NO_GRADIENT = (None,) * 4
-"""The gradients of a pattern: of its number, its arrays and its shape."""
+    return (*tensors, Arrays(row_ptr, col_idx, ctx.pattern))
 
 
 def _setup_bsr_linear(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, values, bias, pattern, ctx.activation, *arrays = inputs
+    x, values, bias, pattern, ctx.activation = inputs
     result = output if ctx.activation == _RELU else None
-    _save(ctx, pattern, arrays, x, values, bias, result)
+    _save(ctx, pattern, x, values, bias, result)
 
 
 def _backward_bsr_linear(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -200,45 +219,39 @@ def _backward_bsr_linear(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad = torch.ops.aten.threshold_backward(grad, result, 0)
     elif ctx.activation:
         # The sum before the activation is computed again rather than kept.
-        before = _linear(x, values, bias, pattern)
+        before = call(_OPS.bsr_linear, pattern, x, values, bias)
         if ctx.activation == _GELU:
             grad = torch.ops.aten.gelu_backward(grad, before)
         else:
             grad = torch.ops.aten.silu_backward(grad, before)
     grad_x = grad_values = grad_bias = None
     if ctx.needs_input_grad[0]:
-        grad_x = _OPS.dense_bsr(grad, values, *pattern)
+        grad_x = call(_OPS.dense_bsr, pattern, grad, values)
     if ctx.needs_input_grad[1]:
-        grad_values = _OPS.sddmm(_rows(grad).t(), _rows(x), *pattern)
+        grad_values = call(_OPS.sddmm, pattern, _rows(grad).t(), _rows(x))
     if ctx.needs_input_grad[2]:
         grad_bias = _rows(grad).sum(0)
-    return grad_x, grad_values, grad_bias, None, *_NO_GRADIENT
-
-
-def _linear(x: Tensor, values: Tensor, bias: Tensor | None, pattern: tuple[Any, ...]) -> Tensor:
-    """`x @ W.T + bias`."""
-    number, *arrays = pattern
-    return _OPS.bsr_linear(x, values, bias, number, 0, *arrays)
+    return grad_x, grad_values, grad_bias, None, None
 
 
 def _setup_dense_bsr(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, values, pattern, *arrays = inputs
-    _save(ctx, pattern, arrays, x, values)
+    x, values, pattern = inputs
+    _save(ctx, pattern, x, values)
 
 
 def _backward_dense_bsr(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x, values, pattern = _saved(ctx)
     grad_x = grad_values = None
     if ctx.needs_input_grad[0]:
-        grad_x = _linear(grad, values, None, pattern)
+        grad_x = call(_OPS.bsr_linear, pattern, grad, values, None)
     if ctx.needs_input_grad[1]:
-        grad_values = _OPS.sddmm(_rows(x).t(), _rows(grad), *pattern)
-    return grad_x, grad_values, *_NO_GRADIENT
+        grad_values = call(_OPS.sddmm, pattern, _rows(x).t(), _rows(grad))
+    return grad_x, grad_values, None
 
 
 def _setup_sddmm(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    a, b, pattern, *arrays = inputs
-    _save(ctx, pattern, arrays, a, b)
+    a, b, pattern = inputs
+    _save(ctx, pattern, a, b)
 
 
 def _backward_sddmm(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -246,38 +259,62 @@ def _backward_sddmm(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     grad = grad.contiguous()
     grad_a = grad_b = None
     if ctx.needs_input_grad[0]:
-        grad_a = _linear(b, grad, None, pattern).t()
+        grad_a = call(_OPS.bsr_linear, pattern, b, grad, None).t()
     if ctx.needs_input_grad[1]:
-        grad_b = _OPS.dense_bsr(a.t(), grad, *pattern)
-    return grad_a, grad_b, *_NO_GRADIENT
+        grad_b = call(_OPS.dense_bsr, pattern, a.t(), grad)
+    return grad_a, grad_b, None
+
+
+def _of_arrays(at: int, kernel: Any, fake: Any, backward: Any, setup: Any) -> tuple[Any, ...]:
+    """The same functions for the overload `arrays`, whose pattern is three arguments."""
+
+    def joined(given: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (*given[:at], Arrays(*given[at : at + 3]), *given[at + 3 :])
+
+    def gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        found = backward(ctx, grad)
+        return (*found[:at], None, None, None, *found[at + 1 :])
+
+    return (
+        lambda *given: kernel(*joined(given)),
+        lambda *given: fake(*joined(given)),
+        gradients,
+        lambda ctx, inputs, output: setup(ctx, joined(inputs), output),
+    )
 
 
 def _register() -> torch.library.Library:
     library = torch.library.Library("blockflash", "FRAGMENT")
-    arrays = "Tensor? row_ptr=None, Tensor? col_idx=None, int[] shape=[]"
-    for schema, kernel, fake, backward, setup in (
+    for name, tensors, rest, functions in (
         (
-            "bsr_linear(Tensor x, Tensor values, Tensor? bias, int pattern, int activation=0, "
-            f"{arrays})",
-            _bsr_linear, _fake_bsr_linear, _backward_bsr_linear, _setup_bsr_linear,
+            "bsr_linear", ("Tensor x", "Tensor values", "Tensor? bias"), ", int activation=0",
+            (_bsr_linear, _fake_bsr_linear, _backward_bsr_linear, _setup_bsr_linear),
         ),
         (
-            f"dense_bsr(Tensor x, Tensor values, int pattern, {arrays})",
-            _dense_bsr, _fake_dense_bsr, _backward_dense_bsr, _setup_dense_bsr,
+            "dense_bsr", ("Tensor x", "Tensor values"), "",
+            (_dense_bsr, _fake_dense_bsr, _backward_dense_bsr, _setup_dense_bsr),
         ),
         (
-            f"sddmm(Tensor a, Tensor b, int pattern, {arrays})",
-            _sddmm, _fake_sddmm, _backward_sddmm, _setup_sddmm,
+            "sddmm", ("Tensor a", "Tensor b"), "",
+            (_sddmm, _fake_sddmm, _backward_sddmm, _setup_sddmm),
         ),
     ):  # fmt: skip
-        library.define(f"{schema} -> Tensor")
-        name = schema.partition("(")[0]
-        for key in ("CPU", "CUDA"):
-            library.impl(name, kernel, key)
-        name = f"blockflash::{name}"
-        torch.library.register_fake(name, fake, lib=library)
-        torch.library.register_autograd(name, backward, setup_context=setup, lib=library)
+        at, given = len(tensors), ", ".join(tensors)
+        arrays = "Tensor row_ptr, Tensor col_idx, int[] shape"
+        for overload, pattern, (kernel, fake, backward, setup) in (
+            (name, "int pattern", functions),
+            (f"{name}.arrays", arrays, _of_arrays(at, *functions)),
+        ):
+            library.define(f"{overload}({given}, {pattern}{rest}) -> Tensor")
+            for key in ("CPU", "CUDA"):
+                library.impl(overload, kernel, key)
+            of = f"blockflash::{overload}"
+            torch.library.register_fake(of, fake, lib=library)
+            torch.library.register_autograd(of, backward, setup_context=setup, lib=library)
+        _PLACES[getattr(_OPS, name)] = at
     return library
 
 
+_PLACES: dict[Any, int] = {}
+"""How many tensors come before the pattern, by operator."""
 _LIBRARY = _register()

@@ -58,13 +58,13 @@ def linear(
     """
     number = _activation(activation)
     x, values, bias = _bsr.autocast(x, values, bias)
-    return _OPS.bsr_linear(x, values, bias, pattern.number, number)
+    return _OPS.bsr_linear.default(x, values, bias, pattern.number, number)
 
 
 def matmul(x: Tensor, values: Tensor, pattern: BlockSparsePattern) -> Tensor:
     """`x @ W` of x `[..., rows]`, to `[..., cols]`; operands and errors as in `linear`."""
     x, values, _ = _bsr.autocast(x, values, None)
-    return _OPS.dense_bsr(x, values, pattern.number)
+    return _OPS.dense_bsr.default(x, values, pattern.number)
 
 
 def sddmm(a: Tensor, b: Tensor, pattern: BlockSparsePattern) -> Tensor:
@@ -80,7 +80,7 @@ def sddmm(a: Tensor, b: Tensor, pattern: BlockSparsePattern) -> Tensor:
 
     """
     a, b, _ = _bsr.autocast(a, b, None)
-    return _OPS.sddmm(a, b, pattern.number)
+    return _OPS.sddmm.default(a, b, pattern.number)
 
 
 def _activation(name: str | None) -> int:
@@ -180,9 +180,16 @@ class BlockSparseLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """`[..., in_features]` to `[..., out_features]`."""
+        # nn.Module finds a buffer slowly as an attribute.
+        row_ptr, col_idx = self._buffers["row_ptr"], self._buffers["col_idx"]
+        traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+        if not traced and type(row_ptr) is Tensor and not row_ptr.is_meta:
+            pattern = read(row_ptr, col_idx, *self._shape)
+            return linear(x, self.values, pattern, self.bias, self.activation)
+        # The operator reads the buffers when it runs, so a graph obeys later ones.
         x, values, bias = _bsr.autocast(x, self.values, self.bias)
-        pattern = (self.row_ptr, self.col_idx, self._shape)
-        return _OPS.bsr_linear(x, values, bias, 0, _activation(self.activation), *pattern)
+        arrays = (row_ptr, col_idx, self._shape)
+        return _OPS.bsr_linear.arrays(x, values, bias, *arrays, _activation(self.activation))
 
     @classmethod
     def from_dense(
