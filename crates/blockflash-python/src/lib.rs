@@ -44,6 +44,12 @@ mod _native {
     use crate::pattern::Handle as BsrPattern;
     #[pymodule_export]
     use crate::plan::forecasts;
+    use pyo3::prelude::*;
+
+    #[pymodule_init]
+    fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
+        module.add("__version__", env!("CARGO_PKG_VERSION"))
+    }
 }
 
 /// Registers native kernels for `attention_forward` and `attention_out` of this namespace, and

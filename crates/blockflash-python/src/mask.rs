@@ -196,6 +196,35 @@ impl Handle {
         Ok(Self::host(self.mask().intersection(other.get().mask()))?)
     }
 
+    /// The mask of a packed batch from the masks of its sequences; on the CPU.
+    #[staticmethod]
+    fn packed(py: Python<'_>, masks: Vec<Py<Handle>>) -> PyResult<Handle> {
+        let pack = || -> Result<Handle> {
+            let host = Device::cpu().stream()?;
+            let masks: Vec<BlockMask> =
+                masks.iter().map(|mask| Ok(mask.get().mask().to(&host)?)).collect::<Result<_>>()?;
+            Self::host(BlockMask::packed(&masks.iter().collect::<Vec<_>>()))
+        };
+        Ok(py.detach(pack)?)
+    }
+
+    /// The masks of the sequences of a packed mask, on the CPU; none if it is not packed.
+    fn sequences(&self, py: Python<'_>) -> PyResult<Vec<Handle>> {
+        let mask = self.mask();
+        let read = || -> Result<Vec<Handle>> {
+            let count = mask.sequences().map_or(0, <[_]>::len);
+            let mask = mask.to(&Device::cpu().stream()?)?;
+            (0..count).map(|at| Self::host(mask.entry(at))).collect()
+        };
+        Ok(py.detach(read)?)
+    }
+
+    /// Whether it is the mask of a packed batch.
+    #[getter]
+    fn is_packed(&self) -> bool {
+        self.mask().sequences().is_some()
+    }
+
     /// A copy on the device of a tensor, on the current stream there.
     fn to_device_of(&self, tensor: &Bound<'_, PyAny>) -> PyResult<Handle> {
         let place = Foreign::direct("tensor", tensor)?;

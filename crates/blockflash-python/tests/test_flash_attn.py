@@ -14,6 +14,7 @@ from torch import Tensor
 import blockflash
 from blockflash import flash_attn as fa2
 from blockflash import flash_attn_interface as fa3
+from blockflash.flash_attn import flash_attn_interface as fa2_interface
 
 
 def small(*shape: int) -> Tensor:
@@ -108,6 +109,40 @@ def test_compiles() -> None:
         torch.testing.assert_close(ours, grad)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("head_dim", [16, 13])
+def test_combine(head_dim: int, device: str) -> None:
+    """Parts of float32 with any strides, and rows that see no key in some part, or in none."""
+    o = torch.randn(3, 2, 4, 5, head_dim, device=device).transpose(2, 3)
+    lse = torch.randn(3, 2, 4, 5, device=device).transpose(2, 3)
+    lse[1, 0], lse[:, 1, 2] = -torch.inf, -torch.inf
+    merged = lse.double().logsumexp(0)
+    weights = (lse - merged).exp().nan_to_num()
+    expected = (weights[..., None] * o).sum(0)
+    out = torch.empty(2, 5, 4, head_dim, device=device, dtype=torch.float16)
+    for dtype, given in ((None, None), (torch.bfloat16, None), (torch.float16, out)):
+        found, found_lse = fa3.flash_attn_combine(o, lse, given, dtype)
+        assert found.dtype == (dtype or torch.float32) and (given is None or found is out)
+        torch.testing.assert_close(found.double(), expected, rtol=1e-2, atol=1e-2)
+        torch.testing.assert_close(found_lse.double(), merged)
+    with pytest.raises(ValueError, match=r"not \[splits, batch"):
+        fa3.flash_attn_combine(o, lse[:2])
+    with pytest.raises(ValueError, match="out is torch.float16"):
+        fa3.flash_attn_combine(o, lse, out)
+
+
+def test_scheduler_metadata_is_accepted() -> None:
+    lengths = torch.tensor([3, 7], dtype=torch.int32)
+    metadata = fa3.get_scheduler_metadata(2, 1, 64, 4, 2, 16, lengths, causal=True)
+    q, cache = small(2, 1, 4, 16), small(2, 64, 2, 16)
+    call = {"cache_seqlens": lengths, "causal": True}
+    expected = fa3.flash_attn_with_kvcache(q, cache, cache, **call)
+    call["scheduler_metadata"] = metadata
+    assert torch.equal(fa3.flash_attn_with_kvcache(q, cache, cache, **call), expected)
+    with pytest.raises(ValueError, match="no multiple"):
+        fa3.get_scheduler_metadata(2, 1, 64, 4, 3, 16, lengths)
+
+
 def test_arguments_that_steer_speed() -> None:
     q, k, v = qkv()
     expected = fa3.flash_attn_func(q, k, v)
@@ -145,7 +180,12 @@ def test_refused_arguments(function: Callable[..., Any], argument: dict[str, Any
 
 
 def test_wrong_arguments() -> None:
+    """All are a `ValueError`, and a `RuntimeError` as in flash-attn."""
     q, k, v = qkv()
+    with pytest.raises(RuntimeError, match="heads"):
+        fa2.flash_attn_func(q, k[:, :, :3], v[:, :, :3])
+    with pytest.raises(NotImplementedError, match="dropout"):
+        fa2_interface._get_block_size_n("cpu", 64, False, True)
     with pytest.raises(blockflash.Unsupported, match="head_dim of v is 8, of q 16"):
         fa2.flash_attn_func(q, k, v[..., :8])
     with pytest.raises(ValueError, match="softcap"):
@@ -196,6 +236,14 @@ SIGNATURES = {
         f"(qkv, softmax_scale=None, causal=False, {_DESCALES}, window_size=(-1, -1), "
         "attention_chunk=0, softcap=0.0, deterministic=False, num_heads_q=None, sm_margin=0, "
         "return_attn_probs=False)"
+    ),
+    (fa3, "flash_attn_combine"): "(out_partial, lse_partial, out=None, out_dtype=None)",
+    (fa3, "get_scheduler_metadata"): (
+        "(batch_size, max_seqlen_q, max_seqlen_k, num_heads_q, num_heads_kv, headdim, "
+        "cache_seqlens, qkv_dtype=torch.bfloat16, headdim_v=None, cu_seqlens_q=None, "
+        "cu_seqlens_k_new=None, cache_leftpad=None, page_size=None, max_seqlen_k_new=0, "
+        "causal=False, window_size=(-1, -1), attention_chunk=0, has_softcap=False, num_splits=0, "
+        "pack_gqa=None, sm_margin=0)"
     ),
     (fa2, "flash_attn_with_kvcache"): (
         "(q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None, "

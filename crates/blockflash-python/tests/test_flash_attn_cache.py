@@ -195,18 +195,11 @@ def test_rows_out_of_use(used: tuple[str, ...], device: str, dtype: torch.dtype)
 
 def refused() -> list[tuple[Any, dict[str, Any], str]]:
     one = torch.ones(1)
-    new = torch.randn(2, BATCH, 2, HEADS_K, DIM)
-    rotary = {"rotary_cos": torch.ones(CAPACITY, 8), "rotary_sin": torch.ones(CAPACITY, 8)}
-    append = {"k": new[0], "v": new[1], "cache_seqlens": 3}
     return [
         (fa2, {"alibi_slopes": one}, "alibi_slopes: .* leave it at"),
-        (fa2, {"cache_leftpad": one}, "cache_leftpad: .* leave it at"),
-        (fa3, {"cache_leftpad": one}, "cache_leftpad: .* leave it at"),
         (fa3, {"qv": one}, "qv: .* leave it at"),
-        (fa3, {"rotary_seqlens": one}, "rotary_seqlens: .* leave it at"),
         (fa3, {"k_descale": one}, "k_descale: .* leave it at"),
         (fa3, {"attention_chunk": 8}, "attention_chunk: .* leave it at"),
-        (fa2, append | rotary | {"causal": True}, "as many queries as new keys"),
     ]
 
 
@@ -219,22 +212,49 @@ def test_refused(module: Any, arguments: dict[str, Any], text: str) -> None:
 
 @MODULES
 def test_wrong(module: Any) -> None:
+    """flash-attn raises for all of these, too; nothing is written."""
     call: Callable[..., Any] = module.flash_attn_with_kvcache
     q, k_cache, v_cache, k, v = operands(2, "cpu", torch.float32)
+    before = k_cache.clone()
     cos = torch.ones(CAPACITY, 8)
-    table = {"block_table" if module is fa2 else "page_table": torch.zeros(3, 1).int()}
-    with pytest.raises(blockflash.Unsupported, match="turns all queries by one position"):
-        call(q, k_cache, v_cache, k, v, rotary_cos=cos, rotary_sin=cos, cache_seqlens=3)
+    name = "block_table" if module is fa2 else "page_table"
+    table = torch.zeros(3, 1).int()
+    new = {"k": k, "v": v, "cache_seqlens": LENGTHS}
     with pytest.raises(blockflash.Unsupported, match="head_dim of v is 16, of q 32"):
         call(q, k_cache, v_cache[..., :16])
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"k": k}, "k and v come together"),
         ({"k": k, "v": v}, "cache_seqlens"),
         ({"rotary_cos": cos, "rotary_sin": cos}, "with k and v only"),
-        ({"k": k, "v": v, "cache_seqlens": 3, "rotary_cos": cos, "causal": True}, "rotary_sin"),
-        ({"cache_batch_idx": LENGTHS, **table}, "cache_batch_idx"),
+        (new | {"rotary_cos": cos, "causal": True}, "rotary_sin"),
+        (new | {"rotary_cos": cos[:9], "rotary_sin": cos[:9], "causal": True}, "positions|rows|9"),
+        (new | {"rotary_cos": cos[:9], "rotary_sin": cos[:9]}, "9 positions"),
+        (new | {"rotary_cos": cos.double(), "rotary_sin": cos}, "float64"),
+        (new | {"k": k[:2], "v": v[:2]}, "shape"),
+        (new | {"k": k[..., :1, :], "v": v[..., :1, :]}, "shape|heads"),
         ({"cache_seqlens": LENGTHS.long()}, "int64"),
+        ({"cache_seqlens": LENGTHS[:2]}, "cache_seqlens has shape"),
+        ({"cache_batch_idx": LENGTHS.long()}, "cache_batch_idx is torch.int64"),
+        ({"cache_leftpad": LENGTHS[None]}, "cache_leftpad has shape"),
+        ({name: table.long()}, "int64"),
+        ({name: table[:2]}, "shape"),
+        ({name: table[0]}, "shape|dimension"),
     ]
+    if module is fa2:
+        paged = {"block_table": table}
+        wrong += [
+            (paged | {"cache_batch_idx": LENGTHS}, "cache_batch_idx is for"),
+            (paged | {"cache_leftpad": LENGTHS}, "cache_leftpad is for"),
+            (paged | {"cache_seqlens": CAPACITY + 1}, "block_table"),
+            (paged | {"cache_seqlens": LENGTHS + 60}, "block_table: .* 110 keys"),
+            (paged | new | {"cache_seqlens": LENGTHS + 13}, "block_table: .* 65 keys"),
+        ]
+        assert call(q, k_cache, v_cache, **paged, cache_seqlens=CAPACITY).shape == q.shape
     for arguments, text in wrong:
-        with pytest.raises(ValueError, match=text):
+        with pytest.raises(ValueError, match=text) as error:
             call(q, k_cache, v_cache, **arguments)
+        assert isinstance(error.value, RuntimeError)
+    assert torch.equal(k_cache, before)
+    with pytest.raises(ValueError, match="more than the 64 slots"):
+        long = torch.randn(2, BATCH, 65, HEADS_K, DIM)
+        call(torch.randn(BATCH, 65, HEADS, DIM), k_cache, v_cache, *long, cache_seqlens=0)

@@ -52,7 +52,8 @@ def test_nothing_is_linked_but_the_c_library() -> None:
 
 
 def test_versions_agree_and_types_are_shipped() -> None:
-    assert blockflash.info()["version"] == metadata.version("blockflash")
+    assert blockflash.__version__ == metadata.version("blockflash")
+    assert blockflash.info()["version"] == blockflash.__version__
     files = {path.name for path in Path(str(resources.files(blockflash))).iterdir()}
     assert {"py.typed", "_native.pyi"} <= files
 

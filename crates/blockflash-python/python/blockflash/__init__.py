@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 
-from ._native import DeviceError, Unsupported
+from ._native import DeviceError, Unsupported, __version__
 
 TYPE_CHECKING = False  # Known to type checkers, without the cost of importing `typing`.
 if TYPE_CHECKING:
@@ -46,6 +46,7 @@ __all__ = [
     "BlockMask",
     "DeviceError",
     "Unsupported",
+    "__version__",
     "activate_sdpa",
     "attention",
     "attention_decode",

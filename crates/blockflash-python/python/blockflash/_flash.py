@@ -15,8 +15,6 @@ from ._native import Unsupported
 _REFUSED: dict[str, tuple[Any, str]] = {
     "dropout_p": (0.0, "dropout"),
     "alibi_slopes": (None, "ALiBi"),
-    "cache_leftpad": (None, "padding on the left of a cache"),
-    "rotary_seqlens": (None, "positions apart from those in the cache"),
     "qv": (None, "a second query for the values"),
     "q_descale": (None, "8-bit queries"),
     "k_descale": (None, "8-bit keys"),
@@ -24,6 +22,10 @@ _REFUSED: dict[str, tuple[Any, str]] = {
     "attention_chunk": (0, "chunked attention"),
 }
 """Arguments that must keep their default, with the feature that is missing."""
+
+
+class InvalidCall(ValueError, RuntimeError):
+    """A wrong argument of a function of flash-attn, which raises `RuntimeError` itself."""
 
 
 def refuse(**arguments: Any) -> None:
@@ -38,7 +40,7 @@ def refuse(**arguments: Any) -> None:
 def unpack(name: str, packed: Tensor, count: int) -> tuple[Tensor, ...]:
     """The `count` tensors that are stacked along the third dimension from the end."""
     if packed.dim() < 3 or packed.size(-3) != count:
-        raise ValueError(
+        raise InvalidCall(
             f"{name} has shape {list(packed.shape)}, not [..., {count}, heads, head_dim]"
         )
     return packed.unbind(-3)
@@ -62,18 +64,30 @@ def attend(
     """
     if q.size(-1) != v.size(-1):
         raise Unsupported(f"head_dim of v is {v.size(-1)}, of q {q.size(-1)}; they must agree")
-    left, right = (None if size == -1 else size for size in map(int, window_size))
-    result = attention(
-        *map(contiguous_rows, (q, k, v)),
-        causal=causal,
-        window=(left, None if causal else right),
-        scale=softmax_scale,
-        softcap=softcap if softcap != 0.0 else None,
-        return_lse=return_lse,
-        **packed,
-    )
+    try:
+        result = attention(
+            *map(contiguous_rows, (q, k, v)),
+            return_lse=return_lse,
+            **conventions(causal, window_size, softmax_scale, softcap),
+            **packed,
+        )
+    except ValueError as error:
+        raise InvalidCall(*error.args) from None
     _stats.count("flash_attn")
     return result
+
+
+def conventions(
+    causal: bool, window_size: Sequence[int], softmax_scale: float | None, softcap: float
+) -> dict[str, Any]:
+    """flash-attn's arguments as our functions take them."""
+    left, right = (None if size == -1 else size for size in map(int, window_size))
+    return {
+        "causal": causal,
+        "window": (left, None if causal else right),
+        "scale": softmax_scale,
+        "softcap": softcap if softcap != 0.0 else None,
+    }
 
 
 def used_parts(

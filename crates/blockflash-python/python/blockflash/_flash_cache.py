@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _stats
+from . import _flash_gather, _stats
 from ._decode import attention_decode
-from ._flash import contiguous_rows
+from ._flash import InvalidCall, contiguous_rows, conventions
 from ._native import Unsupported
+from ._rotary import positions_of, turn
 
 
 def with_kvcache(
@@ -25,57 +26,78 @@ def with_kvcache(
     rotary_interleaved: bool,
     cache_seqlens: int | Tensor | None,
     cache_batch_idx: Tensor | None,
+    cache_leftpad: Tensor | None,
     table: Tensor | None,
     causal: bool,
     window_size: Sequence[int],
-    return_lse: bool,
+    rotary_seqlens: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k_new: Tensor | None = None,
-    max_seqlen_q: int | None = None,
-    **scores: Any,
+    **options: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`flash_attn_with_kvcache` of both versions; `scores` are `softmax_scale` and `softcap`."""
-    if (k is None) != (v is None):
-        raise ValueError("k and v come together or not at all")
-    if cu_seqlens_k_new is not None and (k is None or k.dim() != 3):
-        raise ValueError("cu_seqlens_k_new is for packed k and v, [total, heads_k, head_dim]")
-    if k is None and (rotary[0] is not None or rotary[1] is not None):
-        raise ValueError("rotary_cos and rotary_sin are for calls with k and v only")
-    if k is not None:
-        if cache_seqlens is None:
-            raise ValueError("k and v are appended behind cache_seqlens, which is needed")
-        if k.dim() == 3 and cu_seqlens_k_new is None:
-            raise ValueError("packed k and v need cu_seqlens_k_new")
-        new = k.shape[1] if cu_seqlens_k_new is None else cu_seqlens_k_new.diff()
-        if rotary[0] is not None:
-            _check_positions(q, k, causal, window_size, cu_seqlens_q, cu_seqlens_k_new)
-        cache_seqlens = cache_seqlens + new
+    """`flash_attn_with_kvcache` of both versions.
+
+    `options` are `softmax_scale`, `softcap`, `return_lse` and `max_seqlen_q`.
+    """
+    batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+    numbers = {
+        "cache_seqlens": cache_seqlens,
+        "cache_batch_idx": cache_batch_idx,
+        "cache_leftpad": cache_leftpad,
+        "rotary_seqlens": rotary_seqlens,
+    }
+    for name, tensor in numbers.items():
+        if isinstance(tensor, Tensor):
+            _check_numbers(name, tensor, batch, q.device)
     if isinstance(cache_seqlens, int):
-        batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
         cache_seqlens = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=q.device)
     if cache_batch_idx is not None:
-        if table is not None:
-            raise ValueError("cache_batch_idx is for caches without a table of pages")
-        # Each sequence of the cache is a page.
-        table = cache_batch_idx[:, None]
+        if table is None:
+            table = cache_batch_idx[:, None]  # Each sequence of the cache is a page.
+        elif table.dim() != 2 or table.shape[0] == 0:
+            raise InvalidCall(f"page_table has shape {list(table.shape)}, not [entries, max_pages]")
+        else:
+            table = table[cache_batch_idx.clamp(0, table.shape[0] - 1)]
+    if k is None and v is None:
+        if rotary[0] is not None or rotary[1] is not None:
+            raise InvalidCall("rotary_cos and rotary_sin are for calls with k and v only")
+        cu_seqlens_k_new = None  # It means nothing here, but SGLang passes it.
+        lengths = cache_seqlens
+    else:
+        lengths = _appended(q, k_cache, k, v, cache_seqlens, table, cu_seqlens_q, cu_seqlens_k_new)
+    if rotary[0] is not None and rotary[1] is not None and k is not None:
+        starts = cache_seqlens if rotary_seqlens is None else rotary_seqlens
+        moving = causal or tuple(map(int, window_size)) != (-1, -1)
+        same = cu_seqlens_q is cu_seqlens_k_new and q.shape[:-2] == k.shape[:-2]
+        same = same and (moving or (cu_seqlens_q is None and q.shape[1] == 1))
+        if same and starts is cache_seqlens and cache_leftpad is None:
+            # The kernel turns queries and new keys by the positions of the last keys.
+            cos, sin = rotary
+            options |= {
+                "rotary_cos": cos, "rotary_sin": sin, "rotary_interleaved": rotary_interleaved
+            }  # fmt: skip
+        else:
+            _check_rotary(q, *rotary, _capacity(k_cache, table))
+            at = positions_of(q, starts, cu_seqlens_q, moving)
+            q = turn(q, *rotary, at, rotary_interleaved)
+            k = turn(k, *rotary, positions_of(k, starts, cu_seqlens_k_new), rotary_interleaved)
+    elif rotary[0] is not rotary[1]:
+        raise InvalidCall("rotary_cos and rotary_sin come together")
     return _attend(
         q,
         k_cache,
         v_cache,
         k=None if k is None else contiguous_rows(k),
         v=None if v is None else contiguous_rows(v),
-        seqused_k=cache_seqlens,
+        starts=cache_seqlens,
+        seqused_k=lengths,
+        leftpad=cache_leftpad,
         block_table=table,
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k_new,
-        max_seqlen_q=max_seqlen_q,
         causal=causal,
         window_size=window_size,
-        rotary_cos=rotary[0],
-        rotary_sin=rotary[1],
-        rotary_interleaved=rotary_interleaved,
-        return_lse=return_lse,
-        **scores,
+        **options,
     )
 
 
@@ -97,7 +119,7 @@ def check_pages(
     longest = cache_seqlens + (0 if k is None else k.shape[1])
     room = table.shape[1] * k_cache.shape[1]
     if longest > room:
-        raise ValueError(
+        raise InvalidCall(
             f"block_table: a sequence has {longest} keys, with new ones, but room for {room}: "
             f"{table.shape[1]} pages of {k_cache.shape[1]}"
         )
@@ -110,19 +132,10 @@ def paged(
     *,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
     **options: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Packed queries whose keys are in pages, `[pages, page_size, heads_k, head_dim]`."""
-    return _attend(
-        q,
-        k,
-        v,
-        seqused_k=cu_seqlens_k.diff(),
-        cu_seqlens_q=cu_seqlens_q,
-        max_seqlen_q=max_seqlen_q,
-        **options,
-    )
+    return _attend(q, k, v, seqused_k=cu_seqlens_k.diff(), cu_seqlens_q=cu_seqlens_q, **options)
 
 
 def _attend(
@@ -134,6 +147,11 @@ def _attend(
     causal: bool,
     window_size: Sequence[int],
     softcap: float,
+    return_lse: bool,
+    block_table: Tensor | None,
+    starts: Tensor | None = None,
+    leftpad: Tensor | None = None,
+    k: Tensor | None = None,
     **options: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`blockflash.attention_decode` with flash-attn's conventions."""
@@ -141,35 +159,88 @@ def _attend(
         raise Unsupported(
             f"head_dim of v is {v_cache.size(-1)}, of q {q.size(-1)}; they must agree"
         )
-    left, right = (None if size == -1 else size for size in map(int, window_size))
-    result = attention_decode(
-        contiguous_rows(q),
-        k_cache,
-        v_cache,
-        causal=causal,
-        window=(left, None if causal else right),
-        scale=softmax_scale,
-        softcap=softcap if softcap != 0.0 else None,
-        **options,
-    )
+    options |= conventions(causal, window_size, softmax_scale, softcap)
+    options |= {"k": k, "block_table": block_table}
+    q = contiguous_rows(q)
+    try:
+        if leftpad is None and not _flash_gather.is_needed(q, k_cache, block_table):
+            result = attention_decode(q, k_cache, v_cache, return_lse=return_lse, **options)
+        else:
+            if block_table is not None:
+                _check_numbers("block_table", block_table, _batch(q, options), q.device, 2)
+            options = {"v": None, "cu_seqlens_k": None} | options
+            found = _flash_gather.attend(
+                q, k_cache, v_cache, starts=starts, leftpad=leftpad, **options
+            )
+            result = found if return_lse else found[0]
+    except ValueError as error:
+        raise InvalidCall(*error.args) from None
     _stats.count("flash_attn")
     return result
 
 
-def _check_positions(
+def refuse_with_table(**others: Tensor | None) -> None:
+    """Raises for what flash-attn 2 has for contiguous caches alone."""
+    for name, other in others.items():
+        if other is not None:
+            raise InvalidCall(f"{name} is for caches without a block_table")
+
+
+def _appended(
     q: Tensor,
-    k: Tensor,
-    causal: bool,
-    window_size: Sequence[int],
+    k_cache: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    cache_seqlens: Tensor | None,
+    table: Tensor | None,
     cu_seqlens_q: Tensor | None,
-    cu_seqlens_k_new: Tensor | None,
-) -> None:
-    """flash-attn turns query i by position `cache_seqlens + i`; ours ends with the last key."""
-    if cu_seqlens_q is not cu_seqlens_k_new or (cu_seqlens_q is None and q.shape[1] != k.shape[1]):
-        raise Unsupported("rotary_cos: as many queries as new keys are needed, in the same order")
-    one = cu_seqlens_q is None and q.shape[1] == 1
-    if not (one or causal or tuple(window_size) != (-1, -1)):
-        raise Unsupported(
-            "rotary_cos: without causal and window_size flash-attn turns all queries by one "
-            "position, which blockflash does for one query only"
+    cu_seqlens_new: Tensor | None,
+) -> Tensor:
+    """The lengths with the new keys."""
+    if k is None or v is None:
+        raise InvalidCall("k and v come together or not at all")
+    if cache_seqlens is None:
+        raise InvalidCall("k and v are appended behind cache_seqlens, which is needed")
+    if (k.dim() == 3) != (cu_seqlens_new is not None):
+        raise InvalidCall("packed k and v, [total, heads_k, head_dim], come with cu_seqlens_k_new")
+    if cu_seqlens_q is None and q.dim() == 4 and q.shape[1] > _capacity(k_cache, table):
+        raise InvalidCall(
+            f"q has {q.shape[1]} tokens, more than the {_capacity(k_cache, table)} slots for k"
         )
+    return cache_seqlens + (k.shape[1] if cu_seqlens_new is None else cu_seqlens_new.diff())
+
+
+def _capacity(k_cache: Tensor, table: Tensor | None) -> int:
+    """Slots of a sequence."""
+    return k_cache.shape[1] * (1 if table is None else table.shape[-1])
+
+
+def _batch(q: Tensor, options: dict[str, Any]) -> int:
+    cu_seqlens = options.get("cu_seqlens_q")
+    return q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+
+
+def _check_numbers(
+    name: str, tensor: Tensor, batch: int, device: torch.device, dims: int = 1
+) -> None:
+    if tensor.dtype != torch.int32 or tensor.device != device:
+        raise InvalidCall(f"{name} is {tensor.dtype} on {tensor.device}, not int32 on {device}")
+    if tensor.dim() != dims or tensor.shape[0] != batch:
+        expected = ", ".join([str(batch), "max_pages"][:dims])
+        raise InvalidCall(f"{name} has shape {list(tensor.shape)}, not [{expected}]")
+
+
+def _check_rotary(q: Tensor, cos: Tensor, sin: Tensor, positions: int) -> None:
+    half = q.shape[-1] // 2
+    if cos.dim() != 2 or cos.shape != sin.shape or not 0 < cos.shape[1] <= half:
+        raise InvalidCall(
+            f"rotary_cos and rotary_sin have shapes {list(cos.shape)} and {list(sin.shape)}, not "
+            f"both [positions, up to {half}]"
+        )
+    for name, table in (("rotary_cos", cos), ("rotary_sin", sin)):
+        if table.dtype not in (q.dtype, torch.float32) or table.device != q.device:
+            raise InvalidCall(
+                f"{name} is {table.dtype} on {table.device}, not {q.dtype} or float32 on {q.device}"
+            )
+    if cos.shape[0] < positions:
+        raise InvalidCall(f"rotary_cos has {cos.shape[0]} positions, not {positions} as the cache")

@@ -9,7 +9,7 @@ aligned at the bottom right, -1 for an unlimited side of a window, `softcap=0.0`
 function takes these arguments, apart from its tensors:
 
 - `softmax_scale`, `causal`, `window_size`, `softcap`, `deterministic`: as in
-  `blockflash.flash_attn`.
+  `blockflash.flash_attn.flash_attn_interface`.
 - `num_splits`, `pack_gqa`, `sm_margin`, `scheduler_metadata`: steer only the speed of
   FlashAttention's own kernels. Any value is accepted and none changes anything here.
 - `qv`, `q_descale`, `k_descale`, `v_descale` and `attention_chunk` raise `Unsupported` unless at
@@ -17,22 +17,26 @@ function takes these arguments, apart from its tensors:
 - `return_attn_probs`: returns `(out, softmax_lse)`: softmax_lse is f32,
   `[batch, heads, seqlen_q]` or `[heads, total_q]`.
 
-What `blockflash.flash_attn` says about rows without keys, head_dim, caches and gradients holds
-here, too.
+What `blockflash.flash_attn.flash_attn_interface` says about rows without keys, head_dim, errors,
+caches and gradients holds here, too.
 """
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from ._flash import attend, refuse, unpack, used_parts
+from ._decode import attention_merge
+from ._flash import InvalidCall, attend, refuse, unpack, used_parts
 from ._flash_cache import with_kvcache
 
 __all__ = [
+    "flash_attn_combine",
     "flash_attn_func",
     "flash_attn_qkvpacked_func",
     "flash_attn_varlen_func",
     "flash_attn_with_kvcache",
+    "get_scheduler_metadata",
 ]
 
 _Result = Tensor | tuple[Tensor, Tensor]
@@ -183,12 +187,12 @@ def flash_attn_qkvpacked_func(
     if qkv.dim() == 4:
         rest = 0 if num_heads_q is None else qkv.size(2) - num_heads_q
         if not 0 < rest < qkv.size(2) or rest % 2:
-            raise ValueError(f"num_heads_q is {num_heads_q} with {qkv.size(2)} heads in qkv")
+            raise InvalidCall(f"num_heads_q is {num_heads_q} with {qkv.size(2)} heads in qkv")
         q, k, v = qkv.split([num_heads_q, rest // 2, rest // 2], dim=2)
     else:
         q, k, v = unpack("qkv", qkv, 3)
         if num_heads_q not in (None, q.size(-2)):
-            raise ValueError(f"num_heads_q is {num_heads_q} with {q.size(-2)} heads of q in qkv")
+            raise InvalidCall(f"num_heads_q is {num_heads_q} with {q.size(-2)} heads of q in qkv")
     return flash_attn_func(
         q,
         k,
@@ -243,12 +247,14 @@ def flash_attn_with_kvcache(
     """Attention to a cache, to which new keys and values are appended first, if there are any.
 
     What `blockflash.flash_attn.flash_attn_with_kvcache` says holds here, with `page_table` for
-    `block_table`. `cache_leftpad` and `rotary_seqlens` raise `Unsupported`, too.
+    `block_table`. A page_table goes with `cache_batch_idx`, which chooses its rows, and with
+    `cache_leftpad`; that sequences are not longer is not checked, and what is behind is lost.
 
     Args that flash-attn 2 does not have:
         cu_seqlens_q: i32 `[batch + 1]`: q is packed, `[total_q, heads, head_dim]`.
         cu_seqlens_k_new: i32 `[batch + 1]`: k and v are packed, `[total_new, heads_k, head_dim]`.
         max_seqlen_q: the most queries of a sequence, needed with cu_seqlens_q.
+        rotary_seqlens: i32 `[batch]`: positions count from here, not from cache_seqlens.
 
     Returns:
         `[batch, seqlen_q, heads, head_dim]` or `[total_q, heads, head_dim]`, or a pair with
@@ -257,8 +263,6 @@ def flash_attn_with_kvcache(
     """
     refuse(
         qv=qv,
-        cache_leftpad=cache_leftpad,
-        rotary_seqlens=rotary_seqlens,
         q_descale=q_descale,
         k_descale=k_descale,
         v_descale=v_descale,
@@ -274,7 +278,9 @@ def flash_attn_with_kvcache(
         rotary_interleaved=rotary_interleaved,
         cache_seqlens=cache_seqlens,
         cache_batch_idx=cache_batch_idx,
+        cache_leftpad=cache_leftpad,
         table=page_table,
+        rotary_seqlens=rotary_seqlens,
         causal=causal,
         window_size=window_size,
         return_lse=return_softmax_lse,
@@ -284,3 +290,80 @@ def flash_attn_with_kvcache(
         cu_seqlens_k_new=cu_seqlens_k_new,
         max_seqlen_q=max_seqlen_q,
     )
+
+
+def flash_attn_combine(
+    out_partial: Tensor,
+    lse_partial: Tensor,
+    out: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention to all keys from the attention to parts of the keys; without a gradient.
+
+    Args:
+        out_partial: f32 `[splits, batch, seqlen, heads, head_dim]`.
+        lse_partial: f32 `[splits, batch, seqlen, heads]`; -inf where a query sees no key.
+        out: `[batch, seqlen, heads, head_dim]`, where the output goes.
+        out_dtype: The element type of the output, f32 by default: that of `out` if both are given.
+
+    Returns:
+        The output and `softmax_lse`, f32 `[batch, seqlen, heads]`.
+
+    """
+    dtype = torch.float32 if out_dtype is None else out_dtype
+    if out_partial.dtype != torch.float32 or lse_partial.dtype != torch.float32:
+        raise InvalidCall(
+            f"out_partial and lse_partial are {out_partial.dtype} and {lse_partial.dtype}, not "
+            "float32"
+        )
+    if out_partial.dim() != 5 or lse_partial.shape != out_partial.shape[:4]:
+        raise InvalidCall(
+            f"out_partial has shape {list(out_partial.shape)} and lse_partial "
+            f"{list(lse_partial.shape)}, not [splits, batch, seqlen, heads, head_dim] and "
+            "[splits, batch, seqlen, heads]"
+        )
+    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise InvalidCall(f"out_dtype is {dtype}, not float32, float16 or bfloat16")
+    if out is not None and (out.shape != out_partial.shape[1:] or out.dtype != dtype):
+        raise InvalidCall(
+            f"out is {out.dtype} {list(out.shape)}, not {dtype} {list(out_partial.shape[1:])}"
+        )
+    head_dim = out_partial.shape[-1]
+    if head_dim % 8:  # The kernel takes rows of whole 16 bytes.
+        out_partial = torch.nn.functional.pad(out_partial, (0, -head_dim % 8))
+    o, lse = attention_merge(out_partial, lse_partial.transpose(2, 3))
+    o = o[..., :head_dim].to(dtype)
+    return o if out is None else out.copy_(o), lse.transpose(1, 2)
+
+
+def get_scheduler_metadata(
+    batch_size: int,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    num_heads_q: int,
+    num_heads_kv: int,
+    headdim: int,
+    cache_seqlens: Tensor,
+    qkv_dtype: torch.dtype = torch.bfloat16,
+    headdim_v: int | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    page_size: int | None = None,
+    max_seqlen_k_new: int = 0,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
+    has_softcap: bool = False,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+) -> Tensor:
+    """An empty i32 tensor on the device of `cache_seqlens`.
+
+    FlashAttention 3 divides the work of `flash_attn_with_kvcache` in a call of its own, with what
+    that call will get; here the call does it itself, and needs nothing.
+    """
+    if num_heads_kv < 1 or num_heads_q % num_heads_kv:
+        raise InvalidCall(f"{num_heads_q} heads of q are no multiple of {num_heads_kv} of k")
+    return cache_seqlens.new_empty(0, dtype=torch.int32)

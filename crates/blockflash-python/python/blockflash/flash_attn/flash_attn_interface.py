@@ -1,8 +1,7 @@
 """The functions of flash-attn 2 (2.8) under their names and with their signatures.
 
-`from blockflash.flash_attn import flash_attn_func` replaces the same line for `flash_attn`. The
-conventions are flash-attn's: `[batch, seqlen, heads, head_dim]`, causal masks and windows aligned
-at the bottom right, -1 for an unlimited side of a window, `softcap=0.0` for none.
+The conventions are flash-attn's: `[batch, seqlen, heads, head_dim]`, causal masks and windows
+aligned at the bottom right, -1 for an unlimited side of a window, `softcap=0.0` for none.
 
 Every function takes these arguments, apart from its tensors:
 
@@ -20,16 +19,27 @@ Every function takes these arguments, apart from its tensors:
 
 A query without keys gives 0 and softmax_lse -inf (flash-attn: +inf). head_dim is any up to 256 (a
 multiple of 8 spares a copy), and equal in q, k and v. Every call has gradients but those with a
-cache: `flash_attn_with_kvcache`, and `flash_attn_varlen_func` with a `block_table`. On a GPU these
-need a head_dim that is a multiple of 8, and pages of a multiple of 16 slots.
+cache: `flash_attn_with_kvcache`, and `flash_attn_varlen_func` with a `block_table`.
+
+What is wrong raises a `ValueError` that is a `RuntimeError`, too, as flash-attn's errors are.
+
+Calls with a cache copy the keys and values of all slots of each sequence (its columns of the table
+times the slots of a page, however many are in use) before they attend, where no kernel takes the
+cache as it is: with a `cache_leftpad`, and on a GPU with a head_dim that is no multiple of 8, or
+pages whose number of slots (1, 4, 8, 24) is no multiple of 16. That is three times the traffic of
+attending to full sequences, and memory for the copy: pass a table no wider than the longest
+sequence needs. New keys and values still go into the caller's cache. Rotary embedding is applied by
+the kernel where queries and new keys are equally many and stand at the same positions, else by a
+few operations of torch.
 """
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from ._flash import attend, refuse, unpack
-from ._flash_cache import check_pages, paged, with_kvcache
+from blockflash._flash import attend, refuse, unpack
+from blockflash._flash_cache import check_pages, paged, refuse_with_table, with_kvcache
+from blockflash._native import Unsupported
 
 __all__ = [
     "flash_attn_func",
@@ -40,6 +50,8 @@ __all__ = [
     "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
 ]
+
+USE_TRITON_ROCM = False
 
 _Result = Tensor | tuple[Tensor, Tensor, Tensor]
 
@@ -299,16 +311,20 @@ def flash_attn_with_kvcache(
         v_cache: as k_cache.
         k: new keys, `[batch, seqlen_new, heads_k, head_dim]`. Those beyond the capacity are lost.
         v: as k.
-        rotary_cos: `[positions, rotary_dim / 2]`, in the type of q or f32: turns new keys, and as
-            many queries, by their positions. Queries without `causal` and `window_size` must be
-            one for each sequence.
+        rotary_cos: `[positions, rotary_dim / 2]`, in the type of q or f32, with as many positions
+            as the cache has slots: turns new keys by their positions, from cache_seqlens on, and
+            query i by `cache_seqlens + i`, or by `cache_seqlens` without `causal` and
+            `window_size`. Needs k.
         rotary_sin: as rotary_cos.
         cache_seqlens: how many keys each sequence had before this call, i32 `[batch]` or one
             number; needed with `k`. Without it, the cache is full.
-        cache_batch_idx: i32 `[batch]`: the entry of the cache for each sequence.
-        cache_leftpad: must be None.
-        block_table: i32 `[batch, max_pages]`: the pages of each sequence. One that is longer than
-            its pages is an error, for which the host waits, except while a graph is captured.
+        cache_batch_idx: i32 `[batch]`: the entry of the cache for each sequence. Not with a
+            block_table.
+        cache_leftpad: i32 `[batch]`: how many of the first slots of each sequence hold no key; they
+            count in cache_seqlens. Not with a block_table.
+        block_table: i32 `[batch, max_pages]`: the pages of each sequence. As in flash-attn, the
+            call waits for the GPU to check that sequences are not longer, unless it is captured in
+            a CUDA graph or compiled.
         softmax_scale: as for the other functions, like `causal`, `window_size` and `softcap`.
         causal: query i attends to keys up to `i + length - seqlen_q`.
         window_size: relative to the same position.
@@ -325,8 +341,13 @@ def flash_attn_with_kvcache(
         `[batch, seqlen_q, heads, head_dim]`, or a pair with `return_softmax_lse`.
 
     """
-    refuse(cache_leftpad=cache_leftpad, alibi_slopes=alibi_slopes)
-    check_pages(cache_seqlens, k, k_cache, block_table)
+    refuse(alibi_slopes=alibi_slopes)
+    if block_table is not None:
+        refuse_with_table(cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad)
+        check_pages(cache_seqlens, k, k_cache, block_table)
+    elif cache_batch_idx is None and k_cache.dim() == 4 and k_cache.shape[0] > q.shape[0]:
+        # flash-attn takes the first entries of a larger cache.
+        k_cache, v_cache = k_cache[: q.shape[0]], v_cache[: q.shape[0]]
     return with_kvcache(
         q,
         k_cache,
@@ -337,6 +358,7 @@ def flash_attn_with_kvcache(
         rotary_interleaved=rotary_interleaved,
         cache_seqlens=cache_seqlens,
         cache_batch_idx=cache_batch_idx,
+        cache_leftpad=cache_leftpad,
         table=block_table,
         causal=causal,
         window_size=window_size,
@@ -344,3 +366,8 @@ def flash_attn_with_kvcache(
         softmax_scale=softmax_scale,
         softcap=softcap,
     )
+
+
+def _get_block_size_n(device: object, head_dim: int, is_dropout: bool, is_causal: bool) -> int:
+    """Raises: it describes the dropout masks of flash-attn's kernels, of which there are none."""
+    raise Unsupported("blockflash does not have dropout, whose masks _get_block_size_n describes")
