@@ -11,11 +11,12 @@ import torch
 from reference import assert_close
 from test_attention import operands
 from torch import Tensor
-from torch.nn.attention.flex_attention import create_block_mask
+from torch.nn.attention.flex_attention import BlockMask as FlexMask
+from torch.nn.attention.flex_attention import create_block_mask, create_mask
 from torch.nn.functional import scaled_dot_product_attention
 
 import blockflash
-from blockflash import BlockMask, _native, block_sparse_attention
+from blockflash import BlockMask, Unsupported, _native, block_sparse_attention
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 SIZES = {"seqlens": (300, 300), "block": 64}
@@ -146,6 +147,98 @@ def test_flex(device: str) -> None:
     assert torch.equal(
         BlockMask.from_flex(plain.to_flex(), token_mask="full").to_dense(), plain.to_dense()
     )
+
+
+def by_flex(flex: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention to the pairs that flex_attention attends, full blocks included."""
+    batch, heads, *_ = flex.kv_num_blocks.shape
+    pairs = create_mask(flex.mask_mod, batch, heads, *flex.seq_lengths, device=q.device)
+    made = (flex.seq_lengths, flex.BLOCK_SIZE)
+    lists = [(flex.kv_num_blocks, flex.kv_indices)]
+    if flex.full_kv_num_blocks is not None:
+        lists.append((flex.full_kv_num_blocks, flex.full_kv_indices))
+    partial, *full = (dense(BlockMask.from_kv_blocks(*t, seqlens=made[0], block=made[1]))
+                      for t in lists)  # fmt: skip
+    pairs = (pairs & partial) | full[0] if full else pairs & partial
+    by_head = (t.double().transpose(1, 2) for t in (q, k, v))
+    o = scaled_dot_product_attention(*by_head, attn_mask=pairs, enable_gqa=True)
+    return o.nan_to_num().transpose(1, 2)
+
+
+FLEX = {
+    "full": (lambda b, h, q, k: q >= 0, (None, None)),
+    "causal": (lambda b, h, q, k: q >= k, (None, 0)),
+    "window": (lambda b, h, q, k: (q >= k) & (q - k <= 70), (70, 0)),
+    "both sides": (lambda b, h, q, k: (q - k).abs() <= 20, (20, 20)),
+    "later keys": (lambda b, h, q, k: k - q <= 33, (None, 33)),
+    "earlier keys": (lambda b, h, q, k: q - k <= 33, (33, None)),
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("seqlens", [(300, 300), (200, 330)])
+@pytest.mark.parametrize("name", FLEX)
+def test_token_mask_is_inferred(name: str, seqlens: tuple[int, int], device: str) -> None:
+    mask_mod, window = FLEX[name]
+    flex = create_block_mask(mask_mod, None, None, *seqlens, device=device, BLOCK_SIZE=64)
+    mask = BlockMask.from_flex(flex)
+    assert mask.token_mask == window
+    dtype = torch.float32 if device == "cpu" else torch.float16
+    q, k, v = (t.to(device, dtype) for t in operands(seqlens, (4, 2), 64))
+    found, expected = block_sparse_attention(q, k, v, mask), by_flex(flex, q, k, v)
+    assert_close(found, expected, dtype)
+    # It stays with the mask, and a call that names a window overrules it.
+    for again in (mask.to("cpu"), pickle.loads(pickle.dumps(mask)), mask & mask):
+        assert again.token_mask == window
+    local = block_sparse_attention(q, k, v, mask, window=(3, 0), top_left=True)
+    assert (local - found).abs().max() > 0.1
+    plain = BlockMask.from_dense_bool(mask.to_dense(), seqlens=seqlens, block=64)
+    assert plain.token_mask is None and (plain & mask).token_mask == window
+
+
+def test_full_blocks_of_flex() -> None:
+    """Their pairs are attended whatever mask_mod says, so a window must not cut them."""
+    causal = create_block_mask(FLEX["causal"][0], None, None, 256, 256, device="cpu", BLOCK_SIZE=64)
+    full = torch.ones(1, 1, 4, 4, dtype=torch.bool).tril()
+    full[..., 0, 3] = True
+    lists = BlockMask.from_dense_bool(full, seqlens=(256, 256), block=64).to_flex()
+    mixed = FlexMask.from_kv_blocks(
+        causal.kv_num_blocks * 0, causal.kv_indices, lists.full_kv_num_blocks,
+        lists.full_kv_indices, BLOCK_SIZE=64, mask_mod=FLEX["causal"][0], seq_lengths=(256, 256),
+    )  # fmt: skip
+    mask = BlockMask.from_flex(mixed)
+    assert mask.token_mask == (None, None)
+    q, k, v = operands((256, 256), (2, 2), 16)
+    assert_close(block_sparse_attention(q, k, v, mask), by_flex(mixed, q, k, v), torch.float32)
+    with pytest.raises(ValueError, match="mask_mod is not the token_mask at 12"):
+        BlockMask.from_flex(mixed, token_mask="causal")
+    partial_too = FlexMask.from_kv_blocks(
+        causal.kv_num_blocks, causal.kv_indices, (lists.full_kv_num_blocks - 1).clamp(max=0) + 1,
+        torch.full_like(lists.full_kv_indices, 3), BLOCK_SIZE=64, mask_mod=FLEX["causal"][0],
+        seq_lengths=(256, 256),
+    )  # fmt: skip
+    partial_too.full_kv_num_blocks[..., 3] = 0
+    with pytest.raises(Unsupported, match="hides the pair"):
+        BlockMask.from_flex(partial_too)
+
+
+def test_masks_that_are_no_window() -> None:
+    documents = torch.arange(256) // 100
+    for mask_mod, place in (
+        (lambda b, h, q, k: (q >= k) & (documents[q] == documents[k]), "(0, 0, 100, "),
+        (lambda b, h, q, k: (q >= k) & ((h == 0) | (q - k < 30)), "(0, 1, 30, 0)"),
+        (lambda b, h, q, k: (q + k) % 2 == 0, "(0, 0, 0, 1)"),
+        (lambda b, h, q, k: q > k + 5, None),
+    ):
+        flex = create_block_mask(mask_mod, 1, 2, 256, 256, device="cpu", BLOCK_SIZE=64)
+        with pytest.raises(Unsupported, match="What can be expressed") as error:
+            BlockMask.from_flex(flex)
+        assert place is None or place in str(error.value)
+        assert "'causal'" in str(error.value) and "BlockMask.packed" in str(error.value)
+    with pytest.raises(ValueError, match="different token masks"):
+        masks = [create_block_mask(FLEX[n][0], None, None, 256, 256, device="cpu", BLOCK_SIZE=64)
+                 for n in ("causal", "window")]  # fmt: skip
+        BlockMask.from_flex(masks[0]) | BlockMask.from_flex(masks[1])
 
 
 COUNTS = torch.tensor([[[1, 2]]], dtype=torch.int32)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import importlib
 
-from ._native import DeviceError, Unsupported, __version__
+from ._native import DeviceError, Unsupported
+from ._native import __version__ as __version__
 
 TYPE_CHECKING = False  # Known to type checkers, without the cost of importing `typing`.
 if TYPE_CHECKING:
@@ -46,7 +47,6 @@ __all__ = [
     "BlockMask",
     "DeviceError",
     "Unsupported",
-    "__version__",
     "activate_sdpa",
     "attention",
     "attention_decode",

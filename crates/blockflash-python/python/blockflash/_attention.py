@@ -68,7 +68,8 @@ def attention(
         cu_seqlens_k: The same for keys and values.
         max_seqlen_q: The longest sequence of queries, needed with `cu_seqlens_q`.
         max_seqlen_k: The longest sequence of keys.
-        block_mask: Which blocks of queries and keys are visited at all.
+        block_mask: Which blocks of queries and keys are visited at all; one of `BlockMask.packed`
+            with `cu_seqlens_q`. A `token_mask` that it has is applied if the call names none.
         return_lse: Return `(o, lse)`: lse is float32, `[B, Hq, Sq]` or `[Hq, Tq]`, the natural
             logarithm of the sum of the exponentials of each row's scores. Its own gradient takes
             head dimensions up to 248 on a GPU.
@@ -104,6 +105,9 @@ def attention(
         options |= _packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     if block_mask is not None:
         options["block_mask"] = block_mask.number
+        if block_mask.token_mask is not None and not causal and window == _UNLIMITED:
+            options["left"], options["right"] = sides(False, block_mask.token_mask)
+            options["top_left"] = True
 
     head_dim = None
     if q.is_cuda and q.shape[-1] % 8:
@@ -121,6 +125,10 @@ def attention(
             refuse_to_lose(q, k, v, sink, out)
             o, lse = out, _ops.empty_lse(q, cu_seqlens_q) if return_lse else None
             _OPS.attention_out.default(q, k, v, o, lse, **options)
+        elif type(q).__name__ == "DTensor":
+            from . import _sharding
+
+            o, lse = _sharding.attention(q, k, v, **options)
         elif _needs_gradient(q, k, v, sink) and not _is_traced():
             options.pop("sink", None)
             operator = _OPS.attention_out.default

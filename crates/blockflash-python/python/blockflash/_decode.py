@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _native, _stats
+from . import _flops, _native, _stats
 from ._attention import autocast_dtype, sides
 from ._gradient import refuse_to_lose
 from ._ops import empty_lse, empty_o, refuse_lazy_writes, typed
@@ -314,6 +314,7 @@ def _register() -> torch.library.Library:
             library.impl(name, kernel, key)
         torch.library.register_fake(f"blockflash::{name}", fake, lib=library)
     refuse_lazy_writes(library, _OPS.attention_append.default)
+    _flops.register("blockflash", "attention_decode", "attention_append")
     return library
 
 

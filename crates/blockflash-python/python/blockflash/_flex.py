@@ -2,59 +2,148 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask as FlexMask
-from torch.nn.attention.flex_attention import create_mask
 
 from ._attention import sides
+from ._native import Unsupported
 from .block_mask import BlockMask
 
-_NAMED = {"full": (None, None), "causal": (None, 0)}
+_Window = tuple[int | None, int | None]
+
+_NAMED: dict[str, _Window] = {"full": (None, None), "causal": (None, 0)}
+
+_PAIRS = 1 << 20
+"""How many pairs are evaluated at once."""
 
 
 def read(
-    made: type[BlockMask],
-    flex: FlexMask,
-    token_mask: str | tuple[int | None, int | None],
-    check: bool,
+    made: type[BlockMask], flex: FlexMask, token_mask: str | _Window | None, check: bool
 ) -> BlockMask:
     """See `BlockMask.from_flex`."""
-    if token_mask not in _NAMED and not isinstance(token_mask, tuple):
+    if not (token_mask is None or token_mask in _NAMED or isinstance(token_mask, tuple)):
         raise ValueError(f"token_mask is {token_mask!r}, not 'full', 'causal' or a window")
-    window = _NAMED.get(token_mask, token_mask)
-    lists = (flex.kv_num_blocks, flex.kv_indices, flex.full_kv_num_blocks, flex.full_kv_indices)
-    mask = made.from_kv_blocks(*lists, seqlens=tuple(flex.seq_lengths), block=flex.BLOCK_SIZE)
-    left, right = sides(False, window)
-    if check:
-        _check(mask, flex, left, right)
+    sizes = {"seqlens": tuple(flex.seq_lengths), "block": flex.BLOCK_SIZE}
+    partial = (flex.kv_num_blocks, flex.kv_indices)
+    full = (flex.full_kv_num_blocks, flex.full_kv_indices)
+    mask = made.from_kv_blocks(*partial, *full, **sizes)
+    pairs = _Pairs(flex, mask, made.from_kv_blocks(*partial, **sizes).to_dense())
+    if token_mask is None:
+        mask.token_mask = pairs.window()
+    else:
+        mask.token_mask = _NAMED.get(token_mask, token_mask)
+        sides(False, mask.token_mask)
+        wrong, first = pairs.differences(mask.token_mask) if check else (0, None)
+        if wrong:
+            raise ValueError(
+                f"mask_mod is not the token_mask at {wrong} pairs, first at (batch, head, query, "
+                f"key) {first}"
+            )
     return mask
 
 
-def _check(mask: BlockMask, flex: FlexMask, left: int, right: int) -> None:
-    """Compares all pairs of visited blocks, with queries and keys counted from their starts."""
-    (batch, heads, _, _), (seqlen_q, seqlen_k) = mask.shape, mask.seqlens
-    device = flex.kv_num_blocks.device
-    theirs = create_mask(flex.mask_mod, batch, heads, seqlen_q, seqlen_k, device=device)
-    query = torch.arange(seqlen_q, device=device)[:, None]
-    key = torch.arange(seqlen_k, device=device)
-    ours = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=device)
-    if left >= 0:
-        ours &= key >= query - left
-    if right >= 0:
-        ours &= key <= query + right
-    visited = mask.to_dense()
-    for dim, size, length in ((2, mask.block[0], seqlen_q), (3, mask.block[1], seqlen_k)):
-        visited = visited.repeat_interleave(size, dim).narrow(dim, 0, length)
-    wrong = (visited & (ours != theirs)).nonzero()
-    if len(wrong):
-        place = tuple(wrong[0].tolist())
-        raise ValueError(
-            f"mask_mod is not the token_mask at {len(wrong)} pairs, first at (batch, head, query, "
-            f"key) {place}"
+class _Pairs:
+    """Which pairs of queries and keys a mask of flex_attention attends in its blocks.
+
+    Its mask_mod is evaluated in partial blocks alone: in full ones, it does not count.
+    """
+
+    def __init__(self, flex: FlexMask, mask: BlockMask, partial: Tensor) -> None:
+        self._mask_mod = flex.mask_mod
+        self._seqlens, self._block = mask.seqlens, mask.block
+        self._partial = partial.nonzero()
+        self._full = (mask.to_dense() & ~partial).nonzero()
+
+    def _each(self, blocks: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        """Indices (batch, head, query, key) of all pairs of these blocks, some at a time."""
+        (block_q, block_k), device = self._block, blocks.device
+        rows = torch.arange(block_q, device=device)[:, None].expand(-1, block_k).flatten()
+        cols = torch.arange(block_k, device=device).repeat(block_q)
+        for some in blocks.split(max(_PAIRS // (block_q * block_k), 1)):
+            batch, head, row, col = (some[:, i, None] for i in range(4))
+            query, key = row * block_q + rows, col * block_k + cols
+            exist = (query < self._seqlens[0]) & (key < self._seqlens[1])
+            yield tuple(t.expand_as(exist)[exist] for t in (batch, head, query, key))
+
+    def _attended(self, pairs: tuple[Tensor, ...]) -> Tensor:
+        if not len(pairs[0]):
+            return pairs[0].bool()
+        return torch.vmap(self._mask_mod)(*pairs).bool()
+
+    def window(self) -> _Window:
+        """The window that hides the same pairs, counted from the starts.
+
+        A window is decided by the distances of keys from queries that are attended, and hidden.
+        """
+        seqlen_q, seqlen_k = self._seqlens
+        # For each distance, counted from the lowest one, whether some pair is attended or hidden.
+        zero = max(seqlen_q - 1, 0)
+        shown, hidden = torch.zeros(
+            2, seqlen_q + seqlen_k + 1, dtype=torch.bool, device=self._partial.device
         )
+        for pairs in self._each(self._partial):
+            distance, attended = pairs[3] - pairs[2] + zero, self._attended(pairs)
+            shown[distance[attended]] = True
+            hidden[distance[~attended]] = True
+        first, last = self._distances()
+        steps = torch.zeros(len(shown), dtype=torch.long, device=shown.device)
+        steps.index_add_(0, first + zero, torch.ones_like(first))
+        steps.index_add_(0, last + zero + 1, -torch.ones_like(last))
+        shown |= steps.cumsum(0) > 0
+        at_shown, at_hidden = (t.nonzero().flatten() - zero for t in (shown, hidden))
+        if not len(at_hidden):
+            return None, None
+        lowest, highest = (int(t) for t in at_shown.aminmax()) if len(at_shown) else (0, -1)
+        left = max(-lowest, 0) if bool((at_hidden < lowest).any()) else None
+        right = max(highest, 0) if bool((at_hidden > highest).any()) else None
+        inside = at_hidden >= (lowest if left is None else -left)
+        inside &= at_hidden <= (highest if right is None else right)
+        if bool(inside.any()):
+            _, place = self.differences((left, right))
+            raise Unsupported(
+                f"mask_mod hides the pair (batch, head, query, key) {place}, which no window does "
+                "that attends the others. What can be expressed inside of partial blocks is 'full' "
+                "(nothing is hidden), 'causal', or a window of so many keys before and after a "
+                "query, the same for all batch entries and heads, besides any choice of whole "
+                "blocks. Documents in one sequence are packed sequences (cu_seqlens, with "
+                "BlockMask.packed). For all else use flex_attention"
+            )
+        return left, right
+
+    def differences(self, window: _Window) -> tuple[int, tuple[int, ...] | None]:
+        """How many pairs a window treats otherwise, and the first one."""
+        left, right = window
+        first, last = self._distances()
+        cut = torch.zeros_like(first, dtype=torch.bool)
+        if left is not None:
+            cut |= first < -left
+        if right is not None:
+            cut |= last > right
+        count, place = 0, None
+        for blocks, attend in ((self._partial, self._attended), (self._full[cut], None)):
+            for pairs in self._each(blocks):
+                distance = pairs[3] - pairs[2]
+                ours = torch.ones_like(distance, dtype=torch.bool)
+                if left is not None:
+                    ours &= distance >= -left
+                if right is not None:
+                    ours &= distance <= right
+                wrong = (ours != attend(pairs)) if attend is not None else ~ours
+                if place is None and bool(wrong.any()):
+                    at = int(wrong.int().argmax())
+                    place = tuple(int(t[at]) for t in pairs)
+                count += int(wrong.sum())
+        return count, place
+
+    def _distances(self) -> tuple[Tensor, Tensor]:
+        """The least and the greatest distance of a key from a query in each full block."""
+        (block_q, block_k), (seqlen_q, seqlen_k) = self._block, self._seqlens
+        query, key = self._full[:, 2] * block_q, self._full[:, 3] * block_k
+        first = key - (query + block_q - 1).clamp(max=seqlen_q - 1)
+        return first, (key + block_k - 1).clamp(max=seqlen_k - 1) - query
 
 
 def write(mask: BlockMask, mask_mod: Callable[..., Tensor] | None) -> FlexMask:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from . import _gradient, _native
+from . import _flops, _gradient, _native
 
 _QKV = "Tensor q, Tensor k, Tensor v"
 _OPTIONS = (
@@ -207,6 +207,8 @@ def register(namespace: str, native: bool) -> torch.library.Library:
         setup_context=_gradient.setup_context,
         lib=library,
     )
+    names = ("attention", "attention_forward", "attention_out", "attention_backward")
+    _flops.register(namespace, *names)
     return library
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,11 +10,13 @@ from torch import Tensor
 
 from . import _native
 from ._attention import attention, sides
+from ._mask_state import packed, restored, shared_token_mask
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask as FlexMask
 
 _UNLIMITED = (None, None)
+_Window = tuple[int | None, int | None]
 
 
 class BlockMask:
@@ -26,12 +28,23 @@ class BlockMask:
     multiples of 64 up to 1024. A mask has 1 or as many batch entries as q, and 1 or as many heads
     as k or q.
 
+    A mask of a packed batch is made by `packed` and goes with `cu_seqlens_q` and `cu_seqlens_k`. A
+    mask that was read from flex_attention has a `token_mask`, a window that is counted from the
+    starts of queries and keys: attention with it applies that, unless the call asks for `causal` or
+    a `window` itself.
+
     Made by the class methods, on the device of their tensors (`window` and `sink` on the CPU), on
     the current stream there, and not while a CUDA graph is captured. Immutable.
     """
 
-    def __init__(self, native: _native.BlockMask, device: torch.device) -> None:
+    def __init__(
+        self,
+        native: _native.BlockMask,
+        device: torch.device,
+        token_mask: _Window | None = None,
+    ) -> None:
         self._native = native
+        self.token_mask = token_mask
         self.number: int = native.number
         self.device = device
         self.seqlens: tuple[int, int] = native.sizes[:2]
@@ -131,23 +144,24 @@ class BlockMask:
         cls,
         mask: FlexMask,
         *,
-        token_mask: str | tuple[int | None, int | None],
+        token_mask: str | _Window | None = None,
         check: bool = True,
     ) -> BlockMask:
         """From a `BlockMask` of flex_attention.
 
-        Its `mask_mod` masks pairs in partial blocks. Attention here does that by `causal` and
-        `window`, so the call that gets this mask must ask for what `token_mask` says.
+        Its blocks, partial and full ones, become the visited blocks. What its `mask_mod` does
+        inside of partial blocks becomes the mask's `token_mask`, which must be a window: causal,
+        of so many keys before and after a query, or none.
 
         Args:
-            mask: Its blocks, partial and full ones, become the visited blocks.
-            token_mask: What `mask_mod` does inside of partial blocks: "full" (nothing), "causal",
-                or the `window`. Queries and keys are counted from their starts (`top_left=True`).
-            check: Compare `mask_mod` with `token_mask` at all pairs of visited blocks. It
-                evaluates a mask of all pairs, so switch it off for long sequences.
+            mask: It is evaluated at all pairs of its partial blocks.
+            token_mask: What it is known to be: "full" (nothing is hidden), "causal", or the
+                `window`, counted from the starts.
+            check: Whether a `token_mask` that is given is compared with `mask_mod`.
 
         Raises:
             ValueError: They differ.
+            Unsupported: `mask_mod` is no window.
 
         """
         from . import _flex
@@ -164,6 +178,24 @@ class BlockMask:
         from . import _flex
 
         return _flex.write(self, mask_mod)
+
+    @classmethod
+    def packed(cls, masks: Sequence[BlockMask]) -> BlockMask:
+        """The mask of a packed batch, on the device of the first mask; copied by the CPU.
+
+        Args:
+            masks: One for each sequence, with its numbers of queries and keys, with 1 batch entry,
+                and with 1 head or as many as the others. Their blocks have one size.
+
+        """
+        if not masks:
+            raise ValueError("masks is empty: there is no sequence to pack")
+        native = _native.BlockMask.packed([mask._native for mask in masks])
+        return cls._on_cpu(native, shared_token_mask(masks)).to(masks[0].device)
+
+    def sequences(self) -> list[BlockMask]:
+        """The masks of the sequences of a packed mask, on the CPU; none if it is not packed."""
+        return [self._on_cpu(native, self.token_mask) for native in self._native.sequences()]
 
     @classmethod
     def window(
@@ -207,8 +239,8 @@ class BlockMask:
         return cls._on_cpu(_native.BlockMask.sink(_sizes(seqlens, block), _count("count", count)))
 
     @classmethod
-    def _on_cpu(cls, native: _native.BlockMask) -> BlockMask:
-        return cls(native, torch.device("cpu"))
+    def _on_cpu(cls, native: _native.BlockMask, token_mask: _Window | None = None) -> BlockMask:
+        return cls(native, torch.device("cpu"), token_mask)
 
     @classmethod
     def top_k(
@@ -219,7 +251,7 @@ class BlockMask:
         seqlens: tuple[int, int],
         block: int | tuple[int, int] = 128,
         causal: bool = False,
-        window: tuple[int | None, int | None] = _UNLIMITED,
+        window: _Window = _UNLIMITED,
         top_left: bool = False,
         always: BlockMask | None = None,
         check: bool = False,
@@ -255,7 +287,7 @@ class BlockMask:
         *,
         block: int | tuple[int, int] = 128,
         causal: bool = False,
-        window: tuple[int | None, int | None] = _UNLIMITED,
+        window: _Window = _UNLIMITED,
         top_left: bool = False,
         always: BlockMask | None = None,
         check: bool = False,
@@ -296,17 +328,20 @@ class BlockMask:
 
     def _combined(self, other: BlockMask, how: str) -> BlockMask:
         native, others = (mask.to("cpu")._native for mask in (self, other))
-        return self._on_cpu(getattr(native, how)(others)).to(self.device)
+        combined = getattr(native, how)(others)
+        return self._on_cpu(combined, shared_token_mask((self, other))).to(self.device)
 
     def to(self, device: torch.device | str) -> BlockMask:
         """The mask on a device: itself, if it is there."""
         place = torch.empty(0, device=device)
         if place.device == self.device:
             return self
-        return BlockMask(self._native.to_device_of(place), place.device)
+        return BlockMask(self._native.to_device_of(place), place.device, self.token_mask)
 
     def to_dense(self) -> Tensor:
         """The visited blocks, bool `[batch, heads, rows, cols]`; waits for a GPU."""
+        if self._native.is_packed:
+            raise ValueError("the sequences of a packed mask have sizes of their own: sequences()")
         blocks = torch.empty(self.shape, dtype=torch.uint8)
         self._native.write_bool(blocks)
         return blocks.view(torch.bool).to(self.device)
@@ -314,7 +349,8 @@ class BlockMask:
     @property
     def density(self) -> float:
         """Visited blocks per block, 0 to 1; waits for a GPU."""
-        blocks = self.to_dense()
+        masks = self.sequences() if self._native.is_packed else [self]
+        blocks = torch.cat([mask.to_dense().flatten() for mask in masks])
         return blocks.float().mean().item() if blocks.numel() else 0.0
 
     def __repr__(self) -> str:
@@ -324,13 +360,10 @@ class BlockMask:
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _restored, (self.to_dense().cpu(), self.seqlens, self.block, self.device)
-
-
-def _restored(
-    blocks: Tensor, seqlens: tuple[int, int], block: tuple[int, int], device: torch.device
-) -> BlockMask:
-    return BlockMask.from_dense_bool(blocks.to(device), seqlens=seqlens, block=block)
+        if self._native.is_packed:
+            return packed, (self.sequences(), self.device)
+        dense = self.to_dense().cpu()
+        return restored, (dense, self.seqlens, self.block, self.device, self.token_mask)
 
 
 def _count(what: str, count: int) -> int:
@@ -354,8 +387,8 @@ def block_sparse_attention(
     """`blockflash.attention` that visits only the blocks of a mask.
 
     Args:
-        q: Queries, `[B, Sq, Hq, D]`.
-        k: Keys, `[B, Sk, Hk, D]`.
+        q: Queries, `[B, Sq, Hq, D]`, or packed `[Tq, Hq, D]`.
+        k: Keys, `[B, Sk, Hk, D]` or `[Tk, Hk, D]`.
         v: Values, in the shape of k.
         block_mask: The visited blocks, on the device of q.
         options: The other arguments of `blockflash.attention`.

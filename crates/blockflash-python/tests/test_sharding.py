@@ -1,0 +1,94 @@
+"""`blockflash.attention` of `DTensor`s in two processes: batch and heads are divided."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from processes import run
+from torch import Tensor
+
+import blockflash
+
+WHERE = pytest.mark.parametrize("backend", ["gloo", pytest.param("nccl", marks=pytest.mark.gpu(2))])
+
+
+def agrees(
+    tensors: list[Tensor], dims: list[int | None], kept: int | None, mesh: Any, **options: Any
+) -> None:
+    """q, k, v and perhaps a sink, each divided along its dimension, or a copy on each rank.
+
+    Outputs and gradients are those of the whole, and o is divided along `kept`.
+    """
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+    q, k, v, *rest = whole = [t.detach().requires_grad_() for t in tensors]
+    sink = rest[0] if rest else None
+    plain = blockflash.attention(q, k, v, sink=sink, return_lse=True, **options)
+    weight = torch.randn_like(plain[0])
+    wanted = torch.autograd.grad(plain[0], whole, weight)
+
+    def place(t: Any, dim: int | None) -> Any:
+        return distribute_tensor(t.detach(), mesh, [Replicate() if dim is None else Shard(dim)])
+
+    mine = [place(t, dim).requires_grad_() for t, dim in zip(tensors, dims, strict=True)]
+    q, k, v, *rest = mine
+    spread = {n: place(t, None) if isinstance(t, Tensor) else t for n, t in options.items()}
+    found = blockflash.attention(q, k, v, sink=rest[0] if rest else None, return_lse=True, **spread)
+    assert all(isinstance(t, DTensor) for t in found)
+    placement = found[0].placements[0]
+    assert placement == (Replicate() if kept is None else Shard(kept)), placement
+    grads = torch.autograd.grad(found[0], mine, place(weight, kept))
+    with torch.no_grad():
+        again = blockflash.attention(q, k, v, sink=rest[0] if rest else None, **spread)
+    for ours, theirs in ((found[0], plain[0]), (found[1], plain[1]), (again, plain[0])):
+        torch.testing.assert_close(ours.full_tensor(), theirs)
+    for ours, theirs in zip(grads, wanted, strict=True):
+        torch.testing.assert_close(
+            ours.full_tensor(), theirs, rtol=1e-2, atol=1e-2 if theirs.is_cuda else 1e-5
+        )
+
+
+def work(rank: int, world: int) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    device = "cuda" if torch.distributed.get_backend() == "nccl" else "cpu"
+    dtype = torch.float32 if device == "cpu" else torch.float16
+    mesh = init_device_mesh(device, (world,))
+    torch.manual_seed(0)
+
+    def draw(heads: int, heads_k: int, *rows: int) -> list[Tensor]:
+        shapes = [(*rows, n, 16) for n in (heads, heads_k, heads_k)]
+        return [torch.randn(s, device=device, dtype=dtype) for s in shapes]
+
+    dense, sink = draw(8, 2, 4, 9), torch.randn(8, device=device)
+    agrees(dense, [0, 0, 0], 0, mesh, causal=True)
+    agrees(dense, [2, 2, 2], 2, mesh, window=(3, 0))
+    agrees([*dense, sink], [2, 2, 2, 0], 2, mesh, softcap=9.0)
+    # What is not divided alike is brought together.
+    agrees([*dense, sink], [2, 2, 2, None], 2, mesh)
+    agrees([*dense, sink], [0, 0, 0, None], 0, mesh)
+    agrees(dense, [1, 1, 1], None, mesh)
+    agrees(dense, [None, None, None], None, mesh)
+    agrees(draw(6, 3, 2, 9), [2, 2, 2], None, mesh)  # 3 heads of keys for 2 ranks
+    agrees(draw(12, 3, 2, 9), [2, 2, 2], None, mesh)
+    offsets = torch.tensor([0, 4, 4, 13], dtype=torch.int32, device=device)
+    packed = {
+        "cu_seqlens_q": offsets,
+        "cu_seqlens_k": offsets,
+        "max_seqlen_q": 9,
+        "max_seqlen_k": 9,
+    }
+    agrees(draw(8, 2, 13), [1, 1, 1], 1, mesh, causal=True, **packed)
+    agrees(draw(8, 2, 13), [0, 0, 0], None, mesh, causal=True, **packed)
+    for heads, kept in ((1, 2), (2, None)):
+        blocks = torch.rand(1, heads, 3, 3, device=device) < 0.7
+        mask = blockflash.BlockMask.from_dense_bool(blocks, seqlens=(150, 150), block=64)
+        agrees(draw(4, 2, 2, 150), [2, 2, 2], kept, mesh, block_mask=mask)
+        agrees(draw(4, 2, 2, 150), [0, 0, 0], 0, mesh, block_mask=mask)
+
+
+@WHERE
+def test_batch_and_heads(backend: str) -> None:
+    run(2, work, backend)
