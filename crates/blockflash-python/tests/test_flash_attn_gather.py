@@ -188,6 +188,28 @@ def test_keys_without_a_slot(
     assert torch.equal(cache, before)
 
 
+def test_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies and what is stored are the same in a graph, which has no break."""
+    monkeypatch.setattr(_flash_gather, "is_needed", lambda *_: True)
+    q, k, v = (torch.randn(2, 3, heads, 16) for heads in (HEADS, HEADS_K, HEADS_K))
+    cos, sin = torch.randn(2, 12, 8)
+    table, lengths = torch.arange(6).int().view(2, 3), torch.tensor([5, 2], dtype=torch.int32)
+    caches = torch.randn(2, 6, 4, HEADS_K, 16)
+
+    def call(cache: Tensor, leftpad: Tensor | None) -> Tensor:
+        return fa3.flash_attn_with_kvcache(
+            q, cache[0], cache[1], k, v, rotary_cos=cos, rotary_sin=sin, cache_seqlens=lengths,
+            page_table=table, cache_leftpad=leftpad,
+        )  # fmt: skip
+
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    for leftpad in (None, torch.tensor([1, 0], dtype=torch.int32)):
+        ours, theirs = caches.clone(), caches.clone()
+        torch.testing.assert_close(compiled(ours, leftpad), call(theirs, leftpad))
+        torch.testing.assert_close(ours, theirs)
+        assert not torch.equal(ours, caches)
+
+
 def test_offsets_of_new_keys_without_new_keys() -> None:
     """SGLang passes `cu_seqlens_k_new` always; FlashAttention 3 ignores it without k."""
     q, cache = torch.randn(3, HEADS, 16), torch.randn(2, 40, 1, HEADS_K, 16)
