@@ -25,7 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as torchs
 
 import blockflash
-from blockflash import _native, _ops
+from blockflash import _autograd, _native, _ops
 
 # The same operators with kernels in Python.
 _LIBRARY = _ops.register("blockflash_library", native=False)
@@ -73,16 +73,20 @@ def cases(
     one = q[:, :1].contiguous()
     used = torch.full((batch,), seqlen, device=device, dtype=torch.int32)
     gqa = {"enable_gqa": True} if heads != heads_k else {}
+    # As the functions call them: below the steps of autograd.
     for name, call in (
-        ("torch.add", lambda: torch.add(q, q)),
-        ("torch.empty_like", lambda: torch.empty_like(q)),
-        ("native function, into o", lambda: _native.attention(*qkv, o)),
-        ("native function, into o and lse", lambda: _native.attention(*qkv, o, lse)),
         ("operator attention_out, in Python", lambda: slow.attention_out(*qkv, o)),
         ("operator attention_out", lambda: op.attention_out.default(*qkv, o)),
         ("operator attention_forward, in Python", lambda: slow.attention_forward(*qkv)),
         ("operator attention_forward", lambda: op.attention_forward.default(*qkv)),
         ("operator attention", lambda: op.attention.default(*qkv)),
+    ):
+        yield name, call, _autograd.below_writes
+    for name, call in (
+        ("torch.add", lambda: torch.add(q, q)),
+        ("torch.empty_like", lambda: torch.empty_like(q)),
+        ("native function, into o", lambda: _native.attention(*qkv, o)),
+        ("native function, into o and lse", lambda: _native.attention(*qkv, o, lse)),
         ("blockflash.attention", lambda: blockflash.attention(q, k, v)),
         ("blockflash.attention, causal", lambda: blockflash.attention(q, k, v, causal=True)),
         ("blockflash.attention, out=", lambda: blockflash.attention(q, k, v, out=o)),

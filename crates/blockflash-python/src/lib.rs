@@ -52,8 +52,9 @@ mod _native {
     }
 }
 
-/// Registers native kernels for `attention_forward` and `attention_out` of this namespace, and
-/// returns the dispatch keys for which that was possible: none on other systems than Linux.
+/// Registers native kernels for `attention`, `attention_forward` and `attention_out` of this
+/// namespace, and returns the dispatch keys for which that was possible: none on other systems than
+/// Linux.
 #[pyo3::pyfunction]
 #[cfg_attr(not(target_os = "linux"), allow(unused_variables))]
 fn register_kernels(namespace: &str) -> Vec<&'static str> {

@@ -165,6 +165,13 @@ def test_errors_release_the_operands(route: str) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="kernels in Python elsewhere")
 def test_native_kernels_are_in_use() -> None:
-    """C++ keeps the kind of an error as text, which `blockflash.attention` makes a type."""
-    with pytest.raises(RuntimeError, match="^Value: q is float64"):
-        torch.ops.blockflash.attention_forward(Q.double(), K, V)
+    """C++ keeps the kind of an error as text, which the step of autograd makes a type."""
+    for name in ("attention", "attention_forward"):
+        operator = getattr(torch.ops.blockflash, name)
+        with pytest.raises(ValueError, match="^q is float64"):
+            operator(Q.double(), K, V)
+        with (
+            torch._C._AutoDispatchBelowAutograd(),
+            pytest.raises(RuntimeError, match="^Value: q is float64"),
+        ):
+            operator(Q.double(), K, V)

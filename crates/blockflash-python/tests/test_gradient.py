@@ -167,26 +167,6 @@ def test_lse_of_a_query_without_keys(device: str, dtype: torch.dtype) -> None:
         assert torch.equal(gradient, expected)
 
 
-def test_second_derivative() -> None:
-    inputs = operands(grad=True)
-    with pytest.raises(blockflash.Unsupported, match="once"):
-        torch.autograd.grad(blockflash.attention(*inputs).sum(), inputs, create_graph=True)
-
-
-def test_operators_without_autograd_lose_nothing() -> None:
-    q, k, v = operands(grad=True)
-    with pytest.raises(blockflash.Unsupported, match="no gradient"):
-        blockflash.attention(q, k, v, out=torch.empty_like(q))
-    with pytest.raises(blockflash.Unsupported, match="no gradient"):
-        torch.ops.blockflash_library.attention_forward(q, k, v)
-    with pytest.raises(blockflash.Unsupported, match="no gradient"):
-        torch.ops.blockflash_library.attention_out(q, k, v, torch.empty_like(q))
-    # A native kernel cannot see who requires a gradient: torch warns that there is none.
-    o = torch.ops.blockflash.attention_forward(q, k, v)
-    with pytest.warns(UserWarning, match="autograd kernel was not registered"):
-        o.sum().backward()
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("masked", [False, True])
 def test_a_graph_trains(masked: bool) -> None:
@@ -229,7 +209,7 @@ def test_a_capture_cannot_prepare_a_mask() -> None:
 
 
 def test_traced_without_a_compiler() -> None:
-    """Shapes from meta tensors, wrong arguments, checkpoints and transforms of torch.func."""
+    """Shapes from meta tensors, wrong arguments and checkpoints."""
     inputs = operands(grad=True)
     meta = [t.detach().to("meta").requires_grad_() for t in inputs]
     blockflash.attention(*meta, causal=True).sum().backward()
@@ -243,6 +223,3 @@ def test_traced_without_a_compiler() -> None:
     expected = torch.autograd.grad(loss(*inputs), inputs)
     kept = torch.utils.checkpoint.checkpoint(loss, *inputs, use_reentrant=False)
     assert all(map(torch.equal, torch.autograd.grad(kept, inputs), expected))
-    # torch has no transforms of operators with gradients, and says so.
-    with pytest.raises(RuntimeError, match="functorch"):
-        torch.func.grad(loss)(*(t.detach() for t in inputs))

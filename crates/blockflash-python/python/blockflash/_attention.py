@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from . import _ops, _stats
-from ._gradient import refuse_to_lose
+from . import _autograd, _ops, _stats
 from ._native import Unsupported
 
 if TYPE_CHECKING:
@@ -48,7 +47,8 @@ def attention(
     copied. The CPU takes float32, too. The work is queued on torch's current stream.
 
     Gradients of q, k, v, sink and lse are our own, and the same bit for bit in repeats. There is no
-    gradient of a gradient, and none with `out`: both raise `Unsupported`. The first gradient with a
+    gradient of a gradient, no derivative in forward mode and none with `out`: they raise
+    `Unsupported`. The first gradient with a
     block mask on a GPU transposes the mask in new memory, so it comes before a CUDA graph is
     captured. A compiled function that is differentiated does not keep the mask: keep it until then.
 
@@ -122,23 +122,26 @@ def attention(
         if out is not None:
             if not isinstance(out, Tensor):
                 _refuse_types(out=out)
-            refuse_to_lose(q, k, v, sink, out)
             o, lse = out, _ops.empty_lse(q, cu_seqlens_q) if return_lse else None
-            _OPS.attention_out.default(q, k, v, o, lse, **options)
+            _ops.into(_OPS, q, k, v, o, lse, **options)
         elif type(q).__name__ == "DTensor":
             from . import _sharding
 
             o, lse = _sharding.attention(q, k, v, **options)
-        elif _needs_gradient(q, k, v, sink) and not _is_traced():
-            options.pop("sink", None)
-            operator = _OPS.attention_out.default
-            o, lse = _ops.Differentiable.apply(operator, q, k, v, sink, options)
-        elif return_lse or _needs_gradient(q, k, v, sink):
+        elif _autograd.passes(q, k, v, sink):
+            with _autograd.below():
+                if return_lse:
+                    o, lse = _OPS.attention.default(q, k, v, **options)
+                else:
+                    o = _OPS.attention_forward.default(q, k, v, **options)
+        elif not _autograd.is_transformed():
+            o, lse = _ops.Differentiable.apply(q, k, v, *(_ops.DEFAULTS | options).values())
+        elif return_lse:
             o, lse = _OPS.attention.default(q, k, v, **options)
         else:
             o = _OPS.attention_forward.default(q, k, v, **options)
     except RuntimeError as error:
-        raise _ops.typed(error) from None
+        raise _autograd.typed(error) from None
     _stats.count("attention")
     if head_dim is not None:
         o = o[..., :head_dim]
@@ -157,24 +160,11 @@ def lowered(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def autocast_dtype(q: Tensor) -> torch.dtype | None:
     """What autocast, if it is on, makes of float32 on the device of q."""
-    kind = q.device.type
-    if kind != "meta" and torch.is_autocast_enabled(kind):
-        return torch.get_autocast_dtype(kind)
+    if torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled():
+        kind = q.device.type
+        if kind != "meta" and torch.is_autocast_enabled(kind):
+            return torch.get_autocast_dtype(kind)
     return None
-
-
-def _needs_gradient(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and (
-        q.requires_grad
-        or k.requires_grad
-        or v.requires_grad
-        or (sink is not None and sink.requires_grad)
-    )
-
-
-def _is_traced() -> bool:
-    """Whether torch compiles the call, or transforms it (vmap and others of torch.func)."""
-    return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
 
 
 def _refuse_types(**given: object) -> None:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import _native
+from . import _autograd, _native
 from ._pattern import read
 
 ACTIVATIONS = {None: 0, "relu": 1, "gelu": 2, "silu": 3}
@@ -231,7 +231,7 @@ def _backward_bsr_linear(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad_values = call(_OPS.sddmm, pattern, _rows(grad).t(), _rows(x))
     if ctx.needs_input_grad[2]:
         grad_bias = _rows(grad).sum(0)
-    return grad_x, grad_values, grad_bias, None, None
+    return grad_x, grad_values, grad_bias
 
 
 def _setup_dense_bsr(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -246,7 +246,7 @@ def _backward_dense_bsr(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad_x = call(_OPS.bsr_linear, pattern, grad, values, None)
     if ctx.needs_input_grad[1]:
         grad_values = call(_OPS.sddmm, pattern, _rows(x).t(), _rows(grad))
-    return grad_x, grad_values, None
+    return grad_x, grad_values
 
 
 def _setup_sddmm(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -262,7 +262,7 @@ def _backward_sddmm(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad_a = call(_OPS.bsr_linear, pattern, b, grad, None).t()
     if ctx.needs_input_grad[1]:
         grad_b = call(_OPS.dense_bsr, pattern, a.t(), grad)
-    return grad_a, grad_b, None
+    return grad_a, grad_b
 
 
 def _of_arrays(at: int, kernel: Any, fake: Any, backward: Any, setup: Any) -> tuple[Any, ...]:
@@ -271,14 +271,10 @@ def _of_arrays(at: int, kernel: Any, fake: Any, backward: Any, setup: Any) -> tu
     def joined(given: tuple[Any, ...]) -> tuple[Any, ...]:
         return (*given[:at], Arrays(*given[at : at + 3]), *given[at + 3 :])
 
-    def gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        found = backward(ctx, grad)
-        return (*found[:at], None, None, None, *found[at + 1 :])
-
     return (
         lambda *given: kernel(*joined(given)),
         lambda *given: fake(*joined(given)),
-        gradients,
+        backward,
         lambda ctx, inputs, output: setup(ctx, joined(inputs), output),
     )
 
@@ -308,9 +304,8 @@ def _register() -> torch.library.Library:
             library.define(f"{overload}({given}, {pattern}{rest}) -> Tensor")
             for key in ("CPU", "CUDA"):
                 library.impl(overload, kernel, key)
-            of = f"blockflash::{overload}"
-            torch.library.register_fake(of, fake, lib=library)
-            torch.library.register_autograd(of, backward, setup_context=setup, lib=library)
+            torch.library.register_fake(f"blockflash::{overload}", fake, lib=library)
+            _autograd.register_gradient(library, overload, setup, backward)
         _PLACES[getattr(_OPS, name)] = at
     return library
 

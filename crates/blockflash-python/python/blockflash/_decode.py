@@ -6,22 +6,20 @@
 | `attention_append` | the same after new keys and values were written into the cache |
 | `attention_merge` | `(o, lse)` of the `(o, lse)` of parts |
 
-They are operators of torch like those of `_ops`, and have no gradient.
+They are operators of torch like those of `_ops`. They have no gradient: differentiating one raises.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import _flops, _native, _stats
+from . import _autograd, _flops, _native, _stats
 from ._attention import autocast_dtype, sides
-from ._gradient import refuse_to_lose
-from ._ops import empty_lse, empty_o, refuse_lazy_writes, typed
+from ._ops import empty_lse, empty_o, refuse_lazy_writes
 
 _OPS = torch.ops.blockflash
 _OPTIONS = (
@@ -144,13 +142,19 @@ def attention_decode(
     }
     # The operators have defaults: what is not passed costs nothing.
     options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    tensors = (q, k_cache, v_cache) if k is None else (q, k_cache, v_cache, k, v)
+    operator = _OPS.attention_decode.default if k is None else _OPS.attention_append.default
     try:
-        if k is None:
-            o, lse = _OPS.attention_decode.default(q, k_cache, v_cache, **options)
+        if _autograd.passes(*tensors, sink, rotary_cos, rotary_sin):
+            if k is not None:
+                _autograd.note_write(k_cache, v_cache)
+            with _autograd.below_writes():
+                o, lse = operator(*tensors, **options)
         else:
-            o, lse = _OPS.attention_append.default(q, k_cache, v_cache, k, v, **options)
+            _autograd.refuse_to_lose(*tensors, sink, rotary_cos, rotary_sin)
+            o, lse = operator(*tensors, **options)
     except RuntimeError as error:
-        raise typed(error) from None
+        raise _autograd.typed(error) from None
     _stats.count("attention_decode")
     return (o, lse) if return_lse else o
 
@@ -183,6 +187,7 @@ def attention_merge(
             f"o has shape {list(o.shape)} and lse {list(lse.shape)}, not [parts, B, S, H, D] and "
             "[parts, B, H, S], nor [parts, T, H, D] and [parts, H, T]"
         )
+    _autograd.refuse_to_lose(o, lse)
     if o.dim() == 4:
         return _OPS.attention_merge.default(o, lse)
     batches = o.shape[1:3]
@@ -209,9 +214,11 @@ def _compute(
     copied, but a cache never is. On the CPU, values that lie between the keys of their cache are
     copied for an append, and copied back.
     """
-    refuse_to_lose(q, k_cache, v_cache, k, v, sink)
     o, lse = empty_o(q, cu_seqlens_q), empty_lse(q, cu_seqlens_q)
-    allocate = partial(torch.empty, dtype=torch.uint8, device=q.device)
+
+    def allocate(count: int) -> Tensor:
+        return torch.empty(count, dtype=torch.uint8, device=q.device)
+
     options = (seqused_k, block_table, cu_seqlens_q, cu_seqlens_k, sink, *rest)
     try:
         _native.attention_decode(q, k_cache, v_cache, o, lse, allocate, k, v, *options)
@@ -284,7 +291,6 @@ def _fake_decode(
 
 
 def _merge(parts_o: Tensor, parts_lse: Tensor) -> tuple[Tensor, Tensor]:
-    refuse_to_lose(parts_o, parts_lse)
     o, lse = _fake_merge(parts_o, parts_lse)
     try:
         _native.attention_merge(parts_o, parts_lse, o, lse)
@@ -315,6 +321,9 @@ def _register() -> torch.library.Library:
         torch.library.register_fake(f"blockflash::{name}", fake, lib=library)
     refuse_lazy_writes(library, _OPS.attention_append.default)
     _flops.register("blockflash", "attention_decode", "attention_append")
+    _autograd.register_gradient(library, "attention_decode")
+    _autograd.register_gradient(library, "attention_merge")
+    _autograd.register_writes(library, "attention_append", slice(1, 3))
     return library
 
 

@@ -1,31 +1,18 @@
 """The gradient of attention, by our own backward pass.
 
 It is computed once and in a fixed order, so it is the same bit for bit in repeats. A gradient of
-the gradient is an error, never a result without one.
+the gradient is an error, when it is asked for.
 """
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from . import _native
-
-_INPUTS = 14
-"""Arguments of the operator `attention`, of which the first four have gradients."""
-
-
-def refuse_to_lose(*tensors: Tensor | None) -> None:
-    """Raises where autograd would silently lose a gradient: in an operator that has none."""
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
-        raise _native.Unsupported(
-            "this call has no gradient: use blockflash.attention without out= and differentiate it "
-            "once only, or use torch.no_grad()"
-        )
+from . import _autograd, _native
 
 
 def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -41,14 +28,19 @@ def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tenso
 
 
 def backward(ctx: Any, grad_o: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
-    """Gradients of the inputs of the operator `attention`."""
+    """Gradients of the inputs of the operator `attention` that have any."""
+    saved = ctx.saved_tensors
     if grad_o is None:
         if grad_lse is None:
-            return (None,) * _INPUTS
-        grad_o = torch.zeros_like(ctx.saved_tensors[3])
-    saved, numbers = ctx.saved_tensors, ctx.numbers
-    *grads, d_sink = torch.ops.blockflash.attention_backward(grad_o, grad_lse, *saved, *numbers)
-    return (*grads, None if saved[5] is None else d_sink, *(None,) * (_INPUTS - 4))
+            return ()
+        grad_o = torch.zeros_like(saved[3])
+    operator = torch.ops.blockflash.attention_backward.default
+    if torch.is_grad_enabled() or _autograd.is_transformed():
+        grads = operator(grad_o, grad_lse, *saved, *ctx.numbers)
+    else:
+        with _autograd.below():
+            grads = operator(grad_o, grad_lse, *saved, *ctx.numbers)
+    return grads if saved[5] is not None else grads[:3]
 
 
 def fake(
@@ -86,11 +78,7 @@ def compute(
     scale: float | None = None,
     *rest: Any,
 ) -> tuple[Tensor, ...]:
-    """Gradients of q, k, v and the sink: the kernel of `attention_backward`.
-
-    GPU kernels read rows in units of 16 bytes: operands that are not aligned so are copied.
-    """
-    refuse_to_lose(grad_o, q, k, v, sink)
+    """Gradients of q, k, v and the sink: the kernel of `attention_backward`."""
     head_dim = q.shape[-1]
     if grad_lse is not None:
         if q.is_cuda and head_dim > 248:
@@ -102,20 +90,41 @@ def compute(
         o, grad_o = _with_columns(o, grad_o, grad_lse.masked_fill(lse == -torch.inf, 0))
     grads = fake(grad_o, grad_lse, q, k, v, o, lse, sink)
     dq, dk, dv, d_sink = grads
-    allocate = partial(torch.empty, dtype=torch.uint8, device=q.device)
-    results = (dq, dk, dv, None if sink is None else d_sink, allocate)
     options = (sink, cu_seqlens_q, cu_seqlens_k, max_q, max_k, left, right, top_left, scale, *rest)
+    into((dq, dk, dv, None if sink is None else d_sink), grad_o, q, k, v, o, lse, *options)
+    if grad_lse is None:
+        return grads
+    return (*(grad[..., :head_dim].contiguous() for grad in (dq, dk, dv)), d_sink)
+
+
+def into(
+    results: tuple[Tensor | None, ...],
+    grad_o: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    *options: Any,
+    **named: Any,
+) -> None:
+    """Writes `(dq, dk, dv, d_sink)`, of any strides but a contiguous last dimension.
+
+    GPU kernels read rows in units of 16 bytes: operands that are not aligned so are copied.
+    """
+
+    def allocate(count: int) -> Tensor:
+        return torch.empty(count, dtype=torch.uint8, device=q.device)
+
+    results = (*results, allocate)
     grad_o = grad_o if grad_o.stride(-1) == 1 else grad_o.contiguous()
     try:
-        _native.attention_backward(q, k, v, o, lse, grad_o, *results, *options)
+        _native.attention_backward(q, k, v, o, lse, grad_o, *results, *options, **named)
     except _native.Misaligned:
         q, k, v, o, grad_o = (
             t.clone(memory_format=torch.contiguous_format) for t in (q, k, v, o, grad_o)
         )
-        _native.attention_backward(q, k, v, o, lse, grad_o, *results, *options)
-    if grad_lse is None:
-        return grads
-    return (*(grad[..., :head_dim].contiguous() for grad in (dq, dk, dv)), d_sink)
+        _native.attention_backward(q, k, v, o, lse, grad_o, *results, *options, **named)
 
 
 _COLUMNS = 8

@@ -2,10 +2,10 @@
 
 | operator | what it is |
 |---|---|
-| `attention` | `(o, lse)`, with a gradient |
-| `attention_forward` | `o` alone, for calls without a gradient: it spares autograd's wrapper |
-| `attention_out` | into given tensors, without a gradient |
-| `attention_backward` | `(dq, dk, dv, d_sink)`, what the gradient of `attention` calls |
+| `attention` | `(o, lse)` |
+| `attention_forward` | `o` alone, which costs less where nobody differentiates |
+| `attention_out` | into given tensors, without a gradient; by `attention` where it is traced |
+| `attention_backward` | `(dq, dk, dv, d_sink)`, the gradient of the first two; without one itself |
 
 All tensors are arguments, everything else is a number: -1 is an unlimited side of the window, 0 no
 softcap and no block mask. An argument that has its default costs the host least if not passed. q is
@@ -15,13 +15,14 @@ users call are in the modules beside this one.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from . import _flops, _gradient, _native
+from . import _autograd, _flops, _gradient, _native
 
 _QKV = "Tensor q, Tensor k, Tensor v"
 _OPTIONS = (
@@ -30,12 +31,11 @@ _OPTIONS = (
     "float softcap=0.0, SymInt block_mask=0"
 )
 
-
-_DEFAULTS = {
-    "cu_seqlens_q": None, "cu_seqlens_k": None, "max_q": 0, "max_k": 0, "left": -1, "right": -1,
-    "top_left": False, "scale": None, "softcap": 0.0, "block_mask": 0,
+DEFAULTS = {
+    "sink": None, "cu_seqlens_q": None, "cu_seqlens_k": None, "max_q": 0, "max_k": 0, "left": -1,
+    "right": -1, "top_left": False, "scale": None, "softcap": 0.0, "block_mask": 0,
 }  # fmt: skip
-"""The options after the sink, in their order."""
+"""The options in their order."""
 
 
 def empty_o(q: Tensor, cu_seqlens_q: Tensor | None) -> Tensor:
@@ -47,7 +47,9 @@ def empty_o(q: Tensor, cu_seqlens_q: Tensor | None) -> Tensor:
 def empty_lse(q: Tensor, cu_seqlens_q: Tensor | None) -> Tensor:
     """Space for the log-sum-exp; zeros where rows may belong to no sequence."""
     if cu_seqlens_q is None:
-        return q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
+        shape = q.shape
+        size = (shape[0], shape[2], shape[1])
+        return torch.empty(size, dtype=torch.float32, device=q.device)
     return q.new_zeros((q.shape[1], q.shape[0]), dtype=torch.float32)
 
 
@@ -64,7 +66,6 @@ def _attention_out(
 
     GPU kernels read q, k and v in units of 16 bytes: operands that are not aligned so are copied.
     """
-    _gradient.refuse_to_lose(q, k, v, sink)
     try:
         _native.attention(q, k, v, o, lse, sink, *options)
     except _native.Misaligned:
@@ -85,34 +86,36 @@ def _attention(
     return o, lse
 
 
-class Differentiable(torch.autograd.Function):
-    """`attention` with its gradient, for calls that nothing traces or transforms.
-
-    torch's wrapper around the operator does the same and costs the host several times as much.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        attention_out: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sink: Tensor | None,
-        options: dict[str, Any],
-    ) -> tuple[Tensor, Tensor]:
-        """`(o, lse)` by the operator `attention_out`, with its options but the sink."""
-        cu_seqlens_q = options.get("cu_seqlens_q")
-        o, lse = empty_o(q, cu_seqlens_q), empty_lse(q, cu_seqlens_q)
-        attention_out(q, k, v, o, lse, sink, **options)
-        given = (options.get(name, default) for name, default in _DEFAULTS.items())
-        _gradient.setup_context(ctx, (q, k, v, sink, *given), (o, lse))
-        return o, lse
-
-    @staticmethod
-    def backward(ctx: Any, grad_o: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
-        """Gradients of q, k, v and the sink, in the places of `forward`'s arguments."""
-        return (None, *_gradient.backward(ctx, grad_o, grad_lse)[:4], None)
+def into(
+    operators: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor | None = None,
+    sink: Tensor | None = None,
+    *options: Any,
+    **named: Any,
+) -> None:
+    """Attention into given tensors, by the operators of a namespace; a gradient is refused."""
+    tensors = (q, k, v, o, lse, sink)
+    if _autograd.passes(*tensors) and not torch._C._len_torch_dispatch_stack():
+        _autograd.note_write(o, lse)
+        with _autograd.below_writes():
+            operators.attention_out.default(*tensors, *options, **named)
+        return
+    _autograd.refuse_to_lose(*tensors)
+    # Whoever traces, transforms or keeps results sees an operator that returns them.
+    results = operators.attention.default(q, k, v, sink, *options, **named)
+    for what, given, result in zip(("o", "lse"), (o, lse), results, strict=True):
+        if given is None:
+            continue
+        if given.shape != result.shape or given.dtype != result.dtype:
+            raise ValueError(
+                f"{what} is {given.dtype} {list(given.shape)}, but must be {result.dtype} "
+                f"{list(result.shape)}"
+            )
+        given.copy_(result)
 
 
 def _attention_forward(
@@ -176,8 +179,11 @@ def _resolved(value: Any) -> Any:
     return value.resolve_neg().resolve_conj() if isinstance(value, Tensor) else value
 
 
-def register(namespace: str, native: bool) -> torch.library.Library:
-    """Defines the operators; `native` kernels where they are possible, else kernels in Python."""
+def register(namespace: str, native: bool) -> tuple[torch.library.Library, Any]:
+    """Defines the operators; `native` kernels where they are possible, else kernels in Python.
+
+    They last as long as the library, which comes with autograd's function of `attention`.
+    """
     library = torch.library.Library(namespace, "DEF")
     library.define(f"attention({_QKV}, {_OPTIONS}) -> (Tensor o, Tensor lse)")
     library.define(f"attention_forward({_QKV}, {_OPTIONS}) -> Tensor")
@@ -188,9 +194,9 @@ def register(namespace: str, native: bool) -> torch.library.Library:
     library.define(f"attention_backward({given}) -> {gradients}")
     natively = _native.register_kernels(namespace) if native else []
     for key in ("CPU", "CUDA"):
-        library.impl("attention", _attention, key)
         library.impl("attention_backward", _gradient.compute, key)
         if key not in natively:
+            library.impl("attention", _attention, key)
             library.impl("attention_forward", _attention_forward, key)
             library.impl("attention_out", _attention_out, key)
     refuse_lazy_writes(library, getattr(torch.ops, namespace).attention_out.default)
@@ -201,37 +207,16 @@ def register(namespace: str, native: bool) -> torch.library.Library:
         ("attention_backward", _gradient.fake),
     ):
         torch.library.register_fake(f"{namespace}::{name}", fake, lib=library)
-    torch.library.register_autograd(
-        f"{namespace}::attention",
-        _gradient.backward,
-        setup_context=_gradient.setup_context,
-        lib=library,
+    operators = getattr(torch.ops, namespace)
+    _autograd.register_step(
+        library, "attention_forward", lambda *given: operators.attention.default(*given)[0]
     )
+    _autograd.register_writes(library, "attention_out", slice(3, 5), partial(into, operators))
+    _autograd.register_gradient(library, "attention_backward")
     names = ("attention", "attention_forward", "attention_out", "attention_backward")
     _flops.register(namespace, *names)
-    return library
+    rules = (_gradient.setup_context, _gradient.backward)
+    return library, _autograd.register_gradient(library, "attention", *rules)
 
 
-_KINDS = {
-    "Value": ValueError,
-    "Misaligned": ValueError,
-    "Unsupported": _native.Unsupported,
-    "Device": _native.DeviceError,
-    "Memory": torch.OutOfMemoryError,
-}
-
-
-def typed(error: RuntimeError) -> Exception:
-    """The exception that a native kernel means: C++ knows its text alone, after its kind."""
-    kind, _, text = str(error).partition(": ")
-    if kind in _KINDS:
-        return _KINDS[kind](text)
-    if "CUDA error" in str(error) and torch.cuda._is_in_bad_fork():
-        return _native.DeviceError(
-            "CUDA was initialised before this process was forked, and cannot be used in it: start "
-            f"processes by spawn or forkserver ({str(error).splitlines()[0]})"
-        )
-    return error
-
-
-_LIBRARY = register("blockflash", native=True)
+_LIBRARY, Differentiable = register("blockflash", native=True)

@@ -16,16 +16,13 @@ from torch.distributed.tensor.experimental import register_sharding
 from . import _native, _ops
 
 _OPS = torch.ops.blockflash
-_BLOCK_MASK = list(_ops._DEFAULTS).index("block_mask") - 2
+_BLOCK_MASK = list(_ops.DEFAULTS).index("block_mask") - 3
 """Its place among the arguments behind cu_seqlens_q and cu_seqlens_k."""
 
 
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None = None, **options: Any
-) -> tuple[Tensor, Tensor]:
+def attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
     """The operator `attention`, `(o, lse)`; torch redistributes positional arguments alone."""
-    given = (options.get(name, default) for name, default in _ops._DEFAULTS.items())
-    return _OPS.attention.default(q, k, v, sink, *given)
+    return _OPS.attention.default(q, k, v, *(_ops.DEFAULTS | options).values())
 
 
 class _Rule:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import attention as registry
 
-from . import _ops, _stats
+from . import _autograd, _gradient, _ops, _stats
 from ._flash import contiguous_rows
 from ._native import DeviceError, Unsupported
 from ._sdpa_function import operands, scaled_dot_product_attention
@@ -293,20 +293,22 @@ def _either(
 def _forward(
     query: Tensor, key: Tensor, value: Tensor, causal: bool, *, top_left: bool, scale: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Attention of `[B, H, S, D]` tensors without gradients: o in query's strides, and lse."""
-    query, key, value = map(contiguous_rows, (query, key, value))
+    """Attention of `[B, H, S, D]` tensors without gradients, laid out as torch's fake kernels say.
+
+    `torch.compile` relies on these strides: of o those of query, of lse another order on the CPU.
+    """
     o = torch.empty_like(query)
-    q, k, v, out = (tensor.transpose(1, 2) for tensor in (query, key, value, o))
+    rows = _with_rows(o)
+    q, k, v, out = (contiguous_rows(t).transpose(1, 2) for t in (query, key, value, rows))
     lse = _ops.empty_lse(q, None)
-    right = 0 if causal else -1
+    options = {"right": 0 if causal else -1, "top_left": top_left, "scale": scale}
     try:
-        with torch.no_grad():  # below autograd, where torch has attached its operator's backward
-            torch.ops.blockflash.attention_out.default(
-                q, k, v, out, lse, right=right, top_left=top_left, scale=scale
-            )
+        torch.ops.blockflash.attention_out.default(q, k, v, out, lse, **options)
     except RuntimeError as error:
-        raise _ops.typed(error) from None
-    return o, lse
+        raise _autograd.typed(error) from None
+    if lse.is_cpu:
+        lse = torch.empty_permuted(lse.shape, (0, 2, 1), dtype=lse.dtype).copy_(lse)
+    return o if rows is o else o.copy_(rows), lse
 
 
 def _backward(
@@ -316,12 +318,27 @@ def _backward(
     *,
     top_left: bool,
     scale: float | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of `[B, H, S, D]` tensors from those of the result, q, k, v and the result."""
-    grad_o, q, k, v, o = (contiguous_rows(tensor).transpose(1, 2) for tensor in tensors)
-    right = 0 if causal else -1
-    with torch.no_grad():
-        dq, dk, dv, _ = torch.ops.blockflash.attention_backward(
-            grad_o, None, q, k, v, o, lse, right=right, top_left=top_left, scale=scale
-        )
-    return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+) -> tuple[Tensor, ...]:
+    """Gradients of `[B, H, S, D]` tensors from those of the result, q, k, v and the result.
+
+    They are laid out as torch's fake kernels say: on a GPU like the tensors, on the CPU by rows.
+    """
+    by_rows = partial(torch.empty_permuted, physical_layout=(0, 2, 1, 3))
+    grads = [
+        by_rows(t.shape, dtype=t.dtype, device=t.device) if t.is_cpu else torch.empty_like(t)
+        for t in tensors[1:4]
+    ]
+    written = [_with_rows(grad) for grad in grads]
+    dq, dk, dv = (grad.transpose(1, 2) for grad in written)
+    read = (contiguous_rows(tensor).transpose(1, 2) for tensor in tensors)
+    options = {"right": 0 if causal else -1, "top_left": top_left, "scale": scale}
+    _gradient.into((dq, dk, dv, None), *read, lse.contiguous(), **options)
+    pairs = zip(grads, written, strict=True)
+    return tuple(grad if rows is grad else grad.copy_(rows) for grad, rows in pairs)
+
+
+def _with_rows(result: Tensor) -> Tensor:
+    """A result that is to be written, or memory in its place: its rows must be contiguous."""
+    if result.stride(-1) == 1:
+        return result
+    return torch.empty_like(result, memory_format=torch.contiguous_format)

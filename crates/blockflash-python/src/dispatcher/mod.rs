@@ -1,5 +1,5 @@
-//! `attention_forward` and `attention_out` as kernels in torch's dispatcher, which costs the host
-//! less than kernels in Python do.
+//! `attention`, `attention_forward` and `attention_out` as kernels in torch's dispatcher, which costs
+//! the host less than kernels in Python do.
 //!
 //! torch calls such a kernel with a stack of 64-bit values and lets it call back through C
 //! functions, its stable ABI. They are looked up in the loaded `libtorch_cpu`, so nothing is linked
@@ -43,12 +43,13 @@ fn register_for(torch: &Torch, namespace: &CStr, key: &CStr) -> Result<()> {
         let init = torch.aoti_torch_library_init_impl;
         check(init(namespace.as_ptr(), key.as_ptr(), c"".as_ptr(), 0, &mut library))?;
         let add = torch.torch_library_impl;
+        check(add(library, c"attention".as_ptr(), attention, ABI_VERSION))?;
         check(add(library, c"attention_forward".as_ptr(), attention_forward, ABI_VERSION))?;
         check(add(library, c"attention_out".as_ptr(), attention_out, ABI_VERSION))
     }
 }
 
-/// The arguments that both operators have: tensors in the order of their schema, and numbers.
+/// The arguments that all operators have: tensors in the order of their schema, and numbers.
 struct Arguments {
     tensors: [Option<Tensor>; 6],
     options: Options,
@@ -134,29 +135,43 @@ unsafe fn unwrap(shim: &Shim, value: u64) -> Option<u64> {
     }
 }
 
+/// `attention(q, k, v, options…) -> (Tensor o, Tensor lse)`
+unsafe extern "C-unwind" fn attention(stack: *mut u64, inputs: u64, outputs: u64) {
+    throw(attempt(stack, [inputs, outputs], |shim, values| forward(shim, values, true)));
+}
+
 /// `attention_forward(q, k, v, options…) -> Tensor`
 unsafe extern "C-unwind" fn attention_forward(stack: *mut u64, inputs: u64, outputs: u64) {
-    throw(attempt(stack, [inputs, outputs], |shim, values| {
-        // SAFETY: torch calls this function with the arguments of the schema.
-        let mut call = unsafe { Arguments::take(shim, &values[..3], &values[3..]) };
-        let [Some(q), .., cu_seqlens_q, _] = &call.tensors else {
-            return Err(Failure::value("q is needed"));
-        };
-        let o = q.empty_like()?;
-        if cu_seqlens_q.is_some() {
-            // Rows that belong to no sequence are not written. SAFETY: the handle lives.
-            check(unsafe { (shim.torch.aoti_torch_zero_)(o.1) })?;
+    throw(attempt(stack, [inputs, outputs], |shim, values| forward(shim, values, false)));
+}
+
+/// Computes into new tensors, which take the first places of the stack.
+fn forward(shim: &'static Shim, values: &mut [u64], with_lse: bool) -> Result<()> {
+    // SAFETY: torch calls the kernels with the arguments of the schema.
+    let mut call = unsafe { Arguments::take(shim, &values[..3], &values[3..]) };
+    let [Some(q), .., cu_seqlens_q, _] = &call.tensors else {
+        return Err(Failure::value("q is needed"));
+    };
+    let o = q.empty_like()?;
+    let lse = if with_lse { Some(q.empty_lse()?) } else { None };
+    if cu_seqlens_q.is_some() {
+        // Rows that belong to no sequence are not written.
+        for made in [Some(&o), lse.as_ref()].into_iter().flatten() {
+            // SAFETY: the handle lives.
+            check(unsafe { (shim.torch.aoti_torch_zero_)(made.1) })?;
         }
-        call.run(&o, None)?;
-        values[0] = ManuallyDrop::new(o).1.expose_provenance() as u64;
-        Ok(())
-    }));
+    }
+    call.run(&o, lse.as_ref())?;
+    for (place, made) in values.iter_mut().zip([Some(o), lse].into_iter().flatten()) {
+        *place = ManuallyDrop::new(made).1.expose_provenance() as u64;
+    }
+    Ok(())
 }
 
 /// `attention_out(q, k, v, o, lse, options…) -> ()`
 unsafe extern "C-unwind" fn attention_out(stack: *mut u64, inputs: u64, outputs: u64) {
     throw(attempt(stack, [inputs, outputs], |shim, values| {
-        // SAFETY: as in `attention_forward`.
+        // SAFETY: as in `forward`.
         let mut call = unsafe { Arguments::take(shim, &values[..3], &values[5..]) };
         let o = Tensor(shim, handle(values[3]));
         // SAFETY: as above.

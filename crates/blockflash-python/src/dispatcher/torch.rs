@@ -235,17 +235,8 @@ impl Tensor {
     }
 
     fn dtype(&self, what: &str) -> Result<DType> {
-        let torch = &self.0.torch;
-        let number = self.read(torch.aoti_torch_get_dtype, 0)?;
-        let known = [
-            (torch.aoti_torch_dtype_float16, DType::F16),
-            (torch.aoti_torch_dtype_bfloat16, DType::BF16),
-            (torch.aoti_torch_dtype_float32, DType::F32),
-            (torch.aoti_torch_dtype_int32, DType::I32),
-        ];
-        // SAFETY: these functions take nothing and return a constant.
-        let found = known.into_iter().find(|(code, _)| number == unsafe { code() });
-        found.map(|(_, dtype)| dtype).ok_or_else(|| {
+        let number = self.read(self.0.torch.aoti_torch_get_dtype, 0)?;
+        known(&self.0.torch, number).ok_or_else(|| {
             let name = usize::try_from(number).ok().and_then(|number| DTYPE_NAMES.get(number));
             unsupported_dtype(what, name.unwrap_or(&"of another type"))
         })
@@ -253,14 +244,28 @@ impl Tensor {
 
     /// A new contiguous tensor of the same sizes and type.
     pub(super) fn empty_like(&self) -> Result<Tensor> {
+        self.empty(self.sizes()?, self.read(self.0.torch.aoti_torch_get_dtype, 0)?)
+    }
+
+    /// A new log-sum-exp of these queries: f32, `[B, Hq, Sq]` or `[Hq, Tq]`.
+    pub(super) fn empty_lse(&self) -> Result<Tensor> {
+        // SAFETY: it takes nothing and returns a constant.
+        let f32 = unsafe { (self.0.torch.aoti_torch_dtype_float32)() };
+        match *self.sizes()? {
+            [batch, seqlen, heads, _] => self.empty(&[batch, heads, seqlen], f32),
+            [total, heads, _] => self.empty(&[heads, total], f32),
+            ref shape => Err(Failure::value(format!("q has shape {shape:?}"))),
+        }
+    }
+
+    /// A new contiguous tensor on the same device; the type as torch numbers it.
+    fn empty(&self, sizes: &[i64], dtype: i32) -> Result<Tensor> {
         let Shim { torch, .. } = self.0;
-        let sizes = self.sizes()?;
         let mut strides = vec![1; sizes.len()];
         for dim in (1..sizes.len()).rev() {
             strides[dim - 1] = strides[dim] * sizes[dim].max(1);
         }
         let (kind, index) = self.device()?;
-        let dtype = self.read(torch.aoti_torch_get_dtype, 0)?;
         let allocate = || {
             let (rank, mut made) = (sizes.len() as i64, null_mut());
             // SAFETY: sizes and strides have as many entries as there are dimensions, and the
@@ -273,10 +278,8 @@ impl Tensor {
         };
         allocate().or_else(|error: Failure| {
             let elements = sizes.iter().fold(1i64, |elements, &size| elements.saturating_mul(size));
-            let bytes = match self.dtype("q") {
-                Ok(dtype) => elements.saturating_mul(dtype.size() as i64),
-                Err(_) => return Err(error),
-            };
+            let Some(dtype) = known(torch, dtype) else { return Err(error) };
+            let bytes = elements.saturating_mul(dtype.size() as i64);
             why_not_allocated(bytes, kind, index).map_or_else(allocate, Err)
         })
     }
@@ -299,4 +302,17 @@ unsafe fn elements<'a>(numbers: *const i64, count: i64) -> &'a [i64] {
         }
         _ => &[],
     }
+}
+
+/// The element type that torch numbers so, if an operation takes it.
+fn known(torch: &Torch, number: i32) -> Option<DType> {
+    let types = [
+        (torch.aoti_torch_dtype_float16, DType::F16),
+        (torch.aoti_torch_dtype_bfloat16, DType::BF16),
+        (torch.aoti_torch_dtype_float32, DType::F32),
+        (torch.aoti_torch_dtype_int32, DType::I32),
+    ];
+    // SAFETY: these functions take nothing and return a constant.
+    let found = types.into_iter().find(|(code, _)| number == unsafe { code() });
+    found.map(|(_, dtype)| dtype)
 }

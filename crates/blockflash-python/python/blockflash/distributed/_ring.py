@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import _decode, _ops
+from .. import _autograd, _decode, _ops
 from ._exchange import exchange
 from ._grid import Grid, Step
 from ._packed import on_device
@@ -123,9 +123,9 @@ class Ring(torch.autograd.Function):
                 chosen = options.of(visit, sink, q)
                 logs = _ops.empty_lse(operands[0], chosen.get("cu_seqlens_q"))
                 try:
-                    _OPS.attention_out.default(*operands, logs, **chosen)
+                    _ops.into(_OPS, *operands, logs, **chosen)
                 except RuntimeError as error:
-                    raise _ops.typed(error) from None
+                    raise _autograd.typed(error) from None
                 lse[part, :, :, seen] = logs
         o, lse = _decode.attention_merge(o, lse)
         ctx.save_for_backward(q, k, v, sink, o, lse)
