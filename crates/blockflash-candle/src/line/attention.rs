@@ -1,5 +1,8 @@
 use super::backward;
-use super::candle_core::{CpuStorage, CustomOp3, Layout, Result, Shape, Storage, Tensor, bail};
+use super::candle_core::backend::BackendStorage;
+use super::candle_core::{
+    CpuStorage, CustomOp1, CustomOp3, Layout, Result, Shape, Storage, Tensor, bail,
+};
 use super::error::refused;
 use super::memory::{Operand, Place, Reading, Source, dtype_of, tensor};
 use blockflash_ops::{BlockMask, CuSeqlens, DType, Mask};
@@ -97,12 +100,16 @@ impl<'a> Attention<'a> {
 
     /// The output, and the natural logarithm of the sum of exponentials of each row's scores: f32
     /// `[batch, num_heads_q, seqlen_q]`, or packed `[num_heads_q, total_q]`; −∞ for a row that
-    /// attends nothing. The latter has no gradient.
+    /// attends nothing. The latter has no gradient: `backward` of what depends on it is an error.
     ///
     /// # Errors
     /// As [`forward`](Self::forward).
     pub fn forward_with_lse(&self) -> Result<(Tensor, Tensor)> {
         match self.run(true)? {
+            (o, Some(lse)) if o.track_op() => {
+                let lse = o.apply_op1(LseOf(lse))?;
+                Ok((o, lse))
+            }
             (o, Some(lse)) => Ok((o, lse)),
             (_, None) => bail!("attention left no log-sum-exp"),
         }
@@ -290,5 +297,35 @@ impl CustomOp3 for Call {
         };
         let [dq, dk, dv] = backward::gradients(&self.options, [q, k, v], [o, lse, d_o])?;
         Ok((Some(dq), Some(dk), Some(dv)))
+    }
+}
+
+/// The log-sum-exp as a node of candle's graph, so that no gradient is lost: it has none.
+struct LseOf(Tensor);
+
+impl CustomOp1 for LseOf {
+    fn name(&self) -> &'static str {
+        "blockflash-attention-lse"
+    }
+
+    fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
+        let (storage, layout) = self.0.storage_and_layout();
+        match &*storage {
+            Storage::Cpu(lse) => Ok((lse.try_clone(layout)?, self.0.shape().clone())),
+            _ => bail!("a log-sum-exp that is not on the CPU"),
+        }
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(&self, _: &CudaStorage, _: &Layout) -> Result<(CudaStorage, Shape)> {
+        let (storage, layout) = self.0.storage_and_layout();
+        match &*storage {
+            Storage::Cuda(lse) => Ok((lse.try_clone(layout)?, self.0.shape().clone())),
+            _ => bail!("a log-sum-exp that is not on a GPU"),
+        }
+    }
+
+    fn bwd(&self, _: &Tensor, _: &Tensor, _: &Tensor) -> Result<Option<Tensor>> {
+        bail!("the log-sum-exp of attention has no gradient: detach it")
     }
 }

@@ -1,5 +1,5 @@
-//! `attention`, `attention_forward` and `attention_out` as kernels in torch's dispatcher, which costs
-//! the host less than kernels in Python do.
+//! `attention`, `attention_forward` and `attention_out` as kernels in torch's dispatcher, which
+//! costs the host less than kernels in Python do.
 //!
 //! torch calls such a kernel with a stack of 64-bit values and lets it call back through C
 //! functions, its stable ABI. They are looked up in the loaded `libtorch_cpu`, so nothing is linked

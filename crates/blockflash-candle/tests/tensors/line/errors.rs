@@ -42,6 +42,13 @@ fn gradients_that_would_be_lost_are_refused() -> Result<()> {
     let call = Attention { mask: Mask::causal(), ..Attention::new(&tracked, &q, &q) };
     refused(call.append_to(&mut cache), "gradient");
     assert!(cache.is_empty());
+    let (o, lse) = call.forward_with_lse()?;
+    refused(lse.sum_all()?.backward(), "log-sum-exp of attention has no gradient");
+    refused((o.sum_all()? + lse.sum_all()?)?.backward(), "has no gradient");
+    let (_, detached) = Attention::new(&q, &q, &q).forward_with_lse()?;
+    assert!(!detached.track_op());
+    let gradients = (o.sum_all()? + lse.detach().sum_all()?)?.backward()?;
+    assert!(gradients.get(&tracked).is_some());
     Ok(())
 }
 
