@@ -63,6 +63,20 @@ def products(x: Tensor) -> Tensor:
     return sparse.matmul(rows, sparse.sddmm(rows.t(), rows, PATTERN), PATTERN)
 
 
+LAYERS = {
+    device: sparse.BlockSparseLinear(64, 64, 32, PATTERN, bias=False, device=device, dtype=dtype)
+    for device, dtype in (("cpu", torch.float32), ("cuda", torch.bfloat16))
+    if device == "cpu" or torch.cuda.is_available()
+}
+
+
+def layer(x: Tensor) -> Tensor:
+    """A pattern in buffers, which the operators get as tensors."""
+    values = x.flatten()[: 2 * 32 * 32].view(2, 32, 32)
+    made = LAYERS[x.device.type]
+    return torch.func.functional_call(made, {"values": values}, x.view(-1, 64))
+
+
 DIFFERENTIABLE: dict[str, Callable[[Tensor], Tensor]] = {
     "attention": lambda x: attention(x, x * 2, x, window=(5, 0)),
     "with lse": both,
@@ -73,6 +87,7 @@ DIFFERENTIABLE: dict[str, Callable[[Tensor], Tensor]] = {
     "sdpa": lambda x: blockflash.scaled_dot_product_attention(x, x, x),
     "linear": linear,
     "products": products,
+    "layer": layer,
 }
 
 
@@ -212,7 +227,7 @@ def test_second_derivatives(call: Callable[[Tensor], Tensor]) -> None:
     x = randn(1, 16, 2, 64, device="cpu").requires_grad_()
     (first,) = torch.autograd.grad(loss(call, x), x, create_graph=True)
     assert torch.equal(first, gradient(call, x))
-    if call in (linear, products):
+    if call in (linear, products, layer):
         (second,) = torch.autograd.grad(first.sum(), x)
         inner = torch.func.grad(partial(loss, call))
         assert_same(torch.func.grad(lambda x: inner(x).sum())(x.detach()), second)
