@@ -1,5 +1,5 @@
 use crate::device::Device;
-use crate::driver::check;
+use crate::driver::{Relaxed, check};
 use crate::gpu::{Context, Handle, KernelInfo, LoadedKernel};
 use crate::tile_counter::TileCounters;
 use crate::{Error, Kernel, Result};
@@ -62,6 +62,8 @@ impl LoadedKernel {
         bytemuck::cast_slice_mut(&mut aligned)[..bytes.len()].copy_from_slice(&bytes);
 
         let _bound = context.bind()?;
+        // The first use may be inside a capture, of this crate or of somebody else.
+        let _relaxed = Relaxed::enter()?;
         // Tile counters of persistent kernels: allocated now rather than at the first launch.
         TileCounters::of(context)?;
         let mut module = ptr::null_mut();

@@ -1,5 +1,5 @@
 use crate::Result;
-use crate::driver::{check, is_captured};
+use crate::driver::{Relaxed, check, is_captured};
 use crate::gpu::{Context, Handle};
 use crate::mark::Mark;
 use crate::tile_counter::{Slot, TileCounters};
@@ -27,6 +27,8 @@ impl Queue {
     /// of other libraries. `urgent`: of the highest priority that the GPU has, not of the lowest.
     pub(crate) fn new(context: &'static Context, urgent: bool) -> Result<Queue> {
         let _bound = context.bind()?;
+        // A thread may make its stream while it captures another one.
+        let _relaxed = Relaxed::enter()?;
         let [mut lowest, mut highest] = [0; 2];
         // SAFETY: 1. The context is current. 2. The pointers are valid for writes.
         let code = unsafe { sys::cuCtxGetStreamPriorityRange(&mut lowest, &mut highest) };

@@ -18,6 +18,7 @@ pub use calls::{Call, Launch};
 pub use driver::{Events, GPUS};
 
 use libloading::{Library, Symbol};
+use std::ffi::c_void;
 use std::path::PathBuf;
 use std::sync::OnceLock;
 
@@ -27,6 +28,8 @@ pub struct FakeDriver {
     record: fn(bool) -> Vec<Call>,
     fail: fn(&'static str, u32),
     events: fn(Events),
+    begin_capture: extern "C" fn(*mut c_void, u32) -> u32,
+    end_capture: extern "C" fn(*mut c_void, *mut *mut c_void) -> u32,
 }
 
 impl FakeDriver {
@@ -82,7 +85,13 @@ impl FakeDriver {
                     library.get(b"blockflash_fake_fail\0").expect("a fake driver");
                 let events: Symbol<'_, fn(Events)> =
                     library.get(b"blockflash_fake_events\0").expect("a fake driver");
-                FakeDriver { record: *record, fail: *fail, events: *events }
+                let begin: Symbol<'_, extern "C" fn(*mut c_void, u32) -> u32> =
+                    library.get(b"cuStreamBeginCapture_v2\0").expect("a fake driver");
+                let end: Symbol<'_, extern "C" fn(*mut c_void, *mut *mut c_void) -> u32> =
+                    library.get(b"cuStreamEndCapture\0").expect("a fake driver");
+                let (begin_capture, end_capture) = (*begin, *end);
+                let (record, fail, events) = (*record, *fail, *events);
+                FakeDriver { record, fail, events, begin_capture, end_capture }
             }
         })
     }
@@ -98,6 +107,19 @@ impl FakeDriver {
     /// anything.
     pub fn fail_next(&self, function: &'static str, code: u32) {
         (self.fail)(function, code);
+    }
+
+    /// Does some work while a stream is being captured by somebody else than blockflash.
+    ///
+    /// # Panics
+    /// If the stream cannot be captured.
+    pub fn captured<T>(&self, stream: *mut c_void, work: impl FnOnce() -> T) -> T {
+        const THREAD_LOCAL: u32 = 1;
+        assert_eq!((self.begin_capture)(stream, THREAD_LOCAL), 0);
+        let result = work();
+        let mut graph = std::ptr::null_mut();
+        assert_eq!((self.end_capture)(stream, &mut graph), 0);
+        result
     }
 
     /// How events answer from now on, to all threads.

@@ -81,7 +81,7 @@ thread_local! {
 
 /// The result of a call that would break a capture, as if somebody were always capturing: only
 /// threads with the relaxed mode may make it.
-fn without_captures() -> u32 {
+pub(crate) fn without_captures() -> u32 {
     const RELAXED: u32 = 2;
     const CAPTURE_UNSUPPORTED: u32 = 900;
     if CAPTURE_MODE.get() == RELAXED { SUCCESS } else { CAPTURE_UNSUPPORTED }

@@ -4,6 +4,7 @@ use crate::calls::{Launch, called, driver, recording};
 use crate::driver::{INVALID_VALUE, NOT_FOUND, SUCCESS};
 use crate::graph::Stream;
 use crate::image::param_bytes;
+use crate::memory::without_captures;
 use std::ffi::{CStr, c_char};
 
 /// A kernel of a loaded image; none is unloaded.
@@ -80,7 +81,7 @@ extern "C" fn cuLaunchKernelEx(
 driver! {
     fn cuModuleLoadData = "cuModuleLoadData"(module: &mut &'static Module, image: *const u8) {
         *module = Box::leak(Box::new(Module(image)));
-        SUCCESS
+        without_captures()
     }
     fn cuModuleGetFunction = "cuModuleGetFunction"(
         kernel: &mut &'static Kernel,

@@ -282,3 +282,30 @@ fn a_graph_of_a_call_is_one_launch() {
         assert_eq!(count(&launched, "cuLaunchKernelEx"), 0, "{}", case.name);
     }
 }
+
+/// Calls that wait, allocate or copy would break a capture, or be replayed with its graph.
+#[test]
+fn a_capture_by_another_library_takes_every_call() {
+    let (driver, device) = device(0);
+    let never = [
+        "cuStreamSynchronize",
+        "cuStreamWaitEvent",
+        "cuEventRecord",
+        "cuMemAllocAsync",
+        "cuMemFreeAsync",
+        "cuMemcpyHtoDAsync",
+    ];
+    for mut case in cases::all(&device).unwrap() {
+        let direct = fresh(driver, &mut case);
+        let stream = case.stream.clone();
+        let captured = driver.captured(stream.raw(), || {
+            assert!(stream.is_capturing().unwrap());
+            fresh(driver, &mut case)
+        });
+        let launches = |calls| count(calls, "cuLaunchKernelEx");
+        assert_eq!(launches(&captured), launches(&direct), "{}", case.name);
+        for function in never {
+            assert_eq!(count(&captured, function), 0, "{}: {function}", case.name);
+        }
+    }
+}

@@ -92,8 +92,7 @@ impl<'a> Attention<'a> {
     /// 0.
     ///
     /// # Errors
-    /// Those of [`blockflash_ops::Attention::forward`], as text; a sink that needs a gradient; a
-    /// GPU stream that is being captured.
+    /// Those of [`blockflash_ops::Attention::forward`], as text; a sink that needs a gradient.
     pub fn forward(&self) -> Result<Tensor> {
         Ok(self.run(false)?.0)
     }
@@ -184,6 +183,7 @@ impl Options {
                 max_seqlen_q: *max_seqlen_q,
                 max_seqlen_kv: *max_seqlen_kv,
             });
+        self.block_mask.iter().for_each(|mask| place.keep(mask));
         work(&blockflash_ops::Attention {
             mask: self.mask,
             softmax_scale: self.softmax_scale,

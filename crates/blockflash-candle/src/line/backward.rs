@@ -2,8 +2,9 @@
 
 use super::attention::Options;
 use super::candle_core::{Result, Tensor};
+use super::error::refused;
 use super::memory::{Operand, Place, dtype_of, tensor};
-use blockflash_ops::{AttentionBackward, AttentionGradientsMut, DType, ViewMut};
+use blockflash_ops::{AttentionBackward, AttentionGradientsMut, DType};
 
 /// The gradients of q, k and v from that of the output.
 pub(crate) fn gradients(
@@ -34,15 +35,13 @@ pub(crate) fn gradients(
                 dv: dv.view.reborrow(),
                 d_sink: None,
             };
-            place.run(|stream| {
-                let mut workspace = match call.workspace_bytes(stream.device())? {
-                    0 => None,
-                    bytes => Some(blockflash_ops::Tensor::empty(stream, DType::U8, &[bytes])?),
-                };
-                let workspace: Option<ViewMut<'_>> =
-                    workspace.as_mut().map(|workspace| workspace.view_mut());
-                call.backward_into(gradients, workspace, stream)
-            })
+            let bytes = call.workspace_bytes(&place.device()).map_err(refused)?;
+            let mut workspace =
+                (bytes > 0).then(|| place.allocate(DType::U8, &[bytes], false)).transpose()?;
+            let mut workspace =
+                workspace.as_mut().map(|of| place.write(of, &[bytes])).transpose()?;
+            let workspace = workspace.as_mut().map(|of| of.view.reborrow());
+            place.run(|stream| call.backward_into(gradients, workspace, stream))
         })?;
     }
     Ok([tensor(dq, q.dims()), tensor(dk, k.dims()), tensor(dv, v.dims())])

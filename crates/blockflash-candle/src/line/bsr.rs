@@ -126,6 +126,7 @@ struct Call {
 impl Call {
     fn forward(&self, [x, values]: [Operand<'_>; 2]) -> Result<(Storage, Shape)> {
         let place = Place::of_source(x.source)?;
+        place.keep(&self.weights);
         let shape = [x.layout.shape().dims2()?.0, self.weights.pattern.rows()];
         let mut y = place.allocate(dtype_of("x", x.dtype())?, &shape, false)?;
         let (x, values) = (place.read(&x)?, place.read(&values)?);
@@ -148,6 +149,7 @@ impl Call {
     fn gradients(&self, x: &Tensor, values: &Tensor, d_y: &Tensor) -> Result<[Tensor; 2]> {
         let d_y = d_y.contiguous()?;
         let place = Place::of(x.device())?;
+        place.keep(&self.weights);
         let dtype = dtype_of("x", x.dtype())?;
         let mut d_x = place.allocate(dtype, x.dims(), false)?;
         let mut d_values = place.allocate(dtype, values.dims(), false)?;

@@ -4,6 +4,10 @@
 //! cannot be wrapped, and because masks and caches may live longer than it. They run on a stream of
 //! this crate, one for each thread and device, which waits for candle's stream and is waited for by
 //! it. So work is ordered as if it ran on candle's stream.
+//!
+//! A stream of candle that is being captured into a graph takes a stream of this crate along by the
+//! same events: the work becomes part of the graph. Such a stream serves captures alone, of one
+//! stream of candle, so that no other work enters the graph.
 
 use super::candle_core::backend::BackendStorage;
 use super::candle_core::cuda_backend::cudarc::driver::{
@@ -12,8 +16,8 @@ use super::candle_core::cuda_backend::cudarc::driver::{
 use super::candle_core::cuda_backend::{CudaDType, WrapErr};
 use super::candle_core::{self, CudaDevice, CudaStorage, Layout, Result, bail};
 use super::error::refused;
-use super::memory::{Reading, Writing, unsupported};
-use blockflash_ops::{DType, Device, Stream, View, ViewMut};
+use super::memory::{Reading, Scratch, Writing, unsupported};
+use blockflash_ops::{DType, Device, Stream, Tensor, View, ViewMut};
 use half::{bf16, f16};
 use std::cell::RefCell;
 use std::ffi::c_void;
@@ -28,21 +32,26 @@ pub(crate) struct Fork {
     candle: Arc<CudaStream>,
     device: CudaDevice,
     own: Stream,
+    is_captured: bool,
 }
+
+/// What a stream of this crate is for: the ordinal of a device and, if it serves captures, the
+/// stream of candle that is captured.
+type Role = (usize, Option<usize>);
 
 thread_local! {
-    /// The stream of this thread for each device, by ordinal.
-    static STREAMS: RefCell<Vec<(usize, Stream)>> = const { RefCell::new(Vec::new()) };
+    /// The streams of this thread.
+    static STREAMS: RefCell<Vec<(Role, Stream)>> = const { RefCell::new(Vec::new()) };
 }
 
-/// The stream of this thread for a device.
-fn stream_of(ordinal: usize) -> blockflash_ops::Result<Stream> {
+/// The stream of this thread for a role.
+fn stream_of(role: Role) -> blockflash_ops::Result<Stream> {
     STREAMS.with_borrow_mut(|streams| {
-        if let Some((_, stream)) = streams.iter().find(|(of, _)| *of == ordinal) {
+        if let Some((_, stream)) = streams.iter().find(|(of, _)| *of == role) {
             return Ok(stream.clone());
         }
-        let stream = Device::cuda(ordinal)?.stream()?;
-        streams.push((ordinal, stream.clone()));
+        let stream = Device::cuda(role.0)?.stream()?;
+        streams.push((role, stream.clone()));
         Ok(stream)
     })
 }
@@ -51,11 +60,19 @@ impl Fork {
     pub(crate) fn new(device: &CudaDevice) -> Result<Self> {
         let candle = device.cuda_stream();
         let status = candle.capture_status().w()?;
-        if status != sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE {
-            bail!("a stream of candle that is being captured cannot run blockflash");
-        }
-        let own = stream_of(candle.context().ordinal()).map_err(refused)?;
-        Ok(Self { candle, device: device.clone(), own })
+        let is_captured = status != sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
+        let captured = is_captured.then(|| candle.cu_stream().addr());
+        let own = stream_of((candle.context().ordinal(), captured)).map_err(refused)?;
+        Ok(Self { candle, device: device.clone(), own, is_captured })
+    }
+
+    /// Whether candle's stream is being captured into a graph.
+    pub(crate) fn is_captured(&self) -> bool {
+        self.is_captured
+    }
+
+    pub(crate) fn device(&self) -> Device {
+        *self.own.device()
     }
 
     /// Queues work between what candle has queued by now and what it queues next.
@@ -113,7 +130,8 @@ impl Fork {
         let address = start as usize + offset * dtype.size();
         // SAFETY: 1. The span lies within the slice, which is memory of this device. 2. candle
         // frees it, and others write to it, in the order of its stream, which waits for the work
-        // (`run`); `in_use` tells other streams of candle.
+        // (`run`); `in_use` tells other streams of candle. 3. Whoever launches a graph with the work
+        // keeps its tensors, as for candle's own operations in it.
         let view = unsafe {
             View::from_raw(&device, with_exposed_provenance::<c_void>(address), dtype, own)
         };
@@ -121,7 +139,7 @@ impl Fork {
         Ok(Reading { view, _in_use: Some(in_use) })
     }
 
-    /// Memory for a result, which holds anything unless `zeroed`.
+    /// Memory for a result or, as bytes, for a workspace, which holds anything unless `zeroed`.
     pub(crate) fn allocate(
         &self,
         dtype: DType,
@@ -132,6 +150,7 @@ impl Fork {
             DType::F16 => self.new_slice::<f16>(elements, zeroed),
             DType::BF16 => self.new_slice::<bf16>(elements, zeroed),
             DType::F32 => self.new_slice::<f32>(elements, zeroed),
+            DType::U8 => self.new_slice::<u8>(elements, zeroed),
             dtype => bail!("{dtype} is no type of a result"),
         }
     }
@@ -145,8 +164,8 @@ impl Fork {
         let slice = if zeroed {
             self.device.alloc_zeros::<T>(elements)?
         } else {
-            // SAFETY: floating-point numbers of any bits, and the call writes all of them before
-            // anybody reads them.
+            // SAFETY: numbers of any bits, and the call writes all of them before anybody reads
+            // them.
             unsafe { self.device.alloc::<T>(elements)? }
         };
         Ok(CudaStorage::wrap_cuda_slice(slice, self.device.clone()))
@@ -161,6 +180,7 @@ impl Fork {
             candle_core::DType::F16 => self.view_mut::<f16>(storage, shape, DType::F16),
             candle_core::DType::BF16 => self.view_mut::<bf16>(storage, shape, DType::BF16),
             candle_core::DType::F32 => self.view_mut::<f32>(storage, shape, DType::F32),
+            candle_core::DType::U8 => self.view_mut::<u8>(storage, shape, DType::U8),
             dtype => unsupported("a result", dtype),
         }
     }
@@ -186,6 +206,24 @@ impl Fork {
             ViewMut::from_raw(&device, first, dtype, layout)
         };
         Ok(Writing { view: view.map_err(|error| refused(error.into()))?, _in_use: Some(in_use) })
+    }
+}
+
+impl Fork {
+    /// Bytes that [`allocate`](Self::allocate) has given as a tensor of this crate, for work that
+    /// [`run`](Self::run) queues while the storage is borrowed.
+    pub(crate) fn scratch<'a>(&'a self, storage: &'a mut CudaStorage) -> Result<Scratch<'a>> {
+        let slice = storage.as_cuda_slice_mut::<u8>()?;
+        let bytes = slice.len();
+        let (start, in_use) = slice.device_ptr_mut(&self.candle);
+        // SAFETY: 1. The slice has so many bytes of this device, valid in the order of `own` after
+        // candle's stream was waited for; work is queued with them in `run` alone, for which
+        // candle's stream waits before it frees the memory. 2. The slice is borrowed exclusively.
+        let tensor = unsafe {
+            let first = with_exposed_provenance_mut::<c_void>(start as usize);
+            Tensor::from_raw(&self.own, first, DType::U8, &[bytes], ())
+        };
+        Ok(Scratch { tensor: tensor.map_err(|error| refused(error.into()))?, _in_use: in_use })
     }
 }
 

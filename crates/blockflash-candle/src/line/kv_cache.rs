@@ -92,11 +92,11 @@ impl KvCache {
     ///
     /// # Errors
     /// Other shapes or types, or more tokens than there is room for: the cache then stays as it
-    /// was. A tensor that needs a gradient, since there is none.
+    /// was. A tensor that needs a gradient, since there is none; a stream that is being captured.
     pub fn append(&mut self, k: &Tensor, v: &Tensor) -> Result<()> {
         no_gradient([k, k, v])?;
         let len = self.len_with(k)?;
-        let place = Place::of(k.device())?;
+        let place = uncaptured(k.device())?;
         let locked = [k, v].map(|tensor| tensor.storage_and_layout());
         let k = place.read(&Operand::of("k", &locked[0])?)?;
         let v = place.read(&Operand::of("v", &locked[1])?)?;
@@ -116,6 +116,19 @@ impl KvCache {
             _ => bail!("no room for {tokens} tokens after {} of {}", self.len, self.capacity()),
         }
     }
+}
+
+/// Where a call runs. The length of a cache is the program's, so each launch of a graph would append
+/// at the same place.
+fn uncaptured(device: &Device) -> Result<Place> {
+    let place = Place::of(device)?;
+    if place.is_captured() {
+        bail!(
+            "a KvCache cannot be used while candle's stream is being captured: \
+             flash_attn_varlen_paged_windowed has its lengths on the device"
+        );
+    }
+    Ok(place)
 }
 
 /// The cache as a call sees it, with sequences of `len` keys.
@@ -143,7 +156,7 @@ impl Attention<'_> {
             bail!("attention to a KvCache takes neither cu_seqlens nor a block_mask");
         }
         let len = cache.len_with(k)?;
-        let place = Place::of(q.device())?;
+        let place = uncaptured(q.device())?;
         let mut o = place.allocate(dtype_of("q", q.dtype())?, q.dims(), false)?;
         let locked = [q, k, v].map(|tensor| tensor.storage_and_layout());
         let read = |what, at: usize| place.read(&Operand::of(what, &locked[at])?);

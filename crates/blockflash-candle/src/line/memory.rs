@@ -5,7 +5,10 @@ use super::candle_core::{self, CpuStorage, Layout, Result, Storage, Tensor, bail
 use super::error::refused;
 use blockflash_ops::{DType, Device, Element, Stream, View, ViewMut};
 use half::{bf16, f16};
+use std::any::Any;
 use std::ops::Deref;
+use std::ptr;
+use std::sync::{Arc, Mutex, PoisonError};
 
 #[cfg(feature = "cuda")]
 use super::candle_core::CudaStorage;
@@ -53,6 +56,15 @@ pub(crate) struct Writing<'a> {
     pub(crate) _in_use: Option<InUse<'a>>,
 }
 
+/// A workspace that lies in candle's memory.
+pub(crate) struct Scratch<'a> {
+    pub(crate) tensor: blockflash_ops::Tensor,
+    #[cfg(feature = "cuda")]
+    pub(crate) _in_use: InUse<'a>,
+    #[cfg(not(feature = "cuda"))]
+    pub(crate) _in_use: std::marker::PhantomData<&'a ()>,
+}
+
 /// Where a call runs.
 pub(crate) enum Place {
     Cpu(Stream),
@@ -75,6 +87,37 @@ impl Place {
             #[cfg(feature = "cuda")]
             candle_core::Device::Cuda(device) => Fork::new(device).map(Self::Cuda),
             _ => bail!("blockflash runs on CPUs and, with its feature `cuda`, on NVIDIA GPUs"),
+        }
+    }
+
+    /// The device that computes.
+    pub(crate) fn device(&self) -> Device {
+        match self {
+            Self::Cpu(_) => Device::cpu(),
+            #[cfg(feature = "cuda")]
+            Self::Cuda(fork) => fork.device(),
+        }
+    }
+
+    /// Whether calls become part of a graph instead of being run.
+    pub(crate) fn is_captured(&self) -> bool {
+        match self {
+            Self::Cpu(_) => false,
+            #[cfg(feature = "cuda")]
+            Self::Cuda(fork) => fork.is_captured(),
+        }
+    }
+
+    /// Keeps what a captured call uses, but for candle's tensors, for the rest of the process: its
+    /// graph may be launched at any time.
+    pub(crate) fn keep<T: Send + Sync + 'static>(&self, what: &Arc<T>) {
+        static KEPT: Mutex<Vec<Arc<dyn Any + Send + Sync>>> = Mutex::new(Vec::new());
+        if !self.is_captured() {
+            return;
+        }
+        let mut kept = KEPT.lock().unwrap_or_else(PoisonError::into_inner);
+        if !kept.iter().any(|other| ptr::addr_eq(Arc::as_ptr(other), Arc::as_ptr(what))) {
+            kept.push(Arc::<T>::clone(what));
         }
     }
 
@@ -135,10 +178,21 @@ impl Place {
                 DType::F16 => CpuStorage::F16(vec![f16::ZERO; elements]),
                 DType::BF16 => CpuStorage::BF16(vec![bf16::ZERO; elements]),
                 DType::F32 => CpuStorage::F32(vec![0.0; elements]),
+                DType::U8 => CpuStorage::U8(vec![0; elements]),
                 dtype => bail!("{dtype} is no type of a result"),
             })),
             #[cfg(feature = "cuda")]
             Self::Cuda(fork) => fork.allocate(dtype, elements, zeroed).map(Storage::Cuda),
+        }
+    }
+
+    /// Bytes that this place has allocated as memory of this crate, for [`run`](Self::run).
+    #[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
+    pub(crate) fn scratch<'a>(&'a self, storage: &'a mut Storage) -> Result<Scratch<'a>> {
+        match (self, storage) {
+            #[cfg(feature = "cuda")]
+            (Self::Cuda(fork), Storage::Cuda(storage)) => fork.scratch(storage),
+            _ => bail!("a workspace on the CPU"),
         }
     }
 
@@ -154,6 +208,7 @@ impl Place {
                     CpuStorage::F16(data) => ViewMut::from_slice(data, shape),
                     CpuStorage::BF16(data) => ViewMut::from_slice(data, shape),
                     CpuStorage::F32(data) => ViewMut::from_slice(data, shape),
+                    CpuStorage::U8(data) => ViewMut::from_slice(data, shape),
                     _ => bail!("not a type of a result"),
                 };
                 Ok(Writing {

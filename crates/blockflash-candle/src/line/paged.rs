@@ -1,11 +1,12 @@
 //! Attention to a cache in pages that candle's tensors hold, as in candle-flash-attn.
 
-use super::candle_core::{self, DType, Result, Tensor, bail};
+use super::candle_core::{self, Result, Tensor, bail};
+use super::error::refused;
 use super::flash::window;
 use super::memory::{Operand, Place, dtype_of, tensor};
 use blockflash_ops::{
-    AttentionDecode, AttentionDecodeOperands, AttentionDecodeWorkspace, CacheAccess, KvCache,
-    PackedTokens,
+    AttentionDecode, AttentionDecodeOperands, AttentionDecodeWorkspace, CacheAccess, DType,
+    KvCache, PackedTokens,
 };
 
 /// Attention of packed queries `[total_q, num_heads_q, head_dim]` to a cache in pages. Sequence `i`
@@ -73,11 +74,14 @@ pub fn flash_attn_varlen_paged_windowed(
             softcap: softcap.filter(|&softcap| softcap != 0.0),
             ..AttentionDecode::new(q_read.view)
         };
+        let bytes = decode.workspace_bytes(&cache, &place.device()).map_err(refused)?;
+        let mut workspace =
+            (bytes > 0).then(|| place.allocate(DType::U8, &[bytes], false)).transpose()?;
+        let workspace = workspace.as_mut().map(|of| place.scratch(of)).transpose()?;
+        // The tensor goes with the work, the hold on candle's memory after it.
+        let (tensor, _in_use) = workspace.map(|of| (of.tensor, of._in_use)).unzip();
         place.run(|stream| {
-            let workspace = match decode.workspace_bytes(&cache, stream.device())? {
-                0 => None,
-                bytes => Some(AttentionDecodeWorkspace::new(stream, bytes)?),
-            };
+            let workspace = tensor.map(AttentionDecodeWorkspace::from_tensor).transpose()?;
             let decode = AttentionDecode { workspace: workspace.as_ref(), ..decode };
             let (cache, o) = (CacheAccess::Read(cache), o.view.reborrow());
             decode.forward_into(AttentionDecodeOperands { cache, o, lse: None }, stream)
@@ -103,7 +107,7 @@ fn lengths(offsets: &Tensor, most: usize) -> Result<Tensor> {
     if !offsets.device().is_cpu() {
         return offsets.narrow(0, 1, batch)? - offsets.narrow(0, 0, batch)?;
     }
-    let offsets = offsets.to_dtype(DType::I64)?.to_vec1::<i64>()?;
+    let offsets = offsets.to_dtype(candle_core::DType::I64)?.to_vec1::<i64>()?;
     let mut lengths = Vec::with_capacity(batch);
     for (sequence, pair) in offsets.windows(2).enumerate() {
         match u32::try_from(pair[1] - pair[0]) {
