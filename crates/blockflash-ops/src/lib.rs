@@ -1,4 +1,6 @@
-#![doc = include_str!("../README.md")]
+//! Attention and block-sparse matrix multiplication on NVIDIA GPUs with precompiled kernels, and on
+//! CPUs. Most programs need [`Attention`] with a [`Mask`], a [`Device`] and its [`Stream`], and
+//! [`Tensor`] or, for memory of others, [`View`].
 //!
 //! # Where to look
 //!
@@ -21,6 +23,8 @@
 //! plain problem ([`Attention::problem`]), a kernel is selected ([`attention::select`]), the launch
 //! is planned ([`attention::plan`]) and queued. The first three touch no GPU. Whatever is not
 //! supported is an [`Error`]; no option is ignored.
+//!
+#![doc = include_str!("../README.md")]
 #![forbid(unsafe_code)]
 
 pub mod attention;
