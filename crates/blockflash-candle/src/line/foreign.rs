@@ -130,8 +130,8 @@ impl Fork {
         let address = start as usize + offset * dtype.size();
         // SAFETY: 1. The span lies within the slice, which is memory of this device. 2. candle
         // frees it, and others write to it, in the order of its stream, which waits for the work
-        // (`run`); `in_use` tells other streams of candle. 3. Whoever launches a graph with the work
-        // keeps its tensors, as for candle's own operations in it.
+        // (`run`); `in_use` tells other streams of candle. 3. Whoever launches a graph with the
+        // work keeps its tensors, as for candle's own operations in it.
         let view = unsafe {
             View::from_raw(&device, with_exposed_provenance::<c_void>(address), dtype, own)
         };

@@ -118,8 +118,8 @@ impl KvCache {
     }
 }
 
-/// Where a call runs. The length of a cache is the program's, so each launch of a graph would append
-/// at the same place.
+/// Where a call runs. The length of a cache is the program's, so each launch of a graph would
+/// append at the same place.
 fn uncaptured(device: &Device) -> Result<Place> {
     let place = Place::of(device)?;
     if place.is_captured() {
