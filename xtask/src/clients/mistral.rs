@@ -96,6 +96,7 @@ candle-core.workspace = true
 
 [dev-dependencies]
 anyhow.workspace = true
+candle-nn.workspace = true
 "#,
         root().join("crates/blockflash-candle")
     );
