@@ -1,12 +1,12 @@
 // The parts of the attention backward that pass over rows once.
 //
-// Step 0, the row statistics: delta = rowsum(dO∘o) and -lse·log2(e) of every query, in the padded
-// layout of the workspace. A CTA has 64 queries of a head, a quarter of a warp per query. Rows past
-// the end of a sequence get the statistics of a query that sees nothing.
-// Step 1, the gradient of the sinks: a CTA has a head and sums -exp(sink - lse)·delta over all of
-// its queries in a fixed order. The sink is a logit without a value, so its dp is 0.
-// Step 2, zeros in the rows of dq, dk and dv that belong to no sequence: a CTA has 64 rows, counted
-// through dq and then through dk and dv.
+// Step 0, the row statistics: delta = rowsum(dO∘o) and the negative logarithm of every query, in
+// the padded layout of the workspace. A CTA has 64 queries of a head, a quarter of a warp per
+// query. Rows past the end of a sequence get the statistics of a query that sees nothing. Step 1,
+// the gradient of the sinks: a CTA has a head and sums -exp(sink - lse)·delta over all of its
+// queries in a fixed order. The sink is a logit without a value, so its dp is 0. Step 2, zeros in
+// the rows of dq, dk and dv that belong to no sequence: a CTA has 64 rows, counted through dq and
+// then through dk and dv.
 #include "blockflash/attention/gradient.cuh"
 #include "blockflash/config/attention.cuh"
 #include "blockflash/params/attention_bwd.h"
@@ -96,7 +96,8 @@ __device__ __forceinline__ void store_statistics(const Params& params) {
   }
   if (!stores) return;
   // A query that sees nothing has an lse of -inf. Its probabilities are 0.
-  const float negative_log = stores_inside && lse != -CUDART_INF_F ? -lse * kLog2e : -CUDART_INF_F;
+  const float negative_log =
+      stores_inside && lse != -CUDART_INF_F ? negative_log_of(lse, p.softcap) : -CUDART_INF_F;
   params.negative_logs[statistics + own] = negative_log;
   params.deltas[statistics + own] = negative_log == -CUDART_INF_F ? 0.f : sum;
 }
@@ -104,7 +105,7 @@ __device__ __forceinline__ void store_statistics(const Params& params) {
 __device__ __forceinline__ void store_sink_gradient(const Params& params) {
   const blockflash_attention_fwd_params& p = params.base;
   const int head = blockIdx.x;
-  const float sink = p.sink[head] * kLog2e;
+  const float sink = p.sink[head];
   float sum = 0.f;
   for (int batch = 0; batch < p.batch; ++batch) {
     const PackedRows queries = queries_of(params, batch);
@@ -113,7 +114,9 @@ __device__ __forceinline__ void store_sink_gradient(const Params& params) {
       const float log = params.negative_logs[statistics + row];
       // Selected, since a query that sees nothing has no gradient whatever the sink is.
       if (log != -CUDART_INF_F)
-        sum -= ptx::ex2_approx(sink + log) * params.deltas[statistics + row];
+        sum -= ptx::ex2_approx(p.softcap > 0.f ? FusedExponent{}(sink, kLog2e, log)
+                                               : ExponentOfLarge{}(sink, kLog2e, log)) *
+               params.deltas[statistics + row];
     }
   }
   __shared__ float partial[Config::threads];

@@ -39,7 +39,7 @@ constexpr int kQSteps = Config::block_q / 16;
 constexpr int kKvTileBytes = Config::block_kv * Config::head_dim * 2;
 constexpr int kQTileBytes = Config::block_q * Config::head_dim * 2;
 constexpr int kStatisticsBytes = Config::block_q * 4;
-// A stage: Q, dO, -lse·log2(e), delta.
+// A stage: Q, dO, negative logarithms, deltas.
 constexpr int kStageBytes = 2 * kQTileBytes + 2 * kStatisticsBytes;
 constexpr int kExchangeChunks = Config::block_q / 8;
 constexpr int kExchangeBytes = kWarpsD == 1 ? 0 : Config::block_kv * Config::block_q * 2;
@@ -57,7 +57,7 @@ using Gradient = float[kMTiles][kDTiles][4];
 
 // Turns transposed scores into probabilities and dp into gradients of the scores. A lane has two
 // neighbouring queries of each MMA tile.
-template <bool capped, bool masked>
+template <Pairs pairs, bool masked>
 __device__ __forceinline__ void differentiate_tile(Scores& s, Scores& dp, const ScoreScale& scale,
                                                    uint32_t statistics, const QueryRange& range,
                                                    int first_key, int first_query, int lane) {
@@ -77,8 +77,8 @@ __device__ __forceinline__ void differentiate_tile(Scores& s, Scores& dp, const 
           const int query = first_query + n * 8 + accumulator_column(lane, i);
           visible = query >= queries.begin && query < queries.end;
         }
-        differentiate<capped>(s[m][n][i], dp[m][n][i], scale, negative_log[i % 2], delta[i % 2],
-                              visible);
+        differentiate<pairs>(s[m][n][i], dp[m][n][i], scale, negative_log[i % 2], delta[i % 2],
+                             visible);
       }
   }
 }
@@ -220,19 +220,26 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_bwd_params params
       multiply_transposed<Element, kDSteps>(s, k_lane, 0, q_lane, part, stage);
       multiply_transposed<Element, kDSteps>(dp, k_lane, kKvTileBytes, q_lane, part,
                                             stage + kQTileBytes);
-      const auto differentiate_by = [&](auto capped, auto masked) {
-        differentiate_tile<decltype(capped)::value, decltype(masked)::value>(
+      const auto differentiate_by = [&](auto pairs, auto masked) {
+        differentiate_tile<decltype(pairs)::value, decltype(masked)::value>(
             s, dp, scale, ring + stage + 2 * kQTileBytes + part * 4, range, work.k_begin + warp_row,
             first_query[0] + part, lane);
       };
       const bool masked =
           range.is_masked(work.k_begin, Config::block_kv, first_query[0], Config::block_q);
+      const uint32_t logs = ring + stage + 2 * kQTileBytes;
+      bool large = false;  // whether a query is beyond `kFusedLimit`
+#pragma unroll
+      for (int q = lane; q < Config::block_q; q += kWarpSize)
+        large |= is_beyond_fused(__uint_as_float(ptx::load_shared(logs + 4 * q)));
       if (p.softcap > 0.f)
-        differentiate_by(std::true_type{}, std::true_type{});
+        differentiate_by(PairsAre<Pairs::kCapped>{}, std::true_type{});
+      else if (__any_sync(~0u, large))
+        differentiate_by(PairsAre<Pairs::kLarge>{}, std::true_type{});
       else if (masked)
-        differentiate_by(std::false_type{}, std::true_type{});
+        differentiate_by(PairsAre<Pairs::kPlain>{}, std::true_type{});
       else
-        differentiate_by(std::false_type{}, std::false_type{});
+        differentiate_by(PairsAre<Pairs::kPlain>{}, std::false_type{});
       if constexpr (kWarpsD > 1) {
         store_exchange(s, exchange, warp_row, warp_d * kQTiles, lane);
         store_exchange(dp, exchange + kExchangeBytes, warp_row, warp_d * kQTiles, lane);

@@ -65,6 +65,7 @@ __device__ __forceinline__ void consume(const Params& params, uint32_t smem,
       start_scores<kStreamRows>(dp, v, kResidentPanel, d_o + stage, kStreamPanel);
     turns.end();
     differentiate_scores<false>(s, dp, p16, ds16, scale,
+                                has_large<kStreamRows>(first_statistics(smem, at.stage)),
                                 visible_pairs(p, warp_row, first_query, kStreamRows),
                                 statistics_at(first_statistics(smem, at.stage)),
                                 statistics_at(second_statistics(smem, at.stage)), [] {});

@@ -201,9 +201,17 @@ struct Apart {
         arrive(barriers.first_empty + 8 * (n & 1));
         visible.hide(s, -CUDART_INF_F);
         uint32_t p16[kKeys / 4];
+        if (has_large<kStreamRows>(first_statistics(smem, n & 1))) {
 #pragma unroll
-        for (int i = 0; i < kKeys / 2; ++i)
-          s[i] = ptx::ex2_approx(fmaf(s[i], scale_log2, negative_log[i / 2 % 2]));
+          for (int i = 0; i < kKeys / 2; ++i)
+            s[i] = ExponentOfLarge{}(s[i], scale_log2, negative_log[i / 2 % 2]);
+#pragma unroll
+          for (int i = 0; i < kKeys / 2; ++i) s[i] = ptx::ex2_approx(s[i]);
+        } else {
+#pragma unroll
+          for (int i = 0; i < kKeys / 2; ++i)
+            s[i] = ptx::ex2_approx(fmaf(s[i], scale_log2, negative_log[i / 2 % 2]));
+        }
 #pragma unroll
         for (int i = 0; i < kKeys / 4; ++i) p16[i] = Traits::pack(s[2 * i], s[2 * i + 1]);
         ptx::mbarrier_wait(turn_barriers.scores_empty, parity ^ 1);

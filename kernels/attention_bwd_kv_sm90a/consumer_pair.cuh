@@ -62,7 +62,9 @@ __device__ __forceinline__ void consume_as_pair(const Params& params, uint32_t s
     ptx::wgmma_fence();
     start_scores<kQueries>(dp, v, kResidentPanel, d_o + stage, kStreamPanel);
     differentiate_scores<false>(
-        s, dp, p16, ds16, scale, visible_pairs(p, warp_row, first_query + first_of_mine, kQueries),
+        s, dp, p16, ds16, scale,
+        has_large<kQueries>(first_statistics(smem, at.stage) + first_of_mine * 4),
+        visible_pairs(p, warp_row, first_query + first_of_mine, kQueries),
         statistics_at(first_statistics(smem, at.stage) + first_of_mine * 4),
         statistics_at(second_statistics(smem, at.stage) + first_of_mine * 4), [] {});
 

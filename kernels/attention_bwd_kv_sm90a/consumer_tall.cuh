@@ -88,6 +88,7 @@ __device__ __forceinline__ void consume_tall(const Params& params, uint32_t smem
         ptx::wgmma_fence();
         start_scores<kQueries>(dp, v, kResidentPanel, d_o + stage, kStreamPanel);
         differentiate_all<false, 0>(s, dp, p16, ds16, scale,
+                                    has_large<kQueries>(first_statistics(smem, n & 1)),
                                     statistics_at(first_statistics(smem, n & 1)),
                                     statistics_at(second_statistics(smem, n & 1)), [&] {
                                       if (i >= 2) pass_on(turn_barriers.staged, n);

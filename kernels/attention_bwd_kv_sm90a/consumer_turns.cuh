@@ -98,7 +98,8 @@ __device__ __forceinline__ void consume_with_dq(const Params& params, uint32_t s
         ptx::wgmma_fence();
         start_scores<kStreamRows>(dp, v, kResidentPanel, d_o + stage, kStreamPanel);
         differentiate_all<true, kInPlace ? 4 : 0>(
-            s, dp, p16, ds16, scale, statistics_at(first_statistics(smem, n & 1)),
+            s, dp, p16, ds16, scale, has_large<kStreamRows>(first_statistics(smem, n & 1)),
+            statistics_at(first_statistics(smem, n & 1)),
             statistics_at(second_statistics(smem, n & 1)), [&] {
               if (i >= 2) pass_on(turn_barriers.staged, n);
             });

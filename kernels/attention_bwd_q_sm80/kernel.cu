@@ -43,7 +43,7 @@ using KvCopy = TileCopy<Config::block_kv, kChunks, Config::threads>;
 using Scores = float[kMTiles][kKvTiles][4];
 
 // Turns scores into probabilities, which nobody needs here, and dp into gradients of the scores.
-template <bool capped, bool masked>
+template <Pairs pairs, bool masked>
 __device__ __forceinline__ void differentiate_tile(Scores& s, Scores& dp, const ScoreScale& scale,
                                                    const float (&negative_log)[kMTiles][2],
                                                    const float (&delta)[kMTiles][2],
@@ -62,8 +62,8 @@ __device__ __forceinline__ void differentiate_tile(Scores& s, Scores& dp, const 
         for (int i = 2 * half; i < 2 * half + 2; ++i) {
           const int key = first_key + n * 8 + accumulator_column(lane, i);
           const bool visible = !masked || (key >= keys.begin && key < keys.end);
-          differentiate<capped>(s[m][n][i], dp[m][n][i], scale, negative_log[m][half],
-                                delta[m][half], visible);
+          differentiate<pairs>(s[m][n][i], dp[m][n][i], scale, negative_log[m][half],
+                               delta[m][half], visible);
         }
     }
 }
@@ -170,17 +170,25 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_bwd_params params
     multiply_transposed<Element, kDSteps>(s, q_lane, 0, kv_lane, 0, stage);
     multiply_transposed<Element, kDSteps>(dp, q_lane, kQTileBytes, kv_lane, 0,
                                           stage + kKvTileBytes);
-    const auto differentiate_by = [&](auto capped, auto masked) {
-      differentiate_tile<decltype(capped)::value, decltype(masked)::value>(
-          s, dp, scale, negative_log, delta, mask, first_row, first_key[0], lane);
+    // The mask is read for each tile rather than kept: registers are short.
+    const auto differentiate_by = [&](auto pairs, auto masked) {
+      differentiate_tile<decltype(pairs)::value, decltype(masked)::value>(
+          s, dp, scale, negative_log, delta, KeyVisit::shared().mask(p), first_row, first_key[0],
+          lane);
     };
+    bool large = false;  // whether a query is beyond `kFusedLimit`; not kept either
+#pragma unroll
+    for (int m = 0; m < kMTiles; ++m)
+      large |= is_beyond_fused(negative_log[m][0]) || is_beyond_fused(negative_log[m][1]);
     const bool masked = first_key[0] < all.begin || first_key[0] + Config::block_kv > all.end;
     if (p.softcap > 0.f)
-      differentiate_by(std::true_type{}, std::true_type{});
+      differentiate_by(PairsAre<Pairs::kCapped>{}, std::true_type{});
+    else if (__any_sync(~0u, large))
+      differentiate_by(PairsAre<Pairs::kLarge>{}, std::true_type{});
     else if (masked)
-      differentiate_by(std::false_type{}, std::true_type{});
+      differentiate_by(PairsAre<Pairs::kPlain>{}, std::true_type{});
     else
-      differentiate_by(std::false_type{}, std::false_type{});
+      differentiate_by(PairsAre<Pairs::kPlain>{}, std::false_type{});
 #pragma unroll
     for (int step = 0; step < Config::block_kv / 16; ++step) {
       uint32_t fragment[kMTiles][4];

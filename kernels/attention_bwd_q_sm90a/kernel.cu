@@ -94,6 +94,7 @@ __device__ __forceinline__ void consume(const Params& params, uint32_t smem,
   const auto release = [&](uint32_t barriers_of_ring, int stage) {
     if (lane == 0) ptx::mbarrier_arrive(barriers_of_ring + 8 * stage);
   };
+  const bool large = __any_sync(~0u, is_beyond_fused(logs[0]) || is_beyond_fused(logs[1]));
   const auto load = [&](const float(&of_rows)[2]) {
     return [&](int, float(&x)[2]) { x[0] = of_rows[0], x[1] = of_rows[1]; };
   };
@@ -147,7 +148,7 @@ __device__ __forceinline__ void consume(const Params& params, uint32_t smem,
         visible.bits[half] = visible_keys(keys.begin - first, keys.end - first);
       }
     }
-    differentiate_scores<true>(s, dp, p16, ds16, scale, visible, load(logs), load(deltas),
+    differentiate_scores<true>(s, dp, p16, ds16, scale, large, visible, load(logs), load(deltas),
                                [&] { release(barriers.second_empty, v_at.stage); });
 
     turns.begin();

@@ -21,7 +21,7 @@ struct Cluster {
     return false;
   }
   static __device__ __forceinline__ void finish(const blockflash_attention_decode_params&,
-                                                const DecodeItem&, bool&) {}
+                                                const DecodeItem&, Shared&) {}
 };
 
 #if __CUDA_ARCH__ >= 900
@@ -74,7 +74,8 @@ struct Cluster<true> {
 
   // Combines the group, whole rows in a CTA, and the groups in the CTAs that complete their rows.
   __device__ __forceinline__ void finish(const blockflash_attention_decode_params& p,
-                                         const DecodeItem& item, bool& last) const {
+                                         const DecodeItem& item, Shared& shared) const {
+    bool& last = shared.last[0];
     ptx::launch_dependents();
     ptx::cluster_arrive();
     const SplitGroup group(item);
@@ -98,7 +99,8 @@ struct Cluster<true> {
     if (groups > 1 && rank < rows) {
       __syncthreads();
       // With several groups there is a split for each rank, whose counter no group uses.
-      if (threadIdx.x == 0) last = arrives_last(p.arrivals + item.slot_of(rank), groups);
+      if (threadIdx.x == 0)
+        last = shared.arrivals.are_complete_with_this(item.slot_of(rank), groups);
       __syncthreads();
       const int64_t rows_apart = static_cast<int64_t>(kGroup) * item.slot_step * p.partial_rows;
       const Slot first(p, item.slot_of(0));

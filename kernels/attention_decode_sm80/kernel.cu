@@ -87,6 +87,8 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_decode_params p) 
   if (item_of(0).sequence < 0) {
     // Successors of this kernel rely on the end of its predecessors, too.
     if (is_early) ptx::wait_for_predecessors();
+    if (threadIdx.x == 0 && p.arrivals != nullptr)
+      Arrivals::begin(p.arrivals, LaunchWords::load(p.arrivals));
     return;
   }
 
@@ -107,6 +109,10 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_decode_params p) 
         loader.begin_item(p, item_of(loading), warp, lane);
         copy_queries(p, item_of(loading), smem_at + kQOffset + loading % 2 * kQBytes,
                      reinterpret_cast<uint64_t>(loader.k) ^ reinterpret_cast<uint64_t>(loader.v));
+        // In the same group as the queries.
+        if (loading == 0 && threadIdx.x == 0 && p.arrivals != nullptr)
+          ptx::cp_async_cg_16(static_cast<uint32_t>(__cvta_generic_to_shared(&shared.launch_words)),
+                              p.arrivals, 16);
       }
       const int key =
           loader.start_step(p, item_of(loading), ring_smem + issue_stage * kStageBytes, lane);
@@ -125,6 +131,8 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_decode_params p) 
       wait_for_oldest<kStages - 2>(issued - consumed - 1);
     else
       ptx::cp_async_wait_all();
+    if (n == 0 && threadIdx.x == 0 && p.arrivals != nullptr)
+      shared.arrivals = Arrivals::begin(p.arrivals, shared.launch_words);
     __syncthreads();
     if (warp == 0 && !one_each) announce(n + 1);
     sums.begin_item(smem_at + kQOffset + n % 2 * kQBytes, lane);
@@ -152,7 +160,7 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_decode_params p) 
       if (of_run + 1 == item.count) break;
       __syncthreads();  // all have read the sums, and the stages may be filled again
     }
-    if (in_cluster) return cluster.finish(p, item, shared.last[0]);
+    if (in_cluster) return cluster.finish(p, item, shared);
     finish_item(p, n, shared);
   }
 }

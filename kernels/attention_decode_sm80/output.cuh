@@ -3,9 +3,9 @@
 // cluster.
 #pragma once
 
+#include "blockflash/decode/arrivals.cuh"
 #include "blockflash/decode/partials.cuh"
 #include "blockflash/params/kv_cache.h"
-#include "blockflash/ptx/global.cuh"
 #include "warp_sums.cuh"
 
 namespace blockflash {
@@ -29,8 +29,10 @@ struct Shared {
   int announced;                // items 0 to `announced` are
   int first_key[Config::warps][Config::stages];  // of the step in each stage
   int staging[Config::warps];                    // offset of a free stage
-  bool last[2];                                  // whether the item completed its group of splits
-  float2 shown_logs[kPassRows];                  // what the CTAs of a cluster read of each other
+  LaunchWords launch_words;
+  Arrivals arrivals;             // if there is a workspace
+  bool last[2];                  // whether the item completed its group of splits
+  float2 shown_logs[kPassRows];  // what the CTAs of a cluster read of each other
 
   // Four columns of a row for the other CTAs of the cluster.
   __device__ __forceinline__ void show(unsigned char* smem, int row, int piece, const Partial& x) {
@@ -145,12 +147,6 @@ struct SplitGroup {
       : first(item.split / kGroup * kGroup), count(min(item.splits - first, kGroup)) {}
 };
 
-// Whether this thread's CTA is the last of `count` that arrive. The CTA has met at a barrier since
-// it stored its results, and after another one its threads see those of the others.
-__device__ __forceinline__ bool arrives_last(uint32_t* arrivals, int count) {
-  return count == 1 || ptx::atomic_inc_acq_rel(arrivals, count - 1) == count - 1;
-}
-
 // Runs of splits whose results are combined in registers, since there are few.
 constexpr bool kCombinesRuns = Config::rows <= kPassRows;
 static_assert(kPassRows == kMostRowsOfRuns, "whoever chooses runs knows whether they pay");
@@ -192,7 +188,8 @@ struct RunSums {
 
 // Combines the splits of a complete group, and the groups when they are complete.
 __device__ __forceinline__ void combine_group(const blockflash_attention_decode_params& p,
-                                              const DecodeItem& item, bool& last) {
+                                              const DecodeItem& item, const Arrivals& arrivals,
+                                              bool& last) {
   const SplitGroup group(item);
   const int groups = ceil_div(item.splits, kGroup);
   const bool is_one = groups == 1;
@@ -203,7 +200,7 @@ __device__ __forceinline__ void combine_group(const blockflash_attention_decode_
   if (is_one) return;
   __syncthreads();
   // With several groups there is a split 1, whose counter is not used by a group.
-  if (threadIdx.x == 0) last = arrives_last(p.arrivals + item.slot_of(1), groups);
+  if (threadIdx.x == 0) last = arrivals.are_complete_with_this(item.slot_of(1), groups);
   __syncthreads();
   if (last) combine_splits<1>(p, item, 0, kGroup, groups, true);
 }
@@ -275,14 +272,14 @@ __device__ __forceinline__ void finish_item(const blockflash_attention_decode_pa
 #pragma unroll 1
   while (true) {
     bool& last = shared.last[ended & 1];
-    if (ended >= 0 && last) combine_group(p, shared.items[ended & 3], last);
+    if (ended >= 0 && last) combine_group(p, shared.items[ended & 3], shared.arrivals, last);
     if (ended == n) return;
     __syncthreads();  // all have stored, and the stages may be filled again
     if (threadIdx.x == Config::threads - 1) {
       const SplitGroup group(item);
       const int runs = ((group.count - 1) >> item.run_log2) + 1;
-      shared.last[n & 1] =
-          item.splits > 1 && arrives_last(p.arrivals + item.slot_of(group.first), runs);
+      shared.last[n & 1] = item.splits > 1 &&
+                           shared.arrivals.are_complete_with_this(item.slot_of(group.first), runs);
     }
     if (!ends) return;
     __syncthreads();

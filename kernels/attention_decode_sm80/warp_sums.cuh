@@ -167,13 +167,14 @@ struct WarpSums {
       }
       add_visible_nonfinite(p, item, ring + offset + kTileBytes, first_key, lane);
     }
-    move_references(s, scale);
+    float subtract[kRowTiles][2];
+    move_references(s, scale, subtract);
     uint32_t probabilities[kRowTiles][2];
 #pragma unroll
     for (int n = 0; n < kRowTiles; ++n) {
 #pragma unroll
       for (int i = 0; i < 4; ++i)
-        s[n][i] = ptx::ex2_approx(fmaf(s[n][i], scale, -reference[n][i % 2]));
+        s[n][i] = ptx::ex2_approx(fmaf(s[n][i], scale, -subtract[n][i % 2]));
 #pragma unroll
       for (int e = 0; e < 2; ++e) denominator[n][e] += s[n][e] + s[n][e + 2];
 #pragma unroll
@@ -193,7 +194,9 @@ struct WarpSums {
 
   // A reference moves when a score of its own row exceeds it, so that a key with nearly all the
   // weight has a probability of 1, which no rounding changes. Other rows have no say in it.
-  __device__ __forceinline__ void move_references(const float (&s)[kRowTiles][4], float scale) {
+  // `subtract` takes its place in the exponents, where large scores are changed.
+  __device__ __forceinline__ void move_references(float (&s)[kRowTiles][4], float scale,
+                                                  float (&subtract)[kRowTiles][2]) {
     float largest[kRowTiles][2];
     bool grew = false;
 #pragma unroll
@@ -201,9 +204,11 @@ struct WarpSums {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         largest[n][e] = fmaxf(s[n][e], s[n][e + 2]) * scale;
-        grew |= largest[n][e] > reference[n][e];
+        subtract[n][e] = reference[n][e];
+        grew |= largest[n][e] > reference[n][e] || may_be_beyond_fused(reference[n][e]);
       }
     if (!__any_sync(~0u, grew)) return;
+    bool beyond = false;
 #pragma unroll
     for (int n = 0; n < kRowTiles; ++n)
 #pragma unroll
@@ -211,10 +216,23 @@ struct WarpSums {
         const float all = column_max(largest[n][e]);
         const float moved = fmaxf(all, reference[n][e]);
         const float rescale = ptx::ex2_approx(reference[n][e] - moved);
-        reference[n][e] = moved;
+        reference[n][e] = subtract[n][e] = moved;
         denominator[n][e] *= rescale;
 #pragma unroll
         for (int d = 0; d < kDSteps; ++d) o[d][n][e] *= rescale, o[d][n][e + 2] *= rescale;
+        beyond |= is_beyond_fused(moved);
+      }
+    if (!beyond) return;
+#pragma unroll
+    for (int n = 0; n < kRowTiles; ++n)
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        if (!is_beyond_fused(reference[n][e])) continue;
+        subtract[n][e] = 0.f;
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+          s[n][2 * half + e] = with_rounded_product(s[n][2 * half + e], scale,
+                                                    ptx::rcp_approx(scale), reference[n][e], 0.f);
       }
   }
 

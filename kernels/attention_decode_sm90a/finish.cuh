@@ -1,6 +1,7 @@
 // The end of an item: who combines the runs of a row tile.
 #pragma once
 
+#include "blockflash/decode/arrivals.cuh"
 #include "output.cuh"
 
 namespace blockflash {
@@ -8,7 +9,7 @@ namespace {
 
 // What two CTAs tell each other about a share of the rows of a group of runs: the CTA of the run
 // with that number, which takes it if it sees the group complete soon, and the CTA that completed
-// the group. The second one to speak leaves the word at zero.
+// the group.
 enum Claim : uint32_t { kNobody, kTaken, kLeft, kOwned };
 // How often a CTA looks whether its group is complete.
 constexpr int kPolls = 24;
@@ -25,36 +26,34 @@ struct Ending {
 // Stores that the run arrived and decides, with one thread, which shares of the group's rows this
 // CTA combines: all if it is the last one, or with `helped` only its own, and the first one, which
 // has no word. Nobody waits for long: a CTA whose group is not complete soon leaves its share.
-__device__ __forceinline__ void arrive(uint32_t* arrivals, int step, int own, int count,
+__device__ __forceinline__ void arrive(const Arrivals& arrivals, const Slots& slots, int own,
                                        bool helped, Ending& ending) {
-  ending.last = count == 1 || ptx::atomic_inc_acq_rel(arrivals, count - 1) == count - 1;
+  ending.last = arrivals.are_complete_with_this(slots.first, slots.count);
   ending.shares = ending.last ? (helped ? 1u << own | 1 : 1) : 0;
   if (ending.last || !helped || own == 0) return;
   bool complete = false;
 #pragma unroll 1
-  for (int i = 0; i < kPolls && !complete; ++i) complete = ptx::load_acquire(arrivals) == 0;
-  uint32_t* const word = arrivals + own * step;
-  const uint32_t before = atomicExch(word, complete ? kTaken : kLeft);
-  if (before == kOwned) *word = kNobody;
+  for (int i = 0; i < kPolls && !complete; ++i)
+    complete = arrivals.are_complete(slots.first, slots.count);
+  const uint32_t before =
+      arrivals.exchange(slots.first + own * slots.step, complete ? kTaken : kLeft);
   if (complete && before == kNobody) ending.shares = 1u << own;
 }
 
 // The shares that the other CTAs of a complete group left, asked for by a warp.
-__device__ __forceinline__ uint32_t left_shares(uint32_t* arrivals, int step, int own, int count) {
+__device__ __forceinline__ uint32_t left_shares(const Arrivals& arrivals, const Slots& slots,
+                                                int own) {
   const int share = threadIdx.x % kWarpSize;
   bool mine = false;
-  if (share > 0 && share < count && share != own) {
-    uint32_t* const word = arrivals + share * step;
-    const uint32_t before = atomicExch(word, kOwned);
-    mine = before != kTaken;
-    if (before == kTaken || before == kLeft) *word = kNobody;
-  }
+  if (share > 0 && share < slots.count && share != own)
+    mine = arrivals.exchange(slots.first + share * slots.step, kOwned) != kTaken;
   return __ballot_sync(~0u, mine);
 }
 
 // Ends an item, whose sums are stored, with all threads.
 __device__ __forceinline__ void combine_runs(const Params& params, const DecodeRun& item,
-                                             Ending& ending, bool one_each) {
+                                             const Arrivals& arrivals, Ending& ending,
+                                             bool one_each) {
   const blockflash_attention_decode_params& p = params.base;
   // Runs that are computed side by side are one group.
   const bool helped = (one_each || params.run == 1) && item.runs <= kMostShares;
@@ -67,8 +66,7 @@ __device__ __forceinline__ void combine_runs(const Params& params, const DecodeR
   const int rows = rows_of(p, item), parts = helped ? slots.count : 1;
   bool is_top = groups == 1;
   __syncthreads();  // all have stored
-  if (threadIdx.x == 0)
-    arrive(p.arrivals + slots.first, slots.step, own, slots.count, helped, ending);
+  if (threadIdx.x == 0) arrive(arrivals, slots, own, helped, ending);
   __syncthreads();
   const bool last = ending.last;
   uint32_t shares = ending.shares;
@@ -82,7 +80,7 @@ __device__ __forceinline__ void combine_runs(const Params& params, const DecodeR
     if (is_top) {
       asked = true;
       if (threadIdx.x < kWarpSize) {
-        const uint32_t left = left_shares(p.arrivals + slots.first, slots.step, own, slots.count);
+        const uint32_t left = left_shares(arrivals, slots, own);
         if (threadIdx.x == 0) ending.left = left;
       }
       __syncthreads();
@@ -92,8 +90,7 @@ __device__ __forceinline__ void combine_runs(const Params& params, const DecodeR
     __syncthreads();
     // With several groups there is a run 1, whose word counts for no group.
     if (threadIdx.x == 0)
-      ending.is_last = ptx::atomic_inc_acq_rel(p.arrivals + item.slot + item.slot_step,
-                                               groups - 1) == groups - 1;
+      ending.is_last = arrivals.are_complete_with_this(item.slot + item.slot_step, groups);
     __syncthreads();
     if (!ending.is_last) return;
     slots = {item.slot, slots.step * of_group, groups, false};

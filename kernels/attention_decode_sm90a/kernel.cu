@@ -23,6 +23,8 @@ struct Shared {
   RunWalk walk;        // of the warp that finds items,
   int number;          // and the number of the item that it looks for next; -1: none
   Ending ending;
+  LaunchWords launch_words;
+  Arrivals arrivals;  // if there is a workspace
   float2 kept_logs[Config::rows];
 };
 
@@ -90,6 +92,13 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_decode_runs_param
     }
   };
 
+  // When nothing else is being copied.
+  const bool begins = threadIdx.x == 0 && p.arrivals != nullptr;
+  const auto begin_launch = [&] {
+    if (!begins) return;
+    ptx::cp_async_wait_all();
+    shared.arrivals = Arrivals::begin(p.arrivals, shared.launch_words);
+  };
 #pragma unroll 1
   for (int n = -1;; ++n) {
     const DecodeRun& item = shared.items[n & 1];
@@ -122,11 +131,16 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_decode_runs_param
           Slot(p, item.slot + item.run * item.slot_step).store(p, rows_of(p, item), sums);
       }
     }
+    if (n == 0) begin_launch();
     __syncthreads();  // all have read the ring, and the next item is known
     if (following.sequence >= 0) loader.begin_item(p, following, warp);
     if (n < 0 && is_early)
       ptx::wait_for_predecessors_behind(reinterpret_cast<uint64_t>(loader.k) ^
                                         reinterpret_cast<uint64_t>(loader.v));
+    // In the same group as the first queries, or alone.
+    if (n < 0 && begins)
+      ptx::cp_async_cg_16(static_cast<uint32_t>(__cvta_generic_to_shared(&shared.launch_words)),
+                          p.arrivals, 16);
     if (following.sequence >= 0) {
       fill(following, true);
     } else {
@@ -139,11 +153,14 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_decode_runs_param
       if (k >= kInner) slot.join(p, rows, sums);
       if (item.runs > 1) {
         slot.store(p, rows, sums);
-        combine_runs(params, item, shared.ending, one_each);
+        combine_runs(params, item, shared.arrivals, shared.ending, one_each);
       } else {
         store_results(p, item, sums);
       }
     }
-    if (following.sequence < 0) return;
+    if (following.sequence < 0) {
+      if (n < 0) begin_launch();
+      return;
+    }
   }
 }

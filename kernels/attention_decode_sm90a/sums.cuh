@@ -100,7 +100,8 @@ struct Sums {
     }
     if (first_key < item.all.begin || first_key + kTileKeys > item.all.end)
       mask_tile(p, item, s, stage_smem + kTileBytes, first_key);
-    move_references(s, p.scale_log2);
+    float subtract[2];
+    move_references(s, p.scale_log2, subtract);
     uint32_t probabilities[kTileKeys / 4];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -110,8 +111,7 @@ struct Sums {
         float x[2];
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-          x[e] =
-              ptx::ex2_approx(fmaf(s[4 * j + 2 * half + e], p.scale_log2, -total.reference[half]));
+          x[e] = ptx::ex2_approx(fmaf(s[4 * j + 2 * half + e], p.scale_log2, -subtract[half]));
           sum += x[e];
         }
         probabilities[2 * j + half] = Traits::pack(x[0], x[1]);
@@ -132,8 +132,10 @@ struct Sums {
 
   // A reference follows the largest score of its row when that is ahead by more than kAhead, so
   // that sums are rarely scaled: exponentials of up to 2^kAhead fit into any element type. It is
-  // independent of the other rows.
-  __device__ __forceinline__ void move_references(const float (&s)[kTileKeys / 2], float scale) {
+  // independent of the other rows. `subtract` takes its place in the exponents, where large scores
+  // are changed.
+  __device__ __forceinline__ void move_references(float (&s)[kTileKeys / 2], float scale,
+                                                  float (&subtract)[2]) {
     float largest[2] = {s[0], s[2]};
 #pragma unroll
     for (int i = 0; i < kTileKeys / 2; ++i) largest[i / 2 % 2] = fmaxf(largest[i / 2 % 2], s[i]);
@@ -141,7 +143,8 @@ struct Sums {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       largest[half] *= scale;
-      grew |= largest[half] > total.reference[half] + kAhead;
+      subtract[half] = total.reference[half];
+      grew |= largest[half] > subtract[half] + kAhead || may_be_beyond_fused(subtract[half]);
     }
     if (!__any_sync(~0u, grew)) return;
 #pragma unroll
@@ -150,11 +153,22 @@ struct Sums {
       const float before = total.reference[half];
       const float moved = all > before + kAhead ? all : before;
       const float rescale = ptx::ex2_approx(total.reference[half] - moved);
-      total.reference[half] = moved;
+      total.reference[half] = subtract[half] = moved;
       total.denominator[half] *= rescale;
 #pragma unroll
       for (int i = 0; i < kD / 2; ++i)
         if (i / 2 % 2 == half) o[i] *= rescale;
+    }
+    if (!is_beyond_fused(total.reference[0]) && !is_beyond_fused(total.reference[1])) return;
+    const float inverse = ptx::rcp_approx(scale);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if (!is_beyond_fused(total.reference[half])) continue;
+      subtract[half] = 0.f;
+#pragma unroll
+      for (int i = 0; i < kTileKeys / 2; ++i)
+        if (i / 2 % 2 == half)
+          s[i] = with_rounded_product(s[i], scale, inverse, total.reference[half], 0.f);
     }
   }
 

@@ -15,7 +15,7 @@ namespace blockflash {
 namespace {
 
 using Traits = ElementTraits<Element>;
-using Softmax = HopperSoftmax<kBlockKv / 2, !kOnes, Config::lse>;
+using Softmax = HopperSoftmax<kBlockKv / 2, 128, 128 * kWarpgroups, !kOnes, Config::lse>;
 
 // How far a score may exceed the reference, in powers of two. A probability must not overflow the
 // 16-bit type; in bf16 the sums of P·V stay within f32 for |V| up to about 2^90.
@@ -196,7 +196,7 @@ struct Consumer : StepCursor<kPaired> {
     softmax.largest(s, top);
     const bool grew = softmax.exceeds(top, kSlack, params.inverse_scale_log2);
     float rescale[2] = {1.f, 1.f};
-    if (grew) softmax.move(s, top, params.scale_log2, rescale);
+    if (grew) softmax.move(s, top, params.scale_log2, params.inverse_scale_log2, rescale);
     softmax.exponentiate(s, params.scale_log2);
     ptx::wgmma_wait_group<0>();
     ptx::wgmma_pin(o), ptx::wgmma_pin(p);
@@ -316,7 +316,7 @@ struct Consumer : StepCursor<kPaired> {
         int top[2];
         softmax.largest(s, top);
         if (is(kFresh) || softmax.exceeds(top, kSlack, params.inverse_scale_log2))
-          softmax.move(s, top, params.scale_log2, rescale);
+          softmax.move(s, top, params.scale_log2, params.inverse_scale_log2, rescale);
         softmax.exponentiate(s, params.scale_log2);
       }
       if constexpr (!kMakeRoom) {

@@ -31,9 +31,9 @@ __device__ __forceinline__ void store_output(const Params& params, const QueryTi
     if (b.sink != nullptr) {
       const float sink = b.sink[head];
       if constexpr (Config::lse) {
-        // The sink joins the unrounded sum, as in the log-sum-exp. The bound of -1e30 avoids
+        // The sink joins the unrounded sum, as in the log-sum-exp. The bound avoids
         // -inf - -inf in a row without keys.
-        const float moved = fmaxf(fmaxf(log, sink), -1e30f);
+        const float moved = fmaxf(fmaxf(log, sink), kNoReference);
         const float keys = ptx::ex2_approx((log - moved) * kLog2e),
                     all = keys + ptx::ex2_approx((sink - moved) * kLog2e);
         share = keys * ptx::rcp_approx(all);

@@ -9,9 +9,11 @@
 #include <math_constants.h>
 #include <stdint.h>
 
+#include "blockflash/attention/exponent.cuh"
 #include "blockflash/attention/visible.cuh"
 #include "blockflash/mma/fragment.cuh"
 #include "blockflash/ptx/math.cuh"
+#include "blockflash/ptx/opaque.cuh"
 
 namespace blockflash {
 
@@ -34,27 +36,40 @@ __device__ __forceinline__ float log_of_sum(float reference, float sum) {
 // Each row has two sums. The output is divided by the sum of the rounded probabilities, by which V
 // is multiplied, so that the rounding error of a dominant probability cancels; unless
 // `sums_rounded`, the tensor cores compute it. The log-sum-exp is the logarithm of the sum of the
-// unrounded probabilities, computed with `sums_exact`.
-template <int n, bool sums_rounded, bool sums_exact>
+// unrounded probabilities, computed with `sums_exact`. By so many threads from `first_thread` on.
+template <int n, int first_thread, int threads, bool sums_rounded, bool sums_exact>
 struct HopperSoftmax {
-  float reference[2];  // per row, in powers of two
-  float sum[2];        // this lane's share of the sum of rounded probabilities
-  float exact[2];      // this lane's share of the sum of unrounded probabilities
+  // Per row, in powers of two. Of a row beyond `kFusedLimit` it is kLarge, for which scores are
+  // changed: then `large_reference` has it.
+  float reference[2];
+  float sum[2];    // this lane's share of the sum of rounded probabilities
+  float exact[2];  // this lane's share of the sum of unrounded probabilities
 
-  // Never -inf: a row without keys keeps a finite reference, so that 2^x of a masked score is 0
-  // without a guard.
+  // Far enough below 0 that such a row takes the exact path for each key tile.
+  static constexpr float kLarge = -64.f;
+
   __device__ __forceinline__ void reset() {
-    reference[0] = reference[1] = -1e30f;
+    reference[0] = reference[1] = kNoReference;
     if constexpr (sums_rounded) sum[0] = sum[1] = 0.f;
     if constexpr (sums_exact) exact[0] = exact[1] = 0.f;
+  }
+
+  // In shared memory, since registers are scarce and such rows are rare. A lane reads what it wrote
+  // or what the other lanes of its row wrote, which is the same.
+  static __device__ __forceinline__ float& large_reference(int half) {
+    __shared__ float of_rows[threads];
+    return of_rows[(ptx::opaque(static_cast<int>(threadIdx.x)) & ~3) - first_thread + half];
+  }
+  __device__ __forceinline__ float true_reference(int half) const {
+    return reference[half] == kLarge ? large_reference(half) : reference[half];
   }
 
   __device__ __forceinline__ RowTotals totals() const {
     RowTotals of;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      of.log[half] =
-          sums_exact ? log_of_sum(reference[half], quad_sum(exact[half])) : reference[half];
+      const float log2 = true_reference(half);
+      of.log[half] = sums_exact ? log_of_sum(log2, quad_sum(exact[half])) : log2;
       of.sum[half] = sums_rounded ? quad_sum(sum[half]) : 0.f;
     }
     return of;
@@ -83,26 +98,46 @@ struct HopperSoftmax {
 
   // Moves the references up to the largest scores. `rescale` is the factor for everything summed so
   // far.
-  __device__ __forceinline__ void move(const float (&s)[n], const int (&top)[2], float scale_log2,
-                                       float (&rescale)[2]) {
+  __device__ __forceinline__ void move(float (&s)[n], const int (&top)[2], float scale_log2,
+                                       float inverse_scale_log2, float (&rescale)[2]) {
     // The largest of negative floats has the smallest bits.
-    const bool negative = __any_sync(~0u, top[0] < 0 || top[1] < 0);
+    const bool rare = __any_sync(
+        ~0u, top[0] < 0 || top[1] < 0 || reference[0] == kLarge || reference[1] == kLarge);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float x = __int_as_float(top[half]);
-      if (negative) {
+      if (rare) {
         uint32_t bits = __float_as_uint(s[2 * half]);
 #pragma unroll
         for (int i = 2 * half; i < n; i += 4)
           bits = __vimin3_u32(bits, __float_as_uint(s[i]), __float_as_uint(s[i + 1]));
         if (top[half] < 0) x = __uint_as_float(bits);
+        reference[half] = true_reference(half);
       }
-      const float moved = fmaxf(reference[half], quad_max(x) * scale_log2);
+      float moved = fmaxf(reference[half], quad_max(x) * scale_log2);
+      if (moved == kLarge) moved += 0.5f;  // any other value nearby
       rescale[half] = ptx::ex2_approx(reference[half] - moved);
       reference[half] = moved;
       if constexpr (sums_rounded) sum[half] *= rescale[half];
       if constexpr (sums_exact) exact[half] *= rescale[half];
     }
+    if (is_beyond_fused(reference[0]) || is_beyond_fused(reference[1])) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        if (is_beyond_fused(reference[half])) change(s, half, scale_log2, inverse_scale_log2);
+    }
+  }
+
+  // Changes the scores of a row beyond `kFusedLimit`.
+  __device__ __forceinline__ void change(float (&s)[n], int half, float scale_log2,
+                                         float inverse_scale_log2) {
+#pragma unroll
+    for (int i = 2 * half; i < n; i += 4)
+#pragma unroll
+      for (int e = i; e < i + 2; ++e)
+        s[e] = with_rounded_product(s[e], scale_log2, inverse_scale_log2, reference[half], kLarge);
+    large_reference(half) = reference[half];
+    reference[half] = kLarge;
   }
 
   // Turns scores into unnormalised probabilities. Each key tile is summed separately, so that a

@@ -200,7 +200,7 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_fwd_params p) {
     softmax.largest(s, top);
     float rescale[2] = {1.f, 1.f};
     const bool grew = softmax.exceeds(top, kSlack, inverse_scale_log2);
-    if (grew) softmax.move(s, top, scale_log2, rescale);
+    if (grew) softmax.move(s, top, scale_log2, inverse_scale_log2, rescale);
     // Logarithms of the probabilities. From here on the next scores may be written to s.
     float logs[kRows / 2];
 #pragma unroll

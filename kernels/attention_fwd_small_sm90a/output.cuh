@@ -12,7 +12,7 @@ namespace {
 
 // Of each tile, the reference stays until a score exceeds it by 2^8, which no 16-bit probability
 // overflows. The denominator is the sum of the unrounded probabilities.
-using Softmax = HopperSoftmax<kRows / 2, false, true>;
+using Softmax = HopperSoftmax<kRows / 2, 0, Config::threads, false, true>;
 
 constexpr int kOutput = kD / 2;                 // accumulators of a lane,
 constexpr int kStored = kOutput / kWarpgroups;  // and those that it stores
@@ -46,7 +46,7 @@ __device__ __forceinline__ void exchange(const float (&o)[kOutput], float (&mine
   const auto piece_of = [&](int from, int to) {
     return state_of(from) + kStateBytes + to * kPieceBytes;
   };
-  const float state[4] = {softmax.reference[0], softmax.reference[1], softmax.exact[0],
+  const float state[4] = {softmax.true_reference(0), softmax.true_reference(1), softmax.exact[0],
                           softmax.exact[1]};
   // All warps of this warpgroup have read the keys and values that lay here.
   ptx::named_barrier_sync(1 + warpgroup, 128);
@@ -72,7 +72,7 @@ __device__ __forceinline__ void exchange(const float (&o)[kOutput], float (&mine
                        __int_as_float(x.w));
   };
   float4 states[kWarpgroups];  // of both rows: references, sums
-  float moved[2] = {softmax.reference[0], softmax.reference[1]};
+  float moved[2] = {state[0], state[1]};
 #pragma unroll
   for (int from = 0; from < kWarpgroups; ++from) {
     states[from] = load(state_of(from));

@@ -5,8 +5,8 @@
 // last one to arrive chooses. A score has one fixed order of sums, and scores decide alone, so
 // results do not depend on the division or on who comes last.
 #include "blockflash/config/page_choice.cuh"
+#include "blockflash/decode/arrivals.cuh"
 #include "blockflash/params/page_choice.h"
-#include "blockflash/ptx/global.cuh"
 #include "blockflash/ptx/launch.cuh"
 #include "choose.cuh"
 #include "scores.cuh"
@@ -33,6 +33,8 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_page_choice_params p) {
   __shared__ PagedQueries shared;
   __shared__ bool is_last;
   ptx::wait_for_predecessors();
+  Arrivals arrivals;
+  if (threadIdx.x == 0) arrivals = Arrivals::begin(p.arrivals, LaunchWords::load(p.arrivals));
   const int tiles = p.batch * p.parts * p.num_heads_kv;
   for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
     // Heads come first in the order, since heads of the same pages are neighbours in memory.
@@ -45,11 +47,10 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_page_choice_params p) {
     const int64_t group = static_cast<int64_t>(sequence) * p.num_heads_kv + head;
     float* const scores = p.scores + group * p.max_pages;
     if (queries.columns > p.list_capacity) score_pages(p, queries, head, part, scores);
-    // The scores of all threads come before the arrival. Every CTA arrives, whatever the length
-    // is, so that the counter returns to zero.
+    // The scores of all threads come before the arrival. Every CTA arrives, whatever the length is.
     __syncthreads();
     if (threadIdx.x == 0)
-      is_last = ptx::atomic_inc_acq_rel(p.arrivals + group, p.parts - 1) + 1 == p.parts;
+      is_last = arrivals.are_complete_with_this(static_cast<int>(group), p.parts);
     __syncthreads();
     // What comes after waits for the lists, but may be launched meanwhile.
     if (tile + gridDim.x >= tiles) ptx::launch_dependents();

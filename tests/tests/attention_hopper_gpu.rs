@@ -68,7 +68,9 @@ fn every_hopper_kernel() {
 fn stress(tile: &AttentionTile) -> Vec<AttentionCase> {
     let seqlen = (2 * tile.block_q as usize + 3, 5 * tile.block_kv as usize + 7);
     let mut cases = Vec::new();
-    for content in [Content::LargeScores, Content::GrowingMaxima, Content::OneHugeLogit] {
+    for content in
+        [Content::LargeScores, Content::GrowingMaxima, Content::OneHugeLogit, Content::HugeScores]
+    {
         for mask in [Mask::Full, Mask::causal()] {
             for softcap in [None, Some(30.0)] {
                 let simple = AttentionCase::of_tile(tile, (4, 2), seqlen);

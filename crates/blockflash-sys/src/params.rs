@@ -386,7 +386,8 @@ const _: () = {
 /** Attention backward: the gradients of attention forward with the same options.
 
  In `base`, o and lse are results of the forward pass and are read. The workspace holds two f32
- numbers per query and head: -lse·log2(e) (-inf for a query that sees nothing) and
+ numbers per query and head: -lse·log2(e) (-inf for a query that sees nothing, -2·lse
+ where that is beyond kFusedLimit of exponent.cuh) and
  delta = rowsum(d_o∘o). Each sequence has room for its length rounded up to 64 rows; packed
  sequences begin at the multiple of 64 below their first row + 64·(number of the sequence).*/
 #[repr(C)]
@@ -1515,8 +1516,8 @@ pub struct blockflash_attention_decode_params {
     pub partial_sums: *mut f32,
     /// workspace, \[slots, partial_rows, 2\]: log2 reference and denominator
     pub partial_logs: *mut f32,
-    /// workspace, \[slots\], zeros, left as zeros
-    pub arrivals: *mut u32,
+    /// workspace, \[2 + slots\], zeros before the first launch that uses them
+    pub arrivals: *mut u64,
     /** two zeros, left as zeros: {next item, CTAs that are done}; not used if
  the grid has a CTA for each item*/
     pub tile_counter: *mut u32,
@@ -2214,8 +2215,8 @@ pub struct blockflash_page_choice_params {
     pub summaries: blockflash_page_summaries,
     /// workspace, \[batch, num_heads_kv, max_pages\]
     pub scores: *mut f32,
-    /// workspace, \[batch, num_heads_kv\], zeros, left as zeros
-    pub arrivals: *mut u32,
+    /// workspace, \[2 + batch · num_heads_kv\], zeros before the first launch
+    pub arrivals: *mut u64,
     /** \[batch, num_heads_kv, list_capacity\] columns of the block table, ascending;
  zeros behind the last one*/
     pub lists: *mut i32,

@@ -79,6 +79,10 @@ pub enum Content {
     GrowingMaxima,
     /// Every query has one key that points along it: one probability is 1, the rest vanish.
     OneHugeLogit,
+    /// Scores up to 1e8 and more in f16 and 1e12 in bf16, exact in f32, of either sign, all of a
+    /// query different; values are integers. So one probability is 1, the rest vanish, and the
+    /// gradients of queries and keys are exactly 0.
+    HugeScores,
     /// NaN and infinities in keys and values that no query sees.
     UnseenNan,
     /// NaN in some keys, seen by some queries and hidden from others.

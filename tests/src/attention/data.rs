@@ -2,6 +2,7 @@
 
 use super::{AttentionCase, Blocks, Content, Sequence};
 use crate::number::{encode, normal, normal_rounded, rng, round_all};
+use blockflash_sys::DType;
 use rand::Rng;
 
 /// Logical tensors of a case, already rounded to its type and held as f32.
@@ -90,6 +91,24 @@ impl AttentionData {
                         }
                     }
                 }
+            }
+            Content::HugeScores => {
+                // The products of neighbouring elements are 2^x·(64·(n / 64) + n % 64).
+                let (of_q, of_k) =
+                    (if case.dtype == DType::F16 { 2f32.powi(15) } else { 2f32.powi(30) }, 4.0);
+                for (i, x) in self.q[queries].iter_mut().enumerate() {
+                    let row = i / d;
+                    *x = if row % 3 == 1 { -of_q } else { of_q };
+                }
+                let keys =
+                    s.kv_start * case.heads_kv * d..(s.kv_start + s.kv_len) * case.heads_kv * d;
+                for (i, x) in self.k[keys.clone()].iter_mut().enumerate() {
+                    // Neither ascending nor descending along the keys.
+                    let number = (i / (case.heads_kv * d) * 8191) % s.kv_len.max(1) + 1;
+                    let part = if i % 2 == 0 { number / 64 * 64 } else { number % 64 };
+                    *x = part as f32 * of_k;
+                }
+                self.v[keys].iter_mut().for_each(|x| *x = (*x * 4.0).round());
             }
             _ => {}
         }

@@ -88,6 +88,7 @@ pub fn special_cases(dtype: DType, head_dim: usize, block_kv: usize) -> Vec<Atte
             Content::LargeScores,
             Content::GrowingMaxima,
             Content::OneHugeLogit,
+            Content::HugeScores,
         ] {
             let seqlen = if turn % 2 == 0 { (70, long + 70) } else { (long, block_kv + 1) };
             cases.push(AttentionCase {

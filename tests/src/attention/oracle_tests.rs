@@ -69,6 +69,7 @@ fn the_plain_computation_is_close_in_every_option() {
         (Content::LargeScores, None, true),
         (Content::GrowingMaxima, Some(30.0), false),
         (Content::OneHugeLogit, None, false),
+        (Content::HugeScores, None, false),
     ] {
         for dtype in [DType::F16, DType::BF16] {
             let case = AttentionCase {
@@ -129,6 +130,7 @@ fn stress_contents_are_what_they_say() {
     assert!(scores(Content::LargeScores) > 80.0);
     assert!(scores(Content::GrowingMaxima) > 40.0);
     assert!(scores(Content::OneHugeLogit) > 60.0);
+    assert!(scores(Content::HugeScores) > 1e7);
     assert!(scores(Content::Normal) < 8.0);
 }
 

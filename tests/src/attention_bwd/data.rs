@@ -1,6 +1,6 @@
 //! The numbers of a backward pass.
 
-use crate::attention::{AttentionCase, AttentionData, AttentionReference};
+use crate::attention::{AttentionCase, AttentionData, AttentionReference, Content};
 use crate::number::{normal_rounded, round};
 
 /// Logical tensors of a backward pass, already rounded to their types and held as f32. Rows that
@@ -36,6 +36,9 @@ impl BackwardData {
             lse[case.lse_index(b, h, i)] = reference.lse.exact[at] as f32;
         }
         let mut d_o = normal_rounded(!case.seed, forward.q.len(), case.dtype);
+        if case.content == Content::HugeScores {
+            d_o.iter_mut().for_each(|x| *x = (*x * 4.0).round());
+        }
         d_o[case.rows().0[0] * width..].fill(f32::NAN);
         let exponent = reference.rounding(case).exponent;
         Self { forward, o, lse, d_o, exponent }

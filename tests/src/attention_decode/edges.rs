@@ -30,7 +30,10 @@ pub fn decode_lengths(dtype: DType, head_dim: usize, longest: usize) -> Vec<Deco
     let mut cases = Vec::new();
     for (heads, page_size) in [((4, 1), 16), ((3, 3), 48), ((8, 2), 256)] {
         let simple = DecodeCase::simple(dtype, heads, head_dim, &lengths);
-        cases.push(DecodeCase { layout: paged(page_size, longest), ..simple.clone() });
+        let in_pages = DecodeCase { layout: paged(page_size, longest), ..simple.clone() };
+        let attention = AttentionCase { content: Content::HugeScores, ..simple.attention.clone() };
+        cases.push(DecodeCase { attention, ..in_pages.clone() });
+        cases.push(in_pages);
         let layout = CacheLayout::Contiguous { capacity: longest + 3 };
         cases.push(DecodeCase { layout, equal: true, ..simple }.consistent());
     }
@@ -76,7 +79,8 @@ pub fn decode_prefills(dtype: DType, head_dim: usize) -> Vec<DecodeCase> {
                 Content::UnseenNan,
                 Content::LargeScores,
                 Content::NanInValues,
-            ][turn % 4],
+                Content::HugeScores,
+            ][turn % 5],
             ..case.attention.clone()
         };
         cases.push(DecodeCase { attention, equal, layout, ..case }.consistent());

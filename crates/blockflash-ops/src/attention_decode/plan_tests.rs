@@ -42,7 +42,7 @@ fn room_for_every_item() {
     let [sums, words] = plan.room(&problem(131_072, [32, 8], 1)).unwrap();
     assert_eq!((sums, words), (64 * 8 * 32 * 4 * 130, 64 * 8 * 32));
     let bytes = AttentionDecodeWorkspace::bytes_for(sums, words).unwrap();
-    assert!((34_000_000..35_000_000).contains(&bytes), "{bytes}");
+    assert!((35_000_000..36_000_000).contains(&bytes), "{bytes}");
     // Row tiles; and no room where a sequence is one split.
     let long = problem(100, [32, 8], 16);
     let plan = of_rows(32, &long);

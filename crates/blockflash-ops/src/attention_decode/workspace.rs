@@ -14,8 +14,8 @@ use blockflash_sys::DType;
 /// [`InCapture`](blockflash_safe::Error::InCapture). The CPU ignores it.
 ///
 /// Kernels count the parts of a sequence by its length. If lengths, offsets or page counts on the
-/// device change while a call runs, its outputs are unspecified, and so are those of later calls
-/// with this workspace: continue with a new one. No call reads or writes outside its tensors.
+/// device change while a call runs, its outputs are unspecified; those of later calls are not. No
+/// call reads or writes outside its tensors.
 #[derive(Debug)]
 pub struct AttentionDecodeWorkspace {
     memory: BsrPartsMemory,
@@ -23,8 +23,10 @@ pub struct AttentionDecodeWorkspace {
 }
 
 impl AttentionDecodeWorkspace {
-    /// Numbers for each word that counts parts: about as many as the smallest part has in practice.
-    const SUMS_PER_WORD: usize = 64;
+    /// Numbers for each counter of parts: about as many as the smallest part has in practice.
+    const SUMS_PER_COUNTER: usize = 64;
+    /// A counter has 64 bits, and two more number the launches.
+    const WORDS_PER_COUNTER: usize = 2;
 
     /// A workspace on the device of a stream. [`AttentionDecode::workspace_bytes`] says how many
     /// bytes a call needs.
@@ -49,15 +51,23 @@ impl AttentionDecodeWorkspace {
         let view = tensor.view();
         aligned("workspace", &view)?;
         let bytes = view.layout().elements() * view.dtype().size();
-        let words = bytes / size_of::<f32>() / (Self::SUMS_PER_WORD + 1);
+        let available = bytes / size_of::<f32>();
+        let counters = available / (Self::SUMS_PER_COUNTER + Self::WORDS_PER_COUNTER);
+        // Counters are aligned to 16 bytes if the numbers before them are a multiple of four.
+        let words = counters * Self::WORDS_PER_COUNTER;
+        let words = words + (available - words) % 4;
         Ok(Self { memory: BsrPartsMemory::from_tensor(tensor, words)?, bytes })
     }
 
-    /// Bytes with room for so many numbers of 32 bits and so many words that count; `None` beyond
-    /// the address space.
-    pub(crate) fn bytes_for(sums: usize, words: usize) -> Option<usize> {
-        let words = words.max(sums.div_ceil(Self::SUMS_PER_WORD));
-        words.checked_mul((Self::SUMS_PER_WORD + 1) * size_of::<f32>())
+    /// Bytes with room for so many numbers of 32 bits and so many counters; `None` beyond the
+    /// address space.
+    pub(crate) fn bytes_for(sums: usize, counters: usize) -> Option<usize> {
+        if (sums, counters) == (0, 0) {
+            return Some(0);
+        }
+        let counters = counters.checked_add(2)?.max(sums.div_ceil(Self::SUMS_PER_COUNTER));
+        let words = Self::SUMS_PER_COUNTER + Self::WORDS_PER_COUNTER;
+        counters.checked_mul(words * size_of::<f32>())
     }
 
     /// Its size.

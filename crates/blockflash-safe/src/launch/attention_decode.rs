@@ -99,7 +99,7 @@ pub struct AttentionDecodeOperands<'a> {
     /// i32 `[batch, num_heads_kv, capacity]` columns of the block table and i32 `[batch]` counts,
     /// both contiguous and with any values: kernels clamp them.
     pub pages: Option<[View<'a>; 2]>,
-    /// Partial sums, then references and denominators, and a word of arrivals for each item.
+    /// Partial sums, then references and denominators, and a counter of arrivals for each item.
     pub workspace: Option<&'a BsrPartsMemory>,
 }
 
@@ -265,7 +265,7 @@ impl AttentionDecodeOperands<'_> {
             Some(memory) => {
                 let slots = items << p.run_log2;
                 let sums = slots * i128::from(rows * (head_dim + 2));
-                let room = sums <= memory.sums() as i128 && slots <= memory.words() as i128;
+                let room = sums <= memory.sums() as i128 && slots <= memory.counters() as i128;
                 require(splits == 1 || room, "the workspace is too small")?;
             }
         }
@@ -308,7 +308,7 @@ impl AttentionDecodeOperands<'_> {
             page_count: optional(count.as_ref()).cast(),
             partial_sums: sums,
             partial_logs: sums.wrapping_add(logs),
-            arrivals: self.workspace.map_or(null_mut(), BsrPartsMemory::words_pointer),
+            arrivals: self.workspace.map_or(null_mut(), BsrPartsMemory::counters_pointer),
             ..*p
         }
     }
@@ -322,9 +322,9 @@ impl AttentionDecodeOperands<'_> {
 //    workspace has room, and one warp of a CTA decides for all how many items there are.
 // 3. In a cluster a CTA reads the shared memory of others, of which there is one for each split of
 //    a group.
-// 4. `o` and `lse` are `ViewMut`. The workspace is used in turns, by kernels only. They leave its
-//    words at zero unless lengths change while they run. Whatever the words hold, they decide only
-//    which CTA combines parts and when: nobody waits for them, and no address follows from them.
+// 4. `o` and `lse` are `ViewMut`. The workspace is used in turns, by kernels only. Whatever its
+//    counters hold, they decide only which CTA combines parts and when: nobody waits for them, and
+//    no address follows from them.
 unsafe impl Launch for AttentionDecode {
     type Operands<'a> = AttentionDecodeOperands<'a>;
     type Plan = blockflash_attention_decode_params;

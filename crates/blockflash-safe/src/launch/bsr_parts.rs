@@ -27,7 +27,8 @@ pub struct BsrParts<'a> {
 /// used the memory last, and so does each launch of a [`Graph`](crate::Graph) that uses it.
 #[derive(Debug)]
 pub struct BsrPartsMemory {
-    /// Sums, then words. Only kernels use the memory, and they leave the words at zero.
+    /// Sums, then words. Only kernels use the memory. Those of BSR matmul leave the words at zero;
+    /// others use them as counters that tell the counts of other launches from theirs.
     memory: Tensor,
     sums: usize,
     words: usize,
@@ -75,6 +76,20 @@ impl BsrPartsMemory {
 
     pub(super) fn sums_pointer(&self) -> *mut f32 {
         pointer(&self.view()).cast_mut().cast()
+    }
+
+    /// Number of 64-bit counters that fit into the words, behind the two that number launches; 0 if
+    /// the words are not aligned to 16 bytes.
+    pub(super) fn counters(&self) -> usize {
+        if self.words_pointer().addr().is_multiple_of(16) {
+            (self.words / 2).saturating_sub(2)
+        } else {
+            0
+        }
+    }
+
+    pub(super) fn counters_pointer(&self) -> *mut u64 {
+        self.words_pointer().cast()
     }
 
     pub(super) fn words_pointer(&self) -> *mut u32 {

@@ -159,9 +159,9 @@ unsafe impl Launch for PageSummaries {
 // 1. This is the parameter struct of the kernels that choose pages.
 // 2. As for summaries; offsets of packed queries are clamped, too. Lists are written below their
 //    capacity only, whatever scores the workspace holds.
-// 3. Lists and counts are `ViewMut`. The workspace is used in turns, by kernels only. All CTAs of a
-//    head count their arrival, so the words return to zero. Whatever they hold, they decide only
-//    which CTA chooses and when: nobody waits for them, and no address follows from them.
+// 3. Lists and counts are `ViewMut`. The workspace is used in turns, by kernels only. Whatever its
+//    counters hold, they decide only which CTA chooses and when: nobody waits for them, and no
+//    address follows from them.
 unsafe impl Launch for PageChoice {
     type Operands<'a> = PageChoiceOperands<'a>;
     type Plan = blockflash_page_choice_params;
@@ -212,7 +212,7 @@ unsafe impl Launch for PageChoice {
         require(max_pages == columns, "another number of pages")?;
         let groups = i128::from(batch) * i128::from(heads_kv);
         let room = groups * i128::from(max_pages) <= operands.workspace.sums() as i128
-            && groups <= operands.workspace.words() as i128;
+            && groups <= operands.workspace.counters() as i128;
         require(room, "the workspace is too small")?;
         // The kernel multiplies them by the pages that a CTA scores at once, as 32-bit numbers.
         require(p.parts > 0 && p.parts <= 1 << 20, "there are no such parts")?;
@@ -227,7 +227,7 @@ unsafe impl Launch for PageChoice {
             cache: operands.cache.pointers(&p.cache),
             summaries: blockflash_page_summaries { rows, ..p.summaries },
             scores: operands.workspace.sums_pointer(),
-            arrivals: operands.workspace.words_pointer(),
+            arrivals: operands.workspace.counters_pointer(),
             lists: pointer_mut(&operands.lists).cast(),
             counts: pointer_mut(&operands.counts).cast(),
             ..*p

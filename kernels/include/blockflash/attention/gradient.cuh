@@ -8,6 +8,9 @@
 #include <math_constants.h>
 #include <stdint.h>
 
+#include <type_traits>
+
+#include "blockflash/attention/exponent.cuh"
 #include "blockflash/attention/packed_rows.cuh"
 #include "blockflash/attention/soft_cap.cuh"
 #include "blockflash/mma/element.cuh"
@@ -17,7 +20,7 @@
 
 namespace blockflash {
 
-constexpr float kLog2e = 1.4426950408889634f;
+constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 
 // Row statistics have room for whole tiles of so many queries in every sequence, so that a tile can
 // be copied without looking at its end.
@@ -41,21 +44,60 @@ struct ScoreScale {
         scale_log2(p.softcap > 0.f ? kLog2e : kLog2e * p.softmax_scale) {}
 };
 
+// What a workspace holds of the log-sum-exp of a query: -lse·log2(e), which is what a fused
+// multiply-add takes (exponent.cuh); beyond `kFusedLimit` -2·lse, which is beyond it, too. With a
+// softcap always the former: a cap so high serves nobody, and scores near it are inexact anyway.
+__device__ __forceinline__ float negative_log_of(float lse, float softcap) {
+  const float log = -lse * kLog2e;
+  return is_beyond_fused(log) && softcap == 0.f ? -2.f * lse : log;
+}
+
+// The exponent of a probability, from a score and the negative logarithm of its query.
+struct FusedExponent {
+  __device__ __forceinline__ float operator()(float x, float scale_log2, float negative_log) const {
+    return fmaf(x, scale_log2, negative_log);
+  }
+};
+
+// The same where the query may be beyond the limit, in natural units. The product is rounded as
+// that of the largest score was when our forward pass made the log-sum-exp of it. Others round
+// otherwise, so where a last bit is worth more than a power of e the largest score is whatever is
+// about as large.
+struct ExponentOfLarge {
+  __device__ __forceinline__ float operator()(float x, float scale_log2, float negative_log) const {
+    const bool large = is_beyond_fused(negative_log);
+    const float size = fabsf(negative_log);
+    const float bits = !large ? -FLT_MAX : size > 0x1p23f ? size * 0x1p-22f : 0.f;
+    const float log = __fmul_rn(__fmul_rn(x, scale_log2), kLn2);
+    const float natural = fmaf(negative_log, large ? 0.5f : kLn2, log);
+    return natural + bits >= 0.f ? 0.f : natural * kLog2e;
+  }
+};
+
+// Of the pairs of a tile: kPlain; kCapped, scores have a softcap; kLarge, a query may be beyond
+// `kFusedLimit`, and there is no softcap.
+enum class Pairs { kPlain, kCapped, kLarge };
+template <Pairs pairs>
+struct PairsAre {
+  static constexpr Pairs value = pairs;
+};
+
 // One pair of a query and a key: turns the score s = q·k into the probability and dp = dO·v into
-// the gradient of the (scaled) score. `negative_log` is -lse·log2(e) of the query. A masked pair
-// has both 0 by selection, since 0·NaN would be NaN.
-template <bool capped>
+// the gradient of the (scaled) score. `negative_log` is that of the query. A masked pair has both 0
+// by selection, since 0·NaN would be NaN.
+template <Pairs pairs>
 __device__ __forceinline__ void differentiate(float& s, float& dp, const ScoreScale& scale,
                                               float negative_log, float delta, bool visible) {
   float slope = 1.f;
   float x = s;
-  if constexpr (capped) {
+  if constexpr (pairs == Pairs::kCapped) {
     const float y = ptx::ex2_approx(2.f * kLog2e * x * scale.scale_over_cap);
     const float t = fmaf(-2.f, ptx::rcp_approx(y + 1.f), 1.f);
     slope = fmaf(-t, t, 1.f);
     x = soft_cap(x, scale.softcap, scale.scale_over_cap);
   }
-  const float p = ptx::ex2_approx(fmaf(x, scale.scale_log2, negative_log));
+  using Exponent = std::conditional_t<pairs == Pairs::kLarge, ExponentOfLarge, FusedExponent>;
+  const float p = ptx::ex2_approx(Exponent{}(x, scale.scale_log2, negative_log));
   const float ds = p * (dp - delta) * slope;
   s = visible ? p : 0.f;
   dp = visible ? ds : 0.f;

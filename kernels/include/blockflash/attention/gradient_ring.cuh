@@ -282,22 +282,33 @@ __device__ __forceinline__ void delay(float* s, const uint32_t* words) {
   for (int i = 0; i < 4; ++i) s[i] = __uint_as_float(__float_as_uint(s[i]) | zero);
 }
 
+// Whether one of the queries whose logarithms lie there is beyond `kFusedLimit`. By whole warps.
+template <int queries>
+__device__ __forceinline__ bool has_large(uint32_t logs) {
+  bool found = false;
+#pragma unroll
+  for (int i = threadIdx.x % 32; i < queries; i += 32)
+    found |= is_beyond_fused(__uint_as_float(ptx::load_shared(logs + 4 * i)));
+  return __any_sync(~0u, found);
+}
+
 // Once the scores s and dp = dO·v of a lane are there, in this order: rounds the probabilities
 // and the gradients of the scores, both operands of the next products. `logs(j, x)`
 // and `deltas(j, x)` yield the statistics of s[4 j…]: of element i they are x[i / 2 % 2] where rows
-// are queries, and x[i % 2] where columns are. `read()` is called when dp is complete. A hidden
-// pair has both 0 by selection, since 0·NaN would be NaN.
+// are queries, and x[i % 2] where columns are. `large`: a query may be beyond `kFusedLimit`.
+// `read()` is called when dp is complete. A hidden pair has both 0 by selection, since 0·NaN would
+// be NaN.
 template <bool by_row, int n, class Logs, class Deltas, class Read>
 __device__ __forceinline__ void differentiate_scores(float (&s)[n], float (&dp)[n],
                                                      uint32_t (&p16)[n / 2],
                                                      uint32_t (&ds16)[n / 2],
-                                                     const ScoreScale& scale,
+                                                     const ScoreScale& scale, bool large,
                                                      const Visible& visible, const Logs& logs,
                                                      const Deltas& deltas, const Read& read) {
   const auto of = [](int i) { return by_row ? i / 2 % 2 : i % 2; };
   float negative_log[2], delta[2];
-  if (scale.softcap > 0.f) {
-    // Both at once, so that no register holds the slope beside dp.
+  // Both at once, so that no register holds the slope beside dp.
+  const auto at_once = [&](auto pairs) {
     ptx::wgmma_wait_group<0>();
     ptx::wgmma_pin(s), ptx::wgmma_pin(dp);
     read();
@@ -308,12 +319,13 @@ __device__ __forceinline__ void differentiate_scores(float (&s)[n], float (&dp)[
       if (kAlone && j >= 2) delay(s + 4 * j, ds16 + 2 * j - 4);
 #pragma unroll
       for (int i = 4 * j; i < 4 * j + 4; ++i)
-        differentiate<true>(s[i], dp[i], scale, negative_log[of(i)], delta[of(i)],
-                            s[i] != -CUDART_INF_F);
+        differentiate<decltype(pairs)::value>(s[i], dp[i], scale, negative_log[of(i)], delta[of(i)],
+                                              s[i] != -CUDART_INF_F);
       round(s + 4 * j, p16 + 2 * j), round(dp + 4 * j, ds16 + 2 * j);
     }
-    return;
-  }
+  };
+  if (scale.softcap > 0.f) return at_once(PairsAre<Pairs::kCapped>{});
+  if (large) return at_once(PairsAre<Pairs::kLarge>{});
   ptx::wgmma_wait_group<1>();
   ptx::wgmma_pin(s);
   visible.hide(s, -CUDART_INF_F);
@@ -322,7 +334,7 @@ __device__ __forceinline__ void differentiate_scores(float (&s)[n], float (&dp)[
     logs(j, negative_log);
 #pragma unroll
     for (int i = 4 * j; i < 4 * j + 4; ++i)
-      s[i] = ptx::ex2_approx(fmaf(s[i], scale.scale_log2, negative_log[of(i)]));
+      s[i] = ptx::ex2_approx(FusedExponent{}(s[i], scale.scale_log2, negative_log[of(i)]));
     round(s + 4 * j, p16 + 2 * j);
   }
   ptx::wgmma_wait_group<0>();
@@ -346,14 +358,14 @@ __device__ __forceinline__ void differentiate_scores(float (&s)[n], float (&dp)[
 template <bool may_be_capped, int early, int n, class Logs, class Deltas, class Meanwhile>
 __device__ __forceinline__ void differentiate_all(float (&s)[n], float (&dp)[n],
                                                   uint32_t (&p16)[n / 2], uint32_t (&ds16)[n / 2],
-                                                  const ScoreScale& scale, const Logs& logs,
-                                                  const Deltas& deltas,
+                                                  const ScoreScale& scale, bool large,
+                                                  const Logs& logs, const Deltas& deltas,
                                                   const Meanwhile& meanwhile) {
   float negative_log[2], delta[2], early_logs[early + 1][2];
 #pragma unroll
   for (int j = 0; j < early; ++j) logs(j, early_logs[j]);
   meanwhile();
-  if (may_be_capped && scale.softcap > 0.f) {
+  const auto at_once = [&](auto pairs) {
     ptx::wgmma_wait_group<0>();
     ptx::wgmma_pin(s), ptx::wgmma_pin(dp);
 #pragma unroll
@@ -362,21 +374,32 @@ __device__ __forceinline__ void differentiate_all(float (&s)[n], float (&dp)[n],
       if (j >= 2) delay(s + 4 * j, ds16 + 2 * j - 4);
 #pragma unroll
       for (int i = 4 * j; i < 4 * j + 4; ++i)
-        differentiate<true>(s[i], dp[i], scale, negative_log[i % 2], delta[i % 2], true);
+        differentiate<decltype(pairs)::value>(s[i], dp[i], scale, negative_log[i % 2], delta[i % 2],
+                                              true);
       round(s + 4 * j, p16 + 2 * j), round(dp + 4 * j, ds16 + 2 * j);
     }
-    return;
+  };
+  if constexpr (may_be_capped) {
+    if (scale.softcap > 0.f) return at_once(PairsAre<Pairs::kCapped>{});
+    if (large) return at_once(PairsAre<Pairs::kLarge>{});
   }
   ptx::wgmma_wait_group<1>();
   ptx::wgmma_pin(s);
+  const auto exponentiate = [&](const auto& exponent) {
 #pragma unroll
-  for (int j = 0; j < n / 4; ++j) {
-    if (j >= early) logs(j, negative_log);
-    const float(&x)[2] = j < early ? early_logs[j] : negative_log;
+    for (int j = 0; j < n / 4; ++j) {
+      if (j >= early) logs(j, negative_log);
+      const float(&x)[2] = j < early ? early_logs[j] : negative_log;
 #pragma unroll
-    for (int i = 4 * j; i < 4 * j + 4; ++i)
-      s[i] = ptx::ex2_approx(fmaf(s[i], scale.scale_log2, x[i % 2]));
-  }
+      for (int i = 4 * j; i < 4 * j + 4; ++i)
+        s[i] = ptx::ex2_approx(exponent(s[i], scale.scale_log2, x[i % 2]));
+    }
+  };
+  // Without another path that waits for the products, one here would serialise all of them.
+  if (!may_be_capped && large)
+    exponentiate(ExponentOfLarge{});
+  else
+    exponentiate(FusedExponent{});
   ptx::wgmma_wait_group<0>();
   ptx::wgmma_pin(dp);
 #pragma unroll

@@ -6,14 +6,11 @@
 #include <math_constants.h>
 #include <stdint.h>
 
+#include "blockflash/attention/exponent.cuh"
 #include "blockflash/mma/element.cuh"
 #include "blockflash/ptx/math.cuh"
 
 namespace blockflash {
-
-// The reference of a row that has seen no key. It is finite, so that differences of references are
-// numbers.
-constexpr float kNoReference = -1e30f;
 
 // Four columns of a row: sums of 2^(score - reference) · v, and what belongs to the whole row.
 struct Partial {

@@ -54,7 +54,7 @@ typedef struct blockflash_attention_decode_params {
   float* partial_sums;       /* workspace, [slots, partial_rows, head_dim] with items · 2^run_log2
                                 slots; null if no sequence can have more than one split */
   float* partial_logs;    /* workspace, [slots, partial_rows, 2]: log2 reference and denominator */
-  uint32_t* arrivals;     /* workspace, [slots], zeros, left as zeros */
+  uint64_t* arrivals;     /* workspace, [2 + slots], zeros before the first launch that uses them */
   uint32_t* tile_counter; /* two zeros, left as zeros: {next item, CTAs that are done}; not used if
                              the grid has a CTA for each item */
   int64_t q_stride_batch, q_stride_seq, q_stride_head;

@@ -34,7 +34,7 @@ typedef struct blockflash_page_choice_params {
   blockflash_kv_cache cache;   /* k and v are not read */
   blockflash_page_summaries summaries;
   float* scores;      /* workspace, [batch, num_heads_kv, max_pages] */
-  uint32_t* arrivals; /* workspace, [batch, num_heads_kv], zeros, left as zeros */
+  uint64_t* arrivals; /* workspace, [2 + batch · num_heads_kv], zeros before the first launch */
   int32_t* lists;     /* [batch, num_heads_kv, list_capacity] columns of the block table, ascending;
                          zeros behind the last one */
   int32_t* counts;    /* [batch] listed pages */
