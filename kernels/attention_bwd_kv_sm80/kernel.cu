@@ -52,6 +52,13 @@ static_assert(Config::smem_bytes ==
 
 using KvCopy = TileCopy<Config::block_kv, kChunks, Config::threads>;
 using QCopy = TileCopy<Config::block_q, kChunks, Config::threads>;
+// Whether the compiler has one register too few for what is computed outside of the loop.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 1200
+constexpr bool kIsShort = Config::head_dim == 128;
+#else
+constexpr bool kIsShort = false;
+#endif
+
 using Scores = float[kMTiles][kQTiles][4];
 using Gradient = float[kMTiles][kDTiles][4];
 
@@ -223,7 +230,7 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_bwd_params params
       const auto differentiate_by = [&](auto pairs, auto masked) {
         differentiate_tile<decltype(pairs)::value, decltype(masked)::value>(
             s, dp, scale, ring + stage + 2 * kQTileBytes + part * 4, range, work.k_begin + warp_row,
-            first_query[0] + part, lane);
+            first_query[0] + part, kIsShort ? ptx::opaque(lane) : lane);
       };
       const bool masked =
           range.is_masked(work.k_begin, Config::block_kv, first_query[0], Config::block_q);

@@ -95,7 +95,7 @@ pub fn special_cases(dtype: DType, head_dim: usize, block_kv: usize) -> Vec<Atte
                 seed: 100 + turn as u64,
                 mask,
                 content,
-                // The log-sum-exp of huge scores is exact then, as the reference of gradients needs.
+                // The log-sum-exp of huge scores is exact then, for the reference of gradients.
                 softmax_scale: (content == Content::HugeScores).then_some(0.125),
                 ..base((2, 1), seqlen)
             });

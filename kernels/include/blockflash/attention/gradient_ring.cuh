@@ -4,6 +4,7 @@
 #pragma once
 
 #include "blockflash/attention/gradient.cuh"
+#include "blockflash/attention/visible_pairs.cuh"
 #include "blockflash/config/attention.cuh"
 #include "blockflash/params/attention_bwd.h"
 #include "blockflash/ptx/barrier.cuh"
@@ -244,31 +245,6 @@ __device__ __forceinline__ void start_gradient(float (&d)[half_columns], const u
     ptx::Wgmma<2 * half_columns, Element>::template rs<true, true>(
         d, a + 4 * k, ptx::wgmma_descriptor_of(b) + k * 128);
 }
-
-// Which of a lane's pairs are visible, as bits per row: all of them unless the tile is masked.
-struct Visible {
-  uint32_t bits[2] = {~0u, ~0u};
-  bool masked;
-
-  template <int n>
-  __device__ __forceinline__ void hide(float (&x)[n], float value) const {
-    if (!masked) return;
-#pragma unroll
-    for (int i = 0; i < n; ++i)
-      if (!(bits[i / 2 % 2] >> (i / 4 * 2 + i % 2) & 1)) x[i] = value;
-  }
-  // Zeros in pairs of 16-bit numbers.
-  template <int n>
-  __device__ __forceinline__ void clear(uint32_t (&x)[n], uint32_t (&y)[n]) const {
-    if (!masked) return;
-#pragma unroll
-    for (int i = 0; i < n; ++i) {
-      const uint32_t pair = bits[i % 2] >> i / 2 * 2;
-      const uint32_t kept = (pair & 1 ? 0xFFFFu : 0) | (pair & 2 ? 0xFFFF0000u : 0);
-      x[i] &= kept, y[i] &= kept;
-    }
-  }
-};
 
 __device__ __forceinline__ void round(const float* x, uint32_t* words) {
   words[0] = Traits::pack(x[0], x[1]), words[1] = Traits::pack(x[2], x[3]);
