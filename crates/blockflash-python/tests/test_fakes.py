@@ -128,11 +128,12 @@ def test_activated_sdpa(
         check(forward, q, k, v)
         with torch.no_grad():
             o, lse, *rest = forward(q, k, v)
-        options = (0.0, False)
+        options, state = (0.0, False), ()
         if device == "cuda":
-            options = (None, None, lengths[0], lengths[1], *options, *rest[4:6])
+            options, state = (None, None, lengths[0], lengths[1], *options), rest[4:6]
         for grad_o in (o, of(torch.ones_like(o)), torch.ones_like(o[..., :1]).expand_as(o)):
-            check(lambda *t: backward(*t, *options), grad_o, q, k, v, o, lse)
+            inputs = (grad_o, q, k, v, o, lse)
+            check(lambda *t: backward(*t[:6], *options, *t[6:]), *inputs, *state)
 
 
 @WHERE
