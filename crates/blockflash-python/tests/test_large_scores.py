@@ -1,5 +1,8 @@
-"""Finite scores of any size: from 1e10 on, where a fused multiply-add in the exponent would differ
-from the rounded maximum by hundreds of powers of two, and just below the limit of float32."""
+"""Finite scores of any size, up to just below the limit of float32.
+
+From 1e10 on a fused multiply-add in the exponent differs from the rounded maximum by hundreds of
+powers of two.
+"""
 
 from __future__ import annotations
 
