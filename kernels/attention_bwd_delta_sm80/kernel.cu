@@ -2,11 +2,13 @@
 //
 // Step 0, the row statistics: delta = rowsum(dO∘o) and the negative logarithm of every query, in
 // the padded layout of the workspace. A CTA has 64 queries of a head, a quarter of a warp per
-// query. Rows past the end of a sequence get the statistics of a query that sees nothing. Step 1,
-// the gradient of the sinks: a CTA has a head and sums -exp(sink - lse)·delta over all of its
-// queries in a fixed order. The sink is a logit without a value, so its dp is 0. Step 2, zeros in
-// the rows of dq, dk and dv that belong to no sequence: a CTA has 64 rows, counted through dq and
-// then through dk and dv.
+// query. Rows past the end of a sequence get the statistics of a query that sees nothing.
+//
+// Step 1, the gradient of the sinks: a CTA has a head and sums -exp(sink - lse)·delta over all of
+// its queries in a fixed order. The sink is a logit without a value, so its dp is 0.
+//
+// Step 2, zeros in the rows of dq, dk and dv that belong to no sequence: a CTA has 64 rows, counted
+// through dq and then through dk and dv.
 #include "blockflash/attention/gradient.cuh"
 #include "blockflash/config/attention.cuh"
 #include "blockflash/params/attention_bwd.h"

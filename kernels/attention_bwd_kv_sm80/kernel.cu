@@ -52,7 +52,8 @@ static_assert(Config::smem_bytes ==
 
 using KvCopy = TileCopy<Config::block_kv, kChunks, Config::threads>;
 using QCopy = TileCopy<Config::block_q, kChunks, Config::threads>;
-// Whether the compiler has one register too few for what is computed outside of the loop.
+// Whether addresses that depend on the lane are computed in the loop: hoisted out of it they are
+// spilled for sm_120 at this head_dim.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 1200
 constexpr bool kIsShort = Config::head_dim == 128;
 #else

@@ -36,7 +36,8 @@ __device__ __forceinline__ float log_of_sum(float reference, float sum) {
 // Each row has two sums. The output is divided by the sum of the rounded probabilities, by which V
 // is multiplied, so that the rounding error of a dominant probability cancels; unless
 // `sums_rounded`, the tensor cores compute it. The log-sum-exp is the logarithm of the sum of the
-// unrounded probabilities, computed with `sums_exact`. By so many threads from `first_thread` on.
+// unrounded probabilities, computed with `sums_exact`. `threads` of the CTA use it, from
+// `first_thread` on.
 template <int n, int first_thread, int threads, bool sums_rounded, bool sums_exact>
 struct HopperSoftmax {
   // Per row, in powers of two. Of a row beyond `kFusedLimit` it is kLarge, for which scores are

@@ -46,7 +46,7 @@ struct ScoreScale {
 
 // What a workspace holds of the log-sum-exp of a query: -lse·log2(e), which is what a fused
 // multiply-add takes (exponent.cuh); beyond `kFusedLimit` -2·lse, which is beyond it, too. With a
-// softcap always the former: a cap so high serves nobody, and scores near it are inexact anyway.
+// softcap always the former: gradients are inexact where capped scores pass the limit.
 __device__ __forceinline__ float negative_log_of(float lse, float softcap) {
   const float log = -lse * kLog2e;
   return is_beyond_fused(log) && softcap == 0.f ? -2.f * lse : log;
@@ -59,10 +59,10 @@ struct FusedExponent {
   }
 };
 
-// The same where the query may be beyond the limit, in natural units. The product is rounded as
-// that of the largest score was when our forward pass made the log-sum-exp of it. Others round
-// otherwise, so where a last bit is worth more than a power of e the largest score is whatever is
-// about as large.
+// The same where the query may be beyond the limit, in natural units. Our forward pass rounded the
+// largest score in the same steps when it became the log-sum-exp, so its exponent is exactly 0. The
+// log-sum-exp of another library may differ from it in the last bits, of which each is worth .5 and
+// more beyond 2^22: there scores within a few of them have the exponent 0, too.
 struct ExponentOfLarge {
   __device__ __forceinline__ float operator()(float x, float scale_log2, float negative_log) const {
     const bool large = is_beyond_fused(negative_log);

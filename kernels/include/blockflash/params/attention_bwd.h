@@ -9,10 +9,10 @@
 /* Attention backward: the gradients of attention forward with the same options.
  *
  * In `base`, o and lse are results of the forward pass and are read. The workspace holds two f32
- * numbers per query and head: -lse·log2(e) (-inf for a query that sees nothing, -2·lse
- * where that is beyond kFusedLimit of exponent.cuh) and
- * delta = rowsum(d_o∘o). Each sequence has room for its length rounded up to 64 rows; packed
- * sequences begin at the multiple of 64 below their first row + 64·(number of the sequence). */
+ * numbers per query and head: -lse·log2(e) (-inf for a query that sees nothing, -2·lse where that
+ * is beyond kFusedLimit of exponent.cuh) and delta = rowsum(d_o∘o). Each sequence has room for its
+ * length rounded up to 64 rows; packed sequences begin at the multiple of 64 below their first row
+ * + 64·(number of the sequence). */
 typedef struct blockflash_attention_bwd_params {
   blockflash_attention_fwd_params base;
   const void* d_o;      /* [batch, seqlen_q, num_heads_q, head_dim] */
