@@ -187,7 +187,7 @@ def _finds_mistakes(rank: int, world: int) -> None:
     refused(ValueError, "rank 1 has .*(64, 128)", new, wide if rank else lists)
     refused(ValueError, "rank 0: blocks of the block mask", new, wide, block=64)
     refused(ValueError, "rank 0: block is 0", new, lists, block=0)
-    refused(ValueError, "rank 0: .*multiple of 64", new, lists, block=100)
+    refused(Unsupported, "rank 0: .*multiple of 64", new, lists, block=100)
     refused(ValueError, "rank 1 has .*cut at 128", new, lists, block=[64, 128][rank])
     refused(ValueError, "rank 0: scheme is 'auto'", new, lists, scheme="auto")
     refused(ValueError, "3 x 2, but there are 2 ranks", new, lists, scheme=(3, 2))
