@@ -1,4 +1,3 @@
-use crate::memory::text;
 use std::path::PathBuf;
 
 /// Reason why something cannot be measured or reported. Every message is one line.
@@ -54,20 +53,9 @@ pub enum Error {
         /// The reason.
         why: String,
     },
-    /// More host memory than there is.
-    #[error(
-        "{what} need {} of host memory, but only {} are available",
-        text(*needed),
-        text(*available)
-    )]
-    HostMemory {
-        /// What needs it.
-        what: String,
-        /// Bytes that it needs.
-        needed: u64,
-        /// Bytes that there are.
-        available: u64,
-    },
+    /// A case has no operands, or cannot be verified.
+    #[error(transparent)]
+    Cases(#[from] blockflash_cases::Error),
     /// An option with an invalid value.
     #[error("{0}")]
     Option(String),

@@ -2,18 +2,13 @@
 //! measurement, reports. Results are checked against the f64 oracle of `blockflash-oracle`.
 #![forbid(unsafe_code)]
 
-pub mod block_pattern;
-pub mod case;
 pub mod ceilings;
 pub mod energy;
 mod error;
-pub mod io;
 pub mod machine;
-pub mod memory;
 pub mod ours;
 pub mod peers;
 pub mod plot;
-pub mod random;
 pub mod record;
 pub mod report;
 pub mod rounds;
@@ -23,4 +18,5 @@ pub mod timing;
 pub mod turns;
 pub mod verdict;
 
+pub use blockflash_cases::{block_pattern, case, io, memory, random};
 pub use error::{Error, Result};

@@ -82,7 +82,7 @@ impl Ours {
             let symbol = kernel.map(Kernel::symbol);
             let kernel = kernel.filter(|_| forced);
             let (verified, rel_err) = operands.verify(kernel, stream, seed)?;
-            let repeat = Repeat::new(stream, cache, |stream| operands.launch(kernel, stream))?;
+            let repeat = Repeat::new(stream, cache, |stream| Ok(operands.launch(kernel, stream)?))?;
             let host = match forced || stream.device().is_cpu() {
                 true => HostCost::default(),
                 false => host::cost(&mut *operands, stream, repeat.launch_us())?,
@@ -146,7 +146,7 @@ impl Ours {
         let Some(MeasuredKernel { kernel, repeat, .. }) = kernels.get_mut(kernel) else {
             return Err(Error::Option(format!("there is no kernel {kernel}")));
         };
-        repeat.window(stream, ms, |stream| operands.launch(*kernel, stream))
+        repeat.window(stream, ms, |stream| Ok(operands.launch(*kernel, stream)?))
     }
 }
 
@@ -161,7 +161,7 @@ impl MeasuredKernel {
 /// output written once.
 fn operands(case: &Case, stream: &Stream, seed: u64) -> Result<Box<dyn Operands>> {
     memory::ensure(&format!("the operands of {case}"), case.work().bytes as u64)?;
-    case.shape().operands(stream, seed)
+    Ok(case.shape().operands(stream, seed)?)
 }
 
 /// A kernel to measure.
@@ -303,5 +303,56 @@ mod tests {
                 assert!(refused.unwrap_err().to_string().contains("the CPU is used"));
             }
         }
+    }
+
+    #[test]
+    fn caches_are_verified_and_timed_on_the_cpu() {
+        let stream = Device::cpu().stream().unwrap();
+        for id in [
+            "decode_b2_q1_kv96_h4kv2_d16_contiguous_full_bf16",
+            "decode_b5_q3_kv96_h4_d16_contiguous_power_f16",
+            "decode_b3_q4_kv96_h4kv1_d16_page16_equal_bf16",
+            "decode_b9_q2_kv96_h4kv2_d16_page32_power_bf16",
+            "decode_b2_q2_kv160_h4kv2_d16_page16top4_equal_bf16",
+            "decode_b2_q1_kv160_h4kv2_d16_page16top10_full_bf16",
+        ] {
+            let case: Case = id.parse().unwrap();
+            assert_eq!((case.op(), case.to_string().as_str()), ("attention_decode", id));
+            for cache in [Cache::Warm, Cache::Rotated] {
+                let mut ours = Ours::new(&case, &stream, cache, 5, &Kernels::Selected).unwrap();
+                let kernel = &ours.kernels[0];
+                let error = kernel.rel_err;
+                assert!(kernel.verified && error > 0.0 && error < 1e-2, "{id} {error}");
+                assert!(ours.window(0, 1.0).unwrap().us > 0.0);
+            }
+        }
+    }
+
+    #[test]
+    fn gradients_are_verified_and_timed_on_the_cpu() {
+        let stream = Device::cpu().stream().unwrap();
+        for (id, op) in [
+            ("bwd_b2_q33_kv65_h4kv2_d16_causal_bf16", "attention_bwd"),
+            ("bwd_b1_s64_h12_d8_full_f16", "attention_bwd"),
+            ("bwd_varlen33+1+64x2_h4kv2_d16_causal_bf16", "attention_bwd"),
+            ("bwd_b2_q128_kv192_h4kv2_d16_q64kv64_d0.5_uniform_full_bf16", "block_sparse_bwd"),
+            ("bwd_b1_s256_h4kv2m2_d16_q64kv64_d0.5_uniform_causal_f16", "block_sparse_bwd"),
+        ] {
+            let case: Case = id.parse().unwrap();
+            assert_eq!(case.op(), op, "{id}");
+            let mut ours = Ours::new(&case, &stream, Cache::Warm, 5, &Kernels::Selected).unwrap();
+            let kernel = &ours.kernels[0];
+            let error = kernel.rel_err;
+            assert!(kernel.verified && error > 0.0 && error < 1e-2, "{id} {error}");
+            assert!(ours.window(0, 1.0).unwrap().us > 0.0);
+        }
+    }
+
+    #[test]
+    fn only_caches_rotate() {
+        let stream = Device::cpu().stream().unwrap();
+        let case: Case = "b1_s8_h1_d8_full_bf16".parse().unwrap();
+        let error = Ours::new(&case, &stream, Cache::Rotated, 5, &Kernels::Selected).unwrap_err();
+        assert!(error.to_string().contains("copies"), "{error}");
     }
 }

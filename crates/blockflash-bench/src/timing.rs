@@ -26,7 +26,7 @@ pub enum Cache {
     /// Other data: a buffer of [`flush_bytes`] is overwritten before each launch.
     Cold,
     /// Other data: launches follow each other and take copies of what they read in turn, of
-    /// [`rotation_bytes`] together.
+    /// [`rotation_bytes`](crate::case::rotation_bytes) together.
     Rotated,
 }
 
@@ -45,13 +45,6 @@ impl Cache {
 pub fn flush_bytes(stream: &Stream) -> usize {
     let l2_bytes = stream.device().cuda_properties().map_or(0, |gpu| gpu.l2_bytes);
     usize::try_from(2 * l2_bytes).unwrap_or(0).next_multiple_of(4)
-}
-
-/// How large the copies are that launches take in turn, together: five times the L2 cache, which
-/// then holds hardly anything of a copy when its turn comes again. Rivals do the same.
-pub fn rotation_bytes(stream: &Stream) -> usize {
-    let l2_bytes = stream.device().cuda_properties().map_or(0, |gpu| gpu.l2_bytes);
-    usize::try_from(5 * l2_bytes).unwrap_or(0)
 }
 
 /// Times of a launch within one window, in microseconds.

@@ -36,10 +36,12 @@ pub(super) fn cost(
 ) -> Result<HostCost> {
     let calls = ((DEVICE_US / launch_us.max(1.0)) as usize).clamp(10, CALLS);
     let can_prepare = operands.prepare(stream)?;
-    let us = times(stream, calls, || taken(|| operands.launch(None, stream)))?;
-    let mut call = || match can_prepare {
-        true => operands.launch_prepared(stream),
-        false => operands.launch(None, stream),
+    let us = times(stream, calls, || taken(|| Ok(operands.launch(None, stream)?)))?;
+    let mut call = || -> Result<()> {
+        Ok(match can_prepare {
+            true => operands.launch_prepared(stream)?,
+            false => operands.launch(None, stream)?,
+        })
     };
     let prepared_us = if can_prepare { times(stream, calls, || taken(&mut call))? } else { None };
     let driver_us = times(stream, calls, || {

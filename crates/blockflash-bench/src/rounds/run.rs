@@ -2,6 +2,7 @@
 
 use super::contestant::{Contestant, Who};
 use crate::case::Case;
+use crate::case::rotation_bytes;
 use crate::ceilings::Ceilings;
 use crate::energy::EnergyMeter;
 use crate::error::{Error, Result};
@@ -10,7 +11,7 @@ use crate::peers::Peers;
 use crate::record::{OURS, Protocol, Record, SCHEMA, now};
 use crate::suite::Suite;
 use crate::telemetry::Telemetry;
-use crate::timing::{Cache, Window, flush_bytes, median, rotation_bytes};
+use crate::timing::{Cache, Window, flush_bytes, median};
 use crate::turns::Turns;
 use crate::{machine::Machine, record};
 use blockflash_ops::Stream;

@@ -263,7 +263,7 @@ impl Operands for SddmmOperands {
 /// Grid of a suite file: every combination of the lists is a case, and m equals n.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
-pub(crate) struct SddmmGrid {
+pub struct SddmmGrid {
     /// m and n.
     size: Vec<usize>,
     k: Vec<usize>,
@@ -277,7 +277,7 @@ pub(crate) struct SddmmGrid {
 }
 
 impl SddmmGrid {
-    pub(crate) fn expand<C: From<SddmmShape>>(&self, cases: &mut Vec<C>) -> Result<(), String> {
+    pub fn expand<C: From<SddmmShape>>(&self, cases: &mut Vec<C>) -> Result<(), String> {
         for (dtype, [a_major, b_major]) in pairs(&self.dtype, &self.layout)? {
             for ((size, k), block_size) in pairs(&pairs(&self.size, &self.k)?, &self.block_size)? {
                 let (m, n) = (size, size);

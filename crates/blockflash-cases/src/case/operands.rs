@@ -9,7 +9,7 @@ use blockflash_oracle::{Comparison, Mismatch};
 use std::fmt::Debug;
 
 /// Inputs and outputs on a device.
-pub(crate) trait Operands: Debug {
+pub trait Operands: Debug {
     /// Selects the kernel as the library does on this GPU.
     fn select(&mut self, gpu: &CudaProperties) -> Result<&'static Kernel>;
     /// Whether this kernel computes the operands on this GPU.
@@ -69,6 +69,13 @@ pub(crate) trait Operands: Debug {
         let right = !comparisons.is_empty() && comparisons.iter().all(Comparison::passed);
         Ok((complete && right, comparisons.first().map_or(f64::NAN, |output| output.relative)))
     }
+}
+
+/// How large the copies are that launches take in turn, together: five times the L2 cache, which
+/// then holds hardly anything of a copy when its turn comes again. Competitors do the same.
+pub fn rotation_bytes(stream: &Stream) -> usize {
+    let l2_bytes = stream.device().cuda_properties().map_or(0, |gpu| gpu.l2_bytes);
+    usize::try_from(5 * l2_bytes).unwrap_or(0)
 }
 
 /// An N(0, 1) array; `lane` is the random stream, one for each input of a seed.

@@ -132,7 +132,7 @@ impl Shape for VarlenShape {
 /// batch of `tokens / seqlen`; or `lengths`, each a list of the lengths of packed sequences.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
-pub(crate) struct AttentionGrid {
+pub struct AttentionGrid {
     batch: Option<usize>,
     tokens: Option<usize>,
     seqlen: Option<Vec<usize>>,
@@ -144,11 +144,11 @@ pub(crate) struct AttentionGrid {
     mask: Vec<MaskKind>,
     dtype: Vec<DType>,
     #[serde(default)]
-    pub(crate) peers: GridPeers,
+    pub peers: GridPeers,
 }
 
 impl AttentionGrid {
-    pub(crate) fn expand<C>(&self, cases: &mut Vec<C>) -> Result<(), String>
+    pub fn expand<C>(&self, cases: &mut Vec<C>) -> Result<(), String>
     where
         C: From<AttentionShape> + From<VarlenShape>,
     {

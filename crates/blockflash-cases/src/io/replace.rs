@@ -93,7 +93,7 @@ impl Write for Replacement {
 
 /// Refuses a file of this size beyond the limit of the process (`ulimit -f`). Writing it would end
 /// the process by a signal, without a word and without removing temporary files.
-pub(crate) fn room(bytes: u64) -> io::Result<()> {
+pub fn room(bytes: u64) -> io::Result<()> {
     match limit() {
         Some(limit) if bytes > limit => {
             let text = format!("a file may have {limit} bytes here (ulimit -f), not {bytes}");

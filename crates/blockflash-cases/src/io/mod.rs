@@ -20,7 +20,7 @@ pub use convert::{Scalar, Stored};
 pub use entry::Entry;
 pub use error::{Error, Problem, Result, printable};
 pub use read::TensorFile;
-pub(crate) use replace::room;
+pub use replace::room;
 pub use replace::{Replacement, destination, write_texts};
 pub use write::{Format, write, write_all};
 

@@ -240,7 +240,7 @@ impl Shape for DecodeShape {
 /// keys in the batch.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
-pub(crate) struct DecodeGrid {
+pub struct DecodeGrid {
     batch: Vec<usize>,
     #[serde(default = "one")]
     seqlen_q: Vec<usize>,
@@ -255,7 +255,7 @@ pub(crate) struct DecodeGrid {
     fill: Vec<Fill>,
     dtype: Vec<DType>,
     #[serde(default)]
-    pub(crate) peers: GridPeers,
+    pub peers: GridPeers,
 }
 
 fn one() -> Vec<usize> {
@@ -267,7 +267,7 @@ fn full() -> Vec<Fill> {
 }
 
 impl DecodeGrid {
-    pub(crate) fn expand<C: From<DecodeShape>>(&self, cases: &mut Vec<C>) -> Result<(), String> {
+    pub fn expand<C: From<DecodeShape>>(&self, cases: &mut Vec<C>) -> Result<(), String> {
         let Self { num_heads_q, head_dim, chosen, .. } = *self;
         let num_heads_kv = heads_kv(num_heads_q, self.num_heads_kv)?;
         let page_sizes = match &self.page_size {

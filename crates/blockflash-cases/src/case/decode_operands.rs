@@ -2,11 +2,11 @@
 
 use super::decode::{DecodeShape, Fill};
 use super::decode_rows::{CacheRows, QueryRows};
+use super::operands::rotation_bytes;
 use super::operands::{Operands, normal};
 use crate::error::Result;
 use crate::io::Array;
 use crate::random;
-use crate::timing::rotation_bytes;
 use blockflash_ops::{
     AttentionDecode, AttentionDecodeOperands, AttentionDecodeProblem, AttentionDecodeWorkspace,
     CacheAccess, CudaProperties, Kernel, KvCache, Mask, Operation, PageLists,
@@ -297,32 +297,7 @@ impl Operands for DecodeOperands {
 mod tests {
     use super::*;
     use crate::case::Case;
-    use crate::ours::{Kernels, Ours};
-    use crate::timing::Cache;
     use blockflash_ops::{DType, Device};
-
-    #[test]
-    fn caches_are_verified_and_timed_on_the_cpu() {
-        let stream = Device::cpu().stream().unwrap();
-        for id in [
-            "decode_b2_q1_kv96_h4kv2_d16_contiguous_full_bf16",
-            "decode_b5_q3_kv96_h4_d16_contiguous_power_f16",
-            "decode_b3_q4_kv96_h4kv1_d16_page16_equal_bf16",
-            "decode_b9_q2_kv96_h4kv2_d16_page32_power_bf16",
-            "decode_b2_q2_kv160_h4kv2_d16_page16top4_equal_bf16",
-            "decode_b2_q1_kv160_h4kv2_d16_page16top10_full_bf16",
-        ] {
-            let case: Case = id.parse().unwrap();
-            assert_eq!((case.op(), case.to_string().as_str()), ("attention_decode", id));
-            for cache in [Cache::Warm, Cache::Rotated] {
-                let mut ours = Ours::new(&case, &stream, cache, 5, &Kernels::Selected).unwrap();
-                let kernel = &ours.kernels[0];
-                let error = kernel.rel_err;
-                assert!(kernel.verified && error > 0.0 && error < 1e-2, "{id} {error}");
-                assert!(ours.window(0, 1.0).unwrap().us > 0.0);
-            }
-        }
-    }
 
     #[test]
     fn large_caches_repeat_an_odd_number_of_pages() {
@@ -334,14 +309,6 @@ mod tests {
         assert_eq!(cache.shape(), [8, 2, 1, 2]);
         let values = cache.to_vec::<f32>(&stream).unwrap();
         assert!(values.iter().zip(period.iter().cycle()).all(|(one, other)| one == other));
-    }
-
-    #[test]
-    fn only_caches_rotate() {
-        let stream = Device::cpu().stream().unwrap();
-        let case: Case = "b1_s8_h1_d8_full_bf16".parse().unwrap();
-        let error = Ours::new(&case, &stream, Cache::Rotated, 5, &Kernels::Selected).unwrap_err();
-        assert!(error.to_string().contains("copies"), "{error}");
     }
 
     #[test]

@@ -71,13 +71,13 @@ impl Pattern {
     ];
 
     /// Parses the [displayed](fmt::Display) name of a pattern.
-    pub(crate) fn named(name: &str) -> Option<Self> {
+    pub fn named(name: &str) -> Option<Self> {
         Self::ALL.into_iter().find(|pattern| pattern.to_string() == name)
     }
 
     /// Number of stored blocks. The density is rounded to whole blocks per row (at least one), for
     /// `Random` to whole blocks of the matrix, and for `FullRows` to whole rows (at least one).
-    pub(crate) fn nnz_blocks(self, rows: usize, columns: usize, density: f64) -> usize {
+    pub fn nnz_blocks(self, rows: usize, columns: usize, density: f64) -> usize {
         match self {
             Pattern::Random => rounded(density, rows * columns),
             Pattern::FullRows => rounded(density, rows) * columns,

@@ -37,7 +37,7 @@ pub(super) trait Forward: Shape {
 
 /// Which pass of attention is measured.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) enum Pass {
+pub enum Pass {
     Forward,
     Backward,
 }
@@ -53,7 +53,7 @@ impl fmt::Display for Pass {
 
 impl Case {
     /// The backward pass of a forward pass; `None` for other operations.
-    pub(crate) fn backward(self) -> Option<Self> {
+    pub fn backward(self) -> Option<Self> {
         match self {
             Case::AttentionFwd(shape) => Some(Backward(shape).into()),
             Case::VarlenFwd(shape) => Some(Backward(shape).into()),
@@ -63,7 +63,7 @@ impl Case {
     }
 
     /// A dense batch without a block mask.
-    pub(crate) fn dense_attention(&self) -> Option<(&AttentionShape, Pass)> {
+    pub fn dense_attention(&self) -> Option<(&AttentionShape, Pass)> {
         match self {
             Case::AttentionFwd(shape) => Some((shape, Pass::Forward)),
             Case::AttentionBwd(Backward(shape)) => Some((shape, Pass::Backward)),
@@ -72,7 +72,7 @@ impl Case {
     }
 
     /// Attention with a block mask.
-    pub(crate) fn block_sparse_attention(&self) -> Option<(&BlockSparseShape, Pass)> {
+    pub fn block_sparse_attention(&self) -> Option<(&BlockSparseShape, Pass)> {
         match self {
             Case::BlockSparseFwd(shape) => Some((shape, Pass::Forward)),
             Case::BlockSparseBwd(Backward(shape)) => Some((shape, Pass::Backward)),
@@ -155,29 +155,6 @@ impl Forward for BlockSparseShape {
 #[cfg(test)]
 mod tests {
     use crate::case::Case;
-    use crate::ours::{Kernels, Ours};
-    use crate::timing::Cache;
-    use blockflash_ops::Device;
-
-    #[test]
-    fn gradients_are_verified_and_timed_on_the_cpu() {
-        let stream = Device::cpu().stream().unwrap();
-        for (id, op) in [
-            ("bwd_b2_q33_kv65_h4kv2_d16_causal_bf16", "attention_bwd"),
-            ("bwd_b1_s64_h12_d8_full_f16", "attention_bwd"),
-            ("bwd_varlen33+1+64x2_h4kv2_d16_causal_bf16", "attention_bwd"),
-            ("bwd_b2_q128_kv192_h4kv2_d16_q64kv64_d0.5_uniform_full_bf16", "block_sparse_bwd"),
-            ("bwd_b1_s256_h4kv2m2_d16_q64kv64_d0.5_uniform_causal_f16", "block_sparse_bwd"),
-        ] {
-            let case: Case = id.parse().unwrap();
-            assert_eq!(case.op(), op, "{id}");
-            let mut ours = Ours::new(&case, &stream, Cache::Warm, 5, &Kernels::Selected).unwrap();
-            let kernel = &ours.kernels[0];
-            let error = kernel.rel_err;
-            assert!(kernel.verified && error > 0.0 && error < 1e-2, "{id} {error}");
-            assert!(ours.window(0, 1.0).unwrap().us > 0.0);
-        }
-    }
 
     #[test]
     fn rivals_get_the_shape_and_the_lists_of_the_forward_pass() {

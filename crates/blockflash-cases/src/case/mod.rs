@@ -28,27 +28,27 @@ mod work;
 
 pub use attention::AttentionShape;
 pub use backward::Backward;
-pub(crate) use backward::Pass;
+pub use backward::Pass;
 pub use block_lists::from_rows;
-pub(crate) use block_mask::BlockMaskGrid;
+pub use block_mask::BlockMaskGrid;
 pub use block_mask::{BlockMaskShape, MaskStep};
-pub(crate) use block_sparse::BlockSparseGrid;
+pub use block_sparse::BlockSparseGrid;
 pub use block_sparse::BlockSparseShape;
-pub(crate) use bsr_matmul::BsrGrid;
+pub use bsr_matmul::BsrGrid;
 pub use bsr_matmul::BsrShape;
-pub(crate) use bsr_sddmm::SddmmGrid;
+pub use bsr_sddmm::SddmmGrid;
 pub use bsr_sddmm::SddmmShape;
-pub(crate) use decode::DecodeGrid;
+pub use decode::DecodeGrid;
 pub use decode::{DecodeShape, Fill};
 pub use decode_rows::{CacheRows, QueryRows};
-pub(crate) use grid::GridPeers;
+pub use grid::GridPeers;
 pub use lengths::{Lengths, LengthsError};
 pub use mask_kind::MaskKind;
-pub(crate) use operands::Operands;
+pub use operands::{Operands, rotation_bytes};
 pub use pattern::Pattern;
 pub use peer::{PeerCase, PeerCaseError};
-pub(crate) use shape::Shape;
-pub(crate) use varlen::AttentionGrid;
+pub use shape::Shape;
+pub use varlen::AttentionGrid;
 pub use varlen::VarlenShape;
 pub use work::{TILE_COLUMNS, TILE_ROWS, Work};
 
@@ -73,7 +73,7 @@ macro_rules! cases {
 
         impl Case {
             /// The shape as a trait object, through which all operations are used.
-            pub(crate) fn shape(&self) -> &dyn Shape {
+            pub fn shape(&self) -> &dyn Shape {
                 match self {
                     $(Case::$variant(shape) => shape,)*
                 }

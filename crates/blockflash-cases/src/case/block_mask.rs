@@ -161,7 +161,7 @@ impl Shape for BlockMaskShape {
 /// Grid of a suite file: each combination gives two cases, the scores and the mask from scores.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
-pub(crate) struct BlockMaskGrid {
+pub struct BlockMaskGrid {
     seqlen: Vec<usize>,
     num_heads: usize,
     head_dim: usize,
@@ -171,7 +171,7 @@ pub(crate) struct BlockMaskGrid {
 }
 
 impl BlockMaskGrid {
-    pub(crate) fn expand<C>(&self, cases: &mut Vec<C>) -> Result<(), String>
+    pub fn expand<C>(&self, cases: &mut Vec<C>) -> Result<(), String>
     where
         C: From<BlockMaskShape>,
     {

@@ -7,7 +7,7 @@ use serde::Deserialize;
 /// Which rivals the cases of a grid are measured with.
 #[derive(Clone, Copy, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub(crate) enum GridPeers {
+pub enum GridPeers {
     /// Those of the suite.
     #[default]
     Suite,

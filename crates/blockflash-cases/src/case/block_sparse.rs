@@ -307,7 +307,7 @@ impl Shape for BlockSparseShape {
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
-pub(crate) struct BlockSparseGrid {
+pub struct BlockSparseGrid {
     batch: usize,
     seqlen: Vec<usize>,
     num_heads_q: usize,
@@ -323,11 +323,11 @@ pub(crate) struct BlockSparseGrid {
     mask: Vec<MaskKind>,
     dtype: Vec<DType>,
     #[serde(default)]
-    pub(crate) peers: GridPeers,
+    pub peers: GridPeers,
 }
 
 impl BlockSparseGrid {
-    pub(crate) fn expand<C>(&self, cases: &mut Vec<C>) -> Result<(), String>
+    pub fn expand<C>(&self, cases: &mut Vec<C>) -> Result<(), String>
     where
         C: From<BlockSparseShape>,
     {

@@ -10,7 +10,7 @@ use std::fmt::Display;
 use std::path::Path;
 
 /// One shape of one operation. Its [`Display`] is its id, which [`parse`](Self::parse) reads back.
-pub(crate) trait Shape: Display {
+pub trait Shape: Display {
     /// Parses the parts of an id between the separators.
     fn parse(parts: &[&str]) -> Option<Self>
     where

@@ -242,7 +242,7 @@ impl Operands for BsrOperands {
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
-pub(crate) struct BsrGrid {
+pub struct BsrGrid {
     m: usize,
     k: usize,
     n: Vec<usize>,
@@ -253,7 +253,7 @@ pub(crate) struct BsrGrid {
 }
 
 impl BsrGrid {
-    pub(crate) fn expand<C: From<BsrShape>>(&self, cases: &mut Vec<C>) -> Result<(), String> {
+    pub fn expand<C: From<BsrShape>>(&self, cases: &mut Vec<C>) -> Result<(), String> {
         let Self { m, k, .. } = *self;
         for ((dtype, n), block_size) in pairs(&pairs(&self.dtype, &self.n)?, &self.block_size)? {
             if n == 0 || [m, k].iter().any(|size| *size == 0 || !size.is_multiple_of(block_size)) {
