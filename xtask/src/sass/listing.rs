@@ -7,10 +7,10 @@ use std::collections::BTreeMap;
 pub struct Mix(BTreeMap<String, u64>);
 
 impl Mix {
-    /// Counts the instructions of a listing.
-    pub fn of(listing: &str) -> Self {
+    /// Counts opcodes.
+    pub fn of<'o>(opcodes: impl Iterator<Item = &'o str>) -> Self {
         let mut mix = Self::default();
-        for opcode in listing.lines().filter_map(opcode).filter(|&opcode| opcode != "NOP") {
+        for opcode in opcodes.filter(|&opcode| opcode != "NOP") {
             *mix.0.entry(opcode.to_string()).or_default() += 1;
         }
         mix
@@ -25,6 +25,11 @@ impl Mix {
     pub fn total(&self) -> u64 {
         self.0.values().sum()
     }
+}
+
+/// The opcodes of a listing, in its order.
+pub fn opcodes(listing: &str) -> impl Iterator<Item = &str> {
+    listing.lines().filter_map(opcode)
 }
 
 /// The opcode of a line, up to its first dot: `LDG` in
@@ -59,7 +64,7 @@ mod tests {
 
     #[test]
     fn opcodes_are_counted_without_predicates_and_suffixes() {
-        let mix = Mix::of(LISTING);
+        let mix = Mix::of(opcodes(LISTING));
         assert_eq!(mix.count("HMMA"), 2);
         assert_eq!(
             [mix.count("LDG"), mix.count("UTMALDG"), mix.count("BRA"), mix.count("NOP")],
