@@ -76,18 +76,10 @@ pub fn poisoned(stream: &Stream, dtype: DType, shape: &[usize]) -> Result<Tensor
 
 /// The logical tensor inside a physical one.
 pub fn view<'a>(tensor: &'a Tensor, placed: &Placed) -> View<'a> {
-    let mut view = tensor.view();
-    for (dim, range) in placed.ranges.iter().enumerate() {
-        view = view.slice(dim, range.clone()).expect("a range of the physical shape");
-    }
-    view.permute(&placed.permutation).expect("a permutation")
+    placed.view(tensor).expect("a tensor of the physical shape")
 }
 
 /// The logical tensor inside a physical one, for writing.
 pub fn view_mut<'a>(tensor: &'a mut Tensor, placed: &Placed) -> ViewMut<'a> {
-    let mut view = tensor.view_mut();
-    for (dim, range) in placed.ranges.iter().enumerate() {
-        view = view.slice(dim, range.clone()).expect("a range of the physical shape");
-    }
-    view.permute(&placed.permutation).expect("a permutation")
+    placed.view_mut(tensor).expect("a tensor of the physical shape")
 }

@@ -29,10 +29,10 @@ pub mod gpu;
 pub mod host;
 pub mod number;
 pub mod page_choice;
-pub mod placement;
 pub mod property;
 pub mod sddmm;
 
+pub use blockflash_cases::placement;
 pub use blockflash_oracle::tolerance;
 
 /// The example of the repository's README compiles and runs.

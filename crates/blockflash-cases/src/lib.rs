@@ -9,6 +9,7 @@ pub mod case;
 mod error;
 pub mod io;
 pub mod memory;
+pub mod placement;
 pub mod random;
 
 pub use error::{Error, Result};

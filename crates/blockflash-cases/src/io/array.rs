@@ -1,4 +1,5 @@
 use super::convert::{Scalar, Values};
+use crate::placement::Placed;
 use blockflash_ops::{DType, Stream, Tensor, View};
 use blockflash_oracle::Elements;
 use ndarray::{ArrayD, Axis, Ix3, IxDyn};
@@ -43,6 +44,11 @@ fn elements<T: Scalar>(values: &ArrayD<T>) -> &[T] {
 
 fn dtype<T: Scalar>(_: &ArrayD<T>) -> DType {
     T::DTYPE
+}
+
+/// All bits are 1: as f16, bf16 and f32 a NaN that no computation produces.
+fn nan<T: Scalar>() -> T {
+    bytemuck::pod_read_unaligned(&[0xFF; 4][..size_of::<T>()])
 }
 
 impl Array {
@@ -127,6 +133,14 @@ impl Array {
             DType::U8 => Values::U8(tensor.to_array(stream)?),
             found => return Err(blockflash_safe::Error::DType { expected: DType::F32, found }),
         }))
+    }
+
+    /// The array inside of a larger one, whose other elements are NaN.
+    pub fn placed(&self, placed: &Placed) -> Self {
+        with!(&self.0, values => {
+            let physical: Vec<_> = placed.scatter(elements(values).iter().copied(), nan());
+            ArrayD::from_shape_vec(IxDyn(&placed.physical), physical).unwrap_or_default().into()
+        })
     }
 
     /// The transposed matrix; `None` if this is none.

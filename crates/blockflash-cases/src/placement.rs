@@ -1,6 +1,8 @@
-//! Where the elements of a logical tensor lie in memory: dimension order and padding, with
-//! something in every gap.
+//! Where the elements of a logical tensor are stored: dimension order and padding, with something in
+//! every gap.
 
+use crate::io::Array;
+use blockflash_ops::{Stream, Tensor, View, ViewMut};
 use std::ops::Range;
 
 /// A logical tensor inside a larger, contiguous physical one. The default, for any rank, is no gap
@@ -49,6 +51,45 @@ impl Placement {
 }
 
 impl Placed {
+    /// The logical tensor inside of the physical one.
+    ///
+    /// # Errors
+    /// If `tensor` has another shape than [`physical`](Self::physical).
+    pub fn view<'a>(&self, tensor: &'a Tensor) -> blockflash_safe::Result<View<'a>> {
+        let slice =
+            |view: View<'a>, (dim, range): (usize, &Range<usize>)| view.slice(dim, range.clone());
+        let inner = self.ranges.iter().enumerate().try_fold(tensor.view(), slice);
+        inner?.permute(&self.permutation)
+    }
+
+    /// The same for writing.
+    ///
+    /// # Errors
+    /// As for [`view`](Self::view).
+    pub fn view_mut<'a>(&self, tensor: &'a mut Tensor) -> blockflash_safe::Result<ViewMut<'a>> {
+        let slice = |view: ViewMut<'a>, (dim, range): (usize, &Range<usize>)| {
+            view.slice(dim, range.clone())
+        };
+        let inner = self.ranges.iter().enumerate().try_fold(tensor.view_mut(), slice);
+        inner?.permute(&self.permutation)
+    }
+
+    /// The logical tensor on a device, with NaN in every gap.
+    ///
+    /// # Errors
+    /// If the device has not enough memory.
+    pub fn upload(&self, logical: &Array, stream: &Stream) -> blockflash_safe::Result<Tensor> {
+        match self.is_whole() {
+            true => logical.upload(stream),
+            false => logical.placed(self).upload(stream),
+        }
+    }
+
+    /// Whether the physical tensor is the logical one.
+    fn is_whole(&self) -> bool {
+        self.physical == self.shape && self.permutation.is_sorted()
+    }
+
     /// Physical index of each logical element, in logical order.
     pub fn indices(&self) -> impl Iterator<Item = usize> + '_ {
         let inner = self.shape.last().copied().unwrap_or(1);
