@@ -107,10 +107,9 @@ pub fn pack(folder: &Path) -> Result<PathBuf> {
 }
 
 fn build() -> Result<Vec<Program>> {
-    let programs = "build --package blockflash-bench --package xtask --bin blockflash --bin xtask \
-        --example long_context --example block_sparse_mlp --example block_sparse_training \
-        --example block_sparse_transformer --example generation \
-        --example several_gpus";
+    let programs = "build --package blockflash-bench --package blockflash-dist --package xtask \
+        --bin blockflash --bin xtask --example long_context --example block_sparse_training \
+        --example block_sparse_attention --example generation --example several_gpus";
     let features = ["--features", IMAGES_FEATURE];
     let programs: Vec<&str> = programs.split_whitespace().chain(features).collect();
     let mut programs = artifacts::build(&[&programs, STRIP].concat())?;

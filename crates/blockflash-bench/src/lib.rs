@@ -18,5 +18,5 @@ pub mod timing;
 pub mod turns;
 pub mod verdict;
 
-pub use blockflash_cases::{block_pattern, case, io, memory, random};
+pub use blockflash_cases::{block_pattern, case, document, io, memory, random};
 pub use error::{Error, Result};

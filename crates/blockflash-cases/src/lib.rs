@@ -6,6 +6,7 @@
 
 pub mod block_pattern;
 pub mod case;
+pub mod document;
 mod error;
 pub mod io;
 pub mod memory;

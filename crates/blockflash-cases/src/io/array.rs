@@ -2,6 +2,7 @@ use super::convert::{Scalar, Values};
 use crate::placement::Placed;
 use blockflash_ops::{DType, Stream, Tensor, View};
 use blockflash_oracle::Elements;
+use half::{bf16, f16};
 use ndarray::{ArrayD, Axis, Ix3, IxDyn};
 use rayon::prelude::*;
 use std::ops::Range;
@@ -55,6 +56,21 @@ impl Array {
     /// `None` if the number of values is not the product of the shape.
     pub fn new<T: Scalar>(shape: &[usize], values: Vec<T>) -> Option<Self> {
         ArrayD::from_shape_vec(IxDyn(shape), values).ok().map(Self::from)
+    }
+
+    /// Values in f32, rounded to nearest even into this floating-point type; `None` for any other
+    /// type, or if the number of values is not the product of the shape.
+    pub fn rounded(shape: &[usize], values: &[f32], dtype: DType) -> Option<Self> {
+        fn rounded<T: Scalar>(shape: &[usize], values: &[f32]) -> Option<Array> {
+            let values = values.par_iter().with_min_len(1 << 14);
+            Array::new(shape, values.map(|&value| T::from_f32(value)).collect())
+        }
+        match dtype {
+            DType::F16 => rounded::<f16>(shape, values),
+            DType::BF16 => rounded::<bf16>(shape, values),
+            DType::F32 => rounded::<f32>(shape, values),
+            _ => None,
+        }
     }
 
     /// Sizes, outermost first.

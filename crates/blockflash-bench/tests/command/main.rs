@@ -1,0 +1,6 @@
+//! The command from outside: what it prints, writes and refuses, on the CPU with small shapes.
+//!
+//! A command is a line of words. It runs in a folder of its test, so files have short names.
+
+mod examples;
+mod harness;
