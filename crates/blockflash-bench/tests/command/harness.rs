@@ -1,5 +1,7 @@
 //! Runs commands in a folder of their own.
 
+#![allow(dead_code)] // The tests beside this folder move here one by one.
+
 use blockflash_bench::io::{Array, TensorFile, write};
 use blockflash_bench::random::normal;
 use blockflash_ops::{DType, Device};
