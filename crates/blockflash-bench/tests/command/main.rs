@@ -2,5 +2,12 @@
 //!
 //! A command is a line of words. It runs in a folder of its test, so files have short names.
 
+mod attention;
+mod decode;
 mod examples;
+mod files;
 mod harness;
+mod mask;
+mod measuring;
+mod products;
+mod report;

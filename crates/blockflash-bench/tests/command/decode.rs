@@ -1,0 +1,94 @@
+//! `attention-decode`.
+
+use crate::harness::{Folder, integers, random};
+use blockflash_bench::io::Array;
+use blockflash_ops::DType;
+use serde_json::json;
+
+#[test]
+fn options_are_right_against_the_reference() {
+    let folder = Folder::new();
+    for options in [
+        "2x1x4x32 --kv-heads 2 --seqlen-kv 100",
+        "3x5x2x16 --seqlen-kv 64 --seqused-kv 64,7,0 --mask full",
+        "2x3x4x16 --kv-heads 1 --seqlen-kv 96 --page-size 16",
+        "2x3x4x16 --seqlen-kv 96 --page-size 32 --seqused-kv 33,3",
+        "2x4x2x16 --seqlen-kv 80 --window 20,0 --dtype bf16",
+        "1x2x2x16 --seqlen-kv 40 --softcap 5 --sink random",
+        "1x2x2x16 --scale 0.5",
+        "2x2x2x24 --seqlen-kv 40 --dtype f32",
+        "2x0x2x16 --seqlen-kv 0",
+    ] {
+        folder.right("cpu", &format!("attention-decode --random {options}"));
+    }
+}
+
+const FILES: &str = "attention-decode --q q.npy --k k.npy --v v.npy --block-table table.npy";
+
+/// The files of a cache of 6 pages of 16 keys, of which two sequences have three each.
+fn files(folder: &Folder) -> [Array; 3] {
+    let shapes: [&[usize]; 3] = [&[2, 2, 4, 8], &[6, 16, 2, 8], &[6, 16, 2, 8]];
+    let arrays = [0, 1, 2].map(|lane| random(DType::F16, shapes[lane], lane as u64));
+    for (name, array) in ["q.npy", "k.npy", "v.npy"].into_iter().zip(&arrays) {
+        folder.write(name, &[("", array)]);
+    }
+    folder.write("table.npy", &[("", &integers(&[2, 3], &[5, 0, 2, 4, 3, 1]))]);
+    arrays
+}
+
+#[test]
+fn pages_in_files_are_what_the_table_says() {
+    let folder = Folder::new();
+    let [q, k, v] = files(&folder);
+    let outputs = "--out o.safetensors --lse o.safetensors";
+    let report = folder.right("cpu", &format!("{FILES} --seqused-kv 40,17 {outputs}"));
+    assert_eq!(report["written"].as_array().unwrap().len(), 1);
+    assert_eq!(report["tensors"]["k"]["shape"], json!([6, 16, 2, 8]));
+    // Two queries of each sequence see one key less and all keys.
+    assert_eq!(report["flops"], 4.0 * (39.0 + 40.0 + 16.0 + 17.0) * 4.0 * 8.0);
+
+    // The same keys in their order, without a table.
+    let in_order = |array: &Array| {
+        let pages =
+            [5, 0, 2, 4, 3, 1].map(|page: usize| array.to_f32(page * 256..(page + 1) * 256));
+        Array::new(&[2, 48, 2, 8], pages.concat()).unwrap()
+    };
+    let [k, v] = [in_order(&k), in_order(&v)];
+    folder.write("in.safetensors", &[("q", &q), ("k", &k), ("v", &v)]);
+    folder.write("lengths.safetensors", &[("seqused_kv", &Array::from(vec![40, 17]))]);
+    folder.json(
+        "attention-decode --input in.safetensors --seqused-kv lengths.safetensors --dtype f16 \
+         --out contiguous.npy",
+    );
+    let o = folder.load("o.safetensors", "o", DType::F16);
+    assert_eq!(o, folder.load("contiguous.npy", "", DType::F16));
+    assert_eq!(folder.load("o.safetensors", "lse", DType::F32).shape(), [2, 4, 2]);
+}
+
+#[test]
+fn mistakes_are_named() {
+    let folder = Folder::new();
+    files(&folder);
+    folder.refuses(
+        FILES,
+        &[
+            ("--seqused-kv 40", "expected [2]"),
+            ("--seqused-kv 40,49", "sequence 1 has 49 keys"),
+            ("--seqused-kv=-1,4", "0 to 48"),
+            ("--kv-heads 2", "only apply to --random"),
+        ],
+    );
+    folder.write("table.npy", &[("", &integers(&[2, 3], &[5, 0, 2, 4, 3, 6]))]);
+    folder.refused(FILES, "page 2 of sequence 1 is 6, but there are 6");
+    // A page that no key lies in does not count.
+    folder.json(&format!("{FILES} --seqused-kv 48,32"));
+    folder.refuses(
+        "attention-decode",
+        &[
+            ("", "nothing to compute"),
+            ("--random 1x1x4x8 --kv-heads 3", "4"),
+            ("--random 1x1x4x8 --page-size 48", "pages of 48"),
+            ("--random 1x1x4x8 --page-size 0", "pages of 0"),
+        ],
+    );
+}
