@@ -1,6 +1,6 @@
 //! The pages of the guide (`src/SUMMARY.md`) as documentation of modules: the tests of this crate
 //! are the Rust programs on these pages. Its Python programs run in
-//! `crates/blockflash-python/tests/test_readme.py`, its commands in `crates/blockflash-bench/tests`.
+//! `crates/blockflash-python/tests/test_readme.py`.
 #![forbid(unsafe_code)]
 
 /// Every page that has a Rust program, by its path below `src`.

@@ -1,7 +1,8 @@
 //! `cargo xtask ci`: everything that continuous integration checks, cheap checks first.
 
 use crate::{
-    bindgen, candle, deny, emulate, fmt, kernels, package, python, sass, test, tidy, workspace,
+    bindgen, candle, deny, docs, emulate, fmt, kernels, package, python, sass, test, tidy,
+    workspace,
 };
 use anyhow::{Result, bail};
 use blockflash_sys::Target;
@@ -31,6 +32,7 @@ pub fn run(args: &Args) -> Result<()> {
         let arguments = ["doc", "--locked", "--workspace", "--no-deps"];
         workspace::run(workspace::cargo().args(arguments).env("RUSTDOCFLAGS", "--deny warnings"))
     });
+    steps.run("guide", || docs::run(&docs::Args::default()));
     steps.run("candle", || candle::run(&candle::Args::default()));
     steps.run("dependencies", || deny::run(&deny::Args::default()));
     steps.run("bindgen", || bindgen::run(&bindgen::Args { check: true }));

@@ -8,6 +8,7 @@ mod candle;
 mod ci;
 mod clients;
 mod deny;
+mod docs;
 mod emulate;
 mod fmt;
 mod kernels;
@@ -51,6 +52,7 @@ enum Command {
     Bundle(bundle::Args),
     Package(package::Args),
     Deny(deny::Args),
+    Docs(docs::Args),
     Ci(ci::Args),
     Record(record::Args),
 }
@@ -73,6 +75,7 @@ fn main() -> ExitCode {
         Command::Bundle(args) => bundle::run(&args),
         Command::Package(args) => package::run(&args),
         Command::Deny(args) => deny::run(&args),
+        Command::Docs(args) => docs::run(&args),
         Command::Ci(args) => ci::run(&args),
     };
     match result {

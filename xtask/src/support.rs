@@ -1,4 +1,4 @@
-//! The README's support table, generated from the manifest.
+//! The support table of the README and the guide, generated from the manifest.
 
 use crate::workspace::{read, root, write};
 use anyhow::{Context, Result};
@@ -28,22 +28,34 @@ struct Cells {
     targets: BTreeSet<Target>,
 }
 
-/// Whether the README's table matches the manifest.
-pub fn is_current() -> Result<bool> {
-    let readme = read(&root().join("README.md"))?;
-    Ok(replaced(&readme, &markdown(manifest::kernels()))? == readme)
+/// The pages with the table.
+const PAGES: [&str; 2] = ["README.md", "docs/src/support.md"];
+
+/// The first page whose table is not that of the manifest.
+pub fn outdated() -> Result<Option<&'static str>> {
+    let table = markdown(manifest::kernels());
+    for page in PAGES {
+        let text = read(&root().join(page))?;
+        if replaced(page, &text, &table)? != text {
+            return Ok(Some(page));
+        }
+    }
+    Ok(None)
 }
 
-/// Writes the table into the README.
+/// Writes the table into the pages.
 pub fn update() -> Result<()> {
-    let path = root().join("README.md");
-    let readme = read(&path)?;
-    write(&path, replaced(&readme, &markdown(manifest::kernels()))?)
+    let table = markdown(manifest::kernels());
+    for page in PAGES {
+        let path = root().join(page);
+        write(&path, replaced(page, &read(&path)?, &table)?)?;
+    }
+    Ok(())
 }
 
-fn replaced(readme: &str, table: &str) -> Result<String> {
-    let missing = || format!("README.md lacks `{}` or `{END}`", BEGIN.trim());
-    let (before, rest) = readme.split_once(BEGIN).with_context(missing)?;
+fn replaced(page: &str, text: &str, table: &str) -> Result<String> {
+    let missing = || format!("{page} lacks `{}` or `{END}`", BEGIN.trim());
+    let (before, rest) = text.split_once(BEGIN).with_context(missing)?;
     let (_, after) = rest.split_once(END).with_context(missing)?;
     Ok(format!("{before}{BEGIN}{table}{END}{after}"))
 }
@@ -204,7 +216,10 @@ mod tests {
     #[test]
     fn only_the_block_between_the_marks_changes() {
         let readme = format!("a\n{BEGIN}old\n{END}\nb\n");
-        assert_eq!(replaced(&readme, "new\n").unwrap(), format!("a\n{BEGIN}new\n{END}\nb\n"));
-        assert!(replaced("no marks", "new").is_err());
+        assert_eq!(
+            replaced("a.md", &readme, "new\n").unwrap(),
+            format!("a\n{BEGIN}new\n{END}\nb\n")
+        );
+        assert!(replaced("a.md", "no marks", "new").is_err());
     }
 }

@@ -78,7 +78,9 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "FalconConfig": TEXT,
     "BertConfig": TEXT,
     "DebertaV2Config": TEXT,
-    "DistilBertConfig": {"vocab_size": 64, "dim": 64, "hidden_dim": 96, "n_layers": 2, "n_heads": 4},
+    "DistilBertConfig": {
+        "vocab_size": 64, "dim": 64, "hidden_dim": 96, "n_layers": 2, "n_heads": 4,
+    },
     "ElectraConfig": TEXT,
     "ModernBertConfig": TEXT | {"local_attention": 8, "cls_token_id": 1, "sep_token_id": 2},
     "RobertaConfig": TEXT,

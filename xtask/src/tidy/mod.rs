@@ -14,7 +14,7 @@ use findings::Findings;
 /// Check rules of the repository that no compiler checks.
 #[derive(clap::Args, Default)]
 pub struct Args {
-    /// Rewrite the README's support table before the checks.
+    /// Rewrite the support tables before the checks.
     #[arg(long)]
     fix: bool,
 }
@@ -27,11 +27,11 @@ pub fn run(args: &Args) -> Result<()> {
     if args.fix {
         support::update()?;
     }
-    match support::is_current() {
-        Ok(true) => {}
-        Ok(false) => findings
+    match support::outdated() {
+        Ok(None) => {}
+        Ok(Some(page)) => findings
             .errors
-            .push("README.md: the support table is outdated: run `cargo xtask tidy --fix`".into()),
+            .push(format!("{page}: the support table is outdated: run `cargo xtask tidy --fix`")),
         Err(error) => findings.errors.push(format!("{error:#}")),
     }
     findings.notes.iter().for_each(|note| println!("{note}"));
