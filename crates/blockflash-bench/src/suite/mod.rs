@@ -89,8 +89,12 @@ fn default_peers() -> String {
     "auto".to_owned()
 }
 
+/// The suites that the program has with it, by name.
+const OWN: &[(&str, &str)] = &include!(concat!(env!("OUT_DIR"), "/suites.rs"));
+
 impl Suite {
-    /// Loads a suite by name from `benches/suites`, or from any path that ends in `.toml`.
+    /// Loads a suite by name from `benches/suites`, else the one of this name that the program has
+    /// with it; or from any path that ends in `.toml`.
     ///
     /// # Errors
     /// [`Error::NoSuite`] lists the available suites; [`Error::Suite`] says what is wrong in the
@@ -100,11 +104,15 @@ impl Suite {
             true => PathBuf::from(name),
             false => benches.join("suites").join(format!("{name}.toml")),
         };
-        if !path.is_file() {
-            let present = Self::names(benches)?.join(", ");
-            return Err(Error::NoSuite { name: name.to_owned(), present });
-        }
-        let text = std::fs::read_to_string(&path).map_err(Error::io(&path))?;
+        let own = OWN.iter().find(|(own, _)| *own == name);
+        let text = match own {
+            Some((_, text)) if !path.is_file() => (*text).to_owned(),
+            None if !path.is_file() => {
+                let present = Self::names(benches).join(", ");
+                return Err(Error::NoSuite { name: name.to_owned(), present });
+            }
+            _ => std::fs::read_to_string(&path).map_err(Error::io(&path))?,
+        };
         let name = path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
         Self::parse(name, &text).map_err(|problem| Error::Suite { path, problem })
     }
@@ -125,18 +133,14 @@ impl Suite {
         }
     }
 
-    /// Names of the suites, in alphabetical order.
-    ///
-    /// # Errors
-    /// [`Error::Io`].
-    pub fn names(benches: &Path) -> Result<Vec<String>> {
-        let folder = benches.join("suites");
-        let entries = std::fs::read_dir(&folder).map_err(Error::io(&folder))?;
+    /// Names of the suites in `benches/suites` and of those of the program, in alphabetical order.
+    pub fn names(benches: &Path) -> Vec<String> {
+        let entries = std::fs::read_dir(benches.join("suites")).into_iter().flatten().flatten();
         let name =
             |path: PathBuf| Some(path.file_name()?.to_str()?.strip_suffix(".toml")?.to_owned());
-        let mut names: Vec<_> = entries.flatten().filter_map(|entry| name(entry.path())).collect();
-        names.sort();
-        Ok(names)
+        let mut names: BTreeSet<_> = entries.filter_map(|entry| name(entry.path())).collect();
+        names.extend(OWN.iter().map(|(name, _)| (*name).to_owned()));
+        names.into_iter().collect()
     }
 
     fn parse(name: String, text: &str) -> Result<Self, String> {

@@ -183,7 +183,7 @@ fn mistakes_are_named() {
 #[test]
 fn the_suites_of_the_repository_are_valid() {
     let benches = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../benches");
-    let names = Suite::names(&benches).unwrap();
+    let names = Suite::names(&benches);
     assert!(names.iter().any(|name| name == "smoke"));
     for name in names {
         Suite::load(&benches, &name).unwrap();
@@ -220,7 +220,7 @@ fn selection_on_hopper_does_not_depend_on_rates() {
     };
     let benches = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../benches");
     let mut compared = 0;
-    for name in Suite::names(&benches).unwrap() {
+    for name in Suite::names(&benches) {
         for case in Suite::load(&benches, &name).unwrap().cases {
             let selected = |gpu: &CudaProperties| -> Vec<&'static Kernel> {
                 match &case {
@@ -263,4 +263,15 @@ fn grids_of_sampled_products_expand_to_every_combination() {
     assert!(problem("[0.5]", "[1.5]").contains("not in (0, 1]"));
     assert!(problem("[512]", "[0]").contains("size of 0"));
     assert!(problem("'row'", "'both'").contains("unknown variant"));
+}
+
+/// An installed program has no folder `benches`, but every suite.
+#[test]
+fn the_program_has_the_suites_with_it() {
+    let (nowhere, benches) = (Path::new("no/such/folder"), crate::machine::benches().unwrap());
+    assert_eq!(Suite::names(nowhere), Suite::names(&benches));
+    for name in Suite::names(nowhere) {
+        let [own, file] = [nowhere, &benches].map(|at| Suite::load(at, &name).unwrap());
+        assert_eq!((own.cases, own.description), (file.cases, file.description), "{name}");
+    }
 }

@@ -35,6 +35,22 @@ fn info_and_help() {
     assert!(version.starts_with(concat!("blockflash ", env!("CARGO_PKG_VERSION"), " (")));
     assert!(version.contains(std::env::consts::ARCH) && version.contains(" kernel images"));
     folder.ends(2, "");
+    for shell in ["bash", "elvish", "fish", "powershell", "zsh"] {
+        assert!(folder.ok(&format!("completions {shell}")).contains("seqused-kv"), "{shell}");
+    }
+    assert!(folder.ok("man").contains(".TH blockflash 1"));
+    assert!(folder.ok("man attention-decode").contains("seqused"));
+    folder.refused("man nothing", "there is no command \"nothing\"");
+}
+
+#[test]
+fn suites_and_their_cases_are_listed() {
+    let folder = Folder::new();
+    let list = folder.ok("bench --list");
+    assert!(list.contains("│ smoke ") && list.contains("A few small cases"), "{list}");
+    let cases = folder.ok("bench smoke --list --filter d64_full");
+    assert_eq!(cases, "b1_s512_h4_d64_full_bf16\nbwd_b1_s512_h4_d64_full_bf16\n");
+    folder.refused("bench nothing --list", "smoke");
 }
 
 #[test]

@@ -7,6 +7,7 @@ use crate::pace::{announce, cases, progress};
 use crate::rest::{Rest, RestArgs};
 use crate::suite_args::{SuiteArgs, words};
 use crate::{swap_check, table};
+use blockflash_bench::case::Case;
 use blockflash_bench::energy::{EnergyMeter, MIN_WINDOW_MS};
 use blockflash_bench::machine::{Machine, benches};
 use blockflash_bench::ours::Kernels;
@@ -29,6 +30,7 @@ one window of time each, in an order that changes from round to round. Each resu
 benches/README.md documents the fields.
 
 Examples:
+  blockflash bench --list
   blockflash bench smoke
   blockflash bench attention_floor --peers flash,cudnn --rounds 9
   blockflash bench attention_fwd --swap-check --filter d256_causal
@@ -41,8 +43,12 @@ Examples:
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Args {
-    /// Name of a suite in benches/suites, or a .toml file
-    pub suite: String,
+    /// Name of a suite (`--list` shows them; one in benches/suites is taken first), or a .toml file
+    #[arg(required_unless_present = "list")]
+    pub suite: Option<String>,
+    /// Measure nothing: list the suites, or the cases of this one
+    #[arg(long)]
+    pub list: bool,
     /// Rivals to measure: auto, none, or a comma-separated list of parts of their names [default:
     /// as the suite says; none on a CPU]
     #[arg(long, value_name = "LIST")]
@@ -65,7 +71,8 @@ pub struct Args {
     /// of the selected kernel
     #[arg(long, alias = "row", value_name = "SYMBOL", conflicts_with = "tuning")]
     pub kernel: Option<String>,
-    /// Append the record to this file [default: benches/results/GPU/SUITE.jsonl]
+    /// Append the record to this file [default: benches/results/GPU/SUITE.jsonl,
+    /// or SUITE.jsonl without a folder benches]
     #[arg(long, value_name = "FILE")]
     pub out: Option<PathBuf>,
     /// Seconds that a tuned rival may spend on the search for its parameters in each case
@@ -105,8 +112,13 @@ impl From<CacheArg> for Cache {
 
 /// Measures a suite. Exit code 1 if one of our results was wrong or missing.
 pub fn run(args: Args) -> Result<ExitCode> {
-    let benches = benches()?;
-    let mut suite = args.suite(&benches)?;
+    let found = benches().ok();
+    // The program has the suites with it, but not the competitors.
+    let benches = found.as_deref().unwrap_or(Path::new("benches"));
+    if args.list {
+        return list(&args, benches);
+    }
+    let mut suite = args.suite(benches)?;
     let device = args.device.open()?;
     args.tuning.load(&device)?;
     if suite.energy && suite.cache.contains(&Cache::Cold) {
@@ -122,7 +134,11 @@ pub fn run(args: Args) -> Result<ExitCode> {
         }
         print(&format!("{message}: the others are measured"))?;
     }
-    let machine = Machine::of(&device, &benches);
+    let mut machine = Machine::of(&device, benches);
+    if found.is_none() {
+        machine.commit = env!("BLOCKFLASH_BUILD_COMMIT").trim_start_matches("commit ").to_owned();
+        suite.peers = "none".to_owned();
+    }
     let kernels = match &args.kernel {
         Some(names) => Kernels::Named(words(names)),
         None => Kernels::Selected,
@@ -130,8 +146,11 @@ pub fn run(args: Args) -> Result<ExitCode> {
     if device.is_cpu() && args.kernel.is_some() {
         return Err(Failure::new("--kernel names GPU kernels, but the CPU is measured"));
     }
-    let default =
-        benches.join("results").join(machine.slug()).join(format!("{}.jsonl", suite.name));
+    let file = format!("{}.jsonl", suite.name);
+    let default = match &found {
+        Some(benches) => benches.join("results").join(machine.slug()).join(file),
+        None => PathBuf::from(file),
+    };
     if suite.cases.is_empty() && device.is_cpu() {
         return Err(Failure::new(format!(
             "the suite {} measures a GPU, and none is used",
@@ -143,7 +162,10 @@ pub fn run(args: Args) -> Result<ExitCode> {
     print(&format!("suite {}: {}", suite.name, suite.description))?;
     let cpu = if device.is_cpu() { " — no GPU is used, this is the CPU backend" } else { "" };
     print(&format!("device {}{cpu}, commit {}", device_name(&device), machine.commit))?;
-    let mut peers = args.start_peers(&suite, &device, &benches)?;
+    if found.is_none() && args.peers.is_none() {
+        print("there is no folder benches: competitors are not measured")?;
+    }
+    let mut peers = args.start_peers(&suite, &device, benches)?;
     let mut run = Run::new(suite, machine, device.stream()?, args.seed, kernels)?;
     if args.swap_check {
         return swap_check::run(&run, &mut peers);
@@ -185,10 +207,26 @@ pub fn run(args: Args) -> Result<ExitCode> {
     Ok(ExitCode::from(u8::from(failed)))
 }
 
+/// The suites with their numbers of cases, or the cases of one suite.
+fn list(args: &Args, benches: &Path) -> Result<ExitCode> {
+    let text = if args.suite.is_some() {
+        args.suite(benches)?.cases.iter().map(Case::to_string).collect::<Vec<_>>().join("\n")
+    } else {
+        let row = |name: String| -> Result<_> {
+            let suite = Suite::load(benches, &name)?;
+            Ok(vec![name, suite.cases.len().to_string(), suite.description])
+        };
+        let rows = Suite::names(benches).into_iter().map(row).collect::<Result<_>>()?;
+        table::grid(&["suite", "cases", "what"], rows).to_string()
+    };
+    print(&text)?;
+    Ok(ExitCode::SUCCESS)
+}
+
 impl Args {
     /// The suite with what the options change.
     fn suite(&self, benches: &Path) -> Result<Suite> {
-        let mut suite = Suite::load(benches, &self.suite)?;
+        let mut suite = Suite::load(benches, self.suite.as_deref().unwrap_or_default())?;
         self.suite_args.apply(&mut suite)?;
         suite.energy |= self.energy;
         if suite.energy {

@@ -35,12 +35,13 @@ mod rest;
 mod sddmm;
 mod sddmm_args;
 mod sddmm_operands;
+mod shell;
 mod suite_args;
 mod swap_check;
 mod table;
 mod tune;
 
-use clap::Parser;
+use clap::{CommandFactory, Parser};
 use std::process::ExitCode;
 use std::sync::LazyLock;
 
@@ -87,6 +88,16 @@ enum Command {
     Mask(mask::Args),
     /// Draw tables and plots from measurements
     Report(report::Args),
+    /// Print the completions of commands and options for a shell
+    Completions {
+        /// bash, elvish, fish, powershell or zsh
+        shell: clap_complete::Shell,
+    },
+    /// Print the man page, or that of one command
+    Man {
+        /// Name of a command
+        command: Option<String>,
+    },
 }
 
 fn main() -> ExitCode {
@@ -101,6 +112,10 @@ fn main() -> ExitCode {
         Ok(Cli { command: Command::Launch(args) }) => launch::run(args),
         Ok(Cli { command: Command::Mask(args) }) => mask::run(args),
         Ok(Cli { command: Command::Report(args) }) => report::run(args),
+        Ok(Cli { command: Command::Completions { shell } }) => {
+            shell::completions(Cli::command(), shell)
+        }
+        Ok(Cli { command: Command::Man { command } }) => shell::man(Cli::command(), command),
         Err(error) => return failure::usage(&error),
     };
     result.unwrap_or_else(|failure| failure.report())

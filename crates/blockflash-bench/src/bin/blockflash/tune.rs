@@ -36,7 +36,7 @@ Examples:
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Args {
-    /// Name of a suite in benches/suites, or a .toml file
+    /// Name of a suite (`blockflash bench --list`), or a .toml file
     #[arg(default_value = "tune")]
     pub suite: String,
     /// Measure this case instead of a suite, by its id in the records; may be repeated
@@ -44,7 +44,8 @@ pub struct Args {
     pub cases: Vec<Case>,
     #[command(flatten)]
     pub suite_args: SuiteArgs,
-    /// Append the record to this file [default: benches/tuned/GPU.jsonl]
+    /// Append the record to this file [default: benches/tuned/GPU.jsonl, or GPU.jsonl
+    /// without a folder benches]
     #[arg(long, value_name = "FILE")]
     pub out: Option<PathBuf>,
     /// Seed of random inputs and patterns
@@ -60,10 +61,13 @@ pub fn run(args: Args) -> Result<ExitCode> {
     if device.is_cpu() {
         return Err(no_gpu(&args.device));
     }
-    let benches = benches()?;
-    let suite = args.suite(&benches)?;
-    let machine = Machine::of(&device, &benches);
-    let default = benches.join("tuned").join(format!("{}.jsonl", machine.slug()));
+    let found = benches().ok();
+    let benches = found.as_deref().unwrap_or(Path::new("benches"));
+    let suite = args.suite(benches)?;
+    let machine = Machine::of(&device, benches);
+    let file = format!("{}.jsonl", machine.slug());
+    let default =
+        found.as_ref().map_or_else(|| file.clone().into(), |found| found.join("tuned").join(&file));
     let mut writer = appending(args.out.as_deref().unwrap_or(&default))?;
     print(&format!("device {}, commit {}", device_name(&device), machine.commit))?;
     let run = Run::new(suite, machine, device.stream()?, args.seed, Kernels::All)?;
