@@ -12,20 +12,19 @@ const END: &str = "<!-- support:end -->";
 /// Blocks of block masks have this many queries and keys, or multiples.
 const SMALLEST_BLOCK: u32 = 64;
 
-/// A line of the table that has kernels. The derived order is the order of lines.
+/// A line of the table. The derived order is the order of lines.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 struct Line {
     /// Position of the operation in the manifest.
     operation: usize,
     block_mask: bool,
-    size: Size,
 }
 
-/// Content of a line besides its name.
-#[derive(Clone, Default)]
+/// Content of a line besides its name: the sizes that have kernels, and on which targets.
+#[derive(Default)]
 struct Cells {
     types: BTreeSet<&'static str>,
-    targets: BTreeSet<Target>,
+    targets: BTreeMap<Size, BTreeSet<Target>>,
 }
 
 /// The pages with the table.
@@ -60,9 +59,8 @@ fn replaced(page: &str, text: &str, table: &str) -> Result<String> {
     Ok(format!("{before}{BEGIN}{table}{END}{after}"))
 }
 
-/// The table: one line per operation and size, one column per target, and lines for the sizes and
-/// types that only the CPU computes. Tiles are left out because they change with tuning;
-/// `blockflash info` shows them.
+/// The table: one line per operation, and one for what only the CPU computes. Tiles and targets are
+/// left out because they change with tuning; `blockflash info` shows them.
 fn markdown(kernels: &[Kernel]) -> String {
     let mut operations = Vec::new();
     let mut lines: BTreeMap<Line, Cells> = BTreeMap::new();
@@ -81,80 +79,59 @@ fn markdown(kernels: &[Kernel]) -> String {
             Some(tile.head_dim) == widest && divides(tile.block_q) && divides(tile.block_kv)
         });
         let mut add = |block_mask, size| {
-            let cells = lines.entry(Line { operation, block_mask, size }).or_default();
+            let cells = lines.entry(Line { operation, block_mask }).or_default();
             cells.types.insert(dtype.name());
-            cells.targets.insert(kernel.target);
+            cells.targets.entry(size).or_default().insert(kernel.target);
         };
         add(false, size);
         if takes_masks {
             add(true, Size::Block(SMALLEST_BLOCK));
         }
     }
-    let targets: BTreeSet<Target> =
-        lines.values().flat_map(|cells| &cells.targets).copied().collect();
-    let mut table = String::from("| operation | size | types |");
-    for target in &targets {
-        table += &format!(" {} |", column(*target));
-    }
-    table += &format!(" CPU |\n|---|---|---|{}---|\n", "---|".repeat(targets.len()));
-    let mut push = |operation: &str, size: &str, cells: &Cells| {
-        let types = cells.types.iter().copied().collect::<Vec<_>>().join(", ");
-        table += &format!("| {operation} | {size} | {types} |");
-        for target in &targets {
-            table += if cells.targets.contains(target) { " yes |" } else { " – |" };
-        }
-        table += " yes |\n";
-    };
-    let mut before = None;
-    // Operations that only the CPU computes, grouped by the size that has no kernel.
-    let mut others: [(&str, Vec<&str>); 2] =
-        [("any other head_dim", vec![]), ("any other block", vec![])];
+    let mut table = String::from(
+        "| operation | sizes on a GPU | types | Ampere, Ada, Blackwell | Hopper | CPU |\n\
+         |---|---|---|---|---|---|\n",
+    );
     for (line, cells) in &lines {
-        let operation = operations[line.operation];
-        // Variants of an operation follow its name after a comma.
-        let name = operation.split(',').next().unwrap_or(operation);
-        let other = match line.size {
-            _ if line.block_mask => {
-                let block = SMALLEST_BLOCK;
-                let size = format!("multiples of {block} × {block}");
-                push("attention under a block mask", &size, cells);
-                continue;
-            }
-            Size::HeadDim(head_dim) => {
-                // A tile accepts every multiple of 8 above the next smaller tile.
-                let smaller = before.filter(|(operation, _)| *operation == line.operation);
-                let least = smaller.map_or(8, |(_, head_dim)| head_dim + 8);
-                push(operation, &format!("head_dim {least}–{head_dim}, multiples of 8"), cells);
-                before = Some((line.operation, head_dim));
-                &mut others[0].1
-            }
-            Size::Block(block) => {
-                push(operation, &format!("block {block}"), cells);
-                &mut others[1].1
-            }
+        let (operation, sizes) = match line.block_mask {
+            true => (
+                "attention under a block mask",
+                format!("blocks that are multiples of {SMALLEST_BLOCK} × {SMALLEST_BLOCK}"),
+            ),
+            false => (operations[line.operation], of_sizes(cells.targets.keys())),
         };
-        if !other.contains(&name) {
-            other.push(name);
-        }
+        let types = cells.types.iter().copied().collect::<Vec<_>>().join(", ");
+        let [portable, hopper] =
+            [(Target::Ptx80, "portable"), (Target::Sm90a, "own kernels")].map(|(target, kernels)| {
+                let with = cells.targets.iter().filter(|(_, targets)| targets.contains(&target));
+                let with: Vec<&Size> = with.map(|(size, _)| size).collect();
+                match with.len() {
+                    0 => None,
+                    count if count == cells.targets.len() => Some(kernels.to_owned()),
+                    _ => Some(format!("{kernels} for {}", of_sizes(with.into_iter()))),
+                }
+            });
+        let portable = portable.as_deref().unwrap_or("–");
+        let hopper = hopper.as_deref().unwrap_or(portable);
+        table += &format!("| {operation} | {sizes} | {types} | {portable} | {hopper} | yes |\n");
     }
-    let types = lines.values().flat_map(|cells| &cells.types).copied().collect();
-    let on_cpu = Cells { types, targets: BTreeSet::new() };
-    for (size, names) in others {
-        push(&names.join(", "), size, &on_cpu);
-    }
-    push("all of these", "all of these", &Cells { types: BTreeSet::from(["f32"]), ..on_cpu });
-    table
+    table + "| all of these | any head_dim, any block | f32, too | – | – | yes |\n"
 }
 
-fn column(target: Target) -> &'static str {
-    match target {
-        Target::Sm80 => "sm_80 (A100)",
-        Target::Sm89 => "sm_89 (Ada)",
-        Target::Sm90 => "sm_90 (Hopper)",
-        Target::Sm90a => "sm_90a (Hopper)",
-        Target::Sm120 => "sm_120 (RTX Blackwell)",
-        Target::Ptx80 => "other GPUs from sm_80 (PTX)",
-        other => other.name(),
+/// A tile takes every multiple of 8 up to its head dimension, so the largest one counts.
+fn of_sizes<'a>(sizes: impl Iterator<Item = &'a Size> + Clone) -> String {
+    let blocks = sizes.clone().filter_map(|size| match size {
+        Size::Block(block) => Some(block.to_string()),
+        Size::HeadDim(_) => None,
+    });
+    let blocks: Vec<_> = blocks.collect();
+    let head_dim = sizes.filter_map(|size| match size {
+        Size::HeadDim(head_dim) => Some(*head_dim),
+        Size::Block(_) => None,
+    });
+    match head_dim.max() {
+        Some(head_dim) => format!("head_dim 8–{head_dim}, multiples of 8"),
+        None => format!("blocks of {}", blocks.join(", ")),
     }
 }
 
@@ -162,55 +139,59 @@ fn column(target: Target) -> &'static str {
 mod tests {
     use super::*;
 
+    fn table() -> String {
+        markdown(manifest::kernels())
+    }
+
     #[test]
     fn every_row_has_its_cell() {
-        let table = markdown(manifest::kernels());
-        assert!(table.starts_with("| operation | size | types | sm_80"));
-        assert!(
-            table.contains("| attention forward | head_dim 8–64, multiples of 8 | bf16, f16 |")
-        );
-        assert!(table.contains("| BSR matmul | block 16 |"));
-        let masks = table.lines().find(|line| line.contains("block mask")).unwrap();
-        assert!(masks.starts_with(
-            "| attention under a block mask | multiples of 64 × 64 | bf16, f16 | yes |"
-        ));
+        let table = table();
+        assert!(table.starts_with("| operation | sizes on a GPU | types | Ampere"));
         let columns: BTreeSet<usize> =
             table.lines().map(|line| line.matches('|').count()).collect();
         assert_eq!(columns.len(), 1, "{table}");
+        assert!(table.lines().count() <= 12, "a table for a front page:\n{table}");
+    }
+
+    #[test]
+    fn what_has_kernels_for_all_sizes_is_one_line() {
+        let table = table();
+        for (operation, sizes) in [
+            ("attention forward", "head_dim 8–256, multiples of 8"),
+            ("attention under a block mask", "blocks that are multiples of 64 × 64"),
+            ("attention backward", "head_dim 8–256, multiples of 8"),
+            ("attention over a cache", "head_dim 8–256, multiples of 8"),
+            ("BSR matmul", "blocks of 16, 32, 64, 128"),
+        ] {
+            let line =
+                format!("| {operation} | {sizes} | bf16, f16 | portable | own kernels | yes |\n");
+            assert!(table.contains(&line), "{table}");
+        }
+    }
+
+    #[test]
+    fn what_only_some_kernels_take_is_said() {
+        let table = table();
+        let blocks = "blocks of 16, 32, 64, 128 | bf16, f16 | portable | own kernels for blocks \
+                      of 64, 128 | yes |\n";
+        for operation in ["BSR matmul, Aᵀ, column-major B", "sampled product"] {
+            assert!(table.contains(&format!("| {operation} | {blocks}")), "{table}");
+        }
+        let line = "| choice of pages | head_dim 8–256, multiples of 8 | bf16, f16 | portable \
+                    | portable | yes |\n";
+        assert!(table.contains(line), "{table}");
     }
 
     #[test]
     fn what_only_the_cpu_runs_is_said() {
-        let table = markdown(manifest::kernels());
-        for line in [
-            "| attention forward, attention backward, attention over a cache, summaries of pages, \
-             choice of pages | any other head_dim | bf16, f16",
-            "| BSR matmul, sampled product | any other block | bf16, f16",
-            "| all of these | all of these | f32",
-        ] {
-            let line = format!("{line} | – | – | – | – | – | – | yes |\n");
-            assert!(table.contains(&line), "{table}");
-        }
+        let line = "| all of these | any head_dim, any block | f32, too | – | – | yes |\n";
+        assert!(table().ends_with(line));
     }
 
+    /// No size of an operation lacks a portable kernel: PTX for sm_80 runs on every GPU.
     #[test]
-    fn what_only_some_kernels_take_has_lines_of_its_own() {
-        let table = markdown(manifest::kernels());
-        for (block, hopper) in [(16, "–"), (32, "–"), (64, "yes"), (128, "yes")] {
-            let line = format!(
-                "| BSR matmul, Aᵀ, column-major B | block {block} | bf16, f16 \
-                 | yes | yes | yes | {hopper} | yes | yes | yes |"
-            );
-            assert!(table.contains(&line), "{table}");
-        }
-        assert!(
-            table.contains("| sampled product | block 16 | bf16, f16 | yes | yes | yes | – |"),
-            "{table}"
-        );
-        assert!(
-            table.contains("| sampled product | block 64 | bf16, f16 | yes | yes | yes | yes |"),
-            "{table}"
-        );
+    fn every_size_has_a_portable_kernel() {
+        assert!(!table().contains("portable for"));
     }
 
     #[test]

@@ -20,8 +20,9 @@ Examples:
   blockflash report --against e49784d4            what has changed since that commit; exit code 1
                                                   if a case is slower
 
-  A README with one plot and one summary of each suite, and a page with everything:
-  blockflash report benches/results/nvidia-h200 --plots benches/results/nvidia-h200 --into README.md
+  A page with one plot and one summary of each suite, and a page with everything:
+  blockflash report benches/results/nvidia-h200 --plots benches/results/nvidia-h200 \\
+      --into benches/results/README.md
   blockflash report benches/results/nvidia-h200 --plots benches/results/nvidia-h200 --full \\
       --into benches/results/nvidia-h200/README.md";
 
