@@ -101,8 +101,8 @@ fn markdown(kernels: &[Kernel]) -> String {
             false => (operations[line.operation], of_sizes(cells.targets.keys())),
         };
         let types = cells.types.iter().copied().collect::<Vec<_>>().join(", ");
-        let [portable, hopper] =
-            [(Target::Ptx80, "portable"), (Target::Sm90a, "own kernels")].map(|(target, kernels)| {
+        let [portable, hopper] = [(Target::Ptx80, "portable"), (Target::Sm90a, "own kernels")].map(
+            |(target, kernels)| {
                 let with = cells.targets.iter().filter(|(_, targets)| targets.contains(&target));
                 let with: Vec<&Size> = with.map(|(size, _)| size).collect();
                 match with.len() {
@@ -110,7 +110,8 @@ fn markdown(kernels: &[Kernel]) -> String {
                     count if count == cells.targets.len() => Some(kernels.to_owned()),
                     _ => Some(format!("{kernels} for {}", of_sizes(with.into_iter()))),
                 }
-            });
+            },
+        );
         let portable = portable.as_deref().unwrap_or("–");
         let hopper = hopper.as_deref().unwrap_or(portable);
         table += &format!("| {operation} | {sizes} | {types} | {portable} | {hopper} | yes |\n");
