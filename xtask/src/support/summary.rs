@@ -1,16 +1,9 @@
-//! The support table of the README and the guide, generated from the manifest.
+//! The table of the README: a line per operation.
 
-use crate::workspace::{read, root, write};
-use anyhow::{Context, Result};
-use blockflash_sys::manifest::{self, Size, Support};
+use super::SMALLEST_BLOCK;
+use blockflash_sys::manifest::{Size, Support};
 use blockflash_sys::{Kernel, Target};
 use std::collections::{BTreeMap, BTreeSet};
-
-const BEGIN: &str = "<!-- support:begin -->\n";
-const END: &str = "<!-- support:end -->";
-
-/// Blocks of block masks have this many queries and keys, or multiples.
-const SMALLEST_BLOCK: u32 = 64;
 
 /// A line of the table. The derived order is the order of lines.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -27,41 +20,9 @@ struct Cells {
     targets: BTreeMap<Size, BTreeSet<Target>>,
 }
 
-/// The pages with the table.
-const PAGES: [&str; 2] = ["README.md", "docs/src/support.md"];
-
-/// The first page whose table is not that of the manifest.
-pub fn outdated() -> Result<Option<&'static str>> {
-    let table = markdown(manifest::kernels());
-    for page in PAGES {
-        let text = read(&root().join(page))?;
-        if replaced(page, &text, &table)? != text {
-            return Ok(Some(page));
-        }
-    }
-    Ok(None)
-}
-
-/// Writes the table into the pages.
-pub fn update() -> Result<()> {
-    let table = markdown(manifest::kernels());
-    for page in PAGES {
-        let path = root().join(page);
-        write(&path, replaced(page, &read(&path)?, &table)?)?;
-    }
-    Ok(())
-}
-
-fn replaced(page: &str, text: &str, table: &str) -> Result<String> {
-    let missing = || format!("{page} lacks `{}` or `{END}`", BEGIN.trim());
-    let (before, rest) = text.split_once(BEGIN).with_context(missing)?;
-    let (_, after) = rest.split_once(END).with_context(missing)?;
-    Ok(format!("{before}{BEGIN}{table}{END}{after}"))
-}
-
 /// The table: one line per operation, and one for what only the CPU computes. Tiles and targets are
 /// left out because they change with tuning; `blockflash info` shows them.
-fn markdown(kernels: &[Kernel]) -> String {
+pub(super) fn markdown(kernels: &[Kernel]) -> String {
     let mut operations = Vec::new();
     let mut lines: BTreeMap<Line, Cells> = BTreeMap::new();
     let widest = kernels.iter().filter_map(Kernel::attention_tile).map(|tile| tile.head_dim).max();
@@ -139,6 +100,7 @@ fn of_sizes<'a>(sizes: impl Iterator<Item = &'a Size> + Clone) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use blockflash_sys::manifest;
 
     fn table() -> String {
         markdown(manifest::kernels())
@@ -193,15 +155,5 @@ mod tests {
     #[test]
     fn every_size_has_a_portable_kernel() {
         assert!(!table().contains("portable for"));
-    }
-
-    #[test]
-    fn only_the_block_between_the_marks_changes() {
-        let readme = format!("a\n{BEGIN}old\n{END}\nb\n");
-        assert_eq!(
-            replaced("a.md", &readme, "new\n").unwrap(),
-            format!("a\n{BEGIN}new\n{END}\nb\n")
-        );
-        assert!(replaced("a.md", "no marks", "new").is_err());
     }
 }

@@ -1,0 +1,177 @@
+//! The table of the guide: a line per operation and size, a column per compiled target.
+
+use super::SMALLEST_BLOCK;
+use blockflash_sys::manifest::{Size, Support};
+use blockflash_sys::{Kernel, Target};
+use std::collections::{BTreeMap, BTreeSet};
+
+/// A line of the table that has kernels. The derived order is the order of lines.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+struct Line {
+    /// Position of the operation in the manifest.
+    operation: usize,
+    block_mask: bool,
+    size: Size,
+}
+
+/// Content of a line besides its name.
+#[derive(Clone, Default)]
+struct Cells {
+    types: BTreeSet<&'static str>,
+    targets: BTreeSet<Target>,
+}
+
+/// The table: one line per operation and size, one column per target, and lines for the sizes and
+/// types that only the CPU computes. Tiles are left out because they change with tuning;
+/// `blockflash info` shows them.
+pub(super) fn markdown(kernels: &[Kernel]) -> String {
+    let mut operations = Vec::new();
+    let mut lines: BTreeMap<Line, Cells> = BTreeMap::new();
+    let widest = kernels.iter().filter_map(Kernel::attention_tile).map(|tile| tile.head_dim).max();
+    for kernel in kernels {
+        let Some(Support { operation, size, dtype }) = kernel.family().supports() else { continue };
+        let known = operations.iter().position(|known| *known == operation);
+        let operation = known.unwrap_or_else(|| {
+            operations.push(operation);
+            operations.len() - 1
+        });
+        // The widest tile accepts every head dimension; if it divides the smallest blocks, it
+        // accepts every mask, too.
+        let divides = |size| SMALLEST_BLOCK.is_multiple_of(size);
+        let takes_masks = kernel.attention_tile().is_some_and(|tile| {
+            Some(tile.head_dim) == widest && divides(tile.block_q) && divides(tile.block_kv)
+        });
+        let mut add = |block_mask, size| {
+            let cells = lines.entry(Line { operation, block_mask, size }).or_default();
+            cells.types.insert(dtype.name());
+            cells.targets.insert(kernel.target);
+        };
+        add(false, size);
+        if takes_masks {
+            add(true, Size::Block(SMALLEST_BLOCK));
+        }
+    }
+    let targets: BTreeSet<Target> =
+        lines.values().flat_map(|cells| &cells.targets).copied().collect();
+    let mut table = String::from("| operation | size | types |");
+    for target in &targets {
+        table += &format!(" {} |", column(*target));
+    }
+    table += &format!(" CPU |\n|---|---|---|{}---|\n", "---|".repeat(targets.len()));
+    let mut push = |operation: &str, size: &str, cells: &Cells| {
+        let types = cells.types.iter().copied().collect::<Vec<_>>().join(", ");
+        table += &format!("| {operation} | {size} | {types} |");
+        for target in &targets {
+            table += if cells.targets.contains(target) { " yes |" } else { " – |" };
+        }
+        table += " yes |\n";
+    };
+    let mut before = None;
+    // Operations that only the CPU computes, grouped by the size that has no kernel.
+    let mut others: [(&str, Vec<&str>); 2] =
+        [("any other head_dim", vec![]), ("any other block", vec![])];
+    for (line, cells) in &lines {
+        let operation = operations[line.operation];
+        // Variants of an operation follow its name after a comma.
+        let name = operation.split(',').next().unwrap_or(operation);
+        let other = match line.size {
+            _ if line.block_mask => {
+                let block = SMALLEST_BLOCK;
+                let size = format!("multiples of {block} × {block}");
+                push("attention under a block mask", &size, cells);
+                continue;
+            }
+            Size::HeadDim(head_dim) => {
+                // A tile accepts every multiple of 8 above the next smaller tile.
+                let smaller = before.filter(|(operation, _)| *operation == line.operation);
+                let least = smaller.map_or(8, |(_, head_dim)| head_dim + 8);
+                push(operation, &format!("head_dim {least}–{head_dim}, multiples of 8"), cells);
+                before = Some((line.operation, head_dim));
+                &mut others[0].1
+            }
+            Size::Block(block) => {
+                push(operation, &format!("block {block}"), cells);
+                &mut others[1].1
+            }
+        };
+        if !other.contains(&name) {
+            other.push(name);
+        }
+    }
+    let types = lines.values().flat_map(|cells| &cells.types).copied().collect();
+    let on_cpu = Cells { types, targets: BTreeSet::new() };
+    for (size, names) in others {
+        push(&names.join(", "), size, &on_cpu);
+    }
+    push("all of these", "all of these", &Cells { types: BTreeSet::from(["f32"]), ..on_cpu });
+    table
+}
+
+fn column(target: Target) -> &'static str {
+    match target {
+        Target::Sm80 => "sm_80 (A100)",
+        Target::Sm89 => "sm_89 (Ada)",
+        Target::Sm90 => "sm_90 (Hopper)",
+        Target::Sm90a => "sm_90a (Hopper)",
+        Target::Sm120 => "sm_120 (RTX Blackwell)",
+        Target::Ptx80 => "other GPUs from sm_80 (PTX)",
+        other => other.name(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use blockflash_sys::manifest;
+
+    #[test]
+    fn every_row_has_its_cell() {
+        let table = markdown(manifest::kernels());
+        assert!(table.starts_with("| operation | size | types | sm_80"));
+        assert!(
+            table.contains("| attention forward | head_dim 8–64, multiples of 8 | bf16, f16 |")
+        );
+        assert!(table.contains("| BSR matmul | block 16 |"));
+        let masks = table.lines().find(|line| line.contains("block mask")).unwrap();
+        assert!(masks.starts_with(
+            "| attention under a block mask | multiples of 64 × 64 | bf16, f16 | yes |"
+        ));
+        let columns: BTreeSet<usize> =
+            table.lines().map(|line| line.matches('|').count()).collect();
+        assert_eq!(columns.len(), 1, "{table}");
+    }
+
+    #[test]
+    fn what_only_the_cpu_runs_is_said() {
+        let table = markdown(manifest::kernels());
+        for line in [
+            "| attention forward, attention backward, attention over a cache, summaries of pages, \
+             choice of pages | any other head_dim | bf16, f16",
+            "| BSR matmul, sampled product | any other block | bf16, f16",
+            "| all of these | all of these | f32",
+        ] {
+            let line = format!("{line} | – | – | – | – | – | – | yes |\n");
+            assert!(table.contains(&line), "{table}");
+        }
+    }
+
+    #[test]
+    fn what_only_some_kernels_take_has_lines_of_its_own() {
+        let table = markdown(manifest::kernels());
+        for (block, hopper) in [(16, "–"), (32, "–"), (64, "yes"), (128, "yes")] {
+            let line = format!(
+                "| BSR matmul, Aᵀ, column-major B | block {block} | bf16, f16 \
+                 | yes | yes | yes | {hopper} | yes | yes | yes |"
+            );
+            assert!(table.contains(&line), "{table}");
+        }
+        assert!(
+            table.contains("| sampled product | block 16 | bf16, f16 | yes | yes | yes | – |"),
+            "{table}"
+        );
+        assert!(
+            table.contains("| sampled product | block 64 | bf16, f16 | yes | yes | yes | yes |"),
+            "{table}"
+        );
+    }
+}
