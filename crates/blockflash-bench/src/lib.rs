@@ -3,12 +3,13 @@
 #![forbid(unsafe_code)]
 
 pub mod ceilings;
+pub mod chart;
 pub mod energy;
 mod error;
 pub mod machine;
 pub mod ours;
 pub mod peers;
-pub mod plot;
+
 pub mod record;
 pub mod report;
 pub mod rounds;

@@ -38,10 +38,11 @@ pub(super) fn cost(
     let can_prepare = operands.prepare(stream)?;
     let us = times(stream, calls, || taken(|| Ok(operands.launch(None, stream)?)))?;
     let mut call = || -> Result<()> {
-        Ok(match can_prepare {
+        match can_prepare {
             true => operands.launch_prepared(stream)?,
             false => operands.launch(None, stream)?,
-        })
+        }
+        Ok(())
     };
     let prepared_us = if can_prepare { times(stream, calls, || taken(&mut call))? } else { None };
     let driver_us = times(stream, calls, || {

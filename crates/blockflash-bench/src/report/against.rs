@@ -1,9 +1,9 @@
 //! What has changed since a commit: the newest run of each suite beside the newest one of that
 //! commit.
 
-use super::cells::{NONE, number};
 use super::notes::{counted, day};
-use super::run::{Row, Run, fastest, geometric_mean, newest, runs_of};
+use super::runs::{Row, Run, all as runs_of, fastest, mean, newest};
+use super::tables::{NONE, number};
 use crate::record::Record;
 use std::fmt::Write;
 
@@ -100,7 +100,7 @@ struct Change {
     verdict: Verdict,
     /// `now / before`.
     time: Option<f64>,
-    /// Ratio to the best rival that both runs have, before and now.
+    /// Ratio to the best competitor that both runs have, before and now.
     ratio: Option<[f64; 2]>,
 }
 
@@ -122,7 +122,7 @@ impl Change {
         let timed =
             |row: &Row<'_>, name: &str| row.peer(name).is_some_and(|peer| peer.us.is_some());
         let ratio = |row: &Row<'_>, ours: f64| {
-            let common = row.rivals().filter(|peer| {
+            let common = row.competitors().filter(|peer| {
                 timed(before, &peer.implementation) && timed(now, &peer.implementation)
             });
             Some(fastest(common)?.us? / ours)
@@ -132,8 +132,8 @@ impl Change {
         Some(Self { verdict, time: Some(time), ratio })
     }
 
-    /// A slower machine slows rivals as well.
-    fn rivals_too(&self) -> bool {
+    /// A slower machine slows competitors as well.
+    fn others_too(&self) -> bool {
         self.verdict == Verdict::Slower
             && self.ratio.is_some_and(|[before, now]| now * (1.0 + TOLERANCE) >= before)
     }
@@ -142,7 +142,7 @@ impl Change {
         match self.verdict {
             Verdict::Same => "",
             Verdict::Faster => "faster",
-            Verdict::Slower if self.rivals_too() => "**slower**, as is the rival",
+            Verdict::Slower if self.others_too() => "**slower**, as is the competitor",
             Verdict::Slower => "**slower**",
             Verdict::Lost => "**lost**",
         }
@@ -157,7 +157,7 @@ impl Against {
         let text = &mut self.text;
         let _ =
             writeln!(text, "### `{suite}` on {gpu}: {} against {}\n", named(now), named(before));
-        let _ = writeln!(text, "| case | before µs | now µs | time | × best common rival | |");
+        let _ = writeln!(text, "| case | before µs | now µs | time | × best common competitor | |");
         let _ = writeln!(text, "|---|---:|---:|---:|---:|---|");
         let mut changes = Vec::new();
         let mut fresh = 0;
@@ -209,18 +209,14 @@ fn sentence(changes: &[Change], fresh: usize, gone: usize) -> String {
     let lost = count(Verdict::Lost);
     parts.extend((lost > 0).then(|| format!("{lost} lost their result")));
     let times: Vec<_> = changes.iter().filter_map(|change| change.time).collect();
-    parts.extend(
-        geometric_mean(&times).map(|mean| format!("time {} as geometric mean", percent(mean))),
-    );
+    parts.extend(mean(&times).map(|mean| format!("time {} as geometric mean", percent(mean))));
     let ratios: Vec<_> =
         changes.iter().filter_map(|c| c.ratio.map(|[before, now]| now / before)).collect();
-    parts.extend(
-        geometric_mean(&ratios).map(|mean| format!("× best common rival {}", percent(mean))),
-    );
-    let drifted = changes.iter().filter(|change| change.rivals_too()).count();
+    parts.extend(mean(&ratios).map(|mean| format!("× best common competitor {}", percent(mean))));
+    let drifted = changes.iter().filter(|change| change.others_too()).count();
     parts.extend((drifted > 0).then(|| {
         format!(
-            "{drifted} of the slower ones no slower relative to the rival, so perhaps the \
+            "{drifted} of the slower ones no slower relative to the competitor, so perhaps the \
                  machine was"
         )
     }));
@@ -237,6 +233,3 @@ fn named(run: &Run<'_>) -> String {
 fn percent(factor: f64) -> String {
     format!("{:+.1} %", (factor - 1.0) * 100.0)
 }
-
-#[cfg(test)]
-mod tests;

@@ -8,7 +8,7 @@ use crate::progress::Progress;
 use crate::table::{self, Facts};
 use blockflash_bench::block_pattern::BlockPattern;
 use blockflash_bench::case::{Backward, BlockSparseShape, Case, from_rows};
-use blockflash_bench::plot::{Drawing, MAX_SHOWN, MaskPicture};
+use blockflash_bench::chart::{Chart, MAX_SHOWN, MaskPicture};
 use blockflash_ops::{BlockGeometry, BlockMask, Mask};
 use serde_json::json;
 use std::path::PathBuf;
@@ -247,5 +247,5 @@ pub fn block(text: &str) -> std::result::Result<[usize; 2], String> {
 /// A picture to write: the name must say the format.
 fn picture_path(text: &str) -> std::result::Result<PathBuf, String> {
     let path = PathBuf::from(text);
-    if Drawing::accepts(&path) { Ok(path) } else { Err("the name must end in .svg".to_owned()) }
+    if Chart::accepts(&path) { Ok(path) } else { Err("the name must end in .svg".to_owned()) }
 }

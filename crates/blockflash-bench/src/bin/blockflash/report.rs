@@ -4,9 +4,9 @@ use crate::failure::{Failure, Result, warn};
 use crate::output::print;
 use blockflash_bench::io::write_texts;
 use blockflash_bench::machine::benches;
-use blockflash_bench::plot::{Plot, plots};
 use blockflash_bench::record::{self, Contents, Record};
 use blockflash_bench::report::{self, Detail, Image};
+use blockflash_bench::report::{Plot, plots};
 use std::io::IsTerminal;
 use std::path::{Component, Path, PathBuf};
 use std::process::ExitCode;
@@ -15,7 +15,7 @@ const EXAMPLES: &str = "\
 The newest run of each suite is reported. Markdown goes to stdout, or with --into into a file.
 
 Examples:
-  blockflash report                               a line for each group of cases and for each rival
+  blockflash report                               a line for each group of cases, each competitor
   blockflash report --suite attention_fwd --full  a line for each case
   blockflash report --against e49784d4            what has changed since that commit; exit code 1
                                                   if a case is slower
