@@ -40,37 +40,31 @@ fn message<T: std::fmt::Debug>(result: Result<T>) -> String {
 }
 
 #[test]
-fn npy_types_and_orders() {
-    let file = npy("<f4", "False", "(2, 3)", &f32_bytes(&[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]));
-    let array = load(&file, "anything", DType::F32).unwrap();
-    assert_eq!(
-        (array.shape(), array.to_f32(0..6)),
-        (&[2, 3][..], vec![1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
-    );
-
-    let file = npy("<f4", "True", "(2, 3)", &f32_bytes(&[1.0, 4.0, 2.0, 5.0, 3.0, 6.0]));
-    assert_eq!(load(&file, "", DType::F32).unwrap(), array);
-
-    let doubles: Vec<u8> = [1.0f64, 1e-3].iter().flat_map(|value| value.to_le_bytes()).collect();
+fn types_and_orders() {
+    let six = |values: [f32; 6]| f32_bytes(&values);
+    let rows = npy("<f4", "False", "(2, 3)", &six([1.0, 2.0, 3.0, 4.0, 5.0, 6.0]));
+    let array = load(&rows, "anything", DType::F32).unwrap();
+    assert_eq!((array.shape(), array.to_f32(1..4)), (&[2, 3][..], vec![2.0, 3.0, 4.0]));
+    let columns = npy("<f4", "True", "(2, 3)", &six([1.0, 4.0, 2.0, 5.0, 3.0, 6.0]));
+    assert_eq!(load(&columns, "", DType::F32).unwrap(), array);
+    let doubles = [1.0f64.to_le_bytes(), 1e-3f64.to_le_bytes()].concat();
     let array = load(&npy("<f8", "False", "(2,)", &doubles), "", DType::BF16).unwrap();
     assert_eq!(array, Array::from(vec![bf16::ONE, bf16::from_f64(1e-3)]));
-
     let array = load(&npy("<f2", "False", "()", &f16::ONE.to_le_bytes()), "", DType::F16).unwrap();
     assert_eq!((array.shape().len(), array.len()), (0, 1));
-
-    let longs: Vec<u8> = [7i64, -1].iter().flat_map(|value| value.to_le_bytes()).collect();
-    let array = load(&npy("<i8", "False", "(2,)", &longs), "", DType::I32).unwrap();
-    assert_eq!(array.as_i32(), Some(&[7, -1][..]));
-
-    let flags = npy("|b1", "True", "(2, 2)", &[1, 0, 1, 1]);
-    assert_eq!(load(&flags, "", DType::I32).unwrap().as_i32(), Some(&[1, 1, 0, 1][..]));
-    assert!(
-        message(load(&flags, "", DType::F32))
-            .contains("holds bool, which cannot be converted to f32")
-    );
+    let longs = [7i64.to_le_bytes(), (-1i64).to_le_bytes()].concat();
     let flags =
-        safetensors(r#"{"mask":{"dtype":"BOOL","shape":[3],"data_offsets":[0,3]}}"#, &[0, 1, 1]);
-    assert_eq!(load(&flags, "mask", DType::I32).unwrap().as_i32(), Some(&[0, 1, 1][..]));
+        safetensors(r#"{"m":{"dtype":"BOOL","shape":[3],"data_offsets":[0,3]}}"#, &[0, 1, 1]);
+    let columns = npy("|b1", "True", "(2, 2)", &[1, 0, 1, 1]);
+    for (file, expected) in [
+        (npy("<i8", "False", "(2,)", &longs), &[7, -1][..]),
+        (columns.clone(), &[1, 1, 0, 1]),
+        (flags, &[0, 1, 1]),
+    ] {
+        assert_eq!(load(&file, "m", DType::I32).unwrap().as_i32(), Some(expected));
+    }
+    let text = message(load(&columns, "", DType::F32));
+    assert!(text.contains("holds bool, which cannot be converted to f32"), "{text}");
 }
 
 #[test]
@@ -89,26 +83,27 @@ fn stacked_matrices_are_transposed_and_cropped() {
 #[test]
 fn npy_refusals() {
     let data = f32_bytes(&[1.0; 6]);
-    let refused = |descr: &str, shape: &str| message(parse(&npy(descr, "False", shape, &data)));
-    assert!(refused(">f4", "(6,)").contains("little-endian"), "{}", refused(">f4", "(6,)"));
-    assert!(refused("|V2", "(12,)").contains("no bf16"));
-    assert!(
-        refused("<f4", "(2, 4)")
-            .contains("truncated or damaged: shape [2, 4] of f32 needs 160 bytes")
-    );
-    assert!(refused("<f4", "(99999999999999, 99999999999999)").contains("impossible shape"));
-    // 4 TB must not be allocated.
-    assert!(refused("<f4", "(1000000000000,)").contains("truncated"));
-    assert!(refused("<f4", "(2, 3").contains("unexpected header"));
-    assert!(
-        message(load(&npy("<f4", "False", "(6,)", &data), "", DType::I32))
-            .contains("cannot be converted to i32")
-    );
-    assert!(message(parse(b"PK\x03\x04....")).contains("zip archive"));
-    assert!(
-        message(parse(b"hello, world, this is text")).contains("not a .npy or .safetensors file")
-    );
-    assert!(message(parse(b"")).contains("0 bytes"));
+    for (descr, shape, expected) in [
+        (">f4", "(6,)", "little-endian"),
+        ("|V2", "(12,)", "no bf16"),
+        ("<f4", "(2, 4)", "truncated or damaged: shape [2, 4] of f32 needs 160 bytes"),
+        ("<f4", "(99999999999999, 99999999999999)", "impossible shape"),
+        // 4 TB must not be allocated.
+        ("<f4", "(1000000000000,)", "truncated"),
+        ("<f4", "(2, 3", "unexpected header"),
+        ("<f4", "(6,)", "cannot be converted to i32"),
+    ] {
+        let text = message(load(&npy(descr, "False", shape, &data), "", DType::I32));
+        assert!(text.contains(expected), "{descr} {shape}: {text}");
+    }
+    for (bytes, expected) in [
+        (&b"PK\x03\x04...."[..], "zip archive"),
+        (b"hello, world, this is text", "not a .npy or .safetensors file"),
+        (b"", "0 bytes"),
+    ] {
+        let text = message(parse(bytes));
+        assert!(text.contains(expected), "{text}");
+    }
 }
 
 /// What NumPy's reader takes and refuses: all three keys and no others, in any order.
@@ -171,60 +166,54 @@ fn values_beyond_the_range_are_refused() {
 #[test]
 fn safetensors_refusals() {
     let file = |info: &str| safetensors(&format!("{{\"x\":{info}}}"), &[0; 8]);
-    let good = r#"{"dtype":"F32","shape":[2],"data_offsets":[0,8]}"#;
-    assert_eq!(load(&file(good), "x", DType::F16).unwrap().shape(), [2]);
-    assert_eq!(message(load(&file(good), "q", DType::F16)), "test: has no tensor `q` (it has x)");
-    let refused = |info: &str| message(load(&file(info), "x", DType::F16));
-    assert!(
-        refused(r#"{"dtype":"F32","shape":[3],"data_offsets":[0,8]}"#).contains("invalid shape")
-    );
-    assert!(
-        refused(r#"{"dtype":"F32","shape":[2],"data_offsets":[8,16]}"#).contains("invalid offset")
-    );
-    assert!(
-        refused(r#"{"dtype":"F32","shape":[2],"data_offsets":[8,0]}"#).contains("invalid offset")
-    );
-    let huge = r#"{"dtype":"F32","shape":[129000000000],"data_offsets":[0,516000000000]}"#;
-    assert!(
-        refused(huge).contains("truncated or damaged: the data of its tensors needs 516000000")
-    );
-    let huge = r#"{"dtype":"F32","shape":[4294967296,4294967296],"data_offsets":[0,8]}"#;
-    assert!(refused(huge).contains("overflow"));
-    assert!(
-        refused(r#"{"dtype":"F8_E4M3","shape":[8],"data_offsets":[0,8]}"#)
-            .contains("element type F8_E4M3")
-    );
-    assert!(refused(r#"{"dtype":"F32"}"#).contains("missing field"));
-    assert!(
-        refused(r#"{"dtype":"F7","shape":[8],"data_offsets":[0,8]}"#)
-            .contains("unknown variant `F7`")
-    );
+    let info = |dtype: &str, shape: &str, offsets: &str| {
+        format!(r#"{{"dtype":"{dtype}","shape":[{shape}],"data_offsets":[{offsets}]}}"#)
+    };
+    let good = file(&info("F32", "2", "0,8"));
+    assert_eq!(load(&good, "x", DType::F16).unwrap().shape(), [2]);
+    assert_eq!(message(load(&good, "q", DType::F16)), "test: has no tensor `q` (it has x)");
+    for (info, expected) in [
+        (info("F32", "3", "0,8"), "invalid shape"),
+        (info("F32", "2", "8,16"), "invalid offset"),
+        (info("F32", "2", "8,0"), "invalid offset"),
+        (
+            info("F32", "129000000000", "0,516000000000"),
+            "truncated or damaged: the data of its tensors needs 516000000",
+        ),
+        (info("F32", "4294967296,4294967296", "0,8"), "overflow"),
+        (info("F8_E4M3", "8", "0,8"), "element type F8_E4M3"),
+        (info("F7", "8", "0,8"), "unknown variant `F7`"),
+        (r#"{"dtype":"F32"}"#.to_owned(), "missing field"),
+    ] {
+        let text = message(load(&file(&info), "x", DType::F16));
+        assert!(text.contains(expected), "{info}: {text}");
+    }
     assert!(message(parse(&safetensors("[1, 2, 3, 4]", &[]))).contains("header:"));
 }
 
 /// The data is covered by the tensors, each byte by one.
 #[test]
 fn safetensors_without_overlap_hole_or_rest() {
-    let two = |second: [u64; 2], bytes: usize| {
-        let of = |name, [begin, end]: [u64; 2]| {
-            let elements = (end - begin) / 4;
-            format!(
-                r#""{name}":{{"dtype":"F32","shape":[{elements}],"data_offsets":[{begin},{end}]}}"#
-            )
-        };
-        parse(&safetensors(
-            &format!("{{{},{}}}", of("x", [0, 8]), of("y", second)),
-            &vec![0; bytes],
-        ))
+    let two = |[begin, end]: [u64; 2], bytes: usize| {
+        let count = (end - begin) / 4;
+        let header = format!(
+            r#"{{"x":{{"dtype":"F32","shape":[2],"data_offsets":[0,8]}},
+                "y":{{"dtype":"F32","shape":[{count}],"data_offsets":[{begin},{end}]}}}}"#
+        );
+        parse(&safetensors(&header, &vec![0; bytes]))
     };
-    let names =
-        |file: TensorFile| file.entries().iter().map(|e| e.name.clone()).collect::<Vec<_>>();
-    assert_eq!(names(two([8, 16], 16).unwrap()), ["x", "y"]);
-    assert!(message(two([4, 12], 12)).contains("invalid offset for tensor `y`"), "an overlap");
-    assert!(message(two([0, 8], 8)).contains("invalid offset"), "two names of one tensor");
-    assert!(message(two([12, 20], 20)).contains("invalid offset for tensor `y`"), "a hole");
-    assert!(message(two([8, 16], 20)).contains("4 bytes after the last tensor"), "a rest");
-    assert!(message(two([8, 16], 12)).contains("truncated"));
+    let both = two([8, 16], 16).unwrap();
+    assert!(both.entries().iter().map(|entry| entry.name.as_str()).eq(["x", "y"]));
+    for (offsets, bytes, expected) in [
+        ([4, 12], 12, "invalid offset for tensor `y`"), // an overlap
+        ([0, 8], 8, "invalid offset"),                  // two names of one tensor
+        ([12, 20], 20, "invalid offset for tensor `y`"), // a hole
+        ([8, 16], 20, "4 bytes after the last tensor"),
+        ([8, 16], 12, "truncated"),
+    ] {
+        let text = message(two(offsets, bytes));
+        assert!(text.contains(expected), "{offsets:?} {bytes}: {text}");
+    }
     assert!(message(parse(&safetensors("{}", &[0; 4]))).contains("4 bytes after"));
 }
 
