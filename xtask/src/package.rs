@@ -34,7 +34,7 @@ pub fn run(args: &Args) -> Result<()> {
     let mut command = package(args, &target);
     command.args(["--workspace", "--exclude", "xtask", "--exclude", "blockflash-tests"]);
     command.args(["--exclude", "blockflash-fake-driver", "--exclude", "blockflash-fake-nccl"]);
-    command.args(["--exclude", "blockflash-python", "--locked"]);
+    command.args(["--exclude", "blockflash-python", "--exclude", "blockflash-guide", "--locked"]);
     workspace::run(&mut command)?;
     for drop_in in drop_ins()? {
         let manifest = renamed(&drop_in, &target)?;

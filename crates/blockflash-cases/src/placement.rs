@@ -1,5 +1,5 @@
-//! Where the elements of a logical tensor are stored: dimension order and padding, with something in
-//! every gap.
+//! Where the elements of a logical tensor are stored: dimension order and padding, with something
+//! in every gap.
 
 use crate::io::Array;
 use blockflash_ops::{Stream, Tensor, View, ViewMut};
