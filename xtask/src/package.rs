@@ -18,12 +18,12 @@ pub struct Args {
 /// Size limit of a package: a little below that of crates.io, 10 MB.
 const MAX_BYTES: u64 = 9_500_000;
 /// Files that every archive has.
-const NEEDED: [&str; 2] = ["LICENSE-APACHE", "LICENSE-MIT"];
+const NEEDED: [&str; 3] = ["LICENSE-APACHE", "LICENSE-MIT", "README.md"];
 /// In a registry the names of the drop-ins are candle's, so ours start with this.
 const PREFIX: &str = "blockflash-";
 
-/// Packages every publishable crate. The crates' dependencies on each other need not be published
-/// yet.
+/// Rehearses the release, and packages every crate that it publishes. The crates' dependencies on
+/// each other need not be published yet.
 pub fn run(args: &Args) -> Result<()> {
     let target = target_dir("packages")?;
     let archives = target.join("package");
@@ -31,10 +31,15 @@ pub fn run(args: &Args) -> Result<()> {
     if archives.is_dir() {
         std::fs::remove_dir_all(&archives)?;
     }
+    // Everything that a release does but uploading: `.github/workflows/release.yml`.
+    let mut rehearsal = cargo();
+    rehearsal.args(["publish", "--quiet", "--workspace", "--dry-run", "--no-verify", "--locked"]);
+    workspace::run(rehearsal.args(["--allow-dirty", "--target-dir"]).arg(&target))?;
     let mut command = package(args, &target);
-    command.args(["--workspace", "--exclude", "xtask", "--exclude", "blockflash-tests"]);
-    command.args(["--exclude", "blockflash-fake-driver", "--exclude", "blockflash-fake-nccl"]);
-    command.args(["--exclude", "blockflash-python", "--exclude", "blockflash-guide", "--locked"]);
+    command.args(["--workspace", "--locked"]);
+    for name in unpublished()? {
+        command.args(["--exclude", &name]);
+    }
     workspace::run(&mut command)?;
     for drop_in in drop_ins()? {
         let manifest = renamed(&drop_in, &target)?;
@@ -76,6 +81,25 @@ fn package(args: &Args, target: &Path) -> Command {
         command.arg("--no-verify");
     }
     command
+}
+
+/// Members of the workspace that say `publish = false`.
+fn unpublished() -> Result<Vec<String>> {
+    #[derive(serde::Deserialize)]
+    struct Metadata {
+        packages: Vec<Package>,
+    }
+    #[derive(serde::Deserialize)]
+    struct Package {
+        name: String,
+        publish: Option<Vec<String>>,
+    }
+    let mut command = cargo();
+    command.args(["metadata", "--format-version", "1", "--no-deps", "--locked"]);
+    let metadata: Metadata = serde_json::from_str(&output(&mut command)?)?;
+    let members = metadata.packages.into_iter();
+    let unpublished = members.filter(|member| member.publish.as_ref().is_some_and(Vec::is_empty));
+    Ok(unpublished.map(|member| member.name).collect())
 }
 
 /// Whether the listing of an archive, whose files are in one folder, has a file.
@@ -123,6 +147,33 @@ mod tests {
         let listing = "a-0.1.0/LICENSE-MIT\na-0.1.0/src/README.md\n";
         assert!(has(listing, "LICENSE-MIT"));
         assert!(!has(listing, "README.md") && !has(listing, "MIT"));
+    }
+
+    /// The command checks its results by the oracle, so whoever installs it needs that, too.
+    #[test]
+    fn what_a_release_publishes() {
+        let unpublished = unpublished().unwrap();
+        let is_published = |name: &&str| !unpublished.iter().any(|other| other == name);
+        let crates = ["sys", "safe", "ops", "dist", "candle", "cases", "oracle", "bench"];
+        assert!(
+            crates
+                .map(|name| format!("blockflash-{name}"))
+                .iter()
+                .all(|n| is_published(&n.as_str()))
+        );
+        for name in ["xtask", "blockflash-tests", "blockflash-fake-driver", "blockflash-python"] {
+            assert!(!is_published(&name), "{name}");
+        }
+    }
+
+    /// The notes of a release are the section of its version.
+    #[test]
+    fn the_changelog_has_this_version() {
+        let changes = read(&root().join("CHANGELOG.md")).unwrap();
+        let start = format!("\n## {} - ", env!("CARGO_PKG_VERSION"));
+        let (_, section) = changes.split_once(&start).expect("a section of this version");
+        let lines = section.split("\n## ").next().unwrap_or(section).lines().count();
+        assert!(lines < 60, "{lines} lines");
     }
 
     #[test]
