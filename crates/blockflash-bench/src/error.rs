@@ -4,7 +4,7 @@ use std::path::PathBuf;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// The folder with suites and rivals is nowhere to be found.
+    /// The folder with suites and competitors is nowhere to be found.
     #[error(
         "found no folder benches/ with suites/ in it, neither above {from} nor above the program; \
          set BLOCKFLASH_BENCHES"

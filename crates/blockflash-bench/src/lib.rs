@@ -7,16 +7,15 @@ pub mod chart;
 pub mod energy;
 mod error;
 pub mod machine;
+pub mod order;
 pub mod ours;
 pub mod peers;
-
 pub mod record;
 pub mod report;
 pub mod rounds;
 pub mod suite;
 pub mod telemetry;
 pub mod timing;
-pub mod turns;
 pub mod verdict;
 
 pub use blockflash_cases::{block_pattern, case, document, io, memory, random};

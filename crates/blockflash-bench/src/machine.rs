@@ -22,21 +22,17 @@ impl Machine {
     /// Describes the device that is measured.
     pub fn of(device: &Device, benches: &Path) -> Self {
         let commit = commit(benches);
-        let Some(properties) = device.cuda_properties() else {
-            return Self {
-                gpu: format!("cpu: {}", processor()),
-                driver: None,
-                commit,
-                smi_index: None,
-            };
+        let Some(gpu) = device.cuda_properties() else {
+            let gpu = format!("cpu: {}", processor());
+            return Self { gpu, driver: None, commit, smi_index: None };
         };
-        let index =
-            smi_index(properties.ordinal, std::env::var("CUDA_VISIBLE_DEVICES").ok().as_deref());
-        let version = properties.driver_version;
-        let cuda = format!("CUDA {}.{}", version / 1000, version % 1000 / 10);
-        let driver = smi(&index, "driver_version")
-            .map_or(cuda.clone(), |driver| format!("{driver} ({cuda})"));
-        Self { gpu: properties.name.clone(), driver: Some(driver), commit, smi_index: Some(index) }
+        let index = smi_index(gpu.ordinal, std::env::var("CUDA_VISIBLE_DEVICES").ok().as_deref());
+        let cuda = format!("CUDA {}.{}", gpu.driver_version / 1000, gpu.driver_version % 1000 / 10);
+        let driver = match smi(&index, "driver_version") {
+            Some(driver) => format!("{driver} ({cuda})"),
+            None => cuda,
+        };
+        Self { gpu: gpu.name.clone(), driver: Some(driver), commit, smi_index: Some(index) }
     }
 
     /// Folder name for the machine: `nvidia-h200`; `cpu` for every processor.
@@ -44,13 +40,13 @@ impl Machine {
         if self.smi_index.is_none() {
             return "cpu".to_owned();
         }
-        let words =
-            self.gpu.split(|c: char| !c.is_ascii_alphanumeric()).filter(|word| !word.is_empty());
-        words.map(str::to_ascii_lowercase).collect::<Vec<_>>().join("-")
+        let words = self.gpu.split(|c: char| !c.is_ascii_alphanumeric());
+        let words: Vec<_> = words.filter(|word| !word.is_empty()).collect();
+        words.join("-").to_ascii_lowercase()
     }
 }
 
-/// The folder `benches` with suites and rivals: `BLOCKFLASH_BENCHES`, else beside or above the
+/// The folder `benches` with suites and competitors: `BLOCKFLASH_BENCHES`, else beside or above the
 /// working directory, else beside or above the program.
 ///
 /// # Errors
@@ -58,13 +54,15 @@ impl Machine {
 pub fn benches() -> Result<PathBuf> {
     let valid = |folder: &PathBuf| folder.join("suites").is_dir();
     let from = std::env::current_dir().unwrap_or_default();
-    if let Some(folder) = std::env::var_os("BLOCKFLASH_BENCHES").map(PathBuf::from) {
-        return Some(folder).filter(valid).ok_or(Error::NoBenches { from });
-    }
     let program = std::env::current_exe().unwrap_or_default();
-    let mut above =
-        from.ancestors().chain(program.ancestors().skip(1)).map(|place| place.join("benches"));
-    above.find(valid).ok_or(Error::NoBenches { from: from.clone() })
+    let found = match std::env::var_os("BLOCKFLASH_BENCHES") {
+        Some(folder) => Some(PathBuf::from(folder)).filter(valid),
+        None => {
+            let above = from.ancestors().chain(program.ancestors().skip(1));
+            above.map(|place| place.join("benches")).find(valid)
+        }
+    };
+    found.ok_or(Error::NoBenches { from })
 }
 
 /// The commit: `BLOCKFLASH_COMMIT`, else a file `commit` beside the program or beside `benches`,
@@ -77,40 +75,32 @@ fn commit(benches: &Path) -> String {
         files.find_map(|path| std::fs::read_to_string(path).ok())
     };
     let git = |arguments: &[&str]| {
-        let output = Command::new("git")
-            .arg("-C")
-            .arg(benches)
-            .args(arguments)
-            .stdin(Stdio::null())
-            .output()
-            .ok()?;
-        output.status.success().then(|| String::from_utf8_lossy(&output.stdout).trim().to_owned())
+        let mut git = Command::new("git");
+        git.arg("-C").arg(benches).args(arguments).stderr(Stdio::null());
+        output(git)
     };
     let of_git = || {
         let commit = git(&["rev-parse", "--short=12", "HEAD"])?;
         // Records that this run appends must not mark the build as dirty.
-        let changed = git(&[
-            "status",
-            "--porcelain",
-            "--untracked-files=no",
-            "--",
-            ":/",
-            ":(top,exclude)benches/results",
-            ":(top,exclude)benches/tuned",
-        ])?;
+        let but = [":/", ":(top,exclude)benches/results", ":(top,exclude)benches/tuned"];
+        let status = ["status", "--porcelain", "--untracked-files=no", "--"];
+        let changed = git(&[&status[..], &but[..]].concat())?;
         Some(if changed.is_empty() { commit } else { format!("{commit}-dirty") })
     };
-    let found =
-        std::env::var("BLOCKFLASH_COMMIT").ok().or_else(file).map(|text| text.trim().to_owned());
-    found.filter(|text| !text.is_empty()).or_else(of_git).unwrap_or_else(|| "unknown".to_owned())
+    let found = std::env::var("BLOCKFLASH_COMMIT").ok().or_else(file);
+    let found = found.map(|text| text.trim().to_owned()).filter(|text| !text.is_empty());
+    found.or_else(of_git).unwrap_or_else(|| "unknown".to_owned())
+}
+
+/// What a program prints, if it succeeds.
+fn output(mut command: Command) -> Option<String> {
+    let output = command.stdin(Stdio::null()).output().ok()?;
+    output.status.success().then(|| String::from_utf8_lossy(&output.stdout).trim().to_owned())
 }
 
 fn processor() -> String {
     let info = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
-    let name = info
-        .lines()
-        .find(|line| line.starts_with("model name"))
-        .and_then(|line| line.split_once(':'));
+    let name = info.lines().find_map(|line| line.strip_prefix("model name")?.split_once(':'));
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
     format!("{}, {threads} threads", name.map_or(std::env::consts::ARCH, |(_, name)| name.trim()))
 }
@@ -125,15 +115,13 @@ fn smi_index(ordinal: usize, visible: Option<&str>) -> String {
 /// Queries comma-separated properties from nvidia-smi; `None` if it is missing or does not know one
 /// of them.
 pub(crate) fn smi(index: &str, properties: &str) -> Option<String> {
-    let output = smi_command(index, properties).output().ok()?;
-    output.status.success().then(|| String::from_utf8_lossy(&output.stdout).trim().to_owned())
+    output(smi_command(index, properties))
 }
 
 pub(crate) fn smi_command(index: &str, properties: &str) -> Command {
     let mut command = Command::new("nvidia-smi");
-    command
-        .args(["-i", index, "--format=csv,noheader,nounits"])
-        .arg(format!("--query-gpu={properties}"));
+    command.args(["-i", index, "--format=csv,noheader,nounits"]);
+    command.arg(format!("--query-gpu={properties}"));
     command.stdin(Stdio::null()).stderr(Stdio::null());
     command
 }
@@ -151,18 +139,13 @@ mod tests {
 
     #[test]
     fn folders_are_named_after_the_gpu() {
-        let machine = |gpu: &str, smi_index| Machine {
-            gpu: gpu.into(),
-            driver: None,
-            commit: String::new(),
-            smi_index,
+        let slug = |gpu: &str, smi_index: Option<&str>| {
+            let smi_index = smi_index.map(str::to_owned);
+            Machine { gpu: gpu.into(), driver: None, commit: String::new(), smi_index }.slug()
         };
-        assert_eq!(machine("NVIDIA H200", Some("0".into())).slug(), "nvidia-h200");
-        assert_eq!(
-            machine("NVIDIA GeForce RTX 4090 (x)", Some("0".into())).slug(),
-            "nvidia-geforce-rtx-4090-x"
-        );
-        assert_eq!(machine("cpu: some", None).slug(), "cpu");
+        assert_eq!(slug("NVIDIA H200", Some("0")), "nvidia-h200");
+        assert_eq!(slug("NVIDIA GeForce RTX 4090 (x)", Some("0")), "nvidia-geforce-rtx-4090-x");
+        assert_eq!(slug("cpu: some", None), "cpu");
     }
 
     #[test]

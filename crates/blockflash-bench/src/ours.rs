@@ -70,20 +70,21 @@ impl Ours {
             operands.rotate(stream)?;
         }
         let mut kernels = Vec::new();
-        for Candidate { kernel, forced } in candidates(&mut *operands, stream, which)? {
-            let tuning = match (which, kernel) {
-                (Kernels::All, Some(kernel)) => measured(&mut *operands, kernel, stream)?,
-                _ => None,
-            };
-            let load_us = match kernel {
-                Some(kernel) if !operands.is_loaded() => host::load(kernel, stream)?,
-                _ => None,
+        for kernel in candidates(&mut *operands, stream, which)? {
+            let (tuning, load_us) = match kernel {
+                Some(kernel) => {
+                    let all = *which == Kernels::All;
+                    let tuning = if all { measured(&mut *operands, kernel, stream)? } else { None };
+                    let loaded = operands.is_loaded();
+                    (tuning, if loaded { None } else { host::load(kernel, stream)? })
+                }
+                None => (None, None),
             };
             let symbol = kernel.map(Kernel::symbol);
-            let kernel = kernel.filter(|_| forced);
+            let kernel = kernel.filter(|_| *which != Kernels::Selected);
             let (verified, rel_err) = operands.verify(kernel, stream, seed)?;
             let repeat = Repeat::new(stream, cache, |stream| Ok(operands.launch(kernel, stream)?))?;
-            let host = match forced || stream.device().is_cpu() {
+            let host = match kernel.is_some() || stream.device().is_cpu() {
                 true => HostCost::default(),
                 false => host::cost(&mut *operands, stream, repeat.launch_us())?,
             };
@@ -99,9 +100,8 @@ impl Ours {
             });
         }
         if kernels.is_empty() {
-            return Err(Error::Option(
-                "none of the wanted kernels computes this case on this GPU".to_owned(),
-            ));
+            let none = "none of the wanted kernels computes this case on this GPU";
+            return Err(Error::Option(none.to_owned()));
         }
         Ok(Self { stream: stream.clone(), operands, kernels })
     }
@@ -118,21 +118,20 @@ impl Ours {
         launches: usize,
     ) -> Result<Option<&'static Kernel>> {
         let mut operands = operands(case, stream, seed)?;
-        let candidates = candidates(&mut *operands, stream, which)?;
-        let [Candidate { kernel, forced }] = candidates[..] else {
-            let symbols: Vec<_> = candidates
-                .iter()
-                .filter_map(|candidate| candidate.kernel)
-                .map(Kernel::symbol)
-                .collect();
-            return Err(Error::Option(match symbols.is_empty() {
-                true => "no kernel that --kernel names computes this case on this GPU".to_owned(),
-                false => format!("--kernel matches several kernels: {}", symbols.join(", ")),
-            }));
+        let kernel = match candidates(&mut *operands, stream, which)?[..] {
+            [kernel] => kernel,
+            [] => {
+                let none = "no kernel that --kernel names computes this case on this GPU";
+                return Err(Error::Option(none.to_owned()));
+            }
+            ref several => {
+                let symbols: Vec<_> = several.iter().flatten().map(|one| one.symbol()).collect();
+                let several = format!("--kernel matches several kernels: {}", symbols.join(", "));
+                return Err(Error::Option(several));
+            }
         };
-        for _ in 0..launches {
-            operands.launch(kernel.filter(|_| forced), stream)?;
-        }
+        let forced = kernel.filter(|_| *which != Kernels::Selected);
+        (0..launches).try_for_each(|_| operands.launch(forced, stream))?;
         stream.synchronize()?;
         Ok(kernel)
     }
@@ -164,19 +163,6 @@ fn operands(case: &Case, stream: &Stream, seed: u64) -> Result<Box<dyn Operands>
     Ok(case.shape().operands(stream, seed)?)
 }
 
-/// A kernel to measure.
-struct Candidate {
-    /// `None` on the CPU.
-    kernel: Option<&'static Kernel>,
-    /// Whether the kernel was forced by name; otherwise it is the library's choice.
-    forced: bool,
-}
-
-/// Whether a text is the whole symbol of a kernel.
-fn is_symbol(text: &str) -> bool {
-    manifest::kernels().iter().any(|kernel| kernel.symbol() == text)
-}
-
 /// What selection reads of a measurement of this kernel.
 fn measured(
     operands: &mut dyn Operands,
@@ -192,28 +178,25 @@ fn measured(
     Ok(Some(Measured { image, multiprocessors, selected, problem }))
 }
 
-/// The wanted kernels that accept these operands: a name also matches kernels for other sizes and
-/// types.
+/// The wanted kernels that accept these operands, `None` on the CPU: a name also matches kernels
+/// for other sizes and types.
 fn candidates(
     operands: &mut dyn Operands,
     stream: &Stream,
     which: &Kernels,
-) -> Result<Vec<Candidate>> {
-    let Some(gpu) = stream.device().cuda_properties() else {
-        return match which {
-            Kernels::Selected => Ok(vec![Candidate { kernel: None, forced: false }]),
-            Kernels::Named(_) | Kernels::All => {
-                Err(Error::Option("kernels run on GPUs, but the CPU is used".to_owned()))
-            }
-        };
+) -> Result<Vec<Option<&'static Kernel>>> {
+    let gpu = match (stream.device().cuda_properties(), which) {
+        (None, Kernels::Selected) => return Ok(vec![None]),
+        (None, _) => {
+            return Err(Error::Option("kernels run on GPUs, but the CPU is used".to_owned()));
+        }
+        (Some(gpu), Kernels::Selected) => return Ok(vec![Some(operands.select(gpu)?)]),
+        (Some(gpu), _) => gpu,
     };
-    if *which == Kernels::Selected {
-        return Ok(vec![Candidate { kernel: Some(operands.select(gpu)?), forced: false }]);
-    }
+    let all = manifest::kernels();
+    let is_symbol = |text: &str| all.iter().any(|kernel| kernel.symbol() == text);
     let mut found: Vec<&'static Kernel> = Vec::new();
-    for kernel in
-        manifest::kernels().iter().filter(|kernel| kernel.target.runs_on(gpu.compute_capability))
-    {
+    for kernel in all.iter().filter(|kernel| kernel.target.runs_on(gpu.compute_capability)) {
         let symbol = kernel.symbol();
         let wanted = match which {
             // A text that equals a whole symbol does not mean longer symbols.
@@ -224,14 +207,12 @@ fn candidates(
             _ => kernel.attention_tile().is_none_or(|tile| tile.lse.suits(false)),
         };
         // A kernel may exist for several targets: the first is preferred.
-        if wanted
-            && !found.iter().any(|other| other.symbol() == symbol)
-            && operands.accepts(kernel, gpu)?
-        {
+        let known = found.iter().any(|other| other.symbol() == symbol);
+        if wanted && !known && operands.accepts(kernel, gpu)? {
             found.push(kernel);
         }
     }
-    Ok(found.into_iter().map(|kernel| Candidate { kernel: Some(kernel), forced: true }).collect())
+    Ok(found.into_iter().map(Some).collect())
 }
 
 #[cfg(test)]
@@ -239,27 +220,19 @@ mod tests {
     use super::*;
     use blockflash_ops::Device;
 
-    fn ours(case: &Case) -> crate::Result<Ours> {
-        Ours::new(case, &Device::cpu().stream().unwrap(), Cache::Warm, 5, &Kernels::Selected)
+    fn ours(id: &str, cache: Cache, kernels: &Kernels) -> Result<Ours> {
+        let case: Case = id.parse().unwrap();
+        assert_eq!(case.to_string(), id);
+        Ours::new(&case, &Device::cpu().stream().unwrap(), cache, 5, kernels)
     }
 
-    /// The case is verified on the CPU, with an error of at most this much, and timed.
-    fn is_verified_and_timed(case: &Case, most: f64) {
-        let mut ours = ours(case).unwrap();
-        let kernel = &ours.kernels[0];
-        assert!(kernel.verified && kernel.rel_err < most, "{case} {}", kernel.rel_err);
-        assert!(ours.window(0, 1.0).unwrap().us > 0.0, "{case}");
-        // Sums in half precision are never exact; choices can be.
-        assert!(most < 1e-2 || ours.kernels[0].rel_err > 0.0, "{case}");
+    fn refused(id: &str, cache: Cache, kernels: &Kernels) -> String {
+        ours(id, cache, kernels).unwrap_err().to_string()
     }
 
-    fn refuses_odd_blocks(id: &str) {
-        let refused = ours(&id.parse().unwrap()).unwrap_err();
-        assert!(refused.to_string().contains("multiple of 64"), "{refused}");
-    }
-
+    /// Sums in half precision are never exact, choices can be.
     #[test]
-    fn attention_is_verified_and_timed_on_the_cpu() {
+    fn cases_are_verified_and_timed_on_the_cpu() {
         for id in [
             "b1_q33_kv65_h4kv2_d16_causal_bf16",
             "varlen33+1+64x2_h4kv2_d16_causal_bf16",
@@ -267,92 +240,51 @@ mod tests {
             "b2_q128_kv192_h4kv2_d16_q64kv64_d0.5_uniform_full_bf16",
             "b1_s256_h4kv2m2_d16_q64kv64_d0.5_uniform_causal_f16",
             "b1_s256_h2m1_d16_q128kv64_d0.4_power_law_full_bf16",
-        ] {
-            is_verified_and_timed(&id.parse().unwrap(), 1e-2);
-        }
-        refuses_odd_blocks("b1_s96_h2_d16_q32kv32_d0.5_uniform_full_bf16");
-    }
-
-    #[test]
-    fn masks_are_verified_and_timed_on_the_cpu() {
-        for id in [
-            "mask_s1000_h2_b64_scores_d16_bf16",
-            "mask_s1000_h2_b64_top3",
-            "mask_s300_h1_b128_top9",
-        ] {
-            is_verified_and_timed(&id.parse().unwrap(), 1e-5);
-        }
-        refuses_odd_blocks("mask_s1000_h2_b100_top3");
-    }
-
-    #[test]
-    fn products_are_verified_and_timed_on_the_cpu() {
-        for layouts in ["row_row", "row_column", "column_row", "column_column"] {
-            let id = format!("sddmm_m100_n90_k70_b32_d0.5_uniform_{layouts}_bf16");
-            is_verified_and_timed(&id.parse().unwrap(), 1e-2);
-        }
-        is_verified_and_timed(&"m64_n24_k96_b16_d0.4_uniform_f16".parse().unwrap(), 1e-2);
-    }
-
-    #[test]
-    fn kernels_are_refused_on_the_cpu() {
-        let stream = Device::cpu().stream().unwrap();
-        for id in ["b1_q33_kv65_h4kv2_d16_causal_bf16", "m64_n24_k96_b16_d0.4_uniform_f16"] {
-            for kernels in [Kernels::Named(vec!["sm80".to_owned()]), Kernels::All] {
-                let refused = Ours::new(&id.parse().unwrap(), &stream, Cache::Warm, 5, &kernels);
-                assert!(refused.unwrap_err().to_string().contains("the CPU is used"));
-            }
-        }
-    }
-
-    #[test]
-    fn caches_are_verified_and_timed_on_the_cpu() {
-        let stream = Device::cpu().stream().unwrap();
-        for id in [
+            "sddmm_m100_n90_k70_b32_d0.5_uniform_row_row_bf16",
+            "sddmm_m100_n90_k70_b32_d0.5_uniform_row_column_bf16",
+            "sddmm_m100_n90_k70_b32_d0.5_uniform_column_row_bf16",
+            "sddmm_m100_n90_k70_b32_d0.5_uniform_column_column_bf16",
+            "m64_n24_k96_b16_d0.4_uniform_f16",
             "decode_b2_q1_kv96_h4kv2_d16_contiguous_full_bf16",
             "decode_b5_q3_kv96_h4_d16_contiguous_power_f16",
             "decode_b3_q4_kv96_h4kv1_d16_page16_equal_bf16",
             "decode_b9_q2_kv96_h4kv2_d16_page32_power_bf16",
             "decode_b2_q2_kv160_h4kv2_d16_page16top4_equal_bf16",
             "decode_b2_q1_kv160_h4kv2_d16_page16top10_full_bf16",
+            "bwd_b2_q33_kv65_h4kv2_d16_causal_bf16",
+            "bwd_b1_s64_h12_d8_full_f16",
+            "bwd_varlen33+1+64x2_h4kv2_d16_causal_bf16",
+            "bwd_b2_q128_kv192_h4kv2_d16_q64kv64_d0.5_uniform_full_bf16",
+            "bwd_b1_s256_h4kv2m2_d16_q64kv64_d0.5_uniform_causal_f16",
+            "mask_s1000_h2_b64_scores_d16_bf16",
+            "mask_s1000_h2_b64_top3",
+            "mask_s300_h1_b128_top9",
         ] {
-            let case: Case = id.parse().unwrap();
-            assert_eq!((case.op(), case.to_string().as_str()), ("attention_decode", id));
-            for cache in [Cache::Warm, Cache::Rotated] {
-                let mut ours = Ours::new(&case, &stream, cache, 5, &Kernels::Selected).unwrap();
-                let kernel = &ours.kernels[0];
-                let error = kernel.rel_err;
-                assert!(kernel.verified && error > 0.0 && error < 1e-2, "{id} {error}");
-                assert!(ours.window(0, 1.0).unwrap().us > 0.0);
+            let [chooses, decodes] = ["mask", "decode"].map(|op| id.starts_with(op));
+            let caches = [Cache::Warm, Cache::Rotated].into_iter().take(1 + usize::from(decodes));
+            for cache in caches {
+                let mut ours = ours(id, cache, &Kernels::Selected).unwrap();
+                let MeasuredKernel { verified, rel_err, .. } = ours.kernels[0];
+                assert!(verified && rel_err < if chooses { 1e-5 } else { 1e-2 }, "{id} {rel_err}");
+                assert!(chooses || rel_err > 0.0, "{id}");
+                assert!(ours.window(0, 1.0).unwrap().us > 0.0, "{id}");
             }
         }
     }
 
     #[test]
-    fn gradients_are_verified_and_timed_on_the_cpu() {
-        let stream = Device::cpu().stream().unwrap();
-        for (id, op) in [
-            ("bwd_b2_q33_kv65_h4kv2_d16_causal_bf16", "attention_bwd"),
-            ("bwd_b1_s64_h12_d8_full_f16", "attention_bwd"),
-            ("bwd_varlen33+1+64x2_h4kv2_d16_causal_bf16", "attention_bwd"),
-            ("bwd_b2_q128_kv192_h4kv2_d16_q64kv64_d0.5_uniform_full_bf16", "block_sparse_bwd"),
-            ("bwd_b1_s256_h4kv2m2_d16_q64kv64_d0.5_uniform_causal_f16", "block_sparse_bwd"),
-        ] {
-            let case: Case = id.parse().unwrap();
-            assert_eq!(case.op(), op, "{id}");
-            let mut ours = Ours::new(&case, &stream, Cache::Warm, 5, &Kernels::Selected).unwrap();
-            let kernel = &ours.kernels[0];
-            let error = kernel.rel_err;
-            assert!(kernel.verified && error > 0.0 && error < 1e-2, "{id} {error}");
-            assert!(ours.window(0, 1.0).unwrap().us > 0.0);
+    fn what_the_cpu_cannot_do_is_refused() {
+        let attention = "b1_q33_kv65_h4kv2_d16_causal_bf16";
+        for id in ["b1_s96_h2_d16_q32kv32_d0.5_uniform_full_bf16", "mask_s1000_h2_b100_top3"] {
+            let refused = refused(id, Cache::Warm, &Kernels::Selected);
+            assert!(refused.contains("multiple of 64"), "{refused}");
         }
-    }
-
-    #[test]
-    fn only_caches_rotate() {
-        let stream = Device::cpu().stream().unwrap();
-        let case: Case = "b1_s8_h1_d8_full_bf16".parse().unwrap();
-        let error = Ours::new(&case, &stream, Cache::Rotated, 5, &Kernels::Selected).unwrap_err();
-        assert!(error.to_string().contains("copies"), "{error}");
+        for id in [attention, "m64_n24_k96_b16_d0.4_uniform_f16"] {
+            for kernels in [Kernels::Named(vec!["sm80".to_owned()]), Kernels::All] {
+                assert!(refused(id, Cache::Warm, &kernels).contains("the CPU is used"));
+            }
+        }
+        // Only caches of keys and values rotate.
+        assert!(refused(attention, Cache::Rotated, &Kernels::Selected).contains("copies"));
     }
 }

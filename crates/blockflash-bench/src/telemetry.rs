@@ -1,14 +1,37 @@
 //! Clock, power and temperature of the GPU while windows run, as nvidia-smi reports them.
 
 use crate::machine::{smi, smi_command};
+use crate::timing::median;
 use std::io::{BufRead, BufReader};
 use std::process::{Child, Stdio};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 /// Sampling period: about one sample per window of the default length. Each query costs the driver
 /// some time, so a shorter period would disturb the measurement.
 const PERIOD: Duration = Duration::from_millis(50);
+
+/// Readings with their times, which a thread writes.
+#[derive(Debug)]
+pub(crate) struct Readings<T>(Arc<Mutex<Vec<(Instant, T)>>>);
+
+impl<T> Readings<T> {
+    pub(crate) fn lock(&self) -> MutexGuard<'_, Vec<(Instant, T)>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl<T> Clone for Readings<T> {
+    fn clone(&self) -> Self {
+        Self(Arc::clone(&self.0))
+    }
+}
+
+impl<T> Default for Readings<T> {
+    fn default() -> Self {
+        Self(Arc::default())
+    }
+}
 
 /// One sample.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -25,11 +48,8 @@ impl Sample {
     /// Parses `1980, 650.12, 45`; a value that the GPU does not report is `[N/A]`.
     fn parse(line: &str) -> Option<Self> {
         let mut numbers = line.split(',').map(|field| field.trim().parse().ok());
-        Some(Self {
-            clock_mhz: numbers.next()?,
-            power_w: numbers.next()?,
-            temperature_c: numbers.next()?,
-        })
+        let (clock_mhz, power_w) = (numbers.next()?, numbers.next()?);
+        Some(Self { clock_mhz, power_w, temperature_c: numbers.next()? })
     }
 }
 
@@ -37,7 +57,7 @@ impl Sample {
 #[derive(Debug, Default)]
 pub struct Telemetry {
     child: Option<Child>,
-    samples: Arc<Mutex<Vec<(Instant, Sample)>>>,
+    samples: Readings<Sample>,
 }
 
 impl Telemetry {
@@ -46,26 +66,19 @@ impl Telemetry {
         let Some(index) = smi_index else { return Self::default() };
         // `power.draw` is a mean over a second on recent GPUs, which would mix neighbouring
         // windows.
-        let power = match smi(index, "power.draw.instant") {
-            Some(_) => "power.draw.instant",
-            None => "power.draw",
-        };
+        let instant = "power.draw.instant";
+        let power = if smi(index, instant).is_some() { instant } else { "power.draw" };
         let mut command = smi_command(index, &format!("clocks.sm,{power},temperature.gpu"));
-        let started =
-            command.arg(format!("--loop-ms={}", PERIOD.as_millis())).stdout(Stdio::piped()).spawn();
-        let Ok(mut child) = started else { return Self::default() };
-        let samples = Arc::new(Mutex::new(Vec::new()));
+        command.arg(format!("--loop-ms={}", PERIOD.as_millis())).stdout(Stdio::piped());
+        let Ok(mut child) = command.spawn() else { return Self::default() };
+        let samples = Readings::default();
         if let Some(stdout) = child.stdout.take() {
-            let samples = Arc::clone(&samples);
+            let samples = samples.clone();
             std::thread::spawn(move || {
-                for line in BufReader::new(stdout).lines().map_while(Result::ok) {
-                    if let Some(sample) = Sample::parse(&line) {
-                        samples
-                            .lock()
-                            .unwrap_or_else(PoisonError::into_inner)
-                            .push((Instant::now(), sample));
-                    }
-                }
+                let lines = BufReader::new(stdout).lines().map_while(Result::ok);
+                lines
+                    .filter_map(|line| Sample::parse(&line))
+                    .for_each(|sample| samples.lock().push((Instant::now(), sample)));
             });
         }
         Self { child: Some(child), samples }
@@ -73,24 +86,22 @@ impl Telemetry {
 
     /// Median clock, median power and highest temperature of the samples inside the windows.
     pub fn during(&self, windows: &[(Instant, Instant)]) -> Sample {
-        let samples = self.samples.lock().unwrap_or_else(PoisonError::into_inner);
-        let inside = |at: &Instant| windows.iter().any(|(begin, end)| begin <= at && at <= end);
-        let inside: Vec<_> =
-            samples.iter().filter(|(at, _)| inside(at)).map(|&(_, sample)| sample).collect();
+        let mut samples = self.samples.lock().clone();
+        samples.retain(|(at, _)| windows.iter().any(|(begin, end)| (begin..=end).contains(&at)));
         let median = |field: fn(&Sample) -> Option<f64>| {
-            let mut values: Vec<_> = inside.iter().filter_map(field).collect();
-            crate::timing::median(&mut values)
+            median(&mut samples.iter().filter_map(|(_, sample)| field(sample)).collect::<Vec<_>>())
         };
+        let temperatures = samples.iter().filter_map(|(_, sample)| sample.temperature_c);
         Sample {
             clock_mhz: median(|sample| sample.clock_mhz),
             power_w: median(|sample| sample.power_w),
-            temperature_c: inside.iter().filter_map(|sample| sample.temperature_c).reduce(f64::max),
+            temperature_c: temperatures.reduce(f64::max),
         }
     }
 
     /// Drops all samples.
     pub fn forget(&self) {
-        self.samples.lock().unwrap_or_else(PoisonError::into_inner).clear();
+        self.samples.lock().clear();
     }
 }
 
@@ -119,12 +130,11 @@ mod tests {
 
     #[test]
     fn only_samples_within_windows_count() {
-        let telemetry = Telemetry::default();
-        let start = Instant::now();
+        let (telemetry, start) = (Telemetry::default(), Instant::now());
         let at = |ms| start + Duration::from_millis(ms);
         for (ms, clock) in [(0, 300.0), (10, 1900.0), (20, 1700.0), (30, 1800.0), (90, 200.0)] {
             let sample = Sample { clock_mhz: Some(clock), ..Sample::default() };
-            telemetry.samples.lock().unwrap().push((at(ms), sample));
+            telemetry.samples.lock().push((at(ms), sample));
         }
         assert_eq!(telemetry.during(&[(at(5), at(15)), (at(18), at(35))]).clock_mhz, Some(1800.0));
         assert_eq!(telemetry.during(&[]), Sample::default());

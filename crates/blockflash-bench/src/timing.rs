@@ -7,16 +7,15 @@ use blockflash_safe::{Event, Graph};
 use serde::{Deserialize, Serialize};
 use std::time::Instant;
 
-/// A graph holds launches for about this long: enough that starting it does not count. Rivals are
-/// captured by the same rule.
+/// A graph holds launches for about this long: enough that starting it does not count. Competitors
+/// are captured by the same rule.
 pub const GRAPH_US: f64 = 3000.0;
-/// Most launches in one graph.
+/// Maximum number of launches in one graph.
 pub const MAX_LAUNCHES: usize = 512;
+/// Maximum number of replays of one window.
+const MAX_REPLAYS: f64 = 5000.0;
 
-/// Most replays of one window.
-const MAX_REPLAYS: usize = 5000;
-
-/// What lies in the L2 cache when a launch begins.
+/// Content of the L2 cache when a launch begins.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Cache {
@@ -25,7 +24,7 @@ pub enum Cache {
     Warm,
     /// Other data: a buffer of [`flush_bytes`] is overwritten before each launch.
     Cold,
-    /// Other data: launches follow each other and take copies of what they read in turn, of
+    /// Other data: launches follow each other and read one of several copies, round robin, of
     /// [`rotation_bytes`](crate::case::rotation_bytes) together.
     Rotated,
 }
@@ -41,7 +40,7 @@ impl Cache {
     }
 }
 
-/// How much is overwritten to make an L2 cache cold: twice its size. Rivals do the same.
+/// How much is overwritten to make an L2 cache cold: twice its size. Competitors do the same.
 pub fn flush_bytes(stream: &Stream) -> usize {
     let l2_bytes = stream.device().cuda_properties().map_or(0, |gpu| gpu.l2_bytes);
     usize::try_from(2 * l2_bytes).unwrap_or(0).next_multiple_of(4)
@@ -56,7 +55,7 @@ pub struct Window {
     pub us_min: f64,
     /// Greatest.
     pub us_max: f64,
-    /// How many replays were timed.
+    /// Number of timed replays.
     pub replays: usize,
     /// Launches in one replay.
     pub launches: usize,
@@ -70,8 +69,7 @@ impl Window {
         }
         times.iter_mut().for_each(|time| *time /= launches as f64);
         let us = median(&mut times).unwrap_or(f64::NAN);
-        let (us_min, us_max) =
-            (times.first().copied().unwrap_or(us), times.last().copied().unwrap_or(us));
+        let [us_min, us_max] = [times.first(), times.last()].map(|end| *end.unwrap_or(&us));
         Self { us, us_min, us_max, replays: times.len(), launches }
     }
 }
@@ -85,7 +83,7 @@ pub fn median(values: &mut [f64]) -> Option<f64> {
 }
 
 /// A launch that can be repeated: captured in a graph on a GPU.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct Repeat {
     graph: Option<Graph>,
     launches: usize,
@@ -101,23 +99,19 @@ impl Repeat {
     /// CPU run once.
     ///
     /// # Errors
-    /// Whatever the launch or the device reports; a cold cache is a matter of GPUs.
+    /// Whatever the launch or the device reports; [`Error::Option`] for a cold cache on a CPU.
     pub fn new(
         stream: &Stream,
         cache: Cache,
         mut launch: impl FnMut(&Stream) -> Result<()>,
     ) -> Result<Self> {
-        let mut repeat =
-            Self { graph: None, launches: 1, period_us: 0.0, events: Vec::new(), flush: None };
+        let mut repeat = Self { launches: 1, ..Self::default() };
         if stream.device().is_cpu() {
             if cache == Cache::Cold {
-                return Err(Error::Option(
-                    "a cold L2 cache can only be measured on a GPU".to_owned(),
-                ));
+                let refused = "a cold L2 cache can only be measured on a GPU";
+                return Err(Error::Option(refused.to_owned()));
             }
-            let start = Instant::now();
-            launch(stream)?;
-            repeat.period_us = start.elapsed().as_secs_f64() * 1e6;
+            repeat.period_us = timed(|| launch(stream))?;
             return Ok(repeat);
         }
         (0..3).try_for_each(|_| launch(stream))?;
@@ -130,9 +124,8 @@ impl Repeat {
         // A short graph first: timed outside a graph, a small kernel would count the host's part of
         // its launch.
         repeat.capture(stream, 8, &mut launch)?;
-        let estimate = repeat.period_us / 8.0;
-        let launches =
-            (GRAPH_US / estimate.max(1e-3)).round().clamp(1.0, MAX_LAUNCHES as f64) as usize;
+        let launches = GRAPH_US / repeat.launch_us().max(1e-3);
+        let launches = launches.round().clamp(1.0, MAX_LAUNCHES as f64) as usize;
         if launches != 8 {
             repeat.capture(stream, launches, &mut launch)?;
         }
@@ -175,19 +168,11 @@ impl Repeat {
         ms: f64,
         mut launch: impl FnMut(&Stream) -> Result<()>,
     ) -> Result<Window> {
-        let count = (1.0 + (ms * 1e3 / self.period_us.max(1e-3)).round())
-            .clamp(2.0, MAX_REPLAYS as f64) as usize;
+        let count = 1.0 + (ms * 1e3 / self.period_us.max(1e-3)).round();
+        let count = count.clamp(2.0, MAX_REPLAYS) as usize;
         let times = match self.graph {
             Some(_) => self.replays(stream, count)?,
-            None => {
-                let mut times = Vec::new();
-                for _ in 0..count {
-                    let start = Instant::now();
-                    launch(stream)?;
-                    times.push(start.elapsed().as_secs_f64() * 1e6);
-                }
-                times
-            }
+            None => (0..count).map(|_| timed(|| launch(stream))).collect::<Result<_>>()?,
         };
         let window = Window::new(times, self.launches);
         if self.flush.is_none() {
@@ -200,8 +185,8 @@ impl Repeat {
     fn replays(&mut self, stream: &Stream, count: usize) -> Result<Vec<f64>> {
         let Some(graph) = &self.graph else { return Ok(Vec::new()) };
         while self.events.len() < count {
-            self.events
-                .push([Event::new(stream.device(), true)?, Event::new(stream.device(), true)?]);
+            let event = || Event::new(stream.device(), true);
+            self.events.push([event()?, event()?]);
         }
         let start = Instant::now();
         for [begin, end] in &self.events[..count] {
@@ -220,20 +205,22 @@ impl Repeat {
     }
 }
 
+/// Microseconds of some work on the CPU.
+fn timed(work: impl FnOnce() -> Result<()>) -> Result<f64> {
+    let start = Instant::now();
+    work().map(|()| start.elapsed().as_secs_f64() * 1e6)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
     use blockflash_ops::Device;
 
     #[test]
-    fn medians() {
+    fn medians_and_windows_without_their_first_replay() {
         assert_eq!(median(&mut []), None);
         assert_eq!(median(&mut [3.0, 1.0, 2.0]), Some(2.0));
         assert_eq!(median(&mut [4.0, 1.0, 2.0, 3.0]), Some(2.5));
-    }
-
-    #[test]
-    fn a_window_leaves_the_first_replay_out() {
         let window = Window::new(vec![900.0, 20.0, 40.0, 30.0], 10);
         assert_eq!(window, Window { us: 3.0, us_min: 2.0, us_max: 4.0, replays: 3, launches: 10 });
         assert_eq!(Window::new(vec![5.0], 1).us, 5.0);

@@ -32,18 +32,18 @@ impl Verdict {
             let kernel = symbol.strip_prefix("blockflash_").unwrap_or(symbol).to_owned();
             Some(Timed { kernel, us: record.us.filter(|_| record.verified)? })
         };
-        let is_selected =
-            |record: &&Record| record.tuning.as_ref().is_some_and(|tuning| tuning.selected);
+        let selected =
+            records.iter().find(|record| record.tuning.as_ref().is_some_and(|t| t.selected));
         let all: Vec<Timed> = records.iter().filter_map(timed).collect();
         Some(Self {
             case: records.first()?.case.clone(),
             kernels: all.len(),
-            selected: records.iter().find(is_selected).and_then(timed),
+            selected: selected.and_then(timed),
             fastest: all.into_iter().min_by(|a, b| a.us.total_cmp(&b.us))?,
         })
     }
 
-    /// How many times as long as the fastest kernel the selected one takes.
+    /// Time of the selected kernel over that of the fastest one.
     pub fn loss(&self) -> Option<f64> {
         Some(self.selected.as_ref()?.us / self.fastest.us)
     }
@@ -59,61 +59,44 @@ pub fn mean_loss(verdicts: &[Verdict]) -> Option<f64> {
 mod tests {
     use super::*;
     use blockflash_ops::bsr_matmul::BsrProblem;
-    use blockflash_ops::tuning::{Likeness, Measured};
+    use blockflash_ops::tuning::{Likeness, Measured, Tuning};
     use blockflash_sys::DType;
 
     fn record(symbol: &str, us: Option<f64>, selected: bool) -> Record {
         let problem = Likeness::of_bsr_matmul(&BsrProblem::new(DType::F16, [64; 3], 16, 4));
         let image = format!("{symbol}.sm_89.cubin");
         let tuning = Some(Measured { image, multiprocessors: 58, selected, problem });
-        Record {
-            case: "a".into(),
-            symbol: Some(symbol.into()),
-            us,
-            verified: us.is_some(),
-            tuning,
-            ..Record::default()
-        }
+        let (symbol, verified) = (Some(symbol.to_owned()), us.is_some());
+        let (case, gpu) = ("a".to_owned(), "NVIDIA L4".to_owned());
+        Record { case, gpu, symbol, us, verified, tuning, ..Record::default() }
     }
 
     #[test]
-    fn the_selected_kernel_is_held_against_the_fastest() {
-        let records = [
-            record("blockflash_wide", Some(30.0), true),
-            record("blockflash_narrow", Some(20.0), false),
-            record("blockflash_wrong", None, false),
-        ];
-        let verdict = Verdict::of(&records).unwrap();
+    fn the_selected_kernel_is_compared_with_the_fastest() {
+        let wide = record("blockflash_wide", Some(30.0), true);
+        let narrow = record("blockflash_narrow", Some(20.0), false);
+        let wrong = record("blockflash_wrong", None, true);
+        let verdict =
+            Verdict::of(&[wide.clone(), narrow.clone(), record("x", None, false)]).unwrap();
         assert_eq!((verdict.case.as_str(), verdict.kernels), ("a", 2));
         assert_eq!(verdict.fastest, Timed { kernel: "narrow".into(), us: 20.0 });
         assert_eq!(verdict.loss(), Some(1.5));
-        let best = Verdict::of(&records[..1]).unwrap();
+        let best = Verdict::of(&[wide]).unwrap();
         assert_eq!(best.loss(), Some(1.0));
-        let mean = mean_loss(&[verdict, best]).unwrap();
-        assert!((mean - 1.5f64.sqrt()).abs() < 1e-12);
-    }
-
-    #[test]
-    fn failures_have_no_verdict() {
-        assert_eq!(Verdict::of(&[]), None);
-        assert_eq!(Verdict::of(&[record("blockflash_a", None, true)]), None);
-        let of_selected = [record("blockflash_a", None, true), record("b", Some(1.0), false)];
-        let verdict = Verdict::of(&of_selected).unwrap();
-        assert_eq!((verdict.loss(), mean_loss(&[verdict])), (None, None));
+        assert!((mean_loss(&[verdict, best]).unwrap() - 1.5f64.sqrt()).abs() < 1e-12);
+        assert_eq!((Verdict::of(&[]), Verdict::of(std::slice::from_ref(&wrong))), (None, None));
+        let failed = Verdict::of(&[wrong, narrow]).unwrap();
+        assert_eq!((failed.loss(), mean_loss(&[failed])), (None, None));
     }
 
     /// What is written is what selection reads.
     #[test]
     fn records_are_read_by_selection() {
         let records = [record("blockflash_x", Some(2.0), true), record("y", None, false)];
-        let lines: Vec<String> = records
-            .iter()
-            .map(|record| Record { gpu: "NVIDIA L4".into(), ..record.clone() })
-            .map(|record| serde_json::to_string(&record).unwrap())
-            .collect();
+        let lines = records.map(|record| serde_json::to_string(&record).unwrap());
         let file = tempfile::NamedTempFile::new().unwrap();
         std::fs::write(file.path(), lines.join("\n")).unwrap();
-        let tuning = blockflash_ops::tuning::Tuning::read(file.path()).unwrap();
+        let tuning = Tuning::read(file.path()).unwrap();
         assert_eq!((tuning.unknown_kernels(), tuning.failed()), (1, 1));
     }
 }

@@ -1,7 +1,7 @@
 //! Ceilings: the best rates of the units of this GPU, measured in the same run as the cases that
 //! are compared with them.
 
-mod oracle;
+mod expected;
 mod probes;
 
 pub use probes::{Ceiling, Probed, verify};
@@ -14,7 +14,7 @@ use blockflash_ops::{DType, Stream};
 /// Measured rates, in units per second.
 #[derive(Clone, Debug, Default)]
 pub struct Ceilings {
-    rates: Vec<(Ceiling, f64)>,
+    rates: Vec<(&'static str, f64)>,
     l2_bytes: f64,
 }
 
@@ -44,32 +44,29 @@ impl Ceilings {
 
     /// Adds a measured rate in units per second.
     pub fn add(&mut self, ceiling: Ceiling, rate: f64) {
-        self.rates.push((ceiling, rate));
+        self.rates.push((ceiling.name, rate));
     }
 
     /// The unit that needs the most time for this work, or `None` if a rate is unknown. Device
     /// memory does not limit a warm launch whose operands fit into L2.
     pub fn limit(&self, work: &Work, dtype: DType, cache: Cache) -> Option<Limit> {
-        let best = |ceilings: &[Ceiling]| {
-            let rates = self.rates.iter().filter(|(ceiling, _)| ceilings.contains(ceiling));
+        let best = |names: [&str; 2]| {
+            let rates = self.rates.iter().filter(|(name, _)| names.contains(name));
             rates.map(|&(_, rate)| rate).reduce(f64::max)
         };
         let matmul = match dtype {
-            DType::F16 => best(&[Ceiling::MmaF16, Ceiling::WgmmaF16])?,
-            DType::BF16 => best(&[Ceiling::MmaBf16, Ceiling::WgmmaBf16])?,
+            DType::F16 => best(["mma_f16", "wgmma_f16"])?,
+            DType::BF16 => best(["mma_bf16", "wgmma_bf16"])?,
             // Work without multiplications is not limited by their rate.
             _ if work.flops == 0.0 => f64::INFINITY,
             _ => return None,
         };
-        let hbm = best(&[Ceiling::HbmRead, Ceiling::HbmCopy])?;
-        let l2 = best(&[Ceiling::L2Read, Ceiling::L2Bulk])?;
-        let from_memory =
-            if cache == Cache::Warm && work.bytes <= self.l2_bytes { 0.0 } else { work.bytes };
+        let fits = cache == Cache::Warm && work.bytes <= self.l2_bytes;
         let limits = [
             ("matmul", work.flops / matmul),
-            ("exp", work.exps / best(&[Ceiling::Exp2])?),
-            ("l2", work.l2_bytes / l2),
-            ("hbm", from_memory / hbm),
+            ("exp", work.exps / best(["exp2"; 2])?),
+            ("l2", work.l2_bytes / best(["l2_read", "l2_bulk"])?),
+            ("hbm", if fits { 0.0 } else { work.bytes } / best(["hbm_read", "hbm_copy"])?),
         ];
         let (name, seconds) = limits.into_iter().max_by(|a, b| a.1.total_cmp(&b.1))?;
         Some(Limit { name, us: seconds * 1e6 })
@@ -85,17 +82,9 @@ mod tests {
         let mut ceilings = Ceilings { rates: Vec::new(), l2_bytes: 50e6 };
         let work = Work { flops: 8e11, exps: 1e9, bytes: 4e8, l2_bytes: 1e9 };
         assert_eq!(ceilings.limit(&work, DType::BF16, Cache::Warm), None);
-        for (ceiling, rate) in [
-            (Ceiling::MmaBf16, 4e14),
-            (Ceiling::WgmmaBf16, 8e14),
-            (Ceiling::Exp2, 4e12),
-            (Ceiling::HbmRead, 4e12),
-            (Ceiling::HbmCopy, 3e12),
-            (Ceiling::L2Read, 5e12),
-            (Ceiling::L2Bulk, 9e12),
-        ] {
-            ceilings.add(ceiling, rate);
-        }
+        ceilings.rates = vec![("mma_bf16", 4e14), ("wgmma_bf16", 8e14), ("exp2", 4e12)];
+        ceilings.rates.extend([("hbm_read", 4e12), ("hbm_copy", 3e12)]);
+        ceilings.rates.extend([("l2_read", 5e12), ("l2_bulk", 9e12)]);
         let limit = |work: Work, cache| {
             let limit = ceilings.limit(&work, DType::BF16, cache).unwrap();
             (limit.name, limit.us.round())

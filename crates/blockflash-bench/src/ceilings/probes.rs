@@ -1,6 +1,6 @@
 //! The probes with their inputs: verified with a few iterations, then timed with many.
 
-use super::oracle::{EXP2_SUM, Element, Expected, mma, wgmma};
+use super::expected::{EXP2_SUM, Element, Expected, mma, wgmma};
 use crate::error::{Error, Result};
 use crate::random;
 use crate::timing::{Cache, Repeat, Window};
@@ -9,73 +9,38 @@ use blockflash_safe::PROBE_CHUNK_BYTES;
 use blockflash_sys::manifest::Variant;
 use blockflash_sys::{Probe, manifest};
 
-/// A measured limit. HBM stands for device memory of any kind.
+/// A measured limit. HBM stands for device memory of any kind, `l2_bulk` for bulk copies from L2
+/// into shared memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[allow(missing_docs)]
-pub enum Ceiling {
-    MmaF16,
-    MmaBf16,
-    MmaE4m3,
-    WgmmaF16,
-    WgmmaBf16,
-    WgmmaE4m3,
-    Exp2,
-    HbmRead,
-    HbmCopy,
-    L2Read,
-    /// Bulk copies from L2 into shared memory.
-    L2Bulk,
-}
-
-const ALL: [(Ceiling, Probe); 11] = [
-    (Ceiling::WgmmaF16, Probe::WgmmaF16),
-    (Ceiling::WgmmaBf16, Probe::WgmmaBf16),
-    (Ceiling::WgmmaE4m3, Probe::WgmmaE4m3),
-    (Ceiling::MmaF16, Probe::MmaF16),
-    (Ceiling::MmaBf16, Probe::MmaBf16),
-    (Ceiling::MmaE4m3, Probe::MmaE4m3),
-    (Ceiling::Exp2, Probe::Exp2),
-    (Ceiling::HbmRead, Probe::Read),
-    (Ceiling::HbmCopy, Probe::Copy),
-    (Ceiling::L2Read, Probe::Read),
-    (Ceiling::L2Bulk, Probe::Bulk),
-];
-
-impl Ceiling {
+pub struct Ceiling {
     /// Name in records.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Ceiling::MmaF16 => "mma_f16",
-            Ceiling::MmaBf16 => "mma_bf16",
-            Ceiling::MmaE4m3 => "mma_e4m3",
-            Ceiling::WgmmaF16 => "wgmma_f16",
-            Ceiling::WgmmaBf16 => "wgmma_bf16",
-            Ceiling::WgmmaE4m3 => "wgmma_e4m3",
-            Ceiling::Exp2 => "exp2",
-            Ceiling::HbmRead => "hbm_read",
-            Ceiling::HbmCopy => "hbm_copy",
-            Ceiling::L2Read => "l2_read",
-            Ceiling::L2Bulk => "l2_bulk",
-        }
-    }
-
-    /// Unit of the rate.
-    pub const fn unit(self) -> &'static str {
-        match self {
-            Ceiling::Exp2 => "exp/s",
-            Ceiling::HbmRead | Ceiling::HbmCopy | Ceiling::L2Read | Ceiling::L2Bulk => "B/s",
-            _ => "FLOP/s",
-        }
-    }
-
-    const fn is_of_memory(self) -> bool {
-        matches!(self, Ceiling::HbmRead | Ceiling::HbmCopy)
-    }
+    pub name: &'static str,
+    /// Unit of the rate: `FLOP/s`, `exp/s` or `B/s`.
+    pub unit: &'static str,
+    probe: Probe,
 }
+
+const fn ceiling(name: &'static str, unit: &'static str, probe: Probe) -> Ceiling {
+    Ceiling { name, unit, probe }
+}
+
+const ALL: [Ceiling; 11] = [
+    ceiling("wgmma_f16", "FLOP/s", Probe::WgmmaF16),
+    ceiling("wgmma_bf16", "FLOP/s", Probe::WgmmaBf16),
+    ceiling("wgmma_e4m3", "FLOP/s", Probe::WgmmaE4m3),
+    ceiling("mma_f16", "FLOP/s", Probe::MmaF16),
+    ceiling("mma_bf16", "FLOP/s", Probe::MmaBf16),
+    ceiling("mma_e4m3", "FLOP/s", Probe::MmaE4m3),
+    ceiling("exp2", "exp/s", Probe::Exp2),
+    ceiling("hbm_read", "B/s", Probe::Read),
+    ceiling("hbm_copy", "B/s", Probe::Copy),
+    ceiling("l2_read", "B/s", Probe::Read),
+    ceiling("l2_bulk", "B/s", Probe::Bulk),
+];
 
 /// Size in bytes of an input that exceeds every L2 cache.
 const MEMORY_BYTES: usize = 512 << 20;
-/// Iterations or passes after which the result is compared.
+/// Iterations or passes after which the result is compared: an odd number.
 const FEW: u32 = 3;
 /// Tolerance of a sum, relative to the sum of magnitudes. FP8 products on Hopper accumulate with 14
 /// bits.
@@ -98,6 +63,20 @@ pub struct Probed {
 }
 
 impl Probed {
+    fn new(
+        kernel: &'static Kernel,
+        ceiling: Ceiling,
+        gpu: &CudaProperties,
+        stream: &Stream,
+    ) -> Result<Self> {
+        let mut operands = Operands::new(kernel, ceiling, gpu, stream)?;
+        let verified = operands.verify(stream)?;
+        let launch = |stream: &Stream| operands.launch(stream, operands.iterations);
+        let repeat = Repeat::new(stream, Cache::Warm, launch)?;
+        let (work, symbol, stream) = (operands.work(), kernel.symbol(), stream.clone());
+        Ok(Self { ceiling, work, verified, symbol, stream, operands, repeat })
+    }
+
     /// Runs one window. Returns when the device is idle.
     ///
     /// # Errors
@@ -116,15 +95,13 @@ impl Probed {
 /// Prepares every ceiling whose probe runs on the GPU of the stream.
 pub(super) fn prepare(stream: &Stream) -> Result<Vec<Probed>> {
     let Some(gpu) = stream.device().cuda_properties() else { return Ok(Vec::new()) };
-    let kernel = |probe: Probe| {
-        let runs = |kernel: &&Kernel| kernel.target.runs_on(gpu.compute_capability);
-        manifest::kernels()
-            .iter()
-            .filter(runs)
-            .find(|kernel| kernel.variant == Variant::Probe(probe))
+    let of = |ceiling: Ceiling| {
+        let kernel = manifest::kernels().iter().find(|kernel| {
+            kernel.target.runs_on(gpu.compute_capability)
+                && kernel.variant == Variant::Probe(ceiling.probe)
+        });
+        Some(Probed::new(kernel?, ceiling, gpu, stream))
     };
-    let of =
-        |(ceiling, probe): (Ceiling, Probe)| Some(probed(kernel(probe)?, ceiling, gpu, stream));
     ALL.into_iter().filter_map(of).collect()
 }
 
@@ -137,31 +114,14 @@ pub fn verify(kernel: &'static Kernel, stream: &Stream) -> Result<usize> {
     let gpu = stream.device().cuda_properties().ok_or_else(|| wrong("runs on a GPU"))?;
     let Variant::Probe(probe) = kernel.variant else { return Err(wrong("is not a probe")) };
     let mut compared = 0;
-    for (ceiling, _) in ALL.into_iter().filter(|(_, other)| *other == probe) {
-        let mut operands = Operands::new(kernel, probe, ceiling, gpu, stream)?;
+    for ceiling in ALL.into_iter().filter(|ceiling| ceiling.probe == probe) {
+        let mut operands = Operands::new(kernel, ceiling, gpu, stream)?;
         if !operands.verify(stream)? {
             return Err(wrong("a result is wrong"));
         }
         compared += operands.output.shape().first().copied().unwrap_or(0);
     }
     Ok(compared)
-}
-
-fn probed(
-    kernel: &'static Kernel,
-    ceiling: Ceiling,
-    gpu: &CudaProperties,
-    stream: &Stream,
-) -> Result<Probed> {
-    let Variant::Probe(probe) = kernel.variant else {
-        return Err(Error::Option(format!("{} is not a probe", kernel.symbol())));
-    };
-    let mut operands = Operands::new(kernel, probe, ceiling, gpu, stream)?;
-    let verified = operands.verify(stream)?;
-    let repeat =
-        Repeat::new(stream, Cache::Warm, |stream| operands.launch(stream, operands.iterations))?;
-    let (work, symbol) = (operands.work(), kernel.symbol());
-    Ok(Probed { ceiling, work, verified, symbol, stream: stream.clone(), operands, repeat })
 }
 
 #[derive(Debug)]
@@ -179,13 +139,13 @@ struct Operands {
 impl Operands {
     fn new(
         kernel: &'static Kernel,
-        probe: Probe,
-        ceiling: Ceiling,
+        Ceiling { name, probe, .. }: Ceiling,
         gpu: &CudaProperties,
         stream: &Stream,
     ) -> Result<Self> {
+        let of_memory = name.starts_with("hbm");
         let bytes = match probe {
-            _ if ceiling.is_of_memory() => MEMORY_BYTES.min(gpu.memory_bytes as usize / 8),
+            _ if of_memory => MEMORY_BYTES.min(gpu.memory_bytes as usize / 8),
             // A quarter of L2, since a cache in two halves may hold data twice.
             Probe::Read | Probe::Bulk => gpu.l2_bytes as usize / 4,
             _ => 0,
@@ -199,26 +159,19 @@ impl Operands {
             }
         };
         let blocks = gpu.multiprocessors * probe.min_blocks();
-        let passes = |bytes_in_all: usize| bytes_in_all.div_ceil(bytes) as u32;
         let iterations = match probe {
             Probe::MmaF16 | Probe::MmaBf16 | Probe::MmaE4m3 => 1500,
             Probe::WgmmaF16 | Probe::WgmmaBf16 | Probe::WgmmaE4m3 => 500,
             Probe::Exp2 => 1000,
-            Probe::Read | Probe::Copy if ceiling.is_of_memory() => 1,
-            Probe::Read | Probe::Copy => passes(1 << 30),
+            Probe::Read | Probe::Copy if of_memory => 1,
+            Probe::Read | Probe::Copy => (1usize << 30).div_ceil(bytes) as u32,
             Probe::Bulk => ((1 << 30) / PROBE_CHUNK_BYTES as u32).div_ceil(blocks),
         };
         let threads = (blocks * kernel.threads()) as usize;
         let output = if probe == Probe::Copy { words.len() } else { threads };
-        Ok(Self {
-            kernel,
-            probe,
-            input: Tensor::from_slice(stream, &words, &[words.len()])?,
-            output: Tensor::empty(stream, DType::I32, &[output])?,
-            words,
-            blocks,
-            iterations,
-        })
+        let input = Tensor::from_slice(stream, &words, &[words.len()])?;
+        let output = Tensor::empty(stream, DType::I32, &[output])?;
+        Ok(Self { kernel, probe, words, input, output, blocks, iterations })
     }
 
     fn launch(&mut self, stream: &Stream, iterations: u32) -> Result<()> {
@@ -231,7 +184,7 @@ impl Operands {
         let bytes = 4.0 * self.words.len() as f64;
         let warps = f64::from(self.blocks * self.kernel.threads() / 32);
         let each = match self.probe {
-            // 16 products of 16 × 8 × 16 per iteration.
+            // 16 products of 16 × 8 × 16 per iteration, of twice the depth for 8-bit types.
             Probe::MmaF16 | Probe::MmaBf16 => warps * 16.0 * 4096.0,
             Probe::MmaE4m3 => warps * 16.0 * 8192.0,
             // A warpgroup multiplies 64 × 256 × 64, or twice the depth for 8-bit types.
@@ -250,44 +203,37 @@ impl Operands {
         let few = if self.probe == Probe::Exp2 { 100 } else { FEW };
         self.launch(stream, few)?;
         let found = self.output.to_vec::<i32>(stream)?;
-        let words = &self.words;
+        let (words, blocks) = (&self.words, self.blocks as usize);
         let folded = |words: &[i32]| words.iter().fold(0, |fold, word| fold ^ word);
-        let close = |expected: &[Expected]| {
-            found.iter().enumerate().all(|(thread, &bits)| {
-                let Expected { value, magnitude } = expected[thread % expected.len()];
-                let (few, found) = (f64::from(few), f64::from(f32::from_bits(bits as u32)));
-                (found - few * value).abs() <= TOLERANCE * few * magnitude
-            })
-        };
-        Ok(match (self.probe, Element::of(self.probe)) {
-            (Probe::MmaF16 | Probe::MmaBf16 | Probe::MmaE4m3, Some(element)) => {
-                close(&mma(words, element))
-            }
-            (_, Some(element)) => close(&wgmma(words, element)),
-            (Probe::Copy, _) => found == *words,
-            // The input is read three times: an odd number, so the exclusive or of all words
-            // remains.
-            (Probe::Read, _) => folded(&found) == folded(words),
-            (Probe::Bulk, _) => {
-                let chunk_words = PROBE_CHUNK_BYTES / 4;
-                let chunks = words.len() / chunk_words;
-                let blocks = self.blocks as usize;
+        let float = |bits: i32| f64::from(f32::from_bits(bits as u32));
+        Ok(match self.probe {
+            Probe::Copy => found == *words,
+            // The input is read an odd number of times, so the exclusive or of all words remains.
+            Probe::Read => folded(&found) == folded(words),
+            Probe::Bulk => {
+                let chunks: Vec<_> =
+                    words.chunks_exact(PROBE_CHUNK_BYTES / 4).map(folded).collect();
                 let expected = |block: usize| {
-                    let chunk = |i: usize| (block + i * blocks) % chunks * chunk_words;
-                    (0..few as usize)
-                        .fold(0, |fold, i| fold ^ folded(&words[chunk(i)..][..chunk_words]))
+                    let read =
+                        (0..few as usize).map(|i| chunks[(block + i * blocks) % chunks.len()]);
+                    read.fold(0, |fold, chunk| fold ^ chunk)
                 };
-                found
-                    .chunks(self.kernel.threads() as usize)
-                    .enumerate()
-                    .all(|(block, of_block)| folded(of_block) == expected(block))
+                let of_blocks = found.chunks(self.kernel.threads() as usize).enumerate();
+                of_blocks.into_iter().all(|(block, found)| folded(found) == expected(block))
             }
-            (Probe::Exp2, _) => {
-                let value = |bits: i32| f64::from(f32::from_bits(bits as u32));
-                found.iter().all(|&bits| (value(bits) - EXP2_SUM).abs() < 1e-4)
+            Probe::Exp2 => found.iter().all(|&bits| (float(bits) - EXP2_SUM).abs() < 1e-4),
+            matrix => {
+                let Some(element) = Element::of(matrix) else { return Ok(false) };
+                let expected = match matrix {
+                    Probe::MmaF16 | Probe::MmaBf16 | Probe::MmaE4m3 => mma(words, element),
+                    _ => wgmma(words, element),
+                };
+                let few = f64::from(few);
+                found.iter().zip(expected.iter().cycle()).all(|(&bits, expected)| {
+                    let Expected { value, magnitude } = expected;
+                    (float(bits) - few * value).abs() <= TOLERANCE * few * magnitude
+                })
             }
-            // Every other probe has an element type.
-            _ => false,
         })
     }
 }

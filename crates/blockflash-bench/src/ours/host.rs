@@ -5,7 +5,7 @@ use crate::error::Result;
 use crate::timing::median;
 use blockflash_ops::{Kernel, Stream};
 use blockflash_safe::driver_time;
-use std::collections::HashSet;
+use std::collections::BTreeSet;
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -35,8 +35,18 @@ pub(super) fn cost(
     launch_us: f64,
 ) -> Result<HostCost> {
     let calls = ((DEVICE_US / launch_us.max(1.0)) as usize).clamp(10, CALLS);
+    // Median in microseconds of what a call says about its time.
+    let times = |call: &mut dyn FnMut() -> Result<Duration>| {
+        stream.synchronize()?;
+        let mut times = Vec::with_capacity(calls);
+        for _ in 0..calls {
+            times.push(call()?.as_secs_f64() * 1e6);
+        }
+        stream.synchronize()?;
+        Ok::<_, crate::Error>(median(&mut times))
+    };
     let can_prepare = operands.prepare(stream)?;
-    let us = times(stream, calls, || taken(|| Ok(operands.launch(None, stream)?)))?;
+    let us = times(&mut || taken(|| Ok(operands.launch(None, stream)?)))?;
     let mut call = || -> Result<()> {
         match can_prepare {
             true => operands.launch_prepared(stream)?,
@@ -44,13 +54,13 @@ pub(super) fn cost(
         }
         Ok(())
     };
-    let prepared_us = if can_prepare { times(stream, calls, || taken(&mut call))? } else { None };
-    let driver_us = times(stream, calls, || {
+    let prepared_us = if can_prepare { times(&mut || taken(&mut call))? } else { None };
+    let driver_us = times(&mut || {
         let (result, taken) = driver_time(&mut call);
         result.map(|()| taken)
     })?;
     let graph = stream.capture(|_| call())?;
-    let graph_us = times(stream, calls, || {
+    let graph_us = times(&mut || {
         // The driver would wait for the last launch of the same graph.
         stream.synchronize()?;
         taken(|| Ok(graph.launch(stream)?))
@@ -58,36 +68,18 @@ pub(super) fn cost(
     Ok(HostCost { us, prepared_us, driver_us, graph_us })
 }
 
-/// Host time of a call.
 fn taken(call: impl FnOnce() -> Result<()>) -> Result<Duration> {
     let start = Instant::now();
-    call()?;
-    Ok(start.elapsed())
-}
-
-/// Median in microseconds of what a call says about its time.
-fn times(
-    stream: &Stream,
-    calls: usize,
-    mut call: impl FnMut() -> Result<Duration>,
-) -> Result<Option<f64>> {
-    stream.synchronize()?;
-    let mut times = Vec::with_capacity(calls);
-    for _ in 0..calls {
-        times.push(call()?.as_secs_f64() * 1e6);
-    }
-    stream.synchronize()?;
-    Ok(median(&mut times))
+    call().map(|()| start.elapsed())
 }
 
 /// Microseconds that loading a kernel takes, unless this process has used it before.
 pub(super) fn load(kernel: &Kernel, stream: &Stream) -> Result<Option<f64>> {
-    static LOADED: Mutex<Option<HashSet<String>>> = Mutex::new(None);
+    static LOADED: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
     let mut loaded = LOADED.lock().unwrap_or_else(PoisonError::into_inner);
-    if !loaded.get_or_insert_default().insert(kernel.image_name()) {
+    if !loaded.insert(kernel.image_name()) {
         return Ok(None);
     }
-    let start = Instant::now();
-    stream.device().preload(kernel)?;
-    Ok(Some(start.elapsed().as_secs_f64() * 1e6))
+    let taken = taken(|| Ok(stream.device().preload(kernel).map(drop)?))?;
+    Ok(Some(taken.as_secs_f64() * 1e6))
 }

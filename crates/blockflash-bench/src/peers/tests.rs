@@ -1,7 +1,6 @@
 use super::*;
-use crate::case::{Case, PeerCase, PeerCaseError};
+use crate::case::{Case, PeerCaseError};
 use std::collections::BTreeSet;
-use std::path::PathBuf;
 
 /// A server made of a shell script: `$line` is the request.
 fn fake(cases: &str) -> Command {
@@ -35,7 +34,7 @@ const WINDOWED: &str =
     r#"*window*) echo '{"ok":true,"us":5.5,"us_min":5.0,"us_max":6.0,"replays":9,"launches":4}';;"#;
 
 #[test]
-fn a_rival_is_prepared_and_timed() {
+fn a_competitor_is_prepared_and_timed() {
     let mut peers = start(&format!("{PREPARED} {WINDOWED}"), "auto");
     assert_eq!(peers.of("attention_fwd"), ["good", "bad"]);
     assert!(peers.is_reference("dense") && !peers.is_reference("good"));
@@ -48,112 +47,83 @@ fn a_rival_is_prepared_and_timed() {
 }
 
 #[test]
-fn absent_rivals_are_grouped_by_reason() {
-    let peers = start("", "auto");
-    let expected =
-        [(vec!["a".into(), "b".into()], "no x".into()), (vec!["c".into()], "no y".to_owned())];
-    assert_eq!(peers.absent(), expected);
-    assert_eq!(start("", "goo, c").absent(), [(vec!["c".to_owned()], "no y".to_owned())]);
-}
-
-#[test]
-fn selections() {
+fn selections_and_absent_competitors() {
+    let absent = |names: &[&str], why: &str| {
+        (names.iter().map(|&name| name.to_owned()).collect::<Vec<_>>(), why.to_owned())
+    };
+    let expected = [absent(&["a", "b"], "no x"), absent(&["c"], "no y")];
+    assert_eq!(start("", "auto").absent(), expected);
+    assert_eq!(start("", "goo, c").absent(), expected[1..]);
     assert_eq!(start("", "goo,dens").of("attention_fwd"), ["good"]);
     assert_eq!(start("", "goo,typo").unknown(), ["typo"]);
     let none = start("", "none");
     assert!(none.of("attention_fwd").is_empty() && none.absent().is_empty());
+    let program = "/nonexistent/python3";
+    let command = Command { program: program.into(), arguments: vec![], verbose: false };
+    let nobody = Peers::start(command, Selection::Auto, 0);
+    assert!(nobody.absent()[0].1.contains("cannot start /nonexistent/python3"), "{nobody:?}");
+    assert!(nobody.of("attention_fwd").is_empty());
 }
 
 #[test]
-fn errors_of_a_rival_leave_the_server_alive() {
-    let mut peers =
-        start(&format!(r#"*bad*) echo '{{"error":"RuntimeError: no"}}';; {PREPARED}"#), "auto");
-    let failure = peers.prepare(&case(), "bad").unwrap_err();
-    assert_eq!(failure, Failure { message: "RuntimeError: no".into(), lost: false });
-    assert!(peers.prepare(&case(), "good").is_ok());
+fn errors_of_a_competitor_leave_the_server_alive_and_fatal_ones_restart_it() {
+    for (answer, lost) in
+        [(r#"{"error":"no"}'"#, false), (r#"{"error":"no","fatal":"context"}'; exit 1"#, true)]
+    {
+        let mut peers = start(&format!("*prepare*bad*) echo '{answer};; {PREPARED}"), "auto");
+        let failure = peers.prepare(&case(), "bad").unwrap_err();
+        assert_eq!(failure, Failure { message: "no".into(), lost });
+        assert!(peers.prepare(&case(), "good").is_ok());
+    }
 }
 
 #[test]
-fn a_rival_that_kills_the_server_costs_only_itself() {
+fn a_competitor_that_kills_the_server_costs_only_itself() {
     let die = r#"*window*bad*) echo gone >&2; exit 3;;"#;
     let mut peers = start(&format!("{die} {PREPARED} {WINDOWED}"), "auto");
     peers.prepare(&case(), "bad").unwrap();
     peers.prepare(&case(), "good").unwrap();
     // Objects are printed with sorted keys, so `op` comes before `peer`.
     let failure = peers.window("bad", 1.0).unwrap_err();
-    assert!(
-        failure.lost && failure.message.contains("gone") && failure.message.contains('3'),
-        "{failure}"
-    );
+    assert!(failure.lost && failure.message.contains("gone"), "{failure}");
+    assert!(failure.message.contains('3'), "{failure}");
     assert_eq!(peers.prepared, ["good"]);
     assert_eq!(peers.window("good", 1.0).unwrap().us, 5.5);
 }
 
 #[test]
-fn a_fatal_answer_restarts_too() {
-    let fatal = r#"*prepare*bad*) echo '{"error":"x","fatal":"context"}'; exit 1;;"#;
-    let mut peers = start(&format!("{fatal} {PREPARED}"), "auto");
-    assert!(peers.prepare(&case(), "bad").unwrap_err().lost);
-    assert!(peers.prepare(&case(), "good").is_ok());
-}
-
-#[test]
 fn a_hang_is_killed() {
-    let command = fake("*hang*) exec sleep 600;;");
-    let mut server = Server::start(&command).unwrap();
+    let mut server = Server::start(&fake("*hang*) exec sleep 600;;")).unwrap();
     let failure = server.ask(&json!({"op": "hang"}), Duration::from_millis(200)).unwrap_err();
     assert!(failure.lost && failure.message.contains("no answer"), "{failure}");
 }
 
 #[test]
-fn no_python_is_an_absence() {
-    let command =
-        Command { program: "/nonexistent/python3".into(), arguments: vec![], verbose: false };
-    let peers = Peers::start(command, Selection::Auto, 0);
-    let absent = peers.absent();
-    assert!(
-        absent.len() == 1 && absent[0].1.contains("cannot start /nonexistent/python3"),
-        "{absent:?}"
-    );
-    assert!(peers.of("attention_fwd").is_empty());
-}
-
-#[test]
 fn the_real_server_speaks_the_protocol() {
-    let script = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../benches/peers/serve.py");
-    let arguments = vec![script.into(), "--device".into(), "cpu".into()];
-    let peers = Peers::start(
-        Command { program: "python3".into(), arguments, verbose: false },
-        Selection::Auto,
-        0,
-    );
-    // Python, torch, both or none may be here; in every case each rival is there or absent with a
-    // reason.
+    let script = concat!(env!("CARGO_MANIFEST_DIR"), "/../../benches/peers/serve.py");
+    let arguments = [script, "--device", "cpu"].map(Into::into).to_vec();
+    let command = Command { program: "python3".into(), arguments, verbose: false };
+    let peers = Peers::start(command, Selection::Auto, 0);
+    // Python, torch, both or none may be here; in every case each competitor is there or absent
+    // with a reason.
     let absent = peers.absent();
     let counted = absent.iter().map(|(names, _)| names.len()).sum::<usize>();
     let ops =
         ["attention_fwd", "block_sparse_fwd", "attention_bwd", "block_sparse_bwd", "bsr_matmul"];
-    // The two modes of one rival compute the backward pass with and without a block mask.
+    // The two modes of one competitor compute the backward pass with and without a block mask.
     let here: BTreeSet<_> = ops.iter().flat_map(|op| peers.of(op)).collect();
     let nobody = absent.iter().any(|(names, _)| names == &[EVERYTHING]);
     assert!(nobody || counted + here.len() == 23, "{absent:?} {here:?}");
-    let marks = ["torch_matmul_dense", "torch_matmul_random"];
-    assert!(nobody || marks.iter().all(|mark| peers.is_reference(mark)));
+    let references = ["torch_matmul_dense", "torch_matmul_random"];
+    assert!(nobody || references.iter().all(|reference| peers.is_reference(reference)));
     assert!(!peers.is_reference("torch_triton_bsr"));
 }
 
 #[test]
-fn a_case_carries_its_shape() {
+fn a_case_carries_its_shape_and_packed_sequences_never_become_a_dense_case() {
     let value = serde_json::to_value(case()).unwrap();
-    assert_eq!(value["op"], "attention_fwd");
-    assert_eq!(
-        (&value["mask"], &value["dtype"], &value["seed"]),
-        (&json!("full"), &json!("bf16"), &json!(3))
-    );
-}
-
-#[test]
-fn packed_sequences_never_become_a_dense_case() {
+    let fields = ["op", "mask", "dtype", "seed"].map(|field| value[field].clone());
+    assert_eq!(fields, [json!("attention_fwd"), json!("full"), json!("bf16"), json!(3)]);
     let refusal = |id| of(id).unwrap_err().to_string();
     assert_eq!(refusal("mask_s128_h4_b64_top3"), "ours only");
     assert_eq!(refusal("varlen9+4_h2_d16_full_bf16"), "dense batches only");

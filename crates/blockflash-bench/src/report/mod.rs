@@ -13,7 +13,6 @@ mod tests;
 pub use against::{Against, AgainstError, against};
 pub use charts::{Plot, plots};
 pub use dense::{BreakEven, break_even};
-pub(crate) use runs::fastest;
 pub use tables::{Cells, cells, energy_cells, rate, unit};
 
 use crate::record::Record;

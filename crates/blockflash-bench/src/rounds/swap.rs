@@ -1,18 +1,17 @@
 //! Checks whether the order of contestants influences their times.
 
-use super::run::Run;
+use super::Run;
 use crate::case::Case;
+use crate::order::Order;
 use crate::peers::Peers;
 use crate::record::{OURS, Record};
-use crate::report::fastest;
 use crate::timing::Cache;
-use crate::turns::Turns;
 
-/// A rival's time over ours, with all rounds in one order and in the reverse order.
+/// A competitor's time over ours, with all rounds in one order and in the reverse order.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Swap {
-    /// Name of the rival or mark.
-    pub rival: String,
+    /// Name of the competitor or reference.
+    pub name: String,
     /// Ratios in the order of the record and in the reverse order.
     pub ratios: [f64; 2],
 }
@@ -27,25 +26,23 @@ impl Swap {
     /// Swaps of the implementations that were measured both times.
     fn of([forward, reversed]: &[Vec<Record>; 2]) -> Vec<Self> {
         let ours = |records: &[Record]| {
-            fastest(records.iter().filter(|record| record.implementation == OURS))?.us
+            let ours = records.iter().filter(|record| record.implementation == OURS);
+            ours.filter_map(|record| record.us).reduce(f64::min)
         };
-        let (Some(first), Some(second)) = (ours(forward), ours(reversed)) else {
-            return Vec::new();
-        };
-        let pairs =
-            forward.iter().zip(reversed).filter(|(record, _)| record.implementation != OURS);
+        let (first, second) = (ours(forward), ours(reversed));
         let swap = |(forward, reversed): (&Record, &Record)| {
-            let rival = forward.implementation.clone();
-            Some(Self { rival, ratios: [forward.us? / first, reversed.us? / second] })
+            let name = forward.implementation.clone();
+            Some(Self { name, ratios: [forward.us? / first?, reversed.us? / second?] })
         };
-        pairs.filter_map(swap).collect()
+        let others = forward.iter().zip(reversed).filter(|(one, _)| one.implementation != OURS);
+        others.filter_map(swap).collect()
     }
 }
 
 impl Run {
     /// Measures a case with all rounds in one order, then in the reverse order; everything is
     /// prepared once. With only two contestants each follows the other in both orders, so at least
-    /// two rivals have to run.
+    /// two competitors have to run.
     pub fn swap_check(
         &self,
         case: &Case,
@@ -53,7 +50,7 @@ impl Run {
         peers: &mut Peers,
         step: impl Fn(&str),
     ) -> (Vec<Swap>, Vec<Record>) {
-        let both = self.measure_in([Turns::Fixed, Turns::Reversed], case, cache, peers, step);
+        let both = self.measure_in([Order::Fixed, Order::Reversed], case, cache, peers, step);
         (Swap::of(&both), both.concat())
     }
 }

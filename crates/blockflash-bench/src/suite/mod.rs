@@ -16,7 +16,7 @@ pub struct Suite {
     pub name: String,
     /// One line that describes the suite.
     pub description: String,
-    /// Minimum number of windows per implementation; balanced turns may add a few.
+    /// Minimum number of windows per implementation; a balanced order may add a few.
     pub rounds: usize,
     /// Length of a window in milliseconds.
     pub window_ms: f64,
@@ -25,13 +25,13 @@ pub struct Suite {
     /// Whether the joules of a launch are measured, too, which takes windows of at least
     /// [`MIN_WINDOW_MS`](crate::energy::MIN_WINDOW_MS).
     pub energy: bool,
-    /// Rivals, in the syntax of `--peers`.
+    /// Competitors, in the syntax of `--peers`.
     pub peers: String,
     /// States of the L2 cache before a launch; each case is measured in each of them.
     pub cache: Vec<Cache>,
     /// Cases in the order of the file. A suite without cases measures only the ceilings of the GPU.
     pub cases: Vec<Case>,
-    /// Cases that are measured without rivals.
+    /// Cases that are measured without competitors.
     pub alone: Vec<Case>,
 }
 
@@ -39,54 +39,20 @@ pub struct Suite {
 #[serde(deny_unknown_fields)]
 struct File {
     description: String,
-    #[serde(default = "default_rounds")]
-    rounds: usize,
-    #[serde(default = "default_window_ms")]
-    window_ms: f64,
-    #[serde(default = "default_gap_ms")]
-    gap_ms: f64,
-    #[serde(default)]
-    energy: bool,
-    #[serde(default = "default_peers")]
-    peers: String,
-    #[serde(default = "default_cache")]
-    cache: Vec<Cache>,
-    #[serde(default)]
-    attention_fwd: Vec<AttentionGrid>,
-    #[serde(default)]
-    block_sparse_fwd: Vec<BlockSparseGrid>,
-    #[serde(default)]
-    attention_bwd: Vec<AttentionGrid>,
-    #[serde(default)]
-    block_sparse_bwd: Vec<BlockSparseGrid>,
-    #[serde(default)]
-    attention_decode: Vec<DecodeGrid>,
-    #[serde(default)]
-    block_mask_build: Vec<BlockMaskGrid>,
-    #[serde(default)]
-    bsr_matmul: Vec<BsrGrid>,
-    #[serde(default)]
-    bsr_sddmm: Vec<SddmmGrid>,
-}
-
-fn default_rounds() -> usize {
-    5
-}
-
-fn default_window_ms() -> f64 {
-    100.0
-}
-
-fn default_gap_ms() -> f64 {
-    100.0
-}
-
-fn default_cache() -> Vec<Cache> {
-    vec![Cache::Warm]
-}
-
-fn default_peers() -> String {
-    "auto".to_owned()
+    rounds: Option<usize>,
+    window_ms: Option<f64>,
+    gap_ms: Option<f64>,
+    energy: Option<bool>,
+    peers: Option<String>,
+    cache: Option<Vec<Cache>>,
+    attention_fwd: Option<Vec<AttentionGrid>>,
+    block_sparse_fwd: Option<Vec<BlockSparseGrid>>,
+    attention_bwd: Option<Vec<AttentionGrid>>,
+    block_sparse_bwd: Option<Vec<BlockSparseGrid>>,
+    attention_decode: Option<Vec<DecodeGrid>>,
+    block_mask_build: Option<Vec<BlockMaskGrid>>,
+    bsr_matmul: Option<Vec<BsrGrid>>,
+    bsr_sddmm: Option<Vec<SddmmGrid>>,
 }
 
 /// The suites that the program has with it, by name.
@@ -106,28 +72,28 @@ impl Suite {
         };
         let own = OWN.iter().find(|(own, _)| *own == name);
         let text = match own {
-            Some((_, text)) if !path.is_file() => (*text).to_owned(),
-            None if !path.is_file() => {
+            _ if path.is_file() => std::fs::read_to_string(&path).map_err(Error::io(&path))?,
+            Some((_, text)) => (*text).to_owned(),
+            None => {
                 let present = Self::names(benches).join(", ");
                 return Err(Error::NoSuite { name: name.to_owned(), present });
             }
-            _ => std::fs::read_to_string(&path).map_err(Error::io(&path))?,
         };
         let name = path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
         Self::parse(name, &text).map_err(|problem| Error::Suite { path, problem })
     }
 
-    /// A suite of these cases without rivals, at the default settings.
+    /// A suite of these cases at the default settings.
     pub fn of(cases: Vec<Case>) -> Self {
         Self {
             name: "cases".to_owned(),
             description: String::new(),
-            rounds: default_rounds(),
-            window_ms: default_window_ms(),
-            gap_ms: default_gap_ms(),
+            rounds: 5,
+            window_ms: 100.0,
+            gap_ms: 100.0,
             energy: false,
-            peers: "none".to_owned(),
-            cache: default_cache(),
+            peers: "auto".to_owned(),
+            cache: vec![Cache::Warm],
             cases,
             alone: Vec::new(),
         }
@@ -147,82 +113,91 @@ impl Suite {
         let file: File = toml::from_str(text).map_err(|error| {
             // The parser's message spans several lines and draws the location; only its text and
             // the line number are kept.
-            let line = error
-                .span()
-                .map_or(1, |span| 1 + text[..span.start.min(text.len())].matches('\n').count());
-            format!("line {line}: {}", error.message())
+            let start = error.span().map_or(0, |span| span.start.min(text.len()));
+            format!("line {}: {}", 1 + text[..start].matches('\n').count(), error.message())
         })?;
-        let File { description, rounds, window_ms, gap_ms, energy, peers, cache, .. } = file;
-        let (mut cases, mut alone) = (Vec::new(), Vec::new());
-        let mut expand = |peers: GridPeers, grid: &dyn Fn(&mut Vec<Case>) -> Result<(), String>| {
-            let first = cases.len();
-            grid(&mut cases)?;
-            if peers == GridPeers::None {
-                alone.extend_from_slice(&cases[first..]);
-            }
-            Ok::<_, String>(())
+        let (cases, alone) = file.cases()?;
+        let default = Self::of(cases);
+        let suite = Self {
+            name,
+            description: file.description,
+            rounds: file.rounds.unwrap_or(default.rounds),
+            window_ms: file.window_ms.unwrap_or(default.window_ms),
+            gap_ms: file.gap_ms.unwrap_or(default.gap_ms),
+            energy: file.energy.unwrap_or(default.energy),
+            peers: file.peers.unwrap_or(default.peers),
+            cache: file.cache.unwrap_or(default.cache),
+            alone,
+            cases: default.cases,
         };
-        file.attention_fwd
-            .iter()
-            .try_for_each(|grid| expand(grid.peers, &|cases| grid.expand(cases)))?;
-        file.block_sparse_fwd
-            .iter()
-            .try_for_each(|grid| expand(grid.peers, &|cases| grid.expand(cases)))?;
-        file.attention_bwd.iter().try_for_each(|grid| {
-            expand(grid.peers, &|cases| backward(cases, |forward| grid.expand(forward)))
-        })?;
-        file.block_sparse_bwd.iter().try_for_each(|grid| {
-            expand(grid.peers, &|cases| backward(cases, |forward| grid.expand(forward)))
-        })?;
-        file.attention_decode
-            .iter()
-            .try_for_each(|grid| expand(grid.peers, &|cases| grid.expand(cases)))?;
-        file.block_mask_build.iter().try_for_each(|grid| grid.expand(&mut cases))?;
-        file.bsr_matmul.iter().try_for_each(|grid| grid.expand(&mut cases))?;
-        file.bsr_sddmm.iter().try_for_each(|grid| grid.expand(&mut cases))?;
+        suite.check().map(|()| suite)
+    }
+
+    fn check(&self) -> Result<(), String> {
+        let Self { rounds, window_ms, gap_ms, cache, .. } = self;
         let mut ids = BTreeSet::new();
-        for case in &cases {
+        for case in &self.cases {
             case.check().map_err(|problem| format!("{case}: {problem}"))?;
             if !ids.insert(case.to_string()) {
                 return Err(format!("{case} occurs twice"));
             }
         }
-        if rounds == 0
-            || !(window_ms > 0.0 && window_ms.is_finite())
-            || !(gap_ms >= 0.0 && gap_ms.is_finite())
-        {
-            return Err(
-                "rounds and window_ms must be positive, gap_ms must not be negative".to_owned()
-            );
+        let windows = *window_ms > 0.0 && window_ms.is_finite();
+        if *rounds == 0 || !windows || !(*gap_ms >= 0.0 && gap_ms.is_finite()) {
+            return Err(format!(
+                "rounds is {rounds} and window_ms {window_ms}, but both must be positive; gap_ms \
+                 is {gap_ms}, but must not be negative"
+            ));
         }
-        if cache.is_empty() || (1..cache.len()).any(|index| cache[..index].contains(&cache[index]))
-        {
+        if cache.is_empty() || (1..cache.len()).any(|at| cache[..at].contains(&cache[at])) {
             return Err("cache lists warm, cold and rotated, each at most once".to_owned());
         }
-        Ok(Self {
-            name,
-            description,
-            rounds,
-            window_ms,
-            gap_ms,
-            energy,
-            peers,
-            cache,
-            cases,
-            alone,
-        })
+        Ok(())
     }
 }
 
-/// Adds the backward pass of each case that a grid of attention has.
-fn backward(
-    cases: &mut Vec<Case>,
-    grid: impl Fn(&mut Vec<Case>) -> Result<(), String>,
-) -> Result<(), String> {
-    let mut forward = Vec::new();
-    grid(&mut forward)?;
-    cases.extend(forward.into_iter().filter_map(Case::backward));
-    Ok(())
+impl File {
+    /// All cases, and those that are measured without competitors.
+    fn cases(&self) -> Result<(Vec<Case>, Vec<Case>), String> {
+        let (mut cases, mut alone) = (Vec::new(), Vec::new());
+        let mut add = |peers: GridPeers, backward: bool, grid: &dyn Fn(&mut Vec<Case>) -> _| {
+            let mut of_grid = Vec::new();
+            grid(&mut of_grid)?;
+            if backward {
+                of_grid = of_grid.into_iter().filter_map(Case::backward).collect();
+            }
+            if peers == GridPeers::None {
+                alone.extend_from_slice(&of_grid);
+            }
+            cases.extend(of_grid);
+            Ok::<_, String>(())
+        };
+        for grid in self.attention_fwd.iter().flatten() {
+            add(grid.peers, false, &|cases| grid.expand(cases))?;
+        }
+        for grid in self.block_sparse_fwd.iter().flatten() {
+            add(grid.peers, false, &|cases| grid.expand(cases))?;
+        }
+        for grid in self.attention_bwd.iter().flatten() {
+            add(grid.peers, true, &|cases| grid.expand(cases))?;
+        }
+        for grid in self.block_sparse_bwd.iter().flatten() {
+            add(grid.peers, true, &|cases| grid.expand(cases))?;
+        }
+        for grid in self.attention_decode.iter().flatten() {
+            add(grid.peers, false, &|cases| grid.expand(cases))?;
+        }
+        for grid in self.block_mask_build.iter().flatten() {
+            add(GridPeers::Suite, false, &|cases| grid.expand(cases))?;
+        }
+        for grid in self.bsr_matmul.iter().flatten() {
+            add(GridPeers::Suite, false, &|cases| grid.expand(cases))?;
+        }
+        for grid in self.bsr_sddmm.iter().flatten() {
+            add(GridPeers::Suite, false, &|cases| grid.expand(cases))?;
+        }
+        Ok((cases, alone))
+    }
 }
 
 #[cfg(test)]

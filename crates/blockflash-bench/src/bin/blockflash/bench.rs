@@ -10,6 +10,7 @@ use crate::{swap_check, table};
 use blockflash_bench::case::Case;
 use blockflash_bench::energy::{EnergyMeter, MIN_WINDOW_MS};
 use blockflash_bench::machine::{Machine, benches};
+use blockflash_bench::order::Order;
 use blockflash_bench::ours::Kernels;
 use blockflash_bench::peers::{Command, Peers, Selection};
 use blockflash_bench::record::{OURS, Record, Writer};
@@ -17,7 +18,6 @@ use blockflash_bench::report;
 use blockflash_bench::rounds::Run;
 use blockflash_bench::suite::Suite;
 use blockflash_bench::timing::Cache;
-use blockflash_bench::turns::Turns;
 use blockflash_ops::Device;
 use indicatif::ProgressBar;
 use std::path::{Path, PathBuf};
@@ -25,8 +25,8 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 const EXAMPLES: &str = "\
-Every implementation of a case is verified first. Then the implementations are measured in turns,
-one window of time each, in an order that changes from round to round. Each result is one JSON line;
+Every implementation of a case is verified first. Then the implementations are measured in rounds,
+one window of time each, in an order that is counterbalanced over the rounds. Each result is one JSON line;
 benches/README.md documents the fields.
 
 Examples:
@@ -187,7 +187,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
     if run.suite.cases.is_empty() {
         return Ok(ExitCode::from(u8::from(failed)));
     }
-    announce(&run, &peers, &[Turns::Balanced])?;
+    announce(&run, &peers, &[Order::Balanced])?;
     let records = measure(&run, &mut rest, &mut peers, &mut writer)?;
 
     let all: Vec<_> = records.iter().collect();
@@ -296,7 +296,7 @@ fn measure_ceilings(run: &mut Run, writer: &mut Writer) -> Result<bool> {
     });
     print(&format!("ceilings: {}", rates.collect::<Vec<_>>().join(", ")))?;
     records.iter().try_for_each(|record| writer.append(record))?;
-    Ok(records.iter().all(|record| record.verified))
+    Ok(records.iter().all(|record| record.error.is_none()))
 }
 
 /// All cases; each result is on the disk before the next case begins.
@@ -309,7 +309,7 @@ fn measure(
     let bar = progress(run);
     let mut all = Vec::new();
     for (case, cache) in cases(run) {
-        if !rest.takes(case, cache, &run.rivals(case, peers)) {
+        if !rest.takes(case, cache, &run.competitors(case, peers)) {
             bar.inc(1);
             continue;
         }

@@ -4,16 +4,16 @@ use crate::failure::Result;
 use crate::output::print;
 use crate::table;
 use blockflash_bench::case::Case;
+use blockflash_bench::order::Order;
 use blockflash_bench::peers::Peers;
 use blockflash_bench::rounds::Run;
 use blockflash_bench::timing::Cache;
-use blockflash_bench::turns::Turns;
 use indicatif::{ProgressBar, ProgressStyle};
 use std::time::Duration;
 
 /// Says how long it will take, and with how many windows.
-pub fn announce(run: &Run, peers: &Peers, turns: &[Turns]) -> Result<()> {
-    let of_case = |case| turns.iter().map(|&turns| run.time(turns, case, peers)).sum::<Duration>();
+pub fn announce(run: &Run, peers: &Peers, orders: &[Order]) -> Result<()> {
+    let of_case = |case| orders.iter().map(|&order| run.time(order, case, peers)).sum::<Duration>();
     let caches = run.suite.cache.len() as u32;
     let minutes =
         (run.suite.cases.iter().map(of_case).sum::<Duration>() * caches).as_secs_f64() / 60.0;

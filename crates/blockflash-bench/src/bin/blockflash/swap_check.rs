@@ -3,22 +3,22 @@
 use crate::failure::{Failure, Result};
 use crate::output::print;
 use crate::pace::{announce, cases, progress};
+use blockflash_bench::order::Order;
 use blockflash_bench::peers::Peers;
 use blockflash_bench::record::OURS;
 use blockflash_bench::rounds::{Run, Swap};
-use blockflash_bench::turns::Turns;
 use std::process::ExitCode;
 
 /// Measures every case in one order and in the reverse of it, and says by how much ratios move.
 /// Exit code 1 if ours failed, or everybody else.
 pub fn run(run: &Run, peers: &mut Peers) -> Result<ExitCode> {
-    if cases(run).all(|(case, _)| run.rivals(case, peers).len() < 2) {
+    if cases(run).all(|(case, _)| run.competitors(case, peers).len() < 2) {
         let why = "two contestants follow each other in any order";
         return Err(Failure::new(format!(
             "--swap-check needs at least two rivals that run: {why}"
         )));
     }
-    announce(run, peers, &[Turns::Fixed, Turns::Reversed])?;
+    announce(run, peers, &[Order::Fixed, Order::Reversed])?;
     let bar = progress(run);
     let (mut most, mut compared, mut failed) = (0f64, 0, false);
     for (case, cache) in cases(run) {
@@ -52,7 +52,7 @@ fn line(swaps: &[Swap]) -> String {
         let [forward, reversed] = swap.ratios;
         format!(
             "{} {forward:.3}, reversed {reversed:.3} ({:.2} %)",
-            swap.rival,
+            swap.name,
             100.0 * swap.moved()
         )
     };

@@ -10,7 +10,7 @@ use crate::table::{grid, number, time};
 use blockflash_bench::case::Case;
 use blockflash_bench::machine::{Machine, benches};
 use blockflash_bench::ours::Kernels;
-use blockflash_bench::peers::{Command, Peers, Selection};
+use blockflash_bench::peers::Peers;
 use blockflash_bench::record::{Record, Writer};
 use blockflash_bench::rounds::Run;
 use blockflash_bench::suite::Suite;
@@ -21,7 +21,7 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 const EXAMPLES: &str = "\
-Every kernel that can compute a case is verified, then all of them are measured in turns, as
+Every kernel that can compute a case is verified, then all of them are measured in rounds, as
 `blockflash bench` measures. A table says where the selected kernel is not the fastest. Each result
 is one JSON line, which selection reads after `--tuning FILE` or `blockflash_ops::tuning::load`.
 benches/README.md says how to send a record.
@@ -120,9 +120,7 @@ impl Args {
 
 /// All cases; the results of each are on the disk before the next one begins.
 fn measure(run: &Run, writer: &mut Writer) -> Result<(Vec<Record>, Vec<Verdict>)> {
-    let (program, arguments) = ("python3".into(), Vec::new());
-    let command = Command { program, arguments, verbose: false };
-    let mut nobody = Peers::start(command, Selection::None, 0);
+    let mut nobody = Peers::none();
     let bar = progress(run);
     let (mut all, mut verdicts) = (Vec::new(), Vec::new());
     for (case, cache) in cases(run) {

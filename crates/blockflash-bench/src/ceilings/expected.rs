@@ -34,11 +34,8 @@ impl Element {
             Element::E4m3 => e4m3_bits(value),
         };
         let width = 32 / self.per_word();
-        let word = values
-            .iter()
-            .enumerate()
-            .fold(0, |word, (at, &value)| word | bits(value) << (at * width));
-        word as i32
+        let place = |word, (at, &value)| word | bits(value) << (at * width);
+        values.iter().enumerate().fold(0, place) as i32
     }
 
     fn unpack(self, word: i32, at: usize) -> f64 {
@@ -51,22 +48,17 @@ impl Element {
     }
 }
 
-/// FP8 with 4 bits of exponent (bias 7) and 3 of mantissa, without infinities.
+/// FP8 with 4 bits of exponent (bias 7) and 3 of mantissa, without infinities: the bits are those
+/// of an f16 with another bias.
 fn e4m3_value(bits: u8) -> f64 {
-    let (exponent, mantissa) = (i32::from(bits >> 3 & 15), f64::from(bits & 7));
-    let magnitude = match exponent {
-        0 => mantissa / 8.0 * 2f64.powi(-6),
-        _ => (1.0 + mantissa / 8.0) * 2f64.powi(exponent - 7),
-    };
-    if bits & 0x80 == 0 { magnitude } else { -magnitude }
+    let bits = u16::from(bits);
+    256.0 * f16::from_bits((bits & 0x80) << 8 | (bits & 0x7F) << 7).to_f64()
 }
 
-/// The nearest value below 448 in magnitude; never NaN.
+/// The nearest value; never NaN, which 0x7F is.
 fn e4m3_bits(value: f32) -> u32 {
-    let target = f64::from(value.abs());
-    let distance = |bits: u8| (e4m3_value(bits) - target).abs();
-    // 0x7F would be NaN.
-    let nearest = (0..0x7F).min_by(|&a, &b| distance(a).total_cmp(&distance(b))).unwrap_or(0);
+    let distance = |bits: &u8| (e4m3_value(*bits) - f64::from(value.abs())).abs();
+    let nearest = (0..0x7F).min_by(|a, b| distance(a).total_cmp(&distance(b))).unwrap_or(0);
     u32::from(nearest) | if value < 0.0 { 0x80 } else { 0 }
 }
 
@@ -89,31 +81,25 @@ pub(super) fn mma(words: &[i32], element: Element) -> Vec<Expected> {
     const A_TILES: usize = 2;
     const B_TILES: usize = 8;
     let per_word = element.per_word();
-    let depth = 8 * per_word;
     // Word `register` of the fragments at row (or column) g and depth k.
     let at = |register: usize, g: usize, k: usize| {
-        let lane = g * 4 + k / per_word % 4;
-        element.unpack(words[register * 32 + lane], k % per_word)
+        element.unpack(words[register * 32 + g * 4 + k / per_word % 4], k % per_word)
     };
-    let a = |tile: usize, row: usize, k: usize| {
-        at(tile * 4 + row / 8 + 2 * (k / (4 * per_word)), row % 8, k)
-    };
-    let b = |tile: usize, column: usize, k: usize| {
-        at(A_TILES * 4 + tile * 2 + k / (4 * per_word), column, k)
-    };
+    let half = |k: usize| k / (4 * per_word);
+    let a = |tile: usize, row: usize, k: usize| at(tile * 4 + row / 8 + 2 * half(k), row % 8, k);
+    let b = |tile: usize, column: usize, k: usize| at(A_TILES * 4 + tile * 2 + half(k), column, k);
     let result = |lane: usize| {
-        let (g, t) = (lane / 4, lane % 4);
-        let mut expected = Expected::default();
-        for tile_a in 0..A_TILES {
-            for tile_b in 0..B_TILES {
-                for (row, column) in
-                    [(g, 2 * t), (g, 2 * t + 1), (g + 8, 2 * t), (g + 8, 2 * t + 1)]
-                {
-                    (0..depth).for_each(|k| expected.add(a(tile_a, row, k), b(tile_b, column, k)));
-                }
+        let (g, column) = (lane / 4, 2 * (lane % 4));
+        let mut sum = Expected::default();
+        for (tile_a, tile_b) in (0..A_TILES * B_TILES).map(|tile| (tile / B_TILES, tile % B_TILES))
+        {
+            for (row, column) in
+                [(g, column), (g, column + 1), (g + 8, column), (g + 8, column + 1)]
+            {
+                (0..8 * per_word).for_each(|k| sum.add(a(tile_a, row, k), b(tile_b, column, k)));
             }
         }
-        expected
+        sum
     };
     (0..32).map(result).collect()
 }
@@ -127,15 +113,15 @@ pub(super) fn wgmma(words: &[i32], element: Element) -> Vec<Expected> {
         |row: usize, k: usize| element.unpack(words[row * ROW_WORDS + k / per_word], k % per_word);
     let result = |thread: usize| {
         let (warpgroup, warp, g, t) = (thread / 128, thread / 32 % 4, thread / 4 % 8, thread % 4);
-        let mut expected = Expected::default();
+        let mut sum = Expected::default();
         for row in [16 * warp + g, 16 * warp + g + 8] {
             for column in (0..256).filter(|column| column / 2 % 4 == t) {
                 for k in 0..ROW_WORDS * per_word {
-                    expected.add(at(warpgroup * 64 + row, k), at(WARPGROUPS * 64 + column, k));
+                    sum.add(at(warpgroup * 64 + row, k), at(WARPGROUPS * 64 + column, k));
                 }
             }
         }
-        expected
+        sum
     };
     (0..256).map(result).collect()
 }
@@ -149,10 +135,8 @@ mod tests {
 
     #[test]
     fn fp8_values() {
-        assert_eq!(
-            (e4m3_value(0x38), e4m3_value(0x7E), e4m3_value(0x01)),
-            (1.0, 448.0, 2f64.powi(-9))
-        );
+        let values = [0x38, 0x7E, 0x01, 0x81].map(e4m3_value);
+        assert_eq!(values, [1.0, 448.0, 2f64.powi(-9), -2f64.powi(-9)]);
         for bits in (0..0x7Fu8).chain(0x81..0xFF) {
             assert_eq!(e4m3_bits(e4m3_value(bits) as f32), u32::from(bits));
         }
@@ -162,19 +146,16 @@ mod tests {
     }
 
     #[test]
-    fn products_of_ones_count_their_terms() {
-        let ones = |element: Element| vec![element.pack(&vec![1.0; element.per_word()]); 16384];
+    fn products_of_ones_count_their_terms_and_the_fixed_point_is_one() {
         for element in [Element::F16, Element::Bf16, Element::E4m3] {
-            let depth = (8 * element.per_word()) as f64;
-            let each = Expected { value: 64.0 * depth, magnitude: 64.0 * depth };
-            assert_eq!(mma(&ones(element), element), vec![each; 32]);
-            let each = Expected { value: 32.0 * 16.0 * depth, magnitude: 32.0 * 16.0 * depth };
-            assert_eq!(wgmma(&ones(element), element), vec![each; 256]);
+            let ones = vec![element.pack(&vec![1.0; element.per_word()]); 16384];
+            let all = |terms: usize| {
+                let sum = (terms * 8 * element.per_word()) as f64;
+                Expected { value: sum, magnitude: sum }
+            };
+            assert_eq!(mma(&ones, element), vec![all(64); 32]);
+            assert_eq!(wgmma(&ones, element), vec![all(32 * 16); 256]);
         }
-    }
-
-    #[test]
-    fn the_fixed_point_is_one() {
         let x = EXP2_SUM / 16.0;
         assert!((2f64.powf(-x) - x).abs() < 1e-12);
     }
