@@ -136,6 +136,19 @@ impl Summary {
         }
     }
 
+    /// The counts in a line that a summary has printed.
+    pub fn of_line(line: &str) -> Option<Self> {
+        let [passed, failed, skipped] = line
+            .split(", ")
+            .zip(["passed", "failed", "skipped"])
+            .map(|(part, what)| part.strip_suffix(what)?.trim_end().parse().ok())
+            .collect::<Option<Vec<usize>>>()?[..]
+        else {
+            return None;
+        };
+        Some(Self { reported_passed: passed, failed, ignored: skipped, ..Self::default() })
+    }
+
     /// Counts the tests of another summary, too.
     pub fn add(&mut self, other: Self) {
         self.reported_passed += other.reported_passed;
@@ -248,6 +261,10 @@ test result: ok. 1 passed; 0 failed; 1 ignored; 0 measured; 0 filtered out; fini
         summary.add(Summary { reported_passed: 3, skipped_itself: 1, ..Summary::default() });
         assert_eq!(summary.to_string(), "6 passed, 3 failed, 4 skipped");
         assert_eq!(Summary::of_pytest(""), Summary::default());
+        let line = "6 passed, 3 failed, 4 skipped";
+        assert_eq!(Summary::of_line(line).unwrap().to_string(), line);
+        assert_eq!(Summary::of_line("6 passed, 3 failed"), None);
+        assert_eq!(Summary::of_line("the last of 6 lines"), None);
     }
 
     #[test]

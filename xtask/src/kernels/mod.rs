@@ -58,11 +58,6 @@ pub struct Args {
 }
 
 impl Args {
-    /// `kernels --check` for the given targets, or for a sixth of all images if none are given.
-    pub fn checking(arch: &[Target]) -> Self {
-        Self { arch: arch.to_vec(), check: true, sample: arch.is_empty(), ..Self::default() }
-    }
-
     fn selects(&self, kernel: &Kernel) -> bool {
         is_among(kernel.target, &self.arch)
             && (self.only.is_empty()

@@ -51,11 +51,6 @@ const COLUMNS: &[&str] = &[
 const ALWAYS: &[&str] = &["LDL", "STL"];
 
 impl Args {
-    /// `sass --check` for the given targets, or for all targets if none are given.
-    pub fn checking(arch: &[Target]) -> Self {
-        Self { arch: arch.to_vec(), check: true, ..Self::default() }
-    }
-
     fn selects(&self, kernel: &Kernel) -> bool {
         kernels::is_among(kernel.target, &self.arch)
             && self.pattern.as_deref().is_none_or(|pattern| kernel.image_name().contains(pattern))
