@@ -1,8 +1,8 @@
 //! The threads of the CPU backend.
 
+use blockflash_safe::process_number;
 use rayon::{ThreadPool, ThreadPoolBuilder};
 use std::mem::forget;
-use std::process;
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -19,7 +19,7 @@ pub(crate) fn parallel<R: Send>(work: impl FnOnce() -> R + Send) -> R {
     if rayon::current_thread_index().is_some() {
         return work();
     }
-    let own = process::id();
+    let own = process_number();
     match FIRST.compare_exchange(0, own, Relaxed, Relaxed) {
         Err(first) if first != own => in_fork(own, work),
         _ => work(),

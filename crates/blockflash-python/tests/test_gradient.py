@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from test_attention import DTYPES, LENGTHS, MASKS, operands
 from torch import Tensor
 
 import blockflash
-from blockflash import BlockMask, _native
+from blockflash import BlockMask, _native, attention, attention_decode, attention_merge
 
 HALF = [pytest.param("cuda", t, marks=pytest.mark.gpu) for t in (torch.float16, torch.bfloat16)]
 WHERE = pytest.mark.parametrize(("device", "dtype"), [*(("cpu", t) for t in DTYPES), *HALF])
@@ -223,3 +225,23 @@ def test_traced_without_a_compiler() -> None:
     expected = torch.autograd.grad(loss(*inputs), inputs)
     kept = torch.utils.checkpoint.checkpoint(loss, *inputs, use_reentrant=False)
     assert all(map(torch.equal, torch.autograd.grad(kept, inputs), expected))
+
+
+@pytest.mark.parametrize("mode", [nullcontext, torch.no_grad, torch.inference_mode])
+def test_calls_leave_autograd_as_it_was(mode: Callable[[], AbstractContextManager[Any]]) -> None:
+    """Calls switch its steps off for themselves: whether they succeed or raise, they end that."""
+    q, wrong = torch.randn(1, 4, 2, 8), torch.randn(1, 4, 3, 8)
+    with mode():
+        attention(q, q, q, out=torch.empty_like(q))
+        attention_decode(q, q.clone(), q.clone(), k=q, v=q, seqused_k=torch.tensor([4]).int())
+        attention_merge(q[None], torch.zeros(1, 1, 2, 4))
+        for call in (attention, attention_decode):
+            with pytest.raises(ValueError, match="heads"):
+                call(q, wrong, wrong)
+    x = q.clone().requires_grad_()
+    saved = x * 2
+    loss = (saved * saved).sum() + attention(x, x, x).sum()
+    torch.autograd.grad(loss, x, retain_graph=True)
+    saved.detach().zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()

@@ -58,8 +58,13 @@ impl Layout {
             // The strides of an empty tensor are never used. All other strides must not overflow
             // below.
             let reach = if empty { Some(0) } else { (size - 1).checked_mul(stride) };
-            last = reach.and_then(|reach| last.checked_add(reach)).ok_or(Error::TooLarge)?;
-            elements = elements.checked_mul(size.max(1)).ok_or(Error::TooLarge)?;
+            let last_element = reach.and_then(|reach| last.checked_add(reach));
+            // Not `ok_or`, which would make and drop an error for each dimension of each operand.
+            let (Some(offset), Some(count)) = (last_element, elements.checked_mul(size.max(1)))
+            else {
+                return Err(Error::TooLarge);
+            };
+            (last, elements) = (offset, count);
         }
         if last >= MAX_SPAN || elements > MAX_SPAN {
             return Err(Error::TooLarge);

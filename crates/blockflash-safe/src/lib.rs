@@ -42,6 +42,7 @@ mod element;
 mod error;
 mod event;
 mod foreign;
+mod fork;
 mod freed;
 mod gpu;
 mod graph;
@@ -75,6 +76,7 @@ pub use driver::{NEEDED_DRIVER_VERSION, cuda_driver_version, cuda_is_initialised
 pub use element::Element;
 pub use error::{Error, Result};
 pub use event::Event;
+pub use fork::process_number;
 pub use gpu::{CudaProperties, KernelInfo};
 pub use graph::Graph;
 #[doc(hidden)]

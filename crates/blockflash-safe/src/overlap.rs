@@ -25,7 +25,7 @@ impl Footprint<'_> {
 
     /// Whether the spans have a byte in common, if only one in a gap.
     #[inline]
-    pub fn interleaves(&self, other: &Footprint<'_>) -> bool {
+    fn interleaves(&self, other: &Footprint<'_>) -> bool {
         let (own, others) = (self.span(), other.span());
         own.start.max(others.start) < own.end.min(others.end)
     }

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
 _OPS = torch.ops.blockflash
 _UNLIMITED = (None, None)
+# Looked up once: every call asks.
+_is_compiling = torch.compiler.is_compiling
+_is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 
 
 def attention(
@@ -123,17 +126,20 @@ def attention(
             if not isinstance(out, Tensor):
                 _refuse_types(out=out)
             o, lse = out, _ops.empty_lse(q, cu_seqlens_q) if return_lse else None
-            _ops.into(_OPS, q, k, v, o, lse, **options)
+            if _autograd.passes(q, k, v, o, sink) and not _autograd.is_seen():
+                _autograd.note_write(o)
+                _autograd.call_below(_OPS.attention_out.default, q, k, v, o, lse, **options)
+            else:
+                _ops.into(_OPS, q, k, v, o, lse, **options)
         elif type(q).__name__ == "DTensor":
             from . import _sharding
 
             o, lse = _sharding.attention(q, k, v, **options)
         elif _autograd.passes(q, k, v, sink):
-            with _autograd.below():
-                if return_lse:
-                    o, lse = _OPS.attention.default(q, k, v, **options)
-                else:
-                    o = _OPS.attention_forward.default(q, k, v, **options)
+            if return_lse:
+                o, lse = _autograd.call_below(_OPS.attention.default, q, k, v, **options)
+            else:
+                o = _autograd.call_below(_OPS.attention_forward.default, q, k, v, **options)
         elif not _autograd.is_transformed():
             o, lse = _ops.Differentiable.apply(q, k, v, *(_ops.DEFAULTS | options).values())
         elif return_lse:
@@ -160,7 +166,7 @@ def lowered(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def autocast_dtype(q: Tensor) -> torch.dtype | None:
     """What autocast, if it is on, makes of float32 on the device of q."""
-    if torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled():
+    if _is_compiling() or _is_any_autocast_enabled():
         kind = q.device.type
         if kind != "meta" and torch.is_autocast_enabled(kind):
             return torch.get_autocast_dtype(kind)

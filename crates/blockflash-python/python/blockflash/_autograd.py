@@ -17,7 +17,6 @@ from torch import Tensor
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
-from torch.autograd.graph import increment_version
 
 from ._native import DeviceError, Unsupported
 
@@ -38,28 +37,53 @@ _NO_GRADIENT = (
     "only, or use torch.no_grad()"
 )
 _NOTHING = nullcontext()
+# Looked up once: every call asks.
+_is_compiling = torch.compiler.is_compiling
+_are_transforms_active = torch._C._are_functorch_transforms_active
+_is_grad_enabled = torch.is_grad_enabled
+_increment_version = torch._C._increment_version
+_is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
+_exclude = torch._C._dispatch_tls_set_dispatch_key_excluded
+_AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality
+_WRITES = torch._C.DispatchKey.ADInplaceOrView
 _FURTHER = (None,) * 20
 """Gradients of the arguments that have none. torch drops those that are too many."""
 
 
 def is_transformed() -> bool:
     """Whether torch compiles the call, transforms it, or differentiates it in forward mode."""
-    return (
-        torch.compiler.is_compiling()
-        or torch._C._are_functorch_transforms_active()
-        or forward_ad._current_level >= 0
-    )
+    return _is_compiling() or _are_transforms_active() or forward_ad._current_level >= 0
 
 
 def passes(*tensors: Tensor | None) -> bool:
     """Whether autograd has nothing to do with a call of these tensors, which may enter below it."""
-    if is_transformed():
+    if _is_compiling() or _are_transforms_active() or forward_ad._current_level >= 0:
         return False
-    if torch.is_grad_enabled():
+    if _is_grad_enabled():
         for tensor in tensors:
             if tensor is not None and tensor.requires_grad:
                 return False
     return True
+
+
+is_seen = torch._C._len_torch_dispatch_stack
+"""Whether a mode of torch sees the operators that are called, and may keep their results."""
+
+
+def call_below(operator: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """Calls an operator that passes over both steps: `below_writes` for a third of its time."""
+    if _is_excluded(_AUTOGRAD):  # in inference mode, or by a context of torch
+        return operator(*arguments, **options)
+    # Whichever of these calls is interrupted, both keys are restored.
+    try:
+        _exclude(_AUTOGRAD, True)
+        try:
+            _exclude(_WRITES, True)
+            return operator(*arguments, **options)
+        finally:
+            _exclude(_WRITES, False)
+    finally:
+        _exclude(_AUTOGRAD, False)
 
 
 def refuse_to_lose(*tensors: Tensor | None) -> None:
@@ -75,16 +99,14 @@ def refuse_to_lose(*tensors: Tensor | None) -> None:
 
 def note_write(*tensors: Tensor | None) -> None:
     """The step `ADInplaceOrView`: autograd sees that tensors it has saved are overwritten."""
-    written = []
     for tensor in tensors:
         if tensor is not None:
-            written.append(tensor)
             if tensor.is_inference() and not torch.is_inference_mode_enabled():
                 raise RuntimeError(
                     "Inplace update to inference tensor outside InferenceMode is not allowed: pass "
                     "a clone"
                 )
-    increment_version(written)
+            _increment_version((tensor,))
 
 
 def typed(error: RuntimeError) -> Exception:
@@ -187,14 +209,14 @@ def register_writes(
 ) -> None:
     """Registers both steps for an operator that writes into the arguments at these places.
 
-    It has no gradient. `call` replaces the operator where autograd may see it.
+    It has no gradient. `call` replaces the operator for whoever sees or transforms it.
     """
     operator = _operator(library, name)
 
     def autograd(*arguments: Any) -> Any:
         refuse_to_lose(*(t for t in arguments if isinstance(t, Tensor)))
         try:
-            if call is not None:
+            if call is not None and (is_transformed() or is_seen()):
                 return call(*arguments)
             with below():
                 return operator(*arguments)

@@ -12,6 +12,7 @@ They are operators of torch like those of `_ops`. They have no gradient: differe
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -123,36 +124,26 @@ def attention_decode(
     if k is not None and k.dim() == 3 and cu_seqlens_k is None:
         cu_seqlens_k = cu_seqlens_q
     lists, counts = (None, None) if pages is None else pages
-    given = {
-        "seqused_k": seqused_k,
-        "block_table": block_table,
-        "cu_seqlens_q": cu_seqlens_q,
-        "cu_seqlens_k": cu_seqlens_k,
-        "sink": sink,
-        "rotary_cos": rotary_cos,
-        "rotary_sin": rotary_sin,
-        "page_lists": lists,
-        "page_counts": counts,
-        "max_q": max_seqlen_q,
-        "left": None if left == -1 else left,
-        "right": None if right == -1 else right,
-        "scale": scale,
-        "softcap": softcap,
-        "interleaved": rotary_interleaved or None,
-    }
-    # The operators have defaults: what is not passed costs nothing.
-    options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    options: list[Any] = [
+        seqused_k, block_table, cu_seqlens_q, cu_seqlens_k, sink, rotary_cos, rotary_sin, lists,
+        counts,
+    ]  # fmt: skip
+    if max_seqlen_q is scale is softcap is None and left == right == -1 and not rotary_interleaved:
+        # What is at its default at the end costs the host nothing if it is not passed.
+        while options and options[-1] is None:
+            options.pop()
+    else:
+        options += (max_seqlen_q or 0, left, right, scale, softcap or 0.0, rotary_interleaved)
     tensors = (q, k_cache, v_cache) if k is None else (q, k_cache, v_cache, k, v)
     operator = _OPS.attention_decode.default if k is None else _OPS.attention_append.default
     try:
         if _autograd.passes(*tensors, sink, rotary_cos, rotary_sin):
             if k is not None:
                 _autograd.note_write(k_cache, v_cache)
-            with _autograd.below_writes():
-                o, lse = operator(*tensors, **options)
+            o, lse = _autograd.call_below(operator, *tensors, *options)
         else:
             _autograd.refuse_to_lose(*tensors, sink, rotary_cos, rotary_sin)
-            o, lse = operator(*tensors, **options)
+            o, lse = operator(*tensors, *options)
     except RuntimeError as error:
         raise _autograd.typed(error) from None
     _stats.count("attention_decode")
@@ -187,11 +178,15 @@ def attention_merge(
             f"o has shape {list(o.shape)} and lse {list(lse.shape)}, not [parts, B, S, H, D] and "
             "[parts, B, H, S], nor [parts, T, H, D] and [parts, H, T]"
         )
-    _autograd.refuse_to_lose(o, lse)
+    if _autograd.passes(o, lse):
+        merge = partial(_autograd.call_below, _OPS.attention_merge.default)
+    else:
+        _autograd.refuse_to_lose(o, lse)
+        merge = _OPS.attention_merge.default
     if o.dim() == 4:
-        return _OPS.attention_merge.default(o, lse)
+        return merge(o, lse)
     batches = o.shape[1:3]
-    o, lse = _OPS.attention_merge.default(o.flatten(1, 2), lse.transpose(1, 2).flatten(2))
+    o, lse = merge(o.flatten(1, 2), lse.transpose(1, 2).flatten(2))
     return o.unflatten(0, batches), lse.unflatten(1, batches).transpose(0, 1)
 
 
@@ -201,12 +196,7 @@ def _compute(
     v_cache: Tensor,
     k: Tensor | None,
     v: Tensor | None,
-    seqused_k: Tensor | None = None,
-    block_table: Tensor | None = None,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    sink: Tensor | None = None,
-    *rest: Any,
+    *options: Any,
 ) -> tuple[Tensor, Tensor]:
     """The kernel of both operators.
 
@@ -214,12 +204,12 @@ def _compute(
     copied, but a cache never is. On the CPU, values that lie between the keys of their cache are
     copied for an append, and copied back.
     """
+    cu_seqlens_q = options[2] if len(options) > 2 else None
     o, lse = empty_o(q, cu_seqlens_q), empty_lse(q, cu_seqlens_q)
 
     def allocate(count: int) -> Tensor:
         return torch.empty(count, dtype=torch.uint8, device=q.device)
 
-    options = (seqused_k, block_table, cu_seqlens_q, cu_seqlens_k, sink, *rest)
     try:
         _native.attention_decode(q, k_cache, v_cache, o, lse, allocate, k, v, *options)
     except _native.Misaligned:
@@ -239,7 +229,10 @@ def _compute(
 
 
 def _has_slots(
-    k_cache: Tensor, seqused_k: Tensor | None, block_table: Tensor | None, *rest: Any
+    k_cache: Tensor,
+    seqused_k: Tensor | None = None,
+    block_table: Tensor | None = None,
+    *rest: Any,
 ) -> bool:
     _, _, _, _, _, lists, *_ = (*rest, *[None] * 6)
     given = [k_cache] + [t for t in (block_table, lists) if t is not None]
@@ -248,11 +241,11 @@ def _has_slots(
 
 def _without_keys(
     k_cache: Tensor,
-    seqused_k: Tensor | None,
-    block_table: Tensor | None,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    sink: Tensor | None,
+    seqused_k: Tensor | None = None,
+    block_table: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    sink: Tensor | None = None,
     *rest: Any,
 ) -> tuple[Tensor, tuple[Any, ...]]:
     """A cache for kernels that need a slot, of sequences without keys, and the options with it."""

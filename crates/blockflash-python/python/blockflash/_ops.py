@@ -49,7 +49,7 @@ def empty_lse(q: Tensor, cu_seqlens_q: Tensor | None) -> Tensor:
     if cu_seqlens_q is None:
         shape = q.shape
         size = (shape[0], shape[2], shape[1])
-        return torch.empty(size, dtype=torch.float32, device=q.device)
+        return q.new_empty(size, dtype=torch.float32)
     return q.new_zeros((q.shape[1], q.shape[0]), dtype=torch.float32)
 
 
@@ -97,15 +97,11 @@ def into(
     *options: Any,
     **named: Any,
 ) -> None:
-    """Attention into given tensors, by the operators of a namespace; a gradient is refused."""
-    tensors = (q, k, v, o, lse, sink)
-    if _autograd.passes(*tensors) and not torch._C._len_torch_dispatch_stack():
-        _autograd.note_write(o, lse)
-        with _autograd.below_writes():
-            operators.attention_out.default(*tensors, *options, **named)
-        return
-    _autograd.refuse_to_lose(*tensors)
-    # Whoever traces, transforms or keeps results sees an operator that returns them.
+    """Attention into given tensors by an operator of a namespace that returns its results.
+
+    For whoever traces, transforms or keeps results. A gradient is refused.
+    """
+    _autograd.refuse_to_lose(q, k, v, o, lse, sink)
     results = operators.attention.default(q, k, v, sink, *options, **named)
     for what, given, result in zip(("o", "lse"), (o, lse), results, strict=True):
         if given is None:

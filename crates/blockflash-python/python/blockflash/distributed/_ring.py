@@ -123,7 +123,7 @@ class Ring(torch.autograd.Function):
                 chosen = options.of(visit, sink, q)
                 logs = _ops.empty_lse(operands[0], chosen.get("cu_seqlens_q"))
                 try:
-                    _ops.into(_OPS, *operands, logs, **chosen)
+                    _OPS.attention_out.default(*operands, logs, **chosen)
                 except RuntimeError as error:
                     raise _autograd.typed(error) from None
                 lse[part, :, :, seen] = logs
