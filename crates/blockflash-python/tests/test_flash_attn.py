@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import plain
@@ -177,6 +178,39 @@ def test_refused_arguments(function: Callable[..., Any], argument: dict[str, Any
     q = small(5, 4, 16) if lengths else small(1, 5, 4, 16)
     with pytest.raises(blockflash.Unsupported, match=f"^{next(iter(argument))}: .* leave it at"):
         function(q, q, q, *lengths, **argument)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8])
+@pytest.mark.parametrize("which", ["q", "k", "v"])
+def test_8_bit_elements(which: str, dtype: torch.dtype) -> None:
+    """No kernel has them: every function says so, and what to do, before anything is computed."""
+
+    def three(*shape: int) -> list[Tensor]:
+        return [small(*shape).to(dtype if name == which else torch.float32) for name in "qkv"]
+
+    same, one = three(1, 16, 4, 16), torch.tensor([3], dtype=torch.int32)
+    rows, table = [t[0] for t in same], torch.zeros(1, 1, dtype=torch.int32)
+    cos = torch.ones(16, 8)
+    qkv = same[0][:, :, None].expand(-1, -1, 3, -1, -1)
+    paged = [rows[0], *same[1:], CU, CU, 5, 5]
+    append = [*same, *same[1:], cos, cos]
+    calls: list[Callable[[], Any]] = [
+        lambda: blockflash.scaled_dot_product_attention(*same),
+        lambda: fa2.flash_attn_varlen_func(*paged, block_table=table),
+        lambda: fa2.flash_attn_with_kvcache(*append, cache_seqlens=one),
+        lambda: fa3.flash_attn_with_kvcache(*append[:5], None, cos, cos, one),
+    ]
+    for module in (fa2, fa3):
+        calls += [
+            partial(module.flash_attn_func, *same),
+            partial(module.flash_attn_varlen_func, *rows, CU, CU, 5, 5),
+            partial(module.flash_attn_with_kvcache, *same, cache_seqlens=one),
+        ]
+        if which == "q":
+            calls.append(partial(module.flash_attn_qkvpacked_func, qkv))
+    for call in calls:
+        with pytest.raises(blockflash.Unsupported, match=f"{dtype}: .* converted to bfloat16"):
+            call()
 
 
 def test_wrong_arguments() -> None:

@@ -12,13 +12,15 @@ from . import _stats
 from ._attention import attention
 from ._native import Unsupported
 
+_CONVERT = "which are to be converted to bfloat16 or float16 before"
+
 _REFUSED: dict[str, tuple[Any, str]] = {
     "dropout_p": (0.0, "dropout"),
     "alibi_slopes": (None, "ALiBi"),
     "qv": (None, "a second query for the values"),
-    "q_descale": (None, "8-bit queries"),
-    "k_descale": (None, "8-bit keys"),
-    "v_descale": (None, "8-bit values"),
+    "q_descale": (None, f"8-bit queries, {_CONVERT}"),
+    "k_descale": (None, f"8-bit keys, {_CONVERT}"),
+    "v_descale": (None, f"8-bit values, {_CONVERT}"),
     "attention_chunk": (0, "chunked attention"),
 }
 """Arguments that must keep their default, with the feature that is missing."""
@@ -35,6 +37,18 @@ def refuse(**arguments: Any) -> None:
         if value is None or (default is not None and value == default):
             continue
         raise Unsupported(f"{name}: blockflash does not have {feature}; leave it at {default}")
+
+
+def refuse_8_bits(q: Tensor, k: Tensor, v: Tensor, names: Sequence[str] = "qkv") -> None:
+    """Raises `Unsupported` for elements of one byte or less, before anything computes with them."""
+    if q.dtype.itemsize > 1 and k.dtype.itemsize > 1 and v.dtype.itemsize > 1:
+        return
+    for name, tensor in zip(names, (q, k, v), strict=True):
+        if tensor.dtype.itemsize == 1:
+            raise Unsupported(
+                f"{name} is {tensor.dtype}: blockflash does not have attention of 8-bit elements, "
+                f"{_CONVERT}"
+            )
 
 
 def unpack(name: str, packed: Tensor, count: int) -> tuple[Tensor, ...]:
@@ -62,6 +76,7 @@ def attend(
 
     `packed` are `cu_seqlens_q`, `cu_seqlens_k`, `max_seqlen_q` and `max_seqlen_k`.
     """
+    refuse_8_bits(q, k, v)
     if q.size(-1) != v.size(-1):
         raise Unsupported(f"head_dim of v is {v.size(-1)}, of q {q.size(-1)}; they must agree")
     try:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from . import _flash_gather, _stats
 from ._decode import attention_decode
-from ._flash import InvalidCall, contiguous_rows, conventions
+from ._flash import InvalidCall, contiguous_rows, conventions, refuse_8_bits
 from ._native import Unsupported
 from ._rotary import positions_of, turn
 
@@ -39,6 +39,9 @@ def with_kvcache(
 
     `options` are `softmax_scale`, `softcap`, `return_lse` and `max_seqlen_q`.
     """
+    refuse_8_bits(q, k_cache, v_cache, ("q", "k_cache", "v_cache"))
+    if k is not None and v is not None:
+        refuse_8_bits(q, k, v)
     batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
     numbers = {
         "cache_seqlens": cache_seqlens,
@@ -135,6 +138,7 @@ def paged(
     **options: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Packed queries whose keys are in pages, `[pages, page_size, heads_k, head_dim]`."""
+    refuse_8_bits(q, k, v)
     return _attend(q, k, v, seqused_k=cu_seqlens_k.diff(), cu_seqlens_q=cu_seqlens_q, **options)
 
 

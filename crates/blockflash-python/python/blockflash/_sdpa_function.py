@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ._attention import attention
-from ._flash import contiguous_rows
+from ._flash import contiguous_rows, refuse_8_bits
 from ._native import Unsupported
 
 
@@ -39,7 +39,8 @@ def scaled_dot_product_attention(
 
     Raises:
         Unsupported: where torch has a backend and blockflash none: a mask, dropout, heads or
-            batches that are broadcast, a head_dim of value that differs from query's.
+            batches that are broadcast, a head_dim of value that differs from query's; and for
+            8-bit elements.
         ValueError: for arguments that torch refuses, too.
 
     """
@@ -65,6 +66,7 @@ def operands(
         raise Unsupported("attn_mask: blockflash.attention has windows and block masks instead")
     if dropout_p != 0.0:
         raise Unsupported("blockflash has no dropout: set dropout_p to 0")
+    refuse_8_bits(query, key, value, ("query", "key", "value"))
     dims = {query.dim(), key.dim(), value.dim()}
     if dims not in ({3}, {4}):
         raise Unsupported(f"tensors have {sorted(dims)} dimensions; all must have 3 or all 4")
