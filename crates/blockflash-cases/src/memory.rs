@@ -42,6 +42,19 @@ pub fn number(value: f64) -> String {
     format!("{value:.decimals$}")
 }
 
+/// `131,072`.
+pub fn count(value: u64) -> String {
+    let digits = value.to_string();
+    let mut out = String::new();
+    for (at, digit) in digits.chars().enumerate() {
+        if at > 0 && (digits.len() - at).is_multiple_of(3) {
+            out.push(',');
+        }
+        out.push(digit);
+    }
+    out
+}
+
 /// Bytes of these many elements, as large as can be counted.
 pub fn size(shapes: &[&[usize]], element: usize) -> u64 {
     let bytes = |shape: &&[usize]| {

@@ -1,65 +1,139 @@
-//! Operands of attention: dense batches, packed sequences of different lengths, and block masks.
+//! One attention problem with its data: what is computed, from what, on which device, and whether
+//! the result is right. Suites, the command and tests share it.
 
-use super::block_lists::BlockLists;
-use super::lengths::Lengths;
-use super::operands::{Operands, normal};
-use crate::error::{Error, Result};
+use super::block_lists::{describe, lists};
+use super::operands::{Operands, Placed, TensorInfo, normal};
+use super::scores::Scores;
+use crate::error::Result;
 use crate::io::Array;
+use crate::memory::count;
 use blockflash_ops::tuning::Likeness;
 use blockflash_ops::{
-    Attention, AttentionProblem, BlockMask, CuSeqlens, CudaProperties, DType, Kernel, Mask,
-    Operation, PackedRows, PreparedAttention, Stream, Tensor, attention,
+    Attention, AttentionProblem, BlockMask, CuSeqlens, CudaProperties, DType, Kernel, Operation,
+    PackedRows, PreparedAttention, Stream, Tensor, attention, attention_flops,
+    attention_varlen_flops,
 };
-use blockflash_oracle::{self as oracle, AttentionCase, Comparison, Mismatch};
+use blockflash_oracle::{self as oracle, AttentionCase, Blocks, Comparison};
 use blockflash_sys::manifest::Lse;
 
-/// Inputs and outputs on the device.
+/// The data of one attention problem, in host memory.
 #[derive(Debug)]
-pub(super) struct AttentionOperands {
+pub struct AttentionData {
+    /// `[batch, seqlen_q, heads, head_dim]`, packed `[rows, heads, head_dim]`.
+    pub q: Array,
+    /// `[batch, seqlen_kv, heads_kv, head_dim]`, packed `[rows, heads_kv, head_dim]`.
+    pub k: Array,
+    /// Shape of `k`.
+    pub v: Array,
+    /// f32 `[heads]`: one score of each head that joins the sum of exponentials.
+    pub sink: Option<Array>,
+    /// Lengths of the queries and of the keys of each sequence, if sequences are packed.
+    pub lengths: Option<[Vec<usize>; 2]>,
+    /// The blocks that are visited; `None`: all.
+    pub block_mask: Option<BlockMask>,
+}
+
+impl AttentionData {
+    /// N(0, 1) tensors for a problem, without a sink: random streams 0, 1 and 2 of the seed.
+    ///
+    /// # Errors
+    /// If there is not enough host memory.
+    pub fn random(problem: &AttentionProblem, seed: u64) -> Result<Self> {
+        let [q, kv, _] = shapes(problem);
+        let draw = |shape: &[usize], lane| normal(shape, problem.dtype, seed, lane);
+        let [q, k, v] = [draw(&q, 0)?, draw(&kv, 1)?, draw(&kv, 2)?];
+        Ok(Self { q, k, v, sink: None, lengths: None, block_mask: None })
+    }
+}
+
+/// Start of each packed sequence, and the end of the last one.
+pub fn offsets(lengths: &[usize]) -> Vec<i32> {
+    let ends = lengths.iter().scan(0usize, |end, length| {
+        *end += length;
+        Some(i32::try_from(*end).unwrap_or(i32::MAX))
+    });
+    std::iter::once(0).chain(ends).collect()
+}
+
+/// Inputs and outputs on a device.
+#[derive(Debug)]
+pub struct AttentionOperands {
     inputs: Inputs,
     pub(super) o: Tensor,
     pub(super) lse: Tensor,
-    /// q, k and v, for the oracle.
-    host: [Array; 3],
+    /// Whether the log-sum-exp is asked for.
+    wants_lse: bool,
     prepared: Option<PreparedAttention>,
 }
 
 #[derive(Debug)]
 struct Inputs {
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Mask,
-    softmax_scale: f32,
+    scores: Scores,
+    q: Placed,
+    k: Placed,
+    v: Placed,
+    sink: Option<Placed>,
     packed: Option<Packed>,
-    blocks: Option<Blocks>,
+    blocks: Option<Visited>,
+}
+
+/// Sequences of a packed batch: queries, then keys.
+#[derive(Debug)]
+struct Packed {
+    lengths: [Vec<usize>; 2],
+    /// i32 `[batch + 1]`.
+    offsets: [Placed; 2],
 }
 
 /// The visited blocks.
 #[derive(Debug)]
-struct Blocks {
-    /// The same lists for the oracle.
-    lists: BlockLists,
+struct Visited {
     mask: BlockMask,
+    /// The same for the oracle.
+    lists: [Vec<i32>; 2],
 }
 
-/// Position of the sequences in a packed batch.
-#[derive(Debug)]
-struct Packed {
-    lengths: Lengths,
-    /// i32 `[batch + 1]`, for queries and keys alike.
-    offsets: Tensor,
+impl Packed {
+    fn longest(&self) -> [usize; 2] {
+        self.lengths.each_ref().map(|lengths| lengths.iter().copied().max().unwrap_or(0))
+    }
 }
 
 impl Inputs {
-    fn call(&self) -> Attention<'_> {
-        let cu_seqlens = self.packed.as_ref().map(|packed| {
-            let (offsets, longest) = (packed.offsets.view(), packed.lengths.longest());
-            CuSeqlens { q: offsets, kv: offsets, max_seqlen_q: longest, max_seqlen_kv: longest }
-        });
-        let call = Attention::new(self.q.view(), self.k.view(), self.v.view());
-        let block_mask = self.blocks.as_ref().map(|blocks| &blocks.mask);
-        Attention { mask: self.mask, cu_seqlens, block_mask, ..call }
+    fn new(scores: Scores, data: AttentionData, stream: &Stream) -> Result<Self> {
+        let place = |array| Placed::new(array, stream);
+        let packed = |lengths: [Vec<usize>; 2]| -> Result<Packed> {
+            let [q, kv] = lengths.each_ref().map(|lengths| place(offsets(lengths).into()));
+            Ok(Packed { lengths, offsets: [q?, kv?] })
+        };
+        let visited = |mask: BlockMask| -> Result<Visited> {
+            Ok(Visited { lists: lists(&mask)?, mask: mask.to(stream)? })
+        };
+        Ok(Self {
+            scores,
+            q: place(data.q)?,
+            k: place(data.k)?,
+            v: place(data.v)?,
+            sink: data.sink.map(place).transpose()?,
+            packed: data.lengths.map(packed).transpose()?,
+            blocks: data.block_mask.map(visited).transpose()?,
+        })
+    }
+
+    fn call(&self) -> Result<Attention<'_>> {
+        let cu_seqlens = match &self.packed {
+            Some(packed) => {
+                let ([q, kv], [max_seqlen_q, max_seqlen_kv]) = (&packed.offsets, packed.longest());
+                Some(CuSeqlens { q: q.view()?, kv: kv.view()?, max_seqlen_q, max_seqlen_kv })
+            }
+            None => None,
+        };
+        Ok(Attention {
+            sink: self.sink.as_ref().map(Placed::view).transpose()?,
+            cu_seqlens,
+            block_mask: self.blocks.as_ref().map(|blocks| &blocks.mask),
+            ..self.scores.call([self.q.view()?, self.k.view()?, self.v.view()?])
+        })
     }
 }
 
@@ -83,85 +157,117 @@ fn shapes(problem: &AttentionProblem) -> [Vec<usize>; 3] {
 }
 
 impl AttentionOperands {
-    /// Operands of a problem: `lengths` if its sequences are packed, and a block mask if it visits
-    /// only some blocks.
-    pub(super) fn new(
-        problem: &AttentionProblem,
-        lengths: Option<&Lengths>,
-        lists: Option<BlockLists>,
+    /// Places the data on the stream's device and allocates the outputs. Without `wants_lse`, the
+    /// log-sum-exp is computed only by kernels that always do.
+    ///
+    /// # Errors
+    /// If the library refuses the problem, or there is not enough memory.
+    pub fn new(
+        scores: Scores,
+        data: AttentionData,
+        wants_lse: bool,
         stream: &Stream,
-        seed: u64,
     ) -> Result<Self> {
-        let [q_shape, kv_shape, lse_shape] = shapes(problem);
-        let dtype = problem.dtype;
-        let host = [
-            normal(&q_shape, dtype, seed, 0)?,
-            normal(&kv_shape, dtype, seed, 1)?,
-            normal(&kv_shape, dtype, seed, 2)?,
-        ];
-        let packed = |lengths: &Lengths| -> Result<Packed> {
-            let offsets = lengths.offsets();
-            let offsets = Tensor::from_slice(stream, &offsets, &[offsets.len()])?;
-            Ok(Packed { lengths: lengths.clone(), offsets })
-        };
-        let blocks =
-            |lists: BlockLists| Ok::<_, Error>(Blocks { mask: lists.mask(stream)?, lists });
-        let inputs = Inputs {
-            q: host[0].upload(stream)?,
-            k: host[1].upload(stream)?,
-            v: host[2].upload(stream)?,
-            mask: problem.mask,
-            softmax_scale: problem.softmax_scale,
-            packed: lengths.map(packed).transpose()?,
-            blocks: lists.map(blocks).transpose()?,
-        };
-        let o = Tensor::empty(stream, dtype, &q_shape)?;
-        let lse = Tensor::empty(stream, DType::F32, &lse_shape)?;
-        Ok(Self { inputs, o, lse, host, prepared: None })
+        let inputs = Inputs::new(scores, data, stream)?;
+        let call = inputs.call()?;
+        call.check_cu_seqlens(stream)?;
+        let problem = call.problem()?;
+        let [o, _, lse] = shapes(&problem);
+        let o = Tensor::empty(stream, problem.dtype, &o)?;
+        let lse = Tensor::empty(stream, DType::F32, &lse)?;
+        Ok(Self { inputs, o, lse, wants_lse, prepared: None })
     }
 
     /// Computes the output and the log-sum-exp.
     pub(super) fn with_lse(&mut self, stream: &Stream) -> Result<()> {
         let (o, lse) = (self.o.view_mut(), self.lse.view_mut());
-        Ok(self.inputs.call().forward_into(o, Some(lse), stream)?)
+        Ok(self.inputs.call()?.forward_into(o, Some(lse), stream)?)
     }
 
-    pub(super) fn call(&self) -> Attention<'_> {
+    pub(super) fn call(&self) -> Result<Attention<'_>> {
         self.inputs.call()
     }
 
-    /// q, k and v.
-    pub(super) fn inputs(&self) -> [&Tensor; 3] {
-        [&self.inputs.q, &self.inputs.k, &self.inputs.v]
+    /// The case of the oracle; none for a mask that it does not know.
+    pub(super) fn for_oracle(&self) -> Result<AttentionCase<'_>> {
+        let Inputs { scores, q, k, v, sink, packed, blocks } = &self.inputs;
+        let softmax_scale = self.call()?.problem()?.softmax_scale;
+        let case = scores.for_oracle([q.host(), k.host(), v.host()], softmax_scale)?;
+        Ok(AttentionCase {
+            sink: sink.as_ref().map(|sink| sink.host() as _),
+            lengths: packed.as_ref().map(|packed| packed.lengths.each_ref().map(Vec::as_slice)),
+            blocks: blocks.as_ref().map(|Visited { mask, lists: [row_ptr, col_idx] }| Blocks {
+                block_q: mask.block_q(),
+                block_kv: mask.block_kv(),
+                heads: mask.heads(),
+                row_ptr,
+                col_idx,
+            }),
+            ..case
+        })
     }
 
-    pub(super) fn for_oracle(&self) -> AttentionCase<'_> {
-        let Inputs { mask, softmax_scale, packed, blocks, .. } = &self.inputs;
-        let [q, k, v] = &self.host;
-        AttentionCase {
-            q,
-            k,
-            v,
-            sink: None,
-            lengths: packed.as_ref().map(|packed| [packed.lengths.as_slice(); 2]),
-            blocks: blocks.as_ref().map(|blocks| blocks.lists.for_oracle()),
-            bottom_right: true,
-            left: None,
-            right: (*mask != Mask::Full).then_some(0),
-            softmax_scale: *softmax_scale,
-            softcap: None,
-        }
+    /// Whether this kernel, or the selected one, is to compute the log-sum-exp.
+    fn has_lse(&self, kernel: Option<&Kernel>) -> bool {
+        let tile = kernel.and_then(Kernel::attention_tile);
+        self.wants_lse || tile.is_some_and(|tile| tile.lse == Lse::Always)
     }
 
-    /// The problem that the given kernel, or the selected one, computes: the log-sum-exp is an
-    /// output only if the kernel always writes it.
+    /// The problem that the given kernel, or the selected one, computes.
     fn problem_for(&mut self, kernel: Option<&Kernel>) -> Result<AttentionProblem> {
-        let lse = asks_for_lse(kernel).then(|| self.lse.view_mut());
-        Ok(self.inputs.call().problem()?.with_outputs(&self.o.view_mut(), lse.as_ref())?)
+        let lse = self.has_lse(kernel).then(|| self.lse.view_mut());
+        Ok(self.inputs.call()?.problem()?.with_outputs(&self.o.view_mut(), lse.as_ref())?)
     }
 }
 
 impl Operands for AttentionOperands {
+    fn inputs(&self) -> Vec<TensorInfo> {
+        let Inputs { q, k, v, .. } = &self.inputs;
+        [("q", q), ("k", k), ("v", v)].map(|(name, tensor)| tensor.info(name)).to_vec()
+    }
+
+    fn details(&mut self) -> Result<Vec<(&'static str, String)>> {
+        let problem = self.problem_for(None)?;
+        let Inputs { packed, blocks, .. } = &self.inputs;
+        let differ = match packed {
+            Some(Packed { lengths: [q, kv], .. }) => q != kv,
+            None => problem.seqlen_q != problem.seqlen_kv,
+        };
+        let mut details = Scores::details(&problem, differ);
+        if let Some(packed) = packed {
+            let [queries, keys] = packed.longest();
+            let sequences = count(packed.lengths[0].len() as u64);
+            let text = format!("{sequences}, at most {queries} queries and {keys} keys");
+            details.push(("sequences", text));
+        }
+        details.extend(blocks.as_ref().map(|blocks| ("block mask", describe(&blocks.mask))));
+        Ok(details)
+    }
+
+    /// Those of the pairs that both masks show.
+    fn flops(&mut self) -> Result<f64> {
+        let problem = self.problem_for(None)?;
+        let Inputs { packed, blocks, .. } = &self.inputs;
+        Ok(match (blocks, packed) {
+            (Some(Visited { mask, .. }), _) => {
+                let shared = mask.batch() == 1 && problem.packed.is_none();
+                let entries = if shared { problem.batch } else { 1 };
+                let copies = entries * (problem.num_heads_q / mask.heads());
+                let pairs = mask.visited_pairs(problem.mask)?;
+                4.0 * pairs as f64 * (copies * problem.head_dim) as f64
+            }
+            (None, Some(packed)) => {
+                let [q, kv] = packed.lengths.each_ref().map(|lengths| offsets(lengths));
+                attention_varlen_flops(&problem, &q, &kv) as f64
+            }
+            (None, None) => attention_flops(&problem).unwrap_or(0) as f64,
+        })
+    }
+
+    fn is_empty(&mut self) -> Result<bool> {
+        Ok(self.problem_for(None)?.is_empty())
+    }
+
     fn select(&mut self, gpu: &CudaProperties) -> Result<&'static Kernel> {
         Ok(attention::select(&self.problem_for(None)?, gpu)?)
     }
@@ -175,8 +281,8 @@ impl Operands for AttentionOperands {
     }
 
     fn launch(&mut self, kernel: Option<&'static Kernel>, stream: &Stream) -> Result<()> {
-        let lse = asks_for_lse(kernel).then(|| self.lse.view_mut());
-        let (call, o) = (self.inputs.call(), self.o.view_mut());
+        let lse = self.has_lse(kernel).then(|| self.lse.view_mut());
+        let (call, o) = (self.inputs.call()?, self.o.view_mut());
         match kernel {
             None => call.forward_into(o, lse, stream)?,
             Some(kernel) => call.run_with(kernel, (o, lse), stream)?,
@@ -185,54 +291,51 @@ impl Operands for AttentionOperands {
     }
 
     fn prepare(&mut self, stream: &Stream) -> Result<bool> {
-        self.prepared = Some(self.inputs.call().prepare(&(self.o.view_mut(), None), stream)?);
+        self.prepared = Some(self.inputs.call()?.prepare(&(self.o.view_mut(), None), stream)?);
         Ok(true)
     }
 
     fn launch_prepared(&mut self, stream: &Stream) -> Result<()> {
         let Some(prepared) = &self.prepared else { return self.launch(None, stream) };
-        Ok(self.inputs.call().run_prepared(prepared, (self.o.view_mut(), None), stream)?)
+        Ok(self.inputs.call()?.run_prepared(prepared, (self.o.view_mut(), None), stream)?)
     }
 
-    fn outputs(&mut self, kernel: Option<&Kernel>) -> Vec<&mut Tensor> {
-        let lse = asks_for_lse(kernel).then_some(&mut self.lse);
-        [Some(&mut self.o), lse].into_iter().flatten().collect()
+    fn outputs(&mut self, kernel: Option<&Kernel>) -> Vec<(&'static str, &mut Tensor)> {
+        let lse = self.has_lse(kernel).then_some(("lse", &mut self.lse));
+        [Some(("o", &mut self.o)), lse].into_iter().flatten().collect()
     }
 
-    fn compare(&self, outputs: &[Array], seed: u64) -> Result<Vec<Comparison>, Mismatch> {
-        let case = self.for_oracle();
-        match outputs {
-            [o, lse] => Ok(oracle::attention(&case, o, lse, seed, |_| ())?.to_vec()),
-            [o, ..] => Ok(vec![oracle::attention_output(&case, o, seed, |_| ())?]),
-            [] => Ok(Vec::new()), // the output is always there
-        }
+    fn compare(
+        &self,
+        outputs: &[Array],
+        seed: u64,
+        progress: &(dyn Fn(f64) + Sync),
+    ) -> Result<Vec<Comparison>> {
+        let case = self.for_oracle()?;
+        Ok(match outputs {
+            [o, lse] => oracle::attention(&case, o, lse, seed, progress)?.to_vec(),
+            [o, ..] => vec![oracle::attention_output(&case, o, seed, progress)?],
+            [] => Vec::new(), // the output is always there
+        })
     }
-}
-
-/// The library selects a kernel without log-sum-exp unless it is asked for, so the selected kernel
-/// is measured without it.
-fn asks_for_lse(kernel: Option<&Kernel>) -> bool {
-    kernel.and_then(Kernel::attention_tile).is_some_and(|tile| tile.lse == Lse::Always)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::case::Case;
+    use crate::case::backward::Forward;
     use blockflash_ops::Device;
 
     fn operands(id: &str, stream: &Stream) -> (Case, AttentionOperands) {
         let case: Case = id.parse().unwrap();
-        let of = |problem: &AttentionProblem, lengths, lists| {
-            AttentionOperands::new(problem, lengths, lists, stream, 5).unwrap()
-        };
         let operands = match &case {
-            Case::AttentionFwd(shape) => of(&shape.problem(), None, None),
-            Case::VarlenFwd(shape) => of(&shape.problem(), Some(&shape.lengths), None),
-            Case::BlockSparseFwd(shape) => of(&shape.dense().problem(), None, Some(shape.lists(5))),
+            Case::AttentionFwd(shape) => shape.forward(stream, 5),
+            Case::VarlenFwd(shape) => shape.forward(stream, 5),
+            Case::BlockSparseFwd(shape) => shape.forward(stream, 5),
             _ => unreachable!(),
         };
-        (case, operands)
+        (case, operands.unwrap())
     }
 
     #[test]
@@ -247,8 +350,6 @@ mod tests {
                 _ => unreachable!(),
             };
             assert_eq!(operands.problem_for(None).unwrap(), expected);
-            let inputs = &operands.inputs;
-            inputs.call().check_cu_seqlens(&stream).unwrap();
             assert!(operands.prepare(&stream).unwrap());
             operands.launch_prepared(&stream).unwrap();
         }
@@ -272,12 +373,14 @@ mod tests {
     fn sequences_lie_one_behind_the_other() {
         let stream = Device::cpu().stream().unwrap();
         let (_, operands) = operands("varlen7+2x3_h4kv2_d16_causal_bf16", &stream);
-        let shapes =
-            [&operands.inputs.q, &operands.inputs.k, &operands.o, &operands.lse].map(Tensor::shape);
+        let Inputs { q, k, .. } = &operands.inputs;
+        let [o, lse] = [&operands.o, &operands.lse].map(Tensor::shape);
+        let shapes = [q.host().shape(), k.host().shape(), o, lse];
         assert_eq!(shapes, [&[13, 4, 16][..], &[13, 2, 16], &[13, 4, 16], &[4, 13]]);
         let packed = operands.inputs.packed.as_ref().unwrap();
-        assert_eq!(packed.offsets.to_vec::<i32>(&stream).unwrap(), [0, 7, 9, 11, 13]);
-        let cu_seqlens = operands.inputs.call().cu_seqlens.unwrap();
+        let offsets = packed.offsets.each_ref().map(|offsets| offsets.host().as_i32().unwrap());
+        assert_eq!(offsets, [[0, 7, 9, 11, 13]; 2]);
+        let cu_seqlens = operands.inputs.call().unwrap().cu_seqlens.unwrap();
         assert_eq!((cu_seqlens.max_seqlen_q, cu_seqlens.max_seqlen_kv), (7, 7));
     }
 }

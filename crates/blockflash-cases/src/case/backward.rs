@@ -2,7 +2,7 @@
 
 use super::Case;
 use super::attention::AttentionShape;
-use super::attention_operands::AttentionOperands;
+use super::attention_operands::{AttentionData, AttentionOperands};
 use super::backward_operands::BackwardOperands;
 use super::block_sparse::BlockSparseShape;
 use super::operands::Operands;
@@ -131,7 +131,8 @@ impl Forward for AttentionShape {
     const BACKWARD: &'static str = "attention_bwd";
 
     fn forward(&self, stream: &Stream, seed: u64) -> Result<AttentionOperands> {
-        AttentionOperands::new(&self.problem(), None, None, stream, seed)
+        let data = AttentionData::random(&self.problem(), seed)?;
+        AttentionOperands::new(self.mask().into(), data, false, stream)
     }
 }
 
@@ -139,7 +140,10 @@ impl Forward for VarlenShape {
     const BACKWARD: &'static str = "attention_bwd";
 
     fn forward(&self, stream: &Stream, seed: u64) -> Result<AttentionOperands> {
-        AttentionOperands::new(&self.problem(), Some(&self.lengths), None, stream, seed)
+        let (problem, lengths) = (self.problem(), self.lengths.as_slice().to_vec());
+        let data = AttentionData::random(&problem, seed)?;
+        let data = AttentionData { lengths: Some([lengths.clone(), lengths]), ..data };
+        AttentionOperands::new(problem.mask.into(), data, false, stream)
     }
 }
 
@@ -147,8 +151,11 @@ impl Forward for BlockSparseShape {
     const BACKWARD: &'static str = "block_sparse_bwd";
 
     fn forward(&self, stream: &Stream, seed: u64) -> Result<AttentionOperands> {
-        let problem = self.dense().problem();
-        AttentionOperands::new(&problem, None, Some(self.lists(seed)), stream, seed)
+        let data = AttentionData::random(&self.dense().problem(), seed)?;
+        // A backward pass reads the transpose.
+        let block_mask = Some(self.block_mask(seed)?.with_transpose()?);
+        let data = AttentionData { block_mask, ..data };
+        AttentionOperands::new(self.dense().mask().into(), data, false, stream)
     }
 }
 

@@ -5,11 +5,11 @@ use super::operands::{Operands, normal};
 use crate::error::Result;
 use crate::io::Array;
 use blockflash_ops::{
-    AttentionBackward, AttentionBackwardProblem, AttentionGradients, AttentionGradientsMut,
-    CudaProperties, DType, Kernel, Operation, PreparedAttentionBackward, Stream, Tensor, ViewMut,
-    attention_bwd,
+    Attention, AttentionBackward, AttentionBackwardProblem, AttentionGradients,
+    AttentionGradientsMut, CudaProperties, DType, Kernel, Operation, PreparedAttentionBackward,
+    Stream, Tensor, View, ViewMut, attention_bwd,
 };
-use blockflash_oracle::{self as oracle, AttentionBackwardCase, Comparison, Elements, Mismatch};
+use blockflash_oracle::{self as oracle, AttentionBackwardCase, Comparison, Elements};
 use blockflash_sys::manifest;
 
 /// What the forward pass has read and made, and the gradients.
@@ -36,13 +36,13 @@ impl Outputs {
     }
 }
 
-fn call<'a>(forward: &'a AttentionOperands, d_o: &'a Tensor) -> AttentionBackward<'a> {
-    AttentionBackward {
-        attention: forward.call(),
+fn call<'a>(forward: &'a AttentionOperands, d_o: &'a Tensor) -> Result<AttentionBackward<'a>> {
+    Ok(AttentionBackward {
+        attention: forward.call()?,
         o: forward.o.view(),
         lse: forward.lse.view(),
         d_o: d_o.view(),
-    }
+    })
 }
 
 impl BackwardOperands {
@@ -56,10 +56,10 @@ impl BackwardOperands {
             d_o.clone(),
         ];
         let d_o = d_o.upload(stream)?;
-        let call = call(&forward, &d_o);
+        let call = call(&forward, &d_o)?;
         let bytes = workspace(&call.problem()?, stream)?;
-        let like = |tensor: &Tensor| Tensor::empty(stream, tensor.dtype(), tensor.shape());
-        let [q, k, v] = forward.inputs();
+        let like = |view: View<'_>| Tensor::empty(stream, view.dtype(), view.shape());
+        let Attention { q, k, v, .. } = call.attention;
         let gradients =
             AttentionGradients { dq: like(q)?, dk: like(k)?, dv: like(v)?, d_sink: None };
         let workspace = Tensor::empty(stream, DType::U8, &[bytes])?;
@@ -67,13 +67,13 @@ impl BackwardOperands {
         Ok(Self { forward, d_o, outputs, host, prepared: None })
     }
 
-    fn call(&self) -> AttentionBackward<'_> {
+    fn call(&self) -> Result<AttentionBackward<'_>> {
         call(&self.forward, &self.d_o)
     }
 
     fn problem(&mut self) -> Result<AttentionBackwardProblem> {
         let bytes = self.outputs.workspace.shape()[0];
-        let problem = self.call().problem()?.with_workspace(bytes);
+        let problem = self.call()?.problem()?.with_workspace(bytes);
         Ok(problem.with_gradients(&self.outputs.gradients.view_mut())?)
     }
 }
@@ -101,7 +101,7 @@ impl Operands for BackwardOperands {
     }
 
     fn launch(&mut self, kernel: Option<&'static Kernel>, stream: &Stream) -> Result<()> {
-        let call = call(&self.forward, &self.d_o);
+        let call = call(&self.forward, &self.d_o)?;
         match kernel {
             None => call.run(self.outputs.views(), stream)?,
             Some(kernel) => call.run_with(kernel, self.outputs.views(), stream)?,
@@ -110,27 +110,32 @@ impl Operands for BackwardOperands {
     }
 
     fn prepare(&mut self, stream: &Stream) -> Result<bool> {
-        let call = call(&self.forward, &self.d_o);
+        let call = call(&self.forward, &self.d_o)?;
         self.prepared = Some(call.prepare(&self.outputs.views(), stream)?);
         Ok(true)
     }
 
     fn launch_prepared(&mut self, stream: &Stream) -> Result<()> {
         let Some(prepared) = &self.prepared else { return self.launch(None, stream) };
-        let call = call(&self.forward, &self.d_o);
+        let call = call(&self.forward, &self.d_o)?;
         Ok(call.run_prepared(prepared, self.outputs.views(), stream)?)
     }
 
-    fn outputs(&mut self, _kernel: Option<&Kernel>) -> Vec<&mut Tensor> {
+    fn outputs(&mut self, _kernel: Option<&Kernel>) -> Vec<(&'static str, &mut Tensor)> {
         let AttentionGradients { dq, dk, dv, .. } = &mut self.outputs.gradients;
-        vec![dq, dk, dv]
+        vec![("dq", dq), ("dk", dk), ("dv", dv)]
     }
 
-    fn compare(&self, outputs: &[Array], seed: u64) -> Result<Vec<Comparison>, Mismatch> {
+    fn compare(
+        &self,
+        outputs: &[Array],
+        seed: u64,
+        progress: &(dyn Fn(f64) + Sync),
+    ) -> Result<Vec<Comparison>> {
         let [o, lse, d_o] = &self.host;
-        let case = AttentionBackwardCase { attention: self.forward.for_oracle(), o, lse, d_o };
+        let case = AttentionBackwardCase { attention: self.forward.for_oracle()?, o, lse, d_o };
         let [dq, dk, dv] = outputs else { return Ok(Vec::new()) }; // these are always all there
         let gradients: [&dyn Elements; 3] = [dq, dk, dv];
-        Ok(oracle::attention_backward(&case, gradients, seed, |_| ())?.to_vec())
+        Ok(oracle::attention_backward(&case, gradients, seed, progress)?.to_vec())
     }
 }

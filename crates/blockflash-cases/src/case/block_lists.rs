@@ -1,36 +1,36 @@
-//! Lists of blocks in the forms that the library and the oracle read.
+//! Lists of blocks: from offsets that go on from head to head, and in the form of the oracle.
 
 use crate::error::Result;
-use blockflash_ops::{BlockGeometry, BlockMask, Stream};
-use blockflash_oracle::Blocks;
+use crate::memory::count;
+use blockflash_ops::{BlockGeometry, BlockMask};
 
-/// Lists of blocks as drawn: row `head * query blocks + query block`.
-#[derive(Debug)]
-pub(super) struct BlockLists {
-    /// Number of queries and of keys.
-    pub(super) seqlens: [usize; 2],
-    /// Queries and keys of one block.
-    pub(super) block: [usize; 2],
-    /// Number of heads that have lists.
-    pub(super) heads: usize,
-    pub(super) row_ptr: Vec<i32>,
-    pub(super) col_idx: Vec<i32>,
+/// The lists of all rows of a mask on the host, in the order of sequences, heads and rows, and
+/// where each begins.
+pub(super) fn lists(mask: &BlockMask) -> Result<[Vec<i32>; 2]> {
+    let (mut row_ptr, mut col_idx) = (vec![0], Vec::new());
+    for batch in 0..mask.batch() {
+        let geometry = mask.sequences().map_or(mask.geometry(), |sequences| sequences[batch]);
+        for head in 0..mask.heads() {
+            for row in 0..geometry.rows() {
+                col_idx.extend(mask.row(batch, head, row)?.map(|column| column as i32));
+                row_ptr.push(col_idx.len() as i32);
+            }
+        }
+    }
+    Ok([row_ptr, col_idx])
 }
 
-impl BlockLists {
-    /// The mask on the stream's device, validated by the library, with the transpose that a
-    /// backward pass reads.
-    pub(super) fn mask(&self, stream: &Stream) -> Result<BlockMask> {
-        let ([seqlen_q, seqlen_kv], [block_q, block_kv]) = (self.seqlens, self.block);
-        let geometry = BlockGeometry::new(seqlen_q, seqlen_kv, block_q, block_kv)?;
-        let mask = from_rows(geometry, self.heads, &self.row_ptr, &self.col_idx)?;
-        Ok(mask.with_transpose()?.to(stream)?)
-    }
-
-    pub(super) fn for_oracle(&self) -> Blocks<'_> {
-        let Self { block: [block_q, block_kv], heads, row_ptr, col_idx, .. } = self;
-        Blocks { block_q: *block_q, block_kv: *block_kv, heads: *heads, row_ptr, col_idx }
-    }
+/// `58 of 256 blocks of 64 x 64, density 0.2266, lists of 2 heads`.
+pub(super) fn describe(mask: &BlockMask) -> String {
+    let (visited, density) = (mask.nnz(), mask.density());
+    let all = if density > 0.0 { (visited as f64 / density).round() as u64 } else { 0 };
+    let of = if all > 0 { format!(" of {}", count(all)) } else { String::new() };
+    let heads = match mask.heads() {
+        1 => "one list for all heads".into(),
+        heads => format!("lists of {heads} heads"),
+    };
+    let (visited, block_q, block_kv) = (count(visited as u64), mask.block_q(), mask.block_kv());
+    format!("{visited}{of} blocks of {block_q} x {block_kv}, density {density:.4}, {heads}")
 }
 
 /// Builds a mask from lists whose offsets continue from head to head: row `head * rows + row`.
@@ -56,7 +56,6 @@ pub fn from_rows(
 #[cfg(test)]
 mod tests {
     use crate::case::{BlockSparseShape, Case, Pattern};
-    use blockflash_ops::Device;
 
     fn shape(id: &str) -> BlockSparseShape {
         match id.parse().unwrap() {
@@ -68,7 +67,6 @@ mod tests {
     /// The library and the case must agree on the counts for every kind of lists.
     #[test]
     fn the_mask_visits_what_is_counted() {
-        let stream = Device::cpu().stream().unwrap();
         let uniform = shape("b2_q512_kv1024_h8kv4_d64_q128kv64_d0.3_uniform_full_bf16");
         let causal = shape("b1_s1024_h4_d64_q64kv128_d0.3_uniform_causal_bf16");
         let with_pattern = Pattern::ALL.map(|pattern| BlockSparseShape { pattern, ..uniform });
@@ -82,7 +80,7 @@ mod tests {
             shape("b1_s512_h8kv4m1_d64_q64kv64_d0.5_uniform_full_bf16"),
         ];
         for shape in with_pattern.into_iter().chain(others) {
-            let mask = shape.lists(3).mask(&stream).unwrap();
+            let mask = shape.block_mask(3).unwrap();
             let copies = shape.num_heads_q / shape.mask_heads;
             assert_eq!(mask.heads(), shape.mask_heads);
             assert_eq!(mask.nnz() * copies, shape.nnz_blocks(), "{shape:?}");
@@ -91,7 +89,7 @@ mod tests {
             // A block that the mask hides completely must not be listed.
             assert_eq!(mask.intersect_mask(shape.dense().mask()).unwrap().nnz(), mask.nnz());
         }
-        let mask = causal.lists(3).mask(&stream).unwrap();
+        let mask = causal.block_mask(3).unwrap();
         for row in 0..mask.rows() {
             assert_eq!(
                 mask.row(0, 2, row).unwrap().last(),
@@ -104,7 +102,7 @@ mod tests {
     #[test]
     fn lists_of_query_heads_repeat_those_that_are_shared() {
         let shape = shape("b1_s512_h8kv4m4_d64_q64kv64_d0.4_power_law_full_bf16");
-        let shared = shape.lists(3);
+        let (of_shared, shared) = shape.pattern(3);
         let (row_ptr, col_idx) = shape.pattern_of_query_heads(3);
         let lists = |row_ptr: &[i32], col_idx: &[i32], head: usize| -> Vec<Vec<i32>> {
             let rows = row_ptr[head * 8..=head * 8 + 8].windows(2);
@@ -112,7 +110,7 @@ mod tests {
         };
         assert_eq!((row_ptr.len(), col_idx.len()), (8 * 8 + 1, shape.nnz_blocks()));
         for head in 0..8 {
-            let own = lists(&shared.row_ptr, &shared.col_idx, head / 2);
+            let own = lists(&of_shared, &shared, head / 2);
             assert_eq!(lists(&row_ptr, &col_idx, head), own, "head {head}");
         }
         assert_eq!(
@@ -124,7 +122,7 @@ mod tests {
     #[test]
     fn blocks_that_the_library_does_not_know_are_its_error() {
         let odd = shape("b1_s96_h2_d64_q32kv32_d0.5_uniform_full_bf16");
-        let refused = odd.lists(3).mask(&Device::cpu().stream().unwrap()).unwrap_err();
+        let refused = odd.block_mask(3).unwrap_err();
         assert!(refused.to_string().contains("block_q is 32"), "{refused}");
     }
 }

@@ -2,7 +2,7 @@
 
 use super::attention::AttentionShape;
 use super::backward::Forward;
-use super::block_lists::BlockLists;
+use super::block_lists::from_rows;
 use super::grid::{GridPeers, fraction, full, heads_kv, pairs, uniform};
 use super::id::{self, dtype, mask, number, pair, pattern};
 use super::limits;
@@ -14,7 +14,7 @@ use super::shape::Shape;
 use super::work::{TILE_ROWS, Work};
 use crate::error::Result;
 use crate::random;
-use blockflash_ops::Stream;
+use blockflash_ops::{BlockGeometry, BlockMask, Stream};
 use blockflash_sys::DType;
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -188,11 +188,15 @@ impl BlockSparseShape {
         (offsets, columns)
     }
 
-    /// The lists in the form from which operands are made.
-    pub(super) fn lists(&self, seed: u64) -> BlockLists {
+    /// The lists as a mask in host memory, validated by the library.
+    ///
+    /// # Errors
+    /// If the library does not know the sizes of the blocks.
+    pub fn block_mask(&self, seed: u64) -> Result<BlockMask> {
+        let Self { seqlen_q, seqlen_kv, block_q, block_kv, .. } = *self;
         let (row_ptr, col_idx) = self.pattern(seed);
-        let (seqlens, block) = ([self.seqlen_q, self.seqlen_kv], [self.block_q, self.block_kv]);
-        BlockLists { seqlens, block, heads: self.mask_heads, row_ptr, col_idx }
+        let geometry = BlockGeometry::new(seqlen_q, seqlen_kv, block_q, block_kv)?;
+        Ok(from_rows(geometry, self.mask_heads, &row_ptr, &col_idx)?)
     }
 
     /// Number of blocks that a row lists under a causal mask.

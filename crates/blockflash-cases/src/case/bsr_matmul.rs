@@ -16,7 +16,7 @@ use blockflash_ops::{
     BsrMatmul, BsrPattern, BsrWorkspace, CudaProperties, Kernel, Operation, PreparedBsrMatmul,
     Stream, Tensor, ViewMut, bsr_flops,
 };
-use blockflash_oracle::{self as oracle, Activation, BsrCase, Comparison, Mismatch};
+use blockflash_oracle::{self as oracle, Activation, BsrCase, Comparison};
 use blockflash_sys::DType;
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -218,11 +218,16 @@ impl Operands for BsrOperands {
         Ok(product.run_prepared(prepared, c.view_mut(), stream)?)
     }
 
-    fn outputs(&mut self, _kernel: Option<&Kernel>) -> Vec<&mut Tensor> {
-        vec![&mut self.c]
+    fn outputs(&mut self, _kernel: Option<&Kernel>) -> Vec<(&'static str, &mut Tensor)> {
+        vec![("c", &mut self.c)]
     }
 
-    fn compare(&self, outputs: &[Array], seed: u64) -> Result<Vec<Comparison>, Mismatch> {
+    fn compare(
+        &self,
+        outputs: &[Array],
+        seed: u64,
+        progress: &(dyn Fn(f64) + Sync),
+    ) -> Result<Vec<Comparison>> {
         let ((row_ptr, col_idx), [values, b]) = (&self.pattern, &self.host);
         let case = BsrCase {
             row_ptr,
@@ -236,7 +241,7 @@ impl Operands for BsrOperands {
             bias_per_column: None,
             activation: Activation::None,
         };
-        outputs.iter().map(|c| oracle::bsr_matmul(&case, c, seed, |_| ())).collect()
+        outputs.iter().map(|c| Ok(oracle::bsr_matmul(&case, c, seed, progress)?)).collect()
     }
 }
 

@@ -15,7 +15,7 @@ use blockflash_ops::{
     BsrMatrix, BsrPattern, BsrSddmm, CudaProperties, Device, Kernel, Major, Operation,
     PreparedBsrSddmm, Stream, Tensor, bsr_sddmm_flops,
 };
-use blockflash_oracle::{self as oracle, Comparison, Mismatch, SddmmCase};
+use blockflash_oracle::{self as oracle, Comparison, SddmmCase};
 use blockflash_sys::DType;
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -239,11 +239,16 @@ impl Operands for SddmmOperands {
         Ok(self.inputs.product()?.run_prepared(prepared, self.values.view_mut(), stream)?)
     }
 
-    fn outputs(&mut self, _kernel: Option<&Kernel>) -> Vec<&mut Tensor> {
-        vec![&mut self.values]
+    fn outputs(&mut self, _kernel: Option<&Kernel>) -> Vec<(&'static str, &mut Tensor)> {
+        vec![("values", &mut self.values)]
     }
 
-    fn compare(&self, outputs: &[Array], seed: u64) -> Result<Vec<Comparison>, Mismatch> {
+    fn compare(
+        &self,
+        outputs: &[Array],
+        seed: u64,
+        progress: &(dyn Fn(f64) + Sync),
+    ) -> Result<Vec<Comparison>> {
         let SddmmShape { m, n, k, a_major, b_major, .. } = self.inputs.shape;
         let case = SddmmCase {
             row_ptr: &self.row_ptr,
@@ -256,7 +261,8 @@ impl Operands for SddmmOperands {
             alpha: 1.0,
             beta: 0.0,
         };
-        outputs.iter().map(|values| oracle::bsr_sddmm(&case, values, seed, |_| ())).collect()
+        let compare = |values: &Array| Ok(oracle::bsr_sddmm(&case, values, seed, progress)?);
+        outputs.iter().map(compare).collect()
     }
 }
 

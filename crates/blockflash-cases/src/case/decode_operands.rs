@@ -12,7 +12,7 @@ use blockflash_ops::{
     CacheAccess, CudaProperties, Kernel, KvCache, Mask, Operation, PageLists,
     PreparedAttentionDecode, Stream, Tensor, ViewMut, attention_decode,
 };
-use blockflash_oracle::{self as oracle, AttentionCase, Comparison, Mismatch};
+use blockflash_oracle::{self as oracle, AttentionCase, Comparison};
 use blockflash_sys::manifest;
 
 /// Most copies of a cache.
@@ -267,11 +267,16 @@ impl Operands for DecodeOperands {
         Ok(self.inputs.call().run_prepared(prepared, out, stream)?)
     }
 
-    fn outputs(&mut self, _kernel: Option<&Kernel>) -> Vec<&mut Tensor> {
-        vec![&mut self.o]
+    fn outputs(&mut self, _kernel: Option<&Kernel>) -> Vec<(&'static str, &mut Tensor)> {
+        vec![("o", &mut self.o)]
     }
 
-    fn compare(&self, outputs: &[Array], seed: u64) -> Result<Vec<Comparison>, Mismatch> {
+    fn compare(
+        &self,
+        outputs: &[Array],
+        seed: u64,
+        progress: &(dyn Fn(f64) + Sync),
+    ) -> Result<Vec<Comparison>> {
         let [o] = outputs else { return Ok(Vec::new()) }; // it is always there
         let [q, k, v] = &self.host;
         let (k, v) = (CacheRows::new(k, &self.slots), CacheRows::new(v, &self.slots));
@@ -289,7 +294,7 @@ impl Operands for DecodeOperands {
             softmax_scale: (self.shape.head_dim as f32).sqrt().recip(),
             softcap: None,
         };
-        Ok(vec![oracle::attention_output(&case, &QueryRows::new(o), seed, |_| ())?])
+        Ok(vec![oracle::attention_output(&case, &QueryRows::new(o), seed, progress)?])
     }
 }
 

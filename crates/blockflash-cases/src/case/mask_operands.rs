@@ -7,7 +7,7 @@ use blockflash_ops::block_sparse::{BlockChoice, BlockMaskBuffer, BlockScores, Bl
 use blockflash_ops::{
     Align, BlockGeometry, BlockMask, CudaProperties, DType, Device, Kernel, Mask, Stream, Tensor,
 };
-use blockflash_oracle::{Comparison, Mismatch, block_scores};
+use blockflash_oracle::{Comparison, block_scores};
 
 /// Leading blocks that every mask visits.
 pub(super) const SINK: usize = 1;
@@ -83,13 +83,18 @@ impl Operands for Scores {
         Ok(())
     }
 
-    fn outputs(&mut self, _kernel: Option<&Kernel>) -> Vec<&mut Tensor> {
+    fn outputs(&mut self, _kernel: Option<&Kernel>) -> Vec<(&'static str, &mut Tensor)> {
         Vec::new() // the library lends them for reading only
     }
 
-    fn compare(&self, scores: &[Array], _seed: u64) -> Result<Vec<Comparison>, Mismatch> {
+    fn compare(
+        &self,
+        scores: &[Array],
+        _seed: u64,
+        _progress: &(dyn Fn(f64) + Sync),
+    ) -> Result<Vec<Comparison>> {
         let [q, k] = &self.host;
-        scores.iter().map(|scores| block_scores(q, k, self.block, scores)).collect()
+        scores.iter().map(|scores| Ok(block_scores(q, k, self.block, scores)?)).collect()
     }
 
     fn verify(
@@ -100,7 +105,7 @@ impl Operands for Scores {
     ) -> Result<(bool, f64)> {
         self.launch(kernel, stream)?;
         let scores = [Array::download(self.scores.scores(), stream)?];
-        let found = self.compare(&scores, seed)?[0];
+        let found = self.compare(&scores, seed, &|_| ())?[0];
         Ok((found.passed(), found.relative))
     }
 }
@@ -156,11 +161,16 @@ impl Operands for Choose {
         Ok(())
     }
 
-    fn outputs(&mut self, _kernel: Option<&Kernel>) -> Vec<&mut Tensor> {
+    fn outputs(&mut self, _kernel: Option<&Kernel>) -> Vec<(&'static str, &mut Tensor)> {
         Vec::new() // the library lends them for reading only
     }
 
-    fn compare(&self, _outputs: &[Array], _seed: u64) -> Result<Vec<Comparison>, Mismatch> {
+    fn compare(
+        &self,
+        _outputs: &[Array],
+        _seed: u64,
+        _progress: &(dyn Fn(f64) + Sync),
+    ) -> Result<Vec<Comparison>> {
         Ok(Vec::new()) // entries are right or wrong
     }
 

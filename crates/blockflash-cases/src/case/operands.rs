@@ -4,12 +4,31 @@ use crate::error::{Error, Result};
 use crate::io::Array;
 use crate::random;
 use blockflash_ops::tuning::Likeness;
-use blockflash_ops::{CudaProperties, DType, Kernel, Stream, Tensor};
-use blockflash_oracle::{Comparison, Mismatch};
+use blockflash_ops::{CudaProperties, DType, Kernel, Stream, Tensor, View};
+use blockflash_oracle::Comparison;
 use std::fmt::Debug;
 
-/// Inputs and outputs on a device.
+/// A tensor as a report names it: name, shape and element type.
+pub type TensorInfo = (&'static str, Vec<usize>, DType);
+
+/// Inputs and outputs on a device: all that a suite and the command need of an operation.
 pub trait Operands: Debug {
+    /// The tensors to report.
+    fn inputs(&self) -> Vec<TensorInfo> {
+        Vec::new()
+    }
+    /// The options to report, in words.
+    fn details(&mut self) -> Result<Vec<(&'static str, String)>> {
+        Ok(Vec::new())
+    }
+    /// Useful floating-point operations of a launch.
+    fn flops(&mut self) -> Result<f64> {
+        Ok(0.0)
+    }
+    /// Whether there is nothing to compute, so that no kernel runs.
+    fn is_empty(&mut self) -> Result<bool> {
+        Ok(false)
+    }
     /// Selects the kernel as the library does on this GPU.
     fn select(&mut self, gpu: &CudaProperties) -> Result<&'static Kernel>;
     /// Whether this kernel computes the operands on this GPU.
@@ -20,10 +39,26 @@ pub trait Operands: Debug {
     }
     /// Launches the given kernel, or the selected one.
     fn launch(&mut self, kernel: Option<&'static Kernel>, stream: &Stream) -> Result<()>;
-    /// Output tensors that the given kernel, or the selected one, writes.
-    fn outputs(&mut self, kernel: Option<&Kernel>) -> Vec<&mut Tensor>;
-    /// Compares the outputs with the oracle.
-    fn compare(&self, outputs: &[Array], seed: u64) -> Result<Vec<Comparison>, Mismatch>;
+    /// Output tensors that the given kernel, or the selected one, writes, and their names.
+    fn outputs(&mut self, kernel: Option<&Kernel>) -> Vec<(&'static str, &mut Tensor)>;
+    /// Compares results with the oracle, in their order. `progress` is told the fraction that is
+    /// done.
+    fn compare(
+        &self,
+        results: &[Array],
+        seed: u64,
+        progress: &(dyn Fn(f64) + Sync),
+    ) -> Result<Vec<Comparison>>;
+
+    /// The outputs in host memory, as files hold them and [`compare`](Self::compare) takes them.
+    fn results(
+        &mut self,
+        kernel: Option<&Kernel>,
+        stream: &Stream,
+    ) -> Result<Vec<(&'static str, Array)>> {
+        let outputs = self.outputs(kernel).into_iter();
+        outputs.map(|(name, tensor)| Ok((name, Array::download(tensor, stream)?))).collect()
+    }
 
     /// Selects the kernel for [`launch_prepared`](Self::launch_prepared). Returns false if the
     /// kernel was already chosen when the memory was allocated.
@@ -57,17 +92,56 @@ pub trait Operands: Debug {
         stream: &Stream,
         seed: u64,
     ) -> Result<(bool, f64)> {
-        for output in self.outputs(kernel) {
+        for (_, output) in self.outputs(kernel) {
             output.fill_bytes(stream, 0xFF)?;
         }
         self.launch(kernel, stream)?;
-        let outputs =
-            self.outputs(kernel).into_iter().map(|output| Array::download(output, stream));
-        let outputs = outputs.collect::<blockflash_safe::Result<Vec<_>>>()?;
-        let complete = !outputs.iter().any(Array::has_nan);
-        let comparisons = self.compare(&outputs, seed)?;
+        let results = self.results(kernel, stream)?.into_iter().map(|(_, array)| array);
+        let results: Vec<_> = results.collect();
+        let complete = !results.iter().any(Array::has_nan);
+        let comparisons = self.compare(&results, seed, &|_| ())?;
         let right = !comparisons.is_empty() && comparisons.iter().all(Comparison::passed);
         Ok((complete && right, comparisons.first().map_or(f64::NAN, |output| output.relative)))
+    }
+}
+
+/// An input where the operation reads it: in place on the CPU, copied on a GPU.
+#[derive(Debug)]
+pub struct Placed {
+    host: Array,
+    device: Option<Tensor>,
+}
+
+impl Placed {
+    /// Copies the array to the stream's device unless that is the CPU.
+    ///
+    /// # Errors
+    /// If the device has not enough memory.
+    pub fn new(host: Array, stream: &Stream) -> Result<Self> {
+        let on_cpu = stream.device().is_cpu();
+        let device = if on_cpu { None } else { Some(host.upload(stream)?) };
+        Ok(Self { host, device })
+    }
+
+    /// The array in host memory.
+    pub fn host(&self) -> &Array {
+        &self.host
+    }
+
+    /// The tensor where the operation reads it.
+    ///
+    /// # Errors
+    /// If the array has more dimensions than a view can have.
+    pub fn view(&self) -> Result<View<'_>> {
+        match &self.device {
+            Some(tensor) => Ok(tensor.view()),
+            None => Ok(self.host.view()?),
+        }
+    }
+
+    /// The tensor as a report names it.
+    pub fn info(&self, name: &'static str) -> TensorInfo {
+        (name, self.host.shape().to_vec(), self.host.dtype())
     }
 }
 

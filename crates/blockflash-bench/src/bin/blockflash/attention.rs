@@ -1,20 +1,15 @@
 //! `blockflash attention`.
 
-use crate::args::Window;
-use crate::attention_args::{Args, MaskName};
-use crate::attention_operands::Operands;
-use crate::attention_result::{check, details, flops};
+use crate::args::ensure;
+use crate::attention_args::Args;
 use crate::failure::{Failure, Result};
-use crate::measure;
-use crate::operand::Placed;
-use crate::output::{RunReport, print};
+use crate::offsets::Offsets;
+use crate::operand::{StandIn, common_dtype, load_all, random};
+use crate::run::Run;
+use blockflash_bench::case::{AttentionData, AttentionOperands, Scores};
 use blockflash_bench::io::Array;
-use blockflash_ops::attention::{accepts, select};
-use blockflash_ops::{
-    Align, Attention, AttentionProblem, CuSeqlens, DType, Device, Kernel, Mask, Operation, Tensor,
-    View,
-};
-use blockflash_sys::manifest;
+use blockflash_bench::memory;
+use blockflash_ops::DType;
 use std::process::ExitCode;
 
 /// Runs attention once, checks and times it.
@@ -23,139 +18,103 @@ pub fn run(args: Args) -> Result<ExitCode> {
     let device = args.common.device.open()?;
     args.tuning.load(&device)?;
     let stream = device.stream()?;
-
-    let operands = Operands::new(&args)?;
-    let Operands { q, k, v, sink, packed } = &operands;
-    let place = |array| Placed::new(array, &stream);
-    let [placed_q, placed_k, placed_v] = [place(q)?, place(k)?, place(v)?];
-    let placed_sink = sink.as_ref().map(place).transpose()?;
-    let offsets = match packed {
-        Some(packed) => {
-            Some((packed.longest(), place(&packed.offsets[0])?, place(&packed.offsets[1])?))
-        }
-        None => None,
-    };
-    let cu_seqlens = match &offsets {
-        Some(([max_seqlen_q, max_seqlen_kv], q, kv)) => Some(CuSeqlens {
-            q: q.view()?,
-            kv: kv.view()?,
-            max_seqlen_q: *max_seqlen_q,
-            max_seqlen_kv: *max_seqlen_kv,
-        }),
-        None => None,
-    };
-    let attention = Attention {
-        sink: placed_sink.as_ref().map(Placed::view).transpose()?,
-        cu_seqlens,
-        ..call(&args, [placed_q.view()?, placed_k.view()?, placed_v.view()?])?
-    };
-    attention.check_cu_seqlens(&stream)?;
-    let lengths = packed.as_ref().map(|packed| &packed.lengths);
-    let block_mask = args.block_mask.load(&attention.problem()?, lengths, args.common.seed)?;
-    let placed_mask = block_mask.as_ref().map(|mask| mask.to(&stream)).transpose()?;
-    let attention = Attention { block_mask: placed_mask.as_ref(), ..attention };
-    let with_lse = outputs.has("lse") || args.common.check;
-    let problem = attention.problem()?;
-    let problem = if with_lse { problem.with_lse() } else { problem };
-    let kernel = kernel(args.kernel.as_deref(), &problem, &device)?;
-
-    let mut o = Tensor::empty(&stream, problem.dtype, q.shape())?;
-    let lse_shape = match *q.shape() {
-        [rows, heads, _] => vec![heads, rows],
-        _ => vec![problem.batch, problem.num_heads_q, problem.seqlen_q],
-    };
-    let mut lse = with_lse.then(|| Tensor::empty(&stream, DType::F32, &lse_shape)).transpose()?;
-    let mut forward = || {
-        let (o, lse) = (o.view_mut(), lse.as_mut().map(Tensor::view_mut));
-        match kernel.filter(|_| args.kernel.is_some()) {
-            Some(kernel) => attention.run_with(kernel, (o, lse), &stream)?,
-            None => attention.forward_into(o, lse, &stream)?,
-        }
-        Ok(())
-    };
-    let first_us = measure::first("attention", &stream, &mut forward)?;
-    let timing =
-        measure::repeat("attention, again", &stream, first_us, args.common.repeat, forward)?;
-
-    let (mut written, mut checks) = (Vec::new(), Vec::new());
-    if outputs.has("o") || with_lse {
-        let o = Array::download(&o, &stream)?;
-        let lse = lse.as_ref().map(|lse| Array::download(lse, &stream)).transpose()?;
-        let results = [Some(("o", &o)), lse.as_ref().map(|lse| ("lse", lse))];
-        written = outputs.save(&results.into_iter().flatten().collect::<Vec<_>>())?;
-        if let (Some(lse), true) = (&lse, args.common.check) {
-            let (mask, seed) = (block_mask.as_ref(), args.common.seed);
-            checks = check(&operands, &problem, mask, [&o, lse], seed)?;
-        }
-    }
-
-    let report = RunReport {
-        operation: "attention",
-        device: &device,
-        note: args.common.device.note(&device),
-        kernel,
-        tensors: [("q", q), ("k", k), ("v", v)]
-            .map(|(name, array)| (name, array.shape().to_vec(), problem.dtype))
-            .to_vec(),
-        details: details(&operands, &problem, block_mask.as_ref()),
-        flops: flops(&operands, &problem, block_mask.as_ref())?,
-        timing,
-        checks,
-        written,
-    };
-    print(&report.render(args.common.json)?)?;
-    Ok(report.exit_code())
+    let scores = args.scores.of(args.mask, args.block_mask.token_mask())?;
+    let data = data(&args, scores)?;
+    let wants_lse = outputs.has("lse") || args.common.check;
+    let mut operands = AttentionOperands::new(scores, data, wants_lse, &stream)?;
+    let (operation, kernel) = ("attention", args.kernel.as_deref());
+    Run { operation, common: &args.common, kernel, outputs, device: &device, stream: &stream }
+        .of(&mut operands)
 }
 
-/// The call that the options describe, without sink, sequences and block mask.
-pub fn call<'a>(args: &Args, [q, k, v]: [View<'a>; 3]) -> Result<Attention<'a>> {
-    Ok(Attention {
-        mask: mask(args.mask, args.scores.window, args.block_mask.token_mask())?,
-        softmax_scale: args.scores.scale,
-        softcap: args.scores.softcap,
-        ..Attention::new(q, k, v)
-    })
+/// What is computed from, read or drawn.
+fn data(args: &Args, scores: Scores) -> Result<AttentionData> {
+    let [q, k, v] = tensors(args, scores)?;
+    let lengths = match &args.cu_seqlens {
+        Some(offsets) => Some(packed(args, offsets, [&q, &k])?),
+        None => None,
+    };
+    let sink = args.scores.sink(&q, args.common.seed)?;
+    let seqlens = [&q, &k].map(|tensor| tensor.shape().get(1).copied().unwrap_or(0));
+    let block_mask = args.block_mask.load(seqlens, lengths.as_ref(), args.common.seed)?;
+    Ok(AttentionData { q, k, v, sink, lengths, block_mask })
 }
 
-/// The kernel that computes the problem, `None` on the CPU: the first one whose name contains
-/// `name`, or the selected one.
-fn kernel(
-    name: Option<&str>,
-    problem: &AttentionProblem,
-    device: &Device,
-) -> Result<Option<&'static Kernel>> {
-    let Some(gpu) = device.cuda_properties().filter(|_| !problem.is_empty()) else {
-        return match name {
-            Some(_) => {
-                Err(Failure::new("--kernel names a GPU kernel, but this is not computed on a GPU"))
-            }
-            None => Ok(None),
+fn tensors(args: &Args, scores: Scores) -> Result<[Array; 3]> {
+    let dtype = args.qkv.dtype();
+    let packed = args.cu_seqlens.is_some();
+    if let Some([batch, seqlen_q, heads_q, head_dim]) = args.random {
+        let q = [batch, seqlen_q, heads_q, head_dim];
+        let seqlen_kv = args.seqlen_kv.unwrap_or(seqlen_q);
+        let kv = [batch, seqlen_kv, args.qkv.kv_heads.unwrap_or(heads_q), head_dim];
+        ensure(!packed || batch == 1, "--cu-seqlens divides the rows of --random 1xROWSxHxD")?;
+        let dtype = dtype.unwrap_or(DType::F16);
+        memory::ensure("q, k, v and o", memory::size(&[&q, &kv, &kv, &q], dtype.size()))?;
+        if !packed {
+            refuse(scores, dtype, [&q, &kv])?;
+        }
+        let draw = |what, shape: [usize; 4], lane| {
+            let shape = if packed { &shape[1..] } else { &shape[..] };
+            random(what, dtype, shape, args.common.seed, lane)
         };
-    };
-    let Some(name) = name else { return Ok(Some(select(problem, gpu)?)) };
-    let mut kernels = manifest::kernels().iter().filter(|kernel| kernel.symbol().contains(name));
-    kernels.find(|kernel| accepts(kernel, problem, gpu).is_ok()).map(Some).ok_or_else(|| {
-        Failure::new(format!("no kernel whose name contains {name} computes this on this GPU"))
-    })
+        return Ok([draw("q", q, 0)?, draw("k", kv, 1)?, draw("v", kv, 2)?]);
+    }
+    // clap does not enforce `requires` where what is required conflicts with another option that is
+    // given.
+    ensure(
+        args.qkv.kv_heads.is_none() && args.seqlen_kv.is_none(),
+        "--kv-heads and --seqlen-kv only apply to --random",
+    )?;
+    let sources = args.qkv.sources("BxSxHxD")?;
+    let dtype = common_dtype(dtype, &sources)?;
+    let o = memory::size(&[sources[0].shape()?], dtype.size());
+    if !packed {
+        refuse(scores, dtype, [sources[0].shape()?, sources[1].shape()?])?;
+    }
+    load_all(sources, dtype, o)
 }
 
-/// The token mask; `of_words` is what the words of a block mask say of it.
-pub fn mask(name: Option<MaskName>, window: Option<Window>, of_words: Mask) -> Result<Mask> {
-    let name =
-        name.unwrap_or(if of_words == Mask::Full { MaskName::Full } else { MaskName::Causal });
-    let align = if name == MaskName::CausalTopLeft { Align::TopLeft } else { Align::BottomRight };
-    Ok(match (name, window) {
-        (MaskName::Full, None) => Mask::Full,
-        (MaskName::Full, Some(Window { left, right })) => Mask::Window { left, right, align },
-        (_, None) => Mask::Causal { align },
-        (_, Some(Window { left, right: None | Some(0) })) => {
-            Mask::Window { left, right: Some(0), align }
-        }
-        (_, Some(Window { right: Some(right), .. })) => {
-            return Err(Failure::new(format!(
-                "--window with {right} keys after the query contradicts a causal --mask: the \
-                 right side must be 0 or -"
-            )));
-        }
-    })
+/// Refuses a call whose sizes or options do not fit before a tensor of it is drawn or read.
+fn refuse(scores: Scores, dtype: DType, [q, kv]: [&[usize]; 2]) -> Result<()> {
+    let (Some(q), Some(kv)) = (StandIn::new(dtype, q), StandIn::new(dtype, kv)) else {
+        return Ok(());
+    };
+    scores.call([q.view()?, kv.view()?, kv.view()?]).problem()?;
+    Ok(())
+}
+
+/// Lengths of the queries and of the keys of the sequences.
+fn packed(args: &Args, of_queries: &Offsets, [q, k]: [&Array; 2]) -> Result<[Vec<usize>; 2]> {
+    let of_keys = args.cu_seqlens_kv.as_ref();
+    // Where one file has both, each has its name.
+    let name = if of_keys.is_some() { "cu_seqlens_kv" } else { "cu_seqlens" };
+    let offsets = [of_queries.load("cu_seqlens")?, of_keys.unwrap_or(of_queries).load(name)?];
+    let [of_q, of_k] = &offsets;
+    Ok([lengths("q", q, of_q)?, lengths("k", k, of_k)?])
+}
+
+/// The lengths between the offsets, which must cover the rows of a packed tensor.
+fn lengths(name: &str, tensor: &Array, offsets: &Array) -> Result<Vec<usize>> {
+    let &[rows, _, _] = tensor.shape() else {
+        return Err(Failure::new(format!(
+            "{name} is {:?}, expected [rows, heads, head_dim] with --cu-seqlens",
+            tensor.shape()
+        )));
+    };
+    let wrong = |what: String| Failure::new(format!("the offsets of {name} {what}"));
+    let (&[_], Some(entries)) = (offsets.shape(), offsets.as_i32()) else {
+        return Err(wrong(format!("are {:?}, expected [sequences + 1]", offsets.shape())));
+    };
+    if entries.first() != Some(&0) {
+        return Err(wrong("do not begin with 0".to_owned()));
+    }
+    let length = |pair: &[i32]| {
+        let length = i64::from(pair[1]) - i64::from(pair[0]);
+        usize::try_from(length)
+            .map_err(|_| wrong(format!("descend from {} to {}", pair[0], pair[1])))
+    };
+    let lengths = entries.windows(2).map(length).collect::<Result<Vec<_>>>()?;
+    let end: usize = lengths.iter().sum();
+    ensure(end == rows, &wrong(format!("end at {end}, but it has {rows} rows")).to_string())?;
+    Ok(lengths)
 }

@@ -5,7 +5,7 @@ use crate::attention_mask::MaskArgs;
 use crate::failure::Result;
 use crate::offsets::Offsets;
 use crate::outputs::Outputs;
-use crate::qkv_args::{Qkv, Scores, Written};
+use crate::qkv_args::{MaskName, Qkv, ScoreArgs, Written};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -62,7 +62,7 @@ pub struct Args {
     #[arg(long, value_name = "MASK", hide_possible_values = true, help_heading = "Operation")]
     pub mask: Option<MaskName>,
     #[command(flatten)]
-    pub scores: Scores,
+    pub scores: ScoreArgs,
     #[command(flatten)]
     pub block_mask: MaskArgs,
 
@@ -83,13 +83,6 @@ pub struct Args {
     pub common: Common,
     #[command(flatten)]
     pub tuning: TuningArg,
-}
-
-#[derive(Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
-pub enum MaskName {
-    Full,
-    Causal,
-    CausalTopLeft,
 }
 
 impl Args {

@@ -3,10 +3,9 @@
 use crate::failure::{Failure, Result};
 use crate::mask::block;
 use crate::mask_file::{self, Known};
-use crate::table;
 use blockflash_bench::block_pattern::BlockPattern;
 use blockflash_bench::io::Format;
-use blockflash_ops::{AttentionProblem, BlockGeometry, BlockMask, Mask};
+use blockflash_ops::{BlockGeometry, BlockMask, Mask};
 use std::path::PathBuf;
 
 /// Which blocks are attended.
@@ -58,7 +57,7 @@ impl MaskArgs {
     /// packed batch.
     pub fn load(
         &self,
-        problem: &AttentionProblem,
+        [seqlen_q, seqlen_kv]: [usize; 2],
         packed: Option<&[Vec<usize>; 2]>,
         seed: u64,
     ) -> Result<Option<BlockMask>> {
@@ -73,9 +72,7 @@ impl MaskArgs {
             (Some(Source::Words(_)), _) if self.mask_col_idx.is_some() => {
                 return Err(Failure::new("--mask-col-idx needs a file in --block-mask"));
             }
-            (Some(Source::Words(pattern)), None) => {
-                of_words(pattern, [problem.seqlen_q, problem.seqlen_kv])?
-            }
+            (Some(Source::Words(pattern)), None) => of_words(pattern, [seqlen_q, seqlen_kv])?,
             (Some(Source::Words(pattern)), Some([q, kv])) => {
                 let masks = q.iter().zip(kv).map(|(&q, &kv)| of_words(pattern, [q, kv]));
                 BlockMask::packed(&masks.collect::<Result<Vec<_>>>()?.iter().collect::<Vec<_>>())?
@@ -84,8 +81,8 @@ impl MaskArgs {
                 &Known {
                     col_idx: self.mask_col_idx.as_deref(),
                     heads: self.mask_heads,
-                    seqlen: Some(problem.seqlen_q),
-                    seqlen_kv: Some(problem.seqlen_kv),
+                    seqlen: Some(seqlen_q),
+                    seqlen_kv: Some(seqlen_kv),
                     block: self.block,
                 },
                 file,
@@ -108,46 +105,4 @@ fn source(text: &str) -> std::result::Result<Source, String> {
         Err(_) if Format::of(&path).is_some() || path.exists() => Ok(Source::File(path)),
         Err(error) => Err(format!("{error}, or the name of a file")),
     }
-}
-
-/// The lists of all rows of a mask on the host, in the order of sequences, heads and rows, and
-/// where each begins.
-pub fn lists(mask: &BlockMask) -> Result<[Vec<i32>; 2]> {
-    let (mut row_ptr, mut col_idx) = (vec![0], Vec::new());
-    for batch in 0..mask.batch() {
-        let geometry = mask.sequences().map_or(mask.geometry(), |sequences| sequences[batch]);
-        for head in 0..mask.heads() {
-            for row in 0..geometry.rows() {
-                col_idx.extend(mask.row(batch, head, row)?.map(|column| column as i32));
-                row_ptr.push(col_idx.len() as i32);
-            }
-        }
-    }
-    Ok([row_ptr, col_idx])
-}
-
-/// `58 of 256 blocks of 64 x 64, density 0.2266, lists of 2 heads`.
-pub fn describe(mask: &BlockMask) -> String {
-    let (visited, density) = (mask.nnz(), mask.density());
-    let all = if density > 0.0 { (visited as f64 / density).round() as u64 } else { 0 };
-    let of = if all > 0 { format!(" of {}", table::count(all)) } else { String::new() };
-    let heads = if mask.heads() == 1 {
-        "one list for all heads".into()
-    } else {
-        format!("lists of {} heads", mask.heads())
-    };
-    format!(
-        "{}{of} blocks of {} x {}, density {density:.4}, {heads}",
-        table::count(visited as u64),
-        mask.block_q(),
-        mask.block_kv()
-    )
-}
-
-/// FLOPs of attention under this mask, which count the pairs that both it and the token mask
-/// show.
-pub fn flops(mask: &BlockMask, problem: &AttentionProblem) -> Result<f64> {
-    let entries = if mask.batch() == 1 && problem.packed.is_none() { problem.batch } else { 1 };
-    let copies = entries * (problem.num_heads_q / mask.heads());
-    Ok(4.0 * mask.visited_pairs(problem.mask)? as f64 * (copies * problem.head_dim) as f64)
 }

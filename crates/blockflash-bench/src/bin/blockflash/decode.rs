@@ -1,7 +1,5 @@
 //! `blockflash attention-decode`.
 
-use crate::attention::mask;
-use crate::attention_result::{mask_words, sides};
 use crate::decode_args::Args;
 use crate::decode_operands::Operands;
 use crate::failure::Result;
@@ -9,7 +7,7 @@ use crate::operand::Placed;
 use crate::output::{RunReport, print};
 use crate::progress::Progress;
 use crate::{measure, table};
-use blockflash_bench::case::{CacheRows, QueryRows};
+use blockflash_bench::case::{CacheRows, QueryRows, Scores, sides};
 use blockflash_bench::io::Array;
 use blockflash_ops::attention_decode::{AttentionDecodeProblem, select};
 use blockflash_ops::{
@@ -97,26 +95,18 @@ pub fn run(args: Args) -> Result<ExitCode> {
 
 /// The call that the options describe, without its sink.
 pub fn call<'a>(args: &Args, q: View<'a>) -> Result<AttentionDecode<'a>> {
+    let scores = args.scores.of(args.mask, Mask::causal())?;
     Ok(AttentionDecode {
-        mask: mask(args.mask, args.scores.window, Mask::causal())?,
-        softmax_scale: args.scores.scale,
-        softcap: args.scores.softcap,
+        mask: scores.mask,
+        softmax_scale: scores.softmax_scale,
+        softcap: scores.softcap,
         ..AttentionDecode::new(q)
     })
 }
 
 fn details(operands: &Operands, problem: &AttentionDecodeProblem) -> Vec<(&'static str, String)> {
     let attention = &problem.attention;
-    let mut details = vec![
-        ("mask", mask_words(attention.mask, true)),
-        ("scale", format!("{}", attention.softmax_scale)),
-    ];
-    if let Some(softcap) = attention.softcap {
-        details.push(("softcap", format!("{softcap}")));
-    }
-    if attention.sink {
-        details.push(("sink", "one score per head".to_owned()));
-    }
+    let mut details = Scores::details(attention, true);
     let cache = &problem.cache;
     let pages = match cache.table {
         None => "contiguous".to_owned(),

@@ -1,11 +1,10 @@
 //! Options of `blockflash attention-decode`.
 
 use crate::args::{Common, sizes};
-use crate::attention_args::MaskName;
 use crate::failure::Result;
 use crate::offsets::Offsets;
 use crate::outputs::Outputs;
-use crate::qkv_args::{Qkv, Scores, Written};
+use crate::qkv_args::{MaskName, Qkv, ScoreArgs, Written};
 use std::path::PathBuf;
 
 const EXAMPLES: &str = "\
@@ -53,7 +52,7 @@ pub struct Args {
     #[arg(long, value_name = "MASK", hide_possible_values = true, help_heading = "Operation")]
     pub mask: Option<MaskName>,
     #[command(flatten)]
-    pub scores: Scores,
+    pub scores: ScoreArgs,
 
     #[command(flatten)]
     pub written: Written,

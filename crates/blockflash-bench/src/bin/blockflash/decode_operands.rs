@@ -1,7 +1,6 @@
 //! Operands of `blockflash attention-decode`.
 
 use crate::args::ensure;
-use crate::attention_operands::sink;
 use crate::decode::call;
 use crate::decode_args::Args;
 use crate::failure::{Failure, Result};
@@ -39,8 +38,7 @@ impl Operands {
         };
         let seqused_kv =
             args.seqused_kv.as_ref().map(|list| list.load("seqused_kv")).transpose()?;
-        let sink =
-            args.scores.sink.as_deref().map(|path| sink(path, &q, args.common.seed)).transpose()?;
+        let sink = args.scores.sink(&q, args.common.seed)?;
         let &[pages, page_size, _, _] = k.shape() else {
             let text = format!("k is {:?}, expected four sizes: see --help", k.shape());
             return Err(Failure::new(text));

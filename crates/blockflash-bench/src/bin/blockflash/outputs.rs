@@ -56,6 +56,11 @@ impl Outputs {
         Ok(Self(outputs))
     }
 
+    /// Whether nothing is to be written.
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
     /// Whether this tensor is wanted.
     pub fn has(&self, tensor: &str) -> bool {
         self.0.iter().any(|output| output.tensor == tensor)

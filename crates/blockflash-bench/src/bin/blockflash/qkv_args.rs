@@ -2,10 +2,12 @@
 
 use crate::args::{Float, Window, ensure, out_path, window};
 use crate::failure::{Failure, Result};
-use crate::operand::Source;
+use crate::operand::{Source, random};
 use crate::outputs::Outputs;
-use blockflash_ops::DType;
-use std::path::PathBuf;
+use blockflash_bench::case::Scores;
+use blockflash_bench::io::Array;
+use blockflash_ops::{Align, DType, Mask};
+use std::path::{Path, PathBuf};
 
 /// Where q, k and v come from, and the type to compute in.
 #[derive(clap::Args)]
@@ -96,7 +98,7 @@ impl Qkv {
 /// What is done to the scores, but for the mask.
 #[derive(clap::Args)]
 #[command(next_help_heading = "Operation")]
-pub struct Scores {
+pub struct ScoreArgs {
     /// Attend to at most L keys before and R keys after the aligned key; `-` leaves a side
     /// unlimited
     #[arg(long, value_name = "L,R", value_parser = window, allow_hyphen_values = true)]
@@ -111,6 +113,54 @@ pub struct Scores {
     /// from a file (tensor `sink`), or `random`
     #[arg(long, value_name = "FILE|random")]
     pub sink: Option<PathBuf>,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub enum MaskName {
+    Full,
+    Causal,
+    CausalTopLeft,
+}
+
+impl ScoreArgs {
+    /// The options with the mask; `default` stands for a mask that is not named.
+    pub fn of(&self, mask: Option<MaskName>, default: Mask) -> Result<Scores> {
+        let &Self { scale: softmax_scale, softcap, .. } = self;
+        Ok(Scores { mask: self.mask(mask, default)?, softmax_scale, softcap })
+    }
+
+    fn mask(&self, name: Option<MaskName>, default: Mask) -> Result<Mask> {
+        let default = if default == Mask::Full { MaskName::Full } else { MaskName::Causal };
+        let name = name.unwrap_or(default);
+        let top_left = name == MaskName::CausalTopLeft;
+        let align = if top_left { Align::TopLeft } else { Align::BottomRight };
+        Ok(match (name, self.window) {
+            (MaskName::Full, None) => Mask::Full,
+            (MaskName::Full, Some(Window { left, right })) => Mask::Window { left, right, align },
+            (_, None) => Mask::Causal { align },
+            (_, Some(Window { left, right: None | Some(0) })) => {
+                Mask::Window { left, right: Some(0), align }
+            }
+            (_, Some(Window { right: Some(right), .. })) => {
+                return Err(Failure::new(format!(
+                    "--window with {right} keys after the query contradicts a causal --mask: the \
+                     right side must be 0 or -"
+                )));
+            }
+        })
+    }
+
+    /// Attention sinks of the heads of q, from a file or random.
+    pub fn sink(&self, q: &Array, seed: u64) -> Result<Option<Array>> {
+        let Some(path) = &self.sink else { return Ok(None) };
+        if path != Path::new("random") {
+            return Source::open(path, "sink")?.load(DType::F32).map(Some);
+        }
+        let &[.., heads, _] = q.shape() else {
+            return Err(Failure::new(format!("q is {:?}, which has no heads", q.shape())));
+        };
+        random("sink", DType::F32, &[heads], seed, 3).map(Some)
+    }
 }
 
 /// The files to write.

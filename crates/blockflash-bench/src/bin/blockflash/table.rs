@@ -1,7 +1,7 @@
 //! Tables and numbers for people.
 
 use blockflash_bench::io::printable;
-pub use blockflash_bench::memory::{number, text as bytes};
+pub use blockflash_bench::memory::{count, number, text as bytes};
 use comfy_table::{Table, presets};
 use std::fmt::Display;
 
@@ -37,19 +37,6 @@ pub fn time(us: f64) -> String {
         us if us < 1e6 => format!("{} ms", number(us / 1e3)),
         us => format!("{} s", number(us / 1e6)),
     }
-}
-
-/// `131,072`.
-pub fn count(value: u64) -> String {
-    let digits = value.to_string();
-    let mut out = String::new();
-    for (at, digit) in digits.chars().enumerate() {
-        if at > 0 && (digits.len() - at).is_multiple_of(3) {
-            out.push(',');
-        }
-        out.push(digit);
-    }
-    out
 }
 
 /// `550 GFLOP`, `1.20 TFLOP`.
