@@ -3,7 +3,7 @@
 use super::attention_sizes::{Inputs, Sizes};
 use super::block_mask;
 use super::checked::{Launch, Operands};
-use super::fit::{Fit, ceil_div, fits, optional, pointer, pointer_mut, require};
+use super::fit::{Fit, ceil_div, fits, given, optional, pointer, pointer_mut, require};
 use crate::view::Used;
 use crate::{BlockLists, DType, Kernel, Result, View, ViewMut};
 use blockflash_sys::manifest::{AttentionBwd, AttentionBwdStep as Step, AttentionBwdTile, Variant};
@@ -105,7 +105,13 @@ impl<'a> AttentionBwdOperands<'a> {
         let inputs = Inputs { q, k, v, sink, cu_seqlens };
         let sizes = Sizes::of(p, inputs, tile.dtype, tile.head_dim)?;
         let short = [p.seqlen_q, p.seqlen_kv].iter().all(|&length| length <= MAX_SEQLEN);
-        require(short, "a sequence is too long")?;
+        require(
+            short,
+            format_args!(
+                "sequences have {} queries and {} keys, the limit is {MAX_SEQLEN}",
+                p.seqlen_q, p.seqlen_kv
+            ),
+        )?;
         sizes.queries("o", &self.o, [p.o_stride_batch, p.o_stride_seq, p.o_stride_head])?;
         let strides = [b.d_o_stride_batch, b.d_o_stride_seq, b.d_o_stride_head];
         sizes.queries("d_o", &self.d_o, strides)?;
@@ -117,7 +123,10 @@ impl<'a> AttentionBwdOperands<'a> {
         sizes.keys("dv", &self.dv.as_view(), strides)?;
         // The kernels add the batch stride also when the batch is packed.
         let of_batch = [p.lse_stride_batch, b.statistics_stride_batch];
-        require(!sizes.packed || of_batch == [0; 2], "packed statistics have no batch stride")?;
+        require(
+            !sizes.packed || of_batch == [0; 2],
+            format_args!("packed statistics have the batch strides {of_batch:?}, expected 0"),
+        )?;
         sizes.lse(&self.lse, p)?;
 
         let [per_q, per_kv] = [sizes.heads_q, sizes.heads_kv]
@@ -126,7 +135,10 @@ impl<'a> AttentionBwdOperands<'a> {
         if tile.step == Step::Zeros {
             let entries = i128::from(if sizes.packed { 1 } else { sizes.batch });
             let chunks = sizes.heads_q.max(sizes.heads_kv) * (sizes.head_dim / 8);
-            require(chunks < i64::from(MAX_SEQLEN), "a row is too long")?;
+            require(
+                chunks < i64::from(MAX_SEQLEN),
+                format_args!("a row has {chunks} pieces of 16 bytes, the limit is {MAX_SEQLEN}"),
+            )?;
             let rows = entries * i128::from(sizes.rows_q + sizes.rows_kv);
             return Ok((rows + STATISTICS_ROWS as i128 - 1) / STATISTICS_ROWS as i128);
         }
@@ -135,7 +147,14 @@ impl<'a> AttentionBwdOperands<'a> {
             Step::Zeros | Step::Statistics => Ok(row_tiles),
             Step::Sinks => {
                 let both = self.sink.is_some() && self.d_sink.is_some();
-                require(both, "there is no sink, or no place for its gradient")?;
+                require(
+                    both,
+                    format_args!(
+                        "sink and d_sink: {} and {}, expected both",
+                        given(self.sink.is_some()),
+                        given(self.d_sink.is_some())
+                    ),
+                )?;
                 let d_sink = self.d_sink.as_ref().map(ViewMut::as_view);
                 d_sink.map_or(Ok(()), |d_sink| {
                     fits("d_sink", &d_sink, DType::F32, [(sizes.heads_q, 1)])
@@ -143,18 +162,39 @@ impl<'a> AttentionBwdOperands<'a> {
                 Ok(sizes.heads_q.into())
             }
             Step::Sums => {
-                require(plan.sums_head_dim == Some(tile.head_dim), "the sums are of others")?;
+                require(
+                    plan.sums_head_dim == Some(tile.head_dim),
+                    format_args!(
+                        "the plan sums dq for head_dim {:?}, the kernel for {}",
+                        plan.sums_head_dim, tile.head_dim
+                    ),
+                )?;
                 Ok(row_tiles)
             }
             Step::Keys => Ok(self.tiles(tile, plan, &sizes)?[1] * per_kv),
             Step::Queries => Ok(self.tiles(tile, plan, &sizes)?[0] * per_q),
             Step::KeysAndSums => {
-                require(plan.sums_head_dim == Some(tile.head_dim), "the sums are of others")?;
+                require(
+                    plan.sums_head_dim == Some(tile.head_dim),
+                    format_args!(
+                        "the plan sums dq for head_dim {:?}, the kernel for {}",
+                        plan.sums_head_dim, tile.head_dim
+                    ),
+                )?;
                 require(self.block_mask.is_none(), "dq is not summed under a block mask")?;
                 let capped = plan.params.base.softcap > 0.0;
-                require(!capped || tile.takes_softcap(), "the kernel takes no softcap")?;
+                require(
+                    !capped || tile.takes_softcap(),
+                    format_args!(
+                        "softcap is {}, and the kernel takes none",
+                        plan.params.base.softcap
+                    ),
+                )?;
                 let section = i128::from(plan.heads_per_section);
-                require((1..=per_kv).contains(&section), "a section is no number of heads")?;
+                require(
+                    (1..=per_kv).contains(&section),
+                    format_args!("heads_per_section is {section}, expected 1 to {per_kv}"),
+                )?;
                 Ok(self.tiles(tile, plan, &sizes)?[1] * per_kv)
             }
         }
@@ -173,7 +213,13 @@ impl<'a> AttentionBwdOperands<'a> {
             return Ok([0, 1].map(|i| ceil_div(lengths[i].into(), blocks[i])));
         };
         let packed = [mask, transposed].map(|lists| lists.cu_rows().is_some());
-        require(packed == [sizes.packed; 2], "either the batch or its mask is packed")?;
+        require(
+            packed == [sizes.packed; 2],
+            format_args!(
+                "the mask and its transpose are packed: {packed:?}, the batch: {}",
+                sizes.packed
+            ),
+        )?;
         let reverse = |[a, b]: [i32; 2]| [b, a];
         let groups = [p.batch, p.num_heads_q];
         Ok([
@@ -192,7 +238,13 @@ impl<'a> AttentionBwdOperands<'a> {
         };
         let of_batch = if sizes.packed { 0 } else { i128::from(rows) * i128::from(sizes.heads_q) };
         let found = [b.statistics_stride_batch, b.statistics_stride_head].map(i128::from);
-        require(found == [of_batch, rows.into()], "the strides of the statistics do not fit")?;
+        require(
+            found == [of_batch, rows.into()],
+            format_args!(
+                "the statistics have the strides {found:?}, expected {:?}",
+                [of_batch, i128::from(rows)]
+            ),
+        )?;
         Ok(i128::from(rows) * i128::from(sizes.heads_q) * i128::from(entries))
     }
 
@@ -200,15 +252,27 @@ impl<'a> AttentionBwdOperands<'a> {
         let rows = self.statistics(sizes, plan)?;
         // The kernels count tiles of rows in 32 bits.
         let counted = rows / (STATISTICS_ROWS as i128) <= i128::from(i32::MAX);
-        require(counted, "there are too many queries")?;
+        require(
+            counted,
+            format_args!(
+                "{rows} rows of statistics, the limit is {}",
+                i64::from(i32::MAX) * STATISTICS_ROWS as i64
+            ),
+        )?;
         let needed = attention_bwd_workspace(rows as usize, plan.sums_head_dim);
         let needed = needed.ok_or("there are too many queries")?;
         let Some(workspace) = self.workspace.as_ref().map(ViewMut::as_view) else {
-            return require(needed == 0, "there is no workspace");
+            return require(
+                needed == 0,
+                format_args!("there is no workspace, and {needed} bytes are needed"),
+            );
         };
         let bytes = workspace.shape().first().map_or(0, |&bytes| bytes as i64);
         fits("workspace", &workspace, DType::U8, [(bytes, 1)])?;
-        require(needed as i64 <= bytes, "the workspace is too small")?;
+        require(
+            needed as i64 <= bytes,
+            format_args!("the workspace has {bytes} bytes of {needed}"),
+        )?;
         require(workspace.is_aligned(16), "the workspace does not start at a multiple of 16 bytes")
     }
 

@@ -43,28 +43,43 @@ unsafe impl Launch for AttentionCacheHopper {
         };
         operands.fit_queries(&queries, cache)?;
         let packed = operands.cu_seqlens_q.is_some();
-        require(!packed || p.lse_stride_batch == 0, "a packed lse has no batch stride")?;
+        require(
+            !packed || p.lse_stride_batch == 0,
+            format_args!("a packed lse has the batch stride {}, expected 0", p.lse_stride_batch),
+        )?;
         require(operands.pages.is_none(), "the kernel visits all pages")?;
-        require(p.seqlen_kv == cache.capacity, "the longest sequence is not the capacity")?;
+        require(
+            p.seqlen_kv == cache.capacity,
+            format_args!(
+                "seqlen_kv is {}, the cache has a capacity of {}",
+                p.seqlen_kv, cache.capacity
+            ),
+        )?;
         require(
             window_fits(p.window_left, p) && window_fits(p.window_right, p),
-            "a window is out of range",
+            format_args!("the window {}, {} is out of range", p.window_left, p.window_right),
         )?;
         let section = plan.fwd.heads_per_section;
         let group = p.num_heads_q / p.num_heads_kv;
         require(
             section > 0 && section % group == 0 && section <= p.num_heads_q,
-            "a section is no number of groups of heads",
+            format_args!(
+                "heads_per_section is {section}, expected a multiple of {group} up to {}",
+                p.num_heads_q
+            ),
         )?;
         // The 32 lanes of a warp look up the pages of a key tile. Boxes begin where the swizzle
         // does.
         let (rows, block_kv) = (plan.box_rows, tile.block_kv as i32);
         require(
             rows >= 16 && rows % 16 == 0 && block_kv % rows == 0,
-            "boxes are no part of a tile",
+            format_args!("box_rows is {rows}, expected a multiple of 16 that divides {block_kv}"),
         )?;
         let one_page = cache.capacity <= cache.page_size;
-        require(one_page || cache.page_size % rows == 0, "boxes reach beyond a page")?;
+        require(
+            one_page || cache.page_size % rows == 0,
+            format_args!("boxes of {rows} rows do not divide pages of {} slots", cache.page_size),
+        )?;
         let tiles = ceil_div(p.seqlen_q.into(), tile.block_q);
         Ok(tiles * i128::from(p.num_heads_q) * i128::from(p.batch))
     }

@@ -2,83 +2,14 @@
 
 use super::bsr_parts::BsrPartsMemory;
 use super::checked::{Launch, Operands};
-use super::fit::{Fit, ceil_div, fits, optional, pointer, pointer_mut, require};
+use super::fit::{Fit, ceil_div, fits, given, optional, pointer, pointer_mut, require};
+use super::kv_cache::KvCacheViews;
 use crate::view::Used;
 use crate::{DType, Kernel, Result, View, ViewMut};
 use blockflash_sys::manifest::{AttentionDecode, Variant};
 use blockflash_sys::params::{blockflash_attention_decode_params, blockflash_kv_cache};
 use std::f32::consts::LOG2_E;
 use std::ptr::null_mut;
-
-/// Keys and values of a cache, one page per sequence or pages that a table names.
-#[derive(Clone, Copy, Debug)]
-pub struct KvCacheViews<'a> {
-    /// `[pages, page_size, num_heads_kv, head_dim]`.
-    pub k: View<'a>,
-    /// As `k`.
-    pub v: View<'a>,
-    /// i32 `[batch, columns]`; without it, page b belongs to sequence b. It may hold any values:
-    /// kernels clamp them to the pages.
-    pub block_table: Option<View<'a>>,
-    /// i32 `[batch]`: keys of each sequence, clamped to the capacity.
-    pub seqused: Option<View<'a>>,
-}
-
-impl<'a> KvCacheViews<'a> {
-    pub(super) fn used(&self) -> [Option<Used<'a>>; 4] {
-        let [table, seqused] =
-            [&self.block_table, &self.seqused].map(|view| view.as_ref().map(View::used));
-        [Some(self.k.used()), Some(self.v.used()), table, seqused]
-    }
-
-    /// Checks sizes and strides against the tensors.
-    pub(super) fn fit(
-        &self,
-        c: &blockflash_kv_cache,
-        dtype: DType,
-        [batch, heads_kv, head_dim]: [i64; 3],
-    ) -> Fit {
-        let [pages, page_size, capacity] = [c.pages, c.page_size, c.capacity].map(i64::from);
-        require(pages > 0 && page_size > 0 && capacity >= 0, "a size is not positive")?;
-        let dims = |[page, slot, head]: [i64; 3]| {
-            [(pages, page), (page_size, slot), (heads_kv, head), (head_dim, 1)]
-        };
-        let k = [c.k_stride_page, c.k_stride_slot, c.k_stride_head];
-        let v = [c.v_stride_page, c.v_stride_slot, c.v_stride_head];
-        fits("k", &self.k, dtype, dims(k))?;
-        fits("v", &self.v, dtype, dims(v))?;
-        let aligned = [k, v].as_flattened().iter().all(|stride| stride % 8 == 0)
-            && [&self.k, &self.v].iter().all(|view| pointer(view).addr().is_multiple_of(16));
-        require(aligned, "keys and values are not aligned to 16 bytes")?;
-        // The kernel multiplies strides of slots, in bytes, as 32-bit numbers.
-        require(k[1].max(v[1]) < 1 << 30, "slots lie too far apart")?;
-        let columns = match &self.block_table {
-            None => 1,
-            Some(table) => {
-                let columns = table.shape().get(1).map_or(0, |&columns| columns as i64);
-                let dims = [(batch, c.block_table_stride), (columns, 1)];
-                fits("block_table", table, DType::I32, dims)?;
-                columns
-            }
-        };
-        require(self.block_table.is_some() || pages >= batch, "a sequence has no page")?;
-        require(capacity <= columns * page_size, "the capacity is larger than the table")?;
-        // A step of 16 keys lies in one page.
-        require(columns <= 1 || page_size % 16 == 0, "the page size is no multiple of 16")?;
-        require(capacity <= 1 << 30, "the capacity is too large")?;
-        self.seqused.as_ref().map_or(Ok(()), |x| fits("seqused", x, DType::I32, [(batch, 1)]))
-    }
-
-    pub(super) fn pointers(&self, c: &blockflash_kv_cache) -> blockflash_kv_cache {
-        blockflash_kv_cache {
-            k: pointer(&self.k),
-            v: pointer(&self.v),
-            block_table: optional(self.block_table.as_ref()).cast(),
-            seqused: optional(self.seqused.as_ref()).cast(),
-            ..*c
-        }
-    }
-}
 
 /// Tensors of attention over a cache. With `cu_seqlens_q` the queries are packed.
 #[derive(Debug)]
@@ -160,10 +91,21 @@ impl AttentionDecodeOperands<'_> {
         let [batch, heads_q, heads_kv] = s.batch_and_heads.map(i64::from);
         let [seqlen_q, total_q, head_dim] = s.rows.map(i64::from);
         let sizes = [batch, heads_q, heads_kv, seqlen_q, head_dim];
-        require(sizes.iter().all(|&size| size > 0), "a size is not positive")?;
-        require(heads_q % heads_kv == 0, "num_heads_q is not a multiple of num_heads_kv")?;
+        require(
+            sizes.iter().all(|&size| size > 0),
+            format_args!(
+                "batch, heads of q and of k, seqlen_q and head_dim are {sizes:?}: a size is not positive"
+            ),
+        )?;
+        require(
+            heads_q % heads_kv == 0,
+            format_args!("q has {heads_q} heads, not a multiple of the {heads_kv} of k"),
+        )?;
         let widest = i64::from(s.widest);
-        require(head_dim % 8 == 0 && head_dim <= widest, "the head dimension does not fit")?;
+        require(
+            head_dim % 8 == 0 && head_dim <= widest,
+            format_args!("head_dim is {head_dim}, expected a multiple of 8 up to {widest}"),
+        )?;
         self.cache.fit(cache, s.dtype, [batch, heads_kv, head_dim])?;
 
         let packed = self.cu_seqlens_q.is_some();
@@ -174,7 +116,10 @@ impl AttentionDecodeOperands<'_> {
             let aligned = seq % 8 == 0 && head % 8 == 0 && (packed || of_batch % 8 == 0);
             require(
                 aligned && pointer(view).addr().is_multiple_of(16),
-                "queries or output are not aligned to 16 bytes",
+                format_args!(
+                    "{name} is not aligned to 16 bytes: strides {:?}",
+                    [of_batch, seq, head]
+                ),
             )?;
             let [heads, inner] = [(heads_q, head), (head_dim, 1)];
             match packed {
@@ -220,26 +165,56 @@ impl AttentionDecodeOperands<'_> {
         let [batch, heads_q, heads_kv] = [p.batch, p.num_heads_q, p.num_heads_kv].map(i64::from);
         let [total_q, head_dim] = [p.total_q, p.head_dim].map(i64::from);
         let packed = self.cu_seqlens_q.is_some();
-        require(p.most_queries > 0, "no sequence has so few queries")?;
+        require(
+            p.most_queries > 0,
+            format_args!("most_queries is {}, expected at least 1", p.most_queries),
+        )?;
         let seqlen_q = i64::from(p.seqlen_q.min(p.most_queries));
         let listed = i64::from(p.page_list_capacity);
-        require(listed >= 0 && (listed > 0) == self.pages.is_some(), "a list has no capacity")?;
+        require(
+            listed >= 0 && (listed > 0) == self.pages.is_some(),
+            format_args!(
+                "page_list_capacity is {listed}, with page lists {}",
+                given(self.pages.is_some())
+            ),
+        )?;
         if let Some([list, count]) = &self.pages {
             let of_head = [(batch, heads_kv * listed), (heads_kv, listed), (listed, 1)];
             fits("pages", list, DType::I32, of_head)?;
             fits("page_count", count, DType::I32, [(batch, 1)])?;
-            require(p.cache.capacity >= p.cache.page_size, "the table has no column")?;
+            require(
+                p.cache.capacity >= p.cache.page_size,
+                format_args!(
+                    "the capacity is {}, less than a page of {}",
+                    p.cache.capacity, p.cache.page_size
+                ),
+            )?;
         }
 
         let chunks = p.splits > 0 && p.splits <= 256 && p.chunk_min > 0 && p.chunk_min % 64 == 0;
-        require(chunks && p.chunk_max >= p.chunk_min && p.chunk_max % 64 == 0, "no such splits")?;
+        require(
+            chunks && p.chunk_max >= p.chunk_min && p.chunk_max % 64 == 0,
+            format_args!(
+                "{} splits of {} to {} keys, expected 1 to 256 of multiples of 64",
+                p.splits, p.chunk_min, p.chunk_max
+            ),
+        )?;
         // The kernel multiplies them in 32 bits.
-        require(p.chunk_max <= 1 << 20, "splits are too long")?;
-        require((0..=4).contains(&p.run_log2), "a run is longer than a group of 16 splits")?;
+        require(
+            p.chunk_max <= 1 << 20,
+            format_args!("splits have up to {} keys, the limit is {}", p.chunk_max, 1 << 20),
+        )?;
+        require(
+            (0..=4).contains(&p.run_log2),
+            format_args!("run_log2 is {}, expected 0 to 4", p.run_log2),
+        )?;
         let group = heads_q / heads_kv;
         // The kernel divides by reciprocals, which is exact for quotients of 20 bits.
-        require(seqlen_q * group < 1 << 20, "there are too many rows")?;
-        require(batch < 1 << 20, "there are too many sequences")?;
+        require(
+            seqlen_q * group < 1 << 20,
+            format_args!("{seqlen_q} queries of {group} heads, the limit of rows is {}", 1 << 20),
+        )?;
+        require(batch < 1 << 20, format_args!("{batch} sequences, the limit is {}", 1 << 20))?;
         let of_sequences = i128::from(batch) * ceil_div(seqlen_q * group, tile.rows);
         let row_tiles = match packed {
             true => of_sequences.min(ceil_div(total_q * group, tile.rows) + i128::from(batch)),
@@ -249,24 +224,37 @@ impl AttentionDecodeOperands<'_> {
             None => i64::from(p.cache.capacity),
             Some(_) => listed * i64::from(p.cache.page_size),
         };
-        require(keys <= 1 << 30, "the lists name too many keys")?;
+        require(
+            keys <= 1 << 30,
+            format_args!("lists name up to {keys} keys, the limit is {}", 1 << 30),
+        )?;
         let splits = most_splits(keys, [p.splits, p.chunk_min, p.chunk_max].map(i64::from));
         let heads = i128::from(heads_kv);
         let runs = ceil_div(splits, 1 << p.run_log2);
         // Lengths that do not ascend may ask for all of them.
         let most = (of_sequences * heads * runs) << p.run_log2;
-        require(most <= i32::MAX.into(), "there are too many splits")?;
+        require(most <= i32::MAX.into(), format_args!("{most} splits, the limit is {}", i32::MAX))?;
         let items = row_tiles * heads * ceil_div(runs as i64, tile.run);
-        require(i128::from(p.items) == items, "another number of items")?;
+        require(i128::from(p.items) == items, format_args!("{} items, expected {items}", p.items))?;
         let rows = (seqlen_q * group).min(tile.rows.into());
-        require(i64::from(p.partial_rows) == rows, "another number of rows")?;
+        require(
+            i64::from(p.partial_rows) == rows,
+            format_args!("partial_rows is {}, expected {rows}", p.partial_rows),
+        )?;
         match &self.workspace {
-            None => require(splits == 1, "the splits have no workspace")?,
+            None => require(splits == 1, format_args!("{splits} splits have no workspace"))?,
             Some(memory) => {
                 let slots = items << p.run_log2;
                 let sums = slots * i128::from(rows * (head_dim + 2));
                 let room = sums <= memory.sums() as i128 && slots <= memory.counters() as i128;
-                require(splits == 1 || room, "the workspace is too small")?;
+                require(
+                    splits == 1 || room,
+                    format_args!(
+                        "the workspace has {} sums and {} counters, {sums} and {slots} are needed",
+                        memory.sums(),
+                        memory.counters()
+                    ),
+                )?;
             }
         }
         Ok(items)

@@ -23,8 +23,14 @@ unsafe impl Launch for AttentionDecodeHopper {
 
     fn fit(&self, plan: &Self::Plan, operands: &Self::Operands<'_>) -> Fit<i128> {
         let run = u32::try_from(plan.run).unwrap_or(0);
-        require(Self::RUNS.contains(&run), "no such run of splits")?;
-        require(plan.base.run_log2 == 0, "its items have runs of another kind")?;
+        require(
+            Self::RUNS.contains(&run),
+            format_args!("a run has {run} splits, expected one of {:?}", Self::RUNS),
+        )?;
+        require(
+            plan.base.run_log2 == 0,
+            format_args!("run_log2 is {}, expected 0", plan.base.run_log2),
+        )?;
         require(operands.pages.is_none(), "the kernel visits all pages")?;
         let Self { dtype, head_dim, .. } = *self;
         let tile = DecodeTile { dtype, head_dim, rows: Self::ROWS, run };

@@ -46,7 +46,13 @@ impl AttentionFwdOperands<'_> {
         let inputs = Inputs { q, k, v, sink, cu_seqlens };
         let sizes = Sizes::of(p, inputs, tile.dtype, tile.head_dim)?;
         let Sizes { packed, batch, heads_q, heads_kv, .. } = sizes;
-        require(batch > 0 && heads_q > 0 && p.seqlen_q > 0, "a size is not positive")?;
+        require(
+            batch > 0 && heads_q > 0 && p.seqlen_q > 0,
+            format_args!(
+                "batch {batch}, {heads_q} heads of q and seqlen_q {}: a size is not positive",
+                p.seqlen_q
+            ),
+        )?;
         require(
             tile.lse.suits(self.lse.is_some()),
             "the kernel computes lse in each launch or in none",
@@ -54,7 +60,10 @@ impl AttentionFwdOperands<'_> {
         let strides = [p.o_stride_batch, p.o_stride_seq, p.o_stride_head];
         sizes.queries("o", &self.o.as_view(), strides)?;
         // The kernels add the batch stride also when the batch is packed.
-        require(!packed || p.lse_stride_batch == 0, "a packed lse has no batch stride")?;
+        require(
+            !packed || p.lse_stride_batch == 0,
+            format_args!("a packed lse has the batch stride {}, expected 0", p.lse_stride_batch),
+        )?;
         let lse = self.lse.as_ref().map(ViewMut::as_view);
         lse.map_or(Ok(()), |lse| sizes.lse(&lse, p))?;
         let tiles_q = match &self.block_mask {
@@ -62,7 +71,11 @@ impl AttentionFwdOperands<'_> {
             Some(mask) => {
                 require(
                     mask.cu_rows().is_some() == packed,
-                    "either the batch or its mask is packed",
+                    format_args!(
+                        "the block mask is {}packed, and the batch is {}",
+                        if packed { "not " } else { "" },
+                        if packed { "packed" } else { "not" }
+                    ),
                 )?;
                 let lengths = [p.seqlen_q, p.seqlen_kv];
                 let groups = [p.batch, p.num_heads_q];
@@ -71,14 +84,20 @@ impl AttentionFwdOperands<'_> {
         };
         require(
             i64::from(p.seqlen_kv) <= i64::from(tile.most_keys()),
-            "the kernel takes fewer keys",
+            format_args!(
+                "seqlen_kv is {}, the limit of the kernel is {}",
+                p.seqlen_kv,
+                tile.most_keys()
+            ),
         )?;
         let (heads_per_tile, group) = (i64::from(tile.heads), heads_q / heads_kv);
         let mask_group =
             if self.block_mask.is_some() { i64::from(p.block_mask.heads_per_group) } else { group };
         require(
             group % heads_per_tile == 0 && mask_group % heads_per_tile == 0,
-            "the heads of a tile share neither keys nor a mask",
+            format_args!(
+                "{heads_per_tile} heads of a tile do not divide the {group} that share keys and the {mask_group} that share a mask"
+            ),
         )?;
         Ok(tiles_q * i128::from(heads_q / heads_per_tile) * i128::from(batch))
     }

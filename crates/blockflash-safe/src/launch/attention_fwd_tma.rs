@@ -38,7 +38,7 @@ unsafe impl Launch for AttentionFwdHopper {
         let tiles = operands.fit(&self.tile(), p)?;
         require(
             window_fits(p.window_left, p) && window_fits(p.window_right, p),
-            "a window is out of range",
+            format_args!("the window {}, {} is out of range", p.window_left, p.window_right),
         )?;
         let group = p.num_heads_q / p.num_heads_kv;
         let packed = operands.cu_seqlens.is_some();
@@ -46,7 +46,9 @@ unsafe impl Launch for AttentionFwdHopper {
         let section = plan.heads_per_section;
         require(
             section > 0 && section % group == 0 && i64::from(section) <= heads,
-            "a section is no number of groups of heads",
+            format_args!(
+                "heads_per_section is {section}, expected a multiple of {group} up to {heads}"
+            ),
         )?;
         Ok(tiles)
     }

@@ -70,8 +70,14 @@ unsafe impl Launch for AttentionMerge {
     fn fit(&self, p: &Self::Plan, operands: &Self::Operands<'_>) -> Fit<i128> {
         let sizes = [p.count, p.rows, p.num_heads_q, p.head_dim].map(i64::from);
         let [count, rows, heads, head_dim] = sizes;
-        require(sizes.iter().all(|&size| size > 0), "a size is not positive")?;
-        require(head_dim % 8 == 0, "the head dimension is no multiple of 8")?;
+        require(
+            sizes.iter().all(|&size| size > 0),
+            format_args!("parts, rows, heads and head_dim are {sizes:?}: a size is not positive"),
+        )?;
+        require(
+            head_dim % 8 == 0,
+            format_args!("head_dim is {head_dim}, expected a multiple of 8"),
+        )?;
         let parts = [
             (count, p.parts_stride_part),
             (rows, p.parts_stride_row),
@@ -92,14 +98,20 @@ unsafe impl Launch for AttentionMerge {
         fits("o", &operands.o.as_view(), dtype_of(p.o_dtype)?, o)?;
         let address = pointer(&operands.o.as_view()).addr();
         let aligned = strides.iter().all(|stride| stride % 4 == 0) && address.is_multiple_of(16);
-        require(aligned, "the output is not aligned to 16 bytes")?;
+        require(
+            aligned,
+            format_args!("o is not aligned to 16 bytes: strides {strides:?}, address {address:#x}"),
+        )?;
         if let Some(lse) = &operands.lse {
             let logs = [(heads, p.lse_stride_head), (rows, p.lse_stride_row)];
             fits("lse", &lse.as_view(), DType::F32, logs)?;
         }
         let threads = i128::from(rows * heads) * ceil_div(head_dim, self.columns);
         let blocks = (threads + i128::from(THREADS) - 1) / i128::from(THREADS);
-        require(blocks <= i32::MAX.into(), "there are too many blocks")?;
+        require(
+            blocks <= i32::MAX.into(),
+            format_args!("{blocks} blocks, the limit is {}", i32::MAX),
+        )?;
         Ok(blocks)
     }
 

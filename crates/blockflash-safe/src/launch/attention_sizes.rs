@@ -40,11 +40,19 @@ impl Sizes {
         let positive = heads_kv > 0
             && head_dim > 0
             && [batch, heads_q, seqlen_q, seqlen_kv].iter().all(|&size| size >= 0);
-        require(positive, "a size is not positive")?;
-        require(heads_q % heads_kv == 0, "num_heads_q is not a multiple of num_heads_kv")?;
+        require(
+            positive,
+            format_args!(
+                "batch {batch}, heads {heads_q} and {heads_kv}, lengths {seqlen_q} and {seqlen_kv}, head_dim {head_dim}: a size is not positive"
+            ),
+        )?;
+        require(
+            heads_q % heads_kv == 0,
+            format_args!("q has {heads_q} heads, not a multiple of the {heads_kv} of k"),
+        )?;
         require(
             head_dim % 8 == 0 && head_dim <= i64::from(widest),
-            "the head dimension does not fit the tile",
+            format_args!("head_dim is {head_dim}, expected a multiple of 8 up to {widest}"),
         )?;
         let packed = cu_seqlens.is_some();
         let rows_of = |view: &View<'_>| view.shape().first().map_or(0, |&rows| rows as i64);
@@ -54,7 +62,13 @@ impl Sizes {
             fits("cu_seqlens_kv", cu_kv, DType::I32, [(batch + 1, 1)])?;
             // The kernels clamp the offsets to these sizes.
             let totals = [p.total_q, p.total_kv].map(i64::from) == [rows_q, rows_kv];
-            require(totals, "the packed rows do not match the tensors")?;
+            require(
+                totals,
+                format_args!(
+                    "total_q and total_kv are {} and {}, the tensors have {rows_q} and {rows_kv} rows",
+                    p.total_q, p.total_kv
+                ),
+            )?;
         }
         let sizes = Self { dtype, packed, batch, heads_q, heads_kv, rows_q, rows_kv, head_dim };
         sizes.queries("q", q, [p.q_stride_batch, p.q_stride_seq, p.q_stride_head])?;

@@ -19,24 +19,40 @@ impl BlockLists {
         let divides = |tile: u32, block: i32| block > 0 && i64::from(block) % i64::from(tile) == 0;
         require(
             divides(tile_q, m.block_q) && divides(tile_kv, m.block_kv),
-            "the tile does not divide the blocks of the mask",
+            format_args!(
+                "tiles of {tile_q} × {tile_kv} do not divide blocks of {} × {}",
+                m.block_q, m.block_kv
+            ),
         )?;
         // For a packed batch, these are the block rows of the longest sequence.
         let rows = ceil_div(seqlen_q.into(), m.block_q.unsigned_abs());
         require(
             self.cu_rows().is_some() || i128::from(m.rows) == rows,
-            "the mask has another number of rows",
+            format_args!(
+                "the mask has {} block rows, expected {rows} for {seqlen_q} queries",
+                m.rows
+            ),
         )?;
         // Tiles past the last query are numbered as well.
         require(
             rows * i128::from(m.block_q) <= i128::from(i32::MAX),
-            "there are too many queries",
+            format_args!(
+                "{rows} block rows of {} queries, the limit of queries is {}",
+                m.block_q,
+                i32::MAX
+            ),
         )?;
         let cols = ceil_div(seqlen_kv.into(), m.block_kv.unsigned_abs());
-        require(self.has_columns_below(cols), "the mask has more columns")?;
+        require(
+            self.has_columns_below(cols),
+            format_args!("the mask has columns beyond the {cols} of {seqlen_kv} keys"),
+        )?;
         // The kernels count the key tiles of a row in 32 bits.
         let tiles = self.longest() * ceil_div(m.block_kv.into(), tile_kv);
-        require(tiles <= i128::from(i32::MAX), "a row of the mask is too long")?;
+        require(
+            tiles <= i128::from(i32::MAX),
+            format_args!("a row of the mask has {tiles} tiles of keys, the limit is {}", i32::MAX),
+        )?;
         self.fit_groups(m, batch, heads)?;
         Ok(rows * ceil_div(m.block_q.into(), tile_q))
     }
@@ -46,12 +62,18 @@ impl BlockLists {
     pub(super) fn fit_groups(&self, m: &blockflash_block_mask, batch: i32, heads: i32) -> Fit {
         require(
             m.heads_per_group > 0 && heads % m.heads_per_group == 0,
-            "the heads of the mask do not divide the heads of q",
+            format_args!(
+                "q has {heads} heads, not divisible into groups of {} that share a list",
+                m.heads_per_group
+            ),
         )?;
         let heads = heads / m.heads_per_group;
         require(
             [0, heads].contains(&m.groups_per_batch),
-            "a batch entry of the mask has other heads",
+            format_args!(
+                "a batch entry of the mask has {} heads, expected {heads}",
+                m.groups_per_batch
+            ),
         )?;
         let (row_ptr, col_idx, row_order) =
             (self.row_ptr().view(), self.col_idx().view(), self.row_order().view());
@@ -60,10 +82,23 @@ impl BlockLists {
         let (rows, heads, entries) = (i64::from(m.rows), i64::from(heads), i64::from(batch));
         // The kernels count the entries of row_ptr in 32 bits.
         let counted = row_ptr.layout().elements() <= i32::MAX as usize;
-        require(counted, "the mask has too many rows")?;
+        require(
+            counted,
+            format_args!(
+                "row_ptr of the mask has {} entries, the limit is {}",
+                row_ptr.layout().elements(),
+                i32::MAX
+            ),
+        )?;
         let per_row = |more| [(heads, rows + more), (rows + more, 1)];
         if let Some(cu_rows) = self.cu_rows() {
-            require(m.groups_per_batch == 0, "a packed mask has no batch entries")?;
+            require(
+                m.groups_per_batch == 0,
+                format_args!(
+                    "a packed mask has {} lists for a batch entry, expected 0",
+                    m.groups_per_batch
+                ),
+            )?;
             fits("block_mask.cu_rows", &cu_rows.view(), DType::I32, [(entries + 1, 1)])?;
             fits("block_mask.row_ptr", &row_ptr, DType::I32, per_row(1))?;
             return fits("block_mask.row_order", &row_order, DType::I32, per_row(0));

@@ -74,20 +74,38 @@ unsafe impl Launch for BlockMaskBuild {
             [batch, heads, rows].iter().all(|&size| size > 0) && p.block_q > 0 && p.block_kv > 0;
         let sizes =
             [p.cols, p.k, p.capacity, p.seqlen_q, p.seqlen_kv, p.window_left, p.window_right];
-        require(positive && sizes.iter().all(|&size| size >= 0), "a size is not positive")?;
+        require(
+            positive && sizes.iter().all(|&size| size >= 0),
+            format_args!(
+                "batch {batch}, {heads} heads, {rows} rows, blocks of {} × {}, and columns, k, capacity, lengths and window {sizes:?}: a size is not positive",
+                p.block_q, p.block_kv
+            ),
+        )?;
         let blocks = |length: i32, size: i32| ceil_div(length.into(), size.unsigned_abs());
-        require(i128::from(rows) == blocks(p.seqlen_q, p.block_q), "another number of rows")?;
-        require(i128::from(cols) == blocks(p.seqlen_kv, p.block_kv), "another number of columns")?;
+        require(
+            i128::from(rows) == blocks(p.seqlen_q, p.block_q),
+            format_args!("{rows} block rows, expected {}", blocks(p.seqlen_q, p.block_q)),
+        )?;
+        require(
+            i128::from(cols) == blocks(p.seqlen_kv, p.block_kv),
+            format_args!("{cols} block columns, expected {}", blocks(p.seqlen_kv, p.block_kv)),
+        )?;
         // The kernel counts rows of all heads, queries and keys in 32 bits, including rows of the
         // last block that do not exist.
         let limit = i128::from(i32::MAX);
         let per_head = i128::from(batch) * i128::from(heads);
-        require(per_head * i128::from(rows + 1) <= limit, "there are too many rows")?;
+        require(
+            per_head * i128::from(rows + 1) <= limit,
+            format_args!("{rows} block rows of {per_head} heads, the limit is {limit}"),
+        )?;
         let queries = i128::from(p.seqlen_q) + i128::from(p.block_q);
         // The kernel chooses columns in words of 32 bits.
         let keys = i128::from((cols + 31) / 32 * 32) * i128::from(p.block_kv);
-        require(queries <= limit && keys <= limit, "a length is too long")?;
-        require(p.k <= MAX_K, "lists are too long")?;
+        require(
+            queries <= limit && keys <= limit,
+            format_args!("{queries} queries and {keys} keys in whole blocks, the limit is {limit}"),
+        )?;
+        require(p.k <= MAX_K, format_args!("k is {}, the limit is {MAX_K}", p.k))?;
 
         let k = i64::from(p.k);
         let per_row =
@@ -111,9 +129,18 @@ unsafe impl Launch for BlockMaskBuild {
         if let Some(always) = &operands.always {
             let m = &p.always;
             let same = [m.rows, m.block_q, m.block_kv] == [p.rows, p.block_q, p.block_kv];
-            require(same, "the blocks of `always` are others")?;
+            require(
+                same,
+                format_args!(
+                    "`always` has {} rows of blocks of {} × {}, expected {rows} of {} × {}",
+                    m.rows, m.block_q, m.block_kv, p.block_q, p.block_kv
+                ),
+            )?;
             require(always.cu_rows().is_none(), "`always` is packed")?;
-            require(always.has_columns_below(cols.into()), "`always` has more columns")?;
+            require(
+                always.has_columns_below(cols.into()),
+                format_args!("`always` has columns beyond the {cols} of the mask"),
+            )?;
             always.fit_groups(m, p.batch, p.heads)?;
         }
         let slabs = ceil_div(rows, self.slab_rows) as i64;
@@ -124,7 +151,7 @@ unsafe impl Launch for BlockMaskBuild {
         fits("slab_lengths", &slab_lengths, DType::I32, per_head(slabs))?;
         require(
             operands.lists.may_be_filled(cols.into()),
-            "the lists are not for kernels to fill with these columns",
+            format_args!("the lists are not for kernels to fill with {cols} columns"),
         )?;
         fits("row_ptr", &operands.lists.row_ptr().view(), DType::I32, per_head(rows + 1))?;
         fits("col_idx", &operands.lists.col_idx().view(), DType::I32, [(p.capacity.into(), 1)])?;
@@ -133,7 +160,7 @@ unsafe impl Launch for BlockMaskBuild {
         require(operands.problems.is_aligned(8), "the address of problems is not a multiple of 8")?;
         require(
             [BLOCKFLASH_BLOCK_MASK_CHOOSE, BLOCKFLASH_BLOCK_MASK_LIST].contains(&p.step),
-            "an unknown step",
+            format_args!("there is no step {}", p.step),
         )?;
         let blocks = i128::from(batch) * i128::from(heads) * i128::from(slabs);
         Ok(blocks)

@@ -120,23 +120,23 @@ fn parameters_that_do_not_fit() {
         ("not positive", |p| p.capacity = -1),
         ("not positive", |p| p.k = -1),
         ("not positive", |p| p.window_left = -1),
-        ("number of rows", |p| p.rows = 21),
-        ("number of rows", |p| p.seqlen_q = 1281),
-        ("number of columns", |p| p.cols = 39),
-        ("number of columns", |p| p.block_kv = 64),
-        ("too many rows", |p| (p.batch, p.heads) = (1 << 20, 1 << 10)),
-        ("too long", |p| (p.rows, p.seqlen_q) = (1 << 25, i32::MAX)),
-        ("too long", |p| (p.cols, p.seqlen_kv, p.block_kv) = (1, 1, 1 << 26)),
-        ("lists are too long", |p| p.k = (1 << 30) + 1),
+        ("block rows, expected", |p| p.rows = 21),
+        ("block rows, expected", |p| p.seqlen_q = 1281),
+        ("block columns, expected", |p| p.cols = 39),
+        ("block columns, expected", |p| p.block_kv = 64),
+        ("the limit is 2147483647", |p| (p.batch, p.heads) = (1 << 20, 1 << 10)),
+        ("in whole blocks, the limit is", |p| (p.rows, p.seqlen_q) = (1 << 25, i32::MAX)),
+        ("in whole blocks, the limit is", |p| (p.cols, p.seqlen_kv, p.block_kv) = (1, 1, 1 << 26)),
+        ("k is 1073741825, the limit is", |p| p.k = (1 << 30) + 1),
         ("an unknown source", |p| p.source_kind = 3),
         ("source is f32", |p| p.source_kind = BLOCKFLASH_BLOCK_SOURCE_LISTS),
-        ("`always` are others", |p| p.always.rows = 19),
-        ("`always` are others", |p| p.always.block_kv = 64),
-        ("heads of the mask", |p| p.always.heads_per_group = 2),
+        ("`always` has 19 rows", |p| p.always.rows = 19),
+        ("of 64 × 64, expected", |p| p.always.block_kv = 64),
+        ("not divisible into groups of 2", |p| p.always.heads_per_group = 2),
         ("row_ptr is i32 [1, 1, 21]", |p| p.always.groups_per_batch = 1),
         ("row_ptr is i32 [1, 1, 21]", |p| p.always.heads_per_group = 1),
         ("col_idx is i32 [77]", |p| p.capacity = 78),
-        ("an unknown step", |p| p.step = 2),
+        ("there is no step 2", |p| p.step = 2),
     ];
     for (expected, change) in cases {
         let mut params = params();
@@ -195,5 +195,5 @@ fn tensors_that_do_not_fit() {
     let always = fixed(&[1], Some(&[0, 20]), 40);
     refused("`always` is packed", &mut Tensors { always, ..Tensors::new() });
     let always = fixed(&[1, 1], None, 41);
-    refused("`always` has more columns", &mut Tensors { always, ..Tensors::new() });
+    refused("`always` has columns beyond the", &mut Tensors { always, ..Tensors::new() });
 }

@@ -121,23 +121,23 @@ fn masks_that_fit() {
 #[test]
 fn masks_that_do_not_fit() {
     let cases: [(&str, [usize; 3], Change); 18] = [
-        ("does not divide", [1, 2, 2], |p| p.block_mask.block_q = 96),
-        ("does not divide", [1, 2, 2], |p| p.block_mask.block_q = 0),
-        ("does not divide", [1, 2, 2], |p| p.block_mask.block_q = -128),
-        ("does not divide", [1, 2, 2], |p| p.block_mask.block_kv = 48),
-        ("does not divide", [1, 2, 2], |p| p.block_mask.block_kv = 0),
-        ("number of rows", [1, 2, 2], |p| p.block_mask.rows = 3),
-        ("number of rows", [1, 2, 2], |p| p.block_mask.rows = -2),
-        ("number of rows", [1, 2, 2], |p| p.block_mask.block_q = 256),
-        ("heads of the mask", [1, 2, 2], |p| p.block_mask.heads_per_group = 0),
-        ("heads of the mask", [1, 2, 2], |p| p.block_mask.heads_per_group = -1),
-        ("heads of the mask", [1, 2, 2], |p| p.block_mask.heads_per_group = 3),
-        ("other heads", [3, 2, 2], |p| p.block_mask.groups_per_batch = 1),
-        ("other heads", [3, 2, 2], |p| p.block_mask.groups_per_batch = -2),
+        ("do not divide blocks of", [1, 2, 2], |p| p.block_mask.block_q = 96),
+        ("do not divide blocks of", [1, 2, 2], |p| p.block_mask.block_q = 0),
+        ("do not divide blocks of", [1, 2, 2], |p| p.block_mask.block_q = -128),
+        ("do not divide blocks of", [1, 2, 2], |p| p.block_mask.block_kv = 48),
+        ("do not divide blocks of", [1, 2, 2], |p| p.block_mask.block_kv = 0),
+        ("block rows, expected", [1, 2, 2], |p| p.block_mask.rows = 3),
+        ("block rows, expected", [1, 2, 2], |p| p.block_mask.rows = -2),
+        ("block rows, expected", [1, 2, 2], |p| p.block_mask.block_q = 256),
+        ("not divisible into groups", [1, 2, 2], |p| p.block_mask.heads_per_group = 0),
+        ("not divisible into groups", [1, 2, 2], |p| p.block_mask.heads_per_group = -1),
+        ("not divisible into groups", [1, 2, 2], |p| p.block_mask.heads_per_group = 3),
+        ("heads, expected 2", [3, 2, 2], |p| p.block_mask.groups_per_batch = 1),
+        ("heads, expected 2", [3, 2, 2], |p| p.block_mask.groups_per_batch = -2),
         ("row_ptr is i32 [1, 2, 3]", [1, 2, 2], |p| p.block_mask.groups_per_batch = 2),
         ("row_ptr is i32 [3, 2, 3]", [3, 2, 2], |_| {}),
         ("row_ptr is i32 [1, 4, 3]", [1, 4, 2], |_| {}),
-        ("more columns", [1, 2, 2], |p| p.block_mask.block_kv = 128),
+        ("columns beyond the", [1, 2, 2], |p| p.block_mask.block_kv = 128),
         ("row_ptr is i32 [1, 2, 2]", [1, 2, 1], |_| {}),
     ];
     for (expected, mask, change) in cases {
@@ -155,7 +155,7 @@ fn rows_of_a_mask_are_not_too_long() {
     let mut params = params();
     (params.block_mask.block_kv, params.seqlen_kv) = (1 << 27, 100);
     let error = tensors.operands().fit(&TILE, &params).unwrap_err();
-    assert_eq!(error, "a row of the mask is too long");
+    assert_eq!(error, "a row of the mask has 4294967296 tiles of keys, the limit is 2147483647");
 }
 
 #[test]
@@ -170,15 +170,15 @@ fn packed_masks_that_fit() {
     assert_eq!(fit(|p| p.seqlen_q = 128), Ok(24));
     assert_eq!(fit(|p| (p.block_mask.block_q, p.seqlen_kv) = (64, 250)), Ok(36));
     for (expected, change) in [
-        ("no batch entries", (|p| p.block_mask.groups_per_batch = 2) as Change),
-        ("heads of the mask", |p| p.block_mask.heads_per_group = 3),
+        ("lists for a batch entry", (|p| p.block_mask.groups_per_batch = 2) as Change),
+        ("not divisible into groups", |p| p.block_mask.heads_per_group = 3),
         ("row_ptr is i32 [2, 6]", |p| p.block_mask.heads_per_group = 4),
         ("row_ptr is i32 [2, 6]", |p| p.block_mask.rows = 4),
         ("row_ptr is i32 [2, 6]", |p| p.block_mask.rows = -1),
-        ("too many queries", |p| p.seqlen_q = i32::MAX),
+        ("the limit of queries is 2147483647", |p| p.seqlen_q = i32::MAX),
         // Offsets are clamped to these, so they must be the rows that there are.
-        ("packed rows", |p| p.total_q = 171),
-        ("packed rows", |p| p.total_kv = i32::MAX),
+        ("total_q and total_kv are", |p| p.total_q = 171),
+        ("total_q and total_kv are", |p| p.total_kv = i32::MAX),
     ] {
         let error = fit(change).unwrap_err();
         assert!(error.contains(expected), "{error} does not say {expected}");
@@ -217,7 +217,7 @@ fn packed_arrays_that_do_not_fit() {
     let (q, k, o) = (tensors.q.view(), tensors.k.view(), tensors.o.view_mut());
     let operands = AttentionFwdOperands { q, k, v: k, o, cu_seqlens, ..dense.operands() };
     let error = operands.fit(&TILE, &packed_params()).unwrap_err();
-    assert!(error.contains("either the batch or its mask is packed"), "{error}");
+    assert!(error.contains("the block mask is not packed, and the batch is packed"), "{error}");
 }
 
 /// Whatever sizes the parameters have, a call without a mask is dense.

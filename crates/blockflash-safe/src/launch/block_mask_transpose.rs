@@ -68,20 +68,35 @@ unsafe impl Launch for BlockMaskTranspose {
     fn fit(&self, p: &Self::Plan, operands: &Self::Operands<'_>) -> Fit<i128> {
         let [batch, heads, rows, cols] = [p.batch, p.heads, p.rows, p.cols].map(i64::from);
         let positive = [batch, heads, rows, cols].iter().all(|&size| size > 0);
-        require(positive && p.capacity >= 0, "a size is not positive")?;
+        require(
+            positive && p.capacity >= 0,
+            format_args!(
+                "batch {batch}, {heads} heads, {rows} × {cols} blocks and a capacity of {}: a size is not positive",
+                p.capacity
+            ),
+        )?;
         let groups = i128::from(batch) * i128::from(heads);
         // The kernel rounds rows and columns up to whole slabs and chunks in 32 bits.
         let counted = groups * i128::from(rows.max(cols) + 1);
         let tile = i128::from(self.slab_rows.max(self.chunk_cols));
-        require(counted + tile <= i128::from(i32::MAX), "there are too many rows or columns")?;
+        require(
+            counted + tile <= i128::from(i32::MAX),
+            format_args!("{rows} × {cols} blocks of {groups} heads, the limit is {}", i32::MAX),
+        )?;
         let [words, strips] = [rows, cols].map(|size| ceil_div(size, 32) as i64);
         let slabs = ceil_div(rows, self.slab_rows) as i64;
 
         let lists = operands.lists;
         require(lists.cu_rows().is_none(), "the mask is packed")?;
-        require(lists.has_columns_below(cols.into()), "the mask has more columns")?;
+        require(
+            lists.has_columns_below(cols.into()),
+            format_args!("the mask has columns beyond the {cols} of the transpose"),
+        )?;
         let fillable = operands.transpose.may_be_filled(rows.into());
-        require(fillable, "the transpose is not for kernels to fill with these rows")?;
+        require(
+            fillable,
+            format_args!("the transpose is not for kernels to fill with {rows} rows"),
+        )?;
         let per_head = |count: i64| [(batch, heads * count), (heads, count), (count, 1)];
         let matrix = |count: i64, size: i64| {
             let [batch, heads, _] = per_head(count * size);

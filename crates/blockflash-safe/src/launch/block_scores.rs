@@ -69,17 +69,29 @@ unsafe impl Launch for BlockScores {
         let sizes = [batch, heads_q, heads_kv, seqlen_q, seqlen_kv, head_dim];
         require(
             sizes.iter().all(|&size| size > 0) && p.block_q > 0 && p.block_kv > 0,
-            "a size is not positive",
+            format_args!(
+                "batch, heads, lengths and head_dim {sizes:?}, blocks of {} × {}: a size is not positive",
+                p.block_q, p.block_kv
+            ),
         )?;
-        require(heads_q % heads_kv == 0, "num_heads_q is not a multiple of num_heads_kv")?;
+        require(
+            heads_q % heads_kv == 0,
+            format_args!("q has {heads_q} heads, not a multiple of the {heads_kv} of k"),
+        )?;
         require(
             head_dim % 8 == 0 && head_dim <= MAX_HEAD_DIM,
-            "the kernel has no such head dimension",
+            format_args!("head_dim is {head_dim}, expected a multiple of 8 up to {MAX_HEAD_DIM}"),
         )?;
         let [rows, cols] = [p.rows, p.cols].map(i64::from);
         let blocks = |length: i64, size: i32| ceil_div(length, size.unsigned_abs());
-        require(i128::from(rows) == blocks(seqlen_q, p.block_q), "another number of rows")?;
-        require(i128::from(cols) == blocks(seqlen_kv, p.block_kv), "another number of columns")?;
+        require(
+            i128::from(rows) == blocks(seqlen_q, p.block_q),
+            format_args!("{rows} block rows, expected {}", blocks(seqlen_q, p.block_q)),
+        )?;
+        require(
+            i128::from(cols) == blocks(seqlen_kv, p.block_kv),
+            format_args!("{cols} block columns, expected {}", blocks(seqlen_kv, p.block_kv)),
+        )?;
 
         let tensor = |seqlen, heads, strides: [i64; 3]| {
             [(batch, strides[0]), (seqlen, strides[1]), (heads, strides[2]), (head_dim, 1)]
@@ -114,7 +126,10 @@ unsafe impl Launch for BlockScores {
                 _ => return Err("an unknown step".to_owned()),
             };
         // The kernel counts in 32 bits.
-        require(blocks <= i128::from(i32::MAX), "there are too many blocks")?;
+        require(
+            blocks <= i128::from(i32::MAX),
+            format_args!("{blocks} blocks, the limit is {}", i32::MAX),
+        )?;
         Ok(blocks)
     }
 

@@ -29,17 +29,26 @@ pub struct BsrMatmulOperands<'a> {
 impl BsrMatmulOperands<'_> {
     /// Checks sizes and strides against the tensors, and returns the number of tiles of C.
     pub(super) fn fit(&self, tile: &BsrMatmulTile, p: &blockflash_bsr_matmul_params) -> Fit<i128> {
-        require(p.m > 0 && p.n > 0 && p.k >= 0, "a size is not positive")?;
+        require(
+            p.m > 0 && p.n > 0 && p.k >= 0,
+            format_args!("m, n and k are {}, {} and {}: a size is not positive", p.m, p.n, p.k),
+        )?;
         let block = i64::from(tile.block_size);
         let block_rows = ceil_div(p.m, tile.block_size);
         let rows = i64::try_from(block_rows).map_err(|_| "m is too large".to_owned())?;
         let blocks = self.indices.blocks() as i64;
         fits("row_ptr", &self.indices.row_ptr().view(), DType::I32, [(rows + 1, 1)])?;
         let block_cols = ceil_div(p.k, tile.block_size);
-        require(self.indices.has_columns_below(block_cols), "a block column lies beyond k")?;
+        require(
+            self.indices.has_columns_below(block_cols),
+            format_args!("a block column is beyond the {block_cols} of k"),
+        )?;
         // The kernels count the depth of a block row in 32 bits.
         let depth = i64::from(self.indices.longest_from(0, false)) * block;
-        require(depth <= i64::from(i32::MAX), "a block row is too long")?;
+        require(
+            depth <= i64::from(i32::MAX),
+            format_args!("a block row has {depth} columns, the limit is {}", i32::MAX),
+        )?;
         fits(
             "values",
             &self.values,
@@ -53,7 +62,7 @@ impl BsrMatmulOperands<'_> {
         let c = self.c.as_view();
         require(
             p.c_dtype == c.dtype() as i32 && c.dtype() != DType::I32,
-            "c_dtype is not the type of c",
+            format_args!("c_dtype is {}, and c has {}", p.c_dtype, c.dtype()),
         )?;
         fits("c", &c, c.dtype(), dims([p.m, p.n], p.ldc, p.c_column_major != 0))?;
         let entries = if p.bias_per_row != 0 { p.m } else { p.n };

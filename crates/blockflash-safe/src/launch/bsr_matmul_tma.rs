@@ -38,9 +38,18 @@ unsafe impl Launch for BsrMatmulHopper {
     fn fit(&self, p: &Self::Plan, operands: &Self::Operands<'_>) -> Fit<i128> {
         let tiles = operands.fit(&self.tile(), p)?;
         writes(self.gathers(), p)?;
-        require([p.m, p.n, p.k].into_iter().all(|size| size < SIZE_LIMIT), "a size is too large")?;
+        require(
+            [p.m, p.n, p.k].into_iter().all(|size| size < SIZE_LIMIT),
+            format_args!("m, n and k are {}, {} and {}, the limit is {SIZE_LIMIT}", p.m, p.n, p.k),
+        )?;
         let planned = !self.gathers() || operands.indices.has_stages_of(self.block_size);
-        require(planned, "the kernel needs the stages of the pattern")?;
+        require(
+            planned,
+            format_args!(
+                "the kernel needs the stages of the pattern for blocks of {}",
+                self.block_size
+            ),
+        )?;
         Ok(tiles + split(self, p, operands)?)
     }
 
@@ -91,7 +100,10 @@ fn split(
     operands: &BsrMatmulOperands<'_>,
 ) -> Fit<i128> {
     let Some(BsrParts { steps, begin, memory }) = &operands.parts else { return Ok(0) };
-    require(tile.splits(), "the kernel computes whole tiles")?;
+    require(
+        tile.splits(),
+        format_args!("{} parts, and the kernel computes whole tiles", begin.len()),
+    )?;
     require(*steps > 0, "a part has no steps")?;
     require(memory.view().is_aligned(16), "sums do not start at a multiple of 16 bytes")?;
     require(
@@ -100,23 +112,29 @@ fn split(
     )?;
     let positions = ceil_div(p.m, tile.block_size * tile.block_rows);
     let widest = begin.windows(2).map(|pair| i128::from(pair[0] - pair[1])).max().unwrap_or(0);
-    require(widest <= positions, "more tiles have a part than there are")?;
+    require(
+        widest <= positions,
+        format_args!("{widest} tiles have a part, there are {positions}"),
+    )?;
     // A longer tile would wait for parts that no CTA computes, in memory behind the sums.
     for (part, pair) in (1..).zip(begin.windows(2)) {
         let longest = operands.indices.longest_from((pair[0] - pair[1]) as usize, tile.gathers());
         require(
             i64::from(longest) <= part * i64::from(*steps),
-            "a tile has more parts than there is room for",
+            format_args!("a tile of {longest} blocks has more than {part} parts of {steps}"),
         )?;
     }
     let items = i128::from(begin[0]) * i128::from(tile.tile().tiles_n(p.n as u64));
     let per_item = tile.block_rows * tile.block_size * tile.block_n;
     require(
         items * i128::from(per_item) <= memory.sums() as i128,
-        "there is no room for the sums of parts",
+        format_args!("room for {} sums, {items} parts of {per_item} are needed", memory.sums()),
     )?;
     let words = items * i128::from(tile.consumer_warps());
-    require(words <= memory.words() as i128, "there is no room for the words of parts")?;
+    require(
+        words <= memory.words() as i128,
+        format_args!("room for {} words, {words} are needed", memory.words()),
+    )?;
     Ok(items)
 }
 

@@ -88,7 +88,7 @@ fn what_fits_and_what_does_not() {
     refused(&|p| p.k += 1, "b is f16");
     refused(&|p| p.n += 1, "b is f16");
     refused(&|p| p.m += 64, "row_ptr is i32");
-    refused(&|p| p.k = 128, "beyond k");
+    refused(&|p| p.k = 128, "of k");
     refused(&|p| p.ldc += 8, "c is f32");
     refused(&|p| p.c_dtype = 0, "c_dtype");
     let cluster = LaunchConfig { cluster: Some([1, 1, 1]), ..config(TILE, 3) };
@@ -106,7 +106,7 @@ fn clusters_are_whole() {
     }
     for (cluster, blocks, reason) in [
         (Some([2, 1, 1]), 8, "a grid of 8x1x1"),
-        (Some([2, 1, 1]), 3, "not whole"),
+        (Some([2, 1, 1]), 3, "do not divide into clusters"),
         (Some([4, 1, 1]), 4, "do not match the kernel"),
         (None, 4, "do not match the kernel"),
     ] {
@@ -124,7 +124,7 @@ fn some_may_idle_where_two_share_a_multiprocessor() {
     }
     assert!(launch(TILE, 132).unwrap_err().contains("a grid of 132x1x1"));
     assert!(launch(half, 0).unwrap_err().contains("a grid of 0x1x1"));
-    assert!(launch(half, 1 << 30).unwrap_err().contains("too many tiles"));
+    assert!(launch(half, 1 << 30).unwrap_err().contains("the limit is 2147483647"));
 }
 
 #[test]
@@ -161,11 +161,11 @@ fn parts_have_room_and_places() {
     // The second block row is cut in two, too.
     assert_eq!(split_in(&longer, &TILE, Some(of(&[2], 2))), Ok(2));
     let error = split_in(&longer, &TILE, Some(of(&[1], 1))).unwrap_err();
-    assert!(error.contains("more parts than there is room for"), "{error}");
+    assert!(error.contains("blocks has more than"), "{error}");
     let mut split_of =
         |tile: &BsrMatmulHopper, parts: BsrParts<'_>| split_in(&indices, tile, Some(parts));
     let error = split_of(&TILE, of(&[], 0)).unwrap_err();
-    assert!(error.contains("more parts than there is room for"), "{error}");
+    assert!(error.contains("blocks has more than"), "{error}");
     assert_eq!(split_of(&TILE, BsrParts { steps: 3, ..of(&[], 0) }), Ok(0));
     assert_eq!(split_of(&TILE, of(&[4, 1], 4)), Ok(4));
     assert_eq!(split_of(&TILE, of(&[3], 3)), Ok(3));
@@ -176,10 +176,10 @@ fn parts_have_room_and_places() {
         let found = split_of(tile, parts).unwrap_err();
         assert!(found.contains(reason), "{found}");
     };
-    refused(&pair, of(&[3], 5), "room for the sums");
-    refused(&TILE, of(&[5, 2], 4), "room for the sums");
-    refused(&TILE, BsrParts { memory: &too_few_words, ..of(&[3], 3) }, "room for the words");
-    refused(&TILE, of(&[4], 4), "more tiles have a part");
+    refused(&pair, of(&[3], 5), "sums,");
+    refused(&TILE, of(&[5, 2], 4), "sums,");
+    refused(&TILE, BsrParts { memory: &too_few_words, ..of(&[3], 3) }, "words,");
+    refused(&TILE, of(&[4], 4), "tiles have a part, there are");
     refused(&TILE, of(&[1, 2], 1), "descend");
     refused(&TILE, of(&[2, -1], 2), "descend");
     refused(&TILE, of(&[7; 8], 7), "descend");

@@ -84,19 +84,31 @@ pub(super) fn fits_tiles(
     p: &blockflash_bsr_sddmm_params,
     operands: &BsrSddmmOperands<'_>,
 ) -> Fit<i128> {
-    require(p.m > 0 && p.n > 0 && p.k >= 0 && p.nnz_blocks > 0, "a size is not positive")?;
-    require([p.m, p.n, p.k].into_iter().all(|size| size < SIZE_LIMIT), "a size is too large")?;
+    require(
+        p.m > 0 && p.n > 0 && p.k >= 0 && p.nnz_blocks > 0,
+        format_args!(
+            "m, n and k are {}, {} and {} with {} blocks: a size is not positive",
+            p.m, p.n, p.k, p.nnz_blocks
+        ),
+    )?;
+    require(
+        [p.m, p.n, p.k].into_iter().all(|size| size < SIZE_LIMIT),
+        format_args!("m, n and k are {}, {} and {}, the limit is {SIZE_LIMIT}", p.m, p.n, p.k),
+    )?;
     let (m, blocks, block) = (i64::from(p.m), i64::from(p.nnz_blocks), i64::from(tile.block_size));
     let block_rows = ceil_div(m, tile.block_size);
     fits("row_ptr", &operands.pattern.row_ptr().view(), DType::I32, [(block_rows as i64 + 1, 1)])?;
     fits("col_idx", &operands.pattern.col_idx().view(), DType::I32, [(blocks, 1)])?;
     let block_cols = ceil_div(p.n.into(), tile.block_size);
-    require(operands.pattern.has_columns_below(block_cols), "a block column lies beyond n")?;
+    require(
+        operands.pattern.has_columns_below(block_cols),
+        format_args!("a block column is beyond the {block_cols} of n"),
+    )?;
     let values = operands.values.as_view();
     let float = matches!(values.dtype(), DType::F16 | DType::BF16 | DType::F32);
     require(
         float && p.values_dtype == values.dtype() as i32,
-        "values_dtype is not the type of values",
+        format_args!("values_dtype is {}, and values has {}", p.values_dtype, values.dtype()),
     )?;
     fits("values", &values, values.dtype(), [(blocks, block * block), (block, block), (block, 1)])?;
     Ok(i128::from(blocks / i64::from(tile.blocks)) + block_rows)

@@ -131,7 +131,7 @@ fn what_does_not_fit_is_named() {
     refused(&|p| p.nnz_blocks -= 1, "col_idx is i32");
     refused(&|p| p.nnz_blocks = 0, "not positive");
     refused(&|p| p.values_dtype = 0, "values_dtype");
-    refused(&|p| p.m = i32::MAX, "too large");
+    refused(&|p| p.m = i32::MAX, "the limit is");
     let early = LaunchConfig { programmatic_dependent_launch: true, ..config(7) };
     for (config, reason) in
         [(config(6), "a grid of 6x1x1"), (config(8), "a grid of 8x1x1"), (early, "wait")]

@@ -111,10 +111,10 @@ fn what_fits_and_what_does_not() {
     refused(&|p| p.n += 1, "b is f16");
     refused(&|p| p.m += 64, "row_ptr is i32");
     refused(&|p| p.nnz_blocks -= 1, "col_idx is i32");
-    refused(&|p| p.n = 128, "beyond n");
+    refused(&|p| p.n = 128, "of n");
     refused(&|p| p.nnz_blocks = 0, "not positive");
     refused(&|p| p.values_dtype = 0, "values_dtype");
-    refused(&|p| p.m = SIZE_LIMIT, "too large");
+    refused(&|p| p.m = SIZE_LIMIT, "the limit is");
     let cluster = LaunchConfig { cluster: Some([1, 1, 1]), ..config(TILE, 3) };
     assert!(fit_of(TILE, |_| (), &cluster).unwrap_err().contains("no clusters"));
 }

@@ -47,10 +47,17 @@ impl LaunchConfig {
         if !blocks.contains(&i128::from(x)) || y != 1 || z != 1 {
             return Err(format!("a grid of {x}x{y}x{z} blocks, expected {blocks:?} in x"));
         }
-        require(self.block == kernel.threads(), "the number of threads does not match the kernel")?;
+        require(
+            self.block == kernel.threads(),
+            format_args!("{} threads, the kernel has {}", self.block, kernel.threads()),
+        )?;
         require(
             self.smem_bytes == kernel.smem_bytes(),
-            "the shared memory does not match the kernel",
+            format_args!(
+                "{} bytes of shared memory, the kernel has {}",
+                self.smem_bytes,
+                kernel.smem_bytes()
+            ),
         )?;
         let (chosen, expected) = match (kernel.cluster(), kernel.most_in_cluster()) {
             (None, None) => (false, "the kernel has no clusters"),
@@ -62,13 +69,16 @@ impl LaunchConfig {
         };
         require(chosen || self.cluster == kernel.cluster(), expected)?;
         let blocks = self.cluster.map_or(1, |[blocks, ..]| blocks);
-        require(x % blocks == 0, "the last cluster is not whole")?;
+        require(x % blocks == 0, format_args!("{x} CTAs do not divide into clusters of {blocks}"))?;
         let early = self.programmatic_dependent_launch && !kernel.waits_for_predecessor();
         require(!early, "the kernel does not wait for its predecessor itself")?;
         if persistent {
             // Each CTA looks for a tile past the last one, and the counter has 32 bits.
             let past = tiles + 2 * i128::from(x);
-            require(past <= i128::from(i32::MAX), "there are too many tiles")?;
+            require(
+                past <= i128::from(i32::MAX),
+                format_args!("{tiles} tiles for {x} CTAs, the limit is {}", i32::MAX),
+            )?;
         }
         Ok(())
     }

@@ -2,6 +2,7 @@
 
 use crate::{DType, Tensor, View, ViewMut};
 use std::ffi::c_void;
+use std::fmt::Display;
 use std::ptr;
 
 /// A result, or a description of the misfit, which becomes [`Error::Launch`](crate::Error::Launch).
@@ -34,8 +35,14 @@ pub(super) fn fits<const N: usize>(
     ))
 }
 
-pub(super) fn require(condition: bool, what: &str) -> Fit {
-    if condition { Ok(()) } else { Err(what.to_owned()) }
+/// Checks a condition; `what` names the value and what it may be, by `format_args!`.
+pub(super) fn require(condition: bool, what: impl Display) -> Fit {
+    if condition { Ok(()) } else { Err(what.to_string()) }
+}
+
+/// Whether an operand is there, in words.
+pub(super) fn given(is_there: bool) -> &'static str {
+    if is_there { "given" } else { "not given" }
 }
 
 pub(super) fn ceil_div(size: i64, tile: u32) -> i128 {

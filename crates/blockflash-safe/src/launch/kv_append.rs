@@ -1,9 +1,9 @@
 //! Appending to a cache, and rotary embeddings.
 
-use super::attention_decode::KvCacheViews;
 use super::attention_merge::dtype_of;
 use super::checked::{Launch, Operands};
 use super::fit::{Fit, ceil_div, fits, optional, pointer, pointer_mut, require};
+use super::kv_cache::KvCacheViews;
 use crate::view::Used;
 use crate::{DType, Kernel, Result, View, ViewMut};
 use blockflash_sys::manifest::{Family, KvAppend, Variant};
@@ -110,7 +110,10 @@ impl Tokens {
         let Self { batch, seqlen, total, heads, head_dim } = *self;
         let tokens = if cu_seqlens.is_some() { total } else { batch.saturating_mul(seqlen) };
         let sizes = [seqlen, tokens, heads];
-        require(sizes.iter().all(|&size| size > 0), "a size is not positive")?;
+        require(
+            sizes.iter().all(|&size| size > 0),
+            format_args!("seqlen, tokens and heads are {sizes:?}: a size is not positive"),
+        )?;
         for (name, view, [of_batch, seq, head]) in tensors {
             let [heads, inner] = [(heads, head), (head_dim, 1)];
             // Packed tensors have one batch entry, whose stride does not matter.
@@ -125,7 +128,13 @@ impl Tokens {
             let mut dims = outer.into_iter().chain([heads]);
             let aligned = dims.all(|(size, stride)| size <= 1 || stride % PIECE == 0)
                 && pointer(&view).addr().is_multiple_of(16);
-            require(aligned, "a tensor is not aligned to 16 bytes")?;
+            require(
+                aligned,
+                format_args!(
+                    "{name} is not aligned to 16 bytes: strides {:?}",
+                    [of_batch, seq, head]
+                ),
+            )?;
         }
         if let Some(cu_seqlens) = cu_seqlens {
             fits("cu_seqlens", cu_seqlens, DType::I32, [(batch + 1, 1)])?;
@@ -137,10 +146,19 @@ impl Tokens {
 /// Checks sizes and strides of a rotary embedding against its tables.
 fn fit_rotary(r: &blockflash_rotary, [cos, sin]: &[View<'_>; 2], head_dim: i64) -> Fit {
     let [positions, dim] = [r.positions, r.dim].map(i64::from);
-    require(positions > 0, "there is no position")?;
-    require(dim > 0 && dim % 2 == 0 && dim <= head_dim, "no such rotary dimension")?;
+    require(
+        positions > 0,
+        format_args!("the rotary tables have {positions} positions, expected at least 1"),
+    )?;
+    require(
+        dim > 0 && dim % 2 == 0 && dim <= head_dim,
+        format_args!("the rotary dimension is {dim}, expected an even number up to {head_dim}"),
+    )?;
     let pairs = [BLOCKFLASH_ROTARY_HALVES, BLOCKFLASH_ROTARY_INTERLEAVED];
-    require(pairs.contains(&r.pairs), "no such pairs")?;
+    require(
+        pairs.contains(&r.pairs),
+        format_args!("pairs is {}, expected one of {pairs:?}", r.pairs),
+    )?;
     let dtype = dtype_of(r.dtype)?;
     fits("cos", cos, dtype, [(positions, r.cos_stride), (dim / 2, 1)])?;
     fits("sin", sin, dtype, [(positions, r.sin_stride), (dim / 2, 1)])
@@ -171,8 +189,14 @@ unsafe impl Launch for KvAppend {
     fn fit(&self, p: &Self::Plan, operands: &Self::Operands<'_>) -> Fit<i128> {
         let sizes = [p.batch, p.num_heads_q, p.num_heads_kv, p.head_dim].map(i64::from);
         let [batch, heads_q, heads_kv, head_dim] = sizes;
-        require(batch > 0 && head_dim > 0, "a size is not positive")?;
-        require(head_dim % PIECE == 0, "the head dimension is no multiple of 8")?;
+        require(
+            batch > 0 && head_dim > 0,
+            format_args!("batch is {batch} and head_dim {head_dim}: a size is not positive"),
+        )?;
+        require(
+            head_dim % PIECE == 0,
+            format_args!("head_dim is {head_dim}, expected a multiple of {PIECE}"),
+        )?;
         let seqused = operands.seqused;
         seqused.as_ref().map_or(Ok(()), |x| fits("seqused", x, DType::I32, [(batch, 1)]))?;
         let mut rows = 0i64;
@@ -199,9 +223,12 @@ unsafe impl Launch for KvAppend {
             )?);
             fit_rotary(&p.rotary_q, &queries.rotary, head_dim)?;
         }
-        require(rows > 0, "there is nothing to do")?;
+        require(
+            rows > 0,
+            format_args!("there are {rows} rows of keys and queries, expected at least 1"),
+        )?;
         // The kernel counts rows in 32 bits.
-        require(rows <= i32::MAX.into(), "there are too many rows")?;
+        require(rows <= i32::MAX.into(), format_args!("{rows} rows, the limit is {}", i32::MAX))?;
         Ok(ceil_div(rows * (head_dim / PIECE), 32 * self.warps()))
     }
 

@@ -127,7 +127,7 @@ fn appends_that_do_not_fit() {
         ("not positive", |p| p.num_heads_q = 0),
         ("k is f16", |p| p.cache.pages = 6),
         ("v is f16", |p| p.cache.v_stride_slot = 56),
-        ("larger than the table", |p| p.cache.capacity = 65),
+        ("the capacity is 65, and the table has", |p| p.cache.capacity = 65),
         ("seqused is i32", |p| p.batch = 3),
         ("k_new is f16", |p| p.seqlen_new = 4),
         ("v_new is f16", |p| p.v_new_stride_seq = 56),
@@ -135,7 +135,7 @@ fn appends_that_do_not_fit() {
         ("cos is f32", |p| p.rotary_new.positions = 65),
         ("rotary dimension", |p| p.rotary_q.dim = 26),
         ("rotary dimension", |p| p.rotary_q.dim = 9),
-        ("no such pairs", |p| p.rotary_new.pairs = 2),
+        ("pairs is 2, expected one of", |p| p.rotary_new.pairs = 2),
     ];
     for (expected, change) in cases {
         let mut params = params();

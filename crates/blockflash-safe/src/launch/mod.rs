@@ -29,6 +29,7 @@ mod checked;
 mod config;
 mod fit;
 mod kv_append;
+mod kv_cache;
 mod page_choice;
 mod probe;
 mod row_copy;
@@ -37,7 +38,7 @@ mod timed;
 pub use attention_bwd::{
     AttentionBwdOperands, AttentionBwdPlan, STATISTICS_ROWS, attention_bwd_workspace,
 };
-pub use attention_decode::{AttentionDecodeOperands, KvCacheViews};
+pub use attention_decode::AttentionDecodeOperands;
 pub use attention_fwd::AttentionFwdOperands;
 pub use attention_merge::{AttentionMerge, AttentionMergeOperands};
 pub use block_mask_build::{BlockMaskBuild, BlockMaskBuildOperands};
@@ -49,6 +50,7 @@ pub use bsr_sddmm::BsrSddmmOperands;
 pub use checked::{Launch, Operands};
 pub use config::LaunchConfig;
 pub use kv_append::{KvAppendOperands, NewKeys, TurnedQueries};
+pub use kv_cache::KvCacheViews;
 pub use page_choice::{PageChoice, PageChoiceOperands, PageSummaries, PageSummariesOperands};
 pub use probe::PROBE_CHUNK_BYTES;
 pub use row_copy::RowCopyOperands;

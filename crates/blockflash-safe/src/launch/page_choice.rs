@@ -1,9 +1,9 @@
 //! The choice of the pages of a cache, from summaries of their keys.
 
-use super::attention_decode::KvCacheViews;
 use super::bsr_parts::BsrPartsMemory;
 use super::checked::{Launch, Operands};
 use super::fit::{Fit, fits, optional, pointer, pointer_mut, require};
+use super::kv_cache::KvCacheViews;
 use crate::view::Used;
 use crate::{DType, Kernel, Result, View, ViewMut};
 use blockflash_sys::manifest::{PageKernel, Variant};
@@ -98,12 +98,24 @@ fn pages_fit(
     sizes: [i64; 3],
 ) -> Fit {
     let [batch, heads_kv, head_dim] = sizes;
-    require(sizes.iter().all(|&size| size > 0), "a size is not positive")?;
-    require(head_dim % 8 == 0 && head_dim <= MAX_HEAD_DIM, "the head dimension does not fit")?;
+    require(
+        sizes.iter().all(|&size| size > 0),
+        format_args!("batch, heads of k and head_dim are {sizes:?}: a size is not positive"),
+    )?;
+    require(
+        head_dim % 8 == 0 && head_dim <= MAX_HEAD_DIM,
+        format_args!("head_dim is {head_dim}, expected a multiple of 8 up to {MAX_HEAD_DIM}"),
+    )?;
     views.fit(cache, dtype, [batch, heads_kv, head_dim])?;
-    require(cache.capacity > 0, "the cache has no slot")?;
+    require(
+        cache.capacity > 0,
+        format_args!("the capacity of the cache is {}, expected at least 1", cache.capacity),
+    )?;
     let statistics = i64::from(summaries.statistics);
-    require((1..=2).contains(&statistics), "there are no such summaries")?;
+    require(
+        (1..=2).contains(&statistics),
+        format_args!("summaries have {statistics} statistics, expected 1 or 2"),
+    )?;
     let dims = [
         (i64::from(cache.pages), summaries.stride_page),
         (statistics, summaries.stride_statistic),
@@ -137,11 +149,17 @@ unsafe impl Launch for PageSummaries {
         let sizes = [p.batch, p.num_heads_kv, p.head_dim].map(i64::from);
         let rows = operands.summaries.as_view();
         pages_fit((&p.cache, &operands.cache), (&p.summaries, &rows), self.dtype, sizes)?;
-        require(p.tokens > 0 && p.most_pages > 0, "there is nothing to summarise")?;
+        require(
+            p.tokens > 0 && p.most_pages > 0,
+            format_args!("{} tokens and {} pages, expected at least 1", p.tokens, p.most_pages),
+        )?;
         let [batch, heads, pages] = [p.batch, p.num_heads_kv, p.most_pages].map(i128::from);
         let blocks = batch * heads * pages;
         // The kernel counts in 32 bits.
-        require(blocks <= i32::MAX.into(), "there are too many blocks")?;
+        require(
+            blocks <= i32::MAX.into(),
+            format_args!("{blocks} blocks, the limit is {}", i32::MAX),
+        )?;
         Ok(blocks)
     }
 
@@ -181,7 +199,13 @@ unsafe impl Launch for PageChoice {
         let rows = &operands.summaries;
         pages_fit((&p.cache, &operands.cache), (&p.summaries, rows), self.dtype, sizes)?;
 
-        require(p.group >= 0 && p.seqlen_q >= 0 && p.total_q >= 0, "a size is negative")?;
+        require(
+            p.group >= 0 && p.seqlen_q >= 0 && p.total_q >= 0,
+            format_args!(
+                "group, seqlen_q and total_q are {}, {} and {}: a size is negative",
+                p.group, p.seqlen_q, p.total_q
+            ),
+        )?;
         let heads = (heads_kv * i64::from(p.group), p.q_stride_head);
         let tokens = |count: i32| (i64::from(count), p.q_stride_seq);
         let inner = (head_dim, 1);
@@ -201,7 +225,7 @@ unsafe impl Launch for PageChoice {
         require(aligned || operands.q.layout().is_empty(), "q is not aligned to 16 bytes")?;
 
         let listed = i64::from(p.list_capacity);
-        require(listed >= 2, "a list has no room for two pages")?;
+        require(listed >= 2, format_args!("list_capacity is {listed}, expected at least 2"))?;
         let of_head = [(batch, heads_kv * listed), (heads_kv, listed), (listed, 1)];
         fits("lists", &operands.lists.as_view(), DType::I32, of_head)?;
         fits("counts", &operands.counts.as_view(), DType::I32, [(batch, 1)])?;
@@ -209,13 +233,26 @@ unsafe impl Launch for PageChoice {
         let [capacity, page_size, max_pages] =
             [p.cache.capacity, p.cache.page_size, p.max_pages].map(i64::from);
         let columns = (capacity + page_size - 1) / page_size;
-        require(max_pages == columns, "another number of pages")?;
+        require(
+            max_pages == columns,
+            format_args!("max_pages is {max_pages}, expected {columns}"),
+        )?;
         let groups = i128::from(batch) * i128::from(heads_kv);
         let room = groups * i128::from(max_pages) <= operands.workspace.sums() as i128
             && groups <= operands.workspace.counters() as i128;
-        require(room, "the workspace is too small")?;
+        require(
+            room,
+            format_args!(
+                "the workspace has {} sums and {} counters for {groups} lists of {max_pages} pages",
+                operands.workspace.sums(),
+                operands.workspace.counters()
+            ),
+        )?;
         // The kernel multiplies them by the pages that a CTA scores at once, as 32-bit numbers.
-        require(p.parts > 0 && p.parts <= 1 << 20, "there are no such parts")?;
+        require(
+            p.parts > 0 && p.parts <= 1 << 20,
+            format_args!("{} parts, expected 1 to {}", p.parts, 1 << 20),
+        )?;
         Ok(groups * i128::from(p.parts))
     }
 

@@ -68,8 +68,14 @@ unsafe impl Launch for ProbeTile {
             words % chunk == 0 && words >= 4 * chunk,
             "the input is not a multiple of 16384 bytes from 65536 on",
         )?;
-        require(plan.blocks > 0, "a grid without blocks")?;
-        require(i32::try_from(plan.iterations).is_ok(), "too many iterations")?;
+        require(
+            plan.blocks > 0,
+            format_args!("a grid of {} blocks, expected at least 1", plan.blocks),
+        )?;
+        require(
+            i32::try_from(plan.iterations).is_ok(),
+            format_args!("{} iterations, the limit is {}", plan.iterations, i32::MAX),
+        )?;
         require(
             operands.input.is_aligned(16) && output.is_aligned(16),
             "an address is not a multiple of 16",

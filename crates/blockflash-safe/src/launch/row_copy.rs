@@ -29,17 +29,33 @@ const PIECE: i64 = 16;
 /// Checks a copy, and returns its pieces.
 fn fits(copy: &blockflash_row_copy, to: &ViewMut<'_>, from: &View<'_>) -> Fit<i64> {
     let size = from.dtype().size() as i64;
-    require(to.dtype() == from.dtype(), "the element types differ")?;
+    require(
+        to.dtype() == from.dtype(),
+        format_args!("the target has elements of {}, the source of {}", to.dtype(), from.dtype()),
+    )?;
     let (rows, pieces) = (i64::from(copy.rows), i64::from(copy.pieces));
-    require(rows > 0 && pieces > 0, "a size is not positive")?;
+    require(
+        rows > 0 && pieces > 0,
+        format_args!("{rows} rows of {pieces} pieces: a size is not positive"),
+    )?;
     for (view, pitch) in [(&to.as_view(), copy.to_pitch), (from, copy.from_pitch)] {
         let (&[found, columns], &[stride, step]) = (view.shape(), view.strides()) else {
             return Err("a tensor is not [rows, columns]".to_owned());
         };
         let wide = columns as i64 * size == pieces * PIECE && (step == 1 || columns == 1);
-        require(found as i64 == rows && wide, "another number of rows or columns")?;
+        require(
+            found as i64 == rows && wide,
+            format_args!(
+                "a tensor of {found} × {columns}, expected {rows} rows of {pieces} pieces of 16 bytes"
+            ),
+        )?;
         let same = rows == 1 || stride as i64 * size == pitch;
-        require(same && pitch % PIECE == 0, "another distance between rows")?;
+        require(
+            same && pitch % PIECE == 0,
+            format_args!(
+                "rows are {stride} elements apart, expected {pitch} bytes, a multiple of {PIECE}"
+            ),
+        )?;
         let aligned = view.is_aligned(PIECE as usize);
         require(aligned, "an address is not a multiple of 16 bytes")?;
     }
@@ -67,7 +83,7 @@ unsafe impl Launch for manifest::RowCopy {
         let (count, most) = (operands.copies.len(), BLOCKFLASH_ROW_COPIES as usize);
         require(
             (1..=most).contains(&count) && p.count == count as i32,
-            "another number of copies",
+            format_args!("{} copies of {count}, expected 1 to {most}", p.count),
         )?;
         let pieces =
             p.copies.iter().zip(&operands.copies).map(|(copy, (to, from))| fits(copy, to, from));
