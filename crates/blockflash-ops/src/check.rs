@@ -146,7 +146,9 @@ pub(crate) fn aligned(what: &'static str, view: &View<'_>) -> Result<()> {
     if view.is_cpu() || view.is_aligned(16) {
         return Ok(());
     }
-    Err(Error::Misaligned { what, problem: "the address is not a multiple of 16".into() })
+    let address = view.device_ptr().unwrap_or(0);
+    let problem = format!("the address {address:#x} is not a multiple of 16");
+    Err(Error::Misaligned { what, problem })
 }
 
 /// A product as a count of FLOPs, saturating. Only necessary work counts: masked pairs, blocks that

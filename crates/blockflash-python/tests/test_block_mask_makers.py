@@ -276,7 +276,7 @@ BAD_VALUES: dict[str, tuple[Any, str]] = {
     "column": (lambda: BlockMask.from_kv_blocks(COUNTS + 1, COLUMNS + 8, **SMALL), "column that"),
     "count": (lambda: BlockMask.from_kv_blocks(COUNTS + 5, COLUMNS, **SMALL), "wrong length"),
     "twice": (
-        lambda: BlockMask.from_kv_blocks(COUNTS, COLUMNS % 1, **SMALL), "comes twice"
+        lambda: BlockMask.from_kv_blocks(COUNTS, COLUMNS % 1, **SMALL), "comes twice in row 0"
     ),
     "shapes": (lambda: BlockMask.from_kv_blocks(COUNTS, COLUMNS[:, :, :1], **SMALL), "lists of"),
     "one full": (lambda: BlockMask.from_kv_blocks(COUNTS, COLUMNS, COUNTS, **SMALL), "together"),

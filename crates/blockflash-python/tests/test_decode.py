@@ -276,7 +276,7 @@ def test_errors() -> None:
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"seqused_k": lengths.long()}, "seqused_k.* int64"),
         ({"seqused_k": lengths[:1]}, "seqused_kv"),
-        ({"k": new}, "k and v come together"),
+        ({"k": new}, "k, v come together, but v is None"),
         ({"k": new[..., :8], "v": new[..., :8]}, "new.k has shape"),
         ({"cu_seqlens_q": lengths}, "cu_seqlens_q and max_seqlen_q"),
         ({"cu_seqlens_k": lengths}, "cu_seqlens_k"),

@@ -213,7 +213,7 @@ def _finds_mistakes(rank: int, world: int) -> None:
         ({"scheme": "heads"}, ValueError, "rank 0: the scheme of block_mask is keys over 2"),
         ({"seqlen": 511}, ValueError, "rank 0: the number of rows of block_mask is 512"),
         ({"block": 128}, ValueError, "rank 0: the block of block_mask is 64, not 128"),
-        ({"group": group}, ValueError, "rank 0: block_mask was made for another group"),
+        ({"group": group}, ValueError, "rank 0: block_mask was made for another process group"),
         ({"block_mask": two, "causal": False}, ValueError, "rank 0: the number of heads .* 1 or 4"),
         ({"block_mask": three, "causal": False}, ValueError, "rank 0: .* batch entries .* 1 or 2"),
     ):

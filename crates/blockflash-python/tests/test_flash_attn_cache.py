@@ -223,7 +223,7 @@ def test_wrong(module: Any) -> None:
     with pytest.raises(blockflash.Unsupported, match="head_dim of v is 16, of q 32"):
         call(q, k_cache, v_cache[..., :16])
     wrong: list[tuple[dict[str, Any], str]] = [
-        ({"k": k}, "k and v come together"),
+        ({"k": k}, "k, v come together, but v is None"),
         ({"k": k, "v": v}, "cache_seqlens"),
         ({"rotary_cos": cos, "rotary_sin": cos}, "with k and v only"),
         (new | {"rotary_cos": cos, "causal": True}, "rotary_sin"),

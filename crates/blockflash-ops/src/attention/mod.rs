@@ -24,9 +24,9 @@ pub(crate) use plan::{base_params, check_strides, heads_per_section, hopper_para
 pub(crate) use select::support;
 pub(crate) use seqlens::check_maximum;
 
-use crate::check::Operand;
+use crate::check::{Operand, aligned};
 use crate::operation::{Operation, Prepared, Steps};
-use crate::{BlockMask, Error, Result};
+use crate::{BlockMask, Result};
 use blockflash_safe::{
     AttentionFwdOperands, CudaProperties, Device, Stream, Tensor, View, ViewMut,
 };
@@ -242,16 +242,10 @@ impl Steps for Attention<'_> {
         (o, lse): Self::Out<'_>,
         stream: &Stream,
     ) -> Result<()> {
-        let aligned = [
-            ("q", self.q.is_aligned(16)),
-            ("k", self.k.is_aligned(16)),
-            ("v", self.v.is_aligned(16)),
-            ("o", o.is_aligned(16)),
-        ];
-        if let Some(&(what, _)) = aligned.iter().find(|(_, aligned)| !aligned) {
-            let problem = "the address is not a multiple of 16".into();
-            return Err(Error::Misaligned { what, problem });
-        }
+        aligned("q", &self.q)?;
+        aligned("k", &self.k)?;
+        aligned("v", &self.v)?;
+        aligned("o", &o.as_view())?;
         let operands = AttentionFwdOperands {
             q: self.q,
             k: self.k,

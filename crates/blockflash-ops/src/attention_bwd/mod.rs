@@ -12,7 +12,7 @@ pub use select::{accepts, select};
 pub(crate) use select::support;
 
 use crate::attention::{Attention, AttentionOutput};
-use crate::check::{Operand, contiguous};
+use crate::check::{Operand, aligned, contiguous};
 use crate::operation::{Operation, Prepared, Steps};
 use crate::{BlockMask, Error, Result};
 use blockflash_safe::{
@@ -332,16 +332,11 @@ impl Steps for AttentionBackward<'_> {
 /// The kernels read and write 16 bytes at a time.
 fn check_alignment(operands: &AttentionBwdOperands<'_>) -> Result<()> {
     let AttentionBwdOperands { q, k, v, o, d_o, dq, dk, dv, workspace, .. } = operands;
-    let read = [("q", q), ("k", k), ("v", v), ("o", o), ("d_o", d_o)];
-    let read = read.map(|(what, view)| (what, view.is_aligned(16)));
-    let written = [("dq", Some(dq)), ("dk", Some(dk)), ("dv", Some(dv))];
-    let written = written.into_iter().chain([("workspace", workspace.as_ref())]);
-    let written = written.map(|(what, view)| (what, view.is_none_or(|view| view.is_aligned(16))));
-    match read.into_iter().chain(written).find(|(_, aligned)| !aligned) {
-        None => Ok(()),
-        Some((what, _)) => {
-            let problem = "the address is not a multiple of 16".into();
-            Err(Error::Misaligned { what, problem })
-        }
+    for (what, view) in [("q", q), ("k", k), ("v", v), ("o", o), ("d_o", d_o)] {
+        aligned(what, view)?;
     }
+    for (what, view) in [("dq", dq), ("dk", dk), ("dv", dv)] {
+        aligned(what, &view.as_view())?;
+    }
+    workspace.as_ref().map_or(Ok(()), |view| aligned("workspace", &view.as_view()))
 }

@@ -9,9 +9,9 @@ pub use plan::{AttentionMergePlan, plan};
 pub use problem::AttentionMergeProblem;
 pub use select::{accepts, select};
 
-use crate::check::Operand;
+use crate::Result;
+use crate::check::{Operand, aligned};
 use crate::operation::{Operation, Prepared, Steps};
-use crate::{Error, Result};
 use blockflash_safe::{AttentionMergeOperands, CudaProperties, Stream, View, ViewMut};
 use blockflash_sys::Kernel;
 
@@ -113,10 +113,7 @@ impl Steps for AttentionMerge<'_> {
         (o, lse): Self::Out<'_>,
         stream: &Stream,
     ) -> Result<()> {
-        if !o.is_aligned(16) {
-            let problem = "the address is not a multiple of 16".into();
-            return Err(Error::Misaligned { what: "o", problem });
-        }
+        aligned("o", &o.as_view())?;
         let operands = AttentionMergeOperands { parts: self.o, parts_lse: self.lse, o, lse };
         stream.launch::<blockflash_safe::AttentionMerge>(kernel, config, params, operands)?;
         Ok(())

@@ -1,6 +1,6 @@
 use super::scores::ScoreSizes;
 use super::{BlockGeometry, block_mean_scores};
-use crate::check::{Operand, grid_x, to_i32, to_i64};
+use crate::check::{Operand, aligned, grid_x, to_i32, to_i64};
 use crate::selection::{Problem, select, tile_of};
 use crate::{Error, Result};
 use blockflash_safe::{BlockScoresOperands, LaunchConfig, Stream, Tensor, View};
@@ -147,12 +147,8 @@ impl BlockScores {
                 what,
             });
         };
-        for (what, view) in [("q", &q), ("k", &k)] {
-            if !view.is_aligned(16) {
-                let problem = "the address is not a multiple of 16".into();
-                return Err(Error::Misaligned { what, problem });
-            }
-        }
+        aligned("q", &q)?;
+        aligned("k", &k)?;
         for (params, config) in plan(kernel, &self.sizes, q.strides(), k.strides())? {
             let operands = BlockScoresOperands {
                 q,

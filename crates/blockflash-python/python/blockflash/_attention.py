@@ -115,7 +115,9 @@ def attention(
     head_dim = None
     if q.is_cuda and q.shape[-1] % 8:
         if out is not None:
-            raise Unsupported("out= on a GPU for a head dimension that is no multiple of 8")
+            raise Unsupported(
+                f"out= on a GPU for head_dim {q.shape[-1]}, which is no multiple of 8"
+            )
         head_dim = q.shape[-1]
         options.setdefault("scale", head_dim**-0.5)
         q, k, v = (pad(t, (0, -head_dim % 8)) for t in (q, k, v))
@@ -179,6 +181,13 @@ def _refuse_types(**given: object) -> None:
             raise TypeError(f"{name} must be a torch.Tensor, not {type(value).__name__}")
 
 
+def together(**given: object) -> None:
+    """Raises where some of these arguments are given and others are not."""
+    missing = [name for name, value in given.items() if value is None]
+    if missing and len(missing) < len(given):
+        raise ValueError(f"{', '.join(given)} come together, but {', '.join(missing)} is None")
+
+
 def sides(causal: bool, window: tuple[int | None, int | None]) -> tuple[int, int]:
     """The sides of the window as the operators have them, -1 for unlimited."""
     left, right = window
@@ -199,10 +208,12 @@ def _packed(
     max_seqlen_k: int | None,
 ) -> dict[str, Any]:
     """Options of the operators for a packed batch."""
-    if cu_seqlens_q is None or cu_seqlens_k is None or max_seqlen_q is None or max_seqlen_k is None:
-        raise ValueError(
-            "cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k come together or not at all"
-        )
+    together(
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+    )
     _refuse_types(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     return {
         "cu_seqlens_q": cu_seqlens_q,

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from . import _autograd, _flops, _native, _stats
-from ._attention import autocast_dtype, sides
+from ._attention import autocast_dtype, sides, together
 from ._ops import empty_lse, empty_o, refuse_lazy_writes
 
 _OPS = torch.ops.blockflash
@@ -117,10 +117,8 @@ def attention_decode(
     left, right = sides(causal, window)
     if softcap is not None and not softcap > 0:
         raise ValueError(f"softcap is {softcap}, but must be positive; None is no softcap")
-    if (cu_seqlens_q is None) != (max_seqlen_q is None):
-        raise ValueError("cu_seqlens_q and max_seqlen_q come together or not at all")
-    if (k is None) != (v is None):
-        raise ValueError("k and v come together or not at all")
+    together(cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q)
+    together(k=k, v=v)
     if k is not None and k.dim() == 3 and cu_seqlens_k is None:
         cu_seqlens_k = cu_seqlens_q
     lists, counts = (None, None) if pages is None else pages

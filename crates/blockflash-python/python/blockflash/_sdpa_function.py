@@ -65,7 +65,7 @@ def operands(
     if attn_mask is not None:
         raise Unsupported("attn_mask: blockflash.attention has windows and block masks instead")
     if dropout_p != 0.0:
-        raise Unsupported("blockflash has no dropout: set dropout_p to 0")
+        raise Unsupported(f"dropout_p is {dropout_p}, but blockflash has no dropout: set it to 0")
     refuse_8_bits(query, key, value, ("query", "key", "value"))
     dims = {query.dim(), key.dim(), value.dim()}
     if dims not in ({3}, {4}):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from . import _native
-from ._attention import attention, sides
+from ._attention import attention, sides, together
 from ._mask_state import packed, restored, shared_token_mask
 
 if TYPE_CHECKING:
@@ -117,15 +117,18 @@ class BlockMask:
         _, seqlen_k, _, block_k = _sizes(seqlens, block)
         cols = -(-seqlen_k // block_k)
         lists = [(kv_num_blocks, kv_indices)]
-        if (full_kv_num_blocks is None) != (full_kv_indices is None):
-            raise ValueError("full_kv_num_blocks and full_kv_indices come together")
+        together(full_kv_num_blocks=full_kv_num_blocks, full_kv_indices=full_kv_indices)
         if full_kv_num_blocks is not None:
             lists.append((full_kv_num_blocks, full_kv_indices))
         visits = torch.zeros((*kv_num_blocks.shape, cols + 1), dtype=torch.int32)
         visits = visits.to(kv_num_blocks.device)
         for counts, columns in lists:
             if counts.shape != kv_num_blocks.shape or columns.shape[:-1] != counts.shape:
-                raise ValueError(f"lists of {tuple(counts.shape)} and {tuple(columns.shape)}")
+                raise ValueError(
+                    f"num_blocks has shape {tuple(counts.shape)} and indices has shape "
+                    f"{tuple(columns.shape)}, expected {tuple(kv_num_blocks.shape)} and one "
+                    "dimension more"
+                )
             listed = torch.arange(columns.shape[-1], device=columns.device) < counts[..., None]
             wrong = listed & ((columns < 0) | (columns >= cols))
             if bool(wrong.any() | (counts < 0).any() | (counts > columns.shape[-1]).any()):
@@ -135,8 +138,9 @@ class BlockMask:
             # What is not listed counts in the column behind the last one.
             places = torch.where(listed, columns, cols).long()
             visits.scatter_add_(-1, places, torch.ones_like(places, dtype=torch.int32))
-        if bool((visits[..., :cols] > 1).any()):
-            raise ValueError("a column comes twice in its row")
+        twice = (visits[..., :cols] > 1).nonzero()
+        if len(twice):
+            raise ValueError(f"column {twice[0, -1]} comes twice in row {twice[0, -2]}")
         return cls.from_dense_bool(visits[..., :cols] > 0, seqlens=seqlens, block=block)
 
     @classmethod
@@ -341,7 +345,10 @@ class BlockMask:
     def to_dense(self) -> Tensor:
         """The visited blocks, bool `[batch, heads, rows, cols]`; waits for a GPU."""
         if self._native.is_packed:
-            raise ValueError("the sequences of a packed mask have sizes of their own: sequences()")
+            raise ValueError(
+                "a packed mask has no to_dense(): its sequences have sizes of their own, and "
+                "sequences() gives their masks"
+            )
         blocks = torch.empty(self.shape, dtype=torch.uint8)
         self._native.write_bool(blocks)
         return blocks.view(torch.bool).to(self.device)

@@ -128,7 +128,7 @@ class DistributedBlockMask:
         """Raises ValueError for a call that the mask does not fit."""
         heads_q, heads_k = q.shape[2], k.shape[2]
         if group is not self.group:
-            raise ValueError("block_mask was made for another group")
+            raise ValueError("block_mask was made for another process group than that of the call")
         for what, found, fitting in (
             ("scheme", str(self.scheme), [str(scheme)]),
             ("token mask", self.sides, [sides(options["causal"], options["window"])]),

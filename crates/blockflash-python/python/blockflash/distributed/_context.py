@@ -89,11 +89,13 @@ def _length(buffers: Sequence[Tensor], dims: Sequence[int], kept: set[int]) -> i
     if len(buffers) != len(dims):
         raise ValueError(f"there are {len(buffers)} buffers, but {len(dims)} buffer_seq_dims")
     if len({id(buffer) for buffer in buffers}) < len(buffers):
-        raise ValueError("a buffer is named twice")
+        raise ValueError(f"one of the {len(buffers)} buffers is named twice")
     if not kept <= {id(buffer) for buffer in buffers}:
-        raise ValueError("no_restore_buffers are buffers, too")
+        raise ValueError("no_restore_buffers has a tensor that is not in buffers")
     if any(buffer.requires_grad for buffer in buffers):
-        raise ValueError("a buffer needs a gradient: shard it by blockflash.distributed.shard")
+        raise ValueError(
+            "a buffer has requires_grad: shard it by blockflash.distributed.shard instead"
+        )
     lengths = {buffer.shape[dim] for buffer, dim in zip(buffers, dims, strict=True)}
     if len(lengths) > 1:
         raise ValueError(f"buffers have {sorted(lengths)} rows, not those of one sequence")

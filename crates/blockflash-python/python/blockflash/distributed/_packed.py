@@ -22,12 +22,12 @@ def checked(cu_seqlens: Any) -> Offsets:
     """Offsets as numbers, which start at 0 and never descend."""
     if isinstance(cu_seqlens, Tensor):
         if cu_seqlens.is_cuda:
-            raise ValueError("cu_seqlens is on a GPU, but the host has to know it")
+            raise ValueError(f"cu_seqlens is on {cu_seqlens.device}, but the host has to know it")
         cu_seqlens = cu_seqlens.tolist()
     try:
         offsets = tuple(index(offset) for offset in cu_seqlens)
     except TypeError:
-        raise TypeError("cu_seqlens must be numbers of rows") from None
+        raise TypeError(f"cu_seqlens is {cu_seqlens!r}, but must be numbers of rows") from None
     if not offsets or offsets[0] != 0:
         raise ValueError(f"cu_seqlens is {list(offsets[:1])}...: the first offset must be 0")
     for at, (before, offset) in enumerate(pairwise(offsets)):
