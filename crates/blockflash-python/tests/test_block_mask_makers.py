@@ -276,9 +276,9 @@ BAD_VALUES: dict[str, tuple[Any, str]] = {
     "column": (lambda: BlockMask.from_kv_blocks(COUNTS + 1, COLUMNS + 8, **SMALL), "column that"),
     "count": (lambda: BlockMask.from_kv_blocks(COUNTS + 5, COLUMNS, **SMALL), "wrong length"),
     "twice": (
-        lambda: BlockMask.from_kv_blocks(COUNTS, COLUMNS % 1, **SMALL), "comes twice in row 0"
+        lambda: BlockMask.from_kv_blocks(COUNTS, COLUMNS % 1, **SMALL), "column 0 comes twice"
     ),
-    "shapes": (lambda: BlockMask.from_kv_blocks(COUNTS, COLUMNS[:, :, :1], **SMALL), "lists of"),
+    "shapes": (lambda: BlockMask.from_kv_blocks(COUNTS, COLUMNS[:, :, :1], **SMALL), "indices has shape"),
     "one full": (lambda: BlockMask.from_kv_blocks(COUNTS, COLUMNS, COUNTS, **SMALL), "together"),
     "union": (
         lambda: BlockMask.causal(**SMALL) | BlockMask.causal(**SIZES), "geometries differ"

@@ -278,7 +278,7 @@ def test_errors() -> None:
         ({"seqused_k": lengths[:1]}, "seqused_kv"),
         ({"k": new}, "k, v come together, but v is None"),
         ({"k": new[..., :8], "v": new[..., :8]}, "new.k has shape"),
-        ({"cu_seqlens_q": lengths}, "cu_seqlens_q and max_seqlen_q"),
+        ({"cu_seqlens_q": lengths}, "but max_seqlen_q is None"),
         ({"cu_seqlens_k": lengths}, "cu_seqlens_k"),
         ({"rotary_cos": torch.ones(32, 8)}, "rotary_sin"),
         ({"rotary_cos": torch.ones(9, 8), "rotary_sin": torch.ones(9, 8)}, "at least 32"),

@@ -202,7 +202,7 @@ def _appended(
 ) -> Tensor:
     """The lengths with the new keys."""
     if k is None or v is None:
-        raise InvalidCall("k and v come together or not at all")
+        raise InvalidCall(f"k, v come together, but {'k' if k is None else 'v'} is None")
     if cache_seqlens is None:
         raise InvalidCall("k and v are appended behind cache_seqlens, which is needed")
     if (k.dim() == 3) != (cu_seqlens_new is not None):
