@@ -278,7 +278,7 @@ BAD_VALUES: dict[str, tuple[Any, str]] = {
     "twice": (
         lambda: BlockMask.from_kv_blocks(COUNTS, COLUMNS % 1, **SMALL), "column 0 comes twice"
     ),
-    "shapes": (lambda: BlockMask.from_kv_blocks(COUNTS, COLUMNS[:, :, :1], **SMALL), "indices has shape"),
+    "shapes": (lambda: BlockMask.from_kv_blocks(COUNTS, COLUMNS[:, :, :1], **SMALL), "indices has"),
     "one full": (lambda: BlockMask.from_kv_blocks(COUNTS, COLUMNS, COUNTS, **SMALL), "together"),
     "union": (
         lambda: BlockMask.causal(**SMALL) | BlockMask.causal(**SIZES), "geometries differ"
