@@ -80,8 +80,14 @@ struct Args {
     device: Option<Device>,
 }
 
-fn main() -> Result<(), Failure> {
-    let args = &Args::parse();
+fn main() {
+    if let Err(error) = run(&Args::parse()) {
+        eprintln!("error: {error}");
+        std::process::exit(2);
+    }
+}
+
+fn run(args: &Args) -> Result<(), Failure> {
     // The last eighth is held out. A window has a byte before and one behind it.
     let (learned, held_out) = TEXT.as_bytes().split_at(TEXT.len() / 8 * 7);
     let window = args.seqlen.saturating_add(2);

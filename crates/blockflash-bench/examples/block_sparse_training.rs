@@ -80,8 +80,14 @@ struct Args {
     device: Option<Device>,
 }
 
-fn main() -> Result<(), Failure> {
-    let args = &Args::parse();
+fn main() {
+    if let Err(error) = run(&Args::parse()) {
+        eprintln!("error: {error}");
+        std::process::exit(2);
+    }
+}
+
+fn run(args: &Args) -> Result<(), Failure> {
     let (block, density) = (args.block, args.density);
     if [args.batch, args.batches, args.steps].contains(&0) {
         return Err("--batch, --batches and --steps must be positive".into());

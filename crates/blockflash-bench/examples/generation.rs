@@ -71,17 +71,18 @@ struct Args {
     device: Option<Device>,
 }
 
-fn main() -> Result<(), Box<dyn std::error::Error>> {
-    let args = &Args::parse();
-    let positive = [args.layers, args.heads, args.kv_heads, args.sequences, args.batch];
-    if positive.contains(&0)
-        || args.tokens < 2
-        || args.vocabulary == 0
-        || args.vocabulary % BLOCK > 0
-    {
-        return Err(
-            "sizes must be positive, --tokens 2 or more, --vocabulary a multiple of 64".into()
-        );
+fn main() {
+    if let Err(error) = run(&Args::parse()) {
+        eprintln!("error: {error}");
+        std::process::exit(2);
+    }
+}
+
+fn run(args: &Args) -> Result<(), Box<dyn std::error::Error>> {
+    let Args { layers, heads, kv_heads, vocabulary, sequences, batch, tokens, .. } = *args;
+    let positive = ![layers, heads, kv_heads, vocabulary, sequences, batch].contains(&0);
+    if !positive || tokens < 2 || vocabulary % BLOCK > 0 {
+        return Err("sizes are positive, --tokens 2 or more, --vocabulary a multiple of 64".into());
     }
     let device = args.device.unwrap_or_else(Device::best);
     let dtype = if device.is_cpu() { DType::F32 } else { DType::BF16 };
@@ -89,7 +90,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let model = Model::new(args, dtype, stream)?;
     let (done, tallies) = serve(&model, args, stream)?;
 
-    println!("{device} in {dtype}, {} layers, {} heads", args.layers, args.heads);
+    println!("{device} in {dtype}, {layers} layers, {heads} heads");
     println!("step            steps   tokens  ms/step  tokens/s");
     for (batch, [steps, tokens, seconds]) in tallies {
         let what = if batch == 0 { "prompt".to_owned() } else { format!("batch of {batch}") };

@@ -66,8 +66,14 @@ struct Args {
     device: Option<Device>,
 }
 
-fn main() -> std::result::Result<(), Box<dyn std::error::Error>> {
-    let args = &Args::parse();
+fn main() {
+    if let Err(error) = run(&Args::parse()) {
+        eprintln!("error: {error}");
+        std::process::exit(2);
+    }
+}
+
+fn run(args: &Args) -> std::result::Result<(), Box<dyn std::error::Error>> {
     let &Args { seqlen, heads, heads_kv, head_dim, block, segment, seed, .. } = args;
     let stream = args.device.unwrap_or_else(Device::best).stream()?;
     let geometry = BlockGeometry::new(seqlen, seqlen, block, block)?;
