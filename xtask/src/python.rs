@@ -40,7 +40,7 @@ pub fn tests(args: &Args) -> Result<(Summary, Result<()>)> {
     pytest.arg(format!("{PACKAGE}/tests")).arg("--junit-xml").arg(&report);
     // Most tests, and the imports of the processes that they start, keep one core busy. Whoever has
     // no tests left takes half of those that wait for the other.
-    pytest.args("--numprocesses 2 --dist worksteal".split(' ')).args(&args.pytest);
+    pytest.args("--numprocesses 2 --dist worksteal --durations 30".split(' ')).args(&args.pytest);
     write(&report, "")?;
     let tested = said(&mut pytest);
     Ok((Summary::of_pytest(&read(&report)?), style.and(tested)))

@@ -22,6 +22,11 @@ pub fn target_dir(name: &str) -> Result<PathBuf> {
     Ok(path)
 }
 
+/// Where cargo builds the workspace.
+pub fn build_dir() -> PathBuf {
+    std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| root().join("target"), PathBuf::from)
+}
+
 /// The compressed kernel images and their lock file.
 pub fn prebuilt() -> PathBuf {
     root().join("crates/blockflash-sys/prebuilt")

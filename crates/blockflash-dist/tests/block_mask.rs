@@ -8,6 +8,8 @@ use blockflash_ops::{Align, Attention, BlockGeometry, BlockMask, DType, Device, 
 use std::time::{Duration, Instant};
 
 const SEQLEN: usize = 1000;
+/// Of exchanges between ranks: a busy machine does not come near half of it.
+const TIMEOUT: Duration = Duration::from_secs(120);
 const RING: Scheme = Scheme { heads: 1, keys: 3 };
 
 fn geometry(seqlen: usize) -> BlockGeometry {
@@ -23,7 +25,7 @@ fn local_and_sink(seqlen: usize) -> BlockMask {
 
 /// Runs three ranks.
 fn ranks<T: Send>(run: impl Fn(&Memory) -> Result<T> + Sync) -> Vec<Result<T>> {
-    let group = Memory::group(&Device::cpu(), 3, Duration::from_secs(20)).unwrap();
+    let group = Memory::group(&Device::cpu(), 3, TIMEOUT).unwrap();
     let start = Instant::now();
     let run = &run;
     let results = std::thread::scope(|threads| {
@@ -31,7 +33,7 @@ fn ranks<T: Send>(run: impl Fn(&Memory) -> Result<T> + Sync) -> Vec<Result<T>> {
             group.into_iter().map(|comm| threads.spawn(move || run(&comm))).collect();
         ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
     });
-    assert!(start.elapsed() < Duration::from_secs(10), "nobody waits for the timeout");
+    assert!(start.elapsed() < TIMEOUT / 2, "nobody waits for the timeout");
     results
 }
 

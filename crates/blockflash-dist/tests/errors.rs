@@ -8,6 +8,8 @@ use blockflash_ops::{Align, Attention, BlockGeometry, BlockMask, DType, Device, 
 use std::time::{Duration, Instant};
 
 const SEQLEN: usize = 40;
+/// Of exchanges between ranks: a busy machine does not come near half of it.
+const TIMEOUT: Duration = Duration::from_secs(120);
 
 /// What one rank does differently.
 #[derive(Clone, Copy)]
@@ -35,7 +37,7 @@ const USUAL: Change = Change {
 
 /// Runs three ranks, of which rank 1 makes another call, and gives their results.
 fn ranks(change: Change) -> Vec<Result<()>> {
-    let group = Memory::group(&Device::cpu(), 3, Duration::from_secs(20)).unwrap();
+    let group = Memory::group(&Device::cpu(), 3, TIMEOUT).unwrap();
     let run = |comm: Memory| -> Result<()> {
         let call = if comm.rank() == 1 { change } else { USUAL };
         let stream = Device::cpu().stream()?;
@@ -62,7 +64,7 @@ fn ranks(change: Change) -> Vec<Result<()>> {
             group.into_iter().map(|comm| threads.spawn(move || run(comm))).collect();
         ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
     });
-    assert!(start.elapsed() < Duration::from_secs(10), "nobody waits for the timeout");
+    assert!(start.elapsed() < TIMEOUT / 2, "nobody waits for the timeout");
     results
 }
 
@@ -162,7 +164,7 @@ fn a_lost_rank_is_an_error() {
     let shard = Shard::new(40, 2, 0).unwrap();
     let call =
         DistributedAttention { attention, shard, scheme, block_mask: None, cu_seqlens: None };
-    let mut group = Memory::group(&Device::cpu(), 2, Duration::from_secs(60)).unwrap();
+    let mut group = Memory::group(&Device::cpu(), 2, TIMEOUT).unwrap();
     drop(group.pop());
     assert!(matches!(call.forward(&group[0], &stream), Err(Error::Gone { rank: 1 })));
     let group = Memory::group(&Device::cpu(), 2, Duration::from_millis(50)).unwrap();

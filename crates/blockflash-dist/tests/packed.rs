@@ -7,6 +7,8 @@ use blockflash_ops::{Attention, BlockGeometry, BlockMask, CuSeqlens, DType, Devi
 use std::time::{Duration, Instant};
 
 const SEQLEN: usize = 40;
+/// Of exchanges between ranks: a busy machine does not come near half of it.
+const TIMEOUT: Duration = Duration::from_secs(120);
 
 /// Offsets that are wrong on rank 1, or differ there, are an error on every rank.
 #[test]
@@ -31,7 +33,7 @@ fn sequences_that_do_not_fit() {
         call.backward(&output, x.view(), comm, &stream).map(drop)
     };
     let ranks = |offsets: Option<&[i32]>, batch: usize, blocks: bool| -> Vec<Result<()>> {
-        let group = Memory::group(&Device::cpu(), 3, Duration::from_secs(20)).unwrap();
+        let group = Memory::group(&Device::cpu(), 3, TIMEOUT).unwrap();
         std::thread::scope(|threads| {
             let start = |comm: Memory| threads.spawn(move || run(&comm, offsets, batch, blocks));
             let ranks: Vec<_> = group.into_iter().map(start).collect();
@@ -67,7 +69,7 @@ fn sequences_that_do_not_fit() {
         let error = result.unwrap_err();
         assert!(matches!(error, Error::Unsupported { what, .. } if what.contains("packed")));
     }
-    assert!(start.elapsed() < Duration::from_secs(15), "nobody waits for the timeout");
+    assert!(start.elapsed() < TIMEOUT / 2, "nobody waits for the timeout");
 }
 
 /// A prepared call is for its sequences.

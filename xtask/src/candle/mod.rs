@@ -5,8 +5,10 @@ mod bundle;
 mod toolkit;
 
 use crate::bundle::make_executable;
-use crate::workspace::{cargo, root, run as run_command, shown, target_dir, write};
-use anyhow::Result;
+use crate::workspace::{
+    build_dir, cargo, read, root, run as run_command, shown, target_dir, write,
+};
+use anyhow::{Context, Result};
 use std::{env, path::PathBuf, process::Command};
 
 /// Type-check blockflash-candle with its feature `cuda`, and candle-transformers with it in place
@@ -54,7 +56,12 @@ fn check() -> Result<()> {
     let mut check = cargo();
     check.args(["check", "--locked", "--features", "candle-0-11", "--manifest-path"]);
     check.arg(root().join(DROP_IN).join("Cargo.toml"));
-    check.arg("--target-dir").arg(target_dir("candle/check")?);
+    // With the profiles of this workspace and in its build directory: what `clippy` has checked of
+    // the same dependencies is not checked again.
+    let manifest = read(&root().join("Cargo.toml"))?;
+    let profiles = target_dir("candle")?.join("profiles.toml");
+    write(&profiles, &manifest[manifest.find("[profile.").context("no profile")?..])?;
+    check.arg("--config").arg(profiles).arg("--target-dir").arg(build_dir());
     without_toolkit(&mut check)?;
     println!("{}", shown(&check));
     run_command(&mut check)
