@@ -1,46 +1,66 @@
-//! Attention and block-sparse matrix multiplication on NVIDIA GPUs with precompiled kernels, and on
-//! CPUs. Most programs need [`Attention`] with a [`Mask`], a [`Device`] and its [`Stream`], and
-//! [`Tensor`] or, for memory of others, [`View`].
+//! Attention and block-sparse matrix products on NVIDIA GPUs from Ampere on, with precompiled
+//! kernels, and on the CPU.
 //!
-//! # Where to look
+//! ```
+//! use blockflash_ops::{Attention, DType, Device, Mask, Tensor};
 //!
-//! - [`Attention`]: softmax attention with causal and window [`Mask`]s, grouped heads, softcap,
-//!   sinks, variable length.
-//! - [`AttentionBackward`]: its gradients.
-//! - [`AttentionDecode`]: attention of new queries to a [`KvCache`], contiguous or in pages;
-//!   [`AppendKv`] appends to one, [`ChoosePages`] chooses the pages to visit. [`AttentionMerge`]
-//!   joins attention over parts of the keys.
-//! - [`BsrMatmul`]: a block-sparse [`BsrMatrix`], or its transpose, times a dense matrix or the
-//!   other way round, with bias and activation. A [`BsrView`] has values that somebody else owns.
-//! - [`BsrSddmm`]: a product of dense matrices at the stored blocks of a [`BsrPattern`] only, as
-//!   gradients of its values need it.
-//! - [`BlockMask`]: which blocks of queries × keys block-sparse [`Attention`] visits; a
-//!   [`BlockMaskBuffer`] builds one on a GPU.
-//! - [`Operation`]: how any of these calls is prepared, repeated, or run with a kernel by name.
-//! - [`support`]: what runs on a device, and why not otherwise.
+//! let stream = Device::best().stream()?; // the first usable GPU, else the CPU
+//! let q = Tensor::zeros(&stream, DType::F16, &[1, 128, 2, 64])?; // batch, seqlen, heads, head_dim
+//! let (k, v) = (q.view(), q.view());
+//! let attention = Attention { mask: Mask::causal(), ..Attention::new(q.view(), k, v) };
+//! let output = attention.forward(&stream)?; // o and its log-sum-exp
+//! let gradients = attention.backward(&output, q.view(), &stream)?; // q stands for that of o
+//! # assert_eq!(gradients.dq.shape(), q.shape());
+//! # Ok::<(), blockflash_ops::Error>(())
+//! ```
 //!
-//! Every call goes one way, in `operation.rs` for all of them: the operands are validated into a
-//! plain problem ([`Attention::problem`]), a kernel is selected ([`attention::select`]), the launch
-//! is planned ([`attention::plan`]) and queued. The first three touch no GPU. Whatever is not
-//! supported is an [`Error`]; no option is ignored.
+//! | first | what |
+//! |---|---|
+//! | [`Attention`] | softmax attention and its gradients: [`Mask`], grouped heads, softcap, sinks, packed sequences, a [`BlockMask`] |
+//! | [`AttentionDecode`] | attention of new queries to a [`KvCache`], contiguous or in pages; [`AppendKv`] appends to one, [`AttentionMerge`] combines attention over disjoint keys |
+//! | [`BlockMask`] | which blocks of queries × keys attention visits; a [`BlockMaskBuffer`] builds one on a GPU |
+//! | [`BsrMatmul`] | a block-sparse [`BsrMatrix`], or its transpose, times a dense matrix or the other way round, with bias and [`Activation`]; a [`BsrView`] has values that another library owns |
+//! | [`BsrSddmm`] | a product of dense matrices at the stored blocks of a [`BsrPattern`] only, as the gradients of its values |
+//! | [`Device`], [`Stream`], [`Tensor`], [`View`] | where it runs, in which order, and on what memory |
+//! | [`support`] | what runs on a device, with which kernel, and why something does not |
 //!
-#![doc = include_str!("../README.md")]
+//! An option acts or is an [`Error`] that names what is missing. `…_into` methods write into given
+//! tensors; on a GPU they allocate nothing and never wait, so a [`Graph`] can capture them.
+//! [`Operation`] prepares and repeats calls, and runs a kernel by name. The
+//! [README](https://github.com/blockflash/blockflash/blob/main/crates/blockflash-ops/README.md)
+//! lists the features of this crate, the
+//! [guide](https://blockflash.github.io/blockflash/attention.html) explains each operation.
+//!
+//! Every call goes one way: operands are validated into a plain problem, a kernel is selected, its
+//! launch is planned and queued. Problems, rules and plans are public for tools and tests, in
+//! modules that are not documented here and promise nothing.
+
 #![forbid(unsafe_code)]
 
+#[doc(hidden)]
 pub mod attention;
+#[doc(hidden)]
 pub mod attention_bwd;
+#[doc(hidden)]
 pub mod attention_decode;
+#[doc(hidden)]
 pub mod attention_merge;
+#[doc(hidden)]
 pub mod block_sparse;
+#[doc(hidden)]
 pub mod bsr_matmul;
+#[doc(hidden)]
 pub mod bsr_sddmm;
 mod check;
 mod error;
 mod float;
+#[doc(hidden)]
 pub mod kv_append;
+#[doc(hidden)]
 pub mod kv_cache;
 mod math;
 mod operation;
+#[doc(hidden)]
 pub mod page_choice;
 mod rates;
 mod recent;
@@ -52,35 +72,33 @@ pub mod tuning;
 mod verify;
 
 pub use attention::{
-    Align, Attention, AttentionOutput, AttentionProblem, BlockMaskSizes, CuSeqlens, Mask,
-    PackedRows, PreparedAttention, attention_flops, attention_varlen_flops,
+    Align, Attention, AttentionOutput, CuSeqlens, MAX_SEQLEN, Mask, PreparedAttention,
+    attention_flops, attention_varlen_flops,
 };
 pub use attention_bwd::{
-    AttentionBackward, AttentionBackwardProblem, AttentionGradients, AttentionGradientsMut,
-    PreparedAttentionBackward,
+    AttentionBackward, AttentionGradients, AttentionGradientsMut, PreparedAttentionBackward,
 };
 pub use attention_decode::{
-    AttentionDecode, AttentionDecodeOperands, AttentionDecodeProblem, AttentionDecodeWorkspace,
-    CacheAccess, PageLists, PreparedAttentionDecode,
+    AttentionDecode, AttentionDecodeOperands, AttentionDecodeWorkspace, CacheAccess, PageLists,
+    PreparedAttentionDecode,
 };
-pub use attention_merge::{AttentionMerge, AttentionMergeProblem, PreparedAttentionMerge};
+pub use attention_merge::{AttentionMerge, PreparedAttentionMerge};
 pub use block_sparse::{
     BlockChoice, BlockColumns, BlockGeometry, BlockMask, BlockMaskBuffer, BlockScores, BlockSource,
+    block_mean_scores,
 };
 pub use bsr_matmul::{
-    Activation, Bias, BsrMatmul, BsrMatrix, BsrPattern, BsrProblem, BsrTranspose, BsrView,
-    BsrWorkspace, PreparedBsrMatmul, bsr_flops,
+    Activation, Bias, BsrMatmul, BsrMatrix, BsrPattern, BsrTranspose, BsrView, BsrWorkspace,
+    PreparedBsrMatmul, bsr_flops,
 };
-pub use bsr_sddmm::{BsrSddmm, BsrSddmmProblem, DenseLayout, PreparedBsrSddmm, bsr_sddmm_flops};
+pub use bsr_sddmm::{BsrSddmm, DenseLayout, PreparedBsrSddmm, bsr_sddmm_flops};
 pub use error::{Error, Result};
-pub use kv_append::{AppendKv, AppendKvProblem, PreparedAppendKv};
+pub use kv_append::{AppendKv, PreparedAppendKv};
 pub use kv_cache::{KvCache, KvCacheMut, PackedTokens, Rotary, RotaryPairs};
 pub use operation::{Operation, Prepared};
 pub use page_choice::{ChoosePages, SummarizePages};
 pub use rates::GpuRates;
 pub use row_copy::copy_beside;
-#[doc(hidden)]
-pub use row_copy::copy_beside_with;
 pub use support::{Status, SupportRow, support, support_with};
 pub use verify::{checks, set_checks};
 
@@ -88,6 +106,24 @@ pub use blockflash_safe::{
     ComputeCapability, CudaProperties, CudaStatus, DType, Device, Element, Event, Graph, Kernel,
     LaunchConfig, Layout, Major, Stream, Target, Tensor, View, ViewMut, cuda_status,
 };
+
+// For tools and tests: problems, and what they are made of.
+#[doc(hidden)]
+pub use {
+    attention::{AttentionProblem, BlockMaskSizes, PackedRows},
+    attention_bwd::AttentionBackwardProblem,
+    attention_decode::AttentionDecodeProblem,
+    attention_merge::AttentionMergeProblem,
+    bsr_matmul::BsrProblem,
+    bsr_sddmm::BsrSddmmProblem,
+    kv_append::AppendKvProblem,
+    row_copy::copy_beside_with,
+};
+
+/// The README's example is a test.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;
 
 #[cfg(test)]
 mod fixtures;

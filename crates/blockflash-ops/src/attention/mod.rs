@@ -127,7 +127,7 @@ impl<'a> Attention<'a> {
     /// without elements is valid and launches nothing.
     ///
     /// # Errors
-    /// All checks of [`problem`](Self::problem) and [`select`]; [`Error::DeviceMismatch`] if an
+    /// All checks of [`problem`](Self::problem) and `select`; [`Error::DeviceMismatch`] if an
     /// operand is not on the stream's device; [`Error::Misaligned`] for a pointer or stride that is
     /// no multiple of 16 bytes on a GPU.
     pub fn forward_into(

@@ -39,8 +39,8 @@ pub struct PackedRows {
     pub total_kv: usize,
 }
 
-/// An attention call reduced to plain numbers: what [`select`](super::select) and
-/// [`plan`](super::plan) work on.
+/// An attention call reduced to plain numbers: what `select` and
+/// `plan` work on.
 ///
 /// [`Attention::problem`] makes one from tensors, with all checks; [`AttentionProblem::dense`]
 /// makes one without tensors.
@@ -192,7 +192,7 @@ impl Attention<'_> {
     /// Everything that can be checked without reading a tensor, and the result as plain numbers:
     /// for a contiguous `o` and no `lse`, until [`AttentionProblem::with_outputs`] says otherwise.
     ///
-    /// Whether a kernel exists is another question, which [`select`](super::select) answers; the
+    /// Whether a kernel exists is another question, which `select` answers; the
     /// CPU runs every problem.
     pub fn problem(&self) -> Result<AttentionProblem> {
         let (q, k, v) =

@@ -145,7 +145,7 @@ impl AttentionBackward<'_> {
     /// gives other roundings. It may be `None` where that is 0.
     ///
     /// # Errors
-    /// All checks of [`problem`](Self::problem) and [`select`]; [`Error::Shape`] for a workspace
+    /// All checks of [`problem`](Self::problem) and `select`; [`Error::Shape`] for a workspace
     /// that is too small; [`Error::DeviceMismatch`] if an operand is not on the stream's device.
     ///
     /// [`Error::Shape`]: crate::Error::Shape
@@ -187,7 +187,7 @@ impl AttentionBackward<'_> {
     /// device; 0 on the CPU.
     ///
     /// # Errors
-    /// All checks of [`problem`](Self::problem) and [`select`].
+    /// All checks of [`problem`](Self::problem) and `select`.
     pub fn workspace_bytes(&self, device: &Device) -> Result<usize> {
         bytes_of(self.problem()?, device)
     }

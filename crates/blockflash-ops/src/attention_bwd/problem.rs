@@ -5,7 +5,7 @@ use crate::{BlockMask, Error, Result};
 use blockflash_sys::DType;
 use blockflash_sys::manifest::AttentionBwdStep;
 
-/// A call of the backward pass reduced to plain numbers: what [`select`](super::select) and
+/// A call of the backward pass reduced to plain numbers: what `select` and
 /// [`workspace_bytes`](super::workspace_bytes) work on.
 ///
 /// [`AttentionBackward::problem`] makes one from tensors, with all checks;

@@ -127,7 +127,7 @@ impl<'a> AttentionDecode<'a> {
     /// CPU it returns when the result is there.
     ///
     /// # Errors
-    /// All checks of [`problem`](Self::problem) and [`select`]; [`Error::Shape`] for outputs that
+    /// All checks of [`problem`](Self::problem) and `select`; [`Error::Shape`] for outputs that
     /// do not fit and for a workspace that is too small; [`Error::DeviceMismatch`] if an operand is
     /// not on the stream's device; on the CPU [`Error::InvalidCuSeqlens`].
     pub fn forward_into(
@@ -181,7 +181,7 @@ impl<'a> AttentionDecode<'a> {
     /// of q and from the capacity, not from the lengths.
     ///
     /// # Errors
-    /// All checks of [`problem`](Self::problem) and [`select`].
+    /// All checks of [`problem`](Self::problem) and `select`.
     pub fn workspace_bytes(&self, cache: &KvCache<'_>, device: &Device) -> Result<usize> {
         self.problem(cache)?.workspace_bytes(device)
     }

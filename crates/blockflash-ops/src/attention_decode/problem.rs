@@ -7,8 +7,8 @@ use crate::{Error, Result};
 use blockflash_safe::{CudaProperties, Device};
 use blockflash_sys::{DType, Kernel, Target};
 
-/// A call of attention to a cache reduced to plain numbers: what [`select`](super::select) and
-/// [`plan`](super::plan) work on.
+/// A call of attention to a cache reduced to plain numbers: what `select` and
+/// `plan` work on.
 ///
 /// [`AttentionDecode::problem`] makes one from tensors, with all checks;
 /// [`AttentionDecodeProblem::of`] makes one without tensors.

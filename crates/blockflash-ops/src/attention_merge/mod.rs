@@ -65,7 +65,7 @@ impl<'a> AttentionMerge<'a> {
     /// returns when the result is there.
     ///
     /// # Errors
-    /// All checks of [`problem`](Self::problem) and [`select`];
+    /// All checks of [`problem`](Self::problem) and `select`;
     /// [`Error::DeviceMismatch`] if an operand is not on the stream's
     /// device.
     pub fn merge_into(

@@ -129,7 +129,7 @@ impl<'a> BsrMatmul<'a> {
     /// valid and launches nothing.
     ///
     /// # Errors
-    /// All checks of [`problem`](Self::problem) and [`select`]; [`Error::DeviceMismatch`] if an
+    /// All checks of [`problem`](Self::problem) and `select`; [`Error::DeviceMismatch`] if an
     /// operand is not on the stream's device.
     pub fn matmul_into(&self, c: ViewMut<'_>, stream: &Stream) -> Result<()> {
         self.run(c, stream)

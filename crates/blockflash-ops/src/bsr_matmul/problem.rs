@@ -15,7 +15,7 @@ pub enum BiasKind {
     PerColumn,
 }
 
-/// A BSR matmul reduced to plain numbers: what [`select`](super::select) and [`plan`](super::plan)
+/// A BSR matmul reduced to plain numbers: what `select` and `plan`
 /// work on.
 ///
 /// [`BsrMatmul::problem`] makes one from tensors, with all checks; [`BsrProblem::new`] makes one
@@ -125,7 +125,7 @@ impl BsrMatmul<'_> {
     /// Everything that can be checked without reading a tensor, and the result as plain numbers,
     /// for a C of this shape and layout.
     ///
-    /// Whether a kernel exists is another question, which [`select`](super::select) answers; the
+    /// Whether a kernel exists is another question, which `select` answers; the
     /// CPU runs every problem.
     #[inline]
     pub fn problem(&self, c: &ViewMut<'_>) -> Result<BsrProblem> {

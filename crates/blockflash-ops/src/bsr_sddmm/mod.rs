@@ -73,7 +73,7 @@ impl<'a> BsrSddmm<'a> {
     /// the result is there. A pattern without blocks is fine and launches nothing.
     ///
     /// # Errors
-    /// All checks of [`problem`](Self::problem) and [`select`]; [`Error::DeviceMismatch`] if an
+    /// All checks of [`problem`](Self::problem) and `select`; [`Error::DeviceMismatch`] if an
     /// operand is not on the stream's device.
     pub fn sddmm_into(&self, values: ViewMut<'_>, stream: &Stream) -> Result<()> {
         self.run(values, stream)

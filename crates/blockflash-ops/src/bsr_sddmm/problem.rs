@@ -15,8 +15,8 @@ pub struct DenseLayout {
     pub aligned: bool,
 }
 
-/// A sampled product reduced to plain numbers: what [`select`](super::select) and
-/// [`plan`](super::plan) work on.
+/// A sampled product reduced to plain numbers: what `select` and
+/// `plan` work on.
 ///
 /// [`BsrSddmm::problem`] makes one from tensors, with all checks; [`BsrSddmmProblem::new`] makes
 /// one without tensors.
@@ -93,7 +93,7 @@ impl BsrSddmm<'_> {
     /// Everything that can be checked without reading a tensor, and the result as plain numbers,
     /// for values of this type and layout.
     ///
-    /// Whether a kernel exists is another question, which [`select`](super::select) answers; the
+    /// Whether a kernel exists is another question, which `select` answers; the
     /// CPU runs every problem.
     ///
     /// # Errors

@@ -76,7 +76,7 @@ impl<'a> AppendKv<'a> {
     /// capture the call. On the CPU it returns when the cache is written.
     ///
     /// # Errors
-    /// All checks of [`problem`](Self::problem) and [`select`];
+    /// All checks of [`problem`](Self::problem) and `select`;
     /// [`Error::DeviceMismatch`](crate::Error::DeviceMismatch) if an operand is not on the stream's
     /// device; on the CPU [`Error::InvalidCuSeqlens`](crate::Error::InvalidCuSeqlens).
     pub fn append_into(&self, cache: KvCacheMut<'_>, stream: &Stream) -> Result<()> {
