@@ -4,7 +4,7 @@
 //! sqrt(head_dim):
 //!
 //! - The document is a chain of segments with one topic each. Segment lengths are drawn between a
-//!   quarter and 7/4 of the mean. Each segment draws one of [`TOPICS`] topics, so topics return at
+//!   quarter and 7/4 of the mean. Each segment draws one of `TOPICS` topics, so topics return at
 //!   large distances.
 //! - Keys are 0.7 · topic + 0.7 · place + noise. `place` holds sines and cosines of t with periods
 //!   from 32 to 4096 tokens, so that nearby tokens have similar places.

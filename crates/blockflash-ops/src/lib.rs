@@ -14,15 +14,20 @@
 //! # Ok::<(), blockflash_ops::Error>(())
 //! ```
 //!
-//! | first | what |
-//! |---|---|
-//! | [`Attention`] | softmax attention and its gradients: [`Mask`], grouped heads, softcap, sinks, packed sequences, a [`BlockMask`] |
-//! | [`AttentionDecode`] | attention of new queries to a [`KvCache`], contiguous or in pages; [`AppendKv`] appends to one, [`AttentionMerge`] combines attention over disjoint keys |
-//! | [`BlockMask`] | which blocks of queries × keys attention visits; a [`BlockMaskBuffer`] builds one on a GPU |
-//! | [`BsrMatmul`] | a block-sparse [`BsrMatrix`], or its transpose, times a dense matrix or the other way round, with bias and [`Activation`]; a [`BsrView`] has values that another library owns |
-//! | [`BsrSddmm`] | a product of dense matrices at the stored blocks of a [`BsrPattern`] only, as the gradients of its values |
-//! | [`Device`], [`Stream`], [`Tensor`], [`View`] | where it runs, in which order, and on what memory |
-//! | [`support`] | what runs on a device, with which kernel, and why something does not |
+//! - [`Attention`]: softmax attention and its gradients, with a [`Mask`], grouped heads, softcap,
+//!   sinks, packed sequences, a [`BlockMask`].
+//! - [`AttentionDecode`]: attention of new queries to a [`KvCache`], contiguous or in pages;
+//!   [`AppendKv`] appends to one, [`AttentionMerge`] combines attention over disjoint keys.
+//! - [`BlockMask`]: which blocks of queries × keys attention visits; a [`BlockMaskBuffer`] builds
+//!   one on a GPU.
+//! - [`BsrMatmul`]: a block-sparse [`BsrMatrix`], or its transpose, times a dense matrix or the
+//!   other way round, with bias and [`Activation`]; a [`BsrView`] has values that another library
+//!   owns.
+//! - [`BsrSddmm`]: a product of dense matrices at the stored blocks of a [`BsrPattern`] only, as the
+//!   gradients of its values.
+//! - [`Device`], [`Stream`], [`Tensor`], [`View`]: where it runs, in which order, and on what
+//!   memory.
+//! - [`support`]: what runs on a device, with which kernel, and why something does not.
 //!
 //! An option acts or is an [`Error`] that names what is missing. `…_into` methods write into given
 //! tensors; on a GPU they allocate nothing and never wait, so a [`Graph`] can capture them.

@@ -190,7 +190,7 @@ impl AttentionProblem {
 
 impl Attention<'_> {
     /// Everything that can be checked without reading a tensor, and the result as plain numbers:
-    /// for a contiguous `o` and no `lse`, until [`AttentionProblem::with_outputs`] says otherwise.
+    /// for a contiguous `o` and no `lse`, until `AttentionProblem::with_outputs` says otherwise.
     ///
     /// Whether a kernel exists is another question, which `select` answers; the
     /// CPU runs every problem.

@@ -92,7 +92,7 @@ impl AttentionBackwardProblem {
 impl AttentionBackward<'_> {
     /// Everything that can be checked without reading a tensor, and the result as plain numbers:
     /// for contiguous gradients, also of the sink if there is one, until
-    /// [`AttentionBackwardProblem::with_gradients`] says otherwise.
+    /// `AttentionBackwardProblem::with_gradients` says otherwise.
     ///
     /// # Errors
     /// All checks of [`Attention::problem`](crate::Attention::problem); [`Error::Shape`],
