@@ -23,8 +23,8 @@
 //! - [`BsrMatmul`]: a block-sparse [`BsrMatrix`], or its transpose, times a dense matrix or the
 //!   other way round, with bias and [`Activation`]; a [`BsrView`] has values that another library
 //!   owns.
-//! - [`BsrSddmm`]: a product of dense matrices at the stored blocks of a [`BsrPattern`] only, as the
-//!   gradients of its values.
+//! - [`BsrSddmm`]: a product of dense matrices at the stored blocks of a [`BsrPattern`] only, as
+//!   the gradients of its values.
 //! - [`Device`], [`Stream`], [`Tensor`], [`View`]: where it runs, in which order, and on what
 //!   memory.
 //! - [`support`]: what runs on a device, with which kernel, and why something does not.

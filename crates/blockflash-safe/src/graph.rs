@@ -132,7 +132,7 @@ impl Drop for GraphTemplate {
 impl Graph {
     /// Queues the captured work on a stream of the same device. Launches of one graph run one after
     /// the other, whatever their streams; so do launches of graphs that use the same
-    /// [`BsrPartsMemory`](crate::BsrPartsMemory).
+    /// `BsrPartsMemory`.
     ///
     /// # Errors
     /// [`Error::DeviceMismatch`]; [`Error::InCapture`] while the stream is being captured, here or

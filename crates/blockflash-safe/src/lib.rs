@@ -20,7 +20,7 @@
 //!   [`Event`]s or [`Stream::synchronize`]; without that, what a kernel reads or leaves in a tensor
 //!   is unspecified (never a host data race, since GPU memory is not handed out as Rust
 //!   references). One help is given: the first use of a tensor on another stream than its own waits
-//!   for what its own stream has queued by then. A [`BsrPartsMemory`] is ordered by this crate:
+//!   for what its own stream has queued by then. A `BsrPartsMemory` is ordered by this crate:
 //!   kernels that wait for words in it use it in turns, whatever their streams and graphs.
 //! - **Aliasing.** [`View`] and [`ViewMut`] borrow like `&[T]` and `&mut [T]`; the borrow ends when
 //!   the call returns, the order of queued work does the rest.

@@ -63,7 +63,7 @@ impl Stream {
     ///    clones, or joins such a capture: the tensors that are used meanwhile outlive the graph
     ///    and its launches; launches of everything made of the graph (executable graphs, child
     ///    graphs) run one after another; and if the capture uses memory that is used in turns, or
-    ///    will be ([`BsrPartsMemory`](crate::BsrPartsMemory)), no launch runs at the same time as
+    ///    will be (`BsrPartsMemory`), no launch runs at the same time as
     ///    other work with that memory, in this or another graph.
     ///
     /// Persistent kernels take one of 8192 pairs of tile counters for each such stream. Nothing
