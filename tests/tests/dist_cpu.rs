@@ -90,7 +90,8 @@ fn repeats_have_the_same_bits() {
     check_blocks(10, &[DType::BF16, DType::F32], 500, repeats);
 }
 
-/// Cases of all kinds with keys over all ranks, of which many gather.
+/// Cases of all kinds with keys over all ranks, of which many gather. A case is computed in both
+/// ways, so there are half as many as elsewhere.
 #[test]
 fn gathered_keys_give_the_same_bits_and_the_same_results_under_block_masks() {
     let (dtypes, head_dims) = ([DType::F32, DType::BF16].to_vec(), [4, 8, 24].to_vec());
@@ -109,10 +110,10 @@ fn gathered_keys_give_the_same_bits_and_the_same_results_under_block_masks() {
         assert!(counts.iter().any(|count| count % 2 == 1), "in one part: {counts:?}");
     };
     let dense = dist_cases(8, dtypes.clone(), head_dims.clone(), 150);
-    alike(property::samples(150, dense), 40, gathers_alike);
+    alike(property::samples(75, dense), 20, gathers_alike);
     let packed = dist_packed_cases(8, dtypes.clone(), head_dims.clone(), 120);
-    alike(property::samples(150, packed), 20, gathers_alike);
+    alike(property::samples(75, packed), 10, gathers_alike);
     // Rows of half precision with 4 elements are above the rule now and then, as in the README.
     let blocks = dist_block_cases(4, dtypes, vec![8, 24], 1200);
-    alike(property::samples(120, blocks), 25, gathers_blocks);
+    alike(property::samples(60, blocks), 12, gathers_blocks);
 }
