@@ -1,5 +1,5 @@
-"""Rivals of dense attention forward. Tensors are [batch, seqlen, heads, head_dim], contiguous, as
-ours are measured."""
+"""Competitors of dense attention forward. Tensors are [batch, seqlen, heads, head_dim], contiguous,
+as ours are measured."""
 
 import math
 
@@ -28,7 +28,7 @@ class Inputs:
             case["head_dim"],
         )
         if case["mask"] not in ("full", "causal"):
-            raise ValueError(f"mask {case['mask']!r}: rivals know full and causal")
+            raise ValueError(f"mask {case['mask']!r}: competitors know full and causal")
         self.causal = case["mask"] == "causal"
         if self.causal and self.seqlen_q > self.seqlen_kv:
             raise ValueError("causal with more queries than keys: the first queries see nothing")

@@ -1,6 +1,6 @@
-"""Rivals of attention backward, dense and under a block mask: from q, k, v, o, the log-sum-exp and
-the gradient of o to the gradients of q, k and v. Each runs its own forward pass once, which is not
-measured. Tensors are [batch, seqlen, heads, head_dim], contiguous, as ours are measured."""
+"""Competitors of attention backward, dense and under a block mask: from q, k, v, o, the log-sum-exp
+and the gradient of o to the gradients of q, k and v. Each runs its own forward pass once, which is
+not measured. Tensors are [batch, seqlen, heads, head_dim], contiguous, as ours are measured."""
 
 import copy
 import dataclasses
@@ -103,7 +103,7 @@ class Backward(Call):
 
 
 class Autograd(Backward):
-    """What autograd does for a rival of the forward pass. Gradients are allocated by torch."""
+    """What autograd does for a competitor of the forward pass. Gradients are allocated by torch."""
 
     forward: type[Call]
 

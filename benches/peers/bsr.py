@@ -1,5 +1,5 @@
-"""Inputs and rivals of the block-sparse (BSR) matmul c[m, n] = a[m, k]·b[k, n], all on the same
-pattern of blocks."""
+"""Inputs and competitors of the block-sparse (BSR) matmul c[m, n] = a[m, k]·b[k, n], all on the
+same pattern of blocks."""
 
 import itertools
 import math
@@ -110,7 +110,7 @@ class Inputs:
 
 
 class Matmul(Call):
-    """A rival that writes into its own `out`."""
+    """A competitor that writes into its own `out`."""
 
     Inputs = Inputs
     takes_fresh = False  # whether launches take copies of `a` in turn
@@ -120,7 +120,7 @@ class Matmul(Call):
 
 
 class MatmulDense(Matmul):
-    """The dense product over a with its zeros: a mark to beat, not a rival.
+    """The dense product over a with its zeros: a reference, not a competitor.
 
     Zeros save power, and so the clock is higher than for other numbers.
     """

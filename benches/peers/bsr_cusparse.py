@@ -1,4 +1,4 @@
-"""Rivals of the block-sparse matmul from cuSPARSE."""
+"""Competitors of the block-sparse matmul from cuSPARSE."""
 
 import torch
 

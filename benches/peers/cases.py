@@ -90,7 +90,7 @@ def on_hopper():
 
 
 def refused(case, name):
-    """Why a rival cannot run a case: then an error is right."""
+    """Why a competitor cannot run a case: then an error is right."""
     if name == "triton_flash" and case["seqlen_q"] < 64:
         return "no tile for so few queries"
     if case.get("fresh_bytes") and "cusparse" in name:

@@ -1,6 +1,6 @@
-"""Rivals of attention to a cache of keys and values. Queries are the last ones of their sequences,
-[batch, seqlen_q, heads, head_dim]; a cache is [batch, seqlen_kv, heads, head_dim] or, in pages,
-[pages, page_size, heads, head_dim] with a random table."""
+"""Competitors of attention to a cache of keys and values. Queries are the last ones of their
+sequences, [batch, seqlen_q, heads, head_dim]; a cache is [batch, seqlen_kv, heads, head_dim] or, in
+pages, [pages, page_size, heads, head_dim] with a random table."""
 
 import math
 from collections.abc import Iterator
@@ -47,7 +47,7 @@ class Inputs:
         self.copies = [(self.draw(*kv), self.draw(*kv), table)]
         lengths, self.chosen = case.get("lengths"), case.get("chosen")
         if self.chosen is not None:
-            # All heads visit the same pages: to a rival, a sequence of these pages.
+            # All heads visit the same pages: to a competitor, a sequence of these pages.
             self.pages, k, v = table, *self.copies[0][:2]
             self.copies = [(k, v, self.some())]
             if lengths is not None:

@@ -1,5 +1,5 @@
-"""The rival `flash_attention_3`, from a folder fa3/ with xf_C.so (the extension of the xformers
-wheel).
+"""The competitor `flash_attention_3`, from a folder fa3/ with xf_C.so (the extension of the
+xformers wheel).
 
 `python3 flash3.py DEVICE DTYPE HEAD_DIM` ends with status 0 if this build can split the keys over
 several blocks.

@@ -1,4 +1,4 @@
-"""The rival FlashAttention-4, dense and under a block mask."""
+"""The competitor FlashAttention-4, dense and under a block mask."""
 
 from typing import Any
 

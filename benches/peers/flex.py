@@ -1,4 +1,4 @@
-"""Rivals of block-sparse attention forward: torch's FlexAttention over lists of blocks."""
+"""Competitors of block-sparse attention forward: torch's FlexAttention over lists of blocks."""
 
 import torch
 from torch.nn.attention import flex_attention as flex

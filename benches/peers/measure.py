@@ -1,4 +1,4 @@
-"""What every rival shares: its interface, how its launches are captured and timed, and how its
+"""What every competitor shares: its interface, how its launches are captured and timed, and how its
 output is judged."""
 
 import contextlib
@@ -17,11 +17,11 @@ TOLERANCE = {"f16": 2e-3, "bf16": 1e-2, "f32": 1e-4}
 
 
 class Absent(Exception):
-    """A rival that this machine does not have; the text says what is missing."""
+    """A competitor that this machine does not have; the text says what is missing."""
 
 
 class Call:
-    """One rival on one case: `run` launches once on the current stream, `output` is what the
+    """One competitor on one case: `run` launches once on the current stream, `output` is what the
     last launch wrote."""
 
     Inputs = None

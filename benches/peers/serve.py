@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Rivals of blockflash, measured one window at a time on behalf of `blockflash bench`.
+"""Competitors of blockflash, measured one window at a time on behalf of `blockflash bench`.
 
 usage: serve.py [--device cuda:0]                    JSON lines on stdin and stdout, see README.md
 in the parent folder
-       serve.py --self-test [--peer NAME] [--device cuda:0]   every rival once on small
+       serve.py --self-test [--peer NAME] [--device cuda:0]   every competitor once on small
        cases, tracebacks on stderr
 
-The process stays up for a whole run and is idle between two windows, so that ours and the rivals
-take turns on one GPU.
+The process stays up for a whole run and is idle between two windows, so that ours and the
+competitors take turns on one GPU.
 """
 
 import argparse
@@ -19,7 +19,7 @@ import signal
 import sys
 import traceback
 
-# Operation -> rival -> (module beside this file, class in it).
+# Operation -> competitor -> (module beside this file, class in it).
 PEERS = {
     "attention_fwd": {
         "torch_sdpa_flash": ("attention", "SdpaFlash"),
@@ -62,7 +62,8 @@ PEERS = {
         "torch_matmul_random": ("bsr", "MatmulRandom"),
     },
 }
-# No rivals but marks: they do another job (a dense product), so no ratio is taken against them.
+# No competitors but references: they do another job (a dense product), so no ratio is taken against
+# them.
 REFERENCES = ["torch_matmul_dense", "torch_matmul_random"]
 
 
@@ -72,13 +73,13 @@ def one_line(error):
 
 
 def load(op, name):
-    """The class of a rival (a measure.Call)."""
+    """The class of a competitor (a measure.Call)."""
     module, cls = PEERS[op][name]
     return getattr(importlib.import_module(module), cls)
 
 
 class Server:
-    """Inputs of one case, and the rivals that are prepared for it."""
+    """Inputs of one case, and the competitors that are prepared for it."""
 
     def __init__(self, device):
         self.device_name = device
@@ -132,7 +133,7 @@ class Server:
         return answer
 
     def prepare(self, request):
-        """Builds the inputs of the case (once), makes the rival's call, captures it, and
+        """Builds the inputs of the case (once), makes the competitor's call, captures it, and
         verifies what the replay wrote."""
         case, name = request["case"], request["peer"]
         op = case["op"]
@@ -147,13 +148,17 @@ class Server:
                 raise ValueError("launches take copies in turn only of a cache of keys and values")
             self.inputs.rotate(request.get("flush_bytes", 0))
         if case.get("fresh_bytes", 0) > 0 and not getattr(peer, "takes_fresh", False):
-            raise ValueError("this rival multiplies one and the same a, which may be in a cache")
+            raise ValueError(
+                "this competitor multiplies one and the same a, which may be in a cache"
+            )
         call, capture = self.captured(peer, request, flush)
         call.poison()
         capture.replay()
         rel_err = call.relative_error(self.inputs)
         if call.deterministic and not call.repeats(capture):
-            raise RuntimeError("another launch gave other bits, but this rival is deterministic")
+            raise RuntimeError(
+                "another launch gave other bits, but this competitor is deterministic"
+            )
         self.prepared[name] = (capture, call)
         self.give_back()
         limit = self.inputs.tolerance
@@ -169,8 +174,9 @@ class Server:
         }
 
     def captured(self, peer, request, flush):
-        """The rival's call and its graph. The first backward pass of a process cannot be captured:
-        torch makes its stream and the default one wait for each other. A second call can."""
+        """The competitor's call and its graph. The first backward pass of a process cannot be
+        captured: torch makes its stream and the default one wait for each other. A second call
+        can."""
         import measure
 
         limits = request.get("graph_us", 3000), request.get("max_launches", 512)
@@ -271,14 +277,14 @@ def serve(device):
 
 
 def self_test(device, only):
-    """Each rival on all cases of its operation."""
+    """Each competitor on all cases of its operation."""
     from cases import cases, refused
 
     server = Server(device)
     hello = server.hello({})
     print(json.dumps(hello, indent=1), flush=True)
     if not any(hello["peers"].values()):
-        print("error: no rival can run here", file=sys.stderr)
+        print("error: no competitor can run here", file=sys.stderr)
         return 2
     failed = 0
     for case, cache in cases():
@@ -325,9 +331,9 @@ def main():
         "--device", default="cuda:0", help="cuda:N, or cpu to try the protocol without a GPU"
     )
     parser.add_argument(
-        "--self-test", action="store_true", help="run every rival once on small cases"
+        "--self-test", action="store_true", help="run every competitor once on small cases"
     )
-    parser.add_argument("--peer", help="self-test only rivals whose name contains this")
+    parser.add_argument("--peer", help="self-test only competitors whose name contains this")
     arguments = parser.parse_args()
     return (
         self_test(arguments.device, arguments.peer)

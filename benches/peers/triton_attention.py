@@ -1,5 +1,5 @@
-"""The rival `triton_flash`: flash attention written in Triton, with the fastest tile of a sweep for
-each case.
+"""The competitor `triton_flash`: flash attention written in Triton, with the fastest tile of a
+sweep for each case.
 
 `python3 triton_attention.py DEVICE HEAD_DIM` tries the tiles with specialized warps and prints
 those that are right.

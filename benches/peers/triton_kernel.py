@@ -1,4 +1,4 @@
-"""Flash-attention forward in Triton, the kernel of the rival `triton_flash`."""
+"""Flash-attention forward in Triton, the kernel of the competitor `triton_flash`."""
 
 import triton
 import triton.language as tl

@@ -1,4 +1,4 @@
-"""Search for the fastest launch parameters of a rival on one case."""
+"""Search for the fastest launch parameters of a competitor on one case."""
 
 import math
 import time
@@ -71,7 +71,7 @@ class Sweep:
 
 
 class Tuned:
-    """Mixed into a rival with launch parameters: `search(sweep)` runs candidates,
+    """Mixed into a competitor with launch parameters: `search(sweep)` runs candidates,
     `use(candidate)` takes one."""
 
     def tune(self, inputs, options):

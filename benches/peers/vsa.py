@@ -1,4 +1,4 @@
-"""The rival `flashinfer_vsa` of block-sparse attention forward: FlashInfer's kernel for video
+"""The competitor `flashinfer_vsa` of block-sparse attention forward: FlashInfer's kernel for video
 sparse attention on Hopper, blocks of 64 × 64 at head_dim 128."""
 
 import torch

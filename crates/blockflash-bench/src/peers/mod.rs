@@ -1,5 +1,5 @@
-//! Competitors run in another process: `benches/peers/serve.py` lives as long as the run and is asked
-//! for one window at a time.
+//! Competitors run in another process: `benches/peers/serve.py` lives as long as the run and is
+//! asked for one window at a time.
 
 mod server;
 

@@ -26,8 +26,8 @@ use std::time::Duration;
 
 const EXAMPLES: &str = "\
 Every implementation of a case is verified first. Then the implementations are measured in rounds,
-one window of time each, in an order that is counterbalanced over the rounds. Each result is one JSON line;
-benches/README.md documents the fields.
+one window of time each, in an order that is counterbalanced over the rounds. Each result is one
+JSON line; benches/README.md documents the fields.
 
 Examples:
   blockflash bench --list
