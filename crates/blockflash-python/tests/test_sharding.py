@@ -92,3 +92,63 @@ def work(rank: int, world: int) -> None:
 @WHERE
 def test_batch_and_heads(backend: str) -> None:
     run(2, work, backend)
+
+
+def decodes(rank: int, world: int) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    device = "cuda" if torch.distributed.get_backend() == "nccl" else "cpu"
+    dtype = torch.float32 if device == "cpu" else torch.float16
+    mesh = init_device_mesh(device, (world,))
+    torch.manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, device=device, dtype=dtype)
+
+    def place(t: Any, dim: int | None) -> Any:
+        return distribute_tensor(t, mesh, [Replicate() if dim is None else Shard(dim)])
+
+    def agrees(kept: int | None, q: Any, cache: Any, **options: Any) -> None:
+        """Each tensor comes with its dimension that is divided."""
+        plain = {name: value[0] for name, value in options.items()}
+        spread = {name: place(*value) for name, value in options.items()}
+        k, v = cache[0], cache[0].flip(-1)
+        wanted = blockflash.attention_decode(q[0], k, v, return_lse=True, **plain)
+        caches = [place(t, cache[1]) for t in (k, v)]
+        found = blockflash.attention_decode(place(*q), *caches, return_lse=True, **spread)
+        assert found[0].placements[0] == (Replicate() if kept is None else Shard(kept))
+        for ours, theirs in zip(found, wanted, strict=True):
+            torch.testing.assert_close(ours.full_tensor(), theirs)
+
+    def numbers(values: list[Any]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    q, cache, used = draw(4, 2, 8, 16), draw(4, 32, 2, 16), numbers([5, 32, 0, 9])
+    sink = torch.randn(8, device=device)
+    for dim, kept in ((0, 0), (2, 2), (1, None), (None, None)):
+        agrees(kept, (q, dim), (cache, dim), seqused_k=(used, None), sink=(sink, None))
+    agrees(2, (q, 2), (cache, 2), seqused_k=(used, None), sink=(sink, 0))
+    agrees(0, (q, 0), (cache, 0), seqused_k=(used, 0))
+    pages, table = draw(5, 16, 2, 16), numbers([[0, 1], [2, 3], [4, 0], [1, 2]])
+    agrees(0, (q, 0), (pages, None), seqused_k=(used, 0), block_table=(table, 0))
+    agrees(2, (q, 2), (pages, 2), seqused_k=(used, None), block_table=(table, None))
+
+    o, lse = draw(3, 4, 5, 8, 16), torch.randn(3, 4, 8, 5, device=device)
+    wanted = blockflash.attention_merge(o, lse)
+    for of_o, of_lse, kept in ((1, 1, 0), (3, 2, 2), (None, None, None), (0, 0, None)):
+        found = blockflash.attention_merge(place(o, of_o), place(lse, of_lse))
+        assert found[0].placements[0] == (Replicate() if kept is None else Shard(kept))
+        for ours, theirs in zip(found, wanted, strict=True):
+            torch.testing.assert_close(ours.full_tensor(), theirs)
+
+    # What torch has redistributed for a call is not what the caller holds.
+    new = place(draw(4, 1, 2, 16), 0)
+    with pytest.raises((NotImplementedError, RuntimeError)):
+        written = place(cache, 0)
+        blockflash.attention_decode(place(q, 0), written, written.clone(), k=new, v=new)
+
+
+@WHERE
+def test_caches_and_parts(backend: str) -> None:
+    run(2, decodes, backend)

@@ -134,6 +134,7 @@ def attention_decode(
         options += (max_seqlen_q or 0, left, right, scale, softcap or 0.0, rotary_interleaved)
     tensors = (q, k_cache, v_cache) if k is None else (q, k_cache, v_cache, k, v)
     operator = _OPS.attention_decode.default if k is None else _OPS.attention_append.default
+    _place(q)
     try:
         if _autograd.passes(*tensors, sink, rotary_cos, rotary_sin):
             if k is not None:
@@ -146,6 +147,12 @@ def attention_decode(
         raise _autograd.typed(error) from None
     _stats.count("attention_decode")
     return (o, lse) if return_lse else o
+
+
+def _place(tensor: Any) -> None:
+    """Registers the placements of `DTensor`s when the first one comes."""
+    if type(tensor).__name__ == "DTensor":
+        from . import _sharding  # noqa: F401
 
 
 def _lowered(tensor: Any, lower: torch.dtype) -> Any:
@@ -176,6 +183,7 @@ def attention_merge(
             f"o has shape {list(o.shape)} and lse {list(lse.shape)}, not [parts, B, S, H, D] and "
             "[parts, B, H, S], nor [parts, T, H, D] and [parts, H, T]"
         )
+    _place(o)
     if _autograd.passes(o, lse):
         merge = partial(_autograd.call_below, _OPS.attention_merge.default)
     else:

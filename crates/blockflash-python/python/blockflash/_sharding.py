@@ -1,5 +1,8 @@
 """Attention of torch's `DTensor`: which placements the operators take, and how they are called.
 
+Operators that write (`attention_append`, `attention_out`) have no rule, so they raise: a write into
+a tensor that torch has redistributed for the call would be lost.
+
 Imported when the first one comes: torch's module takes long to import.
 """
 
@@ -111,3 +114,58 @@ def _backward(
         outputs = [rows] * 3 + [of_sink if rule.has_sink else Replicate()]
         found.append((outputs, inputs + rule.options(kind)))
     return found
+
+
+def _whole(count: int) -> list[Any]:
+    return [Replicate()] * count
+
+
+@register_sharding(_OPS.attention_decode.default)
+def _decode(
+    q: Any,
+    k_cache: Any,
+    v_cache: Any,
+    seqused_k: Any = None,
+    block_table: Any = None,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_k: Any = None,
+    sink: Any = None,
+    rotary_cos: Any = None,
+    rotary_sin: Any = None,
+    page_lists: Any = None,
+    page_counts: Any = None,
+    *numbers: Any,
+) -> list[tuple[list[Any], list[Any]]]:
+    packed = cu_seqlens_q is not None
+    given = (
+        seqused_k, block_table, cu_seqlens_q, cu_seqlens_k, sink, rotary_cos, rotary_sin,
+        page_lists, page_counts,
+    )  # fmt: skip
+    count = sum(tensor is not None for tensor in given)
+    found = [(_whole(2), _whole(3 + count))]
+    if not packed:
+        # Pages belong to no entry of the batch.
+        cache = Shard(0) if block_table is None else Replicate()
+        entries = (Shard(0), Shard(0), None, None, *_whole(3), Shard(0), Shard(0))
+        found.append(([Shard(0)] * 2, [Shard(0), cache, cache, *_chosen(entries, given)]))
+    if _divides(k_cache.shape[-2], q, k_cache):
+        rows, lse = (Shard(1), Shard(0)) if packed else (Shard(2), Shard(1))
+        heads = (*_whole(4), Shard(0), *_whole(2), Shard(1), Replicate())
+        found.append(([rows, lse], [rows, Shard(2), Shard(2), *_chosen(heads, given)]))
+    return found
+
+
+def _chosen(placements: Sequence[Any], given: Sequence[Any]) -> list[Any]:
+    """The placements of the tensors that are given."""
+    pairs = zip(placements, given, strict=True)
+    return [placement for placement, tensor in pairs if tensor is not None]
+
+
+@register_sharding(_OPS.attention_merge.default)
+def _merge(parts_o: Any, parts_lse: Any) -> list[tuple[list[Any], list[Any]]]:
+    # o is `[parts, rows, heads, D]`, and lse `[parts, heads, rows]`.
+    return [
+        (_whole(2), _whole(2)),
+        ([Shard(0), Shard(1)], [Shard(1), Shard(2)]),
+        ([Shard(1), Shard(0)], [Shard(2), Shard(1)]),
+    ]
