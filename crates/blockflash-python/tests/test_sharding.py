@@ -142,11 +142,12 @@ def decodes(rank: int, world: int) -> None:
         for ours, theirs in zip(found, wanted, strict=True):
             torch.testing.assert_close(ours.full_tensor(), theirs)
 
-    # What torch has redistributed for a call is not what the caller holds.
-    new = place(draw(4, 1, 2, 16), 0)
-    with pytest.raises((NotImplementedError, RuntimeError)):
-        written = place(cache, 0)
-        blockflash.attention_decode(place(q, 0), written, written.clone(), k=new, v=new)
+    # What torch has redistributed for a call is not what the caller holds, so writes raise.
+    new, written, x = place(draw(4, 1, 2, 16), 0), place(cache, 0), place(q, 0)
+    with pytest.raises(NotImplementedError, match="attention_append"):
+        blockflash.attention_decode(x, written, written.clone(), k=new, v=new)
+    with pytest.raises(NotImplementedError, match="attention_out"):
+        blockflash.attention(x, x, x, out=torch.empty_like(x))
 
 
 @WHERE
