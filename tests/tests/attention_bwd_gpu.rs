@@ -99,7 +99,7 @@ fn repeats_its_bits(
 }
 
 /// Offsets of a packed batch that are garbage: the launch ends, writes nothing beyond the
-/// gradients, and reads nothing beyond the inputs, where NaN lies.
+/// gradients, and reads nothing beyond the inputs, where NaN is.
 fn survives_any_offsets(
     kernel: &'static Kernel,
     tile: &AttentionBwdTile,

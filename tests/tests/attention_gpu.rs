@@ -180,7 +180,7 @@ fn runs_in_two_threads(
     })
 }
 
-/// Batch entries 2²⁷ elements apart: the 17th starts at element 2³¹. Whatever lies between them is
+/// Batch entries 2²⁷ elements apart: the 17th starts at element 2³¹. Whatever is between them is
 /// NaN.
 fn beyond_31_bits(gpu: &Gpu, report: &mut Report) {
     const BATCH: usize = 17;

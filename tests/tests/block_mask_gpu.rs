@@ -143,7 +143,7 @@ fn names_what_is_wrong(kernel: &Kernel, stream: &Stream) -> Result<usize, String
         let mut data = case.data();
         let twice = 75 * (seed as usize * 5 + 3);
         let missing = 75 * (seed as usize * 5 + 40) + seed as usize * 6;
-        // The two equal columns lie in one piece of 32 or far apart. All other columns of a list
+        // The two equal columns are in one piece of 32 or far apart. All other columns of a list
         // differ, so no third one is equal.
         data.lists[twice] = 333;
         data.lists[twice + 1..twice + 75]

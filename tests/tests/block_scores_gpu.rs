@@ -21,7 +21,7 @@ struct Case {
     seqlens: [usize; 2],
     blocks: [usize; 2],
     head_dim: usize,
-    /// Heads lie before the sequence in memory.
+    /// Heads are before the sequence in memory.
     heads_first: bool,
 }
 

@@ -248,7 +248,7 @@ fn runs_in_two_threads(
     })
 }
 
-/// Rows of B and of C 2²⁰ + 8 elements apart, and more than 2¹¹ of them. Whatever lies between them
+/// Rows of B and of C 2²⁰ + 8 elements apart, and more than 2¹¹ of them. Whatever is between them
 /// is NaN.
 fn beyond_31_bits(gpu: &Gpu, report: &mut Report) {
     const STRIDE: usize = (1 << 20) + 8;
@@ -289,7 +289,7 @@ fn beyond_31_bits(gpu: &Gpu, report: &mut Report) {
             .filter_map(|kernel| Some((kernel, kernel.bsr_matmul_tile()?)))
             .filter(|(_, tile)| tile.dtype == dtype)
         {
-            // B and C lie by rows here, and A as it is.
+            // B and C are by rows here, and A as it is.
             if tile.a_transposed || tile.b_column_major {
                 continue;
             }

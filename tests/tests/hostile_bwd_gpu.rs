@@ -245,7 +245,7 @@ fn a_workspace_that_changes() {
     };
     for seqlens in [[600, 600], [200, 600]] {
         of_each_kernel(&gpu, (seqlens, false, mask), |kernel, tile, call| {
-            // Only this step waits for what lies in the workspace; it is slow where it waits in
+            // Only this step waits for what is in the workspace; it is slow where it waits in
             // vain.
             if tile.step == Step::KeysAndSums {
                 check(kernel, call);

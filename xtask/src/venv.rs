@@ -44,7 +44,7 @@ impl Venv {
         run(pip.args(install.split(' ')).arg("--no-compile").args(arguments))
     }
 
-    /// The folder in which its packages lie.
+    /// The folder in which its packages are.
     pub fn site_packages(&self) -> Result<PathBuf> {
         let found = list(&self.0.join("lib"))?
             .into_iter()

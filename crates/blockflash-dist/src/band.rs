@@ -55,7 +55,7 @@ impl Band {
     /// The same of the queries and keys of a range of the sequence.
     ///
     /// Under a causal mask, of the chunks `a` and `b` of the source: the first chunk of a later
-    /// group and its second chunk come after `a` and before `b`, and both chunks of the source lie
+    /// group and its second chunk come after `a` and before `b`, and both chunks of the source are
     /// between the two of an earlier group. Within a group rows have the order of the sequence.
     pub(crate) fn parts_in(
         &self,
@@ -84,7 +84,7 @@ impl Band {
     }
 
     /// The queries of a span that see keys of another one, and those keys. Then the first query
-    /// sees the first key, so both sides of the window are there also after the shift by what lies
+    /// sees the first key, so both sides of the window are there also after the shift by what is
     /// between query and key.
     fn part(&self, q: &Span, k: &Span) -> Option<Part> {
         let (left, right) =
@@ -123,7 +123,7 @@ impl Part {
         }
     }
 
-    /// Those of so many queries and keys.
+    /// Those of this many queries and keys.
     fn pairs_of(&self, [rows, keys]: [f64; 2]) -> f64 {
         let (left, right) = match self.mask {
             Mask::Causal { .. } => (None, Some(0)),

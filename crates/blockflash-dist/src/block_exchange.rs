@@ -49,7 +49,7 @@ impl BlockMaskExchange {
         self.finish_in(messages, 0, stream)
     }
 
-    /// The same with lists for keys that are gathered, in so many parts of the heads; 0 if none
+    /// The same with lists for keys that are gathered, in this many parts of the heads; 0 if none
     /// are.
     pub(crate) fn finish_in<M: AsRef<[i32]>>(
         &self,

@@ -189,7 +189,7 @@ impl Visits {
         Ok((plans, density))
     }
 
-    /// What one call visits of the keys of all other ranks, in so many parts of the heads: `None`
+    /// What one call visits of the keys of all other ranks, in this many parts of the heads: `None`
     /// where rows are not a whole number of blocks, since a block would reach into other rows of
     /// the window, or where the window has too many rows for one call.
     fn together(&self, sizes: &Sizes, entry: usize, parts: usize) -> Result<Option<Together>> {
@@ -340,7 +340,7 @@ impl Columns {
     }
 }
 
-/// Those of an ascending list that lie in a range.
+/// Those of an ascending list that are in a range.
 fn between(list: &[i32], columns: Range<i32>) -> &[i32] {
     let until = |end: i32| list.partition_point(|&column| column < end);
     &list[until(columns.start)..until(columns.end)]

@@ -39,7 +39,7 @@ fn columns_of_the_sequence_and_of_a_group() {
     assert_eq!(columns.rows(&[0, 1]), vec![0..128; 1]);
 }
 
-/// Rank 1 has blocks 1 and 2 of the sequence. Its slot lies behind that of rank 0, which has two
+/// Rank 1 has blocks 1 and 2 of the sequence. Its slot is behind that of rank 0, which has two
 /// blocks of keys and two of values.
 #[test]
 fn columns_of_gathered_keys() {
@@ -50,7 +50,7 @@ fn columns_of_gathered_keys() {
     let rows: Vec<Vec<usize>> =
         (0..2).map(|row| together.masks[0].row(0, 0, row).unwrap().collect()).collect();
     assert_eq!(rows, [[4], [5]]);
-    // The last block of the sequence is not whole: other rows would lie behind its keys.
+    // The last block of the sequence is not whole: other rows would be behind its keys.
     let shard = Shard::new(250, 2, 0).unwrap().in_blocks(64, 64).unwrap();
     let grid = Grid { shard, ..sizes.grid };
     let geometry = BlockGeometry::new(250, 250, 64, 64).unwrap();

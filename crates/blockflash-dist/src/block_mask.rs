@@ -119,7 +119,7 @@ impl DistributedBlockMask {
         self.plans.clone()
     }
 
-    /// Whether lists of parts of the heads are there, as a call of so many heads of keys gathers
+    /// Whether lists of parts of the heads are there, as a call of this many heads of keys gathers
     /// them.
     pub(crate) fn is_in_parts(&self, heads_kv: usize) -> bool {
         self.sizes.heads == 1 || self.parts == PARTS && heads_kv.is_multiple_of(PARTS)

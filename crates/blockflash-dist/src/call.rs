@@ -38,7 +38,7 @@ impl Call {
         })
     }
 
-    /// The mask of one of so many parts of the heads.
+    /// The mask of one of this many parts of the heads.
     pub(crate) fn mask_of(&self, part: usize, parts: usize) -> Option<&BlockMask> {
         match self.part_masks.len() == parts {
             true => self.part_masks.get(part),

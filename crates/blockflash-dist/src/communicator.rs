@@ -33,7 +33,7 @@ pub trait Communicator {
         false
     }
 
-    /// Prepares a window for up to so many bytes of each rank, and says whether there is one, the
+    /// Prepares a window for up to this many bytes of each rank, and says whether there is one, the
     /// same on all ranks. All ranks call this at the same time, and the largest number counts.
     /// There is none if it is not written.
     ///

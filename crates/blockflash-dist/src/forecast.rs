@@ -65,7 +65,7 @@ impl<'a> Divided<'a> {
         self.attention(pairs, self.workload.num_heads_q as f64) / self.machine.ranks as f64
     }
 
-    /// Bytes of a row, of all entries of the batch, of so many heads.
+    /// Bytes of a row, of all entries of the batch, of this many heads.
     fn row(&self, heads: usize) -> f64 {
         let Workload { batch, head_dim, element_bytes, .. } = *self.workload;
         (batch * head_dim) as f64 * (heads * element_bytes) as f64

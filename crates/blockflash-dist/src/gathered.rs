@@ -13,11 +13,11 @@ use blockflash_ops::{
 };
 use std::ops::Range;
 
-/// Heads of keys are gathered in so many parts, if there are as many. Attention begins with the
+/// Heads of keys are gathered in this many parts, if there are as many. Attention begins with the
 /// first part while the next one comes; the first one comes while a rank attends its own keys.
 pub(crate) const PARTS: usize = 2;
 
-/// How keys and values are gathered. They lie in a window of `[parts · ranks, 2 · rows, heads,
+/// How keys and values are gathered. They are in a window of `[parts · ranks, 2 · rows, heads,
 /// head_dim]`: the slot of a rank in a part has the keys of some heads, and then their values.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Gather {
@@ -38,7 +38,7 @@ pub(crate) fn most_rows(grid: &Grid) -> usize {
     (0..world).map(|rank| grid.shard.of(world, rank).rows()).max().unwrap_or(0)
 }
 
-/// Under a block mask one call visits the keys of all other ranks, as they lie in the slots of a
+/// Under a block mask one call visits the keys of all other ranks, as they are in the slots of a
 /// part, and writes one output in place of one for each rank.
 #[derive(Debug)]
 pub(crate) struct Together {
@@ -130,7 +130,7 @@ impl Gather {
         plan.together.as_ref().filter(|together| together.mask(0, self.parts).is_some())
     }
 
-    /// Where the parts of outputs lie.
+    /// Where the parts of outputs are.
     pub(crate) fn slots<'a>(&self, plan: &'a Plan) -> &'a Slots {
         self.together(plan).map_or(&plan.queries, |together| &together.slots)
     }

@@ -29,7 +29,7 @@ impl fmt::Display for Scheme {
 }
 
 impl Scheme {
-    /// All schemes for so many ranks and heads of keys, the one with the most heads first. Never
+    /// All schemes for this many ranks and heads of keys, the one with the most heads first. Never
     /// empty with a rank: keys can always be divided.
     pub fn all(world: usize, num_heads_kv: usize) -> Vec<Scheme> {
         let fits = |heads: &usize| [world, num_heads_kv].iter().all(|n| n.is_multiple_of(*heads));
@@ -125,7 +125,7 @@ impl Grid {
         self.shard.of(self.scheme.keys, group)
     }
 
-    /// The heads of this rank, of so many.
+    /// The heads of this rank, of this many.
     pub(crate) fn heads(&self, of: usize) -> Range<usize> {
         let heads = of / self.scheme.heads;
         self.member() * heads..(self.member() + 1) * heads

@@ -1,4 +1,4 @@
-//! Which keys queries see in a packed batch: sequences of different lengths that lie one after
+//! Which keys queries see in a packed batch: sequences of different lengths that are one after
 //! another in the rows of the ranks, each of which attends only itself.
 
 use crate::band::{Band, Part};
@@ -14,7 +14,7 @@ pub(crate) struct Pattern<'a> {
     pub(crate) cu_seqlens: Option<&'a [i32]>,
 }
 
-/// Checks the offsets of a packed batch of so many rows.
+/// Checks the offsets of a packed batch of this many rows.
 pub(crate) fn check_offsets(cu_seqlens: &[i32], rows: usize) -> Result<()> {
     let bad = |index: usize, problem: String| {
         Err(Error::CuSeqlens { index, value: cu_seqlens[index], problem })
@@ -46,7 +46,7 @@ impl<'a> Pattern<'a> {
 
     /// What a group has of the keys of another one, or of its own.
     ///
-    /// Sequences that lie within the group are attended by one call as long as they follow each
+    /// Sequences that are within the group are attended by one call as long as they follow each
     /// other. A sequence of several groups has the parts that it would have alone. So no row is in
     /// parts of two sequences, but for that call, which has all that its rows attend.
     pub(crate) fn parts(&self, group: &Shard, source: &Shard) -> Vec<Part> {

@@ -72,7 +72,7 @@ fn parts_are_the_mask_of_each_sequence() {
     }
 }
 
-/// Sequences that lie within a rank are one call, and nothing of them travels.
+/// Sequences that are within a rank are one call, and nothing of them travels.
 #[test]
 fn short_sequences_stay() {
     let offsets: Vec<i32> = (0..=10).map(|at| at * 4).collect();

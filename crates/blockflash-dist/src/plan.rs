@@ -17,9 +17,9 @@ use std::ops::Range;
 pub(crate) struct Plan {
     /// The first one attends the keys of this group.
     pub(crate) steps: Vec<Step>,
-    /// Where the parts of outputs lie, and of gradients of queries.
+    /// Where the parts of outputs are, and of gradients of queries.
     pub(crate) queries: Slots,
-    /// Where the parts of gradients of keys lie.
+    /// Where the parts of gradients of keys are.
     pub(crate) keys: Slots,
     /// Where keys are gathered, one call in place of those of all steps but the first one.
     pub(crate) together: Option<Together>,
@@ -53,7 +53,7 @@ pub(crate) struct Call {
     pub(crate) keys: Vec<Range<usize>>,
     /// The sequences of the part on the device, if it has several.
     pub(crate) packed: Option<Packed>,
-    /// Where the output lies.
+    /// Where the output is.
     pub(crate) slot: usize,
 }
 
@@ -251,7 +251,7 @@ fn count(ranges: &[Range<usize>]) -> usize {
     ranges.iter().map(|range| range.len()).sum()
 }
 
-/// How many rows of the ranges lie before a row.
+/// How many rows of the ranges are before a row.
 fn count_before(ranges: &[Range<usize>], row: usize) -> usize {
     ranges.iter().map(|range| range.end.min(row).saturating_sub(range.start)).sum()
 }

@@ -60,7 +60,7 @@ impl<'a> Incoming<'a> {
         Ok(this)
     }
 
-    /// Memory for so many rows of keys and values, or of their gradients. It is shared before
+    /// Memory for this many rows of keys and values, or of their gradients. It is shared before
     /// anything is exchanged: its first use on a stream waits for what the other one has queued.
     pub(crate) fn like(&self, rows: usize, stream: &Stream) -> Result<[Tensor; 2]> {
         let mut shape = self.own[0].shape().to_vec();

@@ -27,7 +27,7 @@ pub struct Shard {
 /// Rows that follow each other in the sequence.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Span {
-    /// Where they lie in the sequence.
+    /// Where they are in the sequence.
     pub(crate) positions: Range<usize>,
     /// The first one in the tensors of the rank.
     pub(crate) row: usize,
@@ -75,7 +75,7 @@ impl Shard {
     /// The lists of the queries of this rank, from a mask of the whole sequence on the CPU.
     ///
     /// # Errors
-    /// [`Error::BlockMask`] if the mask is of another length, or if blocks lie on several ranks; a
+    /// [`Error::BlockMask`] if the mask is of another length, or if blocks are on several ranks; a
     /// mask that is not on the CPU.
     pub fn block_mask(&self, whole: &BlockMask) -> Result<BlockMask> {
         let (block_q, block_kv) = (whole.block_q(), whole.block_kv());
@@ -122,7 +122,7 @@ impl Shard {
         self.block
     }
 
-    /// Where the two chunks lie in the sequence.
+    /// Where the two chunks are in the sequence.
     pub fn ranges(&self) -> [Range<usize>; 2] {
         [self.rank, 2 * self.world - 1 - self.rank]
             .map(|chunk| self.start(chunk)..self.start(chunk + 1))
@@ -138,12 +138,12 @@ impl Shard {
         self.ranges().map(|range| range.len()).iter().sum()
     }
 
-    /// The rows of another one of so many ranks, in the same sequence.
+    /// The rows of another one of this many ranks, in the same sequence.
     pub(crate) fn of(&self, world: usize, rank: usize) -> Shard {
         Shard { world, rank, ..*self }
     }
 
-    /// The rows of this rank that lie in a range of the sequence. They follow each other, as the
+    /// The rows of this rank that are in a range of the sequence. They follow each other, as the
     /// rows of a rank have the order of the sequence.
     pub(crate) fn rows_in(&self, positions: &Range<usize>) -> Range<usize> {
         let before = |position: usize| {
@@ -154,7 +154,7 @@ impl Shard {
         before(positions.start)..before(positions.end)
     }
 
-    /// The spans of the rows that lie in a range of the sequence.
+    /// The spans of the rows that are in a range of the sequence.
     pub(crate) fn spans_in(&self, positions: &Range<usize>) -> Vec<Span> {
         let cut = |Span { positions: all, row }: Span| {
             let start = all.start.max(positions.start);
@@ -177,7 +177,7 @@ impl Shard {
         spans.into_iter().filter(|span| !span.positions.is_empty()).collect()
     }
 
-    /// Where a row of the tensors of this rank lies in the sequence.
+    /// Where a row of the tensors of this rank is in the sequence.
     pub(crate) fn position(&self, row: usize) -> usize {
         let [first, second] = self.ranges();
         if row < first.len() { first.start + row } else { second.start + row - first.len() }

@@ -241,7 +241,7 @@ fn forecasts_count_what_calls_send() {
     }
 }
 
-/// Of sequences that lie within ranks no keys travel, and only their own pairs are work. Offsets
+/// Of sequences that are within ranks no keys travel, and only their own pairs are work. Offsets
 /// that a call refuses have no forecast.
 #[test]
 fn packed_sequences_are_less_work() {

@@ -207,7 +207,7 @@ pub(crate) fn contiguous(
     Err(Error::Stride { what, expected, found: view.strides().to_vec() })
 }
 
-/// An empty list with room for so many elements; more than this machine has memory for is an error.
+/// An empty list with room for `count` elements; more than there is memory for is an error.
 pub(crate) fn reserved<T>(count: usize) -> Result<Vec<T>> {
     let mut list = Vec::new();
     match list.try_reserve_exact(count) {

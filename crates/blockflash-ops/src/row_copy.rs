@@ -13,7 +13,7 @@ use blockflash_sys::{DType, Kernel};
 use std::ptr::{null, null_mut};
 use std::sync::LazyLock;
 
-/// One of so many SMs copies. With 17 of 132, an H100 copies some 550 GB/s beside attention.
+/// One of this many SMs copies. With 17 of 132, an H100 copies some 550 GB/s beside attention.
 const SHARE: u32 = 8;
 
 /// Bytes that a thread moves at once.

@@ -100,7 +100,7 @@ class Case:
             self.reference = self.reference or found
             for x, all_rows in zip(found, self.reference, strict=True):
                 error = max(error, error_of(x, entry.rows(all_rows), not self.backward))
-        except Exception as raised:  # Of a rival, whatever it is.
+        except Exception as raised:  # Of a competitor, whatever it is.
             wrong = f"{type(raised).__name__}: {raised}".replace("\n", " ")[:300]
             if entry.is_ours:
                 raise
@@ -179,10 +179,10 @@ class Results:
         self.show(f"\nother results than one GPU: {'; '.join(wrong) or 'none'}")
         self.records.goal(f"{self.what}: results are those of one GPU", ours.isdisjoint(wrong))
         over = {n: t for n, t in self.times.items() if self.entries[n].scheme != "one GPU"}
-        rivals = [seconds for name, seconds in over.items() if name not in ours]
-        if rivals and self.case.ranks.device.type == "cuda":
+        others = [seconds for name, seconds in over.items() if name not in ours]
+        if others and self.case.ranks.device.type == "cuda":
             best = min(seconds for name, seconds in over.items() if name in ours)
-            self.records.goal(f"{self.what}: faster than others", best < min(rivals))
+            self.records.goal(f"{self.what}: faster than others", best < min(others))
 
 
 def measure(case: Case, rounds: int, records: Records | None) -> None:

@@ -134,10 +134,10 @@ def measure(prefill: Prefill, records: Records, rounds: int) -> None:
             f"| {'same' if same else 'other'} | {memory.get(name, 0):.1f} |"
         )
     print()
-    rivals = [median(times) for name, times in found.items() if name in (REFERENCE, "sdpa, cuDNN")]
-    if prefill.device != "cuda" or not rivals:
+    others = [median(times) for name, times in found.items() if name in (REFERENCE, "sdpa, cuDNN")]
+    if prefill.device != "cuda" or not others:
         return
-    records.goal(f"{tokens} tokens: faster than SDPA", ours < min(rivals))
+    records.goal(f"{tokens} tokens: faster than SDPA", ours < min(others))
     if "sdpa, cuDNN" in errors:
         agree = errors[NAME] <= 2 * errors["sdpa, cuDNN"]
         records.goal(f"{tokens} tokens: at most twice the difference of cuDNN", agree)

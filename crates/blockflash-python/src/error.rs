@@ -11,7 +11,7 @@ create_exception!(
     blockflash,
     Misaligned,
     PyValueError,
-    "An operand does not allow the 16-byte accesses of the kernel, or on the CPU lies between the \
+    "An operand does not allow the 16-byte accesses of the kernel, or on the CPU is between the \
      elements of a tensor that is written: a copy does."
 );
 create_exception!(

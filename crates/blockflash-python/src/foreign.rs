@@ -179,7 +179,7 @@ impl<'a> Foreign<'a> {
     }
 
     /// Refuses a tensor that is written if it shares memory with another one. On the CPU, where
-    /// views are slices, one that only lies in the gaps of the other is refused as something that
+    /// views are slices, one that only is in the gaps of the other is refused as something that
     /// a copy mends.
     fn apart_from(&self, other: &Foreign<'_>) -> Result<()> {
         let (own, others) = (&self.span, &other.span);
@@ -193,7 +193,7 @@ impl<'a> Foreign<'a> {
             return Err(Failure::value(format!("{what} shares memory with {other}")));
         }
         if self.device.is_cpu() {
-            let text = format!("{what} lies between elements of {other}");
+            let text = format!("{what} is between elements of {other}");
             return Err(Failure { kind: Kind::Misaligned, text });
         }
         Ok(())

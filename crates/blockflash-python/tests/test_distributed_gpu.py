@@ -81,7 +81,7 @@ def _random(rank: int, world: int) -> None:
 
 
 def _packed(rank: int, world: int) -> None:
-    """Sequences that lie within ranks, and such that several ranks hold."""
+    """Sequences that are within ranks, and such that several ranks hold."""
     chance = random.Random(20 + world)
     for _ in range(60):
         heads, window = chance.choice([*HEADS, (6, 3)]), chance.choice(WINDOWS)

@@ -149,7 +149,7 @@ def test_plan() -> None:
     # A window of 4096 keys is within the rows of a rank and those before its chunks.
     near = plan(machine, causal=True, window=(4096, None), **CASE)[0]
     assert near.ideal < 0.1 * ideal and near.sent_bytes < 0.2 * keys.sent_bytes
-    # Sequences of 1024 rows lie within ranks.
+    # Sequences of 1024 rows are within ranks.
     packed = plan(machine, causal=True, cu_seqlens=range(0, 131073, 1024), **CASE)[0]
     assert packed.sent_bytes == 0 and packed.ideal == pytest.approx(ideal * 1025 / 131073)
     # A block mask that leaves a tenth.

@@ -4,7 +4,7 @@ use crate::view::check_dtype;
 use crate::{Element, Error, Result, Stream, Tensor, View};
 use ndarray::{ArrayD, ArrayView, CowArray, Dimension, IxDyn};
 
-/// A view of the array's memory. The dimensions may lie in memory in any order, but without gaps,
+/// A view of the array's memory. The dimensions may be in memory in any order, but without gaps,
 /// because other views may be writing to the elements in between. [`Tensor::from_array`] copies any
 /// array.
 ///

@@ -120,7 +120,7 @@ impl Context {
     }
 }
 
-/// Lets the GPU's memory pool keep up to so many bytes that were freed. By default it gives them
+/// Lets the GPU's memory pool keep up to this many bytes that were freed. By default it gives them
 /// back to the system whenever a stream is waited for, and the next allocation maps them again:
 /// milliseconds for tensors of gigabytes. A limit that somebody else has set stays.
 fn keep_freed_memory(device: sys::CUdevice, most: u64) -> Result<()> {

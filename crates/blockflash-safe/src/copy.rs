@@ -81,7 +81,7 @@ impl ViewMut<'_> {
                     let both = [ptr + (start * size) as u64, address + (end * size) as u64];
                     // SAFETY:
                     // 1. Prepared above; `keep` lets a graph hold both. The context is current.
-                    // 2. The rows lie inside the spans of the two layouts, which both memories
+                    // 2. The rows are inside the spans of the two layouts, which both memories
                     //    hold. They do not overlap: the target is borrowed exclusively.
                     unsafe { rows.queue(both, size, session.raw())? };
                 }
@@ -108,7 +108,7 @@ struct Rows {
 impl Rows {
     /// For elements of `size` bytes.
     fn between(from: &Layout, to: &Layout, size: usize) -> Result<Rows> {
-        // Size and both strides, the inner dimension first. Neighbouring dimensions that lie in
+        // Size and both strides, the inner dimension first. Neighbouring dimensions that are in
         // both memories as one are merged.
         let mut dims: Vec<[usize; 3]> = Vec::with_capacity(MAX_RANK);
         let strides = from.strides().iter().zip(to.strides());
@@ -153,7 +153,7 @@ impl Rows {
     ///
     /// # Safety
     /// Both memories are on the device of the stream, which lives and whose context is current, and
-    /// were prepared for it. All rows lie inside of them, and they are different allocations.
+    /// were prepared for it. All rows are inside of them, and they are different allocations.
     unsafe fn queue(&self, [from, to]: [u64; 2], size: usize, stream: sys::CUstream) -> Result<()> {
         let width = self.width * size;
         if self.count == 1 {
@@ -234,7 +234,7 @@ mod tests {
         for from in orders {
             for (dim, to) in orders.into_iter().flat_map(|to| (0..3).map(move |dim| (dim, to))) {
                 let source = whole.permute(&from).unwrap().slice(dim, 1..3).unwrap();
-                // The target lies in the middle of memory that is larger, in the order `to`.
+                // The target is in the middle of memory that is larger, in the order `to`.
                 let mut shape = [0; 3];
                 (0..3).for_each(|i| shape[to[i]] = source.shape()[i] + 2);
                 let mut target = Tensor::zeros(stream, DType::I32, &shape).unwrap();

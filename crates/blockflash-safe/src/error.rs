@@ -152,7 +152,7 @@ pub enum Error {
         /// The shape that was sliced.
         shape: Vec<usize>,
     },
-    /// Dimensions that do not exist, or that do not lie in memory as one.
+    /// Dimensions that do not exist, or that are not in memory as one.
     #[error("dimensions {start}..{end} cannot be flattened: shape {shape:?}, strides {strides:?}")]
     Flatten {
         /// First dimension.

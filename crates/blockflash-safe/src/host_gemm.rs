@@ -30,7 +30,7 @@ pub fn host_gemm(
     // of size 1 are not used.
     // SAFETY:
     // 1. Each pointer is the start of a slice that is the span of its view's layout, so every
-    //    element that shape and strides name lies inside it. The shapes agree.
+    //    element that shape and strides name is inside it. The shapes agree.
     // 2. All bits are valid f32.
     // 3. `c` is borrowed exclusively, so it overlaps neither `a` nor `b`, and by the rule of
     //    `ViewMut` its elements do not overlap each other.

@@ -124,7 +124,7 @@ impl Layout {
             .sum::<usize>()
     }
 
-    /// Whether the elements lie in memory in row-major order without gaps. Strides of dimensions of
+    /// Whether the elements are in memory in row-major order without gaps. Strides of dimensions of
     /// size 1 do not matter.
     pub fn is_contiguous(&self) -> bool {
         let mut expected = 1;

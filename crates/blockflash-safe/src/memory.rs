@@ -130,7 +130,7 @@ impl DeviceMemory {
         let memory = DeviceMemory::new(ptr, home, None);
         if zeroed && bytes > 0 {
             // SAFETY:
-            // 1. The memory was just allocated in the order of this stream, with so many bytes, and
+            // 1. The memory was just allocated in the order of this stream, with `bytes` bytes, and
             //    is used by nobody else.
             // 2. The stream lives and its context is current.
             let code = unsafe { sys::cuMemsetD8Async(ptr, 0, bytes, session.raw()) };

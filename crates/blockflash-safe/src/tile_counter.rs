@@ -236,7 +236,7 @@ fn zeroed(bytes: usize) -> Result<u64> {
         // SAFETY: 1. The context is current. 2. The pointer is valid for writes during the call.
         check("cuMemAlloc", unsafe { sys::cuMemAlloc_v2(&mut address, bytes) })?;
         // A stream of its own: the default stream may not be used while a blocking stream is
-        // captured. SAFETY: 1. The stream was just created. 2. The memory has so many bytes and is
+        // captured. SAFETY: 1. The stream was just created. 2. The memory has these bytes and is
         // used by nobody else yet.
         check("cuMemsetD8Async", unsafe { sys::cuMemsetD8Async(address, 0, bytes, stream) })?;
         // SAFETY: the stream was just created.

@@ -214,7 +214,7 @@ impl<'a> ViewMut<'a> {
             let (shape, strides) = (self.shape().to_vec(), self.strides().to_vec());
             return Err(Error::OverlappingOutput { shape, strides });
         }
-        // Nothing lies behind the memory of the first view.
+        // Nothing is behind the memory of the first view.
         let offset = if rest.is_empty() { first.span() } else { offset };
         let (bytes, length) = (offset * self.dtype.size(), rest.span() * self.dtype.size());
         let [source, after] = match self.source {

@@ -107,7 +107,7 @@ driver! {
         if (bytes as usize) < name.len() {
             return INVALID_VALUE;
         }
-        // SAFETY: the caller's buffer has so many bytes.
+        // SAFETY: the caller's buffer has this many bytes.
         unsafe { text.copy_from_nonoverlapping(name.as_ptr(), name.len()) };
         SUCCESS
     }

@@ -14,7 +14,7 @@ const SIZE_SHIFT: u32 = 18;
 pub(crate) unsafe fn param_bytes(image: *const u8, symbol: &str) -> Option<usize> {
     // SAFETY: the shorter of the two is longer than the mark of an ELF file.
     if unsafe { std::slice::from_raw_parts(image, 4) } == b"\x7fELF" {
-        // SAFETY: the caller's promise; the sections lie before the headers of sections, or behind
+        // SAFETY: the caller's promise; the sections are before the headers of sections, or behind
         // them up to the end that `elf_bytes` finds.
         let file = unsafe { std::slice::from_raw_parts(image, elf_bytes(image)) };
         return of_cubin(file, symbol);

@@ -54,7 +54,7 @@ impl Config {
                 .to_vec(),
         };
         for at in 0..self.count as usize {
-            // SAFETY: the caller passes so many attributes.
+            // SAFETY: the caller passes this many attributes.
             let attribute = unsafe { &*self.attributes.add(at) };
             let [x, y, z, ..] = attribute.value;
             match attribute.id {

@@ -53,7 +53,7 @@ pub(crate) fn all_gather(comm: usize, [own, all]: [u64; 2], count: usize) -> Opt
         match brought {
             Brought::Slot(at, slot) if at == place && slot.len() == count => {
                 let to = (all as usize + other * count) as *mut u8;
-                // SAFETY: as above, for writes; it lies in a window that is registered.
+                // SAFETY: as above, for writes; it is in a window that is registered.
                 unsafe { to.copy_from(slot.as_ptr(), count) };
             }
             _ => state().fault("the slots of an all-gather are not alike"),

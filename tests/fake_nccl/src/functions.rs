@@ -35,7 +35,7 @@ fn blockflash_fake_nccl_faults() -> Vec<String> {
     state().faults.clone()
 }
 
-/// Where memory lies.
+/// Where memory is.
 #[unsafe(no_mangle)]
 fn blockflash_fake_nccl_addresses() -> Vec<u64> {
     state().addresses()

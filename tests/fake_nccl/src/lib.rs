@@ -51,7 +51,7 @@ impl FakeNccl {
         (self.faults)()
     }
 
-    /// Where the memory lies that NCCL has given and not taken back, in ascending order.
+    /// Where the memory is that NCCL has given and not taken back, in ascending order.
     pub fn addresses(&self) -> Vec<u64> {
         (self.addresses)()
     }

@@ -29,7 +29,7 @@ pub(crate) struct State {
 pub(crate) enum Brought {
     /// Bytes.
     Window(usize),
-    /// Where it lies in the window, and what is there.
+    /// Where it is in the window, and what is there.
     Slot(usize, Vec<u8>),
 }
 
@@ -41,7 +41,7 @@ pub(crate) struct Comm {
     pub(crate) calls: usize,
     /// The memory of registrations.
     registered: HashMap<usize, u64>,
-    /// Windows: where they lie, and their bytes.
+    /// Windows: where they are, and their bytes.
     pub(crate) windows: HashMap<usize, (u64, usize)>,
 }
 

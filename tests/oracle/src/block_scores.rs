@@ -14,7 +14,7 @@ pub struct BlockMean {
 }
 
 impl BlockMean {
-    /// The mean of so many rows of `head_dim` elements.
+    /// The mean of this many rows of `head_dim` elements.
     pub fn of(head_dim: usize, rows: impl ExactSizeIterator<Item = impl AsRef<[f32]>>) -> Self {
         let count = rows.len() as f64;
         let (mut exact, mut plain) = (vec![0f64; head_dim], vec![0f32; head_dim]);

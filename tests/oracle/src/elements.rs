@@ -12,7 +12,7 @@ pub trait Elements: Debug + Sync {
     /// Element type.
     fn dtype(&self) -> DType;
     /// A range of elements in f32, which holds every floating-point type exactly; empty if the
-    /// range lies outside.
+    /// range is outside.
     fn to_f32(&self, range: Range<usize>) -> Vec<f32>;
 
     /// Number of elements.

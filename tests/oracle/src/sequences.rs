@@ -1,4 +1,4 @@
-//! What attention is computed from, and where the rows of each sequence lie in dense and in packed
+//! What attention is computed from, and where the rows of each sequence are in dense and in packed
 //! tensors.
 
 use crate::attention_row::{Scores, visible};

@@ -248,7 +248,7 @@ pub(crate) fn written(
     let poison = poison(dtype);
     if let Some(at) = placed.first_touched_gap(physical, poison) {
         return Err(format!(
-            "element {at} of the memory {:?} lies in a gap but was written: bits {:#x}",
+            "element {at} of the memory {:?} is in a gap but was written: bits {:#x}",
             placed.physical, physical[at]
         ));
     }

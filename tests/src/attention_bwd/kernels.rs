@@ -138,7 +138,7 @@ pub fn same_gradients(
     repeated_gradients(case, Choice::This(kernel), 20, stream)
 }
 
-/// Runs a case so many times and requires the same bits every time, whatever gradients and
+/// Runs a case this many times and requires the same bits every time, whatever gradients and
 /// workspace held before.
 pub fn repeated_gradients(
     case: &AttentionCase,

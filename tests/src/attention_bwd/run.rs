@@ -125,7 +125,7 @@ impl BackwardOutputs {
         Self::with_workspace(inputs, most, stream)
     }
 
-    /// The same with a workspace of so many bytes.
+    /// The same with a workspace of this many bytes.
     pub fn with_workspace(
         inputs: &BackwardInputs,
         bytes: usize,

@@ -16,7 +16,7 @@ pub struct DecodeCase {
     pub attention: AttentionCase,
     /// All sequences have equally many queries, and tensors have a batch dimension.
     pub equal: bool,
-    /// Where the keys lie.
+    /// Where the keys are.
     pub layout: CacheLayout,
     /// Whether the lengths are given; otherwise every sequence fills the capacity.
     pub seqused: bool,
@@ -28,7 +28,7 @@ pub struct DecodeCase {
     pub append: bool,
 }
 
-/// Where the keys of a case lie.
+/// Where the keys of a case are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CacheLayout {
     /// `[batch, capacity, heads, head_dim]`.
@@ -46,7 +46,7 @@ pub enum CacheLayout {
         spare: usize,
         /// First pages of sequence 0 that all other sequences share which are long enough.
         shared: usize,
-        /// Heads lie before the slots.
+        /// Heads are before the slots.
         heads_first: bool,
     },
 }
@@ -63,7 +63,7 @@ pub struct RotaryCase {
 }
 
 impl DecodeCase {
-    /// Sequences of so many queries and keys in pages of 16 slots, and no option.
+    /// Sequences of this many queries and keys in pages of 16 slots, and no option.
     pub fn simple(
         dtype: DType,
         heads: (usize, usize),

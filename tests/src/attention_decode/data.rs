@@ -85,7 +85,7 @@ impl DecodeData {
         keys
     }
 
-    /// The keys as they lie in the cache after the call.
+    /// The keys as they are in the cache after the call.
     pub fn keys(&self, case: &DecodeCase) -> Vec<f32> {
         let (call, sequences) = (&case.attention, case.attention.sequences());
         let mut keys = self.attention.k.clone();
@@ -155,7 +155,7 @@ fn tables(case: &DecodeCase) -> [Vec<f32>; 2] {
     [of(f64::cos), of(f64::sin)]
 }
 
-/// Where keys lie in the physical cache.
+/// Where keys are in the physical cache.
 pub(super) struct Places<'a> {
     case: &'a DecodeCase,
     table: Vec<i32>,

@@ -25,8 +25,8 @@ fn garbage(random: &mut StdRng, near: i32) -> i32 {
     }
 }
 
-/// One call with garbage that follows from `seed`: the launch ends, what it writes lies inside, and
-/// what it reads too, as NaN lies around. Offsets of packed tokens are garbage on a GPU only, since
+/// One call with garbage that follows from `seed`: the launch ends, what it writes is inside, and
+/// what it reads too, as NaN is around. Offsets of packed tokens are garbage on a GPU only, since
 /// the CPU refuses them. Returns the number of compared outputs.
 pub fn survives_garbage(
     [dtype_seed, seed]: [usize; 2],
@@ -39,7 +39,7 @@ pub fn survives_garbage(
     let (batch, mut tokens, heads_kv) = (random.random_range(1..5), random.random_range(1..6), 2);
     let mut heads_q = heads_kv * [1, 4][seed % 2];
     if seed % 12 == 6 {
-        // So many queries that the sequences may have two kernels.
+        // This many queries that the sequences may have two kernels.
         (tokens, heads_q) = (random.random_range(100..140), 64);
     }
     let (page_size, max_pages, pages) = (16, random.random_range(1..9), random.random_range(1..9));

@@ -92,7 +92,7 @@ pub fn same_bits(case: &DecodeCase, kernel: Choice, stream: &Stream) -> Result<u
 }
 
 /// Computes every sequence of a paged case with equally many queries alone, and requires the bits
-/// that it has in a batch of so many times all of them, whose items are longer.
+/// that it has in a batch of this many times all of them, whose items are longer.
 pub fn alone_as_in_a_batch(
     case: &DecodeCase,
     times: usize,

@@ -23,7 +23,7 @@ pub struct MergeCase {
     pub shape: [usize; 4],
     /// Part of the rows of parts that are empty, and hold NaN.
     pub empty: f64,
-    /// The log-sum-exps lie rows before heads.
+    /// The log-sum-exps are rows before heads.
     pub rows_first: bool,
     /// The parts begin one element behind an aligned address, with an element between rows.
     pub apart: bool,

@@ -52,7 +52,7 @@ pub struct MaskData {
 }
 
 impl MaskCase {
-    /// A mask of so many rows and columns of 64, with tails.
+    /// A mask of this many rows and columns of 64, with tails.
     pub fn new(source: MaskSource, [rows, cols]: [usize; 2], k: usize) -> Self {
         Self {
             seqlens: [rows * 64 - (rows > 0) as usize * 3, cols * 64 - (cols > 0) as usize * 5],

@@ -85,7 +85,7 @@ pub fn edge_cases(dtype: DType, size: usize, block_n: usize, block_k: usize) -> 
     cases
 }
 
-/// A column-major C at the edges of tiles of so many columns, aligned or not, and B by rows and
+/// A column-major C at the edges of tiles of this many columns, aligned or not, and B by rows and
 /// columns: whole warps of rows and what is left, every type of C, and a few epilogues.
 pub fn column_cases(dtype: DType, size: usize, block_n: usize) -> Vec<BsrCase> {
     let rows = [1, 8, 15, 16, 17, size, size + 24, 2 * size - 1, 3 * size + 8];

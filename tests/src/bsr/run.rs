@@ -207,15 +207,15 @@ pub fn run_on_kernel(
         let mut c = inputs.old_c(data, stream)?;
         let problem = inputs.problem(&mut c)?;
         // A single column counts as one of rows, whatever memory it was cut from.
-        let lies =
+        let fits =
             kernel.takes_any_layout() || (problem.b_major == Major::Column) == tile.b_column_major;
         // A B without elements needs no tensor map, and a portable kernel none at all.
         let hopper = matches!(kernel.variant, Variant::BsrMatmulHopper(_));
         let aligned = problem.b_vectorized || problem.n == 0 || problem.k == 0 || !hopper;
-        if lies && aligned {
+        if fits && aligned {
             return run_and_check_on(&inputs, c, data, reference, Choice::This(kernel), stream);
         }
-        let reason = if lies { "tensor map" } else { "-major b" };
+        let reason = if fits { "tensor map" } else { "-major b" };
         match inputs.launch(&mut c, Choice::This(kernel), stream) {
             Err(Error::Unsupported { what, .. }) if what.contains(reason) => {}
             other => {

@@ -2,7 +2,7 @@
 //! index arrays, lists, scores; and in the log-sum-exp. Whatever the arrays hold, no kernel reads
 //! or writes outside of the tensors, and every launch ends.
 //!
-//! A case follows from its number alone, on a CPU as on a GPU. Tensors lie in larger allocations
+//! A case follows from its number alone, on a CPU as on a GPU. Tensors are in larger allocations
 //! whose margins are NaN, so a write to a margin is noticed, and a read of a margin makes an output
 //! NaN.
 

@@ -14,7 +14,7 @@ use rand::Rng;
 /// Pages, and sequences of the outputs, before and after the ones that a call is given.
 const MARGIN: usize = 3;
 
-/// Both steps with garbage that follows from `seed`: the launches end, and what they write lies
+/// Both steps with garbage that follows from `seed`: the launches end, and what they write is
 /// inside. Keys, queries and summaries have any bits. Offsets of packed queries are garbage on a
 /// GPU only, since the CPU refuses them. Returns the number of compared outputs.
 pub fn pages_survive_garbage(

@@ -85,7 +85,7 @@ impl SddmmCase {
         Self { padding: [padded(a_major, [m, k], a), padded(b_major, [k, n], b)], ..self }
     }
 
-    /// Where A and B lie.
+    /// Where A and B are.
     pub fn placements(&self) -> [Placement; 2] {
         [0, 1].map(|at| Placement {
             order: if self.majors[at] == Major::Row { vec![0, 1] } else { vec![1, 0] },

@@ -37,7 +37,7 @@ pub struct Image {
 fn flags(kernel: &Kernel) -> Vec<String> {
     let kind = if kernel.target.is_ptx() { "-ptx" } else { "-cubin" };
     // Names of internal functions contain the source's file name and a hash of its path. Fixed
-    // names tell the kernels apart and keep images identical wherever the repository lies.
+    // names tell the kernels apart and keep images identical wherever the repository is.
     let path = format!("/kernels/{}.cu", kernel.source());
     let place = ["--orig_src_file_name", &path[1..], "--orig_src_path_name", &path]
         .map(|word| ["-Xcicc", word])

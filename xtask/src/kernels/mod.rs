@@ -81,7 +81,7 @@ pub fn parse_target(text: &str) -> Result<Target, String> {
         .ok_or(format!("expected one of {names}"))
 }
 
-/// With `--sample` one of so many images is rebuilt.
+/// With `--sample` one of this many images is rebuilt.
 const SAMPLE: usize = 6;
 
 /// Which image a commit's sample begins with.

@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 pub enum Place {
     /// The root of the repository: programs and images are built.
     Repository(PathBuf),
-    /// A folder that `cargo xtask bundle` wrote: programs and images lie beside this program.
+    /// A folder that `cargo xtask bundle` wrote: programs and images are beside this program.
     Bundle(PathBuf),
 }
 

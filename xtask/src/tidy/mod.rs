@@ -5,6 +5,7 @@ mod findings;
 mod images;
 mod links;
 mod sources;
+mod vocabulary;
 mod words;
 
 use crate::support;

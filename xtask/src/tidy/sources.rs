@@ -1,6 +1,7 @@
 //! Rules for source files and documents: length, width, and constructs that are allowed in one
 //! place only.
 
+use super::vocabulary::{GLOSSARY, Vocabulary};
 use super::{columns::too_long, findings::Findings, links, words};
 use crate::workspace::{list, read, root};
 use anyhow::{Context, Result};
@@ -38,9 +39,15 @@ const KERNEL_README_MAX: usize = 50;
 pub fn check(findings: &mut Findings) -> Result<()> {
     let mut files = Vec::new();
     collect(&root(), &mut files)?;
+    let (vocabulary, wrong) = Vocabulary::of(&read(&root().join(GLOSSARY))?);
+    findings.errors.extend(wrong.iter().map(|(line, what)| format!("{GLOSSARY}:{line}: {what}")));
     for file in &files {
         let name = file.strip_prefix(root()).unwrap_or(file).to_string_lossy().replace('\\', "/");
-        check_file(&name, &read(file)?, findings).context(name)?;
+        let text = read(file)?;
+        for (line, word) in vocabulary.refused(&name, &text) {
+            findings.errors.push(format!("{name}:{line}: `{word}`: see {GLOSSARY}"));
+        }
+        check_file(&name, &text, findings).context(name)?;
     }
     Ok(())
 }

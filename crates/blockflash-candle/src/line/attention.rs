@@ -58,7 +58,7 @@ pub struct Attention<'a> {
     pub block_mask: Option<&'a Arc<BlockMask>>,
 }
 
-/// Where the sequences of a variable-length batch lie in packed tensors: see
+/// Where the sequences of a variable-length batch are in packed tensors: see
 /// [`blockflash_ops::CuSeqlens`].
 #[derive(Clone, Copy, Debug)]
 pub struct Packed<'a> {

@@ -19,8 +19,7 @@ pub fn flash_attn(
     flash_attn_windowed(q, k, v, softmax_scale, None, causal.then_some(0))
 }
 
-/// [`flash_attn`] to a window: so many keys before and after the query's own; `None` does not limit
-/// a side.
+/// [`flash_attn`] to a window: keys before and after the query's own; `None` does not limit a side.
 ///
 /// # Errors
 /// As [`Attention::forward`].

@@ -128,7 +128,7 @@ impl Fork {
         let device = Device::cuda(ordinal).map_err(|error| refused(error.into()))?;
         let (start, in_use) = slice.device_ptr(&self.candle);
         let address = start as usize + offset * dtype.size();
-        // SAFETY: 1. The span lies within the slice, which is memory of this device. 2. candle
+        // SAFETY: 1. The span is within the slice, which is memory of this device. 2. candle
         // frees it, and others write to it, in the order of its stream, which waits for the work
         // (`run`); `in_use` tells other streams of candle. 3. Whoever launches a graph with the
         // work keeps its tensors, as for candle's own operations in it.
@@ -216,7 +216,7 @@ impl Fork {
         let slice = storage.as_cuda_slice_mut::<u8>()?;
         let bytes = slice.len();
         let (start, in_use) = slice.device_ptr_mut(&self.candle);
-        // SAFETY: 1. The slice has so many bytes of this device, valid in the order of `own` after
+        // SAFETY: 1. The slice has these bytes of this device, valid in the order of `own` after
         // candle's stream was waited for; work is queued with them in `run` alone, for which
         // candle's stream waits before it frees the memory. 2. The slice is borrowed exclusively.
         let tensor = unsafe {

@@ -56,7 +56,7 @@ pub(crate) struct Writing<'a> {
     pub(crate) _in_use: Option<InUse<'a>>,
 }
 
-/// A workspace that lies in candle's memory.
+/// A workspace that is in candle's memory.
 pub(crate) struct Scratch<'a> {
     pub(crate) tensor: blockflash_ops::Tensor,
     #[cfg(feature = "cuda")]

@@ -34,7 +34,7 @@ impl Ranks {
         Ok(self.most(&[start.elapsed_us(&end)? * 1e-6])?[0])
     }
 
-    /// The median of so many, after one that does not count.
+    /// The median of this many, after one that does not count.
     pub fn median(
         &self,
         repeats: usize,

@@ -188,7 +188,7 @@ pub(crate) fn hopper_params(
 
 /// Number of heads that are computed together. Under a window or a block mask tiles take unequal
 /// time. Many heads at once balance the load, but their keys and values should fit into L2.
-/// Otherwise the heads that share keys are enough. `packed`: sections lie within a sequence.
+/// Otherwise the heads that share keys are enough. `packed`: sections are within a sequence.
 ///
 /// Under a window two tiles for each CTA balance enough. The first tiles of each head read its keys
 /// from device memory and the others from L2, so with more heads memory would have too much to do

@@ -3,7 +3,7 @@ use crate::{BlockGeometry, BlockMask, Error, Result};
 use blockflash_safe::{Stream, View};
 use blockflash_sys::DType;
 
-/// Where the sequences of a variable-length batch lie in the packed tensors: sequence `i` has the
+/// Where the sequences of a variable-length batch are in the packed tensors: sequence `i` has the
 /// queries `q[i]..q[i + 1]` and the keys `kv[i]..kv[i + 1]`. Sequences may have length 0.
 ///
 /// On a GPU the kernel reads the offsets, never the host, so a captured graph can be replayed with

@@ -21,7 +21,7 @@ use std::ptr::{null, null_mut};
 /// from 442 to 362 ms.
 const HEADS_PER_SECTION: usize = 8;
 
-/// Below so many keys a step is a good part of what a block takes, so sections have enough heads
+/// Below this many keys a step is a good part of what a block takes, so sections have enough heads
 /// that a block starts about `STEPS_APART` steps after the one before it. Measured on an H200 with
 /// 512 keys at head_dim 64: within 2 % from 1 to 4.
 const SHORT: usize = 1024;

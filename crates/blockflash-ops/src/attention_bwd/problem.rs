@@ -61,7 +61,7 @@ impl AttentionBackwardProblem {
         empty(self.forward.o_shape()) && empty(self.forward.kv_shape()) && no_sink
     }
 
-    /// The same problem with a workspace of so many bytes.
+    /// The same problem with a workspace of this many bytes.
     pub fn with_workspace(self, bytes: usize) -> Self {
         Self { workspace: bytes, ..self }
     }

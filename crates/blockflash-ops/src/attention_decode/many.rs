@@ -82,7 +82,7 @@ impl AttentionDecodeProblem {
         FEWEST_TILES.div_ceil(self.attention.num_heads_q.max(1)) * TILE_QUERIES
     }
 
-    /// Whether a sequence can have so many.
+    /// Whether a sequence can have this many.
     pub(super) fn has_many(&self) -> bool {
         self.attention.seqlen_q >= self.fewest_queries()
     }
@@ -162,7 +162,7 @@ pub(super) fn plan_prefill(
 
     let fewest_queries = others(kernel, problem, gpu)?.map_or(0, |(_, most)| most + 1);
     let base = base_params(attention)?;
-    // Sequences have lengths of their own, so sections of heads lie within one.
+    // Sequences have lengths of their own, so sections of heads are within one.
     let sections = heads_per_section(&base, true, blocks, tiles_q);
     let params = blockflash_attention_cache_params {
         fwd: hopper_params(attention, base, sections),

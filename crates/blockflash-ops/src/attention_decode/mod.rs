@@ -69,7 +69,7 @@ use blockflash_sys::{DType, Kernel, manifest};
 ///
 /// Query `i` of `n` of a sequence with `length` keys stands at key `length - n + i` under a mask
 /// that is aligned bottom-right. What [`Attention`](crate::Attention) promises about NaN, about
-/// queries that see nothing and about precision holds here, whatever lies in slots beyond the
+/// queries that see nothing and about precision holds here, whatever is in slots beyond the
 /// length. The bits of a sequence depend on no other sequence of the batch. They may depend on how
 /// the call names it: sequences with lengths on the device, packed ones and those with listed pages
 /// may be divided in another way than those whose length the host knows.

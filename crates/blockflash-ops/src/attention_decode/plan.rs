@@ -70,7 +70,7 @@ struct Tile {
     runs: &'static [usize],
 }
 
-/// A launch has so many waves of CTAs, or so much of each is used, with the longest items that it
+/// A launch has this many waves of CTAs, or so much of each is used, with the longest items that it
 /// may have. Longer items have fewer partial results, but are not equally many for all CTAs.
 const WAVES: usize = 4;
 const USED: f64 = 0.85;
@@ -102,7 +102,7 @@ pub fn plan(
     plan_few(kernel, problem, gpu, problem.attention.seqlen_q)
 }
 
-/// Like [`plan`] for the sequences with at most so many queries.
+/// Like [`plan`] for the sequences with at most this many queries.
 pub(super) fn plan_few(
     kernel: &Kernel,
     problem: &AttentionDecodeProblem,
@@ -266,7 +266,7 @@ pub fn workspace_bytes(
 }
 
 impl Division {
-    /// Keys of a split and splits of a sequence of which the queries see so many keys: the rule of
+    /// Keys of a split and splits of a sequence whose queries see this many keys: the rule of
     /// the kernel.
     fn of_sequence(&self, keys: usize) -> [usize; 2] {
         let medium = keys.div_ceil(self.splits).clamp(self.chunk_min, self.chunk_max);
@@ -293,7 +293,7 @@ impl Division {
     }
 
     /// Clusters and their CTAs, where the splits of few sequences are combined in clusters of at
-    /// most so many: in one for each group. CTAs of a cluster share multiprocessors while others
+    /// most this many: in one for each group. CTAs of a cluster share multiprocessors while others
     /// are free, so that is for splits that are read soon, by half of the GPU, or by all of it
     /// where the groups have to be combined, too.
     fn in_clusters(

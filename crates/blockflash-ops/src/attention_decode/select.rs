@@ -53,7 +53,7 @@ pub fn tile(kernel: &Kernel) -> Option<CacheTile> {
 }
 
 /// The kernel for attention to a cache on a GPU. Among the usable kernels it prefers machine code
-/// over PTX, then the smallest head_dim tile that fits. Where a sequence can have so many queries
+/// over PTX, then the smallest head_dim tile that fits. Where a sequence can have this many queries
 /// that their tiles fill a GPU, it is the kernel for many queries, which is launched together with
 /// one for the sequences with few. Where all have several queries and more than 8 rows (queries
 /// times heads that share keys), it is the kernel for several queries: packed sequences have
@@ -182,7 +182,7 @@ const HEAD_DIM: DecodeRule = Rule {
     }),
 };
 
-/// Kernels load 16 keys at a time, which must lie in one page. The only page of a sequence may be
+/// Kernels load 16 keys at a time, which must be in one page. The only page of a sequence may be
 /// of any size.
 const PAGE_SIZE: DecodeRule = Rule {
     holds: |c| c.problem.cache.has_whole_steps(),
@@ -202,7 +202,7 @@ const SLOTS: DecodeRule = Rule {
 /// Kernels multiply the strides of slots, in bytes, in 32 bits.
 const STRIDES: DecodeRule = Rule {
     holds: |c| c.problem.cache.has_near_slots(),
-    refuses: |_| "the slots of the cache lie 2^30 elements and more apart".into(),
+    refuses: |_| "the slots of the cache are 2^30 elements and more apart".into(),
     excludes_all: None,
 };
 

@@ -59,7 +59,7 @@ impl AttentionDecodeWorkspace {
         Ok(Self { memory: BsrPartsMemory::from_tensor(tensor, words)?, bytes })
     }
 
-    /// Bytes with room for so many numbers of 32 bits and so many counters; `None` beyond the
+    /// Bytes with room for this many numbers of 32 bits and this many counters; `None` beyond the
     /// address space.
     pub(crate) fn bytes_for(sums: usize, counters: usize) -> Option<usize> {
         if (sums, counters) == (0, 0) {

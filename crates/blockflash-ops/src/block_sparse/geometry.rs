@@ -121,7 +121,7 @@ impl BlockGeometry {
     }
 
     /// The first and the last block column that hold the positions of the queries of an existing
-    /// row. They may lie before the first column or after the last one.
+    /// row. They may be before the first column or after the last one.
     pub(super) fn stands_at(&self, row: usize, align: Align) -> (i64, i64) {
         let diagonal = match align {
             Align::TopLeft => 0,

@@ -214,7 +214,7 @@ impl BlockMask {
         Ok(if longest == 0 { 1.0 } else { longest as f64 * rows as f64 / self.nnz() as f64 })
     }
 
-    /// Number of (query, key) pairs that lie in a visited block and are visible under the token
+    /// Number of (query, key) pairs that are in a visited block and are visible under the token
     /// mask, over all batch entries and heads of the mask; FLOPs are counted from it. One batch
     /// entry or head that stands for several counts once.
     ///

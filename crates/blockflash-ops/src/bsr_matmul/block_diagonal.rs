@@ -77,7 +77,7 @@ fn block_diagonal<T: Float>(matrices: &[&BsrMatrix], block_size: usize) -> Resul
 }
 
 impl<'a> BsrMatmul<'a> {
-    /// A batch of products with a pattern each, `C[i] = A[i]·B[i]`, as one: the `A[i]` lie along
+    /// A batch of products with a pattern each, `C[i] = A[i]·B[i]`, as one: the `A[i]` are along
     /// the diagonal of `a` ([`BsrMatrix::block_diagonal`]), B is `[batch, k, n]` and C
     /// `[batch·m, n]`, the `C[i]` one below the other. So all of it is one launch, and long and
     /// short products are balanced.
@@ -107,7 +107,7 @@ impl<'a> BsrMatmul<'a> {
     ///
     /// # Errors
     /// [`Error::Shape`](crate::Error::Shape) if B has not three dimensions, and the error of
-    /// [`View::flatten`] if its entries do not lie one behind the other, as the rows of one matrix.
+    /// [`View::flatten`] if its entries are not one behind the other, as the rows of one matrix.
     pub fn batched(a: impl Into<BsrView<'a>>, b: View<'a>) -> Result<Self> {
         if b.shape().len() != 3 {
             return Err(Operand::new("b", &b).wrong_shape("[batch, k, n]"));

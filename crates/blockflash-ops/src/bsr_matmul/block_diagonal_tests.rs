@@ -63,7 +63,7 @@ fn one_product_is_a_batch_of_products() {
     });
     assert_eq!(found.to_vec::<f32>(&stream).unwrap(), separate.collect::<Vec<_>>());
 
-    // The transposed matrices lie along the diagonal, too.
+    // The transposed matrices are along the diagonal, too.
     let index = BsrTranspose::new(&a, &stream).unwrap();
     let data = values(3 * m * n, 10);
     let b = View::from_slice(&data, &[3, m, n]).unwrap();

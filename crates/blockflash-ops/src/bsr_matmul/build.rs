@@ -182,7 +182,7 @@ impl Parts {
         Ok(Self { row_ptr, col_idx: Vec::new(), values: Vec::new(), per_block })
     }
 
-    /// Makes room for the values of so many blocks.
+    /// Makes room for the values of this many blocks.
     fn reserve(&mut self, blocks: usize) -> Result<()> {
         to_i32("nnz_blocks", blocks)?;
         self.values = reserved(blocks.saturating_mul(self.per_block))?;

@@ -11,7 +11,7 @@ use half::{bf16, f16};
 
 impl BsrMatrix {
     /// The same matrix in blocks of `block_size`, a multiple of its own: a block holds those that
-    /// lie in it, and zeros. On the CPU.
+    /// are in it, and zeros. On the CPU.
     ///
     /// Small blocks cost more per element than large ones, so where most of a large block is stored
     /// it may be the faster one: on an H200, blocks of 16 and 32 of which half are stored take

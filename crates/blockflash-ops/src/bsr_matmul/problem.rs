@@ -116,8 +116,8 @@ impl BsrProblem {
 
     /// Whether C is rows of whole 16 bytes in the type of A, and the old C is not read.
     pub(super) fn has_plain_output(&self) -> bool {
-        let lies = self.c_major == Major::Row && self.c_vectorized && self.n.is_multiple_of(8);
-        self.beta == 0.0 && lies && self.c_dtype == self.dtype
+        let in_rows = self.c_major == Major::Row && self.c_vectorized && self.n.is_multiple_of(8);
+        self.beta == 0.0 && in_rows && self.c_dtype == self.dtype
     }
 }
 

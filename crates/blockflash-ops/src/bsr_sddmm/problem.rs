@@ -4,7 +4,7 @@ use crate::check::{Operand, contiguous, finite, scaled, to_i64};
 use blockflash_safe::{Major, ViewMut};
 use blockflash_sys::DType;
 
-/// How a dense operand lies in memory.
+/// How a dense operand is stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct DenseLayout {
     /// Whether rows or columns are contiguous.
@@ -36,9 +36,9 @@ pub struct BsrSddmmProblem {
     pub block_size: usize,
     /// Blocks that are computed.
     pub nnz_blocks: usize,
-    /// How A lies in memory.
+    /// How A is stored.
     pub a: DenseLayout,
-    /// How B lies in memory.
+    /// How B is stored.
     pub b: DenseLayout,
     /// Factor of A·B.
     pub alpha: f32,

@@ -10,7 +10,7 @@ use crate::kv_cache::{CacheSizes, KvCache, RotarySizes, token_sizes};
 pub struct AppendKvProblem {
     /// The cache.
     pub cache: CacheSizes,
-    /// New tokens of each sequence; at most so many when packed.
+    /// New tokens of each sequence; at most this many when packed.
     pub tokens: usize,
     /// Rows of the packed new tokens.
     pub packed: Option<usize>,

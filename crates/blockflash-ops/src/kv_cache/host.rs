@@ -1,4 +1,4 @@
-//! What the CPU backends of decoding share: where the keys of a sequence lie, and rotation.
+//! What the CPU backends of decoding share: where the keys of a sequence are, and rotation.
 
 use super::{CacheSizes, KvCache, Rotary, RotaryPairs};
 use crate::Result;

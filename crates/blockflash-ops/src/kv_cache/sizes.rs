@@ -92,7 +92,7 @@ impl CacheSizes {
         })
     }
 
-    /// Whether 16 keys from a multiple of 16 on lie in one page. The only page of a sequence may be
+    /// Whether 16 keys from a multiple of 16 on are in one page. The only page of a sequence may be
     /// of any size.
     pub(crate) fn has_whole_steps(&self) -> bool {
         self.table.is_none_or(|table| table.max_pages <= 1) || self.page_size.is_multiple_of(16)

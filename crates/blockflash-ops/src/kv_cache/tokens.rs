@@ -4,7 +4,7 @@ use crate::{Error, Result};
 use blockflash_safe::{Stream, View};
 use std::ops::Range;
 
-/// Where the new tokens of each sequence lie in packed tensors: sequence `i` has the rows
+/// Where the new tokens of each sequence are in packed tensors: sequence `i` has the rows
 /// `cu_seqlens[i]..cu_seqlens[i + 1]`, also none. What [`CuSeqlens`] says about valid and invalid
 /// offsets holds here.
 #[derive(Clone, Copy, Debug)]
@@ -27,7 +27,7 @@ impl PackedTokens<'_> {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Rows {
     pub(crate) batch: usize,
-    /// Tokens of a sequence; at most so many when packed.
+    /// Tokens of a sequence; at most this many when packed.
     pub(crate) tokens: usize,
     /// Rows of the packed tensor.
     pub(crate) packed: Option<usize>,

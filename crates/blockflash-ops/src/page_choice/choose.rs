@@ -70,7 +70,7 @@ pub struct ChoosePages<'a> {
 pub struct ChoosePagesProblem {
     /// The cache and the summaries.
     pub summaries: SummarySizes,
-    /// Queries of each sequence; at most so many when packed.
+    /// Queries of each sequence; at most this many when packed.
     pub seqlen_q: usize,
     /// Rows of packed queries.
     pub total_q: Option<usize>,

@@ -64,7 +64,7 @@ impl<P: Problem + OfPages> Rule<P> {
             let cache = &c.problem.summaries().cache;
             cache.k.seq.max(cache.v.seq) < 1 << 30
         },
-        refuses: |_| "the slots of the cache lie 2^30 elements and more apart".into(),
+        refuses: |_| "the slots of the cache are 2^30 elements and more apart".into(),
         excludes_all: None,
     };
 }

@@ -39,7 +39,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError, RwLock};
 
-/// How much faster than the selected kernel another one must have been: less lies within what
+/// How much faster than the selected kernel another one must have been: less is within what
 /// repeats differ by.
 const MARGIN: f64 = 1.02;
 

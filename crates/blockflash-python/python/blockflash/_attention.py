@@ -77,7 +77,7 @@ def attention(
             logarithm of the sum of the exponentials of each row's scores. Its own gradient takes
             head dimensions up to 248 on a GPU.
         out: A tensor for the output, in the shape and element type of q. It shares no element with
-            an operand, but may lie between their elements.
+            an operand, but may be between their elements.
 
     Returns:
         The output in the shape and element type of q, contiguous, or a pair with the lse.

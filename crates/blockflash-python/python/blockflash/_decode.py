@@ -60,7 +60,7 @@ def attention_decode(
     Query `i` of `n` of a sequence with `length` keys stands at key `length - n + i`. Lengths, table
     and lists are read on the device at each call, so a CUDA graph follows them: it holds the call,
     not the lengths. Whatever they hold, nothing outside of the tensors is touched. A length counts
-    at most as the capacity, and what lies in slots beyond a length does not matter. The bits of a
+    at most as the capacity, and what is in slots beyond a length does not matter. The bits of a
     sequence depend on no other sequence. They must not change while a call runs: results of this
     call, and of later ones on the same stream, are unspecified then.
 
@@ -207,7 +207,7 @@ def _compute(
     """The kernel of both operators.
 
     GPU kernels read rows in units of 16 bytes: queries and new keys that are not aligned so are
-    copied, but a cache never is. On the CPU, values that lie between the keys of their cache are
+    copied, but a cache never is. On the CPU, values that are between the keys of their cache are
     copied for an append, and copied back.
     """
     cu_seqlens_q = options[2] if len(options) > 2 else None

@@ -106,7 +106,7 @@ class _Pairs:
             raise Unsupported(
                 f"mask_mod hides the pair (batch, head, query, key) {place}, which no window does "
                 "that attends the others. What can be expressed inside of partial blocks is 'full' "
-                "(nothing is hidden), 'causal', or a window of so many keys before and after a "
+                "(nothing is hidden), 'causal', or a window of this many keys before and after a "
                 "query, the same for all batch entries and heads, besides any choice of whole "
                 "blocks. Documents in one sequence are packed sequences (cu_seqlens, with "
                 "BlockMask.packed). For all else use flex_attention"

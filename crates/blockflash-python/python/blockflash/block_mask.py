@@ -155,7 +155,7 @@ class BlockMask:
 
         Its blocks, partial and full ones, become the visited blocks. What its `mask_mod` does
         inside of partial blocks becomes the mask's `token_mask`, which must be a window: causal,
-        of so many keys before and after a query, or none.
+        of this many keys before and after a query, or none.
 
         Args:
             mask: It is evaluated at all pairs of its partial blocks.
@@ -211,7 +211,7 @@ class BlockMask:
         block: int | tuple[int, int] = 128,
         top_left: bool = False,
     ) -> BlockMask:
-        """The blocks of the diagonal, with so many block columns before and after; on the CPU.
+        """The blocks of the diagonal, with this many block columns before and after; on the CPU.
 
         Args:
             left: Block columns before the diagonal; None is all.

@@ -145,7 +145,7 @@ fn reported() -> Failure {
     Failure { kind: Kind::Device, text: text.unwrap_or_else(unknown) }
 }
 
-/// Why torch could not allocate so many bytes: the exception that it raises in Python. `None` if it
+/// Why torch could not allocate `bytes`: the exception that it raises in Python. `None` if it
 /// can.
 #[cold]
 fn why_not_allocated(bytes: i64, kind: i32, index: i32) -> Option<Failure> {

@@ -96,7 +96,7 @@ fn patterns_that_kernels_may_not_follow() {
 /// The stage of `PATTERN` in blocks of 32: columns 0, 1 and 3 of its rows in their order.
 fn stage() -> [i32; 64] {
     let mut stage = [0; 64];
-    // The first row has columns 0 and 2 of the stage, the second one column 1 and lies behind both.
+    // The first row has columns 0 and 2 of the stage, the second one column 1 and is behind both.
     (stage[0], stage[1]) = (0, 0b101);
     (stage[2], stage[3]) = (2, 0b010 | 2 << 8);
     (stage[32], stage[34], stage[36]) = (0, 1, 3);

@@ -63,7 +63,7 @@ pub struct AttentionBwdOperands<'a> {
     pub block_mask: Option<[&'a BlockLists; 2]>,
 }
 
-/// Bytes of workspace for so many rows of statistics over all heads and batch entries, a multiple
+/// Bytes of workspace for this many rows of statistics over all heads and batch entries, a multiple
 /// of [`STATISTICS_ROWS`], and for sums of dq by a kernel with this head dimension. `None` beyond
 /// the address space.
 pub fn attention_bwd_workspace(rows: usize, sums_head_dim: Option<u32>) -> Option<usize> {
@@ -309,7 +309,7 @@ impl<'a> AttentionBwdOperands<'a> {
         }
     }
 
-    /// Where the parts of the workspace lie: both statistics, the turns and the sums of dq.
+    /// Where the parts of the workspace are: both statistics, the turns and the sums of dq.
     pub(super) fn places(&self, plan: &AttentionBwdPlan) -> [*mut u8; 4] {
         let Some(workspace) = &self.workspace else { return [null_mut(); 4] };
         let (b, p) = (&plan.params, &plan.params.base);

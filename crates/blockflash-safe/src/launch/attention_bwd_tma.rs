@@ -14,7 +14,7 @@ const BOX_ROWS_Q: u32 = 64;
 
 // SAFETY:
 // 1. This is the parameter struct of the Hopper kernels of the attention backward.
-// 2. As for the portable kernels. Whatever is read through a tensor map lies inside the view that
+// 2. As for the portable kernels. Whatever is read through a tensor map is inside the view that
 //    the map was encoded from. The kernel that sums dq waits for words in the workspace, which
 //    another launch may change; it gives up after a fixed number of polls, and adds to the same
 //    sums then. Which tile it adds to follows from the sizes alone.

@@ -94,7 +94,8 @@ impl AttentionDecodeOperands<'_> {
         require(
             sizes.iter().all(|&size| size > 0),
             format_args!(
-                "batch, heads of q and of k, seqlen_q and head_dim are {sizes:?}: a size is not positive"
+                "batch, heads of q and of k, seqlen_q and head_dim are {sizes:?}: a size is not \
+                 positive"
             ),
         )?;
         require(

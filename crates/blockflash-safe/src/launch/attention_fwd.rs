@@ -96,7 +96,9 @@ impl AttentionFwdOperands<'_> {
         require(
             group % heads_per_tile == 0 && mask_group % heads_per_tile == 0,
             format_args!(
-                "{heads_per_tile} heads of a tile do not divide the {group} that share keys and the {mask_group} that share a mask"
+                "{heads_per_tile} heads of a tile do not divide the {group} that share keys and \
+                 the \
+                 {mask_group} that share a mask"
             ),
         )?;
         Ok(tiles_q * i128::from(heads_q / heads_per_tile) * i128::from(batch))
@@ -165,7 +167,7 @@ unsafe impl Launch for AttentionFwd {
 }
 
 // SAFETY: as for the portable kernels, whose parameters these kernels share. They read neither
-// offsets nor lists, so `fit` refuses both: rows of a packed batch would lie elsewhere.
+// offsets nor lists, so `fit` refuses both: rows of a packed batch would be elsewhere.
 unsafe impl Launch for AttentionFwdSmall {
     type Operands<'a> = AttentionFwdOperands<'a>;
     type Plan = blockflash_attention_fwd_params;

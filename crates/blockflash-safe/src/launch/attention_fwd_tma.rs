@@ -20,7 +20,7 @@ pub(super) const BOX_ROWS_O: u32 = 16;
 
 // SAFETY:
 // 1. This is the parameter struct of the Hopper kernels of attention forward.
-// 2. As for the portable kernels. Whatever is read through a tensor map lies inside the view that
+// 2. As for the portable kernels. Whatever is read through a tensor map is inside the view that
 //    the map was encoded from.
 // 3. `o` and `lse` are `ViewMut`.
 unsafe impl Launch for AttentionFwdHopper {

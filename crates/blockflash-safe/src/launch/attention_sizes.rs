@@ -43,7 +43,8 @@ impl Sizes {
         require(
             positive,
             format_args!(
-                "batch {batch}, heads {heads_q} and {heads_kv}, lengths {seqlen_q} and {seqlen_kv}, head_dim {head_dim}: a size is not positive"
+                "batch {batch}, heads {heads_q} and {heads_kv}, lengths {seqlen_q} and \
+                 {seqlen_kv}, head_dim {head_dim}: a size is not positive"
             ),
         )?;
         require(
@@ -65,7 +66,8 @@ impl Sizes {
             require(
                 totals,
                 format_args!(
-                    "total_q and total_kv are {} and {}, the tensors have {rows_q} and {rows_kv} rows",
+                    "total_q and total_kv are {} and {}, the tensors have {rows_q} and {rows_kv} \
+                     rows",
                     p.total_q, p.total_kv
                 ),
             )?;

@@ -77,7 +77,8 @@ unsafe impl Launch for BlockMaskBuild {
         require(
             positive && sizes.iter().all(|&size| size >= 0),
             format_args!(
-                "batch {batch}, {heads} heads, {rows} rows, blocks of {} × {}, and columns, k, capacity, lengths and window {sizes:?}: a size is not positive",
+                "batch {batch}, {heads} heads, {rows} rows, blocks of {} × {}, and columns, k, \
+                 capacity, lengths and window {sizes:?}: a size is not positive",
                 p.block_q, p.block_kv
             ),
         )?;

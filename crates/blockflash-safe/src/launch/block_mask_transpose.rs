@@ -71,7 +71,8 @@ unsafe impl Launch for BlockMaskTranspose {
         require(
             positive && p.capacity >= 0,
             format_args!(
-                "batch {batch}, {heads} heads, {rows} × {cols} blocks and a capacity of {}: a size is not positive",
+                "batch {batch}, {heads} heads, {rows} × {cols} blocks and a capacity of {}: a \
+                 size is not positive",
                 p.capacity
             ),
         )?;

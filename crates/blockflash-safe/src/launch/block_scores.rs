@@ -70,7 +70,8 @@ unsafe impl Launch for BlockScores {
         require(
             sizes.iter().all(|&size| size > 0) && p.block_q > 0 && p.block_kv > 0,
             format_args!(
-                "batch, heads, lengths and head_dim {sizes:?}, blocks of {} × {}: a size is not positive",
+                "batch, heads, lengths and head_dim {sizes:?}, blocks of {} × {}: a size is not \
+                 positive",
                 p.block_q, p.block_kv
             ),
         )?;

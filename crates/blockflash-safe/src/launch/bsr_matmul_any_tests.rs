@@ -29,7 +29,7 @@ fn params([a, b, c]: [bool; 3]) -> blockflash_bsr_matmul_any_params {
     }
 }
 
-/// Fits tensors on the CPU, which lie so (`fit` looks at sizes and strides only), with these
+/// Fits tensors on the CPU, which are so (`fit` looks at sizes and strides only), with these
 /// parameters.
 fn fit_with_layouts(
     [a, b, c]: [bool; 3],
@@ -77,9 +77,9 @@ const LAYOUTS: [[bool; 3]; 8] = [
 #[test]
 fn operands_lie_as_the_parameters_say() {
     for says in LAYOUTS {
-        for lies in LAYOUTS {
-            let found = fit_with_layouts(lies, &params(says), |_| ());
-            assert_eq!(found.is_ok(), says == lies, "{says:?} {lies:?}: {found:?}");
+        for layout in LAYOUTS {
+            let found = fit_with_layouts(layout, &params(says), |_| ());
+            assert_eq!(found.is_ok(), says == layout, "{says:?} {layout:?}: {found:?}");
         }
     }
 }

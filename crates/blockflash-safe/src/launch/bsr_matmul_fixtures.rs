@@ -45,7 +45,7 @@ pub(super) fn params([m, n, k]: [usize; 3], ldb: usize) -> blockflash_bsr_matmul
     }
 }
 
-/// A pattern with so many blocks in each block row, in the first block columns.
+/// A pattern with this many blocks in each block row, in the first block columns.
 pub(super) fn pattern(lengths: &[i32], transposed: bool) -> BsrIndices {
     let (mut row_ptr, mut col_idx) = (vec![0], Vec::new());
     for &length in lengths {

@@ -19,8 +19,8 @@ const SIZE_LIMIT: i64 = (1 << 31) - 1024;
 
 // SAFETY:
 // 1. This is the parameter struct of the Hopper kernels of BSR matmul.
-// 2. As for the portable kernels. Whatever is read through a tensor map lies inside the view that
-//    the map was encoded from; whole blocks that are copied without a map lie where `row_ptr` says,
+// 2. As for the portable kernels. Whatever is read through a tensor map is inside the view that
+//    the map was encoded from; whole blocks that are copied without a map are where `row_ptr` says,
 //    in a view that starts at a multiple of 16 bytes (`fit`). There is room for as many parts as
 //    `begin` says (`split`), and no other launch uses their memory at the same time, since it is
 //    used in turns.
@@ -142,12 +142,12 @@ fn split(
 /// not read. Rows must also be whole multiples of 16 bytes: on an H200, a copy that ended inside of
 /// 16 bytes was seen to write zeros up to their end.
 fn copies_c(tile: &BsrMatmulHopper, p: &blockflash_bsr_matmul_params, aligned: bool) -> bool {
-    let lies = p.c_column_major == 0
+    let in_rows = p.c_column_major == 0
         && aligned
         && p.n % 8 == 0
         && p.ldc % 8 == 0
         && (8..STRIDE_LIMIT).contains(&p.ldc);
-    (tile.filled || !tile.gathers()) && p.beta == 0.0 && lies && p.c_dtype == tile.dtype as i32
+    (tile.filled || !tile.gathers()) && p.beta == 0.0 && in_rows && p.c_dtype == tile.dtype as i32
 }
 
 #[cfg(test)]

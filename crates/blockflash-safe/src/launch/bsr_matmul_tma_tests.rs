@@ -36,7 +36,7 @@ fn config(tile: BsrMatmulHopper, blocks: u32) -> LaunchConfig {
     }
 }
 
-/// What `fit` says about these operands with changed parameters and launch. B and C lie as tile and
+/// What `fit` says about these operands with changed parameters and launch. B and C are as tile and
 /// parameters say.
 fn fit_of(
     tile: BsrMatmulHopper,
@@ -144,7 +144,7 @@ fn parts_have_room_and_places() {
     );
     let indices = fixtures::pattern(&LENGTHS, false);
     let longer = fixtures::pattern(&[3, 4, 0], false);
-    // With memory for so many parts.
+    // With memory for this many parts.
     let of = |begin: &[i32], room: usize| {
         let mut all = [0; BLOCKFLASH_BSR_PARTS as usize];
         all[..begin.len()].copy_from_slice(begin);

@@ -37,7 +37,7 @@ impl Operands for BsrSddmmOperands<'_> {
 
 // SAFETY:
 // 1. This is the parameter struct of the Hopper kernels of the sampled product.
-// 2. A and B are read through tensor maps alone, which lie inside the views that they were encoded
+// 2. A and B are read through tensor maps alone, which are inside the views that they were encoded
 //    from. The blocks of `values` that are read and written are as many as `row_ptr` counts, for
 //    which `values` has room; it ascends, as the search in it needs.
 // 3. `values` is a `ViewMut`.

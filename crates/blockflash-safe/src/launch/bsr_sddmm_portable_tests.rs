@@ -63,7 +63,7 @@ fn matrix(lines: &Tensor, major: Major, [rows, cols]: [usize; 2]) -> View<'_> {
     view.slice(0, 0..rows).and_then(|view| view.slice(1, 0..cols)).unwrap()
 }
 
-/// What `fit` says about A and B with lines so many elements apart.
+/// What `fit` says about A and B with lines this many elements apart.
 fn fit_of(
     majors: [Major; 2],
     [lda, ldb]: [usize; 2],

@@ -37,7 +37,8 @@ impl<'a> KvCacheViews<'a> {
         require(
             pages > 0 && page_size > 0 && capacity >= 0,
             format_args!(
-                "{pages} pages of {page_size} slots and a capacity of {capacity}: a size is not positive"
+                "{pages} pages of {page_size} slots and a capacity of {capacity}: a size is not \
+                 positive"
             ),
         )?;
         let dims = |[page, slot, head]: [i64; 3]| {
@@ -79,7 +80,7 @@ impl<'a> KvCacheViews<'a> {
                 "the capacity is {capacity}, and the table has {columns} pages of {page_size}"
             ),
         )?;
-        // A step of 16 keys lies in one page.
+        // A step of 16 keys is in one page.
         require(
             columns <= 1 || page_size % 16 == 0,
             format_args!("page_size is {page_size}, expected a multiple of 16"),

@@ -9,7 +9,7 @@ use blockflash_sys::Probe;
 use blockflash_sys::manifest::Variant;
 use blockflash_sys::params::blockflash_probe_params;
 
-/// The input of a probe holds a multiple of so many bytes, at least four of them.
+/// The input of a probe holds a multiple of this many bytes, at least four of them.
 pub const PROBE_CHUNK_BYTES: usize = 16384;
 
 /// A probe and the threads of its CTA.
@@ -97,7 +97,7 @@ unsafe impl Launch for ProbeTile {
 }
 
 impl Stream {
-    /// Launches a probe with so many CTAs. The input is i32 `[words]`, the output i32 with one word
+    /// Launches a probe with `blocks` CTAs. The input is i32 `[words]`, the output i32 with a word
     /// per thread, or for a copy as many as the input; both are contiguous. `iterations` is how
     /// often the inner loop runs.
     ///

@@ -46,7 +46,8 @@ fn fits(copy: &blockflash_row_copy, to: &ViewMut<'_>, from: &View<'_>) -> Fit<i6
         require(
             found as i64 == rows && wide,
             format_args!(
-                "a tensor of {found} × {columns}, expected {rows} rows of {pieces} pieces of 16 bytes"
+                "a tensor of {found} × {columns}, expected {rows} rows of {pieces} pieces of 16 \
+                 bytes"
             ),
         )?;
         let same = rows == 1 || stride as i64 * size == pitch;

@@ -146,7 +146,7 @@ impl NcclCommunicator {
             let (from, to) = (view.device_ptr().unwrap_or(0) as *const _, *to as i32);
             // SAFETY:
             // 1. Communicator and stream live and belong to the current context; `to` is a rank.
-            // 2. The memory is contiguous, of so many bytes, and prepared for the stream.
+            // 2. The memory is contiguous, of this many bytes, and prepared for the stream.
             let code = unsafe { (nccl.send)(from, bytes(view), BYTES, to, comm, raw) };
             result = result.and(nccl.check("ncclSend", code));
         }

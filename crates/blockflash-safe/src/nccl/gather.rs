@@ -21,9 +21,9 @@ const GRANULE: usize = 2 << 20;
 const FIRST: usize = 16;
 
 impl NcclCommunicator {
-    /// Readies all-gathers of up to so many bytes of each rank, and says whether there are any, the
+    /// Readies all-gathers of up to `bytes` bytes of each rank, and says whether there are any, the
     /// same on all ranks. All ranks call this at the same time, and the largest number counts, of
-    /// all calls. It takes memory for so many bytes of every rank, the [window](Self::window), and
+    /// all calls. It takes memory for `bytes` bytes of every rank, the [window](Self::window), and
     /// waits for the other ranks and for all that is under way. Where it grows, both windows are
     /// there for a moment; tensors in the one before keep their memory, but nothing is gathered
     /// into them any more.
@@ -75,7 +75,7 @@ impl NcclCommunicator {
     }
 
     /// A tensor in the window, in the order of `stream`, that is not initialised: what is
-    /// [gathered](Self::all_gather) lies in parts of it. There is one at a time, no larger than
+    /// [gathered](Self::all_gather) is in parts of it. There is one at a time, no larger than
     /// what was [reserved](Self::reserve_gather).
     ///
     /// # Errors
@@ -152,10 +152,10 @@ impl NcclCommunicator {
         self.watched.guard.expect_another(Instant::now() + self.watched.timeout);
         // SAFETY:
         // 1. Communicator and stream live and belong to the current context.
-        // 2. The slots lie in the window of this rank. One tensor has that, which is borrowed
+        // 2. The slots are in the window of this rank. One tensor has that, which is borrowed
         //    exclusively and prepared for the stream.
         // 3. Each rank writes its slot to the same place in the windows of the others, also one
-        //    whose slots are elsewhere or larger. They lie in its own window in any case, and all
+        //    whose slots are elsewhere or larger. They are in its own window in any case, and all
         //    windows have the size on which the ranks have agreed.
         // 4. No rank writes before the stream of this one has reached the all-gather: NCCL
         //    synchronises the streams of all ranks before it copies.

@@ -23,7 +23,7 @@ pub(super) const SUCCESS: Code = 0;
 pub(super) const IN_PROGRESS: Code = 7;
 /// `ncclUint8`: everything is sent as bytes.
 pub(super) const BYTES: c_int = 1;
-/// `NCCL_WIN_COLL_SYMMETRIC`: a window lies at the same place on all ranks.
+/// `NCCL_WIN_COLL_SYMMETRIC`: a window is at the same place on all ranks.
 pub(super) const SYMMETRIC: c_int = 1;
 /// `ncclComm_t`.
 pub(super) type RawComm = *mut c_void;

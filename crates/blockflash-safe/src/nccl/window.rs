@@ -48,7 +48,7 @@ impl NcclCommunicator {
             lock(&self.windows.state).current = Some(current);
             // SAFETY:
             // 1. The communicator lives while the lock is held, and its context is current.
-            // 2. The memory has so many bytes; it is freed only after NCCL has forgotten it.
+            // 2. The memory has this many bytes; it is freed only after NCCL has forgotten it.
             // 3. The pointer stays valid for writes.
             let code = unsafe { (gather.register)(comm, window.ptr.0, size, handle, SYMMETRIC) };
             nccl.check("ncclCommWindowRegister", code)?;
@@ -100,7 +100,7 @@ impl NcclCommunicator {
 /// The window of a communicator.
 ///
 /// Nothing tells a sender how large the window of a receiver is. So the windows of all ranks have
-/// the size that these have agreed on, and what a rank gathers lies in its own.
+/// the size that these have agreed on, and what a rank gathers is in its own.
 #[derive(Default)]
 pub(super) struct Windows {
     state: Mutex<WindowsState>,

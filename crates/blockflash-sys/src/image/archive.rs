@@ -16,7 +16,7 @@ pub struct Archive<'a> {
     frames: &'a [u8],
 }
 
-/// Where an image lies in an [`Archive`].
+/// Where an image is in an [`Archive`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Entry {
     /// Range of its frame, in bytes from the end of the index.

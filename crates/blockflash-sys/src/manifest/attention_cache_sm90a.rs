@@ -2,7 +2,7 @@ use super::attention_fwd_sm90a::AttentionFwdHopper;
 use super::family::{Family, Support};
 use crate::Target;
 
-/// Tiles of `attention_fwd_sm90a` whose keys lie in a cache, contiguous or in pages.
+/// Tiles of `attention_fwd_sm90a` whose keys are in a cache, contiguous or in pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct AttentionCacheHopper {
     /// The tile, of one head, as without a cache.

@@ -27,7 +27,7 @@ impl AttentionDecodeHopper {
     pub const ROWS: u32 = 64;
     /// CTAs per SM.
     pub const MIN_BLOCKS: u32 = 2;
-    /// Splits of a run: so many are joined before others are, whatever the batch.
+    /// Splits of a run: this many are joined before others are, whatever the batch.
     pub const RUNS: [u32; 3] = [1, 4, 8];
 }
 

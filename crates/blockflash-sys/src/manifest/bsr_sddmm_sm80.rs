@@ -3,7 +3,7 @@ use super::family::{Family, Support, each_dtype};
 use crate::{DType, Target};
 
 /// Tiles of `bsr_sddmm_sm80`: a CTA computes as many neighbouring stored blocks of a block row as
-/// fit into `columns`. The launch says how A and B lie in memory.
+/// fit into `columns`. The launch says how A and B are in memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct BsrSddmm {
     /// Element type of A and B.

@@ -11,9 +11,9 @@ pub struct BsrSddmmHopper {
     pub dtype: DType,
     /// Rows and columns of a block of the pattern: 64 or 128.
     pub block_size: u32,
-    /// How A lies in memory.
+    /// How A is in memory.
     pub a: Major,
-    /// How B lies in memory.
+    /// How B is in memory.
     pub b: Major,
     /// Pipeline stages in shared memory.
     pub stages: u32,

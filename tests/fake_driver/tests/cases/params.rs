@@ -1,4 +1,4 @@
-//! The parameters of a launch as text, without what lies between the fields.
+//! The parameters of a launch as text, without what is between the fields.
 
 use blockflash_fake_driver::Launch;
 use blockflash_sys::params::*;

@@ -56,7 +56,7 @@ pub(crate) fn alone(name: &str, test: impl FnOnce(&Fake) -> Result<()>) -> Resul
     Ok(())
 }
 
-/// Expects so many errors, each of which says that another rank is lost.
+/// Expects this many errors, each of which says that another rank is lost.
 pub(crate) fn expect_lost(errors: &[Error], count: usize) {
     assert_eq!(errors.len(), count);
     for error in errors {

@@ -164,7 +164,7 @@ fn a_rank_that_does_not_gather_is_lost() -> Result<()> {
     })
 }
 
-/// Kernels compute nothing here, but what is gathered lies in windows of all ranks.
+/// Kernels compute nothing here, but what is gathered is in windows of all ranks.
 #[test]
 fn attention_over_ranks_gathers_in_windows() -> Result<()> {
     alone("window::attention_over_ranks_gathers_in_windows", |fake| {

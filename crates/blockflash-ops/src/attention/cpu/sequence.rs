@@ -1,4 +1,4 @@
-//! What the CPU backends of attention and of its gradients share: where the rows of a sequence lie,
+//! What the CPU backends of attention and of its gradients share: where the rows of a sequence are,
 //! how they are cut into blocks, and what a block mask visits.
 
 use crate::attention::{Attention, AttentionProblem, LseStrides, Strides};
@@ -97,7 +97,7 @@ pub(crate) fn visited(
     Ok(ranges)
 }
 
-/// The part of visited columns that lies `within` a range, in steps of at most `step`.
+/// The part of visited columns that is `within` a range, in steps of at most `step`.
 pub(crate) fn steps(
     visited: Vec<Range<usize>>,
     within: Range<usize>,

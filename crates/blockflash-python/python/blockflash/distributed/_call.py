@@ -63,7 +63,7 @@ def attention(
         cu_seqlens: The rows of all ranks are a packed batch: sequence `i` has the rows
             `cu_seqlens[i]` to `cu_seqlens[i + 1]` of them and attends only itself, and the mask is
             one of each sequence. Numbers or a tensor on the CPU, the same on all ranks; B is 1. The
-            chunks of the ranks may cut sequences anywhere, and keys of a sequence that lies within
+            chunks of the ranks may cut sequences anywhere, and keys of a sequence that is within
             the rows of a rank do not travel for `keys`.
         block_mask: Which blocks of queries and keys are visited at all. It was made for the token
             mask of the call, and for a group and a scheme, which are the defaults then.

@@ -94,7 +94,7 @@ def _scatter(grid: Grid, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 def _pieces(chunks: Sequence[Ranges]) -> list[tuple[slice, slice]]:
-    """Where both chunks of each rank lie in the rows of the group."""
+    """Where both chunks of each rank are in the rows of the group."""
     start, gap = chunks[0][0].start, chunks[-1][1].start - chunks[-1][0].stop
     return [
         (

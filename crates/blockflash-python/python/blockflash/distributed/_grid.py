@@ -28,7 +28,7 @@ class Scheme(NamedTuple):
 
     @staticmethod
     def of(scheme: Any, world: int, heads_k: int) -> Scheme:
-        """The scheme that an argument means, for so many ranks and heads of keys."""
+        """The scheme that an argument means, for this many ranks and heads of keys."""
         most = gcd(world, heads_k)
         known = {"auto": (most, world // most), "heads": (world, 1), "keys": (1, world)}
         if isinstance(scheme, str):

@@ -54,7 +54,7 @@ def packed_visits(
 ) -> list[Visit]:
     """The visits of queries to keys of the same sequence.
 
-    Sequences that lie within the group are one visit as long as they follow each other. A sequence
+    Sequences that are within the group are one visit as long as they follow each other. A sequence
     of several groups has the visits that it would have alone.
     """
     if queries != keys:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 Ranges = tuple[range, range]
-"""Where two chunks lie, the first one before the second one."""
+"""Where two chunks are, the first one before the second one."""
 Block = int | tuple[int, int]
 """Rows of a block, or its queries and keys."""
 
@@ -54,7 +54,7 @@ def count(chunks: Ranges) -> int:
 
 
 def rows_in(chunks: Ranges, positions: range) -> slice:
-    """Which rows lie in a range of the sequence. They follow each other, as chunks do."""
+    """Which rows are in a range of the sequence. They follow each other, as chunks do."""
 
     def before(position: int) -> int:
         return sum(min(max(position - chunk.start, 0), len(chunk)) for chunk in chunks)

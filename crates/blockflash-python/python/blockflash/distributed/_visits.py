@@ -55,7 +55,7 @@ def visits(
 
 
 def _cut(chunks: Ranges, positions: range) -> Iterator[tuple[range, int]]:
-    """What lies in a range of the sequence of each chunk, and its first row in the group."""
+    """What is in a range of the sequence of each chunk, and its first row in the group."""
     for chunk, at in zip(chunks, (0, len(chunks[0])), strict=True):
         start = max(chunk.start, positions.start)
         yield range(start, min(chunk.stop, positions.stop)), at + start - chunk.start

@@ -17,7 +17,7 @@ def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
 
 
 def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
-    """Zeros with so many rows, but `values` in the rows of these indices."""
+    """Zeros with this many rows, but `values` in the rows of these indices."""
     zeros = values.new_zeros(first_axis_dim, *values.shape[1:])
     return zeros.index_put((indices,), values)
 
