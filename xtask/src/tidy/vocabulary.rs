@@ -84,7 +84,8 @@ mod tests {
     use super::*;
 
     const TABLE: &str = "# Glossary\n\n| word | meaning | not |\n|---|---|---|\n\
-                         | competitor | others | `rival`, foe |\n| this many | a number | `so many` |\n";
+                         | competitor | others | `rival`, foe |\n\
+                         | this many | a number | `so many` |\n";
 
     #[test]
     fn words_in_code_of_the_last_column_are_refused() {

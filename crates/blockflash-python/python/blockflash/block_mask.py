@@ -124,11 +124,8 @@ class BlockMask:
         visits = visits.to(kv_num_blocks.device)
         for counts, columns in lists:
             if counts.shape != kv_num_blocks.shape or columns.shape[:-1] != counts.shape:
-                raise ValueError(
-                    f"num_blocks has shape {tuple(counts.shape)} and indices has shape "
-                    f"{tuple(columns.shape)}, expected {tuple(kv_num_blocks.shape)} and one "
-                    "dimension more"
-                )
+                shapes = f"{tuple(counts.shape)} and indices has {tuple(columns.shape)}"
+                raise ValueError(f"num_blocks has {shapes}, expected one dimension more")
             listed = torch.arange(columns.shape[-1], device=columns.device) < counts[..., None]
             wrong = listed & ((columns < 0) | (columns >= cols))
             if bool(wrong.any() | (counts < 0).any() | (counts > columns.shape[-1]).any()):
@@ -345,10 +342,7 @@ class BlockMask:
     def to_dense(self) -> Tensor:
         """The visited blocks, bool `[batch, heads, rows, cols]`; waits for a GPU."""
         if self._native.is_packed:
-            raise ValueError(
-                "a packed mask has no to_dense(): its sequences have sizes of their own, and "
-                "sequences() gives their masks"
-            )
+            raise ValueError("to_dense() of a packed mask: sequences() gives masks that have it")
         blocks = torch.empty(self.shape, dtype=torch.uint8)
         self._native.write_bool(blocks)
         return blocks.view(torch.bool).to(self.device)
