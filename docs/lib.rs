@@ -38,8 +38,8 @@ mod tests {
     use super::PAGES;
     use std::{collections::BTreeSet, fs, path::Path};
 
-    /// What a code block may be: `rust` runs here, `python` in the Python package's tests, `sh` in
-    /// those of the command. `toml`, `c` and `text` are only shown.
+    /// What a code block may be: `rust` runs here, `python` in the tests of the Python package. The
+    /// others are only shown.
     const LANGUAGES: [&str; 7] = ["rust", "rust,no_run", "python", "sh", "toml", "c", "text"];
 
     fn text(page: &str) -> String {
