@@ -3,7 +3,7 @@
 use crate::args::{DeviceArg, TuningArg};
 use crate::failure::{Failure, Result, warn};
 use crate::output::{device_name, print};
-use crate::pace::{announce, cases, progress};
+use crate::pace::{announce, each, failures};
 use crate::rest::{Rest, RestArgs};
 use crate::suite_args::{SuiteArgs, words};
 use crate::{swap_check, table};
@@ -13,7 +13,7 @@ use blockflash_bench::machine::{Machine, benches};
 use blockflash_bench::order::Order;
 use blockflash_bench::ours::Kernels;
 use blockflash_bench::peers::{Command, Peers, Selection};
-use blockflash_bench::record::{OURS, Record, Writer};
+use blockflash_bench::record::{Record, Writer};
 use blockflash_bench::report;
 use blockflash_bench::rounds::Run;
 use blockflash_bench::suite::Suite;
@@ -49,8 +49,8 @@ pub struct Args {
     /// Measure nothing: list the suites, or the cases of this one
     #[arg(long)]
     pub list: bool,
-    /// Rivals to measure: auto, none, or a comma-separated list of parts of their names [default:
-    /// as the suite says; none on a CPU]
+    /// Competitors to measure: auto, none, or a comma-separated list of parts of their names
+    /// [default: as the suite says; none on a CPU]
     #[arg(long, value_name = "LIST")]
     pub peers: Option<String>,
     #[command(flatten)]
@@ -75,13 +75,13 @@ pub struct Args {
     /// or SUITE.jsonl without a folder benches]
     #[arg(long, value_name = "FILE")]
     pub out: Option<PathBuf>,
-    /// Seconds that a tuned rival may spend on the search for its parameters in each case
+    /// Seconds that a tuned competitor may spend on the search for its parameters in each case
     #[arg(long, value_name = "N", default_value_t = 20)]
     pub tune_seconds: u32,
     /// Seed of random inputs and patterns
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub seed: u64,
-    /// Show what the rivals' process writes to stderr
+    /// Show what the competitors' process writes to stderr
     #[arg(long)]
     pub verbose: bool,
     #[command(flatten)]
@@ -197,13 +197,9 @@ pub fn run(args: Args) -> Result<ExitCode> {
     if run.suite.energy && !all.is_empty() {
         print(&format!("millijoules of a launch\n{}", grid(report::energy_cells(&all))))?;
     }
-    for record in records.iter().filter(|record| record.error.is_some()) {
-        let error = record.error.as_deref().unwrap_or_default();
-        print(&format!("{} {}: {error}", record.case, record.implementation))?;
-    }
+    failed |= failures(&records)?;
     rest.announce()?;
     print(&format!("{} records appended to {}", records.len(), writer.path().display()))?;
-    failed |= records.iter().any(|record| record.implementation == OURS && record.error.is_some());
     Ok(ExitCode::from(u8::from(failed)))
 }
 
@@ -241,15 +237,15 @@ impl Args {
         Ok(suite)
     }
 
-    /// Starts the rivals and says which are missing.
+    /// Starts the competitors and says which are missing.
     fn start_peers(&self, suite: &Suite, device: &Device, benches: &Path) -> Result<Peers> {
-        // Rivals are GPU programs; on a CPU they run only when they are asked for.
+        // Competitors are GPU programs; on a CPU they run only when they are asked for.
         let default = if device.is_cpu() { "none" } else { &suite.peers };
         let selection = Selection::parse(self.peers.as_deref().unwrap_or(default));
         let script = benches.join("peers").join("serve.py");
         if selection != Selection::None && !script.is_file() {
             return Err(Failure::new(format!(
-                "{} is missing; measure without rivals by --peers none",
+                "{} is missing; measure without competitors by --peers none",
                 script.display()
             )));
         }
@@ -258,14 +254,14 @@ impl Args {
         let peers = Peers::start(command, selection, self.tune_seconds.into());
         if let Some(name) = peers.unknown().first() {
             return Err(Failure::new(format!(
-                "--peers: there is no rival whose name contains {name:?}"
+                "--peers: there is no competitor whose name contains {name:?}"
             )));
         }
         if let Some(versions) = peers.versions() {
-            print(&format!("rivals: {versions}"))?;
+            print(&format!("competitors: {versions}"))?;
         }
         for (names, reason) in peers.absent() {
-            print(&format!("absent rivals: {} ({reason})", names.join(", ")))?;
+            print(&format!("absent competitors: {} ({reason})", names.join(", ")))?;
         }
         Ok(peers)
     }
@@ -306,24 +302,20 @@ fn measure(
     peers: &mut Peers,
     writer: &mut Writer,
 ) -> Result<Vec<Record>> {
-    let bar = progress(run);
     let mut all = Vec::new();
-    for (case, cache) in cases(run) {
+    each(run, |case, cache, bar| {
         if !rest.takes(case, cache, &run.competitors(case, peers)) {
-            bar.inc(1);
-            continue;
+            return Ok(());
         }
-        bar.set_message(case.to_string());
-        let records =
-            run.measure(case, cache, peers, |step| bar.set_message(format!("{case}, {step}")));
+        let step = |step: &str| bar.set_message(format!("{case}, {step}"));
+        let records = run.measure(case, cache, peers, step);
         bar.suspend(|| print(&line(&records)))?;
         for record in records {
             writer.append(&record)?;
             all.push(record);
         }
-        bar.inc(1);
-    }
-    bar.finish_and_clear();
+        Ok(())
+    })?;
     Ok(all)
 }
 

@@ -12,8 +12,8 @@ use std::time::{Duration, Instant};
 /// Which cases a call measures.
 #[derive(clap::Args)]
 pub struct RestArgs {
-    /// Measure only cases that the record lacks: without a time of ours, or of a wanted rival, of
-    /// this commit on this GPU
+    /// Measure only cases that the record lacks: without a time of ours, or of a wanted
+    /// competitor, of this commit on this GPU
     #[arg(long, conflicts_with_all = ["kernel", "swap_check"])]
     missing: bool,
     /// Begin no case that is likely to end later than this; --missing measures the rest
@@ -62,7 +62,7 @@ impl Rest {
         Rest { known, started, limit, longest, case_started: None, found: 0, left: 0 }
     }
 
-    /// Whether a case is measured now; `wanted` are its rivals.
+    /// Whether a case is measured now; `wanted` are its competitors.
     pub fn takes(&mut self, case: &Case, cache: Cache, wanted: &[String]) -> bool {
         self.takes_at(Instant::now(), case, cache, wanted)
     }
@@ -76,7 +76,7 @@ impl Rest {
                 (record.op.as_str(), record.cache.as_str()) == (case.op(), cache.name())
                     && record.implementation == name
                     && record.case == case.to_string()
-                    // A rival that fails, fails again.
+                    // A competitor that fails, fails again.
                     && (name != OURS || record.us.is_some())
             })
         };

@@ -2,10 +2,9 @@
 
 use crate::failure::{Failure, Result};
 use crate::output::print;
-use crate::pace::{announce, cases, progress};
+use crate::pace::{announce, cases, each, failures};
 use blockflash_bench::order::Order;
 use blockflash_bench::peers::Peers;
-use blockflash_bench::record::OURS;
 use blockflash_bench::rounds::{Run, Swap};
 use std::process::ExitCode;
 
@@ -15,26 +14,22 @@ pub fn run(run: &Run, peers: &mut Peers) -> Result<ExitCode> {
     if cases(run).all(|(case, _)| run.competitors(case, peers).len() < 2) {
         let why = "two contestants follow each other in any order";
         return Err(Failure::new(format!(
-            "--swap-check needs at least two rivals that run: {why}"
+            "--swap-check needs at least two competitors that run: {why}"
         )));
     }
     announce(run, peers, &[Order::Fixed, Order::Reversed])?;
-    let bar = progress(run);
     let (mut most, mut compared, mut failed) = (0f64, 0, false);
-    for (case, cache) in cases(run) {
+    each(run, |case, cache, bar| {
         let step = |step: &str| bar.set_message(format!("{case}, {step}"));
         let (swaps, records) = run.swap_check(case, cache, peers, step);
-        bar.suspend(|| print(&format!("{case}: {}", line(&swaps))))?;
-        for record in records.iter().filter(|record| record.error.is_some()) {
-            let error = record.error.as_deref().unwrap_or_default();
-            bar.suspend(|| print(&format!("{case} {}: {error}", record.implementation)))?;
-            failed |= record.implementation == OURS;
-        }
+        failed |= bar.suspend(|| {
+            print(&format!("{case}: {}", line(&swaps)))?;
+            failures(&records)
+        })?;
         compared += swaps.len();
         most = swaps.iter().map(Swap::moved).fold(most, f64::max);
-        bar.inc(1);
-    }
-    bar.finish_and_clear();
+        Ok(())
+    })?;
     print(&format!(
         "after {} ms idle, {compared} ratios change by at most {:.2} % when the order is reversed",
         run.suite.gap_ms,

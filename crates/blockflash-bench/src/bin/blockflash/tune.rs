@@ -4,7 +4,7 @@ use crate::args::DeviceArg;
 use crate::bench::appending;
 use crate::failure::{Failure, Result};
 use crate::output::{device_name, print};
-use crate::pace::{cases, progress};
+use crate::pace::{each, failures};
 use crate::suite_args::SuiteArgs;
 use crate::table::{grid, number, time};
 use blockflash_bench::case::Case;
@@ -74,14 +74,9 @@ pub fn run(args: Args) -> Result<ExitCode> {
     let (records, verdicts) = measure(&run, &mut writer)?;
 
     print(&table(&verdicts))?;
-    let failed = records.iter().filter(|record| record.error.is_some());
-    for record in failed.clone() {
-        let name = record.symbol.as_deref().unwrap_or(&record.implementation);
-        let error = record.error.as_deref().unwrap_or_default();
-        print(&format!("{} {name}: {error}", record.case))?;
-    }
+    let failed = failures(&records)?;
     print(&summary(&verdicts, writer.path()))?;
-    Ok(ExitCode::from(u8::from(failed.count() > 0)))
+    Ok(ExitCode::from(u8::from(failed)))
 }
 
 /// Why there is nothing to measure.
@@ -121,10 +116,8 @@ impl Args {
 /// All cases; the results of each are on the disk before the next one begins.
 fn measure(run: &Run, writer: &mut Writer) -> Result<(Vec<Record>, Vec<Verdict>)> {
     let mut nobody = Peers::none();
-    let bar = progress(run);
     let (mut all, mut verdicts) = (Vec::new(), Vec::new());
-    for (case, cache) in cases(run) {
-        bar.set_message(case.to_string());
+    each(run, |case, cache, bar| {
         let step = |step: &str| bar.set_message(format!("{case}, {step}"));
         let records = run.measure(case, cache, &mut nobody, step);
         records.iter().try_for_each(|record| writer.append(record))?;
@@ -132,9 +125,8 @@ fn measure(run: &Run, writer: &mut Writer) -> Result<(Vec<Record>, Vec<Verdict>)
         bar.suspend(|| print(&verdict.as_ref().map_or(format!("{case}: error"), line)))?;
         verdicts.extend(verdict);
         all.extend(records);
-        bar.inc(1);
-    }
-    bar.finish_and_clear();
+        Ok(())
+    })?;
     Ok((all, verdicts))
 }
 
