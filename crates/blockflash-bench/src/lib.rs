@@ -18,5 +18,5 @@ pub mod telemetry;
 pub mod timing;
 pub mod verdict;
 
-pub use blockflash_cases::{block_pattern, case, document, io, memory, random};
+pub use blockflash_cases::{block_pattern, case, document, io, memory, placement, random};
 pub use error::{Error, Result};

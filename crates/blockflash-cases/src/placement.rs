@@ -2,7 +2,7 @@
 //! in every gap.
 
 use crate::io::Array;
-use blockflash_ops::{Stream, Tensor, View, ViewMut};
+use blockflash_ops::{Major, Stream, Tensor, View, ViewMut};
 use std::ops::Range;
 
 /// A logical tensor inside a larger, contiguous physical one. The default, for any rank, is no gap
@@ -13,6 +13,50 @@ pub struct Placement {
     pub order: Vec<usize>,
     /// Elements before and after the tensor along each *logical* dimension; missing ones are 0.
     pub padding: Vec<(usize, usize)>,
+}
+
+impl Placement {
+    /// A matrix without gaps whose rows or columns are contiguous.
+    pub fn of_major(major: Major) -> Self {
+        let order = if major == Major::Row { Vec::new() } else { vec![1, 0] };
+        Self { order, padding: Vec::new() }
+    }
+}
+
+/// A dense operand where an operation reads it: in place on the CPU if there is no gap, otherwise
+/// in memory of the device.
+#[derive(Debug)]
+pub struct Dense {
+    placed: Placed,
+    stored: Option<Tensor>,
+}
+
+impl Dense {
+    /// Stores an array on the stream's device, with NaN in every gap.
+    ///
+    /// # Errors
+    /// If the device has not enough memory.
+    pub fn new(
+        host: &Array,
+        placement: &Placement,
+        stream: &Stream,
+    ) -> blockflash_safe::Result<Self> {
+        let placed = placement.place(host.shape());
+        let in_place = stream.device().is_cpu() && placed.is_whole();
+        let stored = if in_place { None } else { Some(placed.upload(host, stream)?) };
+        Ok(Self { placed, stored })
+    }
+
+    /// The operand; `host` is the array that was stored.
+    ///
+    /// # Errors
+    /// If the array has more dimensions than a view can have.
+    pub fn view<'a>(&'a self, host: &'a Array) -> blockflash_safe::Result<View<'a>> {
+        match &self.stored {
+            Some(stored) => self.placed.view(stored),
+            None => host.view(),
+        }
+    }
 }
 
 /// A placement that was applied to a shape.
@@ -85,8 +129,13 @@ impl Placed {
         }
     }
 
+    /// Shape of the logical tensor.
+    pub fn shape(&self) -> &[usize] {
+        &self.shape
+    }
+
     /// Whether the physical tensor is the logical one.
-    fn is_whole(&self) -> bool {
+    pub fn is_whole(&self) -> bool {
         self.physical == self.shape && self.permutation.is_sorted()
     }
 

@@ -1,5 +1,6 @@
 //! Block-sparse matrix times dense matrix.
 
+use super::bsr_operands::{BsrCall, BsrData, BsrOperands};
 use super::grid::{fraction, pairs};
 use super::id::{dtype, number, pattern};
 use super::limits;
@@ -9,14 +10,8 @@ use super::peer::{PeerCase, PeerCaseError};
 use super::shape::Shape;
 use super::work::{TILE_COLUMNS, Work};
 use crate::error::Result;
-use crate::io::Array;
-use blockflash_ops::bsr_matmul::{BsrMatrix, BsrProblem, accepts, select};
-use blockflash_ops::tuning::Likeness;
-use blockflash_ops::{
-    BsrMatmul, BsrPattern, BsrWorkspace, CudaProperties, Kernel, Operation, PreparedBsrMatmul,
-    Stream, Tensor, ViewMut, bsr_flops,
-};
-use blockflash_oracle::{self as oracle, Activation, BsrCase, Comparison};
+use blockflash_ops::bsr_matmul::BsrProblem;
+use blockflash_ops::{BsrPattern, Stream, bsr_flops};
 use blockflash_sys::DType;
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -131,117 +126,10 @@ impl Shape for BsrShape {
     }
 
     fn operands(&self, stream: &Stream, seed: u64) -> Result<Box<dyn Operands>> {
-        Ok(Box::new(BsrOperands::new(self, stream, seed)?))
-    }
-}
-
-/// Inputs and output, and everything that a caller can lend.
-#[derive(Debug)]
-struct BsrOperands {
-    a: BsrMatrix,
-    b: Tensor,
-    c: Tensor,
-    workspace: BsrWorkspace,
-    prepared: Option<PreparedBsrMatmul>,
-    pattern: (Vec<i32>, Vec<i32>),
-    /// The values of A, and B, for the oracle.
-    host: [Array; 2],
-}
-
-impl BsrOperands {
-    fn new(shape: &BsrShape, stream: &Stream, seed: u64) -> Result<Self> {
-        let BsrShape { m, n, k, block_size, dtype, .. } = *shape;
-        let (row_ptr, col_idx) = shape.pattern(seed);
-        let values = normal(&[col_idx.len(), block_size, block_size], dtype, seed, 0)?;
-        let b = normal(&[k, n], dtype, seed, 1)?;
-        let a = BsrMatrix::from_parts(m, k, block_size, &row_ptr, &col_idx, values.view()?)?;
-        Ok(Self {
-            a: a.to(stream)?,
-            b: b.upload(stream)?,
-            c: Tensor::empty(stream, dtype, &[m, n])?,
-            workspace: BsrWorkspace::new(stream)?,
-            prepared: None,
-            pattern: (row_ptr, col_idx),
-            host: [values, b],
-        })
-    }
-
-    /// The product and where it goes.
-    fn product(&mut self) -> (BsrMatmul<'_>, ViewMut<'_>) {
-        let Self { a, b, c, workspace, .. } = self;
-        (
-            BsrMatmul { workspace: Some(workspace), ..BsrMatmul::new(a.view(), b.view()) },
-            c.view_mut(),
-        )
-    }
-
-    fn problem(&mut self) -> Result<BsrProblem> {
-        let (product, c) = self.product();
-        Ok(product.problem(&c)?)
-    }
-}
-
-impl Operands for BsrOperands {
-    fn select(&mut self, gpu: &CudaProperties) -> Result<&'static Kernel> {
-        Ok(select(&self.problem()?, gpu)?)
-    }
-
-    fn accepts(&mut self, kernel: &Kernel, gpu: &CudaProperties) -> Result<bool> {
-        Ok(accepts(kernel, &self.problem()?, gpu).is_ok())
-    }
-
-    fn likeness(&mut self) -> Result<Option<Likeness>> {
-        Ok(Some(Likeness::of_bsr_matmul(&self.problem()?)))
-    }
-
-    fn launch(&mut self, kernel: Option<&'static Kernel>, stream: &Stream) -> Result<()> {
-        let (product, c) = self.product();
-        match kernel {
-            None => product.matmul_into(c, stream)?,
-            Some(kernel) => product.run_with(kernel, c, stream)?,
-        }
-        Ok(())
-    }
-
-    fn prepare(&mut self, stream: &Stream) -> Result<bool> {
-        let (product, c) = self.product();
-        self.prepared = Some(product.prepare(&c, stream)?);
-        Ok(true)
-    }
-
-    fn launch_prepared(&mut self, stream: &Stream) -> Result<()> {
-        let Self { a, b, c, workspace, prepared: Some(prepared), .. } = self else {
-            return self.launch(None, stream);
-        };
-        let product =
-            BsrMatmul { workspace: Some(workspace), ..BsrMatmul::new(a.view(), b.view()) };
-        Ok(product.run_prepared(prepared, c.view_mut(), stream)?)
-    }
-
-    fn outputs(&mut self, _kernel: Option<&Kernel>) -> Vec<(&'static str, &mut Tensor)> {
-        vec![("c", &mut self.c)]
-    }
-
-    fn compare(
-        &self,
-        outputs: &[Array],
-        seed: u64,
-        progress: &(dyn Fn(f64) + Sync),
-    ) -> Result<Vec<Comparison>> {
-        let ((row_ptr, col_idx), [values, b]) = (&self.pattern, &self.host);
-        let case = BsrCase {
-            row_ptr,
-            col_idx,
-            values,
-            b,
-            c: None,
-            alpha: 1.0,
-            beta: 0.0,
-            bias_per_row: None,
-            bias_per_column: None,
-            activation: Activation::None,
-        };
-        outputs.iter().map(|c| Ok(oracle::bsr_matmul(&case, c, seed, progress)?)).collect()
+        let (shape, b) = ([self.m, self.k], [self.k, self.n]);
+        let draw = |_: &str, shape: &[usize], lane| normal(shape, self.dtype, seed, lane);
+        let data = BsrData::drawn(shape, self.block_size, self.pattern(seed), b, draw)?;
+        Ok(Box::new(BsrOperands::new(BsrCall::new(self.dtype), data, stream)?))
     }
 }
 

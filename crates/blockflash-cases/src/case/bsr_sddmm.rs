@@ -1,5 +1,6 @@
 //! Sampled dense-dense product: dense times dense at the stored blocks of a sparse matrix.
 
+use super::bsr_sddmm_operands::{SddmmCall, SddmmData, SddmmOperands};
 use super::grid::{fraction, pairs, uniform};
 use super::id::{dtype, number, pattern};
 use super::limits;
@@ -9,13 +10,8 @@ use super::peer::{PeerCase, PeerCaseError};
 use super::shape::Shape;
 use super::work::{TILE_COLUMNS, Work};
 use crate::error::Result;
-use crate::io::Array;
-use blockflash_ops::bsr_sddmm::{BsrSddmmProblem, accepts, select};
-use blockflash_ops::{
-    BsrMatrix, BsrPattern, BsrSddmm, CudaProperties, Device, Kernel, Major, Operation,
-    PreparedBsrSddmm, Stream, Tensor, bsr_sddmm_flops,
-};
-use blockflash_oracle::{self as oracle, Comparison, SddmmCase};
+use blockflash_ops::bsr_sddmm::BsrSddmmProblem;
+use blockflash_ops::{BsrPattern, Major, Stream, bsr_sddmm_flops};
 use blockflash_sys::DType;
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -147,122 +143,10 @@ impl Shape for SddmmShape {
     }
 
     fn operands(&self, stream: &Stream, seed: u64) -> Result<Box<dyn Operands>> {
-        Ok(Box::new(SddmmOperands::new(self, stream, seed)?))
-    }
-}
-
-/// Inputs on the device and in host memory, and the output values.
-#[derive(Debug)]
-struct SddmmOperands {
-    inputs: Inputs,
-    values: Tensor,
-    prepared: Option<PreparedBsrSddmm>,
-    row_ptr: Vec<i32>,
-    col_idx: Vec<i32>,
-    /// A and B in their memory layouts.
-    host: [Array; 2],
-}
-
-#[derive(Debug)]
-struct Inputs {
-    shape: SddmmShape,
-    pattern: BsrMatrix,
-    a: Tensor,
-    b: Tensor,
-}
-
-impl Inputs {
-    fn product(&self) -> Result<BsrSddmm<'_>> {
-        let order = |major| if major == Major::Row { [0, 1] } else { [1, 0] };
-        let a = self.a.view().permute(&order(self.shape.a_major))?;
-        let b = self.b.view().permute(&order(self.shape.b_major))?;
-        Ok(BsrSddmm::new(&self.pattern, a, b))
-    }
-}
-
-impl SddmmOperands {
-    fn new(shape: &SddmmShape, stream: &Stream, seed: u64) -> Result<Self> {
-        let SddmmShape { m, n, k, block_size, a_major, b_major, dtype, .. } = *shape;
-        let (row_ptr, col_idx) = shape.pattern(seed);
-        let sizes = [col_idx.len(), block_size, block_size];
-        // Only the pattern of the matrix is used, its values are not read.
-        let zeros = Tensor::zeros(&Device::cpu().stream()?, dtype, &sizes)?;
-        let pattern = BsrMatrix::from_parts(m, n, block_size, &row_ptr, &col_idx, zeros.view())?;
-        let stored = |major, rows: usize, cols: usize| {
-            if major == Major::Row { [rows, cols] } else { [cols, rows] }
-        };
-        let host = [
-            normal(&stored(a_major, m, k), dtype, seed, 0)?,
-            normal(&stored(b_major, k, n), dtype, seed, 1)?,
-        ];
-        let inputs = Inputs {
-            shape: *shape,
-            pattern: pattern.to(stream)?,
-            a: host[0].upload(stream)?,
-            b: host[1].upload(stream)?,
-        };
-        let values = Tensor::empty(stream, dtype, &sizes)?;
-        Ok(Self { inputs, values, prepared: None, row_ptr, col_idx, host })
-    }
-
-    fn problem(&mut self) -> Result<BsrSddmmProblem> {
-        Ok(self.inputs.product()?.problem(&self.values.view_mut())?)
-    }
-}
-
-impl Operands for SddmmOperands {
-    fn select(&mut self, gpu: &CudaProperties) -> Result<&'static Kernel> {
-        Ok(select(&self.problem()?, gpu)?)
-    }
-
-    fn accepts(&mut self, kernel: &Kernel, gpu: &CudaProperties) -> Result<bool> {
-        Ok(accepts(kernel, &self.problem()?, gpu).is_ok())
-    }
-
-    fn launch(&mut self, kernel: Option<&'static Kernel>, stream: &Stream) -> Result<()> {
-        let product = self.inputs.product()?;
-        match kernel {
-            None => product.sddmm_into(self.values.view_mut(), stream)?,
-            Some(kernel) => product.run_with(kernel, self.values.view_mut(), stream)?,
-        }
-        Ok(())
-    }
-
-    fn prepare(&mut self, stream: &Stream) -> Result<bool> {
-        let prepared = self.inputs.product()?.prepare(&self.values.view_mut(), stream)?;
-        self.prepared = Some(prepared);
-        Ok(true)
-    }
-
-    fn launch_prepared(&mut self, stream: &Stream) -> Result<()> {
-        let Some(prepared) = &self.prepared else { return self.launch(None, stream) };
-        Ok(self.inputs.product()?.run_prepared(prepared, self.values.view_mut(), stream)?)
-    }
-
-    fn outputs(&mut self, _kernel: Option<&Kernel>) -> Vec<(&'static str, &mut Tensor)> {
-        vec![("values", &mut self.values)]
-    }
-
-    fn compare(
-        &self,
-        outputs: &[Array],
-        seed: u64,
-        progress: &(dyn Fn(f64) + Sync),
-    ) -> Result<Vec<Comparison>> {
-        let SddmmShape { m, n, k, a_major, b_major, .. } = self.inputs.shape;
-        let case = SddmmCase {
-            row_ptr: &self.row_ptr,
-            col_idx: &self.col_idx,
-            sizes: [m, n, k],
-            a: &self.host[0],
-            b: &self.host[1],
-            majors: [a_major, b_major],
-            old: None,
-            alpha: 1.0,
-            beta: 0.0,
-        };
-        let compare = |values: &Array| Ok(oracle::bsr_sddmm(&case, values, seed, progress)?);
-        outputs.iter().map(compare).collect()
+        let (majors, sizes) = ([self.a_major, self.b_major], [self.m, self.n, self.k]);
+        let draw = |_: &str, shape: &[usize], lane| normal(shape, self.dtype, seed, lane);
+        let data = SddmmData::drawn(sizes, self.block_size, self.pattern(seed), majors, draw)?;
+        Ok(Box::new(SddmmOperands::new(SddmmCall::new(self.dtype, majors), data, stream)?))
     }
 }
 

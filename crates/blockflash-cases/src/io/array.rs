@@ -159,6 +159,18 @@ impl Array {
         })
     }
 
+    /// What a larger array holds there: the opposite of [`placed`](Self::placed).
+    #[must_use]
+    pub fn taken(self, placed: &Placed) -> Self {
+        if placed.is_whole() {
+            return self;
+        }
+        with!(&self.0, values => {
+            let logical = placed.gather(elements(values));
+            ArrayD::from_shape_vec(IxDyn(placed.shape()), logical).unwrap_or_default().into()
+        })
+    }
+
     /// The transposed matrix; `None` if this is none.
     pub fn transposed(&self) -> Option<Self> {
         with!(&self.0, values => {

@@ -2,20 +2,23 @@
 
 use crate::args::ensure;
 use crate::bsr_args::{ActivationName, Args, Axis};
-use crate::bsr_operands::Operands;
+use crate::bsr_file::{BsrFile, RandomBlocks};
 use crate::failure::{Failure, Result};
-use crate::measure;
-use crate::operand::Placed;
-use crate::output::{RunReport, print};
+use crate::operand::{Source, common_dtype, load_all, random};
 use crate::outputs::Outputs;
-use crate::progress::Progress;
-use crate::table;
+use crate::run::Run;
+use blockflash_bench::case::{BsrCall, BsrData, BsrOperands};
 use blockflash_bench::io::Array;
-use blockflash_ops::bsr_matmul::{BsrMatrix, BsrProblem, BsrTranspose};
-use blockflash_ops::{Activation, Bias, BsrMatmul, BsrWorkspace, Tensor};
-use blockflash_oracle::{self as oracle, BsrCase, Comparison};
-use std::borrow::Cow;
+use blockflash_bench::memory;
+use blockflash_bench::placement::Placement;
+use blockflash_ops::bsr_matmul::BiasKind;
+use blockflash_ops::{Activation, DType, Major};
+use std::path::Path;
 use std::process::ExitCode;
+
+/// Random streams of one seed, besides those of A and B.
+const LANE_BIAS: u64 = 3;
+const LANE_C: u64 = 4;
 
 /// Runs the matmul once, checks and times it.
 pub fn run(args: Args) -> Result<ExitCode> {
@@ -29,22 +32,16 @@ pub fn run(args: Args) -> Result<ExitCode> {
     args.tuning.load(&device)?;
     let stream = device.stream()?;
 
-    let operands = Operands::new(&args)?;
-    let [m, n, _] = operands.sizes;
-    let a = if device.is_cpu() { None } else { Some(operands.a.to(&stream)?) };
-    let matrix = a.as_ref().unwrap_or(&operands.a);
-    let index = args.transpose_a.then(|| BsrTranspose::new(matrix, &stream)).transpose()?;
-    let b = with_layouts(&operands.b, args.b_layout)?;
-    let b = Placed::new(&b, &stream)?;
-    let bias = operands.bias.as_ref().map(|bias| Placed::new(bias, &stream)).transpose()?;
-    let workspace = BsrWorkspace::new(&stream)?;
-    let matmul = BsrMatmul {
+    let data = data(&args)?;
+    let layout = |axis: Option<Axis>| Placement::of_major(axis.unwrap_or(Axis::Row).into());
+    let call = BsrCall {
+        transposed: args.transpose_a,
         alpha,
         beta,
-        bias: match (&bias, args.bias_axis) {
-            (None, _) => Bias::None,
-            (Some(bias), None | Some(Axis::Row)) => Bias::PerRow(bias.view()?),
-            (Some(bias), Some(Axis::Column)) => Bias::PerColumn(bias.view()?),
+        bias: match (&args.bias, args.bias_axis) {
+            (None, _) => BiasKind::None,
+            (Some(_), None | Some(Axis::Row)) => BiasKind::PerRow,
+            (Some(_), Some(Axis::Column)) => BiasKind::PerColumn,
         },
         activation: match args.activation {
             ActivationName::None => Activation::None,
@@ -52,137 +49,106 @@ pub fn run(args: Args) -> Result<ExitCode> {
             ActivationName::Gelu => Activation::Gelu,
             ActivationName::Silu => Activation::Silu,
         },
-        transpose: index.as_ref(),
-        workspace: Some(&workspace),
-        ..BsrMatmul::new(matrix, b.view()?.permute(order(args.b_layout))?)
+        placements: [layout(args.b_layout), layout(args.c_layout)],
+        c_dtype: args.out_dtype.map_or(data.values.dtype(), DType::from),
     };
+    let mut operands = BsrOperands::new(call, data, &stream)?;
+    let (operation, kernel) = ("bsr-matmul", None);
+    Run { operation, common: &args.common, kernel, outputs, device: &device, stream: &stream }
+        .of(&mut operands)
+}
 
-    let old_c = || -> Result<Tensor> {
-        Ok(match (&operands.c, args.c_layout) {
-            (Some(c), layout) => with_layouts(c, layout)?.upload(&stream)?,
-            (None, Some(Axis::Column)) => Tensor::empty(&stream, operands.c_dtype, &[n, m])?,
-            (None, _) => Tensor::empty(&stream, operands.c_dtype, &[m, n])?,
-        })
-    };
-    let into = |c: &mut Tensor| -> Result<()> {
-        Ok(matmul.matmul_into(c.view_mut().permute(order(args.c_layout))?, &stream)?)
-    };
-    let mut c = old_c()?;
-    let problem = matmul.problem(&c.view_mut().permute(order(args.c_layout))?)?;
-    let kernel = match device.cuda_properties() {
-        Some(gpu) if !problem.is_empty() => {
-            Some(blockflash_ops::bsr_matmul::select(&problem, gpu)?)
-        }
-        _ => None,
-    };
-    let first_us = measure::first("bsr-matmul", &stream, || into(&mut c))?;
-    // With beta every run changes C, so the result of the first run is kept.
-    let mut other = if beta == 0.0 { None } else { Some(old_c()?) };
-    let again = || into(other.as_mut().unwrap_or(&mut c));
-    let timing =
-        measure::repeat("bsr-matmul, again", &stream, first_us, args.common.repeat, again)?;
-
-    let (mut written, mut checks) = (Vec::new(), Vec::new());
-    if args.out.is_some() || args.common.check {
-        let c = Array::download(&c, &stream)?;
-        let c = with_layouts(&c, args.c_layout)?;
-        written = outputs.save(&[("c", &c)])?;
-        if args.common.check {
-            checks.push(("c", check(&args, &operands, &problem, &c)?));
+impl From<Axis> for Major {
+    fn from(axis: Axis) -> Self {
+        match axis {
+            Axis::Row => Major::Row,
+            Axis::Column => Major::Column,
         }
     }
-
-    let report = RunReport {
-        operation: "bsr-matmul",
-        device: &device,
-        note: args.common.device.note(&device),
-        kernel,
-        tensors: vec![
-            ("a", vec![operands.a.rows(), operands.a.cols()], problem.dtype),
-            ("b", vec![problem.k, n], problem.dtype),
-            ("c", vec![m, n], problem.c_dtype),
-        ],
-        details: details(&args, &operands.a, &problem),
-        flops: blockflash_ops::bsr_flops(&problem) as f64,
-        timing,
-        checks,
-        written,
-    };
-    print(&report.render(args.common.json)?)?;
-    Ok(report.exit_code())
 }
 
-fn details(args: &Args, a: &BsrMatrix, problem: &BsrProblem) -> Vec<(&'static str, String)> {
-    let blocks = format!(
-        "{} of {} x {}, density {:.4}",
-        table::count(problem.nnz_blocks as u64),
-        problem.block_size,
-        problem.block_size,
-        a.density()
-    );
-    let a = if problem.a_transposed { "Aᵀ" } else { "A" };
-    let mut formula = format!("{}{a}·B", factor(problem.alpha));
-    if problem.beta != 0.0 {
-        formula += &format!(" + {}C", factor(problem.beta));
+/// What is computed from, read or drawn.
+fn data(args: &Args) -> Result<BsrData> {
+    let wish = args.dtype.map(DType::from);
+    let data = match (args.random, &args.a, &args.b) {
+        (Some(sizes), ..) => drawn(args, sizes, wish.unwrap_or(DType::F16))?,
+        (None, Some(a), Some(b)) => {
+            // clap does not enforce `requires` where what is required conflicts with another
+            // option that is given.
+            ensure(
+                args.block.is_none() && args.density.is_none(),
+                "--block and --density only apply to --random",
+            )?;
+            read(a, b, wish, args.transpose_a)?
+        }
+        _ => {
+            return Err(Failure::new(
+                "nothing to compute: give --a FILE and --b FILE, or --random MxNxK (see --help)",
+            ));
+        }
+    };
+    let at = usize::from(args.transpose_a);
+    let ([m, k], &[rows, n]) = ([data.shape[at], data.shape[1 - at]], data.b.shape()) else {
+        return Err(Failure::new(format!("b is {:?}, expected [k, n]", data.b.shape())));
+    };
+    let what = if args.transpose_a { "rows" } else { "columns" };
+    ensure(rows == k, &format!("b has {rows} rows, but A has {k} {what}"))?;
+    let bias_len = if args.bias_axis == Some(Axis::Column) { n } else { m };
+    let optional = |path: &Option<_>, name, dtype, shape: &[usize], lane| {
+        path.as_deref().map(|path| optional(path, name, dtype, shape, (args.common.seed, lane)))
+    };
+    let dtype = data.values.dtype();
+    let bias = optional(&args.bias, "bias", dtype, &[bias_len], LANE_BIAS).transpose()?;
+    let c_dtype = args.out_dtype.map_or(dtype, DType::from);
+    let c = optional(&args.c, "c", c_dtype, &[m, n], LANE_C).transpose()?;
+    Ok(BsrData { bias, c, ..data })
+}
+
+/// A file, or `random`.
+fn optional(
+    path: &Path,
+    name: &'static str,
+    dtype: DType,
+    shape: &[usize],
+    (seed, lane): (u64, u64),
+) -> Result<Array> {
+    if path == Path::new("random") {
+        return random(name, dtype, shape, seed, lane);
     }
-    if args.bias.is_some() {
-        let axis = if args.bias_axis == Some(Axis::Column) { "column" } else { "row" };
-        formula += &format!(" + bias per {axis}");
-    }
-    formula = match args.activation {
-        ActivationName::None => formula,
-        ActivationName::Relu => format!("relu({formula})"),
-        ActivationName::Gelu => format!("gelu({formula})"),
-        ActivationName::Silu => format!("silu({formula})"),
+    let array = Source::open(path, name)?.load(dtype)?;
+    ensure(array.shape() == shape, &format!("{name} is {:?}, expected {shape:?}", array.shape()))?;
+    Ok(array)
+}
+
+fn read(a: &Path, b: &Path, wish: Option<DType>, transposed: bool) -> Result<BsrData> {
+    let BsrFile { shape, block, row_ptr, col_idx, values } = BsrFile::read(a)?;
+    let sources = [values, Source::open(b, "b")?];
+    let dtype = common_dtype(wish, &sources)?;
+    let &[rows_of_b, n] = sources[1].shape()? else {
+        return Err(Failure::new(format!("b is {:?}, expected [k, n]", sources[1].shape()?)));
     };
-    vec![("blocks", blocks), ("formula", formula)]
-}
-
-/// A matrix as it lies in memory, its transpose where columns are contiguous there; and back.
-fn with_layouts(matrix: &Array, layout: Option<Axis>) -> Result<Cow<'_, Array>> {
-    if layout != Some(Axis::Column) {
-        return Ok(Cow::Borrowed(matrix));
-    }
-    let transposed = matrix.transposed();
-    transposed
-        .map(Cow::Owned)
-        .ok_or_else(|| Failure::new(format!("{:?} is not a matrix", matrix.shape())))
-}
-
-/// The dimensions of the matrix in what lies in memory.
-fn order(layout: Option<Axis>) -> &'static [usize] {
-    if layout == Some(Axis::Column) { &[1, 0] } else { &[0, 1] }
-}
-
-fn factor(value: f32) -> String {
-    if value == 1.0 { String::new() } else { format!("{value}·") }
-}
-
-fn check(args: &Args, operands: &Operands, problem: &BsrProblem, c: &Array) -> Result<Comparison> {
-    let per_column = args.bias_axis == Some(Axis::Column);
-    let transposed = if args.transpose_a { operands.transposed() } else { None };
-    let [row_ptr, col_idx, values] = match &transposed {
-        Some([row_ptr, col_idx, values]) => [row_ptr, col_idx, values],
-        None => [&operands.row_ptr, &operands.col_idx, &operands.values],
+    let shape = match shape {
+        Some(shape) => shape,
+        None if transposed => {
+            let message = "the file of a transposed A needs a tensor `shape`: B does not say how \
+                           many columns A has";
+            return Err(Failure::new(message));
+        }
+        None => [(row_ptr.len() - 1) * block, rows_of_b],
     };
-    let bias = operands.bias.as_ref().map(|bias| bias as _);
-    let case = BsrCase {
-        row_ptr: row_ptr.as_i32().unwrap_or_default(),
-        col_idx: col_idx.as_i32().unwrap_or_default(),
-        values,
-        b: &operands.b,
-        c: operands.c.as_ref().map(|c| c as _),
-        alpha: problem.alpha,
-        beta: problem.beta,
-        bias_per_row: bias.filter(|_| !per_column),
-        bias_per_column: bias.filter(|_| per_column),
-        activation: match args.activation {
-            ActivationName::None => oracle::Activation::None,
-            ActivationName::Relu => oracle::Activation::Relu,
-            ActivationName::Gelu => oracle::Activation::Gelu,
-            ActivationName::Silu => oracle::Activation::Silu,
-        },
-    };
-    let progress = Progress::fractions("checking");
-    Ok(oracle::bsr_matmul(&case, c, args.common.seed, |done| progress.fraction(done))?)
+    let m = shape[usize::from(transposed)];
+    let [values, b] = load_all(sources, dtype, memory::size(&[&[m, n]], dtype.size()))?;
+    Ok(BsrData { shape, row_ptr, col_idx, values, b, c: None, bias: None })
+}
+
+fn drawn(args: &Args, [m, n, k]: [usize; 3], dtype: DType) -> Result<BsrData> {
+    let shape = if args.transpose_a { [k, m] } else { [m, k] };
+    let blocks = RandomBlocks::new("A", shape, args.block, args.density)?;
+    // The blocks twice: as drawn, and as the matrix.
+    let of_blocks = [blocks.stored, blocks.block, blocks.block];
+    let bytes = memory::size(&[&of_blocks, &of_blocks, &[k, n], &[m, n]], dtype.size());
+    memory::ensure("A, B and C", bytes)?;
+    let seed = args.common.seed;
+    let draw = |name, shape: &[usize], lane| random(name, dtype, shape, seed, lane);
+    BsrData::drawn(shape, blocks.block, blocks.draw(seed), [k, n], draw)
 }

@@ -1,23 +1,20 @@
 //! `blockflash sddmm`.
 
-use crate::failure::Result;
-use crate::operand::Placed;
-use crate::output::{RunReport, print};
+use crate::args::ensure;
+use crate::bsr_file::{BsrFile, RandomBlocks};
+use crate::failure::{Failure, Result};
+use crate::operand::{Source, common_dtype, load_all, random};
 use crate::outputs::Outputs;
-use crate::progress::Progress;
+use crate::run::Run;
 use crate::sddmm_args::Args;
-use crate::sddmm_operands::Operands;
-use crate::{measure, table};
-use blockflash_bench::io::Array;
-use blockflash_ops::bsr_sddmm::{self, BsrSddmmProblem};
-use blockflash_ops::{BsrMatrix, BsrSddmm, Major, View, bsr_sddmm_flops};
-use blockflash_oracle::{self as oracle, Comparison, SddmmCase};
+use blockflash_bench::case::{SddmmCall, SddmmData, SddmmOperands};
+use blockflash_bench::memory;
+use blockflash_ops::{DType, Major};
+use std::path::Path;
 use std::process::ExitCode;
 
-/// The matrix of an array that holds it, or its transpose if it is column-major.
-fn matrix(view: View<'_>, major: Major) -> Result<View<'_>> {
-    Ok(if major == Major::Row { view } else { view.permute(&[1, 0])? })
-}
+/// Random stream of the previous values.
+const LANE_OLD: u64 = 3;
 
 /// Runs the product once, checks and times it.
 pub fn run(args: Args) -> Result<ExitCode> {
@@ -26,94 +23,91 @@ pub fn run(args: Args) -> Result<ExitCode> {
     let outputs = Outputs::new(&[("--out", "values", args.out.as_ref())], &inputs)?;
     let device = args.common.device.open()?;
     let stream = device.stream()?;
-    let operands = Operands::new(&args)?;
-    let pattern = if device.is_cpu() { None } else { Some(operands.pattern.to(&stream)?) };
-    let [a, b] = [Placed::new(&operands.a, &stream)?, Placed::new(&operands.b, &stream)?];
-    let [a, b] = [matrix(a.view()?, operands.majors[0])?, matrix(b.view()?, operands.majors[1])?];
-    let product = BsrSddmm {
+    let data = data(&args)?;
+    let values_dtype = args.out_dtype.map_or(data.a.dtype(), DType::from);
+    let call = SddmmCall {
         alpha: args.alpha,
         beta: args.beta,
-        ..BsrSddmm::new(pattern.as_ref().unwrap_or(&operands.pattern), a, b)
+        ..SddmmCall::new(values_dtype, majors(&args))
     };
+    let mut operands = SddmmOperands::new(call, data, &stream)?;
+    let (operation, kernel) = ("sddmm", None);
+    Run { operation, common: &args.common, kernel, outputs, device: &device, stream: &stream }
+        .of(&mut operands)
+}
 
-    let old_values = || operands.old_values(&stream);
-    let mut values = old_values()?;
-    let problem = product.problem(&values.view_mut())?;
-    let kernel = match device.cuda_properties() {
-        Some(gpu) if !problem.is_empty() => Some(bsr_sddmm::select(&problem, gpu)?),
-        _ => None,
-    };
-    let first_us =
-        measure::first("sddmm", &stream, || Ok(product.sddmm_into(values.view_mut(), &stream)?))?;
-    // With beta every run changes the values, so the result of the first run is kept.
-    let mut other = if args.beta == 0.0 { None } else { Some(old_values()?) };
-    let again =
-        || Ok(product.sddmm_into(other.as_mut().unwrap_or(&mut values).view_mut(), &stream)?);
-    let timing = measure::repeat("sddmm, again", &stream, first_us, args.common.repeat, again)?;
+fn majors(args: &Args) -> [Major; 2] {
+    [args.a_layout, args.b_layout].map(Major::from)
+}
 
-    let (mut written, mut checks) = (Vec::new(), Vec::new());
-    if args.out.is_some() || args.common.check {
-        let values = Array::download(&values, &stream)?;
-        written = outputs.save(&[("values", &values)])?;
-        if args.common.check {
-            checks.push(("values", check(&args, &operands, &problem, &values)?));
+/// What is computed from, read or drawn.
+fn data(args: &Args) -> Result<SddmmData> {
+    let dtype = args.dtype.map(DType::from);
+    match (args.random, &args.a, &args.b, &args.pattern) {
+        (Some(sizes), ..) => drawn(args, sizes, dtype.unwrap_or(DType::F16)),
+        (None, Some(a), Some(b), Some(pattern)) => {
+            // clap does not enforce `requires` where what is required conflicts with another option
+            // that is given.
+            ensure(
+                args.block.is_none() && args.density.is_none(),
+                "--block and --density only apply to --random",
+            )?;
+            read(args, [a, b, pattern], dtype)
         }
+        _ => Err(Failure::new(
+            "nothing to compute: give --a FILE, --b FILE and --pattern FILE, or --random MxKxN \
+             (see --help)",
+        )),
     }
-
-    let BsrSddmmProblem { m, n, k, dtype, .. } = problem;
-    let report = RunReport {
-        operation: "sddmm",
-        device: &device,
-        note: args.common.device.note(&device),
-        kernel,
-        tensors: vec![
-            ("a", vec![m, k], dtype),
-            ("b", vec![k, n], dtype),
-            ("values", values.shape().to_vec(), problem.values_dtype),
-        ],
-        details: details(&operands.pattern, &problem),
-        flops: bsr_sddmm_flops(&problem) as f64,
-        timing,
-        checks,
-        written,
-    };
-    print(&report.render(args.common.json)?)?;
-    Ok(report.exit_code())
 }
 
-fn details(pattern: &BsrMatrix, problem: &BsrSddmmProblem) -> Vec<(&'static str, String)> {
-    let BsrSddmmProblem { m, n, block_size, nnz_blocks, a, b, alpha, beta, .. } = *problem;
-    let count = table::count(nnz_blocks as u64);
-    let blocks = format!(
-        "{count} of {block_size} x {block_size} in {m} x {n}, density {:.4}",
-        pattern.density()
-    );
-    let layout = format!("a {}-major, b {}-major", a.major.name(), b.major.name());
-    let factor = |value: f32| if value == 1.0 { String::new() } else { format!("{value}·") };
-    let mut formula = format!("{}A·B", factor(alpha));
-    if beta != 0.0 {
-        formula += &format!(" + {}values", factor(beta));
-    }
-    vec![("blocks", blocks), ("layout", layout), ("formula", formula)]
+fn drawn(args: &Args, [m, k, n]: [usize; 3], dtype: DType) -> Result<SddmmData> {
+    let values_dtype = args.out_dtype.map_or(dtype, DType::from);
+    let blocks = RandomBlocks::new("the pattern", [m, n], args.block, args.density)?;
+    let shape = [blocks.stored, blocks.block, blocks.block];
+    enough_memory(&shape, [&[m, k], &[k, n]], dtype, values_dtype)?;
+    let seed = args.common.seed;
+    let draw = |name, shape: &[usize], lane| random(name, dtype, shape, seed, lane);
+    let structure = blocks.draw(seed);
+    let data = SddmmData::drawn([m, n, k], blocks.block, structure, majors(args), draw)?;
+    let old = match args.beta {
+        0.0 => None,
+        _ => Some(random("values", values_dtype, &shape, seed, LANE_OLD)?),
+    };
+    Ok(SddmmData { old, ..data })
 }
 
-fn check(
-    args: &Args,
-    operands: &Operands,
-    problem: &BsrSddmmProblem,
-    values: &Array,
-) -> Result<Comparison> {
-    let case = SddmmCase {
-        row_ptr: &operands.row_ptr,
-        col_idx: &operands.col_idx,
-        sizes: [problem.m, problem.n, problem.k],
-        a: &operands.a,
-        b: &operands.b,
-        majors: operands.majors,
-        old: operands.old.as_ref().map(|old| old as _),
-        alpha: problem.alpha,
-        beta: problem.beta,
+fn read(args: &Args, [a, b, file]: [&Path; 3], dtype: Option<DType>) -> Result<SddmmData> {
+    let sources = [Source::open(a, "a")?, Source::open(b, "b")?];
+    let dtype = common_dtype(dtype, &sources)?;
+    let values_dtype = args.out_dtype.map_or(dtype, DType::from);
+    let [&[m, k], &[rows_of_b, n]] = [sources[0].shape()?, sources[1].shape()?] else {
+        let (a, b) = (sources[0].shape()?, sources[1].shape()?);
+        return Err(Failure::new(format!("a is {a:?} and b {b:?}, expected [m, k] and [k, n]")));
     };
-    let progress = Progress::fractions("checking");
-    Ok(oracle::bsr_sddmm(&case, values, args.common.seed, |done| progress.fraction(done))?)
+    ensure(rows_of_b == k, &format!("b has {rows_of_b} rows, but A has {k} columns"))?;
+    let BsrFile { shape, block, row_ptr, col_idx, values } = BsrFile::read(file)?;
+    let [rows, cols] = shape.unwrap_or([m, n]);
+    let message = format!("the pattern is {rows} x {cols}, but A·B is {m} x {n}");
+    ensure([rows, cols] == [m, n], &message)?;
+    let stored = values.shape()?.first().copied().unwrap_or(0);
+    let entries = col_idx.len();
+    let message = format!("values has {stored} blocks, but col_idx {entries} entries");
+    ensure(stored == entries, &message)?;
+    enough_memory(&[stored, block, block], [&[m, k], &[k, n]], dtype, values_dtype)?;
+    let old = if args.beta == 0.0 { None } else { Some(values.load(values_dtype)?) };
+    let [a, b] = load_all(sources, dtype, 0)?;
+    Ok(SddmmData { row_ptr, col_idx, block, a, b, old })
+}
+
+/// There are old and new values.
+fn enough_memory(
+    shape: &[usize],
+    matrices: [&[usize]; 2],
+    dtype: DType,
+    values: DType,
+) -> Result<()> {
+    let operands = memory::size(&[matrices[0], matrices[1]], dtype.size());
+    let values = memory::size(&[shape, shape], values.size());
+    Ok(memory::ensure("A, B and the values", operands.saturating_add(values))?)
 }
