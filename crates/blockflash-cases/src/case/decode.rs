@@ -4,12 +4,12 @@ use super::decode_operands::DecodeOperands;
 use super::grid::{GridPeers, heads_kv, pairs};
 use super::id::{self, dtype, number};
 use super::limits;
-use super::operands::Operands;
+use super::operands::{Operands, normal};
 use super::peer::{PeerCase, PeerCaseError};
 use super::shape::Shape;
 use super::work::{TILE_ROWS, Work};
 use crate::error::Result;
-use blockflash_ops::Stream;
+use blockflash_ops::{Mask, Stream};
 use blockflash_sys::DType;
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -232,7 +232,9 @@ impl Shape for DecodeShape {
     }
 
     fn operands(&self, stream: &Stream, seed: u64) -> Result<Box<dyn Operands>> {
-        Ok(Box::new(DecodeOperands::new(self, stream, seed)?))
+        let draw = |_: &str, shape: &[usize], lane| normal(shape, self.dtype, seed, lane);
+        let data = self.data(seed, draw)?;
+        Ok(Box::new(DecodeOperands::new(Mask::causal().into(), data, false, stream)?))
     }
 }
 

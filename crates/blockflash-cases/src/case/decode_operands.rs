@@ -1,16 +1,18 @@
-//! Operands of attention to a cache.
+//! One call of attention to a cache with its data: what is computed, from what, on which device, and
+//! whether the result is right. Suites and the command share it.
 
 use super::decode::{DecodeShape, Fill};
 use super::decode_rows::{CacheRows, QueryRows};
-use super::operands::rotation_bytes;
-use super::operands::{Operands, normal};
-use crate::error::Result;
+use super::operands::{Operands, TensorInfo, rotation_bytes};
+use super::scores::{Scores, sides};
+use crate::error::{Error, Result};
 use crate::io::Array;
+use crate::memory::count;
 use crate::random;
 use blockflash_ops::{
-    AttentionDecode, AttentionDecodeOperands, AttentionDecodeProblem, AttentionDecodeWorkspace,
-    CacheAccess, CudaProperties, Kernel, KvCache, Mask, Operation, PageLists,
-    PreparedAttentionDecode, Stream, Tensor, ViewMut, attention_decode,
+    Align, AttentionDecode, AttentionDecodeOperands, AttentionDecodeProblem,
+    AttentionDecodeWorkspace, CacheAccess, CudaProperties, DType, Kernel, KvCache, Operation,
+    PageLists, PreparedAttentionDecode, Stream, Tensor, View, ViewMut, attention_decode,
 };
 use blockflash_oracle::{self as oracle, AttentionCase, Comparison};
 use blockflash_sys::manifest;
@@ -30,7 +32,7 @@ fn drawn_pages(pages: usize, elements_per_page: usize) -> usize {
     }
 }
 
-/// A cache of so many pages from those that were drawn, in their order, again and again.
+/// A cache of a given number of pages from those that were drawn, in their order, again and again.
 fn repeated(drawn: &Array, pages: usize, stream: &Stream) -> Result<Tensor> {
     let first = drawn.upload(stream)?;
     let mut shape = first.shape().to_vec();
@@ -48,29 +50,167 @@ fn repeated(drawn: &Array, pages: usize, stream: &Stream) -> Result<Tensor> {
     Ok(cache)
 }
 
-/// Queries, the cache, perhaps several times, and the output.
+/// The pages of all sequences in a random order.
+fn shuffled(pages: usize, seed: u64) -> Vec<i32> {
+    let mut table: Vec<_> = (0..pages as i32).collect();
+    random::shuffle(&mut table, seed);
+    table
+}
+
+/// The data of one call, in host memory.
 #[derive(Debug)]
-pub(super) struct DecodeOperands {
-    shape: DecodeShape,
-    seed: u64,
+pub struct DecodeData {
+    /// `[batch, queries, heads, head_dim]`.
+    pub q: Array,
+    /// Keys `[pages, page_size, heads_kv, head_dim]`; without a table, a page is a sequence.
+    pub k: Array,
+    /// Shape of `k`.
+    pub v: Array,
+    /// Pages of the cache: more than `k` and `v` have if theirs are repeated.
+    pub pages: usize,
+    /// i32 `[batch, pages of a sequence]`.
+    pub block_table: Option<Array>,
+    /// i32 `[batch]`: keys of each sequence; `None`: all that there is room for.
+    pub seqused_kv: Option<Array>,
+    /// Columns of the table that each sequence visits, ascending; `None`: all.
+    pub chosen: Option<Vec<Vec<usize>>>,
+    /// f32 `[heads]`.
+    pub sink: Option<Array>,
+    /// Seed of the block tables of further copies.
+    pub seed: u64,
+}
+
+impl DecodeData {
+    /// Sequences, and the slots of a page and of a sequence.
+    fn sizes(&self) -> Result<[usize; 3]> {
+        let &[_, page_size, _, _] = self.k.shape() else {
+            let text = format!("k is {:?}, expected four sizes", self.k.shape());
+            return Err(Error::Option(text));
+        };
+        match self.block_table.as_ref().map(Array::shape) {
+            None => Ok([self.pages, page_size, page_size]),
+            Some(&[batch, columns]) => Ok([batch, page_size, columns.saturating_mul(page_size)]),
+            Some(shape) => {
+                let text = format!("the block table is {shape:?}, expected [batch, pages]");
+                Err(Error::Option(text))
+            }
+        }
+    }
+
+    /// Keys of each sequence.
+    fn lengths(&self) -> Result<Vec<usize>> {
+        let [batch, _, capacity] = self.sizes()?;
+        let Some(array) = &self.seqused_kv else { return Ok(vec![capacity; batch]) };
+        let entries = array.as_i32().filter(|_| array.shape() == [batch]).ok_or_else(|| {
+            Error::Option(format!("the lengths are {:?}, expected [{batch}]", array.shape()))
+        })?;
+        let length = |(entry, &length): (usize, &i32)| {
+            usize::try_from(length).ok().filter(|&length| length <= capacity).ok_or_else(|| {
+                let text = format!("sequence {entry} has {length} keys, expected 0 to {capacity}");
+                Error::Option(text)
+            })
+        };
+        entries.iter().enumerate().map(length).collect()
+    }
+
+    /// Where the keys that each sequence visits are stored in `k`, one sequence behind the other,
+    /// and how many they are. The library takes any entry of the table for some page; here one that
+    /// is none is a mistake.
+    fn visited(&self) -> Result<(Vec<usize>, Vec<usize>)> {
+        let ([batch, page_size, capacity], lengths) = (self.sizes()?, self.lengths()?);
+        let columns = capacity / page_size.max(1);
+        let table = self.block_table.as_ref().map(|table| table.as_i32().unwrap_or_default());
+        let page = |entry: usize, column: usize| {
+            let Some(table) = table else { return Ok(entry) };
+            let page = table[entry * columns + column];
+            usize::try_from(page).ok().filter(|&page| page < self.pages).ok_or_else(|| {
+                Error::Option(format!(
+                    "page {column} of sequence {entry} is {page}, but there are {}",
+                    self.pages
+                ))
+            })
+        };
+        let (mut slots, mut counts) = (Vec::new(), Vec::with_capacity(batch));
+        let stored = self.k.shape()[0].max(1);
+        for (entry, &length) in lengths.iter().enumerate() {
+            let (all, before) = (0..length.div_ceil(page_size.max(1)), slots.len());
+            let columns = match &self.chosen {
+                Some(chosen) => chosen[entry].clone(),
+                None => all.collect(),
+            };
+            for column in columns {
+                let first = page(entry, column)? % stored * page_size;
+                let used = page_size.min(length.saturating_sub(column * page_size));
+                slots.extend(first..first + used);
+            }
+            counts.push(slots.len() - before);
+        }
+        Ok((slots, counts))
+    }
+}
+
+impl DecodeShape {
+    /// The data of a case: arrays by `draw`, from a name, a shape and the random stream of the seed.
+    ///
+    /// # Errors
+    /// Those of `draw`.
+    pub fn data<E: From<Error>>(
+        &self,
+        seed: u64,
+        draw: impl Fn(&'static str, &[usize], u64) -> Result<Array, E>,
+    ) -> Result<DecodeData, E> {
+        let Self { batch, seqlen_q, seqlen_kv, num_heads_q, num_heads_kv, head_dim, .. } = *self;
+        let page_size = self.page_size.unwrap_or(seqlen_kv);
+        let columns = self.page_size.map_or(1, |size| seqlen_kv / size.max(1));
+        let pages = batch * columns;
+        let drawn = drawn_pages(pages, page_size * num_heads_kv * head_dim);
+        let kv = [drawn, page_size, num_heads_kv, head_dim];
+        let no_table = || Error::Option("the block table is no matrix".to_owned());
+        let table = || Array::new(&[batch, columns], shuffled(pages, seed)).ok_or_else(no_table);
+        let chosen = |entry: usize, chosen: usize| {
+            let mut some = random::choose(chosen - 1, columns - 1, seed, 3 + entry as u64);
+            some.push(columns - 1);
+            some
+        };
+        let lengths = || self.lengths().into_iter().map(|length| length as i32).collect::<Vec<_>>();
+        Ok(DecodeData {
+            q: draw("q", &[batch, seqlen_q, num_heads_q, head_dim], 0)?,
+            k: draw("k", &kv, 1)?,
+            v: draw("v", &kv, 2)?,
+            pages,
+            block_table: self.page_size.map(|_| table()).transpose()?,
+            seqused_kv: (self.fill != Fill::Full).then(|| lengths().into()),
+            chosen: self.chosen.map(|count| (0..batch).map(|at| chosen(at, count)).collect()),
+            sink: None,
+            seed,
+        })
+    }
+}
+
+/// Queries, the cache, perhaps several times, and the outputs.
+#[derive(Debug)]
+pub struct DecodeOperands {
     inputs: Inputs,
     o: Tensor,
+    lse: Option<Tensor>,
     /// Number of the next launch.
     next: usize,
     prepared: Option<PreparedAttentionDecode>,
-    /// q, keys and values as they lie in memory, for the oracle; of a cache what was drawn.
-    host: [Array; 3],
-    /// Where the keys that each sequence visits lie there, one sequence behind the other.
+    /// Where the keys that each sequence visits are stored, and how many they are.
     slots: Vec<usize>,
+    counts: Vec<usize>,
 }
 
 #[derive(Debug)]
 struct Inputs {
+    scores: Scores,
+    data: DecodeData,
     q: Tensor,
-    /// Keys and values: at least one copy.
-    copies: Vec<[Tensor; 2]>,
+    sink: Option<Tensor>,
+    /// Keys and values: at least one copy. On the CPU, the first one is that of the host.
+    copies: Vec<[Option<Tensor>; 2]>,
     /// Block tables of a cache in pages: more than one if pages are chosen, so that the chosen ones
-    /// lie elsewhere.
+    /// are stored elsewhere.
     block_tables: Vec<Tensor>,
     lengths: Option<Tensor>,
     /// Lists of chosen pages, and how many each sequence has.
@@ -79,10 +219,45 @@ struct Inputs {
 }
 
 impl Inputs {
+    fn new(scores: Scores, data: DecodeData, stream: &Stream) -> Result<Self> {
+        let upload = |array: &Option<Array>| -> Result<Option<Tensor>> {
+            Ok(array.as_ref().map(|array| array.upload(stream)).transpose()?)
+        };
+        let in_place = stream.device().is_cpu() && data.k.shape().first() == Some(&data.pages);
+        let cache = |host: &Array| -> Result<Option<Tensor>> {
+            Ok(if in_place { None } else { Some(repeated(host, data.pages, stream)?) })
+        };
+        let heads = data.k.shape().get(2).copied().unwrap_or(0);
+        let lists = |chosen: &Vec<Vec<usize>>| -> Result<[Tensor; 2]> {
+            let (batch, longest) = (chosen.len(), chosen.first().map_or(0, Vec::len));
+            let columns = chosen.iter().flat_map(|columns| columns.repeat(heads));
+            let columns: Vec<_> = columns.map(|column| column as i32).collect();
+            Ok([
+                Tensor::from_slice(stream, &columns, &[batch, heads, longest])?,
+                Tensor::from_slice(stream, &vec![longest as i32; batch], &[batch])?,
+            ])
+        };
+        Ok(Self {
+            scores,
+            q: data.q.upload(stream)?,
+            sink: upload(&data.sink)?,
+            copies: vec![[cache(&data.k)?, cache(&data.v)?]],
+            block_tables: upload(&data.block_table)?.into_iter().collect(),
+            lengths: upload(&data.seqused_kv)?,
+            chosen: data.chosen.as_ref().map(lists).transpose()?,
+            workspace: None,
+            data,
+        })
+    }
+
     fn call(&self) -> AttentionDecode<'_> {
+        let Scores { mask, softmax_scale, softcap } = self.scores;
         let pages = self.chosen.as_ref();
         AttentionDecode {
-            mask: Mask::causal(),
+            mask,
+            softmax_scale,
+            softcap,
+            sink: self.sink.as_ref().map(Tensor::view),
             pages: pages
                 .map(|[lists, counts]| PageLists { lists: lists.view(), counts: counts.view() }),
             workspace: self.workspace.as_ref(),
@@ -91,107 +266,18 @@ impl Inputs {
     }
 
     /// What the launch with this number reads.
-    fn cache(&self, launch: usize) -> KvCache<'_> {
+    fn cache(&self, launch: usize) -> Result<KvCache<'_>> {
         let [k, v] = &self.copies[launch % self.copies.len()];
         let block_table = self.block_tables.get(launch % self.block_tables.len().max(1));
-        KvCache {
+        Ok(KvCache {
             block_table: block_table.map(Tensor::view),
             seqused_kv: self.lengths.as_ref().map(Tensor::view),
-            ..KvCache::new(k.view(), v.view())
-        }
-    }
-}
-
-/// The pages of all sequences in a random order.
-fn block_table(pages: usize, seed: u64) -> Vec<i32> {
-    let mut table: Vec<_> = (0..pages as i32).collect();
-    random::shuffle(&mut table, seed);
-    table
-}
-
-/// Those that each sequence visits: numbers of its own pages, ascending.
-fn visited_pages(shape: &DecodeShape, pages: usize, seed: u64) -> Vec<Vec<usize>> {
-    let visited = |entry: usize| match shape.chosen {
-        None => (0..pages).collect(),
-        Some(chosen) => {
-            let mut some = random::choose(chosen - 1, pages - 1, seed, 3 + entry as u64);
-            some.push(pages - 1);
-            some
-        }
-    };
-    (0..shape.batch).map(visited).collect()
-}
-
-impl DecodeOperands {
-    /// Draws the queries and one copy of the cache.
-    pub(super) fn new(shape: &DecodeShape, stream: &Stream, seed: u64) -> Result<Self> {
-        let DecodeShape { batch, seqlen_q, seqlen_kv, num_heads_q, num_heads_kv, head_dim, .. } =
-            *shape;
-        let page_size = shape.page_size.unwrap_or(seqlen_kv);
-        let pages = seqlen_kv / page_size;
-        let q_shape = [batch, seqlen_q, num_heads_q, head_dim];
-        let all_pages = batch * pages;
-        let drawn = drawn_pages(all_pages, page_size * num_heads_kv * head_dim);
-        let kv_shape = [drawn, page_size, num_heads_kv, head_dim];
-        let host = [
-            normal(&q_shape, shape.dtype, seed, 0)?,
-            normal(&kv_shape, shape.dtype, seed, 1)?,
-            normal(&kv_shape, shape.dtype, seed, 2)?,
-        ];
-        let mut inputs = Inputs {
-            q: host[0].upload(stream)?,
-            copies: vec![[
-                repeated(&host[1], all_pages, stream)?,
-                repeated(&host[2], all_pages, stream)?,
-            ]],
-            block_tables: Vec::new(),
-            lengths: None,
-            chosen: None,
-            workspace: None,
-        };
-        let lengths = shape.lengths();
-        if shape.fill != Fill::Full {
-            let lengths: Vec<_> = lengths.iter().map(|&length| length as i32).collect();
-            inputs.lengths = Some(Tensor::from_slice(stream, &lengths, &[batch])?);
-        }
-        let mut slots = Vec::new();
-        if shape.page_size.is_none() {
-            let of_entry =
-                |(entry, length): (usize, usize)| (0..length).map(move |key| (entry, key));
-            let all = lengths.into_iter().enumerate().flat_map(of_entry);
-            slots.extend(all.map(|(entry, key)| entry * seqlen_kv + key));
-        } else {
-            let (table, visited) =
-                (block_table(all_pages, seed), visited_pages(shape, pages, seed));
-            for (entry, (columns, length)) in visited.iter().zip(lengths).enumerate() {
-                let keys = columns.iter().flat_map(|page| page * page_size..(page + 1) * page_size);
-                slots.extend(keys.filter(|&key| key < length).map(|key| {
-                    table[entry * pages + key / page_size] as usize * page_size + key % page_size
-                }));
-            }
-            inputs.block_tables.push(Tensor::from_slice(stream, &table, &[batch, pages])?);
-            if let Some(chosen) = shape.chosen {
-                let heads = |columns: &Vec<usize>| columns.repeat(num_heads_kv);
-                let lists: Vec<_> =
-                    visited.iter().flat_map(heads).map(|column| column as i32).collect();
-                let lists = Tensor::from_slice(stream, &lists, &[batch, num_heads_kv, chosen])?;
-                let counts = Tensor::from_slice(stream, &vec![chosen as i32; batch], &[batch])?;
-                inputs.chosen = Some([lists, counts]);
-            }
-        }
-        slots.iter_mut().for_each(|slot| *slot %= drawn * page_size);
-        let o = Tensor::empty(stream, shape.dtype, &q_shape)?;
-        let (shape, next, prepared) = (*shape, 0, None);
-        let mut operands = Self { shape, seed, inputs, o, next, prepared, host, slots };
-        let bytes = operands.workspace_bytes(stream)?;
-        if bytes > 0 {
-            operands.inputs.workspace = Some(AttentionDecodeWorkspace::new(stream, bytes)?);
-        }
-        Ok(operands)
+            ..KvCache::new(stored(k, &self.data.k)?, stored(v, &self.data.v)?)
+        })
     }
 
     fn problem(&self) -> Result<AttentionDecodeProblem> {
-        Ok(self.inputs.call().problem(&self.inputs.cache(0))?)
+        Ok(self.call().problem(&self.cache(0)?)?)
     }
 
     /// Bytes that suffice for every kernel, also those that the library does not select.
@@ -207,109 +293,211 @@ impl DecodeOperands {
         }
         Ok(most)
     }
+
+    fn operands<'o>(
+        &'o self,
+        launch: usize,
+        o: ViewMut<'o>,
+        lse: Option<ViewMut<'o>>,
+    ) -> Result<AttentionDecodeOperands<'o>> {
+        Ok(AttentionDecodeOperands { cache: CacheAccess::Read(self.cache(launch)?), o, lse })
+    }
 }
 
-fn operands<'o>(inputs: &'o Inputs, launch: usize, o: ViewMut<'o>) -> AttentionDecodeOperands<'o> {
-    AttentionDecodeOperands { cache: CacheAccess::Read(inputs.cache(launch)), o, lse: None }
+/// A tensor, or the array in its place.
+fn stored<'a>(tensor: &'a Option<Tensor>, host: &'a Array) -> Result<View<'a>> {
+    match tensor {
+        Some(tensor) => Ok(tensor.view()),
+        None => Ok(host.view()?),
+    }
+}
+
+impl DecodeOperands {
+    /// Places the data on the stream's device and allocates the outputs, with the log-sum-exp if it
+    /// is wanted.
+    ///
+    /// # Errors
+    /// If lengths or pages are out of range, the library refuses the call, or there is not enough
+    /// memory.
+    pub fn new(scores: Scores, data: DecodeData, wants_lse: bool, stream: &Stream) -> Result<Self> {
+        let (slots, counts) = data.visited()?;
+        let mut inputs = Inputs::new(scores, data, stream)?;
+        let bytes = inputs.workspace_bytes(stream)?;
+        if bytes > 0 {
+            inputs.workspace = Some(AttentionDecodeWorkspace::new(stream, bytes)?);
+        }
+        let attention = inputs.problem()?.attention;
+        let shape = [attention.batch, attention.num_heads_q, attention.seqlen_q];
+        let lse = wants_lse.then(|| Tensor::empty(stream, DType::F32, &shape)).transpose()?;
+        let o = Tensor::empty(stream, attention.dtype, inputs.data.q.shape())?;
+        Ok(Self { inputs, o, lse, next: 0, prepared: None, slots, counts })
+    }
 }
 
 impl Operands for DecodeOperands {
+    fn inputs(&self) -> Vec<TensorInfo> {
+        let DecodeData { q, k, v, pages, .. } = &self.inputs.data;
+        let cache = |array: &Array| [&[*pages], &array.shape()[1..]].concat();
+        vec![
+            ("q", q.shape().to_vec(), q.dtype()),
+            ("k", cache(k), k.dtype()),
+            ("v", cache(v), v.dtype()),
+        ]
+    }
+
+    fn details(&mut self) -> Result<Vec<(&'static str, String)>> {
+        let problem = self.inputs.problem()?;
+        let mut details = Scores::details(&problem.attention, true);
+        let cache = &problem.cache;
+        let pages = match cache.table {
+            None => "contiguous".to_owned(),
+            Some(_) => format!("{} pages of {}", count(cache.pages as u64), cache.page_size),
+        };
+        let keys = count(self.slots.len() as u64);
+        details.push(("cache", format!("{pages}, {keys} keys of {} sequences", cache.batch)));
+        Ok(details)
+    }
+
+    /// Those of the pairs that are visited.
+    fn flops(&mut self) -> Result<f64> {
+        let attention = self.inputs.problem()?.attention;
+        let queries = attention.seqlen_q;
+        let visible = |&keys: &usize| -> usize {
+            (0..queries).map(|query| attention.mask.visible(query, queries, keys).len()).sum()
+        };
+        let pairs: usize = self.counts.iter().map(visible).sum();
+        Ok(4.0 * pairs as f64 * (attention.num_heads_q * attention.head_dim) as f64)
+    }
+
+    fn is_empty(&mut self) -> Result<bool> {
+        Ok(self.inputs.problem()?.is_empty())
+    }
+
     fn select(&mut self, gpu: &CudaProperties) -> Result<&'static Kernel> {
-        Ok(attention_decode::select(&self.problem()?, gpu)?)
+        Ok(attention_decode::select(&self.inputs.problem()?, gpu)?)
     }
 
     fn accepts(&mut self, kernel: &Kernel, gpu: &CudaProperties) -> Result<bool> {
-        Ok(attention_decode::accepts(kernel, &self.problem()?, gpu).is_ok())
+        Ok(attention_decode::accepts(kernel, &self.inputs.problem()?, gpu).is_ok())
     }
 
     fn launch(&mut self, kernel: Option<&'static Kernel>, stream: &Stream) -> Result<()> {
-        let out = operands(&self.inputs, self.next, self.o.view_mut());
+        let lse = self.lse.as_mut().map(Tensor::view_mut);
+        let out = self.inputs.operands(self.next, self.o.view_mut(), lse)?;
         self.next += 1;
-        match kernel {
+        Ok(match kernel {
             None => self.inputs.call().run(out, stream)?,
             Some(kernel) => self.inputs.call().run_with(kernel, out, stream)?,
-        }
-        Ok(())
+        })
     }
 
     fn rotate(&mut self, stream: &Stream) -> Result<()> {
-        let most = |bytes: usize| rotation_bytes(stream).div_ceil(bytes).min(MAX_COPIES);
-        let visited = self.shape.cache_bytes();
-        let keys = &self.inputs.copies[0][0];
-        let all = 2 * keys.layout().elements() * keys.dtype().size();
-        if self.shape.chosen.is_some() {
+        let inputs = &mut self.inputs;
+        let most = |bytes: usize| rotation_bytes(stream).div_ceil(bytes.max(1)).min(MAX_COPIES);
+        let size = |keys: usize| {
+            let DecodeData { k, .. } = &inputs.data;
+            2 * keys * k.shape()[2..].iter().product::<usize>() * k.dtype().size()
+        };
+        let visited = size(self.slots.len());
+        let all = size(inputs.data.pages * inputs.data.k.shape()[1]);
+        if let (Some(_), Some(first)) = (&inputs.chosen, inputs.block_tables.first()) {
+            let shape = first.shape().to_vec();
             for turn in 1..most(visited) {
-                let first = &self.inputs.block_tables[0];
-                let pages = first.shape().iter().product();
-                let table = block_table(pages, self.seed.wrapping_add(turn as u64));
-                let table = Tensor::from_slice(stream, &table, first.shape())?;
-                self.inputs.block_tables.push(table);
+                let table =
+                    shuffled(shape.iter().product(), inputs.data.seed.wrapping_add(turn as u64));
+                inputs.block_tables.push(Tensor::from_slice(stream, &table, &shape)?);
             }
         }
-        for _ in 1..most(if self.shape.chosen.is_some() { all } else { visited }) {
-            let [k, v] = &self.inputs.copies[0];
-            let copy = [k.copy_to(stream)?, v.copy_to(stream)?];
-            self.inputs.copies.push(copy);
+        for _ in 1..most(if inputs.chosen.is_some() { all } else { visited }) {
+            let copy = |tensor: &Option<Tensor>| {
+                tensor.as_ref().map(|tensor| tensor.copy_to(stream)).transpose()
+            };
+            let [k, v] = &inputs.copies[0];
+            let copy = [copy(k)?, copy(v)?];
+            inputs.copies.push(copy);
         }
         Ok(())
     }
 
     fn prepare(&mut self, stream: &Stream) -> Result<bool> {
-        let out = operands(&self.inputs, 0, self.o.view_mut());
+        let lse = self.lse.as_mut().map(Tensor::view_mut);
+        let out = self.inputs.operands(0, self.o.view_mut(), lse)?;
         self.prepared = Some(self.inputs.call().prepare(&out, stream)?);
         Ok(true)
     }
 
     fn launch_prepared(&mut self, stream: &Stream) -> Result<()> {
         let Some(prepared) = &self.prepared else { return self.launch(None, stream) };
-        let out = operands(&self.inputs, self.next, self.o.view_mut());
+        let lse = self.lse.as_mut().map(Tensor::view_mut);
+        let out = self.inputs.operands(self.next, self.o.view_mut(), lse)?;
         self.next += 1;
         Ok(self.inputs.call().run_prepared(prepared, out, stream)?)
     }
 
     fn outputs(&mut self, _kernel: Option<&Kernel>) -> Vec<(&'static str, &mut Tensor)> {
-        vec![("o", &mut self.o)]
+        let lse = self.lse.as_mut().map(|lse| ("lse", lse));
+        [Some(("o", &mut self.o)), lse].into_iter().flatten().collect()
     }
 
     fn compare(
         &self,
-        outputs: &[Array],
+        results: &[Array],
         seed: u64,
         progress: &(dyn Fn(f64) + Sync),
     ) -> Result<Vec<Comparison>> {
-        let [o] = outputs else { return Ok(Vec::new()) }; // it is always there
-        let [q, k, v] = &self.host;
-        let (k, v) = (CacheRows::new(k, &self.slots), CacheRows::new(v, &self.slots));
-        let lengths = [vec![self.shape.seqlen_q; self.shape.batch], self.shape.visited()];
+        let (DecodeData { q, k, v, sink, .. }, slots) = (&self.inputs.data, &self.slots);
+        let attention = self.inputs.problem()?.attention;
+        let (left, right, align) = sides(attention.mask)?;
+        let queries = vec![attention.seqlen_q; self.counts.len()];
         let case = AttentionCase {
             q: &QueryRows::new(q),
-            k: &k,
-            v: &v,
-            sink: None,
-            lengths: Some([&lengths[0], &lengths[1]]),
+            k: &CacheRows::new(k, slots),
+            v: &CacheRows::new(v, slots),
+            sink: sink.as_ref().map(|sink| sink as _),
+            lengths: Some([&queries, &self.counts]),
             blocks: None,
-            bottom_right: true,
-            left: None,
-            right: Some(0),
-            softmax_scale: (self.shape.head_dim as f32).sqrt().recip(),
-            softcap: None,
+            bottom_right: align == Align::BottomRight,
+            left,
+            right,
+            softmax_scale: attention.softmax_scale,
+            softcap: attention.softcap,
         };
-        Ok(vec![oracle::attention_output(&case, &QueryRows::new(o), seed, progress)?])
+        Ok(match results {
+            [o, lse] => {
+                // The oracle's packed sequences have the rows of a head side by side.
+                let (o, lse) = (QueryRows::new(o), by_heads(lse));
+                oracle::attention(&case, &o, &lse, seed, progress)?.to_vec()
+            }
+            [o] => vec![oracle::attention_output(&case, &QueryRows::new(o), seed, progress)?],
+            _ => Vec::new(), // the output is always there
+        })
     }
+}
+
+/// `[batch, heads, queries]` as `[heads, batch * queries]`.
+fn by_heads(lse: &Array) -> Array {
+    let &[batch, heads, queries] = lse.shape() else { return lse.clone() };
+    let values = lse.to_f32(0..lse.len());
+    let row = |entry: usize, head: usize| &values[(entry * heads + head) * queries..][..queries];
+    let values: Vec<f32> = (0..heads)
+        .flat_map(|head| (0..batch).flat_map(move |entry| row(entry, head)))
+        .copied()
+        .collect();
+    Array::new(&[heads, batch * queries], values).unwrap_or_else(|| lse.clone())
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::case::Case;
-    use blockflash_ops::{DType, Device};
+    use blockflash_ops::Device;
 
     #[test]
     fn large_caches_repeat_an_odd_number_of_pages() {
         assert_eq!([drawn_pages(7, 1 << 20), drawn_pages(256, 1 << 20)], [7, 256]);
         assert_eq!([drawn_pages(257, 1 << 20), drawn_pages(300, 1 << 29)], [255, 1]);
         let stream = Device::cpu().stream().unwrap();
-        let drawn = normal(&[3, 2, 1, 2], DType::F32, 0, 0).unwrap();
+        let drawn = super::super::operands::normal(&[3, 2, 1, 2], DType::F32, 0, 0).unwrap();
         let (period, cache) = (drawn.to_f32(0..12), repeated(&drawn, 8, &stream).unwrap());
         assert_eq!(cache.shape(), [8, 2, 1, 2]);
         let values = cache.to_vec::<f32>(&stream).unwrap();

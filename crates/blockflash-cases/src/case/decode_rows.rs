@@ -7,14 +7,14 @@ use std::ops::Range;
 
 /// `[batch, queries, heads, head_dim]` as `[rows, heads, head_dim]`.
 #[derive(Debug)]
-pub struct QueryRows<'a> {
+pub(super) struct QueryRows<'a> {
     array: &'a Array,
     shape: [usize; 3],
 }
 
 /// `[pages, page_size, heads, head_dim]` as the rows in some of its slots.
 #[derive(Debug)]
-pub struct CacheRows<'a> {
+pub(super) struct CacheRows<'a> {
     array: &'a Array,
     shape: [usize; 3],
     slots: &'a [usize],
@@ -30,7 +30,7 @@ fn row(array: &Array) -> [usize; 2] {
 
 impl<'a> QueryRows<'a> {
     /// A view of an array.
-    pub fn new(array: &'a Array) -> Self {
+    pub(super) fn new(array: &'a Array) -> Self {
         let [heads, head_dim] = row(array);
         let rows = array.len().checked_div(heads * head_dim).unwrap_or(0);
         Self { array, shape: [rows, heads, head_dim] }
@@ -39,7 +39,7 @@ impl<'a> QueryRows<'a> {
 
 impl<'a> CacheRows<'a> {
     /// A view of an array.
-    pub fn new(array: &'a Array, slots: &'a [usize]) -> Self {
+    pub(super) fn new(array: &'a Array, slots: &'a [usize]) -> Self {
         let [heads, head_dim] = row(array);
         Self { array, shape: [slots.len(), heads, head_dim], slots }
     }

@@ -46,7 +46,7 @@ pub use bsr_sddmm::SddmmShape;
 pub use bsr_sddmm_operands::{SddmmCall, SddmmData, SddmmOperands};
 pub use decode::DecodeGrid;
 pub use decode::{DecodeShape, Fill};
-pub use decode_rows::{CacheRows, QueryRows};
+pub use decode_operands::{DecodeData, DecodeOperands};
 pub use grid::GridPeers;
 pub use lengths::{Lengths, LengthsError};
 pub use mask_kind::MaskKind;

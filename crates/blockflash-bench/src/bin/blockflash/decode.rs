@@ -1,173 +1,122 @@
 //! `blockflash attention-decode`.
 
+use crate::args::ensure;
 use crate::decode_args::Args;
-use crate::decode_operands::Operands;
-use crate::failure::Result;
-use crate::operand::Placed;
-use crate::output::{RunReport, print};
-use crate::progress::Progress;
-use crate::{measure, table};
-use blockflash_bench::case::{CacheRows, QueryRows, Scores, sides};
-use blockflash_bench::io::Array;
-use blockflash_ops::attention_decode::{AttentionDecodeProblem, select};
-use blockflash_ops::{
-    Align, AttentionDecode, AttentionDecodeOperands, AttentionDecodeWorkspace, CacheAccess, DType,
-    KvCache, Mask, Operation, Tensor, View,
-};
-use blockflash_oracle::{self as oracle, AttentionCase, Comparison};
+use crate::failure::{Failure, Result};
+use crate::operand::{Source, StandIn, common_dtype, load_all, random};
+use crate::run::Run;
+use blockflash_bench::case::{DecodeData, DecodeOperands, DecodeShape, Fill, Scores};
+use blockflash_bench::memory;
+use blockflash_ops::{AttentionDecode, DType, KvCache, Mask};
 use std::process::ExitCode;
+
+/// Keys of a random cache, unless a number is given.
+const KEYS: usize = 1024;
 
 /// Runs attention to a cache once, checks and times it.
 pub fn run(args: Args) -> Result<ExitCode> {
     let outputs = args.outputs()?;
     let device = args.common.device.open()?;
     let stream = device.stream()?;
-
-    let operands = Operands::new(&args)?;
-    let Operands { q, k, v, block_table, seqused_kv, sink, .. } = &operands;
-    let place = |array| Placed::new(array, &stream);
-    let place_some = |array: &Option<Array>| -> Result<Option<Tensor>> {
-        Ok(array.as_ref().map(|array| array.upload(&stream)).transpose()?)
-    };
-    let [placed_q, placed_k, placed_v] = [place(q)?, place(k)?, place(v)?];
-    let [block_table, seqused_kv, sink] =
-        [place_some(block_table)?, place_some(seqused_kv)?, place_some(sink)?];
-    let cache = KvCache {
-        block_table: block_table.as_ref().map(Tensor::view),
-        seqused_kv: seqused_kv.as_ref().map(Tensor::view),
-        ..KvCache::new(placed_k.view()?, placed_v.view()?)
-    };
-    let call =
-        AttentionDecode { sink: sink.as_ref().map(Tensor::view), ..call(&args, placed_q.view()?)? };
-    let problem = call.problem(&cache)?;
-    let kernel = match device.cuda_properties() {
-        Some(gpu) if !problem.is_empty() => Some(select(&problem, gpu)?),
-        _ => None,
-    };
-    let bytes = call.workspace_bytes(&cache, &device)?;
-    let workspace = (bytes > 0).then(|| AttentionDecodeWorkspace::new(&stream, bytes));
-    let workspace = workspace.transpose()?;
-    let call = AttentionDecode { workspace: workspace.as_ref(), ..call };
-
-    let with_lse = outputs.has("lse") || args.common.check;
-    let attention = &problem.attention;
-    let mut o = Tensor::empty(&stream, attention.dtype, q.shape())?;
-    let lse_shape = [attention.batch, attention.num_heads_q, attention.seqlen_q];
-    let mut lse = with_lse.then(|| Tensor::empty(&stream, DType::F32, &lse_shape)).transpose()?;
-    let mut forward = || {
-        let (o, lse) = (o.view_mut(), lse.as_mut().map(Tensor::view_mut));
-        let cache = CacheAccess::Read(cache);
-        Ok(call.run(AttentionDecodeOperands { cache, o, lse }, &stream)?)
-    };
-    let label = "attention to the cache";
-    let first_us = measure::first(label, &stream, &mut forward)?;
-    let again = format!("{label}, again");
-    let timing = measure::repeat(&again, &stream, first_us, args.common.repeat, forward)?;
-
-    let (mut written, mut checks) = (Vec::new(), Vec::new());
-    if outputs.has("o") || with_lse {
-        let o = Array::download(&o, &stream)?;
-        let lse = lse.as_ref().map(|lse| Array::download(lse, &stream)).transpose()?;
-        let results = [Some(("o", &o)), lse.as_ref().map(|lse| ("lse", lse))];
-        written = outputs.save(&results.into_iter().flatten().collect::<Vec<_>>())?;
-        if let (Some(lse), true) = (&lse, args.common.check) {
-            checks = check(&operands, &problem, [&o, lse], args.common.seed)?;
-        }
-    }
-
-    let report = RunReport {
-        operation: "attention-decode",
-        device: &device,
-        note: args.common.device.note(&device),
-        kernel,
-        tensors: [("q", q), ("k", k), ("v", v)]
-            .map(|(name, array)| (name, array.shape().to_vec(), attention.dtype))
-            .to_vec(),
-        details: details(&operands, &problem),
-        flops: flops(&operands, &problem),
-        timing,
-        checks,
-        written,
-    };
-    print(&report.render(args.common.json)?)?;
-    Ok(report.exit_code())
-}
-
-/// The call that the options describe, without its sink.
-pub fn call<'a>(args: &Args, q: View<'a>) -> Result<AttentionDecode<'a>> {
     let scores = args.scores.of(args.mask, Mask::causal())?;
-    Ok(AttentionDecode {
-        mask: scores.mask,
-        softmax_scale: scores.softmax_scale,
-        softcap: scores.softcap,
-        ..AttentionDecode::new(q)
-    })
-}
-
-fn details(operands: &Operands, problem: &AttentionDecodeProblem) -> Vec<(&'static str, String)> {
-    let attention = &problem.attention;
-    let mut details = Scores::details(attention, true);
-    let cache = &problem.cache;
-    let pages = match cache.table {
-        None => "contiguous".to_owned(),
-        Some(_) => format!("{} pages of {}", table::count(cache.pages as u64), cache.page_size),
+    let data = match args.random {
+        Some(sizes) => drawn(&args, scores, sizes)?,
+        None => read(&args, scores)?,
     };
-    let keys = table::count(operands.slots.len() as u64);
-    details.push(("cache", format!("{pages}, {keys} keys of {} sequences", cache.batch)));
-    details
-}
-
-/// Those of the pairs that are visited.
-fn flops(operands: &Operands, problem: &AttentionDecodeProblem) -> f64 {
-    let attention = &problem.attention;
-    let queries = attention.seqlen_q;
-    let visible = |&keys: &usize| -> usize {
-        (0..queries).map(|query| attention.mask.visible(query, queries, keys).len()).sum()
+    let seqused_kv = match &args.seqused_kv {
+        Some(lengths) => Some(lengths.load("seqused_kv")?),
+        None => None,
     };
-    let pairs: usize = operands.lengths.iter().map(visible).sum();
-    4.0 * pairs as f64 * (attention.num_heads_q * attention.head_dim) as f64
+    let sink = args.scores.sink(&data.q, args.common.seed)?;
+    let wants_lse = outputs.has("lse") || args.common.check;
+    let data = DecodeData { seqused_kv, sink, ..data };
+    let mut operands = DecodeOperands::new(scores, data, wants_lse, &stream)?;
+    let (operation, kernel) = ("attention-decode", None);
+    Run { operation, common: &args.common, kernel, outputs, device: &device, stream: &stream }
+        .of(&mut operands)
 }
 
-/// Compares o and lse with the reference, sequence by sequence.
-fn check(
-    operands: &Operands,
-    problem: &AttentionDecodeProblem,
-    [o, lse]: [&Array; 2],
-    seed: u64,
-) -> Result<Vec<(&'static str, Comparison)>> {
-    let attention = &problem.attention;
-    let (left, right, align) = sides(attention.mask)?;
-    let Operands { q, k, v, sink, lengths, slots, .. } = operands;
-    let queries = vec![attention.seqlen_q; lengths.len()];
-    let case = AttentionCase {
-        q: &QueryRows::new(q),
-        k: &CacheRows::new(k, slots),
-        v: &CacheRows::new(v, slots),
-        sink: sink.as_ref().map(|sink| sink as _),
-        lengths: Some([&queries, lengths]),
-        blocks: None,
-        bottom_right: align == Align::BottomRight,
-        left,
-        right,
-        softmax_scale: attention.softmax_scale,
-        softcap: attention.softcap,
+fn drawn(
+    args: &Args,
+    scores: Scores,
+    [batch, queries, heads, head_dim]: [usize; 4],
+) -> Result<DecodeData> {
+    let keys = args.seqlen_kv.unwrap_or(KEYS);
+    let page_size = args.page_size.unwrap_or(keys);
+    let divides = page_size > 0 && keys.is_multiple_of(page_size) || args.page_size.is_none();
+    ensure(divides, &format!("{keys} keys cannot be divided into pages of {page_size}"))?;
+    let pages = if args.page_size.is_some() { keys / page_size } else { 1 };
+    let q = [batch, queries, heads, head_dim];
+    let all = batch.saturating_mul(pages);
+    let num_heads_kv = args.qkv.kv_heads.unwrap_or(heads);
+    let kv = [all, page_size, num_heads_kv, head_dim];
+    let dtype = args.qkv.dtype().unwrap_or(DType::F16);
+    // The host notes where each key is stored, too.
+    let places = memory::size(&[&kv[..2]], size_of::<usize>());
+    let tensors = memory::size(&[&q, &kv, &kv, &q], dtype.size());
+    memory::ensure("q, k, v and o", tensors.saturating_add(places))?;
+    refuse(scores, dtype, [&q, &kv], args.page_size.map(|_| [batch, pages]))?;
+    ensure(i32::try_from(all).is_ok(), "there are too many pages")?;
+    let shape = DecodeShape {
+        batch,
+        seqlen_q: queries,
+        seqlen_kv: keys,
+        num_heads_q: heads,
+        num_heads_kv,
+        head_dim,
+        page_size: args.page_size,
+        chosen: None,
+        fill: Fill::Full,
+        dtype,
     };
-    let progress = Progress::fractions("checking");
-    let progress = |done| progress.fraction(done);
-    // The oracle's packed sequences have the rows of a head side by side.
-    let lse = by_heads(lse);
-    let [o, lse] = oracle::attention(&case, &QueryRows::new(o), &lse, seed, progress)?;
-    Ok(vec![("o", o), ("lse", lse)])
+    let seed = args.common.seed;
+    shape.data(seed, |what, shape: &[usize], lane| random(what, dtype, shape, seed, lane))
 }
 
-/// `[batch, heads, queries]` as `[heads, batch * queries]`.
-fn by_heads(lse: &Array) -> Array {
-    let &[batch, heads, queries] = lse.shape() else { return lse.clone() };
-    let values = lse.to_f32(0..lse.len());
-    let row = |entry: usize, head: usize| &values[(entry * heads + head) * queries..][..queries];
-    let values: Vec<f32> = (0..heads)
-        .flat_map(|head| (0..batch).flat_map(move |entry| row(entry, head)))
-        .copied()
-        .collect();
-    Array::new(&[heads, batch * queries], values).unwrap_or_else(|| lse.clone())
+fn read(args: &Args, scores: Scores) -> Result<DecodeData> {
+    // clap does not enforce `requires` where what is required conflicts with another option that is
+    // given.
+    ensure(
+        args.qkv.kv_heads.is_none() && args.seqlen_kv.is_none() && args.page_size.is_none(),
+        "--kv-heads, --seqlen-kv and --page-size only apply to --random",
+    )?;
+    let sources = args.qkv.sources("BxQxHxD")?;
+    let dtype = common_dtype(args.qkv.dtype(), &sources)?;
+    let o = memory::size(&[sources[0].shape()?], dtype.size());
+    let table = args.block_table.as_ref().map(|path| Source::open(path, "block_table"));
+    let block_table = table.transpose()?.map(|source| source.load(DType::I32)).transpose()?;
+    let of_table =
+        block_table.as_ref().and_then(|table| <[usize; 2]>::try_from(table.shape()).ok());
+    if block_table.is_none() == of_table.is_none() {
+        refuse(scores, dtype, [sources[0].shape()?, sources[1].shape()?], of_table)?;
+    }
+    let [q, k, v] = load_all(sources, dtype, o)?;
+    let &[pages, _, _, _] = k.shape() else {
+        let text = format!("k is {:?}, expected four sizes: see --help", k.shape());
+        return Err(Failure::new(text));
+    };
+    let (seqused_kv, chosen, sink, seed) = (None, None, None, args.common.seed);
+    Ok(DecodeData { q, k, v, pages, block_table, seqused_kv, chosen, sink, seed })
+}
+
+/// Refuses a call whose sizes or options do not fit before a tensor of it is drawn or read.
+fn refuse(
+    scores: Scores,
+    dtype: DType,
+    [q, kv]: [&[usize]; 2],
+    table: Option<[usize; 2]>,
+) -> Result<()> {
+    let shape = table.unwrap_or_default();
+    let stand_in = StandIn::new;
+    let (Some(q), Some(kv), Some(of_table)) =
+        (stand_in(dtype, q), stand_in(dtype, kv), stand_in(DType::I32, &shape))
+    else {
+        return Ok(());
+    };
+    let block_table = table.map(|_| of_table.view()).transpose()?;
+    let cache = KvCache { block_table, ..KvCache::new(kv.view()?, kv.view()?) };
+    let Scores { mask, softmax_scale, softcap } = scores;
+    AttentionDecode { mask, softmax_scale, softcap, ..AttentionDecode::new(q.view()?) }
+        .problem(&cache)?;
+    Ok(())
 }

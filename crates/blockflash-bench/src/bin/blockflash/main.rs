@@ -14,7 +14,6 @@ mod bsr_file;
 mod bsr_matmul;
 mod decode;
 mod decode_args;
-mod decode_operands;
 mod failure;
 mod info;
 mod launch;
