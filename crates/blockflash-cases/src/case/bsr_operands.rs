@@ -293,10 +293,11 @@ impl Operands for BsrOperands {
     fn launch(&mut self, kernel: Option<&'static Kernel>, stream: &Stream) -> Result<()> {
         let product = self.inputs.product(&self.call, &self.data)?;
         let c = self.placed_c.view_mut(&mut self.c)?;
-        Ok(match kernel {
+        match kernel {
             None => product.matmul_into(c, stream)?,
             Some(kernel) => product.run_with(kernel, c, stream)?,
-        })
+        }
+        Ok(())
     }
 
     fn prepare(&mut self, stream: &Stream) -> Result<bool> {

@@ -187,10 +187,11 @@ impl Operands for SddmmOperands {
 
     fn launch(&mut self, kernel: Option<&'static Kernel>, stream: &Stream) -> Result<()> {
         let (product, values) = (self.inputs.product()?, self.values.view_mut());
-        Ok(match kernel {
+        match kernel {
             None => product.sddmm_into(values, stream)?,
             Some(kernel) => product.run_with(kernel, values, stream)?,
-        })
+        }
+        Ok(())
     }
 
     fn prepare(&mut self, stream: &Stream) -> Result<bool> {

@@ -1,14 +1,13 @@
 //! One call of attention to a cache with its data: what is computed, from what, on which device, and
 //! whether the result is right. Suites and the command share it.
 
-use super::decode::{DecodeShape, Fill};
+use super::decode_data::{DecodeData, shuffled};
 use super::decode_rows::{CacheRows, QueryRows};
 use super::operands::{Operands, TensorInfo, rotation_bytes};
 use super::scores::{Scores, sides};
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::io::Array;
 use crate::memory::count;
-use crate::random;
 use blockflash_ops::{
     Align, AttentionDecode, AttentionDecodeOperands, AttentionDecodeProblem,
     AttentionDecodeWorkspace, CacheAccess, CudaProperties, DType, Kernel, KvCache, Operation,
@@ -19,18 +18,6 @@ use blockflash_sys::manifest;
 
 /// Most copies of a cache.
 const MAX_COPIES: usize = 256;
-
-/// Most elements of keys, and as many of values, that are drawn. A larger cache repeats its pages
-/// (or sequences), of which an odd number is drawn: 17 GB of numbers take half a minute.
-const MOST_DRAWN: usize = 1 << 28;
-
-/// How many of these pages are drawn.
-fn drawn_pages(pages: usize, elements_per_page: usize) -> usize {
-    match MOST_DRAWN / elements_per_page.max(1) {
-        most if most >= pages => pages,
-        most => most.saturating_sub(1) | 1,
-    }
-}
 
 /// A cache of a given number of pages from those that were drawn, in their order, again and again.
 fn repeated(drawn: &Array, pages: usize, stream: &Stream) -> Result<Tensor> {
@@ -48,143 +35,6 @@ fn repeated(drawn: &Array, pages: usize, stream: &Stream) -> Result<Tensor> {
         cache.view_mut().slice(0, start..end)?.copy_from(&part, stream)?;
     }
     Ok(cache)
-}
-
-/// The pages of all sequences in a random order.
-fn shuffled(pages: usize, seed: u64) -> Vec<i32> {
-    let mut table: Vec<_> = (0..pages as i32).collect();
-    random::shuffle(&mut table, seed);
-    table
-}
-
-/// The data of one call, in host memory.
-#[derive(Debug)]
-pub struct DecodeData {
-    /// `[batch, queries, heads, head_dim]`.
-    pub q: Array,
-    /// Keys `[pages, page_size, heads_kv, head_dim]`; without a table, a page is a sequence.
-    pub k: Array,
-    /// Shape of `k`.
-    pub v: Array,
-    /// Pages of the cache: more than `k` and `v` have if theirs are repeated.
-    pub pages: usize,
-    /// i32 `[batch, pages of a sequence]`.
-    pub block_table: Option<Array>,
-    /// i32 `[batch]`: keys of each sequence; `None`: all that there is room for.
-    pub seqused_kv: Option<Array>,
-    /// Columns of the table that each sequence visits, ascending; `None`: all.
-    pub chosen: Option<Vec<Vec<usize>>>,
-    /// f32 `[heads]`.
-    pub sink: Option<Array>,
-    /// Seed of the block tables of further copies.
-    pub seed: u64,
-}
-
-impl DecodeData {
-    /// Sequences, and the slots of a page and of a sequence.
-    fn sizes(&self) -> Result<[usize; 3]> {
-        let &[_, page_size, _, _] = self.k.shape() else {
-            let text = format!("k is {:?}, expected four sizes", self.k.shape());
-            return Err(Error::Option(text));
-        };
-        match self.block_table.as_ref().map(Array::shape) {
-            None => Ok([self.pages, page_size, page_size]),
-            Some(&[batch, columns]) => Ok([batch, page_size, columns.saturating_mul(page_size)]),
-            Some(shape) => {
-                let text = format!("the block table is {shape:?}, expected [batch, pages]");
-                Err(Error::Option(text))
-            }
-        }
-    }
-
-    /// Keys of each sequence.
-    fn lengths(&self) -> Result<Vec<usize>> {
-        let [batch, _, capacity] = self.sizes()?;
-        let Some(array) = &self.seqused_kv else { return Ok(vec![capacity; batch]) };
-        let entries = array.as_i32().filter(|_| array.shape() == [batch]).ok_or_else(|| {
-            Error::Option(format!("the lengths are {:?}, expected [{batch}]", array.shape()))
-        })?;
-        let length = |(entry, &length): (usize, &i32)| {
-            usize::try_from(length).ok().filter(|&length| length <= capacity).ok_or_else(|| {
-                let text = format!("sequence {entry} has {length} keys, expected 0 to {capacity}");
-                Error::Option(text)
-            })
-        };
-        entries.iter().enumerate().map(length).collect()
-    }
-
-    /// Where the keys that each sequence visits are stored in `k`, one sequence behind the other,
-    /// and how many they are. The library takes any entry of the table for some page; here one that
-    /// is none is a mistake.
-    fn visited(&self) -> Result<(Vec<usize>, Vec<usize>)> {
-        let ([batch, page_size, capacity], lengths) = (self.sizes()?, self.lengths()?);
-        let columns = capacity / page_size.max(1);
-        let table = self.block_table.as_ref().map(|table| table.as_i32().unwrap_or_default());
-        let page = |entry: usize, column: usize| {
-            let Some(table) = table else { return Ok(entry) };
-            let page = table[entry * columns + column];
-            usize::try_from(page).ok().filter(|&page| page < self.pages).ok_or_else(|| {
-                Error::Option(format!(
-                    "page {column} of sequence {entry} is {page}, but there are {}",
-                    self.pages
-                ))
-            })
-        };
-        let (mut slots, mut counts) = (Vec::new(), Vec::with_capacity(batch));
-        let stored = self.k.shape()[0].max(1);
-        for (entry, &length) in lengths.iter().enumerate() {
-            let (all, before) = (0..length.div_ceil(page_size.max(1)), slots.len());
-            let columns = match &self.chosen {
-                Some(chosen) => chosen[entry].clone(),
-                None => all.collect(),
-            };
-            for column in columns {
-                let first = page(entry, column)? % stored * page_size;
-                let used = page_size.min(length.saturating_sub(column * page_size));
-                slots.extend(first..first + used);
-            }
-            counts.push(slots.len() - before);
-        }
-        Ok((slots, counts))
-    }
-}
-
-impl DecodeShape {
-    /// The data of a case: arrays by `draw`, from a name, a shape and the random stream of the seed.
-    ///
-    /// # Errors
-    /// Those of `draw`.
-    pub fn data<E: From<Error>>(
-        &self,
-        seed: u64,
-        draw: impl Fn(&'static str, &[usize], u64) -> Result<Array, E>,
-    ) -> Result<DecodeData, E> {
-        let Self { batch, seqlen_q, seqlen_kv, num_heads_q, num_heads_kv, head_dim, .. } = *self;
-        let page_size = self.page_size.unwrap_or(seqlen_kv);
-        let columns = self.page_size.map_or(1, |size| seqlen_kv / size.max(1));
-        let pages = batch * columns;
-        let drawn = drawn_pages(pages, page_size * num_heads_kv * head_dim);
-        let kv = [drawn, page_size, num_heads_kv, head_dim];
-        let no_table = || Error::Option("the block table is no matrix".to_owned());
-        let table = || Array::new(&[batch, columns], shuffled(pages, seed)).ok_or_else(no_table);
-        let chosen = |entry: usize, chosen: usize| {
-            let mut some = random::choose(chosen - 1, columns - 1, seed, 3 + entry as u64);
-            some.push(columns - 1);
-            some
-        };
-        let lengths = || self.lengths().into_iter().map(|length| length as i32).collect::<Vec<_>>();
-        Ok(DecodeData {
-            q: draw("q", &[batch, seqlen_q, num_heads_q, head_dim], 0)?,
-            k: draw("k", &kv, 1)?,
-            v: draw("v", &kv, 2)?,
-            pages,
-            block_table: self.page_size.map(|_| table()).transpose()?,
-            seqused_kv: (self.fill != Fill::Full).then(|| lengths().into()),
-            chosen: self.chosen.map(|count| (0..batch).map(|at| chosen(at, count)).collect()),
-            sink: None,
-            seed,
-        })
-    }
 }
 
 /// Queries, the cache, perhaps several times, and the outputs.
@@ -385,10 +235,11 @@ impl Operands for DecodeOperands {
         let lse = self.lse.as_mut().map(Tensor::view_mut);
         let out = self.inputs.operands(self.next, self.o.view_mut(), lse)?;
         self.next += 1;
-        Ok(match kernel {
+        match kernel {
             None => self.inputs.call().run(out, stream)?,
             Some(kernel) => self.inputs.call().run_with(kernel, out, stream)?,
-        })
+        }
+        Ok(())
     }
 
     fn rotate(&mut self, stream: &Stream) -> Result<()> {
@@ -493,9 +344,7 @@ mod tests {
     use blockflash_ops::Device;
 
     #[test]
-    fn large_caches_repeat_an_odd_number_of_pages() {
-        assert_eq!([drawn_pages(7, 1 << 20), drawn_pages(256, 1 << 20)], [7, 256]);
-        assert_eq!([drawn_pages(257, 1 << 20), drawn_pages(300, 1 << 29)], [255, 1]);
+    fn large_caches_repeat_their_pages() {
         let stream = Device::cpu().stream().unwrap();
         let drawn = super::super::operands::normal(&[3, 2, 1, 2], DType::F32, 0, 0).unwrap();
         let (period, cache) = (drawn.to_f32(0..12), repeated(&drawn, 8, &stream).unwrap());
