@@ -2,7 +2,7 @@
 
 use crate::number::{normal_rounded, rng};
 use crate::placement::Placement;
-use blockflash_ops::bsr_matmul::Activation;
+use blockflash_ops::bsr_matmul::{Activation, BiasKind};
 use blockflash_sys::manifest::{BsrMatmulTile, Variant};
 use blockflash_sys::{DType, Kernel};
 use rand::Rng;
@@ -111,17 +111,6 @@ pub enum Pattern {
     Banded,
     /// One block column.
     OneColumn,
-}
-
-/// Bias of a product.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum BiasKind {
-    /// None.
-    None,
-    /// One number per row of C.
-    PerRow,
-    /// One number per column of C.
-    PerColumn,
 }
 
 /// Structure and numbers of a case. All numbers are rounded to their type and held as f32.

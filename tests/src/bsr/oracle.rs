@@ -3,6 +3,7 @@
 use super::{BiasKind, BsrCase, BsrData};
 use crate::number::rng;
 use crate::tolerance::Reference;
+use blockflash_cases::case::oracle_activation;
 use blockflash_ops::bsr_matmul::Activation;
 use blockflash_oracle::{self as oracle, Element, Epilogue, ProductRow, Rounding};
 use rand::Rng;
@@ -42,13 +43,7 @@ impl BsrReference {
 
 /// The activation as the oracle names it.
 fn activation(activation: Activation) -> oracle::Activation {
-    match activation {
-        Activation::None => oracle::Activation::None,
-        Activation::Relu => oracle::Activation::Relu,
-        Activation::Gelu => oracle::Activation::Gelu,
-        Activation::Silu => oracle::Activation::Silu,
-        other => panic!("the oracle knows no activation {other:?}"),
-    }
+    oracle_activation(activation).unwrap_or_else(|| panic!("no oracle for {activation:?}"))
 }
 
 /// The activation in f64.

@@ -1,4 +1,4 @@
-//! Operands: read or random, then placed on the device.
+//! Operands: read or random.
 
 use crate::failure::{Failure, Result};
 use crate::progress::Progress;
@@ -6,7 +6,7 @@ use crate::table;
 use blockflash_bench::io::{Array, Error, Problem, Stored, TensorFile};
 use blockflash_bench::memory;
 use blockflash_bench::random;
-use blockflash_ops::{DType, Stream, Tensor, View};
+use blockflash_ops::{DType, View};
 use std::path::Path;
 
 /// An N(0, 1) array; `lane` separates the operands of one seed.
@@ -151,27 +151,4 @@ pub fn common_dtype(wish: Option<DType>, sources: &[Source]) -> Result<DType> {
         }
     }
     Ok(found.map_or(DType::F16, |(dtype, _)| dtype))
-}
-
-/// An operand where the operation wants it: in place on the CPU, copied on a GPU.
-pub enum Placed<'a> {
-    Host(&'a Array),
-    Device(Tensor),
-}
-
-impl<'a> Placed<'a> {
-    pub fn new(array: &'a Array, stream: &Stream) -> Result<Self> {
-        if stream.device().is_cpu() {
-            Ok(Self::Host(array))
-        } else {
-            Ok(Self::Device(array.upload(stream)?))
-        }
-    }
-
-    pub fn view(&self) -> Result<View<'_>> {
-        match self {
-            Placed::Host(array) => Ok(array.view()?),
-            Placed::Device(tensor) => Ok(tensor.view()),
-        }
-    }
 }
