@@ -1,7 +1,7 @@
 //! Dense attention.
 
 use super::backward::Forward;
-use super::id::{self, dtype, mask, number};
+use super::id::{self, Fields, Id, displayed};
 use super::limits;
 use super::mask_kind::MaskKind;
 use super::operands::Operands;
@@ -13,7 +13,6 @@ use blockflash_ops::attention::AttentionProblem;
 use blockflash_ops::{Align, Mask, Stream, attention_flops};
 use blockflash_sys::DType;
 use serde::Serialize;
-use std::fmt;
 use std::path::Path;
 
 /// Dense attention over `[batch, seqlen, num_heads, head_dim]`, contiguous.
@@ -64,40 +63,36 @@ impl AttentionShape {
     pub(super) fn query_bytes(&self) -> f64 {
         (self.batch * self.seqlen_q * self.num_heads_q * self.row_bytes()) as f64
     }
-
-    /// Batch, lengths of queries and keys, the part about heads, and the rest of an id.
-    pub(super) fn parse_sizes<'p>(
-        parts: &'p [&'p str],
-    ) -> Option<(usize, [usize; 2], &'p str, &'p [&'p str])> {
-        let (batch, rest) = parts.split_first()?;
-        let (seqlens, rest) = match rest {
-            [s, rest @ ..] if s.starts_with('s') => ([number(s, "s")?; 2], rest),
-            [q, kv, rest @ ..] => ([number(q, "q")?, number(kv, "kv")?], rest),
-            _ => return None,
-        };
-        let (heads, rest) = rest.split_first()?;
-        Some((number(batch, "b")?, seqlens, heads, rest))
-    }
 }
 
-impl fmt::Display for AttentionShape {
+impl Fields for AttentionShape {
+    const EMPTY: Self = Self {
+        batch: 0,
+        seqlen_q: 0,
+        seqlen_kv: 0,
+        num_heads_q: 0,
+        num_heads_kv: 0,
+        head_dim: 0,
+        mask: MaskKind::Full,
+        dtype: DType::F16,
+    };
+
     /// `b4_s4096_h32_d64_causal_bf16`, `b1_q1_kv8192_h32kv8_d128_full_f16`.
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "b{}_", self.batch)?;
-        let heads = [self.num_heads_q, self.num_heads_kv];
-        id::sizes(f, [self.seqlen_q, self.seqlen_kv], heads)?;
-        write!(f, "_d{}_{}_{}", self.head_dim, self.mask, self.dtype)
+    fn fields(&mut self, id: &mut Id<'_>) -> Option<()> {
+        id.field("b", &mut self.batch)?;
+        id.seqlens(&mut self.seqlen_q, &mut self.seqlen_kv)?;
+        id.heads(&mut self.num_heads_q, &mut self.num_heads_kv)?;
+        id.field("d", &mut self.head_dim)?;
+        id.name(&mut self.mask)?;
+        id.name(&mut self.dtype)
     }
 }
+
+displayed!(AttentionShape);
 
 impl Shape for AttentionShape {
     fn parse(parts: &[&str]) -> Option<Self> {
-        let (batch, [seqlen_q, seqlen_kv], heads, rest) = Self::parse_sizes(parts)?;
-        let &[d, mask_name, dtype_name] = rest else { return None };
-        let [num_heads_q, num_heads_kv] = id::heads(heads)?;
-        let (mask, dtype) = (mask(mask_name)?, dtype(dtype_name)?);
-        let head_dim = number(d, "d")?;
-        Some(Self { batch, seqlen_q, seqlen_kv, num_heads_q, num_heads_kv, head_dim, mask, dtype })
+        id::read(parts)
     }
 
     fn check(&self) -> Result<(), String> {

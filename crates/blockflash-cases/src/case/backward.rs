@@ -5,6 +5,7 @@ use super::attention::AttentionShape;
 use super::attention_operands::{AttentionData, AttentionOperands};
 use super::backward_operands::BackwardOperands;
 use super::block_sparse::BlockSparseShape;
+use super::id::{self, Fields, Id};
 use super::operands::Operands;
 use super::peer::{PeerCase, PeerCaseError};
 use super::shape::Shape;
@@ -24,7 +25,7 @@ use std::path::Path;
 pub struct Backward<S>(pub S);
 
 /// A shape of attention.
-pub(super) trait Forward: Shape {
+pub(super) trait Forward: Shape + Fields {
     /// Name of the backward pass in records.
     const BACKWARD: &'static str;
 
@@ -82,16 +83,24 @@ impl Case {
 }
 
 impl<S: Forward> fmt::Display for Backward<S> {
-    /// `bwd_b4_s4096_h32_d64_causal_bf16`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "bwd_{}", self.0)
+        id::write(self, f)
+    }
+}
+
+impl<S: Forward> Fields for Backward<S> {
+    const EMPTY: Self = Self(S::EMPTY);
+
+    /// `bwd_b4_s4096_h32_d64_causal_bf16`.
+    fn fields(&mut self, id: &mut Id<'_>) -> Option<()> {
+        id.word("bwd")?;
+        self.0.fields(id)
     }
 }
 
 impl<S: Forward> Shape for Backward<S> {
     fn parse(parts: &[&str]) -> Option<Self> {
-        let (&"bwd", forward) = parts.split_first()? else { return None };
-        S::parse(forward).map(Self)
+        id::read(parts)
     }
 
     fn check(&self) -> Result<(), String> {
@@ -164,7 +173,7 @@ mod tests {
     use crate::case::Case;
 
     #[test]
-    fn rivals_get_the_shape_and_the_lists_of_the_forward_pass() {
+    fn competitors_get_the_shape_and_the_lists_of_the_forward_pass() {
         let folder = std::env::temp_dir();
         let peer_case = |id: &str| {
             let case: Case = id.parse().unwrap();

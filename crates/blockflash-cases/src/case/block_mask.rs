@@ -1,6 +1,6 @@
 //! Construction of a block mask on the device where attention reads it.
 
-use super::id::{dtype, number};
+use super::id::{self, Fields, Id, displayed};
 use super::limits;
 use super::mask_operands::{Choose, SINK, Scores, WINDOW};
 use super::operands::Operands;
@@ -11,7 +11,6 @@ use crate::error::Result;
 use blockflash_ops::{BlockGeometry, Stream};
 use blockflash_sys::DType;
 use serde::{Deserialize, Serialize};
-use std::fmt;
 use std::path::Path;
 
 /// One of the two steps that make a causal mask in square blocks for the heads of one sequence.
@@ -59,32 +58,35 @@ impl BlockMaskShape {
     }
 }
 
-impl fmt::Display for BlockMaskShape {
+impl Fields for BlockMaskShape {
+    const EMPTY: Self =
+        Self { seqlen: 0, num_heads: 0, block: 0, step: MaskStep::Choose { top_k: 0 } };
+
     /// `mask_s32768_h16_b128_scores_d128_bf16`, `mask_s32768_h16_b128_top32`.
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "mask_s{}_h{}_b{}_", self.seqlen, self.num_heads, self.block)?;
-        match self.step {
-            MaskStep::Scores { head_dim, dtype } => write!(f, "scores_d{head_dim}_{dtype}"),
-            MaskStep::Choose { top_k } => write!(f, "top{top_k}"),
+    fn fields(&mut self, id: &mut Id<'_>) -> Option<()> {
+        id.word("mask")?;
+        id.field("s", &mut self.seqlen)?;
+        id.field("h", &mut self.num_heads)?;
+        id.field("b", &mut self.block)?;
+        if id.next() == Some("scores") {
+            self.step = MaskStep::Scores { head_dim: 0, dtype: DType::F16 };
+        }
+        match &mut self.step {
+            MaskStep::Scores { head_dim, dtype } => {
+                id.word("scores")?;
+                id.field("d", head_dim)?;
+                id.name(dtype)
+            }
+            MaskStep::Choose { top_k } => id.field("top", top_k),
         }
     }
 }
 
+displayed!(BlockMaskShape);
+
 impl Shape for BlockMaskShape {
     fn parse(parts: &[&str]) -> Option<Self> {
-        let (&["mask", seqlen, heads, block], step) = parts.split_first_chunk()? else {
-            return None;
-        };
-        let step = match *step {
-            ["scores", d, dtype_name] => {
-                MaskStep::Scores { head_dim: number(d, "d")?, dtype: dtype(dtype_name)? }
-            }
-            [top_k] => MaskStep::Choose { top_k: number(top_k, "top")? },
-            _ => return None,
-        };
-        let (seqlen, num_heads) = (number(seqlen, "s")?, number(heads, "h")?);
-        let shape = Self { seqlen, num_heads, block: number(block, "b")?, step };
-        shape.check().is_ok().then_some(shape)
+        id::read(parts)
     }
 
     fn check(&self) -> Result<(), String> {

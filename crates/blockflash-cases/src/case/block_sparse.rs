@@ -4,7 +4,7 @@ use super::attention::AttentionShape;
 use super::backward::Forward;
 use super::block_lists::from_rows;
 use super::grid::{GridPeers, fraction, full, heads_kv, pairs, uniform};
-use super::id::{self, dtype, mask, number, pair, pattern};
+use super::id::{self, Fields, Id, displayed};
 use super::limits;
 use super::mask_kind::MaskKind;
 use super::operands::Operands;
@@ -17,7 +17,6 @@ use crate::random;
 use blockflash_ops::{BlockGeometry, BlockMask, Stream};
 use blockflash_sys::DType;
 use serde::{Deserialize, Serialize};
-use std::fmt;
 use std::ops::Range;
 use std::path::Path;
 
@@ -217,46 +216,60 @@ impl BlockSparseShape {
     }
 }
 
-impl fmt::Display for BlockSparseShape {
-    /// `b1_s16384_h16_d128_q128kv128_d0.25_uniform_full_bf16`.
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "b{}_", self.batch)?;
-        let heads = [self.num_heads_q, self.num_heads_kv];
-        id::sizes(f, [self.seqlen_q, self.seqlen_kv], heads)?;
-        if self.mask_heads != self.num_heads_q {
-            write!(f, "m{}", self.mask_heads)?;
-        }
-        let Self { head_dim, block_q, block_kv, density, pattern, mask, dtype, .. } = self;
-        write!(f, "_d{head_dim}_q{block_q}kv{block_kv}_d{density}_{pattern}_{mask}_{dtype}")
+impl Fields for BlockSparseShape {
+    const EMPTY: Self = Self {
+        batch: 0,
+        seqlen_q: 0,
+        seqlen_kv: 0,
+        num_heads_q: 0,
+        num_heads_kv: 0,
+        mask_heads: 0,
+        head_dim: 0,
+        block_q: 0,
+        block_kv: 0,
+        density: 0.0,
+        pattern: Pattern::Uniform,
+        mask: MaskKind::Full,
+        dtype: DType::F16,
+    };
+
+    /// `b1_s16384_h16_d128_q128kv128_d0.25_uniform_full_bf16`; after the heads, `m1` says that one
+    /// of them has lists of its own.
+    fn fields(&mut self, id: &mut Id<'_>) -> Option<()> {
+        id.field("b", &mut self.batch)?;
+        id.seqlens(&mut self.seqlen_q, &mut self.seqlen_kv)?;
+        let mut heads = [self.num_heads_q, self.num_heads_kv, self.mask_heads];
+        id.part(&mut heads, heads_text, heads_of)?;
+        [self.num_heads_q, self.num_heads_kv, self.mask_heads] = heads;
+        id.field("d", &mut self.head_dim)?;
+        let mut block = [self.block_q, self.block_kv];
+        id.part(&mut block, |[q, kv]| format!("q{q}kv{kv}"), |part| id::pair(part, "q"))?;
+        [self.block_q, self.block_kv] = block;
+        id.field("d", &mut self.density)?;
+        id.name(&mut self.pattern)?;
+        id.name(&mut self.mask)?;
+        id.name(&mut self.dtype)
     }
+}
+
+displayed!(BlockSparseShape);
+
+/// `h32`, `h32kv8m8`.
+fn heads_text(&[q, kv, mask]: &[usize; 3]) -> String {
+    let kv = if kv == q { String::new() } else { format!("kv{kv}") };
+    let mask = if mask == q { String::new() } else { format!("m{mask}") };
+    format!("h{q}{kv}{mask}")
+}
+
+fn heads_of(part: &str) -> Option<[usize; 3]> {
+    let (heads, mask) = part.split_once('m').map_or((part, None), |(left, m)| (left, Some(m)));
+    let [q, kv] = id::heads(heads)?;
+    Some([q, kv, mask.map_or(Some(q), |mask| mask.parse().ok())?])
 }
 
 impl Shape for BlockSparseShape {
     fn parse(parts: &[&str]) -> Option<Self> {
-        let (batch, [seqlen_q, seqlen_kv], heads, rest) = AttentionShape::parse_sizes(parts)?;
-        let &[d, blocks, density, pattern_name, mask_name, dtype_name] = rest else { return None };
-        let (heads, mask_heads) = match heads.split_once('m') {
-            Some((heads, of_mask)) => (heads, Some(of_mask.parse().ok()?)),
-            None => (heads, None),
-        };
-        let [num_heads_q, num_heads_kv] = id::heads(heads)?;
-        let [block_q, block_kv] = pair(blocks, "q")?;
-        let shape = Self {
-            batch,
-            seqlen_q,
-            seqlen_kv,
-            num_heads_q,
-            num_heads_kv,
-            mask_heads: mask_heads.unwrap_or(num_heads_q),
-            head_dim: number(d, "d")?,
-            block_q,
-            block_kv,
-            density: number(density, "d")?,
-            pattern: pattern(pattern_name)?,
-            mask: mask(mask_name)?,
-            dtype: dtype(dtype_name)?,
-        };
-        shape.check().is_ok().then_some(shape)
+        id::read(parts)
     }
 
     fn check(&self) -> Result<(), String> {
@@ -299,7 +312,7 @@ impl Shape for BlockSparseShape {
     }
 
     fn peer_case(&self, seed: u64, folder: &Path) -> Result<PeerCase, PeerCaseError> {
-        // The protocol of the rivals wants lists for every query head.
+        // The protocol of the competitors wants lists for every query head.
         let lists = self.pattern_of_query_heads(seed);
         PeerCase::new(self.op(), self, seed)?.with_pattern(folder, &format!("{self}_"), lists)
     }

@@ -4,7 +4,7 @@ use super::mask_kind::MaskKind;
 use super::pattern::Pattern;
 use serde::Deserialize;
 
-/// Which rivals the cases of a grid are measured with.
+/// Which competitors the cases of a grid are measured with.
 #[derive(Clone, Copy, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum GridPeers {

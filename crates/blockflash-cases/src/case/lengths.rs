@@ -2,6 +2,7 @@
 
 use serde::Serialize;
 use std::fmt;
+use std::str::FromStr;
 
 /// Lengths of packed sequences in order: at least one, none of them 0. The text form of 4096, 512,
 /// 512 is `4096+512x2`.
@@ -29,6 +30,9 @@ pub enum LengthsError {
 const MOST: usize = super::limits::SEQUENCES;
 
 impl Lengths {
+    /// No lengths yet, for an id to be read.
+    pub(super) const NONE: Self = Self(Vec::new());
+
     /// Checks a list.
     ///
     /// # Errors
@@ -43,21 +47,6 @@ impl Lengths {
             }
             _ => Err(LengthsError::TooLarge),
         }
-    }
-
-    /// Parses the text that [`Display`](fmt::Display) writes.
-    pub(super) fn parse(text: &str) -> Result<Self, LengthsError> {
-        let number = |text: &str| text.parse::<usize>().map_err(|_| LengthsError::Text);
-        let mut lengths = Vec::new();
-        for part in text.split('+') {
-            let (length, count) = part.split_once('x').unwrap_or((part, "1"));
-            let (length, count) = (number(length)?, number(count)?);
-            if count > MOST - lengths.len() {
-                return Err(LengthsError::TooLarge);
-            }
-            lengths.extend(std::iter::repeat_n(length, count));
-        }
-        Self::new(&lengths)
     }
 
     /// The lengths.
@@ -79,14 +68,24 @@ impl Lengths {
     pub fn longest(&self) -> usize {
         self.0.iter().copied().max().unwrap_or(0)
     }
+}
 
-    /// Start of each sequence in the packed rows, and the end of the last one.
-    pub fn offsets(&self) -> Vec<i32> {
-        let ends = self.0.iter().scan(0usize, |end, length| {
-            *end += length;
-            Some(*end as i32) // `new` has checked the sum
-        });
-        std::iter::once(0).chain(ends).collect()
+impl FromStr for Lengths {
+    type Err = LengthsError;
+
+    /// Parses the text that [`Display`](fmt::Display) writes.
+    fn from_str(text: &str) -> Result<Self, LengthsError> {
+        let number = |text: &str| text.parse::<usize>().map_err(|_| LengthsError::Text);
+        let mut lengths = Vec::new();
+        for part in text.split('+') {
+            let (length, count) = part.split_once('x').unwrap_or((part, "1"));
+            let (length, count) = (number(length)?, number(count)?);
+            if count > MOST - lengths.len() {
+                return Err(LengthsError::TooLarge);
+            }
+            lengths.extend(std::iter::repeat_n(length, count));
+        }
+        Self::new(&lengths)
     }
 }
 

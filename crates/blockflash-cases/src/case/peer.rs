@@ -1,17 +1,17 @@
-//! A case as the server of rivals takes it.
+//! A case as the server of competitors takes it.
 
 use crate::io::{self, Array};
 use serde::Serialize;
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 
-/// Why rivals are not asked for a case.
+/// Why competitors are not asked for a case.
 #[derive(Debug, thiserror::Error)]
 pub enum PeerCaseError {
     /// The protocol has no packed sequences.
     #[error("dense batches only")]
     DenseOnly,
-    /// No rival does this.
+    /// No competitor does this.
     #[error("ours only")]
     OursOnly,
     /// The pattern of blocks cannot be written.

@@ -29,10 +29,10 @@ pub trait Shape: Display {
     /// Heading in reports. It holds the properties that change the character of a case, but neither
     /// length nor density.
     fn group(&self) -> String;
-    /// The case in the format of the rivals' server; files for it are written into `folder`.
+    /// The case in the format of the server of competitors; files for it are written into `folder`.
     ///
     /// # Errors
-    /// If no rival computes it, or the files cannot be written.
+    /// If no competitor computes it, or the files cannot be written.
     fn peer_case(&self, seed: u64, folder: &Path) -> Result<PeerCase, PeerCaseError>;
     /// Draws inputs and allocates the outputs.
     ///

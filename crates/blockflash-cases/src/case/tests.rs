@@ -175,7 +175,7 @@ fn packed_sequences_are_counted_one_by_one() {
     let sum = |of: fn(&Work) -> f64| each.iter().map(of).sum::<f64>();
     assert_eq!((work.exps, work.l2_bytes), (sum(|work| work.exps), sum(|work| work.l2_bytes)));
     assert_eq!(work.bytes, sum(|work| work.bytes) + 16.0);
-    let offsets = shape.lengths.offsets();
+    let offsets = offsets(shape.lengths.as_slice());
     assert_eq!(offsets, [0, 700, 708, 1008]);
     let flops = blockflash_ops::attention_varlen_flops(&shape.problem(), &offsets, &offsets);
     assert_eq!((work.flops, sum(|work| work.flops)), (flops as f64, flops as f64));
@@ -192,8 +192,8 @@ fn lists_that_are_no_lengths_say_why() {
     assert_eq!(Lengths::new(&[1 << 30, 1 << 30]), Err(LengthsError::TooLarge));
     assert_eq!(Lengths::new(&[usize::MAX, 2]), Err(LengthsError::TooLarge));
     assert_eq!(Lengths::new(&[1; (1 << 16) + 1]), Err(LengthsError::TooLarge));
-    assert_eq!(Lengths::parse("3x"), Err(LengthsError::Text));
-    let lengths = Lengths::parse("3x2+9").unwrap();
+    assert_eq!("3x".parse::<Lengths>(), Err(LengthsError::Text));
+    let lengths = "3x2+9".parse::<Lengths>().unwrap();
     assert_eq!((lengths.batch(), lengths.tokens(), lengths.longest()), (3, 15, 9));
 }
 

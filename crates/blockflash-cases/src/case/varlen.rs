@@ -3,7 +3,7 @@
 use super::attention::AttentionShape;
 use super::backward::Forward;
 use super::grid::{GridPeers, heads_kv, pairs};
-use super::id::{self, dtype, mask, number};
+use super::id::{self, Fields, Id, displayed};
 use super::lengths::Lengths;
 use super::mask_kind::MaskKind;
 use super::operands::Operands;
@@ -15,7 +15,6 @@ use blockflash_ops::attention::{AttentionProblem, Strides};
 use blockflash_ops::{PackedRows, Stream};
 use blockflash_sys::DType;
 use serde::{Deserialize, Serialize};
-use std::fmt;
 use std::path::Path;
 
 /// Attention over packed sequences, `[tokens, num_heads, head_dim]`. Each has as many queries as
@@ -73,27 +72,31 @@ impl VarlenShape {
     }
 }
 
-impl fmt::Display for VarlenShape {
+impl Fields for VarlenShape {
+    const EMPTY: Self = Self {
+        lengths: Lengths::NONE,
+        num_heads_q: 0,
+        num_heads_kv: 0,
+        head_dim: 0,
+        mask: MaskKind::Full,
+        dtype: DType::F16,
+    };
+
     /// `varlen4096+512x2_h16_d128_causal_bf16`.
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "varlen{}", self.lengths)?;
-        id::shared(f, [self.num_heads_q, self.num_heads_kv])?;
-        write!(f, "_d{}_{}_{}", self.head_dim, self.mask, self.dtype)
+    fn fields(&mut self, id: &mut Id<'_>) -> Option<()> {
+        id.field("varlen", &mut self.lengths)?;
+        id.heads(&mut self.num_heads_q, &mut self.num_heads_kv)?;
+        id.field("d", &mut self.head_dim)?;
+        id.name(&mut self.mask)?;
+        id.name(&mut self.dtype)
     }
 }
 
+displayed!(VarlenShape);
+
 impl Shape for VarlenShape {
     fn parse(parts: &[&str]) -> Option<Self> {
-        let &[lengths, heads, d, mask_name, dtype_name] = parts else { return None };
-        let [num_heads_q, num_heads_kv] = id::heads(heads)?;
-        Some(Self {
-            lengths: Lengths::parse(lengths.strip_prefix("varlen")?).ok()?,
-            num_heads_q,
-            num_heads_kv,
-            head_dim: number(d, "d")?,
-            mask: mask(mask_name)?,
-            dtype: dtype(dtype_name)?,
-        })
+        id::read(parts)
     }
 
     fn check(&self) -> Result<(), String> {

@@ -4,7 +4,7 @@
 use serde::Serialize;
 use std::ops::Add;
 
-/// Counted work of one launch; the same for ours and for every rival.
+/// Counted work of one launch; the same for ours and for every competitor.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 pub struct Work {
     /// Useful floating-point operations: nothing that is masked or not stored counts.

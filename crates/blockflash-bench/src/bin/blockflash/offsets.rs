@@ -1,4 +1,4 @@
-//! Where packed sequences lie.
+//! Where packed sequences are stored.
 
 use crate::failure::Result;
 use crate::operand::Source;
