@@ -4,7 +4,6 @@ use super::{AttentionCase, Lengths, visible_keys};
 use crate::number::rng;
 use blockflash_ops::{BlockGeometry, BlockMask, Error, Stream};
 use rand::Rng;
-use std::cmp::Reverse;
 
 /// A block mask, described.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -184,30 +183,6 @@ impl Blocks {
         (blocks().filter(|&&visited| visited).count(), blocks().count())
     }
 
-    /// Whether a kernel of two block rows computes every tile of so many queries beside the same
-    /// neighbour, and in the same place, as it does without a mask. Block rows are taken by the
-    /// lengths of their lists, and those of blocks of several tiles are filled up to whole blocks.
-    pub fn keep_pairs(&self, tile_q: usize) -> bool {
-        self.entries.iter().all(|entry| {
-            let rows = entry.seqlen_q.div_ceil(self.case.block_q);
-            let (tiles, tiles_per_row) =
-                (entry.seqlen_q.div_ceil(tile_q), self.case.block_q / tile_q);
-            let plain: Vec<usize> = (0..tiles).rev().collect();
-            (0..self.heads).all(|head| {
-                let length = |row: usize| {
-                    let list = &entry.visited[(head * rows + row) * entry.cols..][..entry.cols];
-                    list.iter().filter(|&&visited| visited).count()
-                };
-                let mut order: Vec<usize> = (0..rows).rev().collect();
-                order.sort_by_key(|&row| Reverse(length(row)));
-                let tiles_of = |row| (row * tiles_per_row..(row + 1) * tiles_per_row).rev();
-                let order: Vec<usize> = order.into_iter().flat_map(tiles_of).collect();
-                let pairs = order.chunks(2).filter(|pair| pair.iter().any(|&tile| tile < tiles));
-                pairs.eq(plain.chunks(2))
-            })
-        })
-    }
-
     /// The mask of the library, on the CPU.
     fn mask(&self) -> Result<BlockMask, Error> {
         let of = |entry: &EntryBlocks, batch: usize, visited: &[bool]| {
@@ -242,28 +217,5 @@ impl AttentionCase {
     ) -> impl Iterator<Item = usize> {
         visible_keys(self, sequence, query)
             .filter(move |&key| blocks.is_none_or(|blocks| blocks.visits(entry, head, query, key)))
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use blockflash_ops::DType;
-
-    #[test]
-    fn pairs_are_kept_where_rows_are_taken_as_without_a_mask() {
-        let keep = |seqlen_q, block_q, pattern| {
-            let heads = MaskHeads::KeyValue;
-            let block = BlockCase { block_q, block_kv: 64, per_entry: true, heads, pattern };
-            let simple = AttentionCase::simple(DType::F16, (2, 1), 64, (seqlen_q, 640));
-            let case = AttentionCase { block_mask: Some(block), ..simple };
-            Blocks::of(&case).unwrap().keep_pairs(64)
-        };
-        let all = BlockPattern::Random(1.0);
-        assert!(keep(517, 64, all) && keep(1, 64, all) && keep(512, 128, all));
-        // Nine tiles fill five blocks of two, which begin with a tile behind the last row.
-        assert!(!keep(517, 128, all) && keep(517, 192, all));
-        // Rows 6, 3 and 0 have the only lists, so they come first.
-        assert!(!keep(512, 64, BlockPattern::Pairs(Pairs::OneSided)));
     }
 }
