@@ -122,7 +122,8 @@ fn run(args: &Args) -> Result<(), Failure> {
             }
         }
         // Not `>`: NaN is no success either.
-        if !(last <= args.goal * entropy) {
+        let fits = last <= args.goal * entropy; // not so of NaN
+        if !fits {
             return Err(format!("{name}: {last:.3} bits per byte are above --goal").into());
         }
     }
@@ -143,7 +144,8 @@ fn check(model: &mut Model, text: &[u8]) -> Result<(), Failure> {
         let slope = (loss_at(step)? - loss_at(-step)?) / (2.0 * step * norm) * 2f64.ln();
         loss_at(0.0)?;
         println!("gradient of {name}: norm {norm:.6}, difference of the loss {slope:.6}");
-        if !((slope - norm).abs() <= 0.02 * norm) {
+        let fits = (slope - norm).abs() <= 0.02 * norm; // not so of NaN
+        if !fits {
             return Err(format!("the gradient of {name} is wrong").into());
         }
     }

@@ -92,7 +92,8 @@ fn run(args: &Args) -> Result<(), Failure> {
     if [args.batch, args.batches, args.steps].contains(&0) {
         return Err("--batch, --batches and --steps must be positive".into());
     }
-    if !(density > 0.0 && density <= 1.0) {
+    let fits = density > 0.0 && density <= 1.0;
+    if !fits {
         return Err(format!("--density is {density}, expected above 0 and at most 1").into());
     }
     for (name, size) in
@@ -168,7 +169,8 @@ fn check(args: &Args) -> Result<(), Failure> {
         loss_at(0.0)?;
         println!("gradient of layer {}: norm {norm:.5}, difference of the loss {slope:.5}", at + 1);
         // Not `>`: NaN is wrong, too.
-        if !((slope - norm).abs() <= 0.02 * norm) {
+        let fits = (slope - norm).abs() <= 0.02 * norm; // not so of NaN
+        if !fits {
             return Err(format!("the gradient of layer {} is wrong", at + 1).into());
         }
     }
@@ -180,7 +182,8 @@ fn check(args: &Args) -> Result<(), Failure> {
         let differences: Vec<f32> = pairs.map(|(found, expected)| found - expected).collect();
         let error = (squares(&differences) / squares(expected)).sqrt();
         println!("gradient of layer {} in {dtype} on {device}: relative error {error:.1e}", at + 1);
-        if !(error <= 0.05) {
+        let fits = error <= 0.05; // not so of NaN
+        if !fits {
             return Err(format!("the gradient of layer {} differs on {device}", at + 1).into());
         }
     }

@@ -26,10 +26,10 @@ fn ids_of_records_are_read_and_written_back() {
     let mut ids = BTreeSet::new();
     for line in found {
         let record: serde_json::Value = serde_json::from_str(&line).unwrap();
-        if let (Some(op), Some(id)) = (record["op"].as_str(), record["case"].as_str()) {
-            if !OTHER.contains(&op) {
-                ids.insert((op.to_owned(), id.to_owned()));
-            }
+        if let (Some(op), Some(id)) = (record["op"].as_str(), record["case"].as_str())
+            && !OTHER.contains(&op)
+        {
+            ids.insert((op.to_owned(), id.to_owned()));
         }
     }
     assert!(ids.len() > 400, "only {} ids", ids.len());

@@ -75,7 +75,7 @@ fn suites_are_measured_recorded_and_reported() {
                  block = [64]\ntop_k = 3\ndtype = ['bf16']\n";
     let causal = "b1_s512_h4kv2m2_d64_q64kv64_d0.25_uniform_causal_bf16";
     let bwd_causal = format!("bwd_{causal}");
-    let cases: [(&str, usize, [(&str, &str); 2]); 4] = [
+    let cases = [
         (
             "smoke --filter d64_full,b64",
             3,

@@ -127,8 +127,8 @@ impl<'a> Attention<'a> {
     /// without elements is valid and launches nothing.
     ///
     /// # Errors
-    /// All checks of [`problem`](Self::problem) and `select`; [`Error::DeviceMismatch`] if an
-    /// operand is not on the stream's device; [`Error::Misaligned`] for a pointer or stride that is
+    /// All checks of [`problem`](Self::problem) and `select`; `Error::DeviceMismatch` if an
+    /// operand is not on the stream's device; `Error::Misaligned` for a pointer or stride that is
     /// no multiple of 16 bytes on a GPU.
     pub fn forward_into(
         &self,
@@ -169,7 +169,7 @@ impl<'a> Attention<'a> {
     /// the batch is not variable-length.
     ///
     /// # Errors
-    /// [`Error::InvalidCuSeqlens`] names the first bad entry; all checks of
+    /// `Error::InvalidCuSeqlens` names the first bad entry; all checks of
     /// [`problem`](Self::problem).
     pub fn check_cu_seqlens(&self, stream: &Stream) -> Result<()> {
         if let (Some(cu_seqlens), Some(packed)) = (&self.cu_seqlens, self.problem()?.packed) {

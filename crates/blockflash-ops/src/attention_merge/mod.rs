@@ -66,7 +66,7 @@ impl<'a> AttentionMerge<'a> {
     ///
     /// # Errors
     /// All checks of [`problem`](Self::problem) and `select`;
-    /// [`Error::DeviceMismatch`] if an operand is not on the stream's
+    /// `Error::DeviceMismatch` if an operand is not on the stream's
     /// device.
     pub fn merge_into(
         &self,
