@@ -117,7 +117,8 @@ impl DecodeData {
 }
 
 impl DecodeShape {
-    /// The data of a case: arrays by `draw`, from a name, a shape and the random stream of the seed.
+    /// The data of a case: arrays by `draw`, from a name, a shape and the random stream of the
+    /// seed.
     ///
     /// # Errors
     /// Those of `draw`.

@@ -1,5 +1,5 @@
-//! One call of attention to a cache with its data: what is computed, from what, on which device, and
-//! whether the result is right. Suites and the command share it.
+//! One call of attention to a cache with its data: what is computed, from what, on which device,
+//! and whether the result is right. Suites and the command share it.
 
 use super::decode_data::{DecodeData, shuffled};
 use super::decode_rows::{CacheRows, QueryRows};
