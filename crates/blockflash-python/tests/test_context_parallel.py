@@ -164,8 +164,8 @@ def _refuses(rank: int, world: int) -> None:
 
     wrong("2 buffers, but 1", [x, whole], (1,))
     wrong("named twice", [x, x], (1, 1))
-    wrong("buffers, too", [x], (1,), no_restore_buffers=[whole])
-    wrong("needs a gradient", [whole.clone().requires_grad_()], (2,))
+    wrong("not in buffers", [x], (1,), no_restore_buffers=[whole])
+    wrong("has requires_grad", [whole.clone().requires_grad_()], (2,))
     wrong(r"\[4, 12\] rows", [whole, whole.clone()], (2, 1))
     wrong("needs a buffer", [], (), check=False)
     # After an error inside, too, buffers are restored, but those that are not to be.

@@ -234,7 +234,12 @@ def _finds_mistakes(rank: int, world: int) -> None:
     refused(ValueError, "rank 0: .* must be 0", *entry, cu_seqlens=[] if rank else [1, 48])
     refused(ValueError, "rank 1 has", *entry, cu_seqlens=[0, 3 + rank, 48])
     refused(ValueError, "rank 1 has", *entry, cu_seqlens=[0, 48] if rank else None)
-    refused(TypeError, "rank 1: cu_seqlens must be", *entry, cu_seqlens=[0, [48, 48.0][rank]])
+    refused(
+        TypeError,
+        r"rank 1: cu_seqlens is \[0, 48.0\], but must be",
+        *entry,
+        cu_seqlens=[0, [48, 48.0][rank]],
+    )
     with pytest.raises(ValueError, match=f"rank {rank} holds .* of 50 rows, not 24"):
         attention(q, k, v, check=False, seqlen=50)
     with pytest.raises(ValueError, match="rows, but of"):
