@@ -1,7 +1,7 @@
 //! The table of the guide: a line per operation and size, a column per compiled target.
 
-use super::SMALLEST_BLOCK;
-use blockflash_sys::manifest::{Size, Support};
+use super::{Computed, SMALLEST_BLOCK, computed};
+use blockflash_sys::manifest::Size;
 use blockflash_sys::{Kernel, Target};
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -25,31 +25,12 @@ struct Cells {
 /// types that only the CPU computes. Tiles are left out because they change with tuning;
 /// `blockflash info` shows them.
 pub(super) fn markdown(kernels: &[Kernel]) -> String {
-    let mut operations = Vec::new();
+    let (operations, all) = computed(kernels);
     let mut lines: BTreeMap<Line, Cells> = BTreeMap::new();
-    let widest = kernels.iter().filter_map(Kernel::attention_tile).map(|tile| tile.head_dim).max();
-    for kernel in kernels {
-        let Some(Support { operation, size, dtype }) = kernel.family().supports() else { continue };
-        let known = operations.iter().position(|known| *known == operation);
-        let operation = known.unwrap_or_else(|| {
-            operations.push(operation);
-            operations.len() - 1
-        });
-        // The widest tile accepts every head dimension; if it divides the smallest blocks, it
-        // accepts every mask, too.
-        let divides = |size| SMALLEST_BLOCK.is_multiple_of(size);
-        let takes_masks = kernel.attention_tile().is_some_and(|tile| {
-            Some(tile.head_dim) == widest && divides(tile.block_q) && divides(tile.block_kv)
-        });
-        let mut add = |block_mask, size| {
-            let cells = lines.entry(Line { operation, block_mask, size }).or_default();
-            cells.types.insert(dtype.name());
-            cells.targets.insert(kernel.target);
-        };
-        add(false, size);
-        if takes_masks {
-            add(true, Size::Block(SMALLEST_BLOCK));
-        }
+    for Computed { operation, block_mask, size, dtype, target } in all {
+        let cells = lines.entry(Line { operation, block_mask, size }).or_default();
+        cells.types.insert(dtype);
+        cells.targets.insert(target);
     }
     let targets: BTreeSet<Target> =
         lines.values().flat_map(|cells| &cells.targets).copied().collect();

@@ -5,8 +5,8 @@ mod summary;
 
 use crate::workspace::{read, root, write};
 use anyhow::{Context, Result};
-use blockflash_sys::Kernel;
-use blockflash_sys::manifest;
+use blockflash_sys::manifest::{self, Size, Support};
+use blockflash_sys::{Kernel, Target};
 
 const BEGIN: &str = "<!-- support:begin -->\n";
 const END: &str = "<!-- support:end -->";
@@ -19,6 +19,43 @@ type Table = fn(&[Kernel]) -> String;
 /// The pages with their tables.
 const PAGES: [(&str, Table); 2] =
     [("README.md", summary::markdown), ("docs/src/support.md", detailed::markdown)];
+
+/// One size of an operation that a kernel computes.
+struct Computed {
+    /// Position among the operations.
+    operation: usize,
+    block_mask: bool,
+    size: Size,
+    dtype: &'static str,
+    target: Target,
+}
+
+/// The operations in the order of the manifest, and what kernels compute of them.
+fn computed(kernels: &[Kernel]) -> (Vec<&'static str>, Vec<Computed>) {
+    let (mut operations, mut all) = (Vec::new(), Vec::new());
+    let widest = kernels.iter().filter_map(Kernel::attention_tile).map(|tile| tile.head_dim).max();
+    for kernel in kernels {
+        let Some(Support { operation, size, dtype }) = kernel.family().supports() else { continue };
+        let known = operations.iter().position(|known| *known == operation);
+        let operation = known.unwrap_or_else(|| {
+            operations.push(operation);
+            operations.len() - 1
+        });
+        // The widest tile accepts every head dimension; if it divides the smallest blocks, it
+        // accepts every mask, too.
+        let divides = |size| SMALLEST_BLOCK.is_multiple_of(size);
+        let takes_masks = kernel.attention_tile().is_some_and(|tile| {
+            Some(tile.head_dim) == widest && divides(tile.block_q) && divides(tile.block_kv)
+        });
+        let (dtype, target) = (dtype.name(), kernel.target);
+        all.push(Computed { operation, block_mask: false, size, dtype, target });
+        if takes_masks {
+            let size = Size::Block(SMALLEST_BLOCK);
+            all.push(Computed { operation, block_mask: true, size, dtype, target });
+        }
+    }
+    (operations, all)
+}
 
 /// The first page whose table is not that of the manifest.
 pub fn outdated() -> Result<Option<&'static str>> {
