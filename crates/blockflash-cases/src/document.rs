@@ -47,12 +47,17 @@ const LONGEST_PERIOD: f32 = 4096.0;
 /// Sizes of the document.
 #[derive(Clone, Copy, Debug)]
 pub struct Recipe {
+    /// Tokens.
     pub seqlen: usize,
+    /// Heads of q.
     pub heads_q: usize,
+    /// Heads of k and v.
     pub heads_kv: usize,
+    /// Elements of a row of a head.
     pub head_dim: usize,
     /// Mean tokens of a segment.
     pub segment: usize,
+    /// Equal seeds give equal documents.
     pub seed: u64,
 }
 

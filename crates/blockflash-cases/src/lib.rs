@@ -2,7 +2,6 @@
 //! random inputs or tensors from files, operands on a device, counted work, and the verification
 //! against the f64 oracle of `blockflash-oracle`.
 #![forbid(unsafe_code)]
-#![allow(missing_docs)]
 
 pub mod block_pattern;
 pub mod case;

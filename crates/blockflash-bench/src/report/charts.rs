@@ -4,7 +4,7 @@ use super::compare::{ratios, roofline};
 use super::notes::day;
 use super::runs::{Row, Run, grouped, groups, newest, range};
 use super::tables::rate;
-use crate::case::{AttentionShape, BlockSparseShape, BsrShape, Case, MaskKind, Pass, Pattern};
+use crate::case::{AttentionShape, BlockLists, BsrShape, Case, MaskKind, Pass, Pattern};
 use crate::chart::{
     Axis, CEILING, Chart, ChartError, DENSE, LIMIT, Line, Panel, Style, length, of as style_of,
     plain,
@@ -32,6 +32,12 @@ pub struct Plot {
 pub(super) type Sketch = (String, Chart, usize);
 /// A product.
 type Product<'a, 'r> = (BsrShape, &'a Row<'r>);
+/// A case of attention.
+type Shaped<'a, 'r> = (&'a AttentionShape, &'a Row<'r>);
+/// Cases of attention, with a heading.
+type Series<'a, 'r> = (String, Vec<Shaped<'a, 'r>>);
+/// The same with its lists of blocks.
+type Listed<'a, 'r> = (BlockLists, &'a AttentionShape, &'a Row<'r>);
 /// A case at its place on the x axis.
 type Point<'a, 'r> = (f64, &'a Row<'r>);
 
@@ -111,6 +117,18 @@ fn same_height(panels: &mut [Panel], label: &str, at_least: f64) {
     panels.iter_mut().for_each(|panel| panel.y = Axis::from_zero(label, most));
 }
 
+/// Cases of attention of some kind, by pass and head dimension in their order.
+fn attention<'a, 'r>(
+    rows: &'a [Row<'r>],
+    wanted: fn(&AttentionShape) -> bool,
+) -> Vec<((Pass, usize), Vec<Shaped<'a, 'r>>)> {
+    let shaped = |row| Some((Row::case(row)?.attention()?, row));
+    let shaped = rows.iter().filter_map(shaped).filter(|(shape, _)| wanted(shape));
+    let mut kinds = grouped(shaped, |(shape, _)| (shape.pass, shape.head_dim));
+    kinds.sort_by_key(|(kind, _)| *kind);
+    kinds
+}
+
 /// Dense attention: speed over the sequence length. A chart per pass and head dimension, with a
 /// panel for each series of cases that differ only in length.
 fn lengths(run: &Run<'_>, rows: &[Row<'_>]) -> Vec<Sketch> {
@@ -118,26 +136,22 @@ fn lengths(run: &Run<'_>, rows: &[Row<'_>]) -> Vec<Sketch> {
     if rows.iter().any(|row| row.dense.is_some()) {
         return Vec::new();
     }
-    let dense = |row| {
-        let (shape, pass) = Row::case(row)?.dense_attention()?;
-        // Decoding has few queries for any number of keys, and belongs in another chart.
-        (shape.seqlen_q == shape.seqlen_kv).then_some((pass, *shape, row))
-    };
-    let mut kinds =
-        grouped(rows.iter().filter_map(dense), |(pass, shape, _)| (*pass, shape.head_dim));
-    kinds.sort_by_key(|(kind, _)| *kind);
-    let sketch = |((pass, head_dim), cases): ((Pass, usize), Vec<(_, AttentionShape, _)>)| {
-        let series = series(cases.into_iter().map(|(_, shape, row)| (shape, row)).collect());
-        let (shape, row): (_, &Row<'_>) = series.first()?.1[0];
-        let panel = |(title, cases): &(String, Vec<(AttentionShape, &Row<'_>)>)| {
-            let point = |(shape, row): &(AttentionShape, _)| (shape.seqlen_q as f64, *row);
-            let points: Vec<Point<'_, '_>> = cases.iter().map(point).collect();
+    // Decoding has few queries for any number of keys, and belongs in another chart.
+    let kinds = attention(rows, |shape| {
+        shape.lists.is_none() && shape.lengths.is_none() && shape.seqlen_q == shape.seqlen_kv
+    });
+    let sketch = |((pass, head_dim), cases): ((Pass, usize), Vec<Shaped<'_, '_>>)| {
+        let series = series(cases);
+        let (shape, row) = series.first()?.1[0];
+        let panel = |(title, cases): &Series<'_, '_>| {
+            let points: Vec<Point<'_, '_>> =
+                cases.iter().map(|&(shape, row)| (shape.seqlen_q as f64, row)).collect();
             let x = Axis::log_at("sequence length", points.iter().map(|point| point.0));
             let lines = lines(&points, |record| record.tflops);
             Panel { title: title.clone(), x, lines, ..Panel::default() }
         };
         let mut panels: Vec<_> = series.iter().map(panel).collect();
-        let limits = limits(run, &shape, row);
+        let limits = limits(run, shape, row);
         same_height(&mut panels, SPEED, limits.iter().map(|limit| limit.1).fold(0.0, f64::max));
         for panel in &mut panels {
             for &(name, limit, style) in &limits {
@@ -166,13 +180,11 @@ fn limits(run: &Run<'_>, shape: &AttentionShape, row: &Row<'_>) -> Vec<(&'static
 
 /// Cases that differ only in length, under the property that they share: the tokens of the batch,
 /// or else the batch size.
-fn series<'a, 'r>(
-    mut left: Vec<(AttentionShape, &'a Row<'r>)>,
-) -> Vec<(String, Vec<(AttentionShape, &'a Row<'r>)>)> {
+fn series<'a, 'r>(mut left: Vec<Shaped<'a, 'r>>) -> Vec<Series<'a, 'r>> {
     let mut series = Vec::new();
     for by_tokens in [true, false] {
-        let title = |(shape, row): &(AttentionShape, &Row<'_>)| {
-            let AttentionShape { batch, seqlen_q, num_heads_q: q, num_heads_kv: kv, .. } = *shape;
+        let title = |(shape, row): &Shaped<'_, '_>| {
+            let AttentionShape { batch, seqlen_q, num_heads_q: q, num_heads_kv: kv, .. } = **shape;
             let heads = if q == kv { format!("{q} heads") } else { format!("{q} heads on {kv}") };
             let extent = match by_tokens {
                 true => format!("{} tokens", batch * seqlen_q),
@@ -276,17 +288,12 @@ fn products(run: &Run<'_>, rows: &[Row<'_>]) -> Vec<Sketch> {
 /// Attention with block masks. Lengths and densities form no grid, so cases are side by side;
 /// those of one length that differ in nothing else are joined.
 fn sparse_attention(run: &Run<'_>, rows: &[Row<'_>]) -> Vec<Sketch> {
-    let sparse = |row| {
-        let (shape, pass) = Row::case(row)?.block_sparse_attention()?;
-        Some((pass, *shape, row))
-    };
-    type Of<'a, 'r> = (Pass, BlockSparseShape, &'a Row<'r>);
-    let mut kinds =
-        grouped(rows.iter().filter_map(sparse), |(pass, shape, _)| (*pass, shape.head_dim));
-    kinds.sort_by_key(|(kind, _)| *kind);
-    let sketch = |((pass, head_dim), cases): ((Pass, usize), Vec<Of<'_, '_>>)| {
-        let title = |(_, shape, row): &Of<'_, '_>| {
-            let BlockSparseShape { block_q, block_kv, dtype, .. } = shape;
+    let kinds = attention(rows, |shape| shape.lists.is_some());
+    let sketch = |((pass, head_dim), cases): ((Pass, usize), Vec<Shaped<'_, '_>>)| {
+        let listed = |(shape, row)| Some((AttentionShape::block_sparse(shape)?.lists, shape, row));
+        let cases = cases.into_iter().filter_map(listed);
+        let title = |(lists, shape, row): &Listed<'_, '_>| {
+            let (BlockLists { block_q, block_kv, .. }, dtype) = (lists, shape.dtype);
             let title = format!("blocks of {block_q} × {block_kv}, {dtype}{}", row.cold());
             (Reverse([*block_q, *block_kv]), title)
         };
@@ -301,13 +308,13 @@ fn sparse_attention(run: &Run<'_>, rows: &[Row<'_>]) -> Vec<Sketch> {
     kinds.into_iter().map(sketch).collect()
 }
 
-fn blocks_panel(title: String, cases: Vec<(Pass, BlockSparseShape, &Row<'_>)>) -> Panel {
+fn blocks_panel(title: String, cases: Vec<Listed<'_, '_>>) -> Panel {
     let mut panel = Panel { title, ..Panel::default() };
     let mut at = 0.0;
-    let mut alike = grouped(cases, |(_, shape, _)| (variant(shape), shape.seqlen_kv));
+    let mut alike = grouped(cases, |(lists, shape, _)| (variant(lists, shape), shape.seqlen_kv));
     alike.sort_by(|a, b| a.0.cmp(&b.0));
     for ((variant, seqlen), mut cases) in alike {
-        cases.sort_by(|a, b| b.1.density.total_cmp(&a.1.density));
+        cases.sort_by(|a, b| b.0.density.total_cmp(&a.0.density));
         let points: Vec<_> =
             (0..).zip(&cases).map(|(i, case)| (at + f64::from(i), case.2)).collect();
         let last = points.len() as f64 - 1.0;
@@ -326,7 +333,7 @@ fn blocks_panel(title: String, cases: Vec<(Pass, BlockSparseShape, &Row<'_>)>) -
             level.points.push((at + last + 0.4, end));
             panel.lines.push(level);
         }
-        let ticks = points.iter().zip(&cases).map(|((x, _), case)| (*x, plain(case.1.density)));
+        let ticks = points.iter().zip(&cases).map(|((x, _), case)| (*x, plain(case.0.density)));
         panel.x.ticks.extend(ticks);
         let label = format!("{} {variant}", length(seqlen));
         panel.x_groups.push((at + last / 2.0, label.trim_end().to_owned()));
@@ -341,9 +348,9 @@ fn blocks_panel(title: String, cases: Vec<(Pass, BlockSparseShape, &Row<'_>)>) -
 
 /// The properties that differ from most cases; empty for lists of equal length for each head
 /// without a causal mask.
-fn variant(shape: &BlockSparseShape) -> String {
-    let BlockSparseShape { pattern, mask, num_heads_q: q, num_heads_kv: kv, mask_heads, .. } =
-        *shape;
+fn variant(lists: &BlockLists, shape: &AttentionShape) -> String {
+    let BlockLists { pattern, mask_heads, .. } = *lists;
+    let AttentionShape { mask, num_heads_q: q, num_heads_kv: kv, .. } = *shape;
     let words = [
         (mask != MaskKind::Full).then(|| mask.to_string()),
         (pattern != Pattern::Uniform).then(|| pattern.to_string()),

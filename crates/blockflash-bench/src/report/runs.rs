@@ -245,12 +245,10 @@ impl<'r> Row<'r> {
 
     /// Our fastest kernel for the same shape without a block mask.
     fn dense_counterpart(&self, rows: &[Row<'r>]) -> Option<&'r Record> {
-        let (shape, pass) = self.case.as_ref()?.block_sparse_attention()?;
-        let dense = Some((&shape.dense(), pass));
-        let same = |row: &&Row<'_>| {
-            row.is_cold() == self.is_cold()
-                && row.case.as_ref().is_some_and(|case| case.dense_attention() == dense)
-        };
+        let shape = self.case.as_ref()?.attention()?;
+        shape.lists?;
+        let dense = Some(shape.without_lists().into());
+        let same = |row: &&Row<'_>| row.is_cold() == self.is_cold() && row.case == dense;
         rows.iter().find(same)?.best()
     }
 

@@ -154,11 +154,11 @@ fn lists_of_blocks_are_measured_and_competitors_get_those_of_every_query_head() 
     assert_eq!(records.len(), 1, "the script has no competitor of this operation");
     assert!(records[0].verified && records[0].us.is_some(), "{:?}", records[0]);
     assert_eq!((records[0].op.as_str(), records[0].flops), ("block_sparse_fwd", case.work().flops));
-    let Case::BlockSparseFwd(shape) = &case else { panic!("{case} is another operation") };
+    let sparse = case.attention().unwrap().block_sparse().unwrap();
     let request = case.shape().peer_case(1, &run.scratch).unwrap();
     let request = serde_json::to_value(request).unwrap();
     assert_eq!((&request["op"], &request["mask_heads"]), (&"block_sparse_fwd".into(), &2.into()));
     let mut offsets = TensorFile::open(request["row_ptr"].as_str().unwrap()).unwrap();
     let offsets = offsets.load("", DType::I32).unwrap();
-    assert_eq!(offsets.as_i32(), Some(&shape.pattern_of_query_heads(1).0[..]));
+    assert_eq!(offsets.as_i32(), Some(&sparse.pattern_of_query_heads(1).0[..]));
 }

@@ -1,7 +1,7 @@
 //! Suites: files that list the cases to measure, as grids.
 
 use crate::case::{
-    AttentionGrid, BlockMaskGrid, BlockSparseGrid, BsrGrid, Case, DecodeGrid, GridPeers, SddmmGrid,
+    AttentionGrid, BlockMaskGrid, BsrGrid, Case, DecodeGrid, GridPeers, Pass, SddmmGrid,
 };
 use crate::error::{Error, Result};
 use crate::timing::Cache;
@@ -45,14 +45,22 @@ struct File {
     energy: Option<bool>,
     peers: Option<String>,
     cache: Option<Vec<Cache>>,
-    attention_fwd: Option<Vec<AttentionGrid>>,
-    block_sparse_fwd: Option<Vec<BlockSparseGrid>>,
-    attention_bwd: Option<Vec<AttentionGrid>>,
-    block_sparse_bwd: Option<Vec<BlockSparseGrid>>,
-    attention_decode: Option<Vec<DecodeGrid>>,
-    block_mask_build: Option<Vec<BlockMaskGrid>>,
-    bsr_matmul: Option<Vec<BsrGrid>>,
-    bsr_sddmm: Option<Vec<SddmmGrid>>,
+    #[serde(default)]
+    attention_fwd: Vec<AttentionGrid>,
+    #[serde(default)]
+    block_sparse_fwd: Vec<AttentionGrid>,
+    #[serde(default)]
+    attention_bwd: Vec<AttentionGrid>,
+    #[serde(default)]
+    block_sparse_bwd: Vec<AttentionGrid>,
+    #[serde(default)]
+    attention_decode: Vec<DecodeGrid>,
+    #[serde(default)]
+    block_mask_build: Vec<BlockMaskGrid>,
+    #[serde(default)]
+    bsr_matmul: Vec<BsrGrid>,
+    #[serde(default)]
+    bsr_sddmm: Vec<SddmmGrid>,
 }
 
 /// The suites that the program has with it, by name.
@@ -160,42 +168,27 @@ impl File {
     /// All cases, and those that are measured without competitors.
     fn cases(&self) -> Result<(Vec<Case>, Vec<Case>), String> {
         let (mut cases, mut alone) = (Vec::new(), Vec::new());
-        let mut add = |peers: GridPeers, backward: bool, grid: &dyn Fn(&mut Vec<Case>) -> _| {
-            let mut of_grid = Vec::new();
-            grid(&mut of_grid)?;
-            if backward {
-                of_grid = of_grid.into_iter().filter_map(Case::backward).collect();
-            }
+        let mut add = |peers: GridPeers, of_grid: Result<Vec<Case>, String>| {
+            let of_grid = of_grid?;
             if peers == GridPeers::None {
                 alone.extend_from_slice(&of_grid);
             }
             cases.extend(of_grid);
             Ok::<_, String>(())
         };
-        for grid in self.attention_fwd.iter().flatten() {
-            add(grid.peers, false, &|cases| grid.expand(cases))?;
+        for (grids, pass, block_sparse) in [
+            (&self.attention_fwd, Pass::Forward, false),
+            (&self.block_sparse_fwd, Pass::Forward, true),
+            (&self.attention_bwd, Pass::Backward, false),
+            (&self.block_sparse_bwd, Pass::Backward, true),
+        ] {
+            grids.iter().try_for_each(|grid| add(grid.peers, grid.expand(pass, block_sparse)))?;
         }
-        for grid in self.block_sparse_fwd.iter().flatten() {
-            add(grid.peers, false, &|cases| grid.expand(cases))?;
-        }
-        for grid in self.attention_bwd.iter().flatten() {
-            add(grid.peers, true, &|cases| grid.expand(cases))?;
-        }
-        for grid in self.block_sparse_bwd.iter().flatten() {
-            add(grid.peers, true, &|cases| grid.expand(cases))?;
-        }
-        for grid in self.attention_decode.iter().flatten() {
-            add(grid.peers, false, &|cases| grid.expand(cases))?;
-        }
-        for grid in self.block_mask_build.iter().flatten() {
-            add(GridPeers::Suite, false, &|cases| grid.expand(cases))?;
-        }
-        for grid in self.bsr_matmul.iter().flatten() {
-            add(GridPeers::Suite, false, &|cases| grid.expand(cases))?;
-        }
-        for grid in self.bsr_sddmm.iter().flatten() {
-            add(GridPeers::Suite, false, &|cases| grid.expand(cases))?;
-        }
+        self.attention_decode.iter().try_for_each(|grid| add(grid.peers, grid.expand()))?;
+        let all = GridPeers::Suite;
+        self.block_mask_build.iter().try_for_each(|grid| add(all, grid.expand()))?;
+        self.bsr_matmul.iter().try_for_each(|grid| add(all, grid.expand()))?;
+        self.bsr_sddmm.iter().try_for_each(|grid| add(all, grid.expand()))?;
         Ok((cases, alone))
     }
 }

@@ -107,6 +107,9 @@ fn mistakes_are_named() {
         (&lengths, "head_dim = 64", "head_dim = 0", "size of 0"),
         (&lengths, "lengths", "tokens = 1064\nlengths", "lengths cannot be combined"),
         (&lengths, "lengths", "seqlen = [8]\nlengths", neither),
+        (GRID, "", "block = [[64, 64]]", "for block-sparse grids"),
+        (GRID, "mask = ['full', 'causal']", "", "no mask"),
+        (SPARSE, "block = [[128, 64]]", "", "has block and density"),
         (SPARSE, "", "mask_heads = 3", "neither 1 nor 2 nor 4"),
         (SPARSE, "", "mask = ['causal']\npattern = ['banded']", "can only be uniform"),
         (SPARSE, "", "peers = 'flex'", "flex"),
@@ -139,6 +142,43 @@ fn suites_of_the_repository_are_valid_and_the_program_has_them_with_it() {
     assert!(missing.contains("\"nothing\"") && missing.contains("smoke"));
 }
 
+/// The number of cases of each suite, and a hash (FNV-1a) of their ids, a line for each. Who
+/// changes a suite on purpose changes its line here; nothing else does.
+const EXPANSIONS: [(&str, usize, u64); 19] = [
+    ("attention_bwd", 26, 0x58CB_AEEE_47E6_7DF1),
+    ("attention_decode", 141, 0xDCD3_5CAF_40F8_737A),
+    ("attention_floor", 4, 0x6628_C877_4CB1_3A39),
+    ("attention_fwd", 58, 0xA3DC_37A2_F6A9_8E53),
+    ("block_mask", 6, 0xC19A_530C_8EA9_ABBB),
+    ("block_sparse_bwd", 14, 0xD7C4_8D08_71BA_027A),
+    ("block_sparse_fwd", 43, 0xF2E7_47AD_FCA8_AD81),
+    ("block_sparse_mlp", 80, 0xBEAF_F3F4_3353_1A55),
+    ("block_sparse_vsa", 8, 0x4305_F405_3B29_E975),
+    ("bsr_floor", 4, 0x07B1_F34F_3929_18B4),
+    ("bsr_matmul", 94, 0x2BCD_BB49_1626_082A),
+    ("bsr_sddmm", 12, 0x1A74_42EA_0A98_5966),
+    ("ceilings", 0, 0xCBF2_9CE4_8422_2325),
+    ("decode", 6, 0xB25F_EAA3_4C53_475E),
+    ("energy", 10, 0xA80A_DB12_2962_A5AB),
+    ("small", 8, 0x6DA7_7958_2E91_D7DC),
+    ("small_attention", 24, 0x6F28_7A2A_F4E9_3C45),
+    ("smoke", 14, 0x75A8_4ED6_10FD_818C),
+    ("tune", 108, 0xF940_39FA_E487_8256),
+];
+
+#[test]
+fn suites_expand_to_the_same_cases_in_the_same_order() {
+    let benches = benches().unwrap();
+    for (name, count, hash) in EXPANSIONS {
+        let cases = Suite::load(&benches, name).unwrap().cases;
+        let ids = cases.iter().map(Case::to_string).collect::<Vec<_>>().join("\n");
+        let fnv = |hash: u64, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01B3);
+        let found = ids.bytes().fold(0xCBF2_9CE4_8422_2325, fnv);
+        assert_eq!((cases.len(), found), (count, hash), "{name} is {found:#X}");
+    }
+    assert_eq!(Suite::names(&benches), EXPANSIONS.map(|(name, ..)| name));
+}
+
 /// What the targets are measured by.
 #[test]
 fn block_sparse_attention_has_its_cases() {
@@ -158,10 +198,8 @@ fn block_sparse_attention_has_its_cases() {
     let blocks = |pattern: &str| {
         let id = format!("b1_s32768_h8_d128_q128kv128_d0.125_{pattern}_full_bf16");
         has(&id);
-        match id.parse().unwrap() {
-            Case::BlockSparseFwd(shape) => shape.nnz_blocks(),
-            _ => unreachable!(),
-        }
+        let case: Case = id.parse().unwrap();
+        case.attention().unwrap().block_sparse().unwrap().nnz_blocks()
     };
     assert_eq!(blocks("power_law"), blocks("uniform"));
     // Competitors compile and tune for seconds in every case.
@@ -218,7 +256,7 @@ fn selection_on_hopper_does_not_depend_on_rates() {
     };
     let selected = |case: &Case, gpu: &CudaProperties| -> Vec<&'static Kernel> {
         match case {
-            Case::AttentionFwd(shape) => {
+            Case::Attention(shape) if case.op() == "attention_fwd" && shape.lengths.is_none() => {
                 let mapped = shape.problem();
                 let mut problem = mapped;
                 (problem.q.seq, problem.k.seq) = (0, 0);

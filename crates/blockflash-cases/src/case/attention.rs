@@ -1,50 +1,130 @@
-//! Dense attention.
+//! Attention: dense batches or packed sequences, with or without a block mask, forward or backward.
 
-use super::backward::Forward;
-use super::id::{self, Fields, Id, displayed};
+use super::attention_operands::{AttentionData, AttentionOperands};
+use super::backward_operands::BackwardOperands;
+use super::block_sparse::{BlockLists, BlockSparse};
+use super::id::{Fields, Id, named};
+use super::lengths::Lengths;
 use super::limits;
-use super::mask_kind::MaskKind;
 use super::operands::Operands;
 use super::peer::{PeerCase, PeerCaseError};
 use super::shape::Shape;
 use super::work::{TILE_ROWS, Work};
 use crate::error::Result;
-use blockflash_ops::attention::AttentionProblem;
-use blockflash_ops::{Align, Mask, Stream, attention_flops};
+use blockflash_ops::attention::{AttentionProblem, Strides};
+use blockflash_ops::{Mask, PackedRows, Stream, attention_flops};
 use blockflash_sys::DType;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use std::path::Path;
 
-/// Dense attention over `[batch, seqlen, num_heads, head_dim]`, contiguous.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
-#[allow(missing_docs)]
+/// Attention over `[batch, seqlen, num_heads, head_dim]`, or over packed `[tokens, num_heads,
+/// head_dim]`; contiguous.
+#[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct AttentionShape {
+    /// Whether o or the gradients of q, k and v are computed; for these, what the forward pass
+    /// makes is there already.
+    #[serde(skip)]
+    pub pass: Pass,
+    /// Number of sequences.
     pub batch: usize,
+    /// Queries of each sequence, of the longest one if they are packed.
     pub seqlen_q: usize,
+    /// Keys of each sequence, of the longest one if they are packed.
     pub seqlen_kv: usize,
+    /// Lengths of packed sequences, each with as many queries as keys; `None`: a dense batch.
+    #[serde(skip)]
+    pub lengths: Option<Lengths>,
+    /// Heads of q and o.
     pub num_heads_q: usize,
+    /// Heads of k and v.
     pub num_heads_kv: usize,
+    /// Elements of a row of a head.
     pub head_dim: usize,
+    /// The blocks that are visited; `None`: all.
+    #[serde(flatten)]
+    pub lists: Option<BlockLists>,
+    /// Mask of tokens.
     pub mask: MaskKind,
+    /// Element type of q, k, v and o.
     pub dtype: DType,
 }
 
+/// Which pass of attention is measured.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Pass {
+    /// The output.
+    Forward,
+    /// The gradients.
+    Backward,
+}
+
+named!(Pass: Forward = "forward", Backward = "backward");
+
+/// Masks of tokens that suites know.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum MaskKind {
+    /// Every query sees every key.
+    Full,
+    /// The diagonal ends at the last key.
+    Causal,
+}
+
+named!(MaskKind: Full = "full", Causal = "causal");
+
 impl AttentionShape {
-    /// The problem of contiguous tensors.
+    /// The problem of contiguous tensors, without the block mask.
     pub fn problem(&self) -> AttentionProblem {
-        let Self { batch, seqlen_q, seqlen_kv, num_heads_q, num_heads_kv, head_dim, dtype, .. } =
-            *self;
-        let sizes = [batch, seqlen_q, seqlen_kv];
-        let problem = AttentionProblem::dense(dtype, sizes, [num_heads_q, num_heads_kv], head_dim);
-        AttentionProblem { mask: self.mask(), ..problem }
+        let sizes = [self.batch, self.seqlen_q, self.seqlen_kv];
+        let heads = [self.num_heads_q, self.num_heads_kv];
+        let dense = AttentionProblem::dense(self.dtype, sizes, heads, self.head_dim);
+        let dense = AttentionProblem { mask: self.mask(), ..dense };
+        let Some(tokens) = self.lengths.as_ref().map(Lengths::tokens) else { return dense };
+        let packed = |strides: Strides| Strides { batch: 0, ..strides };
+        AttentionProblem {
+            packed: Some(PackedRows { total_q: tokens, total_kv: tokens }),
+            q: packed(dense.q),
+            k: packed(dense.k),
+            v: packed(dense.v),
+            o: packed(dense.o),
+            lse: None,
+            ..dense
+        }
     }
 
     /// The mask as the library takes it.
     pub fn mask(&self) -> Mask {
         match self.mask {
             MaskKind::Full => Mask::Full,
-            MaskKind::Causal => Mask::Causal { align: Align::BottomRight },
+            MaskKind::Causal => Mask::causal(),
         }
+    }
+
+    /// The case as one of attention with a block mask; `None` without one.
+    pub fn block_sparse(&self) -> Option<BlockSparse<'_>> {
+        self.lists.map(|lists| BlockSparse { shape: self, lists })
+    }
+
+    /// The same without a block mask.
+    #[must_use]
+    pub fn without_lists(&self) -> Self {
+        Self { lists: None, ..self.clone() }
+    }
+
+    /// Each packed sequence as a dense batch of one.
+    pub fn sequences(&self) -> impl Iterator<Item = AttentionShape> + '_ {
+        let lengths = self.lengths.iter().flat_map(Lengths::as_slice);
+        lengths.map(|&length| self.of_one_length(1, length))
+    }
+
+    fn of_one_length(&self, batch: usize, length: usize) -> Self {
+        Self { batch, seqlen_q: length, seqlen_kv: length, lengths: None, ..self.clone() }
+    }
+
+    /// The same of packed sequences.
+    pub(super) fn packed(&self, lengths: Lengths) -> Self {
+        let of_one_length = self.of_one_length(lengths.batch(), lengths.longest());
+        Self { lengths: Some(lengths), ..of_one_length }
     }
 
     /// Bytes of a row of one head.
@@ -52,63 +132,20 @@ impl AttentionShape {
         self.head_dim * self.dtype.size()
     }
 
-    /// Bytes of q, k, v, o and lse.
+    /// Bytes of q, k, v, o and lse of a dense batch.
     pub(super) fn bytes(&self) -> f64 {
         let rows_q = (self.batch * self.seqlen_q * self.num_heads_q) as f64;
         let rows_kv = (self.batch * self.seqlen_kv * self.num_heads_kv) as f64;
         (2.0 * rows_q + 2.0 * rows_kv) * self.row_bytes() as f64 + 4.0 * rows_q
     }
 
-    /// Bytes of q.
+    /// Bytes of q of a dense batch.
     pub(super) fn query_bytes(&self) -> f64 {
         (self.batch * self.seqlen_q * self.num_heads_q * self.row_bytes()) as f64
     }
-}
 
-impl Fields for AttentionShape {
-    const EMPTY: Self = Self {
-        batch: 0,
-        seqlen_q: 0,
-        seqlen_kv: 0,
-        num_heads_q: 0,
-        num_heads_kv: 0,
-        head_dim: 0,
-        mask: MaskKind::Full,
-        dtype: DType::F16,
-    };
-
-    /// `b4_s4096_h32_d64_causal_bf16`, `b1_q1_kv8192_h32kv8_d128_full_f16`.
-    fn fields(&mut self, id: &mut Id<'_>) -> Option<()> {
-        id.field("b", &mut self.batch)?;
-        id.seqlens(&mut self.seqlen_q, &mut self.seqlen_kv)?;
-        id.heads(&mut self.num_heads_q, &mut self.num_heads_kv)?;
-        id.field("d", &mut self.head_dim)?;
-        id.name(&mut self.mask)?;
-        id.name(&mut self.dtype)
-    }
-}
-
-displayed!(AttentionShape);
-
-impl Shape for AttentionShape {
-    fn parse(parts: &[&str]) -> Option<Self> {
-        id::read(parts)
-    }
-
-    fn check(&self) -> Result<(), String> {
-        let Self { batch, seqlen_q, seqlen_kv, num_heads_q, num_heads_kv, head_dim, .. } = *self;
-        limits::attention(batch, [seqlen_q, seqlen_kv], [num_heads_q, num_heads_kv], head_dim)
-    }
-
-    fn op(&self) -> &'static str {
-        "attention_fwd"
-    }
-
-    fn dtype(&self) -> DType {
-        self.dtype
-    }
-
-    fn work(&self) -> Work {
+    /// Work of the forward pass of a dense batch.
+    fn dense_work(&self) -> Work {
         let Self { batch, seqlen_q, seqlen_kv, num_heads_q, num_heads_kv, head_dim, .. } = *self;
         let problem = self.problem();
         // Only a variable-length problem has no count.
@@ -133,20 +170,172 @@ impl Shape for AttentionShape {
         }
     }
 
-    fn group(&self) -> String {
-        let queries = match self.seqlen_q {
-            q if q == self.seqlen_kv => String::new(),
-            1 => ", one query".to_owned(),
-            q => format!(", {q} queries"),
+    /// Operands of the forward pass.
+    ///
+    /// # Errors
+    /// As [`Shape::operands`].
+    pub(super) fn forward(&self, stream: &Stream, seed: u64) -> Result<AttentionOperands> {
+        let mut data = AttentionData::random(&self.problem(), seed)?;
+        data.lengths = self.lengths.as_ref().map(|lengths| [(); 2].map(|()| lengths.to_vec()));
+        // A backward pass reads the transpose.
+        if let Some(sparse) = self.block_sparse() {
+            data.block_mask = Some(sparse.block_mask(seed)?.with_transpose()?);
+        }
+        AttentionOperands::new(self.mask().into(), data, false, stream)
+    }
+}
+
+impl Fields for AttentionShape {
+    const EMPTY: Self = Self {
+        pass: Pass::Forward,
+        batch: 0,
+        seqlen_q: 0,
+        seqlen_kv: 0,
+        lengths: None,
+        num_heads_q: 0,
+        num_heads_kv: 0,
+        head_dim: 0,
+        lists: None,
+        mask: MaskKind::Full,
+        dtype: DType::F16,
+    };
+
+    /// `b4_s4096_h32_d64_causal_bf16`, `b1_q1_kv8192_h32kv8_d128_full_f16`,
+    /// `varlen4096+512x2_h16_d128_causal_bf16`,
+    /// `b1_s16384_h16_d128_q128kv128_d0.25_uniform_full_bf16`. After the heads, `m1` says that one
+    /// of them has lists of its own. A backward pass begins with `bwd_`.
+    fn fields(&mut self, id: &mut Id<'_>) -> Option<()> {
+        if id.has("bwd", self.pass == Pass::Backward) {
+            id.word("bwd")?;
+            self.pass = Pass::Backward;
+        }
+        if id.has("varlen", self.lengths.is_some()) {
+            let mut lengths = self.lengths.take().unwrap_or(Lengths::NONE);
+            id.field("varlen", &mut lengths)?;
+            *self = self.packed(lengths);
+        } else {
+            id.field("b", &mut self.batch)?;
+            id.seqlens(&mut self.seqlen_q, &mut self.seqlen_kv)?;
+        }
+        let all = self.num_heads_q;
+        let mut heads = [all, self.num_heads_kv, self.lists.map_or(all, |lists| lists.mask_heads)];
+        id.heads(&mut heads)?;
+        let [q, kv, mask_heads] = heads;
+        (self.num_heads_q, self.num_heads_kv) = (q, kv);
+        id.field("d", &mut self.head_dim)?;
+        if id.has("q", self.lists.is_some()) {
+            let lists = self.lists.get_or_insert(BlockLists::EMPTY);
+            lists.mask_heads = mask_heads;
+            lists.fields(id)?;
+        }
+        id.name(&mut self.mask)?;
+        id.name(&mut self.dtype)
+    }
+}
+
+impl Shape for AttentionShape {
+    fn check(&self) -> Result<(), String> {
+        let heads = [self.num_heads_q, self.num_heads_kv];
+        let (batch, seqlens) = match &self.lengths {
+            Some(_) if self.lists.is_some() => {
+                return Err("packed sequences cannot have a block mask".to_owned());
+            }
+            Some(lengths) => (1, [lengths.tokens(); 2]),
+            None => (self.batch, [self.seqlen_q, self.seqlen_kv]),
         };
-        format!("head_dim {}, {}{queries}", self.head_dim, self.mask)
+        limits::attention(batch, seqlens, heads, self.head_dim)?;
+        self.block_sparse().map_or(Ok(()), |sparse| sparse.check())
     }
 
-    fn peer_case(&self, seed: u64, _folder: &Path) -> Result<PeerCase, PeerCaseError> {
-        PeerCase::new(self.op(), self, seed)
+    fn op(&self) -> &'static str {
+        match (self.lists, self.pass) {
+            (None, Pass::Forward) => "attention_fwd",
+            (None, Pass::Backward) => "attention_bwd",
+            (Some(_), Pass::Forward) => "block_sparse_fwd",
+            (Some(_), Pass::Backward) => "block_sparse_bwd",
+        }
+    }
+
+    fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    fn work(&self) -> Work {
+        let forward = match (&self.lengths, self.block_sparse()) {
+            // Every sequence for itself, and the offsets.
+            (Some(lengths), _) => {
+                let offsets = 4.0 * (lengths.batch() + 1) as f64;
+                let start = Work { bytes: offsets, ..Work::default() };
+                self.sequences().map(|one| one.dense_work()).fold(start, |sum, one| sum + one)
+            }
+            (None, Some(sparse)) => sparse.work(),
+            (None, None) => self.dense_work(),
+        };
+        match self.pass {
+            Pass::Forward => forward,
+            // Five products in place of two. Exponentials are computed anew, and a tile of keys
+            // shares each query and its gradient of o as one of queries shares keys and values
+            // before. To q, k, v, o and lse come the gradients of the former four, and
+            // rowsum(d_o∘o), as large as lse.
+            Pass::Backward => {
+                Work { flops: 2.5 * forward.flops, bytes: 2.0 * forward.bytes, ..forward }
+            }
+        }
+    }
+
+    fn group(&self) -> String {
+        let of_dense =
+            |queries: &str| format!("head_dim {}, {}{queries}", self.head_dim, self.mask);
+        let group = match (self.block_sparse(), self.seqlen_q) {
+            (Some(sparse), _) => sparse.group(),
+            (None, _) if self.lengths.is_some() => of_dense(", variable length"),
+            (None, q) if q == self.seqlen_kv => of_dense(""),
+            (None, 1) => of_dense(", one query"),
+            (None, q) => of_dense(&format!(", {q} queries")),
+        };
+        match self.pass {
+            Pass::Forward => group,
+            Pass::Backward => format!("{}, {group}", self.pass),
+        }
+    }
+
+    fn peer_case(&self, seed: u64, folder: &Path) -> Result<PeerCase, PeerCaseError> {
+        if self.lengths.is_some() {
+            return Err(PeerCaseError::DenseOnly);
+        }
+        let case = PeerCase::new(self.op(), self, seed)?;
+        let Some(sparse) = self.block_sparse() else { return Ok(case) };
+        // Both passes have the same lists. The protocol wants them for every query head.
+        let stem = format!("{}_", Self { pass: Pass::Forward, ..self.clone() });
+        case.with_pattern(folder, &stem, sparse.pattern_of_query_heads(seed))
     }
 
     fn operands(&self, stream: &Stream, seed: u64) -> Result<Box<dyn Operands>> {
-        Ok(Box::new(self.forward(stream, seed)?))
+        let forward = self.forward(stream, seed)?;
+        Ok(match self.pass {
+            Pass::Forward => Box::new(forward),
+            Pass::Backward => Box::new(BackwardOperands::new(forward, stream, seed)?),
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::case::Case;
+
+    #[test]
+    fn competitors_get_the_shape_and_the_lists_of_the_forward_pass() {
+        let folder = std::env::temp_dir();
+        let peer_case = |id: &str| {
+            let case: Case = id.parse().unwrap();
+            serde_json::to_value(case.shape().peer_case(3, &folder).unwrap()).unwrap()
+        };
+        for forward in ["b1_s8_h1_d8_full_bf16", "b1_s64_h2_d8_q32kv32_d0.5_uniform_full_bf16"] {
+            let [mut forward, backward] =
+                [peer_case(forward), peer_case(&format!("bwd_{forward}"))];
+            let op = forward["op"].as_str().unwrap().replace("fwd", "bwd");
+            forward["op"] = op.into();
+            assert_eq!(backward, forward);
+        }
     }
 }

@@ -324,18 +324,12 @@ impl Operands for AttentionOperands {
 mod tests {
     use super::*;
     use crate::case::Case;
-    use crate::case::backward::Forward;
     use blockflash_ops::Device;
 
     fn operands(id: &str, stream: &Stream) -> (Case, AttentionOperands) {
         let case: Case = id.parse().unwrap();
-        let operands = match &case {
-            Case::AttentionFwd(shape) => shape.forward(stream, 5),
-            Case::VarlenFwd(shape) => shape.forward(stream, 5),
-            Case::BlockSparseFwd(shape) => shape.forward(stream, 5),
-            _ => unreachable!(),
-        };
-        (case, operands.unwrap())
+        let operands = case.attention().unwrap().forward(stream, 5).unwrap();
+        (case, operands)
     }
 
     #[test]
@@ -344,11 +338,7 @@ mod tests {
         let (dense, operands_of_dense) = operands("b2_q3_kv9_h4kv2_d16_causal_bf16", &stream);
         let (packed, operands_of_packed) = operands("varlen7+2x3_h4kv2_d16_causal_bf16", &stream);
         for (case, mut operands) in [(dense, operands_of_dense), (packed, operands_of_packed)] {
-            let expected = match &case {
-                Case::AttentionFwd(shape) => shape.problem(),
-                Case::VarlenFwd(shape) => shape.problem(),
-                _ => unreachable!(),
-            };
+            let expected = case.attention().unwrap().problem();
             assert_eq!(operands.problem_for(None).unwrap(), expected);
             assert!(operands.prepare(&stream).unwrap());
             operands.launch_prepared(&stream).unwrap();
@@ -363,10 +353,10 @@ mod tests {
         let problem = operands.problem_for(None).unwrap();
         let sizes = problem.block_mask.unwrap();
         assert_eq!((sizes.block_q, sizes.block_kv, sizes.batch, sizes.heads), (64, 128, 1, 2));
-        let Case::BlockSparseFwd(shape) = case else { unreachable!() };
+        let shape = case.attention().unwrap();
         let blocks = operands.inputs.blocks.as_ref().unwrap();
-        assert_eq!(blocks.mask.nnz(), shape.nnz_blocks() / 2);
-        assert_eq!(AttentionProblem { block_mask: None, ..problem }, shape.dense().problem());
+        assert_eq!(blocks.mask.nnz(), shape.block_sparse().unwrap().nnz_blocks() / 2);
+        assert_eq!(AttentionProblem { block_mask: None, ..problem }, shape.problem());
     }
 
     #[test]

@@ -55,13 +55,16 @@ pub fn from_rows(
 
 #[cfg(test)]
 mod tests {
-    use crate::case::{BlockSparseShape, Case, Pattern};
+    use crate::case::{AttentionShape, BlockLists, Case, Pattern};
 
-    fn shape(id: &str) -> BlockSparseShape {
-        match id.parse().unwrap() {
-            Case::BlockSparseFwd(shape) => shape,
-            other => panic!("{other} is another operation"),
-        }
+    fn shape(id: &str) -> AttentionShape {
+        id.parse::<Case>().unwrap().attention().unwrap().clone()
+    }
+
+    fn with(shape: &AttentionShape, lists: impl FnOnce(&mut BlockLists)) -> AttentionShape {
+        let mut shape = shape.clone();
+        lists(shape.lists.as_mut().unwrap());
+        shape
     }
 
     /// The library and the case must agree on the counts for every kind of lists.
@@ -69,9 +72,9 @@ mod tests {
     fn the_mask_visits_what_is_counted() {
         let uniform = shape("b2_q512_kv1024_h8kv4_d64_q128kv64_d0.3_uniform_full_bf16");
         let causal = shape("b1_s1024_h4_d64_q64kv128_d0.3_uniform_causal_bf16");
-        let with_pattern = Pattern::ALL.map(|pattern| BlockSparseShape { pattern, ..uniform });
+        let with_pattern = |&pattern: &Pattern| with(&uniform, |lists| lists.pattern = pattern);
         let others = [
-            causal,
+            causal.clone(),
             shape("b1_s1024_h4_d64_q128kv64_d0.01_uniform_causal_bf16"),
             // Keys before the first query, and queries without visible keys.
             shape("b1_q256_kv1024_h4kv2m2_d64_q64kv64_d0.5_uniform_causal_bf16"),
@@ -79,17 +82,18 @@ mod tests {
             shape("b1_s512_h8kv4m4_d64_q64kv64_d0.5_power_law_full_bf16"),
             shape("b1_s512_h8kv4m1_d64_q64kv64_d0.5_uniform_full_bf16"),
         ];
-        for shape in with_pattern.into_iter().chain(others) {
-            let mask = shape.block_mask(3).unwrap();
-            let copies = shape.num_heads_q / shape.mask_heads;
-            assert_eq!(mask.heads(), shape.mask_heads);
-            assert_eq!(mask.nnz() * copies, shape.nnz_blocks(), "{shape:?}");
-            let pairs = mask.visited_pairs(shape.dense().mask()).unwrap() as usize;
-            assert_eq!(pairs * copies, shape.visited_pairs(), "{shape:?}");
+        for shape in Pattern::ALL.iter().map(with_pattern).chain(others) {
+            let sparse = shape.block_sparse().unwrap();
+            let mask = sparse.block_mask(3).unwrap();
+            let copies = shape.num_heads_q / sparse.lists.mask_heads;
+            assert_eq!(mask.heads(), sparse.lists.mask_heads);
+            assert_eq!(mask.nnz() * copies, sparse.nnz_blocks(), "{shape:?}");
+            let pairs = mask.visited_pairs(shape.mask()).unwrap() as usize;
+            assert_eq!(pairs * copies, sparse.visited_pairs(), "{shape:?}");
             // A block that the mask hides completely must not be listed.
-            assert_eq!(mask.intersect_mask(shape.dense().mask()).unwrap().nnz(), mask.nnz());
+            assert_eq!(mask.intersect_mask(shape.mask()).unwrap().nnz(), mask.nnz());
         }
-        let mask = causal.block_mask(3).unwrap();
+        let mask = causal.block_sparse().unwrap().block_mask(3).unwrap();
         for row in 0..mask.rows() {
             assert_eq!(
                 mask.row(0, 2, row).unwrap().last(),
@@ -102,27 +106,26 @@ mod tests {
     #[test]
     fn lists_of_query_heads_repeat_those_that_are_shared() {
         let shape = shape("b1_s512_h8kv4m4_d64_q64kv64_d0.4_power_law_full_bf16");
-        let (of_shared, shared) = shape.pattern(3);
-        let (row_ptr, col_idx) = shape.pattern_of_query_heads(3);
+        let sparse = shape.block_sparse().unwrap();
+        let (of_shared, shared) = sparse.pattern(3);
+        let (row_ptr, col_idx) = sparse.pattern_of_query_heads(3);
         let lists = |row_ptr: &[i32], col_idx: &[i32], head: usize| -> Vec<Vec<i32>> {
             let rows = row_ptr[head * 8..=head * 8 + 8].windows(2);
             rows.map(|pair| col_idx[pair[0] as usize..pair[1] as usize].to_vec()).collect()
         };
-        assert_eq!((row_ptr.len(), col_idx.len()), (8 * 8 + 1, shape.nnz_blocks()));
+        assert_eq!((row_ptr.len(), col_idx.len()), (8 * 8 + 1, sparse.nnz_blocks()));
         for head in 0..8 {
             let own = lists(&of_shared, &shared, head / 2);
             assert_eq!(lists(&row_ptr, &col_idx, head), own, "head {head}");
         }
-        assert_eq!(
-            BlockSparseShape { mask_heads: 8, ..shape }.pattern_of_query_heads(3).0.len(),
-            65
-        );
+        let of_all = with(&shape, |lists| lists.mask_heads = 8);
+        assert_eq!(of_all.block_sparse().unwrap().pattern_of_query_heads(3).0.len(), 65);
     }
 
     #[test]
     fn blocks_that_the_library_does_not_know_are_its_error() {
         let odd = shape("b1_s96_h2_d64_q32kv32_d0.5_uniform_full_bf16");
-        let refused = odd.block_mask(3).unwrap_err();
+        let refused = odd.block_sparse().unwrap().block_mask(3).unwrap_err();
         assert!(refused.to_string().contains("block_q is 32"), "{refused}");
     }
 }

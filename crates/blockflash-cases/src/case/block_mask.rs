@@ -1,6 +1,8 @@
 //! Construction of a block mask on the device where attention reads it.
 
-use super::id::{self, Fields, Id, displayed};
+use super::Case;
+use super::grid::each;
+use super::id::{Fields, Id};
 use super::limits;
 use super::mask_operands::{Choose, SINK, Scores, WINDOW};
 use super::operands::Operands;
@@ -15,11 +17,14 @@ use std::path::Path;
 
 /// One of the two steps that make a causal mask in square blocks for the heads of one sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
-#[allow(missing_docs)]
 pub struct BlockMaskShape {
+    /// Queries, and keys, of the sequence.
     pub seqlen: usize,
+    /// Heads of q, k and the mask.
     pub num_heads: usize,
+    /// Queries, and keys, of a block.
     pub block: usize,
+    /// What is computed.
     pub step: MaskStep,
 }
 
@@ -27,31 +32,21 @@ pub struct BlockMaskShape {
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub enum MaskStep {
     /// Scores: the mean query times the mean key of each pair of blocks.
-    #[allow(missing_docs)]
-    Scores { head_dim: usize, dtype: DType },
+    Scores {
+        /// Elements of a row of a head.
+        head_dim: usize,
+        /// Element type of q and k.
+        dtype: DType,
+    },
     /// The mask from such scores, which are N(0, 1) here: the best `top_k` visible blocks of each
     /// row, joined with the first block and four blocks before the diagonal.
-    #[allow(missing_docs)]
-    Choose { top_k: usize },
+    Choose {
+        /// Blocks of a row that are chosen.
+        top_k: usize,
+    },
 }
 
 impl BlockMaskShape {
-    /// Checks that the case can be drawn and counted.
-    ///
-    /// # Errors
-    /// One line that says which field is wrong.
-    pub fn check(&self) -> Result<(), String> {
-        let size = match self.step {
-            MaskStep::Scores { head_dim, .. } => head_dim,
-            MaskStep::Choose { top_k } => top_k,
-        };
-        if [self.seqlen, self.num_heads, self.block, size].contains(&0) {
-            return Err("a block-mask case has a size of 0".to_owned());
-        }
-        limits::attention(1, [self.seqlen; 2], [self.num_heads; 2], size)?;
-        limits::elements("scores", &[self.num_heads, self.rows(), self.rows()])
-    }
-
     /// Number of block rows, which equals the number of block columns.
     pub fn rows(&self) -> usize {
         self.seqlen.div_ceil(self.block)
@@ -68,7 +63,7 @@ impl Fields for BlockMaskShape {
         id.field("s", &mut self.seqlen)?;
         id.field("h", &mut self.num_heads)?;
         id.field("b", &mut self.block)?;
-        if id.next() == Some("scores") {
+        if id.has("scores", false) {
             self.step = MaskStep::Scores { head_dim: 0, dtype: DType::F16 };
         }
         match &mut self.step {
@@ -82,15 +77,17 @@ impl Fields for BlockMaskShape {
     }
 }
 
-displayed!(BlockMaskShape);
-
 impl Shape for BlockMaskShape {
-    fn parse(parts: &[&str]) -> Option<Self> {
-        id::read(parts)
-    }
-
     fn check(&self) -> Result<(), String> {
-        self.check()
+        let size = match self.step {
+            MaskStep::Scores { head_dim, .. } => head_dim,
+            MaskStep::Choose { top_k } => top_k,
+        };
+        if [self.block, size].contains(&0) {
+            return Err("a block-mask case has a size of 0".to_owned());
+        }
+        limits::attention(1, [self.seqlen; 2], [self.num_heads; 2], size)?;
+        limits::elements("scores", &[self.num_heads, self.rows(), self.rows()])
     }
 
     fn op(&self) -> &'static str {
@@ -173,21 +170,20 @@ pub struct BlockMaskGrid {
 }
 
 impl BlockMaskGrid {
-    pub fn expand<C>(&self, cases: &mut Vec<C>) -> Result<(), String>
-    where
-        C: From<BlockMaskShape>,
-    {
+    /// The cases.
+    ///
+    /// # Errors
+    /// One line that says which field is wrong.
+    pub fn expand(&self) -> Result<Vec<Case>, String> {
         let Self { num_heads, head_dim, top_k, .. } = *self;
-        for &seqlen in &self.seqlen {
-            for &block in &self.block {
-                let scores = self.dtype.iter().map(|&dtype| MaskStep::Scores { head_dim, dtype });
-                for step in scores.chain([MaskStep::Choose { top_k }]) {
-                    let shape = BlockMaskShape { seqlen, num_heads, block, step };
-                    shape.check()?;
-                    cases.push(shape.into());
-                }
-            }
-        }
-        Ok(())
+        let scores = self.dtype.iter().map(|&dtype| MaskStep::Scores { head_dim, dtype });
+        let steps: Vec<_> = scores.chain([MaskStep::Choose { top_k }]).collect();
+        let mut cases = Vec::new();
+        each!(seqlen in self.seqlen, block in self.block, step in steps => {
+            let shape = BlockMaskShape { seqlen, num_heads, block, step };
+            shape.check()?;
+            cases.push(shape.into());
+        });
+        Ok(cases)
     }
 }

@@ -1,8 +1,9 @@
 //! Block-sparse matrix times dense matrix.
 
+use super::Case;
 use super::bsr_operands::{BsrCall, BsrData, BsrOperands};
-use super::grid::{fraction, pairs};
-use super::id::{dtype, number, pattern};
+use super::grid::{each, fraction};
+use super::id::{Fields, Id};
 use super::limits;
 use super::operands::{Operands, normal};
 use super::pattern::Pattern;
@@ -14,39 +15,85 @@ use blockflash_ops::bsr_matmul::BsrProblem;
 use blockflash_ops::{BsrPattern, Stream, bsr_flops};
 use blockflash_sys::DType;
 use serde::{Deserialize, Serialize};
-use std::fmt;
 use std::path::Path;
 
 /// `c[m, n] = a[m, k]·b[k, n]` with `a` in blocks of `block_size`²; output in the type of the
 /// inputs.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
-#[allow(missing_docs)]
 pub struct BsrShape {
+    /// Rows of a and c.
     pub m: usize,
+    /// Columns of b and c.
     pub n: usize,
+    /// Columns of a and rows of b.
     pub k: usize,
+    /// Rows, and columns, of a block.
     pub block_size: usize,
     /// Fraction of the blocks that are stored. Each block row rounds this to whole blocks, at least
     /// one.
     pub density: f64,
+    /// How the stored blocks are distributed.
     pub pattern: Pattern,
+    /// Element type of a, b and c.
     pub dtype: DType,
 }
 
+/// Sizes of a product and the blocks of its sparse matrix.
+pub(super) struct Stored {
+    pub(super) mnk: [usize; 3],
+    /// Rows and columns of the sparse matrix.
+    pub(super) shape: [usize; 2],
+    pub(super) block_size: usize,
+    pub(super) density: f64,
+    pub(super) pattern: Pattern,
+}
+
+impl Stored {
+    pub(super) fn check(&self) -> Result<(), String> {
+        let [m, n, k] = self.mnk;
+        limits::matmul(m, n, k)?;
+        limits::size("block_size", self.block_size, BsrPattern::MAX_BLOCK_SIZE)?;
+        fraction(self.density)?;
+        limits::stored(self.count(), self.block_size)
+    }
+
+    /// Number of block rows and of block columns.
+    pub(super) fn blocks(&self) -> [usize; 2] {
+        self.shape.map(|size| size.div_ceil(self.block_size))
+    }
+
+    /// Number of stored blocks.
+    pub(super) fn count(&self) -> usize {
+        let [rows, columns] = self.blocks();
+        self.pattern.nnz_blocks(rows, columns, self.density)
+    }
+
+    /// `row_ptr` and `col_idx`; columns ascend within each row.
+    pub(super) fn draw(&self, seed: u64) -> (Vec<i32>, Vec<i32>) {
+        let [rows, columns] = self.blocks();
+        self.pattern.draw(rows, columns, self.density, seed)
+    }
+}
+
 impl BsrShape {
+    fn stored(&self) -> Stored {
+        let Self { m, n, k, block_size, density, pattern, .. } = *self;
+        Stored { mnk: [m, n, k], shape: [m, k], block_size, density, pattern }
+    }
+
     /// Number of block rows.
     pub fn block_rows(&self) -> usize {
-        self.m.div_ceil(self.block_size)
+        self.stored().blocks()[0]
     }
 
     /// Number of block columns.
     pub fn block_columns(&self) -> usize {
-        self.k.div_ceil(self.block_size)
+        self.stored().blocks()[1]
     }
 
     /// Number of stored blocks.
     pub fn nnz_blocks(&self) -> usize {
-        self.pattern.nnz_blocks(self.block_rows(), self.block_columns(), self.density)
+        self.stored().count()
     }
 
     /// The problem for contiguous dense operands.
@@ -56,38 +103,36 @@ impl BsrShape {
 
     /// `row_ptr` and `col_idx`; columns ascend within each row.
     pub fn pattern(&self, seed: u64) -> (Vec<i32>, Vec<i32>) {
-        self.pattern.draw(self.block_rows(), self.block_columns(), self.density, seed)
+        self.stored().draw(seed)
     }
 }
 
-impl fmt::Display for BsrShape {
+impl Fields for BsrShape {
+    const EMPTY: Self = Self {
+        m: 0,
+        n: 0,
+        k: 0,
+        block_size: 0,
+        density: 0.0,
+        pattern: Pattern::Uniform,
+        dtype: DType::F16,
+    };
+
     /// `m8192_n1024_k8192_b64_d0.1_uniform_f16`.
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { m, n, k, block_size, density, pattern, dtype } = self;
-        write!(f, "m{m}_n{n}_k{k}_b{block_size}_d{density}_{pattern}_{dtype}")
+    fn fields(&mut self, id: &mut Id<'_>) -> Option<()> {
+        id.field("m", &mut self.m)?;
+        id.field("n", &mut self.n)?;
+        id.field("k", &mut self.k)?;
+        id.field("b", &mut self.block_size)?;
+        id.field("d", &mut self.density)?;
+        id.name(&mut self.pattern)?;
+        id.name(&mut self.dtype)
     }
 }
 
 impl Shape for BsrShape {
-    fn parse(parts: &[&str]) -> Option<Self> {
-        let &[m, n, k, block, density, pattern_name, dtype_name] = parts else { return None };
-        Some(Self {
-            m: number(m, "m")?,
-            n: number(n, "n")?,
-            k: number(k, "k")?,
-            block_size: number(block, "b").filter(|&size| size > 0)?,
-            density: number(density, "d")?,
-            pattern: pattern(pattern_name)?,
-            dtype: dtype(dtype_name)?,
-        })
-    }
-
     fn check(&self) -> Result<(), String> {
-        let Self { m, n, k, block_size, density, .. } = *self;
-        limits::matmul(m, n, k)?;
-        limits::size("block_size", block_size, BsrPattern::MAX_BLOCK_SIZE)?;
-        fraction(density)?;
-        limits::stored(self.nnz_blocks(), block_size)
+        self.stored().check()
     }
 
     fn op(&self) -> &'static str {
@@ -133,6 +178,8 @@ impl Shape for BsrShape {
     }
 }
 
+/// Grid of a suite file: every combination of the lists is a case, whose m and k are multiples of
+/// the block size.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct BsrGrid {
@@ -146,20 +193,22 @@ pub struct BsrGrid {
 }
 
 impl BsrGrid {
-    pub fn expand<C: From<BsrShape>>(&self, cases: &mut Vec<C>) -> Result<(), String> {
-        let Self { m, k, .. } = *self;
-        for ((dtype, n), block_size) in pairs(&pairs(&self.dtype, &self.n)?, &self.block_size)? {
-            if n == 0 || [m, k].iter().any(|size| *size == 0 || !size.is_multiple_of(block_size)) {
-                return Err(format!(
-                    "m {m}, n {n}, k {k}: sizes must be positive, and m and k multiples of \
-                     block_size {block_size}"
-                ));
+    /// The cases.
+    ///
+    /// # Errors
+    /// One line that says which field is wrong.
+    pub fn expand(&self) -> Result<Vec<Case>, String> {
+        let (Self { m, k, .. }, mut cases) = (self, Vec::new());
+        let (m, k) = (*m, *k);
+        each!(dtype in self.dtype, n in self.n, block_size in self.block_size,
+            density in self.density, pattern in self.pattern => {
+            if block_size == 0 || [m, k].iter().any(|size| size % block_size != 0) {
+                return Err(format!("m {m} and k {k} must be multiples of block_size {block_size}"));
             }
-            for (density, pattern) in pairs(&self.density, &self.pattern)? {
-                fraction(density)?;
-                cases.push(BsrShape { m, n, k, block_size, density, pattern, dtype }.into());
-            }
-        }
-        Ok(())
+            let shape = BsrShape { m, n, k, block_size, density, pattern, dtype };
+            shape.check()?;
+            cases.push(shape.into());
+        });
+        Ok(cases)
     }
 }

@@ -1,9 +1,10 @@
 //! Sampled dense-dense product: dense times dense at the stored blocks of a sparse matrix.
 
+use super::Case;
+use super::bsr_matmul::Stored;
 use super::bsr_sddmm_operands::{SddmmCall, SddmmData, SddmmOperands};
-use super::grid::{fraction, pairs, uniform};
-use super::id::{dtype, number, pattern};
-use super::limits;
+use super::grid::{each, uniform};
+use super::id::{Fields, Id};
 use super::operands::{Operands, normal};
 use super::pattern::Pattern;
 use super::peer::{PeerCase, PeerCaseError};
@@ -11,101 +12,87 @@ use super::shape::Shape;
 use super::work::{TILE_COLUMNS, Work};
 use crate::error::Result;
 use blockflash_ops::bsr_sddmm::BsrSddmmProblem;
-use blockflash_ops::{BsrPattern, Major, Stream, bsr_sddmm_flops};
+use blockflash_ops::{Major, Stream, bsr_sddmm_flops};
 use blockflash_sys::DType;
 use serde::{Deserialize, Serialize};
-use std::fmt;
 use std::path::Path;
 
 /// `values = a[m, k]·b[k, n]` at stored blocks of `block_size`²; values have the type of the
 /// inputs.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
-#[allow(missing_docs)]
 pub struct SddmmShape {
+    /// Rows of a and of the sparse matrix.
     pub m: usize,
+    /// Columns of b and of the sparse matrix.
     pub n: usize,
+    /// Columns of a and rows of b.
     pub k: usize,
+    /// Rows, and columns, of a block.
     pub block_size: usize,
     /// Fraction of the blocks that are stored. Each block row rounds this to whole blocks, at least
     /// one.
     pub density: f64,
+    /// How the stored blocks are distributed.
     pub pattern: Pattern,
+    /// Whether rows or columns of a are contiguous.
     pub a_major: Major,
+    /// Whether rows or columns of b are contiguous.
     pub b_major: Major,
+    /// Element type of a, b and the values.
     pub dtype: DType,
 }
 
 impl SddmmShape {
-    /// Checks that the case can be drawn and counted.
-    ///
-    /// # Errors
-    /// One line that says which field is wrong.
-    pub fn check(&self) -> Result<(), String> {
-        let Self { m, n, k, block_size, density, .. } = *self;
-        limits::matmul(m, n, k)?;
-        limits::size("block_size", block_size, BsrPattern::MAX_BLOCK_SIZE)?;
-        fraction(density)?;
-        let [rows, columns] = self.blocks();
-        limits::stored(self.pattern.nnz_blocks(rows, columns, density), block_size)
-    }
-
-    /// Number of block rows and of block columns.
-    fn blocks(&self) -> [usize; 2] {
-        [self.m.div_ceil(self.block_size), self.n.div_ceil(self.block_size)]
+    fn stored(&self) -> Stored {
+        let Self { m, n, k, block_size, density, pattern, .. } = *self;
+        Stored { mnk: [m, n, k], shape: [m, n], block_size, density, pattern }
     }
 
     /// `row_ptr` and `col_idx`; columns ascend within each row.
     pub fn pattern(&self, seed: u64) -> (Vec<i32>, Vec<i32>) {
-        let [rows, columns] = self.blocks();
-        self.pattern.draw(rows, columns, self.density, seed)
+        self.stored().draw(seed)
     }
 
     /// The problem for contiguous operands.
     pub fn problem(&self) -> BsrSddmmProblem {
-        let [rows, columns] = self.blocks();
-        let nnz_blocks = self.pattern.nnz_blocks(rows, columns, self.density);
-        let majors = [self.a_major, self.b_major];
-        BsrSddmmProblem::new(
-            self.dtype,
-            [self.m, self.n, self.k],
-            self.block_size,
-            nnz_blocks,
-            majors,
-        )
+        let (stored, majors) = (self.stored(), [self.a_major, self.b_major]);
+        BsrSddmmProblem::new(self.dtype, stored.mnk, self.block_size, stored.count(), majors)
     }
 }
 
-impl fmt::Display for SddmmShape {
+impl Fields for SddmmShape {
+    const EMPTY: Self = Self {
+        m: 0,
+        n: 0,
+        k: 0,
+        block_size: 0,
+        density: 0.0,
+        pattern: Pattern::Uniform,
+        a_major: Major::Row,
+        b_major: Major::Row,
+        dtype: DType::F16,
+    };
+
     /// `sddmm_m4096_n4096_k1024_b64_d0.1_uniform_column_row_f16`.
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { m, n, k, block_size, density, pattern, a_major, b_major, dtype } = self;
-        let (a, b) = (a_major.name(), b_major.name());
-        write!(f, "sddmm_m{m}_n{n}_k{k}_b{block_size}_d{density}_{pattern}_{a}_{b}_{dtype}")
+    fn fields(&mut self, id: &mut Id<'_>) -> Option<()> {
+        id.word("sddmm")?;
+        id.field("m", &mut self.m)?;
+        id.field("n", &mut self.n)?;
+        id.field("k", &mut self.k)?;
+        id.field("b", &mut self.block_size)?;
+        id.field("d", &mut self.density)?;
+        id.name(&mut self.pattern)?;
+        for major in [&mut self.a_major, &mut self.b_major] {
+            let named = |part: &str| Major::ALL.into_iter().find(|major| major.name() == part);
+            id.part(major, |major| major.name().to_owned(), named)?;
+        }
+        id.name(&mut self.dtype)
     }
 }
 
 impl Shape for SddmmShape {
-    fn parse(parts: &[&str]) -> Option<Self> {
-        let &["sddmm", m, n, k, block, density, pattern_name, a, b, dtype_name] = parts else {
-            return None;
-        };
-        let major = |part: &str| Major::ALL.into_iter().find(|major| major.name() == part);
-        let shape = Self {
-            m: number(m, "m")?,
-            n: number(n, "n")?,
-            k: number(k, "k")?,
-            block_size: number(block, "b")?,
-            density: number(density, "d")?,
-            pattern: pattern(pattern_name)?,
-            a_major: major(a)?,
-            b_major: major(b)?,
-            dtype: dtype(dtype_name)?,
-        };
-        shape.check().is_ok().then_some(shape)
-    }
-
     fn check(&self) -> Result<(), String> {
-        self.check()
+        self.stored().check()
     }
 
     fn op(&self) -> &'static str {
@@ -123,7 +110,7 @@ impl Shape for SddmmShape {
         let blocks = problem.nnz_blocks;
         let values = blocks * block_size * block_size * dtype.size();
         let line = block_size * k * dtype.size();
-        let indices = 4 * (blocks + self.blocks()[0] + 1);
+        let indices = 4 * (blocks + self.stored().blocks()[0] + 1);
         let rows_of_a = (blocks * block_size).div_ceil(TILE_COLUMNS);
         Work {
             flops: bsr_sddmm_flops(&problem) as f64,
@@ -167,28 +154,22 @@ pub struct SddmmGrid {
 }
 
 impl SddmmGrid {
-    pub fn expand<C: From<SddmmShape>>(&self, cases: &mut Vec<C>) -> Result<(), String> {
-        for (dtype, [a_major, b_major]) in pairs(&self.dtype, &self.layout)? {
-            for ((size, k), block_size) in pairs(&pairs(&self.size, &self.k)?, &self.block_size)? {
-                let (m, n) = (size, size);
-                for (density, pattern) in pairs(&self.density, &self.pattern)? {
-                    let shape = SddmmShape {
-                        m,
-                        n,
-                        k,
-                        block_size,
-                        density,
-                        pattern,
-                        a_major,
-                        b_major,
-                        dtype,
-                    };
-                    shape.check()?;
-                    cases.push(shape.into());
-                }
-            }
-        }
-        Ok(())
+    /// The cases.
+    ///
+    /// # Errors
+    /// One line that says which field is wrong.
+    pub fn expand(&self) -> Result<Vec<Case>, String> {
+        let mut cases = Vec::new();
+        each!(dtype in self.dtype, [a_major, b_major] in self.layout, size in self.size,
+            k in self.k, block_size in self.block_size, density in self.density,
+            pattern in self.pattern => {
+            let (m, n) = (size, size);
+            let shape =
+                SddmmShape { m, n, k, block_size, density, pattern, a_major, b_major, dtype };
+            shape.check()?;
+            cases.push(shape.into());
+        });
+        Ok(cases)
     }
 }
 

@@ -1,8 +1,9 @@
 //! Attention of the last queries of each sequence to a cache of keys and values.
 
+use super::Case;
 use super::decode_operands::DecodeOperands;
-use super::grid::{GridPeers, heads_kv, pairs};
-use super::id::{self, dtype, number};
+use super::grid::{GridPeers, each, heads_kv};
+use super::id::{Fields, Id, named, optional};
 use super::limits;
 use super::operands::{Operands, normal};
 use super::peer::{PeerCase, PeerCaseError};
@@ -12,26 +13,32 @@ use crate::error::Result;
 use blockflash_ops::{Mask, Stream};
 use blockflash_sys::DType;
 use serde::{Deserialize, Serialize};
-use std::fmt;
 use std::path::Path;
 
 /// Queries `[batch, seqlen_q, num_heads_q, head_dim]`, the last ones of their sequences, under a
 /// causal mask, and a cache of at most `seqlen_kv` keys for each sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
-#[allow(missing_docs)]
 pub struct DecodeShape {
+    /// Number of sequences.
     pub batch: usize,
+    /// Queries of each sequence.
     pub seqlen_q: usize,
+    /// Most keys of a sequence.
     pub seqlen_kv: usize,
+    /// Heads of q and o.
     pub num_heads_q: usize,
+    /// Heads of k and v.
     pub num_heads_kv: usize,
+    /// Elements of a row of a head.
     pub head_dim: usize,
     /// Keys of a page, whose order in memory is random; `None` is a contiguous cache.
     pub page_size: Option<usize>,
     /// Pages of a sequence that its queries visit, the last one among them; `None` is all. All
     /// heads visit the same.
     pub chosen: Option<usize>,
+    /// How many keys each sequence has.
     pub fill: Fill,
+    /// Element type of q, the cache and o.
     pub dtype: DType,
 }
 
@@ -49,55 +56,9 @@ pub enum Fill {
     Power,
 }
 
-impl Fill {
-    const ALL: [Fill; 3] = [Fill::Full, Fill::Equal, Fill::Power];
-}
-
-impl fmt::Display for Fill {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Fill::Full => "full",
-            Fill::Equal => "equal",
-            Fill::Power => "power",
-        })
-    }
-}
+named!(Fill: Full = "full", Equal = "equal", Power = "power");
 
 impl DecodeShape {
-    /// Checks that the case can be drawn.
-    ///
-    /// # Errors
-    /// One line that says which field is wrong.
-    pub fn check(&self) -> Result<(), String> {
-        let Self { batch, seqlen_q, seqlen_kv, head_dim, .. } = *self;
-        if [batch, seqlen_q, seqlen_kv, head_dim].contains(&0) {
-            return Err("a case of attention to a cache has a size of 0".to_owned());
-        }
-        let heads = [self.num_heads_q, self.num_heads_kv];
-        limits::attention(batch, [seqlen_q, seqlen_kv], heads, head_dim)?;
-        if self.lengths().iter().any(|&length| length < seqlen_q) {
-            return Err(format!("a sequence has fewer keys than {seqlen_q} queries"));
-        }
-        let pages = match self.page_size {
-            Some(size) if size == 0 || !seqlen_kv.is_multiple_of(size) => {
-                return Err(format!("{seqlen_kv} keys are no pages of {size}"));
-            }
-            size => size.map(|size| seqlen_kv / size),
-        };
-        match (self.chosen, pages) {
-            (None, _) => Ok(()),
-            (Some(_), None) => Err("a contiguous cache has no pages to choose".to_owned()),
-            (Some(chosen), Some(pages)) if chosen == 0 || chosen > pages => {
-                Err(format!("{chosen} of {pages} pages cannot be chosen"))
-            }
-            // Queries see the keys before them by their rank among the chosen ones.
-            (Some(_), _) if self.fill == Fill::Power || Some(seqlen_q) > self.page_size => {
-                Err("chosen pages need full sequences and queries within a page".to_owned())
-            }
-            _ => Ok(()),
-        }
-    }
-
     /// Keys of each sequence.
     pub fn lengths(&self) -> Vec<usize> {
         let length = |entry: usize| match self.fill {
@@ -126,20 +87,55 @@ impl DecodeShape {
     }
 }
 
-impl fmt::Display for DecodeShape {
+impl Fields for DecodeShape {
+    const EMPTY: Self = Self {
+        batch: 0,
+        seqlen_q: 0,
+        seqlen_kv: 0,
+        num_heads_q: 0,
+        num_heads_kv: 0,
+        head_dim: 0,
+        page_size: None,
+        chosen: None,
+        fill: Fill::Full,
+        dtype: DType::F16,
+    };
+
     /// `decode_b8_q1_kv8192_h32kv8_d128_contiguous_full_bf16`,
     /// `decode_b1_q1_kv131072_h32kv8_d128_page64top32_equal_bf16`.
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "decode_b{}_q{}_kv{}", self.batch, self.seqlen_q, self.seqlen_kv)?;
-        id::shared(f, [self.num_heads_q, self.num_heads_kv])?;
-        write!(f, "_d{}_", self.head_dim)?;
-        match (self.page_size, self.chosen) {
-            (None, _) => write!(f, "contiguous")?,
-            (Some(size), None) => write!(f, "page{size}")?,
-            (Some(size), Some(chosen)) => write!(f, "page{size}top{chosen}")?,
-        }
-        write!(f, "_{}_{}", self.fill, self.dtype)
+    fn fields(&mut self, id: &mut Id<'_>) -> Option<()> {
+        id.word("decode")?;
+        id.field("b", &mut self.batch)?;
+        id.field("q", &mut self.seqlen_q)?;
+        id.field("kv", &mut self.seqlen_kv)?;
+        let mut heads = [self.num_heads_q, self.num_heads_kv, self.num_heads_q];
+        id.heads(&mut heads)?;
+        [self.num_heads_q, self.num_heads_kv, _] = heads;
+        id.field("d", &mut self.head_dim)?;
+        let mut layout = (self.page_size, self.chosen);
+        id.part(&mut layout, layout_text, layout_of)?;
+        (self.page_size, self.chosen) = layout;
+        id.name(&mut self.fill)?;
+        id.name(&mut self.dtype)
     }
+}
+
+/// `contiguous`, `page64` or `page64top32`.
+fn layout_text(layout: &(Option<usize>, Option<usize>)) -> String {
+    match layout {
+        (None, _) => "contiguous".to_owned(),
+        (Some(size), None) => format!("page{size}"),
+        (Some(size), Some(chosen)) => format!("page{size}top{chosen}"),
+    }
+}
+
+fn layout_of(part: &str) -> Option<(Option<usize>, Option<usize>)> {
+    if part == "contiguous" {
+        return Some((None, None));
+    }
+    let (size, chosen) = optional(part.strip_prefix("page")?, "top");
+    let chosen = chosen.map(str::parse).transpose().ok()?;
+    Some((Some(size.parse().ok()?), chosen))
 }
 
 /// What rivals are told besides the shape.
@@ -151,35 +147,31 @@ struct ForPeers<'a> {
 }
 
 impl Shape for DecodeShape {
-    fn parse(parts: &[&str]) -> Option<Self> {
-        let &["decode", batch, q, kv, heads, d, layout, fill, dtype_name] = parts else {
-            return None;
-        };
-        let [num_heads_q, num_heads_kv] = id::heads(heads)?;
-        let (page_size, chosen) = match layout.strip_prefix("page") {
-            None => (None, None),
-            Some(pages) => match pages.split_once("top") {
-                None => (Some(pages.parse().ok()?), None),
-                Some((size, chosen)) => (Some(size.parse().ok()?), Some(chosen.parse().ok()?)),
-            },
-        };
-        let shape = Self {
-            batch: number(batch, "b")?,
-            seqlen_q: number(q, "q")?,
-            seqlen_kv: number(kv, "kv")?,
-            num_heads_q,
-            num_heads_kv,
-            head_dim: number(d, "d")?,
-            page_size,
-            chosen,
-            fill: Fill::ALL.into_iter().find(|kind| kind.to_string() == fill)?,
-            dtype: dtype(dtype_name)?,
-        };
-        shape.check().ok().map(|()| shape)
-    }
-
     fn check(&self) -> Result<(), String> {
-        self.check()
+        let Self { batch, seqlen_q, seqlen_kv, .. } = *self;
+        let heads = [self.num_heads_q, self.num_heads_kv];
+        limits::attention(batch, [seqlen_q, seqlen_kv], heads, self.head_dim)?;
+        if self.lengths().iter().any(|&length| length < seqlen_q) {
+            return Err(format!("a sequence has fewer keys than {seqlen_q} queries"));
+        }
+        let pages = match self.page_size {
+            Some(size) if size == 0 || !seqlen_kv.is_multiple_of(size) => {
+                return Err(format!("{seqlen_kv} keys are no pages of {size}"));
+            }
+            size => size.map(|size| seqlen_kv / size),
+        };
+        match (self.chosen, pages) {
+            (None, _) => Ok(()),
+            (Some(_), None) => Err("a contiguous cache has no pages to choose".to_owned()),
+            (Some(chosen), Some(pages)) if chosen == 0 || chosen > pages => {
+                Err(format!("{chosen} of {pages} pages cannot be chosen"))
+            }
+            // Queries see the keys before them by their rank among the chosen ones.
+            (Some(_), _) if self.fill == Fill::Power || Some(seqlen_q) > self.page_size => {
+                Err("chosen pages need full sequences and queries within a page".to_owned())
+            }
+            _ => Ok(()),
+        }
     }
 
     fn op(&self) -> &'static str {
@@ -244,8 +236,7 @@ impl Shape for DecodeShape {
 #[serde(deny_unknown_fields)]
 pub struct DecodeGrid {
     batch: Vec<usize>,
-    #[serde(default = "one")]
-    seqlen_q: Vec<usize>,
+    seqlen_q: Option<Vec<usize>>,
     seqlen_kv: Vec<usize>,
     most_keys: Option<usize>,
     num_heads_q: usize,
@@ -253,51 +244,36 @@ pub struct DecodeGrid {
     head_dim: usize,
     page_size: Option<Vec<usize>>,
     chosen: Option<usize>,
-    #[serde(default = "full")]
-    fill: Vec<Fill>,
+    fill: Option<Vec<Fill>>,
     dtype: Vec<DType>,
+    /// Which competitors the cases are measured with.
     #[serde(default)]
     pub peers: GridPeers,
 }
 
-fn one() -> Vec<usize> {
-    vec![1]
-}
-
-fn full() -> Vec<Fill> {
-    vec![Fill::Full]
-}
-
 impl DecodeGrid {
-    pub fn expand<C: From<DecodeShape>>(&self, cases: &mut Vec<C>) -> Result<(), String> {
+    /// The cases.
+    ///
+    /// # Errors
+    /// One line that says which field is wrong.
+    pub fn expand(&self) -> Result<Vec<Case>, String> {
         let Self { num_heads_q, head_dim, chosen, .. } = *self;
         let num_heads_kv = heads_kv(num_heads_q, self.num_heads_kv)?;
-        let page_sizes = match &self.page_size {
-            None => vec![None],
-            Some(sizes) => sizes.iter().copied().map(Some).collect(),
-        };
-        let variants = pairs(&pairs(&self.dtype, &page_sizes)?, &self.fill)?;
-        let sizes = pairs(&pairs(&self.seqlen_q, &self.seqlen_kv)?, &self.batch)?;
-        for (((dtype, page_size), fill), ((seqlen_q, seqlen_kv), batch)) in
-            pairs(&variants, &sizes)?
-        {
-            let shape = DecodeShape {
-                batch,
-                seqlen_q,
-                seqlen_kv,
-                num_heads_q,
-                num_heads_kv,
-                head_dim,
-                page_size,
-                chosen,
-                fill,
-                dtype,
-            };
+        let sizes = self.page_size.as_ref();
+        let page_sizes =
+            sizes.map_or(vec![None], |sizes| sizes.iter().copied().map(Some).collect());
+        let (fills, queries) = (self.fill.as_deref(), self.seqlen_q.as_deref());
+        let (fills, queries) = (fills.unwrap_or(&[Fill::Full]), queries.unwrap_or(&[1]));
+        let mut cases = Vec::new();
+        each!(dtype in self.dtype, page_size in page_sizes, fill in fills, seqlen_q in queries,
+            seqlen_kv in self.seqlen_kv, batch in self.batch => {
+            let shape = DecodeShape { batch, seqlen_q, seqlen_kv, num_heads_q, num_heads_kv,
+                head_dim, page_size, chosen, fill, dtype };
             shape.check()?;
             if self.most_keys.is_none_or(|most| batch.saturating_mul(seqlen_kv) <= most) {
                 cases.push(shape.into());
             }
-        }
-        Ok(())
+        });
+        Ok(cases)
     }
 }

@@ -1,6 +1,5 @@
 //! What the grids of suite files have in common.
 
-use super::mask_kind::MaskKind;
 use super::pattern::Pattern;
 use serde::Deserialize;
 
@@ -11,15 +10,12 @@ pub enum GridPeers {
     /// Those of the suite.
     #[default]
     Suite,
+    /// None at all.
     None,
 }
 
 pub(super) fn uniform() -> Vec<Pattern> {
     vec![Pattern::Uniform]
-}
-
-pub(super) fn full() -> Vec<MaskKind> {
-    vec![MaskKind::Full]
 }
 
 pub(super) fn heads_kv(num_heads_q: usize, num_heads_kv: Option<usize>) -> Result<usize, String> {
@@ -35,14 +31,29 @@ pub(super) fn heads_kv(num_heads_q: usize, num_heads_kv: Option<usize>) -> Resul
 /// Most cases of a grid.
 const MOST: usize = 1 << 16;
 
-/// The pairs of an element of each list, those with the first element of `outer` first.
-pub(super) fn pairs<A: Clone, B: Clone>(outer: &[A], inner: &[B]) -> Result<Vec<(A, B)>, String> {
-    let count = outer.len().saturating_mul(inner.len());
+/// Refuses a grid of lists with so many combinations.
+pub(super) fn limit(lists: &[usize]) -> Result<(), String> {
+    let count = lists.iter().fold(1usize, |count, &length| count.saturating_mul(length));
     if count > MOST {
         return Err(format!("a grid has {count} combinations, the limit is {MOST}"));
     }
-    Ok(outer.iter().flat_map(|a| inner.iter().map(move |b| (a.clone(), b.clone()))).collect())
+    Ok(())
 }
+
+/// Runs a block for every combination of elements of these lists, the last one fastest.
+macro_rules! each {
+    ($($name:pat in $list:expr),+ => $body:block) => {
+        $crate::case::grid::limit(&[$($list.len()),+])?;
+        $crate::case::grid::each!(@ $($name in $list),+ => $body)
+    };
+    (@ $name:pat in $list:expr $(, $others:pat in $lists:expr)* => $body:block) => {
+        for $name in $list.iter().cloned() {
+            $crate::case::grid::each!(@ $($others in $lists),* => $body)
+        }
+    };
+    (@ => $body:block) => { $body };
+}
+pub(super) use each;
 
 pub(super) fn fraction(density: f64) -> Result<(), String> {
     if density > 0.0 && density <= 1.0 {

@@ -1,7 +1,6 @@
 //! The grammar of ids: parts with `_` between, most of them a prefix and a value. A shape lists its
 //! fields once, for reading and for writing.
 
-use super::mask_kind::MaskKind;
 use super::pattern::Pattern;
 use blockflash_sys::DType;
 use std::fmt;
@@ -42,18 +41,6 @@ pub(super) fn write<S: Fields>(shape: &S, f: &mut fmt::Formatter<'_>) -> fmt::Re
     }
 }
 
-/// Shapes whose text is their id.
-macro_rules! displayed {
-    ($($shape:ty),*) => {
-        $(impl std::fmt::Display for $shape {
-            fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-                $crate::case::id::write(self, f)
-            }
-        })*
-    };
-}
-pub(super) use displayed;
-
 /// Values that are parts of their own.
 pub(super) trait Named: Copy + PartialEq + fmt::Display + 'static {
     /// All of them.
@@ -64,12 +51,27 @@ impl Named for DType {
     const ALL: &'static [Self] = &[DType::F16, DType::BF16, DType::F32];
 }
 
-impl Named for MaskKind {
-    const ALL: &'static [Self] = &[MaskKind::Full, MaskKind::Causal];
-}
+/// Names of the values of a type that has no others.
+macro_rules! named {
+    ($type:ident: $($value:ident = $name:literal),+) => {
+        impl $crate::case::id::Named for $type {
+            const ALL: &'static [Self] = &[$(Self::$value),+];
+        }
 
-impl Named for Pattern {
-    const ALL: &'static [Self] = &Pattern::ALL;
+        impl std::fmt::Display for $type {
+            fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                f.write_str(match self {
+                    $(Self::$value => $name,)+
+                })
+            }
+        }
+    };
+}
+pub(super) use named;
+
+/// The value with this name.
+pub(super) fn with_name<T: Named>(name: &str) -> Option<T> {
+    T::ALL.iter().copied().find(|value| value.to_string() == name)
 }
 
 impl Id<'_> {
@@ -90,11 +92,11 @@ impl Id<'_> {
         Some(())
     }
 
-    /// The part that comes next, of an id that is read.
-    pub(super) fn next(&self) -> Option<&str> {
+    /// Whether the next part of an id that is read begins with this, or what is `written`.
+    pub(super) fn has(&self, prefix: &str, written: bool) -> bool {
         match self {
-            Self::Read(parts) => parts.first().copied(),
-            Self::Write(_) => None,
+            Self::Read(parts) => parts.first().is_some_and(|part| part.starts_with(prefix)),
+            Self::Write(_) => written,
         }
     }
 
@@ -114,50 +116,49 @@ impl Id<'_> {
 
     /// One of a few names, in which `-` stands for `_`.
     pub(super) fn name<T: Named>(&mut self, value: &mut T) -> Option<()> {
-        let named = |part: &str| {
-            let part = part.replace('-', "_");
-            T::ALL.iter().copied().find(|value| value.to_string() == part)
-        };
-        self.part(value, T::to_string, named)
+        self.part(value, T::to_string, |part| with_name(&part.replace('-', "_")))
     }
 
     /// `s4096`, or `q1_kv8192`.
     pub(super) fn seqlens(&mut self, q: &mut usize, kv: &mut usize) -> Option<()> {
-        match self.next().map_or(q == kv, |next| next.starts_with('s')) {
-            true => {
-                self.field("s", q)?;
-                *kv = *q;
-                Some(())
-            }
-            false => self.field("q", q).and_then(|()| self.field("kv", kv)),
+        if self.has("s", q == kv) {
+            self.field("s", q)?;
+            *kv = *q;
+            return Some(());
         }
+        self.field("q", q)?;
+        self.field("kv", kv)
     }
 
-    /// `h32`, or `h32kv8`.
-    pub(super) fn heads(&mut self, q: &mut usize, kv: &mut usize) -> Option<()> {
-        let mut both = [*q, *kv];
-        let text = |&[q, kv]: &[usize; 2]| match q == kv {
-            true => format!("h{q}"),
-            false => format!("h{q}kv{kv}"),
+    /// Query heads, key-value heads and heads that have lists: `h32`, `h32kv8m8`. Equal numbers
+    /// are not repeated.
+    pub(super) fn heads(&mut self, heads: &mut [usize; 3]) -> Option<()> {
+        let text = |&[q, kv, mask]: &[usize; 3]| {
+            let other = |prefix: &str, heads: usize| match heads == q {
+                true => String::new(),
+                false => format!("{prefix}{heads}"),
+            };
+            format!("h{q}{}{}", other("kv", kv), other("m", mask))
         };
-        self.part(&mut both, text, heads)?;
-        [*q, *kv] = both;
-        Some(())
+        self.part(heads, text, |part| {
+            let (part, mask) = optional(part, "m");
+            let (part, kv) = optional(part, "kv");
+            let q = number(part, "h")?;
+            let or_q = |part: Option<&str>| part.map_or(Some(q), |part| part.parse().ok());
+            Some([q, or_q(kv)?, or_q(mask)?])
+        })
     }
+}
+
+/// What is before a separator, and after it if there is one.
+pub(super) fn optional<'a>(part: &'a str, separator: &str) -> (&'a str, Option<&'a str>) {
+    part.split_once(separator).map_or((part, None), |(before, after)| (before, Some(after)))
 }
 
 /// Splits an id into its parts. A pattern's name may hold the separator, and has `-` in its place.
 pub(super) fn parts(id: &str) -> String {
     let join = |id: String, name: String| id.replace(&name, &name.replace('_', "-"));
     Pattern::ALL.iter().map(ToString::to_string).fold(id.to_owned(), join)
-}
-
-/// `_h32`, `_h32kv8`.
-pub(super) fn shared(f: &mut fmt::Formatter<'_>, heads: [usize; 2]) -> fmt::Result {
-    match heads {
-        [q, kv] if q == kv => write!(f, "_h{q}"),
-        [q, kv] => write!(f, "_h{q}kv{kv}"),
-    }
 }
 
 pub(super) fn number<T: FromStr>(part: &str, prefix: &str) -> Option<T> {
@@ -167,17 +168,4 @@ pub(super) fn number<T: FromStr>(part: &str, prefix: &str) -> Option<T> {
 pub(super) fn pair(part: &str, prefix: &str) -> Option<[usize; 2]> {
     let (first, second) = part.strip_prefix(prefix)?.split_once("kv")?;
     Some([first.parse().ok()?, second.parse().ok()?])
-}
-
-/// `h32` or `h32kv8`.
-pub(super) fn heads(part: &str) -> Option<[usize; 2]> {
-    pair(part, "h").or_else(|| Some([number(part, "h")?; 2])).filter(|heads| heads[1] > 0)
-}
-
-pub(super) fn dtype(part: &str) -> Option<DType> {
-    [DType::F16, DType::BF16, DType::F32].into_iter().find(|dtype| dtype.name() == part)
-}
-
-pub(super) fn pattern(part: &str) -> Option<Pattern> {
-    Pattern::named(&part.replace('-', "_"))
 }

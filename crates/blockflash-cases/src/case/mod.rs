@@ -2,8 +2,8 @@
 //! that holds everything about it: its `Shape` and its grid in suite files.
 
 mod attention;
+mod attention_grid;
 mod attention_operands;
-mod backward;
 mod backward_operands;
 mod block_lists;
 mod block_mask;
@@ -20,45 +20,34 @@ mod grid;
 mod id;
 mod lengths;
 mod limits;
-mod mask_kind;
 mod mask_operands;
 mod operands;
 mod pattern;
 mod peer;
 mod scores;
 mod shape;
-mod varlen;
 mod work;
 
-pub use attention::AttentionShape;
+pub use attention::{AttentionShape, MaskKind, Pass};
+pub use attention_grid::AttentionGrid;
 pub use attention_operands::{AttentionData, AttentionOperands, offsets};
-pub use backward::Backward;
-pub use backward::Pass;
 pub use block_lists::from_rows;
-pub use block_mask::BlockMaskGrid;
-pub use block_mask::{BlockMaskShape, MaskStep};
-pub use block_sparse::BlockSparseGrid;
-pub use block_sparse::BlockSparseShape;
-pub use bsr_matmul::BsrGrid;
-pub use bsr_matmul::BsrShape;
+pub use block_mask::{BlockMaskGrid, BlockMaskShape, MaskStep};
+pub use block_sparse::{BlockLists, BlockSparse};
+pub use bsr_matmul::{BsrGrid, BsrShape};
 pub use bsr_operands::{BsrCall, BsrData, BsrOperands, oracle_activation};
-pub use bsr_sddmm::SddmmGrid;
-pub use bsr_sddmm::SddmmShape;
+pub use bsr_sddmm::{SddmmGrid, SddmmShape};
 pub use bsr_sddmm_operands::{SddmmCall, SddmmData, SddmmOperands};
-pub use decode::DecodeGrid;
-pub use decode::{DecodeShape, Fill};
+pub use decode::{DecodeGrid, DecodeShape, Fill};
 pub use decode_data::DecodeData;
 pub use decode_operands::DecodeOperands;
 pub use grid::GridPeers;
 pub use lengths::{Lengths, LengthsError};
-pub use mask_kind::MaskKind;
 pub use operands::{Operands, Placed, TensorInfo, rotation_bytes};
 pub use pattern::Pattern;
 pub use peer::{PeerCase, PeerCaseError};
 pub use scores::{Scores, sides};
 pub use shape::Shape;
-pub use varlen::AttentionGrid;
-pub use varlen::VarlenShape;
 pub use work::{TILE_COLUMNS, TILE_ROWS, Work};
 
 use blockflash_sys::DType;
@@ -78,6 +67,13 @@ macro_rules! cases {
             fn from(shape: $shape) -> Self {
                 Case::$variant(shape)
             }
+        }
+
+        impl fmt::Display for $shape {
+            /// Writes the id.
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                id::write(self, f)
+            }
         })*
 
         impl Case {
@@ -90,26 +86,15 @@ macro_rules! cases {
 
             /// Parses the parts of an id with each shape in turn; the first that succeeds wins.
             fn parse(parts: &[&str]) -> Option<Self> {
-                None$(.or_else(|| <$shape>::parse(parts).map(Case::$variant)))*
+                None$(.or_else(|| id::read::<$shape>(parts).map(Case::$variant)))*
             }
         }
     };
 }
 
 cases! {
-    /// Dense attention forward.
-    AttentionFwd(AttentionShape),
-    /// Attention forward over packed sequences of different lengths; records name it like the dense
-    /// operation.
-    VarlenFwd(VarlenShape),
-    /// Attention forward with a block mask.
-    BlockSparseFwd(BlockSparseShape),
-    /// Gradients of dense attention.
-    AttentionBwd(Backward<AttentionShape>),
-    /// Gradients of attention over packed sequences; records name it like the dense operation.
-    VarlenBwd(Backward<VarlenShape>),
-    /// Gradients of attention with a block mask.
-    BlockSparseBwd(Backward<BlockSparseShape>),
+    /// Attention: dense, over packed sequences, or with a block mask; forward or backward.
+    Attention(AttentionShape),
     /// Attention of the last queries of sequences to a cache.
     AttentionDecode(DecodeShape),
     /// Scores of blocks, or a block mask from scores.
@@ -133,7 +118,19 @@ impl Case {
 
     /// Whether selection reads records of the operation, as [`blockflash_ops::tuning`] says.
     pub fn is_tunable(&self) -> bool {
-        matches!(self, Self::AttentionFwd(_) | Self::BlockSparseFwd(_) | Self::BsrMatmul(_))
+        match self {
+            Self::Attention(shape) => shape.pass == Pass::Forward && shape.lengths.is_none(),
+            Self::BsrMatmul(_) => true,
+            _ => false,
+        }
+    }
+
+    /// The shape, of attention that is not of a cache.
+    pub fn attention(&self) -> Option<&AttentionShape> {
+        match self {
+            Self::Attention(shape) => Some(shape),
+            _ => None,
+        }
     }
 
     /// Checks that the case can be counted and drawn: suites and ids may name any size.

@@ -1,8 +1,8 @@
 //! How the stored blocks of a sparse matrix are distributed.
 
+use super::id::{Named, named, with_name};
 use crate::random;
 use serde::{Deserialize, Serialize};
-use std::fmt;
 
 /// Distribution of the stored blocks of a sparse matrix. At equal density all patterns store the
 /// same number of blocks, up to rounding.
@@ -42,37 +42,24 @@ const SKEW: f64 = 0.8;
 const CLUSTER: usize = 16;
 const SHARED: f64 = 0.9;
 
-impl fmt::Display for Pattern {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Pattern::Uniform => "uniform",
-            Pattern::Random => "random",
-            Pattern::PowerLaw => "power_law",
-            Pattern::Banded => "banded",
-            Pattern::FullRows => "full_rows",
-            Pattern::Clustered => "clustered",
-            Pattern::Butterfly => "butterfly",
-            Pattern::Paired => "paired",
-        })
-    }
-}
+named!(Pattern:
+    Uniform = "uniform",
+    Random = "random",
+    PowerLaw = "power_law",
+    Banded = "banded",
+    FullRows = "full_rows",
+    Clustered = "clustered",
+    Butterfly = "butterfly",
+    Paired = "paired"
+);
 
 impl Pattern {
     /// All patterns.
-    pub const ALL: [Pattern; 8] = [
-        Pattern::Uniform,
-        Pattern::Random,
-        Pattern::PowerLaw,
-        Pattern::Banded,
-        Pattern::FullRows,
-        Pattern::Clustered,
-        Pattern::Butterfly,
-        Pattern::Paired,
-    ];
+    pub const ALL: &[Pattern] = <Self as Named>::ALL;
 
-    /// Parses the [displayed](fmt::Display) name of a pattern.
+    /// Parses the displayed name of a pattern.
     pub fn named(name: &str) -> Option<Self> {
-        Self::ALL.into_iter().find(|pattern| pattern.to_string() == name)
+        with_name(name)
     }
 
     /// Number of stored blocks. The density is rounded to whole blocks per row (at least one), for

@@ -9,12 +9,8 @@ use blockflash_sys::DType;
 use std::fmt::Display;
 use std::path::Path;
 
-/// One shape of one operation. Its [`Display`] is its id, which [`parse`](Self::parse) reads back.
+/// One shape of one operation. Its [`Display`] is its id.
 pub trait Shape: Display {
-    /// Parses the parts of an id between the separators.
-    fn parse(parts: &[&str]) -> Option<Self>
-    where
-        Self: Sized;
     /// Checks that the case can be counted and drawn, before either is done.
     ///
     /// # Errors

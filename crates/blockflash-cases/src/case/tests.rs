@@ -1,36 +1,48 @@
 use super::*;
 
 const ATTENTION: AttentionShape = AttentionShape {
+    pass: Pass::Forward,
     batch: 4,
     seqlen_q: 4096,
     seqlen_kv: 4096,
+    lengths: None,
     num_heads_q: 32,
     num_heads_kv: 32,
     head_dim: 64,
+    lists: None,
     mask: MaskKind::Causal,
     dtype: DType::BF16,
 };
 
-fn varlen(lengths: &[usize], mask: MaskKind) -> VarlenShape {
-    let lengths = Lengths::new(lengths).unwrap();
-    VarlenShape { lengths, num_heads_q: 4, num_heads_kv: 2, head_dim: 64, mask, dtype: DType::BF16 }
+fn varlen(lengths: &[usize], mask: MaskKind) -> AttentionShape {
+    let shape = AttentionShape { num_heads_q: 4, num_heads_kv: 2, mask, ..ATTENTION };
+    shape.packed(Lengths::new(lengths).unwrap())
 }
 
-const BLOCK_SPARSE: BlockSparseShape = BlockSparseShape {
+const LISTS: BlockLists = BlockLists {
+    mask_heads: 4,
+    block_q: 64,
+    block_kv: 128,
+    density: 0.25,
+    pattern: Pattern::Uniform,
+};
+const BLOCK_SPARSE: AttentionShape = AttentionShape {
     batch: 1,
     seqlen_q: 1024,
     seqlen_kv: 1024,
     num_heads_q: 4,
     num_heads_kv: 2,
-    mask_heads: 4,
     head_dim: 128,
-    block_q: 64,
-    block_kv: 128,
-    density: 0.25,
-    pattern: Pattern::Uniform,
+    lists: Some(LISTS),
     mask: MaskKind::Full,
     dtype: DType::F16,
+    ..ATTENTION
 };
+
+fn backward(shape: AttentionShape) -> Case {
+    AttentionShape { pass: Pass::Backward, ..shape }.into()
+}
+
 const SCORES: BlockMaskShape = BlockMaskShape {
     seqlen: 1000,
     num_heads: 4,
@@ -53,32 +65,26 @@ fn ids_are_readable_and_can_be_read_back() {
     let grouped =
         AttentionShape { num_heads_kv: 8, seqlen_q: 1, mask: MaskKind::Full, ..ATTENTION };
     let skewed = BsrShape { pattern: Pattern::PowerLaw, density: 0.0625, ..BSR };
-    let shared = BlockSparseShape { mask_heads: 2, mask: MaskKind::Causal, ..BLOCK_SPARSE };
-    let of_one = BlockSparseShape {
-        mask_heads: 1,
-        num_heads_kv: 4,
-        pattern: Pattern::PowerLaw,
-        ..BLOCK_SPARSE
-    };
+    let of_two = BlockLists { mask_heads: 2, ..LISTS };
+    let shared = AttentionShape { lists: Some(of_two), mask: MaskKind::Causal, ..BLOCK_SPARSE };
+    let lists = BlockLists { mask_heads: 1, pattern: Pattern::PowerLaw, ..LISTS };
+    let of_one = AttentionShape { lists: Some(lists), num_heads_kv: 4, ..BLOCK_SPARSE };
     for (case, id) in [
-        (Case::AttentionFwd(ATTENTION), "b4_s4096_h32_d64_causal_bf16"),
-        (Case::AttentionFwd(grouped), "b4_q1_kv4096_h32kv8_d64_full_bf16"),
+        (Case::Attention(ATTENTION), "b4_s4096_h32_d64_causal_bf16"),
+        (Case::Attention(grouped.clone()), "b4_q1_kv4096_h32kv8_d64_full_bf16"),
         (
-            Case::VarlenFwd(varlen(&[700, 300, 300, 8, 300], MaskKind::Causal)),
+            Case::Attention(varlen(&[700, 300, 300, 8, 300], MaskKind::Causal)),
             "varlen700+300x2+8+300_h4kv2_d64_causal_bf16",
         ),
-        (Case::VarlenFwd(varlen(&[2048; 8], MaskKind::Full)), "varlen2048x8_h4kv2_d64_full_bf16"),
-        (Case::VarlenFwd(varlen(&[5], MaskKind::Full)), "varlen5_h4kv2_d64_full_bf16"),
-        (Case::BlockSparseFwd(BLOCK_SPARSE), "b1_s1024_h4kv2_d128_q64kv128_d0.25_uniform_full_f16"),
-        (Case::BlockSparseFwd(shared), "b1_s1024_h4kv2m2_d128_q64kv128_d0.25_uniform_causal_f16"),
-        (Case::BlockSparseFwd(of_one), "b1_s1024_h4m1_d128_q64kv128_d0.25_power_law_full_f16"),
-        (Backward(ATTENTION).into(), "bwd_b4_s4096_h32_d64_causal_bf16"),
-        (Backward(grouped).into(), "bwd_b4_q1_kv4096_h32kv8_d64_full_bf16"),
-        (
-            Backward(varlen(&[7, 2, 2], MaskKind::Full)).into(),
-            "bwd_varlen7+2x2_h4kv2_d64_full_bf16",
-        ),
-        (Backward(of_one).into(), "bwd_b1_s1024_h4m1_d128_q64kv128_d0.25_power_law_full_f16"),
+        (Case::Attention(varlen(&[2048; 8], MaskKind::Full)), "varlen2048x8_h4kv2_d64_full_bf16"),
+        (Case::Attention(varlen(&[5], MaskKind::Full)), "varlen5_h4kv2_d64_full_bf16"),
+        (Case::Attention(BLOCK_SPARSE), "b1_s1024_h4kv2_d128_q64kv128_d0.25_uniform_full_f16"),
+        (Case::Attention(shared), "b1_s1024_h4kv2m2_d128_q64kv128_d0.25_uniform_causal_f16"),
+        (Case::Attention(of_one.clone()), "b1_s1024_h4m1_d128_q64kv128_d0.25_power_law_full_f16"),
+        (backward(ATTENTION), "bwd_b4_s4096_h32_d64_causal_bf16"),
+        (backward(grouped), "bwd_b4_q1_kv4096_h32kv8_d64_full_bf16"),
+        (backward(varlen(&[7, 2, 2], MaskKind::Full)), "bwd_varlen7+2x2_h4kv2_d64_full_bf16"),
+        (backward(of_one), "bwd_b1_s1024_h4m1_d128_q64kv128_d0.25_power_law_full_f16"),
         (Case::BlockMaskBuild(SCORES), "mask_s1000_h4_b128_scores_d64_bf16"),
         (
             Case::BlockMaskBuild(BlockMaskShape { step: CHOOSE, ..SCORES }),
@@ -131,15 +137,15 @@ fn ids_are_readable_and_can_be_read_back() {
 fn flops_count_what_is_needed() {
     let causal = AttentionShape { seqlen_q: 2, seqlen_kv: 5, ..ATTENTION };
     // 4 + 5 pairs.
-    assert_eq!(Case::AttentionFwd(causal).work().flops, 4.0 * 4.0 * 32.0 * 64.0 * 9.0);
-    assert_eq!(Case::AttentionFwd(causal).work().exps, 4.0 * 32.0 * 9.0);
-    let full = Case::AttentionFwd(AttentionShape { mask: MaskKind::Full, ..ATTENTION }).work();
+    let causal = Case::Attention(causal).work();
+    assert_eq!((causal.flops, causal.exps), (4.0 * 4.0 * 32.0 * 64.0 * 9.0, 4.0 * 32.0 * 9.0));
+    let full = Case::Attention(AttentionShape { mask: MaskKind::Full, ..ATTENTION }).work();
     assert_eq!(full.flops, 4.0 * 4.0 * 32.0 * 4096.0 * 4096.0 * 64.0);
     // 2 of 8 blocks of keys for each of 16 blocks of queries and 4 heads.
-    let sparse = Case::BlockSparseFwd(BLOCK_SPARSE).work();
+    let sparse = Case::Attention(BLOCK_SPARSE).work();
     assert_eq!(sparse.flops, 4.0 * 128.0 * (4 * 16 * 2 * 64 * 128) as f64);
     // The backward pass has five products of the size of these two.
-    assert_eq!(Case::from(Backward(BLOCK_SPARSE)).work().flops, 2.5 * sparse.flops);
+    assert_eq!(backward(BLOCK_SPARSE).work().flops, 2.5 * sparse.flops);
     // 12.8 blocks of a row round to 13.
     assert_eq!(Case::BsrMatmul(BSR).work().flops, 2.0 * 128.0 * 13.0 * 4096.0 * 1024.0);
 }
@@ -170,19 +176,19 @@ fn packed_sequences_are_counted_one_by_one() {
         ..ATTENTION
     };
     let shape = varlen(&[700, 8, 300], MaskKind::Causal);
-    let work = Case::VarlenFwd(shape.clone()).work();
-    let each = [700, 8, 300].map(|length| Case::AttentionFwd(dense(length)).work());
+    let work = Case::Attention(shape.clone()).work();
+    let each = [700, 8, 300].map(|length| Case::Attention(dense(length)).work());
     let sum = |of: fn(&Work) -> f64| each.iter().map(of).sum::<f64>();
     assert_eq!((work.exps, work.l2_bytes), (sum(|work| work.exps), sum(|work| work.l2_bytes)));
     assert_eq!(work.bytes, sum(|work| work.bytes) + 16.0);
-    let offsets = offsets(shape.lengths.as_slice());
+    let offsets = offsets(&shape.lengths.as_ref().unwrap().to_vec());
     assert_eq!(offsets, [0, 700, 708, 1008]);
     let flops = blockflash_ops::attention_varlen_flops(&shape.problem(), &offsets, &offsets);
     assert_eq!((work.flops, sum(|work| work.flops)), (flops as f64, flops as f64));
     // As many tokens in equal lengths are the work of a dense batch, but for the offsets.
-    let equal = Case::VarlenFwd(varlen(&[256; 4], MaskKind::Full)).work();
+    let equal = Case::Attention(varlen(&[256; 4], MaskKind::Full)).work();
     let batch = AttentionShape { batch: 4, mask: MaskKind::Full, ..dense(256) };
-    assert_eq!(equal, Work { bytes: equal.bytes, ..Case::AttentionFwd(batch).work() });
+    assert_eq!(equal, Work { bytes: equal.bytes, ..Case::Attention(batch).work() });
 }
 
 #[test]
@@ -200,26 +206,27 @@ fn lists_that_are_no_lengths_say_why() {
 #[test]
 fn bytes_count_operands_once_and_tiles_again() {
     let full = AttentionShape { mask: MaskKind::Full, ..ATTENTION };
-    let work = Case::AttentionFwd(full).work();
+    let work = Case::Attention(full).work();
     let rows = 4.0 * 4096.0 * 32.0;
     assert_eq!(work.bytes, rows * (4.0 * 128.0 + 4.0));
     // 32 tiles of 128 queries fetch all keys and values, and each its queries.
     assert_eq!(work.l2_bytes, 4.0 * 32.0 * 32.0 * 4096.0 * 256.0 + rows * 128.0);
     // Tiles of a causal mask see 1, 2, … 32 tiles of keys.
-    let causal = Case::AttentionFwd(ATTENTION).work();
+    let causal = Case::Attention(ATTENTION).work();
     assert_eq!(causal.l2_bytes, 4.0 * 32.0 * (32.0 * 33.0 / 2.0) * 128.0 * 256.0 + rows * 128.0);
     // All four heads that share keys fit into one tile of a single query.
     let decode = AttentionShape { seqlen_q: 1, num_heads_kv: 8, mask: MaskKind::Full, ..ATTENTION };
     assert_eq!(
-        Case::AttentionFwd(decode).work().l2_bytes,
+        Case::Attention(decode).work().l2_bytes,
         4.0 * 8.0 * 4096.0 * 256.0 + 4.0 * 32.0 * 128.0
     );
 
-    let sparse = Case::BlockSparseFwd(BLOCK_SPARSE).work();
+    let sparse = Case::Attention(BLOCK_SPARSE).work();
     assert_eq!(sparse.l2_bytes, (4 * 16 * 2 * 128 * 512 + 1024 * 4 * 256) as f64);
     // Two heads that share keys and lists fill one tile of 128 rows.
-    let shared = BlockSparseShape { mask_heads: 2, ..BLOCK_SPARSE };
-    let work = Case::BlockSparseFwd(shared).work();
+    let lists = Some(BlockLists { mask_heads: 2, ..LISTS });
+    let shared = AttentionShape { lists, ..BLOCK_SPARSE };
+    let work = Case::Attention(shared).work();
     assert_eq!(work.l2_bytes, (2 * 16 * 2 * 128 * 512 + 1024 * 4 * 256) as f64);
     assert_eq!((work.flops, work.exps, work.bytes), (sparse.flops, sparse.exps, sparse.bytes));
     let bsr = Case::BsrMatmul(BSR).work();

@@ -7,7 +7,7 @@ use crate::output::print;
 use crate::progress::Progress;
 use crate::table::{self, Facts};
 use blockflash_bench::block_pattern::BlockPattern;
-use blockflash_bench::case::{Backward, BlockSparseShape, Case, from_rows};
+use blockflash_bench::case::Case;
 use blockflash_bench::chart::{Chart, MAX_SHOWN, MaskPicture};
 use blockflash_ops::{BlockGeometry, BlockMask, Mask};
 use serde_json::json;
@@ -144,20 +144,14 @@ impl Show {
                 let mask = pattern.mask(geometry, self.heads.unwrap_or(1), self.seed)?;
                 Ok(named(mask, pattern.to_string(), self.token_mask(pattern.token_mask())))
             }
-            (
-                None,
-                None,
-                Some(Case::BlockSparseFwd(shape) | Case::BlockSparseBwd(Backward(shape))),
-            ) => {
-                let BlockSparseShape { seqlen_q, seqlen_kv, block_q, block_kv, mask_heads, .. } =
-                    *shape;
-                let geometry = BlockGeometry::new(seqlen_q, seqlen_kv, block_q, block_kv)?;
-                let (row_ptr, col_idx) = shape.pattern(self.seed);
-                let mask = from_rows(geometry, mask_heads, &row_ptr, &col_idx)?;
-                let name = format!("{} {}, {}", shape.pattern, shape.density, shape.mask);
-                Ok(named(mask, name, shape.dense().mask()))
+            (None, None, Some(case)) => {
+                let sparse = case.attention().and_then(|shape| shape.block_sparse());
+                let sparse =
+                    sparse.ok_or_else(|| Failure::new(format!("{case} has no block mask")))?;
+                let (shape, lists) = (sparse.shape, sparse.lists);
+                let name = format!("{} {}, {}", lists.pattern, lists.density, shape.mask);
+                Ok(named(sparse.block_mask(self.seed)?, name, shape.mask()))
             }
-            (None, None, Some(other)) => Err(Failure::new(format!("{other} has no block mask"))),
             (None, None, None) => Err(Failure::new(
                 "nothing to show: give FILE, or --pattern WORDS and --seqlen N, or --case ID (see \
                  --help)",

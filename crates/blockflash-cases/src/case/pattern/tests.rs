@@ -30,7 +30,7 @@ fn uniform_rows_hold_the_same_number_of_ascending_columns() {
 
 #[test]
 fn every_pattern_is_valid_and_stores_what_it_says() {
-    for pattern in Pattern::ALL {
+    for &pattern in Pattern::ALL {
         for (density, block_size) in
             [(0.05, 128), (0.1, 64), (0.5, 16), (0.97, 64), (1.0, 128), (0.0, 32)]
         {
@@ -60,7 +60,7 @@ fn every_pattern_is_valid_and_stores_what_it_says() {
 
 #[test]
 fn names_are_read_back() {
-    for pattern in Pattern::ALL {
+    for &pattern in Pattern::ALL {
         assert_eq!(serde_json::to_string(&pattern).unwrap(), format!("\"{pattern}\""));
         for id in [
             format!("m8192_n1024_k8192_b64_d0.1_{pattern}_f16"),
@@ -75,7 +75,7 @@ fn names_are_read_back() {
 
 #[test]
 fn nothing_is_drawn_for_no_rows() {
-    for pattern in Pattern::ALL {
+    for &pattern in Pattern::ALL {
         assert_eq!(pattern.draw(0, 8, 0.5, 3), (vec![0], vec![]), "{pattern}");
     }
 }
