@@ -160,9 +160,12 @@ struct TileQueue : QueueCounter {
     const BlockRows rows = BlockRows::of(p.block_mask, tile.batch);
     int turn = first_row + row;
     if constexpr (block_rows > 1) {
-      turn = turn * block_rows + static_cast<int>(threadIdx.x) % block_rows;
+      // Where the number of rows is odd, the first CTA has one row: blocks of several tiles then have
+      // the neighbours that they have without a mask, and so the same bits.
+      turn = turn * block_rows + static_cast<int>(threadIdx.x) % block_rows -
+             (turns * block_rows - tiles_q);
       tile.q_begin = tile.seqlen_q;  // no such row
-      if (turn >= tiles_q) return true;
+      if (turn < 0) return true;
     }
     tile.q_begin =
         tile_of_queries(p.block_mask, rows, tiles_q, block_q, tile.batch, tile.head, turn) *
