@@ -9,10 +9,11 @@ use crate::placement::Placed;
 use crate::tolerance::{Reference, check};
 use blockflash_ops::attention_bwd::workspace_bytes;
 use blockflash_ops::{
-    AttentionBackward, AttentionGradientsMut, DType, Error, Operation, Stream, Tensor,
+    AttentionBackward, AttentionGradientsMut, DType, Device, Error, Operation, Stream, Tensor,
 };
 use blockflash_oracle::Rounding;
 use blockflash_sys::manifest;
+use std::f32::consts::{LN_2, LOG2_E};
 
 /// The same case with finite numbers only.
 pub fn finite(case: AttentionCase) -> AttentionCase {
@@ -28,6 +29,21 @@ fn gradients_placed(case: &AttentionCase) -> [Placed; 4] {
     let [q, kv, _] = case.shapes();
     let [of_q, of_k, of_v, of_o] = &case.placements;
     [of_v.place(&q), of_k.place(&q), of_q.place(&kv), of_o.place(&kv)]
+}
+
+/// The log-sum-exp as the forward kernels round it. A bit of it is worth up to a quarter where the
+/// largest score of a query is huge, and the kernels of gradients round in the same steps. Beyond
+/// 2^22 they pass over a few bits, so there it stays exact.
+fn lse_on(device: &Device, case: &AttentionCase, exact: &[f32]) -> Vec<f32> {
+    if case.content != Content::HugeScores || device.is_cpu() {
+        return exact.to_vec();
+    }
+    let scale = case.scale() as f32;
+    let rounded = |&x: &f32| match x.abs() < 2f32.powi(22) {
+        true => x / scale * (LOG2_E * scale) * LN_2,
+        false => x,
+    };
+    exact.iter().map(rounded).collect()
 }
 
 /// The operands of a case on a device.
@@ -64,7 +80,7 @@ impl BackwardInputs {
             case: case.clone(),
             forward: AttentionInputs::upload(case, &data.forward, stream)?,
             o: tensor(&data.o, &o, case.dtype)?,
-            lse: tensor(&data.lse, &lse, DType::F32)?,
+            lse: tensor(&lse_on(stream.device(), case, &data.lse), &lse, DType::F32)?,
             d_o: tensor(&data.d_o, &d_o, case.dtype)?,
         })
     }
@@ -80,9 +96,10 @@ impl BackwardInputs {
         self.forward.refill(case, &data.forward, stream)?;
         let ([.., o], lse) = placed(case);
         let [d_o, ..] = gradients_placed(case);
+        let log_sum_exp = lse_on(stream.device(), case, &data.lse);
         let operands = [
             (&mut self.o, &data.o, o, case.dtype),
-            (&mut self.lse, &data.lse, lse, DType::F32),
+            (&mut self.lse, &log_sum_exp, lse, DType::F32),
             (&mut self.d_o, &data.d_o, d_o, case.dtype),
         ];
         for (tensor, values, placed, dtype) in operands {
