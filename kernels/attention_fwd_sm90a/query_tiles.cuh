@@ -160,8 +160,8 @@ struct TileQueue : QueueCounter {
     const BlockRows rows = BlockRows::of(p.block_mask, tile.batch);
     int turn = first_row + row;
     if constexpr (block_rows > 1) {
-      // Where the number of rows is odd, the first CTA has one row: blocks of several tiles then have
-      // the neighbours that they have without a mask, and so the same bits.
+      // Where the number of rows is odd, the first CTA has one row: the rows of larger blocks then
+      // have the neighbours that they have without a mask, and so the same bits.
       turn = turn * block_rows + static_cast<int>(threadIdx.x) % block_rows -
              (turns * block_rows - tiles_q);
       tile.q_begin = tile.seqlen_q;  // no such row

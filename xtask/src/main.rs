@@ -37,7 +37,7 @@ struct Cli {
 #[derive(Subcommand)]
 enum Command {
     Kernels(kernels::Args),
-    /// Write the archives of crates/blockflash-sys/prebuilt anew from the images in them.
+    /// Write the archives of precompiled images anew from the images in them.
     Archives,
     Bindgen(bindgen::Args),
     Profile(profile::Args),

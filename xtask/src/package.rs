@@ -45,7 +45,7 @@ pub fn run(args: &Args) -> Result<()> {
         let manifest = renamed(&drop_in, &target)?;
         let mut command = package(&Args { verify: false }, &target);
         command.arg("--manifest-path").arg(manifest);
-        for crate_name in ["sys", "safe", "ops", "candle"] {
+        for crate_name in ["images", "sys", "safe", "ops", "candle"] {
             let path = root().join(format!("crates/blockflash-{crate_name}"));
             let patch =
                 format!("patch.crates-io.blockflash-{crate_name}.path={:?}", path.display());
@@ -154,7 +154,7 @@ mod tests {
     fn what_a_release_publishes() {
         let unpublished = unpublished().unwrap();
         let is_published = |name: &&str| !unpublished.iter().any(|other| other == name);
-        let crates = ["sys", "safe", "ops", "dist", "candle", "cases", "oracle", "bench"];
+        let crates = ["images", "sys", "safe", "ops", "dist", "candle", "cases", "oracle", "bench"];
         assert!(
             crates
                 .map(|name| format!("blockflash-{name}"))

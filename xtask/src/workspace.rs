@@ -27,9 +27,14 @@ pub fn build_dir() -> PathBuf {
     std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| root().join("target"), PathBuf::from)
 }
 
-/// The compressed kernel images and their lock file.
+/// The compressed kernel images of Hopper, and the lock file of all images.
 pub fn prebuilt() -> PathBuf {
     root().join("crates/blockflash-sys/prebuilt")
+}
+
+/// The compressed kernel images of other GPUs.
+pub fn prebuilt_others() -> PathBuf {
+    root().join("crates/blockflash-images/prebuilt")
 }
 
 /// Makes a folder and its parents.

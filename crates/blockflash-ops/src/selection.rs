@@ -100,6 +100,11 @@ impl<P: Problem> Rule<P> {
         refuses: |c| format!("the image is compiled for {}", c.kernel.target),
         excludes_all: Some(|all| {
             let portable = all.iter().any(|c| c.kernel.target != Target::Sm90a);
+            if portable && !cfg!(feature = "all-gpus") {
+                return "kernels for GPUs other than Hopper come with the feature `all-gpus`, \
+                        without which this program was built"
+                    .into();
+            }
             let oldest = if portable { "8.0 or newer" } else { "9.0" };
             format!("kernels need compute capability {oldest}")
         }),

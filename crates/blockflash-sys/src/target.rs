@@ -76,6 +76,12 @@ impl Target {
         matches!(self, Target::Ptx80)
     }
 
+    /// Whether it is machine code for Hopper, which is embedded in any case; images for other
+    /// targets come with the feature `all-gpus`.
+    pub const fn is_hopper(self) -> bool {
+        matches!(self, Target::Sm90 | Target::Sm90a)
+    }
+
     /// Whether later GPUs run its instructions as well.
     pub const fn is_portable(self) -> bool {
         !matches!(self, Target::Sm90a)

@@ -1,5 +1,5 @@
-//! `cargo xtask kernels`: compiles the kernels of the manifest into images in
-//! `crates/blockflash-sys/prebuilt`.
+//! `cargo xtask kernels`: compiles the kernels of the manifest into images in `prebuilt/` of
+//! blockflash-sys and blockflash-images.
 
 mod compile;
 mod lineinfo;
@@ -28,8 +28,8 @@ use std::{
 use store::Images;
 use toolchain::Toolchain;
 
-/// Compile the kernels into crates/blockflash-sys/prebuilt, or prove that the images there are up
-/// to date.
+/// Compile the kernels into prebuilt/ of blockflash-sys and blockflash-images, or prove that the
+/// images there are up to date.
 #[derive(clap::Args, Default)]
 pub struct Args {
     /// Compile only images whose name contains this text.

@@ -1,13 +1,18 @@
-//! The archives of `prebuilt/` in the format of [`Archive`]: one for each source and target, where
-//! sm_80 and sm_89 share one.
+//! The archives of both `prebuilt/` folders in the format of [`Archive`]: one for each source and
+//! target, where sm_80 and sm_89 share one.
 
-use crate::workspace::{list, prebuilt, read_bytes, write};
+use crate::workspace::{list, prebuilt, prebuilt_others, read_bytes, write};
 use anyhow::{Context, Result, anyhow};
 use blockflash_sys::{
+    Kernel,
     image::{Archive, Entry},
     manifest,
 };
-use std::{collections::BTreeMap, fs, path::PathBuf};
+use std::{
+    collections::BTreeMap,
+    fs,
+    path::{Path, PathBuf},
+};
 
 /// The highest level that needs no extra memory to decompress.
 const ZSTD_LEVEL: i32 = 19;
@@ -69,7 +74,20 @@ pub fn store(images: &Images) -> Result<Vec<PathBuf>> {
                 .with_context(|| format!("cannot remove {}", path.display()))?,
         }
     }
+    for folder in [prebuilt(), prebuilt_others()] {
+        write(&folder.join("archives.rs"), table(&folder)?)?;
+    }
     Ok(changes.into_iter().map(|(path, _)| path).collect())
+}
+
+/// The archives of a folder as a table in Rust, which the crate includes.
+fn table(folder: &Path) -> Result<String> {
+    let mut table = "// Written by `cargo xtask kernels`.\n&[\n".to_owned();
+    for path in archives_in(folder)? {
+        let name = path.file_stem().context("an archive has a name")?.to_string_lossy();
+        table += &format!("    ({name:?}, include_bytes!(\"{name}.zst\")),\n");
+    }
+    Ok(table + "]\n")
 }
 
 /// Archives whose content differs from these images, with their new content; `None` for an archive
@@ -79,8 +97,7 @@ fn changes(images: &Images) -> Result<Vec<(PathBuf, Option<Frames>)>> {
     let mut wanted: BTreeMap<PathBuf, Vec<(String, Vec<u8>)>> = BTreeMap::new();
     for kernel in manifest::kernels() {
         if let Some(image) = images.get(&kernel.image_name()) {
-            let path = prebuilt().join(format!("{}.zst", kernel.archive_name()));
-            wanted.entry(path).or_default().push((kernel.image_name(), image.clone()));
+            wanted.entry(path(kernel)).or_default().push((kernel.image_name(), image.clone()));
         }
     }
     let stale = archives()?.into_iter().filter(|path| !wanted.contains_key(path));
@@ -93,6 +110,12 @@ fn changes(images: &Images) -> Result<Vec<(PathBuf, Option<Frames>)>> {
         }
     }
     Ok(changes)
+}
+
+/// The archive that holds the image of a kernel.
+pub fn path(kernel: &Kernel) -> PathBuf {
+    let folder = if kernel.target.is_hopper() { prebuilt() } else { prebuilt_others() };
+    folder.join(format!("{}.zst", kernel.archive_name()))
 }
 
 /// What a name has more for a variant of the same tile.
@@ -152,9 +175,14 @@ fn pack(frames: &Frames) -> Result<Vec<u8>> {
     Ok([&Archive::INDEX_MAGIC.to_le_bytes(), &length, index.as_bytes(), &packed].concat())
 }
 
-/// Paths of all archives, sorted.
+/// Paths of all archives.
 fn archives() -> Result<Vec<PathBuf>> {
-    let paths = list(&prebuilt())?;
+    Ok([archives_in(&prebuilt())?, archives_in(&prebuilt_others())?].concat())
+}
+
+/// Paths of the archives in a folder, sorted.
+fn archives_in(folder: &Path) -> Result<Vec<PathBuf>> {
+    let paths = list(folder)?;
     Ok(paths.into_iter().filter(|path| path.extension().is_some_and(|end| end == "zst")).collect())
 }
 
@@ -213,6 +241,10 @@ mod tests {
     fn committed_archives_are_what_would_be_written() {
         let mut images = load().unwrap();
         assert_eq!(changes(&images).unwrap(), []);
+        for folder in [prebuilt(), prebuilt_others()] {
+            let written = std::fs::read_to_string(folder.join("archives.rs")).unwrap();
+            assert_eq!(written, table(&folder).unwrap());
+        }
         let kernel = &manifest::kernels()[0];
         images.remove(&kernel.image_name());
         let [(path, Some(frames))] = &changes(&images).unwrap()[..] else { panic!("one archive") };

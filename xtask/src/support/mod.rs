@@ -1,6 +1,8 @@
-//! The support tables of the README and of the guide, generated from the manifest.
+//! The support tables of the README and of the guide, and the sizes of images in ARCHITECTURE.md,
+//! generated from the manifest.
 
 mod detailed;
+mod sizes;
 mod summary;
 
 use crate::workspace::{read, root, write};
@@ -17,8 +19,11 @@ const SMALLEST_BLOCK: u32 = 64;
 /// A table in Markdown.
 type Table = fn(&[Kernel]) -> String;
 /// The pages with their tables.
-const PAGES: [(&str, Table); 2] =
-    [("README.md", summary::markdown), ("docs/src/support.md", detailed::markdown)];
+const PAGES: [(&str, Table); 3] = [
+    ("README.md", summary::markdown),
+    ("docs/src/support.md", detailed::markdown),
+    ("ARCHITECTURE.md", sizes::markdown),
+];
 
 /// One size of an operation that a kernel computes.
 struct Computed {

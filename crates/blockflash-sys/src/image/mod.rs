@@ -23,8 +23,13 @@ use std::{
 /// driver runs whatever they contain.
 pub const IMAGES_VARIABLE: &str = "BLOCKFLASH_IMAGES";
 
-/// The archives of `prebuilt/` by [`Kernel::archive_name`], sorted.
-static ARCHIVES: &[(&str, &[u8])] = include!(concat!(env!("OUT_DIR"), "/archives.rs"));
+/// The archives of `prebuilt/` by [`Kernel::archive_name`], sorted: the kernels of Hopper.
+static HOPPER: &[(&str, &[u8])] = include!("../../prebuilt/archives.rs");
+/// The same of the crate blockflash-images: the kernels of other GPUs.
+#[cfg(feature = "all-gpus")]
+static OTHERS: &[(&str, &[u8])] = blockflash_images::ARCHIVES;
+#[cfg(not(feature = "all-gpus"))]
+static OTHERS: &[(&str, &[u8])] = &[];
 
 /// Unpacked frames that are kept, 12 MB at most. The kernels that a program uses mostly share
 /// frames, and a loaded kernel does not ask for its image again.
@@ -71,8 +76,8 @@ fn folder() -> Option<OsString> {
 
 /// An unpacked frame.
 struct Frame {
-    /// Place of its archive in [`ARCHIVES`].
-    archive: usize,
+    /// Name of its archive.
+    archive: &'static str,
     /// Where it starts there.
     start: usize,
     raw: Vec<u8>,
@@ -85,10 +90,11 @@ fn embedded(kernel: &Kernel) -> Result<Vec<u8>, ImageError> {
     let name = kernel.image_name();
     let missing = || ImageError::Missing(name.clone());
     let damaged = |what: String| ImageError::Damaged(name.clone(), what);
+    let archives = if kernel.target.is_hopper() { HOPPER } else { OTHERS };
     let archive = kernel.archive_name();
-    let at = ARCHIVES.binary_search_by(|(key, _)| (*key).cmp(archive.as_str()));
-    let at = at.map_err(|_| missing())?;
-    let archive = Archive::parse(ARCHIVES[at].1).map_err(damaged)?;
+    let at = archives.binary_search_by(|(key, _)| (*key).cmp(archive.as_str()));
+    let (at, bytes) = archives[at.map_err(|_| missing())?];
+    let archive = Archive::parse(bytes).map_err(damaged)?;
     let entry = archive.entries().get(name.as_str()).ok_or_else(missing)?;
 
     // Held while unpacking, so that other threads do not unpack the same frame again. A panic
@@ -152,7 +158,7 @@ mod tests {
     fn exactly_the_kernels_are_embedded() {
         let mut expected: Vec<String> = kernels().iter().map(Kernel::image_name).collect();
         expected.sort();
-        let archives = ARCHIVES.iter().map(|(_, bytes)| Archive::parse(bytes).unwrap());
+        let archives = HOPPER.iter().chain(OTHERS).map(|(_, bytes)| Archive::parse(bytes).unwrap());
         let mut found: Vec<_> = archives
             .flat_map(|archive| {
                 archive.entries().keys().map(ToString::to_string).collect::<Vec<_>>()
@@ -218,7 +224,7 @@ mod tests {
         assert!(error(code).contains(&code.image_name()) && error(code).contains("cannot be read"));
         for kernel in [code, text] {
             // An archive in place of the image that it holds.
-            std::fs::write(scratch.0.join(kernel.image_name()), ARCHIVES[0].1).unwrap();
+            std::fs::write(scratch.0.join(kernel.image_name()), HOPPER[0].1).unwrap();
         }
         assert!(error(code).ends_with("is not machine code (is it compressed?)"));
         assert!(error(text).ends_with("is not PTX text"));

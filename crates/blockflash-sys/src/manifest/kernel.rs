@@ -54,7 +54,7 @@ impl Kernel {
     /// this one, or none.
     pub fn most_in_cluster(&self) -> Option<u32> {
         let most = self.family().most_in_cluster();
-        let hopper = matches!(self.target, Target::Sm90 | Target::Sm90a);
+        let hopper = self.target.is_hopper();
         (self.family().cluster() == 1 && most > 1 && hopper).then_some(most)
     }
 
@@ -71,7 +71,7 @@ impl Kernel {
     /// Whether the machine code waits for the kernel before it on the stream, so that it may start
     /// before that kernel ends (programmatic dependent launch).
     pub fn waits_for_predecessor(&self) -> bool {
-        let can_wait = matches!(self.target, Target::Sm90 | Target::Sm90a);
+        let can_wait = self.target.is_hopper();
         can_wait && self.family().waits_for_predecessor()
     }
 
@@ -97,13 +97,14 @@ impl Kernel {
 
 /// All kernels, the preferred targets first. Among kernels that suit a problem equally well,
 /// selection takes the first. Each has a committed image, a line in `kernels.lock` and a recorded
-/// GPU pass.
+/// GPU pass. Without the feature `all-gpus` there are those for Hopper only.
 pub fn kernels() -> &'static [Kernel] {
     static KERNELS: LazyLock<Vec<Kernel>> = LazyLock::new(|| {
         let of = |target| {
             Variant::all(target).into_iter().map(move |variant| Kernel { variant, target })
         };
-        Target::ALL.into_iter().flat_map(of).collect()
+        let embedded = |target: &Target| cfg!(feature = "all-gpus") || target.is_hopper();
+        Target::ALL.into_iter().filter(embedded).flat_map(of).collect()
     });
     &KERNELS
 }
