@@ -2,7 +2,7 @@
 //! the result is right. Suites, the command and tests share it.
 
 use super::block_lists::{describe, lists};
-use super::operands::{Operands, Placed, TensorInfo, normal};
+use super::operands::{Operands, Placed, TensorInfo, launched, normal};
 use super::scores::Scores;
 use crate::error::Result;
 use crate::io::Array;
@@ -10,7 +10,7 @@ use crate::memory::count;
 use blockflash_ops::tuning::Likeness;
 use blockflash_ops::{
     Attention, AttentionProblem, BlockMask, CuSeqlens, CudaProperties, DType, Kernel, Operation,
-    PackedRows, PreparedAttention, Stream, Tensor, attention, attention_flops,
+    PackedRows, PreparedAttention, Stream, Tensor, ViewMut, attention, attention_flops,
     attention_varlen_flops,
 };
 use blockflash_oracle::{self as oracle, AttentionCase, Blocks, Comparison};
@@ -54,6 +54,9 @@ pub fn offsets(lengths: &[usize]) -> Vec<i32> {
     });
     std::iter::once(0).chain(ends).collect()
 }
+
+/// The output, and the log-sum-exp if it is wanted.
+type Written<'a> = (ViewMut<'a>, Option<ViewMut<'a>>);
 
 /// Inputs and outputs on a device.
 #[derive(Debug)]
@@ -180,18 +183,24 @@ impl AttentionOperands {
 
     /// Computes the output and the log-sum-exp.
     pub(super) fn with_lse(&mut self, stream: &Stream) -> Result<()> {
-        let (o, lse) = (self.o.view_mut(), self.lse.view_mut());
-        Ok(self.inputs.call()?.forward_into(o, Some(lse), stream)?)
+        self.wants_lse = true;
+        self.launch(None, stream)
     }
 
-    pub(super) fn call(&self) -> Result<Attention<'_>> {
+    pub(super) fn attention(&self) -> Result<Attention<'_>> {
         self.inputs.call()
+    }
+
+    /// The call and its outputs.
+    fn call(&mut self, kernel: Option<&Kernel>) -> Result<(Attention<'_>, Written<'_>)> {
+        let lse = self.has_lse(kernel).then(|| self.lse.view_mut());
+        Ok((self.inputs.call()?, (self.o.view_mut(), lse)))
     }
 
     /// The case of the oracle; none for a mask that it does not know.
     pub(super) fn for_oracle(&self) -> Result<AttentionCase<'_>> {
         let Inputs { scores, q, k, v, sink, packed, blocks } = &self.inputs;
-        let softmax_scale = self.call()?.problem()?.softmax_scale;
+        let softmax_scale = self.inputs.call()?.problem()?.softmax_scale;
         let case = scores.for_oracle([q.host(), k.host(), v.host()], softmax_scale)?;
         Ok(AttentionCase {
             sink: sink.as_ref().map(|sink| sink.host() as _),
@@ -214,9 +223,9 @@ impl AttentionOperands {
     }
 
     /// The problem that the given kernel, or the selected one, computes.
-    fn problem_for(&mut self, kernel: Option<&Kernel>) -> Result<AttentionProblem> {
-        let lse = self.has_lse(kernel).then(|| self.lse.view_mut());
-        Ok(self.inputs.call()?.problem()?.with_outputs(&self.o.view_mut(), lse.as_ref())?)
+    fn problem(&mut self, kernel: Option<&Kernel>) -> Result<AttentionProblem> {
+        let (call, (o, lse)) = self.call(kernel)?;
+        Ok(call.problem()?.with_outputs(&o, lse.as_ref())?)
     }
 }
 
@@ -227,7 +236,7 @@ impl Operands for AttentionOperands {
     }
 
     fn details(&mut self) -> Result<Vec<(&'static str, String)>> {
-        let problem = self.problem_for(None)?;
+        let problem = self.problem(None)?;
         let Inputs { packed, blocks, .. } = &self.inputs;
         let differ = match packed {
             Some(Packed { lengths: [q, kv], .. }) => q != kv,
@@ -246,7 +255,7 @@ impl Operands for AttentionOperands {
 
     /// Those of the pairs that both masks show.
     fn flops(&mut self) -> Result<f64> {
-        let problem = self.problem_for(None)?;
+        let problem = self.problem(None)?;
         let Inputs { packed, blocks, .. } = &self.inputs;
         Ok(match (blocks, packed) {
             (Some(Visited { mask, .. }), _) => {
@@ -264,40 +273,10 @@ impl Operands for AttentionOperands {
         })
     }
 
-    fn is_empty(&mut self) -> Result<bool> {
-        Ok(self.problem_for(None)?.is_empty())
-    }
-
-    fn select(&mut self, gpu: &CudaProperties) -> Result<&'static Kernel> {
-        Ok(attention::select(&self.problem_for(None)?, gpu)?)
-    }
-
-    fn accepts(&mut self, kernel: &Kernel, gpu: &CudaProperties) -> Result<bool> {
-        Ok(attention::accepts(kernel, &self.problem_for(Some(kernel))?, gpu).is_ok())
-    }
+    launched!(attention::accepts);
 
     fn likeness(&mut self) -> Result<Option<Likeness>> {
-        Ok(Likeness::of_attention(&self.problem_for(None)?))
-    }
-
-    fn launch(&mut self, kernel: Option<&'static Kernel>, stream: &Stream) -> Result<()> {
-        let lse = self.has_lse(kernel).then(|| self.lse.view_mut());
-        let (call, o) = (self.inputs.call()?, self.o.view_mut());
-        match kernel {
-            None => call.forward_into(o, lse, stream)?,
-            Some(kernel) => call.run_with(kernel, (o, lse), stream)?,
-        }
-        Ok(())
-    }
-
-    fn prepare(&mut self, stream: &Stream) -> Result<bool> {
-        self.prepared = Some(self.inputs.call()?.prepare(&(self.o.view_mut(), None), stream)?);
-        Ok(true)
-    }
-
-    fn launch_prepared(&mut self, stream: &Stream) -> Result<()> {
-        let Some(prepared) = &self.prepared else { return self.launch(None, stream) };
-        Ok(self.inputs.call()?.run_prepared(prepared, (self.o.view_mut(), None), stream)?)
+        Ok(Likeness::of_attention(&self.problem(None)?))
     }
 
     fn outputs(&mut self, kernel: Option<&Kernel>) -> Vec<(&'static str, &mut Tensor)> {
@@ -339,7 +318,7 @@ mod tests {
         let (packed, operands_of_packed) = operands("varlen7+2x3_h4kv2_d16_causal_bf16", &stream);
         for (case, mut operands) in [(dense, operands_of_dense), (packed, operands_of_packed)] {
             let expected = case.attention().unwrap().problem();
-            assert_eq!(operands.problem_for(None).unwrap(), expected);
+            assert_eq!(operands.problem(None).unwrap(), expected);
             assert!(operands.prepare(&stream).unwrap());
             operands.launch_prepared(&stream).unwrap();
         }
@@ -350,7 +329,7 @@ mod tests {
         let stream = Device::cpu().stream().unwrap();
         let (case, mut operands) =
             operands("b1_s256_h4kv2m2_d16_q64kv128_d0.5_uniform_causal_bf16", &stream);
-        let problem = operands.problem_for(None).unwrap();
+        let problem = operands.problem(None).unwrap();
         let sizes = problem.block_mask.unwrap();
         assert_eq!((sizes.block_q, sizes.block_kv, sizes.batch, sizes.heads), (64, 128, 1, 2));
         let shape = case.attention().unwrap();

@@ -1,7 +1,7 @@
 //! Operands of the backward pass of attention.
 
 use super::attention_operands::AttentionOperands;
-use super::operands::{Operands, normal};
+use super::operands::{Operands, launched, normal};
 use crate::error::Result;
 use crate::io::Array;
 use blockflash_ops::{
@@ -17,28 +17,20 @@ use blockflash_sys::manifest;
 pub(super) struct BackwardOperands {
     forward: AttentionOperands,
     d_o: Tensor,
-    outputs: Outputs,
+    gradients: AttentionGradients,
+    /// Enough for every kernel.
+    workspace: Tensor,
     /// o, lse and d_o, for the oracle.
     host: [Array; 3],
     prepared: Option<PreparedAttentionBackward>,
 }
 
-#[derive(Debug)]
-struct Outputs {
-    gradients: AttentionGradients,
-    /// Enough for every kernel.
-    workspace: Tensor,
-}
-
-impl Outputs {
-    fn views(&mut self) -> (AttentionGradientsMut<'_>, Option<ViewMut<'_>>) {
-        (self.gradients.view_mut(), Some(self.workspace.view_mut()))
-    }
-}
+/// The gradients, and the workspace.
+type Written<'a> = (AttentionGradientsMut<'a>, Option<ViewMut<'a>>);
 
 fn call<'a>(forward: &'a AttentionOperands, d_o: &'a Tensor) -> Result<AttentionBackward<'a>> {
     Ok(AttentionBackward {
-        attention: forward.call()?,
+        attention: forward.attention()?,
         o: forward.o.view(),
         lse: forward.lse.view(),
         d_o: d_o.view(),
@@ -63,18 +55,18 @@ impl BackwardOperands {
         let gradients =
             AttentionGradients { dq: like(q)?, dk: like(k)?, dv: like(v)?, d_sink: None };
         let workspace = Tensor::empty(stream, DType::U8, &[bytes])?;
-        let outputs = Outputs { gradients, workspace };
-        Ok(Self { forward, d_o, outputs, host, prepared: None })
+        Ok(Self { forward, d_o, gradients, workspace, host, prepared: None })
     }
 
-    fn call(&self) -> Result<AttentionBackward<'_>> {
-        call(&self.forward, &self.d_o)
+    fn call(&mut self, _: Option<&Kernel>) -> Result<(AttentionBackward<'_>, Written<'_>)> {
+        let written = (self.gradients.view_mut(), Some(self.workspace.view_mut()));
+        Ok((call(&self.forward, &self.d_o)?, written))
     }
 
-    fn problem(&mut self) -> Result<AttentionBackwardProblem> {
-        let bytes = self.outputs.workspace.shape()[0];
-        let problem = self.call()?.problem()?.with_workspace(bytes);
-        Ok(problem.with_gradients(&self.outputs.gradients.view_mut())?)
+    fn problem(&mut self, _: Option<&Kernel>) -> Result<AttentionBackwardProblem> {
+        let bytes = self.workspace.shape()[0];
+        let (call, (gradients, _)) = self.call(None)?;
+        Ok(call.problem()?.with_workspace(bytes).with_gradients(&gradients)?)
     }
 }
 
@@ -91,38 +83,11 @@ fn workspace(problem: &AttentionBackwardProblem, stream: &Stream) -> Result<usiz
 }
 
 impl Operands for BackwardOperands {
-    fn select(&mut self, gpu: &CudaProperties) -> Result<&'static Kernel> {
-        Ok(attention_bwd::select(&self.problem()?, gpu)?)
-    }
-
-    /// Also whether there are kernels for the other steps of its scheme.
-    fn accepts(&mut self, kernel: &Kernel, gpu: &CudaProperties) -> Result<bool> {
-        Ok(attention_bwd::plan(kernel, &self.problem()?, gpu).is_ok())
-    }
-
-    fn launch(&mut self, kernel: Option<&'static Kernel>, stream: &Stream) -> Result<()> {
-        let call = call(&self.forward, &self.d_o)?;
-        match kernel {
-            None => call.run(self.outputs.views(), stream)?,
-            Some(kernel) => call.run_with(kernel, self.outputs.views(), stream)?,
-        }
-        Ok(())
-    }
-
-    fn prepare(&mut self, stream: &Stream) -> Result<bool> {
-        let call = call(&self.forward, &self.d_o)?;
-        self.prepared = Some(call.prepare(&self.outputs.views(), stream)?);
-        Ok(true)
-    }
-
-    fn launch_prepared(&mut self, stream: &Stream) -> Result<()> {
-        let Some(prepared) = &self.prepared else { return self.launch(None, stream) };
-        let call = call(&self.forward, &self.d_o)?;
-        Ok(call.run_prepared(prepared, self.outputs.views(), stream)?)
-    }
+    // A plan also needs kernels for the other steps of a scheme.
+    launched!(attention_bwd::plan);
 
     fn outputs(&mut self, _kernel: Option<&Kernel>) -> Vec<(&'static str, &mut Tensor)> {
-        let AttentionGradients { dq, dk, dv, .. } = &mut self.outputs.gradients;
+        let AttentionGradients { dq, dk, dv, .. } = &mut self.gradients;
         vec![("dq", dq), ("dk", dk), ("dv", dv)]
     }
 

@@ -1,7 +1,7 @@
 //! One product of a block-sparse and a dense matrix with its data: what is computed, from what, on
 //! which device, and whether the result is right. Suites, the command and tests share it.
 
-use super::operands::{Operands, TensorInfo};
+use super::operands::{Operands, TensorInfo, launched};
 use crate::error::{Error, Result};
 use crate::io::Array;
 use crate::memory::count;
@@ -10,7 +10,7 @@ use blockflash_ops::bsr_matmul::{self, BiasKind, BsrProblem};
 use blockflash_ops::tuning::Likeness;
 use blockflash_ops::{
     Activation, Bias, BsrMatmul, BsrMatrix, BsrTranspose, BsrWorkspace, CudaProperties, DType,
-    Kernel, Operation, PreparedBsrMatmul, Stream, Tensor, bsr_flops,
+    Kernel, Operation, PreparedBsrMatmul, Stream, Tensor, ViewMut, bsr_flops,
 };
 use blockflash_oracle::{self as oracle, BsrCase, Comparison};
 use std::borrow::Cow;
@@ -210,7 +210,7 @@ impl BsrOperands {
             _ => Tensor::empty(stream, call.c_dtype, &placed_c.physical)?,
         };
         let mut operands = Self { call, data, inputs, c, placed_c, prepared: None };
-        operands.problem()?;
+        operands.problem(None)?;
         Ok(operands)
     }
 
@@ -229,9 +229,14 @@ impl BsrOperands {
         self.inputs.product(&self.call, &self.data)
     }
 
-    fn problem(&mut self) -> Result<BsrProblem> {
+    fn call(&mut self, _: Option<&Kernel>) -> Result<(BsrMatmul<'_>, ViewMut<'_>)> {
         let c = self.placed_c.view_mut(&mut self.c)?;
-        Ok(self.inputs.product(&self.call, &self.data)?.problem(&c)?)
+        Ok((self.inputs.product(&self.call, &self.data)?, c))
+    }
+
+    fn problem(&mut self, _: Option<&Kernel>) -> Result<BsrProblem> {
+        let (call, c) = self.call(None)?;
+        Ok(call.problem(&c)?)
     }
 }
 
@@ -246,7 +251,7 @@ impl Operands for BsrOperands {
     }
 
     fn details(&mut self) -> Result<Vec<(&'static str, String)>> {
-        let (problem, density) = (self.problem()?, self.inputs.a.density());
+        let (problem, density) = (self.problem(None)?, self.inputs.a.density());
         let (stored, size) = (count(problem.nnz_blocks as u64), problem.block_size);
         let blocks = format!("{stored} of {size} x {size}, density {density:.4}");
         let a = if problem.a_transposed { "Aᵀ" } else { "A" };
@@ -271,46 +276,13 @@ impl Operands for BsrOperands {
     }
 
     fn flops(&mut self) -> Result<f64> {
-        Ok(bsr_flops(&self.problem()?) as f64)
+        Ok(bsr_flops(&self.problem(None)?) as f64)
     }
 
-    fn is_empty(&mut self) -> Result<bool> {
-        Ok(self.problem()?.is_empty())
-    }
-
-    fn select(&mut self, gpu: &CudaProperties) -> Result<&'static Kernel> {
-        Ok(bsr_matmul::select(&self.problem()?, gpu)?)
-    }
-
-    fn accepts(&mut self, kernel: &Kernel, gpu: &CudaProperties) -> Result<bool> {
-        Ok(bsr_matmul::accepts(kernel, &self.problem()?, gpu).is_ok())
-    }
+    launched!(bsr_matmul::accepts);
 
     fn likeness(&mut self) -> Result<Option<Likeness>> {
-        Ok(Some(Likeness::of_bsr_matmul(&self.problem()?)))
-    }
-
-    fn launch(&mut self, kernel: Option<&'static Kernel>, stream: &Stream) -> Result<()> {
-        let product = self.inputs.product(&self.call, &self.data)?;
-        let c = self.placed_c.view_mut(&mut self.c)?;
-        match kernel {
-            None => product.matmul_into(c, stream)?,
-            Some(kernel) => product.run_with(kernel, c, stream)?,
-        }
-        Ok(())
-    }
-
-    fn prepare(&mut self, stream: &Stream) -> Result<bool> {
-        let product = self.inputs.product(&self.call, &self.data)?;
-        let c = self.placed_c.view_mut(&mut self.c)?;
-        self.prepared = Some(product.prepare(&c, stream)?);
-        Ok(true)
-    }
-
-    fn launch_prepared(&mut self, stream: &Stream) -> Result<()> {
-        let Some(prepared) = &self.prepared else { return self.launch(None, stream) };
-        let c = self.placed_c.view_mut(&mut self.c)?;
-        Ok(self.inputs.product(&self.call, &self.data)?.run_prepared(prepared, c, stream)?)
+        Ok(Some(Likeness::of_bsr_matmul(&self.problem(None)?)))
     }
 
     fn outputs(&mut self, _kernel: Option<&Kernel>) -> Vec<(&'static str, &mut Tensor)> {

@@ -2,7 +2,7 @@
 //! Suites, the command and tests share it.
 
 use super::bsr_operands::factor;
-use super::operands::{Operands, TensorInfo};
+use super::operands::{Operands, TensorInfo, launched};
 use crate::error::Result;
 use crate::io::Array;
 use crate::memory::count;
@@ -10,7 +10,7 @@ use crate::placement::{Dense, Placement};
 use blockflash_ops::bsr_sddmm::{self, BsrSddmmProblem};
 use blockflash_ops::{
     BsrPattern, BsrSddmm, CudaProperties, DType, Kernel, Major, Operation, PreparedBsrSddmm,
-    Stream, Tensor, bsr_sddmm_flops,
+    Stream, Tensor, ViewMut, bsr_sddmm_flops,
 };
 use blockflash_oracle::{self as oracle, Comparison, SddmmCase};
 
@@ -128,7 +128,7 @@ impl SddmmOperands {
             data,
         };
         let mut operands = Self { inputs, values, prepared: None };
-        operands.problem()?;
+        operands.problem(None)?;
         Ok(operands)
     }
 
@@ -140,8 +140,13 @@ impl SddmmOperands {
         self.inputs.product()
     }
 
-    fn problem(&mut self) -> Result<BsrSddmmProblem> {
-        Ok(self.inputs.product()?.problem(&self.values.view_mut())?)
+    fn call(&mut self, _: Option<&Kernel>) -> Result<(BsrSddmm<'_>, ViewMut<'_>)> {
+        Ok((self.inputs.product()?, self.values.view_mut()))
+    }
+
+    fn problem(&mut self, _: Option<&Kernel>) -> Result<BsrSddmmProblem> {
+        let (call, values) = self.call(None)?;
+        Ok(call.problem(&values)?)
     }
 }
 
@@ -157,7 +162,7 @@ impl Operands for SddmmOperands {
 
     fn details(&mut self) -> Result<Vec<(&'static str, String)>> {
         let BsrSddmmProblem { m, n, block_size, nnz_blocks, a, b, alpha, beta, .. } =
-            self.problem()?;
+            self.problem(None)?;
         let (stored, density) = (count(nnz_blocks as u64), self.inputs.pattern.density());
         let blocks =
             format!("{stored} of {block_size} x {block_size} in {m} x {n}, density {density:.4}");
@@ -170,40 +175,10 @@ impl Operands for SddmmOperands {
     }
 
     fn flops(&mut self) -> Result<f64> {
-        Ok(bsr_sddmm_flops(&self.problem()?) as f64)
+        Ok(bsr_sddmm_flops(&self.problem(None)?) as f64)
     }
 
-    fn is_empty(&mut self) -> Result<bool> {
-        Ok(self.problem()?.is_empty())
-    }
-
-    fn select(&mut self, gpu: &CudaProperties) -> Result<&'static Kernel> {
-        Ok(bsr_sddmm::select(&self.problem()?, gpu)?)
-    }
-
-    fn accepts(&mut self, kernel: &Kernel, gpu: &CudaProperties) -> Result<bool> {
-        Ok(bsr_sddmm::accepts(kernel, &self.problem()?, gpu).is_ok())
-    }
-
-    fn launch(&mut self, kernel: Option<&'static Kernel>, stream: &Stream) -> Result<()> {
-        let (product, values) = (self.inputs.product()?, self.values.view_mut());
-        match kernel {
-            None => product.sddmm_into(values, stream)?,
-            Some(kernel) => product.run_with(kernel, values, stream)?,
-        }
-        Ok(())
-    }
-
-    fn prepare(&mut self, stream: &Stream) -> Result<bool> {
-        let prepared = self.inputs.product()?.prepare(&self.values.view_mut(), stream)?;
-        self.prepared = Some(prepared);
-        Ok(true)
-    }
-
-    fn launch_prepared(&mut self, stream: &Stream) -> Result<()> {
-        let Some(prepared) = &self.prepared else { return self.launch(None, stream) };
-        Ok(self.inputs.product()?.run_prepared(prepared, self.values.view_mut(), stream)?)
-    }
+    launched!(bsr_sddmm::accepts);
 
     fn outputs(&mut self, _kernel: Option<&Kernel>) -> Vec<(&'static str, &mut Tensor)> {
         vec![("values", &mut self.values)]

@@ -3,15 +3,15 @@
 
 use super::decode_data::{DecodeData, shuffled};
 use super::decode_rows::{CacheRows, QueryRows};
-use super::operands::{Operands, TensorInfo, rotation_bytes};
+use super::operands::{Operands, TensorInfo, launched, rotation_bytes};
 use super::scores::{Scores, sides};
 use crate::error::Result;
 use crate::io::Array;
 use crate::memory::count;
 use blockflash_ops::{
-    Align, AttentionDecode, AttentionDecodeOperands, AttentionDecodeProblem,
+    Align, AttentionDecode, AttentionDecodeOperands as Written, AttentionDecodeProblem,
     AttentionDecodeWorkspace, CacheAccess, CudaProperties, DType, Kernel, KvCache, Operation,
-    PageLists, PreparedAttentionDecode, Stream, Tensor, View, ViewMut, attention_decode,
+    PageLists, PreparedAttentionDecode, Stream, Tensor, View, attention_decode,
 };
 use blockflash_oracle::{self as oracle, AttentionCase, Comparison};
 use blockflash_sys::manifest;
@@ -143,15 +143,6 @@ impl Inputs {
         }
         Ok(most)
     }
-
-    fn operands<'o>(
-        &'o self,
-        launch: usize,
-        o: ViewMut<'o>,
-        lse: Option<ViewMut<'o>>,
-    ) -> Result<AttentionDecodeOperands<'o>> {
-        Ok(AttentionDecodeOperands { cache: CacheAccess::Read(self.cache(launch)?), o, lse })
-    }
 }
 
 /// A tensor, or the array in its place.
@@ -181,6 +172,18 @@ impl DecodeOperands {
         let lse = wants_lse.then(|| Tensor::empty(stream, DType::F32, &shape)).transpose()?;
         let o = Tensor::empty(stream, attention.dtype, inputs.data.q.shape())?;
         Ok(Self { inputs, o, lse, next: 0, prepared: None, slots, counts })
+    }
+
+    /// The next call, with its outputs.
+    fn call(&mut self, _: Option<&Kernel>) -> Result<(AttentionDecode<'_>, Written<'_>)> {
+        let cache = CacheAccess::Read(self.inputs.cache(self.next)?);
+        self.next += 1;
+        let (o, lse) = (self.o.view_mut(), self.lse.as_mut().map(Tensor::view_mut));
+        Ok((self.inputs.call(), Written { cache, o, lse }))
+    }
+
+    fn problem(&self, _: Option<&Kernel>) -> Result<AttentionDecodeProblem> {
+        self.inputs.problem()
     }
 }
 
@@ -219,28 +222,7 @@ impl Operands for DecodeOperands {
         Ok(4.0 * pairs as f64 * (attention.num_heads_q * attention.head_dim) as f64)
     }
 
-    fn is_empty(&mut self) -> Result<bool> {
-        Ok(self.inputs.problem()?.is_empty())
-    }
-
-    fn select(&mut self, gpu: &CudaProperties) -> Result<&'static Kernel> {
-        Ok(attention_decode::select(&self.inputs.problem()?, gpu)?)
-    }
-
-    fn accepts(&mut self, kernel: &Kernel, gpu: &CudaProperties) -> Result<bool> {
-        Ok(attention_decode::accepts(kernel, &self.inputs.problem()?, gpu).is_ok())
-    }
-
-    fn launch(&mut self, kernel: Option<&'static Kernel>, stream: &Stream) -> Result<()> {
-        let lse = self.lse.as_mut().map(Tensor::view_mut);
-        let out = self.inputs.operands(self.next, self.o.view_mut(), lse)?;
-        self.next += 1;
-        match kernel {
-            None => self.inputs.call().run(out, stream)?,
-            Some(kernel) => self.inputs.call().run_with(kernel, out, stream)?,
-        }
-        Ok(())
-    }
+    launched!(attention_decode::accepts);
 
     fn rotate(&mut self, stream: &Stream) -> Result<()> {
         let inputs = &mut self.inputs;
@@ -268,21 +250,6 @@ impl Operands for DecodeOperands {
             inputs.copies.push(copy);
         }
         Ok(())
-    }
-
-    fn prepare(&mut self, stream: &Stream) -> Result<bool> {
-        let lse = self.lse.as_mut().map(Tensor::view_mut);
-        let out = self.inputs.operands(0, self.o.view_mut(), lse)?;
-        self.prepared = Some(self.inputs.call().prepare(&out, stream)?);
-        Ok(true)
-    }
-
-    fn launch_prepared(&mut self, stream: &Stream) -> Result<()> {
-        let Some(prepared) = &self.prepared else { return self.launch(None, stream) };
-        let lse = self.lse.as_mut().map(Tensor::view_mut);
-        let out = self.inputs.operands(self.next, self.o.view_mut(), lse)?;
-        self.next += 1;
-        Ok(self.inputs.call().run_prepared(prepared, out, stream)?)
     }
 
     fn outputs(&mut self, _kernel: Option<&Kernel>) -> Vec<(&'static str, &mut Tensor)> {

@@ -105,6 +105,47 @@ pub trait Operands: Debug {
     }
 }
 
+/// The methods of [`Operands`] that follow from `problem`, `call` (the call of the library with the
+/// outputs that a kernel, or the selected one, writes) and the field `prepared`, for the
+/// module of an operation and its function that says what a kernel computes.
+macro_rules! launched {
+    ($operation:ident::$accepts:ident) => {
+        fn is_empty(&mut self) -> Result<bool> {
+            Ok(self.problem(None)?.is_empty())
+        }
+
+        fn select(&mut self, gpu: &CudaProperties) -> Result<&'static Kernel> {
+            Ok($operation::select(&self.problem(None)?, gpu)?)
+        }
+
+        fn accepts(&mut self, kernel: &Kernel, gpu: &CudaProperties) -> Result<bool> {
+            Ok($operation::$accepts(kernel, &self.problem(Some(kernel))?, gpu).is_ok())
+        }
+
+        fn launch(&mut self, kernel: Option<&'static Kernel>, stream: &Stream) -> Result<()> {
+            let (call, out) = self.call(kernel)?;
+            Ok(match kernel {
+                None => call.run(out, stream)?,
+                Some(kernel) => call.run_with(kernel, out, stream)?,
+            })
+        }
+
+        fn prepare(&mut self, stream: &Stream) -> Result<bool> {
+            let (call, out) = self.call(None)?;
+            let prepared = call.prepare(&out, stream)?;
+            self.prepared = Some(prepared);
+            Ok(true)
+        }
+
+        fn launch_prepared(&mut self, stream: &Stream) -> Result<()> {
+            let Some(prepared) = self.prepared else { return self.launch(None, stream) };
+            let (call, out) = self.call(None)?;
+            Ok(call.run_prepared(&prepared, out, stream)?)
+        }
+    };
+}
+pub(super) use launched;
+
 /// An input where the operation reads it: in place on the CPU, copied on a GPU.
 #[derive(Debug)]
 pub struct Placed {
