@@ -160,7 +160,7 @@ impl MeasuredKernel {
 /// output written once.
 fn operands(case: &Case, stream: &Stream, seed: u64) -> Result<Box<dyn Operands>> {
     memory::ensure(&format!("the operands of {case}"), case.work().bytes as u64)?;
-    Ok(case.shape().operands(stream, seed)?)
+    Ok(case.operands(stream, seed)?)
 }
 
 /// What selection reads of a measurement of this kernel.

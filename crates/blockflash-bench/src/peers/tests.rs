@@ -21,7 +21,7 @@ fn start(cases: &str, selection: &str) -> Peers {
 }
 
 fn of(id: &str) -> Result<PeerCase, PeerCaseError> {
-    id.parse::<Case>().unwrap().shape().peer_case(3, &std::env::temp_dir())
+    id.parse::<Case>().unwrap().peer_case(3, &std::env::temp_dir())
 }
 
 fn case() -> PeerCase {

@@ -227,7 +227,7 @@ impl<'r> Row<'r> {
             DType::F16 | DType::BF16 => String::new(), // they run at the same speed
             other => format!(", {other}"),
         };
-        format!("{}{dtype}{}", case.shape().group(), self.cold())
+        format!("{}{dtype}{}", case.group(), self.cold())
     }
 
     /// The shape of attention to a cache.

@@ -203,7 +203,7 @@ impl Run {
             Cache::Rotated => rotation_bytes(&self.stream),
         };
         peers.set_cache(cache, bytes);
-        let peer_case = case.shape().peer_case(self.seed, &self.scratch);
+        let peer_case = case.peer_case(self.seed, &self.scratch);
         let peer_case = peer_case.map_err(|error| error.to_string());
         let prepare = |name: String| {
             step(&format!("{name}: inputs and check"));

@@ -155,7 +155,7 @@ fn lists_of_blocks_are_measured_and_competitors_get_those_of_every_query_head() 
     assert!(records[0].verified && records[0].us.is_some(), "{:?}", records[0]);
     assert_eq!((records[0].op.as_str(), records[0].flops), ("block_sparse_fwd", case.work().flops));
     let sparse = case.attention().unwrap().block_sparse().unwrap();
-    let request = case.shape().peer_case(1, &run.scratch).unwrap();
+    let request = case.peer_case(1, &run.scratch).unwrap();
     let request = serde_json::to_value(request).unwrap();
     assert_eq!((&request["op"], &request["mask_heads"]), (&"block_sparse_fwd".into(), &2.into()));
     let mut offsets = TensorFile::open(request["row_ptr"].as_str().unwrap()).unwrap();

@@ -328,7 +328,7 @@ mod tests {
         let folder = std::env::temp_dir();
         let peer_case = |id: &str| {
             let case: Case = id.parse().unwrap();
-            serde_json::to_value(case.shape().peer_case(3, &folder).unwrap()).unwrap()
+            serde_json::to_value(case.peer_case(3, &folder).unwrap()).unwrap()
         };
         for forward in ["b1_s8_h1_d8_full_bf16", "b1_s64_h2_d8_q32kv32_d0.5_uniform_full_bf16"] {
             let [mut forward, backward] =

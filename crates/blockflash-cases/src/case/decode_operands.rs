@@ -2,7 +2,7 @@
 //! and whether the result is right. Suites and the command share it.
 
 use super::decode_data::{DecodeData, shuffled};
-use super::decode_rows::{CacheRows, QueryRows};
+use super::decode_rows::Rows;
 use super::operands::{Operands, TensorInfo, launched, rotation_bytes};
 use super::scores::{Scores, sides};
 use crate::error::Result;
@@ -268,9 +268,9 @@ impl Operands for DecodeOperands {
         let (left, right, align) = sides(attention.mask)?;
         let queries = vec![attention.seqlen_q; self.counts.len()];
         let case = AttentionCase {
-            q: &QueryRows::new(q),
-            k: &CacheRows::new(k, slots),
-            v: &CacheRows::new(v, slots),
+            q: &Rows::of_queries(q),
+            k: &Rows::of_cache(k, slots),
+            v: &Rows::of_cache(v, slots),
             sink: sink.as_ref().map(|sink| sink as _),
             lengths: Some([&queries, &self.counts]),
             blocks: None,
@@ -283,10 +283,10 @@ impl Operands for DecodeOperands {
         Ok(match results {
             [o, lse] => {
                 // The oracle's packed sequences have the rows of a head side by side.
-                let (o, lse) = (QueryRows::new(o), by_heads(lse));
+                let (o, lse) = (Rows::of_queries(o), by_heads(lse));
                 oracle::attention(&case, &o, &lse, seed, progress)?.to_vec()
             }
-            [o] => vec![oracle::attention_output(&case, &QueryRows::new(o), seed, progress)?],
+            [o] => vec![oracle::attention_output(&case, &Rows::of_queries(o), seed, progress)?],
             _ => Vec::new(), // the output is always there
         })
     }

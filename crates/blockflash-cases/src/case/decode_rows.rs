@@ -5,61 +5,37 @@ use blockflash_oracle::Elements;
 use blockflash_sys::DType;
 use std::ops::Range;
 
-/// `[batch, queries, heads, head_dim]` as `[rows, heads, head_dim]`.
+/// `[…, …, heads, head_dim]` as `[rows, heads, head_dim]`.
 #[derive(Debug)]
-pub(super) struct QueryRows<'a> {
+pub(super) struct Rows<'a> {
     array: &'a Array,
     shape: [usize; 3],
+    /// Where each row is stored; `None`: all of them in their order.
+    slots: Option<&'a [usize]>,
 }
 
-/// `[pages, page_size, heads, head_dim]` as the rows in some of its slots.
-#[derive(Debug)]
-pub(super) struct CacheRows<'a> {
-    array: &'a Array,
-    shape: [usize; 3],
-    slots: &'a [usize],
-}
+impl<'a> Rows<'a> {
+    /// All rows of queries `[batch, queries, heads, head_dim]`.
+    pub(super) fn of_queries(array: &'a Array) -> Self {
+        let all = array.shape().iter().take(2).product();
+        Self::new(array, all, None)
+    }
 
-/// Heads and elements of a row of a head.
-fn row(array: &Array) -> [usize; 2] {
-    match *array.shape() {
-        [_, _, heads, head_dim] => [heads, head_dim],
-        _ => [0, 0],
+    /// The rows in some slots of a cache `[pages, page_size, heads, head_dim]`.
+    pub(super) fn of_cache(array: &'a Array, slots: &'a [usize]) -> Self {
+        Self::new(array, slots.len(), Some(slots))
+    }
+
+    fn new(array: &'a Array, rows: usize, slots: Option<&'a [usize]>) -> Self {
+        let shape = match *array.shape() {
+            [_, _, heads, head_dim] => [rows, heads, head_dim],
+            _ => [0; 3],
+        };
+        Self { array, shape, slots }
     }
 }
 
-impl<'a> QueryRows<'a> {
-    /// A view of an array.
-    pub(super) fn new(array: &'a Array) -> Self {
-        let [heads, head_dim] = row(array);
-        let rows = array.len().checked_div(heads * head_dim).unwrap_or(0);
-        Self { array, shape: [rows, heads, head_dim] }
-    }
-}
-
-impl<'a> CacheRows<'a> {
-    /// A view of an array.
-    pub(super) fn new(array: &'a Array, slots: &'a [usize]) -> Self {
-        let [heads, head_dim] = row(array);
-        Self { array, shape: [slots.len(), heads, head_dim], slots }
-    }
-}
-
-impl Elements for QueryRows<'_> {
-    fn shape(&self) -> &[usize] {
-        &self.shape
-    }
-
-    fn dtype(&self) -> DType {
-        self.array.dtype()
-    }
-
-    fn to_f32(&self, range: Range<usize>) -> Vec<f32> {
-        self.array.to_f32(range)
-    }
-}
-
-impl Elements for CacheRows<'_> {
+impl Elements for Rows<'_> {
     fn shape(&self) -> &[usize] {
         &self.shape
     }
@@ -74,11 +50,12 @@ impl Elements for CacheRows<'_> {
         if start > end || end > rows * width {
             return Vec::new();
         }
+        let Some(slots) = self.slots else { return self.array.to_f32(start..end) };
         let mut values = Vec::with_capacity(end - start);
         while start < end {
             let (row, column) = (start / width, start % width);
             let count = (width - column).min(end - start);
-            let at = self.slots[row] * width + column;
+            let at = slots[row] * width + column;
             values.extend(self.array.to_f32(at..at + count));
             start += count;
         }
@@ -95,11 +72,11 @@ mod tests {
         let values: Vec<f32> = (0..24).map(|at| at as f32).collect();
         let array = Array::new(&[2, 3, 2, 2], values).unwrap();
         let slots = [4, 0, 5];
-        let rows = CacheRows::new(&array, &slots);
+        let rows = Rows::of_cache(&array, &slots);
         assert_eq!((rows.shape(), rows.len()), (&[3, 2, 2][..], 12));
         assert_eq!(rows.to_f32(2..6), [18.0, 19.0, 0.0, 1.0]);
         assert_eq!(rows.to_f32(8..12), [20.0, 21.0, 22.0, 23.0]);
         assert!(rows.to_f32(8..13).is_empty());
-        assert_eq!(QueryRows::new(&array).shape(), [6, 2, 2]);
+        assert_eq!(Rows::of_queries(&array).shape(), [6, 2, 2]);
     }
 }

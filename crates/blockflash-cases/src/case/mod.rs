@@ -43,15 +43,15 @@ pub use decode_data::DecodeData;
 pub use decode_operands::DecodeOperands;
 pub use grid::GridPeers;
 pub use lengths::{Lengths, LengthsError};
-pub use operands::{Operands, Placed, TensorInfo, rotation_bytes};
+pub use operands::{Operands, TensorInfo, rotation_bytes};
 pub use pattern::Pattern;
 pub use peer::{PeerCase, PeerCaseError};
 pub use scores::{Scores, sides};
 pub use shape::Shape;
 pub use work::{TILE_COLUMNS, TILE_ROWS, Work};
 
-use blockflash_sys::DType;
 use std::fmt;
+use std::ops::Deref;
 use std::str::FromStr;
 
 /// Lists the operations, one line each; no other place names all of them.
@@ -76,14 +76,18 @@ macro_rules! cases {
             }
         })*
 
-        impl Case {
-            /// The shape as a trait object, through which all operations are used.
-            pub fn shape(&self) -> &dyn Shape {
+        /// All operations are used through their shapes.
+        impl Deref for Case {
+            type Target = dyn Shape;
+
+            fn deref(&self) -> &Self::Target {
                 match self {
                     $(Case::$variant(shape) => shape,)*
                 }
             }
+        }
 
+        impl Case {
             /// Parses the parts of an id with each shape in turn; the first that succeeds wins.
             fn parse(parts: &[&str]) -> Option<Self> {
                 None$(.or_else(|| id::read::<$shape>(parts).map(Case::$variant)))*
@@ -106,16 +110,6 @@ cases! {
 }
 
 impl Case {
-    /// Name of the operation in records.
-    pub fn op(&self) -> &'static str {
-        self.shape().op()
-    }
-
-    /// Element type of the inputs.
-    pub fn dtype(&self) -> DType {
-        self.shape().dtype()
-    }
-
     /// Whether selection reads records of the operation, as [`blockflash_ops::tuning`] says.
     pub fn is_tunable(&self) -> bool {
         match self {
@@ -132,25 +126,12 @@ impl Case {
             _ => None,
         }
     }
-
-    /// Checks that the case can be counted and drawn: suites and ids may name any size.
-    ///
-    /// # Errors
-    /// One line that says which size is wrong.
-    pub fn check(&self) -> Result<(), String> {
-        self.shape().check()
-    }
-
-    /// Work of a launch.
-    pub fn work(&self) -> Work {
-        self.shape().work()
-    }
 }
 
 impl fmt::Display for Case {
     /// Writes the id, which can be parsed again.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.shape().fmt(f)
+        (**self).fmt(f)
     }
 }
 

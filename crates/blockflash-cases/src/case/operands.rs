@@ -148,7 +148,7 @@ pub(super) use launched;
 
 /// An input where the operation reads it: in place on the CPU, copied on a GPU.
 #[derive(Debug)]
-pub struct Placed {
+pub(super) struct Placed {
     host: Array,
     device: Option<Tensor>,
 }
@@ -158,14 +158,14 @@ impl Placed {
     ///
     /// # Errors
     /// If the device has not enough memory.
-    pub fn new(host: Array, stream: &Stream) -> Result<Self> {
+    pub(super) fn new(host: Array, stream: &Stream) -> Result<Self> {
         let on_cpu = stream.device().is_cpu();
         let device = if on_cpu { None } else { Some(host.upload(stream)?) };
         Ok(Self { host, device })
     }
 
     /// The array in host memory.
-    pub fn host(&self) -> &Array {
+    pub(super) fn host(&self) -> &Array {
         &self.host
     }
 
@@ -173,7 +173,7 @@ impl Placed {
     ///
     /// # Errors
     /// If the array has more dimensions than a view can have.
-    pub fn view(&self) -> Result<View<'_>> {
+    pub(super) fn view(&self) -> Result<View<'_>> {
         match &self.device {
             Some(tensor) => Ok(tensor.view()),
             None => Ok(self.host.view()?),
@@ -181,7 +181,7 @@ impl Placed {
     }
 
     /// The tensor as a report names it.
-    pub fn info(&self, name: &'static str) -> TensorInfo {
+    pub(super) fn info(&self, name: &'static str) -> TensorInfo {
         (name, self.host.shape().to_vec(), self.host.dtype())
     }
 }

@@ -1,4 +1,5 @@
 use super::*;
+use blockflash_sys::DType;
 
 const ATTENTION: AttentionShape = AttentionShape {
     pass: Pass::Forward,

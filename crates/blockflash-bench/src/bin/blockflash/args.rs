@@ -1,6 +1,6 @@
 //! Options that several commands share, and the parsers of their values.
 
-use crate::failure::{Failure, Result};
+use crate::failure::{Result, bail};
 use blockflash_bench::io::Format;
 use blockflash_ops::{DType, Device, tuning};
 use blockflash_safe::{Error, cuda_status};
@@ -69,17 +69,17 @@ impl TuningArg {
     pub fn load(&self, device: &Device) -> Result<()> {
         let Some(path) = &self.tuning else { return Ok(()) };
         let Some(gpu) = device.cuda_properties() else {
-            return Err(Failure::new("--tuning is about kernels of GPUs, but the CPU is used"));
+            bail!("--tuning is about kernels of GPUs, but the CPU is used");
         };
         let tuning = tuning::load(path)?;
         match tuning.gpu(gpu) {
             Some(_) => Ok(()),
-            None => Err(Failure::new(format!(
+            None => bail!(
                 "{} has no case of {} with {} multiprocessors",
                 path.display(),
                 gpu.name,
                 gpu.multiprocessors
-            ))),
+            ),
         }
     }
 }
@@ -141,9 +141,4 @@ pub fn out_path(text: &str) -> std::result::Result<PathBuf, String> {
         Some(_) => Ok(path),
         None => Err("the name must end in .npy or .safetensors".to_owned()),
     }
-}
-
-/// Refuses options that contradict each other.
-pub fn ensure(condition: bool, message: &str) -> Result<()> {
-    if condition { Ok(()) } else { Err(Failure::new(message)) }
 }

@@ -1,8 +1,7 @@
 //! `blockflash attention`.
 
-use crate::args::ensure;
 use crate::attention_args::Args;
-use crate::failure::{Failure, Result};
+use crate::failure::{Failure, Result, bail, ensure};
 use crate::offsets::Offsets;
 use crate::operand::{StandIn, common_dtype, load_all, random};
 use crate::run::Run;
@@ -47,7 +46,7 @@ fn tensors(args: &Args, scores: Scores) -> Result<[Array; 3]> {
         let q = [batch, seqlen_q, heads_q, head_dim];
         let seqlen_kv = args.seqlen_kv.unwrap_or(seqlen_q);
         let kv = [batch, seqlen_kv, args.qkv.kv_heads.unwrap_or(heads_q), head_dim];
-        ensure(!packed || batch == 1, "--cu-seqlens divides the rows of --random 1xROWSxHxD")?;
+        ensure!(!packed || batch == 1, "--cu-seqlens divides the rows of --random 1xROWSxHxD");
         let dtype = dtype.unwrap_or(DType::F16);
         memory::ensure("q, k, v and o", memory::size(&[&q, &kv, &kv, &q], dtype.size()))?;
         if !packed {
@@ -61,10 +60,10 @@ fn tensors(args: &Args, scores: Scores) -> Result<[Array; 3]> {
     }
     // clap does not enforce `requires` where what is required conflicts with another option that is
     // given.
-    ensure(
+    ensure!(
         args.qkv.kv_heads.is_none() && args.seqlen_kv.is_none(),
-        "--kv-heads and --seqlen-kv only apply to --random",
-    )?;
+        "--kv-heads and --seqlen-kv only apply to --random"
+    );
     let sources = args.qkv.sources("BxSxHxD")?;
     let dtype = common_dtype(dtype, &sources)?;
     let o = memory::size(&[sources[0].shape()?], dtype.size());
@@ -96,10 +95,7 @@ fn packed(args: &Args, of_queries: &Offsets, [q, k]: [&Array; 2]) -> Result<[Vec
 /// The lengths between the offsets, which must cover the rows of a packed tensor.
 fn lengths(name: &str, tensor: &Array, offsets: &Array) -> Result<Vec<usize>> {
     let &[rows, _, _] = tensor.shape() else {
-        return Err(Failure::new(format!(
-            "{name} is {:?}, expected [rows, heads, head_dim] with --cu-seqlens",
-            tensor.shape()
-        )));
+        bail!("{name} is {:?}, expected [rows, heads, head_dim] with --cu-seqlens", tensor.shape());
     };
     let wrong = |what: String| Failure::new(format!("the offsets of {name} {what}"));
     let (&[_], Some(entries)) = (offsets.shape(), offsets.as_i32()) else {
@@ -115,6 +111,6 @@ fn lengths(name: &str, tensor: &Array, offsets: &Array) -> Result<Vec<usize>> {
     };
     let lengths = entries.windows(2).map(length).collect::<Result<Vec<_>>>()?;
     let end: usize = lengths.iter().sum();
-    ensure(end == rows, &wrong(format!("end at {end}, but it has {rows} rows")).to_string())?;
+    ensure!(end == rows, "{}", wrong(format!("end at {end}, but it has {rows} rows")).to_string());
     Ok(lengths)
 }

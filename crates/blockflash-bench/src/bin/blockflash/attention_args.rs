@@ -32,34 +32,28 @@ const USAGE: &str =
 
 /// Options of `blockflash attention`.
 #[derive(clap::Args)]
-#[command(after_help = EXAMPLES, override_usage = USAGE)]
+#[command(after_help = EXAMPLES, override_usage = USAGE, next_help_heading = "Input")]
 pub struct Args {
     #[command(flatten)]
     pub qkv: Qkv,
     /// Draw q, k and v from N(0, 1): batch size, sequence length, heads and head dimension. With
     /// --cu-seqlens, the batch size is 1 and the length counts the rows of all sequences
-    #[arg(long, value_name = "BxSxHxD", value_parser = sizes::<4>, help_heading = "Input")]
+    #[arg(long, value_name = "BxSxHxD", value_parser = sizes::<4>)]
     pub random: Option<[usize; 4]>,
     /// Sequence length of random k and v [default: the same as q]
-    #[arg(long, value_name = "N", help_heading = "Input")]
+    #[arg(long, value_name = "N")]
     pub seqlen_kv: Option<usize>,
     /// Treat the rows of q, k and v as packed sequences. The offsets at which each sequence begins
     /// and the last one ends are a list such as 0,100,250 or a file (tensor `cu_seqlens`)
-    #[arg(long, value_name = "LIST|FILE", value_parser = Offsets::parse, help_heading = "Input")]
+    #[arg(long, value_name = "LIST|FILE", value_parser = Offsets::parse)]
     pub cu_seqlens: Option<Offsets>,
     /// Offsets of keys and values (tensor `cu_seqlens_kv`) [default: the same as for queries]
-    #[arg(
-        long,
-        value_name = "LIST|FILE",
-        value_parser = Offsets::parse,
-        requires = "cu_seqlens",
-        help_heading = "Input"
-    )]
+    #[arg(long, value_name = "LIST|FILE", value_parser = Offsets::parse, requires = "cu_seqlens")]
     pub cu_seqlens_kv: Option<Offsets>,
 
     /// full, causal (the last query is aligned with the last key) or causal-top-left (the first
     /// query is aligned with the first key) [default: full]
-    #[arg(long, value_name = "MASK", hide_possible_values = true, help_heading = "Operation")]
+    #[arg(long, value_name = "MASK", help_heading = "Operation")]
     pub mask: Option<MaskName>,
     #[command(flatten)]
     pub scores: ScoreArgs,

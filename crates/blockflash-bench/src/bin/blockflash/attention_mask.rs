@@ -1,6 +1,6 @@
 //! The block mask of `blockflash attention`.
 
-use crate::failure::{Failure, Result};
+use crate::failure::{Result, bail};
 use crate::mask::block;
 use crate::mask_file::{self, Known};
 use blockflash_bench::block_pattern::BlockPattern;
@@ -70,7 +70,7 @@ impl MaskArgs {
         Ok(Some(match (&self.block_mask, packed) {
             (None, _) => return Ok(None),
             (Some(Source::Words(_)), _) if self.mask_col_idx.is_some() => {
-                return Err(Failure::new("--mask-col-idx needs a file in --block-mask"));
+                bail!("--mask-col-idx needs a file in --block-mask");
             }
             (Some(Source::Words(pattern)), None) => of_words(pattern, [seqlen_q, seqlen_kv])?,
             (Some(Source::Words(pattern)), Some([q, kv])) => {
@@ -88,10 +88,10 @@ impl MaskArgs {
                 file,
             )?,
             (Some(Source::File(_)), Some(_)) => {
-                return Err(Failure::new(
+                bail!(
                     "a block mask from a file needs sequences of equal length: with --cu-seqlens, \
-                     describe it by words",
-                ));
+                     describe it by words"
+                );
             }
         }))
     }

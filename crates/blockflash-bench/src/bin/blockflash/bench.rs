@@ -1,7 +1,7 @@
 //! `blockflash bench`.
 
 use crate::args::{DeviceArg, TuningArg};
-use crate::failure::{Failure, Result, warn};
+use crate::failure::{Failure, Result, bail, warn};
 use crate::output::{device_name, print};
 use crate::pace::{announce, each, failures};
 use crate::rest::{Rest, RestArgs};
@@ -122,9 +122,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
     let device = args.device.open()?;
     args.tuning.load(&device)?;
     if suite.energy && suite.cache.contains(&Cache::Cold) {
-        return Err(Failure::new(
-            "energy cannot be measured with a cold L2 cache: overwriting it would count",
-        ));
+        bail!("energy cannot be measured with a cold L2 cache: overwriting it would count");
     }
     if device.is_cpu() && suite.cache.contains(&Cache::Cold) {
         suite.cache.retain(|&cache| cache != Cache::Cold);
@@ -144,7 +142,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
         None => Kernels::Selected,
     };
     if device.is_cpu() && args.kernel.is_some() {
-        return Err(Failure::new("--kernel names GPU kernels, but the CPU is measured"));
+        bail!("--kernel names GPU kernels, but the CPU is measured");
     }
     let file = format!("{}.jsonl", suite.name);
     let default = match &found {
@@ -152,10 +150,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
         None => PathBuf::from(file),
     };
     if suite.cases.is_empty() && device.is_cpu() {
-        return Err(Failure::new(format!(
-            "the suite {} measures a GPU, and none is used",
-            suite.name
-        )));
+        bail!("the suite {} measures a GPU, and none is used", suite.name);
     }
     let out = args.out.as_deref().unwrap_or(&default);
 
@@ -244,18 +239,13 @@ impl Args {
         let selection = Selection::parse(self.peers.as_deref().unwrap_or(default));
         let script = benches.join("peers").join("serve.py");
         if selection != Selection::None && !script.is_file() {
-            return Err(Failure::new(format!(
-                "{} is missing; measure without competitors by --peers none",
-                script.display()
-            )));
+            bail!("{} is missing; measure without competitors by --peers none", script.display());
         }
         let arguments = vec![script.into(), "--device".into(), device.to_string().into()];
         let command = Command { program: "python3".into(), arguments, verbose: self.verbose };
         let peers = Peers::start(command, selection, self.tune_seconds.into());
         if let Some(name) = peers.unknown().first() {
-            return Err(Failure::new(format!(
-                "--peers: there is no competitor whose name contains {name:?}"
-            )));
+            bail!("--peers: there is no competitor whose name contains {name:?}");
         }
         if let Some(versions) = peers.versions() {
             print(&format!("competitors: {versions}"))?;

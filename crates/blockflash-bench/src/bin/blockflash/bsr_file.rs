@@ -1,7 +1,6 @@
 //! Block-sparse matrices of the command: in files, and random ones.
 
-use crate::args::ensure;
-use crate::failure::{Failure, Result};
+use crate::failure::{Failure, Result, bail, ensure};
 use crate::operand::{Source, load_all};
 use blockflash_bench::case::Pattern;
 use blockflash_bench::io::Array;
@@ -26,33 +25,30 @@ impl BsrFile {
         let block = match *values.shape()? {
             [_, height, width] if height == width => height,
             [blocks, height, width] => {
-                let message =
-                    format!("values is [{blocks}, {height}, {width}], expected square blocks");
-                return Err(Failure::new(message));
+                bail!("values is [{blocks}, {height}, {width}], expected square blocks");
             }
             ref other => {
-                return Err(Failure::new(format!("values is {other:?}, expected [blocks, b, b]")));
+                bail!("values is {other:?}, expected [blocks, b, b]");
             }
         };
         let [row_ptr, col_idx] = load_all([row_ptr, col_idx], DType::I32, 0)?;
         for (name, array) in [("row_ptr", &row_ptr), ("col_idx", &col_idx)] {
-            ensure(
+            ensure!(
                 array.shape().len() == 1,
-                &format!("{name} is {:?}, expected one dimension", array.shape()),
-            )?;
+                "{name} is {:?}, expected one dimension",
+                array.shape()
+            );
         }
-        ensure(
+        ensure!(
             !row_ptr.is_empty(),
-            "row_ptr is empty, expected the number of block rows + 1 entries",
-        )?;
+            "row_ptr is empty, expected the number of block rows + 1 entries"
+        );
         let shape = match Source::open_optional(path, "shape")? {
             None => None,
             Some(source) => match *source.load(DType::I32)?.as_i32().unwrap_or_default() {
                 [rows, cols] if rows >= 0 && cols >= 0 => Some([rows as usize, cols as usize]),
                 ref other => {
-                    let message =
-                        format!("shape is {other:?}, expected the rows and columns of the matrix");
-                    return Err(Failure::new(message));
+                    bail!("shape is {other:?}, expected the rows and columns of the matrix");
                 }
             },
         };
@@ -80,10 +76,8 @@ impl RandomBlocks {
     ) -> Result<Self> {
         let (block, density) = (block.unwrap_or(64), density.unwrap_or(0.1));
         let limit = BsrPattern::MAX_BLOCK_SIZE;
-        let message = format!("--block is {block}, expected 1 to {limit}");
-        ensure((1..=limit).contains(&block), &message)?;
-        let message = format!("--density is {density}, expected 0 to 1");
-        ensure((0.0..=1.0).contains(&density), &message)?;
+        ensure!((1..=limit).contains(&block), "--block is {block}, expected 1 to {limit}");
+        ensure!((0.0..=1.0).contains(&density), "--density is {density}, expected 0 to 1");
         let blocks = [rows.div_ceil(block), cols.div_ceil(block)];
         // The indices of the format are 32-bit.
         let all = blocks[0].checked_mul(blocks[1]);

@@ -1,9 +1,8 @@
 //! `blockflash bsr-matmul`.
 
-use crate::args::ensure;
 use crate::bsr_args::{ActivationName, Args, Axis};
 use crate::bsr_file::{BsrFile, RandomBlocks};
-use crate::failure::{Failure, Result};
+use crate::failure::{Result, bail, ensure};
 use crate::operand::{Source, common_dtype, load_all, random};
 use crate::outputs::Outputs;
 use crate::run::Run;
@@ -22,12 +21,18 @@ const LANE_C: u64 = 4;
 
 /// Runs the matmul once, checks and times it.
 pub fn run(args: Args) -> Result<ExitCode> {
-    let (alpha, beta) = (args.alpha.unwrap_or(1.0), args.beta.unwrap_or(0.0));
-    ensure(beta == 0.0 || args.c.is_some(), "--beta needs the old C: --c FILE or --c random")?;
+    let (alpha, beta) = (args.operation.alpha.unwrap_or(1.0), args.operation.beta.unwrap_or(0.0));
+    ensure!(
+        beta == 0.0 || args.operation.c.is_some(),
+        "--beta needs the old C: --c FILE or --c random"
+    );
     // C may take the place of the old one, which it is the sum with.
-    let inputs =
-        [("--a", args.a.as_ref()), ("--b", args.b.as_ref()), ("--bias", args.bias.as_ref())];
-    let outputs = Outputs::new(&[("--out", "c", args.out.as_ref())], &inputs)?;
+    let inputs = [
+        ("--a", args.a.as_ref()),
+        ("--b", args.b.as_ref()),
+        ("--bias", args.operation.bias.as_ref()),
+    ];
+    let outputs = Outputs::new(&[("--out", "c", args.output.out.as_ref())], &inputs)?;
     let device = args.common.device.open()?;
     args.tuning.load(&device)?;
     let stream = device.stream()?;
@@ -35,22 +40,22 @@ pub fn run(args: Args) -> Result<ExitCode> {
     let data = data(&args)?;
     let layout = |axis: Option<Axis>| Placement::of_major(axis.unwrap_or(Axis::Row).into());
     let call = BsrCall {
-        transposed: args.transpose_a,
+        transposed: args.operation.transpose_a,
         alpha,
         beta,
-        bias: match (&args.bias, args.bias_axis) {
+        bias: match (&args.operation.bias, args.operation.bias_axis) {
             (None, _) => BiasKind::None,
             (Some(_), None | Some(Axis::Row)) => BiasKind::PerRow,
             (Some(_), Some(Axis::Column)) => BiasKind::PerColumn,
         },
-        activation: match args.activation {
+        activation: match args.operation.activation {
             ActivationName::None => Activation::None,
             ActivationName::Relu => Activation::Relu,
             ActivationName::Gelu => Activation::Gelu,
             ActivationName::Silu => Activation::Silu,
         },
-        placements: [layout(args.b_layout), layout(args.c_layout)],
-        c_dtype: args.out_dtype.map_or(data.values.dtype(), DType::from),
+        placements: [layout(args.operation.b_layout), layout(args.operation.c_layout)],
+        c_dtype: args.output.out_dtype.map_or(data.values.dtype(), DType::from),
     };
     let mut operands = BsrOperands::new(call, data, &stream)?;
     let (operation, kernel) = ("bsr-matmul", None);
@@ -75,32 +80,30 @@ fn data(args: &Args) -> Result<BsrData> {
         (None, Some(a), Some(b)) => {
             // clap does not enforce `requires` where what is required conflicts with another
             // option that is given.
-            ensure(
+            ensure!(
                 args.block.is_none() && args.density.is_none(),
-                "--block and --density only apply to --random",
-            )?;
-            read(a, b, wish, args.transpose_a)?
+                "--block and --density only apply to --random"
+            );
+            read(a, b, wish, args.operation.transpose_a)?
         }
         _ => {
-            return Err(Failure::new(
-                "nothing to compute: give --a FILE and --b FILE, or --random MxNxK (see --help)",
-            ));
+            bail!("nothing to compute: give --a FILE and --b FILE, or --random MxNxK (see --help)");
         }
     };
-    let at = usize::from(args.transpose_a);
+    let at = usize::from(args.operation.transpose_a);
     let ([m, k], &[rows, n]) = ([data.shape[at], data.shape[1 - at]], data.b.shape()) else {
-        return Err(Failure::new(format!("b is {:?}, expected [k, n]", data.b.shape())));
+        bail!("b is {:?}, expected [k, n]", data.b.shape());
     };
-    let what = if args.transpose_a { "rows" } else { "columns" };
-    ensure(rows == k, &format!("b has {rows} rows, but A has {k} {what}"))?;
-    let bias_len = if args.bias_axis == Some(Axis::Column) { n } else { m };
+    let what = if args.operation.transpose_a { "rows" } else { "columns" };
+    ensure!(rows == k, "b has {rows} rows, but A has {k} {what}");
+    let bias_len = if args.operation.bias_axis == Some(Axis::Column) { n } else { m };
     let optional = |path: &Option<_>, name, dtype, shape: &[usize], lane| {
         path.as_deref().map(|path| optional(path, name, dtype, shape, (args.common.seed, lane)))
     };
     let dtype = data.values.dtype();
-    let bias = optional(&args.bias, "bias", dtype, &[bias_len], LANE_BIAS).transpose()?;
-    let c_dtype = args.out_dtype.map_or(dtype, DType::from);
-    let c = optional(&args.c, "c", c_dtype, &[m, n], LANE_C).transpose()?;
+    let bias = optional(&args.operation.bias, "bias", dtype, &[bias_len], LANE_BIAS).transpose()?;
+    let c_dtype = args.output.out_dtype.map_or(dtype, DType::from);
+    let c = optional(&args.operation.c, "c", c_dtype, &[m, n], LANE_C).transpose()?;
     Ok(BsrData { bias, c, ..data })
 }
 
@@ -116,7 +119,7 @@ fn optional(
         return random(name, dtype, shape, seed, lane);
     }
     let array = Source::open(path, name)?.load(dtype)?;
-    ensure(array.shape() == shape, &format!("{name} is {:?}, expected {shape:?}", array.shape()))?;
+    ensure!(array.shape() == shape, "{name} is {:?}, expected {shape:?}", array.shape());
     Ok(array)
 }
 
@@ -125,14 +128,15 @@ fn read(a: &Path, b: &Path, wish: Option<DType>, transposed: bool) -> Result<Bsr
     let sources = [values, Source::open(b, "b")?];
     let dtype = common_dtype(wish, &sources)?;
     let &[rows_of_b, n] = sources[1].shape()? else {
-        return Err(Failure::new(format!("b is {:?}, expected [k, n]", sources[1].shape()?)));
+        bail!("b is {:?}, expected [k, n]", sources[1].shape()?);
     };
     let shape = match shape {
         Some(shape) => shape,
         None if transposed => {
-            let message = "the file of a transposed A needs a tensor `shape`: B does not say how \
-                           many columns A has";
-            return Err(Failure::new(message));
+            bail!(
+                "the file of a transposed A needs a tensor `shape`: B does not say how \
+                           many columns A has"
+            );
         }
         None => [(row_ptr.len() - 1) * block, rows_of_b],
     };
@@ -142,7 +146,7 @@ fn read(a: &Path, b: &Path, wish: Option<DType>, transposed: bool) -> Result<Bsr
 }
 
 fn drawn(args: &Args, [m, n, k]: [usize; 3], dtype: DType) -> Result<BsrData> {
-    let shape = if args.transpose_a { [k, m] } else { [m, k] };
+    let shape = if args.operation.transpose_a { [k, m] } else { [m, k] };
     let blocks = RandomBlocks::new("A", shape, args.block, args.density)?;
     // The blocks twice: as drawn, and as the matrix.
     let of_blocks = [blocks.stored, blocks.block, blocks.block];

@@ -1,8 +1,7 @@
 //! `blockflash attention-decode`.
 
-use crate::args::ensure;
 use crate::decode_args::Args;
-use crate::failure::{Failure, Result};
+use crate::failure::{Result, bail, ensure};
 use crate::operand::{Source, StandIn, common_dtype, load_all, random};
 use crate::run::Run;
 use blockflash_bench::case::{DecodeData, DecodeOperands, DecodeShape, Fill, Scores};
@@ -44,7 +43,7 @@ fn drawn(
     let keys = args.seqlen_kv.unwrap_or(KEYS);
     let page_size = args.page_size.unwrap_or(keys);
     let divides = page_size > 0 && keys.is_multiple_of(page_size) || args.page_size.is_none();
-    ensure(divides, &format!("{keys} keys cannot be divided into pages of {page_size}"))?;
+    ensure!(divides, "{keys} keys cannot be divided into pages of {page_size}");
     let pages = if args.page_size.is_some() { keys / page_size } else { 1 };
     let q = [batch, queries, heads, head_dim];
     let all = batch.saturating_mul(pages);
@@ -56,7 +55,7 @@ fn drawn(
     let tensors = memory::size(&[&q, &kv, &kv, &q], dtype.size());
     memory::ensure("q, k, v and o", tensors.saturating_add(places))?;
     refuse(scores, dtype, [&q, &kv], args.page_size.map(|_| [batch, pages]))?;
-    ensure(i32::try_from(all).is_ok(), "there are too many pages")?;
+    ensure!(i32::try_from(all).is_ok(), "there are too many pages");
     let shape = DecodeShape {
         batch,
         seqlen_q: queries,
@@ -76,10 +75,10 @@ fn drawn(
 fn read(args: &Args, scores: Scores) -> Result<DecodeData> {
     // clap does not enforce `requires` where what is required conflicts with another option that is
     // given.
-    ensure(
+    ensure!(
         args.qkv.kv_heads.is_none() && args.seqlen_kv.is_none() && args.page_size.is_none(),
-        "--kv-heads, --seqlen-kv and --page-size only apply to --random",
-    )?;
+        "--kv-heads, --seqlen-kv and --page-size only apply to --random"
+    );
     let sources = args.qkv.sources("BxQxHxD")?;
     let dtype = common_dtype(args.qkv.dtype(), &sources)?;
     let o = memory::size(&[sources[0].shape()?], dtype.size());
@@ -92,8 +91,7 @@ fn read(args: &Args, scores: Scores) -> Result<DecodeData> {
     }
     let [q, k, v] = load_all(sources, dtype, o)?;
     let &[pages, _, _, _] = k.shape() else {
-        let text = format!("k is {:?}, expected four sizes: see --help", k.shape());
-        return Err(Failure::new(text));
+        bail!("k is {:?}, expected four sizes: see --help", k.shape());
     };
     let (seqused_kv, chosen, sink, seed) = (None, None, None, args.common.seed);
     Ok(DecodeData { q, k, v, pages, block_table, seqused_kv, chosen, sink, seed })

@@ -25,31 +25,31 @@ const USAGE: &str = "blockflash attention-decode [OPTIONS] --random BxQxHxD | --
 
 /// Options of `blockflash attention-decode`.
 #[derive(clap::Args)]
-#[command(after_help = EXAMPLES, override_usage = USAGE)]
+#[command(after_help = EXAMPLES, override_usage = USAGE, next_help_heading = "Input")]
 pub struct Args {
     #[command(flatten)]
     pub qkv: Qkv,
     /// Draw q and the cache from N(0, 1): batch size, queries of a sequence, heads and head
     /// dimension
-    #[arg(long, value_name = "BxQxHxD", value_parser = sizes::<4>, help_heading = "Input")]
+    #[arg(long, value_name = "BxQxHxD", value_parser = sizes::<4>)]
     pub random: Option<[usize; 4]>,
     /// Keys that a random cache holds for each sequence [default: 1024]
-    #[arg(long, value_name = "N", help_heading = "Input")]
+    #[arg(long, value_name = "N")]
     pub seqlen_kv: Option<usize>,
     /// Divide a random cache into pages of so many keys, in a random order
-    #[arg(long, value_name = "N", help_heading = "Input")]
+    #[arg(long, value_name = "N")]
     pub page_size: Option<usize>,
     /// Read the pages of each sequence, in the order of their keys, from a file (tensor
     /// `block_table`)
-    #[arg(long, value_name = "FILE", conflicts_with = "random", help_heading = "Input")]
+    #[arg(long, value_name = "FILE", conflicts_with = "random")]
     pub block_table: Option<PathBuf>,
     /// How many keys each sequence has: a list such as 500,37 or a file (tensor `seqused_kv`)
     /// [default: as many as there is room for]
-    #[arg(long, value_name = "LIST|FILE", value_parser = Offsets::parse, help_heading = "Input")]
+    #[arg(long, value_name = "LIST|FILE", value_parser = Offsets::parse)]
     pub seqused_kv: Option<Offsets>,
 
     /// full or causal (the last query is aligned with the last key) [default: causal]
-    #[arg(long, value_name = "MASK", hide_possible_values = true, help_heading = "Operation")]
+    #[arg(long, value_name = "MASK", help_heading = "Operation")]
     pub mask: Option<MaskName>,
     #[command(flatten)]
     pub scores: ScoreArgs,

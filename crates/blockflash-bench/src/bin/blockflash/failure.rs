@@ -24,6 +24,24 @@ impl Failure {
     }
 }
 
+/// Ends a function or closure with a failure, whose message is written as for `format!`.
+macro_rules! bail {
+    ($($message:tt)+) => {
+        return Err($crate::failure::Failure::new(format!($($message)+)))
+    };
+}
+pub(crate) use bail;
+
+/// The same unless a condition holds: for options that contradict each other, and bad input.
+macro_rules! ensure {
+    ($condition:expr, $($message:tt)+) => {
+        if !$condition {
+            $crate::failure::bail!($($message)+);
+        }
+    };
+}
+pub(crate) use ensure;
+
 impl Display for Failure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         // Names that files made up may be a part of it.

@@ -57,6 +57,7 @@ static VERSION: LazyLock<String> = LazyLock::new(|| {
     version = VERSION.as_str(),
     max_term_width = 100,
     arg_required_else_help = true,
+    hide_possible_values = true,
 )]
 struct Cli {
     #[command(subcommand)]

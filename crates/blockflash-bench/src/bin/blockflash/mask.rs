@@ -1,7 +1,7 @@
 //! `blockflash mask`.
 
-use crate::args::{ensure, sizes};
-use crate::failure::{Failure, Result};
+use crate::args::sizes;
+use crate::failure::{Failure, Result, bail, ensure};
 use crate::mask_file::{self, Known};
 use crate::output::print;
 use crate::progress::Progress;
@@ -152,10 +152,10 @@ impl Show {
                 let name = format!("{} {}, {}", lists.pattern, lists.density, shape.mask);
                 Ok(named(sparse.block_mask(self.seed)?, name, shape.mask()))
             }
-            (None, None, None) => Err(Failure::new(
+            (None, None, None) => bail!(
                 "nothing to show: give FILE, or --pattern WORDS and --seqlen N, or --case ID (see \
-                 --help)",
-            )),
+                 --help)"
+            ),
         }
     }
 
@@ -178,15 +178,14 @@ impl Show {
             true => (0..mask.heads().min(MAX_SHOWN)).collect(),
             false => self.head.clone(),
         };
-        ensure(
+        ensure!(
             self.batch < mask.batch(),
-            &format!("--batch {}, but the mask has {}", self.batch, mask.batch()),
-        )?;
+            "--batch {}, but the mask has {}",
+            self.batch,
+            mask.batch()
+        );
         if let Some(head) = heads.iter().find(|&&head| head >= mask.heads()) {
-            return Err(Failure::new(format!(
-                "--head {head}, but the mask has {} heads",
-                mask.heads()
-            )));
+            bail!("--head {head}, but the mask has {} heads", mask.heads());
         }
         Ok(heads.into_iter().map(|head| [self.batch, head]).collect())
     }

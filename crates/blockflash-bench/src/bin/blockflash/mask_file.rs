@@ -1,6 +1,6 @@
 //! Block masks in files.
 
-use crate::failure::{Failure, Result};
+use crate::failure::{Failure, Result, bail};
 use crate::operand::Source;
 use blockflash_bench::case::from_rows;
 use blockflash_bench::io::{Array, Stored};
@@ -22,7 +22,7 @@ pub struct Known<'a> {
 /// Reads booleans, or the index arrays.
 pub fn read(known: &Known<'_>, file: &Path) -> Result<BlockMask> {
     let is_bool = |source: &Source| source.stored() == Some(Stored::Bool);
-    let wrong = |what: &str| Err(Failure::new(format!("{} {what}", file.display())));
+    let wrong = |what: &str| bail!("{} {what}", file.display());
     // The one array of an .npy file answers to every name.
     let (row_ptr, col_idx) = match (Source::open_optional(file, "")?, known.col_idx) {
         (Some(array), None) if is_bool(&array) => {
@@ -63,27 +63,23 @@ fn from_booleans(known: &Known<'_>, source: Source) -> Result<BlockMask> {
         [heads, rows, cols] => [1, heads, rows, cols],
         [batch, heads, rows, cols] => [batch, heads, rows, cols],
         ref other => {
-            return Err(Failure::new(format!(
-                "mask is {other:?}, expected [rows, cols] in blocks"
-            )));
+            bail!("mask is {other:?}, expected [rows, cols] in blocks");
         }
     };
     if known.heads.is_some_and(|wanted| wanted != heads) {
-        return Err(Failure::new(format!(
-            "mask has {heads} heads, which is not what was asked for"
-        )));
+        bail!("mask has {heads} heads, which is not what was asked for");
     }
     let [block_q, block_kv] = known.block.unwrap_or([128; 2]);
     let seqlen_q = known.seqlen.unwrap_or(rows.saturating_mul(block_q));
     let seqlen_kv = known.seqlen_kv.unwrap_or(cols.saturating_mul(block_kv));
     let geometry = BlockGeometry::new(seqlen_q, seqlen_kv, block_q, block_kv)?;
     if [geometry.rows(), geometry.cols()] != [rows, cols] {
-        return Err(Failure::new(format!(
+        bail!(
             "the file has {rows} x {cols} blocks, but {seqlen_q} x {seqlen_kv} tokens have {} x \
              {} of {block_q} x {block_kv}",
             geometry.rows(),
             geometry.cols()
-        )));
+        );
     }
     let blocks: Vec<bool> =
         blocks.as_i32().unwrap_or_default().iter().map(|&visited| visited != 0).collect();
@@ -116,7 +112,7 @@ fn from_indices(known: &Known<'_>, row_ptr: &Array, col_idx: &Array) -> Result<B
         }
         [_, _] | [_, _, _] if wanted.is_some() => return Err(contradiction()),
         ref other => {
-            return Err(Failure::new(format!("row_ptr is {other:?}, expected [rows + 1]")));
+            bail!("row_ptr is {other:?}, expected [rows + 1]");
         }
     };
     let [block_q, block_kv] = known.block.unwrap_or([128; 2]);
@@ -124,10 +120,10 @@ fn from_indices(known: &Known<'_>, row_ptr: &Array, col_idx: &Array) -> Result<B
     let geometry =
         BlockGeometry::new(seqlen_q, known.seqlen_kv.unwrap_or(seqlen_q), block_q, block_kv)?;
     if geometry.rows() != rows {
-        return Err(Failure::new(format!(
+        bail!(
             "row_ptr has {rows} rows, but {seqlen_q} queries have {} blocks of {block_q}",
             geometry.rows()
-        )));
+        );
     }
     let [row_ptr_values, col_idx] =
         [row_ptr, col_idx].map(|array| array.as_i32().unwrap_or_default());

@@ -1,6 +1,6 @@
 //! Operands: read or random.
 
-use crate::failure::{Failure, Result};
+use crate::failure::{Failure, Result, bail};
 use crate::progress::Progress;
 use crate::table;
 use blockflash_bench::io::{Array, Error, Problem, Stored, TensorFile};
@@ -140,12 +140,11 @@ pub fn common_dtype(wish: Option<DType>, sources: &[Source]) -> Result<DType> {
         };
         match found {
             Some((other, name)) if other != dtype => {
-                let message = format!(
+                bail!(
                     "{name} would be computed in {other} and {} in {dtype}: choose one with \
                      --dtype",
                     source.name
                 );
-                return Err(Failure::new(message));
             }
             _ => found = Some((dtype, source.name)),
         }

@@ -1,6 +1,6 @@
 //! What a run says on stdout, which may be closed at any time.
 
-use crate::failure::{Failure, Result};
+use crate::failure::{Result, bail};
 use crate::measure::Timing;
 use crate::table::{self, Facts};
 use blockflash_ops::{DType, Device};
@@ -16,7 +16,7 @@ pub fn print(text: &str) -> Result<()> {
     let mut out = stdout().lock();
     match writeln!(out, "{text}").and_then(|()| out.flush()) {
         Err(error) if error.kind() != ErrorKind::BrokenPipe => {
-            Err(Failure::new(format!("standard output: {error}")))
+            bail!("standard output: {error}")
         }
         _ => Ok(()),
     }

@@ -1,6 +1,6 @@
 //! Files that a command writes: checked before it computes, and written all or none.
 
-use crate::failure::{Failure, Result};
+use crate::failure::{Failure, Result, bail};
 use crate::progress::Progress;
 use blockflash_bench::io::{Array, Format, Replacement, destination, write_all};
 use blockflash_ops::DType;
@@ -38,18 +38,14 @@ impl Outputs {
                 outputs.iter().find(taken).filter(|other| npy(path) || npy(&other.path))
             {
                 let other = other.option;
-                return Err(Failure::new(format!(
-                    "{other} and {option} name the same .npy file; only .safetensors holds both"
-                )));
+                bail!("{other} and {option} name the same .npy file; only .safetensors holds both");
             }
             let same =
                 |input: &Path| input.canonicalize().is_ok_and(|input| input == output.destination);
             if let Some((input, _)) =
                 inputs.iter().find(|(_, path)| path.is_some_and(|path| same(path)))
             {
-                return Err(Failure::new(format!(
-                    "{option} names the file that {input} reads and would overwrite it"
-                )));
+                bail!("{option} names the file that {input} reads and would overwrite it");
             }
             outputs.push(output);
         }

@@ -1,7 +1,7 @@
 //! Options that `blockflash attention` and `blockflash attention-decode` share.
 
-use crate::args::{Float, Window, ensure, out_path, window};
-use crate::failure::{Failure, Result};
+use crate::args::{Float, Window, out_path, window};
+use crate::failure::{Result, bail, ensure};
 use crate::operand::{Source, random};
 use crate::outputs::Outputs;
 use blockflash_bench::case::Scores;
@@ -11,48 +11,26 @@ use std::path::{Path, PathBuf};
 
 /// Where q, k and v come from, and the type to compute in.
 #[derive(clap::Args)]
+#[command(next_help_heading = "Input")]
 pub struct Qkv {
     /// Read the tensors q, k and v from a .safetensors file
-    #[arg(
-        long,
-        value_name = "FILE",
-        conflicts_with_all = ["q", "k", "v", "random"],
-        help_heading = "Input",
-    )]
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["q", "k", "v", "random"])]
     pub input: Option<PathBuf>,
     /// Read q from a .npy file
-    #[arg(
-        long,
-        value_name = "FILE",
-        requires_all = ["k", "v"],
-        conflicts_with = "random",
-        help_heading = "Input",
-    )]
+    #[arg(long, value_name = "FILE", requires_all = ["k", "v"], conflicts_with = "random")]
     pub q: Option<PathBuf>,
     /// Read k from a .npy file
-    #[arg(
-        long,
-        value_name = "FILE",
-        requires_all = ["q", "v"],
-        conflicts_with = "random",
-        help_heading = "Input",
-    )]
+    #[arg(long, value_name = "FILE", requires_all = ["q", "v"], conflicts_with = "random")]
     pub k: Option<PathBuf>,
     /// Read v from a .npy file
-    #[arg(
-        long,
-        value_name = "FILE",
-        requires_all = ["q", "k"],
-        conflicts_with = "random",
-        help_heading = "Input",
-    )]
+    #[arg(long, value_name = "FILE", requires_all = ["q", "k"], conflicts_with = "random")]
     pub v: Option<PathBuf>,
     /// Element type to compute in [default: the type of the files; f16 for f32, f64 and random
     /// input]
-    #[arg(long, value_name = "f16|bf16|f32", hide_possible_values = true, help_heading = "Input")]
+    #[arg(long, value_name = "f16|bf16|f32")]
     pub dtype: Option<Float>,
     /// Number of heads of random k and v [default: as many as q]
-    #[arg(long, value_name = "N", help_heading = "Input")]
+    #[arg(long, value_name = "N")]
     pub kv_heads: Option<usize>,
 }
 
@@ -72,15 +50,15 @@ impl Qkv {
                 [Source::open(q, "q")?, Source::open(k, "k")?, Source::open(v, "v")?]
             }
             _ => {
-                return Err(Failure::new(format!(
+                bail!(
                     "nothing to compute: give --input FILE, or --q, --k and --v, or --random \
                      {random} (see --help)"
-                )));
+                );
             }
         };
         let (k, v) = (sources[1].shape()?, sources[2].shape()?);
         // Before anything is read: one of them may be hundreds of gigabytes long.
-        ensure(k == v, &format!("v is {v:?} and k {k:?}, expected the same"))?;
+        ensure!(k == v, "v is {v:?} and k {k:?}, expected the same");
         Ok(sources)
     }
 
@@ -142,10 +120,10 @@ impl ScoreArgs {
                 Mask::Window { left, right: Some(0), align }
             }
             (_, Some(Window { right: Some(right), .. })) => {
-                return Err(Failure::new(format!(
+                bail!(
                     "--window with {right} keys after the query contradicts a causal --mask: the \
                      right side must be 0 or -"
-                )));
+                );
             }
         })
     }
@@ -157,7 +135,7 @@ impl ScoreArgs {
             return Source::open(path, "sink")?.load(DType::F32).map(Some);
         }
         let &[.., heads, _] = q.shape() else {
-            return Err(Failure::new(format!("q is {:?}, which has no heads", q.shape())));
+            bail!("q is {:?}, which has no heads", q.shape());
         };
         random("sink", DType::F32, &[heads], seed, 3).map(Some)
     }

@@ -1,6 +1,6 @@
 //! `blockflash report`.
 
-use crate::failure::{Failure, Result, warn};
+use crate::failure::{Failure, Result, bail, warn};
 use crate::output::print;
 use blockflash_bench::io::write_texts;
 use blockflash_bench::machine::benches;
@@ -108,10 +108,7 @@ impl Args {
         }
         if records.is_empty() {
             let places: Vec<_> = places.iter().map(|place| place.display().to_string()).collect();
-            return Err(Failure::new(format!(
-                "no records in {}: run `blockflash bench` first",
-                places.join(", ")
-            )));
+            bail!("no records in {}: run `blockflash bench` first", places.join(", "));
         }
         if let Some(unknown) =
             self.suite.iter().find(|name| !records.iter().any(|record| record.suite == **name))
@@ -119,10 +116,7 @@ impl Args {
             let mut present: Vec<_> = records.iter().map(|record| record.suite.as_str()).collect();
             present.sort_unstable();
             present.dedup();
-            return Err(Failure::new(format!(
-                "no records of a suite {unknown:?}; there are {}",
-                present.join(", ")
-            )));
+            bail!("no records of a suite {unknown:?}; there are {}", present.join(", "));
         }
         if !self.suite.is_empty() {
             records.retain(|record| record.op == "ceiling" || self.suite.contains(&record.suite));
@@ -141,11 +135,11 @@ fn draw(records: &[Record], folder: &Path) -> Result<Vec<Plot>> {
     gpus.sort_unstable();
     gpus.dedup();
     if gpus.len() > 1 {
-        return Err(Failure::new(format!(
+        bail!(
             "--plots draws the records of one GPU, but these are records of {}: name the folder of \
              one GPU",
             gpus.join(", ")
-        )));
+        );
     }
     let plots = plots(records)?;
     std::fs::create_dir_all(folder)
@@ -195,13 +189,12 @@ fn write_into(path: &Path, text: &str) -> Result<()> {
         document => document.map_err(failure)?,
     };
     let Some(document) = report::insert(&document, text) else {
-        let message = format!(
+        bail!(
             "{} does not contain the lines {} and {}",
             path.display(),
             report::BEGIN,
             report::END
         );
-        return Err(Failure::new(message));
     };
     Ok(write_texts(&[(path, &document)])?)
 }

@@ -1,7 +1,7 @@
 //! Runs one operation on its operands: computes, times, writes and checks the results, reports.
 
 use crate::args::Common;
-use crate::failure::{Failure, Result};
+use crate::failure::{Failure, Result, bail};
 use crate::measure;
 use crate::output::{RunReport, print};
 use crate::outputs::Outputs;
@@ -80,9 +80,7 @@ impl Run<'_> {
             (Some(gpu), None) => return Ok(Some(operands.select(gpu)?)),
             (None, None) => return Ok(None),
             (None, Some(_)) => {
-                return Err(Failure::new(
-                    "--kernel names a GPU kernel, but this is not computed on a GPU",
-                ));
+                bail!("--kernel names a GPU kernel, but this is not computed on a GPU");
             }
         };
         for kernel in manifest::kernels().iter().filter(|kernel| kernel.symbol().contains(name)) {

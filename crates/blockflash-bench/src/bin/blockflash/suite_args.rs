@@ -1,6 +1,6 @@
 //! Options of commands that measure a suite.
 
-use crate::failure::{Failure, Result};
+use crate::failure::{Result, bail};
 use blockflash_bench::suite::Suite;
 
 /// Which cases are measured, and for how long.
@@ -38,7 +38,7 @@ impl SuiteArgs {
         suite.cases.retain(|case| parts.iter().any(|part| case.to_string().contains(part)));
         if suite.cases.is_empty() {
             let name = &suite.name;
-            return Err(Failure::new(format!("no case of the suite {name} contains {filter:?}")));
+            bail!("no case of the suite {name} contains {filter:?}");
         }
         Ok(())
     }

@@ -1,6 +1,6 @@
 //! `blockflash bench --swap-check`: does the order of a round matter, or is the gap long enough?
 
-use crate::failure::{Failure, Result};
+use crate::failure::{Result, bail};
 use crate::output::print;
 use crate::pace::{announce, cases, each, failures};
 use blockflash_bench::order::Order;
@@ -13,9 +13,7 @@ use std::process::ExitCode;
 pub fn run(run: &Run, peers: &mut Peers) -> Result<ExitCode> {
     if cases(run).all(|(case, _)| run.competitors(case, peers).len() < 2) {
         let why = "two contestants follow each other in any order";
-        return Err(Failure::new(format!(
-            "--swap-check needs at least two competitors that run: {why}"
-        )));
+        bail!("--swap-check needs at least two competitors that run: {why}");
     }
     announce(run, peers, &[Order::Fixed, Order::Reversed])?;
     let (mut most, mut compared, mut failed) = (0f64, 0, false);
