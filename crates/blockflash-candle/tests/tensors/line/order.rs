@@ -66,10 +66,29 @@ fn threads_share_a_device() -> Result<()> {
 }
 
 /// A graph of candle's stream has the calls, also the first one of a thread, and computes from what
-/// its tensors hold when it is launched.
+/// its tensors hold when it is launched. In a process of its own: work that other tests queue on
+/// CUDA's default stream meanwhile would be an error to CUDA.
 #[cfg(feature = "cuda")]
 #[test]
 fn captured_calls_run_with_the_graph() -> Result<()> {
+    const ALONE: &str = "BLOCKFLASH_TEST_ALONE";
+    if std::env::var_os(ALONE).is_some() {
+        return capture_and_compare();
+    }
+    let module = module_path!();
+    let module = module.split_once("::").map_or(module, |(_, path)| path);
+    let child = std::process::Command::new(std::env::current_exe()?)
+        .args(["--exact", &format!("{module}::captured_calls_run_with_the_graph"), "--nocapture"])
+        .env(ALONE, "1")
+        .output()?;
+    let said = [child.stdout, child.stderr].map(|text| String::from_utf8_lossy(&text).into_owned());
+    assert!(said[0].contains("running 1 test"), "{said:?}");
+    assert!(child.status.success(), "{}: {said:?}", child.status);
+    Ok(())
+}
+
+#[cfg(feature = "cuda")]
+fn capture_and_compare() -> Result<()> {
     use super::candle_core::cuda_backend::cudarc::driver::sys;
     for device in devices()?.into_iter().skip(1) {
         let stream = device.as_cuda_device()?.cuda_stream();
