@@ -99,10 +99,17 @@ fn output(mut command: Command) -> Option<String> {
 }
 
 fn processor() -> String {
-    let info = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
-    let name = info.lines().find_map(|line| line.strip_prefix("model name")?.split_once(':'));
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
-    format!("{}, {threads} threads", name.map_or(std::env::consts::ARCH, |(_, name)| name.trim()))
+    let name = processor_name();
+    format!("{}, {threads} threads", name.as_deref().unwrap_or(std::env::consts::ARCH))
+}
+
+/// The name of the processor in the words of the operating system; `None` where it has none.
+pub fn processor_name() -> Option<String> {
+    let info = std::fs::read_to_string("/proc/cpuinfo").ok()?;
+    let (_, name) =
+        info.lines().find_map(|line| line.strip_prefix("model name")?.split_once(':'))?;
+    Some(name.trim().to_owned())
 }
 
 /// The GPU's entry in `CUDA_VISIBLE_DEVICES` (a number or a UUID, both of which nvidia-smi takes),

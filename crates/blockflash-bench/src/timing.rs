@@ -82,6 +82,12 @@ pub fn median(values: &mut [f64]) -> Option<f64> {
     Some((lower + upper) / 2.0)
 }
 
+/// `None` without values.
+pub(crate) fn geometric_mean(values: &[f64]) -> Option<f64> {
+    let sum: f64 = values.iter().map(|value| value.ln()).sum();
+    (!values.is_empty()).then(|| (sum / values.len() as f64).exp())
+}
+
 /// A launch that can be repeated: captured in a graph on a GPU.
 #[derive(Debug, Default)]
 pub struct Repeat {

@@ -1,6 +1,7 @@
 //! What `blockflash tune` finds out about a case: whether the selected kernel is the fastest.
 
 use crate::record::Record;
+use crate::timing::geometric_mean;
 
 /// A kernel with its time.
 #[derive(Clone, Debug, PartialEq)]
@@ -51,8 +52,7 @@ impl Verdict {
 
 /// The geometric mean of the losses; `None` without any.
 pub fn mean_loss(verdicts: &[Verdict]) -> Option<f64> {
-    let logs: Vec<f64> = verdicts.iter().filter_map(Verdict::loss).map(f64::ln).collect();
-    (!logs.is_empty()).then(|| (logs.iter().sum::<f64>() / logs.len() as f64).exp())
+    geometric_mean(&verdicts.iter().filter_map(Verdict::loss).collect::<Vec<_>>())
 }
 
 #[cfg(test)]

@@ -4,6 +4,7 @@
 use crate::case::{Case, DecodeShape};
 use crate::record::{OURS, Record};
 use crate::timing::Cache;
+pub(super) use crate::timing::geometric_mean as mean;
 use blockflash_sys::DType;
 use std::collections::HashMap;
 
@@ -308,12 +309,6 @@ pub(super) fn peers<'r>(records: impl Iterator<Item = &'r Record>) -> Vec<&'r st
     let others = records.filter(|record| record.implementation != OURS);
     let names = grouped(others, |record| record.implementation.as_str());
     names.into_iter().map(|(name, _)| name).collect()
-}
-
-/// Geometric mean; `None` if there are no values.
-pub(super) fn mean(values: &[f64]) -> Option<f64> {
-    let sum: f64 = values.iter().map(|value| value.ln()).sum();
-    (!values.is_empty()).then(|| (sum / values.len() as f64).exp())
 }
 
 /// Smallest and largest value; `None` if there are no values.

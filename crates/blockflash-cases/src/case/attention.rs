@@ -176,7 +176,8 @@ impl AttentionShape {
     /// As [`Shape::operands`].
     pub(super) fn forward(&self, stream: &Stream, seed: u64) -> Result<AttentionOperands> {
         let mut data = AttentionData::random(&self.problem(), seed)?;
-        data.lengths = self.lengths.as_ref().map(|lengths| [(); 2].map(|()| lengths.to_vec()));
+        let of_both = |lengths: &Lengths| [lengths.as_slice(); 2].map(<[_]>::to_vec);
+        data.lengths = self.lengths.as_ref().map(of_both);
         // A backward pass reads the transpose.
         if let Some(sparse) = self.block_sparse() {
             data.block_mask = Some(sparse.block_mask(seed)?.with_transpose()?);

@@ -6,14 +6,12 @@ use super::id::{Fields, Id};
 use super::limits;
 use super::mask_operands::{Choose, SINK, Scores, WINDOW};
 use super::operands::Operands;
-use super::peer::{PeerCase, PeerCaseError};
 use super::shape::Shape;
 use super::work::Work;
 use crate::error::Result;
 use blockflash_ops::{BlockGeometry, Stream};
 use blockflash_sys::DType;
 use serde::{Deserialize, Serialize};
-use std::path::Path;
 
 /// One of the two steps that make a causal mask in square blocks for the heads of one sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
@@ -137,10 +135,6 @@ impl Shape for BlockMaskShape {
             MaskStep::Choose { .. } => "mask",
         };
         format!("{what} of blocks of {0} × {0}", self.block)
-    }
-
-    fn peer_case(&self, _seed: u64, _folder: &Path) -> Result<PeerCase, PeerCaseError> {
-        Err(PeerCaseError::OursOnly)
     }
 
     fn operands(&self, stream: &Stream, seed: u64) -> Result<Box<dyn Operands>> {

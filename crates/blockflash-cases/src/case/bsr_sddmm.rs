@@ -7,7 +7,6 @@ use super::grid::{each, uniform};
 use super::id::{Fields, Id};
 use super::operands::{Operands, normal};
 use super::pattern::Pattern;
-use super::peer::{PeerCase, PeerCaseError};
 use super::shape::Shape;
 use super::work::{TILE_COLUMNS, Work};
 use crate::error::Result;
@@ -15,7 +14,6 @@ use blockflash_ops::bsr_sddmm::BsrSddmmProblem;
 use blockflash_ops::{Major, Stream, bsr_sddmm_flops};
 use blockflash_sys::DType;
 use serde::{Deserialize, Serialize};
-use std::path::Path;
 
 /// `values = a[m, k]·b[k, n]` at stored blocks of `block_size`²; values have the type of the
 /// inputs.
@@ -123,10 +121,6 @@ impl Shape for SddmmShape {
     fn group(&self) -> String {
         let (size, a, b) = (self.block_size, self.a_major.name(), self.b_major.name());
         format!("blocks of {size} × {size}, A by {a}s, B by {b}s")
-    }
-
-    fn peer_case(&self, _seed: u64, _folder: &Path) -> Result<PeerCase, PeerCaseError> {
-        Err(PeerCaseError::OursOnly)
     }
 
     fn operands(&self, stream: &Stream, seed: u64) -> Result<Box<dyn Operands>> {

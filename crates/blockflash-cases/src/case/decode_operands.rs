@@ -3,15 +3,15 @@
 
 use super::decode_data::{DecodeData, shuffled};
 use super::decode_rows::Rows;
-use super::operands::{Operands, TensorInfo, launched, rotation_bytes};
-use super::scores::{Scores, sides};
+use super::operands::{Operands, Placed, TensorInfo, launched, rotation_bytes};
+use super::scores::Scores;
 use crate::error::Result;
 use crate::io::Array;
 use crate::memory::count;
 use blockflash_ops::{
-    Align, AttentionDecode, AttentionDecodeOperands as Written, AttentionDecodeProblem,
+    AttentionDecode, AttentionDecodeOperands as Written, AttentionDecodeProblem,
     AttentionDecodeWorkspace, CacheAccess, CudaProperties, DType, Kernel, KvCache, Operation,
-    PageLists, PreparedAttentionDecode, Stream, Tensor, View, attention_decode,
+    PageLists, PreparedAttentionDecode, Stream, Tensor, attention_decode,
 };
 use blockflash_oracle::{self as oracle, AttentionCase, Comparison};
 use blockflash_sys::manifest;
@@ -54,15 +54,18 @@ pub struct DecodeOperands {
 #[derive(Debug)]
 struct Inputs {
     scores: Scores,
-    data: DecodeData,
-    q: Tensor,
-    sink: Option<Tensor>,
-    /// Keys and values: at least one copy. On the CPU, the first one is that of the host.
-    copies: Vec<[Option<Tensor>; 2]>,
+    q: Placed,
+    sink: Option<Placed>,
+    /// Keys and values, and how many pages they have, of which the host may have fewer.
+    cache: [Placed; 2],
+    pages: usize,
+    /// Further copies of keys and values.
+    copies: Vec<[Tensor; 2]>,
     /// Block tables of a cache in pages: more than one if pages are chosen, so that the chosen ones
     /// are stored elsewhere.
     block_tables: Vec<Tensor>,
-    lengths: Option<Tensor>,
+    seed: u64,
+    lengths: Option<Placed>,
     /// Lists of chosen pages, and how many each sequence has.
     chosen: Option<[Tensor; 2]>,
     workspace: Option<AttentionDecodeWorkspace>,
@@ -70,15 +73,14 @@ struct Inputs {
 
 impl Inputs {
     fn new(scores: Scores, data: DecodeData, stream: &Stream) -> Result<Self> {
-        let upload = |array: &Option<Array>| -> Result<Option<Tensor>> {
-            Ok(array.as_ref().map(|array| array.upload(stream)).transpose()?)
+        let DecodeData { q, k, v, pages, block_table, seqused_kv, chosen, sink, seed } = data;
+        let place = |array| Placed::new(array, stream);
+        let cache = |host: Array| match host.shape().first() == Some(&pages) {
+            true => place(host),
+            false => Ok(Placed::with(repeated(&host, pages, stream)?, host)),
         };
-        let in_place = stream.device().is_cpu() && data.k.shape().first() == Some(&data.pages);
-        let cache = |host: &Array| -> Result<Option<Tensor>> {
-            Ok(if in_place { None } else { Some(repeated(host, data.pages, stream)?) })
-        };
-        let heads = data.k.shape().get(2).copied().unwrap_or(0);
-        let lists = |chosen: &Vec<Vec<usize>>| -> Result<[Tensor; 2]> {
+        let heads = k.shape().get(2).copied().unwrap_or(0);
+        let lists = |chosen: Vec<Vec<usize>>| -> Result<[Tensor; 2]> {
             let (batch, longest) = (chosen.len(), chosen.first().map_or(0, Vec::len));
             let columns = chosen.iter().flat_map(|columns| columns.repeat(heads));
             let columns: Vec<_> = columns.map(|column| column as i32).collect();
@@ -87,47 +89,51 @@ impl Inputs {
                 Tensor::from_slice(stream, &vec![longest as i32; batch], &[batch])?,
             ])
         };
+        let table = block_table.map(|table| table.upload(stream)).transpose()?;
         Ok(Self {
             scores,
-            q: data.q.upload(stream)?,
-            sink: upload(&data.sink)?,
-            copies: vec![[cache(&data.k)?, cache(&data.v)?]],
-            block_tables: upload(&data.block_table)?.into_iter().collect(),
-            lengths: upload(&data.seqused_kv)?,
-            chosen: data.chosen.as_ref().map(lists).transpose()?,
+            q: place(q)?,
+            sink: sink.map(place).transpose()?,
+            cache: [cache(k)?, cache(v)?],
+            pages,
+            copies: Vec::new(),
+            block_tables: table.into_iter().collect(),
+            seed,
+            lengths: seqused_kv.map(place).transpose()?,
+            chosen: chosen.map(lists).transpose()?,
             workspace: None,
-            data,
         })
     }
 
-    fn call(&self) -> AttentionDecode<'_> {
+    fn call(&self) -> Result<AttentionDecode<'_>> {
         let Scores { mask, softmax_scale, softcap } = self.scores;
         let pages = self.chosen.as_ref();
-        AttentionDecode {
+        Ok(AttentionDecode {
             mask,
             softmax_scale,
             softcap,
-            sink: self.sink.as_ref().map(Tensor::view),
+            sink: self.sink.as_ref().map(Placed::view).transpose()?,
             pages: pages
                 .map(|[lists, counts]| PageLists { lists: lists.view(), counts: counts.view() }),
             workspace: self.workspace.as_ref(),
-            ..AttentionDecode::new(self.q.view())
-        }
+            ..AttentionDecode::new(self.q.view()?)
+        })
     }
 
     /// What the launch with this number reads.
     fn cache(&self, launch: usize) -> Result<KvCache<'_>> {
-        let [k, v] = &self.copies[launch % self.copies.len()];
+        let [k, v] = match (launch % (1 + self.copies.len())).checked_sub(1) {
+            None => [self.cache[0].view()?, self.cache[1].view()?],
+            Some(copy) => self.copies[copy].each_ref().map(Tensor::view),
+        };
         let block_table = self.block_tables.get(launch % self.block_tables.len().max(1));
-        Ok(KvCache {
-            block_table: block_table.map(Tensor::view),
-            seqused_kv: self.lengths.as_ref().map(Tensor::view),
-            ..KvCache::new(stored(k, &self.data.k)?, stored(v, &self.data.v)?)
-        })
+        let seqused_kv = self.lengths.as_ref().map(Placed::view).transpose()?;
+        let block_table = block_table.map(Tensor::view);
+        Ok(KvCache { block_table, seqused_kv, ..KvCache::new(k, v) })
     }
 
     fn problem(&self) -> Result<AttentionDecodeProblem> {
-        Ok(self.call().problem(&self.cache(0)?)?)
+        Ok(self.call()?.problem(&self.cache(0)?)?)
     }
 
     /// Bytes that suffice for every kernel, also those that the library does not select.
@@ -142,14 +148,6 @@ impl Inputs {
             }
         }
         Ok(most)
-    }
-}
-
-/// A tensor, or the array in its place.
-fn stored<'a>(tensor: &'a Option<Tensor>, host: &'a Array) -> Result<View<'a>> {
-    match tensor {
-        Some(tensor) => Ok(tensor.view()),
-        None => Ok(host.view()?),
     }
 }
 
@@ -170,7 +168,7 @@ impl DecodeOperands {
         let attention = inputs.problem()?.attention;
         let shape = [attention.batch, attention.num_heads_q, attention.seqlen_q];
         let lse = wants_lse.then(|| Tensor::empty(stream, DType::F32, &shape)).transpose()?;
-        let o = Tensor::empty(stream, attention.dtype, inputs.data.q.shape())?;
+        let o = Tensor::empty(stream, attention.dtype, inputs.q.host().shape())?;
         Ok(Self { inputs, o, lse, next: 0, prepared: None, slots, counts })
     }
 
@@ -179,7 +177,7 @@ impl DecodeOperands {
         let cache = CacheAccess::Read(self.inputs.cache(self.next)?);
         self.next += 1;
         let (o, lse) = (self.o.view_mut(), self.lse.as_mut().map(Tensor::view_mut));
-        Ok((self.inputs.call(), Written { cache, o, lse }))
+        Ok((self.inputs.call()?, Written { cache, o, lse }))
     }
 
     fn problem(&self, _: Option<&Kernel>) -> Result<AttentionDecodeProblem> {
@@ -189,13 +187,12 @@ impl DecodeOperands {
 
 impl Operands for DecodeOperands {
     fn inputs(&self) -> Vec<TensorInfo> {
-        let DecodeData { q, k, v, pages, .. } = &self.inputs.data;
-        let cache = |array: &Array| [&[*pages], &array.shape()[1..]].concat();
-        vec![
-            ("q", q.shape().to_vec(), q.dtype()),
-            ("k", cache(k), k.dtype()),
-            ("v", cache(v), v.dtype()),
-        ]
+        let Inputs { q, cache: [k, v], pages, .. } = &self.inputs;
+        let cache = |name, cache: &Placed| {
+            let host = cache.host();
+            (name, [&[*pages], &host.shape()[1..]].concat(), host.dtype())
+        };
+        vec![q.info("q"), cache("k", k), cache("v", v)]
     }
 
     fn details(&mut self) -> Result<Vec<(&'static str, String)>> {
@@ -227,27 +224,21 @@ impl Operands for DecodeOperands {
     fn rotate(&mut self, stream: &Stream) -> Result<()> {
         let inputs = &mut self.inputs;
         let most = |bytes: usize| rotation_bytes(stream).div_ceil(bytes.max(1)).min(MAX_COPIES);
-        let size = |keys: usize| {
-            let DecodeData { k, .. } = &inputs.data;
-            2 * keys * k.shape()[2..].iter().product::<usize>() * k.dtype().size()
-        };
-        let visited = size(self.slots.len());
-        let all = size(inputs.data.pages * inputs.data.k.shape()[1]);
+        let k = inputs.cache[0].host();
+        let of_a_key = 2 * k.shape()[2..].iter().product::<usize>() * k.dtype().size();
+        let visited = most(of_a_key * self.slots.len());
+        let all = most(of_a_key * inputs.pages * k.shape()[1]);
         if let (Some(_), Some(first)) = (&inputs.chosen, inputs.block_tables.first()) {
             let shape = first.shape().to_vec();
-            for turn in 1..most(visited) {
-                let table =
-                    shuffled(shape.iter().product(), inputs.data.seed.wrapping_add(turn as u64));
+            for turn in 1..visited {
+                let seed = inputs.seed.wrapping_add(turn as u64);
+                let table = shuffled(shape.iter().product(), seed);
                 inputs.block_tables.push(Tensor::from_slice(stream, &table, &shape)?);
             }
         }
-        for _ in 1..most(if inputs.chosen.is_some() { all } else { visited }) {
-            let copy = |tensor: &Option<Tensor>| {
-                tensor.as_ref().map(|tensor| tensor.copy_to(stream)).transpose()
-            };
-            let [k, v] = &inputs.copies[0];
-            let copy = [copy(k)?, copy(v)?];
-            inputs.copies.push(copy);
+        for _ in 1..if inputs.chosen.is_some() { all } else { visited } {
+            let [k, v] = &inputs.cache;
+            inputs.copies.push([k.copy(stream)?, v.copy(stream)?]);
         }
         Ok(())
     }
@@ -263,22 +254,15 @@ impl Operands for DecodeOperands {
         seed: u64,
         progress: &(dyn Fn(f64) + Sync),
     ) -> Result<Vec<Comparison>> {
-        let (DecodeData { q, k, v, sink, .. }, slots) = (&self.inputs.data, &self.slots);
+        let (Inputs { scores, q, cache: [k, v], sink, .. }, slots) = (&self.inputs, &self.slots);
         let attention = self.inputs.problem()?.attention;
-        let (left, right, align) = sides(attention.mask)?;
         let queries = vec![attention.seqlen_q; self.counts.len()];
+        let [k, v] = [k, v].map(|cache| Rows::of_cache(cache.host(), slots));
+        let q = Rows::of_queries(q.host());
         let case = AttentionCase {
-            q: &Rows::of_queries(q),
-            k: &Rows::of_cache(k, slots),
-            v: &Rows::of_cache(v, slots),
-            sink: sink.as_ref().map(|sink| sink as _),
+            sink: sink.as_ref().map(|sink| sink.host() as _),
             lengths: Some([&queries, &self.counts]),
-            blocks: None,
-            bottom_right: align == Align::BottomRight,
-            left,
-            right,
-            softmax_scale: attention.softmax_scale,
-            softcap: attention.softcap,
+            ..scores.for_oracle([&q, &k, &v], attention.softmax_scale)?
         };
         Ok(match results {
             [o, lse] => {

@@ -54,11 +54,6 @@ impl Lengths {
         &self.0
     }
 
-    /// The lengths as a list of their own.
-    pub fn to_vec(&self) -> Vec<usize> {
-        self.0.clone()
-    }
-
     /// Number of sequences.
     pub fn batch(&self) -> usize {
         self.0.len()

@@ -83,10 +83,6 @@ impl Operands for Scores {
         Ok(())
     }
 
-    fn outputs(&mut self, _kernel: Option<&Kernel>) -> Vec<(&'static str, &mut Tensor)> {
-        Vec::new() // the library lends them for reading only
-    }
-
     fn compare(
         &self,
         scores: &[Array],
@@ -159,10 +155,6 @@ impl Operands for Choose {
             Some(kernel) => self.buffer.build_with(kernel, &choice, stream)?,
         }
         Ok(())
-    }
-
-    fn outputs(&mut self, _kernel: Option<&Kernel>) -> Vec<(&'static str, &mut Tensor)> {
-        Vec::new() // the library lends them for reading only
     }
 
     fn compare(

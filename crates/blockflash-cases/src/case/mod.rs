@@ -46,7 +46,7 @@ pub use lengths::{Lengths, LengthsError};
 pub use operands::{Operands, TensorInfo, rotation_bytes};
 pub use pattern::Pattern;
 pub use peer::{PeerCase, PeerCaseError};
-pub use scores::{Scores, sides};
+pub use scores::Scores;
 pub use shape::Shape;
 pub use work::{TILE_COLUMNS, TILE_ROWS, Work};
 
@@ -119,7 +119,7 @@ impl Case {
         }
     }
 
-    /// The shape, of attention that is not of a cache.
+    /// The shape of attention to q, k and v; `None` for other operations, also that to a cache.
     pub fn attention(&self) -> Option<&AttentionShape> {
         match self {
             Self::Attention(shape) => Some(shape),

@@ -39,8 +39,11 @@ pub trait Operands: Debug {
     }
     /// Launches the given kernel, or the selected one.
     fn launch(&mut self, kernel: Option<&'static Kernel>, stream: &Stream) -> Result<()>;
-    /// Output tensors that the given kernel, or the selected one, writes, and their names.
-    fn outputs(&mut self, kernel: Option<&Kernel>) -> Vec<(&'static str, &mut Tensor)>;
+    /// Output tensors that the given kernel, or the selected one, writes, and their names; none
+    /// where the library lends them for reading only.
+    fn outputs(&mut self, _kernel: Option<&Kernel>) -> Vec<(&'static str, &mut Tensor)> {
+        Vec::new()
+    }
     /// Compares results with the oracle, in their order. `progress` is told the fraction that is
     /// done.
     fn compare(
@@ -162,6 +165,19 @@ impl Placed {
         let on_cpu = stream.device().is_cpu();
         let device = if on_cpu { None } else { Some(host.upload(stream)?) };
         Ok(Self { host, device })
+    }
+
+    /// An array with the tensor that stands for it.
+    pub(super) fn with(device: Tensor, host: Array) -> Self {
+        Self { host, device: Some(device) }
+    }
+
+    /// A copy of the tensor that the operation reads.
+    pub(super) fn copy(&self, stream: &Stream) -> Result<Tensor> {
+        Ok(match &self.device {
+            Some(tensor) => tensor.copy_to(stream)?,
+            None => self.host.upload(stream)?,
+        })
     }
 
     /// The array in host memory.

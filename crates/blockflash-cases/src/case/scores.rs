@@ -1,10 +1,9 @@
 //! What happens to a score between its product and the sum of exponentials, but for sinks.
 
 use crate::error::{Error, Result};
-use crate::io::Array;
 use crate::memory::count;
 use blockflash_ops::{Align, Attention, AttentionProblem, Mask, View};
-use blockflash_oracle::AttentionCase;
+use blockflash_oracle::{AttentionCase, Elements};
 
 /// Mask, scale and softcap of a call.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -30,13 +29,13 @@ impl Scores {
         Attention { mask, softmax_scale, softcap, ..Attention::new(q, k, v) }
     }
 
-    /// The oracle's case of dense q, k and v.
+    /// The oracle's case of dense q, k and v, without a sink.
     ///
     /// # Errors
     /// If the oracle does not know the mask.
     pub fn for_oracle<'a>(
         &self,
-        [q, k, v]: [&'a Array; 3],
+        [q, k, v]: [&'a dyn Elements; 3],
         softmax_scale: f32,
     ) -> Result<AttentionCase<'a>> {
         let (left, right, align) = sides(self.mask)?;
@@ -74,7 +73,7 @@ impl Scores {
 ///
 /// # Errors
 /// For a mask without these.
-pub fn sides(mask: Mask) -> Result<(Option<usize>, Option<usize>, Align)> {
+fn sides(mask: Mask) -> Result<(Option<usize>, Option<usize>, Align)> {
     match mask {
         Mask::Full => Ok((None, None, Align::TopLeft)),
         Mask::Causal { align } => Ok((None, Some(0), align)),

@@ -29,7 +29,9 @@ pub trait Shape: Display {
     ///
     /// # Errors
     /// If no competitor computes it, or the files cannot be written.
-    fn peer_case(&self, seed: u64, folder: &Path) -> Result<PeerCase, PeerCaseError>;
+    fn peer_case(&self, _seed: u64, _folder: &Path) -> Result<PeerCase, PeerCaseError> {
+        Err(PeerCaseError::OursOnly)
+    }
     /// Draws inputs and allocates the outputs.
     ///
     /// # Errors

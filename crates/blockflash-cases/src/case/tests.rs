@@ -182,7 +182,7 @@ fn packed_sequences_are_counted_one_by_one() {
     let sum = |of: fn(&Work) -> f64| each.iter().map(of).sum::<f64>();
     assert_eq!((work.exps, work.l2_bytes), (sum(|work| work.exps), sum(|work| work.l2_bytes)));
     assert_eq!(work.bytes, sum(|work| work.bytes) + 16.0);
-    let offsets = offsets(&shape.lengths.as_ref().unwrap().to_vec());
+    let offsets = offsets(shape.lengths.as_ref().unwrap().as_slice());
     assert_eq!(offsets, [0, 700, 708, 1008]);
     let flops = blockflash_ops::attention_varlen_flops(&shape.problem(), &offsets, &offsets);
     assert_eq!((work.flops, sum(|work| work.flops)), (flops as f64, flops as f64));

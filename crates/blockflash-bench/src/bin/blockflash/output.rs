@@ -3,6 +3,7 @@
 use crate::failure::{Result, bail};
 use crate::measure::Timing;
 use crate::table::{self, Facts};
+use blockflash_bench::machine::processor_name;
 use blockflash_ops::{DType, Device};
 use blockflash_oracle::Comparison;
 use blockflash_sys::Kernel;
@@ -149,19 +150,11 @@ impl RunReport<'_> {
 
 /// `cuda:0 (NVIDIA H200, sm_90)`, `cpu (AMD EPYC, 16 threads)`.
 pub fn device_name(device: &Device) -> String {
-    match device.cuda_properties() {
-        Some(gpu) => format!("{device} ({}, {})", gpu.name, gpu.compute_capability),
-        None => format!("cpu ({}{} threads)", cpu_model(), rayon::current_num_threads()),
+    if let Some(gpu) = device.cuda_properties() {
+        return format!("{device} ({}, {})", gpu.name, gpu.compute_capability);
     }
-}
-
-/// From the kernel's own words; empty where it says nothing.
-fn cpu_model() -> String {
-    let text = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
-    let model = text.lines().find_map(|line| line.strip_prefix("model name")?.split_once(':'));
-    model.map_or(String::new(), |(_, name)| {
-        format!("{}, ", name.split_whitespace().collect::<Vec<_>>().join(" "))
-    })
+    let name = processor_name().map_or(String::new(), |name| format!("{name}, "));
+    format!("cpu ({name}{} threads)", rayon::current_num_threads())
 }
 
 #[cfg(test)]
