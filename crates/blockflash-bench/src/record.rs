@@ -63,7 +63,7 @@ pub struct Record {
     #[serde(default)]
     pub bytes: f64,
     /// Bytes of operands that multiprocessors fetch from L2; see
-    /// [`Case::work`](crate::case::Case::work).
+    /// [`Shape::work`](crate::case::Shape::work).
     #[serde(default)]
     pub l2_bytes: f64,
     /// Exponentials of a launch.
