@@ -89,7 +89,7 @@ class Inputs:
         return columns, tiles
 
     def in_turn(self, make, elements):
-        """The same operand, of so many elements, as often as it takes to fill
+        """The same operand, of this many elements, as often as it takes to fill
         `fresh_bytes`: launches take one after another, so that
         none finds its own in a cache of half that size."""
         size = max(1, elements * self.values.element_size())

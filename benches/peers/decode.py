@@ -70,7 +70,7 @@ class Inputs:
         return torch.stack([of(pages) for pages in self.pages])
 
     def rotate(self, size: int) -> None:
-        """So many copies that together they have `size` bytes of what a launch reads. Where pages
+        """Enough copies that together they have `size` bytes of what a launch reads. Where pages
         are chosen, other pages of as many copies as have that size as a whole."""
         k, v, table = self.copies[0]
         keys = k[..., 0, 0].numel() if self.chosen is None else table.numel() * self.page_size

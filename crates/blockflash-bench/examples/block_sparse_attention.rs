@@ -63,7 +63,7 @@ struct Args {
     /// Blocks before its own that a token visits
     #[arg(long, default_value_t = 3)]
     local: usize,
-    /// Of all earlier blocks a token visits every so many
+    /// Distance between the other earlier blocks that a token visits
     #[arg(long, default_value_t = 8)]
     stride: usize,
     /// Size of a step

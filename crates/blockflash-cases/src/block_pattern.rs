@@ -116,8 +116,10 @@ impl BlockPattern {
     ) -> blockflash_ops::Result<BlockMask> {
         let align = Align::BottomRight;
         fits("heads * (rows + 1)", heads.checked_mul(geometry.rows() + 1))?;
-        let none = vec![0; heads * (geometry.rows() + 1)];
-        let mut mask = BlockMask::from_parts(geometry, 1, heads, &none, &[])?;
+        if heads == 0 {
+            return BlockMask::from_parts(geometry, 1, heads, &[], &[]);
+        }
+        let mut mask: Option<BlockMask> = None;
         for (lane, part) in self.parts.iter().enumerate() {
             let visited = match *part {
                 Part::Full => BlockMask::full(geometry)?,
@@ -138,9 +140,17 @@ impl BlockPattern {
                     drawn(geometry, heads, pattern, density, seed.wrapping_add(lane as u64))?
                 }
             };
-            mask = mask.union(&visited)?;
+            mask = Some(match mask {
+                Some(before) => before.union(&visited)?,
+                None if visited.heads() == heads => visited,
+                None => {
+                    let none = vec![0; heads * (geometry.rows() + 1)];
+                    BlockMask::from_parts(geometry, 1, heads, &none, &[])?.union(&visited)?
+                }
+            });
         }
-        mask.intersect_mask(self.token_mask())
+        let mask = mask.map_or_else(|| BlockMask::full(geometry), Ok)?;
+        if self.causal { mask.intersect_mask(self.token_mask()) } else { Ok(mask) }
     }
 }
 
@@ -256,6 +266,17 @@ mod tests {
                 && too_large("uniform:0.5", 1)
                 && too_large("random:0.5", 2)
         );
+        // They are counted before a row is made.
+        for text in [
+            "causal",
+            "window:-",
+            "dilated:1,-",
+            "strided:1,0",
+            "causal+window:-,0",
+            "sink:9999999",
+        ] {
+            assert!(too_large(text, 1), "{text}");
+        }
         let none = "full".parse::<BlockPattern>().unwrap().mask(geometry(), 0, 0);
         assert!(none.unwrap_err().to_string().contains("heads is 0"));
     }

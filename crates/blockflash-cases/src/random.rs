@@ -83,7 +83,7 @@ pub fn choose(count: usize, total: usize, seed: u64, lane: u64) -> Vec<usize> {
 /// Puts values into a random order.
 pub fn shuffle<T>(values: &mut [T], seed: u64) {
     use rand::seq::SliceRandom;
-    // A lane of its own: no tensor has so many.
+    // A lane of its own: no tensor has this many.
     values.shuffle(&mut generator(seed, u64::MAX, 0));
 }
 

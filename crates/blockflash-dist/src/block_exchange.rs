@@ -66,7 +66,8 @@ impl BlockMaskExchange {
         let mut visits = Visits::new(&self.sizes);
         for (rank, message) in messages.iter().enumerate() {
             let [low, high, lists @ ..] = message.as_ref() else {
-                return Err(Error::message(rank, "lists of blocks", "less"));
+                let found = format!("{} numbers", message.as_ref().len());
+                return Err(Error::message(rank, "2 numbers and lists of blocks", &found));
             };
             hashes.push([*low, *high]);
             visits.read(&self.sizes, rank, lists)?;

@@ -89,14 +89,24 @@ impl Visits {
     pub(crate) fn read(&mut self, sizes: &Sizes, rank: usize, message: &[i32]) -> Result<()> {
         let (grid, mut rest) = (&sizes.grid, message);
         let mut next = || {
-            let error = || Error::message(rank, "lists of blocks", "something else");
-            let (&length, lists) = rest.split_first().ok_or_else(error)?;
-            let length = usize::try_from(length).map_err(|_| error())?;
-            let (list, after) = lists.split_at_checked(length).ok_or_else(error)?;
+            let cols = sizes.geometry.cols() as i32;
+            let error = |found: String| {
+                Error::message(rank, &format!("lists of blocks that ascend below {cols}"), &found)
+            };
+            let (&length, lists) = rest.split_first().ok_or_else(|| error("an end".into()))?;
+            let list = usize::try_from(length).ok().and_then(|at| lists.split_at_checked(at));
+            let left = lists.len();
+            let (list, after) =
+                list.ok_or_else(|| error(format!("a list of {length}, with {left} numbers left")))?;
             rest = after;
-            let ascending = list.windows(2).all(|pair| pair[0] < pair[1]);
-            let exists = |&col: &i32| (0..sizes.geometry.cols() as i32).contains(&col);
-            if ascending && list.iter().all(exists) { Ok(list.to_vec()) } else { Err(error()) }
+            let mut before = -1;
+            for &col in list {
+                if col <= before || col >= cols {
+                    return Err(error(format!("block {col} after {before}")));
+                }
+                before = col;
+            }
+            Ok(list.to_vec())
         };
         let (group, member) = (rank / grid.scheme.heads, rank % grid.scheme.heads);
         let block = sizes.geometry.block_q();
@@ -116,7 +126,10 @@ impl Visits {
         }
         match rest {
             [] => Ok(()),
-            _ => Err(Error::message(rank, "lists of blocks", "more")),
+            more => {
+                let found = format!("{} numbers after them", more.len());
+                Err(Error::message(rank, "lists of blocks", &found))
+            }
         }
     }
 

@@ -202,7 +202,7 @@ impl Sizes {
         }
         let blocks = [lists.block_q(), lists.block_kv()];
         if !blocks.iter().all(|&block| shard.block().is_multiple_of(block)) {
-            let expected = format!("parts of {}, at which the rows are cut", shard.block());
+            let expected = format!("divisors of the {} rows of a block of rows", shard.block());
             return error("blocks", format!("{blocks:?}"), expected);
         }
         if heads != 1 && !heads.is_multiple_of(scheme.heads) {

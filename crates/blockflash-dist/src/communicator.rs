@@ -49,8 +49,8 @@ pub trait Communicator {
     /// # Errors
     /// The communicator's own; [`Error::Size`](crate::Error::Size) if it is not written.
     fn window(&self, _dtype: DType, shape: &[usize]) -> Result<Tensor> {
-        let (what, value) = ("the elements of a window", shape.iter().product());
-        Err(crate::Error::Size { what, value, expected: "no window".into() })
+        let (what, value) = ("the number of elements of a window", shape.iter().product());
+        Err(crate::Error::Size { what, value, expected: "0, as there are no windows".into() })
     }
 
     /// Gathers a slot of each rank, in the order of the communicator's stream: `slots` is
@@ -62,8 +62,8 @@ pub trait Communicator {
     /// # Errors
     /// As [`exchange`](Self::exchange); [`Error::Size`](crate::Error::Size) if it is not written.
     fn all_gather(&self, slots: ViewMut<'_>) -> Result<()> {
-        let (what, value) = ("the slots of an all-gather", slots.shape()[0]);
-        Err(crate::Error::Size { what, value, expected: "no window".into() })
+        let (what, value) = ("the number of slots of an all-gather", slots.shape()[0]);
+        Err(crate::Error::Size { what, value, expected: "0, as there are no windows".into() })
     }
 
     /// Waits until everything queued on a stream is done, and not without end for other ranks: only

@@ -107,7 +107,8 @@ pub(crate) fn exchange_lists(comm: &dyn Communicator, lists: &[Vec<i32>]) -> Res
     let lengths = lists.iter().map(length).collect::<Result<Vec<_>>>()?;
     let lengths = exchange_known(comm, &lengths, &vec![1; lists.len()])?;
     let length = |(rank, length): (usize, Vec<i32>)| {
-        let negative = |_| Error::message(rank, "a length", "a negative number");
+        let found = length[0].to_string();
+        let negative = |_| Error::message(rank, "a length of at least 0", &found);
         usize::try_from(length[0]).map_err(negative)
     };
     let lengths = lengths.into_iter().enumerate().map(length).collect::<Result<Vec<_>>>()?;

@@ -42,7 +42,8 @@ impl Scheme {
     /// [`Error::Scheme`].
     fn check_ranks(&self, world: usize) -> Result<()> {
         if self.heads == 0 || self.heads.checked_mul(self.keys) != Some(world) {
-            return Err(Error::Scheme { scheme: *self, what: format!("there are {world} ranks") });
+            let what = format!("there are {world} ranks, expected {} · {}", self.heads, self.keys);
+            return Err(Error::Scheme { scheme: *self, what });
         }
         Ok(())
     }
@@ -51,7 +52,10 @@ impl Scheme {
     /// [`Error::Scheme`].
     pub(crate) fn check_heads(&self, heads_q: usize, heads_kv: usize) -> Result<()> {
         if ![heads_q, heads_kv].iter().all(|heads| heads.is_multiple_of(self.heads)) {
-            let what = format!("there are {heads_q} heads of q and {heads_kv} of k");
+            let what = format!(
+                "there are {heads_q} heads of q and {heads_kv} of k, expected multiples of {}",
+                self.heads
+            );
             return Err(Error::Scheme { scheme: *self, what });
         }
         Ok(())

@@ -80,12 +80,15 @@ impl Shard {
     pub fn block_mask(&self, whole: &BlockMask) -> Result<BlockMask> {
         let (block_q, block_kv) = (whole.block_q(), whole.block_kv());
         let found = [whole.seqlen_q(), whole.seqlen_kv()];
-        if found != [self.seqlen(); 2] || !self.block().is_multiple_of(block_q) {
-            return Err(Error::BlockMask {
-                what: "queries, keys and queries of a block",
-                found: format!("{found:?}, {block_q}"),
-                expected: format!("twice {}, a part of {}", self.seqlen(), self.block()),
-            });
+        let error =
+            |what, found: String, expected: String| Err(Error::BlockMask { what, found, expected });
+        if found != [self.seqlen(); 2] {
+            let expected = format!("{:?}", [self.seqlen(); 2]);
+            return error("queries and keys", format!("{found:?}"), expected);
+        }
+        if !self.block().is_multiple_of(block_q) {
+            let expected = format!("a divisor of the {} rows of a block of rows", self.block());
+            return error("block_q", block_q.to_string(), expected);
         }
         let geometry = BlockGeometry::new(self.rows(), self.seqlen(), block_q, block_kv)?;
         let (mut row_ptr, mut col_idx) = (Vec::new(), Vec::new());

@@ -236,9 +236,9 @@ def _finds_mistakes(rank: int, world: int) -> None:
         attention(q[:, 1:], k[:, 1:], v[:, 1:], check=False, **options)
     with pytest.raises(TypeError, match="whole must be a BlockMask"):
         shard_block_mask(made)
-    with pytest.raises(ValueError, match="queries, keys and queries of a block"):
+    with pytest.raises(ValueError, match="queries and keys of the block mask"):
         shard_block_mask(lists)
-    with pytest.raises(ValueError, match="a part of 64"):
+    with pytest.raises(ValueError, match="block_q of the block mask: 128, expected a divisor of the 64"):
         shard_block_mask(BlockMask.causal(seqlens=(rows, rows), block=128), block=64)
     # Nothing is under way, and masks of equal lists are equal. The group is that of the mask.
     expected = reference(*operands(HEADS, torch.float32, rows), causal=True)[0]

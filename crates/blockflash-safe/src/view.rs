@@ -145,11 +145,16 @@ impl<'a> View<'a> {
     /// Whether the address of the first element is a multiple of `bytes`; true without elements.
     #[inline]
     pub fn is_aligned(&self, bytes: usize) -> bool {
-        let address = match self.source {
+        self.layout.is_empty() || self.address().is_multiple_of(bytes.max(1) as u64)
+    }
+
+    /// The address of the first element, in the memory of the host or of the device.
+    #[inline]
+    pub(crate) fn address(&self) -> u64 {
+        match self.source {
             Source::Host(memory) => memory.as_ptr() as u64,
             Source::Cuda { ptr, .. } => ptr,
-        };
-        self.layout.is_empty() || address.is_multiple_of(bytes.max(1) as u64)
+        }
     }
 
     /// The same elements with dimension `order[i]` in place `i`.

@@ -119,8 +119,8 @@ pub(super) fn of_cases(rows: &[&Row<'_>], mark: fn(String) -> String) -> Cells {
         let record = record?;
         let Some(time) = record.us else { return Some("error".to_owned()) };
         let text = number(rate(record)?);
-        let rival = us(row.best_competitor());
-        let best = [us(*ours), rival].into_iter().flatten().reduce(f64::min);
+        let competitor = us(row.best_competitor());
+        let best = [us(*ours), competitor].into_iter().flatten().reduce(f64::min);
         Some(if !record.reference && best == Some(time) { mark(text) } else { text })
     };
     let over = |other: Option<&Record>, ours: &Option<&Record>| Some(us(other)? / us(*ours)?);

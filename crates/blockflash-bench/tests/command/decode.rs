@@ -80,7 +80,7 @@ fn mistakes_are_named() {
     );
     folder.write("table.npy", &[("", &integers(&[2, 3], &[5, 0, 2, 4, 3, 6]))]);
     folder.refused(FILES, "page 2 of sequence 1 is 6, but there are 6");
-    // A page that no key lies in does not count.
+    // A page without a key does not count.
     folder.json(&format!("{FILES} --seqused-kv 48,32"));
     folder.refuses(
         "attention-decode",

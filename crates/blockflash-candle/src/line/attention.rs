@@ -216,7 +216,7 @@ impl Call {
             let lse_shape = match *shape.dims() {
                 [batch, seqlen, heads, _] => vec![batch, heads, seqlen],
                 [total, heads, _] => vec![heads, total],
-                _ => bail!("q has shape {shape:?}"),
+                _ => bail!("q has shape {shape:?}, expected 3 or 4 dimensions"),
             };
             let new_lse = |_| place.allocate(DType::F32, &lse_shape, zeroed);
             let mut lse = self.lse.as_ref().map(new_lse).transpose()?;

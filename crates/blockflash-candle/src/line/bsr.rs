@@ -52,7 +52,13 @@ impl BsrLinear {
     /// where they have to be zero; out of memory.
     pub fn new(pattern: BsrPattern, values: Tensor) -> Result<Self> {
         if pattern.has_edge_blocks() {
-            bail!("a block of the pattern reaches beyond the weights");
+            bail!(
+                "a block of the pattern reaches beyond the weights: they are {} x {}, expected \
+                 multiples of the block size {}",
+                pattern.rows(),
+                pattern.cols(),
+                pattern.block_size()
+            );
         }
         let pattern = Place::of(values.device())?.run(|stream| pattern.to(stream))?;
         let weights = Arc::new(Weights { pattern, transpose: OnceLock::new() });
@@ -84,7 +90,7 @@ impl Module for BsrLinear {
     /// From `[.., inputs]` to `[.., outputs]`.
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let Some((&inputs, outer)) = x.dims().split_last() else {
-            bail!("x has no dimensions, but must be [.., inputs]");
+            bail!("x has shape [], expected [.., inputs]");
         };
         let (tokens, mut shape) = (outer.iter().product::<usize>(), outer.to_vec());
         shape.push(self.weights.pattern.rows());
@@ -110,7 +116,7 @@ impl Module for BsrLinear {
             Activation::Relu => y.relu()?,
             Activation::Gelu => y.gelu_erf()?,
             Activation::Silu => y.silu()?,
-            activation => bail!("{activation:?} has no gradient"),
+            activation => bail!("activation is {activation:?}, which has no gradient"),
         };
         y.reshape(shape)
     }

@@ -232,6 +232,6 @@ pub(crate) fn window(left: Option<usize>, right: Option<usize>) -> Mask {
 pub(crate) fn no_alibi(slopes: Option<&Tensor>) -> Result<()> {
     match slopes {
         None => Ok(()),
-        Some(_) => bail!("blockflash has no ALiBi: alibi_slopes must be None"),
+        Some(_) => bail!("alibi_slopes is given, expected None: blockflash has no ALiBi"),
     }
 }

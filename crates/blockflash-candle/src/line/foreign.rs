@@ -151,7 +151,7 @@ impl Fork {
             DType::BF16 => self.new_slice::<bf16>(elements, zeroed),
             DType::F32 => self.new_slice::<f32>(elements, zeroed),
             DType::U8 => self.new_slice::<u8>(elements, zeroed),
-            dtype => bail!("{dtype} is no type of a result"),
+            dtype => bail!("a result is {dtype}, expected f16, bf16, f32 or u8"),
         }
     }
 
@@ -195,7 +195,7 @@ impl Fork {
         let layout = blockflash_ops::Layout::contiguous(shape);
         let layout = layout.map_err(|error| refused(error.into()))?;
         if layout.span() > slice.len() {
-            bail!("a result of shape {shape:?} in {} elements", slice.len());
+            bail!("a result of shape {shape:?} has {} elements, too few", slice.len());
         }
         let device = Device::cuda(self.candle.context().ordinal());
         let device = device.map_err(|error| refused(error.into()))?;

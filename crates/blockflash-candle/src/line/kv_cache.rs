@@ -51,9 +51,13 @@ impl KvCache {
         head_dim: usize,
     ) -> Result<Self> {
         let dtype = dtype_of("a cache", dtype)?;
-        let Ok(most) = i32::try_from(capacity) else { bail!("a capacity of {capacity} keys") };
+        let Ok(most) = i32::try_from(capacity) else {
+            bail!("capacity is {capacity} keys, the limit is {}", i32::MAX)
+        };
         if num_heads_kv == 0 || head_dim == 0 {
-            bail!("a cache of {num_heads_kv} heads with a head_dim of {head_dim}");
+            bail!(
+                "num_heads_kv and head_dim are {num_heads_kv} and {head_dim}, expected at least 1"
+            );
         }
         let shape = [batch, capacity, num_heads_kv, head_dim];
         Place::of(device)?.run(|stream| {
@@ -113,7 +117,12 @@ impl KvCache {
         let (_, tokens, _, _) = k.dims4()?;
         match self.len.checked_add(tokens) {
             Some(len) if len <= self.capacity() => Ok(len),
-            _ => bail!("no room for {tokens} tokens after {} of {}", self.len, self.capacity()),
+            _ => bail!(
+                "k has {tokens} tokens, and the cache has room for {}: it has {} of {}",
+                self.capacity() - self.len,
+                self.len,
+                self.capacity()
+            ),
         }
     }
 }
@@ -152,8 +161,10 @@ impl Attention<'_> {
     pub fn append_to(&self, cache: &mut KvCache) -> Result<Tensor> {
         let Attention { q, k, v, .. } = *self;
         no_gradient([q, k, v])?;
-        if self.cu_seqlens.is_some() || self.block_mask.is_some() {
-            bail!("attention to a KvCache takes neither cu_seqlens nor a block_mask");
+        let given =
+            [("cu_seqlens", self.cu_seqlens.is_some()), ("block_mask", self.block_mask.is_some())];
+        if let Some((what, _)) = given.into_iter().find(|&(_, given)| given) {
+            bail!("{what} is given, expected None: attention to a KvCache takes none");
         }
         let len = cache.len_with(k)?;
         let place = uncaptured(q.device())?;

@@ -1,5 +1,6 @@
 //! Tensors of candle as views, and results as storages of candle.
 
+use super::candle_core::backend::BackendStorage;
 use super::candle_core::op::BackpropOp;
 use super::candle_core::{self, CpuStorage, Layout, Result, Storage, Tensor, bail};
 use super::error::refused;
@@ -29,7 +30,7 @@ impl<'a> Source<'a> {
             Storage::Cpu(storage) => Ok(Self::Cpu(storage)),
             #[cfg(feature = "cuda")]
             Storage::Cuda(storage) => Ok(Self::Cuda(storage)),
-            _ => bail!("blockflash runs on CPUs and, with its feature `cuda`, on NVIDIA GPUs"),
+            _ => no_kernels(&storage.device()),
         }
     }
 }
@@ -86,7 +87,7 @@ impl Place {
             candle_core::Device::Cpu => Self::cpu(),
             #[cfg(feature = "cuda")]
             candle_core::Device::Cuda(device) => Fork::new(device).map(Self::Cuda),
-            _ => bail!("blockflash runs on CPUs and, with its feature `cuda`, on NVIDIA GPUs"),
+            _ => no_kernels(device),
         }
     }
 
@@ -179,7 +180,7 @@ impl Place {
                 DType::BF16 => CpuStorage::BF16(vec![bf16::ZERO; elements]),
                 DType::F32 => CpuStorage::F32(vec![0.0; elements]),
                 DType::U8 => CpuStorage::U8(vec![0; elements]),
-                dtype => bail!("{dtype} is no type of a result"),
+                dtype => bail!("a result is {dtype}, expected f16, bf16, f32 or u8"),
             })),
             #[cfg(feature = "cuda")]
             Self::Cuda(fork) => fork.allocate(dtype, elements, zeroed).map(Storage::Cuda),
@@ -209,7 +210,7 @@ impl Place {
                     CpuStorage::BF16(data) => ViewMut::from_slice(data, shape),
                     CpuStorage::F32(data) => ViewMut::from_slice(data, shape),
                     CpuStorage::U8(data) => ViewMut::from_slice(data, shape),
-                    _ => bail!("not a type of a result"),
+                    other => return unsupported("a result", other.dtype()),
                 };
                 Ok(Writing {
                     view: view.map_err(|error| refused(error.into()))?,
@@ -222,7 +223,7 @@ impl Place {
                 Self::Cuda(fork) => fork.write(storage, shape),
                 Self::Cpu(_) => bail!("a result on a GPU of a call on the CPU"),
             },
-            _ => bail!("blockflash runs on CPUs and, with its feature `cuda`, on NVIDIA GPUs"),
+            _ => no_kernels(&storage.device()),
         }
     }
 }
@@ -237,7 +238,6 @@ impl<'a> Operand<'a> {
     }
 
     pub(crate) fn dtype(&self) -> candle_core::DType {
-        use super::candle_core::backend::BackendStorage;
         match self.source {
             Source::Cpu(storage) => storage.dtype(),
             #[cfg(feature = "cuda")]
@@ -249,6 +249,15 @@ impl<'a> Operand<'a> {
 fn strided<'a, T: Element>(data: &'a [T], layout: &Layout) -> blockflash_ops::Result<View<'a>> {
     let data = data.get(layout.start_offset()..).unwrap_or_default();
     Ok(View::from_slice_strided(data, layout.dims(), layout.stride())?)
+}
+
+/// The error for a device that is neither a CPU nor, with the feature `cuda`, an NVIDIA GPU.
+fn no_kernels<T>(device: &candle_core::Device) -> Result<T> {
+    let found = device.location();
+    bail!(
+        "a tensor is on {found:?}: blockflash runs on CPUs and, with its feature `cuda`, on NVIDIA \
+         GPUs"
+    )
 }
 
 pub(crate) fn unsupported<T>(what: &str, dtype: candle_core::DType) -> Result<T> {

@@ -41,7 +41,7 @@ pub fn flash_attn_varlen_paged_windowed(
     softcap: Option<f32>,
 ) -> Result<Tensor> {
     if mm_prefix_ranges.is_some() {
-        bail!("blockflash has no mask of prefix ranges: mm_prefix_ranges must be None");
+        bail!("mm_prefix_ranges is given, expected None: blockflash has no mask of prefix ranges");
     }
     no_gradient([q, k, v])?;
     let (_, slots, _, _) = k.dims4()?;
@@ -101,7 +101,7 @@ pub(crate) fn no_gradient(tensors: [&Tensor; 3]) -> Result<()> {
 /// The lengths of sequences with these offsets; on the CPU they are checked.
 fn lengths(offsets: &Tensor, most: usize) -> Result<Tensor> {
     let batch = match offsets.dims1()? {
-        0 => bail!("seqlens_k is empty, but must be [batch + 1]"),
+        0 => bail!("seqlens_k has shape [0], expected [batch + 1]"),
         entries => entries - 1,
     };
     if !offsets.device().is_cpu() {
@@ -112,7 +112,9 @@ fn lengths(offsets: &Tensor, most: usize) -> Result<Tensor> {
     for (sequence, pair) in offsets.windows(2).enumerate() {
         match u32::try_from(pair[1] - pair[0]) {
             Ok(length) if length as usize <= most => lengths.push(length),
-            _ => bail!("seqlens_k: sequence {sequence} has {pair:?}, at most {most} keys fit"),
+            _ => bail!(
+                "seqlens_k: offsets of sequence {sequence} are {pair:?}, expected 0 to {most} keys"
+            ),
         }
     }
     Tensor::from_vec(lengths, batch, &candle_core::Device::Cpu)

@@ -138,7 +138,7 @@ fn layout_of(part: &str) -> Option<(Option<usize>, Option<usize>)> {
     Some((Some(size.parse().ok()?), chosen))
 }
 
-/// What rivals are told besides the shape.
+/// What competitors are told besides the shape.
 #[derive(Serialize)]
 struct ForPeers<'a> {
     #[serde(flatten)]

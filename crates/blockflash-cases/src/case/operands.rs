@@ -74,7 +74,7 @@ pub trait Operands: Debug {
         self.launch(None, stream)
     }
 
-    /// Makes so many copies of what a launch reads that an L2 cache does not hold them; launches
+    /// Makes enough copies of what a launch reads that an L2 cache does not hold them; launches
     /// take them in turn.
     fn rotate(&mut self, _stream: &Stream) -> Result<()> {
         let message = "launches take copies in turn only of a cache of keys and values";

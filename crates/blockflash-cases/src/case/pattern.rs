@@ -136,7 +136,7 @@ pub(super) fn rounded(density: f64, blocks: usize) -> usize {
     ((density * blocks as f64).round() as usize).clamp(1, blocks.max(1))
 }
 
-/// Draws power-law row lengths with the given sum; each length lies between 1 and `columns`.
+/// Draws power-law row lengths with the given sum; each length is between 1 and `columns`.
 fn skewed(rows: usize, columns: usize, sum: usize, seed: u64) -> Vec<usize> {
     let lengths = |scale: f64| -> Vec<usize> {
         let length =
@@ -217,7 +217,7 @@ fn shortest_run(columns: usize, each: usize) -> usize {
 }
 
 /// Columns of the row whose diagonal column is `own`. If the number of columns is no power of two,
-/// some one-bit neighbours lie outside of the matrix; neighbours that differ in two bits follow,
+/// some one-bit neighbours are outside of the matrix; neighbours that differ in two bits follow,
 /// then in three, and so on.
 fn butterfly(own: usize, columns: usize, each: usize, run: usize) -> Vec<usize> {
     let distance = |column: &usize| (((own / run) ^ (column / run)).count_ones(), own ^ column);

@@ -93,7 +93,7 @@ impl Array {
         self.len() == 0
     }
 
-    /// The elements as they lie in memory.
+    /// The elements as they are stored.
     pub fn bytes(&self) -> &[u8] {
         with!(&self.0, values => bytemuck::cast_slice(elements(values)))
     }
@@ -107,7 +107,7 @@ impl Array {
     }
 
     /// A range of elements in f32; exact for every floating-point type here. Empty if the range
-    /// lies outside.
+    /// is outside.
     pub fn to_f32(&self, range: Range<usize>) -> Vec<f32> {
         with!(&self.0, values => {
             let values = elements(values).get(range).unwrap_or_default();

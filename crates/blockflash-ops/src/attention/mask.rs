@@ -99,7 +99,35 @@ impl Mask {
         if self.limits(seqlen_q, seqlen_kv) == Mask::Full.limits(seqlen_q, seqlen_kv) {
             return (seqlen_q as u64).saturating_mul(seqlen_kv as u64);
         }
-        (0..seqlen_q).map(|i| self.visible(i, seqlen_q, seqlen_kv).len() as u64).sum()
+        self.pairs_in(0..seqlen_q, 0..seqlen_kv, [seqlen_q, seqlen_kv])
+    }
+
+    /// The same of a rectangle of queries and keys of sequences of these lengths. Takes the same
+    /// time for every size.
+    pub(crate) fn pairs_in(
+        &self,
+        queries: Range<usize>,
+        keys: Range<usize>,
+        [seqlen_q, seqlen_kv]: [usize; 2],
+    ) -> u64 {
+        let (left, right, align) = self.sides();
+        let diagonal = match align {
+            Align::TopLeft => 0,
+            Align::BottomRight => seqlen_kv as i128 - seqlen_q as i128,
+        };
+        let [rows, columns] = [queries.len(), keys.len()].map(|length| length as i128);
+        // Query t of the rectangle has this many of its keys before key `first + t`: none up to
+        // some t, then one more each, then all.
+        let before = |first: i128| {
+            let (some, all) = ((-first).clamp(0, rows), (columns - first).clamp(0, rows));
+            let ends = 2 * first + some + all - 1;
+            let (triangle, rest) = ((all - some).saturating_mul(ends) / 2, rows - all);
+            triangle.saturating_add(rest.saturating_mul(columns))
+        };
+        let position = queries.start as i128 + diagonal - keys.start as i128;
+        let end = right.map_or(rows.saturating_mul(columns), |right| before(position + right as i128 + 1));
+        let start = left.map_or(0, |left| before(position - left as i128));
+        u64::try_from(end - start).unwrap_or(u64::MAX)
     }
 
     /// The sides of the window. One that cannot hide a key at these lengths becomes `None`, so that
@@ -178,6 +206,37 @@ mod tests {
                 );
             }
         }
+    }
+
+    #[test]
+    fn pairs_of_rectangles_are_the_definition() {
+        let ranges = |end: usize| (0..=end).flat_map(move |a| (a..=end).map(move |b| a..b));
+        for mask in masks() {
+            for (seqlen_q, seqlen_kv) in [(1, 1), (5, 5), (3, 6), (6, 3), (4, 0)] {
+                for (queries, keys) in
+                    ranges(seqlen_q).flat_map(|q| ranges(seqlen_kv).map(move |k| (q.clone(), k)))
+                {
+                    let every = queries.clone().flat_map(|i| keys.clone().map(move |j| (i, j)));
+                    let expected =
+                        every.filter(|&(i, j)| attends(mask, i, j, seqlen_q, seqlen_kv)).count();
+                    let text =
+                        format!("{mask:?} {queries:?} of {seqlen_q}, {keys:?} of {seqlen_kv}");
+                    let found = mask.pairs_in(queries, keys, [seqlen_q, seqlen_kv]);
+                    assert_eq!(found, expected as u64, "{text}");
+                }
+            }
+        }
+    }
+
+    /// By the sum of 1 to n, and a window of 5: no loop over 2^30 queries, let alone 2^60.
+    #[test]
+    fn pairs_of_the_longest_sequences_are_counted_at_once() {
+        let n = 1u64 << 30;
+        assert_eq!(Mask::causal().visited_pairs(n as usize, n as usize), n * (n + 1) / 2);
+        let window = |side| Mask::Window { left: side, right: side, align: Align::TopLeft };
+        assert_eq!(window(Some(2)).visited_pairs(n as usize, n as usize), 5 * n - 6);
+        assert_eq!(window(Some(2)).visited_pairs(1 << 60, 1 << 60), 5 * (1 << 60) - 6);
+        assert_eq!(Mask::causal().visited_pairs(usize::MAX, usize::MAX), u64::MAX);
     }
 
     #[test]

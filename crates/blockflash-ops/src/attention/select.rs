@@ -181,7 +181,10 @@ const EVEN: AttentionRule = Rule {
         !matches!(c.kernel.variant, Variant::AttentionFwdSmall(_))
             || c.problem.packed.is_none() && c.problem.block_mask.is_none()
     },
-    refuses: |_| "it takes neither packed sequences nor block masks".into(),
+    refuses: |c| {
+        let given = if c.problem.packed.is_some() { "cu_seqlens" } else { "block_mask" };
+        format!("{given} is given, and it takes neither packed sequences nor block masks")
+    },
     excludes_all: None,
 };
 

@@ -195,14 +195,17 @@ const SLOTS: DecodeRule = Rule {
     holds: |c| {
         c.problem.cache.capacity > 0 && c.problem.pages.is_none_or(|pages| pages.capacity > 0)
     },
-    refuses: |_| "the cache has no slot, or lists of pages have no room".into(),
+    refuses: |c| match c.problem.pages {
+        Some(pages) if pages.capacity == 0 => "lists of pages have room for 0, expected 1".into(),
+        _ => c.problem.cache.no_slots(),
+    },
     excludes_all: None,
 };
 
 /// Kernels multiply the strides of slots, in bytes, in 32 bits.
 const STRIDES: DecodeRule = Rule {
     holds: |c| c.problem.cache.has_near_slots(),
-    refuses: |_| "the slots of the cache are 2^30 elements and more apart".into(),
+    refuses: |c| c.problem.cache.far_slots(),
     excludes_all: None,
 };
 
@@ -216,7 +219,7 @@ const ROWS: DecodeRule = Rule {
 /// Lists of pages have kernels for few queries.
 const LISTS: DecodeRule = Rule {
     holds: |c| c.problem.pages.is_none() || matches!(c.tile, CacheTile::Few(_)),
-    refuses: |_| "it visits all pages".into(),
+    refuses: |_| "pages is given, and it visits all pages".into(),
     excludes_all: None,
 };
 

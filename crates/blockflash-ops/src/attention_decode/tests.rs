@@ -232,7 +232,8 @@ fn gpus_have_kernels() {
         paged.cache.table = Some(crate::kv_cache::TableSizes { max_pages: 2, stride: 2 });
         assert!(message(&paged).contains("a multiple of 16"));
         assert!(
-            message(&of(CacheSizes::contiguous(DType::F16, [3, 0], 2, 64))).contains("no slot")
+            message(&of(CacheSizes::contiguous(DType::F16, [3, 0], 2, 64)))
+                .contains("the cache has 0 slots")
         );
         let many = AttentionDecodeProblem::of(cache(DType::F16, 64), 1 << 20, 8);
         assert!(message(&many).contains("2^20"));

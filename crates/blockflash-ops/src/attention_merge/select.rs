@@ -66,6 +66,6 @@ const HEAD_DIM: Rule<AttentionMergeProblem> = Rule {
 
 const PARTS: Rule<AttentionMergeProblem> = Rule {
     holds: |c| c.problem.parts > 0,
-    refuses: |_| "there is no part".into(),
+    refuses: |_| "there are 0 parts, expected at least 1".into(),
     excludes_all: None,
 };

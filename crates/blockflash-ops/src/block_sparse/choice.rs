@@ -56,8 +56,11 @@ impl<'a> BlockChoice<'a> {
         contiguous(what, view, dtype, &[batch, heads, geometry.rows(), last])?;
         Operand::new(what, view).on(device)?;
         let Some(always) = self.always else { return Ok(()) };
-        if always.sequences().is_some() {
-            return invalid("`always` is packed, which masks that are built anew are not".into());
+        if let Some(sequences) = always.sequences() {
+            return invalid(format!(
+                "`always` is packed from {} sequences, expected a mask that is not packed",
+                sequences.len()
+            ));
         }
         if always.geometry != geometry {
             return invalid(format!(

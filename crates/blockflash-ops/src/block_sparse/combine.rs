@@ -127,8 +127,18 @@ impl BlockMask {
 
     /// The intersection of two masks or, with `either`, their union.
     fn merge(&self, other: &Self, either: bool) -> Result<Self> {
-        if self.sequences() != other.sequences() {
-            return invalid("they are not both packed from the same sequences".into());
+        let (ours, theirs) = (self.sequences(), other.sequences());
+        if ours != theirs {
+            let (ours, theirs) = (ours.unwrap_or_default(), theirs.unwrap_or_default());
+            let at = ours.iter().zip(theirs).take_while(|(a, b)| a == b).count();
+            return invalid(format!(
+                "they are not both packed from the same sequences: sequence {at} of {} is {:?}, \
+                 that of {} is {:?}",
+                ours.len(),
+                ours.get(at),
+                theirs.len(),
+                theirs.get(at)
+            ));
         }
         if self.packed.is_some() {
             return self.by_sequence(|at, sequence| sequence.merge(&other.entry(at)?, either));

@@ -91,7 +91,7 @@ impl BlockMask {
         stream: &Stream,
     ) -> Result<Self> {
         let Some(first) = lists.first() else {
-            return invalid("there are no lists of columns".into());
+            return invalid("there are 0 lists of columns, expected at least 1".into());
         };
         let sizes = sizes_of(geometry, "counts", first.counts)?;
         let (rows, cols) = (geometry.rows(), geometry.cols());

@@ -96,7 +96,7 @@ fn wrong_lists_are_named() {
             lists.iter().map(|&(counts, columns)| BlockColumns { counts, columns }).collect();
         BlockMask::from_columns(geometry(), &lists, &cpu()).unwrap_err()
     };
-    assert!(from(&[]).to_string().contains("there are no lists"));
+    assert!(from(&[]).to_string().contains("there are 0 lists of columns, expected at least 1"));
     let (counts, columns) = (tensor(&[1, 2], &[1, 1, 2]), tensor(&[2, 9, 0, 1], &[1, 1, 2, 2]));
     assert!(matches!(from(&[(&columns, &columns)]), Error::Shape { what: "counts", .. }));
     assert!(matches!(from(&[(&counts, &counts)]), Error::Shape { what: "columns", .. }));

@@ -100,18 +100,7 @@ impl BlockGeometry {
 
     /// Number of (query, key) pairs of an existing block that are visible under the token mask.
     pub(super) fn pairs(&self, row: usize, col: usize, mask: Mask) -> u64 {
-        let (queries, keys) = (self.queries(row), self.keys(col));
-        let seen = |query| {
-            let visible = mask.visible(query, self.seqlen_q, self.seqlen_kv);
-            visible.end.min(keys.end).saturating_sub(visible.start.max(keys.start)) as u64
-        };
-        let all = keys.len() as u64;
-        // The ends of the visible keys never go back from one query to the next, so if the first
-        // and the last query see the whole block, all queries do.
-        if seen(queries.start) == all && seen(queries.end - 1) == all {
-            return all * queries.len() as u64;
-        }
-        queries.map(seen).sum()
+        mask.pairs_in(self.queries(row), self.keys(col), [self.seqlen_q, self.seqlen_kv])
     }
 
     /// The geometry with queries and keys exchanged.

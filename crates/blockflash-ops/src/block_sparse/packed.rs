@@ -57,7 +57,7 @@ impl BlockMask {
     /// CPU.
     pub fn packed(masks: &[&Self]) -> Result<Self> {
         let Some(first) = masks.first() else {
-            return invalid("there is no sequence to pack".into());
+            return invalid("there are 0 masks to pack, expected at least 1".into());
         };
         let heads = masks.iter().map(|mask| mask.heads).max().unwrap_or(1);
         for (index, mask) in masks.iter().enumerate() {

@@ -104,7 +104,7 @@ fn what_does_not_fit_together() {
     let expect = |masks: &[BlockMask], what: &str| {
         assert_eq!(problem(masks), format!("invalid block mask: {what}"))
     };
-    expect(&[], "there is no sequence to pack");
+    expect(&[], "there are 0 masks to pack, expected at least 1");
     let g = geometry(100, 100);
     let other = BlockGeometry::new(100, 100, 64, 64).unwrap();
     expect(
@@ -161,9 +161,11 @@ fn sequences_are_combined_one_by_one() {
     same(&wide.expand(2, 1).unwrap(), &smaller.unwrap());
     // With other sequences, or with a mask that is not packed.
     let fewer = pack(&masks[1..]).unwrap();
-    for other in [&fewer, &wide, &masks[0]] {
+    for (other, found) in [(&fewer, masks.len() - 1), (&wide, 2), (&masks[0], 0)] {
         let problem = packed.union(other).unwrap_err().to_string();
-        assert_eq!(problem, "invalid block mask: they are not both packed from the same sequences");
+        let said = "invalid block mask: they are not both packed from the same sequences: sequence";
+        assert!(problem.starts_with(said), "{problem}");
+        assert!(problem.contains(&format!("that of {found} is ")), "{problem}");
     }
     assert!(matches!(
         masks[0].intersection(&pack(&masks[..1]).unwrap()),
@@ -185,7 +187,7 @@ fn buffers_are_not_packed() {
     let problem = buffer.build(&choice, &stream).unwrap_err().to_string();
     assert_eq!(
         problem,
-        "invalid block mask: `always` is packed, which masks that are built anew are not"
+        "invalid block mask: `always` is packed from 1 sequences, expected a mask that is not packed"
     );
 }
 

@@ -12,7 +12,9 @@ pub(super) const NOTHING: u8 = 0xFF;
 /// Describes the first error, if there is one, from the four words that kernels leave: two numbers
 /// of 64 bits, the low half first.
 pub(super) fn describe(words: &[i32], sizes: &Sizes, capacity: usize) -> Option<String> {
-    let &[low, high, needed_low, needed_high] = words else { return Some("no report".into()) };
+    let &[low, high, needed_low, needed_high] = words else {
+        return Some(format!("a report of {} words, expected 4", words.len()));
+    };
     let number = |low: i32, high: i32| u64::from(high as u32) << 32 | u64::from(low as u32);
     let (code, needed) = (number(low, high), !number(needed_low, needed_high));
     if code == u64::MAX {

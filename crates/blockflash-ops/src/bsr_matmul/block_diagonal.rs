@@ -23,7 +23,7 @@ impl BsrMatrix {
     /// [`Error::TooLarge`](crate::Error::TooLarge); a matrix that is not on the CPU.
     pub fn block_diagonal(matrices: &[&BsrMatrix]) -> Result<Self> {
         let Some(first) = matrices.first() else {
-            return invalid("a block diagonal of no matrices".into());
+            return invalid("a block diagonal of 0 matrices, expected at least 1".into());
         };
         match first.dtype() {
             DType::F16 => block_diagonal::<f16>(matrices, first.block_size()),

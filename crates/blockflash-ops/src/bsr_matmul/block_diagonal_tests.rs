@@ -83,7 +83,7 @@ fn matrices_that_do_not_fit_are_named() {
     let refused = |matrices: &[&BsrMatrix]| BsrMatrix::block_diagonal(matrices).unwrap_err();
     let whole = matrix([8, 8], 4, DType::F32, 1);
     let cases = [
-        (refused(&[]), "no matrices"),
+        (refused(&[]), "0 matrices, expected at least 1"),
         (
             refused(&[&whole, &matrix([8, 8], 2, DType::F32, 1)]),
             "matrix 1 of the block diagonal has blocks of 2, not 4",

@@ -78,20 +78,26 @@ impl BsrMatrix {
         col_idx: &[i32],
         values: &[f32],
     ) -> Result<Self> {
-        if row_ptr.len() != rows.saturating_add(1) || row_ptr[0] != 0 {
-            return invalid(format!("CSR row_ptr needs {rows} + 1 entries and starts with 0"));
+        if row_ptr.len() != rows.saturating_add(1) {
+            let found = row_ptr.len();
+            return invalid(format!("CSR row_ptr has {found} entries, expected {rows} + 1"));
+        }
+        if row_ptr[0] != 0 {
+            return invalid(format!("CSR row_ptr[0] is {}, not 0", row_ptr[0]));
         }
         if let Some(row) = row_ptr.windows(2).position(|pair| pair[1] < pair[0]) {
-            return invalid(format!("CSR row_ptr descends at row {row}"));
+            let (from, to) = (row_ptr[row], row_ptr[row + 1]);
+            return invalid(format!("CSR row_ptr descends from {from} to {to} at row {row}"));
         }
         if row_ptr[rows] as usize != values.len() || col_idx.len() != values.len() {
             let (end, columns, values) = (row_ptr[rows], col_idx.len(), values.len());
             return invalid(format!(
-                "CSR row_ptr ends at {end}, with {columns} columns and {values} values"
+                "CSR row_ptr ends at {end}, with {columns} columns and {values} values; expected \
+                 the same number"
             ));
         }
         if let Some(at) = col_idx.iter().position(|&col| col < 0) {
-            return invalid(format!("CSR col_idx[{at}] is {}", col_idx[at]));
+            return invalid(format!("CSR col_idx[{at}] is {}, not 0 to {cols} - 1", col_idx[at]));
         }
         let triplets: Vec<_> = row_ptr
             .windows(2)
@@ -121,9 +127,9 @@ impl BsrMatrix {
         let per_block = shape.block_elements();
         if blocks.len().checked_mul(per_block) != Some(values.len()) {
             return invalid(format!(
-                "{} blocks of {per_block} with {} values",
-                blocks.len(),
-                values.len()
+                "{} values, expected {} blocks of {per_block}",
+                values.len(),
+                blocks.len()
             ));
         }
         let mut parts = Parts::new(&shape, per_block)?;

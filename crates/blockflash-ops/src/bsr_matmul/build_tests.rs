@@ -101,13 +101,13 @@ fn bad_csr_is_named() {
     let csr = |row_ptr: &[i32], col_idx: &[i32], values: &[f32]| {
         problem(BsrMatrix::from_csr(2, 7, 2, DType::F32, row_ptr, col_idx, values))
     };
-    assert!(csr(&[0, 1], &[0], &[1.0]).contains("row_ptr needs 2 + 1 entries"));
-    assert!(csr(&[], &[], &[]).contains("row_ptr needs"));
-    assert!(csr(&[1, 1, 1], &[0], &[1.0]).contains("starts with 0"));
-    assert!(csr(&[0, 2, 1], &[0], &[1.0]).contains("descends at row 1"));
+    assert!(csr(&[0, 1], &[0], &[1.0]).contains("row_ptr has 2 entries, expected 2 + 1"));
+    assert!(csr(&[], &[], &[]).contains("row_ptr has 0 entries"));
+    assert!(csr(&[1, 1, 1], &[0], &[1.0]).contains("row_ptr[0] is 1, not 0"));
+    assert!(csr(&[0, 2, 1], &[0], &[1.0]).contains("descends from 2 to 1 at row 1"));
     assert!(csr(&[0, 1, 2], &[0], &[1.0]).contains("ends at 2, with 1 columns and 1 values"));
     assert!(csr(&[0, 1, 2], &[0], &[1.0, 1.0]).contains("with 1 columns and 2 values"));
-    assert!(csr(&[0, 1, 2], &[0, -1], &[1.0, 1.0]).contains("col_idx[1] is -1"));
+    assert!(csr(&[0, 1, 2], &[0, -1], &[1.0, 1.0]).contains("col_idx[1] is -1, not 0 to 7 - 1"));
     assert!(csr(&[0, 1, 2], &[0, 7], &[1.0, 1.0]).contains("(1, 7), beyond 2 x 7"));
     assert!(csr(&[0, 2, 2], &[3, 3], &[1.0, 1.0]).contains("(0, 3) comes twice"));
 }
@@ -137,7 +137,7 @@ fn bad_blocks_are_named() {
     assert!(blocks(&[(3, 0)], &[0.0; 4]).contains("block 0 is at (3, 0), beyond 3 x 4 blocks"));
     assert!(blocks(&[(0, 0), (0, 4)], &[0.0; 8]).contains("block 1 is at (0, 4)"));
     assert!(blocks(&[(1, 1), (0, 0), (1, 1)], &[0.0; 12]).contains("block (1, 1) comes twice"));
-    assert!(blocks(&[(0, 0)], &[0.0; 5]).contains("1 blocks of 4 with 5 values"));
+    assert!(blocks(&[(0, 0)], &[0.0; 5]).contains("5 values, expected 1 blocks of 4"));
     assert!(blocks(&[(2, 0)], &[1.0; 4]).contains("not zero at (1, 0), beyond the matrix"));
     let size = problem(BsrMatrix::from_blocks(5, 7, 0, DType::F32, &[], &[]));
     assert!(size.contains("block_size is 0"));

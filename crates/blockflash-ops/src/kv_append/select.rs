@@ -84,6 +84,6 @@ const PAGE_SIZE: AppendRule = Rule {
 
 const STRIDES: AppendRule = Rule {
     holds: |c| c.problem.cache.has_near_slots(),
-    refuses: |_| "the slots of the cache are 2^30 elements and more apart".into(),
+    refuses: |c| c.problem.cache.far_slots(),
     excludes_all: None,
 };

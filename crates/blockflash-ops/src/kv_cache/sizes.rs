@@ -7,6 +7,9 @@ use blockflash_sys::DType;
 use blockflash_sys::params::blockflash_kv_cache;
 use std::ptr::null;
 
+/// Slots of a cache for kernels are less than this many elements apart.
+const NEAR: usize = 1 << 30;
+
 /// A [`KvCache`] reduced to plain numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CacheSizes {
@@ -100,7 +103,18 @@ impl CacheSizes {
 
     /// Whether 32 bits hold the strides of slots in bytes.
     pub(crate) fn has_near_slots(&self) -> bool {
-        self.k.seq.max(self.v.seq) < 1 << 30
+        self.k.seq.max(self.v.seq) < NEAR
+    }
+
+    /// What breaks [`has_near_slots`](Self::has_near_slots), in words.
+    pub(crate) fn far_slots(&self) -> String {
+        let (k, v) = (self.k.seq, self.v.seq);
+        format!("slots of k and v are {k} and {v} elements apart, expected less than {NEAR}")
+    }
+
+    /// What a cache without slots breaks, in words.
+    pub(crate) fn no_slots(&self) -> String {
+        format!("the cache has {} slots, expected at least 1", self.capacity)
     }
 }
 

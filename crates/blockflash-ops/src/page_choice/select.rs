@@ -55,16 +55,13 @@ impl<P: Problem + OfPages> Rule<P> {
 
     const SLOTS: Self = Self {
         holds: |c| c.problem.summaries().cache.capacity > 0,
-        refuses: |_| "the cache has no slot".into(),
+        refuses: |c| c.problem.summaries().cache.no_slots(),
         excludes_all: None,
     };
 
     const STRIDES: Self = Self {
-        holds: |c| {
-            let cache = &c.problem.summaries().cache;
-            cache.k.seq.max(cache.v.seq) < 1 << 30
-        },
-        refuses: |_| "the slots of the cache are 2^30 elements and more apart".into(),
+        holds: |c| c.problem.summaries().cache.has_near_slots(),
+        refuses: |c| c.problem.summaries().cache.far_slots(),
         excludes_all: None,
     };
 }

@@ -58,7 +58,7 @@ fn read(line: &str) -> Result<Option<Line>, String> {
         return Err(format!("{us} µs is no time of a launch"));
     }
     if !measured.problem.is_valid() {
-        return Err("a size of the problem is not positive".to_owned());
+        return Err(format!("a size is not positive: {:?}", measured.problem));
     }
     Ok(Some(Line { gpu, run, us: us.filter(|_| verified), measured }))
 }

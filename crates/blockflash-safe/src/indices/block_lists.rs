@@ -1,4 +1,4 @@
-use super::tensor::{IndexTensor, as_i64, check_permutation, invalid, used, views};
+use super::tensor::{IndexTensor, as_i64, check_length, check_permutation, invalid, used, views};
 use crate::view::Used;
 use crate::{DType, Device, Result, Stream, Tensor, View};
 
@@ -61,18 +61,14 @@ impl BlockLists {
     pub fn new(arrays: &BlockListArrays<'_>, stream: &Stream) -> Result<Self> {
         let BlockListArrays { groups, rows, cols, row_ptr, col_idx, row_order, cu_rows } = *arrays;
         if groups.len() != if cu_rows.is_some() { 1 } else { 2 } {
-            return invalid(format!("a block mask has {} dimensions of groups", groups.len()));
+            let expected = if cu_rows.is_some() { "[heads]" } else { "[batch, heads]" };
+            return invalid(format!("groups are {groups:?}, expected {expected}"));
         }
         let cu_rows_tensor = cu_rows
             .map(|entries| IndexTensor::offsets("cu_rows", entries, &[entries.len()], rows, stream))
             .transpose()?;
         let entries = groups.iter().fold(rows, |entries, &count| entries.saturating_mul(count));
-        if row_order.len() != entries {
-            return invalid(format!(
-                "row_order has {} entries, expected {entries}",
-                row_order.len()
-            ));
-        }
+        check_length("row_order", row_order, entries)?;
         for order in row_order.chunks(rows.max(1)) {
             match cu_rows {
                 None => check_permutation("row_order", order)?,
@@ -165,6 +161,18 @@ impl BlockLists {
     /// may reach up to the next multiple of 32.
     pub(crate) fn has_columns_below(&self, cols: i128) -> bool {
         self.col_idx.limit() <= if self.fillable { in_words(cols) } else { cols }
+    }
+
+    /// All columns are below this.
+    pub(crate) fn column_limit(&self) -> i128 {
+        self.col_idx.limit()
+    }
+
+    /// Why [`may_be_filled`](Self::may_be_filled) says no.
+    pub(crate) fn fill_refusal(&self, cols: i128) -> String {
+        let filled = if self.fillable { "for kernels to fill" } else { "not for kernels to fill" };
+        let (found, expected) = (self.column_limit(), in_words(cols));
+        format!("{filled}, with up to {found} columns; expected lists to fill with {expected}")
     }
 
     /// The largest number of columns that a row may have. For lists that a kernel fills, this is

@@ -1,4 +1,4 @@
-use super::tensor::{IndexTensor, check_permutation, invalid};
+use super::tensor::{IndexTensor, check_length, check_permutation, invalid};
 use crate::{Device, Result, Stream, Tensor};
 use blockflash_sys::manifest::BsrMatmulHopper;
 
@@ -112,11 +112,8 @@ impl BsrIndices {
     pub fn new(arrays: &BsrIndexArrays<'_>, stream: &Stream) -> Result<Self> {
         let BsrIndexArrays { block_cols, row_ptr, col_idx, row_order, block_idx, .. } = *arrays;
         let blocks = col_idx.len();
-        if row_ptr.len() != row_order.len() + 1
-            || block_idx.is_some_and(|index| index.len() != blocks)
-        {
-            return invalid("index arrays of a BSR matrix have different lengths".into());
-        }
+        check_length("row_ptr", row_ptr, row_order.len() + 1)?;
+        block_idx.map_or(Ok(()), |index| check_length("block_idx", index, blocks))?;
         let row_ptr_tensor =
             IndexTensor::offsets("row_ptr", row_ptr, &[row_ptr.len()], blocks, stream)?;
         check_permutation("row_order", row_order)?;
@@ -200,6 +197,11 @@ impl BsrIndices {
         self.col_idx.limit() <= block_cols
     }
 
+    /// All block columns are below this.
+    pub(crate) fn column_limit(&self) -> i128 {
+        self.col_idx.limit()
+    }
+
     /// Whether there are stages, made for blocks of this size.
     pub(crate) fn has_stages_of(&self, block_size: u32) -> bool {
         self.stages.as_ref().is_some_and(|stages| stages.block_size == block_size)
@@ -238,19 +240,18 @@ impl Stages {
     fn new(arrays: &BsrStageArrays<'_>, of: &BsrIndexArrays<'_>, stream: &Stream) -> Result<Self> {
         let BsrStageArrays { block_size, stages, group_stages } = *arrays;
         if ![16, 32].contains(&block_size) {
-            return invalid(format!("there are no stages for blocks of {block_size}"));
+            return invalid(format!("stages are of blocks of {block_size}, expected 16 or 32"));
         }
         let groups = of.row_order.len().div_ceil(BsrMatmulHopper::group_rows(block_size) as usize);
         let (each, rest) = stages.as_chunks::<{ 2 * LANES }>();
-        if !rest.is_empty() || group_stages.len() != groups + 1 {
-            return invalid("the stages of a pattern have another length".into());
-        }
+        check_length("stages", stages, stages.len() - rest.len())?;
+        check_length("group_stages", group_stages, groups + 1)?;
         let shape = [group_stages.len()];
         let groups =
             IndexTensor::offsets("group_stages", group_stages, &shape, each.len(), stream)?;
         for (at, stage) in each.iter().enumerate() {
             let checked = check_stage(stage, block_size, of.col_idx.len(), of.block_cols);
-            checked.or_else(|what| invalid(format!("stage {at} of a pattern {what}")))?;
+            checked.or_else(|what| invalid(format!("stage {at}: {what}")))?;
         }
         Ok(Self {
             block_size,
@@ -278,35 +279,59 @@ fn check_stage(
     block_size: u32,
     blocks: usize,
     block_cols: usize,
-) -> std::result::Result<(), &'static str> {
-    let rows = BsrMatmulHopper::group_rows(block_size) as usize;
+) -> std::result::Result<(), String> {
     let number = |lane: usize, which: usize| usize::try_from(stage[2 * lane + which]).ok();
-    let require = |holds: bool, what| if holds { Ok(()) } else { Err(what) };
+    let require = |holds: bool, what: std::fmt::Arguments<'_>| {
+        if holds { Ok(()) } else { Err(what.to_string()) }
+    };
     let (columns, count) = (number(COUNTS, 0).unwrap_or(0), number(COUNTS, 1).unwrap_or(0));
-    let most = BsrMatmulHopper::stage_columns(block_size) as usize;
-    require((1..=most).contains(&columns), "has no columns, or too many")?;
-    require(count <= BsrMatmulHopper::stage_blocks(block_size) as usize, "has too many blocks")?;
-    for lane in 0..columns {
-        require(
-            number(FIRST_COLUMN + lane, 0).is_some_and(|col| col < block_cols),
-            "has no such column",
-        )?;
+    let [rows, most_columns, most_blocks] = [
+        BsrMatmulHopper::group_rows(block_size),
+        BsrMatmulHopper::stage_columns(block_size),
+        BsrMatmulHopper::stage_blocks(block_size),
+    ]
+    .map(|most| most as usize);
+    require(
+        (1..=most_columns).contains(&columns),
+        format_args!("{} columns, expected 1 to {most_columns}", stage[2 * COUNTS]),
+    )?;
+    require(count <= most_blocks, format_args!("{count} blocks, the limit is {most_blocks}"))?;
+    for lane in FIRST_COLUMN..FIRST_COLUMN + columns {
+        let exists = number(lane, 0).is_some_and(|col| col < block_cols);
+        let column = stage[2 * lane];
+        require(exists, format_args!("column {column}, expected less than {block_cols}"))?;
     }
     let mut place = 0;
     for lane in 0..FIRST_COLUMN {
-        let packed = number(lane, 1).ok_or("has a negative place")?;
+        let (first, word) = (stage[2 * lane], stage[2 * lane + 1]);
+        let packed = number(lane, 1).unwrap_or(0);
+        require(
+            word >= 0,
+            format_args!("row {lane} has {word} for its blocks, a negative number"),
+        )?;
         let (bits, own_place) = (packed & 0xFF, packed >> 8);
         if bits == 0 {
             continue;
         }
         let own = bits.count_ones() as usize;
-        require(lane < rows && bits < 1 << columns, "has a block in no row or column of it")?;
-        require(own_place == place, "has blocks in other places")?;
-        let first = number(lane, 0).filter(|first| first.saturating_add(own) <= blocks);
-        require(first.is_some(), "has no such block")?;
+        require(
+            lane < rows && bits < 1 << columns,
+            format_args!(
+                "row {lane} has columns {bits:#b}, there are {rows} rows, {columns} columns"
+            ),
+        )?;
+        require(
+            own_place == place,
+            format_args!("blocks of row {lane} begin at {own_place}, expected {place}"),
+        )?;
+        require(
+            number(lane, 0).is_some_and(|first| first.saturating_add(own) <= blocks),
+            format_args!("row {lane} has {own} blocks from {first} on, there are {blocks}"),
+        )?;
         place += own;
     }
-    require(place == count, "counts other blocks")
+    let counted = stage[2 * COUNTS + 1];
+    require(place == count, format_args!("{counted} blocks are counted, its rows have {place}"))
 }
 
 /// For each position, the largest of the values from there on.

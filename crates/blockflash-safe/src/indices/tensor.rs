@@ -47,7 +47,12 @@ impl IndexTensor {
     ) -> Result<Self> {
         let (first, last) = (entries.first().copied(), entries.last().map(|&last| i64::from(last)));
         if first != Some(0) || last != Some(as_i64(end)) || !entries.is_sorted() {
-            return invalid(format!("{name} does not ascend from 0 to {end}"));
+            let at = entries.windows(2).position(|pair| pair[0] > pair[1]).map(|at| at + 1);
+            let at = if first == Some(0) { at.or(entries.len().checked_sub(1)) } else { Some(0) };
+            let found = at.and_then(|at| entries.get(at).map(|entry| (at, entry)));
+            let found = found
+                .map_or("it is empty".into(), |(at, entry)| format!("{name}[{at}] is {entry}"));
+            return invalid(format!("{name} does not ascend from 0 to {end}: {found}"));
         }
         Self::new(name, entries, shape, end.saturating_add(1), stream)
     }
@@ -85,13 +90,24 @@ pub(super) fn invalid<T>(what: String) -> Result<T> {
     Err(Error::Indices { what })
 }
 
+/// Checks the length of an array.
+pub(super) fn check_length(name: &str, entries: &[i32], expected: usize) -> Result<()> {
+    match entries.len() {
+        length if length == expected => Ok(()),
+        length => invalid(format!("{name} has {length} entries, expected {expected}")),
+    }
+}
+
 /// Checks that an array has every number below its length once.
 pub(super) fn check_permutation(name: &str, order: &[i32]) -> Result<()> {
     let mut seen = vec![false; order.len()];
-    for &entry in order {
+    for (at, &entry) in order.iter().enumerate() {
         let place = usize::try_from(entry).ok().and_then(|entry| seen.get_mut(entry));
         if place.is_none_or(|seen| std::mem::replace(seen, true)) {
-            return invalid(format!("{name} is not a permutation: {entry} twice or out of range"));
+            return invalid(format!(
+                "{name} is not a permutation of 0..{}: {name}[{at}] is {entry}, twice or out of range",
+                order.len()
+            ));
         }
     }
     Ok(())

@@ -81,16 +81,22 @@ fn patterns_that_kernels_may_not_follow() {
         let error = BsrIndices::new(&arrays, &cpu()).unwrap_err().to_string();
         assert!(error.contains(said), "{error} does not say {said}");
     };
-    refused("row_ptr does not ascend", BsrIndexArrays { row_ptr: &[0, 2, 1, 3], ..PATTERN });
-    refused("row_ptr does not ascend", BsrIndexArrays { row_ptr: &[1, 2, 2, 3], ..PATTERN });
-    refused("row_ptr does not ascend", BsrIndexArrays { row_ptr: &[0, 2, 2, 4], ..PATTERN });
-    refused("different lengths", BsrIndexArrays { row_ptr: &[0, 2, 3], ..PATTERN });
+    refused("from 0 to 3: row_ptr[2] is 1", BsrIndexArrays { row_ptr: &[0, 2, 1, 3], ..PATTERN });
+    refused("from 0 to 3: row_ptr[0] is 1", BsrIndexArrays { row_ptr: &[1, 2, 2, 3], ..PATTERN });
+    refused("from 0 to 3: row_ptr[3] is 4", BsrIndexArrays { row_ptr: &[0, 2, 2, 4], ..PATTERN });
+    refused("row_ptr has 3 entries, expected 4", BsrIndexArrays { row_ptr: &[0, 2, 3], ..PATTERN });
     refused("col_idx[1] is 4", BsrIndexArrays { col_idx: &[0, 4, 1], ..PATTERN });
-    refused("row_order is not a permutation", BsrIndexArrays { row_order: &[0, 2, 2], ..PATTERN });
+    refused(
+        "permutation of 0..3: row_order[2] is 2",
+        BsrIndexArrays { row_order: &[0, 2, 2], ..PATTERN },
+    );
     refused("row_order is not a permutation", BsrIndexArrays { row_order: &[0, 2, 3], ..PATTERN });
     refused("row_order is not a permutation", BsrIndexArrays { row_order: &[0, -1, 2], ..PATTERN });
     refused("block_idx[0] is 3", BsrIndexArrays { block_idx: Some(&[3, 1, 2]), ..PATTERN });
-    refused("different lengths", BsrIndexArrays { block_idx: Some(&[1, 2]), ..PATTERN });
+    refused(
+        "block_idx has 2 entries, expected 3",
+        BsrIndexArrays { block_idx: Some(&[1, 2]), ..PATTERN },
+    );
 }
 
 /// The stage of `PATTERN` in blocks of 32: columns 0, 1 and 3 of its rows in their order.
@@ -120,29 +126,31 @@ fn stages_are_what_kernels_wait_for() {
         let error = with_stages(&stage, &[0, 1], 32).unwrap_err().to_string();
         assert!(error.contains(said), "{error} does not say {said}");
     };
-    refused("no columns", &|stage| stage[48] = 0);
-    refused("too many", &|stage| stage[48] = 5);
-    refused("too many blocks", &|stage| stage[49] = 11);
-    refused("counts other blocks", &|stage| stage[49] = 2);
-    refused("counts other blocks", &|stage| stage[49] = -3);
-    refused("no such column", &|stage| stage[36] = 4);
-    refused("no such column", &|stage| stage[34] = -1);
-    refused("negative place", &|stage| stage[1] = -1);
-    refused("other places", &|stage| stage[3] = 0b010 | 3 << 8);
-    refused("other places", &|stage| stage[3] = 0b010 | 0x7F_FFFF << 8);
-    refused("no row or column", &|stage| stage[1] = 0b1001);
-    refused("no row or column", &|stage| stage[2 * 8 + 1] = 1 | 3 << 8);
-    refused("no such block", &|stage| stage[0] = 2);
-    refused("no such block", &|stage| stage[2] = -1);
+    refused("0 columns, expected 1 to 4", &|stage| stage[48] = 0);
+    refused("5 columns, expected 1 to 4", &|stage| stage[48] = 5);
+    refused("11 blocks, the limit is 10", &|stage| stage[49] = 11);
+    refused("2 blocks are counted, its rows have 3", &|stage| stage[49] = 2);
+    refused("-3 blocks are counted, its rows have 3", &|stage| stage[49] = -3);
+    refused("column 4, expected less than 4", &|stage| stage[36] = 4);
+    refused("column -1, expected less than 4", &|stage| stage[34] = -1);
+    refused("row 0 has -1 for its blocks, a negative number", &|stage| stage[1] = -1);
+    refused("blocks of row 1 begin at 3, expected 2", &|stage| stage[3] = 0b010 | 3 << 8);
+    refused("blocks of row 1 begin at 8388607, expected 2", &|stage| {
+        stage[3] = 0b010 | 0x7F_FFFF << 8
+    });
+    refused("row 0 has columns 0b1001, there are 8 rows", &|stage| stage[1] = 0b1001);
+    refused("row 8 has columns 0b1, there are 8 rows", &|stage| stage[2 * 8 + 1] = 1 | 3 << 8);
+    refused("row 0 has 2 blocks from 2 on, there are 3", &|stage| stage[0] = 2);
+    refused("row 1 has 1 blocks from -1 on, there are 3", &|stage| stage[2] = -1);
     // Numbers that nobody reads may be any.
     let mut padded = stage();
     (padded[38], padded[50], padded[33]) = (-7, 1 << 30, 9);
     with_stages(&padded, &[0, 1], 32).unwrap();
     for (stages, group_stages, block_size, said) in [
-        (&stage()[..], &[0, 1][..], 64, "no stages for blocks of 64"),
-        (&stage(), &[0, 2], 32, "group_stages does not ascend"),
-        (&stage(), &[0, 1, 1], 32, "another length"),
-        (&stage()[..62], &[0, 1], 32, "another length"),
+        (&stage()[..], &[0, 1][..], 64, "stages are of blocks of 64, expected 16 or 32"),
+        (&stage(), &[0, 2], 32, "group_stages does not ascend from 0 to 1: group_stages[1] is 2"),
+        (&stage(), &[0, 1, 1], 32, "group_stages has 3 entries, expected 2"),
+        (&stage()[..62], &[0, 1], 32, "stages has 62 entries, expected 0"),
     ] {
         let error = with_stages(stages, group_stages, block_size).unwrap_err().to_string();
         assert!(error.contains(said), "{error} does not say {said}");
@@ -190,7 +198,7 @@ fn lists_that_kernels_may_not_follow() {
     refused("col_idx[0] is 3", BlockListArrays { col_idx: &[3, 0, 1, 1], ..LISTS });
     refused("is not a permutation", BlockListArrays { row_order: &[1, 1, 0, 1], ..LISTS });
     refused("row_order has 3 entries", BlockListArrays { row_order: &[1, 0, 0], ..LISTS });
-    refused("dimensions of groups", BlockListArrays { groups: &[2], ..LISTS });
+    refused("groups are [2], expected [batch, heads]", BlockListArrays { groups: &[2], ..LISTS });
     let packed = BlockListArrays { groups: &[2], cu_rows: Some(&[0, 1, 2]), ..LISTS };
     refused("is not a permutation", packed);
     refused("cu_rows does not ascend", BlockListArrays { cu_rows: Some(&[0, 2, 1]), ..packed });

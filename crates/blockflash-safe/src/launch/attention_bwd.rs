@@ -3,7 +3,9 @@
 use super::attention_sizes::{Inputs, Sizes};
 use super::block_mask;
 use super::checked::{Launch, Operands};
-use super::fit::{Fit, ceil_div, fits, given, optional, pointer, pointer_mut, require};
+use super::fit::{
+    Fit, absent, ceil_div, fits, given, optional, pointer, pointer_mut, require, starts_at,
+};
 use crate::view::Used;
 use crate::{BlockLists, DType, Kernel, Result, View, ViewMut};
 use blockflash_sys::manifest::{AttentionBwd, AttentionBwdStep as Step, AttentionBwdTile, Variant};
@@ -181,7 +183,8 @@ impl<'a> AttentionBwdOperands<'a> {
                         plan.sums_head_dim, tile.head_dim
                     ),
                 )?;
-                require(self.block_mask.is_none(), "dq is not summed under a block mask")?;
+                let masked = self.block_mask.is_some();
+                absent("block_mask", masked, "dq is not summed under a block mask")?;
                 let capped = plan.params.base.softcap > 0.0;
                 require(
                     !capped || tile.takes_softcap(),
@@ -260,7 +263,9 @@ impl<'a> AttentionBwdOperands<'a> {
             ),
         )?;
         let needed = attention_bwd_workspace(rows as usize, plan.sums_head_dim);
-        let needed = needed.ok_or("there are too many queries")?;
+        let needed = needed.ok_or_else(|| {
+            format!("{rows} rows of statistics need a workspace of more than {} bytes", usize::MAX)
+        })?;
         let Some(workspace) = self.workspace.as_ref().map(ViewMut::as_view) else {
             return require(
                 needed == 0,
@@ -273,7 +278,7 @@ impl<'a> AttentionBwdOperands<'a> {
             needed as i64 <= bytes,
             format_args!("the workspace has {bytes} bytes of {needed}"),
         )?;
-        require(workspace.is_aligned(16), "the workspace does not start at a multiple of 16 bytes")
+        starts_at(16, "workspace", &workspace)
     }
 
     /// The parameters with the pointers of the tensors.

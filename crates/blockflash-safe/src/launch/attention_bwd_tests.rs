@@ -245,7 +245,7 @@ fn a_mask_and_its_transpose_are_checked() {
     let error = fit([lists(3, 2), lists(3, 3)], Step::Keys, |_| {}).unwrap_err();
     assert!(error.contains("row_ptr"), "{error}");
     let error = fit([lists(3, 2), lists(2, 4)], Step::Queries, |_| {}).unwrap_err();
-    assert!(error.contains("columns beyond the"), "{error}");
+    assert!(error.contains("block columns, beyond the"), "{error}");
     let error = fit(both(), Step::Keys, |b| b.block_mask_t.block_q = 64).unwrap_err();
     assert!(error.contains("do not divide blocks"), "{error}");
     let plan = AttentionBwdPlan { sums_head_dim: Some(64), ..plan() };

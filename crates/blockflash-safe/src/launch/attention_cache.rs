@@ -1,9 +1,9 @@
 //! Attention over a cache for Hopper, with the tiles of attention forward.
 
 use super::attention_decode::{AttentionDecodeOperands, Queries};
-use super::attention_fwd_tma::{BOX_ROWS_O, BOX_ROWS_Q, encode, window_fits};
+use super::attention_fwd_tma::{BOX_ROWS_O, BOX_ROWS_Q, encode, fit_window};
 use super::checked::Launch;
-use super::fit::{Fit, ceil_div, optional, pointer, pointer_mut, require};
+use super::fit::{Fit, absent, ceil_div, optional, pointer, pointer_mut, require};
 use crate::{Kernel, Result, ViewMut};
 use blockflash_sys::manifest::{AttentionCacheHopper, Variant};
 use blockflash_sys::params::{
@@ -47,7 +47,7 @@ unsafe impl Launch for AttentionCacheHopper {
             !packed || p.lse_stride_batch == 0,
             format_args!("a packed lse has the batch stride {}, expected 0", p.lse_stride_batch),
         )?;
-        require(operands.pages.is_none(), "the kernel visits all pages")?;
+        absent("pages", operands.pages.is_some(), "the kernel visits all pages")?;
         require(
             p.seqlen_kv == cache.capacity,
             format_args!(
@@ -55,10 +55,7 @@ unsafe impl Launch for AttentionCacheHopper {
                 p.seqlen_kv, cache.capacity
             ),
         )?;
-        require(
-            window_fits(p.window_left, p) && window_fits(p.window_right, p),
-            format_args!("the window {}, {} is out of range", p.window_left, p.window_right),
-        )?;
+        fit_window(p)?;
         let section = plan.fwd.heads_per_section;
         let group = p.num_heads_q / p.num_heads_kv;
         require(

@@ -2,7 +2,9 @@
 
 use super::bsr_parts::BsrPartsMemory;
 use super::checked::{Launch, Operands};
-use super::fit::{Fit, ceil_div, fits, given, optional, pointer, pointer_mut, require};
+use super::fit::{
+    Fit, ceil_div, fits, given, optional, pointer, pointer_mut, require, rows_aligned,
+};
 use super::kv_cache::KvCacheViews;
 use crate::view::Used;
 use crate::{DType, Kernel, Result, View, ViewMut};
@@ -114,14 +116,8 @@ impl AttentionDecodeOperands<'_> {
             fits("cu_seqlens_q", cu_seqlens, DType::I32, [(batch + 1, 1)])?;
         }
         let rows = |name, view: &View<'_>, [of_batch, seq, head]: [i64; 3]| {
-            let aligned = seq % 8 == 0 && head % 8 == 0 && (packed || of_batch % 8 == 0);
-            require(
-                aligned && pointer(view).addr().is_multiple_of(16),
-                format_args!(
-                    "{name} is not aligned to 16 bytes: strides {:?}",
-                    [of_batch, seq, head]
-                ),
-            )?;
+            // Packed tensors have no stride of sequences.
+            rows_aligned(name, view, 8, [seq, head, if packed { 0 } else { of_batch }])?;
             let [heads, inner] = [(heads_q, head), (head_dim, 1)];
             match packed {
                 true => fits(name, view, s.dtype, [(total_q, seq), heads, inner]),

@@ -2,7 +2,7 @@
 
 use super::attention_decode::{AttentionDecodeOperands, DecodeTile};
 use super::checked::Launch;
-use super::fit::{Fit, require};
+use super::fit::{Fit, absent, require};
 use crate::{Kernel, Result};
 use blockflash_sys::manifest::{AttentionDecodeHopper, Variant};
 use blockflash_sys::params::blockflash_attention_decode_runs_params;
@@ -31,7 +31,7 @@ unsafe impl Launch for AttentionDecodeHopper {
             plan.base.run_log2 == 0,
             format_args!("run_log2 is {}, expected 0", plan.base.run_log2),
         )?;
-        require(operands.pages.is_none(), "the kernel visits all pages")?;
+        absent("pages", operands.pages.is_some(), "the kernel visits all pages")?;
         let Self { dtype, head_dim, .. } = *self;
         let tile = DecodeTile { dtype, head_dim, rows: Self::ROWS, run };
         operands.fit_items(&tile, &plan.base)

@@ -3,7 +3,7 @@
 use super::attention_sizes::{Inputs, Sizes};
 use super::block_mask;
 use super::checked::{Launch, Operands};
-use super::fit::{Fit, ceil_div, optional, pointer, pointer_mut, require};
+use super::fit::{Fit, absent, ceil_div, given, optional, pointer, pointer_mut, require};
 use crate::view::Used;
 use crate::{BlockLists, Kernel, Result, View, ViewMut};
 use blockflash_sys::manifest::{AttentionFwd, AttentionFwdSmall, AttentionTile, Variant};
@@ -55,7 +55,11 @@ impl AttentionFwdOperands<'_> {
         )?;
         require(
             tile.lse.suits(self.lse.is_some()),
-            "the kernel computes lse in each launch or in none",
+            format_args!(
+                "lse is {}, and the kernel computes it in {} launch",
+                given(self.lse.is_some()),
+                if self.lse.is_some() { "no" } else { "each" }
+            ),
         )?;
         let strides = [p.o_stride_batch, p.o_stride_seq, p.o_stride_head];
         sizes.queries("o", &self.o.as_view(), strides)?;
@@ -97,8 +101,7 @@ impl AttentionFwdOperands<'_> {
             group % heads_per_tile == 0 && mask_group % heads_per_tile == 0,
             format_args!(
                 "{heads_per_tile} heads of a tile do not divide the {group} that share keys and \
-                 the \
-                 {mask_group} that share a mask"
+                 the {mask_group} that share a mask"
             ),
         )?;
         Ok(tiles_q * i128::from(heads_q / heads_per_tile) * i128::from(batch))
@@ -180,8 +183,8 @@ unsafe impl Launch for AttentionFwdSmall {
 
     fn fit(&self, plan: &Self::Plan, operands: &Self::Operands<'_>) -> Fit<i128> {
         let AttentionFwdOperands { cu_seqlens, block_mask, .. } = operands;
-        require(cu_seqlens.is_none(), "the kernel takes no packed sequences")?;
-        require(block_mask.is_none(), "the kernel takes no block masks")?;
+        absent("cu_seqlens", cu_seqlens.is_some(), "the kernel takes no packed sequences")?;
+        absent("block_mask", block_mask.is_some(), "the kernel takes no block masks")?;
         operands.fit(&self.tile(), plan)
     }
 

@@ -36,10 +36,7 @@ unsafe impl Launch for AttentionFwdHopper {
     fn fit(&self, plan: &Self::Plan, operands: &Self::Operands<'_>) -> Fit<i128> {
         let p = &plan.base;
         let tiles = operands.fit(&self.tile(), p)?;
-        require(
-            window_fits(p.window_left, p) && window_fits(p.window_right, p),
-            format_args!("the window {}, {} is out of range", p.window_left, p.window_right),
-        )?;
+        fit_window(p)?;
         let group = p.num_heads_q / p.num_heads_kv;
         let packed = operands.cu_seqlens.is_some();
         let heads = i64::from(p.num_heads_q) * if packed { 1 } else { i64::from(p.batch) };
@@ -69,10 +66,20 @@ unsafe impl Launch for AttentionFwdHopper {
     }
 }
 
-/// The kernel adds windows to positions in 32 bits.
-pub(super) fn window_fits(side: i32, p: &blockflash_attention_fwd_params) -> bool {
+/// Checks the window, which the kernel adds to positions in 32 bits.
+pub(super) fn fit_window(p: &blockflash_attention_fwd_params) -> Fit {
     let keys_and_queries = i64::from(p.seqlen_q) + i64::from(p.seqlen_kv);
-    side == BLOCKFLASH_WINDOW_UNBOUNDED || (side >= 0 && i64::from(side) < keys_and_queries)
+    for (name, side) in [("window_left", p.window_left), ("window_right", p.window_right)] {
+        let bounded = side >= 0 && i64::from(side) < keys_and_queries;
+        require(
+            side == BLOCKFLASH_WINDOW_UNBOUNDED || bounded,
+            format_args!(
+                "{name} is {side}, expected from 0 to less than {keys_and_queries}, the number of \
+                 queries and keys, or {BLOCKFLASH_WINDOW_UNBOUNDED} for no bound"
+            ),
+        )?;
+    }
+    Ok(())
 }
 
 /// The map of a `[batch, sequence, head, head_dim]` tensor, or a packed `[rows, head, head_dim]`

@@ -1,7 +1,9 @@
 //! Attention over all keys from attention over parts of them.
 
 use super::checked::{Launch, Operands};
-use super::fit::{Fit, ceil_div, fits, optional, pointer, pointer_mut, require};
+use super::fit::{
+    Fit, ceil_div, fits, optional, pointer, pointer_mut, require, rows_aligned, unknown,
+};
 use crate::view::Used;
 use crate::{DType, Kernel, Result, View, ViewMut};
 use blockflash_sys::manifest::{AttentionMerge as AttentionMergeTile, Variant};
@@ -40,13 +42,17 @@ pub struct AttentionMerge {
 /// Threads per CTA.
 const THREADS: u32 = 128;
 
-/// The element type that a parameter names.
-pub(super) fn dtype_of(code: i32) -> Fit<DType> {
+/// The element type that a parameter of this name names.
+pub(super) fn dtype_of(name: &str, code: i32) -> Fit<DType> {
     match code {
         BLOCKFLASH_DTYPE_F16 => Ok(DType::F16),
         BLOCKFLASH_DTYPE_BF16 => Ok(DType::BF16),
         BLOCKFLASH_DTYPE_F32 => Ok(DType::F32),
-        _ => Err("an unknown element type".to_owned()),
+        _ => unknown(
+            name,
+            code,
+            &[BLOCKFLASH_DTYPE_F16, BLOCKFLASH_DTYPE_BF16, BLOCKFLASH_DTYPE_F32],
+        ),
     }
 }
 
@@ -84,7 +90,7 @@ unsafe impl Launch for AttentionMerge {
             (heads, p.parts_stride_head),
             (head_dim, 1),
         ];
-        fits("parts", &operands.parts, dtype_of(p.parts_dtype)?, parts)?;
+        fits("parts", &operands.parts, dtype_of("parts_dtype", p.parts_dtype)?, parts)?;
         let logs = [
             (count, p.parts_lse_stride_part),
             (heads, p.parts_lse_stride_head),
@@ -95,13 +101,8 @@ unsafe impl Launch for AttentionMerge {
         }
         let strides = [p.o_stride_row, p.o_stride_head];
         let o = [(rows, p.o_stride_row), (heads, p.o_stride_head), (head_dim, 1)];
-        fits("o", &operands.o.as_view(), dtype_of(p.o_dtype)?, o)?;
-        let address = pointer(&operands.o.as_view()).addr();
-        let aligned = strides.iter().all(|stride| stride % 4 == 0) && address.is_multiple_of(16);
-        require(
-            aligned,
-            format_args!("o is not aligned to 16 bytes: strides {strides:?}, address {address:#x}"),
-        )?;
+        fits("o", &operands.o.as_view(), dtype_of("o_dtype", p.o_dtype)?, o)?;
+        rows_aligned("o", &operands.o.as_view(), 4, strides)?;
         if let Some(lse) = &operands.lse {
             let logs = [(heads, p.lse_stride_head), (rows, p.lse_stride_row)];
             fits("lse", &lse.as_view(), DType::F32, logs)?;

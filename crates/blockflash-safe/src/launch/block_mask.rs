@@ -45,7 +45,10 @@ impl BlockLists {
         let cols = ceil_div(seqlen_kv.into(), m.block_kv.unsigned_abs());
         require(
             self.has_columns_below(cols),
-            format_args!("the mask has columns beyond the {cols} of {seqlen_kv} keys"),
+            format_args!(
+                "the mask is of {} block columns, beyond the {cols} of {seqlen_kv} keys",
+                self.column_limit()
+            ),
         )?;
         // The kernels count the key tiles of a row in 32 bits.
         let tiles = self.longest() * ceil_div(m.block_kv.into(), tile_kv);

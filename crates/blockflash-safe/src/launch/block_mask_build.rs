@@ -2,7 +2,7 @@
 
 use super::block_mask;
 use super::checked::{Launch, Operands};
-use super::fit::{Fit, ceil_div, fits, pointer, pointer_mut, require};
+use super::fit::{Fit, absent, ceil_div, fits, pointer, pointer_mut, require, starts_at, unknown};
 use crate::view::Used;
 use crate::{BlockListScratch, BlockLists, DType, Kernel, Result, Tensor, View, ViewMut};
 use blockflash_sys::BlockMaskKernel;
@@ -125,7 +125,14 @@ unsafe impl Launch for BlockMaskBuild {
             BLOCKFLASH_BLOCK_SOURCE_SCORES => {
                 fits("source", &operands.source, DType::F32, of_rows(cols))
             }
-            _ => Err("an unknown source".to_owned()),
+            kind => {
+                const KINDS: [i32; 3] = [
+                    BLOCKFLASH_BLOCK_SOURCE_BOOL,
+                    BLOCKFLASH_BLOCK_SOURCE_LISTS,
+                    BLOCKFLASH_BLOCK_SOURCE_SCORES,
+                ];
+                unknown("source_kind", kind, &KINDS)
+            }
         }?;
         if let Some(always) = &operands.always {
             let m = &p.always;
@@ -137,10 +144,14 @@ unsafe impl Launch for BlockMaskBuild {
                     m.rows, m.block_q, m.block_kv, p.block_q, p.block_kv
                 ),
             )?;
-            require(always.cu_rows().is_none(), "`always` is packed")?;
+            let packed = always.cu_rows().is_some();
+            absent("cu_rows of `always`", packed, "the kernel takes no packed masks")?;
             require(
                 always.has_columns_below(cols.into()),
-                format_args!("`always` has columns beyond the {cols} of the mask"),
+                format_args!(
+                    "`always` is of {} block columns, beyond the {cols} of the mask",
+                    always.column_limit()
+                ),
             )?;
             always.fit_groups(m, p.batch, p.heads)?;
         }
@@ -152,17 +163,17 @@ unsafe impl Launch for BlockMaskBuild {
         fits("slab_lengths", &slab_lengths, DType::I32, per_head(slabs))?;
         require(
             operands.lists.may_be_filled(cols.into()),
-            format_args!("the lists are not for kernels to fill with {cols} columns"),
+            format_args!("the lists are {}", operands.lists.fill_refusal(cols.into())),
         )?;
         fits("row_ptr", &operands.lists.row_ptr().view(), DType::I32, per_head(rows + 1))?;
         fits("col_idx", &operands.lists.col_idx().view(), DType::I32, [(p.capacity.into(), 1)])?;
         fits("row_order", &operands.lists.row_order().view(), DType::I32, per_head(rows))?;
         fits("problems", &operands.problems.as_view(), DType::I32, [(4, 1)])?;
-        require(operands.problems.is_aligned(8), "the address of problems is not a multiple of 8")?;
-        require(
-            [BLOCKFLASH_BLOCK_MASK_CHOOSE, BLOCKFLASH_BLOCK_MASK_LIST].contains(&p.step),
-            format_args!("there is no step {}", p.step),
-        )?;
+        starts_at(8, "problems", &operands.problems.as_view())?;
+        let steps = [BLOCKFLASH_BLOCK_MASK_CHOOSE, BLOCKFLASH_BLOCK_MASK_LIST];
+        if !steps.contains(&p.step) {
+            return unknown("step", p.step, &steps);
+        }
         let blocks = i128::from(batch) * i128::from(heads) * i128::from(slabs);
         Ok(blocks)
     }

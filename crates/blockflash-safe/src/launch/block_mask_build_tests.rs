@@ -128,7 +128,7 @@ fn parameters_that_do_not_fit() {
         ("in whole blocks, the limit is", |p| (p.rows, p.seqlen_q) = (1 << 25, i32::MAX)),
         ("in whole blocks, the limit is", |p| (p.cols, p.seqlen_kv, p.block_kv) = (1, 1, 1 << 26)),
         ("k is 1073741825, the limit is", |p| p.k = (1 << 30) + 1),
-        ("an unknown source", |p| p.source_kind = 3),
+        ("source_kind is 3, expected one of [0, 1, 2]", |p| p.source_kind = 3),
         ("source is f32", |p| p.source_kind = BLOCKFLASH_BLOCK_SOURCE_LISTS),
         ("`always` has 19 rows", |p| p.always.rows = 19),
         ("of 64 × 64, expected", |p| p.always.block_kv = 64),
@@ -136,7 +136,7 @@ fn parameters_that_do_not_fit() {
         ("row_ptr is i32 [1, 1, 21]", |p| p.always.groups_per_batch = 1),
         ("row_ptr is i32 [1, 1, 21]", |p| p.always.heads_per_group = 1),
         ("col_idx is i32 [77]", |p| p.capacity = 78),
-        ("there is no step 2", |p| p.step = 2),
+        ("step is 2, expected one of [0, 1]", |p| p.step = 2),
     ];
     for (expected, change) in cases {
         let mut params = params();
@@ -170,8 +170,8 @@ fn tensors_that_do_not_fit() {
     lists("row_ptr is i32 [2, 3, 20]", 3, 19, 40, 77);
     lists("col_idx is i32 [76]", 3, 20, 40, 76);
     // The kernel could write columns that the lists do not promise.
-    lists("the lists are not for kernels to fill", 3, 20, 32, 77);
-    lists("the lists are not for kernels to fill", 3, 20, 65, 77);
+    lists("the lists are for kernels to fill, with up to", 3, 20, 32, 77);
+    lists("the lists are for kernels to fill, with up to", 3, 20, 65, 77);
     refused(
         "source is f32 [2, 3, 40, 20]",
         &mut Tensors { source: zeros(DType::F32, &[2, 3, 40, 20]), ..Tensors::new() },
@@ -193,7 +193,10 @@ fn tensors_that_do_not_fit() {
     let lists = fixed(&[2, 3], None, 40);
     refused("the lists are not for kernels to fill", &mut Tensors { lists, ..Tensors::new() });
     let always = fixed(&[1], Some(&[0, 20]), 40);
-    refused("`always` is packed", &mut Tensors { always, ..Tensors::new() });
+    refused(
+        "cu_rows of `always` is given, expected none",
+        &mut Tensors { always, ..Tensors::new() },
+    );
     let always = fixed(&[1, 1], None, 41);
-    refused("`always` has columns beyond the", &mut Tensors { always, ..Tensors::new() });
+    refused("`always` is of ", &mut Tensors { always, ..Tensors::new() });
 }

@@ -137,7 +137,7 @@ fn masks_that_do_not_fit() {
         ("row_ptr is i32 [1, 2, 3]", [1, 2, 2], |p| p.block_mask.groups_per_batch = 2),
         ("row_ptr is i32 [3, 2, 3]", [3, 2, 2], |_| {}),
         ("row_ptr is i32 [1, 4, 3]", [1, 4, 2], |_| {}),
-        ("columns beyond the", [1, 2, 2], |p| p.block_mask.block_kv = 128),
+        ("block columns, beyond the", [1, 2, 2], |p| p.block_mask.block_kv = 128),
         ("row_ptr is i32 [1, 2, 2]", [1, 2, 1], |_| {}),
     ];
     for (expected, mask, change) in cases {
@@ -194,7 +194,11 @@ fn a_log_sum_exp_where_the_kernel_computes_one() {
         operands.fit(&AttentionTile { lse, ..TILE }, &packed_params())
     };
     assert_eq!((fit(Lse::AsAsked), fit(Lse::Never)), (Ok(48), Ok(48)));
-    assert!(fit(Lse::Always).unwrap_err().contains("computes lse in each launch or in none"));
+    assert!(
+        fit(Lse::Always)
+            .unwrap_err()
+            .contains("lse is not given, and the kernel computes it in each launch")
+    );
 }
 
 #[test]

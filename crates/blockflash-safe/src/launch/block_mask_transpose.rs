@@ -1,7 +1,7 @@
 //! Transposing a block mask on the GPU.
 
 use super::checked::{Launch, Operands};
-use super::fit::{Fit, ceil_div, fits, pointer, require};
+use super::fit::{Fit, absent, ceil_div, fits, pointer, require, starts_at, unknown};
 use crate::view::Used;
 use crate::{BlockLists, BlockTransposeScratch, DType, Kernel, Result, Tensor};
 use blockflash_sys::BlockMaskKernel;
@@ -88,15 +88,19 @@ unsafe impl Launch for BlockMaskTranspose {
         let slabs = ceil_div(rows, self.slab_rows) as i64;
 
         let lists = operands.lists;
-        require(lists.cu_rows().is_none(), "the mask is packed")?;
+        let packed = lists.cu_rows().is_some();
+        absent("cu_rows of the mask", packed, "the kernel takes no packed masks")?;
         require(
             lists.has_columns_below(cols.into()),
-            format_args!("the mask has columns beyond the {cols} of the transpose"),
+            format_args!(
+                "the mask is of {} block columns, beyond the {cols} of the transpose",
+                lists.column_limit()
+            ),
         )?;
-        let fillable = operands.transpose.may_be_filled(rows.into());
+        let transpose = &operands.transpose;
         require(
-            fillable,
-            format_args!("the transpose is not for kernels to fill with {rows} rows"),
+            transpose.may_be_filled(rows.into()),
+            format_args!("the transpose is {}", transpose.fill_refusal(rows.into())),
         )?;
         let per_head = |count: i64| [(batch, heads * count), (heads, count), (count, 1)];
         let matrix = |count: i64, size: i64| {
@@ -110,14 +114,16 @@ unsafe impl Launch for BlockMaskTranspose {
         fits("col_idx of the transpose", &col_idx, DType::I32, [(p.capacity.into(), 1)])?;
         let [bits, counts] = operands.scratch.views();
         fits("bits", &bits, DType::I32, matrix(words, 32 * strips))?;
-        require(bits.is_aligned(16), "the address of bits is not a multiple of 16")?;
+        starts_at(16, "bits", &bits)?;
         fits("counts", &counts, DType::I32, matrix(strips, slabs))?;
         match p.step {
             BLOCKFLASH_BLOCK_MASK_GATHER => {
                 Ok(groups * i128::from(slabs) * ceil_div(cols, self.chunk_cols))
             }
             BLOCKFLASH_BLOCK_MASK_LIST_T => Ok(groups * i128::from(strips)),
-            _ => Err("an unknown step".to_owned()),
+            step => {
+                unknown("step", step, &[BLOCKFLASH_BLOCK_MASK_GATHER, BLOCKFLASH_BLOCK_MASK_LIST_T])
+            }
         }
     }
 

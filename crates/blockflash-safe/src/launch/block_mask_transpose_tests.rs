@@ -80,9 +80,9 @@ fn parameters_that_do_not_fit() {
         ("not positive", |p| p.capacity = -1),
         ("the limit is 2147483647", |p| (p.batch, p.heads) = (1 << 20, 1 << 10)),
         ("row_ptr is i32 [2, 3, 201]", |p| p.rows = 201),
-        ("the mask has columns beyond the", |p| p.cols = 8900),
+        ("the mask is of 9024 block columns, beyond the 8900", |p| p.cols = 8900),
         ("col_idx of the transpose is i32 [77]", |p| p.capacity = 78),
-        ("an unknown step", |p| p.step = 2),
+        ("step is 2, expected one of", |p| p.step = 2),
     ];
     for (expected, change) in cases {
         let mut params = params();
@@ -114,8 +114,20 @@ fn tensors_that_do_not_fit() {
     transpose("row_ptr of the transpose is i32 [2, 3, 9000]", 3, 8999, 200, 77);
     transpose("col_idx of the transpose is i32 [76]", 3, 9000, 200, 76);
     // The kernel could write rows that the lists do not promise.
-    transpose("the transpose is not for kernels to fill", 3, 9000, 192, 77);
-    transpose("the transpose is not for kernels to fill", 3, 9000, 225, 77);
+    transpose(
+        "the transpose is for kernels to fill, with up to 192 columns; expected lists to fill with 224",
+        3,
+        9000,
+        192,
+        77,
+    );
+    transpose(
+        "the transpose is for kernels to fill, with up to 256 columns; expected lists to fill with 224",
+        3,
+        9000,
+        225,
+        77,
+    );
 
     let fixed = |groups: &[usize], rows: usize, cols, cu_rows| {
         let count = groups.iter().product::<usize>();
@@ -128,11 +140,14 @@ fn tensors_that_do_not_fit() {
     };
     // Lists that were checked once and never change are not for a kernel to write.
     let transpose = fixed(&[2, 3], 9000, 200, None);
-    refused("the transpose is not for kernels", Tensors { transpose, ..Tensors::new() });
+    refused("the transpose is not for kernels to fill", Tensors { transpose, ..Tensors::new() });
     let lists = fixed(&[1], 200, 9000, Some(&[0, 200]));
-    refused("the mask is packed", Tensors { lists, ..Tensors::new() });
+    refused("cu_rows of the mask is given, expected none", Tensors { lists, ..Tensors::new() });
     let lists = fixed(&[2, 3], 200, 9001, None);
-    refused("the mask has columns beyond the", Tensors { lists, ..Tensors::new() });
+    refused(
+        "the mask is of 9001 block columns, beyond the 9000",
+        Tensors { lists, ..Tensors::new() },
+    );
     let lists = fixed(&[2, 3], 200, 9000, None);
     assert_eq!(Tensors { lists, ..Tensors::new() }.fit(&params(), 24), Ok(()));
 }

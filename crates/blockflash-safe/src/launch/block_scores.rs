@@ -1,7 +1,7 @@
 //! Scores of blocks from the means of queries and keys.
 
 use super::checked::{Launch, Operands};
-use super::fit::{Fit, ceil_div, fits, pointer, pointer_mut, require};
+use super::fit::{Fit, ceil_div, fits, pointer, pointer_mut, require, unknown};
 use crate::view::Used;
 use crate::{DType, Kernel, Result, View, ViewMut};
 use blockflash_sys::BlockMaskKernel;
@@ -124,7 +124,11 @@ unsafe impl Launch for BlockScores {
             * match p.step {
                 BLOCKFLASH_BLOCK_SCORES_MEANS => i128::from(means),
                 BLOCKFLASH_BLOCK_SCORES_PRODUCTS => tiles,
-                _ => return Err("an unknown step".to_owned()),
+                step => {
+                    const STEPS: [i32; 2] =
+                        [BLOCKFLASH_BLOCK_SCORES_MEANS, BLOCKFLASH_BLOCK_SCORES_PRODUCTS];
+                    return unknown("step", step, &STEPS);
+                }
             };
         // The kernel counts in 32 bits.
         require(

@@ -90,7 +90,7 @@ fn scores_that_do_not_fit() {
         ("q is f16", |p| p.q_stride_seq = 104),
         ("k is f16", |p| p.k_stride_head = 48),
         ("k is f16", |p| p.num_heads_kv = 1),
-        ("an unknown step", |p| p.step = 2),
+        ("step is 2, expected one of", |p| p.step = 2),
         ("36x1x1 blocks", |p| p.step = BLOCKFLASH_BLOCK_SCORES_PRODUCTS),
     ];
     for (expected, change) in cases {

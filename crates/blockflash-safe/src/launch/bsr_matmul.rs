@@ -2,7 +2,9 @@
 
 use super::BsrParts;
 use super::checked::{Launch, Operands};
-use super::fit::{Fit, array, ceil_div, fits, optional, pointer, pointer_mut, require};
+use super::fit::{
+    Fit, array, ceil_div, fits, given, optional, pointer, pointer_mut, require, starts_at,
+};
 use crate::view::Used;
 use crate::{BsrIndices, DType, Kernel, Result, Tensor, View, ViewMut};
 use blockflash_sys::manifest::{BsrMatmul, BsrMatmulTile, Variant};
@@ -35,13 +37,17 @@ impl BsrMatmulOperands<'_> {
         )?;
         let block = i64::from(tile.block_size);
         let block_rows = ceil_div(p.m, tile.block_size);
-        let rows = i64::try_from(block_rows).map_err(|_| "m is too large".to_owned())?;
+        let rows = i64::try_from(block_rows)
+            .map_err(|_| format!("m is {}, the limit is {}", p.m, i64::MAX))?;
         let blocks = self.indices.blocks() as i64;
         fits("row_ptr", &self.indices.row_ptr().view(), DType::I32, [(rows + 1, 1)])?;
         let block_cols = ceil_div(p.k, tile.block_size);
         require(
             self.indices.has_columns_below(block_cols),
-            format_args!("a block column is beyond the {block_cols} of k"),
+            format_args!(
+                "the pattern is of {} block columns, beyond the {block_cols} of k",
+                self.indices.column_limit()
+            ),
         )?;
         // The kernels count the depth of a block row in 32 bits.
         let depth = i64::from(self.indices.longest_from(0, false)) * block;
@@ -55,9 +61,16 @@ impl BsrMatmulOperands<'_> {
             tile.dtype,
             [(blocks, block * block), (block, block), (block, 1)],
         )?;
-        require(self.values.is_aligned(16), "values do not start at a multiple of 16 bytes")?;
+        starts_at(16, "values", &self.values)?;
         let transposed = self.indices.block_idx().is_some();
-        require(transposed == tile.a_transposed, "block_idx is for kernels that transpose a")?;
+        require(
+            transposed == tile.a_transposed,
+            format_args!(
+                "block_idx is {}, expected {}: it is for kernels that transpose a",
+                given(transposed),
+                given(tile.a_transposed)
+            ),
+        )?;
         fits("b", &self.b, tile.dtype, dims([p.k, p.n], p.ldb, tile.b_column_major))?;
         let c = self.c.as_view();
         require(
@@ -125,7 +138,10 @@ fn dims([rows, columns]: [i64; 2], leading: i64, column_major: bool) -> [(i64, i
 
 /// Checks that C is row-major if the kernel writes nothing else.
 pub(super) fn writes(rows_only: bool, p: &blockflash_bsr_matmul_params) -> Fit {
-    require(!rows_only || p.c_column_major == 0, "the kernel writes rows of c, not columns")
+    require(
+        !rows_only || p.c_column_major == 0,
+        format_args!("c_column_major is {}, expected 0: the kernel writes rows", p.c_column_major),
+    )
 }
 
 // SAFETY:

@@ -94,7 +94,7 @@ fn what_does_not_fit() {
     let good = params(layout);
     refused(
         &blockflash_bsr_matmul_any_params { a_transposed: 0, ..good },
-        "block_idx is for kernels that",
+        "it is for kernels that transpose a",
     );
     let with = |base| blockflash_bsr_matmul_any_params { base, ..good };
     refused(&with(blockflash_bsr_matmul_params { ldb: K as i64 + 8, ..good.base }), "b is f16");

@@ -3,7 +3,7 @@
 use super::bsr_matmul::writes;
 use super::bsr_matmul_maps::{NO_MAP, encode_c, maps};
 use super::checked::Launch;
-use super::fit::{Fit, array, ceil_div, require};
+use super::fit::{Fit, array, ceil_div, require, starts_at};
 use super::{BsrMatmulOperands, BsrParts};
 use crate::{Kernel, Result};
 use blockflash_sys::manifest::{BsrMatmulHopper, Variant};
@@ -104,11 +104,11 @@ fn split(
         tile.splits(),
         format_args!("{} parts, and the kernel computes whole tiles", begin.len()),
     )?;
-    require(*steps > 0, "a part has no steps")?;
-    require(memory.view().is_aligned(16), "sums do not start at a multiple of 16 bytes")?;
+    require(*steps > 0, format_args!("steps of a part are {steps}, expected at least 1"))?;
+    starts_at(16, "memory of the sums", &memory.view())?;
     require(
         begin.is_sorted_by(|a, b| a >= b) && begin[begin.len() - 1] == 0,
-        "parts do not descend to none",
+        format_args!("parts begin at {begin:?}, expected numbers that descend to 0"),
     )?;
     let positions = ceil_div(p.m, tile.block_size * tile.block_rows);
     let widest = begin.windows(2).map(|pair| i128::from(pair[0] - pair[1])).max().unwrap_or(0);

@@ -92,7 +92,11 @@ fn what_fits_and_what_does_not() {
     refused(&|p| p.ldc += 8, "c is f32");
     refused(&|p| p.c_dtype = 0, "c_dtype");
     let cluster = LaunchConfig { cluster: Some([1, 1, 1]), ..config(TILE, 3) };
-    assert!(fit_of(TILE, |_| (), &cluster).unwrap_err().contains("no clusters"));
+    assert!(
+        fit_of(TILE, |_| (), &cluster)
+            .unwrap_err()
+            .contains("clusters of Some([1, 1, 1]), expected None")
+    );
 }
 
 #[test]
@@ -107,8 +111,8 @@ fn clusters_are_whole() {
     for (cluster, blocks, reason) in [
         (Some([2, 1, 1]), 8, "a grid of 8x1x1"),
         (Some([2, 1, 1]), 3, "do not divide into clusters"),
-        (Some([4, 1, 1]), 4, "do not match the kernel"),
-        (None, 4, "do not match the kernel"),
+        (Some([4, 1, 1]), 4, "expected Some(["),
+        (None, 4, "expected Some(["),
     ] {
         let found = launch(cluster, blocks).unwrap_err();
         assert!(found.contains(reason), "{found}");
@@ -180,10 +184,14 @@ fn parts_have_room_and_places() {
     refused(&TILE, of(&[5, 2], 4), "sums,");
     refused(&TILE, BsrParts { memory: &too_few_words, ..of(&[3], 3) }, "words,");
     refused(&TILE, of(&[4], 4), "tiles have a part, there are");
-    refused(&TILE, of(&[1, 2], 1), "descend");
-    refused(&TILE, of(&[2, -1], 2), "descend");
-    refused(&TILE, of(&[7; 8], 7), "descend");
-    refused(&TILE, BsrParts { steps: 0, ..of(&[3], 3) }, "no steps");
+    refused(&TILE, of(&[1, 2], 1), "expected numbers that descend to 0");
+    refused(&TILE, of(&[2, -1], 2), "expected numbers that descend to 0");
+    refused(&TILE, of(&[7; 8], 7), "expected numbers that descend to 0");
+    refused(
+        &TILE,
+        BsrParts { steps: 0, ..of(&[3], 3) },
+        "steps of a part are 0, expected at least 1",
+    );
     refused(&PAIRS, of(&[1], 1), "whole tiles");
 }
 
@@ -202,7 +210,7 @@ fn columns_fit_where_the_tile_or_the_kernel_takes_them() {
     refused(TILE, &|p| p.c_column_major = 1, "c is f32");
     refused(transposed, &|_| (), "b is f16");
     let columns = blockflash_bsr_matmul_params { c_column_major: 1, ..params() };
-    assert!(writes(true, &columns).unwrap_err().contains("rows of c"));
+    assert!(writes(true, &columns).unwrap_err().contains("c_column_major is 1, expected 0"));
     writes(false, &columns).unwrap();
 }
 

@@ -1,7 +1,7 @@
 //! Sampled dense-dense product.
 
 use super::checked::{Launch, Operands};
-use super::fit::{Fit, ceil_div, fits, pointer, pointer_mut, require};
+use super::fit::{Fit, ceil_div, fits, pointer, pointer_mut, require, starts_at};
 use crate::view::Used;
 use crate::{
     BsrIndices, DType, Kernel, Major, Result, Swizzle, Tensor, TensorMapSpec, View, ViewMut,
@@ -54,7 +54,7 @@ unsafe impl Launch for BsrSddmmHopper {
     fn fit(&self, p: &Self::Plan, operands: &Self::Operands<'_>) -> Fit<i128> {
         let tiles = fits_tiles(&self.tile(), p, operands)?;
         let [m, n, k] = [p.m, p.n, p.k].map(i64::from);
-        require(operands.values.is_aligned(16), "values do not start at a multiple of 16 bytes")?;
+        starts_at(16, "values", &operands.values.as_view())?;
         fits_dense("a", &operands.a, self.dtype, [m, k], self.a)?;
         fits_dense("b", &operands.b, self.dtype, [k, n], self.b)?;
         Ok(tiles)
@@ -102,7 +102,10 @@ pub(super) fn fits_tiles(
     let block_cols = ceil_div(p.n.into(), tile.block_size);
     require(
         operands.pattern.has_columns_below(block_cols),
-        format_args!("a block column is beyond the {block_cols} of n"),
+        format_args!(
+            "the pattern is of {} block columns, beyond the {block_cols} of n",
+            operands.pattern.column_limit()
+        ),
     )?;
     let values = operands.values.as_view();
     let float = matches!(values.dtype(), DType::F16 | DType::BF16 | DType::F32);

@@ -116,7 +116,11 @@ fn what_fits_and_what_does_not() {
     refused(&|p| p.values_dtype = 0, "values_dtype");
     refused(&|p| p.m = SIZE_LIMIT, "the limit is");
     let cluster = LaunchConfig { cluster: Some([1, 1, 1]), ..config(TILE, 3) };
-    assert!(fit_of(TILE, |_| (), &cluster).unwrap_err().contains("no clusters"));
+    assert!(
+        fit_of(TILE, |_| (), &cluster)
+            .unwrap_err()
+            .contains("clusters of Some([1, 1, 1]), expected None")
+    );
 }
 
 #[test]

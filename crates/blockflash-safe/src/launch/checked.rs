@@ -71,11 +71,13 @@ pub(super) fn fit<L: Launch>(
     plan: &L::Plan,
     operands: &L::Operands<'_>,
 ) -> Fit<L> {
-    let tile = L::of(kernel).ok_or_else(|| format!("not a kernel of {}", L::FAMILY))?;
+    let tile = L::of(kernel).ok_or_else(|| format!("expected a kernel of {}", L::FAMILY))?;
     config.fits(kernel, tile.fit(plan, operands)?, kernel.family().is_persistent())?;
     let fewest = tile.fewest_in_cluster(plan);
     let enough = config.cluster.is_none_or(|[ctas, ..]| ctas >= fewest);
-    enough.then_some(tile).ok_or_else(|| format!("clusters of fewer than {fewest} CTAs"))
+    enough
+        .then_some(tile)
+        .ok_or_else(|| format!("clusters of {:?}, expected at least {fewest} CTAs", config.cluster))
 }
 
 impl Stream {
@@ -91,7 +93,6 @@ impl Stream {
     /// [`Error::Unsupported`], [`Error::InCapture`], [`Error::Cuda`]. Kernels with tensor maps also
     /// give [`Error::TensorMap`]; persistent kernels give [`Error::TileCounters`] when other
     /// streams and graphs have all counters.
-    /// and graphs have all counters.
     #[doc(hidden)]
     pub fn launch<L: Launch>(
         &self,

@@ -1,4 +1,4 @@
-use super::fit::{Fit, require};
+use super::fit::{Fit, absent, require};
 use crate::Kernel;
 use cudarc::driver::sys::{self, CUlaunchAttributeID as AttributeId};
 
@@ -59,19 +59,19 @@ impl LaunchConfig {
                 kernel.smem_bytes()
             ),
         )?;
-        let (chosen, expected) = match (kernel.cluster(), kernel.most_in_cluster()) {
-            (None, None) => (false, "the kernel has no clusters"),
-            (None, Some(most)) => {
-                let is_choice = |[x, y, z]: [u32; 3]| (2..=most).contains(&x) && [y, z] == [1, 1];
-                (self.cluster.is_some_and(is_choice), "the kernel has no such clusters")
-            }
-            (Some(_), _) => (false, "the clusters do not match the kernel"),
-        };
-        require(chosen || self.cluster == kernel.cluster(), expected)?;
+        // A launch of a kernel without a cluster of its own may choose one of up to this many CTAs.
+        let most = kernel.most_in_cluster().filter(|_| kernel.cluster().is_none()).unwrap_or(1);
+        let is_choice = |[x, y, z]: [u32; 3]| (2..=most).contains(&x) && [y, z] == [1, 1];
+        if self.cluster != kernel.cluster() && !self.cluster.is_some_and(is_choice) {
+            let choice = if most > 1 { format!(" or [2..={most}, 1, 1]") } else { String::new() };
+            let (found, own) = (self.cluster, kernel.cluster());
+            return Err(format!("clusters of {found:?}, expected {own:?}{choice}"));
+        }
         let blocks = self.cluster.map_or(1, |[blocks, ..]| blocks);
         require(x % blocks == 0, format_args!("{x} CTAs do not divide into clusters of {blocks}"))?;
         let early = self.programmatic_dependent_launch && !kernel.waits_for_predecessor();
-        require(!early, "the kernel does not wait for its predecessor itself")?;
+        let reason = "the kernel does not wait for its predecessor itself";
+        absent("programmatic_dependent_launch", early, reason)?;
         if persistent {
             // Each CTA looks for a tile past the last one, and the counter has 32 bits.
             let past = tiles + 2 * i128::from(x);

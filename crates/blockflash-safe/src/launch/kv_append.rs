@@ -2,7 +2,9 @@
 
 use super::attention_merge::dtype_of;
 use super::checked::{Launch, Operands};
-use super::fit::{Fit, ceil_div, fits, optional, pointer, pointer_mut, require};
+use super::fit::{
+    Fit, ceil_div, fits, optional, pointer, pointer_mut, require, rows_aligned, steps,
+};
 use super::kv_cache::KvCacheViews;
 use crate::view::Used;
 use crate::{DType, Kernel, Result, View, ViewMut};
@@ -125,16 +127,7 @@ impl Tokens {
                 Some(_) => fits(name, &view, dtype, [outer[1], heads, inner])?,
                 None => fits(name, &view, dtype, [outer[0], outer[1], heads, inner])?,
             }
-            let mut dims = outer.into_iter().chain([heads]);
-            let aligned = dims.all(|(size, stride)| size <= 1 || stride % PIECE == 0)
-                && pointer(&view).addr().is_multiple_of(16);
-            require(
-                aligned,
-                format_args!(
-                    "{name} is not aligned to 16 bytes: strides {:?}",
-                    [of_batch, seq, head]
-                ),
-            )?;
+            rows_aligned(name, &view, PIECE, steps(&[outer[0], outer[1], heads]))?;
         }
         if let Some(cu_seqlens) = cu_seqlens {
             fits("cu_seqlens", cu_seqlens, DType::I32, [(batch + 1, 1)])?;
@@ -159,7 +152,7 @@ fn fit_rotary(r: &blockflash_rotary, [cos, sin]: &[View<'_>; 2], head_dim: i64) 
         pairs.contains(&r.pairs),
         format_args!("pairs is {}, expected one of {pairs:?}", r.pairs),
     )?;
-    let dtype = dtype_of(r.dtype)?;
+    let dtype = dtype_of("dtype of the rotary tables", r.dtype)?;
     fits("cos", cos, dtype, [(positions, r.cos_stride), (dim / 2, 1)])?;
     fits("sin", sin, dtype, [(positions, r.sin_stride), (dim / 2, 1)])
 }

@@ -1,6 +1,6 @@
 //! The cache of keys and values, as launches see it.
 
-use super::fit::{Fit, fits, optional, pointer, require};
+use super::fit::{Fit, fits, optional, pointer, require, rows_aligned};
 use crate::view::Used;
 use crate::{DType, View};
 use blockflash_sys::params::blockflash_kv_cache;
@@ -48,9 +48,8 @@ impl<'a> KvCacheViews<'a> {
         let v = [c.v_stride_page, c.v_stride_slot, c.v_stride_head];
         fits("k", &self.k, dtype, dims(k))?;
         fits("v", &self.v, dtype, dims(v))?;
-        let aligned = [k, v].as_flattened().iter().all(|stride| stride % 8 == 0)
-            && [&self.k, &self.v].iter().all(|view| pointer(view).addr().is_multiple_of(16));
-        require(aligned, "keys and values are not aligned to 16 bytes")?;
+        rows_aligned("k", &self.k, 8, k)?;
+        rows_aligned("v", &self.v, 8, v)?;
         // The kernel multiplies strides of slots, in bytes, as 32-bit numbers.
         require(
             k[1].max(v[1]) < 1 << 30,

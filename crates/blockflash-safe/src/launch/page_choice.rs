@@ -2,7 +2,7 @@
 
 use super::bsr_parts::BsrPartsMemory;
 use super::checked::{Launch, Operands};
-use super::fit::{Fit, fits, optional, pointer, pointer_mut, require};
+use super::fit::{Fit, fits, optional, pointer, pointer_mut, require, rows_aligned, steps};
 use super::kv_cache::KvCacheViews;
 use crate::view::Used;
 use crate::{DType, Kernel, Result, View, ViewMut};
@@ -83,13 +83,6 @@ pub struct PageChoice {
     dtype: DType,
 }
 
-/// Whether every row of a tensor starts at a multiple of 16 bytes. Strides of dimensions of size 1
-/// do not matter.
-fn is_aligned(view: &View<'_>, dims: &[(i64, i64)]) -> bool {
-    let strides = dims.iter().all(|&(size, stride)| size <= 1 || stride % 8 == 0);
-    strides && pointer(view).addr().is_multiple_of(16)
-}
-
 /// Checks cache and summaries.
 fn pages_fit(
     (cache, views): (&blockflash_kv_cache, &KvCacheViews<'_>),
@@ -123,7 +116,7 @@ fn pages_fit(
         (head_dim, 1),
     ];
     fits("summaries", rows, dtype, dims)?;
-    require(is_aligned(rows, &dims[..3]), "summaries are not aligned to 16 bytes")
+    rows_aligned("summaries", rows, 8, steps(&dims[..3]))
 }
 
 // SAFETY:
@@ -209,20 +202,23 @@ unsafe impl Launch for PageChoice {
         let heads = (heads_kv * i64::from(p.group), p.q_stride_head);
         let tokens = |count: i32| (i64::from(count), p.q_stride_seq);
         let inner = (head_dim, 1);
-        let aligned = match &operands.cu_seqlens_q {
+        let aligned = |dims| match operands.q.layout().is_empty() {
+            true => Ok(()),
+            false => rows_aligned("q", &operands.q, 8, steps(dims)),
+        };
+        match &operands.cu_seqlens_q {
             Some(cu_seqlens) => {
                 fits("cu_seqlens_q", cu_seqlens, DType::I32, [(batch + 1, 1)])?;
                 let dims = [tokens(p.total_q), heads, inner];
                 fits("q", &operands.q, self.dtype, dims)?;
-                is_aligned(&operands.q, &dims[..2])
+                aligned(&dims[..2])?;
             }
             None => {
                 let dims = [(batch, p.q_stride_batch), tokens(p.seqlen_q), heads, inner];
                 fits("q", &operands.q, self.dtype, dims)?;
-                is_aligned(&operands.q, &dims[..3])
+                aligned(&dims[..3])?;
             }
-        };
-        require(aligned || operands.q.layout().is_empty(), "q is not aligned to 16 bytes")?;
+        }
 
         let listed = i64::from(p.list_capacity);
         require(listed >= 2, format_args!("list_capacity is {listed}, expected at least 2"))?;

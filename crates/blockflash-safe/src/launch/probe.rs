@@ -2,7 +2,7 @@
 
 use super::LaunchConfig;
 use super::checked::{Launch, Operands};
-use super::fit::{Fit, fits, pointer, pointer_mut, require};
+use super::fit::{Fit, fits, pointer, pointer_mut, require, starts_at};
 use crate::view::Used;
 use crate::{DType, Kernel, Result, Stream, View, ViewMut};
 use blockflash_sys::Probe;
@@ -66,7 +66,11 @@ unsafe impl Launch for ProbeTile {
         let chunk = PROBE_CHUNK_BYTES as i64 / 4;
         require(
             words % chunk == 0 && words >= 4 * chunk,
-            "the input is not a multiple of 16384 bytes from 65536 on",
+            format_args!(
+                "the input has {} bytes, expected a multiple of {PROBE_CHUNK_BYTES} from {} on",
+                4 * words,
+                16 * chunk
+            ),
         )?;
         require(
             plan.blocks > 0,
@@ -76,10 +80,8 @@ unsafe impl Launch for ProbeTile {
             i32::try_from(plan.iterations).is_ok(),
             format_args!("{} iterations, the limit is {}", plan.iterations, i32::MAX),
         )?;
-        require(
-            operands.input.is_aligned(16) && output.is_aligned(16),
-            "an address is not a multiple of 16",
-        )?;
+        starts_at(16, "input", &operands.input)?;
+        starts_at(16, "output", &output)?;
         let threads = i64::from(plan.blocks) * i64::from(threads);
         let written = if probe == Probe::Copy { words } else { threads };
         fits("output", &output, DType::I32, [(written, 1)])?;

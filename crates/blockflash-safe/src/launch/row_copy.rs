@@ -1,7 +1,7 @@
 //! Copies of rows by few CTAs.
 
 use super::checked::{Launch, Operands};
-use super::fit::{Fit, ceil_div, pointer, pointer_mut, require};
+use super::fit::{Fit, ceil_div, pointer, pointer_mut, require, starts_at};
 use crate::view::Used;
 use crate::{Kernel, Result, View, ViewMut};
 use blockflash_sys::manifest::{self, Variant};
@@ -38,15 +38,19 @@ fn fits(copy: &blockflash_row_copy, to: &ViewMut<'_>, from: &View<'_>) -> Fit<i6
         rows > 0 && pieces > 0,
         format_args!("{rows} rows of {pieces} pieces: a size is not positive"),
     )?;
-    for (view, pitch) in [(&to.as_view(), copy.to_pitch), (from, copy.from_pitch)] {
+    let sides = [("target", &to.as_view(), copy.to_pitch), ("source", from, copy.from_pitch)];
+    for (name, view, pitch) in sides {
         let (&[found, columns], &[stride, step]) = (view.shape(), view.strides()) else {
-            return Err("a tensor is not [rows, columns]".to_owned());
+            return Err(format!(
+                "the {name} has shape {:?}, expected [rows, columns]",
+                view.shape()
+            ));
         };
         let wide = columns as i64 * size == pieces * PIECE && (step == 1 || columns == 1);
         require(
             found as i64 == rows && wide,
             format_args!(
-                "a tensor of {found} × {columns}, expected {rows} rows of {pieces} pieces of 16 \
+                "the {name} is {found} × {columns}, expected {rows} rows of {pieces} pieces of 16 \
                  bytes"
             ),
         )?;
@@ -54,11 +58,10 @@ fn fits(copy: &blockflash_row_copy, to: &ViewMut<'_>, from: &View<'_>) -> Fit<i6
         require(
             same && pitch % PIECE == 0,
             format_args!(
-                "rows are {stride} elements apart, expected {pitch} bytes, a multiple of {PIECE}"
+                "rows of the {name} are {stride} elements apart, expected {pitch} bytes, a multiple of {PIECE}"
             ),
         )?;
-        let aligned = view.is_aligned(PIECE as usize);
-        require(aligned, "an address is not a multiple of 16 bytes")?;
+        starts_at(PIECE as usize, name, view)?;
     }
     Ok(rows * pieces)
 }

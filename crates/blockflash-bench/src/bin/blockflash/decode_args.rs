@@ -36,7 +36,7 @@ pub struct Args {
     /// Keys that a random cache holds for each sequence [default: 1024]
     #[arg(long, value_name = "N")]
     pub seqlen_kv: Option<usize>,
-    /// Divide a random cache into pages of so many keys, in a random order
+    /// Divide a random cache into pages of this many keys, in a random order
     #[arg(long, value_name = "N")]
     pub page_size: Option<usize>,
     /// Read the pages of each sequence, in the order of their keys, from a file (tensor

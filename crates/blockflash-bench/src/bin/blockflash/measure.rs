@@ -10,7 +10,7 @@ use std::time::Instant;
 /// Repeats that nobody asked for take about this long.
 const PATIENCE_US: f64 = 1e6;
 const MAX_DEFAULT_REPEATS: usize = 20;
-/// A repeat on a GPU is a graph of so many launches that it takes about this long: starting it does
+/// A repeat on a GPU is a graph of enough launches that it takes about this long: starting it does
 /// not count then.
 const REPLAY_US: f64 = 500.0;
 const MAX_LAUNCHES: f64 = 100.0;

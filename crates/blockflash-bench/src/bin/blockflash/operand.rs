@@ -109,7 +109,7 @@ impl Source {
     }
 }
 
-/// Loads all of them, once it is sure that there is memory for all and for a result of so many
+/// Loads all of them, once it is sure that there is memory for all and for a result of this many
 /// bytes: a file may claim anything.
 pub fn load_all<const N: usize>(
     sources: [Source; N],

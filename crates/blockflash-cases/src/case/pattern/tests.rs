@@ -148,7 +148,7 @@ fn a_butterfly_differs_in_single_bits() {
     assert_eq!(butterfly(0.1, 8192, 8192)[5], [0, 1, 4, 5, 6, 7, 12, 13, 20, 21, 36, 37, 69]);
     // Stretched to 16 columns where there are four rows.
     assert_eq!(butterfly(5.0 / 16.0, 256, 1024)[1], [0, 4, 5, 6, 12]);
-    // Of six columns, 5 has 4 and 1, and lacks 7, which lies outside: 0 comes in, two bits away.
+    // Of six columns, 5 has 4 and 1, and lacks 7, which is outside: 0 comes in, two bits away.
     let odd = butterfly(4.0 / 6.0, 384, 384);
     assert_eq!((&odd[0][..], &odd[5][..]), (&[0, 1, 2, 4][..], &[0, 1, 4, 5][..]));
 }
