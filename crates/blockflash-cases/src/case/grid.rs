@@ -31,7 +31,7 @@ pub(super) fn heads_kv(num_heads_q: usize, num_heads_kv: Option<usize>) -> Resul
 /// Most cases of a grid.
 const MOST: usize = 1 << 16;
 
-/// Refuses a grid of lists with so many combinations.
+/// Refuses a grid of lists with too many combinations.
 pub(super) fn limit(lists: &[usize]) -> Result<(), String> {
     let count = lists.iter().fold(1usize, |count, &length| count.saturating_mul(length));
     if count > MOST {

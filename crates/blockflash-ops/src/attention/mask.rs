@@ -125,7 +125,8 @@ impl Mask {
             triangle.saturating_add(rest.saturating_mul(columns))
         };
         let position = queries.start as i128 + diagonal - keys.start as i128;
-        let end = right.map_or(rows.saturating_mul(columns), |right| before(position + right as i128 + 1));
+        let end = right
+            .map_or(rows.saturating_mul(columns), |right| before(position + right as i128 + 1));
         let start = left.map_or(0, |left| before(position - left as i128));
         u64::try_from(end - start).unwrap_or(u64::MAX)
     }
