@@ -99,6 +99,10 @@ fn joined(page: &Path, link: &str) -> PathBuf {
 }
 
 #[cfg(test)]
+#[path = "docs_commands.rs"]
+mod commands;
+
+#[cfg(test)]
 mod tests {
     use super::*;
 

@@ -6,6 +6,7 @@ mod attention;
 mod decode;
 mod examples;
 mod files;
+mod guide;
 mod harness;
 mod mask;
 mod measuring;

@@ -185,10 +185,8 @@ fn buffers_are_not_packed() {
     let choice =
         BlockChoice { always: Some(&always), ..BlockChoice::new(BlockSource::Bool(blocks)) };
     let problem = buffer.build(&choice, &stream).unwrap_err().to_string();
-    assert_eq!(
-        problem,
-        "invalid block mask: `always` is packed from 1 sequences, expected a mask that is not packed"
-    );
+    let said = "`always` is packed from 1 sequences, expected a mask that is not packed";
+    assert_eq!(problem, format!("invalid block mask: {said}"));
 }
 
 #[test]

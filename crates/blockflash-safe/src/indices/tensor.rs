@@ -104,9 +104,9 @@ pub(super) fn check_permutation(name: &str, order: &[i32]) -> Result<()> {
     for (at, &entry) in order.iter().enumerate() {
         let place = usize::try_from(entry).ok().and_then(|entry| seen.get_mut(entry));
         if place.is_none_or(|seen| std::mem::replace(seen, true)) {
+            let range = 0..order.len();
             return invalid(format!(
-                "{name} is not a permutation of 0..{}: {name}[{at}] is {entry}, twice or out of range",
-                order.len()
+                "{name} is not a permutation of {range:?}: {name}[{at}] is {entry}, twice or beyond"
             ));
         }
     }

@@ -114,20 +114,14 @@ fn tensors_that_do_not_fit() {
     transpose("row_ptr of the transpose is i32 [2, 3, 9000]", 3, 8999, 200, 77);
     transpose("col_idx of the transpose is i32 [76]", 3, 9000, 200, 76);
     // The kernel could write rows that the lists do not promise.
-    transpose(
-        "the transpose is for kernels to fill, with up to 192 columns; expected lists to fill with 224",
-        3,
-        9000,
-        192,
-        77,
-    );
-    transpose(
-        "the transpose is for kernels to fill, with up to 256 columns; expected lists to fill with 224",
-        3,
-        9000,
-        225,
-        77,
-    );
+    for (rows, found) in [(192, 192), (225, 256)] {
+        let said = format!(
+            "the transpose is for kernels to fill, with up to {found} columns; expected lists to \
+             fill with 224"
+        );
+        let transpose = lists(3, 9000, rows, 77);
+        refused(&said, Tensors { transpose, ..Tensors::new() });
+    }
 
     let fixed = |groups: &[usize], rows: usize, cols, cu_rows| {
         let count = groups.iter().product::<usize>();

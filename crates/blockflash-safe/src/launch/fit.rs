@@ -59,7 +59,10 @@ pub(super) fn unknown<T>(name: &str, code: i32, known: &[i32]) -> Fit<T> {
 pub(super) fn starts_at(bytes: usize, name: &str, view: &View<'_>) -> Fit {
     require(
         view.is_aligned(bytes),
-        format_args!("{name} starts at {:#x}, expected a multiple of {bytes}", view.address()),
+        format_args!(
+            "{name} starts at {:#x}, expected a multiple of {bytes} bytes",
+            view.address()
+        ),
     )
 }
 
@@ -128,7 +131,7 @@ mod tests {
             }),
             (unknown("step", 3, &[0, 1]), "step is 3, expected one of [0, 1]".into()),
             (starts_at(16, "values", &odd), {
-                format!("values starts at {at:#x}, expected a multiple of 16")
+                format!("values starts at {at:#x}, expected a multiple of 16 bytes")
             }),
             // Addresses of the host count as 0.
             (rows_aligned("q", &odd, 8, steps(&[(1, 3), (2, 12), (2, 16)])), {

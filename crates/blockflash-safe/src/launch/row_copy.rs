@@ -58,7 +58,8 @@ fn fits(copy: &blockflash_row_copy, to: &ViewMut<'_>, from: &View<'_>) -> Fit<i6
         require(
             same && pitch % PIECE == 0,
             format_args!(
-                "rows of the {name} are {stride} elements apart, expected {pitch} bytes, a multiple of {PIECE}"
+                "rows of the {name} are {stride} elements apart, expected {pitch} bytes, a \
+                 multiple of {PIECE}"
             ),
         )?;
         starts_at(PIECE as usize, name, view)?;

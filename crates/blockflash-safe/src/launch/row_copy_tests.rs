@@ -45,5 +45,5 @@ fn a_plan_of_other_rows_is_refused() {
         assert!(tiles(change, 8).is_err(), "{at}");
     }
     let error = tiles(|_| {}, 7).unwrap_err();
-    assert!(error.contains("expected a multiple of 16"), "{error}");
+    assert!(error.contains("expected a multiple of 16 bytes"), "{error}");
 }
