@@ -230,12 +230,6 @@ impl Axis {
         Self { label: label.to_owned(), low, high, log: true, ticks }
     }
 
-    /// Ticks in per cent of 1.
-    pub fn in_percent(mut self) -> Self {
-        self.ticks.iter_mut().for_each(|(at, label)| *label = format!("{} %", plain(*at * 100.0)));
-        self
-    }
-
     /// About `count` ticks at multiples of 1, 2, 2.5 or 5 times a power of ten.
     fn with_round_ticks(mut self, count: f64) -> Self {
         let least = (self.high - self.low) / count;
@@ -273,7 +267,6 @@ mod tests {
         assert_eq!(labels(&Axis::log("", (3.0, 9.0))), ["3", "4", "5", "6", "8", "10"]);
         let near = Axis::log("", (0.9, 1.4));
         assert_eq!(labels(&near), ["0.8", "1", "1.2", "1.4", "1.6"]);
-        assert_eq!(labels(&near.in_percent())[0], "80 %");
         assert_eq!(plain(0.03125), "0.03125");
     }
 

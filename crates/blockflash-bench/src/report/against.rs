@@ -2,8 +2,9 @@
 //! commit.
 
 use super::notes::{counted, day};
+use super::put;
 use super::runs::{Row, Run, all as runs_of, fastest, mean, newest};
-use super::tables::{NONE, number};
+use super::tables::{NONE, Table, number};
 use crate::record::Record;
 use std::fmt::Write;
 
@@ -149,46 +150,36 @@ impl Change {
     }
 }
 
-// Writing into a String does not fail.
 impl Against {
     fn add(&mut self, before: &Run<'_>, now: &Run<'_>) {
         let (gpu, suite) = now.key();
         let [old_rows, new_rows] = [before.rows(), now.rows()];
-        let text = &mut self.text;
-        let _ =
-            writeln!(text, "### `{suite}` on {gpu}: {} against {}\n", named(now), named(before));
-        let _ = writeln!(text, "| case | before µs | now µs | time | × best common competitor | |");
-        let _ = writeln!(text, "|---|---:|---:|---:|---:|---|");
-        let mut changes = Vec::new();
-        let mut fresh = 0;
-        for new in &new_rows {
-            let Some(old) = old_rows.iter().find(|old| old.name() == new.name()) else {
-                fresh += 1;
-                continue;
-            };
-            let Some(change) = Change::of(old, new) else { continue };
-            let us =
-                |row: &Row<'_>| row.best().and_then(|ours| ours.us).map_or(NONE.to_owned(), number);
-            let time = change.time.map_or(NONE.to_owned(), percent);
-            let ratio = change.ratio.map_or(NONE.to_owned(), |[before, now]| {
-                format!("{before:.2} → {now:.2} ({})", percent(now / before))
-            });
-            let word = change.word();
-            let _ = writeln!(
-                text,
-                "| {} | {} | {} | {time} | {ratio} | {word} |",
-                new.name(),
-                us(old),
-                us(new)
-            );
-            changes.push(change);
-        }
-        let gone = old_rows
-            .iter()
-            .filter(|old| !new_rows.iter().any(|new| new.name() == old.name()))
-            .count();
+        let pair = |new| {
+            let same = |old: &&Row<'_>| old.name() == Row::name(new);
+            old_rows.iter().find(same).map(|old| (old, new))
+        };
+        let both: Vec<_> = new_rows.iter().filter_map(pair).collect();
+        let [fresh, gone] = [&new_rows, &old_rows].map(|rows| rows.len() - both.len());
+        let change = |(old, new)| Some((old, new, Change::of(old, new)?));
+        let items: Vec<_> = both.into_iter().filter_map(change).collect();
+        let or_none = |text: Option<String>| Some(text.unwrap_or(NONE.to_owned()));
+        let us = |row: &Row<'_>| or_none(row.best().and_then(|ours| ours.us).map(number));
+        let ratio =
+            |[before, now]: [f64; 2]| format!("{before:.2} → {now:.2} ({})", percent(now / before));
+        let table = Table::of(&items)
+            .column("case", |(_, new, _)| Some(new.name()))
+            .column("before µs", |(old, ..)| us(old))
+            .column("now µs", |(_, new, _)| us(new))
+            .column("time", |(.., change)| or_none(change.time.map(percent)))
+            .column("× best common competitor", |(.., change)| or_none(change.ratio.map(ratio)))
+            .column("", |(.., change)| Some(change.word().to_owned()));
+        let heading =
+            format!("### `{suite}` on {gpu}: {} against {}\n\n", named(now), named(before));
+        self.text += &heading;
+        put(&mut self.text, &table.cells);
+        let changes: Vec<_> = items.into_iter().map(|(.., change)| change).collect();
         self.regressions += changes.iter().filter(|change| is_regression(change)).count();
-        let _ = writeln!(text, "\n{}\n", sentence(&changes, fresh, gone));
+        self.text += &format!("{}\n\n", sentence(&changes, fresh, gone));
     }
 }
 

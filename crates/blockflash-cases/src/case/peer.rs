@@ -31,8 +31,6 @@ pub struct PeerCase {
     seed: u64,
     #[serde(flatten)]
     pattern: Option<PatternFiles>,
-    #[serde(skip_serializing_if = "is_zero")]
-    fresh_bytes: usize,
 }
 
 /// i32 `.npy` files of a pattern, so that both sides visit the same blocks.
@@ -42,11 +40,6 @@ struct PatternFiles {
     col_idx: PathBuf,
 }
 
-#[allow(clippy::trivially_copy_pass_by_ref)] // as serde calls it
-fn is_zero(bytes: &usize) -> bool {
-    *bytes == 0
-}
-
 impl PeerCase {
     /// Sizes, mask and type of an operation.
     ///
@@ -54,13 +47,7 @@ impl PeerCase {
     /// [`PeerCaseError::Json`] for a shape that is no object.
     pub fn new(op: &'static str, shape: &impl Serialize, seed: u64) -> Result<Self, PeerCaseError> {
         let shape = serde_json::to_value(shape)?;
-        Ok(Self { op, shape, seed, pattern: None, fresh_bytes: 0 })
-    }
-
-    /// The same sizes for another operation.
-    #[must_use]
-    pub fn with_op(self, op: &'static str) -> Self {
-        Self { op, ..self }
+        Ok(Self { op, shape, seed, pattern: None })
     }
 
     /// The same with a pattern of blocks, which is written into `folder` under a name that begins
@@ -80,12 +67,5 @@ impl PeerCase {
         };
         let (row_ptr, col_idx) = (save("row_ptr", row_ptr)?, save("col_idx", col_idx)?);
         Ok(Self { pattern: Some(PatternFiles { row_ptr, col_idx }), ..self })
-    }
-
-    /// The same with values of a sparse matrix that are stored so often that they have this many
-    /// bytes; launches take them in turns, so that none finds its own in a cache of half that size.
-    #[must_use]
-    pub fn with_fresh_bytes(self, fresh_bytes: usize) -> Self {
-        Self { fresh_bytes, ..self }
     }
 }
