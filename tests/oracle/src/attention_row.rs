@@ -64,12 +64,13 @@ pub fn attention_row<'a>(
     let max = scores.iter().copied().chain(sink.map(f64::from)).fold(f64::NEG_INFINITY, f64::max);
     scores.iter_mut().for_each(|score| *score = (*score - max).exp());
     let sum = scores.iter().sum::<f64>() + sink.map_or(0.0, |sink| (f64::from(sink) - max).exp());
-    let mut o = vec![Element::default(); query.len()];
+    // Apart from each other, so that they are added by vector instructions.
+    let [mut exact, mut squares] = [(); 2].map(|()| vec![0f64; query.len()]);
     for (p, &at) in scores.iter().map(|p| p / sum).zip(keys) {
-        for (o, &v) in o.iter_mut().zip(value(at)) {
+        for ((exact, squares), &v) in exact.iter_mut().zip(&mut squares).zip(value(at)) {
             let term = p * f64::from(v);
-            o.exact += term;
-            o.magnitude += term * term;
+            *exact += term;
+            *squares += term * term;
         }
     }
 
@@ -92,13 +93,18 @@ pub fn attention_row<'a>(
     let rescale = if key_max == f32::NEG_INFINITY { 0.0 } else { (key_max - plain_max).exp() };
     let total = plain_sum * rescale + sink.map_or(0.0, |sink| (sink - plain_max).exp());
     let factor = if total == 0.0 { 0.0 } else { rescale / total };
-    for (o, plain) in o.iter_mut().zip(plain) {
-        o.plain = f64::from(round(dtype, plain * factor));
-        o.magnitude = o.magnitude.sqrt();
-        // Any key may come first and outweigh the others: partial sums may be as large as the
-        // output all along.
-        o.partial = o.exact.abs().max(o.magnitude);
-    }
+    let element = |((exact, squares), plain): ((f64, f64), f32)| {
+        let magnitude = squares.sqrt();
+        Element {
+            exact,
+            plain: f64::from(round(dtype, plain * factor)),
+            magnitude,
+            // Any key may come first and outweigh the others: partial sums may be as large as the
+            // output all along.
+            partial: exact.abs().max(magnitude),
+        }
+    };
+    let o = exact.into_iter().zip(squares).zip(plain).map(element).collect();
     // Without a key and a sink.
     let nothing = sum == 0.0;
     let or_nothing = |lse: f64| if nothing { f64::NEG_INFINITY } else { lse };

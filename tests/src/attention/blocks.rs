@@ -171,10 +171,15 @@ impl Blocks {
     /// Whether the block of a pair is visited, by the definition: batch entry, query head, query,
     /// key.
     pub fn visits(&self, entry: usize, head: usize, query: usize, key: usize) -> bool {
+        self.row(entry, head, query)[key / self.case.block_kv]
+    }
+
+    /// Which blocks a query visits, in the order of keys.
+    fn row(&self, entry: usize, head: usize, query: usize) -> &[bool] {
         let entry = &self.entries[if self.entries.len() == 1 { 0 } else { entry }];
         let rows = entry.seqlen_q.div_ceil(self.case.block_q);
         let row = head / self.group * rows + query / self.case.block_q;
-        entry.visited[row * entry.cols + key / self.case.block_kv]
+        &entry.visited[row * entry.cols..][..entry.cols]
     }
 
     /// Visited blocks, and all.
@@ -215,7 +220,8 @@ impl AttentionCase {
         [entry, query, head]: [usize; 3],
         sequence: &super::Sequence,
     ) -> impl Iterator<Item = usize> {
+        let row = blocks.map(|blocks| (blocks.row(entry, head, query), blocks.case.block_kv));
         visible_keys(self, sequence, query)
-            .filter(move |&key| blocks.is_none_or(|blocks| blocks.visits(entry, head, query, key)))
+            .filter(move |&key| row.is_none_or(|(row, block)| row[key / block]))
     }
 }

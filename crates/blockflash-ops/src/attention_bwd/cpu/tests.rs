@@ -1,5 +1,5 @@
 //! What holds whatever the numbers are; the numbers are compared with the oracle in
-//! `tests/attention_bwd_cpu.rs`.
+//! `tests/tests/cpu/attention_bwd.rs`.
 
 use crate::fixtures::values;
 use crate::{

@@ -81,7 +81,7 @@ fn naive_row(data: &AttentionData, i: usize, h: usize) -> Vec<f64> {
 }
 
 #[test]
-#[ignore = "compares times, at night: `cargo test --test speed_cpu -- --ignored`"]
+#[ignore = "compares times, at night: `cargo test --test cpu -- --ignored`"]
 fn twenty_times_the_naive_loop() {
     let case = AttentionCase::simple(DType::F16, (HEADS, HEADS), HEAD_DIM, (SEQLEN, SEQLEN));
     let data = AttentionData::generate(&case);

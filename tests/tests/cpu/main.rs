@@ -1,0 +1,19 @@
+//! What needs no GPU: the CPU backend against the oracle, selection and planning, the tolerance
+//! rule, and input of any kind. One program, since each is linked with the library and its images.
+#![forbid(unsafe_code)]
+
+mod attention;
+mod attention_bwd;
+mod attention_decode;
+mod block_mask;
+mod bsr;
+mod dist;
+mod fuzz;
+mod garbage;
+mod ndarray;
+mod page_choice;
+mod rule;
+mod sddmm;
+mod select;
+mod speed;
+mod truncation;
