@@ -2,6 +2,7 @@
 
 use crate::number::POISON;
 use crate::placement::Placed;
+use blockflash_cases::io::Array;
 use blockflash_ops::{DType, Device, Stream, Tensor, View, ViewMut};
 use half::{bf16, f16};
 
@@ -16,6 +17,12 @@ pub fn all_pass<C, T>(cases: &[C], run: impl Fn(&C, &Stream) -> Result<T, String
     let failures: Vec<String> = cases.iter().filter_map(|case| run(case, &stream).err()).collect();
     let (failed, all) = (failures.len(), cases.len());
     assert!(failed == 0, "{failed} of {all} cases failed:\n{}", failures.join("\n"));
+}
+
+/// Numbers of a floating-point type that are exact in f32, or rounded to it.
+pub fn array(dtype: DType, shape: &[usize], values: &[f32]) -> Array {
+    Array::rounded(shape, values, dtype)
+        .unwrap_or_else(|| panic!("{} values of {dtype} for {shape:?}", values.len()))
 }
 
 /// A tensor with these bits, one `u32` per element.

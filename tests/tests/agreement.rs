@@ -7,7 +7,7 @@ use blockflash_tests::attention::{
     AttentionCase, AttentionData, AttentionInputs, AttentionReference, Lengths, Limits,
     attention_cases, head_dims,
 };
-use blockflash_tests::bsr::{self, BsrCase, BsrData, BsrInputs, BsrReference, bsr_cases};
+use blockflash_tests::bsr::{self, BsrCase, BsrData, BsrReference, bsr_cases};
 use blockflash_tests::gpu::{gpu, wait};
 use blockflash_tests::host::{cpu, download};
 use blockflash_tests::number::decode;
@@ -131,8 +131,8 @@ fn products() -> Vec<BsrCase> {
 }
 
 fn product(case: &BsrCase, data: &BsrData, stream: &Stream) -> Vec<f64> {
-    let inputs = BsrInputs::upload(case, data, stream).unwrap();
-    let call: BsrMatmul<'_> = inputs.product();
+    let operands = data.operands(case, stream).unwrap();
+    let call: BsrMatmul<'_> = operands.product().unwrap();
     let c = call
         .matmul(case.c_dtype, stream)
         .unwrap_or_else(|error| panic!("{error} on {}: {case:?}", stream.device()));

@@ -1,11 +1,12 @@
 //! Every BSR kernel that the GPU can run against the oracle.
 
+use blockflash_cases::case::Operands;
 use blockflash_ops::{BsrMatmul, DType, Operation, Stream, Tensor};
 use blockflash_sys::Kernel;
 use blockflash_sys::manifest::BsrMatmulTile;
 use blockflash_tests::bsr::{
-    BsrCase, BsrData, BsrInputs, BsrReference, Choice, Limits, Pattern, Workspace, bsr_cases,
-    check_output, column_cases, edge_cases, epilogue_cases, run_on_kernel, tiles,
+    BsrCase, BsrData, BsrReference, Limits, Pattern, Workspace, bsr_cases, check_output,
+    column_cases, edge_cases, epilogue_cases, run_on_kernel, tiles,
 };
 use blockflash_tests::gpu::{Gpu, Report, gpu, wait};
 use blockflash_tests::host::{download, poisoned};
@@ -115,10 +116,9 @@ fn replays_a_graph(
             .for_kernel(kernel, tile)
     };
     let mut data = BsrData::generate(&case);
-    let mut inputs = BsrInputs::upload(&case, &data, stream)?;
-    let mut c = inputs.old_c(&data, stream)?;
+    let mut operands = data.operands(&case, stream)?;
     let graph = stream
-        .capture(|stream| inputs.launch(&mut c, Choice::This(kernel), stream))
+        .capture(|stream| operands.launch(Some(kernel), stream))
         .map_err(|error| format!("capture: {error}"))?;
     for replay in 0..4 {
         data.b.rotate_left(17 * replay + 1);
@@ -126,11 +126,12 @@ fn replays_a_graph(
         // them numbers.
         data.b.iter_mut().filter(|x| x.is_nan()).for_each(|x| *x = 0.5);
         let reference = BsrReference::compute(&case, &data, BUDGET);
-        inputs.refill(&data, stream)?;
-        c.fill_bytes(stream, POISON).map_err(|error| error.to_string())?;
+        let b = data.stored(&case).b;
+        let refilled = operands.set_b(b, stream).and_then(|()| operands.reset(None, stream));
+        refilled.map_err(|error| error.to_string())?;
         graph.launch(stream).map_err(|error| format!("replay: {error}"))?;
         wait(stream, &|| format!("replay {replay} of {} with {case:?}", kernel.image_name()))?;
-        check_output(&c, &case, &data, &reference, stream)
+        check_output(operands.c(), &case, &data, &reference, stream)
             .map_err(|error| format!("{error}\n    {case:?}"))?;
     }
     Ok(4)
@@ -166,13 +167,14 @@ fn same_bits(
             .for_kernel(kernel, tile)
     };
     let data = BsrData::generate(&case);
-    let inputs = BsrInputs::upload(&case, &data, stream)?;
+    let mut operands = data.operands(&case, stream)?;
     let mut first = None;
     for repeat in 0..30 {
-        let mut c = inputs.old_c(&data, stream)?;
-        inputs.launch(&mut c, Choice::This(kernel), stream).map_err(|error| error.to_string())?;
+        let reset = operands.reset(None, stream);
+        let launched = reset.and_then(|()| operands.launch(Some(kernel), stream));
+        launched.map_err(|error| error.to_string())?;
         wait(stream, &|| format!("{} with {case:?}", kernel.image_name()))?;
-        let bits = download(stream, &c)?;
+        let bits = download(stream, operands.c())?;
         if *first.get_or_insert_with(|| bits.clone()) != bits {
             return Err(format!("repeat {repeat} differs from the first run\n    {case:?}"));
         }
@@ -201,13 +203,10 @@ fn is_the_transposed_matrix(
         let case = BsrCase { seed: seed as u64, ..BsrCase::simple(tile.dtype, size, mnk, pattern) };
         let data = BsrData::generate(&case);
         let bits = |kernel: &'static Kernel, tile: &BsrMatmulTile| -> Result<Vec<u32>, String> {
-            let inputs = BsrInputs::upload(&case.clone().for_kernel(kernel, tile), &data, stream)?;
-            let mut c = inputs.old_c(&data, stream)?;
-            inputs
-                .launch(&mut c, Choice::This(kernel), stream)
-                .map_err(|error| error.to_string())?;
+            let mut operands = data.operands(&case.clone().for_kernel(kernel, tile), stream)?;
+            operands.launch(Some(kernel), stream).map_err(|error| error.to_string())?;
             wait(stream, &|| format!("{} with {case:?}", kernel.image_name()))?;
-            download(stream, &c)
+            download(stream, operands.c())
         };
         if bits(kernel, tile)? != bits(other, &same)? {
             return Err(format!(

@@ -1,6 +1,7 @@
 //! Every option acts: changing any argument changes the output or is an error. On the CPU, and on
 //! the GPU when there is one.
 
+use blockflash_cases::case::Operands;
 use blockflash_ops::attention::{Align, Mask};
 use blockflash_ops::bsr_matmul::Activation;
 use blockflash_ops::{DType, Stream};
@@ -8,7 +9,7 @@ use blockflash_tests::attention::{
     AttentionCase, AttentionData, AttentionInputs, AttentionOutputs, BlockCase, BlockPattern,
     Choice, Lengths, MaskHeads,
 };
-use blockflash_tests::bsr::{BiasKind, BsrCase, BsrData, BsrInputs, Choice as BsrKernel, Pattern};
+use blockflash_tests::bsr::{BiasKind, BsrCase, BsrData, Pattern};
 use blockflash_tests::gpu::{gpu, wait};
 use blockflash_tests::host::{cpu, download};
 
@@ -150,13 +151,10 @@ fn differing<'a>(a: &'a [u32], b: &'a [u32]) -> impl Iterator<Item = usize> + 'a
 }
 
 fn product(case: &BsrCase, data: &BsrData, stream: &Stream) -> Vec<u32> {
-    let inputs = BsrInputs::upload(case, data, stream).unwrap();
-    let mut c = inputs.old_c(data, stream).unwrap();
-    inputs
-        .launch(&mut c, BsrKernel::Selected, stream)
-        .unwrap_or_else(|error| panic!("{error}: {case:?}"));
+    let mut operands = data.operands(case, stream).unwrap();
+    operands.launch(None, stream).unwrap_or_else(|error| panic!("{error}: {case:?}"));
     wait(stream, &|| format!("{case:?}")).unwrap();
-    download(stream, &c).unwrap()
+    download(stream, operands.c()).unwrap()
 }
 
 fn bsr_options_act(stream: &Stream) {

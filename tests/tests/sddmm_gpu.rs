@@ -1,16 +1,16 @@
 //! Every kernel of the sampled product that the GPU can run against the oracle.
 
+use blockflash_cases::case::Operands;
 use blockflash_ops::{BsrMatrix, BsrSddmm, DType, Device, Error, Major, Stream, Tensor, ViewMut};
 use blockflash_sys::Kernel;
 use blockflash_sys::manifest::{self, BsrSddmmTile};
 use blockflash_tests::bsr::{Choice, Pattern};
 use blockflash_tests::gpu::{Gpu, Report, gpu, wait};
 use blockflash_tests::host::download;
-use blockflash_tests::number::POISON;
 use blockflash_tests::property;
 use blockflash_tests::sddmm::{
-    Limits, SddmmCase, SddmmData, SddmmInputs, SddmmReference, check_values, edge_cases,
-    run_and_check, run_on_kernel, sddmm_cases,
+    Limits, SddmmCase, SddmmData, SddmmReference, check_values, edge_cases, run_and_check,
+    run_on_kernel, sddmm_cases,
 };
 
 /// Multiply-adds per case and computation of the oracle; larger cases are sampled.
@@ -111,10 +111,9 @@ fn replays_a_graph(
 ) -> Result<usize, String> {
     let case = simple(tile, [5, 7], 130, Pattern::Random(0.5));
     let mut data = SddmmData::generate(&case);
-    let mut inputs = SddmmInputs::upload(&case, &data, stream)?;
-    let mut values = inputs.old_values(&data, stream)?;
+    let mut operands = data.operands(&case, stream)?;
     let graph = stream
-        .capture(|stream| inputs.launch(&mut values, &data, Choice::This(kernel), stream))
+        .capture(|stream| operands.launch(Some(kernel), stream))
         .map_err(|error| format!("capture: {error}"))?;
     for replay in 0..4 {
         data.a.rotate_left(17 * replay + 1);
@@ -122,11 +121,12 @@ fn replays_a_graph(
         // What nothing reads may now hold numbers, and what is read NaN: make all of them numbers.
         data.a.iter_mut().chain(&mut data.b).filter(|x| x.is_nan()).for_each(|x| *x = 0.5);
         let reference = SddmmReference::compute(&case, &data, BUDGET);
-        inputs.refill(&data, stream)?;
-        values.fill_bytes(stream, POISON).map_err(|error| error.to_string())?;
+        let set = operands.set_inputs(data.inputs(&case), stream);
+        let refilled = set.and_then(|()| operands.reset(None, stream));
+        refilled.map_err(|error| error.to_string())?;
         graph.launch(stream).map_err(|error| format!("replay: {error}"))?;
         wait(stream, &|| format!("replay {replay} of {} with {case:?}", kernel.image_name()))?;
-        check_values(&values, &case, &data, &reference, stream)
+        check_values(operands.values(), &case, &data, &reference, stream)
             .map_err(|error| format!("{error}\n    {case:?}"))?;
     }
     Ok(4)
@@ -139,15 +139,14 @@ fn repeats_its_bits(
 ) -> Result<usize, String> {
     let case = simple(tile, [40, 30], 500, Pattern::Random(0.3));
     let data = SddmmData::generate(&case);
-    let inputs = SddmmInputs::upload(&case, &data, stream)?;
+    let mut operands = data.operands(&case, stream)?;
     let mut first = None;
     for repeat in 0..20 {
-        let mut values = inputs.old_values(&data, stream)?;
-        inputs
-            .launch(&mut values, &data, Choice::This(kernel), stream)
-            .map_err(|error| error.to_string())?;
+        let reset = operands.reset(None, stream);
+        let launched = reset.and_then(|()| operands.launch(Some(kernel), stream));
+        launched.map_err(|error| error.to_string())?;
         wait(stream, &|| format!("{} with {case:?}", kernel.image_name()))?;
-        let bits = download(stream, &values)?;
+        let bits = download(stream, operands.values())?;
         if *first.get_or_insert_with(|| bits.clone()) != bits {
             return Err(format!("repeat {repeat} differs from the first run\n    {case:?}"));
         }

@@ -47,6 +47,18 @@ impl Dense {
         Ok(Self { placed, stored })
     }
 
+    /// Replaces the operand, whose memory on a device stays where it is; `host` has the shape of
+    /// what was stored, and is read from now on.
+    ///
+    /// # Errors
+    /// If the type or the shape is another one, or the device fails.
+    pub fn refill(&mut self, host: &Array, stream: &Stream) -> blockflash_safe::Result<()> {
+        match &mut self.stored {
+            Some(stored) => host.placed(&self.placed).write(stored, stream),
+            None => Ok(()),
+        }
+    }
+
     /// The operand; `host` is the array that was stored.
     ///
     /// # Errors

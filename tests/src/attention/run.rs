@@ -19,6 +19,16 @@ pub enum Choice {
     This(&'static Kernel),
 }
 
+impl Choice {
+    /// The given kernel; `None` for the selected one.
+    pub fn kernel(self) -> Option<&'static Kernel> {
+        match self {
+            Self::Selected => None,
+            Self::This(kernel) => Some(kernel),
+        }
+    }
+}
+
 /// The operands of a case on a device.
 pub struct AttentionInputs {
     case: AttentionCase,

@@ -1,7 +1,9 @@
 //! Description of one BSR product and its data.
 
+use crate::host::array;
 use crate::number::{normal_rounded, rng};
 use crate::placement::Placement;
+use blockflash_cases::case as cases;
 use blockflash_ops::bsr_matmul::{Activation, BiasKind};
 use blockflash_sys::manifest::{BsrMatmulTile, Variant};
 use blockflash_sys::{DType, Kernel};
@@ -179,6 +181,19 @@ impl BsrCase {
         Self { transposed: tile.a_transposed, placements: [b, c], ..self }
     }
 
+    /// The call.
+    pub(super) fn call(&self) -> cases::BsrCall {
+        cases::BsrCall {
+            transposed: self.transposed,
+            alpha: self.alpha,
+            beta: self.beta,
+            bias: self.bias,
+            activation: self.activation,
+            c_dtype: self.c_dtype,
+            placements: self.placements.clone(),
+        }
+    }
+
     /// Block rows and block columns.
     pub fn blocks(&self) -> [usize; 2] {
         [self.mnk[0].div_ceil(self.block_size), self.mnk[2].div_ceil(self.block_size)]
@@ -199,26 +214,25 @@ impl BsrCase {
 }
 
 impl BsrData {
-    /// The arrays of the transposed matrix: `row_ptr`, `col_idx` and `values`.
-    pub fn transposed(&self, case: &BsrCase) -> (Vec<i32>, Vec<i32>, Vec<f32>) {
-        let (size, rows) = (case.block_size, self.row_ptr.len() - 1);
-        let row_of = |row: usize| {
-            (self.row_ptr[row]..self.row_ptr[row + 1]).map(move |at| (row as i32, at as usize))
+    /// The numbers in their types. A case that multiplies with the transpose of a stored matrix has
+    /// the transpose of A.
+    pub fn stored(&self, case: &BsrCase) -> cases::BsrData {
+        let ([m, n, k], size) = (case.mnk, case.block_size);
+        let data = cases::BsrData {
+            shape: [m, k],
+            row_ptr: self.row_ptr.clone(),
+            col_idx: self.col_idx.clone(),
+            values: array(case.dtype, &[self.col_idx.len(), size, size], &self.values),
+            b: array(case.dtype, &[k, n], &self.b),
+            c: Some(array(case.c_dtype, &[m, n], &self.c)),
+            bias: (case.bias != BiasKind::None)
+                .then(|| array(case.dtype, &[self.bias.len()], &self.bias)),
         };
-        let mut blocks: Vec<_> =
-            (0..rows).flat_map(row_of).map(|(row, at)| (self.col_idx[at], row, at)).collect();
-        blocks.sort_unstable();
-        let before = |col: usize| blocks.partition_point(|block| (block.0 as usize) < col) as i32;
-        let element =
-            |at: usize, i: usize| self.values[at * size * size + i % size * size + i / size];
-        (
-            (0..=case.blocks()[1]).map(before).collect(),
-            blocks.iter().map(|block| block.1).collect(),
-            blocks
-                .iter()
-                .flat_map(|&(.., at)| (0..size * size).map(move |i| element(at, i)))
-                .collect(),
-        )
+        if !case.transposed {
+            return data;
+        }
+        let (row_ptr, col_idx, values) = data.transposed().expect("blocks");
+        cases::BsrData { shape: [k, m], row_ptr, col_idx, values, ..data }
     }
 
     /// Structure and numbers of a case.

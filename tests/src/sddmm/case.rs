@@ -1,8 +1,11 @@
 //! Description of one sampled product and its data.
 
 use crate::bsr::{BsrCase, BsrData, Pattern};
+use crate::host::array;
 use crate::number::{normal_rounded, rng};
 use crate::placement::Placement;
+use blockflash_cases::case::{self as cases, SddmmCall};
+use blockflash_cases::io::Array;
 use blockflash_ops::Major;
 use blockflash_sys::DType;
 use rand::Rng;
@@ -93,6 +96,17 @@ impl SddmmCase {
         })
     }
 
+    /// The call. The values have one block before them and one behind them that must not be touched.
+    pub(super) fn call(&self) -> SddmmCall {
+        SddmmCall {
+            alpha: self.alpha,
+            beta: self.beta,
+            values_dtype: self.values_dtype,
+            placements: self.placements(),
+            values: Placement { order: Vec::new(), padding: vec![(1, 1)] },
+        }
+    }
+
     /// A product with a matrix of this structure.
     pub fn structure(&self) -> BsrCase {
         let [m, n, _] = self.mnk;
@@ -139,6 +153,26 @@ impl SddmmData {
             }
         }
         data
+    }
+
+    /// A and B in the type of the case.
+    pub fn inputs(&self, case: &SddmmCase) -> [Array; 2] {
+        let [m, n, k] = case.mnk;
+        [array(case.dtype, &[m, k], &self.a), array(case.dtype, &[k, n], &self.b)]
+    }
+
+    /// All numbers in their types.
+    pub(super) fn stored(&self, case: &SddmmCase) -> cases::SddmmData {
+        let ([a, b], block) = (self.inputs(case), case.block_size);
+        let blocks = [self.structure.col_idx.len(), block, block];
+        cases::SddmmData {
+            row_ptr: self.structure.row_ptr.clone(),
+            col_idx: self.structure.col_idx.clone(),
+            block,
+            a,
+            b,
+            old: Some(array(case.values_dtype, &blocks, &self.old)),
+        }
     }
 
     /// Row and column of a value in the matrix; none beyond it.

@@ -9,4 +9,4 @@ mod run;
 pub use case::{SddmmCase, SddmmData};
 pub use edges::{Limits, edge_cases, sddmm_cases};
 pub use oracle::SddmmReference;
-pub use run::{SddmmInputs, check_values, run_and_check, run_case, run_on_kernel};
+pub use run::{check_values, run_and_check, run_case, run_on_kernel};

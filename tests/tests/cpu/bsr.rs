@@ -1,11 +1,12 @@
 //! The CPU backend of the BSR product against the oracle.
 
+use blockflash_cases::case::Operands;
 use blockflash_ops::{BsrMatrix, DType, Major, View};
 use blockflash_sys::Target;
 use blockflash_sys::manifest::{self, Variant};
 use blockflash_tests::bsr::{
-    BsrCase, BsrData, BsrInputs, Choice, Limits, Pattern, bsr_cases, column_cases, edge_cases,
-    epilogue_cases, run_case, tiles,
+    BsrCase, BsrData, Choice, Limits, Pattern, bsr_cases, column_cases, edge_cases, epilogue_cases,
+    run_case, tiles,
 };
 use blockflash_tests::host::{all_pass, cpu, download};
 use blockflash_tests::property;
@@ -76,8 +77,7 @@ fn cases_lie_as_a_row_takes_them() {
             [edge_cases(DType::F16, size, 128, 64), column_cases(DType::F16, size, 128)].concat();
         for case in cases.into_iter().map(|case| case.for_kernel(kernel, &tile)) {
             let data = BsrData::generate(&case);
-            let inputs = BsrInputs::upload(&case, &data, &stream).unwrap();
-            let problem = inputs.problem(&mut inputs.old_c(&data, &stream).unwrap()).unwrap();
+            let problem = data.operands(&case, &stream).unwrap().problem(None).unwrap();
             assert_eq!(problem.a_transposed, tile.a_transposed);
             assert!(
                 problem.c_major == Major::Row || !hopper.is_some_and(|tile| tile.gathers()),
@@ -118,10 +118,9 @@ fn the_transpose_by_an_index_is_the_transposed_matrix_bit_by_bit() {
             let data = BsrData::generate(&case);
             let bits = |transposed| {
                 let case = BsrCase { transposed, ..case.clone() };
-                let inputs = BsrInputs::upload(&case, &data, &stream).unwrap();
-                let mut c = inputs.old_c(&data, &stream).unwrap();
-                inputs.launch(&mut c, Choice::Selected, &stream).unwrap();
-                download(&stream, &c).unwrap()
+                let mut operands = data.operands(&case, &stream).unwrap();
+                operands.launch(None, &stream).unwrap();
+                download(&stream, operands.c()).unwrap()
             };
             assert!(bits(true) == bits(false), "{case:?}");
         }
@@ -138,11 +137,11 @@ fn every_epilogue() {
 fn repeats_are_equal_bit_by_bit() {
     let case = BsrCase::simple(DType::BF16, 32, [300, 130, 500], Pattern::Random(0.5));
     let (stream, data) = (cpu(), BsrData::generate(&case));
-    let inputs = BsrInputs::upload(&case, &data, &stream).unwrap();
-    let run = || {
-        let mut c = inputs.old_c(&data, &stream).unwrap();
-        inputs.launch(&mut c, Choice::Selected, &stream).unwrap();
-        download(&stream, &c).unwrap()
+    let mut operands = data.operands(&case, &stream).unwrap();
+    let mut run = || {
+        operands.reset(None, &stream).unwrap();
+        operands.launch(None, &stream).unwrap();
+        download(&stream, operands.c()).unwrap()
     };
     let first = run();
     for repeat in 1..30 {

@@ -1,5 +1,6 @@
 //! The cases of `garbage_gpu` on the CPU: a typed error or a result, no panic. Each of them is one
 //! that the kernel whose turn it is would take on the GPU that the CPU stands in for.
+#![forbid(unsafe_code)]
 
 use blockflash_ops::{ComputeCapability, CudaProperties, Device};
 use blockflash_tests::garbage::{Ended, Kind, Place, fuzz};

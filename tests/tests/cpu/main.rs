@@ -1,6 +1,5 @@
 //! What needs no GPU: the CPU backend against the oracle, selection and planning, the tolerance
 //! rule, and input of any kind. One program, since each is linked with the library and its images.
-#![forbid(unsafe_code)]
 
 mod attention;
 mod attention_bwd;

@@ -1,4 +1,5 @@
 //! Summaries and choices of pages by the CPU backend against the definitions.
+#![forbid(unsafe_code)]
 
 use blockflash_ops::{DType, Device};
 use blockflash_tests::page_choice::{PageCase, PageKernels, pages_survive_garbage, run_pages};

@@ -1,12 +1,11 @@
 //! The CPU backend of the sampled product against the oracle.
 
+use blockflash_cases::case::Operands;
 use blockflash_ops::{DType, Major};
 use blockflash_tests::bsr::{Choice, Pattern};
 use blockflash_tests::host::{cpu, download};
 use blockflash_tests::property;
-use blockflash_tests::sddmm::{
-    Limits, SddmmCase, SddmmData, SddmmInputs, edge_cases, run_case, sddmm_cases,
-};
+use blockflash_tests::sddmm::{Limits, SddmmCase, SddmmData, edge_cases, run_case, sddmm_cases};
 
 fn layouts() -> Vec<[Major; 2]> {
     Major::ALL.into_iter().flat_map(|a| Major::ALL.map(|b| [a, b])).collect()
@@ -56,11 +55,11 @@ fn repeats_are_equal_bit_by_bit() {
     let simple = SddmmCase::simple(DType::BF16, 32, [300, 500, 130], Pattern::Random(0.5));
     let case = SddmmCase { majors: [Major::Column, Major::Row], ..simple };
     let (stream, data) = (cpu(), SddmmData::generate(&case));
-    let inputs = SddmmInputs::upload(&case, &data, &stream).unwrap();
-    let run = || {
-        let mut values = inputs.old_values(&data, &stream).unwrap();
-        inputs.launch(&mut values, &data, Choice::Selected, &stream).unwrap();
-        download(&stream, &values).unwrap()
+    let mut operands = data.operands(&case, &stream).unwrap();
+    let mut run = || {
+        operands.reset(None, &stream).unwrap();
+        operands.launch(None, &stream).unwrap();
+        download(&stream, operands.values()).unwrap()
     };
     let first = run();
     for repeat in 1..20 {

@@ -1,7 +1,8 @@
 //! Block-sparse matrix times dense matrix.
 
 use super::Case;
-use super::bsr_operands::{BsrCall, BsrData, BsrOperands};
+use super::bsr_data::BsrData;
+use super::bsr_operands::{BsrCall, BsrOperands};
 use super::grid::{each, fraction};
 use super::id::{Fields, Id};
 use super::limits;

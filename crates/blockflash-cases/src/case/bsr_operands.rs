@@ -1,6 +1,7 @@
 //! One product of a block-sparse and a dense matrix with its data: what is computed, from what, on
 //! which device, and whether the result is right. Suites, the command and tests share it.
 
+use super::bsr_data::BsrData;
 use super::operands::{Operands, TensorInfo, launched};
 use crate::error::{Error, Result};
 use crate::io::Array;
@@ -10,7 +11,7 @@ use blockflash_ops::bsr_matmul::{self, BiasKind, BsrProblem};
 use blockflash_ops::tuning::Likeness;
 use blockflash_ops::{
     Activation, Bias, BsrMatmul, BsrMatrix, BsrTranspose, BsrWorkspace, CudaProperties, DType,
-    Kernel, Operation, PreparedBsrMatmul, Stream, Tensor, ViewMut, bsr_flops,
+    Device, Kernel, Operation, PreparedBsrMatmul, Stream, Tensor, ViewMut, bsr_flops,
 };
 use blockflash_oracle::{self as oracle, BsrCase, Comparison};
 use std::borrow::Cow;
@@ -47,88 +48,6 @@ impl BsrCall {
             placements: Default::default(),
         }
     }
-}
-
-/// The data of one product, in host memory.
-#[derive(Clone, Debug)]
-pub struct BsrData {
-    /// Rows and columns of the stored matrix.
-    pub shape: [usize; 2],
-    /// `[block rows + 1]`.
-    pub row_ptr: Vec<i32>,
-    /// `[blocks]`.
-    pub col_idx: Vec<i32>,
-    /// `[blocks, block, block]`; zero beyond the matrix.
-    pub values: Array,
-    /// `[k, n]`.
-    pub b: Array,
-    /// `[m, n]`, the previous C.
-    pub c: Option<Array>,
-    /// `[m]` or `[n]`.
-    pub bias: Option<Array>,
-}
-
-impl BsrData {
-    /// A matrix with these blocks and a B of `[k, n]`, drawn by `draw` from a name, a shape and the
-    /// random stream of the seed.
-    ///
-    /// # Errors
-    /// Those of `draw`.
-    pub fn drawn<E: From<Error>>(
-        shape: [usize; 2],
-        block: usize,
-        (row_ptr, col_idx): (Vec<i32>, Vec<i32>),
-        b: [usize; 2],
-        draw: impl Fn(&'static str, &[usize], u64) -> Result<Array, E>,
-    ) -> Result<Self, E> {
-        let values = draw("values", &[col_idx.len(), block, block], 0)?;
-        let inside = rows_of(&row_ptr).zip(&col_idx).map(|(row, &col)| {
-            [shape[0] - row * block, shape[1].saturating_sub(col as usize * block)]
-        });
-        let no_blocks = || Error::Option("the values are not [blocks, block, block]".to_owned());
-        let values = values.cropped(inside).ok_or_else(no_blocks)?;
-        Ok(Self { shape, row_ptr, col_idx, values, b: draw("b", &b, 1)?, c: None, bias: None })
-    }
-
-    /// Rows and columns of a block.
-    pub fn block(&self) -> usize {
-        self.values.shape().last().copied().unwrap_or(1)
-    }
-
-    /// `row_ptr`, `col_idx` and values of the transposed matrix, every block of it written out.
-    ///
-    /// # Errors
-    /// If the values are not `[blocks, block, block]`.
-    pub fn transposed(&self) -> Result<(Vec<i32>, Vec<i32>, Array)> {
-        let rows = rows_of(&self.row_ptr).enumerate();
-        let mut blocks: Vec<(i32, usize, usize)> =
-            rows.zip(&self.col_idx).map(|((at, row), &col)| (col, row, at)).collect();
-        blocks.sort_unstable();
-        let before = |col: usize| blocks.partition_point(|block| (block.0 as usize) < col) as i32;
-        let order: Vec<usize> = blocks.iter().map(|block| block.2).collect();
-        let values = self.values.matrices_transposed(&order);
-        let values = values.ok_or_else(|| Error::Option("the values are no blocks".to_owned()))?;
-        let cols = self.shape[1].div_ceil(self.block().max(1));
-        let col_idx = blocks.iter().map(|block| block.1 as i32).collect();
-        Ok(((0..=cols).map(before).collect(), col_idx, values))
-    }
-
-    /// The matrix, validated by the library and copied to a device.
-    ///
-    /// # Errors
-    /// As for [`BsrMatrix::from_parts`].
-    pub fn matrix(&self, stream: &Stream) -> Result<BsrMatrix> {
-        let ([rows, cols], values) = (self.shape, self.values.view()?);
-        let block = self.block();
-        let a = BsrMatrix::from_parts(rows, cols, block, &self.row_ptr, &self.col_idx, values)?;
-        Ok(if stream.device().is_cpu() { a } else { a.to(stream)? })
-    }
-}
-
-/// The block row of each stored block.
-pub(super) fn rows_of(row_ptr: &[i32]) -> impl Iterator<Item = usize> + '_ {
-    let of_row = |(row, pair): (usize, &[i32])| (pair[0]..pair[1]).map(move |_| row);
-    row_ptr.windows(2).enumerate().flat_map(of_row)
 }
 
 /// A factor in a formula: nothing for 1.
@@ -229,12 +148,41 @@ impl BsrOperands {
         self.inputs.product(&self.call, &self.data)
     }
 
+    /// Writes the values of A once more: kernels may read values ahead only as long as they are
+    /// those that came with the matrix.
+    ///
+    /// # Errors
+    /// If there is not enough memory, or the device fails.
+    pub fn rewrite_values(&mut self, stream: &Stream) -> Result<()> {
+        let values = self.data.values.upload(&Device::cpu().stream()?)?;
+        Ok(self.inputs.a.set_values(&values, stream)?)
+    }
+
+    /// Replaces B, whose memory on a GPU stays where it is, as a replayed graph needs it.
+    ///
+    /// # Errors
+    /// If B has another type or shape, or the device fails.
+    pub fn set_b(&mut self, b: Array, stream: &Stream) -> Result<()> {
+        self.inputs.b.refill(&b, stream)?;
+        self.data.b = b;
+        Ok(())
+    }
+
+    /// C in memory, gaps included.
+    pub fn c(&self) -> &Tensor {
+        &self.c
+    }
+
     fn call(&mut self, _: Option<&Kernel>) -> Result<(BsrMatmul<'_>, ViewMut<'_>)> {
         let c = self.placed_c.view_mut(&mut self.c)?;
         Ok((self.inputs.product(&self.call, &self.data)?, c))
     }
 
-    fn problem(&mut self, _: Option<&Kernel>) -> Result<BsrProblem> {
+    /// The call as plain numbers, whichever kernel computes it.
+    ///
+    /// # Errors
+    /// None for operands that [`new`](Self::new) has made.
+    pub fn problem(&mut self, _: Option<&Kernel>) -> Result<BsrProblem> {
         let (call, c) = self.call(None)?;
         Ok(call.problem(&c)?)
     }
@@ -287,6 +235,17 @@ impl Operands for BsrOperands {
 
     fn outputs(&mut self, _kernel: Option<&Kernel>) -> Vec<(&'static str, &mut Tensor)> {
         vec![("c", &mut self.c)]
+    }
+
+    /// With beta, C is the previous one.
+    fn reset(&mut self, _kernel: Option<&Kernel>, stream: &Stream) -> Result<()> {
+        match &self.data.c {
+            Some(c) if self.call.beta != 0.0 => {
+                c.placed(&self.placed_c).write(&mut self.c, stream)?;
+            }
+            _ => self.c.fill_bytes(stream, 0xFF)?,
+        }
+        Ok(())
     }
 
     /// Row-major without gaps, whatever the layout of C is.

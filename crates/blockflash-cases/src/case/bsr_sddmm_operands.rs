@@ -6,7 +6,7 @@ use super::operands::{Operands, TensorInfo, launched};
 use crate::error::Result;
 use crate::io::Array;
 use crate::memory::count;
-use crate::placement::{Dense, Placement};
+use crate::placement::{Dense, Placed, Placement};
 use blockflash_ops::bsr_sddmm::{self, BsrSddmmProblem};
 use blockflash_ops::{
     BsrPattern, BsrSddmm, CudaProperties, DType, Kernel, Major, Operation, PreparedBsrSddmm,
@@ -25,13 +25,15 @@ pub struct SddmmCall {
     pub values_dtype: DType,
     /// Memory layout of A and of B.
     pub placements: [Placement; 2],
+    /// Memory layout of the values.
+    pub values: Placement,
 }
 
 impl SddmmCall {
     /// `values = a·b` for A and B without gaps, whose rows or columns are contiguous.
     pub fn new(values_dtype: DType, majors: [Major; 2]) -> Self {
         let placements = majors.map(Placement::of_major);
-        Self { alpha: 1.0, beta: 0.0, values_dtype, placements }
+        Self { alpha: 1.0, beta: 0.0, values_dtype, placements, values: Placement::default() }
     }
 }
 
@@ -88,6 +90,7 @@ impl SddmmData {
 pub struct SddmmOperands {
     inputs: Inputs,
     values: Tensor,
+    placed_values: Placed,
     prepared: Option<PreparedBsrSddmm>,
 }
 
@@ -116,9 +119,10 @@ impl SddmmOperands {
     pub fn new(call: SddmmCall, data: SddmmData, stream: &Stream) -> Result<Self> {
         let ([m, n, _], block) = (data.sizes(), data.block);
         let pattern = BsrPattern::from_parts(m, n, block, &data.row_ptr, &data.col_idx)?;
+        let placed_values = call.values.place(&[data.col_idx.len(), block, block]);
         let values = match &data.old {
-            Some(old) if call.beta != 0.0 => old.upload(stream)?,
-            _ => Tensor::empty(stream, call.values_dtype, &[data.col_idx.len(), block, block])?,
+            Some(old) if call.beta != 0.0 => placed_values.upload(old, stream)?,
+            _ => Tensor::empty(stream, call.values_dtype, &placed_values.physical)?,
         };
         let inputs = Inputs {
             pattern: if stream.device().is_cpu() { pattern } else { pattern.to(stream)? },
@@ -127,7 +131,7 @@ impl SddmmOperands {
             call,
             data,
         };
-        let mut operands = Self { inputs, values, prepared: None };
+        let mut operands = Self { inputs, values, placed_values, prepared: None };
         operands.problem(None)?;
         Ok(operands)
     }
@@ -140,11 +144,32 @@ impl SddmmOperands {
         self.inputs.product()
     }
 
-    fn call(&mut self, _: Option<&Kernel>) -> Result<(BsrSddmm<'_>, ViewMut<'_>)> {
-        Ok((self.inputs.product()?, self.values.view_mut()))
+    /// Replaces A and B, whose memory on a GPU stays where it is, as a replayed graph needs it.
+    ///
+    /// # Errors
+    /// If one of them has another type or shape, or the device fails.
+    pub fn set_inputs(&mut self, [a, b]: [Array; 2], stream: &Stream) -> Result<()> {
+        self.inputs.a.refill(&a, stream)?;
+        self.inputs.b.refill(&b, stream)?;
+        (self.inputs.data.a, self.inputs.data.b) = (a, b);
+        Ok(())
     }
 
-    fn problem(&mut self, _: Option<&Kernel>) -> Result<BsrSddmmProblem> {
+    /// The values in memory, gaps included.
+    pub fn values(&self) -> &Tensor {
+        &self.values
+    }
+
+    fn call(&mut self, _: Option<&Kernel>) -> Result<(BsrSddmm<'_>, ViewMut<'_>)> {
+        let values = self.placed_values.view_mut(&mut self.values)?;
+        Ok((self.inputs.product()?, values))
+    }
+
+    /// The call as plain numbers, whichever kernel computes it.
+    ///
+    /// # Errors
+    /// None for operands that [`new`](Self::new) has made.
+    pub fn problem(&mut self, _: Option<&Kernel>) -> Result<BsrSddmmProblem> {
         let (call, values) = self.call(None)?;
         Ok(call.problem(&values)?)
     }
@@ -152,11 +177,11 @@ impl SddmmOperands {
 
 impl Operands for SddmmOperands {
     fn inputs(&self) -> Vec<TensorInfo> {
-        let (SddmmData { a, b, .. }, values) = (&self.inputs.data, &self.values);
+        let (SddmmData { a, b, .. }, values) = (&self.inputs.data, &self.placed_values);
         vec![
             ("a", a.shape().to_vec(), a.dtype()),
             ("b", b.shape().to_vec(), b.dtype()),
-            ("values", values.shape().to_vec(), values.dtype()),
+            ("values", values.shape().to_vec(), self.values.dtype()),
         ]
     }
 
@@ -182,6 +207,27 @@ impl Operands for SddmmOperands {
 
     fn outputs(&mut self, _kernel: Option<&Kernel>) -> Vec<(&'static str, &mut Tensor)> {
         vec![("values", &mut self.values)]
+    }
+
+    /// With beta, the values are the previous ones.
+    fn reset(&mut self, _kernel: Option<&Kernel>, stream: &Stream) -> Result<()> {
+        let Inputs { call, data, .. } = &self.inputs;
+        match &data.old {
+            Some(old) if call.beta != 0.0 => {
+                old.placed(&self.placed_values).write(&mut self.values, stream)?;
+            }
+            _ => self.values.fill_bytes(stream, 0xFF)?,
+        }
+        Ok(())
+    }
+
+    /// Without gaps, whatever the layout of the values is.
+    fn results(
+        &mut self,
+        _kernel: Option<&Kernel>,
+        stream: &Stream,
+    ) -> Result<Vec<(&'static str, Array)>> {
+        Ok(vec![("values", Array::download(&self.values, stream)?.taken(&self.placed_values))])
     }
 
     fn compare(

@@ -86,6 +86,14 @@ pub trait Operands: Debug {
         false
     }
 
+    /// Makes the outputs what they are before a launch: NaN, unless the launch reads them.
+    fn reset(&mut self, kernel: Option<&Kernel>, stream: &Stream) -> Result<()> {
+        for (_, output) in self.outputs(kernel) {
+            output.fill_bytes(stream, 0xFF)?;
+        }
+        Ok(())
+    }
+
     /// Launches once into outputs full of NaN: the given kernel, or the selected one. Every element
     /// must be written, and a sample is compared with the oracle. Returns the verdict and the
     /// relative error.
@@ -95,9 +103,7 @@ pub trait Operands: Debug {
         stream: &Stream,
         seed: u64,
     ) -> Result<(bool, f64)> {
-        for (_, output) in self.outputs(kernel) {
-            output.fill_bytes(stream, 0xFF)?;
-        }
+        self.reset(kernel, stream)?;
         self.launch(kernel, stream)?;
         let results = self.results(kernel, stream)?.into_iter().map(|(_, array)| array);
         let results: Vec<_> = results.collect();

@@ -136,6 +136,14 @@ impl Array {
         with!(&self.0, values => Tensor::from_array(stream, values.view()))
     }
 
+    /// Replaces the elements of a tensor of this type and size, whose memory stays where it is.
+    ///
+    /// # Errors
+    /// If the tensor has another type or size, or the device fails.
+    pub fn write(&self, tensor: &mut Tensor, stream: &Stream) -> blockflash_safe::Result<()> {
+        with!(&self.0, values => tensor.copy_from_slice(stream, elements(values)))
+    }
+
     /// Copies a tensor to host memory and waits for it.
     ///
     /// # Errors
