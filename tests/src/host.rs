@@ -25,6 +25,33 @@ pub fn array(dtype: DType, shape: &[usize], values: &[f32]) -> Array {
         .unwrap_or_else(|| panic!("{} values of {dtype} for {shape:?}", values.len()))
 }
 
+/// An operand of these numbers where a placement has it, with NaN in every gap. Numbers beyond its
+/// shape are left out.
+pub fn place(
+    stream: &Stream,
+    dtype: DType,
+    values: &[f32],
+    placed: &Placed,
+) -> Result<Tensor, String> {
+    let tensor = placed.upload(&logical(dtype, values, placed), stream);
+    tensor.map_err(|error| format!("upload of {dtype} {:?}: {error}", placed.physical))
+}
+
+/// Replaces the numbers of such an operand; its memory stays where it is.
+pub fn replace(
+    tensor: &mut Tensor,
+    stream: &Stream,
+    values: &[f32],
+    placed: &Placed,
+) -> Result<(), String> {
+    let replaced = logical(tensor.dtype(), values, placed).placed(placed).write(tensor, stream);
+    replaced.map_err(|error| format!("refill: {error}"))
+}
+
+fn logical(dtype: DType, values: &[f32], placed: &Placed) -> Array {
+    array(dtype, placed.shape(), &values[..placed.shape().iter().product()])
+}
+
 /// A tensor with these bits, one `u32` per element.
 pub fn upload(
     stream: &Stream,

@@ -1,7 +1,7 @@
 //! The numbers of an attention case.
 
 use super::{AttentionCase, Blocks, Content, Sequence};
-use crate::number::{encode, normal, normal_rounded, rng, round_all};
+use crate::number::{normal, normal_rounded, rng, round_all};
 use blockflash_sys::DType;
 use rand::Rng;
 
@@ -51,11 +51,6 @@ impl AttentionData {
             round_all(case.dtype, tensor);
         }
         data
-    }
-
-    /// Bits of q, k and v in the type of the case.
-    pub fn bits(&self, case: &AttentionCase) -> [Vec<u32>; 3] {
-        [&self.q, &self.k, &self.v].map(|t| t.iter().map(|&x| encode(case.dtype, x)).collect())
     }
 
     fn shape_scores(&mut self, case: &AttentionCase, s: &Sequence) {

@@ -2,10 +2,11 @@
 
 use super::{AttentionCase, AttentionData, AttentionReference, Blocks, Content, Lengths, Sequence};
 use crate::gpu::wait;
-use crate::host::{download, poisoned, refill, upload, view, view_mut};
+use crate::host::{download, place, poisoned, replace, view, view_mut};
 use crate::number::{POISON, decode, poison};
 use crate::placement::Placed;
 use crate::tolerance::check;
+use blockflash_cases::io::Array;
 use blockflash_ops::attention::{Attention, CuSeqlens};
 use blockflash_ops::{BlockMask, DType, Operation, Stream, Tensor};
 use blockflash_sys::Kernel;
@@ -62,23 +63,15 @@ impl AttentionInputs {
         stream: &Stream,
     ) -> Result<Self, String> {
         let (placed, _) = placed(case);
-        let [q, k, v] = physical(case, data);
-        let tensor = |i: usize, bits: &[u32]| upload(stream, case.dtype, bits, &placed[i].physical);
-        let sink: Vec<u32> = data.sink.iter().map(|x| x.to_bits()).collect();
+        let tensor = |i: usize, values| place(stream, case.dtype, values, &placed[i]);
+        let small = |array: Array| array.upload(stream).map_err(|error| error.to_string());
+        let sink = case.sink.then(|| small(data.sink.clone().into()));
+        let cu_seqlens = offsets(case).map(|[q, kv]| Ok::<_, String>([small(q)?, small(kv)?]));
         Ok(Self {
             case: case.clone(),
-            qkv: [tensor(0, &q)?, tensor(1, &k)?, tensor(2, &v)?],
-            sink: case
-                .sink
-                .then(|| upload(stream, DType::F32, &sink, &[sink.len()]))
-                .transpose()?,
-            cu_seqlens: match offsets(case) {
-                None => None,
-                Some([q, kv]) => Some([
-                    upload(stream, DType::I32, &q, &[q.len()])?,
-                    upload(stream, DType::I32, &kv, &[kv.len()])?,
-                ]),
-            },
+            qkv: [tensor(0, &data.q)?, tensor(1, &data.k)?, tensor(2, &data.v)?],
+            sink: sink.transpose()?,
+            cu_seqlens: cu_seqlens.transpose()?,
             block_mask: case.block_mask(stream)?,
         })
     }
@@ -94,23 +87,17 @@ impl AttentionInputs {
     ) -> Result<(), String> {
         assert_eq!(self.case.shapes(), case.shapes());
         assert_eq!(Blocks::of(&self.case), Blocks::of(case), "block masks stay");
-        let bits = physical(case, data);
-        self.qkv
-            .iter_mut()
-            .zip(&bits)
-            .try_for_each(|(tensor, bits)| refill(tensor, stream, bits))?;
-        if let Some(tensor) = &mut self.sink {
-            let sink: Vec<u32> = data.sink.iter().map(|x| x.to_bits()).collect();
-            refill(tensor, stream, &sink)?;
+        let qkv = self.qkv.iter_mut().zip([&data.q, &data.k, &data.v]).zip(placed(case).0);
+        for ((tensor, values), placed) in qkv {
+            replace(tensor, stream, values, &placed)?;
         }
-        if let (Some(tensors), Some(offsets)) = (&mut self.cu_seqlens, offsets(case)) {
-            tensors
-                .iter_mut()
-                .zip(&offsets)
-                .try_for_each(|(tensor, bits)| refill(tensor, stream, bits))?;
-        }
+        let sink = self.sink.iter_mut().zip([Array::from(data.sink.clone())]);
+        let cu_seqlens =
+            self.cu_seqlens.iter_mut().flatten().zip(offsets(case).into_iter().flatten());
         self.case = case.clone();
-        Ok(())
+        sink.chain(cu_seqlens)
+            .try_for_each(|(tensor, array)| array.write(tensor, stream))
+            .map_err(|error| format!("refill: {error}"))
     }
 
     /// The call.
@@ -276,20 +263,13 @@ pub(crate) fn written(
 }
 
 /// Offsets of the queries and of the keys of a packed case.
-fn offsets(case: &AttentionCase) -> Option<[Vec<u32>; 2]> {
+fn offsets(case: &AttentionCase) -> Option<[Array; 2]> {
     matches!(case.lengths, Lengths::Packed { .. }).then(|| {
         let ends = |end: fn(&Sequence) -> usize| {
-            std::iter::once(0).chain(case.sequences().iter().map(|s| end(s) as u32)).collect()
+            let ends = case.sequences().into_iter().map(|s| end(&s) as i32);
+            std::iter::once(0).chain(ends).collect::<Vec<_>>().into()
         };
         [ends(|s| s.q_start + s.q_len), ends(|s| s.kv_start + s.kv_len)]
-    })
-}
-
-fn physical(case: &AttentionCase, data: &AttentionData) -> [Vec<u32>; 3] {
-    let (placed, _) = placed(case);
-    let mut bits = data.bits(case).into_iter();
-    std::array::from_fn(|i| {
-        placed[i].scatter(bits.next().expect("three tensors"), poison(case.dtype))
     })
 }
 

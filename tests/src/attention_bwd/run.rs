@@ -3,8 +3,8 @@
 use super::{BackwardData, BackwardReference};
 use crate::attention::{AttentionCase, AttentionInputs, Choice, Content, placed, written};
 use crate::gpu::wait;
-use crate::host::{download, poisoned, refill, upload, view, view_mut};
-use crate::number::{POISON, encode, poison};
+use crate::host::{download, place, poisoned, replace, view, view_mut};
+use crate::number::POISON;
 use crate::placement::Placed;
 use crate::tolerance::{Reference, check};
 use blockflash_ops::attention_bwd::workspace_bytes;
@@ -38,7 +38,7 @@ fn lse_on(device: &Device, case: &AttentionCase, exact: &[f32]) -> Vec<f32> {
     if case.content != Content::HugeScores || device.is_cpu() {
         return exact.to_vec();
     }
-    let scale = case.scale() as f32;
+    let scale = case.scale();
     let rounded = |&x: &f32| match x.abs() < 2f32.powi(22) {
         true => x / scale * (LOG2_E * scale) * LN_2,
         false => x,
@@ -72,16 +72,13 @@ impl BackwardInputs {
     ) -> Result<Self, String> {
         let ([.., o], lse) = placed(case);
         let [d_o, ..] = gradients_placed(case);
-        let tensor = |values: &[f32], placed: &Placed, dtype: DType| {
-            let bits = values.iter().map(|&x| encode(dtype, x)).collect::<Vec<_>>();
-            upload(stream, dtype, &placed.scatter(bits, poison(dtype)), &placed.physical)
-        };
+        let lse_values = lse_on(stream.device(), case, &data.lse);
         Ok(Self {
             case: case.clone(),
             forward: AttentionInputs::upload(case, &data.forward, stream)?,
-            o: tensor(&data.o, &o, case.dtype)?,
-            lse: tensor(&lse_on(stream.device(), case, &data.lse), &lse, DType::F32)?,
-            d_o: tensor(&data.d_o, &d_o, case.dtype)?,
+            o: place(stream, case.dtype, &data.o, &o)?,
+            lse: place(stream, DType::F32, &lse_values, &lse)?,
+            d_o: place(stream, case.dtype, &data.d_o, &d_o)?,
         })
     }
 
@@ -96,16 +93,9 @@ impl BackwardInputs {
         self.forward.refill(case, &data.forward, stream)?;
         let ([.., o], lse) = placed(case);
         let [d_o, ..] = gradients_placed(case);
-        let log_sum_exp = lse_on(stream.device(), case, &data.lse);
-        let operands = [
-            (&mut self.o, &data.o, o, case.dtype),
-            (&mut self.lse, &log_sum_exp, lse, DType::F32),
-            (&mut self.d_o, &data.d_o, d_o, case.dtype),
-        ];
-        for (tensor, values, placed, dtype) in operands {
-            let bits = values.iter().map(|&x| encode(dtype, x)).collect::<Vec<_>>();
-            refill(tensor, stream, &placed.scatter(bits, poison(dtype)))?;
-        }
+        replace(&mut self.o, stream, &data.o, &o)?;
+        replace(&mut self.lse, stream, &lse_on(stream.device(), case, &data.lse), &lse)?;
+        replace(&mut self.d_o, stream, &data.d_o, &d_o)?;
         self.case = case.clone();
         Ok(())
     }

@@ -58,7 +58,7 @@ impl DecodeInputs {
         let encoded = |values: &[f32], dtype: DType| -> Vec<u32> {
             values.iter().map(|&x| encode(dtype, x)).collect()
         };
-        let [q, ..] = data.attention.bits(call);
+        let q = encoded(&data.attention.q, call.dtype);
         let q = q_placed.scatter(q, poison(call.dtype));
         let shape =
             if case.equal { with_batch(case, &q_placed, 0).0 } else { q_placed.physical.clone() };
