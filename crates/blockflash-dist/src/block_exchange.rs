@@ -1,8 +1,11 @@
+use crate::agree::agree;
 use crate::band::Part;
 use crate::block_lists::{Lists, Visits};
-use crate::block_mask::{Sizes, hash_of};
+use crate::exchange::exchange_lists;
+use crate::grid::Grid;
+use crate::mask_sizes::{Sizes, hash_of};
 use crate::plan::{Call, Step};
-use crate::{DistributedBlockMask, Error, Result, Scheme, Shard};
+use crate::{Communicator, DistributedBlockMask, Error, Result, Scheme, Shard};
 use blockflash_ops::{BlockMask, Mask, Stream};
 use std::ops::Range;
 
@@ -111,6 +114,41 @@ pub struct BlockCall<'a> {
 }
 
 impl DistributedBlockMask {
+    /// Exchanges what the lists need, with all ranks at the same time, and waits for it.
+    ///
+    /// `lists` is on the CPU: the blocks of this rank's rows × the keys of the whole sequence, so
+    /// its lengths are the rows of `shard` and [`Shard::seqlen`]; see [`Shard::block_mask`]. It has
+    /// 1 head, as many as q or as many as k. `shard` is cut between its blocks
+    /// ([`Shard::in_blocks`]). `mask` is the token mask of the calls, which decides pair by pair
+    /// within the blocks; where keys are divided it is full or causal. Blocks that it hides do not
+    /// count as visited. The gradients on GPUs need no [transpose](BlockMask::with_transpose) of
+    /// the lists; it is made here.
+    ///
+    /// # Errors
+    /// [`Error::BlockMask`], [`Error::Scheme`], [`Error::Unsupported`] and [`Error::Size`] for what
+    /// does not fit; [`Error::Refused`] if another rank has one of these errors;
+    /// [`Error::Mismatch`] if sizes, masks or schemes differ; those of
+    /// [`Communicator::exchange`].
+    pub fn new(
+        lists: &BlockMask,
+        mask: Mask,
+        shard: Shard,
+        scheme: Scheme,
+        comm: &dyn Communicator,
+    ) -> Result<DistributedBlockMask> {
+        let here = Grid::new(scheme, shard, comm);
+        let exchange = here.and_then(|_| BlockMaskExchange::new(lists, mask, shard, scheme));
+        let sizes = exchange.as_ref().ok().map(|exchange| &exchange.sizes);
+        let agreed = agree(comm, sizes.is_some(), &Sizes::arguments(sizes), []);
+        let exchange = exchange?;
+        agreed?;
+        let messages = exchange_lists(comm, &exchange.messages());
+        let (parts, stream) = (exchange.sizes.parts(comm), comm.stream());
+        let finish = |messages: Vec<Vec<i32>>| exchange.finish_in(&messages, parts, stream);
+        let result = messages.and_then(finish);
+        result.inspect_err(|error| comm.give_up(&error.to_string()))
+    }
+
     /// The steps of this rank in the order in which all ranks make theirs, of each batch entry of
     /// the mask; where one rank has all keys, the one step of all entries together.
     pub fn steps(&self) -> Vec<Vec<BlockStep<'_>>> {

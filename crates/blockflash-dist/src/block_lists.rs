@@ -1,10 +1,9 @@
 //! Lists of visited blocks on their way to the plans of all ranks.
 
 use crate::band::Part;
-use crate::block_mask::Sizes;
-use crate::gathered::{Together, most_rows};
+use crate::mask_sizes::Sizes;
 use crate::pattern::Pattern;
-use crate::plan::{Plan, Slots, Visit, union};
+use crate::plan::{Plan, Slots, Together, Visit, union};
 use crate::{Density, Error, Result, Shard};
 use blockflash_ops::{BlockGeometry, BlockMask, Stream};
 use std::ops::Range;
@@ -207,7 +206,7 @@ impl Visits {
     /// the window, or where the window has too many rows for one call.
     fn together(&self, sizes: &Sizes, entry: usize, parts: usize) -> Result<Option<Together>> {
         let (grid, block) = (&sizes.grid, sizes.geometry.block_kv());
-        let (shard, most) = (grid.rows_of(grid.group()), most_rows(grid));
+        let (shard, most) = (grid.rows_of(grid.group()), grid.most_rows());
         let world = grid.scheme.keys;
         let whole = most.is_multiple_of(block) && shard.seqlen().is_multiple_of(block);
         if !whole || shard.rows() == 0 {

@@ -1,6 +1,7 @@
 use super::*;
+use crate::Scheme;
 use crate::band::Band;
-use crate::grid::{Grid, Scheme};
+use crate::grid::Grid;
 use blockflash_ops::Mask;
 
 /// Rank 0 of two, with blocks 0 and 3 of four.

@@ -3,19 +3,13 @@
 //! A communicator may gather without taking SMs from attention, which sends and receives do not.
 
 use crate::exchange::{Packed, pack};
-use crate::grid::Grid;
-use crate::plan::{Call, Plan, Slots};
+use crate::plan::{Call, PARTS, Plan, Slots, Together, is_worth_gathering};
 use crate::problem::Problem;
-use crate::ring::Ring;
 use crate::{Communicator, DistributedBlockMask, Mark, Result, Scheme};
 use blockflash_ops::{
-    Attention, AttentionProblem, BlockMask, Event, Mask, Stream, Tensor, View, ViewMut, copy_beside,
+    Attention, AttentionProblem, Event, Mask, Stream, Tensor, View, ViewMut, copy_beside,
 };
 use std::ops::Range;
-
-/// Heads of keys are gathered in this many parts, if there are as many. Attention begins with the
-/// first part while the next one comes; the first one comes while a rank attends its own keys.
-pub(crate) const PARTS: usize = 2;
 
 /// How keys and values are gathered. They are in a window of `[parts · ranks, 2 · rows, heads,
 /// head_dim]`: the slot of a rank in a part has the keys of some heads, and then their values.
@@ -30,33 +24,6 @@ pub(crate) struct Gather {
     heads_kv: usize,
     heads_q: usize,
     head_dim: usize,
-}
-
-/// The most rows that any rank has.
-pub(crate) fn most_rows(grid: &Grid) -> usize {
-    let world = grid.shard.world();
-    (0..world).map(|rank| grid.shard.of(world, rank).rows()).max().unwrap_or(0)
-}
-
-/// Under a block mask one call visits the keys of all other ranks, as they are in the slots of a
-/// part, and writes one output in place of one for each rank.
-#[derive(Debug)]
-pub(crate) struct Together {
-    /// Of each part of the heads, or one for all. Columns are blocks of the rows of all slots,
-    /// those of values among them, which no list visits.
-    pub(crate) masks: Vec<BlockMask>,
-    /// The output of the own keys, then that of the others.
-    pub(crate) slots: Slots,
-}
-
-impl Together {
-    fn mask(&self, part: usize, parts: usize) -> Option<&BlockMask> {
-        match &self.masks[..] {
-            [one] => Some(one),
-            masks if masks.len() == parts => masks.get(part),
-            _ => None,
-        }
-    }
 }
 
 /// What a rank says of a call before the ranks decide whether keys are gathered.
@@ -97,14 +64,14 @@ impl Gather {
         let grid = &problem.grid;
         let AttentionProblem { num_heads_q, num_heads_kv, head_dim, .. } = problem.local;
         let world = grid.shard.world();
-        let rows = most_rows(grid);
+        let rows = grid.most_rows();
         let parts = offers.iter().map(|offer| offer.parts).min().unwrap_or(0) as usize;
         let coming = offers.iter().map(|offer| offer.coming as f64).sum();
         let moved = (plans * rows * world) as f64 * (world as f64 - 1.0);
         let (heads_kv, heads_q) = (num_heads_kv, num_heads_q);
         let gather = Gather { world, parts, rows, heads_kv, heads_q, head_dim };
         // No other rank names more parts than this one.
-        (parts > 0 && is_worth_it(coming, moved)).then_some(gather)
+        (parts > 0 && is_worth_gathering(coming, moved)).then_some(gather)
     }
 
     /// Heads of keys of a part, but for the last one, which may have fewer.
@@ -139,13 +106,14 @@ impl Gather {
     /// the outputs. Inputs are ready in the order of both streams, outputs in that of `stream`.
     pub(crate) fn attend(
         &self,
-        ring: Ring<'_>,
+        comm: &dyn Communicator,
+        attention: &Attention<'_>,
         plan: &Plan,
         [q, k, v]: [View<'_>; 3],
         outputs: [&mut Tensor; 2],
         stream: &Stream,
     ) -> Result<()> {
-        let (comm, attention, mut outputs) = (ring.comm, ring.attention, outputs);
+        let mut outputs = outputs;
         let mut window = comm.window(k.dtype(), &self.shape())?;
         // Its first use on a stream waits for what the other one has queued, which is nothing yet.
         window.share_with(stream)?;
@@ -265,12 +233,6 @@ fn place<'a>(
     let o = o.view_mut().slice(0, slot..slot + 1)?.slice(1, rows.clone())?;
     let lse = lse.view_mut().slice(0, slot..slot + 1)?.slice(2, rows.clone())?;
     Ok((o.slice(2, heads.clone())?, lse.slice(1, heads.clone())?))
-}
-
-/// Whether at least half of the rows that are gathered would come by steps, too. Under a window, or
-/// where few blocks are visited, most of them are of no use.
-pub(crate) fn is_worth_it(coming: f64, gathered: f64) -> bool {
-    gathered > 0.0 && 2.0 * coming >= gathered
 }
 
 /// The keys of a call, or their values, in a slot.

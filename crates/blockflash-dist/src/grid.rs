@@ -1,43 +1,10 @@
 //! Which ranks exchange what.
 
+use crate::scheme::Scheme;
 use crate::{Communicator, Error, Result, Shard};
-use std::fmt;
 use std::ops::Range;
 
-/// How attention is divided among ranks.
-///
-/// Consecutive ranks form groups of `heads` ranks. The ranks of a group exchange rows for heads:
-/// each has some heads of all rows of the group (all-to-all, known as Ulysses). There are `keys`
-/// groups, and the keys and values of a group visit the queries of every other one (ring
-/// attention). `heads` divides the heads of keys, and `heads · keys` is the number of ranks.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Scheme {
-    /// Ranks of a group, among which heads are divided.
-    pub heads: usize,
-    /// Groups, among which keys are divided.
-    pub keys: usize,
-}
-
-impl fmt::Display for Scheme {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match *self {
-            Scheme { heads, keys: 1 } => write!(f, "heads over {heads}"),
-            Scheme { heads: 1, keys } => write!(f, "keys over {keys}"),
-            Scheme { heads, keys } => write!(f, "heads over {heads}, keys over {keys}"),
-        }
-    }
-}
-
 impl Scheme {
-    /// All schemes for this many ranks and heads of keys, the one with the most heads first. Never
-    /// empty with a rank: keys can always be divided.
-    pub fn all(world: usize, num_heads_kv: usize) -> Vec<Scheme> {
-        let fits = |heads: &usize| [world, num_heads_kv].iter().all(|n| n.is_multiple_of(*heads));
-        let scheme = |heads| Scheme { heads, keys: world / heads };
-        // A divisor of the heads is at most their number, however many ranks there are.
-        (1..=world.min(num_heads_kv.max(1))).rev().filter(fits).map(scheme).collect()
-    }
-
     /// # Errors
     /// [`Error::Scheme`].
     fn check_ranks(&self, world: usize) -> Result<()> {
@@ -127,6 +94,12 @@ impl Grid {
     /// second chunks, which makes a group a rank of a larger kind.
     pub(crate) fn rows_of(&self, group: usize) -> Shard {
         self.shard.of(self.scheme.keys, group)
+    }
+
+    /// The most rows that any rank has.
+    pub(crate) fn most_rows(&self) -> usize {
+        let world = self.shard.world();
+        (0..world).map(|rank| self.shard.of(world, rank).rows()).max().unwrap_or(0)
     }
 
     /// The heads of this rank, of this many.

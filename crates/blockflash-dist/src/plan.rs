@@ -2,11 +2,14 @@
 
 use crate::Result;
 use crate::band::Part;
-use crate::gathered::Together;
 use crate::grid::Grid;
 use crate::pattern::Pattern;
 use blockflash_ops::{BlockMask, CuSeqlens, Stream, Tensor};
 use std::ops::Range;
+
+/// Heads of keys are gathered in this many parts, if there are as many. Attention begins with the
+/// first part while the next one comes; the first one comes while a rank attends its own keys.
+pub(crate) const PARTS: usize = 2;
 
 /// The steps of a rank. In step `t`, group `g` attends the keys of group `g - t`, which come from
 /// the rank that holds them. (In a ring they would be handed on from neighbour to neighbour: the
@@ -88,6 +91,33 @@ pub(crate) struct Slots {
     pub(crate) count: usize,
     /// Rows with the same parts, and the slots of those.
     pub(crate) ranges: Vec<(Range<usize>, Range<usize>)>,
+}
+
+/// Under a block mask one call visits the keys of all other ranks, as they are in the slots of a
+/// part, and writes one output in place of one for each rank.
+#[derive(Debug)]
+pub(crate) struct Together {
+    /// Of each part of the heads, or one for all. Columns are blocks of the rows of all slots,
+    /// those of values among them, which no list visits.
+    pub(crate) masks: Vec<BlockMask>,
+    /// The output of the own keys, then that of the others.
+    pub(crate) slots: Slots,
+}
+
+impl Together {
+    pub(crate) fn mask(&self, part: usize, parts: usize) -> Option<&BlockMask> {
+        match &self.masks[..] {
+            [one] => Some(one),
+            masks if masks.len() == parts => masks.get(part),
+            _ => None,
+        }
+    }
+}
+
+/// Whether at least half of the rows that are gathered would come by steps, too. Under a window, or
+/// where few blocks are visited, most of them are of no use.
+pub(crate) fn is_worth_gathering(coming: f64, gathered: f64) -> bool {
+    gathered > 0.0 && 2.0 * coming >= gathered
 }
 
 impl Plan {

@@ -1,13 +1,11 @@
-//! The checks of a call that need no other rank.
+//! A call as plain numbers, and what the ranks compare of it.
 
 use crate::band::Band;
-use crate::block_mask::hash_of;
 use crate::grid::Grid;
-use crate::pattern::{Pattern, check_offsets};
-use crate::{Communicator, DistributedAttention, DistributedBlockMask, Error, Pass, Result};
+use crate::mask_sizes::mask_arguments;
+use crate::{Communicator, Pass, Result};
 use blockflash_ops::{
-    AttentionBackward, AttentionMergeProblem, AttentionProblem, Mask, Stream, View, attention,
-    attention_merge,
+    AttentionBackward, AttentionMergeProblem, AttentionProblem, Stream, View, attention_merge,
 };
 
 /// A call as plain numbers.
@@ -18,53 +16,9 @@ pub(crate) struct Problem {
     pub(crate) grid: Grid,
     pub(crate) band: Band,
     /// Identifies the block mask.
-    block_mask: Option<u64>,
+    pub(crate) block_mask: Option<u64>,
     /// Identifies the sequences of a packed batch.
-    cu_seqlens: Option<u64>,
-}
-
-impl DistributedAttention<'_> {
-    /// Every check that needs no other rank.
-    pub(crate) fn problem(&self, comm: &dyn Communicator) -> Result<Problem> {
-        let Self { attention, shard, scheme, block_mask, cu_seqlens } = *self;
-        let mut local = attention.problem()?;
-        let unsupported = |what| Error::Unsupported { scheme, what };
-        if attention.cu_seqlens.is_some() {
-            return Err(unsupported("cu_seqlens of the rows of one rank"));
-        }
-        if attention.block_mask.is_some() {
-            return Err(unsupported("a block mask that is not distributed"));
-        }
-        if let Some(offsets) = cu_seqlens {
-            if block_mask.is_some() {
-                return Err(unsupported("packed sequences with a block mask"));
-            }
-            if local.batch != 1 {
-                let (what, value) = ("the batch of packed sequences", local.batch);
-                return Err(Error::Size { what, value, expected: "1".into() });
-            }
-            check_offsets(offsets, shard.seqlen())?;
-        }
-        let pattern = Pattern::of(local.mask, shard.seqlen(), cu_seqlens);
-        let band = pattern.ok_or(unsupported("the mask"))?.band;
-        let grid = Grid::new(scheme, shard, comm)?;
-        scheme.check_heads(local.num_heads_q, local.num_heads_kv)?;
-        let expected = shard.rows();
-        for (what, found) in [("q", local.seqlen_q), ("k", local.seqlen_kv)] {
-            if found != expected {
-                let (rank, world, seqlen) = (shard.rank(), shard.world(), shard.seqlen());
-                return Err(Error::Rows { what, rank, world, seqlen, expected, found });
-            }
-        }
-        local.block_mask = block_mask.map(|mask| mask.fits(&local, &grid, band)).transpose()?;
-        if let Some(gpu) = comm.stream().device().cuda_properties() {
-            attention::select(&local, gpu)?;
-        }
-        let block_mask = block_mask.map(DistributedBlockMask::id);
-        // 0 stands for one sequence.
-        let cu_seqlens = cu_seqlens.map(|offsets| hash_of(&offsets).max(1));
-        Ok(Problem { local, grid, band, block_mask, cu_seqlens })
-    }
+    pub(crate) cu_seqlens: Option<u64>,
 }
 
 /// Checks that the call and the communicator are on the device of the stream.
@@ -175,16 +129,5 @@ impl Problem {
                 heads + (keys + gradients) * 2 * k + sink
             }
         }
-    }
-}
-
-/// Kind and sides of a mask.
-pub(crate) fn mask_arguments(mask: Mask) -> [u64; 3] {
-    let side = |side: Option<usize>| side.map_or(u64::MAX, |side| side as u64);
-    match mask {
-        Mask::Full => [0, 0, 0],
-        Mask::Causal { .. } => [1, 0, 0],
-        Mask::Window { left, right, .. } => [2, side(left), side(right)],
-        _ => [3, 0, 0],
     }
 }

@@ -155,7 +155,9 @@ fn forward_entry(
     let mut lse_parts = Tensor::empty(stream, DType::F32, &[count, heads, rows])?;
     let outputs = [&mut o_parts, &mut lse_parts];
     match ring.gather {
-        Some(ref gather) => gather.attend(ring, plan, [q, k, v], outputs, stream)?,
+        Some(ref gather) => {
+            gather.attend(ring.comm, ring.attention, plan, [q, k, v], outputs, stream)?;
+        }
         None => attend(ring, plan, [q, k, v], outputs, stream)?,
     }
     let (mut o, mut lse) = (o.flatten(0..2)?, lse.flatten(0..2)?);
