@@ -5,8 +5,8 @@
 //! - generators of cases (proptest strategies) and of N(0,1) numbers, never scaled down;
 //! - references: the rows of a case, computed by the oracle (`blockflash-oracle`), and the
 //!   [tolerance] rule, which compares a result with them;
-//! - the harness: operands of `blockflash-cases` for products, poisoned outputs, NaN in every gap, a
-//!   watchdog on every launch, a loud skip without a GPU.
+//! - the harness: operands of `blockflash-cases` for products, poisoned outputs, NaN in every gap,
+//!   a watchdog on every launch, a loud skip without a GPU.
 //!
 //! The suites are the files in `tests/`; what needs no GPU is one program, `tests/cpu`. The
 //! environment decides:

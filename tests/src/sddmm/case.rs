@@ -96,7 +96,7 @@ impl SddmmCase {
         })
     }
 
-    /// The call. The values have one block before them and one behind them that must not be touched.
+    /// The call. One block before the values and one behind them must not be touched.
     pub(super) fn call(&self) -> SddmmCall {
         SddmmCall {
             alpha: self.alpha,
