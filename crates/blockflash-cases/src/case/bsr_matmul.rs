@@ -78,8 +78,23 @@ impl Stored {
 
 impl BsrShape {
     fn stored(&self) -> Stored {
+        self.stored_in([self.m, self.k])
+    }
+
+    /// The blocks of a sparse matrix of this shape.
+    pub(super) fn stored_in(&self, shape: [usize; 2]) -> Stored {
         let Self { m, n, k, block_size, density, pattern, .. } = *self;
-        Stored { mnk: [m, n, k], shape: [m, k], block_size, density, pattern }
+        Stored { mnk: [m, n, k], shape, block_size, density, pattern }
+    }
+
+    /// `m8192_n1024_k8192_b64_d0.1_uniform`.
+    pub(super) fn sizes(&mut self, id: &mut Id<'_>) -> Option<()> {
+        id.field("m", &mut self.m)?;
+        id.field("n", &mut self.n)?;
+        id.field("k", &mut self.k)?;
+        id.field("b", &mut self.block_size)?;
+        id.field("d", &mut self.density)?;
+        id.name(&mut self.pattern)
     }
 
     /// Number of block rows.
@@ -121,12 +136,7 @@ impl Fields for BsrShape {
 
     /// `m8192_n1024_k8192_b64_d0.1_uniform_f16`.
     fn fields(&mut self, id: &mut Id<'_>) -> Option<()> {
-        id.field("m", &mut self.m)?;
-        id.field("n", &mut self.n)?;
-        id.field("k", &mut self.k)?;
-        id.field("b", &mut self.block_size)?;
-        id.field("d", &mut self.density)?;
-        id.name(&mut self.pattern)?;
+        self.sizes(id)?;
         id.name(&mut self.dtype)
     }
 }

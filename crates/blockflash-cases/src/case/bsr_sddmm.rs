@@ -1,7 +1,7 @@
 //! Sampled dense-dense product: dense times dense at the stored blocks of a sparse matrix.
 
 use super::Case;
-use super::bsr_matmul::Stored;
+use super::bsr_matmul::{BsrShape, Stored};
 use super::bsr_sddmm_operands::{SddmmCall, SddmmData, SddmmOperands};
 use super::grid::{each, uniform};
 use super::id::{Fields, Id};
@@ -19,31 +19,18 @@ use serde::{Deserialize, Serialize};
 /// inputs.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct SddmmShape {
-    /// Rows of a and of the sparse matrix.
-    pub m: usize,
-    /// Columns of b and of the sparse matrix.
-    pub n: usize,
-    /// Columns of a and rows of b.
-    pub k: usize,
-    /// Rows, and columns, of a block.
-    pub block_size: usize,
-    /// Fraction of the blocks that are stored. Each block row rounds this to whole blocks, at least
-    /// one.
-    pub density: f64,
-    /// How the stored blocks are distributed.
-    pub pattern: Pattern,
+    /// Sizes, types and the stored blocks, here those of the product, `[m, n]`.
+    #[serde(flatten)]
+    pub sizes: BsrShape,
     /// Whether rows or columns of a are contiguous.
     pub a_major: Major,
     /// Whether rows or columns of b are contiguous.
     pub b_major: Major,
-    /// Element type of a, b and the values.
-    pub dtype: DType,
 }
 
 impl SddmmShape {
     fn stored(&self) -> Stored {
-        let Self { m, n, k, block_size, density, pattern, .. } = *self;
-        Stored { mnk: [m, n, k], shape: [m, n], block_size, density, pattern }
+        self.sizes.stored_in([self.sizes.m, self.sizes.n])
     }
 
     /// `row_ptr` and `col_idx`; columns ascend within each row.
@@ -54,37 +41,28 @@ impl SddmmShape {
     /// The problem for contiguous operands.
     pub fn problem(&self) -> BsrSddmmProblem {
         let (stored, majors) = (self.stored(), [self.a_major, self.b_major]);
-        BsrSddmmProblem::new(self.dtype, stored.mnk, self.block_size, stored.count(), majors)
+        BsrSddmmProblem::new(
+            self.sizes.dtype,
+            stored.mnk,
+            stored.block_size,
+            stored.count(),
+            majors,
+        )
     }
 }
 
 impl Fields for SddmmShape {
-    const EMPTY: Self = Self {
-        m: 0,
-        n: 0,
-        k: 0,
-        block_size: 0,
-        density: 0.0,
-        pattern: Pattern::Uniform,
-        a_major: Major::Row,
-        b_major: Major::Row,
-        dtype: DType::F16,
-    };
+    const EMPTY: Self = Self { sizes: BsrShape::EMPTY, a_major: Major::Row, b_major: Major::Row };
 
     /// `sddmm_m4096_n4096_k1024_b64_d0.1_uniform_column_row_f16`.
     fn fields(&mut self, id: &mut Id<'_>) -> Option<()> {
         id.word("sddmm")?;
-        id.field("m", &mut self.m)?;
-        id.field("n", &mut self.n)?;
-        id.field("k", &mut self.k)?;
-        id.field("b", &mut self.block_size)?;
-        id.field("d", &mut self.density)?;
-        id.name(&mut self.pattern)?;
+        self.sizes.sizes(id)?;
         for major in [&mut self.a_major, &mut self.b_major] {
             let named = |part: &str| Major::ALL.into_iter().find(|major| major.name() == part);
             id.part(major, |major| major.name().to_owned(), named)?;
         }
-        id.name(&mut self.dtype)
+        id.name(&mut self.sizes.dtype)
     }
 }
 
@@ -98,13 +76,13 @@ impl Shape for SddmmShape {
     }
 
     fn dtype(&self) -> DType {
-        self.dtype
+        self.sizes.dtype
     }
 
     /// Work of a launch. Every stored block fetches its columns of B. Stored blocks that share
     /// [`TILE_COLUMNS`] columns fetch their rows of A together.
     fn work(&self) -> Work {
-        let (Self { m, n, k, block_size, dtype, .. }, problem) = (*self, self.problem());
+        let (BsrShape { m, n, k, block_size, dtype, .. }, problem) = (self.sizes, self.problem());
         let blocks = problem.nnz_blocks;
         let values = blocks * block_size * block_size * dtype.size();
         let line = block_size * k * dtype.size();
@@ -119,15 +97,17 @@ impl Shape for SddmmShape {
     }
 
     fn group(&self) -> String {
-        let (size, a, b) = (self.block_size, self.a_major.name(), self.b_major.name());
+        let (size, a, b) = (self.sizes.block_size, self.a_major.name(), self.b_major.name());
         format!("blocks of {size} × {size}, A by {a}s, B by {b}s")
     }
 
     fn operands(&self, stream: &Stream, seed: u64) -> Result<Box<dyn Operands>> {
-        let (majors, sizes) = ([self.a_major, self.b_major], [self.m, self.n, self.k]);
-        let draw = |_: &str, shape: &[usize], lane| normal(shape, self.dtype, seed, lane);
-        let data = SddmmData::drawn(sizes, self.block_size, self.pattern(seed), majors, draw)?;
-        Ok(Box::new(SddmmOperands::new(SddmmCall::new(self.dtype, majors), data, stream)?))
+        let (majors, BsrShape { dtype, block_size, .. }) =
+            ([self.a_major, self.b_major], self.sizes);
+        let draw = |_: &str, shape: &[usize], lane| normal(shape, dtype, seed, lane);
+        let (sizes, pattern) = (self.stored().mnk, self.pattern(seed));
+        let data = SddmmData::drawn(sizes, block_size, pattern, majors, draw)?;
+        Ok(Box::new(SddmmOperands::new(SddmmCall::new(dtype, majors), data, stream)?))
     }
 }
 
@@ -158,8 +138,8 @@ impl SddmmGrid {
             k in self.k, block_size in self.block_size, density in self.density,
             pattern in self.pattern => {
             let (m, n) = (size, size);
-            let shape =
-                SddmmShape { m, n, k, block_size, density, pattern, a_major, b_major, dtype };
+            let sizes = BsrShape { m, n, k, block_size, density, pattern, dtype };
+            let shape = SddmmShape { sizes, a_major, b_major };
             shape.check()?;
             cases.push(shape.into());
         });
