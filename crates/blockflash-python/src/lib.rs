@@ -15,6 +15,7 @@ mod foreign;
 mod info;
 mod linear;
 mod mask;
+mod options;
 mod pattern;
 mod plan;
 mod table;
@@ -40,6 +41,8 @@ mod _native {
     use crate::linear::{bsr_linear, dense_bsr, sddmm};
     #[pymodule_export]
     use crate::mask::Handle as BlockMask;
+    #[pymodule_export]
+    use crate::options::options;
     #[pymodule_export]
     use crate::pattern::Handle as BsrPattern;
     #[pymodule_export]

@@ -1,7 +1,7 @@
 //! Products with block-sparse matrices, into tensors of the caller.
 
 use crate::error::{Failure, Result, with_memory};
-use crate::foreign::{Foreign, views};
+use crate::foreign::{Foreign, of, optional, views};
 use crate::pattern::{lookup, workspace};
 use blockflash_ops::{Activation, Bias, BsrMatmul, BsrSddmm, BsrView};
 use pyo3::prelude::*;
@@ -25,7 +25,7 @@ pub(crate) fn bsr_linear(
         3 => Activation::Silu,
         _ => Err(Failure::value(format!("there is no activation of number {activation}")))?,
     };
-    let bias = bias.map(|bias| Foreign::of("bias", bias)).transpose()?;
+    let bias = optional("bias", bias)?;
     product(x, values, bias, y, pattern, Some(activation))
 }
 
@@ -50,14 +50,14 @@ fn product(
     linear: Option<Activation>,
 ) -> PyResult<()> {
     let py = x.py();
-    let (x, values) = (Foreign::of("x", x)?, Foreign::of("values", values)?);
-    let y = Foreign::of("y", y)?;
+    let (x, values) = (of("x", x)?, of("values", values)?);
+    let y = of("y", y)?;
     let run = || -> Result<()> {
         let stream = x.stream()?;
         let memory = || Ok((lookup(pattern, &stream)?, workspace(&stream)?));
         let (place, workspace) = with_memory(memory)?;
-        let ([x, values, bias], [y]) = views(&[Some(x), Some(values), bias], [Some(y)])?;
-        let (Some(x), Some(values), Some(y)) = (x, values, y) else {
+        let read = [Some(x), Some(values), bias];
+        let ([Some(x), Some(values), bias], [], [Some(y)]) = views((&read, &[]), [Some(y)])? else {
             return Err(Failure::value("x, values and y are needed"));
         };
         let w = BsrView::new(&place.pattern, values)?;
@@ -82,13 +82,13 @@ pub(crate) fn sddmm(
     pattern: i64,
 ) -> PyResult<()> {
     let py = a.py();
-    let (a, b) = (Foreign::of("a", a)?, Foreign::of("b", b)?);
-    let values = Foreign::of("values", values)?;
+    let (a, b) = (of("a", a)?, of("b", b)?);
+    let values = of("values", values)?;
     let run = || -> Result<()> {
         let stream = a.stream()?;
         let place = with_memory(|| lookup(pattern, &stream))?;
-        let ([a, b], [values]) = views(&[Some(a), Some(b)], [Some(values)])?;
-        let (Some(a), Some(b), Some(values)) = (a, b, values) else {
+        let read = [Some(a), Some(b)];
+        let ([Some(a), Some(b)], [], [Some(values)]) = views((&read, &[]), [Some(values)])? else {
             return Err(Failure::value("a, b and values are needed"));
         };
         Ok(BsrSddmm::new(&place.pattern, a, b).sddmm_into(values, &stream)?)

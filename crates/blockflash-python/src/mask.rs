@@ -2,7 +2,7 @@
 
 use crate::attention::{align, side, token_mask};
 use crate::error::{Failure, Kind, Result, with_memory};
-use crate::foreign::{Foreign, views};
+use crate::foreign::{direct, views};
 use crate::table::{Entry, Table};
 use blockflash_ops::{
     BlockChoice, BlockGeometry, BlockMask, BlockMaskBuffer, BlockScores, BlockSource, Device,
@@ -102,7 +102,7 @@ impl Handle {
     #[staticmethod]
     fn from_bool(blocks: &Bound<'_, PyAny>, sizes: Sizes, nnz: usize) -> PyResult<Handle> {
         let py = blocks.py();
-        let blocks = Foreign::direct("blocks", blocks)?;
+        let blocks = direct("blocks", blocks)?;
         let build = || {
             let (stream, blocks) = (blocks.stream()?, blocks.view()?);
             let source = BlockSource::Bool(blocks);
@@ -121,7 +121,7 @@ impl Handle {
         sizes: Sizes,
     ) -> PyResult<Handle> {
         let py = row_ptr.py();
-        let lists = [Foreign::direct("row_ptr", row_ptr)?, Foreign::direct("col_idx", col_idx)?];
+        let lists = [direct("row_ptr", row_ptr)?, direct("col_idx", col_idx)?];
         let build = || {
             let (stream, [row_ptr, col_idx]) = (lists[0].stream()?, [&lists[0], &lists[1]]);
             let (row_ptr, col_idx) = (row_ptr.view()?, col_idx.view()?);
@@ -147,7 +147,7 @@ impl Handle {
         always: Option<&Bound<'_, Handle>>,
     ) -> PyResult<Handle> {
         let (py, always) = (scores.py(), always.map(Bound::get));
-        let scores = Foreign::direct("scores", scores)?;
+        let scores = direct("scores", scores)?;
         let build = || choose(scores.view()?, sizes, choice, always, &scores.stream()?);
         Ok(py.detach(|| with_memory(build))?)
     }
@@ -163,7 +163,7 @@ impl Handle {
         always: Option<&Bound<'_, Handle>>,
     ) -> PyResult<Handle> {
         let (py, always) = (q.py(), always.map(Bound::get));
-        let (q, k) = (Foreign::direct("q", q)?, Foreign::direct("k", k)?);
+        let (q, k) = (direct("q", q)?, direct("k", k)?);
         let build = || {
             let (stream, q, k) = (q.stream()?, q.view()?, k.view()?);
             let mut scores = BlockScores::new(geometry(sizes)?, q, k, &stream)?;
@@ -227,17 +227,18 @@ impl Handle {
 
     /// A copy on the device of a tensor, on the current stream there.
     fn to_device_of(&self, tensor: &Bound<'_, PyAny>) -> PyResult<Handle> {
-        let place = Foreign::direct("tensor", tensor)?;
+        let place = direct("tensor", tensor)?;
         let copy = || Self::host(self.mask().to(&place.stream()?));
         Ok(tensor.py().detach(|| with_memory(copy))?)
     }
 
     /// Writes which blocks are visited into a uint8 tensor `[batch, heads, rows, cols]` on the CPU.
     fn write_bool(&self, out: &Bound<'_, PyAny>) -> PyResult<()> {
-        let out = Foreign::direct("out", out)?;
+        let out = direct("out", out)?;
         let write = || -> Result<()> {
-            let ([], [out]) = views(&[], [Some(out)])?;
-            let mut out = out.ok_or_else(|| Failure::value("out is needed"))?;
+            let ([], [], [Some(mut out)]) = views((&[], &[]), [Some(out)])? else {
+                return Err(Failure::value("out is needed"));
+            };
             let visited = self.mask().to(&Device::cpu().stream()?)?.to_bool()?;
             let out = out.as_mut_slice::<u8>()?;
             if out.len() != visited.len() {

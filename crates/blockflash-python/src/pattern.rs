@@ -2,7 +2,7 @@
 //! number.
 
 use crate::error::{Failure, Result};
-use crate::foreign::{Foreign, views};
+use crate::foreign::{direct, views};
 use crate::table::{Entry, Table};
 use blockflash_ops::{BsrPattern, BsrTranspose, BsrWorkspace, Device, Stream};
 use pyo3::prelude::*;
@@ -122,10 +122,10 @@ impl Handle {
         col_idx: &Bound<'_, PyAny>,
     ) -> PyResult<Handle> {
         let py = row_ptr.py();
-        let arrays = [Foreign::direct("row_ptr", row_ptr)?, Foreign::direct("col_idx", col_idx)?];
+        let arrays = [direct("row_ptr", row_ptr)?, direct("col_idx", col_idx)?];
         Ok(py.detach(|| {
-            let ([row_ptr, col_idx], []) = views(&arrays.map(Some), [])?;
-            let (Some(row_ptr), Some(col_idx)) = (row_ptr, col_idx) else {
+            let ([Some(row_ptr), Some(col_idx)], [], []) = views((&arrays.map(Some), &[]), [])?
+            else {
                 return Err(Failure::value("row_ptr and col_idx are needed"));
             };
             let (row_ptr, col_idx) = (row_ptr.as_slice::<i32>()?, col_idx.as_slice::<i32>()?);

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import blockflash
 from blockflash import _native
+from blockflash._schema import ATTENTION
 
 Q, K, V = operands()
 STARTS = torch.tensor([0, 17], dtype=torch.int32)
@@ -103,7 +104,7 @@ def native(
 ) -> None:
     """Call the native function, which nothing stands before, with plain options."""
     o = torch.empty_like(Q) if o is None else o
-    _native.attention(q, k, v, o, block_mask=block_mask)
+    _native.attention(q, k, v, o, None, *ATTENTION.ordered({"block_mask": block_mask}))
 
 
 def test_tensors_without_memory() -> None:

@@ -1,5 +1,6 @@
 """The package as installed from the wheel: what it imports, links to and says."""
 
+import ast
 import shutil
 import subprocess
 import sys
@@ -64,3 +65,26 @@ def test_without_a_gpu_it_says_why() -> None:
         pytest.skip("there is a GPU")
     assert str(usable) == blockflash.info()["gpu_problem"] != ""
     assert "driver" in str(usable) or "GPU" in str(usable)
+
+
+def imports(path: Path, package: Path) -> set[Path]:
+    """The modules of the package that a module imports, wherever it does, for types, too."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(node, ast.ImportFrom):
+            continue
+        base = path.parents[node.level - 1] if node.level else package.parent
+        base = base.joinpath(*(node.module or "").split("."))
+        for place in (base, *(base / alias.name for alias in node.names)):
+            found |= {p for p in (place.with_suffix(".py"), place / "__init__.py") if p.is_file()}
+    return found - {path, package / "__init__.py"}
+
+
+def test_no_modules_import_each_other() -> None:
+    package = Path(blockflash.__file__).parent
+    graph = {path: imports(path, package) for path in package.rglob("*.py")}
+    assert sum(map(len, graph.values())) > 60
+    while leaves := {path for path, needed in graph.items() if not needed & graph.keys()}:
+        graph = {path: needed for path, needed in graph.items() if path not in leaves}
+    # What is left is in a circle, or imports one.
+    assert not graph, sorted(path.name for path in graph)

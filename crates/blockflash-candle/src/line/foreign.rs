@@ -17,11 +17,10 @@ use super::candle_core::cuda_backend::{CudaDType, WrapErr};
 use super::candle_core::{self, CudaDevice, CudaStorage, Layout, Result, bail};
 use super::error::refused;
 use super::memory::{Reading, Scratch, Writing, unsupported};
-use blockflash_ops::{DType, Device, Stream, Tensor, View, ViewMut};
+use blockflash_foreign::{Described, Error, Foreign, views};
+use blockflash_ops::{DType, Device, Stream};
 use half::{bf16, f16};
 use std::cell::RefCell;
-use std::ffi::c_void;
-use std::ptr::{with_exposed_provenance, with_exposed_provenance_mut};
 use std::sync::Arc;
 
 /// Tells candle's bookkeeping, when it is dropped, that the memory has been used.
@@ -120,22 +119,20 @@ impl Fork {
             bail!("{what} is on GPU {found}, but the call runs on GPU {ordinal}");
         }
         let own = blockflash_ops::Layout::strided(layout.dims(), layout.stride());
-        let own = own.map_err(|error| candle_core::Error::msg(format!("{what}: {error}")))?;
+        let own = own.map_err(|source| wrong(Error::Operand { what, source }))?;
         let offset = layout.start_offset();
         if offset.checked_add(own.span()).is_none_or(|end| end > slice.len()) {
             bail!("{what}: the layout {layout:?} reaches beyond {} elements", slice.len());
         }
-        let device = Device::cuda(ordinal).map_err(|error| refused(error.into()))?;
         let (start, in_use) = slice.device_ptr(&self.candle);
         let address = start as usize + offset * dtype.size();
-        // SAFETY: 1. The span is within the slice, which is memory of this device. 2. candle
-        // frees it, and others write to it, in the order of its stream, which waits for the work
-        // (`run`); `in_use` tells other streams of candle. 3. Whoever launches a graph with the
-        // work keeps its tensors, as for candle's own operations in it.
-        let view = unsafe {
-            View::from_raw(&device, with_exposed_provenance::<c_void>(address), dtype, own)
-        };
-        let view = view.map_err(|error| candle_core::Error::msg(format!("{what}: {error}")))?;
+        let described = Described { address, ..Described::new(what, self.device(), dtype, own) };
+        // SAFETY: 1. The span is within the slice, which is memory of this device. candle frees it
+        // in the order of its stream, which waits for the work (`run`); `in_use` tells other
+        // streams of candle. Whoever launches a graph with the work keeps its tensors, as for
+        // candle's own operations in it. 2. No stream is described. 3. Others write to it in the
+        // order of candle's stream.
+        let view = unsafe { Foreign::new(described) }.view().map_err(wrong)?;
         Ok(Reading { view, _in_use: Some(in_use) })
     }
 
@@ -197,33 +194,39 @@ impl Fork {
         if layout.span() > slice.len() {
             bail!("a result of shape {shape:?} has {} elements, too few", slice.len());
         }
-        let device = Device::cuda(self.candle.context().ordinal());
-        let device = device.map_err(|error| refused(error.into()))?;
         let (start, in_use) = slice.device_ptr_mut(&self.candle);
+        let described = Described::new("the result", self.device(), dtype, layout);
+        let described = Described { address: start as usize, ..described };
         // SAFETY: as in `view`; the slice is borrowed exclusively, and nobody has a copy of it.
-        let view = unsafe {
-            let first = with_exposed_provenance_mut::<c_void>(start as usize);
-            ViewMut::from_raw(&device, first, dtype, layout)
-        };
-        Ok(Writing { view: view.map_err(|error| refused(error.into()))?, _in_use: Some(in_use) })
+        let foreign = unsafe { Foreign::new(described) };
+        match views((&[], &[]), [Some(foreign)]).map_err(wrong)? {
+            ([], [], [Some(view)]) => Ok(Writing { view, _in_use: Some(in_use) }),
+            _ => bail!("a result without a view"),
+        }
     }
-}
 
-impl Fork {
     /// Bytes that [`allocate`](Self::allocate) has given as a tensor of this crate, for work that
     /// [`run`](Self::run) queues while the storage is borrowed.
     pub(crate) fn scratch<'a>(&'a self, storage: &'a mut CudaStorage) -> Result<Scratch<'a>> {
         let slice = storage.as_cuda_slice_mut::<u8>()?;
         let bytes = slice.len();
+        let layout = blockflash_ops::Layout::contiguous(&[bytes]);
+        let layout = layout.map_err(|error| refused(error.into()))?;
         let (start, in_use) = slice.device_ptr_mut(&self.candle);
-        // SAFETY: 1. The slice has these bytes of this device, valid in the order of `own` after
-        // candle's stream was waited for; work is queued with them in `run` alone, for which
-        // candle's stream waits before it frees the memory. 2. The slice is borrowed exclusively.
-        let tensor = unsafe {
-            let first = with_exposed_provenance_mut::<c_void>(start as usize);
-            Tensor::from_raw(&self.own, first, DType::U8, &[bytes], ())
-        };
-        Ok(Scratch { tensor: tensor.map_err(|error| refused(error.into()))?, _in_use: in_use })
+        let described = Described::new("the workspace", self.device(), DType::U8, layout);
+        let described = Described { address: start as usize, ..described };
+        // SAFETY: as in `view`; the slice, which has these bytes, is borrowed exclusively, and work
+        // is queued with them in `run` alone, for which candle's stream waits.
+        let tensor = unsafe { Foreign::new(described).scratch(&self.own) };
+        Ok(Scratch { tensor: tensor.map_err(wrong)?, _in_use: in_use })
+    }
+}
+
+/// An error of candle that keeps the type of this one.
+fn wrong(error: Error) -> candle_core::Error {
+    match error {
+        Error::Safe(error) => refused(error.into()),
+        error => candle_core::Error::wrap(error),
     }
 }
 

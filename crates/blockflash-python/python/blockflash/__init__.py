@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
     from . import distributed as distributed
     from . import sparse as sparse
-    from ._attention import attention
+    from ._attention import attention, block_sparse_attention
     from ._decode import attention_decode, attention_merge
     from ._info import info, set_checks, usable
     from ._stats import reset_stats, stats, strict
-    from .block_mask import BlockMask, block_sparse_attention
+    from .block_mask import BlockMask
     from .sdpa import activate_sdpa, restore_sdpa, scaled_dot_product_attention
 
 # The module of each public name.
@@ -30,7 +30,7 @@ _MODULES = {
     "attention": "._attention",
     "attention_decode": "._decode",
     "attention_merge": "._decode",
-    "block_sparse_attention": ".block_mask",
+    "block_sparse_attention": "._attention",
     "distributed": ".distributed",
     "info": "._info",
     "reset_stats": "._stats",

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from . import _autograd, _ops, _stats
+from ._arguments import lowered, refuse_softcap, refuse_types, sides, together
 from ._native import Unsupported
-
-if TYPE_CHECKING:
-    from .block_mask import BlockMask
+from ._schema import ATTENTION
+from .block_mask import BlockMask
 
 _OPS = torch.ops.blockflash
 _UNLIMITED = (None, None)
-# Looked up once: every call asks.
-_is_compiling = torch.compiler.is_compiling
-_is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 
 
 def attention(
@@ -98,11 +95,10 @@ def attention(
     if scale is not None:
         options["scale"] = scale
     if softcap is not None:
-        if not softcap > 0:
-            raise ValueError(f"softcap is {softcap}, but must be positive; None is no softcap")
+        refuse_softcap(softcap)
         options["softcap"] = softcap
     if sink is not None:
-        _refuse_types(sink=sink)
+        refuse_types(sink=sink)
         options["sink"] = sink
     if not (cu_seqlens_q is cu_seqlens_k is max_seqlen_q is max_seqlen_k is None):
         options |= _packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
@@ -126,7 +122,7 @@ def attention(
     try:
         if out is not None:
             if not isinstance(out, Tensor):
-                _refuse_types(out=out)
+                refuse_types(out=out)
             o, lse = out, _ops.empty_lse(q, cu_seqlens_q) if return_lse else None
             if _autograd.passes(q, k, v, o, sink) and not _autograd.is_seen():
                 _autograd.note_write(o)
@@ -143,7 +139,7 @@ def attention(
             else:
                 o = _autograd.call_below(_OPS.attention_forward.default, q, k, v, **options)
         elif not _autograd.is_transformed():
-            o, lse = _ops.Differentiable.apply(q, k, v, *(_ops.DEFAULTS | options).values())
+            o, lse = _ops.Differentiable.apply(q, k, v, *ATTENTION.ordered(options))
         elif return_lse:
             o, lse = _OPS.attention.default(q, k, v, **options)
         else:
@@ -156,49 +152,22 @@ def attention(
     return (o, lse) if return_lse else o
 
 
-def lowered(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The operands in the element type of autocast, if it is on."""
-    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
-        _refuse_types(q=q, k=k, v=v)
-    lower = autocast_dtype(q)
-    if lower is not None:
-        q, k, v = (t.to(lower) if t.dtype == torch.float32 else t for t in (q, k, v))
-    return q, k, v
+def block_sparse_attention(
+    q: Tensor, k: Tensor, v: Tensor, block_mask: BlockMask, **options: Any
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`blockflash.attention` that visits only the blocks of a mask.
 
+    Args:
+        q: Queries, `[B, Sq, Hq, D]`, or packed `[Tq, Hq, D]`.
+        k: Keys, `[B, Sk, Hk, D]` or `[Tk, Hk, D]`.
+        v: Values, in the shape of k.
+        block_mask: The visited blocks, on the device of q.
+        options: The other arguments of `blockflash.attention`.
 
-def autocast_dtype(q: Tensor) -> torch.dtype | None:
-    """What autocast, if it is on, makes of float32 on the device of q."""
-    if _is_compiling() or _is_any_autocast_enabled():
-        kind = q.device.type
-        if kind != "meta" and torch.is_autocast_enabled(kind):
-            return torch.get_autocast_dtype(kind)
-    return None
-
-
-def _refuse_types(**given: object) -> None:
-    for name, value in given.items():
-        if not isinstance(value, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, not {type(value).__name__}")
-
-
-def together(**given: object) -> None:
-    """Raises where some of these arguments are given and others are not."""
-    missing = [name for name, value in given.items() if value is None]
-    if missing and len(missing) < len(given):
-        raise ValueError(f"{', '.join(given)} come together, but {', '.join(missing)} is None")
-
-
-def sides(causal: bool, window: tuple[int | None, int | None]) -> tuple[int, int]:
-    """The sides of the window as the operators have them, -1 for unlimited."""
-    left, right = window
-    for side in window:
-        if side is not None and side < 0:
-            raise ValueError(f"window is {window}: a side is a number of keys, or None")
-    if causal:
-        if right:
-            raise ValueError(f"window is {window}, but causal attention sees no later keys")
-        right = 0
-    return -1 if left is None else left, -1 if right is None else right
+    """
+    if not isinstance(block_mask, BlockMask):
+        raise TypeError(f"block_mask must be a BlockMask, not {type(block_mask).__name__}")
+    return attention(q, k, v, block_mask=block_mask, **options)
 
 
 def _packed(
@@ -214,7 +183,7 @@ def _packed(
         max_seqlen_q=max_seqlen_q,
         max_seqlen_k=max_seqlen_k,
     )
-    _refuse_types(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    refuse_types(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     return {
         "cu_seqlens_q": cu_seqlens_q,
         "cu_seqlens_k": cu_seqlens_k,

@@ -201,17 +201,24 @@ def register_gradient(
     return function
 
 
+def written(operator: Any) -> slice:
+    """The places of the arguments that an operator writes, one behind another in its schema."""
+    arguments = enumerate(operator._schema.arguments)
+    places = [place for place, a in arguments if a.alias_info and a.alias_info.is_write]
+    return slice(places[0], places[-1] + 1)
+
+
 def register_writes(
     library: torch.library.Library,
     name: str,
-    places: slice,
     call: Callable[..., Any] | None = None,
 ) -> None:
-    """Registers both steps for an operator that writes into the arguments at these places.
+    """Registers both steps for an operator that writes into some of its arguments.
 
     It has no gradient. `call` replaces the operator for whoever sees or transforms it.
     """
     operator = _operator(library, name)
+    places = written(operator)
 
     def autograd(*arguments: Any) -> Any:
         refuse_to_lose(*(t for t in arguments if isinstance(t, Tensor)))

@@ -19,17 +19,12 @@ import torch
 from torch import Tensor
 
 from . import _autograd, _flops, _native, _stats
-from ._attention import autocast_dtype, sides, together
+from ._arguments import autocast_dtype, refuse_softcap, sides, together
 from ._ops import empty_lse, empty_o, refuse_lazy_writes
+from ._schema import DECODE, SCHEMAS
 
 _OPS = torch.ops.blockflash
-_OPTIONS = (
-    "Tensor? seqused_k=None, Tensor? block_table=None, Tensor? cu_seqlens_q=None, "
-    "Tensor? cu_seqlens_k=None, Tensor? sink=None, Tensor? rotary_cos=None, "
-    "Tensor? rotary_sin=None, Tensor? page_lists=None, Tensor? page_counts=None, "
-    "SymInt max_q=0, int left=-1, int right=-1, float? scale=None, float softcap=0.0, "
-    "bool interleaved=False"
-)
+_CU_SEQLENS_Q = DECODE.places["cu_seqlens_q"]
 
 
 def attention_decode(
@@ -115,44 +110,51 @@ def attention_decode(
         elif k_cache.dtype == lower:
             q, k, v = (_lowered(t, lower) for t in (q, k, v))
     left, right = sides(causal, window)
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"softcap is {softcap}, but must be positive; None is no softcap")
+    if softcap is not None:
+        refuse_softcap(softcap)
     together(cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q)
     together(k=k, v=v)
     if k is not None and k.dim() == 3 and cu_seqlens_k is None:
         cu_seqlens_k = cu_seqlens_q
-    lists, counts = (None, None) if pages is None else pages
-    options: list[Any] = [
-        seqused_k, block_table, cu_seqlens_q, cu_seqlens_k, sink, rotary_cos, rotary_sin, lists,
-        counts,
-    ]  # fmt: skip
-    if max_seqlen_q is scale is softcap is None and left == right == -1 and not rotary_interleaved:
-        # What is at its default at the end costs the host nothing if it is not passed.
-        while options and options[-1] is None:
-            options.pop()
-    else:
-        options += (max_seqlen_q or 0, left, right, scale, softcap or 0.0, rotary_interleaved)
+    given = {
+        "seqused_k": seqused_k, "block_table": block_table, "cu_seqlens_q": cu_seqlens_q,
+        "cu_seqlens_k": cu_seqlens_k, "max_q": max_seqlen_q, "scale": scale, "softcap": softcap,
+        "sink": sink, "rotary_cos": rotary_cos, "rotary_sin": rotary_sin,
+    }  # fmt: skip
+    # The operators have defaults: what is not passed costs nothing.
+    options = {name: value for name, value in given.items() if value is not None}
+    if left != -1 or right != -1:
+        options["left"], options["right"] = left, right
+    if rotary_interleaved:
+        options["interleaved"] = True
+    if pages is not None:
+        options["page_lists"], options["page_counts"] = pages
     tensors = (q, k_cache, v_cache) if k is None else (q, k_cache, v_cache, k, v)
     operator = _OPS.attention_decode.default if k is None else _OPS.attention_append.default
-    _place(q)
+    if _is_placed(q):
+        # torch redistributes positional arguments alone.
+        tensors, options = (*tensors, *DECODE.ordered(options)), {}
     try:
-        if _autograd.passes(*tensors, sink, rotary_cos, rotary_sin):
+        if _autograd.passes(q, k_cache, v_cache, k, v, sink, rotary_cos, rotary_sin):
             if k is not None:
                 _autograd.note_write(k_cache, v_cache)
-            o, lse = _autograd.call_below(operator, *tensors, *options)
+            o, lse = _autograd.call_below(operator, *tensors, **options)
         else:
-            _autograd.refuse_to_lose(*tensors, sink, rotary_cos, rotary_sin)
-            o, lse = operator(*tensors, *options)
+            _autograd.refuse_to_lose(q, k_cache, v_cache, k, v, sink, rotary_cos, rotary_sin)
+            o, lse = operator(*tensors, **options)
     except RuntimeError as error:
         raise _autograd.typed(error) from None
     _stats.count("attention_decode")
     return (o, lse) if return_lse else o
 
 
-def _place(tensor: Any) -> None:
-    """Registers the placements of `DTensor`s when the first one comes."""
+def _is_placed(tensor: Any) -> bool:
+    """Whether it is a `DTensor`; when the first one comes, placements are registered."""
     if type(tensor).__name__ == "DTensor":
         from . import _sharding  # noqa: F401
+
+        return True
+    return False
 
 
 def _lowered(tensor: Any, lower: torch.dtype) -> Any:
@@ -183,7 +185,7 @@ def attention_merge(
             f"o has shape {list(o.shape)} and lse {list(lse.shape)}, not [parts, B, S, H, D] and "
             "[parts, B, H, S], nor [parts, T, H, D] and [parts, H, T]"
         )
-    _place(o)
+    _is_placed(o)
     if _autograd.passes(o, lse):
         merge = partial(_autograd.call_below, _OPS.attention_merge.default)
     else:
@@ -210,7 +212,7 @@ def _compute(
     copied, but a cache never is. On the CPU, values that are between the keys of their cache are
     copied for an append, and copied back.
     """
-    cu_seqlens_q = options[2] if len(options) > 2 else None
+    cu_seqlens_q = options[_CU_SEQLENS_Q] if len(options) > _CU_SEQLENS_Q else None
     o, lse = empty_o(q, cu_seqlens_q), empty_lse(q, cu_seqlens_q)
 
     def allocate(count: int) -> Tensor:
@@ -227,40 +229,30 @@ def _compute(
         if apart is not v_cache:
             v_cache.copy_(apart)
     except _native.Unsupported:
-        if _has_slots(k_cache, *options):
+        named = DECODE.named(options)
+        if _has_slots(k_cache, named):
             raise
-        empty, options = _without_keys(k_cache, *options)
+        empty, named = _without_keys(k_cache, named)
+        options = named.values()
         _native.attention_decode(q, empty, empty.clone(), o, lse, allocate, k, v, *options)
     return o, lse
 
 
-def _has_slots(
-    k_cache: Tensor,
-    seqused_k: Tensor | None = None,
-    block_table: Tensor | None = None,
-    *rest: Any,
-) -> bool:
-    _, _, _, _, _, lists, *_ = (*rest, *[None] * 6)
-    given = [k_cache] + [t for t in (block_table, lists) if t is not None]
-    return all(t.numel() for t in given)
+def _has_slots(k_cache: Tensor, options: dict[str, Any]) -> bool:
+    given = (k_cache, options["block_table"], options["page_lists"])
+    return all(t.numel() for t in given if t is not None)
 
 
-def _without_keys(
-    k_cache: Tensor,
-    seqused_k: Tensor | None = None,
-    block_table: Tensor | None = None,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    sink: Tensor | None = None,
-    *rest: Any,
-) -> tuple[Tensor, tuple[Any, ...]]:
+def _without_keys(k_cache: Tensor, options: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
     """A cache for kernels that need a slot, of sequences without keys, and the options with it."""
-    batch, slots = k_cache.shape[0] if block_table is None else block_table.shape[0], 16
+    table, slots = options["block_table"], 16
+    batch = k_cache.shape[0] if table is None else table.shape[0]
     none = torch.zeros(batch, dtype=torch.int32, device=k_cache.device)
-    empty = k_cache.new_zeros(batch if block_table is None else 1, slots, *k_cache.shape[2:])
-    table = None if block_table is None else none[:, None]
+    empty = k_cache.new_zeros(batch if table is None else 1, slots, *k_cache.shape[2:])
     # Neither positions nor lists matter.
-    return empty, (none, table, cu_seqlens_q, cu_seqlens_k, sink, *[None] * 4, *rest[4:])
+    unread = dict.fromkeys(("rotary_cos", "rotary_sin", "page_lists", "page_counts"))
+    table = None if table is None else none[:, None]
+    return empty, options | {"seqused_k": none, "block_table": table, **unread}
 
 
 def _attention_decode(
@@ -270,16 +262,9 @@ def _attention_decode(
 
 
 def _fake_append(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    k: Tensor | None,
-    v: Tensor | None,
-    seqused_k: Tensor | None = None,
-    block_table: Tensor | None = None,
-    cu_seqlens_q: Tensor | None = None,
-    *rest: Any,
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None, v: Tensor | None, *options: Any
 ) -> tuple[Tensor, Tensor]:
+    cu_seqlens_q = DECODE.value(options, "cu_seqlens_q")
     return empty_o(q, cu_seqlens_q), empty_lse(q, cu_seqlens_q)
 
 
@@ -305,16 +290,12 @@ def _fake_merge(parts_o: Tensor, parts_lse: Tensor) -> tuple[Tensor, Tensor]:
 
 def _register() -> torch.library.Library:
     library = torch.library.Library("blockflash", "FRAGMENT")
-    cache = "Tensor q, Tensor k_cache, Tensor v_cache"
-    written = "Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v"
-    results = "(Tensor o, Tensor lse)"
-    for schema, kernel, fake in (
-        (f"attention_decode({cache}, {_OPTIONS}) -> {results}", _attention_decode, _fake_decode),
-        (f"attention_append({written}, {_OPTIONS}) -> {results}", _compute, _fake_append),
-        (f"attention_merge(Tensor parts_o, Tensor parts_lse) -> {results}", _merge, _fake_merge),
+    for name, kernel, fake in (
+        ("attention_decode", _attention_decode, _fake_decode),
+        ("attention_append", _compute, _fake_append),
+        ("attention_merge", _merge, _fake_merge),
     ):
-        name = schema.partition("(")[0]
-        library.define(schema)
+        library.define(name + SCHEMAS[name])
         for key in ("CPU", "CUDA"):
             library.impl(name, kernel, key)
         torch.library.register_fake(f"blockflash::{name}", fake, lib=library)
@@ -322,7 +303,7 @@ def _register() -> torch.library.Library:
     _flops.register("blockflash", "attention_decode", "attention_append")
     _autograd.register_gradient(library, "attention_decode")
     _autograd.register_gradient(library, "attention_merge")
-    _autograd.register_writes(library, "attention_append", slice(1, 3))
+    _autograd.register_writes(library, "attention_append")
     return library
 
 

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask as FlexMask
 
-from ._attention import sides
+from ._arguments import sides
 from ._native import Unsupported
-from .block_mask import BlockMask
 
 _Window = tuple[int | None, int | None]
 
@@ -20,42 +19,40 @@ _PAIRS = 1 << 20
 """How many pairs are evaluated at once."""
 
 
-def read(
-    made: type[BlockMask], flex: FlexMask, token_mask: str | _Window | None, check: bool
-) -> BlockMask:
-    """See `BlockMask.from_flex`."""
-    if not (token_mask is None or token_mask in _NAMED or isinstance(token_mask, tuple)):
-        raise ValueError(f"token_mask is {token_mask!r}, not 'full', 'causal' or a window")
-    sizes = {"seqlens": tuple(flex.seq_lengths), "block": flex.BLOCK_SIZE}
-    partial = (flex.kv_num_blocks, flex.kv_indices)
-    full = (flex.full_kv_num_blocks, flex.full_kv_indices)
-    mask = made.from_kv_blocks(*partial, *full, **sizes)
-    pairs = _Pairs(flex, mask, made.from_kv_blocks(*partial, **sizes).to_dense())
-    if token_mask is None:
-        mask.token_mask = pairs.window()
-    else:
-        mask.token_mask = _NAMED.get(token_mask, token_mask)
-        sides(False, mask.token_mask)
-        wrong, first = pairs.differences(mask.token_mask) if check else (0, None)
-        if wrong:
-            raise ValueError(
-                f"mask_mod is not the token_mask at {wrong} pairs, first at (batch, head, query, "
-                f"key) {first}"
-            )
-    return mask
-
-
-class _Pairs:
+class Pairs:
     """Which pairs of queries and keys a mask of flex_attention attends in its blocks.
 
     Its mask_mod is evaluated in partial blocks alone: in full ones, it does not count.
     """
 
-    def __init__(self, flex: FlexMask, mask: BlockMask, partial: Tensor) -> None:
-        self._mask_mod = flex.mask_mod
-        self._seqlens, self._block = mask.seqlens, mask.block
+    def __init__(
+        self,
+        mask_mod: Callable[..., Tensor],
+        seqlens: tuple[int, int],
+        block: tuple[int, int],
+        partial: Tensor,
+        visited: Tensor,
+    ) -> None:
+        """Takes the visited blocks, bool `[batch, heads, rows, cols]`, and which are partial."""
+        self._mask_mod, self._seqlens, self._block = mask_mod, seqlens, block
         self._partial = partial.nonzero()
-        self._full = (mask.to_dense() & ~partial).nonzero()
+        self._full = (visited & ~partial).nonzero()
+
+    def token_mask(self, known: str | _Window | None, check: bool) -> _Window:
+        """The window that hides the same pairs: see `BlockMask.from_flex`."""
+        if not (known is None or known in _NAMED or isinstance(known, tuple)):
+            raise ValueError(f"token_mask is {known!r}, not 'full', 'causal' or a window")
+        if known is None:
+            return self.window()
+        window = _NAMED.get(known, known)
+        sides(False, window)
+        wrong, first = self.differences(window) if check else (0, None)
+        if wrong:
+            raise ValueError(
+                f"mask_mod is not the token_mask at {wrong} pairs, first at (batch, head, query, "
+                f"key) {first}"
+            )
+        return window
 
     def _each(self, blocks: Tensor) -> Iterator[tuple[Tensor, ...]]:
         """Indices (batch, head, query, key) of all pairs of these blocks, some at a time."""
@@ -146,13 +143,17 @@ class _Pairs:
         return first, (key + block_k - 1).clamp(max=seqlen_k - 1) - query
 
 
-def write(mask: BlockMask, mask_mod: Callable[..., Tensor] | None) -> FlexMask:
+def written(
+    visited: Tensor,
+    seqlens: tuple[int, int],
+    block: tuple[int, int],
+    mask_mod: Callable[..., Tensor] | None,
+) -> FlexMask:
     """See `BlockMask.to_flex`."""
-    visited = mask.to_dense()
     counts = visited.sum(-1, dtype=torch.int32)
     columns = visited.int().argsort(dim=-1, descending=True, stable=True).int()
     lists = (counts, columns)
     if mask_mod is None:
         lists = (torch.zeros_like(counts), columns, counts, columns)
-    options = {"mask_mod": mask_mod, "seq_lengths": mask.seqlens}
-    return FlexMask.from_kv_blocks(*lists, BLOCK_SIZE=mask.block, **options)
+    options = {"mask_mod": mask_mod, "seq_lengths": seqlens}
+    return FlexMask.from_kv_blocks(*lists, BLOCK_SIZE=block, **options)

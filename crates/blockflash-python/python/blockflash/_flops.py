@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from . import _native
+from ._schema import ATTENTION, DECODE
+from .block_mask import BlockMask
 
 
 def _lengths(offsets: Tensor, most: int) -> Sequence[int]:
@@ -24,49 +26,27 @@ def _lengths(offsets: Tensor, most: int) -> Sequence[int]:
     return offsets.diff().tolist()
 
 
-def _pairs(
-    q: Tensor,
-    k: Tensor,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    max_q: int,
-    max_k: int,
-    block_mask: int,
-) -> float:
+def _pairs(q: Tensor, k: Tensor, options: dict[str, Any]) -> float:
     """Pairs of queries and keys, over all heads, times the elements of a head."""
-    if cu_seqlens_q is None or cu_seqlens_k is None:
+    offsets = options["cu_seqlens_q"], options["cu_seqlens_k"]
+    if offsets[0] is None or offsets[1] is None:
         pairs = q.shape[0] * q.shape[1] * k.shape[1]
     else:
-        lengths = _lengths(cu_seqlens_q, max_q), _lengths(cu_seqlens_k, max_k)
+        lengths = map(_lengths, offsets, (options["max_q"], options["max_k"]))
         pairs = sum(rows * keys for rows, keys in zip(*lengths, strict=True))
-    return pairs * q.shape[-2] * q.shape[-1] * _share(block_mask)
+    return pairs * q.shape[-2] * q.shape[-1] * _share(options["block_mask"])
 
 
 def _share(block_mask: int) -> float:
     if block_mask == 0 or not isinstance(block_mask, int):
         return 1
-    from .block_mask import BlockMask
-
     return BlockMask(_native.BlockMask.of(block_mask), torch.device("cpu")).to("cpu").density
 
 
 def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sink: Tensor | None = None,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    max_q: int = 0,
-    max_k: int = 0,
-    *numbers: Any,
-    block_mask: int = 0,
-    out_val: Any = None,
-    **rest: Any,
+    q: Tensor, k: Tensor, v: Tensor, *options: Any, out_val: Any = None, **named: Any
 ) -> int:
-    # left, right, top_left, scale, softcap, block_mask
-    block_mask = numbers[5] if len(numbers) > 5 else block_mask
-    return int(4 * _pairs(q, k, cu_seqlens_q, cu_seqlens_k, max_q, max_k, block_mask))
+    return int(4 * _pairs(q, k, ATTENTION.named(options) | named))
 
 
 def _out(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Any = None, *a: Any, **b: Any) -> int:
@@ -88,18 +68,11 @@ def _backward(
 
 
 def _decode(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    seqused_k: Tensor | None = None,
-    block_table: Tensor | None = None,
-    *rest: Any,
-    out_val: Any = None,
-    **named: Any,
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, *options: Any, out_val: Any = None, **named: Any
 ) -> int:
     """All slots of the cache count, since a mask of pages or lengths may change on the device."""
-    slots = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
-    return 4 * q.numel() * slots
+    table = (DECODE.named(options) | named)["block_table"]
+    return 4 * q.numel() * k_cache.shape[1] * (1 if table is None else table.shape[1])
 
 
 def _append(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Any, v: Any, *a: Any, **b: Any) -> int:

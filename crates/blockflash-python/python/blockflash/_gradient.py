@@ -13,18 +13,24 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from . import _autograd, _native
+from ._schema import ATTENTION
+
+_TENSORS = len(ATTENTION.tensors)
+_BLOCK_MASK = ATTENTION.places["block_mask"]
+_SINK = ATTENTION.places["sink"]
 
 
 def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     """Saves what the gradient needs."""
-    q, k, v, sink, cu_seqlens_q, cu_seqlens_k, *numbers = inputs
+    q, k, v, *options = inputs
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, v, *output, sink, cu_seqlens_q, cu_seqlens_k)
-    ctx.numbers = numbers
+    ctx.save_for_backward(q, k, v, *output, *options[:_TENSORS])
+    ctx.numbers = options[_TENSORS:]
     # While a graph is traced, the number of a block mask may be a symbol. Whoever calls the graph
     # keeps the mask then; a number that is gone is an error.
-    if isinstance(numbers[-1], int) and numbers[-1] != 0:
-        ctx.block_mask = _native.BlockMask.of(numbers[-1])
+    block_mask = options[_BLOCK_MASK]
+    if isinstance(block_mask, int) and block_mask != 0:
+        ctx.block_mask = _native.BlockMask.of(block_mask)
 
 
 def backward(ctx: Any, grad_o: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
@@ -40,7 +46,9 @@ def backward(ctx: Any, grad_o: Tensor | None, grad_lse: Tensor | None) -> tuple[
     else:
         with _autograd.below():
             grads = operator(grad_o, grad_lse, *saved, *ctx.numbers)
-    return grads if saved[5] is not None else grads[:3]
+    if saved[5 + _SINK] is None:
+        return grads[:3]
+    return (*grads[:3], *[None] * _SINK, grads[3])
 
 
 def fake(
@@ -51,10 +59,10 @@ def fake(
     v: Tensor,
     o: Tensor,
     lse: Tensor,
-    sink: Tensor | None = None,
     *options: Any,
 ) -> tuple[Tensor, ...]:
     """Memory for the gradients; that of the sink has no element if there is no sink."""
+    sink = ATTENTION.value(options, "sink")
     grads = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
     return (*grads, q.new_empty(0 if sink is None else q.shape[-2], dtype=torch.float32))
 
@@ -67,16 +75,7 @@ def compute(
     v: Tensor,
     o: Tensor,
     lse: Tensor,
-    sink: Tensor | None = None,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    max_q: int = 0,
-    max_k: int = 0,
-    left: int = -1,
-    right: int = -1,
-    top_left: bool = False,
-    scale: float | None = None,
-    *rest: Any,
+    *options: Any,
 ) -> tuple[Tensor, ...]:
     """Gradients of q, k, v and the sink: the kernel of `attention_backward`."""
     head_dim = q.shape[-1]
@@ -85,12 +84,15 @@ def compute(
             raise _native.Unsupported(
                 f"the gradient of lse takes head dimensions up to 248 on a GPU, not {head_dim}"
             )
-        scale = head_dim**-0.5 if scale is None else scale
+        named = ATTENTION.named(options)
+        if named["scale"] is None:
+            named["scale"] = head_dim**-0.5
+        options = tuple(named.values())
         q, k, v = (pad(t, (0, _COLUMNS)) for t in (q, k, v))
         o, grad_o = _with_columns(o, grad_o, grad_lse.masked_fill(lse == -torch.inf, 0))
-    grads = fake(grad_o, grad_lse, q, k, v, o, lse, sink)
+    grads = fake(grad_o, grad_lse, q, k, v, o, lse, *options)
     dq, dk, dv, d_sink = grads
-    options = (sink, cu_seqlens_q, cu_seqlens_k, max_q, max_k, left, right, top_left, scale, *rest)
+    sink = ATTENTION.value(options, "sink")
     into((dq, dk, dv, None if sink is None else d_sink), grad_o, q, k, v, o, lse, *options)
     if grad_lse is None:
         return grads
@@ -106,7 +108,6 @@ def into(
     o: Tensor,
     lse: Tensor,
     *options: Any,
-    **named: Any,
 ) -> None:
     """Writes `(dq, dk, dv, d_sink)`, of any strides but a contiguous last dimension.
 
@@ -119,12 +120,12 @@ def into(
     results = (*results, allocate)
     grad_o = grad_o if grad_o.stride(-1) == 1 else grad_o.contiguous()
     try:
-        _native.attention_backward(q, k, v, o, lse, grad_o, *results, *options, **named)
+        _native.attention_backward(q, k, v, o, lse, grad_o, *results, *options)
     except _native.Misaligned:
         q, k, v, o, grad_o = (
             t.clone(memory_format=torch.contiguous_format) for t in (q, k, v, o, grad_o)
         )
-        _native.attention_backward(q, k, v, o, lse, grad_o, *results, *options, **named)
+        _native.attention_backward(q, k, v, o, lse, grad_o, *results, *options)
 
 
 _COLUMNS = 8

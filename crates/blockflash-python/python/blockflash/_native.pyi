@@ -14,6 +14,7 @@ def driver_problem() -> str | None: ...
 def gpu_problem() -> str | None: ...
 def initialised() -> bool: ...
 def set_checks(enabled: bool) -> None: ...
+def options(operator: str) -> list[tuple[str, str, Any]]: ...
 def register_kernels(namespace: str) -> list[str]: ...
 def attention(
     q: Tensor,
@@ -21,17 +22,7 @@ def attention(
     v: Tensor,
     o: Tensor,
     lse: Tensor | None = None,
-    sink: Tensor | None = None,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    max_q: int = 0,
-    max_k: int = 0,
-    left: int = -1,
-    right: int = -1,
-    top_left: bool = False,
-    scale: float | None = None,
-    softcap: float = 0.0,
-    block_mask: int = 0,
+    *options: Any,
 ) -> None: ...
 def attention_backward(
     q: Tensor,
@@ -45,17 +36,7 @@ def attention_backward(
     dv: Tensor,
     d_sink: Tensor | None,
     allocate: Callable[[int], Tensor],
-    sink: Tensor | None = None,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    max_q: int = 0,
-    max_k: int = 0,
-    left: int = -1,
-    right: int = -1,
-    top_left: bool = False,
-    scale: float | None = None,
-    softcap: float = 0.0,
-    block_mask: int = 0,
+    *options: Any,
 ) -> None: ...
 def attention_decode(
     q: Tensor,
@@ -66,21 +47,7 @@ def attention_decode(
     allocate: Callable[[int], Tensor],
     k: Tensor | None = None,
     v: Tensor | None = None,
-    seqused_k: Tensor | None = None,
-    block_table: Tensor | None = None,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    sink: Tensor | None = None,
-    rotary_cos: Tensor | None = None,
-    rotary_sin: Tensor | None = None,
-    page_lists: Tensor | None = None,
-    page_counts: Tensor | None = None,
-    max_q: int = 0,
-    left: int = -1,
-    right: int = -1,
-    scale: float | None = None,
-    softcap: float = 0.0,
-    interleaved: bool = False,
+    *options: Any,
 ) -> None: ...
 def attention_merge(parts_o: Tensor, parts_lse: Tensor, o: Tensor, lse: Tensor) -> None: ...
 def bsr_linear(

@@ -23,19 +23,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from . import _autograd, _flops, _gradient, _native
-
-_QKV = "Tensor q, Tensor k, Tensor v"
-_OPTIONS = (
-    "Tensor? sink=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, SymInt max_q=0, "
-    "SymInt max_k=0, int left=-1, int right=-1, bool top_left=False, float? scale=None, "
-    "float softcap=0.0, SymInt block_mask=0"
-)
-
-DEFAULTS = {
-    "sink": None, "cu_seqlens_q": None, "cu_seqlens_k": None, "max_q": 0, "max_k": 0, "left": -1,
-    "right": -1, "top_left": False, "scale": None, "softcap": 0.0, "block_mask": 0,
-}  # fmt: skip
-"""The options in their order."""
+from ._schema import ATTENTION, SCHEMAS
 
 
 def empty_o(q: Tensor, cu_seqlens_q: Tensor | None) -> Tensor:
@@ -59,7 +47,6 @@ def _attention_out(
     v: Tensor,
     o: Tensor,
     lse: Tensor | None = None,
-    sink: Tensor | None = None,
     *options: Any,
 ) -> None:
     """Calls the native function.
@@ -67,22 +54,16 @@ def _attention_out(
     GPU kernels read q, k and v in units of 16 bytes: operands that are not aligned so are copied.
     """
     try:
-        _native.attention(q, k, v, o, lse, sink, *options)
+        _native.attention(q, k, v, o, lse, *options)
     except _native.Misaligned:
         q, k, v = (t.clone(memory_format=torch.contiguous_format) for t in (q, k, v))
-        _native.attention(q, k, v, o, lse, sink, *options)
+        _native.attention(q, k, v, o, lse, *options)
 
 
-def _attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sink: Tensor | None = None,
-    cu_seqlens_q: Tensor | None = None,
-    *options: Any,
-) -> tuple[Tensor, Tensor]:
+def _attention(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    cu_seqlens_q = ATTENTION.value(options, "cu_seqlens_q")
     o, lse = empty_o(q, cu_seqlens_q), empty_lse(q, cu_seqlens_q)
-    _attention_out(q, k, v, o, lse, sink, cu_seqlens_q, *options)
+    _attention_out(q, k, v, o, lse, *options)
     return o, lse
 
 
@@ -93,7 +74,6 @@ def into(
     v: Tensor,
     o: Tensor,
     lse: Tensor | None = None,
-    sink: Tensor | None = None,
     *options: Any,
     **named: Any,
 ) -> None:
@@ -101,8 +81,9 @@ def into(
 
     For whoever traces, transforms or keeps results. A gradient is refused.
     """
-    _autograd.refuse_to_lose(q, k, v, o, lse, sink)
-    results = operators.attention.default(q, k, v, sink, *options, **named)
+    given = (o, lse, *options, *named.values())
+    _autograd.refuse_to_lose(q, k, v, *(t for t in given if isinstance(t, Tensor)))
+    results = operators.attention.default(q, k, v, *options, **named)
     for what, given, result in zip(("o", "lse"), (o, lse), results, strict=True):
         if given is None:
             continue
@@ -114,41 +95,21 @@ def into(
         given.copy_(result)
 
 
-def _attention_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sink: Tensor | None = None,
-    cu_seqlens_q: Tensor | None = None,
-    *options: Any,
-) -> Tensor:
-    o = empty_o(q, cu_seqlens_q)
-    _attention_out(q, k, v, o, None, sink, cu_seqlens_q, *options)
+def _attention_forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> Tensor:
+    o = empty_o(q, ATTENTION.value(options, "cu_seqlens_q"))
+    _attention_out(q, k, v, o, None, *options)
     return o
 
 
-def _fake_attention_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sink: Tensor | None = None,
-    cu_seqlens_q: Tensor | None = None,
-    *options: Any,
-) -> Tensor:
+def _fake_attention_forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> Tensor:
     if not q.device == k.device == v.device:
         raise ValueError(f"q, k and v are on {q.device}, {k.device} and {v.device}")
-    return empty_o(q, cu_seqlens_q)
+    return empty_o(q, ATTENTION.value(options, "cu_seqlens_q"))
 
 
-def _fake_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sink: Tensor | None = None,
-    cu_seqlens_q: Tensor | None = None,
-    *options: Any,
-) -> tuple[Tensor, Tensor]:
-    return _fake_attention_forward(q, k, v, sink, cu_seqlens_q), empty_lse(q, cu_seqlens_q)
+def _fake_attention(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    o = _fake_attention_forward(q, k, v, *options)
+    return o, empty_lse(q, ATTENTION.value(options, "cu_seqlens_q"))
 
 
 def refuse_lazy_writes(library: torch.library.Library, operator: OpOverload) -> None:
@@ -156,11 +117,12 @@ def refuse_lazy_writes(library: torch.library.Library, operator: OpOverload) -> 
 
     torch's own fallback copies all that have one, and aborts if one of them is written.
     """
-    written = [bool(a.alias_info and a.alias_info.is_write) for a in operator._schema.arguments]
+    arguments = operator._schema.arguments
+    writes = _autograd.written(operator)
 
     def resolve(*given: Any, **options: Any) -> Any:
-        for argument, write, value in zip(operator._schema.arguments, written, given, strict=False):
-            if write and isinstance(value, Tensor) and (value.is_neg() or value.is_conj()):
+        for argument, value in zip(arguments[writes], given[writes], strict=False):
+            if isinstance(value, Tensor) and (value.is_neg() or value.is_conj()):
                 raise ValueError(
                     f"{argument.name} is written, but is a view of what it negates or conjugates: "
                     "use resolve_neg() and resolve_conj()"
@@ -181,13 +143,9 @@ def register(namespace: str, native: bool) -> tuple[torch.library.Library, Any]:
     They last as long as the library, which comes with autograd's function of `attention`.
     """
     library = torch.library.Library(namespace, "DEF")
-    library.define(f"attention({_QKV}, {_OPTIONS}) -> (Tensor o, Tensor lse)")
-    library.define(f"attention_forward({_QKV}, {_OPTIONS}) -> Tensor")
-    outputs = "Tensor(a!) o, Tensor(b!)? lse=None"
-    library.define(f"attention_out({_QKV}, {outputs}, {_OPTIONS}) -> ()")
-    given = f"Tensor grad_o, Tensor? grad_lse, {_QKV}, Tensor o, Tensor lse, {_OPTIONS}"
-    gradients = "(Tensor dq, Tensor dk, Tensor dv, Tensor d_sink)"
-    library.define(f"attention_backward({given}) -> {gradients}")
+    names = ("attention", "attention_forward", "attention_out", "attention_backward")
+    for name in names:
+        library.define(name + SCHEMAS[name])
     natively = _native.register_kernels(namespace) if native else []
     for key in ("CPU", "CUDA"):
         library.impl("attention_backward", _gradient.compute, key)
@@ -196,20 +154,15 @@ def register(namespace: str, native: bool) -> tuple[torch.library.Library, Any]:
             library.impl("attention_forward", _attention_forward, key)
             library.impl("attention_out", _attention_out, key)
     refuse_lazy_writes(library, getattr(torch.ops, namespace).attention_out.default)
-    for name, fake in (
-        ("attention", _fake_attention),
-        ("attention_forward", _fake_attention_forward),
-        ("attention_out", lambda *arguments, **options: None),
-        ("attention_backward", _gradient.fake),
-    ):
+    fakes = (_fake_attention, _fake_attention_forward, lambda *arguments, **options: None)
+    for name, fake in zip(names, (*fakes, _gradient.fake), strict=True):
         torch.library.register_fake(f"{namespace}::{name}", fake, lib=library)
     operators = getattr(torch.ops, namespace)
     _autograd.register_step(
         library, "attention_forward", lambda *given: operators.attention.default(*given)[0]
     )
-    _autograd.register_writes(library, "attention_out", slice(3, 5), partial(into, operators))
+    _autograd.register_writes(library, "attention_out", partial(into, operators))
     _autograd.register_gradient(library, "attention_backward")
-    names = ("attention", "attention_forward", "attention_out", "attention_backward")
     _flops.register(namespace, *names)
     rules = (_gradient.setup_context, _gradient.backward)
     return library, _autograd.register_gradient(library, "attention", *rules)

@@ -16,28 +16,28 @@ from torch import Tensor
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
-from . import _native, _ops
+from . import _native
+from ._schema import ATTENTION, DECODE
 
 _OPS = torch.ops.blockflash
-_BLOCK_MASK = list(_ops.DEFAULTS).index("block_mask") - 3
-"""Its place among the arguments behind cu_seqlens_q and cu_seqlens_k."""
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
     """The operator `attention`, `(o, lse)`; torch redistributes positional arguments alone."""
-    return _OPS.attention.default(q, k, v, *(_ops.DEFAULTS | options).values())
+    return _OPS.attention.default(q, k, v, *ATTENTION.ordered(options))
 
 
 class _Rule:
     """Placements of all tensors that go with one of q."""
 
-    def __init__(self, q: Any, k: Any, sink: Any, cu_seqlens: Any, numbers: Sequence[Any]) -> None:
-        # Arguments at the end that have their defaults are left out.
-        block_mask = numbers[_BLOCK_MASK] if len(numbers) > _BLOCK_MASK else 0
-        self.packed = cu_seqlens is not None
-        self.has_sink = sink is not None
+    def __init__(self, q: Any, k: Any, options: Sequence[Any]) -> None:
+        named = ATTENTION.named(options)
+        self.packed = named["cu_seqlens_q"] is not None
+        self.has_sink = named["sink"] is not None
+        self._given = [named[name] is not None for name in ATTENTION.tensors]
         self.kinds = ["whole"]
-        batch, heads = (1, 1) if block_mask == 0 else _native.BlockMask.of(block_mask).shape[:2]
+        mask = named["block_mask"]
+        batch, heads = (1, 1) if mask == 0 else _native.BlockMask.of(mask).shape[:2]
         if not self.packed and batch == 1:
             self.kinds.append("batch")
         if heads == 1 and _divides(k.shape[-2], q, k):
@@ -57,8 +57,9 @@ class _Rule:
         return Shard(0) if kind == "heads" else Replicate()
 
     def options(self, kind: str) -> list[Any]:
-        """Of sink, cu_seqlens_q and cu_seqlens_k, where they are given."""
-        return [self.logits(kind)] * self.has_sink + [Replicate()] * (2 * self.packed)
+        """Of the tensors among the options that are given."""
+        offsets = {"cu_seqlens_q": Replicate(), "cu_seqlens_k": Replicate()}
+        return _chosen({"sink": self.logits(kind), **offsets}, ATTENTION.tensors, self._given)
 
 
 def _divides(heads_k: int, *specs: Any) -> bool:
@@ -74,16 +75,8 @@ def _divides(heads_k: int, *specs: Any) -> bool:
 
 
 @register_sharding(_OPS.attention.default)
-def _forward(
-    q: Any,
-    k: Any,
-    v: Any,
-    sink: Any = None,
-    cu_seqlens_q: Any = None,
-    cu_seqlens_k: Any = None,
-    *numbers: Any,
-) -> list[tuple[list[Any], list[Any]]]:
-    rule = _Rule(q, k, sink, cu_seqlens_q, numbers)
+def _forward(q: Any, k: Any, v: Any, *options: Any) -> list[tuple[list[Any], list[Any]]]:
+    rule = _Rule(q, k, options)
     return [
         ([rule.rows(kind), rule.lse(kind)], [rule.rows(kind)] * 3 + rule.options(kind))
         for kind in rule.kinds
@@ -92,19 +85,9 @@ def _forward(
 
 @register_sharding(_OPS.attention_backward.default)
 def _backward(
-    grad_o: Any,
-    grad_lse: Any,
-    q: Any,
-    k: Any,
-    v: Any,
-    o: Any,
-    lse: Any,
-    sink: Any = None,
-    cu_seqlens_q: Any = None,
-    cu_seqlens_k: Any = None,
-    *numbers: Any,
+    grad_o: Any, grad_lse: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, *options: Any
 ) -> list[tuple[list[Any], list[Any]]]:
-    rule = _Rule(q, k, sink, cu_seqlens_q, numbers)
+    rule = _Rule(q, k, options)
     found = []
     for kind in rule.kinds:
         rows, lse_rows = rule.rows(kind), rule.lse(kind)
@@ -116,49 +99,40 @@ def _backward(
     return found
 
 
+_WHOLE_OF_DECODE = (
+    "seqused_k", "block_table", "cu_seqlens_q", "cu_seqlens_k", "sink", "rotary_cos", "rotary_sin",
+    "page_lists", "page_counts",
+)  # fmt: skip
+"""Tensors that every rank may have as a whole: another option needs a rule of its own."""
+
+
 def _whole(count: int) -> list[Any]:
     return [Replicate()] * count
 
 
 @register_sharding(_OPS.attention_decode.default)
-def _decode(
-    q: Any,
-    k_cache: Any,
-    v_cache: Any,
-    seqused_k: Any = None,
-    block_table: Any = None,
-    cu_seqlens_q: Any = None,
-    cu_seqlens_k: Any = None,
-    sink: Any = None,
-    rotary_cos: Any = None,
-    rotary_sin: Any = None,
-    page_lists: Any = None,
-    page_counts: Any = None,
-    *numbers: Any,
-) -> list[tuple[list[Any], list[Any]]]:
-    packed = cu_seqlens_q is not None
-    given = (
-        seqused_k, block_table, cu_seqlens_q, cu_seqlens_k, sink, rotary_cos, rotary_sin,
-        page_lists, page_counts,
-    )  # fmt: skip
-    count = sum(tensor is not None for tensor in given)
-    found = [(_whole(2), _whole(3 + count))]
-    if not packed:
+def _decode(q: Any, k_cache: Any, v_cache: Any, *options: Any) -> list[tuple[list[Any], list[Any]]]:
+    named = DECODE.named(options)
+    given = [named[name] is not None for name in DECODE.tensors]
+    found = [(_whole(2), _whole(3 + sum(given)))]
+    whole = dict.fromkeys(_WHOLE_OF_DECODE, Replicate())
+    if named["cu_seqlens_q"] is None:
         # Pages belong to no entry of the batch.
-        cache = Shard(0) if block_table is None else Replicate()
-        entries = (Shard(0), Shard(0), None, None, *_whole(3), Shard(0), Shard(0))
-        found.append(([Shard(0)] * 2, [Shard(0), cache, cache, *_chosen(entries, given)]))
+        cache = Shard(0) if named["block_table"] is None else Replicate()
+        entries = dict.fromkeys(("seqused_k", "block_table", "page_lists", "page_counts"), Shard(0))
+        options = _chosen(whole | entries, DECODE.tensors, given)
+        found.append(([Shard(0)] * 2, [Shard(0), cache, cache, *options]))
     if _divides(k_cache.shape[-2], q, k_cache):
+        packed = named["cu_seqlens_q"] is not None
         rows, lse = (Shard(1), Shard(0)) if packed else (Shard(2), Shard(1))
-        heads = (*_whole(4), Shard(0), *_whole(2), Shard(1), Replicate())
-        found.append(([rows, lse], [rows, Shard(2), Shard(2), *_chosen(heads, given)]))
+        options = _chosen(whole | {"sink": Shard(0), "page_lists": Shard(1)}, DECODE.tensors, given)
+        found.append(([rows, lse], [rows, Shard(2), Shard(2), *options]))
     return found
 
 
-def _chosen(placements: Sequence[Any], given: Sequence[Any]) -> list[Any]:
+def _chosen(placements: dict[str, Any], names: Sequence[str], given: Sequence[bool]) -> list[Any]:
     """The placements of the tensors that are given."""
-    pairs = zip(placements, given, strict=True)
-    return [placement for placement, tensor in pairs if tensor is not None]
+    return [placements[name] for name, is_given in zip(names, given, strict=True) if is_given]
 
 
 @register_sharding(_OPS.attention_merge.default)

@@ -9,14 +9,13 @@ import torch
 from torch import Tensor
 
 from . import _native
-from ._attention import attention, sides, together
-from ._mask_state import packed, restored, shared_token_mask
+from ._arguments import block_sizes, natural, shared_token_mask, sides, together
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask as FlexMask
 
-_UNLIMITED = (None, None)
 _Window = tuple[int | None, int | None]
+_UNLIMITED = (None, None)
 
 
 class BlockMask:
@@ -66,7 +65,7 @@ class BlockMask:
         if blocks.dtype != torch.bool:
             raise ValueError(f"blocks are {blocks.dtype}, not torch.bool")
         blocks = (blocks if blocks.dim() != 2 else blocks[None, None]).contiguous()
-        sizes, nnz = _sizes(seqlens, block), int(blocks.sum())
+        sizes, nnz = block_sizes(seqlens, block), int(blocks.sum())
         return cls(_native.BlockMask.from_bool(blocks.view(torch.uint8), sizes, nnz), blocks.device)
 
     @classmethod
@@ -89,7 +88,7 @@ class BlockMask:
             block: Queries and keys of a block.
 
         """
-        native = _native.BlockMask.from_lists(row_ptr, col_idx, _sizes(seqlens, block))
+        native = _native.BlockMask.from_lists(row_ptr, col_idx, block_sizes(seqlens, block))
         return cls(native, row_ptr.device)
 
     @classmethod
@@ -114,7 +113,7 @@ class BlockMask:
             block: Queries and keys of a block.
 
         """
-        _, seqlen_k, _, block_k = _sizes(seqlens, block)
+        _, seqlen_k, _, block_k = block_sizes(seqlens, block)
         cols = -(-seqlen_k // block_k)
         lists = [(kv_num_blocks, kv_indices)]
         together(full_kv_num_blocks=full_kv_num_blocks, full_kv_indices=full_kv_indices)
@@ -167,7 +166,14 @@ class BlockMask:
         """
         from . import _flex
 
-        return _flex.read(cls, mask, token_mask, check)
+        sizes = {"seqlens": tuple(mask.seq_lengths), "block": mask.BLOCK_SIZE}
+        lists = (mask.kv_num_blocks, mask.kv_indices)
+        partial = cls.from_kv_blocks(*lists, **sizes).to_dense()
+        lists += (mask.full_kv_num_blocks, mask.full_kv_indices)
+        made = cls.from_kv_blocks(*lists, **sizes)
+        pairs = _flex.Pairs(mask.mask_mod, made.seqlens, made.block, partial, made.to_dense())
+        made.token_mask = pairs.token_mask(token_mask, check)
+        return made
 
     def to_flex(self, mask_mod: Callable[..., Tensor] | None = None) -> FlexMask:
         """A `BlockMask` of flex_attention, where all blocks are partial if there is a mask_mod.
@@ -178,7 +184,7 @@ class BlockMask:
         """
         from . import _flex
 
-        return _flex.write(self, mask_mod)
+        return _flex.written(self.to_dense(), self.seqlens, self.block, mask_mod)
 
     @classmethod
     def packed(cls, masks: Sequence[BlockMask]) -> BlockMask:
@@ -192,7 +198,9 @@ class BlockMask:
         if not masks:
             raise ValueError("masks is empty: there is no sequence to pack")
         native = _native.BlockMask.packed([mask._native for mask in masks])
-        return cls._on_cpu(native, shared_token_mask(masks)).to(masks[0].device)
+        return cls._on_cpu(native, shared_token_mask(mask.token_mask for mask in masks)).to(
+            masks[0].device
+        )
 
     def sequences(self) -> list[BlockMask]:
         """The masks of the sequences of a packed mask, on the CPU; none if it is not packed."""
@@ -219,7 +227,9 @@ class BlockMask:
 
         """
         numbers = sides(False, (left, right))
-        return cls._on_cpu(_native.BlockMask.window(_sizes(seqlens, block), *numbers, top_left))
+        return cls._on_cpu(
+            _native.BlockMask.window(block_sizes(seqlens, block), *numbers, top_left)
+        )
 
     @classmethod
     def causal(
@@ -237,7 +247,9 @@ class BlockMask:
         cls, count: int, *, seqlens: tuple[int, int], block: int | tuple[int, int] = 128
     ) -> BlockMask:
         """The first `count` block columns in every row; on the CPU."""
-        return cls._on_cpu(_native.BlockMask.sink(_sizes(seqlens, block), _count("count", count)))
+        return cls._on_cpu(
+            _native.BlockMask.sink(block_sizes(seqlens, block), natural("count", count))
+        )
 
     @classmethod
     def _on_cpu(cls, native: _native.BlockMask, token_mask: _Window | None = None) -> BlockMask:
@@ -272,10 +284,10 @@ class BlockMask:
                 Otherwise NaN is never chosen.
 
         """
-        choice = (_count("k", k), *sides(causal, window), top_left, check)
+        choice = (natural("k", k), *sides(causal, window), top_left, check)
         native = None if always is None else always._native
         made = _native.BlockMask.from_scores(
-            scores.contiguous().resolve_neg(), _sizes(seqlens, block), choice, native
+            scores.contiguous().resolve_neg(), block_sizes(seqlens, block), choice, native
         )
         return cls(made, scores.device)
 
@@ -309,8 +321,8 @@ class BlockMask:
         """
         if q.dim() != 4 or k.dim() != 4:
             raise ValueError(f"q and k have shapes {tuple(q.shape)} and {tuple(k.shape)}")
-        sizes = _sizes((q.shape[1], k.shape[1]), block)
-        choice = (_count("count", count), *sides(causal, window), top_left, check)
+        sizes = block_sizes((q.shape[1], k.shape[1]), block)
+        choice = (natural("count", count), *sides(causal, window), top_left, check)
         native = None if always is None else always._native
         q, k = (t.detach().resolve_neg() for t in (q, k))
         try:
@@ -330,7 +342,8 @@ class BlockMask:
     def _combined(self, other: BlockMask, how: str) -> BlockMask:
         native, others = (mask.to("cpu")._native for mask in (self, other))
         combined = getattr(native, how)(others)
-        return self._on_cpu(combined, shared_token_mask((self, other))).to(self.device)
+        token_mask = shared_token_mask((self.token_mask, other.token_mask))
+        return self._on_cpu(combined, token_mask).to(self.device)
 
     def to(self, device: torch.device | str) -> BlockMask:
         """The mask on a device: itself, if it is there."""
@@ -362,39 +375,24 @@ class BlockMask:
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self._native.is_packed:
-            return packed, (self.sequences(), self.device)
+            return _packed, (self.sequences(), self.device)
         dense = self.to_dense().cpu()
-        return restored, (dense, self.seqlens, self.block, self.device, self.token_mask)
+        return _restored, (dense, self.seqlens, self.block, self.device, self.token_mask)
 
 
-def _count(what: str, count: int) -> int:
-    if count < 0:
-        raise ValueError(f"{what} is {count}")
-    return count
+def _restored(
+    blocks: Tensor,
+    seqlens: tuple[int, int],
+    block: tuple[int, int],
+    device: torch.device,
+    token_mask: _Window | None,
+) -> BlockMask:
+    """The mask of what a pickle holds."""
+    mask = BlockMask.from_dense_bool(blocks.to(device), seqlens=seqlens, block=block)
+    mask.token_mask = token_mask
+    return mask
 
 
-def _sizes(seqlens: tuple[int, int], block: int | tuple[int, int]) -> tuple[int, int, int, int]:
-    """`(seqlen_q, seqlen_k, block_q, block_k)`."""
-    block_q, block_k = (block, block) if isinstance(block, int) else block
-    seqlen_q, seqlen_k = seqlens
-    if min(seqlen_q, seqlen_k, block_q, block_k) < 0:
-        raise ValueError(f"seqlens are {tuple(seqlens)}, and block is {block}")
-    return seqlen_q, seqlen_k, block_q, block_k
-
-
-def block_sparse_attention(
-    q: Tensor, k: Tensor, v: Tensor, block_mask: BlockMask, **options: Any
-) -> Tensor | tuple[Tensor, Tensor]:
-    """`blockflash.attention` that visits only the blocks of a mask.
-
-    Args:
-        q: Queries, `[B, Sq, Hq, D]`, or packed `[Tq, Hq, D]`.
-        k: Keys, `[B, Sk, Hk, D]` or `[Tk, Hk, D]`.
-        v: Values, in the shape of k.
-        block_mask: The visited blocks, on the device of q.
-        options: The other arguments of `blockflash.attention`.
-
-    """
-    if not isinstance(block_mask, BlockMask):
-        raise TypeError(f"block_mask must be a BlockMask, not {type(block_mask).__name__}")
-    return attention(q, k, v, block_mask=block_mask, **options)
+def _packed(masks: list[BlockMask], device: torch.device) -> BlockMask:
+    """The packed mask of what a pickle holds."""
+    return BlockMask.packed(masks).to(device)

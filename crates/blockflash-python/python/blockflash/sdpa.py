@@ -20,6 +20,7 @@ from torch.nn import attention as registry
 from . import _autograd, _gradient, _ops, _stats
 from ._flash import contiguous_rows
 from ._native import DeviceError, Unsupported
+from ._schema import ATTENTION
 from ._sdpa_function import operands, scaled_dot_product_attention
 
 __all__ = [
@@ -332,7 +333,7 @@ def _backward(
     dq, dk, dv = (grad.transpose(1, 2) for grad in written)
     read = (contiguous_rows(tensor).transpose(1, 2) for tensor in tensors)
     options = {"right": 0 if causal else -1, "top_left": top_left, "scale": scale}
-    _gradient.into((dq, dk, dv, None), *read, lse.contiguous(), **options)
+    _gradient.into((dq, dk, dv, None), *read, lse.contiguous(), *ATTENTION.ordered(options))
     pairs = zip(grads, written, strict=True)
     return tuple(grad if rows is grad else grad.copy_(rows) for grad, rows in pairs)
 

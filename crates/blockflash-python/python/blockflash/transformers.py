@@ -23,7 +23,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from . import Unsupported, _stats, attention, attention_decode
-from ._attention import autocast_dtype
+from ._arguments import autocast_dtype
 from ._transformers_mask import REASONS, Mask, block_attention_mask
 
 NAME = "block_attention"

@@ -9,9 +9,9 @@
 mod torch;
 
 use self::torch::{Handle, Shim, Tensor, Torch, check};
-use crate::attention::{Options, Tensors, run};
+use crate::attention::run;
 use crate::error::{Failure, Kind, Result, with_memory};
-use crate::foreign::Foreign;
+use blockflash_foreign::{Arguments, AttentionOptions};
 use std::cell::RefCell;
 use std::ffi::{CStr, CString, c_char};
 use std::mem::ManuallyDrop;
@@ -49,41 +49,26 @@ fn register_for(torch: &Torch, namespace: &CStr, key: &CStr) -> Result<()> {
     }
 }
 
-/// The arguments that all operators have: tensors in the order of their schema, and numbers.
-struct Arguments {
-    tensors: [Option<Tensor>; 6],
-    options: Options,
+/// The arguments that all operators have.
+struct Call {
+    qkv: [Tensor; 3],
+    options: AttentionOptions<Tensor>,
 }
 
-impl Arguments {
+impl Call {
     /// # Safety
     /// `qkv` and `options` are these arguments of a call, read for the first time.
-    unsafe fn take(shim: &'static Shim, qkv: &[u64], options: &[u64]) -> Arguments {
-        let needed = |at: usize| Some(Tensor(shim, handle(qkv[at])));
-        // SAFETY: promised by the caller.
-        let optional = |at: usize| unsafe { unwrap(shim, options[at]) };
-        let tensor = |at| optional(at).map(|value| Tensor(shim, handle(value)));
-        let tensors = [needed(0), needed(1), needed(2), tensor(0), tensor(1), tensor(2)];
-        let number = |at: usize| options[at] as i64;
-        let options = Options {
-            max_q: number(3),
-            max_k: number(4),
-            left: number(5),
-            right: number(6),
-            // A bool is one byte of its 64 bits.
-            top_left: options[7] as u8 != 0,
-            scale: optional(8).map(f64::from_bits),
-            softcap: f64::from_bits(options[9]),
-            block_mask: number(10),
-        };
-        Arguments { tensors, options }
+    unsafe fn take(shim: &'static Shim, qkv: [u64; 3], options: &[u64]) -> Result<Call> {
+        let qkv = qkv.map(|value| Tensor(shim, handle(value)));
+        let options = AttentionOptions::read(&mut Stack { shim, values: options.iter() })?;
+        Ok(Call { qkv, options })
     }
 
     /// Computes. Where a kernel cannot read q, k or v in units of 16 bytes, it gets copies.
     fn run(&mut self, o: &Tensor, lse: Option<&Tensor>) -> Result<()> {
         match with_memory(|| self.run_as_they_are(o, lse)) {
             Err(Failure { kind: Kind::Misaligned, .. }) => {
-                for tensor in self.tensors[..3].iter_mut().flatten() {
+                for tensor in &mut self.qkv {
                     *tensor = tensor.contiguous_copy()?;
                 }
                 with_memory(|| self.run_as_they_are(o, lse))
@@ -93,25 +78,56 @@ impl Arguments {
     }
 
     fn run_as_they_are(&self, o: &Tensor, lse: Option<&Tensor>) -> Result<()> {
-        let [Some(q), Some(k), Some(v), sink, cu_seqlens_q, cu_seqlens_k] = &self.tensors else {
-            return Err(Failure::value("q, k and v are needed"));
-        };
-        let tensors = Tensors {
-            q: q.foreign("q", false)?,
-            k: k.foreign("k", false)?,
-            v: v.foreign("v", false)?,
-            sink: foreign("sink", sink.as_ref())?,
-            cu_seqlens_q: foreign("cu_seqlens_q", cu_seqlens_q.as_ref())?,
-            cu_seqlens_k: foreign("cu_seqlens_k", cu_seqlens_k.as_ref())?,
-            o: o.foreign("o", true)?,
-            lse: lse.map(|lse| lse.foreign("lse", true)).transpose()?,
-        };
-        run(tensors, &self.options)
+        let [q, k, v] = &self.qkv;
+        let qkv = [q.foreign("q", false)?, k.foreign("k", false)?, v.foreign("v", false)?];
+        let AttentionOptions { ref tensors, numbers } = self.options;
+        let tensors = tensors.each_ref().try_map(|what, tensor| {
+            tensor.as_ref().map(|tensor| tensor.foreign(what, false)).transpose()
+        })?;
+        let lse = lse.map(|lse| lse.foreign("lse", true)).transpose()?;
+        run(qkv, AttentionOptions { tensors, numbers }, o.foreign("o", true)?, lse)
     }
 }
 
-fn foreign<'a>(what: &'static str, tensor: Option<&'a Tensor>) -> Result<Option<Foreign<'a>>> {
-    tensor.map(|tensor| tensor.foreign(what, false)).transpose()
+/// Options on the stack of a call, each of which is read once.
+struct Stack<'v> {
+    shim: &'static Shim,
+    values: slice::Iter<'v, u64>,
+}
+
+impl Stack<'_> {
+    fn optional(&mut self) -> Option<u64> {
+        // SAFETY: who makes a stack promises that it holds the options of a call, which are read
+        // for the first time (`Call::take`); their order and types are those of the schema, which
+        // is made of the same table.
+        self.values.next().and_then(|&value| unsafe { unwrap(self.shim, value) })
+    }
+}
+
+impl Arguments for Stack<'_> {
+    type Tensor = Tensor;
+    type Error = Failure;
+
+    fn tensor(&mut self, _: &'static str) -> Result<Option<Tensor>> {
+        Ok(self.optional().map(|value| Tensor(self.shim, handle(value))))
+    }
+
+    fn int(&mut self, _: &'static str) -> Result<Option<i64>> {
+        Ok(self.values.next().map(|&value| value as i64))
+    }
+
+    fn bool(&mut self, _: &'static str) -> Result<Option<bool>> {
+        // A bool is one byte of its 64 bits.
+        Ok(self.values.next().map(|&value| value as u8 != 0))
+    }
+
+    fn float(&mut self, _: &'static str) -> Result<Option<f64>> {
+        Ok(self.values.next().map(|&value| f64::from_bits(value)))
+    }
+
+    fn optional_float(&mut self, _: &'static str) -> Result<Option<f64>> {
+        Ok(self.optional().map(f64::from_bits))
+    }
 }
 
 fn handle(value: u64) -> Handle {
@@ -147,14 +163,12 @@ unsafe extern "C-unwind" fn attention_forward(stack: *mut u64, inputs: u64, outp
 
 /// Computes into new tensors, which take the first places of the stack.
 fn forward(shim: &'static Shim, values: &mut [u64], with_lse: bool) -> Result<()> {
+    let [q, k, v, options @ ..] = values else { return Err(too_few()) };
     // SAFETY: torch calls the kernels with the arguments of the schema.
-    let mut call = unsafe { Arguments::take(shim, &values[..3], &values[3..]) };
-    let [Some(q), .., cu_seqlens_q, _] = &call.tensors else {
-        return Err(Failure::value("q is needed"));
-    };
-    let o = q.empty_like()?;
-    let lse = if with_lse { Some(q.empty_lse()?) } else { None };
-    if cu_seqlens_q.is_some() {
+    let mut call = unsafe { Call::take(shim, [*q, *k, *v], options) }?;
+    let o = call.qkv[0].empty_like()?;
+    let lse = if with_lse { Some(call.qkv[0].empty_lse()?) } else { None };
+    if call.options.tensors.cu_seqlens_q.is_some() {
         // Rows that belong to no sequence are not written.
         for made in [Some(&o), lse.as_ref()].into_iter().flatten() {
             // SAFETY: the handle lives.
@@ -171,13 +185,18 @@ fn forward(shim: &'static Shim, values: &mut [u64], with_lse: bool) -> Result<()
 /// `attention_out(q, k, v, o, lse, options…) -> ()`
 unsafe extern "C-unwind" fn attention_out(stack: *mut u64, inputs: u64, outputs: u64) {
     throw(attempt(stack, [inputs, outputs], |shim, values| {
+        let [q, k, v, o, lse, options @ ..] = values else { return Err(too_few()) };
         // SAFETY: as in `forward`.
-        let mut call = unsafe { Arguments::take(shim, &values[..3], &values[5..]) };
-        let o = Tensor(shim, handle(values[3]));
+        let mut call = unsafe { Call::take(shim, [*q, *k, *v], options) }?;
+        let o = Tensor(shim, handle(*o));
         // SAFETY: as above.
-        let lse = unsafe { unwrap(shim, values[4]) }.map(|value| Tensor(shim, handle(value)));
+        let lse = unsafe { unwrap(shim, *lse) }.map(|value| Tensor(shim, handle(value)));
         call.run(&o, lse.as_ref())
     }));
+}
+
+fn too_few() -> Failure {
+    Failure { kind: Kind::Device, text: "torch's call has too few arguments".into() }
 }
 
 /// A failure that is to be thrown: its text in memory of this thread.

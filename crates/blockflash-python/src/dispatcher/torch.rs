@@ -2,7 +2,7 @@
 
 use super::BoxedKernel;
 use crate::error::{Failure, Kind, Result, out_of_memory_error};
-use crate::foreign::{Described, Foreign, unsupported_dtype};
+use blockflash_foreign::{Described, Error, Foreign, layout};
 use blockflash_ops::{DType, Device};
 use libloading::os::unix::{Library, RTLD_NOW};
 use pyo3::IntoPyObjectExt;
@@ -217,29 +217,29 @@ impl Tensor {
                 check(unsafe { (cuda.aoti_torch_get_current_cuda_stream)(index, &mut stream) })?;
                 (Device::cuda(usize::try_from(index).unwrap_or(0))?, stream)
             }
-            _ => return Err(Failure::value(format!("{what} is neither on the CPU nor on CUDA"))),
+            _ => return Err(Error::Device { what, kind: String::new() }.into()),
         };
+        // SAFETY: as for the sizes.
+        let strides = unsafe { elements(strides, shape.len() as i64) };
         let described = Described {
             what,
             device,
             dtype: self.dtype(what)?,
-            shape,
-            // SAFETY: as for the sizes.
-            strides: unsafe { elements(strides, shape.len() as i64) },
+            layout: layout(what, shape, strides)?,
             address: address.expose_provenance(),
-            stream,
+            stream: stream.expose_provenance(),
         };
         // SAFETY: 1. The handle keeps the tensor, and torch frees memory of a GPU in the order of
-        // the stream. 2. It is torch's current stream.
-        unsafe { Foreign::new(&described) }
+        // the stream. 2. and 3. It is torch's current stream: see `crate::foreign::of`.
+        Ok(unsafe { Foreign::new(described) })
     }
 
-    fn dtype(&self, what: &str) -> Result<DType> {
+    fn dtype(&self, what: &'static str) -> Result<DType> {
         let number = self.read(self.0.torch.aoti_torch_get_dtype, 0)?;
-        known(&self.0.torch, number).ok_or_else(|| {
+        Ok(known(&self.0.torch, number).ok_or_else(|| {
             let name = usize::try_from(number).ok().and_then(|number| DTYPE_NAMES.get(number));
-            unsupported_dtype(what, name.unwrap_or(&"of another type"))
-        })
+            Error::DType { what, dtype: (*name.unwrap_or(&"of another type")).into() }
+        })?)
     }
 
     /// A new contiguous tensor of the same sizes and type.

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .. import _attention
+from .._arguments import lowered, sides
 from .._native import Unsupported
 from ._agree import agree
 from ._block_mask import DistributedBlockMask
@@ -127,14 +128,14 @@ def run(
         return Grid(group, chosen, block_mask.seqlen, None, block_mask.block)
 
     if not check:
-        q, k, v = _attention.lowered(*operands())
+        q, k, v = lowered(*operands())
         grid = placed(q, k, v)
         _check_rows(q.shape[1], grid)
     else:
         arguments, rows, device, error = (), 0, torch.device("cpu"), None
         grid = Grid(group, Scheme(1, world), None)
         try:
-            q, k, v = _attention.lowered(*operands())
+            q, k, v = lowered(*operands())
             rows, device = q.shape[1], q.device
             grid = placed(q, k, v)
             _try(q, k, v, options)
@@ -173,7 +174,7 @@ def _run(
         scale = head_dim**-0.5 if options["scale"] is None else options["scale"]
         if q.is_cuda and head_dim % 8:
             q, k, v = (pad(x, (0, -head_dim % 8)) for x in (q, k, v))
-        window = _attention.sides(options["causal"], options["window"])
+        window = sides(options["causal"], options["window"])
         chosen = Options(window, scale, options["softcap"])
         plans = (None,) if block_mask is None else block_mask.plans
         if len(plans) == 1:

@@ -1,0 +1,16 @@
+#![doc = include_str!("../README.md")]
+
+#[cfg(feature = "dlpack")]
+mod dlpack;
+mod error;
+mod options;
+mod tensor;
+
+#[cfg(feature = "dlpack")]
+pub use dlpack::DLTensor;
+pub use error::{Error, Result};
+pub use options::{
+    Argument, Arguments, AttentionNumbers, AttentionOptions, AttentionTensors, DecodeNumbers,
+    DecodeOptions, DecodeTensors, Kind, Value,
+};
+pub use tensor::{Described, Foreign, Operands, Views, ViewsMut, layout, views};

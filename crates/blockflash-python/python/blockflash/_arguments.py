@@ -1,0 +1,91 @@
+"""What the functions of the package do to their arguments before an operator gets them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+# Looked up once: every call asks.
+_is_compiling = torch.compiler.is_compiling
+_is_any_autocast_enabled = torch._C._is_any_autocast_enabled
+
+
+def lowered(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The operands in the element type of autocast, if it is on."""
+    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
+        refuse_types(q=q, k=k, v=v)
+    lower = autocast_dtype(q)
+    if lower is not None:
+        q, k, v = (t.to(lower) if t.dtype == torch.float32 else t for t in (q, k, v))
+    return q, k, v
+
+
+def autocast_dtype(q: Tensor) -> torch.dtype | None:
+    """What autocast, if it is on, makes of float32 on the device of q."""
+    if _is_compiling() or _is_any_autocast_enabled():
+        kind = q.device.type
+        if kind != "meta" and torch.is_autocast_enabled(kind):
+            return torch.get_autocast_dtype(kind)
+    return None
+
+
+def refuse_types(**given: object) -> None:
+    for name, value in given.items():
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, not {type(value).__name__}")
+
+
+def together(**given: object) -> None:
+    """Raises where some of these arguments are given and others are not."""
+    missing = [name for name, value in given.items() if value is None]
+    if missing and len(missing) < len(given):
+        raise ValueError(f"{', '.join(given)} come together, but {', '.join(missing)} is None")
+
+
+def sides(causal: bool, window: tuple[int | None, int | None]) -> tuple[int, int]:
+    """The sides of the window as the operators have them, -1 for unlimited."""
+    left, right = window
+    for side in window:
+        if side is not None and side < 0:
+            raise ValueError(f"window is {window}: a side is a number of keys, or None")
+    if causal:
+        if right:
+            raise ValueError(f"window is {window}, but causal attention sees no later keys")
+        right = 0
+    return -1 if left is None else left, -1 if right is None else right
+
+
+def refuse_softcap(softcap: float) -> None:
+    """Raises for a softcap that does nothing, or no sense."""
+    if not softcap > 0:
+        raise ValueError(f"softcap is {softcap}, but must be positive; None is no softcap")
+
+
+def natural(what: str, count: int) -> int:
+    """The number, if it is not negative."""
+    if count < 0:
+        raise ValueError(f"{what} is {count}")
+    return count
+
+
+def block_sizes(
+    seqlens: tuple[int, int], block: int | tuple[int, int]
+) -> tuple[int, int, int, int]:
+    """`(seqlen_q, seqlen_k, block_q, block_k)`."""
+    block_q, block_k = (block, block) if isinstance(block, int) else block
+    seqlen_q, seqlen_k = seqlens
+    if min(seqlen_q, seqlen_k, block_q, block_k) < 0:
+        raise ValueError(f"seqlens are {tuple(seqlens)}, and block is {block}")
+    return seqlen_q, seqlen_k, block_q, block_k
+
+
+def shared_token_mask(
+    token_masks: Iterable[tuple[int | None, int | None] | None],
+) -> tuple[int | None, int | None] | None:
+    """The token mask of all masks that have one."""
+    found = set(token_masks) - {None}
+    if len(found) > 1:
+        raise ValueError(f"the masks have different token masks: {sorted(map(str, found))}")
+    return found.pop() if found else None

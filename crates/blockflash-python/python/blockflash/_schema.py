@@ -1,0 +1,60 @@
+"""The operators of attention as torch knows them.
+
+Each is what it takes, with `(a!)` where it writes, and its results. The options, which several
+operators have in common, are a table of the native module: nothing here or elsewhere repeats their
+order, their types or their defaults.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from . import _native
+
+
+class Options:
+    """The options of an operator, in the order in which it takes them."""
+
+    def __init__(self, operator: str) -> None:
+        """Reads the table of the native module."""
+        table = _native.options(operator)
+        self.defaults: dict[str, Any] = {name: default for name, _, default in table}
+        self.places = {name: place for place, name in enumerate(self.defaults)}
+        self.tensors = [name for name, kind, _ in table if kind == "Tensor?"]
+        """The names of the tensors, which come first."""
+        self.text = ", ".join(f"{kind} {name}={default}" for name, kind, default in table)
+
+    def value(self, options: Sequence[Any], name: str) -> Any:
+        """One of the options of a call, whose last ones may be left out."""
+        place = self.places[name]
+        return options[place] if place < len(options) else self.defaults[name]
+
+    def named(self, options: Sequence[Any]) -> dict[str, Any]:
+        """All options of a call by their names."""
+        return self.defaults | dict(zip(self.places, options, strict=False))
+
+    def ordered(self, options: dict[str, Any]) -> tuple[Any, ...]:
+        """All options in their order, from those that differ from their defaults."""
+        return tuple((self.defaults | options).values())
+
+
+ATTENTION = Options("attention")
+DECODE = Options("attention_decode")
+
+_QKV = "Tensor q, Tensor k, Tensor v"
+_CACHE = "Tensor q, Tensor k_cache, Tensor v_cache"
+_WRITTEN_CACHE = "Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache"
+_RESULTS = "(Tensor o, Tensor lse)"
+_GRADIENTS = "(Tensor dq, Tensor dk, Tensor dv, Tensor d_sink)"
+_GIVEN = f"Tensor grad_o, Tensor? grad_lse, {_QKV}, Tensor o, Tensor lse"
+
+SCHEMAS = {
+    "attention": f"({_QKV}, {ATTENTION.text}) -> {_RESULTS}",
+    "attention_forward": f"({_QKV}, {ATTENTION.text}) -> Tensor",
+    "attention_out": f"({_QKV}, Tensor(a!) o, Tensor(b!)? lse=None, {ATTENTION.text}) -> ()",
+    "attention_backward": f"({_GIVEN}, {ATTENTION.text}) -> {_GRADIENTS}",
+    "attention_decode": f"({_CACHE}, {DECODE.text}) -> {_RESULTS}",
+    "attention_append": f"({_WRITTEN_CACHE}, Tensor k, Tensor v, {DECODE.text}) -> {_RESULTS}",
+    "attention_merge": f"(Tensor parts_o, Tensor parts_lse) -> {_RESULTS}",
+}
