@@ -45,7 +45,7 @@ pub fn run(args: &Args) -> Result<()> {
         let manifest = renamed(&drop_in, &target)?;
         let mut command = package(&Args { verify: false }, &target);
         command.arg("--manifest-path").arg(manifest);
-        for crate_name in ["images", "sys", "safe", "ops", "candle"] {
+        for crate_name in ["images", "sys", "safe", "foreign", "ops", "candle"] {
             let path = root().join(format!("crates/blockflash-{crate_name}"));
             let patch =
                 format!("patch.crates-io.blockflash-{crate_name}.path={:?}", path.display());

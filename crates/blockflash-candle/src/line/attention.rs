@@ -4,8 +4,9 @@ use super::candle_core::{
     CpuStorage, CustomOp1, CustomOp3, Layout, Result, Shape, Storage, Tensor, bail,
 };
 use super::error::refused;
-use super::memory::{Operand, Place, Reading, Source, dtype_of, tensor};
-use blockflash_ops::{BlockMask, CuSeqlens, DType, Mask};
+use super::memory::{Operand, Place, Source, dtype_of, tensor};
+use super::options::Options;
+use blockflash_ops::{BlockMask, DType, Mask};
 use std::sync::{Arc, OnceLock};
 
 #[cfg(feature = "cuda")]
@@ -120,79 +121,24 @@ impl<'a> Attention<'a> {
         }
         let tracked = [self.q, self.k, self.v].iter().any(|tensor| tensor.track_op());
         let lse = (with_lse || tracked).then(|| Arc::new(OnceLock::new()));
-        let call = Call { options: Options::of(self), lse: lse.clone() };
+        let call = Call { options: self.options(), lse: lse.clone() };
         let o = self.q.apply_op3(self.k, self.v, call)?;
         Ok((o, lse.and_then(|lse| lse.get().cloned())))
     }
-}
 
-/// What a call has besides q, k and v, owned: the backward pass needs it later.
-#[derive(Clone, Debug)]
-pub(crate) struct Options {
-    mask: Mask,
-    softmax_scale: Option<f32>,
-    softcap: Option<f32>,
-    sink: Option<Tensor>,
-    cu_seqlens: Option<([Tensor; 2], [usize; 2])>,
-    block_mask: Option<Arc<BlockMask>>,
-}
-
-impl Options {
-    fn of(attention: &Attention<'_>) -> Self {
+    fn options(&self) -> Options {
         let packed = |packed: Packed<'_>| {
             let Packed { q, kv, max_seqlen_q, max_seqlen_kv } = packed;
             ([q.clone(), kv.clone()], [max_seqlen_q, max_seqlen_kv])
         };
-        Self {
-            mask: attention.mask,
-            softmax_scale: attention.softmax_scale,
-            softcap: attention.softcap,
-            sink: attention.sink.cloned(),
-            cu_seqlens: attention.cu_seqlens.map(packed),
-            block_mask: attention.block_mask.cloned(),
-        }
-    }
-
-    pub(crate) fn is_packed(&self) -> bool {
-        self.cu_seqlens.is_some()
-    }
-
-    /// Runs with the call over views.
-    pub(crate) fn with_views<R>(
-        &self,
-        place: &Place,
-        [q, k, v]: [&Reading<'_>; 3],
-        work: impl FnOnce(&blockflash_ops::Attention<'_>) -> Result<R>,
-    ) -> Result<R> {
-        let sink = self.sink.as_ref().map(Tensor::storage_and_layout);
-        let sink = sink.as_ref().map(|sink| place.read(&Operand::of("sink", sink)?)).transpose()?;
-        let offsets = self.cu_seqlens.as_ref().map(|(offsets, _)| offsets.each_ref());
-        let offsets = offsets.map(|offsets| offsets.map(Tensor::storage_and_layout));
-        let offsets = match &offsets {
-            None => None,
-            Some([q, kv]) => {
-                let q = place.read(&Operand::of("cu_seqlens.q", q)?)?;
-                Some([q, place.read(&Operand::of("cu_seqlens.kv", kv)?)?])
-            }
-        };
-        let cu_seqlens = offsets.as_ref().zip(self.cu_seqlens.as_ref());
-        let cu_seqlens =
-            cu_seqlens.map(|([q, kv], (_, [max_seqlen_q, max_seqlen_kv]))| CuSeqlens {
-                q: q.view,
-                kv: kv.view,
-                max_seqlen_q: *max_seqlen_q,
-                max_seqlen_kv: *max_seqlen_kv,
-            });
-        self.block_mask.iter().for_each(|mask| place.keep(mask));
-        work(&blockflash_ops::Attention {
+        Options {
             mask: self.mask,
             softmax_scale: self.softmax_scale,
             softcap: self.softcap,
-            sink: sink.as_ref().map(|sink| sink.view),
-            cu_seqlens,
-            block_mask: self.block_mask.as_deref(),
-            ..blockflash_ops::Attention::new(q.view, k.view, v.view)
-        })
+            sink: self.sink.cloned(),
+            cu_seqlens: self.cu_seqlens.map(packed),
+            block_mask: self.block_mask.cloned(),
+        }
     }
 }
 

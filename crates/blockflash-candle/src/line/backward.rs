@@ -1,9 +1,9 @@
 //! Gradients of attention, as candle's `backward` asks for them.
 
-use super::attention::Options;
 use super::candle_core::{Result, Tensor};
 use super::error::refused;
 use super::memory::{Operand, Place, dtype_of, tensor};
+use super::options::Options;
 use blockflash_ops::{AttentionBackward, AttentionGradientsMut, DType};
 
 /// The gradients of q, k and v from that of the output.

@@ -11,20 +11,17 @@
 
 use super::candle_core::backend::BackendStorage;
 use super::candle_core::cuda_backend::cudarc::driver::{
-    CudaEvent, CudaStream, DevicePtr, DevicePtrMut, SyncOnDrop, result, sys,
+    CudaEvent, CudaStream, DevicePtr, DevicePtrMut, result, sys,
 };
 use super::candle_core::cuda_backend::{CudaDType, WrapErr};
 use super::candle_core::{self, CudaDevice, CudaStorage, Layout, Result, bail};
 use super::error::refused;
-use super::memory::{Reading, Scratch, Writing, unsupported};
+use super::held::{Reading, Scratch, Writing, unsupported};
 use blockflash_foreign::{Described, Error, Foreign, views};
 use blockflash_ops::{DType, Device, Stream};
 use half::{bf16, f16};
 use std::cell::RefCell;
 use std::sync::Arc;
-
-/// Tells candle's bookkeeping, when it is dropped, that the memory has been used.
-pub(crate) type InUse<'a> = SyncOnDrop<'a>;
 
 /// Work beside candle's stream.
 pub(crate) struct Fork {

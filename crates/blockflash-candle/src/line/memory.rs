@@ -4,6 +4,7 @@ use super::candle_core::backend::BackendStorage;
 use super::candle_core::op::BackpropOp;
 use super::candle_core::{self, CpuStorage, Layout, Result, Storage, Tensor, bail};
 use super::error::refused;
+use super::held::{Reading, Scratch, Writing, unsupported};
 use blockflash_ops::{DType, Device, Element, Stream, View, ViewMut};
 use half::{bf16, f16};
 use std::any::Any;
@@ -14,7 +15,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 #[cfg(feature = "cuda")]
 use super::candle_core::CudaStorage;
 #[cfg(feature = "cuda")]
-use super::foreign::{Fork, InUse};
+use super::foreign::Fork;
 
 /// Memory of a tensor that is locked while a call is queued.
 #[derive(Clone, Copy)]
@@ -41,29 +42,6 @@ pub(crate) struct Operand<'a> {
     pub(crate) what: &'static str,
     pub(crate) source: Source<'a>,
     pub(crate) layout: &'a Layout,
-}
-
-/// A view of a tensor that a call reads.
-pub(crate) struct Reading<'a> {
-    pub(crate) view: View<'a>,
-    #[cfg(feature = "cuda")]
-    pub(crate) _in_use: Option<InUse<'a>>,
-}
-
-/// A view of a result that a call writes.
-pub(crate) struct Writing<'a> {
-    pub(crate) view: ViewMut<'a>,
-    #[cfg(feature = "cuda")]
-    pub(crate) _in_use: Option<InUse<'a>>,
-}
-
-/// A workspace that is in candle's memory.
-pub(crate) struct Scratch<'a> {
-    pub(crate) tensor: blockflash_ops::Tensor,
-    #[cfg(feature = "cuda")]
-    pub(crate) _in_use: InUse<'a>,
-    #[cfg(not(feature = "cuda"))]
-    pub(crate) _in_use: std::marker::PhantomData<&'a ()>,
 }
 
 /// Where a call runs.
@@ -258,11 +236,6 @@ fn no_kernels<T>(device: &candle_core::Device) -> Result<T> {
         "a tensor is on {found:?}: blockflash runs on CPUs and, with its feature `cuda`, on NVIDIA \
          GPUs"
     )
-}
-
-pub(crate) fn unsupported<T>(what: &str, dtype: candle_core::DType) -> Result<T> {
-    let dtype = dtype.as_str();
-    bail!("{what} is {dtype}: f16, bf16 and f32 are possible, u32 or i32 for indices and lengths")
 }
 
 /// The element type, if a result can have it.

@@ -11,8 +11,10 @@ mod error;
 mod flash;
 #[cfg(feature = "cuda")]
 mod foreign;
+mod held;
 mod kv_cache;
 mod memory;
+mod options;
 mod paged;
 pub mod v3;
 

@@ -4,203 +4,47 @@
 
 use super::candle_core::{Result, Tensor};
 
-/// [`super::flash_attn`].
-///
-/// # Errors
-/// As [`Attention::forward`](super::Attention::forward).
-pub fn flash_attn(
-    q: &Tensor,
-    k: &Tensor,
-    v: &Tensor,
-    softmax_scale: f32,
-    causal: bool,
-    _use_gqa_packing: bool,
-) -> Result<Tensor> {
-    super::flash_attn(q, k, v, softmax_scale, causal)
+/// Functions by their names, tensors, and other arguments, as in `super::flash`.
+macro_rules! with_gqa_packing {
+    ($($name:ident [$($tensor:ident),*] ($($argument:ident: $kind:ty),*);)*) => {$(
+        #[doc = concat!("[`super::", stringify!($name), "`].")]
+        ///
+        /// # Errors
+        #[doc = concat!("As [`super::", stringify!($name), "`].")]
+        #[allow(clippy::too_many_arguments)]
+        pub fn $name(
+            $($tensor: &Tensor,)*
+            $($argument: $kind,)*
+            _use_gqa_packing: bool,
+        ) -> Result<Tensor> {
+            super::$name($($tensor,)* $($argument),*)
+        }
+    )*};
 }
 
-/// [`super::flash_attn_windowed`].
-///
-/// # Errors
-/// As [`Attention::forward`](super::Attention::forward).
-pub fn flash_attn_windowed(
-    q: &Tensor,
-    k: &Tensor,
-    v: &Tensor,
-    softmax_scale: f32,
-    window_size_left: Option<usize>,
-    window_size_right: Option<usize>,
-    _use_gqa_packing: bool,
-) -> Result<Tensor> {
-    super::flash_attn_windowed(q, k, v, softmax_scale, window_size_left, window_size_right)
-}
+type Side = Option<usize>;
 
-/// [`super::flash_attn_alibi`].
-///
-/// # Errors
-/// Always, because there is no ALiBi.
-pub fn flash_attn_alibi(
-    q: &Tensor,
-    k: &Tensor,
-    v: &Tensor,
-    alibi_slopes: &Tensor,
-    softmax_scale: f32,
-    causal: bool,
-    _use_gqa_packing: bool,
-) -> Result<Tensor> {
-    super::flash_attn_alibi(q, k, v, alibi_slopes, softmax_scale, causal)
-}
-
-/// [`super::flash_attn_alibi_windowed`].
-///
-/// # Errors
-/// Always, because there is no ALiBi.
-#[allow(clippy::too_many_arguments)]
-pub fn flash_attn_alibi_windowed(
-    q: &Tensor,
-    k: &Tensor,
-    v: &Tensor,
-    alibi_slopes: &Tensor,
-    softmax_scale: f32,
-    window_size_left: Option<usize>,
-    window_size_right: Option<usize>,
-    _use_gqa_packing: bool,
-) -> Result<Tensor> {
-    super::flash_attn_alibi_windowed(
-        q,
-        k,
-        v,
-        alibi_slopes,
-        softmax_scale,
-        window_size_left,
-        window_size_right,
-    )
-}
-
-/// [`super::flash_attn_varlen`].
-///
-/// # Errors
-/// As [`Attention::forward`](super::Attention::forward).
-#[allow(clippy::too_many_arguments)]
-pub fn flash_attn_varlen(
-    q: &Tensor,
-    k: &Tensor,
-    v: &Tensor,
-    seqlens_q: &Tensor,
-    seqlens_k: &Tensor,
-    max_seqlen_q: usize,
-    max_seqlen_k: usize,
-    softmax_scale: f32,
-    causal: bool,
-    _use_gqa_packing: bool,
-) -> Result<Tensor> {
-    super::flash_attn_varlen(
-        q,
-        k,
-        v,
-        seqlens_q,
-        seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        softmax_scale,
-        causal,
-    )
-}
-
-/// [`super::flash_attn_varlen_windowed`].
-///
-/// # Errors
-/// As [`Attention::forward`](super::Attention::forward).
-#[allow(clippy::too_many_arguments)]
-pub fn flash_attn_varlen_windowed(
-    q: &Tensor,
-    k: &Tensor,
-    v: &Tensor,
-    seqlens_q: &Tensor,
-    seqlens_k: &Tensor,
-    max_seqlen_q: usize,
-    max_seqlen_k: usize,
-    softmax_scale: f32,
-    window_size_left: Option<usize>,
-    window_size_right: Option<usize>,
-    _use_gqa_packing: bool,
-) -> Result<Tensor> {
-    super::flash_attn_varlen_windowed(
-        q,
-        k,
-        v,
-        seqlens_q,
-        seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        softmax_scale,
-        window_size_left,
-        window_size_right,
-    )
-}
-
-/// [`super::flash_attn_varlen_alibi`].
-///
-/// # Errors
-/// Always, because there is no ALiBi.
-#[allow(clippy::too_many_arguments)]
-pub fn flash_attn_varlen_alibi(
-    q: &Tensor,
-    k: &Tensor,
-    v: &Tensor,
-    alibi_slopes: &Tensor,
-    seqlens_q: &Tensor,
-    seqlens_k: &Tensor,
-    max_seqlen_q: usize,
-    max_seqlen_k: usize,
-    softmax_scale: f32,
-    causal: bool,
-    _use_gqa_packing: bool,
-) -> Result<Tensor> {
-    super::flash_attn_varlen_alibi(
-        q,
-        k,
-        v,
-        alibi_slopes,
-        seqlens_q,
-        seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        softmax_scale,
-        causal,
-    )
-}
-
-/// [`super::flash_attn_varlen_alibi_windowed`].
-///
-/// # Errors
-/// Always, because there is no ALiBi.
-#[allow(clippy::too_many_arguments)]
-pub fn flash_attn_varlen_alibi_windowed(
-    q: &Tensor,
-    k: &Tensor,
-    v: &Tensor,
-    alibi_slopes: &Tensor,
-    seqlens_q: &Tensor,
-    seqlens_k: &Tensor,
-    max_seqlen_q: usize,
-    max_seqlen_k: usize,
-    softmax_scale: f32,
-    window_size_left: Option<usize>,
-    window_size_right: Option<usize>,
-    _use_gqa_packing: bool,
-) -> Result<Tensor> {
-    super::flash_attn_varlen_alibi_windowed(
-        q,
-        k,
-        v,
-        alibi_slopes,
-        seqlens_q,
-        seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        softmax_scale,
-        window_size_left,
-        window_size_right,
-    )
+with_gqa_packing! {
+    flash_attn [q, k, v] (softmax_scale: f32, causal: bool);
+    flash_attn_windowed [q, k, v] (
+        softmax_scale: f32, window_size_left: Side, window_size_right: Side
+    );
+    flash_attn_alibi [q, k, v, alibi_slopes] (softmax_scale: f32, causal: bool);
+    flash_attn_alibi_windowed [q, k, v, alibi_slopes] (
+        softmax_scale: f32, window_size_left: Side, window_size_right: Side
+    );
+    flash_attn_varlen [q, k, v, seqlens_q, seqlens_k] (
+        max_seqlen_q: usize, max_seqlen_k: usize, softmax_scale: f32, causal: bool
+    );
+    flash_attn_varlen_windowed [q, k, v, seqlens_q, seqlens_k] (
+        max_seqlen_q: usize, max_seqlen_k: usize, softmax_scale: f32, window_size_left: Side,
+        window_size_right: Side
+    );
+    flash_attn_varlen_alibi [q, k, v, alibi_slopes, seqlens_q, seqlens_k] (
+        max_seqlen_q: usize, max_seqlen_k: usize, softmax_scale: f32, causal: bool
+    );
+    flash_attn_varlen_alibi_windowed [q, k, v, alibi_slopes, seqlens_q, seqlens_k] (
+        max_seqlen_q: usize, max_seqlen_k: usize, softmax_scale: f32, window_size_left: Side,
+        window_size_right: Side
+    );
 }

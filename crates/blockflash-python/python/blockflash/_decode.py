@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -24,6 +25,8 @@ from ._ops import empty_lse, empty_o, refuse_lazy_writes
 from ._schema import DECODE, SCHEMAS
 
 _OPS = torch.ops.blockflash
+# Options by their names, in the order of the operators.
+_TENSORS, _OPTIONS = itemgetter(*DECODE.tensors), itemgetter(*DECODE.places)
 _CU_SEQLENS_Q = DECODE.places["cu_seqlens_q"]
 
 
@@ -116,45 +119,44 @@ def attention_decode(
     together(k=k, v=v)
     if k is not None and k.dim() == 3 and cu_seqlens_k is None:
         cu_seqlens_k = cu_seqlens_q
+    lists, counts = (None, None) if pages is None else pages
     given = {
         "seqused_k": seqused_k, "block_table": block_table, "cu_seqlens_q": cu_seqlens_q,
-        "cu_seqlens_k": cu_seqlens_k, "max_q": max_seqlen_q, "scale": scale, "softcap": softcap,
-        "sink": sink, "rotary_cos": rotary_cos, "rotary_sin": rotary_sin,
+        "cu_seqlens_k": cu_seqlens_k, "sink": sink, "rotary_cos": rotary_cos,
+        "rotary_sin": rotary_sin, "page_lists": lists, "page_counts": counts,
     }  # fmt: skip
-    # The operators have defaults: what is not passed costs nothing.
-    options = {name: value for name, value in given.items() if value is not None}
-    if left != -1 or right != -1:
-        options["left"], options["right"] = left, right
-    if rotary_interleaved:
-        options["interleaved"] = True
-    if pages is not None:
-        options["page_lists"], options["page_counts"] = pages
+    if max_seqlen_q is scale is softcap is None and left == right == -1 and not rotary_interleaved:
+        # What is at its default at the end costs the host nothing if it is not passed.
+        options = list(_TENSORS(given))
+        while options and options[-1] is None:
+            options.pop()
+    else:
+        given |= {
+            "max_q": max_seqlen_q or 0, "left": left, "right": right, "scale": scale,
+            "softcap": softcap or 0.0, "interleaved": rotary_interleaved,
+        }  # fmt: skip
+        options = _OPTIONS(given)
     tensors = (q, k_cache, v_cache) if k is None else (q, k_cache, v_cache, k, v)
     operator = _OPS.attention_decode.default if k is None else _OPS.attention_append.default
-    if _is_placed(q):
-        # torch redistributes positional arguments alone.
-        tensors, options = (*tensors, *DECODE.ordered(options)), {}
+    _place(q)
     try:
-        if _autograd.passes(q, k_cache, v_cache, k, v, sink, rotary_cos, rotary_sin):
+        if _autograd.passes(*tensors, sink, rotary_cos, rotary_sin):
             if k is not None:
                 _autograd.note_write(k_cache, v_cache)
-            o, lse = _autograd.call_below(operator, *tensors, **options)
+            o, lse = _autograd.call_below(operator, *tensors, *options)
         else:
-            _autograd.refuse_to_lose(q, k_cache, v_cache, k, v, sink, rotary_cos, rotary_sin)
-            o, lse = operator(*tensors, **options)
+            _autograd.refuse_to_lose(*tensors, sink, rotary_cos, rotary_sin)
+            o, lse = operator(*tensors, *options)
     except RuntimeError as error:
         raise _autograd.typed(error) from None
     _stats.count("attention_decode")
     return (o, lse) if return_lse else o
 
 
-def _is_placed(tensor: Any) -> bool:
-    """Whether it is a `DTensor`; when the first one comes, placements are registered."""
+def _place(tensor: Any) -> None:
+    """Registers the placements of `DTensor`s when the first one comes."""
     if type(tensor).__name__ == "DTensor":
         from . import _sharding  # noqa: F401
-
-        return True
-    return False
 
 
 def _lowered(tensor: Any, lower: torch.dtype) -> Any:
@@ -185,7 +187,7 @@ def attention_merge(
             f"o has shape {list(o.shape)} and lse {list(lse.shape)}, not [parts, B, S, H, D] and "
             "[parts, B, H, S], nor [parts, T, H, D] and [parts, H, T]"
         )
-    _is_placed(o)
+    _place(o)
     if _autograd.passes(o, lse):
         merge = partial(_autograd.call_below, _OPS.attention_merge.default)
     else:
