@@ -39,6 +39,20 @@ def refuse(**arguments: Any) -> None:
         raise Unsupported(f"{name}: blockflash does not have {feature}; leave it at {default}")
 
 
+def refuse_of_3(
+    qv: Tensor | None,
+    q_descale: Tensor | None,
+    k_descale: Tensor | None,
+    v_descale: Tensor | None,
+    attention_chunk: int,
+) -> None:
+    """Does the same for what all functions of FlashAttention 3 take."""
+    if qv is q_descale is k_descale is v_descale is None and attention_chunk == 0:
+        return
+    scales = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
+    refuse(qv=qv, **scales, attention_chunk=attention_chunk)
+
+
 def refuse_8_bits(q: Tensor, k: Tensor, v: Tensor, names: Sequence[str] = "qkv") -> None:
     """Raises `Unsupported` for elements of one byte or less, before anything computes with them."""
     if q.dtype.itemsize > 1 and k.dtype.itemsize > 1 and v.dtype.itemsize > 1:
@@ -64,7 +78,6 @@ def attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    *,
     softmax_scale: float | None,
     causal: bool,
     window_size: Sequence[int],

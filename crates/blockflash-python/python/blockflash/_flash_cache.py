@@ -132,14 +132,20 @@ def paged(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: Sequence[int],
+    softcap: float,
+    return_lse: bool,
     *,
-    cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
     **options: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Packed queries whose keys are in pages, `[pages, page_size, heads_k, head_dim]`."""
     refuse_8_bits(q, k, v)
-    return _attend(q, k, v, seqused_k=cu_seqlens_k.diff(), cu_seqlens_q=cu_seqlens_q, **options)
+    options |= {"seqused_k": cu_seqlens_k.diff(), "return_lse": return_lse}
+    conventions = {"causal": causal, "window_size": window_size, "softcap": softcap}
+    return _attend(q, k, v, softmax_scale=softmax_scale, **conventions, **options)
 
 
 def _attend(

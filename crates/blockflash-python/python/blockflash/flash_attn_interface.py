@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from ._decode import attention_merge
-from ._flash import InvalidCall, attend, refuse, unpack, used_parts
+from ._flash import InvalidCall, attend, refuse_of_3, unpack, used_parts
 from ._flash_cache import with_kvcache
 
 __all__ = [
@@ -61,36 +61,14 @@ def flash_attn_func(
     sm_margin: int = 0,
     return_attn_probs: bool = False,
 ) -> _Result:
-    """Attention of a batch of sequences of equal length.
-
-    Tensors:
-        q: `[batch, seqlen_q, heads, head_dim]`.
-        k: `[batch, seqlen_k, heads_k, head_dim]`; heads is a multiple of heads_k (GQA, MQA).
-        v: as k.
-
-    The other arguments are described at the top of this module.
+    """`blockflash.flash_attn.flash_attn_func` with the arguments of FlashAttention 3.
 
     Returns:
         `[batch, seqlen_q, heads, head_dim]`, or a pair with `return_attn_probs`.
 
     """
-    refuse(
-        qv=qv,
-        q_descale=q_descale,
-        k_descale=k_descale,
-        v_descale=v_descale,
-        attention_chunk=attention_chunk,
-    )
-    return attend(
-        q,
-        k,
-        v,
-        softmax_scale=softmax_scale,
-        causal=causal,
-        window_size=window_size,
-        softcap=softcap,
-        return_lse=return_attn_probs,
-    )
+    refuse_of_3(qv, q_descale, k_descale, v_descale, attention_chunk)
+    return attend(q, k, v, softmax_scale, causal, window_size, softcap, return_attn_probs)
 
 
 def flash_attn_varlen_func(
@@ -118,44 +96,22 @@ def flash_attn_varlen_func(
     sm_margin: int = 0,
     return_attn_probs: bool = False,
 ) -> _Result:
-    """Attention of sequences of any lengths, packed one after another.
+    """`blockflash.flash_attn.flash_attn_varlen_func` with the arguments of FlashAttention 3.
 
-    Tensors:
-        q: `[total_q, heads, head_dim]`.
-        k: `[total_k, heads_k, head_dim]`; heads is a multiple of heads_k (GQA, MQA).
-        v: as k.
-        cu_seqlens_q: i32 `[batch + 1]`, first row of q of each sequence, and their end.
-        cu_seqlens_k: the same for k and v.
-        max_seqlen_q: the longest sequence of q.
-        max_seqlen_k: the longest sequence of k.
+    Args that flash-attn 2 does not have:
         seqused_q: i32 `[batch]`: how many of the rows of each sequence are queries. The others get
             the output 0.
         seqused_k: the same for keys.
-
-    The other arguments are described at the top of this module.
 
     Returns:
         `[total_q, heads, head_dim]`, or a pair with `return_attn_probs`.
 
     """
-    refuse(
-        qv=qv,
-        q_descale=q_descale,
-        k_descale=k_descale,
-        v_descale=v_descale,
-        attention_chunk=attention_chunk,
-    )
+    refuse_of_3(qv, q_descale, k_descale, v_descale, attention_chunk)
     if seqused_q is not None or seqused_k is not None:
         cu_seqlens_q, cu_seqlens_k = used_parts(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
     return attend(
-        q,
-        k,
-        v,
-        softmax_scale=softmax_scale,
-        causal=causal,
-        window_size=window_size,
-        softcap=softcap,
-        return_lse=return_attn_probs,
+        *(q, k, v, softmax_scale, causal, window_size, softcap, return_attn_probs),
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
         max_seqlen_q=max_seqlen_q,
@@ -193,23 +149,8 @@ def flash_attn_qkvpacked_func(
         q, k, v = unpack("qkv", qkv, 3)
         if num_heads_q not in (None, q.size(-2)):
             raise InvalidCall(f"num_heads_q is {num_heads_q} with {q.size(-2)} heads of q in qkv")
-    return flash_attn_func(
-        q,
-        k,
-        v,
-        softmax_scale,
-        causal,
-        None,
-        q_descale,
-        k_descale,
-        v_descale,
-        window_size,
-        attention_chunk,
-        softcap,
-        deterministic=deterministic,
-        sm_margin=sm_margin,
-        return_attn_probs=return_attn_probs,
-    )
+    refuse_of_3(None, q_descale, k_descale, v_descale, attention_chunk)
+    return attend(q, k, v, softmax_scale, causal, window_size, softcap, return_attn_probs)
 
 
 def flash_attn_with_kvcache(
@@ -261,19 +202,9 @@ def flash_attn_with_kvcache(
         `return_softmax_lse` (FlashAttention 3 adds the results of its splits to it).
 
     """
-    refuse(
-        qv=qv,
-        q_descale=q_descale,
-        k_descale=k_descale,
-        v_descale=v_descale,
-        attention_chunk=attention_chunk,
-    )
+    refuse_of_3(qv, q_descale, k_descale, v_descale, attention_chunk)
     return with_kvcache(
-        q,
-        k_cache,
-        v_cache,
-        k,
-        v,
+        *(q, k_cache, v_cache, k, v),
         rotary=(rotary_cos, rotary_sin),
         rotary_interleaved=rotary_interleaved,
         cache_seqlens=cache_seqlens,

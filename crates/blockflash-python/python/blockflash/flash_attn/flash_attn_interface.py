@@ -35,6 +35,8 @@ few operations of torch.
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from blockflash._flash import attend, refuse, unpack
@@ -83,16 +85,7 @@ def flash_attn_func(
 
     """
     refuse(dropout_p=dropout_p, alibi_slopes=alibi_slopes)
-    result = attend(
-        q,
-        k,
-        v,
-        softmax_scale=softmax_scale,
-        causal=causal,
-        window_size=window_size,
-        softcap=softcap,
-        return_lse=return_attn_probs,
-    )
+    result = attend(q, k, v, softmax_scale, causal, window_size, softcap, return_attn_probs)
     return (*result, q.new_empty(0)) if return_attn_probs else result
 
 
@@ -135,21 +128,14 @@ def flash_attn_varlen_func(
 
     """
     refuse(dropout_p=dropout_p, alibi_slopes=alibi_slopes)
-    pages = {"max_seqlen_k": max_seqlen_k} if block_table is None else {"block_table": block_table}
-    result = (attend if block_table is None else paged)(
-        q,
-        k,
-        v,
-        softmax_scale=softmax_scale,
-        causal=causal,
-        window_size=window_size,
-        softcap=softcap,
-        return_lse=return_attn_probs,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
-        max_seqlen_q=max_seqlen_q,
-        **pages,
-    )
+    conventions = (softmax_scale, causal, window_size, softcap, return_attn_probs)
+    packed: dict[str, Any] = {
+        "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "max_seqlen_q": max_seqlen_q
+    }  # fmt: skip
+    if block_table is None:
+        result = attend(q, k, v, *conventions, max_seqlen_k=max_seqlen_k, **packed)
+    else:
+        result = paged(q, k, v, *conventions, block_table=block_table, **packed)
     return (*result, q.new_empty(0)) if return_attn_probs else result
 
 
@@ -165,20 +151,8 @@ def flash_attn_qkvpacked_func(
     return_attn_probs: bool = False,
 ) -> _Result:
     """`flash_attn_func` of q, k and v in one tensor, `[batch, seqlen, 3, heads, head_dim]`."""
-    q, k, v = unpack("qkv", qkv, 3)
-    return flash_attn_func(
-        q,
-        k,
-        v,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-    )
+    options = (softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+    return flash_attn_func(*unpack("qkv", qkv, 3), dropout_p, *options, return_attn_probs)
 
 
 def flash_attn_kvpacked_func(
@@ -194,20 +168,8 @@ def flash_attn_kvpacked_func(
     return_attn_probs: bool = False,
 ) -> _Result:
     """`flash_attn_func` of k and v in one tensor, `[batch, seqlen_k, 2, heads_k, head_dim]`."""
-    k, v = unpack("kv", kv, 2)
-    return flash_attn_func(
-        q,
-        k,
-        v,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-    )
+    options = (softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+    return flash_attn_func(q, *unpack("kv", kv, 2), dropout_p, *options, return_attn_probs)
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -224,24 +186,9 @@ def flash_attn_varlen_qkvpacked_func(
     return_attn_probs: bool = False,
 ) -> _Result:
     """`flash_attn_varlen_func` of q, k and v in one tensor, `[total, 3, heads, head_dim]`."""
-    q, k, v = unpack("qkv", qkv, 3)
-    return flash_attn_varlen_func(
-        q,
-        k,
-        v,
-        cu_seqlens,
-        cu_seqlens,
-        max_seqlen,
-        max_seqlen,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-    )
+    packed = (*unpack("qkv", qkv, 3), cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+    options = (softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+    return flash_attn_varlen_func(*packed, dropout_p, *options, return_attn_probs)
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -261,24 +208,9 @@ def flash_attn_varlen_kvpacked_func(
     return_attn_probs: bool = False,
 ) -> _Result:
     """`flash_attn_varlen_func` of k and v in one tensor, `[total_k, 2, heads_k, head_dim]`."""
-    k, v = unpack("kv", kv, 2)
-    return flash_attn_varlen_func(
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-    )
+    packed = (*unpack("kv", kv, 2), cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    options = (softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+    return flash_attn_varlen_func(q, *packed, dropout_p, *options, return_attn_probs)
 
 
 def flash_attn_with_kvcache(
@@ -349,11 +281,7 @@ def flash_attn_with_kvcache(
         # flash-attn takes the first entries of a larger cache.
         k_cache, v_cache = k_cache[: q.shape[0]], v_cache[: q.shape[0]]
     return with_kvcache(
-        q,
-        k_cache,
-        v_cache,
-        k,
-        v,
+        *(q, k_cache, v_cache, k, v),
         rotary=(rotary_cos, rotary_sin),
         rotary_interleaved=rotary_interleaved,
         cache_seqlens=cache_seqlens,
