@@ -55,6 +55,7 @@ impl Described {
         Self { what, device, dtype, layout, address: 0, stream: 0 }
     }
 
+    #[inline]
     fn footprint(&self) -> Footprint<'_> {
         Footprint { address: self.address, dtype: self.dtype, layout: &self.layout }
     }
@@ -64,6 +65,7 @@ impl Described {
 ///
 /// # Errors
 /// [`Error::Layout`]; [`Error::Operand`] for one that is larger than memory.
+#[inline]
 pub fn layout(what: &'static str, shape: &[i64], strides: &[i64]) -> Result<Layout> {
     let sizes = |numbers: &[i64]| {
         let mut sizes = [0; MAX_RANK];
@@ -92,6 +94,7 @@ impl<'a> Foreign<'a> {
     /// 3. Others use the memory only as [`View::from_raw`] and, where it is written,
     ///    [`ViewMut::from_raw`] allow. Tensors that go into one call of [`views`] need not promise
     ///    this of each other, since the call checks them.
+    #[inline]
     pub unsafe fn new(described: Described) -> Foreign<'a> {
         let span = described.footprint().span();
         Foreign { described, span, memory: PhantomData }
@@ -106,6 +109,7 @@ impl<'a> Foreign<'a> {
     ///
     /// # Errors
     /// [`Error::PerThreadStream`].
+    #[inline]
     pub fn stream(&self) -> Result<Stream> {
         let Described { device, stream, .. } = self.described;
         if device.is_cpu() {
@@ -122,6 +126,7 @@ impl<'a> Foreign<'a> {
     ///
     /// # Errors
     /// [`Error::Operand`] for an address that is 0 or not aligned.
+    #[inline]
     pub fn view(&self) -> Result<View<'a>> {
         let &Described { what, ref device, dtype, layout, address, .. } = &self.described;
         let pointer = with_exposed_provenance(address);
@@ -131,6 +136,7 @@ impl<'a> Foreign<'a> {
         made.map_err(|source| Error::Operand { what, source })
     }
 
+    #[inline]
     fn view_mut(self) -> Result<ViewMut<'a>> {
         let Described { what, device, dtype, layout, address, .. } = self.described;
         let pointer = with_exposed_provenance_mut(address);
@@ -161,6 +167,7 @@ impl<'a> Foreign<'a> {
 
     /// Refuses a tensor that is written if it shares memory with another one, or on the CPU is in
     /// the gaps of the other.
+    #[inline]
     fn apart_from(&self, other: &Foreign<'_>) -> Result<()> {
         let (own, others) = (&self.span, &other.span);
         // Nearly always.

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -25,8 +24,6 @@ from ._ops import empty_lse, empty_o, refuse_lazy_writes
 from ._schema import DECODE, SCHEMAS
 
 _OPS = torch.ops.blockflash
-# Options by their names, in the order of the operators.
-_TENSORS, _OPTIONS = itemgetter(*DECODE.tensors), itemgetter(*DECODE.places)
 _CU_SEQLENS_Q = DECODE.places["cu_seqlens_q"]
 
 
@@ -120,22 +117,17 @@ def attention_decode(
     if k is not None and k.dim() == 3 and cu_seqlens_k is None:
         cu_seqlens_k = cu_seqlens_q
     lists, counts = (None, None) if pages is None else pages
-    given = {
-        "seqused_k": seqused_k, "block_table": block_table, "cu_seqlens_q": cu_seqlens_q,
-        "cu_seqlens_k": cu_seqlens_k, "sink": sink, "rotary_cos": rotary_cos,
-        "rotary_sin": rotary_sin, "page_lists": lists, "page_counts": counts,
-    }  # fmt: skip
+    # In the order of the table.
+    options: list[Any] = [
+        seqused_k, block_table, cu_seqlens_q, cu_seqlens_k, sink, rotary_cos, rotary_sin, lists,
+        counts,
+    ]  # fmt: skip
     if max_seqlen_q is scale is softcap is None and left == right == -1 and not rotary_interleaved:
         # What is at its default at the end costs the host nothing if it is not passed.
-        options = list(_TENSORS(given))
         while options and options[-1] is None:
             options.pop()
     else:
-        given |= {
-            "max_q": max_seqlen_q or 0, "left": left, "right": right, "scale": scale,
-            "softcap": softcap or 0.0, "interleaved": rotary_interleaved,
-        }  # fmt: skip
-        options = _OPTIONS(given)
+        options += (max_seqlen_q or 0, left, right, scale, softcap or 0.0, rotary_interleaved)
     tensors = (q, k_cache, v_cache) if k is None else (q, k_cache, v_cache, k, v)
     operator = _OPS.attention_decode.default if k is None else _OPS.attention_append.default
     _place(q)
