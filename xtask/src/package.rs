@@ -154,7 +154,9 @@ mod tests {
     fn what_a_release_publishes() {
         let unpublished = unpublished().unwrap();
         let is_published = |name: &&str| !unpublished.iter().any(|other| other == name);
-        let crates = ["images", "sys", "safe", "ops", "dist", "candle", "cases", "oracle", "bench"];
+        let crates = [
+            "images", "sys", "safe", "foreign", "ops", "dist", "candle", "cases", "oracle", "bench",
+        ];
         assert!(
             crates
                 .map(|name| format!("blockflash-{name}"))

@@ -137,12 +137,13 @@ impl<'a> Foreign<'a> {
     }
 
     #[inline]
-    fn view_mut(self) -> Result<ViewMut<'a>> {
-        let Described { what, device, dtype, layout, address, .. } = self.described;
+    /// As [`view`](Self::view); `views` takes what is written by value, so it is called once.
+    fn view_mut(&self) -> Result<ViewMut<'a>> {
+        let &Described { what, ref device, dtype, layout, address, .. } = &self.described;
         let pointer = with_exposed_provenance_mut(address);
         // SAFETY: 1. and 2. Points 1 and 3 of `new`. No other tensor of the call has memory of the
         // elements, or on the CPU of their span (`views`).
-        let made = unsafe { ViewMut::from_raw(&device, pointer, dtype, layout) };
+        let made = unsafe { ViewMut::from_raw(device, pointer, dtype, layout) };
         made.map_err(|source| Error::Operand { what, source })
     }
 
@@ -213,8 +214,8 @@ pub fn views<'a, const A: usize, const B: usize, const W: usize>(
         }
     }
     let mut made = [const { None }; W];
-    for (view, foreign) in made.iter_mut().zip(write) {
-        *view = foreign.map(Foreign::view_mut).transpose()?;
+    for (view, foreign) in made.iter_mut().zip(&write) {
+        *view = foreign.as_ref().map(Foreign::view_mut).transpose()?;
     }
     Ok((read(first)?, read(second)?, made))
 }

@@ -1,7 +1,7 @@
 //! Attention into tensors of the caller.
 
 use crate::error::{Failure, Result};
-use crate::foreign::{Foreign, of, optional, views};
+use crate::foreign::{Operands, of, optional, views};
 use crate::mask;
 use crate::options::Given;
 use blockflash_foreign::{AttentionNumbers, AttentionOptions, AttentionTensors};
@@ -23,26 +23,25 @@ pub(crate) fn attention(
     lse: Option<&Bound<'_, PyAny>>,
     options: &Bound<'_, PyTuple>,
 ) -> PyResult<()> {
-    let qkv = [of("q", q)?, of("k", k)?, of("v", v)?];
-    let options = Given::attention(options)?;
-    let (o, lse) = (of("o", o)?, optional("lse", lse)?);
-    Ok(q.py().detach(|| run(qkv, options, o, lse))?)
+    let qkv = [Some(of("q", q)?), Some(of("k", k)?), Some(of("v", v)?)];
+    let AttentionOptions { tensors, numbers } = Given::attention(options)?;
+    let (tensors, write) = (tensors.into(), [Some(of("o", o)?), optional("lse", lse)?]);
+    Ok(q.py().detach(|| run(&qkv, &tensors, &numbers, write))?)
 }
 
-/// Computes; queues the work on a GPU.
+/// Computes from q, k, v and the tensors of the options into o and lse; queues the work on a GPU.
 pub(crate) fn run<'a>(
-    qkv: [Foreign<'a>; 3],
-    options: AttentionOptions<Foreign<'a>>,
-    o: Foreign<'a>,
-    lse: Option<Foreign<'a>>,
+    qkv: &Operands<'a, 3>,
+    tensors: &Operands<'a, { AttentionTensors::COUNT }>,
+    numbers: &AttentionNumbers,
+    write: Operands<'a, 2>,
 ) -> Result<()> {
-    let AttentionOptions { tensors, numbers } = options;
-    let stream = qkv[0].stream()?;
-    let (qkv, tensors, [o, lse]) = views((&qkv.map(Some), &tensors.into()), [Some(o), lse])?;
+    let stream = qkv[0].as_ref().ok_or_else(|| Failure::value("q is needed"))?.stream()?;
+    let (qkv, tensors, [o, lse]) = views((qkv, tensors), write)?;
     let block_mask = mask::lookup(numbers.block_mask, &stream)?;
     let block_mask = block_mask.as_deref().map(|entry| entry.mask());
     let o = o.ok_or_else(|| Failure::value("o is needed"))?;
-    Ok(call(qkv, tensors.into(), &numbers, block_mask)?.forward_into(o, lse, &stream)?)
+    Ok(call(qkv, tensors.into(), numbers, block_mask)?.forward_into(o, lse, &stream)?)
 }
 
 /// The call of q, k and v with these options.

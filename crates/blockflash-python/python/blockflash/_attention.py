@@ -16,6 +16,7 @@ from .block_mask import BlockMask
 
 _OPS = torch.ops.blockflash
 _UNLIMITED = (None, None)
+_DEFAULTS = ATTENTION.defaults
 
 
 def attention(
@@ -139,7 +140,7 @@ def attention(
             else:
                 o = _autograd.call_below(_OPS.attention_forward.default, q, k, v, **options)
         elif not _autograd.is_transformed():
-            o, lse = _ops.Differentiable.apply(q, k, v, *ATTENTION.ordered(options))
+            o, lse = _ops.Differentiable.apply(q, k, v, *(_DEFAULTS | options).values())
         elif return_lse:
             o, lse = _OPS.attention.default(q, k, v, **options)
         else:

@@ -15,20 +15,20 @@ from torch.nn.functional import pad
 from . import _autograd, _native
 from ._schema import ATTENTION
 
-_TENSORS = len(ATTENTION.tensors)
-_BLOCK_MASK = ATTENTION.places["block_mask"]
+# Places among the arguments of `attention`, of which q, k and v are the first.
+_NUMBERS = 3 + len(ATTENTION.tensors)
+_BLOCK_MASK = 3 + ATTENTION.places["block_mask"]
 _SINK = ATTENTION.places["sink"]
 
 
 def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     """Saves what the gradient needs."""
-    q, k, v, *options = inputs
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, v, *output, *options[:_TENSORS])
-    ctx.numbers = options[_TENSORS:]
+    ctx.save_for_backward(*inputs[:3], *output, *inputs[3:_NUMBERS])
+    ctx.numbers = inputs[_NUMBERS:]
     # While a graph is traced, the number of a block mask may be a symbol. Whoever calls the graph
     # keeps the mask then; a number that is gone is an error.
-    block_mask = options[_BLOCK_MASK]
+    block_mask = inputs[_BLOCK_MASK]
     if isinstance(block_mask, int) and block_mask != 0:
         ctx.block_mask = _native.BlockMask.of(block_mask)
 

@@ -79,13 +79,17 @@ impl Call {
 
     fn run_as_they_are(&self, o: &Tensor, lse: Option<&Tensor>) -> Result<()> {
         let [q, k, v] = &self.qkv;
-        let qkv = [q.foreign("q", false)?, k.foreign("k", false)?, v.foreign("v", false)?];
-        let AttentionOptions { ref tensors, numbers } = self.options;
+        let qkv = [
+            Some(q.foreign("q", false)?),
+            Some(k.foreign("k", false)?),
+            Some(v.foreign("v", false)?),
+        ];
+        let AttentionOptions { tensors, numbers } = &self.options;
         let tensors = tensors.each_ref().try_map(|what, tensor| {
             tensor.as_ref().map(|tensor| tensor.foreign(what, false)).transpose()
         })?;
         let lse = lse.map(|lse| lse.foreign("lse", true)).transpose()?;
-        run(qkv, AttentionOptions { tensors, numbers }, o.foreign("o", true)?, lse)
+        run(&qkv, &tensors.into(), numbers, [Some(o.foreign("o", true)?), lse])
     }
 }
 
