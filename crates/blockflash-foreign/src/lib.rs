@@ -13,4 +13,4 @@ pub use options::{
     Argument, Arguments, AttentionNumbers, AttentionOptions, AttentionTensors, DecodeNumbers,
     DecodeOptions, DecodeTensors, Kind, Value,
 };
-pub use tensor::{Described, Foreign, Operands, Views, ViewsMut, layout, views};
+pub use tensor::{Borrowed, Described, Foreign, Operands, Views, ViewsMut, layout, views};

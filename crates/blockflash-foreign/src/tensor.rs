@@ -20,7 +20,7 @@ use std::ptr::{with_exposed_provenance, with_exposed_provenance_mut};
 /// // SAFETY: 1. Their layouts span elements of `kv`, which outlives the views. 2. There is no
 /// // stream. 3. Nobody else uses `kv` meanwhile.
 /// let [k, v] = [part("k", 0), part("v", 1)].map(|part| unsafe { Foreign::new(part) });
-/// let error = views((&[Some(k)], &[]), [Some(v)]).unwrap_err();
+/// let error = views(([&Some(k)], []), [Some(v)]).unwrap_err();
 /// // Views on the CPU are slices. On a GPU there is nothing to refuse.
 /// assert_eq!(error.to_string(), "v is between elements of k");
 /// ```
@@ -189,6 +189,8 @@ impl<'a> Foreign<'a> {
 
 /// Some tensors of a call, of which some may be missing.
 pub type Operands<'a, const N: usize> = [Option<Foreign<'a>>; N];
+/// The same where they are.
+pub type Borrowed<'f, 'a, const N: usize> = [&'f Option<Foreign<'a>>; N];
 /// The views of some tensors.
 pub type Views<'a, const N: usize> = [Option<View<'a>>; N];
 /// The views of some tensors that are written.
@@ -204,12 +206,13 @@ pub type ViewsMut<'a, const N: usize> = [Option<ViewMut<'a>>; N];
 /// [`Error::SharedMemory`]; [`Error::Interleaved`] on the CPU; [`Error::Operand`] as for
 /// [`Foreign::view`], and for a tensor that is written and has an element twice.
 pub fn views<'a, const A: usize, const B: usize, const W: usize>(
-    (first, second): (&Operands<'a, A>, &Operands<'a, B>),
+    (first, second): (Borrowed<'_, 'a, A>, Borrowed<'_, 'a, B>),
     write: Operands<'a, W>,
 ) -> Result<(Views<'a, A>, Views<'a, B>, ViewsMut<'a, W>)> {
     for (at, written) in write.iter().enumerate() {
         let Some(written) = written else { continue };
-        for other in first.iter().chain(second).chain(&write[..at]).flatten() {
+        let read = first.iter().chain(&second).copied();
+        for other in read.chain(&write[..at]).flatten() {
             written.apart_from(other)?;
         }
     }
@@ -221,7 +224,7 @@ pub fn views<'a, const A: usize, const B: usize, const W: usize>(
 }
 
 /// The views of the tensors of a call that writes none.
-fn read<'a, const N: usize>(operands: &Operands<'a, N>) -> Result<Views<'a, N>> {
+fn read<'a, const N: usize>(operands: Borrowed<'_, 'a, N>) -> Result<Views<'a, N>> {
     let mut views = [None; N];
     for (view, foreign) in views.iter_mut().zip(operands) {
         *view = foreign.as_ref().map(Foreign::view).transpose()?;

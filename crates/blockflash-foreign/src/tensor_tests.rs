@@ -24,7 +24,7 @@ fn refused(read: (usize, &[i64], &[i64]), write: (usize, &[i64], &[i64])) -> Opt
     let mut buffer = vec![0.0; 64];
     let x = foreign(part("x", &mut buffer, read.0, read.1, read.2));
     let y = foreign(part("y", &mut buffer, write.0, write.1, write.2));
-    views((&[Some(x)], &[]), [Some(y)]).err().map(|error| error.to_string())
+    views(([&Some(x)], []), [Some(y)]).err().map(|error| error.to_string())
 }
 
 #[test]
@@ -41,17 +41,17 @@ fn what_is_written_is_apart_from_everything_else() {
     // In the second group, and among those that are written.
     let mut buffer = vec![0.0; 8];
     let [a, b, c] = ["a", "b", "c"].map(|what| foreign(part(what, &mut buffer, 0, &[8], &[1])));
-    let error = views((&[None], &[Some(a)]), [Some(b)]).unwrap_err();
+    let error = views(([&None], [&Some(a)]), [Some(b)]).unwrap_err();
     assert_eq!(error.to_string(), "b shares memory with a");
     let d = foreign(part("d", &mut buffer, 0, &[8], &[1]));
-    let error = views((&[], &[]), [Some(c), Some(d)]).unwrap_err();
+    let error = views(([], []), [Some(c), Some(d)]).unwrap_err();
     assert_eq!(error.to_string(), "d shares memory with c");
 }
 
 #[test]
 fn an_element_is_not_written_twice() {
     let mut buffer = vec![0.0; 8];
-    let error = views((&[], &[]), [Some(foreign(part("x", &mut buffer, 0, &[2, 8], &[0, 1])))]);
+    let error = views(([], []), [Some(foreign(part("x", &mut buffer, 0, &[2, 8], &[0, 1])))]);
     let error = error.unwrap_err();
     assert!(matches!(error, Error::Operand { what: "x", .. }), "{error}");
     // Reading it is something else.
@@ -64,7 +64,7 @@ fn views_are_of_the_elements_that_were_described() {
     let mut buffer: Vec<f32> = (0u8..12).map(f32::from).collect();
     let x = foreign(part("x", &mut buffer, 1, &[2, 3], &[6, 2]));
     let stream = x.stream().unwrap();
-    let ([Some(x), None], [], []) = views((&[Some(x), None], &[]), []).unwrap() else {
+    let ([Some(x), None], [], []) = views(([&Some(x), &None], []), []).unwrap() else {
         panic!("one view of one tensor")
     };
     assert_eq!(x.to_vec::<f32>(&stream).unwrap(), [1.0, 3.0, 5.0, 7.0, 9.0, 11.0]);

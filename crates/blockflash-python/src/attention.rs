@@ -1,7 +1,7 @@
 //! Attention into tensors of the caller.
 
 use crate::error::{Failure, Result};
-use crate::foreign::{Operands, of, optional, views};
+use crate::foreign::{Foreign, Operands, of, optional, views};
 use crate::mask;
 use crate::options::Given;
 use blockflash_foreign::{AttentionNumbers, AttentionOptions, AttentionTensors};
@@ -25,19 +25,19 @@ pub(crate) fn attention(
 ) -> PyResult<()> {
     let qkv = [Some(of("q", q)?), Some(of("k", k)?), Some(of("v", v)?)];
     let AttentionOptions { tensors, numbers } = Given::attention(options)?;
-    let (tensors, write) = (tensors.into(), [Some(of("o", o)?), optional("lse", lse)?]);
+    let write = [Some(of("o", o)?), optional("lse", lse)?];
     Ok(q.py().detach(|| run(&qkv, &tensors, &numbers, write))?)
 }
 
 /// Computes from q, k, v and the tensors of the options into o and lse; queues the work on a GPU.
 pub(crate) fn run<'a>(
     qkv: &Operands<'a, 3>,
-    tensors: &Operands<'a, { AttentionTensors::COUNT }>,
+    tensors: &AttentionTensors<Option<Foreign<'a>>>,
     numbers: &AttentionNumbers,
     write: Operands<'a, 2>,
 ) -> Result<()> {
     let stream = qkv[0].as_ref().ok_or_else(|| Failure::value("q is needed"))?.stream()?;
-    let (qkv, tensors, [o, lse]) = views((qkv, tensors), write)?;
+    let (qkv, tensors, [o, lse]) = views((qkv.each_ref(), tensors.each_ref().into()), write)?;
     let block_mask = mask::lookup(numbers.block_mask, &stream)?;
     let block_mask = block_mask.as_deref().map(|entry| entry.mask());
     let o = o.ok_or_else(|| Failure::value("o is needed"))?;

@@ -58,7 +58,7 @@ pub(crate) fn attention_backward(
 struct Backward<'a> {
     /// q, k, v, o, lse and d_o.
     operands: Operands<'a, 6>,
-    tensors: Operands<'a, { AttentionTensors::COUNT }>,
+    tensors: AttentionTensors<Option<Foreign<'a>>>,
     numbers: AttentionNumbers,
     block_mask: Option<Arc<Entry<Kept>>>,
     stream: Stream,
@@ -69,19 +69,21 @@ impl<'a> Backward<'a> {
         let AttentionOptions { tensors, numbers } = options;
         let stream = operands[0].stream()?;
         let block_mask = mask::lookup(numbers.block_mask, &stream)?;
-        let (operands, tensors) = (operands.map(Some), tensors.into());
+        let operands = operands.map(Some);
         Ok(Self { operands, tensors, numbers, block_mask, stream })
     }
 
     fn workspace_bytes(&self) -> Result<usize> {
-        let (operands, tensors, []) = views((&self.operands, &self.tensors), [])?;
+        let (operands, tensors, []) =
+            views((self.operands.each_ref(), self.tensors.each_ref().into()), [])?;
         let backward = self.operation(operands, tensors.into())?;
         Ok(backward.workspace_bytes(self.stream.device())?)
     }
 
     /// Computes; queues the work on a GPU.
     fn run(self, write: Operands<'a, 5>) -> Result<()> {
-        let (operands, tensors, written) = views((&self.operands, &self.tensors), write)?;
+        let (operands, tensors, written) =
+            views((self.operands.each_ref(), self.tensors.each_ref().into()), write)?;
         let [Some(dq), Some(dk), Some(dv), d_sink, workspace] = written else {
             return Err(Failure::value("dq, dk and dv are needed"));
         };

@@ -3,7 +3,7 @@
 
 use crate::attention::token_mask;
 use crate::error::{Failure, Result, with_memory};
-use crate::foreign::{Operands, of, optional, scratch, views};
+use crate::foreign::{Foreign, Operands, of, optional, scratch, views};
 use crate::options::Given;
 use blockflash_foreign::{DecodeNumbers, DecodeOptions, DecodeTensors};
 use blockflash_ops::{
@@ -41,7 +41,7 @@ pub(crate) fn attention_decode(
     let cache = [of("k_cache", k_cache)?, of("v_cache", v_cache)?].map(Some);
     let DecodeOptions { tensors, numbers } = Given::decode(options)?;
     let outputs = [Some(of("o", o)?), optional("lse", lse)?];
-    let call = Call { cache, rows, tensors: tensors.into(), numbers, stream };
+    let call = Call { cache, rows, tensors, numbers, stream };
     let (bytes, captured) = py.detach(|| call.workspace_bytes())?;
     // Held until the work is queued.
     let memory = if captured { Some(allocate.call1((bytes,))?) } else { None };
@@ -63,7 +63,7 @@ struct Call<'a> {
     cache: Operands<'a, 2>,
     /// q, k and v.
     rows: Operands<'a, 3>,
-    tensors: Operands<'a, { DecodeTensors::COUNT }>,
+    tensors: DecodeTensors<Option<Foreign<'a>>>,
     numbers: DecodeNumbers,
     stream: Stream,
 }
@@ -74,10 +74,11 @@ impl<'a> Call<'a> {
         if self.stream.device().is_cpu() {
             return Ok((0, false));
         }
-        let ([Some(k), Some(v)], [], []) = views((&self.cache, &[]), [])? else {
+        let ([Some(k), Some(v)], [], []) = views((self.cache.each_ref(), []), [])? else {
             return Err(needed());
         };
-        let (rows, tensors, []) = views((&self.rows, &self.tensors), [])?;
+        let (rows, tensors, []) =
+            views((self.rows.each_ref(), self.tensors.each_ref().into()), [])?;
         let tensors = DecodeTensors::from(tensors);
         let (call, _) = operation(rows, &tensors, &self.numbers)?;
         let bytes = call.workspace_bytes(&cache(k, v, &tensors), self.stream.device())?;
@@ -90,11 +91,12 @@ impl<'a> Call<'a> {
         [o, lse]: Operands<'a, 2>,
         workspace: Option<&AttentionDecodeWorkspace>,
     ) -> Result<()> {
-        let Self { cache: [k, v], rows, tensors, numbers, stream } = self;
+        let Self { cache: [k, v], ref rows, ref tensors, ref numbers, ref stream } = self;
+        let given = tensors.each_ref().into();
         if rows[1].is_some() || rows[2].is_some() {
-            let (rows, tensors, [k, v, o, lse]) = views((&rows, &tensors), [k, v, o, lse])?;
+            let (rows, tensors, [k, v, o, lse]) = views((rows.each_ref(), given), [k, v, o, lse])?;
             let tensors = DecodeTensors::from(tensors);
-            let (call, new) = operation(rows, &tensors, &numbers)?;
+            let (call, new) = operation(rows, &tensors, numbers)?;
             let (Some(k), Some(v), Some(o), Some(new)) = (k, v, o, new) else {
                 return Err(needed());
             };
@@ -102,17 +104,16 @@ impl<'a> Call<'a> {
             let cache = KvCacheMut { seqused_kv, block_table, ..KvCacheMut::new(k, v) };
             let cache = CacheAccess::Append(&new, cache);
             let call = AttentionDecode { workspace, ..call };
-            return Ok(call.forward_into(AttentionDecodeOperands { cache, o, lse }, &stream)?);
+            return Ok(call.forward_into(AttentionDecodeOperands { cache, o, lse }, stream)?);
         }
         // Views of all that is read, so that no output shares memory with any of it.
-        let [q, _, _] = rows;
-        let ([k, v, q], tensors, [o, lse]) = views((&[k, v, q], &tensors), [o, lse])?;
+        let ([k, v, q], tensors, [o, lse]) = views(([&k, &v, &rows[0]], given), [o, lse])?;
         let tensors = DecodeTensors::from(tensors);
-        let (call, _) = operation([q, None, None], &tensors, &numbers)?;
+        let (call, _) = operation([q, None, None], &tensors, numbers)?;
         let (Some(k), Some(v), Some(o)) = (k, v, o) else { return Err(needed()) };
         let cache = CacheAccess::Read(cache(k, v, &tensors));
         let call = AttentionDecode { workspace, ..call };
-        Ok(call.forward_into(AttentionDecodeOperands { cache, o, lse }, &stream)?)
+        Ok(call.forward_into(AttentionDecodeOperands { cache, o, lse }, stream)?)
     }
 }
 
@@ -209,7 +210,7 @@ pub(crate) fn attention_merge(
     let outputs = [of("o", o)?, of("lse", lse)?];
     let run = || -> Result<()> {
         let stream = parts[0].stream()?;
-        let (parts, [], [o, lse]) = views((&parts.map(Some), &[]), outputs.map(Some))?;
+        let (parts, [], [o, lse]) = views((parts.map(Some).each_ref(), []), outputs.map(Some))?;
         let ([Some(parts_o), Some(parts_lse)], Some(o)) = (parts, o) else {
             return Err(Failure::value("parts_o, parts_lse and o are needed"));
         };

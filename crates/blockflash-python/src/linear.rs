@@ -57,7 +57,9 @@ fn product(
         let memory = || Ok((lookup(pattern, &stream)?, workspace(&stream)?));
         let (place, workspace) = with_memory(memory)?;
         let read = [Some(x), Some(values), bias];
-        let ([Some(x), Some(values), bias], [], [Some(y)]) = views((&read, &[]), [Some(y)])? else {
+        let ([Some(x), Some(values), bias], [], [Some(y)]) =
+            views((read.each_ref(), []), [Some(y)])?
+        else {
             return Err(Failure::value("x, values and y are needed"));
         };
         let w = BsrView::new(&place.pattern, values)?;
@@ -88,7 +90,9 @@ pub(crate) fn sddmm(
         let stream = a.stream()?;
         let place = with_memory(|| lookup(pattern, &stream))?;
         let read = [Some(a), Some(b)];
-        let ([Some(a), Some(b)], [], [Some(values)]) = views((&read, &[]), [Some(values)])? else {
+        let ([Some(a), Some(b)], [], [Some(values)]) =
+            views((read.each_ref(), []), [Some(values)])?
+        else {
             return Err(Failure::value("a, b and values are needed"));
         };
         Ok(BsrSddmm::new(&place.pattern, a, b).sddmm_into(values, &stream)?)

@@ -236,7 +236,7 @@ impl Handle {
     fn write_bool(&self, out: &Bound<'_, PyAny>) -> PyResult<()> {
         let out = direct("out", out)?;
         let write = || -> Result<()> {
-            let ([], [], [Some(mut out)]) = views((&[], &[]), [Some(out)])? else {
+            let ([], [], [Some(mut out)]) = views(([], []), [Some(out)])? else {
                 return Err(Failure::value("out is needed"));
             };
             let visited = self.mask().to(&Device::cpu().stream()?)?.to_bool()?;

@@ -124,7 +124,8 @@ impl Handle {
         let py = row_ptr.py();
         let arrays = [direct("row_ptr", row_ptr)?, direct("col_idx", col_idx)?];
         Ok(py.detach(|| {
-            let ([Some(row_ptr), Some(col_idx)], [], []) = views((&arrays.map(Some), &[]), [])?
+            let ([Some(row_ptr), Some(col_idx)], [], []) =
+                views((arrays.map(Some).each_ref(), []), [])?
             else {
                 return Err(Failure::value("row_ptr and col_idx are needed"));
             };

@@ -196,7 +196,7 @@ impl Fork {
         let described = Described { address: start as usize, ..described };
         // SAFETY: as in `view`; the slice is borrowed exclusively, and nobody has a copy of it.
         let foreign = unsafe { Foreign::new(described) };
-        match views((&[], &[]), [Some(foreign)]).map_err(wrong)? {
+        match views(([], []), [Some(foreign)]).map_err(wrong)? {
             ([], [], [Some(view)]) => Ok(Writing { view, _in_use: Some(in_use) }),
             _ => bail!("a result without a view"),
         }

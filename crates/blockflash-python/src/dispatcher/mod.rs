@@ -89,7 +89,7 @@ impl Call {
             tensor.as_ref().map(|tensor| tensor.foreign(what, false)).transpose()
         })?;
         let lse = lse.map(|lse| lse.foreign("lse", true)).transpose()?;
-        run(&qkv, &tensors.into(), numbers, [Some(o.foreign("o", true)?), lse])
+        run(&qkv, &tensors, numbers, [Some(o.foreign("o", true)?), lse])
     }
 }
 
