@@ -13,7 +13,7 @@ use std::ptr::{with_exposed_provenance, with_exposed_provenance_mut};
 /// let mut kv = vec![0.0f32; 2 * 3 * 4];
 /// let first = kv.as_mut_ptr();
 /// // K and V of one buffer, `[token, 2, head_dim]`: they interleave, but share no element.
-/// let part = |what, at| Described {
+/// let part = |what, at: usize| Described {
 ///     address: first.wrapping_add(4 * at).expose_provenance(),
 ///     ..Described::new(what, Device::cpu(), DType::F32, layout(what, &[3, 4], &[8, 1]).unwrap())
 /// };
