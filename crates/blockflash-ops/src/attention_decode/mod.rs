@@ -1,13 +1,15 @@
 //! Attention of new queries to a cache of keys and values.
 
 mod cpu;
-mod many;
+mod division;
+mod items;
+mod launches;
 mod operands;
 mod pages;
 mod params;
 mod plan;
+mod prefill;
 mod problem;
-mod runs;
 mod select;
 mod workspace;
 
@@ -20,8 +22,9 @@ pub use workspace::AttentionDecodeWorkspace;
 
 pub(crate) use select::support;
 
-use self::many::{Launches, Planned, PrefillPlan};
+use self::launches::{Launches, Planned};
 use self::pages::HostPages;
+use self::prefill::PrefillPlan;
 use crate::attention::{AttentionOutput, Mask};
 use crate::check::{Operand, aligned};
 use crate::kv_append::{self, AppendKv};

@@ -1,5 +1,5 @@
 use super::AttentionDecodeProblem;
-use super::plan::Division;
+use super::division::Division;
 use crate::Result;
 use crate::attention::{Align, window_side};
 use crate::check::{to_i32, to_i64};

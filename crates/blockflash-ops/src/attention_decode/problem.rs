@@ -1,11 +1,10 @@
-use super::{AttentionDecode, PageListSizes, plan, select};
+use super::{AttentionDecode, PageListSizes};
 use crate::attention::{AttentionProblem, PackedRows, Strides};
 use crate::check::{Operand, finite_positive, vector};
-use crate::kv_append::{self, AppendKvPlan, AppendKvProblem};
+use crate::kv_append::AppendKvProblem;
 use crate::kv_cache::{CacheSizes, KvCache, RotarySizes, token_sizes};
 use crate::{Error, Result};
-use blockflash_safe::{CudaProperties, Device};
-use blockflash_sys::{DType, Kernel, Target};
+use blockflash_sys::DType;
 
 /// A call of attention to a cache reduced to plain numbers: what `select` and
 /// `plan` work on.
@@ -41,32 +40,6 @@ impl AttentionDecodeProblem {
     /// Whether there is no output element to compute and nothing to append.
     pub fn is_empty(&self) -> bool {
         self.attention.is_empty() && self.append.is_none_or(|append| append.is_empty())
-    }
-
-    /// The append and the turning of queries, if there are any, with a kernel that is compiled for
-    /// the same target as that of the attention.
-    pub(super) fn first_step(
-        &self,
-        target: Target,
-        gpu: &CudaProperties,
-    ) -> Result<Option<(&'static Kernel, AppendKvPlan)>> {
-        let append = self.append.filter(|append| !append.is_empty());
-        let rotary = self.rotary.filter(|_| !self.attention.is_empty());
-        if append.is_none() && rotary.is_none() {
-            return Ok(None);
-        }
-        let append = append.unwrap_or_else(|| AppendKvProblem::nothing(self.cache));
-        let kernel = kv_append::select_for(target, &append, gpu)?;
-        let queries = rotary.map(|rotary| (&self.attention, rotary));
-        Ok(Some((kernel, kv_append::plan_with(kernel, &append, queries, gpu)?)))
-    }
-
-    /// Bytes of workspace on a device.
-    pub(super) fn workspace_bytes(&self, device: &Device) -> Result<usize> {
-        match device.cuda_properties() {
-            Some(gpu) if !self.is_empty() => plan::workspace_bytes(select(self, gpu)?, self, gpu),
-            _ => Ok(0),
-        }
     }
 }
 

@@ -253,6 +253,42 @@ const MANY: DecodeRule = Rule {
     excludes_all: None,
 };
 
+/// Tiles of queries, times heads, from which on their own kernel is the faster one. It does not
+/// split keys, so with fewer too many SMs would have nothing to do. A property of the sequence
+/// alone: its bits do not depend on the batch.
+const FEWEST_TILES: usize = 64;
+/// Queries of the tiles that this is counted in.
+const TILE_QUERIES: usize = 128;
+impl AttentionDecodeProblem {
+    /// The fewest queries for which a sequence has a kernel of its own.
+    pub(super) fn fewest_queries(&self) -> usize {
+        FEWEST_TILES.div_ceil(self.attention.num_heads_q.max(1)) * TILE_QUERIES
+    }
+
+    /// Whether a sequence can have this many.
+    pub(super) fn has_many(&self) -> bool {
+        self.attention.seqlen_q >= self.fewest_queries()
+    }
+}
+
+/// Whether a kernel is one for many queries.
+pub(super) fn is_many(kernel: &Kernel) -> bool {
+    matches!(kernel.variant, Variant::AttentionCacheHopper(_))
+}
+
+/// The kernel for the sequences that `kernel` leaves, and the most queries of one. Only packed
+/// sequences have unequal numbers of queries.
+pub(super) fn others(
+    kernel: &Kernel,
+    problem: &AttentionDecodeProblem,
+    gpu: &CudaProperties,
+) -> Result<Option<(&'static Kernel, usize)>> {
+    if !is_many(kernel) || problem.attention.packed.is_none() || !problem.has_many() {
+        return Ok(None);
+    }
+    Ok(Some((few(problem, gpu)?, problem.fewest_queries() - 1)))
+}
+
 #[cfg(test)]
 mod tests {
     use super::rank;

@@ -1,4 +1,5 @@
-use super::super::select::{accepts, few, select};
+use super::super::launches::plan_all;
+use super::super::select::{accepts, few, is_many, select};
 use super::super::{PageListSizes, workspace_bytes};
 use super::*;
 use crate::Error;

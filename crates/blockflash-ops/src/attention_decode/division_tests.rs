@@ -1,4 +1,6 @@
+use super::super::AttentionDecodeWorkspace;
 use super::*;
+use crate::Error;
 use crate::attention::{Align, Mask};
 use crate::kv_cache::{CacheSizes, TableSizes};
 use blockflash_sys::DType;

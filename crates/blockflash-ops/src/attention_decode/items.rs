@@ -88,5 +88,5 @@ impl Work {
 }
 
 #[cfg(test)]
-#[path = "runs_tests.rs"]
+#[path = "items_tests.rs"]
 mod tests;

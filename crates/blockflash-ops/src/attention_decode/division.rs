@@ -1,0 +1,212 @@
+//! How the work of a call is divided among items.
+
+use super::AttentionDecodeProblem;
+use super::items::Work;
+use crate::Result;
+use crate::attention::check_strides;
+use crate::check::to_i32;
+
+/// Most keys of a split, as long as a sequence has at most [`MOST_SPLITS`].
+const LONGEST_SPLIT: usize = 4096;
+/// Splits of the longest sequences.
+const MOST_SPLITS: usize = 256;
+
+/// Most keys of a split that is combined with others in a cluster.
+const LONGEST_IN_CLUSTER: usize = 256;
+
+/// Most rows of a tile of `attention_decode_sm80` with which it combines the splits of a run in
+/// registers.
+const ROWS_THAT_COMBINE: usize = 8;
+
+/// How the work of a call is divided. A sequence of `keys` keys has splits of `chunk` keys, a
+/// multiple of 64 that follows from the sequence alone, so its bits depend on no other sequence:
+/// the greater of `keys / splits`, but within `chunk_min..=chunk_max`, and of `keys / 256`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Division {
+    /// Splits of a sequence of medium length.
+    pub(super) splits: usize,
+    /// Fewest keys of a split.
+    pub(super) chunk_min: usize,
+    /// Most keys of a split, unless there are 256 splits.
+    pub(super) chunk_max: usize,
+    /// Splits that a sequence can have within the capacity.
+    pub(super) most_splits: usize,
+    /// Sequences with more queries have another kernel.
+    pub(super) most_queries: usize,
+    /// Rows of a tile that can be in use.
+    pub(super) partial_rows: usize,
+    /// Splits that an item of the kernel for several queries has.
+    pub(super) run: usize,
+    /// Items of all row tiles of all heads that a call can have.
+    pub(super) items: usize,
+    /// Log2 of the splits that an item of the kernel for one query has. No result depends on it.
+    pub(super) run_log2: u32,
+}
+
+/// What the division of the work follows from.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Tile {
+    pub(super) rows: usize,
+    /// CTAs of an SM at most.
+    pub(super) blocks: u32,
+    /// Key heads times splits of a sequence of medium length.
+    pub(super) heads_and_splits: usize,
+    /// Fewest keys of a split.
+    pub(super) fewest_keys: usize,
+    /// Splits that an item may have, the most first.
+    pub(super) runs: &'static [usize],
+}
+
+/// A launch has this many waves of CTAs, or so much of each is used, with the longest items that it
+/// may have. Longer items have fewer partial results, but are not equally many for all CTAs.
+const WAVES: usize = 4;
+const USED: f64 = 0.85;
+
+impl AttentionDecodeProblem {
+    /// Queries of a sequence times the heads that share a head of keys.
+    pub(super) fn group_rows(&self) -> usize {
+        self.rows_of(self.attention.seqlen_q)
+    }
+
+    fn rows_of(&self, queries: usize) -> usize {
+        let attention = &self.attention;
+        queries.saturating_mul(attention.num_heads_q / attention.num_heads_kv.max(1))
+    }
+}
+
+/// Divides the work of the sequences with at most `most_queries` queries among the items of a
+/// kernel with this tile.
+pub(super) fn divided(
+    tile: &Tile,
+    most_blocks: usize,
+    problem: &AttentionDecodeProblem,
+    most_queries: usize,
+) -> Result<Division> {
+    let (attention, cache) = (&problem.attention, &problem.cache);
+    let queries = [attention.batch, attention.seqlen_q, attention.num_heads_q];
+    let keys = [cache.pages, cache.page_size, cache.num_heads_kv];
+    check_strides(&[
+        ("q", attention.q, queries),
+        ("o", attention.o, queries),
+        ("cache.k", cache.k, keys),
+        ("cache.v", cache.v, keys),
+    ])?;
+    let rows = tile.rows.max(1);
+    let heads = attention.num_heads_kv.max(1);
+    let [chunk_min, chunk_max] = [tile.fewest_keys, LONGEST_SPLIT];
+    let splits = (tile.heads_and_splits / heads).max(1);
+    let visited = match problem.pages {
+        None => attention.seqlen_kv,
+        Some(pages) => pages.capacity.saturating_mul(cache.page_size).min(attention.seqlen_kv),
+    };
+    // Splits begin at a multiple of 16 keys.
+    let most_splits = most_splits(visited.next_multiple_of(16), splits, chunk_min);
+
+    let most_queries = most_queries.min(attention.seqlen_q);
+    let group_rows = problem.rows_of(most_queries);
+    let tiles = attention.batch.saturating_mul(group_rows.div_ceil(rows));
+    // Offsets of packed sequences that do not ascend may ask for all of them.
+    to_i32("items", tiles.saturating_mul(heads.saturating_mul(most_splits)))?;
+    let tiles = attention.packed.map_or(tiles, |packed| {
+        let all = packed.total_q.saturating_mul(attention.num_heads_q / heads).div_ceil(rows);
+        tiles.min(all.saturating_add(attention.batch))
+    });
+    let items = |run: usize| tiles * heads * most_splits.div_ceil(run);
+    let fills = |&&run: &&usize| {
+        let waves = items(run).div_ceil(most_blocks.max(1));
+        let used = items(run) as f64 / (waves * most_blocks).max(1) as f64;
+        waves >= WAVES || used >= USED
+    };
+    let run = tile.runs.iter().find(fills).copied().unwrap_or(1);
+    let (items, partial_rows) = (items(run), rows.min(group_rows));
+    Ok(Division {
+        splits,
+        chunk_min,
+        chunk_max,
+        most_splits,
+        most_queries,
+        partial_rows,
+        run,
+        items,
+        run_log2: 0,
+    })
+}
+
+/// The most splits of a sequence of at most `capacity` keys.
+fn most_splits(capacity: usize, splits: usize, chunk_min: usize) -> usize {
+    let most = if capacity <= LONGEST_SPLIT * splits {
+        splits.min(capacity.div_ceil(chunk_min))
+    } else {
+        splits.max(capacity.div_ceil(LONGEST_SPLIT).min(MOST_SPLITS))
+    };
+    most.max(1)
+}
+
+impl Division {
+    /// Keys of a split and splits of a sequence whose queries see this many keys: the rule of
+    /// the kernel.
+    pub(super) fn of_sequence(&self, keys: usize) -> [usize; 2] {
+        let medium = keys.div_ceil(self.splits).clamp(self.chunk_min, self.chunk_max);
+        let chunk = medium.max(keys.div_ceil(MOST_SPLITS)).next_multiple_of(64);
+        [chunk, keys.div_ceil(chunk).max(1)]
+    }
+
+    /// The same splits in fewer items, for this number of CTAs and of those on a multiprocessor. A
+    /// sequence whose length only the device knows may have far fewer splits than the capacity, so
+    /// that runs would leave CTAs without work. The workspace stays as large.
+    pub(super) fn in_runs(
+        self,
+        problem: &AttentionDecodeProblem,
+        tile: &Tile,
+        ctas: [usize; 2],
+    ) -> Self {
+        let Some(keys) = problem.keys_of_each() else { return self };
+        let [chunk, splits] = self.of_sequence(keys);
+        let work = Work {
+            splits: self.items / self.most_splits * splits,
+            ctas: ctas[0],
+            ctas_of_multiprocessor: ctas[1],
+            of_row_tile: splits,
+            split_elements: chunk.saturating_mul(problem.attention.head_dim),
+            combines: tile.rows <= ROWS_THAT_COMBINE,
+        };
+        let run_log2 = work.run_log2().min(self.most_splits.trailing_zeros());
+        Self { items: self.items >> run_log2, run_log2, ..self }
+    }
+
+    /// Clusters and their CTAs, where the splits of few sequences are combined in clusters of at
+    /// most this many: in one for each group. CTAs of a cluster share multiprocessors while others
+    /// are free, so that is for splits that are read soon, by half of the GPU, or by all of it
+    /// where the groups have to be combined, too.
+    pub(super) fn in_clusters(
+        &self,
+        most: usize,
+        problem: &AttentionDecodeProblem,
+        multiprocessors: usize,
+    ) -> Option<[u32; 2]> {
+        // The kernel has to find as many splits.
+        let keys = problem.sees_all().then_some(problem.attention.seqlen_kv)?;
+        let [chunk, splits] = self.of_sequence(keys);
+        let groups = splits.div_ceil(most);
+        let size = self.most_splits.min(most).next_power_of_two();
+        let clusters = (self.items / self.most_splits).checked_mul(groups)?;
+        let ctas = clusters.checked_mul(size)?;
+        let room = if groups > 1 { multiprocessors } else { multiprocessors / 2 };
+        let soon = chunk <= LONGEST_IN_CLUSTER && ctas <= room;
+        (self.run_log2 == 0 && splits > 1 && soon).then_some([clusters as u32, size as u32])
+    }
+
+    /// Numbers of 32 bits, and words that count, of the workspace.
+    pub(super) fn room(&self, problem: &AttentionDecodeProblem) -> Option<[usize; 2]> {
+        if self.most_splits == 1 {
+            return Some([0, 0]);
+        }
+        let row = problem.attention.head_dim.checked_add(2)?;
+        let sums = self.items.checked_mul(self.partial_rows)?.checked_mul(row)?;
+        Some([sums, self.items])
+    }
+}
+
+#[cfg(test)]
+#[path = "division_tests.rs"]
+mod tests;

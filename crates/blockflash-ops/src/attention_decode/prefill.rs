@@ -1,0 +1,92 @@
+//! Sequences with many queries, as in the prefill of a cache: they have kernels with the tiles of
+//! attention forward.
+
+use super::AttentionDecodeProblem;
+use super::select::{CacheTile, others};
+use crate::Result;
+use crate::attention::{
+    AttentionProblem, base_params, check_strides, heads_per_section, hopper_params,
+};
+use crate::check::{grid_x, to_i32};
+use crate::selection::{fits, tile_of};
+use blockflash_safe::{CudaProperties, LaunchConfig};
+use blockflash_sys::Kernel;
+use blockflash_sys::manifest::AttentionDecodeHopper;
+use blockflash_sys::params::blockflash_attention_cache_params;
+
+/// Slots of the boxes that TMA loads at least.
+const FEWEST_SLOTS: usize = 16;
+
+/// A launch for sequences with many queries as plain data, without pointers.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct PrefillPlan {
+    /// The kernel argument.
+    pub(super) params: blockflash_attention_cache_params,
+    /// Grid, block and shared memory.
+    pub(super) config: LaunchConfig,
+}
+
+/// Plans the launch of a kernel for many queries and a problem that it accepts on this GPU.
+///
+/// # Errors
+/// [`Error::Misaligned`](crate::Error::Misaligned) for a stride that is not a multiple of 8
+/// elements, [`Error::TooLarge`](crate::Error::TooLarge) for a grid or size beyond 32 bits,
+/// [`Error::Unsupported`](crate::Error::Unsupported) if the kernel does not compute this problem.
+pub(super) fn plan_prefill(
+    kernel: &Kernel,
+    problem: &AttentionDecodeProblem,
+    gpu: &CudaProperties,
+) -> Result<PrefillPlan> {
+    fits(kernel, problem, gpu)?;
+    let tile = tile_of::<AttentionDecodeProblem>(kernel, &gpu.compute_capability)?;
+    // The output holds the queries after they are turned.
+    let q = if problem.rotary.is_some() { problem.attention.o } else { problem.attention.q };
+    let (attention, cache) = (&AttentionProblem { q, ..problem.attention }, &problem.cache);
+    let queries = [attention.batch, attention.seqlen_q, attention.num_heads_q];
+    let keys = [cache.pages, cache.page_size, cache.num_heads_kv];
+    check_strides(&[
+        ("q", attention.q, queries),
+        ("o", attention.o, queries),
+        ("cache.k", cache.k, keys),
+        ("cache.v", cache.v, keys),
+    ])?;
+    let (block_q, block_kv) = match tile {
+        CacheTile::Many(tile) => (tile.tile.block_q() as usize, tile.tile.block_kv as usize),
+        CacheTile::Few(tile) => (tile.rows as usize, FEWEST_SLOTS),
+        CacheTile::Several(_) => (AttentionDecodeHopper::ROWS as usize, FEWEST_SLOTS),
+    };
+    let tiles_q = attention.seqlen_q.div_ceil(block_q.max(1));
+    let tiles = grid_x(&[tiles_q, attention.num_heads_q, attention.batch])?;
+    let blocks = tiles.min(gpu.multiprocessors.max(1));
+    // Each CTA asks once for a tile past the last one.
+    grid_x(&[tiles as usize + 2 * blocks as usize])?;
+
+    let fewest_queries = others(kernel, problem, gpu)?.map_or(0, |(_, most)| most + 1);
+    let base = base_params(attention)?;
+    // Sequences have lengths of their own, so sections of heads are within one.
+    let sections = heads_per_section(&base, true, blocks, tiles_q);
+    let params = blockflash_attention_cache_params {
+        fwd: hopper_params(attention, base, sections),
+        cache: cache.params()?,
+        fewest_queries: to_i32("seqlen_q", fewest_queries)?,
+        box_rows: to_i32("box", box_rows(cache.page_size, cache.capacity, block_kv))?,
+    };
+    Ok(PrefillPlan { params, config: LaunchConfig::of(kernel, blocks, true) })
+}
+
+/// Slots that one TMA load takes: as many as a key tile and a page have in whole parts. The only
+/// page of a sequence may end anywhere.
+fn box_rows(page_size: usize, capacity: usize, block_kv: usize) -> usize {
+    if capacity <= page_size {
+        return block_kv;
+    }
+    let mut rows = block_kv;
+    while rows > FEWEST_SLOTS && !page_size.is_multiple_of(rows) {
+        rows /= 2;
+    }
+    rows
+}
+
+#[cfg(test)]
+#[path = "prefill_tests.rs"]
+mod tests;
