@@ -22,12 +22,27 @@ fn messages_are_checked() {
     };
     read(1, &[2, 0, 3]).unwrap();
     read(2, &[1, 2, 0]).unwrap();
-    let bad: [&[i32]; 9] =
-        [&[], &[-1], &[2, 0], &[2, 3, 0], &[2, 3, 3], &[1, 4], &[1, -1], &[i32::MAX], &[0, 0]];
-    for message in bad {
+    let bad: [(&[i32], &str); 9] = [
+        (&[], "sends an end, expected lists of blocks that ascend below 4"),
+        (&[-1], "a list of -1, with 0 numbers left"),
+        (&[2, 0], "a list of 2, with 1 numbers left"),
+        (&[2, 3, 0], "block 0 after 3"),
+        (&[2, 3, 3], "block 3 after 3"),
+        (&[1, 4], "block 4 after -1"),
+        (&[1, -1], "block -1 after -1"),
+        (&[i32::MAX], "a list of 2147483647, with 0 numbers left"),
+        (&[0, 0], "sends 1 numbers after them, expected lists of blocks"),
+    ];
+    for (message, said) in bad {
         let error = read(1, message).unwrap_err();
         assert!(matches!(error, Error::Message { from: 1, .. }), "{message:?}: {error}");
+        assert!(error.to_string().contains(said), "{message:?}: {error}");
     }
+    let error = sizes(2).grid.scheme.check_heads(3, 4).unwrap_err().to_string();
+    assert!(
+        error.ends_with("there are 3 heads of q and 4 of k, expected multiples of 2"),
+        "{error}"
+    );
     assert!(read(2, &[1, 2]).is_err() && read(2, &[0, 0, 0]).is_err());
 }
 

@@ -35,7 +35,8 @@ enum Step {
     Cudarc,
     /// candle-transformers of each line, with the drop-ins by git.
     DropIns,
-    /// The drop-ins under the names that they have in a registry.
+    /// The drop-ins under the names that they have in a registry, with the oldest and the newest
+    /// version of each line of candle.
     Published,
     /// candle's repository.
     Candle,

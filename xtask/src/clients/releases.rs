@@ -9,6 +9,9 @@ use anyhow::{Context, Result, bail};
 use std::path::Path;
 use std::process::Command;
 
+/// The lines of candle, each with its oldest version that works. It and the newest are checked.
+const CANDLE: [(&str, &str); 3] = [("0.9", "0.9.2"), ("0.10", "0.10.0"), ("0.11", "0.11.0")];
+
 /// The oldest cudarc that works, the one that mistral.rs' lock has, and the newest; with other
 /// bindings than the default ones; and what is said without any.
 pub fn cudarc(work: &Path) -> Result<()> {
@@ -89,7 +92,10 @@ pub fn published(work: &Path) -> Result<()> {
         let folder = unpacked.join(name);
         patches += &format!("p{number} = {{ package = \"{package}\", path = {folder:?} }}\n");
     }
-    for (line, candle) in [("0.9", "0.9.2"), ("0.10", "0.10.0"), ("0.11", "0.11.0")] {
+    let versions = CANDLE.into_iter().flat_map(|(line, oldest)| {
+        [format!("={oldest}"), oldest.to_owned()].map(|version| (line, version))
+    });
+    for (line, candle) in versions {
         let dependencies = format!(
             "candle-core = \"{candle}\"\n\
              candle-flash-attn = {{ package = \"blockflash-candle-flash-attn\", version = \
@@ -101,7 +107,7 @@ pub fn published(work: &Path) -> Result<()> {
         let mut check = cargo_in(&folder, work);
         without_toolkit(&mut check)?;
         run(check.args(["check", "--quiet"]))?;
-        println!("candle {line}: ok");
+        println!("candle {candle}: ok");
     }
     Ok(())
 }

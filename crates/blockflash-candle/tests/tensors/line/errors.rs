@@ -16,7 +16,10 @@ fn nothing_is_ignored() -> Result<()> {
     let new = |heads| normal(&[1, 8, heads, 16], DType::F32);
     let (q, k, v) = (new(4)?, new(2)?, new(2)?);
     let slopes = normal(&[4], DType::F32)?;
-    refused(flash_attn_alibi(&q, &k, &v, &slopes, 1.0, true), "ALiBi");
+    refused(
+        flash_attn_alibi(&q, &k, &v, &slopes, 1.0, true),
+        "alibi_slopes is given, expected None: blockflash has no ALiBi",
+    );
     let slopes = Some(&slopes);
     let call = flash_attn_alibi_windowed_softcap(&q, &k, &v, slopes, 1.0, None, None, 0.0);
     refused(call, "ALiBi");
@@ -90,17 +93,20 @@ fn layouts_beyond_the_memory_are_refused() -> Result<()> {
 fn caches_and_layers_refuse_what_does_not_fit() -> Result<()> {
     let new = |tokens, heads| normal(&[2, tokens, heads, 16], DType::F32);
     let mut cache = KvCache::new(&Device::Cpu, DType::F32, [2, 8], 2, 16)?;
-    refused(cache.append(&new(9, 2)?, &new(9, 2)?), "room");
+    refused(cache.append(&new(9, 2)?, &new(9, 2)?), "k has 9 tokens, and the cache has room for 8");
     assert!(cache.append(&new(2, 4)?, &new(2, 4)?).is_err());
     assert!(cache.append(&new(2, 2)?, &new(3, 2)?).is_err());
     assert!(cache.append(&new(2, 2)?.to_dtype(DType::F16)?, &new(2, 2)?).is_err());
     assert!(cache.is_empty());
     refused(KvCache::new(&Device::Cpu, DType::U32, [1, 8], 2, 16), "u32");
-    refused(KvCache::new(&Device::Cpu, DType::F32, [1, 8], 0, 16), "heads");
+    refused(
+        KvCache::new(&Device::Cpu, DType::F32, [1, 8], 0, 16),
+        "num_heads_kv and head_dim are 0 and 16",
+    );
 
     let values = normal(&[1, 16, 16], DType::F32)?;
     let edge = BsrPattern::from_blocks(20, 32, 16, &[(1, 0)]).unwrap();
-    refused(BsrLinear::new(edge, values.clone()), "beyond");
+    refused(BsrLinear::new(edge, values.clone()), "beyond the weights: they are 20 x 32, expected");
     let pattern = || BsrPattern::from_blocks(32, 32, 16, &[(1, 0)]).unwrap();
     let layer = BsrLinear::new(pattern(), values.clone())?;
     assert!(layer.forward(&normal(&[3, 31], DType::F32)?).is_err());
