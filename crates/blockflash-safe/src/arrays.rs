@@ -32,12 +32,14 @@ impl<'a, T: Element, D: Dimension> TryFrom<ArrayView<'a, T, D>> for View<'a> {
             Ok(stride) => Ok(stride),
             // No element is ever one stride away from another.
             Err(_) if size <= 1 => Ok(0),
-            Err(_) => Err(Error::Array { what: "has a negative stride" }),
+            Err(_) => Err(Error::Array { what: format!("has a negative stride, {stride}") }),
         });
         let strides = strides.collect::<Result<Vec<_>>>()?;
         let shape = array.shape().to_vec();
         let data = array.to_slice_memory_order();
-        let data = data.ok_or(Error::Array { what: "has gaps, or repeats elements" })?;
+        let data = data.ok_or_else(|| Error::Array {
+            what: format!("of shape {shape:?} has gaps, or repeats elements: strides {strides:?}"),
+        })?;
         View::from_slice_strided(data, &shape, &strides)
     }
 }
@@ -52,8 +54,8 @@ impl Tensor {
         array: ArrayView<'_, T, D>,
     ) -> Result<Tensor> {
         let rows: CowArray<'_, T, D> = array.as_standard_layout();
-        let missing = Error::Array { what: "is not row-major" };
-        Tensor::from_slice(stream, rows.as_slice().ok_or(missing)?, array.shape())
+        let missing = || Error::Array { what: format!("has strides {:?}", rows.strides()) };
+        Tensor::from_slice(stream, rows.as_slice().ok_or_else(missing)?, array.shape())
     }
 
     /// The elements as an array. Waits for the work on `stream`, which must be a stream of the

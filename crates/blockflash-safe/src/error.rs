@@ -260,13 +260,13 @@ pub enum Error {
     #[error("the array {what}")]
     Array {
         /// The property that prevents it.
-        what: &'static str,
+        what: String,
     },
     /// A pointer of another library that cannot point to the first element of a tensor.
     #[error("the pointer {what}")]
     Pointer {
         /// What is wrong with it.
-        what: &'static str,
+        what: String,
     },
     /// Index arrays that no kernel may follow.
     #[error("{what}")]

@@ -161,10 +161,13 @@ impl Tensor {
 /// Frameworks have tensors without memory, whose pointer is null, and kernels and slices need
 /// aligned elements.
 fn check_pointer(ptr: *const c_void, dtype: DType, layout: &Layout) -> Result<()> {
-    let what = match ptr.addr() {
+    let (address, size) = (ptr.addr(), dtype.size());
+    let what = match address {
         _ if layout.is_empty() => return Ok(()),
-        0 => "is null, but the tensor has elements",
-        address if !address.is_multiple_of(dtype.size()) => "is not aligned to the element type",
+        0 => format!("is null, but the tensor has {} elements", layout.elements()),
+        _ if !address.is_multiple_of(size) => format!(
+            "is not aligned to the element type: {address:#x}, expected a multiple of {size} bytes"
+        ),
         _ => return Ok(()),
     };
     Err(Error::Pointer { what })

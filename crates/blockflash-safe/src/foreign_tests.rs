@@ -31,7 +31,10 @@ fn pointers_that_no_tensor_has() -> Result<()> {
     let layout = Layout::contiguous(&[2])?;
     let mut data = [0u32; 4];
     let odd = data.as_mut_ptr().wrapping_byte_add(1).cast::<c_void>();
-    for (ptr, reason) in [(ptr::null_mut(), "null"), (odd, "not aligned")] {
+    for (ptr, reason) in [
+        (ptr::null_mut(), "is null, but the tensor has 2 elements"),
+        (odd, "expected a multiple of 2 bytes"),
+    ] {
         // SAFETY: refused before the pointer is used.
         let view = unsafe { View::from_raw(&device, ptr, DType::F16, layout) };
         assert!(view.unwrap_err().to_string().contains(reason));

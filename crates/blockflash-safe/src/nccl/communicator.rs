@@ -74,7 +74,10 @@ impl NcclCommunicator {
                 return refused(format!("{peer} is not another rank of {}", self.world));
             }
             if !view.layout().is_contiguous() {
-                return refused("a tensor is not contiguous".into());
+                let (shape, strides) = (view.shape(), view.strides());
+                return refused(format!(
+                    "a tensor of shape {shape:?} has strides {strides:?}, expected contiguous ones"
+                ));
             }
             self.device.expect(view.device())?;
             view.owner().map_or(Ok(()), |memory| memory.prepare(stream))?;
