@@ -5,7 +5,9 @@ use crate::problem::Problem;
 use blockflash_ops::AttentionProblem;
 use std::sync::Arc;
 
-/// A call whose arguments all ranks have compared: see [`DistributedAttention::prepare`](crate::DistributedAttention::prepare).
+/// A call whose arguments all ranks have compared: see [`DistributedAttention::prepare`].
+///
+/// [`DistributedAttention::prepare`]: crate::DistributedAttention::prepare
 #[derive(Clone, Debug)]
 pub struct PreparedAttention {
     pub(crate) problem: Problem,
