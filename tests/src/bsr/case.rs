@@ -224,7 +224,7 @@ impl BsrData {
             col_idx: self.col_idx.clone(),
             values: array(case.dtype, &[self.col_idx.len(), size, size], &self.values),
             b: array(case.dtype, &[k, n], &self.b),
-            c: Some(array(case.c_dtype, &[m, n], &self.c)),
+            c: (case.beta != 0.0).then(|| array(case.c_dtype, &[m, n], &self.c)),
             bias: (case.bias != BiasKind::None)
                 .then(|| array(case.dtype, &[self.bias.len()], &self.bias)),
         };

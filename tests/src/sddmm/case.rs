@@ -171,7 +171,7 @@ impl SddmmData {
             block,
             a,
             b,
-            old: Some(array(case.values_dtype, &blocks, &self.old)),
+            old: (case.beta != 0.0).then(|| array(case.values_dtype, &blocks, &self.old)),
         }
     }
 

@@ -2,7 +2,7 @@ use super::convert::{Scalar, Values};
 use crate::placement::Placed;
 use blockflash_ops::{DType, Stream, Tensor, View};
 use blockflash_oracle::Elements;
-use half::{bf16, f16};
+use half::{bf16, f16, slice::HalfFloatSliceExt};
 use ndarray::{ArrayD, Axis, Ix3, IxDyn};
 use rayon::prelude::*;
 use std::ops::Range;
@@ -61,14 +61,20 @@ impl Array {
     /// Values in f32, rounded to nearest even into this floating-point type; `None` for any other
     /// type, or if the number of values is not the product of the shape.
     pub fn rounded(shape: &[usize], values: &[f32], dtype: DType) -> Option<Self> {
-        fn rounded<T: Scalar>(shape: &[usize], values: &[f32]) -> Option<Array> {
-            let values = values.par_iter().with_min_len(1 << 14);
-            Array::new(shape, values.map(|&value| T::from_f32(value)).collect())
+        fn halves<T: Scalar>(shape: &[usize], values: &[f32]) -> Option<Array>
+        where
+            [T]: HalfFloatSliceExt,
+        {
+            const PIECE: usize = 1 << 14;
+            let mut rounded = vec![T::default(); values.len()];
+            let pieces = rounded.par_chunks_mut(PIECE).zip(values.par_chunks(PIECE));
+            pieces.for_each(|(rounded, values)| rounded.convert_from_f32_slice(values));
+            Array::new(shape, rounded)
         }
         match dtype {
-            DType::F16 => rounded::<f16>(shape, values),
-            DType::BF16 => rounded::<bf16>(shape, values),
-            DType::F32 => rounded::<f32>(shape, values),
+            DType::F16 => halves::<f16>(shape, values),
+            DType::BF16 => halves::<bf16>(shape, values),
+            DType::F32 => Array::new(shape, values.to_vec()),
             _ => None,
         }
     }
