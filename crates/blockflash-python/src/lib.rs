@@ -16,6 +16,7 @@ mod info;
 mod linear;
 mod mask;
 mod options;
+mod pages;
 mod pattern;
 mod plan;
 mod table;
@@ -43,6 +44,8 @@ mod _native {
     use crate::mask::Handle as BlockMask;
     #[pymodule_export]
     use crate::options::options;
+    #[pymodule_export]
+    use crate::pages::{choose_pages, summarize_pages};
     #[pymodule_export]
     use crate::pattern::Handle as BsrPattern;
     #[pymodule_export]

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import blockflash
-from blockflash import _decode, _native
+from blockflash import _decode, _native, _pages  # noqa: F401
 from blockflash._schema import ATTENTION, DECODE, SCHEMAS, Options
 
 OPS = _decode._OPS
@@ -26,13 +26,23 @@ OPERATORS = {
     "attention_decode": (["q", "k_cache", "v_cache"], []),
     "attention_append": (["q", "k_cache", "v_cache", "k", "v"], ["k_cache", "v_cache"]),
     "attention_merge": (["parts_o", "parts_lse"], []),
-}
+    "summarize_pages": (
+        ["k_cache", "summaries", "block_table", "seqused_k", "tokens"], ["summaries"],
+    ),
+    "choose_pages": (
+        [
+            "q", "k_cache", "summaries", "block_table", "seqused_k", "cu_seqlens_q", "max_q",
+            "room",
+        ],
+        [],
+    ),
+}  # fmt: skip
 
 
 def table_of(operator: str) -> Options | None:
     if operator in ("attention_decode", "attention_append"):
         return DECODE
-    return None if operator == "attention_merge" else ATTENTION
+    return ATTENTION if operator.startswith("attention") and operator != "attention_merge" else None
 
 
 def test_every_operator_is_here() -> None:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ._attention import attention, block_sparse_attention
     from ._decode import attention_decode, attention_merge
     from ._info import info, set_checks, usable
+    from ._pages import choose_pages, summarize_pages
     from ._stats import reset_stats, stats, strict
     from .block_mask import BlockMask
     from .sdpa import activate_sdpa, restore_sdpa, scaled_dot_product_attention
@@ -31,6 +32,7 @@ _MODULES = {
     "attention_decode": "._decode",
     "attention_merge": "._decode",
     "block_sparse_attention": "._attention",
+    "choose_pages": "._pages",
     "distributed": ".distributed",
     "info": "._info",
     "reset_stats": "._stats",
@@ -40,6 +42,7 @@ _MODULES = {
     "sparse": ".sparse",
     "stats": "._stats",
     "strict": "._stats",
+    "summarize_pages": "._pages",
     "usable": "._info",
 }
 
@@ -52,6 +55,7 @@ __all__ = [
     "attention_decode",
     "attention_merge",
     "block_sparse_attention",
+    "choose_pages",
     "info",
     "reset_stats",
     "restore_sdpa",
@@ -59,6 +63,7 @@ __all__ = [
     "set_checks",
     "stats",
     "strict",
+    "summarize_pages",
     "usable",
 ]
 

@@ -56,8 +56,8 @@ def attention_decode(
     and lists are read on the device at each call, so a CUDA graph follows them: it holds the call,
     not the lengths. Whatever they hold, nothing outside of the tensors is touched. A length counts
     at most as the capacity, and what is in slots beyond a length does not matter. The bits of a
-    sequence depend on no other sequence. They must not change while a call runs: results of this
-    call, and of later ones on the same stream, are unspecified then.
+    sequence depend on no other sequence. They must not change while a call runs: its results are
+    unspecified then.
 
     On a GPU the element types are float16 and bfloat16, the head dimension is a multiple of 8 up to
     256, and pages have a multiple of 16 slots. The CPU takes every call, also in float32. There is
@@ -92,6 +92,7 @@ def attention_decode(
             i + rotary_dim / 2.
         pages: `(lists, counts)`, int32 `[B, Hk, room]` and `[B]`: for each head of keys, only the
             first `counts` columns of the block table in its list are visited; they ascend.
+            `choose_pages` makes them.
         return_lse: Return `(o, lse)`: lse is float32, `[B, Hq, Sq]` or `[Hq, Tq]`.
 
     Returns:

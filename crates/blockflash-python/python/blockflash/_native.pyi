@@ -50,6 +50,25 @@ def attention_decode(
     *options: Any,
 ) -> None: ...
 def attention_merge(parts_o: Tensor, parts_lse: Tensor, o: Tensor, lse: Tensor) -> None: ...
+def summarize_pages(
+    k_cache: Tensor,
+    summaries: Tensor,
+    block_table: Tensor,
+    seqused_k: Tensor | None,
+    tokens: int,
+) -> None: ...
+def choose_pages(
+    q: Tensor,
+    k_cache: Tensor,
+    summaries: Tensor,
+    lists: Tensor,
+    counts: Tensor,
+    allocate: Callable[[int], Tensor],
+    block_table: Tensor,
+    seqused_k: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    max_q: int,
+) -> None: ...
 def bsr_linear(
     x: Tensor, values: Tensor, bias: Tensor | None, y: Tensor, pattern: int, activation: int = 0
 ) -> None: ...

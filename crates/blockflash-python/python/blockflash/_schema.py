@@ -46,6 +46,7 @@ _QKV = "Tensor q, Tensor k, Tensor v"
 _CACHE = "Tensor q, Tensor k_cache, Tensor v_cache"
 _WRITTEN_CACHE = "Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache"
 _RESULTS = "(Tensor o, Tensor lse)"
+_PAGES = "Tensor block_table, Tensor? seqused_k"
 _GRADIENTS = "(Tensor dq, Tensor dk, Tensor dv, Tensor d_sink)"
 _GIVEN = f"Tensor grad_o, Tensor? grad_lse, {_QKV}, Tensor o, Tensor lse"
 
@@ -57,4 +58,7 @@ SCHEMAS = {
     "attention_decode": f"({_CACHE}, {DECODE.text}) -> {_RESULTS}",
     "attention_append": f"({_WRITTEN_CACHE}, Tensor k, Tensor v, {DECODE.text}) -> {_RESULTS}",
     "attention_merge": f"(Tensor parts_o, Tensor parts_lse) -> {_RESULTS}",
+    "summarize_pages": f"(Tensor k_cache, Tensor(a!) summaries, {_PAGES}, SymInt tokens) -> ()",
+    "choose_pages": f"(Tensor q, Tensor k_cache, Tensor summaries, {_PAGES}, "
+    "Tensor? cu_seqlens_q, SymInt max_q, SymInt room) -> (Tensor lists, Tensor counts)",
 }
