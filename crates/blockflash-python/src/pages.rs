@@ -7,8 +7,8 @@ use blockflash_ops::{
 };
 use pyo3::prelude::*;
 
-/// Writes into `summaries` `[pages, 1 or 2, Hk, D]` the mean, or the minimum and the maximum, of the
-/// keys of each page that holds some of the last `tokens` keys of a sequence.
+/// Writes into `summaries` `[pages, 1 or 2, Hk, D]` the mean, or the minimum and the maximum, of
+/// the keys of each page that holds some of the last `tokens` keys of a sequence.
 #[pyfunction]
 pub(crate) fn summarize_pages(
     k_cache: &Bound<'_, PyAny>,

@@ -3,7 +3,6 @@
 use super::AttentionDecodeProblem;
 use super::items::Work;
 use crate::Result;
-use crate::attention::check_strides;
 use crate::check::to_i32;
 
 /// Most keys of a split, as long as a sequence has at most [`MOST_SPLITS`].
@@ -83,14 +82,7 @@ pub(super) fn divided(
     most_queries: usize,
 ) -> Result<Division> {
     let (attention, cache) = (&problem.attention, &problem.cache);
-    let queries = [attention.batch, attention.seqlen_q, attention.num_heads_q];
-    let keys = [cache.pages, cache.page_size, cache.num_heads_kv];
-    check_strides(&[
-        ("q", attention.q, queries),
-        ("o", attention.o, queries),
-        ("cache.k", cache.k, keys),
-        ("cache.v", cache.v, keys),
-    ])?;
+    problem.check_strides(attention.q)?;
     let rows = tile.rows.max(1);
     let heads = attention.num_heads_kv.max(1);
     let [chunk_min, chunk_max] = [tile.fewest_keys, LONGEST_SPLIT];

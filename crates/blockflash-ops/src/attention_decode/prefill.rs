@@ -4,9 +4,7 @@
 use super::AttentionDecodeProblem;
 use super::select::{CacheTile, others};
 use crate::Result;
-use crate::attention::{
-    AttentionProblem, base_params, check_strides, heads_per_section, hopper_params,
-};
+use crate::attention::{AttentionProblem, base_params, heads_per_section, hopper_params};
 use crate::check::{grid_x, to_i32};
 use crate::selection::{fits, tile_of};
 use blockflash_safe::{CudaProperties, LaunchConfig};
@@ -42,14 +40,7 @@ pub(super) fn plan_prefill(
     // The output holds the queries after they are turned.
     let q = if problem.rotary.is_some() { problem.attention.o } else { problem.attention.q };
     let (attention, cache) = (&AttentionProblem { q, ..problem.attention }, &problem.cache);
-    let queries = [attention.batch, attention.seqlen_q, attention.num_heads_q];
-    let keys = [cache.pages, cache.page_size, cache.num_heads_kv];
-    check_strides(&[
-        ("q", attention.q, queries),
-        ("o", attention.o, queries),
-        ("cache.k", cache.k, keys),
-        ("cache.v", cache.v, keys),
-    ])?;
+    problem.check_strides(attention.q)?;
     let (block_q, block_kv) = match tile {
         CacheTile::Many(tile) => (tile.tile.block_q() as usize, tile.tile.block_kv as usize),
         CacheTile::Few(tile) => (tile.rows as usize, FEWEST_SLOTS),

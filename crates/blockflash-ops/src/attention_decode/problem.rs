@@ -1,5 +1,5 @@
 use super::{AttentionDecode, PageListSizes};
-use crate::attention::{AttentionProblem, PackedRows, Strides};
+use crate::attention::{AttentionProblem, PackedRows, Strides, check_strides};
 use crate::check::{Operand, finite_positive, vector};
 use crate::kv_append::AppendKvProblem;
 use crate::kv_cache::{CacheSizes, KvCache, RotarySizes, token_sizes};
@@ -35,6 +35,19 @@ impl AttentionDecodeProblem {
         let dense = AttentionProblem::dense(dtype, sizes, [num_heads_q, num_heads_kv], head_dim);
         let attention = AttentionProblem { k: cache.k, v: cache.v, ..dense };
         Self { attention, cache, rotary: None, pages: None, append: None }
+    }
+
+    /// Checks the strides of queries, those of outputs and of the cache.
+    pub(super) fn check_strides(&self, q: Strides) -> Result<()> {
+        let (attention, cache) = (&self.attention, &self.cache);
+        let queries = [attention.batch, attention.seqlen_q, attention.num_heads_q];
+        let keys = [cache.pages, cache.page_size, cache.num_heads_kv];
+        check_strides(&[
+            ("q", q, queries),
+            ("o", attention.o, queries),
+            ("cache.k", cache.k, keys),
+            ("cache.v", cache.v, keys),
+        ])
     }
 
     /// Whether there is no output element to compute and nothing to append.
