@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 
 import torch
@@ -63,3 +65,18 @@ def test_on_fake_tensors() -> None:
     with torch._subclasses.FakeTensorMode(), torch.no_grad():
         q, k, v = operands("cuda" if torch.cuda.is_available() else "cpu")
         assert count(lambda: blockflash.attention(q, k, v)) == FORWARD
+
+
+def test_first_use_in_a_counter() -> None:
+    """Operators are made when they are first used, here with a counter that is there already."""
+    program = """
+import torch, blockflash
+from torch.utils.flop_counter import FlopCounterMode
+q, cache = torch.randn(2, 1, 4, 16), torch.randn(2, 32, 2, 16)
+with FlopCounterMode(display=False) as counter:
+    blockflash.attention_decode(q, cache, cache)
+    blockflash.attention(q, cache, cache)
+print(counter.get_total_flops())
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout.split() == [str(2 * 4 * (2 * 4 * 16) * 32)], done.stderr

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from . import _native
 from ._schema import ATTENTION, DECODE
@@ -95,9 +96,15 @@ def register(namespace: str, *names: str) -> None:
     log = logging.getLogger("torch.utils.flop_counter")
     level = log.level
     log.setLevel(logging.ERROR)
-    from torch.utils.flop_counter import register_flop_formula
+    from torch.utils.flop_counter import FlopCounterMode, flop_registry, register_flop_formula
 
     log.setLevel(level)
+    # A counter copies the formulas when it is made. These come with the first use of an operator,
+    # which may be what a counter is there for.
+    counters = [getattr(mode, "counter", None) for mode in _get_current_dispatch_mode_stack()]
     for name in names:
         operator = getattr(getattr(torch.ops, namespace), name)
         register_flop_formula(operator, get_raw=True)(_FORMULAS[name])
+        for counter in counters:
+            if isinstance(counter, FlopCounterMode):
+                counter.flop_registry[operator] = flop_registry[operator]
