@@ -122,22 +122,37 @@ impl<'a> Foreign<'a> {
         Ok(unsafe { Stream::from_raw(&device, with_exposed_provenance_mut(stream)) }?)
     }
 
-    /// The elements, for a call that writes no tensor.
+    /// The elements, for a call that writes no tensor. The view borrows this value, so safe code
+    /// cannot have the memory written meanwhile by [`views`].
     ///
     /// # Errors
     /// [`Error::Operand`] for an address that is 0 or not aligned.
     #[inline]
-    pub fn view(&self) -> Result<View<'a>> {
+    pub fn view(&self) -> Result<View<'_>> {
+        self.read()
+    }
+
+    /// The same for the whole of `'a`.
+    ///
+    /// # Errors
+    /// As [`view`](Self::view).
+    pub fn into_view(self) -> Result<View<'a>> {
+        self.read()
+    }
+
+    #[inline]
+    fn read(&self) -> Result<View<'a>> {
         let &Described { what, ref device, dtype, layout, address, .. } = &self.described;
         let pointer = with_exposed_provenance(address);
         // SAFETY: 1. and 2. Points 1 and 3 of `new`. No tensor of the call that is written has
-        // memory of the elements, or on the CPU of their span (`views`).
+        // memory of the elements, or on the CPU of their span (`views`), and while this view
+        // exists, this value is borrowed or gone, so no later call writes to them either.
         let made = unsafe { View::from_raw(device, pointer, dtype, layout) };
         made.map_err(|source| Error::Operand { what, source })
     }
 
+    /// `views` takes what is written by value, so it is called once.
     #[inline]
-    /// As [`view`](Self::view); `views` takes what is written by value, so it is called once.
     fn view_mut(&self) -> Result<ViewMut<'a>> {
         let &Described { what, ref device, dtype, layout, address, .. } = &self.described;
         let pointer = with_exposed_provenance_mut(address);
@@ -200,15 +215,27 @@ pub type ViewsMut<'a, const N: usize> = [Option<ViewMut<'a>>; N];
 /// that it writes.
 ///
 /// A tensor that is written must share no element with another one of the call, which is decided
-/// exactly for all strides: see [`Footprint::overlaps`].
+/// exactly for all strides: see [`Footprint::overlaps`]. It is taken by value, and views of what is
+/// read borrow it, so a tensor that is being read cannot be written by another call:
+///
+/// ```compile_fail
+/// # use blockflash_foreign::{Foreign, Result, views};
+/// fn wrong(x: Foreign<'_>) -> Result<()> {
+///     let x = Some(x);
+///     let ([read], [], []) = views(([&x], []), [])?;
+///     let ([], [], [written]) = views(([], []), [x])?;
+///     drop((read, written));
+///     Ok(())
+/// }
+/// ```
 ///
 /// # Errors
 /// [`Error::SharedMemory`]; [`Error::Interleaved`] on the CPU; [`Error::Operand`] as for
 /// [`Foreign::view`], and for a tensor that is written and has an element twice.
-pub fn views<'a, const A: usize, const B: usize, const W: usize>(
-    (first, second): (Borrowed<'_, 'a, A>, Borrowed<'_, 'a, B>),
+pub fn views<'f, 'a, const A: usize, const B: usize, const W: usize>(
+    (first, second): (Borrowed<'f, 'a, A>, Borrowed<'f, 'a, B>),
     write: Operands<'a, W>,
-) -> Result<(Views<'a, A>, Views<'a, B>, ViewsMut<'a, W>)> {
+) -> Result<(Views<'f, A>, Views<'f, B>, ViewsMut<'a, W>)> {
     for (at, written) in write.iter().enumerate() {
         let Some(written) = written else { continue };
         let read = first.iter().chain(&second).copied();
@@ -224,7 +251,7 @@ pub fn views<'a, const A: usize, const B: usize, const W: usize>(
 }
 
 /// The views of the tensors of a call that writes none.
-fn read<'a, const N: usize>(operands: Borrowed<'_, 'a, N>) -> Result<Views<'a, N>> {
+fn read<'f, const N: usize>(operands: Borrowed<'f, '_, N>) -> Result<Views<'f, N>> {
     let mut views = [None; N];
     for (view, foreign) in views.iter_mut().zip(operands) {
         *view = foreign.as_ref().map(Foreign::view).transpose()?;

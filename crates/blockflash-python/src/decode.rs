@@ -209,8 +209,8 @@ pub(crate) fn attention_merge(
     let parts = [of("parts_o", parts_o)?, of("parts_lse", parts_lse)?];
     let outputs = [of("o", o)?, of("lse", lse)?];
     let run = || -> Result<()> {
-        let stream = parts[0].stream()?;
-        let (parts, [], [o, lse]) = views((parts.map(Some).each_ref(), []), outputs.map(Some))?;
+        let (stream, parts) = (parts[0].stream()?, parts.map(Some));
+        let (parts, [], [o, lse]) = views((parts.each_ref(), []), outputs.map(Some))?;
         let ([Some(parts_o), Some(parts_lse)], Some(o)) = (parts, o) else {
             return Err(Failure::value("parts_o, parts_lse and o are needed"));
         };

@@ -122,10 +122,9 @@ impl Handle {
         col_idx: &Bound<'_, PyAny>,
     ) -> PyResult<Handle> {
         let py = row_ptr.py();
-        let arrays = [direct("row_ptr", row_ptr)?, direct("col_idx", col_idx)?];
+        let arrays = [direct("row_ptr", row_ptr)?, direct("col_idx", col_idx)?].map(Some);
         Ok(py.detach(|| {
-            let ([Some(row_ptr), Some(col_idx)], [], []) =
-                views((arrays.map(Some).each_ref(), []), [])?
+            let ([Some(row_ptr), Some(col_idx)], [], []) = views((arrays.each_ref(), []), [])?
             else {
                 return Err(Failure::value("row_ptr and col_idx are needed"));
             };

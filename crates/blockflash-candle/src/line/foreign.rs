@@ -129,7 +129,7 @@ impl Fork {
         // streams of candle. Whoever launches a graph with the work keeps its tensors, as for
         // candle's own operations in it. 2. No stream is described. 3. Others write to it in the
         // order of candle's stream.
-        let view = unsafe { Foreign::new(described) }.view().map_err(wrong)?;
+        let view = unsafe { Foreign::new(described) }.into_view().map_err(wrong)?;
         Ok(Reading { view, _in_use: Some(in_use) })
     }
 
