@@ -23,6 +23,25 @@ pub struct Limits {
     pub work: usize,
 }
 
+impl Limits {
+    /// What kernels take, for the CPU.
+    pub fn in_half_precision(work: usize) -> Self {
+        let dtypes = vec![DType::F16, DType::BF16];
+        Self { dtypes, head_dims: head_dims(8..=256), seqlen: 200, alignment: 8, work }
+    }
+
+    /// Element types, head dimensions and strides that only the CPU takes.
+    pub fn of_the_cpu(work: usize) -> Self {
+        Self {
+            dtypes: vec![DType::F32, DType::F32, DType::F16, DType::BF16],
+            head_dims: vec![1, 2, 3, 5, 7, 12, 20, 33, 60, 100, 129, 250, 264, 300],
+            seqlen: 140,
+            alignment: 1,
+            work,
+        }
+    }
+}
+
 /// Multiples of 8.
 pub fn head_dims(range: RangeInclusive<usize>) -> Vec<usize> {
     range.filter(|d| d % 8 == 0).collect()

@@ -4,12 +4,10 @@ use blockflash_ops::DType;
 use blockflash_ops::attention::{Align, Mask};
 use blockflash_tests::attention::{
     AttentionCase, AttentionData, AttentionInputs, AttentionOutputs, Choice, Lengths, Limits,
-    attention_cases, edge_cases, head_dims, many_heads, run_case, special_cases,
+    attention_cases, edge_cases, many_heads, run_case, special_cases,
 };
 use blockflash_tests::host::{all_pass, cpu};
 use blockflash_tests::property;
-
-const HALVES: [DType; 2] = [DType::F16, DType::BF16];
 
 fn run_all(cases: Vec<AttentionCase>) {
     all_pass(&cases, |case, stream| run_case(case, Choice::Selected, stream));
@@ -25,13 +23,7 @@ fn outputs(case: &AttentionCase) -> [Vec<u32>; 2] {
 
 #[test]
 fn random_cases_in_half_precision() {
-    let limits = Limits {
-        dtypes: HALVES.to_vec(),
-        head_dims: head_dims(8..=256),
-        seqlen: 200,
-        alignment: 8,
-        work: 4_000_000,
-    };
+    let limits = Limits::in_half_precision(4_000_000);
     let stream = cpu();
     property::check(160, attention_cases(limits), |case| {
         run_case(&case, Choice::Selected, &stream).map(drop)
@@ -40,13 +32,7 @@ fn random_cases_in_half_precision() {
 
 #[test]
 fn random_cases_that_only_the_cpu_takes() {
-    let limits = Limits {
-        dtypes: vec![DType::F32, DType::F32, DType::F16, DType::BF16],
-        head_dims: vec![1, 2, 3, 5, 7, 12, 20, 33, 60, 100, 129, 250, 264, 300],
-        seqlen: 140,
-        alignment: 1,
-        work: 2_000_000,
-    };
+    let limits = Limits::of_the_cpu(2_000_000);
     let stream = cpu();
     property::check(80, attention_cases(limits), |case| {
         run_case(&case, Choice::Selected, &stream).map(drop)

@@ -4,7 +4,7 @@ use blockflash_ops::attention::{Align, Mask};
 use blockflash_ops::{DType, Tensor};
 use blockflash_tests::attention::{
     AttentionCase, Choice, Lengths, Limits, attention_cases, block_cases, block_sparse_cases,
-    edge_cases, head_dims, many_heads, special_cases,
+    edge_cases, many_heads, special_cases,
 };
 use blockflash_tests::attention_bwd::{
     BackwardData, BackwardInputs, BackwardOutputs, BackwardReference, run_case,
@@ -28,13 +28,7 @@ fn gradients(case: &AttentionCase) -> [Vec<u32>; 4] {
 
 #[test]
 fn random_cases_in_half_precision() {
-    let limits = Limits {
-        dtypes: vec![DType::F16, DType::BF16],
-        head_dims: head_dims(8..=256),
-        seqlen: 200,
-        alignment: 8,
-        work: 2_000_000,
-    };
+    let limits = Limits::in_half_precision(2_000_000);
     let stream = cpu();
     property::check(100, attention_cases(limits), |case| {
         run_case(&case, Choice::Selected, &stream).map(drop)
@@ -43,13 +37,7 @@ fn random_cases_in_half_precision() {
 
 #[test]
 fn random_cases_that_only_the_cpu_takes() {
-    let limits = Limits {
-        dtypes: vec![DType::F32, DType::F32, DType::F16, DType::BF16],
-        head_dims: vec![1, 2, 3, 5, 7, 12, 20, 33, 60, 100, 129, 250, 264, 300],
-        seqlen: 140,
-        alignment: 1,
-        work: 1_000_000,
-    };
+    let limits = Limits::of_the_cpu(1_000_000);
     let stream = cpu();
     property::check(80, attention_cases(limits), |case| {
         run_case(&case, Choice::Selected, &stream).map(drop)

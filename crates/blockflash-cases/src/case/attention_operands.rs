@@ -2,7 +2,7 @@
 //! the result is right. Suites, the command and tests share it.
 
 use super::block_lists::{describe, lists};
-use super::operands::{Operands, Placed, TensorInfo, launched, normal};
+use super::operands::{Operands, Placed, Progress, TensorInfo, launched, normal};
 use super::scores::Scores;
 use crate::error::Result;
 use crate::io::Array;
@@ -288,7 +288,7 @@ impl Operands for AttentionOperands {
         &self,
         outputs: &[Array],
         seed: u64,
-        progress: &(dyn Fn(f64) + Sync),
+        progress: Progress<'_>,
     ) -> Result<Vec<Comparison>> {
         let case = self.for_oracle()?;
         Ok(match outputs {

@@ -1,7 +1,7 @@
 //! Operands of the backward pass of attention.
 
 use super::attention_operands::AttentionOperands;
-use super::operands::{Operands, launched, normal};
+use super::operands::{Operands, Progress, launched, normal};
 use crate::error::Result;
 use crate::io::Array;
 use blockflash_ops::{
@@ -95,7 +95,7 @@ impl Operands for BackwardOperands {
         &self,
         outputs: &[Array],
         seed: u64,
-        progress: &(dyn Fn(f64) + Sync),
+        progress: Progress<'_>,
     ) -> Result<Vec<Comparison>> {
         let [o, lse, d_o] = &self.host;
         let case = AttentionBackwardCase { attention: self.forward.for_oracle()?, o, lse, d_o };

@@ -2,7 +2,7 @@
 //! which device, and whether the result is right. Suites, the command and tests share it.
 
 use super::bsr_data::BsrData;
-use super::operands::{Operands, TensorInfo, launched};
+use super::operands::{Operands, Progress, TensorInfo, launched, reset};
 use crate::error::{Error, Result};
 use crate::io::Array;
 use crate::memory::count;
@@ -239,13 +239,8 @@ impl Operands for BsrOperands {
 
     /// With beta, C is the previous one.
     fn reset(&mut self, _kernel: Option<&Kernel>, stream: &Stream) -> Result<()> {
-        match &self.data.c {
-            Some(c) if self.call.beta != 0.0 => {
-                c.placed(&self.placed_c).write(&mut self.c, stream)?;
-            }
-            _ => self.c.fill_bytes(stream, 0xFF)?,
-        }
-        Ok(())
+        let previous = self.data.c.as_ref().filter(|_| self.call.beta != 0.0);
+        reset(&mut self.c, previous, &self.placed_c, stream)
     }
 
     /// Row-major without gaps, whatever the layout of C is.
@@ -261,7 +256,7 @@ impl Operands for BsrOperands {
         &self,
         results: &[Array],
         seed: u64,
-        progress: &(dyn Fn(f64) + Sync),
+        progress: Progress<'_>,
     ) -> Result<Vec<Comparison>> {
         let (BsrData { b, c, bias, .. }, call) = (&self.data, &self.call);
         let (row_ptr, col_idx, values) = match call.transposed {

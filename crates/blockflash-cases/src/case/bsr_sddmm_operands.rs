@@ -2,7 +2,7 @@
 //! Suites, the command and tests share it.
 
 use super::bsr_operands::factor;
-use super::operands::{Operands, TensorInfo, launched};
+use super::operands::{Operands, Progress, TensorInfo, launched, reset};
 use crate::error::Result;
 use crate::io::Array;
 use crate::memory::count;
@@ -212,13 +212,8 @@ impl Operands for SddmmOperands {
     /// With beta, the values are the previous ones.
     fn reset(&mut self, _kernel: Option<&Kernel>, stream: &Stream) -> Result<()> {
         let Inputs { call, data, .. } = &self.inputs;
-        match &data.old {
-            Some(old) if call.beta != 0.0 => {
-                old.placed(&self.placed_values).write(&mut self.values, stream)?;
-            }
-            _ => self.values.fill_bytes(stream, 0xFF)?,
-        }
-        Ok(())
+        let previous = data.old.as_ref().filter(|_| call.beta != 0.0);
+        reset(&mut self.values, previous, &self.placed_values, stream)
     }
 
     /// Without gaps, whatever the layout of the values is.
@@ -234,7 +229,7 @@ impl Operands for SddmmOperands {
         &self,
         results: &[Array],
         seed: u64,
-        progress: &(dyn Fn(f64) + Sync),
+        progress: Progress<'_>,
     ) -> Result<Vec<Comparison>> {
         let Inputs { call, data, .. } = &self.inputs;
         let case = SddmmCase {

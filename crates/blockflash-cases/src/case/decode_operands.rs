@@ -3,7 +3,7 @@
 
 use super::decode_data::{DecodeData, shuffled};
 use super::decode_rows::Rows;
-use super::operands::{Operands, Placed, TensorInfo, launched, rotation_bytes};
+use super::operands::{Operands, Placed, Progress, TensorInfo, launched, rotation_bytes};
 use super::scores::Scores;
 use crate::error::Result;
 use crate::io::Array;
@@ -252,7 +252,7 @@ impl Operands for DecodeOperands {
         &self,
         results: &[Array],
         seed: u64,
-        progress: &(dyn Fn(f64) + Sync),
+        progress: Progress<'_>,
     ) -> Result<Vec<Comparison>> {
         let (Inputs { scores, q, cache: [k, v], sink, .. }, slots) = (&self.inputs, &self.slots);
         let attention = self.inputs.problem()?.attention;

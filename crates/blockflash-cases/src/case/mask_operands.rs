@@ -1,6 +1,6 @@
 //! Operands for the construction of a block mask: q and k for the scores, scores for the mask.
 
-use super::operands::{Operands, normal};
+use super::operands::{Operands, Progress, normal};
 use crate::error::{Error, Result};
 use crate::io::Array;
 use blockflash_ops::block_sparse::{BlockChoice, BlockMaskBuffer, BlockScores, BlockSource};
@@ -87,7 +87,7 @@ impl Operands for Scores {
         &self,
         scores: &[Array],
         _seed: u64,
-        _progress: &(dyn Fn(f64) + Sync),
+        _progress: Progress<'_>,
     ) -> Result<Vec<Comparison>> {
         let [q, k] = &self.host;
         scores.iter().map(|scores| Ok(block_scores(q, k, self.block, scores)?)).collect()
@@ -161,7 +161,7 @@ impl Operands for Choose {
         &self,
         _outputs: &[Array],
         _seed: u64,
-        _progress: &(dyn Fn(f64) + Sync),
+        _progress: Progress<'_>,
     ) -> Result<Vec<Comparison>> {
         Ok(Vec::new()) // entries are right or wrong
     }

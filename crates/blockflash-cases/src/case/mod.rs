@@ -45,7 +45,7 @@ pub use decode_data::DecodeData;
 pub use decode_operands::DecodeOperands;
 pub use grid::GridPeers;
 pub use lengths::{Lengths, LengthsError};
-pub use operands::{Operands, TensorInfo, rotation_bytes};
+pub use operands::{Operands, Progress, TensorInfo, rotation_bytes};
 pub use pattern::Pattern;
 pub use peer::{PeerCase, PeerCaseError};
 pub use scores::Scores;

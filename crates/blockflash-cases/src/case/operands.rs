@@ -11,6 +11,9 @@ use std::fmt::Debug;
 /// A tensor as a report names it: name, shape and element type.
 pub type TensorInfo = (&'static str, Vec<usize>, DType);
 
+/// Is told the fraction of a long computation that is done.
+pub type Progress<'a> = &'a (dyn Fn(f64) + Sync);
+
 /// Inputs and outputs on a device: all that a suite and the command need of an operation.
 pub trait Operands: Debug {
     /// The tensors to report.
@@ -50,7 +53,7 @@ pub trait Operands: Debug {
         &self,
         results: &[Array],
         seed: u64,
-        progress: &(dyn Fn(f64) + Sync),
+        progress: Progress<'_>,
     ) -> Result<Vec<Comparison>>;
 
     /// The outputs in host memory, as files hold them and [`compare`](Self::compare) takes them.
@@ -221,6 +224,20 @@ pub(super) fn normal(shape: &[usize], dtype: DType, seed: u64, lane: u64) -> Res
         let bytes = usize::try_from(bytes).unwrap_or(usize::MAX);
         Error::Device(blockflash_safe::Error::OutOfMemory { bytes })
     })
+}
+
+/// Prepares a result for a launch: it holds the previous one where the launch adds to it, else bits
+/// that no kernel writes.
+pub(super) fn reset(
+    result: &mut Tensor,
+    previous: Option<&Array>,
+    place: &crate::placement::Placed,
+    stream: &Stream,
+) -> Result<()> {
+    match previous {
+        Some(previous) => Ok(previous.placed(place).write(result, stream)?),
+        None => Ok(result.fill_bytes(stream, 0xFF)?),
+    }
 }
 
 #[cfg(test)]
