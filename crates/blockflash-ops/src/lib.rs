@@ -114,6 +114,8 @@ pub use blockflash_safe::{
 
 // For tools and tests: problems, and what they are made of.
 #[doc(hidden)]
+pub use blockflash_safe::{ElementTypes, HeadDims};
+#[doc(hidden)]
 pub use {
     attention::{AttentionProblem, BlockMaskSizes, PackedRows},
     attention_bwd::AttentionBackwardProblem,

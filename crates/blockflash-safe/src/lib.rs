@@ -70,7 +70,7 @@ mod view_mut;
 
 #[doc(hidden)]
 pub use blockflash_sys::{BlockMaskKernel, manifest, params};
-pub use blockflash_sys::{ComputeCapability, DType, Kernel, Major, Target};
+pub use blockflash_sys::{ComputeCapability, DType, ElementTypes, HeadDims, Kernel, Major, Target};
 pub use device::Device;
 pub use driver::{NEEDED_DRIVER_VERSION, cuda_driver_version, cuda_is_initialised};
 pub use element::Element;

@@ -47,3 +47,58 @@ impl fmt::Display for DType {
         f.write_str(self.name())
     }
 }
+
+/// Element types of the tensors of attention. Sums, softmax and log-sum-exp are f32 whatever they
+/// are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct ElementTypes {
+    /// Of the queries and their gradient.
+    pub q: DType,
+    /// Of keys and values and their gradients.
+    pub kv: DType,
+    /// Of the output and its gradient.
+    pub o: DType,
+}
+
+impl ElementTypes {
+    /// The same type for all tensors.
+    pub const fn all(dtype: DType) -> Self {
+        Self { q: dtype, kv: dtype, o: dtype }
+    }
+
+    /// The one type of all tensors, or `None` if they have several.
+    pub const fn single(self) -> Option<DType> {
+        let Self { q, kv, o } = self;
+        if q as i32 == kv as i32 && q as i32 == o as i32 { Some(q) } else { None }
+    }
+}
+
+/// `f16` for one type, `f16_u8_bf16` (q, kv, o) for several: a part of names of images and cases.
+impl fmt::Display for ElementTypes {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.single() {
+            Some(dtype) => dtype.fmt(f),
+            None => write!(f, "{}_{}_{}", self.q, self.kv, self.o),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn element_types_are_one_or_three() {
+        let all = ElementTypes::all(DType::BF16);
+        assert_eq!((all.single(), all.to_string()), (Some(DType::BF16), "bf16".to_string()));
+        for types in [
+            ElementTypes { q: DType::F16, ..all },
+            ElementTypes { kv: DType::F16, ..all },
+            ElementTypes { o: DType::F16, ..all },
+        ] {
+            assert_eq!(types.single(), None, "{types}");
+        }
+        let several = ElementTypes { q: DType::F16, kv: DType::U8, o: DType::BF16 };
+        assert_eq!(several.to_string(), "f16_u8_bf16");
+    }
+}

@@ -7,6 +7,7 @@
 
 mod dtype;
 mod expect;
+mod head_dims;
 pub mod image;
 pub mod manifest;
 #[rustfmt::skip]
@@ -14,7 +15,8 @@ pub mod manifest;
 pub mod params;
 mod target;
 
-pub use dtype::DType;
+pub use dtype::{DType, ElementTypes};
 pub use expect::Expect;
+pub use head_dims::HeadDims;
 pub use manifest::{BlockMaskKernel, Kernel, Major, Probe};
 pub use target::{ComputeCapability, Target};
