@@ -63,7 +63,7 @@ __device__ __forceinline__ void store_statistics(const Params& params) {
     lse = p.lse[batch * p.lse_stride_batch + head * p.lse_stride_head + queries.begin + own];
   float sums[kEach] = {};
 #pragma unroll 1
-  for (int d = lane * 8; d < p.head_dim; d += kLanes * 8) {
+  for (int d = lane * 8; d < p.head_dim_v; d += kLanes * 8) {
     uint4 x[kEach], y[kEach];
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
@@ -99,7 +99,7 @@ __device__ __forceinline__ void store_statistics(const Params& params) {
   if (!stores) return;
   // A query that sees nothing has an lse of -inf. Its probabilities are 0.
   const float negative_log =
-      stores_inside && lse != -CUDART_INF_F ? negative_log_of(lse, p.softcap) : -CUDART_INF_F;
+      stores_inside && lse != -CUDART_INF_F ? negative_log_of(lse, p.scores.softcap) : -CUDART_INF_F;
   params.negative_logs[statistics + own] = negative_log;
   params.deltas[statistics + own] = negative_log == -CUDART_INF_F ? 0.f : sum;
 }
@@ -107,7 +107,7 @@ __device__ __forceinline__ void store_statistics(const Params& params) {
 __device__ __forceinline__ void store_sink_gradient(const Params& params) {
   const blockflash_attention_fwd_params& p = params.base;
   const int head = blockIdx.x;
-  const float sink = p.sink[head];
+  const float sink = NaturalUnits::sink(p.scores, head);
   float sum = 0.f;
   for (int batch = 0; batch < p.batch; ++batch) {
     const PackedRows queries = queries_of(params, batch);
@@ -116,7 +116,7 @@ __device__ __forceinline__ void store_sink_gradient(const Params& params) {
       const float log = params.negative_logs[statistics + row];
       // Selected, since a query that sees nothing has no gradient whatever the sink is.
       if (log != -CUDART_INF_F)
-        sum -= ptx::ex2_approx(p.softcap > 0.f ? FusedExponent{}(sink, kLog2e, log)
+        sum -= ptx::ex2_approx(p.scores.softcap > 0.f ? FusedExponent{}(sink, kLog2e, log)
                                                : ExponentOfLarge{}(sink, kLog2e, log)) *
                params.deltas[statistics + row];
     }
@@ -153,11 +153,11 @@ __device__ __forceinline__ void store_zeros(const Params& params) {
   const int64_t rows_q = packed ? p.total_q : static_cast<int64_t>(p.batch) * p.seqlen_q,
                 rows_kv = packed ? p.total_kv : static_cast<int64_t>(p.batch) * p.seqlen_kv;
   const auto clear = [&](void* tensor, int64_t row, int64_t batch_stride, int64_t seq_stride,
-                         int64_t head_stride, int seqlen, int heads) {
+                         int64_t head_stride, int seqlen, int heads, int columns) {
     const int64_t batch = packed ? 0 : row / seqlen;
     Element* const first =
         static_cast<Element*>(tensor) + batch * batch_stride + (row - batch * seqlen) * seq_stride;
-    const int chunks = p.head_dim / 8;
+    const int chunks = columns / 8;
     for (int i = threadIdx.x % 32; i < heads * chunks; i += 32)
       *reinterpret_cast<uint4*>(first + i / chunks * head_stride + i % chunks * 8) =
           make_uint4(0, 0, 0, 0);
@@ -167,16 +167,16 @@ __device__ __forceinline__ void store_zeros(const Params& params) {
     if (row < rows_q) {
       if (in_sequence(p.cu_seqlens_q, p.batch, row, p.total_q, p.seqlen_q)) continue;
       clear(params.dq, row, params.dq_stride_batch, params.dq_stride_seq, params.dq_stride_head,
-            p.seqlen_q, p.num_heads_q);
+            p.seqlen_q, p.num_heads_q, p.head_dim_qk);
       continue;
     }
     row -= rows_q;
     if (row >= rows_kv) return;
     if (in_sequence(p.cu_seqlens_kv, p.batch, row, p.total_kv, p.seqlen_kv)) continue;
     clear(params.dk, row, params.dk_stride_batch, params.dk_stride_seq, params.dk_stride_head,
-          p.seqlen_kv, p.num_heads_kv);
+          p.seqlen_kv, p.num_heads_kv, p.head_dim_qk);
     clear(params.dv, row, params.dv_stride_batch, params.dv_stride_seq, params.dv_stride_head,
-          p.seqlen_kv, p.num_heads_kv);
+          p.seqlen_kv, p.num_heads_kv, p.head_dim_v);
   }
 }
 

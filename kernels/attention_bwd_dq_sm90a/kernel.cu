@@ -38,6 +38,6 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_bwd_tma_params pa
   }
   Element* const out = static_cast<Element*>(b.dq) + batch * b.dq_stride_batch * !packed +
                        head * b.dq_stride_head + queries.begin * b.dq_stride_seq;
-  store_rows<Element>(dq, p.softmax_scale, out, b.dq_stride_seq, first + warp % 4 * 16,
-                      queries.length, warp / 4 * (kD / 2), p.head_dim, lane);
+  store_rows<Element>(dq, p.scores.scale, out, b.dq_stride_seq, first + warp % 4 * 16,
+                      queries.length, warp / 4 * (kD / 2), p.head_dim_qk, lane);
 }

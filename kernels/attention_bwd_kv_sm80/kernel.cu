@@ -1,5 +1,5 @@
 // Attention backward with respect to keys and values, for sm_80 and newer: dv = pᵀ·dO and
-// dk = dsᵀ·q·softmax_scale.
+// dk = dsᵀ·q·scale.
 //
 // One CTA computes block_kv keys of one key head and walks the query tiles that see them, for one
 // query head of the group after another. Scores are computed transposed, keys along the rows, so
@@ -8,7 +8,7 @@
 // result has one order of summation.
 #include "blockflash/attention/block_walk.cuh"
 #include "blockflash/attention/gradient.cuh"
-#include "blockflash/attention/mask.cuh"
+#include "blockflash/attention/scores.cuh"
 #include "blockflash/attention/query_walk.cuh"
 #include "blockflash/config/attention.cuh"
 #include "blockflash/mma/products.cuh"
@@ -66,7 +66,8 @@ using Gradient = float[kMTiles][kDTiles][4];
 // Turns transposed scores into probabilities and dp into gradients of the scores. A lane has two
 // neighbouring queries of each MMA tile.
 template <Pairs pairs, bool masked>
-__device__ __forceinline__ void differentiate_tile(Scores& s, Scores& dp, const ScoreScale& scale,
+__device__ __forceinline__ void differentiate_tile(Scores& s, Scores& dp,
+                                                   const blockflash_scores& scores,
                                                    uint32_t statistics, const QueryRange& range,
                                                    int first_key, int first_query, int lane) {
 #pragma unroll
@@ -85,7 +86,7 @@ __device__ __forceinline__ void differentiate_tile(Scores& s, Scores& dp, const 
           const int query = first_query + n * 8 + accumulator_column(lane, i);
           visible = query >= queries.begin && query < queries.end;
         }
-        differentiate<pairs>(s[m][n][i], dp[m][n][i], scale, negative_log[i % 2], delta[i % 2],
+        differentiate<pairs>(s[m][n][i], dp[m][n][i], scores, negative_log[i % 2], delta[i % 2],
                              visible);
       }
   }
@@ -156,11 +157,11 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_bwd_params params
   kv_copy.start(k_smem,
                 at(p.k, p.k_stride_batch, p.k_stride_seq, p.k_stride_head, work.head_kv,
                    work.kv_offset + work.k_begin),
-                p.k_stride_seq, work.seqlen_kv - work.k_begin, p.head_dim);
+                p.k_stride_seq, work.seqlen_kv - work.k_begin, p.head_dim_qk);
   kv_copy.start(v_smem,
                 at(p.v, p.v_stride_batch, p.v_stride_seq, p.v_stride_head, work.head_kv,
                    work.kv_offset + work.k_begin),
-                p.v_stride_seq, work.seqlen_kv - work.k_begin, p.head_dim);
+                p.v_stride_seq, work.seqlen_kv - work.k_begin, p.head_dim_v);
 
   const LaneCoords row_major = lane_row_major(lane), col_major = lane_col_major(lane);
   const LaneAddress<kChunks> k_lane(k_smem, warp_row + row_major.row, row_major.chunk);
@@ -168,7 +169,6 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_bwd_params params
   // From the first column of this warp on, so that no address depends on the warp further below.
   const LaneAddress<kChunks> q_rows_lane(ring, row_major.row, row_major.chunk + warp_d * kDTiles);
   const LaneAddress<kExchangeChunks> p_lane(exchange, warp_row + row_major.row, row_major.chunk);
-  const ScoreScale scale(p);
 
   Gradient dk, dv;
   clear(dk), clear(dv);
@@ -192,9 +192,9 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_bwd_params params
         const int rows = work.seqlen_q - first;
         // At 64 the kernel is short of registers.
         const QCopy copy = Config::head_dim == 64 ? q_copy.anew() : q_copy;
-        copy.start(stage, q + first * p.q_stride_seq, p.q_stride_seq, rows, p.head_dim);
+        copy.start(stage, q + first * p.q_stride_seq, p.q_stride_seq, rows, p.head_dim_qk);
         copy.start(stage + kQTileBytes, d_o + first * params.d_o_stride_seq, params.d_o_stride_seq,
-                   rows, p.head_dim);
+                   rows, p.head_dim_v);
         if (threadIdx.x < Config::block_q) {
           const uint32_t to = stage + 2 * kQTileBytes + threadIdx.x * 4;
           ptx::cp_async_ca_4(to, params.negative_logs + statistics + first + threadIdx.x);
@@ -230,7 +230,7 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_bwd_params params
                                             stage + kQTileBytes);
       const auto differentiate_by = [&](auto pairs, auto masked) {
         differentiate_tile<decltype(pairs)::value, decltype(masked)::value>(
-            s, dp, scale, ring + stage + 2 * kQTileBytes + part * 4, range, work.k_begin + warp_row,
+            s, dp, p.scores, ring + stage + 2 * kQTileBytes + part * 4, range, work.k_begin + warp_row,
             first_query[0] + part, kIsShort ? ptx::opaque(lane) : lane);
       };
       const bool masked =
@@ -240,7 +240,7 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_bwd_params params
 #pragma unroll
       for (int q = lane; q < Config::block_q; q += kWarpSize)
         large |= is_beyond_fused(__uint_as_float(ptx::load_shared(logs + 4 * q)));
-      if (p.softcap > 0.f)
+      if (p.scores.softcap > 0.f)
         differentiate_by(PairsAre<Pairs::kCapped>{}, std::true_type{});
       else if (__any_sync(~0u, large))
         differentiate_by(PairsAre<Pairs::kLarge>{}, std::true_type{});
@@ -265,13 +265,14 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_bwd_params params
   }
   const Keys& again = Keys::shared();
   const auto store = [&](const Gradient& gradient, float factor, void* tensor, int64_t batch,
-                         int64_t seq, int64_t head) {
+                         int64_t seq, int64_t head, int columns) {
     Element* const out = static_cast<Element*>(tensor) + again.batch * batch * !packed +
                          again.head_kv * head + again.kv_offset * seq;
     store_rows<Element>(gradient, factor, out, seq, again.k_begin + warp_row, again.seqlen_kv,
-                        warp_d * kDTiles * 8, p.head_dim, lane);
+                        warp_d * kDTiles * 8, columns, lane);
   };
-  store(dv, 1.f, params.dv, params.dv_stride_batch, params.dv_stride_seq, params.dv_stride_head);
-  store(dk, p.softmax_scale, params.dk, params.dk_stride_batch, params.dk_stride_seq,
-        params.dk_stride_head);
+  store(dv, 1.f, params.dv, params.dv_stride_batch, params.dv_stride_seq, params.dv_stride_head,
+        p.head_dim_v);
+  store(dk, p.scores.scale, params.dk, params.dk_stride_batch, params.dk_stride_seq,
+        params.dk_stride_head, p.head_dim_qk);
 }

@@ -16,7 +16,6 @@ __device__ __forceinline__ void consume(const Params& params, uint32_t smem,
                                         const Barriers& barriers, int warpgroup) {
   const blockflash_attention_fwd_params& p = params.base.base;
   const int warp_row = warpgroup * 64 + threadIdx.x / 32 % 4 * 16;
-  const ScoreScale scale(p);
   const Turns turns{warpgroup};
   float s[kStreamRows / 2], dp[kStreamRows / 2], dk[kD / 2], dv[kD / 2];
   uint32_t p16[kStreamRows / 4], ds16[kStreamRows / 4];
@@ -64,7 +63,7 @@ __device__ __forceinline__ void consume(const Params& params, uint32_t smem,
     else
       start_scores<kStreamRows>(dp, v, kResidentPanel, d_o + stage, kStreamPanel);
     turns.end();
-    differentiate_scores<false>(s, dp, p16, ds16, scale,
+    differentiate_scores<false>(s, dp, p16, ds16, p.scores,
                                 has_large<kStreamRows>(first_statistics(smem, at.stage)),
                                 visible_pairs(p, warp_row, first_query, kStreamRows),
                                 statistics_at(first_statistics(smem, at.stage)),

@@ -129,7 +129,7 @@ struct Apart {
   // Stores a gradient by way of a resident tile that is read no more.
   __device__ __forceinline__ void store(const Transposed& gradient, float factor, uint32_t tile,
                                         int warpgroup, void* tensor, int64_t batch, int64_t seq,
-                                        int64_t head) const {
+                                        int64_t head, int columns) const {
     const uint32_t row = tile + transposed_row();
 #pragma unroll
     for (int panel = 0; panel < kPanels; ++panel)
@@ -153,7 +153,7 @@ struct Apart {
       const int key = i / (kD / 8), chunk = i % (kD / 8);
       const int4 values = ptx::load_shared_int4(tile + chunk / 8 * kResidentPanel + key * 128 +
                                                 (chunk % 8 ^ key % 8) * 16);
-      if (chunk * 8 < p.head_dim) *reinterpret_cast<int4*>(out + key * seq + chunk * 8) = values;
+      if (chunk * 8 < columns) *reinterpret_cast<int4*>(out + key * seq + chunk * 8) = values;
     }
   }
 
@@ -170,7 +170,7 @@ struct Apart {
 
   // The scores, dv and the first 64 columns of dq.
   __device__ __forceinline__ void have_scores() const {
-    const float scale_log2 = ScoreScale(p).scale_log2;
+    const float scale_log2 = p.scores.scale_log2;
     const uint32_t k = ptx::wgmma_low(smem);
     const uint32_t q = ptx::wgmma_low(smem + kFirstOffset),
                    d_o = ptx::wgmma_low(smem + kSecondOffset);
@@ -241,7 +241,7 @@ struct Apart {
     ptx::named_barrier_sync(1, 256);
     const blockflash_attention_bwd_params& b = params.base;
     store(dv, 1.f, smem + kResidentBytes, 0, b.dv, b.dv_stride_batch, b.dv_stride_seq,
-          b.dv_stride_head);
+          b.dv_stride_head, p.head_dim_v);
   }
 
   // The gradients of the scores, dk and the other columns of dq.
@@ -330,7 +330,8 @@ struct Apart {
     end_queue(n);
     ptx::named_barrier_sync(1, 256);
     const blockflash_attention_bwd_params& b = params.base;
-    store(dk, p.softmax_scale, smem, 1, b.dk, b.dk_stride_batch, b.dk_stride_seq, b.dk_stride_head);
+    store(dk, p.scores.scale, smem, 1, b.dk, b.dk_stride_batch, b.dk_stride_seq, b.dk_stride_head,
+          p.head_dim_qk);
   }
 };
 

@@ -25,7 +25,6 @@ __device__ __forceinline__ void consume_as_pair(const Params& params, uint32_t s
   const blockflash_attention_fwd_params& p = params.base.base;
   const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 % 4 * 16;
   const int first_of_mine = warpgroup * kQueries;
-  const ScoreScale scale(p);
   float s[kQueries / 2], dp[kQueries / 2], gradient[kD / 2];
   uint32_t p16[kQueries / 4], ds16[kQueries / 4];
 #pragma unroll
@@ -62,7 +61,7 @@ __device__ __forceinline__ void consume_as_pair(const Params& params, uint32_t s
     ptx::wgmma_fence();
     start_scores<kQueries>(dp, v, kResidentPanel, d_o + stage, kStreamPanel);
     differentiate_scores<false>(
-        s, dp, p16, ds16, scale,
+        s, dp, p16, ds16, p.scores,
         has_large<kQueries>(first_statistics(smem, at.stage) + first_of_mine * 4),
         visible_pairs(p, warp_row, first_query + first_of_mine, kQueries),
         statistics_at(first_statistics(smem, at.stage) + first_of_mine * 4),

@@ -19,7 +19,6 @@ __device__ __forceinline__ void consume_tall(const Params& params, uint32_t smem
   const blockflash_attention_fwd_params& p = params.base.base;
   const TurnBarriers turn_barriers(smem);
   const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * 16 - 64;
-  const ScoreScale scale(p);
   float s[kQueries / 2], dp[kQueries / 2], dk[kD / 2], dv[kD / 2], dq[kD / 2];
   uint32_t p16[kQueries / 4], ds16[kQueries / 4];
   const uint32_t k = ptx::wgmma_low(smem + warpgroup * 64 * 128), v = k + (kResidentBytes >> 4);
@@ -87,7 +86,7 @@ __device__ __forceinline__ void consume_tall(const Params& params, uint32_t smem
         if (is_first) ptx::mbarrier_wait(barriers.resident + 8, Block::at(number).resident_parity);
         ptx::wgmma_fence();
         start_scores<kQueries>(dp, v, kResidentPanel, d_o + stage, kStreamPanel);
-        differentiate_all<false, 0>(s, dp, p16, ds16, scale,
+        differentiate_all<false, 0>(s, dp, p16, ds16, p.scores,
                                     has_large<kQueries>(first_statistics(smem, n & 1)),
                                     statistics_at(first_statistics(smem, n & 1)),
                                     statistics_at(second_statistics(smem, n & 1)), [&] {

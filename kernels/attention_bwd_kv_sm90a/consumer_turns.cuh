@@ -17,7 +17,6 @@ __device__ __forceinline__ void consume_with_dq(const Params& params, uint32_t s
   const TurnBarriers turn_barriers(smem);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   const int warp_row = warpgroup * 64 + warp * 16;
-  const ScoreScale scale(p);
   const Turns turns{warpgroup};
   float s[kStreamRows / 2] = {}, dp[kStreamRows / 2], dk[kD / 2], dv[kD / 2];
   // Where registers are scarce, dq lies where the scores were and the next ones will be, so that
@@ -98,7 +97,7 @@ __device__ __forceinline__ void consume_with_dq(const Params& params, uint32_t s
         ptx::wgmma_fence();
         start_scores<kStreamRows>(dp, v, kResidentPanel, d_o + stage, kStreamPanel);
         differentiate_all<true, kInPlace ? 4 : 0>(
-            s, dp, p16, ds16, scale, has_large<kStreamRows>(first_statistics(smem, n & 1)),
+            s, dp, p16, ds16, p.scores, has_large<kStreamRows>(first_statistics(smem, n & 1)),
             statistics_at(first_statistics(smem, n & 1)),
             statistics_at(second_statistics(smem, n & 1)), [&] {
               if (i >= 2) pass_on(turn_barriers.staged, n);

@@ -1,5 +1,5 @@
 // Attention backward with respect to keys and values on Hopper: dv = pᵀ·dO and
-// dk = dsᵀ·q·softmax_scale.
+// dk = dsᵀ·q·scale.
 //
 // A CTA owns 128 keys of one key head (64 beyond a head_dim of 128) and visits the query tiles that
 // see them, for one query head of the group after another. Scores are computed transposed, keys

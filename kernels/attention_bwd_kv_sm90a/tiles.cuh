@@ -102,24 +102,25 @@ __device__ __forceinline__ auto statistics_at(uint32_t first) {
 __device__ __forceinline__ void store_gradient(const blockflash_attention_fwd_params& p,
                                                const float (&gradient)[kD / 2], float factor,
                                                void* tensor, int64_t batch, int64_t seq,
-                                               int64_t head, int warp_row, const Keys& work) {
+                                               int64_t head, int columns, int warp_row,
+                                               const Keys& work) {
   Element* const out = static_cast<Element*>(tensor) +
                        work.batch * batch * (p.cu_seqlens_q == nullptr) + work.head_kv * head +
                        work.kv_offset * seq;
   store_rows<Element>(reinterpret_cast<const float(&)[1][kD / 8][4]>(gradient), factor, out, seq,
-                      work.k_begin + warp_row, work.seqlen_kv, 0, p.head_dim, threadIdx.x % 32);
+                      work.k_begin + warp_row, work.seqlen_kv, 0, columns, threadIdx.x % 32);
 }
 __device__ __forceinline__ void store_dk(const blockflash_attention_bwd_params& b,
                                          const float (&dk)[kD / 2], int warp_row,
                                          const Keys& work = Keys::shared()) {
-  store_gradient(b.base, dk, b.base.softmax_scale, b.dk, b.dk_stride_batch, b.dk_stride_seq,
-                 b.dk_stride_head, warp_row, work);
+  store_gradient(b.base, dk, b.base.scores.scale, b.dk, b.dk_stride_batch, b.dk_stride_seq,
+                 b.dk_stride_head, b.base.head_dim_qk, warp_row, work);
 }
 __device__ __forceinline__ void store_dv(const blockflash_attention_bwd_params& b,
                                          const float (&dv)[kD / 2], int warp_row,
                                          const Keys& work = Keys::shared()) {
   store_gradient(b.base, dv, 1.f, b.dv, b.dv_stride_batch, b.dv_stride_seq, b.dv_stride_head,
-                 warp_row, work);
+                 b.base.head_dim_v, warp_row, work);
 }
 
 }  // namespace

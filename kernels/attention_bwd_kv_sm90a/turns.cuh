@@ -30,7 +30,7 @@ static_assert(!Config::dq || kStagingOffset + kStagings * kSumsBytes <= kStatist
 // should be short.
 __device__ __forceinline__ int descending_heads(const Params& params) {
   const blockflash_attention_fwd_params& p = params.base.base;
-  if (p.window_right == BLOCKFLASH_WINDOW_UNBOUNDED) return 0;
+  if (p.scores.window.right == BLOCKFLASH_WINDOW_UNBOUNDED) return 0;
   const int together = params.heads_per_section;
   return p.batch * p.num_heads_kv - (together > 1 ? together : 0);
 }

@@ -1,4 +1,4 @@
-// Attention backward with respect to the queries, for sm_80 and newer: dq = ds·k·softmax_scale.
+// Attention backward with respect to the queries, for sm_80 and newer: dq = ds·k·scale.
 //
 // One CTA computes block_q queries of one head and walks their key tiles like the forward pass.
 // Each warp owns block_q / warps queries, so scores, their gradients and dq stay in its registers;
@@ -44,7 +44,8 @@ using Scores = float[kMTiles][kKvTiles][4];
 
 // Turns scores into probabilities, which nobody needs here, and dp into gradients of the scores.
 template <Pairs pairs, bool masked>
-__device__ __forceinline__ void differentiate_tile(Scores& s, Scores& dp, const ScoreScale& scale,
+__device__ __forceinline__ void differentiate_tile(Scores& s, Scores& dp,
+                                                   const blockflash_scores& scores,
                                                    const float (&negative_log)[kMTiles][2],
                                                    const float (&delta)[kMTiles][2],
                                                    const AttentionMask& mask, int first_row,
@@ -62,7 +63,7 @@ __device__ __forceinline__ void differentiate_tile(Scores& s, Scores& dp, const 
         for (int i = 2 * half; i < 2 * half + 2; ++i) {
           const int key = first_key + n * 8 + accumulator_column(lane, i);
           const bool visible = !masked || (key >= keys.begin && key < keys.end);
-          differentiate<pairs>(s[m][n][i], dp[m][n][i], scale, negative_log[m][half],
+          differentiate<pairs>(s[m][n][i], dp[m][n][i], scores, negative_log[m][half],
                                delta[m][half], visible);
         }
     }
@@ -115,16 +116,16 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_bwd_params params
       const uint32_t stage = ring + i % Config::stages * kStageBytes;
       const int rows = work.seqlen_kv - first_key;
       const KvCopy copy = kShort ? kv_copy.anew() : kv_copy;
-      copy.start(stage, k + first_key * p.k_stride_seq, p.k_stride_seq, rows, p.head_dim);
+      copy.start(stage, k + first_key * p.k_stride_seq, p.k_stride_seq, rows, p.head_dim_qk);
       copy.start(stage + kKvTileBytes, v + first_key * p.v_stride_seq, p.v_stride_seq, rows,
-                 p.head_dim);
+                 p.head_dim_v);
     }
     ptx::cp_async_commit_group();
     return first_key;
   };
 
-  q_copy.start(q_smem, q, p.q_stride_seq, work.seqlen_q - work.q_begin, p.head_dim);
-  q_copy.start(d_o_smem, d_o, params.d_o_stride_seq, work.seqlen_q - work.q_begin, p.head_dim);
+  q_copy.start(q_smem, q, p.q_stride_seq, work.seqlen_q - work.q_begin, p.head_dim_qk);
+  q_copy.start(d_o_smem, d_o, params.d_o_stride_seq, work.seqlen_q - work.q_begin, p.head_dim_v);
   int first_key[Config::stages];  // of the tiles i to i + stages - 1
 #pragma unroll
   for (int i = 0; i + 1 < Config::stages; ++i) first_key[i] = start_tile(i);
@@ -148,7 +149,6 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_bwd_params params
   const LaneAddress<kChunks> q_lane(q_smem, warp * kRowsPerWarp + row_major.row, row_major.chunk);
   const LaneAddress<kChunks> kv_lane(ring, col_major.row, col_major.chunk);
   const LaneAddress<kChunks> k_rows_lane(ring, row_major.row, row_major.chunk);
-  const ScoreScale scale(p);
 
   float dq[kMTiles][kDTiles][4];
   clear(dq);
@@ -173,7 +173,7 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_bwd_params params
     // The mask is read for each tile rather than kept: registers are short.
     const auto differentiate_by = [&](auto pairs, auto masked) {
       differentiate_tile<decltype(pairs)::value, decltype(masked)::value>(
-          s, dp, scale, negative_log, delta, KeyVisit::shared().mask(p), first_row, first_key[0],
+          s, dp, p.scores, negative_log, delta, KeyVisit::shared().mask(p), first_row, first_key[0],
           lane);
     };
     bool large = false;  // whether a query is beyond `kFusedLimit`; not kept either
@@ -181,7 +181,7 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_bwd_params params
     for (int m = 0; m < kMTiles; ++m)
       large |= is_beyond_fused(negative_log[m][0]) || is_beyond_fused(negative_log[m][1]);
     const bool masked = first_key[0] < all.begin || first_key[0] + Config::block_kv > all.end;
-    if (p.softcap > 0.f)
+    if (p.scores.softcap > 0.f)
       differentiate_by(PairsAre<Pairs::kCapped>{}, std::true_type{});
     else if (__any_sync(~0u, large))
       differentiate_by(PairsAre<Pairs::kLarge>{}, std::true_type{});
@@ -205,6 +205,6 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_bwd_params params
   Element* const out = static_cast<Element*>(params.dq) +
                        again.batch * params.dq_stride_batch * !packed +
                        again.head * params.dq_stride_head + again.q_offset * params.dq_stride_seq;
-  store_rows<Element>(dq, p.softmax_scale, out, params.dq_stride_seq,
-                      again.q_begin + warp * kRowsPerWarp, again.seqlen_q, 0, p.head_dim, lane);
+  store_rows<Element>(dq, p.scores.scale, out, params.dq_stride_seq,
+                      again.q_begin + warp * kRowsPerWarp, again.seqlen_q, 0, p.head_dim_qk, lane);
 }

@@ -1,4 +1,4 @@
-// Attention backward with respect to the queries on Hopper: dq = ds·k·softmax_scale.
+// Attention backward with respect to the queries on Hopper: dq = ds·k·scale.
 //
 // A CTA owns 128 queries of one head and visits their key tiles like the forward pass. Q and dO
 // stay in shared memory, K and V pass through it; scores, their gradients and dq stay in registers.
@@ -65,7 +65,6 @@ __device__ __forceinline__ void consume(const Params& params, uint32_t smem,
   const bool packed = p.cu_seqlens_q != nullptr;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   const int warp_row = warpgroup * 64 + warp * 16;
-  const ScoreScale scale(p);
   const Turns turns{warpgroup};
   float s[kStreamRows / 2], dp[kStreamRows / 2], dq[kD / 2];
   uint32_t p16[kStreamRows / 4], ds16[kStreamRows / 4];
@@ -148,7 +147,7 @@ __device__ __forceinline__ void consume(const Params& params, uint32_t smem,
         visible.bits[half] = visible_keys(keys.begin - first, keys.end - first);
       }
     }
-    differentiate_scores<true>(s, dp, p16, ds16, scale, large, visible, load(logs), load(deltas),
+    differentiate_scores<true>(s, dp, p16, ds16, p.scores, large, visible, load(logs), load(deltas),
                                [&] { release(barriers.second_empty, v_at.stage); });
 
     turns.begin();
@@ -165,8 +164,8 @@ __device__ __forceinline__ void consume(const Params& params, uint32_t smem,
   const Work<kResidentRows>& work = KeyVisit::shared().work;
   Element* const out = static_cast<Element*>(b.dq) + work.batch * b.dq_stride_batch * !packed +
                        work.head * b.dq_stride_head + work.q_offset * b.dq_stride_seq;
-  store_rows<Element>(reinterpret_cast<const float(&)[1][kD / 8][4]>(dq), p.softmax_scale, out,
-                      b.dq_stride_seq, work.q_begin + warp_row, work.seqlen_q, 0, p.head_dim, lane);
+  store_rows<Element>(reinterpret_cast<const float(&)[1][kD / 8][4]>(dq), p.scores.scale, out,
+                      b.dq_stride_seq, work.q_begin + warp_row, work.seqlen_q, 0, p.head_dim_qk, lane);
 }
 
 }  // namespace

@@ -83,7 +83,7 @@ struct Cluster<true> {
     constexpr int kRowsAtOnce = Config::threads / kColumns4;
     const int row_of_thread = rank + static_cast<int>(threadIdx.x) / kColumns4 * size;
     const int piece = threadIdx.x % kColumns4, rows = rows_of(p, item);
-    const bool in_row = piece * 4 < p.head_dim;
+    const bool in_row = piece * 4 < p.head_dim_v;
     const Slot slot(p, item.slot_of(group.first));
     ptx::cluster_wait();
     for (int row = row_of_thread; row < rows; row += kRowsAtOnce * size) {

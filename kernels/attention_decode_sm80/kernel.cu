@@ -4,7 +4,6 @@
 // (queries times heads that share keys) are its N. A warp is alone with its keys: it copies, every
 // fourth step of 16, into a ring of its own and keeps sums of its own, so the main loop has no
 // barrier among warps. The README says why.
-#include "blockflash/attention/soft_cap.cuh"
 #include "blockflash/config/kv_cache.cuh"
 #include "blockflash/decode/items.cuh"
 #include "blockflash/decode/partials.cuh"

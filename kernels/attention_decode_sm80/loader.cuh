@@ -65,6 +65,12 @@ struct Loader {
     return p.cache.block_table != nullptr || p.page_list != nullptr;
   }
 
+  // Whether rows of K and of V are as wide as their tiles.
+  static __device__ __forceinline__ bool has_full_rows(
+      const blockflash_attention_decode_params& p) {
+    return min(p.head_dim_qk, p.head_dim_v) == Config::head_dim;
+  }
+
   // Where the next 32 steps lie, one per lane. Numbers of pages are data on the device that nobody
   // has validated.
   __device__ __forceinline__ void look_up(const blockflash_attention_decode_params& p,
@@ -102,14 +108,14 @@ struct Loader {
     if constexpr (!kKeepsSources) find_sources(p, item, lane);
     const int rows_begin = item.any.begin - key, rows_end = item.any.end - key;
     const char *const k_from = k + k_offset * 2, *const v_from = v + v_offset * 2;
-    if (rows_begin <= 0 && rows_end >= kStepKeys && p.head_dim == Config::head_dim) {
+    if (rows_begin <= 0 && rows_end >= kStepKeys && has_full_rows(p)) {
       start_tile(stage_smem, k_from, cache.k_stride_slot, policy, lane);
       start_tile(stage_smem + kTileBytes, v_from, cache.v_stride_slot, policy, lane);
     } else {
-      start_part(stage_smem, k_from, cache.k, cache.k_stride_slot, rows_begin, rows_end, p.head_dim,
-                 lane);
+      start_part(stage_smem, k_from, cache.k, cache.k_stride_slot, rows_begin, rows_end,
+                 p.head_dim_qk, lane);
       start_part(stage_smem + kTileBytes, v_from, cache.v, cache.v_stride_slot, rows_begin,
-                 rows_end, p.head_dim, lane);
+                 rows_end, p.head_dim_v, lane);
     }
     ptx::cp_async_commit_group();
     return key;
@@ -136,13 +142,13 @@ struct Loader {
   // of no bytes, too, has an address inside the tensor. Rare, so small code.
   __device__ __forceinline__ static void start_part(uint32_t tile_smem, const char* from,
                                                     const void* tensor, int64_t stride,
-                                                    int rows_begin, int rows_end, int head_dim,
+                                                    int rows_begin, int rows_end, int columns,
                                                     int lane) {
     const int chunk = lane % kChunks;
 #pragma unroll 1
     for (int row = lane / kChunks; row < kStepKeys;
          row += kRowStep, from += kRowStep * stride * 2) {
-      const bool exists = row >= rows_begin && row < rows_end && chunk * 8 < head_dim;
+      const bool exists = row >= rows_begin && row < rows_end && chunk * 8 < columns;
       ptx::cp_async_cg_16(tile_smem + TileLayout::offset(row, chunk), exists ? from : tensor,
                           exists ? 16 : 0);
     }

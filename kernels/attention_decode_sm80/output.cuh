@@ -62,17 +62,17 @@ struct Slot {
   float* sums;
   float2* logs;
   __device__ __forceinline__ Slot(const blockflash_attention_decode_params& p, int number)
-      : sums(p.partial_sums + static_cast<int64_t>(number) * p.partial_rows * p.head_dim),
+      : sums(p.partial_sums + static_cast<int64_t>(number) * p.partial_rows * p.head_dim_v),
         logs(reinterpret_cast<float2*>(p.partial_logs) +
              static_cast<int64_t>(number) * p.partial_rows) {}
   __device__ __forceinline__ float4* sum(const blockflash_attention_decode_params& p, int row,
                                          int piece) const {
-    return reinterpret_cast<float4*>(sums + row * p.head_dim) + piece;
+    return reinterpret_cast<float4*>(sums + row * p.head_dim_v) + piece;
   }
   __device__ __forceinline__ Partial load(const blockflash_attention_decode_params& p, int row,
                                           int piece, int64_t rows_before) const {
     const float2 of_row = __ldcg(logs + row + rows_before);
-    return {__ldcg(sum(p, row, piece) + rows_before * p.head_dim / 4), of_row.x, of_row.y};
+    return {__ldcg(sum(p, row, piece) + rows_before * p.head_dim_v / 4), of_row.x, of_row.y};
   }
   __device__ __forceinline__ void store(const blockflash_attention_decode_params& p, int row,
                                         int piece, const Partial& x) const {
@@ -85,11 +85,10 @@ struct Slot {
 __device__ __forceinline__ void store_result(const blockflash_attention_decode_params& p,
                                              const DecodeItem& item, int row_in_tile, int piece,
                                              Partial x) {
-  constexpr float kLog2e = 1.4426950408889634f;
   const int row = item.row_tile * Config::rows + row_in_tile;
   const int query = small_quotient(row, p.group);
   const int head = item.head_kv * p.group + row - query * p.group;
-  if (p.sink != nullptr) add_sink(x, p.sink[head] * kLog2e);
+  if (p.scores.sink != nullptr) add_sink(x, Log2Units::sink(p.scores, head));
   const bool packed = p.cu_seqlens_q != nullptr;
   Element* const o = static_cast<Element*>(p.o) + (packed ? 0 : item.sequence * p.o_stride_batch) +
                      static_cast<int64_t>(item.q_begin + query) * p.o_stride_seq +
@@ -116,7 +115,7 @@ __device__ __forceinline__ void combine_splits(const blockflash_attention_decode
     const auto row_of = [&](int n) { return (at + n * Config::threads) / kColumns4; };
     const auto piece_of = [&](int n) { return (at + n * Config::threads) % kColumns4; };
     const auto is_mine = [&](int n) {
-      return at + n * Config::threads < pieces && piece_of(n) * 4 < p.head_dim;
+      return at + n * Config::threads < pieces && piece_of(n) * 4 < p.head_dim_v;
     };
     Partial x[kAtOnce];
     if (is_mine(0))
@@ -241,7 +240,7 @@ __device__ __forceinline__ void finish_split(const blockflash_attention_decode_p
     for (int i = 0; i < ceil_div(kPassRows * kColumns4, Config::threads); ++i) {
       const int at = i * Config::threads + thread;
       const int row = at / kColumns4, piece = at % kColumns4;
-      if (at >= pieces || piece * 4 >= p.head_dim) continue;
+      if (at >= pieces || piece * 4 >= p.head_dim_v) continue;
       const Partial x = combine<Config::warps>([&](int w) {
         const unsigned char* const of_warp = smem + shared.staging[w];
         const float2 of_row = reinterpret_cast<const float2*>(of_warp + kLogsOffset)[pass + row];

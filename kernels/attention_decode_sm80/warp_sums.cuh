@@ -3,7 +3,7 @@
 
 #include <math_constants.h>
 
-#include "blockflash/attention/soft_cap.cuh"
+#include "blockflash/attention/scores.cuh"
 #include "blockflash/decode/partials.cuh"
 #include "blockflash/mma/element.cuh"
 #include "blockflash/params/kv_cache.h"
@@ -49,7 +49,7 @@ __device__ __forceinline__ void copy_queries(const blockflash_attention_decode_p
   const auto source_of = [&](int at) -> const Element* {
     const int row = item.row_tile * Config::rows + at / kChunks, column = at % kChunks * 8;
     const int query = small_quotient(row, p.group);
-    if (query >= item.q_length || column >= p.head_dim) return nullptr;
+    if (query >= item.q_length || column >= p.head_dim_qk) return nullptr;
     return of_sequence + query * p.q_stride_seq +
            (item.head_kv * p.group + row - query * p.group) * p.q_stride_head + column;
   };
@@ -148,13 +148,7 @@ struct WarpSums {
       for (int n = 0; n < kRowTiles; ++n)
         ptx::mma_m16n8k16<Element>(s[n], k, q_step[n][0], q_step[n][1]);
     }
-    const float scale = p.scale_log2;
-    if (p.softcap > 0.f) {
-#pragma unroll
-      for (int n = 0; n < kRowTiles; ++n)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) s[n][i] = soft_cap(s[n][i], p.softcap, p.scale_over_cap);
-    }
+    cap_scores(s, p.scores);
     if (first_key < item.all.begin || first_key + kStepKeys > item.all.end) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -168,13 +162,13 @@ struct WarpSums {
       add_visible_nonfinite(p, item, ring + offset + kTileBytes, first_key, lane);
     }
     float subtract[kRowTiles][2];
-    move_references(s, scale, subtract);
+    move_references(s, p.scores, subtract);
     uint32_t probabilities[kRowTiles][2];
 #pragma unroll
     for (int n = 0; n < kRowTiles; ++n) {
 #pragma unroll
       for (int i = 0; i < 4; ++i)
-        s[n][i] = ptx::ex2_approx(fmaf(s[n][i], scale, -subtract[n][i % 2]));
+        s[n][i] = ptx::ex2_approx(fmaf(s[n][i], p.scores.scale_log2, -subtract[n][i % 2]));
 #pragma unroll
       for (int e = 0; e < 2; ++e) denominator[n][e] += s[n][e] + s[n][e + 2];
 #pragma unroll
@@ -195,7 +189,8 @@ struct WarpSums {
   // A reference moves when a score of its own row exceeds it, so that a key with nearly all the
   // weight has a probability of 1, which no rounding changes. Other rows have no say in it.
   // `subtract` takes its place in the exponents, where large scores are changed.
-  __device__ __forceinline__ void move_references(float (&s)[kRowTiles][4], float scale,
+  __device__ __forceinline__ void move_references(float (&s)[kRowTiles][4],
+                                                  const blockflash_scores& scores,
                                                   float (&subtract)[kRowTiles][2]) {
     float largest[kRowTiles][2];
     bool grew = false;
@@ -203,7 +198,7 @@ struct WarpSums {
     for (int n = 0; n < kRowTiles; ++n)
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        largest[n][e] = fmaxf(s[n][e], s[n][e + 2]) * scale;
+        largest[n][e] = fmaxf(s[n][e], s[n][e + 2]) * scores.scale_log2;
         subtract[n][e] = reference[n][e];
         grew |= largest[n][e] > reference[n][e] || may_be_beyond_fused(reference[n][e]);
       }
@@ -231,8 +226,8 @@ struct WarpSums {
         subtract[n][e] = 0.f;
 #pragma unroll
         for (int half = 0; half < 2; ++half)
-          s[n][2 * half + e] = with_rounded_product(s[n][2 * half + e], scale,
-                                                    ptx::rcp_approx(scale), reference[n][e], 0.f);
+          s[n][2 * half + e] = with_rounded_product(s[n][2 * half + e], scores.scale_log2,
+                                                    scores.inverse_scale_log2, reference[n][e], 0.f);
       }
   }
 

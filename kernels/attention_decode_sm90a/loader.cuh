@@ -35,7 +35,7 @@ __device__ __forceinline__ void copy_queries(const blockflash_attention_decode_p
   for (int at = thread; at < Config::rows * kChunks; at += Config::threads) {
     const int row = item.row_tile * Config::rows + at / kChunks, column = at % kChunks * 8;
     const int query = small_quotient(row, p.group);
-    const bool exists = query < item.q_length && column < p.head_dim;
+    const bool exists = query < item.q_length && column < p.head_dim_qk;
     const Element* const from = of_sequence + query * p.q_stride_seq +
                                 (item.head_kv * p.group + row - query * p.group) * p.q_stride_head +
                                 column;
@@ -108,13 +108,13 @@ struct Loader {
     const Element* const v_rows = v + at_page * cache.v_stride_page + at_slot * cache.v_stride_slot;
     const uint32_t rows_smem = stage_smem + warp * (kStepKeys * 128);
     const int rows_begin = item.any.begin - key, rows_end = item.any.end - key;
-    if (rows_begin <= 0 && rows_end >= kStepKeys && p.head_dim == kD) {
+    if (rows_begin <= 0 && rows_end >= kStepKeys && min(p.head_dim_qk, p.head_dim_v) == kD) {
       start_rows(rows_smem, k_rows, cache.k_stride_slot, policy, lane);
       start_rows(rows_smem + kTileBytes, v_rows, cache.v_stride_slot, policy, lane);
     } else {
-      start_part(rows_smem, k_rows, cache.k_stride_slot, rows_begin, rows_end, p.head_dim, lane);
+      start_part(rows_smem, k_rows, cache.k_stride_slot, rows_begin, rows_end, p.head_dim_qk, lane);
       start_part(rows_smem + kTileBytes, v_rows, cache.v_stride_slot, rows_begin, rows_end,
-                 p.head_dim, lane);
+                 p.head_dim_v, lane);
     }
   }
 
@@ -142,11 +142,11 @@ struct Loader {
   // of no bytes, too, has an address inside the page. Rare, so small code.
   __device__ __forceinline__ static void start_part(uint32_t rows_smem, const Element* src,
                                                     int64_t stride, int rows_begin, int rows_end,
-                                                    int head_dim, int lane) {
+                                                    int columns, int lane) {
     const int chunk = lane % kChunks;
 #pragma unroll 1
     for (int row = lane / kChunks; row < kStepKeys; row += kRowStep) {
-      const bool exists = row >= rows_begin && row < rows_end && chunk * 8 < head_dim;
+      const bool exists = row >= rows_begin && row < rows_end && chunk * 8 < columns;
       ptx::cp_async_cg_16(rows_smem + tile_offset(row, chunk),
                           exists ? src + row * stride + chunk * 8 : src, exists ? 16 : 0);
     }

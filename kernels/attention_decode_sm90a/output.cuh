@@ -23,7 +23,7 @@ struct Slot {
   float* sums;
   float2* logs;
   __device__ __forceinline__ Slot(const blockflash_attention_decode_params& p, int number)
-      : sums(p.partial_sums + static_cast<int64_t>(number) * p.partial_rows * p.head_dim),
+      : sums(p.partial_sums + static_cast<int64_t>(number) * p.partial_rows * p.head_dim_v),
         logs(reinterpret_cast<float2*>(p.partial_logs) +
              static_cast<int64_t>(number) * p.partial_rows) {}
 
@@ -38,8 +38,8 @@ struct Slot {
 #pragma unroll
       for (int j = 0; j < kD / 8; ++j) {
         const int column = 8 * j + accumulator_column(threadIdx.x % kWarpSize, 0);
-        if (column < p.head_dim)
-          visit(reinterpret_cast<float2*>(sums + row * p.head_dim + column), 4 * j + 2 * half);
+        if (column < p.head_dim_v)
+          visit(reinterpret_cast<float2*>(sums + row * p.head_dim_v + column), 4 * j + 2 * half);
       }
     }
   }
@@ -139,13 +139,11 @@ struct RowPlace {
   }
 };
 
-constexpr float kLog2e = 1.4426950408889634f;
-
 // Four columns of o, and with the first ones the log-sum-exp.
 __device__ __forceinline__ void store_result(const blockflash_attention_decode_params& p,
                                              const DecodeRun& item, int row, int piece, Partial x) {
   const RowPlace at(p, item, row);
-  if (p.sink != nullptr) add_sink(x, p.sink[at.head] * kLog2e);
+  if (p.scores.sink != nullptr) add_sink(x, Log2Units::sink(p.scores, at.head));
   *reinterpret_cast<uint2*>(static_cast<Element*>(p.o) + at.o + piece * 4) = quotient<Element>(x);
   if (p.lse != nullptr && piece == 0) p.lse[at.lse] = log_sum_exp(x);
 }
@@ -161,14 +159,14 @@ __device__ __forceinline__ void store_results(const blockflash_attention_decode_
     // The sums become factors of them.
     Partial all{make_float4(1.f, 1.f, 1.f, 1.f), x.total.reference[half],
                 x.total.denominator[half]};
-    if (p.sink != nullptr) add_sink(all, p.sink[at.head] * kLog2e);
+    if (p.scores.sink != nullptr) add_sink(all, Log2Units::sink(p.scores, at.head));
     const float by = reciprocal(all);
     if (p.lse != nullptr && threadIdx.x % 4 == 0 && row < rows) p.lse[at.lse] = log_sum_exp(all);
 #pragma unroll
     for (int j = 0; j < kD / 8; ++j) {
       const int column = 8 * j + accumulator_column(threadIdx.x % kWarpSize, 0);
       const float* const pair = x.o + 4 * j + 2 * half;
-      if (row < rows && column < p.head_dim)
+      if (row < rows && column < p.head_dim_v)
         *reinterpret_cast<uint32_t*>(static_cast<Element*>(p.o) + at.o + column) =
             Traits::pack(pair[0] * all.sum.x * by, pair[1] * all.sum.x * by);
     }
@@ -229,7 +227,7 @@ __device__ __forceinline__ void combine_pieces(const blockflash_attention_decode
     const int piece = thread % kColumns4, first_row = rows.begin + (i + thread) / kColumns4;
     constexpr int kRowsApart = Config::threads / kColumns4;  // pieces of a thread
     const auto is_mine = [&](int n) {
-      return first_row + n * kRowsApart < rows.end && piece * 4 < p.head_dim;
+      return first_row + n * kRowsApart < rows.end && piece * 4 < p.head_dim_v;
     };
     Partial all[at_once]{};
 #pragma unroll 1
@@ -239,7 +237,7 @@ __device__ __forceinline__ void combine_pieces(const blockflash_attention_decode
 #pragma unroll
       for (int n = 0; n < at_once; ++n) {
         const int row = first_row + n * kRowsApart;
-        const float* sums = slot.sums + (row + before * rows_apart) * p.head_dim + piece * 4;
+        const float* sums = slot.sums + (row + before * rows_apart) * p.head_dim_v + piece * 4;
         const float2* logs = slot.logs + row + before * rows_apart;
 #pragma unroll
         for (int s = 0; s < most; ++s) {
@@ -248,7 +246,7 @@ __device__ __forceinline__ void combine_pieces(const blockflash_attention_decode
           parts[n][s].sum = __ldcg(reinterpret_cast<const float4*>(sums));
           const float2 of_row = __ldcg(logs);
           parts[n][s].reference = of_row.x, parts[n][s].denominator = of_row.y;
-          sums += rows_apart * p.head_dim, logs += rows_apart;
+          sums += rows_apart * p.head_dim_v, logs += rows_apart;
         }
       }
 #pragma unroll
@@ -268,7 +266,7 @@ __device__ __forceinline__ void combine_pieces(const blockflash_attention_decode
       if (to_output) {
         store_result(p, item, row, piece, all[n]);
       } else {
-        __stcg(reinterpret_cast<float4*>(slot.sums + row * p.head_dim + piece * 4), all[n].sum);
+        __stcg(reinterpret_cast<float4*>(slot.sums + row * p.head_dim_v + piece * 4), all[n].sum);
         if (piece == 0) __stcg(slot.logs + row, make_float2(all[n].reference, all[n].denominator));
       }
     }

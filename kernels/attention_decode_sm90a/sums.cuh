@@ -3,7 +3,7 @@
 
 #include <math_constants.h>
 
-#include "blockflash/attention/soft_cap.cuh"
+#include "blockflash/attention/scores.cuh"
 #include "blockflash/attention/visible.cuh"
 #include "blockflash/decode/partials.cuh"
 #include "blockflash/mma/element.cuh"
@@ -94,14 +94,11 @@ struct Sums {
     meanwhile();
     ptx::wgmma_wait_group<0>();
     ptx::wgmma_pin(s);
-    if (p.softcap > 0.f) {
-#pragma unroll
-      for (int i = 0; i < kTileKeys / 2; ++i) s[i] = soft_cap(s[i], p.softcap, p.scale_over_cap);
-    }
+    cap_scores(s, p.scores);
     if (first_key < item.all.begin || first_key + kTileKeys > item.all.end)
       mask_tile(p, item, s, stage_smem + kTileBytes, first_key);
     float subtract[2];
-    move_references(s, p.scale_log2, subtract);
+    move_references(s, p.scores, subtract);
     uint32_t probabilities[kTileKeys / 4];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -111,7 +108,7 @@ struct Sums {
         float x[2];
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-          x[e] = ptx::ex2_approx(fmaf(s[4 * j + 2 * half + e], p.scale_log2, -subtract[half]));
+          x[e] = ptx::ex2_approx(fmaf(s[4 * j + 2 * half + e], p.scores.scale_log2, -subtract[half]));
           sum += x[e];
         }
         probabilities[2 * j + half] = Traits::pack(x[0], x[1]);
@@ -134,7 +131,8 @@ struct Sums {
   // that sums are rarely scaled: exponentials of up to 2^kAhead fit into any element type. It is
   // independent of the other rows. `subtract` takes its place in the exponents, where large scores
   // are changed.
-  __device__ __forceinline__ void move_references(float (&s)[kTileKeys / 2], float scale,
+  __device__ __forceinline__ void move_references(float (&s)[kTileKeys / 2],
+                                                  const blockflash_scores& scores,
                                                   float (&subtract)[2]) {
     float largest[2] = {s[0], s[2]};
 #pragma unroll
@@ -142,7 +140,7 @@ struct Sums {
     bool grew = false;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      largest[half] *= scale;
+      largest[half] *= scores.scale_log2;
       subtract[half] = total.reference[half];
       grew |= largest[half] > subtract[half] + kAhead || may_be_beyond_fused(subtract[half]);
     }
@@ -160,7 +158,6 @@ struct Sums {
         if (i / 2 % 2 == half) o[i] *= rescale;
     }
     if (!is_beyond_fused(total.reference[0]) && !is_beyond_fused(total.reference[1])) return;
-    const float inverse = ptx::rcp_approx(scale);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       if (!is_beyond_fused(total.reference[half])) continue;
@@ -168,7 +165,8 @@ struct Sums {
 #pragma unroll
       for (int i = 0; i < kTileKeys / 2; ++i)
         if (i / 2 % 2 == half)
-          s[i] = with_rounded_product(s[i], scale, inverse, total.reference[half], 0.f);
+          s[i] = with_rounded_product(s[i], scores.scale_log2, scores.inverse_scale_log2,
+                                      total.reference[half], 0.f);
     }
   }
 

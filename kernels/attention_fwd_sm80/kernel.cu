@@ -6,7 +6,7 @@
 // are shared. Follows FlashAttention-2 (Dao, 2023).
 #include <type_traits>
 
-#include "blockflash/attention/soft_cap.cuh"
+#include "blockflash/attention/scores.cuh"
 #include "blockflash/attention/visit.cuh"
 #include "blockflash/params/attention_fwd.h"
 #include "blockflash/ptx/cp_async.cuh"
@@ -66,7 +66,6 @@ __device__ __forceinline__ void store_output(Output& o, OnlineSoftmax<kMTiles>& 
                                              const Sharers& sharers,
                                              const blockflash_attention_fwd_params& p,
                                              const QueryWork& work, int lane) {
-  constexpr float kLn2 = 0.6931471805599453f, kLog2e = 1.4426950408889634f;
   Element* const o_head = static_cast<Element*>(p.o) +
                           work.batch * p.o_stride_batch * (p.cu_seqlens_q == nullptr) +
                           work.head * p.o_stride_head;
@@ -80,13 +79,8 @@ __device__ __forceinline__ void store_output(Output& o, OnlineSoftmax<kMTiles>& 
       float reference = softmax.reference[m][half];
       float denominator = quad_sum(softmax.sum[m][half]);
       float scale = 1.f;
-      if (p.sink != nullptr) {
-        const float sink = p.sink[work.head] * kLog2e;
-        const float moved = fmaxf(reference, sink);
-        scale = ptx::ex2_approx(reference - softmax.finite(moved));
-        denominator = denominator * scale + ptx::ex2_approx(sink - softmax.finite(moved));
-        reference = moved;
-      }
+      if (p.scores.sink != nullptr)
+        scale = join_sink(reference, denominator, Log2Units::sink(p.scores, work.head));
       // An empty row: the sum is exactly 0, and so are the accumulators. NaN is not equal to 0 and
       // passes through.
       scale = denominator == 0.f ? 0.f : scale / denominator;
@@ -103,7 +97,7 @@ __device__ __forceinline__ void store_output(Output& o, OnlineSoftmax<kMTiles>& 
                                                   o[m][d + i][2 * half + 1] * scale);
         quad_transpose(piece, lane);
         const int column = (chunk_of(d) + sharers.part * 4 + (lane & 3)) * 8;
-        if (row < work.seqlen_q && column < p.head_dim)
+        if (row < work.seqlen_q && column < p.head_dim_v)
           *reinterpret_cast<uint4*>(o_row + column) =
               make_uint4(piece[0], piece[1], piece[2], piece[3]);
       }
@@ -150,19 +144,19 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_fwd_params p) {
     return Tile{src + first_key * stride, visit.work.seqlen_kv - first_key, i < visit.tiles};
   };
   // Every call commits one group, also past the end.
-  const auto copy_tile = [&](const Tile& tile, int64_t stride, uint32_t to) {
-    if (tile.exists) kv_copy.start(to, tile.from, stride, tile.rows, p.head_dim);
+  const auto copy_tile = [&](const Tile& tile, int64_t stride, int columns, uint32_t to) {
+    if (tile.exists) kv_copy.start(to, tile.from, stride, tile.rows, columns);
     ptx::cp_async_commit_group();
   };
   const auto start_tile = [&](const KeyVisit& visit, const Element* src, int64_t stride,
-                              uint32_t to, int i, int first_key) {
-    copy_tile(tile_of(visit, src, stride, i, first_key), stride, to);
+                              int columns, uint32_t to, int i, int first_key) {
+    copy_tile(tile_of(visit, src, stride, i, first_key), stride, columns, to);
   };
   int first_key = found.first_key_of(0);
   QCopy(threadIdx.x)
-      .start(q_smem, q, p.q_stride_seq, queries.seqlen_q - queries.q_begin, p.head_dim);
-  start_tile(found, found_keys.k, p.k_stride_seq, k_smem, 0, first_key);
-  if (kWide || kTwoStages) start_tile(found, found_keys.v, p.v_stride_seq, v_smem, 0, first_key);
+      .start(q_smem, q, p.q_stride_seq, queries.seqlen_q - queries.q_begin, p.head_dim_qk);
+  start_tile(found, found_keys.k, p.k_stride_seq, p.head_dim_qk, k_smem, 0, first_key);
+  if (kWide || kTwoStages) start_tile(found, found_keys.v, p.v_stride_seq, p.head_dim_v, v_smem, 0, first_key);
 
   // Wide tiles leave no registers for what follows; the epilogue reads it again, too.
   __shared__ Keys shared_keys;
@@ -184,10 +178,6 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_fwd_params p) {
   const LaneAddress<kChunks> k_lane(k_smem, sharers.part * kKvPerWarp + col_major.row,
                                     col_major.chunk);
   const LaneAddress<kChunks> v_lane(v_smem, row_major.row, sharers.part * 4 + row_major.chunk);
-
-  constexpr float kLog2e = 1.4426950408889634f;
-  const float scale_over_cap = p.softcap > 0.f ? p.softmax_scale / p.softcap : 0.f;
-  const float scale_log2 = p.softcap > 0.f ? kLog2e : kLog2e * p.softmax_scale;
 
   QFragments q_rmem;
   Output o = {};
@@ -214,8 +204,8 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_fwd_params p) {
     };
     if constexpr (kTwoStages) {
       meet();  // K and V tile i are visible to all; all have read tiles i - 1, which are replaced
-      copy_tile(next, p.k_stride_seq, k_smem + next_stage);
-      start_tile(visit, keys.v, p.v_stride_seq, v_smem + next_stage, i + 1, next_key);
+      copy_tile(next, p.k_stride_seq, p.head_dim_qk, k_smem + next_stage);
+      start_tile(visit, keys.v, p.v_stride_seq, p.head_dim_v, v_smem + next_stage, i + 1, next_key);
     } else {
       const auto this_v = [&] { return tile_of(visit, keys.v, p.v_stride_seq, i, first_key); };
       Tile v;
@@ -224,7 +214,7 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_fwd_params p) {
       ptx::cp_async_wait_group<kWide>();
       __syncthreads();  // K tile i is visible to all; all have read V tile i - 1, which is replaced
       if constexpr (!kWide) v = this_v();
-      if (!kWide || i > 0) copy_tile(v, p.v_stride_seq, v_smem);
+      if (!kWide || i > 0) copy_tile(v, p.v_stride_seq, p.head_dim_v, v_smem);
     }
 
     if constexpr (kQInRegisters)
@@ -237,21 +227,14 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_fwd_params p) {
 
     if constexpr (!kTwoStages) {
       meet();  // V tile i is visible to all; all have read K tile i, which is replaced
-      copy_tile(next, p.k_stride_seq, k_smem);
+      copy_tile(next, p.k_stride_seq, p.head_dim_qk, k_smem);
       if (kWide) ptx::cp_async_commit_group();
     }
 
-    if (p.softcap > 0.f) {
-#pragma unroll
-      for (int m = 0; m < kMTiles; ++m)
-#pragma unroll
-        for (int n = 0; n < kKvTiles; ++n)
-#pragma unroll
-          for (int e = 0; e < 4; ++e) s[m][n][e] = soft_cap(s[m][n][e], p.softcap, scale_over_cap);
-    }
+    cap_scores(s, p.scores);
     if (masked)
       apply_mask(s, visit.mask(p), first_row(), first_key + sharers.part * kKvPerWarp, lane);
-    softmax.update(s, o, scale_log2, sharers);
+    softmax.update(s, o, p.scores, sharers);
     if (poisoned) {
       add_visible_nonfinite(o, v_tile, visit.mask(p), first_row(), first_key, sharers.part * 4,
                             lane);

@@ -10,6 +10,7 @@
 
 #include "blockflash/attention/exponent.cuh"
 #include "blockflash/mma/fragment.cuh"
+#include "blockflash/params/scores.h"
 #include "blockflash/ptx/math.cuh"
 
 namespace blockflash {
@@ -40,8 +41,8 @@ struct OnlineSoftmax {
   // Changes the scores of rows beyond `kFusedLimit`.
   template <int kv_tiles>
   __device__ __forceinline__ void change(float (&s)[m_tiles][kv_tiles][4],
-                                         float (&subtract)[m_tiles][2], float scale_log2) const {
-    const float inverse = ptx::rcp_approx(scale_log2);
+                                         float (&subtract)[m_tiles][2],
+                                         const blockflash_scores& scores) const {
 #pragma unroll
     for (int m = 0; m < m_tiles; ++m)
 #pragma unroll
@@ -53,7 +54,8 @@ struct OnlineSoftmax {
 #pragma unroll
           for (int i = 2 * half; i < 2 * half + 2; ++i)
             s[m][n][i] =
-                with_rounded_product(s[m][n][i], scale_log2, inverse, reference[m][half], 0.f);
+                with_rounded_product(s[m][n][i], scores.scale_log2, scores.inverse_scale_log2,
+                                     reference[m][half], 0.f);
       }
   }
 
@@ -61,7 +63,8 @@ struct OnlineSoftmax {
   // reference moves. `sharers` are the warps that have the other scores of these rows.
   template <int kv_tiles, int d_tiles, class Sharers>
   __device__ __forceinline__ void update(float (&s)[m_tiles][kv_tiles][4],
-                                         float (&o)[m_tiles][d_tiles][4], float scale_log2,
+                                         float (&o)[m_tiles][d_tiles][4],
+                                         const blockflash_scores& scores,
                                          const Sharers& sharers) {
     float largest[m_tiles][2], subtract[m_tiles][2];
     bool grew = false;
@@ -73,7 +76,7 @@ struct OnlineSoftmax {
 #pragma unroll
         for (int n = 0; n < kv_tiles; ++n)
           x = fmaxf(x, fmaxf(s[m][n][2 * half], s[m][n][2 * half + 1]));
-        largest[m][half] = x * scale_log2;
+        largest[m][half] = x * scores.scale_log2;
         grew |= largest[m][half] > reference[m][half] + kSoftmaxSlack ||
                 may_be_beyond_fused(reference[m][half]);
         subtract[m][half] = finite(reference[m][half]);
@@ -96,7 +99,7 @@ struct OnlineSoftmax {
           }
           beyond |= is_beyond_fused(moved);
         }
-      if (beyond) change(s, subtract, scale_log2);
+      if (beyond) change(s, subtract, scores);
     }
 #pragma unroll
     for (int m = 0; m < m_tiles; ++m)
@@ -107,7 +110,7 @@ struct OnlineSoftmax {
         for (int n = 0; n < kv_tiles; ++n)
 #pragma unroll
           for (int i = 2 * half; i < 2 * half + 2; ++i) {
-            s[m][n][i] = ptx::ex2_approx(fmaf(s[m][n][i], scale_log2, -subtract[m][half]));
+            s[m][n][i] = ptx::ex2_approx(fmaf(s[m][n][i], scores.scale_log2, -subtract[m][half]));
             partial += s[m][n][i];
           }
         sum[m][half] += partial;

@@ -3,7 +3,7 @@
 
 #include <math_constants.h>
 
-#include "blockflash/attention/mask.cuh"
+#include "blockflash/attention/scores.cuh"
 #include "blockflash/config/attention.cuh"
 #include "blockflash/mma/fragment.cuh"
 #include "blockflash/mma/products.cuh"

@@ -1,7 +1,7 @@
 // A consumer warpgroup of the Hopper attention kernel.
 #pragma once
 
-#include "blockflash/attention/soft_cap.cuh"
+#include "blockflash/attention/scores.cuh"
 #include "blockflash/mma/element.cuh"
 #include "blockflash/ptx/barrier.cuh"
 #include "blockflash/ptx/ldmatrix.cuh"
@@ -51,6 +51,7 @@ struct Consumer : StepCursor<kPaired> {
     return (state & (kInside | kPass)) == kInside;
   }
 
+  __device__ __forceinline__ const blockflash_scores& scores() const { return params.base.scores; }
   static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
   __device__ __forceinline__ int first_row() const {
     return warpgroup * kRowStep + threadIdx.x / 32 % 4 * 16 + accumulator_row(lane(), 0);
@@ -194,10 +195,10 @@ struct Consumer : StepCursor<kPaired> {
     if (kLateQ && is_last) release_q();
     int top[2];
     softmax.largest(s, top);
-    const bool grew = softmax.exceeds(top, kSlack, params.inverse_scale_log2);
+    const bool grew = softmax.exceeds(top, kSlack, scores().inverse_scale_log2);
     float rescale[2] = {1.f, 1.f};
-    if (grew) softmax.move(s, top, params.scale_log2, params.inverse_scale_log2, rescale);
-    softmax.exponentiate(s, params.scale_log2);
+    if (grew) softmax.move(s, top, scores(), rescale);
+    softmax.exponentiate(s, scores().scale_log2);
     ptx::wgmma_wait_group<0>();
     ptx::wgmma_pin(o), ptx::wgmma_pin(p);
     release(Barriers::kV + v_stage);
@@ -307,17 +308,13 @@ struct Consumer : StepCursor<kPaired> {
       if (has_scores()) {
         release(stage);
         if (kLateQ && key_tile == QueryTile::load(slot).first_key_tile) release_q();
-        if (params.base.softcap > 0.f) {
-#pragma unroll
-          for (float& score : s)
-            score = soft_cap(score, params.base.softcap, params.scale_over_cap);
-        }
+        cap_scores(s, scores());
         if (is(kMasked)) mask_row(s, 0, visible[0]), mask_row(s, 1, visible[1]);
         int top[2];
         softmax.largest(s, top);
-        if (is(kFresh) || softmax.exceeds(top, kSlack, params.inverse_scale_log2))
-          softmax.move(s, top, params.scale_log2, params.inverse_scale_log2, rescale);
-        softmax.exponentiate(s, params.scale_log2);
+        if (is(kFresh) || softmax.exceeds(top, kSlack, scores().inverse_scale_log2))
+          softmax.move(s, top, scores(), rescale);
+        softmax.exponentiate(s, scores().scale_log2);
       }
       if constexpr (!kMakeRoom) {
         ptx::wgmma_wait_group<0>();
@@ -358,14 +355,14 @@ struct Consumer : StepCursor<kPaired> {
       // With a softcap every key tile takes the general step, which keeps the cap out of the fast
       // one.
       if constexpr (kPaired) {
-        const bool fast = !is(kSkip) && !(params.base.softcap > 0.f);
+        const bool fast = !is(kSkip) && !(scores().softcap > 0.f);
 #pragma unroll 1
         while (fast && step.is_for(warpgroup) && !is_masked())
           fast_step(__shfl_sync(~0u, key_tile % kStages, 0), __shfl_sync(~0u, v_stage(), 0), false);
         if (!step.is_for(warpgroup)) state &= ~kInside;
         continue;
       }
-      if (!is(kSkip) && !(params.base.softcap > 0.f) && key_tile <= mine.unmasked_last) {
+      if (!is(kSkip) && !(scores().softcap > 0.f) && key_tile <= mine.unmasked_last) {
         // Unrolled over the ring, so that stages are constants; the first turn starts at the
         // current stage.
 #pragma unroll

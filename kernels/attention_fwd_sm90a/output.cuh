@@ -19,7 +19,6 @@ __device__ __forceinline__ void store_output(const Params& params, const QueryTi
   const blockflash_attention_fwd_params& b = params.base;
   using Element = Config::Element;
   using Traits = ElementTraits<Element>;
-  constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   const int warp_row = tile.q_begin + warpgroup * kRowStep + warp * 16;  // first row of this warp
   const int head = tile.head + warpgroup * kHeadStep;
@@ -28,20 +27,15 @@ __device__ __forceinline__ void store_output(const Params& params, const QueryTi
   for (int half = 0; half < 2; ++half) {
     float denominator = kOnes ? o[kD / 2 + 2 * half] : rows.sum[half];
     float log = rows.log[half], share = 1.f;
-    if (b.sink != nullptr) {
-      const float sink = b.sink[head];
+    if (b.scores.sink != nullptr) {
       if constexpr (Config::lse) {
-        // The sink joins the unrounded sum, as in the log-sum-exp. The bound avoids
-        // -inf - -inf in a row without keys.
-        const float moved = fmaxf(fmaxf(log, sink), kNoReference);
-        const float keys = ptx::ex2_approx((log - moved) * kLog2e),
-                    all = keys + ptx::ex2_approx((sink - moved) * kLog2e);
-        share = keys * ptx::rcp_approx(all);
-        log = fmaf(ptx::lg2_approx(all), kLn2, moved);
+        // The sink joins the unrounded sum, which is 1 at the log-sum-exp.
+        float all = 1.f;
+        share = join_sink<NaturalUnits>(log, all, NaturalUnits::sink(b.scores, head));
+        share *= ptx::rcp_approx(all);
+        log = fmaf(ptx::lg2_approx(all), kLn2, log);
       } else {
-        const float moved = fmaxf(log, sink * kLog2e);
-        share = ptx::ex2_approx(log - moved);
-        denominator = denominator * share + ptx::ex2_approx(sink * kLog2e - moved);
+        share = join_sink(log, denominator, Log2Units::sink(b.scores, head));
       }
     }
     // A row without keys has the sum 0 and the output 0. NaN is not equal to 0 and passes through.
@@ -97,7 +91,7 @@ __device__ __forceinline__ void store_output(const Params& params, const QueryTi
     for (int d = 0; d < kD / 8; d += 4) {
       uint32_t words[4] = {word(d, half), word(d + 1, half), word(d + 2, half), word(d + 3, half)};
       quad_transpose(words, quad_lane);
-      if (row < tile.seqlen_q && (d + quad_lane) * 8 < b.head_dim)
+      if (row < tile.seqlen_q && (d + quad_lane) * 8 < b.head_dim_v)
         *reinterpret_cast<uint4*>(o_row + d * 8) =
             make_uint4(words[0], words[1], words[2], words[3]);
     }

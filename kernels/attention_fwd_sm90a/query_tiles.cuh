@@ -3,7 +3,7 @@
 #pragma once
 
 #include "blockflash/attention/block_walk.cuh"
-#include "blockflash/attention/mask.cuh"
+#include "blockflash/attention/scores.cuh"
 #include "blockflash/attention/packed_rows.cuh"
 #include "blockflash/params/attention_fwd.h"
 #include "blockflash/ptx/shared.cuh"
@@ -17,8 +17,7 @@ struct QueryTile {
   int seqlen_q, seqlen_kv, first_key_tile, key_tiles;
 
   __device__ __forceinline__ AttentionMask mask(const blockflash_attention_fwd_params& p) const {
-    return {seqlen_kv, p.align_bottom_right ? seqlen_kv - seqlen_q : 0, p.window_left,
-            p.window_right};
+    return AttentionMask::of(p.scores.window, seqlen_q, seqlen_kv);
   }
   static __device__ __forceinline__ QueryTile load(uint32_t smem) {
     const int4 a = ptx::load_shared_int4(smem), b = ptx::load_shared_int4(smem + 16);

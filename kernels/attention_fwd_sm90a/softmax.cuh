@@ -27,7 +27,6 @@ struct RowTotals {
 // ln(2^reference · sum). Both terms become natural logarithms before they are added, which rounds a
 // smaller number.
 __device__ __forceinline__ float log_of_sum(float reference, float sum) {
-  constexpr float kLn2 = 0.6931471805599453f;
   return fmaf(ptx::lg2_approx(sum), kLn2, reference * kLn2);
 }
 
@@ -99,8 +98,8 @@ struct HopperSoftmax {
 
   // Moves the references up to the largest scores. `rescale` is the factor for everything summed so
   // far.
-  __device__ __forceinline__ void move(float (&s)[n], const int (&top)[2], float scale_log2,
-                                       float inverse_scale_log2, float (&rescale)[2]) {
+  __device__ __forceinline__ void move(float (&s)[n], const int (&top)[2],
+                                       const blockflash_scores& scores, float (&rescale)[2]) {
     // The largest of negative floats has the smallest bits.
     const bool rare = __any_sync(
         ~0u, top[0] < 0 || top[1] < 0 || reference[0] == kLarge || reference[1] == kLarge);
@@ -115,7 +114,7 @@ struct HopperSoftmax {
         if (top[half] < 0) x = __uint_as_float(bits);
         reference[half] = true_reference(half);
       }
-      float moved = fmaxf(reference[half], quad_max(x) * scale_log2);
+      float moved = fmaxf(reference[half], quad_max(x) * scores.scale_log2);
       if (moved == kLarge) moved += 0.5f;  // any other value nearby
       rescale[half] = ptx::ex2_approx(reference[half] - moved);
       reference[half] = moved;
@@ -125,18 +124,19 @@ struct HopperSoftmax {
     if (is_beyond_fused(reference[0]) || is_beyond_fused(reference[1])) {
 #pragma unroll
       for (int half = 0; half < 2; ++half)
-        if (is_beyond_fused(reference[half])) change(s, half, scale_log2, inverse_scale_log2);
+        if (is_beyond_fused(reference[half])) change(s, half, scores);
     }
   }
 
   // Changes the scores of a row beyond `kFusedLimit`.
-  __device__ __forceinline__ void change(float (&s)[n], int half, float scale_log2,
-                                         float inverse_scale_log2) {
+  __device__ __forceinline__ void change(float (&s)[n], int half,
+                                         const blockflash_scores& scores) {
 #pragma unroll
     for (int i = 2 * half; i < n; i += 4)
 #pragma unroll
       for (int e = i; e < i + 2; ++e)
-        s[e] = with_rounded_product(s[e], scale_log2, inverse_scale_log2, reference[half], kLarge);
+        s[e] = with_rounded_product(s[e], scores.scale_log2, scores.inverse_scale_log2,
+                                    reference[half], kLarge);
     large_reference(half) = reference[half];
     reference[half] = kLarge;
   }

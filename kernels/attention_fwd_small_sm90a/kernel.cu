@@ -5,7 +5,7 @@
 // cp.async, multiplies by WGMMA, and starts the next scores before the exponentials of the current
 // ones. Then they add their partial results through shared memory.
 #include "../attention_fwd_sm90a/softmax.cuh"
-#include "blockflash/attention/soft_cap.cuh"
+#include "blockflash/attention/scores.cuh"
 #include "blockflash/ptx/barrier_vote.cuh"
 #include "blockflash/ptx/launch.cuh"
 #include "blockflash/ptx/ldmatrix.cuh"
@@ -143,12 +143,12 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_fwd_params p) {
   // Every call commits a group: K tile i and V tile i - 1, as far as they exist.
   const auto start_tiles = [&](int i) {
     if (i < tiles) {
-      chunks.start(k_stage(i), next_k, p.k_stride_seq, p.seqlen_kv - first_key_of(i), p.head_dim);
+      chunks.start(k_stage(i), next_k, p.k_stride_seq, p.seqlen_kv - first_key_of(i), p.head_dim_qk);
       next_k -= kWarpgroups * kRows * p.k_stride_seq;
     }
     if (i >= 1 && i <= tiles) {
       chunks.start(v_stage(i - 1), next_v, p.v_stride_seq, p.seqlen_kv - first_key_of(i - 1),
-                   p.head_dim);
+                   p.head_dim_v);
       next_v -= kWarpgroups * kRows * p.v_stride_seq;
     }
     ptx::cp_async_commit_group();
@@ -161,15 +161,12 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_fwd_params p) {
   ptx::wait_for_predecessors_behind(reinterpret_cast<uint64_t>(q) ^
                                     reinterpret_cast<uint64_t>(next_k) ^
                                     reinterpret_cast<uint64_t>(next_v));
-  q_chunks.start(q_smem, q, p.q_stride_seq, p.seqlen_q - work.q_begin, p.head_dim);
+  q_chunks.start(q_smem, q, p.q_stride_seq, p.seqlen_q - work.q_begin, p.head_dim_qk);
 #pragma unroll 1
   for (int i = 0; i < kStages; ++i) start_tiles(i);
   if (threadIdx.x == 0) kept = work;
 
-  constexpr float kLog2e = 1.4426950408889634f;
-  const float scale_over_cap = p.softcap > 0.f ? p.softmax_scale / p.softcap : 0.f;
-  const float scale_log2 = p.softcap > 0.f ? kLog2e : kLog2e * p.softmax_scale;
-  const float inverse_scale_log2 = ptx::rcp_approx(scale_log2);
+  const blockflash_scores& of_scores = p.scores;
   Softmax softmax;
   softmax.reset();
   Scores s;
@@ -189,23 +186,20 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_fwd_params p) {
 
 #pragma unroll 1
   for (int i = 0; i < tiles; ++i) {
-    if (p.softcap > 0.f) {
-#pragma unroll
-      for (float& score : s) score = soft_cap(score, p.softcap, scale_over_cap);
-    }
+    cap_scores(s, of_scores);
     const int first_key = first_key_of(i);
     const bool masked = first_key < kept.all.begin || first_key + kRows > kept.all.end;
     if (masked) apply_mask(s, kept.mask(p), first_row(), first_key);
     int top[2];
     softmax.largest(s, top);
     float rescale[2] = {1.f, 1.f};
-    const bool grew = softmax.exceeds(top, kSlack, inverse_scale_log2);
-    if (grew) softmax.move(s, top, scale_log2, inverse_scale_log2, rescale);
+    const bool grew = softmax.exceeds(top, kSlack, of_scores.inverse_scale_log2);
+    if (grew) softmax.move(s, top, of_scores, rescale);
     // Logarithms of the probabilities. From here on the next scores may be written to s.
     float logs[kRows / 2];
 #pragma unroll
     for (int j = 0; j < kRows / 2; ++j)
-      logs[j] = fmaf(s[j], scale_log2, -softmax.reference[j / 2 % 2]);
+      logs[j] = fmaf(s[j], of_scores.scale_log2, -softmax.reference[j / 2 % 2]);
     ptx::wgmma_pin(logs);
 
     ptx::wgmma_wait_group<0>();

@@ -107,7 +107,6 @@ __device__ __forceinline__ void exchange(const float (&o)[kOutput], float (&mine
 __device__ __forceinline__ void store_output(const float (&o)[kStored], const Softmax& softmax,
                                              const blockflash_attention_fwd_params& p,
                                              const Work& work, int warpgroup) {
-  constexpr float kLn2 = 0.6931471805599453f, kLog2e = 1.4426950408889634f;
   const int lane = threadIdx.x % 32;
   const int first_column = warpgroup * kLaneRows / 2 * (kD / 2);
   const int first_row = work.q_begin + threadIdx.x / 32 % 4 * 16;
@@ -122,15 +121,10 @@ __device__ __forceinline__ void store_output(const float (&o)[kStored], const So
     denominator[r] = quad_sum(half == 0 ? softmax.exact[0] : softmax.exact[1]);
     scale[r] = 1.f;
   }
-  if (p.sink != nullptr) {
-    const float sink = p.sink[work.head] * kLog2e;
+  if (p.scores.sink != nullptr) {
+    const float sink = Log2Units::sink(p.scores, work.head);
 #pragma unroll
-    for (int r = 0; r < kLaneRows; ++r) {
-      const float moved = fmaxf(reference[r], sink);
-      scale[r] = ptx::ex2_approx(reference[r] - moved);
-      denominator[r] = denominator[r] * scale[r] + ptx::ex2_approx(sink - moved);
-      reference[r] = moved;
-    }
+    for (int r = 0; r < kLaneRows; ++r) scale[r] = join_sink(reference[r], denominator[r], sink);
   }
   // A row without keys has the sum 0 and the output 0. NaN is not equal to 0 and passes through.
 #pragma unroll
@@ -158,7 +152,7 @@ __device__ __forceinline__ void store_output(const float (&o)[kStored], const So
     for (int d = 0; d < kPieces; ++d) {
       const uint32_t(&piece)[4] = pieces[d][r];
       const int column = first_column + (4 * d + lane % 4) * 8;
-      if (row_at(r) < p.seqlen_q && column < p.head_dim)
+      if (row_at(r) < p.seqlen_q && column < p.head_dim_v)
         *reinterpret_cast<uint4*>(o_row + column) =
             make_uint4(piece[0], piece[1], piece[2], piece[3]);
     }

@@ -4,7 +4,7 @@
 
 #include <stdint.h>
 
-#include "blockflash/attention/mask.cuh"
+#include "blockflash/attention/scores.cuh"
 #include "blockflash/config/attention_small.cuh"
 #include "blockflash/mma/element.cuh"
 #include "blockflash/ptx/cp_async.cuh"
@@ -36,8 +36,7 @@ struct Work {
   KeyRange all;  // keys that all of these queries see
 
   static __device__ __forceinline__ AttentionMask mask(const blockflash_attention_fwd_params& p) {
-    return {p.seqlen_kv, p.align_bottom_right ? p.seqlen_kv - p.seqlen_q : 0, p.window_left,
-            p.window_right};
+    return AttentionMask::of(p.scores.window, p.seqlen_q, p.seqlen_kv);
   }
 
   static __device__ __forceinline__ Work of(const blockflash_attention_fwd_params& p) {

@@ -72,7 +72,6 @@ struct Parts {
 template <class Element>
 __device__ __forceinline__ Row sums(const Params& p, int64_t columns, int64_t logs) {
   const bool adds = p.parts_lse == nullptr;  // each part has a weight of exactly 1
-  constexpr float kLog2e = 1.4426950408889634f;
   const auto log_of = [&](int part) {
     return adds ? 0.f : p.parts_lse[logs + part * p.parts_lse_stride_part] * kLog2e;
   };
@@ -154,7 +153,7 @@ __device__ __forceinline__ void store<float>(const Params& p, int64_t at, const 
 BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_merge_params p) {
   using namespace blockflash;
   ptx::wait_for_predecessors();
-  const int pieces = p.head_dim / kColumns;
+  const int pieces = p.head_dim_v / kColumns;
   const int64_t thread =
       static_cast<int64_t>(blockIdx.x) * AttentionMergeConfig::threads + threadIdx.x;
   const int64_t line = thread / pieces;  // a row of a head

@@ -7,7 +7,7 @@
 // it adds up the counts before its slab and writes the columns of each row, the row's start and its
 // place in the order of lengths. Results do not depend on the order of CTAs or lanes.
 #include "blockflash/attention/block_walk.cuh"
-#include "blockflash/attention/mask.cuh"
+#include "blockflash/attention/scores.cuh"
 #include "blockflash/config/block_mask.cuh"
 #include "blockflash/params/block_mask_build.h"
 #include "blockflash/score_order.cuh"
@@ -57,8 +57,7 @@ __device__ __forceinline__ void report(const Params& p, int64_t row_index, int64
 
 // Columns of which some query of the row sees a key.
 __device__ __forceinline__ ColumnRange visible_columns(const Params& p, int row) {
-  const AttentionMask mask = {p.seqlen_kv, p.align_bottom_right ? p.seqlen_kv - p.seqlen_q : 0,
-                              p.window_left, p.window_right};
+  const AttentionMask mask = AttentionMask::of(p.window, p.seqlen_q, p.seqlen_kv);
   const int first_query = row * p.block_q;
   const KeyRange keys = mask.keys_of_any(first_query, min(first_query + p.block_q, p.seqlen_q) - 1);
   if (keys.begin >= keys.end) return {0, 0};

@@ -118,8 +118,9 @@ __device__ __forceinline__ void append(const Params& p, int row, int column) {
   const Element* const v_new = static_cast<const Element*>(p.v_new) +
                                token.batch * p.v_new_stride_batch + token.row * p.v_new_stride_seq +
                                head * p.v_new_stride_head;
-  store_piece(k, column, turned(p.rotary_new, k_new, column, position));
-  store_piece(v, column, load_piece(v_new, column));
+  if (column < p.head_dim_qk)
+    store_piece(k, column, turned(p.rotary_new, k_new, column, position));
+  if (column < p.head_dim_v) store_piece(v, column, load_piece(v_new, column));
 }
 
 __device__ __forceinline__ void turn_query(const Params& p, int row, int column) {
@@ -147,7 +148,7 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_kv_append_params p) {
   ptx::wait_for_predecessors();
   // Attention waits for all of this kernel itself.
   ptx::launch_dependents();
-  const int pieces = p.head_dim / kPiece;
+  const int pieces = max(p.head_dim_qk, p.head_dim_v) / kPiece;
   const int64_t thread = static_cast<int64_t>(blockIdx.x) * Config::threads + threadIdx.x;
   const int64_t row = thread / pieces;
   const int column = static_cast<int>(thread - row * pieces) * kPiece;
@@ -158,6 +159,6 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_kv_append_params p) {
       p.q == nullptr ? 0 : rows_of(p.cu_seqlens_q, p.batch, p.seqlen_q, p.total_q, p.num_heads_q);
   if (row < new_rows)
     append(p, static_cast<int>(row), column);
-  else if (row - new_rows < query_rows)
+  else if (row - new_rows < query_rows && column < p.head_dim_qk)
     turn_query(p, static_cast<int>(row - new_rows), column);
 }

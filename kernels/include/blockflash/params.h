@@ -18,5 +18,6 @@
 #include "blockflash/params/page_choice.h"
 #include "blockflash/params/probe.h"
 #include "blockflash/params/row_copy.h"
+#include "blockflash/params/scores.h"
 
 #endif

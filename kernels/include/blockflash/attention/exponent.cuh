@@ -13,6 +13,8 @@
 
 namespace blockflash {
 
+constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
+
 constexpr float kFusedLimit = 8192.f;  // in powers of two
 
 // The reference of a row that has seen no key. It is finite, so that differences of references are

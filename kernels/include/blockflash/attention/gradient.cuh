@@ -1,8 +1,8 @@
 // What all kernels of the attention backward share: the probabilities and their gradients, the
 // row statistics in the workspace, and the rows of an output.
 //
-// With s = q·kᵀ·softmax_scale, p = exp(s - lse), dp = dO·vᵀ and delta = rowsum(dO∘o):
-// ds = p∘(dp - delta), dv = pᵀ·dO, dq = ds·k·softmax_scale, dk = dsᵀ·q·softmax_scale.
+// With s = q·kᵀ·scale, p = exp(s - lse), dp = dO·vᵀ and delta = rowsum(dO∘o):
+// ds = p∘(dp - delta), dv = pᵀ·dO, dq = ds·k·scale, dk = dsᵀ·q·scale.
 #pragma once
 
 #include <math_constants.h>
@@ -12,15 +12,13 @@
 
 #include "blockflash/attention/exponent.cuh"
 #include "blockflash/attention/packed_rows.cuh"
-#include "blockflash/attention/soft_cap.cuh"
+#include "blockflash/attention/scores.cuh"
 #include "blockflash/mma/element.cuh"
 #include "blockflash/mma/fragment.cuh"
 #include "blockflash/params/attention_bwd.h"
 #include "blockflash/ptx/math.cuh"
 
 namespace blockflash {
-
-constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 
 // Row statistics have room for whole tiles of so many queries in every sequence, so that a tile can
 // be copied without looking at its end.
@@ -33,16 +31,6 @@ __device__ __forceinline__ int64_t statistics_row(bool packed, int batch, int q_
   return (static_cast<int64_t>(q_offset) + static_cast<int64_t>(batch) * kStatisticsTile) /
          kStatisticsTile * kStatisticsTile;
 }
-
-// Factors of a score. With a softcap the score is capped before it becomes an exponent.
-struct ScoreScale {
-  float softcap, scale_over_cap, scale_log2;
-
-  __device__ __forceinline__ explicit ScoreScale(const blockflash_attention_fwd_params& p)
-      : softcap(p.softcap),
-        scale_over_cap(p.softcap > 0.f ? p.softmax_scale / p.softcap : 0.f),
-        scale_log2(p.softcap > 0.f ? kLog2e : kLog2e * p.softmax_scale) {}
-};
 
 // What a workspace holds of the log-sum-exp of a query: -lse·log2(e), which is what a fused
 // multiply-add takes (exponent.cuh); beyond `kFusedLimit` -2·lse, which is beyond it, too. With a
@@ -86,18 +74,16 @@ struct PairsAre {
 // the gradient of the (scaled) score. `negative_log` is that of the query. A masked pair has both 0
 // by selection, since 0·NaN would be NaN.
 template <Pairs pairs>
-__device__ __forceinline__ void differentiate(float& s, float& dp, const ScoreScale& scale,
-                                              float negative_log, float delta, bool visible) {
+__device__ __forceinline__ void differentiate(float& s, float& dp,
+                                              const blockflash_scores& scores, float negative_log, float delta, bool visible) {
   float slope = 1.f;
   float x = s;
   if constexpr (pairs == Pairs::kCapped) {
-    const float y = ptx::ex2_approx(2.f * kLog2e * x * scale.scale_over_cap);
-    const float t = fmaf(-2.f, ptx::rcp_approx(y + 1.f), 1.f);
-    slope = fmaf(-t, t, 1.f);
-    x = soft_cap(x, scale.softcap, scale.scale_over_cap);
+    slope = soft_cap_slope(x, scores);
+    x = soft_cap(x, scores);
   }
   using Exponent = std::conditional_t<pairs == Pairs::kLarge, ExponentOfLarge, FusedExponent>;
-  const float p = ptx::ex2_approx(Exponent{}(x, scale.scale_log2, negative_log));
+  const float p = ptx::ex2_approx(Exponent{}(x, scores.scale_log2, negative_log));
   const float ds = p * (dp - delta) * slope;
   s = visible ? p : 0.f;
   dp = visible ? ds : 0.f;

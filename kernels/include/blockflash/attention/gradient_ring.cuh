@@ -278,7 +278,7 @@ template <bool by_row, int n, class Logs, class Deltas, class Read>
 __device__ __forceinline__ void differentiate_scores(float (&s)[n], float (&dp)[n],
                                                      uint32_t (&p16)[n / 2],
                                                      uint32_t (&ds16)[n / 2],
-                                                     const ScoreScale& scale, bool large,
+                                                     const blockflash_scores& scores, bool large,
                                                      const Visible& visible, const Logs& logs,
                                                      const Deltas& deltas, const Read& read) {
   const auto of = [](int i) { return by_row ? i / 2 % 2 : i % 2; };
@@ -295,12 +295,12 @@ __device__ __forceinline__ void differentiate_scores(float (&s)[n], float (&dp)[
       if (kAlone && j >= 2) delay(s + 4 * j, ds16 + 2 * j - 4);
 #pragma unroll
       for (int i = 4 * j; i < 4 * j + 4; ++i)
-        differentiate<decltype(pairs)::value>(s[i], dp[i], scale, negative_log[of(i)], delta[of(i)],
+        differentiate<decltype(pairs)::value>(s[i], dp[i], scores, negative_log[of(i)], delta[of(i)],
                                               s[i] != -CUDART_INF_F);
       round(s + 4 * j, p16 + 2 * j), round(dp + 4 * j, ds16 + 2 * j);
     }
   };
-  if (scale.softcap > 0.f) return at_once(PairsAre<Pairs::kCapped>{});
+  if (scores.softcap > 0.f) return at_once(PairsAre<Pairs::kCapped>{});
   if (large) return at_once(PairsAre<Pairs::kLarge>{});
   ptx::wgmma_wait_group<1>();
   ptx::wgmma_pin(s);
@@ -310,7 +310,7 @@ __device__ __forceinline__ void differentiate_scores(float (&s)[n], float (&dp)[
     logs(j, negative_log);
 #pragma unroll
     for (int i = 4 * j; i < 4 * j + 4; ++i)
-      s[i] = ptx::ex2_approx(FusedExponent{}(s[i], scale.scale_log2, negative_log[of(i)]));
+      s[i] = ptx::ex2_approx(FusedExponent{}(s[i], scores.scale_log2, negative_log[of(i)]));
     round(s + 4 * j, p16 + 2 * j);
   }
   ptx::wgmma_wait_group<0>();
@@ -334,7 +334,7 @@ __device__ __forceinline__ void differentiate_scores(float (&s)[n], float (&dp)[
 template <bool may_be_capped, int early, int n, class Logs, class Deltas, class Meanwhile>
 __device__ __forceinline__ void differentiate_all(float (&s)[n], float (&dp)[n],
                                                   uint32_t (&p16)[n / 2], uint32_t (&ds16)[n / 2],
-                                                  const ScoreScale& scale, bool large,
+                                                  const blockflash_scores& scores, bool large,
                                                   const Logs& logs, const Deltas& deltas,
                                                   const Meanwhile& meanwhile) {
   float negative_log[2], delta[2], early_logs[early + 1][2];
@@ -350,13 +350,13 @@ __device__ __forceinline__ void differentiate_all(float (&s)[n], float (&dp)[n],
       if (j >= 2) delay(s + 4 * j, ds16 + 2 * j - 4);
 #pragma unroll
       for (int i = 4 * j; i < 4 * j + 4; ++i)
-        differentiate<decltype(pairs)::value>(s[i], dp[i], scale, negative_log[i % 2], delta[i % 2],
+        differentiate<decltype(pairs)::value>(s[i], dp[i], scores, negative_log[i % 2], delta[i % 2],
                                               true);
       round(s + 4 * j, p16 + 2 * j), round(dp + 4 * j, ds16 + 2 * j);
     }
   };
   if constexpr (may_be_capped) {
-    if (scale.softcap > 0.f) return at_once(PairsAre<Pairs::kCapped>{});
+    if (scores.softcap > 0.f) return at_once(PairsAre<Pairs::kCapped>{});
     if (large) return at_once(PairsAre<Pairs::kLarge>{});
   }
   ptx::wgmma_wait_group<1>();
@@ -368,7 +368,7 @@ __device__ __forceinline__ void differentiate_all(float (&s)[n], float (&dp)[n],
       const float(&x)[2] = j < early ? early_logs[j] : negative_log;
 #pragma unroll
       for (int i = 4 * j; i < 4 * j + 4; ++i)
-        s[i] = ptx::ex2_approx(exponent(s[i], scale.scale_log2, x[i % 2]));
+        s[i] = ptx::ex2_approx(exponent(s[i], scores.scale_log2, x[i % 2]));
     }
   };
   // Without another path that waits for the products, one here would serialise all of them.

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "blockflash/attention/block_walk.cuh"
-#include "blockflash/attention/mask.cuh"
+#include "blockflash/attention/scores.cuh"
 #include "blockflash/attention/packed_rows.cuh"
 #include "blockflash/params/attention_bwd.h"
 
@@ -73,9 +73,7 @@ struct KeyWork {
   }
 
   __device__ __forceinline__ QueryRange range(const blockflash_attention_fwd_params& p) const {
-    return {
-        {seqlen_kv, p.align_bottom_right ? seqlen_kv - seqlen_q : 0, p.window_left, p.window_right},
-        seqlen_q};
+    return {AttentionMask::of(p.scores.window, seqlen_q, seqlen_kv), seqlen_q};
   }
 
   // Offsets may change while the kernel runs. One thread reads them for all, since threads that

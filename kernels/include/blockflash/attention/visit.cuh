@@ -2,7 +2,7 @@
 #pragma once
 
 #include "blockflash/attention/block_walk.cuh"
-#include "blockflash/attention/mask.cuh"
+#include "blockflash/attention/scores.cuh"
 #include "blockflash/attention/packed_rows.cuh"
 #include "blockflash/params/attention_fwd.h"
 #include "blockflash/quotient.cuh"
@@ -55,8 +55,7 @@ struct Visit {
   int last, tiles;
 
   __device__ __forceinline__ AttentionMask mask(const blockflash_attention_fwd_params& p) const {
-    return {work.seqlen_kv, p.align_bottom_right ? work.seqlen_kv - work.seqlen_q : 0,
-            p.window_left, p.window_right};
+    return AttentionMask::of(p.scores.window, work.seqlen_q, work.seqlen_kv);
   }
   __device__ __forceinline__ int q_last() const {
     return min(work.q_begin + block_q, work.seqlen_q) - 1;

@@ -1,14 +1,12 @@
 // Configurations of the kernels of attention forward and backward.
 #pragma once
 
-#include "blockflash/config/base.cuh"
+#include "blockflash/config/attention_tile.cuh"
 
 namespace blockflash {
 
 #ifdef VARIANT_STREAM_ROWS
-struct AttentionBwdHopperConfig {
-  using Element = ElementOf<VARIANT_DTYPE>::type;
-  static constexpr int head_dim = VARIANT_HEAD_DIM;
+struct AttentionBwdHopperConfig : AttentionTileConfig {
   static constexpr int resident_rows = VARIANT_RESIDENT_ROWS;  // of the tiles that a CTA keeps
   static constexpr int stream_rows = VARIANT_STREAM_ROWS;      // of the tiles that pass through
   static constexpr int stages = VARIANT_STAGES;                // of K or Q
@@ -21,9 +19,7 @@ struct AttentionBwdHopperConfig {
   static_assert(threads == 384 || threads == 256, "there are two consumers, or one");
 };
 #elif defined(VARIANT_WARPGROUPS)
-struct AttentionFwdHopperConfig {
-  using Element = ElementOf<VARIANT_DTYPE>::type;
-  static constexpr int head_dim = VARIANT_HEAD_DIM;
+struct AttentionFwdHopperConfig : AttentionTileConfig {
   static constexpr int block_rows = VARIANT_BLOCK_ROWS;           // block rows of a CTA
   static constexpr int block_kv = VARIANT_BLOCK_KV * block_rows;  // keys of a step
   static constexpr int warpgroups =
@@ -41,10 +37,8 @@ struct AttentionFwdHopperConfig {
   static constexpr int smem_bytes = VARIANT_SMEM_BYTES;
   static_assert(threads == VARIANT_THREADS, "the manifest row and the kernel disagree on threads");
 };
-#elif defined(VARIANT_HEAD_DIM)
-struct AttentionPortableConfig {
-  using Element = ElementOf<VARIANT_DTYPE>::type;
-  static constexpr int head_dim = VARIANT_HEAD_DIM;
+#elif defined(VARIANT_HEAD_DIM_QK)
+struct AttentionPortableConfig : AttentionTileConfig {
   static constexpr int block_q = VARIANT_BLOCK_Q;
   static constexpr int block_kv = VARIANT_BLOCK_KV;
   static constexpr int warps = VARIANT_WARPS;
@@ -65,15 +59,13 @@ struct AttentionBwdKvConfig : AttentionPortableConfig {
 #endif
 
 #ifdef VARIANT_SUMS_HEAD_DIM
-struct AttentionBwdSumsConfig {
-  using Element = ElementOf<VARIANT_DTYPE>::type;
-  static constexpr int head_dim = VARIANT_SUMS_HEAD_DIM;
+struct AttentionBwdSumsConfig : AttentionElements {
+  static constexpr int head_dim = VARIANT_SUMS_HEAD_DIM;  // of q and k
 };
 #endif
 
 #ifdef VARIANT_STEP
-struct AttentionDeltaConfig {
-  using Element = ElementOf<VARIANT_DTYPE>::type;
+struct AttentionDeltaConfig : AttentionElements {
   static constexpr int step =
       VARIANT_STEP;  // 0: row statistics, 1: gradient of the sinks, 2: zeros
   static constexpr int threads = VARIANT_THREADS;

@@ -1,13 +1,11 @@
 // Configuration of the kernels of attention forward for small grids.
 #pragma once
 
-#include "blockflash/config/base.cuh"
+#include "blockflash/config/attention_tile.cuh"
 
 namespace blockflash {
 
-struct AttentionSmallConfig {
-  using Element = ElementOf<VARIANT_DTYPE>::type;
-  static constexpr int head_dim = VARIANT_HEAD_DIM;
+struct AttentionSmallConfig : AttentionTileConfig {
   static constexpr int block_q = VARIANT_BLOCK_Q;
   static constexpr int block_kv = VARIANT_BLOCK_KV;
   static constexpr int warpgroups = VARIANT_WARPGROUPS;  // they divide the key tiles

@@ -1,14 +1,12 @@
 // Configurations of the kernels of attention over a cache, and of merging partial results.
 #pragma once
 
-#include "blockflash/config/base.cuh"
+#include "blockflash/config/attention_tile.cuh"
 
 namespace blockflash {
 
 #ifdef VARIANT_DECODE_ROWS
-struct AttentionDecodeConfig {
-  using Element = ElementOf<VARIANT_DTYPE>::type;
-  static constexpr int head_dim = VARIANT_HEAD_DIM;
+struct AttentionDecodeConfig : AttentionTileConfig {
   static constexpr int rows = VARIANT_DECODE_ROWS;  // queries times heads that share keys
   static constexpr int warps = VARIANT_WARPS;       // each with keys and a ring of its own
   static constexpr int stages = VARIANT_STAGES;

@@ -5,7 +5,7 @@
 
 #include <stdint.h>
 
-#include "blockflash/attention/mask.cuh"
+#include "blockflash/attention/scores.cuh"
 #include "blockflash/attention/packed_rows.cuh"
 #include "blockflash/decode/pages.cuh"
 #include "blockflash/params/kv_cache.h"
@@ -71,8 +71,7 @@ struct DecodeSequence {
 
   static __device__ __forceinline__ AttentionMask mask(const blockflash_attention_decode_params& p,
                                                        int q_length, int kv_length) {
-    return {kv_length, p.align_bottom_right ? kv_length - q_length : 0, p.window_left,
-            p.window_right};
+    return AttentionMask::of(p.scores.window, q_length, kv_length);
   }
 };
 

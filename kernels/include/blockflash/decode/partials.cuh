@@ -6,7 +6,7 @@
 #include <math_constants.h>
 #include <stdint.h>
 
-#include "blockflash/attention/exponent.cuh"
+#include "blockflash/attention/scores.cuh"
 #include "blockflash/mma/element.cuh"
 #include "blockflash/ptx/math.cuh"
 
@@ -102,16 +102,12 @@ __device__ __forceinline__ uint2 quotient(const Partial& x) {
 
 // Adds a logit without a value.
 __device__ __forceinline__ void add_sink(Partial& x, float sink_log2) {
-  const float moved = fmaxf(x.reference, sink_log2);
-  const float scale = ptx::ex2_approx(x.reference - moved);
-  x.denominator = fmaf(x.denominator, scale, ptx::ex2_approx(sink_log2 - moved));
+  const float scale = join_sink(x.reference, x.denominator, sink_log2);
   x.sum.x *= scale, x.sum.y *= scale, x.sum.z *= scale, x.sum.w *= scale;
-  x.reference = moved;
 }
 
 // The natural logarithm of the sum of exponentials.
 __device__ __forceinline__ float log_sum_exp(const Partial& x) {
-  constexpr float kLn2 = 0.6931471805599453f;
   return fmaf(ptx::lg2_approx(x.denominator), kLn2, x.reference * kLn2);
 }
 

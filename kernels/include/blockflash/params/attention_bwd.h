@@ -15,11 +15,11 @@
  * + 64·(number of the sequence). */
 typedef struct blockflash_attention_bwd_params {
   blockflash_attention_fwd_params base;
-  const void* d_o;      /* [batch, seqlen_q, num_heads_q, head_dim] */
-  void* dq;             /* [batch, seqlen_q, num_heads_q, head_dim] */
-  void* dk;             /* [batch, seqlen_kv, num_heads_kv, head_dim] */
-  void* dv;             /* [batch, seqlen_kv, num_heads_kv, head_dim] */
-  float* d_sink;        /* [num_heads_q], null exactly when base.sink is */
+  const void* d_o;      /* [batch, seqlen_q, num_heads_q, head_dim_v] */
+  void* dq;             /* [batch, seqlen_q, num_heads_q, head_dim_qk] */
+  void* dk;             /* [batch, seqlen_kv, num_heads_kv, head_dim_qk] */
+  void* dv;             /* [batch, seqlen_kv, num_heads_kv, head_dim_v] */
+  float* d_sink;        /* [num_heads_q], null exactly when base.scores.sink is */
   float* negative_logs; /* workspace, [batch, num_heads_q, padded rows] */
   float* deltas;        /* the same */
   uint32_t* turns; /* workspace, per 64 rows of the statistics: how many blocks of keys have been
@@ -41,7 +41,7 @@ typedef struct blockflash_attention_bwd_tma_params {
   blockflash_attention_bwd_params base;
   /* For the kernel that computes dq beside dk and dv, in tiles of 64 queries that lie in the order
    * of the statistics. */
-  float* dq_sums; /* workspace, [tiles, 64·head_dim of the tile] in the kernel's own order */
+  float* dq_sums; /* workspace, [tiles, 64·head_dim_qk of the tile] in the kernel's own order */
   uint32_t* tile_counter; /* two zeros, left as zeros: {next block of keys, CTAs that are done} */
   /* Key heads whose blocks of keys start together. Under a mask with a right limit these are the
    * last ones, if there is more than one; before them blocks start head by head, the last first. */

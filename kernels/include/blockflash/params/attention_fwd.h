@@ -6,23 +6,16 @@
 
 #include "blockflash/params/base.h"
 #include "blockflash/params/block_mask.h"
+#include "blockflash/params/scores.h"
 
-/* A window side without a limit. */
-#define BLOCKFLASH_WINDOW_UNBOUNDED INT32_MAX
-
-/* Attention forward: o = softmax(mask(q·kᵀ · softmax_scale))·v for each batch entry and head.
- *
- * Query i attends key j when -window_left <= j - (i + diagonal) <= window_right, where diagonal is
- * seqlen_kv - seqlen_q when align_bottom_right is set and 0 otherwise; causal is window_right = 0.
- */
+/* Attention forward: o = softmax(scores(q·kᵀ))·v for each batch entry and head. */
 typedef struct blockflash_attention_fwd_params {
-  const void* q; /* [batch, seqlen_q, num_heads_q, head_dim] */
-  const void* k; /* [batch, seqlen_kv, num_heads_kv, head_dim] */
-  const void* v; /* [batch, seqlen_kv, num_heads_kv, head_dim] */
-  void* o;       /* [batch, seqlen_q, num_heads_q, head_dim] */
+  const void* q; /* [batch, seqlen_q, num_heads_q, head_dim_qk] */
+  const void* k; /* [batch, seqlen_kv, num_heads_kv, head_dim_qk] */
+  const void* v; /* [batch, seqlen_kv, num_heads_kv, head_dim_v] */
+  void* o;       /* [batch, seqlen_q, num_heads_q, head_dim_v] */
   float* lse; /* [batch, num_heads_q, seqlen_q], natural logarithm; may be null. Kernels without the
                  log-sum-exp ignore it */
-  const float* sink; /* [num_heads_q] logits that join the denominator; may be null */
   const int32_t*
       cu_seqlens_q; /* [batch + 1] offsets into packed queries; null when not variable-length */
   const int32_t*
@@ -36,17 +29,15 @@ typedef struct blockflash_attention_fwd_params {
   int32_t seqlen_q, seqlen_kv; /* the longest sequence of the batch when variable-length */
   int32_t total_q, total_kv;   /* rows of q and o, and of k and v, when variable-length; offsets are
                                   clamped to them */
-  int32_t head_dim;            /* multiple of 8, at most the tile's head_dim */
-  int32_t window_left, window_right;
-  int32_t align_bottom_right;
-  float softmax_scale; /* finite and positive */
-  float softcap;       /* 0 turns it off, else scores become softcap·tanh(score / softcap) */
+  int32_t head_dim_qk, head_dim_v; /* multiples of 8, each at most the tile's */
+  blockflash_scores scores;
   blockflash_block_mask block_mask;
 } blockflash_attention_fwd_params;
 
 /* Attention forward by persistent CTAs that load tiles by TMA.
  *
- * The maps have the dimensions (head_dim, sequence, head, batch), boxes of 64 columns and 64
+ * The maps have the dimensions (head_dim_qk of q and k or head_dim_v of v and o, sequence, head,
+ * batch), boxes of 64 columns and 64
  * rows (q), the tile's block_kv rows (k, v) or 16 rows (o), and a swizzle of 128 bytes. Packed
  * sequences are one sequence of a batch of 1. */
 typedef struct blockflash_attention_fwd_tma_params {
@@ -57,10 +48,6 @@ typedef struct blockflash_attention_fwd_tma_params {
   uint32_t* tile_counter;    /* two zeros, left as zeros: {next tile, CTAs that are done}; null: a
                                 fixed order of tiles */
   int32_t heads_per_section; /* heads computed together, whose keys and values should fit into L2 */
-  float scale_log2; /* factor of the score in the exponent of 2: log2(e)·softmax_scale, or log2(e)
-                       after a softcap */
-  float inverse_scale_log2; /* 1 / scale_log2 */
-  float scale_over_cap;     /* softmax_scale / softcap, 0 without a cap */
 } blockflash_attention_fwd_tma_params;
 
 #endif

@@ -5,6 +5,7 @@
 #include <stdint.h>
 
 #include "blockflash/params/block_mask.h"
+#include "blockflash/params/scores.h"
 
 /* Sources of a block mask. */
 #define BLOCKFLASH_BLOCK_SOURCE_BOOL \
@@ -51,8 +52,7 @@ typedef struct blockflash_block_mask_build_params {
   int32_t batch, heads, rows, cols;
   int32_t capacity;
   int32_t seqlen_q, seqlen_kv, block_q, block_kv;
-  int32_t window_left, window_right; /* the token mask, as for attention */
-  int32_t align_bottom_right;
+  blockflash_window window; /* the token mask, as for attention */
 } blockflash_block_mask_build_params;
 
 /* Steps of transposing a block mask: one launch each, in this order. */

@@ -12,8 +12,8 @@
  * b without a table. What the device alone knows is clamped: page numbers to [0, pages), lengths to
  * [0, capacity]. Keys from the length on are never read. */
 typedef struct blockflash_kv_cache {
-  const void* k; /* [pages, page_size, num_heads_kv, head_dim], or any other order by strides */
-  const void* v;
+  const void* k; /* [pages, page_size, num_heads_kv, head_dim_qk], or any other order by strides */
+  const void* v; /* the same with head_dim_v */
   const int32_t* block_table; /* [batch, ceil(capacity / page_size)]; null: page b for sequence b */
   const int32_t* seqused;     /* [batch] keys of each sequence; null: all have `capacity` */
   int64_t k_stride_page, k_stride_slot, k_stride_head;
@@ -38,11 +38,10 @@ typedef struct blockflash_kv_cache {
  * the next sequence follow. The CTA that completes a row tile combines the results of its splits,
  * in groups of 16, so that results do not depend on the length of the runs. */
 typedef struct blockflash_attention_decode_params {
-  const void* q; /* [batch, seqlen_q, num_heads_q, head_dim]; packed: [total_q, …] */
-  void* o;       /* like q */
+  const void* q; /* [batch, seqlen_q, num_heads_q, head_dim_qk]; packed: [total_q, …] */
+  void* o;       /* the same with head_dim_v */
   float* lse; /* [batch, num_heads_q, seqlen_q], natural logarithm; packed: [num_heads_q, total_q]
                  with a stride of 0 for the batch; may be null */
-  const float* sink;           /* [num_heads_q] logits that join the denominator; may be null */
   const int32_t* cu_seqlens_q; /* [batch + 1] offsets into packed queries; null: all sequences have
                                   seqlen_q */
   blockflash_kv_cache cache;
@@ -51,7 +50,7 @@ typedef struct blockflash_attention_decode_params {
                                 Clamped to the columns of the table */
   const int32_t* page_count; /* [batch] listed pages, the same for all heads; clamped to
                                 [0, page_list_capacity] */
-  float* partial_sums;       /* workspace, [slots, partial_rows, head_dim] with items · 2^run_log2
+  float* partial_sums;       /* workspace, [slots, partial_rows, head_dim_v] with items · 2^run_log2
                                 slots; null if no sequence can have more than one split */
   float* partial_logs;    /* workspace, [slots, partial_rows, 2]: log2 reference and denominator */
   uint64_t* arrivals;     /* workspace, [2 + slots], zeros before the first launch that uses them */
@@ -64,29 +63,24 @@ typedef struct blockflash_attention_decode_params {
   int32_t group;    /* num_heads_q / num_heads_kv */
   int32_t seqlen_q; /* the longest sequence of queries when packed */
   int32_t total_q;  /* rows of q and o when packed; offsets are clamped to them */
-  int32_t head_dim; /* multiple of 8, at most the tile's head_dim */
+  int32_t head_dim_qk, head_dim_v; /* multiples of 8, each at most the tile's */
   int32_t
       most_queries; /* sequences with more queries belong to another kernel and are left alone */
-  int32_t window_left, window_right;
-  int32_t align_bottom_right;
   int32_t page_list_capacity;
   int32_t items;        /* room in the workspace. Items beyond it, which only offsets that do not
                            ascend can have, are not computed */
   int32_t partial_rows; /* min(rows, seqlen_q · num_heads_q / num_heads_kv) */
   int32_t splits;       /* of a sequence of medium length */
   int32_t chunk_min, chunk_max; /* keys of a split, multiples of 64, at most 2^20 */
-  float softmax_scale;          /* finite and positive */
-  float softcap;        /* 0 turns it off, else scores become softcap·tanh(score / softcap) */
-  float scale_log2;     /* log2(e)·softmax_scale, or log2(e) after a softcap */
-  float scale_over_cap; /* softmax_scale / softcap, 0 without a cap */
-  int32_t run_log2;     /* splits of an item, at most 16 */
+  int32_t run_log2;             /* splits of an item, at most 16 */
+  blockflash_scores scores;
 } blockflash_attention_decode_params;
 
 /* Attention of many queries to the keys of a cache, with the tiles of attention forward.
  *
  * In `fwd`, cu_seqlens_q tells whether queries are packed, seqlen_kv is the capacity, and k, v,
- * cu_seqlens_kv and the block mask are null. The maps of k and v have the dimensions (head_dim,
- * slot, head, page) and boxes of 64 columns and `box_rows` slots, which lie in one page. */
+ * cu_seqlens_kv and the block mask are null. The maps of k and v have the dimensions (head_dim_qk
+ * or head_dim_v, slot, head, page) and boxes of 64 columns and `box_rows` slots, which lie in one page. */
 typedef struct blockflash_attention_cache_params {
   blockflash_attention_fwd_tma_params fwd;
   blockflash_kv_cache cache;
@@ -98,16 +92,16 @@ typedef struct blockflash_attention_cache_params {
 /* Combines attention over disjoint sets of keys: o and lse of all keys from those of each set, in
  * ascending order. */
 typedef struct blockflash_attention_merge_params {
-  const void* parts;      /* [count, rows, num_heads_q, head_dim] */
+  const void* parts;      /* [count, rows, num_heads_q, head_dim_v] */
   const float* parts_lse; /* [count, num_heads_q, rows], natural logarithm; null: parts are added */
-  void* o;                /* [rows, num_heads_q, head_dim] */
+  void* o;                /* [rows, num_heads_q, head_dim_v] */
   float* lse;             /* [num_heads_q, rows]; may be null */
   int64_t parts_stride_part, parts_stride_row, parts_stride_head;
   int64_t parts_lse_stride_part, parts_lse_stride_row, parts_lse_stride_head;
   int64_t o_stride_row, o_stride_head;
   int64_t lse_stride_row, lse_stride_head;
   int32_t count, rows, num_heads_q;
-  int32_t head_dim;    /* a multiple of 8 */
+  int32_t head_dim_v;  /* a multiple of 8 */
   int32_t parts_dtype; /* BLOCKFLASH_DTYPE_… */
   int32_t o_dtype;     /* BLOCKFLASH_DTYPE_… */
 } blockflash_attention_merge_params;
