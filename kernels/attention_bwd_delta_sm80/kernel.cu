@@ -98,8 +98,9 @@ __device__ __forceinline__ void store_statistics(const Params& params) {
   }
   if (!stores) return;
   // A query that sees nothing has an lse of -inf. Its probabilities are 0.
-  const float negative_log =
-      stores_inside && lse != -CUDART_INF_F ? negative_log_of(lse, p.scores.softcap) : -CUDART_INF_F;
+  const float negative_log = stores_inside && lse != -CUDART_INF_F
+                                 ? negative_log_of(lse, p.scores.softcap)
+                                 : -CUDART_INF_F;
   params.negative_logs[statistics + own] = negative_log;
   params.deltas[statistics + own] = negative_log == -CUDART_INF_F ? 0.f : sum;
 }
@@ -117,7 +118,7 @@ __device__ __forceinline__ void store_sink_gradient(const Params& params) {
       // Selected, since a query that sees nothing has no gradient whatever the sink is.
       if (log != -CUDART_INF_F)
         sum -= ptx::ex2_approx(p.scores.softcap > 0.f ? FusedExponent{}(sink, kLog2e, log)
-                                               : ExponentOfLarge{}(sink, kLog2e, log)) *
+                                                      : ExponentOfLarge{}(sink, kLog2e, log)) *
                params.deltas[statistics + row];
     }
   }

@@ -8,8 +8,8 @@
 // result has one order of summation.
 #include "blockflash/attention/block_walk.cuh"
 #include "blockflash/attention/gradient.cuh"
-#include "blockflash/attention/scores.cuh"
 #include "blockflash/attention/query_walk.cuh"
+#include "blockflash/attention/scores.cuh"
 #include "blockflash/config/attention.cuh"
 #include "blockflash/mma/products.cuh"
 #include "blockflash/mma/tile_copy.cuh"
@@ -192,9 +192,11 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_bwd_params params
         const int rows = work.seqlen_q - first;
         // At 64 the kernel is short of registers.
         const QCopy copy = Config::head_dim == 64 ? q_copy.anew() : q_copy;
-        copy.start(stage, q + first * p.q_stride_seq, p.q_stride_seq, rows, p.head_dim_qk);
+        // Columns that exist are not kept either.
+        copy.start(stage, q + first * p.q_stride_seq, p.q_stride_seq, rows,
+                   ptx::opaque(p.head_dim_qk));
         copy.start(stage + kQTileBytes, d_o + first * params.d_o_stride_seq, params.d_o_stride_seq,
-                   rows, p.head_dim_v);
+                   rows, ptx::opaque(p.head_dim_v));
         if (threadIdx.x < Config::block_q) {
           const uint32_t to = stage + 2 * kQTileBytes + threadIdx.x * 4;
           ptx::cp_async_ca_4(to, params.negative_logs + statistics + first + threadIdx.x);
@@ -230,8 +232,8 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_bwd_params params
                                             stage + kQTileBytes);
       const auto differentiate_by = [&](auto pairs, auto masked) {
         differentiate_tile<decltype(pairs)::value, decltype(masked)::value>(
-            s, dp, p.scores, ring + stage + 2 * kQTileBytes + part * 4, range, work.k_begin + warp_row,
-            first_query[0] + part, kIsShort ? ptx::opaque(lane) : lane);
+            s, dp, p.scores, ring + stage + 2 * kQTileBytes + part * 4, range,
+            work.k_begin + warp_row, first_query[0] + part, kIsShort ? ptx::opaque(lane) : lane);
       };
       const bool masked =
           range.is_masked(work.k_begin, Config::block_kv, first_query[0], Config::block_q);

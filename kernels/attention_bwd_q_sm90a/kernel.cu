@@ -165,7 +165,8 @@ __device__ __forceinline__ void consume(const Params& params, uint32_t smem,
   Element* const out = static_cast<Element*>(b.dq) + work.batch * b.dq_stride_batch * !packed +
                        work.head * b.dq_stride_head + work.q_offset * b.dq_stride_seq;
   store_rows<Element>(reinterpret_cast<const float(&)[1][kD / 8][4]>(dq), p.scores.scale, out,
-                      b.dq_stride_seq, work.q_begin + warp_row, work.seqlen_q, 0, p.head_dim_qk, lane);
+                      b.dq_stride_seq, work.q_begin + warp_row, work.seqlen_q, 0, p.head_dim_qk,
+                      lane);
 }
 
 }  // namespace

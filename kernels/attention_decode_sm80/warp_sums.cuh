@@ -226,8 +226,9 @@ struct WarpSums {
         subtract[n][e] = 0.f;
 #pragma unroll
         for (int half = 0; half < 2; ++half)
-          s[n][2 * half + e] = with_rounded_product(s[n][2 * half + e], scores.scale_log2,
-                                                    scores.inverse_scale_log2, reference[n][e], 0.f);
+          s[n][2 * half + e] =
+              with_rounded_product(s[n][2 * half + e], scores.scale_log2, scores.inverse_scale_log2,
+                                   reference[n][e], 0.f);
       }
   }
 

@@ -108,7 +108,8 @@ struct Sums {
         float x[2];
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-          x[e] = ptx::ex2_approx(fmaf(s[4 * j + 2 * half + e], p.scores.scale_log2, -subtract[half]));
+          x[e] =
+              ptx::ex2_approx(fmaf(s[4 * j + 2 * half + e], p.scores.scale_log2, -subtract[half]));
           sum += x[e];
         }
         probabilities[2 * j + half] = Traits::pack(x[0], x[1]);

@@ -156,7 +156,8 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_fwd_params p) {
   QCopy(threadIdx.x)
       .start(q_smem, q, p.q_stride_seq, queries.seqlen_q - queries.q_begin, p.head_dim_qk);
   start_tile(found, found_keys.k, p.k_stride_seq, p.head_dim_qk, k_smem, 0, first_key);
-  if (kWide || kTwoStages) start_tile(found, found_keys.v, p.v_stride_seq, p.head_dim_v, v_smem, 0, first_key);
+  if (kWide || kTwoStages)
+    start_tile(found, found_keys.v, p.v_stride_seq, p.head_dim_v, v_smem, 0, first_key);
 
   // Wide tiles leave no registers for what follows; the epilogue reads it again, too.
   __shared__ Keys shared_keys;

@@ -53,9 +53,8 @@ struct OnlineSoftmax {
         for (int n = 0; n < kv_tiles; ++n)
 #pragma unroll
           for (int i = 2 * half; i < 2 * half + 2; ++i)
-            s[m][n][i] =
-                with_rounded_product(s[m][n][i], scores.scale_log2, scores.inverse_scale_log2,
-                                     reference[m][half], 0.f);
+            s[m][n][i] = with_rounded_product(s[m][n][i], scores.scale_log2,
+                                              scores.inverse_scale_log2, reference[m][half], 0.f);
       }
   }
 
@@ -64,8 +63,7 @@ struct OnlineSoftmax {
   template <int kv_tiles, int d_tiles, class Sharers>
   __device__ __forceinline__ void update(float (&s)[m_tiles][kv_tiles][4],
                                          float (&o)[m_tiles][d_tiles][4],
-                                         const blockflash_scores& scores,
-                                         const Sharers& sharers) {
+                                         const blockflash_scores& scores, const Sharers& sharers) {
     float largest[m_tiles][2], subtract[m_tiles][2];
     bool grew = false;
 #pragma unroll

@@ -129,8 +129,7 @@ struct HopperSoftmax {
   }
 
   // Changes the scores of a row beyond `kFusedLimit`.
-  __device__ __forceinline__ void change(float (&s)[n], int half,
-                                         const blockflash_scores& scores) {
+  __device__ __forceinline__ void change(float (&s)[n], int half, const blockflash_scores& scores) {
 #pragma unroll
     for (int i = 2 * half; i < n; i += 4)
 #pragma unroll

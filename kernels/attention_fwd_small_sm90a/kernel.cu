@@ -143,7 +143,8 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_fwd_params p) {
   // Every call commits a group: K tile i and V tile i - 1, as far as they exist.
   const auto start_tiles = [&](int i) {
     if (i < tiles) {
-      chunks.start(k_stage(i), next_k, p.k_stride_seq, p.seqlen_kv - first_key_of(i), p.head_dim_qk);
+      chunks.start(k_stage(i), next_k, p.k_stride_seq, p.seqlen_kv - first_key_of(i),
+                   p.head_dim_qk);
       next_k -= kWarpgroups * kRows * p.k_stride_seq;
     }
     if (i >= 1 && i <= tiles) {

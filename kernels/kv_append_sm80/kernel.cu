@@ -118,8 +118,7 @@ __device__ __forceinline__ void append(const Params& p, int row, int column) {
   const Element* const v_new = static_cast<const Element*>(p.v_new) +
                                token.batch * p.v_new_stride_batch + token.row * p.v_new_stride_seq +
                                head * p.v_new_stride_head;
-  if (column < p.head_dim_qk)
-    store_piece(k, column, turned(p.rotary_new, k_new, column, position));
+  if (column < p.head_dim_qk) store_piece(k, column, turned(p.rotary_new, k_new, column, position));
   if (column < p.head_dim_v) store_piece(v, column, load_piece(v_new, column));
 }
 

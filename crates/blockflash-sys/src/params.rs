@@ -120,26 +120,95 @@ const _: () = {
         "Offset of field: blockflash_block_mask::heads_per_group",
     ][::core::mem::offset_of!(blockflash_block_mask, heads_per_group) - 48usize];
 };
-/** Attention forward: o = softmax(mask(q·kᵀ · softmax_scale))·v for each batch entry and head.
-
- Query i attends key j when -window_left <= j - (i + diagonal) <= window_right, where diagonal is
- seqlen_kv - seqlen_q when align_bottom_right is set and 0 otherwise; causal is window_right = 0.*/
+/** Which keys a query attends to: query i attends to key j when -left <= j - (i + diagonal) <=
+ right, where diagonal is seqlen_kv - seqlen_q when align_bottom_right is set and 0 otherwise;
+ causal is right = 0.*/
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct blockflash_window {
+    pub left: i32,
+    pub right: i32,
+    pub align_bottom_right: i32,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    ["Size of blockflash_window"][::core::mem::size_of::<blockflash_window>() - 12usize];
+    [
+        "Alignment of blockflash_window",
+    ][::core::mem::align_of::<blockflash_window>() - 4usize];
+    [
+        "Offset of field: blockflash_window::left",
+    ][::core::mem::offset_of!(blockflash_window, left) - 0usize];
+    [
+        "Offset of field: blockflash_window::right",
+    ][::core::mem::offset_of!(blockflash_window, right) - 4usize];
+    [
+        "Offset of field: blockflash_window::align_bottom_right",
+    ][::core::mem::offset_of!(blockflash_window, align_bottom_right) - 8usize];
+};
+/** The scores q·kᵀ are multiplied by `scale` and capped; those of keys outside the window become
+ -inf; the sink joins the denominator of the softmax.*/
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct blockflash_scores {
+    /// \[num_heads_q\] logits without a value; may be null
+    pub sink: *const f32,
+    /// of the softmax, finite and positive
+    pub scale: f32,
+    /// 0 turns it off, else scores become softcap·tanh(score / softcap)
+    pub softcap: f32,
+    /** factor of q·k, or of a capped score, in the exponent of 2:
+ log2(e)·scale, or log2(e) with a softcap*/
+    pub scale_log2: f32,
+    /// 1 / scale_log2
+    pub inverse_scale_log2: f32,
+    /// scale / softcap, 0 without a softcap
+    pub scale_over_cap: f32,
+    pub window: blockflash_window,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    ["Size of blockflash_scores"][::core::mem::size_of::<blockflash_scores>() - 40usize];
+    [
+        "Alignment of blockflash_scores",
+    ][::core::mem::align_of::<blockflash_scores>() - 8usize];
+    [
+        "Offset of field: blockflash_scores::sink",
+    ][::core::mem::offset_of!(blockflash_scores, sink) - 0usize];
+    [
+        "Offset of field: blockflash_scores::scale",
+    ][::core::mem::offset_of!(blockflash_scores, scale) - 8usize];
+    [
+        "Offset of field: blockflash_scores::softcap",
+    ][::core::mem::offset_of!(blockflash_scores, softcap) - 12usize];
+    [
+        "Offset of field: blockflash_scores::scale_log2",
+    ][::core::mem::offset_of!(blockflash_scores, scale_log2) - 16usize];
+    [
+        "Offset of field: blockflash_scores::inverse_scale_log2",
+    ][::core::mem::offset_of!(blockflash_scores, inverse_scale_log2) - 20usize];
+    [
+        "Offset of field: blockflash_scores::scale_over_cap",
+    ][::core::mem::offset_of!(blockflash_scores, scale_over_cap) - 24usize];
+    [
+        "Offset of field: blockflash_scores::window",
+    ][::core::mem::offset_of!(blockflash_scores, window) - 28usize];
+};
+/// Attention forward: o = softmax(scores(q·kᵀ))·v for each batch entry and head.
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
 pub struct blockflash_attention_fwd_params {
-    /// \[batch, seqlen_q, num_heads_q, head_dim\]
+    /// \[batch, seqlen_q, num_heads_q, head_dim_qk\]
     pub q: *const ::core::ffi::c_void,
-    /// \[batch, seqlen_kv, num_heads_kv, head_dim\]
+    /// \[batch, seqlen_kv, num_heads_kv, head_dim_qk\]
     pub k: *const ::core::ffi::c_void,
-    /// \[batch, seqlen_kv, num_heads_kv, head_dim\]
+    /// \[batch, seqlen_kv, num_heads_kv, head_dim_v\]
     pub v: *const ::core::ffi::c_void,
-    /// \[batch, seqlen_q, num_heads_q, head_dim\]
+    /// \[batch, seqlen_q, num_heads_q, head_dim_v\]
     pub o: *mut ::core::ffi::c_void,
     /** \[batch, num_heads_q, seqlen_q\], natural logarithm; may be null. Kernels without the
  log-sum-exp ignore it*/
     pub lse: *mut f32,
-    /// \[num_heads_q\] logits that join the denominator; may be null
-    pub sink: *const f32,
     /// \[batch + 1\] offsets into packed queries; null when not variable-length
     pub cu_seqlens_q: *const i32,
     /// \[batch + 1\] offsets into packed keys; null exactly when cu_seqlens_q is
@@ -171,22 +240,18 @@ pub struct blockflash_attention_fwd_params {
     /** rows of q and o, and of k and v, when variable-length; offsets are
  clamped to them*/
     pub total_kv: i32,
-    /// multiple of 8, at most the tile's head_dim
-    pub head_dim: i32,
-    pub window_left: i32,
-    pub window_right: i32,
-    pub align_bottom_right: i32,
-    /// finite and positive
-    pub softmax_scale: f32,
-    /// 0 turns it off, else scores become softcap·tanh(score / softcap)
-    pub softcap: f32,
+    /// multiples of 8, each at most the tile's
+    pub head_dim_qk: i32,
+    /// multiples of 8, each at most the tile's
+    pub head_dim_v: i32,
+    pub scores: blockflash_scores,
     pub block_mask: blockflash_block_mask,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
     [
         "Size of blockflash_attention_fwd_params",
-    ][::core::mem::size_of::<blockflash_attention_fwd_params>() - 288usize];
+    ][::core::mem::size_of::<blockflash_attention_fwd_params>() - 304usize];
     [
         "Alignment of blockflash_attention_fwd_params",
     ][::core::mem::align_of::<blockflash_attention_fwd_params>() - 8usize];
@@ -206,113 +271,99 @@ const _: () = {
         "Offset of field: blockflash_attention_fwd_params::lse",
     ][::core::mem::offset_of!(blockflash_attention_fwd_params, lse) - 32usize];
     [
-        "Offset of field: blockflash_attention_fwd_params::sink",
-    ][::core::mem::offset_of!(blockflash_attention_fwd_params, sink) - 40usize];
-    [
         "Offset of field: blockflash_attention_fwd_params::cu_seqlens_q",
-    ][::core::mem::offset_of!(blockflash_attention_fwd_params, cu_seqlens_q) - 48usize];
+    ][::core::mem::offset_of!(blockflash_attention_fwd_params, cu_seqlens_q) - 40usize];
     [
         "Offset of field: blockflash_attention_fwd_params::cu_seqlens_kv",
-    ][::core::mem::offset_of!(blockflash_attention_fwd_params, cu_seqlens_kv) - 56usize];
+    ][::core::mem::offset_of!(blockflash_attention_fwd_params, cu_seqlens_kv) - 48usize];
     [
         "Offset of field: blockflash_attention_fwd_params::q_stride_batch",
     ][::core::mem::offset_of!(blockflash_attention_fwd_params, q_stride_batch)
-        - 64usize];
+        - 56usize];
     [
         "Offset of field: blockflash_attention_fwd_params::q_stride_seq",
-    ][::core::mem::offset_of!(blockflash_attention_fwd_params, q_stride_seq) - 72usize];
+    ][::core::mem::offset_of!(blockflash_attention_fwd_params, q_stride_seq) - 64usize];
     [
         "Offset of field: blockflash_attention_fwd_params::q_stride_head",
-    ][::core::mem::offset_of!(blockflash_attention_fwd_params, q_stride_head) - 80usize];
+    ][::core::mem::offset_of!(blockflash_attention_fwd_params, q_stride_head) - 72usize];
     [
         "Offset of field: blockflash_attention_fwd_params::k_stride_batch",
     ][::core::mem::offset_of!(blockflash_attention_fwd_params, k_stride_batch)
-        - 88usize];
+        - 80usize];
     [
         "Offset of field: blockflash_attention_fwd_params::k_stride_seq",
-    ][::core::mem::offset_of!(blockflash_attention_fwd_params, k_stride_seq) - 96usize];
+    ][::core::mem::offset_of!(blockflash_attention_fwd_params, k_stride_seq) - 88usize];
     [
         "Offset of field: blockflash_attention_fwd_params::k_stride_head",
-    ][::core::mem::offset_of!(blockflash_attention_fwd_params, k_stride_head)
-        - 104usize];
+    ][::core::mem::offset_of!(blockflash_attention_fwd_params, k_stride_head) - 96usize];
     [
         "Offset of field: blockflash_attention_fwd_params::v_stride_batch",
     ][::core::mem::offset_of!(blockflash_attention_fwd_params, v_stride_batch)
-        - 112usize];
+        - 104usize];
     [
         "Offset of field: blockflash_attention_fwd_params::v_stride_seq",
-    ][::core::mem::offset_of!(blockflash_attention_fwd_params, v_stride_seq) - 120usize];
+    ][::core::mem::offset_of!(blockflash_attention_fwd_params, v_stride_seq) - 112usize];
     [
         "Offset of field: blockflash_attention_fwd_params::v_stride_head",
     ][::core::mem::offset_of!(blockflash_attention_fwd_params, v_stride_head)
-        - 128usize];
+        - 120usize];
     [
         "Offset of field: blockflash_attention_fwd_params::o_stride_batch",
     ][::core::mem::offset_of!(blockflash_attention_fwd_params, o_stride_batch)
-        - 136usize];
+        - 128usize];
     [
         "Offset of field: blockflash_attention_fwd_params::o_stride_seq",
-    ][::core::mem::offset_of!(blockflash_attention_fwd_params, o_stride_seq) - 144usize];
+    ][::core::mem::offset_of!(blockflash_attention_fwd_params, o_stride_seq) - 136usize];
     [
         "Offset of field: blockflash_attention_fwd_params::o_stride_head",
     ][::core::mem::offset_of!(blockflash_attention_fwd_params, o_stride_head)
-        - 152usize];
+        - 144usize];
     [
         "Offset of field: blockflash_attention_fwd_params::lse_stride_batch",
     ][::core::mem::offset_of!(blockflash_attention_fwd_params, lse_stride_batch)
-        - 160usize];
+        - 152usize];
     [
         "Offset of field: blockflash_attention_fwd_params::lse_stride_head",
     ][::core::mem::offset_of!(blockflash_attention_fwd_params, lse_stride_head)
-        - 168usize];
+        - 160usize];
     [
         "Offset of field: blockflash_attention_fwd_params::batch",
-    ][::core::mem::offset_of!(blockflash_attention_fwd_params, batch) - 176usize];
+    ][::core::mem::offset_of!(blockflash_attention_fwd_params, batch) - 168usize];
     [
         "Offset of field: blockflash_attention_fwd_params::num_heads_q",
-    ][::core::mem::offset_of!(blockflash_attention_fwd_params, num_heads_q) - 180usize];
+    ][::core::mem::offset_of!(blockflash_attention_fwd_params, num_heads_q) - 172usize];
     [
         "Offset of field: blockflash_attention_fwd_params::num_heads_kv",
-    ][::core::mem::offset_of!(blockflash_attention_fwd_params, num_heads_kv) - 184usize];
+    ][::core::mem::offset_of!(blockflash_attention_fwd_params, num_heads_kv) - 176usize];
     [
         "Offset of field: blockflash_attention_fwd_params::seqlen_q",
-    ][::core::mem::offset_of!(blockflash_attention_fwd_params, seqlen_q) - 188usize];
+    ][::core::mem::offset_of!(blockflash_attention_fwd_params, seqlen_q) - 180usize];
     [
         "Offset of field: blockflash_attention_fwd_params::seqlen_kv",
-    ][::core::mem::offset_of!(blockflash_attention_fwd_params, seqlen_kv) - 192usize];
+    ][::core::mem::offset_of!(blockflash_attention_fwd_params, seqlen_kv) - 184usize];
     [
         "Offset of field: blockflash_attention_fwd_params::total_q",
-    ][::core::mem::offset_of!(blockflash_attention_fwd_params, total_q) - 196usize];
+    ][::core::mem::offset_of!(blockflash_attention_fwd_params, total_q) - 188usize];
     [
         "Offset of field: blockflash_attention_fwd_params::total_kv",
-    ][::core::mem::offset_of!(blockflash_attention_fwd_params, total_kv) - 200usize];
+    ][::core::mem::offset_of!(blockflash_attention_fwd_params, total_kv) - 192usize];
     [
-        "Offset of field: blockflash_attention_fwd_params::head_dim",
-    ][::core::mem::offset_of!(blockflash_attention_fwd_params, head_dim) - 204usize];
+        "Offset of field: blockflash_attention_fwd_params::head_dim_qk",
+    ][::core::mem::offset_of!(blockflash_attention_fwd_params, head_dim_qk) - 196usize];
     [
-        "Offset of field: blockflash_attention_fwd_params::window_left",
-    ][::core::mem::offset_of!(blockflash_attention_fwd_params, window_left) - 208usize];
+        "Offset of field: blockflash_attention_fwd_params::head_dim_v",
+    ][::core::mem::offset_of!(blockflash_attention_fwd_params, head_dim_v) - 200usize];
     [
-        "Offset of field: blockflash_attention_fwd_params::window_right",
-    ][::core::mem::offset_of!(blockflash_attention_fwd_params, window_right) - 212usize];
-    [
-        "Offset of field: blockflash_attention_fwd_params::align_bottom_right",
-    ][::core::mem::offset_of!(blockflash_attention_fwd_params, align_bottom_right)
-        - 216usize];
-    [
-        "Offset of field: blockflash_attention_fwd_params::softmax_scale",
-    ][::core::mem::offset_of!(blockflash_attention_fwd_params, softmax_scale)
-        - 220usize];
-    [
-        "Offset of field: blockflash_attention_fwd_params::softcap",
-    ][::core::mem::offset_of!(blockflash_attention_fwd_params, softcap) - 224usize];
+        "Offset of field: blockflash_attention_fwd_params::scores",
+    ][::core::mem::offset_of!(blockflash_attention_fwd_params, scores) - 208usize];
     [
         "Offset of field: blockflash_attention_fwd_params::block_mask",
-    ][::core::mem::offset_of!(blockflash_attention_fwd_params, block_mask) - 232usize];
+    ][::core::mem::offset_of!(blockflash_attention_fwd_params, block_mask) - 248usize];
 };
 /** Attention forward by persistent CTAs that load tiles by TMA.
 
- The maps have the dimensions (head_dim, sequence, head, batch), boxes of 64 columns and 64
+ The maps have the dimensions (head_dim_qk of q and k or head_dim_v of v and o, sequence, head,
+ batch), boxes of 64 columns and 64
  rows (q), the tile's block_kv rows (k, v) or 16 rows (o), and a swizzle of 128 bytes. Packed
  sequences are one sequence of a batch of 1.*/
 #[repr(C)]
@@ -331,13 +382,6 @@ pub struct blockflash_attention_fwd_tma_params {
     pub tile_counter: *mut u32,
     /// heads computed together, whose keys and values should fit into L2
     pub heads_per_section: i32,
-    /** factor of the score in the exponent of 2: log2(e)·softmax_scale, or log2(e)
- after a softcap*/
-    pub scale_log2: f32,
-    /// 1 / scale_log2
-    pub inverse_scale_log2: f32,
-    /// softmax_scale / softcap, 0 without a cap
-    pub scale_over_cap: f32,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
@@ -365,23 +409,11 @@ const _: () = {
     [
         "Offset of field: blockflash_attention_fwd_tma_params::tile_counter",
     ][::core::mem::offset_of!(blockflash_attention_fwd_tma_params, tile_counter)
-        - 800usize];
+        - 816usize];
     [
         "Offset of field: blockflash_attention_fwd_tma_params::heads_per_section",
     ][::core::mem::offset_of!(blockflash_attention_fwd_tma_params, heads_per_section)
-        - 808usize];
-    [
-        "Offset of field: blockflash_attention_fwd_tma_params::scale_log2",
-    ][::core::mem::offset_of!(blockflash_attention_fwd_tma_params, scale_log2)
-        - 812usize];
-    [
-        "Offset of field: blockflash_attention_fwd_tma_params::inverse_scale_log2",
-    ][::core::mem::offset_of!(blockflash_attention_fwd_tma_params, inverse_scale_log2)
-        - 816usize];
-    [
-        "Offset of field: blockflash_attention_fwd_tma_params::scale_over_cap",
-    ][::core::mem::offset_of!(blockflash_attention_fwd_tma_params, scale_over_cap)
-        - 820usize];
+        - 824usize];
 };
 /** Attention backward: the gradients of attention forward with the same options.
 
@@ -394,15 +426,15 @@ const _: () = {
 #[derive(Debug, Copy, Clone)]
 pub struct blockflash_attention_bwd_params {
     pub base: blockflash_attention_fwd_params,
-    /// \[batch, seqlen_q, num_heads_q, head_dim\]
+    /// \[batch, seqlen_q, num_heads_q, head_dim_v\]
     pub d_o: *const ::core::ffi::c_void,
-    /// \[batch, seqlen_q, num_heads_q, head_dim\]
+    /// \[batch, seqlen_q, num_heads_q, head_dim_qk\]
     pub dq: *mut ::core::ffi::c_void,
-    /// \[batch, seqlen_kv, num_heads_kv, head_dim\]
+    /// \[batch, seqlen_kv, num_heads_kv, head_dim_qk\]
     pub dk: *mut ::core::ffi::c_void,
-    /// \[batch, seqlen_kv, num_heads_kv, head_dim\]
+    /// \[batch, seqlen_kv, num_heads_kv, head_dim_v\]
     pub dv: *mut ::core::ffi::c_void,
-    /// \[num_heads_q\], null exactly when base.sink is
+    /// \[num_heads_q\], null exactly when base.scores.sink is
     pub d_sink: *mut f32,
     /// workspace, \[batch, num_heads_q, padded rows\]
     pub negative_logs: *mut f32,
@@ -435,7 +467,7 @@ pub struct blockflash_attention_bwd_params {
 const _: () = {
     [
         "Size of blockflash_attention_bwd_params",
-    ][::core::mem::size_of::<blockflash_attention_bwd_params>() - 520usize];
+    ][::core::mem::size_of::<blockflash_attention_bwd_params>() - 536usize];
     [
         "Alignment of blockflash_attention_bwd_params",
     ][::core::mem::align_of::<blockflash_attention_bwd_params>() - 8usize];
@@ -444,88 +476,88 @@ const _: () = {
     ][::core::mem::offset_of!(blockflash_attention_bwd_params, base) - 0usize];
     [
         "Offset of field: blockflash_attention_bwd_params::d_o",
-    ][::core::mem::offset_of!(blockflash_attention_bwd_params, d_o) - 288usize];
+    ][::core::mem::offset_of!(blockflash_attention_bwd_params, d_o) - 304usize];
     [
         "Offset of field: blockflash_attention_bwd_params::dq",
-    ][::core::mem::offset_of!(blockflash_attention_bwd_params, dq) - 296usize];
+    ][::core::mem::offset_of!(blockflash_attention_bwd_params, dq) - 312usize];
     [
         "Offset of field: blockflash_attention_bwd_params::dk",
-    ][::core::mem::offset_of!(blockflash_attention_bwd_params, dk) - 304usize];
+    ][::core::mem::offset_of!(blockflash_attention_bwd_params, dk) - 320usize];
     [
         "Offset of field: blockflash_attention_bwd_params::dv",
-    ][::core::mem::offset_of!(blockflash_attention_bwd_params, dv) - 312usize];
+    ][::core::mem::offset_of!(blockflash_attention_bwd_params, dv) - 328usize];
     [
         "Offset of field: blockflash_attention_bwd_params::d_sink",
-    ][::core::mem::offset_of!(blockflash_attention_bwd_params, d_sink) - 320usize];
+    ][::core::mem::offset_of!(blockflash_attention_bwd_params, d_sink) - 336usize];
     [
         "Offset of field: blockflash_attention_bwd_params::negative_logs",
     ][::core::mem::offset_of!(blockflash_attention_bwd_params, negative_logs)
-        - 328usize];
+        - 344usize];
     [
         "Offset of field: blockflash_attention_bwd_params::deltas",
-    ][::core::mem::offset_of!(blockflash_attention_bwd_params, deltas) - 336usize];
+    ][::core::mem::offset_of!(blockflash_attention_bwd_params, deltas) - 352usize];
     [
         "Offset of field: blockflash_attention_bwd_params::turns",
-    ][::core::mem::offset_of!(blockflash_attention_bwd_params, turns) - 344usize];
+    ][::core::mem::offset_of!(blockflash_attention_bwd_params, turns) - 360usize];
     [
         "Offset of field: blockflash_attention_bwd_params::d_o_stride_batch",
     ][::core::mem::offset_of!(blockflash_attention_bwd_params, d_o_stride_batch)
-        - 352usize];
+        - 368usize];
     [
         "Offset of field: blockflash_attention_bwd_params::d_o_stride_seq",
     ][::core::mem::offset_of!(blockflash_attention_bwd_params, d_o_stride_seq)
-        - 360usize];
+        - 376usize];
     [
         "Offset of field: blockflash_attention_bwd_params::d_o_stride_head",
     ][::core::mem::offset_of!(blockflash_attention_bwd_params, d_o_stride_head)
-        - 368usize];
+        - 384usize];
     [
         "Offset of field: blockflash_attention_bwd_params::dq_stride_batch",
     ][::core::mem::offset_of!(blockflash_attention_bwd_params, dq_stride_batch)
-        - 376usize];
+        - 392usize];
     [
         "Offset of field: blockflash_attention_bwd_params::dq_stride_seq",
     ][::core::mem::offset_of!(blockflash_attention_bwd_params, dq_stride_seq)
-        - 384usize];
+        - 400usize];
     [
         "Offset of field: blockflash_attention_bwd_params::dq_stride_head",
     ][::core::mem::offset_of!(blockflash_attention_bwd_params, dq_stride_head)
-        - 392usize];
+        - 408usize];
     [
         "Offset of field: blockflash_attention_bwd_params::dk_stride_batch",
     ][::core::mem::offset_of!(blockflash_attention_bwd_params, dk_stride_batch)
-        - 400usize];
+        - 416usize];
     [
         "Offset of field: blockflash_attention_bwd_params::dk_stride_seq",
     ][::core::mem::offset_of!(blockflash_attention_bwd_params, dk_stride_seq)
-        - 408usize];
+        - 424usize];
     [
         "Offset of field: blockflash_attention_bwd_params::dk_stride_head",
     ][::core::mem::offset_of!(blockflash_attention_bwd_params, dk_stride_head)
-        - 416usize];
+        - 432usize];
     [
         "Offset of field: blockflash_attention_bwd_params::dv_stride_batch",
     ][::core::mem::offset_of!(blockflash_attention_bwd_params, dv_stride_batch)
-        - 424usize];
+        - 440usize];
     [
         "Offset of field: blockflash_attention_bwd_params::dv_stride_seq",
     ][::core::mem::offset_of!(blockflash_attention_bwd_params, dv_stride_seq)
-        - 432usize];
+        - 448usize];
     [
         "Offset of field: blockflash_attention_bwd_params::dv_stride_head",
     ][::core::mem::offset_of!(blockflash_attention_bwd_params, dv_stride_head)
-        - 440usize];
+        - 456usize];
     [
         "Offset of field: blockflash_attention_bwd_params::statistics_stride_batch",
     ][::core::mem::offset_of!(blockflash_attention_bwd_params, statistics_stride_batch)
-        - 448usize];
+        - 464usize];
     [
         "Offset of field: blockflash_attention_bwd_params::statistics_stride_head",
     ][::core::mem::offset_of!(blockflash_attention_bwd_params, statistics_stride_head)
-        - 456usize];
+        - 472usize];
     [
         "Offset of field: blockflash_attention_bwd_params::block_mask_t",
-    ][::core::mem::offset_of!(blockflash_attention_bwd_params, block_mask_t) - 464usize];
+    ][::core::mem::offset_of!(blockflash_attention_bwd_params, block_mask_t) - 480usize];
 };
 /** Attention backward by CTAs that load tiles by TMA. The maps have the dimensions of the forward
  pass and boxes of 64 columns and 64 rows (q, d_o) or 128 rows (k, v).*/
@@ -540,7 +572,7 @@ pub struct blockflash_attention_bwd_tma_params {
     /// zeros when there are no keys
     pub v: blockflash_tensor_map,
     pub base: blockflash_attention_bwd_params,
-    /// workspace, \[tiles, 64·head_dim of the tile\] in the kernel's own order
+    /// workspace, \[tiles, 64·head_dim_qk of the tile\] in the kernel's own order
     pub dq_sums: *mut f32,
     /// two zeros, left as zeros: {next block of keys, CTAs that are done}
     pub tile_counter: *mut u32,
@@ -573,15 +605,15 @@ const _: () = {
     ][::core::mem::offset_of!(blockflash_attention_bwd_tma_params, base) - 512usize];
     [
         "Offset of field: blockflash_attention_bwd_tma_params::dq_sums",
-    ][::core::mem::offset_of!(blockflash_attention_bwd_tma_params, dq_sums) - 1032usize];
+    ][::core::mem::offset_of!(blockflash_attention_bwd_tma_params, dq_sums) - 1048usize];
     [
         "Offset of field: blockflash_attention_bwd_tma_params::tile_counter",
     ][::core::mem::offset_of!(blockflash_attention_bwd_tma_params, tile_counter)
-        - 1040usize];
+        - 1056usize];
     [
         "Offset of field: blockflash_attention_bwd_tma_params::heads_per_section",
     ][::core::mem::offset_of!(blockflash_attention_bwd_tma_params, heads_per_section)
-        - 1048usize];
+        - 1064usize];
 };
 /** Block mask: the source's blocks and the blocks of `always`, without the blocks that the token
  mask hides entirely, as index arrays in BSR.
@@ -627,10 +659,7 @@ pub struct blockflash_block_mask_build_params {
     pub block_q: i32,
     pub block_kv: i32,
     /// the token mask, as for attention
-    pub window_left: i32,
-    /// the token mask, as for attention
-    pub window_right: i32,
-    pub align_bottom_right: i32,
+    pub window: blockflash_window,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
@@ -706,17 +735,8 @@ const _: () = {
         "Offset of field: blockflash_block_mask_build_params::block_kv",
     ][::core::mem::offset_of!(blockflash_block_mask_build_params, block_kv) - 164usize];
     [
-        "Offset of field: blockflash_block_mask_build_params::window_left",
-    ][::core::mem::offset_of!(blockflash_block_mask_build_params, window_left)
-        - 168usize];
-    [
-        "Offset of field: blockflash_block_mask_build_params::window_right",
-    ][::core::mem::offset_of!(blockflash_block_mask_build_params, window_right)
-        - 172usize];
-    [
-        "Offset of field: blockflash_block_mask_build_params::align_bottom_right",
-    ][::core::mem::offset_of!(blockflash_block_mask_build_params, align_bottom_right)
-        - 176usize];
+        "Offset of field: blockflash_block_mask_build_params::window",
+    ][::core::mem::offset_of!(blockflash_block_mask_build_params, window) - 168usize];
 };
 /** The transpose of a block mask: for each block column the block rows that visit it, in BSR.
 
@@ -1402,8 +1422,9 @@ const _: () = {
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
 pub struct blockflash_kv_cache {
-    /// \[pages, page_size, num_heads_kv, head_dim\], or any other order by strides
+    /// \[pages, page_size, num_heads_kv, head_dim_qk\], or any other order by strides
     pub k: *const ::core::ffi::c_void,
+    /// the same with head_dim_v
     pub v: *const ::core::ffi::c_void,
     /// \[batch, ceil(capacity / page_size)\]; null: page b for sequence b
     pub block_table: *const i32,
@@ -1491,15 +1512,13 @@ const _: () = {
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
 pub struct blockflash_attention_decode_params {
-    /// \[batch, seqlen_q, num_heads_q, head_dim\]; packed: \[total_q, …\]
+    /// \[batch, seqlen_q, num_heads_q, head_dim_qk\]; packed: \[total_q, …\]
     pub q: *const ::core::ffi::c_void,
-    /// like q
+    /// the same with head_dim_v
     pub o: *mut ::core::ffi::c_void,
     /** \[batch, num_heads_q, seqlen_q\], natural logarithm; packed: \[num_heads_q, total_q\]
  with a stride of 0 for the batch; may be null*/
     pub lse: *mut f32,
-    /// \[num_heads_q\] logits that join the denominator; may be null
-    pub sink: *const f32,
     /** \[batch + 1\] offsets into packed queries; null: all sequences have
  seqlen_q*/
     pub cu_seqlens_q: *const i32,
@@ -1511,7 +1530,7 @@ pub struct blockflash_attention_decode_params {
     /** \[batch\] listed pages, the same for all heads; clamped to
  \[0, page_list_capacity\]*/
     pub page_count: *const i32,
-    /** workspace, \[slots, partial_rows, head_dim\] with items · 2^run_log2
+    /** workspace, \[slots, partial_rows, head_dim_v\] with items · 2^run_log2
  slots; null if no sequence can have more than one split*/
     pub partial_sums: *mut f32,
     /// workspace, \[slots, partial_rows, 2\]: log2 reference and denominator
@@ -1538,13 +1557,12 @@ pub struct blockflash_attention_decode_params {
     pub seqlen_q: i32,
     /// rows of q and o when packed; offsets are clamped to them
     pub total_q: i32,
-    /// multiple of 8, at most the tile's head_dim
-    pub head_dim: i32,
+    /// multiples of 8, each at most the tile's
+    pub head_dim_qk: i32,
+    /// multiples of 8, each at most the tile's
+    pub head_dim_v: i32,
     /// sequences with more queries belong to another kernel and are left alone
     pub most_queries: i32,
-    pub window_left: i32,
-    pub window_right: i32,
-    pub align_bottom_right: i32,
     pub page_list_capacity: i32,
     /** room in the workspace. Items beyond it, which only offsets that do not
  ascend can have, are not computed*/
@@ -1557,22 +1575,15 @@ pub struct blockflash_attention_decode_params {
     pub chunk_min: i32,
     /// keys of a split, multiples of 64, at most 2^20
     pub chunk_max: i32,
-    /// finite and positive
-    pub softmax_scale: f32,
-    /// 0 turns it off, else scores become softcap·tanh(score / softcap)
-    pub softcap: f32,
-    /// log2(e)·softmax_scale, or log2(e) after a softcap
-    pub scale_log2: f32,
-    /// softmax_scale / softcap, 0 without a cap
-    pub scale_over_cap: f32,
     /// splits of an item, at most 16
     pub run_log2: i32,
+    pub scores: blockflash_scores,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
     [
         "Size of blockflash_attention_decode_params",
-    ][::core::mem::size_of::<blockflash_attention_decode_params>() - 344usize];
+    ][::core::mem::size_of::<blockflash_attention_decode_params>() - 352usize];
     [
         "Alignment of blockflash_attention_decode_params",
     ][::core::mem::align_of::<blockflash_attention_decode_params>() - 8usize];
@@ -1586,152 +1597,130 @@ const _: () = {
         "Offset of field: blockflash_attention_decode_params::lse",
     ][::core::mem::offset_of!(blockflash_attention_decode_params, lse) - 16usize];
     [
-        "Offset of field: blockflash_attention_decode_params::sink",
-    ][::core::mem::offset_of!(blockflash_attention_decode_params, sink) - 24usize];
-    [
         "Offset of field: blockflash_attention_decode_params::cu_seqlens_q",
     ][::core::mem::offset_of!(blockflash_attention_decode_params, cu_seqlens_q)
-        - 32usize];
+        - 24usize];
     [
         "Offset of field: blockflash_attention_decode_params::cache",
-    ][::core::mem::offset_of!(blockflash_attention_decode_params, cache) - 40usize];
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, cache) - 32usize];
     [
         "Offset of field: blockflash_attention_decode_params::page_list",
-    ][::core::mem::offset_of!(blockflash_attention_decode_params, page_list) - 144usize];
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, page_list) - 136usize];
     [
         "Offset of field: blockflash_attention_decode_params::page_count",
     ][::core::mem::offset_of!(blockflash_attention_decode_params, page_count)
-        - 152usize];
+        - 144usize];
     [
         "Offset of field: blockflash_attention_decode_params::partial_sums",
     ][::core::mem::offset_of!(blockflash_attention_decode_params, partial_sums)
-        - 160usize];
+        - 152usize];
     [
         "Offset of field: blockflash_attention_decode_params::partial_logs",
     ][::core::mem::offset_of!(blockflash_attention_decode_params, partial_logs)
-        - 168usize];
+        - 160usize];
     [
         "Offset of field: blockflash_attention_decode_params::arrivals",
-    ][::core::mem::offset_of!(blockflash_attention_decode_params, arrivals) - 176usize];
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, arrivals) - 168usize];
     [
         "Offset of field: blockflash_attention_decode_params::tile_counter",
     ][::core::mem::offset_of!(blockflash_attention_decode_params, tile_counter)
-        - 184usize];
+        - 176usize];
     [
         "Offset of field: blockflash_attention_decode_params::q_stride_batch",
     ][::core::mem::offset_of!(blockflash_attention_decode_params, q_stride_batch)
-        - 192usize];
+        - 184usize];
     [
         "Offset of field: blockflash_attention_decode_params::q_stride_seq",
     ][::core::mem::offset_of!(blockflash_attention_decode_params, q_stride_seq)
-        - 200usize];
+        - 192usize];
     [
         "Offset of field: blockflash_attention_decode_params::q_stride_head",
     ][::core::mem::offset_of!(blockflash_attention_decode_params, q_stride_head)
-        - 208usize];
+        - 200usize];
     [
         "Offset of field: blockflash_attention_decode_params::o_stride_batch",
     ][::core::mem::offset_of!(blockflash_attention_decode_params, o_stride_batch)
-        - 216usize];
+        - 208usize];
     [
         "Offset of field: blockflash_attention_decode_params::o_stride_seq",
     ][::core::mem::offset_of!(blockflash_attention_decode_params, o_stride_seq)
-        - 224usize];
+        - 216usize];
     [
         "Offset of field: blockflash_attention_decode_params::o_stride_head",
     ][::core::mem::offset_of!(blockflash_attention_decode_params, o_stride_head)
-        - 232usize];
+        - 224usize];
     [
         "Offset of field: blockflash_attention_decode_params::lse_stride_batch",
     ][::core::mem::offset_of!(blockflash_attention_decode_params, lse_stride_batch)
-        - 240usize];
+        - 232usize];
     [
         "Offset of field: blockflash_attention_decode_params::lse_stride_head",
     ][::core::mem::offset_of!(blockflash_attention_decode_params, lse_stride_head)
-        - 248usize];
+        - 240usize];
     [
         "Offset of field: blockflash_attention_decode_params::batch",
-    ][::core::mem::offset_of!(blockflash_attention_decode_params, batch) - 256usize];
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, batch) - 248usize];
     [
         "Offset of field: blockflash_attention_decode_params::num_heads_q",
     ][::core::mem::offset_of!(blockflash_attention_decode_params, num_heads_q)
-        - 260usize];
+        - 252usize];
     [
         "Offset of field: blockflash_attention_decode_params::num_heads_kv",
     ][::core::mem::offset_of!(blockflash_attention_decode_params, num_heads_kv)
-        - 264usize];
+        - 256usize];
     [
         "Offset of field: blockflash_attention_decode_params::group",
-    ][::core::mem::offset_of!(blockflash_attention_decode_params, group) - 268usize];
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, group) - 260usize];
     [
         "Offset of field: blockflash_attention_decode_params::seqlen_q",
-    ][::core::mem::offset_of!(blockflash_attention_decode_params, seqlen_q) - 272usize];
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, seqlen_q) - 264usize];
     [
         "Offset of field: blockflash_attention_decode_params::total_q",
-    ][::core::mem::offset_of!(blockflash_attention_decode_params, total_q) - 276usize];
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, total_q) - 268usize];
     [
-        "Offset of field: blockflash_attention_decode_params::head_dim",
-    ][::core::mem::offset_of!(blockflash_attention_decode_params, head_dim) - 280usize];
+        "Offset of field: blockflash_attention_decode_params::head_dim_qk",
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, head_dim_qk)
+        - 272usize];
+    [
+        "Offset of field: blockflash_attention_decode_params::head_dim_v",
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, head_dim_v)
+        - 276usize];
     [
         "Offset of field: blockflash_attention_decode_params::most_queries",
     ][::core::mem::offset_of!(blockflash_attention_decode_params, most_queries)
-        - 284usize];
-    [
-        "Offset of field: blockflash_attention_decode_params::window_left",
-    ][::core::mem::offset_of!(blockflash_attention_decode_params, window_left)
-        - 288usize];
-    [
-        "Offset of field: blockflash_attention_decode_params::window_right",
-    ][::core::mem::offset_of!(blockflash_attention_decode_params, window_right)
-        - 292usize];
-    [
-        "Offset of field: blockflash_attention_decode_params::align_bottom_right",
-    ][::core::mem::offset_of!(blockflash_attention_decode_params, align_bottom_right)
-        - 296usize];
+        - 280usize];
     [
         "Offset of field: blockflash_attention_decode_params::page_list_capacity",
     ][::core::mem::offset_of!(blockflash_attention_decode_params, page_list_capacity)
-        - 300usize];
+        - 284usize];
     [
         "Offset of field: blockflash_attention_decode_params::items",
-    ][::core::mem::offset_of!(blockflash_attention_decode_params, items) - 304usize];
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, items) - 288usize];
     [
         "Offset of field: blockflash_attention_decode_params::partial_rows",
     ][::core::mem::offset_of!(blockflash_attention_decode_params, partial_rows)
-        - 308usize];
+        - 292usize];
     [
         "Offset of field: blockflash_attention_decode_params::splits",
-    ][::core::mem::offset_of!(blockflash_attention_decode_params, splits) - 312usize];
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, splits) - 296usize];
     [
         "Offset of field: blockflash_attention_decode_params::chunk_min",
-    ][::core::mem::offset_of!(blockflash_attention_decode_params, chunk_min) - 316usize];
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, chunk_min) - 300usize];
     [
         "Offset of field: blockflash_attention_decode_params::chunk_max",
-    ][::core::mem::offset_of!(blockflash_attention_decode_params, chunk_max) - 320usize];
-    [
-        "Offset of field: blockflash_attention_decode_params::softmax_scale",
-    ][::core::mem::offset_of!(blockflash_attention_decode_params, softmax_scale)
-        - 324usize];
-    [
-        "Offset of field: blockflash_attention_decode_params::softcap",
-    ][::core::mem::offset_of!(blockflash_attention_decode_params, softcap) - 328usize];
-    [
-        "Offset of field: blockflash_attention_decode_params::scale_log2",
-    ][::core::mem::offset_of!(blockflash_attention_decode_params, scale_log2)
-        - 332usize];
-    [
-        "Offset of field: blockflash_attention_decode_params::scale_over_cap",
-    ][::core::mem::offset_of!(blockflash_attention_decode_params, scale_over_cap)
-        - 336usize];
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, chunk_max) - 304usize];
     [
         "Offset of field: blockflash_attention_decode_params::run_log2",
-    ][::core::mem::offset_of!(blockflash_attention_decode_params, run_log2) - 340usize];
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, run_log2) - 308usize];
+    [
+        "Offset of field: blockflash_attention_decode_params::scores",
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, scores) - 312usize];
 };
 /** Attention of many queries to the keys of a cache, with the tiles of attention forward.
 
  In `fwd`, cu_seqlens_q tells whether queries are packed, seqlen_kv is the capacity, and k, v,
- cu_seqlens_kv and the block mask are null. The maps of k and v have the dimensions (head_dim,
- slot, head, page) and boxes of 64 columns and `box_rows` slots, which lie in one page.*/
+ cu_seqlens_kv and the block mask are null. The maps of k and v have the dimensions (head_dim_qk
+ or head_dim_v, slot, head, page) and boxes of 64 columns and `box_rows` slots, which lie in one page.*/
 #[repr(C)]
 #[repr(align(64))]
 #[derive(Debug, Copy, Clone)]
@@ -1771,11 +1760,11 @@ const _: () = {
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
 pub struct blockflash_attention_merge_params {
-    /// \[count, rows, num_heads_q, head_dim\]
+    /// \[count, rows, num_heads_q, head_dim_v\]
     pub parts: *const ::core::ffi::c_void,
     /// \[count, num_heads_q, rows\], natural logarithm; null: parts are added
     pub parts_lse: *const f32,
-    /// \[rows, num_heads_q, head_dim\]
+    /// \[rows, num_heads_q, head_dim_v\]
     pub o: *mut ::core::ffi::c_void,
     /// \[num_heads_q, rows\]; may be null
     pub lse: *mut f32,
@@ -1793,7 +1782,7 @@ pub struct blockflash_attention_merge_params {
     pub rows: i32,
     pub num_heads_q: i32,
     /// a multiple of 8
-    pub head_dim: i32,
+    pub head_dim_v: i32,
     /// BLOCKFLASH_DTYPE_…
     pub parts_dtype: i32,
     /// BLOCKFLASH_DTYPE_…
@@ -1870,8 +1859,8 @@ const _: () = {
     ][::core::mem::offset_of!(blockflash_attention_merge_params, num_heads_q)
         - 120usize];
     [
-        "Offset of field: blockflash_attention_merge_params::head_dim",
-    ][::core::mem::offset_of!(blockflash_attention_merge_params, head_dim) - 124usize];
+        "Offset of field: blockflash_attention_merge_params::head_dim_v",
+    ][::core::mem::offset_of!(blockflash_attention_merge_params, head_dim_v) - 124usize];
     [
         "Offset of field: blockflash_attention_merge_params::parts_dtype",
     ][::core::mem::offset_of!(blockflash_attention_merge_params, parts_dtype)
@@ -1894,7 +1883,7 @@ pub struct blockflash_rotary {
     pub sin_stride: i64,
     /// positions of rows are clamped to \[0, positions)
     pub positions: i32,
-    /// even, at most head_dim; the elements of a row from there on stay as they are
+    /// even, at most head_dim_qk; the elements of a row from there on stay as they are
     pub dim: i32,
     /// BLOCKFLASH_ROTARY_…
     pub pairs: i32,
@@ -1942,13 +1931,14 @@ const _: () = {
 pub struct blockflash_kv_append_params {
     /// k and v are written; null if nothing is appended
     pub cache: blockflash_kv_cache,
-    /** \[batch, seqlen_new, num_heads_kv, head_dim\]; packed: \[total_new, …\]; null:
+    /** \[batch, seqlen_new, num_heads_kv, head_dim_qk\]; packed: \[total_new, …\]; null:
  nothing is appended*/
     pub k_new: *const ::core::ffi::c_void,
+    /// the same with head_dim_v
     pub v_new: *const ::core::ffi::c_void,
     /// \[batch + 1\] offsets; null: all sequences have seqlen_new
     pub cu_seqlens_new: *const i32,
-    /** \[batch, seqlen_q, num_heads_q, head_dim\]; packed: \[total_q, …\]; null: no
+    /** \[batch, seqlen_q, num_heads_q, head_dim_qk\]; packed: \[total_q, …\]; null: no
  queries are turned*/
     pub q: *const ::core::ffi::c_void,
     /// like q
@@ -1972,8 +1962,10 @@ pub struct blockflash_kv_append_params {
     pub batch: i32,
     pub num_heads_q: i32,
     pub num_heads_kv: i32,
-    /// a multiple of 8
-    pub head_dim: i32,
+    /// multiples of 8
+    pub head_dim_qk: i32,
+    /// multiples of 8
+    pub head_dim_v: i32,
     /// when packed, offsets are clamped to total_new rows and to
     pub seqlen_new: i32,
     /// when packed, offsets are clamped to total_new rows and to
@@ -1987,7 +1979,7 @@ pub struct blockflash_kv_append_params {
 const _: () = {
     [
         "Size of blockflash_kv_append_params",
-    ][::core::mem::size_of::<blockflash_kv_append_params>() - 376usize];
+    ][::core::mem::size_of::<blockflash_kv_append_params>() - 384usize];
     [
         "Alignment of blockflash_kv_append_params",
     ][::core::mem::align_of::<blockflash_kv_append_params>() - 8usize];
@@ -2071,20 +2063,23 @@ const _: () = {
         "Offset of field: blockflash_kv_append_params::num_heads_kv",
     ][::core::mem::offset_of!(blockflash_kv_append_params, num_heads_kv) - 352usize];
     [
-        "Offset of field: blockflash_kv_append_params::head_dim",
-    ][::core::mem::offset_of!(blockflash_kv_append_params, head_dim) - 356usize];
+        "Offset of field: blockflash_kv_append_params::head_dim_qk",
+    ][::core::mem::offset_of!(blockflash_kv_append_params, head_dim_qk) - 356usize];
+    [
+        "Offset of field: blockflash_kv_append_params::head_dim_v",
+    ][::core::mem::offset_of!(blockflash_kv_append_params, head_dim_v) - 360usize];
     [
         "Offset of field: blockflash_kv_append_params::seqlen_new",
-    ][::core::mem::offset_of!(blockflash_kv_append_params, seqlen_new) - 360usize];
+    ][::core::mem::offset_of!(blockflash_kv_append_params, seqlen_new) - 364usize];
     [
         "Offset of field: blockflash_kv_append_params::total_new",
-    ][::core::mem::offset_of!(blockflash_kv_append_params, total_new) - 364usize];
+    ][::core::mem::offset_of!(blockflash_kv_append_params, total_new) - 368usize];
     [
         "Offset of field: blockflash_kv_append_params::seqlen_q",
-    ][::core::mem::offset_of!(blockflash_kv_append_params, seqlen_q) - 368usize];
+    ][::core::mem::offset_of!(blockflash_kv_append_params, seqlen_q) - 372usize];
     [
         "Offset of field: blockflash_kv_append_params::total_q",
-    ][::core::mem::offset_of!(blockflash_kv_append_params, total_q) - 372usize];
+    ][::core::mem::offset_of!(blockflash_kv_append_params, total_q) - 376usize];
 };
 /** Attention of several queries to the keys of a cache, without lists of pages.
 
@@ -2104,7 +2099,7 @@ pub struct blockflash_attention_decode_runs_params {
 const _: () = {
     [
         "Size of blockflash_attention_decode_runs_params",
-    ][::core::mem::size_of::<blockflash_attention_decode_runs_params>() - 352usize];
+    ][::core::mem::size_of::<blockflash_attention_decode_runs_params>() - 360usize];
     [
         "Alignment of blockflash_attention_decode_runs_params",
     ][::core::mem::align_of::<blockflash_attention_decode_runs_params>() - 8usize];
@@ -2113,7 +2108,7 @@ const _: () = {
     ][::core::mem::offset_of!(blockflash_attention_decode_runs_params, base) - 0usize];
     [
         "Offset of field: blockflash_attention_decode_runs_params::run",
-    ][::core::mem::offset_of!(blockflash_attention_decode_runs_params, run) - 344usize];
+    ][::core::mem::offset_of!(blockflash_attention_decode_runs_params, run) - 352usize];
 };
 /** What is kept of the keys of each page and head, in the element type of the cache: their mean, or
  their minimum and then their maximum, element by element.*/

@@ -38,7 +38,7 @@ struct Computed {
 /// The operations in the order of the manifest, and what kernels compute of them.
 fn computed(kernels: &[Kernel]) -> (Vec<&'static str>, Vec<Computed>) {
     let (mut operations, mut all) = (Vec::new(), Vec::new());
-    let widest = kernels.iter().filter_map(Kernel::attention_tile).map(|tile| tile.head_dim).max();
+    let widest = kernels.iter().filter_map(Kernel::attention_tile).map(|tile| tile.head_dims).max();
     for kernel in kernels {
         let Some(Support { operation, size, dtype }) = kernel.family().supports() else { continue };
         let known = operations.iter().position(|known| *known == operation);
@@ -50,7 +50,7 @@ fn computed(kernels: &[Kernel]) -> (Vec<&'static str>, Vec<Computed>) {
         // accepts every mask, too.
         let divides = |size| SMALLEST_BLOCK.is_multiple_of(size);
         let takes_masks = kernel.attention_tile().is_some_and(|tile| {
-            Some(tile.head_dim) == widest && divides(tile.block_q) && divides(tile.block_kv)
+            Some(tile.head_dims) == widest && divides(tile.block_q) && divides(tile.block_kv)
         });
         let (dtype, target) = (dtype.name(), kernel.target);
         all.push(Computed { operation, block_mask: false, size, dtype, target });

@@ -95,11 +95,13 @@ fn portable_time(
 ) -> f64 {
     let (rates, tile) = (GpuRates::of(gpu), portable.tile());
     let pairs = f64::from(tile.block_q) * f64::from(tile.block_kv);
-    let row_bytes = f64::from(tile.head_dim) * tile.dtype.size() as f64;
-    let keys_and_values = 2.0 * f64::from(tile.block_kv) * row_bytes;
+    // Of q and k, and of v and o.
+    let columns = tile.head_dims.sum() as f64;
+    let row_bytes = columns * tile.types.kv.size() as f64;
+    let keys_and_values = f64::from(tile.block_kv) * row_bytes;
     // Of a tile of keys.
     let units = rates.units(&Work {
-        flops: 4.0 * pairs * f64::from(tile.head_dim),
+        flops: 2.0 * pairs * columns,
         exponentials: pairs,
         shared_bytes: (1.0 + f64::from(portable.warps / portable.split)) * keys_and_values,
         copied_bytes: keys_and_values,
@@ -114,8 +116,7 @@ fn portable_time(
         busy: mean * units.busiest(),
         alone: mean * alone,
         longest: most * alone,
-        memory_bytes: 2.0
-            * row_bytes
+        memory_bytes: row_bytes
             * (rows(problem.seqlen_q, problem.num_heads_q)
                 + rows(problem.seqlen_kv, problem.num_heads_kv)),
     });

@@ -8,6 +8,7 @@ mod likeness;
 mod mask;
 mod plan;
 mod problem;
+mod score_params;
 mod select;
 mod seqlens;
 
@@ -20,8 +21,9 @@ pub use select::{accepts, select};
 pub use seqlens::CuSeqlens;
 
 pub(crate) use block_mask::params as block_mask_params;
-pub(crate) use plan::{base_params, check_strides, heads_per_section, hopper_params, window_side};
-pub(crate) use select::support;
+pub(crate) use plan::{base_params, check_strides, heads_per_section, hopper_params};
+pub(crate) use score_params::{score_params, window_params};
+pub(crate) use select::{covers, support};
 pub(crate) use seqlens::check_maximum;
 
 use crate::check::{Operand, aligned};

@@ -1,4 +1,4 @@
-use super::{AttentionProblem, Strides, block_mask};
+use super::{AttentionProblem, Strides, block_mask, score_params};
 use crate::check::{grid_x, to_i32, to_i64};
 use crate::selection::{fits, tile_of};
 use crate::{Error, Result};
@@ -9,7 +9,6 @@ use blockflash_sys::params::{
     BLOCKFLASH_WINDOW_UNBOUNDED, blockflash_attention_fwd_params,
     blockflash_attention_fwd_tma_params, blockflash_tensor_map,
 };
-use std::f64::consts::LOG2_E;
 use std::ptr::{null, null_mut};
 
 /// Bytes of keys and values that should stay in L2 while the CTAs work on them: about two thirds of
@@ -103,7 +102,7 @@ pub(super) fn planned(
             let tiles_per_head = tiles_q.div_ceil(tile.heads as usize);
             let sections =
                 heads_per_section(&base, problem.packed.is_some(), blocks, tiles_per_head);
-            AttentionParams::Hopper(hopper_params(problem, base, sections))
+            AttentionParams::Hopper(hopper_params(base, sections))
         }
         false => AttentionParams::Portable(base),
     };
@@ -112,7 +111,6 @@ pub(super) fn planned(
 
 /// The sizes, strides and factors of a problem, with null pointers.
 pub(crate) fn base_params(problem: &AttentionProblem) -> Result<blockflash_attention_fwd_params> {
-    let limits = problem.mask.limits(problem.seqlen_q, problem.seqlen_kv);
     let stride = |value| to_i64("stride", value);
     Ok(blockflash_attention_fwd_params {
         q: null(),
@@ -120,7 +118,6 @@ pub(crate) fn base_params(problem: &AttentionProblem) -> Result<blockflash_atten
         v: null(),
         o: null_mut(),
         lse: null_mut(),
-        sink: null(),
         cu_seqlens_q: null(),
         cu_seqlens_kv: null(),
         q_stride_batch: stride(problem.q.batch)?,
@@ -144,12 +141,9 @@ pub(crate) fn base_params(problem: &AttentionProblem) -> Result<blockflash_atten
         seqlen_kv: to_i32("seqlen_kv", problem.seqlen_kv)?,
         total_q: to_i32("total_q", problem.packed.map_or(0, |packed| packed.total_q))?,
         total_kv: to_i32("total_kv", problem.packed.map_or(0, |packed| packed.total_kv))?,
-        head_dim: to_i32("head_dim", problem.head_dim)?,
-        window_left: window_side(limits.left),
-        window_right: window_side(limits.right),
-        align_bottom_right: i32::from(limits.align == super::Align::BottomRight),
-        softmax_scale: problem.softmax_scale,
-        softcap: problem.softcap.unwrap_or(0.0),
+        head_dim_qk: to_i32("head_dim", problem.head_dims().qk)?,
+        head_dim_v: to_i32("head_dim", problem.head_dims().v)?,
+        scores: score_params(problem),
         block_mask: block_mask::params(
             problem.block_mask.as_ref(),
             problem.seqlen_q,
@@ -158,19 +152,10 @@ pub(crate) fn base_params(problem: &AttentionProblem) -> Result<blockflash_atten
     })
 }
 
-/// A side of a window as kernels encode it.
-pub(crate) fn window_side(side: Option<usize>) -> i32 {
-    side.and_then(|side| i32::try_from(side).ok()).unwrap_or(BLOCKFLASH_WINDOW_UNBOUNDED)
-}
-
 pub(crate) fn hopper_params(
-    problem: &AttentionProblem,
     base: blockflash_attention_fwd_params,
     heads_per_section: i32,
 ) -> blockflash_attention_fwd_tma_params {
-    let scale = f64::from(problem.softmax_scale);
-    // A capped score is scaled already.
-    let scale_log2 = if problem.softcap.is_some() { LOG2_E } else { LOG2_E * scale };
     let unused = blockflash_tensor_map { opaque: [0; 16] };
     blockflash_attention_fwd_tma_params {
         q: unused,
@@ -180,9 +165,6 @@ pub(crate) fn hopper_params(
         base,
         tile_counter: null_mut(),
         heads_per_section,
-        scale_log2: scale_log2 as f32,
-        inverse_scale_log2: scale_log2.recip() as f32,
-        scale_over_cap: problem.softcap.map_or(0.0, |cap| (scale / f64::from(cap)) as f32),
     }
 }
 
@@ -200,11 +182,13 @@ pub(crate) fn heads_per_section(
     tiles_per_head: usize,
 ) -> i32 {
     let group = (base.num_heads_q / base.num_heads_kv.max(1)).max(1);
-    let windowless = [base.window_left, base.window_right] == [BLOCKFLASH_WINDOW_UNBOUNDED; 2];
+    let window = &base.scores.window;
+    let windowless = [window.left, window.right] == [BLOCKFLASH_WINDOW_UNBOUNDED; 2];
     if windowless && base.block_mask.rows == 0 {
         return group;
     }
-    let bytes_per_group = f64::from(base.seqlen_kv) * f64::from(base.head_dim) * 4.0;
+    let row_bytes = 2.0 * (f64::from(base.head_dim_qk) + f64::from(base.head_dim_v));
+    let bytes_per_group = f64::from(base.seqlen_kv) * row_bytes;
     // CTAs on arbitrary blocks do not read them at the same time. Sections of half the size were
     // measured to be faster.
     let bytes = if base.block_mask.rows > 0 { L2_BYTES / 2.0 } else { L2_BYTES };

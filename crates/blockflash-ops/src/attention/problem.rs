@@ -3,7 +3,7 @@ use super::{Attention, BlockMaskSizes, CuSeqlens, Mask};
 use crate::check::{Operand, finite_positive, to_i32, vector};
 use crate::{Error, Result};
 use blockflash_safe::ViewMut;
-use blockflash_sys::DType;
+use blockflash_sys::{DType, HeadDims};
 
 /// Longest sequence. Positions, windows and their sums stay within 32 bits in the kernels.
 pub const MAX_SEQLEN: usize = 1 << 30;
@@ -85,6 +85,11 @@ pub struct AttentionProblem {
 }
 
 impl AttentionProblem {
+    /// Head dimensions of q and k, and of v and o.
+    pub fn head_dims(&self) -> HeadDims {
+        HeadDims::all(self.head_dim)
+    }
+
     /// A full, contiguous problem with the default scale: the start of a plan without tensors. Not
     /// checked.
     pub fn dense(

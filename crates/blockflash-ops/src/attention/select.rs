@@ -6,7 +6,7 @@ use crate::selection::{self, Candidate, Kernels, Peers, Problem, Rule, preferenc
 use crate::tuning::Likeness;
 use blockflash_safe::CudaProperties;
 use blockflash_sys::manifest::{AttentionTile, Lse, Variant};
-use blockflash_sys::{DType, Kernel};
+use blockflash_sys::{DType, HeadDims, Kernel};
 use std::cmp::Reverse;
 use std::sync::LazyLock;
 
@@ -49,7 +49,7 @@ impl Problem for AttentionProblem {
     }
 
     fn order(kernel: &Kernel, tile: &AttentionTile) -> [usize; 2] {
-        [preference(kernel.target), tile.head_dim as usize]
+        [preference(kernel.target), tile.head_dims.max()]
     }
 
     fn rank(c: &Candidate<'_, Self>) -> Self::Rank {
@@ -68,7 +68,7 @@ impl Problem for AttentionProblem {
     }
 
     fn key_of(tile: &AttentionTile) -> (DType, usize) {
-        (tile.dtype, 0)
+        (tile.types.q, 0)
     }
 }
 
@@ -78,7 +78,7 @@ pub(crate) fn support(dtype: DType) -> Vec<(String, AttentionProblem)> {
     let mut lines = Vec::new();
     let dense = |head_dim| AttentionProblem::dense(dtype, [1; 3], [1; 2], head_dim);
     let mut start = 8;
-    for tile in selection::sizes::<AttentionProblem>(|tile| tile.head_dim) {
+    for tile in selection::sizes::<AttentionProblem>(|tile| tile.head_dims.max() as u32) {
         let (problem, size) = (dense(tile as usize), format!("head_dim {start}..={tile} by 8"));
         start = tile + 8;
         lines.push((size.clone(), problem));
@@ -95,19 +95,23 @@ pub(crate) fn support(dtype: DType) -> Vec<(String, AttentionProblem)> {
 
 type AttentionRule = Rule<AttentionProblem>;
 
+/// Whether a tile has room for rows of these lengths, which kernels read 16 bytes at a time.
+pub(crate) fn covers(tile: HeadDims, problem: HeadDims) -> bool {
+    let fits = |of_problem: usize, of_tile| of_problem <= of_tile && of_problem.is_multiple_of(8);
+    fits(problem.qk, tile.qk) && fits(problem.v, tile.v)
+}
+
 const HEAD_DIM: AttentionRule = Rule {
-    holds: |c| {
-        let head_dim = c.problem.head_dim;
-        head_dim <= c.tile.head_dim as usize && head_dim.is_multiple_of(8)
-    },
+    holds: |c| covers(c.tile.head_dims, c.problem.head_dims()),
     refuses: |c| {
-        format!("head_dim {} is not a multiple of 8 up to {}", c.problem.head_dim, c.tile.head_dim)
+        let [found, widest] = [c.problem.head_dims(), c.tile.head_dims];
+        format!("head_dim {found} is not a multiple of 8 up to {widest}")
     },
     excludes_all: Some(|all| {
         let head_dim = all[0].problem.head_dim;
-        let widest = all.iter().map(|c| c.tile.head_dim).max().unwrap_or(0);
+        let widest = all.iter().map(|c| c.tile.head_dims.max()).max().unwrap_or(0);
         let kernels = format!("head_dim {head_dim}: kernels take multiples of 8 up to {widest}");
-        if head_dim > widest as usize {
+        if head_dim > widest {
             return kernels;
         }
         let padded = head_dim.next_multiple_of(8);

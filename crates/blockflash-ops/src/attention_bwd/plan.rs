@@ -68,9 +68,9 @@ fn statistics(problem: &AttentionBackwardProblem) -> Option<[usize; 2]> {
 }
 
 /// The head dimension of the sums, if the kernel belongs to a scheme that has them.
-fn sums_head_dim(kernel: &Kernel) -> Option<u32> {
+fn sums_head_dim(kernel: &Kernel) -> Option<usize> {
     let tile = kernel.attention_bwd_tile()?;
-    matches!(tile.step, Step::KeysAndSums | Step::Sums).then_some(tile.head_dim)
+    matches!(tile.step, Step::KeysAndSums | Step::Sums).then_some(tile.head_dims.qk)
 }
 
 /// The kernels of all steps: the given one for its own step, and for the others the selected ones.
@@ -153,19 +153,19 @@ fn heads_per_section(
 ) -> usize {
     let forward = &problem.forward;
     let all = forward.batch * forward.num_heads_kv;
-    if base.window_right == BLOCKFLASH_WINDOW_UNBOUNDED {
+    if base.scores.window.right == BLOCKFLASH_WINDOW_UNBOUNDED {
         let tiles = forward.seqlen_q.div_ceil(tile.block_q as usize).max(1);
         let apart = STEPS_APART * gpu.multiprocessors as usize / tiles;
         let short = forward.seqlen_kv < SHORT;
         let together = if short {
             apart.max(HEADS_PER_SECTION)
         } else {
-            let sums = forward.seqlen_q.saturating_mul(tile.head_dim as usize * 4).max(1);
+            let sums = forward.seqlen_q.saturating_mul(tile.head_dims.qk * 4).max(1);
             (gpu.l2_bytes as usize / 4 / sums).clamp(1, HEADS_PER_SECTION)
         };
         return together.min(all);
     }
-    let triangle = base.window_left == BLOCKFLASH_WINDOW_UNBOUNDED
+    let triangle = base.scores.window.left == BLOCKFLASH_WINDOW_UNBOUNDED
         && forward.packed.is_none()
         && forward.num_heads_q == forward.num_heads_kv;
     let tiles = forward.seqlen_kv.div_ceil(tile.block_kv as usize).max(1);

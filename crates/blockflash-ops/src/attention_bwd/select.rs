@@ -1,7 +1,7 @@
 use super::AttentionBackwardProblem;
 use super::plan::workspace_bytes;
 use crate::Result;
-use crate::attention::{AttentionProblem, BlockMaskSizes};
+use crate::attention::{AttentionProblem, BlockMaskSizes, covers};
 use crate::check::is_tensor_map_stride;
 use crate::selection::{self, Candidate, Kernels, Peers, Problem, Rule, preference};
 use blockflash_safe::CudaProperties;
@@ -46,7 +46,8 @@ impl AttentionBackwardProblem {
         let kernel = |step| selection::select(&self.at(step), gpu).ok();
         let sums = match [Step::KeysAndSums, Step::Keys].map(kernel) {
             [Some(sums), Some(keys)] => {
-                let width = |kernel: &Kernel| kernel.attention_bwd_tile().map(|tile| tile.head_dim);
+                let width =
+                    |kernel: &Kernel| kernel.attention_bwd_tile().map(|tile| tile.head_dims.max());
                 let persistent = sums.family().is_persistent();
                 let fewest = if persistent { PERSISTENT_SUMS_FROM_KEYS } else { SUMS_FROM_KEYS };
                 width(sums) <= width(keys) && self.forward.seqlen_kv >= fewest
@@ -81,7 +82,7 @@ impl Problem for AttentionBackwardProblem {
     }
 
     fn order(kernel: &Kernel, tile: &AttentionBwdTile) -> [usize; 2] {
-        [preference(kernel.target), tile.head_dim as usize]
+        [preference(kernel.target), tile.head_dims.max()]
     }
 
     fn is_explained(&self, tile: &AttentionBwdTile) -> bool {
@@ -96,7 +97,7 @@ impl Problem for AttentionBackwardProblem {
     }
 
     fn key_of(tile: &AttentionBwdTile) -> (DType, usize) {
-        (tile.dtype, tile.step as usize)
+        (tile.types.q, tile.step as usize)
     }
 }
 
@@ -105,7 +106,7 @@ pub(crate) fn support(dtype: DType) -> Vec<(String, AttentionBackwardProblem)> {
     let mut lines = Vec::new();
     let dense = |head_dim| AttentionProblem::dense(dtype, [1; 3], [1; 2], head_dim);
     let mut start = 8;
-    for widest in selection::sizes::<AttentionBackwardProblem>(|tile| tile.head_dim) {
+    for widest in selection::sizes::<AttentionBackwardProblem>(|tile| tile.head_dims.max() as u32) {
         let (forward, size) = (dense(widest as usize), format!("head_dim {start}..={widest} by 8"));
         start = widest + 8;
         lines.push((size.clone(), AttentionBackwardProblem::of(forward)));
@@ -143,17 +144,14 @@ const STEP: BackwardRule = Rule {
 };
 
 const HEAD_DIM: BackwardRule = Rule {
-    holds: |c| {
-        let head_dim = c.problem.forward.head_dim;
-        head_dim <= c.tile.head_dim as usize && head_dim.is_multiple_of(8)
-    },
+    holds: |c| covers(c.tile.head_dims, c.problem.forward.head_dims()),
     refuses: |c| {
-        let (head_dim, widest) = (c.problem.forward.head_dim, c.tile.head_dim);
+        let [head_dim, widest] = [c.problem.forward.head_dims(), c.tile.head_dims];
         format!("head_dim {head_dim} is not a multiple of 8 up to {widest}")
     },
     excludes_all: Some(|all| {
-        let head_dim = all[0].problem.forward.head_dim;
-        let widest = all.iter().map(|c| c.tile.head_dim).max().unwrap_or(0);
+        let head_dim = all[0].problem.forward.head_dims();
+        let widest = all.iter().map(|c| c.tile.head_dims.max()).max().unwrap_or(0);
         format!("head_dim {head_dim}: kernels take multiples of 8 up to {widest}")
     }),
 };
@@ -161,8 +159,10 @@ const HEAD_DIM: BackwardRule = Rule {
 /// The Hopper tiles beyond 128 also divide narrow blocks, but for a small head_dim they are slower
 /// than the portable kernels.
 const WIDTH: BackwardRule = Rule {
-    holds: |c| !is_hopper(c) || c.tile.head_dim <= 128 || c.problem.forward.head_dim > 128,
-    refuses: |c| format!("head_dim {} is not above 128", c.problem.forward.head_dim),
+    holds: |c| {
+        !is_hopper(c) || c.tile.head_dims.max() <= 128 || c.problem.forward.head_dims().max() > 128
+    },
+    refuses: |c| format!("head_dim {} is not above 128", c.problem.forward.head_dims()),
     excludes_all: None,
 };
 

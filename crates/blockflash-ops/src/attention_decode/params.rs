@@ -1,7 +1,7 @@
 use super::AttentionDecodeProblem;
 use super::division::Division;
 use crate::Result;
-use crate::attention::{Align, window_side};
+use crate::attention::score_params;
 use crate::check::{to_i32, to_i64};
 use blockflash_sys::params::blockflash_attention_decode_params;
 use std::ptr::{null, null_mut};
@@ -12,7 +12,6 @@ pub(super) fn params(
     division: &Division,
 ) -> Result<blockflash_attention_decode_params> {
     let attention = &problem.attention;
-    let limits = attention.mask.limits(attention.seqlen_q, attention.seqlen_kv);
     let stride = |value| to_i64("stride", value);
     // The output holds the queries after they are turned.
     let q = if problem.rotary.is_some() { attention.o } else { attention.q };
@@ -20,7 +19,6 @@ pub(super) fn params(
         q: null(),
         o: null_mut(),
         lse: null_mut(),
-        sink: null(),
         cu_seqlens_q: null(),
         cache: problem.cache.params()?,
         page_list: null(),
@@ -43,22 +41,16 @@ pub(super) fn params(
         group: to_i32("num_heads_q", attention.num_heads_q / attention.num_heads_kv.max(1))?,
         seqlen_q: to_i32("seqlen_q", attention.seqlen_q)?,
         total_q: to_i32("total_q", attention.packed.map_or(0, |packed| packed.total_q))?,
-        head_dim: to_i32("head_dim", attention.head_dim)?,
+        head_dim_qk: to_i32("head_dim", attention.head_dims().qk)?,
+        head_dim_v: to_i32("head_dim", attention.head_dims().v)?,
         most_queries: to_i32("seqlen_q", division.most_queries)?,
-        window_left: window_side(limits.left),
-        window_right: window_side(limits.right),
-        align_bottom_right: i32::from(limits.align == Align::BottomRight),
         page_list_capacity: to_i32("pages", problem.pages.map_or(0, |pages| pages.capacity))?,
         items: to_i32("items", division.items)?,
         partial_rows: to_i32("rows", division.partial_rows)?,
         splits: to_i32("splits", division.splits)?,
         chunk_min: to_i32("chunk", division.chunk_min)?,
         chunk_max: to_i32("chunk", division.chunk_max)?,
-        softmax_scale: attention.softmax_scale,
-        softcap: attention.softcap.unwrap_or(0.0),
-        // The launch derives them.
-        scale_log2: 0.0,
-        scale_over_cap: 0.0,
         run_log2: division.run_log2 as i32,
+        scores: score_params(attention),
     })
 }

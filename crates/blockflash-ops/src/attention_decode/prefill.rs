@@ -57,7 +57,7 @@ pub(super) fn plan_prefill(
     // Sequences have lengths of their own, so sections of heads are within one.
     let sections = heads_per_section(&base, true, blocks, tiles_q);
     let params = blockflash_attention_cache_params {
-        fwd: hopper_params(attention, base, sections),
+        fwd: hopper_params(base, sections),
         cache: cache.params()?,
         fewest_queries: to_i32("seqlen_q", fewest_queries)?,
         box_rows: to_i32("box", box_rows(cache.page_size, cache.capacity, block_kv))?,

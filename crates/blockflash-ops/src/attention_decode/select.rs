@@ -1,6 +1,6 @@
 use super::AttentionDecodeProblem;
 use crate::Result;
-use crate::attention::Strides;
+use crate::attention::{Strides, covers};
 use crate::check::is_tensor_map_stride;
 use crate::kv_cache::CacheSizes;
 use crate::selection::{self, Candidate, Kernels, Peers, Problem, Rule, preference};
@@ -8,7 +8,7 @@ use blockflash_safe::CudaProperties;
 use blockflash_sys::manifest::{
     AttentionCacheHopper, AttentionDecode as FewTile, AttentionDecodeHopper, Variant,
 };
-use blockflash_sys::{DType, Kernel, Target};
+use blockflash_sys::{DType, ElementTypes, HeadDims, Kernel, Target};
 use std::sync::LazyLock;
 
 /// The tile of a kernel of attention to a cache.
@@ -23,21 +23,21 @@ pub enum CacheTile {
 }
 
 impl CacheTile {
-    /// Element type of q, k, v and o.
-    pub const fn dtype(&self) -> DType {
+    /// Element types of q, of k and v, and of o.
+    pub const fn types(&self) -> ElementTypes {
         match self {
-            Self::Few(tile) => tile.dtype,
-            Self::Several(tile) => tile.dtype,
-            Self::Many(tile) => tile.tile.dtype,
+            Self::Few(tile) => tile.types,
+            Self::Several(tile) => tile.types,
+            Self::Many(tile) => tile.tile.types,
         }
     }
 
-    /// Largest head dimension.
-    pub const fn head_dim(&self) -> u32 {
+    /// Largest head dimensions.
+    pub const fn head_dims(&self) -> HeadDims {
         match self {
-            Self::Few(tile) => tile.head_dim,
-            Self::Several(tile) => tile.head_dim,
-            Self::Many(tile) => tile.tile.head_dim,
+            Self::Few(tile) => tile.head_dims,
+            Self::Several(tile) => tile.head_dims,
+            Self::Many(tile) => tile.tile.head_dims,
         }
     }
 }
@@ -101,7 +101,7 @@ impl Problem for AttentionDecodeProblem {
     fn order(kernel: &Kernel, tile: &CacheTile) -> [usize; 2] {
         // Whether there are many queries decides among the kernels of Hopper.
         let target = if kernel.target == Target::Sm90a { Target::Sm90 } else { kernel.target };
-        [preference(target), tile.head_dim() as usize]
+        [preference(target), tile.head_dims().max()]
     }
 
     fn rank(c: &Candidate<'_, Self>) -> Self::Rank {
@@ -120,7 +120,7 @@ impl Problem for AttentionDecodeProblem {
     }
 
     fn key_of(tile: &CacheTile) -> (DType, usize) {
-        (tile.dtype(), 0)
+        (tile.types().q, 0)
     }
 }
 
@@ -142,7 +142,7 @@ pub(crate) fn support(dtype: DType) -> Vec<(String, AttentionDecodeProblem)> {
     };
     let mut lines = Vec::new();
     let mut start = 8;
-    for widest in selection::sizes::<AttentionDecodeProblem>(|tile| tile.head_dim()) {
+    for widest in selection::sizes::<AttentionDecodeProblem>(|tile| tile.head_dims().max() as u32) {
         lines.push((format!("head_dim {start}..={widest} by 8"), problem(widest as usize)));
         start = widest + 8;
     }
@@ -167,17 +167,14 @@ fn rank(tile: u32, needed: usize) -> (bool, u32) {
 type DecodeRule = Rule<AttentionDecodeProblem>;
 
 const HEAD_DIM: DecodeRule = Rule {
-    holds: |c| {
-        let head_dim = c.problem.attention.head_dim;
-        head_dim <= c.tile.head_dim() as usize && head_dim.is_multiple_of(8)
-    },
+    holds: |c| covers(c.tile.head_dims(), c.problem.attention.head_dims()),
     refuses: |c| {
-        let (head_dim, widest) = (c.problem.attention.head_dim, c.tile.head_dim());
+        let [head_dim, widest] = [c.problem.attention.head_dims(), c.tile.head_dims()];
         format!("head_dim {head_dim} is not a multiple of 8 up to {widest}")
     },
     excludes_all: Some(|all| {
-        let head_dim = all[0].problem.attention.head_dim;
-        let widest = all.iter().map(|c| c.tile.head_dim()).max().unwrap_or(0);
+        let head_dim = all[0].problem.attention.head_dims();
+        let widest = all.iter().map(|c| c.tile.head_dims().max()).max().unwrap_or(0);
         format!("head_dim {head_dim}: kernels take multiples of 8 up to {widest}")
     }),
 };

@@ -73,7 +73,7 @@ fn params(problem: &AttentionMergeProblem) -> Result<blockflash_attention_merge_
         count: to_i32("parts", problem.parts)?,
         rows: to_i32("rows", problem.rows)?,
         num_heads_q: to_i32("num_heads", problem.num_heads)?,
-        head_dim: to_i32("head_dim", problem.head_dim)?,
+        head_dim_v: to_i32("head_dim", problem.head_dim)?,
         parts_dtype: dtype(problem.parts_dtype),
         o_dtype: dtype(problem.o_dtype),
     })

@@ -2,7 +2,7 @@
 
 use super::choice::{BlockChoice, BlockSource, list_length};
 use super::validate::Sizes;
-use crate::attention::{Align, BlockMaskSizes, block_mask_params, window_side};
+use crate::attention::{BlockMaskSizes, block_mask_params, window_params};
 use crate::check::{grid_x, to_i32};
 use crate::selection::tile_of;
 use crate::{Error, Result};
@@ -71,9 +71,7 @@ pub(super) fn plan(
         seqlen_kv: to_i32("seqlen_kv", geometry.seqlen_kv())?,
         block_q: to_i32("block_q", geometry.block_q())?,
         block_kv: to_i32("block_kv", geometry.block_kv())?,
-        window_left: window_side(limits.left),
-        window_right: window_side(limits.right),
-        align_bottom_right: i32::from(limits.align == Align::BottomRight),
+        window: window_params(&limits),
     };
     let blocks = grid_x(&[rows.div_ceil(slab_rows), heads, batch])?;
     Ok((params, LaunchConfig::of(kernel, blocks, false)))

@@ -1,6 +1,6 @@
 //! Attention backward with portable instructions, and the checks that all of its kernels share.
 
-use super::attention_sizes::{Inputs, Sizes};
+use super::attention_sizes::{Inputs, Sizes, with_sink};
 use super::block_mask;
 use super::checked::{Launch, Operands};
 use super::fit::{
@@ -23,9 +23,9 @@ const MAX_SEQLEN: i32 = 1 << 30;
 pub struct AttentionBwdPlan {
     /// Sizes, strides and factors. Its pointers are ignored.
     pub params: blockflash_attention_bwd_params,
-    /// Head dimension of the kernel that sums dq in the workspace; `None` where dq has a kernel of
+    /// Columns of the sums of dq in the workspace, by the kernel that makes them; `None` where dq has a kernel of
     /// its own.
-    pub sums_head_dim: Option<u32>,
+    pub sums_head_dim: Option<usize>,
     /// Key heads whose blocks of keys start together, where dq is summed. Under a mask with a right
     /// limit these are the last ones, if there is more than one.
     pub heads_per_section: i32,
@@ -35,23 +35,24 @@ pub struct AttentionBwdPlan {
 /// into the first dimension.
 #[derive(Debug)]
 pub struct AttentionBwdOperands<'a> {
-    /// `[batch, seqlen_q, num_heads_q, head_dim]`, packed `[total_q, num_heads_q, head_dim]`.
+    /// `[batch, seqlen_q, num_heads_q, head_dim_qk]`, packed `[total_q, num_heads_q, head_dim_qk]`.
     pub q: View<'a>,
-    /// `[batch, seqlen_kv, num_heads_kv, head_dim]`, packed `[total_kv, num_heads_kv, head_dim]`.
+    /// `[batch, seqlen_kv, num_heads_kv, head_dim_qk]`, packed
+    /// `[total_kv, num_heads_kv, head_dim_qk]`.
     pub k: View<'a>,
-    /// As `k`.
+    /// As `k`, with `head_dim_v`.
     pub v: View<'a>,
-    /// As `q`.
+    /// As `q`, with `head_dim_v`.
     pub o: View<'a>,
     /// f32 `[batch, num_heads_q, seqlen_q]`, packed `[num_heads_q, total_q]`.
     pub lse: View<'a>,
-    /// As `q`.
+    /// As `o`.
     pub d_o: View<'a>,
     /// As `q`.
     pub dq: ViewMut<'a>,
     /// As `k`.
     pub dk: ViewMut<'a>,
-    /// As `k`.
+    /// As `v`.
     pub dv: ViewMut<'a>,
     /// f32 `[num_heads_q]`.
     pub sink: Option<View<'a>>,
@@ -68,12 +69,12 @@ pub struct AttentionBwdOperands<'a> {
 /// Bytes of workspace for this many rows of statistics over all heads and batch entries, a multiple
 /// of [`STATISTICS_ROWS`], and for sums of dq by a kernel with this head dimension. `None` beyond
 /// the address space.
-pub fn attention_bwd_workspace(rows: usize, sums_head_dim: Option<u32>) -> Option<usize> {
+pub fn attention_bwd_workspace(rows: usize, sums_head_dim: Option<usize>) -> Option<usize> {
     let statistics = rows.checked_mul(2 * size_of::<f32>())?;
     let sums = match sums_head_dim {
         None => 0,
         Some(head_dim) => {
-            let sums = rows.checked_mul(head_dim as usize)?.checked_mul(size_of::<f32>())?;
+            let sums = rows.checked_mul(head_dim)?.checked_mul(size_of::<f32>())?;
             turn_bytes(rows).checked_add(sums)?
         }
     };
@@ -105,7 +106,7 @@ impl<'a> AttentionBwdOperands<'a> {
         let Self { q, k, v, .. } = self;
         let (sink, cu_seqlens) = (self.sink.as_ref(), self.cu_seqlens.as_ref());
         let inputs = Inputs { q, k, v, sink, cu_seqlens };
-        let sizes = Sizes::of(p, inputs, tile.dtype, tile.head_dim)?;
+        let sizes = Sizes::of(p, inputs, tile.types, tile.head_dims)?;
         let short = [p.seqlen_q, p.seqlen_kv].iter().all(|&length| length <= MAX_SEQLEN);
         require(
             short,
@@ -114,15 +115,15 @@ impl<'a> AttentionBwdOperands<'a> {
                 p.seqlen_q, p.seqlen_kv
             ),
         )?;
-        sizes.queries("o", &self.o, [p.o_stride_batch, p.o_stride_seq, p.o_stride_head])?;
+        sizes.outputs("o", &self.o, [p.o_stride_batch, p.o_stride_seq, p.o_stride_head])?;
         let strides = [b.d_o_stride_batch, b.d_o_stride_seq, b.d_o_stride_head];
-        sizes.queries("d_o", &self.d_o, strides)?;
+        sizes.outputs("d_o", &self.d_o, strides)?;
         let strides = [b.dq_stride_batch, b.dq_stride_seq, b.dq_stride_head];
         sizes.queries("dq", &self.dq.as_view(), strides)?;
         let strides = [b.dk_stride_batch, b.dk_stride_seq, b.dk_stride_head];
         sizes.keys("dk", &self.dk.as_view(), strides)?;
         let strides = [b.dv_stride_batch, b.dv_stride_seq, b.dv_stride_head];
-        sizes.keys("dv", &self.dv.as_view(), strides)?;
+        sizes.values("dv", &self.dv.as_view(), strides)?;
         // The kernels add the batch stride also when the batch is packed.
         let of_batch = [p.lse_stride_batch, b.statistics_stride_batch];
         require(
@@ -136,7 +137,8 @@ impl<'a> AttentionBwdOperands<'a> {
         let row_tiles = ceil_div(p.seqlen_q.into(), STATISTICS_ROWS as u32) * per_q;
         if tile.step == Step::Zeros {
             let entries = i128::from(if sizes.packed { 1 } else { sizes.batch });
-            let chunks = sizes.heads_q.max(sizes.heads_kv) * (sizes.head_dim / 8);
+            let chunks =
+                sizes.heads_q.max(sizes.heads_kv) * (sizes.head_dim_qk.max(sizes.head_dim_v) / 8);
             require(
                 chunks < i64::from(MAX_SEQLEN),
                 format_args!("a row has {chunks} pieces of 16 bytes, the limit is {MAX_SEQLEN}"),
@@ -165,10 +167,10 @@ impl<'a> AttentionBwdOperands<'a> {
             }
             Step::Sums => {
                 require(
-                    plan.sums_head_dim == Some(tile.head_dim),
+                    plan.sums_head_dim == Some(tile.head_dims.qk),
                     format_args!(
                         "the plan sums dq for head_dim {:?}, the kernel for {}",
-                        plan.sums_head_dim, tile.head_dim
+                        plan.sums_head_dim, tile.head_dims.qk
                     ),
                 )?;
                 Ok(row_tiles)
@@ -177,20 +179,20 @@ impl<'a> AttentionBwdOperands<'a> {
             Step::Queries => Ok(self.tiles(tile, plan, &sizes)?[0] * per_q),
             Step::KeysAndSums => {
                 require(
-                    plan.sums_head_dim == Some(tile.head_dim),
+                    plan.sums_head_dim == Some(tile.head_dims.qk),
                     format_args!(
                         "the plan sums dq for head_dim {:?}, the kernel for {}",
-                        plan.sums_head_dim, tile.head_dim
+                        plan.sums_head_dim, tile.head_dims.qk
                     ),
                 )?;
                 let masked = self.block_mask.is_some();
                 absent("block_mask", masked, "dq is not summed under a block mask")?;
-                let capped = plan.params.base.softcap > 0.0;
+                let capped = plan.params.base.scores.softcap > 0.0;
                 require(
                     !capped || tile.takes_softcap(),
                     format_args!(
                         "softcap is {}, and the kernel takes none",
-                        plan.params.base.softcap
+                        plan.params.base.scores.softcap
                     ),
                 )?;
                 let section = i128::from(plan.heads_per_section);
@@ -292,7 +294,7 @@ impl<'a> AttentionBwdOperands<'a> {
             v: pointer(&self.v),
             o: pointer(&self.o).cast_mut(),
             lse: pointer(&self.lse).cast_mut().cast(),
-            sink: optional(self.sink.as_ref()).cast(),
+            scores: with_sink(&p.scores, self.sink.as_ref()),
             cu_seqlens_q: optional(cu_q.as_ref()).cast(),
             cu_seqlens_kv: optional(cu_kv.as_ref()).cast(),
             block_mask: block_mask::pointers(mask, &p.block_mask),

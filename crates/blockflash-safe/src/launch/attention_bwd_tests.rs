@@ -1,12 +1,13 @@
-use super::super::attention_fixtures::{NO_MASK, attention};
+use super::super::attention_fixtures::{NO_MASK, PLAIN_SCORES, attention};
 use super::*;
 use crate::{BlockListArrays, Device, Tensor};
-use blockflash_sys::params::blockflash_block_mask;
+use blockflash_sys::params::{blockflash_block_mask, blockflash_scores, blockflash_window};
+use blockflash_sys::{ElementTypes, HeadDims};
 use std::ptr::null;
 
 fn tile(step: Step) -> AttentionBwdTile {
-    let (dtype, head_dim) = (DType::F16, 64);
-    AttentionBwdTile { step, dtype, head_dim, block_q: 64, block_kv: 128 }
+    let (types, head_dims) = (ElementTypes::all(DType::F16), HeadDims::all(64));
+    AttentionBwdTile { step, types, head_dims, block_q: 64, block_kv: 128 }
 }
 
 /// Batch 3, 150 queries, 300 keys, 4 and 2 heads of 8 elements.
@@ -15,7 +16,10 @@ fn plan() -> AttentionBwdPlan {
     let base = blockflash_attention_fwd_params {
         lse_stride_batch: 600,
         lse_stride_head: 150,
-        window_right: 0,
+        scores: blockflash_scores {
+            window: blockflash_window { right: 0, ..PLAIN_SCORES.window },
+            ..PLAIN_SCORES
+        },
         ..attention(3, [150, 300], [4, 2])
     };
     let params = blockflash_attention_bwd_params {

@@ -2,6 +2,7 @@
 
 use super::attention_decode::{AttentionDecodeOperands, Queries};
 use super::attention_fwd_tma::{BOX_ROWS_O, BOX_ROWS_Q, encode, fit_window};
+use super::attention_sizes::with_sink;
 use super::checked::Launch;
 use super::fit::{Fit, absent, ceil_div, optional, pointer, pointer_mut, require};
 use crate::{Kernel, Result, ViewMut};
@@ -33,10 +34,11 @@ unsafe impl Launch for AttentionCacheHopper {
     fn fit(&self, plan: &Self::Plan, operands: &Self::Operands<'_>) -> Fit<i128> {
         let (tile, p, cache) = (self.tile.tile(), &plan.fwd.base, &plan.cache);
         let queries = Queries {
-            dtype: tile.dtype,
-            widest: tile.head_dim,
+            types: tile.types,
+            widest: tile.head_dims,
             batch_and_heads: [p.batch, p.num_heads_q, p.num_heads_kv],
-            rows: [p.seqlen_q, p.total_q, p.head_dim],
+            head_dims: [p.head_dim_qk, p.head_dim_v],
+            rows: [p.seqlen_q, p.total_q],
             q: [p.q_stride_batch, p.q_stride_seq, p.q_stride_head],
             o: [p.o_stride_batch, p.o_stride_seq, p.o_stride_head],
             lse: [p.lse_stride_batch, p.lse_stride_head],
@@ -90,7 +92,7 @@ unsafe impl Launch for AttentionCacheHopper {
             v: null(),
             o: pointer_mut(&operands.o),
             lse: optional(lse.as_ref()).cast_mut().cast(),
-            sink: optional(operands.sink.as_ref()).cast(),
+            scores: with_sink(&plan.fwd.base.scores, operands.sink.as_ref()),
             cu_seqlens_q: optional(operands.cu_seqlens_q.as_ref()).cast(),
             cu_seqlens_kv: null(),
             block_mask: blockflash_block_mask {

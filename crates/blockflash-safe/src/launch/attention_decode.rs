@@ -1,5 +1,6 @@
 //! Attention over a cache.
 
+use super::attention_sizes::{fit_head_dims, with_sink};
 use super::bsr_parts::BsrPartsMemory;
 use super::checked::{Launch, Operands};
 use super::fit::{
@@ -10,18 +11,18 @@ use crate::view::Used;
 use crate::{DType, Kernel, Result, View, ViewMut};
 use blockflash_sys::manifest::{AttentionDecode, Variant};
 use blockflash_sys::params::{blockflash_attention_decode_params, blockflash_kv_cache};
-use std::f32::consts::LOG2_E;
+use blockflash_sys::{ElementTypes, HeadDims};
 use std::ptr::null_mut;
 
 /// Tensors of attention over a cache. With `cu_seqlens_q` the queries are packed.
 #[derive(Debug)]
 pub struct AttentionDecodeOperands<'a> {
-    /// `[batch, seqlen_q, num_heads_q, head_dim]`, packed `[total_q, num_heads_q, head_dim]`.
-    /// `None` if `o` holds the queries.
+    /// `[batch, seqlen_q, num_heads_q, head_dim_qk]`, packed `[total_q, num_heads_q, head_dim_qk]`.
+    /// `None` if `o` holds the queries, which takes equal head dimensions.
     pub q: Option<View<'a>>,
     /// The keys and values.
     pub cache: KvCacheViews<'a>,
-    /// As `q`.
+    /// As `q`, with `head_dim_v`.
     pub o: ViewMut<'a>,
     /// f32 `[batch, num_heads_q, seqlen_q]`, packed `[num_heads_q, total_q]`.
     pub lse: Option<ViewMut<'a>>,
@@ -73,13 +74,15 @@ fn most_splits(keys: i64, [splits, shortest, longest]: [i64; 3]) -> i64 {
 /// Sizes and strides of queries and outputs, which all kernels of attention over a cache check.
 #[derive(Clone, Copy)]
 pub(super) struct Queries {
-    pub dtype: DType,
-    /// The largest head dimension of the kernel.
-    pub widest: u32,
+    pub types: ElementTypes,
+    /// The largest head dimensions of the kernel.
+    pub widest: HeadDims,
     /// Sequences, heads of queries, heads of keys.
     pub batch_and_heads: [i32; 3],
-    /// The longest sequence, rows when packed, head dimension.
-    pub rows: [i32; 3],
+    /// Of q and k, and of v and o.
+    pub head_dims: [i32; 2],
+    /// The longest sequence, rows when packed.
+    pub rows: [i32; 2],
     /// Strides of q and o along sequences, rows and heads.
     pub q: [i64; 3],
     pub o: [i64; 3],
@@ -91,44 +94,40 @@ impl AttentionDecodeOperands<'_> {
     /// Checks sizes and strides against the tensors of queries and outputs, and against the cache.
     pub(super) fn fit_queries(&self, s: &Queries, cache: &blockflash_kv_cache) -> Fit {
         let [batch, heads_q, heads_kv] = s.batch_and_heads.map(i64::from);
-        let [seqlen_q, total_q, head_dim] = s.rows.map(i64::from);
-        let sizes = [batch, heads_q, heads_kv, seqlen_q, head_dim];
+        let [seqlen_q, total_q] = s.rows.map(i64::from);
+        let [head_dim_qk, head_dim_v] = s.head_dims.map(i64::from);
+        let sizes = [batch, heads_q, heads_kv, seqlen_q];
         require(
             sizes.iter().all(|&size| size > 0),
             format_args!(
-                "batch, heads of q and of k, seqlen_q and head_dim are {sizes:?}: a size is not \
-                 positive"
+                "batch, heads of q and of k, and seqlen_q are {sizes:?}: a size is not positive"
             ),
         )?;
         require(
             heads_q % heads_kv == 0,
             format_args!("q has {heads_q} heads, not a multiple of the {heads_kv} of k"),
         )?;
-        let widest = i64::from(s.widest);
-        require(
-            head_dim % 8 == 0 && head_dim <= widest,
-            format_args!("head_dim is {head_dim}, expected a multiple of 8 up to {widest}"),
-        )?;
-        self.cache.fit(cache, s.dtype, [batch, heads_kv, head_dim])?;
+        fit_head_dims([head_dim_qk, head_dim_v], s.widest)?;
+        self.cache.fit(cache, s.types.kv, [batch, heads_kv], [head_dim_qk, head_dim_v])?;
 
         let packed = self.cu_seqlens_q.is_some();
         if let Some(cu_seqlens) = &self.cu_seqlens_q {
             fits("cu_seqlens_q", cu_seqlens, DType::I32, [(batch + 1, 1)])?;
         }
-        let rows = |name, view: &View<'_>, [of_batch, seq, head]: [i64; 3]| {
+        let rows = |name, view: &View<'_>, dtype, columns, [of_batch, seq, head]: [i64; 3]| {
             // Packed tensors have no stride of sequences.
             rows_aligned(name, view, 8, [seq, head, if packed { 0 } else { of_batch }])?;
-            let [heads, inner] = [(heads_q, head), (head_dim, 1)];
+            let [heads, inner] = [(heads_q, head), (columns, 1)];
             match packed {
-                true => fits(name, view, s.dtype, [(total_q, seq), heads, inner]),
+                true => fits(name, view, dtype, [(total_q, seq), heads, inner]),
                 false => {
                     let rows = [(batch, of_batch), (seqlen_q, seq), heads, inner];
-                    fits(name, view, s.dtype, rows)
+                    fits(name, view, dtype, rows)
                 }
             }
         };
-        rows("q", &self.queries(), s.q)?;
-        rows("o", &self.o.as_view(), s.o)?;
+        rows("q", &self.queries(), s.types.q, head_dim_qk, s.q)?;
+        rows("o", &self.o.as_view(), s.types.o, head_dim_v, s.o)?;
         if let Some(lse) = &self.lse {
             let (lse, head) = (lse.as_view(), (heads_q, s.lse[1]));
             match packed {
@@ -150,17 +149,18 @@ impl AttentionDecodeOperands<'_> {
         p: &blockflash_attention_decode_params,
     ) -> Fit<i128> {
         let queries = Queries {
-            dtype: tile.dtype,
-            widest: tile.head_dim,
+            types: tile.types,
+            widest: tile.head_dims,
             batch_and_heads: [p.batch, p.num_heads_q, p.num_heads_kv],
-            rows: [p.seqlen_q, p.total_q, p.head_dim],
+            head_dims: [p.head_dim_qk, p.head_dim_v],
+            rows: [p.seqlen_q, p.total_q],
             q: [p.q_stride_batch, p.q_stride_seq, p.q_stride_head],
             o: [p.o_stride_batch, p.o_stride_seq, p.o_stride_head],
             lse: [p.lse_stride_batch, p.lse_stride_head],
         };
         self.fit_queries(&queries, &p.cache)?;
         let [batch, heads_q, heads_kv] = [p.batch, p.num_heads_q, p.num_heads_kv].map(i64::from);
-        let [total_q, head_dim] = [p.total_q, p.head_dim].map(i64::from);
+        let [total_q, head_dim_v] = [p.total_q, p.head_dim_v].map(i64::from);
         let packed = self.cu_seqlens_q.is_some();
         require(
             p.most_queries > 0,
@@ -242,7 +242,7 @@ impl AttentionDecodeOperands<'_> {
             None => require(splits == 1, format_args!("{splits} splits have no workspace"))?,
             Some(memory) => {
                 let slots = items << p.run_log2;
-                let sums = slots * i128::from(rows * (head_dim + 2));
+                let sums = slots * i128::from(rows * (head_dim_v + 2));
                 let room = sums <= memory.sums() as i128 && slots <= memory.counters() as i128;
                 require(
                     splits == 1 || room,
@@ -260,9 +260,9 @@ impl AttentionDecodeOperands<'_> {
 
 /// What the checks know about a kernel.
 pub(super) struct DecodeTile {
-    pub dtype: DType,
-    /// The largest head dimension.
-    pub head_dim: u32,
+    pub types: ElementTypes,
+    /// The largest head dimensions.
+    pub head_dims: HeadDims,
     pub rows: u32,
     /// Splits of an item.
     pub run: u32,
@@ -278,17 +278,15 @@ impl AttentionDecodeOperands<'_> {
         let [list, count] = self.pages.map_or([None, None], |both| both.map(Some));
         let sums = self.workspace.map_or(null_mut(), BsrPartsMemory::sums_pointer);
         let slots = (p.items as usize) << p.run_log2;
-        let logs = slots * p.partial_rows as usize * p.head_dim as usize;
+        let logs = slots * p.partial_rows as usize * p.head_dim_v as usize;
         blockflash_attention_decode_params {
             q: pointer(&self.queries()),
             o: pointer_mut(&self.o),
             lse: optional(lse.as_ref()).cast_mut().cast(),
-            sink: optional(self.sink.as_ref()).cast(),
+            scores: with_sink(&p.scores, self.sink.as_ref()),
             cu_seqlens_q: optional(self.cu_seqlens_q.as_ref()).cast(),
             cache: self.cache.pointers(&p.cache),
             group: p.num_heads_q / p.num_heads_kv,
-            scale_log2: LOG2_E * if p.softcap > 0.0 { 1.0 } else { p.softmax_scale },
-            scale_over_cap: if p.softcap > 0.0 { p.softmax_scale / p.softcap } else { 0.0 },
             page_list: optional(list.as_ref()).cast(),
             page_count: optional(count.as_ref()).cast(),
             partial_sums: sums,
@@ -321,8 +319,8 @@ unsafe impl Launch for AttentionDecode {
     }
 
     fn fit(&self, plan: &Self::Plan, operands: &Self::Operands<'_>) -> Fit<i128> {
-        let Self { dtype, head_dim, rows, .. } = *self;
-        operands.fit_items(&DecodeTile { dtype, head_dim, rows, run: 1 }, plan)
+        let Self { types, head_dims, rows, .. } = *self;
+        operands.fit_items(&DecodeTile { types, head_dims, rows, run: 1 }, plan)
     }
 
     /// A CTA reads the shared memory of one for each split of a group.

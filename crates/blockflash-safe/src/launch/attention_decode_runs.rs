@@ -32,8 +32,8 @@ unsafe impl Launch for AttentionDecodeHopper {
             format_args!("run_log2 is {}, expected 0", plan.base.run_log2),
         )?;
         absent("pages", operands.pages.is_some(), "the kernel visits all pages")?;
-        let Self { dtype, head_dim, .. } = *self;
-        let tile = DecodeTile { dtype, head_dim, rows: Self::ROWS, run };
+        let Self { types, head_dims, .. } = *self;
+        let tile = DecodeTile { types, head_dims, rows: Self::ROWS, run };
         operands.fit_items(&tile, &plan.base)
     }
 

@@ -1,6 +1,9 @@
 //! Parameters of attention for the tests of launches.
 
-use blockflash_sys::params::{blockflash_attention_fwd_params, blockflash_block_mask};
+use blockflash_sys::params::{
+    blockflash_attention_fwd_params, blockflash_block_mask, blockflash_scores, blockflash_window,
+};
+use std::f32::consts::{LN_2, LOG2_E};
 use std::ptr::{null, null_mut};
 
 pub(super) const NO_MASK: blockflash_block_mask = blockflash_block_mask {
@@ -13,6 +16,17 @@ pub(super) const NO_MASK: blockflash_block_mask = blockflash_block_mask {
     block_kv: 0,
     groups_per_batch: 0,
     heads_per_group: 0,
+};
+
+/// Scores with a scale of 1 and nothing else.
+pub(super) const PLAIN_SCORES: blockflash_scores = blockflash_scores {
+    sink: null(),
+    scale: 1.0,
+    softcap: 0.0,
+    scale_log2: LOG2_E,
+    inverse_scale_log2: LN_2,
+    scale_over_cap: 0.0,
+    window: blockflash_window { left: i32::MAX, right: i32::MAX, align_bottom_right: 0 },
 };
 
 /// Contiguous tensors of `[queries, keys]` and `[query heads, key heads]` of 8 elements, without
@@ -31,7 +45,6 @@ pub(super) fn attention(
         v: null(),
         o: null_mut(),
         lse: null_mut(),
-        sink: null(),
         cu_seqlens_q: null(),
         cu_seqlens_kv: null(),
         q_stride_batch: q_batch,
@@ -55,12 +68,9 @@ pub(super) fn attention(
         seqlen_kv,
         total_q: 0,
         total_kv: 0,
-        head_dim: 8,
-        window_left: i32::MAX,
-        window_right: i32::MAX,
-        align_bottom_right: 0,
-        softmax_scale: 1.0,
-        softcap: 0.0,
+        head_dim_qk: 8,
+        head_dim_v: 8,
+        scores: PLAIN_SCORES,
         block_mask: NO_MASK,
     }
 }

@@ -1,6 +1,6 @@
 //! Attention forward with portable instructions, and the checks that all attention kernels share.
 
-use super::attention_sizes::{Inputs, Sizes};
+use super::attention_sizes::{Inputs, Sizes, with_sink};
 use super::block_mask;
 use super::checked::{Launch, Operands};
 use super::fit::{Fit, absent, ceil_div, given, optional, pointer, pointer_mut, require};
@@ -13,13 +13,14 @@ use blockflash_sys::params::blockflash_attention_fwd_params;
 /// dimension.
 #[derive(Debug)]
 pub struct AttentionFwdOperands<'a> {
-    /// `[batch, seqlen_q, num_heads_q, head_dim]`, packed `[total_q, num_heads_q, head_dim]`.
+    /// `[batch, seqlen_q, num_heads_q, head_dim_qk]`, packed `[total_q, num_heads_q, head_dim_qk]`.
     pub q: View<'a>,
-    /// `[batch, seqlen_kv, num_heads_kv, head_dim]`, packed `[total_kv, num_heads_kv, head_dim]`.
+    /// `[batch, seqlen_kv, num_heads_kv, head_dim_qk]`, packed
+    /// `[total_kv, num_heads_kv, head_dim_qk]`.
     pub k: View<'a>,
-    /// As `k`.
+    /// As `k`, with `head_dim_v`.
     pub v: View<'a>,
-    /// As `q`.
+    /// As `q`, with `head_dim_v`.
     pub o: ViewMut<'a>,
     /// f32 `[batch, num_heads_q, seqlen_q]`, packed `[num_heads_q, total_q]`.
     pub lse: Option<ViewMut<'a>>,
@@ -44,7 +45,7 @@ impl AttentionFwdOperands<'_> {
         let Self { q, k, v, .. } = self;
         let (sink, cu_seqlens) = (self.sink.as_ref(), self.cu_seqlens.as_ref());
         let inputs = Inputs { q, k, v, sink, cu_seqlens };
-        let sizes = Sizes::of(p, inputs, tile.dtype, tile.head_dim)?;
+        let sizes = Sizes::of(p, inputs, tile.types, tile.head_dims)?;
         let Sizes { packed, batch, heads_q, heads_kv, .. } = sizes;
         require(
             batch > 0 && heads_q > 0 && p.seqlen_q > 0,
@@ -62,7 +63,7 @@ impl AttentionFwdOperands<'_> {
             ),
         )?;
         let strides = [p.o_stride_batch, p.o_stride_seq, p.o_stride_head];
-        sizes.queries("o", &self.o.as_view(), strides)?;
+        sizes.outputs("o", &self.o.as_view(), strides)?;
         // The kernels add the batch stride also when the batch is packed.
         require(
             !packed || p.lse_stride_batch == 0,
@@ -120,7 +121,7 @@ impl AttentionFwdOperands<'_> {
             v: pointer(&self.v),
             o: pointer_mut(&self.o),
             lse: optional(lse.as_ref()).cast_mut().cast(),
-            sink: optional(self.sink.as_ref()).cast(),
+            scores: with_sink(&p.scores, self.sink.as_ref()),
             cu_seqlens_q: optional(cu_q.as_ref()).cast(),
             cu_seqlens_kv: optional(cu_kv.as_ref()).cast(),
             block_mask: block_mask::pointers(self.block_mask, &p.block_mask),

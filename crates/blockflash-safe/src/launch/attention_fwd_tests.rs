@@ -1,8 +1,8 @@
 use super::super::attention_fixtures::{NO_MASK, attention};
 use super::*;
 use crate::{BlockListArrays, Device, Tensor};
-use blockflash_sys::DType;
 use blockflash_sys::params::blockflash_block_mask;
+use blockflash_sys::{DType, ElementTypes, HeadDims};
 
 /// 64 queries and keys of one head; they are one sequence, packed or not.
 fn plan(packed: bool) -> blockflash_attention_fwd_params {
@@ -36,10 +36,11 @@ fn fits(packed: bool, lists: Option<&BlockLists>) -> [Fit<i128>; 2] {
         cu_seqlens: packed.then(|| [offsets.view(); 2]),
         block_mask: lists,
     };
-    let (head_dim, dtype, min_blocks) = (64, DType::F16, 2);
+    let (types, head_dims) = (ElementTypes::all(DType::F16), HeadDims::all(64));
+    let min_blocks = 2;
     let portable = AttentionFwd {
-        dtype,
-        head_dim,
+        types,
+        head_dims,
         block_q: 64,
         block_kv: 64,
         warps: 4,
@@ -47,7 +48,7 @@ fn fits(packed: bool, lists: Option<&BlockLists>) -> [Fit<i128>; 2] {
         stages: 1,
         min_blocks,
     };
-    let small = AttentionFwdSmall { dtype, head_dim, warpgroups: 2, stages: 3, min_blocks };
+    let small = AttentionFwdSmall { types, head_dims, warpgroups: 2, stages: 3, min_blocks };
     let plan = plan(packed);
     [Launch::fit(&portable, &plan, &operands), Launch::fit(&small, &plan, &operands)]
 }

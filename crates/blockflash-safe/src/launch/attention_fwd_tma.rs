@@ -69,7 +69,9 @@ unsafe impl Launch for AttentionFwdHopper {
 /// Checks the window, which the kernel adds to positions in 32 bits.
 pub(super) fn fit_window(p: &blockflash_attention_fwd_params) -> Fit {
     let keys_and_queries = i64::from(p.seqlen_q) + i64::from(p.seqlen_kv);
-    for (name, side) in [("window_left", p.window_left), ("window_right", p.window_right)] {
+    for (name, side) in
+        [("window.left", p.scores.window.left), ("window.right", p.scores.window.right)]
+    {
         let bounded = side >= 0 && i64::from(side) < keys_and_queries;
         require(
             side == BLOCKFLASH_WINDOW_UNBOUNDED || bounded,

@@ -74,7 +74,7 @@ unsafe impl Launch for AttentionMerge {
     }
 
     fn fit(&self, p: &Self::Plan, operands: &Self::Operands<'_>) -> Fit<i128> {
-        let sizes = [p.count, p.rows, p.num_heads_q, p.head_dim].map(i64::from);
+        let sizes = [p.count, p.rows, p.num_heads_q, p.head_dim_v].map(i64::from);
         let [count, rows, heads, head_dim] = sizes;
         require(
             sizes.iter().all(|&size| size > 0),

@@ -73,7 +73,7 @@ unsafe impl Launch for BlockMaskBuild {
         let positive =
             [batch, heads, rows].iter().all(|&size| size > 0) && p.block_q > 0 && p.block_kv > 0;
         let sizes =
-            [p.cols, p.k, p.capacity, p.seqlen_q, p.seqlen_kv, p.window_left, p.window_right];
+            [p.cols, p.k, p.capacity, p.seqlen_q, p.seqlen_kv, p.window.left, p.window.right];
         require(
             positive && sizes.iter().all(|&size| size >= 0),
             format_args!(

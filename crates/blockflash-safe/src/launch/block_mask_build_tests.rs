@@ -40,9 +40,11 @@ fn params() -> blockflash_block_mask_build_params {
         seqlen_kv: 5001,
         block_q: 64,
         block_kv: 128,
-        window_left: BLOCKFLASH_WINDOW_UNBOUNDED,
-        window_right: 0,
-        align_bottom_right: 1,
+        window: blockflash_window {
+            left: BLOCKFLASH_WINDOW_UNBOUNDED,
+            right: 0,
+            align_bottom_right: 1,
+        },
     }
 }
 
@@ -119,7 +121,7 @@ fn parameters_that_do_not_fit() {
         ("not positive", |p| p.block_q = 0),
         ("not positive", |p| p.capacity = -1),
         ("not positive", |p| p.k = -1),
-        ("not positive", |p| p.window_left = -1),
+        ("not positive", |p| p.window.left = -1),
         ("block rows, expected", |p| p.rows = 21),
         ("block rows, expected", |p| p.seqlen_q = 1281),
         ("block columns, expected", |p| p.cols = 39),

@@ -18,15 +18,16 @@ use std::ptr::{null, null_mut};
 /// Keys and values that are appended, and the cache that they are appended to.
 #[derive(Debug)]
 pub struct NewKeys<'a> {
-    /// `[pages, page_size, num_heads_kv, head_dim]`.
+    /// `[pages, page_size, num_heads_kv, head_dim_qk]`.
     pub cache_k: ViewMut<'a>,
-    /// As `cache_k`.
+    /// As `cache_k`, with `head_dim_v`.
     pub cache_v: ViewMut<'a>,
     /// As in [`KvCacheViews`].
     pub block_table: Option<View<'a>>,
-    /// `[batch, seqlen_new, num_heads_kv, head_dim]`, packed `[total_new, num_heads_kv, head_dim]`.
+    /// `[batch, seqlen_new, num_heads_kv, head_dim_qk]`, packed
+    /// `[total_new, num_heads_kv, head_dim_qk]`.
     pub k: View<'a>,
-    /// As `k`.
+    /// As `k`, with `head_dim_v`.
     pub v: View<'a>,
     /// i32 `[batch + 1]`, with any values: the kernel clamps them.
     pub cu_seqlens: Option<View<'a>>,
@@ -37,7 +38,7 @@ pub struct NewKeys<'a> {
 /// Queries that are turned.
 #[derive(Debug)]
 pub struct TurnedQueries<'a> {
-    /// `[batch, seqlen_q, num_heads_q, head_dim]`, packed `[total_q, num_heads_q, head_dim]`.
+    /// `[batch, seqlen_q, num_heads_q, head_dim_qk]`, packed `[total_q, num_heads_q, head_dim_qk]`.
     pub q: View<'a>,
     /// As `q`.
     pub turned: ViewMut<'a>,
@@ -98,7 +99,6 @@ struct Tokens {
     seqlen: i64,
     total: i64,
     heads: i64,
-    head_dim: i64,
 }
 
 impl Tokens {
@@ -106,18 +106,18 @@ impl Tokens {
     fn rows(
         &self,
         dtype: DType,
-        tensors: [(&str, View<'_>, [i64; 3]); 2],
+        tensors: [(&str, View<'_>, i64, [i64; 3]); 2],
         cu_seqlens: Option<&View<'_>>,
     ) -> Fit<i64> {
-        let Self { batch, seqlen, total, heads, head_dim } = *self;
+        let Self { batch, seqlen, total, heads } = *self;
         let tokens = if cu_seqlens.is_some() { total } else { batch.saturating_mul(seqlen) };
         let sizes = [seqlen, tokens, heads];
         require(
             sizes.iter().all(|&size| size > 0),
             format_args!("seqlen, tokens and heads are {sizes:?}: a size is not positive"),
         )?;
-        for (name, view, [of_batch, seq, head]) in tensors {
-            let [heads, inner] = [(heads, head), (head_dim, 1)];
+        for (name, view, columns, [of_batch, seq, head]) in tensors {
+            let [heads, inner] = [(heads, head), (columns, 1)];
             // Packed tensors have one batch entry, whose stride does not matter.
             let outer = match cu_seqlens {
                 Some(_) => [(1, of_batch), (total, seq)],
@@ -180,41 +180,44 @@ unsafe impl Launch for KvAppend {
     }
 
     fn fit(&self, p: &Self::Plan, operands: &Self::Operands<'_>) -> Fit<i128> {
-        let sizes = [p.batch, p.num_heads_q, p.num_heads_kv, p.head_dim].map(i64::from);
-        let [batch, heads_q, heads_kv, head_dim] = sizes;
-        require(
-            batch > 0 && head_dim > 0,
-            format_args!("batch is {batch} and head_dim {head_dim}: a size is not positive"),
-        )?;
-        require(
-            head_dim % PIECE == 0,
-            format_args!("head_dim is {head_dim}, expected a multiple of {PIECE}"),
-        )?;
+        let [batch, heads_q, heads_kv] = [p.batch, p.num_heads_q, p.num_heads_kv].map(i64::from);
+        let [head_dim_qk, head_dim_v] = [p.head_dim_qk, p.head_dim_v].map(i64::from);
+        require(batch > 0, format_args!("batch is {batch}: a size is not positive"))?;
+        for (name, head_dim) in [("head_dim_qk", head_dim_qk), ("head_dim_v", head_dim_v)] {
+            require(
+                head_dim > 0 && head_dim % PIECE == 0,
+                format_args!("{name} is {head_dim}, expected a positive multiple of {PIECE}"),
+            )?;
+        }
         let seqused = operands.seqused;
         seqused.as_ref().map_or(Ok(()), |x| fits("seqused", x, DType::I32, [(batch, 1)]))?;
         let mut rows = 0i64;
         if let Some(new) = &operands.new {
-            new.cache(seqused).fit(&p.cache, self.dtype, [batch, heads_kv, head_dim])?;
+            let head_dims = [head_dim_qk, head_dim_v];
+            new.cache(seqused).fit(&p.cache, self.dtype, [batch, heads_kv], head_dims)?;
             let (seqlen, total) = (p.seqlen_new.into(), p.total_new.into());
-            let tokens = Tokens { batch, seqlen, total, heads: heads_kv, head_dim };
+            let tokens = Tokens { batch, seqlen, total, heads: heads_kv };
             let k = [p.k_new_stride_batch, p.k_new_stride_seq, p.k_new_stride_head];
             let v = [p.v_new_stride_batch, p.v_new_stride_seq, p.v_new_stride_head];
-            let tensors = [("k_new", new.k, k), ("v_new", new.v, v)];
+            let tensors = [("k_new", new.k, head_dim_qk, k), ("v_new", new.v, head_dim_v, v)];
             rows += tokens.rows(self.dtype, tensors, new.cu_seqlens.as_ref())?;
-            new.rotary.as_ref().map_or(Ok(()), |x| fit_rotary(&p.rotary_new, x, head_dim))?;
+            new.rotary.as_ref().map_or(Ok(()), |x| fit_rotary(&p.rotary_new, x, head_dim_qk))?;
         }
         if let Some(queries) = &operands.queries {
             let (seqlen, total) = (p.seqlen_q.into(), p.total_q.into());
-            let tokens = Tokens { batch, seqlen, total, heads: heads_q, head_dim };
+            let tokens = Tokens { batch, seqlen, total, heads: heads_q };
             let q = [p.q_stride_batch, p.q_stride_seq, p.q_stride_head];
             let turned = [p.q_turned_stride_batch, p.q_turned_stride_seq, p.q_turned_stride_head];
-            let tensors = [("q", queries.q, q), ("q_turned", queries.turned.as_view(), turned)];
+            let tensors = [
+                ("q", queries.q, head_dim_qk, q),
+                ("q_turned", queries.turned.as_view(), head_dim_qk, turned),
+            ];
             rows = rows.saturating_add(tokens.rows(
                 self.dtype,
                 tensors,
                 queries.cu_seqlens.as_ref(),
             )?);
-            fit_rotary(&p.rotary_q, &queries.rotary, head_dim)?;
+            fit_rotary(&p.rotary_q, &queries.rotary, head_dim_qk)?;
         }
         require(
             rows > 0,
@@ -222,7 +225,7 @@ unsafe impl Launch for KvAppend {
         )?;
         // The kernel counts rows in 32 bits.
         require(rows <= i32::MAX.into(), format_args!("{rows} rows, the limit is {}", i32::MAX))?;
-        Ok(ceil_div(rows * (head_dim / PIECE), 32 * self.warps()))
+        Ok(ceil_div(rows * (head_dim_qk.max(head_dim_v) / PIECE), 32 * self.warps()))
     }
 
     fn params(&self, p: &Self::Plan, operands: &Self::Operands<'_>) -> Result<Self::Params> {

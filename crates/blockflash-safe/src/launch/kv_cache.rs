@@ -8,9 +8,9 @@ use blockflash_sys::params::blockflash_kv_cache;
 /// Keys and values of a cache, one page per sequence or pages that a table names.
 #[derive(Clone, Copy, Debug)]
 pub struct KvCacheViews<'a> {
-    /// `[pages, page_size, num_heads_kv, head_dim]`.
+    /// `[pages, page_size, num_heads_kv, head_dim_qk]`.
     pub k: View<'a>,
-    /// As `k`.
+    /// As `k`, with `head_dim_v`.
     pub v: View<'a>,
     /// i32 `[batch, columns]`; without it, page b belongs to sequence b. It may hold any values:
     /// kernels clamp them to the pages.
@@ -31,7 +31,8 @@ impl<'a> KvCacheViews<'a> {
         &self,
         c: &blockflash_kv_cache,
         dtype: DType,
-        [batch, heads_kv, head_dim]: [i64; 3],
+        [batch, heads_kv]: [i64; 2],
+        [head_dim_qk, head_dim_v]: [i64; 2],
     ) -> Fit {
         let [pages, page_size, capacity] = [c.pages, c.page_size, c.capacity].map(i64::from);
         require(
@@ -41,13 +42,13 @@ impl<'a> KvCacheViews<'a> {
                  positive"
             ),
         )?;
-        let dims = |[page, slot, head]: [i64; 3]| {
-            [(pages, page), (page_size, slot), (heads_kv, head), (head_dim, 1)]
+        let dims = |columns, [page, slot, head]: [i64; 3]| {
+            [(pages, page), (page_size, slot), (heads_kv, head), (columns, 1)]
         };
         let k = [c.k_stride_page, c.k_stride_slot, c.k_stride_head];
         let v = [c.v_stride_page, c.v_stride_slot, c.v_stride_head];
-        fits("k", &self.k, dtype, dims(k))?;
-        fits("v", &self.v, dtype, dims(v))?;
+        fits("k", &self.k, dtype, dims(head_dim_qk, k))?;
+        fits("v", &self.v, dtype, dims(head_dim_v, v))?;
         rows_aligned("k", &self.k, 8, k)?;
         rows_aligned("v", &self.v, 8, v)?;
         // The kernel multiplies strides of slots, in bytes, as 32-bit numbers.

@@ -99,7 +99,9 @@ fn pages_fit(
         head_dim % 8 == 0 && head_dim <= MAX_HEAD_DIM,
         format_args!("head_dim is {head_dim}, expected a multiple of 8 up to {MAX_HEAD_DIM}"),
     )?;
-    views.fit(cache, dtype, [batch, heads_kv, head_dim])?;
+    // Nobody reads values, whatever columns they have.
+    let columns_v = views.v.shape().last().map_or(0, |&columns| columns as i64);
+    views.fit(cache, dtype, [batch, heads_kv], [head_dim, columns_v])?;
     require(
         cache.capacity > 0,
         format_args!("the capacity of the cache is {}, expected at least 1", cache.capacity),

@@ -2,16 +2,54 @@
 
 use super::family::{Size, Support};
 use super::{Kernel, Variant};
-use crate::DType;
+use crate::{ElementTypes, HeadDims};
+
+/// A cell of the support table for a tile of attention.
+pub(super) fn support(
+    operation: &'static str,
+    types: ElementTypes,
+    head_dims: HeadDims,
+) -> Support {
+    Support { operation, size: Size::HeadDim(head_dims.max() as u32), dtype: types.q }
+}
+
+/// Bytes of a row of q, of k and of v in a tile.
+pub(super) fn row_bytes(types: ElementTypes, head_dims: HeadDims) -> [u32; 3] {
+    [(types.q, head_dims.qk), (types.kv, head_dims.qk), (types.kv, head_dims.v)]
+        .map(|(dtype, columns)| (dtype.size() * columns) as u32)
+}
+
+/// The preprocessor definitions of the element types.
+pub(super) fn define_types(define: &mut dyn FnMut(&'static str, u32), types: ElementTypes) {
+    define("VARIANT_TYPE_Q", types.q as u32);
+    define("VARIANT_TYPE_KV", types.kv as u32);
+    define("VARIANT_TYPE_O", types.o as u32);
+}
+
+/// The preprocessor definitions that every kernel with tiles of attention has.
+pub(super) fn define_tile(
+    define: &mut dyn FnMut(&'static str, u32),
+    types: ElementTypes,
+    head_dims: HeadDims,
+) {
+    define_types(define, types);
+    define_head_dims(define, head_dims);
+}
+
+/// Those of the head dimensions.
+pub(super) fn define_head_dims(define: &mut dyn FnMut(&'static str, u32), head_dims: HeadDims) {
+    define("VARIANT_HEAD_DIM_QK", head_dims.qk as u32);
+    define("VARIANT_HEAD_DIM_V", head_dims.v as u32);
+}
 
 /// A CTA of an attention kernel computes `block_q` queries of `heads` heads, `block_kv` keys at a
 /// time, or several neighbours of such tiles.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct AttentionTile {
-    /// Element type of q, k, v and o.
-    pub dtype: DType,
-    /// Largest head dimension.
-    pub head_dim: u32,
+    /// Element types of q, of k and v, and of o.
+    pub types: ElementTypes,
+    /// Largest head dimensions.
+    pub head_dims: HeadDims,
     /// Queries that visit the same keys.
     pub block_q: u32,
     /// Neighbouring tiles of `block_q` queries per CTA, each with a list of its own under a block
@@ -27,8 +65,8 @@ pub struct AttentionTile {
 
 impl AttentionTile {
     pub(super) fn support(&self) -> Support {
-        let Self { head_dim, dtype, .. } = *self;
-        Support { operation: "attention forward", size: Size::HeadDim(head_dim), dtype }
+        let Self { head_dims, types, .. } = *self;
+        support("attention forward", types, head_dims)
     }
 
     /// Queries per CTA.
@@ -42,8 +80,8 @@ impl AttentionTile {
     }
 
     pub(super) fn profile_case(&self) -> String {
-        let Self { head_dim, dtype, .. } = self;
-        format!("b4_s4096_h{}_d{head_dim}_full_{dtype}", 2048 / head_dim)
+        let Self { head_dims, types, .. } = *self;
+        format!("b4_s4096_h{}_d{head_dims}_full_{types}", 2048 / head_dims.max())
     }
 }
 

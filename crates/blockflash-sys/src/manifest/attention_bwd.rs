@@ -1,8 +1,9 @@
 //! What all kernels of the attention backward have in common.
 
-use super::family::{Size, Support};
+use super::attention::support;
+use super::family::Support;
 use super::{Kernel, Variant};
-use crate::DType;
+use crate::{ElementTypes, HeadDims};
 
 /// The part of the backward pass that a kernel computes. A pass is one launch of each of several
 /// steps.
@@ -30,10 +31,10 @@ pub enum AttentionBwdStep {
 pub struct AttentionBwdTile {
     /// What it computes.
     pub step: AttentionBwdStep,
-    /// Element type of q, k, v, o and their gradients.
-    pub dtype: DType,
-    /// Largest head dimension.
-    pub head_dim: u32,
+    /// Element types of q, of k and v, and of o, and of their gradients.
+    pub types: ElementTypes,
+    /// Largest head dimensions.
+    pub head_dims: HeadDims,
     /// Queries of a CTA or of a step of its main loop.
     pub block_q: u32,
     /// Keys of a CTA or of a step of its main loop; 0 for steps over rows.
@@ -42,10 +43,9 @@ pub struct AttentionBwdTile {
 
 impl AttentionBwdTile {
     pub(super) fn support(&self) -> Option<Support> {
-        let Self { step, head_dim, dtype, .. } = *self;
-        let operation = "attention backward";
-        let size = Size::HeadDim(head_dim);
-        (step == AttentionBwdStep::Keys).then_some(Support { operation, size, dtype })
+        let Self { step, head_dims, types, .. } = *self;
+        let support = || support("attention backward", types, head_dims);
+        (step == AttentionBwdStep::Keys).then(support)
     }
 
     /// Whether it computes problems with a softcap. Where 128 queries pass at a time beside sums of
@@ -53,18 +53,18 @@ impl AttentionBwdTile {
     /// the scores knows only the probabilities.
     pub const fn takes_softcap(&self) -> bool {
         match self.step {
-            AttentionBwdStep::KeysAndSums => self.block_q <= 64 && self.head_dim <= 128,
+            AttentionBwdStep::KeysAndSums => self.block_q <= 64 && self.head_dims.max() <= 128,
             // Rounds the sums of one of these.
-            AttentionBwdStep::Sums => self.head_dim <= 128,
+            AttentionBwdStep::Sums => self.head_dims.max() <= 128,
             _ => true,
         }
     }
 
     /// A case for the steps that multiply.
     pub(super) fn profile_case(&self) -> Option<String> {
-        let Self { head_dim, dtype, block_kv, .. } = self;
-        let case = || format!("bwd_b4_s4096_h{}_d{head_dim}_full_{dtype}", 2048 / head_dim);
-        (*block_kv > 0).then(case)
+        let Self { head_dims, types, block_kv, .. } = *self;
+        let case = || format!("bwd_b4_s4096_h{}_d{head_dims}_full_{types}", 2048 / head_dims.max());
+        (block_kv > 0).then(case)
     }
 }
 

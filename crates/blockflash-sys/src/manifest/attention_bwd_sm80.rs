@@ -1,7 +1,8 @@
 use super::AttentionBwdStep::{Keys, Queries, Sinks, Statistics, Zeros};
+use super::attention::{define_head_dims, define_types, row_bytes};
 use super::family::{Family, Support, each_dtype};
 use super::{AttentionBwdStep, AttentionBwdTile};
-use crate::{DType, Target};
+use crate::{DType, ElementTypes, HeadDims, Target};
 
 /// Tiles of the portable kernels of the attention backward: `attention_bwd_delta_sm80` for the
 /// steps over rows, `attention_bwd_q_sm80` and `attention_bwd_kv_sm80`.
@@ -9,10 +10,10 @@ use crate::{DType, Target};
 pub struct AttentionBwd {
     /// What it computes.
     pub step: AttentionBwdStep,
-    /// Element type of q, k, v, o and their gradients.
-    pub dtype: DType,
-    /// Head dimension of the tile; smaller ones are padded with zeros on chip.
-    pub head_dim: u32,
+    /// Element types of q, of k and v, and of o, and of their gradients.
+    pub types: ElementTypes,
+    /// Head dimensions of the tile; smaller ones are padded with zeros on chip.
+    pub head_dims: HeadDims,
     /// Queries per CTA or per step of the main loop.
     pub block_q: u32,
     /// Keys per CTA or per step of the main loop.
@@ -29,13 +30,13 @@ pub struct AttentionBwd {
 
 const fn tile(
     step: AttentionBwdStep,
-    head_dim: u32,
+    head_dim: usize,
     [block_q, block_kv]: [u32; 2],
     [warps, warps_d]: [u32; 2],
     [stages, min_blocks]: [u32; 2],
 ) -> AttentionBwd {
-    let dtype = DType::F16;
-    AttentionBwd { step, dtype, head_dim, block_q, block_kv, warps, warps_d, stages, min_blocks }
+    let (types, head_dims) = (ElementTypes::all(DType::F16), HeadDims::all(head_dim));
+    AttentionBwd { step, types, head_dims, block_q, block_kv, warps, warps_d, stages, min_blocks }
 }
 
 /// Tiles by head dimension. Of the tiles for queries, the narrower ones of 64 and 128 serve block
@@ -68,7 +69,7 @@ const TILES: &[AttentionBwd] = &[
 fn is_compiled(tile: &AttentionBwd, target: Target) -> bool {
     let newest = matches!(target, Target::Sm120 | Target::Ptx80);
     target.is_portable()
-        && match (tile.step, tile.head_dim, tile.block_q) {
+        && match (tile.step, tile.head_dims.max(), tile.block_q) {
             (Queries, 128, 128) => target.smem_limit() >= 163 * 1024,
             (Queries, 64 | 128, 64) => target != Target::Sm90,
             (Keys, 64, 64) => !newest,
@@ -80,14 +81,14 @@ fn is_compiled(tile: &AttentionBwd, target: Target) -> bool {
 pub(super) fn tiles(target: Target) -> impl Iterator<Item = AttentionBwd> {
     each_dtype(TILES)
         .filter(move |(_, tile)| is_compiled(tile, target))
-        .map(|(dtype, tile)| AttentionBwd { dtype, ..tile })
+        .map(|(dtype, tile)| AttentionBwd { types: ElementTypes::all(dtype), ..tile })
 }
 
 impl AttentionBwd {
     /// The part that all kernels of the attention backward have.
     pub const fn tile(&self) -> AttentionBwdTile {
-        let Self { step, dtype, head_dim, block_q, block_kv, .. } = *self;
-        AttentionBwdTile { step, dtype, head_dim, block_q, block_kv }
+        let Self { step, types, head_dims, block_q, block_kv, .. } = *self;
+        AttentionBwdTile { step, types, head_dims, block_q, block_kv }
     }
 }
 
@@ -101,14 +102,14 @@ impl Family for AttentionBwd {
     }
 
     fn name(&self) -> String {
-        let Self { step, dtype, head_dim, block_q, block_kv, warps, warps_d, stages, .. } = self;
+        let Self { step, types, head_dims, block_q, block_kv, warps, warps_d, stages, .. } = self;
         match step {
-            Queries => format!("{dtype}_d{head_dim}_q{block_q}_kv{block_kv}_w{warps}_s{stages}"),
+            Queries => format!("{types}_d{head_dims}_q{block_q}_kv{block_kv}_w{warps}_s{stages}"),
             Keys => {
                 let warps = format!("w{}x{warps_d}", warps / warps_d);
-                format!("{dtype}_d{head_dim}_q{block_q}_kv{block_kv}_{warps}_s{stages}")
+                format!("{types}_d{head_dims}_q{block_q}_kv{block_kv}_{warps}_s{stages}")
             }
-            _ => format!("{dtype}_{step:?}").to_lowercase(),
+            _ => format!("{types}_{step:?}").to_lowercase(),
         }
     }
 
@@ -119,9 +120,9 @@ impl Family for AttentionBwd {
     /// For queries: the tiles of Q and dO, and a ring of K and V. For keys: the tiles of K and V, a
     /// ring of Q and dO with their row statistics, and two tiles of scores that warps exchange.
     fn smem_bytes(&self) -> u32 {
-        let size = self.dtype.size() as u32;
-        let [of_q, of_kv] =
-            [self.block_q, self.block_kv].map(|rows| 2 * rows * self.head_dim * size);
+        let [q, k, v] = row_bytes(self.types, self.head_dims);
+        let size = self.types.q.size() as u32;
+        let [of_q, of_kv] = [self.block_q * (q + v), self.block_kv * (k + v)];
         match self.step {
             Queries => of_q + self.stages * of_kv,
             Keys => {
@@ -134,7 +135,7 @@ impl Family for AttentionBwd {
     }
 
     fn macros(&self, define: &mut dyn FnMut(&'static str, u32)) {
-        define("VARIANT_DTYPE", self.dtype as u32);
+        define_types(define, self.types);
         define("VARIANT_MIN_BLOCKS", self.min_blocks);
         match self.step {
             Statistics => return define("VARIANT_STEP", 0),
@@ -143,7 +144,7 @@ impl Family for AttentionBwd {
             Keys => define("VARIANT_WARPS_D", self.warps_d),
             _ => {}
         }
-        define("VARIANT_HEAD_DIM", self.head_dim);
+        define_head_dims(define, self.head_dims);
         define("VARIANT_BLOCK_Q", self.block_q);
         define("VARIANT_BLOCK_KV", self.block_kv);
         define("VARIANT_WARPS", self.warps);

@@ -1,7 +1,8 @@
 use super::AttentionBwdStep::{Keys, KeysAndSums, Queries, Sums};
+use super::attention::{define_head_dims, define_types};
 use super::family::{Family, Support, each_dtype};
 use super::{AttentionBwdStep, AttentionBwdTile};
-use crate::{DType, Target};
+use crate::{DType, ElementTypes, HeadDims, Target};
 
 /// Tiles of the Hopper kernels of the attention backward: `attention_bwd_q_sm90a`,
 /// `attention_bwd_kv_sm90a` with and without sums of dq, and `attention_bwd_dq_sm90a`, which
@@ -11,10 +12,10 @@ use crate::{DType, Target};
 pub struct AttentionBwdHopper {
     /// What it computes.
     pub step: AttentionBwdStep,
-    /// Element type of q, k, v, o and their gradients.
-    pub dtype: DType,
-    /// Head dimension of the tile; smaller ones are padded with zeros on chip.
-    pub head_dim: u32,
+    /// Element types of q, of k and v, and of o, and of their gradients.
+    pub types: ElementTypes,
+    /// Head dimensions of the tile; smaller ones are padded with zeros on chip.
+    pub head_dims: HeadDims,
     /// Rows of the tiles that a CTA keeps: keys, or queries where it computes dq.
     pub resident_rows: u32,
     /// Rows of the tiles that pass through.
@@ -27,18 +28,19 @@ pub struct AttentionBwdHopper {
 
 const fn tile(
     step: AttentionBwdStep,
-    head_dim: u32,
+    head_dim: usize,
     [resident_rows, stream_rows]: [u32; 2],
     stages: [u32; 2],
 ) -> AttentionBwdHopper {
-    let (dtype, warpgroups) = (DType::F16, 2);
-    AttentionBwdHopper { step, dtype, head_dim, resident_rows, stream_rows, stages, warpgroups }
+    let (types, head_dims) = (ElementTypes::all(DType::F16), HeadDims::all(head_dim));
+    let warpgroups = 2;
+    AttentionBwdHopper { step, types, head_dims, resident_rows, stream_rows, stages, warpgroups }
 }
 
 /// For block masks with 64 queries and 64 keys per block. CTAs have lists of their own, so they
 /// cannot share what passes through, but two of them share an SM: one loads its first tiles or
 /// stores its gradients while the other one computes.
-const fn narrow(step: AttentionBwdStep, head_dim: u32, stages: [u32; 2]) -> AttentionBwdHopper {
+const fn narrow(step: AttentionBwdStep, head_dim: usize, stages: [u32; 2]) -> AttentionBwdHopper {
     AttentionBwdHopper { warpgroups: 1, ..tile(step, head_dim, [64, 64], stages) }
 }
 
@@ -74,8 +76,8 @@ const TILES: &[AttentionBwdHopper] = &[
 pub(super) fn tiles(target: Target) -> impl Iterator<Item = AttentionBwdHopper> {
     each_dtype(TILES)
         .filter(move |_| target == Target::Sm90a)
-        .map(|(dtype, tile)| AttentionBwdHopper { dtype, ..tile })
-        .filter(|tile| tile.dtype == DType::BF16 || !tile.rounds_probabilities())
+        .map(|(dtype, tile)| AttentionBwdHopper { types: ElementTypes::all(dtype), ..tile })
+        .filter(|tile| tile.types.q == DType::BF16 || !tile.rounds_probabilities())
 }
 
 impl AttentionBwdHopper {
@@ -87,17 +89,17 @@ impl AttentionBwdHopper {
     /// Whether the gradients of scores come from rounded probabilities, small ones of which f16
     /// does not represent well enough.
     const fn rounds_probabilities(&self) -> bool {
-        matches!(self.step, KeysAndSums | Sums) && self.head_dim > 128
+        matches!(self.step, KeysAndSums | Sums) && self.head_dims.max() > 128
     }
 
     /// The part that all kernels of the attention backward have.
     pub const fn tile(&self) -> AttentionBwdTile {
-        let Self { step, dtype, head_dim, resident_rows, stream_rows, .. } = *self;
+        let Self { step, types, head_dims, resident_rows, stream_rows, .. } = *self;
         let [block_q, block_kv] = match step {
             Keys | KeysAndSums => [stream_rows, resident_rows],
             _ => [resident_rows, stream_rows],
         };
-        AttentionBwdTile { step, dtype, head_dim, block_q, block_kv }
+        AttentionBwdTile { step, types, head_dims, block_q, block_kv }
     }
 }
 
@@ -111,12 +113,12 @@ impl Family for AttentionBwdHopper {
     }
 
     fn name(&self) -> String {
-        let Self { step, dtype, head_dim, stages: [first, second], .. } = self;
+        let Self { step, types, head_dims, stages: [first, second], .. } = self;
         let AttentionBwdTile { block_q, block_kv, .. } = self.tile();
         let sums = if *step == KeysAndSums { "_sums" } else { "" };
         match step {
-            Sums => format!("{dtype}_d{head_dim}"),
-            _ => format!("{dtype}_d{head_dim}_q{block_q}_kv{block_kv}_s{first}x{second}{sums}"),
+            Sums => format!("{types}_d{head_dims}"),
+            _ => format!("{types}_d{head_dims}_q{block_q}_kv{block_kv}_s{first}x{second}{sums}"),
         }
     }
 
@@ -128,14 +130,16 @@ impl Family for AttentionBwdHopper {
     /// The resident tiles, the two rings, the scores that warpgroups exchange, the staged sums of
     /// dq, and a page of small things.
     fn smem_bytes(&self) -> u32 {
-        let panels = self.head_dim.div_ceil(64);
+        let panels = self.head_dims.max().div_ceil(64) as u32;
         let rows = 2 * self.resident_rows + (self.stages[0] + self.stages[1]) * self.stream_rows;
         let tiles = rows * panels * Self::PANEL_ROW_BYTES;
         let scores = 2 * self.resident_rows * self.stream_rows * 2;
         let more = match self.step {
             Sums => return 0,
             Keys if self.resident_rows < 64 * self.warpgroups => scores,
-            KeysAndSums => scores + self.stages[1] * self.stream_rows * self.head_dim * 4,
+            KeysAndSums => {
+                scores + self.stages[1] * self.stream_rows * self.head_dims.qk as u32 * 4
+            }
             _ => 0,
         };
         tiles + more + Self::PAGE_BYTES
@@ -149,7 +153,7 @@ impl Family for AttentionBwdHopper {
     /// Beyond a head_dim of 128 gradients are stored by way of the resident tiles, which have no
     /// second place for those of the next block.
     fn is_persistent(&self) -> bool {
-        self.step == KeysAndSums && self.head_dim <= 128
+        self.step == KeysAndSums && self.head_dims.max() <= 128
     }
 
     fn waits_for_predecessor(&self) -> bool {
@@ -157,12 +161,12 @@ impl Family for AttentionBwdHopper {
     }
 
     fn macros(&self, define: &mut dyn FnMut(&'static str, u32)) {
-        define("VARIANT_DTYPE", self.dtype as u32);
+        define_types(define, self.types);
         define("VARIANT_MIN_BLOCKS", if self.warpgroups == 1 { 2 } else { 1 });
         if self.step == Sums {
-            return define("VARIANT_SUMS_HEAD_DIM", self.head_dim);
+            return define("VARIANT_SUMS_HEAD_DIM", self.head_dims.qk as u32);
         }
-        define("VARIANT_HEAD_DIM", self.head_dim);
+        define_head_dims(define, self.head_dims);
         define("VARIANT_RESIDENT_ROWS", self.resident_rows);
         define("VARIANT_STREAM_ROWS", self.stream_rows);
         define("VARIANT_STAGES", self.stages[0]);
@@ -216,7 +220,9 @@ mod tests {
     #[test]
     fn shared_memory() {
         let bytes = |step, head_dim| {
-            let same = |tile: &AttentionBwdHopper| (tile.step, tile.head_dim) == (step, head_dim);
+            let same = |tile: &AttentionBwdHopper| {
+                (tile.step, tile.head_dims) == (step, HeadDims::all(head_dim))
+            };
             tiles(Target::Sm90a).find(same).unwrap().smem_bytes()
         };
         assert_eq!(bytes(KeysAndSums, 128), 231_424);

@@ -12,12 +12,12 @@ pub struct AttentionCacheHopper {
 /// Calls with few queries have another kernel, and there are no block masks, so a tile for each
 /// head dimension suffices. All of them compute the log-sum-exp, and store it where it is asked
 /// for.
-const TILES: [[u32; 3]; 3] = [[64, 128, 128], [128, 128, 128], [256, 128, 64]];
+const TILES: [(usize, [u32; 2]); 3] = [(64, [128, 128]), (128, [128, 128]), (256, [128, 64])];
 
 pub(super) fn tiles(target: Target) -> impl Iterator<Item = AttentionCacheHopper> {
     super::attention_fwd_sm90a::tiles(target)
         .filter(|tile| {
-            let sizes = [tile.head_dim, tile.block_q(), tile.block_kv];
+            let sizes = (tile.head_dims.max(), [tile.block_q(), tile.block_kv]);
             tile.lse && tile.heads * tile.block_rows == 1 && TILES.contains(&sizes)
         })
         .map(|tile| AttentionCacheHopper { tile })
@@ -67,7 +67,7 @@ mod tests {
     #[test]
     fn a_tile_for_each_head_dimension() {
         let widths = kernels().iter().filter_map(|kernel| match kernel.variant {
-            Variant::AttentionCacheHopper(cache) => Some(cache.tile.head_dim),
+            Variant::AttentionCacheHopper(cache) => cache.tile.head_dims.single(),
             _ => None,
         });
         assert_eq!(widths.collect::<Vec<_>>(), [64, 128, 256, 64, 128, 256]);

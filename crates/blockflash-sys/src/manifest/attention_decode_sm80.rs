@@ -1,14 +1,15 @@
-use super::family::{Family, Size, Support, each_dtype};
-use crate::{DType, Target};
+use super::attention::{define_tile, row_bytes, support};
+use super::family::{Family, Support, each_dtype};
+use crate::{DType, ElementTypes, HeadDims, Target};
 
 /// Tiles of `attention_decode_sm80`: a CTA computes items, each a split of the keys for up to
 /// `rows` rows (queries times heads that share a key head).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct AttentionDecode {
-    /// Element type of q, k, v and o.
-    pub dtype: DType,
-    /// Head dimension of the tile; smaller ones are padded with zeros on chip.
-    pub head_dim: u32,
+    /// Element types of q, of k and v, and of o.
+    pub types: ElementTypes,
+    /// Head dimensions of the tile; smaller ones are padded with zeros on chip.
+    pub head_dims: HeadDims,
     /// Rows of a row tile.
     pub rows: u32,
     /// Warps per CTA, each with keys of its own.
@@ -19,17 +20,22 @@ pub struct AttentionDecode {
     pub min_blocks: u32,
 }
 
-const fn tile(head_dim: u32, rows: u32, [warps, stages, min_blocks]: [u32; 3]) -> AttentionDecode {
-    AttentionDecode { dtype: DType::F16, head_dim, rows, warps, stages, min_blocks }
+const fn tile(
+    head_dim: usize,
+    rows: u32,
+    [warps, stages, min_blocks]: [u32; 3],
+) -> AttentionDecode {
+    let (types, head_dims) = (ElementTypes::all(DType::F16), HeadDims::all(head_dim));
+    AttentionDecode { types, head_dims, rows, warps, stages, min_blocks }
 }
 
 /// Rows by head dimension. With 32 rows of head_dim 256 the sums would not fit into registers.
-const ROWS: &[(u32, u32)] =
+const ROWS: &[(usize, u32)] =
     &[(64, 8), (64, 16), (64, 32), (128, 8), (128, 16), (128, 32), (256, 8), (256, 16)];
 
 /// The rings take what shared memory holds for two CTAs per SM, since the bytes in flight decide
 /// how fast a cache is read. At head_dim 256 one CTA per SM has as many.
-const fn ring(target: Target, head_dim: u32) -> [u32; 3] {
+const fn ring(target: Target, head_dim: usize) -> [u32; 3] {
     match (target, head_dim) {
         (Target::Sm90, 64) => [4, 6, 2],
         (Target::Sm90, 128) => [4, 3, 2],
@@ -44,7 +50,10 @@ const fn ring(target: Target, head_dim: u32) -> [u32; 3] {
 pub(super) fn tiles(target: Target) -> impl Iterator<Item = AttentionDecode> {
     let compiled = matches!(target, Target::Sm80 | Target::Sm90 | Target::Ptx80);
     each_dtype(ROWS).filter(move |_| compiled).map(move |(dtype, (head_dim, rows))| {
-        AttentionDecode { dtype, ..tile(head_dim, rows, ring(target, head_dim)) }
+        AttentionDecode {
+            types: ElementTypes::all(dtype),
+            ..tile(head_dim, rows, ring(target, head_dim))
+        }
     })
 }
 
@@ -54,8 +63,8 @@ impl Family for AttentionDecode {
     }
 
     fn name(&self) -> String {
-        let Self { dtype, head_dim, rows, warps, stages, .. } = self;
-        format!("{dtype}_d{head_dim}_n{rows}_w{warps}_s{stages}")
+        let Self { types, head_dims, rows, warps, stages, .. } = self;
+        format!("{types}_d{head_dims}_n{rows}_w{warps}_s{stages}")
     }
 
     fn warps(&self) -> u32 {
@@ -64,8 +73,8 @@ impl Family for AttentionDecode {
 
     /// The rings of K and V, the queries of two items, and what warps tell one another.
     fn smem_bytes(&self) -> u32 {
-        let row = self.head_dim * self.dtype.size() as u32;
-        (self.warps * self.stages * 32 + 2 * self.rows) * row + 1024
+        let [q, k, v] = row_bytes(self.types, self.head_dims);
+        self.warps * self.stages * 16 * (k + v) + 2 * self.rows * q + 1024
     }
 
     /// The splits that are combined with each other. Results of up to eight rows take the place of
@@ -79,8 +88,7 @@ impl Family for AttentionDecode {
     }
 
     fn macros(&self, define: &mut dyn FnMut(&'static str, u32)) {
-        define("VARIANT_DTYPE", self.dtype as u32);
-        define("VARIANT_HEAD_DIM", self.head_dim);
+        define_tile(define, self.types, self.head_dims);
         define("VARIANT_DECODE_ROWS", self.rows);
         define("VARIANT_WARPS", self.warps);
         define("VARIANT_STAGES", self.stages);
@@ -92,15 +100,14 @@ impl Family for AttentionDecode {
     }
 
     fn supports(&self) -> Option<Support> {
-        let Self { head_dim, dtype, .. } = *self;
-        Some(Support { operation: "attention over a cache", size: Size::HeadDim(head_dim), dtype })
+        Some(support("attention over a cache", self.types, self.head_dims))
     }
 
     /// As many query heads for each head of keys as a row tile has rows.
     fn profile_case(&self) -> Option<String> {
-        let Self { head_dim, dtype, rows, .. } = self;
+        let Self { head_dims, types, rows, .. } = self;
         let heads = 8 * rows;
-        Some(format!("decode_b64_q1_kv8192_h{heads}kv8_d{head_dim}_contiguous_full_{dtype}"))
+        Some(format!("decode_b64_q1_kv8192_h{heads}kv8_d{head_dims}_contiguous_full_{types}"))
     }
 }
 

@@ -1,25 +1,27 @@
-use super::family::{Family, Size, Support, each_dtype};
-use crate::{DType, Target};
+use super::attention::{define_tile, row_bytes, support};
+use super::family::{Family, Support, each_dtype};
+use crate::{ElementTypes, HeadDims, Target};
 
 /// Tiles of `attention_decode_sm90a`: a CTA of one warpgroup computes items, each a run of splits
 /// of the keys for up to [`ROWS`](Self::ROWS) rows (queries times heads that share a key head).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct AttentionDecodeHopper {
-    /// Element type of q, k, v and o.
-    pub dtype: DType,
-    /// Head dimension of the tile; smaller ones are padded with zeros on chip.
-    pub head_dim: u32,
+    /// Element types of q, of k and v, and of o.
+    pub types: ElementTypes,
+    /// Head dimensions of the tile; smaller ones are padded with zeros on chip.
+    pub head_dims: HeadDims,
     /// Tiles of 64 keys in the ring.
     pub stages: u32,
 }
 
 /// The rings take what shared memory holds for two CTAs per SM.
-const TILES: &[(u32, u32)] = &[(64, 5), (128, 2)];
+const TILES: &[(usize, u32)] = &[(64, 5), (128, 2)];
 
 pub(super) fn tiles(target: Target) -> impl Iterator<Item = AttentionDecodeHopper> {
-    each_dtype(TILES)
-        .filter(move |_| target == Target::Sm90a)
-        .map(|(dtype, (head_dim, stages))| AttentionDecodeHopper { dtype, head_dim, stages })
+    each_dtype(TILES).filter(move |_| target == Target::Sm90a).map(|(dtype, (head_dim, stages))| {
+        let (types, head_dims) = (ElementTypes::all(dtype), HeadDims::all(head_dim));
+        AttentionDecodeHopper { types, head_dims, stages }
+    })
 }
 
 impl AttentionDecodeHopper {
@@ -37,8 +39,8 @@ impl Family for AttentionDecodeHopper {
     }
 
     fn name(&self) -> String {
-        let Self { dtype, head_dim, stages } = self;
-        format!("{dtype}_d{head_dim}_n{}_w4_s{stages}", Self::ROWS)
+        let Self { types, head_dims, stages } = self;
+        format!("{types}_d{head_dims}_n{}_w4_s{stages}", Self::ROWS)
     }
 
     fn warps(&self) -> u32 {
@@ -47,8 +49,9 @@ impl Family for AttentionDecodeHopper {
 
     /// The ring of K and V, the queries of an item, sums in f32, and what warps tell one another.
     fn smem_bytes(&self) -> u32 {
-        let tile = 64 * self.head_dim * self.dtype.size() as u32;
-        (2 * self.stages + 1) * tile + Self::ROWS * self.head_dim * 4 + 1024
+        let [q, k, v] = row_bytes(self.types, self.head_dims);
+        let sums = self.head_dims.v as u32 * 4;
+        64 * self.stages * (k + v) + Self::ROWS * (q + sums) + 1024
     }
 
     fn counts_tiles(&self) -> bool {
@@ -56,8 +59,7 @@ impl Family for AttentionDecodeHopper {
     }
 
     fn macros(&self, define: &mut dyn FnMut(&'static str, u32)) {
-        define("VARIANT_DTYPE", self.dtype as u32);
-        define("VARIANT_HEAD_DIM", self.head_dim);
+        define_tile(define, self.types, self.head_dims);
         define("VARIANT_DECODE_ROWS", Self::ROWS);
         define("VARIANT_WARPS", self.warps());
         define("VARIANT_STAGES", self.stages);
@@ -69,14 +71,13 @@ impl Family for AttentionDecodeHopper {
     }
 
     fn supports(&self) -> Option<Support> {
-        let Self { head_dim, dtype, .. } = *self;
-        Some(Support { operation: "attention over a cache", size: Size::HeadDim(head_dim), dtype })
+        Some(support("attention over a cache", self.types, self.head_dims))
     }
 
     /// As many rows for each head of keys as a row tile has.
     fn profile_case(&self) -> Option<String> {
-        let Self { head_dim, dtype, .. } = self;
-        Some(format!("decode_b64_q16_kv8192_h32kv8_d{head_dim}_contiguous_full_{dtype}"))
+        let Self { head_dims, types, .. } = self;
+        Some(format!("decode_b64_q16_kv8192_h32kv8_d{head_dims}_contiguous_full_{types}"))
     }
 }
 

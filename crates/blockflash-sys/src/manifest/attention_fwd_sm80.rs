@@ -1,14 +1,15 @@
+use super::attention::{define_tile, row_bytes};
 use super::family::{Family, Support, each_dtype};
 use super::{AttentionTile, Lse};
-use crate::{DType, Target};
+use crate::{DType, ElementTypes, HeadDims, Target};
 
 /// Tiles of `attention_fwd_sm80`: a CTA computes `block_q` queries of one head against all keys.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct AttentionFwd {
-    /// Element type of q, k, v and o.
-    pub dtype: DType,
-    /// Head dimension of the tile; smaller ones are padded with zeros on chip.
-    pub head_dim: u32,
+    /// Element types of q, of k and v, and of o.
+    pub types: ElementTypes,
+    /// Head dimensions of the tile; smaller ones are padded with zeros on chip.
+    pub head_dims: HeadDims,
     /// Queries per CTA.
     pub block_q: u32,
     /// Keys per step of the main loop.
@@ -38,16 +39,16 @@ fn small_smem(target: Target) -> bool {
 }
 
 const fn tile(
-    head_dim: u32,
+    head_dim: usize,
     [block_q, block_kv]: [u32; 2],
     [warps, stages, min_blocks]: [u32; 3],
 ) -> AttentionFwd {
-    let dtype = DType::F16;
-    AttentionFwd { dtype, head_dim, block_q, block_kv, warps, split: 1, stages, min_blocks }
+    let (types, head_dims) = (ElementTypes::all(DType::F16), HeadDims::all(head_dim));
+    AttentionFwd { types, head_dims, block_q, block_kv, warps, split: 1, stages, min_blocks }
 }
 
 /// The same with pairs of warps that share 32 rows.
-const fn pairs(head_dim: u32, block: [u32; 2], rest: [u32; 3]) -> AttentionFwd {
+const fn pairs(head_dim: usize, block: [u32; 2], rest: [u32; 3]) -> AttentionFwd {
     AttentionFwd { split: 2, ..tile(head_dim, block, rest) }
 }
 
@@ -75,16 +76,16 @@ const TILES: &[(CompiledFor, AttentionFwd)] = &[
 pub(super) fn tiles(target: Target) -> impl Iterator<Item = AttentionFwd> {
     each_dtype(TILES)
         .filter(move |(_, (compiled_for, _))| compiled_for(target))
-        .map(|(dtype, (_, tile))| AttentionFwd { dtype, ..tile })
+        .map(|(dtype, (_, tile))| AttentionFwd { types: ElementTypes::all(dtype), ..tile })
 }
 
 impl AttentionFwd {
     /// The part that all attention kernels have.
     pub const fn tile(&self) -> AttentionTile {
-        let Self { dtype, head_dim, block_q, block_kv, .. } = *self;
+        let Self { types, head_dims, block_q, block_kv, .. } = *self;
         AttentionTile {
-            dtype,
-            head_dim,
+            types,
+            head_dims,
             block_q,
             block_rows: 1,
             block_kv,
@@ -100,12 +101,12 @@ impl Family for AttentionFwd {
     }
 
     fn name(&self) -> String {
-        let Self { dtype, head_dim, block_q, block_kv, warps, split, stages, .. } = self;
+        let Self { types, head_dims, block_q, block_kv, warps, split, stages, .. } = self;
         let warps = match split {
             1 => warps.to_string(),
             _ => format!("{}x{split}", warps / split),
         };
-        format!("{dtype}_d{head_dim}_q{block_q}_kv{block_kv}_w{warps}_s{stages}")
+        format!("{types}_d{head_dims}_q{block_q}_kv{block_kv}_w{warps}_s{stages}")
     }
 
     fn warps(&self) -> u32 {
@@ -115,14 +116,14 @@ impl Family for AttentionFwd {
     /// The Q tile, a ring of K tiles and of V tiles, and the probabilities that warps with the same
     /// rows give each other.
     fn smem_bytes(&self) -> u32 {
-        let Self { head_dim, block_q, block_kv, split, stages, .. } = *self;
-        let shared = if split == 1 { 0 } else { block_q * block_kv };
-        ((block_q + 2 * stages * block_kv) * head_dim + shared) * self.dtype.size() as u32
+        let Self { types, head_dims, block_q, block_kv, split, stages, .. } = *self;
+        let [q, k, v] = row_bytes(types, head_dims);
+        let shared = if split == 1 { 0 } else { block_q * block_kv * types.q.size() as u32 };
+        block_q * q + stages * block_kv * (k + v) + shared
     }
 
     fn macros(&self, define: &mut dyn FnMut(&'static str, u32)) {
-        define("VARIANT_DTYPE", self.dtype as u32);
-        define("VARIANT_HEAD_DIM", self.head_dim);
+        define_tile(define, self.types, self.head_dims);
         define("VARIANT_BLOCK_Q", self.block_q);
         define("VARIANT_BLOCK_KV", self.block_kv);
         define("VARIANT_WARPS", self.warps);

@@ -1,16 +1,17 @@
+use super::attention::define_tile;
 use super::family::{Family, Support, each_dtype};
 use super::{AttentionTile, Lse};
-use crate::{DType, Target};
+use crate::{DType, ElementTypes, HeadDims, Target};
 
 /// Tiles of `attention_fwd_sm90a`: persistent CTAs, one to three per SM, take tile after tile, each
 /// `block_q` queries of `heads` heads against all keys. A producer warpgroup loads, each consumer
 /// warpgroup computes 64 queries of one head.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct AttentionFwdHopper {
-    /// Element type of q, k, v and o.
-    pub dtype: DType,
-    /// Head dimension of the tile; smaller ones are padded with zeros on chip.
-    pub head_dim: u32,
+    /// Element types of q, of k and v, and of o.
+    pub types: ElementTypes,
+    /// Head dimensions of the tile; smaller ones are padded with zeros on chip.
+    pub head_dims: HeadDims,
     /// Keys per step of the main loop; with two block rows a step has two such tiles.
     pub block_kv: u32,
     /// Consumer warpgroups.
@@ -37,7 +38,7 @@ pub struct AttentionFwdHopper {
 }
 
 const fn tile(
-    head_dim: u32,
+    head_dim: usize,
     block_kv: u32,
     warpgroups: u32,
     [stages, q_stages]: [u32; 2],
@@ -45,10 +46,11 @@ const fn tile(
     blocks_per_multiprocessor: u32,
     cost_ns: [u32; 2],
 ) -> AttentionFwdHopper {
-    let (dtype, heads, block_rows, lse) = (DType::F16, 1, 1, false);
+    let (types, head_dims) = (ElementTypes::all(DType::F16), HeadDims::all(head_dim));
+    let (heads, block_rows, lse) = (1, 1, false);
     AttentionFwdHopper {
-        dtype,
-        head_dim,
+        types,
+        head_dims,
         block_kv,
         warpgroups,
         heads,
@@ -92,7 +94,7 @@ const TILES: &[AttentionFwdHopper] = &[
 
 pub(super) fn tiles(target: Target) -> impl Iterator<Item = AttentionFwdHopper> {
     each_dtype(TILES).filter(move |_| target == Target::Sm90a).flat_map(|(dtype, tile)| {
-        [false, true].map(|lse| AttentionFwdHopper { dtype, lse, ..tile })
+        [false, true].map(|lse| AttentionFwdHopper { types: ElementTypes::all(dtype), lse, ..tile })
     })
 }
 
@@ -108,9 +110,17 @@ impl AttentionFwdHopper {
 
     /// The part that all attention kernels have.
     pub const fn tile(&self) -> AttentionTile {
-        let Self { dtype, head_dim, block_kv, heads, block_rows, .. } = *self;
+        let Self { types, head_dims, block_kv, heads, block_rows, .. } = *self;
         let lse = if self.lse { Lse::Always } else { Lse::Never };
-        AttentionTile { dtype, head_dim, block_q: self.block_q(), block_rows, block_kv, heads, lse }
+        AttentionTile {
+            types,
+            head_dims,
+            block_q: self.block_q(),
+            block_rows,
+            block_kv,
+            heads,
+            lse,
+        }
     }
 
     /// Queries that visit the same keys: of a CTA, or of one of its block rows.
@@ -125,11 +135,11 @@ impl Family for AttentionFwdHopper {
     }
 
     fn name(&self) -> String {
-        let Self { dtype, head_dim, block_kv, heads, block_rows, stages, .. } = self;
+        let Self { types, head_dims, block_kv, heads, block_rows, stages, .. } = self;
         let heads = if *heads > 1 { format!("_h{heads}") } else { String::new() };
         let rows = if *block_rows > 1 { format!("_r{block_rows}") } else { String::new() };
         let lse = if self.lse { "_lse" } else { "" };
-        format!("{dtype}_d{head_dim}_q{}_kv{block_kv}_s{stages}{heads}{rows}{lse}", self.block_q())
+        format!("{types}_d{head_dims}_q{}_kv{block_kv}_s{stages}{heads}{rows}{lse}", self.block_q())
     }
 
     /// Four per consumer warpgroup, and the producer warpgroup.
@@ -141,21 +151,21 @@ impl Family for AttentionFwdHopper {
     /// product with the probabilities is the denominator. V has columns to spare for them in some
     /// tiles, and at 256 none would fit.
     fn smem_bytes(&self) -> u32 {
-        let panels = self.head_dim.div_ceil(64);
-        let ones = self.head_dim.is_multiple_of(64) && self.head_dim < 256;
-        let q_rows = self.warpgroups * self.q_stages * 64 * panels;
+        let [qk, v] = [self.head_dims.qk, self.head_dims.v].map(|d| d.div_ceil(64) as u32);
+        let ones = self.head_dims.v.is_multiple_of(64) && self.head_dims.v < 256;
+        let q_rows = self.warpgroups * self.q_stages * 64 * qk;
         let ones = u32::from(ones);
         let kv_panels = match self.block_rows {
-            1 => self.stages * (2 * panels + ones),
+            1 => self.stages * (qk + v + ones),
             // Two stages of V, which share the ones.
-            _ => (self.stages + 2) * panels + ones,
+            _ => self.stages * qk + 2 * v + ones,
         };
         let kv_rows = kv_panels * self.block_kv * self.block_rows;
         // The output on its way to global memory, where there is room.
         let staged = (self.q_in_registers || self.q_stages == 2)
             && self.blocks_per_multiprocessor == 1
             && self.block_rows == 1;
-        let o_rows = if staged { self.warpgroups * 64 * panels } else { 0 };
+        let o_rows = if staged { self.warpgroups * 64 * v } else { 0 };
         (q_rows + kv_rows + o_rows) * Self::PANEL_ROW_BYTES + self.extra_bytes()
     }
 
@@ -164,8 +174,7 @@ impl Family for AttentionFwdHopper {
     }
 
     fn macros(&self, define: &mut dyn FnMut(&'static str, u32)) {
-        define("VARIANT_DTYPE", self.dtype as u32);
-        define("VARIANT_HEAD_DIM", self.head_dim);
+        define_tile(define, self.types, self.head_dims);
         define("VARIANT_BLOCK_KV", self.block_kv);
         define("VARIANT_WARPGROUPS", self.warpgroups);
         define("VARIANT_HEADS", self.heads);

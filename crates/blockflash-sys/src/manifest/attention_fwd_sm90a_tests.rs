@@ -46,8 +46,8 @@ fn hopper_kernels() {
     }
     let bytes_of = |head_dim, block_kv, block_q, heads_and_rows| {
         let same = |tile: &AttentionFwdHopper| {
-            (tile.head_dim, tile.block_kv, tile.block_q(), [tile.heads, tile.block_rows])
-                == (head_dim, block_kv, block_q, heads_and_rows)
+            (tile.head_dims, tile.block_kv, tile.block_q(), [tile.heads, tile.block_rows])
+                == (HeadDims::all(head_dim), block_kv, block_q, heads_and_rows)
         };
         kernels.iter().find(|(_, tile)| same(tile)).unwrap().0.smem_bytes()
     };

@@ -1,15 +1,16 @@
+use super::attention::{define_tile, row_bytes};
 use super::family::{Family, Support, each_dtype};
 use super::{AttentionTile, Lse};
-use crate::{DType, Target};
+use crate::{DType, ElementTypes, HeadDims, Target};
 
 /// Tiles of `attention_fwd_small_sm90a`: a CTA computes 64 queries of one head against all keys,
 /// 64 of them at a time. They have what launches with few CTAs need, and no tensor maps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct AttentionFwdSmall {
-    /// Element type of q, k, v and o.
-    pub dtype: DType,
-    /// Head dimension of the tile; smaller ones are padded with zeros on chip.
-    pub head_dim: u32,
+    /// Element types of q, of k and v, and of o.
+    pub types: ElementTypes,
+    /// Head dimensions of the tile; smaller ones are padded with zeros on chip.
+    pub head_dims: HeadDims,
     /// Warpgroups per CTA, which divide the key tiles.
     pub warpgroups: u32,
     /// Pipeline stages of K and of V for each warpgroup.
@@ -18,8 +19,9 @@ pub struct AttentionFwdSmall {
     pub min_blocks: u32,
 }
 
-const fn tile(head_dim: u32, warpgroups: u32, min_blocks: u32) -> AttentionFwdSmall {
-    AttentionFwdSmall { dtype: DType::F16, head_dim, warpgroups, stages: 3, min_blocks }
+const fn tile(head_dim: usize, warpgroups: u32, min_blocks: u32) -> AttentionFwdSmall {
+    let (types, head_dims) = (ElementTypes::all(DType::F16), HeadDims::all(head_dim));
+    AttentionFwdSmall { types, head_dims, warpgroups, stages: 3, min_blocks }
 }
 
 /// Tiles by head dimension. Two warpgroups overlap the products of one with the exponentials of the
@@ -32,7 +34,7 @@ const TILES: &[AttentionFwdSmall] = &[tile(64, 2, 2), tile(64, 4, 1), tile(128, 
 pub(super) fn tiles(target: Target) -> impl Iterator<Item = AttentionFwdSmall> {
     each_dtype(TILES)
         .filter(move |_| target == Target::Sm90a)
-        .map(|(dtype, tile)| AttentionFwdSmall { dtype, ..tile })
+        .map(|(dtype, tile)| AttentionFwdSmall { types: ElementTypes::all(dtype), ..tile })
 }
 
 impl AttentionFwdSmall {
@@ -41,11 +43,11 @@ impl AttentionFwdSmall {
 
     /// The part that all attention kernels have.
     pub const fn tile(&self) -> AttentionTile {
-        let Self { dtype, head_dim, .. } = *self;
+        let Self { types, head_dims, .. } = *self;
         let (block_q, block_kv) = (Self::ROWS, Self::ROWS);
         AttentionTile {
-            dtype,
-            head_dim,
+            types,
+            head_dims,
             block_q,
             block_rows: 1,
             block_kv,
@@ -61,8 +63,8 @@ impl Family for AttentionFwdSmall {
     }
 
     fn name(&self) -> String {
-        let Self { dtype, head_dim, warpgroups, stages, .. } = self;
-        format!("{dtype}_d{head_dim}_w{}_s{stages}", 4 * warpgroups)
+        let Self { types, head_dims, warpgroups, stages, .. } = self;
+        format!("{types}_d{head_dims}_w{}_s{stages}", 4 * warpgroups)
     }
 
     fn warps(&self) -> u32 {
@@ -71,8 +73,8 @@ impl Family for AttentionFwdSmall {
 
     /// The Q tile, and for each warpgroup a ring of K tiles and of V tiles.
     fn smem_bytes(&self) -> u32 {
-        let tiles = 1 + 2 * self.warpgroups * self.stages;
-        tiles * Self::ROWS * self.head_dim * self.dtype.size() as u32
+        let [q, k, v] = row_bytes(self.types, self.head_dims);
+        Self::ROWS * (q + self.warpgroups * self.stages * (k + v))
     }
 
     fn waits_for_predecessor(&self) -> bool {
@@ -80,8 +82,7 @@ impl Family for AttentionFwdSmall {
     }
 
     fn macros(&self, define: &mut dyn FnMut(&'static str, u32)) {
-        define("VARIANT_DTYPE", self.dtype as u32);
-        define("VARIANT_HEAD_DIM", self.head_dim);
+        define_tile(define, self.types, self.head_dims);
         define("VARIANT_BLOCK_Q", Self::ROWS);
         define("VARIANT_BLOCK_KV", Self::ROWS);
         define("VARIANT_WARPGROUPS", self.warpgroups);

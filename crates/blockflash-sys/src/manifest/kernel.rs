@@ -129,7 +129,7 @@ mod tests {
         for kernel in manifest::kernels() {
             let (source, family) = (kernel.source(), kernel.family());
             let sums = kernel.attention_bwd_tile().is_some_and(|tile| {
-                tile.step == AttentionBwdStep::KeysAndSums && tile.head_dim <= 128
+                tile.step == AttentionBwdStep::KeysAndSums && tile.head_dims.max() <= 128
             });
             let one_tile_each = !sums
                 && ["probe", "attention_bwd", "attention_fwd_small"]

@@ -74,8 +74,8 @@ struct PairsAre {
 // the gradient of the (scaled) score. `negative_log` is that of the query. A masked pair has both 0
 // by selection, since 0·NaN would be NaN.
 template <Pairs pairs>
-__device__ __forceinline__ void differentiate(float& s, float& dp,
-                                              const blockflash_scores& scores, float negative_log, float delta, bool visible) {
+__device__ __forceinline__ void differentiate(float& s, float& dp, const blockflash_scores& scores,
+                                              float negative_log, float delta, bool visible) {
   float slope = 1.f;
   float x = s;
   if constexpr (pairs == Pairs::kCapped) {

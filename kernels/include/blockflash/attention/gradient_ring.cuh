@@ -295,8 +295,8 @@ __device__ __forceinline__ void differentiate_scores(float (&s)[n], float (&dp)[
       if (kAlone && j >= 2) delay(s + 4 * j, ds16 + 2 * j - 4);
 #pragma unroll
       for (int i = 4 * j; i < 4 * j + 4; ++i)
-        differentiate<decltype(pairs)::value>(s[i], dp[i], scores, negative_log[of(i)], delta[of(i)],
-                                              s[i] != -CUDART_INF_F);
+        differentiate<decltype(pairs)::value>(s[i], dp[i], scores, negative_log[of(i)],
+                                              delta[of(i)], s[i] != -CUDART_INF_F);
       round(s + 4 * j, p16 + 2 * j), round(dp + 4 * j, ds16 + 2 * j);
     }
   };
@@ -350,8 +350,8 @@ __device__ __forceinline__ void differentiate_all(float (&s)[n], float (&dp)[n],
       if (j >= 2) delay(s + 4 * j, ds16 + 2 * j - 4);
 #pragma unroll
       for (int i = 4 * j; i < 4 * j + 4; ++i)
-        differentiate<decltype(pairs)::value>(s[i], dp[i], scores, negative_log[i % 2], delta[i % 2],
-                                              true);
+        differentiate<decltype(pairs)::value>(s[i], dp[i], scores, negative_log[i % 2],
+                                              delta[i % 2], true);
       round(s + 4 * j, p16 + 2 * j), round(dp + 4 * j, ds16 + 2 * j);
     }
   };

@@ -3,8 +3,8 @@
 #pragma once
 
 #include "blockflash/attention/block_walk.cuh"
-#include "blockflash/attention/scores.cuh"
 #include "blockflash/attention/packed_rows.cuh"
+#include "blockflash/attention/scores.cuh"
 #include "blockflash/params/attention_bwd.h"
 
 namespace blockflash {

@@ -2,8 +2,8 @@
 #pragma once
 
 #include "blockflash/attention/block_walk.cuh"
-#include "blockflash/attention/scores.cuh"
 #include "blockflash/attention/packed_rows.cuh"
+#include "blockflash/attention/scores.cuh"
 #include "blockflash/params/attention_fwd.h"
 #include "blockflash/quotient.cuh"
 

@@ -5,8 +5,8 @@
 
 #include <stdint.h>
 
-#include "blockflash/attention/scores.cuh"
 #include "blockflash/attention/packed_rows.cuh"
+#include "blockflash/attention/scores.cuh"
 #include "blockflash/decode/pages.cuh"
 #include "blockflash/params/kv_cache.h"
 #include "blockflash/quotient.cuh"

@@ -16,7 +16,7 @@ typedef struct blockflash_rotary {
   const void* sin;
   int64_t cos_stride, sin_stride; /* of positions */
   int32_t positions;              /* positions of rows are clamped to [0, positions) */
-  int32_t dim;   /* even, at most head_dim_qk; the elements of a row from there on stay as they are */
+  int32_t dim; /* even, at most head_dim_qk; the elements of a row from there on stay as they are */
   int32_t pairs; /* BLOCKFLASH_ROTARY_… */
   int32_t dtype; /* BLOCKFLASH_DTYPE_… of cos and sin */
 } blockflash_rotary;
@@ -28,8 +28,8 @@ typedef struct blockflash_rotary {
  * position below 0, or from the capacity on, is dropped. */
 typedef struct blockflash_kv_append_params {
   blockflash_kv_cache cache; /* k and v are written; null if nothing is appended */
-  const void* k_new; /* [batch, seqlen_new, num_heads_kv, head_dim_qk]; packed: [total_new, …]; null:
-                        nothing is appended */
+  const void* k_new; /* [batch, seqlen_new, num_heads_kv, head_dim_qk]; packed: [total_new, …];
+                        null: nothing is appended */
   const void* v_new; /* the same with head_dim_v */
   const int32_t* cu_seqlens_new; /* [batch + 1] offsets; null: all sequences have seqlen_new */
   const void* q;  /* [batch, seqlen_q, num_heads_q, head_dim_qk]; packed: [total_q, …]; null: no
@@ -43,8 +43,8 @@ typedef struct blockflash_kv_append_params {
   int64_t q_turned_stride_batch, q_turned_stride_seq, q_turned_stride_head;
   int32_t batch, num_heads_q, num_heads_kv;
   int32_t head_dim_qk, head_dim_v; /* multiples of 8 */
-  int32_t seqlen_new, total_new; /* when packed, offsets are clamped to total_new rows and to */
-  int32_t seqlen_q, total_q;     /* seqlen_new rows of a sequence, and so with q */
+  int32_t seqlen_new, total_new;   /* when packed, offsets are clamped to total_new rows and to */
+  int32_t seqlen_q, total_q;       /* seqlen_new rows of a sequence, and so with q */
 } blockflash_kv_append_params;
 
 #endif

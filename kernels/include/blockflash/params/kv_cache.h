@@ -60,9 +60,9 @@ typedef struct blockflash_attention_decode_params {
   int64_t o_stride_batch, o_stride_seq, o_stride_head;
   int64_t lse_stride_batch, lse_stride_head;
   int32_t batch, num_heads_q, num_heads_kv;
-  int32_t group;    /* num_heads_q / num_heads_kv */
-  int32_t seqlen_q; /* the longest sequence of queries when packed */
-  int32_t total_q;  /* rows of q and o when packed; offsets are clamped to them */
+  int32_t group;                   /* num_heads_q / num_heads_kv */
+  int32_t seqlen_q;                /* the longest sequence of queries when packed */
+  int32_t total_q;                 /* rows of q and o when packed; offsets are clamped to them */
   int32_t head_dim_qk, head_dim_v; /* multiples of 8, each at most the tile's */
   int32_t
       most_queries; /* sequences with more queries belong to another kernel and are left alone */
@@ -80,7 +80,8 @@ typedef struct blockflash_attention_decode_params {
  *
  * In `fwd`, cu_seqlens_q tells whether queries are packed, seqlen_kv is the capacity, and k, v,
  * cu_seqlens_kv and the block mask are null. The maps of k and v have the dimensions (head_dim_qk
- * or head_dim_v, slot, head, page) and boxes of 64 columns and `box_rows` slots, which lie in one page. */
+ * or head_dim_v, slot, head, page) and boxes of 64 columns and `box_rows` slots, which lie in one
+ * page. */
 typedef struct blockflash_attention_cache_params {
   blockflash_attention_fwd_tma_params fwd;
   blockflash_kv_cache cache;
