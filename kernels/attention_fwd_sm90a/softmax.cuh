@@ -10,6 +10,7 @@
 #include <stdint.h>
 
 #include "blockflash/attention/exponent.cuh"
+#include "blockflash/params/scores.h"
 #include "blockflash/attention/visible.cuh"
 #include "blockflash/mma/fragment.cuh"
 #include "blockflash/ptx/math.cuh"

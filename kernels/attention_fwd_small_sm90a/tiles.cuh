@@ -7,6 +7,7 @@
 #include "blockflash/attention/scores.cuh"
 #include "blockflash/config/attention_small.cuh"
 #include "blockflash/mma/element.cuh"
+#include "blockflash/params/attention_fwd.h"
 #include "blockflash/ptx/cp_async.cuh"
 
 namespace blockflash {

@@ -155,8 +155,6 @@ pub struct blockflash_scores {
     pub sink: *const f32,
     /// of the softmax, finite and positive
     pub scale: f32,
-    /// 0 turns it off, else scores become softcap·tanh(score / softcap)
-    pub softcap: f32,
     /** factor of q·k, or of a capped score, in the exponent of 2:
  log2(e)·scale, or log2(e) with a softcap*/
     pub scale_log2: f32,
@@ -164,6 +162,8 @@ pub struct blockflash_scores {
     pub inverse_scale_log2: f32,
     /// scale / softcap, 0 without a softcap
     pub scale_over_cap: f32,
+    /// 0 turns it off, else scores become softcap·tanh(score / softcap)
+    pub softcap: f32,
     pub window: blockflash_window,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
@@ -179,17 +179,17 @@ const _: () = {
         "Offset of field: blockflash_scores::scale",
     ][::core::mem::offset_of!(blockflash_scores, scale) - 8usize];
     [
-        "Offset of field: blockflash_scores::softcap",
-    ][::core::mem::offset_of!(blockflash_scores, softcap) - 12usize];
-    [
         "Offset of field: blockflash_scores::scale_log2",
-    ][::core::mem::offset_of!(blockflash_scores, scale_log2) - 16usize];
+    ][::core::mem::offset_of!(blockflash_scores, scale_log2) - 12usize];
     [
         "Offset of field: blockflash_scores::inverse_scale_log2",
-    ][::core::mem::offset_of!(blockflash_scores, inverse_scale_log2) - 20usize];
+    ][::core::mem::offset_of!(blockflash_scores, inverse_scale_log2) - 16usize];
     [
         "Offset of field: blockflash_scores::scale_over_cap",
-    ][::core::mem::offset_of!(blockflash_scores, scale_over_cap) - 24usize];
+    ][::core::mem::offset_of!(blockflash_scores, scale_over_cap) - 20usize];
+    [
+        "Offset of field: blockflash_scores::softcap",
+    ][::core::mem::offset_of!(blockflash_scores, softcap) - 24usize];
     [
         "Offset of field: blockflash_scores::window",
     ][::core::mem::offset_of!(blockflash_scores, window) - 28usize];
@@ -1720,7 +1720,8 @@ const _: () = {
 
  In `fwd`, cu_seqlens_q tells whether queries are packed, seqlen_kv is the capacity, and k, v,
  cu_seqlens_kv and the block mask are null. The maps of k and v have the dimensions (head_dim_qk
- or head_dim_v, slot, head, page) and boxes of 64 columns and `box_rows` slots, which lie in one page.*/
+ or head_dim_v, slot, head, page) and boxes of 64 columns and `box_rows` slots, which lie in one
+ page.*/
 #[repr(C)]
 #[repr(align(64))]
 #[derive(Debug, Copy, Clone)]
@@ -1931,8 +1932,8 @@ const _: () = {
 pub struct blockflash_kv_append_params {
     /// k and v are written; null if nothing is appended
     pub cache: blockflash_kv_cache,
-    /** \[batch, seqlen_new, num_heads_kv, head_dim_qk\]; packed: \[total_new, …\]; null:
- nothing is appended*/
+    /** \[batch, seqlen_new, num_heads_kv, head_dim_qk\]; packed: \[total_new, …\];
+ null: nothing is appended*/
     pub k_new: *const ::core::ffi::c_void,
     /// the same with head_dim_v
     pub v_new: *const ::core::ffi::c_void,

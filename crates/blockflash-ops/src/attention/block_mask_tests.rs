@@ -93,9 +93,9 @@ fn every_gpu_runs_every_block_size() {
             let fitting = kernels.iter().filter(|other| other.target == kernel.target);
             for other in fitting.filter(|other| accepts(other, &problem, gpu).is_ok()) {
                 let tile = other.attention_tile().unwrap();
-                assert!(tile.head_dim >= chosen.head_dim);
+                assert!(tile.head_dims.qk >= chosen.head_dims.qk);
                 let size = |tile: AttentionTile| (tile.block_q, tile.block_kv);
-                assert!(tile.head_dim > chosen.head_dim || size(tile) <= size(chosen));
+                assert!(tile.head_dims.qk > chosen.head_dims.qk || size(tile) <= size(chosen));
             }
         }
     }
@@ -107,7 +107,7 @@ fn tiles_divide_the_blocks() {
     let tile = |kernels, head_dim, block_q, block_kv| {
         let kernel = select_among(kernels, &sparse(head_dim, block_q, block_kv), &h200).unwrap();
         let tile = kernel.attention_tile().unwrap();
-        (kernel.target, [tile.head_dim, tile.block_q, tile.block_kv])
+        (kernel.target, [tile.head_dims.qk as u32, tile.block_q, tile.block_kv])
     };
     let portable: Vec<Kernel> = manifest::kernels()
         .iter()
@@ -133,10 +133,10 @@ fn tiles_divide_the_blocks() {
 
 #[test]
 fn a_kernel_says_that_its_tiles_do_not_divide() {
-    for (kernel, tile) in attention_kernels().filter(|(_, tile)| tile.dtype == DType::F16) {
+    for (kernel, tile) in attention_kernels().filter(|(_, tile)| tile.types.q == DType::F16) {
         let gpu =
             gpus().into_iter().find(|gpu| kernel.target.runs_on(gpu.compute_capability)).unwrap();
-        let (head_dim, [q, kv]) = (tile.head_dim as usize, [tile.block_q, tile.block_kv]);
+        let (head_dim, [q, kv]) = (tile.head_dims.qk, [tile.block_q, tile.block_kv]);
         accepts(kernel, &as_asked(sparse(head_dim, 2 * q, 3 * kv), &tile), &gpu).unwrap();
         for (block_q, block_kv) in [(q / 2, kv), (q, kv / 2), (3 * q / 2, kv), (0, kv), (q, 0)] {
             let problem = as_asked(sparse(head_dim, block_q, block_kv), &tile);
@@ -160,7 +160,7 @@ fn a_kernel_says_that_its_tiles_do_not_divide() {
 #[test]
 fn plans_say_how_the_mask_is_read() {
     let h200 = gpu(9, 0);
-    for (kernel, tile) in attention_kernels().filter(|(_, tile)| tile.head_dim >= 64) {
+    for (kernel, tile) in attention_kernels().filter(|(_, tile)| tile.head_dims.qk >= 64) {
         let [block_q, block_kv] = [2 * tile.block_q, 2 * tile.block_kv];
         let planned = |batch, heads| {
             let sizes = BlockMaskSizes { block_q, block_kv, batch, heads, packed_rows: None };

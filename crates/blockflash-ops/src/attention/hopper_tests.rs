@@ -276,13 +276,13 @@ fn scales_are_those_of_the_exponent() {
     let log2_e = std::f64::consts::LOG2_E;
     let base = AttentionProblem { softmax_scale: 0.25, ..problem(1, [1, 1], 100, 64) };
     let (_, params) = planned(&base);
-    close(params.scale_log2, 0.25 * log2_e);
-    close(params.inverse_scale_log2, 4.0 / log2_e);
-    assert_eq!(params.scale_over_cap, 0.0);
+    close(params.base.scores.scale_log2, 0.25 * log2_e);
+    close(params.base.scores.inverse_scale_log2, 4.0 / log2_e);
+    assert_eq!(params.base.scores.scale_over_cap, 0.0);
     let (_, params) = planned(&AttentionProblem { softcap: Some(50.0), ..base });
-    close(params.scale_log2, log2_e);
-    close(params.inverse_scale_log2, 1.0 / log2_e);
-    close(params.scale_over_cap, 0.005);
+    close(params.base.scores.scale_log2, log2_e);
+    close(params.base.scores.inverse_scale_log2, 1.0 / log2_e);
+    close(params.base.scores.scale_over_cap, 0.005);
 }
 
 /// The kernel adds windows to positions in 32 bits.
@@ -297,7 +297,7 @@ fn windows_are_no_longer_than_both_sequences() {
                 ..AttentionProblem::dense(DType::F16, [1, 300, 500], [1, 1], 64)
             };
             let (_, params) = planned(&problem);
-            for side in [params.base.window_left, params.base.window_right] {
+            for side in [params.base.scores.window.left, params.base.scores.window.right] {
                 assert!(
                     side == BLOCKFLASH_WINDOW_UNBOUNDED || (0..800).contains(&side),
                     "{mask:?}: {side}"

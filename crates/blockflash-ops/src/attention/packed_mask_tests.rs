@@ -139,7 +139,7 @@ fn kernels_find_every_tile_and_its_columns() {
         let problem = call(&packed, [max_q, 300], |call| call.problem()).unwrap();
         let fits = |kernel: &&manifest::Kernel| {
             kernel.attention_tile().is_some_and(|tile| {
-                (tile.dtype, tile.block_q, tile.block_kv) == (DType::F16, tile_q, 64)
+                (tile.types.q, tile.block_q, tile.block_kv) == (DType::F16, tile_q, 64)
             })
         };
         let kernel = manifest::kernels().iter().find(fits).unwrap();
@@ -198,8 +198,9 @@ fn plans_say_how_the_mask_is_read() {
     let dense = AttentionProblem::dense(DType::F16, [6, 300, 300], [8, 2], 64);
     let problem = AttentionProblem { packed: Some(rows), block_mask: Some(sizes), ..dense };
     for kernel in manifest::kernels() {
-        let Some(tile) =
-            kernel.attention_tile().filter(|tile| tile.head_dim >= 64 && 256 % tile.block_q == 0)
+        let Some(tile) = kernel
+            .attention_tile()
+            .filter(|tile| tile.head_dims.qk >= 64 && 256 % tile.block_q == 0)
         else {
             continue;
         };

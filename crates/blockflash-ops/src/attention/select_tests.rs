@@ -5,7 +5,7 @@ use crate::fixtures::{gpu, gpus};
 use crate::selection::select_among;
 use blockflash_sys::manifest::{self, AttentionFwd};
 use blockflash_sys::params::BLOCKFLASH_WINDOW_UNBOUNDED;
-use blockflash_sys::{DType, Target};
+use blockflash_sys::{ElementTypes, Target};
 
 fn problem(dtype: DType, head_dim: usize) -> AttentionProblem {
     AttentionProblem::dense(dtype, [2, 300, 500], [8, 2], head_dim)
@@ -27,12 +27,12 @@ fn every_gpu_runs_every_head_dim() {
                     kernel.target.runs_on(gpu.compute_capability)
                         && kernel.smem_bytes() <= gpu.smem_per_block
                 );
-                assert!(chosen.dtype == dtype && chosen.head_dim as usize >= head_dim);
+                assert!(chosen.types.q == dtype && chosen.head_dims.qk >= head_dim);
                 for (other, tile) in attention_kernels()
                     .filter(|(kernel, _)| accepts(kernel, &problem, &gpu).is_ok())
                 {
                     assert!(
-                        other.target != kernel.target || tile.head_dim >= chosen.head_dim,
+                        other.target != kernel.target || tile.head_dims.qk >= chosen.head_dims.qk,
                         "{}",
                         gpu.name
                     );
@@ -120,8 +120,8 @@ fn what_is_missing_is_said() {
 fn preference_is_target_then_tile() {
     let kernel = |target, head_dim| Kernel {
         variant: Variant::AttentionFwd(AttentionFwd {
-            dtype: DType::F16,
-            head_dim,
+            types: ElementTypes::all(DType::F16),
+            head_dims: HeadDims::all(head_dim),
             block_q: 64,
             block_kv: 32,
             warps: 4,
@@ -140,7 +140,7 @@ fn preference_is_target_then_tile() {
     let chosen = |head_dim, minor| {
         let kernel =
             select_among(&kernels, &problem(DType::F16, head_dim), &gpu(8, minor)).unwrap();
-        (kernel.target, kernel.attention_tile().unwrap().head_dim)
+        (kernel.target, kernel.attention_tile().unwrap().head_dims.qk)
     };
     assert_eq!(chosen(64, 0), (Target::Sm80, 128));
     assert_eq!(chosen(136, 0), (Target::Sm80, 256));
@@ -151,7 +151,7 @@ fn preference_is_target_then_tile() {
 #[test]
 fn every_kernel_has_a_plan() {
     for (kernel, tile) in attention_kernels() {
-        let without = problem(tile.dtype, tile.head_dim as usize);
+        let without = problem(tile.types.q, tile.head_dims.qk);
         let with = without.with_lse();
         let gpu_of_kernel =
             gpus().into_iter().find(|gpu| kernel.target.runs_on(gpu.compute_capability)).unwrap();
@@ -186,15 +186,16 @@ fn every_kernel_has_a_plan() {
             p.q.is_null()
                 && p.o.is_null()
                 && p.lse.is_null()
-                && p.sink.is_null()
+                && p.scores.sink.is_null()
                 && p.cu_seqlens_q.is_null()
         );
         assert_eq!(
             [p.batch, p.num_heads_q, p.num_heads_kv, p.seqlen_q, p.seqlen_kv],
             [2, 8, 2, 300, 500]
         );
-        assert_eq!(p.head_dim as u32, tile.head_dim);
-        let head_dim = i64::from(tile.head_dim);
+        let HeadDims { qk, v } = tile.head_dims;
+        assert_eq!([p.head_dim_qk as usize, p.head_dim_v as usize], [qk, v]);
+        let head_dim = qk as i64;
         assert_eq!(
             [p.q_stride_batch, p.q_stride_seq, p.q_stride_head],
             [300 * 8 * head_dim, 8 * head_dim, head_dim]
@@ -206,9 +207,10 @@ fn every_kernel_has_a_plan() {
         let lse_strides = if asks { [8 * 300, 300] } else { [0; 2] };
         assert_eq!([p.lse_stride_batch, p.lse_stride_head], lse_strides);
         assert_eq!([p.total_q, p.total_kv], [0; 2], "not packed");
-        assert_eq!([p.window_left, p.window_right], [BLOCKFLASH_WINDOW_UNBOUNDED; 2]);
-        assert_eq!((p.align_bottom_right, p.softcap), (0, 0.0));
-        assert_eq!(p.softmax_scale, (1.0 / (tile.head_dim as f64).sqrt()) as f32);
+        let window = &p.scores.window;
+        assert_eq!([window.left, window.right], [BLOCKFLASH_WINDOW_UNBOUNDED; 2]);
+        assert_eq!((window.align_bottom_right, p.scores.softcap), (0, 0.0));
+        assert_eq!(p.scores.scale, (1.0 / (qk as f64).sqrt()) as f32);
     }
 }
 
@@ -218,11 +220,12 @@ fn masks_become_windows() {
     let unbounded = BLOCKFLASH_WINDOW_UNBOUNDED;
     let window = |left, right| Mask::Window { left, right, align: Align::TopLeft };
     let planned = |mask| {
-        let problem = AttentionProblem { mask, softcap: Some(7.0), ..problem(tile.dtype, 64) };
+        let problem = AttentionProblem { mask, softcap: Some(7.0), ..problem(tile.types.q, 64) };
         let plan = plan(kernel, &problem, &gpu(9, 0)).unwrap();
         let p = plan.params.base();
-        assert_eq!(p.softcap, 7.0);
-        (p.window_left, p.window_right, p.align_bottom_right)
+        assert_eq!(p.scores.softcap, 7.0);
+        let window = &p.scores.window;
+        (window.left, window.right, window.align_bottom_right)
     };
     assert_eq!(planned(Mask::causal()), (unbounded, 0, 1));
     assert_eq!(planned(Mask::Causal { align: Align::TopLeft }), (unbounded, 0, 0));
@@ -234,7 +237,7 @@ fn masks_become_windows() {
 #[test]
 fn misaligned_strides_are_refused() {
     let (kernel, tile) = attention_kernels().next().unwrap();
-    let good = problem(tile.dtype, 64);
+    let good = problem(tile.types.q, 64);
     let refused = |problem: &AttentionProblem| match plan(kernel, problem, &gpu(9, 0)) {
         Err(Error::Misaligned { what, problem }) => format!("{what}: {problem}"),
         other => panic!("{other:?}"),
@@ -256,9 +259,10 @@ fn misaligned_strides_are_refused() {
 #[test]
 fn grids_and_tiles_have_limits() {
     let (kernel, tile) = attention_kernels().next().unwrap();
-    let huge = AttentionProblem { batch: 1 << 20, num_heads_q: 1 << 12, ..problem(tile.dtype, 64) };
+    let huge =
+        AttentionProblem { batch: 1 << 20, num_heads_q: 1 << 12, ..problem(tile.types.q, 64) };
     assert!(matches!(plan(kernel, &huge, &gpu(9, 0)), Err(Error::TooLarge { what: "grid", .. })));
-    let wide = problem(tile.dtype, tile.head_dim as usize + 8);
+    let wide = problem(tile.types.q, tile.head_dims.qk + 8);
     assert!(matches!(plan(kernel, &wide, &gpu(9, 0)), Err(Error::Unsupported { .. })));
     let other =
         manifest::kernels().iter().find(|kernel| kernel.attention_tile().is_none()).unwrap();

@@ -146,7 +146,7 @@ fn every_kernel_has_its_scheme() {
                 continue;
             }
             let forward =
-                AttentionProblem::dense(tile.dtype, [1, 900, 900], [2, 1], tile.head_dim as usize);
+                AttentionProblem::dense(tile.types.q, [1, 900, 900], [2, 1], tile.head_dims.qk);
             let packed = packed.filter(|_| tile.step == Step::Zeros);
             let forward = AttentionProblem { packed, sink: true, ..forward };
             let problem = AttentionBackwardProblem::of(forward);

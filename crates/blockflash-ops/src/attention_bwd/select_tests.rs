@@ -97,7 +97,7 @@ fn packed_sequences_and_small_blocks_take_hopper_kernels() {
         let problem = masked(block_q, block_kv, head_dim).at(step);
         let kernel = selection::select(&problem, &h200()).unwrap();
         let tile = kernel.attention_bwd_tile().unwrap();
-        (kernel.target, tile.head_dim, [tile.block_q, tile.block_kv])
+        (kernel.target, tile.head_dims.qk, [tile.block_q, tile.block_kv])
     };
     for (blocks, head_dim, keys, queries) in [
         ([64, 64], 64, (64, [64, 64]), (64, [64, 64])),
@@ -130,7 +130,7 @@ fn packed_sequences_and_small_blocks_take_hopper_kernels() {
         assert_eq!(lead(&repeated), (Step::Keys, Target::Sm90));
         let queries = selection::select(&repeated.at(Step::Queries), &h200()).unwrap();
         let tile = queries.attention_bwd_tile().unwrap();
-        assert_eq!((queries.target, tile.head_dim), (Target::Sm90, wider));
+        assert_eq!((queries.target, tile.head_dims.qk), (Target::Sm90, wider));
     }
 }
 
@@ -147,7 +147,7 @@ fn reasons() {
     let refusal = |step, problem: &AttentionBackwardProblem| {
         let tile = |kernel: &&Kernel| {
             kernel.attention_bwd_tile().is_some_and(|tile| {
-                (tile.step, tile.dtype, tile.head_dim >= 64) == (step, DType::BF16, true)
+                (tile.step, tile.types.q, tile.head_dims.qk >= 64) == (step, DType::BF16, true)
             }) && kernel.target.runs_on(h200().compute_capability)
         };
         let kernel = manifest::kernels().iter().find(tile).unwrap();

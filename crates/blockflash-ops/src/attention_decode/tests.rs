@@ -207,11 +207,16 @@ fn gpus_have_kernels() {
             let kernel = select(&problem, &gpu).unwrap();
             match tile(kernel) {
                 Some(CacheTile::Few(tile)) => {
-                    assert_eq!([tile.head_dim, tile.rows], [width, rows], "{}", gpu.name);
+                    assert_eq!(
+                        [tile.head_dims.qk as u32, tile.rows],
+                        [width, rows],
+                        "{}",
+                        gpu.name
+                    );
                 }
                 // 16 and 36 rows.
                 Some(CacheTile::Several(tile)) => {
-                    assert!(tile.head_dim == 128 && queries > 1, "{}", gpu.name);
+                    assert!(tile.head_dims.qk == 128 && queries > 1, "{}", gpu.name);
                     assert_eq!(kernel.target, Target::Sm90a);
                 }
                 _ => panic!("{}", kernel.symbol()),

@@ -1,5 +1,6 @@
 use super::super::{BlockGeometry, BlockMask};
 use super::*;
+use crate::attention::Align;
 use crate::{Mask, Target};
 use blockflash_safe::View;
 use blockflash_sys::BlockMaskKernel;
@@ -42,8 +43,11 @@ fn scores_under_a_window() {
         [params.seqlen_q, params.seqlen_kv, params.block_q, params.block_kv],
         [5115, 1216, 128, 64]
     );
-    let (left, right) = (params.window_left, params.window_right);
-    assert_eq!((left, right, params.align_bottom_right), (100, BLOCKFLASH_WINDOW_UNBOUNDED, 0));
+    let window = &params.window;
+    assert_eq!(
+        (window.left, window.right, window.align_bottom_right),
+        (100, BLOCKFLASH_WINDOW_UNBOUNDED, 0)
+    );
     assert_eq!((params.capacity, params.always.rows), (999, 0));
     // Three slabs of 16 rows for each of 6 heads.
     assert_eq!((config.grid, config.block, config.smem_bytes), ([18, 1, 1], 512, 0));

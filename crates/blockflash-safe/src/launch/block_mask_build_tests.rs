@@ -3,7 +3,9 @@ use crate::launch::LaunchConfig;
 use crate::launch::checked::fit;
 use crate::{BlockListArrays, Device, Tensor};
 use blockflash_sys::manifest;
-use blockflash_sys::params::{BLOCKFLASH_WINDOW_UNBOUNDED, blockflash_block_mask};
+use blockflash_sys::params::{
+    BLOCKFLASH_WINDOW_UNBOUNDED, blockflash_block_mask, blockflash_window,
+};
 use std::ptr::{null, null_mut};
 
 /// 2 batch entries, 3 heads, 20 rows of 64 queries, 40 columns of 128 keys; lists of 5.

@@ -3,11 +3,14 @@ use super::super::attention_fixtures::{NO_MASK, attention};
 use super::*;
 use crate::{BlockListArrays, DType, Device, Result, Tensor};
 use blockflash_sys::manifest::{AttentionTile, Lse};
-use blockflash_sys::params::blockflash_attention_fwd_params;
+use blockflash_sys::params::{
+    blockflash_attention_fwd_params, blockflash_scores, blockflash_window,
+};
+use blockflash_sys::{ElementTypes, HeadDims};
 
 const TILE: AttentionTile = AttentionTile {
-    dtype: DType::F16,
-    head_dim: 64,
+    types: ElementTypes::all(DType::F16),
+    head_dims: HeadDims::all(64),
     block_q: 64,
     block_rows: 1,
     block_kv: 32,
@@ -27,7 +30,9 @@ fn params() -> blockflash_attention_fwd_params {
         ..NO_MASK
     };
     let dense = attention(3, [150, 100], [4, 2]);
-    blockflash_attention_fwd_params { window_left: 0, window_right: 0, block_mask, ..dense }
+    let window = blockflash_window { left: 0, right: 0, ..dense.scores.window };
+    let scores = blockflash_scores { window, ..dense.scores };
+    blockflash_attention_fwd_params { scores, block_mask, ..dense }
 }
 
 /// The same as a packed batch of 3 sequences: 170 queries, none of more than 150, and 250 keys. The

@@ -56,7 +56,8 @@ fn params() -> blockflash_kv_append_params {
         batch: 2,
         num_heads_q: 4,
         num_heads_kv: 2,
-        head_dim: 24,
+        head_dim_qk: 24,
+        head_dim_v: 24,
         seqlen_new: 3,
         total_new: 0,
         seqlen_q: 3,
@@ -119,10 +120,14 @@ fn an_append_that_fits() {
 #[test]
 fn appends_that_do_not_fit() {
     type Spoil = fn(&mut blockflash_kv_append_params);
-    let cases: [(&str, Spoil); 16] = [
+    let cases: [(&str, Spoil); 20] = [
         ("not positive", |p| p.batch = 0),
-        ("not positive", |p| p.head_dim = -8),
-        ("multiple of 8", |p| p.head_dim = 20),
+        ("head_dim_qk is -8, expected a positive multiple of 8", |p| p.head_dim_qk = -8),
+        ("head_dim_v is 0, expected a positive multiple of 8", |p| p.head_dim_v = 0),
+        ("head_dim_qk is 20, expected a positive multiple of 8", |p| p.head_dim_qk = 20),
+        ("head_dim_v is 20, expected a positive multiple of 8", |p| p.head_dim_v = 20),
+        ("k is f16", |p| p.head_dim_qk = 16),
+        ("v is f16", |p| p.head_dim_v = 16),
         ("not positive", |p| p.seqlen_new = 0),
         ("not positive", |p| p.num_heads_q = 0),
         ("k is f16", |p| p.cache.pages = 6),

@@ -4,11 +4,13 @@ use crate::common::{ramp, required, say};
 use blockflash_safe::manifest::{self, AttentionFwd, Variant};
 use blockflash_safe::params::{
     BLOCKFLASH_WINDOW_UNBOUNDED, blockflash_attention_fwd_params, blockflash_block_mask,
+    blockflash_scores, blockflash_window,
 };
 use blockflash_safe::{
     AttentionFwdOperands, DType, Device, Kernel, LaunchConfig, Result, Stream, Tensor,
 };
 use half::f16;
+use std::f32::consts::{LN_2, LOG2_E};
 use std::ptr;
 
 const HEAD_DIM: usize = 64;
@@ -36,8 +38,8 @@ pub(crate) struct Single {
 impl Single {
     pub(crate) fn new(stream: &Stream) -> Result<Option<Single>> {
         let row = rows(stream.device()).find(|row| {
-            let wide = |tile: AttentionFwd| tile.head_dim as usize >= HEAD_DIM;
-            matches!(row.variant, Variant::AttentionFwd(t) if wide(t) && t.dtype == DType::F16)
+            let wide = |tile: AttentionFwd| tile.head_dims.qk >= HEAD_DIM;
+            matches!(row.variant, Variant::AttentionFwd(t) if wide(t) && t.types.q == DType::F16)
         });
         let Some(row) = row else {
             assert!(!required(), "no image of attention forward runs on this GPU");
@@ -57,7 +59,6 @@ impl Single {
             v: ptr::null(),
             o: ptr::null_mut(),
             lse: ptr::null_mut(),
-            sink: ptr::null(),
             cu_seqlens_q: ptr::null(),
             cu_seqlens_kv: ptr::null(),
             q_stride_batch: stride,
@@ -81,12 +82,21 @@ impl Single {
             seqlen_kv: 1,
             total_q: 0,
             total_kv: 0,
-            head_dim: HEAD_DIM as i32,
-            window_left: BLOCKFLASH_WINDOW_UNBOUNDED,
-            window_right: BLOCKFLASH_WINDOW_UNBOUNDED,
-            align_bottom_right: 0,
-            softmax_scale: 0.125,
-            softcap: 0.0,
+            head_dim_qk: HEAD_DIM as i32,
+            head_dim_v: HEAD_DIM as i32,
+            scores: blockflash_scores {
+                sink: ptr::null(),
+                scale: 0.125,
+                softcap: 0.0,
+                scale_log2: 0.125 * LOG2_E,
+                inverse_scale_log2: 8.0 * LN_2,
+                scale_over_cap: 0.0,
+                window: blockflash_window {
+                    left: BLOCKFLASH_WINDOW_UNBOUNDED,
+                    right: BLOCKFLASH_WINDOW_UNBOUNDED,
+                    align_bottom_right: 0,
+                },
+            },
             block_mask: blockflash_block_mask {
                 row_ptr: ptr::null(),
                 col_idx: ptr::null(),

@@ -20,12 +20,13 @@ typedef struct blockflash_window {
 typedef struct blockflash_scores {
   const float* sink; /* [num_heads_q] logits without a value; may be null */
   float scale;       /* of the softmax, finite and positive */
-  float softcap;     /* 0 turns it off, else scores become softcap·tanh(score / softcap) */
-  /* Derived from these on the host: */
+  /* Derived from the options on the host. Neighbours are loaded together, so their order decides
+   * which of them take registers. */
   float scale_log2;         /* factor of q·k, or of a capped score, in the exponent of 2:
                                log2(e)·scale, or log2(e) with a softcap */
   float inverse_scale_log2; /* 1 / scale_log2 */
   float scale_over_cap;     /* scale / softcap, 0 without a softcap */
+  float softcap; /* 0 turns it off, else scores become softcap·tanh(score / softcap) */
   blockflash_window window;
 } blockflash_scores;
 
