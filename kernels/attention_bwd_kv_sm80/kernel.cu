@@ -170,6 +170,10 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_bwd_params params
   const LaneAddress<kChunks> q_rows_lane(ring, row_major.row, row_major.chunk + warp_d * kDTiles);
   const LaneAddress<kExchangeChunks> p_lane(exchange, warp_row + row_major.row, row_major.chunk);
 
+  // From a register: read where it is used, it takes more of them.
+  blockflash_scores scores = p.scores;
+  scores.scale_log2 = ptx::opaque(scores.scale_log2);
+
   Gradient dk, dv;
   clear(dk), clear(dv);
 #pragma unroll 1
@@ -192,11 +196,9 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_bwd_params params
         const int rows = work.seqlen_q - first;
         // At 64 the kernel is short of registers.
         const QCopy copy = Config::head_dim == 64 ? q_copy.anew() : q_copy;
-        // Columns that exist are not kept either.
-        copy.start(stage, q + first * p.q_stride_seq, p.q_stride_seq, rows,
-                   ptx::opaque(p.head_dim_qk));
+        copy.start(stage, q + first * p.q_stride_seq, p.q_stride_seq, rows, p.head_dim_qk);
         copy.start(stage + kQTileBytes, d_o + first * params.d_o_stride_seq, params.d_o_stride_seq,
-                   rows, ptx::opaque(p.head_dim_v));
+                   rows, p.head_dim_v);
         if (threadIdx.x < Config::block_q) {
           const uint32_t to = stage + 2 * kQTileBytes + threadIdx.x * 4;
           ptx::cp_async_ca_4(to, params.negative_logs + statistics + first + threadIdx.x);
@@ -232,7 +234,7 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_bwd_params params
                                             stage + kQTileBytes);
       const auto differentiate_by = [&](auto pairs, auto masked) {
         differentiate_tile<decltype(pairs)::value, decltype(masked)::value>(
-            s, dp, p.scores, ring + stage + 2 * kQTileBytes + part * 4, range,
+            s, dp, scores, ring + stage + 2 * kQTileBytes + part * 4, range,
             work.k_begin + warp_row, first_query[0] + part, kIsShort ? ptx::opaque(lane) : lane);
       };
       const bool masked =

@@ -10,9 +10,9 @@
 #include <stdint.h>
 
 #include "blockflash/attention/exponent.cuh"
-#include "blockflash/params/scores.h"
 #include "blockflash/attention/visible.cuh"
 #include "blockflash/mma/fragment.cuh"
+#include "blockflash/params/scores.h"
 #include "blockflash/ptx/math.cuh"
 #include "blockflash/ptx/opaque.cuh"
 

@@ -10,7 +10,8 @@ constexpr int kHeads = 2;  // of queries; they share the keys of one
 blockflash_attention_fwd_params params;
 
 struct Problem {
-  int seqlen_q, seqlen_kv, head_dim;
+  int seqlen_q, seqlen_kv;
+  int qk, dv;       // columns of q and k, and of v and o
   int left, right;  // sides of the window, from the last query and the last key on
   float peak;       // factor of the queries: peaked rows move the reference of the softmax
   float softcap;
@@ -20,10 +21,12 @@ struct Problem {
 constexpr int kAll = BLOCKFLASH_WINDOW_UNBOUNDED;
 constexpr int kQ = Config::block_q, kKv = Config::block_kv, kD = Config::head_dim;
 const Problem kProblems[] = {
-    {kQ + 6, 2 * kKv + 2, kD, kAll, 0, 1, 0, false, false},
-    {kQ, 3 * kKv + 9, kD, kAll, 0, 30, 0, true, false},
-    {9, 3 * kKv - 9, kD - 8, kAll, kAll, 8, 0, false, true},
-    {40, 2 * kKv + 30, kD, kKv + 3, 5, 3, 20, true, true},
+    {kQ + 6, 2 * kKv + 2, kD, kD, kAll, 0, 1, 0, false, false},
+    {kQ, 3 * kKv + 9, kD, kD, kAll, 0, 30, 0, true, false},
+    {9, 3 * kKv - 9, kD - 8, kD - 8, kAll, kAll, 8, 0, false, true},
+    {40, 2 * kKv + 30, kD, kD, kKv + 3, 5, 3, 20, true, true},
+    {40, 2 * kKv + 30, kD, kD - 24, kKv + 3, 5, 3, 20, true, true},
+    {kQ + 6, kKv + 9, kD - 24, kD, kAll, 0, 1, 0, false, false},
 };
 
 struct Expected {
@@ -32,18 +35,17 @@ struct Expected {
 
 Expected reference(const Problem& problem, const Tensor<Element>& q, const Tensor<Element>& k,
                    const Tensor<Element>& v, const float* sink) {
-  const auto [seqlen_q, seqlen_kv, head_dim, left, right, peak, cap, has_sink, nonfinite] = problem;
+  const auto [seqlen_q, seqlen_kv, qk, dv, left, right, peak, cap, has_sink, nonfinite] = problem;
   Expected expected{{}, std::vector<double>(kHeads * seqlen_q)};
   for (int row = 0; row < seqlen_q * kHeads; ++row) {
     const int64_t diagonal = row / kHeads + seqlen_kv - seqlen_q;
-    std::vector<double> scores(seqlen_kv, -INFINITY), o(head_dim);
+    std::vector<double> scores(seqlen_kv, -INFINITY), o(dv);
     double largest = sink ? sink[row % kHeads] : -INFINITY;
     for (int64_t key = 0; key < seqlen_kv; ++key) {
       if (key < diagonal - left || key > diagonal + right) continue;
       double score = 0;
-      for (int d = 0; d < head_dim; ++d)
-        score += q.at(row * head_dim + d) * k.at(key * head_dim + d);
-      score *= params.softmax_scale;
+      for (int d = 0; d < qk; ++d) score += q.at(row * qk + d) * k.at(key * qk + d);
+      score *= params.scores.scale;
       scores[key] = cap > 0 ? cap * tanh(score / cap) : score;
       largest = std::max(largest, scores[key]);
     }
@@ -52,7 +54,7 @@ Expected reference(const Problem& problem, const Tensor<Element>& q, const Tenso
       if (scores[key] == -INFINITY) continue;
       const double weight = exp(scores[key] - largest);
       sum += weight;
-      for (int d = 0; d < head_dim; ++d) o[d] += weight * v.at(key * head_dim + d);
+      for (int d = 0; d < dv; ++d) o[d] += weight * v.at(key * dv + d);
     }
     for (double x : o) expected.o.push_back(sum == 0 ? 0 : x / sum);
     expected.lse[row % kHeads * seqlen_q + row / kHeads] =
@@ -62,33 +64,37 @@ Expected reference(const Problem& problem, const Tensor<Element>& q, const Tenso
 }
 
 void check(const Problem& problem, int number, std::mt19937& random) {
-  const int rows = problem.seqlen_q * kHeads, head_dim = problem.head_dim;
-  const Tensor<Element> q(rows * head_dim, random, problem.peak);
-  const Tensor<Element> k(problem.seqlen_kv * head_dim, random, 1);
-  const Tensor<Element> v(problem.seqlen_kv * head_dim, random, 1);
+  const int rows = problem.seqlen_q * kHeads, qk = problem.qk, dv = problem.dv;
+  const Tensor<Element> q(rows * qk, random, problem.peak);
+  const Tensor<Element> k(problem.seqlen_kv * qk, random, 1);
+  const Tensor<Element> v(problem.seqlen_kv * dv, random, 1);
   const Tensor<float> sink(kHeads, random, 2);
   if (problem.nonfinite) {
-    v.data[(problem.seqlen_kv - 2) * head_dim + 5] = Element(INFINITY);
-    v.data[(problem.seqlen_kv - 40) * head_dim + 7] = Element(-INFINITY);
-    v.data[problem.seqlen_kv / 2 * head_dim + 9] = Element(NAN);
+    v.data[(problem.seqlen_kv - 2) * dv + 5] = Element(INFINITY);
+    v.data[(problem.seqlen_kv - 40) * dv + 7] = Element(-INFINITY);
+    v.data[problem.seqlen_kv / 2 * dv + 9] = Element(NAN);
   }
   params = {};
   params.q = q.data, params.k = k.data, params.v = v.data;
-  params.sink = problem.sink ? sink.data : nullptr;
-  params.q_stride_seq = params.o_stride_seq = kHeads * head_dim;
-  params.q_stride_head = params.o_stride_head = head_dim;
-  params.k_stride_seq = params.v_stride_seq = head_dim;
+  params.q_stride_seq = kHeads * qk, params.o_stride_seq = kHeads * dv;
+  params.q_stride_head = qk, params.o_stride_head = dv;
+  params.k_stride_seq = qk, params.v_stride_seq = dv;
   params.lse_stride_head = problem.seqlen_q;
   params.batch = params.num_heads_kv = 1, params.num_heads_q = kHeads;
   params.seqlen_q = problem.seqlen_q, params.seqlen_kv = problem.seqlen_kv;
-  params.head_dim = head_dim;
-  params.window_left = problem.left, params.window_right = problem.right;
-  params.align_bottom_right = 1;
-  params.softmax_scale = 1 / sqrtf(head_dim), params.softcap = problem.softcap;
-  const Expected expected = reference(problem, q, k, v, params.sink);
+  params.head_dim_qk = qk, params.head_dim_v = dv;
+  blockflash_scores& scores = params.scores;
+  scores.sink = problem.sink ? sink.data : nullptr;
+  scores.scale = 1 / sqrtf(qk), scores.softcap = problem.softcap;
+  const bool capped = problem.softcap > 0;
+  scores.scale_log2 = blockflash::kLog2e * (capped ? 1 : scores.scale);
+  scores.inverse_scale_log2 = 1 / scores.scale_log2;
+  scores.scale_over_cap = capped ? scores.scale / scores.softcap : 0;
+  scores.window = {problem.left, problem.right, 1};
+  const Expected expected = reference(problem, q, k, v, scores.sink);
   const unsigned ctas = kHeads * ((problem.seqlen_q + kQ - 1) / kQ);
   in_every_schedule(random, [&](Run& run) {
-    const Tensor<Element> o(rows * head_dim, random, NAN);
+    const Tensor<Element> o(rows * dv, random, NAN);
     const Tensor<float> lse(rows, random, NAN);
     params.o = o.data, params.lse = lse.data;
     run.launch(ctas, [] { VARIANT_SYMBOL(params); });

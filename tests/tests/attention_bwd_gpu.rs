@@ -45,7 +45,7 @@ fn every_kernel() {
 /// A case that a kernel takes, whatever its step is: packed where it only writes zeros.
 fn case_of(tile: &AttentionBwdTile, seed: u64, seqlen: usize) -> AttentionCase {
     let simple =
-        AttentionCase::simple(tile.dtype, (4, 2), tile.head_dim as usize, (seqlen, seqlen + 90));
+        AttentionCase::simple(tile.types.q, (4, 2), tile.head_dims.qk, (seqlen, seqlen + 90));
     let lengths = match tile.step {
         Step::Zeros => {
             // The lengths of a graph may change, but not beyond the longest that were captured.
@@ -107,7 +107,7 @@ fn survives_any_offsets(
 ) -> Result<usize, Error> {
     const ROWS: usize = 150;
     const MARGIN: usize = 70;
-    let (heads, d) = ([2, 1], tile.head_dim as usize);
+    let (heads, d) = ([2, 1], tile.head_dims.qk);
     let shape = |heads| [ROWS + 2 * MARGIN, heads, d];
     let poisoned = |dtype, shape: &[usize]| {
         let mut tensor = Tensor::empty(stream, dtype, shape)?;
@@ -123,7 +123,7 @@ fn survives_any_offsets(
         };
         let bits: Vec<f16> =
             (0..shape(heads).iter().product()).map(|at| f16::from_bits(number(at))).collect();
-        match tile.dtype {
+        match tile.types.q {
             DType::F16 => Ok(Tensor::from_slice(stream, &bits, &shape(heads))?),
             _ => {
                 let bits: Vec<half::bf16> =
@@ -157,8 +157,8 @@ fn survives_any_offsets(
             Attention { mask, cu_seqlens, sink: Some(sink.view()), ..Attention::new(q, kv, kv) };
         let call = AttentionBackward { attention, o: q, lse: lse.view(), d_o: q };
         let bytes = workspace_bytes(kernel, &call.problem()?)?;
-        let mut dq = poisoned(tile.dtype, &shape(heads[0]))?;
-        let [mut dk, mut dv] = [(); 2].map(|()| poisoned(tile.dtype, &shape(heads[1])).unwrap());
+        let mut dq = poisoned(tile.types.q, &shape(heads[0]))?;
+        let [mut dk, mut dv] = [(); 2].map(|()| poisoned(tile.types.q, &shape(heads[1])).unwrap());
         let mut d_sink = Tensor::zeros(stream, DType::F32, &[heads[0]])?;
         let mut workspace = poisoned(DType::U8, &[bytes])?;
         let gradients = AttentionGradientsMut {
@@ -174,7 +174,7 @@ fn survives_any_offsets(
             let bits = blockflash_tests::host::download(stream, tensor).unwrap();
             let row = tensor.shape()[1] * d;
             let inside = |at: usize| inner.contains(&(at / row));
-            let is_nan = |bits: u32| blockflash_tests::number::decode(tile.dtype, bits).is_nan();
+            let is_nan = |bits: u32| blockflash_tests::number::decode(tile.types.q, bits).is_nan();
             let wrong = (0..bits.len()).find(|&at| inside(at) == is_nan(bits[at]));
             assert_eq!(wrong, None, "{name} of {}, offsets {offsets:?}", kernel.image_name());
             compared += 1;

@@ -13,8 +13,8 @@ use blockflash_tests::attention_decode::{
 use blockflash_tests::gpu::{Gpu, Report, gpu};
 use blockflash_tests::property;
 
-fn cases_of(dtype: DType, head_dim: u32) -> Vec<DecodeCase> {
-    let (dims, wide) = (dims_of_tile(head_dim), head_dim as usize);
+fn cases_of(dtype: DType, head_dim: usize) -> Vec<DecodeCase> {
+    let (dims, wide) = (dims_of_tile(head_dim), head_dim);
     let mut cases = decode_lengths(dtype, wide, 4200);
     cases.extend(decode_edges(dtype, dims[0]));
     cases.extend(decode_edges(dtype, wide));
@@ -40,7 +40,7 @@ fn every_kernel() {
             let story = |what: &'static str| {
                 move |error| format!("{what} of {}: {error}", kernel.image_name())
             };
-            let d = head_dim as usize;
+            let d = head_dim;
             for append in [false, true] {
                 report.run(kernel, || {
                     replays(dtype, d, append, kernel, stream, 1000).map_err(story("graph"))
@@ -62,7 +62,7 @@ fn every_kernel() {
 fn every_kernel_with_many_queries() {
     let Some(gpu) = gpu("attention_decode_gpu::every_kernel_with_many_queries") else { return };
     let check = |((dtype, head_dim), kernels): DecodeGroup, gpu: &Gpu, report: &mut Report| {
-        for case in decode_prefills(dtype, head_dim as usize) {
+        for case in decode_prefills(dtype, head_dim) {
             let data = DecodeData::generate(&case);
             let reference = decode_reference(&case, &data);
             for &(kernel, _) in &kernels {
@@ -71,7 +71,7 @@ fn every_kernel_with_many_queries() {
         }
         for (kernel, _) in kernels {
             let lengths = [(130, 300), (1, 40), (129, 64), (127, 777)];
-            let case = DecodeCase::simple(dtype, (64, 8), head_dim as usize, &lengths);
+            let case = DecodeCase::simple(dtype, (64, 8), head_dim, &lengths);
             report.run(kernel, || same_bits(&case, Choice::This(kernel), &gpu.stream));
         }
     };
@@ -124,7 +124,7 @@ fn every_kernel_that_takes_runs_of_splits() {
     let check = |((dtype, head_dim), kernels): DecodeGroup, gpu: &Gpu, report: &mut Report| {
         let takes_runs = |(_, tile): &&(_, CacheTile)| matches!(tile, CacheTile::Several(_));
         for &(kernel, _) in kernels.iter().filter(takes_runs) {
-            let (stream, d) = (&gpu.stream, head_dim as usize);
+            let (stream, d) = (&gpu.stream, head_dim);
             let runs =
                 [((16, 8), 2112, [11, 33]), ((16, 8), 6000, [2, 11]), ((4, 1), 31_000, [8, 33])];
             for (heads, keys, batches) in runs {
@@ -153,14 +153,13 @@ fn same_bits_of(
     stream: &Stream,
 ) -> Result<usize, String> {
     let lengths = [1, 0, 130, 4200, 777, 30_000].map(|keys| (1, keys));
-    let simple = DecodeCase::simple(tile.dtype(), (8, 2), tile.head_dim() as usize, &lengths);
+    let simple = DecodeCase::simple(tile.types().q, (8, 2), tile.head_dims().qk, &lengths);
     let case = DecodeCase { equal: true, ..simple };
     let choice = Choice::This(kernel);
     let alone: Result<usize, String> =
         [1, 24].into_iter().map(|times| alone_as_in_a_batch(&case, times, choice, stream)).sum();
     let long_runs = |[keys, times]: [usize; 2]| {
-        let simple =
-            DecodeCase::simple(tile.dtype(), (8, 2), tile.head_dim() as usize, &[(1, keys)]);
+        let simple = DecodeCase::simple(tile.types().q, (8, 2), tile.head_dims().qk, &[(1, keys)]);
         let layout = CacheLayout::Paged {
             page_size: 16,
             max_pages: keys / 16,

@@ -19,7 +19,7 @@ use std::collections::BTreeSet;
 const BUDGET: f64 = 3e8;
 
 fn cases_of(
-    (dtype, head_dim): (DType, u32),
+    (dtype, head_dim): (DType, usize),
     kernels: &[(&'static Kernel, AttentionTile)],
 ) -> Vec<AttentionCase> {
     let dims = dims_of_tile(head_dim);
@@ -223,7 +223,7 @@ fn beyond_31_bits(gpu: &Gpu, report: &mut Report) {
         for (kernel, _) in gpu
             .kernels()
             .filter_map(|kernel| Some((kernel, kernel.attention_tile()?)))
-            .filter(|(_, tile)| tile.dtype == dtype && tile.heads == 1)
+            .filter(|(_, tile)| tile.types.q == dtype && tile.heads == 1)
         {
             report.run(kernel, || {
                 let entries = qkv.view().slice(1, 0..SEQLEN).map_err(|error| error.to_string())?;

@@ -13,7 +13,7 @@ use blockflash_sys::BlockMaskKernel;
 use blockflash_sys::manifest::Variant;
 use blockflash_sys::params::{
     BLOCKFLASH_BLOCK_MASK_LIST, BLOCKFLASH_BLOCK_SOURCE_BOOL, BLOCKFLASH_WINDOW_UNBOUNDED,
-    blockflash_block_mask, blockflash_block_mask_build_params,
+    blockflash_block_mask, blockflash_block_mask_build_params, blockflash_window,
 };
 use blockflash_tests::gpu::{Gpu, gpu, say, wait};
 use half::bf16;
@@ -280,9 +280,11 @@ fn listing_before_choosing_lists_nothing() {
             seqlen_kv: 64 * cols as i32,
             block_q: 64,
             block_kv: 64,
-            window_left: BLOCKFLASH_WINDOW_UNBOUNDED,
-            window_right: BLOCKFLASH_WINDOW_UNBOUNDED,
-            align_bottom_right: 0,
+            window: blockflash_window {
+                left: BLOCKFLASH_WINDOW_UNBOUNDED,
+                right: BLOCKFLASH_WINDOW_UNBOUNDED,
+                align_bottom_right: 0,
+            },
         };
         let config = LaunchConfig::of(kernel, (heads * rows.div_ceil(slab_rows)) as u32, false);
         let operands = BlockMaskBuildOperands {

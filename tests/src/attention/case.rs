@@ -138,7 +138,7 @@ impl AttentionCase {
     pub fn of_tile(tile: &AttentionTile, heads: (usize, usize), seqlen: (usize, usize)) -> Self {
         Self {
             lse: tile.lse.suits(true),
-            ..Self::simple(tile.dtype, heads, tile.head_dim as usize, seqlen)
+            ..Self::simple(tile.types.q, heads, tile.head_dims.qk, seqlen)
         }
     }
 

@@ -13,10 +13,10 @@ use std::collections::BTreeMap;
 
 /// Kernels with their tiles, by element type and head dimension. The kernels of a group compute the
 /// same problems, so they share cases and references.
-pub type KernelGroup = ((DType, u32), Vec<(&'static Kernel, AttentionTile)>);
+pub type KernelGroup = ((DType, usize), Vec<(&'static Kernel, AttentionTile)>);
 
 /// All groups.
-pub type KernelGroups = BTreeMap<(DType, u32), Vec<(&'static Kernel, AttentionTile)>>;
+pub type KernelGroups = BTreeMap<(DType, usize), Vec<(&'static Kernel, AttentionTile)>>;
 
 /// The attention kernels that a GPU can run.
 pub fn kernel_groups(gpu: &Gpu) -> KernelGroups {
@@ -24,17 +24,17 @@ pub fn kernel_groups(gpu: &Gpu) -> KernelGroups {
     for (kernel, tile) in
         gpu.kernels().filter_map(|kernel| Some((kernel, kernel.attention_tile()?)))
     {
-        groups.entry((tile.dtype, tile.head_dim)).or_default().push((kernel, tile));
+        groups.entry((tile.types.q, tile.head_dims.qk)).or_default().push((kernel, tile));
     }
     groups
 }
 
 /// Head dimensions for which a tile is the narrowest.
-pub fn dims_of_tile(head_dim: u32) -> Vec<usize> {
+pub fn dims_of_tile(head_dim: usize) -> Vec<usize> {
     let widths =
-        manifest::kernels().iter().filter_map(Kernel::attention_tile).map(|tile| tile.head_dim);
+        manifest::kernels().iter().filter_map(Kernel::attention_tile).map(|tile| tile.head_dims.qk);
     let narrower = widths.filter(|&width| width < head_dim).max().unwrap_or(0);
-    head_dims(narrower as usize + 1..=head_dim as usize)
+    head_dims(narrower + 1..=head_dim)
 }
 
 /// Whether a kernel can compute cases with offsets of sequences or lists of blocks.

@@ -18,10 +18,10 @@ use std::collections::BTreeMap;
 
 /// Kernels with their tiles, by element type and head dimension. The kernels of a group compute the
 /// same problems, so they share cases and references.
-pub type BackwardGroup = ((DType, u32), Vec<(&'static Kernel, AttentionBwdTile)>);
+pub type BackwardGroup = ((DType, usize), Vec<(&'static Kernel, AttentionBwdTile)>);
 
 /// All groups.
-pub type BackwardGroups = BTreeMap<(DType, u32), Vec<(&'static Kernel, AttentionBwdTile)>>;
+pub type BackwardGroups = BTreeMap<(DType, usize), Vec<(&'static Kernel, AttentionBwdTile)>>;
 
 /// The kernels of the attention backward that a GPU can run.
 pub fn backward_groups(gpu: &Gpu) -> BackwardGroups {
@@ -29,21 +29,23 @@ pub fn backward_groups(gpu: &Gpu) -> BackwardGroups {
     for (kernel, tile) in
         gpu.kernels().filter_map(|kernel| Some((kernel, kernel.attention_bwd_tile()?)))
     {
-        groups.entry((tile.dtype, tile.head_dim)).or_default().push((kernel, tile));
+        groups.entry((tile.types.q, tile.head_dims.qk)).or_default().push((kernel, tile));
     }
     groups
 }
 
 /// Head dimensions for which a tile is the narrowest.
-pub(crate) fn dims_of_tile(head_dim: u32) -> Vec<usize> {
-    let widths =
-        manifest::kernels().iter().filter_map(Kernel::attention_bwd_tile).map(|tile| tile.head_dim);
+pub(crate) fn dims_of_tile(head_dim: usize) -> Vec<usize> {
+    let widths = manifest::kernels()
+        .iter()
+        .filter_map(Kernel::attention_bwd_tile)
+        .map(|tile| tile.head_dims.qk);
     let narrower = widths.filter(|&width| width < head_dim).max().unwrap_or(0);
-    head_dims(narrower as usize + 1..=head_dim as usize)
+    head_dims(narrower + 1..=head_dim)
 }
 
 /// Edges of tiles, every option, layouts, packed sequences and block masks.
-pub fn cases_of(dtype: DType, head_dim: u32) -> Vec<AttentionCase> {
+pub fn cases_of(dtype: DType, head_dim: usize) -> Vec<AttentionCase> {
     let dims = dims_of_tile(head_dim);
     let (narrow, wide) = (dims[0], dims[dims.len() - 1]);
     let mut cases = edge_cases(dtype, &dims, 64, 64);

@@ -14,13 +14,13 @@ use blockflash_sys::Kernel;
 use std::collections::BTreeMap;
 
 /// Kernels with their tiles, by element type and head dimension.
-pub type DecodeGroup = ((DType, u32), Vec<(&'static Kernel, CacheTile)>);
+pub type DecodeGroup = ((DType, usize), Vec<(&'static Kernel, CacheTile)>);
 
 /// The kernels that a GPU can run.
 pub fn decode_groups(gpu: &Gpu) -> Vec<DecodeGroup> {
     let mut groups: BTreeMap<_, Vec<_>> = BTreeMap::new();
     for (kernel, tile) in gpu.kernels().filter_map(|kernel| Some((kernel, tile(kernel)?))) {
-        groups.entry((tile.dtype(), tile.head_dim())).or_default().push((kernel, tile));
+        groups.entry((tile.types().q, tile.head_dims().qk)).or_default().push((kernel, tile));
     }
     groups.into_iter().collect()
 }

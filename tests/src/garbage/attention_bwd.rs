@@ -44,10 +44,10 @@ impl Sizes {
         let heads_q = heads_kv * random.random_range(1..=2);
         Self {
             kernel: Choice(random.random_bool(0.75).then_some(kernel)),
-            dtype: tile.dtype,
+            dtype: tile.types.q,
             heads_q,
             heads_kv,
-            head_dim: one_of(&dims_of_tile(tile.head_dim), random),
+            head_dim: one_of(&dims_of_tile(tile.head_dims.qk), random),
             blocks: [one_of(&[64, 128], random), one_of(&[64, 128], random)],
             mask_heads: one_of(&[1, heads_kv, heads_q], random),
             softcap: random

@@ -67,12 +67,12 @@ impl Cached {
         let (lengths, table) = (some(capacity, batch), some(pages - 1, batch * max_pages));
         let lists = some(max_pages - 1, batch * heads_kv * max_pages);
         let counts = some(max_pages, batch);
-        let head_dim = one_of(&dims_of_tile(tile.head_dim()), random);
+        let head_dim = one_of(&dims_of_tile(tile.head_dims().qk), random);
         let pairs = one_of(&[RotaryPairs::Halves, RotaryPairs::Interleaved], random);
         let half = random.random_range(1..=head_dim / 2);
         Self {
             kernel: Choice(random.random_bool(0.75).then_some(kernel)),
-            dtype: tile.dtype(),
+            dtype: tile.types().q,
             heads: [heads_kv * one_of(&[1, 4, 7], random), heads_kv],
             head_dim,
             tokens: [total, one_of(&[most, most, most / 2 + 1, 3 * most + 7], random)],

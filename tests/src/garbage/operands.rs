@@ -67,10 +67,10 @@ impl Sizes {
         let asked = random.random();
         Self {
             kernel: Choice(random.random_bool(0.75).then_some(kernel)),
-            dtype: tile.dtype,
+            dtype: tile.types.q,
             heads_q,
             heads_kv,
-            head_dim: one_of(&dims_of_tile(tile.head_dim), random),
+            head_dim: one_of(&dims_of_tile(tile.head_dims.qk), random),
             blocks: [tile.block_q, tile.block_kv].map(|tile| {
                 let size = smallest_block(&[tile]);
                 size * random.random_range(1..=(BlockGeometry::MAX_BLOCK_SIZE / size).min(2))

@@ -86,8 +86,8 @@ proptest! {
                 mask.block_q.is_multiple_of(tile.block_q)
                     && mask.block_kv.is_multiple_of(tile.block_kv)
             };
-            tile.dtype == dtype
-                && tile.head_dim as usize >= head_dim
+            tile.types.q == dtype
+                && tile.head_dims.qk >= head_dim
                 && head_dim % 8 == 0
                 && block_mask.is_none_or(divides)
         }) && runs(kernel, &gpu);
@@ -122,7 +122,7 @@ proptest! {
                 prop_assert_eq!(config.block, kernel.threads());
                 prop_assert_eq!(config.smem_bytes, kernel.smem_bytes());
                 prop_assert_eq!(base.seqlen_q, sizes.1 as i32);
-                prop_assert_eq!(base.head_dim, head_dim as i32);
+                prop_assert_eq!([base.head_dim_qk, base.head_dim_v], [head_dim as i32; 2]);
                 let kernels = block_mask.map_or(0, |mask| sizes.1.div_ceil(mask.block_q as usize));
                 prop_assert_eq!(base.block_mask.rows as usize, kernels);
             }

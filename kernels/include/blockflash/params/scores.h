@@ -26,7 +26,7 @@ typedef struct blockflash_scores {
                                log2(e)·scale, or log2(e) with a softcap */
   float inverse_scale_log2; /* 1 / scale_log2 */
   float scale_over_cap;     /* scale / softcap, 0 without a softcap */
-  float softcap; /* 0 turns it off, else scores become softcap·tanh(score / softcap) */
+  float softcap;            /* 0 turns it off, else scores become softcap·tanh(score / softcap) */
   blockflash_window window;
 } blockflash_scores;
 
