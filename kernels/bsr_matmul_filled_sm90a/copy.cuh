@@ -54,7 +54,7 @@ __device__ __forceinline__ void copy(const Params& params, uint32_t smem, const 
       0;  // block columns of the previous tiles, and of this one up to the stage of the plan
 #pragma unroll 1
   for (int n = 0;; ++n) {
-    barriers.wait_announced(n);
+    barriers.wait_published(n);
     const Tile tile = Tile::load(smem, n);
     if (tile.group < 0) break;
     // The tile's panels that exist, and the range of them that this CTA loads.
@@ -66,11 +66,11 @@ __device__ __forceinline__ void copy(const Params& params, uint32_t smem, const 
       return i < tile.stages ? __ldg(plan + static_cast<int64_t>(tile.first_stage + i) * 32)
                              : make_int2(0, 0);
     };
-    bool asked = false;  // whether the next tile has been asked for
-    const auto ask = [&] {
+    bool requested = false;  // the next tile
+    const auto request = [&] {
       __syncwarp();
-      if (!asked && lane == 0) Cluster::ask(barriers.wanted_of(n + 1));
-      asked = true;
+      if (!requested && lane == 0) Cluster::request(barriers.requested_of(n + 1));
+      requested = true;
     };
     const auto copy_column = [&](uint32_t b, int column, uint32_t full) {
       const uint32_t to = b + first_panel * kPanelBytes;
@@ -90,7 +90,7 @@ __device__ __forceinline__ void copy(const Params& params, uint32_t smem, const 
     for (int i = 0; i < tile.stages; ++i) {
       const int2 now = next;
       next = load(i + 1);
-      if (tile.stages - i <= kAnnounceAhead) ask();
+      if (tile.stages - i <= kRequestAhead) request();
       const int columns = __shfl_sync(~0u, now.x, kSizeLane),
                 of_row = rank * kOwnRows + lane % kOwnRows;
       // The columns in which this lane's block row has blocks, and the first of them.
@@ -100,17 +100,18 @@ __device__ __forceinline__ void copy(const Params& params, uint32_t smem, const 
 #pragma unroll 1
       for (int c = (who + kCopyWarps - before % kCopyWarps) % kCopyWarps; c < columns;
            c += kCopyWarps) {
-        const int stage = (before + c) % kStages, column = __shfl_sync(~0u, now.x, kColumnLane + c);
-        const uint32_t full = barriers.full + 8 * stage, b = smem + stage * kStageBytes;
+        const PipelineState<kStages> at = PipelineState<kStages>::producer_at(before + c);
+        const int column = __shfl_sync(~0u, now.x, kColumnLane + c);
+        const uint32_t full = at.of(barriers.full), b = smem + at.stage * kStageBytes;
         const uint32_t rows = __ballot_sync(~0u, mine >> c & 1), owners = owners_of(rows);
         const bool last = i == tile.stages - 1 && c == columns - 1;
-        ptx::mbarrier_wait(barriers.empty + 8 * stage, ((before + c) / kStages & 1) ^ 1);
+        at.wait(barriers.empty);
         fill_with_zeros(b + kBBytes, rows_of(owners) & ~rows, lane);
         ptx::fence_proxy_async();  // makes the zeros visible to WGMMA
         __syncwarp();
         if (ptx::elect()) {
-          ptx::store_shared(stage_word(smem, stage), owners | static_cast<uint32_t>(last)
-                                                                  << Config::warpgroups);
+          ptx::store_shared(stage_word(smem, at.stage), owners | static_cast<uint32_t>(last)
+                                                                     << Config::warpgroups);
           ptx::mbarrier_arrive_expect_tx(full, panels * kPanelBytes + __popc(rows) * kBlockBytes);
           copy_column(b, column, full);
         }
@@ -122,7 +123,7 @@ __device__ __forceinline__ void copy(const Params& params, uint32_t smem, const 
       }
       before += columns;
     }
-    ask();
+    request();
   }
 }
 

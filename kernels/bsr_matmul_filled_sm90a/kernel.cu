@@ -51,11 +51,11 @@ struct Consumer {
   const Barriers barriers;
   const uint32_t smem;
   const int warpgroup;
-  RingPosition<kStages> at = {0, 0};
+  PipelineState<kStages> at = PipelineState<kStages>::consumer();
 
   static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
   __device__ __forceinline__ void release(int stage) const {
-    Cluster::release(barriers.empty + 8 * stage, lane());
+    Cluster::release(barrier_of(barriers.empty, stage), lane());
   }
 
   // acc += A·B over the stages of a tile, at least one.
@@ -131,17 +131,18 @@ struct Consumer {
     const uint32_t pages = smem + kSliceOffset + (warpgroup * 4 + warp) * kPages * kPageBytes;
     float* const slice = reinterpret_cast<float*>(smem_bytes + kSliceOffset +
                                                   (warpgroup * 4 + warp) * kPages * kPageBytes);
-    if (lane() == 0) Cluster::ask(barriers.wanted_of(1));  // the second slot holds no tile yet
+    if (lane() == 0)
+      Cluster::request(barriers.requested_of(1));  // the second slot holds no tile yet
     ptx::wait_for_predecessors();
 #pragma unroll 1
     for (int n = 0;; ++n) {
-      barriers.wait_announced(n);
+      barriers.wait_published(n);
       const Tile tile = Tile::load(smem, n);
       const int first_column = tile.first_column;
       const BsrPart part = Tile::part(smem, n);
       if (tile.group < 0) break;
       __syncwarp();
-      if (lane() == 0) Cluster::ask(barriers.wanted_of(n));
+      if (lane() == 0) Cluster::request(barriers.requested_of(n));
       // A row that does not exist is the first one beyond A.
       const int position = tile.group * kRows + warp_row / kBlock,
                 block_rows = static_cast<int>((p.m + kBlock - 1) / kBlock);

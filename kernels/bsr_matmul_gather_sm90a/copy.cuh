@@ -17,7 +17,7 @@ __device__ __forceinline__ void copy(const Params& params, uint32_t smem, const 
   uint32_t before = 0;  // stages of the previous tiles
 #pragma unroll 1
   for (int n = 0;; ++n) {
-    barriers.wait_announced(n);
+    barriers.wait_published(n);
     const Tile tile = Tile::load(smem, n);
     if (tile.group < 0) break;
     const int first_column = tile.first_column + rank * kBlockN, panel = first_column / 64;
@@ -28,11 +28,11 @@ __device__ __forceinline__ void copy(const Params& params, uint32_t smem, const 
       return i < tile.stages ? __ldg(plan + static_cast<int64_t>(tile.first_stage + i) * 32)
                              : make_int2(0, 0);
     };
-    bool asked = false;  // whether the next tile has been asked for
-    const auto ask = [&] {
+    bool requested = false;  // the next tile
+    const auto request = [&] {
       __syncwarp();
-      if (!asked && lane == 0) Cluster::ask(barriers.wanted_of(n + 1));
-      asked = true;
+      if (!requested && lane == 0) Cluster::request(barriers.requested_of(n + 1));
+      requested = true;
     };
     int i = (who + kCopyWarps - before % kCopyWarps) % kCopyWarps;
     int2 next = load(i);
@@ -40,14 +40,14 @@ __device__ __forceinline__ void copy(const Params& params, uint32_t smem, const 
     for (; i < tile.stages; i += kCopyWarps) {
       const int2 now = next;
       next = load(i + kCopyWarps);
-      if (tile.stages - i <= kAnnounceAhead) ask();
-      const int stage = (before + i) % kStages;
-      const uint32_t full = barriers.full + 8 * stage, b = smem + stage * kStageBytes;
+      if (tile.stages - i <= kRequestAhead) request();
+      const PipelineState<kStages> at = PipelineState<kStages>::producer_at(before + i);
+      const uint32_t full = at.of(barriers.full), b = smem + at.stage * kStageBytes;
       const int columns = __shfl_sync(~0u, now.x, kSizeLane),
                 blocks = __shfl_sync(~0u, now.y, kSizeLane);
       predecessors.wait();
-      ptx::mbarrier_wait(barriers.empty + 8 * stage, ((before + i) / kStages & 1) ^ 1);
-      if (lane < kRows) ptx::store_shared(stage_word(smem, stage, lane), now.y);
+      at.wait(barriers.empty);
+      if (lane < kRows) ptx::store_shared(stage_word(smem, at.stage, lane), now.y);
       __syncwarp();
       if (ptx::elect())
         ptx::mbarrier_arrive_expect_tx(full, columns * panels * kPanelBytes + blocks * kBlockBytes);
@@ -73,7 +73,7 @@ __device__ __forceinline__ void copy(const Params& params, uint32_t smem, const 
       }
       __syncwarp();
     }
-    ask();
+    request();
     before += tile.stages;
   }
 }

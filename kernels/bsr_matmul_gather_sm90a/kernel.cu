@@ -39,7 +39,7 @@ struct Consumer {
   const uint32_t smem;
   const int warp, lane;
   uint32_t a_lane, b_lane;  // offsets of the addresses that this lane passes to ldmatrix
-  RingPosition<kStages> at = {0, 0};
+  PipelineState<kStages> at = PipelineState<kStages>::consumer();
 
   // Rows of a block are short: kPitch of them share 128 bytes, so eight rows at the same chunk of
   // 16 bytes would meet in few banks. Each row therefore reads its chunks in an order XOR-ed with
@@ -125,7 +125,7 @@ struct Consumer {
       }
       // The MMAs have been issued, so their fragments have been read.
       __syncwarp();
-      Cluster::release(barriers.empty + 8 * at.stage, lane);
+      Cluster::release(at.of(barriers.empty), lane);
       at.advance();
     }
   }
@@ -134,17 +134,17 @@ struct Consumer {
     const blockflash_bsr_matmul_params& p = params.base;
     float* const slice =
         reinterpret_cast<float*>(smem_bytes + kSliceOffset) + warp * 16 * kSliceStride;
-    if (lane == 0) Cluster::ask(barriers.wanted_of(1));  // the second slot holds no tile yet
+    if (lane == 0) Cluster::request(barriers.requested_of(1));  // the second slot holds no tile yet
     ptx::wait_for_predecessors();
 #pragma unroll 1
     for (int n = 0;; ++n) {
-      barriers.wait_announced(n);
+      barriers.wait_published(n);
       const Tile tile = Tile::load(smem, n);
       const int first_column = tile.first_column + Cluster::rank() * kBlockN;
       const BsrPart part = Tile::part(smem, n);
       if (tile.group < 0) break;
       __syncwarp();
-      if (lane == 0) Cluster::ask(barriers.wanted_of(n));
+      if (lane == 0) Cluster::request(barriers.requested_of(n));
       // A row that does not exist is the first one beyond A.
       const int position = tile.group * kRows + warp / kWarpsPerRow,
                 block_rows = static_cast<int>((p.m + kBlock - 1) / kBlock);

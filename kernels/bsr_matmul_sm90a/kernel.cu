@@ -14,7 +14,7 @@
 #include "blockflash/params/bsr.h"
 #include "blockflash/ptx/launch.cuh"
 #include "blockflash/ptx/wgmma.cuh"
-#include "pipeline.cuh"
+#include "producer.cuh"
 
 namespace blockflash {
 namespace {
@@ -45,11 +45,11 @@ struct Consumer {
   const Barriers barriers;
   const uint32_t smem;
   const int warpgroup;
-  RingPosition<kStages> at = {0, 0};
+  PipelineState<kStages> at = PipelineState<kStages>::consumer();
 
   static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
   __device__ __forceinline__ void release(int stage) const {
-    Cluster::release(barriers.empty + 8 * stage, lane());
+    Cluster::release(barrier_of(barriers.empty, stage), lane());
   }
 
   // acc += A·B over `steps` stages, or up to the stage that is marked as the last of the tile.
@@ -103,11 +103,12 @@ struct Consumer {
     const uint32_t pages = smem + kStagingOffset + (warpgroup * 4 + warp) * kPages * kPageBytes;
     float* const slice = reinterpret_cast<float*>(smem_bytes + kStagingOffset) +
                          (warpgroup * 4 + warp) * 16 * kSliceStride;
-    if (lane() == 0) Cluster::ask(barriers.wanted_of(1));  // the second slot holds no tile yet
+    if (lane() == 0)
+      Cluster::request(barriers.requested_of(1));  // the second slot holds no tile yet
     ptx::wait_for_predecessors();
 #pragma unroll 1
     for (int n = 0;; ++n) {
-      barriers.wait_announced(n);
+      barriers.wait_published(n);
       const uint32_t slot = slot_of(smem, n);
       int blocks = 0;
 #pragma unroll
@@ -121,7 +122,7 @@ struct Consumer {
       const int position = kSplits ? ptx::load_shared(slot + kPartInSlot + 4) : 0;
       if (BlockRow::load(slot).index < 0) break;
       __syncwarp();
-      if (lane() == 0) Cluster::ask(barriers.wanted_of(n));
+      if (lane() == 0) Cluster::request(barriers.requested_of(n));
       float acc[kN / 2] = {};
       multiply(acc, blocks * kSteps);
       if constexpr (kSplits) {

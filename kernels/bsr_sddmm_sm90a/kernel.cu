@@ -13,7 +13,7 @@
 #include "blockflash/params/bsr.h"
 #include "blockflash/ptx/launch.cuh"
 #include "blockflash/ptx/wgmma.cuh"
-#include "pipeline.cuh"
+#include "producer.cuh"
 
 namespace blockflash {
 namespace {
@@ -92,11 +92,11 @@ struct Consumer {
   const Barriers barriers;
   const uint32_t smem;
   const int warpgroup;
-  RingPosition<kStages> at = {0, 0};
+  PipelineState<kStages> at = PipelineState<kStages>::consumer();
 
   static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
   __device__ __forceinline__ void release(int stage) const {
-    if (lane() == 0) ptx::mbarrier_arrive(barriers.empty + 8 * stage);
+    if (lane() == 0) ptx::mbarrier_arrive(barrier_of(barriers.empty, stage));
   }
 
   // Releases the stages of a tile unread.
@@ -163,15 +163,15 @@ struct Consumer {
   __device__ __forceinline__ void run() {
     const int steps = p.k / kDepth + (p.k % kDepth != 0), first = warpgroup / kRowGroups * 2;
     if (lane() == 0)
-      ptx::mbarrier_arrive(barriers.wanted_of(1));  // the second slot holds no tile yet
+      ptx::mbarrier_arrive(barriers.requested_of(1));  // the second slot holds no tile yet
     ptx::wait_for_predecessors();
 #pragma unroll 1
     for (int n = 0;; ++n) {
-      barriers.wait_announced(n);
+      barriers.wait_published(n);
       const Tile tile = Tile::load(slot_of(smem, n));
       if (tile.block_row < 0) break;
       __syncwarp();
-      if (lane() == 0) ptx::mbarrier_arrive(barriers.wanted_of(n));
+      if (lane() == 0) ptx::mbarrier_arrive(barriers.requested_of(n));
       // Shuffled, or the assembler takes the branches for divergent ones and serialises the WGMMAs.
       const int mine = __shfl_sync(~0u, tile.blocks, 0) - first;
       if (mine <= 0) {

@@ -1,7 +1,7 @@
 // Clusters of the persistent BSR kernels: CTAs with neighbouring tiles of C in the same block rows,
 // for which L2 delivers each block of A once. These kernels are bound by L2 bandwidth.
 //
-// The first CTA takes the tiles of all CTAs and announces them. Each CTA loads its share of A into
+// The first CTA takes the tiles of all CTAs and publishes them. Each CTA loads its share of A into
 // all of them, and its own B. A stage is empty when the consumers of all CTAs have read it.
 #pragma once
 
@@ -28,7 +28,7 @@ struct BsrCluster {
   static __device__ __forceinline__ void end() { ptx::cluster_sync(); }
 
   // The first CTA sends words to all CTAs, where they are counted as bytes at an mbarrier, and
-  // announces how many bytes to expect.
+  // publishes them: says how many bytes to expect.
   static __device__ __forceinline__ void store(uint32_t at, uint32_t x, uint32_t barrier) {
 #pragma unroll
     for (int r = 0; r < size; ++r)
@@ -39,13 +39,13 @@ struct BsrCluster {
     for (int r = 0; r < size; ++r)
       ptx::store_async_int4(ptx::map_shared(at, r), v, ptx::map_shared(barrier, r));
   }
-  static __device__ __forceinline__ void announce(uint32_t barrier, uint32_t bytes) {
+  static __device__ __forceinline__ void publish(uint32_t barrier, uint32_t bytes) {
 #pragma unroll
     for (int r = 0; r < size; ++r)
       ptx::mbarrier_arrive_expect_tx_remote(ptx::map_shared(barrier, r), bytes);
   }
-  // Any CTA tells the first one.
-  static __device__ __forceinline__ void ask(uint32_t barrier) {
+  // Any CTA requests a tile from the first one.
+  static __device__ __forceinline__ void request(uint32_t barrier) {
     ptx::mbarrier_arrive_remote(ptx::map_shared(barrier, 0));
   }
 
@@ -81,10 +81,12 @@ struct BsrCluster<1> {
   static __device__ __forceinline__ void store_int4(uint32_t at, int4 v, uint32_t) {
     ptx::store_shared_int4(at, v);
   }
-  static __device__ __forceinline__ void announce(uint32_t barrier, uint32_t) {
+  static __device__ __forceinline__ void publish(uint32_t barrier, uint32_t) {
     ptx::mbarrier_arrive(barrier);
   }
-  static __device__ __forceinline__ void ask(uint32_t barrier) { ptx::mbarrier_arrive(barrier); }
+  static __device__ __forceinline__ void request(uint32_t barrier) {
+    ptx::mbarrier_arrive(barrier);
+  }
   static __device__ __forceinline__ void release(uint32_t barrier, int lane) {
     if (lane == 0) ptx::mbarrier_arrive(barrier);
   }

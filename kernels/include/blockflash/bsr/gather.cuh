@@ -3,11 +3,11 @@
 //
 // The block rows of a tile form a group and share B, which is loaded once for the union of their
 // block columns, cut into stages by the plan of the pattern. One thread of the producer warpgroup
-// schedules: it takes the next tile, looks up the stages of its group and announces it in a slot.
+// schedules: it takes the next tile, looks up the stages of its group and publishes it in a slot.
 // Three warps load: they take the stages of the ring in turns (copy.cuh beside each kernel).
 //
 // There is no circular wait. A stage is filled when the consumers have emptied it, which takes only
-// earlier stages. A tile is announced when all loading warps have asked for it, at the latest at
+// earlier stages. A tile is published when all loading warps have requested it, at the latest at
 // the end of the previous tile, and when the consumers have read the slot's previous tile, which
 // takes only earlier tiles.
 #pragma once
@@ -21,7 +21,7 @@
 #include "blockflash/ptx/elect.cuh"
 #include "blockflash/ptx/shared.cuh"
 #include "blockflash/ptx/tensor_copy.cuh"
-#include "blockflash/ring.cuh"
+#include "blockflash/scheduler.cuh"
 
 namespace blockflash {
 
@@ -54,13 +54,13 @@ static_assert(kSlots >= kOwnRows,
 static_assert(kStageBytes % 1024 == 0, "panels are aligned to the swizzle");
 
 // The ring's mbarriers lie behind the ring, followed by the slots and the words of the stages.
-struct Barriers : RingBarriers<kStages> {
+struct Barriers : PersistentBarriers<kStages> {
   __device__ __forceinline__ explicit Barriers(uint32_t smem)
-      : RingBarriers(smem + kStages * kStageBytes) {}
+      : PersistentBarriers(smem + kStages * kStageBytes) {}
 
   __device__ __forceinline__ void init() const {
-    RingBarriers::init(kConsumerWarps * Config::cluster,
-                       (kConsumerWarps + kCopyWarps) * Config::cluster);
+    PersistentBarriers::init(kConsumerWarps * Config::cluster,
+                             (kConsumerWarps + kCopyWarps) * Config::cluster);
   }
 };
 constexpr int kStageWords = Config::filled ? 1 : kRows;
@@ -76,7 +76,7 @@ __device__ __forceinline__ uint32_t stage_word(uint32_t smem, int stage, int row
   return smem + kRowsOffset + (stage * kStageWords + row) * 4;
 }
 
-// An announced tile of the cluster, or a part of it. A negative group says that there are no more.
+// A published tile of the cluster, or a part of it. A negative group says that there are no more.
 struct Tile {
   int first_stage, stages, first_column, group;
 
@@ -116,10 +116,10 @@ __device__ __forceinline__ void schedule(const Params& params, uint32_t smem,
 #pragma unroll 1
   for (int n = 0;; ++n) {
     if (n > 0) {
-      barriers.wait_wanted(n);
+      barriers.wait_requested(n);
       take_next();
     }
-    const uint32_t announced = barriers.announced_of(n);
+    const uint32_t published = barriers.published_of(n);
     Tile tile = {0, 0, 0, -1};
 #pragma unroll 1
     for (;; take_next()) {
@@ -130,13 +130,13 @@ __device__ __forceinline__ void schedule(const Params& params, uint32_t smem,
                 stages = params.group_stages[at.position + 1] - first;
       const BsrPart part = {place.part, parts_of(params, stages)};
       if (part.number >= part.count) continue;  // a tile that is shorter than others at its place
-      Cluster::store(Tile::slot(smem, n) + 16, part.word(), announced);
+      Cluster::store(Tile::slot(smem, n) + 16, part.word(), published);
       tile = {first + part.begin(stages), part.end(stages) - part.begin(stages), at.first_column,
               at.position};
       break;
     }
-    tile.store(smem, n, announced);
-    Cluster::announce(announced, tile.group < 0 ? 16 : 20);
+    tile.store(smem, n, published);
+    Cluster::publish(published, tile.group < 0 ? 16 : 20);
     if (tile.group < 0) break;
   }
   if (once) return;
@@ -146,7 +146,7 @@ __device__ __forceinline__ void schedule(const Params& params, uint32_t smem,
 
 // The next tile is prefetched when this many stages are left: early enough to hide the lookup, late
 // enough to keep dynamic load balancing.
-constexpr int kAnnounceAhead = 8;
+constexpr int kRequestAhead = 8;
 
 // A stage of the plan, described in params.h, is a pair of words per lane.
 constexpr int kColumnLane = 16, kSizeLane = kColumnLane + 8;

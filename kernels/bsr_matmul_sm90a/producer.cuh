@@ -9,7 +9,7 @@
 #include "blockflash/params/bsr.h"
 #include "blockflash/ptx/shared.cuh"
 #include "blockflash/ptx/tensor_copy.cuh"
-#include "blockflash/ring.cuh"
+#include "blockflash/scheduler.cuh"
 
 namespace blockflash {
 
@@ -37,16 +37,16 @@ constexpr int kConsumerWarps = 4 * Config::warpgroups;
 constexpr int kLoaders = 2;  // threads that issue TMA loads, one for A and one for B
 
 // The ring's mbarriers, and per stage a word with the block rows that have a block in it.
-struct Barriers : RingBarriers<kStages> {
+struct Barriers : PersistentBarriers<kStages> {
   uint32_t owners;
   __device__ __forceinline__ explicit Barriers(uint32_t at)
-      : RingBarriers(at), owners(wanted + 16) {}
+      : PersistentBarriers(at), owners(end()) {}
 
   __device__ __forceinline__ void init() const {
     static_assert(kBytes + 4 * kStages <= kSlotOffset - kBarrierOffset,
                   "barriers end before the slots");
-    RingBarriers::init(kConsumerWarps * Config::cluster,
-                       (kConsumerWarps + kLoaders) * Config::cluster);
+    PersistentBarriers::init(kConsumerWarps * Config::cluster,
+                             (kConsumerWarps + kLoaders) * Config::cluster);
   }
 };
 
@@ -88,9 +88,9 @@ static_assert(kPlacesInSlot + 4 * kRows <= (kSplits ? kPartInSlot : 64) && kRows
 
 // One thread of a cluster takes tiles and looks up their blocks, those of the first tile before the
 // predecessors in the stream are complete. It prefetches the next tile index
-// kAnnounceAhead blocks early: early enough to hide the lookup, late enough to keep dynamic load
+// kRequestAhead blocks early: early enough to hide the lookup, late enough to keep dynamic load
 // balancing.
-constexpr int kAnnounceAhead = 8 / kSteps;  // in blocks
+constexpr int kRequestAhead = 8 / kSteps;  // in blocks
 __device__ __forceinline__ void schedule(const Params& params, uint32_t smem,
                                          const Barriers& barriers) {
   const blockflash_bsr_matmul_params& p = params.base;
@@ -113,10 +113,10 @@ __device__ __forceinline__ void schedule(const Params& params, uint32_t smem,
 #pragma unroll 1
   for (int n = 0;; ++n) {
     if (n > 0) {
-      barriers.wait_wanted(n);
+      barriers.wait_requested(n);
       take_next();
     }
-    const uint32_t slot = slot_of(smem, n), announced = barriers.announced_of(n);
+    const uint32_t slot = slot_of(smem, n), published = barriers.published_of(n);
     BsrPlace place(params, tiles_m, tiles_n, index);
     // A tile that is shorter than others at its place has no such part.
     while (place.part > 0 && place.part >= parts_of(params, blocks_at(place)))
@@ -133,25 +133,25 @@ __device__ __forceinline__ void schedule(const Params& params, uint32_t smem,
           if constexpr (kSplits) {
             const int blocks = row.end_block - row.first_block;
             const BsrPart part = {place.part, parts_of(params, blocks)};
-            Cluster::store(slot + kPartInSlot, part.word(), announced),
-                Cluster::store(slot + kPartInSlot + 4, position, announced);
+            Cluster::store(slot + kPartInSlot, part.word(), published),
+                Cluster::store(slot + kPartInSlot + 4, position, published);
             row.end_block = row.first_block + part.end(blocks),
             row.first_block += part.begin(blocks);
             if (part.number > 0 && row.first_block < row.end_block)
               row.first_column = p.col_idx[row.first_block];
           }
         }
-        row.store(slot + 16 * r, announced);
+        row.store(slot + 16 * r, published);
         if constexpr (Config::a_transposed)
           Cluster::store(slot + kPlacesInSlot + 4 * r,
                          row.first_block < row.end_block ? params.block_idx[row.first_block] : 0,
-                         announced);
+                         published);
       }
-      Cluster::store(slot + kColumnInSlot, tile.first_column, announced);
+      Cluster::store(slot + kColumnInSlot, tile.first_column, published);
     } else {
-      BlockRow{-1, 0, 0, 0}.store(slot, announced);
+      BlockRow{-1, 0, 0, 0}.store(slot, published);
     }
-    Cluster::announce(announced, more ? kSlotBytes : 16);
+    Cluster::publish(published, more ? kSlotBytes : 16);
     if (!more) break;
   }
   if (once) return;
@@ -187,11 +187,10 @@ __device__ __forceinline__ void produce(const Params& params, uint32_t smem,
   // instead.
   const uint64_t policy = kBlockN >= 256 ? ptx::evict_first() : ptx::evict_normal();
   Predecessors predecessors;
-  int stage = 0;
-  uint32_t parity = 1;  // every stage is empty at first
+  PipelineState<kStages> at = PipelineState<kStages>::producer();
 #pragma unroll 1
   for (int n = 0;; ++n) {
-    barriers.wait_announced(n);
+    barriers.wait_published(n);
     const uint32_t slot = slot_of(smem, n);
     BlockRow rows[kRows];  // first_block and first_column advance
 #pragma unroll
@@ -208,7 +207,7 @@ __device__ __forceinline__ void produce(const Params& params, uint32_t smem,
         kBlockN, static_cast<int>(params.base.n) - first_column);  // columns of the tile that exist
     const int panels = columns <= 0 ? 0 : (columns + 63) / 64;
     const uint32_t b_bytes = Config::b_column_major ? columns * 128 : panels * kPanelBytes;
-    bool asked = false;  // whether the next tile has been asked for
+    bool requested = false;  // the next tile
 #pragma unroll 1
     for (;;) {
       int left = 0, column = INT32_MAX;
@@ -217,7 +216,8 @@ __device__ __forceinline__ void produce(const Params& params, uint32_t smem,
         left = max(left, rows[r].end_block - rows[r].first_block);
         if (rows[r].first_block < rows[r].end_block) column = min(column, rows[r].first_column);
       }
-      if (!asked && left <= kAnnounceAhead) asked = true, Cluster::ask(barriers.wanted_of(n + 1));
+      if (!requested && left <= kRequestAhead)
+        requested = true, Cluster::request(barriers.requested_of(n + 1));
       if (left == 0) break;
       int blocks[kRows];  // blocks in this column; -1: none
       uint32_t owners = 0, bytes = b_bytes;
@@ -240,12 +240,12 @@ __device__ __forceinline__ void produce(const Params& params, uint32_t smem,
       if (!loads_a || !params.values_settled) predecessors.wait();
 #pragma unroll 1
       for (int k = 0; k < kBlock; k += 64) {
-        const uint32_t full = barriers.full + 8 * stage, a = smem + stage * kStageBytes,
+        const uint32_t full = at.of(barriers.full), a = smem + at.stage * kStageBytes,
                        b = a + kABytes;
-        ptx::mbarrier_wait(barriers.empty + 8 * stage, parity);
+        at.wait(barriers.empty);
         if (loads_a) {
           if constexpr (kRows > 1)
-            ptx::store_shared(barriers.owners + 4 * stage, owners | last << kRows);
+            ptx::store_shared(barriers.owners + 4 * at.stage, owners | last << kRows);
           ptx::mbarrier_arrive_expect_tx(full, bytes);  // B may arrive before
 #pragma unroll
           for (int r = 0; r < kRows; ++r)
@@ -262,7 +262,7 @@ __device__ __forceinline__ void produce(const Params& params, uint32_t smem,
             ptx::tensor_copy_3d(b + i * kPanelBytes, &params.b_edge, (panel + i) * 64,
                                 column * kBlock + k, 0, full);
         }
-        if (++stage == kStages) stage = 0, parity ^= 1;
+        at.advance();
       }
     }
   }

@@ -9,7 +9,7 @@
 #include "blockflash/params/bsr.h"
 #include "blockflash/ptx/shared.cuh"
 #include "blockflash/ptx/tensor_copy.cuh"
-#include "blockflash/ring.cuh"
+#include "blockflash/scheduler.cuh"
 
 namespace blockflash {
 
@@ -33,12 +33,12 @@ static_assert(kSlotOffset + 2 * kSlotBytes <= Config::smem_bytes,
               "the manifest row has room for two tiles");
 
 // The ring's mbarriers.
-struct Barriers : RingBarriers<kStages> {
-  using RingBarriers::RingBarriers;
+struct Barriers : PersistentBarriers<kStages> {
+  using PersistentBarriers::PersistentBarriers;
 
   __device__ __forceinline__ void init() const {
     static_assert(kBytes <= kSlotOffset - kBarrierOffset, "barriers end before the slots");
-    RingBarriers::init(kConsumerWarps, kConsumerWarps + 1);
+    PersistentBarriers::init(kConsumerWarps, kConsumerWarps + 1);
   }
 };
 
@@ -72,9 +72,9 @@ __device__ __forceinline__ Tile find_tile(const Params& p, uint32_t index, int l
 }
 
 // One warp takes tiles and looks up their blocks, those of the first tile before the predecessors
-// in the stream are complete. It prefetches the next tile kAnnounceAhead stages early: early enough
+// in the stream are complete. It prefetches the next tile kRequestAhead stages early: early enough
 // to hide the lookup, late enough to keep dynamic load balancing.
-constexpr int kAnnounceAhead = 8;
+constexpr int kRequestAhead = 8;
 __device__ __forceinline__ void schedule(const Params& p, uint32_t smem, const Barriers& barriers,
                                          int lane) {
   const uint32_t tiles = p.nnz_blocks / kBlocks + block_rows_of<kBlock>(p);
@@ -82,7 +82,7 @@ __device__ __forceinline__ void schedule(const Params& p, uint32_t smem, const B
   uint32_t index = blockIdx.x;
 #pragma unroll 1
   for (int n = 0;; ++n) {
-    if (n > 0) barriers.wait_wanted(n);
+    if (n > 0) barriers.wait_requested(n);
     Tile tile = {-1, 0, 0, {}};
     for (bool take = n > 0;; take = true) {
       if (take) {
@@ -97,7 +97,7 @@ __device__ __forceinline__ void schedule(const Params& p, uint32_t smem, const B
     }
     if (lane == 0) {
       tile.store(slot_of(smem, n));
-      ptx::mbarrier_arrive(barriers.announced_of(n));
+      ptx::mbarrier_arrive(barriers.published_of(n));
     }
     if (tile.block_row < 0) break;
   }
@@ -122,22 +122,21 @@ __device__ __forceinline__ void copy_block(uint32_t smem, const blockflash_tenso
 // One thread issues the TMA loads. Elements beyond m, n and k arrive as zeros.
 __device__ __forceinline__ void produce(const Params& p, uint32_t smem, const Barriers& barriers) {
   Predecessors predecessors;
-  int stage = 0;
-  uint32_t parity = 1;  // every stage is empty at first
+  PipelineState<kStages> at = PipelineState<kStages>::producer();
 #pragma unroll 1
   for (int n = 0;; ++n) {
-    barriers.wait_announced(n);
+    barriers.wait_published(n);
     const Tile tile = Tile::load(slot_of(smem, n));
     if (tile.block_row < 0) break;
     predecessors.wait();
-    bool asked = false;  // whether the next tile has been asked for
+    bool requested = false;  // the next tile
 #pragma unroll 1
     for (int k = 0;; k += kDepth) {
-      if (!asked && p.k - k <= kAnnounceAhead * kDepth)
-        asked = true, ptx::mbarrier_arrive(barriers.wanted_of(n + 1));
+      if (!requested && p.k - k <= kRequestAhead * kDepth)
+        requested = true, ptx::mbarrier_arrive(barriers.requested_of(n + 1));
       if (k >= p.k) break;
-      const uint32_t full = barriers.full + 8 * stage, a = smem + stage * kStageBytes;
-      ptx::mbarrier_wait(barriers.empty + 8 * stage, parity);
+      const uint32_t full = at.of(barriers.full), a = smem + at.stage * kStageBytes;
+      at.wait(barriers.empty);
       ptx::mbarrier_arrive_expect_tx(full, (1 + tile.blocks) * kBlockBytes);
       copy_block<!Config::a_column_major>(a, &p.a, tile.block_row * kBlock, k, full);
 #pragma unroll
@@ -145,7 +144,7 @@ __device__ __forceinline__ void produce(const Params& p, uint32_t smem, const Ba
         if (i < tile.blocks)
           copy_block<Config::b_column_major>(a + (1 + i) * kBlockBytes, &p.b,
                                              tile.columns[i] * kBlock, k, full);
-      if (++stage == kStages) stage = 0, parity ^= 1;
+      at.advance();
     }
   }
 }
