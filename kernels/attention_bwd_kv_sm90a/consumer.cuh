@@ -16,7 +16,7 @@ __device__ __forceinline__ void consume(const Params& params, uint32_t smem,
                                         const Barriers& barriers, int warpgroup) {
   const blockflash_attention_fwd_params& p = params.base.base;
   const int warp_row = warpgroup * 64 + threadIdx.x / 32 % 4 * 16;
-  const Turns turns{warpgroup};
+  const GradientPingPong ping_pong{warpgroup};
   float s[kStreamRows / 2], dp[kStreamRows / 2], dk[kD / 2], dv[kD / 2];
   uint32_t p16[kStreamRows / 4], ds16[kStreamRows / 4];
 #pragma unroll
@@ -28,23 +28,23 @@ __device__ __forceinline__ void consume(const Params& params, uint32_t smem,
                  d_o = ptx::wgmma_low(smem + kSecondOffset),
                  d_o_rows = ptx::wgmma_low(smem + kSecondOffset, kStreamPanel);
 
-  turns.open();
-  Position<kStages> at(0);
+  ping_pong.open();
+  auto at = PipelineState<kStages>::consumer();
   int before = -1;  // stage of the tile before
   Fragments of_k, of_v;
   if constexpr (kKeysInRegisters) {
     at.wait(barriers.first);
-    if (announced(smem, 0) >= 0) {
-      ptx::mbarrier_wait(barriers.resident, 0), ptx::mbarrier_wait(barriers.resident + 8, 0);
+    if (published_row(smem, 0) >= 0) {
+      wait_full<1>(barriers.resident, 0), wait_full<1>(barrier_of(barriers.resident, 1), 0);
       load_fragments(of_k, smem), load_fragments(of_v, smem + kResidentBytes);
     }
   }
 #pragma unroll 1
   while (true) {
     at.wait(barriers.first);
-    const int first_query = announced(smem, at.stage);
+    const int first_query = published_row(smem, at.stage);
     if (first_query < 0) break;
-    if (!kKeysInRegisters && before < 0) ptx::mbarrier_wait(barriers.resident, 0);
+    if (!kKeysInRegisters && before < 0) wait_full<1>(barriers.resident, 0);
     const uint32_t stage = at.stage * (kStreamBytes >> 4);
     ptx::wgmma_fence();
     if constexpr (kKeysInRegisters)
@@ -56,19 +56,19 @@ __device__ __forceinline__ void consume(const Params& params, uint32_t smem,
     ptx::wgmma_pin(dk), ptx::wgmma_pin(dv);
     if (before >= 0) barriers.release(before);
     at.wait(barriers.second);
-    if (!kKeysInRegisters && before < 0) ptx::mbarrier_wait(barriers.resident + 8, 0);
+    if (!kKeysInRegisters && before < 0) wait_full<1>(barrier_of(barriers.resident, 1), 0);
     ptx::wgmma_fence();
     if constexpr (kKeysInRegisters)
       start_scores<kStreamRows>(dp, of_v, d_o + stage, kStreamPanel);
     else
       start_scores<kStreamRows>(dp, v, kResidentPanel, d_o + stage, kStreamPanel);
-    turns.end();
+    ping_pong.arrive();
     differentiate_scores<false>(s, dp, p16, ds16, p.scores,
                                 has_large<kStreamRows>(first_statistics(smem, at.stage)),
                                 visible_pairs(p, warp_row, first_query, kStreamRows),
                                 statistics_at(first_statistics(smem, at.stage)),
                                 statistics_at(second_statistics(smem, at.stage)), [] {});
-    turns.begin();
+    ping_pong.sync();
     ptx::wgmma_fence();
     start_gradient<kStreamRows / 16>(dv, p16, d_o_rows + stage);
     start_gradient<kStreamRows / 16>(dk, ds16, q_rows + stage);
@@ -76,7 +76,7 @@ __device__ __forceinline__ void consume(const Params& params, uint32_t smem,
     before = at.stage;
     at.advance();
   }
-  turns.close();
+  ping_pong.close();
   ptx::wgmma_wait_group<0>();
   ptx::wgmma_pin(dk), ptx::wgmma_pin(dv);
   store_dv(params.base, dv, warp_row);

@@ -9,10 +9,9 @@
 #include "blockflash/params/attention_bwd.h"
 #include "blockflash/ptx/tensor_prefetch.cuh"
 #include "consumer.cuh"
-#include "consumer_apart.cuh"
-#include "consumer_pair.cuh"
-#include "consumer_tall.cuh"
-#include "consumer_turns.cuh"
+#include "consumer_exchange.cuh"
+#include "consumer_specialized.cuh"
+#include "consumer_with_dq.cuh"
 
 namespace blockflash {
 namespace {
@@ -31,11 +30,11 @@ __device__ __forceinline__ void produce(const Params& params, uint32_t smem,
                                             static_cast<int>(work.kv_offset) + work.k_begin,
                                             work.head_kv, batch, barrier);
   };
-  const uint32_t first_arrives = packed ? barriers.cut_first : barriers.first,
-                 second_arrives = packed ? barriers.cut_second : barriers.second;
-  copy_resident(0, params.k, packed ? barriers.cut_resident : barriers.resident);
-  bool values_wanted = true;
-  Position<kStages> at(1);
+  const uint32_t first_arrives = packed ? barriers.loaded_first : barriers.first,
+                 second_arrives = packed ? barriers.loaded_second : barriers.second;
+  copy_resident(0, params.k, packed ? barriers.loaded_resident : barriers.resident);
+  bool loads_values = true;
+  auto at = PipelineState<kStages>::producer();
   int n = 0;  // number of the tile
 #pragma unroll 1
   for (int member = 0; member < head_group; ++member) {
@@ -58,27 +57,27 @@ __device__ __forceinline__ void produce(const Params& params, uint32_t smem,
       uint32_t rank = 0;  // found out before the stage is free
       if constexpr (Config::dq) rank = rank_at(params, work, first);
       at.wait(barriers.first_empty);
-      announce(smem, at.stage, first);
+      publish_tile(smem, at.stage, first);
       if constexpr (Config::dq)
-        TurnBarriers(smem).announce(n++, static_cast<int>((statistics + first) / kStatisticsTile),
-                                    rank, has_all_statistics(work.seqlen_q - first));
-      copy(first_arrives + 8 * at.stage, smem + kFirstOffset + at.stage * kStreamBytes, params.q,
+        DqBarriers(smem).publish(n++, static_cast<int>((statistics + first) / kStatisticsTile),
+                                 rank, has_all_statistics(work.seqlen_q - first));
+      copy(at.of(first_arrives), smem + kFirstOffset + at.stage * kStreamBytes, params.q,
            first_statistics(smem, at.stage), b.negative_logs);
-      if (values_wanted) copy_resident(1, params.v, barriers.resident + 8), values_wanted = false;
-      const int second = second_stage(at.stage);
-      ptx::mbarrier_wait(barriers.second_empty + 8 * second,
-                         kOneSecondStage ? at.stage ^ 1 : at.parity);
-      copy(second_arrives + 8 * second, smem + kSecondOffset + second * kStreamBytes, params.d_o,
-           second_statistics(smem, second), b.deltas);
+      if (loads_values)
+        copy_resident(1, params.v, barrier_of(barriers.resident, 1)), loads_values = false;
+      const auto second = second_state(at, true);
+      second.wait(barriers.second_empty);
+      copy(second.of(second_arrives), smem + kSecondOffset + second.stage * kStreamBytes,
+           params.d_o, second_statistics(smem, second.stage), b.deltas);
       at.advance();
     }
   }
   // Nobody waits for K where there are no tiles. Shared memory must not be given back before.
-  if (values_wanted) ptx::mbarrier_wait(barriers.resident, 0);
+  if (loads_values) wait_full<1>(barriers.resident, 0);
   at.wait(barriers.first_empty);
-  announce(smem, at.stage, -1);
-  if constexpr (Config::dq) TurnBarriers(smem).end(n);
-  ptx::mbarrier_arrive(first_arrives + 8 * at.stage);
+  publish_tile(smem, at.stage, -1);
+  if constexpr (Config::dq) DqBarriers(smem).end(n);
+  ptx::mbarrier_arrive(at.of(first_arrives));
 }
 
 // Loads the tiles of the blocks of keys of a persistent CTA until there are none. A block is drawn
@@ -86,7 +85,7 @@ __device__ __forceinline__ void produce(const Params& params, uint32_t smem,
 // a tile tells its stage and the phase.
 __device__ __forceinline__ void produce_blocks(const Params& params, uint32_t smem,
                                                const Barriers& barriers) {
-  const TurnBarriers turn_barriers(smem);
+  const DqBarriers dq_barriers(smem);
   const blockflash_attention_bwd_params& b = params.base;
   const blockflash_attention_fwd_params& p = b.base;
   const bool packed = p.cu_seqlens_q != nullptr;
@@ -94,20 +93,20 @@ __device__ __forceinline__ void produce_blocks(const Params& params, uint32_t sm
   uint32_t n = 0, loaded = 0;  // tiles, and blocks that have tiles
 #pragma unroll 1
   for (uint32_t number = 0;; ++number) {
-    const uint32_t of_block = 8 * (number % 2);
-    ptx::mbarrier_wait(turn_barriers.blocks_empty + of_block, number / 2 & 1 ^ 1);
+    const auto published = PipelineState<2>::producer_at(number);
+    published.wait(dq_barriers.blocks_empty);
     Block& block = Block::at(number);
     const Keys& work = block.keys;
     if (!draw_block(params, block.keys)) {
       block.all_tiles = -1;
-      ptx::mbarrier_wait(barriers.first_empty + 8 * (n % 2), n / 2 & 1 ^ 1);
-      turn_barriers.end(n);
-      ptx::mbarrier_arrive(turn_barriers.blocks + of_block);
+      wait_empty<2>(barriers.first_empty, n);
+      dq_barriers.end(n);
+      ptx::mbarrier_arrive(published.of(dq_barriers.blocks));
       return;
     }
     block.find_tiles(params);
-    block.resident_parity = loaded & 1;
-    ptx::mbarrier_arrive(turn_barriers.blocks + of_block);
+    block.resident_phase = loaded & 1;
+    ptx::mbarrier_arrive(published.of(dq_barriers.blocks));
     if (block.tiles == 0) continue;
 
     const int batch = packed ? 0 : work.batch;
@@ -119,7 +118,7 @@ __device__ __forceinline__ void produce_blocks(const Params& params, uint32_t sm
       ptx::tensor_prefetch_4d(&params.v, panel * 64, first_key, work.head_kv, batch);
     }
     const auto copy_resident = [&](int which, const blockflash_tensor_map& map, uint32_t barrier) {
-      ptx::mbarrier_wait(turn_barriers.resident_empty + 8 * which, loaded & 1 ^ 1);
+      wait_empty<1>(barrier_of(dq_barriers.resident_empty, which), loaded);
       ptx::mbarrier_arrive_expect_tx(barrier, kResidentBytes);
       copy_tile<kResidentRows, kResidentRows>(smem + which * kResidentBytes, map, first_key,
                                               work.head_kv, batch, barrier);
@@ -132,7 +131,7 @@ __device__ __forceinline__ void produce_blocks(const Params& params, uint32_t sm
       for (int i = 0; i < block.tiles; ++i) {
         const int first = (block.first_tile + i) * kStreamRows;
         const int tile = statistics + first / kStatisticsTile;
-        const uint32_t stage = n % 2, parity = n / 2 & 1 ^ 1;
+        const auto at = PipelineState<2>::producer_at(n);
         // Found out before the stage is free.
         const uint32_t rank = rank_at(params, work, first);
         const uint32_t flags =
@@ -146,21 +145,21 @@ __device__ __forceinline__ void produce_blocks(const Params& params, uint32_t sm
                           statistics_src + static_cast<int64_t>(tile) * kStatisticsTile,
                           work.seqlen_q - first, barrier);
         };
-        ptx::mbarrier_wait(barriers.first_empty + 8 * stage, parity);
-        announce(smem, stage, first);
-        ptx::store_shared(tile_flags_at(smem, stage), flags);
-        turn_barriers.announce(n, tile, rank, has_all_statistics(work.seqlen_q - first));
-        copy((packed ? barriers.cut_first : barriers.first) + 8 * stage,
-             smem + kFirstOffset + stage * kStreamBytes, params.q, first_statistics(smem, stage),
-             b.negative_logs);
+        at.wait(barriers.first_empty);
+        publish_tile(smem, at.stage, first);
+        ptx::store_shared(tile_flags_at(smem, at.stage), flags);
+        dq_barriers.publish(n, tile, rank, has_all_statistics(work.seqlen_q - first));
+        copy(at.of(packed ? barriers.loaded_first : barriers.first),
+             smem + kFirstOffset + at.stage * kStreamBytes, params.q,
+             first_statistics(smem, at.stage), b.negative_logs);
         if (member == 0 && i == 0) {
-          copy_resident(0, params.k, packed ? barriers.cut_resident : barriers.resident);
-          copy_resident(1, params.v, barriers.resident + 8);
+          copy_resident(0, params.k, packed ? barriers.loaded_resident : barriers.resident);
+          copy_resident(1, params.v, barrier_of(barriers.resident, 1));
         }
-        ptx::mbarrier_wait(barriers.second_empty + 8 * stage, parity);
-        copy((packed ? barriers.cut_second : barriers.second) + 8 * stage,
-             smem + kSecondOffset + stage * kStreamBytes, params.d_o,
-             second_statistics(smem, stage), b.deltas);
+        at.wait(barriers.second_empty);
+        copy(at.of(packed ? barriers.loaded_second : barriers.second),
+             smem + kSecondOffset + at.stage * kStreamBytes, params.d_o,
+             second_statistics(smem, at.stage), b.deltas);
         ++n;
       }
     }
@@ -168,39 +167,38 @@ __device__ __forceinline__ void produce_blocks(const Params& params, uint32_t sm
   }
 }
 
-// In a packed batch, as `cut_tiles` for all blocks. By a whole warp.
-__device__ __forceinline__ void cut_blocks(const Params& params, uint32_t smem,
-                                           const Barriers& barriers) {
-  const TurnBarriers turn_barriers(smem);
+// In a packed batch, as `zero_fill_tiles` for all blocks. By a whole warp.
+__device__ __forceinline__ void zero_fill_blocks(const Params& params, uint32_t smem,
+                                                 const Barriers& barriers) {
+  const DqBarriers dq_barriers(smem);
   const int head_group = params.base.base.num_heads_q / params.base.base.num_heads_kv;
-  Position<kStages> at(0);
+  auto at = PipelineState<kStages>::consumer();
 #pragma unroll 1
   for (uint32_t number = 0;; ++number) {
-    const uint32_t of_block = 8 * (number % 2);
-    ptx::mbarrier_wait(turn_barriers.blocks + of_block, number / 2 & 1);
+    const auto published = PipelineState<2>::consumer_at(number);
+    published.wait(dq_barriers.blocks);
     const Block& block = Block::at(number);
     if (block.all_tiles < 0) return;
     const Keys& work = block.keys;
     if (block.tiles > 0)
-      cut_tile<kResidentRows>(barriers.cut_resident, block.resident_parity, smem,
-                              work.seqlen_kv - work.k_begin, barriers.resident);
+      zero_fill_tile<kResidentRows>(barriers.loaded_resident, block.resident_phase, smem,
+                                    work.seqlen_kv - work.k_begin, barriers.resident);
 #pragma unroll 1
     for (int member = 0; member < head_group; ++member)
 #pragma unroll 1
       for (int i = 0; i < block.tiles; ++i) {
-        const uint32_t stage = 8 * at.stage;
-        at.wait(barriers.cut_first);
-        const int rows = work.seqlen_q - announced(smem, at.stage);
-        cut_tile<kStreamRows>(barriers.cut_first + stage, at.parity,
-                              smem + kFirstOffset + at.stage * kStreamBytes, rows,
-                              barriers.first + stage);
-        cut_tile<kStreamRows>(barriers.cut_second + stage, at.parity,
-                              smem + kSecondOffset + at.stage * kStreamBytes, rows,
-                              barriers.second + stage);
+        at.wait(barriers.loaded_first);
+        const int rows = work.seqlen_q - published_row(smem, at.stage);
+        zero_fill_tile<kStreamRows>(at.of(barriers.loaded_first), at.phase,
+                                    smem + kFirstOffset + at.stage * kStreamBytes, rows,
+                                    at.of(barriers.first));
+        zero_fill_tile<kStreamRows>(at.of(barriers.loaded_second), at.phase,
+                                    smem + kSecondOffset + at.stage * kStreamBytes, rows,
+                                    at.of(barriers.second));
         at.advance();
       }
     __syncwarp();
-    if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(turn_barriers.blocks_empty + of_block);
+    if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(published.of(dq_barriers.blocks_empty));
   }
 }
 
@@ -215,19 +213,19 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_bwd_tma_params pa
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
 
   if (threadIdx.x == 0) {
-    if constexpr (Config::dq) TurnBarriers(smem).init(params.base.base.cu_seqlens_q != nullptr);
+    if constexpr (Config::dq) DqBarriers(smem).init(params.base.base.cu_seqlens_q != nullptr);
     barriers.init();
   }
   if constexpr (kPersistent) __syncthreads();
   const Keys& work = kPersistent ? Keys::shared() : Keys::agreed([&] {
     if constexpr (Config::dq)
-      return keys_in_turn(params);
+      return draw_keys(params);
     else
       return Keys(params.base);
   });
   if (!kPersistent && work.k_begin >= work.seqlen_kv) {
     if constexpr (Config::dq)
-      if (threadIdx.x == 0) close_turns(params, kAdders);
+      if (threadIdx.x == 0) close_semaphores(params, kAdders);
     return;
   }
   if (warpgroup == 0) {
@@ -240,26 +238,24 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_bwd_tma_params pa
     // Only dq sums over keys, but rows of keys are cleared all the same.
     if (threadIdx.x >= 96 && params.base.base.cu_seqlens_q != nullptr) {
       if constexpr (kPersistent)
-        cut_blocks(params, smem, barriers);
+        zero_fill_blocks(params, smem, barriers);
       else
-        cut_tiles<true>(smem, barriers, work.seqlen_kv - work.k_begin, work.seqlen_q);
+        zero_fill_tiles<true>(smem, barriers, work.seqlen_kv - work.k_begin, work.seqlen_q);
     }
     if constexpr (Config::dq)
       if (threadIdx.x == 32 || threadIdx.x == 64) {
-        add_in_turn(params, smem, threadIdx.x / 32 - 1);
-        close_turns(params, 1);
+        add_in_order(params, smem, threadIdx.x / 32 - 1);
+        close_semaphores(params, 1);
       }
   } else {
     ptx::raise_registers<kConsumerRegisters>();
-    if constexpr (kApart)
-      consume_apart(params, smem, barriers, warpgroup - 1);
-    else if constexpr (Config::dq && kStreamRows == 128)
-      consume_tall<kStreamRows>(params, smem, barriers, warpgroup - 1);
+    if constexpr (kSpecialized)
+      consume_specialized(params, smem, barriers, warpgroup - 1);
     else if constexpr (Config::dq)
-      consume_with_dq<kD / 2>(params, smem, barriers, warpgroup - 1);
+      consume_with_dq<kStreamRows == 128>(params, smem, barriers, warpgroup - 1);
     else if constexpr (kResidentRows == 64 * Config::warpgroups)
       consume(params, smem, barriers, warpgroup - 1);
     else
-      consume_as_pair(params, smem, barriers, warpgroup - 1);
+      consume_exchanging(params, smem, barriers, warpgroup - 1);
   }
 }

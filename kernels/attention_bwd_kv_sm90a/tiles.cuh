@@ -13,13 +13,13 @@ namespace {
 static_assert(kStreamRows == 64 || (kStreamRows == 128 && Config::dq),
               "one consumer visits more than 64 queries at a time");
 // Whether one consumer has the scores and dv and the other one their gradients and dk.
-constexpr bool kApart = Config::dq && kD > 128;
-static_assert(kStages == kSecondStages || kApart,
+constexpr bool kSpecialized = Config::dq && kD > 128;
+static_assert(kStages == kSecondStages || kSpecialized,
               "a stage of Q and its stage of dO are released together");
 
 // Whether a CTA takes one block of keys after another, so that it loads the first tiles of the next
 // block while it stores the gradients of the last one.
-constexpr bool kPersistent = Config::dq && !kApart;
+constexpr bool kPersistent = Config::dq && !kSpecialized;
 
 using Keys = KeyWork<kResidentRows>;
 using Walk = QueryWalk<kStreamRows, kResidentRows>;
@@ -83,12 +83,13 @@ __device__ __forceinline__ Visible visible_pairs(const blockflash_attention_fwd_
 }
 
 // The same of the tile in a stage, as the producer of a persistent CTA announced it.
-__device__ __forceinline__ Visible announced_pairs(const blockflash_attention_fwd_params& p,
+__device__ __forceinline__ Visible published_pairs(const blockflash_attention_fwd_params& p,
                                                    const Keys& work, uint32_t smem, int stage,
                                                    int warp_row) {
   const bool masked = ptx::load_shared(tile_flags_at(smem, stage)) & kTileIsMasked;
   return visible_pairs(
-      p, work, [=](const QueryRange&, int) { return masked; }, warp_row, announced(smem, stage));
+      p, work, [=](const QueryRange&, int) { return masked; }, warp_row,
+      published_row(smem, stage));
 }
 
 // Statistics of the queries of a lane, from those of its first query on.

@@ -28,10 +28,10 @@ __device__ __forceinline__ void produce(const Params& params, const KeyVisit& vi
                                  static_cast<int>(work.q_offset) + work.q_begin, work.head, batch,
                                  barrier);
   };
-  const uint32_t k_arrives = packed ? barriers.cut_first : barriers.first;
-  copy_resident(0, params.q, packed ? barriers.cut_resident : barriers.resident);
-  Position<kStages> k_at(1);
-  Position<kSecondStages> v_at(1);
+  const uint32_t k_arrives = packed ? barriers.loaded_first : barriers.first;
+  copy_resident(0, params.q, packed ? barriers.loaded_resident : barriers.resident);
+  auto k_at = PipelineState<kStages>::producer();
+  auto v_at = PipelineState<kSecondStages>::producer();
 #pragma unroll 1
   for (int i = 0; i < visit.tiles; ++i) {
     const int first = visit.list.tile_at(visit.last - i) * kStreamRows;
@@ -41,19 +41,18 @@ __device__ __forceinline__ void produce(const Params& params, const KeyVisit& vi
       copy_tile<kStreamRows, kStreamRows>(dst, map, row, work.head_kv, batch, barrier);
     };
     k_at.wait(barriers.first_empty);
-    announce(smem, k_at.stage, first);
-    copy(k_arrives + 8 * k_at.stage, smem + kFirstOffset + k_at.stage * kStreamBytes, params.k);
-    if (i == 0) copy_resident(1, params.d_o, barriers.resident + 8);
+    publish_tile(smem, k_at.stage, first);
+    copy(k_at.of(k_arrives), smem + kFirstOffset + k_at.stage * kStreamBytes, params.k);
+    if (i == 0) copy_resident(1, params.d_o, barrier_of(barriers.resident, 1));
     v_at.wait(barriers.second_empty);
-    copy(barriers.second + 8 * v_at.stage, smem + kSecondOffset + v_at.stage * kStreamBytes,
-         params.v);
+    copy(v_at.of(barriers.second), smem + kSecondOffset + v_at.stage * kStreamBytes, params.v);
     k_at.advance(), v_at.advance();
   }
   // Nobody waits for Q where there are no tiles. Shared memory must not be given back before.
-  if (visit.tiles <= 0) ptx::mbarrier_wait(barriers.resident, 0);
+  if (visit.tiles <= 0) wait_full<1>(barriers.resident, 0);
   k_at.wait(barriers.first_empty);
-  announce(smem, k_at.stage, -1);
-  ptx::mbarrier_arrive(k_arrives + 8 * k_at.stage);
+  publish_tile(smem, k_at.stage, -1);
+  ptx::mbarrier_arrive(k_at.of(k_arrives));
 }
 
 // One consumer warpgroup: 64 queries. Of the 16 queries of a warp, a lane holds g and g + 8
@@ -65,7 +64,7 @@ __device__ __forceinline__ void consume(const Params& params, uint32_t smem,
   const bool packed = p.cu_seqlens_q != nullptr;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   const int warp_row = warpgroup * 64 + warp * 16;
-  const Turns turns{warpgroup};
+  const GradientPingPong ping_pong{warpgroup};
   float s[kStreamRows / 2], dp[kStreamRows / 2], dq[kD / 2];
   uint32_t p16[kStreamRows / 4], ds16[kStreamRows / 4];
 #pragma unroll
@@ -91,28 +90,28 @@ __device__ __forceinline__ void consume(const Params& params, uint32_t smem,
                  k_rows = ptx::wgmma_low(smem + kFirstOffset, kStreamPanel),
                  v = ptx::wgmma_low(smem + kSecondOffset);
   const auto release = [&](uint32_t barriers_of_ring, int stage) {
-    if (lane == 0) ptx::mbarrier_arrive(barriers_of_ring + 8 * stage);
+    if (lane == 0) ptx::mbarrier_arrive(barrier_of(barriers_of_ring, stage));
   };
   const bool large = __any_sync(~0u, is_beyond_fused(logs[0]) || is_beyond_fused(logs[1]));
   const auto load = [&](const float(&of_rows)[2]) {
     return [&](int, float(&x)[2]) { x[0] = of_rows[0], x[1] = of_rows[1]; };
   };
 
-  turns.open();
-  Position<kStages> k_at(0);
-  Position<kSecondStages> v_at(0);
+  ping_pong.open();
+  auto k_at = PipelineState<kStages>::consumer();
+  auto v_at = PipelineState<kSecondStages>::consumer();
   int before = -1;  // stage of K of the tile before
   Fragments of_q, of_d_o;
   if (kQueriesInRegisters && KeyVisit::shared().tiles > 0) {
-    ptx::mbarrier_wait(barriers.resident, 0), ptx::mbarrier_wait(barriers.resident + 8, 0);
+    wait_full<1>(barriers.resident, 0), wait_full<1>(barrier_of(barriers.resident, 1), 0);
     load_fragments(of_q, smem), load_fragments(of_d_o, smem + kResidentBytes);
   }
 #pragma unroll 1
   while (true) {
     k_at.wait(barriers.first);
-    const int first_key = announced(smem, k_at.stage);
+    const int first_key = published_row(smem, k_at.stage);
     if (first_key < 0) break;
-    if (!kQueriesInRegisters && before < 0) ptx::mbarrier_wait(barriers.resident, 0);
+    if (!kQueriesInRegisters && before < 0) wait_full<1>(barriers.resident, 0);
     const uint32_t k_stage = k_at.stage * (kStreamBytes >> 4);
     ptx::wgmma_fence();
     if constexpr (kQueriesInRegisters)
@@ -124,14 +123,14 @@ __device__ __forceinline__ void consume(const Params& params, uint32_t smem,
     ptx::wgmma_pin(dq);
     if (before >= 0) release(barriers.first_empty, before);
     v_at.wait(barriers.second);
-    if (!kQueriesInRegisters && before < 0) ptx::mbarrier_wait(barriers.resident + 8, 0);
+    if (!kQueriesInRegisters && before < 0) wait_full<1>(barrier_of(barriers.resident, 1), 0);
     const uint32_t v_stage = v_at.stage * (kStreamBytes >> 4);
     ptx::wgmma_fence();
     if constexpr (kQueriesInRegisters)
       start_scores<kStreamRows>(dp, of_d_o, v + v_stage, kStreamPanel);
     else
       start_scores<kStreamRows>(dp, d_o, kResidentPanel, v + v_stage, kStreamPanel);
-    turns.end();
+    ping_pong.arrive();
 
     const KeyVisit& visit = KeyVisit::shared();
     const AttentionMask mask = visit.mask(p);
@@ -150,14 +149,14 @@ __device__ __forceinline__ void consume(const Params& params, uint32_t smem,
     differentiate_scores<true>(s, dp, p16, ds16, p.scores, large, visible, load(logs), load(deltas),
                                [&] { release(barriers.second_empty, v_at.stage); });
 
-    turns.begin();
+    ping_pong.sync();
     ptx::wgmma_fence();
     start_gradient<kStreamRows / 16>(dq, ds16, k_rows + k_stage);
     ptx::wgmma_commit_group();
     before = k_at.stage;
     k_at.advance(), v_at.advance();
   }
-  turns.close();
+  ping_pong.close();
   ptx::wgmma_wait_group<0>();
   ptx::wgmma_pin(dq);
 
@@ -188,7 +187,7 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_bwd_tma_params pa
     // The products with V do not sum over keys. Rows of queries are cleared without need.
     const Work<kResidentRows>& work = KeyVisit::shared().work;
     if (threadIdx.x >= 96 && params.base.base.cu_seqlens_q != nullptr)
-      cut_tiles<false>(smem, barriers, work.seqlen_q - work.q_begin, work.seqlen_kv);
+      zero_fill_tiles<false>(smem, barriers, work.seqlen_q - work.q_begin, work.seqlen_kv);
   } else {
     ptx::raise_registers<kConsumerRegisters>();
     consume(params, smem, barriers, warpgroup - 1);

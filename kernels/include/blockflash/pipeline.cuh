@@ -63,6 +63,16 @@ struct PipelineState {
   }
 };
 
+// The consumer's and the producer's wait for item n.
+template <int stages, class Number>
+__device__ __forceinline__ void wait_full(uint32_t barriers, Number n) {
+  ptx::mbarrier_wait(barrier_of(barriers, n % stages), n / stages & 1);
+}
+template <int stages, class Number>
+__device__ __forceinline__ void wait_empty(uint32_t barriers, Number n) {
+  ptx::mbarrier_wait(barrier_of(barriers, n % stages), (n / stages & 1) ^ 1);
+}
+
 // The phases of up to 32 mbarriers of several rings, a bit each. Consumers of the Hopper attention
 // forward have no registers for a PipelineState per ring, and these rings do not advance together.
 struct PhaseBits {

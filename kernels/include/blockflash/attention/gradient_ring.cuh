@@ -7,9 +7,9 @@
 #include "blockflash/attention/visible_pairs.cuh"
 #include "blockflash/config/attention.cuh"
 #include "blockflash/params/attention_bwd.h"
-#include "blockflash/ptx/barrier.cuh"
+#include "blockflash/ping_pong.cuh"
+#include "blockflash/pipeline.cuh"
 #include "blockflash/ptx/launch.cuh"
-#include "blockflash/ptx/mbarrier.cuh"
 #include "blockflash/ptx/shared.cuh"
 #include "blockflash/ptx/tensor_copy.cuh"
 #include "blockflash/ptx/wgmma.cuh"
@@ -27,13 +27,14 @@ constexpr int kD = Config::head_dim, kStages = Config::stages,
 constexpr int kResidentRows = Config::resident_rows, kStreamRows = Config::stream_rows;
 constexpr int kPanels = (kD + 63) / 64;  // 64 columns: rows of 128 bytes with the 128-byte swizzle
 
-// One consumer, of which two CTAs share an SM, or two, which take turns.
+// One consumer, of which two CTAs share an SM, or two with ping-pong barriers.
 constexpr bool kAlone = Config::warpgroups == 1;
-static_assert(Config::min_blocks == (kAlone ? 2 : 1), "registers are for so many CTAs per SM");
+static_assert(Config::min_blocks == (kAlone ? 2 : 1),
+              "registers are for this number of CTAs per SM");
 constexpr int kProducerRegisters = kAlone ? 32 : 40, kConsumerRegisters = kAlone ? 224 : 232;
 
 // Shared memory: the resident pair; the rings of first tiles (Q or K) and of second tiles (dO or
-// V); what a kernel adds; and a page of row statistics, announcements and mbarriers.
+// V); what a kernel adds; and a page of row statistics, published tiles and mbarriers.
 constexpr int kResidentPanel = kResidentRows * 128, kStreamPanel = kStreamRows * 128;
 constexpr int kResidentBytes = kPanels * kResidentPanel, kStreamBytes = kPanels * kStreamPanel;
 constexpr int kFirstOffset = 2 * kResidentBytes,
@@ -44,7 +45,7 @@ constexpr int kPageBytes = 2048;
 constexpr int kStatisticsOffset = Config::smem_bytes - kPageBytes,
               kStatisticsBytes = kStatisticsRows * 4;
 constexpr int kStatisticsEnd = kStatisticsOffset + (kStages + kSecondStages) * kStatisticsBytes;
-// Statistics of 128 rows fill the page. What follows them lies in static shared memory then, of
+// Statistics of 128 rows fill the page. What follows them is in static shared memory then, of
 // which the alignment of the tiles takes 1024 bytes anyway.
 constexpr bool kPageIsFull = kStatisticsEnd == Config::smem_bytes;
 constexpr int kStaticBytes = 512;
@@ -55,7 +56,7 @@ constexpr int kPageLimit = kPageIsFull ? kStaticBytes : Config::smem_bytes;
 static_assert(kPageEnd <= kPageLimit && kStatisticsEnd <= Config::smem_bytes,
               "the page is too small");
 
-// The address from which the offsets of announcements and mbarriers count.
+// The address from which the offsets of published tiles and mbarriers count.
 __device__ __forceinline__ uint32_t page_base(uint32_t smem) {
   if constexpr (kPageIsFull) {
     __shared__ __align__(16) unsigned char bytes[kStaticBytes];
@@ -66,11 +67,11 @@ __device__ __forceinline__ uint32_t page_base(uint32_t smem) {
 }
 
 // The mbarriers: the two resident tiles; of each ring, the arrival of a stage and its release by
-// all consumer warps; and the arrival of tiles that are cut before they are passed on, see
-// `cut_tiles`.
+// all consumer warps; and, in packed batches, the loads of tiles that have to be zero-filled before
+// they are passed on, see `zero_fill_tiles`.
 struct Barriers {
   uint32_t resident, first, second, first_empty, second_empty;
-  uint32_t cut_resident, cut_first, cut_second;
+  uint32_t loaded_resident, loaded_first, loaded_second;
 
   __device__ __forceinline__ explicit Barriers(uint32_t smem)
       : resident(page_base(smem) + kBarrierOffset),
@@ -78,15 +79,15 @@ struct Barriers {
         second(first + 8 * kStages),
         first_empty(second + 8 * kSecondStages),
         second_empty(first_empty + 8 * kStages),
-        cut_resident(second_empty + 8 * kSecondStages),
-        cut_first(cut_resident + 8),
-        cut_second(cut_first + 8 * kStages) {}
+        loaded_resident(second_empty + 8 * kSecondStages),
+        loaded_first(loaded_resident + 8),
+        loaded_second(loaded_first + 8 * kStages) {}
 
   __device__ __forceinline__ void init() const {
     constexpr int kFull = kStages + kSecondStages;
     for (int i = 0; i < 2 + kFull; ++i) ptx::mbarrier_init(resident + 8 * i, 1);
     for (int i = 0; i < kFull; ++i) ptx::mbarrier_init(first_empty + 8 * i, 4 * Config::warpgroups);
-    for (int i = 0; i < 1 + kFull; ++i) ptx::mbarrier_init(cut_resident + 8 * i, 1);
+    for (int i = 0; i < 1 + kFull; ++i) ptx::mbarrier_init(loaded_resident + 8 * i, 1);
     ptx::fence_mbarrier_init();
   }
 
@@ -94,33 +95,24 @@ struct Barriers {
   __device__ __forceinline__ void release(int stage) const {
     __syncwarp();
     if (threadIdx.x % 32 != 0) return;
-    ptx::mbarrier_arrive(first_empty + 8 * stage);
-    ptx::mbarrier_arrive(second_empty + 8 * stage);
+    ptx::mbarrier_arrive(barrier_of(first_empty, stage));
+    ptx::mbarrier_arrive(barrier_of(second_empty, stage));
   }
 };
 
-// A position in a ring. A consumer starts with parity 0, a producer, whose stages are free at
-// first, with parity 1.
-template <int stages>
-struct Position {
-  int stage = 0;
-  uint32_t parity;
-
-  __device__ __forceinline__ explicit Position(uint32_t first_parity) : parity(first_parity) {}
-  __device__ __forceinline__ void wait(uint32_t barriers) const {
-    ptx::mbarrier_wait(barriers + 8 * stage, parity);
-  }
-  __device__ __forceinline__ void advance() {
-    if (stages == 1 || ++stage == stages) stage = 0, parity ^= 1;
-  }
-};
-
-// A ring of two first tiles may have one of second tiles beside it. Then the n-th pair has stage
-// n % 2 of the former, which is also the parity of the latter.
+// The state in the ring of second tiles, by that in the ring of first ones. A ring of two first
+// tiles may have one of second tiles beside it: the n-th pair has stage n % 2 of the former, which
+// is also the phase of the latter.
 constexpr bool kOneSecondStage = kStages == 2 && kSecondStages == 1;
-__device__ __forceinline__ int second_stage(int stage) { return kOneSecondStage ? 0 : stage; }
+__device__ __forceinline__ PipelineState<kSecondStages> second_state(
+    const PipelineState<kStages>& first, bool producer = false) {
+  if constexpr (kOneSecondStage)
+    return {0, static_cast<uint32_t>(first.stage) ^ producer};
+  else
+    return {first.stage, first.phase};
+}
 
-// Where the statistics of a stage lie that belong to its first or its second tile.
+// Where the statistics of a stage are that belong to its first or its second tile.
 __device__ __forceinline__ uint32_t first_statistics(uint32_t smem, int stage) {
   return smem + kStatisticsOffset + stage * kStatisticsBytes;
 }
@@ -140,20 +132,21 @@ __device__ __forceinline__ void copy_tile(uint32_t dst, const blockflash_tensor_
                           batch, barrier);
 }
 
-// The announcement of a tile by the producer: its first row, or -1 when there are no more tiles.
-__device__ __forceinline__ void announce(uint32_t smem, int stage, int first_row) {
+// The producer publishes the tile of a stage: its first row, or -1 when there are no more tiles.
+__device__ __forceinline__ void publish_tile(uint32_t smem, int stage, int first_row) {
   ptx::store_shared(page_base(smem) + kTileOffset + 4 * stage, static_cast<uint32_t>(first_row));
 }
-__device__ __forceinline__ int announced(uint32_t smem, int stage) {
+__device__ __forceinline__ int published_row(uint32_t smem, int stage) {
   return static_cast<int>(ptx::load_shared(page_base(smem) + kTileOffset + 4 * stage));
 }
 
-// Waits until a tile has arrived, clears its rows from `end` on, and passes it on. By a whole warp.
+// Waits until a tile has been loaded, zero-fills its rows from `end` on, and passes it on. By a
+// whole warp.
 template <int rows>
-__device__ __forceinline__ void cut_tile(uint32_t arrived, uint32_t parity, uint32_t tile, int end,
-                                         uint32_t passed) {
+__device__ __forceinline__ void zero_fill_tile(uint32_t loaded, uint32_t phase, uint32_t tile,
+                                               int end, uint32_t passed) {
   const int lane = threadIdx.x % 32;
-  ptx::mbarrier_wait(arrived, parity);
+  ptx::mbarrier_wait(loaded, phase);
 #pragma unroll 1
   for (int panel = 0; panel < kPanels; ++panel)
 #pragma unroll 1
@@ -166,53 +159,43 @@ __device__ __forceinline__ void cut_tile(uint32_t arrived, uint32_t parity, uint
 
 // A tile of a packed batch may reach into the next sequence. Where a product sums over its rows, a
 // NaN there would spread, since 0·NaN is NaN. So one warp follows the producer in packed batches
-// and clears the rows behind the sequence: of the first resident tile, whose sequence ends
+// and zero-fills the rows behind the sequence: of the first resident tile, whose sequence ends
 // `resident_end` rows after its first one, of all first tiles that pass and, if `both`, of all
 // second ones, whose sequence has `length` rows.
 template <bool both>
-__device__ __forceinline__ void cut_tiles(uint32_t smem, const Barriers& barriers, int resident_end,
-                                          int length) {
-  cut_tile<kResidentRows>(barriers.cut_resident, 0, smem, resident_end, barriers.resident);
-  Position<kStages> at(0);
+__device__ __forceinline__ void zero_fill_tiles(uint32_t smem, const Barriers& barriers,
+                                                int resident_end, int length) {
+  zero_fill_tile<kResidentRows>(barriers.loaded_resident, 0, smem, resident_end, barriers.resident);
+  auto at = PipelineState<kStages>::consumer();
 #pragma unroll 1
   while (true) {
-    at.wait(barriers.cut_first);
-    const int first = announced(smem, at.stage);
-    const uint32_t barrier = 8 * at.stage;
+    at.wait(barriers.loaded_first);
+    const int first = published_row(smem, at.stage);
     if (first < 0) {
-      if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(barriers.first + barrier);
+      if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(at.of(barriers.first));
       return;
     }
     const uint32_t tile = smem + kFirstOffset + at.stage * kStreamBytes;
-    cut_tile<kStreamRows>(barriers.cut_first + barrier, at.parity, tile, length - first,
-                          barriers.first + barrier);
+    zero_fill_tile<kStreamRows>(at.of(barriers.loaded_first), at.phase, tile, length - first,
+                                at.of(barriers.first));
     if constexpr (both) {
-      const int second = second_stage(at.stage);
-      cut_tile<kStreamRows>(barriers.cut_second + 8 * second,
-                            kOneSecondStage ? at.stage : at.parity,
-                            smem + kSecondOffset + second * kStreamBytes, length - first,
-                            barriers.second + 8 * second);
+      const auto second = second_state(at);
+      zero_fill_tile<kStreamRows>(second.of(barriers.loaded_second), second.phase,
+                                  smem + kSecondOffset + second.stage * kStreamBytes,
+                                  length - first, second.of(barriers.second));
     }
     at.advance();
   }
 }
 
-// Consumers take turns in issuing their products, so that one differentiates its scores while the
-// tensor cores work for the other.
-struct Turns {
-  int warpgroup;
-  __device__ __forceinline__ void begin() const {
-    if constexpr (!kAlone) ptx::named_barrier_sync(1 + warpgroup, 256);
-  }
-  __device__ __forceinline__ void end() const {
-    if constexpr (!kAlone) ptx::named_barrier_arrive(2 - warpgroup, 256);
-  }
-  // The second consumer waits before its first product; the first one grants a last turn.
+// The ping-pong of consumers that start and end with their first products.
+struct GradientPingPong : PingPong<Config::warpgroups> {
+  // The second consumer waits before its first product; the first one lets it go a last time.
   __device__ __forceinline__ void open() const {
-    if (warpgroup == 1) begin();
+    if (warpgroup == 1) sync();
   }
   __device__ __forceinline__ void close() const {
-    if (warpgroup == 0) end();
+    if (warpgroup == 0) arrive();
   }
 };
 
@@ -236,7 +219,7 @@ __device__ __forceinline__ void start_scores(float (&d)[columns / 2], uint32_t a
   ptx::wgmma_commit_group();
 }
 
-// d[64, columns] += a·b: a in registers, with 16 · steps columns, and so many rows of b.
+// d[64, columns] += a·b: a in registers, with 16 · steps columns, and as many rows of b.
 template <int steps, int half_columns>
 __device__ __forceinline__ void start_gradient(float (&d)[half_columns], const uint32_t* a,
                                                uint32_t b) {
@@ -258,7 +241,7 @@ __device__ __forceinline__ void delay(float* s, const uint32_t* words) {
   for (int i = 0; i < 4; ++i) s[i] = __uint_as_float(__float_as_uint(s[i]) | zero);
 }
 
-// Whether one of the queries whose logarithms lie there is beyond `kFusedLimit`. By whole warps.
+// Whether one of the queries whose logarithms are there is beyond `kFusedLimit`. By whole warps.
 template <int queries>
 __device__ __forceinline__ bool has_large(uint32_t logs) {
   bool found = false;

@@ -18,8 +18,8 @@ static_assert(kResidentRows == 64 * Config::warpgroups ||
                   kExchangeOffset + 2 * kExchangeBytes <= kStatisticsOffset,
               "manifest and kernel disagree on shared memory");
 
-__device__ __forceinline__ void consume_as_pair(const Params& params, uint32_t smem,
-                                                const Barriers& barriers, int warpgroup) {
+__device__ __forceinline__ void consume_exchanging(const Params& params, uint32_t smem,
+                                                   const Barriers& barriers, int warpgroup) {
   constexpr int kQueries = kStreamRows / 2;
   using Product = ptx::Wgmma<kD, Element>;
   const blockflash_attention_fwd_params& p = params.base.base;
@@ -40,15 +40,15 @@ __device__ __forceinline__ void consume_as_pair(const Params& params, uint32_t s
   const uint32_t theirs = ptx::wgmma_low(smem + kExchangeOffset) + (1 - warpgroup) * 4;
   const uint32_t row_out = smem + kExchangeOffset + (warp_row + lane % 16) * 128;
 
-  Position<kStages> at(0);
+  auto at = PipelineState<kStages>::consumer();
   int before = -1;  // stage of the tile before
   uint32_t exchange = 0;
 #pragma unroll 1
   while (true) {
     at.wait(barriers.first);
-    const int first_query = announced(smem, at.stage);
+    const int first_query = published_row(smem, at.stage);
     if (first_query < 0) break;
-    if (before < 0) ptx::mbarrier_wait(barriers.resident, 0);
+    if (before < 0) wait_full<1>(barriers.resident, 0);
     const uint32_t stage = at.stage * (kStreamBytes >> 4);
     ptx::wgmma_fence();
     start_scores<kQueries>(s, k, kResidentPanel, q + stage, kStreamPanel);
@@ -57,7 +57,7 @@ __device__ __forceinline__ void consume_as_pair(const Params& params, uint32_t s
     ptx::wgmma_pin(gradient);
     if (before >= 0) barriers.release(before);
     at.wait(barriers.second);
-    if (before < 0) ptx::mbarrier_wait(barriers.resident + 8, 0);
+    if (before < 0) wait_full<1>(barrier_of(barriers.resident, 1), 0);
     ptx::wgmma_fence();
     start_scores<kQueries>(dp, v, kResidentPanel, d_o + stage, kStreamPanel);
     differentiate_scores<false>(

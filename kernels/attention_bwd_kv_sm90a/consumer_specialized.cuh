@@ -8,12 +8,12 @@
 #include "blockflash/params/attention_bwd.h"
 #include "blockflash/ptx/ldmatrix.cuh"
 #include "blockflash/ptx/stmatrix.cuh"
-#include "turns.cuh"
+#include "dq_order.cuh"
 
 namespace blockflash {
 namespace {
 
-struct Apart {
+struct Specialized {
   static constexpr int kKeys = kResidentRows;
   using Transposed = float[kPanels][kKeys / 2];  // of dk or dv: 64 columns × all keys each
 
@@ -21,16 +21,17 @@ struct Apart {
   const blockflash_attention_fwd_params& p;
   const uint32_t smem;
   const Barriers& barriers;
-  const TurnBarriers turn_barriers;
+  const DqBarriers dq_barriers;
   // Probabilities, and gradients of the scores: 64 queries of each key.
   const uint32_t of_scores[2];
 
-  __device__ __forceinline__ Apart(const Params& params, uint32_t smem, const Barriers& barriers)
+  __device__ __forceinline__ Specialized(const Params& params, uint32_t smem,
+                                         const Barriers& barriers)
       : params(params),
         p(params.base.base),
         smem(smem),
         barriers(barriers),
-        turn_barriers(smem),
+        dq_barriers(smem),
         of_scores{smem + kScoresOffset, smem + kScoresOffset + kScoresBytes} {}
 
   static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
@@ -99,8 +100,8 @@ struct Apart {
     ptx::wgmma_commit_group();
   }
   // Waits until the tile before, of which there is one staging, has been read.
-  __device__ __forceinline__ void await_staging(int n) const {
-    if (n > 0) ptx::mbarrier_wait(turn_barriers.staged_empty + 8 * (n - 1 & 1), (n - 1) / 2 & 1);
+  __device__ __forceinline__ void await_staging(uint32_t n) const {
+    if (n > 0) wait_full<2>(dq_barriers.staged_empty, n - 1);
   }
   // Stores the columns of a panel in the order of sums, where a warp has 16 queries and half of the
   // columns.
@@ -118,11 +119,11 @@ struct Apart {
   }
 
   // Both threads that add tiles read the end of the queue.
-  __device__ __forceinline__ void end_queue(int n) const {
+  __device__ __forceinline__ void end_queue(uint32_t n) const {
 #pragma unroll 1
-    for (int end = n; end < n + 2; ++end) {
-      ptx::mbarrier_wait(turn_barriers.staged_empty + 8 * (end & 1), end / 2 & 1 ^ 1);
-      arrive(turn_barriers.staged + 8 * (end & 1));
+    for (uint32_t end = n; end < n + 2; ++end) {
+      wait_empty<2>(dq_barriers.staged_empty, end);
+      arrive(barrier_of(dq_barriers.staged, end & 1));
     }
   }
 
@@ -165,7 +166,7 @@ struct Apart {
       ptx::stmatrix_x4_trans(row + i * 2048, four);
     }
     ptx::fence_proxy_async();
-    arrive(turn_barriers.scores + 8 * which);
+    arrive(barrier_of(dq_barriers.scores, which));
   }
 
   // The scores, dv and the first 64 columns of dq.
@@ -181,14 +182,13 @@ struct Apart {
 #pragma unroll
       for (int i = 0; i < kKeys / 2; ++i) dv[panel][i] = 0.f;
 
-    int n = 0;  // number of the tile
+    uint32_t n = 0;  // number of the tile
 #pragma unroll 1
     for (;; ++n) {
-      const uint32_t parity = n & 1;
-      ptx::mbarrier_wait(barriers.first + 8 * (n & 1), n / 2 & 1);
-      const int first_query = announced(smem, n & 1);
+      wait_full<2>(barriers.first, n);
+      const int first_query = published_row(smem, n & 1);
       if (first_query < 0) break;
-      if (n == 0) ptx::mbarrier_wait(barriers.resident, 0);
+      if (n == 0) wait_full<1>(barriers.resident, 0);
       {
         float s[kKeys / 2];
         ptx::wgmma_fence();
@@ -198,7 +198,7 @@ struct Apart {
         load_statistics(negative_log, first_statistics(smem, n & 1));
         ptx::wgmma_wait_group<0>();
         ptx::wgmma_pin(s);
-        arrive(barriers.first_empty + 8 * (n & 1));
+        arrive(barrier_of(barriers.first_empty, n & 1));
         visible.hide(s, -CUDART_INF_F);
         uint32_t p16[kKeys / 4];
         if (has_large<kStreamRows>(first_statistics(smem, n & 1))) {
@@ -214,28 +214,28 @@ struct Apart {
         }
 #pragma unroll
         for (int i = 0; i < kKeys / 4; ++i) p16[i] = Traits::pack(s[2 * i], s[2 * i + 1]);
-        ptx::mbarrier_wait(turn_barriers.scores_empty, parity ^ 1);
+        wait_empty<1>(dq_barriers.scores_empty, n);
         keep_scores(p16, 0);
       }
-      ptx::mbarrier_wait(turn_barriers.scores, parity);
-      ptx::mbarrier_wait(barriers.second, parity);
+      wait_full<1>(dq_barriers.scores, n);
+      wait_full<1>(barriers.second, n);
       float dq[32];
       ptx::wgmma_fence();
       start_gradient_t<0, kPanels>(dv, d_o, of_p);
-      ptx::mbarrier_wait(turn_barriers.scores + 8, parity);
+      wait_full<1>(barrier_of(dq_barriers.scores, 1), n);
       ptx::wgmma_fence();
       start_dq(dq, of_ds, k);
       ptx::wgmma_wait_group<1>();
 #pragma unroll
       for (int panel = 0; panel < kPanels; ++panel) ptx::wgmma_pin(dv[panel]);
       arrive(barriers.second_empty);
-      arrive(turn_barriers.scores_empty);
+      arrive(dq_barriers.scores_empty);
       ptx::wgmma_wait_group<0>();
       ptx::wgmma_pin(dq);
-      arrive(turn_barriers.scores_empty + 8);
+      arrive(barrier_of(dq_barriers.scores_empty, 1));
       await_staging(n);
       stage_dq<0>(dq);
-      arrive(turn_barriers.staged + 8 * (n & 1));
+      arrive(barrier_of(dq_barriers.staged, n & 1));
     }
     end_queue(n);
     ptx::named_barrier_sync(1, 256);
@@ -256,16 +256,15 @@ struct Apart {
 #pragma unroll
       for (int i = 0; i < kKeys / 2; ++i) dk[panel][i] = 0.f;
 
-    int n = 0;  // number of the tile
+    uint32_t n = 0;  // number of the tile
 #pragma unroll 1
     for (;; ++n) {
-      const uint32_t parity = n & 1;
-      ptx::mbarrier_wait(barriers.first + 8 * (n & 1), n / 2 & 1);
-      const int first_query = announced(smem, n & 1);
+      wait_full<2>(barriers.first, n);
+      const int first_query = published_row(smem, n & 1);
       if (first_query < 0) break;
       if (n == 0)
-        ptx::mbarrier_wait(barriers.resident, 0), ptx::mbarrier_wait(barriers.resident + 8, 0);
-      ptx::mbarrier_wait(barriers.second, parity);
+        wait_full<1>(barriers.resident, 0), wait_full<1>(barrier_of(barriers.resident, 1), 0);
+      wait_full<1>(barriers.second, n);
       {
         float dp[kKeys / 2];
         ptx::wgmma_fence();
@@ -275,8 +274,8 @@ struct Apart {
 #pragma unroll
         for (int panel = 0; panel < kPanels; ++panel) ptx::wgmma_pin(dk[panel]);
         if (n > 0) {
-          arrive(barriers.first_empty + 8 * (n - 1 & 1));
-          arrive(turn_barriers.scores_empty + 8);
+          arrive(barrier_of(barriers.first_empty, n - 1 & 1));
+          arrive(barrier_of(dq_barriers.scores_empty, 1));
         }
         const Visible visible = visible_pairs(first_query);
         float delta[2];
@@ -284,7 +283,7 @@ struct Apart {
         ptx::wgmma_wait_group<0>();
         ptx::wgmma_pin(dp);
         arrive(barriers.second_empty);
-        ptx::mbarrier_wait(turn_barriers.scores, parity);
+        wait_full<1>(dq_barriers.scores, n);
         const uint32_t row = of_scores[0] + transposed_row();
 #pragma unroll
         for (int i = 0; i < kKeys / 16; ++i) {
@@ -297,15 +296,15 @@ struct Apart {
             dp[8 * i + j] = probability * (dp[8 * i + j] - delta[j / 2 % 2]);
           }
         }
-        arrive(turn_barriers.scores_empty);
+        arrive(dq_barriers.scores_empty);
         visible.hide(dp, 0.f);
         uint32_t ds16[kKeys / 4];
 #pragma unroll
         for (int i = 0; i < kKeys / 4; ++i) ds16[i] = Traits::pack(dp[2 * i], dp[2 * i + 1]);
-        ptx::mbarrier_wait(turn_barriers.scores_empty + 8, parity ^ 1);
+        wait_empty<1>(barrier_of(dq_barriers.scores_empty, 1), n);
         keep_scores(ds16, 1);
       }
-      ptx::mbarrier_wait(turn_barriers.scores + 8, parity);
+      wait_full<1>(barrier_of(dq_barriers.scores, 1), n);
       // Both panels of dq at once would take too many registers.
       float dq[32];
       const uint32_t q_rows = q + (n & 1) * (kStreamBytes >> 4);
@@ -322,7 +321,7 @@ struct Apart {
       ptx::wgmma_wait_group<1>();
       ptx::wgmma_pin(dq);
       stage_dq<2>(dq);
-      arrive(turn_barriers.staged + 8 * (n & 1));
+      arrive(barrier_of(dq_barriers.staged, n & 1));
     }
     ptx::wgmma_wait_group<0>();
 #pragma unroll
@@ -335,9 +334,9 @@ struct Apart {
   }
 };
 
-__device__ __forceinline__ void consume_apart(const Params& params, uint32_t smem,
-                                              const Barriers& barriers, int warpgroup) {
-  const Apart apart(params, smem, barriers);
+__device__ __forceinline__ void consume_specialized(const Params& params, uint32_t smem,
+                                                    const Barriers& barriers, int warpgroup) {
+  const Specialized apart(params, smem, barriers);
   if (warpgroup == 0)
     apart.have_scores();
   else

@@ -20,7 +20,7 @@ constexpr int kScoresBytes = kStreamRows / 64 * kScoresPanel;
 constexpr int kSumsTile = kStatisticsTile * kD * 4;       // dq of 64 queries
 constexpr int kSumsBytes = kStreamRows / 64 * kSumsTile;  // and of a query tile
 constexpr int kScoresOffset = kRingEnd, kStagingOffset = kScoresOffset + 2 * kScoresBytes;
-constexpr int kStagings = kApart ? 1 : 2;  // staged tiles of dq
+constexpr int kStagings = kSpecialized ? 1 : 2;  // staged tiles of dq
 static_assert(!Config::dq || kStagingOffset + kStagings * kSumsBytes <= kStatisticsOffset,
               "manifest and kernel disagree on shared memory");
 
@@ -50,7 +50,7 @@ __device__ __forceinline__ Keys keys_of(const Params& params, int ticket) {
   const int rest = ticket - section * tiles, width = min(together, heads - section);
   return Keys(params.base, section + rest % width, rest / width);
 }
-__device__ __forceinline__ Keys keys_in_turn(const Params& params) {
+__device__ __forceinline__ Keys draw_keys(const Params& params) {
   return keys_of(params, static_cast<int>(atomicAdd(params.tile_counter, 1u)));
 }
 
@@ -61,7 +61,7 @@ constexpr int kAdders = 2;
 
 // The adders of a CTA are counted when they wait no more, so that none of them gives up after the
 // last one has reset the counters for the next launch, which may be one of another kernel.
-__device__ __forceinline__ void close_turns(const Params& params, uint32_t adders) {
+__device__ __forceinline__ void close_semaphores(const Params& params, uint32_t adders) {
   __threadfence();
   const uint32_t before = atomicAdd(params.tile_counter + 1, adders) & ~kGivenUp;
   if (before + adders == kAdders * gridDim.x) params.tile_counter[0] = params.tile_counter[1] = 0;
@@ -85,11 +85,11 @@ __device__ __forceinline__ uint32_t rank_at(const Params& params, const Keys& wo
 // staged tile holds back the consumers after two more tiles and these the announcements after two
 // more, so eight places suffice. A persistent CTA has two more buffers for its blocks of keys, and
 // releases of the two resident tiles.
-struct TurnBarriers {
+struct DqBarriers {
   static constexpr int kPlaces = 8, kBytes = 112;
   uint32_t scores, scores_empty, staged, staged_empty, blocks, blocks_empty, resident_empty, places;
 
-  __device__ __forceinline__ explicit TurnBarriers(uint32_t smem)
+  __device__ __forceinline__ explicit DqBarriers(uint32_t smem)
       : scores(page_base(smem) + kPageEnd),
         scores_empty(scores + 16),
         staged(scores + 32),
@@ -101,7 +101,7 @@ struct TurnBarriers {
 
   // In packed batches the warp that clears rows reads the blocks too.
   __device__ __forceinline__ void init(bool packed) const {
-    for (int i = 0; i < 6; ++i) ptx::mbarrier_init(scores + 8 * i, kApart && i < 2 ? 4 : 8);
+    for (int i = 0; i < 6; ++i) ptx::mbarrier_init(scores + 8 * i, kSpecialized && i < 2 ? 4 : 8);
     for (int i = 6; i < 8; ++i) ptx::mbarrier_init(scores + 8 * i, 1);
     for (int i = 0; i < 2; ++i) {
       ptx::mbarrier_init(blocks + 8 * i, 1);
@@ -109,18 +109,17 @@ struct TurnBarriers {
       ptx::mbarrier_init(resident_empty + 8 * i, 8);
     }
   }
-  __device__ __forceinline__ void announce(uint32_t n, int tile, uint32_t rank, bool whole) const {
+  __device__ __forceinline__ void publish(uint32_t n, int tile, uint32_t rank, bool whole) const {
     const uint32_t at = places + n % kPlaces * 8;
     ptx::store_shared(at, static_cast<uint32_t>(tile));
     ptx::store_shared(at + 4, rank * 2 + whole);
   }
   // Both threads that add tiles read the end of the queue.
   __device__ __forceinline__ void end(uint32_t n) const {
-    announce(n, -1, 0, false), announce(n + 1, -1, 0, false);
+    publish(n, -1, 0, false), publish(n + 1, -1, 0, false);
   }
 };
-static_assert(!Config::dq ||
-                  kPageEnd + TurnBarriers::kBytes + 8 * TurnBarriers::kPlaces <= kPageLimit,
+static_assert(!Config::dq || kPageEnd + DqBarriers::kBytes + 8 * DqBarriers::kPlaces <= kPageLimit,
               "the page is too small");
 
 // Consumers count blocks, modulo 4, in the two highest bits of the number of a tile. As many tiles
@@ -130,7 +129,7 @@ constexpr uint32_t kNextBlock = 1u << 30;
 // A warp arrives at the mbarrier of tile or block n, of which there are two in turns.
 __device__ __forceinline__ void arrive(uint32_t barriers, uint32_t n) {
   __syncwarp();
-  if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(barriers + 8 * (n & 1));
+  if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(barrier_of(barriers, n & 1));
 }
 // Passes on what a warp has stored for tile n. The fence takes hundreds of clocks where products
 // keep shared memory busy, so it comes after the next products have been queued.
@@ -142,14 +141,18 @@ __device__ __forceinline__ void pass_on(uint32_t barriers, uint32_t n) {
 // A block of keys of a persistent CTA.
 struct Block {
   Keys keys;
-  int first_tile, tiles;     // of queries, for each head of the group
-  int all_tiles;             // for all heads of the group; -1: there are no more blocks
-  uint32_t resident_parity;  // of the arrival of its K and V
+  int first_tile, tiles;    // of queries, for each head of the group
+  int all_tiles;            // for all heads of the group; -1: there are no more blocks
+  uint32_t resident_phase;  // of the arrival of its K and V
 
   // Blocks alternate between two places.
   static __device__ __forceinline__ Block& at(uint32_t block) {
     __shared__ __align__(16) unsigned char bytes[2][sizeof(Block)];
     return reinterpret_cast<Block&>(bytes[block % 2]);
+  }
+
+  __device__ __forceinline__ void wait_resident(uint32_t barrier) const {
+    PipelineState<1>{0, resident_phase}.wait(barrier);
   }
 
   // There is no block mask beside sums of dq.
@@ -189,11 +192,11 @@ __device__ __forceinline__ bool draw_block(const Params& params, Keys& keys) {
 // Waits until a tile has been added to `rank` times. If somebody else writes to the workspace while
 // the kernel runs, that may never come true. A wait takes microseconds, so after about two seconds
 // of polling the sums are worthless anyway, and all that is left to do is to end.
-__device__ __forceinline__ void wait_for_turn(const uint32_t* turn, uint32_t rank,
+__device__ __forceinline__ void wait_for_rank(const uint32_t* semaphore, uint32_t rank,
                                               uint32_t* counter) {
   constexpr uint32_t kPolls = 1u << 21, kBetween = 1u << 10;
 #pragma unroll 1
-  for (uint32_t poll = 1; ptx::load_acquire(turn) < rank; ++poll) {
+  for (uint32_t poll = 1; ptx::load_acquire(semaphore) < rank; ++poll) {
     if (poll % kBetween != 0) continue;
     if (ptx::load_acquire(counter) & kGivenUp) return;
     if (poll >= kPolls) {
@@ -204,13 +207,13 @@ __device__ __forceinline__ void wait_for_turn(const uint32_t* turn, uint32_t ran
 }
 
 // One thread that adds every second staged tile, when its turn has come.
-__device__ __forceinline__ void add_in_turn(const Params& params, uint32_t smem, int which) {
-  const TurnBarriers barriers(smem);
+__device__ __forceinline__ void add_in_order(const Params& params, uint32_t smem, int which) {
+  const DqBarriers barriers(smem);
   const uint32_t staged = smem + kStagingOffset + which % kStagings * kSumsBytes;
 #pragma unroll 1
   for (uint32_t n = which;; n += 2) {
-    ptx::mbarrier_wait(barriers.staged + 8 * which, n / 2 & 1);
-    const uint32_t place = barriers.places + n % TurnBarriers::kPlaces * 8;
+    wait_full<2>(barriers.staged, n);
+    const uint32_t place = barriers.places + n % DqBarriers::kPlaces * 8;
     const int tile = static_cast<int>(ptx::load_shared(place));
     const uint32_t rank_and_whole = ptx::load_shared(place + 4), rank = rank_and_whole / 2;
     if (tile < 0) return;
@@ -218,22 +221,22 @@ __device__ __forceinline__ void add_in_turn(const Params& params, uint32_t smem,
     const bool whole = rank_and_whole % 2 != 0;
     const uint32_t bytes = whole ? kSumsBytes : kSumsTile;
     float* const sums = params.dq_sums + static_cast<int64_t>(tile) * (kSumsTile / 4);
-    uint32_t* const turn = params.base.turns + tile;
+    uint32_t* const semaphore = params.base.turns + tile;
     if (rank == 0) {
       ptx::bulk_store(sums, staged, bytes);
     } else {
-      wait_for_turn(turn, rank, params.tile_counter + 1);
+      wait_for_rank(semaphore, rank, params.tile_counter + 1);
       ptx::fence_proxy_async_global();
       ptx::bulk_add(sums, staged, bytes);
     }
     ptx::tensor_store_commit();
     ptx::tensor_store_wait_read();
-    ptx::mbarrier_arrive(barriers.staged_empty + 8 * which);
+    ptx::mbarrier_arrive(barrier_of(barriers.staged_empty, which));
     ptx::tensor_store_wait();
     ptx::fence_proxy_async_global();
-    ptx::max_release(turn, rank + 1);
+    ptx::max_release(semaphore, rank + 1);
     // Nobody waits for the second word, but where it is 0 the sums were never written.
-    if (kSumsBytes > kSumsTile && whole) ptx::max_release(turn + 1, rank + 1);
+    if (kSumsBytes > kSumsTile && whole) ptx::max_release(semaphore + 1, rank + 1);
   }
 }
 
