@@ -9,6 +9,7 @@
 #include "blockflash/decode/partials.cuh"
 #include "blockflash/mma/swizzle.cuh"
 #include "blockflash/params/kv_cache.h"
+#include "blockflash/pipeline.cuh"
 #include "blockflash/ptx/global.cuh"
 #include "blockflash/ptx/launch.cuh"
 #include "cluster.cuh"
@@ -16,18 +17,7 @@
 #include "warp_sums.cuh"
 
 namespace blockflash {
-namespace {
-
-// Waits for the oldest step, behind which `younger` ones, at most `most`, were started.
-template <int most>
-__device__ __forceinline__ void wait_for_oldest(int younger) {
-  if (younger >= most)
-    ptx::cp_async_wait_group<most>();
-  else if constexpr (most > 0)
-    wait_for_oldest<most - 1>(younger);
-}
-
-}  // namespace
+namespace {}  // namespace
 }  // namespace blockflash
 
 BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_decode_params p) {
@@ -46,11 +36,11 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_decode_params p) 
   };
 
   // One warp takes the items for all, since lengths that change meanwhile could make warps disagree
-  // about how often they meet at a barrier. Item n of this CTA is announced during item n - 1.
+  // about how often they meet at a barrier. Item n of this CTA is published during item n - 1.
   const Cluster<kHasClusters> cluster(smem_at, shared);
   const bool in_cluster = cluster.is_used(p);
   const bool one_each = in_cluster || gridDim.x >= static_cast<unsigned>(p.items);
-  const auto announce = [&](int n) {
+  const auto publish = [&](int n) {
     const int number = shared.number;
     ItemWalk<Config::rows> walk = shared.walk;
     __syncwarp();
@@ -68,7 +58,7 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_decode_params p) 
     shared.number = found ? next : -1;
     if (!found) item_of(n).sequence = -1;
     __threadfence_block();
-    shared.announced = one_each ? 1 : n;
+    shared.published = one_each ? 1 : n;
     // The last CTA that gets none leaves the counter as it was.
     if (!found && number >= 0 && !one_each &&
         ptx::atomic_inc_acq_rel(p.tile_counter + 1, gridDim.x - 1) == gridDim.x - 1)
@@ -80,7 +70,7 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_decode_params p) 
   if (warp == 0) {
     if (lane == 0) shared.number = blockIdx.x, shared.walk = {}, item_of(1).sequence = -1;
     __syncwarp();
-    announce(0);
+    publish(0);
   }
   __syncthreads();
   if (item_of(0).sequence < 0) {
@@ -95,13 +85,12 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_decode_params p) 
   int loading = -1;              // number of the item that is copied
   int issued = 0, consumed = 0;  // steps, and their stages:
   int issue_stage = 0, stage = 0;
-  const auto next_stage = [](int stage) { return stage + 1 == kStages ? 0 : stage + 1; };
-  // Copies steps of the items up to `limit`, as far as they are announced.
+  // Copies steps of the items up to `limit`, as far as they are published.
   const auto fill = [&](int limit) {
     while (issued < limit) {
       while (!loader.has_step()) {
-        const int announced = __shfl_sync(~0u, *const_cast<volatile int*>(&shared.announced), 0);
-        if (loading == announced) return;
+        const int published = __shfl_sync(~0u, *const_cast<volatile int*>(&shared.published), 0);
+        if (loading == published) return;
         __threadfence_block();
         if (item_of(loading + 1).sequence < 0) return;
         ++loading;
@@ -116,7 +105,7 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_decode_params p) 
       const int key =
           loader.start_step(p, item_of(loading), ring_smem + issue_stage * kStageBytes, lane);
       if (lane == 0) shared.first_key[warp][issue_stage] = key;
-      ++issued, issue_stage = next_stage(issue_stage);
+      ++issued, issue_stage = next_stage<kStages>(issue_stage);
     }
   };
 
@@ -127,13 +116,13 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_decode_params p) 
     fill(consumed + kStages - 1);
     // The queries were copied before the first step.
     if (item.positions.begin + warp * kStepKeys < item.positions.end)
-      wait_for_oldest<kStages - 2>(issued - consumed - 1);
+      wait_for_oldest_group<kStages - 2>(issued - consumed - 1);
     else
       ptx::cp_async_wait_all();
     if (n == 0 && threadIdx.x == 0 && p.arrivals != nullptr)
       shared.arrivals = Arrivals::begin(p.arrivals, shared.launch_words);
     __syncthreads();
-    if (warp == 0 && !one_each) announce(n + 1);
+    if (warp == 0 && !one_each) publish(n + 1);
     sums.begin_item(smem_at + kQOffset + n % 2 * kQBytes, lane);
     int at = item.positions.begin + warp * kStepKeys;
     int split_end = item.first_end;
@@ -143,14 +132,15 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_decode_params p) 
       sums.begin_split();
       const int end = min(split_end, item.positions.end);
 #pragma unroll 1
-      for (; at < end; at += Config::warps * kStepKeys, ++consumed, stage = next_stage(stage)) {
-        wait_for_oldest<kStages - 2>(issued - consumed - 1);
+      for (; at < end;
+           at += Config::warps * kStepKeys, ++consumed, stage = next_stage<kStages>(stage)) {
+        wait_for_oldest_group<kStages - 2>(issued - consumed - 1);
         __syncwarp();  // the step is visible to all lanes, and all have read the one before it
         fill(consumed + kStages);
         sums.add_step(p, item, ring, stage, shared.first_key[warp][stage], lane);
       }
       __syncwarp();
-      const int free_stage = stage == 0 ? kStages - 1 : stage - 1;
+      const int free_stage = previous_stage<kStages>(stage);
       if (in_cluster) {
         finish_split<true>(p, item, item.split, sums, run, shared, smem, free_stage);
         break;

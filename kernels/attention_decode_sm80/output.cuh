@@ -24,9 +24,9 @@ static_assert(
 
 struct Shared {
   DecodeItem items[4];          // item n in slot n % 4; three are in use at a time
-  ItemWalk<Config::rows> walk;  // of the warp that announces items,
-  int number;                   // and the number of the item that it announces next; -1: none
-  int announced;                // items 0 to `announced` are
+  ItemWalk<Config::rows> walk;  // of the warp that publishes items,
+  int number;                   // and the number of the item that it publishes next; -1: none
+  int published;                // items 0 to `published` are
   int first_key[Config::warps][Config::stages];  // of the step in each stage
   int staging[Config::warps];                    // offset of a free stage
   LaunchWords launch_words;

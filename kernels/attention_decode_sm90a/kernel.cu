@@ -3,20 +3,12 @@
 // A CTA is one warpgroup with 64 rows, queries times heads that share keys, as M of WGMMA, and with
 // tiles of 64 keys as its N. Its threads copy tiles by cp.async, a ring ahead of their products;
 // two CTAs of an SM take turns, so the steps of a tile need not overlap.
+#include "blockflash/pipeline.cuh"
 #include "blockflash/ptx/launch.cuh"
 #include "finish.cuh"
 
 namespace blockflash {
 namespace {
-
-// Waits for the oldest tile, behind which `younger` ones, at most `most`, were started.
-template <int most>
-__device__ __forceinline__ void wait_for_oldest(int younger) {
-  if (younger >= most)
-    ptx::cp_async_wait_group<most>();
-  else if constexpr (most > 0)
-    wait_for_oldest<most - 1>(younger);
-}
 
 struct Shared {
   DecodeRun items[2];  // item n in slot n % 2
@@ -52,7 +44,7 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_decode_runs_param
   // One warp finds the items for all, since lengths that change meanwhile could make warps disagree
   // about how often they meet at a barrier. Item n is found during item n - 1.
   const bool one_each = gridDim.x >= static_cast<unsigned>(p.items);
-  const auto announce = [&](int n) {
+  const auto publish = [&](int n) {
     const int number = shared.number;
     RunWalk walk = shared.walk;
     DecodeRun& item = shared.items[n & 1];
@@ -79,7 +71,6 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_decode_runs_param
   Loader loader(p);
   int issued = 0, consumed = 0;  // tiles, and their stages:
   int issue_stage = 0, stage = 0;
-  const auto next_stage = [](int stage) { return stage + 1 == kStages ? 0 : stage + 1; };
   // Copies tiles of an item as far as stages are free. The queries belong to the group of its first
   // tile, behind it, since their addresses take longer.
   const auto fill = [&](const DecodeRun& item, bool is_first) {
@@ -88,7 +79,7 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_decode_runs_param
       if (is_first) copy_queries(p, item, q_smem);
       is_first = false;
       ptx::cp_async_commit_group();
-      ++issued, issue_stage = next_stage(issue_stage);
+      ++issued, issue_stage = next_stage<kStages>(issue_stage);
     }
   };
 
@@ -104,7 +95,7 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_decode_runs_param
     const DecodeRun& item = shared.items[n & 1];
     const DecodeRun& following = shared.items[(n + 1) & 1];
     __syncthreads();  // all have ended the item before this one
-    if (warp == 0) announce(n + 1);
+    if (warp == 0) publish(n + 1);
     Sums sums;
     int k = 0;
     if (n >= 0) {
@@ -114,8 +105,8 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_decode_runs_param
         sums.clear();
         const int end = min(item.begin + (k + 1) * item.chunk, item.keys.end);
 #pragma unroll 1
-        for (; key < end; key += kTileKeys, ++consumed, stage = next_stage(stage)) {
-          wait_for_oldest<kStages - 1>(issued - consumed - 1);
+        for (; key < end; key += kTileKeys, ++consumed, stage = next_stage<kStages>(stage)) {
+          wait_for_oldest_group<kStages - 1>(issued - consumed - 1);
           ptx::fence_proxy_async();
           __syncthreads();  // the tile is visible to all, and all have read the one before it
           sums.add_tile(p, item, q_smem, ring_smem + stage * kStageBytes, key,

@@ -3,7 +3,7 @@
 
 #include "blockflash/attention/scores.cuh"
 #include "blockflash/mma/element.cuh"
-#include "blockflash/ptx/barrier.cuh"
+#include "blockflash/ping_pong.cuh"
 #include "blockflash/ptx/ldmatrix.cuh"
 #include "blockflash/ptx/wgmma.cuh"
 #include "output.cuh"
@@ -28,7 +28,7 @@ struct Consumer : StepCursor<kPaired> {
   const Barriers barriers;
   const uint32_t smem;
   const int warpgroup;
-  Phases full = {0};
+  PhaseBits full = PhaseBits::consumer();
 
   float s[kBlockKv / 2];          // scores, then probabilities
   float o[kOutColumns / 2] = {};  // output, followed by the row sums
@@ -71,22 +71,13 @@ struct Consumer : StepCursor<kPaired> {
   __device__ __forceinline__ int q_stage() const {
     return slot_parity(smem, slot) % Config::q_stages * kWarpgroups + warpgroup;
   }
-  static __device__ __forceinline__ int next(int stage) {
-    return stage + 1 == kStages ? 0 : stage + 1;
-  }
+  static __device__ __forceinline__ int next(int stage) { return next_stage<kStages>(stage); }
 
   __device__ __forceinline__ void release(int stage) const {
-    if (lane() == 0) ptx::mbarrier_arrive(barriers.empty + 8 * stage);
+    if (lane() == 0) ptx::mbarrier_arrive(barrier_of(barriers.empty, stage));
   }
   __device__ __forceinline__ void release_q() const { release(Barriers::kQ + q_stage()); }
-  // Warpgroups take turns in issuing their products, so that one computes its softmax while the
-  // tensor cores work for another.
-  __device__ __forceinline__ void begin_turn() const {
-    if constexpr (kTurns) ptx::named_barrier_sync(1 + warpgroup, 256);
-  }
-  __device__ __forceinline__ void end_turn() const {
-    if constexpr (kTurns) ptx::named_barrier_arrive(1 + (warpgroup + 1) % kWarpgroups, 256);
-  }
+  __device__ __forceinline__ PingPong<kWarpgroups> ping_pong() const { return {warpgroup}; }
 
   __device__ __forceinline__ StepRing ring() const { return {smem + kStepOffset}; }
   __device__ __forceinline__ void look_up_step() {
@@ -178,7 +169,7 @@ struct Consumer : StepCursor<kPaired> {
   // v_stage. is_last: the last key tile of these queries.
   __device__ __forceinline__ void fast_step(int k_stage, int v_stage, bool is_last) {
     full.wait(barriers.full, k_full(k_stage, warpgroup));
-    begin_turn();
+    ping_pong().sync();
     // s must live until here, or the assembler separates the exponentials from their conversions.
     ptx::wgmma_pin(o), ptx::wgmma_pin(s), ptx::wgmma_pin(p);
     ptx::wgmma_fence();
@@ -187,7 +178,7 @@ struct Consumer : StepCursor<kPaired> {
     ptx::wgmma_fence();
     start_output(o, p, smem, v_stage, state & kOutput);
     state |= kOutput;
-    end_turn();
+    ping_pong().arrive();
     if constexpr (kPaired) advance();
     ptx::wgmma_wait_group<1>();
     ptx::wgmma_pin(s);
@@ -207,18 +198,18 @@ struct Consumer : StepCursor<kPaired> {
     if (grew) rescale_output(o, rescale);
   }
 
-  // Releases key tiles that no query of this warpgroup sees. The first one takes no turn, as the
-  // other warpgroups take none in their first step.
+  // Releases key tiles that no query of this warpgroup sees. The first one needs no ping-pong
+  // barrier, as the other warpgroups need none in their first step.
   __device__ __forceinline__ int pass(int stage, int key_tiles) {
 #pragma unroll 1
     for (int i = 0; i < key_tiles; ++i) {
       if constexpr (kPaired) {  // the producer releases them
-        if (i > 0) begin_turn(), end_turn();
+        if (i > 0) ping_pong().sync(), ping_pong().arrive();
         continue;
       }
       full.wait(barriers.full, stage);
       release(stage);
-      if (i > 0) begin_turn(), end_turn();
+      if (i > 0) ping_pong().sync(), ping_pong().arrive();
       full.wait(barriers.full, Barriers::kV + stage);
       release(Barriers::kV + stage);
       stage = next(stage);
@@ -238,9 +229,9 @@ struct Consumer : StepCursor<kPaired> {
     int stage = 0;  // stage of the next key tile
     const auto v_stage = [&] {
       if (kPaired) return pending & 1;
-      return stage == 0 ? kStages - 1 : stage - 1;
+      return previous_stage<kStages>(stage);
     };  // stage of the pending probabilities
-    const auto takes_turn = [&] { return has_scores() && !is(kFresh); };
+    const auto uses_ping_pong = [&] { return has_scores() && !is(kFresh); };
 #pragma unroll 1
     for (;;) {
       // A step of any kind: the first of a query tile, which also completes the previous one; a
@@ -257,14 +248,14 @@ struct Consumer : StepCursor<kPaired> {
           stage = __shfl_sync(~0u, key_tile % kStages, 0);
         }
         if (has_scores()) full.wait(barriers.full, k_full(stage, warpgroup));
-        if (!kLateQ && takes_turn()) begin_turn();
+        if (!kLateQ && uses_ping_pong()) ping_pong().sync();
         ptx::wgmma_pin(o), ptx::wgmma_pin(p);
         ptx::wgmma_fence();
         start_scores(s, q, smem, q_stage(), stage);
       };
       const auto start_output_here = [&] {
         if (is(kPending)) full.wait(barriers.full, v_full(v_stage()));
-        if (kLateQ && takes_turn()) begin_turn();
+        if (kLateQ && uses_ping_pong()) ping_pong().sync();
         ptx::wgmma_fence();
         const int now = __shfl_sync(~0u, state, 0);
         start_output(o, p, smem, v_stage(), now & kOutput, now & kSkip);
@@ -272,7 +263,7 @@ struct Consumer : StepCursor<kPaired> {
       if constexpr (!kLateQ) start_scores_here();
       start_output_here();
       if constexpr (kLateQ) start_scores_here();
-      if (takes_turn()) end_turn();
+      if (uses_ping_pong()) ping_pong().arrive();
       uint32_t visible[2] = {0, 0};
       const auto look_up_mask_here = [&] {
         if (has_scores() && is_masked()) look_up_mask(visible), state |= kMasked;
@@ -342,12 +333,12 @@ struct Consumer : StepCursor<kPaired> {
         if constexpr (kPaired) {
           stage = v_stage();
         }
-        full.peek(barriers.checked - 8 * Barriers::kV, v_full(stage));
+        full.peek(barriers.scanned - kBarrierBytes * Barriers::kV, v_full(stage));
         // Lane 0 reads the words and also releases V, which orders this read before the next write.
-        const uint32_t words = barriers.nonfinite + 4 * kCheckers * stage;
+        const uint32_t words = barriers.has_nonfinite + 4 * kScanners * stage;
         uint32_t found = 0;
         if (lane() == 0)
-          found = ptx::load_shared(words) | ptx::load_shared(words + 4 * (kCheckers - 1));
+          found = ptx::load_shared(words) | ptx::load_shared(words + 4 * (kScanners - 1));
         if (__shfl_sync(~0u, found, 0)) state |= kSkip;
       }
       const int first_key_tile = QueryTile::load(slot).first_key_tile;
@@ -363,7 +354,7 @@ struct Consumer : StepCursor<kPaired> {
         continue;
       }
       if (!is(kSkip) && !(scores().softcap > 0.f) && key_tile <= mine.unmasked_last) {
-        // Unrolled over the ring, so that stages are constants; the first turn starts at the
+        // Unrolled over the ring, so that stages are constants; the first round starts at the
         // current stage.
 #pragma unroll
         for (int u = 1; u < kStages; ++u) {

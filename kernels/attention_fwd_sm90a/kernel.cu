@@ -27,7 +27,7 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash::KernelParams kernel_params
     if (Config::cache || params.base.cu_seqlens_q != nullptr ||
         params.base.block_mask.row_ptr != nullptr)
       ptx::wait_for_predecessors();
-    announce(queue, smem, 0);
+    publish(queue, smem, 0);
   } else if (threadIdx.x == 0) {
     barriers.init();
   } else if (threadIdx.x >= 64) {
@@ -45,15 +45,15 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash::KernelParams kernel_params
     }
     if (threadIdx.x / 32 == 1) schedule(queue, smem, barriers);
     if constexpr (Config::cache) {
-      if (threadIdx.x / 32 == 2) check_values(smem, barriers, 0);
+      if (threadIdx.x / 32 == 2) scan_values(smem, barriers, 0);
       if (threadIdx.x / 32 == 3) produce_values(kernel_params, smem, barriers);
     } else {
-      if (threadIdx.x / 32 >= 2) check_values(smem, barriers, threadIdx.x / 32 - 2);
+      if (threadIdx.x / 32 >= 2) scan_values(smem, barriers, threadIdx.x / 32 - 2);
     }
   } else {
     ptx::raise_registers<kConsumerRegisters>();
-    if (kTurns && warpgroup == kWarpgroups)
-      ptx::named_barrier_arrive(1, 256);  // grants the first turn
+    // The first warpgroup may begin.
+    if (warpgroup == kWarpgroups) PingPong<kWarpgroups>{kWarpgroups - 1}.arrive();
     Consumer{{}, params, barriers, smem, warpgroup - 1}.run();
     if (kStaged && threadIdx.x % 32 == 0) ptx::tensor_store_wait();
   }

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "blockflash/config/attention.cuh"
-#include "blockflash/ptx/mbarrier.cuh"
+#include "blockflash/scheduler.cuh"
 #include "cache_tiles.cuh"
 #include "paired_rows.cuh"
 #include "query_tiles.cuh"
@@ -25,12 +25,11 @@ constexpr bool kOnes =
 constexpr int kOutColumns = kD + (kOnes ? 8 : 0);
 // Whether the warpgroups have a block row each, with a list of its own.
 constexpr bool kPaired = Config::block_rows > 1;
-constexpr bool kTurns = kWarpgroups > 1;
 // Distance from one warpgroup to the next: in rows of Q, or in heads. Paired rows can be anywhere.
 constexpr int kRowStep = Config::heads > 1 || kPaired ? 0 : 64,
               kHeadStep = Config::heads > 1 ? 1 : 0;
 // Warps that look for NaN and infinity in V. Over a cache one of them loads V instead.
-constexpr int kCheckers = Config::cache ? 1 : 2, kReadersOfTiles = 2;
+constexpr int kScanners = Config::cache ? 1 : 2, kReadersOfTiles = 2;
 // Q has a single buffer, which becomes free when the scores of the last key tile are complete. The
 // scores of the next queries are then issued after P·V of that key tile instead of before it.
 constexpr bool kLateQ = !Config::q_in_registers && Config::q_stages == 1;
@@ -83,53 +82,41 @@ __device__ __forceinline__ constexpr int v_panel(int stage) {
 // Each stage of the rings of K, V and Q, in this order, has a "full" and an "empty" mbarrier and a
 // phase bit; with paired rows a stage of K or V has three of each, by the rows that it is for, and
 // only the first "empty" one of them is used.
-struct Barriers {
+struct Barriers : TileBarriers<1> {
   static constexpr int kV = kReleases * kStages, kQ = kV + kReleases * kVStages,
                        kCount = kQ + kWarpgroups * Config::q_stages;
   uint32_t full, empty;
-  uint32_t announced, wanted;   // between scheduler and producer
-  uint32_t checked, nonfinite;  // an mbarrier per stage of V; a word per stage and checker warp
+  // Of the NaN scanners: an mbarrier per stage of V; a word per stage and warp.
+  uint32_t scanned, has_nonfinite;
   __device__ __forceinline__ explicit Barriers(uint32_t at)
-      : full(at),
+      : TileBarriers(at + 16 * kCount),
+        full(at),
         empty(at + 8 * kCount),
-        announced(at + 16 * kCount),
-        wanted(announced + 8),
-        checked(announced + 16),
-        nonfinite(checked + 8 * kReleases * kVStages) {}
+        scanned(published + 16),
+        has_nonfinite(scanned + 8 * kReleases * kVStages) {}
 
   __device__ __forceinline__ void init() const {
     for (int i = 0; i < kCount; ++i) {
       // One arrival per warp that reads the stage: one warpgroup for Q, all consumers for K and V,
-      // the checker warps for V, and for the first Q all warps that learn of a tile by it.
-      const int checkers = i >= kQ && (i - kQ) % kWarpgroups == 0 ? kReadersOfTiles
-                           : i >= kV && i < kQ                    ? kCheckers
+      // the NaN-scanner warps for V, and for the first Q all warps that learn of a tile by it.
+      const int scanners = i >= kQ && (i - kQ) % kWarpgroups == 0 ? kReadersOfTiles
+                           : i >= kV && i < kQ                    ? kScanners
                                                                   : 0;
       ptx::mbarrier_init(full + 8 * i, 1);
-      ptx::mbarrier_init(empty + 8 * i, (i < kQ ? kWarpgroups * 4 : 4) + checkers);
+      ptx::mbarrier_init(empty + 8 * i, (i < kQ ? kWarpgroups * 4 : 4) + scanners);
     }
-    for (int i = 0; i < kReleases * kVStages; ++i) ptx::mbarrier_init(checked + 8 * i, kCheckers);
-    ptx::mbarrier_init(announced, 1), ptx::mbarrier_init(wanted, 1);
+    for (int i = 0; i < kReleases * kVStages; ++i) ptx::mbarrier_init(scanned + 8 * i, kScanners);
+    TileBarriers::init(1);
     ptx::fence_mbarrier_init();
   }
 };
 static_assert(kSlots * kSlotBytes + 16 * Barriers::kCount + 16 +
-                      (8 * kReleases + 4 * kCheckers) * kVStages <=
+                      (8 * kReleases + 4 * kScanners) * kVStages <=
                   1024,
               "slots and barriers are a page");
 static_assert(kStagingOffset + kStaged * kWarpgroups * kQBytes + kPaired * StepRing::kBytes ==
                   Config::smem_bytes,
               "manifest and kernel disagree on shared memory");
-
-struct Phases {
-  uint32_t bits;
-  __device__ __forceinline__ void peek(uint32_t barriers, int stage) const {
-    ptx::mbarrier_wait(barriers + 8 * stage, bits >> stage & 1);
-  }
-  __device__ __forceinline__ void wait(uint32_t barriers, int stage) {
-    peek(barriers, stage);
-    bits ^= 1u << stage;
-  }
-};
 
 // A slot describes one query tile: the tile, its rows, its list of key tiles and the walk of each
 // warpgroup. A count of -1 key tiles ends the queue.

@@ -2,7 +2,7 @@
 // neighbours in the order of lengths, and where lists are equally long in the tensor as well.
 //
 // A step of the pipeline has two key tiles, for one of the rows or for both. Steps for the first
-// and for the second row take turns, then come those that both rows visit, and the last one of the
+// and for the second row alternate, then come those that both rows visit, and the last one of the
 // second row ends the query tile, so that the rows change to the next tile one after the other.
 // What the longer list has beyond that comes before everything. The scheduler writes the steps into
 // a ring in shared memory before the producer begins with them, so all other warps just read them.
@@ -122,7 +122,7 @@ struct StepOrder {
   int key_tiles[3];
 
   __device__ __forceinline__ int steps(int kind) const { return (key_tiles[kind] + 1) / 2; }
-  // Steps for the first and for the second row take turns; the longer list has more.
+  // Steps for the first and for the second row alternate; the longer list has more.
   __device__ __forceinline__ int rounds() const { return min(steps(0), steps(1)); }
   __device__ __forceinline__ int more() const { return max(steps(0), steps(1)) - rounds(); }
   __device__ __forceinline__ int all() const { return steps(2) + 2 * rounds() + more(); }

@@ -15,10 +15,10 @@ __device__ __forceinline__ void produce(const Given& kernel_params, uint32_t sme
                                         const Barriers& barriers) {
   const Params& params = reinterpret_cast<const Params&>(kernel_params);
   const bool issues = Origin::producers == 1 || threadIdx.x == 0;
-  Phases empty = {~0u};  // every stage is empty at first
+  PhaseBits empty = PhaseBits::producer();
   const auto open = [&](int stage, int bytes) {
     empty.wait(barriers.empty, stage);
-    if (issues) ptx::mbarrier_arrive_expect_tx(barriers.full + 8 * stage, bytes);
+    if (issues) ptx::mbarrier_arrive_expect_tx(barrier_of(barriers.full, stage), bytes);
   };
   const auto copy = [&](int stage, uint32_t dst, int bytes, int rows,
                         const blockflash_tensor_map& map, int row, int head, int batch) {
@@ -27,7 +27,7 @@ __device__ __forceinline__ void produce(const Given& kernel_params, uint32_t sme
 #pragma unroll
     for (int panel = 0; panel < kPanels; ++panel)
       ptx::tensor_copy_4d(dst + panel * rows * 128, &map, panel * 64, row, head, batch,
-                          barriers.full + 8 * stage);
+                          barrier_of(barriers.full, stage));
   };
   const auto copy_keys = [&](int stage, uint32_t dst, const blockflash_tensor_map& map,
                              const TileRows& rows, int key_tile, const CachePieces& pieces) {
@@ -37,7 +37,7 @@ __device__ __forceinline__ void produce(const Given& kernel_params, uint32_t sme
     } else {
       open(stage, kKvBytes);
       pieces.copy<kBlockKv, kPanels>(kernel_params, map, dst, rows.head_kv,
-                                     barriers.full + 8 * stage);
+                                     barrier_of(barriers.full, stage));
     }
   };
   const auto look_up = [&](uint32_t slot, int key_tile) {
@@ -51,22 +51,22 @@ __device__ __forceinline__ void produce(const Given& kernel_params, uint32_t sme
   const auto copy_v = [&](uint32_t slot) {
     if (Config::cache || v_next < 0) return;
     const TileRows rows = TileRows::load(slot + kRowsInSlot);
-    const int v_stage = stage == 0 ? kStages - 1 : stage - 1;
+    const int v_stage = previous_stage<kStages>(stage);
     copy_keys(Barriers::kV + v_stage, smem + kVOffset + v_stage * kVStageBytes, params.v, rows,
               v_next, CachePieces{0, 0});
     v_next = -1;
   };
-  const auto copy_q = [&](int n, uint32_t slot, bool wanted) {
+  const auto copy_q = [&](int n, uint32_t slot, bool has_keys) {
 #pragma unroll 1
     for (int w = 0; w < kWarpgroups; ++w) {
       const int at = n % Config::q_stages * kWarpgroups + w;
-      if (wanted) {
+      if (has_keys) {
         const TileRows rows = TileRows::load(slot + kRowsInSlot);
         copy(Barriers::kQ + at, smem + at * kQBytes, kQBytes, 64, params.q, rows.q + w * kRowStep,
              QueryTile::load(slot).head + w * kHeadStep, rows.batch);
       } else {
         empty.wait(barriers.empty, Barriers::kQ + at);
-        if (issues) ptx::mbarrier_arrive(barriers.full + 8 * (Barriers::kQ + at));
+        if (issues) ptx::mbarrier_arrive(barrier_of(barriers.full, Barriers::kQ + at));
       }
     }
   };
@@ -74,13 +74,13 @@ __device__ __forceinline__ void produce(const Given& kernel_params, uint32_t sme
 #pragma unroll 1
   for (int n = 0;; ++n) {
     if (Config::cache) __syncwarp();  // no lane may fall a phase behind
-    ptx::mbarrier_wait(barriers.announced, n & 1);
+    barriers.wait_published(n);
     const uint32_t slot = slot_of(smem, n);
     const int key_tiles = QueryTile::load(slot).key_tiles;
     // Every consumer has one of the two previous tiles or is completing the one before them, so the
     // slot of the next tile is free.
-    if (issues && key_tiles >= 0 && key_tiles < kAnnounceAhead)
-      ptx::mbarrier_arrive(barriers.wanted);
+    if (issues && key_tiles >= 0 && key_tiles < kRequestAhead)
+      ptx::mbarrier_arrive(barriers.requested_of(n + 1));
     if (key_tiles <= 0) copy_v(slot_of(smem, n - 1));
     if (!kLateQ || key_tiles <= 0) copy_q(n, slot, key_tiles > 0);
     if (key_tiles < 0) break;
@@ -97,8 +97,8 @@ __device__ __forceinline__ void produce(const Given& kernel_params, uint32_t sme
       v_next = now;
       // While a stage becomes free.
       if (left > 1) pieces = look_up(slot, tiles.tile());
-      stage = stage + 1 == kStages ? 0 : stage + 1;
-      if (issues && left == kAnnounceAhead) ptx::mbarrier_arrive(barriers.wanted);
+      stage = next_stage<kStages>(stage);
+      if (issues && left == kRequestAhead) ptx::mbarrier_arrive(barriers.requested_of(n + 1));
     }
   }
 }
@@ -107,7 +107,7 @@ __device__ __forceinline__ void produce(const Given& kernel_params, uint32_t sme
 __device__ __forceinline__ void produce_paired(const Params& params, uint32_t smem,
                                                const Barriers& barriers) {
   const StepRing ring{smem + kStepOffset};
-  Phases empty = {~0u};  // every stage is empty at first
+  PhaseBits empty = PhaseBits::producer();
   // Loads both key tiles of a step. In place of a warpgroup that it is not for, this thread
   // releases the stage.
   const auto copy_step = [&](const blockflash_tensor_map& map, int position, uint32_t slot,
@@ -115,8 +115,8 @@ __device__ __forceinline__ void produce_paired(const Params& params, uint32_t sm
     const KeyStep step = ring.step(position);
     const TileRows rows = TileRows::load(slot + kRowsInSlot);
     empty.wait(barriers.empty, mbarrier + stage);
-    if (step.rows() != 3) ptx::mbarrier_arrive_as(barriers.empty + 8 * (mbarrier + stage), 4);
-    const uint32_t full = barriers.full + 8 * (mbarrier + step.rows() % 3 * stages + stage);
+    if (step.rows() != 3) ptx::mbarrier_arrive_as(barrier_of(barriers.empty, mbarrier + stage), 4);
+    const uint32_t full = barrier_of(barriers.full, mbarrier + step.rows() % 3 * stages + stage);
     ptx::mbarrier_arrive_expect_tx(full, kKvBytes);
 #pragma unroll
     for (int half = 0; half < 2; ++half)
@@ -141,14 +141,14 @@ __device__ __forceinline__ void produce_paired(const Params& params, uint32_t sm
                 v_at(smem, stage), v_panel(stage));
     }
   };
-  const auto copy_q = [&](uint32_t slot, bool wanted) {
+  const auto copy_q = [&](uint32_t slot, bool has_keys) {
     const TileRows rows = TileRows::load(slot + kRowsInSlot);
     const QueryTile tile = QueryTile::load(slot);
 #pragma unroll 1
     for (int w = 0; w < kWarpgroups; ++w) {
-      const uint32_t full = barriers.full + 8 * (Barriers::kQ + w);
+      const uint32_t full = barrier_of(barriers.full, Barriers::kQ + w);
       empty.wait(barriers.empty, Barriers::kQ + w);
-      if (!wanted) {
+      if (!has_keys) {
         ptx::mbarrier_arrive(full);
         continue;
       }
@@ -163,11 +163,11 @@ __device__ __forceinline__ void produce_paired(const Params& params, uint32_t sm
   ptx::wait_for_predecessors();
 #pragma unroll 1
   for (int n = 0;; ++n) {
-    ptx::mbarrier_wait(barriers.announced, n & 1);
+    barriers.wait_published(n);
     const uint32_t slot = slot_of(smem, n);
     const QueryTile tile = QueryTile::load(slot);
-    if (tile.key_tiles >= 0 && tile.key_tiles < kAnnounceAhead)
-      ptx::mbarrier_arrive(barriers.wanted);
+    if (tile.key_tiles >= 0 && tile.key_tiles < kRequestAhead)
+      ptx::mbarrier_arrive(barriers.requested_of(n + 1));
     // A consumer takes its next queries after it has waited for V of all steps but the last one.
     copy_v(tile.key_tiles > 0 ? 1 : 0);
     copy_q(slot, tile.key_tiles > 0);
@@ -176,18 +176,18 @@ __device__ __forceinline__ void produce_paired(const Params& params, uint32_t sm
     for (int left = tile.key_tiles; left > 0; --left) {
       copy_k(n, tile.first_key_tile + left - 1);
       copy_v(2);
-      if (left == kAnnounceAhead) ptx::mbarrier_arrive(barriers.wanted);
+      if (left == kRequestAhead) ptx::mbarrier_arrive(barriers.requested_of(n + 1));
     }
   }
 }
 
 // Over a cache a second warp loads V: one warp alone issues the loads of small pages more slowly
-// than the tensor cores multiply. It learns of query tiles as checker warps do.
+// than the tensor cores multiply. It learns of query tiles as NaN-scanner warps do.
 template <class Given>
 __device__ __forceinline__ void produce_values(const Given& kernel_params, uint32_t smem,
                                                const Barriers& barriers) {
   const int lane = threadIdx.x % 32;
-  Phases empty = {~0u}, full = {0};
+  PhaseBits empty = PhaseBits::producer(), full = PhaseBits::consumer();
   int stage = 0;
 #pragma unroll 1
   for (int n = 0;; ++n) {
@@ -197,7 +197,7 @@ __device__ __forceinline__ void produce_values(const Given& kernel_params, uint3
     const QueryTile tile = QueryTile::load(slot);
     const int head_kv = TileRows::load(slot + kRowsInSlot).head_kv;
     __syncwarp();
-    if (lane == 0) ptx::mbarrier_arrive(barriers.empty + 8 * q);
+    if (lane == 0) ptx::mbarrier_arrive(barrier_of(barriers.empty, q));
     if (tile.key_tiles < 0) break;
 #pragma unroll 1
     for (int key_tile = tile.first_key_tile + tile.key_tiles - 1; key_tile >= tile.first_key_tile;
@@ -205,12 +205,12 @@ __device__ __forceinline__ void produce_values(const Given& kernel_params, uint3
       const int at = Barriers::kV + stage;
       const CachePieces pieces = CachePieces::of(kernel_params, tile, key_tile * kBlockKv);
       empty.wait(barriers.empty, at);
-      if (lane == 0) ptx::mbarrier_arrive_expect_tx(barriers.full + 8 * at, kKvBytes);
+      if (lane == 0) ptx::mbarrier_arrive_expect_tx(barrier_of(barriers.full, at), kKvBytes);
       __syncwarp();
       pieces.copy<kBlockKv, kPanels>(kernel_params, kernel_params.fwd.v,
                                      smem + kVOffset + stage * kVStageBytes, head_kv,
-                                     barriers.full + 8 * at);
-      stage = stage + 1 == kStages ? 0 : stage + 1;
+                                     barrier_of(barriers.full, at));
+      stage = next_stage<kStages>(stage);
     }
   }
 }

@@ -118,7 +118,7 @@ struct TileQueue : QueueCounter {
 
   using QueueCounter::QueueCounter;
 
-  static __device__ __forceinline__ int turns_of(int tiles) {
+  static __device__ __forceinline__ int row_groups_of(int tiles) {
     return (tiles + block_rows - 1) / block_rows;
   }
 
@@ -138,17 +138,18 @@ struct TileQueue : QueueCounter {
         if (batch == p.batch) return false;
         const PackedRows queries = PackedRows::of(p.cu_seqlens_q, batch, p.total_q, p.seqlen_q);
         tile.q_offset = queries.begin, tile.seqlen_q = queries.length;
-        const int tiles = turns_of(tiles_of_queries(p.block_mask, tile.seqlen_q, block_q)) * heads;
+        const int tiles =
+            row_groups_of(tiles_of_queries(p.block_mask, tile.seqlen_q, block_q)) * heads;
         if (index - base < tiles) break;
         base += tiles;
       }
       tile.seqlen_kv = PackedRows::of(p.cu_seqlens_kv, batch, p.total_kv, p.seqlen_kv).length;
     }
     const int tiles_q = tiles_of_queries(p.block_mask, tile.seqlen_q, block_q);
-    const int turns = turns_of(tiles_q);
-    const int early = p.block_mask.row_order != nullptr && !packed ? turns / 8 : 0;
+    const int row_groups = row_groups_of(tiles_q);
+    const int early = p.block_mask.row_order != nullptr && !packed ? row_groups / 8 : 0;
     int at = index - base, first_row = 0, rows_here = early;
-    if (at >= early * heads) at -= early * heads, first_row = early, rows_here = turns - early;
+    if (at >= early * heads) at -= early * heads, first_row = early, rows_here = row_groups - early;
     if (at >= rows_here * heads) return false;
     const int section = at / (heads_per_section * rows_here) * heads_per_section,
               rest = at - section * rows_here;
@@ -157,17 +158,17 @@ struct TileQueue : QueueCounter {
     tile.batch = packed ? batch : head / heads_q;
     tile.head = (packed ? head : head - tile.batch * heads_q) * tile_heads;
     const BlockRows rows = BlockRows::of(p.block_mask, tile.batch);
-    int turn = first_row + row;
+    int row_group = first_row + row;
     if constexpr (block_rows > 1) {
       // Where the number of rows is odd, the first CTA has one row: the rows of larger blocks then
       // have the neighbours that they have without a mask, and so the same bits.
-      turn = turn * block_rows + static_cast<int>(threadIdx.x) % block_rows -
-             (turns * block_rows - tiles_q);
+      row_group = row_group * block_rows + static_cast<int>(threadIdx.x) % block_rows -
+                  (row_groups * block_rows - tiles_q);
       tile.q_begin = tile.seqlen_q;  // no such row
-      if (turn < 0) return true;
+      if (row_group < 0) return true;
     }
     tile.q_begin =
-        tile_of_queries(p.block_mask, rows, tiles_q, block_q, tile.batch, tile.head, turn) *
+        tile_of_queries(p.block_mask, rows, tiles_q, block_q, tile.batch, tile.head, row_group) *
         block_q;
     return true;
   }

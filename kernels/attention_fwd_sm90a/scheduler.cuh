@@ -7,7 +7,7 @@
 namespace blockflash {
 
 // A whole warp takes the next two block rows, whose steps end before `end`.
-__device__ __forceinline__ bool announce_pair(Queue& queue, uint32_t smem, uint32_t slot, int end) {
+__device__ __forceinline__ bool publish_pair(Queue& queue, uint32_t smem, uint32_t slot, int end) {
   const int lane = threadIdx.x % 32;
   const blockflash_attention_fwd_params& p = queue.params.base;
   QueryTile tile;
@@ -26,12 +26,12 @@ __device__ __forceinline__ bool announce_pair(Queue& queue, uint32_t smem, uint3
 }
 
 // A whole warp takes the next query tile and computes its walks, one number per lane.
-__device__ __forceinline__ bool announce(Queue& queue, uint32_t smem, int n) {
+__device__ __forceinline__ bool publish(Queue& queue, uint32_t smem, int n) {
   const uint32_t slot = slot_of(smem, n);
   if constexpr (kPaired) {
     // Positions descend from tile to tile without a gap, so they tell the stages.
     const int before = QueryTile::load(slot_of(smem, n + kSlots - 1)).first_key_tile;
-    return announce_pair(queue, smem, slot, n == 0 ? 1 << 30 : before);
+    return publish_pair(queue, smem, slot, n == 0 ? 1 << 30 : before);
   }
   const blockflash_attention_fwd_params& p = queue.params.base;
   const int lane = threadIdx.x % 32;
@@ -72,26 +72,26 @@ __device__ __forceinline__ bool announce(Queue& queue, uint32_t smem, int n) {
   return true;
 }
 
-// The scheduler warp. It prefetches the next query tile kAnnounceAhead key tiles before the
+// The scheduler warp. It prefetches the next query tile kRequestAhead key tiles before the
 // producer needs it: early enough to hide the lookup, late enough to keep dynamic load balancing.
-// The first tile has been announced already.
-constexpr int kAnnounceAhead = kPaired ? 16 : 8;
+// The first tile has been published already.
+constexpr int kRequestAhead = kPaired ? 16 : 8;
 __device__ __forceinline__ void schedule(Queue& queue, uint32_t smem, const Barriers& barriers) {
-  const auto announced = [&] {
+  const auto published = [&] {
     __syncwarp();
-    if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(barriers.announced);
+    if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(barriers.published);
   };
-  announced();
+  published();
   ptx::wait_for_predecessors();
   bool more = QueryTile::load(slot_of(smem, 0)).key_tiles >= 0;
   for (int n = 1; more; ++n) {
     // Ahead of time, since an index takes as long as a step.
     if constexpr (kPaired) queue.advance();
-    ptx::mbarrier_wait(barriers.wanted, (n - 1) & 1);
+    barriers.wait_requested(n);
     __syncwarp();
     if constexpr (!kPaired) queue.advance();
-    more = announce(queue, smem, n);
-    announced();
+    more = publish(queue, smem, n);
+    published();
   }
   if (threadIdx.x % 32 == 0) queue.close();
 }

@@ -22,19 +22,19 @@ __device__ __forceinline__ void store_constants(uint32_t smem, int thread, int t
   if (thread < 64) ptx::store_shared_int4(smem + kZerosOffset + thread * 16, make_int4(0, 0, 0, 0));
 }
 
-// Checker warps search V for NaN and infinity where a mask hides keys from some of the queries,
+// NaN-scanner warps search V for NaN and infinity where a mask hides keys from some of the queries,
 // each in its own part. They follow the rings as consumers do and report to the consumers.
-__device__ __forceinline__ void check_values(uint32_t smem, const Barriers& barriers, int checker) {
+__device__ __forceinline__ void scan_values(uint32_t smem, const Barriers& barriers, int scanner) {
   using Traits = ElementTraits<Config::Element>;
   const int lane = threadIdx.x % 32;
-  Phases full = {0};
+  PhaseBits full = PhaseBits::consumer();
   int stage = 0;
 #pragma unroll 1
   for (int n = 0;; ++n) {
     const int q = Barriers::kQ + n % Config::q_stages * kWarpgroups;
     full.wait(barriers.full, q);
     __syncwarp();
-    if (lane == 0) ptx::mbarrier_arrive(barriers.empty + 8 * q);
+    if (lane == 0) ptx::mbarrier_arrive(barrier_of(barriers.empty, q));
     const uint32_t slot = slot_of(smem, n);
     const QueryTile tile = QueryTile::load(slot);
     if (tile.key_tiles < 0) break;
@@ -58,9 +58,9 @@ __device__ __forceinline__ void check_values(uint32_t smem, const Barriers& barr
       full.wait(barriers.full, Barriers::kV + its);
       if (kPaired ? step.is_masked() : key_tile < unmasked_first || key_tile > unmasked_last) {
         uint32_t sums = 0;
-        constexpr int kPieces = kKvBytes / (512 * kCheckers);
+        constexpr int kPieces = kKvBytes / (512 * kScanners);
         const uint32_t at = v_at(smem, stage) +
-                            (kPaired ? checker * v_panel(stage) : checker * (kPieces * 512)) +
+                            (kPaired ? scanner * v_panel(stage) : scanner * (kPieces * 512)) +
                             lane * 16;
 #pragma unroll 4
         for (int piece = 0; piece < kPieces; ++piece) {
@@ -70,14 +70,14 @@ __device__ __forceinline__ void check_values(uint32_t smem, const Barriers& barr
         }
         const bool found = __any_sync(~0u, sums != 0);
         if (lane == 0)
-          ptx::store_shared(barriers.nonfinite + 4 * (stage * kCheckers + checker), found);
+          ptx::store_shared(barriers.has_nonfinite + 4 * (stage * kScanners + scanner), found);
         __syncwarp();
       }
       if (lane == 0) {
-        ptx::mbarrier_arrive(barriers.checked + 8 * its);
-        ptx::mbarrier_arrive(barriers.empty + 8 * (Barriers::kV + stage));
+        ptx::mbarrier_arrive(barrier_of(barriers.scanned, its));
+        ptx::mbarrier_arrive(barrier_of(barriers.empty, Barriers::kV + stage));
       }
-      stage = stage + 1 == kStages ? 0 : stage + 1;
+      stage = next_stage<kStages>(stage);
     }
   }
 }

@@ -2,7 +2,7 @@
 // to shared memory. See probe_sm80.
 #include "blockflash/config/probe.cuh"
 #include "blockflash/params/probe.h"
-#include "blockflash/ptx/mbarrier.cuh"
+#include "blockflash/pipeline.cuh"
 #include "blockflash/ptx/wgmma.cuh"
 
 namespace blockflash {
@@ -65,21 +65,22 @@ __device__ __forceinline__ uint32_t bulk_rate(const blockflash_probe_params& p) 
     for (int stage = 0; stage < kStages; ++stage) ptx::mbarrier_init(barriers + 8 * stage, 1);
     ptx::fence_mbarrier_init();
     const uint32_t chunks = static_cast<uint32_t>(p.bytes / kChunkBytes), step = gridDim.x % chunks;
-    uint32_t chunk = blockIdx.x % chunks, stage = 0, lap = 0;
+    uint32_t chunk = blockIdx.x % chunks;
+    auto at = PipelineState<kStages>::producer();
     for (int i = 0; i < p.iterations; ++i) {
-      if (lap > 0) ptx::mbarrier_wait(barriers + 8 * stage, (lap - 1) & 1);
-      const uint32_t barrier = barriers + 8 * stage;
+      at.wait(barriers);  // for the copy before, since nobody reads
+      const uint32_t barrier = at.of(barriers);
       const uint8_t* const from =
           static_cast<const uint8_t*>(p.input) + static_cast<int64_t>(chunk) * kChunkBytes;
       ptx::mbarrier_arrive_expect_tx(barrier, kChunkBytes);
-      ptx::bulk_copy(ring + stage * kChunkBytes, from, kChunkBytes, barrier);
+      ptx::bulk_copy(ring + at.stage * kChunkBytes, from, kChunkBytes, barrier);
       chunk += step;
       if (chunk >= chunks) chunk -= chunks;
-      if (++stage == kStages) stage = 0, ++lap;
+      at.advance();
     }
     // The last copy into each stage that was used.
     for (int i = max(p.iterations - kStages, 0); i < p.iterations; ++i)
-      ptx::mbarrier_wait(barriers + 8 * (i % kStages), (i / kStages) & 1);
+      wait_full<kStages>(barriers, i);
   }
   __syncthreads();
   uint32_t fold = 0;

@@ -7,8 +7,11 @@
 //   PipelineState::consumer_at, producer_at: from the number of the item, where that is counted
 //                   anyway, or where the stage of another item than the next one is asked for;
 //   PhaseBits       one bit per mbarrier in one register, for many rings that advance one by one.
+// Where threads fill a ring by cp.async for themselves, groups take the place of mbarriers, and a
+// stage alone is the state.
 #pragma once
 
+#include "blockflash/ptx/cp_async.cuh"
 #include "blockflash/ptx/mbarrier.cuh"
 
 namespace blockflash {
@@ -29,6 +32,16 @@ __device__ __forceinline__ constexpr int next_stage(int stage) {
 template <int stages>
 __device__ __forceinline__ constexpr int previous_stage(int stage) {
   return stage == 0 ? stages - 1 : stage - 1;
+}
+
+// Waits for the oldest group of copies by cp.async, after which `younger` ones, at most `most`,
+// were committed.
+template <int most>
+__device__ __forceinline__ void wait_for_oldest_group(int younger) {
+  if (younger >= most)
+    ptx::cp_async_wait_group<most>();
+  else if constexpr (most > 0)
+    wait_for_oldest_group<most - 1>(younger);
 }
 
 // Where a thread is in a ring: the stage, and the phase that it waits for there. A consumer starts
