@@ -43,8 +43,8 @@ __device__ __forceinline__ void store_statistics(const Params& params) {
   const PackedRows queries = queries_of(params, batch);
   if (first >= queries.length) return;
   const int64_t statistics = statistics_of(params, batch, head, queries);
-  if (params.turns != nullptr && threadIdx.x == 0)
-    params.turns[(statistics + first) / kStatisticsTile] = 0;
+  if (params.semaphores != nullptr && threadIdx.x == 0)
+    params.semaphores[(statistics + first) / kStatisticsTile] = 0;
   const Element* const o = static_cast<const Element*>(p.o) + batch * p.o_stride_batch * !packed +
                            head * p.o_stride_head;
   const Element* const d_o = static_cast<const Element*>(params.d_o) +

@@ -1,6 +1,6 @@
-// The last step of attention backward on Hopper where dq is summed in turns: sums to dq.
+// The last step of attention backward on Hopper where dq is summed in semaphore order: sums to dq.
 //
-// A CTA has 64 queries of a head. The sums lie in the order of the accumulators that they come
+// A CTA has 64 queries of a head. The sums are in the order of the accumulators that they come
 // from: eight warps have 16 queries and half of the columns each.
 #include "blockflash/attention/gradient.cuh"
 #include "blockflash/config/attention.cuh"
@@ -26,7 +26,7 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_bwd_tma_params pa
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   constexpr int kValues = kStatisticsTile * kD / 256;
   // Nobody has written a tile that no block of keys visits.
-  const bool visited = b.turns[tile] != 0;
+  const bool visited = b.semaphores[tile] != 0;
   const float4* const from =
       reinterpret_cast<const float4*>(params.dq_sums + tile * (kStatisticsTile * kD)) +
       warp * (kValues / 4 * 32) + lane;

@@ -11,7 +11,7 @@
 namespace blockflash {
 namespace {
 
-// Two tiles of 64 keys × 64 queries, used in turns: of the first 32 queries it holds ds, of the
+// Two tiles of 64 keys × 64 queries, used alternately: of the first 32 queries it holds ds, of the
 // others p.
 constexpr int kExchangeOffset = kRingEnd, kExchangeBytes = 64 * 128;
 static_assert(kResidentRows == 64 * Config::warpgroups ||

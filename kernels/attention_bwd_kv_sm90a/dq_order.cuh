@@ -1,11 +1,12 @@
 // dq beside dk and dv: every block of keys adds its share to the sums of each query tile that it
-// visits, in turns. The order is the order in which blocks of keys are started, so the result does
+// visits, in semaphore order: the order in which blocks of keys are started, so the result does
 // not depend on scheduling, and a CTA waits only for CTAs that run already.
 //
 // Consumers leave the gradients of the scores of a tile in shared memory, multiply those of the
 // tile before by K, and stage their part of dq. Two warps of the producer warpgroup take the staged
-// tiles alternately: each waits until its block's turn has come and adds the tile by one bulk copy.
-// The first in turn stores instead of adding, so nothing has to be cleared.
+// tiles alternately: each waits until the semaphore of the query tile has reached its block's rank
+// and adds the tile by one bulk copy. The first block stores instead of adding, so nothing has to
+// be cleared.
 #pragma once
 
 #include "blockflash/params/attention_bwd.h"
@@ -80,11 +81,11 @@ __device__ __forceinline__ uint32_t rank_at(const Params& params, const Keys& wo
              : block - any.begin / kResidentRows;
 }
 
-// The mbarriers of two buffers each, used in turns by tile: the gradients of scores and the staged
-// sums. And the announcement of the tile and its first query, by the thread that reads all lists. A
-// staged tile holds back the consumers after two more tiles and these the announcements after two
-// more, so eight places suffice. A persistent CTA has two more buffers for its blocks of keys, and
-// releases of the two resident tiles.
+// The mbarriers of rings of two stages each: the gradients of scores (DS of the diagram in
+// README.md) and the staged sums of dq. And the places where the thread that reads all lists
+// publishes a tile for the adders. A staged tile holds back the consumers after two more tiles and
+// these the producer after two more, so eight places suffice. A persistent CTA has two more buffers
+// for its blocks of keys, and releases of the two resident tiles.
 struct DqBarriers {
   static constexpr int kPlaces = 8, kBytes = 112;
   uint32_t scores, scores_empty, staged, staged_empty, blocks, blocks_empty, resident_empty, places;
@@ -126,7 +127,7 @@ static_assert(!Config::dq || kPageEnd + DqBarriers::kBytes + 8 * DqBarriers::kPl
 // of 64 rows as the others can count do not fit into memory.
 constexpr uint32_t kNextBlock = 1u << 30;
 
-// A warp arrives at the mbarrier of tile or block n, of which there are two in turns.
+// A warp arrives at the mbarrier of tile or block n, of which there are two.
 __device__ __forceinline__ void arrive(uint32_t barriers, uint32_t n) {
   __syncwarp();
   if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(barrier_of(barriers, n & 1));
@@ -161,7 +162,7 @@ struct Block {
     const int last_key = min(keys.k_begin + kResidentRows, keys.seqlen_kv) - 1;
     const int begin = range.queries_of(keys.k_begin).begin, end = range.queries_of(last_key).end;
     first_tile = begin / kStreamRows;
-    // Keys that no query sees visit nothing: turns count only blocks of keys that a tile sees.
+    // Keys that no query sees visit nothing: semaphores count only blocks of keys that a tile sees.
     tiles = begin < end ? (end + kStreamRows - 1) / kStreamRows - first_tile : 0;
     all_tiles = tiles * (params.base.base.num_heads_q / params.base.base.num_heads_kv);
   }
@@ -206,7 +207,7 @@ __device__ __forceinline__ void wait_for_rank(const uint32_t* semaphore, uint32_
   }
 }
 
-// One thread that adds every second staged tile, when its turn has come.
+// One thread that adds every second staged tile, in semaphore order.
 __device__ __forceinline__ void add_in_order(const Params& params, uint32_t smem, int which) {
   const DqBarriers barriers(smem);
   const uint32_t staged = smem + kStagingOffset + which % kStagings * kSumsBytes;
@@ -217,11 +218,11 @@ __device__ __forceinline__ void add_in_order(const Params& params, uint32_t smem
     const int tile = static_cast<int>(ptx::load_shared(place));
     const uint32_t rank_and_whole = ptx::load_shared(place + 4), rank = rank_and_whole / 2;
     if (tile < 0) return;
-    // Of a larger tile, what lies beyond its sequence has no place.
+    // Of a larger tile, what is beyond its sequence has no place.
     const bool whole = rank_and_whole % 2 != 0;
     const uint32_t bytes = whole ? kSumsBytes : kSumsTile;
     float* const sums = params.dq_sums + static_cast<int64_t>(tile) * (kSumsTile / 4);
-    uint32_t* const semaphore = params.base.turns + tile;
+    uint32_t* const semaphore = params.base.semaphores + tile;
     if (rank == 0) {
       ptx::bulk_store(sums, staged, bytes);
     } else {

@@ -44,10 +44,10 @@ __device__ __forceinline__ bool is_masked(const QueryRange& range, int k_begin, 
          !has_all_statistics(range.seqlen_q - first_query);
 }
 
-// What the producer of a persistent CTA announces beside the first query of a tile.
+// What the producer of a persistent CTA publishes beside the first query of a tile.
 constexpr uint32_t kTileIsMasked = 1;
 __device__ __forceinline__ uint32_t tile_flags_at(uint32_t smem, int stage) {
-  static_assert(!kPersistent || kStages == 2, "four words of the page are for announcements");
+  static_assert(!kPersistent || kStages == 2, "four words of the page are for published tiles");
   return page_base(smem) + kTileOffset + 8 + 4 * stage;
 }
 
@@ -82,7 +82,7 @@ __device__ __forceinline__ Visible visible_pairs(const blockflash_attention_fwd_
   return visible_pairs(p, Keys::shared(), masked, warp_row, first_query);
 }
 
-// The same of the tile in a stage, as the producer of a persistent CTA announced it.
+// The same of the tile in a stage, as the producer of a persistent CTA published it.
 __device__ __forceinline__ Visible published_pairs(const blockflash_attention_fwd_params& p,
                                                    const Keys& work, uint32_t smem, int stage,
                                                    int warp_row) {

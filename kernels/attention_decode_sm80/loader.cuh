@@ -60,7 +60,7 @@ struct Loader {
   }
   __device__ __forceinline__ bool has_step() const { return next < end; }
 
-  // Whether memory says where steps lie.
+  // Whether memory says where steps are.
   static __device__ __forceinline__ bool looks_up(const blockflash_attention_decode_params& p) {
     return p.cache.block_table != nullptr || p.page_list != nullptr;
   }
@@ -71,7 +71,7 @@ struct Loader {
     return min(p.head_dim_qk, p.head_dim_v) == Config::head_dim;
   }
 
-  // Where the next 32 steps lie, one per lane. Numbers of pages are data on the device that nobody
+  // Where the next 32 steps are, one per lane. Numbers of pages are data on the device that nobody
   // has validated.
   __device__ __forceinline__ void look_up(const blockflash_attention_decode_params& p,
                                           const DecodeItem& item, int lane) {

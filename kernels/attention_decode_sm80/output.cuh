@@ -19,7 +19,7 @@ constexpr int kQOffset = Config::warps * Config::stages * kStageBytes;
 constexpr int kLogsOffset = kPassRows * Config::head_dim * 4;
 static_assert(
     kLogsOffset + Config::rows * 8 <= kStageBytes,
-    "the sums of a pass, and reference and denominator of each row, lie in a free stage of "
+    "the sums of a pass, and reference and denominator of each row, are in a free stage of "
     "each warp");
 
 struct Shared {

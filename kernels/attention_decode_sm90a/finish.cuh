@@ -40,7 +40,7 @@ __device__ __forceinline__ void arrive(const Arrivals& arrivals, const Slots& sl
   if (complete && before == kNobody) ending.shares = 1u << own;
 }
 
-// The shares that the other CTAs of a complete group left, asked for by a warp.
+// The shares that the other CTAs of a complete group left, requested by a warp.
 __device__ __forceinline__ uint32_t left_shares(const Arrivals& arrivals, const Slots& slots,
                                                 int own) {
   const int share = threadIdx.x % kWarpSize;
@@ -70,15 +70,15 @@ __device__ __forceinline__ void combine_runs(const Params& params, const DecodeR
   __syncthreads();
   const bool last = ending.last;
   uint32_t shares = ending.shares;
-  bool asked = !helped || !last;
+  bool requested = !helped || !last;
 #pragma unroll 1
   while (shares != 0) {
     const int share = __ffs(static_cast<int>(shares)) - 1;
     shares &= shares - 1;
     if (slots.count > 1) combine_slots(p, item, slots, is_top, {rows, share, parts});
-    if (shares != 0 || is_top && asked) continue;
+    if (shares != 0 || is_top && requested) continue;
     if (is_top) {
-      asked = true;
+      requested = true;
       if (threadIdx.x < kWarpSize) {
         const uint32_t left = left_shares(arrivals, slots, own);
         if (threadIdx.x == 0) ending.left = left;

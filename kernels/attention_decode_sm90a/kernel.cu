@@ -2,7 +2,7 @@
 //
 // A CTA is one warpgroup with 64 rows, queries times heads that share keys, as M of WGMMA, and with
 // tiles of 64 keys as its N. Its threads copy tiles by cp.async, a ring ahead of their products;
-// two CTAs of an SM take turns, so the steps of a tile need not overlap.
+// two CTAs share an SM, so the steps of a tile need not overlap.
 #include "blockflash/pipeline.cuh"
 #include "blockflash/ptx/launch.cuh"
 #include "finish.cuh"

@@ -49,7 +49,7 @@ struct Loader {
   int next, end;         // the warp's first key of the next tile; keys end
   int step;              // that comes next
   uint64_t policy;       // of L2
-  const Element *k, *v;  // the head's first key, of the sequence if no memory says where pages lie
+  const Element *k, *v;  // the head's first key, of the sequence if no memory says where pages are
   int page, slot;        // this lane's step of the 32 that were looked up together
 
   // Nothing that is read once should drive partial sums out of L2.
@@ -80,7 +80,7 @@ struct Loader {
     return min(key, (end - 1) & ~(kStepKeys - 1));
   }
 
-  // Where the next 32 steps lie, one per lane. Numbers of pages are data on the device that nobody
+  // Where the next 32 steps are, one per lane. Numbers of pages are data on the device that nobody
   // has validated.
   __device__ __forceinline__ void look_up(const blockflash_attention_decode_params& p,
                                           const DecodeRun& item, int lane) {

@@ -123,7 +123,7 @@ __device__ __forceinline__ void join(Partial& x, const Partial& later) {
   x.sum.w = fmaf(its, later.sum.w, mine * x.sum.w);
 }
 
-// Where a row of a row tile lies in o and in the log-sum-exp, and its head.
+// Where a row of a row tile is in o and in the log-sum-exp, and its head.
 struct RowPlace {
   int head;
   int64_t o, lse;
@@ -211,8 +211,8 @@ struct Slots {
   bool are_splits;  // each has a single split, and not several that were joined
 };
 
-// Combines some rows of the slots into slot `first`, or into the output. A thread has so many
-// pieces of rows, and so many slots, on their way at once, since loads take long.
+// Combines some rows of the slots into slot `first`, or into the output. A thread has this
+// number of pieces of rows, and of slots, on their way at once, since loads take long.
 template <int at_once, int most>
 __device__ __forceinline__ void combine_pieces(const blockflash_attention_decode_params& p,
                                                const DecodeRun& item, const Slots& slots,

@@ -91,7 +91,7 @@ struct RunWalk {
     const int first_split = item.run * params.run;
     item.begin = s.first + first_split * s.chunk, item.chunk = s.chunk;
     item.count = min(s.splits - first_split, params.run);
-    // Splits are whole tiles, so a tile lies in one of them.
+    // Splits are whole tiles, so a tile is in one of them.
     const int unseen = max(item.any.begin - item.begin, 0);
     item.keys.begin = item.begin + (unseen & ~(kTileKeys - 1));
     item.keys.end = min(min(item.begin + item.count * s.chunk, s.first + s.keys), item.any.end);

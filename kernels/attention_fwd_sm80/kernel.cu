@@ -189,7 +189,7 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_fwd_params p) {
   for (int i = 0; i < visit.tiles; ++i) {
     const uint32_t stage = kTwoStages ? i % 2 * kStageBytes : 0, next_stage = kStageBytes - stage;
     unsigned char* v_tile;
-    bool masked, poisoned;
+    bool masked, has_nonfinite;
     int next_key;
     Tile next;  // of K
     const auto next_k = [&] { return tile_of(visit, keys.k, p.k_stride_seq, i + 1, next_key); };
@@ -200,7 +200,7 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_fwd_params p) {
       masked = first_key < keys.all.begin || first_key + Config::block_kv > keys.all.end;
       ptx::cp_async_wait_group<0>();
       v_tile = smem + kQTileBytes + kKvTileBytes + stage;
-      poisoned = __syncthreads_or(masked && kv_copy.template has_nonfinite<Element>(v_tile));
+      has_nonfinite = __syncthreads_or(masked && kv_copy.template has_nonfinite<Element>(v_tile));
       if constexpr (!kWide) next_key = visit.first_key_of(i + 1), next = next_k();
     };
     if constexpr (kTwoStages) {
@@ -236,7 +236,7 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_fwd_params p) {
     if (masked)
       apply_mask(s, visit.mask(p), first_row(), first_key + sharers.part * kKvPerWarp, lane);
     softmax.update(s, o, p.scores, sharers);
-    if (poisoned) {
+    if (has_nonfinite) {
       add_visible_nonfinite(o, v_tile, visit.mask(p), first_row(), first_key, sharers.part * 4,
                             lane);
       __syncthreads();  // all have read the tile before it is changed

@@ -58,7 +58,7 @@ using Scores = float[kMTiles][kKvTiles][4];
 using Output = float[kMTiles][kDTiles][4];
 using QFragments = uint32_t[kMTiles][kDSteps][4];
 
-// The same lane in a tile that lies `bytes` behind.
+// The same lane in a tile that is `bytes` behind.
 __device__ __forceinline__ LaneAddress<kChunks> moved(LaneAddress<kChunks> lane, uint32_t bytes) {
 #pragma unroll
   for (uint32_t& step : lane.step) step += bytes;
@@ -95,8 +95,8 @@ __device__ __forceinline__ void compute_scores(Scores& s, const QFragments& q_rm
   }
 }
 
-// The 16-byte chunk of a row of V and of O in which this warp's MMA tile d lies, from the first one
-// of the warp on. Warps that share rows take turns of four chunks.
+// The 16-byte chunk of a row of V and of O in which this warp's MMA tile d is, from the first one
+// of the warp on. Warps that share rows alternate, four chunks each.
 constexpr int chunk_of(int d) { return d / 4 * 4 * kSplit + d % 4; }
 
 // Rounded to 16 bits, the score accumulators have the layout of an A operand.

@@ -78,11 +78,11 @@ struct CacheQueue : QueueCounter {
   }
 };
 
-// The pieces of a key tile, each of which lies in one page: lane i of a warp knows piece i.
+// The pieces of a key tile, each of which is in one page: lane i of a warp knows piece i.
 struct CachePieces {
   int page, slot;
 
-  // A piece behind the last key lies in the page behind the last one, which TMA reads as zeros.
+  // A piece behind the last key is in the page behind the last one, which TMA reads as zeros.
   // Slots behind the last key in a page hold anything; their scores are masked. Queries that see no
   // keys ask for the tile before the first one, whose keys are negative: it has no place in the
   // block table.

@@ -58,7 +58,7 @@ constexpr int kKOffset = kWarpgroups * Config::q_stages * kQBytes,
               kVOffset = kKOffset + kStages * kKvBytes;
 // With paired rows both stages of V share the ones, as a panel that is as far behind the second
 // panel as that one is behind the first: by one panel, and by three, between which a stage of K
-// lies.
+// is.
 constexpr int kOnesOffset = kVOffset + 4 * kPanelBytes;
 constexpr int kSlotOffset = kPaired ? kOnesOffset + kPanelBytes : kVOffset + kStages * kVStageBytes,
               kSlots = 6, kSlotBytes = 16 * (4 + kWarpgroups | 1);

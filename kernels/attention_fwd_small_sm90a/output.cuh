@@ -48,7 +48,7 @@ __device__ __forceinline__ void exchange(const float (&o)[kOutput], float (&mine
   };
   const float state[4] = {softmax.true_reference(0), softmax.true_reference(1), softmax.exact[0],
                           softmax.exact[1]};
-  // All warps of this warpgroup have read the keys and values that lay here.
+  // All warps of this warpgroup have read the keys and values that were here.
   ptx::named_barrier_sync(1 + warpgroup, 128);
   ptx::store_shared_float4(state_of(warpgroup), state);
 #pragma unroll

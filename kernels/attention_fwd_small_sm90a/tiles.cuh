@@ -30,7 +30,7 @@ static_assert(Config::smem_bytes == kTileBytes + kWarpgroups * kRingBytes,
               "manifest and kernel disagree on smem");
 
 // The work of a CTA: 64 queries of one head, and the key tiles that they visit, from `last`
-// downwards. It lies in shared memory, where the steps and the epilogue read it: registers have no
+// downwards. It is in shared memory, where the steps and the epilogue read it: registers have no
 // room for it.
 struct Work {
   int batch, head, q_begin, last, tiles;

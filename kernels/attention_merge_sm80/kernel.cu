@@ -24,7 +24,7 @@ struct Row {
   Partial halves[2];
 };
 
-// The columns of a part as they lie in memory.
+// The columns of a part as they are in memory.
 template <class Element>
 struct Columns {
   static constexpr int kWords = kColumns * sizeof(Element) / 4;

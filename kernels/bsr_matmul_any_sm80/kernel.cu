@@ -3,8 +3,8 @@
 //
 // The multistage matmul of bsr_matmul_sm80 with one tile for all layouts. "Lines" are rows of A and
 // columns of B; both operands are tiles of lines × block_k of the depth. Where the depth is
-// contiguous in memory, a tile lies in shared memory as it is. Where lines are contiguous, each
-// square of the tile lies there transposed and ldmatrix transposes it back. Both kinds take the
+// contiguous in memory, a tile is in shared memory as it is. Where lines are contiguous, each
+// square of the tile is there transposed and ldmatrix transposes it back. Both kinds take the
 // same space.
 #include "blockflash/bsr/epilogue_columns.cuh"
 #include "blockflash/bsr/tile_order.cuh"
@@ -37,7 +37,7 @@ static_assert(kDepth % kBlock == 0 || kBlock % kDepth == 0,
               "a stage holds whole blocks, or a part of one");
 static_assert(Config::block_n % kDepth == 0, "B consists of squares");
 static_assert(kRowStep == 16,
-              "the rows that a thread copies in one turn lie in one slot of the smallest blocks");
+              "the rows that a thread copies at a time are in one slot of the smallest blocks");
 static_assert(kMTiles >= 1 && kNTiles % 2 == 0,
               "fragments of B are loaded for two MMA tiles at a time");
 static_assert(Config::smem_bytes == Config::stages * kStageBytes,
@@ -137,7 +137,7 @@ template <int square>
 struct Fragments {
   LaneAddress<kChunks> lane;
 
-  // `coords` of this lane inside 16 × 16 elements as they lie in shared memory; first_line of its
+  // `coords` of this lane inside 16 × 16 elements as they are in shared memory; first_line of its
   // warp.
   __device__ __forceinline__ Fragments(uint32_t tile, LaneCoords coords, bool transposed,
                                        int first_line)

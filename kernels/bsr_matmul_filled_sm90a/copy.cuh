@@ -1,5 +1,5 @@
-// Fills the stages of bsr_matmul_filled_sm90a: three warps take block columns in turns, with TMA
-// loads.
+// Fills the stages of bsr_matmul_filled_sm90a: each of three warps takes every third block column,
+// with TMA loads.
 //
 // Each of the two CTAs of a cluster loads half of B for both, and the blocks of A of its own half
 // of the group. A warpgroup without any block in the column leaves its rows as they are. Where some
@@ -16,7 +16,7 @@ constexpr int kCopiedPanels = kBlockN / 64;  // panels of B that each CTA loads 
 constexpr int kWarpgroupRows = kOwnRows / Config::warpgroups;  // block rows of a warpgroup
 static_assert(kWarpgroupRows * kBlock == 64, "a warpgroup multiplies 64 rows");
 
-// The warpgroups, as bits, in which one of the block rows `rows` lies; and all block rows of these.
+// The warpgroups, as bits, in which one of the block rows `rows` is; and all block rows of these.
 __device__ __forceinline__ uint32_t owners_of(uint32_t rows) {
   uint32_t owners = 0;
 #pragma unroll

@@ -1,4 +1,5 @@
-// Fills the stages of bsr_matmul_gather_sm90a: three warps take the stages of the plan in turns,
+// Fills the stages of bsr_matmul_gather_sm90a: each of three warps takes every third stage of the
+// plan,
 // with TMA loads of B and bulk copies of A.
 #pragma once
 
@@ -6,7 +7,7 @@
 
 namespace blockflash {
 
-// One lane per block row copies its blocks as they lie, and one lane per block column loads B. Rows
+// One lane per block row copies its blocks as they are, and one lane per block column loads B. Rows
 // beyond B arrive as zeros, as do columns up to the end of a panel; panels beyond B are not loaded.
 __device__ __forceinline__ void copy(const Params& params, uint32_t smem, const Barriers& barriers,
                                      int who) {

@@ -125,7 +125,7 @@ struct ACopy {
   }
 
   // Starts a part of the copy of the stage at depth k0 of the row, whose blocks end at `depth`.
-  // Depths past the end become zero: a copy of no bytes reads no memory, wherever its source lies.
+  // Depths past the end become zero: a copy of no bytes reads no memory, wherever its source is.
   __device__ __forceinline__ void start(bool active, uint32_t a_tile, int k0, int depth,
                                         int part) const {
     const Element* const from =
@@ -167,7 +167,7 @@ struct BCopy {
   }
 
   // Calls `copy(slot, from, valid_rows)` for each slot of a stage with the first row of the slot
-  // that this thread copies, and how many of the slot's rows lie within B. Lane s of each warp
+  // that this thread copies, and how many of the slot's rows are within B. Lane s of each warp
   // holds the block column of slot s, -1 past the end of the row; k0 is the depth of the stage
   // within its first block.
   template <class Copy>

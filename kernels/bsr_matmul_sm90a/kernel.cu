@@ -33,7 +33,7 @@ constexpr int kNextA = Config::a_transposed ? 16 * 128 >> 4 : 32 >> 4,
               kNextB = Config::b_column_major ? 32 >> 4 : 16 * 128 >> 4;
 
 // Staging of C: pages of a warp for TMA stores, or a slice of 16 rows × kSliceN columns of
-// accumulators, whose rows are padded to keep them in different banks. Pages are used in turns,
+// accumulators, whose rows are padded to keep them in different banks. Pages are used alternately,
 // also across tiles, so there are no more of them than a tile has.
 constexpr int kStagingBytes = (Config::smem_bytes - kStagingOffset) / kConsumerWarps;
 constexpr int kPages = kStagingBytes / kPageBytes < kN / 64 ? kStagingBytes / kPageBytes : kN / 64;

@@ -83,9 +83,9 @@ struct DenseCopy {
   static constexpr int kAlong = tile_depth / 8, kAlongStep = threads / kAlong;
   static constexpr int kAcross = tile_lines / 8, kAcrossStep = threads / kAcross;
   static_assert(threads % kAlong == 0 && kSegment % kAlongStep == 0,
-                "a turn along K lies in one segment");
+                "a round along K is in one segment");
   static_assert(threads % kAcross == 0 && tile_depth % kAcrossStep == 0,
-                "a turn across is whole lines of chunks");
+                "a round across is whole lines of chunks");
 
   DenseOperand<Element> operand;
   int first;  // lane s of each warp: first line of segment s; negative: segments from s on are
@@ -105,10 +105,10 @@ struct DenseCopy {
     const int chunk = threadIdx.x % kAlong, line0 = threadIdx.x / kAlong, k = k0 + chunk * 8,
               count = min(operand.depth - k, 8);
 #pragma unroll(vector ? tile_lines / kAlongStep : 1)
-    for (int turn = 0; turn < tile_lines; turn += kAlongStep) {
-      const int begin = __shfl_sync(~0u, first, turn / kSegment);
+    for (int round = 0; round < tile_lines; round += kAlongStep) {
+      const int begin = __shfl_sync(~0u, first, round / kSegment);
       if (begin < 0) break;
-      const int at = turn + line0, line = begin + turn % kSegment + line0;
+      const int at = round + line0, line = begin + round % kSegment + line0;
       operand.template copy<vector>(tile + Layout::offset(at / 8, chunk, at),
                                     operand.data + line * operand.ld + k,
                                     line < operand.lines ? count : 0);
@@ -124,8 +124,9 @@ struct DenseCopy {
     const int count = min(operand.lines - line, 8);
     const Element* from = operand.data + (k0 + k_first) * operand.ld + line;
 #pragma unroll(vector ? tile_depth / kAcrossStep : 1)
-    for (int turn = 0; turn < tile_depth; turn += kAcrossStep, from += kAcrossStep * operand.ld) {
-      const int at = turn + k_first;
+    for (int round = 0; round < tile_depth;
+         round += kAcrossStep, from += kAcrossStep * operand.ld) {
+      const int at = round + k_first;
       operand.template copy<vector>(tile + Layout::offset(chunk, at / 8, at), from,
                                     k0 + at < operand.depth ? count : 0);
     }

@@ -2,7 +2,7 @@
 // blocks of a block-sparse matrix. cp.async ring, ldmatrix, mma.sync.
 //
 // One CTA computes a tile: several neighbouring stored blocks of a block row, which share its rows
-// of A. Their columns of B are gathered by the column indices and lie side by side in shared
+// of A. Their columns of B are gathered by the column indices and are side by side in shared
 // memory. The layouts of A and B are run-time arguments, uniform for all threads, on which only
 // copies and the loads of fragments depend.
 #include "blockflash/bsr/stored_blocks.cuh"

@@ -3,7 +3,7 @@
 // warpgroups.
 //
 // A tile is several neighbouring stored blocks of a block row, which share its rows of A. Their
-// columns of B are gathered by the column indices and lie side by side in shared memory, so that a
+// columns of B are gathered by the column indices and are side by side in shared memory, so that a
 // tile is one dense product. While the consumers store a tile, the producer fills the ring for the
 // next one.
 #include <type_traits>

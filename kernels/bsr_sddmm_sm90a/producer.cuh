@@ -23,7 +23,7 @@ static_assert(kBlock % 64 == 0 && kBlock * kBlocks == 256,
               "a tile has the columns of the widest product");
 
 // Shared memory: a ring of stages, each with a block row of A and the block columns of B;
-// mbarriers; slots. A block of an operand that is contiguous along K lies as rows of 64 along K,
+// mbarriers; slots. A block of an operand that is contiguous along K is as rows of 64 along K,
 // another one as panels of 64 rows or columns, with one such line per position along K.
 constexpr int kPanelBytes = 64 * 128, kBlockBytes = kBlock / 64 * kPanelBytes;
 constexpr int kStageBytes = (1 + kBlocks) * kBlockBytes;

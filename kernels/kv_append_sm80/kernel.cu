@@ -1,4 +1,4 @@
-// Appends keys and values to a cache, and turns them and queries by their positions (rotary
+// Appends keys and values to a cache, and rotates them and queries by their positions (rotary
 // embedding).
 //
 // A row is one head of one token of new keys or of queries, and a thread writes 8 elements of it.
@@ -59,8 +59,8 @@ __device__ __forceinline__ void store_piece(Element* row, int column, const uint
   *reinterpret_cast<uint4*>(row + column) = piece;
 }
 
-// Element `column` of a row, turned together with its partner. Products and sums are rounded one by
-// one, as on the CPU.
+// Element `column` of a row, rotated together with its partner. Products and sums are rounded one
+// by one, as on the CPU.
 __device__ __forceinline__ float turned_element(const blockflash_rotary& rotary, const Element* row,
                                                 int column, int64_t position) {
   const int half = rotary.dim / 2;
@@ -78,9 +78,9 @@ __device__ __forceinline__ float turned_element(const blockflash_rotary& rotary,
   return is_second ? __fadd_rn(across, along) : __fsub_rn(along, across);
 }
 
-// Eight elements of a row that are turned by the angles of a position.
-__device__ __forceinline__ uint4 turned(const blockflash_rotary& rotary, const Element* row,
-                                        int column, int64_t position) {
+// Eight elements of a row that are rotated by the angles of a position.
+__device__ __forceinline__ uint4 rotated(const blockflash_rotary& rotary, const Element* row,
+                                         int column, int64_t position) {
   uint4 piece = load_piece(row, column);
   if (rotary.cos == nullptr) return piece;
   position = min(max(position, int64_t{0}), int64_t{rotary.positions - 1});
@@ -118,7 +118,8 @@ __device__ __forceinline__ void append(const Params& p, int row, int column) {
   const Element* const v_new = static_cast<const Element*>(p.v_new) +
                                token.batch * p.v_new_stride_batch + token.row * p.v_new_stride_seq +
                                head * p.v_new_stride_head;
-  if (column < p.head_dim_qk) store_piece(k, column, turned(p.rotary_new, k_new, column, position));
+  if (column < p.head_dim_qk)
+    store_piece(k, column, rotated(p.rotary_new, k_new, column, position));
   if (column < p.head_dim_v) store_piece(v, column, load_piece(v_new, column));
 }
 
@@ -130,7 +131,7 @@ __device__ __forceinline__ void turn_query(const Params& p, int row, int column)
                               token.row * p.q_stride_seq + head * p.q_stride_head;
   Element* const to = static_cast<Element*>(p.q_turned) + token.batch * p.q_turned_stride_batch +
                       token.row * p.q_turned_stride_seq + head * p.q_turned_stride_head;
-  store_piece(to, column, turned(p.rotary_q, from, column, token.position(p.cache)));
+  store_piece(to, column, rotated(p.rotary_q, from, column, token.position(p.cache)));
 }
 
 // Rows of all tokens of a batch, which 32 bits count.

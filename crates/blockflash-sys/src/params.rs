@@ -440,9 +440,9 @@ pub struct blockflash_attention_bwd_params {
     pub negative_logs: *mut f32,
     /// the same
     pub deltas: *mut f32,
-    /** workspace, per 64 rows of the statistics: how many blocks of keys have been
- added to dq; null where dq has a kernel of its own*/
-    pub turns: *mut u32,
+    /** workspace, per 64 rows of the statistics: how many blocks of keys have
+ been added to dq; null where dq has a kernel of its own*/
+    pub semaphores: *mut u32,
     pub d_o_stride_batch: i64,
     pub d_o_stride_seq: i64,
     pub d_o_stride_head: i64,
@@ -497,8 +497,8 @@ const _: () = {
         "Offset of field: blockflash_attention_bwd_params::deltas",
     ][::core::mem::offset_of!(blockflash_attention_bwd_params, deltas) - 352usize];
     [
-        "Offset of field: blockflash_attention_bwd_params::turns",
-    ][::core::mem::offset_of!(blockflash_attention_bwd_params, turns) - 360usize];
+        "Offset of field: blockflash_attention_bwd_params::semaphores",
+    ][::core::mem::offset_of!(blockflash_attention_bwd_params, semaphores) - 360usize];
     [
         "Offset of field: blockflash_attention_bwd_params::d_o_stride_batch",
     ][::core::mem::offset_of!(blockflash_attention_bwd_params, d_o_stride_batch)
@@ -1043,7 +1043,7 @@ const _: () = {
         "Offset of field: blockflash_bsr_matmul_params::c_column_major",
     ][::core::mem::offset_of!(blockflash_bsr_matmul_params, c_column_major) - 124usize];
 };
-/// BSR matmul by portable kernels, whose operands lie by rows.
+/// BSR matmul by portable kernels, whose operands are by rows.
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
 pub struct blockflash_bsr_matmul_portable_params {
@@ -1416,7 +1416,7 @@ const _: () = {
 };
 /** Keys and values of a cache: one page per sequence, or pages that a block table names.
 
- Key j of sequence b lies in slot j % page_size of page block_table\[b, j / page_size\], or of page
+ Key j of sequence b is in slot j % page_size of page block_table\[b, j / page_size\], or of page
  b without a table. What the device alone knows is clamped: page numbers to \[0, pages), lengths to
  \[0, capacity\]. Keys from the length on are never read.*/
 #[repr(C)]
@@ -1720,7 +1720,7 @@ const _: () = {
 
  In `fwd`, cu_seqlens_q tells whether queries are packed, seqlen_kv is the capacity, and k, v,
  cu_seqlens_kv and the block mask are null. The maps of k and v have the dimensions (head_dim_qk
- or head_dim_v, slot, head, page) and boxes of 64 columns and `box_rows` slots, which lie in one
+ or head_dim_v, slot, head, page) and boxes of 64 columns and `box_rows` slots, which are in one
  page.*/
 #[repr(C)]
 #[repr(align(64))]
@@ -1870,7 +1870,7 @@ const _: () = {
         "Offset of field: blockflash_attention_merge_params::o_dtype",
     ][::core::mem::offset_of!(blockflash_attention_merge_params, o_dtype) - 132usize];
 };
-/** A rotary embedding: pair i of a row at position p is turned by the angle whose cosine and sine
+/** A rotary embedding: pair i of a row at position p is rotated by the angle whose cosine and sine
  are cos\[p, i\] and sin\[p, i\].*/
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
@@ -1922,7 +1922,7 @@ const _: () = {
         "Offset of field: blockflash_rotary::dtype",
     ][::core::mem::offset_of!(blockflash_rotary, dtype) - 44usize];
 };
-/** Appends new keys and values to a cache, and turns new keys and queries by their positions.
+/** Appends new keys and values to a cache, and rotates new keys and queries by their positions.
 
  cache.seqused counts the new keys already. Token i of the n tokens of a sequence, be it a new key
  or a query, has position seqused - n + i, where seqused may be any number. A new key at a
@@ -1940,7 +1940,7 @@ pub struct blockflash_kv_append_params {
     /// \[batch + 1\] offsets; null: all sequences have seqlen_new
     pub cu_seqlens_new: *const i32,
     /** \[batch, seqlen_q, num_heads_q, head_dim_qk\]; packed: \[total_q, …\]; null: no
- queries are turned*/
+ queries are rotated*/
     pub q: *const ::core::ffi::c_void,
     /// like q
     pub q_turned: *mut ::core::ffi::c_void,
@@ -2162,7 +2162,7 @@ pub struct blockflash_page_summaries_params {
     pub head_dim: i32,
     /// the last ones of each sequence
     pub tokens: i32,
-    /// that `tokens` tokens of a sequence can lie in
+    /// that `tokens` tokens of a sequence can be in
     pub most_pages: i32,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]

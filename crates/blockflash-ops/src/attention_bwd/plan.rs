@@ -228,7 +228,7 @@ fn params(problem: &AttentionBackwardProblem) -> Result<blockflash_attention_bwd
         d_sink: null_mut(),
         negative_logs: null_mut(),
         deltas: null_mut(),
-        turns: null_mut(),
+        semaphores: null_mut(),
         d_o_stride_batch: d_o[0],
         d_o_stride_seq: d_o[1],
         d_o_stride_head: d_o[2],

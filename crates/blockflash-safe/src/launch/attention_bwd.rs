@@ -75,7 +75,7 @@ pub fn attention_bwd_workspace(rows: usize, sums_head_dim: Option<usize>) -> Opt
         None => 0,
         Some(head_dim) => {
             let sums = rows.checked_mul(head_dim)?.checked_mul(size_of::<f32>())?;
-            turn_bytes(rows).checked_add(sums)?
+            semaphore_bytes(rows).checked_add(sums)?
         }
     };
     statistics.checked_add(sums).filter(|&bytes| isize::try_from(bytes).is_ok())
@@ -83,7 +83,7 @@ pub fn attention_bwd_workspace(rows: usize, sums_head_dim: Option<usize>) -> Opt
 
 /// Bytes of the words that count the blocks of keys that have been added to a tile of queries. The
 /// sums behind them begin at a multiple of 16.
-fn turn_bytes(rows: usize) -> usize {
+fn semaphore_bytes(rows: usize) -> usize {
     (rows / STATISTICS_ROWS * size_of::<u32>()).next_multiple_of(16)
 }
 
@@ -300,7 +300,7 @@ impl<'a> AttentionBwdOperands<'a> {
             block_mask: block_mask::pointers(mask, &p.block_mask),
             ..*p
         };
-        let [negative_logs, deltas, turns, _] = self.places(plan);
+        let [negative_logs, deltas, semaphores, _] = self.places(plan);
         blockflash_attention_bwd_params {
             base,
             d_o: pointer(&self.d_o),
@@ -310,21 +310,22 @@ impl<'a> AttentionBwdOperands<'a> {
             d_sink: self.d_sink.as_ref().map_or(null_mut(), pointer_mut).cast(),
             negative_logs: negative_logs.cast(),
             deltas: deltas.cast(),
-            turns: if plan.sums_head_dim.is_some() { turns.cast() } else { null_mut() },
+            semaphores: if plan.sums_head_dim.is_some() { semaphores.cast() } else { null_mut() },
             block_mask_t: block_mask::pointers(transposed, &b.block_mask_t),
             ..*b
         }
     }
 
-    /// Where the parts of the workspace are: both statistics, the turns and the sums of dq.
+    /// Where the parts of the workspace are: both statistics, the semaphores and the sums of dq.
     pub(super) fn places(&self, plan: &AttentionBwdPlan) -> [*mut u8; 4] {
         let Some(workspace) = &self.workspace else { return [null_mut(); 4] };
         let (b, p) = (&plan.params, &plan.params.base);
         let entries = if self.cu_seqlens.is_some() { 1 } else { p.batch as usize };
         let rows = b.statistics_stride_head as usize * p.num_heads_q as usize * entries;
         let (first, statistics) = (pointer_mut(workspace).cast::<u8>(), rows * size_of::<f32>());
-        let turns = 2 * statistics;
-        [0, statistics, turns, turns + turn_bytes(rows)].map(|at| first.wrapping_add(at))
+        let semaphores = 2 * statistics;
+        [0, statistics, semaphores, semaphores + semaphore_bytes(rows)]
+            .map(|at| first.wrapping_add(at))
     }
 }
 

@@ -31,7 +31,7 @@ fn plan() -> AttentionBwdPlan {
         d_sink: null_mut(),
         negative_logs: null_mut(),
         deltas: null_mut(),
-        turns: null_mut(),
+        semaphores: null_mut(),
         d_o_stride_batch: q[0],
         d_o_stride_seq: q[1],
         d_o_stride_head: q[2],
@@ -129,8 +129,11 @@ const ROWS: usize = 3 * 4 * 192;
 #[test]
 fn bytes_of_a_workspace() {
     assert_eq!(attention_bwd_workspace(ROWS, None), Some(ROWS * 8));
-    let turns = ROWS / 64 * 4;
-    assert_eq!(attention_bwd_workspace(ROWS, Some(64)), Some(ROWS * 8 + turns + ROWS * 64 * 4));
+    let semaphores = ROWS / 64 * 4;
+    assert_eq!(
+        attention_bwd_workspace(ROWS, Some(64)),
+        Some(ROWS * 8 + semaphores + ROWS * 64 * 4)
+    );
     assert_eq!(attention_bwd_workspace(64, Some(64)), Some(64 * 8 + 16 + 64 * 64 * 4));
     assert_eq!(attention_bwd_workspace(0, Some(128)), Some(0));
     assert_eq!(attention_bwd_workspace(usize::MAX / 8, None), None);

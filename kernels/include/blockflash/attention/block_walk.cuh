@@ -36,16 +36,16 @@ __device__ __forceinline__ int tiles_of_queries(const blockflash_block_mask& m, 
   return (seqlen_q + m.block_q - 1) / m.block_q * (m.block_q / tile_block_q);
 }
 
-// The query tile of a head that is taken `turn`-th of `tiles`. Long tiles should not start last:
+// The query tile of a head that is taken `rank`-th of `tiles`. Long tiles should not start last:
 // with an order given the longest block row comes first, otherwise the last tile, which is the
 // longest under a causal mask.
 __device__ __forceinline__ int tile_of_queries(const blockflash_block_mask& m, BlockRows rows,
                                                int tiles, int tile_block_q, int batch, int head,
-                                               int turn) {
-  if (m.row_ptr == nullptr || m.row_order == nullptr) return tiles - 1 - turn;
+                                               int rank) {
+  if (m.row_ptr == nullptr || m.row_order == nullptr) return tiles - 1 - rank;
   const int tiles_per_row = m.block_q / tile_block_q;
-  int row = turn / tiles_per_row;
-  const int before_last = turn - row * tiles_per_row;
+  int row = rank / tiles_per_row;
+  const int before_last = rank - row * tiles_per_row;
   // A sequence that is shorter than `tiles` has no more rows to order.
   if (row < rows.count) row = m.row_order[group_offset(m, m.rows, batch, head) + rows.first + row];
   return row * tiles_per_row + (tiles_per_row - 1 - before_last);
@@ -58,7 +58,7 @@ struct TileList {
   int32_t count;        // columns in the list
   int32_t tiles_per_col;
 
-  // The query tile lies inside one block row, since the tile's block_q divides the mask's.
+  // The query tile is inside one block row, since the tile's block_q divides the mask's.
   static __device__ __forceinline__ TileList of(const blockflash_block_mask& m, BlockRows rows,
                                                 int tile_block_kv, int batch, int head,
                                                 int q_begin) {
@@ -100,7 +100,7 @@ struct TileList {
   __device__ __forceinline__ int lower_bound(int key_tile) const {
     if (cols == nullptr) return key_tile;
     const int col = key_tile / tiles_per_col;
-    // Steps that double from the end, where most limits lie.
+    // Steps that double from the end, where most limits are.
     int first = 0, length = count;
     for (int step = 1; length > 0; step *= 2) {
       const int at = max(length - step, 0);

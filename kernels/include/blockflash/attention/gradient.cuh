@@ -20,8 +20,8 @@
 
 namespace blockflash {
 
-// Row statistics have room for whole tiles of so many queries in every sequence, so that a tile can
-// be copied without looking at its end.
+// Row statistics have room for whole tiles of this number of queries in every sequence, so that a
+// tile can be copied without looking at its end.
 constexpr int kStatisticsTile = 64;
 
 // Where the statistics of a sequence begin in its head: packed sequences begin at a multiple of

@@ -1,4 +1,4 @@
-// Where a sequence of a packed batch lies in its tensor.
+// Where a sequence of a packed batch is in its tensor.
 #pragma once
 
 #include <stdint.h>
@@ -10,7 +10,7 @@ struct PackedRows {
   int begin, length;
 
   // The offsets are data on the device that nobody has validated. Whatever they hold, the result
-  // lies inside the `total` rows of the tensor and is at most as long as the `longest` sequence,
+  // is inside the `total` rows of the tensor and is at most as long as the `longest` sequence,
   // for which the grid was made. A caller that needs both begin and length must take them from one
   // call, since the offsets may be overwritten between two calls.
   static __device__ __forceinline__ PackedRows of(const int32_t* cu_seqlens, int sequence,

@@ -104,8 +104,8 @@ struct QueryWalk {
     const int begin = range.queries_of(work.k_begin).begin, end = range.queries_of(last_key).end;
     list = TileList::of(params.block_mask_t, work.rows, block_q, work.batch, head, work.k_begin);
     first = list.lower_bound(begin / block_q);
-    // Keys that no query sees visit nothing, not even the tile in which their empty range lies: the
-    // turns of a tile count only blocks of keys that it sees.
+    // Keys that no query sees visit nothing, not even the tile in which their empty range is: the
+    // semaphore of a tile counts only blocks of keys that it sees.
     tiles = begin < end ? list.lower_bound((end + block_q - 1) / block_q) - first : 0;
   }
 

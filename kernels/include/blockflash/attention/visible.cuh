@@ -5,7 +5,7 @@
 
 namespace blockflash {
 
-// Bit 2 j + e is set when key 8 j + e lies in [begin, end), both relative to the lane's first key.
+// Bit 2 j + e is set when key 8 j + e is in [begin, end), both relative to the lane's first key.
 __device__ __forceinline__ uint32_t visible_keys(int begin, int end) {
   const auto below = [](int limit) {
     const int count = max((limit >> 3) * 2 + min(limit & 7, 2), 0);

@@ -86,16 +86,16 @@ __device__ __forceinline__ void store_piece(const blockflash_bsr_matmul_params& 
   }
 }
 
-// Stores the part of one slice that lies inside of C, a piece of a row per lane and turn. The slice
+// Stores the part of one slice that is inside of C, a piece of a row per lane and round. The slice
 // begins at row at_row and column at_column of C.
 template <int slice_n, int slice_stride, bool plain>
 __device__ __forceinline__ void store_slice(const blockflash_bsr_matmul_params& p,
                                             const float* slice, int64_t at_row, int64_t at_column,
                                             int lane) {
-  constexpr int kTurns = 16 * slice_n / (8 * kWarpSize);
-#pragma unroll(plain ? kTurns : 1)
-  for (int turn = 0; turn < kTurns; ++turn) {
-    const int i = turn * kWarpSize + lane;
+  constexpr int kRounds = 16 * slice_n / (8 * kWarpSize);
+#pragma unroll(plain ? kRounds : 1)
+  for (int round = 0; round < kRounds; ++round) {
+    const int i = round * kWarpSize + lane;
     const int in_row = i / (slice_n / 8), in_column = i % (slice_n / 8) * 8;
     const int64_t row = at_row + in_row, column = at_column + in_column;
     if (row >= p.m || column >= p.n) continue;

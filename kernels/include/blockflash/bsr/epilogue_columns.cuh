@@ -9,7 +9,7 @@
 namespace blockflash {
 namespace {
 
-// Stores one slice, eight rows of a column per lane and turn. The slice begins at row at_row and
+// Stores one slice, eight rows of a column per lane and round. The slice begins at row at_row and
 // column at_column of C. Not inlined: one copy per slice would be half of the kernel.
 template <int slice_n, int slice_stride>
 __device__ __noinline__ void store_column_slice(const blockflash_bsr_matmul_params& p,

@@ -4,7 +4,7 @@
 // The block rows of a tile form a group and share B, which is loaded once for the union of their
 // block columns, cut into stages by the plan of the pattern. One thread of the producer warpgroup
 // schedules: it takes the next tile, looks up the stages of its group and publishes it in a slot.
-// Three warps load: they take the stages of the ring in turns (copy.cuh beside each kernel).
+// Three warps load, every third stage of the ring each (copy.cuh beside each kernel).
 //
 // There is no circular wait. A stage is filled when the consumers have emptied it, which takes only
 // earlier stages. A tile is published when all loading warps have requested it, at the latest at
@@ -53,7 +53,7 @@ static_assert(kSlots >= kOwnRows,
               "a column in which every block row has a block fits into a stage");
 static_assert(kStageBytes % 1024 == 0, "panels are aligned to the swizzle");
 
-// The ring's mbarriers lie behind the ring, followed by the slots and the words of the stages.
+// The ring's mbarriers are behind the ring, followed by the slots and the words of the stages.
 struct Barriers : PersistentBarriers<kStages> {
   __device__ __forceinline__ explicit Barriers(uint32_t smem)
       : PersistentBarriers(smem + kStages * kStageBytes) {}

@@ -64,7 +64,7 @@ __device__ __forceinline__ bool has_tile_for_each(const blockflash_bsr_matmul_tm
   return (static_cast<uint32_t>(params.part_begin[0]) + tiles_m) * tiles_n <= takers;
 }
 
-// The number of parts in which so many steps are computed.
+// The number of parts in which this number of steps is computed.
 __device__ __forceinline__ int parts_of(const blockflash_bsr_matmul_tma_params& params, int steps) {
   return min(max(steps - 1, 0) / params.part_steps + 1, BLOCKFLASH_BSR_PARTS);
 }
@@ -96,7 +96,7 @@ struct BsrSums {
     if (lane == 0) ptx::store_release(params.part_arrived + slot, 1);
   }
 
-  // Adds the sums of the other parts to part 0, in their order, and resets the words that announced
+  // Adds the sums of the other parts to part 0, in their order, and resets the words that published
   // them. Where there are registers for it, each lane waits for one part, and the sums of two parts
   // are on their way at a time: one after another, the words would take the latency of memory each.
   __device__ __forceinline__ void add(int parts, float (&acc)[registers]) const {

@@ -23,11 +23,11 @@ __device__ __forceinline__ uint32_t first_tile(const Params& p, int block_row) {
   return static_cast<uint32_t>(__ldg(p.row_ptr + block_row)) / blocks + block_row;
 }
 
-// A warp finds the tile at an index below that of block row ceil(m / block): each turn divides the
+// A warp finds the tile at an index below that of block row ceil(m / block): each round divides the
 // block rows among the lanes. The tile has at most `blocks` blocks.
 template <int block, int blocks, class Params>
 __device__ __forceinline__ StoredBlocks find_blocks(const Params& p, uint32_t index, int lane) {
-  int first = 0, rows = block_rows_of<block>(p);  // range in which its block row lies
+  int first = 0, rows = block_rows_of<block>(p);  // range in which its block row is
   while (rows > 1) {
     const int step = (rows + 31) / 32, probe = lane * step;
     const uint32_t before = __ballot_sync(

@@ -31,7 +31,7 @@ struct AttentionFwdHopperConfig : AttentionTileConfig {
   static constexpr int q_stages = VARIANT_Q_STAGES;
   static constexpr bool q_in_registers = VARIANT_Q_IN_REGISTERS;
   static constexpr bool lse = VARIANT_LSE;      // whether the log-sum-exp is computed
-  static constexpr bool cache = VARIANT_CACHE;  // whether keys lie in the pages of a cache
+  static constexpr bool cache = VARIANT_CACHE;  // whether keys are in the pages of a cache
   static constexpr int threads = 128 * (warpgroups + 1);
   static constexpr int min_blocks = VARIANT_MIN_BLOCKS;  // CTAs per SM
   static constexpr int smem_bytes = VARIANT_SMEM_BYTES;

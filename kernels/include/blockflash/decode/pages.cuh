@@ -1,4 +1,4 @@
-// Where the keys of a cache lie.
+// Where the keys of a cache are.
 #pragma once
 
 #include <stdint.h>
@@ -8,7 +8,7 @@
 namespace blockflash {
 
 // Keys of a sequence. Lengths and page numbers are data on the device that nobody has validated;
-// whatever they hold, all that follows from them lies inside the cache.
+// whatever they hold, all that follows from them is inside the cache.
 __device__ __forceinline__ int keys_of_sequence(const blockflash_kv_cache& cache, int sequence) {
   if (cache.seqused == nullptr) return cache.capacity;
   return min(max(cache.seqused[sequence], 0), cache.capacity);

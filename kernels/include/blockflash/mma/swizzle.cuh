@@ -1,5 +1,5 @@
 // Layout of 16-bit tiles in shared memory: row-major, with the 16-byte chunks of a row permuted so
-// that the eight rows which one ldmatrix phase reads at the same column lie in eight different
+// that the eight rows which one ldmatrix phase reads at the same column are in eight different
 // groups of banks.
 #pragma once
 

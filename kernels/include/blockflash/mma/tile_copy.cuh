@@ -37,7 +37,7 @@ struct TileCopy {
     return {ptx::opaque(row), ptx::opaque(chunk)};
   }
 
-  // Byte offset of this thread's chunk that lies r rows below and c chunks behind its first one.
+  // Byte offset of this thread's chunk that is r rows below and c chunks behind its first one.
   // The swizzle repeats every 8 rows and every `columns` chunks, so that few offsets differ by more
   // than a constant.
   static_assert(columns % Layout::period == 0, "the swizzle repeats from column to column");
@@ -46,7 +46,7 @@ struct TileCopy {
   }
 
   // Starts the copy of rows [0, valid_rows) and columns [0, valid_columns) of `src` and fills the
-  // rest of the tile with zeros: a copy of no bytes reads no memory, wherever its source lies. One
+  // rest of the tile with zeros: a copy of no bytes reads no memory, wherever its source is. One
   // address per thread moves down the rows.
   template <class Element>
   __device__ __forceinline__ void start(uint32_t dst_smem, const Element* src, int64_t row_stride,

@@ -22,8 +22,8 @@ typedef struct blockflash_attention_bwd_params {
   float* d_sink;        /* [num_heads_q], null exactly when base.scores.sink is */
   float* negative_logs; /* workspace, [batch, num_heads_q, padded rows] */
   float* deltas;        /* the same */
-  uint32_t* turns; /* workspace, per 64 rows of the statistics: how many blocks of keys have been
-                      added to dq; null where dq has a kernel of its own */
+  uint32_t* semaphores; /* workspace, per 64 rows of the statistics: how many blocks of keys have
+                      been added to dq; null where dq has a kernel of its own */
   int64_t d_o_stride_batch, d_o_stride_seq, d_o_stride_head;
   int64_t dq_stride_batch, dq_stride_seq, dq_stride_head;
   int64_t dk_stride_batch, dk_stride_seq, dk_stride_head;
@@ -39,7 +39,7 @@ typedef struct blockflash_attention_bwd_tma_params {
   blockflash_tensor_map q, d_o;
   blockflash_tensor_map k, v; /* zeros when there are no keys */
   blockflash_attention_bwd_params base;
-  /* For the kernel that computes dq beside dk and dv, in tiles of 64 queries that lie in the order
+  /* For the kernel that computes dq beside dk and dv, in tiles of 64 queries that are in the order
    * of the statistics. */
   float* dq_sums; /* workspace, [tiles, 64·head_dim_qk of the tile] in the kernel's own order */
   uint32_t* tile_counter; /* two zeros, left as zeros: {next block of keys, CTAs that are done} */

@@ -39,7 +39,7 @@ typedef struct blockflash_bsr_matmul_params {
   int32_t c_column_major; /* 1: columns of c are contiguous; 0 for kernels that write rows only */
 } blockflash_bsr_matmul_params;
 
-/* BSR matmul by portable kernels, whose operands lie by rows. */
+/* BSR matmul by portable kernels, whose operands are by rows. */
 typedef struct blockflash_bsr_matmul_portable_params {
   blockflash_bsr_matmul_params base;
   const int32_t*

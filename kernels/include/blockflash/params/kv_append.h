@@ -5,11 +5,11 @@
 #include "blockflash/params/base.h"
 #include "blockflash/params/kv_cache.h"
 
-/* Which elements of a row are turned together. */
+/* Which elements of a row are rotated together. */
 #define BLOCKFLASH_ROTARY_HALVES 0      /* i and i + dim / 2 */
 #define BLOCKFLASH_ROTARY_INTERLEAVED 1 /* 2i and 2i + 1 */
 
-/* A rotary embedding: pair i of a row at position p is turned by the angle whose cosine and sine
+/* A rotary embedding: pair i of a row at position p is rotated by the angle whose cosine and sine
  * are cos[p, i] and sin[p, i]. */
 typedef struct blockflash_rotary {
   const void* cos; /* [positions, dim / 2]; null: rows stay as they are */
@@ -21,7 +21,7 @@ typedef struct blockflash_rotary {
   int32_t dtype; /* BLOCKFLASH_DTYPE_… of cos and sin */
 } blockflash_rotary;
 
-/* Appends new keys and values to a cache, and turns new keys and queries by their positions.
+/* Appends new keys and values to a cache, and rotates new keys and queries by their positions.
  *
  * cache.seqused counts the new keys already. Token i of the n tokens of a sequence, be it a new key
  * or a query, has position seqused - n + i, where seqused may be any number. A new key at a
@@ -33,7 +33,7 @@ typedef struct blockflash_kv_append_params {
   const void* v_new; /* the same with head_dim_v */
   const int32_t* cu_seqlens_new; /* [batch + 1] offsets; null: all sequences have seqlen_new */
   const void* q;  /* [batch, seqlen_q, num_heads_q, head_dim_qk]; packed: [total_q, …]; null: no
-                     queries are turned */
+                     queries are rotated */
   void* q_turned; /* like q */
   const int32_t* cu_seqlens_q; /* [batch + 1] offsets; null: all sequences have seqlen_q */
   blockflash_rotary rotary_new, rotary_q;

@@ -8,7 +8,7 @@
 
 /* Keys and values of a cache: one page per sequence, or pages that a block table names.
  *
- * Key j of sequence b lies in slot j % page_size of page block_table[b, j / page_size], or of page
+ * Key j of sequence b is in slot j % page_size of page block_table[b, j / page_size], or of page
  * b without a table. What the device alone knows is clamped: page numbers to [0, pages), lengths to
  * [0, capacity]. Keys from the length on are never read. */
 typedef struct blockflash_kv_cache {
@@ -80,7 +80,7 @@ typedef struct blockflash_attention_decode_params {
  *
  * In `fwd`, cu_seqlens_q tells whether queries are packed, seqlen_kv is the capacity, and k, v,
  * cu_seqlens_kv and the block mask are null. The maps of k and v have the dimensions (head_dim_qk
- * or head_dim_v, slot, head, page) and boxes of 64 columns and `box_rows` slots, which lie in one
+ * or head_dim_v, slot, head, page) and boxes of 64 columns and `box_rows` slots, which are in one
  * page. */
 typedef struct blockflash_attention_cache_params {
   blockflash_attention_fwd_tma_params fwd;

@@ -22,7 +22,7 @@ typedef struct blockflash_page_summaries_params {
   int32_t batch, num_heads_kv;
   int32_t head_dim;   /* a multiple of 8, at most 256 */
   int32_t tokens;     /* the last ones of each sequence */
-  int32_t most_pages; /* that `tokens` tokens of a sequence can lie in */
+  int32_t most_pages; /* that `tokens` tokens of a sequence can be in */
 } blockflash_page_summaries_params;
 
 /* The pages that each key head of a sequence visits: the first one, the last one, and those with

@@ -1,4 +1,4 @@
-// movmatrix (sm_75): transposes an 8×8 matrix of 16-bit elements that lies in the registers of a
+// movmatrix (sm_75): transposes an 8×8 matrix of 16-bit elements that is in the registers of a
 // warp.
 #pragma once
 
