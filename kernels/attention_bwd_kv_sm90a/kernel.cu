@@ -1,11 +1,35 @@
 // Attention backward with respect to keys and values on Hopper: dv = pᵀ·dO and
 // dk = dsᵀ·q·scale.
 //
-// A CTA owns 128 keys of one key head (64 beyond a head_dim of 128) and visits the query tiles that
-// see them, for one query head of the group after another. Scores are computed transposed, keys
-// along the rows, so that probabilities and their gradients are operands of both products in the
-// registers where they arise. Nothing is shared between CTAs, so the result has one order of
-// summation.
+// A CTA owns 128 keys of one key head (96 or 64 beyond a head_dim of 128) and visits the query
+// tiles that see them, for one query head of the group after another. Scores are computed
+// transposed, keys along the rows, so that probabilities and their gradients are operands of both
+// products in the registers where they arise. dk and dv are not shared between CTAs, so they have
+// one order of summation; dq, where it is computed beside them, is added in the order of
+// semaphores.
+//
+// README.md has the roles of the warps and the diagram of the pipeline. This file has the producer,
+// in two forms: for one block of keys, and for the blocks of a persistent CTA. The mbarriers, those
+// from `scores` on only with dq (DqBarriers):
+//
+//   resident          K or V has arrived            guards reading its only place
+//   resident_empty    its last product has read it  guards loading K or V of the next block
+//   first, second     Q and logarithms, or dO and   guards reading a stage of either ring
+//                     deltas, have arrived
+//   first_empty,      s and dk, or dp and dv, have  guards loading a later tile into the stage
+//   second_empty      read it
+//   loaded_...        packed batches: TMA has       guards zero-filling, which then completes
+//                     written                       resident, first or second
+//   scores            all consumers have stored ds  guards dq = ds·k, which sums over all keys
+//                     (specialized: p, and ds)
+//   scores_empty      all products have read it     guards storing ds two tiles later
+//   staged            dq is staged                  guards adding it to the sums
+//   staged_empty      the bulk copy has read it     guards staging dq two tiles later
+//   blocks            a block of keys is published  guards reading it (persistent CTAs)
+//   blocks_empty      consumers are done with it    guards publishing the next but one
+//
+// Named barriers 1 and 2 are the ping-pong of the consumers. Semaphores in the workspace, one per
+// 64 queries, order the CTAs that add to the same sums.
 #include "blockflash/params/attention_bwd.h"
 #include "blockflash/ptx/tensor_prefetch.cuh"
 #include "consumer.cuh"
