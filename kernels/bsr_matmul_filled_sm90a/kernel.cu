@@ -139,7 +139,7 @@ struct Consumer {
       barriers.wait_published(n);
       const Tile tile = Tile::load(smem, n);
       const int first_column = tile.first_column;
-      const BsrPart part = Tile::part(smem, n);
+      const BsrSplit split = Tile::split(smem, n);
       if (tile.group < 0) break;
       __syncwarp();
       if (lane() == 0) Cluster::request(barriers.requested_of(n));
@@ -153,11 +153,11 @@ struct Consumer {
       const int tiles_n = static_cast<int>((p.n + kClusterN - 1) / kClusterN) * Config::cluster;
       const BsrSums<kConsumerWarps, kN / 2> sums = {
           params, tile.group, first_column / kBlockN + rank, tiles_n, warpgroup * 4 + warp, lane()};
-      if (part.number > 0) {
-        sums.leave(part.number, acc);
+      if (split.number > 0) {
+        sums.leave(split.number, acc);
         continue;
       }
-      sums.add(part.count, acc);
+      sums.add(split.count, acc);
       const int first_row = block_row * kBlock + warp_row % kBlock;
       undo_zeros(acc, slice, first_row, first_column);
       const auto& tiles = reinterpret_cast<const float(&)[1][kN / 8][4]>(acc);

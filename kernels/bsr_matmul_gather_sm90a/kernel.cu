@@ -5,7 +5,7 @@
 // union of their block columns, in stages listed by the plan of the pattern (bsr/gather.cuh), and
 // each consumer warp multiplies it by the blocks of its own block row: no missing block is ever
 // multiplied. The plan depends on the pattern alone, so values are not packed and may change
-// between launches. Long tiles may be split along K (bsr/parts.cuh), and neighbouring tiles may
+// between launches. Long tiles may be split along K (bsr/split_k.cuh), and neighbouring tiles may
 // share A within a cluster (bsr/cluster.cuh).
 #include "blockflash/bsr/epilogue.cuh"
 #include "blockflash/params/bsr.h"
@@ -141,7 +141,7 @@ struct Consumer {
       barriers.wait_published(n);
       const Tile tile = Tile::load(smem, n);
       const int first_column = tile.first_column + Cluster::rank() * kBlockN;
-      const BsrPart part = Tile::part(smem, n);
+      const BsrSplit split = Tile::split(smem, n);
       if (tile.group < 0) break;
       __syncwarp();
       if (lane == 0) Cluster::request(barriers.requested_of(n));
@@ -155,11 +155,11 @@ struct Consumer {
       const int tiles_n = static_cast<int>((p.n + kClusterN - 1) / kClusterN) * Config::cluster;
       const BsrSums<kConsumerWarps, kTiles * kN / 2> sums = {
           params, tile.group, first_column / kBlockN, tiles_n, warp, lane};
-      if (part.number > 0) {
-        sums.leave(part.number, all);
+      if (split.number > 0) {
+        sums.leave(split.number, all);
         continue;
       }
-      sums.add(part.count, all);
+      sums.add(split.count, all);
       const int64_t column = first_column + warp % kWarpsPerRow * kN;
       bool stored = true;  // either all of it or nothing
 #pragma unroll

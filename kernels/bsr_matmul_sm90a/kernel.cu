@@ -5,9 +5,9 @@
 // blocks of the row laid end to end are the depth of a dense matmul, 64 per stage, whose rows of B
 // are gathered by the column indices. TMA loads blocks of A straight from the values: nothing is
 // packed or planned. While the consumers store a tile, the producer fills the ring for the next
-// one. Long tiles may be split along K (bsr/parts.cuh), and neighbouring tiles may share A within a
-// cluster (bsr/cluster.cuh). op(A) is A or, by an index over its block columns, the transpose of A;
-// B is row-major or column-major.
+// one. Long tiles may be split along K (bsr/split_k.cuh), and neighbouring tiles may share A within
+// a cluster (bsr/cluster.cuh). op(A) is A or, by an index over its block columns, the transpose of
+// A; B is row-major or column-major.
 #include "blockflash/bsr/epilogue.cuh"
 #include "blockflash/bsr/epilogue_columns.cuh"
 #include "blockflash/bsr/epilogue_copy.cuh"
@@ -118,8 +118,8 @@ struct Consumer {
       }
       const int block_row = BlockRow::load(slot + 16 * (warpgroup % kRowGroups / kSteps)).index;
       const int first_column = ptx::load_shared(slot + kColumnInSlot) + Cluster::rank() * kBlockN;
-      const BsrPart part = kSplits ? BsrPart::load(slot + kPartInSlot) : BsrPart{0, 1};
-      const int position = kSplits ? ptx::load_shared(slot + kPartInSlot + 4) : 0;
+      const BsrSplit split = kSplits ? BsrSplit::load(slot + kSplitInSlot) : BsrSplit{0, 1};
+      const int position = kSplits ? ptx::load_shared(slot + kSplitInSlot + 4) : 0;
       if (BlockRow::load(slot).index < 0) break;
       __syncwarp();
       if (lane() == 0) Cluster::request(barriers.requested_of(n));
@@ -130,11 +130,11 @@ struct Consumer {
             static_cast<int>((params.base.n + kClusterN - 1) / kClusterN) * Config::cluster;
         const BsrSums<kConsumerWarps, kN / 2> sums = {
             params, position, first_column / kBlockN, tiles_n, warpgroup * 4 + warp, lane()};
-        if (part.number > 0) {
-          sums.leave(part.number, acc);
+        if (split.number > 0) {
+          sums.leave(split.number, acc);
           continue;
         }
-        sums.add(part.count, acc);
+        sums.add(split.count, acc);
       }
       const int64_t first_row =
           static_cast<int64_t>(block_row) * kBlock + warpgroup % kSteps * 64 + warp * 16;

@@ -3,7 +3,7 @@
 
 #include "blockflash/bsr/cluster.cuh"
 #include "blockflash/bsr/early.cuh"
-#include "blockflash/bsr/parts.cuh"
+#include "blockflash/bsr/split_k.cuh"
 #include "blockflash/bsr/tile_order.cuh"
 #include "blockflash/config/bsr.cuh"
 #include "blockflash/params/bsr.h"
@@ -77,13 +77,13 @@ __device__ __forceinline__ uint32_t slot_of(uint32_t smem, int n) {
 constexpr int kColumnInSlot = 16 * kRows;
 // Where A is transposed: the position of each block row's first block among the values.
 constexpr int kPlacesInSlot = kColumnInSlot + 4;
-// Which part of a tile this is, and the position of its block row in the order of rows. Tiles of
+// Which split of a tile this is, and the position of its block row in the order of rows. Tiles of
 // two block rows are not split, since only merging their columns would tell where to cut.
 constexpr bool kSplits = kRows == 1;
-constexpr int kPartInSlot = 32;
+constexpr int kSplitInSlot = 32;
 constexpr uint32_t kSlotBytes =
     16 * kRows + 4 + 4 * kRows * Config::a_transposed + 8 * kSplits;  // bytes stored in a slot
-static_assert(kPlacesInSlot + 4 * kRows <= (kSplits ? kPartInSlot : 64) && kRows <= 2,
+static_assert(kPlacesInSlot + 4 * kRows <= (kSplits ? kSplitInSlot : 64) && kRows <= 2,
               "a tile fits into its slot");
 
 // One thread of a cluster takes tiles and looks up their blocks, those of the first tile before the
@@ -118,8 +118,8 @@ __device__ __forceinline__ void schedule(const Params& params, uint32_t smem,
     }
     const uint32_t slot = slot_of(smem, n), published = barriers.published_of(n);
     BsrPlace place(params, tiles_m, tiles_n, index);
-    // A tile that is shorter than others at its place has no such part.
-    while (place.part > 0 && place.part >= parts_of(params, blocks_at(place)))
+    // A tile that is shorter than others at its place has no such split.
+    while (place.split > 0 && place.split >= splits_of(params, blocks_at(place)))
       take_next(), place = BsrPlace(params, tiles_m, tiles_n, index);
     const bool more = place.tiles_m > 0;
     if (more) {
@@ -132,12 +132,12 @@ __device__ __forceinline__ void schedule(const Params& params, uint32_t smem,
           row = BlockRow::at(params, position);
           if constexpr (kSplits) {
             const int blocks = row.end_block - row.first_block;
-            const BsrPart part = {place.part, parts_of(params, blocks)};
-            Cluster::store(slot + kPartInSlot, part.word(), published),
-                Cluster::store(slot + kPartInSlot + 4, position, published);
-            row.end_block = row.first_block + part.end(blocks),
-            row.first_block += part.begin(blocks);
-            if (part.number > 0 && row.first_block < row.end_block)
+            const BsrSplit split = {place.split, splits_of(params, blocks)};
+            Cluster::store(slot + kSplitInSlot, split.word(), published),
+                Cluster::store(slot + kSplitInSlot + 4, position, published);
+            row.end_block = row.first_block + split.end(blocks),
+            row.first_block += split.begin(blocks);
+            if (split.number > 0 && row.first_block < row.end_block)
               row.first_column = p.col_idx[row.first_block];
           }
         }

@@ -21,7 +21,7 @@ pub const BLOCKFLASH_ACTIVATION_NONE: i32 = 0;
 pub const BLOCKFLASH_ACTIVATION_RELU: i32 = 1;
 pub const BLOCKFLASH_ACTIVATION_GELU: i32 = 2;
 pub const BLOCKFLASH_ACTIVATION_SILU: i32 = 3;
-pub const BLOCKFLASH_BSR_PARTS: i32 = 8;
+pub const BLOCKFLASH_BSR_SPLITS: i32 = 8;
 pub const BLOCKFLASH_ROTARY_HALVES: i32 = 0;
 pub const BLOCKFLASH_ROTARY_INTERLEAVED: i32 = 1;
 pub const BLOCKFLASH_PROBE_MMA_F16: i32 = 0;
@@ -1116,19 +1116,19 @@ pub struct blockflash_bsr_matmul_tma_params {
     /// 1: c is row-major, 16-byte aligned and of the type of a, and beta is 0
     pub c_by_copies: i32,
     /** tiles of more blocks (or stages, where there is a plan) than this are split
- into parts; positive*/
-    pub part_steps: i32,
-    /** the order of all parts: \[p\] counts the tiles of one
- column that come before the parts p, which the
+ along K; positive*/
+    pub split_k_steps: i32,
+    /** the order of all splits: \[p\] counts the tiles of one
+ column that come before the splits p, which the
  longest \[p - 1\] - \[p\] tiles of a column may have;
  descends to 0. All zeros: no tile is split*/
-    pub part_begin: [i32; 8usize],
-    /** \[part_begin\[0\] · tiles along n, tile\] sums of all parts except the first, in the
+    pub split_k_begin: [i32; 8usize],
+    /** \[split_k_begin\[0\] · tiles along n, tile\] sums of all splits except the first, in the
  register layout of the threads; or null. Counts the tiles of whole clusters*/
-    pub part_sums: *mut f32,
-    /** \[part_begin\[0\] · tiles along n, consumer warps\] zeros, left as zeros;
+    pub split_k_sums: *mut f32,
+    /** \[split_k_begin\[0\] · tiles along n, consumer warps\] zeros, left as zeros;
  or null*/
-    pub part_arrived: *mut u32,
+    pub split_k_arrived: *mut u32,
     /// as for portable kernels
     pub values_settled: i32,
 }
@@ -1176,17 +1176,20 @@ const _: () = {
         "Offset of field: blockflash_bsr_matmul_tma_params::c_by_copies",
     ][::core::mem::offset_of!(blockflash_bsr_matmul_tma_params, c_by_copies) - 680usize];
     [
-        "Offset of field: blockflash_bsr_matmul_tma_params::part_steps",
-    ][::core::mem::offset_of!(blockflash_bsr_matmul_tma_params, part_steps) - 684usize];
+        "Offset of field: blockflash_bsr_matmul_tma_params::split_k_steps",
+    ][::core::mem::offset_of!(blockflash_bsr_matmul_tma_params, split_k_steps)
+        - 684usize];
     [
-        "Offset of field: blockflash_bsr_matmul_tma_params::part_begin",
-    ][::core::mem::offset_of!(blockflash_bsr_matmul_tma_params, part_begin) - 688usize];
+        "Offset of field: blockflash_bsr_matmul_tma_params::split_k_begin",
+    ][::core::mem::offset_of!(blockflash_bsr_matmul_tma_params, split_k_begin)
+        - 688usize];
     [
-        "Offset of field: blockflash_bsr_matmul_tma_params::part_sums",
-    ][::core::mem::offset_of!(blockflash_bsr_matmul_tma_params, part_sums) - 720usize];
+        "Offset of field: blockflash_bsr_matmul_tma_params::split_k_sums",
+    ][::core::mem::offset_of!(blockflash_bsr_matmul_tma_params, split_k_sums)
+        - 720usize];
     [
-        "Offset of field: blockflash_bsr_matmul_tma_params::part_arrived",
-    ][::core::mem::offset_of!(blockflash_bsr_matmul_tma_params, part_arrived)
+        "Offset of field: blockflash_bsr_matmul_tma_params::split_k_arrived",
+    ][::core::mem::offset_of!(blockflash_bsr_matmul_tma_params, split_k_arrived)
         - 728usize];
     [
         "Offset of field: blockflash_bsr_matmul_tma_params::values_settled",

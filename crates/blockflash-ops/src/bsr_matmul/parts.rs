@@ -6,10 +6,10 @@ use crate::{Error, Result};
 use blockflash_safe::{BsrParts, BsrPartsMemory, Device, Stream, Tensor};
 use blockflash_sys::DType;
 use blockflash_sys::manifest::BsrMatmulHopper;
-use blockflash_sys::params::BLOCKFLASH_BSR_PARTS;
+use blockflash_sys::params::BLOCKFLASH_BSR_SPLITS;
 
 /// Maximum number of parts of a tile.
-pub(super) const MOST_PARTS: usize = BLOCKFLASH_BSR_PARTS as usize;
+pub(super) const MOST_PARTS: usize = BLOCKFLASH_BSR_SPLITS as usize;
 
 /// Workspace in which a [`BsrMatmul`](super::BsrMatmul) keeps the partial sums of tiles.
 ///
@@ -156,8 +156,8 @@ impl Lengths {
     }
 
     /// The steps of a part if the longest tile has this many parts, and where the tiles that may
-    /// have a part of each number begin: `part_begin` in `params.h`. `None` where the longest tile
-    /// has fewer steps than parts.
+    /// have a part of each number begin: `split_k_begin` in `params.h`. `None` where the longest
+    /// tile has fewer steps than parts.
     fn cut(&self, parts: usize) -> Option<(i32, [i32; MOST_PARTS])> {
         let longest = *self.0.first()?;
         if longest < parts as i32 {

@@ -8,7 +8,7 @@ use super::{BsrMatmulOperands, BsrParts};
 use crate::{Kernel, Result};
 use blockflash_sys::manifest::{BsrMatmulHopper, Variant};
 use blockflash_sys::params::{
-    BLOCKFLASH_BSR_PARTS, blockflash_bsr_matmul_params, blockflash_bsr_matmul_tma_params,
+    BLOCKFLASH_BSR_SPLITS, blockflash_bsr_matmul_params, blockflash_bsr_matmul_tma_params,
 };
 use std::ptr::null_mut;
 
@@ -70,19 +70,19 @@ unsafe impl Launch for BsrMatmulHopper {
             stages: array(stages).cast(),
             group_stages: array(group_stages).cast(),
             c_by_copies: c_by_copies.into(),
-            part_steps: i32::MAX,
-            part_begin: [0; BLOCKFLASH_BSR_PARTS as usize],
-            part_sums: null_mut(),
-            part_arrived: null_mut(),
+            split_k_steps: i32::MAX,
+            split_k_begin: [0; BLOCKFLASH_BSR_SPLITS as usize],
+            split_k_sums: null_mut(),
+            split_k_arrived: null_mut(),
             values_settled: operands.values.is_settled().into(),
         };
         Ok(match &operands.parts {
             None => whole_tiles,
             Some(BsrParts { steps, begin, memory }) => blockflash_bsr_matmul_tma_params {
-                part_steps: *steps,
-                part_begin: *begin,
-                part_sums: memory.sums_pointer(),
-                part_arrived: memory.words_pointer(),
+                split_k_steps: *steps,
+                split_k_begin: *begin,
+                split_k_sums: memory.sums_pointer(),
+                split_k_arrived: memory.words_pointer(),
                 ..whole_tiles
             },
         })

@@ -150,7 +150,7 @@ fn parts_have_room_and_places() {
     let longer = fixtures::pattern(&[3, 4, 0], false);
     // With memory for this many parts.
     let of = |begin: &[i32], room: usize| {
-        let mut all = [0; BLOCKFLASH_BSR_PARTS as usize];
+        let mut all = [0; BLOCKFLASH_BSR_SPLITS as usize];
         all[..begin.len()].copy_from_slice(begin);
         BsrParts { steps: 2, begin: all, memory: &rooms[room] }
     };

@@ -3,7 +3,7 @@
 use super::fit::pointer;
 use crate::view::Used;
 use crate::{Device, Error, Result, Tensor, View};
-use blockflash_sys::params::BLOCKFLASH_BSR_PARTS;
+use blockflash_sys::params::BLOCKFLASH_BSR_SPLITS;
 
 /// How the long tiles of a BSR matmul are split into parts, and the memory for their partial sums.
 #[derive(Clone, Copy, Debug)]
@@ -14,7 +14,7 @@ pub struct BsrParts<'a> {
     /// In the order of all parts, the parts `p` take the positions from `[p]` up to `[p - 1]`, one
     /// for each of the first block rows (or groups of them) in `row_order`. Descends to zero. The
     /// caller knows that no other block row has a part `p`.
-    pub begin: [i32; BLOCKFLASH_BSR_PARTS as usize],
+    pub begin: [i32; BLOCKFLASH_BSR_SPLITS as usize],
     /// Room for `begin[0]·tiles_n` tiles.
     pub memory: &'a BsrPartsMemory,
 }

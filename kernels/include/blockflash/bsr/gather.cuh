@@ -14,7 +14,7 @@
 
 #include "blockflash/bsr/cluster.cuh"
 #include "blockflash/bsr/early.cuh"
-#include "blockflash/bsr/parts.cuh"
+#include "blockflash/bsr/split_k.cuh"
 #include "blockflash/bsr/tile_order.cuh"
 #include "blockflash/config/bsr.cuh"
 #include "blockflash/params/bsr.h"
@@ -76,7 +76,7 @@ __device__ __forceinline__ uint32_t stage_word(uint32_t smem, int stage, int row
   return smem + kRowsOffset + (stage * kStageWords + row) * 4;
 }
 
-// A published tile of the cluster, or a part of it. A negative group says that there are no more.
+// A published tile of the cluster, or a split of it. A negative group says that there are no more.
 struct Tile {
   int first_stage, stages, first_column, group;
 
@@ -91,9 +91,9 @@ struct Tile {
     Cluster::store_int4(slot(smem, n), make_int4(first_stage, stages, first_column, group),
                         barrier);
   }
-  // Which part of the tile it is.
-  static __device__ __forceinline__ BsrPart part(uint32_t smem, int n) {
-    return BsrPart::load(slot(smem, n) + 16);
+  // Which split of the tile it is.
+  static __device__ __forceinline__ BsrSplit split(uint32_t smem, int n) {
+    return BsrSplit::load(slot(smem, n) + 16);
   }
 };
 
@@ -128,10 +128,10 @@ __device__ __forceinline__ void schedule(const Params& params, uint32_t smem,
       const BsrTile<kClusterN> at(place.tiles_m, tiles_n, place.index);
       const int first = params.group_stages[at.position],
                 stages = params.group_stages[at.position + 1] - first;
-      const BsrPart part = {place.part, parts_of(params, stages)};
-      if (part.number >= part.count) continue;  // a tile that is shorter than others at its place
-      Cluster::store(Tile::slot(smem, n) + 16, part.word(), published);
-      tile = {first + part.begin(stages), part.end(stages) - part.begin(stages), at.first_column,
+      const BsrSplit split = {place.split, splits_of(params, stages)};
+      if (split.number >= split.count) continue;  // a tile that is shorter than others at its place
+      Cluster::store(Tile::slot(smem, n) + 16, split.word(), published);
+      tile = {first + split.begin(stages), split.end(stages) - split.begin(stages), at.first_column,
               at.position};
       break;
     }

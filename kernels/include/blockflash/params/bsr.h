@@ -49,8 +49,8 @@ typedef struct blockflash_bsr_matmul_portable_params {
                              in front of it writes them, so they may be read at once */
 } blockflash_bsr_matmul_portable_params;
 
-/* The maximum number of parts into which a tile of a BSR matmul is split along K. */
-#define BLOCKFLASH_BSR_PARTS 8
+/* The maximum number of splits of a tile of a BSR matmul along K (split-K). */
+#define BLOCKFLASH_BSR_SPLITS 8
 
 /* BSR matmul by persistent CTAs that load tiles by TMA. All maps have a swizzle of 128 bytes,
  * except for blocks of 32; the map of a tensor without elements is zeros. */
@@ -82,18 +82,18 @@ typedef struct blockflash_bsr_matmul_tma_params {
                  0}. Lane 24: {number of columns, number of blocks} */
   const int32_t* group_stages; /* [groups + 1] first stage of each group */
   int32_t c_by_copies; /* 1: c is row-major, 16-byte aligned and of the type of a, and beta is 0 */
-  int32_t part_steps; /* tiles of more blocks (or stages, where there is a plan) than this are split
-                         into parts; positive */
-  int32_t part_begin[BLOCKFLASH_BSR_PARTS]; /* the order of all parts: [p] counts the tiles of one
-                                               column that come before the parts p, which the
+  int32_t split_k_steps; /* tiles of more blocks (or stages, where there is a plan) than this are
+                         split along K; positive */
+  int32_t split_k_begin[BLOCKFLASH_BSR_SPLITS]; /* the order of all splits: [p] counts the tiles of
+                                               one column that come before the splits p, which the
                                                longest [p - 1] - [p] tiles of a column may have;
                                                descends to 0. All zeros: no tile is split */
-  float*
-      part_sums; /* [part_begin[0] · tiles along n, tile] sums of all parts except the first, in the
-                    register layout of the threads; or null. Counts the tiles of whole clusters */
-  uint32_t* part_arrived; /* [part_begin[0] · tiles along n, consumer warps] zeros, left as zeros;
-                             or null */
-  int32_t values_settled; /* as for portable kernels */
+  float* split_k_sums; /* [split_k_begin[0] · tiles along n, tile] sums of all splits except the
+                       first, in the register layout of the threads; or null. Counts the tiles of
+                       whole clusters */
+  uint32_t* split_k_arrived; /* [split_k_begin[0] · tiles along n, consumer warps] zeros, left as
+                             zeros; or null */
+  int32_t values_settled;    /* as for portable kernels */
 } blockflash_bsr_matmul_tma_params;
 
 /* Sampled dense-dense product (SDDMM): values = alpha·a·b + beta·values at the stored blocks of
