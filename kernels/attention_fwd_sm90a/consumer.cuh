@@ -23,7 +23,7 @@ constexpr float kSlack = Traits::exponent_mask == 0x7F80 ? 30.f : 8.f;
 
 // One consumer warpgroup: 64 queries of each tile. Of the 16 rows of a warp, a lane holds rows g
 // and g + 8 (g = lane / 4) in every accumulator.
-struct Consumer : StepCursor<kPaired> {
+struct Consumer : StepCursor<kTwoBlockRows> {
   const Params& params;
   const Barriers barriers;
   const uint32_t smem;
@@ -59,10 +59,10 @@ struct Consumer : StepCursor<kPaired> {
   __device__ __forceinline__ uint32_t slot_before() const {
     return slot == slot_of(smem, 0) ? slot_of(smem, kSlots - 1) : slot - kSlotBytes;
   }
-  // The query tile of a slot; of paired rows that of this warpgroup.
+  // The query tile of a slot; of two block rows that of this warpgroup.
   __device__ __forceinline__ QueryTile tile_of(uint32_t at) const {
     QueryTile tile = QueryTile::load(at);
-    if constexpr (kPaired) tile.q_begin = ptx::load_shared(at + kPairInSlot + 4 * warpgroup);
+    if constexpr (kTwoBlockRows) tile.q_begin = ptx::load_shared(at + kPairInSlot + 4 * warpgroup);
     return tile;
   }
   __device__ __forceinline__ KeyWalk walk() const {
@@ -84,13 +84,13 @@ struct Consumer : StepCursor<kPaired> {
     look_up(ring(), QueryTile::load(slot).first_key_tile, key_tile, warpgroup);
   }
   __device__ __forceinline__ void advance() {
-    if constexpr (kPaired) take(key_tile, warpgroup);
+    if constexpr (kTwoBlockRows) take(key_tile, warpgroup);
     --key_tile;
-    if constexpr (kPaired) look_up_step();
+    if constexpr (kTwoBlockRows) look_up_step();
   }
 
   __device__ __forceinline__ bool is_masked() const {
-    if constexpr (kPaired) return step.is_masked(warpgroup);
+    if constexpr (kTwoBlockRows) return step.is_masked(warpgroup);
     const KeyWalk mine = walk();
     return key_tile > mine.unmasked_last || key_tile < mine.unmasked_first;
   }
@@ -99,7 +99,7 @@ struct Consumer : StepCursor<kPaired> {
   __device__ __forceinline__ void look_up_mask(uint32_t (&visible)[2]) const {
     const QueryTile tile = tile_of(slot);
     const AttentionMask mask = tile.mask(params.base);
-    if constexpr (kPaired) {
+    if constexpr (kTwoBlockRows) {
 #pragma unroll
       for (int half = 0; half < 2; ++half)
         visible[half] = step.visible(mask.keys_of<int>(tile.q_begin + first_row() + 8 * half),
@@ -141,7 +141,7 @@ struct Consumer : StepCursor<kPaired> {
   __device__ __forceinline__ void add_visible(int stage) {
     const uint32_t its_slot = is(kFresh) ? slot_before() : slot;
     const QueryTile tile = tile_of(its_slot);
-    if constexpr (kPaired) {
+    if constexpr (kTwoBlockRows) {
       const KeyStep pending_step = ring().step(pending);
       const int halves = pending_step.has_second() ? 2 : 1;
 #pragma unroll 1
@@ -179,7 +179,7 @@ struct Consumer : StepCursor<kPaired> {
     start_output(o, p, smem, v_stage, state & kOutput);
     state |= kOutput;
     ping_pong().arrive();
-    if constexpr (kPaired) advance();
+    if constexpr (kTwoBlockRows) advance();
     ptx::wgmma_wait_group<1>();
     ptx::wgmma_pin(s);
     release(k_stage);
@@ -203,7 +203,7 @@ struct Consumer : StepCursor<kPaired> {
   __device__ __forceinline__ int pass(int stage, int key_tiles) {
 #pragma unroll 1
     for (int i = 0; i < key_tiles; ++i) {
-      if constexpr (kPaired) {  // the producer releases them
+      if constexpr (kTwoBlockRows) {  // the producer releases them
         if (i > 0) ping_pong().sync(), ping_pong().arrive();
         continue;
       }
@@ -228,7 +228,7 @@ struct Consumer : StepCursor<kPaired> {
     slot = slot_of(smem, kSlots - 1);
     int stage = 0;  // stage of the next key tile
     const auto v_stage = [&] {
-      if (kPaired) return pending & 1;
+      if (kTwoBlockRows) return pending & 1;
       return previous_stage<kStages>(stage);
     };  // stage of the pending probabilities
     const auto uses_ping_pong = [&] { return has_scores() && !is(kFresh); };
@@ -243,7 +243,7 @@ struct Consumer : StepCursor<kPaired> {
       const auto start_scores_here = [&] {
         if (Config::q_stages == 2 && is(kFresh) && is(kOpen)) release_q();
         if (is(kFresh)) state |= fetch();
-        if (kPaired && has_scores()) {
+        if (kTwoBlockRows && has_scores()) {
           look_up_step();
           stage = __shfl_sync(~0u, key_tile % kStages, 0);
         }
@@ -268,7 +268,7 @@ struct Consumer : StepCursor<kPaired> {
       const auto look_up_mask_here = [&] {
         if (has_scores() && is_masked()) look_up_mask(visible), state |= kMasked;
       };
-      if constexpr (kWarpgroups < 3 && !kPaired)
+      if constexpr (kWarpgroups < 3 && !kTwoBlockRows)
         look_up_mask_here();  // three warpgroups have free registers only after the products
       // With three warpgroups the pending product must be complete before registers are free for
       // the softmax. Otherwise it may still be in flight when it is the last of its query tile.
@@ -276,7 +276,7 @@ struct Consumer : StepCursor<kPaired> {
       // Three warpgroups have no register for the log-sum-exp beside the next scores.
       constexpr bool kFinishFirst = kLateQ || (kWarpgroups == 3 && Config::lse);
       RowTotals before;  // totals of the query tile that ends here
-      if constexpr (!Config::lse && !kPaired) before = softmax.totals();
+      if constexpr (!Config::lse && !kTwoBlockRows) before = softmax.totals();
       if constexpr (kLateQ) {
         ptx::wgmma_wait_group<1>();
         take_product(v_stage());
@@ -291,11 +291,11 @@ struct Consumer : StepCursor<kPaired> {
       if (is(kFresh) && !is(kEnd) && (Config::q_in_registers || kLateQ && !is(kInside)))
         release_q();
       if (is(kFresh)) {
-        if constexpr (Config::lse || kPaired) before = softmax.totals();
+        if constexpr (Config::lse || kTwoBlockRows) before = softmax.totals();
         softmax.reset();
       }
       float rescale[2] = {1.f, 1.f};
-      if constexpr (kWarpgroups == 3 || kPaired) look_up_mask_here();
+      if constexpr (kWarpgroups == 3 || kTwoBlockRows) look_up_mask_here();
       if (has_scores()) {
         release(stage);
         if (kLateQ && key_tile == QueryTile::load(slot).first_key_tile) release_q();
@@ -330,7 +330,7 @@ struct Consumer : StepCursor<kPaired> {
       state =
           kPending | kOpen | kInside | ((state & (kPending | kFresh)) == kPending ? kOutput : 0);
       if (masked) {
-        if constexpr (kPaired) {
+        if constexpr (kTwoBlockRows) {
           stage = v_stage();
         }
         full.peek(barriers.scanned - kBarrierBytes * Barriers::kV, v_full(stage));
@@ -345,7 +345,7 @@ struct Consumer : StepCursor<kPaired> {
       const KeyWalk mine = walk();
       // With a softcap every key tile takes the general step, which keeps the cap out of the fast
       // one.
-      if constexpr (kPaired) {
+      if constexpr (kTwoBlockRows) {
         const bool fast = !is(kSkip) && !(scores().softcap > 0.f);
 #pragma unroll 1
         while (fast && step.is_for(warpgroup) && !is_masked())

@@ -38,8 +38,8 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash::KernelParams kernel_params
 
   if (warpgroup == 0) {
     ptx::lower_registers<kProducerRegisters>();
-    if constexpr (kPaired) {
-      if (threadIdx.x == 0) produce_paired(params, smem, barriers);
+    if constexpr (kTwoBlockRows) {
+      if (threadIdx.x == 0) produce_two_block_rows(params, smem, barriers);
     } else {
       if (threadIdx.x < Origin::producers) produce(kernel_params, smem, barriers);
     }

@@ -4,8 +4,8 @@
 #include "blockflash/config/attention.cuh"
 #include "blockflash/scheduler.cuh"
 #include "cache_tiles.cuh"
-#include "paired_rows.cuh"
 #include "query_tiles.cuh"
+#include "two_block_rows.cuh"
 
 namespace blockflash {
 
@@ -24,9 +24,10 @@ constexpr bool kOnes =
     kD < 256;  // a panel of ones behind each tile of V; at 256 WGMMA has no columns left
 constexpr int kOutColumns = kD + (kOnes ? 8 : 0);
 // Whether the warpgroups have a block row each, with a list of its own.
-constexpr bool kPaired = Config::block_rows > 1;
-// Distance from one warpgroup to the next: in rows of Q, or in heads. Paired rows can be anywhere.
-constexpr int kRowStep = Config::heads > 1 || kPaired ? 0 : 64,
+constexpr bool kTwoBlockRows = Config::block_rows > 1;
+// Distance from one warpgroup to the next: in rows of Q, or in heads. Two block rows can be
+// anywhere.
+constexpr int kRowStep = Config::heads > 1 || kTwoBlockRows ? 0 : 64,
               kHeadStep = Config::heads > 1 ? 1 : 0;
 // Warps that look for NaN and infinity in V. Over a cache one of them loads V instead.
 constexpr int kScanners = Config::cache ? 1 : 2, kReadersOfTiles = 2;
@@ -36,12 +37,12 @@ constexpr bool kLateQ = !Config::q_in_registers && Config::q_stages == 1;
 
 // Registers per thread of producer and consumers. Together they must not exceed the registers that
 // the launch bounds give the CTA, or setmaxnreg would wait for ever.
-constexpr int kProducerRegisters = kPaired                   ? 56
+constexpr int kProducerRegisters = kTwoBlockRows             ? 56
                                    : Config::min_blocks == 3 ? 32
                                    : kWarpgroups == 1        ? 56
                                    : kWarpgroups == 2        ? 40
                                                              : 32;
-constexpr int kConsumerRegisters = kPaired                   ? 224
+constexpr int kConsumerRegisters = kTwoBlockRows             ? 224
                                    : Config::min_blocks == 3 ? 128
                                    : Config::min_blocks == 2 ? 200
                                    : kWarpgroups == 1        ? 240
@@ -50,38 +51,40 @@ constexpr int kConsumerRegisters = kPaired                   ? 224
 
 // Shared memory: Q by stage and warpgroup; the rings of K and V; a page with tile slots and
 // mbarriers; a page of zeros; and, where it fits, a staging area for the output, 16 rows per warp.
-constexpr int kVStages = kPaired ? 2 : kStages;
+constexpr int kVStages = kTwoBlockRows ? 2 : kStages;
 constexpr int kPanelBytes = kBlockKv * 128;
 constexpr int kQBytes = 64 * 128 * kPanels, kKvBytes = kPanelBytes * kPanels,
               kVStageBytes = kKvBytes + kOnes * kPanelBytes;
 constexpr int kKOffset = kWarpgroups * Config::q_stages * kQBytes,
               kVOffset = kKOffset + kStages * kKvBytes;
-// With paired rows both stages of V share the ones, as a panel that is as far behind the second
+// With two block rows both stages of V share the ones, as a panel that is as far behind the second
 // panel as that one is behind the first: by one panel, and by three, between which a stage of K
 // is.
 constexpr int kOnesOffset = kVOffset + 4 * kPanelBytes;
-constexpr int kSlotOffset = kPaired ? kOnesOffset + kPanelBytes : kVOffset + kStages * kVStageBytes,
+constexpr int kSlotOffset =
+                  kTwoBlockRows ? kOnesOffset + kPanelBytes : kVOffset + kStages * kVStageBytes,
               kSlots = 6, kSlotBytes = 16 * (4 + kWarpgroups | 1);
 constexpr int kBarrierOffset = kSlotOffset + kSlots * kSlotBytes, kZerosOffset = kSlotOffset + 1024;
-constexpr bool kStaged = !kLateQ && Config::min_blocks == 1 && !kPaired;
+constexpr bool kStaged = !kLateQ && Config::min_blocks == 1 && !kTwoBlockRows;
 constexpr int kStagingOffset = kZerosOffset + 1024, kStepOffset = kStagingOffset;
-constexpr int kReleases = kPaired ? 3 : 1;  // K and V are for one of two warpgroups, or for both
+constexpr int kReleases =
+    kTwoBlockRows ? 3 : 1;  // K and V are for one of two warpgroups, or for both
 
 // Where a stage begins, and how far apart its panels are.
 __device__ __forceinline__ uint32_t k_at(uint32_t smem, int stage) {
-  return smem + kKOffset + stage * kKvBytes + (kPaired && stage == 2 ? kPanelBytes : 0);
+  return smem + kKOffset + stage * kKvBytes + (kTwoBlockRows && stage == 2 ? kPanelBytes : 0);
 }
 __device__ __forceinline__ uint32_t v_at(uint32_t smem, int stage) {
-  return kPaired ? smem + kOnesOffset - (stage == 0 ? 2 : 6) * kPanelBytes
-                 : smem + kVOffset + stage * kVStageBytes;
+  return kTwoBlockRows ? smem + kOnesOffset - (stage == 0 ? 2 : 6) * kPanelBytes
+                       : smem + kVOffset + stage * kVStageBytes;
 }
 __device__ __forceinline__ constexpr int v_panel(int stage) {
-  return kPaired && stage != 0 ? 3 * kPanelBytes : kPanelBytes;
+  return kTwoBlockRows && stage != 0 ? 3 * kPanelBytes : kPanelBytes;
 }
 
 // Each stage of the rings of K, V and Q, in this order, has a "full" and an "empty" mbarrier and a
-// phase bit; with paired rows a stage of K or V has three of each, by the rows that it is for, and
-// only the first "empty" one of them is used.
+// phase bit; with two block rows a stage of K or V has three of each, by the rows that it is for,
+// and only the first "empty" one of them is used.
 struct Barriers : TileBarriers<1> {
   static constexpr int kV = kReleases * kStages, kQ = kV + kReleases * kVStages,
                        kCount = kQ + kWarpgroups * Config::q_stages;
@@ -114,7 +117,7 @@ static_assert(kSlots * kSlotBytes + 16 * Barriers::kCount + 16 +
                       (8 * kReleases + 4 * kScanners) * kVStages <=
                   1024,
               "slots and barriers are a page");
-static_assert(kStagingOffset + kStaged * kWarpgroups * kQBytes + kPaired * StepRing::kBytes ==
+static_assert(kStagingOffset + kStaged * kWarpgroups * kQBytes + kTwoBlockRows * StepRing::kBytes ==
                   Config::smem_bytes,
               "manifest and kernel disagree on shared memory");
 
@@ -129,7 +132,7 @@ __device__ __forceinline__ int slot_parity(uint32_t smem, uint32_t slot) {
   return (slot - slot_of(smem, 0)) >> 4 & 1;
 }
 constexpr int kRowsInSlot = 32, kListInSlot = 48, kWalkInSlot = 64;
-// Of paired rows: the first query of each, in place of the list.
+// Of two block rows: the first query of each, in place of the list.
 constexpr int kPairInSlot = kListInSlot;
 
 // The key tile at a position of the slot's list.

@@ -103,9 +103,9 @@ __device__ __forceinline__ void produce(const Given& kernel_params, uint32_t sme
   }
 }
 
-// Paired rows: one thread issues all TMA loads, V of a step after K of the second one behind it.
-__device__ __forceinline__ void produce_paired(const Params& params, uint32_t smem,
-                                               const Barriers& barriers) {
+// Two block rows: one thread issues all TMA loads, V of a step after K of the second one behind it.
+__device__ __forceinline__ void produce_two_block_rows(const Params& params, uint32_t smem,
+                                                       const Barriers& barriers) {
   const StepRing ring{smem + kStepOffset};
   PhaseBits empty = PhaseBits::producer();
   // Loads both key tiles of a step. In place of a warpgroup that it is not for, this thread

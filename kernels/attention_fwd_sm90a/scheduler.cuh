@@ -28,7 +28,7 @@ __device__ __forceinline__ bool publish_pair(Queue& queue, uint32_t smem, uint32
 // A whole warp takes the next query tile and computes its walks, one number per lane.
 __device__ __forceinline__ bool publish(Queue& queue, uint32_t smem, int n) {
   const uint32_t slot = slot_of(smem, n);
-  if constexpr (kPaired) {
+  if constexpr (kTwoBlockRows) {
     // Positions descend from tile to tile without a gap, so they tell the stages.
     const int before = QueryTile::load(slot_of(smem, n + kSlots - 1)).first_key_tile;
     return publish_pair(queue, smem, slot, n == 0 ? 1 << 30 : before);
@@ -75,7 +75,7 @@ __device__ __forceinline__ bool publish(Queue& queue, uint32_t smem, int n) {
 // The scheduler warp. It prefetches the next query tile kRequestAhead key tiles before the
 // producer needs it: early enough to hide the lookup, late enough to keep dynamic load balancing.
 // The first tile has been published already.
-constexpr int kRequestAhead = kPaired ? 16 : 8;
+constexpr int kRequestAhead = kTwoBlockRows ? 16 : 8;
 __device__ __forceinline__ void schedule(Queue& queue, uint32_t smem, const Barriers& barriers) {
   const auto published = [&] {
     __syncwarp();
@@ -86,10 +86,10 @@ __device__ __forceinline__ void schedule(Queue& queue, uint32_t smem, const Barr
   bool more = QueryTile::load(slot_of(smem, 0)).key_tiles >= 0;
   for (int n = 1; more; ++n) {
     // Ahead of time, since an index takes as long as a step.
-    if constexpr (kPaired) queue.advance();
+    if constexpr (kTwoBlockRows) queue.advance();
     barriers.wait_requested(n);
     __syncwarp();
-    if constexpr (!kPaired) queue.advance();
+    if constexpr (!kTwoBlockRows) queue.advance();
     more = publish(queue, smem, n);
     published();
   }

@@ -1,12 +1,12 @@
-// Where a consumer warpgroup of the Hopper attention kernel is among the steps of paired rows.
+// Where a consumer warpgroup of the Hopper attention kernel is among the steps of two block rows.
 #pragma once
 
 #include "layout.cuh"
 
 namespace blockflash {
 
-// The step of paired rows at which a warpgroup is, and the one whose probabilities are pending.
-template <bool paired>
+// The step of two block rows at which a warpgroup is, and the one whose probabilities are pending.
+template <bool two_block_rows>
 struct StepCursor {
   KeyStep step;  // zero behind the last one
   int pending;   // its place in the ring and, from bit 16 on, the "full" mbarrier of V

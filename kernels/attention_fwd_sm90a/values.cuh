@@ -12,8 +12,8 @@ namespace blockflash {
 // Stores the ones behind each stage of V, and the page of zeros.
 __device__ __forceinline__ void store_constants(uint32_t smem, int thread, int threads) {
   if constexpr (kOnes) {
-    constexpr int kPieces = kBlockKv * 128 / 16, kCopies = kPaired ? 1 : kStages,
-                  kFirst = kPaired ? kOnesOffset : kVOffset + kKvBytes;
+    constexpr int kPieces = kBlockKv * 128 / 16, kCopies = kTwoBlockRows ? 1 : kStages,
+                  kFirst = kTwoBlockRows ? kOnesOffset : kVOffset + kKvBytes;
     const int ones = ElementTraits<Config::Element>::pack(1.f, 1.f);
     for (int i = thread; i < kCopies * kPieces; i += threads)
       ptx::store_shared_int4(smem + kFirst + i / kPieces * kVStageBytes + i % kPieces * 16,
@@ -50,17 +50,18 @@ __device__ __forceinline__ void scan_values(uint32_t smem, const Barriers& barri
     for (int key_tile = tile.first_key_tile + tile.key_tiles - 1; key_tile >= tile.first_key_tile;
          --key_tile) {
       KeyStep step = {0};
-      if constexpr (kPaired) {
+      if constexpr (kTwoBlockRows) {
         step = StepRing{smem + kStepOffset}.step(key_tile);
         stage = key_tile % kVStages;
       }
       const int its = step.rows() % 3 * kVStages + stage;
       full.wait(barriers.full, Barriers::kV + its);
-      if (kPaired ? step.is_masked() : key_tile < unmasked_first || key_tile > unmasked_last) {
+      if (kTwoBlockRows ? step.is_masked()
+                        : key_tile < unmasked_first || key_tile > unmasked_last) {
         uint32_t sums = 0;
         constexpr int kPieces = kKvBytes / (512 * kScanners);
         const uint32_t at = v_at(smem, stage) +
-                            (kPaired ? scanner * v_panel(stage) : scanner * (kPieces * 512)) +
+                            (kTwoBlockRows ? scanner * v_panel(stage) : scanner * (kPieces * 512)) +
                             lane * 16;
 #pragma unroll 4
         for (int piece = 0; piece < kPieces; ++piece) {
