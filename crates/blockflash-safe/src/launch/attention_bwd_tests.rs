@@ -260,3 +260,49 @@ fn a_mask_and_its_transpose_are_checked() {
     let error = tensors.operands().fit(&tile(Step::KeysAndSums), &plan).unwrap_err();
     assert!(error.contains("under a block mask"), "{error}");
 }
+
+/// As for the forward pass, of all tensors that have one of the head dimensions.
+#[test]
+fn each_tensor_has_its_own_head_dimension() {
+    let mut wide = Tensors::of(&[3, 150, 4, 16], &[3, 300, 2, 16], &[3, 4, 150], ROWS * 8, false);
+    for [qk, v] in [[16, 8], [8, 16]] {
+        let mut plan = plan();
+        let b = &mut plan.params;
+        let p = &mut b.base;
+        (p.head_dim_qk, p.head_dim_v) = (qk as i32, v as i32);
+        let [of_q, of_kv] = [[150 * 64, 64, 16], [300 * 32, 32, 16]];
+        [p.q_stride_batch, p.q_stride_seq, p.q_stride_head] = of_q;
+        [p.o_stride_batch, p.o_stride_seq, p.o_stride_head] = of_q;
+        [p.k_stride_batch, p.k_stride_seq, p.k_stride_head] = of_kv;
+        [p.v_stride_batch, p.v_stride_seq, p.v_stride_head] = of_kv;
+        [b.d_o_stride_batch, b.d_o_stride_seq, b.d_o_stride_head] = of_q;
+        [b.dq_stride_batch, b.dq_stride_seq, b.dq_stride_head] = of_q;
+        [b.dk_stride_batch, b.dk_stride_seq, b.dk_stride_head] = of_kv;
+        [b.dv_stride_batch, b.dv_stride_seq, b.dv_stride_head] = of_kv;
+        let mut fit = |columns: [usize; 8]| {
+            let all = wide.operands();
+            let [q, k, values, o, d_o, dq, dk, dv] = columns;
+            let operands = AttentionBwdOperands {
+                q: all.q.slice(3, 0..q).unwrap(),
+                k: all.k.slice(3, 0..k).unwrap(),
+                v: all.v.slice(3, 0..values).unwrap(),
+                o: all.o.slice(3, 0..o).unwrap(),
+                d_o: all.d_o.slice(3, 0..d_o).unwrap(),
+                dq: all.dq.slice(3, 0..dq).unwrap(),
+                dk: all.dk.slice(3, 0..dk).unwrap(),
+                dv: all.dv.slice(3, 0..dv).unwrap(),
+                ..all
+            };
+            operands.fit(&tile(Step::Keys), &plan)
+        };
+        let right = [qk, qk, v, v, v, qk, qk, v];
+        assert_eq!(fit(right), Ok(3 * 6));
+        let names = ["q", "k", "v", "o", "d_o", "dq", "dk", "dv"];
+        for (i, name) in names.into_iter().enumerate() {
+            let mut columns = right;
+            columns[i] = qk + v - columns[i];
+            let error = fit(columns).unwrap_err();
+            assert!(error.starts_with(&format!("{name} is f16 ")), "{error}");
+        }
+    }
+}

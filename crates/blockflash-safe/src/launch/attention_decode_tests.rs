@@ -1,9 +1,9 @@
-use super::most_splits;
+use super::{AttentionDecodeOperands, KvCacheViews, Queries, most_splits};
 use crate::launch::checked::Launch;
-use crate::{Kernel, LaunchConfig};
-use blockflash_sys::Target;
+use crate::{DType, Device, Kernel, LaunchConfig, Tensor};
 use blockflash_sys::manifest::{AttentionDecode, Variant, kernels};
-use blockflash_sys::params::blockflash_attention_decode_params;
+use blockflash_sys::params::{blockflash_attention_decode_params, blockflash_kv_cache};
+use blockflash_sys::{ElementTypes, HeadDims, Target};
 
 /// The rule of `decode/items.cuh`.
 fn splits_of(keys: i64, [splits, shortest, longest]: [i64; 3]) -> i64 {
@@ -71,4 +71,57 @@ fn clusters_hold_the_splits_of_a_group() {
     }
     (p.cache.page_size, p.page_list_capacity, p.cache.capacity) = (64, 8, 0);
     assert_eq!(tile.fewest_in_cluster(&p), 4);
+}
+
+/// As for attention forward: queries and keys have one head dimension, values and outputs another.
+#[test]
+fn each_tensor_has_its_own_head_dimension() {
+    let stream = Device::cpu().stream().unwrap();
+    let wide = |rows| Tensor::zeros(&stream, DType::F16, &[1, rows, 1, 16]).unwrap();
+    let (q, cache, mut written) = (wide(1), wide(16), wide(1));
+    for [qk, v] in [[16, 8], [8, 16]] {
+        let mut fit = |columns: [usize; 4], rotated: bool| {
+            let operands = AttentionDecodeOperands {
+                q: (!rotated).then(|| q.view().slice(3, 0..columns[0]).unwrap()),
+                cache: KvCacheViews {
+                    k: cache.view().slice(3, 0..columns[1]).unwrap(),
+                    v: cache.view().slice(3, 0..columns[2]).unwrap(),
+                    block_table: None,
+                    seqused: None,
+                },
+                o: written.view_mut().slice(3, 0..columns[3]).unwrap(),
+                lse: None,
+                sink: None,
+                cu_seqlens_q: None,
+                pages: None,
+                workspace: None,
+            };
+            let sizes = Queries {
+                types: ElementTypes::all(DType::F16),
+                widest: HeadDims::all(64),
+                batch_and_heads: [1; 3],
+                head_dims: [qk as i32, v as i32],
+                rows: [1, 0],
+                q: [16; 3],
+                o: [16; 3],
+                lse: [0; 2],
+            };
+            // SAFETY: a struct of numbers and pointers.
+            let mut p: blockflash_kv_cache = unsafe { std::mem::zeroed() };
+            (p.pages, p.page_size, p.capacity) = (1, 16, 16);
+            (p.k_stride_page, p.k_stride_slot, p.k_stride_head) = (256, 16, 16);
+            (p.v_stride_page, p.v_stride_slot, p.v_stride_head) = (256, 16, 16);
+            operands.fit_queries(&sizes, &p)
+        };
+        let right = [qk, qk, v, v];
+        assert_eq!(fit(right, false), Ok(()));
+        // Rotated queries are in the output, which has no room for them, or too much.
+        assert!(fit(right, true).unwrap_err().starts_with("q is f16 "));
+        for (i, name) in ["q", "k", "v", "o"].into_iter().enumerate() {
+            let mut columns = right;
+            columns[i] = qk + v - columns[i];
+            let error = fit(columns, false).unwrap_err();
+            assert!(error.starts_with(&format!("{name} is f16 ")), "{error}");
+        }
+    }
 }

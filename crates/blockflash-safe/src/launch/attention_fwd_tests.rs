@@ -73,3 +73,67 @@ fn small_grids_refuse_what_their_kernels_do_not_read() {
     assert_eq!(portable, Ok(1));
     assert!(small.unwrap_err().contains("block masks"));
 }
+
+/// Of 16 columns each tensor shows its own head dimension, or the other one, with equal strides: a
+/// kernel would read or write beyond the rows of one that it takes for a wider one.
+#[test]
+fn each_tensor_has_its_own_head_dimension() {
+    let stream = Device::cpu().stream().unwrap();
+    let wide = || Tensor::zeros(&stream, DType::F16, &[1, 64, 1, 16]).unwrap();
+    let (read, mut written) = (wide(), wide());
+    let min_blocks = 2;
+    let (types, head_dims) = (ElementTypes::all(DType::F16), HeadDims { qk: 64, v: 64 });
+    let small = AttentionFwdSmall { types, head_dims, warpgroups: 2, stages: 3, min_blocks };
+    for [qk, v] in [[16, 8], [8, 16]] {
+        let plan = blockflash_attention_fwd_params {
+            q_stride_seq: 16,
+            k_stride_seq: 16,
+            v_stride_seq: 16,
+            o_stride_seq: 16,
+            head_dim_qk: qk as i32,
+            head_dim_v: v as i32,
+            ..plan(false)
+        };
+        let mut fit = |columns: [usize; 4]| {
+            let [q, k, values] = [0, 1, 2].map(|i| read.view().slice(3, 0..columns[i]).unwrap());
+            let operands = AttentionFwdOperands {
+                q,
+                k,
+                v: values,
+                o: written.view_mut().slice(3, 0..columns[3]).unwrap(),
+                lse: None,
+                sink: None,
+                cu_seqlens: None,
+                block_mask: None,
+            };
+            Launch::fit(&small, &plan, &operands)
+        };
+        let right = [qk, qk, v, v];
+        assert_eq!(fit(right), Ok(1));
+        for (i, name) in ["q", "k", "v", "o"].into_iter().enumerate() {
+            let mut columns = right;
+            columns[i] = qk + v - columns[i];
+            let error = fit(columns).unwrap_err();
+            assert!(error.starts_with(&format!("{name} is f16 ")), "{error}");
+        }
+    }
+}
+
+#[test]
+fn head_dimensions_have_limits_of_their_own() {
+    let head_dims = HeadDims { qk: 192, v: 128 };
+    let of = |[qk, v]: [i64; 2]| super::super::attention_sizes::fit_head_dims([qk, v], head_dims);
+    for good in [[192, 128], [8, 8], [64, 128], [192, 8]] {
+        assert_eq!(of(good), Ok(()), "{good:?}");
+    }
+    for (bad, name) in [
+        ([200, 128], "head_dim_qk is 200, expected a multiple of 8 up to 192"),
+        ([128, 136], "head_dim_v is 136, expected a multiple of 8 up to 128"),
+        ([0, 128], "head_dim_qk is 0,"),
+        ([128, -8], "head_dim_v is -8,"),
+        ([12, 8], "head_dim_qk is 12,"),
+    ] {
+        let error = of(bad).unwrap_err();
+        assert!(error.starts_with(name), "{error}");
+    }
+}
