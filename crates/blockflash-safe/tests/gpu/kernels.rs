@@ -69,7 +69,7 @@ fn launches_that_do_not_fit_are_refused() -> Result<()> {
     refused(&mut single, &|s| s.config.cluster = Some([2, 1, 1]), "clusters");
     refused(&mut single, &|s| s.params.seqlen_kv = 2, "k is f16");
     refused(&mut single, &|s| s.params.batch = 0, "q is f16");
-    refused(&mut single, &|s| s.params.head_dim = 60, "head dimension");
+    refused(&mut single, &|s| s.params.head_dim = 60, "head_dim is 60");
     refused(&mut single, &|s| s.params.seqlen_q = -1, "not positive");
     assert!(matches!(single.launch(&host), Err(Error::NotOnGpu { .. })));
     let moved = single.qkv[1].copy_to(&host)?;
