@@ -73,7 +73,6 @@ mod row_copy;
 mod selection;
 mod support;
 mod threads;
-pub mod tuning;
 mod verify;
 
 pub use attention::{

@@ -164,7 +164,6 @@ impl Run {
             let mut contestant = blank(at);
             contestant.record = Record {
                 symbol: kernel.symbol.clone(),
-                tuning: kernel.tuning.clone(),
                 launches: Some(kernel.launches()),
                 load_us: kernel.load_us,
                 host_us: kernel.host.us,

@@ -160,10 +160,10 @@ const EXPANSIONS: [(&str, usize, u64); 19] = [
     ("ceilings", 0, 0xCBF2_9CE4_8422_2325),
     ("decode", 6, 0xB25F_EAA3_4C53_475E),
     ("energy", 10, 0xA80A_DB12_2962_A5AB),
+    ("selection", 108, 0xF940_39FA_E487_8256),
     ("small", 8, 0x6DA7_7958_2E91_D7DC),
     ("small_attention", 24, 0x6F28_7A2A_F4E9_3C45),
     ("smoke", 14, 0x75A8_4ED6_10FD_818C),
-    ("tune", 108, 0xF940_39FA_E487_8256),
 ];
 
 #[test]

@@ -7,7 +7,6 @@ use super::scores::Scores;
 use crate::error::Result;
 use crate::io::Array;
 use crate::memory::count;
-use blockflash_ops::tuning::Likeness;
 use blockflash_ops::{
     Attention, AttentionProblem, BlockMask, CuSeqlens, CudaProperties, DType, Kernel, Operation,
     PackedRows, PreparedAttention, Stream, Tensor, ViewMut, attention, attention_flops,
@@ -274,10 +273,6 @@ impl Operands for AttentionOperands {
     }
 
     launched!(attention::accepts);
-
-    fn likeness(&mut self) -> Result<Option<Likeness>> {
-        Ok(Likeness::of_attention(&self.problem(None)?))
-    }
 
     fn outputs(&mut self, kernel: Option<&Kernel>) -> Vec<(&'static str, &mut Tensor)> {
         let lse = self.has_lse(kernel).then_some(("lse", &mut self.lse));

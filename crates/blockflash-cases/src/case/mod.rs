@@ -112,15 +112,6 @@ cases! {
 }
 
 impl Case {
-    /// Whether selection reads records of the operation, as [`blockflash_ops::tuning`] says.
-    pub fn is_tunable(&self) -> bool {
-        match self {
-            Self::Attention(shape) => shape.pass == Pass::Forward && shape.lengths.is_none(),
-            Self::BsrMatmul(_) => true,
-            _ => false,
-        }
-    }
-
     /// The shape of attention to q, k and v; `None` for other operations, also that to a cache.
     pub fn attention(&self) -> Option<&AttentionShape> {
         match self {

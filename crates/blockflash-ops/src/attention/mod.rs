@@ -4,7 +4,6 @@ mod block_mask;
 mod cost;
 pub(crate) mod cpu;
 mod flops;
-mod likeness;
 mod mask;
 mod plan;
 mod problem;

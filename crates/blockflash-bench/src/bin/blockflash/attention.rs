@@ -15,7 +15,6 @@ use std::process::ExitCode;
 pub fn run(args: Args) -> Result<ExitCode> {
     let outputs = args.outputs()?;
     let device = args.common.device.open()?;
-    args.tuning.load(&device)?;
     let stream = device.stream()?;
     let scores = args.scores.of(args.mask, args.block_mask.token_mask())?;
     let data = data(&args, scores)?;

@@ -1,6 +1,6 @@
 //! `blockflash bench`.
 
-use crate::args::{DeviceArg, TuningArg};
+use crate::args::DeviceArg;
 use crate::failure::{Failure, Result, bail, warn};
 use crate::output::{device_name, print};
 use crate::pace::{announce, each, failures};
@@ -69,7 +69,7 @@ pub struct Args {
     pub cache: Vec<CacheArg>,
     /// Measure every kernel whose name contains one of these texts, separated by commas, instead
     /// of the selected kernel
-    #[arg(long, alias = "row", value_name = "SYMBOL", conflicts_with = "tuning")]
+    #[arg(long, alias = "row", value_name = "SYMBOL")]
     pub kernel: Option<String>,
     /// Append the record to this file [default: benches/results/GPU/SUITE.jsonl,
     /// or SUITE.jsonl without a folder benches]
@@ -88,8 +88,6 @@ pub struct Args {
     pub rest: RestArgs,
     #[command(flatten)]
     pub device: DeviceArg,
-    #[command(flatten)]
-    pub tuning: TuningArg,
 }
 
 /// States of the L2 cache.
@@ -120,7 +118,6 @@ pub fn run(args: Args) -> Result<ExitCode> {
     }
     let mut suite = args.suite(benches)?;
     let device = args.device.open()?;
-    args.tuning.load(&device)?;
     if suite.energy && suite.cache.contains(&Cache::Cold) {
         bail!("energy cannot be measured with a cold L2 cache: overwriting it would count");
     }
