@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
-from . import _native
+from . import _attention, _decode, _native  # noqa: F401  (rules need the operators)
 from ._schema import ATTENTION, DECODE
 
 _OPS = torch.ops.blockflash
