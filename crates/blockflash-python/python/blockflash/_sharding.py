@@ -111,7 +111,9 @@ def _whole(count: int) -> list[Any]:
 
 
 @register_sharding(_OPS.attention_decode.default)
-def _decode(q: Any, k_cache: Any, v_cache: Any, *options: Any) -> list[tuple[list[Any], list[Any]]]:
+def _of_decode(
+    q: Any, k_cache: Any, v_cache: Any, *options: Any
+) -> list[tuple[list[Any], list[Any]]]:
     named = DECODE.named(options)
     given = [named[name] is not None for name in DECODE.tensors]
     found = [(_whole(2), _whole(3 + sum(given)))]
