@@ -2,6 +2,7 @@
 
 use crate::harness::Folder;
 use blockflash_bench::case::Case;
+use blockflash_bench::record::Record;
 use serde_json::{Value, json};
 use std::process::Stdio;
 
@@ -124,6 +125,46 @@ fn suites_are_measured_recorded_and_reported() {
     }
 }
 
+/// Shapes of every operation are drawn, measured into one record and reported.
+#[test]
+fn drawn_shapes_are_measured_recorded_and_reported() {
+    let folder = Folder::new();
+    let tiny = "bench drawn --seed 3 --cases 2 --most-mib 4 --most-gflop 1";
+    let ids = folder.ok(&format!("{tiny} --list"));
+    assert_eq!(ids.lines().count(), 12, "{ids}");
+    assert_eq!(ids, folder.ok(&format!("{tiny} --list")));
+    let some = folder.ok(&format!("{tiny} --list --operation packed,decode"));
+    assert!(some.lines().all(|id| ids.contains(id)) && some.lines().count() == 4, "{some}");
+    let [text, _] = folder.ends(0, &format!("{tiny} {QUICK}"));
+    for operation in ["decode", "forward", "backward", "block_sparse", "bsr", "packed"] {
+        let suite = format!("suite drawn_{operation}_3: 2 shapes of published models");
+        assert!(text.contains(&suite), "{suite}: {text}");
+    }
+    let lines = folder.text("record.jsonl");
+    let records: Vec<Record> =
+        lines.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    assert!(records.iter().all(|record| record.verified), "{lines}");
+    let cases: Vec<_> = records.iter().map(|record| record.case.as_str()).collect();
+    assert_eq!(cases, ids.lines().collect::<Vec<_>>());
+    assert!(cases.iter().all(|id| id.parse::<Case>().unwrap().to_string() == **id));
+    let report = folder.ok("report record.jsonl");
+    assert!(report.contains("### Drawn shapes on cpu") && report.contains("| `drawn_bsr_3` | 2 |"));
+    assert!(report.contains("### `drawn_packed_3`") && report.contains("| shapes | cases |"));
+    folder.refuses(
+        "bench",
+        &[
+            ("drawn --list", "needs --seed"),
+            ("drawn --list --seed 1 --operation sddmm", "--operation"),
+            ("drawn --list --seed 1 --cases 0", "--cases"),
+            ("drawn --list --seed 1 --filter nothing", "no case of the suite drawn"),
+            ("drawn --list --seed 1 --most-gflop 1 --most-mib 1", "allow more"),
+            ("smoke --list --operation decode", "--operation is for the suite drawn"),
+            ("smoke --list --most-mib 3", "--most-mib is for the suite drawn"),
+            ("--list --cases 3", "--cases is for the suite drawn"),
+        ],
+    );
+}
+
 #[test]
 fn refusals_of_bench_are_one_line() {
     let folder = Folder::new();
@@ -221,6 +262,8 @@ fn a_case_is_launched_and_its_work_counted() {
     let folder = Folder::new();
     for id in [
         "b1_q3_kv40_h4kv2_d16_causal_f16",
+        "b1_q30_kv40_h4kv2_d16_window7_f16",
+        "varlen40+3x2_h4kv2_d16_window9_f16",
         "varlen40+3x2_h4kv2_d16_causal_f16",
         "b1_s128_h4kv2m2_d16_q64kv64_d0.5_uniform_causal_bf16",
         "m64_n24_k96_b16_d0.4_banded_bf16",
