@@ -28,7 +28,7 @@ use blockflash_bench::random;
 use blockflash_ops::{
     Activation, AppendKv, AttentionDecode, AttentionDecodeOperands, AttentionDecodeWorkspace,
     BsrMatmul, BsrMatrix, BsrWorkspace, CacheAccess, DType, Device, Graph, KvCacheMut, Mask,
-    Result, Rotary, RotaryPairs, Stream, Tensor,
+    Result, Rotary, RotaryPairs, Scores, Stream, Tensor,
 };
 use clap::Parser;
 use std::collections::{BTreeMap, VecDeque};
@@ -355,7 +355,12 @@ impl Model {
             let rotary = Some(Rotary { cos, sin, pairs: RotaryPairs::Halves });
             let (mask, workspace) = (Mask::causal(), Some(&step.workspace));
             let query = AttentionDecode::new(part(0, heads)?);
-            let decode = AttentionDecode { mask, rotary, workspace, ..query };
+            let decode = AttentionDecode {
+                scores: Scores { mask, ..query.scores },
+                rotary,
+                workspace,
+                ..query
+            };
             let new = AppendKv { rotary, ..AppendKv::new(k, v) };
             let cache = cache_of(cache, [&step.block_table, &step.seqused_kv]);
             let cache = CacheAccess::Append(&new, cache);

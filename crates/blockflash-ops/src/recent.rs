@@ -118,7 +118,7 @@ mod tests {
         assert_eq!(plan(1, 10).plan, 10);
         assert_eq!(plan(1, 11).plan, 10);
         assert_eq!(plan(2, 12).plan, 12);
-        let causal = AttentionProblem { mask: crate::Mask::causal(), ..problem(1) };
+        let causal = problem(1).with_mask(crate::Mask::causal());
         let kernel = &manifest::kernels()[0];
         let make = || Ok(Planned { kernel, plan: 13 });
         assert_eq!(planned(&causal, &Device::cpu(), Chosen::Now, make).unwrap().plan, 13);

@@ -67,7 +67,7 @@ impl AttentionShape {
         let sizes = [self.batch, self.seqlen_q, self.seqlen_kv];
         let heads = [self.num_heads_q, self.num_heads_kv];
         let dense = AttentionProblem::dense(self.dtype, sizes, heads, self.head_dim);
-        let dense = AttentionProblem { mask: self.mask(), ..dense };
+        let dense = dense.with_mask(self.mask());
         let Some(tokens) = self.lengths.as_ref().map(Lengths::tokens) else { return dense };
         let packed = |strides: Strides| Strides { batch: 0, ..strides };
         AttentionProblem {
@@ -143,7 +143,7 @@ impl AttentionShape {
         let keys = |tile: usize| {
             let last = ((tile + 1) * positions).min(seqlen_q) - 1;
             let first = last.min(tile * positions);
-            let seen = |query: usize| problem.mask.visible(query, seqlen_q, seqlen_kv);
+            let seen = |query: usize| problem.scores.mask.visible(query, seqlen_q, seqlen_kv);
             seen(last).end.saturating_sub(seen(first).start)
         };
         let keys: usize = (0..seqlen_q.div_ceil(positions)).map(keys).sum();

@@ -50,7 +50,6 @@ pub use mask_kind::MaskKind;
 pub use operands::{Operands, Progress, TensorInfo, rotation_bytes};
 pub use pattern::Pattern;
 pub use peer::{PeerCase, PeerCaseError};
-pub use scores::Scores;
 pub use shape::Shape;
 pub use work::{TILE_COLUMNS, TILE_ROWS, Work};
 

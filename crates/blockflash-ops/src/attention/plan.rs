@@ -112,7 +112,7 @@ pub(super) fn planned(
 
 /// The sizes, strides and factors of a problem, with null pointers.
 pub(crate) fn base_params(problem: &AttentionProblem) -> Result<blockflash_attention_fwd_params> {
-    let limits = problem.mask.limits(problem.seqlen_q, problem.seqlen_kv);
+    let limits = problem.scores.mask.limits(problem.seqlen_q, problem.seqlen_kv);
     let stride = |value| to_i64("stride", value);
     Ok(blockflash_attention_fwd_params {
         q: null(),
@@ -148,8 +148,8 @@ pub(crate) fn base_params(problem: &AttentionProblem) -> Result<blockflash_atten
         window_left: window_side(limits.left),
         window_right: window_side(limits.right),
         align_bottom_right: i32::from(limits.align == super::Align::BottomRight),
-        softmax_scale: problem.softmax_scale,
-        softcap: problem.softcap.unwrap_or(0.0),
+        softmax_scale: problem.scores.softmax_scale,
+        softcap: problem.scores.softcap.unwrap_or(0.0),
         block_mask: block_mask::params(
             problem.block_mask.as_ref(),
             problem.seqlen_q,
@@ -168,9 +168,9 @@ pub(crate) fn hopper_params(
     base: blockflash_attention_fwd_params,
     heads_per_section: i32,
 ) -> blockflash_attention_fwd_tma_params {
-    let scale = f64::from(problem.softmax_scale);
+    let scale = f64::from(problem.scores.softmax_scale);
     // A capped score is scaled already.
-    let scale_log2 = if problem.softcap.is_some() { LOG2_E } else { LOG2_E * scale };
+    let scale_log2 = if problem.scores.softcap.is_some() { LOG2_E } else { LOG2_E * scale };
     let unused = blockflash_tensor_map { opaque: [0; 16] };
     blockflash_attention_fwd_tma_params {
         q: unused,
@@ -182,7 +182,7 @@ pub(crate) fn hopper_params(
         heads_per_section,
         scale_log2: scale_log2 as f32,
         inverse_scale_log2: scale_log2.recip() as f32,
-        scale_over_cap: problem.softcap.map_or(0.0, |cap| (scale / f64::from(cap)) as f32),
+        scale_over_cap: problem.scores.softcap.map_or(0.0, |cap| (scale / f64::from(cap)) as f32),
     }
 }
 

@@ -12,7 +12,7 @@ pub(super) fn params(
     division: &Division,
 ) -> Result<blockflash_attention_decode_params> {
     let attention = &problem.attention;
-    let limits = attention.mask.limits(attention.seqlen_q, attention.seqlen_kv);
+    let limits = attention.scores.mask.limits(attention.seqlen_q, attention.seqlen_kv);
     let stride = |value| to_i64("stride", value);
     // The output holds the queries after they are turned.
     let q = if problem.rotary.is_some() { attention.o } else { attention.q };
@@ -54,8 +54,8 @@ pub(super) fn params(
         splits: to_i32("splits", division.splits)?,
         chunk_min: to_i32("chunk", division.chunk_min)?,
         chunk_max: to_i32("chunk", division.chunk_max)?,
-        softmax_scale: attention.softmax_scale,
-        softcap: attention.softcap.unwrap_or(0.0),
+        softmax_scale: attention.scores.softmax_scale,
+        softcap: attention.scores.softcap.unwrap_or(0.0),
         // The launch derives them.
         scale_log2: 0.0,
         scale_over_cap: 0.0,
