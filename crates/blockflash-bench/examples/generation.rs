@@ -28,7 +28,7 @@ use blockflash_bench::random;
 use blockflash_ops::{
     Activation, AppendKv, AttentionDecode, AttentionDecodeOperands, AttentionDecodeWorkspace,
     BsrMatmul, BsrMatrix, BsrWorkspace, CacheAccess, DType, Device, Graph, KvCacheMut, Mask,
-    Result, Rotary, RotaryPairs, Scores, Stream, Tensor,
+    Result, Rotary, RotaryPairs, Stream, Tensor,
 };
 use clap::Parser;
 use std::collections::{BTreeMap, VecDeque};
@@ -353,14 +353,9 @@ impl Model {
             let (k, v) = (part(heads, heads_kv)?, part(heads + heads_kv, heads_kv)?);
             let [cos, sin] = self.tables.each_ref().map(Tensor::view);
             let rotary = Some(Rotary { cos, sin, pairs: RotaryPairs::Halves });
-            let (mask, workspace) = (Mask::causal(), Some(&step.workspace));
+            let (scores, workspace) = (Mask::causal().into(), Some(&step.workspace));
             let query = AttentionDecode::new(part(0, heads)?);
-            let decode = AttentionDecode {
-                scores: Scores { mask, ..query.scores },
-                rotary,
-                workspace,
-                ..query
-            };
+            let decode = AttentionDecode { scores, rotary, workspace, ..query };
             let new = AppendKv { rotary, ..AppendKv::new(k, v) };
             let cache = cache_of(cache, [&step.block_table, &step.seqused_kv]);
             let cache = CacheAccess::Append(&new, cache);

@@ -208,7 +208,8 @@ proptest! {
         seqlen in (0..40usize, 0..40usize),
         heads in 1..4usize,
     ) {
-        let problem = AttentionProblem::dense(DType::F16, [2, seqlen.0, seqlen.1], [heads, 1], 16).with_mask(case);
+        let problem = AttentionProblem::dense(DType::F16, [2, seqlen.0, seqlen.1], [heads, 1], 16);
+        let problem = problem.with_mask(case);
         let oracle = AttentionCase {
             mask: case,
             ..AttentionCase::simple(DType::F16, (heads, 1), 16, seqlen)
