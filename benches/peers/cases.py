@@ -83,6 +83,8 @@ def cases():
     product = dict(op="bsr_matmul", m=1024, n=512, k=1024, dtype="f16", seed=1)
     for block in (16, 32, 64, 128):
         yield dict(product, block_size=block, blocks_per_row=256 // block), warm
+    for columns in (8, 200):
+        yield dict(product, n=columns, block_size=64, blocks_per_row=4), warm
     yield dict(product, n=128, block_size=64, blocks_per_row=4), cold
     yield dict(product, n=16, block_size=64, blocks_per_row=4, fresh_bytes=1 << 27), warm
 
