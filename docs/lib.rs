@@ -28,7 +28,6 @@ pages! {
     several_gpus: "several-gpus.md",
     candle: "candle.md",
     engines: "engines.md",
-    tuning: "tuning.md",
     from_candle_flash_attn: "migration/candle-flash-attn.md",
     from_cusparse: "migration/cusparse.md",
 }

@@ -150,8 +150,14 @@ class MatmulRandom(MatmulDense):
         return relative(self.out, product(next(self.a), self.b))
 
 
+def rounded_up(number, multiple):
+    return -(-number // multiple) * multiple
+
+
 class TritonDefault(Matmul):
-    """torch.sparse's Triton kernel as a user gets it."""
+    """torch.sparse's Triton kernel as a user gets it. Its tiles are a power of two and at least 16
+    columns wide, and b has a whole number of them: any other b is padded beforehand, outside the
+    time."""
 
     meta, takes_fresh = None, True
 
@@ -168,11 +174,25 @@ class TritonDefault(Matmul):
                 inputs.row_ptr, inputs.col_idx, inputs.values.clone(), size=(inputs.m, inputs.k)
             )
 
-        self.addmm, self.b, self.out = bsr_dense_addmm, inputs.b, inputs.empty_output()
+        self.addmm, self.inputs, self.padded = bsr_dense_addmm, inputs, {}
         self.a = inputs.in_turn(a, inputs.values.numel())
+        # Where its table has no entry, torch takes tiles as wide as a block is high.
+        power = max(16, 1 << (inputs.n - 1).bit_length())
+        self.pad(power if power <= inputs.block else rounded_up(inputs.n, inputs.block))
+
+    def pad(self, columns):
+        """Takes b and an output with columns of zeros up to this number."""
+        if columns not in self.padded:
+            n = self.inputs.n
+            wide = torch.nn.functional.pad(self.inputs.b, (0, columns - n))
+            self.padded[columns] = wide, wide.new_empty(self.inputs.m, columns)
+            if columns > n:
+                self.settings = f"b padded to {columns} columns"
+        self.b, self.wide = self.padded[columns]
+        self.out = self.wide[:, : self.inputs.n]
 
     def run(self):
-        self.addmm(self.out, next(self.a), self.b, beta=0, alpha=1, out=self.out, meta=self.meta)
+        self.addmm(self.wide, next(self.a), self.b, beta=0, alpha=1, out=self.wide, meta=self.meta)
 
 
 class TritonTuned(Tuned, TritonDefault):
@@ -194,22 +214,25 @@ class TritonTuned(Tuned, TritonDefault):
 
     def use(self, candidate):
         self.meta = dict(candidate)
+        self.pad(self.meta.pop("columns", self.inputs.n))
 
     def search(self, sweep):
-        def named(*values):
-            return tuple(zip(self.NAMES, values))
+        def named(columns, *values):
+            padded = [("columns", columns)] if columns > self.inputs.n else []
+            return (*zip(self.NAMES, values), *padded)
 
         sweep.run(named(*values) for values in self.parameters(self.inputs.block, self.inputs.n))
         # How many rows of blocks are walked together matters less: only for the best.
         for best in map(dict, sweep.best(2)):
+            columns = best.get("columns", self.inputs.n)
             sweep.run(
-                named(best["SPLIT_N"], rows, best["num_stages"], best["num_warps"])
+                named(columns, best["SPLIT_N"], rows, best["num_stages"], best["num_warps"])
                 for rows in (1, 2, 8, 16)
             )
 
     @classmethod
     def parameters(cls, block, n):
-        """Launch parameters, those that won on other shapes first."""
+        """Columns of b, and launch parameters, those that won on other shapes first."""
         default = [(block, 1, 4)]  # what torch takes where its table has no entry
         widths = (256, 128, 512, 64) if n > 256 else (128, 64, 32, 256)
         grid = [
@@ -219,9 +242,8 @@ class TritonTuned(Tuned, TritonDefault):
             for warps in (4, 8)
         ]
         for width, stages, warps in cls.FAVOURITES.get(block, []) + default + grid:
-            width = min(width, n)
-            if n % width or width < 16:
-                continue
+            width = max(16, min(width, 1 << (n - 1).bit_length()))
+            columns = rounded_up(n, width)
             if block * width > 128 * 32 * warps:  # more than 128 accumulators a thread spill
                 continue
-            yield n // width, 4, stages, warps
+            yield columns, columns // width, 4, stages, warps

@@ -36,6 +36,10 @@ def cases():
             ),
             warm,
         )
+    packed = dict(attention, op="attention_packed", batch=3, lengths=[500, 37, 700], dtype="bf16")
+    for head_dim, mask in ((64, "full"), (128, "causal"), (128, "window64"), (72, "causal")):
+        yield dict(packed, head_dim=head_dim, mask=mask), warm
+    yield dict(packed, head_dim=128, mask="causal", num_heads_kv=1), warm
     sparse = dict(
         attention, op="block_sparse_fwd", pattern="uniform", mask="full", dtype="bf16", density=0.25
     )
@@ -79,6 +83,8 @@ def cases():
     product = dict(op="bsr_matmul", m=1024, n=512, k=1024, dtype="f16", seed=1)
     for block in (16, 32, 64, 128):
         yield dict(product, block_size=block, blocks_per_row=256 // block), warm
+    for columns in (8, 200):
+        yield dict(product, n=columns, block_size=64, blocks_per_row=4), warm
     yield dict(product, n=128, block_size=64, blocks_per_row=4), cold
     yield dict(product, n=16, block_size=64, blocks_per_row=4, fresh_bytes=1 << 27), warm
 
@@ -99,6 +105,8 @@ def refused(case, name):
         return "no tile for so few keys"
     if name == "fa4_deterministic" and case["op"] == "block_sparse_bwd" and on_hopper():
         return "no fixed order under a block mask"
+    if name == "fa4" and case["op"] == "block_sparse_fwd" and case["mask"] == "causal":
+        return "whole blocks only"
     if case["op"] == "attention_decode" and name in ("cudnn", "fa2"):
         if case.get("lengths") or case.get("page_size"):
             return "neither pages nor lengths"

@@ -1,12 +1,32 @@
-"""The competitor FlashAttention-4, dense and under a block mask."""
+"""The competitor FlashAttention-4: gradients, dense and under a block mask, and the forward pass
+under one."""
 
 from typing import Any
 
 import torch
 from torch.nn.attention import flex_attention
 
+import flex
 from backward import Backward, BlockSparseInputs, Inputs
-from measure import Absent, needs_cuda
+from measure import Absent, Call, needs_cuda
+
+
+def available(device: torch.device) -> None:
+    """Raises Absent without the package, or a GPU that it takes."""
+    needs_cuda(device)
+    if torch.cuda.get_device_capability(device)[0] < 9:
+        raise Absent("FlashAttention-4 is for Hopper and later")
+    try:
+        import flash_attn.cute.interface  # noqa: F401
+    except ImportError as error:
+        raise Absent(f"python3 has no flash-attn-4 ({error})") from error
+
+
+def whole_blocks(inputs: flex.Inputs) -> list[torch.Tensor]:
+    """The lists of blocks, [1, heads, ...]."""
+    if inputs.causal:
+        raise ValueError("causal lists: only whole blocks are known here")
+    return [t[None] for t in inputs.blocks(torch.ones_like(inputs.row, dtype=torch.bool))]
 
 
 class Flash4(Backward):
@@ -14,13 +34,7 @@ class Flash4(Backward):
 
     @classmethod
     def available(cls, device: torch.device) -> None:
-        needs_cuda(device)
-        if torch.cuda.get_device_capability(device)[0] < 9:
-            raise Absent("FlashAttention-4 is for Hopper and later")
-        try:
-            import flash_attn.cute.interface  # noqa: F401
-        except ImportError as error:
-            raise Absent(f"python3 has no flash-attn-4 ({error})") from error
+        available(device)
 
     def __init__(self, inputs: Inputs, _options: dict[str, Any]) -> None:
         from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
@@ -62,13 +76,10 @@ class Flash4BlockSparse(Flash4):
     def blocks(self, inputs: BlockSparseInputs) -> tuple[Any, Any]:
         from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch, compute_dq_write_order
 
-        if inputs.causal:
-            raise ValueError("causal lists: only whole blocks are known here")
+        of_rows = whole_blocks(inputs)
         if self.deterministic and torch.cuda.get_device_capability(inputs.device)[0] == 9:
             # It would say so itself, after compiling for seconds.
             raise ValueError("on Hopper it has no fixed order under a block mask")
-        every = torch.ones_like(inputs.row, dtype=torch.bool)
-        of_rows = [t[None] for t in inputs.blocks(every)]
         mask = flex_attention.BlockMask.from_kv_blocks(
             *of_rows, BLOCK_SIZE=(inputs.block_q, inputs.block_kv)
         )
@@ -87,3 +98,30 @@ class Flash4BlockSparse(Flash4):
 
 class Flash4BlockSparseDeterministic(Flash4BlockSparse):
     deterministic = True
+
+
+class Flash4BlockSparseForward(Call):
+    """The forward pass under lists of whole blocks. Its output is allocated by torch."""
+
+    Inputs = flex.Inputs
+
+    @classmethod
+    def available(cls, device: torch.device) -> None:
+        available(device)
+
+    def __init__(self, inputs: flex.Inputs, _options: dict[str, Any]) -> None:
+        from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
+        from flash_attn.cute.interface import _flash_attn_fwd
+
+        of_rows = whole_blocks(inputs)
+        none = [torch.zeros_like(t) for t in of_rows]
+        size = (inputs.block_q, inputs.block_kv)
+        blocks = BlockSparseTensorsTorch(*none, *of_rows, block_size=size)
+        self.operator, self.tensors = _flash_attn_fwd, (inputs.q, inputs.k, inputs.v)
+        self.options = dict(softmax_scale=inputs.scale, block_sparse_tensors=blocks)
+
+    def run(self) -> None:
+        self.out, *_ = self.operator(*self.tensors, **self.options)
+
+    def output(self) -> torch.Tensor:
+        return self.out

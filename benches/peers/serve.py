@@ -28,9 +28,14 @@ PEERS = {
         "flash_attention_3": ("flash3", "FlashAttention3"),
         "triton_flash": ("triton_attention", "TritonFlash"),
     },
+    "attention_packed": {
+        "flash_attention_3": ("packed", "Flash3"),
+        "torch_varlen": ("packed", "TorchVarlen"),
+    },
     "block_sparse_fwd": {
         "flex_attention": ("flex", "FlexAttention"),
         "flex_attention_tuned": ("flex", "FlexAttentionTuned"),
+        "fa4": ("flash4", "Flash4BlockSparseForward"),
         "flashinfer_vsa": ("vsa", "FlashInferVsa"),
     },
     "attention_bwd": {

@@ -3,7 +3,8 @@
 use blockflash_ops::attention::{CuSeqlens, Mask};
 use blockflash_ops::attention_bwd::workspace_bytes;
 use blockflash_ops::{
-    Attention, AttentionBackward, AttentionGradientsMut, DType, Error, Operation, Stream, Tensor,
+    Attention, AttentionBackward, AttentionGradientsMut, DType, Error, Operation, Scores, Stream,
+    Tensor,
 };
 use blockflash_sys::Kernel;
 use blockflash_sys::manifest::{AttentionBwdStep as Step, AttentionBwdTile};
@@ -153,8 +154,11 @@ fn survives_any_offsets(
         let cu_seqlens =
             Some(CuSeqlens { q: cu_q.view(), kv: cu_kv.view(), max_seqlen_q, max_seqlen_kv });
         let mask = [Mask::Full, Mask::causal()][turn % 2];
-        let attention =
-            Attention { mask, cu_seqlens, sink: Some(sink.view()), ..Attention::new(q, kv, kv) };
+        let attention = Attention {
+            scores: Scores { mask, sink: Some(sink.view()), ..Scores::default() },
+            cu_seqlens,
+            ..Attention::new(q, kv, kv)
+        };
         let call = AttentionBackward { attention, o: q, lse: lse.view(), d_o: q };
         let bytes = workspace_bytes(kernel, &call.problem()?)?;
         let mut dq = poisoned(tile.types.q, &shape(heads[0]))?;

@@ -227,8 +227,10 @@ fn beyond_31_bits(gpu: &Gpu, report: &mut Report) {
         {
             report.run(kernel, || {
                 let entries = qkv.view().slice(1, 0..SEQLEN).map_err(|error| error.to_string())?;
-                let call =
-                    Attention { mask: case.mask, ..Attention::new(entries, entries, entries) };
+                let call = Attention {
+                    scores: case.mask.into(),
+                    ..Attention::new(entries, entries, entries)
+                };
                 let case = case.as_asked(kernel);
                 let mut outputs = AttentionOutputs::poisoned(&case, stream)?;
                 let launched = outputs.launch_call(&case, &call, Choice::This(kernel), stream);

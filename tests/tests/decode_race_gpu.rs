@@ -51,7 +51,8 @@ fn later_calls_are_right() -> Result<()> {
 
         let cache =
             KvCache { seqused_kv: Some(lengths.view()), ..KvCache::new(k.view(), v.view()) };
-        let decode = AttentionDecode { mask: Mask::causal(), ..AttentionDecode::new(q.view()) };
+        let decode =
+            AttentionDecode { scores: Mask::causal().into(), ..AttentionDecode::new(q.view()) };
         let bytes = decode.workspace_bytes(&cache, &gpu.device)?;
         let workspace = AttentionDecodeWorkspace::new(stream, bytes)?;
         let decode = AttentionDecode { workspace: Some(&workspace), ..decode };

@@ -6,7 +6,7 @@
 use blockflash_ops::attention_bwd::{accepts, workspace_bytes};
 use blockflash_ops::{
     Attention, AttentionBackward, AttentionGradientsMut, CuSeqlens, DType, Error, Mask, Operation,
-    Stream, Tensor, View, ViewMut,
+    Scores, Stream, Tensor, View, ViewMut,
 };
 use blockflash_sys::Kernel;
 use blockflash_sys::manifest::{AttentionBwdStep as Step, AttentionBwdTile};
@@ -87,7 +87,11 @@ impl Call {
             max_seqlen_kv: seqlens[1],
         });
         let sink: Option<View<'_>> = Some(sink.view());
-        let attention = Attention { mask, cu_seqlens, sink, ..Attention::new(q, k, v) };
+        let attention = Attention {
+            scores: Scores { mask, sink, ..Scores::default() },
+            cu_seqlens,
+            ..Attention::new(q, k, v)
+        };
         let [dq, dk, dv] = gradients.each_mut().map(Tensor::view_mut);
         let gradients = AttentionGradientsMut { dq, dk, dv, d_sink: Some(d_sink.view_mut()) };
         let call = AttentionBackward { attention, o, lse: lse.view(), d_o };
@@ -208,7 +212,7 @@ fn a_captured_graph_takes_any_offsets() {
 fn attend(stream: &Stream) -> Vec<u32> {
     let q = numbers(DType::BF16, &[1, 4096, 8, 64], stream);
     let causal = Mask::causal();
-    let call = Attention { mask: causal, ..Attention::new(q.view(), q.view(), q.view()) };
+    let call = Attention { scores: causal.into(), ..Attention::new(q.view(), q.view(), q.view()) };
     let output = call.forward(stream).unwrap();
     wait(stream, &|| "a forward pass behind a workspace that changed".into()).unwrap();
     blockflash_tests::host::download(stream, &output.o).unwrap()

@@ -2,7 +2,7 @@
 
 use blockflash_ops::{
     Attention, BlockGeometry, BlockMask, BsrMatmul, BsrMatrix, DType, Device, Error, Mask,
-    Operation, Result, Stream, Tensor, View,
+    Operation, Result, Scores, Stream, Tensor, View,
 };
 use blockflash_tests::gpu::gpu;
 use half::f16;
@@ -22,12 +22,15 @@ fn attention(stream: &Stream) -> Result<()> {
     let [mut expected, mut o] =
         [Tensor::empty(stream, DType::F16, &shape)?, Tensor::zeros(stream, DType::F16, &shape)?];
 
-    let first = Attention { mask: Mask::causal(), ..Attention::new(q.view(), q.view(), q.view()) };
+    let first =
+        Attention { scores: Mask::causal().into(), ..Attention::new(q.view(), q.view(), q.view()) };
     let prepared = first.prepare(&(o.view_mut(), None), stream)?;
     assert_eq!(prepared.kernel().is_none(), stream.device().is_cpu());
     // With other tensors of the same shape.
-    let second =
-        Attention { mask: Mask::causal(), ..Attention::new(other.view(), q.view(), other.view()) };
+    let second = Attention {
+        scores: Mask::causal().into(),
+        ..Attention::new(other.view(), q.view(), other.view())
+    };
     for call in [first, second] {
         call.forward_into(expected.view_mut(), None, stream)?;
         call.run_prepared(&prepared, (o.view_mut(), None), stream)?;
@@ -37,8 +40,8 @@ fn attention(stream: &Stream) -> Result<()> {
         let result = call.run_prepared(&prepared, (o.view_mut(), None), stream);
         assert!(matches!(result, Err(Error::NotPrepared { op: "attention" })), "{result:?}");
     };
-    refused(Attention { mask: Mask::Full, ..first }, &mut o);
-    refused(Attention { softcap: Some(3.0), ..first }, &mut o);
+    refused(Attention { scores: Scores { mask: Mask::Full, ..first.scores }, ..first }, &mut o);
+    refused(Attention { scores: Scores { softcap: Some(3.0), ..first.scores }, ..first }, &mut o);
     let shorter = first.q.slice(1, 0..39)?;
     let mut short = Tensor::empty(stream, DType::F16, &[2, 39, 4, 64])?;
     refused(Attention { q: shorter, ..first }, &mut short);

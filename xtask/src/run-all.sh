@@ -3,6 +3,8 @@
 # usage: ./run-all [FOLDER]                     results go to FOLDER (default: out)
 #        SUITES="attention_floor" ./run-all     measures these suites, SUITES=none none
 #        TESTS=none ./run-all                   tests nothing
+#        SEEDS="57 58" ./run-all               also measures the shapes that these seeds draw, of
+#                                               all operations; for a record seeds that are new
 #        OPTIONS="--peers none" ./run-all       is passed on to `blockflash bench`; with
 #                                               "--missing --minutes 3" a later call goes on
 #        CASES=none ./run-all                   measures no attention over several GPUs; else these
@@ -98,7 +100,7 @@ fi
 
 for file in benches/suites/*.toml; do
   suite=$(basename "$file" .toml)
-  [ "$suite" != tune ] || continue # for ./blockflash tune
+  [ "$suite" != selection ] || continue # for GPUs that nobody has measured
   case " ${SUITES:-$suite} " in
   *" $suite "*)
     echo "== $suite"
@@ -106,6 +108,13 @@ for file in benches/suites/*.toml; do
     ./blockflash bench "$suite" --out "$out/$suite.jsonl" ${OPTIONS:-} || failed="$failed $suite"
     ;;
   esac
+done
+
+for seed in ${SEEDS:-}; do
+  echo "== drawn, seed $seed"
+  # shellcheck disable=SC2086 # OPTIONS holds several words
+  ./blockflash bench drawn --seed "$seed" --out "$out/drawn_$seed.jsonl" ${OPTIONS:-} ||
+    failed="$failed drawn_$seed"
 done
 
 if [ -n "$failed" ]; then

@@ -220,7 +220,7 @@ impl Pass {
     fn call(&self) -> Attention<'_> {
         let [q, k, v] = self.qkv.each_ref().map(Tensor::view);
         let block_mask = self.mask.as_ref();
-        Attention { mask: Mask::causal(), block_mask, ..Attention::new(q, k, v) }
+        Attention { scores: Mask::causal().into(), block_mask, ..Attention::new(q, k, v) }
     }
 }
 
@@ -281,7 +281,8 @@ impl Model {
         let qkv = [q?, k?, v?];
         let [q, k, v] = qkv.each_ref().map(Tensor::view);
         let block_mask = mask.as_ref();
-        let call = Attention { mask: Mask::causal(), block_mask, ..Attention::new(q, k, v) };
+        let call =
+            Attention { scores: Mask::causal().into(), block_mask, ..Attention::new(q, k, v) };
         let attended = call.forward(&self.stream)?;
         let o = self.download(&attended.o)?;
         let mut logits = o.dot(&output.values.t()) + follows.rows(own);

@@ -353,9 +353,9 @@ impl Model {
             let (k, v) = (part(heads, heads_kv)?, part(heads + heads_kv, heads_kv)?);
             let [cos, sin] = self.tables.each_ref().map(Tensor::view);
             let rotary = Some(Rotary { cos, sin, pairs: RotaryPairs::Halves });
-            let (mask, workspace) = (Mask::causal(), Some(&step.workspace));
+            let (scores, workspace) = (Mask::causal().into(), Some(&step.workspace));
             let query = AttentionDecode::new(part(0, heads)?);
-            let decode = AttentionDecode { mask, rotary, workspace, ..query };
+            let decode = AttentionDecode { scores, rotary, workspace, ..query };
             let new = AppendKv { rotary, ..AppendKv::new(k, v) };
             let cache = cache_of(cache, [&step.block_table, &step.seqused_kv]);
             let cache = CacheAccess::Append(&new, cache);

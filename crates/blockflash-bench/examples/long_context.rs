@@ -19,8 +19,8 @@ use blockflash_bench::document::Recipe;
 use blockflash_bench::io::Array;
 use blockflash_ops::block_sparse::{BlockChoice, BlockMaskBuffer, BlockScores, BlockSource};
 use blockflash_ops::{
-    Align, Attention, AttentionOutput, BlockGeometry, BlockMask, Device, Mask, Result, Stream,
-    Tensor,
+    Align, Attention, AttentionOutput, BlockGeometry, BlockMask, Device, Mask, Result, Scores,
+    Stream, Tensor,
 };
 use clap::Parser;
 use std::time::Instant;
@@ -85,7 +85,11 @@ fn run(args: &Args) -> std::result::Result<(), Box<dyn std::error::Error>> {
     let [q, k, v] = [q.upload(&stream)?, k.upload(&stream)?, v.upload(&stream)?];
     let attend = |mask: Option<&BlockMask>| -> Result<(AttentionOutput, f64)> {
         let call = Attention::new(q.view(), k.view(), v.view());
-        let call = Attention { mask: Mask::causal(), block_mask: mask, ..call };
+        let call = Attention {
+            scores: Scores { mask: Mask::causal(), ..call.scores },
+            block_mask: mask,
+            ..call
+        };
         let mut output = call.forward(&stream)?;
         let ms = time(&stream, args.window_ms, || {
             call.forward_into(output.o.view_mut(), Some(output.lse.view_mut()), &stream)

@@ -16,7 +16,6 @@ pub mod rounds;
 pub mod suite;
 pub mod telemetry;
 pub mod timing;
-pub mod verdict;
 
 pub use blockflash_cases::{block_pattern, case, document, io, memory, placement, random};
 pub use error::{Error, Result};

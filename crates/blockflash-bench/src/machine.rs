@@ -82,7 +82,7 @@ fn commit(benches: &Path) -> String {
     let of_git = || {
         let commit = git(&["rev-parse", "--short=12", "HEAD"])?;
         // Records that this run appends must not mark the build as dirty.
-        let but = [":/", ":(top,exclude)benches/results", ":(top,exclude)benches/tuned"];
+        let but = [":/", ":(top,exclude)benches/results"];
         let status = ["status", "--porcelain", "--untracked-files=no", "--"];
         let changed = git(&[&status[..], &but[..]].concat())?;
         Some(if changed.is_empty() { commit } else { format!("{commit}-dirty") })

@@ -7,7 +7,6 @@ use crate::case::{Case, Operands};
 use crate::error::{Error, Result};
 use crate::memory;
 use crate::timing::{Cache, Repeat, Window};
-use blockflash_ops::tuning::Measured;
 use blockflash_ops::{Kernel, Stream};
 use blockflash_sys::manifest;
 pub use host::HostCost;
@@ -20,8 +19,6 @@ pub enum Kernels {
     Selected,
     /// Those that accept the case and whose names contain one of these texts.
     Named(Vec<String>),
-    /// All that accept the case: those among which the library selects.
-    All,
 }
 
 /// One case on one device, with the kernels that compute it.
@@ -40,8 +37,6 @@ pub struct MeasuredKernel {
     kernel: Option<&'static Kernel>,
     /// Name of the kernel; `None` on the CPU.
     pub symbol: Option<String>,
-    /// What selection reads of its time, where all kernels are measured.
-    pub tuning: Option<Measured>,
     /// Whether the output is right.
     pub verified: bool,
     /// ‖out − reference‖ / ‖reference‖ on the checked elements.
@@ -71,14 +66,9 @@ impl Ours {
         }
         let mut kernels = Vec::new();
         for kernel in candidates(&mut *operands, stream, which)? {
-            let (tuning, load_us) = match kernel {
-                Some(kernel) => {
-                    let all = *which == Kernels::All;
-                    let tuning = if all { measured(&mut *operands, kernel, stream)? } else { None };
-                    let loaded = operands.is_loaded();
-                    (tuning, if loaded { None } else { host::load(kernel, stream)? })
-                }
-                None => (None, None),
+            let load_us = match kernel {
+                Some(kernel) if !operands.is_loaded() => host::load(kernel, stream)?,
+                _ => None,
             };
             let symbol = kernel.map(Kernel::symbol);
             let kernel = kernel.filter(|_| *which != Kernels::Selected);
@@ -91,7 +81,6 @@ impl Ours {
             kernels.push(MeasuredKernel {
                 kernel,
                 symbol,
-                tuning,
                 verified,
                 rel_err,
                 load_us,
@@ -163,21 +152,6 @@ fn operands(case: &Case, stream: &Stream, seed: u64) -> Result<Box<dyn Operands>
     Ok(case.operands(stream, seed)?)
 }
 
-/// What selection reads of a measurement of this kernel.
-fn measured(
-    operands: &mut dyn Operands,
-    kernel: &'static Kernel,
-    stream: &Stream,
-) -> Result<Option<Measured>> {
-    let (Some(gpu), Some(problem)) = (stream.device().cuda_properties(), operands.likeness()?)
-    else {
-        return Ok(None);
-    };
-    let (image, multiprocessors) = (kernel.image_name(), gpu.multiprocessors);
-    let selected = operands.select(gpu)? == kernel;
-    Ok(Some(Measured { image, multiprocessors, selected, problem }))
-}
-
 /// The wanted kernels that accept these operands, `None` on the CPU: a name also matches kernels
 /// for other sizes and types.
 fn candidates(
@@ -185,27 +159,23 @@ fn candidates(
     stream: &Stream,
     which: &Kernels,
 ) -> Result<Vec<Option<&'static Kernel>>> {
-    let gpu = match (stream.device().cuda_properties(), which) {
+    let (gpu, names) = match (stream.device().cuda_properties(), which) {
         (None, Kernels::Selected) => return Ok(vec![None]),
-        (None, _) => {
+        (None, Kernels::Named(_)) => {
             return Err(Error::Option("kernels run on GPUs, but the CPU is used".to_owned()));
         }
         (Some(gpu), Kernels::Selected) => return Ok(vec![Some(operands.select(gpu)?)]),
-        (Some(gpu), _) => gpu,
+        (Some(gpu), Kernels::Named(names)) => (gpu, names),
     };
     let all = manifest::kernels();
     let is_symbol = |text: &str| all.iter().any(|kernel| kernel.symbol() == text);
     let mut found: Vec<&'static Kernel> = Vec::new();
     for kernel in all.iter().filter(|kernel| kernel.target.runs_on(gpu.compute_capability)) {
         let symbol = kernel.symbol();
-        let wanted = match which {
-            // A text that equals a whole symbol does not mean longer symbols.
-            Kernels::Named(names) => names
-                .iter()
-                .any(|name| symbol == *name || symbol.contains(name.as_str()) && !is_symbol(name)),
-            // No case asks for the log-sum-exp.
-            _ => kernel.attention_tile().is_none_or(|tile| tile.lse.suits(false)),
-        };
+        // A text that equals a whole symbol does not mean longer symbols.
+        let wanted = names
+            .iter()
+            .any(|name| symbol == *name || symbol.contains(name.as_str()) && !is_symbol(name));
         // A kernel may exist for several targets: the first is preferred.
         let known = found.iter().any(|other| other.symbol() == symbol);
         if wanted && !known && operands.accepts(kernel, gpu)? {
@@ -280,7 +250,8 @@ mod tests {
             assert!(refused.contains("multiple of 64"), "{refused}");
         }
         for id in [attention, "m64_n24_k96_b16_d0.4_uniform_f16"] {
-            for kernels in [Kernels::Named(vec!["sm80".to_owned()]), Kernels::All] {
+            for name in ["sm80", "_"] {
+                let kernels = Kernels::Named(vec![name.to_owned()]);
                 assert!(refused(id, Cache::Warm, &kernels).contains("the CPU is used"));
             }
         }

@@ -4,7 +4,6 @@
 use crate::error::{Error, Result};
 use crate::io::room;
 use crate::order::Order;
-use blockflash_ops::tuning::Measured;
 use serde::{Deserialize, Serialize};
 use std::fs::{File, OpenOptions};
 use std::io::Write;
@@ -144,9 +143,6 @@ pub struct Record {
     pub cache: String,
     /// UTC, RFC 3339.
     pub date: String,
-    /// What selection reads, in records of `blockflash tune`.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub tuning: Option<Measured>,
 }
 
 /// The order of each round follows from this: see [`Order`].

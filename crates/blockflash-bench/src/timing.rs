@@ -16,7 +16,9 @@ pub const MAX_LAUNCHES: usize = 512;
 const MAX_REPLAYS: f64 = 5000.0;
 
 /// Content of the L2 cache when a launch begins.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[derive(
+    Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize, clap::ValueEnum,
+)]
 #[serde(rename_all = "lowercase")]
 pub enum Cache {
     /// What the launch before left there: launches follow each other on the same data.

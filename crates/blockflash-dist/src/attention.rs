@@ -18,8 +18,8 @@ use blockflash_ops::Attention;
 /// let cu_seqlens = [0, 12, 40, 50];
 /// let shard = Shard::new(50, comm.world(), comm.rank())?;
 /// let x = Tensor::zeros(&stream, DType::F32, &[1, shard.rows(), 4, 8])?;
-/// let mask = Mask::causal();
-/// let attention = Attention { mask, ..Attention::new(x.view(), x.view(), x.view()) };
+/// let scores = Mask::causal().into();
+/// let attention = Attention { scores, ..Attention::new(x.view(), x.view(), x.view()) };
 /// let cu_seqlens = Some(&cu_seqlens[..]);
 /// let call = DistributedAttention { attention, shard, scheme, block_mask: None, cu_seqlens };
 /// // Once for the batch, in all layers of a model.

@@ -87,7 +87,7 @@ impl DistributedBlockMask {
             return error("rows and scheme", text(&self.sizes.grid), text(grid));
         }
         if self.sizes.band != band {
-            return error("token mask", format!("{mask:?}"), format!("{:?}", local.mask));
+            return error("token mask", format!("{mask:?}"), format!("{:?}", local.scores.mask));
         }
         let [heads_q, heads_kv] = [local.num_heads_q, local.num_heads_kv];
         if ![1, heads_kv, heads_q].contains(&heads) {

@@ -4,8 +4,8 @@ use crate::Result;
 use crate::band::Part;
 use crate::plan::Call;
 use blockflash_ops::{
-    Attention, AttentionBackward, AttentionGradientsMut, BlockMask, DType, Stream, Tensor, View,
-    ViewMut,
+    Attention, AttentionBackward, AttentionGradientsMut, BlockMask, DType, Scores, Stream, Tensor,
+    View, ViewMut,
 };
 
 impl Call {
@@ -31,9 +31,12 @@ impl Call {
             q: q.slice(1, queries.clone())?,
             k,
             v,
-            mask: *mask,
             // Each query counts the sink once.
-            sink: attention.sink.filter(|_| *own),
+            scores: Scores {
+                mask: *mask,
+                sink: attention.scores.sink.filter(|_| *own),
+                ..attention.scores
+            },
             ..*attention
         })
     }
@@ -74,7 +77,8 @@ impl Call {
             0 => None,
             bytes => Some(Tensor::empty(stream, DType::U8, &[bytes])?),
         };
-        let d_sink = attention.sink.map(|sink| Tensor::empty(stream, DType::F32, sink.shape()));
+        let d_sink =
+            attention.scores.sink.map(|sink| Tensor::empty(stream, DType::F32, sink.shape()));
         let mut d_sink = d_sink.transpose()?;
         let (dq, dk, dv) = (self.rows_mut(dq)?, self.rows_mut(dk)?, self.rows_mut(dv)?);
         let d_sink_view = d_sink.as_mut().map(Tensor::view_mut);

@@ -34,7 +34,7 @@ impl DistributedAttention<'_> {
             }
             check_offsets(offsets, shard.seqlen())?;
         }
-        let pattern = Pattern::of(local.mask, shard.seqlen(), cu_seqlens);
+        let pattern = Pattern::of(local.scores.mask, shard.seqlen(), cu_seqlens);
         let band = pattern.ok_or(unsupported("the mask"))?.band;
         let grid = Grid::new(scheme, shard, comm)?;
         scheme.check_heads(local.num_heads_q, local.num_heads_kv)?;
@@ -72,14 +72,13 @@ impl DistributedAttention<'_> {
             };
             Ok(PreparedAttention { problem, plans, gather: None })
         });
-        let none = ([0; ARGUMENTS.len()], [0; 2]);
+        let none = ([("", 0); ARGUMENTS], [0; 2]);
         let words = |PreparedAttention { problem, plans, .. }: &PreparedAttention| {
             let offer = Offer::new(comm, problem, plans, self.block_mask);
             let parts = if forward { offer.parts } else { 0 };
             (problem.arguments(), [offer.coming, parts])
         };
-        let (values, others) = planned.as_ref().map_or(none, words);
-        let arguments: Vec<_> = ARGUMENTS.into_iter().zip(values).collect();
+        let (arguments, others) = planned.as_ref().map_or(none, words);
         let agreed = agree(comm, planned.is_ok(), &arguments, others);
         let mut prepared = planned?;
         let agreed = agreed?;

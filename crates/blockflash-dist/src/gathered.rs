@@ -7,7 +7,7 @@ use crate::plan::{Call, PARTS, Plan, Slots, Together, is_worth_gathering};
 use crate::problem::Problem;
 use crate::{Communicator, DistributedBlockMask, Mark, Result, Scheme};
 use blockflash_ops::{
-    Attention, AttentionProblem, Event, Mask, Stream, Tensor, View, ViewMut, copy_beside,
+    Attention, AttentionProblem, Event, Mask, Scores, Stream, Tensor, View, ViewMut, copy_beside,
 };
 use std::ops::Range;
 
@@ -140,9 +140,10 @@ impl Gather {
             if let Some(together) = together {
                 comm.mark(Mark::Begin(1), stream)?;
                 let [k, v] = self.all_rows(&window, part)?;
-                let (block_mask, sink) = (together.mask(part, self.parts), None);
-                let attention =
-                    Attention { q, k, v, block_mask, sink, mask: Mask::Full, ..*attention };
+                let block_mask = together.mask(part, self.parts);
+                // The own keys have counted the sink and applied the mask.
+                let scores = Scores { mask: Mask::Full, ..attention.scores.without_sink() };
+                let attention = Attention { q, k, v, block_mask, scores, ..*attention };
                 let (o, lse) = place(&mut outputs, 1, &(0..q.shape()[1]), &queries)?;
                 attention.forward_into(o, Some(lse), stream)?;
                 comm.mark(Mark::End(1), stream)?;

@@ -38,26 +38,8 @@ pub(crate) fn on_device(
     }
 }
 
-/// What has to be the same on every rank.
-pub(crate) const ARGUMENTS: [&str; 17] = [
-    "element type",
-    "batch",
-    "seqlen",
-    "block of shard",
-    "num_heads_q",
-    "num_heads_kv",
-    "head_dim",
-    "heads of scheme",
-    "kind of mask",
-    "left side of mask",
-    "right side of mask",
-    "softmax_scale",
-    "softcap",
-    "sink",
-    "block mask",
-    "cu_seqlens",
-    "world",
-];
+/// How many things have to be the same on every rank.
+pub(crate) const ARGUMENTS: usize = 17;
 
 impl Problem {
     /// Checks the operands of the backward pass, and that parts of gradients can be added.
@@ -87,27 +69,29 @@ impl Problem {
         Ok(())
     }
 
-    pub(crate) fn arguments(&self) -> [u64; ARGUMENTS.len()] {
+    /// What has to be the same on every rank.
+    pub(crate) fn arguments(&self) -> [(&'static str, u64); ARGUMENTS] {
         let local = &self.local;
-        let [kind, left, right] = mask_arguments(local.mask);
+        let [kind, left, right] = mask_arguments(local.scores.mask);
+        let [scale, cap, sink] = local.scores.numbers();
         [
-            local.dtype as u64,
-            local.batch as u64,
-            self.grid.shard.seqlen() as u64,
-            self.grid.shard.block() as u64,
-            local.num_heads_q as u64,
-            local.num_heads_kv as u64,
-            local.head_dim as u64,
-            self.grid.scheme.heads as u64,
-            kind,
-            left,
-            right,
-            local.softmax_scale.to_bits().into(),
-            local.softcap.map_or(u64::MAX, |softcap| softcap.to_bits().into()),
-            local.sink.into(),
-            self.block_mask.unwrap_or(0),
-            self.cu_seqlens.unwrap_or(0),
-            self.grid.shard.world() as u64,
+            ("element type", local.dtype as u64),
+            ("batch", local.batch as u64),
+            ("seqlen", self.grid.shard.seqlen() as u64),
+            ("block of shard", self.grid.shard.block() as u64),
+            ("num_heads_q", local.num_heads_q as u64),
+            ("num_heads_kv", local.num_heads_kv as u64),
+            ("head_dim", local.head_dim as u64),
+            ("heads of scheme", self.grid.scheme.heads as u64),
+            ("kind of mask", kind),
+            ("left side of mask", left),
+            ("right side of mask", right),
+            scale,
+            cap,
+            sink,
+            ("block mask", self.block_mask.unwrap_or(0)),
+            ("cu_seqlens", self.cu_seqlens.unwrap_or(0)),
+            ("world", self.grid.shard.world() as u64),
         ]
     }
 
@@ -124,7 +108,8 @@ impl Problem {
         match pass {
             Pass::Forward => there * (q + 2 * k) + back * (q + log) + keys * 2 * k,
             Pass::Backward => {
-                let sink = if self.local.sink { (self.grid.shard.world() - 1) * log } else { 0 };
+                let sink =
+                    if self.local.scores.sink { (self.grid.shard.world() - 1) * log } else { 0 };
                 let heads = there * (3 * q + 2 * k + log) + back * (q + 2 * k);
                 heads + (keys + gradients) * 2 * k + sink
             }

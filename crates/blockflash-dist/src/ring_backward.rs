@@ -57,7 +57,7 @@ pub(crate) fn backward(
         let mut entry = Entry { ring, plan, operands, d_sinks: &mut d_sinks };
         entry.backward([dq?, dk?, dv?], stream)?;
     }
-    if ring.attention.sink.is_some() {
+    if ring.attention.scores.sink.is_some() {
         gradients.d_sink = Some(sink::sum(&d_sinks, q.shape()[2], stream)?);
     }
     Ok(gradients)

@@ -90,16 +90,16 @@ impl DistributedAttention<'_> {
     }
 
     fn operands(&self) -> Vec<(&'static str, View<'_>)> {
-        let Attention { q, k, v, sink, .. } = self.attention;
-        let sink = sink.map(|sink| ("sink", sink));
+        let Attention { q, k, v, scores, .. } = self.attention;
+        let sink = scores.sink.map(|sink| ("sink", sink));
         [("q", q), ("k", k), ("v", v)].into_iter().chain(sink).collect()
     }
 
     /// The options of the call for the heads of this rank.
     fn of_heads(&self, problem: &Problem) -> Result<Attention<'_>> {
         let heads = problem.grid.heads(problem.local.num_heads_q);
-        let sink = self.attention.sink.map(|sink| sink.slice(0, heads)).transpose()?;
-        Ok(Attention { sink, ..self.attention })
+        let scores = self.attention.scores.of_heads(heads)?;
+        Ok(Attention { scores, ..self.attention })
     }
 
     /// The gradients of the rows of this rank, given the output of [`forward`](Self::forward) and

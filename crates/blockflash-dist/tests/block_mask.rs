@@ -4,7 +4,9 @@ use blockflash_dist::{
     BlockMaskExchange, Communicator, DistributedAttention, DistributedBlockMask, Error, Memory,
     Pass, Result, Scheme, Shard,
 };
-use blockflash_ops::{Align, Attention, BlockGeometry, BlockMask, DType, Device, Mask, Tensor};
+use blockflash_ops::{
+    Align, Attention, BlockGeometry, BlockMask, DType, Device, Mask, Scores, Tensor,
+};
 use std::time::{Duration, Instant};
 
 const SEQLEN: usize = 1000;
@@ -52,7 +54,8 @@ fn sent(whole: Option<&BlockMask>, mask: Mask) -> [usize; 2] {
         let (stream, shard) = (Device::cpu().stream()?, shard(comm)?);
         let block_mask = whole.map(|whole| distributed(comm, whole, mask)).transpose()?;
         let x = Tensor::zeros(&stream, DType::F32, &[1, shard.rows(), 2, 8])?;
-        let attention = Attention { mask, ..Attention::new(x.view(), x.view(), x.view()) };
+        let attention =
+            Attention { scores: mask.into(), ..Attention::new(x.view(), x.view(), x.view()) };
         let block_mask = block_mask.as_ref();
         let call =
             DistributedAttention { attention, shard, scheme: RING, block_mask, cu_seqlens: None };
@@ -211,14 +214,17 @@ fn calls_that_do_not_fit() {
         let x = Tensor::zeros(&stream, DType::F32, &[1, shard.rows(), 2, 8])?;
         let attention = Attention::new(x.view(), x.view(), x.view());
         let mut call = DistributedAttention {
-            attention: Attention { mask: Mask::causal(), ..attention },
+            attention: Attention {
+                scores: Scores { mask: Mask::causal(), ..attention.scores },
+                ..attention
+            },
             shard,
             scheme: RING,
             block_mask: Some(if change == "lists" && comm.rank() == 2 { &other } else { &one }),
             cu_seqlens: None,
         };
         match change {
-            "token mask" => call.attention.mask = Mask::Full,
+            "token mask" => call.attention.scores.mask = Mask::Full,
             "rows and scheme" => {
                 call.shard = Shard::new(SEQLEN, 3, comm.rank())?.in_blocks(64, 128)?
             }

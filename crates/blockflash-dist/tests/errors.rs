@@ -4,7 +4,9 @@ use blockflash_dist::{
     Communicator, DistributedAttention, Error, Memory, Nccl, NcclCommunicator, NcclId, Result,
     Scheme, Shard,
 };
-use blockflash_ops::{Align, Attention, BlockGeometry, BlockMask, DType, Device, Mask, Tensor};
+use blockflash_ops::{
+    Align, Attention, BlockGeometry, BlockMask, DType, Device, Mask, Scores, Tensor,
+};
 use std::time::{Duration, Instant};
 
 const SEQLEN: usize = 40;
@@ -47,9 +49,12 @@ fn ranks(change: Change) -> Vec<Result<()>> {
         let geometry = BlockGeometry::new(shard.rows(), shard.rows(), 64, 64)?;
         let block_mask = BlockMask::full(geometry)?;
         let attention = Attention {
-            mask: call.mask,
-            softmax_scale: call.scale,
-            sink: call.sink.then_some(sink.view()),
+            scores: Scores {
+                mask: call.mask,
+                softmax_scale: call.scale,
+                sink: call.sink.then_some(sink.view()),
+                ..Scores::default()
+            },
             block_mask: call.block_mask.then_some(&block_mask),
             ..Attention::new(x.view(), x.view(), x.view())
         };
@@ -147,7 +152,8 @@ fn a_prepared_call_is_for_its_arguments() {
         DistributedAttention { attention, shard, scheme, block_mask: None, cu_seqlens: None };
     let prepared = call.prepare(&comm).unwrap();
     call.forward_prepared(&prepared, &comm, &stream).unwrap();
-    let attention = Attention { mask: Mask::causal(), ..attention };
+    let attention =
+        Attention { scores: Scores { mask: Mask::causal(), ..attention.scores }, ..attention };
     let error = DistributedAttention { attention, ..call }
         .forward_prepared(&prepared, &comm, &stream)
         .unwrap_err();

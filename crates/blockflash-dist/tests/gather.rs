@@ -12,7 +12,8 @@ fn sent(scheme: Scheme, mask: Mask, gathers: impl Fn(usize) -> bool + Sync) -> V
         let stream = Device::cpu().stream()?;
         let shard = Shard::new(SEQLEN, 4, comm.rank())?;
         let x = Tensor::zeros(&stream, DType::F32, &[1, shard.rows(), 4, 8])?;
-        let attention = Attention { mask, ..Attention::new(x.view(), x.view(), x.view()) };
+        let attention =
+            Attention { scores: mask.into(), ..Attention::new(x.view(), x.view(), x.view()) };
         let call =
             DistributedAttention { attention, shard, scheme, block_mask: None, cu_seqlens: None };
         let prepared = call.prepare(comm)?;

@@ -210,7 +210,8 @@ fn forecasts_count_what_calls_send() {
         let sent = |comm: Memory| -> Result<usize> {
             let shard = Shard::new(100, comm.world(), comm.rank())?;
             let x = Tensor::zeros(comm.stream(), DType::F32, &[1, shard.rows(), 2, 8])?;
-            let attention = Attention { mask, ..Attention::new(x.view(), x.view(), x.view()) };
+            let attention =
+                Attention { scores: mask.into(), ..Attention::new(x.view(), x.view(), x.view()) };
             let scheme = Scheme { heads: 1, keys: 5 };
             let call =
                 DistributedAttention { attention, shard, scheme, block_mask: None, cu_seqlens };

@@ -289,6 +289,35 @@ options! {
     }
 }
 
+/// The numbers of an operator that say what happens to a score.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct ScoreNumbers {
+    /// Keys before a query's own; -1 does not limit them.
+    pub left: i64,
+    /// Keys after a query's own; -1 does not limit them.
+    pub right: i64,
+    /// Whether query 0 stands at key 0, rather than the last query at the last key.
+    pub top_left: bool,
+    /// Factor of the scores; `None` is `1 / sqrt(head_dim)`.
+    pub scale: Option<f64>,
+    /// Scores become `softcap * tanh(score / softcap)`; 0 is none.
+    pub softcap: f64,
+}
+
+impl From<&AttentionNumbers> for ScoreNumbers {
+    fn from(numbers: &AttentionNumbers) -> Self {
+        let &AttentionNumbers { left, right, top_left, scale, softcap, .. } = numbers;
+        Self { left, right, top_left, scale, softcap }
+    }
+}
+
+impl From<&DecodeNumbers> for ScoreNumbers {
+    fn from(numbers: &DecodeNumbers) -> Self {
+        let &DecodeNumbers { left, right, scale, softcap, .. } = numbers;
+        Self { left, right, top_left: false, scale, softcap }
+    }
+}
+
 #[cfg(test)]
 #[path = "options_tests.rs"]
 mod tests;

@@ -47,8 +47,8 @@ fn main() -> Result<()> {
     let dtype = DType::BF16;
     for (name, gpu) in [("H200", gpu(9, 0, 132, 227)), ("sm_89", gpu(8, 9, 128, 99))] {
         let dense = AttentionProblem::dense(dtype, [4, 4096, 4096], [32, 8], 128);
-        let causal = AttentionProblem { mask: Mask::causal(), ..dense.with_lse() };
-        let small = AttentionProblem { mask: Mask::causal(), head_dim: 64, ..dense };
+        let causal = dense.with_lse().with_mask(Mask::causal());
+        let small = AttentionProblem { head_dim: 64, ..dense.with_mask(Mask::causal()) };
         for (case, p) in [("d128", dense), ("d128 causal lse", causal), ("d64 causal", small)] {
             time(&format!("{name} attention::select {case}"), || attention::select(&p, &gpu));
             let row = attention::select(&p, &gpu)?;

@@ -1,6 +1,5 @@
 use blockflash_safe::Device;
 use blockflash_sys::DType;
-use std::path::PathBuf;
 
 /// Every error of this crate. Nothing is clamped or ignored: a call that cannot be done as asked is
 /// an error.
@@ -196,15 +195,6 @@ pub enum Error {
     NotPrepared {
         /// Name of the operation, such as `attention` or `bsr_matmul`.
         op: &'static str,
-    },
-
-    /// A record of measurements cannot be used.
-    #[error("{}: {problem}", path.display())]
-    Tuning {
-        /// The file.
-        path: PathBuf,
-        /// What is wrong, and in which line.
-        problem: String,
     },
 
     /// A size exceeds the integers in which kernels count.

@@ -7,7 +7,7 @@
 //! let stream = Device::best().stream()?; // the first usable GPU, else the CPU
 //! let q = Tensor::zeros(&stream, DType::F16, &[1, 128, 2, 64])?; // batch, seqlen, heads, head_dim
 //! let (k, v) = (q.view(), q.view());
-//! let attention = Attention { mask: Mask::causal(), ..Attention::new(q.view(), k, v) };
+//! let attention = Attention { scores: Mask::causal().into(), ..Attention::new(q.view(), k, v) };
 //! let output = attention.forward(&stream)?; // o and its log-sum-exp
 //! let gradients = attention.backward(&output, q.view(), &stream)?; // q stands for that of o
 //! # assert_eq!(gradients.dq.shape(), q.shape());
@@ -73,11 +73,10 @@ mod row_copy;
 mod selection;
 mod support;
 mod threads;
-pub mod tuning;
 mod verify;
 
 pub use attention::{
-    Align, Attention, AttentionOutput, CuSeqlens, MAX_SEQLEN, Mask, PreparedAttention,
+    Align, Attention, AttentionOutput, CuSeqlens, MAX_SEQLEN, Mask, PreparedAttention, Scores,
     attention_flops, attention_varlen_flops,
 };
 pub use attention_bwd::{
@@ -117,7 +116,7 @@ pub use blockflash_safe::{
 pub use blockflash_safe::{ElementTypes, HeadDims};
 #[doc(hidden)]
 pub use {
-    attention::{AttentionProblem, BlockMaskSizes, PackedRows},
+    attention::{AttentionProblem, BlockMaskSizes, PackedRows, ScoresProblem},
     attention_bwd::AttentionBackwardProblem,
     attention_decode::AttentionDecodeProblem,
     attention_merge::AttentionMergeProblem,

@@ -63,13 +63,6 @@ pub(crate) fn tanh_and_slope(x: f32) -> [f32; 2] {
     if magnitude > 0.625 { [far, missing * (2.0 - missing)] } else { [near, 1.0 - near * near] }
 }
 
-/// `softcap * tanh(x / softcap)` in place.
-pub(crate) fn cap(row: &mut [f32], softcap: f32) {
-    for x in row {
-        *x = softcap * tanh(*x / softcap);
-    }
-}
-
 /// The largest element that is not NaN; −∞ when there is none.
 pub(crate) fn max(row: &[f32]) -> f32 {
     let larger = |a: f32, b: f32| if b > a { b } else { a };

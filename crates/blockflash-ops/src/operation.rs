@@ -4,7 +4,6 @@
 use crate::recent::{Chosen, Planned, planned};
 use crate::selection::{Problem, accepts, select, unsupported};
 use crate::threads::parallel;
-use crate::tuning;
 use crate::verify::{checks, outside_of_captures};
 use crate::{Error, Result};
 use blockflash_safe::{CudaProperties, Device, Stream};
@@ -215,7 +214,7 @@ fn selected<S: Steps + ?Sized>(
     device: &Device,
     gpu: &CudaProperties,
 ) -> Result<Rc<Planned<S::Plan>>> {
-    planned(problem, device, Chosen::Now(tuning::generation()), || {
+    planned(problem, device, Chosen::Now, || {
         let kernel = S::select(problem, gpu)?;
         Ok(Planned { kernel, plan: S::plan(kernel, problem, gpu)? })
     })

@@ -18,8 +18,8 @@ pub(crate) struct Planned<L> {
 /// How the kernel of a plan was chosen.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Chosen {
-    /// By selection, while this generation of [`tuning`](crate::tuning) was loaded.
-    Now(u64),
+    /// By selection.
+    Now,
     /// When the call was prepared.
     Ahead(&'static Kernel),
 }
@@ -27,7 +27,7 @@ pub(crate) enum Chosen {
 impl PartialEq for Chosen {
     fn eq(&self, other: &Self) -> bool {
         match (*self, *other) {
-            (Chosen::Now(this), Chosen::Now(other)) => this == other,
+            (Chosen::Now, Chosen::Now) => true,
             (Chosen::Ahead(this), Chosen::Ahead(other)) => std::ptr::eq(this, other),
             _ => false,
         }
@@ -110,7 +110,7 @@ mod tests {
     fn plan<L: 'static>(seqlen: usize, plan: L) -> Rc<Planned<L>> {
         let kernel = &manifest::kernels()[0];
         let make = || Ok(Planned { kernel, plan });
-        planned(&problem(seqlen), &Device::cpu(), Chosen::Now(0), make).unwrap()
+        planned(&problem(seqlen), &Device::cpu(), Chosen::Now, make).unwrap()
     }
 
     #[test]
@@ -118,19 +118,19 @@ mod tests {
         assert_eq!(plan(1, 10).plan, 10);
         assert_eq!(plan(1, 11).plan, 10);
         assert_eq!(plan(2, 12).plan, 12);
-        let causal = AttentionProblem { mask: crate::Mask::causal(), ..problem(1) };
+        let causal = problem(1).with_mask(crate::Mask::causal());
         let kernel = &manifest::kernels()[0];
         let make = || Ok(Planned { kernel, plan: 13 });
-        assert_eq!(planned(&causal, &Device::cpu(), Chosen::Now(0), make).unwrap().plan, 13);
+        assert_eq!(planned(&causal, &Device::cpu(), Chosen::Now, make).unwrap().plan, 13);
         // Another type of plan is of another operation, and another thread has plans of its own.
         assert_eq!(plan(1, "other").plan, "other");
         assert_eq!(std::thread::spawn(|| plan(1, 14).plan).join().unwrap(), 14);
     }
 
     #[test]
-    fn kernels_of_prepared_calls_and_of_other_tunings_have_plans_of_their_own() {
+    fn kernels_of_prepared_calls_have_plans_of_their_own() {
         let [first, second] = [&manifest::kernels()[0], &manifest::kernels()[1]];
-        let chosen = [Chosen::Now(0), Chosen::Now(1), Chosen::Ahead(first), Chosen::Ahead(second)];
+        let chosen = [Chosen::Now, Chosen::Ahead(first), Chosen::Ahead(second)];
         for round in 0..2 {
             for (at, chosen) in chosen.into_iter().enumerate() {
                 let make = || Ok(Planned { kernel: first, plan: (round, at) });
@@ -156,7 +156,7 @@ mod tests {
     #[test]
     fn an_error_is_not_kept() {
         let fails = || Err::<Planned<u8>, _>(Error::NotPrepared { op: "" });
-        assert!(planned(&problem(1), &Device::cpu(), Chosen::Now(0), fails).is_err());
+        assert!(planned(&problem(1), &Device::cpu(), Chosen::Now, fails).is_err());
         assert_eq!(plan(1, 5u8).plan, 5);
     }
 }

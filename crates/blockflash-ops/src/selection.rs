@@ -1,7 +1,6 @@
 //! Selects the kernel for a problem, in the same way for every operation: the [`Rule`]s that a
 //! kernel must fulfil, the order of preference, and the reason why no kernel fits.
 
-use crate::tuning::{self, Likeness};
 use crate::{Error, Result};
 use blockflash_safe::CudaProperties;
 use blockflash_sys::{DType, Kernel, Target, manifest};
@@ -42,10 +41,6 @@ pub trait Problem: Copy + Debug + PartialEq + 'static {
     /// Whether a kernel matters when it is said why there is none for this problem.
     fn is_explained(&self, _tile: &Self::Tile) -> bool {
         true
-    }
-    /// What a record of measurements is looked up by; `None` where no record decides.
-    fn likeness(&self) -> Option<Likeness> {
-        None
     }
     /// The key of a kernel.
     fn key_of(tile: &Self::Tile) -> (DType, usize);
@@ -168,9 +163,7 @@ pub(crate) fn ascending(sizes: impl Iterator<Item = u32>) -> Vec<u32> {
 
 /// Selects the kernel for a problem on a GPU among all kernels.
 pub(crate) fn select<P: Problem>(problem: &P, gpu: &CudaProperties) -> Result<&'static Kernel> {
-    let kernel = select_of(P::kernels(), problem, gpu)?;
-    let accepts = |other: &Kernel| holds(other, problem, gpu);
-    Ok(tuning::faster(kernel, || problem.likeness(), gpu, accepts).unwrap_or(kernel))
+    select_of(P::kernels(), problem, gpu)
 }
 
 /// Like [`select`], among these kernels.
@@ -231,15 +224,6 @@ pub(crate) fn accepts<P: Problem>(
     gpu: &CudaProperties,
 ) -> Result<()> {
     obeys(&[&[Rule::DTYPE], P::RULES, &[Rule::TARGET]], kernel, problem, gpu)
-}
-
-/// Like [`accepts`], without saying why not.
-fn holds<P: Problem>(kernel: &Kernel, problem: &P, gpu: &CudaProperties) -> bool {
-    P::tile(kernel).is_some_and(|tile| {
-        let candidate = Candidate { kernel, tile: &tile, problem, gpu };
-        let rules = [&Rule::DTYPE, &Rule::TARGET].into_iter().chain(P::RULES);
-        rules.into_iter().all(|rule| (rule.holds)(&candidate))
-    })
 }
 
 /// Like [`accepts`], without the element type and the target, on which plans do not depend.

@@ -4,8 +4,8 @@ use crate::error::{Failure, Result};
 use crate::foreign::{Foreign, Operands, of, optional, views};
 use crate::mask;
 use crate::options::Given;
-use blockflash_foreign::{AttentionNumbers, AttentionOptions, AttentionTensors};
-use blockflash_ops::{Align, Attention, BlockMask, CuSeqlens, Mask, View};
+use blockflash_foreign::{AttentionNumbers, AttentionOptions, AttentionTensors, ScoreNumbers};
+use blockflash_ops::{Align, Attention, BlockMask, CuSeqlens, Mask, Scores, View};
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
@@ -65,13 +65,21 @@ pub(crate) fn call<'a>(
         _ => return Err(Failure::value("cu_seqlens_q and cu_seqlens_k come together")),
     };
     Ok(Attention {
-        mask: token_mask(numbers.left, numbers.right, numbers.top_left)?,
-        softmax_scale: numbers.scale.map(|scale| scale as f32),
-        softcap: (numbers.softcap != 0.0).then_some(numbers.softcap as f32),
-        sink: tensors.sink,
+        scores: scores(numbers.into(), tensors.sink)?,
         cu_seqlens,
         block_mask,
         ..Attention::new(q, k, v)
+    })
+}
+
+/// What happens to a score under these options.
+pub(crate) fn scores(numbers: ScoreNumbers, sink: Option<View<'_>>) -> Result<Scores<View<'_>>> {
+    let ScoreNumbers { left, right, top_left, scale, softcap } = numbers;
+    Ok(Scores {
+        mask: token_mask(left, right, top_left)?,
+        softmax_scale: scale.map(|scale| scale as f32),
+        softcap: (softcap != 0.0).then_some(softcap as f32),
+        sink,
     })
 }
 

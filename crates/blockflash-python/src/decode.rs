@@ -1,7 +1,7 @@
 //! Attention over a cache, and the merge of attention over parts of the keys, into tensors of the
 //! caller.
 
-use crate::attention::token_mask;
+use crate::attention::scores;
 use crate::error::{Failure, Result, with_memory};
 use crate::foreign::{Foreign, Operands, of, optional, scratch, views};
 use crate::options::Given;
@@ -164,10 +164,7 @@ fn operation<'v>(
     };
     let call = AttentionDecode {
         packed,
-        mask: token_mask(numbers.left, numbers.right, false)?,
-        softmax_scale: numbers.scale.map(|scale| scale as f32),
-        softcap: (numbers.softcap != 0.0).then_some(numbers.softcap as f32),
-        sink: tensors.sink,
+        scores: scores(numbers.into(), tensors.sink)?,
         rotary,
         pages,
         ..AttentionDecode::new(q)

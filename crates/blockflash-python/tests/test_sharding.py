@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -48,6 +50,16 @@ def agrees(
         torch.testing.assert_close(
             ours.full_tensor(), theirs, rtol=1e-2, atol=1e-2 if theirs.is_cuda else 1e-5
         )
+
+
+def test_rules_bring_their_operators() -> None:
+    """A program may begin with any of them."""
+    for module in (
+        "_sharding",
+        "_attention, blockflash._sharding",
+        "_decode, blockflash._sharding",
+    ):
+        subprocess.run([sys.executable, "-c", f"import blockflash.{module}"], check=True)
 
 
 def work(rank: int, world: int) -> None:

@@ -8,7 +8,7 @@ mod params;
 use blockflash_fake_driver::{Call, FakeDriver, GPUS, Launch};
 use blockflash_ops::{
     Activation, Attention, Bias, BsrMatmul, BsrMatrix, BsrPattern, BsrView, DType, Device, Error,
-    Mask, Operation, Result, Tensor,
+    Mask, Operation, Result, Scores, Tensor,
 };
 use blockflash_safe::{Error as SafeError, param_bytes};
 use blockflash_sys::manifest;
@@ -134,7 +134,7 @@ fn maps_follow_addresses_shapes_and_strides() {
         let view = view.slice(1, part(1)).unwrap().slice(2, part(2)).unwrap();
         let mut out = o.view_mut().slice(0, part(0)).unwrap();
         out = out.slice(1, part(1)).unwrap().slice(2, part(2)).unwrap();
-        let call = Attention { mask: Mask::causal(), ..Attention::new(view, view, view) };
+        let call = Attention { scores: Mask::causal().into(), ..Attention::new(view, view, view) };
         let kept = calls(driver, || call.run((out.reborrow(), None), &stream));
         let fresh = std::thread::scope(|scope| {
             let fresh = || calls(driver, || call.run((out.reborrow(), None), &stream));
@@ -157,10 +157,10 @@ fn plans_follow_options() {
     let plain = Attention::new(q.view(), q.view(), q.view());
     let attentions = [
         plain,
-        Attention { mask: Mask::causal(), ..plain },
-        Attention { softmax_scale: Some(0.5), ..plain },
-        Attention { softcap: Some(30.0), ..plain },
-        Attention { sink: Some(sink.view()), ..plain },
+        Attention { scores: Scores { mask: Mask::causal(), ..plain.scores }, ..plain },
+        Attention { scores: Scores { softmax_scale: Some(0.5), ..plain.scores }, ..plain },
+        Attention { scores: Scores { softcap: Some(30.0), ..plain.scores }, ..plain },
+        Attention { scores: Scores { sink: Some(sink.view()), ..plain.scores }, ..plain },
     ];
     let blocks: Vec<_> = (0..4).map(|row| (row, row * 5 % 4)).collect();
     let pattern = BsrPattern::from_blocks(256, 256, 64, &blocks).unwrap().to(&stream).unwrap();

@@ -8,7 +8,7 @@ use crate::placement::Placed;
 use crate::tolerance::check;
 use blockflash_cases::io::Array;
 use blockflash_ops::attention::{Attention, CuSeqlens};
-use blockflash_ops::{BlockMask, DType, Operation, Stream, Tensor};
+use blockflash_ops::{BlockMask, DType, Operation, Scores, Stream, Tensor};
 use blockflash_sys::Kernel;
 
 /// The kernel that computes a case.
@@ -119,10 +119,12 @@ impl AttentionInputs {
             Lengths::Dense { .. } => 0,
         };
         Attention {
-            mask: case.mask,
-            softmax_scale: case.softmax_scale,
-            softcap: case.softcap,
-            sink: self.sink.as_ref().map(Tensor::view),
+            scores: Scores {
+                mask: case.mask,
+                softmax_scale: case.softmax_scale,
+                softcap: case.softcap,
+                sink: self.sink.as_ref().map(Tensor::view),
+            },
             cu_seqlens: self.cu_seqlens.as_ref().map(|[q, kv]| CuSeqlens {
                 q: q.view(),
                 kv: kv.view(),

@@ -89,7 +89,13 @@ pub fn survives_garbage(
         let angles = angles.view().slice(0, MARGIN..MARGIN + capacity)?;
         let pairs = [RotaryPairs::Halves, RotaryPairs::Interleaved][seed / 2 % 2];
         let rotary = turns.then_some(Rotary { cos: angles, sin: angles, pairs });
-        let mut decode = AttentionDecode { packed, pages, mask, rotary, ..AttentionDecode::new(q) };
+        let mut decode = AttentionDecode {
+            packed,
+            pages,
+            scores: mask.into(),
+            rotary,
+            ..AttentionDecode::new(q)
+        };
         let page_range = MARGIN..page_shape[0] - MARGIN;
         let cache = KvCacheMut {
             block_table: Some(table.view()),

@@ -10,7 +10,8 @@ use crate::tolerance::{Reference, check};
 use blockflash_ops::attention_decode::workspace_bytes;
 use blockflash_ops::{
     AppendKv, AttentionDecode, AttentionDecodeOperands, AttentionDecodeWorkspace, CacheAccess,
-    DType, Error, KvCache, KvCacheMut, Operation, PackedTokens, PageLists, Rotary, Stream, Tensor,
+    DType, Error, KvCache, KvCacheMut, Operation, PackedTokens, PageLists, Rotary, Scores, Stream,
+    Tensor,
 };
 use blockflash_oracle::Rounding;
 use blockflash_sys::manifest;
@@ -191,10 +192,12 @@ impl DecodeInputs {
         });
         AttentionDecode {
             packed: self.packed(),
-            mask: call.mask,
-            softmax_scale: call.softmax_scale,
-            softcap: call.softcap,
-            sink: self.sink.as_ref().map(Tensor::view),
+            scores: Scores {
+                mask: call.mask,
+                softmax_scale: call.softmax_scale,
+                softcap: call.softcap,
+                sink: self.sink.as_ref().map(Tensor::view),
+            },
             rotary: self.rotary(),
             pages,
             workspace: self.workspace.as_ref(),

@@ -9,7 +9,7 @@ use blockflash_dist::{
     Communicator, DistributedAttention, DistributedBlockMask, Error, Memory, Pass,
     PreparedAttention, Shard,
 };
-use blockflash_ops::{Attention, AttentionOutput, DType, Stream, Tensor, View, ViewMut};
+use blockflash_ops::{Attention, AttentionOutput, DType, Scores, Stream, Tensor, View, ViewMut};
 use std::cell::Cell;
 
 /// How ranks exchange keys.
@@ -131,7 +131,10 @@ impl Rank<'_> {
         sink: Option<View<'t>>,
     ) -> DistributedAttention<'t> {
         let AttentionCase { mask, softcap, softmax_scale, .. } = self.case.whole;
-        let attention = Attention { mask, softcap, softmax_scale, sink, ..Attention::new(q, k, v) };
+        let attention = Attention {
+            scores: Scores { mask, softcap, softmax_scale, sink },
+            ..Attention::new(q, k, v)
+        };
         let (shard, scheme, block_mask) = (self.shard, self.case.scheme, self.block_mask.as_ref());
         let cu_seqlens = self.cu_seqlens.as_deref();
         DistributedAttention { attention, shard, scheme, block_mask, cu_seqlens }

@@ -11,7 +11,7 @@ use crate::number::POISON;
 use crate::placement::Placement;
 use blockflash_ops::attention_bwd::{accepts, select, workspace_bytes};
 use blockflash_ops::{
-    Attention, AttentionBackward, AttentionGradientsMut, DType, Error, Mask, Operation,
+    Attention, AttentionBackward, AttentionGradientsMut, DType, Error, Mask, Operation, Scores,
 };
 use blockflash_sys::Kernel;
 use bytemuck::cast_slice;
@@ -185,11 +185,14 @@ impl Gradients {
         let place = turn.place;
         let [q, k, v, o, d_o] = self.inputs.each_ref().map(Guarded::view);
         let attention = Attention {
-            mask: options.mask,
+            scores: Scores {
+                mask: options.mask,
+                sink: self.sink.as_ref().map(Guarded::view),
+                softcap: sizes.softcap,
+                ..Scores::default()
+            },
             cu_seqlens: options.cu_seqlens,
             block_mask: options.block_mask,
-            sink: self.sink.as_ref().map(Guarded::view),
-            softcap: sizes.softcap,
             ..Attention::new(q, k, v)
         };
         let call = AttentionBackward { attention, o, lse: self.lse.view(), d_o };

@@ -191,7 +191,7 @@ impl Tensors {
         let [lists, counts] = self.lists.each_ref().map(Guarded::view);
         let mut call = AttentionDecode {
             packed,
-            mask: case.mask,
+            scores: case.mask.into(),
             rotary,
             pages: case.listed.then_some(PageLists { lists, counts }),
             ..AttentionDecode::new(self.q.view())

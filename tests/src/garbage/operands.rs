@@ -8,7 +8,7 @@ use crate::number::POISON;
 use crate::placement::Placement;
 use blockflash_ops::attention::{accepts, select};
 use blockflash_ops::{
-    Attention, BlockGeometry, BlockMask, CuSeqlens, DType, Error, Mask, Operation,
+    Attention, BlockGeometry, BlockMask, CuSeqlens, DType, Error, Mask, Operation, Scores,
 };
 use blockflash_sys::Kernel;
 use rand::Rng;
@@ -165,11 +165,14 @@ impl Operands {
     ) -> Result<(), Error> {
         let [q, k, v] = &self.qkv;
         let call = Attention {
-            mask: options.mask,
+            scores: Scores {
+                mask: options.mask,
+                sink: self.sink.as_ref().map(Guarded::view),
+                softcap: sizes.softcap,
+                ..Scores::default()
+            },
             cu_seqlens: options.cu_seqlens,
             block_mask: options.block_mask,
-            sink: self.sink.as_ref().map(Guarded::view),
-            softcap: sizes.softcap,
             ..Attention::new(q.view(), k.view(), v.view())
         };
         let (o, lse) = (self.o.view_mut(), self.lse.as_mut().map(Guarded::view_mut));

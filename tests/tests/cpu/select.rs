@@ -76,11 +76,9 @@ proptest! {
             heads: if per_head { heads[1] as u32 } else { 1 },
             packed_rows: None,
         });
-        let problem = AttentionProblem {
-            mask: Mask::Window { left: None, right, align: Align::BottomRight },
-            block_mask,
-            ..AttentionProblem::dense(dtype, [sizes.0, sizes.1, sizes.2], heads, head_dim)
-        };
+        let problem = AttentionProblem::dense(dtype, [sizes.0, sizes.1, sizes.2], heads, head_dim);
+        let mask = Mask::Window { left: None, right, align: Align::BottomRight };
+        let problem = AttentionProblem { block_mask, ..problem.with_mask(mask) };
         let fits = |kernel: &Kernel| kernel.attention_tile().is_some_and(|tile| {
             let divides = |mask: BlockMaskSizes| {
                 mask.block_q.is_multiple_of(tile.block_q)
@@ -210,10 +208,8 @@ proptest! {
         seqlen in (0..40usize, 0..40usize),
         heads in 1..4usize,
     ) {
-        let problem = AttentionProblem {
-            mask: case,
-            ..AttentionProblem::dense(DType::F16, [2, seqlen.0, seqlen.1], [heads, 1], 16)
-        };
+        let problem = AttentionProblem::dense(DType::F16, [2, seqlen.0, seqlen.1], [heads, 1], 16);
+        let problem = problem.with_mask(case);
         let oracle = AttentionCase {
             mask: case,
             ..AttentionCase::simple(DType::F16, (heads, 1), 16, seqlen)

@@ -2,7 +2,7 @@
 
 use super::{cpu, f16s, f32s, i32s};
 use blockflash_ops::attention::{Attention, CuSeqlens};
-use blockflash_ops::{BlockGeometry, BlockMask, DType, Error, Tensor, View, ViewMut};
+use blockflash_ops::{BlockGeometry, BlockMask, DType, Error, Scores, Tensor, View, ViewMut};
 use half::f16;
 
 #[test]
@@ -62,7 +62,7 @@ fn attention_element_types() {
     let result = call.forward_into(o.view_mut(), Some(lse.view_mut()), &stream);
     assert_error!(result, Error::DType { what: "lse", .. }, "lse", "f16");
     let sink = f16s(&[2]);
-    let with_sink = Attention { sink: Some(sink.view()), ..call };
+    let with_sink = Attention { scores: Scores { sink: Some(sink.view()), ..call.scores }, ..call };
     assert_error!(with_sink.problem(), Error::DType { what: "sink", .. }, "sink", "f16");
 }
 
@@ -91,7 +91,7 @@ fn attention_outputs() {
     );
     assert_error!(run(&[2, 5, 4, 16], &[4, 10]), Error::Shape { what: "lse", .. }, "lse");
     let sink = f32s(&[2]);
-    let with_sink = Attention { sink: Some(sink.view()), ..call };
+    let with_sink = Attention { scores: Scores { sink: Some(sink.view()), ..call.scores }, ..call };
     assert_error!(with_sink.problem(), Error::Shape { what: "sink", .. }, "sink", "[2]");
 }
 
@@ -128,14 +128,15 @@ fn attention_factors() {
     let t = f16s(&[1, 5, 2, 16]);
     let base = Attention::new(t.view(), t.view(), t.view());
     for bad in [0.0, -1.0, f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
-        let scale = Attention { softmax_scale: Some(bad), ..base };
+        let scale =
+            Attention { scores: Scores { softmax_scale: Some(bad), ..base.scores }, ..base };
         assert_error!(
             scale.problem(),
             Error::InvalidScale { what: "softmax_scale", .. },
             "softmax_scale",
             "greater"
         );
-        let softcap = Attention { softcap: Some(bad), ..base };
+        let softcap = Attention { scores: Scores { softcap: Some(bad), ..base.scores }, ..base };
         assert_error!(softcap.problem(), Error::InvalidScale { what: "softcap", .. }, "softcap");
     }
 }

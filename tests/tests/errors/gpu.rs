@@ -3,7 +3,7 @@
 use blockflash_ops::attention::{Attention, CuSeqlens};
 use blockflash_ops::{
     AttentionDecode, AttentionDecodeOperands, BlockGeometry, BlockMask, BsrMatmul, BsrMatrix,
-    BsrWorkspace, CacheAccess, DType, Error, KvCache, Operation, Tensor,
+    BsrWorkspace, CacheAccess, DType, Error, KvCache, Operation, Scores, Tensor,
 };
 use blockflash_tests::gpu::gpu;
 
@@ -69,7 +69,8 @@ fn attention_on_the_gpu() {
     let result = call.forward_into(o.view_mut(), Some(lse.view_mut()), stream);
     assert_error!(result, Error::DeviceMismatch { what: "lse", .. }, "lse");
     let sink = super::f32s(&[2]);
-    let result = Attention { sink: Some(sink.view()), ..call }.forward(stream);
+    let result = Attention { scores: Scores { sink: Some(sink.view()), ..call.scores }, ..call }
+        .forward(stream);
     assert_error!(result, Error::DeviceMismatch { what: "sink", .. }, "sink");
 
     // A block mask is where the tensors are.

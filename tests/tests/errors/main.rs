@@ -40,7 +40,8 @@ fn kernels_do_not_run_on_the_cpu() {
         manifest::kernels().iter().find(|kernel| kernel.symbol().contains("attention")).unwrap();
     let t = f16s(&[1, 5, 2, 64]);
     let mut o = f16s(&[1, 5, 2, 64]);
-    let call = Attention { mask: Mask::causal(), ..Attention::new(t.view(), t.view(), t.view()) };
+    let call =
+        Attention { scores: Mask::causal().into(), ..Attention::new(t.view(), t.view(), t.view()) };
     assert_error!(
         call.run_with(kernel, (o.view_mut(), None), &cpu()),
         Error::Unsupported { .. },

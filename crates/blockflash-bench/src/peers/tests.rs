@@ -108,12 +108,18 @@ fn the_real_server_speaks_the_protocol() {
     // with a reason.
     let absent = peers.absent();
     let counted = absent.iter().map(|(names, _)| names.len()).sum::<usize>();
-    let ops =
-        ["attention_fwd", "block_sparse_fwd", "attention_bwd", "block_sparse_bwd", "bsr_matmul"];
+    let ops = [
+        "attention_fwd",
+        "attention_packed",
+        "block_sparse_fwd",
+        "attention_bwd",
+        "block_sparse_bwd",
+        "bsr_matmul",
+    ];
     // The two modes of one competitor compute the backward pass with and without a block mask.
     let here: BTreeSet<_> = ops.iter().flat_map(|op| peers.of(op)).collect();
     let nobody = absent.iter().any(|(names, _)| names == &[EVERYTHING]);
-    assert!(nobody || counted + here.len() == 23, "{absent:?} {here:?}");
+    assert!(nobody || counted + here.len() == 24, "{absent:?} {here:?}");
     let references = ["torch_matmul_dense", "torch_matmul_random"];
     assert!(nobody || references.iter().all(|reference| peers.is_reference(reference)));
     assert!(!peers.is_reference("torch_triton_bsr"));
@@ -126,5 +132,7 @@ fn a_case_carries_its_shape_and_packed_sequences_never_become_a_dense_case() {
     assert_eq!(fields, [json!("attention_fwd"), json!("full"), json!("bf16"), json!(3)]);
     let refusal = |id| of(id).unwrap_err().to_string();
     assert_eq!(refusal("mask_s128_h4_b64_top3"), "ours only");
-    assert_eq!(refusal("varlen9+4_h2_d16_full_bf16"), "dense batches only");
+    assert_eq!(refusal("bwd_varlen9+4_h2_d16_full_bf16"), "dense batches only");
+    let packed = serde_json::to_value(of("varlen9+4_h2_d16_full_bf16").unwrap()).unwrap();
+    assert_eq!((&packed["op"], &packed["lengths"]), (&json!("attention_packed"), &json!([9, 4])));
 }

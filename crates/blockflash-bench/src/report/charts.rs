@@ -1,6 +1,7 @@
 //! Charts of suites: speed over lengths and densities, and bytes over the size of caches.
 
 use super::compare::{ratios, roofline};
+use super::drawn::is_drawn;
 use super::notes::day;
 use super::runs::{Row, Run, grouped, groups, newest, range};
 use super::tables::rate;
@@ -55,10 +56,14 @@ pub fn plots(records: &[Record]) -> Result<Vec<Plot>, ChartError> {
     let mut plots: Vec<Plot> = Vec::new();
     for run in newest(records) {
         let rows = run.rows();
-        let mut sketches = lengths(&run, &rows);
-        sketches.extend(bandwidth(&run, &rows));
-        sketches.extend(products(&run, &rows));
-        sketches.extend(sparse_attention(&run, &rows));
+        let mut sketches = Vec::new();
+        // Drawn shapes form no lines.
+        if !is_drawn(run.key().1) {
+            sketches.extend(lengths(&run, &rows));
+            sketches.extend(bandwidth(&run, &rows));
+            sketches.extend(products(&run, &rows));
+            sketches.extend(sparse_attention(&run, &rows));
+        }
         sketches.extend(ratios(&run, &rows));
         sketches.extend(roofline(&run, &rows));
         let most = sketches.iter().map(|sketch| sketch.2).max().unwrap_or(0);

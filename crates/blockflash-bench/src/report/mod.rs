@@ -4,6 +4,7 @@ mod against;
 mod charts;
 mod compare;
 mod dense;
+mod drawn;
 mod notes;
 mod runs;
 mod tables;
@@ -13,6 +14,7 @@ mod tests;
 pub use against::{Against, AgainstError, against};
 pub use charts::{Plot, plots};
 pub use dense::{BreakEven, break_even};
+pub use drawn::drawn_cells;
 pub use tables::{Cells, cells, energy_cells, rate, unit};
 
 use crate::record::Record;
@@ -60,6 +62,8 @@ pub fn markdown(records: &[Record], detail: Detail, images: &[Image]) -> String 
     let mut text = String::new();
     for gpu in gpus {
         let of_gpu: Vec<_> = runs.iter().filter(|run| run.key().0 == gpu).collect();
+        let drawn = drawn::overview(&of_gpu);
+        section(&mut text, &format!("### Drawn shapes on {gpu}"), drawn, drawn::NOTE);
         for run in &of_gpu {
             suite(&mut text, run, detail, images);
         }
@@ -82,9 +86,15 @@ fn suite(text: &mut String, run: &Run<'_>, detail: Detail, images: &[Image]) {
     }
     let _ = writeln!(text, "{}\n", notes::sentence(&rows));
     let of_cases = |rows: &[&Row<'_>]| tables::of_cases(rows, |best| format!("**{best}**"));
-    // A table of all cases that is hardly longer than its summary is never condensed.
-    if rows.len() <= 8 || rows.len() < 3 * groups(&rows).len() {
-        // Each operation has competitors of its own.
+    if drawn::is_drawn(name) {
+        drawn::tables(&rows).iter().for_each(|cells| put(text, cells));
+        if full {
+            put(text, &of_cases(&rows.iter().collect::<Vec<_>>()));
+        }
+        put(text, &tables::by_competitor(&rows));
+    } else if rows.len() <= 8 || rows.len() < 3 * groups(&rows).len() {
+        // A table of all cases that is hardly longer than its summary is never condensed. Each
+        // operation has competitors of its own.
         for of_op in rows.chunk_by(|a, b| a.any.op == b.any.op) {
             put(text, &of_cases(&of_op.iter().collect::<Vec<_>>()));
         }

@@ -219,3 +219,64 @@ fn slower_beyond_the_spread_is_a_regression() {
     assert!(against(&records, "cafe").is_err());
     assert_eq!(against(&records, "").unwrap_err(), AgainstError::Short(String::new()));
 }
+
+/// Forty drawn shapes, in which the competitor takes 0.61, 0.62, … 1.00 of our time.
+#[test]
+fn drawn_shapes_are_summed_up_by_setting_and_the_worst_are_named() {
+    let record = |at: usize, implementation: &str, us: f64| {
+        let queries = if at.is_multiple_of(4) { 1 } else { 3 };
+        let layout = if at < 20 { "contiguous_full" } else { "page16_power" };
+        let case = format!("decode_b{at}_q{queries}_kv1600_h32kv8_d128_{layout}_bf16");
+        let suite = "drawn_decode_7".to_owned();
+        let record = record(&case, implementation, Some(us));
+        Record { suite, op: "attention_decode".into(), ..record }
+    };
+    let of = |at| [record(at, OURS, 1.0), record(at, "x", 0.6 + at as f64 / 100.0)];
+    let records: Vec<_> = (1..=40).flat_map(of).collect();
+    let [all, worst] = &drawn_cells(&records.iter().collect::<Vec<_>>())[..] else {
+        panic!("two tables");
+    };
+    assert_eq!(
+        all.header,
+        ["shapes", "cases", "× best competitor", "10th percentile", "least", "behind"]
+    );
+    // 0.64 is the fourth of forty; 1.00 is not behind.
+    assert_eq!(all.rows[0], ["all", "40", "**0.80**", "0.64", "0.61", "39"]);
+    assert_eq!(all.rows[1], ["one query", "10", "**0.81**", "0.64", "0.64", "9"]);
+    let labels: Vec<_> = all.rows.iter().map(|row| row[0].as_str()).collect();
+    assert_eq!(
+        labels[2..],
+        [
+            "several queries",
+            "contiguous",
+            "pages of 16",
+            "lengths: full",
+            "lengths: power",
+            "2 to 4 on one",
+            "head_dim 128",
+            "bf16"
+        ]
+    );
+    assert_eq!(worst.header, ["worst", "µs", "best competitor", "its µs", "×"]);
+    assert_eq!(worst.rows.len(), 5);
+    let first = "decode_b1_q3_kv1600_h32kv8_d128_contiguous_full_bf16 (warm)";
+    assert_eq!(worst.rows[0], [first, "1.00", "`x`", "0.6100", "0.61"]);
+    let text = markdown(&records, Detail::Groups, &[]);
+    for line in [
+        "### Drawn shapes on G",
+        "| `drawn_decode_7` | 40 | **0.80** | 0.64 | 0.61 | 39 |",
+        "| all | 40 | **0.80** | 0.64 | 0.61 | 39 |",
+        "| competitor | cases |",
+    ] {
+        assert!(text.contains(line), "{line} is not in {text}");
+    }
+    assert!(!text.contains("| case |"));
+    let full = markdown(&records, Detail::Cases, &[]);
+    assert!(full.contains("| case |") && full.contains("decode_b40_q1"));
+    let plots = plots(&records).unwrap();
+    assert_eq!(
+        plots.iter().map(|p| p.file.as_str()).collect::<Vec<_>>(),
+        ["drawn_decode_7_ratio.svg"]
+    );
+    assert!(drawn_cells(&suite().iter().collect::<Vec<_>>()).is_empty());
+}

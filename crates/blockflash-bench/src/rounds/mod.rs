@@ -147,7 +147,7 @@ impl Run {
 
     /// Competitors and references that are wanted for a case.
     pub fn competitors(&self, case: &Case, peers: &Peers) -> Vec<String> {
-        if self.suite.alone.contains(case) { Vec::new() } else { peers.of(case.op()) }
+        if self.suite.alone.contains(case) { Vec::new() } else { peers.of(case.peer_op()) }
     }
 
     /// Time that the windows of a case take with one of our kernels if no competitor fails, without
@@ -164,7 +164,6 @@ impl Run {
             let mut contestant = blank(at);
             contestant.record = Record {
                 symbol: kernel.symbol.clone(),
-                tuning: kernel.tuning.clone(),
                 launches: Some(kernel.launches()),
                 load_us: kernel.load_us,
                 host_us: kernel.host.us,

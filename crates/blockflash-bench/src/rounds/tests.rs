@@ -30,7 +30,8 @@ fn peers() -> Peers {
     let script = r#"n=0
 while read -r line; do case "$line" in
   *hello*) echo '{"ok":true,"references":["fast"],'\
-'"peers":{"bsr_matmul":["fast","wrong","late"],"attention_fwd":["fast"]},"absent":{}}';;
+'"peers":{"bsr_matmul":["fast","wrong","late"],"attention_fwd":["fast"],"attention_bwd":["fast"]},'\
+'"absent":{}}';;
   *prepare*wrong*) echo '{"ok":true,"verified":false,"rel_err":0.5}';;
   *prepare*attention*) echo '{"ok":true,"verified":true,"rel_err":0.001}';;
   *prepare*) case "$line" in *col_idx*npy*)
@@ -117,13 +118,20 @@ fn a_swap_check_prepares_once_and_reverses_the_order() {
     assert_abs_diff_eq!(moved([1.0, 0.99]), 0.01, epsilon = 1e-12);
 }
 
+/// Only competitors of packed sequences, of which the script has none, are asked for them.
 #[test]
-fn competitors_are_not_asked_for_packed_sequences() {
+fn competitors_of_dense_batches_are_not_asked_for_packed_sequences() {
     let case: Case = "varlen9+4_h2_d16_causal_bf16".parse().unwrap();
+    let records = measure(&run(1), &case);
+    let [ours] = &records[..] else { panic!("{records:?}") };
+    assert!(ours.verified && ours.us.is_some() && ours.error.is_none(), "{ours:?}");
+    assert_eq!((ours.op.as_str(), ours.case.parse()), ("attention_fwd", Ok(case.clone())));
+    assert_eq!(ours.flops, case.work().flops);
+
+    let case: Case = "bwd_varlen9+4_h2_d16_causal_bf16".parse().unwrap();
     let records = measure(&run(1), &case);
     let [ours, fast] = &records[..] else { panic!("{records:?}") };
     assert!(ours.verified && ours.us.is_some() && ours.error.is_none(), "{ours:?}");
-    assert_eq!((ours.op.as_str(), ours.case.parse()), ("attention_fwd", Ok(case.clone())));
     assert_eq!((ours.flops, fast.flops), (case.work().flops, case.work().flops));
     // The script would have verified and timed it.
     assert_eq!((fast.us, fast.verified, names(&records)[1]), (None, false, "fast"));

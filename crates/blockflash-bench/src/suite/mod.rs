@@ -1,4 +1,8 @@
-//! Suites: files that list the cases to measure, as grids.
+//! Suites: files that list the cases to measure, as grids, or cases that are drawn.
+
+mod drawn;
+
+pub use drawn::{DRAWN, Limits, Model, Models, Operation};
 
 use crate::case::{
     AttentionGrid, BlockMaskGrid, BsrGrid, Case, DecodeGrid, GridPeers, Pass, SddmmGrid,

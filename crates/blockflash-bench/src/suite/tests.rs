@@ -65,6 +65,8 @@ fn grids_expand_to_every_combination() {
     let grid =
         GRID.replace("tokens = 1024\nseqlen = [256, 512]", "lengths = [[700, 300, 300], [64]]");
     assert_eq!(ids(&grid), both(["varlen700+300x2_h4_d64", "varlen64_h4_d64"]));
+    let windows = ids(&GRID.replace("'full', 'causal'", "'window100'"));
+    assert_eq!(windows, dense.map(|id| format!("{id}_window100_bf16")));
     let sparse = "b1_s1024_h4kv2_d64_q128kv64_d0.5";
     assert_eq!(ids(SPARSE), [format!("{sparse}_uniform_full_bf16")]);
     assert_eq!(
@@ -109,6 +111,8 @@ fn mistakes_are_named() {
         (&lengths, "lengths", "seqlen = [8]\nlengths", neither),
         (GRID, "", "block = [[64, 64]]", "for block-sparse grids"),
         (GRID, "mask = ['full', 'causal']", "", "no mask"),
+        (GRID, "'full'", "'window0'", "the mask \"window0\" is neither"),
+        (SPARSE, "", "mask = ['window64']", "under no window"),
         (SPARSE, "block = [[128, 64]]", "", "has block and density"),
         (SPARSE, "", "mask_heads = 3", "neither 1 nor 2 nor 4"),
         (SPARSE, "", "mask = ['causal']\npattern = ['banded']", "can only be uniform"),
@@ -160,10 +164,10 @@ const EXPANSIONS: [(&str, usize, u64); 19] = [
     ("ceilings", 0, 0xCBF2_9CE4_8422_2325),
     ("decode", 6, 0xB25F_EAA3_4C53_475E),
     ("energy", 10, 0xA80A_DB12_2962_A5AB),
+    ("selection", 108, 0xF940_39FA_E487_8256),
     ("small", 8, 0x6DA7_7958_2E91_D7DC),
     ("small_attention", 24, 0x6F28_7A2A_F4E9_3C45),
     ("smoke", 14, 0x75A8_4ED6_10FD_818C),
-    ("tune", 108, 0xF940_39FA_E487_8256),
 ];
 
 #[test]

@@ -1,11 +1,8 @@
-//! `info`, `bench`, `launch`, `tune` and what they print.
+//! `info`, `bench`, `launch` and what they print.
 
-use crate::harness::{Folder, has_gpu};
+use crate::harness::Folder;
 use blockflash_bench::case::Case;
-use blockflash_bench::record::{Record, SCHEMA};
-use blockflash_ops::Device;
-use blockflash_ops::attention::{self, AttentionProblem};
-use blockflash_ops::tuning::{Likeness, Measured, Tuning};
+use blockflash_bench::record::Record;
 use serde_json::{Value, json};
 use std::process::Stdio;
 
@@ -128,6 +125,46 @@ fn suites_are_measured_recorded_and_reported() {
     }
 }
 
+/// Shapes of every operation are drawn, measured into one record and reported.
+#[test]
+fn drawn_shapes_are_measured_recorded_and_reported() {
+    let folder = Folder::new();
+    let tiny = "bench drawn --seed 3 --cases 2 --most-mib 4 --most-gflop 1";
+    let ids = folder.ok(&format!("{tiny} --list"));
+    assert_eq!(ids.lines().count(), 12, "{ids}");
+    assert_eq!(ids, folder.ok(&format!("{tiny} --list")));
+    let some = folder.ok(&format!("{tiny} --list --operation packed,decode"));
+    assert!(some.lines().all(|id| ids.contains(id)) && some.lines().count() == 4, "{some}");
+    let [text, _] = folder.ends(0, &format!("{tiny} {QUICK}"));
+    for operation in ["decode", "forward", "backward", "block_sparse", "bsr", "packed"] {
+        let suite = format!("suite drawn_{operation}_3: 2 shapes of published models");
+        assert!(text.contains(&suite), "{suite}: {text}");
+    }
+    let lines = folder.text("record.jsonl");
+    let records: Vec<Record> =
+        lines.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    assert!(records.iter().all(|record| record.verified), "{lines}");
+    let cases: Vec<_> = records.iter().map(|record| record.case.as_str()).collect();
+    assert_eq!(cases, ids.lines().collect::<Vec<_>>());
+    assert!(cases.iter().all(|id| id.parse::<Case>().unwrap().to_string() == **id));
+    let report = folder.ok("report record.jsonl");
+    assert!(report.contains("### Drawn shapes on cpu") && report.contains("| `drawn_bsr_3` | 2 |"));
+    assert!(report.contains("### `drawn_packed_3`") && report.contains("| shapes | cases |"));
+    folder.refuses(
+        "bench",
+        &[
+            ("drawn --list", "needs --seed"),
+            ("drawn --list --seed 1 --operation sddmm", "--operation"),
+            ("drawn --list --seed 1 --cases 0", "--cases"),
+            ("drawn --list --seed 1 --filter nothing", "no case of the suite drawn"),
+            ("drawn --list --seed 1 --most-gflop 1 --most-mib 1", "allow more"),
+            ("smoke --list --operation decode", "--operation is for the suite drawn"),
+            ("smoke --list --most-mib 3", "--most-mib is for the suite drawn"),
+            ("--list --cases 3", "--cases is for the suite drawn"),
+        ],
+    );
+}
+
 #[test]
 fn refusals_of_bench_are_one_line() {
     let folder = Folder::new();
@@ -225,6 +262,8 @@ fn a_case_is_launched_and_its_work_counted() {
     let folder = Folder::new();
     for id in [
         "b1_q3_kv40_h4kv2_d16_causal_f16",
+        "b1_q30_kv40_h4kv2_d16_window7_f16",
+        "varlen40+3x2_h4kv2_d16_window9_f16",
         "varlen40+3x2_h4kv2_d16_causal_f16",
         "b1_s128_h4kv2m2_d16_q64kv64_d0.5_uniform_causal_bf16",
         "m64_n24_k96_b16_d0.4_banded_bf16",
@@ -247,95 +286,4 @@ fn a_case_is_launched_and_its_work_counted() {
             ("b1_s96_h2_d64_q32kv32_d0.5_uniform_full_bf16", "block_q is 32"),
         ],
     );
-}
-
-/// A record of a GPU that no machine has.
-fn made_up(folder: &Folder) {
-    let problem = AttentionProblem::dense(blockflash_ops::DType::BF16, [1; 3], [1; 2], 64);
-    let tuning = Measured {
-        image: "blockflash_attention_fwd_sm80_bf16_d64_q64_kv64_w4_s1.sm_89.cubin".into(),
-        multiprocessors: 3,
-        selected: true,
-        problem: Likeness::of_attention(&problem).unwrap(),
-    };
-    let (schema, us, verified) = (SCHEMA, Some(2.0), true);
-    let gpu = "NVIDIA Made-up".into();
-    let good = Record { schema, gpu, us, verified, tuning: Some(tuning), ..Record::default() };
-    let mut unknown = good.clone();
-    unknown.tuning.iter_mut().for_each(|tuning| tuning.image = "of_tomorrow.cubin".into());
-    let lines = [good, unknown].map(|record| serde_json::to_string(&record).unwrap());
-    folder.put("tuned.jsonl", lines.join("\n"));
-}
-
-#[test]
-fn tune_needs_a_gpu_and_says_so() {
-    let folder = Folder::new();
-    let line =
-        folder.refused("tune --device cpu", "tune measures the kernels of a GPU, and none is used");
-    assert!(line.contains("--device says cpu"), "{line}");
-    if Device::best().is_cpu() {
-        folder.refused("tune --case b1_s512_h8_d64_full_bf16", "and none is used: ");
-    }
-    folder.refused("tune --case nonsense", "not a case");
-    folder.refused("tune smoke --case b1_s512_h8_d64_full_bf16", "cannot be used with");
-}
-
-#[test]
-fn info_says_what_a_record_decides_about() {
-    let folder = Folder::new();
-    made_up(&folder);
-    assert!(folder.ok("info --device cpu").contains("no record is loaded"));
-    let with = folder.ok("info --device cpu --tuning tuned.jsonl");
-    assert!(with.contains("no case of this device, but of NVIDIA Made-up (3 SMs)"), "{with}");
-    assert!(with.contains("1 lines of unknown kernels do not count"), "{with}");
-    let info = folder.ok("info --device cpu --tuning tuned.jsonl --json");
-    let tuning = &serde_json::from_str::<Value>(&info).unwrap()["tuning"];
-    assert_eq!((&tuning["cases"], &tuning["path"]), (&json!(0), &json!("tuned.jsonl")));
-    folder.refused("info --tuning missing.jsonl", "missing.jsonl");
-    folder.put("tuned.jsonl", "noise");
-    folder.refused("info --tuning tuned.jsonl", "tuned.jsonl: line 1: ");
-}
-
-/// An option acts or is an error.
-#[test]
-fn a_record_that_would_do_nothing_is_refused() {
-    let folder = Folder::new();
-    made_up(&folder);
-    for command in [
-        "attention --random 1x64x2x64",
-        "bsr-matmul --random 64x64x64",
-        "bench smoke",
-        "launch --case b1_s512_h8_d64_full_bf16",
-    ] {
-        let with = format!("{command} --tuning tuned.jsonl");
-        folder.refused(&format!("{with} --device cpu"), "--tuning is about kernels of GPUs");
-        if !Device::best().is_cpu() {
-            folder.refused(&with, "has no case of");
-        }
-    }
-    let both = "attention --random 1x64x2x64 --tuning tuned.jsonl --kernel sm80";
-    folder.refused(both, "cannot be used with");
-    assert_eq!(folder.json("attention --random 1x64x2x64")["kernel"], json!(null));
-}
-
-/// The whole way on a GPU: measure, read, run by it.
-#[test]
-fn what_is_measured_is_read() {
-    if !has_gpu("what_is_measured_is_read") {
-        return;
-    }
-    let (folder, case) = (Folder::new(), "b1_s512_h8_d64_full_bf16");
-    let [text, _] = folder.ends(
-        0,
-        &format!("tune --case {case} --rounds 1 --window-ms 5 --gap-ms 1 --out tuned.jsonl"),
-    );
-    assert!(text.contains(case), "{text}");
-    let tuning = Tuning::read(folder.path("tuned.jsonl")).unwrap();
-    let device = Device::best();
-    let gpu = device.cuda_properties().unwrap();
-    assert_eq!((tuning.gpu(gpu).unwrap().cases(), tuning.failed()), (1, 0));
-    let problem = AttentionProblem::dense(blockflash_ops::DType::BF16, [1, 512, 512], [8; 2], 64);
-    let selected = attention::select(&problem, gpu).unwrap().image_name();
-    assert!(folder.text("tuned.jsonl").contains(&selected), "{selected}");
-    folder.ends(0, &format!("launch --case {case} --tuning tuned.jsonl"));
 }

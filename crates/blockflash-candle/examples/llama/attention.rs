@@ -64,7 +64,7 @@ impl Cache {
         hidden: Option<&Tensor>,
     ) -> Result<Tensor> {
         let mask = Mask::causal();
-        let call = Attention { mask, ..Attention::new(q, k, v) };
+        let call = Attention { scores: mask.into(), ..Attention::new(q, k, v) };
         match self {
             Self::Candle(cache, exact) => {
                 let by_head = |tensor: &Tensor| tensor.squeeze(0)?.transpose(0, 1)?.contiguous();

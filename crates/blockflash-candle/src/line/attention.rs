@@ -6,7 +6,7 @@ use super::candle_core::{
 use super::error::refused;
 use super::memory::{Operand, Place, Source, dtype_of, tensor};
 use super::options::Options;
-use blockflash_ops::{BlockMask, DType, Mask};
+use blockflash_ops::{BlockMask, DType, Mask, Scores};
 use std::sync::{Arc, OnceLock};
 
 #[cfg(feature = "cuda")]
@@ -20,7 +20,7 @@ use super::candle_core::CudaStorage;
 /// # let q = Tensor::randn(0f32, 1., (1, 50, 8, 64), &Device::Cpu)?;
 /// # let k = Tensor::randn(0f32, 1., (1, 50, 2, 64), &Device::Cpu)?;
 /// # let v = k.clone();
-/// let attention = Attention { mask: Mask::causal(), ..Attention::new(&q, &k, &v) };
+/// let attention = Attention { scores: Mask::causal().into(), ..Attention::new(&q, &k, &v) };
 /// let (o, lse) = attention.forward_with_lse()?;
 /// assert_eq!((o.dims(), lse.dims()), (&[1, 50, 8, 64][..], &[1, 8, 50][..]));
 /// # Ok::<(), candle_core::Error>(())
@@ -43,15 +43,9 @@ pub struct Attention<'a> {
     pub k: &'a Tensor,
     /// Values, in the shape of the keys.
     pub v: &'a Tensor,
-    /// Which keys a query attends.
-    pub mask: Mask,
-    /// Factor of q·kᵀ, finite and positive; `None` is `1 / sqrt(head_dim)`.
-    pub softmax_scale: Option<f32>,
-    /// Scores become `softcap * tanh(score / softcap)`; finite and positive.
-    pub softcap: Option<f32>,
-    /// f32 `[num_heads_q]`: a logit per head (attention sink) that joins the softmax denominator,
-    /// and so the lse, but has no value. It has no gradient: one that needs it is an error.
-    pub sink: Option<&'a Tensor>,
+    /// What happens to a score: mask, scale, softcap, sink. A sink has no gradient: one that needs
+    /// it is an error.
+    pub scores: Scores<&'a Tensor>,
     /// Makes the batch variable-length.
     pub cu_seqlens: Option<Packed<'a>>,
     /// Which blocks of queries × keys are visited, on the device of q: see [`super::to_device`].
@@ -76,17 +70,7 @@ pub struct Packed<'a> {
 impl<'a> Attention<'a> {
     /// Full attention with the default scale.
     pub const fn new(q: &'a Tensor, k: &'a Tensor, v: &'a Tensor) -> Self {
-        Self {
-            q,
-            k,
-            v,
-            mask: Mask::Full,
-            softmax_scale: None,
-            softcap: None,
-            sink: None,
-            cu_seqlens: None,
-            block_mask: None,
-        }
+        Self { q, k, v, scores: Scores::of(Mask::Full), cu_seqlens: None, block_mask: None }
     }
 
     /// The output, in the shape and element type of q. Packed rows that belong to no sequence are
@@ -116,7 +100,7 @@ impl<'a> Attention<'a> {
     }
 
     fn run(&self, with_lse: bool) -> Result<(Tensor, Option<Tensor>)> {
-        if self.sink.is_some_and(Tensor::track_op) {
+        if self.scores.sink.is_some_and(Tensor::track_op) {
             bail!("the sink of attention has no gradient: detach it");
         }
         let tracked = [self.q, self.k, self.v].iter().any(|tensor| tensor.track_op());
@@ -132,10 +116,7 @@ impl<'a> Attention<'a> {
             ([q.clone(), kv.clone()], [max_seqlen_q, max_seqlen_kv])
         };
         Options {
-            mask: self.mask,
-            softmax_scale: self.softmax_scale,
-            softcap: self.softcap,
-            sink: self.sink.cloned(),
+            scores: self.scores.map_sink(Tensor::clone),
             cu_seqlens: self.cu_seqlens.map(packed),
             block_mask: self.block_mask.cloned(),
         }

@@ -24,7 +24,8 @@ pub fn to_device(mask: &BlockMask, device: &Device) -> Result<Arc<BlockMask>> {
 /// # let v = k.clone();
 /// let mask = Mask::causal();
 /// let blocks = BlockTopK { count: 4, ..BlockTopK::new(64) }.choose(&q, &k, mask)?;
-/// let attention = Attention { mask, block_mask: Some(&blocks), ..Attention::new(&q, &k, &v) };
+/// let attention = Attention { block_mask: Some(&blocks), ..Attention::new(&q, &k, &v) };
+/// let attention = Attention { scores: mask.into(), ..attention };
 /// assert_eq!(attention.forward()?.dims(), q.dims());
 /// # Ok::<(), candle_core::Error>(())
 /// ```

@@ -1,7 +1,7 @@
 //! The functions of candle-flash-attn, with its names, arguments and meaning.
 
 use super::candle_core::{Result, Tensor, bail};
-use super::{Align, Attention, Mask, Packed};
+use super::{Align, Attention, Mask, Packed, Scores};
 
 /// Attention of q `[batch, seqlen_q, num_heads_q, head_dim]` to k and v
 /// `[batch, seqlen_kv, num_heads_kv, head_dim]`. A causal mask is aligned at the last query and
@@ -32,8 +32,7 @@ pub fn flash_attn_windowed(
     window_size_right: Option<usize>,
 ) -> Result<Tensor> {
     let mask = window(window_size_left, window_size_right);
-    let softmax_scale = Some(softmax_scale);
-    Attention { mask, softmax_scale, ..Attention::new(q, k, v) }.forward()
+    Attention { scores: scores(softmax_scale, mask, None), ..Attention::new(q, k, v) }.forward()
 }
 
 /// Not supported: see [`flash_attn`].
@@ -86,8 +85,8 @@ pub fn flash_attn_alibi_windowed_softcap(
 ) -> Result<Tensor> {
     no_alibi(alibi_slopes)?;
     let mask = window(window_size_left, window_size_right);
-    let (softmax_scale, softcap) = (Some(softmax_scale), (softcap != 0.0).then_some(softcap));
-    Attention { mask, softmax_scale, softcap, ..Attention::new(q, k, v) }.forward()
+    let scores = scores(softmax_scale, mask, Some(softcap));
+    Attention { scores, ..Attention::new(q, k, v) }.forward()
 }
 
 /// Attention of packed sequences, q `[total_q, num_heads_q, head_dim]` and k and v
@@ -110,7 +109,8 @@ pub fn flash_attn_varlen(
     causal: bool,
 ) -> Result<Tensor> {
     let (seqlens, maxima) = ([seqlens_q, seqlens_k], [max_seqlen_q, max_seqlen_k]);
-    varlen([q, k, v], seqlens, maxima, softmax_scale, window(None, causal.then_some(0)), 0.0)
+    let mask = window(None, causal.then_some(0));
+    varlen([q, k, v], seqlens, maxima, scores(softmax_scale, mask, None))
 }
 
 /// [`flash_attn_varlen`] to a window, as in [`flash_attn_windowed`].
@@ -132,7 +132,7 @@ pub fn flash_attn_varlen_windowed(
 ) -> Result<Tensor> {
     let (seqlens, maxima) = ([seqlens_q, seqlens_k], [max_seqlen_q, max_seqlen_k]);
     let mask = window(window_size_left, window_size_right);
-    varlen([q, k, v], seqlens, maxima, softmax_scale, mask, 0.0)
+    varlen([q, k, v], seqlens, maxima, scores(softmax_scale, mask, None))
 }
 
 /// Not supported: see [`flash_attn_varlen`].
@@ -154,7 +154,8 @@ pub fn flash_attn_varlen_alibi(
 ) -> Result<Tensor> {
     no_alibi(Some(alibi_slopes))?;
     let (seqlens, maxima) = ([seqlens_q, seqlens_k], [max_seqlen_q, max_seqlen_k]);
-    varlen([q, k, v], seqlens, maxima, softmax_scale, window(None, causal.then_some(0)), 0.0)
+    let mask = window(None, causal.then_some(0));
+    varlen([q, k, v], seqlens, maxima, scores(softmax_scale, mask, None))
 }
 
 /// Not supported: see [`flash_attn_varlen_windowed`].
@@ -178,7 +179,7 @@ pub fn flash_attn_varlen_alibi_windowed(
     no_alibi(Some(alibi_slopes))?;
     let (seqlens, maxima) = ([seqlens_q, seqlens_k], [max_seqlen_q, max_seqlen_k]);
     let mask = window(window_size_left, window_size_right);
-    varlen([q, k, v], seqlens, maxima, softmax_scale, mask, 0.0)
+    varlen([q, k, v], seqlens, maxima, scores(softmax_scale, mask, None))
 }
 
 /// [`flash_attn_varlen_windowed`] with a softcap, as in [`flash_attn_alibi_windowed_softcap`].
@@ -203,21 +204,23 @@ pub fn flash_attn_varlen_alibi_windowed_softcap(
     no_alibi(alibi_slopes)?;
     let (seqlens, maxima) = ([seqlens_q, seqlens_k], [max_seqlen_q, max_seqlen_k]);
     let mask = window(window_size_left, window_size_right);
-    varlen([q, k, v], seqlens, maxima, softmax_scale, mask, softcap)
+    varlen([q, k, v], seqlens, maxima, scores(softmax_scale, mask, Some(softcap)))
 }
 
 fn varlen(
     [q, k, v]: [&Tensor; 3],
     [seqlens_q, seqlens_k]: [&Tensor; 2],
     [max_seqlen_q, max_seqlen_kv]: [usize; 2],
-    softmax_scale: f32,
-    mask: Mask,
-    softcap: f32,
+    scores: Scores<&Tensor>,
 ) -> Result<Tensor> {
     let packed = Packed { q: seqlens_q, kv: seqlens_k, max_seqlen_q, max_seqlen_kv };
-    let (softmax_scale, softcap) = (Some(softmax_scale), (softcap != 0.0).then_some(softcap));
-    let cu_seqlens = Some(packed);
-    Attention { mask, softmax_scale, softcap, cu_seqlens, ..Attention::new(q, k, v) }.forward()
+    Attention { scores, cu_seqlens: Some(packed), ..Attention::new(q, k, v) }.forward()
+}
+
+/// The scores of a call; a softcap of 0 is none.
+pub(crate) fn scores<S>(softmax_scale: f32, mask: Mask, softcap: Option<f32>) -> Scores<S> {
+    let softcap = softcap.filter(|&softcap| softcap != 0.0);
+    Scores { softmax_scale: Some(softmax_scale), softcap, ..mask.into() }
 }
 
 /// The mask of two sides of a window.

@@ -1,6 +1,7 @@
 use super::Attention;
 use super::candle_core::{DType, Device, Result, Tensor, bail};
 use super::memory::{Operand, Place, dtype_of, tensor};
+use super::options::read_scores;
 use super::paged::no_gradient;
 use blockflash_ops::{
     AppendKv, AttentionDecode, AttentionDecodeOperands, AttentionDecodeWorkspace, CacheAccess,
@@ -17,7 +18,7 @@ use blockflash_ops::{
 /// let mut cache = KvCache::new(&device, DType::F32, [1, 1000], 2, 64)?;
 /// for tokens in [20, 1, 1] {
 ///     let (q, k, v) = (new(tokens, 8)?, new(tokens, 2)?, new(tokens, 2)?);
-///     let attention = Attention { mask: Mask::causal(), ..Attention::new(&q, &k, &v) };
+///     let attention = Attention { scores: Mask::causal().into(), ..Attention::new(&q, &k, &v) };
 ///     let o = attention.append_to(&mut cache)?;
 ///     assert_eq!(o.dims(), q.dims());
 /// }
@@ -172,15 +173,12 @@ impl Attention<'_> {
         let locked = [q, k, v].map(|tensor| tensor.storage_and_layout());
         let read = |what, at: usize| place.read(&Operand::of(what, &locked[at])?);
         let (q_read, k_read, v_read) = (read("q", 0)?, read("k", 1)?, read("v", 2)?);
-        let sink = self.sink.map(|sink| sink.storage_and_layout());
-        let sink = sink.as_ref().map(|sink| place.read(&Operand::of("sink", sink)?)).transpose()?;
+        let sink = self.scores.map_sink(Tensor::storage_and_layout);
+        let scores = read_scores(&sink, &place)?;
         {
             let mut o = place.write(&mut o, q.dims())?;
             let decode = AttentionDecode {
-                mask: self.mask,
-                softmax_scale: self.softmax_scale,
-                softcap: self.softcap,
-                sink: sink.as_ref().map(|sink| sink.view),
+                scores: scores.as_ref().map_sink(|sink| sink.view),
                 ..AttentionDecode::new(q_read.view)
             };
             let new = AppendKv::new(k_read.view, v_read.view);

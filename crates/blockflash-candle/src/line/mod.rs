@@ -19,7 +19,7 @@ mod paged;
 pub mod v3;
 
 pub use attention::{Attention, Packed};
-pub use blockflash_ops::{Activation, Align, BlockGeometry, BlockMask, BsrPattern, Mask};
+pub use blockflash_ops::{Activation, Align, BlockGeometry, BlockMask, BsrPattern, Mask, Scores};
 pub use blocks::{BlockTopK, to_device};
 pub use bsr::BsrLinear;
 pub use flash::{

@@ -1,18 +1,16 @@
 //! What a call has besides q, k and v.
 
-use super::candle_core::{Result, Tensor};
+use super::candle_core::{Layout, Result, Storage, Tensor};
 use super::held::Reading;
 use super::memory::{Operand, Place};
-use blockflash_ops::{BlockMask, CuSeqlens, Mask};
+use blockflash_ops::{BlockMask, CuSeqlens, Scores};
+use std::ops::Deref;
 use std::sync::Arc;
 
 /// The options of a call, owned: the backward pass needs them later.
 #[derive(Clone, Debug)]
 pub(crate) struct Options {
-    pub(crate) mask: Mask,
-    pub(crate) softmax_scale: Option<f32>,
-    pub(crate) softcap: Option<f32>,
-    pub(crate) sink: Option<Tensor>,
+    pub(crate) scores: Scores<Tensor>,
     /// Offsets of queries and of keys, and the longest sequences.
     pub(crate) cu_seqlens: Option<([Tensor; 2], [usize; 2])>,
     pub(crate) block_mask: Option<Arc<BlockMask>>,
@@ -30,8 +28,8 @@ impl Options {
         [q, k, v]: [&Reading<'_>; 3],
         work: impl FnOnce(&blockflash_ops::Attention<'_>) -> Result<R>,
     ) -> Result<R> {
-        let sink = self.sink.as_ref().map(Tensor::storage_and_layout);
-        let sink = sink.as_ref().map(|sink| place.read(&Operand::of("sink", sink)?)).transpose()?;
+        let locked = self.scores.as_ref().map_sink(Tensor::storage_and_layout);
+        let scores = read_scores(&locked, place)?;
         let offsets = self.cu_seqlens.as_ref().map(|(offsets, _)| offsets.each_ref());
         let offsets = offsets.map(|offsets| offsets.map(Tensor::storage_and_layout));
         let offsets = match &offsets {
@@ -51,13 +49,18 @@ impl Options {
             });
         self.block_mask.iter().for_each(|mask| place.keep(mask));
         work(&blockflash_ops::Attention {
-            mask: self.mask,
-            softmax_scale: self.softmax_scale,
-            softcap: self.softcap,
-            sink: sink.as_ref().map(|sink| sink.view),
+            scores: scores.as_ref().map_sink(|sink| sink.view),
             cu_seqlens,
             block_mask: self.block_mask.as_deref(),
             ..blockflash_ops::Attention::new(q.view, k.view, v.view)
         })
     }
+}
+
+/// Scores over views.
+pub(crate) fn read_scores<'a>(
+    locked: &'a Scores<(impl Deref<Target = Storage>, &Layout)>,
+    place: &'a Place,
+) -> Result<Scores<Reading<'a>>> {
+    locked.as_ref().try_map_sink(|sink| place.read(&Operand::of("sink", sink)?))
 }

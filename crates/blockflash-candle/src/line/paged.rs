@@ -2,7 +2,7 @@
 
 use super::candle_core::{self, Result, Tensor, bail};
 use super::error::refused;
-use super::flash::window;
+use super::flash::{scores, window};
 use super::memory::{Operand, Place, dtype_of, tensor};
 use blockflash_ops::{
     AttentionDecode, AttentionDecodeOperands, AttentionDecodeWorkspace, CacheAccess, DType,
@@ -69,9 +69,7 @@ pub fn flash_attn_varlen_paged_windowed(
         let packed = PackedTokens { cu_seqlens: offsets.view, max_seqlen: max_seqlen_q };
         let decode = AttentionDecode {
             packed: Some(packed),
-            mask: window(window_size_left, window_size_right),
-            softmax_scale: Some(softmax_scale),
-            softcap: softcap.filter(|&softcap| softcap != 0.0),
+            scores: scores(softmax_scale, window(window_size_left, window_size_right), softcap),
             ..AttentionDecode::new(q_read.view)
         };
         let bytes = decode.workspace_bytes(&cache, &place.device()).map_err(refused)?;

@@ -6,6 +6,7 @@ use super::block_sparse::{BlockLists, BlockSparse};
 use super::id::{Fields, Id, named};
 use super::lengths::Lengths;
 use super::limits;
+use super::mask_kind::MaskKind;
 use super::operands::Operands;
 use super::peer::{PeerCase, PeerCaseError};
 use super::shape::Shape;
@@ -14,7 +15,7 @@ use crate::error::Result;
 use blockflash_ops::attention::{AttentionProblem, Strides};
 use blockflash_ops::{Mask, PackedRows, Stream, attention_flops};
 use blockflash_sys::DType;
-use serde::{Deserialize, Serialize};
+use serde::Serialize;
 use std::path::Path;
 
 /// Attention over `[batch, seqlen, num_heads, head_dim]`, or over packed `[tokens, num_heads,
@@ -60,25 +61,13 @@ pub enum Pass {
 
 named!(Pass: Forward = "forward", Backward = "backward");
 
-/// Masks of tokens that suites know.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, Serialize)]
-#[serde(rename_all = "snake_case")]
-pub enum MaskKind {
-    /// Every query sees every key.
-    Full,
-    /// The diagonal ends at the last key.
-    Causal,
-}
-
-named!(MaskKind: Full = "full", Causal = "causal");
-
 impl AttentionShape {
     /// The problem of contiguous tensors, without the block mask.
     pub fn problem(&self) -> AttentionProblem {
         let sizes = [self.batch, self.seqlen_q, self.seqlen_kv];
         let heads = [self.num_heads_q, self.num_heads_kv];
         let dense = AttentionProblem::dense(self.dtype, sizes, heads, self.head_dim);
-        let dense = AttentionProblem { mask: self.mask(), ..dense };
+        let dense = dense.with_mask(self.mask());
         let Some(tokens) = self.lengths.as_ref().map(Lengths::tokens) else { return dense };
         let packed = |strides: Strides| Strides { batch: 0, ..strides };
         AttentionProblem {
@@ -94,10 +83,7 @@ impl AttentionShape {
 
     /// The mask as the library takes it.
     pub fn mask(&self) -> Mask {
-        match self.mask {
-            MaskKind::Full => Mask::Full,
-            MaskKind::Causal => Mask::causal(),
-        }
+        self.mask.into()
     }
 
     /// The case as one of attention with a block mask; `None` without one.
@@ -157,7 +143,7 @@ impl AttentionShape {
         let keys = |tile: usize| {
             let last = ((tile + 1) * positions).min(seqlen_q) - 1;
             let first = last.min(tile * positions);
-            let seen = |query: usize| problem.mask.visible(query, seqlen_q, seqlen_kv);
+            let seen = |query: usize| problem.scores.mask.visible(query, seqlen_q, seqlen_kv);
             seen(last).end.saturating_sub(seen(first).start)
         };
         let keys: usize = (0..seqlen_q.div_ceil(positions)).map(keys).sum();
@@ -229,9 +215,20 @@ impl Fields for AttentionShape {
             lists.mask_heads = mask_heads;
             lists.fields(id)?;
         }
-        id.name(&mut self.mask)?;
+        id.part(&mut self.mask, MaskKind::to_string, |part| {
+            MaskKind::try_from(part.to_owned()).ok()
+        })?;
         id.name(&mut self.dtype)
     }
+}
+
+/// What competitors are told: only those of packed sequences know lengths.
+#[derive(Serialize)]
+struct ForPeers<'a> {
+    #[serde(flatten)]
+    shape: &'a AttentionShape,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    lengths: Option<&'a Lengths>,
 }
 
 impl Shape for AttentionShape {
@@ -300,11 +297,19 @@ impl Shape for AttentionShape {
         }
     }
 
+    fn peer_op(&self) -> &'static str {
+        match (&self.lengths, self.pass) {
+            (Some(_), Pass::Forward) => "attention_packed",
+            _ => self.op(),
+        }
+    }
+
     fn peer_case(&self, seed: u64, folder: &Path) -> Result<PeerCase, PeerCaseError> {
-        if self.lengths.is_some() {
+        if self.lengths.is_some() && self.pass == Pass::Backward {
             return Err(PeerCaseError::DenseOnly);
         }
-        let case = PeerCase::new(self.op(), self, seed)?;
+        let for_peers = ForPeers { shape: self, lengths: self.lengths.as_ref() };
+        let case = PeerCase::new(self.peer_op(), &for_peers, seed)?;
         let Some(sparse) = self.block_sparse() else { return Ok(case) };
         // Both passes have the same lists. The protocol wants them for every query head.
         let stem = format!("{}_", Self { pass: Pass::Forward, ..self.clone() });
@@ -323,6 +328,7 @@ impl Shape for AttentionShape {
 #[cfg(test)]
 mod tests {
     use crate::case::Case;
+    use serde_json::json;
 
     #[test]
     fn competitors_get_the_shape_and_the_lists_of_the_forward_pass() {
@@ -338,5 +344,12 @@ mod tests {
             forward["op"] = op.into();
             assert_eq!(backward, forward);
         }
+        let packed = peer_case("varlen40+3x2_h4kv2_d16_window8_bf16");
+        let of = ["op", "lengths", "mask", "num_heads_kv"].map(|name| packed[name].clone());
+        let wanted = [json!("attention_packed"), json!([40, 3, 3]), json!("window8"), json!(2)];
+        assert_eq!(of, wanted);
+        let backward: Case = "bwd_varlen40+3_h4_d16_full_bf16".parse().unwrap();
+        assert_eq!(backward.peer_op(), "attention_bwd");
+        assert!(backward.peer_case(3, &folder).unwrap_err().to_string().contains("dense batches"));
     }
 }

@@ -1,11 +1,12 @@
 //! Grids of attention in suite files.
 
 use super::Case;
-use super::attention::{AttentionShape, MaskKind, Pass};
+use super::attention::{AttentionShape, Pass};
 use super::block_sparse::BlockLists;
 use super::grid::{GridPeers, each, heads_kv, uniform};
 use super::id::Fields;
 use super::lengths::Lengths;
+use super::mask_kind::MaskKind;
 use super::pattern::Pattern;
 use super::shape::Shape;
 use blockflash_sys::DType;

@@ -3,14 +3,13 @@
 
 use super::block_lists::{describe, lists};
 use super::operands::{Operands, Placed, Progress, TensorInfo, launched, normal};
-use super::scores::Scores;
+use super::scores;
 use crate::error::Result;
 use crate::io::Array;
 use crate::memory::count;
-use blockflash_ops::tuning::Likeness;
 use blockflash_ops::{
     Attention, AttentionProblem, BlockMask, CuSeqlens, CudaProperties, DType, Kernel, Operation,
-    PackedRows, PreparedAttention, Stream, Tensor, ViewMut, attention, attention_flops,
+    PackedRows, PreparedAttention, Scores, Stream, Tensor, ViewMut, attention, attention_flops,
     attention_varlen_flops,
 };
 use blockflash_oracle::{self as oracle, AttentionCase, Blocks, Comparison};
@@ -25,8 +24,6 @@ pub struct AttentionData {
     pub k: Array,
     /// Shape of `k`.
     pub v: Array,
-    /// f32 `[heads]`: one score of each head that joins the sum of exponentials.
-    pub sink: Option<Array>,
     /// Lengths of the queries and of the keys of each sequence, if sequences are packed.
     pub lengths: Option<[Vec<usize>; 2]>,
     /// The blocks that are visited; `None`: all.
@@ -34,7 +31,7 @@ pub struct AttentionData {
 }
 
 impl AttentionData {
-    /// N(0, 1) tensors for a problem, without a sink: random streams 0, 1 and 2 of the seed.
+    /// N(0, 1) tensors for a problem: random streams 0, 1 and 2 of the seed.
     ///
     /// # Errors
     /// If there is not enough host memory.
@@ -42,7 +39,7 @@ impl AttentionData {
         let [q, kv, _] = shapes(problem);
         let draw = |shape: &[usize], lane| normal(shape, problem.dtype, seed, lane);
         let [q, k, v] = [draw(&q, 0)?, draw(&kv, 1)?, draw(&kv, 2)?];
-        Ok(Self { q, k, v, sink: None, lengths: None, block_mask: None })
+        Ok(Self { q, k, v, lengths: None, block_mask: None })
     }
 }
 
@@ -71,11 +68,10 @@ pub struct AttentionOperands {
 
 #[derive(Debug)]
 struct Inputs {
-    scores: Scores,
+    scores: Scores<Placed>,
     q: Placed,
     k: Placed,
     v: Placed,
-    sink: Option<Placed>,
     packed: Option<Packed>,
     blocks: Option<Visited>,
 }
@@ -103,7 +99,7 @@ impl Packed {
 }
 
 impl Inputs {
-    fn new(scores: Scores, data: AttentionData, stream: &Stream) -> Result<Self> {
+    fn new(scores: Scores<Array>, data: AttentionData, stream: &Stream) -> Result<Self> {
         let place = |array| Placed::new(array, stream);
         let packed = |lengths: [Vec<usize>; 2]| -> Result<Packed> {
             let [q, kv] = lengths.each_ref().map(|lengths| place(offsets(lengths).into()));
@@ -113,11 +109,10 @@ impl Inputs {
             Ok(Visited { lists: lists(&mask)?, mask: mask.to(stream)? })
         };
         Ok(Self {
-            scores,
+            scores: scores.try_map_sink(place)?,
             q: place(data.q)?,
             k: place(data.k)?,
             v: place(data.v)?,
-            sink: data.sink.map(place).transpose()?,
             packed: data.lengths.map(packed).transpose()?,
             blocks: data.block_mask.map(visited).transpose()?,
         })
@@ -132,10 +127,10 @@ impl Inputs {
             None => None,
         };
         Ok(Attention {
-            sink: self.sink.as_ref().map(Placed::view).transpose()?,
+            scores: self.scores.as_ref().try_map_sink(Placed::view)?,
             cu_seqlens,
             block_mask: self.blocks.as_ref().map(|blocks| &blocks.mask),
-            ..self.scores.call([self.q.view()?, self.k.view()?, self.v.view()?])
+            ..Attention::new(self.q.view()?, self.k.view()?, self.v.view()?)
         })
     }
 }
@@ -166,7 +161,7 @@ impl AttentionOperands {
     /// # Errors
     /// If the library refuses the problem, or there is not enough memory.
     pub fn new(
-        scores: Scores,
+        scores: Scores<Array>,
         data: AttentionData,
         wants_lse: bool,
         stream: &Stream,
@@ -199,11 +194,11 @@ impl AttentionOperands {
 
     /// The case of the oracle; none for a mask that it does not know.
     pub(super) fn for_oracle(&self) -> Result<AttentionCase<'_>> {
-        let Inputs { scores, q, k, v, sink, packed, blocks } = &self.inputs;
-        let softmax_scale = self.inputs.call()?.problem()?.softmax_scale;
-        let case = scores.for_oracle([q.host(), k.host(), v.host()], softmax_scale)?;
+        let Inputs { scores: Scores { sink, .. }, q, k, v, packed, blocks } = &self.inputs;
+        let scores = self.inputs.call()?.problem()?.scores;
+        let qkv = [q.host() as _, k.host() as _, v.host() as _];
+        let case = scores::for_oracle(&scores, qkv, sink.as_ref())?;
         Ok(AttentionCase {
-            sink: sink.as_ref().map(|sink| sink.host() as _),
             lengths: packed.as_ref().map(|packed| packed.lengths.each_ref().map(Vec::as_slice)),
             blocks: blocks.as_ref().map(|Visited { mask, lists: [row_ptr, col_idx] }| Blocks {
                 block_q: mask.block_q(),
@@ -242,7 +237,7 @@ impl Operands for AttentionOperands {
             Some(Packed { lengths: [q, kv], .. }) => q != kv,
             None => problem.seqlen_q != problem.seqlen_kv,
         };
-        let mut details = Scores::details(&problem, differ);
+        let mut details = scores::details(&problem.scores, differ);
         if let Some(packed) = packed {
             let [queries, keys] = packed.longest();
             let sequences = count(packed.lengths[0].len() as u64);
@@ -262,7 +257,7 @@ impl Operands for AttentionOperands {
                 let shared = mask.batch() == 1 && problem.packed.is_none();
                 let entries = if shared { problem.batch } else { 1 };
                 let copies = entries * (problem.num_heads_q / mask.heads());
-                let pairs = mask.visited_pairs(problem.mask)?;
+                let pairs = mask.visited_pairs(problem.scores.mask)?;
                 4.0 * pairs as f64 * (copies * problem.head_dim) as f64
             }
             (None, Some(packed)) => {
@@ -274,10 +269,6 @@ impl Operands for AttentionOperands {
     }
 
     launched!(attention::accepts);
-
-    fn likeness(&mut self) -> Result<Option<Likeness>> {
-        Ok(Likeness::of_attention(&self.problem(None)?))
-    }
 
     fn outputs(&mut self, kernel: Option<&Kernel>) -> Vec<(&'static str, &mut Tensor)> {
         let lse = self.has_lse(kernel).then_some(("lse", &mut self.lse));

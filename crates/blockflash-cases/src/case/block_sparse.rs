@@ -1,10 +1,11 @@
 //! Lists of blocks that attention visits.
 
-use super::attention::{AttentionShape, MaskKind};
+use super::attention::AttentionShape;
 use super::block_lists::from_rows;
 use super::grid::{fraction, heads_kv};
 use super::id::{Id, pair};
 use super::limits;
+use super::mask_kind::MaskKind;
 use super::pattern::{self as patterns, Pattern};
 use super::work::{TILE_ROWS, Work};
 use crate::error::Result;
@@ -67,6 +68,9 @@ impl BlockSparse<'_> {
     pub(super) fn check(&self) -> Result<(), String> {
         let AttentionShape { seqlen_q, seqlen_kv, num_heads_q, num_heads_kv, .. } = *self.shape;
         let BlockLists { mask_heads, block_q, block_kv, density, pattern } = self.lists;
+        if let MaskKind::Window(_) = self.shape.mask {
+            return Err("lists of blocks are under no window".to_owned());
+        }
         for (what, seqlen, block) in
             [("seqlen_q", seqlen_q, block_q), ("seqlen_kv", seqlen_kv, block_kv)]
         {
@@ -113,7 +117,7 @@ impl BlockSparse<'_> {
                 self.block_columns(),
                 self.lists.density,
             ),
-            MaskKind::Causal => {
+            MaskKind::Causal | MaskKind::Window(_) => {
                 self.lists.mask_heads * (0..rows).map(|row| self.listed(row)).sum::<usize>()
             }
         };

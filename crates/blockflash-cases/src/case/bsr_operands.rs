@@ -8,7 +8,6 @@ use crate::io::Array;
 use crate::memory::count;
 use crate::placement::{Dense, Placed, Placement};
 use blockflash_ops::bsr_matmul::{self, BiasKind, BsrProblem};
-use blockflash_ops::tuning::Likeness;
 use blockflash_ops::{
     Activation, Bias, BsrMatmul, BsrMatrix, BsrTranspose, BsrWorkspace, CudaProperties, DType,
     Device, Kernel, Operation, PreparedBsrMatmul, Stream, Tensor, ViewMut, bsr_flops,
@@ -228,10 +227,6 @@ impl Operands for BsrOperands {
     }
 
     launched!(bsr_matmul::accepts);
-
-    fn likeness(&mut self) -> Result<Option<Likeness>> {
-        Ok(Some(Likeness::of_bsr_matmul(&self.problem(None)?)))
-    }
 
     fn outputs(&mut self, _kernel: Option<&Kernel>) -> Vec<(&'static str, &mut Tensor)> {
         vec![("c", &mut self.c)]

@@ -41,8 +41,6 @@ pub struct DecodeData {
     pub seqused_kv: Option<Array>,
     /// Columns of the table that each sequence visits, ascending; `None`: all.
     pub chosen: Option<Vec<Vec<usize>>>,
-    /// f32 `[heads]`.
-    pub sink: Option<Array>,
     /// Seed of the block tables of further copies.
     pub seed: u64,
 }
@@ -149,7 +147,6 @@ impl DecodeShape {
             block_table: self.page_size.map(|_| table()).transpose()?,
             seqused_kv: (self.fill != Fill::Full).then(|| lengths().into()),
             chosen: self.chosen.map(|count| (0..batch).map(|at| chosen(at, count)).collect()),
-            sink: None,
             seed,
         })
     }

@@ -4,14 +4,14 @@
 use super::decode_data::{DecodeData, shuffled};
 use super::decode_rows::Rows;
 use super::operands::{Operands, Placed, Progress, TensorInfo, launched, rotation_bytes};
-use super::scores::Scores;
+use super::scores;
 use crate::error::Result;
 use crate::io::Array;
 use crate::memory::count;
 use blockflash_ops::{
     AttentionDecode, AttentionDecodeOperands as Written, AttentionDecodeProblem,
     AttentionDecodeWorkspace, CacheAccess, CudaProperties, DType, Kernel, KvCache, Operation,
-    PageLists, PreparedAttentionDecode, Stream, Tensor, attention_decode,
+    PageLists, PreparedAttentionDecode, Scores, Stream, Tensor, attention_decode,
 };
 use blockflash_oracle::{self as oracle, AttentionCase, Comparison};
 use blockflash_sys::manifest;
@@ -53,9 +53,8 @@ pub struct DecodeOperands {
 
 #[derive(Debug)]
 struct Inputs {
-    scores: Scores,
+    scores: Scores<Placed>,
     q: Placed,
-    sink: Option<Placed>,
     /// Keys and values, and how many pages they have, of which the host may have fewer.
     cache: [Placed; 2],
     pages: usize,
@@ -72,8 +71,8 @@ struct Inputs {
 }
 
 impl Inputs {
-    fn new(scores: Scores, data: DecodeData, stream: &Stream) -> Result<Self> {
-        let DecodeData { q, k, v, pages, block_table, seqused_kv, chosen, sink, seed } = data;
+    fn new(scores: Scores<Array>, data: DecodeData, stream: &Stream) -> Result<Self> {
+        let DecodeData { q, k, v, pages, block_table, seqused_kv, chosen, seed } = data;
         let place = |array| Placed::new(array, stream);
         let cache = |host: Array| match host.shape().first() == Some(&pages) {
             true => place(host),
@@ -91,9 +90,8 @@ impl Inputs {
         };
         let table = block_table.map(|table| table.upload(stream)).transpose()?;
         Ok(Self {
-            scores,
+            scores: scores.try_map_sink(place)?,
             q: place(q)?,
-            sink: sink.map(place).transpose()?,
             cache: [cache(k)?, cache(v)?],
             pages,
             copies: Vec::new(),
@@ -106,13 +104,9 @@ impl Inputs {
     }
 
     fn call(&self) -> Result<AttentionDecode<'_>> {
-        let Scores { mask, softmax_scale, softcap } = self.scores;
         let pages = self.chosen.as_ref();
         Ok(AttentionDecode {
-            mask,
-            softmax_scale,
-            softcap,
-            sink: self.sink.as_ref().map(Placed::view).transpose()?,
+            scores: self.scores.as_ref().try_map_sink(Placed::view)?,
             pages: pages
                 .map(|[lists, counts]| PageLists { lists: lists.view(), counts: counts.view() }),
             workspace: self.workspace.as_ref(),
@@ -158,7 +152,12 @@ impl DecodeOperands {
     /// # Errors
     /// If lengths or pages are out of range, the library refuses the call, or there is not enough
     /// memory.
-    pub fn new(scores: Scores, data: DecodeData, wants_lse: bool, stream: &Stream) -> Result<Self> {
+    pub fn new(
+        scores: Scores<Array>,
+        data: DecodeData,
+        wants_lse: bool,
+        stream: &Stream,
+    ) -> Result<Self> {
         let (slots, counts) = data.visited()?;
         let mut inputs = Inputs::new(scores, data, stream)?;
         let bytes = inputs.workspace_bytes(stream)?;
@@ -197,7 +196,7 @@ impl Operands for DecodeOperands {
 
     fn details(&mut self) -> Result<Vec<(&'static str, String)>> {
         let problem = self.inputs.problem()?;
-        let mut details = Scores::details(&problem.attention, true);
+        let mut details = scores::details(&problem.attention.scores, true);
         let cache = &problem.cache;
         let pages = match cache.table {
             None => "contiguous".to_owned(),
@@ -213,7 +212,9 @@ impl Operands for DecodeOperands {
         let attention = self.inputs.problem()?.attention;
         let queries = attention.seqlen_q;
         let visible = |&keys: &usize| -> usize {
-            (0..queries).map(|query| attention.mask.visible(query, queries, keys).len()).sum()
+            (0..queries)
+                .map(|query| attention.scores.mask.visible(query, queries, keys).len())
+                .sum()
         };
         let pairs: usize = self.counts.iter().map(visible).sum();
         Ok(4.0 * pairs as f64 * (attention.num_heads_q * attention.head_dim) as f64)
@@ -254,15 +255,15 @@ impl Operands for DecodeOperands {
         seed: u64,
         progress: Progress<'_>,
     ) -> Result<Vec<Comparison>> {
-        let (Inputs { scores, q, cache: [k, v], sink, .. }, slots) = (&self.inputs, &self.slots);
+        let (Inputs { scores: Scores { sink, .. }, q, cache: [k, v], .. }, slots) =
+            (&self.inputs, &self.slots);
         let attention = self.inputs.problem()?.attention;
         let queries = vec![attention.seqlen_q; self.counts.len()];
         let [k, v] = [k, v].map(|cache| Rows::of_cache(cache.host(), slots));
         let q = Rows::of_queries(q.host());
         let case = AttentionCase {
-            sink: sink.as_ref().map(|sink| sink.host() as _),
             lengths: Some([&queries, &self.counts]),
-            ..scores.for_oracle([&q, &k, &v], attention.softmax_scale)?
+            ..scores::for_oracle(&attention.scores, [&q, &k, &v], sink.as_ref())?
         };
         Ok(match results {
             [o, lse] => {

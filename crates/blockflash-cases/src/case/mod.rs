@@ -21,6 +21,7 @@ mod grid;
 mod id;
 mod lengths;
 mod limits;
+mod mask_kind;
 mod mask_operands;
 mod operands;
 mod pattern;
@@ -29,7 +30,7 @@ mod scores;
 mod shape;
 mod work;
 
-pub use attention::{AttentionShape, MaskKind, Pass};
+pub use attention::{AttentionShape, Pass};
 pub use attention_grid::AttentionGrid;
 pub use attention_operands::{AttentionData, AttentionOperands, offsets};
 pub use block_lists::from_rows;
@@ -45,10 +46,10 @@ pub use decode_data::DecodeData;
 pub use decode_operands::DecodeOperands;
 pub use grid::GridPeers;
 pub use lengths::{Lengths, LengthsError};
+pub use mask_kind::MaskKind;
 pub use operands::{Operands, Progress, TensorInfo, rotation_bytes};
 pub use pattern::Pattern;
 pub use peer::{PeerCase, PeerCaseError};
-pub use scores::Scores;
 pub use shape::Shape;
 pub use work::{TILE_COLUMNS, TILE_ROWS, Work};
 
@@ -112,15 +113,6 @@ cases! {
 }
 
 impl Case {
-    /// Whether selection reads records of the operation, as [`blockflash_ops::tuning`] says.
-    pub fn is_tunable(&self) -> bool {
-        match self {
-            Self::Attention(shape) => shape.pass == Pass::Forward && shape.lengths.is_none(),
-            Self::BsrMatmul(_) => true,
-            _ => false,
-        }
-    }
-
     /// The shape of attention to q, k and v; `None` for other operations, also that to a cache.
     pub fn attention(&self) -> Option<&AttentionShape> {
         match self {

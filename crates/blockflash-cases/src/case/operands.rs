@@ -3,7 +3,6 @@
 use crate::error::{Error, Result};
 use crate::io::Array;
 use crate::random;
-use blockflash_ops::tuning::Likeness;
 use blockflash_ops::{CudaProperties, DType, Kernel, Stream, Tensor, View};
 use blockflash_oracle::Comparison;
 use std::fmt::Debug;
@@ -36,10 +35,6 @@ pub trait Operands: Debug {
     fn select(&mut self, gpu: &CudaProperties) -> Result<&'static Kernel>;
     /// Whether this kernel computes the operands on this GPU.
     fn accepts(&mut self, kernel: &Kernel, gpu: &CudaProperties) -> Result<bool>;
-    /// What a record of measurements is looked up by; `None` where no record decides.
-    fn likeness(&mut self) -> Result<Option<Likeness>> {
-        Ok(None)
-    }
     /// Launches the given kernel, or the selected one.
     fn launch(&mut self, kernel: Option<&'static Kernel>, stream: &Stream) -> Result<()>;
     /// Output tensors that the given kernel, or the selected one, writes, and their names; none

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 /// Why competitors are not asked for a case.
 #[derive(Debug, thiserror::Error)]
 pub enum PeerCaseError {
-    /// The protocol has no packed sequences.
+    /// The protocol has no packed sequences in the backward pass.
     #[error("dense batches only")]
     DenseOnly,
     /// No competitor does this.

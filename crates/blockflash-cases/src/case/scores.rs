@@ -1,72 +1,46 @@
-//! What happens to a score between its product and the sum of exponentials, but for sinks.
+//! What happens to a score: for the oracle and in words.
 
+use super::operands::Placed;
 use crate::error::{Error, Result};
 use crate::memory::count;
-use blockflash_ops::{Align, Attention, AttentionProblem, Mask, View};
+use blockflash_ops::{Align, Mask, ScoresProblem};
 use blockflash_oracle::{AttentionCase, Elements};
 
-/// Mask, scale and softcap of a call.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Scores {
-    /// Which keys a query sees.
-    pub mask: Mask,
-    /// Factor of the scores; `None`: 1/√head_dim.
-    pub softmax_scale: Option<f32>,
-    /// Scores become softcap · tanh(score / softcap).
-    pub softcap: Option<f32>,
+/// The oracle's case of dense q, k and v with the scores of a problem and this sink.
+///
+/// # Errors
+/// If the oracle does not know the mask.
+pub(super) fn for_oracle<'a>(
+    scores: &ScoresProblem,
+    [q, k, v]: [&'a dyn Elements; 3],
+    sink: Option<&'a Placed>,
+) -> Result<AttentionCase<'a>> {
+    let (left, right, align) = sides(scores.mask)?;
+    Ok(AttentionCase {
+        q,
+        k,
+        v,
+        sink: sink.map(|sink| sink.host() as _),
+        lengths: None,
+        blocks: None,
+        bottom_right: align == Align::BottomRight,
+        left,
+        right,
+        softmax_scale: scores.softmax_scale,
+        softcap: scores.softcap,
+    })
 }
 
-impl From<Mask> for Scores {
-    fn from(mask: Mask) -> Self {
-        Self { mask, softmax_scale: None, softcap: None }
+/// The scores of a problem in words. Where queries and keys `differ` in number, the alignment of
+/// the mask matters.
+pub(super) fn details(scores: &ScoresProblem, differ: bool) -> Vec<(&'static str, String)> {
+    let mut details =
+        vec![("mask", words(scores.mask, differ)), ("scale", format!("{}", scores.softmax_scale))];
+    details.extend(scores.softcap.map(|softcap| ("softcap", format!("{softcap}"))));
+    if scores.sink {
+        details.push(("sink", "one score per head".to_owned()));
     }
-}
-
-impl Scores {
-    /// The call on dense q, k and v.
-    pub fn call<'a>(&self, [q, k, v]: [View<'a>; 3]) -> Attention<'a> {
-        let Self { mask, softmax_scale, softcap } = *self;
-        Attention { mask, softmax_scale, softcap, ..Attention::new(q, k, v) }
-    }
-
-    /// The oracle's case of dense q, k and v, without a sink.
-    ///
-    /// # Errors
-    /// If the oracle does not know the mask.
-    pub fn for_oracle<'a>(
-        &self,
-        [q, k, v]: [&'a dyn Elements; 3],
-        softmax_scale: f32,
-    ) -> Result<AttentionCase<'a>> {
-        let (left, right, align) = sides(self.mask)?;
-        Ok(AttentionCase {
-            q,
-            k,
-            v,
-            sink: None,
-            lengths: None,
-            blocks: None,
-            bottom_right: align == Align::BottomRight,
-            left,
-            right,
-            softmax_scale,
-            softcap: self.softcap,
-        })
-    }
-
-    /// The options of a problem in words. Where queries and keys `differ` in number, the alignment
-    /// of the mask matters.
-    pub fn details(problem: &AttentionProblem, differ: bool) -> Vec<(&'static str, String)> {
-        let mut details = vec![
-            ("mask", words(problem.mask, differ)),
-            ("scale", format!("{}", problem.softmax_scale)),
-        ];
-        details.extend(problem.softcap.map(|softcap| ("softcap", format!("{softcap}"))));
-        if problem.sink {
-            details.push(("sink", "one score per head".to_owned()));
-        }
-        details
-    }
+    details
 }
 
 /// The keys before and after the aligned one that a mask shows, `None` for all, and the alignment.

@@ -25,6 +25,10 @@ pub trait Shape: Display {
     /// Heading in reports. It holds the properties that change the character of a case, but neither
     /// length nor density.
     fn group(&self) -> String;
+    /// The operation by which the server of competitors knows those that compute this case.
+    fn peer_op(&self) -> &'static str {
+        self.op()
+    }
     /// The case in the format of the server of competitors; files for it are written into `folder`.
     ///
     /// # Errors

@@ -79,6 +79,7 @@ fn ids_are_readable_and_can_be_read_back() {
         ),
         (Case::Attention(varlen(&[2048; 8], MaskKind::Full)), "varlen2048x8_h4kv2_d64_full_bf16"),
         (Case::Attention(varlen(&[5], MaskKind::Full)), "varlen5_h4kv2_d64_full_bf16"),
+        (Case::Attention(varlen(&[5, 9], MaskKind::Window(4))), "varlen5+9_h4kv2_d64_window4_bf16"),
         (Case::Attention(BLOCK_SPARSE), "b1_s1024_h4kv2_d128_q64kv128_d0.25_uniform_full_f16"),
         (Case::Attention(shared), "b1_s1024_h4kv2m2_d128_q64kv128_d0.25_uniform_causal_f16"),
         (Case::Attention(of_one.clone()), "b1_s1024_h4m1_d128_q64kv128_d0.25_power_law_full_f16"),
@@ -109,6 +110,9 @@ fn ids_are_readable_and_can_be_read_back() {
         "varlen7+_h4_d64_full_bf16",
         "varlen7x0_h4_d64_full_bf16",
         "varlen7+7_h4_d64_full_bf16",
+        "varlen7_h4_d64_window0_bf16",
+        "varlen7_h4_d64_window_bf16",
+        "b1_s128_h4_d64_q64kv64_d0.5_uniform_window64_bf16",
         "varlen7x1_h4_d64_full_bf16",
         "varlen+7_h4_d64_full_bf16",
         "varlen7x9999999999_h4_d64_full_bf16",
@@ -190,6 +194,9 @@ fn packed_sequences_are_counted_one_by_one() {
     let equal = Case::Attention(varlen(&[256; 4], MaskKind::Full)).work();
     let batch = AttentionShape { batch: 4, mask: MaskKind::Full, ..dense(256) };
     assert_eq!(equal, Work { bytes: equal.bytes, ..Case::Attention(batch).work() });
+    // Of ten queries of each head, the first three see 1, 2 and 3 keys, the others 4.
+    let window = Case::Attention(varlen(&[10], MaskKind::Window(4))).work();
+    assert_eq!((window.exps, window.flops), (136.0, 136.0 * 4.0 * 64.0));
 }
 
 #[test]

@@ -80,7 +80,7 @@ fn check(comm: &dyn Communicator, stream: &Stream, case: &Case<'_>) -> Result<[f
         Some(_) => x.view().flatten(0..2),
     });
     let alone = Attention {
-        mask,
+        scores: mask.into(),
         cu_seqlens: offsets.as_ref().map(|offsets| CuSeqlens {
             q: offsets.view(),
             kv: offsets.view(),
@@ -94,7 +94,8 @@ fn check(comm: &dyn Communicator, stream: &Stream, case: &Case<'_>) -> Result<[f
     let shard = Shard::new(seqlen, comm.world(), comm.rank())?;
     let rows = |whole: &Tensor| rows_of(whole, &shard, stream);
     let [q, k, v, d_o] = [rows(&q)?, rows(&k)?, rows(&v)?, rows(&d_o)?];
-    let attention = Attention { mask, ..Attention::new(q.view(), k.view(), v.view()) };
+    let attention =
+        Attention { scores: mask.into(), ..Attention::new(q.view(), k.view(), v.view()) };
     let call = DistributedAttention { attention, shard, scheme, block_mask: None, cu_seqlens };
     let run = || -> Result<Vec<Tensor>> {
         let output = call.forward(comm, stream)?;

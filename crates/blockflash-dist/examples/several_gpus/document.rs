@@ -5,7 +5,7 @@ use crate::case::{BLOCK, Case, HEAD_DIM};
 use blockflash_cases::document::Recipe;
 use blockflash_cases::io::Array;
 use blockflash_ops::block_sparse::{BlockChoice, BlockMaskBuffer, BlockScores, BlockSource};
-use blockflash_ops::{Attention, BlockGeometry, BlockMask, Mask, Stream, Tensor, View};
+use blockflash_ops::{Attention, BlockGeometry, BlockMask, Mask, Scores, Stream, Tensor, View};
 
 /// q, k and v of a document.
 pub fn draw(case: Case, stream: &Stream) -> Result<[Tensor; 3], Failure> {
@@ -52,7 +52,10 @@ pub fn error_of_choice(
         let rows = end - BLOCK..end;
         let [k, v] = [k.slice(1, 0..end)?, v.slice(1, 0..end)?];
         let attention = Attention::new(q.slice(1, rows.clone())?, k, v);
-        let dense = Attention { mask: Mask::causal(), ..attention }.forward(stream)?.o;
+        let dense =
+            Attention { scores: Scores { mask: Mask::causal(), ..attention.scores }, ..attention }
+                .forward(stream)?
+                .o;
         let found = o.slice(1, rows)?.to_tensor(stream)?;
         let part = squares(&found, &dense, stream)?;
         sums = [sums[0] + part[0], sums[1] + part[1]];

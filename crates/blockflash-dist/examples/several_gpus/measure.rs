@@ -152,7 +152,11 @@ pub fn case(
 
     // Every GPU computes everything, so that all are as warm as when they share it.
     let block_mask = lists_there.as_ref();
-    let call = Attention { mask, block_mask, ..Attention::new(q.view(), k.view(), v.view()) };
+    let call = Attention {
+        scores: mask.into(),
+        block_mask,
+        ..Attention::new(q.view(), k.view(), v.view())
+    };
     let output = call.forward(stream)?;
     let one = One { call, d_o: d_o.as_ref().map(Tensor::view), output };
     let expected = one.run(stream)?;
@@ -182,7 +186,8 @@ pub fn case(
         Ok(Some((mask, start.elapsed().as_secs_f64() * 1e3)))
     });
     let masks = masks.collect::<Result<Vec<_>>>()?;
-    let attention = Attention { mask, ..Attention::new(q.view(), k.view(), v.view()) };
+    let attention =
+        Attention { scores: mask.into(), ..Attention::new(q.view(), k.view(), v.view()) };
     let divided = schemes.iter().zip(&masks).map(|(&scheme, mask)| -> Result<_> {
         let block_mask = mask.as_ref().map(|(mask, _)| mask);
         let call = DistributedAttention { attention, shard, scheme, block_mask, cu_seqlens: None };

@@ -139,7 +139,7 @@ fn key_tiles(tile: &AttentionTile, problem: &AttentionProblem) -> [f64; 2] {
     let (seqlen_q, seqlen_kv) = (problem.seqlen_q, problem.seqlen_kv);
     let (block_q, block_kv) = (tile.block_q as usize, tile.block_kv as usize);
     let tiles = seqlen_q.div_ceil(block_q);
-    let limits = problem.mask.limits(seqlen_q, seqlen_kv);
+    let limits = problem.scores.mask.limits(seqlen_q, seqlen_kv);
     if limits.is_unbounded() || tiles == 0 {
         return [seqlen_kv.div_ceil(block_kv) as f64; 2];
     }

@@ -7,7 +7,7 @@ use blockflash_sys::DType;
 
 fn problem(mask: Mask, heads: usize, seqlen: usize, head_dim: usize) -> AttentionProblem {
     let dense = AttentionProblem::dense(DType::BF16, [1, seqlen, seqlen], [heads; 2], head_dim);
-    AttentionProblem { mask, ..dense }
+    dense.with_mask(mask)
 }
 
 fn block_q(problem: &AttentionProblem, gpu: &CudaProperties) -> u32 {

@@ -8,7 +8,7 @@ pub fn attention_flops(problem: &AttentionProblem) -> Option<u64> {
     if problem.packed.is_some() || problem.block_mask.is_some() {
         return None;
     }
-    let pairs = problem.mask.visited_pairs(problem.seqlen_q, problem.seqlen_kv);
+    let pairs = problem.scores.mask.visited_pairs(problem.seqlen_q, problem.seqlen_kv);
     Some(scaled(pairs, &[4, problem.batch, problem.num_heads_q, problem.head_dim]))
 }
 
@@ -23,7 +23,7 @@ pub fn attention_varlen_flops(
     let pairs = cu_seqlens_q
         .windows(2)
         .zip(cu_seqlens_kv.windows(2))
-        .map(|(q, kv)| problem.mask.visited_pairs(length(q), length(kv)))
+        .map(|(q, kv)| problem.scores.mask.visited_pairs(length(q), length(kv)))
         .fold(0u64, u64::saturating_add);
     scaled(pairs, &[4, problem.num_heads_q, problem.head_dim])
 }
@@ -37,7 +37,7 @@ mod tests {
     fn attention_counts_visited_pairs() {
         let full = AttentionProblem::dense(DType::F16, [2, 5, 7], [4, 2], 64);
         assert_eq!(attention_flops(&full), Some(4 * 2 * 4 * 64 * 35));
-        let causal = |align| AttentionProblem { mask: Mask::Causal { align }, ..full };
+        let causal = |align| full.with_mask(Mask::Causal { align });
         assert_eq!(
             attention_flops(&causal(Align::TopLeft)),
             Some(4 * 2 * 4 * 64 * (1 + 2 + 3 + 4 + 5))
@@ -47,7 +47,7 @@ mod tests {
             Some(4 * 2 * 4 * 64 * (3 + 4 + 5 + 6 + 7))
         );
         let mask = Mask::Window { left: Some(1), right: Some(0), align: Align::TopLeft };
-        let window = AttentionProblem { mask, ..full };
+        let window = full.with_mask(mask);
         assert_eq!(attention_flops(&window), Some(4 * 2 * 4 * 64 * (1 + 2 + 2 + 2 + 2)));
         // Which blocks are visited is not known from their sizes.
         let sizes =
@@ -59,7 +59,7 @@ mod tests {
     fn variable_length_sums_sequences() {
         let packed = crate::PackedRows { total_q: 12, total_kv: 12 };
         let dense = AttentionProblem::dense(DType::F16, [3, 7, 7], [2, 2], 8);
-        let problem = AttentionProblem { packed: Some(packed), mask: Mask::causal(), ..dense };
+        let problem = AttentionProblem { packed: Some(packed), ..dense.with_mask(Mask::causal()) };
         assert_eq!(attention_flops(&problem), None);
         let flops = attention_varlen_flops(&problem, &[0, 5, 5, 12], &[0, 5, 5, 12]);
         assert_eq!(flops, 4 * 2 * 8 * (15 + 28));

@@ -2,9 +2,9 @@
 
 use super::super::{Align, AttentionParams, AttentionPlan, Mask, PackedRows, plan};
 use super::*;
-use crate::Error;
 use crate::fixtures::gpu;
 use crate::selection::select_among;
+use crate::{Error, ScoresProblem};
 use blockflash_sys::Target;
 use blockflash_sys::manifest;
 use blockflash_sys::params::{BLOCKFLASH_WINDOW_UNBOUNDED, blockflash_attention_fwd_tma_params};
@@ -80,7 +80,7 @@ fn small_grids_take_kernels_for_them() {
         change(&mut problem);
         warps(problem)
     };
-    assert_eq!(changed(&|p| p.mask = Mask::causal()), Some(16));
+    assert_eq!(changed(&|p| p.scores.mask = Mask::causal()), Some(16));
     assert_eq!(changed(&|p| p.packed = Some(PackedRows { total_q: 512, total_kv: 512 })), None);
     let mask = BlockMaskSizes { block_q: 64, block_kv: 64, batch: 1, heads: 1, packed_rows: None };
     assert_eq!(changed(&|p| p.block_mask = Some(mask)), None);
@@ -106,8 +106,7 @@ fn small_grids_take_kernels_for_them() {
 #[test]
 fn short_causal_sequences_take_narrow_tiles() {
     let block_q = |batch, seqlen, head_dim| {
-        let causal =
-            AttentionProblem { mask: Mask::causal(), ..problem(batch, [32, 32], seqlen, head_dim) };
+        let causal = problem(batch, [32, 32], seqlen, head_dim).with_mask(Mask::causal());
         select(&causal, &h200()).unwrap().attention_tile().unwrap().block_q
     };
     assert_eq!([(32, 512), (16, 1024)].map(|(batch, seqlen)| block_q(batch, seqlen, 64)), [64, 64]);
@@ -246,7 +245,7 @@ fn blocks_stay_and_start_early() {
 #[test]
 fn sections_fit_into_l2_and_give_each_cta_two_tiles_when_there_is_a_window() {
     let heads = |problem: AttentionProblem| planned(&problem).1.heads_per_section;
-    let causal = |problem| AttentionProblem { mask: Mask::causal(), ..problem };
+    let causal = |problem: AttentionProblem| problem.with_mask(Mask::causal());
     assert_eq!(heads(problem(4, [32, 8], 4096, 64)), 4);
     // 264 tiles for 132 CTAs: 66 of 512 heads with 4 tiles, which makes eight sections.
     assert_eq!(heads(causal(problem(32, [16, 16], 512, 128))), 64);
@@ -265,7 +264,7 @@ fn sections_fit_into_l2_and_give_each_cta_two_tiles_when_there_is_a_window() {
     assert_eq!(heads(causal(long)), 1);
     // A window that hides nothing is none.
     let mask = Mask::Window { left: Some(9999), right: None, align: Align::BottomRight };
-    assert_eq!(heads(AttentionProblem { mask, ..problem(4, [32, 8], 4096, 64) }), 4);
+    assert_eq!(heads(problem(4, [32, 8], 4096, 64).with_mask(mask)), 4);
 }
 
 #[test]
@@ -274,12 +273,16 @@ fn scales_are_those_of_the_exponent() {
         approx::assert_abs_diff_eq!(f64::from(got) / expected, 1.0, epsilon = 1e-6);
     };
     let log2_e = std::f64::consts::LOG2_E;
-    let base = AttentionProblem { softmax_scale: 0.25, ..problem(1, [1, 1], 100, 64) };
+    let mut base = problem(1, [1, 1], 100, 64);
+    base.scores.softmax_scale = 0.25;
     let (_, params) = planned(&base);
     close(params.base.scores.scale_log2, 0.25 * log2_e);
     close(params.base.scores.inverse_scale_log2, 4.0 / log2_e);
     assert_eq!(params.base.scores.scale_over_cap, 0.0);
-    let (_, params) = planned(&AttentionProblem { softcap: Some(50.0), ..base });
+    let (_, params) = planned(&AttentionProblem {
+        scores: ScoresProblem { softcap: Some(50.0), ..base.scores },
+        ..base
+    });
     close(params.base.scores.scale_log2, log2_e);
     close(params.base.scores.inverse_scale_log2, 1.0 / log2_e);
     close(params.base.scores.scale_over_cap, 0.005);
@@ -292,10 +295,8 @@ fn windows_are_no_longer_than_both_sequences() {
     for align in [Align::TopLeft, Align::BottomRight] {
         for (left, right) in sides.into_iter().flat_map(|left| sides.map(|right| (left, right))) {
             let mask = Mask::Window { left: Some(left), right: Some(right), align };
-            let problem = AttentionProblem {
-                mask,
-                ..AttentionProblem::dense(DType::F16, [1, 300, 500], [1, 1], 64)
-            };
+            let problem =
+                AttentionProblem::dense(DType::F16, [1, 300, 500], [1, 1], 64).with_mask(mask);
             let (_, params) = planned(&problem);
             for side in [params.base.scores.window.left, params.base.scores.window.right] {
                 assert!(

@@ -4,11 +4,11 @@ mod block_mask;
 mod cost;
 pub(crate) mod cpu;
 mod flops;
-mod likeness;
 mod mask;
 mod plan;
 mod problem;
 mod score_params;
+mod scores;
 mod select;
 mod seqlens;
 
@@ -17,6 +17,7 @@ pub use flops::{attention_flops, attention_varlen_flops};
 pub use mask::{Align, Mask};
 pub use plan::{AttentionParams, AttentionPlan, plan};
 pub use problem::{AttentionProblem, LseStrides, MAX_SEQLEN, PackedRows, Strides};
+pub use scores::{Scores, ScoresProblem};
 pub use select::{accepts, select};
 pub use seqlens::CuSeqlens;
 
@@ -38,13 +39,14 @@ use blockflash_sys::{DType, Kernel};
 /// A call of the attention forward pass. Fields left at their default do nothing:
 ///
 /// ```
-/// # use blockflash_ops::{Attention, Mask, View};
+/// # use blockflash_ops::{Attention, Mask, Scores, View};
 /// # use half::f16;
 /// # let data = vec![f16::ONE; 128 * 64];
 /// # let view = View::from_slice(&data, &[1, 128, 1, 64])?;
 /// # let (q, k, v) = (view, view, view);
-/// let (mask, softcap) = (Mask::causal(), Some(30.0));
-/// let attention = Attention { mask, softcap, ..Attention::new(q, k, v) };
+/// let causal = Attention { scores: Mask::causal().into(), ..Attention::new(q, k, v) };
+/// let scores = Scores { softcap: Some(30.0), ..causal.scores };
+/// let capped = Attention { scores, ..causal };
 /// # Ok::<(), blockflash_ops::Error>(())
 /// ```
 ///
@@ -71,22 +73,15 @@ pub struct Attention<'a> {
     pub k: View<'a>,
     /// Values, in the shape of the keys.
     pub v: View<'a>,
-    /// Which keys a query attends.
-    pub mask: Mask,
-    /// Factor of q·kᵀ, finite and positive; `None` is `1 / sqrt(head_dim)`.
-    pub softmax_scale: Option<f32>,
-    /// Scores become `softcap * tanh(score / softcap)`; finite and positive.
-    pub softcap: Option<f32>,
-    /// f32 `[num_heads_q]`: a logit per head (attention sink) that joins the softmax denominator,
-    /// and so the lse, but has no value.
-    pub sink: Option<View<'a>>,
+    /// What happens to a score: mask, scale, softcap, sink.
+    pub scores: Scores<View<'a>>,
     /// Makes the batch variable-length.
     pub cu_seqlens: Option<CuSeqlens<'a>>,
     /// Makes attention block-sparse: a query attends a key if the block of the pair is visited and
-    /// [`mask`](Self::mask) shows it. Blocks that are not visited cost nothing. The mask has the
-    /// sequence lengths of the tensors. It has 1 batch entry or as many as q, and 1 head,
-    /// `num_heads_kv` heads (each for the query heads of its group) or `num_heads_q` heads. With
-    /// `cu_seqlens` it is [packed](BlockMask::packed) from masks of the same sequences.
+    /// the mask of its [scores](Scores::mask) shows it. Blocks that are not visited cost nothing.
+    /// The mask has the sequence lengths of the tensors. It has 1 batch entry or as many as q, and
+    /// 1 head, `num_heads_kv` heads (each for the query heads of its group) or `num_heads_q` heads.
+    /// With `cu_seqlens` it is [packed](BlockMask::packed) from masks of the same sequences.
     pub block_mask: Option<&'a BlockMask>,
 }
 
@@ -107,17 +102,7 @@ pub type PreparedAttention = Prepared<AttentionProblem>;
 impl<'a> Attention<'a> {
     /// Full attention with the default scale.
     pub const fn new(q: View<'a>, k: View<'a>, v: View<'a>) -> Self {
-        Self {
-            q,
-            k,
-            v,
-            mask: Mask::Full,
-            softmax_scale: None,
-            softcap: None,
-            sink: None,
-            cu_seqlens: None,
-            block_mask: None,
-        }
+        Self { q, k, v, scores: Scores::of(Mask::Full), cu_seqlens: None, block_mask: None }
     }
 
     /// Computes into the caller's tensors. On a GPU nothing is allocated and the stream is not
@@ -187,13 +172,13 @@ impl<'a> Attention<'a> {
             ("q", Some(&self.q)),
             ("k", Some(&self.k)),
             ("v", Some(&self.v)),
-            ("sink", self.sink.as_ref()),
             ("cu_seqlens.q", self.cu_seqlens.as_ref().map(|cu_seqlens| &cu_seqlens.q)),
             ("cu_seqlens.kv", self.cu_seqlens.as_ref().map(|cu_seqlens| &cu_seqlens.kv)),
         ];
         for (what, view) in inputs {
             view.map_or(Ok(()), |view| Operand::new(what, view).on(device))?;
         }
+        self.scores.on(device)?;
         if let Some(block_mask) = self.block_mask {
             Operand::new("block_mask", &block_mask.row_ptr().view()).on(device)?;
         }
@@ -254,7 +239,7 @@ impl Steps for Attention<'_> {
             v: self.v,
             o,
             lse,
-            sink: self.sink,
+            sink: self.scores.sink,
             cu_seqlens: self.cu_seqlens.map(|cu_seqlens| [cu_seqlens.q, cu_seqlens.kv]),
             block_mask: self.block_mask.map(BlockMask::for_kernels),
         };

@@ -1,6 +1,6 @@
 use super::seqlens::check_maximum;
-use super::{Attention, BlockMaskSizes, CuSeqlens, Mask};
-use crate::check::{Operand, finite_positive, to_i32, vector};
+use super::{Attention, BlockMaskSizes, CuSeqlens, Mask, ScoresProblem};
+use crate::check::{Operand, to_i32};
 use crate::{Error, Result};
 use blockflash_safe::ViewMut;
 use blockflash_sys::{DType, HeadDims};
@@ -72,14 +72,8 @@ pub struct AttentionProblem {
     pub o: Strides,
     /// Strides of lse; `None` when the call does not ask for it.
     pub lse: Option<LseStrides>,
-    /// Which keys a query attends.
-    pub mask: Mask,
-    /// Factor of q·kᵀ, finite and positive.
-    pub softmax_scale: f32,
-    /// Scores become `softcap * tanh(score / softcap)`; finite and positive.
-    pub softcap: Option<f32>,
-    /// Whether a sink logit per query head joins the denominator.
-    pub sink: bool,
+    /// What happens to a score.
+    pub scores: ScoresProblem,
     /// Set when attention is block-sparse.
     pub block_mask: Option<BlockMaskSizes>,
 }
@@ -118,10 +112,7 @@ impl AttentionProblem {
             v: kv,
             o: q,
             lse: None,
-            mask: Mask::Full,
-            softmax_scale: default_scale(head_dim),
-            softcap: None,
-            sink: false,
+            scores: ScoresProblem::of(head_dim),
             block_mask: None,
         }
     }
@@ -154,6 +145,11 @@ impl AttentionProblem {
             Some(packed) => vec![self.num_heads_q, packed.total_q],
             None => vec![self.batch, self.num_heads_q, self.seqlen_q],
         }
+    }
+
+    /// The same problem under a mask.
+    pub fn with_mask(self, mask: Mask) -> Self {
+        Self { scores: ScoresProblem { mask, ..self.scores }, ..self }
     }
 
     /// The same problem, asking for a contiguous `lse` too.
@@ -232,17 +228,7 @@ impl Attention<'_> {
             }
         }
 
-        problem.mask = self.mask;
-        problem.softmax_scale = finite_positive(
-            "softmax_scale",
-            self.softmax_scale.unwrap_or(default_scale(problem.head_dim)),
-        )?;
-        problem.softcap =
-            self.softcap.map(|softcap| finite_positive("softcap", softcap)).transpose()?;
-        if let Some(sink) = &self.sink {
-            vector("sink", sink, DType::F32, &[num_heads_q])?;
-            problem.sink = true;
-        }
+        problem.scores = self.scores.problem(problem.head_dim, num_heads_q)?;
         if let Some(block_mask) = self.block_mask {
             problem.block_mask = Some(BlockMaskSizes::of(block_mask, &problem)?);
         }
@@ -298,11 +284,6 @@ fn packed_sizes(
         o: Strides { batch: 0, ..dense.o },
         ..dense
     })
-}
-
-/// `1 / sqrt(head_dim)`.
-fn default_scale(head_dim: usize) -> f32 {
-    (1.0 / (head_dim as f64).sqrt()) as f32
 }
 
 fn strides(strides: &[usize]) -> Strides {

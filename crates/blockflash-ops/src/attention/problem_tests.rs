@@ -1,5 +1,5 @@
 use super::*;
-use crate::{Align, Mask};
+use crate::{Align, Mask, Scores};
 use blockflash_safe::{Layout, View};
 use half::f16;
 
@@ -38,7 +38,7 @@ fn dense_numbers() {
     assert_eq!(problem, expected);
     assert_eq!(problem.q, Strides { batch: 160, seq: 32, head: 8 });
     assert_eq!(problem.lse, None, "nobody has asked for it");
-    assert_eq!(problem.softmax_scale, 1.0 / 8f32.sqrt());
+    assert_eq!(problem.scores.softmax_scale, 1.0 / 8f32.sqrt());
     assert!(!problem.is_empty());
 }
 
@@ -69,11 +69,18 @@ fn options_are_taken() {
     let mask = Mask::Window { left: Some(3), right: None, align: Align::TopLeft };
     let sinks = [0f32; 4];
     let sink = Some(View::from_slice(&sinks, &[4]).unwrap());
-    let options =
-        Attention { mask, softmax_scale: Some(0.5), softcap: Some(30.0), sink, ..dense() };
+    let options = Attention {
+        scores: Scores { mask, softmax_scale: Some(0.5), softcap: Some(30.0), sink },
+        ..dense()
+    };
     let problem = options.problem().unwrap();
     assert_eq!(
-        (problem.mask, problem.softmax_scale, problem.softcap, problem.sink),
+        (
+            problem.scores.mask,
+            problem.scores.softmax_scale,
+            problem.scores.softcap,
+            problem.scores.sink
+        ),
         (mask, 0.5, Some(30.0), true)
     );
 }
@@ -155,12 +162,17 @@ fn the_last_dimension_is_contiguous() {
 #[test]
 fn factors_are_checked() {
     for bad in [0.0, -1.0, f32::NAN, f32::INFINITY] {
-        let scale = Attention { softmax_scale: Some(bad), ..dense() }.problem();
+        let scale =
+            Attention { scores: Scores { softmax_scale: Some(bad), ..dense().scores }, ..dense() }
+                .problem();
         assert!(matches!(scale, Err(Error::InvalidScale { what: "softmax_scale", .. })), "{bad}");
-        let softcap = Attention { softcap: Some(bad), ..dense() }.problem();
+        let softcap =
+            Attention { scores: Scores { softcap: Some(bad), ..dense().scores }, ..dense() }
+                .problem();
         assert!(matches!(softcap, Err(Error::InvalidScale { what: "softcap", .. })), "{bad}");
     }
-    let error = message(&Attention { softcap: Some(-1.0), ..dense() });
+    let error =
+        message(&Attention { scores: Scores { softcap: Some(-1.0), ..dense().scores }, ..dense() });
     assert_eq!(error, "softcap is -1, but must be finite and greater than 0");
 }
 
@@ -168,15 +180,21 @@ fn factors_are_checked() {
 fn sinks_are_checked() {
     let sinks = [0f32; 8];
     let sink = |shape: &[usize], strides: &[usize]| Attention {
-        sink: Some(View::from_slice_strided(&sinks, shape, strides).unwrap()),
+        scores: Scores {
+            sink: Some(View::from_slice_strided(&sinks, shape, strides).unwrap()),
+            ..dense().scores
+        },
         ..dense()
     };
     assert!(message(&sink(&[3], &[1])).contains("sink has shape [3], expected [4]"));
     assert!(message(&sink(&[4, 1], &[1, 1])).contains("expected [4]"));
     assert!(message(&sink(&[4], &[2])).contains("sink has strides [2]"));
     assert!(
-        message(&Attention { sink: Some(view(&[4])), ..dense() })
-            .contains("sink is f16, expected f32")
+        message(&Attention {
+            scores: Scores { sink: Some(view(&[4])), ..dense().scores },
+            ..dense()
+        })
+        .contains("sink is f16, expected f32")
     );
 }
 

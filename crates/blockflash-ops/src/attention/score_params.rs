@@ -2,20 +2,20 @@
 //! options.
 
 use super::mask::Limits;
-use super::{Align, AttentionProblem};
+use super::{Align, AttentionProblem, ScoresProblem};
 use blockflash_sys::params::{BLOCKFLASH_WINDOW_UNBOUNDED, blockflash_scores, blockflash_window};
 use std::f64::consts::LOG2_E;
 use std::ptr::null;
 
 /// The options of a problem, with a null pointer for the sink.
 pub(crate) fn score_params(problem: &AttentionProblem) -> blockflash_scores {
-    let (mask, softcap) = (problem.mask, problem.softcap);
-    let scale = f64::from(problem.softmax_scale);
+    let ScoresProblem { mask, softmax_scale, softcap, .. } = problem.scores;
+    let scale = f64::from(softmax_scale);
     // A capped score is scaled already.
     let scale_log2 = if softcap.is_some() { LOG2_E } else { LOG2_E * scale };
     blockflash_scores {
         sink: null(),
-        scale: scale as f32,
+        scale: softmax_scale,
         softcap: softcap.unwrap_or(0.0),
         scale_log2: scale_log2 as f32,
         inverse_scale_log2: scale_log2.recip() as f32,

@@ -3,7 +3,6 @@ use super::{AttentionProblem, BlockMaskSizes};
 use crate::Result;
 use crate::check::is_tensor_map_stride;
 use crate::selection::{self, Candidate, Kernels, Peers, Problem, Rule, preference};
-use crate::tuning::Likeness;
 use blockflash_safe::CudaProperties;
 use blockflash_sys::manifest::{AttentionTile, Lse, Variant};
 use blockflash_sys::{DType, HeadDims, Kernel};
@@ -61,10 +60,6 @@ impl Problem for AttentionProblem {
 
     fn key(&self) -> (DType, usize) {
         (self.dtype, 0)
-    }
-
-    fn likeness(&self) -> Option<Likeness> {
-        Likeness::of_attention(self)
     }
 
     fn key_of(tile: &AttentionTile) -> (DType, usize) {

@@ -1,8 +1,8 @@
 use super::super::{Align, AttentionParams, Mask, plan};
 use super::*;
-use crate::Error;
 use crate::fixtures::{gpu, gpus};
 use crate::selection::select_among;
+use crate::{Error, ScoresProblem};
 use blockflash_sys::manifest::{self, AttentionFwd};
 use blockflash_sys::params::BLOCKFLASH_WINDOW_UNBOUNDED;
 use blockflash_sys::{ElementTypes, Target};
@@ -220,7 +220,11 @@ fn masks_become_windows() {
     let unbounded = BLOCKFLASH_WINDOW_UNBOUNDED;
     let window = |left, right| Mask::Window { left, right, align: Align::TopLeft };
     let planned = |mask| {
-        let problem = AttentionProblem { mask, softcap: Some(7.0), ..problem(tile.types.q, 64) };
+        let problem = problem(tile.types.q, 64).with_mask(mask);
+        let problem = AttentionProblem {
+            scores: ScoresProblem { softcap: Some(7.0), ..problem.scores },
+            ..problem
+        };
         let plan = plan(kernel, &problem, &gpu(9, 0)).unwrap();
         let p = plan.params.base();
         assert_eq!(p.scores.softcap, 7.0);

@@ -29,8 +29,8 @@ use blockflash_sys::{DType, Kernel};
 /// let stream = Device::cpu().stream()?;
 /// let data: Vec<f32> = (0..50 * 2 * 8).map(|i| (i as f32).sin()).collect();
 /// let q = Tensor::from_slice(&stream, &data, &[1, 50, 2, 8])?;
-/// let attention =
-///     Attention { mask: Mask::causal(), ..Attention::new(q.view(), q.view(), q.view()) };
+/// let scores = Mask::causal().into();
+/// let attention = Attention { scores, ..Attention::new(q.view(), q.view(), q.view()) };
 ///
 /// let output = attention.forward(&stream)?;
 /// let d_o = Tensor::from_slice(&stream, &data, &[1, 50, 2, 8])?; // from the layers above
@@ -172,7 +172,7 @@ impl AttentionBackward<'_> {
             dq: like(&forward.o_shape())?,
             dk: like(&forward.kv_shape())?,
             dv: like(&forward.kv_shape())?,
-            d_sink: forward.sink.then(d_sink).transpose()?,
+            d_sink: forward.scores.sink.then(d_sink).transpose()?,
         };
         let mut workspace = match self.workspace_bytes(stream.device())? {
             0 => None,
@@ -300,7 +300,7 @@ impl Steps for AttentionBackward<'_> {
             dq: gradients.dq,
             dk: gradients.dk,
             dv: gradients.dv,
-            sink: attention.sink,
+            sink: attention.scores.sink,
             d_sink: gradients.d_sink,
             workspace,
             cu_seqlens: attention.cu_seqlens.map(|cu_seqlens| [cu_seqlens.q, cu_seqlens.kv]),

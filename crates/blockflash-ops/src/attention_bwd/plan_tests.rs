@@ -1,4 +1,5 @@
 use super::*;
+use crate::ScoresProblem;
 use crate::attention::{Align, AttentionProblem, BlockMaskSizes, Mask, PackedRows};
 use crate::fixtures::{gpu, gpus};
 use blockflash_sys::{DType, Target, manifest};
@@ -61,7 +62,10 @@ fn launches_of_a_dense_problem() {
     assert_eq!(plan.plan.sums_head_dim, None);
     let params = plan.plan.params;
     assert_eq!((params.statistics_stride_batch, params.statistics_stride_head), (8 * 256, 256));
-    let sink = AttentionBackwardProblem::of(AttentionProblem { sink: true, ..forward });
+    let sink = AttentionBackwardProblem::of(AttentionProblem {
+        scores: ScoresProblem { sink: true, ..forward.scores },
+        ..forward
+    });
     let last = steps(&planned(&sink, &gpu(8, 0))).pop();
     assert_eq!(last, Some((Step::Sinks, 8)));
     let unwanted = AttentionBackwardProblem { d_sink: false, ..sink };
@@ -76,12 +80,11 @@ fn launches_with_sums() {
     let tiles = [(Step::Statistics, 32 * 24), (Step::KeysAndSums, 108), (Step::Sums, 32 * 24)];
     assert_eq!(steps(&plan), tiles);
     assert_eq!((plan.plan.sums_head_dim, plan.plan.heads_per_section), (Some(64), 8));
-    let causal = AttentionProblem { mask: Mask::causal(), ..forward };
+    let causal = forward.with_mask(Mask::causal());
     let plan = planned(&AttentionBackwardProblem::of(causal), &gpu(9, 0));
     assert_eq!(plan.plan.heads_per_section, 1, "several heads of queries");
     let ascending = |sizes, mask| {
-        let forward =
-            AttentionProblem { mask, ..AttentionProblem::dense(DType::BF16, sizes, [16; 2], 64) };
+        let forward = AttentionProblem::dense(DType::BF16, sizes, [16; 2], 64).with_mask(mask);
         planned(&AttentionBackwardProblem::of(forward), &gpu(9, 0)).plan.heads_per_section
     };
     let window = Mask::Window { left: Some(100), right: Some(0), align: Align::BottomRight };
@@ -148,7 +151,11 @@ fn every_kernel_has_its_scheme() {
             let forward =
                 AttentionProblem::dense(tile.types.q, [1, 900, 900], [2, 1], tile.head_dims.qk);
             let packed = packed.filter(|_| tile.step == Step::Zeros);
-            let forward = AttentionProblem { packed, sink: true, ..forward };
+            let forward = AttentionProblem {
+                packed,
+                scores: ScoresProblem { sink: true, ..forward.scores },
+                ..forward
+            };
             let problem = AttentionBackwardProblem::of(forward);
             let plan = plan(kernel, &problem, &gpu).unwrap();
             let place = plan.launches.iter().position(|(other, _)| *other == kernel);

@@ -49,7 +49,7 @@ impl AttentionBackwardProblem {
             block_kv: mask.block_q,
             ..mask
         });
-        let (d_sink, workspace, step) = (forward.sink, usize::MAX, AttentionBwdStep::Keys);
+        let (d_sink, workspace, step) = (forward.scores.sink, usize::MAX, AttentionBwdStep::Keys);
         Self { forward, d_o: q, dq: q, dk: kv, dv: kv, d_sink, transpose, workspace, step }
     }
 
@@ -73,7 +73,7 @@ impl AttentionBackwardProblem {
         let (q_shape, kv_shape) = (forward.o_shape(), forward.kv_shape());
         if let Some(d_sink) = d_sink {
             let found = d_sink.shape().to_vec();
-            if !forward.sink {
+            if !forward.scores.sink {
                 let expected = "no gradient of a sink, as there is no sink".into();
                 return Err(Error::Shape { what: "d_sink", expected, found });
             }

@@ -1,6 +1,6 @@
 use super::*;
 use crate::attention::LseStrides;
-use crate::{Attention, CuSeqlens, PackedRows};
+use crate::{Attention, CuSeqlens, PackedRows, Scores, ScoresProblem};
 use blockflash_safe::{Layout, View, ViewMut};
 
 const HALVES: [half::f16; 1024] = [half::f16::ONE; 1024];
@@ -58,7 +58,10 @@ fn inputs_are_checked() {
     assert_eq!(message(&AttentionBackward { lse, ..call }), "lse is f16, expected f32");
     let o = View::from_slice_strided(&HALVES, &[2, 5, 4, 8], &[320, 64, 16, 2]).unwrap();
     assert!(message(&AttentionBackward { o, ..call }).starts_with("o has strides"));
-    let attention = Attention { softcap: Some(-1.0), ..call.attention };
+    let attention = Attention {
+        scores: Scores { softcap: Some(-1.0), ..call.attention.scores },
+        ..call.attention
+    };
     assert!(message(&AttentionBackward { attention, ..call }).starts_with("softcap is -1"));
 }
 
@@ -66,7 +69,10 @@ fn inputs_are_checked() {
 fn gradients_are_checked() {
     let problem = dense().problem().unwrap();
     let sinks = AttentionBackwardProblem {
-        forward: AttentionProblem { sink: true, ..problem.forward },
+        forward: AttentionProblem {
+            scores: ScoresProblem { sink: true, ..problem.forward.scores },
+            ..problem.forward
+        },
         ..problem
     };
     let with = |problem: AttentionBackwardProblem, shapes: [&[usize]; 3], d_sink: Option<usize>| {
@@ -102,6 +108,7 @@ fn empty_is_only_what_has_no_gradient() {
     assert!(empty([0, 5, 5], [2, 1]) && empty([2, 0, 0], [2, 1]) && empty([2, 5, 5], [0, 0]));
     assert!(!empty([2, 0, 5], [2, 1]) && !empty([2, 5, 0], [2, 1]));
     let forward = AttentionProblem::dense(DType::F16, [0, 5, 5], [2, 1], 8);
-    let sink = AttentionProblem { sink: true, ..forward };
+    let sink =
+        AttentionProblem { scores: ScoresProblem { sink: true, ..forward.scores }, ..forward };
     assert!(!AttentionBackwardProblem::of(sink).is_empty(), "its gradient is 0");
 }

@@ -269,7 +269,7 @@ const SUMS: BackwardRule = Rule {
 };
 
 const SOFTCAP: BackwardRule = Rule {
-    holds: |c| c.problem.forward.softcap.is_none() || c.tile.takes_softcap(),
+    holds: |c| c.problem.forward.scores.softcap.is_none() || c.tile.takes_softcap(),
     refuses: |c| format!("tiles of {} queries take no softcap", c.tile.block_q),
     excludes_all: None,
 };

@@ -1,7 +1,7 @@
 use super::*;
-use crate::Error;
 use crate::attention::{Mask, PackedRows};
 use crate::fixtures::{gpu, gpus};
+use crate::{Error, ScoresProblem};
 use blockflash_sys::{Target, manifest};
 
 fn h200() -> CudaProperties {
@@ -39,7 +39,11 @@ fn every_gpu_has_kernels_for_every_step() {
     {
         for dtype in [DType::F16, DType::BF16] {
             let of = |problem: AttentionBackwardProblem| {
-                let forward = AttentionProblem { dtype, sink: true, ..problem.forward };
+                let forward = AttentionProblem {
+                    dtype,
+                    scores: ScoresProblem { sink: true, ..problem.forward.scores },
+                    ..problem.forward
+                };
                 AttentionBackwardProblem::of(forward)
             };
             for problem in [dense(200, head_dim), masked(64, 64, head_dim)].map(of) {
@@ -64,12 +68,13 @@ fn dq_is_summed_where_that_pays() {
         let of_short = if head_dim <= 128 { sums } else { keys };
         assert_eq!(lead(&dense(512, head_dim)), of_short, "{head_dim}");
         assert_eq!(lead(&dense(511, head_dim)), keys, "{head_dim}");
-        let forward = AttentionProblem { mask: Mask::causal(), ..dense(512, head_dim).forward };
+        let forward = dense(512, head_dim).forward.with_mask(Mask::causal());
         assert_eq!(lead(&AttentionBackwardProblem::of(forward)), of_short, "{head_dim}");
     }
     // The narrowest tile is without sums.
     assert_eq!([72, 96, 256].map(|head_dim| lead(&dense(4096, head_dim))), [keys; 3]);
-    let capped = AttentionProblem { softcap: Some(30.0), ..dense(4096, 192).forward };
+    let mut capped = dense(4096, 192).forward;
+    capped.scores.softcap = Some(30.0);
     assert_eq!(lead(&AttentionBackwardProblem::of(capped)), keys);
     assert_eq!(lead(&masked(128, 128, 64)), keys);
     let room = workspace_bytes(select(&dense(4096, 64), &h200()).unwrap(), &dense(4096, 64));
@@ -77,7 +82,8 @@ fn dq_is_summed_where_that_pays() {
     assert_eq!(lead(&dense(4096, 64).with_workspace(room)), sums);
     assert_eq!(lead(&dense(4096, 64).with_workspace(room - 1)), keys);
     let queries = |softcap| {
-        let forward = AttentionProblem { softcap, ..dense(4096, 64).forward };
+        let mut forward = dense(4096, 64).forward;
+        forward.scores.softcap = softcap;
         let kernel = select(&AttentionBackwardProblem::of(forward), &h200()).unwrap();
         kernel.attention_bwd_tile().unwrap().block_q
     };
@@ -162,6 +168,6 @@ fn reasons() {
     assert!(error.contains("not summed under a block mask"), "{error}");
     let error = refusal(Step::Sums, &dense(4096, 64).with_workspace(0)).unwrap_err();
     assert!(error.contains("0 bytes has no room for dq"), "{error}");
-    let causal = AttentionProblem { mask: Mask::causal(), ..dense(4096, 64).forward };
+    let causal = dense(4096, 64).forward.with_mask(Mask::causal());
     refusal(Step::Sums, &AttentionBackwardProblem::of(causal)).unwrap();
 }

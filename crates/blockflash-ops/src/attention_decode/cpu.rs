@@ -4,7 +4,7 @@
 use super::pages::HostPages;
 use super::{AttentionDecode, AttentionDecodeProblem};
 use crate::Result;
-use crate::attention::{Attention, CuSeqlens, Mask};
+use crate::attention::{Attention, CuSeqlens, Mask, Scores};
 use crate::float::Float;
 use crate::kv_cache::{HostCache, HostRotary, KvCache, token_ranges};
 use blockflash_safe::{Stream, Tensor, View, ViewMut};
@@ -107,10 +107,10 @@ impl<'a, T: Float> Call<'a, T> {
                 Ok(view.slice(0, entry..entry + 1)?.flatten(0..2)?.slice(0, 0..length)?)
             };
             let (k, v) = (keys(&self.cache.k)?, keys(&self.cache.v)?);
-            return self.attend(rows, [k, v], self.op.mask, 0);
+            return self.attend(rows, [k, v], self.op.scores, 0);
         }
         let kv = self.gather(entry, 0..length, heads)?;
-        self.attend(rows, [kv[0].view(), kv[1].view()], self.op.mask, 0)
+        self.attend(rows, [kv[0].view(), kv[1].view()], self.op.scores, 0)
     }
 
     /// Attention to the keys in listed pages, head by head. Masks look at true positions, so
@@ -123,7 +123,7 @@ impl<'a, T: Float> Call<'a, T> {
             let keys = pages.keys([entry, head], length);
             let kv = self.gather(entry, keys.iter().copied(), head..head + 1)?;
             let seen = |token: usize| {
-                let shown = attention.mask.visible(token, tokens, length);
+                let shown = attention.scores.mask.visible(token, tokens, length);
                 let [start, end] =
                     [shown.start, shown.end].map(|end| keys.partition_point(|&key| key < end));
                 start..end
@@ -144,7 +144,8 @@ impl<'a, T: Float> Call<'a, T> {
                         .transpose()?,
                 };
                 let kv = [kv[0].view().slice(0, shown.clone())?, kv[1].view().slice(0, shown)?];
-                self.attend(rows, kv, Mask::Full, heads.start)?;
+                let scores = Scores { mask: Mask::Full, ..self.op.scores };
+                self.attend(rows, kv, scores, heads.start)?;
                 first = same.end;
             }
         }
@@ -156,17 +157,14 @@ impl<'a, T: Float> Call<'a, T> {
         &self,
         Rows { q, o, lse }: Rows<'_>,
         [k, v]: [View<'_>; 2],
-        mask: Mask,
+        scores: Scores<View<'_>>,
         first_head: usize,
     ) -> Result<()> {
         let heads = first_head..first_head + q.shape()[1];
         let [max_seqlen_q, max_seqlen_kv] = [q.shape()[0], k.shape()[0]];
         let [cu_q, cu_kv] = [max_seqlen_q, max_seqlen_kv].map(|length| [0, length as i32]);
         let attention = Attention {
-            mask,
-            softmax_scale: Some(self.problem.attention.softmax_scale),
-            softcap: self.op.softcap,
-            sink: self.op.sink.map(|sink| sink.slice(0, heads)).transpose()?,
+            scores: scores.of_heads(heads)?,
             cu_seqlens: Some(CuSeqlens {
                 q: View::from_slice(&cu_q, &[2])?,
                 kv: View::from_slice(&cu_kv, &[2])?,

@@ -79,7 +79,7 @@ fn few_splits_are_combined_in_clusters() {
     // Some keys are hidden from the queries, or only the device knows how many there are.
     let all = known(1, 1024, [8, 1]);
     let mut window = all;
-    window.attention.mask =
+    window.attention.scores.mask =
         Mask::Window { left: Some(700), right: Some(0), align: Align::BottomRight };
     let mut unknown = all;
     unknown.cache.seqused_kv = true;

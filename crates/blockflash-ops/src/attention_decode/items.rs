@@ -39,7 +39,7 @@ impl AttentionDecodeProblem {
         if attention.packed.is_some() || self.cache.seqused_kv || self.pages.is_some() {
             return None;
         }
-        let limits = attention.mask.limits(attention.seqlen_q, attention.seqlen_kv);
+        let limits = attention.scores.mask.limits(attention.seqlen_q, attention.seqlen_kv);
         let sides = match (limits.left, limits.right, limits.align) {
             (Some(left), Some(right), _) => left.saturating_add(right),
             (Some(side), None, Align::BottomRight) | (None, Some(side), Align::TopLeft) => side,
@@ -52,7 +52,7 @@ impl AttentionDecodeProblem {
     /// query.
     pub(super) fn sees_all(&self) -> bool {
         let attention = &self.attention;
-        let limits = attention.mask.limits(attention.seqlen_q, attention.seqlen_kv);
+        let limits = attention.scores.mask.limits(attention.seqlen_q, attention.seqlen_kv);
         let to_the_end = limits.right.is_none() || limits.align == Align::BottomRight;
         self.keys_of_each().is_some() && limits.left.is_none() && to_the_end
     }

@@ -80,7 +80,7 @@ fn lengths_on_the_device_have_no_runs() {
 fn keys_that_no_query_sees_do_not_count() {
     let mut windowed = problem(8, 8192, [32, 8], 128);
     assert_eq!(windowed.keys_of_each(), Some(8192));
-    windowed.attention.mask =
+    windowed.attention.scores.mask =
         Mask::Window { left: Some(1023), right: Some(0), align: Align::BottomRight };
     assert_eq!(windowed.keys_of_each(), Some(1024));
     assert_eq!(division(&windowed), (128, 2));

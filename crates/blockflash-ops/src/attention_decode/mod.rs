@@ -25,7 +25,7 @@ pub(crate) use select::support;
 use self::launches::{Launches, Planned};
 use self::pages::HostPages;
 use self::prefill::PrefillPlan;
-use crate::attention::{AttentionOutput, Mask};
+use crate::attention::{AttentionOutput, Mask, Scores};
 use crate::check::{Operand, aligned};
 use crate::kv_append::{self, AppendKv};
 use crate::kv_cache::{HostCache, KvCache, KvCacheMut, PackedTokens, Rotary, token_ranges};
@@ -58,7 +58,7 @@ use blockflash_sys::{DType, Kernel, manifest};
 ///
 /// let packed = Some(PackedTokens { cu_seqlens: cu_seqlens.view(), max_seqlen: 20 });
 /// let decode =
-///     AttentionDecode { mask: Mask::causal(), packed, ..AttentionDecode::new(q.view()) };
+///     AttentionDecode { scores: Mask::causal().into(), packed, ..AttentionDecode::new(q.view()) };
 /// let cache = KvCacheMut {
 ///     block_table: Some(block_table.view()),
 ///     seqused_kv: Some(seqused_kv.view()),
@@ -86,15 +86,8 @@ pub struct AttentionDecode<'a> {
     pub q: View<'a>,
     /// Set when the sequences have unequal numbers of queries.
     pub packed: Option<PackedTokens<'a>>,
-    /// Which keys a query attends.
-    pub mask: Mask,
-    /// Factor of q·kᵀ, finite and positive; `None` is `1 / sqrt(head_dim)`.
-    pub softmax_scale: Option<f32>,
-    /// Scores become `softcap * tanh(score / softcap)`; finite and positive.
-    pub softcap: Option<f32>,
-    /// f32 `[num_heads_q]`: a logit per head (attention sink) that joins the softmax denominator,
-    /// and so the lse, but has no value.
-    pub sink: Option<View<'a>>,
+    /// What happens to a score: mask, scale, softcap, sink.
+    pub scores: Scores<View<'a>>,
     /// Turns the queries by their positions: query `i` of `n` by position `seqused_kv - n + i`,
     /// clamped to the positions of the tables. The keys in the cache are turned already, or by
     /// [`AppendKv::rotary`].
@@ -115,10 +108,7 @@ impl<'a> AttentionDecode<'a> {
         Self {
             q,
             packed: None,
-            mask: Mask::Full,
-            softmax_scale: None,
-            softcap: None,
-            sink: None,
+            scores: Scores::of(Mask::Full),
             rotary: None,
             pages: None,
             workspace: None,
@@ -201,7 +191,7 @@ impl<'a> AttentionDecode<'a> {
             cache,
             o,
             lse,
-            sink: self.sink,
+            sink: self.scores.sink,
             cu_seqlens_q: self.packed.map(|packed| packed.cu_seqlens),
             pages: self.pages.map(|pages| [pages.lists, pages.counts]),
             workspace: self.workspace.map(AttentionDecodeWorkspace::memory),
@@ -212,7 +202,6 @@ impl<'a> AttentionDecode<'a> {
     fn on(&self, device: &Device) -> Result<()> {
         let inputs = [
             ("q", Some(&self.q)),
-            ("sink", self.sink.as_ref()),
             ("cu_seqlens.q", self.packed.as_ref().map(|packed| &packed.cu_seqlens)),
             ("pages.lists", self.pages.as_ref().map(|pages| &pages.lists)),
             ("pages.counts", self.pages.as_ref().map(|pages| &pages.counts)),
@@ -220,6 +209,7 @@ impl<'a> AttentionDecode<'a> {
         for (what, view) in inputs {
             view.map_or(Ok(()), |view| Operand::new(what, view).on(device))?;
         }
+        self.scores.on(device)?;
         self.rotary.map_or(Ok(()), |rotary| rotary.on(device))?;
         self.workspace.map_or(Ok(()), |workspace| workspace.on(device))
     }

@@ -1,10 +1,9 @@
 use super::{AttentionDecode, PageListSizes};
 use crate::attention::{AttentionProblem, PackedRows, Strides, check_strides};
-use crate::check::{Operand, finite_positive, vector};
+use crate::check::Operand;
 use crate::kv_append::AppendKvProblem;
 use crate::kv_cache::{CacheSizes, KvCache, RotarySizes, token_sizes};
 use crate::{Error, Result};
-use blockflash_sys::DType;
 
 /// A call of attention to a cache reduced to plain numbers: what `select` and
 /// `plan` work on.
@@ -86,15 +85,7 @@ impl AttentionDecode<'_> {
             attention.packed = Some(PackedRows { total_q, total_kv: 0 });
             attention.o = Strides { batch: 0, ..attention.o };
         }
-        attention.mask = self.mask;
-        let scale = self.softmax_scale.unwrap_or(attention.softmax_scale);
-        attention.softmax_scale = finite_positive("softmax_scale", scale)?;
-        attention.softcap =
-            self.softcap.map(|softcap| finite_positive("softcap", softcap)).transpose()?;
-        if let Some(sink) = &self.sink {
-            vector("sink", sink, DType::F32, &[num_heads_q])?;
-            attention.sink = true;
-        }
+        attention.scores = self.scores.problem(cache.head_dim, num_heads_q)?;
         let rotary = self.rotary.as_ref();
         let rotary = rotary.map(|r| r.sizes(cache.dtype, cache.head_dim, cache.capacity));
         problem.rotary = rotary.transpose()?;

@@ -45,7 +45,7 @@ impl Fixture {
     }
 
     fn decode(&self) -> AttentionDecode<'_> {
-        AttentionDecode { mask: Mask::causal(), ..AttentionDecode::new(self.q.view()) }
+        AttentionDecode { scores: Mask::causal().into(), ..AttentionDecode::new(self.q.view()) }
     }
 
     fn run(&self, decode: AttentionDecode<'_>) -> [Vec<f32>; 2] {
@@ -61,7 +61,8 @@ fn a_full_contiguous_cache_is_plain_attention() {
     let v = fixture.v.view().slice(0, 0..2).unwrap();
     let decode = fixture.decode();
     let found = decode.forward(KvCache::new(k, v), &cpu()).unwrap();
-    let plain = Attention { mask: Mask::causal(), ..Attention::new(fixture.q.view(), k, v) };
+    let plain =
+        Attention { scores: Mask::causal().into(), ..Attention::new(fixture.q.view(), k, v) };
     let plain = plain.forward(&cpu()).unwrap();
     for (found, plain) in [(&found.o, &plain.o), (&found.lse, &plain.lse)] {
         assert_eq!(found.shape(), plain.shape());
@@ -144,7 +145,13 @@ fn prepared_calls() {
     // Other lengths are the same call, other options are not.
     fixture.lengths = i32s(&[2, 7], &[2]);
     assert_ne!(run(&fixture, fixture.decode()).unwrap(), dense);
-    let error = run(&fixture, AttentionDecode { softcap: Some(2.0), ..fixture.decode() });
+    let error = run(
+        &fixture,
+        AttentionDecode {
+            scores: Scores { softcap: Some(2.0), ..fixture.decode().scores },
+            ..fixture.decode()
+        },
+    );
     assert!(matches!(error, Err(Error::NotPrepared { op: "attention_decode" })));
 }
 
@@ -171,11 +178,29 @@ fn wrong_queries_are_named() {
     let call = AttentionDecode { packed, ..AttentionDecode::new(rows.view()) };
     assert!(message(call).contains("of 2 sequences"));
     let decode = fixture.decode();
-    assert!(message(AttentionDecode { softcap: Some(-1.0), ..decode }).contains("softcap"));
+    assert!(
+        message(AttentionDecode {
+            scores: Scores { softcap: Some(-1.0), ..decode.scores },
+            ..decode
+        })
+        .contains("softcap")
+    );
     let scale = Some(f32::NAN);
-    assert!(message(AttentionDecode { softmax_scale: scale, ..decode }).contains("softmax_scale"));
+    assert!(
+        message(AttentionDecode {
+            scores: Scores { softmax_scale: scale, ..decode.scores },
+            ..decode
+        })
+        .contains("softmax_scale")
+    );
     let sink = f32s(&[0.0; 3], &[3]);
-    assert!(message(AttentionDecode { sink: Some(sink.view()), ..decode }).contains("sink"));
+    assert!(
+        message(AttentionDecode {
+            scores: Scores { sink: Some(sink.view()), ..decode.scores },
+            ..decode
+        })
+        .contains("sink")
+    );
     let (lists, counts) = (i32s(&[0; 12], &[2, 2, 3]), i32s(&[0; 2], &[2]));
     let of = |lists: &Tensor, counts: &Tensor| {
         let pages = Some(PageLists { lists: lists.view(), counts: counts.view() });

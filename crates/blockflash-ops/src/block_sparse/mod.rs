@@ -28,8 +28,8 @@
 //! // The same for both heads.
 //! let data: Vec<f32> = (0..1000 * 2 * 8).map(|i| (i as f32).sin()).collect();
 //! let q = View::from_slice(&data, &[1, 1000, 2, 8])?;
-//! let (mask, block_mask) = (Mask::causal(), Some(&mask));
-//! let attention = Attention { mask, block_mask, ..Attention::new(q, q, q) };
+//! let (scores, block_mask) = (Mask::causal().into(), Some(&mask));
+//! let attention = Attention { scores, block_mask, ..Attention::new(q, q, q) };
 //! let output = attention.forward(&Device::cpu().stream()?)?;
 //! assert_eq!(output.o.shape(), [1, 1000, 2, 8]);
 //! # Ok::<(), blockflash_ops::Error>(())

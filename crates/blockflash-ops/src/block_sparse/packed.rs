@@ -37,7 +37,7 @@ impl BlockMask {
     /// let q = View::from_slice(&data, &[400, 2, 8])?;
     /// let offsets = View::from_slice(&[0, 300, 400], &[3])?;
     /// let attention = Attention {
-    ///     mask: Mask::causal(),
+    ///     scores: Mask::causal().into(),
     ///     cu_seqlens: Some(CuSeqlens {
     ///         q: offsets,
     ///         kv: offsets,

@@ -9,7 +9,6 @@ mod cpu;
 mod dense_sparse;
 mod from_tensors;
 mod grouping;
-mod likeness;
 mod matrix;
 mod parts;
 mod pattern;

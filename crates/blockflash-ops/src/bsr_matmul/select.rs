@@ -4,7 +4,6 @@ use crate::Result;
 use crate::check::{is_tensor_map_stride, size_refusal, too_large};
 use crate::rates::was_tuned;
 use crate::selection::{self, Candidate, Kernels, Peers, Problem, Rule, preference};
-use crate::tuning::Likeness;
 use blockflash_safe::CudaProperties;
 use blockflash_sys::manifest::{BsrMatmulTile, Variant};
 use blockflash_sys::{DType, Kernel, Major};
@@ -75,10 +74,6 @@ impl Problem for BsrProblem {
 
     fn key(&self) -> (DType, usize) {
         (self.dtype, self.block_size)
-    }
-
-    fn likeness(&self) -> Option<Likeness> {
-        Some(Likeness::of_bsr_matmul(self))
     }
 
     fn key_of(tile: &BsrMatmulTile) -> (DType, usize) {

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
-from . import _native
+from . import _attention, _decode, _native  # noqa: F401  (rules need the operators)
 from ._schema import ATTENTION, DECODE
 
 _OPS = torch.ops.blockflash
@@ -111,7 +111,9 @@ def _whole(count: int) -> list[Any]:
 
 
 @register_sharding(_OPS.attention_decode.default)
-def _decode(q: Any, k_cache: Any, v_cache: Any, *options: Any) -> list[tuple[list[Any], list[Any]]]:
+def _of_decode(
+    q: Any, k_cache: Any, v_cache: Any, *options: Any
+) -> list[tuple[list[Any], list[Any]]]:
     named = DECODE.named(options)
     given = [named[name] is not None for name in DECODE.tensors]
     found = [(_whole(2), _whole(3 + sum(given)))]

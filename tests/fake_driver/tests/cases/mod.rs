@@ -50,7 +50,8 @@ fn attention(stream: &Stream) -> Result<Vec<Case>> {
     let [q, k, v, d_o] = [&*new()?, new()?, new()?, new()?];
     let (o, o_sparse, o_for) = (new()?, new()?, &*new()?);
     let lse = &*tensor(stream, DType::F32, &[2, 16, 2048])?;
-    let call = Attention { mask: Mask::causal(), ..Attention::new(q.view(), k.view(), v.view()) };
+    let call =
+        Attention { scores: Mask::causal().into(), ..Attention::new(q.view(), k.view(), v.view()) };
     let geometry = BlockGeometry::new(2048, 2048, 128, 128)?;
     let mask = BlockMask::window(geometry, Some(4), Some(0), Default::default())?.to(stream)?;
     let sparse = Attention { block_mask: Some(Box::leak(Box::new(mask))), ..call };
@@ -95,7 +96,8 @@ fn decoding(stream: &Stream) -> Result<Vec<Case>> {
         seqused_kv: Some(lengths.view()),
         ..KvCache::new(k.view(), v.view())
     };
-    let decode = AttentionDecode { mask: Mask::causal(), ..AttentionDecode::new(q.view()) };
+    let decode =
+        AttentionDecode { scores: Mask::causal().into(), ..AttentionDecode::new(q.view()) };
     let bytes = decode.workspace_bytes(&read, stream.device())?;
     let workspace = AttentionDecodeWorkspace::new(stream, bytes.max(1))?;
     let decode = AttentionDecode { workspace: Some(Box::leak(Box::new(workspace))), ..decode };

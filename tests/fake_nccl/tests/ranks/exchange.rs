@@ -50,8 +50,10 @@ fn attention_over_ranks_sends_what_is_expected() -> Result<()> {
             let [q, k, v] = [tensor(8), tensor(4), tensor(4)].map(Result::unwrap);
             for scheme in Scheme::all(4, 4) {
                 for mask in [Mask::Full, Mask::causal()] {
-                    let attention =
-                        Attention { mask, ..Attention::new(q.view(), k.view(), v.view()) };
+                    let attention = Attention {
+                        scores: mask.into(),
+                        ..Attention::new(q.view(), k.view(), v.view())
+                    };
                     let (block_mask, cu_seqlens) = (None, None);
                     let call =
                         DistributedAttention { attention, shard, scheme, block_mask, cu_seqlens };

@@ -179,8 +179,10 @@ fn attention_over_ranks_gathers_in_windows() -> Result<()> {
                 for (scheme, mask) in
                     schemes.flat_map(|of| [Mask::causal(), Mask::Full].map(|mask| (of, mask)))
                 {
-                    let attention =
-                        Attention { mask, ..Attention::new(q.view(), k.view(), v.view()) };
+                    let attention = Attention {
+                        scores: mask.into(),
+                        ..Attention::new(q.view(), k.view(), v.view())
+                    };
                     let (block_mask, cu_seqlens) = (None, None);
                     let call =
                         DistributedAttention { attention, shard, scheme, block_mask, cu_seqlens };

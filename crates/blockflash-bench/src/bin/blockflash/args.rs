@@ -1,8 +1,8 @@
 //! Options that several commands share, and the parsers of their values.
 
-use crate::failure::{Result, bail};
+use crate::failure::Result;
 use blockflash_bench::io::Format;
-use blockflash_ops::{DType, Device, tuning};
+use blockflash_ops::{DType, Device};
 use blockflash_safe::{Error, cuda_status};
 use std::path::PathBuf;
 
@@ -52,34 +52,6 @@ impl DeviceArg {
             Err(Error::NoDriver) => None,
             Err(reason) => Some(format!("no GPU is used: {reason}")),
             Ok(_) => Some("no GPU is used: none has compute capability 8.0 or newer".to_owned()),
-        }
-    }
-}
-
-/// A record of measurements that decides about kernels.
-#[derive(clap::Args)]
-pub struct TuningArg {
-    /// Let this record of `blockflash tune` choose kernels, where it has a case like the problem
-    #[arg(long, value_name = "FILE", help_heading = "Common options")]
-    pub tuning: Option<PathBuf>,
-}
-
-impl TuningArg {
-    /// Loads the record, which must have cases of the device: it would do nothing otherwise.
-    pub fn load(&self, device: &Device) -> Result<()> {
-        let Some(path) = &self.tuning else { return Ok(()) };
-        let Some(gpu) = device.cuda_properties() else {
-            bail!("--tuning is about kernels of GPUs, but the CPU is used");
-        };
-        let tuning = tuning::load(path)?;
-        match tuning.gpu(gpu) {
-            Some(_) => Ok(()),
-            None => bail!(
-                "{} has no case of {} with {} multiprocessors",
-                path.display(),
-                gpu.name,
-                gpu.multiprocessors
-            ),
         }
     }
 }

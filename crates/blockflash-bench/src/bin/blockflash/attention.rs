@@ -4,21 +4,23 @@ use crate::attention_args::Args;
 use crate::failure::{Failure, Result, bail, ensure};
 use crate::offsets::Offsets;
 use crate::operand::{StandIn, common_dtype, load_all, random};
+use crate::qkv_args::sink;
 use crate::run::Run;
-use blockflash_bench::case::{AttentionData, AttentionOperands, Scores};
+use blockflash_bench::case::{AttentionData, AttentionOperands};
 use blockflash_bench::io::Array;
 use blockflash_bench::memory;
-use blockflash_ops::DType;
+use blockflash_ops::{Attention, DType, Scores};
+use std::path::Path;
 use std::process::ExitCode;
 
 /// Runs attention once, checks and times it.
 pub fn run(args: Args) -> Result<ExitCode> {
     let outputs = args.outputs()?;
     let device = args.common.device.open()?;
-    args.tuning.load(&device)?;
     let stream = device.stream()?;
     let scores = args.scores.of(args.mask, args.block_mask.token_mask())?;
     let data = data(&args, scores)?;
+    let scores = scores.try_map_sink(|path| sink(path, &data.q, args.common.seed))?;
     let wants_lse = outputs.has("lse") || args.common.check;
     let mut operands = AttentionOperands::new(scores, data, wants_lse, &stream)?;
     let (operation, kernel) = ("attention", args.kernel.as_deref());
@@ -27,19 +29,18 @@ pub fn run(args: Args) -> Result<ExitCode> {
 }
 
 /// What is computed from, read or drawn.
-fn data(args: &Args, scores: Scores) -> Result<AttentionData> {
+fn data(args: &Args, scores: Scores<&Path>) -> Result<AttentionData> {
     let [q, k, v] = tensors(args, scores)?;
     let lengths = match &args.cu_seqlens {
         Some(offsets) => Some(packed(args, offsets, [&q, &k])?),
         None => None,
     };
-    let sink = args.scores.sink(&q, args.common.seed)?;
     let seqlens = [&q, &k].map(|tensor| tensor.shape().get(1).copied().unwrap_or(0));
     let block_mask = args.block_mask.load(seqlens, lengths.as_ref(), args.common.seed)?;
-    Ok(AttentionData { q, k, v, sink, lengths, block_mask })
+    Ok(AttentionData { q, k, v, lengths, block_mask })
 }
 
-fn tensors(args: &Args, scores: Scores) -> Result<[Array; 3]> {
+fn tensors(args: &Args, scores: Scores<&Path>) -> Result<[Array; 3]> {
     let dtype = args.qkv.dtype();
     let packed = args.cu_seqlens.is_some();
     if let Some([batch, seqlen_q, heads_q, head_dim]) = args.random {
@@ -74,11 +75,12 @@ fn tensors(args: &Args, scores: Scores) -> Result<[Array; 3]> {
 }
 
 /// Refuses a call whose sizes or options do not fit before a tensor of it is drawn or read.
-fn refuse(scores: Scores, dtype: DType, [q, kv]: [&[usize]; 2]) -> Result<()> {
+fn refuse(scores: Scores<&Path>, dtype: DType, [q, kv]: [&[usize]; 2]) -> Result<()> {
     let (Some(q), Some(kv)) = (StandIn::new(dtype, q), StandIn::new(dtype, kv)) else {
         return Ok(());
     };
-    scores.call([q.view()?, kv.view()?, kv.view()?]).problem()?;
+    let scores = scores.without_sink();
+    Attention { scores, ..Attention::new(q.view()?, kv.view()?, kv.view()?) }.problem()?;
     Ok(())
 }
 

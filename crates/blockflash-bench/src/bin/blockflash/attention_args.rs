@@ -1,6 +1,6 @@
 //! Options of `blockflash attention`.
 
-use crate::args::{Common, TuningArg, sizes};
+use crate::args::{Common, sizes};
 use crate::attention_mask::MaskArgs;
 use crate::failure::Result;
 use crate::offsets::Offsets;
@@ -61,13 +61,7 @@ pub struct Args {
     pub block_mask: MaskArgs,
 
     /// Use the first suitable GPU kernel whose name contains this text, not the selected one
-    #[arg(
-        long,
-        alias = "row",
-        value_name = "SYMBOL",
-        conflicts_with = "tuning",
-        help_heading = "Operation"
-    )]
+    #[arg(long, alias = "row", value_name = "SYMBOL", help_heading = "Operation")]
     pub kernel: Option<String>,
 
     #[command(flatten)]
@@ -75,8 +69,6 @@ pub struct Args {
 
     #[command(flatten)]
     pub common: Common,
-    #[command(flatten)]
-    pub tuning: TuningArg,
 }
 
 impl Args {

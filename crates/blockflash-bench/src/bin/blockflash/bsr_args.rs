@@ -1,6 +1,6 @@
 //! Options of `blockflash bsr-matmul`.
 
-use crate::args::{Common, Float, TuningArg, out_path, sizes};
+use crate::args::{Common, Float, out_path, sizes};
 use std::path::PathBuf;
 
 const EXAMPLES: &str = "\
@@ -49,8 +49,6 @@ pub struct Args {
     pub output: OutputArgs,
     #[command(flatten)]
     pub common: Common,
-    #[command(flatten)]
-    pub tuning: TuningArg,
 }
 
 /// What is computed.

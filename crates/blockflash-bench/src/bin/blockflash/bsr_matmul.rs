@@ -34,7 +34,6 @@ pub fn run(args: Args) -> Result<ExitCode> {
     ];
     let outputs = Outputs::new(&[("--out", "c", args.output.out.as_ref())], &inputs)?;
     let device = args.common.device.open()?;
-    args.tuning.load(&device)?;
     let stream = device.stream()?;
 
     let data = data(&args)?;

@@ -3,10 +3,12 @@
 use crate::decode_args::Args;
 use crate::failure::{Result, bail, ensure};
 use crate::operand::{Source, StandIn, common_dtype, load_all, random};
+use crate::qkv_args::sink;
 use crate::run::Run;
-use blockflash_bench::case::{DecodeData, DecodeOperands, DecodeShape, Fill, Scores};
+use blockflash_bench::case::{DecodeData, DecodeOperands, DecodeShape, Fill};
 use blockflash_bench::memory;
-use blockflash_ops::{AttentionDecode, DType, KvCache, Mask};
+use blockflash_ops::{AttentionDecode, DType, KvCache, Mask, Scores};
+use std::path::Path;
 use std::process::ExitCode;
 
 /// Keys of a random cache, unless a number is given.
@@ -26,9 +28,9 @@ pub fn run(args: Args) -> Result<ExitCode> {
         Some(lengths) => Some(lengths.load("seqused_kv")?),
         None => None,
     };
-    let sink = args.scores.sink(&data.q, args.common.seed)?;
+    let scores = scores.try_map_sink(|path| sink(path, &data.q, args.common.seed))?;
     let wants_lse = outputs.has("lse") || args.common.check;
-    let data = DecodeData { seqused_kv, sink, ..data };
+    let data = DecodeData { seqused_kv, ..data };
     let mut operands = DecodeOperands::new(scores, data, wants_lse, &stream)?;
     let (operation, kernel) = ("attention-decode", None);
     Run { operation, common: &args.common, kernel, outputs, device: &device, stream: &stream }
@@ -37,7 +39,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
 
 fn drawn(
     args: &Args,
-    scores: Scores,
+    scores: Scores<&Path>,
     [batch, queries, heads, head_dim]: [usize; 4],
 ) -> Result<DecodeData> {
     let keys = args.seqlen_kv.unwrap_or(KEYS);
@@ -72,7 +74,7 @@ fn drawn(
     shape.data(seed, |what, shape: &[usize], lane| random(what, dtype, shape, seed, lane))
 }
 
-fn read(args: &Args, scores: Scores) -> Result<DecodeData> {
+fn read(args: &Args, scores: Scores<&Path>) -> Result<DecodeData> {
     // clap does not enforce `requires` where what is required conflicts with another option that is
     // given.
     ensure!(
@@ -93,13 +95,13 @@ fn read(args: &Args, scores: Scores) -> Result<DecodeData> {
     let &[pages, _, _, _] = k.shape() else {
         bail!("k is {:?}, expected four sizes: see --help", k.shape());
     };
-    let (seqused_kv, chosen, sink, seed) = (None, None, None, args.common.seed);
-    Ok(DecodeData { q, k, v, pages, block_table, seqused_kv, chosen, sink, seed })
+    let (seqused_kv, chosen, seed) = (None, None, args.common.seed);
+    Ok(DecodeData { q, k, v, pages, block_table, seqused_kv, chosen, seed })
 }
 
 /// Refuses a call whose sizes or options do not fit before a tensor of it is drawn or read.
 fn refuse(
-    scores: Scores,
+    scores: Scores<&Path>,
     dtype: DType,
     [q, kv]: [&[usize]; 2],
     table: Option<[usize; 2]>,
@@ -113,8 +115,7 @@ fn refuse(
     };
     let block_table = table.map(|_| of_table.view()).transpose()?;
     let cache = KvCache { block_table, ..KvCache::new(kv.view()?, kv.view()?) };
-    let Scores { mask, softmax_scale, softcap } = scores;
-    AttentionDecode { mask, softmax_scale, softcap, ..AttentionDecode::new(q.view()?) }
-        .problem(&cache)?;
+    let scores = scores.without_sink();
+    AttentionDecode { scores, ..AttentionDecode::new(q.view()?) }.problem(&cache)?;
     Ok(())
 }

@@ -4,11 +4,9 @@ use crate::args::DeviceArg;
 use crate::failure::Result;
 use crate::output::{device_name, print};
 use crate::table::{self, Facts, grid};
-use blockflash_ops::tuning::{TunedGpu, Tuning};
-use blockflash_ops::{DType, Device, Status, SupportRow, support, tuning};
+use blockflash_ops::{DType, Device, Status, SupportRow, support};
 use blockflash_safe::{CudaProperties, CudaStatus, cuda_status};
 use serde_json::{Value, json};
-use std::path::PathBuf;
 use std::process::ExitCode;
 
 /// Options of `blockflash info`.
@@ -16,9 +14,6 @@ use std::process::ExitCode;
 pub struct Args {
     #[command(flatten)]
     device: DeviceArg,
-    /// Say what this record of `blockflash tune` would decide about here
-    #[arg(long, value_name = "FILE", help_heading = "Common options")]
-    tuning: Option<PathBuf>,
     /// Print one JSON object instead of tables
     #[arg(long, help_heading = "Common options")]
     json: bool,
@@ -28,15 +23,11 @@ pub struct Args {
 pub fn run(args: Args) -> Result<ExitCode> {
     let status = cuda_status();
     let device = args.device.open()?;
-    let tuning = args.tuning.map(tuning::load).transpose()?;
-    let tuning = tuning.as_deref();
     let rows = support(&device);
     let text = if args.json {
-        serde_json::to_string(&as_json(&device, &status, &rows, tuning))?
+        serde_json::to_string(&as_json(&device, &status, &rows))?
     } else {
-        let mut facts = devices(&device, &status);
-        facts.add("tuning", tuned(tuning, &device));
-        format!("{facts}\n\n{}", support_text(&rows))
+        format!("{}\n\n{}", devices(&device, &status), support_text(&rows))
     };
     print(&text)?;
     Ok(ExitCode::SUCCESS)
@@ -60,28 +51,6 @@ fn devices(default: &Device, status: &CudaStatus) -> Facts {
     facts.add("cpu", device_name(&Device::cpu()).trim_start_matches("cpu (").trim_end_matches(')'));
     facts.add("used here", default);
     facts
-}
-
-/// Whether a record decides about kernels of the device.
-fn tuned(tuning: Option<&Tuning>, device: &Device) -> String {
-    let Some(tuning) = tuning else {
-        return "no record is loaded: rules and estimates choose kernels".to_owned();
-    };
-    let path = tuning.path().display();
-    let others = [(tuning.unknown_kernels(), "unknown kernels"), (tuning.failed(), "failures")]
-        .into_iter()
-        .filter(|(count, _)| *count > 0)
-        .map(|(count, what)| format!("; {count} lines of {what} do not count"))
-        .collect::<String>();
-    match device.cuda_properties().and_then(|gpu| tuning.gpu(gpu)) {
-        Some(gpu) => format!("{path}: {} cases of this GPU{others}", gpu.cases()),
-        None => {
-            let gpus = tuning.gpus().iter();
-            let gpus = gpus.map(|gpu| format!("{} ({} SMs)", gpu.name, gpu.multiprocessors));
-            let gpus = gpus.collect::<Vec<_>>().join(", ");
-            format!("{path}: no case of this device, but of {gpus}{others}")
-        }
-    }
 }
 
 fn gpu_line(gpu: &CudaProperties) -> String {
@@ -143,17 +112,7 @@ fn sizes(rows: &[SupportRow]) -> String {
     grid(&["operation", "size", "CPU", "GPUs from sm_80 on"], cells.collect()).to_string()
 }
 
-fn as_json(
-    device: &Device,
-    status: &CudaStatus,
-    rows: &[SupportRow],
-    tuning: Option<&Tuning>,
-) -> Value {
-    let cases = |tuning: &Tuning| {
-        let gpu = device.cuda_properties().and_then(|gpu| tuning.gpu(gpu));
-        gpu.map_or(0, TunedGpu::cases)
-    };
-    let tuning = tuning.map(|tuning| json!({ "path": tuning.path(), "cases": cases(tuning) }));
+fn as_json(device: &Device, status: &CudaStatus, rows: &[SupportRow]) -> Value {
     let support: Vec<Value> = rows
         .iter()
         .map(|row| {
@@ -179,7 +138,6 @@ fn as_json(
         "cuda_problem": status.as_ref().err().map(ToString::to_string),
         "cpu": device_name(&Device::cpu()),
         "device": device.to_string(),
-        "tuning": tuning,
         "support": support,
     })
 }

@@ -1,6 +1,6 @@
 //! `blockflash launch`: a few launches of one case and little else on the GPU, for profilers.
 
-use crate::args::{DeviceArg, TuningArg};
+use crate::args::DeviceArg;
 use crate::failure::{Failure, Result};
 use crate::output::print;
 use blockflash_bench::case::{Case, Work};
@@ -17,7 +17,7 @@ pub struct Args {
     #[arg(long, value_name = "ID")]
     pub case: Case,
     /// Launch the kernel whose name contains this text instead of the selected kernel
-    #[arg(long, alias = "row", value_name = "SYMBOL", conflicts_with = "tuning")]
+    #[arg(long, alias = "row", value_name = "SYMBOL")]
     pub kernel: Option<String>,
     /// Number of launches
     #[arg(
@@ -32,8 +32,6 @@ pub struct Args {
     pub seed: u64,
     #[command(flatten)]
     pub device: DeviceArg,
-    #[command(flatten)]
-    pub tuning: TuningArg,
 }
 
 /// What was launched, for whoever profiles it.
@@ -53,7 +51,6 @@ struct Launched {
 pub fn run(args: Args) -> Result<ExitCode> {
     let device = args.device.open()?;
     let stream = device.stream()?;
-    args.tuning.load(&device)?;
     let which = args.kernel.map_or(Kernels::Selected, |name| Kernels::Named(vec![name]));
     let kernel = Ours::launch(&args.case, &stream, args.seed, &which, args.launches.into())?;
     let launched = Launched {

@@ -14,6 +14,7 @@ mod bsr_file;
 mod bsr_matmul;
 mod decode;
 mod decode_args;
+mod drawn_args;
 mod failure;
 mod info;
 mod launch;
@@ -27,6 +28,7 @@ mod outputs;
 mod pace;
 mod progress;
 mod qkv_args;
+mod recording;
 mod report;
 mod rest;
 mod run;
@@ -36,7 +38,6 @@ mod shell;
 mod suite_args;
 mod swap_check;
 mod table;
-mod tune;
 
 use clap::{CommandFactory, Parser};
 use std::process::ExitCode;
@@ -78,8 +79,6 @@ enum Command {
     Sddmm(Box<sddmm_args::Args>),
     /// Measure the benchmark suites
     Bench(bench::Args),
-    /// Measure every kernel of some cases on this GPU, for selection to read
-    Tune(tune::Args),
     /// Launch one case of a suite a few times, for profilers
     Launch(launch::Args),
     /// Count and draw block masks
@@ -106,7 +105,6 @@ fn main() -> ExitCode {
         Ok(Cli { command: Command::BsrMatmul(args) }) => bsr_matmul::run(*args),
         Ok(Cli { command: Command::Sddmm(args) }) => sddmm::run(*args),
         Ok(Cli { command: Command::Bench(args) }) => bench::run(args),
-        Ok(Cli { command: Command::Tune(args) }) => tune::run(args),
         Ok(Cli { command: Command::Launch(args) }) => launch::run(args),
         Ok(Cli { command: Command::Mask(args) }) => mask::run(args),
         Ok(Cli { command: Command::Report(args) }) => report::run(args),

@@ -4,9 +4,8 @@ use crate::args::{Float, Window, out_path, window};
 use crate::failure::{Result, bail, ensure};
 use crate::operand::{Source, random};
 use crate::outputs::Outputs;
-use blockflash_bench::case::Scores;
 use blockflash_bench::io::Array;
-use blockflash_ops::{Align, DType, Mask};
+use blockflash_ops::{Align, DType, Mask, Scores};
 use std::path::{Path, PathBuf};
 
 /// Where q, k and v come from, and the type to compute in.
@@ -101,10 +100,12 @@ pub enum MaskName {
 }
 
 impl ScoreArgs {
-    /// The options with the mask; `default` stands for a mask that is not named.
-    pub fn of(&self, mask: Option<MaskName>, default: Mask) -> Result<Scores> {
-        let &Self { scale: softmax_scale, softcap, .. } = self;
-        Ok(Scores { mask: self.mask(mask, default)?, softmax_scale, softcap })
+    /// The options with the mask; `default` stands for a mask that is not named. The sink is where
+    /// it comes from: see [`sink`].
+    pub fn of(&self, mask: Option<MaskName>, default: Mask) -> Result<Scores<&Path>> {
+        let &Self { scale: softmax_scale, softcap, ref sink, .. } = self;
+        let mask = self.mask(mask, default)?;
+        Ok(Scores { mask, softmax_scale, softcap, sink: sink.as_deref() })
     }
 
     fn mask(&self, name: Option<MaskName>, default: Mask) -> Result<Mask> {
@@ -127,18 +128,17 @@ impl ScoreArgs {
             }
         })
     }
+}
 
-    /// Attention sinks of the heads of q, from a file or random.
-    pub fn sink(&self, q: &Array, seed: u64) -> Result<Option<Array>> {
-        let Some(path) = &self.sink else { return Ok(None) };
-        if path != Path::new("random") {
-            return Source::open(path, "sink")?.load(DType::F32).map(Some);
-        }
-        let &[.., heads, _] = q.shape() else {
-            bail!("q is {:?}, which has no heads", q.shape());
-        };
-        random("sink", DType::F32, &[heads], seed, 3).map(Some)
+/// Attention sinks of the heads of q, from a file or random.
+pub fn sink(path: &Path, q: &Array, seed: u64) -> Result<Array> {
+    if path != Path::new("random") {
+        return Source::open(path, "sink")?.load(DType::F32);
     }
+    let &[.., heads, _] = q.shape() else {
+        bail!("q is {:?}, which has no heads", q.shape());
+    };
+    random("sink", DType::F32, &[heads], seed, 3)
 }
 
 /// The files to write.

@@ -40,8 +40,13 @@ fn minutes(text: &str) -> std::result::Result<Duration, String> {
 }
 
 impl RestArgs {
-    /// Reads what the file has, if that matters. The time begins now.
-    pub fn of(&self, run: &Run, file: &Path) -> Result<Rest> {
+    /// Whether no case may begin any more, with a time that began then.
+    pub fn is_over(&self, started: Instant) -> bool {
+        self.minutes.is_some_and(|limit| started.elapsed() > limit)
+    }
+
+    /// Reads what the file has, if that matters, with a time that began then.
+    pub fn of(&self, run: &Run, file: &Path, started: Instant) -> Result<Rest> {
         let mut known = Vec::new();
         if self.missing && file.exists() {
             let machine = &run.machine;
@@ -51,7 +56,7 @@ impl RestArgs {
                 (&record.suite, &record.commit, &record.gpu, &record.driver) == here
             });
         }
-        Ok(Rest::new(known, self.minutes))
+        Ok(Rest { started, ..Rest::new(known, self.minutes) })
     }
 }
 

@@ -22,25 +22,24 @@ pub struct SuiteArgs {
 }
 
 impl SuiteArgs {
-    /// Changes what the options say. At least one case is left.
-    pub fn apply(&self, suite: &mut Suite) -> Result<()> {
-        if let Some(rounds) = self.rounds {
-            suite.rounds = rounds.into();
-        }
-        if let Some(window_ms) = self.window_ms {
-            suite.window_ms = window_ms.into();
-        }
-        if let Some(gap_ms) = self.gap_ms {
-            suite.gap_ms = gap_ms.into();
+    /// Changes what the options say in the suites of this name. Suites of which no case is left are
+    /// left out, but not all of them.
+    pub fn apply(&self, name: &str, suites: &mut Vec<Suite>) -> Result<()> {
+        for suite in suites.iter_mut() {
+            suite.rounds = self.rounds.map_or(suite.rounds, usize::from);
+            suite.window_ms = self.window_ms.map_or(suite.window_ms, f64::from);
+            suite.gap_ms = self.gap_ms.map_or(suite.gap_ms, f64::from);
         }
         let Some(filter) = &self.filter else { return Ok(()) };
         let parts = words(filter);
-        suite.cases.retain(|case| parts.iter().any(|part| case.to_string().contains(part)));
-        if suite.cases.is_empty() {
-            let name = &suite.name;
-            bail!("no case of the suite {name} contains {filter:?}");
+        for suite in suites.iter_mut() {
+            suite.cases.retain(|case| parts.iter().any(|part| case.to_string().contains(part)));
         }
-        Ok(())
+        suites.retain(|suite| !suite.cases.is_empty());
+        match suites.is_empty() {
+            true => bail!("no case of the suite {name} contains {filter:?}"),
+            false => Ok(()),
+        }
     }
 }
 

@@ -6,11 +6,10 @@ use crate::pace::{announce, cases, each, failures};
 use blockflash_bench::order::Order;
 use blockflash_bench::peers::Peers;
 use blockflash_bench::rounds::{Run, Swap};
-use std::process::ExitCode;
 
 /// Measures every case in one order and in the reverse of it, and says by how much ratios move.
-/// Exit code 1 if ours failed, or everybody else.
-pub fn run(run: &Run, peers: &mut Peers) -> Result<ExitCode> {
+/// True if ours failed, or everybody else.
+pub fn run(run: &Run, peers: &mut Peers) -> Result<bool> {
     if cases(run).all(|(case, _)| run.competitors(case, peers).len() < 2) {
         let why = "two contestants follow each other in any order";
         bail!("--swap-check needs at least two competitors that run: {why}");
@@ -33,7 +32,7 @@ pub fn run(run: &Run, peers: &mut Peers) -> Result<ExitCode> {
         run.suite.gap_ms,
         100.0 * most
     ))?;
-    Ok(ExitCode::from(u8::from(failed || compared == 0)))
+    Ok(failed || compared == 0)
 }
 
 /// `flash 0.955, reversed 0.962 (0.73 %); … most 0.73 %`.

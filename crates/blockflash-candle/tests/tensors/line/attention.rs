@@ -2,6 +2,7 @@ use super::blockflash_candle::{Align, Attention, BlockTopK, Mask, Packed, flash_
 use super::blockflash_candle::{flash_attn_alibi_windowed_softcap, flash_attn_varlen_windowed};
 use super::candle_core::{DType, Device, Result, Tensor, Var};
 use super::harness::{Array, case, devices, normal_on, passed, types};
+use blockflash_ops::Scores;
 use blockflash_oracle::{
     AttentionBackwardCase, AttentionCase, Blocks, attention, attention_backward, attention_output,
 };
@@ -34,10 +35,7 @@ fn forward_and_lse(device: &Device) -> Result<()> {
             let sink = normal_on(device, &[heads], DType::F32)?;
             let (softcap, softmax_scale) = (Some(7.0), Some(0.2));
             let call = Attention {
-                mask,
-                softcap,
-                softmax_scale,
-                sink: Some(&sink),
+                scores: Scores { mask, softcap, softmax_scale, sink: Some(&sink) },
                 ..Attention::new(&q, &k, &v)
             };
             let (o, lse) = call.forward_with_lse()?;
@@ -108,7 +106,10 @@ fn functions_agree(device: &Device) -> Result<()> {
     let windowed = flash_attn_alibi_windowed_softcap(&q, &k, &v, None, 0.1, left, right, 0.0)?;
     assert_eq!(o, values(windowed)?);
     let mask = Mask::causal();
-    let call = Attention { mask, softmax_scale: Some(0.1), ..Attention::new(&q, &k, &v) };
+    let call = Attention {
+        scores: Scores { mask, softmax_scale: Some(0.1), ..Scores::default() },
+        ..Attention::new(&q, &k, &v)
+    };
     assert_eq!(o, values(call.forward()?)?);
     Ok(())
 }
@@ -123,7 +124,8 @@ fn chosen_blocks(device: &Device) -> Result<()> {
     let (q, k, v, mask) = (new(4)?, new(2)?, new(2)?, Mask::causal());
     let choice = BlockTopK { count: 2, first: 1, before: 0, ..BlockTopK::new(64) };
     let blocks = choice.choose(&q, &k, mask)?;
-    let call = Attention { mask, block_mask: Some(&blocks), ..Attention::new(&q, &k, &v) };
+    let call =
+        Attention { scores: mask.into(), block_mask: Some(&blocks), ..Attention::new(&q, &k, &v) };
     let o = Array::of(&call.forward()?)?;
     let [q, k, v] = [&q, &k, &v].map(|tensor| Array::of(tensor).unwrap());
     let stream = blockflash_ops::Device::cpu().stream().unwrap();
@@ -153,7 +155,7 @@ fn gradients(device: &Device) -> Result<()> {
             |seqlen, heads| Var::from_tensor(&normal_on(device, &[2, seqlen, heads, 16], dtype)?);
         let (q, k, v) = (new(21, 4)?, new(34, 2)?, new(34, 2)?);
         let d_o = normal_on(device, &[2, 21, 4, 16], dtype)?;
-        let call = Attention { mask, ..Attention::new(&q, &k, &v) };
+        let call = Attention { scores: mask.into(), ..Attention::new(&q, &k, &v) };
         let (o, lse) = call.forward_with_lse()?;
         let gradients = (&o * &d_o)?.sum_all()?.backward()?;
         let of = |var: &Var| Array::of(gradients.get(var).expect("a gradient"));

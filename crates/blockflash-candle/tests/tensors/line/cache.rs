@@ -23,7 +23,7 @@ fn steps(device: &Device) -> Result<()> {
                 Mask::causal(),
                 Mask::Window { left: Some(6), right: Some(0), align: Align::BottomRight },
             ] {
-                let call = Attention { mask, ..Attention::new(&q, &k, &v) };
+                let call = Attention { scores: mask.into(), ..Attention::new(&q, &k, &v) };
                 cache.truncate(keys.dims()[1] - tokens);
                 let o = Array::of(&call.append_to(&mut cache)?)?;
                 assert_eq!(cache.len(), keys.dims()[1]);

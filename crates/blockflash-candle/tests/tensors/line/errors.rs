@@ -4,6 +4,7 @@ use super::blockflash_candle::{
 };
 use super::candle_core::{self, DType, Device, Module, Result, Tensor, Var};
 use super::harness::{devices, normal, normal_on};
+use blockflash_ops::Scores;
 
 #[track_caller]
 fn refused<T>(result: Result<T>, words: &str) {
@@ -38,11 +39,14 @@ fn nothing_is_ignored() -> Result<()> {
 fn gradients_that_would_be_lost_are_refused() -> Result<()> {
     let q = normal(&[1, 8, 4, 16], DType::F32)?;
     let sink = Var::from_tensor(&normal(&[4], DType::F32)?)?;
-    let call = Attention { sink: Some(&sink), ..Attention::new(&q, &q, &q) };
+    let call = Attention {
+        scores: Scores { sink: Some(&sink), ..Scores::default() },
+        ..Attention::new(&q, &q, &q)
+    };
     refused(call.forward(), "sink");
     let tracked = Var::from_tensor(&q)?;
     let mut cache = KvCache::new(&Device::Cpu, DType::F32, [1, 8], 4, 16)?;
-    let call = Attention { mask: Mask::causal(), ..Attention::new(&tracked, &q, &q) };
+    let call = Attention { scores: Mask::causal().into(), ..Attention::new(&tracked, &q, &q) };
     refused(call.append_to(&mut cache), "gradient");
     assert!(cache.is_empty());
     let (o, lse) = call.forward_with_lse()?;

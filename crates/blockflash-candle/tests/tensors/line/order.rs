@@ -7,7 +7,7 @@ use super::candle_core::{DType, Device, Result, Tensor};
 use super::harness::{devices, normal_on};
 
 fn attend(q: &Tensor, k: &Tensor) -> Result<Tensor> {
-    Attention { mask: Mask::causal(), ..Attention::new(q, k, k) }.forward()
+    Attention { scores: Mask::causal().into(), ..Attention::new(q, k, k) }.forward()
 }
 
 fn values(tensor: &Tensor) -> Result<Vec<f32>> {

@@ -4,6 +4,7 @@
 //! Every block of queries is computed by one thread in a fixed order, so results do not depend on
 //! the number of threads. Keys that a block mask does not visit are not even read.
 
+mod scores;
 pub(crate) mod sequence;
 mod tile;
 
@@ -74,7 +75,7 @@ fn run<T: Float>(
         q: op.q.as_slice()?,
         k: op.k.as_slice()?,
         v: op.v.as_slice()?,
-        sink: op.sink.as_ref().map(|sink| sink.as_slice()).transpose()?,
+        sink: op.scores.sink.as_ref().map(|sink| sink.as_slice()).transpose()?,
         block_mask: op.block_mask,
     };
     let lse = lse.as_mut().map(|lse| lse.as_mut_slice()).transpose()?;

@@ -1,7 +1,7 @@
 //! The definition of attention, for tests.
 
 use crate::fixtures::values;
-use crate::{Attention, Device, Mask, Stream, View};
+use crate::{Attention, Device, Mask, Scores, Stream, View};
 
 /// One call with f32 operands, small enough for a triple loop.
 #[derive(Clone)]
@@ -49,7 +49,10 @@ impl Case {
         let (k, v) =
             (View::from_slice(&self.k, &kv).unwrap(), View::from_slice(&self.v, &kv).unwrap());
         let sink = self.sink.as_ref().map(|sink| View::from_slice(sink, &[heads_q]).unwrap());
-        Attention { mask: self.mask, softcap: self.softcap, sink, ..Attention::new(q, k, v) }
+        Attention {
+            scores: Scores { mask: self.mask, softcap: self.softcap, sink, ..Scores::default() },
+            ..Attention::new(q, k, v)
+        }
     }
 
     pub(super) fn run(&self) -> (Vec<f32>, Vec<f32>) {

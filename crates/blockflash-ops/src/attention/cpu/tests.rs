@@ -100,7 +100,7 @@ fn half_precision<T: Element>(convert: fn(f32) -> T, back: fn(T) -> f64, toleran
     let q = View::from_slice(&q, &[2, 33, 2, 16]).unwrap();
     let [k, v] = [&k, &v].map(|data| View::from_slice(data, &[2, 40, 1, 16]).unwrap());
     let stream = cpu();
-    let attention = Attention { mask: case.mask, ..Attention::new(q, k, v) };
+    let attention = Attention { scores: case.mask.into(), ..Attention::new(q, k, v) };
     let output = attention.forward(&stream).unwrap();
     assert_eq!((output.o.dtype(), output.lse.dtype()), (T::DTYPE, DType::F32));
     // The reference sees the rounded inputs, so that only the output is rounded once more.
@@ -170,7 +170,7 @@ fn variable_length_is_each_sequence_alone() {
     let cu_seqlens =
         CuSeqlens { q: offsets(&cu_q), kv: offsets(&cu_kv), max_seqlen_q: 5, max_seqlen_kv: 6 };
     let call = Attention {
-        mask: Mask::causal(),
+        scores: Mask::causal().into(),
         cu_seqlens: Some(cu_seqlens),
         ..Attention::new(q_view, kv_view, kv_view)
     };

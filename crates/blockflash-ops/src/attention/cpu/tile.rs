@@ -1,7 +1,7 @@
 use super::sequence::{clip, load, steps, visited};
 use super::{BLOCK_Q, Operands, Task};
 use crate::Result;
-use crate::attention::AttentionProblem;
+use crate::attention::{AttentionProblem, ScoresProblem};
 use crate::float::Float;
 use crate::math;
 use blockflash_safe::{View, ViewMut, host_gemm};
@@ -75,7 +75,8 @@ impl Tile {
         });
 
         let head_kv = task.head / (problem.num_heads_q / problem.num_heads_kv);
-        let visible = |query| problem.mask.visible(query, sequence.seqlen_q, sequence.seqlen_kv);
+        let visible =
+            |query| problem.scores.mask.visible(query, sequence.seqlen_q, sequence.seqlen_kv);
         // Both ends of the visible range are nondecreasing from query to query.
         let (first, last) = (visible(task.queries.start), visible(task.queries.end - 1));
         let visited = visited(
@@ -97,8 +98,8 @@ impl Tile {
                 true => clip(visible(task.queries.start + row), &keys),
                 false => 0..keys.len(),
             };
-            self.scores(keys.len(), problem.softmax_scale)?;
-            self.softmax(keys.len(), problem.softcap, in_step);
+            self.scores(keys.len(), problem.scores.softmax_scale)?;
+            self.softmax(keys.len(), &problem.scores, in_step);
             self.accumulate(keys.len(), masked, in_step)?;
         }
         self.finish(operands.sink.map(|sink| sink[task.head]));
@@ -118,7 +119,7 @@ impl Tile {
     fn softmax(
         &mut self,
         keys: usize,
-        softcap: Option<f32>,
+        scores: &ScoresProblem,
         in_step: impl Fn(usize) -> Range<usize>,
     ) {
         for row in 0..self.rows {
@@ -130,9 +131,7 @@ impl Tile {
             if s.is_empty() {
                 continue;
             }
-            if let Some(softcap) = softcap {
-                math::cap(s, softcap);
-            }
+            scores.cap(s);
             let max = math::max(s).max(self.max[row]);
             let shift = shift(max);
             let shrink = math::exp(self.max[row] - shift);

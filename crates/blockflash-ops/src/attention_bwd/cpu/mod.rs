@@ -82,7 +82,7 @@ fn run<T: Float>(
     };
     operands.delta = operands.delta_of(sequences);
     let AttentionGradientsMut { mut dq, mut dk, mut dv, d_sink } = gradients;
-    if let (Some(mut d_sink), Some(sink)) = (d_sink, &attention.sink) {
+    if let (Some(mut d_sink), Some(sink)) = (d_sink, &attention.scores.sink) {
         operands.sink_gradient(sequences, sink.as_slice()?, d_sink.as_mut_slice()?);
     }
     let head_dim = forward.head_dim;

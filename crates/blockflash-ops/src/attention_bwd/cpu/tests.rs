@@ -4,7 +4,7 @@
 use crate::fixtures::values;
 use crate::{
     Align, Attention, AttentionBackward, AttentionGradients, AttentionGradientsMut, BlockGeometry,
-    BlockMask, CuSeqlens, DType, Device, Mask, Operation, Stream, Tensor, View, ViewMut,
+    BlockMask, CuSeqlens, DType, Device, Mask, Operation, Scores, Stream, Tensor, View, ViewMut,
 };
 
 fn cpu() -> Stream {
@@ -40,7 +40,10 @@ impl Case {
         let sink = self.sink.as_ref().map(|sink| View::from_slice(sink, &[4]).unwrap());
         let (q, k, v) =
             (view(&self.q, seqlen_q, 4), view(&self.k, seqlen_kv, 2), view(&self.v, seqlen_kv, 2));
-        Attention { mask: self.mask, sink, ..Attention::new(q, k, v) }
+        Attention {
+            scores: Scores { mask: self.mask, sink, ..Scores::default() },
+            ..Attention::new(q, k, v)
+        }
     }
 
     fn run(&self, block_mask: Option<&BlockMask>) -> Gradients {
@@ -218,8 +221,13 @@ fn prepared_calls_repeat() {
     assert!(prepared.kernel().is_none());
     call.run_prepared(&prepared, (gradients.view_mut(), None), &stream).unwrap();
     assert_eq!(downloaded(&gradients), expected);
-    let other =
-        AttentionBackward { attention: Attention { mask: Mask::Full, ..attention }, ..call };
+    let other = AttentionBackward {
+        attention: Attention {
+            scores: Scores { mask: Mask::Full, ..attention.scores },
+            ..attention
+        },
+        ..call
+    };
     let error = other.run_prepared(&prepared, (gradients.view_mut(), None), &stream).unwrap_err();
     assert!(error.to_string().contains("this attention_bwd call differs"), "{error}");
     // A workspace is welcome where none is needed, if it is one.

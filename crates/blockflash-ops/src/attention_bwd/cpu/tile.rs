@@ -3,7 +3,6 @@ use crate::Result;
 use crate::attention::AttentionProblem;
 use crate::attention::cpu::sequence::{Sequence, clip, load, steps, visited};
 use crate::float::Float;
-use crate::math;
 use blockflash_safe::{View, ViewMut, host_gemm};
 use std::ops::Range;
 
@@ -59,7 +58,8 @@ impl Tile {
         self.clear(queries.len());
         self.load_queries(operands, sequence, *head, queries);
         let head_kv = head / (forward.num_heads_q / forward.num_heads_kv);
-        let visible = |query| forward.mask.visible(query, sequence.seqlen_q, sequence.seqlen_kv);
+        let visible =
+            |query| forward.scores.mask.visible(query, sequence.seqlen_q, sequence.seqlen_kv);
         // Both ends of the visible range are nondecreasing from query to query.
         let within = visible(queries.start).start..visible(queries.end - 1).end;
         let at = [sequence.entry, *head];
@@ -68,7 +68,7 @@ impl Tile {
             self.load_keys(operands, sequence, head_kv, &keys);
             self.differentiate(operands, sequence, *head, [queries, &keys])?;
             let ds = pairs(&self.ds, queries.len(), keys.len())?;
-            add(&mut self.sums[0], forward.softmax_scale, ds, &self.k, self.head_dim)?;
+            add(&mut self.sums[0], forward.scores.softmax_scale, ds, &self.k, self.head_dim)?;
         }
         Ok(())
     }
@@ -84,7 +84,7 @@ impl Tile {
         self.clear(keys.len());
         self.load_keys(operands, sequence, *head_kv, keys);
         let group = forward.num_heads_q / forward.num_heads_kv;
-        let attending = forward.mask.attending(keys, sequence.seqlen_q, sequence.seqlen_kv);
+        let attending = forward.scores.mask.attending(keys, sequence.seqlen_q, sequence.seqlen_kv);
         for head in head_kv * group..(head_kv + 1) * group {
             let (mask, at) = (operands.transposed.as_ref(), [sequence.entry, head]);
             let visited = visited(mask, forward, at, keys.start, sequence.seqlen_q)?;
@@ -94,7 +94,7 @@ impl Tile {
                 let [p, ds] = [&self.p, &self.ds]
                     .map(|panel| pairs(panel, queries.len(), keys.len())?.permute(&[1, 0]));
                 let [dk, dv] = &mut self.sums;
-                add(dk, forward.softmax_scale, ds?, &self.q, self.head_dim)?;
+                add(dk, forward.scores.softmax_scale, ds?, &self.q, self.head_dim)?;
                 add(dv, 1.0, p?, &self.d_o, self.head_dim)?;
             }
         }
@@ -152,9 +152,10 @@ impl Tile {
     ) -> Result<()> {
         let forward = &operands.problem.forward;
         let (columns, shape) = (keys.len(), [queries.len(), keys.len(), self.head_dim]);
-        multiply(&mut self.p, forward.softmax_scale, &self.q, &self.k, shape)?;
+        multiply(&mut self.p, forward.scores.softmax_scale, &self.q, &self.k, shape)?;
         multiply(&mut self.ds, 1.0, &self.d_o, &self.v, shape)?;
-        let visible = |query| forward.mask.visible(query, sequence.seqlen_q, sequence.seqlen_kv);
+        let visible =
+            |query| forward.scores.mask.visible(query, sequence.seqlen_q, sequence.seqlen_kv);
         let panels = self.p.chunks_exact_mut(columns).zip(self.ds.chunks_exact_mut(columns));
         for (query, (p, ds)) in queries.clone().zip(panels) {
             let [lse, delta] = operands.statistics(sequence, head, query);
@@ -165,29 +166,9 @@ impl Tile {
                 row[visible.end..].fill(0.0);
             }
             let (p, ds) = (&mut p[visible.clone()], &mut ds[visible]);
-            score_gradients(p, ds, [lse, delta], forward.softcap);
+            forward.scores.gradients(p, ds, [lse, delta]);
         }
         Ok(())
-    }
-}
-
-/// Turns a row of scores into probabilities, and `d_o · v` into the gradients of the scores before
-/// the softcap.
-fn score_gradients(p: &mut [f32], ds: &mut [f32], [lse, delta]: [f32; 2], softcap: Option<f32>) {
-    match softcap {
-        None => {
-            for (p, ds) in p.iter_mut().zip(ds) {
-                *p = math::probability(*p - lse);
-                *ds = *p * (*ds - delta);
-            }
-        }
-        Some(softcap) => {
-            for (p, ds) in p.iter_mut().zip(ds) {
-                let [tanh, slope] = math::tanh_and_slope(*p / softcap);
-                *p = math::probability(softcap * tanh - lse);
-                *ds = *p * (*ds - delta) * slope;
-            }
-        }
     }
 }
 
