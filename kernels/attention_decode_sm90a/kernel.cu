@@ -115,7 +115,7 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_decode_runs_param
         sums.complete();
         if (k + 1 >= item.count) break;
         // The first of four splits wait for the others, and the first four in the workspace.
-        if (k % kInner > 0) kept.join(sums);
+        if (k % kInner > 0) kept.combine(sums);
         if (k % kInner < kInner - 1)
           kept.store(sums);
         else
@@ -140,8 +140,8 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_decode_runs_param
     if (n >= 0) {
       const Slot slot(p, item.slot + item.run * item.slot_step);
       const int rows = rows_of(p, item);
-      if (k % kInner > 0) kept.join(sums);
-      if (k >= kInner) slot.join(p, rows, sums);
+      if (k % kInner > 0) kept.combine(sums);
+      if (k >= kInner) slot.combine(p, rows, sums);
       if (item.runs > 1) {
         slot.store(p, rows, sums);
         combine_runs(params, item, shared.arrivals, shared.ending, one_each);

@@ -53,8 +53,8 @@ struct Slot {
                make_float2(x.total.reference[half], x.total.denominator[half]));
   }
   // Puts the sums that the same warp has stored before these.
-  __device__ __forceinline__ void join(const blockflash_attention_decode_params& p, int rows,
-                                       Sums& x) const {
+  __device__ __forceinline__ void combine(const blockflash_attention_decode_params& p, int rows,
+                                          Sums& x) const {
     __syncwarp();
     Totals before;
     float earlier[kD / 2];
@@ -90,7 +90,7 @@ struct Kept {
         logs[first_row() + 8 * half] =
             make_float2(x.total.reference[half], x.total.denominator[half]);
   }
-  __device__ __forceinline__ void join(Sums& x) const {
+  __device__ __forceinline__ void combine(Sums& x) const {
     __syncwarp();
     Totals before;
     float earlier[kD / 2];
@@ -111,7 +111,7 @@ struct Kept {
 };
 
 // Adds the sums over later keys: of four columns what `Sums::join_after` does of all.
-__device__ __forceinline__ void join(Partial& x, const Partial& later) {
+__device__ __forceinline__ void combine(Partial& x, const Partial& later) {
   const float moved = fmaxf(x.reference, later.reference);
   const float mine = ptx::ex2_approx(x.reference - moved),
               its = ptx::ex2_approx(later.reference - moved);
@@ -181,12 +181,12 @@ struct RowShare {
         end(small_quotient(rows * (share + 1), shares)) {}
 };
 
-// Joins the first `some` of the parts into parts[0]. Single splits are joined four by four, one
-// after another; everything else is joined in pairs, and pairs of pairs.
+// Combines the first `some` of the parts into parts[0]. Single splits are combined four by four,
+// one after another; everything else is combined in pairs, and pairs of pairs.
 template <int most>
 __device__ __forceinline__ void join_all(Partial (&parts)[most], int some, bool are_splits) {
   const auto pair = [&](int earlier, int later) {
-    if (later < some) join(parts[earlier], parts[later]);
+    if (later < some) combine(parts[earlier], parts[later]);
   };
 #pragma unroll
   for (int s = 0; s < most; s += kInner) {
@@ -208,7 +208,7 @@ __device__ __forceinline__ void join_all(Partial (&parts)[most], int some, bool 
 // Slots of the workspace: first, first + step, …, `count` of them.
 struct Slots {
   int first, step, count;
-  bool are_splits;  // each has a single split, and not several that were joined
+  bool are_splits;  // each has a single split, and not several that were combined
 };
 
 // Combines some rows of the slots into slot `first`, or into the output. A thread has this
@@ -255,7 +255,7 @@ __device__ __forceinline__ void combine_pieces(const blockflash_attention_decode
         if (before == 0)
           all[n] = parts[n][0];
         else
-          join(all[n], parts[n][0]);
+          combine(all[n], parts[n][0]);
       }
     }
     __syncwarp();  // all have read the logarithms of slot `first`

@@ -14,7 +14,7 @@ using Element = Config::Element;
 using Params = blockflash_attention_decode_runs_params;
 
 constexpr int kTileKeys = 4 * kStepKeys;  // a step for each warp
-constexpr int kInner = 4;                 // splits that are joined one after another
+constexpr int kInner = 4;                 // splits that are combined one after another
 constexpr int kGroup = kInner * kInner;   // single splits that are combined at once
 
 struct DecodeRun {

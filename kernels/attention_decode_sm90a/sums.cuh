@@ -39,7 +39,7 @@ struct Sums {
   Totals total;
 
   // Puts the sums over earlier keys before these: for each row, `earlier(i)` is what o[i] is of
-  // these. The same arithmetic as `join` of four columns in output.cuh.
+  // these. The same arithmetic as `combine` of four columns in output.cuh.
   template <class Earlier>
   __device__ __forceinline__ void join_after(const Totals& before, const Earlier& earlier) {
 #pragma unroll

@@ -1115,19 +1115,20 @@ pub struct blockflash_bsr_matmul_tma_params {
     pub group_stages: *const i32,
     /// 1: c is row-major, 16-byte aligned and of the type of a, and beta is 0
     pub c_by_copies: i32,
-    /** tiles of more blocks (or stages, where there is a plan) than this are split
- along K; positive*/
+    /** tiles of more blocks (or stages, where there is a plan) than this are
+ split along K; positive*/
     pub split_k_steps: i32,
-    /** the order of all splits: \[p\] counts the tiles of one
- column that come before the splits p, which the
+    /** the order of all splits: \[p\] counts the tiles of
+ one column that come before the splits p, which the
  longest \[p - 1\] - \[p\] tiles of a column may have;
  descends to 0. All zeros: no tile is split*/
     pub split_k_begin: [i32; 8usize],
-    /** \[split_k_begin\[0\] · tiles along n, tile\] sums of all splits except the first, in the
- register layout of the threads; or null. Counts the tiles of whole clusters*/
+    /** \[split_k_begin\[0\] · tiles along n, tile\] sums of all splits except the
+ first, in the register layout of the threads; or null. Counts the tiles of
+ whole clusters*/
     pub split_k_sums: *mut f32,
-    /** \[split_k_begin\[0\] · tiles along n, consumer warps\] zeros, left as zeros;
- or null*/
+    /** \[split_k_begin\[0\] · tiles along n, consumer warps\] zeros, left as
+ zeros; or null*/
     pub split_k_arrived: *mut u32,
     /// as for portable kernels
     pub values_settled: i32,
@@ -2088,7 +2089,7 @@ const _: () = {
 /** Attention of several queries to the keys of a cache, without lists of pages.
 
  An item is a run of `run` splits, which it combines, for one row tile of one key head, and the
- workspace has a slot for each run. The results of four splits are joined one after another, the
+ workspace has a slot for each run. The results of four splits are combined one after another, the
  results of fours in pairs, and pairs of pairs, always in ascending order, so the length of runs
  shows in no bit.*/
 #[repr(C)]

@@ -23,8 +23,8 @@ const MAX_SEQLEN: i32 = 1 << 30;
 pub struct AttentionBwdPlan {
     /// Sizes, strides and factors. Its pointers are ignored.
     pub params: blockflash_attention_bwd_params,
-    /// Columns of the sums of dq in the workspace, by the kernel that makes them; `None` where dq has a kernel of
-    /// its own.
+    /// Columns of the sums of dq in the workspace, by the kernel that makes them; `None` where dq
+    /// has a kernel of its own.
     pub sums_head_dim: Option<usize>,
     /// Key heads whose blocks of keys start together, where dq is summed. Under a mask with a right
     /// limit these are the last ones, if there is more than one.

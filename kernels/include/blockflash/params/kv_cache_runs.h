@@ -9,7 +9,7 @@
 /* Attention of several queries to the keys of a cache, without lists of pages.
  *
  * An item is a run of `run` splits, which it combines, for one row tile of one key head, and the
- * workspace has a slot for each run. The results of four splits are joined one after another, the
+ * workspace has a slot for each run. The results of four splits are combined one after another, the
  * results of fours in pairs, and pairs of pairs, always in ascending order, so the length of runs
  * shows in no bit. */
 typedef struct blockflash_attention_decode_runs_params {
