@@ -144,7 +144,7 @@ pub(crate) fn base_params(problem: &AttentionProblem) -> Result<blockflash_atten
         seqlen_kv: to_i32("seqlen_kv", problem.seqlen_kv)?,
         total_q: to_i32("total_q", problem.packed.map_or(0, |packed| packed.total_q))?,
         total_kv: to_i32("total_kv", problem.packed.map_or(0, |packed| packed.total_kv))?,
-        head_dim: to_i32("head_dim", problem.head_dim)?,
+        head_dim: to_i32("head_dim", problem.head_dims.qk)?,
         window_left: window_side(limits.left),
         window_right: window_side(limits.right),
         align_bottom_right: i32::from(limits.align == super::Align::BottomRight),

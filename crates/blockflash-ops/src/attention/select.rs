@@ -1,5 +1,5 @@
 use super::cost::relative_time;
-use super::{AttentionProblem, BlockMaskSizes};
+use super::{AttentionProblem, BlockMaskSizes, head_dims};
 use crate::Result;
 use crate::check::is_tensor_map_stride;
 use crate::selection::{self, Candidate, Kernels, Peers, Problem, Rule, preference};
@@ -59,7 +59,7 @@ impl Problem for AttentionProblem {
     }
 
     fn key(&self) -> (DType, usize) {
-        (self.dtype, 0)
+        (self.types.q, 0)
     }
 
     fn key_of(tile: &AttentionTile) -> (DType, usize) {
@@ -91,25 +91,20 @@ pub(crate) fn support(dtype: DType) -> Vec<(String, AttentionProblem)> {
 type AttentionRule = Rule<AttentionProblem>;
 
 const HEAD_DIM: AttentionRule = Rule {
-    holds: |c| {
-        let head_dim = c.problem.head_dim;
-        head_dim <= c.tile.head_dim as usize && head_dim.is_multiple_of(8)
-    },
-    refuses: |c| {
-        format!("head_dim {} is not a multiple of 8 up to {}", c.problem.head_dim, c.tile.head_dim)
-    },
+    holds: |c| head_dims::fits(c.problem.types, c.problem.head_dims, c.tile.head_dim as usize),
+    refuses: |c| head_dims::refusal(c.problem.types, c.problem.head_dims, c.tile.head_dim as usize),
     excludes_all: Some(|all| {
-        let head_dim = all[0].problem.head_dim;
-        let widest = all.iter().map(|c| c.tile.head_dim).max().unwrap_or(0);
-        let kernels = format!("head_dim {head_dim}: kernels take multiples of 8 up to {widest}");
-        if head_dim > widest as usize {
-            return kernels;
+        let AttentionProblem { types, head_dims, .. } = *all[0].problem;
+        let widest = all.iter().map(|c| c.tile.head_dim).max().unwrap_or(0) as usize;
+        let kernels = head_dims::refusal_of_all(types, head_dims, widest);
+        match head_dims.single() {
+            Some(head_dim) if head_dim <= widest => format!(
+                "{kernels}; it runs with q, k and v zero-padded to {} and the softmax_scale of \
+                 {head_dim}",
+                head_dim.next_multiple_of(8)
+            ),
+            _ => kernels,
         }
-        let padded = head_dim.next_multiple_of(8);
-        format!(
-            "{kernels}; it runs with q, k and v zero-padded to {padded} and the softmax_scale of \
-             {head_dim}"
-        )
     }),
 };
 
@@ -124,7 +119,7 @@ const LOG_SUM_EXP: AttentionRule = Rule {
 
 const SHARED_MEMORY: AttentionRule = Rule::shared_memory(Some(|all| {
     let Candidate { problem, gpu, .. } = all[0];
-    let (head_dim, dtype, bytes) = (problem.head_dim, problem.dtype, gpu.smem_per_block);
+    let (head_dim, dtype, bytes) = (problem.head_dims, problem.types, gpu.smem_per_block);
     format!("head_dim {head_dim} in {dtype}: no kernel fits into {bytes} bytes of shared memory")
 }));
 
@@ -138,7 +133,7 @@ const BLOCKS: AttentionRule = Rule {
         )
     },
     excludes_all: Some(|all| {
-        let ([block_q, block_kv], head_dim) = (blocks(&all[0]), all[0].problem.head_dim);
+        let ([block_q, block_kv], head_dim) = (blocks(&all[0]), all[0].problem.head_dims);
         format!(
             "head_dim {head_dim}: no kernel has tiles that divide blocks of {block_q} × {block_kv}"
         )
@@ -216,7 +211,7 @@ fn without_tensor_map(problem: &AttentionProblem) -> Option<(&'static str, &'sta
             ("head", strides.head, heads),
         ];
         for (dim, stride, extent) in dims {
-            if extent > 1 && !is_tensor_map_stride(stride, problem.dtype) {
+            if extent > 1 && !is_tensor_map_stride(stride, problem.types.q) {
                 return Some((what, dim, stride));
             }
         }

@@ -1,7 +1,7 @@
 use super::AttentionBackwardProblem;
 use super::plan::workspace_bytes;
 use crate::Result;
-use crate::attention::{AttentionProblem, BlockMaskSizes};
+use crate::attention::{AttentionProblem, BlockMaskSizes, head_dims};
 use crate::check::is_tensor_map_stride;
 use crate::selection::{self, Candidate, Kernels, Peers, Problem, Rule, preference};
 use blockflash_safe::CudaProperties;
@@ -92,7 +92,7 @@ impl Problem for AttentionBackwardProblem {
     fn rank(_: &Candidate<'_, Self>) {}
 
     fn key(&self) -> (DType, usize) {
-        (self.forward.dtype, self.step as usize)
+        (self.forward.types.q, self.step as usize)
     }
 
     fn key_of(tile: &AttentionBwdTile) -> (DType, usize) {
@@ -144,25 +144,25 @@ const STEP: BackwardRule = Rule {
 
 const HEAD_DIM: BackwardRule = Rule {
     holds: |c| {
-        let head_dim = c.problem.forward.head_dim;
-        head_dim <= c.tile.head_dim as usize && head_dim.is_multiple_of(8)
+        let AttentionProblem { types, head_dims, .. } = c.problem.forward;
+        head_dims::fits(types, head_dims, c.tile.head_dim as usize)
     },
     refuses: |c| {
-        let (head_dim, widest) = (c.problem.forward.head_dim, c.tile.head_dim);
-        format!("head_dim {head_dim} is not a multiple of 8 up to {widest}")
+        let AttentionProblem { types, head_dims, .. } = c.problem.forward;
+        head_dims::refusal(types, head_dims, c.tile.head_dim as usize)
     },
     excludes_all: Some(|all| {
-        let head_dim = all[0].problem.forward.head_dim;
+        let AttentionProblem { types, head_dims, .. } = all[0].problem.forward;
         let widest = all.iter().map(|c| c.tile.head_dim).max().unwrap_or(0);
-        format!("head_dim {head_dim}: kernels take multiples of 8 up to {widest}")
+        head_dims::refusal_of_all(types, head_dims, widest as usize)
     }),
 };
 
 /// The Hopper tiles beyond 128 also divide narrow blocks, but for a small head_dim they are slower
 /// than the portable kernels.
 const WIDTH: BackwardRule = Rule {
-    holds: |c| !is_hopper(c) || c.tile.head_dim <= 128 || c.problem.forward.head_dim > 128,
-    refuses: |c| format!("head_dim {} is not above 128", c.problem.forward.head_dim),
+    holds: |c| !is_hopper(c) || c.tile.head_dim <= 128 || c.problem.forward.head_dims.max() > 128,
+    refuses: |c| format!("head_dim {} is not above 128", c.problem.forward.head_dims),
     excludes_all: None,
 };
 
@@ -203,7 +203,7 @@ const BLOCKS: BackwardRule = Rule {
         )
     },
     excludes_all: Some(|all| {
-        let ([block_q, block_kv], head_dim) = (blocks(&all[0]), all[0].problem.forward.head_dim);
+        let ([block_q, block_kv], head_dim) = (blocks(&all[0]), all[0].problem.forward.head_dims);
         format!(
             "head_dim {head_dim}: no kernel has tiles that divide blocks of {block_q} × {block_kv}"
         )
@@ -246,7 +246,7 @@ fn without_tensor_map(
         let dims = [("batch", strides.batch), ("sequence", strides.seq), ("head", strides.head)];
         for ((dim, stride), extent) in dims.into_iter().zip(extents) {
             let used = extent > 1 && !extents.contains(&0);
-            if used && !is_tensor_map_stride(stride, forward.dtype) {
+            if used && !is_tensor_map_stride(stride, forward.types.q) {
                 return Some((what, dim, stride));
             }
         }

@@ -43,7 +43,7 @@ pub(super) fn params(
         group: to_i32("num_heads_q", attention.num_heads_q / attention.num_heads_kv.max(1))?,
         seqlen_q: to_i32("seqlen_q", attention.seqlen_q)?,
         total_q: to_i32("total_q", attention.packed.map_or(0, |packed| packed.total_q))?,
-        head_dim: to_i32("head_dim", attention.head_dim)?,
+        head_dim: to_i32("head_dim", attention.head_dims.qk)?,
         most_queries: to_i32("seqlen_q", division.most_queries)?,
         window_left: window_side(limits.left),
         window_right: window_side(limits.right),

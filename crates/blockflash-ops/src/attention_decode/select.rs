@@ -1,6 +1,6 @@
 use super::AttentionDecodeProblem;
 use crate::Result;
-use crate::attention::Strides;
+use crate::attention::{AttentionProblem, Strides, head_dims};
 use crate::check::is_tensor_map_stride;
 use crate::kv_cache::CacheSizes;
 use crate::selection::{self, Candidate, Kernels, Peers, Problem, Rule, preference};
@@ -116,7 +116,7 @@ impl Problem for AttentionDecodeProblem {
     }
 
     fn key(&self) -> (DType, usize) {
-        (self.attention.dtype, 0)
+        (self.attention.types.q, 0)
     }
 
     fn key_of(tile: &CacheTile) -> (DType, usize) {
@@ -168,17 +168,17 @@ type DecodeRule = Rule<AttentionDecodeProblem>;
 
 const HEAD_DIM: DecodeRule = Rule {
     holds: |c| {
-        let head_dim = c.problem.attention.head_dim;
-        head_dim <= c.tile.head_dim() as usize && head_dim.is_multiple_of(8)
+        let AttentionProblem { types, head_dims, .. } = c.problem.attention;
+        head_dims::fits(types, head_dims, c.tile.head_dim() as usize)
     },
     refuses: |c| {
-        let (head_dim, widest) = (c.problem.attention.head_dim, c.tile.head_dim());
-        format!("head_dim {head_dim} is not a multiple of 8 up to {widest}")
+        let AttentionProblem { types, head_dims, .. } = c.problem.attention;
+        head_dims::refusal(types, head_dims, c.tile.head_dim() as usize)
     },
     excludes_all: Some(|all| {
-        let head_dim = all[0].problem.attention.head_dim;
+        let AttentionProblem { types, head_dims, .. } = all[0].problem.attention;
         let widest = all.iter().map(|c| c.tile.head_dim()).max().unwrap_or(0);
-        format!("head_dim {head_dim}: kernels take multiples of 8 up to {widest}")
+        head_dims::refusal_of_all(types, head_dims, widest as usize)
     }),
 };
 
@@ -231,7 +231,7 @@ const MANY: DecodeRule = Rule {
             let (attention, cache) = (&c.problem.attention, &c.problem.cache);
             let fits = |strides: Strides, [batch, rows]: [usize; 2], heads| {
                 [(strides.batch, batch), (strides.seq, rows), (strides.head, heads)].iter().all(
-                    |&(stride, size)| size <= 1 || is_tensor_map_stride(stride, attention.dtype),
+                    |&(stride, size)| size <= 1 || is_tensor_map_stride(stride, attention.types.q),
                 )
             };
             let rows = match attention.packed {

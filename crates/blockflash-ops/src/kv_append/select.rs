@@ -1,9 +1,11 @@
 use super::AppendKvProblem;
 use crate::Result;
+use crate::attention::head_dims;
+use crate::kv_cache::CacheSizes;
 use crate::selection::{self, Candidate, Kernels, Peers, Problem, Rule};
 use blockflash_safe::CudaProperties;
 use blockflash_sys::manifest::{KvAppend, Variant};
-use blockflash_sys::{DType, Kernel, Target};
+use blockflash_sys::{DType, ElementTypes, Kernel, Target};
 use std::sync::LazyLock;
 
 /// The kernel for an append on a GPU.
@@ -70,8 +72,17 @@ impl Problem for AppendKvProblem {
 type AppendRule = Rule<AppendKvProblem>;
 
 const HEAD_DIM: AppendRule = Rule {
-    holds: |c| c.problem.cache.head_dim.is_multiple_of(8),
-    refuses: |c| format!("head_dim {} is not a multiple of 8", c.problem.cache.head_dim),
+    holds: |c| {
+        let CacheSizes { dtype, head_dims, .. } = c.problem.cache;
+        head_dims::fits(ElementTypes::all(dtype), head_dims, usize::MAX)
+    },
+    refuses: |c| {
+        let CacheSizes { dtype, head_dims, .. } = c.problem.cache;
+        match head_dims.single() {
+            Some(head_dim) => format!("head_dim {head_dim} is not a multiple of 8"),
+            None => head_dims::refusal(ElementTypes::all(dtype), head_dims, usize::MAX),
+        }
+    },
     excludes_all: None,
 };
 
