@@ -24,6 +24,9 @@ impl DistributedAttention<'_> {
         if attention.block_mask.is_some() {
             return Err(unsupported("a block mask that is not distributed"));
         }
+        if local.head_dims.single().is_none() {
+            return Err(unsupported("a head_dim of v other than that of q and k"));
+        }
         if let Some(offsets) = cu_seqlens {
             if block_mask.is_some() {
                 return Err(unsupported("packed sequences with a block mask"));
@@ -86,7 +89,7 @@ impl DistributedAttention<'_> {
             agreed.iter().map(|&[coming, parts]| Offer { coming, parts }).collect();
         let PreparedAttention { problem, plans, .. } = &prepared;
         if let Some(gather) = Gather::decide(problem, plans.len(), &offers) {
-            let bytes = gather.bytes(problem.local.dtype.size());
+            let bytes = gather.bytes(problem.local.types.kv.size());
             prepared.gather = comm.reserve_gather(bytes)?.then_some(gather);
         }
         // Only a plan that nobody else has is without what is uploaded.

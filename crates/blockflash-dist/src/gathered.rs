@@ -62,14 +62,14 @@ impl Gather {
     /// worth it.
     pub(crate) fn decide(problem: &Problem, plans: usize, offers: &[Offer]) -> Option<Gather> {
         let grid = &problem.grid;
-        let AttentionProblem { num_heads_q, num_heads_kv, head_dim, .. } = problem.local;
+        let AttentionProblem { num_heads_q, num_heads_kv, head_dims, .. } = problem.local;
         let world = grid.shard.world();
         let rows = grid.most_rows();
         let parts = offers.iter().map(|offer| offer.parts).min().unwrap_or(0) as usize;
         let coming = offers.iter().map(|offer| offer.coming as f64).sum();
         let moved = (plans * rows * world) as f64 * (world as f64 - 1.0);
         let (heads_kv, heads_q) = (num_heads_kv, num_heads_q);
-        let gather = Gather { world, parts, rows, heads_kv, heads_q, head_dim };
+        let gather = Gather { world, parts, rows, heads_kv, heads_q, head_dim: head_dims.qk };
         // No other rank names more parts than this one.
         (parts > 0 && is_worth_gathering(coming, moved)).then_some(gather)
     }

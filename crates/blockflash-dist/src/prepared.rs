@@ -19,10 +19,10 @@ pub struct PreparedAttention {
 impl PreparedAttention {
     /// Bytes that this rank sends to others in a pass.
     pub fn sent_bytes(&self, pass: Pass) -> usize {
-        let AttentionProblem { batch, dtype, .. } = self.problem.local;
+        let AttentionProblem { batch, types, .. } = self.problem.local;
         if let (Some(gather), Pass::Forward) = (self.gather, pass) {
             let others = self.problem.grid.shard.world() - 1;
-            return batch * others * gather.bytes(dtype.size());
+            return batch * others * gather.bytes(types.kv.size());
         }
         let mut rows = [0; 2];
         for plan in self.plans.iter().cycle().take(batch) {

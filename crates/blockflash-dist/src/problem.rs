@@ -51,14 +51,14 @@ impl Problem {
         call.problem()?;
         let Some(gpu) = comm.stream().device().cuda_properties() else { return Ok(()) };
         if self.grid.scheme.keys > 1 {
-            let AttentionProblem { dtype, num_heads_q: num_heads, head_dim, .. } = self.local;
+            let AttentionProblem { types, num_heads_q: num_heads, head_dims, .. } = self.local;
             let sum = AttentionMergeProblem {
-                parts_dtype: dtype,
-                o_dtype: dtype,
+                parts_dtype: types.o,
+                o_dtype: types.o,
                 parts: self.grid.scheme.keys,
                 rows: self.local.seqlen_q,
                 num_heads,
-                head_dim,
+                head_dim: head_dims.max(),
                 parts_o: [0; 3],
                 parts_lse: None,
                 o: [0; 2],
@@ -75,13 +75,13 @@ impl Problem {
         let [kind, left, right] = mask_arguments(local.scores.mask);
         let [scale, cap, sink] = local.scores.numbers();
         [
-            ("element type", local.dtype as u64),
+            ("element type", local.types.q as u64),
             ("batch", local.batch as u64),
             ("seqlen", self.grid.shard.seqlen() as u64),
             ("block of shard", self.grid.shard.block() as u64),
             ("num_heads_q", local.num_heads_q as u64),
             ("num_heads_kv", local.num_heads_kv as u64),
-            ("head_dim", local.head_dim as u64),
+            ("head_dim", local.head_dims.qk as u64),
             ("heads of scheme", self.grid.scheme.heads as u64),
             ("kind of mask", kind),
             ("left side of mask", left),
@@ -98,10 +98,11 @@ impl Problem {
     /// Bytes that a rank sends in a pass, given the rows of keys that it sends for all entries of
     /// the batch, and the rows of their gradients.
     pub(crate) fn sent_bytes(&self, [keys, gradients]: [usize; 2], pass: Pass) -> usize {
-        let AttentionProblem { dtype, batch, num_heads_q, num_heads_kv, head_dim, .. } = self.local;
+        let AttentionProblem { types, batch, num_heads_q, num_heads_kv, head_dims, .. } =
+            self.local;
         let (rows, members) = (self.grid.shard.rows(), self.grid.scheme.heads);
         let of_group = self.grid.rows_of(self.grid.group()).rows();
-        let row = |heads: usize| heads / members * head_dim * dtype.size();
+        let row = |heads: usize| heads / members * head_dims.qk * types.q.size();
         let (q, k, log) = (row(num_heads_q), row(num_heads_kv), num_heads_q / members * 4);
         // Rows of this rank with the heads of each other member, and back.
         let (there, back) = (batch * rows * (members - 1), batch * (of_group - rows));

@@ -79,8 +79,8 @@ impl DistributedAttention<'_> {
         stream.wait_for(comm.stream())?;
         let all = ring::forward(ring, [q.view(), k.view(), v.view()], stream)?;
         comm.stream().wait_for(stream)?;
-        let AttentionProblem { dtype, batch, seqlen_q, num_heads_q, .. } = problem.local;
-        let mut o = Tensor::empty(stream, dtype, self.attention.q.shape())?;
+        let AttentionProblem { types, batch, seqlen_q, num_heads_q, .. } = problem.local;
+        let mut o = Tensor::empty(stream, types.o, self.attention.q.shape())?;
         let mut lse = Tensor::empty(stream, DType::F32, &[batch, num_heads_q, seqlen_q])?;
         let rows = Scattering { all: all.o.view(), axes: ROWS, x: o.view_mut() };
         let logs = Scattering { all: all.lse.view(), axes: LOGS, x: lse.view_mut() };

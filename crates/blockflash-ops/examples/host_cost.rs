@@ -9,7 +9,7 @@ use blockflash_ops::bsr_matmul::{self, BsrProblem};
 use blockflash_ops::bsr_sddmm::{self, BsrSddmmProblem};
 use blockflash_ops::{
     Attention, BsrMatmul, BsrMatrix, BsrSddmm, ComputeCapability, CudaProperties, DType, Device,
-    Major, Mask, Result, Tensor,
+    HeadDims, Major, Mask, Result, Tensor,
 };
 use std::hint::black_box;
 use std::time::Instant;
@@ -48,7 +48,8 @@ fn main() -> Result<()> {
     for (name, gpu) in [("H200", gpu(9, 0, 132, 227)), ("sm_89", gpu(8, 9, 128, 99))] {
         let dense = AttentionProblem::dense(dtype, [4, 4096, 4096], [32, 8], 128);
         let causal = dense.with_lse().with_mask(Mask::causal());
-        let small = AttentionProblem { head_dim: 64, ..dense.with_mask(Mask::causal()) };
+        let small =
+            AttentionProblem { head_dims: HeadDims::all(64), ..dense.with_mask(Mask::causal()) };
         for (case, p) in [("d128", dense), ("d128 causal lse", causal), ("d64 causal", small)] {
             time(&format!("{name} attention::select {case}"), || attention::select(&p, &gpu));
             let row = attention::select(&p, &gpu)?;

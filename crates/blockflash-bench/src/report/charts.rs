@@ -11,6 +11,7 @@ use crate::chart::{
     plain,
 };
 use crate::record::{OURS, Record};
+use blockflash_ops::HeadDims;
 use std::cmp::Reverse;
 
 /// A chart and its file name.
@@ -126,10 +127,10 @@ fn same_height(panels: &mut [Panel], label: &str, at_least: f64) {
 fn attention<'a, 'r>(
     rows: &'a [Row<'r>],
     wanted: fn(&AttentionShape) -> bool,
-) -> Vec<((Pass, usize), Vec<Shaped<'a, 'r>>)> {
+) -> Vec<((Pass, HeadDims), Vec<Shaped<'a, 'r>>)> {
     let shaped = |row| Some((Row::case(row)?.attention()?, row));
     let shaped = rows.iter().filter_map(shaped).filter(|(shape, _)| wanted(shape));
-    let mut kinds = grouped(shaped, |(shape, _)| (shape.pass, shape.head_dim));
+    let mut kinds = grouped(shaped, |(shape, _)| (shape.pass, shape.head_dims));
     kinds.sort_by_key(|(kind, _)| *kind);
     kinds
 }
@@ -145,7 +146,7 @@ fn lengths(run: &Run<'_>, rows: &[Row<'_>]) -> Vec<Sketch> {
     let kinds = attention(rows, |shape| {
         shape.lists.is_none() && shape.lengths.is_none() && shape.seqlen_q == shape.seqlen_kv
     });
-    let sketch = |((pass, head_dim), cases): ((Pass, usize), Vec<Shaped<'_, '_>>)| {
+    let sketch = |((pass, head_dims), cases): ((Pass, HeadDims), Vec<Shaped<'_, '_>>)| {
         let series = series(cases);
         let (shape, row) = series.first()?.1[0];
         let panel = |(title, cases): &Series<'_, '_>| {
@@ -164,10 +165,10 @@ fn lengths(run: &Run<'_>, rows: &[Row<'_>]) -> Vec<Sketch> {
                 panel.note(limit, format!("{name} {limit:.0}"));
             }
         }
-        let title = format!("Attention {pass}, head_dim {head_dim}");
+        let title = format!("Attention {pass}, head_dim {head_dims}");
         // The head dimension of most models represents the suite.
-        let weight = if head_dim == 128 { 3 } else { 2 };
-        Some((format!("d{head_dim}"), chart(run, title, ABOUT_SPEED, panels, 290), weight))
+        let weight = if head_dims == HeadDims::all(128) { 3 } else { 2 };
+        Some((format!("d{head_dims}"), chart(run, title, ABOUT_SPEED, panels, 290), weight))
     };
     kinds.into_iter().filter_map(sketch).collect()
 }
@@ -294,7 +295,7 @@ fn products(run: &Run<'_>, rows: &[Row<'_>]) -> Vec<Sketch> {
 /// those of one length that differ in nothing else are joined.
 fn sparse_attention(run: &Run<'_>, rows: &[Row<'_>]) -> Vec<Sketch> {
     let kinds = attention(rows, |shape| shape.lists.is_some());
-    let sketch = |((pass, head_dim), cases): ((Pass, usize), Vec<Shaped<'_, '_>>)| {
+    let sketch = |((pass, head_dims), cases): ((Pass, HeadDims), Vec<Shaped<'_, '_>>)| {
         let listed = |(shape, row)| Some((AttentionShape::block_sparse(shape)?.lists, shape, row));
         let cases = cases.into_iter().filter_map(listed);
         let title = |(lists, shape, row): &Listed<'_, '_>| {
@@ -305,10 +306,10 @@ fn sparse_attention(run: &Run<'_>, rows: &[Row<'_>]) -> Vec<Sketch> {
         let mut blocks = grouped(cases, title);
         blocks.sort_by(|a, b| a.0.cmp(&b.0));
         let panels = blocks.into_iter().map(|((_, title), cases)| blocks_panel(title, cases));
-        let title = format!("Block-sparse attention {pass}, head_dim {head_dim}");
+        let title = format!("Block-sparse attention {pass}, head_dim {head_dims}");
         let mut chart = chart(run, title, ABOUT_SPEED, panels.collect(), 270);
         chart.columns = 1;
-        (format!("d{head_dim}"), chart, if head_dim == 128 { 3 } else { 2 })
+        (format!("d{head_dims}"), chart, if head_dims == HeadDims::all(128) { 3 } else { 2 })
     };
     kinds.into_iter().map(sketch).collect()
 }

@@ -5,6 +5,7 @@ use super::tables::{Cells, Table, number, two};
 use crate::case::{AttentionShape, BsrShape, Case, DecodeShape};
 use crate::record::Record;
 use crate::suite::DRAWN;
+use blockflash_ops::HeadDims;
 use std::collections::BTreeMap;
 
 /// Cases in the table of the worst ones.
@@ -126,7 +127,7 @@ fn of_decode(shape: &DecodeShape) -> Vec<(usize, String)> {
         Some(size) => format!("pages of {size}"),
     };
     let fill = format!("lengths: {}", shape.fill);
-    let [heads, head_dim] = of_heads(shape.num_heads_q, shape.num_heads_kv, shape.head_dim);
+    let [heads, head_dim] = of_heads(shape.num_heads_q, shape.num_heads_kv, shape.head_dims);
     let dtype = (0, shape.dtype.to_string());
     let layout = (shape.page_size.unwrap_or(0), layout);
     vec![(shape.seqlen_q.min(2), queries.to_owned()), layout, (0, fill), heads, head_dim, dtype]
@@ -147,7 +148,7 @@ fn of_attention(shape: &AttentionShape) -> Vec<(usize, String)> {
         }
         None => {}
     }
-    settings.extend(of_heads(shape.num_heads_q, shape.num_heads_kv, shape.head_dim));
+    settings.extend(of_heads(shape.num_heads_q, shape.num_heads_kv, shape.head_dims));
     settings.push((0, shape.dtype.to_string()));
     settings
 }
@@ -167,12 +168,12 @@ fn of_product(shape: &BsrShape) -> Vec<(usize, String)> {
 }
 
 /// Heads that share one of keys, and the size of a head.
-fn of_heads(q: usize, kv: usize, head_dim: usize) -> [(usize, String); 2] {
+fn of_heads(q: usize, kv: usize, head_dims: HeadDims) -> [(usize, String); 2] {
     let shared = match q / kv.max(1) {
         0 | 1 => (1, "a query head on a key head"),
         2..=4 => (2, "2 to 4 on one"),
         5..=8 => (5, "5 to 8 on one"),
         _ => (9, "9 and more on one"),
     };
-    [(shared.0, shared.1.to_owned()), (head_dim, format!("head_dim {head_dim}"))]
+    [(shared.0, shared.1.to_owned()), (head_dims.max(), format!("head_dim {head_dims}"))]
 }

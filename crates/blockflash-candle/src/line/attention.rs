@@ -41,7 +41,7 @@ pub struct Attention<'a> {
     pub q: &'a Tensor,
     /// Keys.
     pub k: &'a Tensor,
-    /// Values, in the shape of the keys.
+    /// Values, in the shape of the keys but for their own `head_dim`, which is that of the output.
     pub v: &'a Tensor,
     /// What happens to a score: mask, scale, softcap, sink. A sink has no gradient: one that needs
     /// it is an error.
@@ -73,7 +73,7 @@ impl<'a> Attention<'a> {
         Self { q, k, v, scores: Scores::of(Mask::Full), cu_seqlens: None, block_mask: None }
     }
 
-    /// The output, in the shape and element type of q. Packed rows that belong to no sequence are
+    /// The output, in the shape of q with the `head_dim` of v, in the element type of q. Packed rows that belong to no sequence are
     /// 0.
     ///
     /// # Errors
@@ -134,21 +134,16 @@ impl Call {
     fn forward(&self, [q, k, v]: [Operand<'_>; 3]) -> Result<(Storage, Shape)> {
         let place = Place::of_source(q.source)?;
         let dtype = dtype_of("q", q.dtype())?;
-        let shape = q.layout.shape().clone();
         let (q, k, v) = (place.read(&q)?, place.read(&k)?, place.read(&v)?);
         self.options.with_views(&place, [&q, &k, &v], |attention| {
-            attention.problem().map_err(refused)?;
+            let problem = attention.problem().map_err(refused)?;
             let zeroed = self.options.is_packed();
-            let mut o = place.allocate(dtype, shape.dims(), zeroed)?;
-            let lse_shape = match *shape.dims() {
-                [batch, seqlen, heads, _] => vec![batch, heads, seqlen],
-                [total, heads, _] => vec![heads, total],
-                _ => bail!("q has shape {shape:?}, expected 3 or 4 dimensions"),
-            };
+            let (o_shape, lse_shape) = (problem.o_shape(), problem.lse_shape());
+            let mut o = place.allocate(dtype, &o_shape, zeroed)?;
             let new_lse = |_| place.allocate(DType::F32, &lse_shape, zeroed);
             let mut lse = self.lse.as_ref().map(new_lse).transpose()?;
             {
-                let mut o = place.write(&mut o, shape.dims())?;
+                let mut o = place.write(&mut o, &o_shape)?;
                 let lse = lse.as_mut().map(|lse| place.write(lse, &lse_shape));
                 let mut lse = lse.transpose()?;
                 let lse = lse.as_mut().map(|lse| lse.view.reborrow());
@@ -158,7 +153,7 @@ impl Call {
                 // Nobody else sets it: a node is computed once.
                 let _ = cell.set(tensor(lse, &lse_shape));
             }
-            Ok((o, shape.clone()))
+            Ok((o, Shape::from(o_shape)))
         })
     }
 }

@@ -2,7 +2,7 @@ use super::Attention;
 use super::candle_core::{DType, Device, Result, Tensor, bail};
 use super::memory::{Operand, Place, dtype_of, tensor};
 use super::options::read_scores;
-use super::paged::no_gradient;
+use super::paged::{no_gradient, with_width_of};
 use blockflash_ops::{
     AppendKv, AttentionDecode, AttentionDecodeOperands, AttentionDecodeWorkspace, CacheAccess,
     KvCacheMut, View,
@@ -51,19 +51,34 @@ impl KvCache {
         num_heads_kv: usize,
         head_dim: usize,
     ) -> Result<Self> {
+        Self::with_head_dims(device, dtype, [batch, capacity], num_heads_kv, [head_dim; 2])
+    }
+
+    /// [`new`](Self::new) for keys and values of their own head dimensions.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    pub fn with_head_dims(
+        device: &Device,
+        dtype: DType,
+        [batch, capacity]: [usize; 2],
+        num_heads_kv: usize,
+        [of_k, of_v]: [usize; 2],
+    ) -> Result<Self> {
         let dtype = dtype_of("a cache", dtype)?;
         let Ok(most) = i32::try_from(capacity) else {
             bail!("capacity is {capacity} keys, the limit is {}", i32::MAX)
         };
+        let head_dim = of_k.min(of_v);
         if num_heads_kv == 0 || head_dim == 0 {
             bail!(
                 "num_heads_kv and head_dim are {num_heads_kv} and {head_dim}, expected at least 1"
             );
         }
-        let shape = [batch, capacity, num_heads_kv, head_dim];
+        let shape = |head_dim| [batch, capacity, num_heads_kv, head_dim];
         Place::of(device)?.run(|stream| {
-            let k = blockflash_ops::Tensor::zeros(stream, dtype, &shape)?;
-            let v = blockflash_ops::Tensor::zeros(stream, dtype, &shape)?;
+            let k = blockflash_ops::Tensor::zeros(stream, dtype, &shape(of_k))?;
+            let v = blockflash_ops::Tensor::zeros(stream, dtype, &shape(of_v))?;
             let lengths: Vec<i32> =
                 (0..=most).flat_map(|length| std::iter::repeat_n(length, batch)).collect();
             let shape = [capacity + 1, batch];
@@ -169,14 +184,15 @@ impl Attention<'_> {
         }
         let len = cache.len_with(k)?;
         let place = uncaptured(q.device())?;
-        let mut o = place.allocate(dtype_of("q", q.dtype())?, q.dims(), false)?;
+        let o_shape = with_width_of(q, v);
+        let mut o = place.allocate(dtype_of("q", q.dtype())?, &o_shape, false)?;
         let locked = [q, k, v].map(|tensor| tensor.storage_and_layout());
         let read = |what, at: usize| place.read(&Operand::of(what, &locked[at])?);
         let (q_read, k_read, v_read) = (read("q", 0)?, read("k", 1)?, read("v", 2)?);
         let sink = self.scores.map_sink(Tensor::storage_and_layout);
         let scores = read_scores(&sink, &place)?;
         {
-            let mut o = place.write(&mut o, q.dims())?;
+            let mut o = place.write(&mut o, &o_shape)?;
             let decode = AttentionDecode {
                 scores: scores.as_ref().map_sink(|sink| sink.view),
                 ..AttentionDecode::new(q_read.view)
@@ -195,6 +211,6 @@ impl Attention<'_> {
             })?;
         }
         cache.len = len;
-        Ok(tensor(o, q.dims()))
+        Ok(tensor(o, &o_shape))
     }
 }

@@ -53,14 +53,15 @@ pub fn flash_attn_varlen_paged_windowed(
 
     let place = Place::of(q.device())?;
     let dtype = dtype_of("q", q.dtype())?;
-    let mut o = place.allocate(dtype, q.dims(), true)?;
+    let o_shape = with_width_of(q, v);
+    let mut o = place.allocate(dtype, &o_shape, true)?;
     let locked = [q, k, v, seqlens_q, block_table, &lengths].map(|of| of.storage_and_layout());
     let read = |what, at: usize| place.read(&Operand::of(what, &locked[at])?);
     let (q_read, k_read, v_read) = (read("q", 0)?, read("k", 1)?, read("v", 2)?);
     let (offsets, table) = (read("seqlens_q", 3)?, read("block_table", 4)?);
     let lengths = read("seqlens_k", 5)?;
     {
-        let mut o = place.write(&mut o, q.dims())?;
+        let mut o = place.write(&mut o, &o_shape)?;
         let cache = KvCache {
             block_table: Some(table.view),
             seqused_kv: Some(lengths.view),
@@ -85,7 +86,16 @@ pub fn flash_attn_varlen_paged_windowed(
             decode.forward_into(AttentionDecodeOperands { cache, o, lse: None }, stream)
         })?;
     }
-    Ok(tensor(o, q.dims()))
+    Ok(tensor(o, &o_shape))
+}
+
+/// The shape of the output: that of q with the last size of v.
+pub(crate) fn with_width_of(q: &Tensor, v: &Tensor) -> Vec<usize> {
+    let mut shape = q.dims().to_vec();
+    if let (Some(last), Some(&width)) = (shape.last_mut(), v.dims().last()) {
+        *last = width;
+    }
+    shape
 }
 
 /// Refuses tensors whose gradient would be lost.

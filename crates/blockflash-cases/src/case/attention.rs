@@ -9,12 +9,12 @@ use super::limits;
 use super::mask_kind::MaskKind;
 use super::operands::Operands;
 use super::peer::{PeerCase, PeerCaseError};
-use super::shape::Shape;
+use super::shape::{Shape, head_dim_of_all};
 use super::work::{TILE_ROWS, Work};
 use crate::error::Result;
 use blockflash_ops::attention::{AttentionProblem, Strides};
 use blockflash_ops::{Mask, PackedRows, Stream, attention_flops};
-use blockflash_sys::DType;
+use blockflash_sys::{DType, ElementTypes, HeadDims};
 use serde::Serialize;
 use std::path::Path;
 
@@ -39,8 +39,9 @@ pub struct AttentionShape {
     pub num_heads_q: usize,
     /// Heads of k and v.
     pub num_heads_kv: usize,
-    /// Elements of a row of a head.
-    pub head_dim: usize,
+    /// Elements of a row of q and k, and of v and o. Competitors are told one.
+    #[serde(rename = "head_dim", serialize_with = "head_dim_of_all")]
+    pub head_dims: HeadDims,
     /// The blocks that are visited; `None`: all.
     #[serde(flatten)]
     pub lists: Option<BlockLists>,
@@ -66,7 +67,12 @@ impl AttentionShape {
     pub fn problem(&self) -> AttentionProblem {
         let sizes = [self.batch, self.seqlen_q, self.seqlen_kv];
         let heads = [self.num_heads_q, self.num_heads_kv];
-        let dense = AttentionProblem::dense(self.dtype, sizes, heads, self.head_dim);
+        let dense = AttentionProblem::contiguous(
+            ElementTypes::all(self.dtype),
+            sizes,
+            heads,
+            self.head_dims,
+        );
         let dense = dense.with_mask(self.mask());
         let Some(tokens) = self.lengths.as_ref().map(Lengths::tokens) else { return dense };
         let packed = |strides: Strides| Strides { batch: 0, ..strides };
@@ -113,26 +119,27 @@ impl AttentionShape {
         Self { lengths: Some(lengths), ..of_one_length }
     }
 
-    /// Bytes of a row of one head.
-    pub(super) fn row_bytes(&self) -> usize {
-        self.head_dim * self.dtype.size()
+    /// Bytes of a key and its value, or of a query and its output, of one head.
+    pub(super) fn pair_bytes(&self) -> usize {
+        self.head_dims.sum() * self.dtype.size()
     }
 
     /// Bytes of q, k, v, o and lse of a dense batch.
     pub(super) fn bytes(&self) -> f64 {
         let rows_q = (self.batch * self.seqlen_q * self.num_heads_q) as f64;
         let rows_kv = (self.batch * self.seqlen_kv * self.num_heads_kv) as f64;
-        (2.0 * rows_q + 2.0 * rows_kv) * self.row_bytes() as f64 + 4.0 * rows_q
+        (rows_q + rows_kv) * self.pair_bytes() as f64 + 4.0 * rows_q
     }
 
     /// Bytes of q of a dense batch.
     pub(super) fn query_bytes(&self) -> f64 {
-        (self.batch * self.seqlen_q * self.num_heads_q * self.row_bytes()) as f64
+        let elements = self.batch * self.seqlen_q * self.num_heads_q * self.head_dims.qk;
+        (elements * self.dtype.size()) as f64
     }
 
     /// Work of the forward pass of a dense batch.
     fn dense_work(&self) -> Work {
-        let Self { batch, seqlen_q, seqlen_kv, num_heads_q, num_heads_kv, head_dim, .. } = *self;
+        let Self { batch, seqlen_q, seqlen_kv, num_heads_q, num_heads_kv, head_dims, .. } = *self;
         let problem = self.problem();
         // Only a variable-length problem has no count.
         let flops = attention_flops(&problem).unwrap_or(0) as f64;
@@ -150,9 +157,9 @@ impl AttentionShape {
         let fetches = (batch * num_heads_kv * tiles_of_heads) as f64 * keys as f64;
         Work {
             flops,
-            exps: flops / (4 * head_dim) as f64,
+            exps: flops / (2 * head_dims.sum()) as f64,
             bytes: self.bytes(),
-            l2_bytes: fetches * (2 * self.row_bytes()) as f64 + self.query_bytes(),
+            l2_bytes: fetches * self.pair_bytes() as f64 + self.query_bytes(),
         }
     }
 
@@ -181,7 +188,7 @@ impl Fields for AttentionShape {
         lengths: None,
         num_heads_q: 0,
         num_heads_kv: 0,
-        head_dim: 0,
+        head_dims: HeadDims::all(0),
         lists: None,
         mask: MaskKind::Full,
         dtype: DType::F16,
@@ -189,7 +196,8 @@ impl Fields for AttentionShape {
 
     /// `b4_s4096_h32_d64_causal_bf16`, `b1_q1_kv8192_h32kv8_d128_full_f16`,
     /// `varlen4096+512x2_h16_d128_causal_bf16`,
-    /// `b1_s16384_h16_d128_q128kv128_d0.25_uniform_full_bf16`. After the heads, `m1` says that one
+    /// `b1_s16384_h16_d128_q128kv128_d0.25_uniform_full_bf16`. `d192v128` are head dimensions of
+    /// q and k, and of v. After the heads, `m1` says that one
     /// of them has lists of its own. A backward pass begins with `bwd_`.
     fn fields(&mut self, id: &mut Id<'_>) -> Option<()> {
         if id.has("bwd", self.pass == Pass::Backward) {
@@ -209,7 +217,7 @@ impl Fields for AttentionShape {
         id.heads(&mut heads)?;
         let [q, kv, mask_heads] = heads;
         (self.num_heads_q, self.num_heads_kv) = (q, kv);
-        id.field("d", &mut self.head_dim)?;
+        id.field("d", &mut self.head_dims)?;
         if id.has("q", self.lists.is_some()) {
             let lists = self.lists.get_or_insert(BlockLists::EMPTY);
             lists.mask_heads = mask_heads;
@@ -241,7 +249,7 @@ impl Shape for AttentionShape {
             Some(lengths) => (1, [lengths.tokens(); 2]),
             None => (self.batch, [self.seqlen_q, self.seqlen_kv]),
         };
-        limits::attention(batch, seqlens, heads, self.head_dim)?;
+        limits::attention(batch, seqlens, heads, self.head_dims)?;
         self.block_sparse().map_or(Ok(()), |sparse| sparse.check())
     }
 
@@ -271,19 +279,21 @@ impl Shape for AttentionShape {
         };
         match self.pass {
             Pass::Forward => forward,
-            // Five products in place of two. Exponentials are computed anew, and a tile of keys
+            // Five products in place of two, three of them of q and k. Exponentials are computed anew, and a tile of keys
             // shares each query and its gradient of o as one of queries shares keys and values
             // before. To q, k, v, o and lse come the gradients of the former four, and
             // rowsum(d_o∘o), as large as lse.
             Pass::Backward => {
-                Work { flops: 2.5 * forward.flops, bytes: 2.0 * forward.bytes, ..forward }
+                let HeadDims { qk, v } = self.head_dims;
+                let products = (3 * qk + 2 * v) as f64 / self.head_dims.sum() as f64;
+                Work { flops: products * forward.flops, bytes: 2.0 * forward.bytes, ..forward }
             }
         }
     }
 
     fn group(&self) -> String {
         let of_dense =
-            |queries: &str| format!("head_dim {}, {}{queries}", self.head_dim, self.mask);
+            |queries: &str| format!("head_dim {}, {}{queries}", self.head_dims, self.mask);
         let group = match (self.block_sparse(), self.seqlen_q) {
             (Some(sparse), _) => sparse.group(),
             (None, _) if self.lengths.is_some() => of_dense(", variable length"),
@@ -307,6 +317,9 @@ impl Shape for AttentionShape {
     fn peer_case(&self, seed: u64, folder: &Path) -> Result<PeerCase, PeerCaseError> {
         if self.lengths.is_some() && self.pass == Pass::Backward {
             return Err(PeerCaseError::DenseOnly);
+        }
+        if self.head_dims.single().is_none() {
+            return Err(PeerCaseError::OneHeadDim);
         }
         let for_peers = ForPeers { shape: self, lengths: self.lengths.as_ref() };
         let case = PeerCase::new(self.peer_op(), &for_peers, seed)?;

@@ -9,7 +9,7 @@ use super::lengths::Lengths;
 use super::mask_kind::MaskKind;
 use super::pattern::Pattern;
 use super::shape::Shape;
-use blockflash_sys::DType;
+use blockflash_sys::{DType, HeadDims};
 use serde::Deserialize;
 
 /// Every combination of the lists is a case. Either `seqlen` with `batch`, or with `tokens` for a
@@ -64,10 +64,10 @@ impl AttentionGrid {
 
     /// A shape for each length, or for each list of lengths.
     fn sequences(&self, pass: Pass) -> Result<Vec<AttentionShape>, String> {
-        let (num_heads_q, head_dim) = (self.num_heads_q, self.head_dim);
+        let (num_heads_q, head_dims) = (self.num_heads_q, HeadDims::all(self.head_dim));
         let num_heads_kv = heads_kv(num_heads_q, self.num_heads_kv)?;
         let empty = AttentionShape::EMPTY;
-        let shape = AttentionShape { pass, num_heads_q, num_heads_kv, head_dim, ..empty };
+        let shape = AttentionShape { pass, num_heads_q, num_heads_kv, head_dims, ..empty };
         let of_one_length = |&seqlen_q: &usize| {
             let batch = match (self.batch, self.tokens) {
                 (Some(batch), None) => batch,

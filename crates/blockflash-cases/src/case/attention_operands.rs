@@ -22,7 +22,7 @@ pub struct AttentionData {
     pub q: Array,
     /// `[batch, seqlen_kv, heads_kv, head_dim]`, packed `[rows, heads_kv, head_dim]`.
     pub k: Array,
-    /// Shape of `k`.
+    /// Shape of `k` but for the last size.
     pub v: Array,
     /// Lengths of the queries and of the keys of each sequence, if sequences are packed.
     pub lengths: Option<[Vec<usize>; 2]>,
@@ -36,9 +36,10 @@ impl AttentionData {
     /// # Errors
     /// If there is not enough host memory.
     pub fn random(problem: &AttentionProblem, seed: u64) -> Result<Self> {
-        let [q, kv, _] = shapes(problem);
-        let draw = |shape: &[usize], lane| normal(shape, problem.dtype, seed, lane);
-        let [q, k, v] = [draw(&q, 0)?, draw(&kv, 1)?, draw(&kv, 2)?];
+        let types = problem.types;
+        let q = normal(&problem.q_shape(), types.q, seed, 0)?;
+        let k = normal(&problem.k_shape(), types.kv, seed, 1)?;
+        let v = normal(&problem.v_shape(), types.kv, seed, 2)?;
         Ok(Self { q, k, v, lengths: None, block_mask: None })
     }
 }
@@ -135,25 +136,6 @@ impl Inputs {
     }
 }
 
-/// Shapes of q and o, of k and v, and of lse.
-fn shapes(problem: &AttentionProblem) -> [Vec<usize>; 3] {
-    let AttentionProblem {
-        batch, seqlen_q, seqlen_kv, num_heads_q, num_heads_kv, head_dim, ..
-    } = *problem;
-    match problem.packed {
-        None => [
-            vec![batch, seqlen_q, num_heads_q, head_dim],
-            vec![batch, seqlen_kv, num_heads_kv, head_dim],
-            vec![batch, num_heads_q, seqlen_q],
-        ],
-        Some(PackedRows { total_q, total_kv }) => [
-            vec![total_q, num_heads_q, head_dim],
-            vec![total_kv, num_heads_kv, head_dim],
-            vec![num_heads_q, total_q],
-        ],
-    }
-}
-
 impl AttentionOperands {
     /// Places the data on the stream's device and allocates the outputs. Without `wants_lse`, the
     /// log-sum-exp is computed only by kernels that always do.
@@ -170,9 +152,8 @@ impl AttentionOperands {
         let call = inputs.call()?;
         call.check_cu_seqlens(stream)?;
         let problem = call.problem()?;
-        let [o, _, lse] = shapes(&problem);
-        let o = Tensor::empty(stream, problem.dtype, &o)?;
-        let lse = Tensor::empty(stream, DType::F32, &lse)?;
+        let o = Tensor::empty(stream, problem.types.o, &problem.o_shape())?;
+        let lse = Tensor::empty(stream, DType::F32, &problem.lse_shape())?;
         Ok(Self { inputs, o, lse, wants_lse, prepared: None })
     }
 
@@ -258,7 +239,7 @@ impl Operands for AttentionOperands {
                 let entries = if shared { problem.batch } else { 1 };
                 let copies = entries * (problem.num_heads_q / mask.heads());
                 let pairs = mask.visited_pairs(problem.scores.mask)?;
-                4.0 * pairs as f64 * (copies * problem.head_dim) as f64
+                2.0 * pairs as f64 * (copies * problem.head_dims.sum()) as f64
             }
             (None, Some(packed)) => {
                 let [q, kv] = packed.lengths.each_ref().map(|lengths| offsets(lengths));

@@ -10,7 +10,7 @@ use super::shape::Shape;
 use super::work::Work;
 use crate::error::Result;
 use blockflash_ops::{BlockGeometry, Stream};
-use blockflash_sys::DType;
+use blockflash_sys::{DType, HeadDims};
 use serde::{Deserialize, Serialize};
 
 /// One of the two steps that make a causal mask in square blocks for the heads of one sequence.
@@ -84,7 +84,7 @@ impl Shape for BlockMaskShape {
         if [self.block, size].contains(&0) {
             return Err("a block-mask case has a size of 0".to_owned());
         }
-        limits::attention(1, [self.seqlen; 2], [self.num_heads; 2], size)?;
+        limits::attention(1, [self.seqlen; 2], [self.num_heads; 2], HeadDims::all(size))?;
         limits::elements("scores", &[self.num_heads, self.rows(), self.rows()])
     }
 

@@ -220,16 +220,16 @@ impl BlockSparse<'_> {
         let tiles = (sharing * block_q).div_ceil(TILE_ROWS);
         let fetches = batch as f64 * (self.nnz_blocks() / sharing) as f64 * tiles as f64;
         Work {
-            flops: 4.0 * pairs * shape.head_dim as f64,
+            flops: 2.0 * pairs * shape.head_dims.sum() as f64,
             exps: pairs,
             bytes: shape.bytes(),
-            l2_bytes: fetches * (block_kv * 2 * shape.row_bytes()) as f64 + shape.query_bytes(),
+            l2_bytes: fetches * (block_kv * shape.pair_bytes()) as f64 + shape.query_bytes(),
         }
     }
 
     /// The heading leaves out the values that most suites share.
     pub(super) fn group(&self) -> String {
-        let AttentionShape { head_dim, mask, num_heads_q, .. } = self.shape;
+        let AttentionShape { head_dims, mask, num_heads_q, .. } = self.shape;
         let BlockLists { mask_heads, block_q, block_kv, pattern, .. } = self.lists;
         let other = |name: String, usual: bool| {
             if usual { String::new() } else { format!(", {name}") }
@@ -237,6 +237,6 @@ impl BlockSparse<'_> {
         let pattern = other(pattern.to_string(), pattern == Pattern::Uniform);
         let mask = other(mask.to_string(), *mask == MaskKind::Full);
         let heads = other("lists of several heads".into(), mask_heads == *num_heads_q);
-        format!("head_dim {head_dim}, blocks of {block_q} × {block_kv}{pattern}{mask}{heads}")
+        format!("head_dim {head_dims}, blocks of {block_q} × {block_kv}{pattern}{mask}{heads}")
     }
 }

@@ -7,11 +7,11 @@ use super::id::{Fields, Id, named, optional};
 use super::limits;
 use super::operands::{Operands, normal};
 use super::peer::{PeerCase, PeerCaseError};
-use super::shape::Shape;
+use super::shape::{Shape, head_dim_of_all};
 use super::work::{TILE_ROWS, Work};
 use crate::error::Result;
 use blockflash_ops::{Mask, Stream};
-use blockflash_sys::DType;
+use blockflash_sys::{DType, HeadDims};
 use serde::{Deserialize, Serialize};
 use std::path::Path;
 
@@ -29,8 +29,9 @@ pub struct DecodeShape {
     pub num_heads_q: usize,
     /// Heads of k and v.
     pub num_heads_kv: usize,
-    /// Elements of a row of a head.
-    pub head_dim: usize,
+    /// Elements of a row of q and k, and of v and o. Competitors are told one.
+    #[serde(rename = "head_dim", serialize_with = "head_dim_of_all")]
+    pub head_dims: HeadDims,
     /// Keys of a page, whose order in memory is random; `None` is a contiguous cache.
     pub page_size: Option<usize>,
     /// Pages of a sequence that its queries visit, the last one among them; `None` is all. All
@@ -76,14 +77,14 @@ impl DecodeShape {
         }
     }
 
-    /// Bytes of a key or value of all heads.
-    fn row_bytes(&self) -> usize {
-        self.num_heads_kv * self.head_dim * self.dtype.size()
+    /// Bytes of a key and its value of all heads.
+    fn pair_bytes(&self) -> usize {
+        self.num_heads_kv * self.head_dims.sum() * self.dtype.size()
     }
 
     /// Bytes of the keys and values that a launch reads.
     pub fn cache_bytes(&self) -> usize {
-        2 * self.row_bytes() * self.visited().iter().sum::<usize>()
+        self.pair_bytes() * self.visited().iter().sum::<usize>()
     }
 }
 
@@ -94,7 +95,7 @@ impl Fields for DecodeShape {
         seqlen_kv: 0,
         num_heads_q: 0,
         num_heads_kv: 0,
-        head_dim: 0,
+        head_dims: HeadDims::all(0),
         page_size: None,
         chosen: None,
         fill: Fill::Full,
@@ -111,7 +112,7 @@ impl Fields for DecodeShape {
         let mut heads = [self.num_heads_q, self.num_heads_kv, self.num_heads_q];
         id.heads(&mut heads)?;
         [self.num_heads_q, self.num_heads_kv, _] = heads;
-        id.field("d", &mut self.head_dim)?;
+        id.field("d", &mut self.head_dims)?;
         let mut layout = (self.page_size, self.chosen);
         id.part(&mut layout, layout_text, layout_of)?;
         (self.page_size, self.chosen) = layout;
@@ -150,7 +151,7 @@ impl Shape for DecodeShape {
     fn check(&self) -> Result<(), String> {
         let Self { batch, seqlen_q, seqlen_kv, .. } = *self;
         let heads = [self.num_heads_q, self.num_heads_kv];
-        limits::attention(batch, [seqlen_q, seqlen_kv], heads, self.head_dim)?;
+        limits::attention(batch, [seqlen_q, seqlen_kv], heads, self.head_dims)?;
         if self.lengths().iter().any(|&length| length < seqlen_q) {
             return Err(format!("a sequence has fewer keys than {seqlen_q} queries"));
         }
@@ -184,18 +185,18 @@ impl Shape for DecodeShape {
 
     /// The cache is read once, for all the heads of a group and as many queries as fit into a tile.
     fn work(&self) -> Work {
-        let Self { seqlen_q, num_heads_q, num_heads_kv, head_dim, .. } = *self;
+        let Self { seqlen_q, num_heads_q, num_heads_kv, head_dims, .. } = *self;
         // The last query of a sequence visits all of its keys, the one before it one less.
         let pairs = |&keys: &usize| seqlen_q * keys - seqlen_q * (seqlen_q - 1) / 2;
         let pairs = num_heads_q * self.visited().iter().map(pairs).sum::<usize>();
-        let queries = self.batch * seqlen_q * num_heads_q * head_dim * self.dtype.size();
+        let row = self.batch * seqlen_q * num_heads_q * self.dtype.size();
         let tiles = (seqlen_q * num_heads_q).div_ceil(num_heads_kv.max(1) * TILE_ROWS);
         let cache = self.cache_bytes() as f64;
         Work {
-            flops: 4.0 * pairs as f64 * head_dim as f64,
+            flops: 2.0 * pairs as f64 * head_dims.sum() as f64,
             exps: pairs as f64,
-            bytes: cache + 2.0 * queries as f64,
-            l2_bytes: tiles as f64 * cache + queries as f64,
+            bytes: cache + (row * head_dims.sum()) as f64,
+            l2_bytes: tiles as f64 * cache + (row * head_dims.qk) as f64,
         }
     }
 
@@ -215,10 +216,13 @@ impl Shape for DecodeShape {
             Fill::Equal => ", with lengths",
             Fill::Power => ", unequal lengths",
         };
-        format!("head_dim {}, {heads}, {queries}, {layout}{fill}", self.head_dim)
+        format!("head_dim {}, {heads}, {queries}, {layout}{fill}", self.head_dims)
     }
 
     fn peer_case(&self, seed: u64, _folder: &Path) -> Result<PeerCase, PeerCaseError> {
+        if self.head_dims.single().is_none() {
+            return Err(PeerCaseError::OneHeadDim);
+        }
         let lengths = (self.fill != Fill::Full).then(|| self.lengths());
         PeerCase::new(self.op(), &ForPeers { shape: self, lengths }, seed)
     }
@@ -257,7 +261,8 @@ impl DecodeGrid {
     /// # Errors
     /// One line that says which field is wrong.
     pub fn expand(&self) -> Result<Vec<Case>, String> {
-        let Self { num_heads_q, head_dim, chosen, .. } = *self;
+        let Self { num_heads_q, chosen, .. } = *self;
+        let head_dims = HeadDims::all(self.head_dim);
         let num_heads_kv = heads_kv(num_heads_q, self.num_heads_kv)?;
         let sizes = self.page_size.as_ref();
         let page_sizes =
@@ -268,7 +273,7 @@ impl DecodeGrid {
         each!(dtype in self.dtype, page_size in page_sizes, fill in fills, seqlen_q in queries,
             seqlen_kv in self.seqlen_kv, batch in self.batch => {
             let shape = DecodeShape { batch, seqlen_q, seqlen_kv, num_heads_q, num_heads_kv,
-                head_dim, page_size, chosen, fill, dtype };
+                head_dims, page_size, chosen, fill, dtype };
             shape.check()?;
             if self.most_keys.is_none_or(|most| batch.saturating_mul(seqlen_kv) <= most) {
                 cases.push(shape.into());

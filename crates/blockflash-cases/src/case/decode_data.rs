@@ -31,7 +31,7 @@ pub struct DecodeData {
     pub q: Array,
     /// Keys `[pages, page_size, heads_kv, head_dim]`; without a table, a page is a sequence.
     pub k: Array,
-    /// Shape of `k`.
+    /// Shape of `k` but for the last size.
     pub v: Array,
     /// Pages of the cache: more than `k` and `v` have if theirs are repeated.
     pub pages: usize,
@@ -125,12 +125,12 @@ impl DecodeShape {
         seed: u64,
         draw: impl Fn(&'static str, &[usize], u64) -> Result<Array, E>,
     ) -> Result<DecodeData, E> {
-        let Self { batch, seqlen_q, seqlen_kv, num_heads_q, num_heads_kv, head_dim, .. } = *self;
+        let Self { batch, seqlen_q, seqlen_kv, num_heads_q, num_heads_kv, head_dims, .. } = *self;
         let page_size = self.page_size.unwrap_or(seqlen_kv);
         let columns = self.page_size.map_or(1, |size| seqlen_kv / size.max(1));
         let pages = batch * columns;
-        let drawn = drawn_pages(pages, page_size * num_heads_kv * head_dim);
-        let kv = [drawn, page_size, num_heads_kv, head_dim];
+        let drawn = drawn_pages(pages, page_size * num_heads_kv * head_dims.max());
+        let kv = |head_dim| [drawn, page_size, num_heads_kv, head_dim];
         let no_table = || Error::Option("the block table is no matrix".to_owned());
         let table = || Array::new(&[batch, columns], shuffled(pages, seed)).ok_or_else(no_table);
         let chosen = |entry: usize, chosen: usize| {
@@ -140,9 +140,9 @@ impl DecodeShape {
         };
         let lengths = || self.lengths().into_iter().map(|length| length as i32).collect::<Vec<_>>();
         Ok(DecodeData {
-            q: draw("q", &[batch, seqlen_q, num_heads_q, head_dim], 0)?,
-            k: draw("k", &kv, 1)?,
-            v: draw("v", &kv, 2)?,
+            q: draw("q", &[batch, seqlen_q, num_heads_q, head_dims.qk], 0)?,
+            k: draw("k", &kv(head_dims.qk), 1)?,
+            v: draw("v", &kv(head_dims.v), 2)?,
             pages,
             block_table: self.page_size.map(|_| table()).transpose()?,
             seqused_kv: (self.fill != Fill::Full).then(|| lengths().into()),

@@ -167,7 +167,7 @@ impl DecodeOperands {
         let attention = inputs.problem()?.attention;
         let shape = [attention.batch, attention.num_heads_q, attention.seqlen_q];
         let lse = wants_lse.then(|| Tensor::empty(stream, DType::F32, &shape)).transpose()?;
-        let o = Tensor::empty(stream, attention.dtype, inputs.q.host().shape())?;
+        let o = Tensor::empty(stream, attention.types.o, &attention.o_shape())?;
         Ok(Self { inputs, o, lse, next: 0, prepared: None, slots, counts })
     }
 
@@ -217,7 +217,7 @@ impl Operands for DecodeOperands {
                 .sum()
         };
         let pairs: usize = self.counts.iter().map(visible).sum();
-        Ok(4.0 * pairs as f64 * (attention.num_heads_q * attention.head_dim) as f64)
+        Ok(2.0 * pairs as f64 * (attention.num_heads_q * attention.head_dims.sum()) as f64)
     }
 
     launched!(attention_decode::accepts);

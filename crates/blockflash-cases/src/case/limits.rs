@@ -2,6 +2,7 @@
 //! work nor drawing lists may overflow or take all memory.
 
 use blockflash_ops::attention::MAX_SEQLEN;
+use blockflash_sys::HeadDims;
 
 /// Most sequences of a batch.
 pub(super) const SEQUENCES: usize = 1 << 16;
@@ -26,16 +27,18 @@ pub(super) fn attention(
     batch: usize,
     [seqlen_q, seqlen_kv]: [usize; 2],
     [heads_q, heads_kv]: [usize; 2],
-    head_dim: usize,
+    head_dims: HeadDims,
 ) -> Result<(), String> {
     size("batch", batch, SEQUENCES)?;
     size("seqlen_q", seqlen_q, MAX_SEQLEN)?;
     size("seqlen_kv", seqlen_kv, MAX_SEQLEN)?;
     size("num_heads_q", heads_q, WIDTH)?;
     size("num_heads_kv", heads_kv, WIDTH)?;
-    size("head_dim", head_dim, WIDTH)?;
-    elements("q", &[batch, seqlen_q, heads_q, head_dim])?;
-    elements("k", &[batch, seqlen_kv, heads_kv, head_dim])?;
+    let HeadDims { qk, v } = head_dims;
+    size("head_dim", qk, WIDTH)?;
+    size("head_dim of v", v, WIDTH)?;
+    elements("q", &[batch, seqlen_q, heads_q, head_dims.max()])?;
+    elements("k", &[batch, seqlen_kv, heads_kv, head_dims.max()])?;
     product("pairs of queries and keys", &[batch, heads_q, seqlen_q, seqlen_kv], PAIRS)
 }
 

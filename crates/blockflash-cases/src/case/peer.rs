@@ -11,6 +11,9 @@ pub enum PeerCaseError {
     /// The protocol has no packed sequences in the backward pass.
     #[error("dense batches only")]
     DenseOnly,
+    /// The protocol has one head dimension for q, k, v and o.
+    #[error("one head_dim only")]
+    OneHeadDim,
     /// No competitor does this.
     #[error("ours only")]
     OursOnly,

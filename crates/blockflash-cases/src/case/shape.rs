@@ -5,7 +5,8 @@ use super::peer::{PeerCase, PeerCaseError};
 use super::work::Work;
 use crate::error::Result;
 use blockflash_ops::Stream;
-use blockflash_sys::DType;
+use blockflash_sys::{DType, HeadDims};
+use serde::Serializer;
 use std::fmt::Display;
 use std::path::Path;
 
@@ -41,4 +42,12 @@ pub trait Shape: Display {
     /// # Errors
     /// If there is not enough memory, or the library refuses the shape.
     fn operands(&self, stream: &Stream, seed: u64) -> Result<Box<dyn Operands>>;
+}
+
+/// Writes the head dimension of all tensors, or of q and k.
+pub(super) fn head_dim_of_all<S: Serializer>(
+    head_dims: &HeadDims,
+    serializer: S,
+) -> Result<S::Ok, S::Error> {
+    serializer.serialize_u64(head_dims.qk as u64)
 }

@@ -1,5 +1,5 @@
 use super::*;
-use blockflash_sys::DType;
+use blockflash_sys::{DType, HeadDims};
 
 const ATTENTION: AttentionShape = AttentionShape {
     pass: Pass::Forward,
@@ -9,7 +9,7 @@ const ATTENTION: AttentionShape = AttentionShape {
     lengths: None,
     num_heads_q: 32,
     num_heads_kv: 32,
-    head_dim: 64,
+    head_dims: HeadDims::all(64),
     lists: None,
     mask: MaskKind::Causal,
     dtype: DType::BF16,
@@ -33,7 +33,7 @@ const BLOCK_SPARSE: AttentionShape = AttentionShape {
     seqlen_kv: 1024,
     num_heads_q: 4,
     num_heads_kv: 2,
-    head_dim: 128,
+    head_dims: HeadDims::all(128),
     lists: Some(LISTS),
     mask: MaskKind::Full,
     dtype: DType::F16,

@@ -1,7 +1,7 @@
 use super::AttentionProblem;
 use crate::check::scaled;
 
-/// FLOPs of an attention forward pass: `4 * visited pairs * head_dim` for each batch entry and
+/// FLOPs of an attention forward pass: `2 * visited pairs * (head_dim of q + head_dim of v)` for each batch entry and
 /// query head. `None` when the batch is variable-length, see [`attention_varlen_flops`], or when
 /// there is a block mask, see [`BlockMask::visited_pairs`](crate::BlockMask::visited_pairs).
 pub fn attention_flops(problem: &AttentionProblem) -> Option<u64> {
@@ -9,7 +9,7 @@ pub fn attention_flops(problem: &AttentionProblem) -> Option<u64> {
         return None;
     }
     let pairs = problem.scores.mask.visited_pairs(problem.seqlen_q, problem.seqlen_kv);
-    Some(scaled(pairs, &[4, problem.batch, problem.num_heads_q, problem.head_dim]))
+    Some(scaled(pairs, &[2, problem.batch, problem.num_heads_q, problem.head_dims.sum()]))
 }
 
 /// FLOPs of a variable-length attention forward pass with these offsets. Of a block mask nothing is
@@ -25,7 +25,7 @@ pub fn attention_varlen_flops(
         .zip(cu_seqlens_kv.windows(2))
         .map(|(q, kv)| problem.scores.mask.visited_pairs(length(q), length(kv)))
         .fold(0u64, u64::saturating_add);
-    scaled(pairs, &[4, problem.num_heads_q, problem.head_dim])
+    scaled(pairs, &[2, problem.num_heads_q, problem.head_dims.sum()])
 }
 
 #[cfg(test)]

@@ -4,7 +4,7 @@ use super::super::{Align, AttentionParams, AttentionPlan, Mask, PackedRows, plan
 use super::*;
 use crate::fixtures::gpu;
 use crate::selection::select_among;
-use crate::{Error, ScoresProblem};
+use crate::{Error, HeadDims, ScoresProblem};
 use blockflash_sys::Target;
 use blockflash_sys::manifest;
 use blockflash_sys::params::{BLOCKFLASH_WINDOW_UNBOUNDED, blockflash_attention_fwd_tma_params};
@@ -202,7 +202,7 @@ fn strides_that_tensor_maps_lack_take_another_kernel() {
         ));
         let error = accepts(hopper, &problem, &h200()).unwrap_err().to_string();
         assert!(error.contains(reason) && error.contains("tensor map"), "{error}");
-        let wide = AttentionProblem { head_dim: 192, ..problem };
+        let wide = AttentionProblem { head_dims: HeadDims::all(192), ..problem };
         assert_eq!(select(&wide, &h200()).unwrap().target, Target::Sm90, "{reason}");
     };
     let with = |change: &dyn Fn(&mut AttentionProblem)| {

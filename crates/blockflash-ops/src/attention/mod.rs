@@ -4,6 +4,7 @@ mod block_mask;
 mod cost;
 pub(crate) mod cpu;
 mod flops;
+mod head_dims;
 mod mask;
 mod plan;
 mod problem;
@@ -22,9 +23,11 @@ pub use select::{accepts, select};
 pub use seqlens::CuSeqlens;
 
 pub(crate) use block_mask::params as block_mask_params;
+pub(crate) use head_dims::Rows;
 pub(crate) use plan::{base_params, check_strides, heads_per_section, hopper_params};
+pub(crate) use problem::{row_strides, width_like};
 pub(crate) use score_params::{score_params, window_params};
-pub(crate) use select::{covers, support};
+pub(crate) use select::support;
 pub(crate) use seqlens::check_maximum;
 
 use crate::check::{Operand, aligned};
@@ -71,7 +74,7 @@ pub struct Attention<'a> {
     /// Keys, `[batch, seqlen_kv, num_heads_kv, head_dim]` or packed
     /// `[total_kv, num_heads_kv, head_dim]`.
     pub k: View<'a>,
-    /// Values, in the shape of the keys.
+    /// Values, in the shape of the keys but for their own `head_dim`, which is that of the output.
     pub v: View<'a>,
     /// What happens to a score: mask, scale, softcap, sink.
     pub scores: Scores<View<'a>>,
@@ -88,7 +91,7 @@ pub struct Attention<'a> {
 /// The outputs of [`Attention::forward`].
 #[derive(Debug)]
 pub struct AttentionOutput {
-    /// Output in the shape and element type of q, contiguous.
+    /// Output in the shape of q with the head_dim of v, in the element type of q, contiguous.
     pub o: Tensor,
     /// Natural logarithm of the sum of exponentials of each row's scores, f32
     /// `[batch, num_heads_q, seqlen_q]`, or `[num_heads_q, total_q]` when variable-length. −∞ for a
@@ -109,7 +112,7 @@ impl<'a> Attention<'a> {
     /// synchronised, so a graph can capture the call. On the CPU it returns when the result is
     /// there.
     ///
-    /// `o` has the shape and element type of q, `lse` is f32 `[batch, num_heads_q, seqlen_q]` or
+    /// `o` has the shape of q with the `head_dim` of v and the element type of q, `lse` is f32 `[batch, num_heads_q, seqlen_q]` or
     /// `[num_heads_q, total_q]`. Both may be strided except in the last dimension. An output
     /// without elements is valid and launches nothing.
     ///
@@ -133,7 +136,7 @@ impl<'a> Attention<'a> {
     /// As [`forward_into`](Self::forward_into), and out of memory.
     pub fn forward(&self, stream: &Stream) -> Result<AttentionOutput> {
         let problem = self.problem()?;
-        let mut o = allocate(&problem, problem.dtype, &problem.o_shape(), stream)?;
+        let mut o = allocate(&problem, problem.types.o, &problem.o_shape(), stream)?;
         let mut lse = allocate(&problem, DType::F32, &problem.lse_shape(), stream)?;
         self.forward_into(o.view_mut(), Some(lse.view_mut()), stream)?;
         Ok(AttentionOutput { o, lse })
@@ -146,7 +149,7 @@ impl<'a> Attention<'a> {
     /// As [`forward`](Self::forward).
     pub fn forward_without_lse(&self, stream: &Stream) -> Result<Tensor> {
         let problem = self.problem()?;
-        let mut o = allocate(&problem, problem.dtype, &problem.o_shape(), stream)?;
+        let mut o = allocate(&problem, problem.types.o, &problem.o_shape(), stream)?;
         self.forward_into(o.view_mut(), None, stream)?;
         Ok(o)
     }

@@ -1,7 +1,7 @@
 use super::super::{Attention, CuSeqlens, PackedRows, as_asked, plan};
 use super::*;
 use crate::fixtures::{gpu, values};
-use crate::{BlockGeometry, Device};
+use crate::{BlockGeometry, Device, ElementTypes};
 use blockflash_safe::View;
 use blockflash_sys::DType;
 use blockflash_sys::manifest::{self, Variant};
@@ -143,11 +143,15 @@ fn kernels_find_every_tile_and_its_columns() {
             })
         };
         let kernel = manifest::kernels().iter().find(fits).unwrap();
-        let m = plan(kernel, &AttentionProblem { dtype: DType::F16, ..problem }, &h200)
-            .unwrap()
-            .params
-            .base()
-            .block_mask;
+        let m = plan(
+            kernel,
+            &AttentionProblem { types: ElementTypes::all(DType::F16), ..problem },
+            &h200,
+        )
+        .unwrap()
+        .params
+        .base()
+        .block_mask;
         assert_eq!((m.groups_per_batch, m.heads_per_group * heads as i32), (0, heads_q));
         let [row_ptr, col_idx, row_order, cu_rows] =
             [packed.row_ptr(), packed.col_idx(), packed.row_order(), packed.cu_rows().unwrap()]

@@ -141,8 +141,8 @@ pub(crate) fn base_params(problem: &AttentionProblem) -> Result<blockflash_atten
         seqlen_kv: to_i32("seqlen_kv", problem.seqlen_kv)?,
         total_q: to_i32("total_q", problem.packed.map_or(0, |packed| packed.total_q))?,
         total_kv: to_i32("total_kv", problem.packed.map_or(0, |packed| packed.total_kv))?,
-        head_dim_qk: to_i32("head_dim", problem.head_dims().qk)?,
-        head_dim_v: to_i32("head_dim", problem.head_dims().v)?,
+        head_dim_qk: to_i32("head_dim", problem.head_dims.qk)?,
+        head_dim_v: to_i32("head_dim", problem.head_dims.v)?,
         scores: score_params(problem),
         block_mask: block_mask::params(
             problem.block_mask.as_ref(),

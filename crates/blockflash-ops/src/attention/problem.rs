@@ -3,7 +3,7 @@ use super::{Attention, BlockMaskSizes, CuSeqlens, Mask, ScoresProblem};
 use crate::check::{Operand, to_i32};
 use crate::{Error, Result};
 use blockflash_safe::ViewMut;
-use blockflash_sys::{DType, HeadDims};
+use blockflash_sys::{DType, ElementTypes, HeadDims};
 
 /// Longest sequence. Positions, windows and their sums stay within 32 bits in the kernels.
 pub const MAX_SEQLEN: usize = 1 << 30;
@@ -18,6 +18,14 @@ pub struct Strides {
     pub seq: usize,
     /// Between heads.
     pub head: usize,
+}
+
+impl Strides {
+    /// Those of a tensor without gaps.
+    pub(crate) const fn contiguous(seqlen: usize, heads: usize, head_dim: usize) -> Self {
+        let seq = heads.saturating_mul(head_dim);
+        Self { batch: seqlen.saturating_mul(seq), seq, head: head_dim }
+    }
 }
 
 /// Element strides of an lse tensor; rows of a sequence are contiguous. `batch` is 0 for packed
@@ -46,8 +54,8 @@ pub struct PackedRows {
 /// makes one without tensors.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct AttentionProblem {
-    /// Element type of q, k, v and o.
-    pub dtype: DType,
+    /// Element types of q, of k and v, and of o.
+    pub types: ElementTypes,
     /// Batch entries.
     pub batch: usize,
     /// Queries per batch entry; the longest one when variable-length.
@@ -58,8 +66,8 @@ pub struct AttentionProblem {
     pub num_heads_q: usize,
     /// Heads of k and v.
     pub num_heads_kv: usize,
-    /// Elements of a row of q, k, v and o.
-    pub head_dim: usize,
+    /// Elements of a row of q and k, and of v and o.
+    pub head_dims: HeadDims,
     /// Set when the batch is variable-length.
     pub packed: Option<PackedRows>,
     /// Strides of q.
@@ -79,40 +87,36 @@ pub struct AttentionProblem {
 }
 
 impl AttentionProblem {
-    /// Head dimensions of q and k, and of v and o.
-    pub fn head_dims(&self) -> HeadDims {
-        HeadDims::all(self.head_dim)
+    /// A full, contiguous problem with the default scale, one element type and one head dimension:
+    /// the start of a plan without tensors. Not checked.
+    pub fn dense(dtype: DType, sizes: [usize; 3], heads: [usize; 2], head_dim: usize) -> Self {
+        Self::contiguous(ElementTypes::all(dtype), sizes, heads, HeadDims::all(head_dim))
     }
 
-    /// A full, contiguous problem with the default scale: the start of a plan without tensors. Not
-    /// checked.
-    pub fn dense(
-        dtype: DType,
+    /// [`dense`](Self::dense) of any element types and head dimensions.
+    pub fn contiguous(
+        types: ElementTypes,
         [batch, seqlen_q, seqlen_kv]: [usize; 3],
         [num_heads_q, num_heads_kv]: [usize; 2],
-        head_dim: usize,
+        head_dims: HeadDims,
     ) -> Self {
-        let strides = |seqlen: usize, heads: usize| Strides {
-            batch: seqlen.saturating_mul(heads).saturating_mul(head_dim),
-            seq: heads.saturating_mul(head_dim),
-            head: head_dim,
-        };
-        let (q, kv) = (strides(seqlen_q, num_heads_q), strides(seqlen_kv, num_heads_kv));
+        let of_q = |head_dim| Strides::contiguous(seqlen_q, num_heads_q, head_dim);
+        let of_kv = |head_dim| Strides::contiguous(seqlen_kv, num_heads_kv, head_dim);
         Self {
-            dtype,
+            types,
             batch,
             seqlen_q,
             seqlen_kv,
             num_heads_q,
             num_heads_kv,
-            head_dim,
+            head_dims,
             packed: None,
-            q,
-            k: kv,
-            v: kv,
-            o: q,
+            q: of_q(head_dims.qk),
+            k: of_kv(head_dims.qk),
+            v: of_kv(head_dims.v),
+            o: of_q(head_dims.v),
             lse: None,
-            scores: ScoresProblem::of(head_dim),
+            scores: ScoresProblem::of(head_dims.qk),
             block_mask: None,
         }
     }
@@ -123,24 +127,42 @@ impl AttentionProblem {
         self.batch == 0 || self.num_heads_q == 0 || rows == 0
     }
 
-    /// Shape of q and o.
-    pub(crate) fn o_shape(&self) -> Vec<usize> {
+    /// Shape of q.
+    pub fn q_shape(&self) -> Vec<usize> {
+        self.rows_of_q(self.head_dims.qk)
+    }
+
+    /// Shape of k.
+    pub fn k_shape(&self) -> Vec<usize> {
+        self.rows_of_kv(self.head_dims.qk)
+    }
+
+    /// Shape of v.
+    pub fn v_shape(&self) -> Vec<usize> {
+        self.rows_of_kv(self.head_dims.v)
+    }
+
+    /// Shape of o.
+    pub fn o_shape(&self) -> Vec<usize> {
+        self.rows_of_q(self.head_dims.v)
+    }
+
+    fn rows_of_q(&self, head_dim: usize) -> Vec<usize> {
         match self.packed {
-            Some(packed) => vec![packed.total_q, self.num_heads_q, self.head_dim],
-            None => vec![self.batch, self.seqlen_q, self.num_heads_q, self.head_dim],
+            Some(packed) => vec![packed.total_q, self.num_heads_q, head_dim],
+            None => vec![self.batch, self.seqlen_q, self.num_heads_q, head_dim],
         }
     }
 
-    /// Shape of k and v.
-    pub(crate) fn kv_shape(&self) -> Vec<usize> {
+    fn rows_of_kv(&self, head_dim: usize) -> Vec<usize> {
         match self.packed {
-            Some(packed) => vec![packed.total_kv, self.num_heads_kv, self.head_dim],
-            None => vec![self.batch, self.seqlen_kv, self.num_heads_kv, self.head_dim],
+            Some(packed) => vec![packed.total_kv, self.num_heads_kv, head_dim],
+            None => vec![self.batch, self.seqlen_kv, self.num_heads_kv, head_dim],
         }
     }
 
     /// Shape of lse.
-    pub(crate) fn lse_shape(&self) -> Vec<usize> {
+    pub fn lse_shape(&self) -> Vec<usize> {
         match self.packed {
             Some(packed) => vec![self.num_heads_q, packed.total_q],
             None => vec![self.batch, self.num_heads_q, self.seqlen_q],
@@ -163,17 +185,9 @@ impl AttentionProblem {
 
     /// The same problem with these outputs, which are checked.
     pub fn with_outputs(self, o: &ViewMut<'_>, lse: Option<&ViewMut<'_>>) -> Result<Self> {
-        let o = self.row_strides(&Operand::of_mut("o", o), &self.o_shape())?;
+        let o = row_strides(&Operand::of_mut("o", o), self.types.o, &self.o_shape())?;
         let lse = lse.map(|lse| self.lse_strides(&Operand::of_mut("lse", lse))).transpose()?;
         Ok(Self { o, lse, ..self })
-    }
-
-    /// The strides of a tensor in the element type of q, after checks of its shape and layout.
-    pub(crate) fn row_strides(&self, operand: &Operand<'_>, shape: &[usize]) -> Result<Strides> {
-        operand.dtype_in(&[self.dtype])?;
-        operand.shape_is(shape)?;
-        operand.last_dim_contiguous()?;
-        Ok(strides(operand.strides))
     }
 
     /// The strides of a log-sum-exp, after checks of its type, shape and layout.
@@ -187,6 +201,14 @@ impl AttentionProblem {
             [] => LseStrides { batch: 0, head: 0 },
         })
     }
+}
+
+/// The strides of a tensor of rows, after checks of its type, shape and layout.
+pub(crate) fn row_strides(operand: &Operand<'_>, dtype: DType, shape: &[usize]) -> Result<Strides> {
+    operand.dtype_in(&[dtype])?;
+    operand.shape_is(shape)?;
+    operand.last_dim_contiguous()?;
+    Ok(strides(operand.strides))
 }
 
 impl Attention<'_> {
@@ -203,10 +225,9 @@ impl Attention<'_> {
         v.dtype_in(&[q.dtype])?;
 
         let mut problem = match &self.cu_seqlens {
-            None => dense_sizes(&q, &k)?,
-            Some(cu_seqlens) => packed_sizes(cu_seqlens, &q, &k)?,
+            None => dense_sizes(&q, &k, &v)?,
+            Some(cu_seqlens) => packed_sizes(cu_seqlens, &q, &k, &v)?,
         };
-        v.shape_is(k.shape)?;
         for operand in [q, k, v] {
             operand.last_dim_contiguous()?;
         }
@@ -228,7 +249,7 @@ impl Attention<'_> {
             }
         }
 
-        problem.scores = self.scores.problem(problem.head_dim, num_heads_q)?;
+        problem.scores = self.scores.problem(problem.head_dims.qk, num_heads_q)?;
         if let Some(block_mask) = self.block_mask {
             problem.block_mask = Some(BlockMaskSizes::of(block_mask, &problem)?);
         }
@@ -236,40 +257,40 @@ impl Attention<'_> {
     }
 }
 
-fn dense_sizes(q: &Operand<'_>, k: &Operand<'_>) -> Result<AttentionProblem> {
-    let &[batch, seqlen_q, num_heads_q, head_dim] = q.shape else {
+fn dense_sizes(q: &Operand<'_>, k: &Operand<'_>, v: &Operand<'_>) -> Result<AttentionProblem> {
+    let &[batch, seqlen_q, num_heads_q, qk] = q.shape else {
         return Err(q.wrong_shape("[batch, seqlen_q, num_heads_q, head_dim]"));
     };
     let &[_, seqlen_kv, num_heads_kv, _] = k.shape else {
         return Err(k.wrong_shape("[batch, seqlen_kv, num_heads_kv, head_dim]"));
     };
-    if head_dim == 0 {
+    if qk == 0 {
         return Err(q.wrong_shape("a head_dim of at least 1"));
     }
-    k.shape_is(&[batch, seqlen_kv, num_heads_kv, head_dim])?;
-    Ok(AttentionProblem::dense(
-        q.dtype,
-        [batch, seqlen_q, seqlen_kv],
-        [num_heads_q, num_heads_kv],
-        head_dim,
-    ))
+    k.shape_is(&[batch, seqlen_kv, num_heads_kv, qk])?;
+    let types = ElementTypes::all(q.dtype);
+    let sizes = [batch, seqlen_q, seqlen_kv];
+    let head_dims = HeadDims { qk, v: width_like(v, k)? };
+    Ok(AttentionProblem::contiguous(types, sizes, [num_heads_q, num_heads_kv], head_dims))
 }
 
 fn packed_sizes(
     cu_seqlens: &CuSeqlens<'_>,
     q: &Operand<'_>,
     k: &Operand<'_>,
+    v: &Operand<'_>,
 ) -> Result<AttentionProblem> {
-    let &[total_q, num_heads_q, head_dim] = q.shape else {
+    let &[total_q, num_heads_q, qk] = q.shape else {
         return Err(q.wrong_shape("[total_q, num_heads_q, head_dim] (variable length)"));
     };
     let &[total_kv, num_heads_kv, _] = k.shape else {
         return Err(k.wrong_shape("[total_kv, num_heads_kv, head_dim] (variable length)"));
     };
-    if head_dim == 0 {
+    if qk == 0 {
         return Err(q.wrong_shape("a head_dim of at least 1"));
     }
-    k.shape_is(&[total_kv, num_heads_kv, head_dim])?;
+    k.shape_is(&[total_kv, num_heads_kv, qk])?;
+    let head_dims = HeadDims { qk, v: width_like(v, k)? };
     // Offsets into the packed rows are 32-bit.
     to_i32("total_q", total_q)?;
     to_i32("total_kv", total_kv)?;
@@ -278,12 +299,28 @@ fn packed_sizes(
     let sizes = [batch, cu_seqlens.max_seqlen_q, cu_seqlens.max_seqlen_kv];
     check_maximum("max_seqlen_q", [batch, sizes[1]], total_q)?;
     check_maximum("max_seqlen_kv", [batch, sizes[2]], total_kv)?;
-    let dense = AttentionProblem::dense(q.dtype, sizes, [num_heads_q, num_heads_kv], head_dim);
+    let (types, heads) = (ElementTypes::all(q.dtype), [num_heads_q, num_heads_kv]);
+    let dense = AttentionProblem::contiguous(types, sizes, heads, head_dims);
     Ok(AttentionProblem {
         packed: Some(PackedRows { total_q, total_kv }),
         o: Strides { batch: 0, ..dense.o },
         ..dense
     })
+}
+
+/// The last size of values, whose others are those of the keys.
+pub(crate) fn width_like(v: &Operand<'_>, k: &Operand<'_>) -> Result<usize> {
+    if let ([of_v @ .., width], [of_k @ .., _]) = (v.shape, k.shape)
+        && *width > 0
+        && of_v.iter().eq(of_k)
+    {
+        return Ok(*width);
+    }
+    let mut sizes: Vec<_> = k.shape.iter().map(usize::to_string).collect();
+    if let Some(last) = sizes.last_mut() {
+        *last = "at least 1".to_owned();
+    }
+    Err(v.wrong_shape(format!("[{}]", sizes.join(", "))))
 }
 
 fn strides(strides: &[usize]) -> Strides {

@@ -1,11 +1,12 @@
 use super::cost::relative_time;
+use super::head_dims::Rows;
 use super::{AttentionProblem, BlockMaskSizes};
 use crate::Result;
 use crate::check::is_tensor_map_stride;
 use crate::selection::{self, Candidate, Kernels, Peers, Problem, Rule, preference};
 use blockflash_safe::CudaProperties;
 use blockflash_sys::manifest::{AttentionTile, Lse, Variant};
-use blockflash_sys::{DType, HeadDims, Kernel};
+use blockflash_sys::{DType, Kernel};
 use std::cmp::Reverse;
 use std::sync::LazyLock;
 
@@ -59,7 +60,7 @@ impl Problem for AttentionProblem {
     }
 
     fn key(&self) -> (DType, usize) {
-        (self.dtype, 0)
+        (self.types.q, 0)
     }
 
     fn key_of(tile: &AttentionTile) -> (DType, usize) {
@@ -90,30 +91,21 @@ pub(crate) fn support(dtype: DType) -> Vec<(String, AttentionProblem)> {
 
 type AttentionRule = Rule<AttentionProblem>;
 
-/// Whether a tile has room for rows of these lengths, which kernels read 16 bytes at a time.
-pub(crate) fn covers(tile: HeadDims, problem: HeadDims) -> bool {
-    let fits = |of_problem: usize, of_tile| of_problem <= of_tile && of_problem.is_multiple_of(8);
-    fits(problem.qk, tile.qk) && fits(problem.v, tile.v)
-}
-
 const HEAD_DIM: AttentionRule = Rule {
-    holds: |c| covers(c.tile.head_dims, c.problem.head_dims()),
-    refuses: |c| {
-        let [found, widest] = [c.problem.head_dims(), c.tile.head_dims];
-        format!("head_dim {found} is not a multiple of 8 up to {widest}")
-    },
+    holds: |c| Rows::from(c.problem).fit(c.tile.into()),
+    refuses: |c| Rows::from(c.problem).refusal(c.tile.into()),
     excludes_all: Some(|all| {
-        let head_dim = all[0].problem.head_dim;
+        let rows = Rows::from(all[0].problem);
         let widest = all.iter().map(|c| c.tile.head_dims.max()).max().unwrap_or(0);
-        let kernels = format!("head_dim {head_dim}: kernels take multiples of 8 up to {widest}");
-        if head_dim > widest {
-            return kernels;
+        let kernels = rows.refusal_of_all(widest);
+        match rows.head_dims.single() {
+            Some(head_dim) if head_dim <= widest => format!(
+                "{kernels}; it runs with q, k and v zero-padded to {} and the softmax_scale of \
+                 {head_dim}",
+                head_dim.next_multiple_of(8)
+            ),
+            _ => kernels,
         }
-        let padded = head_dim.next_multiple_of(8);
-        format!(
-            "{kernels}; it runs with q, k and v zero-padded to {padded} and the softmax_scale of \
-             {head_dim}"
-        )
     }),
 };
 
@@ -128,7 +120,7 @@ const LOG_SUM_EXP: AttentionRule = Rule {
 
 const SHARED_MEMORY: AttentionRule = Rule::shared_memory(Some(|all| {
     let Candidate { problem, gpu, .. } = all[0];
-    let (head_dim, dtype, bytes) = (problem.head_dim, problem.dtype, gpu.smem_per_block);
+    let (head_dim, dtype, bytes) = (problem.head_dims, problem.types, gpu.smem_per_block);
     format!("head_dim {head_dim} in {dtype}: no kernel fits into {bytes} bytes of shared memory")
 }));
 
@@ -142,7 +134,7 @@ const BLOCKS: AttentionRule = Rule {
         )
     },
     excludes_all: Some(|all| {
-        let ([block_q, block_kv], head_dim) = (blocks(&all[0]), all[0].problem.head_dim);
+        let ([block_q, block_kv], head_dim) = (blocks(&all[0]), all[0].problem.head_dims);
         format!(
             "head_dim {head_dim}: no kernel has tiles that divide blocks of {block_q} × {block_kv}"
         )
@@ -220,7 +212,7 @@ fn without_tensor_map(problem: &AttentionProblem) -> Option<(&'static str, &'sta
             ("head", strides.head, heads),
         ];
         for (dim, stride, extent) in dims {
-            if extent > 1 && !is_tensor_map_stride(stride, problem.dtype) {
+            if extent > 1 && !is_tensor_map_stride(stride, problem.types.q) {
                 return Some((what, dim, stride));
             }
         }

@@ -19,7 +19,7 @@ use blockflash_safe::{
     AttentionBwdOperands, CudaProperties, Device, Stream, Tensor, View, ViewMut,
 };
 use blockflash_sys::manifest::{AttentionBwd, AttentionBwdHopper, Variant};
-use blockflash_sys::{DType, Kernel};
+use blockflash_sys::{DType, ElementTypes, Kernel};
 
 /// A call of the attention backward pass: the gradients of a scalar with respect to q, k, v and the
 /// sink, given its gradient with respect to `o`.
@@ -64,12 +64,12 @@ use blockflash_sys::{DType, Kernel};
 pub struct AttentionBackward<'a> {
     /// The call whose gradients are wanted.
     pub attention: Attention<'a>,
-    /// The output of that call, in the shape and element type of q.
+    /// The output of that call, in the shape of q with the `head_dim` of v.
     pub o: View<'a>,
     /// The log-sum-exp of that call, f32 `[batch, num_heads_q, seqlen_q]`, or
     /// `[num_heads_q, total_q]` when variable-length.
     pub lse: View<'a>,
-    /// The gradient with respect to `o`, in the shape and element type of q.
+    /// The gradient with respect to `o`, in its shape and element type.
     pub d_o: View<'a>,
 }
 
@@ -166,12 +166,13 @@ impl AttentionBackward<'_> {
     /// As [`backward_into`](Self::backward_into), and out of memory.
     pub fn backward(&self, stream: &Stream) -> Result<AttentionGradients> {
         let forward = self.problem()?.forward;
-        let like = |shape: &[usize]| Tensor::empty(stream, forward.dtype, shape);
+        let new = |dtype, shape: &[usize]| Tensor::empty(stream, dtype, shape);
+        let ElementTypes { q, kv, .. } = forward.types;
         let d_sink = || Tensor::empty(stream, DType::F32, &[forward.num_heads_q]);
         let mut gradients = AttentionGradients {
-            dq: like(&forward.o_shape())?,
-            dk: like(&forward.kv_shape())?,
-            dv: like(&forward.kv_shape())?,
+            dq: new(q, &forward.q_shape())?,
+            dk: new(kv, &forward.k_shape())?,
+            dv: new(kv, &forward.v_shape())?,
             d_sink: forward.scores.sink.then(d_sink).transpose()?,
         };
         let mut workspace = match self.workspace_bytes(stream.device())? {

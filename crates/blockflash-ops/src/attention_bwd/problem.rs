@@ -1,9 +1,9 @@
 use super::{AttentionBackward, AttentionGradientsMut};
-use crate::attention::{AttentionProblem, BlockMaskSizes, Strides};
+use crate::attention::{AttentionProblem, BlockMaskSizes, Strides, row_strides};
 use crate::check::{Operand, contiguous};
 use crate::{BlockMask, Error, Result};
-use blockflash_sys::DType;
 use blockflash_sys::manifest::AttentionBwdStep;
+use blockflash_sys::{DType, ElementTypes, HeadDims};
 
 /// A call of the backward pass reduced to plain numbers: what `select` and
 /// [`workspace_bytes`](super::workspace_bytes) work on.
@@ -37,20 +37,21 @@ impl AttentionBackwardProblem {
     /// and any workspace: the start of a plan without tensors. Not checked.
     pub fn of(forward: AttentionProblem) -> Self {
         let forward = if forward.lse.is_some() { forward } else { forward.with_lse() };
-        let strides = |seqlen: usize, heads: usize| {
-            let seq = heads.saturating_mul(forward.head_dim);
-            let batch = if forward.packed.is_some() { 0 } else { seqlen.saturating_mul(seq) };
-            Strides { batch, seq, head: forward.head_dim }
+        let strides = |seqlen, heads, head_dim| {
+            let dense = Strides::contiguous(seqlen, heads, head_dim);
+            if forward.packed.is_some() { Strides { batch: 0, ..dense } } else { dense }
         };
-        let q = strides(forward.seqlen_q, forward.num_heads_q);
-        let kv = strides(forward.seqlen_kv, forward.num_heads_kv);
+        let of_q = |head_dim| strides(forward.seqlen_q, forward.num_heads_q, head_dim);
+        let of_kv = |head_dim| strides(forward.seqlen_kv, forward.num_heads_kv, head_dim);
+        let HeadDims { qk, v } = forward.head_dims;
+        let (d_o, dq, dk, dv) = (of_q(v), of_q(qk), of_kv(qk), of_kv(v));
         let transpose = forward.block_mask.map(|mask| BlockMaskSizes {
             block_q: mask.block_kv,
             block_kv: mask.block_q,
             ..mask
         });
         let (d_sink, workspace, step) = (forward.scores.sink, usize::MAX, AttentionBwdStep::Keys);
-        Self { forward, d_o: q, dq: q, dk: kv, dv: kv, d_sink, transpose, workspace, step }
+        Self { forward, d_o, dq, dk, dv, d_sink, transpose, workspace, step }
     }
 
     /// Whether no gradient has an element. Without queries the gradients of keys are still to be
@@ -58,7 +59,7 @@ impl AttentionBackwardProblem {
     pub fn is_empty(&self) -> bool {
         let empty = |shape: Vec<usize>| shape.contains(&0);
         let no_sink = !self.d_sink || self.forward.num_heads_q == 0;
-        empty(self.forward.o_shape()) && empty(self.forward.kv_shape()) && no_sink
+        empty(self.forward.q_shape()) && empty(self.forward.k_shape()) && no_sink
     }
 
     /// The same problem with a workspace of this many bytes.
@@ -70,7 +71,7 @@ impl AttentionBackwardProblem {
     pub fn with_gradients(self, gradients: &AttentionGradientsMut<'_>) -> Result<Self> {
         let AttentionGradientsMut { dq, dk, dv, d_sink } = gradients;
         let forward = self.forward;
-        let (q_shape, kv_shape) = (forward.o_shape(), forward.kv_shape());
+        let ElementTypes { q, kv, .. } = forward.types;
         if let Some(d_sink) = d_sink {
             let found = d_sink.shape().to_vec();
             if !forward.scores.sink {
@@ -80,9 +81,9 @@ impl AttentionBackwardProblem {
             contiguous("d_sink", &d_sink.as_view(), DType::F32, &[forward.num_heads_q])?;
         }
         Ok(Self {
-            dq: forward.row_strides(&Operand::of_mut("dq", dq), &q_shape)?,
-            dk: forward.row_strides(&Operand::of_mut("dk", dk), &kv_shape)?,
-            dv: forward.row_strides(&Operand::of_mut("dv", dv), &kv_shape)?,
+            dq: row_strides(&Operand::of_mut("dq", dq), q, &forward.q_shape())?,
+            dk: row_strides(&Operand::of_mut("dk", dk), kv, &forward.k_shape())?,
+            dv: row_strides(&Operand::of_mut("dv", dv), kv, &forward.v_shape())?,
             d_sink: d_sink.is_some(),
             ..self
         })
@@ -99,10 +100,10 @@ impl AttentionBackward<'_> {
     /// [`Error::DType`] and [`Error::Stride`] for `o`, `lse` and `d_o`.
     pub fn problem(&self) -> Result<AttentionBackwardProblem> {
         let forward = self.attention.problem()?;
-        let shape = forward.o_shape();
-        let o = forward.row_strides(&Operand::new("o", &self.o), &shape)?;
+        let (shape, of_o) = (forward.o_shape(), forward.types.o);
+        let o = row_strides(&Operand::new("o", &self.o), of_o, &shape)?;
         let lse = Some(forward.lse_strides(&Operand::new("lse", &self.lse))?);
-        let d_o = forward.row_strides(&Operand::new("d_o", &self.d_o), &shape)?;
+        let d_o = row_strides(&Operand::new("d_o", &self.d_o), of_o, &shape)?;
         let forward = AttentionProblem { o, lse, ..forward };
         let transpose = self.attention.block_mask.and_then(BlockMask::transposed_sizes);
         Ok(AttentionBackwardProblem { d_o, transpose, ..AttentionBackwardProblem::of(forward) })

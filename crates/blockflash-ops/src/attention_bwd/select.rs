@@ -1,7 +1,7 @@
 use super::AttentionBackwardProblem;
 use super::plan::workspace_bytes;
 use crate::Result;
-use crate::attention::{AttentionProblem, BlockMaskSizes, covers};
+use crate::attention::{AttentionProblem, BlockMaskSizes, Rows};
 use crate::check::is_tensor_map_stride;
 use crate::selection::{self, Candidate, Kernels, Peers, Problem, Rule, preference};
 use blockflash_safe::CudaProperties;
@@ -93,7 +93,7 @@ impl Problem for AttentionBackwardProblem {
     fn rank(_: &Candidate<'_, Self>) {}
 
     fn key(&self) -> (DType, usize) {
-        (self.forward.dtype, self.step as usize)
+        (self.forward.types.q, self.step as usize)
     }
 
     fn key_of(tile: &AttentionBwdTile) -> (DType, usize) {
@@ -144,15 +144,11 @@ const STEP: BackwardRule = Rule {
 };
 
 const HEAD_DIM: BackwardRule = Rule {
-    holds: |c| covers(c.tile.head_dims, c.problem.forward.head_dims()),
-    refuses: |c| {
-        let [head_dim, widest] = [c.problem.forward.head_dims(), c.tile.head_dims];
-        format!("head_dim {head_dim} is not a multiple of 8 up to {widest}")
-    },
+    holds: |c| Rows::from(&c.problem.forward).fit(c.tile.into()),
+    refuses: |c| Rows::from(&c.problem.forward).refusal(c.tile.into()),
     excludes_all: Some(|all| {
-        let head_dim = all[0].problem.forward.head_dims();
         let widest = all.iter().map(|c| c.tile.head_dims.max()).max().unwrap_or(0);
-        format!("head_dim {head_dim}: kernels take multiples of 8 up to {widest}")
+        Rows::from(&all[0].problem.forward).refusal_of_all(widest)
     }),
 };
 
@@ -160,9 +156,9 @@ const HEAD_DIM: BackwardRule = Rule {
 /// than the portable kernels.
 const WIDTH: BackwardRule = Rule {
     holds: |c| {
-        !is_hopper(c) || c.tile.head_dims.max() <= 128 || c.problem.forward.head_dims().max() > 128
+        !is_hopper(c) || c.tile.head_dims.max() <= 128 || c.problem.forward.head_dims.max() > 128
     },
-    refuses: |c| format!("head_dim {} is not above 128", c.problem.forward.head_dims()),
+    refuses: |c| format!("head_dim {} is not above 128", c.problem.forward.head_dims),
     excludes_all: None,
 };
 
@@ -203,7 +199,7 @@ const BLOCKS: BackwardRule = Rule {
         )
     },
     excludes_all: Some(|all| {
-        let ([block_q, block_kv], head_dim) = (blocks(&all[0]), all[0].problem.forward.head_dim);
+        let ([block_q, block_kv], head_dim) = (blocks(&all[0]), all[0].problem.forward.head_dims);
         format!(
             "head_dim {head_dim}: no kernel has tiles that divide blocks of {block_q} × {block_kv}"
         )
@@ -246,7 +242,7 @@ fn without_tensor_map(
         let dims = [("batch", strides.batch), ("sequence", strides.seq), ("head", strides.head)];
         for ((dim, stride), extent) in dims.into_iter().zip(extents) {
             let used = extent > 1 && !extents.contains(&0);
-            if used && !is_tensor_map_stride(stride, forward.dtype) {
+            if used && !is_tensor_map_stride(stride, forward.types.q) {
                 return Some((what, dim, stride));
             }
         }

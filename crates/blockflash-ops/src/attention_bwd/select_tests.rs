@@ -1,7 +1,7 @@
 use super::*;
 use crate::attention::{Mask, PackedRows};
 use crate::fixtures::{gpu, gpus};
-use crate::{Error, ScoresProblem};
+use crate::{ElementTypes, Error, ScoresProblem};
 use blockflash_sys::{Target, manifest};
 
 fn h200() -> CudaProperties {
@@ -40,7 +40,7 @@ fn every_gpu_has_kernels_for_every_step() {
         for dtype in [DType::F16, DType::BF16] {
             let of = |problem: AttentionBackwardProblem| {
                 let forward = AttentionProblem {
-                    dtype,
+                    types: ElementTypes::all(dtype),
                     scores: ScoresProblem { sink: true, ..problem.forward.scores },
                     ..problem.forward
                 };
@@ -142,7 +142,7 @@ fn packed_sequences_and_small_blocks_take_hopper_kernels() {
 
 #[test]
 fn reasons() {
-    let f32 = AttentionProblem { dtype: DType::F32, ..dense(100, 64).forward };
+    let f32 = AttentionProblem { types: ElementTypes::all(DType::F32), ..dense(100, 64).forward };
     assert!(why(&AttentionBackwardProblem::of(f32), &h200()).contains("f16 and bf16"));
     assert!(why(&dense(100, 59), &h200()).contains("multiples of 8 up to 256"));
     assert!(why(&dense(100, 264), &h200()).contains("multiples of 8 up to 256"));

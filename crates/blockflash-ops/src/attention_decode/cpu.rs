@@ -8,7 +8,7 @@ use crate::attention::{Attention, CuSeqlens, Mask, Scores};
 use crate::float::Float;
 use crate::kv_cache::{HostCache, HostRotary, KvCache, token_ranges};
 use blockflash_safe::{Stream, Tensor, View, ViewMut};
-use blockflash_sys::DType;
+use blockflash_sys::{DType, HeadDims};
 use half::{bf16, f16};
 use std::ops::Range;
 
@@ -20,7 +20,7 @@ pub(super) fn forward(
     out: (ViewMut<'_>, Option<ViewMut<'_>>),
     stream: &Stream,
 ) -> Result<()> {
-    match problem.attention.dtype {
+    match problem.attention.types.q {
         DType::F16 => Call::<f16>::new(op, problem, cache, stream)?.run(out),
         DType::BF16 => Call::<bf16>::new(op, problem, cache, stream)?.run(out),
         _ => Call::<f32>::new(op, problem, cache, stream)?.run(out),
@@ -40,7 +40,7 @@ struct Call<'a, T> {
     kv: [&'a [T]; 2],
 }
 
-/// Rows of one sequence: q and o `[rows, heads, head_dim]`, lse `[heads, rows]`.
+/// Rows of one sequence: q and o `[rows, heads, their head_dim]`, lse `[heads, rows]`.
 struct Rows<'r> {
     q: View<'r>,
     o: ViewMut<'r>,
@@ -184,9 +184,8 @@ impl<'a, T: Float> Call<'a, T> {
         heads: Range<usize>,
     ) -> Result<[Tensor; 2]> {
         let sizes = &self.problem.cache;
-        let width = sizes.head_dim;
-        let shape = [keys.len(), heads.len(), width];
-        let copy = |source: &[T], strides| -> Result<Tensor> {
+        let copy = |source: &[T], strides, width: usize| -> Result<Tensor> {
+            let shape = [keys.len(), heads.len(), width];
             let mut tensor = Tensor::empty(self.stream, T::DTYPE, &shape)?;
             let mut view = tensor.view_mut();
             let mut rows = view.as_mut_slice::<T>()?.chunks_exact_mut(width);
@@ -198,7 +197,8 @@ impl<'a, T: Float> Call<'a, T> {
             }
             Ok(tensor)
         };
-        Ok([copy(self.kv[0], sizes.k)?, copy(self.kv[1], sizes.v)?])
+        let HeadDims { qk, v } = sizes.head_dims;
+        Ok([copy(self.kv[0], sizes.k, qk)?, copy(self.kv[1], sizes.v, v)?])
     }
 
     /// The queries of a sequence after rotation, `[rows, heads, head_dim]`, rounded to their type.
@@ -211,7 +211,7 @@ impl<'a, T: Float> Call<'a, T> {
             return Ok(None);
         }
         let attention = &self.problem.attention;
-        let (width, heads) = (attention.head_dim, attention.num_heads_q);
+        let (width, heads) = (attention.head_dims.qk, attention.num_heads_q);
         let shape = [tokens.len(), heads, width];
         let mut tensor = Tensor::empty(self.stream, T::DTYPE, &shape)?;
         let mut view = tensor.view_mut();

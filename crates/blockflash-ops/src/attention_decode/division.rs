@@ -159,7 +159,7 @@ impl Division {
             ctas: ctas[0],
             ctas_of_multiprocessor: ctas[1],
             of_row_tile: splits,
-            split_elements: chunk.saturating_mul(problem.attention.head_dims().max()),
+            split_elements: chunk.saturating_mul(problem.attention.head_dims.sum() / 2),
             combines: tile.rows <= ROWS_THAT_COMBINE,
         };
         let run_log2 = work.run_log2().min(self.most_splits.trailing_zeros());
@@ -193,7 +193,7 @@ impl Division {
         if self.most_splits == 1 {
             return Some([0, 0]);
         }
-        let row = problem.attention.head_dims().v.checked_add(2)?;
+        let row = problem.attention.head_dims.v.checked_add(2)?;
         let sums = self.items.checked_mul(self.partial_rows)?.checked_mul(row)?;
         Some([sums, self.items])
     }

@@ -156,7 +156,7 @@ impl<'a> AttentionDecode<'a> {
     fn allocated(&self, cache: CacheAccess<'_>, stream: &Stream) -> Result<AttentionOutput> {
         let problem = self.problem(&cache.as_cache())?;
         let attention = &problem.attention;
-        let mut o = Tensor::zeros(stream, attention.dtype, &attention.o_shape())?;
+        let mut o = Tensor::zeros(stream, attention.types.o, &attention.o_shape())?;
         let mut lse = Tensor::zeros(stream, DType::F32, &attention.lse_shape())?;
         let own = match (self.workspace, problem.workspace_bytes(stream.device())?) {
             (None, bytes @ 1..) => Some(AttentionDecodeWorkspace::new(stream, bytes)?),

@@ -7,7 +7,7 @@ use blockflash_safe::{View, ViewMut};
 pub struct AttentionDecodeOperands<'o> {
     /// The cache.
     pub cache: CacheAccess<'o>,
-    /// The output, in the shape and element type of q.
+    /// The output, in the shape of q with the `head_dim` of v, in the element type of q.
     pub o: ViewMut<'o>,
     /// The log-sum-exp, f32 `[batch, num_heads_q, seqlen_q]`, or `[num_heads_q, total_q]`.
     pub lse: Option<ViewMut<'o>>,

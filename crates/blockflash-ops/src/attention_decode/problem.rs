@@ -4,6 +4,7 @@ use crate::check::Operand;
 use crate::kv_append::AppendKvProblem;
 use crate::kv_cache::{CacheSizes, KvCache, RotarySizes, token_sizes};
 use crate::{Error, Result};
+use blockflash_sys::ElementTypes;
 
 /// A call of attention to a cache reduced to plain numbers: what `select` and
 /// `plan` work on.
@@ -29,9 +30,10 @@ impl AttentionDecodeProblem {
     /// Attention of `seqlen_q` queries of each sequence to a cache without any option: the start of
     /// a plan without tensors. Not checked.
     pub fn of(cache: CacheSizes, seqlen_q: usize, num_heads_q: usize) -> Self {
-        let CacheSizes { dtype, batch, capacity, num_heads_kv, head_dim, .. } = cache;
+        let CacheSizes { dtype, batch, capacity, num_heads_kv, head_dims, .. } = cache;
         let sizes = [batch, seqlen_q, capacity];
-        let dense = AttentionProblem::dense(dtype, sizes, [num_heads_q, num_heads_kv], head_dim);
+        let (types, heads) = (ElementTypes::all(dtype), [num_heads_q, num_heads_kv]);
+        let dense = AttentionProblem::contiguous(types, sizes, heads, head_dims);
         let attention = AttentionProblem { k: cache.k, v: cache.v, ..dense };
         Self { attention, cache, rotary: None, pages: None, append: None }
     }
@@ -67,8 +69,8 @@ impl AttentionDecode<'_> {
         let q = Operand::new("q", &self.q);
         q.dtype_in(&[cache.dtype])?;
         let rows = token_sizes(&q, self.packed.as_ref())?;
-        if [rows.batch, rows.head_dim] != [cache.batch, cache.head_dim] {
-            let (batch, head_dim) = (cache.batch, cache.head_dim);
+        if [rows.batch, rows.head_dim] != [cache.batch, cache.head_dims.qk] {
+            let (batch, head_dim) = (cache.batch, cache.head_dims.qk);
             return Err(q.wrong_shape(match rows.packed {
                 None => format!("[{batch}, seqlen_q, num_heads_q, {head_dim}]"),
                 Some(_) => format!("[total_q, num_heads_q, {head_dim}] of {batch} sequences"),
@@ -85,9 +87,9 @@ impl AttentionDecode<'_> {
             attention.packed = Some(PackedRows { total_q, total_kv: 0 });
             attention.o = Strides { batch: 0, ..attention.o };
         }
-        attention.scores = self.scores.problem(cache.head_dim, num_heads_q)?;
+        attention.scores = self.scores.problem(cache.head_dims.qk, num_heads_q)?;
         let rotary = self.rotary.as_ref();
-        let rotary = rotary.map(|r| r.sizes(cache.dtype, cache.head_dim, cache.capacity));
+        let rotary = rotary.map(|r| r.sizes(cache.dtype, cache.head_dims.qk, cache.capacity));
         problem.rotary = rotary.transpose()?;
         problem.pages = self.pages.as_ref().map(|pages| pages.sizes(&cache)).transpose()?;
         Ok(problem)

@@ -1,6 +1,6 @@
 use super::AttentionDecodeProblem;
 use crate::Result;
-use crate::attention::{Strides, covers};
+use crate::attention::{Rows, Strides};
 use crate::check::is_tensor_map_stride;
 use crate::kv_cache::CacheSizes;
 use crate::selection::{self, Candidate, Kernels, Peers, Problem, Rule, preference};
@@ -30,6 +30,10 @@ impl CacheTile {
             Self::Several(tile) => tile.types,
             Self::Many(tile) => tile.tile.types,
         }
+    }
+
+    fn rows(&self) -> Rows {
+        Rows { types: self.types(), head_dims: self.head_dims() }
     }
 
     /// Largest head dimensions.
@@ -82,8 +86,17 @@ pub fn accepts(
 impl Problem for AttentionDecodeProblem {
     const OP: &'static str = "attention_decode";
     const INPUTS: &'static str = "queries and the cache";
-    const RULES: &'static [Rule<Self>] =
-        &[HEAD_DIM, PAGE_SIZE, SLOTS, STRIDES, ROWS, LISTS, MANY, Rule::shared_memory(None)];
+    const RULES: &'static [Rule<Self>] = &[
+        HEAD_DIM,
+        ROTATED,
+        PAGE_SIZE,
+        SLOTS,
+        STRIDES,
+        ROWS,
+        LISTS,
+        MANY,
+        Rule::shared_memory(None),
+    ];
 
     type Tile = CacheTile;
     type Rank = (bool, bool, bool, u32);
@@ -116,7 +129,7 @@ impl Problem for AttentionDecodeProblem {
     }
 
     fn key(&self) -> (DType, usize) {
-        (self.attention.dtype, 0)
+        (self.attention.types.q, 0)
     }
 
     fn key_of(tile: &CacheTile) -> (DType, usize) {
@@ -167,16 +180,22 @@ fn rank(tile: u32, needed: usize) -> (bool, u32) {
 type DecodeRule = Rule<AttentionDecodeProblem>;
 
 const HEAD_DIM: DecodeRule = Rule {
-    holds: |c| covers(c.tile.head_dims(), c.problem.attention.head_dims()),
-    refuses: |c| {
-        let [head_dim, widest] = [c.problem.attention.head_dims(), c.tile.head_dims()];
-        format!("head_dim {head_dim} is not a multiple of 8 up to {widest}")
-    },
+    holds: |c| Rows::from(&c.problem.attention).fit(c.tile.rows()),
+    refuses: |c| Rows::from(&c.problem.attention).refusal(c.tile.rows()),
     excludes_all: Some(|all| {
-        let head_dim = all[0].problem.attention.head_dims();
         let widest = all.iter().map(|c| c.tile.head_dims().max()).max().unwrap_or(0);
-        format!("head_dim {head_dim}: kernels take multiples of 8 up to {widest}")
+        Rows::from(&all[0].problem.attention).refusal_of_all(widest)
     }),
+};
+
+/// Rotated queries are stored in the output, from where the kernel reads them.
+const ROTATED: DecodeRule = Rule {
+    holds: |c| c.problem.rotary.is_none() || c.problem.attention.head_dims.single().is_some(),
+    refuses: |c| {
+        let HeadDims { qk, v } = c.problem.attention.head_dims;
+        format!("a rotary embedding with head_dim {qk} of q and k, {v} of v: it takes equal ones")
+    },
+    excludes_all: None,
 };
 
 /// Kernels load 16 keys at a time, which must be in one page. The only page of a sequence may be
@@ -228,7 +247,7 @@ const MANY: DecodeRule = Rule {
             let (attention, cache) = (&c.problem.attention, &c.problem.cache);
             let fits = |strides: Strides, [batch, rows]: [usize; 2], heads| {
                 [(strides.batch, batch), (strides.seq, rows), (strides.head, heads)].iter().all(
-                    |&(stride, size)| size <= 1 || is_tensor_map_stride(stride, attention.dtype),
+                    |&(stride, size)| size <= 1 || is_tensor_map_stride(stride, attention.types.q),
                 )
             };
             let rows = match attention.packed {

@@ -5,7 +5,7 @@ use crate::Result;
 use crate::float::Float;
 use crate::kv_cache::{HostCache, HostRotary, KvCacheMut, token_ranges};
 use blockflash_safe::Stream;
-use blockflash_sys::DType;
+use blockflash_sys::{DType, HeadDims};
 use half::{bf16, f16};
 
 /// Stores the tokens of a problem that was checked.
@@ -35,8 +35,8 @@ fn run<T: Float>(
     let (k, v) = (op.k.as_slice::<T>()?, op.v.as_slice::<T>()?);
     let (cached_k, cached_v) = (cache.k.as_mut_slice::<T>()?, cache.v.as_mut_slice::<T>()?);
 
-    let width = sizes.head_dim;
-    let mut turned = vec![0.0; width];
+    let HeadDims { qk, v: width } = sizes.head_dims;
+    let mut turned = vec![0.0; qk];
     for (entry, rows) in ranges.into_iter().enumerate() {
         let first = host.stored_length(entry) - rows.len() as i64;
         for (position, row) in (first..).zip(rows) {
@@ -49,8 +49,8 @@ fn run<T: Float>(
                     entry * strides.batch + row * strides.seq + head * strides.head
                 };
                 let at = [entry, position, head];
-                let k = &k[new(problem.k)..][..width];
-                let target = &mut cached_k[host.row(sizes.k, at)..][..width];
+                let k = &k[new(problem.k)..][..qk];
+                let target = &mut cached_k[host.row(sizes.k, at)..][..qk];
                 match &rotary {
                     None => target.copy_from_slice(k),
                     Some(rotary) => {

@@ -55,7 +55,7 @@ pub struct AppendKv<'a> {
     /// Keys, `[batch, tokens, num_heads_kv, head_dim]`, or packed
     /// `[total, num_heads_kv, head_dim]`, in the element type of the cache.
     pub k: View<'a>,
-    /// Values, in the shape of the keys.
+    /// Values, in the shape of the keys but for the `head_dim` of the cached values.
     pub v: View<'a>,
     /// Set when the sequences have unequal numbers of new tokens.
     pub packed: Option<PackedTokens<'a>>,

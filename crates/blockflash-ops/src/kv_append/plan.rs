@@ -63,7 +63,7 @@ pub(crate) fn plan_with(
     }
     // Rows are counted in 32 bits.
     to_i32("rows", rows)?;
-    let threads = rows.saturating_mul(cache.head_dim / PIECE);
+    let threads = rows.saturating_mul(cache.head_dims.max() / PIECE);
     let blocks = grid_x(&[threads.div_ceil(kernel.threads() as usize)])?;
     let config = LaunchConfig::of(kernel, blocks, kernel.waits_for_predecessor());
     Ok(AppendKvPlan { params: params(problem, queries)?, config })
@@ -140,8 +140,8 @@ fn params(
         batch: to_i32("batch", cache.batch)?,
         num_heads_q: to_i32("num_heads_q", attention.map_or(0, |a| a.num_heads_q))?,
         num_heads_kv: to_i32("num_heads_kv", cache.num_heads_kv)?,
-        head_dim_qk: to_i32("head_dim", cache.head_dim)?,
-        head_dim_v: to_i32("head_dim", cache.head_dim)?,
+        head_dim_qk: to_i32("head_dim", cache.head_dims.qk)?,
+        head_dim_v: to_i32("head_dim", cache.head_dims.v)?,
         seqlen_new,
         total_new,
         seqlen_q,

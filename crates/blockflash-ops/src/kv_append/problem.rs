@@ -50,7 +50,7 @@ impl AppendKv<'_> {
         k.dtype_in(&[cache.dtype])?;
         v.dtype_in(&[cache.dtype])?;
         let rows = token_sizes(&k, self.packed.as_ref())?;
-        let expected = [cache.batch, cache.num_heads_kv, cache.head_dim];
+        let expected = [cache.batch, cache.num_heads_kv, cache.head_dims.qk];
         if [rows.batch, rows.heads, rows.head_dim] != expected {
             let [batch, heads, head_dim] = expected;
             return Err(k.wrong_shape(match rows.packed {
@@ -58,10 +58,11 @@ impl AppendKv<'_> {
                 Some(_) => format!("[total, {heads}, {head_dim}] of {batch} sequences"),
             }));
         }
-        v.shape_is(k.shape)?;
+        let [of_rows @ .., _] = k.shape else { return Err(k.wrong_shape("rows")) };
+        v.shape_is(&[of_rows, &[cache.head_dims.v]].concat())?;
         let of_v = token_sizes(&v, self.packed.as_ref())?;
         let rotary = self.rotary.as_ref();
-        let rotary = rotary.map(|r| r.sizes(cache.dtype, cache.head_dim, cache.capacity));
+        let rotary = rotary.map(|r| r.sizes(cache.dtype, cache.head_dims.qk, cache.capacity));
         Ok(AppendKvProblem {
             cache,
             tokens: rows.tokens,

@@ -1,9 +1,11 @@
 use super::AppendKvProblem;
 use crate::Result;
+use crate::attention::Rows;
+use crate::kv_cache::CacheSizes;
 use crate::selection::{self, Candidate, Kernels, Peers, Problem, Rule};
 use blockflash_safe::CudaProperties;
 use blockflash_sys::manifest::{KvAppend, Variant};
-use blockflash_sys::{DType, Kernel, Target};
+use blockflash_sys::{DType, ElementTypes, HeadDims, Kernel, Target};
 use std::sync::LazyLock;
 
 /// The kernel for an append on a GPU.
@@ -70,10 +72,19 @@ impl Problem for AppendKvProblem {
 type AppendRule = Rule<AppendKvProblem>;
 
 const HEAD_DIM: AppendRule = Rule {
-    holds: |c| c.problem.cache.head_dim.is_multiple_of(8),
-    refuses: |c| format!("head_dim {} is not a multiple of 8", c.problem.cache.head_dim),
+    holds: |c| rows(c).fit(any_width(c)),
+    refuses: |c| rows(c).not_multiples(),
     excludes_all: None,
 };
+
+fn rows(c: &Candidate<'_, AppendKvProblem>) -> Rows {
+    let CacheSizes { dtype, head_dims, .. } = c.problem.cache;
+    Rows { types: ElementTypes::all(dtype), head_dims }
+}
+
+fn any_width(c: &Candidate<'_, AppendKvProblem>) -> Rows {
+    Rows { head_dims: HeadDims::all(usize::MAX), ..rows(c) }
+}
 
 /// What attention over the cache takes.
 const PAGE_SIZE: AppendRule = Rule {

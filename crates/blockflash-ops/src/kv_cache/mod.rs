@@ -52,7 +52,7 @@ pub struct KvCache<'a> {
     /// `[pages, page_size, num_heads_kv, head_dim]`. All strides but the last are free, so a cache
     /// `[pages, num_heads_kv, page_size, head_dim]` is a permuted view.
     pub k: View<'a>,
-    /// Values, in the shape and element type of the keys.
+    /// Values, in the shape of the keys but for their own `head_dim`, in their element type.
     pub v: View<'a>,
     /// i32 `[batch, max_pages]`: the pages of each sequence in the order of their keys. Sequences
     /// may share pages. The capacity of a sequence is `max_pages * page_size`. A GPU needs pages of

@@ -1,10 +1,10 @@
 use super::KvCache;
-use crate::attention::{MAX_SEQLEN, Strides};
+use crate::attention::{MAX_SEQLEN, Strides, width_like};
 use crate::check::{Operand, to_i32, to_i64, vector};
 use crate::{Error, Result};
 use blockflash_safe::View;
-use blockflash_sys::DType;
 use blockflash_sys::params::blockflash_kv_cache;
+use blockflash_sys::{DType, HeadDims};
 use std::ptr::null;
 
 /// Slots of a cache for kernels are less than this many elements apart.
@@ -25,8 +25,8 @@ pub struct CacheSizes {
     pub pages: usize,
     /// Heads of keys and values.
     pub num_heads_kv: usize,
-    /// Elements of a row.
-    pub head_dim: usize,
+    /// Elements of a row of keys, and of values.
+    pub head_dims: HeadDims,
     /// Strides of the keys; that of the batch is from page to page.
     pub k: Strides,
     /// Strides of the values.
@@ -55,10 +55,8 @@ impl CacheSizes {
         num_heads_kv: usize,
         head_dim: usize,
     ) -> Self {
-        let seq = num_heads_kv.saturating_mul(head_dim);
-        let k = Strides { batch: capacity.saturating_mul(seq), seq, head: head_dim };
         let (page_size, pages, seqused_kv) = (capacity, batch, true);
-        let (v, table) = (k, None);
+        let (k, table) = (Strides::contiguous(capacity, num_heads_kv, head_dim), None);
         Self {
             dtype,
             batch,
@@ -66,9 +64,9 @@ impl CacheSizes {
             page_size,
             pages,
             num_heads_kv,
-            head_dim,
+            head_dims: HeadDims::all(head_dim),
             k,
-            v,
+            v: k,
             table,
             seqused_kv,
         }
@@ -128,16 +126,16 @@ impl KvCache<'_> {
         let (k, v) = (Operand::new("cache.k", &self.k), Operand::new("cache.v", &self.v));
         k.dtype_in(&[DType::F16, DType::BF16, DType::F32])?;
         v.dtype_in(&[k.dtype])?;
-        let &[pages, page_size, num_heads_kv, head_dim] = k.shape else {
+        let &[pages, page_size, num_heads_kv, qk] = k.shape else {
             return Err(k.wrong_shape(match self.block_table {
                 None => "[batch, capacity, num_heads_kv, head_dim]",
                 Some(_) => "[pages, page_size, num_heads_kv, head_dim]",
             }));
         };
-        if head_dim == 0 {
+        if qk == 0 {
             return Err(k.wrong_shape("a head_dim of at least 1"));
         }
-        v.shape_is(k.shape)?;
+        let head_dims = HeadDims { qk, v: width_like(&v, &k)? };
         k.last_dim_contiguous()?;
         v.last_dim_contiguous()?;
 
@@ -173,7 +171,7 @@ impl KvCache<'_> {
             page_size,
             pages,
             num_heads_kv,
-            head_dim,
+            head_dims,
             k: strides(&k),
             v: strides(&v),
             table: sizes,

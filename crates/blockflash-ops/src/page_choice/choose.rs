@@ -127,8 +127,8 @@ impl<'a> ChoosePages<'a> {
         let (cache, q) = (summaries.cache, Operand::new("q", &self.q));
         q.dtype_in(&[cache.dtype])?;
         let rows = token_sizes(&q, self.packed.as_ref())?;
-        if [rows.batch, rows.head_dim] != [cache.batch, cache.head_dim] {
-            let (batch, head_dim) = (cache.batch, cache.head_dim);
+        if [rows.batch, rows.head_dim] != [cache.batch, cache.head_dims.qk] {
+            let (batch, head_dim) = (cache.batch, cache.head_dims.qk);
             return Err(q.wrong_shape(match rows.packed {
                 None => format!("[{batch}, seqlen_q, num_heads_q, {head_dim}]"),
                 Some(_) => format!("[total_q, num_heads_q, {head_dim}] of {batch} sequences"),

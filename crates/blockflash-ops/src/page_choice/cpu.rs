@@ -33,7 +33,7 @@ fn summarize_of<T: Float>(
     let host = HostCache::new(&op.cache, cache, stream)?;
     let keys = op.cache.k.as_slice::<T>()?;
     let target = summaries.as_mut_slice::<T>()?;
-    let width = cache.head_dim;
+    let width = cache.head_dims.qk;
     let mut key = vec![0f32; width];
     for entry in 0..cache.batch {
         let length = host.length(entry);
@@ -110,7 +110,7 @@ fn choose_of<T: Float>(
             let rows = (0..problem.summaries.statistics).map(|statistic| {
                 let page = host.page(entry, column);
                 let start = problem.summaries.row([page, statistic, head]);
-                widened(&summaries[start..][..cache.head_dim])
+                widened(&summaries[start..][..cache.head_dims.qk])
             });
             let rows: Vec<Vec<f32>> = rows.collect();
             let scores = queries.iter().map(|query| match &rows[..] {
@@ -153,7 +153,7 @@ fn queries<T: Float>(
     let of_token = |token| (head * group..(head + 1) * group).map(move |head| (token, head));
     let row = |(token, head): (usize, usize)| {
         let start = entry * problem.q.batch + token * problem.q.seq + head * problem.q.head;
-        widened(&q[start..][..cache.head_dim])
+        widened(&q[start..][..cache.head_dims.qk])
     };
     tokens.flat_map(of_token).map(row).collect()
 }

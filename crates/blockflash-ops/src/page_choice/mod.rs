@@ -17,6 +17,7 @@ use crate::kv_cache::{CacheSizes, KvCache};
 use crate::operation::Prepared;
 use crate::{Error, Result};
 use blockflash_safe::KvCacheViews;
+use blockflash_sys::HeadDims;
 
 /// See [`Operation::prepare`](crate::Operation::prepare).
 pub type PreparedSummarizePages = Prepared<SummarizePagesProblem>;
@@ -52,7 +53,8 @@ impl SummarySizes {
             return Err(Error::Shape { what: summaries.what, expected, found });
         }
         summaries.dtype_in(&[cache.dtype])?;
-        let CacheSizes { pages, num_heads_kv, head_dim, .. } = cache;
+        let CacheSizes { pages, num_heads_kv, head_dims: HeadDims { qk: head_dim, .. }, .. } =
+            cache;
         let &[_, statistics @ 1..=2, _, _] = summaries.shape else {
             let expected = format!("[{pages}, 1 or 2, {num_heads_kv}, {head_dim}]");
             return Err(summaries.wrong_shape(expected));

@@ -93,7 +93,7 @@ pub fn plan_summaries(
         summaries: summaries.params()?,
         batch: to_i32("batch", cache.batch)?,
         num_heads_kv: to_i32("num_heads_kv", cache.num_heads_kv)?,
-        head_dim: to_i32("head_dim", cache.head_dim)?,
+        head_dim: to_i32("head_dim", cache.head_dims.qk)?,
         tokens: to_i32("tokens", problem.tokens)?,
         most_pages: to_i32("pages", most_pages)?,
     };
@@ -143,7 +143,7 @@ pub fn plan_choice(
         group: to_i32("num_heads_q", problem.num_heads_q / cache.num_heads_kv.max(1))?,
         seqlen_q: to_i32("seqlen_q", problem.seqlen_q)?,
         total_q: to_i32("total_q", problem.total_q.unwrap_or(0))?,
-        head_dim: to_i32("head_dim", cache.head_dim)?,
+        head_dim: to_i32("head_dim", cache.head_dims.qk)?,
         list_capacity: to_i32("lists", problem.capacity)?,
         max_pages: to_i32("pages", summaries.columns())?,
         parts: to_i32("parts", parts)?,

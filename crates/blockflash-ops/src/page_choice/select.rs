@@ -30,11 +30,11 @@ impl OfPages for ChoosePagesProblem {
 impl<P: Problem + OfPages> Rule<P> {
     const HEAD_DIM: Self = Self {
         holds: |c| {
-            let head_dim = c.problem.summaries().cache.head_dim;
+            let head_dim = c.problem.summaries().cache.head_dims.qk;
             head_dim <= WIDEST && head_dim.is_multiple_of(8)
         },
         refuses: |c| {
-            let head_dim = c.problem.summaries().cache.head_dim;
+            let head_dim = c.problem.summaries().cache.head_dims.qk;
             format!("head_dim {head_dim} is not a multiple of 8 up to {WIDEST}")
         },
         excludes_all: None,

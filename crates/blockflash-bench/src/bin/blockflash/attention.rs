@@ -4,7 +4,7 @@ use crate::attention_args::Args;
 use crate::failure::{Failure, Result, bail, ensure};
 use crate::offsets::Offsets;
 use crate::operand::{StandIn, common_dtype, load_all, random};
-use crate::qkv_args::sink;
+use crate::qkv_args::{o_bytes, sink};
 use crate::run::Run;
 use blockflash_bench::case::{AttentionData, AttentionOperands};
 use blockflash_bench::io::Array;
@@ -46,41 +46,46 @@ fn tensors(args: &Args, scores: Scores<&Path>) -> Result<[Array; 3]> {
     if let Some([batch, seqlen_q, heads_q, head_dim]) = args.random {
         let q = [batch, seqlen_q, heads_q, head_dim];
         let seqlen_kv = args.seqlen_kv.unwrap_or(seqlen_q);
-        let kv = [batch, seqlen_kv, args.qkv.kv_heads.unwrap_or(heads_q), head_dim];
+        let heads_kv = args.qkv.kv_heads.unwrap_or(heads_q);
+        let v_head_dim = args.qkv.v_head_dim.unwrap_or(head_dim);
+        let [k, v] = [head_dim, v_head_dim].map(|width| [batch, seqlen_kv, heads_kv, width]);
+        let o = [batch, seqlen_q, heads_q, v_head_dim];
         ensure!(!packed || batch == 1, "--cu-seqlens divides the rows of --random 1xROWSxHxD");
         let dtype = dtype.unwrap_or(DType::F16);
-        memory::ensure("q, k, v and o", memory::size(&[&q, &kv, &kv, &q], dtype.size()))?;
+        memory::ensure("q, k, v and o", memory::size(&[&q, &k, &v, &o], dtype.size()))?;
         if !packed {
-            refuse(scores, dtype, [&q, &kv])?;
+            refuse(scores, dtype, [&q, &k, &v])?;
         }
         let draw = |what, shape: [usize; 4], lane| {
             let shape = if packed { &shape[1..] } else { &shape[..] };
             random(what, dtype, shape, args.common.seed, lane)
         };
-        return Ok([draw("q", q, 0)?, draw("k", kv, 1)?, draw("v", kv, 2)?]);
+        return Ok([draw("q", q, 0)?, draw("k", k, 1)?, draw("v", v, 2)?]);
     }
     // clap does not enforce `requires` where what is required conflicts with another option that is
     // given.
     ensure!(
-        args.qkv.kv_heads.is_none() && args.seqlen_kv.is_none(),
-        "--kv-heads and --seqlen-kv only apply to --random"
+        !args.qkv.has_sizes() && args.seqlen_kv.is_none(),
+        "--kv-heads, --v-head-dim and --seqlen-kv only apply to --random"
     );
     let sources = args.qkv.sources("BxSxHxD")?;
     let dtype = common_dtype(dtype, &sources)?;
-    let o = memory::size(&[sources[0].shape()?], dtype.size());
+    let o = o_bytes(&sources, dtype)?;
     if !packed {
-        refuse(scores, dtype, [sources[0].shape()?, sources[1].shape()?])?;
+        let [q, k, v] = &sources;
+        refuse(scores, dtype, [q.shape()?, k.shape()?, v.shape()?])?;
     }
     load_all(sources, dtype, o)
 }
 
 /// Refuses a call whose sizes or options do not fit before a tensor of it is drawn or read.
-fn refuse(scores: Scores<&Path>, dtype: DType, [q, kv]: [&[usize]; 2]) -> Result<()> {
-    let (Some(q), Some(kv)) = (StandIn::new(dtype, q), StandIn::new(dtype, kv)) else {
+fn refuse(scores: Scores<&Path>, dtype: DType, [q, k, v]: [&[usize]; 3]) -> Result<()> {
+    let stand_in = |shape| StandIn::new(dtype, shape);
+    let (Some(q), Some(k), Some(v)) = (stand_in(q), stand_in(k), stand_in(v)) else {
         return Ok(());
     };
     let scores = scores.without_sink();
-    Attention { scores, ..Attention::new(q.view()?, kv.view()?, kv.view()?) }.problem()?;
+    Attention { scores, ..Attention::new(q.view()?, k.view()?, v.view()?) }.problem()?;
     Ok(())
 }
 

@@ -3,11 +3,11 @@
 use crate::decode_args::Args;
 use crate::failure::{Result, bail, ensure};
 use crate::operand::{Source, StandIn, common_dtype, load_all, random};
-use crate::qkv_args::sink;
+use crate::qkv_args::{o_bytes, sink};
 use crate::run::Run;
 use blockflash_bench::case::{DecodeData, DecodeOperands, DecodeShape, Fill};
 use blockflash_bench::memory;
-use blockflash_ops::{AttentionDecode, DType, KvCache, Mask, Scores};
+use blockflash_ops::{AttentionDecode, DType, HeadDims, KvCache, Mask, Scores};
 use std::path::Path;
 use std::process::ExitCode;
 
@@ -50,13 +50,15 @@ fn drawn(
     let q = [batch, queries, heads, head_dim];
     let all = batch.saturating_mul(pages);
     let num_heads_kv = args.qkv.kv_heads.unwrap_or(heads);
-    let kv = [all, page_size, num_heads_kv, head_dim];
+    let head_dims = HeadDims { qk: head_dim, v: args.qkv.v_head_dim.unwrap_or(head_dim) };
+    let [k, v] = [head_dims.qk, head_dims.v].map(|width| [all, page_size, num_heads_kv, width]);
+    let o = [batch, queries, heads, head_dims.v];
     let dtype = args.qkv.dtype().unwrap_or(DType::F16);
     // The host notes where each key is stored, too.
-    let places = memory::size(&[&kv[..2]], size_of::<usize>());
-    let tensors = memory::size(&[&q, &kv, &kv, &q], dtype.size());
+    let places = memory::size(&[&k[..2]], size_of::<usize>());
+    let tensors = memory::size(&[&q, &k, &v, &o], dtype.size());
     memory::ensure("q, k, v and o", tensors.saturating_add(places))?;
-    refuse(scores, dtype, [&q, &kv], args.page_size.map(|_| [batch, pages]))?;
+    refuse(scores, dtype, [&q, &k, &v], args.page_size.map(|_| [batch, pages]))?;
     ensure!(i32::try_from(all).is_ok(), "there are too many pages");
     let shape = DecodeShape {
         batch,
@@ -64,7 +66,7 @@ fn drawn(
         seqlen_kv: keys,
         num_heads_q: heads,
         num_heads_kv,
-        head_dim,
+        head_dims,
         page_size: args.page_size,
         chosen: None,
         fill: Fill::Full,
@@ -78,18 +80,19 @@ fn read(args: &Args, scores: Scores<&Path>) -> Result<DecodeData> {
     // clap does not enforce `requires` where what is required conflicts with another option that is
     // given.
     ensure!(
-        args.qkv.kv_heads.is_none() && args.seqlen_kv.is_none() && args.page_size.is_none(),
-        "--kv-heads, --seqlen-kv and --page-size only apply to --random"
+        !args.qkv.has_sizes() && args.seqlen_kv.is_none() && args.page_size.is_none(),
+        "--kv-heads, --v-head-dim, --seqlen-kv and --page-size only apply to --random"
     );
     let sources = args.qkv.sources("BxQxHxD")?;
     let dtype = common_dtype(args.qkv.dtype(), &sources)?;
-    let o = memory::size(&[sources[0].shape()?], dtype.size());
+    let o = o_bytes(&sources, dtype)?;
     let table = args.block_table.as_ref().map(|path| Source::open(path, "block_table"));
     let block_table = table.transpose()?.map(|source| source.load(DType::I32)).transpose()?;
     let of_table =
         block_table.as_ref().and_then(|table| <[usize; 2]>::try_from(table.shape()).ok());
     if block_table.is_none() == of_table.is_none() {
-        refuse(scores, dtype, [sources[0].shape()?, sources[1].shape()?], of_table)?;
+        let [q, k, v] = &sources;
+        refuse(scores, dtype, [q.shape()?, k.shape()?, v.shape()?], of_table)?;
     }
     let [q, k, v] = load_all(sources, dtype, o)?;
     let &[pages, _, _, _] = k.shape() else {
@@ -103,18 +106,18 @@ fn read(args: &Args, scores: Scores<&Path>) -> Result<DecodeData> {
 fn refuse(
     scores: Scores<&Path>,
     dtype: DType,
-    [q, kv]: [&[usize]; 2],
+    [q, k, v]: [&[usize]; 3],
     table: Option<[usize; 2]>,
 ) -> Result<()> {
     let shape = table.unwrap_or_default();
     let stand_in = StandIn::new;
-    let (Some(q), Some(kv), Some(of_table)) =
-        (stand_in(dtype, q), stand_in(dtype, kv), stand_in(DType::I32, &shape))
+    let (Some(q), Some(k), Some(v), Some(of_table)) =
+        (stand_in(dtype, q), stand_in(dtype, k), stand_in(dtype, v), stand_in(DType::I32, &shape))
     else {
         return Ok(());
     };
     let block_table = table.map(|_| of_table.view()).transpose()?;
-    let cache = KvCache { block_table, ..KvCache::new(kv.view()?, kv.view()?) };
+    let cache = KvCache { block_table, ..KvCache::new(k.view()?, v.view()?) };
     let scores = scores.without_sink();
     AttentionDecode { scores, ..AttentionDecode::new(q.view()?) }.problem(&cache)?;
     Ok(())

@@ -5,6 +5,7 @@ use crate::failure::{Result, bail, ensure};
 use crate::operand::{Source, random};
 use crate::outputs::Outputs;
 use blockflash_bench::io::Array;
+use blockflash_bench::memory;
 use blockflash_ops::{Align, DType, Mask, Scores};
 use std::path::{Path, PathBuf};
 
@@ -31,6 +32,9 @@ pub struct Qkv {
     /// Number of heads of random k and v [default: as many as q]
     #[arg(long, value_name = "N")]
     pub kv_heads: Option<usize>,
+    /// Elements of a row of random v, and of the output [default: as many as of q]
+    #[arg(long, value_name = "N")]
+    pub v_head_dim: Option<usize>,
 }
 
 impl Qkv {
@@ -38,7 +42,7 @@ impl Qkv {
         self.dtype.map(DType::from)
     }
 
-    /// The files of q, k and v, of which k and v have one shape. `random` is the form of the option
+    /// The files of q, k and v, of which k and v have one shape but for the last size. `random` is the form of the option
     /// that could be given instead.
     pub fn sources(&self, random: &str) -> Result<[Source; 3]> {
         let sources = match (&self.input, &self.q, &self.k, &self.v) {
@@ -57,8 +61,15 @@ impl Qkv {
         };
         let (k, v) = (sources[1].shape()?, sources[2].shape()?);
         // Before anything is read: one of them may be hundreds of gigabytes long.
-        ensure!(k == v, "v is {v:?} and k {k:?}, expected the same");
+        let but_last = |shape: &[usize]| shape[..shape.len().saturating_sub(1)].to_vec();
+        let like = k.len() == v.len() && but_last(k) == but_last(v);
+        ensure!(like, "v is {v:?} and k {k:?}, expected the same but for the last size");
         Ok(sources)
+    }
+
+    /// Whether sizes of random tensors are given.
+    pub fn has_sizes(&self) -> bool {
+        self.kv_heads.or(self.v_head_dim).is_some()
     }
 
     /// Names of the options, and the files that they name.
@@ -128,6 +139,15 @@ impl ScoreArgs {
             }
         })
     }
+}
+
+/// Bytes of the output: rows of q with the elements of v.
+pub fn o_bytes([q, _, v]: &[Source; 3], dtype: DType) -> Result<u64> {
+    let mut shape = q.shape()?.to_vec();
+    if let (Some(last), Some(&width)) = (shape.last_mut(), v.shape()?.last()) {
+        *last = width;
+    }
+    Ok(memory::size(&[&shape], dtype.size()))
 }
 
 /// Attention sinks of the heads of q, from a file or random.

@@ -6,7 +6,7 @@ use super::models::{Model, Models};
 use crate::case::{
     AttentionShape, BlockLists, BsrShape, Case, DecodeShape, Fill, Lengths, MaskKind, Pass, Pattern,
 };
-use blockflash_sys::DType;
+use blockflash_sys::{DType, HeadDims};
 
 /// Most models are served and trained in bf16.
 const DTYPES: [DType; 3] = [DType::BF16, DType::BF16, DType::F16];
@@ -79,7 +79,7 @@ fn of(model: Model, mask: MaskKind, dice: &mut Dice, length: usize) -> Attention
         lengths: None,
         num_heads_q,
         num_heads_kv,
-        head_dim,
+        head_dims: HeadDims::all(head_dim),
         lists: None,
         mask,
         dtype: dice.pick(&DTYPES),
@@ -184,7 +184,7 @@ fn decode(models: &Models, dice: &mut Dice) -> DecodeShape {
         seqlen_kv: if in_pages { keys.next_multiple_of(page) } else { keys },
         num_heads_q,
         num_heads_kv,
-        head_dim,
+        head_dims: HeadDims::all(head_dim),
         page_size: in_pages.then_some(page),
         chosen: None,
         fill,

@@ -56,7 +56,7 @@ pub(super) fn forward(
     stream: &Stream,
 ) -> Result<()> {
     let sequences = sequences(op, problem, stream)?;
-    match problem.dtype {
+    match problem.types.q {
         DType::F16 => run::<f16>(op, problem, &sequences, o, lse),
         DType::BF16 => run::<bf16>(op, problem, &sequences, o, lse),
         _ => run::<f32>(op, problem, &sequences, o, lse),
@@ -105,7 +105,7 @@ fn run<T: Float>(
 impl<T: Float> Outputs<'_, T> {
     /// Stores the rows of a task.
     fn write(&mut self, problem: &AttentionProblem, task: &Task, o: &[T], lse: &[f32]) {
-        for (query, row) in task.queries.clone().zip(o.chunks_exact(problem.head_dim)) {
+        for (query, row) in task.queries.clone().zip(o.chunks_exact(problem.head_dims.v)) {
             let start = task.sequence.q_row(problem.o, task.head, query);
             self.o[start..][..row.len()].copy_from_slice(row);
         }

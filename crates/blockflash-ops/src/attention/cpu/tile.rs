@@ -5,6 +5,7 @@ use crate::attention::{AttentionProblem, ScoresProblem};
 use crate::float::Float;
 use crate::math;
 use blockflash_safe::{View, ViewMut, host_gemm};
+use blockflash_sys::HeadDims;
 use std::ops::Range;
 
 /// Keys per step, chosen so that scores, keys and values of a step stay in the L2 cache.
@@ -12,16 +13,16 @@ const BLOCK_KV: usize = 256;
 
 /// The f32 panels of one thread: a block of queries and its running softmax.
 pub(super) struct Tile {
-    head_dim: usize,
-    /// `[rows, head_dim]`
+    head_dims: HeadDims,
+    /// `[rows, head_dims.qk]`
     q: Vec<f32>,
-    /// `[keys, head_dim]`
+    /// `[keys, head_dims.qk]`
     k: Vec<f32>,
-    /// `[keys, head_dim]`
+    /// `[keys, head_dims.v]`
     v: Vec<f32>,
     /// Scores and then probabilities, `[rows, keys]`.
     s: Vec<f32>,
-    /// Sums of probability times value, `[rows, head_dim]`.
+    /// Sums of probability times value, `[rows, head_dims.v]`.
     o: Vec<f32>,
     /// Largest score of each row, −∞ before the first.
     max: Vec<f32>,
@@ -32,16 +33,16 @@ pub(super) struct Tile {
 
 impl Tile {
     pub(super) fn new(problem: &AttentionProblem) -> Self {
-        let AttentionProblem { head_dim, seqlen_q, seqlen_kv, .. } = *problem;
+        let AttentionProblem { head_dims, seqlen_q, seqlen_kv, .. } = *problem;
         let (rows, keys) = (BLOCK_Q.min(seqlen_q), BLOCK_KV.min(seqlen_kv));
         let panel = |rows: usize, columns: usize| vec![0.0; rows * columns];
         Self {
-            head_dim,
-            q: panel(rows, head_dim),
-            k: panel(keys, head_dim),
-            v: panel(keys, head_dim),
+            head_dims,
+            q: panel(rows, head_dims.qk),
+            k: panel(keys, head_dims.qk),
+            v: panel(keys, head_dims.v),
             s: panel(rows, keys),
-            o: panel(rows, head_dim),
+            o: panel(rows, head_dims.v),
             max: panel(rows, 1),
             sum: panel(rows, 1),
             rows: 0,
@@ -50,7 +51,7 @@ impl Tile {
 
     /// Output rows of the last task.
     pub(super) fn o(&self) -> &[f32] {
-        &self.o[..self.rows * self.head_dim]
+        &self.o[..self.rows * self.head_dims.v]
     }
 
     /// Log-sum-exp of each row of the last task.
@@ -68,9 +69,9 @@ impl Tile {
         self.rows = task.queries.len();
         self.max[..self.rows].fill(f32::NEG_INFINITY);
         self.sum[..self.rows].fill(0.0);
-        self.o[..self.rows * self.head_dim].fill(0.0);
-        let head_dim = self.head_dim;
-        load(&mut self.q, operands.q, task.queries.clone(), head_dim, |query| {
+        self.o[..self.rows * self.head_dims.v].fill(0.0);
+        let HeadDims { qk, v } = self.head_dims;
+        load(&mut self.q, operands.q, task.queries.clone(), qk, |query| {
             sequence.q_row(problem.q, task.head, query)
         });
 
@@ -87,10 +88,10 @@ impl Tile {
             sequence.seqlen_kv,
         )?;
         for keys in steps(visited, first.start..last.end, BLOCK_KV) {
-            load(&mut self.k, operands.k, keys.clone(), head_dim, |key| {
+            load(&mut self.k, operands.k, keys.clone(), qk, |key| {
                 sequence.kv_row(problem.k, head_kv, key)
             });
-            load(&mut self.v, operands.v, keys.clone(), head_dim, |key| {
+            load(&mut self.v, operands.v, keys.clone(), v, |key| {
                 sequence.kv_row(problem.v, head_kv, key)
             });
             let masked = last.start > keys.start || first.end < keys.end;
@@ -108,7 +109,7 @@ impl Tile {
 
     /// `s = scale·q·kᵀ`. Scores of masked pairs are computed too, and never read.
     fn scores(&mut self, keys: usize, scale: f32) -> Result<()> {
-        let (rows, head_dim) = (self.rows, self.head_dim);
+        let (rows, head_dim) = (self.rows, self.head_dims.qk);
         let q = View::from_slice(&self.q[..rows * head_dim], &[rows, head_dim])?;
         let k_t = View::from_slice_strided(&self.k, &[head_dim, keys], &[1, head_dim])?;
         let s = ViewMut::from_slice(&mut self.s[..rows * keys], &[rows, keys])?;
@@ -138,7 +139,8 @@ impl Tile {
             self.max[row] = max;
             self.sum[row] = self.sum[row] * shrink + math::exp_sum(s, shift);
             if shrink != 1.0 {
-                let o = &mut self.o[row * self.head_dim..][..self.head_dim];
+                let head_dim = self.head_dims.v;
+                let o = &mut self.o[row * head_dim..][..head_dim];
                 o.iter_mut().for_each(|o| *o *= shrink);
             }
         }
@@ -153,7 +155,7 @@ impl Tile {
         masked: bool,
         in_step: impl Fn(usize) -> Range<usize>,
     ) -> Result<()> {
-        let (rows, head_dim) = (self.rows, self.head_dim);
+        let (rows, head_dim) = (self.rows, self.head_dims.v);
         let panel = &mut self.v[..keys * head_dim];
         let mut taken_out: Vec<(usize, Vec<f32>)> = Vec::new();
         if masked && math::any_non_finite(panel) {
@@ -180,9 +182,8 @@ impl Tile {
     /// Divides by the sums and turns `max` into the log-sum-exp. A sink is one more score that has
     /// no value.
     fn finish(&mut self, sink: Option<f32>) {
-        for (row, o) in
-            self.o[..self.rows * self.head_dim].chunks_exact_mut(self.head_dim).enumerate()
-        {
+        let head_dim = self.head_dims.v;
+        for (row, o) in self.o[..self.rows * head_dim].chunks_exact_mut(head_dim).enumerate() {
             let sink = sink.unwrap_or(f32::NEG_INFINITY);
             let max = if sink > self.max[row] { sink } else { self.max[row] };
             let shift = shift(max);

@@ -12,7 +12,7 @@ use crate::attention::cpu::sequence::{Sequence, blocks, sequences};
 use crate::float::Float;
 use crate::{BlockMask, Result, math};
 use blockflash_safe::{Stream, ViewMut};
-use blockflash_sys::DType;
+use blockflash_sys::{DType, HeadDims};
 use half::{bf16, f16};
 use rayon::prelude::*;
 use std::ops::Range;
@@ -54,7 +54,7 @@ pub(super) fn backward(
     stream: &Stream,
 ) -> Result<()> {
     let sequences = sequences(&op.attention, &problem.forward, stream)?;
-    match problem.forward.dtype {
+    match problem.forward.types.q {
         DType::F16 => run::<f16>(op, problem, &sequences, gradients),
         DType::BF16 => run::<bf16>(op, problem, &sequences, gradients),
         _ => run::<f32>(op, problem, &sequences, gradients),
@@ -85,10 +85,10 @@ fn run<T: Float>(
     if let (Some(mut d_sink), Some(sink)) = (d_sink, &attention.scores.sink) {
         operands.sink_gradient(sequences, sink.as_slice()?, d_sink.as_mut_slice()?);
     }
-    let head_dim = forward.head_dim;
-    let [dq, dk, dv] = [(&mut dq, problem.dq), (&mut dk, problem.dk), (&mut dv, problem.dv)]
-        .map(|(view, strides)| Output::<T>::new(view, strides, head_dim));
-    let [dq, dk, dv] = [dq?, dk?, dv?];
+    let HeadDims { qk, v } = forward.head_dims;
+    let dq = Output::<T>::new(&mut dq, problem.dq, qk)?;
+    let dk = Output::<T>::new(&mut dk, problem.dk, qk)?;
+    let dv = Output::<T>::new(&mut dv, problem.dv, v)?;
     if let Some(packed) = forward.packed {
         let end = sequences.last();
         let end_q = end.map_or(0, |last| last.first_q + last.seqlen_q);
@@ -142,7 +142,7 @@ impl<T: Float> Operands<'_, T> {
     /// See [`delta`](Self::delta).
     fn delta_of(&self, sequences: &[Sequence]) -> Vec<Vec<f32>> {
         let forward = &self.problem.forward;
-        let (heads, head_dim) = (forward.num_heads_q, forward.head_dim);
+        let (heads, head_dim) = (forward.num_heads_q, forward.head_dims.v);
         let buffers = || [vec![0.0; head_dim], vec![0.0; head_dim]];
         let of_head = |[o, d_o]: &mut [Vec<f32>; 2], at: usize| {
             let (sequence, head) = (&sequences[at / heads], at % heads);

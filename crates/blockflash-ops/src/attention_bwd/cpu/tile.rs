@@ -4,6 +4,7 @@ use crate::attention::AttentionProblem;
 use crate::attention::cpu::sequence::{Sequence, clip, load, steps, visited};
 use crate::float::Float;
 use blockflash_safe::{View, ViewMut, host_gemm};
+use blockflash_sys::HeadDims;
 use std::ops::Range;
 
 /// Rows of the other operands per step, chosen so that all panels stay in the L2 cache.
@@ -11,35 +12,35 @@ const STEP: usize = 256;
 
 /// The f32 panels of one thread: a block of queries against a block of keys.
 pub(super) struct Tile {
-    head_dim: usize,
-    /// `[queries, head_dim]`
+    head_dims: HeadDims,
+    /// `[queries, head_dims.qk]`
     q: Vec<f32>,
-    /// `[queries, head_dim]`
+    /// `[queries, head_dims.v]`
     d_o: Vec<f32>,
-    /// `[keys, head_dim]`
+    /// `[keys, head_dims.qk]`
     k: Vec<f32>,
-    /// `[keys, head_dim]`
+    /// `[keys, head_dims.v]`
     v: Vec<f32>,
     /// Scores and then probabilities, `[queries, keys]`.
     p: Vec<f32>,
     /// `d_o · v` and then the gradients of `q · k · scale`, `[queries, keys]`.
     ds: Vec<f32>,
-    /// `dq`, or `dk` and `dv`, `[rows, head_dim]`.
+    /// `dq`, or `dk` and `dv`, `[rows, head_dims.qk]` and `[rows, head_dims.v]`.
     sums: [Vec<f32>; 2],
 }
 
 impl Tile {
     pub(super) fn new(problem: &AttentionProblem) -> Self {
-        let AttentionProblem { head_dim, seqlen_q, seqlen_kv, .. } = *problem;
+        let AttentionProblem { head_dims, seqlen_q, seqlen_kv, .. } = *problem;
         let (queries, keys) = (STEP.min(seqlen_q), STEP.min(seqlen_kv));
         let pairs = (BLOCK.min(seqlen_q) * keys).max(queries * BLOCK.min(seqlen_kv));
         let panel = |elements: usize| vec![0.0; elements];
         Self {
-            head_dim,
-            q: panel(queries * head_dim),
-            d_o: panel(queries * head_dim),
-            k: panel(keys * head_dim),
-            v: panel(keys * head_dim),
+            head_dims,
+            q: panel(queries * head_dims.qk),
+            d_o: panel(queries * head_dims.v),
+            k: panel(keys * head_dims.qk),
+            v: panel(keys * head_dims.v),
             p: panel(pairs),
             ds: panel(pairs),
             sums: [Vec::new(), Vec::new()],
@@ -68,7 +69,7 @@ impl Tile {
             self.load_keys(operands, sequence, head_kv, &keys);
             self.differentiate(operands, sequence, *head, [queries, &keys])?;
             let ds = pairs(&self.ds, queries.len(), keys.len())?;
-            add(&mut self.sums[0], forward.scores.softmax_scale, ds, &self.k, self.head_dim)?;
+            add(&mut self.sums[0], forward.scores.softmax_scale, ds, &self.k, self.head_dims.qk)?;
         }
         Ok(())
     }
@@ -94,17 +95,18 @@ impl Tile {
                 let [p, ds] = [&self.p, &self.ds]
                     .map(|panel| pairs(panel, queries.len(), keys.len())?.permute(&[1, 0]));
                 let [dk, dv] = &mut self.sums;
-                add(dk, forward.scores.softmax_scale, ds?, &self.q, self.head_dim)?;
-                add(dv, 1.0, p?, &self.d_o, self.head_dim)?;
+                add(dk, forward.scores.softmax_scale, ds?, &self.q, self.head_dims.qk)?;
+                add(dv, 1.0, p?, &self.d_o, self.head_dims.v)?;
             }
         }
         Ok(())
     }
 
     fn clear(&mut self, rows: usize) {
-        for sums in &mut self.sums {
+        let HeadDims { qk, v } = self.head_dims;
+        for (sums, head_dim) in self.sums.iter_mut().zip([qk, v]) {
             sums.clear();
-            sums.resize(rows * self.head_dim, 0.0);
+            sums.resize(rows * head_dim, 0.0);
         }
     }
 
@@ -115,13 +117,13 @@ impl Tile {
         head: usize,
         queries: &Range<usize>,
     ) {
-        let problem = operands.problem;
-        for (panel, source, strides) in [
-            (&mut self.q, operands.q, problem.forward.q),
-            (&mut self.d_o, operands.d_o, problem.d_o),
+        let (problem, HeadDims { qk, v }) = (operands.problem, self.head_dims);
+        for (panel, source, strides, head_dim) in [
+            (&mut self.q, operands.q, problem.forward.q, qk),
+            (&mut self.d_o, operands.d_o, problem.d_o, v),
         ] {
             let start = |query| sequence.q_row(strides, head, query);
-            load(panel, source, queries.clone(), self.head_dim, start);
+            load(panel, source, queries.clone(), head_dim, start);
         }
     }
 
@@ -132,12 +134,12 @@ impl Tile {
         head_kv: usize,
         keys: &Range<usize>,
     ) {
-        let forward = &operands.problem.forward;
-        for (panel, source, strides) in
-            [(&mut self.k, operands.k, forward.k), (&mut self.v, operands.v, forward.v)]
+        let (forward, HeadDims { qk, v }) = (&operands.problem.forward, self.head_dims);
+        for (panel, source, strides, head_dim) in
+            [(&mut self.k, operands.k, forward.k, qk), (&mut self.v, operands.v, forward.v, v)]
         {
             let start = |key| sequence.kv_row(strides, head_kv, key);
-            load(panel, source, keys.clone(), self.head_dim, start);
+            load(panel, source, keys.clone(), head_dim, start);
         }
     }
 
@@ -151,9 +153,10 @@ impl Tile {
         [queries, keys]: [&Range<usize>; 2],
     ) -> Result<()> {
         let forward = &operands.problem.forward;
-        let (columns, shape) = (keys.len(), [queries.len(), keys.len(), self.head_dim]);
-        multiply(&mut self.p, forward.scores.softmax_scale, &self.q, &self.k, shape)?;
-        multiply(&mut self.ds, 1.0, &self.d_o, &self.v, shape)?;
+        let (columns, HeadDims { qk, v }) = (keys.len(), self.head_dims);
+        let shape = |head_dim| [queries.len(), columns, head_dim];
+        multiply(&mut self.p, forward.scores.softmax_scale, &self.q, &self.k, shape(qk))?;
+        multiply(&mut self.ds, 1.0, &self.d_o, &self.v, shape(v))?;
         let visible =
             |query| forward.scores.mask.visible(query, sequence.seqlen_q, sequence.seqlen_kv);
         let panels = self.p.chunks_exact_mut(columns).zip(self.ds.chunks_exact_mut(columns));
