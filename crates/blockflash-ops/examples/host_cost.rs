@@ -7,9 +7,9 @@
 use blockflash_ops::attention::{self, AttentionProblem};
 use blockflash_ops::bsr_matmul::{self, BsrProblem};
 use blockflash_ops::bsr_sddmm::{self, BsrSddmmProblem};
-use blockflash_ops::{HeadDims, 
+use blockflash_ops::{
     Attention, BsrMatmul, BsrMatrix, BsrSddmm, ComputeCapability, CudaProperties, DType, Device,
-    Major, Mask, Result, Tensor,
+    HeadDims, Major, Mask, Result, Tensor,
 };
 use std::hint::black_box;
 use std::time::Instant;

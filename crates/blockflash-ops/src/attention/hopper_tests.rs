@@ -4,7 +4,7 @@ use super::super::{Align, AttentionParams, AttentionPlan, Mask, PackedRows, plan
 use super::*;
 use crate::fixtures::gpu;
 use crate::selection::select_among;
-use crate::{HeadDims, Error, ScoresProblem};
+use crate::{Error, HeadDims, ScoresProblem};
 use blockflash_sys::Target;
 use blockflash_sys::manifest;
 use blockflash_sys::params::{BLOCKFLASH_WINDOW_UNBOUNDED, blockflash_attention_fwd_tma_params};

@@ -1,7 +1,7 @@
 use super::super::{Attention, CuSeqlens, PackedRows, as_asked, plan};
 use super::*;
 use crate::fixtures::{gpu, values};
-use crate::{ElementTypes, BlockGeometry, Device};
+use crate::{BlockGeometry, Device, ElementTypes};
 use blockflash_safe::View;
 use blockflash_sys::DType;
 use blockflash_sys::manifest::{self, Variant};
