@@ -73,11 +73,11 @@ fn compare(
     seed: u64,
     progress: &(dyn Fn(f64) + Sync),
 ) -> [Comparison; 2] {
-    let ([heads, head_dim], [heads_kv, _]) = (heads_of(case.q), heads_of(case.k));
+    let ([heads, qk], [heads_kv, v]) = (heads_of(case.q), heads_of(case.v));
     let [seqlen_q, seqlen_kv] =
         sequences.first().map_or([0; 2], |sequence| [sequence.seqlen_q, sequence.seqlen_kv]);
     let keys = case.blocks.map_or(seqlen_kv, |blocks| blocks.mean_keys()).max(1);
-    let cost = |heads: usize| (heads * keys) as u64 * 2 * head_dim as u64;
+    let cost = |heads: usize| (heads * keys) as u64 * (qk + v) as u64;
     let affordable = |rows: usize, heads: usize| rows as u64 <= budget / cost(heads).max(1);
     let all_heads = sequences.len() * heads;
     let (sampled_heads, sampled_rows) = if affordable(seqlen_q, all_heads) {
@@ -118,20 +118,21 @@ fn compare_row(
     [head, row]: [usize; 2],
     [keys, values]: &[Vec<f32>; 2],
 ) -> [Comparison; 2] {
-    let ([heads, head_dim], dtype) = (heads_of(case.q), o.dtype());
-    let start = ((sequence.q + row) * heads + head) * head_dim;
-    let elements = start..start + head_dim;
+    let ([heads, qk], [_, v], dtype) = (heads_of(case.q), heads_of(case.v), o.dtype());
+    let elements = |width: usize| {
+        let start = ((sequence.q + row) * heads + head) * width;
+        start..start + width
+    };
     let attended = case.attended(sequence, [head, row], 0..sequence.seqlen_kv);
-    let query = case.q.to_f32(elements.clone());
+    let query = case.q.to_f32(elements(qk));
     let AttentionRow { o: expected, lse: expected_lse } =
-        attention_row(dtype, case.scores(head), &query, &attended, |at| {
-            let element = |of: &'_ [f32]| at * head_dim..((at + 1) * head_dim).min(of.len());
-            [&keys[element(keys)], &values[element(values)]]
+        attention_row(dtype, case.scores(head), &query, v, &attended, |at| {
+            [&keys[at * qk..][..qk], &values[at * v..][..v]]
         });
     // The result is rounded, and the probabilities are: their errors are independent, four standard
     // deviations are enough.
     let additions = attended.len().div_ceil(PRODUCTS) as f64;
-    let found = o.to_f32(elements);
+    let found = o.to_f32(elements(v));
     let o = Comparison::of_row(dtype, found.into_iter().zip(expected), |sizes| {
         rounding(dtype, sizes.exact)
             + 4.0 * rounding(dtype, sizes.magnitude)

@@ -4,6 +4,7 @@ use crate::comparison::{BUDGET, Comparison, Mismatch, Steps, ensure, rounding, s
 use crate::elements::Elements;
 use crate::rounding::{PRODUCTS, TRUNCATION};
 use crate::sequences::{AttentionCase, heads_of, rows_of, sequences};
+use blockflash_sys::HeadDims;
 use rayon::prelude::*;
 
 /// Heads of keys that a sample takes.
@@ -16,11 +17,11 @@ const PAIR: usize = 8;
 pub struct AttentionBackwardCase<'a> {
     /// The forward pass.
     pub attention: AttentionCase<'a>,
-    /// The output of the forward pass, in the shape of q.
+    /// The output of the forward pass, in the shape of q with the `head_dim` of v.
     pub o: &'a dyn Elements,
     /// Its log-sum-exp, f32 `[batch, num_heads_q, seqlen_q]`, packed `[num_heads_q, rows]`.
     pub lse: &'a dyn Elements,
-    /// The gradient of the output, in the shape of q.
+    /// The gradient of the output, in its shape.
     pub d_o: &'a dyn Elements,
 }
 
@@ -37,8 +38,8 @@ pub fn attention_backward(
 ) -> Result<[Comparison; 3], Mismatch> {
     let AttentionBackwardCase { attention, o, lse, d_o } = *case;
     let sequences = sequences(&attention, o, Some(lse))?;
-    let ([dq, dk, dv], AttentionCase { q, k, .. }) = (gradients, attention);
-    for (what, array, like) in [("d_o", d_o, q), ("dq", dq, q), ("dk", dk, k), ("dv", dv, k)] {
+    let ([dq, dk, dv], AttentionCase { q, k, v, .. }) = (gradients, attention);
+    for (what, array, like) in [("d_o", d_o, o), ("dq", dq, q), ("dk", dk, k), ("dv", dv, v)] {
         let (found, expected) = (array.shape(), like.shape());
         ensure(found == expected, || format!("{what} is {found:?}, not {expected:?}"))?;
     }
@@ -59,6 +60,11 @@ fn merge(left: [Comparison; 3], right: [Comparison; 3]) -> [Comparison; 3] {
     std::array::from_fn(|at| left[at].merge(right[at]))
 }
 
+/// A row of this many elements.
+fn row(rows: &[f32], at: usize, width: usize) -> &[f32] {
+    &rows[at * width..][..width]
+}
+
 /// A head of keys of one sequence, and the heads of q that share it.
 struct Head<'a> {
     case: &'a AttentionCase<'a>,
@@ -66,10 +72,10 @@ struct Head<'a> {
     sequence: &'a Sequence,
     head_kv: usize,
     group: usize,
-    head_dim: usize,
-    /// Keys and values, `[seqlen_kv, head_dim]`.
+    head_dims: HeadDims,
+    /// Keys and values, `[seqlen_kv, their head_dim]`.
     keys: [Vec<f32>; 2],
-    /// q, o and d_o, `[seqlen_q, group, head_dim]`.
+    /// q, o and d_o, `[seqlen_q, group, their head_dim]`.
     queries: [Vec<f32>; 3],
     /// `[group, seqlen_q]`.
     lse: Vec<f32>,
@@ -82,7 +88,7 @@ impl<'a> Head<'a> {
         sequence: &'a Sequence,
         head_kv: usize,
     ) -> Self {
-        let ([heads, head_dim], [heads_kv, _]) = (heads_of(case.q), heads_of(case.k));
+        let ([heads, qk], [heads_kv, v]) = (heads_of(case.q), heads_of(case.v));
         let (group, Sequence { seqlen_q, seqlen_kv, .. }) = (heads / heads_kv, sequence);
         let members = head_kv * group..(head_kv + 1) * group;
         let of_keys = sequence.kv..sequence.kv + seqlen_kv;
@@ -95,7 +101,7 @@ impl<'a> Head<'a> {
             sequence,
             head_kv,
             group,
-            head_dim,
+            head_dims: HeadDims { qk, v },
             keys: [case.k, case.v].map(|of| rows_of(of, of_keys.clone(), head_kv..head_kv + 1)),
             queries: [case.q, *o, *d_o].map(|of| rows_of(of, of_queries.clone(), members.clone())),
             lse: lse.collect(),
@@ -109,7 +115,7 @@ impl<'a> Head<'a> {
         // Half of the budget is for rows of dq, half for rows of dk and dv.
         let pairs = self.group * seqlen_q * keys;
         let rows = |total: usize| {
-            let cost = (pairs / total.max(1) * PAIR * self.head_dim).max(1) as u64;
+            let cost = (pairs / total.max(1) * PAIR * self.head_dims.sum() / 2).max(1) as u64;
             ((budget / 2 / cost) as usize).max(2).min(total)
         };
         let queries = self.group * seqlen_q;
@@ -129,7 +135,7 @@ impl<'a> Head<'a> {
     /// The row of dq of a query: its position, and its head within the group.
     fn compare_query(&self, query: [usize; 2]) -> Comparison {
         let attended = self.attended(query, 0..self.sequence.seqlen_kv);
-        let mut sums = AttentionGradients::new([1; 3], self.head_dim);
+        let mut sums = AttentionGradients::new([1; 3], self.head_dims);
         attended.iter().for_each(|&key| self.add(&mut sums, query, key));
         let [position, member] = query;
         let place = [self.sequence.q + position, self.head_kv * self.group + member];
@@ -138,7 +144,7 @@ impl<'a> Head<'a> {
 
     /// The rows of dk and dv of a key.
     fn compare_key(&self, key: usize) -> [Comparison; 2] {
-        let (mut sums, mut pairs) = (AttentionGradients::new([1; 3], self.head_dim), 0);
+        let (mut sums, mut pairs) = (AttentionGradients::new([1; 3], self.head_dims), 0);
         for position in 0..self.sequence.seqlen_q {
             for query in (0..self.group).map(|member| [position, member]) {
                 if !self.attended(query, key..key + 1).is_empty() {
@@ -161,13 +167,14 @@ impl<'a> Head<'a> {
 
     /// Adds what a pair contributes to the only row of each gradient.
     fn add(&self, sums: &mut AttentionGradients, [position, member]: [usize; 2], key: usize) {
-        let at = (position * self.group + member) * self.head_dim;
-        let [q, o, d_o] = self.queries.each_ref().map(|rows| &rows[at..][..self.head_dim]);
+        let (HeadDims { qk, v }, [q, o, d_o]) = (self.head_dims, &self.queries);
+        let at = position * self.group + member;
+        let [q, o, d_o] = [(q, qk), (o, v), (d_o, v)].map(|(of, width)| row(of, at, width));
         let lse = self.lse[member * self.sequence.seqlen_q + position];
         let scores = self.case.scores(self.head_kv * self.group + member);
         let query = Query { q, o, lse, d_o };
         sums.add(self.case.q.dtype(), scores, query, [0, 0], &[0], |_| {
-            self.keys.each_ref().map(|rows| &rows[key * self.head_dim..][..self.head_dim])
+            [row(&self.keys[0], key, qk), row(&self.keys[1], key, v)]
         });
     }
 
@@ -181,10 +188,11 @@ impl<'a> Head<'a> {
         terms: usize,
     ) -> Comparison {
         let gradient = self.gradients[gradient];
-        let (dtype, start) =
-            (gradient.dtype(), (row * heads_of(gradient)[0] + head) * self.head_dim);
-        let found = gradient.to_f32(start..start + self.head_dim);
-        let additions = (terms.div_ceil(PRODUCTS) + self.head_dim.div_ceil(PRODUCTS)) as f64;
+        let (dtype, [heads, width]) = (gradient.dtype(), heads_of(gradient));
+        let start = (row * heads + head) * width;
+        let found = gradient.to_f32(start..start + width);
+        let of_scores = self.head_dims.max().div_ceil(PRODUCTS);
+        let additions = (terms.div_ceil(PRODUCTS) + of_scores) as f64;
         // The result is rounded, and the factors of the products are, the probabilities and the
         // gradients of the scores: as in the forward pass.
         Comparison::of_row(dtype, found.into_iter().zip(sums.elements(dtype, scale)), |sizes| {

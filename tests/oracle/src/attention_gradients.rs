@@ -7,7 +7,7 @@
 use crate::attention_row::{Scores, dot_f32, dot_f64};
 use crate::elements::{Element, round};
 use crate::rounding::TRUNCATION;
-use blockflash_sys::DType;
+use blockflash_sys::{DType, HeadDims};
 
 /// A probability up to this may become 0: `e^-87`, where the result of an exponential in f32 is
 /// about to leave the normal numbers.
@@ -17,7 +17,7 @@ const FLUSHED: f64 = 1.7e-38;
 /// log-sum-exp are taken as they are: their own errors are those of the forward pass.
 #[derive(Clone, Copy, Debug)]
 pub struct Query<'a> {
-    /// The query, `[head_dim]`.
+    /// The query, `[head_dim of q]`.
     pub q: &'a [f32],
     /// The output, as the forward pass rounded it.
     pub o: &'a [f32],
@@ -84,7 +84,7 @@ impl GradientSums {
 }
 
 /// The gradients of a head of keys and of the query heads that share it. `dq`, `dk` and `dv` are
-/// `[rows, head_dim]`; those of q and k are still to be multiplied by the scale of the scores.
+/// `[rows, their head_dim]`; those of q and k are still to be multiplied by the scale of the scores.
 #[derive(Clone, Debug)]
 pub struct AttentionGradients {
     /// Gradient of q.
@@ -99,10 +99,13 @@ pub struct AttentionGradients {
 
 impl AttentionGradients {
     /// Zeros for this many queries of all heads, keys, and query heads.
-    pub fn new([queries, keys, heads]: [usize; 3], head_dim: usize) -> Self {
-        let sums = |rows| GradientSums::new(rows, head_dim);
-        let (dq, dk, dv) = (sums(queries), sums(keys), sums(keys));
-        Self { dq, dk, dv, d_sink: GradientSums::new(heads, 1) }
+    pub fn new([queries, keys, heads]: [usize; 3], HeadDims { qk, v }: HeadDims) -> Self {
+        Self {
+            dq: GradientSums::new(queries, qk),
+            dk: GradientSums::new(keys, qk),
+            dv: GradientSums::new(keys, v),
+            d_sink: GradientSums::new(heads, 1),
+        }
     }
 
     /// Adds what a query contributes that attends to some keys. `row` gives the key and the value
@@ -213,17 +216,18 @@ mod tests {
         fn value(&self) -> f64 {
             let of_query = |at: usize| {
                 let (scores, q, d_o, _) = self.of_query(at);
-                let row = attention_row(DType::F32, scores, q, ATTENDED[at], |key| self.key(key));
+                let row =
+                    attention_row(DType::F32, scores, q, D, ATTENDED[at], |key| self.key(key));
                 row.o.iter().zip(d_o).map(|(o, &d_o)| o.exact * f64::from(d_o)).sum::<f64>()
             };
             (0..4).map(of_query).sum()
         }
 
         fn gradients(&self) -> AttentionGradients {
-            let mut gradients = AttentionGradients::new([4, 3, 2], D);
+            let mut gradients = AttentionGradients::new([4, 3, 2], HeadDims::all(D));
             for (at, keys) in ATTENDED.into_iter().enumerate() {
                 let (scores, q, d_o, place) = self.of_query(at);
-                let row = attention_row(DType::F32, scores, q, keys, |key| self.key(key));
+                let row = attention_row(DType::F32, scores, q, D, keys, |key| self.key(key));
                 let o: Vec<f32> = row.o.iter().map(|o| o.exact as f32).collect();
                 let query = Query { q, o: &o, lse: row.lse.exact as f32, d_o };
                 gradients.add(DType::F32, scores, query, place, keys, |key| self.key(key));

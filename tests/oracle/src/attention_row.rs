@@ -18,7 +18,7 @@ pub struct Scores {
 /// The output of a query, and its log-sum-exp.
 #[derive(Clone, Debug, Default)]
 pub struct AttentionRow {
-    /// The output, `[head_dim]`.
+    /// The output, `[head_dim of v]`.
     pub o: Vec<Element>,
     /// The log-sum-exp; -inf without a key and a sink. Its magnitude is the magnitude of the
     /// largest score before the softcap, at least 1.
@@ -42,12 +42,13 @@ pub fn visible(
     start..end.max(start)
 }
 
-/// Attention of a query to some keys: `row` gives the key and the value at a position. Tensors are
-/// of type `dtype`.
+/// Attention of a query to some keys: `row` gives the key and the value at a position, the latter of
+/// `width` elements. Tensors are of type `dtype`.
 pub fn attention_row<'a>(
     dtype: DType,
     Scores { scale, softcap, sink }: Scores,
     query: &[f32],
+    width: usize,
     keys: &[usize],
     row: impl Fn(usize) -> [&'a [f32]; 2],
 ) -> AttentionRow {
@@ -65,7 +66,7 @@ pub fn attention_row<'a>(
     scores.iter_mut().for_each(|score| *score = (*score - max).exp());
     let sum = scores.iter().sum::<f64>() + sink.map_or(0.0, |sink| (f64::from(sink) - max).exp());
     // Apart from each other, so that they are added by vector instructions.
-    let [mut exact, mut squares] = [(); 2].map(|()| vec![0f64; query.len()]);
+    let [mut exact, mut squares] = [(); 2].map(|()| vec![0f64; width]);
     for (p, &at) in scores.iter().map(|p| p / sum).zip(keys) {
         for ((exact, squares), &v) in exact.iter_mut().zip(&mut squares).zip(value(at)) {
             let term = p * f64::from(v);
@@ -82,7 +83,7 @@ pub fn attention_row<'a>(
     let scores: Vec<f32> = keys.iter().map(score).collect();
     let key_max = scores.iter().copied().fold(f32::NEG_INFINITY, f32::max);
     let plain_max = sink.map_or(key_max, |sink| key_max.max(sink));
-    let (mut plain_sum, mut plain) = (0f32, vec![0f32; query.len()]);
+    let (mut plain_sum, mut plain) = (0f32, vec![0f32; width]);
     for (&score, &at) in scores.iter().zip(keys) {
         let p = (score - key_max).exp();
         plain_sum += p;

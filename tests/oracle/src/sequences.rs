@@ -8,7 +8,8 @@ use crate::elements::Elements;
 use std::ops::Range;
 
 /// Attention: `q` is `[batch, seqlen_q, num_heads_q, head_dim]`, `k` and `v` are
-/// `[batch, seqlen_kv, num_heads_kv, head_dim]`; or all are packed, `[rows, heads, head_dim]`.
+/// `[batch, seqlen_kv, num_heads_kv, head_dim]`, with a `head_dim` of its own for v and the output;
+/// or all are packed, `[rows, heads, head_dim]`.
 #[derive(Clone, Copy, Debug)]
 pub struct AttentionCase<'a> {
     /// Queries.
@@ -78,12 +79,11 @@ pub(crate) fn sequences(
         None => dense(case, lse)?,
         Some(lengths) => packed(case, lengths, lse)?,
     };
-    ensure(case.k.shape() == case.v.shape(), || {
-        format!("k is {:?} and v {:?}", case.k.shape(), case.v.shape())
-    })?;
-    ensure(o.shape() == case.q.shape(), || {
-        format!("o is {:?} and q {:?}", o.shape(), case.q.shape())
-    })?;
+    let width = heads_of(case.v)[1];
+    for (what, array, like) in [("v", case.v, case.k), ("o", o, case.q)] {
+        let (found, expected) = (array.shape(), with_width(like, width));
+        ensure(found == expected, || format!("{what} is {found:?}, not {expected:?}"))?;
+    }
     let ([heads, _], [heads_kv, _]) = (heads_of(case.q), heads_of(case.k));
     ensure(heads == 0 || heads_kv > 0 && heads.is_multiple_of(heads_kv), || {
         format!("{heads} heads of q, {heads_kv} of k")
@@ -103,6 +103,13 @@ pub(crate) fn heads_of(array: &dyn Elements) -> [usize; 2] {
         [.., heads, head_dim] => [heads, head_dim],
         _ => [0, 0],
     }
+}
+
+/// The shape of an array with rows of this many elements.
+pub(crate) fn with_width(array: &dyn Elements, width: usize) -> Vec<usize> {
+    let mut shape = array.shape().to_vec();
+    shape.iter_mut().last().into_iter().for_each(|last| *last = width);
+    shape
 }
 
 /// `[rows, heads, head_dim]` of neighbouring heads.

@@ -146,7 +146,7 @@ fn row(call: &Call<'_>, [b, i, h]: [usize; 3], keys: &mut Vec<usize>) -> Attenti
     let sink = case.sink.then(|| data.sink[h]);
     let scores = Scores { scale: case.scale(), softcap: case.softcap, sink };
     let kv = |j: usize| [&data.k[at(j)..][..d], &data.v[at(j)..][..d]];
-    let mut row = attention_row(case.dtype, scores, q, keys, kv);
+    let mut row = attention_row(case.dtype, scores, q, d, keys, kv);
     // The size of a score is its value, or the size of the terms that cancel in it.
     let q_norm = norm(q) * f64::from(case.scale()) / (d as f64).sqrt();
     let terms = keys.iter().map(|&j| q_norm * key_norms[at(j) / d]);

@@ -4,7 +4,7 @@ use super::BackwardData;
 use crate::attention::{AttentionCase, Blocks, Content};
 use crate::tolerance::Reference;
 use blockflash_oracle::{AttentionGradients, Element, PRODUCTS, Query, Rounding, Scores};
-use blockflash_sys::DType;
+use blockflash_sys::{DType, HeadDims};
 use rayon::prelude::*;
 
 /// Exact and plain values of all gradients of a case, without rows that belong to no sequence.
@@ -96,7 +96,7 @@ fn gradients(
 ) -> AttentionGradients {
     let (d, group) = (case.head_dim, case.heads_q / case.heads_kv);
     let ([queries, keys], _) = case.rows();
-    let mut gradients = AttentionGradients::new([queries * group, keys, group], d);
+    let mut gradients = AttentionGradients::new([queries * group, keys, group], HeadDims::all(d));
     let mut attended = Vec::new();
     for (b, sequence) in case.sequences().iter().enumerate() {
         for (i, member) in (0..sequence.q_len).flat_map(|i| (0..group).map(move |m| (i, m))) {

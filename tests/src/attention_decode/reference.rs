@@ -33,7 +33,7 @@ pub fn decode_reference(case: &DecodeCase, data: &DecodeData) -> AttentionRefere
         let sink = call.sink.then(|| data.attention.sink[h]);
         let scores = Scores { scale: call.scale(), softcap: call.softcap, sink };
         let kv = |key: usize| [&k[at(key)..][..d], &data.attention.v[at(key)..][..d]];
-        let mut row = attention_row(call.dtype, scores, &q, &keys, kv);
+        let mut row = attention_row(call.dtype, scores, &q, d, &keys, kv);
         // The size of a score is its value, or the size of the terms that cancel in it.
         let q_norm = norm(&q) * f64::from(call.scale()) / (d as f64).sqrt();
         let terms = keys.iter().map(|&key| q_norm * norm(&k[at(key)..][..d]));

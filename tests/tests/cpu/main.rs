@@ -9,6 +9,7 @@ mod bsr;
 mod dist;
 mod fuzz;
 mod garbage;
+mod head_dims;
 mod ndarray;
 mod page_choice;
 mod rule;

@@ -29,7 +29,7 @@ const GPUS: [(&str, (u32, u32), u32); 12] = [
     ("GB10", (12, 1), 99),
 ];
 
-fn fabricated(name: &str, (major, minor): (u32, u32), smem_kb: u32) -> CudaProperties {
+pub(crate) fn fabricated(name: &str, (major, minor): (u32, u32), smem_kb: u32) -> CudaProperties {
     CudaProperties {
         ordinal: 0,
         name: name.into(),

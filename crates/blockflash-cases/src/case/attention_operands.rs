@@ -9,7 +9,7 @@ use crate::io::Array;
 use crate::memory::count;
 use blockflash_ops::{
     Attention, AttentionProblem, BlockMask, CuSeqlens, CudaProperties, DType, Kernel, Operation,
-    PackedRows, PreparedAttention, Scores, Stream, Tensor, ViewMut, attention, attention_flops,
+    PreparedAttention, Scores, Stream, Tensor, ViewMut, attention, attention_flops,
     attention_varlen_flops,
 };
 use blockflash_oracle::{self as oracle, AttentionCase, Blocks, Comparison};
