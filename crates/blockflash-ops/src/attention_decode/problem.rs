@@ -23,6 +23,8 @@ pub struct AttentionDecodeProblem {
     pub pages: Option<PageListSizes>,
     /// Set when the call appends first.
     pub append: Option<AppendKvProblem>,
+    /// Whether the bits of a sequence depend on no other sequence.
+    pub batch_invariant: bool,
 }
 
 impl AttentionDecodeProblem {
@@ -33,7 +35,7 @@ impl AttentionDecodeProblem {
         let sizes = [batch, seqlen_q, capacity];
         let dense = AttentionProblem::dense(dtype, sizes, [num_heads_q, num_heads_kv], head_dim);
         let attention = AttentionProblem { k: cache.k, v: cache.v, ..dense };
-        Self { attention, cache, rotary: None, pages: None, append: None }
+        Self { attention, cache, rotary: None, pages: None, append: None, batch_invariant: false }
     }
 
     /// Checks the strides of queries, those of outputs and of the cache.
@@ -90,6 +92,7 @@ impl AttentionDecode<'_> {
         let rotary = rotary.map(|r| r.sizes(cache.dtype, cache.head_dim, cache.capacity));
         problem.rotary = rotary.transpose()?;
         problem.pages = self.pages.as_ref().map(|pages| pages.sizes(&cache)).transpose()?;
+        problem.batch_invariant = self.batch_invariant;
         Ok(problem)
     }
 }
