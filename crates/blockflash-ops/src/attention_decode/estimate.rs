@@ -26,8 +26,8 @@ const SHARED: f64 = 1.4;
 const fn pace(rows: usize) -> [f64; 3] {
     match rows {
         ..=8 => [8800.0, 4.3, 6.3],
-        ..=16 => [10_200.0, 4.9, 7.6],
-        ..=32 => [11_500.0, 7.8, 9.5],
+        9..=16 => [10_200.0, 4.9, 7.6],
+        17..=32 => [11_500.0, 7.8, 9.5],
         _ => [5700.0, 9.1, 11.7],
     }
 }
@@ -141,7 +141,7 @@ impl Launch<'_> {
             1 => 0.0,
             _ if self.in_clusters(splits) && groups == 1 => 0.0,
             _ if self.in_clusters(splits) => combine + level + result * groups as f64,
-            ..=GROUP => combine + result * splits as f64,
+            _ if splits <= GROUP => combine + result * splits as f64,
             _ => combine + result * splits as f64 + level,
         };
         Estimate { splits, time: LAUNCH + work + combining }
