@@ -21,7 +21,7 @@ const MEMORY: f64 = 0.85;
 /// How much longer reading takes where row tiles read the same keys.
 const SHARED: f64 = 1.4;
 
-/// Nanoseconds of a tile of so many rows: of an item, and of a key for each 64 columns, where a
+/// Nanoseconds of a tile by its rows: of an item, and of a key for each 64 columns, where a
 /// CTA is alone on its SM and where it shares it.
 const fn pace(rows: usize) -> [f64; 3] {
     match rows {

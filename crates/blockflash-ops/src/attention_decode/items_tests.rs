@@ -22,8 +22,8 @@ fn problem(
     AttentionDecodeProblem { batch_invariant: true, ..problem }
 }
 
-/// Fewest keys of a split, and splits of an item, of the kernel for few queries with as many rows as
-/// the problem has, up to 32.
+/// Fewest keys of a split, and splits of an item, of the kernel for few queries with as many rows
+/// as the problem has, up to 32.
 fn division(problem: &AttentionDecodeProblem) -> (i32, i32) {
     let rows = problem.group_rows().next_power_of_two().clamp(8, 32) as u32;
     let is_wanted = |kernel: &&Kernel| match tile(kernel) {

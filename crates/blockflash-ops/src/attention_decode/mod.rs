@@ -74,10 +74,10 @@ use blockflash_sys::{DType, Kernel, manifest};
 /// Query `i` of `n` of a sequence with `length` keys stands at key `length - n + i` under a mask
 /// that is aligned bottom-right. What [`Attention`](crate::Attention) promises about NaN, about
 /// queries that see nothing and about precision holds here, whatever is in slots beyond the
-/// length. With [`batch_invariant`](Self::batch_invariant) the bits of a sequence depend on no other
-/// sequence of the batch. They may depend on how the call names it: sequences with lengths on the
-/// device, packed ones and those with listed pages may be divided in another way than those whose
-/// length the host knows.
+/// length. With [`batch_invariant`](Self::batch_invariant) the bits of a sequence depend on no
+/// other sequence of the batch. They may depend on how the call names it: sequences with lengths on
+/// the device, packed ones and those with listed pages may be divided in another way than those
+/// whose length the host knows.
 ///
 /// A GPU takes f16 and bf16 with a `head_dim` of any multiple of 8 up to 256, pages of a multiple
 /// of 16 slots, and pointers and strides of multiples of 16 bytes. The CPU takes every problem.

@@ -57,11 +57,11 @@ pub fn tile(kernel: &Kernel) -> Option<CacheTile> {
 /// The kernel for attention to a cache on a GPU. Among the usable kernels it prefers machine code
 /// over PTX, then the smallest head_dim tile that fits. Where a sequence can have this many queries
 /// that their tiles fill a GPU, it is the kernel for many queries, which is launched together with
-/// one for the sequences with few. Where the host knows the lengths, it is the one that is estimated
-/// to be the fastest for this batch. Otherwise, or with `batch_invariant`, more than 8 rows (queries
-/// times heads that share keys) have the kernel for several queries: packed sequences have another
-/// one, because which it is must not follow from the longest of them. Among the others it has the
-/// fewest rows that hold all queries of a group of heads, else the most rows.
+/// one for the sequences with few. Where the host knows the lengths, it is the one that is
+/// estimated to be the fastest for this batch. Otherwise, or with `batch_invariant`, more than 8
+/// rows (queries times heads that share keys) have the kernel for several queries: packed sequences
+/// have another one, because which it is must not follow from the longest of them. Among the others
+/// it has the fewest rows that hold all queries of a group of heads, else the most rows.
 ///
 /// # Errors
 /// [`Error::Unsupported`](crate::Error::Unsupported) names what no kernel offers: the element type,
