@@ -286,6 +286,8 @@ options! {
         /// Whether elements 2 i and 2 i + 1 are rotated together, rather than i and
         /// i + rotary_dim / 2.
         interleaved: Bool = false,
+        /// Whether the bits of a sequence depend on no other sequence of the batch.
+        batch_invariant: Bool = false,
     }
 }
 

@@ -167,6 +167,7 @@ fn operation<'v>(
         scores: scores(numbers.into(), tensors.sink)?,
         rotary,
         pages,
+        batch_invariant: numbers.batch_invariant,
         ..AttentionDecode::new(q)
     };
     Ok((call, new))

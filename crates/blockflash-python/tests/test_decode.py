@@ -82,6 +82,21 @@ def test_decode(
 
 
 @pytest.mark.parametrize(("device", "dtype"), WHERE)
+@pytest.mark.parametrize("heads", [6, 32])
+def test_batch_invariant(heads: int, device: str, dtype: torch.dtype) -> None:
+    """A full cache: a sequence alone and in a batch has the same bits."""
+    q = randn(16, 1, heads, DIM, device=device, dtype=dtype)
+    k_cache, v_cache = randn(2, 16, 1000, HEADS_K, DIM, device=device, dtype=dtype)
+    whole = attention_decode(q, k_cache, v_cache, batch_invariant=True)
+    for i in (0, 7, 15):
+        one = (t[i : i + 1] for t in (q, k_cache, v_cache))
+        assert torch.equal(attention_decode(*one, batch_invariant=True), whole[i : i + 1])
+    o, lse = attention_decode(q, k_cache, v_cache, return_lse=True)
+    lengths = torch.full((16,), 1000)
+    check(q, k_cache, v_cache, o, lse, seqused_k=lengths)
+
+
+@pytest.mark.parametrize(("device", "dtype"), WHERE)
 def test_packed_queries(device: str, dtype: torch.dtype) -> None:
     """Numbers of queries that differ, and two rows of no sequence."""
     k_cache, v_cache, cache = cache_of("paged", device, dtype)

@@ -106,13 +106,14 @@ def test_each_argument_of_decoding_reaches_its_option() -> None:
     given: dict[str, Any] = {
         "seqused_k": used, "block_table": table, "sink": sink, "rotary_cos": positions,
         "rotary_sin": positions + 1, "pages": (lists, counts), "scale": 0.3, "softcap": 9.0,
-        "window": (5, 2), "rotary_interleaved": True,
+        "window": (5, 2), "rotary_interleaved": True, "batch_invariant": True,
     }  # fmt: skip
     expected = {
         "seqused_k": used, "block_table": table, "cu_seqlens_q": packed["cu_seqlens_q"],
         "cu_seqlens_k": packed["cu_seqlens_k"], "sink": sink, "rotary_cos": positions,
         "rotary_sin": given["rotary_sin"], "page_lists": lists, "page_counts": counts, "max_q": 1,
         "left": 5, "right": 2, "scale": 0.3, "softcap": 9.0, "interleaved": True,
+        "batch_invariant": True,
     }  # fmt: skip
     assert expected.keys() == DECODE.places.keys()
     with Seen() as seen, torch.no_grad():

@@ -1,5 +1,5 @@
 use crate::comparison::{Comparison, Mismatch, ensure};
-use crate::elements::{Element, Elements};
+use crate::elements::{Element, Elements, round};
 use crate::rounding::Rounding;
 use blockflash_sys::DType;
 use rayon::prelude::*;
@@ -33,6 +33,15 @@ impl BlockMean {
             *magnitude = mean.abs().max(magnitude.sqrt() / count);
         }
         Self { exact, plain, magnitude }
+    }
+
+    /// The mean, as a plain computation stores it in this type.
+    pub(crate) fn elements(&self, dtype: DType) -> impl Iterator<Item = Element> {
+        let element = move |((&exact, &plain), &magnitude): ((&f64, &f32), &f64)| {
+            let plain = f64::from(round(dtype, plain));
+            Element { exact, plain, magnitude, partial: 0.0 }
+        };
+        self.exact.iter().zip(&self.plain).zip(&self.magnitude).map(element)
     }
 
     /// The score of a block of queries and one of keys, of which these are the means.

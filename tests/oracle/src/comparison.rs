@@ -72,6 +72,11 @@ impl Comparison {
         found
     }
 
+    /// Comparisons of parts as one of a result of `total` elements.
+    pub fn of_parts(parts: impl Iterator<Item = Self>, total: usize) -> Self {
+        parts.fold(Self::default(), Self::merge).finish(total)
+    }
+
     pub(crate) fn merge(self, other: Self) -> Self {
         let excess = |row: &Self| if row.error == 0.0 { 0.0 } else { row.error / row.limit };
         let worst = if excess(&other) >= excess(&self) { other } else { self };

@@ -7,6 +7,7 @@
 //!   [`AttentionGradients`] what one query adds to gradients; what a correct computation is free to
 //!   round is in [`Rounding`].
 //! - [`tolerance`] judges whole tensors: the rule of the test suites.
+//! - [`page_summary`] and [`page_choice`] judge one page, and one list of pages.
 //! - [`attention`], [`attention_backward`], [`bsr_matmul`], [`bsr_sddmm`] and [`block_scores`]
 //!   judge results of any size by a sample of their rows: the rule of `--check`, which needs one
 //!   row at a time.
@@ -23,6 +24,7 @@ mod bsr_matmul;
 mod bsr_sddmm;
 mod comparison;
 mod elements;
+mod page_choice;
 mod product;
 mod rotary;
 mod rounding;
@@ -40,6 +42,7 @@ pub use bsr_matmul::{BsrCase, bsr_matmul};
 pub use bsr_sddmm::{SddmmCase, bsr_sddmm};
 pub use comparison::{Comparison, Mismatch};
 pub use elements::{Element, Elements, round};
+pub use page_choice::{PageScore, page_choice, page_summary};
 pub use product::{Activation, Dot, Epilogue, ProductRow};
 pub use rotary::rotated;
 pub use rounding::{

@@ -26,6 +26,8 @@ pub struct DecodeCase {
     pub rotary: Option<RotaryCase>,
     /// The last keys of each sequence, as many as it has queries, are appended by the call.
     pub append: bool,
+    /// Whether the bits of a sequence depend on no other one.
+    pub batch_invariant: bool,
 }
 
 /// Where the keys of a case are.
@@ -88,6 +90,7 @@ impl DecodeCase {
             listed: None,
             rotary: None,
             append: false,
+            batch_invariant: false,
         }
     }
 

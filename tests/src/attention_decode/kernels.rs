@@ -100,7 +100,8 @@ pub fn alone_as_in_a_batch(
     stream: &Stream,
 ) -> Result<usize, String> {
     let inputs = DecodeInputs::upload(case, &DecodeData::generate(case), stream)?;
-    let (decode, cache) = (inputs.decode(), inputs.cache());
+    let decode = AttentionDecode { batch_invariant: true, ..inputs.decode() };
+    let cache = inputs.cache();
     let run = |decode: AttentionDecode<'_>, cache: KvCache<'_>| -> Result<Vec<u32>, Error> {
         let mut o = Tensor::empty(stream, case.attention.dtype, decode.q.shape())?;
         let workspace = match stream.device().is_cpu() {

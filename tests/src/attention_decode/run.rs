@@ -200,6 +200,7 @@ impl DecodeInputs {
             },
             rotary: self.rotary(),
             pages,
+            batch_invariant: self.case.batch_invariant,
             workspace: self.workspace.as_ref(),
             ..AttentionDecode::new(q)
         }

@@ -50,6 +50,7 @@ pub fn decode_cases(limits: Limits, page_sizes: Vec<usize>) -> impl Strategy<Val
         prop::option::weighted(0.25, 0.0..=1.0f64),
         prop::option::weighted(0.4, (1..=4usize, pairs, any::<bool>())),
         any::<bool>(),
+        any::<bool>(),
     );
     let orders = select(vec![vec![], vec![1, 0, 2]]);
     let placed = (orders, 0..=2usize, 0..=3usize);
@@ -60,7 +61,7 @@ pub fn decode_cases(limits: Limits, page_sizes: Vec<usize>) -> impl Strategy<Val
         move |(seed, dtype, head_dim, rest)| {
             let (heads, (lengths, equal), layout, options, content, extras, placed) = rest;
             let (mask, softmax_scale, softcap, sink, lse) = options;
-            let (seqused, listed, rotary, append) = extras;
+            let (seqused, listed, rotary, append, batch_invariant) = extras;
             let (order, padding, slack) = placed;
             let placement = || Placement {
                 order: order.clone(),
@@ -98,7 +99,17 @@ pub fn decode_cases(limits: Limits, page_sizes: Vec<usize>) -> impl Strategy<Val
                     pairs,
                     dtype: if f32 { DType::F32 } else { dtype },
                 });
-            DecodeCase { attention, equal, layout, seqused, listed, rotary, append }.consistent()
+            DecodeCase {
+                attention,
+                equal,
+                layout,
+                seqused,
+                listed,
+                rotary,
+                append,
+                batch_invariant,
+            }
+            .consistent()
         },
     )
 }

@@ -1,6 +1,6 @@
 //! Runs cases on a device and checks everything that they write.
 
-use super::reference::{PageOf, check_list, score, summary};
+use super::reference::{PageOf, score, summary};
 use super::{PageCase, PageKernels};
 use crate::attention::Choice;
 use crate::gpu::wait;
@@ -10,6 +10,7 @@ use blockflash_ops::{
     AttentionDecodeWorkspace, ChoosePages, DType, Error, KvCache, Operation, PackedTokens, Stream,
     SummarizePages, Tensor, View,
 };
+use blockflash_oracle::{PageScore, page_choice};
 use std::collections::BTreeSet;
 
 /// The operands of a case on a device.
@@ -214,9 +215,10 @@ impl PageInputs {
                     });
                     score(case, &q, &rows.collect::<Vec<f32>>(), sequence, head)
                 };
-                let scores: Vec<[f64; 2]> = (0..columns).map(of_column).collect();
-                check_list(list, &scores)
-                    .map_err(|what| format!("head {head} of sequence {sequence}: {what}"))?;
+                let scores: Vec<PageScore> = (0..columns).map(of_column).collect();
+                if !page_choice(list, &scores).passed() {
+                    return Err(format!("head {head} of {sequence}: {list:?} by {scores:?}"));
+                }
             }
         }
         Ok(2)

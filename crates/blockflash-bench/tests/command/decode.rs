@@ -2,7 +2,7 @@
 
 use crate::harness::{Folder, integers, random};
 use blockflash_bench::io::Array;
-use blockflash_ops::DType;
+use blockflash_ops::{AttentionDecode, DType, Device, KvCache, Mask, PageLists};
 use serde_json::json;
 
 #[test]
@@ -21,6 +21,63 @@ fn options_are_right_against_the_reference() {
     ] {
         folder.right("cpu", &format!("attention-decode --random {options}"));
     }
+}
+
+#[test]
+fn pages_are_selected_and_checked() {
+    let folder = Folder::new();
+    for options in [
+        "2x1x4x32 --kv-heads 2 --seqlen-kv 320 --page-size 16 --select-pages 4",
+        "3x3x4x16 --seqlen-kv 160 --page-size 16 --seqused-kv 160,37,0 --select-pages 3",
+        "2x2x4x16 --kv-heads 1 --seqlen-kv 256 --page-size 32 --select-pages 5 --summaries mean",
+        "2x4x2x16 --seqlen-kv 256 --page-size 16 --select-pages 6 --window 70,0 --dtype bf16",
+        "1x2x2x24 --seqlen-kv 128 --page-size 16 --select-pages 2 --dtype f32 --softcap 5",
+        "1x2x2x16 --seqlen-kv 64 --page-size 16 --select-pages 9 --summaries bounds --mask full",
+        "2x0x2x16 --seqlen-kv 64 --page-size 16 --select-pages 2",
+    ] {
+        let report = folder.right("cpu", &format!("attention-decode --random {options}"));
+        let check = report["check"].as_object().unwrap();
+        assert!(check.contains_key("pages") && check.contains_key("summaries"), "{report}");
+    }
+    // One query sees the keys of 4 of 20 pages in each of 4 heads.
+    let one = "attention-decode --random 1x1x4x32 --kv-heads 2 --seqlen-kv 320 --page-size 16";
+    assert_eq!(
+        folder.right("cpu", &format!("{one} --select-pages 4"))["flops"],
+        4.0 * 64.0 * 128.0
+    );
+}
+
+/// What is selected is what attention visits: the same lists by the library.
+#[test]
+fn selected_pages_are_written() {
+    let folder = Folder::new();
+    let [q, k, v] = files(&folder);
+    let outputs = "--out o.safetensors --pages o.safetensors";
+    folder.right("cpu", &format!("{FILES} --seqused-kv 40,17 --select-pages 2 {outputs}"));
+    let lists = folder.load("o.safetensors", "pages", DType::I32);
+    // The first and the last page: of three, and of two.
+    assert_eq!(lists.shape(), [2, 2, 2]);
+    assert_eq!(lists.as_i32().unwrap(), [0, 2, 0, 2, 0, 1, 0, 1]);
+    let stream = Device::cpu().stream().unwrap();
+    let [table, lengths, lists, counts] = [
+        integers(&[2, 3], &[5, 0, 2, 4, 3, 1]),
+        integers(&[2], &[40, 17]),
+        lists,
+        integers(&[2], &[2, 2]),
+    ]
+    .map(|array| array.upload(&stream).unwrap());
+    let [q, k, v] = [q, k, v].map(|array| array.upload(&stream).unwrap());
+    let pages = Some(PageLists { lists: lists.view(), counts: counts.view() });
+    let cache = KvCache {
+        block_table: Some(table.view()),
+        seqused_kv: Some(lengths.view()),
+        ..KvCache::new(k.view(), v.view())
+    };
+    let decode =
+        AttentionDecode { scores: Mask::causal().into(), pages, ..AttentionDecode::new(q.view()) };
+    let o = decode.forward(cache, &stream).unwrap().o;
+    let o = Array::download(&o, &stream).unwrap();
+    assert_eq!(o, folder.load("o.safetensors", "o", DType::F16));
 }
 
 const FILES: &str = "attention-decode --q q.npy --k k.npy --v v.npy --block-table table.npy";
@@ -80,6 +137,10 @@ fn mistakes_are_named() {
     );
     folder.write("table.npy", &[("", &integers(&[2, 3], &[5, 0, 2, 4, 3, 6]))]);
     folder.refused(FILES, "page 2 of sequence 1 is 6, but there are 6");
+    folder.write("table.npy", &[("", &integers(&[2, 3], &[5, 0, 2, 4, 0, 1]))]);
+    let shared = "share page 0 have 16 and 4 keys in it";
+    folder.refused(&format!("{FILES} --seqused-kv 40,20 --select-pages 2"), shared);
+    folder.write("table.npy", &[("", &integers(&[2, 3], &[5, 0, 2, 4, 3, 6]))]);
     // A page without a key does not count.
     folder.json(&format!("{FILES} --seqused-kv 48,32"));
     folder.refuses(
@@ -89,6 +150,10 @@ fn mistakes_are_named() {
             ("--random 1x1x4x8 --kv-heads 3", "4"),
             ("--random 1x1x4x8 --page-size 48", "pages of 48"),
             ("--random 1x1x4x8 --page-size 0", "pages of 0"),
+            ("--random 1x1x4x8 --select-pages 4", "needs a cache in pages"),
+            ("--random 1x1x4x8 --page-size 16 --select-pages 1", "2.."),
+            ("--random 1x1x4x8 --page-size 16 --summaries mean", "--select-pages"),
+            ("--random 1x1x4x8 --page-size 16 --pages p.npy", "--select-pages"),
         ],
     );
 }

@@ -1,6 +1,7 @@
 //! The data of a call of attention to a cache.
 
 use super::decode::{DecodeShape, Fill};
+use super::decode_pages::Chosen;
 use crate::error::{Error, Result};
 use crate::io::Array;
 use crate::random;
@@ -39,8 +40,8 @@ pub struct DecodeData {
     pub block_table: Option<Array>,
     /// i32 `[batch]`: keys of each sequence; `None`: all that there is room for.
     pub seqused_kv: Option<Array>,
-    /// Columns of the table that each sequence visits, ascending; `None`: all.
-    pub chosen: Option<Vec<Vec<usize>>>,
+    /// Pages that each sequence visits.
+    pub chosen: Chosen,
     /// Seed of the block tables of further copies.
     pub seed: u64,
 }
@@ -78,9 +79,9 @@ impl DecodeData {
         entries.iter().enumerate().map(length).collect()
     }
 
-    /// Where the keys that each sequence visits are stored in `k`, one sequence behind the other,
-    /// and how many they are. The library takes any entry of the table for some page; here one that
-    /// is none is a mistake.
+    /// Where the keys that each sequence may visit are stored in `k`, one sequence behind the
+    /// other, and how many they are. The library takes any entry of the table for some page; here
+    /// one that is none is a mistake.
     pub(super) fn visited(&self) -> Result<(Vec<usize>, Vec<usize>)> {
         let ([batch, page_size, capacity], lengths) = (self.sizes()?, self.lengths()?);
         let columns = capacity / page_size.max(1);
@@ -100,8 +101,8 @@ impl DecodeData {
         for (entry, &length) in lengths.iter().enumerate() {
             let (all, before) = (0..length.div_ceil(page_size.max(1)), slots.len());
             let columns = match &self.chosen {
-                Some(chosen) => chosen[entry].clone(),
-                None => all.collect(),
+                Chosen::Columns(chosen) => chosen[entry].clone(),
+                Chosen::All | Chosen::Selected(_) => all.collect(),
             };
             for column in columns {
                 let first = page(entry, column)? % stored * page_size;
@@ -146,7 +147,9 @@ impl DecodeShape {
             pages,
             block_table: self.page_size.map(|_| table()).transpose()?,
             seqused_kv: (self.fill != Fill::Full).then(|| lengths().into()),
-            chosen: self.chosen.map(|count| (0..batch).map(|at| chosen(at, count)).collect()),
+            chosen: self.chosen.map_or(Chosen::All, |count| {
+                Chosen::Columns((0..batch).map(|at| chosen(at, count)).collect())
+            }),
             seed,
         })
     }

@@ -2,6 +2,7 @@
 //! and whether the result is right. Suites and the command share it.
 
 use super::decode_data::{DecodeData, shuffled};
+use super::decode_pages::{PageSelection, Pages, SelectionCheck};
 use super::decode_rows::Rows;
 use super::operands::{Operands, Placed, Progress, TensorInfo, launched, rotation_bytes};
 use super::scores;
@@ -11,10 +12,11 @@ use crate::memory::count;
 use blockflash_ops::{
     AttentionDecode, AttentionDecodeOperands as Written, AttentionDecodeProblem,
     AttentionDecodeWorkspace, CacheAccess, CudaProperties, DType, Kernel, KvCache, Operation,
-    PageLists, PreparedAttentionDecode, Scores, Stream, Tensor, attention_decode,
+    PreparedAttentionDecode, Scores, Stream, Tensor, attention_decode,
 };
-use blockflash_oracle::{self as oracle, AttentionCase, Comparison};
+use blockflash_oracle::{self as oracle, AttentionCase, Blocks, Comparison};
 use blockflash_sys::manifest;
+use std::mem;
 
 /// Most copies of a cache.
 const MAX_COPIES: usize = 256;
@@ -46,15 +48,17 @@ pub struct DecodeOperands {
     /// Number of the next launch.
     next: usize,
     prepared: Option<PreparedAttentionDecode>,
-    /// Where the keys that each sequence visits are stored, and how many they are.
+    /// Pages that a call visits.
+    pages: Pages,
+    /// Where the keys that each sequence may visit are stored, and how many they are.
     slots: Vec<usize>,
     counts: Vec<usize>,
 }
 
 #[derive(Debug)]
-struct Inputs {
+pub(super) struct Inputs {
     scores: Scores<Placed>,
-    q: Placed,
+    pub(super) q: Placed,
     /// Keys and values, and how many pages they have, of which the host may have fewer.
     cache: [Placed; 2],
     pages: usize,
@@ -65,28 +69,16 @@ struct Inputs {
     block_tables: Vec<Tensor>,
     seed: u64,
     lengths: Option<Placed>,
-    /// Lists of chosen pages, and how many each sequence has.
-    chosen: Option<[Tensor; 2]>,
     workspace: Option<AttentionDecodeWorkspace>,
 }
 
 impl Inputs {
     fn new(scores: Scores<Array>, data: DecodeData, stream: &Stream) -> Result<Self> {
-        let DecodeData { q, k, v, pages, block_table, seqused_kv, chosen, seed } = data;
+        let DecodeData { q, k, v, pages, block_table, seqused_kv, chosen: _, seed } = data;
         let place = |array| Placed::new(array, stream);
         let cache = |host: Array| match host.shape().first() == Some(&pages) {
             true => place(host),
             false => Ok(Placed::with(repeated(&host, pages, stream)?, host)),
-        };
-        let heads = k.shape().get(2).copied().unwrap_or(0);
-        let lists = |chosen: Vec<Vec<usize>>| -> Result<[Tensor; 2]> {
-            let (batch, longest) = (chosen.len(), chosen.first().map_or(0, Vec::len));
-            let columns = chosen.iter().flat_map(|columns| columns.repeat(heads));
-            let columns: Vec<_> = columns.map(|column| column as i32).collect();
-            Ok([
-                Tensor::from_slice(stream, &columns, &[batch, heads, longest])?,
-                Tensor::from_slice(stream, &vec![longest as i32; batch], &[batch])?,
-            ])
         };
         let table = block_table.map(|table| table.upload(stream)).transpose()?;
         Ok(Self {
@@ -98,24 +90,21 @@ impl Inputs {
             block_tables: table.into_iter().collect(),
             seed,
             lengths: seqused_kv.map(place).transpose()?,
-            chosen: chosen.map(lists).transpose()?,
             workspace: None,
         })
     }
 
-    fn call(&self) -> Result<AttentionDecode<'_>> {
-        let pages = self.chosen.as_ref();
+    fn call<'a>(&'a self, pages: &'a Pages) -> Result<AttentionDecode<'a>> {
         Ok(AttentionDecode {
             scores: self.scores.as_ref().try_map_sink(Placed::view)?,
-            pages: pages
-                .map(|[lists, counts]| PageLists { lists: lists.view(), counts: counts.view() }),
+            pages: pages.lists(),
             workspace: self.workspace.as_ref(),
             ..AttentionDecode::new(self.q.view()?)
         })
     }
 
     /// What the launch with this number reads.
-    fn cache(&self, launch: usize) -> Result<KvCache<'_>> {
+    pub(super) fn cache(&self, launch: usize) -> Result<KvCache<'_>> {
         let [k, v] = match (launch % (1 + self.copies.len())).checked_sub(1) {
             None => [self.cache[0].view()?, self.cache[1].view()?],
             Some(copy) => self.copies[copy].each_ref().map(Tensor::view),
@@ -126,13 +115,13 @@ impl Inputs {
         Ok(KvCache { block_table, seqused_kv, ..KvCache::new(k, v) })
     }
 
-    fn problem(&self) -> Result<AttentionDecodeProblem> {
-        Ok(self.call()?.problem(&self.cache(0)?)?)
+    fn problem(&self, pages: &Pages) -> Result<AttentionDecodeProblem> {
+        Ok(self.call(pages)?.problem(&self.cache(0)?)?)
     }
 
     /// Bytes that suffice for every kernel, also those that the library does not select.
-    fn workspace_bytes(&self, stream: &Stream) -> Result<usize> {
-        let (problem, mut most) = (self.problem()?, 0);
+    fn workspace_bytes(&self, pages: &Pages, stream: &Stream) -> Result<usize> {
+        let (problem, mut most) = (self.problem(pages)?, 0);
         if let Some(gpu) = stream.device().cuda_properties() {
             for kernel in manifest::kernels() {
                 if attention_decode::accepts(kernel, &problem, gpu).is_ok() {
@@ -154,21 +143,28 @@ impl DecodeOperands {
     /// memory.
     pub fn new(
         scores: Scores<Array>,
-        data: DecodeData,
+        mut data: DecodeData,
         wants_lse: bool,
         stream: &Stream,
     ) -> Result<Self> {
         let (slots, counts) = data.visited()?;
+        let (chosen, table) = (mem::take(&mut data.chosen), data.block_table.clone());
         let mut inputs = Inputs::new(scores, data, stream)?;
-        let bytes = inputs.workspace_bytes(stream)?;
+        let pages = Pages::new(chosen, table, &counts, &inputs, stream)?;
+        let bytes = inputs.workspace_bytes(&pages, stream)?;
         if bytes > 0 {
             inputs.workspace = Some(AttentionDecodeWorkspace::new(stream, bytes)?);
         }
-        let attention = inputs.problem()?.attention;
+        let attention = inputs.problem(&pages)?.attention;
         let shape = [attention.batch, attention.num_heads_q, attention.seqlen_q];
         let lse = wants_lse.then(|| Tensor::empty(stream, DType::F32, &shape)).transpose()?;
         let o = Tensor::empty(stream, attention.types.o, &attention.o_shape())?;
-        Ok(Self { inputs, o, lse, next: 0, prepared: None, slots, counts })
+        Ok(Self { inputs, o, lse, next: 0, prepared: None, pages, slots, counts })
+    }
+
+    /// Before a call: selects the pages that it visits, unless they are given.
+    fn select_pages(&mut self, stream: &Stream) -> Result<()> {
+        self.pages.select(&self.inputs, self.next, stream)
     }
 
     /// The next call, with its outputs.
@@ -176,11 +172,11 @@ impl DecodeOperands {
         let cache = CacheAccess::Read(self.inputs.cache(self.next)?);
         self.next += 1;
         let (o, lse) = (self.o.view_mut(), self.lse.as_mut().map(Tensor::view_mut));
-        Ok((self.inputs.call()?, Written { cache, o, lse }))
+        Ok((self.inputs.call(&self.pages)?, Written { cache, o, lse }))
     }
 
     fn problem(&self, _: Option<&Kernel>) -> Result<AttentionDecodeProblem> {
-        self.inputs.problem()
+        self.inputs.problem(&self.pages)
     }
 }
 
@@ -195,7 +191,7 @@ impl Operands for DecodeOperands {
     }
 
     fn details(&mut self) -> Result<Vec<(&'static str, String)>> {
-        let problem = self.inputs.problem()?;
+        let problem = self.problem(None)?;
         let mut details = scores::details(&problem.attention.scores, true);
         let cache = &problem.cache;
         let pages = match cache.table {
@@ -204,23 +200,30 @@ impl Operands for DecodeOperands {
         };
         let keys = count(self.slots.len() as u64);
         details.push(("cache", format!("{pages}, {keys} keys of {} sequences", cache.batch)));
+        if let Some(PageSelection { room, statistics }) = self.pages.selection() {
+            let by = if statistics == 1 { "mean" } else { "minimum and maximum" };
+            details.push(("selected", format!("at most {room} pages, by the {by} of their keys")));
+        }
         Ok(details)
     }
 
     /// Those of the pairs that are visited.
     fn flops(&mut self) -> Result<f64> {
-        let attention = self.inputs.problem()?.attention;
-        let queries = attention.seqlen_q;
-        let visible = |&keys: &usize| -> usize {
-            (0..queries)
-                .map(|query| attention.scores.mask.visible(query, queries, keys).len())
-                .sum()
-        };
-        let pairs: usize = self.counts.iter().map(visible).sum();
-        Ok(2.0 * pairs as f64 * (attention.num_heads_q * attention.head_dims.sum()) as f64)
+        let attention = self.problem(None)?.attention;
+        let (queries, heads) = (attention.seqlen_q, attention.num_heads_kv);
+        let mut pairs = 0;
+        for (entry, &keys) in self.counts.iter().enumerate() {
+            for query in 0..queries {
+                let visible = attention.scores.mask.visible(query, queries, keys);
+                let seen = |head| self.pages.seen([entry, head], visible.clone());
+                pairs += (0..heads).map(seen).sum::<usize>();
+            }
+        }
+        let group = attention.num_heads_q / heads.max(1);
+        Ok(2.0 * pairs as f64 * (group * attention.head_dims.sum()) as f64)
     }
 
-    launched!(attention_decode::accepts);
+    launched!(attention_decode::accepts, select_pages);
 
     fn rotate(&mut self, stream: &Stream) -> Result<()> {
         let inputs = &mut self.inputs;
@@ -229,7 +232,8 @@ impl Operands for DecodeOperands {
         let of_a_key = 2 * k.shape()[2..].iter().product::<usize>() * k.dtype().size();
         let visited = most(of_a_key * self.slots.len());
         let all = most(of_a_key * inputs.pages * k.shape()[1]);
-        if let (Some(_), Some(first)) = (&inputs.chosen, inputs.block_tables.first()) {
+        let given = self.pages.are_given();
+        if let (true, Some(first)) = (given, inputs.block_tables.first()) {
             let shape = first.shape().to_vec();
             for turn in 1..visited {
                 let seed = inputs.seed.wrapping_add(turn as u64);
@@ -237,7 +241,7 @@ impl Operands for DecodeOperands {
                 inputs.block_tables.push(Tensor::from_slice(stream, &table, &shape)?);
             }
         }
-        for _ in 1..if inputs.chosen.is_some() { all } else { visited } {
+        for _ in 1..if given { all } else { visited } {
             let [k, v] = &inputs.cache;
             inputs.copies.push([k.copy(stream)?, v.copy(stream)?]);
         }
@@ -257,15 +261,32 @@ impl Operands for DecodeOperands {
     ) -> Result<Vec<Comparison>> {
         let (Inputs { scores: Scores { sink, .. }, q, cache: [k, v], .. }, slots) =
             (&self.inputs, &self.slots);
-        let attention = self.inputs.problem()?.attention;
-        let queries = vec![attention.seqlen_q; self.counts.len()];
+        let problem = self.problem(None)?;
+        let queries = vec![problem.attention.seqlen_q; self.counts.len()];
         let [k, v] = [k, v].map(|cache| Rows::of_cache(cache.host(), slots));
+        let (results, check) = match results {
+            [results @ .., lists, summaries] if self.pages.selection().is_some() => {
+                let (q, counts) = (q.host(), &self.counts[..]);
+                let page_size = problem.cache.page_size;
+                (results, Some(SelectionCheck { q, k: &k, counts, page_size, lists, summaries }))
+            }
+            results => (results, None),
+        };
+        let lists = check.as_ref().map(SelectionCheck::blocks);
+        let blocks = lists.as_ref().filter(|_| problem.attention.seqlen_q > 0);
         let q = Rows::of_queries(q.host());
         let case = AttentionCase {
             lengths: Some([&queries, &self.counts]),
-            ..scores::for_oracle(&attention.scores, [&q, &k, &v], sink.as_ref())?
+            blocks: blocks.map(|(row_ptr, col_idx)| Blocks {
+                block_q: problem.attention.seqlen_q,
+                block_kv: problem.cache.page_size,
+                heads: problem.attention.num_heads_kv,
+                row_ptr,
+                col_idx,
+            }),
+            ..scores::for_oracle(&problem.attention.scores, [&q, &k, &v], sink.as_ref())?
         };
-        Ok(match results {
+        let mut comparisons = match results {
             [o, lse] => {
                 // The oracle's packed sequences have the rows of a head side by side.
                 let (o, lse) = (Rows::of_queries(o), by_heads(lse));
@@ -273,7 +294,21 @@ impl Operands for DecodeOperands {
             }
             [o] => vec![oracle::attention_output(&case, &Rows::of_queries(o), seed, progress)?],
             _ => Vec::new(), // the output is always there
-        })
+        };
+        comparisons.extend(check.iter().flat_map(|check| check.compare(self.pages.table())));
+        Ok(comparisons)
+    }
+
+    fn results(
+        &mut self,
+        kernel: Option<&Kernel>,
+        stream: &Stream,
+    ) -> Result<Vec<(&'static str, Array)>> {
+        let outputs = self.outputs(kernel).into_iter();
+        let results = outputs.map(|(name, tensor)| Ok((name, Array::download(tensor, stream)?)));
+        let mut results: Vec<_> = results.collect::<Result<_>>()?;
+        results.extend(self.pages.results(stream)?);
+        Ok(results)
     }
 }
 

@@ -114,9 +114,10 @@ pub trait Operands: Debug {
 
 /// The methods of [`Operands`] that follow from `problem`, `call` (the call of the library with the
 /// outputs that a kernel, or the selected one, writes) and the field `prepared`, for the
-/// module of an operation and its function that says what a kernel computes.
+/// module of an operation and its function that says what a kernel computes; and perhaps a method
+/// that queues what comes before each call.
 macro_rules! launched {
-    ($operation:ident::$accepts:ident) => {
+    ($operation:ident::$accepts:ident $(, $before:ident)?) => {
         fn is_empty(&mut self) -> Result<bool> {
             Ok(self.problem(None)?.is_empty())
         }
@@ -130,6 +131,7 @@ macro_rules! launched {
         }
 
         fn launch(&mut self, kernel: Option<&'static Kernel>, stream: &Stream) -> Result<()> {
+            $(self.$before(stream)?;)?
             let (call, out) = self.call(kernel)?;
             Ok(match kernel {
                 None => call.run(out, stream)?,
@@ -146,6 +148,7 @@ macro_rules! launched {
 
         fn launch_prepared(&mut self, stream: &Stream) -> Result<()> {
             let Some(prepared) = self.prepared else { return self.launch(None, stream) };
+            $(self.$before(stream)?;)?
             let (call, out) = self.call(None)?;
             Ok(call.run_prepared(&prepared, out, stream)?)
         }

@@ -1,25 +1,30 @@
 //! How the work of a call is divided among items.
 
 use super::AttentionDecodeProblem;
+use super::estimate::fastest;
 use super::items::Work;
 use crate::Result;
 use crate::check::to_i32;
+use blockflash_safe::CudaProperties;
 
 /// Most keys of a split, as long as a sequence has at most [`MOST_SPLITS`].
 const LONGEST_SPLIT: usize = 4096;
 /// Splits of the longest sequences.
 const MOST_SPLITS: usize = 256;
 
-/// Most keys of a split that is combined with others in a cluster.
+/// Most keys of a split that is combined with others in a cluster, where splits follow from the
+/// sequence alone.
 const LONGEST_IN_CLUSTER: usize = 256;
+/// Most keys of a split of any sequence, a limit of the kernels.
+const LONGEST_OF_ALL: usize = 1 << 20;
 
 /// Most rows of a tile of `attention_decode_sm80` with which it combines the splits of a run in
 /// registers.
 const ROWS_THAT_COMBINE: usize = 8;
 
 /// How the work of a call is divided. A sequence of `keys` keys has splits of `chunk` keys, a
-/// multiple of 64 that follows from the sequence alone, so its bits depend on no other sequence:
-/// the greater of `keys / splits`, but within `chunk_min..=chunk_max`, and of `keys / 256`.
+/// multiple of 64: the greater of `keys / splits`, but within `chunk_min..=chunk_max`, and of
+/// `keys / 256`. Where `splits` does not depend on the batch, bits of a sequence do not either.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Division {
     /// Splits of a sequence of medium length.
@@ -40,6 +45,8 @@ pub(super) struct Division {
     pub(super) items: usize,
     /// Log2 of the splits that an item of the kernel for one query has. No result depends on it.
     pub(super) run_log2: u32,
+    /// Most keys of a split that is combined with others in a cluster.
+    pub(super) longest_in_cluster: usize,
 }
 
 /// What the division of the work follows from.
@@ -54,6 +61,10 @@ pub(super) struct Tile {
     pub(super) fewest_keys: usize,
     /// Splits that an item may have, the most first.
     pub(super) runs: &'static [usize],
+    /// Most CTAs of a cluster that combines splits; 1 for none.
+    pub(super) cluster: usize,
+    /// Columns of the tile.
+    pub(super) columns: usize,
 }
 
 /// A launch has this many waves of CTAs, or so much of each is used, with the longest items that it
@@ -61,7 +72,20 @@ pub(super) struct Tile {
 const WAVES: usize = 4;
 const USED: f64 = 0.85;
 
+impl Tile {
+    /// CTAs that a GPU has room for. They are persistent and take item after item.
+    pub(super) fn most_blocks(&self, gpu: &CudaProperties) -> usize {
+        gpu.multiprocessors.max(1) as usize * self.blocks.max(1) as usize
+    }
+}
+
 impl AttentionDecodeProblem {
+    /// Whether splits follow from the batch as well as from the sequence, so that they fill the
+    /// GPU. The host has to know the lengths.
+    pub(super) fn splits_by_batch(&self) -> bool {
+        !self.batch_invariant && self.keys_of_each().is_some()
+    }
+
     /// Queries of a sequence times the heads that share a head of keys.
     pub(super) fn group_rows(&self) -> usize {
         self.rows_of(self.attention.seqlen_q)
@@ -77,22 +101,29 @@ impl AttentionDecodeProblem {
 /// kernel with this tile.
 pub(super) fn divided(
     tile: &Tile,
-    most_blocks: usize,
+    gpu: &CudaProperties,
     problem: &AttentionDecodeProblem,
     most_queries: usize,
 ) -> Result<Division> {
     let (attention, cache) = (&problem.attention, &problem.cache);
+    let most_blocks = tile.most_blocks(gpu);
     problem.check_strides(attention.q)?;
     let rows = tile.rows.max(1);
     let heads = attention.num_heads_kv.max(1);
-    let [chunk_min, chunk_max] = [tile.fewest_keys, LONGEST_SPLIT];
-    let splits = (tile.heads_and_splits / heads).max(1);
+    let by_batch = problem.splits_by_batch();
+    let (splits, [chunk_min, chunk_max], longest_in_cluster) = match by_batch {
+        true => (fastest(tile, problem, gpu).splits, [64, LONGEST_OF_ALL], LONGEST_OF_ALL),
+        false => {
+            let splits = (tile.heads_and_splits / heads).max(1);
+            (splits, [tile.fewest_keys, LONGEST_SPLIT], LONGEST_IN_CLUSTER)
+        }
+    };
     let visited = match problem.pages {
         None => attention.seqlen_kv,
         Some(pages) => pages.capacity.saturating_mul(cache.page_size).min(attention.seqlen_kv),
     };
     // Splits begin at a multiple of 16 keys.
-    let most_splits = most_splits(visited.next_multiple_of(16), splits, chunk_min);
+    let most_splits = most_splits(visited.next_multiple_of(16), splits, [chunk_min, chunk_max]);
 
     let most_queries = most_queries.min(attention.seqlen_q);
     let group_rows = problem.rows_of(most_queries);
@@ -109,7 +140,10 @@ pub(super) fn divided(
         let used = items(run) as f64 / (waves * most_blocks).max(1) as f64;
         waves >= WAVES || used >= USED
     };
-    let run = tile.runs.iter().find(fills).copied().unwrap_or(1);
+    let run = match by_batch {
+        true => 1,
+        false => tile.runs.iter().find(fills).copied().unwrap_or(1),
+    };
     let (items, partial_rows) = (items(run), rows.min(group_rows));
     Ok(Division {
         splits,
@@ -121,15 +155,16 @@ pub(super) fn divided(
         run,
         items,
         run_log2: 0,
+        longest_in_cluster,
     })
 }
 
 /// The most splits of a sequence of at most `capacity` keys.
-fn most_splits(capacity: usize, splits: usize, chunk_min: usize) -> usize {
-    let most = if capacity <= LONGEST_SPLIT * splits {
+fn most_splits(capacity: usize, splits: usize, [chunk_min, chunk_max]: [usize; 2]) -> usize {
+    let most = if capacity <= chunk_max.saturating_mul(splits) {
         splits.min(capacity.div_ceil(chunk_min))
     } else {
-        splits.max(capacity.div_ceil(LONGEST_SPLIT).min(MOST_SPLITS))
+        splits.max(capacity.div_ceil(chunk_max).min(MOST_SPLITS))
     };
     most.max(1)
 }
@@ -152,7 +187,9 @@ impl Division {
         tile: &Tile,
         ctas: [usize; 2],
     ) -> Self {
-        let Some(keys) = problem.keys_of_each() else { return self };
+        let Some(keys) = problem.keys_of_each().filter(|_| !problem.splits_by_batch()) else {
+            return self;
+        };
         let [chunk, splits] = self.of_sequence(keys);
         let work = Work {
             splits: self.items / self.most_splits * splits,
@@ -184,7 +221,7 @@ impl Division {
         let clusters = (self.items / self.most_splits).checked_mul(groups)?;
         let ctas = clusters.checked_mul(size)?;
         let room = if groups > 1 { multiprocessors } else { multiprocessors / 2 };
-        let soon = chunk <= LONGEST_IN_CLUSTER && ctas <= room;
+        let soon = chunk <= self.longest_in_cluster && ctas <= room;
         (self.run_log2 == 0 && splits > 1 && soon).then_some([clusters as u32, size as u32])
     }
 

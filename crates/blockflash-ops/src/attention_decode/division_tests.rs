@@ -2,6 +2,7 @@ use super::super::AttentionDecodeWorkspace;
 use super::*;
 use crate::Error;
 use crate::attention::{Align, Mask};
+use crate::fixtures;
 use crate::kv_cache::{CacheSizes, TableSizes};
 use blockflash_sys::DType;
 
@@ -13,7 +14,7 @@ fn no_length_has_more_splits_than_there_is_room_for() {
         let mut most = 0;
         for keys in (0..600_000).step_by(16).chain((600_000..4_000_000).step_by(4096)) {
             most = most.max(division.of_sequence(keys)[1]);
-            let room = most_splits(keys, splits, chunk_min);
+            let room = most_splits(keys, splits, [chunk_min, LONGEST_SPLIT]);
             assert!(most <= room && room <= MOST_SPLITS, "{keys} keys: {most} of {room}");
         }
         assert_eq!(most, MOST_SPLITS);
@@ -23,17 +24,30 @@ fn no_length_has_more_splits_than_there_is_room_for() {
     assert_eq!(splits, [4, 16, 16, 32]);
 }
 
+fn gpu() -> CudaProperties {
+    CudaProperties { multiprocessors: 132, ..fixtures::gpu(9, 0) }
+}
+
 fn tile(rows: usize) -> Tile {
-    Tile { rows, blocks: 2, heads_and_splits: 128, fewest_keys: 256, runs: &[1] }
+    Tile {
+        rows,
+        blocks: 2,
+        heads_and_splits: 128,
+        fewest_keys: 256,
+        runs: &[1],
+        cluster: 16,
+        columns: 128,
+    }
 }
 
 fn problem(capacity: usize, heads: [usize; 2], seqlen_q: usize) -> AttentionDecodeProblem {
     let cache = CacheSizes::contiguous(DType::BF16, [64, capacity], heads[1], 128);
-    AttentionDecodeProblem::of(cache, seqlen_q, heads[0])
+    let problem = AttentionDecodeProblem::of(cache, seqlen_q, heads[0]);
+    AttentionDecodeProblem { batch_invariant: true, ..problem }
 }
 
 fn of_rows(rows: usize, problem: &AttentionDecodeProblem) -> Division {
-    divided(&tile(rows), 264, problem, problem.attention.seqlen_q).unwrap()
+    divided(&tile(rows), &gpu(), problem, problem.attention.seqlen_q).unwrap()
 }
 
 #[test]
@@ -56,7 +70,8 @@ fn room_for_every_item() {
 fn known(batch: usize, keys: usize, heads: [usize; 2]) -> AttentionDecodeProblem {
     let mut cache = CacheSizes::contiguous(DType::BF16, [batch, keys], heads[1], 128);
     cache.seqused_kv = false;
-    AttentionDecodeProblem::of(cache, 1, heads[0])
+    let problem = AttentionDecodeProblem::of(cache, 1, heads[0]);
+    AttentionDecodeProblem { batch_invariant: true, ..problem }
 }
 
 #[test]
@@ -64,7 +79,7 @@ fn few_splits_are_combined_in_clusters() {
     let clusters = |batch, keys, heads: [usize; 2], fewest_keys| {
         let problem = known(batch, keys, heads);
         let tile = Tile { fewest_keys, ..tile(8) };
-        divided(&tile, 264, &problem, 1).unwrap().in_clusters(16, &problem, 132)
+        divided(&tile, &gpu(), &problem, 1).unwrap().in_clusters(16, &problem, 132)
     };
     assert_eq!(clusters(1, 1024, [8, 1], 128), Some([1, 8]));
     assert_eq!(clusters(8, 1000, [8, 1], 128), Some([8, 8]));
@@ -104,24 +119,24 @@ fn packed_queries_and_listed_pages() {
 fn rows_that_16_byte_accesses_cannot_reach_are_refused() {
     let mut odd = problem(100, [32, 8], 1);
     odd.cache.v.seq += 4;
-    let error = divided(&tile(8), 264, &odd, 1).unwrap_err();
+    let error = divided(&tile(8), &gpu(), &odd, 1).unwrap_err();
     assert!(matches!(error, Error::Misaligned { what: "cache.v", .. }), "{error}");
 }
 
 #[test]
 fn what_32_bits_cannot_count_is_refused() {
-    let error = divided(&tile(8), 264, &problem(1 << 30, [1 << 20, 1 << 20], 1), 1).unwrap_err();
+    let error = divided(&tile(8), &gpu(), &problem(1 << 30, [1 << 20, 1 << 20], 1), 1).unwrap_err();
     assert!(matches!(error, Error::TooLarge { what: "items", .. }), "{error}");
 }
 
 #[test]
 fn runs_are_as_long_as_waves_are_full() {
-    let several =
-        Tile { rows: 64, blocks: 2, heads_and_splits: 256, fewest_keys: 256, runs: &[8, 4, 1] };
+    let several = Tile { heads_and_splits: 256, runs: &[8, 4, 1], cluster: 1, ..tile(64) };
     let of = |batch, capacity, seqused_kv| {
         let cache = CacheSizes::contiguous(DType::BF16, [batch, capacity], 8, 128);
-        let problem = AttentionDecodeProblem::of(CacheSizes { seqused_kv, ..cache }, 16, 32);
-        let division = divided(&several, 264, &problem, 16).unwrap();
+        let mut problem = AttentionDecodeProblem::of(CacheSizes { seqused_kv, ..cache }, 16, 32);
+        problem.batch_invariant = true;
+        let division = divided(&several, &gpu(), &problem, 16).unwrap();
         [division.run, division.items]
     };
     assert_eq!(of(1, 4096, false), [1, 128]);

@@ -1,10 +1,10 @@
-use super::super::select::select;
-use super::super::{AttentionDecodeProblem, PageListSizes, plan};
+use super::super::{AttentionDecodeProblem, CacheTile, PageListSizes, accepts, plan, select, tile};
 use crate::attention::{Align, Mask, PackedRows};
 use crate::fixtures::gpu;
 use crate::kv_cache::CacheSizes;
 use blockflash_safe::CudaProperties;
-use blockflash_sys::DType;
+use blockflash_sys::manifest::kernels;
+use blockflash_sys::{DType, Kernel, Target};
 
 fn h200() -> CudaProperties {
     CudaProperties { multiprocessors: 132, ..gpu(9, 0) }
@@ -17,12 +17,31 @@ fn problem(
     head_dim: usize,
 ) -> AttentionDecodeProblem {
     let cache = CacheSizes::contiguous(DType::BF16, [batch, keys], heads[1], head_dim);
-    AttentionDecodeProblem::of(CacheSizes { seqused_kv: false, ..cache }, 1, heads[0])
+    let problem =
+        AttentionDecodeProblem::of(CacheSizes { seqused_kv: false, ..cache }, 1, heads[0]);
+    AttentionDecodeProblem { batch_invariant: true, ..problem }
 }
 
-/// Fewest keys of a split, and splits of an item.
+/// Fewest keys of a split, and splits of an item, of the kernel for few queries with as many rows
+/// as the problem has, up to 32.
 fn division(problem: &AttentionDecodeProblem) -> (i32, i32) {
-    let plan = plan(select(problem, &h200()).unwrap(), problem, &h200()).unwrap();
+    let rows = problem.group_rows().next_power_of_two().clamp(8, 32) as u32;
+    let is_wanted = |kernel: &&Kernel| match tile(kernel) {
+        Some(CacheTile::Few(tile)) => tile.rows == rows,
+        _ => false,
+    };
+    let selected = select(problem, &h200()).unwrap();
+    let kernel = match rows {
+        8 => selected,
+        _ => kernels()
+            .iter()
+            .filter(is_wanted)
+            .find(|kernel| {
+                kernel.target == Target::Sm90 && accepts(kernel, problem, &h200()).is_ok()
+            })
+            .unwrap(),
+    };
+    let plan = plan(kernel, problem, &h200()).unwrap();
     (plan.params.chunk_min, 1 << plan.params.run_log2)
 }
 

@@ -2,6 +2,7 @@
 
 mod cpu;
 mod division;
+mod estimate;
 mod items;
 mod launches;
 mod operands;
@@ -73,9 +74,10 @@ use blockflash_sys::{DType, Kernel, manifest};
 /// Query `i` of `n` of a sequence with `length` keys stands at key `length - n + i` under a mask
 /// that is aligned bottom-right. What [`Attention`](crate::Attention) promises about NaN, about
 /// queries that see nothing and about precision holds here, whatever is in slots beyond the
-/// length. The bits of a sequence depend on no other sequence of the batch. They may depend on how
-/// the call names it: sequences with lengths on the device, packed ones and those with listed pages
-/// may be divided in another way than those whose length the host knows.
+/// length. With [`batch_invariant`](Self::batch_invariant) the bits of a sequence depend on no
+/// other sequence of the batch. They may depend on how the call names it: sequences with lengths on
+/// the device, packed ones and those with listed pages may be divided in another way than those
+/// whose length the host knows.
 ///
 /// A GPU takes f16 and bf16 with a `head_dim` of any multiple of 8 up to 256, pages of a multiple
 /// of 16 slots, and pointers and strides of multiples of 16 bytes. The CPU takes every problem.
@@ -94,6 +96,11 @@ pub struct AttentionDecode<'a> {
     pub rotary: Option<Rotary<'a>>,
     /// Visits only these pages of a paged cache; keys of others do not exist for the softmax.
     pub pages: Option<PageLists<'a>>,
+    /// Makes the bits of a sequence depend on no other sequence of the batch, nor on their number.
+    /// Otherwise keys are split so that the batch fills the GPU, where the host knows the lengths.
+    /// Sequences whose lengths are on the device, packed ones and those with listed pages are split
+    /// by their own length alone in any case.
+    pub batch_invariant: bool,
     /// Memory for the results of parts of sequences, of at least
     /// [`workspace_bytes`](Self::workspace_bytes). The same for any number of calls.
     pub workspace: Option<&'a AttentionDecodeWorkspace>,
@@ -111,6 +118,7 @@ impl<'a> AttentionDecode<'a> {
             scores: Scores::of(Mask::Full),
             rotary: None,
             pages: None,
+            batch_invariant: false,
             workspace: None,
         }
     }

@@ -1,4 +1,5 @@
 use super::division::{Tile, divided};
+use super::estimate::most_room;
 use super::params::params;
 use super::select::{CacheTile, is_many, others};
 use super::{AttentionDecodeProblem, AttentionDecodeWorkspace};
@@ -45,8 +46,8 @@ pub(super) fn plan_few(
 ) -> Result<AttentionDecodePlan> {
     fits(kernel, problem, gpu)?;
     let tile = few_tile(kernel, problem, gpu)?;
-    let most = most_blocks(kernel, &tile, gpu);
-    let mut division = divided(&tile, most, problem, most_queries)?;
+    let most = tile.most_blocks(gpu);
+    let mut division = divided(&tile, gpu, problem, most_queries)?;
     let multiprocessors = gpu.multiprocessors.max(1) as usize;
     if tile.runs == [1] {
         division = division.in_runs(problem, &tile, [most, most / multiprocessors]);
@@ -67,37 +68,50 @@ pub(super) fn plan_few(
     Ok(AttentionDecodePlan { params: params(problem, &division)?, run, config })
 }
 
-/// CTAs that a GPU has room for. They are persistent and take item after item.
-fn most_blocks(kernel: &Kernel, tile: &Tile, gpu: &CudaProperties) -> usize {
-    let per_multiprocessor = gpu.smem_per_multiprocessor / (kernel.smem_bytes() + 1024).max(1);
-    let per_multiprocessor = per_multiprocessor.clamp(1, tile.blocks.max(1));
-    gpu.multiprocessors.max(1).saturating_mul(per_multiprocessor) as usize
-}
-
 fn few_tile(
     kernel: &Kernel,
     problem: &AttentionDecodeProblem,
     gpu: &CudaProperties,
 ) -> Result<Tile> {
-    match tile_of::<AttentionDecodeProblem>(kernel, &gpu.compute_capability)? {
-        CacheTile::Few(tile) => {
-            let (rows, blocks) = (tile.rows as usize, tile.min_blocks);
-            let fewest_keys = problem.fewest_keys_of_a_split();
-            Ok(Tile { rows, blocks, heads_and_splits: 128, fewest_keys, runs: &[1] })
-        }
-        CacheTile::Several(_) => {
-            let (rows, blocks) = (AttentionDecodeHopper::ROWS, AttentionDecodeHopper::MIN_BLOCKS);
-            let (rows, runs) = (rows as usize, &[8, 4, 1]);
-            // The end of a split takes longer with more rows. One sequence gives work to two CTAs
-            // of each SM.
-            let fewest_keys = if problem.group_rows() > rows / 2 { 512 } else { 256 };
-            Ok(Tile { rows, blocks, heads_and_splits: 256, fewest_keys, runs })
-        }
-        CacheTile::Many(_) => {
-            let what = format!("{}: this kernel has another plan", kernel.symbol());
-            Err(unsupported::<AttentionDecodeProblem>(&gpu.compute_capability, what))
-        }
-    }
+    let tile = tile_of::<AttentionDecodeProblem>(kernel, &gpu.compute_capability)?;
+    split_tile(kernel, &tile, problem, gpu).ok_or_else(|| {
+        let what = format!("{}: this kernel has another plan", kernel.symbol());
+        unsupported::<AttentionDecodeProblem>(&gpu.compute_capability, what)
+    })
+}
+
+/// What the division of the work follows from; `None` for a kernel that splits no keys.
+pub(super) fn split_tile(
+    kernel: &Kernel,
+    tile: &CacheTile,
+    problem: &AttentionDecodeProblem,
+    gpu: &CudaProperties,
+) -> Option<Tile> {
+    let (rows, heads_and_splits, by_registers, fewest_keys, runs): (_, _, _, _, &[usize]) =
+        match tile {
+            CacheTile::Few(tile) => {
+                (tile.rows, 128, tile.min_blocks, problem.fewest_keys_of_a_split(), &[1])
+            }
+            CacheTile::Several(_) => {
+                let (rows, blocks) =
+                    (AttentionDecodeHopper::ROWS, AttentionDecodeHopper::MIN_BLOCKS);
+                // The end of a split takes longer with more rows. One sequence gives work to two
+                // CTAs of each SM.
+                let fewest = if problem.group_rows() > rows as usize / 2 { 512 } else { 256 };
+                (rows, 256, blocks, fewest, &[8, 4, 1])
+            }
+            CacheTile::Many(_) => return None,
+        };
+    let by_memory = gpu.smem_per_multiprocessor / (kernel.smem_bytes() + 1024).max(1);
+    Some(Tile {
+        rows: rows as usize,
+        blocks: by_memory.clamp(1, by_registers.max(1)),
+        heads_and_splits,
+        fewest_keys,
+        runs,
+        cluster: kernel.most_in_cluster().unwrap_or(1) as usize,
+        columns: tile.head_dims().max(),
+    })
 }
 
 /// Bytes of an [`AttentionDecodeWorkspace`] that a kernel needs for a problem that it accepts: for
@@ -118,11 +132,15 @@ pub fn workspace_bytes(
         None => (kernel, problem.attention.seqlen_q),
     };
     let tile = few_tile(kernel, problem, gpu)?;
-    let most = most_blocks(kernel, &tile, gpu);
-    let bytes =
-        divided(&tile, most, problem, most_queries)?.room(problem).and_then(|[sums, words]| {
-            AttentionDecodeWorkspace::bytes_for(sums, words).filter(|&b| isize::try_from(b).is_ok())
-        });
+    let division = divided(&tile, gpu, problem, most_queries)?;
+    let room = match problem.splits_by_batch() {
+        // A longer sequence, or a larger batch, may have fewer splits.
+        true => most_room(problem, gpu),
+        false => division.room(problem),
+    };
+    let bytes = room.and_then(|[sums, words]| {
+        AttentionDecodeWorkspace::bytes_for(sums, words).filter(|&b| isize::try_from(b).is_ok())
+    });
     let limit = isize::MAX as usize;
     bytes.ok_or(Error::TooLarge { what: "workspace", value: usize::MAX, limit })
 }

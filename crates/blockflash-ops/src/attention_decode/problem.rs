@@ -24,6 +24,8 @@ pub struct AttentionDecodeProblem {
     pub pages: Option<PageListSizes>,
     /// Set when the call appends first.
     pub append: Option<AppendKvProblem>,
+    /// Whether the bits of a sequence depend on no other sequence.
+    pub batch_invariant: bool,
 }
 
 impl AttentionDecodeProblem {
@@ -35,7 +37,7 @@ impl AttentionDecodeProblem {
         let (types, heads) = (ElementTypes::all(dtype), [num_heads_q, num_heads_kv]);
         let dense = AttentionProblem::contiguous(types, sizes, heads, head_dims);
         let attention = AttentionProblem { k: cache.k, v: cache.v, ..dense };
-        Self { attention, cache, rotary: None, pages: None, append: None }
+        Self { attention, cache, rotary: None, pages: None, append: None, batch_invariant: false }
     }
 
     /// Checks the strides of queries, those of outputs and of the cache.
@@ -92,6 +94,7 @@ impl AttentionDecode<'_> {
         let rotary = rotary.map(|r| r.sizes(cache.dtype, cache.head_dims.qk, cache.capacity));
         problem.rotary = rotary.transpose()?;
         problem.pages = self.pages.as_ref().map(|pages| pages.sizes(&cache)).transpose()?;
+        problem.batch_invariant = self.batch_invariant;
         Ok(problem)
     }
 }

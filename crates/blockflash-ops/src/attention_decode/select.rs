@@ -1,4 +1,6 @@
 use super::AttentionDecodeProblem;
+use super::estimate::fastest;
+use super::plan::split_tile;
 use crate::Result;
 use crate::attention::{Rows, Strides};
 use crate::check::is_tensor_map_stride;
@@ -59,10 +61,11 @@ pub fn tile(kernel: &Kernel) -> Option<CacheTile> {
 /// The kernel for attention to a cache on a GPU. Among the usable kernels it prefers machine code
 /// over PTX, then the smallest head_dim tile that fits. Where a sequence can have this many queries
 /// that their tiles fill a GPU, it is the kernel for many queries, which is launched together with
-/// one for the sequences with few. Where all have several queries and more than 8 rows (queries
-/// times heads that share keys), it is the kernel for several queries: packed sequences have
-/// another one, because which it is must not follow from the longest of them. Among the others it
-/// has the fewest rows that hold all queries of a group of heads, else the most rows.
+/// one for the sequences with few. Where the host knows the lengths, it is the one that is
+/// estimated to be the fastest for this batch. Otherwise, or with `batch_invariant`, more than 8
+/// rows (queries times heads that share keys) have the kernel for several queries: packed sequences
+/// have another one, because which it is must not follow from the longest of them. Among the others
+/// it has the fewest rows that hold all queries of a group of heads, else the most rows.
 ///
 /// # Errors
 /// [`Error::Unsupported`](crate::Error::Unsupported) names what no kernel offers: the element type,
@@ -118,13 +121,19 @@ impl Problem for AttentionDecodeProblem {
     }
 
     fn rank(c: &Candidate<'_, Self>) -> Self::Rank {
+        let (problem, many) = (c.problem, c.problem.has_many());
+        let Some(tile) = split_tile(c.kernel, c.tile, problem, c.gpu) else {
+            return (!many, false, false, 0);
+        };
+        if problem.splits_by_batch() {
+            return (many, false, false, fastest(&tile, problem, c.gpu).time as u32);
+        }
         match c.tile {
-            CacheTile::Many(_) => (!c.problem.has_many(), false, false, 0),
-            CacheTile::Several(_) => (c.problem.has_many(), !has_several(c.problem), false, 0),
             CacheTile::Few(tile) => {
-                let (misses, rows) = rank(tile.rows, c.problem.group_rows());
-                (c.problem.has_many(), has_several(c.problem), misses, rows)
+                let (misses, rows) = rank(tile.rows, problem.group_rows());
+                (many, has_several(problem), misses, rows)
             }
+            _ => (many, !has_several(problem), false, 0),
         }
     }
 
@@ -163,12 +172,12 @@ pub(crate) fn support(dtype: DType) -> Vec<(String, AttentionDecodeProblem)> {
     lines
 }
 
-/// More rows (queries times heads that share keys) of several queries have the kernel for them.
+/// More rows (queries times heads that share keys) have the kernel for several.
 const FEW_ROWS: usize = 8;
 
 fn has_several(problem: &AttentionDecodeProblem) -> bool {
     let attention = &problem.attention;
-    attention.packed.is_none() && attention.seqlen_q > 1 && problem.group_rows() > FEW_ROWS
+    attention.packed.is_none() && problem.group_rows() > FEW_ROWS
 }
 
 /// See [`select`].

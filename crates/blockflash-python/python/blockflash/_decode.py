@@ -48,6 +48,7 @@ def attention_decode(
     rotary_sin: Tensor | None = None,
     rotary_interleaved: bool = False,
     pages: tuple[Tensor, Tensor] | None = None,
+    batch_invariant: bool = False,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of the last tokens of each sequence to the keys and values in a cache.
@@ -55,9 +56,8 @@ def attention_decode(
     Query `i` of `n` of a sequence with `length` keys stands at key `length - n + i`. Lengths, table
     and lists are read on the device at each call, so a CUDA graph follows them: it holds the call,
     not the lengths. Whatever they hold, nothing outside of the tensors is touched. A length counts
-    at most as the capacity, and what is in slots beyond a length does not matter. The bits of a
-    sequence depend on no other sequence. They must not change while a call runs: its results are
-    unspecified then.
+    at most as the capacity, and what is in slots beyond a length does not matter. They must not
+    change while a call runs: its results are unspecified then.
 
     On a GPU the element types are float16 and bfloat16, the head dimension is a multiple of 8 up to
     256, and pages have a multiple of 16 slots. The CPU takes every call, also in float32. There is
@@ -93,6 +93,9 @@ def attention_decode(
         pages: `(lists, counts)`, int32 `[B, Hk, room]` and `[B]`: for each head of keys, only the
             first `counts` columns of the block table in its list are visited; they ascend.
             `choose_pages` makes them.
+        batch_invariant: The bits of a sequence depend on no other sequence of the batch, nor on
+            their number, at some cost in speed for full caches (without `seqused_k`), whose keys
+            are divided so that the batch fills the GPU otherwise.
         return_lse: Return `(o, lse)`: lse is float32, `[B, Hq, Sq]` or `[Hq, Tq]`.
 
     Returns:
@@ -123,12 +126,14 @@ def attention_decode(
         seqused_k, block_table, cu_seqlens_q, cu_seqlens_k, sink, rotary_cos, rotary_sin, lists,
         counts,
     ]  # fmt: skip
-    if max_seqlen_q is scale is softcap is None and left == right == -1 and not rotary_interleaved:
+    at_default = max_seqlen_q is scale is softcap is None and left == right == -1
+    if at_default and not (rotary_interleaved or batch_invariant):
         # What is at its default at the end costs the host nothing if it is not passed.
         while options and options[-1] is None:
             options.pop()
     else:
-        options += (max_seqlen_q or 0, left, right, scale, softcap or 0.0, rotary_interleaved)
+        options += (max_seqlen_q or 0, left, right, scale, softcap or 0.0)
+        options += (rotary_interleaved, batch_invariant)
     tensors = (q, k_cache, v_cache) if k is None else (q, k_cache, v_cache, k, v)
     operator = _OPS.attention_decode.default if k is None else _OPS.attention_append.default
     _place(q)

@@ -79,6 +79,7 @@ impl Args {
             ("--cu-seqlens", self.cu_seqlens.as_ref().and_then(Offsets::file)),
             ("--cu-seqlens-kv", self.cu_seqlens_kv.as_ref().and_then(Offsets::file)),
         ];
-        self.written.outputs(&[&self.qkv.files()[..], &inputs, &self.block_mask.files()].concat())
+        let inputs = [&self.qkv.files()[..], &inputs, &self.block_mask.files()].concat();
+        self.written.outputs(&[], &inputs)
     }
 }

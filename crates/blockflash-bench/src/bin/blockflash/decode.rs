@@ -5,7 +5,7 @@ use crate::failure::{Result, bail, ensure};
 use crate::operand::{Source, StandIn, common_dtype, load_all, random};
 use crate::qkv_args::{o_bytes, sink};
 use crate::run::Run;
-use blockflash_bench::case::{DecodeData, DecodeOperands, DecodeShape, Fill};
+use blockflash_bench::case::{Chosen, DecodeData, DecodeOperands, DecodeShape, Fill};
 use blockflash_bench::memory;
 use blockflash_ops::{AttentionDecode, DType, HeadDims, KvCache, Mask, Scores};
 use std::path::Path;
@@ -30,7 +30,8 @@ pub fn run(args: Args) -> Result<ExitCode> {
     };
     let scores = scores.try_map_sink(|path| sink(path, &data.q, args.common.seed))?;
     let wants_lse = outputs.has("lse") || args.common.check;
-    let data = DecodeData { seqused_kv, ..data };
+    let chosen = args.selection()?.map_or(Chosen::All, Chosen::Selected);
+    let data = DecodeData { seqused_kv, chosen, ..data };
     let mut operands = DecodeOperands::new(scores, data, wants_lse, &stream)?;
     let (operation, kernel) = ("attention-decode", None);
     Run { operation, common: &args.common, kernel, outputs, device: &device, stream: &stream }
@@ -98,7 +99,7 @@ fn read(args: &Args, scores: Scores<&Path>) -> Result<DecodeData> {
     let &[pages, _, _, _] = k.shape() else {
         bail!("k is {:?}, expected four sizes: see --help", k.shape());
     };
-    let (seqused_kv, chosen, seed) = (None, None, args.common.seed);
+    let (seqused_kv, chosen, seed) = (None, Chosen::All, args.common.seed);
     Ok(DecodeData { q, k, v, pages, block_table, seqused_kv, chosen, seed })
 }
 

@@ -1,10 +1,11 @@
 //! Options of `blockflash attention-decode`.
 
-use crate::args::{Common, sizes};
-use crate::failure::Result;
+use crate::args::{Common, out_path, sizes};
+use crate::failure::{Result, ensure};
 use crate::offsets::Offsets;
 use crate::outputs::Outputs;
 use crate::qkv_args::{MaskName, Qkv, ScoreArgs, Written};
+use blockflash_bench::case::PageSelection;
 use std::path::PathBuf;
 
 const EXAMPLES: &str = "\
@@ -15,6 +16,8 @@ Examples:
   blockflash attention-decode --input cache.safetensors --seqused-kv lengths.npy --out o.npy
   blockflash attention-decode --q q.npy --k pages_k.npy --v pages_v.npy --block-table table.npy \\
       --seqused-kv lengths.npy --window 1024,0 --out o.npy --lse lse.npy
+  blockflash attention-decode --random 1x1x32x128 --kv-heads 8 --seqlen-kv 32768 --page-size 64 \\
+      --select-pages 64 --check
 
 q is [batch, queries, heads, head_dim]: the last queries of each sequence. The cache k and v is
 [batch, capacity, heads, head_dim], or with a block table [pages, page_size, heads, head_dim]. The
@@ -53,15 +56,48 @@ pub struct Args {
     pub mask: Option<MaskName>,
     #[command(flatten)]
     pub scores: ScoreArgs,
+    /// Visit at most N pages of each sequence, at least 2, which are selected for each head of keys
+    /// before each run: the first and the last one, and those whose summaries score best with the
+    /// queries
+    #[arg(long, value_name = "N", help_heading = "Operation",
+        value_parser = clap::value_parser!(u32).range(2..=1 << 24))]
+    pub select_pages: Option<u32>,
+    /// What summarises the keys of a page: their minimum and maximum, which bound the scores, or
+    /// their mean [default: bounds]
+    #[arg(long, value_name = "bounds|mean", help_heading = "Operation", requires = "select_pages")]
+    pub summaries: Option<Summaries>,
 
     #[command(flatten)]
     pub written: Written,
+    /// Write the pages that were selected, i32 [batch, heads of keys, N], columns of the block
+    /// table, to a .npy or .safetensors file (tensor `pages`; it may be the same file)
+    #[arg(long, value_name = "FILE", value_parser = out_path, requires = "select_pages",
+        help_heading = "Output")]
+    pub pages: Option<PathBuf>,
 
     #[command(flatten)]
     pub common: Common,
 }
 
+/// What is kept of the keys of a page.
+#[derive(Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub enum Summaries {
+    Bounds,
+    Mean,
+}
+
 impl Args {
+    /// How pages are selected, if they are.
+    pub fn selection(&self) -> Result<Option<PageSelection>> {
+        let Some(room) = self.select_pages else { return Ok(None) };
+        ensure!(
+            self.page_size.is_some() || self.block_table.is_some(),
+            "--select-pages needs a cache in pages: give --page-size or --block-table"
+        );
+        let statistics = if self.summaries == Some(Summaries::Mean) { 1 } else { 2 };
+        Ok(Some(PageSelection { room: usize::try_from(room)?, statistics }))
+    }
+
     /// The files to write.
     pub fn outputs(&self) -> Result<Outputs> {
         let inputs = [
@@ -69,6 +105,7 @@ impl Args {
             ("--seqused-kv", self.seqused_kv.as_ref().and_then(Offsets::file)),
             ("--sink", self.scores.sink.as_ref()),
         ];
-        self.written.outputs(&[&self.qkv.files()[..], &inputs].concat())
+        let pages = ("--pages", "pages", self.pages.as_ref());
+        self.written.outputs(&[pages], &[&self.qkv.files()[..], &inputs].concat())
     }
 }

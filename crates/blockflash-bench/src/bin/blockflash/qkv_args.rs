@@ -3,7 +3,7 @@
 use crate::args::{Float, Window, out_path, window};
 use crate::failure::{Result, bail, ensure};
 use crate::operand::{Source, random};
-use crate::outputs::Outputs;
+use crate::outputs::{Named, Outputs};
 use blockflash_bench::io::Array;
 use blockflash_bench::memory;
 use blockflash_ops::{Align, DType, Mask, Scores};
@@ -175,9 +175,13 @@ pub struct Written {
 }
 
 impl Written {
-    /// Refuses to write over the files that are read.
-    pub fn outputs(&self, inputs: &[(&'static str, Option<&PathBuf>)]) -> Result<Outputs> {
+    /// The files with those of `others`. Refuses to write over the files that are read.
+    pub fn outputs(
+        &self,
+        others: &[Named<'_>],
+        inputs: &[(&'static str, Option<&PathBuf>)],
+    ) -> Result<Outputs> {
         let outputs = [("--out", "o", self.out.as_ref()), ("--lse", "lse", self.lse.as_ref())];
-        Outputs::new(&outputs, inputs)
+        Outputs::new(&[&outputs[..], others].concat(), inputs)
     }
 }
