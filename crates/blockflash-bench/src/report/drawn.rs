@@ -2,7 +2,7 @@
 
 use super::runs::{Row, Run, mean, rows};
 use super::tables::{Cells, Table, number, two};
-use crate::case::{AttentionShape, BsrShape, Case, DecodeShape};
+use crate::case::{AttentionShape, BsrShape, Case, DecodeShape, MaskKind};
 use crate::record::Record;
 use crate::suite::DRAWN;
 use std::collections::BTreeMap;
@@ -127,13 +127,23 @@ fn of_decode(shape: &DecodeShape) -> Vec<(usize, String)> {
     };
     let fill = format!("lengths: {}", shape.fill);
     let [heads, head_dim] = of_heads(shape.num_heads_q, shape.num_heads_kv, shape.head_dim);
-    let dtype = (0, shape.dtype.to_string());
-    let layout = (shape.page_size.unwrap_or(0), layout);
-    vec![(shape.seqlen_q.min(2), queries.to_owned()), layout, (0, fill), heads, head_dim, dtype]
+    vec![
+        (shape.seqlen_q.min(2), queries.to_owned()),
+        (shape.page_size.unwrap_or(0), layout),
+        (0, fill),
+        of_window(shape.window),
+        heads,
+        head_dim,
+        (0, shape.dtype.to_string()),
+    ]
 }
 
 fn of_attention(shape: &AttentionShape) -> Vec<(usize, String)> {
-    let mut settings = vec![(0, shape.mask.to_string())];
+    let mask = match shape.mask {
+        MaskKind::Window(keys) => of_window(Some(keys)),
+        mask => (0, mask.to_string()),
+    };
+    let mut settings = vec![mask];
     match &shape.lists {
         Some(lists) => {
             let block = format!("blocks of {} × {}", lists.block_q, lists.block_kv);
@@ -164,6 +174,13 @@ fn of_product(shape: &BsrShape) -> Vec<(usize, String)> {
         (0, format!("pattern {}", shape.pattern)),
         (0, shape.dtype.to_string()),
     ]
+}
+
+fn of_window(window: Option<usize>) -> (usize, String) {
+    match window {
+        None => (0, "all keys".to_owned()),
+        Some(_) => (1, "a window".to_owned()),
+    }
 }
 
 /// Heads that share one of keys, and the size of a head.

@@ -252,6 +252,7 @@ fn drawn_shapes_are_summed_up_by_setting_and_the_worst_are_named() {
             "pages of 16",
             "lengths: full",
             "lengths: power",
+            "all keys",
             "2 to 4 on one",
             "head_dim 128",
             "bf16"
