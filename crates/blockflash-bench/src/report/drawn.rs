@@ -26,7 +26,10 @@ pub(super) fn is_drawn(suite: &str) -> bool {
 /// Tables of the records of one suite for a terminal; none unless it was drawn.
 pub fn drawn_cells(records: &[&Record]) -> Vec<Cells> {
     match records.first() {
-        Some(first) if is_drawn(&first.suite) => tables(&rows(records)).into(),
+        Some(first) if is_drawn(&first.suite) => {
+            let tables = tables(&rows(records));
+            tables.into_iter().filter(|cells| !cells.rows.is_empty()).collect()
+        }
         _ => Vec::new(),
     }
 }

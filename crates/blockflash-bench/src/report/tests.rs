@@ -262,6 +262,12 @@ fn drawn_shapes_are_summed_up_by_setting_and_the_worst_are_named() {
     assert_eq!(worst.rows.len(), 5);
     let first = "decode_b1_q3_kv1600_h32kv8_d128_contiguous_full_bf16 (warm)";
     assert_eq!(worst.rows[0], [first, "1.00", "`x`", "0.6100", "0.61"]);
+    let ours: Vec<_> = records.iter().filter(|record| record.implementation == OURS).collect();
+    let alone = drawn_cells(&ours);
+    assert_eq!(
+        (alone.len(), &alone[0].header[..]),
+        (1, &["shapes", "cases"].map(String::from)[..])
+    );
     let text = markdown(&records, Detail::Groups, &[]);
     for line in [
         "### Drawn shapes on G",
