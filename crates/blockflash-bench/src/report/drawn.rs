@@ -1,7 +1,7 @@
 //! Shapes that were drawn: how they do as a whole and by setting, and where they do worst.
 
 use super::runs::{Row, Run, mean, rows};
-use super::tables::{Cells, Table, number, two};
+use super::tables::{Cells, Table, kernel, number, two};
 use crate::case::{AttentionShape, BsrShape, Case, DecodeShape, MaskKind};
 use crate::record::Record;
 use crate::suite::DRAWN;
@@ -100,6 +100,7 @@ fn worst(rows: &[Row<'_>]) -> Cells {
     Table::of(&compared)
         .column("worst", |(_, row)| Some(row.name()))
         .column("µs", |(_, row)| row.best()?.us.map(number))
+        .column("kernel", |(_, row)| row.best().filter(|ours| ours.symbol.is_some()).map(kernel))
         .column("best competitor", |(_, row)| {
             Some(format!("`{}`", row.best_competitor()?.implementation))
         })
