@@ -59,7 +59,12 @@ pub(super) fn overview(runs: &[&Run<'_>]) -> Cells {
 fn summary(what: &str, groups: &[Group<'_, '_>]) -> Cells {
     let mut table = Table::of(groups)
         .column(what, |(label, _)| Some(label.clone()))
-        .column("cases", |(_, rows)| Some(rows.len().to_string()));
+        .column("cases", |(_, rows)| Some(rows.len().to_string()))
+        // Where ours or all competitors failed, there is no ratio.
+        .column("compared", |(_, rows)| {
+            let compared = rows.iter().filter(|row| row.ratio().is_some()).count();
+            (compared < rows.len()).then(|| compared.to_string())
+        });
     for (name, deterministic) in [("best competitor", false), ("best deterministic", true)] {
         let ratios = |rows: &[&Row<'_>]| -> Vec<f64> {
             let best = |row: &&Row<'_>| match deterministic {

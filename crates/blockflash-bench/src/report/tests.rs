@@ -267,8 +267,13 @@ fn drawn_shapes_are_summed_up_by_setting_and_the_worst_are_named() {
     let alone = drawn_cells(&ours);
     assert_eq!(
         (alone.len(), &alone[0].header[..]),
-        (1, &["shapes", "cases"].map(String::from)[..])
+        (1, &["shapes", "cases", "compared"].map(String::from)[..])
     );
+    let mut lost = records.clone();
+    lost[0].us = None;
+    let [all, _] = &drawn_cells(&lost.iter().collect::<Vec<_>>())[..] else { panic!("two tables") };
+    assert_eq!(all.rows[0][..4], ["all", "40", "39", "**0.80**"]);
+    assert_eq!(all.rows[1][..4], ["one query", "10", "—", "**0.81**"]);
     let text = markdown(&records, Detail::Groups, &[]);
     for line in [
         "### Drawn shapes on G",
