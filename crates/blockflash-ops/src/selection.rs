@@ -94,7 +94,7 @@ impl<P: Problem> Rule<P> {
         holds: |c| c.kernel.target.runs_on(c.gpu.compute_capability),
         refuses: |c| format!("the image is compiled for {}", c.kernel.target),
         excludes_all: Some(|all| {
-            let portable = all.iter().any(|c| c.kernel.target != Target::Sm90a);
+            let portable = all.iter().any(|c| c.kernel.target.is_portable());
             if portable && !cfg!(feature = "all-gpus") {
                 return "kernels for GPUs other than Hopper come with the feature `all-gpus`, \
                         without which this program was built"

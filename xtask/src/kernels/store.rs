@@ -114,7 +114,7 @@ fn changes(images: &Images) -> Result<Vec<(PathBuf, Option<Frames>)>> {
 
 /// The archive that holds the image of a kernel.
 pub fn path(kernel: &Kernel) -> PathBuf {
-    let folder = if kernel.target.is_hopper() { prebuilt() } else { prebuilt_others() };
+    let folder = if kernel.target.is_always_embedded() { prebuilt() } else { prebuilt_others() };
     folder.join(format!("{}.zst", kernel.archive_name()))
 }
 

@@ -36,7 +36,7 @@ pub(super) fn markdown(kernels: &[Kernel]) -> String {
         lines.values().flat_map(|cells| &cells.targets).copied().collect();
     let mut table = String::from("| operation | size | types |");
     for target in &targets {
-        table += &format!(" {} |", column(*target));
+        table += &format!(" {} |", target.gpus());
     }
     table += &format!(" CPU |\n|---|---|---|{}---|\n", "---|".repeat(targets.len()));
     let mut push = |operation: &str, size: &str, cells: &Cells| {
@@ -86,18 +86,6 @@ pub(super) fn markdown(kernels: &[Kernel]) -> String {
     }
     push("all of these", "all of these", &Cells { types: BTreeSet::from(["f32"]), ..on_cpu });
     table
-}
-
-fn column(target: Target) -> &'static str {
-    match target {
-        Target::Sm80 => "sm_80 (A100)",
-        Target::Sm89 => "sm_89 (Ada)",
-        Target::Sm90 => "sm_90 (Hopper)",
-        Target::Sm90a => "sm_90a (Hopper)",
-        Target::Sm120 => "sm_120 (RTX Blackwell)",
-        Target::Ptx80 => "other GPUs from sm_80 (PTX)",
-        other => other.name(),
-    }
 }
 
 #[cfg(test)]

@@ -21,7 +21,7 @@ pub(super) fn markdown(kernels: &[Kernel]) -> String {
         let of = |(_, starts): &(_, &[&str])| starts.iter().any(|s| kernel.source().starts_with(s));
         let Some(group) = GROUPS.iter().position(of) else { continue };
         let size = || store::path(kernel).metadata().map_or(0, |file| file.len());
-        let hopper = kernel.target.is_hopper();
+        let hopper = kernel.target.is_always_embedded();
         bytes.entry(kernel.archive_name()).or_insert_with(|| (group, hopper, size()));
     }
     let sum = |hopper: bool, groups: &[usize]| {

@@ -4,10 +4,10 @@ use crate::check::{grid_x, to_i32, to_i64};
 use crate::selection::fits;
 use crate::{Error, Result};
 use blockflash_safe::{CudaProperties, LaunchConfig};
+use blockflash_sys::Kernel;
 use blockflash_sys::params::{
     blockflash_page_choice_params, blockflash_page_summaries, blockflash_page_summaries_params,
 };
-use blockflash_sys::{Kernel, Target};
 use std::ptr::{null, null_mut};
 
 /// CTAs of a choice that run on an SM.
@@ -149,7 +149,7 @@ pub fn plan_choice(
         parts: to_i32("parts", parts)?,
     };
     // Machine code for Hopper waits for its predecessor itself.
-    let waits = kernel.target == Target::Sm90;
+    let waits = kernel.target.has_programmatic_launch();
     Ok(ChoosePagesPlan { params, config: LaunchConfig::of(kernel, blocks, waits) })
 }
 

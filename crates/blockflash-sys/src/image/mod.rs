@@ -90,7 +90,7 @@ fn embedded(kernel: &Kernel) -> Result<Vec<u8>, ImageError> {
     let name = kernel.image_name();
     let missing = || ImageError::Missing(name.clone());
     let damaged = |what: String| ImageError::Damaged(name.clone(), what);
-    let archives = if kernel.target.is_hopper() { HOPPER } else { OTHERS };
+    let archives = if kernel.target.is_always_embedded() { HOPPER } else { OTHERS };
     let archive = kernel.archive_name();
     let at = archives.binary_search_by(|(key, _)| (*key).cmp(archive.as_str()));
     let (at, bytes) = archives[at.map_err(|_| missing())?];

@@ -48,7 +48,7 @@ const fn ring(target: Target, head_dim: usize) -> [u32; 3] {
 
 /// Other targets run the machine code for sm_80, or PTX: reading a cache is the same everywhere.
 pub(super) fn tiles(target: Target) -> impl Iterator<Item = AttentionDecode> {
-    let compiled = matches!(target, Target::Sm80 | Target::Sm90 | Target::Ptx80);
+    let compiled = target.is_baseline();
     each_dtype(ROWS).filter(move |_| compiled).map(move |(dtype, (head_dim, rows))| {
         AttentionDecode {
             types: ElementTypes::all(dtype),

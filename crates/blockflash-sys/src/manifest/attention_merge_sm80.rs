@@ -10,7 +10,7 @@ pub struct AttentionMerge {
 
 /// Other targets run the machine code for sm_80, or PTX.
 pub(super) fn tiles(target: Target) -> impl Iterator<Item = AttentionMerge> {
-    let compiled = matches!(target, Target::Sm80 | Target::Sm90 | Target::Ptx80);
+    let compiled = target.is_baseline();
     [AttentionMerge { columns: 8 }].into_iter().filter(move |_| compiled)
 }
 

@@ -35,13 +35,9 @@ impl Kernel {
         format!("{}.{}.{extension}", self.symbol(), self.target)
     }
 
-    /// Name of the archive in `prebuilt/` that holds the image, without `.zst`. Machine code for
-    /// sm_80 and sm_89 is nearly equal, so these share an archive.
+    /// Name of the archive in `prebuilt/` that holds the image, without `.zst`.
     pub fn archive_name(&self) -> String {
-        match self.target {
-            Target::Sm80 | Target::Sm89 => format!("{}.sm_8x", self.source()),
-            target => format!("{}.{target}", self.source()),
-        }
+        format!("{}.{}", self.source(), self.target.archive())
     }
 
     /// CTAs per cluster in x, y and z, for kernels with clusters.
@@ -54,8 +50,8 @@ impl Kernel {
     /// this one, or none.
     pub fn most_in_cluster(&self) -> Option<u32> {
         let most = self.family().most_in_cluster();
-        let hopper = self.target.is_hopper();
-        (self.family().cluster() == 1 && most > 1 && hopper).then_some(most)
+        let any = self.family().cluster() == 1 && most > 1 && self.target.has_clusters();
+        any.then_some(most)
     }
 
     /// Threads per CTA.
@@ -71,8 +67,7 @@ impl Kernel {
     /// Whether the machine code waits for the kernel before it on the stream, so that it may start
     /// before that kernel ends (programmatic dependent launch).
     pub fn waits_for_predecessor(&self) -> bool {
-        let can_wait = self.target.is_hopper();
-        can_wait && self.family().waits_for_predecessor()
+        self.target.has_programmatic_launch() && self.family().waits_for_predecessor()
     }
 
     /// Preprocessor definitions of this kernel; `config/` is their only reader.
@@ -103,7 +98,7 @@ pub fn kernels() -> &'static [Kernel] {
         let of = |target| {
             Variant::all(target).into_iter().map(move |variant| Kernel { variant, target })
         };
-        let embedded = |target: &Target| cfg!(feature = "all-gpus") || target.is_hopper();
+        let embedded = |target: &Target| cfg!(feature = "all-gpus") || target.is_always_embedded();
         Target::ALL.into_iter().filter(embedded).flat_map(of).collect()
     });
     &KERNELS

@@ -10,7 +10,7 @@ pub struct KvAppend {
 
 /// Other targets run the machine code for sm_80, or PTX.
 pub(super) fn tiles(target: Target) -> impl Iterator<Item = KvAppend> {
-    let compiled = matches!(target, Target::Sm80 | Target::Sm90 | Target::Ptx80);
+    let compiled = target.is_baseline();
     each_dtype(&[()]).filter(move |_| compiled).map(|(dtype, ())| KvAppend { dtype })
 }
 

@@ -29,7 +29,7 @@ const KERNELS: [PageKernel; 4] = [
 
 /// Other targets run the machine code for sm_80, or PTX.
 pub(super) fn tiles(target: Target) -> impl Iterator<Item = PageKernel> {
-    let compiled = matches!(target, Target::Sm80 | Target::Sm90 | Target::Ptx80);
+    let compiled = target.is_baseline();
     KERNELS.into_iter().filter(move |_| compiled)
 }
 

@@ -7,7 +7,7 @@ pub struct RowCopy;
 
 /// Other targets run the machine code for sm_80, or PTX.
 pub(super) fn tiles(target: Target) -> impl Iterator<Item = RowCopy> {
-    let compiled = matches!(target, Target::Sm80 | Target::Sm90 | Target::Ptx80);
+    let compiled = target.is_baseline();
     [RowCopy].into_iter().filter(move |_| compiled)
 }
 
