@@ -63,7 +63,7 @@ pub enum Error {
         what: String,
     },
 
-    /// A factor is out of range: scale and softcap must be finite and positive, alpha and beta
+    /// A factor is out of range: those of scores must be finite and positive, alpha and beta
     /// finite.
     #[error("{what} is {value}, but must be {expected}")]
     InvalidScale {

@@ -14,8 +14,8 @@
 //! # Ok::<(), blockflash_ops::Error>(())
 //! ```
 //!
-//! - [`Attention`]: softmax attention and its gradients, with a [`Mask`], grouped heads, softcap,
-//!   sinks, packed sequences, a [`BlockMask`].
+//! - [`Attention`]: softmax attention and its gradients, with grouped heads, packed sequences, a
+//!   [`BlockMask`], and what [`Scores`] say about masks, scales and sinks.
 //! - [`AttentionDecode`]: attention of new queries to a [`KvCache`], contiguous or in pages;
 //!   [`AppendKv`] appends to one, [`AttentionMerge`] combines attention over disjoint keys.
 //! - [`BlockMask`]: which blocks of queries × keys attention visits; a [`BlockMaskBuffer`] builds

@@ -139,7 +139,7 @@ impl<'a> Head<'a> {
         attended.iter().for_each(|&key| self.add(&mut sums, query, key));
         let [position, member] = query;
         let place = [self.sequence.q + position, self.head_kv * self.group + member];
-        self.row(0, &sums.dq, self.case.softmax_scale, place, attended.len())
+        self.row(0, &sums.dq, self.case.scores.scale, place, attended.len())
     }
 
     /// The rows of dk and dv of a key.
@@ -155,7 +155,7 @@ impl<'a> Head<'a> {
         }
         let place = [self.sequence.kv + key, self.head_kv];
         [
-            self.row(1, &sums.dk, self.case.softmax_scale, place, pairs),
+            self.row(1, &sums.dk, self.case.scores.scale, place, pairs),
             self.row(2, &sums.dv, 1.0, place, pairs),
         ]
     }

@@ -1,12 +1,13 @@
 //! Gradients of attention, query by query: every query adds to `dq`, to the rows of `dk` and `dv`
 //! that it attends, and to the gradient of the sink. Attended pairs only are touched.
 //!
-//! With p the probabilities, the gradient of a score is `p · (d_o · v - d_o · o)`; the softcap
+//! With p the probabilities, the gradient of a score is `p · (d_o · v - d_o · o)`; the cap
 //! multiplies it by its slope `1 - tanh²`.
 
-use crate::attention_row::{Scores, dot_f32, dot_f64};
+use crate::attention_row::{dot_f32, dot_f64};
 use crate::elements::{Element, round};
 use crate::rounding::TRUNCATION;
+use crate::scores::Scores;
 use blockflash_sys::{DType, HeadDims};
 
 /// A probability up to this may become 0: `e^-87`, where the result of an exponential in f32 is
@@ -114,14 +115,13 @@ impl AttentionGradients {
     pub fn add<'a>(
         &mut self,
         dtype: DType,
-        Scores { scale, softcap, sink }: Scores,
+        scores: Scores,
         query: Query<'_>,
         [row_q, head]: [usize; 2],
         keys: &[usize],
         row: impl Fn(usize) -> [&'a [f32]; 2],
     ) {
         let Query { q, o, lse, d_o } = query;
-        let sink = sink.filter(|&sink| sink != f32::NEG_INFINITY);
         if keys.is_empty() || lse == f32::NEG_INFINITY {
             return;
         }
@@ -130,17 +130,11 @@ impl AttentionGradients {
         let delta_spread = norm_of_products(d_o, o).max(delta.abs());
         for &at in keys {
             let [key, value] = row(at);
-            let score = dot_f64(q, key) * f64::from(scale);
-            let tanh = softcap.map(|cap| (score / f64::from(cap)).tanh());
-            let capped = softcap.zip(tanh).map_or(score, |(cap, tanh)| f64::from(cap) * tanh);
-            let slope = tanh.map_or(1.0, |tanh| 1.0 - tanh * tanh);
+            let [capped, slope] = scores.exact(dot_f64(q, key) * f64::from(scores.scale));
             let (p, dp) = ((capped - lse_exact).exp(), dot_f64(d_o, value));
             let spread = norm_of_products(d_o, value).max(dp.abs()).max(delta_spread);
 
-            let score = dot_f32(q, key) * scale;
-            let tanh = softcap.map(|cap| (score / cap).tanh());
-            let capped = softcap.zip(tanh).map_or(score, |(cap, tanh)| cap * tanh);
-            let slope_plain = tanh.map_or(1.0, |tanh| 1.0 - tanh * tanh);
+            let [capped, slope_plain] = scores.plain(dot_f32(q, key) * scores.scale);
             let p_plain = (capped - lse).exp();
             let ds_plain = p_plain * (dot_f32(d_o, value) - delta_plain) * slope_plain;
 
@@ -153,7 +147,7 @@ impl AttentionGradients {
             self.dk.add(at, ds_factor, q);
             self.dq.add(row_q, ds_factor, key);
         }
-        if let Some(sink) = sink {
+        if let Some(sink) = scores.sink() {
             let (p, p_plain) = ((f64::from(sink) - lse_exact).exp(), (sink - lse).exp());
             let plain = -p_plain * delta_plain;
             let factor = Factor { exact: -p * delta, spread: spread_of(p) * delta_spread, plain };
@@ -196,10 +190,10 @@ mod tests {
     const ATTENDED: [&[usize]; 4] = [&[0, 1, 2], &[1], &[0, 2], &[]];
 
     impl Small {
-        fn new(softcap: Option<f32>, sink: bool) -> Self {
+        fn new(cap: Option<f32>, sink: bool) -> Self {
             let tensors = [grid(4 * D, 1), grid(3 * D, 2), grid(3 * D, 3), grid(4 * D, 4)];
             let sinks = if sink { vec![0.25, -0.5] } else { vec![f32::NEG_INFINITY; 2] };
-            Self { tensors, sinks, scores: Scores { scale: 0.75, softcap, sink: None } }
+            Self { tensors, sinks, scores: Scores::new(0.75, cap) }
         }
 
         fn of_query(&self, at: usize) -> (Scores, &[f32], &[f32], [usize; 2]) {
@@ -239,9 +233,8 @@ mod tests {
     #[test]
     fn finite_differences() {
         const STEP: f32 = 1.0 / 1024.0;
-        for (softcap, sink) in [(None, false), (Some(1.5), false), (None, true), (Some(0.5), true)]
-        {
-            let small = Small::new(softcap, sink);
+        for (cap, sink) in [(None, false), (Some(1.5), false), (None, true), (Some(0.5), true)] {
+            let small = Small::new(cap, sink);
             let gradients = small.gradients();
             let scale = small.scores.scale;
             let agree = |which: &str,
@@ -250,12 +243,12 @@ mod tests {
                          memory: fn(&mut Small) -> &mut Vec<f32>| {
                 for (at, element) in sums.elements(DType::F32, scale).enumerate() {
                     let [up, down] = [STEP, -STEP].map(|step| {
-                        let mut moved = Small::new(softcap, sink);
+                        let mut moved = Small::new(cap, sink);
                         memory(&mut moved)[at] += step;
                         moved.value()
                     });
                     let difference = (up - down) / f64::from(2.0 * STEP);
-                    let what = format!("{which}[{at}] {softcap:?} {sink}");
+                    let what = format!("{which}[{at}] {cap:?} {sink}");
                     assert!(
                         (element.exact - difference).abs() < 3e-6,
                         "{what}: {element:?} {difference}"

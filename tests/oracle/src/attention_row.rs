@@ -1,19 +1,9 @@
 //! One row of attention. Attended keys only are touched: a masked key cannot leak.
 
 use crate::elements::{Element, round};
+use crate::scores::Scores;
 use blockflash_sys::DType;
 use std::ops::Range;
-
-/// How scores are made of products.
-#[derive(Clone, Copy, Debug)]
-pub struct Scores {
-    /// Factor of the products.
-    pub scale: f32,
-    /// Scores become `softcap · tanh(score / softcap)`.
-    pub softcap: Option<f32>,
-    /// A score that joins the sum of exponentials and has no value; -inf is none.
-    pub sink: Option<f32>,
-}
 
 /// The output of a query, and its log-sum-exp.
 #[derive(Clone, Debug, Default)]
@@ -21,7 +11,7 @@ pub struct AttentionRow {
     /// The output, `[head_dim of v]`.
     pub o: Vec<Element>,
     /// The log-sum-exp; -inf without a key and a sink. Its magnitude is the magnitude of the
-    /// largest score before the softcap, at least 1.
+    /// largest score before the cap, at least 1.
     pub lse: Element,
 }
 
@@ -46,28 +36,28 @@ pub fn visible(
 /// `width` elements. Tensors are of type `dtype`.
 pub fn attention_row<'a>(
     dtype: DType,
-    Scores { scale, softcap, sink }: Scores,
+    scores: Scores,
     query: &[f32],
     width: usize,
     keys: &[usize],
     row: impl Fn(usize) -> [&'a [f32]; 2],
 ) -> AttentionRow {
     let (key, value) = (|at: usize| row(at)[0], |at: usize| row(at)[1]);
-    let sink = sink.filter(|&sink| sink != f32::NEG_INFINITY);
+    let sink = scores.sink();
 
     let mut largest_score = 1f64;
     let score = |&at: &usize| {
-        let score = dot_f64(query, key(at)) * f64::from(scale);
+        let score = dot_f64(query, key(at)) * f64::from(scores.scale);
         largest_score = largest_score.max(score.abs());
-        softcap.map_or(score, |cap| f64::from(cap) * (score / f64::from(cap)).tanh())
+        scores.exact(score)[0]
     };
-    let mut scores: Vec<f64> = keys.iter().map(score).collect();
-    let max = scores.iter().copied().chain(sink.map(f64::from)).fold(f64::NEG_INFINITY, f64::max);
-    scores.iter_mut().for_each(|score| *score = (*score - max).exp());
-    let sum = scores.iter().sum::<f64>() + sink.map_or(0.0, |sink| (f64::from(sink) - max).exp());
+    let mut weights: Vec<f64> = keys.iter().map(score).collect();
+    let max = weights.iter().copied().chain(sink.map(f64::from)).fold(f64::NEG_INFINITY, f64::max);
+    weights.iter_mut().for_each(|score| *score = (*score - max).exp());
+    let sum = weights.iter().sum::<f64>() + sink.map_or(0.0, |sink| (f64::from(sink) - max).exp());
     // Apart from each other, so that they are added by vector instructions.
     let [mut exact, mut squares] = [(); 2].map(|()| vec![0f64; width]);
-    for (p, &at) in scores.iter().map(|p| p / sum).zip(keys) {
+    for (p, &at) in weights.iter().map(|p| p / sum).zip(keys) {
         for ((exact, squares), &v) in exact.iter_mut().zip(&mut squares).zip(value(at)) {
             let term = p * f64::from(v);
             *exact += term;
@@ -76,10 +66,7 @@ pub fn attention_row<'a>(
     }
 
     // Plain: unnormalised probabilities, of which the largest is 1.
-    let score = |&at: &usize| {
-        let score = dot_f32(query, key(at)) * scale;
-        softcap.map_or(score, |cap| cap * (score / cap).tanh())
-    };
+    let score = |&at: &usize| scores.plain(dot_f32(query, key(at)) * scores.scale)[0];
     let scores: Vec<f32> = keys.iter().map(score).collect();
     let key_max = scores.iter().copied().fold(f32::NEG_INFINITY, f32::max);
     let plain_max = sink.map_or(key_max, |sink| key_max.max(sink));

@@ -28,6 +28,7 @@ mod page_choice;
 mod product;
 mod rotary;
 mod rounding;
+mod scores;
 mod sequences;
 pub mod tolerance;
 
@@ -35,7 +36,7 @@ pub use attention::{attention, attention_output};
 pub use attention_backward::{AttentionBackwardCase, attention_backward};
 pub use attention_gradients::{AttentionGradients, GradientSums, Query};
 pub use attention_merge::merged_row;
-pub use attention_row::{AttentionRow, Scores, attention_row, visible};
+pub use attention_row::{AttentionRow, attention_row, visible};
 pub use block_scores::{BlockMean, block_scores};
 pub use blocks::Blocks;
 pub use bsr_matmul::{BsrCase, bsr_matmul};
@@ -49,6 +50,7 @@ pub use rounding::{
     PRODUCTS, PartialSums, ProductSum, Rounding, Sizes, TRUNCATION, subnormal_roundoff,
     unit_roundoff,
 };
+pub use scores::Scores;
 pub use sequences::AttentionCase;
 
 #[cfg(test)]

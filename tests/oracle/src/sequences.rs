@@ -1,10 +1,11 @@
 //! What attention is computed from, and where the rows of each sequence are in dense and in packed
 //! tensors.
 
-use crate::attention_row::{Scores, visible};
+use crate::attention_row::visible;
 use crate::blocks::{Blocks, Sequence};
 use crate::comparison::{Mismatch, ensure};
 use crate::elements::Elements;
+use crate::scores::Scores;
 use std::ops::Range;
 
 /// Attention: `q` is `[batch, seqlen_q, num_heads_q, head_dim]`, `k` and `v` are
@@ -33,10 +34,8 @@ pub struct AttentionCase<'a> {
     pub left: Option<usize>,
     /// Keys to see after the aligned one; `None` is all.
     pub right: Option<usize>,
-    /// Factor of the scores.
-    pub softmax_scale: f32,
-    /// Scores become `softcap · tanh(score / softcap)`.
-    pub softcap: Option<f32>,
+    /// How scores are made, but for sinks.
+    pub scores: Scores,
 }
 
 impl AttentionCase<'_> {
@@ -61,11 +60,8 @@ impl AttentionCase<'_> {
 
     /// How the scores of a head of q are made.
     pub(crate) fn scores(&self, head: usize) -> Scores {
-        Scores {
-            scale: self.softmax_scale,
-            softcap: self.softcap,
-            sink: self.sink.and_then(|sink| sink.to_f32(head..head + 1).first().copied()),
-        }
+        let sink = self.sink.and_then(|sink| sink.to_f32(head..head + 1).first().copied());
+        Scores { sink, ..self.scores }
     }
 }
 

@@ -59,8 +59,7 @@ pub(super) fn case<'a>([q, k, v]: &'a [Array; 3], right: Option<usize>) -> Atten
         bottom_right: false,
         left: None,
         right,
-        softmax_scale: 1.0,
-        softcap: None,
+        scores: Scores::new(1.0, None),
     }
 }
 

@@ -5,6 +5,7 @@ mod findings;
 mod images;
 mod links;
 mod sources;
+mod spread;
 mod vocabulary;
 mod words;
 

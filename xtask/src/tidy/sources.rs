@@ -2,7 +2,7 @@
 //! place only.
 
 use super::vocabulary::{GLOSSARY, Vocabulary};
-use super::{columns::too_long, findings::Findings, links, words};
+use super::{columns::too_long, findings::Findings, links, spread, words};
 use crate::workspace::{list, read, root};
 use anyhow::{Context, Result};
 use std::path::{Path, PathBuf};
@@ -43,14 +43,17 @@ pub fn check(findings: &mut Findings) -> Result<()> {
     collect(&root(), &mut files)?;
     let (vocabulary, wrong) = Vocabulary::of(&read(&root().join(GLOSSARY))?);
     findings.errors.extend(wrong.iter().map(|(line, what)| format!("{GLOSSARY}:{line}: {what}")));
+    let mut texts = Vec::with_capacity(files.len());
     for file in &files {
         let name = file.strip_prefix(root()).unwrap_or(file).to_string_lossy().replace('\\', "/");
         let text = read(file)?;
         for (line, word) in vocabulary.refused(&name, &text) {
             findings.errors.push(format!("{name}:{line}: `{word}`: see {GLOSSARY}"));
         }
-        check_file(&name, &text, findings).context(name)?;
+        check_file(&name, &text, findings).with_context(|| name.clone())?;
+        texts.push((name, text));
     }
+    spread::check(&texts, findings);
     Ok(())
 }
 

@@ -43,8 +43,7 @@ pub struct Attention<'a> {
     pub k: &'a Tensor,
     /// Values, in the shape of the keys but for their own `head_dim`, which is that of the output.
     pub v: &'a Tensor,
-    /// What happens to a score: mask, scale, softcap, sink. A sink has no gradient: one that needs
-    /// it is an error.
+    /// What happens to a score. A sink has no gradient: one that needs it is an error.
     pub scores: Scores<&'a Tensor>,
     /// Makes the batch variable-length.
     pub cu_seqlens: Option<Packed<'a>>,

@@ -4,7 +4,7 @@ use super::operands::Placed;
 use crate::error::{Error, Result};
 use crate::memory::count;
 use blockflash_ops::{Align, Mask, ScoresProblem};
-use blockflash_oracle::{AttentionCase, Elements};
+use blockflash_oracle::{AttentionCase, Elements, Scores};
 
 /// The oracle's case of dense q, k and v with the scores of a problem and this sink.
 ///
@@ -26,8 +26,7 @@ pub(super) fn for_oracle<'a>(
         bottom_right: align == Align::BottomRight,
         left,
         right,
-        softmax_scale: scores.softmax_scale,
-        softcap: scores.softcap,
+        scores: Scores::new(scores.softmax_scale, scores.softcap),
     })
 }
 

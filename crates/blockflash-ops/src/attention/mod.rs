@@ -48,8 +48,8 @@ use blockflash_sys::{DType, Kernel};
 /// # let view = View::from_slice(&data, &[1, 128, 1, 64])?;
 /// # let (q, k, v) = (view, view, view);
 /// let causal = Attention { scores: Mask::causal().into(), ..Attention::new(q, k, v) };
-/// let scores = Scores { softcap: Some(30.0), ..causal.scores };
-/// let capped = Attention { scores, ..causal };
+/// let scores = Scores { softmax_scale: Some(0.25), ..causal.scores };
+/// let scaled = Attention { scores, ..causal };
 /// # Ok::<(), blockflash_ops::Error>(())
 /// ```
 ///
@@ -76,7 +76,7 @@ pub struct Attention<'a> {
     pub k: View<'a>,
     /// Values, in the shape of the keys but for their own `head_dim`, which is that of the output.
     pub v: View<'a>,
-    /// What happens to a score: mask, scale, softcap, sink.
+    /// What happens to a score.
     pub scores: Scores<View<'a>>,
     /// Makes the batch variable-length.
     pub cu_seqlens: Option<CuSeqlens<'a>>,

@@ -39,8 +39,8 @@ use blockflash_sys::{DType, ElementTypes, Kernel};
 /// # Ok::<(), blockflash_ops::Error>(())
 /// ```
 ///
-/// Every option of [`Attention`] works: masks, softcap, sink, shared heads (`dk` and `dv` are
-/// summed over the query heads of a group), packed sequences and block masks. All tensors may have
+/// Every option of [`Attention`] works; where heads are shared, `dk` and `dv` are summed over the
+/// query heads of a group. All tensors may have
 /// any strides but a contiguous last dimension. Sums are f32, and the gradients are rounded once.
 /// The same call gives the same bits every time, on a CPU with any number of threads.
 ///

@@ -88,7 +88,7 @@ pub struct AttentionDecode<'a> {
     pub q: View<'a>,
     /// Set when the sequences have unequal numbers of queries.
     pub packed: Option<PackedTokens<'a>>,
-    /// What happens to a score: mask, scale, softcap, sink.
+    /// What happens to a score.
     pub scores: Scores<View<'a>>,
     /// Turns the queries by their positions: query `i` of `n` by position `seqused_kv - n + i`,
     /// clamped to the positions of the tables. The keys in the cache are turned already, or by

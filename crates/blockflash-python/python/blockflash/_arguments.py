@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,10 +58,31 @@ def sides(causal: bool, window: tuple[int | None, int | None]) -> tuple[int, int
     return -1 if left is None else left, -1 if right is None else right
 
 
-def refuse_softcap(softcap: float) -> None:
-    """Raises for a softcap that does nothing, or no sense."""
-    if not softcap > 0:
-        raise ValueError(f"softcap is {softcap}, but must be positive; None is no softcap")
+UNLIMITED = (None, None)
+"""A window that limits no side."""
+
+
+def scores(
+    causal: bool,
+    window: tuple[int | None, int | None],
+    scale: float | None,
+    softcap: float | None,
+    sink: Tensor | None,
+) -> dict[str, Any]:
+    """What happens to a score, as options of the operators: those that are not at their default."""
+    options: dict[str, Any] = {}
+    if causal or window != UNLIMITED:
+        options["left"], options["right"] = sides(causal, window)
+    if scale is not None:
+        options["scale"] = scale
+    if softcap is not None:
+        if not softcap > 0:
+            raise ValueError(f"softcap is {softcap}, but must be positive; None is no softcap")
+        options["softcap"] = softcap
+    if sink is not None:
+        refuse_types(sink=sink)
+        options["sink"] = sink
+    return options
 
 
 def natural(what: str, count: int) -> int:

@@ -9,13 +9,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from . import _autograd, _ops, _stats
-from ._arguments import lowered, refuse_softcap, refuse_types, sides, together
+from ._arguments import UNLIMITED, lowered, refuse_types, scores, sides, together
 from ._native import Unsupported
 from ._schema import ATTENTION
 from .block_mask import BlockMask
 
 _OPS = torch.ops.blockflash
-_UNLIMITED = (None, None)
 _DEFAULTS = ATTENTION.defaults
 
 
@@ -25,7 +24,7 @@ def attention(
     v: Tensor,
     *,
     causal: bool = False,
-    window: tuple[int | None, int | None] = _UNLIMITED,
+    window: tuple[int | None, int | None] = UNLIMITED,
     top_left: bool = False,
     scale: float | None = None,
     softcap: float | None = None,
@@ -57,7 +56,8 @@ def attention(
         q: Queries, `[B, Sq, Hq, D]`, or packed `[Tq, Hq, D]` with `cu_seqlens_q`. Any strides but
             a contiguous last dimension.
         k: Keys, `[B, Sk, Hk, D]` or `[Tk, Hk, D]`; Hq is a multiple of Hk (GQA, MQA).
-        v: Values, in the shape of k.
+        v: Values, in the shape of k; on the CPU they may have a head dimension of their own, which
+            the output has then.
         causal: A query attends the keys `j <= p`.
         window: A query attends the keys `p - window[0] <= j <= p + window[1]`; None is unlimited.
         top_left: Where the diagonal of `causal` and `window` starts if `Sq != Sk`.
@@ -74,11 +74,12 @@ def attention(
         return_lse: Return `(o, lse)`: lse is float32, `[B, Hq, Sq]` or `[Hq, Tq]`, the natural
             logarithm of the sum of the exponentials of each row's scores. Its own gradient takes
             head dimensions up to 248 on a GPU.
-        out: A tensor for the output, in the shape and element type of q. It shares no element with
+        out: A tensor for the output, in its shape and element type. It shares no element with
             an operand, but may be between their elements.
 
     Returns:
-        The output in the shape and element type of q, contiguous, or a pair with the lse.
+        The output in the shape of q with the head dimension of v, in the element type of q,
+        contiguous, or a pair with the lse.
 
     Raises:
         Unsupported: No kernel takes the call, or it has no gradient.
@@ -88,36 +89,26 @@ def attention(
     """
     q, k, v = lowered(q, k, v)
     # The operators have defaults: what is not passed costs nothing.
-    options: dict[str, Any] = {}
-    if causal or window != _UNLIMITED:
-        options["left"], options["right"] = sides(causal, window)
+    options = scores(causal, window, scale, softcap, sink)
     if top_left:
         options["top_left"] = True
-    if scale is not None:
-        options["scale"] = scale
-    if softcap is not None:
-        refuse_softcap(softcap)
-        options["softcap"] = softcap
-    if sink is not None:
-        refuse_types(sink=sink)
-        options["sink"] = sink
     if not (cu_seqlens_q is cu_seqlens_k is max_seqlen_q is max_seqlen_k is None):
         options |= _packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     if block_mask is not None:
         options["block_mask"] = block_mask.number
-        if block_mask.token_mask is not None and not causal and window == _UNLIMITED:
+        if block_mask.token_mask is not None and not causal and window == UNLIMITED:
             options["left"], options["right"] = sides(False, block_mask.token_mask)
             options["top_left"] = True
 
     head_dim = None
-    if q.is_cuda and q.shape[-1] % 8:
+    if q.is_cuda and (q.shape[-1] % 8 or v.shape[-1] % 8):
         if out is not None:
             raise Unsupported(
                 f"out= on a GPU for head_dim {q.shape[-1]}, which is no multiple of 8"
             )
-        head_dim = q.shape[-1]
-        options.setdefault("scale", head_dim**-0.5)
-        q, k, v = (pad(t, (0, -head_dim % 8)) for t in (q, k, v))
+        head_dim = v.shape[-1]
+        options.setdefault("scale", q.shape[-1] ** -0.5)
+        q, k, v = (pad(t, (0, -t.shape[-1] % 8)) for t in (q, k, v))
 
     lse = None
     try:

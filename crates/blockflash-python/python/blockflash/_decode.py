@@ -19,12 +19,13 @@ import torch
 from torch import Tensor
 
 from . import _autograd, _flops, _native, _stats
-from ._arguments import autocast_dtype, refuse_softcap, sides, together
+from ._arguments import UNLIMITED, autocast_dtype, scores, together
 from ._ops import empty_lse, empty_o, refuse_lazy_writes
 from ._schema import DECODE, SCHEMAS
 
 _OPS = torch.ops.blockflash
 _CU_SEQLENS_Q = DECODE.places["cu_seqlens_q"]
+_NUMBERS = {name: value for name, value in DECODE.defaults.items() if name not in DECODE.tensors}
 
 
 def attention_decode(
@@ -37,7 +38,7 @@ def attention_decode(
     seqused_k: Tensor | None = None,
     block_table: Tensor | None = None,
     causal: bool = False,
-    window: tuple[int | None, int | None] = (None, None),
+    window: tuple[int | None, int | None] = UNLIMITED,
     scale: float | None = None,
     softcap: float | None = None,
     sink: Tensor | None = None,
@@ -67,11 +68,12 @@ def attention_decode(
         q: Queries, `[B, Sq, Hq, D]`, or packed `[Tq, Hq, D]` with `cu_seqlens_q`.
         k_cache: Keys, `[B, capacity, Hk, D]`, or `[pages, page_size, Hk, D]` with `block_table`;
             Hq is a multiple of Hk. Any strides but a contiguous last dimension.
-        v_cache: Values, in the shape of the keys. Both may be parts of one buffer, such as
+        v_cache: Values, in the shape of the keys; on the CPU they may have a head dimension of
+            their own, which the output has then. Both may be parts of one buffer, such as
             `[B, capacity, 2, Hk, D]`; on the CPU, an append then copies the values.
         k: New keys, `[B, Sn, Hk, D]` or packed `[Tn, Hk, D]`, which are written into the cache
             first, as the last ones of `seqused_k`. Those beyond the capacity are dropped.
-        v: New values, in the shape of `k`.
+        v: New values, in the shape of `k` with the head dimension of `v_cache`.
         seqused_k: int32 `[B]`: how many keys each sequence has, new ones included. By default the
             cache is full.
         block_table: int32 `[B, max_pages]`: the pages of each sequence in the order of their keys.
@@ -99,7 +101,8 @@ def attention_decode(
         return_lse: Return `(o, lse)`: lse is float32, `[B, Hq, Sq]` or `[Hq, Tq]`.
 
     Returns:
-        The output in the shape and element type of q, contiguous, or a pair with the lse.
+        The output in the shape of q with the head dimension of `v_cache`, in the element type of
+        q, contiguous, or a pair with the lse.
 
     Raises:
         Unsupported: No kernel takes the call, or a gradient would be lost.
@@ -113,9 +116,7 @@ def attention_decode(
             q, k_cache, v_cache = (_lowered(t, lower) for t in (q, k_cache, v_cache))
         elif k_cache.dtype == lower:
             q, k, v = (_lowered(t, lower) for t in (q, k, v))
-    left, right = sides(causal, window)
-    if softcap is not None:
-        refuse_softcap(softcap)
+    given = scores(causal, window, scale, softcap, sink)
     together(cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q)
     together(k=k, v=v)
     if k is not None and k.dim() == 3 and cu_seqlens_k is None:
@@ -123,17 +124,17 @@ def attention_decode(
     lists, counts = (None, None) if pages is None else pages
     # In the order of the table.
     options: list[Any] = [
-        seqused_k, block_table, cu_seqlens_q, cu_seqlens_k, sink, rotary_cos, rotary_sin, lists,
-        counts,
+        seqused_k, block_table, cu_seqlens_q, cu_seqlens_k, given.pop("sink", None), rotary_cos,
+        rotary_sin, lists, counts,
     ]  # fmt: skip
-    at_default = max_seqlen_q is scale is softcap is None and left == right == -1
-    if at_default and not (rotary_interleaved or batch_invariant):
+    if max_seqlen_q is None and not (given or rotary_interleaved or batch_invariant):
         # What is at its default at the end costs the host nothing if it is not passed.
         while options and options[-1] is None:
             options.pop()
     else:
-        options += (max_seqlen_q or 0, left, right, scale, softcap or 0.0)
-        options += (rotary_interleaved, batch_invariant)
+        given |= {"max_q": max_seqlen_q or 0, "interleaved": rotary_interleaved}
+        given["batch_invariant"] = batch_invariant
+        options += (_NUMBERS | given).values()
     tensors = (q, k_cache, v_cache) if k is None else (q, k_cache, v_cache, k, v)
     operator = _OPS.attention_decode.default if k is None else _OPS.attention_append.default
     _place(q)
@@ -213,7 +214,7 @@ def _compute(
     copied for an append, and copied back.
     """
     cu_seqlens_q = options[_CU_SEQLENS_Q] if len(options) > _CU_SEQLENS_Q else None
-    o, lse = empty_o(q, cu_seqlens_q), empty_lse(q, cu_seqlens_q)
+    o, lse = empty_o(q, v_cache, cu_seqlens_q), empty_lse(q, cu_seqlens_q)
 
     def allocate(count: int) -> Tensor:
         return torch.empty(count, dtype=torch.uint8, device=q.device)
@@ -234,7 +235,8 @@ def _compute(
             raise
         empty, named = _without_keys(k_cache, named)
         options = named.values()
-        _native.attention_decode(q, empty, empty.clone(), o, lse, allocate, k, v, *options)
+        none = v_cache.new_zeros((*empty.shape[:-1], v_cache.shape[-1]))
+        _native.attention_decode(q, empty, none, o, lse, allocate, k, v, *options)
     return o, lse
 
 
@@ -265,7 +267,7 @@ def _fake_append(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None, v: Tensor | None, *options: Any
 ) -> tuple[Tensor, Tensor]:
     cu_seqlens_q = DECODE.value(options, "cu_seqlens_q")
-    return empty_o(q, cu_seqlens_q), empty_lse(q, cu_seqlens_q)
+    return empty_o(q, v_cache, cu_seqlens_q), empty_lse(q, cu_seqlens_q)
 
 
 def _fake_decode(

@@ -78,16 +78,14 @@ def attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    softmax_scale: float | None,
-    causal: bool,
-    window_size: Sequence[int],
-    softcap: float,
+    scores: dict[str, Any],
     return_lse: bool,
     **packed: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`blockflash.attention` with flash-attn's conventions.
 
-    `packed` are `cu_seqlens_q`, `cu_seqlens_k`, `max_seqlen_q` and `max_seqlen_k`.
+    `scores` are those `conventions`, `packed` are `cu_seqlens_q`, `cu_seqlens_k`, `max_seqlen_q`
+    and `max_seqlen_k`.
     """
     refuse_8_bits(q, k, v)
     if q.size(-1) != v.size(-1):
@@ -96,7 +94,7 @@ def attend(
         result = attention(
             *map(contiguous_rows, (q, k, v)),
             return_lse=return_lse,
-            **conventions(causal, window_size, softmax_scale, softcap),
+            **scores,
             **packed,
         )
     except ValueError as error:
@@ -106,9 +104,9 @@ def attend(
 
 
 def conventions(
-    causal: bool, window_size: Sequence[int], softmax_scale: float | None, softcap: float
+    softmax_scale: float | None, causal: bool, window_size: Sequence[int], softcap: float
 ) -> dict[str, Any]:
-    """flash-attn's arguments as our functions take them."""
+    """What flash-attn's arguments say about scores, as our functions take it."""
     left, right = (None if size == -1 else size for size in map(int, window_size))
     return {
         "causal": causal,

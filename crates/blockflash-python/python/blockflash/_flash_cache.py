@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import _flash_gather, _stats
+from ._arguments import UNLIMITED
 from ._decode import attention_decode
-from ._flash import InvalidCall, contiguous_rows, conventions, refuse_8_bits
+from ._flash import InvalidCall, contiguous_rows, refuse_8_bits
 from ._native import Unsupported
 from ._rotary import positions_of, turn
 
@@ -28,8 +28,7 @@ def with_kvcache(
     cache_batch_idx: Tensor | None,
     cache_leftpad: Tensor | None,
     table: Tensor | None,
-    causal: bool,
-    window_size: Sequence[int],
+    scores: dict[str, Any],
     rotary_seqlens: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k_new: Tensor | None = None,
@@ -37,7 +36,7 @@ def with_kvcache(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`flash_attn_with_kvcache` of both versions.
 
-    `options` are `softmax_scale`, `softcap`, `return_lse` and `max_seqlen_q`.
+    `scores` are flash-attn's `conventions`, `options` are `return_lse` and `max_seqlen_q`.
     """
     refuse_8_bits(q, k_cache, v_cache, ("q", "k_cache", "v_cache"))
     if k is not None and v is not None:
@@ -70,7 +69,7 @@ def with_kvcache(
         lengths = _appended(q, k_cache, k, v, cache_seqlens, table, cu_seqlens_q, cu_seqlens_k_new)
     if rotary[0] is not None and rotary[1] is not None and k is not None:
         starts = cache_seqlens if rotary_seqlens is None else rotary_seqlens
-        moving = causal or tuple(map(int, window_size)) != (-1, -1)
+        moving = scores["causal"] or scores["window"] != UNLIMITED
         same = cu_seqlens_q is cu_seqlens_k_new and q.shape[:-2] == k.shape[:-2]
         same = same and (moving or (cu_seqlens_q is None and q.shape[1] == 1))
         if same and starts is cache_seqlens and cache_leftpad is None:
@@ -98,8 +97,7 @@ def with_kvcache(
         block_table=table,
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k_new,
-        causal=causal,
-        window_size=window_size,
+        scores=scores,
         **options,
     )
 
@@ -132,10 +130,7 @@ def paged(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    softmax_scale: float | None,
-    causal: bool,
-    window_size: Sequence[int],
-    softcap: float,
+    scores: dict[str, Any],
     return_lse: bool,
     *,
     cu_seqlens_k: Tensor,
@@ -144,8 +139,7 @@ def paged(
     """Packed queries whose keys are in pages, `[pages, page_size, heads_k, head_dim]`."""
     refuse_8_bits(q, k, v)
     options |= {"seqused_k": cu_seqlens_k.diff(), "return_lse": return_lse}
-    conventions = {"causal": causal, "window_size": window_size, "softcap": softcap}
-    return _attend(q, k, v, softmax_scale=softmax_scale, **conventions, **options)
+    return _attend(q, k, v, scores=scores, **options)
 
 
 def _attend(
@@ -153,10 +147,7 @@ def _attend(
     k_cache: Tensor,
     v_cache: Tensor,
     *,
-    softmax_scale: float | None,
-    causal: bool,
-    window_size: Sequence[int],
-    softcap: float,
+    scores: dict[str, Any],
     return_lse: bool,
     block_table: Tensor | None,
     starts: Tensor | None = None,
@@ -169,8 +160,7 @@ def _attend(
         raise Unsupported(
             f"head_dim of v is {v_cache.size(-1)}, of q {q.size(-1)}; they must agree"
         )
-    options |= conventions(causal, window_size, softmax_scale, softcap)
-    options |= {"k": k, "block_table": block_table}
+    options |= {**scores, "k": k, "block_table": block_table}
     q = contiguous_rows(q)
     try:
         if leftpad is None and not _flash_gather.is_needed(q, k_cache, block_table):

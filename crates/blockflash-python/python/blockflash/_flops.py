@@ -1,8 +1,8 @@
 """What `torch.utils.flop_counter.FlopCounterMode` counts for the operators.
 
-As for torch's own attention, `causal` and windows are not taken off: 4 operations for each pair of
-query and key, head and element of a head, and 10 in the backward pass. Of a block mask its share
-of visited blocks counts.
+As for torch's own attention, `causal` and windows are not taken off: 2 operations for each pair of
+query and key, head and element of a key and a value, and in the backward pass 6 and 4. Of a block
+mask its share of visited blocks counts.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ def _lengths(offsets: Tensor, most: int) -> Sequence[int]:
 
 
 def _pairs(q: Tensor, k: Tensor, options: dict[str, Any]) -> float:
-    """Pairs of queries and keys, over all heads, times the elements of a head."""
+    """Pairs of queries and keys, over all heads."""
     offsets = options["cu_seqlens_q"], options["cu_seqlens_k"]
     if offsets[0] is None or offsets[1] is None:
         pairs = q.shape[0] * q.shape[1] * k.shape[1]
     else:
         lengths = map(_lengths, offsets, (options["max_q"], options["max_k"]))
         pairs = sum(rows * keys for rows, keys in zip(*lengths, strict=True))
-    return pairs * q.shape[-2] * q.shape[-1] * _share(options["block_mask"])
+    return pairs * q.shape[-2] * _share(options["block_mask"])
 
 
 def _share(block_mask: int) -> float:
@@ -47,7 +47,8 @@ def _share(block_mask: int) -> float:
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, *options: Any, out_val: Any = None, **named: Any
 ) -> int:
-    return int(4 * _pairs(q, k, ATTENTION.named(options) | named))
+    pairs = _pairs(q, k, ATTENTION.named(options) | named)
+    return int(2 * pairs * (q.shape[-1] + v.shape[-1]))
 
 
 def _out(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Any = None, *a: Any, **b: Any) -> int:
@@ -65,7 +66,8 @@ def _backward(
     *options: Any,
     **named: Any,
 ) -> int:
-    return _forward(q, k, v, *options, **named) * 5 // 2
+    pairs = _pairs(q, k, ATTENTION.named(options) | named)
+    return int(2 * pairs * (3 * q.shape[-1] + 2 * v.shape[-1]))
 
 
 def _decode(
@@ -73,7 +75,8 @@ def _decode(
 ) -> int:
     """All slots of the cache count, since a mask of pages or lengths may change on the device."""
     table = (DECODE.named(options) | named)["block_table"]
-    return 4 * q.numel() * k_cache.shape[1] * (1 if table is None else table.shape[1])
+    keys = k_cache.shape[1] * (1 if table is None else table.shape[1])
+    return 2 * q.shape[:-1].numel() * keys * (q.shape[-1] + v_cache.shape[-1])
 
 
 def _append(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Any, v: Any, *a: Any, **b: Any) -> int:

@@ -96,7 +96,8 @@ def compute(
     into((dq, dk, dv, None if sink is None else d_sink), grad_o, q, k, v, o, lse, *options)
     if grad_lse is None:
         return grads
-    return (*(grad[..., :head_dim].contiguous() for grad in (dq, dk, dv)), d_sink)
+    grads = (grad[..., :-_COLUMNS].contiguous() for grad in (dq, dk, dv))
+    return (*grads, d_sink)
 
 
 def into(

@@ -8,9 +8,9 @@
 | `attention_backward` | `(dq, dk, dv, d_sink)`, the gradient of the first two; without one itself |
 
 All tensors are arguments, everything else is a number: -1 is an unlimited side of the window, 0 no
-softcap and no block mask. An argument that has its default costs the host least if not passed. q is
-`[B, Sq, Hq, D]` or packed `[Tq, Hq, D]`, lse f32 `[B, Hq, Sq]` or `[Hq, Tq]`. The functions that
-users call are in the modules beside this one.
+cap of the scores and no block mask. An argument that has its default costs the host least if not
+passed. q is `[B, Sq, Hq, D]` or packed `[Tq, Hq, D]`, o has the D of v, lse is f32 `[B, Hq, Sq]` or
+`[Hq, Tq]`. The functions that users call are in the modules beside this one.
 """
 
 from __future__ import annotations
@@ -26,8 +26,11 @@ from . import _autograd, _flops, _gradient, _native
 from ._schema import ATTENTION, SCHEMAS
 
 
-def empty_o(q: Tensor, cu_seqlens_q: Tensor | None) -> Tensor:
+def empty_o(q: Tensor, v: Tensor, cu_seqlens_q: Tensor | None) -> Tensor:
     """An output; zeros where rows may belong to no sequence."""
+    if v.shape[-1:] != q.shape[-1:]:
+        new = q.new_empty if cu_seqlens_q is None else q.new_zeros
+        return new((*q.shape[:-1], *v.shape[-1:]))
     empty = torch.empty_like if cu_seqlens_q is None else torch.zeros_like
     return empty(q, memory_format=torch.contiguous_format)
 
@@ -62,7 +65,7 @@ def _attention_out(
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
     cu_seqlens_q = ATTENTION.value(options, "cu_seqlens_q")
-    o, lse = empty_o(q, cu_seqlens_q), empty_lse(q, cu_seqlens_q)
+    o, lse = empty_o(q, v, cu_seqlens_q), empty_lse(q, cu_seqlens_q)
     _attention_out(q, k, v, o, lse, *options)
     return o, lse
 
@@ -96,7 +99,7 @@ def into(
 
 
 def _attention_forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> Tensor:
-    o = empty_o(q, ATTENTION.value(options, "cu_seqlens_q"))
+    o = empty_o(q, v, ATTENTION.value(options, "cu_seqlens_q"))
     _attention_out(q, k, v, o, None, *options)
     return o
 
@@ -104,7 +107,7 @@ def _attention_forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> Tensor
 def _fake_attention_forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> Tensor:
     if not q.device == k.device == v.device:
         raise ValueError(f"q, k and v are on {q.device}, {k.device} and {v.device}")
-    return empty_o(q, ATTENTION.value(options, "cu_seqlens_q"))
+    return empty_o(q, v, ATTENTION.value(options, "cu_seqlens_q"))
 
 
 def _fake_attention(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:

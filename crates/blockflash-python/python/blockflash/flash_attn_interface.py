@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from ._decode import attention_merge
-from ._flash import InvalidCall, attend, refuse_of_3, unpack, used_parts
+from ._flash import InvalidCall, attend, conventions, refuse_of_3, unpack, used_parts
 from ._flash_cache import with_kvcache
 
 __all__ = [
@@ -68,7 +68,8 @@ def flash_attn_func(
 
     """
     refuse_of_3(qv, q_descale, k_descale, v_descale, attention_chunk)
-    return attend(q, k, v, softmax_scale, causal, window_size, softcap, return_attn_probs)
+    scores = conventions(softmax_scale, causal, window_size, softcap)
+    return attend(q, k, v, scores, return_attn_probs)
 
 
 def flash_attn_varlen_func(
@@ -110,8 +111,9 @@ def flash_attn_varlen_func(
     refuse_of_3(qv, q_descale, k_descale, v_descale, attention_chunk)
     if seqused_q is not None or seqused_k is not None:
         cu_seqlens_q, cu_seqlens_k = used_parts(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+    scores = conventions(softmax_scale, causal, window_size, softcap)
     return attend(
-        *(q, k, v, softmax_scale, causal, window_size, softcap, return_attn_probs),
+        *(q, k, v, scores, return_attn_probs),
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
         max_seqlen_q=max_seqlen_q,
@@ -150,7 +152,8 @@ def flash_attn_qkvpacked_func(
         if num_heads_q not in (None, q.size(-2)):
             raise InvalidCall(f"num_heads_q is {num_heads_q} with {q.size(-2)} heads of q in qkv")
     refuse_of_3(None, q_descale, k_descale, v_descale, attention_chunk)
-    return attend(q, k, v, softmax_scale, causal, window_size, softcap, return_attn_probs)
+    scores = conventions(softmax_scale, causal, window_size, softcap)
+    return attend(q, k, v, scores, return_attn_probs)
 
 
 def flash_attn_with_kvcache(
@@ -212,11 +215,8 @@ def flash_attn_with_kvcache(
         cache_leftpad=cache_leftpad,
         table=page_table,
         rotary_seqlens=rotary_seqlens,
-        causal=causal,
-        window_size=window_size,
+        scores=conventions(softmax_scale, causal, window_size, softcap),
         return_lse=return_softmax_lse,
-        softmax_scale=softmax_scale,
-        softcap=softcap,
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k_new=cu_seqlens_k_new,
         max_seqlen_q=max_seqlen_q,

@@ -299,6 +299,8 @@ def _forward(
     `torch.compile` relies on these strides: of o those of query, of lse another order on the CPU.
     """
     o = torch.empty_like(query)
+    if value.size(-1) != query.size(-1):
+        o = query.new_empty((*query.shape[:-1], value.size(-1)))
     rows = _with_rows(o)
     q, k, v, out = (contiguous_rows(t).transpose(1, 2) for t in (query, key, value, rows))
     lse = _ops.empty_lse(q, None)

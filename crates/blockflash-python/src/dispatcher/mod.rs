@@ -170,7 +170,7 @@ fn forward(shim: &'static Shim, values: &mut [u64], with_lse: bool) -> Result<()
     let [q, k, v, options @ ..] = values else { return Err(too_few()) };
     // SAFETY: torch calls the kernels with the arguments of the schema.
     let mut call = unsafe { Call::take(shim, [*q, *k, *v], options) }?;
-    let o = call.qkv[0].empty_like()?;
+    let o = call.qkv[0].empty_o(&call.qkv[2])?;
     let lse = if with_lse { Some(call.qkv[0].empty_lse()?) } else { None };
     if call.options.tensors.cu_seqlens_q.is_some() {
         // Rows that belong to no sequence are not written.

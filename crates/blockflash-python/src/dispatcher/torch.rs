@@ -247,6 +247,19 @@ impl Tensor {
         self.empty(self.sizes()?, self.read(self.0.torch.aoti_torch_get_dtype, 0)?)
     }
 
+    /// A new output of these queries: contiguous, with rows as long as those of v.
+    pub(super) fn empty_o(&self, v: &Self) -> Result<Tensor> {
+        let (sizes, of_v) = (self.sizes()?, v.sizes()?);
+        if sizes.last() == of_v.last() {
+            return self.empty_like();
+        }
+        let (Some((_, rows)), Some(&width)) = (sizes.split_last(), of_v.last()) else {
+            return Err(Failure::value(format!("q has shape {sizes:?} and v {of_v:?}")));
+        };
+        let dtype = self.read(self.0.torch.aoti_torch_get_dtype, 0)?;
+        self.empty(&[rows, &[width]].concat(), dtype)
+    }
+
     /// A new log-sum-exp of these queries: f32, `[B, Hq, Sq]` or `[Hq, Tq]`.
     pub(super) fn empty_lse(&self) -> Result<Tensor> {
         // SAFETY: it takes nothing and returns a constant.

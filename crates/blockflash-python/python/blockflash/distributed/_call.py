@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from inspect import signature
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .. import _attention
-from .._arguments import lowered, sides
+from .._arguments import UNLIMITED, lowered, scores, sides
 from .._native import Unsupported
 from ._agree import agree
 from ._block_mask import DistributedBlockMask
@@ -19,8 +20,6 @@ from ._grid import Grid, Scheme
 from ._packed import Offsets, checked, on_device
 from ._ring import Options, Ring
 from ._rows import Block, count, cut, place, ranges
-
-_UNLIMITED = (None, None)
 
 
 def attention(
@@ -31,7 +30,7 @@ def attention(
     group: Any = None,
     scheme: str | tuple[int, int] = "auto",
     causal: bool = False,
-    window: tuple[int | None, int | None] = _UNLIMITED,
+    window: tuple[int | None, int | None] = UNLIMITED,
     scale: float | None = None,
     softcap: float | None = None,
     sink: Tensor | None = None,
@@ -95,6 +94,14 @@ def attention(
     return call(lambda: (q, k, v), options, **shared)
 
 
+_SCORES = {
+    name: parameter.default
+    for name, parameter in signature(attention).parameters.items()
+    if name in signature(scores).parameters
+}
+"""The options that say what happens to a score, and their defaults."""
+
+
 def run(
     operands: Callable[[], tuple[Tensor, Tensor, Tensor]],
     options: dict[str, Any],
@@ -107,7 +114,11 @@ def run(
     block_mask: Any = None,
     block: Block | None = None,
 ) -> Tensor:
-    """`attention` of operands that are made here, so that an error is one on every rank."""
+    """`attention` of operands that are made here, so that an error is one on every rank.
+
+    `options` say what happens to a score.
+    """
+    options = _SCORES | options
     if isinstance(block_mask, DistributedBlockMask):
         group = block_mask.group if group is None else group
         scheme = block_mask.scheme if scheme == "auto" else scheme
@@ -175,7 +186,8 @@ def _run(
         if q.is_cuda and head_dim % 8:
             q, k, v = (pad(x, (0, -head_dim % 8)) for x in (q, k, v))
         window = sides(options["causal"], options["window"])
-        chosen = Options(window, scale, options["softcap"])
+        given = scores(**options | {"scale": scale, "sink": None})
+        chosen = Options(window, given)
         plans = (None,) if block_mask is None else block_mask.plans
         if len(plans) == 1:
             o = Ring.apply(grid._replace(plan=plans[0]), chosen, q, k, v, sink)
@@ -215,9 +227,11 @@ def _packed(q: Tensor, cu_seqlens: Any, seqlen: int | None) -> tuple[Offsets | N
 
 def _checked(q: Tensor, k: Tensor, v: Tensor, scheme: Any, world: int) -> Scheme:
     """The scheme, if it and the shapes of this rank are right."""
-    if q.dim() != 4 or k.dim() != 4 or k.shape != v.shape or q.shape[:2] != k.shape[:2]:
+    if q.dim() != 4 or k.dim() != 4 or k.shape[:-1] != v.shape[:-1] or q.shape[:2] != k.shape[:2]:
         shapes = ", ".join(str(list(x.shape)) for x in (q, k, v))
         raise ValueError(f"q, k, v have shapes {shapes}, not [B, rows, heads, D] of equal rows")
+    if v.shape[-1] != q.shape[-1]:
+        raise Unsupported(f"head_dim of v is {v.shape[-1]}, of q {q.shape[-1]}, on several ranks")
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"q is {q.dtype}, but k is {k.dtype} and v is {v.dtype}")
     return Scheme.of(scheme, world, k.shape[2])

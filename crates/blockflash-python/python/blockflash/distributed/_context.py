@@ -160,8 +160,7 @@ def _kernel(
                 raise Unsupported(f"{type(x).__name__} inside of context_parallel")
         return operands(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
 
-    options = {"causal": is_causal, "window": (None, None), "scale": scale, "softcap": None}
-    o = attention(plain, options | {"sink": None}).transpose(1, 2)
+    o = attention(plain, {"causal": is_causal, "scale": scale}).transpose(1, 2)
     return o if query.dim() == 4 else o.squeeze(0)
 
 

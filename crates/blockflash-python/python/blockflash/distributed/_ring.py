@@ -29,13 +29,12 @@ class Options(NamedTuple):
     """The options of attention."""
 
     window: tuple[int, int]
-    scale: float
-    softcap: float | None
+    scores: dict[str, Any]
 
     def of(self, visit: Visit, sink: Tensor | None, like: Tensor) -> dict[str, Any]:
         """What the operators take."""
-        given = {"left": visit.left, "right": visit.right, "top_left": True, "scale": self.scale}
-        given |= {"softcap": self.softcap or 0.0, "sink": sink if visit.home else None}
+        sides = {"left": visit.left, "right": visit.right, "top_left": True}
+        given = {**self.scores, **sides, "sink": sink if visit.home else None}
         if visit.block_mask is not None:
             given["block_mask"] = visit.block_mask.number
         return given | (on_device(visit.cu_seqlens, like) if visit.cu_seqlens else {})

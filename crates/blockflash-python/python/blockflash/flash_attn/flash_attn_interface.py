@@ -39,7 +39,7 @@ from typing import Any
 
 from torch import Tensor
 
-from blockflash._flash import attend, refuse, unpack
+from blockflash._flash import attend, conventions, refuse, unpack
 from blockflash._flash_cache import check_pages, paged, refuse_with_table, with_kvcache
 from blockflash._native import Unsupported
 
@@ -85,7 +85,8 @@ def flash_attn_func(
 
     """
     refuse(dropout_p=dropout_p, alibi_slopes=alibi_slopes)
-    result = attend(q, k, v, softmax_scale, causal, window_size, softcap, return_attn_probs)
+    scores = conventions(softmax_scale, causal, window_size, softcap)
+    result = attend(q, k, v, scores, return_attn_probs)
     return (*result, q.new_empty(0)) if return_attn_probs else result
 
 
@@ -128,14 +129,14 @@ def flash_attn_varlen_func(
 
     """
     refuse(dropout_p=dropout_p, alibi_slopes=alibi_slopes)
-    conventions = (softmax_scale, causal, window_size, softcap, return_attn_probs)
+    scores = conventions(softmax_scale, causal, window_size, softcap)
     packed: dict[str, Any] = {
         "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "max_seqlen_q": max_seqlen_q
     }  # fmt: skip
     if block_table is None:
-        result = attend(q, k, v, *conventions, max_seqlen_k=max_seqlen_k, **packed)
+        result = attend(q, k, v, scores, return_attn_probs, max_seqlen_k=max_seqlen_k, **packed)
     else:
-        result = paged(q, k, v, *conventions, block_table=block_table, **packed)
+        result = paged(q, k, v, scores, return_attn_probs, block_table=block_table, **packed)
     return (*result, q.new_empty(0)) if return_attn_probs else result
 
 
@@ -288,11 +289,8 @@ def flash_attn_with_kvcache(
         cache_batch_idx=cache_batch_idx,
         cache_leftpad=cache_leftpad,
         table=block_table,
-        causal=causal,
-        window_size=window_size,
+        scores=conventions(softmax_scale, causal, window_size, softcap),
         return_lse=return_softmax_lse,
-        softmax_scale=softmax_scale,
-        softcap=softcap,
     )
 
 
