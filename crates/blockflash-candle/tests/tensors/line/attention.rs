@@ -43,7 +43,11 @@ fn forward_and_lse(device: &Device) -> Result<()> {
             let [q, k, v, sink, o, lse] =
                 [&q, &k, &v, &sink, &o, &lse].map(|tensor| Array::of(tensor).unwrap());
             let case = case([&q, &k, &v], mask, 0.2);
-            let case = AttentionCase { softcap, sink: Some(&sink), ..case };
+            let case = AttentionCase {
+                scores: blockflash_oracle::Scores::new(0.2, softcap),
+                sink: Some(&sink),
+                ..case
+            };
             let [of_o, of_lse] = attention(&case, &o, &lse, 1, |_| ()).unwrap();
             passed(&format!("o {dtype:?} {mask:?}"), &of_o);
             passed(&format!("lse {dtype:?} {mask:?}"), &of_lse);

@@ -1,7 +1,7 @@
 use super::blockflash_candle::{Align, Attention, KvCache, Mask, flash_attn_varlen_paged_windowed};
 use super::candle_core::{DType, Device, Result, Tensor};
 use super::harness::{Array, case, devices, normal_on, passed, types};
-use blockflash_oracle::{AttentionCase, attention_output};
+use blockflash_oracle::{AttentionCase, Scores, attention_output};
 
 #[test]
 fn every_step_sees_all_keys_so_far() -> Result<()> {
@@ -82,7 +82,7 @@ fn paged_attention(device: &Device) -> Result<()> {
         let o = Array::of(&call(50, softcap, slots, None)?)?;
         let case = case(arrays.each_ref(), Mask::causal(), 0.2);
         let lengths = Some([&lengths_q[..], &lengths_kv[..]]);
-        let case = AttentionCase { lengths, softcap, ..case };
+        let case = AttentionCase { lengths, scores: Scores::new(0.2, softcap), ..case };
         passed("paged", &attention_output(&case, &o, 1, |_| ()).unwrap());
     }
     if device.is_cpu() {

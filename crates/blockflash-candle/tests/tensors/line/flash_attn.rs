@@ -13,7 +13,7 @@ use super::blockflash_candle::{
 };
 use super::candle_core::{D, DType, Device, Result, Tensor};
 use super::harness::{Array, case, devices, passed};
-use blockflash_oracle::{AttentionCase, attention_output};
+use blockflash_oracle::{AttentionCase, Scores, attention_output};
 use half::f16;
 
 /// How far a result may be from candle's.
@@ -45,8 +45,9 @@ impl Plain {
             .map(|tensor| Array::of(&tensor.unsqueeze(0).unwrap()).unwrap());
         let mask = if self.causal { Mask::causal() } else { Mask::Full };
         let softcap = self.softcap.map(|softcap| softcap as f32);
-        let of_oracle =
-            AttentionCase { softcap, ..case([&q, &k, &v], mask, self.softmax_scale as f32) };
+        let scale = self.softmax_scale as f32;
+        let scores = Scores::new(scale, softcap);
+        let of_oracle = AttentionCase { scores, ..case([&q, &k, &v], mask, scale) };
         passed("oracle", &attention_output(&of_oracle, &o_array, 1, |_| ()).unwrap());
 
         let candle = self.compute(tensors)?;

@@ -2,7 +2,7 @@
 
 use super::blockflash_candle::Mask;
 use super::candle_core::{DType, Device, Result, Tensor, bail};
-use blockflash_oracle::{AttentionCase, Comparison, Elements};
+use blockflash_oracle::{AttentionCase, Comparison, Elements, Scores};
 use std::io::Write;
 use std::ops::Range;
 
@@ -106,8 +106,7 @@ pub(crate) fn case<'a>(
         bottom_right: true,
         left,
         right,
-        softmax_scale,
-        softcap: None,
+        scores: Scores::new(softmax_scale, None),
     }
 }
 
