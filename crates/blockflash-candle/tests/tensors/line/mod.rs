@@ -7,5 +7,6 @@ mod cache;
 mod errors;
 mod flash_attn;
 mod harness;
+mod head_dims;
 mod layers;
 mod order;
