@@ -146,7 +146,7 @@ fn padding_to_one_head_dim_changes_nothing() {
 }
 
 #[test]
-fn kernels_refuse_two_head_dims_and_two_types() {
+fn kernels_take_two_head_dims_and_refuse_two_types() {
     use blockflash_ops::{
         AttentionBackwardProblem, AttentionProblem, ElementTypes, attention, attention_bwd,
     };
@@ -154,13 +154,19 @@ fn kernels_refuse_two_head_dims_and_two_types() {
     let problem =
         |types, head_dims| AttentionProblem::contiguous(types, [1, 64, 64], [2, 2], head_dims);
     let f16 = ElementTypes::all(DType::F16);
-    let unequal = problem(f16, HeadDims { qk: 192, v: 128 });
-    let reason = "head_dim 192 of q and k, 128 of v: kernels take one, the CPU takes both";
-    let error = attention::select(&unequal, &gpu).unwrap_err().to_string();
-    assert!(error.contains(reason), "{error}");
-    let backward = AttentionBackwardProblem::of(unequal);
-    let error = attention_bwd::select(&backward, &gpu).unwrap_err().to_string();
-    assert!(error.contains(reason), "{error}");
+    for [qk, v] in HEAD_DIMS {
+        let unequal = problem(f16, HeadDims { qk, v });
+        let forward = attention::select(&unequal, &gpu);
+        let backward = attention_bwd::select(&AttentionBackwardProblem::of(unequal), &gpu);
+        if qk.max(v) <= 256 && qk % 8 == 0 && v % 8 == 0 {
+            assert!(forward.is_ok() && backward.is_ok(), "{qk}, {v}");
+            continue;
+        }
+        let reason = format!("head_dim {qk} of q and k, {v} of v: kernels take multiples of 8");
+        for error in [forward, backward].map(|selected| selected.unwrap_err().to_string()) {
+            assert!(error.contains(&reason), "{error}");
+        }
+    }
     let types = ElementTypes { kv: DType::BF16, ..f16 };
     let error = attention::select(&problem(types, HeadDims::all(64)), &gpu).unwrap_err();
     let reason = "q is f16, k and v are bf16 and o is f16: kernels take one type";

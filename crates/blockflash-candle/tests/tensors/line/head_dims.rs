@@ -11,11 +11,8 @@ fn values_may_have_their_own_head_dim() -> Result<()> {
     let new = |heads, width| normal_on(&device, &[2, 20, heads, width], DType::F32);
     for [qk, width] in [[24usize, 16], [16, 24]] {
         let (q, k, v) = (new(4, qk)?, new(2, qk)?, new(2, width)?);
-        let (o, lse) = Attention {
-            scores: Mask::causal().into(),
-            ..Attention::new(&q, &k, &v)
-        }
-        .forward_with_lse()?;
+        let (o, lse) = Attention { scores: Mask::causal().into(), ..Attention::new(&q, &k, &v) }
+            .forward_with_lse()?;
         assert_eq!(o.dims(), [2, 20, 4, width]);
         let [q_array, k_array, v_array, o, lse] =
             [&q, &k, &v, &o, &lse].map(|tensor| Array::of(tensor).unwrap());
