@@ -74,7 +74,9 @@ def test_packed_sequences_and_block_masks() -> None:
     for start, end in ((0, 100), (100, 250)):
         alone = (t[None, start:end] for t in flat)
         assert_close(o[None, start:end], reference(*alone)[0], torch.float32)
-    mask = blockflash.BlockMask.full((128, 128), 64)
+    mask = blockflash.BlockMask.from_dense_bool(
+        torch.ones(2, 2).bool(), seqlens=(128, 128), block=64
+    )
     o = blockflash.block_sparse_attention(q, k, v, mask, causal=True)
     assert_close(o, reference(q, k, v, causal=True)[0], torch.float32)
 

@@ -72,8 +72,8 @@ impl<'a> Attention<'a> {
         Self { q, k, v, scores: Scores::of(Mask::Full), cu_seqlens: None, block_mask: None }
     }
 
-    /// The output, in the shape of q with the `head_dim` of v, in the element type of q. Packed rows that belong to no sequence are
-    /// 0.
+    /// The output, in the shape of q with the `head_dim` of v, in the element type of q. Packed
+    /// rows that belong to no sequence are 0.
     ///
     /// # Errors
     /// Those of [`blockflash_ops::Attention::forward`], as text; a sink that needs a gradient.
