@@ -67,7 +67,7 @@ pub(super) struct Workspace {
     scratch: BlockListScratch,
     problems: Tensor,
     /// For a mask with a transpose.
-    pub(super) transposing: Option<Transposing>,
+    transposing: Option<Transposing>,
 }
 
 impl BlockMaskBuffer {
@@ -198,8 +198,33 @@ impl BlockMaskBuffer {
         Ok(sizes)
     }
 
+    /// The same buffer, whose mask has a transpose from now on, as by
+    /// [`BlockMask::with_transpose`]: each build makes it anew. On a GPU these are two more
+    /// launches, and the memory for them is allocated here: for each head a bit per block, and room
+    /// for `capacity` blocks.
+    ///
+    /// # Errors
+    /// [`Error::DeviceMismatch`](crate::Error::DeviceMismatch) for a stream of another device than
+    /// the buffer's; [`Error::TooLarge`](crate::Error::TooLarge) if columns do not fit i32;
+    /// [`Error::Unsupported`](crate::Error::Unsupported) for a GPU without a kernel; out of memory,
+    /// or a failing device.
+    pub fn with_transpose(mut self, stream: &Stream) -> Result<Self> {
+        self.expect(stream)?;
+        let Some(workspace) = &mut self.workspace else {
+            self.mask = self.mask.with_transpose()?;
+            return Ok(self);
+        };
+        let gpu = stream.device().cuda_properties().filter(|_| self.mask.transpose.is_none());
+        if let Some(gpu) = gpu {
+            let mut transposing = Transposing::new(&mut self.mask, gpu, stream)?;
+            transposing.launch(None, &mut self.mask, stream)?;
+            workspace.transposing = Some(transposing);
+        }
+        Ok(self)
+    }
+
     /// Checks that the buffer is on the stream's device.
-    pub(super) fn expect(&self, stream: &Stream) -> Result<()> {
+    fn expect(&self, stream: &Stream) -> Result<()> {
         let (expected, found) = (*stream.device(), self.mask.device());
         if expected != found {
             return Err(Error::DeviceMismatch { what: "buffer", expected, found });

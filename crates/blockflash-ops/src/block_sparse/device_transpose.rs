@@ -1,7 +1,7 @@
 //! The transpose of a block mask on a GPU.
 
+use super::BlockMask;
 use super::validate::Sizes;
-use super::{BlockMask, BlockMaskBuffer};
 use crate::Result;
 use crate::check::{grid_x, to_i32};
 use crate::selection::{select, tile_of};
@@ -40,7 +40,7 @@ pub(super) struct Transposing {
 
 impl Transposing {
     /// Allocates for a mask, to which it adds a transpose that is still empty.
-    fn new(mask: &mut BlockMask, gpu: &CudaProperties, stream: &Stream) -> Result<Self> {
+    pub(super) fn new(mask: &mut BlockMask, gpu: &CudaProperties, stream: &Stream) -> Result<Self> {
         let sizes = TransposeSizes::of(mask)?;
         let kernel = select(&sizes, gpu)?;
         // Loads the kernel now, since the first launch may be captured in a graph.
@@ -118,33 +118,6 @@ impl BlockMask {
             return self.to(&Device::cpu().stream()?)?.with_transpose()?.to(&stream);
         }
         Transposing::new(&mut self, gpu, &stream)?.launch(None, &mut self, &stream)?;
-        Ok(self)
-    }
-}
-
-impl BlockMaskBuffer {
-    /// The same buffer, whose mask has a transpose from now on, as by
-    /// [`BlockMask::with_transpose`]: each build makes it anew. On a GPU these are two more
-    /// launches, and the memory for them is allocated here: for each head a bit per block, and room
-    /// for `capacity` blocks.
-    ///
-    /// # Errors
-    /// [`Error::DeviceMismatch`](crate::Error::DeviceMismatch) for a stream of another device than
-    /// the buffer's; [`Error::TooLarge`](crate::Error::TooLarge) if columns do not fit i32;
-    /// [`Error::Unsupported`](crate::Error::Unsupported) for a GPU without a kernel; out of memory,
-    /// or a failing device.
-    pub fn with_transpose(mut self, stream: &Stream) -> Result<Self> {
-        self.expect(stream)?;
-        let Some(workspace) = &mut self.workspace else {
-            self.mask = self.mask.with_transpose()?;
-            return Ok(self);
-        };
-        let gpu = stream.device().cuda_properties().filter(|_| self.mask.transpose.is_none());
-        if let Some(gpu) = gpu {
-            let mut transposing = Transposing::new(&mut self.mask, gpu, stream)?;
-            transposing.launch(None, &mut self.mask, stream)?;
-            workspace.transposing = Some(transposing);
-        }
         Ok(self)
     }
 }

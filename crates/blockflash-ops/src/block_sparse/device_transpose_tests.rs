@@ -1,7 +1,7 @@
 //! Plans, and buffers on the CPU; `tests/block_mask_transpose_gpu.rs` runs the kernels.
 
 use super::super::fixtures::{geometries, random_blocks};
-use super::super::{BlockChoice, BlockGeometry, BlockSource};
+use super::super::{BlockChoice, BlockGeometry, BlockMaskBuffer, BlockSource};
 use super::*;
 use crate::{Error, Target, View};
 use blockflash_sys::manifest;

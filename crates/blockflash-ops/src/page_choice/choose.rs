@@ -1,15 +1,12 @@
-use super::plan::{ChoosePagesPlan, check_addresses, plan_choice};
-use super::{SummarySizes, cpu, views};
+use super::SummarySizes;
 use crate::attention::Strides;
 use crate::attention_decode::AttentionDecodeWorkspace;
 use crate::check::{Operand, contiguous, to_i32};
-use crate::kv_cache::{HostCache, KvCache, PackedTokens, token_ranges, token_sizes};
-use crate::operation::{Operation, Steps};
+use crate::kv_cache::{KvCache, PackedTokens, token_sizes};
+use crate::operation::Operation;
 use crate::{Error, Result};
-use blockflash_safe::{
-    CudaProperties, Device, PageChoice, PageChoiceOperands, Stream, View, ViewMut,
-};
-use blockflash_sys::{DType, Kernel};
+use blockflash_safe::{Device, Stream, View, ViewMut};
+use blockflash_sys::DType;
 
 /// Chooses the pages that the queries of each sequence visit, for each head of keys: the lists of
 /// [`AttentionDecode::pages`](crate::AttentionDecode::pages).
@@ -152,108 +149,10 @@ impl<'a> ChoosePages<'a> {
 }
 
 /// See [`ChoosePages::workspace_bytes`].
-fn workspace_bytes(summaries: &SummarySizes) -> Result<usize> {
+pub(super) fn workspace_bytes(summaries: &SummarySizes) -> Result<usize> {
     let bytes = summaries.room().and_then(|[sums, words]| {
         AttentionDecodeWorkspace::bytes_for(sums, words).filter(|&b| isize::try_from(b).is_ok())
     });
     let limit = isize::MAX as usize;
     bytes.ok_or(Error::TooLarge { what: "workspace", value: usize::MAX, limit })
-}
-
-impl Steps for ChoosePages<'_> {
-    type Problem = ChoosePagesProblem;
-    type Plan = ChoosePagesPlan;
-    type Out<'o> = (ViewMut<'o>, ViewMut<'o>);
-
-    fn is_empty(problem: &ChoosePagesProblem) -> bool {
-        problem.summaries.cache.batch == 0
-    }
-
-    fn checked(
-        &self,
-        (lists, counts): &Self::Out<'_>,
-        stream: &Stream,
-    ) -> Result<ChoosePagesProblem> {
-        let problem = self.problem(lists, counts)?;
-        let device = stream.device();
-        self.cache.on(device)?;
-        Operand::new("q", &self.q).on(device)?;
-        Operand::new("summaries", &self.summaries).on(device)?;
-        if let Some(packed) = &self.packed {
-            Operand::new("cu_seqlens.q", &packed.cu_seqlens).on(device)?;
-        }
-        Operand::of_mut("lists", lists).on(device)?;
-        Operand::of_mut("counts", counts).on(device)?;
-        self.workspace.map_or(Ok(()), |workspace| workspace.on(device))?;
-        Ok(problem)
-    }
-
-    fn has_data(problem: &ChoosePagesProblem) -> bool {
-        problem.total_q.is_some() || HostCache::has_data(&problem.summaries.cache)
-    }
-
-    fn verify(
-        &self,
-        problem: &ChoosePagesProblem,
-        _: &Self::Out<'_>,
-        stream: &Stream,
-    ) -> Result<()> {
-        let cache = problem.summaries.cache;
-        HostCache::new(&self.cache, cache, stream)?.verify()?;
-        let sizes = [cache.batch, problem.seqlen_q];
-        token_ranges(self.packed.as_ref(), sizes, problem.total_q, stream)?;
-        Ok(())
-    }
-
-    fn plan(
-        kernel: &'static Kernel,
-        problem: &ChoosePagesProblem,
-        gpu: &CudaProperties,
-    ) -> Result<ChoosePagesPlan> {
-        plan_choice(kernel, problem, gpu)
-    }
-
-    fn launch(
-        &self,
-        kernel: &Kernel,
-        ChoosePagesPlan { params, config }: &ChoosePagesPlan,
-        problem: &ChoosePagesProblem,
-        (lists, counts): Self::Out<'_>,
-        stream: &Stream,
-    ) -> Result<()> {
-        let needed = workspace_bytes(&problem.summaries)?;
-        let workspace = self.workspace.filter(|workspace| workspace.bytes() >= needed);
-        let Some(workspace) = workspace else {
-            let bytes = self.workspace.map_or(0, AttentionDecodeWorkspace::bytes);
-            let expected = format!("[at least {needed}]");
-            return Err(Error::Shape { what: "workspace", expected, found: vec![bytes] });
-        };
-        let cache = views(&self.cache);
-        check_addresses(&[
-            ("q", self.q.is_aligned(16) || self.q.layout().is_empty()),
-            ("cache.k", cache.k.is_aligned(16)),
-            ("cache.v", cache.v.is_aligned(16)),
-            ("summaries", self.summaries.is_aligned(16)),
-        ])?;
-        let operands = PageChoiceOperands {
-            q: self.q,
-            cu_seqlens_q: self.packed.map(|packed| packed.cu_seqlens),
-            cache,
-            summaries: self.summaries,
-            lists,
-            counts,
-            workspace: workspace.memory(),
-        };
-        stream.launch::<PageChoice>(kernel, config, params, operands)?;
-        Ok(())
-    }
-
-    fn compute(
-        &self,
-        problem: &ChoosePagesProblem,
-        (lists, counts): Self::Out<'_>,
-        stream: &Stream,
-    ) -> Result<()> {
-        cpu::choose(self, problem, lists, counts, stream)
-    }
 }

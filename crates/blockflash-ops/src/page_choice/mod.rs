@@ -4,6 +4,7 @@ mod choose;
 mod cpu;
 mod plan;
 mod select;
+mod steps;
 mod summarize;
 
 pub use choose::{ChoosePages, ChoosePagesProblem};

@@ -1,11 +1,9 @@
-use super::plan::{SummarizePagesPlan, check_addresses, plan_summaries};
-use super::{SummarySizes, cpu, views};
+use super::SummarySizes;
 use crate::Result;
 use crate::check::{Operand, to_i32};
-use crate::kv_cache::{HostCache, KvCache};
-use crate::operation::{Operation, Steps};
-use blockflash_safe::{CudaProperties, PageSummaries, PageSummariesOperands, Stream, ViewMut};
-use blockflash_sys::Kernel;
+use crate::kv_cache::KvCache;
+use crate::operation::Operation;
+use blockflash_safe::{Stream, ViewMut};
 
 /// Writes the summaries of the pages that hold the last keys of each sequence: what
 /// [`ChoosePages`](super::ChoosePages) scores pages by.
@@ -56,72 +54,5 @@ impl SummarizePages<'_> {
         to_i32("tokens", self.tokens)?;
         let summaries = SummarySizes::of(&self.cache, &Operand::of_mut("summaries", summaries))?;
         Ok(SummarizePagesProblem { summaries, tokens: self.tokens })
-    }
-}
-
-impl Steps for SummarizePages<'_> {
-    type Problem = SummarizePagesProblem;
-    type Plan = SummarizePagesPlan;
-    type Out<'o> = ViewMut<'o>;
-
-    fn is_empty(problem: &SummarizePagesProblem) -> bool {
-        let cache = &problem.summaries.cache;
-        [problem.tokens, cache.batch, cache.capacity, cache.num_heads_kv].contains(&0)
-    }
-
-    fn checked(&self, summaries: &ViewMut<'_>, stream: &Stream) -> Result<SummarizePagesProblem> {
-        let problem = self.problem(summaries)?;
-        self.cache.on(stream.device())?;
-        Operand::of_mut("summaries", summaries).on(stream.device())?;
-        Ok(problem)
-    }
-
-    fn has_data(problem: &SummarizePagesProblem) -> bool {
-        HostCache::has_data(&problem.summaries.cache)
-    }
-
-    fn verify(
-        &self,
-        problem: &SummarizePagesProblem,
-        _: &ViewMut<'_>,
-        stream: &Stream,
-    ) -> Result<()> {
-        HostCache::new(&self.cache, problem.summaries.cache, stream)?.verify()
-    }
-
-    fn plan(
-        kernel: &'static Kernel,
-        problem: &SummarizePagesProblem,
-        gpu: &CudaProperties,
-    ) -> Result<SummarizePagesPlan> {
-        plan_summaries(kernel, problem, gpu)
-    }
-
-    fn launch(
-        &self,
-        kernel: &Kernel,
-        SummarizePagesPlan { params, config }: &SummarizePagesPlan,
-        _: &SummarizePagesProblem,
-        summaries: ViewMut<'_>,
-        stream: &Stream,
-    ) -> Result<()> {
-        let cache = views(&self.cache);
-        check_addresses(&[
-            ("cache.k", cache.k.is_aligned(16)),
-            ("cache.v", cache.v.is_aligned(16)),
-            ("summaries", summaries.is_aligned(16)),
-        ])?;
-        let operands = PageSummariesOperands { cache, summaries };
-        stream.launch::<PageSummaries>(kernel, config, params, operands)?;
-        Ok(())
-    }
-
-    fn compute(
-        &self,
-        problem: &SummarizePagesProblem,
-        summaries: ViewMut<'_>,
-        stream: &Stream,
-    ) -> Result<()> {
-        cpu::summarize(self, problem, summaries, stream)
     }
 }
