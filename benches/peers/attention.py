@@ -27,9 +27,11 @@ class Inputs:
             case["seqlen_kv"],
             case["head_dim"],
         )
-        if case["mask"] not in ("full", "causal"):
-            raise ValueError(f"mask {case['mask']!r}: competitors know full and causal")
-        self.causal = case["mask"] == "causal"
+        mask = case["mask"]
+        self.window = int(mask.removeprefix("window")) if mask.startswith("window") else None
+        if self.window is None and mask not in ("full", "causal"):
+            raise ValueError(f"mask {mask!r}: competitors know full, causal and windows")
+        self.causal = mask != "full"
         if self.causal and self.seqlen_q > self.seqlen_kv:
             raise ValueError("causal with more queries than keys: the first queries see nothing")
         self.scale = 1 / math.sqrt(self.head_dim)
@@ -71,12 +73,20 @@ class Inputs:
         hidden = None
         if self.causal:
             last = rows + self.seqlen_kv - self.seqlen_q
-            hidden = torch.arange(self.seqlen_kv, device=out.device)[None] > last[:, None]
+            keys = torch.arange(self.seqlen_kv, device=out.device)[None]
+            hidden = keys > last[:, None]
+            if self.window is not None:
+                hidden |= keys <= last[:, None] - self.window
         for b, h in self.samples():
             worst = max(worst, relative(out[b, rows, h], self.exact(b, h, rows, hidden=hidden)))
         return worst
 
     quick_error = relative_error  # it takes samples anyway
+
+    def without_window(self):
+        """For competitors that know no windows."""
+        if self.window is not None:
+            raise ValueError("this competitor takes no window")
 
 
 class Sdpa(Call):
@@ -87,6 +97,7 @@ class Sdpa(Call):
     backend = None
 
     def __init__(self, inputs, _options):
+        inputs.without_window()
         self.q, self.k, self.v = (t.transpose(1, 2) for t in (inputs.q, inputs.k, inputs.v))
         self.options = dict(scale=inputs.scale, enable_gqa=inputs.heads_q != inputs.heads_kv)
         if inputs.causal and inputs.seqlen_q != inputs.seqlen_kv:

@@ -78,6 +78,10 @@ class WithGradients:
 class Inputs(WithGradients, attention.Inputs):
     """A dense case."""
 
+    def __init__(self, case: dict[str, Any], device: torch.device) -> None:
+        super().__init__(case, device)
+        self.without_window()
+
     def visible(self) -> Callable[..., torch.Tensor]:
         """A function that says whether a query sees a key."""
         reach = self.seqlen_kv - self.seqlen_q if self.causal else self.seqlen_kv

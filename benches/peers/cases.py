@@ -23,6 +23,7 @@ def cases():
         dict(attention, head_dim=128, mask="causal", dtype="bf16", seqlen_q=128, num_heads_kv=2),
         warm,
     )
+    yield dict(attention, head_dim=128, mask="window64", dtype="bf16", num_heads_kv=1), warm
     for queries in (1, 16):
         yield (
             dict(
@@ -75,6 +76,8 @@ def cases():
     for head_dim in (64, 128, 256):
         yield dict(decode, head_dim=head_dim), rotated
     yield dict(decode, seqlen_q=4), rotated
+    yield dict(decode, window=100), rotated
+    yield dict(decode, window=100, seqlen_q=4, page_size=16, lengths=[2048, 300, 5]), rotated
     yield dict(decode, lengths=[2048, 300, 5]), rotated
     for page in (16, 256):
         yield dict(decode, page_size=page, lengths=[2048, 300, 5]), rotated
@@ -97,6 +100,9 @@ def on_hopper():
 
 def refused(case, name):
     """Why a competitor cannot run a case: then an error is right."""
+    window = case.get("window") or case.get("mask", "").startswith("window")
+    if window and name in ("cudnn", "fa2", "triton_flash") or window and "torch_sdpa" in name:
+        return "no window"
     if name == "triton_flash" and case["seqlen_q"] < 64:
         return "no tile for so few queries"
     if case.get("fresh_bytes") and "cusparse" in name:

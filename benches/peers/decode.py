@@ -32,7 +32,7 @@ class Inputs:
         )
         self.heads_q, self.heads_kv = case["num_heads_q"], case["num_heads_kv"]
         self.head_dim, self.page_size = case["head_dim"], case.get("page_size")
-        self.group = self.heads_q // self.heads_kv
+        self.group, self.window = self.heads_q // self.heads_kv, case.get("window")
         self.scale, self.tolerance = 1 / math.sqrt(self.head_dim), TOLERANCE[case["dtype"]]
         self.q = self.draw(self.batch, self.seqlen_q, self.heads_q)
         table = self.lengths = None
@@ -75,7 +75,9 @@ class Inputs:
         k, v, table = self.copies[0]
         keys = k[..., 0, 0].numel() if self.chosen is None else table.numel() * self.page_size
         if self.lengths is not None:
-            keys = int(self.lengths.sum())
+            keys = int(self.seen(self.lengths).sum())
+        elif self.window is not None:
+            keys = self.batch * self.seen(self.seqlen_kv)
         row = 2 * self.heads_kv * self.head_dim * self.q.element_size()
         whole = math.ceil(size / (k[..., 0, 0].numel() * row))
         count = min(MAX_COPIES, math.ceil(size / (keys * row)))
@@ -85,6 +87,13 @@ class Inputs:
             else:
                 k, v, _ = self.copies[len(self.copies) % whole]
             self.copies.append((k, v, table if self.chosen is None else self.some()))
+
+    def seen(self, keys: Any) -> Any:
+        """Keys of a sequence that its queries see, of its number of keys or a tensor of them."""
+        if self.window is None:
+            return keys
+        most = self.window + self.seqlen_q - 1
+        return min(keys, most) if isinstance(keys, int) else keys.clamp(max=most)
 
     def sequence(
         self, copy: tuple[torch.Tensor, ...], entry: int, head: int
@@ -113,7 +122,10 @@ class Inputs:
                 members = slice(head * self.group, (head + 1) * self.group)
                 scores = self.q[entry, :, members].double() @ k.T * self.scale
                 last = torch.arange(self.seqlen_q, device=self.device) + len(k) - self.seqlen_q
-                hidden = torch.arange(len(k), device=self.device)[None] > last[:, None]
+                keys = torch.arange(len(k), device=self.device)[None]
+                hidden = keys > last[:, None]
+                if self.window is not None:
+                    hidden |= keys <= last[:, None] - self.window
                 exact = torch.softmax(scores.masked_fill(hidden[:, None], -math.inf), -1) @ v
                 worst = max(worst, relative(out[entry, :, members], exact))
         return worst
@@ -153,6 +165,8 @@ class Sdpa(Decode):
         super().__init__(inputs, options)
         if inputs.page_size is not None or inputs.lengths is not None:
             raise ValueError("torch's attention takes neither pages nor lengths")
+        if inputs.window is not None:
+            raise ValueError("torch's attention takes no window")
         self.options = dict(scale=inputs.scale, enable_gqa=inputs.group > 1)
         if inputs.seqlen_q > 1:
             self.options["attn_mask"] = self.diagonal(inputs)
@@ -199,6 +213,9 @@ class Flash3(Decode):
             raise ValueError("this build of FlashAttention-3 has no kernels that split the keys")
         operators, self.settings = torch.ops.flash_attn_3, "num_splits=0: the library chooses"
         self.operator, self.out = operators.fwd.default, torch.empty_like(inputs.q)
+        window = {}
+        if inputs.window is not None:
+            window = dict(window_size_left=inputs.window - 1, window_size_right=0)
         self.known = dict(
             q=inputs.q,
             out=self.out,
@@ -206,6 +223,7 @@ class Flash3(Decode):
             is_causal=inputs.seqlen_q > 1,
             num_splits=0,
             seqused_k=inputs.lengths,
+            **window,
         )
         if inputs.lengths is not None:
             self.settings += "; scheduler metadata computed beforehand"
@@ -225,6 +243,7 @@ class Flash3(Decode):
                 page_size=inputs.page_size,
                 is_causal=inputs.seqlen_q > 1,
                 num_splits=0,
+                **window,
             )
 
     def run(self) -> None:
@@ -304,6 +323,8 @@ class FlashInfer(Decode):
         if inputs.seqlen_q > 1:
             queries = [torch.arange(inputs.batch + 1, dtype=torch.int32) * inputs.seqlen_q]
             options = dict(causal=True)
+        if inputs.window is not None:
+            options["window_left"] = inputs.window - 1
         wrapper.plan(
             *queries,
             torch.nn.functional.pad(pages.cumsum(0), (1, 0)).int().cpu(),

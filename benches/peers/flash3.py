@@ -87,6 +87,8 @@ class FlashAttention3(Call):
             softmax_scale=inputs.scale,
             is_causal=inputs.causal,
             num_splits=num_splits,  # more than 1 needs a second kernel
+            window_size_left=-1 if inputs.window is None else inputs.window - 1,
+            window_size_right=0 if inputs.causal else -1,
         )
         if not any(argument is self.out for argument in self.arguments):
             raise TypeError(

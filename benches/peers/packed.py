@@ -16,14 +16,9 @@ class Inputs(attention.Inputs):
     the first, the longest and the last one."""
 
     def __init__(self, case: dict[str, Any], device: torch.device) -> None:
-        lengths, mask = case["lengths"], case["mask"]
-        self.window = int(mask.removeprefix("window")) if mask.startswith("window") else None
-        if self.window is None and mask not in ("full", "causal"):
-            raise ValueError(f"mask {mask!r}: competitors know full, causal and windows")
-        tokens = sum(lengths)
-        one = dict(case, batch=1, seqlen_q=tokens, seqlen_kv=tokens, mask="full")
-        super().__init__(one, device)
-        self.causal, self.longest = mask != "full", max(lengths)
+        lengths = case["lengths"]
+        self.longest, tokens = max(lengths), sum(lengths)
+        super().__init__(dict(case, batch=1, seqlen_q=tokens, seqlen_kv=tokens), device)
         self.starts = torch.tensor([0, *lengths]).cumsum(0).tolist()
         self.sampled = {0, lengths.index(self.longest), len(lengths) - 1}
         self.offsets = torch.tensor(self.starts, dtype=torch.int32, device=device)

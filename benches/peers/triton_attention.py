@@ -66,6 +66,7 @@ class TritonFlash(Tuned, Call):
     def __init__(self, inputs, options):
         from triton_kernel import flash_forward
 
+        inputs.without_window()
         self.kernel, self.inputs, self.out = flash_forward, inputs, torch.empty_like(inputs.q)
         self.tensors = [inputs.q, inputs.k, inputs.v, self.out]
         if inputs.q.dtype == torch.float32:

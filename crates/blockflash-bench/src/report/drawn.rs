@@ -1,8 +1,8 @@
 //! Shapes that were drawn: how they do as a whole and by setting, and where they do worst.
 
 use super::runs::{Row, Run, mean, rows};
-use super::tables::{Cells, Table, number, two};
-use crate::case::{AttentionShape, BsrShape, Case, DecodeShape};
+use super::tables::{Cells, Table, kernel, number, two};
+use crate::case::{AttentionShape, BsrShape, Case, DecodeShape, MaskKind};
 use crate::record::Record;
 use crate::suite::DRAWN;
 use blockflash_ops::HeadDims;
@@ -27,7 +27,10 @@ pub(super) fn is_drawn(suite: &str) -> bool {
 /// Tables of the records of one suite for a terminal; none unless it was drawn.
 pub fn drawn_cells(records: &[&Record]) -> Vec<Cells> {
     match records.first() {
-        Some(first) if is_drawn(&first.suite) => tables(&rows(records)).into(),
+        Some(first) if is_drawn(&first.suite) => {
+            let tables = tables(&rows(records));
+            tables.into_iter().filter(|cells| !cells.rows.is_empty()).collect()
+        }
         _ => Vec::new(),
     }
 }
@@ -57,7 +60,12 @@ pub(super) fn overview(runs: &[&Run<'_>]) -> Cells {
 fn summary(what: &str, groups: &[Group<'_, '_>]) -> Cells {
     let mut table = Table::of(groups)
         .column(what, |(label, _)| Some(label.clone()))
-        .column("cases", |(_, rows)| Some(rows.len().to_string()));
+        .column("cases", |(_, rows)| Some(rows.len().to_string()))
+        // Where ours or all competitors failed, there is no ratio.
+        .column("compared", |(_, rows)| {
+            let compared = rows.iter().filter(|row| row.ratio().is_some()).count();
+            (compared < rows.len()).then(|| compared.to_string())
+        });
     for (name, deterministic) in [("best competitor", false), ("best deterministic", true)] {
         let ratios = |rows: &[&Row<'_>]| -> Vec<f64> {
             let best = |row: &&Row<'_>| match deterministic {
@@ -98,6 +106,7 @@ fn worst(rows: &[Row<'_>]) -> Cells {
     Table::of(&compared)
         .column("worst", |(_, row)| Some(row.name()))
         .column("µs", |(_, row)| row.best()?.us.map(number))
+        .column("kernel", |(_, row)| row.best().filter(|ours| ours.symbol.is_some()).map(kernel))
         .column("best competitor", |(_, row)| {
             Some(format!("`{}`", row.best_competitor()?.implementation))
         })
@@ -128,13 +137,23 @@ fn of_decode(shape: &DecodeShape) -> Vec<(usize, String)> {
     };
     let fill = format!("lengths: {}", shape.fill);
     let [heads, head_dim] = of_heads(shape.num_heads_q, shape.num_heads_kv, shape.head_dims);
-    let dtype = (0, shape.dtype.to_string());
-    let layout = (shape.page_size.unwrap_or(0), layout);
-    vec![(shape.seqlen_q.min(2), queries.to_owned()), layout, (0, fill), heads, head_dim, dtype]
+    vec![
+        (shape.seqlen_q.min(2), queries.to_owned()),
+        (shape.page_size.unwrap_or(0), layout),
+        (0, fill),
+        of_window(shape.window),
+        heads,
+        head_dim,
+        (0, shape.dtype.to_string()),
+    ]
 }
 
 fn of_attention(shape: &AttentionShape) -> Vec<(usize, String)> {
-    let mut settings = vec![(0, shape.mask.to_string())];
+    let mask = match shape.mask {
+        MaskKind::Window(keys) => of_window(Some(keys)),
+        mask => (0, mask.to_string()),
+    };
+    let mut settings = vec![mask];
     match &shape.lists {
         Some(lists) => {
             let block = format!("blocks of {} × {}", lists.block_q, lists.block_kv);
@@ -165,6 +184,13 @@ fn of_product(shape: &BsrShape) -> Vec<(usize, String)> {
         (0, format!("pattern {}", shape.pattern)),
         (0, shape.dtype.to_string()),
     ]
+}
+
+fn of_window(window: Option<usize>) -> (usize, String) {
+    match window {
+        None => (0, "all keys".to_owned()),
+        Some(_) => (1, "a window".to_owned()),
+    }
 }
 
 /// Heads that share one of keys, and the size of a head.

@@ -163,7 +163,7 @@ pub(super) fn of_cases(rows: &[&Row<'_>], mark: fn(String) -> String) -> Cells {
 }
 
 /// Name of the kernel without the prefix that all kernels share.
-fn kernel(record: &Record) -> String {
+pub(super) fn kernel(record: &Record) -> String {
     let symbol = record.symbol.as_deref().unwrap_or_default();
     symbol.strip_prefix("blockflash_").unwrap_or(symbol).to_owned()
 }

@@ -229,7 +229,8 @@ fn drawn_shapes_are_summed_up_by_setting_and_the_worst_are_named() {
         let case = format!("decode_b{at}_q{queries}_kv1600_h32kv8_d128_{layout}_bf16");
         let suite = "drawn_decode_7".to_owned();
         let record = record(&case, implementation, Some(us));
-        Record { suite, op: "attention_decode".into(), ..record }
+        let symbol = (implementation == OURS).then(|| "blockflash_attention_decode_x".to_owned());
+        Record { suite, op: "attention_decode".into(), symbol, ..record }
     };
     let of = |at| [record(at, OURS, 1.0), record(at, "x", 0.6 + at as f64 / 100.0)];
     let records: Vec<_> = (1..=40).flat_map(of).collect();
@@ -252,15 +253,27 @@ fn drawn_shapes_are_summed_up_by_setting_and_the_worst_are_named() {
             "pages of 16",
             "lengths: full",
             "lengths: power",
+            "all keys",
             "2 to 4 on one",
             "head_dim 128",
             "bf16"
         ]
     );
-    assert_eq!(worst.header, ["worst", "µs", "best competitor", "its µs", "×"]);
+    assert_eq!(worst.header, ["worst", "µs", "kernel", "best competitor", "its µs", "×"]);
     assert_eq!(worst.rows.len(), 5);
     let first = "decode_b1_q3_kv1600_h32kv8_d128_contiguous_full_bf16 (warm)";
-    assert_eq!(worst.rows[0], [first, "1.00", "`x`", "0.6100", "0.61"]);
+    assert_eq!(worst.rows[0], [first, "1.00", "attention_decode_x", "`x`", "0.6100", "0.61"]);
+    let ours: Vec<_> = records.iter().filter(|record| record.implementation == OURS).collect();
+    let alone = drawn_cells(&ours);
+    assert_eq!(
+        (alone.len(), &alone[0].header[..]),
+        (1, &["shapes", "cases", "compared"].map(String::from)[..])
+    );
+    let mut lost = records.clone();
+    lost[0].us = None;
+    let [all, _] = &drawn_cells(&lost.iter().collect::<Vec<_>>())[..] else { panic!("two tables") };
+    assert_eq!(all.rows[0][..4], ["all", "40", "39", "**0.80**"]);
+    assert_eq!(all.rows[1][..4], ["one query", "10", "—", "**0.81**"]);
     let text = markdown(&records, Detail::Groups, &[]);
     for line in [
         "### Drawn shapes on G",

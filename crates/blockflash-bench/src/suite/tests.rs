@@ -81,6 +81,10 @@ fn grids_expand_to_every_combination() {
     let of_masks =
         |seqlen| ["scores_d64_bf16", "top8"].map(|step| format!("mask_s{seqlen}_h4_b64_{step}"));
     assert_eq!(ids(MASKS), [of_masks(1000), of_masks(2000)].concat());
+    let decode = "[[attention_decode]]\nbatch = [2]\nseqlen_kv = [96, 128]\nnum_heads_q = 8\n\
+                  head_dim = 64\nwindow = 20\ndtype = ['bf16']\n";
+    let of_decode = |keys| format!("decode_b2_q1_kv{keys}_h8_d64_contiguous_full_window20_bf16");
+    assert_eq!(ids(decode), [96, 128].map(of_decode));
     let of_sddmm = |k| format!("sddmm_m512_n512_k{k}_b64_d0.5_uniform_column_row_f16");
     assert_eq!(ids(SDDMM), [64, 128].map(of_sddmm));
     assert!(ids("description = 'only ceilings'").is_empty());

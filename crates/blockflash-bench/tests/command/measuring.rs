@@ -263,6 +263,7 @@ fn a_case_is_launched_and_its_work_counted() {
     for id in [
         "b1_q3_kv40_h4kv2_d16_causal_f16",
         "b1_q30_kv40_h4kv2_d16_window7_f16",
+        "decode_b2_q3_kv48_h4kv2_d16_page16_power_window9_f16",
         "varlen40+3x2_h4kv2_d16_window9_f16",
         "varlen40+3x2_h4kv2_d16_causal_f16",
         "b1_s128_h4kv2m2_d16_q64kv64_d0.5_uniform_causal_bf16",

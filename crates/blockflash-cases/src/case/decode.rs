@@ -5,6 +5,7 @@ use super::decode_operands::DecodeOperands;
 use super::grid::{GridPeers, each, heads_kv};
 use super::id::{Fields, Id, named, optional};
 use super::limits;
+use super::mask_kind::MaskKind;
 use super::operands::{Operands, normal};
 use super::peer::{PeerCase, PeerCaseError};
 use super::shape::{Shape, head_dim_of_all};
@@ -16,7 +17,8 @@ use serde::{Deserialize, Serialize};
 use std::path::Path;
 
 /// Queries `[batch, seqlen_q, num_heads_q, head_dim]`, the last ones of their sequences, under a
-/// causal mask, and a cache of at most `seqlen_kv` keys for each sequence.
+/// causal mask or a window that ends at the diagonal, and a cache of at most `seqlen_kv` keys for
+/// each sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
 pub struct DecodeShape {
     /// Number of sequences.
@@ -39,6 +41,8 @@ pub struct DecodeShape {
     pub chosen: Option<usize>,
     /// How many keys each sequence has.
     pub fill: Fill,
+    /// Keys that a query sees, the last ones up to the diagonal; `None`: all of them.
+    pub window: Option<usize>,
     /// Element type of q, the cache and o.
     pub dtype: DType,
 }
@@ -69,12 +73,23 @@ impl DecodeShape {
         (0..self.batch).map(length).collect()
     }
 
-    /// Keys of each sequence that its last query visits.
+    /// Keys of each sequence without what the window hides.
     pub fn visited(&self) -> Vec<usize> {
         match (self.chosen, self.page_size) {
             (Some(chosen), Some(size)) => vec![chosen * size; self.batch],
             _ => self.lengths(),
         }
+    }
+
+    /// The mask as the library takes it.
+    pub fn mask(&self) -> Mask {
+        self.window.map_or(MaskKind::Causal, MaskKind::Window).into()
+    }
+
+    /// Keys of each sequence that its queries see.
+    fn seen(&self) -> impl Iterator<Item = usize> {
+        let most = self.window.map_or(usize::MAX, |keys| keys.saturating_add(self.seqlen_q - 1));
+        self.visited().into_iter().map(move |keys| keys.min(most))
     }
 
     /// Bytes of a key and its value of all heads.
@@ -84,7 +99,7 @@ impl DecodeShape {
 
     /// Bytes of the keys and values that a launch reads.
     pub fn cache_bytes(&self) -> usize {
-        self.pair_bytes() * self.visited().iter().sum::<usize>()
+        self.pair_bytes() * self.seen().sum::<usize>()
     }
 }
 
@@ -99,11 +114,13 @@ impl Fields for DecodeShape {
         page_size: None,
         chosen: None,
         fill: Fill::Full,
+        window: None,
         dtype: DType::F16,
     };
 
     /// `decode_b8_q1_kv8192_h32kv8_d128_contiguous_full_bf16`,
-    /// `decode_b1_q1_kv131072_h32kv8_d128_page64top32_equal_bf16`.
+    /// `decode_b1_q1_kv131072_h32kv8_d128_page64top32_equal_bf16`,
+    /// `decode_b8_q1_kv8192_h64kv8_d64_contiguous_full_window128_bf16`.
     fn fields(&mut self, id: &mut Id<'_>) -> Option<()> {
         id.word("decode")?;
         id.field("b", &mut self.batch)?;
@@ -117,6 +134,9 @@ impl Fields for DecodeShape {
         id.part(&mut layout, layout_text, layout_of)?;
         (self.page_size, self.chosen) = layout;
         id.name(&mut self.fill)?;
+        if id.has("window", self.window.is_some()) {
+            id.field("window", self.window.get_or_insert(0))?;
+        }
         id.name(&mut self.dtype)
     }
 }
@@ -161,6 +181,9 @@ impl Shape for DecodeShape {
             }
             size => size.map(|size| seqlen_kv / size),
         };
+        if self.window == Some(0) || self.window.and(self.chosen).is_some() {
+            return Err("a window has at least one key, and no pages are chosen in it".to_owned());
+        }
         match (self.chosen, pages) {
             (None, _) => Ok(()),
             (Some(_), None) => Err("a contiguous cache has no pages to choose".to_owned()),
@@ -186,9 +209,12 @@ impl Shape for DecodeShape {
     /// The cache is read once, for all the heads of a group and as many queries as fit into a tile.
     fn work(&self) -> Work {
         let Self { seqlen_q, num_heads_q, num_heads_kv, head_dims, .. } = *self;
-        // The last query of a sequence visits all of its keys, the one before it one less.
-        let pairs = |&keys: &usize| seqlen_q * keys - seqlen_q * (seqlen_q - 1) / 2;
-        let pairs = num_heads_q * self.visited().iter().map(pairs).sum::<usize>();
+        // The last query of a sequence sees all of its keys, the one before it one less, and each
+        // no more than the window.
+        let most = self.window.unwrap_or(usize::MAX);
+        let pairs = |keys: usize| (0..seqlen_q).map(|before| (keys - before).min(most)).sum();
+        let pairs: usize = self.visited().into_iter().map::<usize, _>(pairs).sum();
+        let pairs = num_heads_q * pairs;
         let row = self.batch * seqlen_q * num_heads_q * self.dtype.size();
         let tiles = (seqlen_q * num_heads_q).div_ceil(num_heads_kv.max(1) * TILE_ROWS);
         let cache = self.cache_bytes() as f64;
@@ -216,7 +242,8 @@ impl Shape for DecodeShape {
             Fill::Equal => ", with lengths",
             Fill::Power => ", unequal lengths",
         };
-        format!("head_dim {}, {heads}, {queries}, {layout}{fill}", self.head_dims)
+        let window = self.window.map_or(String::new(), |keys| format!(", window {keys}"));
+        format!("head_dim {}, {heads}, {queries}, {layout}{fill}{window}", self.head_dims)
     }
 
     fn peer_case(&self, seed: u64, _folder: &Path) -> Result<PeerCase, PeerCaseError> {
@@ -230,7 +257,7 @@ impl Shape for DecodeShape {
     fn operands(&self, stream: &Stream, seed: u64) -> Result<Box<dyn Operands>> {
         let draw = |_: &str, shape: &[usize], lane| normal(shape, self.dtype, seed, lane);
         let data = self.data(seed, draw)?;
-        Ok(Box::new(DecodeOperands::new(Mask::causal().into(), data, false, stream)?))
+        Ok(Box::new(DecodeOperands::new(self.mask().into(), data, false, stream)?))
     }
 }
 
@@ -249,6 +276,7 @@ pub struct DecodeGrid {
     page_size: Option<Vec<usize>>,
     chosen: Option<usize>,
     fill: Option<Vec<Fill>>,
+    window: Option<usize>,
     dtype: Vec<DType>,
     /// Which competitors the cases are measured with.
     #[serde(default)]
@@ -261,7 +289,7 @@ impl DecodeGrid {
     /// # Errors
     /// One line that says which field is wrong.
     pub fn expand(&self) -> Result<Vec<Case>, String> {
-        let Self { num_heads_q, chosen, .. } = *self;
+        let Self { num_heads_q, chosen, window, .. } = *self;
         let head_dims = HeadDims::all(self.head_dim);
         let num_heads_kv = heads_kv(num_heads_q, self.num_heads_kv)?;
         let sizes = self.page_size.as_ref();
@@ -273,7 +301,7 @@ impl DecodeGrid {
         each!(dtype in self.dtype, page_size in page_sizes, fill in fills, seqlen_q in queries,
             seqlen_kv in self.seqlen_kv, batch in self.batch => {
             let shape = DecodeShape { batch, seqlen_q, seqlen_kv, num_heads_q, num_heads_kv,
-                head_dims, page_size, chosen, fill, dtype };
+                head_dims, page_size, chosen, fill, window, dtype };
             shape.check()?;
             if self.most_keys.is_none_or(|most| batch.saturating_mul(seqlen_kv) <= most) {
                 cases.push(shape.into());

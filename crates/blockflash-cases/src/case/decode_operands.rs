@@ -226,11 +226,17 @@ impl Operands for DecodeOperands {
     launched!(attention_decode::accepts, select_pages);
 
     fn rotate(&mut self, stream: &Stream) -> Result<()> {
+        let attention = self.problem(None)?.attention;
         let inputs = &mut self.inputs;
         let most = |bytes: usize| rotation_bytes(stream).div_ceil(bytes.max(1)).min(MAX_COPIES);
         let k = inputs.cache[0].host();
         let of_a_key = 2 * k.shape()[2..].iter().product::<usize>() * k.dtype().size();
-        let visited = most(of_a_key * self.slots.len());
+        let (queries, mask) = (attention.seqlen_q, attention.scores.mask);
+        let seen = |&keys: &usize| {
+            let [first, last] = [0, queries - 1].map(|query| mask.visible(query, queries, keys));
+            last.end - first.start
+        };
+        let visited = most(of_a_key * self.counts.iter().map(seen).sum::<usize>());
         let all = most(of_a_key * inputs.pages * k.shape()[1]);
         let given = self.pages.are_given();
         if let (true, Some(first)) = (given, inputs.block_tables.first()) {
@@ -349,6 +355,8 @@ mod tests {
             "decode_b2_q17_kv96_h4_d16_page16top2_full_bf16",
             "decode_b2_q97_kv96_h4_d16_contiguous_full_bf16",
             "decode_b0_q1_kv96_h4_d16_contiguous_full_bf16",
+            "decode_b2_q1_kv96_h4_d16_contiguous_full_window0_bf16",
+            "decode_b2_q1_kv96_h4_d16_page16top2_full_window8_bf16",
         ] {
             assert!(id.parse::<Case>().is_err(), "{id}");
         }
@@ -366,6 +374,11 @@ mod tests {
         let power = work("decode_b3_q2_kv96_h4kv2_d16_page16_power_bf16");
         assert_eq!(power.bytes, 176.0 * row + queries(6));
         assert_eq!(power.exps, (2.0 * 176.0 - 3.0) * 4.0);
+        // Two queries see 8 keys each, and 9 together; of a sequence of 5 keys, 4 and 5.
+        let window = work("decode_b2_q2_kv96_h4kv2_d16_contiguous_full_window8_bf16");
+        assert_eq!((window.bytes, window.exps), (18.0 * row + queries(4), 32.0 * 4.0));
+        let short = work("decode_b1_q2_kv5_h4kv2_d16_contiguous_full_window8_bf16");
+        assert_eq!((short.bytes, short.exps), (5.0 * row + queries(2), 9.0 * 4.0));
         let chosen = work("decode_b2_q1_kv96_h4kv2_d16_page16top2_full_bf16");
         assert_eq!(chosen.bytes, 64.0 * row + queries(2));
     }

@@ -61,6 +61,20 @@ pub(super) const BSR: BsrShape = BsrShape {
     dtype: DType::F16,
 };
 
+const DECODE: DecodeShape = DecodeShape {
+    batch: 3,
+    seqlen_q: 2,
+    seqlen_kv: 96,
+    num_heads_q: 8,
+    num_heads_kv: 2,
+    head_dim: 64,
+    page_size: Some(16),
+    chosen: None,
+    fill: Fill::Power,
+    window: Some(20),
+    dtype: DType::BF16,
+};
+
 #[test]
 fn ids_are_readable_and_can_be_read_back() {
     let grouped =
@@ -92,6 +106,7 @@ fn ids_are_readable_and_can_be_read_back() {
             Case::BlockMaskBuild(BlockMaskShape { step: CHOOSE, ..SCORES }),
             "mask_s1000_h4_b128_top3",
         ),
+        (Case::AttentionDecode(DECODE), "decode_b3_q2_kv96_h8kv2_d64_page16_power_window20_bf16"),
         (Case::BsrMatmul(BSR), "m8192_n1024_k8192_b64_d0.1_uniform_f16"),
         (Case::BsrMatmul(skewed), "m8192_n1024_k8192_b64_d0.0625_power_law_f16"),
     ] {

@@ -71,6 +71,7 @@ fn drawn(
         page_size: args.page_size,
         chosen: None,
         fill: Fill::Full,
+        window: None,
         dtype,
     };
     let seed = args.common.seed;

@@ -86,11 +86,16 @@ fn of(model: Model, mask: MaskKind, dice: &mut Dice, length: usize) -> Attention
     }
 }
 
-/// One of four causal cases has fewer queries than keys, as a prompt that is read in chunks.
+/// One of six cases is a layer with a sliding window. One of four causal ones has fewer queries
+/// than keys, as a prompt that is read in chunks.
 fn forward(models: &Models, dice: &mut Dice) -> AttentionShape {
     let length = length(dice, 64, 131_072);
-    let shape = dense(models, dice, length);
     let queries = dice.log(16.min(length), length);
+    if dice.one_in(6) {
+        let (model, keys) = dice.pick(&with_windows(models));
+        return of(model, MaskKind::Window(keys), dice, length);
+    }
+    let shape = dense(models, dice, length);
     match shape.mask == MaskKind::Causal && dice.one_in(4) {
         true => AttentionShape { seqlen_q: queries, ..shape },
         false => shape,
@@ -152,23 +157,35 @@ fn packed(models: &Models, dice: &mut Dice) -> AttentionShape {
     let (count, most) = (dice.log(2, 31), dice.log(256, 32_768));
     let lengths: Vec<_> = (0..count).map(|_| dice.log(16, most)).collect();
     let longest = lengths.iter().copied().max().unwrap_or(most);
-    let with_window = |model: &Model| Some((*model, MaskKind::Window(model.window?)));
-    let windows: Vec<_> = models.decoders.values().filter_map(with_window).collect();
     let shape = match dice.one_in(3) {
         true => {
-            let (model, mask) = dice.pick(&windows);
-            of(model, mask, dice, longest)
+            let (model, keys) = dice.pick(&with_windows(models));
+            of(model, MaskKind::Window(keys), dice, longest)
         }
         false => dense(models, dice, longest),
     };
     AttentionShape { batch: count, lengths: Lengths::new(&lengths).ok(), ..shape }
 }
 
-/// One query in half of the cases. Half of the caches are in pages, with lengths; of the contiguous
-/// ones, one of three has lengths.
+/// Decoders with a sliding window, of which attention can be a case.
+fn with_windows(models: &Models) -> Vec<(Model, usize)> {
+    models.decoders.values().filter_map(|&model| Some((model, model.window?))).collect()
+}
+
+/// One query in half of the cases, and in one of six a layer with a sliding window. Half of the
+/// caches are in pages, with lengths; of the contiguous ones, one of three has lengths.
 fn decode(models: &Models, dice: &mut Dice) -> DecodeShape {
-    let decoders: Vec<_> = attentive(models).into_iter().filter(|(_, decodes)| *decodes).collect();
-    let (Model { heads, .. }, _) = dice.pick(&decoders);
+    let (Model { heads, .. }, window) = match dice.one_in(6) {
+        true => {
+            let (model, keys) = dice.pick(&with_windows(models));
+            (model, Some(keys))
+        }
+        false => {
+            let mut decoders = attentive(models);
+            decoders.retain(|(_, decodes)| *decodes);
+            (dice.pick(&decoders).0, None)
+        }
+    };
     let [num_heads_q, num_heads_kv, head_dim] = heads;
     let several = dice.log(2, 64);
     let seqlen_q = if dice.one_in(2) { 1 } else { several };
@@ -188,6 +205,7 @@ fn decode(models: &Models, dice: &mut Dice) -> DecodeShape {
         page_size: in_pages.then_some(page),
         chosen: None,
         fill,
+        window,
         dtype: dice.pick(&DTYPES),
     }
 }

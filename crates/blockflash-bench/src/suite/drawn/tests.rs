@@ -48,13 +48,14 @@ fn a_draw_covers_the_settings() {
         words.iter().for_each(|word| assert!(ids.contains(word), "{operation:?} lacks {word}"));
         ids
     };
-    let decode = ["_q1_", "_contiguous_full", "_power_", "_page16_", "_page256_", "_f16", "_bf16"];
+    let decode =
+        ["_q1_", "_contiguous_full", "_power_", "_page16_", "_window", "_page256_", "_bf16"];
     has(Operation::Decode, &decode);
-    has(Operation::Forward, &["_causal_", "_full_", "_q", "_d64_", "_d128_", "_d256_"]);
+    has(Operation::Forward, &["_causal_", "_full_", "_window", "_q", "_d64_", "_d256_"]);
     has(Operation::Backward, &["bwd_", "_causal_", "_full_"]);
     has(Operation::BlockSparse, &["q64kv64", "q128kv128", "power_law", "m1_", "_causal_"]);
     has(Operation::Bsr, &["_n1_", "_n8_", "_b16_", "_b128_", "banded"]);
-    has(Operation::Packed, &["varlen", "_causal_", "_full_"]);
+    has(Operation::Packed, &["varlen", "_causal_", "_full_", "_window"]);
     let odd = |case: &Case| match case {
         Case::Attention(shape) => !shape.seqlen_q.is_multiple_of(2),
         _ => false,
@@ -92,10 +93,10 @@ const SEED: u64 = 57;
 const IDS: [(Operation, u64, &str); 6] = [
     (
         Operation::Decode,
-        0x3543_9945_90BC_140E,
-        "decode_b8_q1_kv15410_h32kv4_d128_contiguous_full_bf16",
+        0x5883_66AC_AF17_1072,
+        "decode_b2_q10_kv95488_h32kv16_d128_page256_power_window1024_bf16",
     ),
-    (Operation::Forward, 0x8D83_B0CC_863E_E1BE, "b1_q22_kv100768_h40_d128_causal_f16"),
+    (Operation::Forward, 0x0D9A_584A_B287_D93C, "b10_s546_h32_d128_causal_bf16"),
     (Operation::Backward, 0xEC01_03E4_669C_82B8, "bwd_b9_s1717_h64kv8_d128_causal_bf16"),
     (
         Operation::BlockSparse,
