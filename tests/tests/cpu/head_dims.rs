@@ -146,7 +146,7 @@ fn padding_to_one_head_dim_changes_nothing() {
 }
 
 #[test]
-fn kernels_refuse_two_head_dims_and_two_types() {
+fn kernels_take_two_head_dims_and_refuse_two_types() {
     use blockflash_ops::{
         AttentionBackwardProblem, AttentionProblem, ElementTypes, attention, attention_bwd,
     };
@@ -155,12 +155,14 @@ fn kernels_refuse_two_head_dims_and_two_types() {
         |types, head_dims| AttentionProblem::contiguous(types, [1, 64, 64], [2, 2], head_dims);
     let f16 = ElementTypes::all(DType::F16);
     let unequal = problem(f16, HeadDims { qk: 192, v: 128 });
-    let reason = "head_dim 192 of q and k, 128 of v: kernels take one, the CPU takes both";
-    let error = attention::select(&unequal, &gpu).unwrap_err().to_string();
+    assert!(attention::select(&unequal, &gpu).is_ok());
+    assert!(attention_bwd::select(&AttentionBackwardProblem::of(unequal), &gpu).is_ok());
+    let wide = problem(f16, HeadDims { qk: 576, v: 512 });
+    let reason = "head_dim 576 of q and k, 512 of v: kernels take multiples of 8 up to 256";
+    let error = attention::select(&wide, &gpu).unwrap_err().to_string();
     assert!(error.contains(reason), "{error}");
-    let backward = AttentionBackwardProblem::of(unequal);
-    let error = attention_bwd::select(&backward, &gpu).unwrap_err().to_string();
-    assert!(error.contains(reason), "{error}");
+    let error = attention_bwd::select(&AttentionBackwardProblem::of(wide), &gpu);
+    assert!(error.unwrap_err().to_string().contains(reason));
     let types = ElementTypes { kv: DType::BF16, ..f16 };
     let error = attention::select(&problem(types, HeadDims::all(64)), &gpu).unwrap_err();
     let reason = "q is f16, k and v are bf16 and o is f16: kernels take one type";

@@ -316,11 +316,11 @@ pub(crate) fn width_like(v: &Operand<'_>, k: &Operand<'_>) -> Result<usize> {
     {
         return Ok(*width);
     }
-    let mut sizes: Vec<_> = k.shape.iter().map(usize::to_string).collect();
-    if let Some(last) = sizes.last_mut() {
-        *last = "at least 1".to_owned();
+    let mut expected = k.shape.to_vec();
+    if let (Some(last), Some(&width)) = (expected.last_mut(), v.shape.last()) {
+        *last = width.max(1);
     }
-    Err(v.wrong_shape(format!("[{}]", sizes.join(", "))))
+    Err(v.wrong_shape(format!("{expected:?}")))
 }
 
 fn strides(strides: &[usize]) -> Strides {
