@@ -67,7 +67,7 @@ const DECODE: DecodeShape = DecodeShape {
     seqlen_kv: 96,
     num_heads_q: 8,
     num_heads_kv: 2,
-    head_dim: 64,
+    head_dims: HeadDims::all(64),
     page_size: Some(16),
     chosen: None,
     fill: Fill::Power,
