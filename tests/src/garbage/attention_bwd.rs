@@ -47,7 +47,7 @@ impl Sizes {
             dtype: tile.types.q,
             heads_q,
             heads_kv,
-            head_dims: dims_of(&dims_of_tile(tile.head_dims.qk), random),
+            head_dims: dims_of(turn.number, &dims_of_tile(tile.head_dims.qk), random),
             blocks: [one_of(&[64, 128], random), one_of(&[64, 128], random)],
             mask_heads: one_of(&[1, heads_kv, heads_q], random),
             softcap: random

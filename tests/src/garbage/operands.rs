@@ -4,7 +4,7 @@ use super::guarded::{Guarded, Use};
 use super::values::{numbers, one_of};
 use super::{Checked, Place, Turn};
 use crate::attention::{dims_of_tile, smallest_block};
-use crate::number::POISON;
+use crate::number::{POISON, rng};
 use crate::placement::Placement;
 use blockflash_ops::attention::{accepts, select};
 use blockflash_ops::{
@@ -58,8 +58,10 @@ pub(super) struct Options<'a> {
 
 /// One of the head dimensions for which a tile is the narrowest. In a third of the cases v has
 /// another one, or q and k.
-pub(super) fn dims_of(widths: &[usize], random: &mut StdRng) -> HeadDims {
+pub(super) fn dims_of(number: usize, widths: &[usize], random: &mut StdRng) -> HeadDims {
     let wide = one_of(widths, random);
+    // Of its own, so that the other sizes of a case stay what they are with equal dimensions.
+    let mut random = rng(!(number as u64));
     let other = 8 * random.random_range(1..=(wide / 8).max(1));
     match random.random_range(0..6) {
         0 => HeadDims { qk: wide, v: other },
@@ -82,7 +84,7 @@ impl Sizes {
             dtype: tile.types.q,
             heads_q,
             heads_kv,
-            head_dims: dims_of(&dims_of_tile(tile.head_dims.qk), random),
+            head_dims: dims_of(turn.number, &dims_of_tile(tile.head_dims.qk), random),
             blocks: [tile.block_q, tile.block_kv].map(|tile| {
                 let size = smallest_block(&[tile]);
                 size * random.random_range(1..=(BlockGeometry::MAX_BLOCK_SIZE / size).min(2))
