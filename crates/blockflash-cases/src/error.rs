@@ -1,4 +1,4 @@
-use crate::memory::text;
+use crate::words::text;
 
 /// Reason why a case has no operands or cannot be verified. Every message is one line.
 #[derive(Debug, thiserror::Error)]

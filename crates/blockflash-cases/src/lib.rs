@@ -11,5 +11,6 @@ pub mod io;
 pub mod memory;
 pub mod placement;
 pub mod random;
+mod words;
 
 pub use error::{Error, Result};

@@ -1,13 +1,11 @@
 use crate::agree::agree;
-use crate::band::Part;
 use crate::block_lists::{Lists, Visits};
 use crate::exchange::exchange_lists;
 use crate::grid::Grid;
 use crate::mask_sizes::{Sizes, hash_of};
-use crate::plan::{Call, Step};
+use crate::steps::PlanStep;
 use crate::{Communicator, DistributedBlockMask, Error, Result, Scheme, Shard};
 use blockflash_ops::{BlockMask, Mask, Stream};
-use std::ops::Range;
 
 /// What [`DistributedBlockMask::new`] does before and after its exchange, for ranks that talk by
 /// other means than a [`Communicator`](crate::Communicator). Such ranks compare their arguments
@@ -82,37 +80,6 @@ impl BlockMaskExchange {
     }
 }
 
-/// One step of a rank under a [`DistributedBlockMask`]: keys of another rank come, or those of this
-/// one are there, and calls of attention visit them.
-#[derive(Clone, Debug)]
-pub struct BlockStep<'a> {
-    /// The rank whose keys are visited: this one in the first step.
-    pub from: usize,
-    /// How many of its rows come; none of this rank.
-    pub received: usize,
-    /// The rank that visits keys of this one in this step.
-    pub to: usize,
-    /// The rows that it needs, of those of the group of this rank.
-    pub sent: &'a [Range<usize>],
-    /// The calls of attention.
-    pub calls: Vec<BlockCall<'a>>,
-}
-
-/// A call of attention of a [`BlockStep`].
-#[derive(Clone, Debug)]
-pub struct BlockCall<'a> {
-    /// Its queries, of the rows of the group of this rank.
-    pub queries: Range<usize>,
-    /// Its keys, of the rows that have come, or of those of the group in the first step.
-    pub keys: Range<usize>,
-    /// The token mask between them.
-    pub mask: Mask,
-    /// Whether the queries stand at these keys: each query does in one call, which counts a sink.
-    pub own: bool,
-    /// The blocks that are visited.
-    pub block_mask: Option<&'a BlockMask>,
-}
-
 impl DistributedBlockMask {
     /// Exchanges what the lists need, with all ranks at the same time, and waits for it.
     ///
@@ -151,28 +118,7 @@ impl DistributedBlockMask {
 
     /// The steps of this rank in the order in which all ranks make theirs, of each batch entry of
     /// the mask; where one rank has all keys, the one step of all entries together.
-    pub fn steps(&self) -> Vec<Vec<BlockStep<'_>>> {
-        self.plans.iter().map(|plan| plan.steps.iter().map(BlockStep::of).collect()).collect()
-    }
-}
-
-impl<'a> BlockStep<'a> {
-    fn of(step: &'a Step) -> BlockStep<'a> {
-        let Step { from, received, to, ref sent, .. } = *step;
-        BlockStep {
-            from,
-            received,
-            to,
-            sent,
-            calls: step.calls.iter().map(BlockCall::of).collect(),
-        }
-    }
-}
-
-impl<'a> BlockCall<'a> {
-    fn of(call: &'a Call) -> BlockCall<'a> {
-        let Part { ref queries, ref keys, mask, own, .. } = call.part;
-        let (queries, keys) = (queries.clone(), keys.clone());
-        BlockCall { queries, keys, mask, own, block_mask: call.block_mask.as_ref() }
+    pub fn steps(&self) -> Vec<Vec<PlanStep<'_>>> {
+        self.plans.iter().map(PlanStep::all).collect()
     }
 }

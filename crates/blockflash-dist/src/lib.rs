@@ -29,9 +29,10 @@ mod run;
 mod scheme;
 mod shard;
 mod sink;
+mod steps;
 
 pub use attention::DistributedAttention;
-pub use block_exchange::{BlockCall, BlockMaskExchange, BlockStep};
+pub use block_exchange::BlockMaskExchange;
 pub use block_mask::DistributedBlockMask;
 pub use communicator::{Communicator, Mark, Nccl};
 pub use error::{Error, Result};
@@ -40,5 +41,6 @@ pub use planner::{Density, Forecast, Machine, Pass, Workload};
 pub use prepared::PreparedAttention;
 pub use scheme::Scheme;
 pub use shard::Shard;
+pub use steps::{DensePlan, PlanCall, PlanStep};
 
 pub use blockflash_safe::{NcclCommunicator, NcclId};

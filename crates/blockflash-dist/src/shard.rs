@@ -72,6 +72,18 @@ impl Shard {
         Ok(Shard { block: common.unwrap_or(block_q * block_kv), ..self })
     }
 
+    /// The same rank, where the sequence is cut at multiples of this many rows only, at least 1.
+    ///
+    /// # Errors
+    /// [`Error::Size`].
+    pub fn cut_at(self, block: usize) -> Result<Shard> {
+        if block == 0 || block > MAX_SEQLEN {
+            let expected = format!("1 to {MAX_SEQLEN}");
+            return Err(Error::Size { what: "the rows of a block", value: block, expected });
+        }
+        Ok(Shard { block, ..self })
+    }
+
     /// The lists of the queries of this rank, from a mask of the whole sequence on the CPU.
     ///
     /// # Errors

@@ -4,8 +4,9 @@ use crate::error::{Failure, Result};
 use crate::foreign::{Foreign, Operands, of, optional, views};
 use crate::mask;
 use crate::options::Given;
+use crate::window::token_mask;
 use blockflash_foreign::{AttentionNumbers, AttentionOptions, AttentionTensors, ScoreNumbers};
-use blockflash_ops::{Align, Attention, BlockMask, CuSeqlens, Mask, Scores, View};
+use blockflash_ops::{Attention, BlockMask, CuSeqlens, Scores, View};
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
@@ -81,25 +82,6 @@ pub(crate) fn scores(numbers: ScoreNumbers, sink: Option<View<'_>>) -> Result<Sc
         softcap: (softcap != 0.0).then_some(softcap as f32),
         sink,
     })
-}
-
-/// The mask of a window.
-pub(crate) fn token_mask(left: i64, right: i64, top_left: bool) -> Result<Mask> {
-    Ok(Mask::Window {
-        left: side("left", left)?,
-        right: side("right", right)?,
-        align: align(top_left),
-    })
-}
-
-pub(crate) fn align(top_left: bool) -> Align {
-    if top_left { Align::TopLeft } else { Align::BottomRight }
-}
-
-/// A side of the window; -1 is unlimited.
-pub(crate) fn side(which: &str, keys: i64) -> Result<Option<usize>> {
-    let wrong = || Failure::value(format!("the {which} side of the window is {keys} keys"));
-    if keys == -1 { Ok(None) } else { usize::try_from(keys).map(Some).map_err(|_| wrong()) }
 }
 
 fn size(what: &str, value: i64) -> Result<usize> {

@@ -20,6 +20,7 @@ mod pages;
 mod pattern;
 mod plan;
 mod table;
+mod window;
 
 /// `blockflash._native`
 #[pyo3::pymodule]
@@ -33,7 +34,9 @@ mod _native {
     #[pymodule_export]
     use crate::decode::{attention_decode, attention_merge};
     #[pymodule_export]
-    use crate::distributed::{Exchange as BlockMaskExchange, shard_block_mask};
+    use crate::distributed::{
+        Exchange as BlockMaskExchange, group_pieces, plan_steps, shard_block_mask, shard_ranges,
+    };
     #[pymodule_export]
     use crate::error::{DeviceError, Misaligned, Unsupported};
     #[pymodule_export]

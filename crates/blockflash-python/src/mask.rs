@@ -1,9 +1,9 @@
 //! Block masks, which the operators of attention find by number.
 
-use crate::attention::{align, side, token_mask};
 use crate::error::{Failure, Kind, Result, with_memory};
 use crate::foreign::{direct, views};
 use crate::table::{Entry, Table};
+use crate::window::{align, side, token_mask};
 use blockflash_ops::{
     BlockChoice, BlockGeometry, BlockMask, BlockMaskBuffer, BlockScores, BlockSource, Device,
     Stream, View,

@@ -11,6 +11,7 @@ import pytest
 from blockflash.distributed import Machine, Scheme, plan
 from blockflash.distributed._grid import _steps
 from blockflash.distributed._rows import cut, ranges
+from blockflash.distributed._steps import parts_of
 
 
 def test_every_row_has_one_rank() -> None:
@@ -48,22 +49,27 @@ def assert_visits_are_the_mask(
     seqlen: int, groups: int, window: tuple[int, int], cu_seqlens: tuple[int, ...] | None = None
 ) -> None:
     left, right = window
-    sent = {}
     # The sequence of each row.
     of = [0] * seqlen
     if cu_seqlens is not None:
         bounds = enumerate(itertools.pairwise(cu_seqlens))
         of = [at for at, (start, end) in bounds for _ in range(start, end)]
-    for group in range(groups):
-        steps, parts = _steps(seqlen, groups, group, window, cu_seqlens)
-        positions = list(itertools.chain(*ranges(seqlen, groups, group)))
+    scheme = Scheme(1, groups)
+    plans = [_steps(seqlen, scheme, group, window, cu_seqlens) for group in range(groups)]
+    held = [list(itertools.chain(*ranges(seqlen, groups, group))) for group in range(groups)]
+    for group, steps in enumerate(plans):
+        positions, parts = held[group], parts_of(steps)
         pairs, home, filled = [], [], []
+        assert len(steps) == len(plans[0]) and steps[0].source == steps[0].target == group
         for number, step in enumerate(steps):
-            held = list(itertools.chain(*ranges(seqlen, groups, step.source)))
-            rows = [row for each in step.received for row in held[each]]
-            assert all(each.start < each.stop for each in step.received)
-            sent[number, step.source, group] = step.received
-            if number > 0:  # No row comes that no call attends.
+            # What is received in a step is what the source sends.
+            source = plans[step.source][number]
+            assert source.target == group and all(each.start < each.stop for each in source.sent)
+            rows = [row for each in source.sent for row in held[step.source][each]]
+            assert step.received == len(rows) and (number > 0 or not rows)
+            if number == 0:
+                rows = positions
+            else:  # No row comes that no call attends.
                 attended = set(itertools.chain(*(rows[visit.keys] for visit in step.visits)))
                 assert attended == set(rows) and len(set(rows)) == len(rows)
             for visit in step.visits:
@@ -91,10 +97,6 @@ def assert_visits_are_the_mask(
         assert sorted(home) == sorted(positions) and len(set(filled)) == len(filled)
         if cu_seqlens is None and window in ((-1, -1), (-1, 0)) and seqlen >= 2 * groups:
             assert parts == groups and all(len(step.visits) == 1 for step in steps)
-    # What is sent in a step is what is received.
-    for group in range(groups):
-        for number, step in enumerate(_steps(seqlen, groups, group, window, cu_seqlens)[0]):
-            assert sent[number, group, step.target] == step.sent
 
 
 def test_visits_are_the_mask() -> None:
@@ -118,15 +120,18 @@ def test_packed_visits_are_the_mask_of_each_sequence() -> None:
 
 def test_sequences_within_a_rank_are_one_call_and_do_not_travel() -> None:
     for group in range(5):
-        steps, parts = _steps(40, 5, group, (-1, 0), tuple(range(0, 41, 4)))
-        assert len(steps) == parts == 1 and steps[0].visits[0].cu_seqlens == (0, 4, 8)
+        steps = _steps(40, Scheme(1, 5), group, (-1, 0), tuple(range(0, 41, 4)))
+        assert len(steps) == parts_of(steps) == 1 and steps[0].visits[0].cu_seqlens == (0, 4, 8)
 
 
 def test_only_keys_inside_the_window_travel() -> None:
-    steps, parts = _steps(4096, 8, 3, (16, 0))
-    assert {step.source for step in steps if step.visits} == {3, 2, 4} and parts == 2
-    for step in steps[1:]:
-        assert [rows.stop - rows.start for rows in step.received] == [16] * bool(step.visits)
+    plans = [_steps(4096, Scheme(1, 8), group, (16, 0)) for group in range(8)]
+    steps = plans[3]
+    assert {step.source for step in steps if step.visits} == {3, 2, 4} and parts_of(steps) == 2
+    for number, step in enumerate(steps[1:], 1):
+        sent = plans[step.source][number].sent
+        assert [rows.stop - rows.start for rows in sent] == [16] * bool(step.visits)
+        assert step.received == 16 * bool(step.visits)
 
 
 H200 = {"flops": 600e12, "copies": 1.9e12, "link": 250e9, "network": 45e9, "latency": 50e-6}

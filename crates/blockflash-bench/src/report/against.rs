@@ -1,10 +1,10 @@
 //! What has changed since a commit: the newest run of each suite beside the newest one of that
 //! commit.
 
+use super::cells::{NONE, Table, number};
 use super::notes::{counted, day};
 use super::put;
 use super::runs::{Row, Run, all as runs_of, fastest, mean, newest};
-use super::tables::{NONE, Table, number};
 use crate::record::Record;
 use std::fmt::Write;
 

@@ -2,13 +2,12 @@
 
 use super::compare::{ratios, roofline};
 use super::drawn::is_drawn;
-use super::notes::day;
 use super::runs::{Row, Run, grouped, groups, newest, range};
+use super::sketch::{SPEED, Sketch, chart};
 use super::tables::rate;
 use crate::case::{AttentionShape, BlockLists, BsrShape, Case, MaskKind, Pass, Pattern};
 use crate::chart::{
-    Axis, CEILING, Chart, ChartError, DENSE, LIMIT, Line, Panel, Style, length, of as style_of,
-    plain,
+    Axis, CEILING, ChartError, DENSE, LIMIT, Line, Panel, Style, length, of as style_of, plain,
 };
 use crate::record::{OURS, Record};
 use blockflash_ops::HeadDims;
@@ -29,9 +28,6 @@ pub struct Plot {
     pub svg: String,
 }
 
-/// Suffix of the file's name, chart, and how well it represents the suite: the first of the
-/// greatest weight becomes the cover, 0 never does.
-pub(super) type Sketch = (String, Chart, usize);
 /// A product.
 type Product<'a, 'r> = (BsrShape, &'a Row<'r>);
 /// A case of attention.
@@ -43,7 +39,6 @@ type Listed<'a, 'r> = (BlockLists, &'a AttentionShape, &'a Row<'r>);
 /// A case at its place on the x axis.
 type Point<'a, 'r> = (f64, &'a Row<'r>);
 
-pub(super) const SPEED: &str = "TFLOP/s";
 const ABOUT_SPEED: &str = "TFLOP/s by useful operations, higher is better";
 /// Fewer points make no line.
 const FEWEST: usize = 3;
@@ -81,19 +76,6 @@ pub fn plots(records: &[Record]) -> Result<Vec<Plot>, ChartError> {
         }
     }
     Ok(plots)
-}
-
-/// A chart of a run; of two columns if it has several panels.
-pub(super) fn chart(
-    run: &Run<'_>,
-    title: String,
-    about: &str,
-    panels: Vec<Panel>,
-    height: u32,
-) -> Chart {
-    let first = run.first();
-    let subtitle = format!("{} · {} · commit {} · {about}", first.gpu, day(first), run.commits());
-    Chart { title, subtitle, columns: panels.len().min(2), panels, panel_height: height }
 }
 
 /// A line per implementation: ours on top, then competitors, then references. `y` is in the unit of

@@ -1,8 +1,8 @@
 //! Charts that hold our speed against something: the best competitor of each case, and the roofs of
 //! the machine.
 
-use super::charts::{SPEED, Sketch, chart};
 use super::runs::{Row, Run, groups, mean, range};
+use super::sketch::{SPEED, Sketch, chart};
 use crate::case::Case;
 use crate::chart::{Axis, CEILING, LIMIT, Line, Note, Panel, Side, Style, group, of as style_of};
 use crate::record::OURS;

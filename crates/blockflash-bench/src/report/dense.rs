@@ -1,8 +1,8 @@
 //! Block-sparse products against the dense product: the fraction of the dense rate that they reach,
 //! and the density below which they take less time.
 
+use super::cells::{Cells, Table, two};
 use super::runs::Row;
-use super::tables::{Cells, Table, two};
 use crate::case::{BsrShape, Case, Pattern};
 use crate::record::Record;
 use std::cmp::Reverse;

@@ -1,7 +1,8 @@
 //! Shapes that were drawn: how they do as a whole and by setting, and where they do worst.
 
+use super::cells::{Cells, Table, number, two};
 use super::runs::{Row, Run, mean, rows};
-use super::tables::{Cells, Table, kernel, number, two};
+use super::tables::kernel;
 use crate::case::{AttentionShape, BsrShape, Case, DecodeShape, MaskKind};
 use crate::record::Record;
 use crate::suite::DRAWN;

@@ -1,21 +1,24 @@
 //! Reports from records: Markdown tables and charts of the newest runs, and changes since a commit.
 
 mod against;
+mod cells;
 mod charts;
 mod compare;
 mod dense;
 mod drawn;
 mod notes;
 mod runs;
+mod sketch;
 mod tables;
 #[cfg(test)]
 mod tests;
 
 pub use against::{Against, AgainstError, against};
+pub use cells::Cells;
 pub use charts::{Plot, plots};
 pub use dense::{BreakEven, break_even};
 pub use drawn::drawn_cells;
-pub use tables::{Cells, cells, energy_cells, rate, unit};
+pub use tables::{cells, energy_cells, rate, unit};
 
 use crate::record::Record;
 use runs::{Row, Run, groups};

@@ -1,23 +1,13 @@
 //! The tables of a report: cases, groups, competitors, energy, host time, ceilings and break-even.
 
 use super::Detail;
+use super::cells::{Cells, Table, number, two};
 use super::dense::part_of_rate;
 use super::runs::{CEILING, Row, Run, grouped, groups, mean, peers, range, rows};
 use crate::record::{OURS, Record};
 use crate::timing::median;
 use std::cmp::Reverse;
 
-/// Cells of a table, all rows as long as the header.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Cells {
-    /// Names of the columns.
-    pub header: Vec<String>,
-    /// Lines in the order of measurement; the last one is a mean if there are several ratios.
-    pub rows: Vec<Vec<String>>,
-}
-
-/// Placeholder for a missing number.
-pub(super) const NONE: &str = "—";
 /// Attention of few queries to a cache is limited by what it reads.
 const BY_BYTES: &str = "attention_decode";
 const COMPETITOR: &str = "× best competitor";
@@ -39,64 +29,6 @@ pub fn unit<'r>(records: impl IntoIterator<Item = &'r Record>) -> &'static str {
         (true, false) => "TB/s",
         (true, true) => "TFLOP/s or TB/s",
         _ => "TFLOP/s",
-    }
-}
-
-/// Three or four significant digits.
-pub(super) fn number(value: f64) -> String {
-    let decimals = match value {
-        100.0.. => 0,
-        10.0.. => 1,
-        1.0.. => 2,
-        _ => 4,
-    };
-    format!("{value:.decimals$}")
-}
-
-pub(super) fn two(value: f64) -> String {
-    format!("{value:.2}")
-}
-
-/// A table with a line for each item, made column by column.
-pub(super) struct Table<'a, T> {
-    items: &'a [T],
-    pub(super) cells: Cells,
-}
-
-impl<'a, T> Table<'a, T> {
-    pub(super) fn of(items: &'a [T]) -> Self {
-        Self { items, cells: Cells { header: Vec::new(), rows: vec![Vec::new(); items.len()] } }
-    }
-
-    /// Adds a column; one that would be empty is left out.
-    pub(super) fn column(
-        mut self,
-        name: impl Into<String>,
-        cell: impl Fn(&T) -> Option<String>,
-    ) -> Self {
-        let column: Vec<_> = self.items.iter().map(cell).collect();
-        if column.iter().any(Option::is_some) {
-            self.cells.header.push(name.into());
-            let texts = column.into_iter().map(|text| text.unwrap_or(NONE.to_owned()));
-            self.cells.rows.iter_mut().zip(texts).for_each(|(row, text)| row.push(text));
-        }
-        self
-    }
-}
-
-impl Cells {
-    /// Adds a line of geometric means, if there are several values.
-    fn with_means(mut self, means: &[(&str, Vec<f64>)]) -> Self {
-        if means.first().is_some_and(|(_, values)| values.len() > 1) {
-            let cell = |name: &String| match means.iter().find(|(other, _)| other == name) {
-                Some((_, values)) => mean(values).map_or(NONE.to_owned(), two),
-                None => String::new(),
-            };
-            let mut line: Vec<_> = self.header.iter().map(cell).collect();
-            line[0] = "geometric mean".to_owned();
-            self.rows.push(line);
-        }
-        self
     }
 }
 

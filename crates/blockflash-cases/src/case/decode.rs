@@ -1,7 +1,9 @@
 //! Attention of the last queries of each sequence to a cache of keys and values.
 
 use super::Case;
+use super::decode_data::{DecodeData, drawn_pages, shuffled};
 use super::decode_operands::DecodeOperands;
+use super::decode_pages::Chosen;
 use super::grid::{GridPeers, each, heads_kv};
 use super::id::{Fields, Id, named, optional};
 use super::limits;
@@ -10,7 +12,9 @@ use super::operands::{Operands, normal};
 use super::peer::{PeerCase, PeerCaseError};
 use super::shape::{Shape, head_dim_of_all};
 use super::work::{TILE_ROWS, Work};
-use crate::error::Result;
+use crate::error::{Error, Result};
+use crate::io::Array;
+use crate::random;
 use blockflash_ops::{Mask, Stream};
 use blockflash_sys::{DType, HeadDims};
 use serde::{Deserialize, Serialize};
@@ -100,6 +104,44 @@ impl DecodeShape {
     /// Bytes of the keys and values that a launch reads.
     pub fn cache_bytes(&self) -> usize {
         self.pair_bytes() * self.seen().sum::<usize>()
+    }
+
+    /// The data of a case: arrays by `draw`, from a name, a shape and the random stream of the
+    /// seed.
+    ///
+    /// # Errors
+    /// Those of `draw`.
+    pub fn data<E: From<Error>>(
+        &self,
+        seed: u64,
+        draw: impl Fn(&'static str, &[usize], u64) -> Result<Array, E>,
+    ) -> Result<DecodeData, E> {
+        let Self { batch, seqlen_q, seqlen_kv, num_heads_q, num_heads_kv, head_dims, .. } = *self;
+        let page_size = self.page_size.unwrap_or(seqlen_kv);
+        let columns = self.page_size.map_or(1, |size| seqlen_kv / size.max(1));
+        let pages = batch * columns;
+        let drawn = drawn_pages(pages, page_size * num_heads_kv * head_dims.max());
+        let kv = |head_dim| [drawn, page_size, num_heads_kv, head_dim];
+        let no_table = || Error::Option("the block table is no matrix".to_owned());
+        let table = || Array::new(&[batch, columns], shuffled(pages, seed)).ok_or_else(no_table);
+        let chosen = |entry: usize, chosen: usize| {
+            let mut some = random::choose(chosen - 1, columns - 1, seed, 3 + entry as u64);
+            some.push(columns - 1);
+            some
+        };
+        let lengths = || self.lengths().into_iter().map(|length| length as i32).collect::<Vec<_>>();
+        Ok(DecodeData {
+            q: draw("q", &[batch, seqlen_q, num_heads_q, head_dims.qk], 0)?,
+            k: draw("k", &kv(head_dims.qk), 1)?,
+            v: draw("v", &kv(head_dims.v), 2)?,
+            pages,
+            block_table: self.page_size.map(|_| table()).transpose()?,
+            seqused_kv: (self.fill != Fill::Full).then(|| lengths().into()),
+            chosen: self.chosen.map_or(Chosen::All, |count| {
+                Chosen::Columns((0..batch).map(|at| chosen(at, count)).collect())
+            }),
+            seed,
+        })
     }
 }
 

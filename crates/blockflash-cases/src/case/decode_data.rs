@@ -1,6 +1,5 @@
 //! The data of a call of attention to a cache.
 
-use super::decode::{DecodeShape, Fill};
 use super::decode_pages::Chosen;
 use crate::error::{Error, Result};
 use crate::io::Array;
@@ -11,7 +10,7 @@ use crate::random;
 const MOST_DRAWN: usize = 1 << 28;
 
 /// How many of these pages are drawn.
-fn drawn_pages(pages: usize, elements_per_page: usize) -> usize {
+pub(super) fn drawn_pages(pages: usize, elements_per_page: usize) -> usize {
     match MOST_DRAWN / elements_per_page.max(1) {
         most if most >= pages => pages,
         most => most.saturating_sub(1) | 1,
@@ -112,46 +111,6 @@ impl DecodeData {
             counts.push(slots.len() - before);
         }
         Ok((slots, counts))
-    }
-}
-
-impl DecodeShape {
-    /// The data of a case: arrays by `draw`, from a name, a shape and the random stream of the
-    /// seed.
-    ///
-    /// # Errors
-    /// Those of `draw`.
-    pub fn data<E: From<Error>>(
-        &self,
-        seed: u64,
-        draw: impl Fn(&'static str, &[usize], u64) -> Result<Array, E>,
-    ) -> Result<DecodeData, E> {
-        let Self { batch, seqlen_q, seqlen_kv, num_heads_q, num_heads_kv, head_dims, .. } = *self;
-        let page_size = self.page_size.unwrap_or(seqlen_kv);
-        let columns = self.page_size.map_or(1, |size| seqlen_kv / size.max(1));
-        let pages = batch * columns;
-        let drawn = drawn_pages(pages, page_size * num_heads_kv * head_dims.max());
-        let kv = |head_dim| [drawn, page_size, num_heads_kv, head_dim];
-        let no_table = || Error::Option("the block table is no matrix".to_owned());
-        let table = || Array::new(&[batch, columns], shuffled(pages, seed)).ok_or_else(no_table);
-        let chosen = |entry: usize, chosen: usize| {
-            let mut some = random::choose(chosen - 1, columns - 1, seed, 3 + entry as u64);
-            some.push(columns - 1);
-            some
-        };
-        let lengths = || self.lengths().into_iter().map(|length| length as i32).collect::<Vec<_>>();
-        Ok(DecodeData {
-            q: draw("q", &[batch, seqlen_q, num_heads_q, head_dims.qk], 0)?,
-            k: draw("k", &kv(head_dims.qk), 1)?,
-            v: draw("v", &kv(head_dims.v), 2)?,
-            pages,
-            block_table: self.page_size.map(|_| table()).transpose()?,
-            seqused_kv: (self.fill != Fill::Full).then(|| lengths().into()),
-            chosen: self.chosen.map_or(Chosen::All, |count| {
-                Chosen::Columns((0..batch).map(|at| chosen(at, count)).collect())
-            }),
-            seed,
-        })
     }
 }
 

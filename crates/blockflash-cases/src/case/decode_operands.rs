@@ -12,7 +12,7 @@ use crate::memory::count;
 use blockflash_ops::{
     AttentionDecode, AttentionDecodeOperands as Written, AttentionDecodeProblem,
     AttentionDecodeWorkspace, CacheAccess, CudaProperties, DType, Kernel, KvCache, Operation,
-    PreparedAttentionDecode, Scores, Stream, Tensor, attention_decode,
+    PreparedAttentionDecode, Scores, Stream, Tensor, View, attention_decode,
 };
 use blockflash_oracle::{self as oracle, AttentionCase, Blocks, Comparison};
 use blockflash_sys::manifest;
@@ -56,9 +56,9 @@ pub struct DecodeOperands {
 }
 
 #[derive(Debug)]
-pub(super) struct Inputs {
+struct Inputs {
     scores: Scores<Placed>,
-    pub(super) q: Placed,
+    q: Placed,
     /// Keys and values, and how many pages they have, of which the host may have fewer.
     cache: [Placed; 2],
     pages: usize,
@@ -104,7 +104,7 @@ impl Inputs {
     }
 
     /// What the launch with this number reads.
-    pub(super) fn cache(&self, launch: usize) -> Result<KvCache<'_>> {
+    fn cache(&self, launch: usize) -> Result<KvCache<'_>> {
         let [k, v] = match (launch % (1 + self.copies.len())).checked_sub(1) {
             None => [self.cache[0].view()?, self.cache[1].view()?],
             Some(copy) => self.copies[copy].each_ref().map(Tensor::view),
@@ -113,6 +113,11 @@ impl Inputs {
         let seqused_kv = self.lengths.as_ref().map(Placed::view).transpose()?;
         let block_table = block_table.map(Tensor::view);
         Ok(KvCache { block_table, seqused_kv, ..KvCache::new(k, v) })
+    }
+
+    /// Queries and cache of the launch with this number.
+    fn read(&self, launch: usize) -> Result<(View<'_>, KvCache<'_>)> {
+        Ok((self.q.view()?, self.cache(launch)?))
     }
 
     fn problem(&self, pages: &Pages) -> Result<AttentionDecodeProblem> {
@@ -150,7 +155,7 @@ impl DecodeOperands {
         let (slots, counts) = data.visited()?;
         let (chosen, table) = (mem::take(&mut data.chosen), data.block_table.clone());
         let mut inputs = Inputs::new(scores, data, stream)?;
-        let pages = Pages::new(chosen, table, &counts, &inputs, stream)?;
+        let pages = Pages::new(chosen, table, &counts, inputs.read(0)?, stream)?;
         let bytes = inputs.workspace_bytes(&pages, stream)?;
         if bytes > 0 {
             inputs.workspace = Some(AttentionDecodeWorkspace::new(stream, bytes)?);
@@ -164,7 +169,7 @@ impl DecodeOperands {
 
     /// Before a call: selects the pages that it visits, unless they are given.
     fn select_pages(&mut self, stream: &Stream) -> Result<()> {
-        self.pages.select(&self.inputs, self.next, stream)
+        self.pages.select(self.inputs.read(self.next)?, stream)
     }
 
     /// The next call, with its outputs.

@@ -1,12 +1,11 @@
 //! The pages of a cache that a call visits, on its device: given ones, or those that are selected
 //! before each call.
 
-use super::decode_operands::Inputs;
 use super::decode_rows::Rows;
 use crate::error::{Error, Result};
 use crate::io::Array;
 use blockflash_ops::{
-    AttentionDecodeWorkspace, ChoosePages, PageLists, Stream, SummarizePages, Tensor,
+    AttentionDecodeWorkspace, ChoosePages, KvCache, PageLists, Stream, SummarizePages, Tensor, View,
 };
 use blockflash_oracle::{Comparison, Elements, PageScore, page_choice, page_summary};
 use std::collections::HashMap;
@@ -61,10 +60,9 @@ impl Pages {
         chosen: Chosen,
         table: Option<Array>,
         counts: &[usize],
-        inputs: &Inputs,
+        (q, cache): (View<'_>, KvCache<'_>),
         stream: &Stream,
     ) -> Result<Self> {
-        let cache = inputs.cache(0)?;
         let sizes = cache.sizes()?;
         let (batch, heads) = (sizes.batch, sizes.num_heads_kv);
         let (columns, by) = match (chosen, table) {
@@ -90,7 +88,7 @@ impl Pages {
         let mut summaries = Tensor::zeros(stream, sizes.dtype, &shape)?;
         SummarizePages { cache, tokens: sizes.capacity }
             .summarize_into(summaries.view_mut(), stream)?;
-        let choice = ChoosePages::new(inputs.q.view()?, cache, summaries.view());
+        let choice = ChoosePages::new(q, cache, summaries.view());
         let workspace = match choice.workspace_bytes(stream.device())? {
             0 => None,
             bytes => Some(AttentionDecodeWorkspace::new(stream, bytes)?),
@@ -99,20 +97,23 @@ impl Pages {
         let used = counts.iter().map(|keys| keys.div_ceil(page_size)).collect();
         let selected = Selected { by, summaries, workspace, table, first, used, page_size };
         let mut pages = Self { lists, selected: Some(selected) };
-        pages.select(inputs, 0, stream)?;
+        pages.select((q, cache), stream)?;
         if let (Some([lists, _]), Some(selected)) = (&pages.lists, &mut pages.selected) {
             selected.first = Array::download(lists, stream)?;
         }
         Ok(pages)
     }
 
-    /// Before the launch with this number, selects pages as a step of decoding does: the last
-    /// queries' keys are new. Nothing where pages are given.
-    pub(super) fn select(&mut self, inputs: &Inputs, launch: usize, stream: &Stream) -> Result<()> {
+    /// Before a call, selects pages as a step of decoding does: the last queries' keys are new.
+    /// Nothing where pages are given.
+    pub(super) fn select(
+        &mut self,
+        (q, cache): (View<'_>, KvCache<'_>),
+        stream: &Stream,
+    ) -> Result<()> {
         let (Some([lists, counts]), Some(selected)) = (&mut self.lists, &mut self.selected) else {
             return Ok(());
         };
-        let (q, cache) = (inputs.q.view()?, inputs.cache(launch)?);
         let summaries = &mut selected.summaries;
         SummarizePages { cache, tokens: q.shape()[1] }
             .summarize_into(summaries.view_mut(), stream)?;

@@ -87,8 +87,20 @@ def shard_block_mask(whole: BlockMask, place: _Place) -> BlockMask: ...
 
 _Place = tuple[Sequence[int], Sequence[int]]
 _Rows = tuple[int, int]
-BlockCall = tuple[_Rows, _Rows, int, int, bool, BlockMask]
-BlockStep = tuple[int, int, int, list[_Rows], list[BlockCall]]
+PlanCall = tuple[_Rows, _Rows, int, int, bool, int, list[int], BlockMask | None]
+PlanStep = tuple[int, int, int, list[_Rows], list[PlanCall]]
+
+def shard_ranges(seqlen: int, world: int, rank: int, block: int) -> list[_Rows]: ...
+def group_pieces(
+    place: Sequence[int], block: int, scheme: Sequence[int]
+) -> list[tuple[_Rows, _Rows]]: ...
+def plan_steps(
+    place: Sequence[int],
+    block: int,
+    scheme: Sequence[int],
+    window: Sequence[int],
+    cu_seqlens: Sequence[int] | None,
+) -> list[PlanStep]: ...
 
 class BlockMaskExchange:
     def __new__(
@@ -97,7 +109,7 @@ class BlockMaskExchange:
     def messages(self) -> list[list[int]]: ...
     def finish(
         self, messages: Sequence[Sequence[int]]
-    ) -> tuple[int, tuple[float, float], list[list[BlockStep]]]: ...
+    ) -> tuple[int, tuple[float, float], list[list[PlanStep]]]: ...
 
 class BsrPattern:
     def __new__(

@@ -14,10 +14,10 @@ from .._attention import sides
 from ..block_mask import BlockMask
 from ._agree import agree
 from ._exchange import exchange
-from ._grid import Plan, Scheme, Step
+from ._grid import Scheme
 from ._plan import Density
 from ._rows import Block, cut, pair, place
-from ._visits import Visit, numbered
+from ._steps import planned
 
 _UNLIMITED = (None, None)
 
@@ -113,7 +113,7 @@ class DistributedBlockMask:
         number, density, found = made.finish(messages)
         self.arguments = (*arguments, f"lists {number:x}")
         self.density = Density(*density)
-        self.plans = tuple(_plan(steps, self.scheme.heads, self.device) for steps in found)
+        self.plans = tuple(planned(steps, self.device) for steps in found)
 
     def check(
         self,
@@ -144,7 +144,7 @@ class DistributedBlockMask:
 
     def of_all_rows(self) -> BlockMask | None:
         """The mask of the heads of this rank, where it has all rows; None without any row."""
-        ((steps, _),) = self.plans
+        (steps,) = self.plans
         return next((visit.block_mask for visit in steps[0].visits), None)
 
     def __repr__(self) -> str:
@@ -172,20 +172,3 @@ def _exchanged(messages: list[list[int]], device: torch.device, group: Any) -> l
         return [found[rank][0].tolist() for rank in range(len(each))]
 
     return come(sent, come(lengths, [(1,)] * len(sent)))
-
-
-def _plan(steps: list[_native.BlockStep], heads: int, device: torch.device) -> Plan:
-    """The steps of the native plan, with their masks on a device."""
-    made = []
-    for source, received, target, sent, calls in steps:
-        visits = tuple(
-            Visit(
-                slice(*queries), slice(*keys), left, right, own,
-                block_mask=BlockMask(native, torch.device("cpu")).to(device),
-            )
-            for queries, keys, left, right, own, native in calls
-        )  # fmt: skip
-        rows = tuple(slice(*rows) for rows in sent)
-        made.append(Step(source // heads, (slice(0, received),), visits, target // heads, rows))
-    found, parts = numbered(step.visits for step in made)
-    return tuple(s._replace(visits=v) for s, v in zip(made, found, strict=True)), parts

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ._grid import Grid
-from ._rows import Ranges, in_order
+from ._rows import in_order
 
 Tensors = Sequence[Tensor]
 Shapes = Sequence[Sequence[int]]
@@ -83,7 +83,7 @@ def _gather(grid: Grid, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 def _scatter(grid: Grid, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     chunks, first = grid.chunks(), grid.rank - grid.member
     sent, shapes = {}, {}
-    for member, pieces in enumerate(_pieces(chunks)):
+    for member, pieces in enumerate(grid.pieces()):
         sent[first + member] = [x[:, rows] for x in tensors for rows in pieces]
         own = [len(chunk) for chunk in chunks[grid.member]]
         shapes[first + member] = [(x.shape[0], rows, *x.shape[2:]) for x in tensors for rows in own]
@@ -91,15 +91,3 @@ def _scatter(grid: Grid, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     each = zip(*(found[first + member] for member in range(len(chunks))), strict=True)
     heads = [torch.cat(parts, 2) for parts in each]
     return tuple(torch.cat(pair, 1) for pair in zip(heads[::2], heads[1::2], strict=True))
-
-
-def _pieces(chunks: Sequence[Ranges]) -> list[tuple[slice, slice]]:
-    """Where both chunks of each rank are in the rows of the group."""
-    start, gap = chunks[0][0].start, chunks[-1][1].start - chunks[-1][0].stop
-    return [
-        (
-            slice(first.start - start, first.stop - start),
-            slice(second.start - start - gap, second.stop - start - gap),
-        )
-        for first, second in chunks
-    ]

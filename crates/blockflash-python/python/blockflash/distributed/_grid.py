@@ -1,15 +1,15 @@
-"""How attention is divided among ranks, and which ranks exchange what."""
+"""How attention is divided among ranks, by the plans of the Rust crate."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import lru_cache
 from math import gcd
 from typing import Any, NamedTuple
 
-from ._packed import Offsets, packed_visits
-from ._rows import Ranges, count, place, ranges
-from ._visits import Visit, numbered, visits
+from .. import _native
+from ._packed import Offsets
+from ._rows import Ranges, place, ranges
+from ._steps import Plan, planned
 
 
 class Scheme(NamedTuple):
@@ -43,20 +43,6 @@ class Scheme(NamedTuple):
         return Scheme(heads, keys)
 
 
-class Step(NamedTuple):
-    """What a group does with the keys of another one, and what its keys are needed for then."""
-
-    source: int
-    received: tuple[slice, ...]  # of the rows of the source
-    visits: tuple[Visit, ...]  # to the keys that are received
-    target: int
-    sent: tuple[slice, ...]  # of the rows of this group
-
-
-Plan = tuple[tuple[Step, ...], int]
-"""The steps of a rank, its own keys first, and the number of parts that visits fill."""
-
-
 class Grid(NamedTuple):
     """The place of this rank in a scheme.
 
@@ -77,11 +63,6 @@ class Grid(NamedTuple):
         return place(self.process_group)[0]
 
     @property
-    def group(self) -> int:
-        """The group of this rank."""
-        return self.rank // self.scheme.heads
-
-    @property
     def member(self) -> int:
         """The place of this rank in its group."""
         return self.rank % self.scheme.heads
@@ -89,74 +70,34 @@ class Grid(NamedTuple):
     def chunks(self) -> list[Ranges]:
         """The chunks of each rank of this group."""
         heads, keys = self.scheme
-        first = self.group * heads
+        first = self.rank - self.member
         return [
             ranges(self.seqlen, heads * keys, first + member, self.block) for member in range(heads)
         ]
+
+    def pieces(self) -> list[tuple[slice, slice]]:
+        """Where both chunks of each rank of this group are in the rows of the group."""
+        heads, keys = self.scheme
+        at = [self.seqlen, heads * keys, self.rank]
+        pieces = _native.group_pieces(at, self.block, self.scheme)
+        return [(slice(*first), slice(*second)) for first, second in pieces]
 
     def steps(self, window: tuple[int, int]) -> Plan:
         """The steps of this rank."""
         if self.plan is not None:
             return self.plan
-        keys, group = self.scheme.keys, self.group
-        return _steps(self.seqlen, keys, group, window, self.cu_seqlens, self.block)
-
-    def in_ring(self, group: int) -> int:
-        """The rank of another group that has the heads of this one."""
-        return group * self.scheme.heads + self.member
-
-
-def _needed(
-    chunks: Ranges, source: Ranges, window: tuple[int, int], cu_seqlens: Offsets | None
-) -> tuple[tuple[slice, ...], list[Visit]]:
-    """The keys of a source that a group needs, and the visits to them."""
-    if cu_seqlens is None:
-        found = visits(chunks, source, window)
-    else:
-        found = packed_visits(chunks, source, window, cu_seqlens)
-    if chunks == source:
-        return (slice(0, count(source)),) if found else (), found
-    needed = _union(visit.keys for visit in found)
-
-    def moved(keys: slice) -> slice:
-        start = sum(max(0, min(rows.stop, keys.start) - rows.start) for rows in needed)
-        return slice(start, start + keys.stop - keys.start)
-
-    return needed, [visit._replace(keys=moved(visit.keys)) for visit in found]
-
-
-def _union(found: Iterable[slice]) -> tuple[slice, ...]:
-    """The same rows in ascending order, each once."""
-    rows: list[slice] = []
-    for each in sorted(found, key=lambda each: each.start):
-        if rows and rows[-1].stop >= each.start:
-            rows[-1] = slice(rows[-1].start, max(rows[-1].stop, each.stop))
-        else:
-            rows.append(each)
-    return tuple(rows)
+        return _steps(self.seqlen, self.scheme, self.rank, window, self.cu_seqlens, self.block)
 
 
 @lru_cache(maxsize=64)
 def _steps(
     seqlen: int,
-    groups: int,
-    group: int,
+    scheme: Scheme,
+    rank: int,
     window: tuple[int, int],
     cu_seqlens: Offsets | None = None,
     block: int = 1,
 ) -> Plan:
-    """The steps of a group. One in which no group needs keys is left out, on every rank."""
-    chunks = [ranges(seqlen, groups, each, block) for each in range(groups)]
-
-    def needed(group: int, t: int) -> tuple[tuple[slice, ...], list[Visit]]:
-        return _needed(chunks[group], chunks[(group - t) % groups], window, cu_seqlens)
-
-    steps = []
-    for t in range(groups):
-        if t == 0 or any(needed(each, t)[0] for each in range(groups)):
-            target = (group + t) % groups
-            received, found = needed(group, t)
-            step = Step((group - t) % groups, received, tuple(found), target, needed(target, t)[0])
-            steps.append(step)
-    found, parts = numbered(step.visits for step in steps)
-    return tuple(s._replace(visits=v) for s, v in zip(steps, found, strict=True)), parts
+    """The steps of a rank. One in which no rank needs keys is left out, on every rank."""
+    at = [seqlen, scheme.heads * scheme.keys, rank]
+    return planned(_native.plan_steps(at, block, scheme, window, cu_seqlens))

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from .. import _autograd, _decode, _ops
 from ._exchange import exchange
-from ._grid import Grid, Step
+from ._grid import Grid
 from ._packed import on_device
 from ._rows import picked
-from ._visits import Visit
+from ._steps import Step, Visit, parts_of
 
 _OPS = torch.ops.blockflash
 _HEAD_START = 1 << 24
@@ -41,8 +41,8 @@ class Options(NamedTuple):
         return given | (on_device(visit.cu_seqlens, like) if visit.cu_seqlens else {})
 
 
-def _rows(x: Tensor, rows: Sequence[slice]) -> tuple[int, ...]:
-    return (x.shape[0], sum(each.stop - each.start for each in rows), *x.shape[2:])
+def _rows(x: Tensor, rows: int) -> tuple[int, ...]:
+    return (x.shape[0], rows, *x.shape[2:])
 
 
 def _shaped(visit: Visit, *tensors: Tensor) -> list[Tensor]:
@@ -77,13 +77,13 @@ class _Arrivals:
         keys = gone = None
         if t + 1 < len(self.steps):
             step = self.steps[t + 1]
-            keys, target = grid.in_ring(step.source), grid.in_ring(step.target)
-            sent[target] = [picked(x, step.sent) for x in (k, self.v)]
+            keys = step.source
+            sent[step.target] = [picked(x, step.sent) for x in (k, self.v)]
             shapes[keys] = [_rows(x, step.received) for x in (k, self.v)]
         if left is not None:
-            source, gone = grid.in_ring(left.source), grid.in_ring(left.target)
-            sent.setdefault(source, []).extend(gradients)
-            shapes.setdefault(gone, []).extend([_rows(k, left.sent)] * 2)
+            gone, rows = left.target, sum(each.stop - each.start for each in left.sent)
+            sent.setdefault(left.source, []).extend(gradients)
+            shapes.setdefault(gone, []).extend([_rows(k, rows)] * 2)
         self.wait = None
         if shapes:
             come = exchange(k, sent, shapes, grid.process_group)
@@ -108,8 +108,8 @@ class Ring(torch.autograd.Function):
     ) -> Tensor:
         """The parts, and their merge."""
         ctx.grid, ctx.options = grid, options
-        steps, parts = grid.steps(options.window)
-        arrivals, parts = _Arrivals(grid, steps, k, v), max(1, parts)
+        steps = grid.steps(options.window)
+        arrivals, parts = _Arrivals(grid, steps, k, v), parts_of(steps)
         batch, length, heads, _ = q.shape
         o = q.new_zeros((parts, *q.shape))
         lse = q.new_full((parts, batch, heads, length), -torch.inf, dtype=torch.float32)
@@ -137,7 +137,7 @@ class Ring(torch.autograd.Function):
         """The gradients of parts, which are added in f32 in the order of the steps."""
         q, k, v, sink, o, lse = ctx.saved_tensors
         grid, options = ctx.grid, ctx.options
-        steps, _ = grid.steps(options.window)
+        steps = grid.steps(options.window)
         arrivals = _Arrivals(grid, steps, k, v)
         zeros = torch.zeros_like
         dq, dk, dv = (zeros(x, dtype=torch.float32) for x in (q, k, v))
@@ -157,7 +157,7 @@ class Ring(torch.autograd.Function):
 
         for t, step in enumerate(steps):
             keys, values = begin(t)
-            own = step.source == grid.group
+            own = step.source == grid.rank
             parts = (dk, dv) if own else [zeros(x, dtype=torch.float32) for x in (keys, values)]
             for visit in step.visits:
                 seen, at = visit.queries, visit.keys

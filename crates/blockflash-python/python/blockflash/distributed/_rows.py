@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .. import _native
+
 Ranges = tuple[range, range]
 """Where two chunks are, the first one before the second one."""
 Block = int | tuple[int, int]
@@ -38,28 +40,17 @@ def cut(block: Block) -> int:
 
 
 def ranges(seqlen: int, world: int, rank: int, block: int = 1) -> Ranges:
-    """The chunks of a rank: `rank` from the front, and as many from the back."""
-    blocks = -(-seqlen // block)
+    """The chunks of a rank, as the Rust crate has them: one from the front and one from the back.
 
-    def start(chunk: int) -> int:
-        return min(blocks * chunk // (2 * world) * block, seqlen)
-
-    first, second = (range(start(at), start(at + 1)) for at in (rank, 2 * world - 1 - rank))
-    return first, second
+    They are cut at multiples of `block` rows.
+    """
+    first, second = _native.shard_ranges(seqlen, world, rank, block)
+    return range(*first), range(*second)
 
 
 def count(chunks: Ranges) -> int:
     """Rows of both chunks."""
     return sum(map(len, chunks))
-
-
-def rows_in(chunks: Ranges, positions: range) -> slice:
-    """Which rows are in a range of the sequence. They follow each other, as chunks do."""
-
-    def before(position: int) -> int:
-        return sum(min(max(position - chunk.start, 0), len(chunk)) for chunk in chunks)
-
-    return slice(before(positions.start), before(positions.stop))
 
 
 def picked(x: Tensor, rows: Sequence[slice]) -> Tensor:
