@@ -84,7 +84,8 @@ impl GradientSums {
 }
 
 /// The gradients of a head of keys and of the query heads that share it. `dq`, `dk` and `dv` are
-/// `[rows, their head_dim]`; those of q and k are still to be multiplied by the scale of the scores.
+/// `[rows, their head_dim]`; those of q and k are still to be multiplied by the scale of the
+/// scores.
 #[derive(Clone, Debug)]
 pub struct AttentionGradients {
     /// Gradient of q.

@@ -42,8 +42,8 @@ pub fn visible(
     start..end.max(start)
 }
 
-/// Attention of a query to some keys: `row` gives the key and the value at a position, the latter of
-/// `width` elements. Tensors are of type `dtype`.
+/// Attention of a query to some keys: `row` gives the key and the value at a position, the latter
+/// of `width` elements. Tensors are of type `dtype`.
 pub fn attention_row<'a>(
     dtype: DType,
     Scores { scale, softcap, sink }: Scores,

@@ -279,9 +279,9 @@ impl Shape for AttentionShape {
         };
         match self.pass {
             Pass::Forward => forward,
-            // Five products in place of two, three of them of q and k. Exponentials are computed anew, and a tile of keys
-            // shares each query and its gradient of o as one of queries shares keys and values
-            // before. To q, k, v, o and lse come the gradients of the former four, and
+            // Five products in place of two, three of them of q and k. Exponentials are computed
+            // anew, and a tile of keys shares each query and its gradient of o as one of queries
+            // shares keys and values before. To q, k, v, o and lse come the gradients of the former four, and
             // rowsum(d_o∘o), as large as lse.
             Pass::Backward => {
                 let HeadDims { qk, v } = self.head_dims;

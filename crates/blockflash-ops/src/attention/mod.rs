@@ -112,8 +112,8 @@ impl<'a> Attention<'a> {
     /// synchronised, so a graph can capture the call. On the CPU it returns when the result is
     /// there.
     ///
-    /// `o` has the shape of q with the `head_dim` of v and the element type of q, `lse` is f32 `[batch, num_heads_q, seqlen_q]` or
-    /// `[num_heads_q, total_q]`. Both may be strided except in the last dimension. An output
+    /// `o` has the shape of q with the `head_dim` of v and the element type of q, `lse` is f32
+    /// `[batch, num_heads_q, seqlen_q]` or `[num_heads_q, total_q]`. Both may be strided except in the last dimension. An output
     /// without elements is valid and launches nothing.
     ///
     /// # Errors

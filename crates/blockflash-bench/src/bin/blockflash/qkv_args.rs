@@ -42,8 +42,8 @@ impl Qkv {
         self.dtype.map(DType::from)
     }
 
-    /// The files of q, k and v, of which k and v have one shape but for the last size. `random` is the form of the option
-    /// that could be given instead.
+    /// The files of q, k and v, of which k and v have one shape but for the last size. `random` is
+    /// the form of the option that could be given instead.
     pub fn sources(&self, random: &str) -> Result<[Source; 3]> {
         let sources = match (&self.input, &self.q, &self.k, &self.v) {
             (Some(file), ..) => {
