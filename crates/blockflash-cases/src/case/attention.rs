@@ -281,8 +281,8 @@ impl Shape for AttentionShape {
             Pass::Forward => forward,
             // Five products in place of two, three of them of q and k. Exponentials are computed
             // anew, and a tile of keys shares each query and its gradient of o as one of queries
-            // shares keys and values before. To q, k, v, o and lse come the gradients of the former four, and
-            // rowsum(d_o∘o), as large as lse.
+            // shares keys and values before. To q, k, v, o and lse come the gradients of the
+            // former four, and rowsum(d_o∘o), as large as lse.
             Pass::Backward => {
                 let HeadDims { qk, v } = self.head_dims;
                 let products = (3 * qk + 2 * v) as f64 / self.head_dims.sum() as f64;

@@ -2,8 +2,9 @@ use super::AttentionProblem;
 use crate::check::scaled;
 
 /// FLOPs of an attention forward pass: `2 * visited pairs * (head_dim of q + head_dim of v)` for
-/// each batch entry and query head. `None` when the batch is variable-length, see [`attention_varlen_flops`], or when
-/// there is a block mask, see [`BlockMask::visited_pairs`](crate::BlockMask::visited_pairs).
+/// each batch entry and query head. `None` when the batch is variable-length, see
+/// [`attention_varlen_flops`], or when there is a block mask, see
+/// [`BlockMask::visited_pairs`](crate::BlockMask::visited_pairs).
 pub fn attention_flops(problem: &AttentionProblem) -> Option<u64> {
     if problem.packed.is_some() || problem.block_mask.is_some() {
         return None;

@@ -113,8 +113,8 @@ impl<'a> Attention<'a> {
     /// there.
     ///
     /// `o` has the shape of q with the `head_dim` of v and the element type of q, `lse` is f32
-    /// `[batch, num_heads_q, seqlen_q]` or `[num_heads_q, total_q]`. Both may be strided except in the last dimension. An output
-    /// without elements is valid and launches nothing.
+    /// `[batch, num_heads_q, seqlen_q]` or `[num_heads_q, total_q]`. Both may be strided except
+    /// in the last dimension. An output without elements is valid and launches nothing.
     ///
     /// # Errors
     /// All checks of [`problem`](Self::problem) and `select`; `Error::DeviceMismatch` if an
