@@ -29,7 +29,7 @@ fn every_row_with_block_masks() {
             kernels.iter().map(|(_, tile)| (tile.block_q, tile.block_kv)).collect();
         let mut cases: Vec<AttentionCase> = tiles
             .into_iter()
-            .flat_map(|(q, kv)| block_tile_cases(dtype, head_dim as usize, q, kv))
+            .flat_map(|(q, kv)| block_tile_cases(dtype, head_dim, q, kv))
             .collect();
         let limits = Limits {
             dtypes: vec![dtype],

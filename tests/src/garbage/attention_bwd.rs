@@ -3,7 +3,7 @@
 
 use super::attention::{Packed, ended};
 use super::guarded::{Guarded, Use};
-use super::operands::{Around, Choice, Lengths, Options, Sizes, sink_of};
+use super::operands::{Around, Choice, Lengths, Options, Sizes, dims_of, sink_of};
 use super::values::{numbers, one_of, overwritten, scores, token_mask};
 use super::{Checked, Ended, Place, Turn, text};
 use crate::attention_bwd::dims_of_tile;
@@ -47,7 +47,7 @@ impl Sizes {
             dtype: tile.types.q,
             heads_q,
             heads_kv,
-            head_dim: one_of(&dims_of_tile(tile.head_dims.qk), random),
+            head_dims: dims_of(turn.number, &dims_of_tile(tile.head_dims.qk), random),
             blocks: [one_of(&[64, 128], random), one_of(&[64, 128], random)],
             mask_heads: one_of(&[1, heads_kv, heads_q], random),
             softcap: random
@@ -143,17 +143,17 @@ impl Gradients {
         let sink = sink_of(sizes, turn)?;
         let (stream, random) = (&turn.place.stream, &mut turn.random);
         let around = Around::new(sizes, lengths, random);
-        let [of_q, of_kv] = &around.shapes;
+        let [of_q, of_k, of_v, of_o] = &around.shapes;
         let mut input = |name, shape: &[usize]| {
             let content = numbers(sizes.dtype, shape.iter().product(), random);
             Guarded::new(name, sizes.dtype, (shape, &around.rows, POISON), &content, stream)
         };
         let inputs = [
             input("q", of_q)?,
-            input("k", of_kv)?,
-            input("v", of_kv)?,
-            input("o", of_q)?,
-            input("d_o", of_q)?,
+            input("k", of_k)?,
+            input("v", of_v)?,
+            input("o", of_o)?,
+            input("d_o", of_o)?,
         ];
         let count = around.lse_shape.iter().product();
         // Not less than the scores, so that no probability is infinite.
@@ -167,7 +167,7 @@ impl Gradients {
         Ok(Self {
             inputs,
             lse: Guarded::new("lse", DType::F32, lse_at, cast_slice(&lse), stream)?,
-            qkv: [gradient("dq", of_q)?, gradient("dk", of_kv)?, gradient("dv", of_kv)?],
+            qkv: [gradient("dq", of_q)?, gradient("dk", of_k)?, gradient("dv", of_v)?],
             d_sink: sink.as_ref().map(|_| d_sink()).transpose()?,
             sink,
             workspace: None,

@@ -115,10 +115,10 @@ impl Built {
 
     /// Scores of queries and keys of any bits.
     fn computed(&self, turn: &mut Turn<'_>) -> Result<BlockScores, Error> {
-        let Sizes { heads_q, heads_kv, head_dim, dtype, .. } = self.sizes;
+        let Sizes { heads_q, heads_kv, head_dims, dtype, .. } = self.sizes;
         let stream = &turn.place.stream;
         let mut any = |length, heads| {
-            let shape = [self.batch, length, heads, head_dim];
+            let shape = [self.batch, length, heads, head_dims.qk];
             let bits: Vec<u16> =
                 (0..shape.iter().product()).map(|_| turn.random.random()).collect();
             if dtype == DType::F16 {

@@ -4,11 +4,11 @@ use super::guarded::{Guarded, Use};
 use super::values::{numbers, one_of};
 use super::{Checked, Place, Turn};
 use crate::attention::{dims_of_tile, smallest_block};
-use crate::number::POISON;
+use crate::number::{POISON, rng};
 use crate::placement::Placement;
 use blockflash_ops::attention::{accepts, select};
 use blockflash_ops::{
-    Attention, BlockGeometry, BlockMask, CuSeqlens, DType, Error, Mask, Operation, Scores,
+    Attention, BlockGeometry, BlockMask, CuSeqlens, DType, Error, HeadDims, Mask, Operation, Scores,
 };
 use blockflash_sys::Kernel;
 use rand::Rng;
@@ -32,7 +32,7 @@ pub(super) struct Sizes {
     pub(super) dtype: DType,
     pub(super) heads_q: usize,
     pub(super) heads_kv: usize,
-    pub(super) head_dim: usize,
+    pub(super) head_dims: HeadDims,
     /// Queries and keys of a block that consists of tiles.
     pub(super) blocks: [usize; 2],
     /// Of a block mask that the kernel can share among heads.
@@ -56,6 +56,20 @@ pub(super) struct Options<'a> {
     pub(super) block_mask: Option<&'a BlockMask>,
 }
 
+/// One of the head dimensions for which a tile is the narrowest. In a third of the cases v has
+/// another one, or q and k.
+pub(super) fn dims_of(number: usize, widths: &[usize], random: &mut StdRng) -> HeadDims {
+    let wide = one_of(widths, random);
+    // Of its own, so that the other sizes of a case stay what they are with equal dimensions.
+    let mut random = rng(!(number as u64));
+    let other = 8 * random.random_range(1..=(wide / 8).max(1));
+    match random.random_range(0..6) {
+        0 => HeadDims { qk: wide, v: other },
+        1 => HeadDims { qk: other, v: wide },
+        _ => HeadDims::all(wide),
+    }
+}
+
 impl Sizes {
     pub(super) fn new(turn: &mut Turn<'_>) -> Self {
         let (kernel, tile) = turn.pick(&turn.place.attention);
@@ -70,7 +84,7 @@ impl Sizes {
             dtype: tile.types.q,
             heads_q,
             heads_kv,
-            head_dim: one_of(&dims_of_tile(tile.head_dims.qk), random),
+            head_dims: dims_of(turn.number, &dims_of_tile(tile.head_dims.qk), random),
             blocks: [tile.block_q, tile.block_kv].map(|tile| {
                 let size = smallest_block(&[tile]);
                 size * random.random_range(1..=(BlockGeometry::MAX_BLOCK_SIZE / size).min(2))
@@ -93,8 +107,8 @@ pub(super) struct Operands {
 
 /// Shapes of tensors, and the margins around them.
 pub(super) struct Around {
-    /// Of q and o, and of k and v.
-    pub(super) shapes: [Vec<usize>; 2],
+    /// Of q, k, v and o.
+    pub(super) shapes: [Vec<usize>; 4],
     pub(super) rows: Placement,
     pub(super) lse_shape: Vec<usize>,
     pub(super) lse: Placement,
@@ -102,20 +116,24 @@ pub(super) struct Around {
 
 impl Around {
     pub(super) fn new(sizes: &Sizes, lengths: Lengths, random: &mut StdRng) -> Self {
-        let Sizes { heads_q, heads_kv, head_dim, .. } = *sizes;
+        let Sizes { heads_q, heads_kv, head_dims: HeadDims { qk, v }, .. } = *sizes;
+        let of_heads = [[heads_q, qk], [heads_kv, qk], [heads_kv, v], [heads_q, v]];
         // Rows before and after, and a head more: none, where a memory checker sees the ends.
         let margin = one_of(&[0, 0, 1, 70], random);
         let heads = random.random_range(0..=1) * margin.min(1);
         let rows = [(margin, margin), (heads, heads), (0, 0)];
+        let shapes = |[of_q, of_kv]: [&[usize]; 2], of_heads: [[usize; 2]; 4]| {
+            [0, 1, 2, 3].map(|i| [[of_q, of_kv, of_kv, of_q][i], &of_heads[i]].concat())
+        };
         let (shapes, padding, lse_shape, lse_padding) = match lengths {
             Lengths::Packed { totals: [q, kv] } => (
-                [vec![q, heads_q, head_dim], vec![kv, heads_kv, head_dim]],
+                shapes([&[q], &[kv]], of_heads),
                 rows.to_vec(),
                 vec![heads_q, q],
                 vec![(heads, heads), (margin, margin)],
             ),
             Lengths::Dense { batch, seqlens: [q, kv] } => (
-                [vec![batch, q, heads_q, head_dim], vec![batch, kv, heads_kv, head_dim]],
+                shapes([&[batch, q], &[batch, kv]], of_heads),
                 [&[(heads, heads)], &rows[..]].concat(),
                 vec![batch, heads_q, q],
                 vec![(0, heads), (heads, 0), (margin, margin)],
@@ -144,14 +162,14 @@ impl Operands {
             let content = numbers(dtype, shape.iter().product(), random);
             Guarded::new(name, dtype, (shape, &around.rows, POISON), &content, stream)
         };
-        let [of_q, of_kv] = &around.shapes;
-        let qkv = [input("q", of_q)?, input("k", of_kv)?, input("v", of_kv)?];
+        let [of_q, of_k, of_v, of_o] = &around.shapes;
+        let qkv = [input("q", of_q)?, input("k", of_k)?, input("v", of_v)?];
         let sink = sink_of(sizes, turn)?;
         let lse = || Guarded::output("lse", DType::F32, (&around.lse_shape, &around.lse), stream);
         Ok(Self {
             qkv,
             sink,
-            o: Guarded::output("o", dtype, (of_q, &around.rows), stream)?,
+            o: Guarded::output("o", dtype, (of_o, &around.rows), stream)?,
             lse: sizes.lse.then(lse).transpose()?,
         })
     }

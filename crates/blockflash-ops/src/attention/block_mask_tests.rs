@@ -164,7 +164,8 @@ fn plans_say_how_the_mask_is_read() {
         let [block_q, block_kv] = [2 * tile.block_q, 2 * tile.block_kv];
         let planned = |batch, heads| {
             let sizes = BlockMaskSizes { block_q, block_kv, batch, heads, packed_rows: None };
-            let problem = AttentionProblem { block_mask: Some(sizes), ..sparse(64, 0, 0) };
+            let types = tile.types;
+            let problem = AttentionProblem { types, block_mask: Some(sizes), ..sparse(64, 0, 0) };
             plan(kernel, &as_asked(problem, &tile), &h200)
         };
         let groups = |batch, heads| {

@@ -212,6 +212,7 @@ fn plans_say_how_the_mask_is_read() {
         if 256 % tile.block_kv != 0 || small {
             continue;
         }
+        let problem = AttentionProblem { types: tile.types, ..problem };
         let plan = plan(kernel, &as_asked(problem, &tile), &gpu(9, 0)).unwrap();
         let m = plan.params.base().block_mask;
         assert!(m.row_ptr.is_null() && m.cu_rows.is_null());

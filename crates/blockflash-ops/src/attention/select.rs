@@ -12,8 +12,7 @@ use std::sync::LazyLock;
 
 /// The kernel for a problem on a GPU. Among the usable kernels it prefers machine code over PTX,
 /// then the smallest head_dim tile that fits, then the grid that is estimated to finish first.
-/// Under a block mask tiles must divide its blocks, and the largest such tiles are taken. A loaded
-/// record of measurements ([`tuning`](crate::tuning)) may exchange it for another usable kernel.
+/// Under a block mask tiles must divide its blocks, and the largest such tiles are taken.
 ///
 /// # Errors
 /// [`Error::Unsupported`](crate::Error::Unsupported) names what no kernel offers: the element type,

@@ -2,7 +2,7 @@ use super::*;
 use crate::ScoresProblem;
 use crate::attention::{Align, AttentionProblem, BlockMaskSizes, Mask, PackedRows};
 use crate::fixtures::{gpu, gpus};
-use blockflash_sys::{DType, Target, manifest};
+use blockflash_sys::{DType, ElementTypes, HeadDims, Target, manifest};
 
 fn planned<'k>(
     problem: &AttentionBackwardProblem,
@@ -178,4 +178,29 @@ fn strides_and_grids_are_checked() {
     let huge = AttentionProblem { batch: 1 << 30, ..forward };
     let error = plan(kernel, &AttentionBackwardProblem::of(huge), &gpu(8, 0)).unwrap_err();
     assert!(matches!(error, Error::TooLarge { .. }), "{error}");
+}
+
+/// All steps of a problem whose head dimensions differ, with a tile that covers both, and sums of
+/// dq as wide as that tile.
+#[test]
+fn unequal_head_dims() {
+    for (qk, v) in [(192, 128), (128, 192), (64, 128), (72, 40), (96, 56)] {
+        let (types, head_dims) = (ElementTypes::all(DType::BF16), HeadDims { qk, v });
+        let forward = AttentionProblem::contiguous(types, [2, 700, 900], [4, 2], head_dims);
+        let problem = AttentionBackwardProblem::of(forward.with_lse());
+        for gpu in gpus() {
+            let plan = planned(&problem, &gpu);
+            for (kernel, _) in &plan.launches {
+                let tile = kernel.attention_bwd_tile().unwrap();
+                assert!(tile.head_dims.qk >= qk.max(v), "{}", kernel.image_name());
+                let sums = matches!(tile.step, Step::KeysAndSums | Step::Sums);
+                assert!(!sums || plan.plan.sums_head_dim == Some(tile.head_dims.qk));
+            }
+            let b = &plan.plan.params;
+            assert_eq!([b.base.head_dim_qk, b.base.head_dim_v], [qk as i32, v as i32]);
+            let (qk, v) = (qk as i64, v as i64);
+            assert_eq!([b.dq_stride_head, b.dk_stride_head], [qk; 2]);
+            assert_eq!([b.d_o_stride_head, b.dv_stride_head], [v; 2]);
+        }
+    }
 }

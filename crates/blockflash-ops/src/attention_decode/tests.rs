@@ -1,8 +1,11 @@
+use super::plan::plan_few;
+use super::select::others;
 use super::*;
+use crate::attention::Strides;
 use crate::fixtures::{gpus, values};
-use crate::kv_cache::CacheSizes;
+use crate::kv_cache::{CacheSizes, RotaryPairs, RotarySizes};
 use crate::{Attention, Error};
-use blockflash_sys::Target;
+use blockflash_sys::{HeadDims, Target};
 
 fn cpu() -> Stream {
     Device::cpu().stream().unwrap()
@@ -280,5 +283,41 @@ fn a_workspace_may_be_anything_on_the_cpu() {
         assert_eq!((workspace.bytes(), workspace.device()), (bytes, Device::cpu()));
         let decode = AttentionDecode { workspace: Some(&workspace), ..fixture.decode() };
         assert_eq!(fixture.run(decode), fixture.run(fixture.decode()));
+    }
+}
+
+#[test]
+fn unequal_head_dims_are_planned_but_not_rotated() {
+    for ((qk, v), queries) in [((192, 128), 1), ((128, 192), 2), ((64, 128), 16), ((72, 40), 300)] {
+        let cache = CacheSizes {
+            head_dims: HeadDims { qk, v },
+            k: Strides::contiguous(1024, 2, qk),
+            v: Strides::contiguous(1024, 2, v),
+            ..CacheSizes::contiguous(DType::F16, [4, 1024], 2, qk)
+        };
+        let problem = AttentionDecodeProblem::of(cache, queries, 8);
+        for gpu in gpus() {
+            let kernel = select(&problem, &gpu).unwrap();
+            assert!(tile(kernel).unwrap().head_dims().qk >= qk.max(v), "{}", kernel.image_name());
+            let few = others(kernel, &problem, &gpu).unwrap();
+            let (few, most_queries) = few.unwrap_or((kernel, queries));
+            let plan = plan_few(few, &problem, &gpu, most_queries).unwrap();
+            let (p, rows) = (&plan.params, plan.params.partial_rows as usize);
+            assert_eq!([p.head_dim_qk, p.head_dim_v], [qk as i32, v as i32]);
+            let room = workspace_bytes(kernel, &problem, &gpu).unwrap();
+            let slots = (p.items as usize) << p.run_log2;
+            let one = p.splits == 1 && room == 0;
+            assert!(one || room >= slots * rows * (v + 2) * 4, "{}", gpu.name);
+            let rotary = RotarySizes {
+                positions: 1024,
+                rotary_dim: qk,
+                strides: [qk / 2; 2],
+                pairs: RotaryPairs::Halves,
+                dtype: DType::F16,
+            };
+            let rotated = AttentionDecodeProblem { rotary: Some(rotary), ..problem };
+            let error = select(&rotated, &gpu).unwrap_err().to_string();
+            assert!(error.contains("a rotary embedding with head_dim"), "{error}");
+        }
     }
 }

@@ -15,8 +15,7 @@ use std::sync::LazyLock;
 /// estimated to be faster, and kernels that take any layout only where no other is usable. Among
 /// Hopper kernels the one that is estimated to finish first is taken. Of the others on Hopper it is
 /// the one whose tiles compute the fewest columns beyond n, and of these the widest; elsewhere the
-/// one that is estimated to finish first, too. A loaded record of measurements
-/// ([`tuning`](crate::tuning)) may exchange it for another usable kernel.
+/// one that is estimated to finish first, too.
 ///
 /// # Errors
 /// [`Error::Unsupported`](crate::Error::Unsupported) names what no kernel offers: the element type,
