@@ -1,4 +1,4 @@
-"""Values with another head dimension than queries and keys."""
+"""Values with another head dimension than queries and keys, which the CPU computes."""
 
 from __future__ import annotations
 
@@ -139,11 +139,7 @@ def test_operations_are_counted() -> None:
 
 
 @pytest.mark.gpu
-def test_on_a_gpu() -> None:
-    for head_dims in HEAD_DIMS:
-        q, k, v = (t.cuda() for t in operands(head_dims, torch.float16))
-        o = blockflash.attention(q, k, v, causal=True)
-        assert_close(o.cpu(), reference(q, k, v, causal=True)[0], torch.float16)
-    q, k, v = (t.cuda() for t in operands((576, 512), torch.float16))
-    with pytest.raises(blockflash.Unsupported, match="head_dim 576 of q and k, 512 of v"):
+def test_kernels_refuse() -> None:
+    q, k, v = (t.cuda().half() for t in operands((192, 128)))
+    with pytest.raises(blockflash.Unsupported, match="head_dim 192 of q and k, 128 of v"):
         blockflash.attention(q, k, v)
