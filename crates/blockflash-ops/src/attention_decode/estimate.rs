@@ -2,8 +2,7 @@
 //!
 //! A launch is estimated as the longer of two times: what the busiest CTA needs for its items, and
 //! what device memory needs for all keys; and the combination of splits. The constants were fitted
-//! to 10,700 launches on an H200 and judged on shapes that were left out: the division that is
-//! estimated to be the fastest one took 3.6 % more than the fastest one, in the geometric mean.
+//! to launches on an H200 (`benches/results/nvidia-h200/kv_cache.md`).
 
 use super::AttentionDecodeProblem;
 use super::division::Tile;
