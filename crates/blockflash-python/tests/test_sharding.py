@@ -52,14 +52,30 @@ def agrees(
         )
 
 
-def test_rules_bring_their_operators() -> None:
-    """A program may begin with any of them."""
-    for module in (
-        "_sharding",
-        "_attention, blockflash._sharding",
-        "_decode, blockflash._sharding",
-    ):
-        subprocess.run([sys.executable, "-c", f"import blockflash.{module}"], check=True)
+ALONE = """
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+import blockflash
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+mesh = init_device_mesh("cpu", (1,))
+q, k, v = (distribute_tensor(torch.randn(2, 5, 2, 8), mesh, [Shard(0)]) for _ in range(3))
+first, second = {order}
+for call in (first, second):
+    assert call(q, k, v).placements == (Shard(0),)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(
+    "names", [("attention", "attention_decode"), ("attention_decode", "attention")]
+)
+def test_rules_do_not_wait_for_other_operators(names: tuple[str, str]) -> None:
+    """A program may begin with any operator."""
+    order = ", ".join(f"lambda *t: blockflash.{name}(*t)" for name in names)
+    subprocess.run([sys.executable, "-c", ALONE.format(order=order)], check=True, timeout=120)
 
 
 def work(rank: int, world: int) -> None:

@@ -155,7 +155,9 @@ def attention_decode(
 def _place(tensor: Any) -> None:
     """Registers the placements of `DTensor`s when the first one comes."""
     if type(tensor).__name__ == "DTensor":
-        from . import _sharding  # noqa: F401
+        from . import _sharding
+
+        _sharding.place()
 
 
 def _lowered(tensor: Any, lower: torch.dtype) -> Any:

@@ -8,7 +8,7 @@ Imported when the first one comes: torch's module takes long to import.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,14 +16,31 @@ from torch import Tensor
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
-from . import _attention, _decode, _native  # noqa: F401  (rules need the operators)
+from . import _native
 from ._schema import ATTENTION, DECODE
 
 _OPS = torch.ops.blockflash
+_RULES: dict[str, Callable[..., Any]] = {}
+"""Rules that are not registered yet, by the names of their operators."""
+
+
+def place() -> None:
+    """Registers the rules of the operators that are there; the modules that define them call it."""
+    for name in [name for name in _RULES if hasattr(_OPS, name)]:
+        register_sharding(getattr(_OPS, name).default)(_RULES.pop(name))
+
+
+def _rule_of(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def keep(rule: Callable[..., Any]) -> Callable[..., Any]:
+        _RULES[name] = rule
+        return rule
+
+    return keep
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
     """The operator `attention`, `(o, lse)`; torch redistributes positional arguments alone."""
+    place()
     return _OPS.attention.default(q, k, v, *ATTENTION.ordered(options))
 
 
@@ -74,7 +91,7 @@ def _divides(heads_k: int, *specs: Any) -> bool:
     return ranks > 1 and heads_k % ranks == 0
 
 
-@register_sharding(_OPS.attention.default)
+@_rule_of("attention")
 def _forward(q: Any, k: Any, v: Any, *options: Any) -> list[tuple[list[Any], list[Any]]]:
     rule = _Rule(q, k, options)
     return [
@@ -83,7 +100,7 @@ def _forward(q: Any, k: Any, v: Any, *options: Any) -> list[tuple[list[Any], lis
     ]
 
 
-@register_sharding(_OPS.attention_backward.default)
+@_rule_of("attention_backward")
 def _backward(
     grad_o: Any, grad_lse: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, *options: Any
 ) -> list[tuple[list[Any], list[Any]]]:
@@ -110,7 +127,7 @@ def _whole(count: int) -> list[Any]:
     return [Replicate()] * count
 
 
-@register_sharding(_OPS.attention_decode.default)
+@_rule_of("attention_decode")
 def _of_decode(
     q: Any, k_cache: Any, v_cache: Any, *options: Any
 ) -> list[tuple[list[Any], list[Any]]]:
@@ -137,7 +154,7 @@ def _chosen(placements: dict[str, Any], names: Sequence[str], given: Sequence[bo
     return [placements[name] for name, is_given in zip(names, given, strict=True) if is_given]
 
 
-@register_sharding(_OPS.attention_merge.default)
+@_rule_of("attention_merge")
 def _merge(parts_o: Any, parts_lse: Any) -> list[tuple[list[Any], list[Any]]]:
     # o is `[parts, rows, heads, D]`, and lse `[parts, heads, rows]`.
     return [
