@@ -5,8 +5,10 @@
 //! `cargo run --release -p blockflash-ops --example host_cost`
 
 use blockflash_ops::attention::{self, AttentionProblem};
+use blockflash_ops::attention_decode::{self, AttentionDecodeProblem};
 use blockflash_ops::bsr_matmul::{self, BsrProblem};
 use blockflash_ops::bsr_sddmm::{self, BsrSddmmProblem};
+use blockflash_ops::kv_cache::CacheSizes;
 use blockflash_ops::{
     Attention, BsrMatmul, BsrMatrix, BsrSddmm, ComputeCapability, CudaProperties, DType, Device,
     HeadDims, Major, Mask, Result, Tensor,
@@ -54,6 +56,15 @@ fn main() -> Result<()> {
             time(&format!("{name} attention::select {case}"), || attention::select(&p, &gpu));
             let row = attention::select(&p, &gpu)?;
             time(&format!("{name} attention::plan {case}"), || attention::plan(row, &p, &gpu));
+        }
+        for (case, seqused_kv) in [("lengths on the host", false), ("on the device", true)] {
+            let cache = CacheSizes::contiguous(dtype, [8, 5000], 8, 128);
+            let p = AttentionDecodeProblem::of(CacheSizes { seqused_kv, ..cache }, 1, 32);
+            let select = || attention_decode::select(&p, &gpu);
+            time(&format!("{name} attention_decode::select {case}"), select);
+            let row = select()?;
+            let plan = || attention_decode::plan(row, &p, &gpu);
+            time(&format!("{name} attention_decode::plan {case}"), plan);
         }
         for block in [16, 32, 64, 128] {
             let blocks = 4096 * 4096 / 10 / block / block;
