@@ -3,6 +3,7 @@
 use super::AttentionDecodeProblem;
 use super::estimate::fastest;
 use super::items::Work;
+use super::tile::Tile;
 use crate::Result;
 use crate::check::to_i32;
 use blockflash_safe::CudaProperties;
@@ -49,53 +50,10 @@ pub(super) struct Division {
     pub(super) longest_in_cluster: usize,
 }
 
-/// What the division of the work follows from.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Tile {
-    pub(super) rows: usize,
-    /// CTAs of an SM at most.
-    pub(super) blocks: u32,
-    /// Key heads times splits of a sequence of medium length.
-    pub(super) heads_and_splits: usize,
-    /// Fewest keys of a split.
-    pub(super) fewest_keys: usize,
-    /// Splits that an item may have, the most first.
-    pub(super) runs: &'static [usize],
-    /// Most CTAs of a cluster that combines splits; 1 for none.
-    pub(super) cluster: usize,
-    /// Columns of the tile.
-    pub(super) columns: usize,
-}
-
 /// A launch has this many waves of CTAs, or so much of each is used, with the longest items that it
 /// may have. Longer items have fewer partial results, but are not equally many for all CTAs.
 const WAVES: usize = 4;
 const USED: f64 = 0.85;
-
-impl Tile {
-    /// CTAs that a GPU has room for. They are persistent and take item after item.
-    pub(super) fn most_blocks(&self, gpu: &CudaProperties) -> usize {
-        gpu.multiprocessors.max(1) as usize * self.blocks.max(1) as usize
-    }
-}
-
-impl AttentionDecodeProblem {
-    /// Whether splits follow from the batch as well as from the sequence, so that they fill the
-    /// GPU. The host has to know the lengths.
-    pub(super) fn splits_by_batch(&self) -> bool {
-        !self.batch_invariant && self.keys_of_each().is_some()
-    }
-
-    /// Queries of a sequence times the heads that share a head of keys.
-    pub(super) fn group_rows(&self) -> usize {
-        self.rows_of(self.attention.seqlen_q)
-    }
-
-    fn rows_of(&self, queries: usize) -> usize {
-        let attention = &self.attention;
-        queries.saturating_mul(attention.num_heads_q / attention.num_heads_kv.max(1))
-    }
-}
 
 /// Divides the work of the sequences with at most `most_queries` queries among the items of a
 /// kernel with this tile.

@@ -5,7 +5,7 @@
 //! to launches on an H200 (`benches/results/nvidia-h200/kv_cache.md`).
 
 use super::AttentionDecodeProblem;
-use super::division::Tile;
+use super::tile::Tile;
 use crate::rates::GpuRates;
 use blockflash_safe::CudaProperties;
 

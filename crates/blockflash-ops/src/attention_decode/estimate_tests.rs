@@ -79,7 +79,7 @@ fn more_keys_take_longer() {
             let problem = problem([batch, keys, 1], [32, 8], 128);
             let kernel = select(&problem, &h200()).unwrap();
             let tile = super::super::tile(kernel).unwrap();
-            let tile = super::super::plan::split_tile(kernel, &tile, &problem, &h200()).unwrap();
+            let tile = super::super::tile::split_tile(kernel, &tile, &problem, &h200()).unwrap();
             let time = fastest(&tile, &problem, &h200()).time;
             assert!(time > 0.9 * before, "{batch} x {keys}: {time} after {before}");
             before = time;

@@ -12,13 +12,15 @@ mod plan;
 mod prefill;
 mod problem;
 mod select;
+mod tile;
 mod workspace;
 
 pub use operands::{AttentionDecodeOperands, CacheAccess};
 pub use pages::{PageListSizes, PageLists};
 pub use plan::{AttentionDecodePlan, plan, workspace_bytes};
 pub use problem::AttentionDecodeProblem;
-pub use select::{CacheTile, accepts, select, tile};
+pub use select::{accepts, select};
+pub use tile::{CacheTile, tile};
 pub use workspace::AttentionDecodeWorkspace;
 
 pub(crate) use select::support;

@@ -1,14 +1,14 @@
-use super::division::{Tile, divided};
+use super::division::divided;
 use super::estimate::most_room;
 use super::params::params;
-use super::select::{CacheTile, is_many, others};
+use super::select::{is_many, others};
+use super::tile::{Tile, split_tile};
 use super::{AttentionDecodeProblem, AttentionDecodeWorkspace};
 use crate::check::{grid_x, to_i32};
 use crate::selection::{fits, tile_of, unsupported};
 use crate::{Error, Result};
 use blockflash_safe::{CudaProperties, LaunchConfig};
 use blockflash_sys::Kernel;
-use blockflash_sys::manifest::AttentionDecodeHopper;
 use blockflash_sys::params::blockflash_attention_decode_params;
 
 /// A launch as plain data, without pointers.
@@ -77,40 +77,6 @@ fn few_tile(
     split_tile(kernel, &tile, problem, gpu).ok_or_else(|| {
         let what = format!("{}: this kernel has another plan", kernel.symbol());
         unsupported::<AttentionDecodeProblem>(&gpu.compute_capability, what)
-    })
-}
-
-/// What the division of the work follows from; `None` for a kernel that splits no keys.
-pub(super) fn split_tile(
-    kernel: &Kernel,
-    tile: &CacheTile,
-    problem: &AttentionDecodeProblem,
-    gpu: &CudaProperties,
-) -> Option<Tile> {
-    let (rows, heads_and_splits, by_registers, fewest_keys, runs): (_, _, _, _, &[usize]) =
-        match tile {
-            CacheTile::Few(tile) => {
-                (tile.rows, 128, tile.min_blocks, problem.fewest_keys_of_a_split(), &[1])
-            }
-            CacheTile::Several(_) => {
-                let (rows, blocks) =
-                    (AttentionDecodeHopper::ROWS, AttentionDecodeHopper::MIN_BLOCKS);
-                // The end of a split takes longer with more rows. One sequence gives work to two
-                // CTAs of each SM.
-                let fewest = if problem.group_rows() > rows as usize / 2 { 512 } else { 256 };
-                (rows, 256, blocks, fewest, &[8, 4, 1])
-            }
-            CacheTile::Many(_) => return None,
-        };
-    let by_memory = gpu.smem_per_multiprocessor / (kernel.smem_bytes() + 1024).max(1);
-    Some(Tile {
-        rows: rows as usize,
-        blocks: by_memory.clamp(1, by_registers.max(1)),
-        heads_and_splits,
-        fewest_keys,
-        runs,
-        cluster: kernel.most_in_cluster().unwrap_or(1) as usize,
-        columns: tile.head_dims().max(),
     })
 }
 

@@ -2,7 +2,8 @@
 //! attention forward.
 
 use super::AttentionDecodeProblem;
-use super::select::{CacheTile, others};
+use super::select::others;
+use super::tile::CacheTile;
 use crate::Result;
 use crate::attention::{AttentionProblem, base_params, heads_per_section, hopper_params};
 use crate::check::{grid_x, to_i32};

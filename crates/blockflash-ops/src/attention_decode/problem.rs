@@ -59,6 +59,24 @@ impl AttentionDecodeProblem {
     }
 }
 
+impl AttentionDecodeProblem {
+    /// Whether splits follow from the batch as well as from the sequence, so that they fill the
+    /// GPU. The host has to know the lengths.
+    pub(super) fn splits_by_batch(&self) -> bool {
+        !self.batch_invariant && self.keys_of_each().is_some()
+    }
+
+    /// Queries of a sequence times the heads that share a head of keys.
+    pub(super) fn group_rows(&self) -> usize {
+        self.rows_of(self.attention.seqlen_q)
+    }
+
+    pub(super) fn rows_of(&self, queries: usize) -> usize {
+        let attention = &self.attention;
+        queries.saturating_mul(attention.num_heads_q / attention.num_heads_kv.max(1))
+    }
+}
+
 impl AttentionDecode<'_> {
     /// Everything that can be checked without reading a tensor, and the result as plain numbers:
     /// for a contiguous `o`, no `lse` and a cache that is only read.

@@ -1,62 +1,15 @@
 use super::AttentionDecodeProblem;
 use super::estimate::fastest;
-use super::plan::split_tile;
+use super::tile::{CacheTile, split_tile, tile};
 use crate::Result;
 use crate::attention::{Rows, Strides};
 use crate::check::is_tensor_map_stride;
 use crate::kv_cache::CacheSizes;
 use crate::selection::{self, Candidate, Kernels, Peers, Problem, Rule, preference};
 use blockflash_safe::CudaProperties;
-use blockflash_sys::manifest::{
-    AttentionCacheHopper, AttentionDecode as FewTile, AttentionDecodeHopper, Variant,
-};
-use blockflash_sys::{DType, ElementTypes, HeadDims, Kernel, Target};
+use blockflash_sys::manifest::Variant;
+use blockflash_sys::{DType, HeadDims, Kernel, Target};
 use std::sync::LazyLock;
-
-/// The tile of a kernel of attention to a cache.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum CacheTile {
-    /// For few queries of a sequence.
-    Few(FewTile),
-    /// For several.
-    Several(AttentionDecodeHopper),
-    /// For many.
-    Many(AttentionCacheHopper),
-}
-
-impl CacheTile {
-    /// Element types of q, of k and v, and of o.
-    pub const fn types(&self) -> ElementTypes {
-        match self {
-            Self::Few(tile) => tile.types,
-            Self::Several(tile) => tile.types,
-            Self::Many(tile) => tile.tile.types,
-        }
-    }
-
-    fn rows(&self) -> Rows {
-        Rows { types: self.types(), head_dims: self.head_dims() }
-    }
-
-    /// Largest head dimensions.
-    pub const fn head_dims(&self) -> HeadDims {
-        match self {
-            Self::Few(tile) => tile.head_dims,
-            Self::Several(tile) => tile.head_dims,
-            Self::Many(tile) => tile.tile.head_dims,
-        }
-    }
-}
-
-/// The tile of a kernel of attention to a cache; `None` for other kernels.
-pub fn tile(kernel: &Kernel) -> Option<CacheTile> {
-    match kernel.variant {
-        Variant::AttentionDecode(tile) => Some(CacheTile::Few(tile)),
-        Variant::AttentionDecodeHopper(tile) => Some(CacheTile::Several(tile)),
-        Variant::AttentionCacheHopper(tile) => Some(CacheTile::Many(tile)),
-        _ => None,
-    }
-}
 
 /// The kernel for attention to a cache on a GPU. Among the usable kernels it prefers machine code
 /// over PTX, then the smallest head_dim tile that fits. Where a sequence can have this many queries

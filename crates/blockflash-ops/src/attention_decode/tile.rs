@@ -1,0 +1,113 @@
+//! The tiles of the kernels, and what the division of the work follows from.
+
+use super::AttentionDecodeProblem;
+use crate::attention::Rows;
+use blockflash_safe::CudaProperties;
+use blockflash_sys::manifest::{
+    AttentionCacheHopper, AttentionDecode as FewTile, AttentionDecodeHopper, Variant,
+};
+use blockflash_sys::{ElementTypes, HeadDims, Kernel};
+
+/// The tile of a kernel of attention to a cache.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum CacheTile {
+    /// For few queries of a sequence.
+    Few(FewTile),
+    /// For several.
+    Several(AttentionDecodeHopper),
+    /// For many.
+    Many(AttentionCacheHopper),
+}
+
+impl CacheTile {
+    /// Element types of q, of k and v, and of o.
+    pub const fn types(&self) -> ElementTypes {
+        match self {
+            Self::Few(tile) => tile.types,
+            Self::Several(tile) => tile.types,
+            Self::Many(tile) => tile.tile.types,
+        }
+    }
+
+    pub(super) fn rows(&self) -> Rows {
+        Rows { types: self.types(), head_dims: self.head_dims() }
+    }
+
+    /// Largest head dimensions.
+    pub const fn head_dims(&self) -> HeadDims {
+        match self {
+            Self::Few(tile) => tile.head_dims,
+            Self::Several(tile) => tile.head_dims,
+            Self::Many(tile) => tile.tile.head_dims,
+        }
+    }
+}
+
+/// The tile of a kernel of attention to a cache; `None` for other kernels.
+pub fn tile(kernel: &Kernel) -> Option<CacheTile> {
+    match kernel.variant {
+        Variant::AttentionDecode(tile) => Some(CacheTile::Few(tile)),
+        Variant::AttentionDecodeHopper(tile) => Some(CacheTile::Several(tile)),
+        Variant::AttentionCacheHopper(tile) => Some(CacheTile::Many(tile)),
+        _ => None,
+    }
+}
+
+/// What the division of the work follows from.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Tile {
+    pub(super) rows: usize,
+    /// CTAs of an SM at most.
+    pub(super) blocks: u32,
+    /// Key heads times splits of a sequence of medium length.
+    pub(super) heads_and_splits: usize,
+    /// Fewest keys of a split.
+    pub(super) fewest_keys: usize,
+    /// Splits that an item may have, the most first.
+    pub(super) runs: &'static [usize],
+    /// Most CTAs of a cluster that combines splits; 1 for none.
+    pub(super) cluster: usize,
+    /// Columns of the tile.
+    pub(super) columns: usize,
+}
+
+impl Tile {
+    /// CTAs that a GPU has room for. They are persistent and take item after item.
+    pub(super) fn most_blocks(&self, gpu: &CudaProperties) -> usize {
+        gpu.multiprocessors.max(1) as usize * self.blocks.max(1) as usize
+    }
+}
+
+/// What the division of the work follows from; `None` for a kernel that splits no keys.
+pub(super) fn split_tile(
+    kernel: &Kernel,
+    tile: &CacheTile,
+    problem: &AttentionDecodeProblem,
+    gpu: &CudaProperties,
+) -> Option<Tile> {
+    let (rows, heads_and_splits, by_registers, fewest_keys, runs): (_, _, _, _, &[usize]) =
+        match tile {
+            CacheTile::Few(tile) => {
+                (tile.rows, 128, tile.min_blocks, problem.fewest_keys_of_a_split(), &[1])
+            }
+            CacheTile::Several(_) => {
+                let (rows, blocks) =
+                    (AttentionDecodeHopper::ROWS, AttentionDecodeHopper::MIN_BLOCKS);
+                // The end of a split takes longer with more rows. One sequence gives work to two
+                // CTAs of each SM.
+                let fewest = if problem.group_rows() > rows as usize / 2 { 512 } else { 256 };
+                (rows, 256, blocks, fewest, &[8, 4, 1])
+            }
+            CacheTile::Many(_) => return None,
+        };
+    let by_memory = gpu.smem_per_multiprocessor / (kernel.smem_bytes() + 1024).max(1);
+    Some(Tile {
+        rows: rows as usize,
+        blocks: by_memory.clamp(1, by_registers.max(1)),
+        heads_and_splits,
+        fewest_keys,
+        runs,
+        cluster: kernel.most_in_cluster().unwrap_or(1) as usize,
+        columns: tile.head_dims().max(),
+    })
+}
