@@ -4,7 +4,9 @@
 use super::decode_data::{DecodeData, shuffled};
 use super::decode_pages::{PageSelection, Pages, SelectionCheck};
 use super::decode_rows::Rows;
-use super::operands::{Operands, Placed, Progress, TensorInfo, launched, rotation_bytes};
+use super::operands::{
+    Operands, Placed, Progress, TensorInfo, downloaded, launched, rotation_bytes,
+};
 use super::scores;
 use crate::error::Result;
 use crate::io::Array;
@@ -315,9 +317,7 @@ impl Operands for DecodeOperands {
         kernel: Option<&Kernel>,
         stream: &Stream,
     ) -> Result<Vec<(&'static str, Array)>> {
-        let outputs = self.outputs(kernel).into_iter();
-        let results = outputs.map(|(name, tensor)| Ok((name, Array::download(tensor, stream)?)));
-        let mut results: Vec<_> = results.collect::<Result<_>>()?;
+        let mut results = downloaded(self.outputs(kernel), stream)?;
         results.extend(self.pages.results(stream)?);
         Ok(results)
     }

@@ -57,8 +57,7 @@ pub trait Operands: Debug {
         kernel: Option<&Kernel>,
         stream: &Stream,
     ) -> Result<Vec<(&'static str, Array)>> {
-        let outputs = self.outputs(kernel).into_iter();
-        outputs.map(|(name, tensor)| Ok((name, Array::download(tensor, stream)?))).collect()
+        downloaded(self.outputs(kernel), stream)
     }
 
     /// Selects the kernel for [`launch_prepared`](Self::launch_prepared). Returns false if the
@@ -110,6 +109,15 @@ pub trait Operands: Debug {
         let right = !comparisons.is_empty() && comparisons.iter().all(Comparison::passed);
         Ok((complete && right, comparisons.first().map_or(f64::NAN, |output| output.relative)))
     }
+}
+
+/// Outputs in host memory.
+pub(super) fn downloaded(
+    outputs: Vec<(&'static str, &mut Tensor)>,
+    stream: &Stream,
+) -> Result<Vec<(&'static str, Array)>> {
+    let download = |(name, tensor): (_, &mut Tensor)| Ok((name, Array::download(tensor, stream)?));
+    outputs.into_iter().map(download).collect()
 }
 
 /// The methods of [`Operands`] that follow from `problem`, `call` (the call of the library with the
