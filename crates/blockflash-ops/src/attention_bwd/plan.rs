@@ -29,7 +29,8 @@ const STEPS_APART: usize = 2;
 
 /// Rounds of CTAs whose blocks of keys ascend at the end of a causal mask, at most those of half of
 /// the heads. Blocks that start last are short then, so no SM is left with a long one. Measured on
-/// an H200 at head_dim 128: 3 % at a length of 4096, 4 % at 16384.
+/// an H200 at head_dim 128: 3 % at a length of 4096, 4 % at 16384. Where heads are shared, a block
+/// takes as many times longer, and the end of the grid with it.
 const ASCENDING_ROUNDS: usize = 3;
 
 /// The kernels of a backward pass in the order of their launches.
@@ -144,7 +145,7 @@ pub fn plan<'k>(
 
 /// Heads of keys whose blocks start together. Under a mask with a right limit these are the last
 /// ones, where the first block of a head is the longest: in dense batches without a left limit.
-/// Several heads of queries per head of keys were not measured.
+/// Where all blocks start at once, none is the last to start.
 fn heads_per_section(
     tile: &AttentionBwdTile,
     problem: &AttentionBackwardProblem,
@@ -165,12 +166,13 @@ fn heads_per_section(
         };
         return together.min(all);
     }
-    let triangle = base.scores.window.left == BLOCKFLASH_WINDOW_UNBOUNDED
-        && forward.packed.is_none()
-        && forward.num_heads_q == forward.num_heads_kv;
+    let triangle =
+        base.scores.window.left == BLOCKFLASH_WINDOW_UNBOUNDED && forward.packed.is_none();
     let tiles = forward.seqlen_kv.div_ceil(tile.block_kv as usize).max(1);
-    let rounds = ASCENDING_ROUNDS * gpu.multiprocessors as usize / tiles;
-    if triangle { rounds.min(all / 2).max(1) } else { 1 }
+    let multiprocessors = gpu.multiprocessors as usize;
+    let rounds = ASCENDING_ROUNDS * multiprocessors / tiles;
+    let at_once = all.saturating_mul(tiles) <= multiprocessors;
+    if triangle && !at_once { rounds.min(all / 2).max(1) } else { 1 }
 }
 
 /// Number of CTAs of a kernel.

@@ -80,19 +80,21 @@ fn launches_with_sums() {
     let tiles = [(Step::Statistics, 32 * 24), (Step::KeysAndSums, 108), (Step::Sums, 32 * 24)];
     assert_eq!(steps(&plan), tiles);
     assert_eq!((plan.plan.sums_head_dim, plan.plan.heads_per_section), (Some(64), 8));
-    let causal = forward.with_mask(Mask::causal());
-    let plan = planned(&AttentionBackwardProblem::of(causal), &gpu(9, 0));
-    assert_eq!(plan.plan.heads_per_section, 1, "several heads of queries");
-    let ascending = |sizes, mask| {
-        let forward = AttentionProblem::dense(DType::BF16, sizes, [16; 2], 64).with_mask(mask);
+    let ascending_of = |heads, sizes, mask| {
+        let forward = AttentionProblem::dense(DType::BF16, sizes, heads, 64).with_mask(mask);
         planned(&AttentionBackwardProblem::of(forward), &gpu(9, 0)).plan.heads_per_section
     };
+    let ascending = |sizes, mask| ascending_of([16; 2], sizes, mask);
     let window = Mask::Window { left: Some(100), right: Some(0), align: Align::BottomRight };
     // Three rounds of 108 CTAs, and no more than half of the heads.
     assert_eq!(ascending([1, 4096, 4096], Mask::causal()), 8);
     assert_eq!(ascending([2, 4096, 4096], Mask::causal()), 10);
     assert_eq!(ascending([2, 32768, 32768], Mask::causal()), 1);
     assert_eq!(ascending([2, 4096, 4096], window), 1);
+    // Heads of keys count; with 6 · 16 blocks, all start at once, with 7 · 16 they do not.
+    assert_eq!(ascending_of([64, 16], [2, 4096, 4096], Mask::causal()), 10);
+    assert_eq!(ascending_of([8, 2], [3, 2048, 2048], Mask::causal()), 1);
+    assert_eq!(ascending_of([28, 7], [1, 2048, 2048], Mask::causal()), 3);
     let few = AttentionProblem::dense(DType::BF16, [1, 2048, 2048], [8, 4], 64);
     let plan = planned(&AttentionBackwardProblem::of(few), &gpu(9, 0));
     assert_eq!(plan.plan.heads_per_section, 4);
