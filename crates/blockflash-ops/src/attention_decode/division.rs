@@ -161,26 +161,23 @@ impl Division {
         Self { items: self.items >> run_log2, run_log2, ..self }
     }
 
-    /// Clusters and their CTAs, where the splits of few sequences are combined in clusters of at
-    /// most this many: in one for each group. CTAs of a cluster share multiprocessors while others
-    /// are free, so that is for splits that are read soon, by half of the GPU, or by all of it
-    /// where the groups have to be combined, too.
+    /// [Clusters](Tile::clusters) and the CTAs of one, where the splits of few sequences are
+    /// combined in clusters. They are for splits that are read soon.
     pub(super) fn in_clusters(
         &self,
-        most: usize,
+        tile: &Tile,
         problem: &AttentionDecodeProblem,
         multiprocessors: usize,
     ) -> Option<[u32; 2]> {
         // The kernel has to find as many splits.
         let keys = problem.sees_all().then_some(problem.attention.seqlen_kv)?;
         let [chunk, splits] = self.of_sequence(keys);
-        let groups = splits.div_ceil(most);
-        let size = self.most_splits.min(most).next_power_of_two();
-        let clusters = (self.items / self.most_splits).checked_mul(groups)?;
-        let ctas = clusters.checked_mul(size)?;
-        let room = if groups > 1 { multiprocessors } else { multiprocessors / 2 };
-        let soon = chunk <= self.longest_in_cluster && ctas <= room;
-        (self.run_log2 == 0 && splits > 1 && soon).then_some([clusters as u32, size as u32])
+        if self.run_log2 > 0 || splits == 1 || chunk > self.longest_in_cluster {
+            return None;
+        }
+        let row_tiles = self.items / self.most_splits;
+        let clusters = tile.clusters(row_tiles, [splits, self.most_splits], multiprocessors)?;
+        Some(clusters.map(|count| count as u32))
     }
 
     /// Numbers of 32 bits, and words that count, of the workspace.

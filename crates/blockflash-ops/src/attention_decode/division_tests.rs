@@ -79,7 +79,7 @@ fn few_splits_are_combined_in_clusters() {
     let clusters = |batch, keys, heads: [usize; 2], fewest_keys| {
         let problem = known(batch, keys, heads);
         let tile = Tile { fewest_keys, ..tile(8) };
-        divided(&tile, &gpu(), &problem, 1).unwrap().in_clusters(16, &problem, 132)
+        divided(&tile, &gpu(), &problem, 1).unwrap().in_clusters(&tile, &problem, 132)
     };
     assert_eq!(clusters(1, 1024, [8, 1], 128), Some([1, 8]));
     assert_eq!(clusters(8, 1000, [8, 1], 128), Some([8, 8]));
@@ -99,7 +99,7 @@ fn few_splits_are_combined_in_clusters() {
     let mut unknown = all;
     unknown.cache.seqused_kv = true;
     for problem in [window, unknown] {
-        assert_eq!(of_rows(8, &problem).in_clusters(16, &problem, 132), None);
+        assert_eq!(of_rows(8, &problem).in_clusters(&tile(8), &problem, 132), None);
     }
 }
 

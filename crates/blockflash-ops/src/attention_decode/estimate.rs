@@ -136,23 +136,15 @@ impl Launch<'_> {
         let work = (busiest.powi(4) + reading.powi(4)).sqrt().sqrt();
         let [combine, result, level] = COMBINE;
         let groups = splits.div_ceil(GROUP);
+        let in_clusters = tile.clusters(tiles, [splits; 2], multiprocessors).is_some();
         let combining = match splits {
             1 => 0.0,
-            _ if self.in_clusters(splits) && groups == 1 => 0.0,
-            _ if self.in_clusters(splits) => combine + level + result * groups as f64,
+            _ if in_clusters && groups == 1 => 0.0,
+            _ if in_clusters => combine + level + result * groups as f64,
             _ if splits <= GROUP => combine + result * splits as f64,
             _ => combine + result * splits as f64 + level,
         };
         Estimate { splits, time: LAUNCH + work + combining }
-    }
-
-    /// Whether clusters combine these splits: see
-    /// [`in_clusters`](super::division::Division::in_clusters).
-    fn in_clusters(&self, splits: usize) -> bool {
-        let most = self.tile.cluster;
-        let groups = splits.div_ceil(most.max(1));
-        let ctas = self.tiles.saturating_mul(groups * splits.min(most).next_power_of_two());
-        most > 1 && ctas <= self.multiprocessors / if groups > 1 { 1 } else { 2 }
     }
 }
 

@@ -56,8 +56,7 @@ pub(super) fn plan_few(
     let blocks = grid_x(&[division.items.min(most)])?;
     grid_x(&[division.items.saturating_add(2 * blocks as usize)])?;
     let waits = kernel.waits_for_predecessor();
-    let most = kernel.most_in_cluster().map(|most| most as usize);
-    let config = match most.and_then(|most| division.in_clusters(most, problem, multiprocessors)) {
+    let config = match division.in_clusters(&tile, problem, multiprocessors) {
         None => LaunchConfig::of(kernel, blocks, waits),
         Some([clusters, size]) => LaunchConfig {
             cluster: Some([size, 1, 1]),

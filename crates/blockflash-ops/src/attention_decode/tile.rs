@@ -76,6 +76,27 @@ impl Tile {
     pub(super) fn most_blocks(&self, gpu: &CudaProperties) -> usize {
         gpu.multiprocessors.max(1) as usize * self.blocks.max(1) as usize
     }
+
+    /// Clusters that combine the splits of each of these row tiles, one for each group of `splits`,
+    /// and the CTAs of a cluster, which has room for `most_splits`. `None` without clusters, and
+    /// where they would be too many: CTAs of a cluster share multiprocessors while others are free,
+    /// so they are for half of the GPU, or for all of it where the groups have to be combined, too.
+    pub(super) fn clusters(
+        &self,
+        row_tiles: usize,
+        [splits, most_splits]: [usize; 2],
+        multiprocessors: usize,
+    ) -> Option<[usize; 2]> {
+        if self.cluster <= 1 {
+            return None;
+        }
+        let groups = splits.div_ceil(self.cluster);
+        let size = most_splits.min(self.cluster).next_power_of_two();
+        let clusters = row_tiles.checked_mul(groups)?;
+        let ctas = clusters.checked_mul(size)?;
+        let room = if groups > 1 { multiprocessors } else { multiprocessors / 2 };
+        (ctas <= room).then_some([clusters, size])
+    }
 }
 
 /// What the division of the work follows from; `None` for a kernel that splits no keys.
