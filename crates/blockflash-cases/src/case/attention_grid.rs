@@ -1,8 +1,8 @@
 //! Grids of attention in suite files.
 
 use super::Case;
-use super::attention::{AttentionShape, Pass};
-use super::block_sparse::BlockLists;
+use super::attention_shape::{AttentionShape, Pass};
+use super::block_lists::BlockLists;
 use super::grid::{GridPeers, each, heads_kv, uniform};
 use super::id::Fields;
 use super::lengths::Lengths;

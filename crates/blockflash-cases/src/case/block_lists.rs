@@ -1,8 +1,44 @@
-//! Lists of blocks: from offsets that go on from head to head, and in the form of the oracle.
+//! Lists of blocks: how they are drawn, from offsets that go on from head to head, and in the form
+//! of the oracle.
 
+use super::id::{Id, pair};
+use super::pattern::Pattern;
 use crate::error::Result;
 use crate::memory::count;
 use blockflash_ops::{BlockGeometry, BlockMask};
+use serde::Serialize;
+
+/// Which key blocks each block of queries attends to. All batch entries share the lists.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct BlockLists {
+    /// Number of heads that have lists of their own: the number of query heads, the number of key
+    /// heads (query heads that share a key head share its lists), or 1 (all heads share one set of
+    /// lists).
+    pub mask_heads: usize,
+    /// Queries of a block.
+    pub block_q: usize,
+    /// Keys of a block.
+    pub block_kv: usize,
+    /// Fraction of the blocks that are listed; with a causal mask, fraction of the blocks that the
+    /// mask leaves visible. Each block row rounds this to whole blocks, at least one.
+    pub density: f64,
+    /// How the listed blocks are distributed.
+    pub pattern: Pattern,
+}
+
+impl BlockLists {
+    pub(super) const EMPTY: Self =
+        Self { mask_heads: 0, block_q: 0, block_kv: 0, density: 0.0, pattern: Pattern::Uniform };
+
+    /// `q128kv128_d0.25_uniform`.
+    pub(super) fn fields(&mut self, id: &mut Id<'_>) -> Option<()> {
+        let mut block = [self.block_q, self.block_kv];
+        id.part(&mut block, |[q, kv]| format!("q{q}kv{kv}"), |part| pair(part, "q"))?;
+        [self.block_q, self.block_kv] = block;
+        id.field("d", &mut self.density)?;
+        id.name(&mut self.pattern)
+    }
+}
 
 /// The lists of all rows of a mask on the host, in the order of sequences, heads and rows, and
 /// where each begins.

@@ -1,9 +1,8 @@
 //! Lists of blocks that attention visits.
 
-use super::attention::AttentionShape;
-use super::block_lists::from_rows;
+use super::attention_shape::AttentionShape;
+use super::block_lists::{BlockLists, from_rows};
 use super::grid::{fraction, heads_kv};
-use super::id::{Id, pair};
 use super::limits;
 use super::mask_kind::MaskKind;
 use super::pattern::{self as patterns, Pattern};
@@ -11,40 +10,7 @@ use super::work::{TILE_ROWS, Work};
 use crate::error::Result;
 use crate::random;
 use blockflash_ops::{BlockGeometry, BlockMask};
-use serde::Serialize;
 use std::ops::Range;
-
-/// Which key blocks each block of queries attends to. All batch entries share the lists.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
-pub struct BlockLists {
-    /// Number of heads that have lists of their own: the number of query heads, the number of key
-    /// heads (query heads that share a key head share its lists), or 1 (all heads share one set of
-    /// lists).
-    pub mask_heads: usize,
-    /// Queries of a block.
-    pub block_q: usize,
-    /// Keys of a block.
-    pub block_kv: usize,
-    /// Fraction of the blocks that are listed; with a causal mask, fraction of the blocks that the
-    /// mask leaves visible. Each block row rounds this to whole blocks, at least one.
-    pub density: f64,
-    /// How the listed blocks are distributed.
-    pub pattern: Pattern,
-}
-
-impl BlockLists {
-    pub(super) const EMPTY: Self =
-        Self { mask_heads: 0, block_q: 0, block_kv: 0, density: 0.0, pattern: Pattern::Uniform };
-
-    /// `q128kv128_d0.25_uniform`.
-    pub(super) fn fields(&mut self, id: &mut Id<'_>) -> Option<()> {
-        let mut block = [self.block_q, self.block_kv];
-        id.part(&mut block, |[q, kv]| format!("q{q}kv{kv}"), |part| pair(part, "q"))?;
-        [self.block_q, self.block_kv] = block;
-        id.field("d", &mut self.density)?;
-        id.name(&mut self.pattern)
-    }
-}
 
 /// A shape with its lists.
 #[derive(Clone, Copy, Debug)]

@@ -1,7 +1,6 @@
 //! The grammar of ids: parts with `_` between, most of them a prefix and a value. A shape lists its
 //! fields once, for reading and for writing.
 
-use super::pattern::Pattern;
 use blockflash_sys::DType;
 use std::fmt;
 use std::str::FromStr;
@@ -153,12 +152,6 @@ impl Id<'_> {
 /// What is before a separator, and after it if there is one.
 pub(super) fn optional<'a>(part: &'a str, separator: &str) -> (&'a str, Option<&'a str>) {
     part.split_once(separator).map_or((part, None), |(before, after)| (before, Some(after)))
-}
-
-/// Splits an id into its parts. A pattern's name may hold the separator, and has `-` in its place.
-pub(super) fn parts(id: &str) -> String {
-    let join = |id: String, name: String| id.replace(&name, &name.replace('_', "-"));
-    Pattern::ALL.iter().map(ToString::to_string).fold(id.to_owned(), join)
 }
 
 pub(super) fn number<T: FromStr>(part: &str, prefix: &str) -> Option<T> {

@@ -1,9 +1,10 @@
 //! Measured problems: one shape of one operation, with a readable id. Each operation has a file
-//! that holds everything about it: its `Shape` and its grid in suite files.
+//! with its `Shape` and its grid in suite files; attention has several.
 
 mod attention;
 mod attention_grid;
 mod attention_operands;
+mod attention_shape;
 mod backward_operands;
 mod block_lists;
 mod block_mask;
@@ -31,12 +32,12 @@ mod scores;
 mod shape;
 mod work;
 
-pub use attention::{AttentionShape, Pass};
 pub use attention_grid::AttentionGrid;
 pub use attention_operands::{AttentionData, AttentionOperands, offsets};
-pub use block_lists::from_rows;
+pub use attention_shape::{AttentionShape, Pass};
+pub use block_lists::{BlockLists, from_rows};
 pub use block_mask::{BlockMaskGrid, BlockMaskShape, MaskStep};
-pub use block_sparse::{BlockLists, BlockSparse};
+pub use block_sparse::BlockSparse;
 pub use bsr_data::BsrData;
 pub use bsr_matmul::{BsrGrid, BsrShape};
 pub use bsr_operands::{BsrCall, BsrOperands, oracle_activation};
@@ -136,7 +137,7 @@ impl FromStr for Case {
 
     /// Parses the id that [`Display`](fmt::Display) writes.
     fn from_str(id: &str) -> Result<Self, String> {
-        let parts = id::parts(id);
+        let parts = Pattern::joined(id);
         let case = Self::parse(&parts.split('_').collect::<Vec<_>>());
         // Only the exact spelling that `Display` writes is an id.
         let case = case.filter(|case| case.to_string() == id).ok_or_else(|| {

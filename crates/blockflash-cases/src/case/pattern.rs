@@ -62,6 +62,12 @@ impl Pattern {
         with_name(name)
     }
 
+    /// An id in which the names of patterns have `-` in place of `_`, which separates its parts.
+    pub(super) fn joined(id: &str) -> String {
+        let join = |id: String, name: String| id.replace(&name, &name.replace('_', "-"));
+        Self::ALL.iter().map(ToString::to_string).fold(id.to_owned(), join)
+    }
+
     /// Number of stored blocks. The density is rounded to whole blocks per row (at least one), for
     /// `Random` to whole blocks of the matrix, and for `FullRows` to whole rows (at least one).
     pub fn nnz_blocks(self, rows: usize, columns: usize, density: f64) -> usize {

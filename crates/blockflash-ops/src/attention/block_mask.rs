@@ -1,6 +1,5 @@
 //! Checks that a block mask fits an attention call.
 
-use super::AttentionProblem;
 use crate::check::to_i32;
 use crate::{BlockMask, Error, Result};
 use blockflash_sys::manifest::AttentionTile;
@@ -29,14 +28,17 @@ impl BlockMaskSizes {
         head_q / (num_heads_q / self.heads as usize)
     }
 
-    /// Checks that the mask fits a problem. Its fit to each sequence of a packed batch is unknown
-    /// here, since the offsets are on the device.
-    pub(super) fn of(mask: &BlockMask, problem: &AttentionProblem) -> Result<Self> {
-        let AttentionProblem { batch, num_heads_q, num_heads_kv, seqlen_q, seqlen_kv, .. } =
-            *problem;
+    /// Checks that the mask fits a problem of these sizes. Its fit to each sequence of a packed
+    /// batch is unknown here, since the offsets are on the device.
+    pub(super) fn of(
+        mask: &BlockMask,
+        [batch, seqlen_q, seqlen_kv]: [usize; 3],
+        [num_heads_q, num_heads_kv]: [usize; 2],
+        packed: bool,
+    ) -> Result<Self> {
         let found = [mask.batch(), mask.heads(), mask.seqlen_q(), mask.seqlen_kv()];
         let packed_rows = mask.packed_rows();
-        let packed = [problem.packed.is_some(), packed_rows.is_some()];
+        let packed = [packed, packed_rows.is_some()];
         let fits = match packed {
             [false, false] => [1, batch].contains(&found[0]) && found[2..] == [seqlen_q, seqlen_kv],
             [true, true] => found[0] == batch && found[2] <= seqlen_q && found[3] <= seqlen_kv,

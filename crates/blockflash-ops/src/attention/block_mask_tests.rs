@@ -1,4 +1,4 @@
-use super::super::{Attention, AttentionParams, accepts, as_asked, plan, select};
+use super::super::{Attention, AttentionParams, AttentionProblem, accepts, as_asked, plan, select};
 use super::*;
 use crate::BlockGeometry;
 use crate::fixtures::{gpu, gpus};

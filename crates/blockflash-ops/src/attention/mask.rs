@@ -1,5 +1,8 @@
 use std::ops::Range;
 
+/// Longest sequence. Positions, windows and their sums stay within 32 bits in the kernels.
+pub const MAX_SEQLEN: usize = 1 << 30;
+
 /// Which diagonal a causal or window mask follows when `seqlen_q != seqlen_kv`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Align {

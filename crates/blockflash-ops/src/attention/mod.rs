@@ -15,9 +15,9 @@ mod seqlens;
 
 pub use block_mask::BlockMaskSizes;
 pub use flops::{attention_flops, attention_varlen_flops};
-pub use mask::{Align, Mask};
+pub use mask::{Align, MAX_SEQLEN, Mask};
 pub use plan::{AttentionParams, AttentionPlan, plan};
-pub use problem::{AttentionProblem, LseStrides, MAX_SEQLEN, PackedRows, Strides};
+pub use problem::{AttentionProblem, LseStrides, PackedRows, Strides};
 pub use scores::{Scores, ScoresProblem};
 pub use select::{accepts, select};
 pub use seqlens::CuSeqlens;

@@ -1,4 +1,4 @@
-use super::super::{Attention, CuSeqlens, PackedRows, as_asked, plan};
+use super::super::{Attention, AttentionProblem, CuSeqlens, PackedRows, as_asked, plan};
 use super::*;
 use crate::fixtures::{gpu, values};
 use crate::{BlockGeometry, Device, ElementTypes};

@@ -1,12 +1,9 @@
 use super::seqlens::check_maximum;
-use super::{Attention, BlockMaskSizes, CuSeqlens, Mask, ScoresProblem};
+use super::{Attention, BlockMaskSizes, CuSeqlens, MAX_SEQLEN, Mask, ScoresProblem};
 use crate::check::{Operand, to_i32};
 use crate::{Error, Result};
 use blockflash_safe::ViewMut;
 use blockflash_sys::{DType, ElementTypes, HeadDims};
-
-/// Longest sequence. Positions, windows and their sums stay within 32 bits in the kernels.
-pub const MAX_SEQLEN: usize = 1 << 30;
 
 /// Element strides of a `[batch, seqlen, num_heads, head_dim]` tensor; `head_dim` is contiguous.
 /// `batch` is 0 for packed (variable-length) tensors.
@@ -251,7 +248,9 @@ impl Attention<'_> {
 
         problem.scores = self.scores.problem(problem.head_dims.qk, num_heads_q)?;
         if let Some(block_mask) = self.block_mask {
-            problem.block_mask = Some(BlockMaskSizes::of(block_mask, &problem)?);
+            let sizes = [problem.batch, problem.seqlen_q, problem.seqlen_kv];
+            let (heads, packed) = ([num_heads_q, num_heads_kv], problem.packed.is_some());
+            problem.block_mask = Some(BlockMaskSizes::of(block_mask, sizes, heads, packed)?);
         }
         Ok(problem)
     }

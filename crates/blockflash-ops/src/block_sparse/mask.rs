@@ -1,5 +1,4 @@
 use super::BlockGeometry;
-use super::packed::Packed;
 use super::validate::exists;
 use crate::check::filled;
 use crate::{Mask, Result};
@@ -27,6 +26,14 @@ pub struct BlockMask {
     pub(super) packed: Option<Packed>,
     /// See [`BlockMask::with_transpose`].
     pub(super) transpose: Option<BlockLists>,
+}
+
+/// The sequences of a packed mask.
+#[derive(Clone, Debug)]
+pub(super) struct Packed {
+    pub(super) geometries: Vec<BlockGeometry>,
+    /// Block rows of all sequences together.
+    pub(super) rows: usize,
 }
 
 /// The index arrays on the CPU.

@@ -1,18 +1,11 @@
 //! Block masks of packed batches: the masks of the sequences, one after another.
 
+use super::mask::Packed;
 use super::validate::{Sizes, exists, invalid};
 use super::{BlockGeometry, BlockMask};
 use crate::check::{reserved, to_i32};
 use crate::{Error, Result};
 use blockflash_safe::{BlockListArrays, BlockLists, Device, Stream, Tensor};
-
-/// The sequences of a packed mask.
-#[derive(Clone, Debug)]
-pub(super) struct Packed {
-    geometries: Vec<BlockGeometry>,
-    /// Block rows of all sequences together.
-    rows: usize,
-}
 
 impl BlockMask {
     /// The mask of a packed batch, for [`CuSeqlens`](crate::CuSeqlens) of the same sequences. It

@@ -1,5 +1,5 @@
-//! Constructors of [`BsrMatrix`] from data on the host. They sort inputs whose order is free and
-//! reject invalid ones.
+//! Constructors of [`BsrMatrix`] and [`BsrPattern`] from data on the host. They sort inputs whose
+//! order is free and reject invalid ones.
 
 use super::validate::{Shape, VALUE_TYPES, invalid};
 use super::{BsrMatrix, BsrPattern};
@@ -9,6 +9,28 @@ use crate::{Error, Result};
 use blockflash_safe::{Device, Tensor, View};
 use blockflash_sys::DType;
 use half::{bf16, f16};
+
+impl BsrPattern {
+    /// From blocks in any order, as `(block row, block column)`; on the CPU. The values of the
+    /// pattern are in ascending order of block rows, then columns.
+    ///
+    /// # Errors
+    /// [`Error::InvalidBsr`] names a block beyond the matrix or one that comes twice, or a block
+    /// size beyond [`MAX_BLOCK_SIZE`](Self::MAX_BLOCK_SIZE); [`Error::TooLarge`].
+    pub fn from_blocks(
+        rows: usize,
+        cols: usize,
+        block_size: usize,
+        blocks: &[(usize, usize)],
+    ) -> Result<Self> {
+        let shape = Shape::new(rows, cols, block_size)?;
+        let mut parts = Parts::new(&shape, 0)?;
+        for at in shape.order_of(blocks)? {
+            parts.push(blocks[at])?;
+        }
+        parts.pattern(&shape)
+    }
+}
 
 impl BsrMatrix {
     /// Keeps the blocks of a dense matrix that have a value other than zero (NaN is one).
@@ -174,7 +196,7 @@ impl BsrMatrix {
 
 /// The arrays while blocks are appended in order. Values stay f32, which holds every other type
 /// exactly, until they are rounded at the end.
-pub(super) struct Parts {
+struct Parts {
     row_ptr: Vec<i32>,
     col_idx: Vec<i32>,
     values: Vec<f32>,
@@ -183,7 +205,7 @@ pub(super) struct Parts {
 
 impl Parts {
     /// For blocks with this many values each.
-    pub(super) fn new(shape: &Shape, per_block: usize) -> Result<Self> {
+    fn new(shape: &Shape, per_block: usize) -> Result<Self> {
         let row_ptr = reserved(shape.block_rows + 1)?;
         Ok(Self { row_ptr, col_idx: Vec::new(), values: Vec::new(), per_block })
     }
@@ -197,7 +219,7 @@ impl Parts {
 
     /// Appends a block of zeros and returns it. Its position must follow the previous one. A single
     /// element may need a block of a million, so the memory of values is asked for.
-    pub(super) fn push(&mut self, (block_row, block_col): (usize, usize)) -> Result<&mut [f32]> {
+    fn push(&mut self, (block_row, block_col): (usize, usize)) -> Result<&mut [f32]> {
         self.row_ptr.resize(block_row + 1, self.col_idx.len() as i32);
         self.col_idx.push(block_col as i32);
         let start = self.values.len();
@@ -205,12 +227,12 @@ impl Parts {
         Ok(&mut self.values[start..])
     }
 
-    pub(super) fn pattern(&mut self, shape: &Shape) -> Result<BsrPattern> {
+    fn pattern(&mut self, shape: &Shape) -> Result<BsrPattern> {
         self.row_ptr.resize(shape.block_rows + 1, self.col_idx.len() as i32);
         BsrPattern::of(shape, &self.row_ptr, &self.col_idx, &Device::cpu().stream()?)
     }
 
-    pub(super) fn finish(mut self, shape: &Shape, dtype: DType) -> Result<BsrMatrix> {
+    fn finish(mut self, shape: &Shape, dtype: DType) -> Result<BsrMatrix> {
         let pattern = self.pattern(shape)?;
         let values = match dtype {
             DType::F16 => rounded::<f16>(&self.values, &pattern)?,

@@ -1,8 +1,7 @@
-use super::build::Parts;
 use super::grouping;
 use super::parts::Lengths;
 use super::stages::{Groups, Stages};
-use super::validate::{EdgeBlock, Shape, VALUE_TYPES, invalid};
+use super::validate::{EdgeBlock, MAX_BLOCK_SIZE, Shape, VALUE_TYPES, invalid};
 use crate::check::{Operand, contiguous};
 use crate::{Error, Result};
 use blockflash_safe::{BsrIndexArrays, BsrIndices, Device, Stream, Tensor, View};
@@ -48,27 +47,7 @@ pub struct BsrPattern {
 
 impl BsrPattern {
     /// Largest block size.
-    pub const MAX_BLOCK_SIZE: usize = 1024;
-
-    /// From blocks in any order, as `(block row, block column)`; on the CPU. The values of the
-    /// pattern are in ascending order of block rows, then columns.
-    ///
-    /// # Errors
-    /// [`Error::InvalidBsr`] names a block beyond the matrix or one that comes twice, or a block
-    /// size beyond [`MAX_BLOCK_SIZE`](Self::MAX_BLOCK_SIZE); [`Error::TooLarge`].
-    pub fn from_blocks(
-        rows: usize,
-        cols: usize,
-        block_size: usize,
-        blocks: &[(usize, usize)],
-    ) -> Result<Self> {
-        let shape = Shape::new(rows, cols, block_size)?;
-        let mut parts = Parts::new(&shape, 0)?;
-        for at in shape.order_of(blocks)? {
-            parts.push(blocks[at])?;
-        }
-        parts.pattern(&shape)
-    }
+    pub const MAX_BLOCK_SIZE: usize = MAX_BLOCK_SIZE;
 
     /// From the two index arrays of the format, fully validated; on the CPU. `row_ptr` has
     /// `block_rows + 1` entries, `col_idx` one per block, ascending and unique within a block row.

@@ -1,11 +1,13 @@
 //! The rules that index arrays of a BSR matrix must satisfy. Kernels read them unchecked, so arrays
-//! that break one never become a [`BsrPattern`].
+//! that break one never become a [`BsrPattern`](super::BsrPattern).
 
-use super::BsrPattern;
 use crate::check::to_i32;
 use crate::float::Float;
 use crate::{Error, Result};
 use blockflash_sys::DType;
+
+/// Largest block size.
+pub(super) const MAX_BLOCK_SIZE: usize = 1024;
 
 /// Element types of values.
 pub(super) const VALUE_TYPES: [DType; 3] = [DType::F16, DType::BF16, DType::F32];
@@ -22,11 +24,8 @@ pub(crate) struct Shape {
 
 impl Shape {
     pub(crate) fn new(rows: usize, cols: usize, block_size: usize) -> Result<Self> {
-        if !(1..=BsrPattern::MAX_BLOCK_SIZE).contains(&block_size) {
-            return invalid(format!(
-                "block_size is {block_size}, not 1 to {}",
-                BsrPattern::MAX_BLOCK_SIZE
-            ));
+        if !(1..=MAX_BLOCK_SIZE).contains(&block_size) {
+            return invalid(format!("block_size is {block_size}, not 1 to {MAX_BLOCK_SIZE}"));
         }
         let (block_rows, block_cols) = (rows.div_ceil(block_size), cols.div_ceil(block_size));
         // Indices are 32-bit; row_ptr has one entry more than block rows.

@@ -1,8 +1,6 @@
-//! Where the elements of a logical tensor are stored: dimension order and padding, with something
-//! in every gap.
+//! A placement, and what it makes of a shape.
 
-use crate::io::Array;
-use blockflash_ops::{Major, Stream, Tensor, View, ViewMut};
+use blockflash_ops::{Major, Tensor, View, ViewMut};
 use std::ops::Range;
 
 /// A logical tensor inside a larger, contiguous physical one. The default, for any rank, is no gap
@@ -21,72 +19,7 @@ impl Placement {
         let order = if major == Major::Row { Vec::new() } else { vec![1, 0] };
         Self { order, padding: Vec::new() }
     }
-}
 
-/// A dense operand where an operation reads it: in place on the CPU if there is no gap, otherwise
-/// in memory of the device.
-#[derive(Debug)]
-pub struct Dense {
-    placed: Placed,
-    stored: Option<Tensor>,
-}
-
-impl Dense {
-    /// Stores an array on the stream's device, with NaN in every gap.
-    ///
-    /// # Errors
-    /// If the device has not enough memory.
-    pub fn new(
-        host: &Array,
-        placement: &Placement,
-        stream: &Stream,
-    ) -> blockflash_safe::Result<Self> {
-        let placed = placement.place(host.shape());
-        let in_place = stream.device().is_cpu() && placed.is_whole();
-        let stored = if in_place { None } else { Some(placed.upload(host, stream)?) };
-        Ok(Self { placed, stored })
-    }
-
-    /// Replaces the operand, whose memory on a device stays where it is; `host` has the shape of
-    /// what was stored, and is read from now on.
-    ///
-    /// # Errors
-    /// If the type or the shape is another one, or the device fails.
-    pub fn refill(&mut self, host: &Array, stream: &Stream) -> blockflash_safe::Result<()> {
-        match &mut self.stored {
-            Some(stored) => host.placed(&self.placed).write(stored, stream),
-            None => Ok(()),
-        }
-    }
-
-    /// The operand; `host` is the array that was stored.
-    ///
-    /// # Errors
-    /// If the array has more dimensions than a view can have.
-    pub fn view<'a>(&'a self, host: &'a Array) -> blockflash_safe::Result<View<'a>> {
-        match &self.stored {
-            Some(stored) => self.placed.view(stored),
-            None => host.view(),
-        }
-    }
-}
-
-/// A placement that was applied to a shape.
-#[derive(Clone, Debug)]
-pub struct Placed {
-    /// Shape of the physical tensor.
-    pub physical: Vec<usize>,
-    /// The part of each physical dimension that the logical tensor takes.
-    pub ranges: Vec<Range<usize>>,
-    /// For each logical dimension, its physical one: the permutation of the sliced physical tensor
-    /// that gives the logical one.
-    pub permutation: Vec<usize>,
-    shape: Vec<usize>,
-    strides: Vec<usize>,
-    origin: usize,
-}
-
-impl Placement {
     /// The placement of a tensor of this logical shape.
     pub fn place(&self, shape: &[usize]) -> Placed {
         let rank = shape.len();
@@ -104,6 +37,21 @@ impl Placement {
         let origin = (0..rank).map(|dim| padding(dim).0 * strides[dim]).sum();
         Placed { physical, ranges, permutation, shape: shape.to_vec(), strides, origin }
     }
+}
+
+/// A placement that was applied to a shape.
+#[derive(Clone, Debug)]
+pub struct Placed {
+    /// Shape of the physical tensor.
+    pub physical: Vec<usize>,
+    /// The part of each physical dimension that the logical tensor takes.
+    pub ranges: Vec<Range<usize>>,
+    /// For each logical dimension, its physical one: the permutation of the sliced physical tensor
+    /// that gives the logical one.
+    pub permutation: Vec<usize>,
+    shape: Vec<usize>,
+    strides: Vec<usize>,
+    origin: usize,
 }
 
 impl Placed {
@@ -128,17 +76,6 @@ impl Placed {
         };
         let inner = self.ranges.iter().enumerate().try_fold(tensor.view_mut(), slice);
         inner?.permute(&self.permutation)
-    }
-
-    /// The logical tensor on a device, with NaN in every gap.
-    ///
-    /// # Errors
-    /// If the device has not enough memory.
-    pub fn upload(&self, logical: &Array, stream: &Stream) -> blockflash_safe::Result<Tensor> {
-        match self.is_whole() {
-            true => logical.upload(stream),
-            false => logical.placed(self).upload(stream),
-        }
     }
 
     /// Shape of the logical tensor.
