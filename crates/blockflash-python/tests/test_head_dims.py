@@ -1,6 +1,9 @@
-"""Values with another head dimension than queries and keys, which the CPU computes."""
+"""Values with another head dimension than queries and keys."""
 
 from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +14,12 @@ from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
 import blockflash
+from blockflash import flash_attn, flash_attn_interface
 from blockflash.sdpa import activate_sdpa, scaled_dot_product_attention
 
+transformers = pytest.importorskip("blockflash.transformers")
+block_attention = transformers.block_attention
+MODULE = SimpleNamespace(num_key_value_groups=2, training=False)
 HEAD_DIMS = [(192, 128), (64, 128), (72, 40), (13, 7), (5, 9)]
 """Of q and k, and of v and the output."""
 
@@ -138,8 +145,37 @@ def test_operations_are_counted() -> None:
     assert counter.get_total_flops() == 2 * pairs * (3 * 16 + 2 * 8)
 
 
+@pytest.mark.parametrize("module", [flash_attn, flash_attn_interface])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_flash_attn(module: Any, device: str) -> None:
+    """The functions of flash-attn, with a cache also where it is copied first."""
+    table = "block_table" if module is flash_attn else "page_table"
+    for head_dims in [(192, 128), (64, 128), (40, 36), (36, 40)]:
+        q, k, v = (t.to(device) for t in operands(head_dims, torch.bfloat16))
+        expected, _ = reference(q, k, v, causal=True)
+        o = module.flash_attn_func(q, k, v, causal=True)
+        assert_close((o[0] if isinstance(o, tuple) else o).cpu(), expected, torch.bfloat16)
+        paged = {table: torch.arange(2, device=device, dtype=torch.int32)[:, None]}
+        for pages in ({}, paged):
+            o = module.flash_attn_with_kvcache(q, k, v, causal=True, **pages)
+            assert_close(o.cpu(), expected, torch.bfloat16)
+
+
+def test_transformers() -> None:
+    for head_dims in [(192, 128), (64, 128)]:
+        q, k, v = (t.transpose(1, 2) for t in operands(head_dims, rows=(9, 9)))
+        with blockflash.strict():
+            o, _ = block_attention(MODULE, q, k, v, None, is_causal=True)
+        expected, _ = reference(*(t.transpose(1, 2) for t in (q, k, v)), causal=True)
+        assert_close(o, expected, torch.float32)
+
+
 @pytest.mark.gpu
-def test_kernels_refuse() -> None:
-    q, k, v = (t.cuda().half() for t in operands((192, 128)))
-    with pytest.raises(blockflash.Unsupported, match="head_dim 192 of q and k, 128 of v"):
+def test_on_a_gpu() -> None:
+    for head_dims in HEAD_DIMS:
+        q, k, v = (t.cuda() for t in operands(head_dims, torch.float16))
+        o = blockflash.attention(q, k, v, causal=True)
+        assert_close(o.cpu(), reference(q, k, v, causal=True)[0], torch.float16)
+    q, k, v = (t.cuda() for t in operands((576, 512), torch.float16))
+    with pytest.raises(blockflash.Unsupported, match="head_dim 576 of q and k, 512 of v"):
         blockflash.attention(q, k, v)

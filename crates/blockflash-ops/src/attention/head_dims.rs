@@ -35,18 +35,7 @@ impl Rows {
     pub(crate) fn fit(self, kernel: Rows) -> bool {
         let fits = |found: usize, widest| found <= widest && found.is_multiple_of(8);
         let (found, widest) = (self.head_dims, kernel.head_dims);
-        let fit = self.types == kernel.types && self.is_verified();
-        fit && fits(found.qk, widest.qk) && fits(found.v, widest.v)
-    }
-
-    /// Whether kernels have been verified for such head dimensions on a GPU. For those that differ
-    /// the suite `head_dims_gpu` does that, which has not run on one yet.
-    fn is_verified(self) -> bool {
-        self.head_dims.single().is_some() || cfg!(any(test, feature = "unequal-head-dims"))
-    }
-
-    fn not_verified(self) -> String {
-        format!("{}: kernels take one, the CPU takes both", named(self.head_dims))
+        self.types == kernel.types && fits(found.qk, widest.qk) && fits(found.v, widest.v)
     }
 
     /// Why a kernel does not take them.
@@ -54,9 +43,6 @@ impl Rows {
         let types = self.types;
         if types != kernel.types {
             return format!("the types of q, k and v, and o are {types}, not {}", kernel.types);
-        }
-        if !self.is_verified() {
-            return self.not_verified();
         }
         format!("{} up to {}", self.not_multiples(), kernel.head_dims)
     }
@@ -73,9 +59,6 @@ impl Rows {
         let ElementTypes { q, kv, o } = self.types;
         if self.types.single().is_none() {
             return format!("q is {q}, k and v are {kv} and o is {o}: kernels take one type");
-        }
-        if !self.is_verified() {
-            return self.not_verified();
         }
         format!("{}: kernels take multiples of 8 up to {widest}", named(self.head_dims))
     }

@@ -56,8 +56,7 @@ def attention(
         q: Queries, `[B, Sq, Hq, D]`, or packed `[Tq, Hq, D]` with `cu_seqlens_q`. Any strides but
             a contiguous last dimension.
         k: Keys, `[B, Sk, Hk, D]` or `[Tk, Hk, D]`; Hq is a multiple of Hk (GQA, MQA).
-        v: Values, in the shape of k; on the CPU they may have a head dimension of their own, which
-            the output has then.
+        v: Values, in the shape of k but for their head dimension, which the output has.
         causal: A query attends the keys `j <= p`.
         window: A query attends the keys `p - window[0] <= j <= p + window[1]`; None is unlimited.
         top_left: Where the diagonal of `causal` and `window` starts if `Sq != Sk`.

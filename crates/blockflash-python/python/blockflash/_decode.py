@@ -68,8 +68,8 @@ def attention_decode(
         q: Queries, `[B, Sq, Hq, D]`, or packed `[Tq, Hq, D]` with `cu_seqlens_q`.
         k_cache: Keys, `[B, capacity, Hk, D]`, or `[pages, page_size, Hk, D]` with `block_table`;
             Hq is a multiple of Hk. Any strides but a contiguous last dimension.
-        v_cache: Values, in the shape of the keys; on the CPU they may have a head dimension of
-            their own, which the output has then. Both may be parts of one buffer, such as
+        v_cache: Values, in the shape of the keys but for their head dimension, which the output
+            has. Both may be parts of one buffer, such as
             `[B, capacity, 2, Hk, D]`; on the CPU, an append then copies the values.
         k: New keys, `[B, Sn, Hk, D]` or packed `[Tn, Hk, D]`, which are written into the cache
             first, as the last ones of `seqused_k`. Those beyond the capacity are dropped.

@@ -88,8 +88,6 @@ def attend(
     and `max_seqlen_k`.
     """
     refuse_8_bits(q, k, v)
-    if q.size(-1) != v.size(-1):
-        raise Unsupported(f"head_dim of v is {v.size(-1)}, of q {q.size(-1)}; they must agree")
     try:
         result = attention(
             *map(contiguous_rows, (q, k, v)),

@@ -11,7 +11,6 @@ from . import _flash_gather, _stats
 from ._arguments import UNLIMITED
 from ._decode import attention_decode
 from ._flash import InvalidCall, contiguous_rows, refuse_8_bits
-from ._native import Unsupported
 from ._rotary import positions_of, turn
 
 
@@ -156,14 +155,10 @@ def _attend(
     **options: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`blockflash.attention_decode` with flash-attn's conventions."""
-    if q.size(-1) != v_cache.size(-1):
-        raise Unsupported(
-            f"head_dim of v is {v_cache.size(-1)}, of q {q.size(-1)}; they must agree"
-        )
     options |= {**scores, "k": k, "block_table": block_table}
     q = contiguous_rows(q)
     try:
-        if leftpad is None and not _flash_gather.is_needed(q, k_cache, block_table):
+        if leftpad is None and not _flash_gather.is_needed(q, k_cache, v_cache, block_table):
             result = attention_decode(q, k_cache, v_cache, return_lse=return_lse, **options)
         else:
             if block_table is not None:

@@ -12,12 +12,18 @@ from ._decode import attention_decode
 from ._rotary import positions_of, sequence_of
 
 
-def is_needed(q: Tensor, k_cache: Tensor, table: Tensor | None) -> bool:
+def is_needed(q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor | None) -> bool:
     """Whether GPU kernels refuse the head dimension, or the number of slots of a page."""
     if not q.is_cuda:
         return False
     pages = table is not None and table.shape[1] > 1 and k_cache.shape[1] % 16 != 0
-    return pages or q.shape[-1] % 8 != 0
+    return pages or q.shape[-1] % 8 != 0 or v_cache.shape[-1] % 8 != 0
+
+
+def _padded(rows: Tensor) -> Tensor:
+    """With zeros up to a head dimension of a multiple of 8."""
+    missing = -rows.shape[-1] % 8
+    return pad(rows, (0, missing)) if missing else rows
 
 
 def attend(
@@ -54,10 +60,9 @@ def attend(
         copies = [_read(cache, *_place(cache, block_table, slots)) for cache in caches]
     else:
         copies = list(caches)
-    missing = -head_dim % 8
-    q, *copies = (pad(t, (0, missing)) if missing else t for t in (q, *copies))
-    if k is not None and missing:
-        k, v = pad(k, (0, missing)), pad(v, (0, missing))
+    q, *copies = map(_padded, (q, *copies))
+    if k is not None:
+        k, v = _padded(k), _padded(v)
     o, lse = attention_decode(
         q, *copies, k=k, v=v, seqused_k=seqused_k, cu_seqlens_k=cu_seqlens_k, return_lse=True,
         scale=head_dim**-0.5 if scale is None else scale, **options,
@@ -65,8 +70,8 @@ def attend(
     if k is not None:
         new = _New(k, starts, cu_seqlens_k, copies[0].shape[1])
         for cache, copy in zip(caches, copies, strict=True):
-            new.store(cache, copy[..., :head_dim], block_table, leftpad)
-    return o[..., :head_dim], lse
+            new.store(cache, copy[..., : cache.shape[-1]], block_table, leftpad)
+    return o[..., : v_cache.shape[-1]], lse
 
 
 class _New:

@@ -80,9 +80,10 @@ def compute(
     """Gradients of q, k, v and the sink: the kernel of `attention_backward`."""
     head_dim = q.shape[-1]
     if grad_lse is not None:
-        if q.is_cuda and head_dim > 248:
+        widest = max(head_dim, v.shape[-1])
+        if q.is_cuda and widest > 248:
             raise _native.Unsupported(
-                f"the gradient of lse takes head dimensions up to 248 on a GPU, not {head_dim}"
+                f"the gradient of lse takes head dimensions up to 248 on a GPU, not {widest}"
             )
         named = ATTENTION.named(options)
         if named["scale"] is None:

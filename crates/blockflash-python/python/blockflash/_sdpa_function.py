@@ -27,7 +27,7 @@ def scaled_dot_product_attention(
     Args:
         query: `[B, Hq, Sq, D]`, or `[Hq, Sq, D]`.
         key: `[B, Hk, Sk, D]`, or `[Hk, Sk, D]`.
-        value: as key; on the CPU with a head_dim of its own.
+        value: as key, with a head_dim of its own.
         attn_mask: must be `None`. `blockflash.attention` has windows and block masks.
         dropout_p: must be 0.
         is_causal: query i attends to keys 0 to i.
@@ -39,8 +39,7 @@ def scaled_dot_product_attention(
 
     Raises:
         Unsupported: where torch has a backend and blockflash none: a mask, dropout, heads or
-            batches that are broadcast, on a GPU a head_dim of value that differs from query's; and
-            for 8-bit elements.
+            batches that are broadcast; and for 8-bit elements.
         ValueError: for arguments that torch refuses, too.
 
     """
@@ -70,8 +69,6 @@ def operands(
     dims = {query.dim(), key.dim(), value.dim()}
     if dims not in ({3}, {4}):
         raise Unsupported(f"tensors have {sorted(dims)} dimensions; all must have 3 or all 4")
-    if query.size(-1) != value.size(-1) and not query.is_cpu:
-        raise Unsupported(f"head_dim of value is {value.size(-1)}, of query {query.size(-1)}")
     batched = [
         tensor if tensor.dim() == 4 else tensor.unsqueeze(0) for tensor in (query, key, value)
     ]

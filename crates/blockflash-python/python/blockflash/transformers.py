@@ -116,10 +116,9 @@ def _refusal(
         return f"there is no kernel for {device}"
     if dtype not in _TYPES.get(device, (dtype,)):
         return f"there is no kernel for {dtype} on {device}: load the model in bfloat16"
-    if device == "cuda" and dim > 256:
-        return f"there is no kernel for head_dim {dim}, which is above 256"
-    if value.shape[3] > dim:
-        return f"there is no kernel for values of head_dim {value.shape[3]} and queries of {dim}"
+    widest = max(dim, value.shape[3])
+    if device == "cuda" and widest > 256:
+        return f"there is no kernel for head_dim {widest}, which is above 256"
     if key.shape[0] != query.shape[0]:
         return "queries and keys have different batches"
     if not cached:
@@ -127,7 +126,8 @@ def _refusal(
     tensors = (query, key, value, sink)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
         return "attention over a static cache has no gradient"
-    return "attention over a cache needs a head_dim of a multiple of 8" if dim % 8 else None
+    odd = dim % 8 or value.shape[3] % 8
+    return "attention over a cache needs a head_dim of a multiple of 8" if odd else None
 
 
 def _by_kernels(
@@ -150,7 +150,6 @@ def _by_kernels(
         raise ValueError(f"the mask is for lengths {mask.shape[2:]}, attention has {lengths}")
 
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))
-    v = F.pad(v, (0, q.shape[3] - v.shape[3])) if v.shape[3] < q.shape[3] else v
     packed = "cu_seqlens_q" in options
     if packed:
         q, k, v = (t.flatten(0, 1) for t in (q, k, v))
@@ -166,7 +165,6 @@ def _by_kernels(
             o = function(q, k, v, **options)
         except (Unsupported, ValueError) as error:
             return str(error)
-    o = o[..., : value.shape[3]]
     return o.unflatten(0, (query.shape[0], -1)) if packed else o
 
 
