@@ -87,6 +87,12 @@ fn grids_expand_to_every_combination() {
     assert_eq!(ids(decode), [96, 128].map(of_decode));
     let of_sddmm = |k| format!("sddmm_m512_n512_k{k}_b64_d0.5_uniform_column_row_f16");
     assert_eq!(ids(SDDMM), [64, 128].map(of_sddmm));
+    let with_values = |grid: &str| {
+        let ids = ids(&grid.replace("head_dim = 64", "head_dim = 64\nhead_dim_v = 32"));
+        assert!(!ids.is_empty() && ids.iter().all(|id| id.contains("_d64v32_")), "{ids:?}");
+        ids.len()
+    };
+    assert_eq!([GRID, SPARSE, decode].map(with_values), [4, 1, 2]);
     assert!(ids("description = 'only ceilings'").is_empty());
     let alone = parse(&format!("{GRID}peers = 'none'\n{SPARSE}")).unwrap();
     assert_eq!((alone.cases.len(), &alone.alone[..]), (5, &alone.cases[..4]));
@@ -111,6 +117,7 @@ fn mistakes_are_named() {
         (&lengths, "[64]", "[]", "empty"),
         (&lengths, "[64]", "[64, 0]", "length of 0"),
         (&lengths, "head_dim = 64", "head_dim = 0", "size of 0"),
+        (GRID, "", "head_dim_v = 0", "size of 0"),
         (&lengths, "lengths", "tokens = 1064\nlengths", "lengths cannot be combined"),
         (&lengths, "lengths", "seqlen = [8]\nlengths", neither),
         (GRID, "", "block = [[64, 64]]", "for block-sparse grids"),

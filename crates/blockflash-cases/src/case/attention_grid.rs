@@ -3,13 +3,13 @@
 use super::Case;
 use super::attention_shape::{AttentionShape, Pass};
 use super::block_lists::BlockLists;
-use super::grid::{GridPeers, each, heads_kv, uniform};
+use super::grid::{GridPeers, each, head_dims, heads_kv, uniform};
 use super::id::Fields;
 use super::lengths::Lengths;
 use super::mask_kind::MaskKind;
 use super::pattern::Pattern;
 use super::shape::Shape;
-use blockflash_sys::{DType, HeadDims};
+use blockflash_sys::DType;
 use serde::Deserialize;
 
 /// Every combination of the lists is a case. Either `seqlen` with `batch`, or with `tokens` for a
@@ -27,6 +27,7 @@ pub struct AttentionGrid {
     num_heads_kv: Option<usize>,
     mask_heads: Option<usize>,
     head_dim: usize,
+    head_dim_v: Option<usize>,
     block: Option<Vec<[usize; 2]>>,
     density: Option<Vec<f64>>,
     pattern: Option<Vec<Pattern>>,
@@ -64,7 +65,8 @@ impl AttentionGrid {
 
     /// A shape for each length, or for each list of lengths.
     fn sequences(&self, pass: Pass) -> Result<Vec<AttentionShape>, String> {
-        let (num_heads_q, head_dims) = (self.num_heads_q, HeadDims::all(self.head_dim));
+        let num_heads_q = self.num_heads_q;
+        let head_dims = head_dims(self.head_dim, self.head_dim_v);
         let num_heads_kv = heads_kv(num_heads_q, self.num_heads_kv)?;
         let empty = AttentionShape::EMPTY;
         let shape = AttentionShape { pass, num_heads_q, num_heads_kv, head_dims, ..empty };

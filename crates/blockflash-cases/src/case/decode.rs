@@ -4,7 +4,7 @@ use super::Case;
 use super::decode_data::{DecodeData, drawn_pages, shuffled};
 use super::decode_operands::DecodeOperands;
 use super::decode_pages::Chosen;
-use super::grid::{GridPeers, each, heads_kv};
+use super::grid::{GridPeers, each, head_dims, heads_kv};
 use super::id::{Fields, Id, named, optional};
 use super::limits;
 use super::mask_kind::MaskKind;
@@ -315,6 +315,7 @@ pub struct DecodeGrid {
     num_heads_q: usize,
     num_heads_kv: Option<usize>,
     head_dim: usize,
+    head_dim_v: Option<usize>,
     page_size: Option<Vec<usize>>,
     chosen: Option<usize>,
     fill: Option<Vec<Fill>>,
@@ -332,7 +333,7 @@ impl DecodeGrid {
     /// One line that says which field is wrong.
     pub fn expand(&self) -> Result<Vec<Case>, String> {
         let Self { num_heads_q, chosen, window, .. } = *self;
-        let head_dims = HeadDims::all(self.head_dim);
+        let head_dims = head_dims(self.head_dim, self.head_dim_v);
         let num_heads_kv = heads_kv(num_heads_q, self.num_heads_kv)?;
         let sizes = self.page_size.as_ref();
         let page_sizes =

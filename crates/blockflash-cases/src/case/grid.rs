@@ -1,6 +1,7 @@
 //! What the grids of suite files have in common.
 
 use super::pattern::Pattern;
+use blockflash_sys::HeadDims;
 use serde::Deserialize;
 
 /// Which competitors the cases of a grid are measured with.
@@ -26,6 +27,11 @@ pub(super) fn heads_kv(num_heads_q: usize, num_heads_kv: Option<usize>) -> Resul
         ));
     }
     Ok(num_heads_kv)
+}
+
+/// Head dimensions of q and k, and of v and o, which are those of q and k unless they are given.
+pub(super) fn head_dims(qk: usize, v: Option<usize>) -> HeadDims {
+    HeadDims { qk, v: v.unwrap_or(qk) }
 }
 
 /// Most cases of a grid.
