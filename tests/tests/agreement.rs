@@ -182,8 +182,11 @@ fn one_visible_key_is_copied(stream: &Stream) {
     for dtype in [DType::F16, DType::BF16] {
         let mask = Mask::Window { left: Some(0), right: Some(0), align: Align::TopLeft };
         let lengths = Lengths::Dense { batch: 2, seqlen_q: 150, seqlen_kv: 150 };
-        let case =
-            AttentionCase { mask, lengths, ..AttentionCase::simple(dtype, (4, 2), 96, (0, 0)) };
+        let case = AttentionCase {
+            scores: mask.into(),
+            lengths,
+            ..AttentionCase::simple(dtype, (4, 2), 96, (0, 0))
+        };
         let data = AttentionData::generate(&case);
         let [o, _] = attention(&case, &data, stream);
         for (at, &o) in o.iter().enumerate() {

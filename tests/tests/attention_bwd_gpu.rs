@@ -56,7 +56,12 @@ fn case_of(tile: &AttentionBwdTile, seed: u64, seqlen: usize) -> AttentionCase {
         }
         _ => Lengths::Dense { batch: 2, seqlen_q: seqlen, seqlen_kv: seqlen + 90 },
     };
-    AttentionCase { seed, mask: Mask::causal(), sink: true, lengths, ..simple }
+    AttentionCase {
+        seed,
+        scores: Scores { mask: Mask::causal(), sink: Some(()), ..Scores::default() },
+        lengths,
+        ..simple
+    }
 }
 
 /// Captures a call once and replays it with other numbers.
@@ -94,8 +99,9 @@ fn repeats_its_bits(
     tile: &AttentionBwdTile,
     stream: &Stream,
 ) -> Result<usize, String> {
-    let causal = AttentionCase { sink: true, ..case_of(tile, 5, 700) };
-    let full = AttentionCase { mask: Mask::Full, ..causal.clone() };
+    let causal = case_of(tile, 5, 700);
+    let full =
+        AttentionCase { scores: Scores { mask: Mask::Full, ..causal.scores }, ..causal.clone() };
     Ok(same_gradients(&causal, kernel, stream)? + same_gradients(&full, kernel, stream)?)
 }
 
@@ -201,7 +207,7 @@ fn keeps_sequences_apart(
     let simple = case_of(tile, 9, 300);
     for mask in [Mask::Full, Mask::causal()] {
         let lengths = Lengths::Packed { lengths: lengths.clone(), slack: (3, 5) };
-        let case = AttentionCase { lengths, mask, sink: false, ..simple.clone() };
+        let case = AttentionCase { lengths, scores: mask.into(), ..simple.clone() };
         let run = |data: &BackwardData| {
             let inputs = BackwardInputs::upload(&case, data, stream)?;
             let mut outputs = BackwardOutputs::of_any_kernel(&inputs, stream)?;
@@ -247,7 +253,10 @@ fn selected_schemes() {
     for (dtype, head_dim) in [(bf16, 64), (f16, 96), (f16, 128), (bf16, 192), (bf16, 256)] {
         let simple = AttentionCase::simple(dtype, (4, 2), head_dim, (1100, 1300));
         for mask in [Mask::Full, Mask::causal()] {
-            let case = AttentionCase { mask, sink: true, ..simple.clone() };
+            let case = AttentionCase {
+                scores: Scores { mask, sink: Some(()), ..Scores::default() },
+                ..simple.clone()
+            };
             run_case(&case, Choice::Selected, stream).unwrap();
             let data = BackwardData::generate(&case);
             let reference = BackwardReference::compute(&case, &data);

@@ -1,7 +1,7 @@
 //! The gradients of attention have the same bits in a thousand runs, whatever else the GPU does.
 #![forbid(unsafe_code)]
 
-use blockflash_ops::attention::Mask;
+use blockflash_ops::attention::{Mask, Scores};
 use blockflash_ops::{DType, Stream, Tensor};
 use blockflash_tests::attention::{
     AttentionCase, BlockCase, BlockPattern, Choice, Lengths, MaskHeads,
@@ -38,7 +38,7 @@ fn repeat(name: &str, case: &AttentionCase) {
 /// Enough keys for the scheme that sums dq in turns.
 fn dense(mask: Mask) -> AttentionCase {
     let simple = AttentionCase::simple(DType::BF16, (4, 2), 128, (1100, 1300));
-    AttentionCase { mask, sink: true, ..simple }
+    AttentionCase { scores: Scores { mask, sink: Some(()), ..Scores::default() }, ..simple }
 }
 
 /// The last heads start with their first block of keys.

@@ -1,6 +1,6 @@
 //! Every attention kernel that the GPU can run against the oracle.
 
-use blockflash_ops::attention::{Attention, Mask};
+use blockflash_ops::attention::{Attention, Mask, Scores};
 use blockflash_ops::{DType, Operation, Stream, Tensor};
 use blockflash_sys::Kernel;
 use blockflash_sys::manifest::AttentionTile;
@@ -37,11 +37,11 @@ fn cases_of(
     cases.extend(many_heads(dtype, narrow));
     // A kernel takes all head dimensions up to its own.
     cases.push(AttentionCase {
-        mask: Mask::causal(),
+        scores: Mask::causal().into(),
         ..AttentionCase::simple(dtype, (3, 1), 8, (130, 200))
     });
     cases.push(AttentionCase {
-        mask: Mask::causal(),
+        scores: Mask::causal().into(),
         ..AttentionCase::simple(dtype, (4, 2), wide, (1030, 2050))
     });
     let limits = Limits {
@@ -94,8 +94,7 @@ fn replays_a_graph(
     stream: &Stream,
 ) -> Result<usize, String> {
     let base = AttentionCase {
-        mask: Mask::causal(),
-        sink: true,
+        scores: Scores { mask: Mask::causal(), sink: Some(()), ..Scores::default() },
         ..AttentionCase::of_tile(tile, (4, 2), (0, 0))
     };
     let dense = |seed| AttentionCase {
@@ -145,7 +144,7 @@ fn repeats_its_bits(
 ) -> Result<usize, String> {
     let case = AttentionCase {
         lengths: Lengths::Dense { batch: 3, seqlen_q: 500, seqlen_kv: 777 },
-        mask: Mask::causal(),
+        scores: Mask::causal().into(),
         ..AttentionCase::of_tile(tile, (8, 2), (0, 0))
     };
     same_bits(&case, kernel, stream)
@@ -162,7 +161,7 @@ fn runs_in_two_threads(
         for seed in 0..6 {
             let case = AttentionCase {
                 seed: 10 * thread + seed,
-                mask: Mask::causal(),
+                scores: Mask::causal().into(),
                 ..AttentionCase::of_tile(tile, (6, 3), (200 + 31 * thread as usize, 333))
             };
             let (data, reference) = prepared(&case);
@@ -194,7 +193,7 @@ fn beyond_31_bits(gpu: &Gpu, report: &mut Report) {
     for dtype in [DType::F16, DType::BF16] {
         let case = AttentionCase {
             lengths: Lengths::Dense { batch: BATCH, seqlen_q: SEQLEN, seqlen_kv: SEQLEN },
-            mask: Mask::causal(),
+            scores: Mask::causal().into(),
             ..AttentionCase::simple(dtype, (1, 1), HEAD_DIM, (0, 0))
         };
         let mut data = AttentionData::generate(&case);
@@ -228,7 +227,7 @@ fn beyond_31_bits(gpu: &Gpu, report: &mut Report) {
             report.run(kernel, || {
                 let entries = qkv.view().slice(1, 0..SEQLEN).map_err(|error| error.to_string())?;
                 let call = Attention {
-                    scores: case.mask.into(),
+                    scores: case.scores.mask.into(),
                     ..Attention::new(entries, entries, entries)
                 };
                 let case = case.as_asked(kernel);

@@ -1,7 +1,7 @@
 //! What the attention kernels for Hopper do unlike the others: blocks of threads that stay, tiles
 //! taken by a counter, tensor maps, launches that begin before the previous one ends.
 
-use blockflash_ops::attention::Mask;
+use blockflash_ops::attention::{Mask, Scores};
 use blockflash_ops::{Align, Kernel, Stream};
 use blockflash_sys::manifest::{AttentionFwdHopper, AttentionTile, Variant};
 use blockflash_tests::attention::{
@@ -74,7 +74,12 @@ fn stress(tile: &AttentionTile) -> Vec<AttentionCase> {
         for mask in [Mask::Full, Mask::causal()] {
             for softcap in [None, Some(30.0)] {
                 let simple = AttentionCase::of_tile(tile, (4, 2), seqlen);
-                cases.push(AttentionCase { seed: 17, content, mask, softcap, ..simple });
+                cases.push(AttentionCase {
+                    seed: 17,
+                    content,
+                    scores: Scores { mask, softcap, ..Scores::default() },
+                    ..simple
+                });
             }
         }
     }
@@ -86,8 +91,7 @@ fn without_keys(tile: &AttentionTile) -> Vec<AttentionCase> {
     let (block_q, block_kv) = (tile.block_q as usize, tile.block_kv as usize);
     let of = |lengths, mask, sink| AttentionCase {
         lengths,
-        mask,
-        sink,
+        scores: Scores { mask, sink, ..Scores::default() },
         ..AttentionCase::of_tile(tile, (4, 2), (0, 0))
     };
     let dense = |seqlen_q, seqlen_kv| Lengths::Dense { batch: 2, seqlen_q, seqlen_kv };
@@ -95,7 +99,7 @@ fn without_keys(tile: &AttentionTile) -> Vec<AttentionCase> {
         |lengths: &[(usize, usize)]| Lengths::Packed { lengths: lengths.to_vec(), slack: (3, 0) };
     let behind = Mask::Window { left: None, right: Some(0), align: Align::BottomRight };
     let mut cases = Vec::new();
-    for sink in [false, true] {
+    for sink in [None, Some(())] {
         cases.extend([
             of(dense(2 * block_q + 1, 0), Mask::Full, sink),
             of(dense(block_q, 0), Mask::causal(), sink),
@@ -121,7 +125,7 @@ fn busy(kernel: &Kernel, tile: &AttentionTile, gpu: &Gpu, seed: u64) -> Attentio
     let simple = AttentionCase::of_tile(tile, (2 * heads_kv, heads_kv), seqlen);
     let lists = seed.is_multiple_of(2) && takes_lists(kernel);
     let block_mask = lists.then(|| some_blocks(&[tile]));
-    AttentionCase { seed, mask: Mask::causal(), block_mask, ..simple }
+    AttentionCase { seed, scores: Mask::causal().into(), block_mask, ..simple }
 }
 
 /// Some of the smallest blocks that consist of tiles of these kernels.
@@ -159,9 +163,15 @@ fn agrees_with_the_portable_kernel(
     let base = AttentionCase::of_tile(tile, (4, 2), (413, 517));
     let cases = [
         base.clone(),
-        AttentionCase { mask: Mask::causal(), sink: true, ..base.clone() },
+        AttentionCase {
+            scores: Scores { mask: Mask::causal(), sink: Some(()), ..base.scores },
+            ..base.clone()
+        },
         AttentionCase { block_mask, ..base.clone() },
-        AttentionCase { mask: window, softcap: Some(15.0), ..base },
+        AttentionCase {
+            scores: Scores { mask: window, softcap: Some(15.0), ..base.scores },
+            ..base
+        },
     ];
     let mut compared = 0;
     for case in cases.into_iter().filter(|case| takes_lists(kernel) || !has_lists(case)) {

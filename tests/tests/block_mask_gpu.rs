@@ -232,7 +232,7 @@ fn replays_a_graph(kernel: &Kernel, stream: &Stream) -> Result<usize, String> {
 fn attention_follows(kernel: &Kernel, stream: &Stream) -> Result<usize, String> {
     let case = |pattern| AttentionCase {
         lengths: Lengths::Dense { batch: 2, seqlen_q: 600, seqlen_kv: 900 },
-        mask: Mask::causal(),
+        scores: Mask::causal().into(),
         block_mask: Some(BlockCase {
             block_q: 128,
             block_kv: 128,
@@ -251,7 +251,7 @@ fn attention_follows(kernel: &Kernel, stream: &Stream) -> Result<usize, String> 
         seqlens: [600, 900],
         blocks: [128, 128],
         groups: [2, 2],
-        mask: dense.mask,
+        mask: dense.scores.mask,
         ..MaskCase::new(MaskSource::Bool, [1, 1], 0)
     };
     let mut blocks = mask.data();

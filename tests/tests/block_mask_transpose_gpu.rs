@@ -174,7 +174,7 @@ fn lists_nothing_first(
 fn gradients_follow(kernel: Option<&Kernel>, stream: &Stream) -> Result<usize, String> {
     let dense = AttentionCase {
         lengths: Lengths::Dense { batch: 2, seqlen_q: 600, seqlen_kv: 900 },
-        mask: Mask::causal(),
+        scores: Mask::causal().into(),
         ..AttentionCase::simple(DType::BF16, (4, 2), 64, (0, 0))
     };
     let case = |pattern| {
@@ -188,7 +188,7 @@ fn gradients_follow(kernel: Option<&Kernel>, stream: &Stream) -> Result<usize, S
         seqlens: [600, 900],
         blocks: [128, 128],
         groups: [2, 2],
-        mask: dense.mask,
+        mask: dense.scores.mask,
         ..MaskCase::new(MaskSource::Bool, [1, 1], 0)
     };
     let mut blocks = mask.data();

@@ -1,7 +1,7 @@
 //! Kernels whose CTAs compute two block rows, against the oracle: lists that share everything,
 //! something or nothing, and equal bits in every repeat.
 
-use blockflash_ops::attention::{Align, Mask};
+use blockflash_ops::attention::{Align, Mask, Scores};
 use blockflash_ops::{Kernel, Stream};
 use blockflash_sys::manifest::AttentionTile;
 use blockflash_tests::attention::{
@@ -74,11 +74,14 @@ fn hostile_lists(tile: &AttentionTile) -> Vec<AttentionCase> {
         let placement = if turn % 4 == 1 && !is_packed { gapped } else { Placement::default() };
         cases.push(AttentionCase {
             seed: 4000 + turn as u64,
-            mask,
+            scores: Scores {
+                mask,
+                softcap: (turn % 6 == 5).then_some(5.0),
+                sink: (turn % 5 > 2).then_some(()),
+                ..Scores::default()
+            },
             block_mask,
             lengths: if is_packed { packed } else { dense },
-            softcap: (turn % 6 == 5).then_some(5.0),
-            sink: turn % 5 > 2,
             content: contents[turn % contents.len()],
             placements: std::array::from_fn(|_| placement.clone()),
             ..AttentionCase::of_tile(tile, [(4, 2), (3, 3), (2, 1)][turn % 3], (0, 0))
@@ -95,7 +98,7 @@ fn repeats_its_bits(
 ) -> Result<usize, String> {
     for pattern in [BlockPattern::Random(0.25), BlockPattern::Pairs(Pairs::Gaps)] {
         let case = AttentionCase {
-            mask: Mask::causal(),
+            scores: Mask::causal().into(),
             block_mask: Some(BlockCase {
                 block_q: 64,
                 block_kv: 64,

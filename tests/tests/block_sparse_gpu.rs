@@ -1,7 +1,7 @@
 //! Every attention kernel that the GPU can run, with block masks, against the oracle and against
 //! itself without one.
 
-use blockflash_ops::attention::{Align, Mask};
+use blockflash_ops::attention::{Align, Mask, Scores};
 use blockflash_ops::{DType, Stream};
 use blockflash_sys::Kernel;
 use blockflash_sys::manifest::AttentionTile;
@@ -101,7 +101,11 @@ fn equals_dense(
         let lengths =
             [packed.clone(), Lengths::Dense { batch: 1, seqlen_q, seqlen_kv }][turn % 2].clone();
         let simple = AttentionCase::of_tile(tile, (2, 1), (0, 0));
-        let dense = AttentionCase { mask, lengths, sink: true, ..simple };
+        let dense = AttentionCase {
+            scores: Scores { mask, sink: Some(()), ..Scores::default() },
+            lengths,
+            ..simple
+        };
         let data = AttentionData::generate(&dense);
         let expected = bits(&dense, &data, kernel, stream)?;
         for pattern in [BlockPattern::Random(1.0), BlockPattern::Seen] {
@@ -127,7 +131,7 @@ fn equals_dense(
 fn uneven(tile: &AttentionTile, pattern: BlockPattern) -> AttentionCase {
     AttentionCase {
         lengths: Lengths::Dense { batch: 2, seqlen_q: 600, seqlen_kv: 1300 },
-        mask: Mask::causal(),
+        scores: Mask::causal().into(),
         block_mask: Some(block(tile, [1, 1], pattern)),
         ..AttentionCase::of_tile(tile, (4, 2), (0, 0))
     }
@@ -162,8 +166,7 @@ fn replays(
 ) -> Result<usize, String> {
     let case = AttentionCase {
         lengths,
-        mask: Mask::Full,
-        sink: true,
+        scores: Scores { mask: Mask::Full, sink: Some(()), ..Scores::default() },
         ..uneven(tile, BlockPattern::Random(0.5))
     };
     let data = |seed| AttentionData::generate(&AttentionCase { seed, ..case.clone() });
@@ -194,7 +197,7 @@ fn unvisited_nan_is_not_read(
 ) -> Result<usize, String> {
     let mut compared = 0;
     for pattern in [BlockPattern::EmptyRowsAndColumns, BlockPattern::Random(0.1)] {
-        let case = AttentionCase { mask: Mask::Full, ..uneven(tile, pattern) };
+        let case = AttentionCase { scores: Mask::Full.into(), ..uneven(tile, pattern) };
         let blocks = Blocks::of(&case).expect("the case has a block mask");
         let clean = AttentionData::generate(&case);
         let mut dirty = clean.clone();
@@ -238,7 +241,7 @@ fn every_block_size_is_selected() {
         let block =
             BlockCase { block_q, block_kv, per_entry: false, heads: MaskHeads::Query, pattern };
         let case = AttentionCase {
-            mask: [Mask::Full, Mask::causal()][turn / 2 % 2],
+            scores: [Mask::Full, Mask::causal()][turn / 2 % 2].into(),
             block_mask: Some(block),
             ..AttentionCase::simple(dtype, (4, 1), head_dim, (700, 900))
         };

@@ -49,7 +49,7 @@ fn long_sequences() {
             for mask in [Mask::Full, Mask::causal()] {
                 let simple = AttentionCase::simple(DType::BF16, (8, 4), 128, (0, 0));
                 let lengths = Lengths::Dense { batch: 1, seqlen_q: seqlen, seqlen_kv: seqlen };
-                let whole = AttentionCase { lengths, mask, ..simple };
+                let whole = AttentionCase { lengths, scores: mask.into(), ..simple };
                 let case = DistCase { whole, scheme: Scheme { heads, keys }, cut: None };
                 run_forward(&case, &gpu.device).unwrap();
                 run_backward(&case, &gpu.device).unwrap();

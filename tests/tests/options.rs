@@ -2,7 +2,7 @@
 //! the GPU when there is one.
 
 use blockflash_cases::case::Operands;
-use blockflash_ops::attention::{Align, Mask};
+use blockflash_ops::attention::{Align, Mask, Scores};
 use blockflash_ops::bsr_matmul::Activation;
 use blockflash_ops::{DType, Stream};
 use blockflash_tests::attention::{
@@ -32,7 +32,9 @@ fn attention_options_act(stream: &Stream) {
         lengths: Lengths::Packed { lengths: lengths.to_vec(), slack: (0, 0) },
         ..base.clone()
     };
-    let mask = |mask| AttentionCase { mask, ..base.clone() };
+    let with = |scores| AttentionCase { scores, ..base.clone() };
+    let mask = |mask: Mask| with(mask.into());
+    let sinks = Scores { sink: Some(()), ..Scores::default() };
     let window = |left, right, align| mask(Mask::Window { left, right, align });
     let (top, bottom) = (Align::TopLeft, Align::BottomRight);
     let blocks = |block_q, block_kv, heads, density| {
@@ -53,13 +55,13 @@ fn attention_options_act(stream: &Stream) {
         window(None, Some(11), bottom),
         window(Some(10), Some(10), top),
         window(Some(10), Some(10), bottom),
-        AttentionCase { softmax_scale: Some(0.2), ..base.clone() },
-        AttentionCase { softmax_scale: Some(0.1), ..base.clone() },
-        AttentionCase { softcap: Some(1.0), ..base.clone() },
-        AttentionCase { softcap: Some(3.0), ..base.clone() },
-        AttentionCase { sink: true, ..base.clone() },
-        AttentionCase { sink: true, softcap: Some(1.0), ..base.clone() },
-        AttentionCase { seed: 2, sink: true, ..base.clone() },
+        with(Scores { softmax_scale: Some(0.2), ..base.scores }),
+        with(Scores { softmax_scale: Some(0.1), ..base.scores }),
+        with(Scores { softcap: Some(1.0), ..base.scores }),
+        with(Scores { softcap: Some(3.0), ..base.scores }),
+        with(sinks),
+        with(Scores { softcap: Some(1.0), ..sinks }),
+        AttentionCase { seed: 2, ..with(sinks) },
         blocks(64, 64, MaskHeads::One, 0.5),
         blocks(64, 64, MaskHeads::KeyValue, 0.5),
         blocks(64, 64, MaskHeads::Query, 0.5),
@@ -68,7 +70,7 @@ fn attention_options_act(stream: &Stream) {
         packed(&[(40, 100), (50, 50)]),
         packed(&[(41, 100), (49, 50)]),
         packed(&[(40, 101), (50, 49)]),
-        AttentionCase { mask: Mask::causal(), ..packed(&[(40, 100), (50, 50)]) },
+        AttentionCase { scores: Mask::causal().into(), ..packed(&[(40, 100), (50, 50)]) },
         AttentionCase {
             block_mask: blocks(64, 64, MaskHeads::Query, 0.5).block_mask,
             ..packed(&[(40, 100), (50, 50)])
@@ -107,8 +109,10 @@ fn attention_options_act(stream: &Stream) {
 }
 
 fn attention_operands_act(stream: &Stream) {
-    let case =
-        AttentionCase { sink: true, ..AttentionCase::simple(DType::BF16, (6, 2), 40, (70, 130)) };
+    let case = AttentionCase {
+        scores: Scores { sink: Some(()), ..Scores::default() },
+        ..AttentionCase::simple(DType::BF16, (6, 2), 40, (70, 130))
+    };
     let data = AttentionData::generate(&case);
     let base = attention(&case, &data, stream).unwrap();
     let (q_row, kv_row) = (6 * 40, 2 * 40);

@@ -3,7 +3,7 @@
 
 use super::edges::{dense, some_masks};
 use super::{AttentionCase, BlockCase, BlockPattern, Content, Lengths, MaskHeads, smallest_block};
-use blockflash_ops::attention::Mask;
+use blockflash_ops::attention::{Mask, Scores};
 use blockflash_sys::DType;
 
 /// From nothing to everything, holes in both directions, and what the token mask shows anyway.
@@ -93,11 +93,14 @@ fn block_case(
     let heads_of = [(4, 2), (2, 2), (3, 1), (6, 2), (1, 1)][turn % 5];
     AttentionCase {
         seed: 700 + turn as u64,
-        mask,
+        scores: Scores {
+            mask,
+            softcap: (turn % 7 == 3).then_some(5.0),
+            sink: (turn % 5 > 2).then_some(()),
+            ..Scores::default()
+        },
         block_mask: Some(BlockCase { block_q, block_kv, per_entry: turn % 4 < 2, heads, pattern }),
         lengths,
-        softcap: (turn % 7 == 3).then_some(5.0),
-        sink: turn % 5 > 2,
         content: contents[turn / 2 % 4],
         ..AttentionCase::simple(dtype, heads_of, head_dim, (0, 0))
     }

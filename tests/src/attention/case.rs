@@ -2,7 +2,7 @@
 
 use super::BlockCase;
 use crate::placement::Placement;
-use blockflash_ops::attention::{Align, Mask};
+use blockflash_ops::attention::{Align, Mask, Scores};
 use blockflash_sys::DType;
 use blockflash_sys::Kernel;
 use blockflash_sys::manifest::AttentionTile;
@@ -22,16 +22,10 @@ pub struct AttentionCase {
     pub head_dim: usize,
     /// Batch and sequence lengths.
     pub lengths: Lengths,
-    /// Which keys a query sees.
-    pub mask: Mask,
+    /// What happens to a score: which keys a query sees, and whether each head has a sink logit.
+    pub scores: Scores<()>,
     /// Which blocks of queries and keys are visited; `None`: all.
     pub block_mask: Option<BlockCase>,
-    /// Factor of the scores; `None`: 1/√head_dim.
-    pub softmax_scale: Option<f32>,
-    /// Bound of the scores.
-    pub softcap: Option<f32>,
-    /// Whether each head has a sink logit.
-    pub sink: bool,
     /// Whether the log-sum-exp is asked for.
     pub lse: bool,
     /// Memory layout of q, k, v and o.
@@ -120,11 +114,8 @@ impl AttentionCase {
             heads_kv: heads.1,
             head_dim,
             lengths: Lengths::Dense { batch: 1, seqlen_q: seqlen.0, seqlen_kv: seqlen.1 },
-            mask: Mask::Full,
+            scores: Scores::default(),
             block_mask: None,
-            softmax_scale: None,
-            softcap: None,
-            sink: false,
             lse: true,
             placements: Default::default(),
             lse_placement: Placement::default(),
@@ -194,7 +185,14 @@ impl AttentionCase {
 
     /// The factor of the scores.
     pub fn scale(&self) -> f32 {
-        self.softmax_scale.unwrap_or((1.0 / (self.head_dim as f64).sqrt()) as f32)
+        self.scores.softmax_scale.unwrap_or((1.0 / (self.head_dim as f64).sqrt()) as f32)
+    }
+
+    /// What happens to the scores of a query head, for the oracle; `sinks` has a logit per head.
+    pub fn scores_of(&self, head: usize, sinks: &[f32]) -> blockflash_oracle::Scores {
+        let Scores { softcap, sink, .. } = self.scores;
+        let sink = sink.map(|()| sinks[head]);
+        blockflash_oracle::Scores { scale: self.scale(), softcap, sink }
     }
 
     /// Position in the logical log-sum-exp of a query of a sequence.
@@ -210,7 +208,7 @@ impl AttentionCase {
     /// How far the diagonal is shifted for a sequence: 0, or keys minus queries with bottom-right
     /// alignment.
     pub fn diagonal(&self, sequence: &Sequence) -> i64 {
-        match self.mask {
+        match self.scores.mask {
             Mask::Causal { align: Align::BottomRight }
             | Mask::Window { align: Align::BottomRight, .. } => {
                 sequence.kv_len as i64 - sequence.q_len as i64

@@ -2,7 +2,7 @@
 
 use super::{AttentionCase, Content, Lengths};
 use crate::placement::Placement;
-use blockflash_ops::attention::{Align, Mask};
+use blockflash_ops::attention::{Align, Mask, Scores};
 use blockflash_sys::DType;
 
 const TOP: Align = Align::TopLeft;
@@ -43,9 +43,12 @@ pub fn edge_cases(dtype: DType, head_dims: &[usize], q: usize, kv: usize) -> Vec
             let turn = cases.len();
             cases.push(AttentionCase {
                 seed: turn as u64,
-                mask: masks[turn % masks.len()],
+                scores: Scores {
+                    mask: masks[turn % masks.len()],
+                    sink: (turn % 5 == 4).then_some(()),
+                    ..Scores::default()
+                },
                 lengths: dense(1 + turn % 2, seqlen_q, seqlen_kv),
-                sink: turn % 5 == 4,
                 ..AttentionCase::simple(
                     dtype,
                     [(1, 1), (2, 1), (7, 1), (4, 2), (3, 3)][turn % 5],
@@ -68,7 +71,11 @@ pub fn tile_cases(dtype: DType, head_dim: usize, q: usize, kv: usize) -> Vec<Att
     for (seqlen_q, seqlen_kv) in lengths(q).into_iter().flat_map(|i| lengths(kv).map(|j| (i, j))) {
         for mask in [Mask::Full, Mask::Causal { align: BOTTOM }] {
             let simple = AttentionCase::simple(dtype, (2, 1), head_dim, (seqlen_q, seqlen_kv));
-            cases.push(AttentionCase { seed: 500 + cases.len() as u64, mask, ..simple });
+            cases.push(AttentionCase {
+                seed: 500 + cases.len() as u64,
+                scores: mask.into(),
+                ..simple
+            });
         }
     }
     cases
@@ -93,10 +100,13 @@ pub fn special_cases(dtype: DType, head_dim: usize, block_kv: usize) -> Vec<Atte
             let seqlen = if turn % 2 == 0 { (70, long + 70) } else { (long, block_kv + 1) };
             cases.push(AttentionCase {
                 seed: 100 + turn as u64,
-                mask,
+                scores: Scores {
+                    mask,
+                    // The log-sum-exp of huge scores is exact then, for the reference of gradients.
+                    softmax_scale: (content == Content::HugeScores).then_some(0.125),
+                    ..Scores::default()
+                },
                 content,
-                // The log-sum-exp of huge scores is exact then, for the reference of gradients.
-                softmax_scale: (content == Content::HugeScores).then_some(0.125),
                 ..base((2, 1), seqlen)
             });
         }
@@ -106,18 +116,15 @@ pub fn special_cases(dtype: DType, head_dim: usize, block_kv: usize) -> Vec<Atte
         };
         cases.push(AttentionCase {
             seed: 200 + turn as u64,
-            mask,
+            scores: mask.into(),
             lengths: packed.clone(),
             ..base((4, 2), (0, 0))
         });
         cases.push(AttentionCase {
             seed: 300 + turn as u64,
-            mask,
+            scores: Scores { mask, softcap: Some(5.0), softmax_scale: Some(0.3), sink: Some(()) },
             lengths: packed,
             content: Content::UnseenNan,
-            softcap: Some(5.0),
-            softmax_scale: Some(0.3),
-            sink: true,
             placements: [
                 gapped(3, &[]),
                 gapped(3, &[1, 0, 2]),
@@ -129,11 +136,8 @@ pub fn special_cases(dtype: DType, head_dim: usize, block_kv: usize) -> Vec<Atte
         });
         cases.push(AttentionCase {
             seed: 400 + turn as u64,
-            mask,
+            scores: Scores { mask, softcap: Some(20.0), softmax_scale: Some(0.25), sink: Some(()) },
             lengths: dense(2, 77, long),
-            softcap: Some(20.0),
-            softmax_scale: Some(0.25),
-            sink: true,
             broadcast_kv: turn % 3 == 1,
             lse: turn % 4 != 3,
             placements: [
@@ -153,10 +157,14 @@ pub fn special_cases(dtype: DType, head_dim: usize, block_kv: usize) -> Vec<Atte
     cases.extend([
         base((14, 2), (40, 40)),
         base((16, 1), (1, 8 * block_kv + 1)),
-        AttentionCase { mask: causal, ..base((8, 8), (1, 5 * block_kv)) },
+        AttentionCase { scores: causal.into(), ..base((8, 8), (1, 5 * block_kv)) },
         AttentionCase { lengths: dense(0, 5, 5), ..base((2, 1), (0, 0)) },
         AttentionCase { lengths: dense(2, 0, 5), ..base((2, 1), (0, 0)) },
-        AttentionCase { lengths: dense(2, 5, 0), sink: true, ..base((2, 1), (0, 0)) },
+        AttentionCase {
+            lengths: dense(2, 5, 0),
+            scores: Scores { sink: Some(()), ..Scores::default() },
+            ..base((2, 1), (0, 0))
+        },
         AttentionCase {
             lengths: Lengths::Packed { lengths: vec![(0, 0); 3], slack: (0, 0) },
             ..base((2, 1), (0, 0))
@@ -169,8 +177,8 @@ pub fn special_cases(dtype: DType, head_dim: usize, block_kv: usize) -> Vec<Atte
             lengths: Lengths::Packed { lengths: vec![(9, 0); 2], slack: (1, 0) },
             ..base((2, 1), (0, 0))
         },
-        AttentionCase { mask: causal, ..base((2, 2), (300, 20)) },
-        AttentionCase { mask: causal, ..base((1, 1), (20, 1500)) },
+        AttentionCase { scores: causal.into(), ..base((2, 2), (300, 20)) },
+        AttentionCase { scores: causal.into(), ..base((1, 1), (20, 1500)) },
     ]);
     cases
 }

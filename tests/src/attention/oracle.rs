@@ -4,7 +4,7 @@ use super::{AttentionCase, AttentionData, Blocks, Content, Sequence};
 use crate::number::{rng, unit_roundoff};
 use crate::tolerance::Reference;
 use blockflash_ops::attention::{Align, Mask};
-use blockflash_oracle::{AttentionRow, PRODUCTS, Rounding, Scores, attention_row, visible};
+use blockflash_oracle::{AttentionRow, PRODUCTS, Rounding, attention_row, visible};
 use blockflash_sys::DType;
 use rand::Rng;
 use rayon::prelude::*;
@@ -12,7 +12,7 @@ use std::ops::Range;
 
 /// Keys that a query of a sequence sees under the token mask.
 pub fn visible_keys(case: &AttentionCase, sequence: &Sequence, query: usize) -> Range<usize> {
-    let (left, right, align) = match case.mask {
+    let (left, right, align) = match case.scores.mask {
         Mask::Full => (None, None, Align::TopLeft),
         Mask::Causal { align } => (None, Some(0), align),
         Mask::Window { left, right, align } => (left, right, align),
@@ -143,8 +143,7 @@ fn row(call: &Call<'_>, [b, i, h]: [usize; 3], keys: &mut Vec<usize>) -> Attenti
     let kv_head = h / (case.heads_q / case.heads_kv);
     let q = &data.q[((s.q_start + i) * case.heads_q + h) * d..][..d];
     let at = |j: usize| ((s.kv_start + j) * case.heads_kv + kv_head) * d;
-    let sink = case.sink.then(|| data.sink[h]);
-    let scores = Scores { scale: case.scale(), softcap: case.softcap, sink };
+    let scores = case.scores_of(h, &data.sink);
     let kv = |j: usize| [&data.k[at(j)..][..d], &data.v[at(j)..][..d]];
     let mut row = attention_row(case.dtype, scores, q, d, keys, kv);
     // The size of a score is its value, or the size of the terms that cancel in it.

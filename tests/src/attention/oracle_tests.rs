@@ -1,7 +1,7 @@
 use super::*;
 use crate::attention::{BlockCase, BlockPattern, Content, Lengths, MaskHeads};
 use approx::{abs_diff_eq, assert_abs_diff_eq};
-use blockflash_ops::attention::Align;
+use blockflash_ops::attention::{Align, Scores};
 
 fn reference(case: &AttentionCase) -> (AttentionData, AttentionReference) {
     let data = AttentionData::generate(case);
@@ -29,8 +29,8 @@ fn one_key_returns_its_value() {
 
 #[test]
 fn masks_by_their_definition() {
-    let mask = |mask, seqlen: (usize, usize), query| {
-        let case = AttentionCase { mask, ..case(seqlen) };
+    let mask = |mask: Mask, seqlen: (usize, usize), query| {
+        let case = AttentionCase { scores: mask.into(), ..case(seqlen) };
         visible_keys(&case, &case.sequences()[0], query)
     };
     let causal = |align| Mask::Causal { align };
@@ -53,7 +53,10 @@ fn empty_rows_are_zero_and_sinks_join_the_sum() {
     let (_, empty) = reference(&case((2, 0)));
     assert!(empty.o.exact.iter().chain(&empty.o.plain).all(|&o| o == 0.0));
     assert!(empty.lse.exact.iter().chain(&empty.lse.plain).all(|&lse| lse == f64::NEG_INFINITY));
-    let (data, sink) = reference(&AttentionCase { sink: true, ..case((2, 0)) });
+    let (data, sink) = reference(&AttentionCase {
+        scores: Scores { sink: Some(()), ..Scores::default() },
+        ..case((2, 0))
+    });
     assert!(sink.o.exact.iter().chain(&sink.o.plain).all(|&o| o == 0.0));
     for (row, &[_, _, h]) in sink.rows.iter().enumerate() {
         assert_eq!(sink.lse.exact[row], f64::from(data.sink[h]));
@@ -78,9 +81,12 @@ fn the_plain_computation_is_close_in_every_option() {
                     lengths: vec![(5, 40), (0, 3), (33, 70)],
                     slack: (2, 1),
                 },
-                mask: Mask::Causal { align: Align::BottomRight },
-                softcap,
-                sink,
+                scores: Scores {
+                    mask: Mask::Causal { align: Align::BottomRight },
+                    softcap,
+                    sink: sink.then_some(()),
+                    ..Scores::default()
+                },
                 content,
                 head_dim: 32,
                 ..case((0, 0))
@@ -105,7 +111,7 @@ fn the_plain_computation_is_close_in_every_option() {
 fn nan_shows_exactly_where_it_is_seen() {
     let causal = Mask::Causal { align: Align::TopLeft };
     for content in [Content::NanInKeys, Content::NanInValues] {
-        let case = AttentionCase { mask: causal, content, ..case((40, 40)) };
+        let case = AttentionCase { scores: causal.into(), content, ..case((40, 40)) };
         let (data, reference) = reference(&case);
         let nan_from = |t: &[f32]| t.iter().position(|x| x.is_nan()).map(|at| at / 8);
         let first = nan_from(&data.k).or(nan_from(&data.v)).unwrap();
@@ -114,7 +120,8 @@ fn nan_shows_exactly_where_it_is_seen() {
             assert_eq!(any, i >= first, "row {i}, NaN from key {first}");
         }
     }
-    let case = AttentionCase { mask: causal, content: Content::UnseenNan, ..case((10, 40)) };
+    let case =
+        AttentionCase { scores: causal.into(), content: Content::UnseenNan, ..case((10, 40)) };
     let (data, reference) = reference(&case);
     assert!(data.k.iter().any(|k| k.is_nan()) && data.v.iter().any(|v| v.is_infinite()));
     assert!(reference.o.exact.iter().chain(&reference.o.plain).all(|o| o.is_finite()));
@@ -158,7 +165,7 @@ fn block_masks_by_their_definition() {
         let block_mask = Some(BlockCase { block_q: 64, block_kv: 128, per_entry, heads, pattern });
         let case = AttentionCase {
             lengths: lengths.clone(),
-            mask: Mask::Causal { align: Align::TopLeft },
+            scores: Mask::Causal { align: Align::TopLeft }.into(),
             block_mask,
             ..AttentionCase::simple(DType::F16, (4, 2), 8, (0, 0))
         };

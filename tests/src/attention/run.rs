@@ -65,7 +65,7 @@ impl AttentionInputs {
         let (placed, _) = placed(case);
         let tensor = |i: usize, values| place(stream, case.dtype, values, &placed[i]);
         let small = |array: Array| array.upload(stream).map_err(|error| error.to_string());
-        let sink = case.sink.then(|| small(data.sink.clone().into()));
+        let sink = case.scores.sink.map(|()| small(data.sink.clone().into()));
         let cu_seqlens = offsets(case).map(|[q, kv]| Ok::<_, String>([small(q)?, small(kv)?]));
         Ok(Self {
             case: case.clone(),
@@ -120,10 +120,8 @@ impl AttentionInputs {
         };
         Attention {
             scores: Scores {
-                mask: case.mask,
-                softmax_scale: case.softmax_scale,
-                softcap: case.softcap,
                 sink: self.sink.as_ref().map(Tensor::view),
+                ..case.scores.without_sink()
             },
             cu_seqlens: self.cu_seqlens.as_ref().map(|[q, kv]| CuSeqlens {
                 q: q.view(),

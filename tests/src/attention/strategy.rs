@@ -2,7 +2,7 @@
 
 use super::{AttentionCase, BlockCase, BlockPattern, Content, Lengths, MaskHeads};
 use crate::placement::Placement;
-use blockflash_ops::attention::{Align, Mask};
+use blockflash_ops::attention::{Align, Mask, Scores};
 use blockflash_sys::DType;
 use proptest::prelude::*;
 use proptest::sample::select;
@@ -141,10 +141,7 @@ pub fn attention_cases(limits: Limits) -> impl Strategy<Value = AttentionCase> {
             let case = AttentionCase {
                 seed: seed.into(),
                 lengths,
-                mask,
-                softmax_scale,
-                softcap,
-                sink,
+                scores: Scores { mask, softmax_scale, softcap, sink: sink.then_some(()) },
                 lse,
                 placements,
                 lse_placement,

@@ -62,7 +62,7 @@ pub fn cases_of(dtype: DType, head_dim: usize) -> Vec<AttentionCase> {
     cases.extend(many_heads(dtype, narrow));
     // Some heads ascend and some descend where dq is summed.
     let equal_heads = AttentionCase::simple(dtype, (4, 4), narrow, (700, 900));
-    cases.push(AttentionCase { mask: Mask::causal(), ..equal_heads });
+    cases.push(AttentionCase { scores: Mask::causal().into(), ..equal_heads });
     for block in [64, 128] {
         cases.extend(block_tile_cases(dtype, wide, block, block));
     }
@@ -105,7 +105,7 @@ fn refusal(case: &AttentionCase, kernel: &Kernel) -> Option<&'static str> {
     let packed = matches!(case.lengths, Lengths::Packed { .. });
     match tile.step {
         Step::Zeros if !packed => return Some("every row belongs to a sequence"),
-        Step::Sinks if !case.sink => return Some("no gradient of a sink"),
+        Step::Sinks if case.scores.sink.is_none() => return Some("no gradient of a sink"),
         _ => {}
     }
     if let Some(block) = case.block_mask {
@@ -128,7 +128,7 @@ fn refusal(case: &AttentionCase, kernel: &Kernel) -> Option<&'static str> {
     if sums && case.block_mask.is_some() {
         return Some("under a block mask");
     }
-    (case.softcap.is_some() && !tile.takes_softcap()).then_some("take no softcap")
+    (case.scores.softcap.is_some() && !tile.takes_softcap()).then_some("take no softcap")
 }
 
 /// Runs a case 20 times and requires the same bits every time.

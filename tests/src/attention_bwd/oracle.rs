@@ -3,7 +3,7 @@
 use super::BackwardData;
 use crate::attention::{AttentionCase, Blocks, Content};
 use crate::tolerance::Reference;
-use blockflash_oracle::{AttentionGradients, Element, PRODUCTS, Query, Rounding, Scores};
+use blockflash_oracle::{AttentionGradients, Element, PRODUCTS, Query, Rounding};
 use blockflash_sys::{DType, HeadDims};
 use rayon::prelude::*;
 
@@ -111,11 +111,7 @@ fn gradients(
             attended.clear();
             let positions = case.attended_keys(blocks, [b, i, head], sequence);
             attended.extend(positions.map(|key| sequence.kv_start + key));
-            let scores = Scores {
-                scale: case.scale(),
-                softcap: case.softcap,
-                sink: case.sink.then(|| data.forward.sink[head]),
-            };
+            let scores = case.scores_of(head, &data.forward.sink);
             let place = [row * group + member, member];
             gradients.add(case.dtype, scores, query, place, &attended, |key| {
                 let at = (key * case.heads_kv + head_kv) * d;

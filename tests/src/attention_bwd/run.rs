@@ -141,7 +141,7 @@ impl BackwardOutputs {
         let case = &inputs.case;
         let [_, gradients @ ..] = gradients_placed(case);
         let [dq, dk, dv] = gradients.map(|placed| poisoned(stream, case.dtype, &placed.physical));
-        let d_sink = case.sink.then(|| poisoned(stream, DType::F32, &[case.heads_q]));
+        let d_sink = case.scores.sink.map(|()| poisoned(stream, DType::F32, &[case.heads_q]));
         Ok(Self {
             case: case.clone(),
             qkv: [dq?, dk?, dv?],

@@ -4,7 +4,7 @@ use super::{CacheLayout, DecodeCase, RotaryCase};
 use crate::attention::{AttentionCase, Content, Lengths};
 use crate::placement::Placement;
 use blockflash_ops::RotaryPairs;
-use blockflash_ops::attention::{Align, Mask};
+use blockflash_ops::attention::{Align, Mask, Scores};
 use blockflash_sys::DType;
 
 fn paged(page_size: usize, longest: usize) -> CacheLayout {
@@ -70,9 +70,12 @@ pub fn decode_prefills(dtype: DType, head_dim: usize) -> Vec<DecodeCase> {
         };
         let attention = AttentionCase {
             seed: turn as u64,
-            mask,
-            softcap: (turn % 4 == 2).then_some(15.0),
-            sink: turn % 5 == 1,
+            scores: Scores {
+                mask,
+                softcap: (turn % 4 == 2).then_some(15.0),
+                sink: (turn % 5 == 1).then_some(()),
+                ..Scores::default()
+            },
             lse: turn % 6 != 5,
             content: [
                 Content::Normal,
@@ -129,9 +132,12 @@ pub fn decode_edges(dtype: DType, head_dim: usize) -> Vec<DecodeCase> {
         let case = DecodeCase::simple(dtype, heads[turn % heads.len()], head_dim, &lengths);
         let attention = AttentionCase {
             seed: turn as u64,
-            mask,
-            softcap: (turn % 4 == 3).then_some(20.0),
-            sink: turn % 3 == 1,
+            scores: Scores {
+                mask,
+                softcap: (turn % 4 == 3).then_some(20.0),
+                sink: (turn % 3 == 1).then_some(()),
+                ..Scores::default()
+            },
             lse: turn % 7 != 6,
             placements: [placement(), Placement::default(), Placement::default(), placement()],
             content: [Content::Normal, Content::UnseenNan, Content::NanInValues][turn % 3],

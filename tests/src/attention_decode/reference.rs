@@ -2,7 +2,7 @@
 
 use super::{DecodeCase, DecodeData};
 use crate::attention::{AttentionReference, visible_keys};
-use blockflash_oracle::{AttentionRow, Scores, attention_row};
+use blockflash_oracle::{AttentionRow, attention_row};
 use rayon::prelude::*;
 
 /// Exact and plain values of all rows of a case.
@@ -30,8 +30,7 @@ pub fn decode_reference(case: &DecodeCase, data: &DecodeData) -> AttentionRefere
         let q: Vec<f32> =
             data.turned(case, q, position).iter().map(|element| element.plain as f32).collect();
         let at = |key: usize| ((sequence.kv_start + key) * call.heads_kv + kv_head) * d;
-        let sink = call.sink.then(|| data.attention.sink[h]);
-        let scores = Scores { scale: call.scale(), softcap: call.softcap, sink };
+        let scores = call.scores_of(h, &data.attention.sink);
         let kv = |key: usize| [&k[at(key)..][..d], &data.attention.v[at(key)..][..d]];
         let mut row = attention_row(call.dtype, scores, &q, d, &keys, kv);
         // The size of a score is its value, or the size of the terms that cancel in it.

@@ -101,7 +101,7 @@ impl DecodeInputs {
             });
             Ok::<_, String>([ints(padded.collect(), &[batch, heads, max_pages])?, counts])
         });
-        let sink = call.sink.then(|| {
+        let sink = call.scores.sink.map(|()| {
             let bits = encoded(&data.attention.sink, DType::F32);
             upload(stream, DType::F32, &bits, &[bits.len()])
         });
@@ -193,10 +193,8 @@ impl DecodeInputs {
         AttentionDecode {
             packed: self.packed(),
             scores: Scores {
-                mask: call.mask,
-                softmax_scale: call.softmax_scale,
-                softcap: call.softcap,
                 sink: self.sink.as_ref().map(Tensor::view),
+                ..call.scores.without_sink()
             },
             rotary: self.rotary(),
             pages,

@@ -3,7 +3,7 @@
 use super::{CacheLayout, DecodeCase, RotaryCase};
 use crate::attention::{AttentionCase, Content, Lengths, Limits, masks};
 use crate::placement::Placement;
-use blockflash_ops::RotaryPairs;
+use blockflash_ops::{RotaryPairs, Scores};
 use blockflash_sys::DType;
 use proptest::prelude::*;
 use proptest::sample::select;
@@ -77,10 +77,7 @@ pub fn decode_cases(limits: Limits, page_sizes: Vec<usize>) -> impl Strategy<Val
             let attention = AttentionCase {
                 seed: seed.into(),
                 lengths: Lengths::Packed { lengths, slack: (slack, 0) },
-                mask,
-                softmax_scale,
-                softcap,
-                sink,
+                scores: Scores { mask, softmax_scale, softcap, sink: sink.then_some(()) },
                 lse,
                 content,
                 placements: [placement(), Placement::default(), Placement::default(), placement()],

@@ -44,7 +44,7 @@ impl DistCase {
         comm: &dyn Communicator,
     ) -> Result<DistributedBlockMask, Error> {
         let lists = shard.block_mask(whole)?;
-        DistributedBlockMask::new(&lists, self.whole.mask, shard, self.scheme, comm)
+        DistributedBlockMask::new(&lists, self.whole.scores.mask, shard, self.scheme, comm)
     }
 
     fn world(&self) -> usize {
@@ -200,7 +200,7 @@ pub fn run_backward(case: &DistCase, device: &Device) -> Result<usize, String> {
         check(&found, &reference.qkv[i], &rounding[i], name)
             .map_err(|error| format!("{error}\n    {case:?}"))?;
     }
-    if case.whole.sink {
+    if case.whole.scores.sink.is_some() {
         let sinks = gradients.iter().map(|bits| &bits[3]);
         if sinks.clone().any(|bits| *bits != gradients[0][3]) {
             return Err(format!("the gradient of the sink differs among ranks\n    {case:?}"));

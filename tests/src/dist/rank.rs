@@ -130,9 +130,8 @@ impl Rank<'_> {
         [q, k, v]: [View<'t>; 3],
         sink: Option<View<'t>>,
     ) -> DistributedAttention<'t> {
-        let AttentionCase { mask, softcap, softmax_scale, .. } = self.case.whole;
         let attention = Attention {
-            scores: Scores { mask, softcap, softmax_scale, sink },
+            scores: Scores { sink, ..self.case.whole.scores.without_sink() },
             ..Attention::new(q, k, v)
         };
         let (shard, scheme, block_mask) = (self.shard, self.case.scheme, self.block_mask.as_ref());
@@ -142,8 +141,8 @@ impl Rank<'_> {
 
     fn sink(&self, data: &AttentionData) -> Result<Option<Tensor>, String> {
         let bits: Vec<u32> = data.sink.iter().map(|x| x.to_bits()).collect();
-        let sink = || upload(&self.stream, DType::F32, &bits, &[bits.len()]);
-        self.case.whole.sink.then(sink).transpose()
+        let sink = |()| upload(&self.stream, DType::F32, &bits, &[bits.len()]);
+        self.case.whole.scores.sink.map(sink).transpose()
     }
 
     /// The forward pass of the data of a case.

@@ -3,7 +3,7 @@
 use super::DistCase;
 use crate::attention::{AttentionCase, BlockCase, BlockPattern, Lengths, MaskHeads};
 use blockflash_dist::Scheme;
-use blockflash_ops::{Align, DType, Mask};
+use blockflash_ops::{Align, DType, Mask, Scores};
 use proptest::prelude::*;
 use proptest::sample::select;
 
@@ -52,7 +52,12 @@ pub fn dist_cases(
                     AttentionCase::simple(dtype, (heads_kv * ratio, heads_kv), head_dim, (0, 0));
                 let lengths = Lengths::Dense { batch, seqlen_q: seqlen, seqlen_kv: seqlen };
                 let seed = seed.into();
-                let whole = AttentionCase { lengths, mask, softcap, sink, seed, ..simple };
+                let whole = AttentionCase {
+                    lengths,
+                    scores: Scores { mask, softcap, sink: sink.then_some(()), ..Scores::default() },
+                    seed,
+                    ..simple
+                };
                 DistCase { whole, scheme, cut }
             },
         )
@@ -104,7 +109,7 @@ pub fn dist_block_cases(
             case.whole.block_mask = Some(block);
             case.cut = Some([block_q, block_kv]);
             if case.scheme.keys > 1 {
-                case.whole.mask = [Mask::Full, Mask::causal()][mask];
+                case.whole.scores.mask = [Mask::Full, Mask::causal()][mask];
             }
             case
         },

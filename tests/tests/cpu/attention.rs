@@ -1,7 +1,7 @@
 //! The CPU backend of attention against the oracle.
 
 use blockflash_ops::DType;
-use blockflash_ops::attention::{Align, Mask};
+use blockflash_ops::attention::{Align, Mask, Scores};
 use blockflash_tests::attention::{
     AttentionCase, AttentionData, AttentionInputs, AttentionOutputs, Choice, Lengths, Limits,
     attention_cases, edge_cases, many_heads, run_case, special_cases,
@@ -59,7 +59,7 @@ fn many_heads_and_a_long_row() {
     run_all(vec![
         AttentionCase::simple(DType::BF16, (2, 1), 128, (1, 5000)),
         AttentionCase {
-            mask: Mask::causal(),
+            scores: Mask::causal().into(),
             ..AttentionCase::simple(DType::F16, (1, 1), 64, (700, 700))
         },
     ]);
@@ -68,7 +68,7 @@ fn many_heads_and_a_long_row() {
 #[test]
 fn masks_that_mean_the_same_give_the_same_bits() {
     let base = AttentionCase::simple(DType::F16, (4, 2), 48, (90, 90));
-    let with = |mask| outputs(&AttentionCase { mask, ..base.clone() });
+    let with = |mask: Mask| outputs(&AttentionCase { scores: mask.into(), ..base.clone() });
     let window = |left, right, align| Mask::Window { left, right, align };
     let (top, bottom) = (Align::TopLeft, Align::BottomRight);
     assert_eq!(with(Mask::Full), with(window(None, None, top)));
@@ -93,8 +93,7 @@ fn masks_that_mean_the_same_give_the_same_bits() {
 fn repeats_are_equal_bit_by_bit() {
     let case = AttentionCase {
         lengths: Lengths::Dense { batch: 2, seqlen_q: 150, seqlen_kv: 333 },
-        mask: Mask::causal(),
-        sink: true,
+        scores: Scores { mask: Mask::causal(), sink: Some(()), ..Scores::default() },
         ..AttentionCase::simple(DType::BF16, (6, 2), 72, (0, 0))
     };
     let first = outputs(&case);
@@ -111,7 +110,7 @@ fn threads_do_not_disturb_each_other() {
                 for seed in 0..4 {
                     let case = AttentionCase {
                         seed: 10 * thread + seed,
-                        mask: Mask::causal(),
+                        scores: Mask::causal().into(),
                         ..AttentionCase::simple(DType::F16, (2, 2), 64, (65 + thread as usize, 130))
                     };
                     run_case(&case, Choice::Selected, &cpu())

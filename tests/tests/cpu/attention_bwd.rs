@@ -1,6 +1,6 @@
 //! Gradients of attention on the CPU against the oracle.
 
-use blockflash_ops::attention::{Align, Mask};
+use blockflash_ops::attention::{Align, Mask, Scores};
 use blockflash_ops::{DType, Tensor};
 use blockflash_tests::attention::{
     AttentionCase, Choice, Lengths, Limits, attention_cases, block_cases, block_sparse_cases,
@@ -83,7 +83,7 @@ fn many_heads_and_steps_of_queries_and_keys() {
         AttentionCase::simple(DType::BF16, (2, 1), 16, (1, 1500)),
         AttentionCase::simple(DType::F16, (2, 1), 16, (1500, 1)),
         AttentionCase {
-            mask: Mask::causal(),
+            scores: Mask::causal().into(),
             ..AttentionCase::simple(DType::F16, (2, 1), 16, (600, 700))
         },
     ]);
@@ -95,9 +95,12 @@ fn after_the_forward_pass() {
     let stream = cpu();
     for dtype in [DType::F16, DType::BF16, DType::F32] {
         let case = AttentionCase {
-            mask: Mask::causal(),
-            sink: true,
-            softcap: Some(20.0),
+            scores: Scores {
+                mask: Mask::causal(),
+                sink: Some(()),
+                softcap: Some(20.0),
+                ..Scores::default()
+            },
             ..AttentionCase::simple(dtype, (4, 2), 32, (150, 200))
         };
         let mut data = BackwardData::generate(&case);
@@ -128,7 +131,7 @@ fn after_the_forward_pass() {
 #[test]
 fn masks_that_mean_the_same_give_the_same_bits() {
     let base = AttentionCase::simple(DType::F16, (4, 2), 48, (90, 90));
-    let with = |mask| gradients(&AttentionCase { mask, ..base.clone() });
+    let with = |mask: Mask| gradients(&AttentionCase { scores: mask.into(), ..base.clone() });
     let window = |left, right, align| Mask::Window { left, right, align };
     let (top, bottom) = (Align::TopLeft, Align::BottomRight);
     assert_eq!(with(Mask::Full), with(window(None, None, top)));
@@ -153,8 +156,7 @@ fn masks_that_mean_the_same_give_the_same_bits() {
 fn repeats_are_equal_bit_by_bit() {
     let case = AttentionCase {
         lengths: Lengths::Dense { batch: 2, seqlen_q: 150, seqlen_kv: 333 },
-        mask: Mask::causal(),
-        sink: true,
+        scores: Scores { mask: Mask::causal(), sink: Some(()), ..Scores::default() },
         ..AttentionCase::simple(DType::BF16, (6, 2), 40, (0, 0))
     };
     let stream = cpu();

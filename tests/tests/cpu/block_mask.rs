@@ -1,7 +1,7 @@
 //! Block-sparse attention on the CPU against the oracle.
 
 use blockflash_ops::DType;
-use blockflash_ops::attention::{Align, Mask};
+use blockflash_ops::attention::{Align, Mask, Scores};
 use blockflash_tests::attention::{
     AttentionCase, AttentionData, AttentionInputs, AttentionOutputs, BlockCase, BlockPattern,
     Blocks, Choice, Lengths, Limits, MaskHeads, block_cases, block_sparse_cases, block_tile_cases,
@@ -83,7 +83,7 @@ fn a_mask_that_hides_nothing_changes_nothing() {
     let lengths = [dense((300, 300)), dense((200, 450)), dense((330, 100)), packed];
     for (mask, lengths) in masks.into_iter().flat_map(|mask| lengths.clone().map(|l| (mask, l))) {
         let simple = AttentionCase::simple(DType::F32, (4, 2), 40, (0, 0));
-        let plain = AttentionCase { mask, lengths, ..simple };
+        let plain = AttentionCase { scores: mask.into(), lengths, ..simple };
         let lengths = &plain.lengths;
         let data = AttentionData::generate(&plain);
         let expected = outputs(&plain, &data);
@@ -118,7 +118,8 @@ fn rows_without_blocks_are_zero() {
     let [o, lse] = outputs(&case, &data);
     assert!(o.iter().all(|&bits| f32::from_bits(bits) == 0.0));
     assert!(lse.iter().all(|&bits| f32::from_bits(bits) == f32::NEG_INFINITY));
-    let [o, lse] = outputs(&AttentionCase { sink: true, ..case }, &data);
+    let [o, lse] =
+        outputs(&AttentionCase { scores: Scores { sink: Some(()), ..case.scores }, ..case }, &data);
     assert!(o.iter().all(|&bits| f32::from_bits(bits) == 0.0));
     for (at, &bits) in lse.iter().enumerate() {
         // The sink alone.
@@ -192,7 +193,7 @@ fn every_property_of_a_mask_acts() {
 #[test]
 fn repeats_are_equal_bit_by_bit() {
     let case = AttentionCase {
-        mask: Mask::causal(),
+        scores: Mask::causal().into(),
         block_mask: block(64, 128, BlockPattern::Random(0.4)),
         ..AttentionCase::simple(DType::BF16, (6, 2), 40, (500, 700))
     };

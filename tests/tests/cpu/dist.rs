@@ -99,8 +99,10 @@ fn gathered_keys_give_the_same_bits_and_the_same_results_under_block_masks() {
     let alike = |cases: Vec<DistCase>, least: usize, check: Check| {
         let gathers = |mut case: DistCase| {
             case.scheme = Scheme { heads: 1, keys: case.scheme.heads * case.scheme.keys };
-            if case.whole.block_mask.is_some() && matches!(case.whole.mask, Mask::Window { .. }) {
-                case.whole.mask = Mask::causal();
+            if case.whole.block_mask.is_some()
+                && matches!(case.whole.scores.mask, Mask::Window { .. })
+            {
+                case.whole.scores.mask = Mask::causal();
             }
             check(&case, &Device::cpu()).unwrap()
         };

@@ -3,7 +3,7 @@
 //! are known for.
 
 use blockflash_ops::DType;
-use blockflash_ops::attention::{Align, Mask};
+use blockflash_ops::attention::{Align, Mask, Scores};
 use blockflash_tests::attention::{
     AttentionCase, AttentionData, AttentionReference, Content, Lengths, Limits, attention_cases,
     visible_keys,
@@ -151,7 +151,7 @@ fn model(
                     q.iter().zip(k).map(|(&q, &k)| f64::from(q) * f64::from(k)).sum(),
                 )
             });
-            match case.softcap {
+            match case.scores.softcap {
                 Some(cap) if bug != Bug::IgnoresSoftcap => {
                     cap * (dot * (case.scale() / cap)).tanh() * log2e
                 }
@@ -182,7 +182,7 @@ fn model(
             }
         }
     }
-    let sink = case.sink.then(|| data.sink[h] * log2e).filter(|_| bug != Bug::IgnoresSink);
+    let sink = case.scores.sink.map(|()| data.sink[h] * log2e).filter(|_| bug != Bug::IgnoresSink);
     let total_max = sink.map_or(max, |sink| sink.max(max));
     if total_max == f32::NEG_INFINITY && sum == 0.0 {
         return (vec![0.0; d], f32::NEG_INFINITY);
@@ -230,8 +230,11 @@ fn accepts_a_faithful_kernel() {
 #[test]
 fn rejects_known_mistakes() {
     let base = AttentionCase::simple(DType::F16, (4, 2), 64, (60, 1500));
-    let mask = Mask::Causal { align: Align::BottomRight };
-    let short = AttentionCase { mask, ..AttentionCase::simple(DType::F16, (4, 2), 64, (100, 100)) };
+    let with = |scores| AttentionCase { scores, ..base.clone() };
+    let short = AttentionCase {
+        scores: Mask::Causal { align: Align::BottomRight }.into(),
+        ..AttentionCase::simple(DType::F16, (4, 2), 64, (100, 100))
+    };
     let cases = [
         (Bug::DropsAKey, base.clone()),
         (Bug::DropsAKey, AttentionCase { dtype: DType::BF16, ..base.clone() }),
@@ -240,8 +243,8 @@ fn rejects_known_mistakes() {
         (Bug::HalfAccumulator, AttentionCase { dtype: DType::BF16, ..base.clone() }),
         (Bug::CoarseProbabilities, base.clone()),
         (Bug::StaleTail, base.clone()),
-        (Bug::IgnoresSink, AttentionCase { sink: true, ..base.clone() }),
-        (Bug::IgnoresSoftcap, AttentionCase { softcap: Some(20.0), ..base.clone() }),
+        (Bug::IgnoresSink, with(Scores { sink: Some(()), ..base.scores })),
+        (Bug::IgnoresSoftcap, with(Scores { softcap: Some(20.0), ..base.scores })),
         (Bug::Base2Lse, short.clone()),
         (Bug::WrongHead, short.clone()),
         (Bug::NoRescale, AttentionCase { content: Content::GrowingMaxima, ..short }),
@@ -259,8 +262,11 @@ fn rejects_known_mistakes() {
 fn rejects_a_mistake_in_one_row() {
     let lengths = Lengths::Dense { batch: 2, seqlen_q: 300, seqlen_kv: 300 };
     let mask = Mask::Causal { align: Align::TopLeft };
-    let case =
-        AttentionCase { lengths, mask, ..AttentionCase::simple(DType::F16, (2, 1), 64, (0, 0)) };
+    let case = AttentionCase {
+        lengths,
+        scores: mask.into(),
+        ..AttentionCase::simple(DType::F16, (2, 1), 64, (0, 0))
+    };
     let data = AttentionData::generate(&case);
     let reference = AttentionReference::compute(&case, &data, f64::INFINITY);
     for wrong in [[0, 299, 0], [1, 40, 1]] {

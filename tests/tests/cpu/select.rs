@@ -211,7 +211,7 @@ proptest! {
         let problem = AttentionProblem::dense(DType::F16, [2, seqlen.0, seqlen.1], [heads, 1], 16);
         let problem = problem.with_mask(case);
         let oracle = AttentionCase {
-            mask: case,
+            scores: case.into(),
             ..AttentionCase::simple(DType::F16, (heads, 1), 16, seqlen)
         };
         let sequence = oracle.sequences()[0];
