@@ -12,30 +12,21 @@ pub(crate) trait Float: Element {
     /// Rounds a slice to nearest, ties to even; both have the same length.
     fn narrow(source: &[f32], target: &mut [Self]);
 
+    /// The elements themselves if they are f32.
+    fn as_f32(_source: &[Self]) -> Option<&[f32]> {
+        None
+    }
+
     /// Whether this is 0 or −0.
     fn is_zero(&self) -> bool;
 }
 
 impl Float for f16 {
-    fn widen(source: &[Self], target: &mut [f32]) {
-        source.convert_to_f32_slice(target);
-    }
-
-    fn narrow(source: &[f32], target: &mut [Self]) {
-        target.convert_from_f32_slice(source);
-    }
-
-    fn is_zero(&self) -> bool {
-        self.to_bits() << 1 == 0
-    }
-}
-
-impl Float for bf16 {
+    #[inline(always)]
     fn widen(source: &[Self], target: &mut [f32]) {
         assert_eq!(source.len(), target.len(), "conversions keep the length");
-        // bf16 is the upper half of f32; this plain loop vectorises.
         for (target, source) in target.iter_mut().zip(source) {
-            *target = f32::from_bits(u32::from(source.to_bits()) << 16);
+            *target = widened(*source);
         }
     }
 
@@ -48,7 +39,51 @@ impl Float for bf16 {
     }
 }
 
+/// `f16::to_f32` without branches, which vectorises.
+#[inline(always)]
+fn widened(x: f16) -> f32 {
+    const INFINITE: u32 = 0x7c00;
+    let magnitude = u32::from(x.to_bits() & 0x7fff);
+    let sign = u32::from(x.to_bits() & 0x8000) << 16;
+    // The exponent is biased by 127 in place of 15.
+    let normal = (magnitude << 13) + (112 << 23);
+    // Multiples of 2⁻²⁴.
+    let denormal = (magnitude as i32 as f32 * (1.0 / 16_777_216.0)).to_bits();
+    let infinite = f32::INFINITY.to_bits() | magnitude << 13;
+    let quiet = if magnitude > INFINITE { 1 << 22 } else { 0 };
+    let bits = if magnitude < 0x0400 { denormal } else { normal };
+    f32::from_bits(sign | if magnitude >= INFINITE { infinite | quiet } else { bits })
+}
+
+impl Float for bf16 {
+    #[inline(always)]
+    fn widen(source: &[Self], target: &mut [f32]) {
+        assert_eq!(source.len(), target.len(), "conversions keep the length");
+        // bf16 is the upper half of f32; this plain loop vectorises.
+        for (target, source) in target.iter_mut().zip(source) {
+            *target = f32::from_bits(u32::from(source.to_bits()) << 16);
+        }
+    }
+
+    #[inline(always)]
+    fn narrow(source: &[f32], target: &mut [Self]) {
+        assert_eq!(source.len(), target.len(), "conversions keep the length");
+        for (target, source) in target.iter_mut().zip(source) {
+            let bits = source.to_bits();
+            // To nearest, ties to even; a NaN must not become an infinity.
+            let rounded = bits.wrapping_add(0x7fff + (bits >> 16 & 1)) >> 16;
+            let nan = bits >> 16 | 0x40;
+            *target = Self::from_bits(if source.is_nan() { nan } else { rounded } as u16);
+        }
+    }
+
+    fn is_zero(&self) -> bool {
+        self.to_bits() << 1 == 0
+    }
+}
+
 impl Float for f32 {
+    #[inline(always)]
     fn widen(source: &[Self], target: &mut [f32]) {
         target.copy_from_slice(source);
     }
@@ -57,7 +92,43 @@ impl Float for f32 {
         target.copy_from_slice(source);
     }
 
+    fn as_f32(source: &[Self]) -> Option<&[f32]> {
+        Some(source)
+    }
+
     fn is_zero(&self) -> bool {
         *self == 0.0
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn conversions_are_those_of_half() {
+        let all: Vec<u16> = (0..=u16::MAX).collect();
+        let mut found = vec![0.0; all.len()];
+        let halves: Vec<f16> = all.iter().map(|&bits| f16::from_bits(bits)).collect();
+        f16::widen(&halves, &mut found);
+        for (x, found) in halves.iter().zip(&found) {
+            assert_eq!(found.to_bits(), x.to_f32().to_bits(), "{:#x}", x.to_bits());
+        }
+        let halves: Vec<bf16> = all.iter().map(|&bits| bf16::from_bits(bits)).collect();
+        bf16::widen(&halves, &mut found);
+        for (x, found) in halves.iter().zip(&found) {
+            assert_eq!(found.to_bits() >> 16, u32::from(x.to_bits()));
+        }
+        // Below, at and above the middle of two neighbours.
+        for low in [0u32, 1, 0x7fff, 0x8000, 0x8001, 0xffff] {
+            let wide: Vec<f32> =
+                all.iter().map(|&high| f32::from_bits(u32::from(high) << 16 | low)).collect();
+            let mut narrow = vec![bf16::ZERO; wide.len()];
+            bf16::narrow(&wide, &mut narrow);
+            for (x, found) in wide.iter().zip(narrow) {
+                let expected = bf16::from_f32(*x);
+                assert_eq!(found.to_bits(), expected.to_bits(), "{:#x}", x.to_bits());
+            }
+        }
     }
 }

@@ -67,6 +67,7 @@ mod math;
 mod operation;
 #[doc(hidden)]
 pub mod page_choice;
+mod panels;
 mod rates;
 mod recent;
 mod row_copy;

@@ -64,6 +64,7 @@ pub(crate) fn tanh_and_slope(x: f32) -> [f32; 2] {
 }
 
 /// The largest element that is not NaN; −∞ when there is none.
+#[inline(always)]
 pub(crate) fn max(row: &[f32]) -> f32 {
     let larger = |a: f32, b: f32| if b > a { b } else { a };
     let mut lanes = [f32::NEG_INFINITY; LANES];
@@ -78,6 +79,7 @@ pub(crate) fn max(row: &[f32]) -> f32 {
 }
 
 /// Replaces each x by `e^(x - shift)` and returns the sum. No x is greater than the shift.
+#[inline(always)]
 pub(crate) fn exp_sum(row: &mut [f32], shift: f32) -> f32 {
     let mut lanes = [0f32; LANES];
     let mut chunks = row.chunks_exact_mut(LANES);
@@ -109,6 +111,7 @@ pub(crate) fn dot(a: &[f32], b: &[f32]) -> f32 {
 }
 
 /// Whether an element is NaN or infinite.
+#[inline(always)]
 pub(crate) fn any_non_finite(row: &[f32]) -> bool {
     // Without an early exit: this vectorises.
     row.iter().fold(false, |found, x| found | !x.is_finite())

@@ -1,6 +1,5 @@
 use super::reference::{Case, assert_close, case, cpu};
-use super::sequence::visited;
-use super::{BLOCK_Q, blocks, sequences};
+use super::sequence::{MOST_ROWS, blocks, sequences, visited};
 use crate::{Align, Attention, BlockGeometry, BlockMask, Mask};
 
 fn geometry(case: &Case, block_q: usize, block_kv: usize) -> BlockGeometry {
@@ -18,8 +17,8 @@ fn blocks_of_queries_stay_in_their_row() {
     for (seqlen, row) in [(0, None), (300, None), (0, Some(64)), (300, Some(64)), (1000, Some(192))]
     {
         let mut end = 0;
-        for queries in blocks(seqlen, row, BLOCK_Q) {
-            assert!(queries.start == end && !queries.is_empty() && queries.len() <= BLOCK_Q);
+        for queries in blocks(seqlen, row, MOST_ROWS) {
+            assert!(queries.start == end && !queries.is_empty() && queries.len() <= MOST_ROWS);
             assert!(row.is_none_or(|row| queries.start / row == (queries.end - 1) / row));
             end = queries.end;
         }
@@ -77,7 +76,6 @@ fn every_block_is_no_block_mask() {
     {
         for sizes in [[1, 1, 1], [2, 130, 3], [1, 3, 300], [1, 300, 700]] {
             let case = case(sizes, [2, 1], 8, mask);
-            // Tasks are cut at multiples of 128 queries either way.
             assert!(
                 run(&case, &BlockMask::full(geometry(&case, 128, 64)).unwrap()) == case.run(),
                 "{mask:?} {sizes:?}"

@@ -1,11 +1,13 @@
-//! Attention on the CPU: blocked online softmax in f32, in parallel over batch entries, heads and
-//! blocks of queries.
+//! Attention on the CPU: blocked online softmax in f32, in parallel over batch entries, heads of
+//! keys and blocks of queries.
 //!
 //! Every block of queries is computed by one thread in a fixed order, so results do not depend on
 //! the number of threads. Keys that a block mask does not visit are not even read.
 
+mod few;
 mod scores;
 pub(crate) mod sequence;
+mod softmax;
 mod tile;
 
 use super::{Attention, AttentionProblem};
@@ -15,20 +17,9 @@ use blockflash_safe::{Stream, ViewMut};
 use blockflash_sys::DType;
 use half::{bf16, f16};
 use rayon::prelude::*;
-use sequence::{Sequence, blocks, sequences};
-use std::ops::Range;
+use sequence::{QueryRows, Sequence, query_rows, sequences};
 use std::sync::{Mutex, PoisonError};
 use tile::Tile;
-
-/// Queries per task: enough that converting keys and values to f32 is small beside the products.
-const BLOCK_Q: usize = 128;
-
-/// One block of queries of one head, all in one row of the block mask.
-struct Task {
-    sequence: Sequence,
-    head: usize,
-    queries: Range<usize>,
-}
 
 /// The operands as slices of their elements.
 struct Operands<'a, T> {
@@ -38,6 +29,13 @@ struct Operands<'a, T> {
     v: &'a [T],
     sink: Option<&'a [f32]>,
     block_mask: Option<&'a BlockMask>,
+}
+
+impl<T> Operands<'_, T> {
+    /// The score of a head that has no value: its sink, or −∞.
+    fn without_value(&self, head: usize) -> f32 {
+        self.sink.map_or(f32::NEG_INFINITY, |sink| sink[head])
+    }
 }
 
 /// The outputs. Strided rows of several tasks interleave, so that tasks take turns at writing;
@@ -80,15 +78,7 @@ fn run<T: Float>(
     };
     let lse = lse.as_mut().map(|lse| lse.as_mut_slice()).transpose()?;
     let outputs = Mutex::new(Outputs { o: o.as_mut_slice::<T>()?, lse });
-    let tasks: Vec<Task> = sequences
-        .iter()
-        .flat_map(|&sequence| (0..problem.num_heads_q).map(move |head| (sequence, head)))
-        .flat_map(|(sequence, head)| {
-            let mask_block = op.block_mask.map(BlockMask::block_q);
-            let blocks = blocks(sequence.seqlen_q, mask_block, BLOCK_Q);
-            blocks.map(move |queries| Task { sequence, head, queries })
-        })
-        .collect();
+    let tasks = query_rows(problem, sequences, op.block_mask);
     tasks.par_iter().try_for_each_init(
         || (Tile::new(problem), Vec::new()),
         |(tile, rounded), task| {
@@ -104,14 +94,16 @@ fn run<T: Float>(
 
 impl<T: Float> Outputs<'_, T> {
     /// Stores the rows of a task.
-    fn write(&mut self, problem: &AttentionProblem, task: &Task, o: &[T], lse: &[f32]) {
-        for (query, row) in task.queries.clone().zip(o.chunks_exact(problem.head_dims.v)) {
-            let start = task.sequence.q_row(problem.o, task.head, query);
+    fn write(&mut self, problem: &AttentionProblem, task: &QueryRows, o: &[T], lse: &[f32]) {
+        let rows = task.rows.clone().map(|row| task.at(row));
+        for ([head, query], row) in rows.clone().zip(o.chunks_exact(problem.head_dims.v)) {
+            let start = task.sequence.q_row(problem.o, head, query);
             self.o[start..][..row.len()].copy_from_slice(row);
         }
         if let (Some(target), Some(strides)) = (&mut self.lse, problem.lse) {
-            let first = task.sequence.lse(strides, task.head, task.queries.start);
-            target[first..][..lse.len()].copy_from_slice(lse);
+            for ([head, query], &lse) in rows.zip(lse) {
+                target[task.sequence.lse(strides, head, query)] = lse;
+            }
         }
     }
 }

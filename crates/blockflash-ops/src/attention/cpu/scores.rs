@@ -5,7 +5,7 @@ use crate::math;
 
 impl ScoresProblem {
     /// Caps scores that are scaled and visible.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn cap(&self, row: &mut [f32]) {
         if let Some(softcap) = self.softcap {
             row.iter_mut().for_each(|x| *x = softcap * math::tanh(*x / softcap));
@@ -14,7 +14,7 @@ impl ScoresProblem {
 
     /// Turns a row of scores that are scaled and visible into probabilities, and `d_o · v` into the
     /// gradients of these scores.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn gradients(&self, p: &mut [f32], ds: &mut [f32], [lse, delta]: [f32; 2]) {
         match self.softcap {
             None => {

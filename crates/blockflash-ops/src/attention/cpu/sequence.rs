@@ -3,9 +3,18 @@
 
 use crate::attention::{Attention, AttentionProblem, LseStrides, Strides};
 use crate::float::Float;
+use crate::panels::{LANES, Lanes, vectorized};
 use crate::{BlockMask, Result};
 use blockflash_safe::Stream;
+use pulp::{Simd, WithSimd};
 use std::ops::Range;
+
+/// Rows of q per task, where there are enough of them: the more, the less it matters that keys and
+/// values are converted for each task.
+pub(crate) const MOST_ROWS: usize = 256;
+
+/// Tasks that a small problem is cut into, for machines with many threads.
+const TASKS: usize = 64;
 
 /// One batch entry: its index, its first rows in packed tensors (0 in dense ones), and its lengths.
 #[derive(Clone, Copy)]
@@ -57,6 +66,53 @@ pub(crate) fn sequences(
         .collect())
 }
 
+/// A block of rows of q that are computed together: queries of some heads that share keys, query by
+/// query, all in one row of the block mask.
+pub(crate) struct QueryRows {
+    pub(crate) sequence: Sequence,
+    first_head: usize,
+    heads: usize,
+    pub(crate) rows: Range<usize>,
+}
+
+impl QueryRows {
+    /// Head and query of a row.
+    pub(crate) fn at(&self, row: usize) -> [usize; 2] {
+        [self.first_head + row % self.heads, row / self.heads]
+    }
+
+    /// Rows of the whole sequence for these heads.
+    pub(crate) fn of_sequence(&self) -> usize {
+        self.sequence.seqlen_q * self.heads
+    }
+}
+
+/// The rows of all queries of all heads. Heads that share keys share blocks, unless a block mask
+/// tells them apart.
+pub(crate) fn query_rows(
+    problem: &AttentionProblem,
+    sequences: &[Sequence],
+    mask: Option<&BlockMask>,
+) -> Vec<QueryRows> {
+    let AttentionProblem { num_heads_q, num_heads_kv, .. } = *problem;
+    let group = num_heads_q / num_heads_kv.max(1);
+    let mask_of = |head| problem.block_mask.map_or(0, |sizes| sizes.head(head, num_heads_q));
+    let shared = (0..num_heads_q).all(|head| mask_of(head) == mask_of(head / group * group));
+    let heads = if shared { group.max(1) } else { 1 };
+    let queries: usize = sequences.iter().map(|sequence| sequence.seqlen_q).sum();
+    // The size follows from the problem alone: the number of threads must not matter.
+    let block = (queries * num_heads_q / TASKS).clamp(LANES, MOST_ROWS).next_multiple_of(LANES);
+    let mut found = Vec::new();
+    for &sequence in sequences {
+        for first_head in (0..num_heads_q).step_by(heads) {
+            let mask_block = mask.map(|mask| mask.block_q() * heads);
+            let blocks = blocks(sequence.seqlen_q * heads, mask_block, block);
+            found.extend(blocks.map(|rows| QueryRows { sequence, first_head, heads, rows }));
+        }
+    }
+    found
+}
+
 /// All rows of a sequence in blocks of at most `block`, each within one row of the block mask.
 pub(crate) fn blocks(
     rows: usize,
@@ -97,29 +153,63 @@ pub(crate) fn visited(
     Ok(ranges)
 }
 
-/// The part of visited columns that is `within` a range, in steps of at most `step`.
+/// The part of visited columns that is `within` a range, in steps that end at multiples of `step`:
+/// the sums of a row do not depend on which rows are computed beside it.
 pub(crate) fn steps(
     visited: Vec<Range<usize>>,
     within: Range<usize>,
     step: usize,
 ) -> impl Iterator<Item = Range<usize>> {
     visited.into_iter().flat_map(move |visited| {
-        let end = visited.end.min(within.end);
-        let starts = (visited.start.max(within.start)..end).step_by(step);
-        starts.map(move |start| start..(start + step).min(end))
+        let (first, end) = (visited.start.max(within.start), visited.end.min(within.end));
+        let steps = (first / step * step..end).step_by(step);
+        steps.map(move |start| start.max(first)..(start + step).min(end)).filter(|s| !s.is_empty())
     })
 }
 
-/// Converts rows to a panel; `position` gives where a row starts.
+/// Elements from row to row of a converted operand: whole cache lines, and no power of two, so that
+/// columns spread over the sets of a cache.
+pub(crate) fn row_stride(head_dim: usize) -> usize {
+    head_dim.next_multiple_of(LANES) + LANES / 2
+}
+
+/// Converts rows, [`row_stride`] apart; `position` gives where a row starts.
 pub(crate) fn load<T: Float>(
-    panel: &mut [f32],
+    target: &mut [f32],
     source: &[T],
     rows: Range<usize>,
     head_dim: usize,
     position: impl Fn(usize) -> usize,
 ) {
-    for (row, target) in rows.zip(panel.chunks_exact_mut(head_dim)) {
-        T::widen(&source[position(row)..][..head_dim], target);
+    vectorized(Load { target, source, rows, head_dim, position });
+}
+
+struct Load<'a, T, F> {
+    target: &'a mut [f32],
+    source: &'a [T],
+    rows: Range<usize>,
+    head_dim: usize,
+    position: F,
+}
+
+impl<T: Float, F: Fn(usize) -> usize> WithSimd for Load<'_, T, F> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, _: S) {
+        let Self { target, source, rows, head_dim, position } = self;
+        for (row, target) in rows.zip(target.chunks_exact_mut(row_stride(head_dim))) {
+            T::widen(&source[position(row)..][..head_dim], &mut target[..head_dim]);
+        }
+    }
+}
+
+/// Converts a row to a column of a panel.
+pub(crate) fn load_lane<T: Float>(panel: &mut [Lanes], source: &[T], lane: usize) {
+    let mut row = [0.0; LANES];
+    for (panel, source) in panel.chunks_mut(LANES).zip(source.chunks(LANES)) {
+        T::widen(source, &mut row[..source.len()]);
+        panel.iter_mut().zip(row).for_each(|(panel, x)| panel[lane] = x);
     }
 }
 

@@ -246,3 +246,34 @@ fn kernels_do_not_run_here() {
         );
     }
 }
+
+/// Rows that share keys, block by block of whatever size, and few of them in another way.
+#[test]
+fn a_sequence_has_its_bits_in_any_batch() {
+    let masks = [
+        Mask::Full,
+        Mask::causal(),
+        Mask::Window { left: Some(100), right: Some(3), align: Align::BottomRight },
+    ];
+    for (mask, [seqlen_q, seqlen_kv]) in
+        masks.into_iter().flat_map(|mask| [[1, 300], [3, 300], [70, 400]].map(|l| (mask, l)))
+    {
+        let alone = case([1, seqlen_q, seqlen_kv], [4, 2], 24, mask);
+        let mut alone = Case { softcap: Some(3.0), ..alone };
+        // One element of a value that some rows do not see.
+        alone.v[200 * 2 * 24 + 5] = f32::NAN;
+        let repeated = |row: &[f32]| row.repeat(80);
+        let many = Case {
+            sizes: [80, seqlen_q, seqlen_kv],
+            q: repeated(&alone.q),
+            k: repeated(&alone.k),
+            v: repeated(&alone.v),
+            ..alone.clone()
+        };
+        let bits = |row: &[f32]| row.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
+        let ((o, lse), (o_many, lse_many)) = (alone.run(), many.run());
+        for (one, all) in [(o, o_many), (lse, lse_many)] {
+            assert!(all.chunks_exact(one.len()).all(|row| bits(row) == bits(&one)), "{mask:?}");
+        }
+    }
+}

@@ -1,207 +1,242 @@
-use super::sequence::{clip, load, steps, visited};
-use super::{BLOCK_Q, Operands, Task};
+use super::Operands;
+use super::few::{self, Few};
+use super::sequence::{QueryRows, clip, load, load_lane, row_stride, steps, visited};
+use super::softmax::{Running, Seen, Softmax, finish};
 use crate::Result;
-use crate::attention::{AttentionProblem, ScoresProblem};
+use crate::attention::AttentionProblem;
 use crate::float::Float;
 use crate::math;
-use blockflash_safe::{View, ViewMut, host_gemm};
+use crate::panels::{Buffer, Into, LANES, Lanes, Left, ROWS, multiply, padded, vectorized};
 use blockflash_sys::HeadDims;
+use pulp::{Simd, WithSimd};
 use std::ops::Range;
 
-/// Keys per step, chosen so that scores, keys and values of a step stay in the L2 cache.
-const BLOCK_KV: usize = 256;
+/// Keys per step, chosen so that the scores of a panel stay in the L1 cache, keys and values of a
+/// step in the L2 cache.
+const STEP: usize = 128;
 
-/// The f32 panels of one thread: a block of queries and its running softmax.
+/// The f32 operands of one thread: a block of rows of queries, which are the lanes of panels, and
+/// their running softmax.
 pub(super) struct Tile {
     head_dims: HeadDims,
-    /// `[rows, head_dims.qk]`
-    q: Vec<f32>,
     /// `[keys, head_dims.qk]`
-    k: Vec<f32>,
+    k: Buffer,
     /// `[keys, head_dims.v]`
-    v: Vec<f32>,
-    /// Scores and then probabilities, `[rows, keys]`.
-    s: Vec<f32>,
-    /// Sums of probability times value, `[rows, head_dims.v]`.
+    v: Buffer,
+    /// Scores and then probabilities of a panel, a row for each key.
+    s: Buffer,
+    panels: Vec<Panel>,
+    few: Few,
     o: Vec<f32>,
-    /// Largest score of each row, −∞ before the first.
-    max: Vec<f32>,
-    /// Sum of probabilities of each row, relative to `max`.
-    sum: Vec<f32>,
-    rows: usize,
+    lse: Vec<f32>,
+}
+
+/// Some rows of queries.
+struct Panel {
+    /// A row for each of `head_dims.qk`.
+    q: Buffer,
+    /// Sums of probability times value, a row for each of `head_dims.v`.
+    o: Buffer,
+    running: Running,
+    /// Which keys each row sees.
+    visible: Vec<Range<usize>>,
 }
 
 impl Tile {
     pub(super) fn new(problem: &AttentionProblem) -> Self {
-        let AttentionProblem { head_dims, seqlen_q, seqlen_kv, .. } = *problem;
-        let (rows, keys) = (BLOCK_Q.min(seqlen_q), BLOCK_KV.min(seqlen_kv));
-        let panel = |rows: usize, columns: usize| vec![0.0; rows * columns];
         Self {
-            head_dims,
-            q: panel(rows, head_dims.qk),
-            k: panel(keys, head_dims.qk),
-            v: panel(keys, head_dims.v),
-            s: panel(rows, keys),
-            o: panel(rows, head_dims.v),
-            max: panel(rows, 1),
-            sum: panel(rows, 1),
-            rows: 0,
+            head_dims: problem.head_dims,
+            k: Buffer::default(),
+            v: Buffer::default(),
+            s: Buffer::default(),
+            panels: Vec::new(),
+            few: Few::default(),
+            o: Vec::new(),
+            lse: Vec::new(),
         }
     }
 
     /// Output rows of the last task.
     pub(super) fn o(&self) -> &[f32] {
-        &self.o[..self.rows * self.head_dims.v]
+        &self.o
     }
 
     /// Log-sum-exp of each row of the last task.
     pub(super) fn lse(&self) -> &[f32] {
-        &self.max[..self.rows]
+        &self.lse
     }
 
-    /// Computes one block of queries.
+    /// Computes one block of rows.
     pub(super) fn compute<T: Float>(
         &mut self,
         operands: &Operands<'_, T>,
-        task: &Task,
+        task: &QueryRows,
     ) -> Result<()> {
+        if task.of_sequence() <= few::MOST {
+            return self.few.compute(operands, task, &mut self.o, &mut self.lse);
+        }
         let (problem, sequence) = (operands.problem, &task.sequence);
-        self.rows = task.queries.len();
-        self.max[..self.rows].fill(f32::NEG_INFINITY);
-        self.sum[..self.rows].fill(0.0);
-        self.o[..self.rows * self.head_dims.v].fill(0.0);
         let HeadDims { qk, v } = self.head_dims;
-        load(&mut self.q, operands.q, task.queries.clone(), qk, |query| {
-            sequence.q_row(problem.q, task.head, query)
-        });
-
-        let head_kv = task.head / (problem.num_heads_q / problem.num_heads_kv);
-        let visible =
-            |query| problem.scores.mask.visible(query, sequence.seqlen_q, sequence.seqlen_kv);
-        // Both ends of the visible range are nondecreasing from query to query.
-        let (first, last) = (visible(task.queries.start), visible(task.queries.end - 1));
-        let visited = visited(
-            operands.block_mask,
-            problem,
-            [sequence.entry, task.head],
-            task.queries.start,
-            sequence.seqlen_kv,
-        )?;
-        for keys in steps(visited, first.start..last.end, BLOCK_KV) {
-            load(&mut self.k, operands.k, keys.clone(), qk, |key| {
-                sequence.kv_row(problem.k, head_kv, key)
-            });
-            load(&mut self.v, operands.v, keys.clone(), v, |key| {
-                sequence.kv_row(problem.v, head_kv, key)
-            });
-            let masked = last.start > keys.start || first.end < keys.end;
-            let in_step = |row: usize| match masked {
-                true => clip(visible(task.queries.start + row), &keys),
-                false => 0..keys.len(),
-            };
-            self.scores(keys.len(), problem.scores.softmax_scale)?;
-            self.softmax(keys.len(), &problem.scores, in_step);
-            self.accumulate(keys.len(), masked, in_step)?;
-        }
-        self.finish(operands.sink.map(|sink| sink[task.head]));
-        Ok(())
-    }
-
-    /// `s = scale·q·kᵀ`. Scores of masked pairs are computed too, and never read.
-    fn scores(&mut self, keys: usize, scale: f32) -> Result<()> {
-        let (rows, head_dim) = (self.rows, self.head_dims.qk);
-        let q = View::from_slice(&self.q[..rows * head_dim], &[rows, head_dim])?;
-        let k_t = View::from_slice_strided(&self.k, &[head_dim, keys], &[1, head_dim])?;
-        let s = ViewMut::from_slice(&mut self.s[..rows * keys], &[rows, keys])?;
-        Ok(host_gemm(scale, q, k_t, false, s)?)
-    }
-
-    /// Turns scores into probabilities relative to the rows' new maxima. Masked pairs become 0.
-    fn softmax(
-        &mut self,
-        keys: usize,
-        scores: &ScoresProblem,
-        in_step: impl Fn(usize) -> Range<usize>,
-    ) {
-        for row in 0..self.rows {
-            let s = &mut self.s[row * keys..][..keys];
-            let visible = in_step(row);
-            s[..visible.start].fill(0.0);
-            s[visible.end..].fill(0.0);
-            let s = &mut s[visible];
-            if s.is_empty() {
-                continue;
-            }
-            scores.cap(s);
-            let max = math::max(s).max(self.max[row]);
-            let shift = shift(max);
-            let shrink = math::exp(self.max[row] - shift);
-            self.max[row] = max;
-            self.sum[row] = self.sum[row] * shrink + math::exp_sum(s, shift);
-            if shrink != 1.0 {
-                let head_dim = self.head_dims.v;
-                let o = &mut self.o[row * head_dim..][..head_dim];
-                o.iter_mut().for_each(|o| *o *= shrink);
-            }
-        }
-    }
-
-    /// `o += s·v`. A masked pair must contribute nothing, but 0·NaN and 0·∞ are NaN. Where pairs
-    /// are masked, values with such elements are therefore taken out of the product and added only
-    /// to the rows that attend them.
-    fn accumulate(
-        &mut self,
-        keys: usize,
-        masked: bool,
-        in_step: impl Fn(usize) -> Range<usize>,
-    ) -> Result<()> {
-        let (rows, head_dim) = (self.rows, self.head_dims.v);
-        let panel = &mut self.v[..keys * head_dim];
-        let mut taken_out: Vec<(usize, Vec<f32>)> = Vec::new();
-        if masked && math::any_non_finite(panel) {
-            for (key, v) in panel.chunks_exact_mut(head_dim).enumerate() {
-                if math::any_non_finite(v) {
-                    taken_out.push((key, v.to_vec()));
-                    v.fill(0.0);
+        let [head, first_query] = task.at(task.rows.start);
+        let head_kv = head / (problem.num_heads_q / problem.num_heads_kv);
+        let at = [sequence.entry, head];
+        let visited = visited(operands.block_mask, problem, at, first_query, sequence.seqlen_kv)?;
+        self.k.reserve(STEP * row_stride(qk));
+        self.v.reserve(STEP * row_stride(v));
+        self.s.reserve(STEP * LANES);
+        self.load_queries(operands, task);
+        // Both ends of the visible range are nondecreasing from row to row.
+        let ends = |panels: &[Panel]| match panels {
+            [] => 0..0,
+            [first, ..] => first.seen().start..panels[panels.len() - 1].seen().end,
+        };
+        for keys in steps(visited, ends(&self.panels), STEP) {
+            let start = |strides| move |key| sequence.kv_row(strides, head_kv, key);
+            load(&mut self.k, operands.k, keys.clone(), qk, start(problem.k));
+            load(&mut self.v, operands.v, keys.clone(), v, start(problem.v));
+            let taken_out = take_out(&mut self.v[..keys.len() * row_stride(v)], row_stride(v));
+            for panel in &mut self.panels {
+                panel.attend([&self.k, &self.v], &keys, &mut self.s, problem);
+                for (key, v) in &taken_out {
+                    panel.add(keys.start + key, &self.s.panels()[*key], v);
                 }
             }
         }
-        let s = View::from_slice(&self.s[..rows * keys], &[rows, keys])?;
-        let v = View::from_slice(&self.v[..keys * head_dim], &[keys, head_dim])?;
-        let o = ViewMut::from_slice(&mut self.o[..rows * head_dim], &[rows, head_dim])?;
-        host_gemm(1.0, s, v, true, o)?;
-        for (key, v) in taken_out {
-            for row in (0..rows).filter(|&row| in_step(row).contains(&key)) {
-                let (p, o) = (self.s[row * keys + key], &mut self.o[row * head_dim..][..head_dim]);
-                o.iter_mut().zip(&v).for_each(|(o, v)| *o += p * v);
-            }
-        }
+        self.finish(operands, task);
         Ok(())
     }
 
-    /// Divides by the sums and turns `max` into the log-sum-exp. A sink is one more score that has
-    /// no value.
-    fn finish(&mut self, sink: Option<f32>) {
+    fn load_queries<T: Float>(&mut self, operands: &Operands<'_, T>, task: &QueryRows) {
+        let (problem, sequence, HeadDims { qk, v }) =
+            (operands.problem, &task.sequence, self.head_dims);
+        self.panels.resize_with(task.rows.len().div_ceil(LANES), || Panel::new(self.head_dims));
+        for (panel, first) in self.panels.iter_mut().zip(task.rows.clone().step_by(LANES)) {
+            let rows = first..task.rows.end.min(first + LANES);
+            panel.running = Running::START;
+            panel.o[..padded(v) * LANES].fill(0.0);
+            panel.visible.clear();
+            for (lane, row) in rows.enumerate() {
+                let [head, query] = task.at(row);
+                let start = sequence.q_row(problem.q, head, query);
+                load_lane(panel.q.panels_mut(), &operands.q[start..][..qk], lane);
+                let [seqlen_q, seqlen_kv] = [sequence.seqlen_q, sequence.seqlen_kv];
+                panel.visible.push(problem.scores.mask.visible(query, seqlen_q, seqlen_kv));
+            }
+        }
+    }
+
+    /// Turns sums into outputs.
+    fn finish<T: Float>(&mut self, operands: &Operands<'_, T>, task: &QueryRows) {
         let head_dim = self.head_dims.v;
-        for (row, o) in self.o[..self.rows * head_dim].chunks_exact_mut(head_dim).enumerate() {
-            let sink = sink.unwrap_or(f32::NEG_INFINITY);
-            let max = if sink > self.max[row] { sink } else { self.max[row] };
-            let shift = shift(max);
-            let shrink = math::exp(self.max[row] - shift);
-            let sum = self.sum[row] * shrink + math::exp(sink - shift);
-            if sum == 0.0 {
-                // No key was attended, or only keys with a score of −∞.
-                o.fill(0.0);
-                self.max[row] = f32::NEG_INFINITY;
-            } else {
-                o.iter_mut().for_each(|o| *o = *o * shrink / sum);
-                self.max[row] = shift + sum.ln();
+        self.o.resize(task.rows.len() * head_dim, 0.0);
+        self.lse.clear();
+        let mut rows = task.rows.clone().zip(self.o.chunks_exact_mut(head_dim));
+        for panel in &self.panels {
+            for (lane, (row, o)) in rows.by_ref().take(LANES).enumerate() {
+                let [head, _] = task.at(row);
+                o.iter_mut().zip(panel.o.panels()).for_each(|(o, sums)| *o = sums[lane]);
+                let Running { max, sum } = &panel.running;
+                let score = operands.without_value(head);
+                self.lse.push(finish(max[lane], sum[lane], score, o));
             }
         }
     }
 }
 
-/// The shift of scores: their maximum, or 0 while it is −∞, since −∞ − (−∞) is NaN.
-fn shift(max: f32) -> f32 {
-    if max == f32::NEG_INFINITY { 0.0 } else { max }
+impl Panel {
+    fn new(head_dims: HeadDims) -> Self {
+        Self {
+            q: Buffer::new(head_dims.qk * LANES),
+            o: Buffer::new(padded(head_dims.v) * LANES),
+            running: Running::START,
+            visible: Vec::with_capacity(LANES),
+        }
+    }
+
+    /// The keys that some row sees.
+    fn seen(&self) -> Range<usize> {
+        match &*self.visible {
+            [] => 0..0,
+            [first, ..] => first.start..self.visible[self.visible.len() - 1].end,
+        }
+    }
+
+    /// Whether a row does not see some of these keys.
+    fn masked(&self, keys: &Range<usize>) -> bool {
+        self.visible.first().is_some_and(|first| first.end < keys.end)
+            || self.visible.last().is_some_and(|last| last.start > keys.start)
+    }
+
+    /// Attends to the keys of a step, whose probabilities stay in `s`.
+    fn attend(
+        &mut self,
+        [k, v]: [&[f32]; 2],
+        keys: &Range<usize>,
+        s: &mut Buffer,
+        problem: &AttentionProblem,
+    ) {
+        let seen = clip(self.seen(), keys);
+        if seen.is_empty() {
+            return;
+        }
+        // Whole rows of a product from a multiple of them on are within the step.
+        let first = seen.start / ROWS * ROWS;
+        let s = &mut s.panels_mut()[first..];
+        let HeadDims { qk, v: head_dim } = problem.head_dims;
+        let [k, v] = [(k, qk), (v, head_dim)]
+            .map(|(rows, head_dim)| (&rows[first * row_stride(head_dim)..], row_stride(head_dim)));
+        let left = Left::Rows { values: k.0, stride: k.1 };
+        let scores = &mut s[..padded(seen.end - first)];
+        let scale = problem.scores.softmax_scale;
+        multiply(scores, left, &self.q.panels()[..qk], Into::Set(scale));
+        let scores = &mut s[..seen.end - first];
+        let visited = keys.start + first..keys.start + seen.end;
+        let seen = self
+            .masked(&visited)
+            .then(|| Seen::new(self.visible.iter().map(|visible| clip(visible.clone(), &visited))));
+        let softmax = Softmax {
+            s: &mut *scores,
+            running: &mut self.running,
+            scores: &problem.scores,
+            seen: seen.as_ref(),
+        };
+        let shrink = vectorized(softmax);
+        let left = Left::Columns { values: v.0, stride: v.1 };
+        multiply(self.o.panels_mut(), left, scores, Into::AddTo(&shrink));
+    }
+
+    /// Adds a value to the rows that see its key.
+    fn add(&mut self, key: usize, p: &Lanes, v: &[f32]) {
+        for lane in (0..self.visible.len()).filter(|&lane| self.visible[lane].contains(&key)) {
+            for (o, v) in self.o.panels_mut().iter_mut().zip(v) {
+                o[lane] += p[lane] * v;
+            }
+        }
+    }
+}
+
+/// A masked pair must contribute nothing, but 0·NaN and 0·∞ are NaN. Values with such elements are
+/// therefore taken out, to be added only to the rows that see them.
+fn take_out(values: &mut [f32], stride: usize) -> Vec<(usize, Vec<f32>)> {
+    let mut taken_out = Vec::new();
+    if vectorized(AnyNonFinite(values)) {
+        for (key, v) in values.chunks_exact_mut(stride).enumerate() {
+            if math::any_non_finite(v) {
+                taken_out.push((key, v.to_vec()));
+                v.fill(0.0);
+            }
+        }
+    }
+    taken_out
+}
+
+struct AnyNonFinite<'a>(&'a [f32]);
+
+impl WithSimd for AnyNonFinite<'_> {
+    type Output = bool;
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, _: S) -> bool {
+        math::any_non_finite(self.0)
+    }
 }

@@ -1,7 +1,7 @@
 use super::{BLOCK, Operands, Task};
 use crate::Result;
 use crate::attention::AttentionProblem;
-use crate::attention::cpu::sequence::{Sequence, clip, load, steps, visited};
+use crate::attention::cpu::sequence::{Sequence, clip, load, row_stride, steps, visited};
 use crate::float::Float;
 use blockflash_safe::{View, ViewMut, host_gemm};
 use blockflash_sys::HeadDims;
@@ -37,10 +37,10 @@ impl Tile {
         let panel = |elements: usize| vec![0.0; elements];
         Self {
             head_dims,
-            q: panel(queries * head_dims.qk),
-            d_o: panel(queries * head_dims.v),
-            k: panel(keys * head_dims.qk),
-            v: panel(keys * head_dims.v),
+            q: panel(queries * row_stride(head_dims.qk)),
+            d_o: panel(queries * row_stride(head_dims.v)),
+            k: panel(keys * row_stride(head_dims.qk)),
+            v: panel(keys * row_stride(head_dims.v)),
             p: panel(pairs),
             ds: panel(pairs),
             sums: [Vec::new(), Vec::new()],
@@ -188,8 +188,8 @@ fn multiply(
     b: &[f32],
     [rows, columns, head_dim]: [usize; 3],
 ) -> Result<()> {
-    let a = View::from_slice(&a[..rows * head_dim], &[rows, head_dim])?;
-    let b_t = View::from_slice_strided(b, &[head_dim, columns], &[1, head_dim])?;
+    let a = View::from_slice_strided(a, &[rows, head_dim], &[row_stride(head_dim), 1])?;
+    let b_t = View::from_slice_strided(b, &[head_dim, columns], &[1, row_stride(head_dim)])?;
     let target = ViewMut::from_slice(&mut target[..rows * columns], &[rows, columns])?;
     Ok(host_gemm(scale, a, b_t, false, target)?)
 }
@@ -203,7 +203,7 @@ fn add(
     head_dim: usize,
 ) -> Result<()> {
     let (count, terms) = (factors.shape()[0], factors.shape()[1]);
-    let rows = View::from_slice(&rows[..terms * head_dim], &[terms, head_dim])?;
+    let rows = View::from_slice_strided(rows, &[terms, head_dim], &[row_stride(head_dim), 1])?;
     let sums = ViewMut::from_slice(sums, &[count, head_dim])?;
     Ok(host_gemm(scale, factors, rows, true, sums)?)
 }

@@ -1,0 +1,112 @@
+//! The running softmax of a panel: each lane is a row of queries.
+
+use crate::attention::ScoresProblem;
+use crate::math;
+use crate::panels::{LANES, Lanes};
+use pulp::{Simd, WithSimd};
+use std::ops::Range;
+
+/// The running softmax of the rows of a panel.
+#[derive(Clone)]
+pub(super) struct Running {
+    /// Largest score of each row, −∞ before the first.
+    pub(super) max: Lanes,
+    /// Sum of probabilities of each row, relative to `max`.
+    pub(super) sum: Lanes,
+}
+
+impl Running {
+    pub(super) const START: Self = Self { max: [f32::NEG_INFINITY; LANES], sum: [0.0; LANES] };
+}
+
+/// Which keys the rows see: `start <= key < end`.
+pub(super) struct Seen {
+    start: [i32; LANES],
+    end: [i32; LANES],
+}
+
+impl Seen {
+    /// No keys beyond the rows, whose ranges are within `0..=i32::MAX`.
+    pub(super) fn new(rows: impl Iterator<Item = Range<usize>>) -> Self {
+        let mut seen = Self { start: [0; LANES], end: [0; LANES] };
+        for (lane, keys) in rows.take(LANES).enumerate() {
+            (seen.start[lane], seen.end[lane]) = (keys.start as i32, keys.end as i32);
+        }
+        seen
+    }
+}
+
+/// Turns scores, a row for each key, into probabilities relative to the new maxima. Masked pairs
+/// become 0. The result is what earlier sums shrink by.
+pub(super) struct Softmax<'a> {
+    pub(super) s: &'a mut [Lanes],
+    pub(super) running: &'a mut Running,
+    pub(super) scores: &'a ScoresProblem,
+    /// If some rows do not see some keys.
+    pub(super) seen: Option<&'a Seen>,
+}
+
+impl WithSimd for Softmax<'_> {
+    type Output = Lanes;
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, _: S) -> Lanes {
+        let Self { s, running, scores, seen } = self;
+        scores.cap(s.as_flattened_mut());
+        let mut max = running.max;
+        if let Some(seen) = seen {
+            for (key, s) in (0..).zip(&mut *s) {
+                for (lane, s) in s.iter_mut().enumerate() {
+                    let masked = key < seen.start[lane] || key >= seen.end[lane];
+                    *s = if masked { f32::NEG_INFINITY } else { *s };
+                }
+            }
+        }
+        for s in &*s {
+            for lane in 0..LANES {
+                // A comparison that NaN fails.
+                max[lane] = if s[lane] > max[lane] { s[lane] } else { max[lane] };
+            }
+        }
+        let mut shifts = [0.0; LANES];
+        let mut shrink = [0.0; LANES];
+        for lane in 0..LANES {
+            shifts[lane] = shift(max[lane]);
+            shrink[lane] = math::exp(running.max[lane] - shifts[lane]);
+        }
+        let mut sum = [0.0; LANES];
+        for s in s {
+            for lane in 0..LANES {
+                s[lane] = math::exp(s[lane] - shifts[lane]);
+                sum[lane] += s[lane];
+            }
+        }
+        for lane in 0..LANES {
+            running.max[lane] = max[lane];
+            running.sum[lane] = running.sum[lane] * shrink[lane] + sum[lane];
+        }
+        shrink
+    }
+}
+
+/// Turns the sums of a row into its output, and returns its log-sum-exp. One more score has no
+/// value.
+pub(super) fn finish(old: f32, sum: f32, score: f32, o: &mut [f32]) -> f32 {
+    let max = if score > old { score } else { old };
+    let shift = shift(max);
+    let shrink = math::exp(old - shift);
+    let sum = sum * shrink + math::exp(score - shift);
+    if sum == 0.0 {
+        // No key was attended, or only keys with a score of −∞.
+        o.fill(0.0);
+        return f32::NEG_INFINITY;
+    }
+    o.iter_mut().for_each(|o| *o = *o * shrink / sum);
+    shift + sum.ln()
+}
+
+/// The shift of scores: their maximum, or 0 while it is −∞, since −∞ − (−∞) is NaN.
+#[inline(always)]
+pub(super) fn shift(max: f32) -> f32 {
+    if max == f32::NEG_INFINITY { 0.0 } else { max }
+}
