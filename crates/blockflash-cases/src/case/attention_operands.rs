@@ -175,10 +175,10 @@ impl AttentionOperands {
 
     /// The case of the oracle; none for a mask that it does not know.
     pub(super) fn for_oracle(&self) -> Result<AttentionCase<'_>> {
-        let Inputs { scores: Scores { sink, .. }, q, k, v, packed, blocks } = &self.inputs;
+        let Inputs { scores: placed, q, k, v, packed, blocks } = &self.inputs;
         let scores = self.inputs.call()?.problem()?.scores;
         let qkv = [q.host() as _, k.host() as _, v.host() as _];
-        let case = scores::for_oracle(&scores, qkv, sink.as_ref())?;
+        let case = scores::for_oracle(&scores, qkv, placed)?;
         Ok(AttentionCase {
             lengths: packed.as_ref().map(|packed| packed.lengths.each_ref().map(Vec::as_slice)),
             blocks: blocks.as_ref().map(|Visited { mask, lists: [row_ptr, col_idx] }| Blocks {

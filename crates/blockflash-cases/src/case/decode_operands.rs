@@ -272,8 +272,7 @@ impl Operands for DecodeOperands {
         seed: u64,
         progress: Progress<'_>,
     ) -> Result<Vec<Comparison>> {
-        let (Inputs { scores: Scores { sink, .. }, q, cache: [k, v], .. }, slots) =
-            (&self.inputs, &self.slots);
+        let (Inputs { scores, q, cache: [k, v], .. }, slots) = (&self.inputs, &self.slots);
         let problem = self.problem(None)?;
         let queries = vec![problem.attention.seqlen_q; self.counts.len()];
         let [k, v] = [k, v].map(|cache| Rows::of_cache(cache.host(), slots));
@@ -297,7 +296,7 @@ impl Operands for DecodeOperands {
                 row_ptr,
                 col_idx,
             }),
-            ..scores::for_oracle(&problem.attention.scores, [&q, &k, &v], sink.as_ref())?
+            ..scores::for_oracle(&problem.attention.scores, [&q, &k, &v], scores)?
         };
         let mut comparisons = match results {
             [o, lse] => {

@@ -3,30 +3,31 @@
 use super::operands::Placed;
 use crate::error::{Error, Result};
 use crate::memory::count;
-use blockflash_ops::{Align, Mask, ScoresProblem};
-use blockflash_oracle::{AttentionCase, Elements, Scores};
+use blockflash_ops::{Align, Mask, Scores, ScoresProblem};
+use blockflash_oracle::{AttentionCase, Elements};
 
-/// The oracle's case of dense q, k and v with the scores of a problem and this sink.
+/// The oracle's case of dense q, k and v with the scores of a problem, for which `placed` has the
+/// tensors.
 ///
 /// # Errors
 /// If the oracle does not know the mask.
 pub(super) fn for_oracle<'a>(
     scores: &ScoresProblem,
     [q, k, v]: [&'a dyn Elements; 3],
-    sink: Option<&'a Placed>,
+    placed: &'a Scores<Placed>,
 ) -> Result<AttentionCase<'a>> {
     let (left, right, align) = sides(scores.mask)?;
     Ok(AttentionCase {
         q,
         k,
         v,
-        sink: sink.map(|sink| sink.host() as _),
+        sink: placed.sink.as_ref().map(|sink| sink.host() as _),
         lengths: None,
         blocks: None,
         bottom_right: align == Align::BottomRight,
         left,
         right,
-        scores: Scores::new(scores.softmax_scale, scores.softcap),
+        scores: blockflash_oracle::Scores::new(scores.softmax_scale, scores.softcap),
     })
 }
 

@@ -4,7 +4,7 @@ use crate::attention_args::Args;
 use crate::failure::{Failure, Result, bail, ensure};
 use crate::offsets::Offsets;
 use crate::operand::{StandIn, common_dtype, load_all, random};
-use crate::qkv_args::{o_bytes, sink};
+use crate::qkv_args::{o_bytes, with_tensors};
 use crate::run::Run;
 use blockflash_bench::case::{AttentionData, AttentionOperands};
 use blockflash_bench::io::Array;
@@ -20,7 +20,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
     let stream = device.stream()?;
     let scores = args.scores.of(args.mask, args.block_mask.token_mask())?;
     let data = data(&args, scores)?;
-    let scores = scores.try_map_sink(|path| sink(path, &data.q, args.common.seed))?;
+    let scores = with_tensors(scores, &data.q, args.common.seed)?;
     let wants_lse = outputs.has("lse") || args.common.check;
     let mut operands = AttentionOperands::new(scores, data, wants_lse, &stream)?;
     let (operation, kernel) = ("attention", args.kernel.as_deref());

@@ -75,7 +75,7 @@ impl Args {
     /// The files to write.
     pub fn outputs(&self) -> Result<Outputs> {
         let inputs = [
-            ("--sink", self.scores.sink.as_ref()),
+            self.scores.file(),
             ("--cu-seqlens", self.cu_seqlens.as_ref().and_then(Offsets::file)),
             ("--cu-seqlens-kv", self.cu_seqlens_kv.as_ref().and_then(Offsets::file)),
         ];

@@ -3,7 +3,7 @@
 use crate::decode_args::Args;
 use crate::failure::{Result, bail, ensure};
 use crate::operand::{Source, StandIn, common_dtype, load_all, random};
-use crate::qkv_args::{o_bytes, sink};
+use crate::qkv_args::{o_bytes, with_tensors};
 use crate::run::Run;
 use blockflash_bench::case::{Chosen, DecodeData, DecodeOperands, DecodeShape, Fill};
 use blockflash_bench::memory;
@@ -28,7 +28,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
         Some(lengths) => Some(lengths.load("seqused_kv")?),
         None => None,
     };
-    let scores = scores.try_map_sink(|path| sink(path, &data.q, args.common.seed))?;
+    let scores = with_tensors(scores, &data.q, args.common.seed)?;
     let wants_lse = outputs.has("lse") || args.common.check;
     let chosen = args.selection()?.map_or(Chosen::All, Chosen::Selected);
     let data = DecodeData { seqused_kv, chosen, ..data };

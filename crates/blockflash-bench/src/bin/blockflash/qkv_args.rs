@@ -111,8 +111,13 @@ pub enum MaskName {
 }
 
 impl ScoreArgs {
+    /// The option that names a file, and the file.
+    pub fn file(&self) -> (&'static str, Option<&PathBuf>) {
+        ("--sink", self.sink.as_ref())
+    }
+
     /// The options with the mask; `default` stands for a mask that is not named. The sink is where
-    /// it comes from: see [`sink`].
+    /// it comes from: see [`with_tensors`].
     pub fn of(&self, mask: Option<MaskName>, default: Mask) -> Result<Scores<&Path>> {
         let &Self { scale: softmax_scale, softcap, ref sink, .. } = self;
         let mask = self.mask(mask, default)?;
@@ -150,15 +155,17 @@ pub fn o_bytes([q, _, v]: &[Source; 3], dtype: DType) -> Result<u64> {
     Ok(memory::size(&[&shape], dtype.size()))
 }
 
-/// Attention sinks of the heads of q, from a file or random.
-pub fn sink(path: &Path, q: &Array, seed: u64) -> Result<Array> {
-    if path != Path::new("random") {
-        return Source::open(path, "sink")?.load(DType::F32);
-    }
-    let &[.., heads, _] = q.shape() else {
-        bail!("q is {:?}, which has no heads", q.shape());
-    };
-    random("sink", DType::F32, &[heads], seed, 3)
+/// Scores with the attention sinks of the heads of q, from a file or random.
+pub fn with_tensors(scores: Scores<&Path>, q: &Array, seed: u64) -> Result<Scores<Array>> {
+    scores.try_map_sink(|path| {
+        if path != Path::new("random") {
+            return Source::open(path, "sink")?.load(DType::F32);
+        }
+        let &[.., heads, _] = q.shape() else {
+            bail!("q is {:?}, which has no heads", q.shape());
+        };
+        random("sink", DType::F32, &[heads], seed, 3)
+    })
 }
 
 /// The files to write.
