@@ -1,8 +1,8 @@
 //! Checks that all operations share. Each error names the operand and states the requirement.
 
 use crate::{Error, Result};
-use blockflash_safe::{Device, View, ViewMut};
-use blockflash_sys::{DType, Major};
+use blockflash_safe::{CudaProperties, Device, View, ViewMut};
+use blockflash_sys::{DType, Kernel, Major};
 
 /// The properties of a borrowed tensor, read-only or exclusive, that checks need.
 #[derive(Clone, Copy)]
@@ -139,6 +139,24 @@ pub(crate) fn grid_x(factors: &[usize]) -> Result<u32> {
         Some(blocks) if blocks <= limit => Ok(blocks as u32),
         blocks => Err(Error::TooLarge { what: "grid", value: blocks.unwrap_or(usize::MAX), limit }),
     }
+}
+
+/// A grid of persistent CTAs, which take tile after tile: one for each tile, and at most as many as
+/// the GPU has room for. Each asks once for a tile past the last one, which the counter has to
+/// count.
+pub(crate) fn persistent_grid(tiles: usize, room: usize) -> Result<u32> {
+    grid_x(&[tiles.saturating_add(2 * room)])?;
+    grid_x(&[tiles.min(room)])
+}
+
+/// The grid of a kernel for this many tiles: persistent, if the kernel is.
+pub(crate) fn grid_of(kernel: &Kernel, tiles: usize, gpu: &CudaProperties) -> Result<u32> {
+    let family = kernel.family();
+    if !family.is_persistent() {
+        return grid_x(&[tiles]);
+    }
+    let room = gpu.multiprocessors.max(1).saturating_mul(family.blocks_per_multiprocessor());
+    persistent_grid(tiles, room as usize)
 }
 
 /// Memory that kernels read 16 bytes at a time; on the CPU it may start anywhere.

@@ -6,7 +6,7 @@ use crate::fixtures::gpu;
 use crate::selection::select_among;
 use crate::{Error, HeadDims, ScoresProblem};
 use blockflash_sys::Target;
-use blockflash_sys::manifest;
+use blockflash_sys::manifest::{self, Variant};
 use blockflash_sys::params::{BLOCKFLASH_WINDOW_UNBOUNDED, blockflash_attention_fwd_tma_params};
 
 fn select(problem: &AttentionProblem, gpu: &CudaProperties) -> Result<&'static Kernel> {

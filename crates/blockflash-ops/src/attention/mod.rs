@@ -27,7 +27,7 @@ pub(crate) use head_dims::Rows;
 pub(crate) use plan::{base_params, check_strides, heads_per_section, hopper_params};
 pub(crate) use problem::{row_strides, width_like};
 pub(crate) use score_params::{score_params, window_params};
-pub(crate) use select::support;
+pub(crate) use select::{first_without_tensor_map, support};
 pub(crate) use seqlens::check_maximum;
 
 use crate::check::{Operand, aligned};

@@ -1,10 +1,9 @@
 use super::{AttentionProblem, Strides, block_mask, score_params};
-use crate::check::{grid_x, to_i32, to_i64};
+use crate::check::{grid_of, grid_x, to_i32, to_i64};
 use crate::selection::{fits, tile_of};
 use crate::{Error, Result};
 use blockflash_safe::{CudaProperties, LaunchConfig};
 use blockflash_sys::Kernel;
-use blockflash_sys::manifest::Variant;
 use blockflash_sys::params::{
     BLOCKFLASH_WINDOW_UNBOUNDED, blockflash_attention_fwd_params,
     blockflash_attention_fwd_tma_params, blockflash_tensor_map,
@@ -83,21 +82,9 @@ pub(super) fn planned(
     // Pairs of block rows count as two: a CTA that finds none ends at once.
     let tiles = grid_x(&[tiles_q, problem.num_heads_q / tile.heads as usize, problem.batch])?;
     let base = base_params(problem)?;
-    // CTAs of the Hopper kernels are persistent and take tile after tile.
-    let stay = match kernel.variant {
-        Variant::AttentionFwdHopper(tile) => {
-            Some(gpu.multiprocessors.max(1).saturating_mul(tile.blocks_per_multiprocessor))
-        }
-        _ => None,
-    };
-    let hopper = stay.is_some();
-    if let Some(blocks) = stay {
-        // Each CTA asks once for a tile past the last one.
-        grid_x(&[tiles as usize + 2 * blocks as usize])?;
-    }
-    let blocks = stay.map_or(tiles, |blocks| tiles.min(blocks));
+    let blocks = grid_of(kernel, tiles as usize, gpu)?;
     let config = LaunchConfig::of(kernel, blocks, kernel.waits_for_predecessor());
-    let params = match hopper {
+    let params = match kernel.family().is_persistent() {
         true => {
             let tiles_per_head = tiles_q.div_ceil(tile.heads as usize);
             let sections =

@@ -1,11 +1,11 @@
 use super::cost::relative_time;
 use super::head_dims::Rows;
-use super::{AttentionProblem, BlockMaskSizes};
+use super::{AttentionProblem, BlockMaskSizes, Strides};
 use crate::Result;
 use crate::check::is_tensor_map_stride;
 use crate::selection::{self, Candidate, Kernels, Peers, Problem, Rule, preference};
 use blockflash_safe::CudaProperties;
-use blockflash_sys::manifest::{AttentionTile, Lse, Variant};
+use blockflash_sys::manifest::{AttentionTile, Lse};
 use blockflash_sys::{DType, Kernel};
 use std::cmp::Reverse;
 use std::sync::LazyLock;
@@ -167,10 +167,7 @@ const KEYS: AttentionRule = Rule {
 
 /// The kernels for small grids compute all tiles of a rectangle of queries and keys.
 const EVEN: AttentionRule = Rule {
-    holds: |c| {
-        !matches!(c.kernel.variant, Variant::AttentionFwdSmall(_))
-            || c.problem.packed.is_none() && c.problem.block_mask.is_none()
-    },
+    holds: |c| !c.tile.dense_only || c.problem.packed.is_none() && c.problem.block_mask.is_none(),
     refuses: |c| {
         let given = if c.problem.packed.is_some() { "cu_seqlens" } else { "block_mask" };
         format!("{given} is given, and it takes neither packed sequences nor block masks")
@@ -181,10 +178,7 @@ const EVEN: AttentionRule = Rule {
 /// Tensor maps describe q, k and v of the persistent kernels, so their strides must be positive and
 /// not too large.
 const TENSOR_MAPS: AttentionRule = Rule {
-    holds: |c| {
-        !matches!(c.kernel.variant, Variant::AttentionFwdHopper(_))
-            || without_tensor_map(c.problem).is_none()
-    },
+    holds: |c| !c.tile.tensor_maps || without_tensor_map(c.problem).is_none(),
     refuses: |c| {
         let (what, dim, stride) = without_tensor_map(c.problem).unwrap_or_default();
         format!("the {dim} stride of {what} is {stride} elements, which a tensor map cannot have")
@@ -198,20 +192,23 @@ fn without_tensor_map(problem: &AttentionProblem) -> Option<(&'static str, &'sta
         Some(packed) => [1, packed.total_q, packed.total_kv],
         None => [problem.batch, problem.seqlen_q, problem.seqlen_kv],
     };
-    let operands = [
-        ("q", problem.q, rows_q, problem.num_heads_q),
-        ("k", problem.k, rows_kv, problem.num_heads_kv),
-        ("v", problem.v, rows_kv, problem.num_heads_kv),
-    ];
-    // The map of a tensor without rows is never used.
-    for (what, strides, rows, heads) in operands.into_iter().filter(|(_, _, rows, _)| *rows > 0) {
-        let dims = [
-            ("batch", strides.batch, batch),
-            ("sequence", strides.seq, rows),
-            ("head", strides.head, heads),
-        ];
-        for (dim, stride, extent) in dims {
-            if extent > 1 && !is_tensor_map_stride(stride, problem.types.q) {
+    let (queries, keys) =
+        ([batch, rows_q, problem.num_heads_q], [batch, rows_kv, problem.num_heads_kv]);
+    let operands = [("q", problem.q, queries), ("k", problem.k, keys), ("v", problem.v, keys)];
+    first_without_tensor_map(&operands, problem.types.q)
+}
+
+/// The first stride of these operands that a tensor map cannot have: operand, dimension, stride in
+/// elements. An operand has a name, strides, and its batch entries, rows and heads.
+pub(crate) fn first_without_tensor_map(
+    operands: &[(&'static str, Strides, [usize; 3])],
+    dtype: DType,
+) -> Option<(&'static str, &'static str, usize)> {
+    // The map of a tensor without elements is never used.
+    for &(what, strides, extents) in operands.iter().filter(|(.., extents)| !extents.contains(&0)) {
+        let dims = [("batch", strides.batch), ("sequence", strides.seq), ("head", strides.head)];
+        for ((dim, stride), extent) in dims.into_iter().zip(extents) {
+            if extent > 1 && !is_tensor_map_stride(stride, dtype) {
                 return Some((what, dim, stride));
             }
         }

@@ -3,7 +3,7 @@ use super::*;
 use crate::fixtures::{gpu, gpus};
 use crate::selection::select_among;
 use crate::{Error, ScoresProblem};
-use blockflash_sys::manifest::{self, AttentionFwd};
+use blockflash_sys::manifest::{self, AttentionFwd, Variant};
 use blockflash_sys::params::BLOCKFLASH_WINDOW_UNBOUNDED;
 use blockflash_sys::{ElementTypes, HeadDims, Target};
 

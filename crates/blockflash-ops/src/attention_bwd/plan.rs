@@ -1,6 +1,6 @@
 use super::AttentionBackwardProblem;
 use crate::attention::{Strides, base_params, block_mask_params, check_strides};
-use crate::check::{grid_x, to_i64};
+use crate::check::{grid_of, grid_x, to_i64};
 use crate::selection::{accepts, select, tile_of};
 use crate::{Error, Result};
 use blockflash_safe::{
@@ -201,10 +201,8 @@ fn blocks(
         Step::Statistics | Step::Sums => grid_x(&[row_tiles, forward.num_heads_q, forward.batch]),
         Step::Sinks => grid_x(&[forward.num_heads_q]),
         Step::Keys | Step::KeysAndSums => {
-            let blocks = grid_x(&[tiles_kv(), forward.num_heads_kv, forward.batch])?;
-            // Its shared memory leaves room for one CTA per multiprocessor.
-            let persistent = kernel.family().is_persistent();
-            Ok(if persistent { blocks.min(gpu.multiprocessors.max(1)) } else { blocks })
+            let tiles = grid_x(&[tiles_kv(), forward.num_heads_kv, forward.batch])?;
+            grid_of(kernel, tiles as usize, gpu)
         }
         Step::Queries => grid_x(&[tiles_q(), forward.num_heads_q, forward.batch]),
     }

@@ -1,11 +1,10 @@
 use super::AttentionBackwardProblem;
 use super::plan::workspace_bytes;
 use crate::Result;
-use crate::attention::{AttentionProblem, BlockMaskSizes, Rows};
-use crate::check::is_tensor_map_stride;
+use crate::attention::{AttentionProblem, BlockMaskSizes, Rows, first_without_tensor_map};
 use crate::selection::{self, Candidate, Kernels, Peers, Problem, Rule, preference};
 use blockflash_safe::CudaProperties;
-use blockflash_sys::manifest::{AttentionBwdStep as Step, AttentionBwdTile, Variant};
+use blockflash_sys::manifest::{AttentionBwdStep as Step, AttentionBwdTile};
 use blockflash_sys::{DType, Kernel};
 use std::sync::LazyLock;
 
@@ -125,10 +124,6 @@ pub(crate) fn support(dtype: DType) -> Vec<(String, AttentionBackwardProblem)> {
 type BackwardRule = Rule<AttentionBackwardProblem>;
 type Backward<'c> = Candidate<'c, AttentionBackwardProblem>;
 
-fn is_hopper(c: &Backward<'_>) -> bool {
-    matches!(c.kernel.variant, Variant::AttentionBwdHopper(_))
-}
-
 /// Steps that not every problem has.
 const STEP: BackwardRule = Rule {
     holds: |c| match c.tile.step {
@@ -156,7 +151,9 @@ const HEAD_DIM: BackwardRule = Rule {
 /// than the portable kernels.
 const WIDTH: BackwardRule = Rule {
     holds: |c| {
-        !is_hopper(c) || c.tile.head_dims.max() <= 128 || c.problem.forward.head_dims.max() > 128
+        c.kernel.target.is_portable()
+            || c.tile.head_dims.max() <= 128
+            || c.problem.forward.head_dims.max() > 128
     },
     refuses: |c| format!("head_dim {} is not above 128", c.problem.forward.head_dims),
     excludes_all: None,
@@ -213,7 +210,7 @@ fn blocks(c: &Backward<'_>) -> [u32; 2] {
 
 /// Tensor maps describe q, k, v and d_o, so their strides must be positive and not too large.
 const TENSOR_MAPS: BackwardRule = Rule {
-    holds: |c| !is_hopper(c) || without_tensor_map(c.problem).is_none(),
+    holds: |c| !c.tile.tensor_maps || without_tensor_map(c.problem).is_none(),
     refuses: |c| {
         let (what, dim, stride) = without_tensor_map(c.problem).unwrap_or_default();
         format!("the {dim} stride of {what} is {stride} elements, which a tensor map cannot have")
@@ -238,16 +235,7 @@ fn without_tensor_map(
         ("k", forward.k, keys),
         ("v", forward.v, keys),
     ];
-    for (what, strides, extents) in operands {
-        let dims = [("batch", strides.batch), ("sequence", strides.seq), ("head", strides.head)];
-        for ((dim, stride), extent) in dims.into_iter().zip(extents) {
-            let used = extent > 1 && !extents.contains(&0);
-            if used && !is_tensor_map_stride(stride, forward.types.q) {
-                return Some((what, dim, stride));
-            }
-        }
-    }
-    None
+    first_without_tensor_map(&operands, forward.types.q)
 }
 
 const SUMS: BackwardRule = Rule {

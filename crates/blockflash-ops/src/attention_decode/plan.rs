@@ -4,7 +4,7 @@ use super::params::params;
 use super::select::{is_many, others};
 use super::tile::{Tile, split_tile};
 use super::{AttentionDecodeProblem, AttentionDecodeWorkspace};
-use crate::check::{grid_x, to_i32};
+use crate::check::{persistent_grid, to_i32};
 use crate::selection::{fits, tile_of, unsupported};
 use crate::{Error, Result};
 use blockflash_safe::{CudaProperties, LaunchConfig};
@@ -52,9 +52,7 @@ pub(super) fn plan_few(
     if tile.runs == [1] {
         division = division.in_runs(problem, &tile, [most, most / multiprocessors]);
     }
-    // Each CTA asks once for an item past the last one.
-    let blocks = grid_x(&[division.items.min(most)])?;
-    grid_x(&[division.items.saturating_add(2 * blocks as usize)])?;
+    let blocks = persistent_grid(division.items, most)?;
     let waits = kernel.waits_for_predecessor();
     let config = match division.in_clusters(&tile, problem, multiprocessors) {
         None => LaunchConfig::of(kernel, blocks, waits),

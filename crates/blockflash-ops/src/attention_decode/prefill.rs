@@ -6,7 +6,7 @@ use super::select::others;
 use super::tile::CacheTile;
 use crate::Result;
 use crate::attention::{AttentionProblem, base_params, heads_per_section, hopper_params};
-use crate::check::{grid_x, to_i32};
+use crate::check::{grid_of, grid_x, to_i32};
 use crate::selection::{fits, tile_of};
 use blockflash_safe::{CudaProperties, LaunchConfig};
 use blockflash_sys::Kernel;
@@ -49,10 +49,7 @@ pub(super) fn plan_prefill(
     };
     let tiles_q = attention.seqlen_q.div_ceil(block_q.max(1));
     let tiles = grid_x(&[tiles_q, attention.num_heads_q, attention.batch])?;
-    let blocks = tiles.min(gpu.multiprocessors.max(1));
-    // Each CTA asks once for a tile past the last one.
-    grid_x(&[tiles as usize + 2 * blocks as usize])?;
-
+    let blocks = grid_of(kernel, tiles as usize, gpu)?;
     let fewest_queries = others(kernel, problem, gpu)?.map_or(0, |(_, most)| most + 1);
     let base = base_params(attention)?;
     // Sequences have lengths of their own, so sections of heads are within one.

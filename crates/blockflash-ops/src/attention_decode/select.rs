@@ -7,7 +7,6 @@ use crate::check::is_tensor_map_stride;
 use crate::kv_cache::CacheSizes;
 use crate::selection::{self, Candidate, Kernels, Peers, Problem, Rule, preference};
 use blockflash_safe::CudaProperties;
-use blockflash_sys::manifest::Variant;
 use blockflash_sys::{DType, HeadDims, Kernel, Target};
 use std::sync::LazyLock;
 
@@ -251,7 +250,7 @@ impl AttentionDecodeProblem {
 
 /// Whether a kernel is one for many queries.
 pub(super) fn is_many(kernel: &Kernel) -> bool {
-    matches!(kernel.variant, Variant::AttentionCacheHopper(_))
+    matches!(tile(kernel), Some(CacheTile::Many(_)))
 }
 
 /// The kernel for the sequences that `kernel` leaves, and the most queries of one. Only packed

@@ -9,6 +9,10 @@ use blockflash_sys::Target;
 use blockflash_sys::manifest;
 use std::sync::LazyLock;
 
+fn is_hopper(kernel: &Kernel) -> bool {
+    matches!(kernel.variant, Variant::BsrMatmulHopper(_))
+}
+
 /// None of the kernels that take any layout, see `any_layout_tests`.
 fn select(problem: &BsrProblem, gpu: &CudaProperties) -> Result<&'static Kernel> {
     static ROWS: LazyLock<Vec<Kernel>> = LazyLock::new(|| {

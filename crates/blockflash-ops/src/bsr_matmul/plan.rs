@@ -1,9 +1,9 @@
 use super::{Activation, BiasKind, BsrProblem, cost};
-use crate::check::{grid_x, to_i64};
+use crate::check::{grid_x, persistent_grid, to_i64};
 use crate::selection::{fits, tile_of};
 use crate::{Error, Result};
 use blockflash_safe::{CudaProperties, LaunchConfig};
-use blockflash_sys::manifest::{BsrMatmulTile, Variant};
+use blockflash_sys::manifest::BsrMatmulTile;
 use blockflash_sys::params::{
     BLOCKFLASH_ACTIVATION_GELU, BLOCKFLASH_ACTIVATION_NONE, BLOCKFLASH_ACTIVATION_RELU,
     BLOCKFLASH_ACTIVATION_SILU, BLOCKFLASH_DTYPE_BF16, BLOCKFLASH_DTYPE_F16, BLOCKFLASH_DTYPE_F32,
@@ -118,13 +118,14 @@ fn blocks(
 ) -> Result<u32> {
     let tiles_m = problem.m.div_ceil(problem.block_size).div_ceil(tile.block_rows as usize);
     let tiles = grid_x(&[tile.tiles_n(problem.n as u64) as usize, tiles_m + parts])?;
-    let Variant::BsrMatmulHopper(hopper) = &kernel.variant else { return Ok(tiles) };
-    // CTAs of the Hopper kernels are persistent; each asks once for a tile past the last one.
+    let family = kernel.family();
+    if !family.is_persistent() {
+        return Ok(tiles);
+    }
     let each = (gpu.multiprocessors / tile.cluster * tile.cluster).max(tile.cluster);
-    let stay = each * hopper.blocks_per_multiprocessor;
-    grid_x(&[tiles as usize + 2 * stay as usize])?;
+    let room = each * family.blocks_per_multiprocessor();
     // Where two CTAs share an SM, each SM gets one of this launch at least, even without a tile: so
     // it keeps room for one of the next launch, and none gets two of those.
-    let least = if hopper.blocks_per_multiprocessor > 1 && tiles > 0 { each } else { 0 };
-    Ok(tiles.min(stay).max(least))
+    let least = if family.may_idle() && tiles > 0 { each } else { 0 };
+    Ok(persistent_grid(tiles as usize, room as usize)?.max(least))
 }

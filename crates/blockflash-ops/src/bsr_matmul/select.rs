@@ -126,13 +126,8 @@ fn major_of_b(c: &BsrCandidate<'_>) -> Major {
     if c.tile.b_column_major { Major::Column } else { Major::Row }
 }
 
-/// Hopper kernels that do not gather small blocks write C in either layout.
 const MAJOR_OF_C: MatmulRule = Rule {
-    holds: |c| {
-        c.problem.c_major == Major::Row
-            || c.kernel.takes_any_layout()
-            || matches!(&c.kernel.variant, Variant::BsrMatmulHopper(tile) if !tile.gathers())
-    },
+    holds: |c| c.problem.c_major == Major::Row || c.kernel.writes_any_layout(),
     refuses: |_| "the kernel takes a row-major c".into(),
     excludes_all: Some(no_layout),
 };
@@ -155,28 +150,24 @@ const SHARED_MEMORY: MatmulRule = Rule::shared_memory(Some(|all| {
     )
 }));
 
-/// Hopper kernels count sizes in 32 bits.
+/// Kernels with tensor maps count sizes in 32 bits.
 const SIZES: MatmulRule = Rule {
-    holds: |c| !is_hopper(c.kernel) || too_large(sizes(c)).is_none(),
+    holds: |c| !c.tile.tensor_maps || too_large(sizes(c)).is_none(),
     refuses: |c| size_refusal(sizes(c)),
     excludes_all: Some(|all| {
         format!("{}: {}", asked(all[0].problem), size_refusal(sizes(&all[0])))
     }),
 };
 
-fn is_hopper(kernel: &Kernel) -> bool {
-    matches!(kernel.variant, Variant::BsrMatmulHopper(_))
-}
-
 fn sizes(c: &BsrCandidate<'_>) -> [usize; 3] {
     [c.problem.m, c.problem.n, c.problem.k]
 }
 
-/// Hopper kernels read B through a tensor map. The map of a B without elements is never used.
+/// B is read through a tensor map. The map of a B without elements is never used.
 const TENSOR_MAP: MatmulRule = Rule {
     holds: |c| {
         let p = c.problem;
-        !is_hopper(c.kernel)
+        !c.tile.tensor_maps
             || p.k == 0
             || p.n == 0
             || p.b_vectorized && is_tensor_map_stride(p.ldb, p.dtype)

@@ -1,9 +1,8 @@
 use super::BsrSddmmProblem;
-use crate::check::{grid_x, to_i32};
+use crate::check::{grid_of, to_i32};
 use crate::selection::{fits, tile_of};
 use crate::{Error, Result};
 use blockflash_safe::{CudaProperties, LaunchConfig};
-use blockflash_sys::manifest::Variant;
 use blockflash_sys::params::{blockflash_bsr_sddmm_params, blockflash_tensor_map};
 use blockflash_sys::{DType, Kernel};
 use std::ptr::{null, null_mut};
@@ -64,15 +63,6 @@ pub(super) fn planned(
     // Full tiles, and one more per block row whose last tile may be partial. Some of these are
     // empty, which costs only the look-up.
     let tiles = problem.nnz_blocks / tile.blocks as usize + problem.m.div_ceil(problem.block_size);
-    let stays = matches!(kernel.variant, Variant::BsrSddmmHopper(_));
-    let blocks = if stays {
-        // CTAs are persistent and take tile after tile; each asks once for a tile past the last
-        // one.
-        let stay = gpu.multiprocessors.max(1) as usize;
-        grid_x(&[tiles.saturating_add(2 * stay)])?;
-        tiles.min(stay)
-    } else {
-        tiles
-    };
-    Ok(BsrSddmmPlan { params, config: LaunchConfig::of(kernel, grid_x(&[blocks])?, stays) })
+    let (blocks, waits) = (grid_of(kernel, tiles, gpu)?, kernel.waits_for_predecessor());
+    Ok(BsrSddmmPlan { params, config: LaunchConfig::of(kernel, blocks, waits) })
 }

@@ -1,6 +1,6 @@
 use super::{ChoosePagesProblem, SummarizePagesProblem, SummarySizes};
 use crate::attention::{Strides, check_strides};
-use crate::check::{grid_x, to_i32, to_i64};
+use crate::check::{grid_x, persistent_grid, to_i32, to_i64};
 use crate::selection::fits;
 use crate::{Error, Result};
 use blockflash_safe::{CudaProperties, LaunchConfig};
@@ -122,9 +122,7 @@ pub fn plan_choice(
     let useful = summaries.columns().div_ceil(PAGES_OF_CTA).max(1);
     let parts = (resident / groups).clamp(1, useful);
     let tiles = groups.saturating_mul(parts);
-    let blocks = grid_x(&[tiles.min(resident)])?;
-    // The kernel counts tiles in 32 bits, up to those past the last one.
-    grid_x(&[tiles.saturating_add(2 * resident)])?;
+    let blocks = persistent_grid(tiles, resident)?;
     let stride = |value| to_i64("stride", value);
     let params = blockflash_page_choice_params {
         q: null(),

@@ -7,7 +7,7 @@ use std::ptr::null;
 
 fn tile(step: Step) -> AttentionBwdTile {
     let (types, head_dims) = (ElementTypes::all(DType::F16), HeadDims::all(64));
-    AttentionBwdTile { step, types, head_dims, block_q: 64, block_kv: 128 }
+    AttentionBwdTile { step, types, head_dims, block_q: 64, block_kv: 128, tensor_maps: true }
 }
 
 /// Batch 3, 150 queries, 300 keys, 4 and 2 heads of 8 elements.

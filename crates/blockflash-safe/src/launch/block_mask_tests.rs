@@ -16,6 +16,8 @@ const TILE: AttentionTile = AttentionTile {
     block_kv: 32,
     heads: 1,
     lse: Lse::AsAsked,
+    dense_only: false,
+    tensor_maps: false,
 };
 
 /// Batch 3, 150 queries, 100 keys, 4 and 2 heads of 8 elements, with a mask of 128 × 64 blocks: 2

@@ -61,6 +61,10 @@ pub struct AttentionTile {
     pub heads: u32,
     /// When it computes the log-sum-exp.
     pub lse: Lse,
+    /// Whether it takes neither packed sequences nor block masks.
+    pub dense_only: bool,
+    /// Whether tensor maps describe q, k and v, which have limits on strides.
+    pub tensor_maps: bool,
 }
 
 impl AttentionTile {

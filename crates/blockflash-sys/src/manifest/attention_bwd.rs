@@ -39,6 +39,8 @@ pub struct AttentionBwdTile {
     pub block_q: u32,
     /// Keys of a CTA or of a step of its main loop; 0 for steps over rows.
     pub block_kv: u32,
+    /// Whether tensor maps describe q, k, v and d_o, which have limits on strides.
+    pub tensor_maps: bool,
 }
 
 impl AttentionBwdTile {

@@ -99,7 +99,8 @@ impl AttentionBwdHopper {
             Keys | KeysAndSums => [stream_rows, resident_rows],
             _ => [resident_rows, stream_rows],
         };
-        AttentionBwdTile { step, types, head_dims, block_q, block_kv }
+        let tensor_maps = !matches!(step, Sums);
+        AttentionBwdTile { step, types, head_dims, block_q, block_kv, tensor_maps }
     }
 }
 

@@ -91,6 +91,8 @@ impl AttentionFwd {
             block_kv,
             heads: 1,
             lse: Lse::AsAsked,
+            dense_only: false,
+            tensor_maps: false,
         }
     }
 }

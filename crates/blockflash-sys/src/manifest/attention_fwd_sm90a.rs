@@ -120,6 +120,8 @@ impl AttentionFwdHopper {
             block_kv,
             heads,
             lse,
+            dense_only: false,
+            tensor_maps: true,
         }
     }
 
@@ -171,6 +173,10 @@ impl Family for AttentionFwdHopper {
 
     fn counts_tiles(&self) -> bool {
         true
+    }
+
+    fn blocks_per_multiprocessor(&self) -> u32 {
+        self.blocks_per_multiprocessor
     }
 
     fn macros(&self, define: &mut dyn FnMut(&'static str, u32)) {

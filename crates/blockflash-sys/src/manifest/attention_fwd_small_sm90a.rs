@@ -53,6 +53,8 @@ impl AttentionFwdSmall {
             block_kv,
             heads: 1,
             lse: Lse::AsAsked,
+            dense_only: true,
+            tensor_maps: false,
         }
     }
 }

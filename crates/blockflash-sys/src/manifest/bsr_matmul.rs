@@ -24,6 +24,8 @@ pub struct BsrMatmulTile {
     pub a_transposed: bool,
     /// Whether B is column-major.
     pub b_column_major: bool,
+    /// Whether a tensor map describes B, which has limits on sizes and strides.
+    pub tensor_maps: bool,
 }
 
 impl BsrMatmulTile {
@@ -67,5 +69,14 @@ impl Kernel {
     /// column-major order.
     pub const fn takes_any_layout(&self) -> bool {
         matches!(self.variant, Variant::BsrMatmulAny(_))
+    }
+
+    /// Whether a BSR kernel writes C in row-major and column-major order. Hopper kernels do that do
+    /// not gather small blocks.
+    pub const fn writes_any_layout(&self) -> bool {
+        match &self.variant {
+            Variant::BsrMatmulHopper(tile) => !tile.gathers(),
+            _ => self.takes_any_layout(),
+        }
     }
 }

@@ -71,6 +71,7 @@ impl BsrMatmul {
             cluster: 1,
             a_transposed: false,
             b_column_major: false,
+            tensor_maps: false,
         }
     }
 }

@@ -199,6 +199,7 @@ impl BsrMatmulHopper {
             cluster,
             a_transposed,
             b_column_major,
+            tensor_maps: true,
         }
     }
 }
@@ -266,6 +267,10 @@ impl Family for BsrMatmulHopper {
 
     fn counts_tiles(&self) -> bool {
         true
+    }
+
+    fn blocks_per_multiprocessor(&self) -> u32 {
+        self.blocks_per_multiprocessor
     }
 
     fn macros(&self, define: &mut dyn FnMut(&'static str, u32)) {

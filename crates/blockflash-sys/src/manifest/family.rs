@@ -40,6 +40,12 @@ pub trait Family {
         self.counts_tiles()
     }
 
+    /// CTAs of a persistent kernel that a multiprocessor has room for, where that is a property of
+    /// the tile.
+    fn blocks_per_multiprocessor(&self) -> u32 {
+        1
+    }
+
     /// Whether CTAs may be more than tiles, so that some find none. Only persistent kernels can.
     fn may_idle(&self) -> bool {
         false

@@ -106,6 +106,7 @@ pub fn kernels() -> &'static [Kernel] {
 
 #[cfg(test)]
 mod tests {
+    use crate::Expect;
     use crate::manifest::{self, AttentionBwdStep};
     use std::collections::HashSet;
 
@@ -114,6 +115,18 @@ mod tests {
         let names: HashSet<_> =
             manifest::kernels().iter().map(|kernel| kernel.image_name()).collect();
         assert_eq!(names.len(), manifest::kernels().len());
+    }
+
+    #[test]
+    fn tensor_maps_are_for_tensor_copies() {
+        for kernel in manifest::kernels() {
+            let of_attention = kernel.attention_tile().map(|tile| tile.tensor_maps);
+            let of_gradients = kernel.attention_bwd_tile().map(|tile| tile.tensor_maps);
+            let of_product = kernel.bsr_matmul_tile().map(|tile| tile.tensor_maps);
+            let copies = kernel.expects().contains(&Expect::Contains("UTMALDG"));
+            let told = of_attention.or(of_gradients).or(of_product);
+            assert!(told.is_none_or(|told| told == copies), "{}", kernel.symbol());
+        }
     }
 
     /// The kernels of Hopper are persistent, apart from the probes, most of the attention backward
