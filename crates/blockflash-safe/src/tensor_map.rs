@@ -50,6 +50,8 @@ pub struct TensorMapSpec<'s> {
     pub swizzle: Swizzle,
 }
 
+/// Bytes of a sector of L2, the least that it delivers.
+const SECTOR: u64 = 32;
 /// Bits of an extent in a key: the driver takes at most 256.
 const EXTENT_BITS: usize = 12;
 
@@ -119,6 +121,20 @@ impl TensorMapSpec<'_> {
         rule(inner <= limit, &|| {
             format!("an inner box extent of {inner} bytes with a swizzle of {limit}")
         })
+    }
+
+    /// How much L2 fetches beside what is asked for. Where rows of a box begin within a sector, as
+    /// those of a matrix do whose rows are an odd number of 16 bytes apart, fetching more than is
+    /// asked for takes time even of what L2 has.
+    fn promotion(&self, address: u64) -> sys::CUtensorMapL2promotion {
+        use sys::CUtensorMapL2promotion as Promotion;
+        let steps = self.shape[1..].iter().zip(self.strides_bytes);
+        let mut starts = steps.filter(|(size, _)| **size > 1).map(|(_, &stride)| stride);
+        if address.is_multiple_of(SECTOR) && starts.all(|stride| stride.is_multiple_of(SECTOR)) {
+            Promotion::CU_TENSOR_MAP_L2_PROMOTION_L2_256B
+        } else {
+            Promotion::CU_TENSOR_MAP_L2_PROMOTION_NONE
+        }
     }
 
     /// Bytes of memory from the first element to the end of the last one.
@@ -196,7 +212,7 @@ impl TensorMapSpec<'_> {
                 element_strides.as_ptr(),
                 sys::CUtensorMapInterleave::CU_TENSOR_MAP_INTERLEAVE_NONE,
                 swizzle(self.swizzle),
-                sys::CUtensorMapL2promotion::CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                self.promotion(address),
                 sys::CUtensorMapFloatOOBfill::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
             )
         })?;

@@ -93,3 +93,19 @@ fn maps_stay_inside_the_view_and_on_a_gpu() -> Result<()> {
     assert_eq!(Device::cpu(), *view.device());
     Ok(())
 }
+
+/// Rows of 128 bytes that touch five sectors where four would do are fetched as they are.
+#[test]
+fn rows_that_begin_within_a_sector_are_not_promoted() {
+    use sys::CUtensorMapL2promotion as Promotion;
+    let of = |spec: TensorMapSpec<'_>, address| spec.promotion(address);
+    let (all, none) =
+        (Promotion::CU_TENSOR_MAP_L2_PROMOTION_L2_256B, Promotion::CU_TENSOR_MAP_L2_PROMOTION_NONE);
+    for (stride, expected) in [(256, all), (32, all), (6016, all), (400, none), (6000, none)] {
+        assert_eq!(of(TensorMapSpec { strides_bytes: &[stride], ..spec() }, 1 << 20), expected);
+    }
+    assert_eq!(of(spec(), (1 << 20) + 16), none);
+    // The stride of a dimension that is never stepped over does not matter.
+    let single = TensorMapSpec { shape: &[128, 1], strides_bytes: &[400], ..spec() };
+    assert_eq!(of(single, 1 << 20), all);
+}
