@@ -38,6 +38,16 @@ float element_of(uint32_t word, int half) {
   return static_cast<float>(bits_of<Element>(static_cast<uint16_t>(word >> (16 * half))));
 }
 
+inline uint32_t movmatrix_trans(uint32_t x) {
+  return simt::together<uint32_t>(x, [](const uint32_t* in, uint32_t* out) {
+    const auto element = [in](int row, int column) {
+      return in[row * 4 + column / 2] >> (column % 2 * 16) & 0xFFFF;
+    };
+    for (int lane = 0; lane < simt::kWarp; ++lane)
+      out[lane] = element(lane % 4 * 2, lane / 4) | element(lane % 4 * 2 + 1, lane / 4) << 16;
+  });
+}
+
 // The fragments are those of mma.cuh.
 template <class Element>
 void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {

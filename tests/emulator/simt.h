@@ -280,6 +280,10 @@ template <class T>
 T __ldg(const T* at) {
   return *at;
 }
+template <class T>
+T __ldcg(const T* at) {
+  return *at;
+}
 inline size_t __cvta_generic_to_shared(const void* at) {
   return static_cast<const unsigned char*>(at) - simt::cta.shared + simt::kReserved;
 }

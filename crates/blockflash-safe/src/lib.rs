@@ -90,10 +90,10 @@ pub use launch::{
     AttentionBwdOperands, AttentionBwdPlan, AttentionDecodeOperands, AttentionFwdOperands,
     AttentionMerge, AttentionMergeOperands, BlockMaskBuild, BlockMaskBuildOperands,
     BlockMaskTranspose, BlockMaskTransposeOperands, BlockScores, BlockScoresOperands,
-    BsrMatmulOperands, BsrParts, BsrPartsMemory, BsrSddmmOperands, KvAppendOperands, KvCacheViews,
-    Launch, LaunchConfig, NewKeys, Operands, PROBE_CHUNK_BYTES, PageChoice, PageChoiceOperands,
-    PageSummaries, PageSummariesOperands, RowCopyOperands, STATISTICS_ROWS, TurnedQueries,
-    attention_bwd_workspace, driver_time, param_bytes,
+    BsrMatmulNarrowPlan, BsrMatmulOperands, BsrParts, BsrPartsMemory, BsrSddmmOperands,
+    KvAppendOperands, KvCacheViews, Launch, LaunchConfig, NewKeys, Operands, PROBE_CHUNK_BYTES,
+    PageChoice, PageChoiceOperands, PageSummaries, PageSummariesOperands, RowCopyOperands,
+    STATISTICS_ROWS, TurnedQueries, attention_bwd_workspace, driver_time, param_bytes,
 };
 pub use layout::{Layout, MAX_RANK};
 pub use nccl::{NcclCommunicator, NcclId};

@@ -1074,6 +1074,42 @@ const _: () = {
     ][::core::mem::offset_of!(blockflash_bsr_matmul_portable_params, values_settled)
         - 136usize];
 };
+/// BSR matmul with few columns. A strip is the rows of a block row, or 64 of 128.
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct blockflash_bsr_matmul_narrow_params {
+    pub base: blockflash_bsr_matmul_params,
+    /// as for portable kernels
+    pub rows: *const i32,
+    /// as for portable kernels
+    pub values_settled: i32,
+    /** the first strips in the order of rows, each of which a cluster computes;
+ the CTAs of other clusters have a strip each*/
+    pub long_strips: i32,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    [
+        "Size of blockflash_bsr_matmul_narrow_params",
+    ][::core::mem::size_of::<blockflash_bsr_matmul_narrow_params>() - 144usize];
+    [
+        "Alignment of blockflash_bsr_matmul_narrow_params",
+    ][::core::mem::align_of::<blockflash_bsr_matmul_narrow_params>() - 8usize];
+    [
+        "Offset of field: blockflash_bsr_matmul_narrow_params::base",
+    ][::core::mem::offset_of!(blockflash_bsr_matmul_narrow_params, base) - 0usize];
+    [
+        "Offset of field: blockflash_bsr_matmul_narrow_params::rows",
+    ][::core::mem::offset_of!(blockflash_bsr_matmul_narrow_params, rows) - 128usize];
+    [
+        "Offset of field: blockflash_bsr_matmul_narrow_params::values_settled",
+    ][::core::mem::offset_of!(blockflash_bsr_matmul_narrow_params, values_settled)
+        - 136usize];
+    [
+        "Offset of field: blockflash_bsr_matmul_narrow_params::long_strips",
+    ][::core::mem::offset_of!(blockflash_bsr_matmul_narrow_params, long_strips)
+        - 140usize];
+};
 /** BSR matmul by persistent CTAs that load tiles by TMA. All maps have a swizzle of 128 bytes,
  except for blocks of 32; the map of a tensor without elements is zeros.*/
 #[repr(C)]

@@ -10,6 +10,7 @@ mod dense_sparse;
 mod from_tensors;
 mod grouping;
 mod matrix;
+mod narrow;
 mod parts;
 mod pattern;
 mod plan;
@@ -35,7 +36,7 @@ use crate::check::Operand;
 use crate::operation::{Operation, Prepared, Steps};
 use crate::{Error, Result};
 use blockflash_safe::{BsrMatmulOperands, BsrParts, CudaProperties, Stream, Tensor, View, ViewMut};
-use blockflash_sys::manifest::{self, BsrMatmulAny, BsrMatmulHopper, Variant};
+use blockflash_sys::manifest::{self, BsrMatmulAny, BsrMatmulHopper, BsrMatmulNarrow, Variant};
 use blockflash_sys::{DType, Kernel};
 
 /// The bias that is added to A·B, in the element type of B.
@@ -251,6 +252,11 @@ impl Steps for BsrMatmul<'_> {
         match kernel.variant {
             Variant::BsrMatmulHopper(_) => {
                 stream.launch::<BsrMatmulHopper>(kernel, config, params, operands)?;
+            }
+            Variant::BsrMatmulNarrow(tile) => {
+                let lengths = self.a.pattern().lengths();
+                let (narrow, config) = narrow::launch(&tile, params, config, plan.share, lengths)?;
+                stream.launch::<BsrMatmulNarrow>(kernel, &config, &narrow, operands)?;
             }
             Variant::BsrMatmulAny(_) => {
                 stream.launch::<BsrMatmulAny>(

@@ -155,6 +155,11 @@ impl Lengths {
         self.0.first().map_or(0, |&length| length as usize)
     }
 
+    /// How many come first that may have this length or more.
+    pub(super) fn at_least(&self, length: usize) -> usize {
+        self.0.partition_point(|&longest| longest as usize >= length)
+    }
+
     /// The steps of a part if the longest tile has this many parts, and where the tiles that may
     /// have a part of each number begin: `split_k_begin` in `params.h`. `None` where the longest
     /// tile has fewer steps than parts.

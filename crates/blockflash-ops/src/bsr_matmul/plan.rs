@@ -1,9 +1,9 @@
-use super::{Activation, BiasKind, BsrProblem, cost};
+use super::{Activation, BiasKind, BsrProblem, cost, narrow};
 use crate::check::{grid_x, persistent_grid, to_i64};
 use crate::selection::{fits, tile_of};
 use crate::{Error, Result};
 use blockflash_safe::{CudaProperties, LaunchConfig};
-use blockflash_sys::manifest::BsrMatmulTile;
+use blockflash_sys::manifest::{BsrMatmulTile, Variant};
 use blockflash_sys::params::{
     BLOCKFLASH_ACTIVATION_GELU, BLOCKFLASH_ACTIVATION_NONE, BLOCKFLASH_ACTIVATION_RELU,
     BLOCKFLASH_ACTIVATION_SILU, BLOCKFLASH_DTYPE_BF16, BLOCKFLASH_DTYPE_F16, BLOCKFLASH_DTYPE_F32,
@@ -21,6 +21,8 @@ pub struct BsrMatmulPlan {
     pub config: LaunchConfig,
     /// Parts in which the longest tile is to be computed, with a workspace; 1: tiles are whole.
     pub parts: usize,
+    /// Blocks of a block row for a CTA of a kernel for few columns; several share longer ones.
+    pub share: usize,
 }
 
 /// Fills the kernel argument and the launch configuration of `kernel` for a problem that it accepts
@@ -79,7 +81,11 @@ pub(super) fn planned(
     };
     let blocks = blocks(kernel, tile, problem, gpu, 0)?;
     let config = LaunchConfig::of(kernel, blocks, kernel.waits_for_predecessor());
-    Ok(BsrMatmulPlan { params, config, parts: cost::parts(kernel, problem, gpu) })
+    let share = match &kernel.variant {
+        Variant::BsrMatmulNarrow(narrow) => narrow::share(narrow, problem, gpu),
+        _ => usize::MAX,
+    };
+    Ok(BsrMatmulPlan { params, config, parts: cost::parts(kernel, problem, gpu), share })
 }
 
 impl BsrMatmulPlan {
@@ -116,7 +122,10 @@ fn blocks(
     gpu: &CudaProperties,
     parts: usize,
 ) -> Result<u32> {
-    let tiles_m = problem.m.div_ceil(problem.block_size).div_ceil(tile.block_rows as usize);
+    let mut tiles_m = problem.m.div_ceil(problem.block_size).div_ceil(tile.block_rows as usize);
+    if let Variant::BsrMatmulNarrow(narrow) = &kernel.variant {
+        tiles_m = tiles_m.saturating_mul(narrow.strips() as usize);
+    }
     let tiles = grid_x(&[tile.tiles_n(problem.n as u64) as usize, tiles_m + parts])?;
     let family = kernel.family();
     if !family.is_persistent() {

@@ -1,3 +1,4 @@
+use super::narrow::MOST_COLUMNS;
 use super::portable::portable_time;
 use super::{BsrProblem, cost};
 use crate::Result;
@@ -65,6 +66,12 @@ impl Problem for BsrProblem {
             Variant::BsrMatmul(tile) if !was_tuned(gpu) => {
                 (false, portable_time(tile, kernel, problem, gpu))
             }
+            // Nothing reads A as fast, best once for all columns.
+            Variant::BsrMatmulNarrow(narrow) if (1..=MOST_COLUMNS).contains(&problem.n) => {
+                let cost = f64::from(narrow.block_n) + 1e3 * tile.tiles_n(problem.n as u64) as f64;
+                return (false, 0, cost.to_bits(), Reverse(tile.block_n));
+            }
+            Variant::BsrMatmulNarrow(_) => (true, f64::INFINITY),
             _ => (false, problem.n.next_multiple_of(tile.block_n as usize) as f64),
         };
         // The bit patterns of non-negative floats are ordered like their values.

@@ -21,6 +21,7 @@ mod bsr_matmul_any;
 #[cfg(test)]
 mod bsr_matmul_fixtures;
 mod bsr_matmul_maps;
+mod bsr_matmul_narrow;
 mod bsr_matmul_tma;
 mod bsr_parts;
 mod bsr_sddmm;
@@ -45,6 +46,7 @@ pub use block_mask_build::{BlockMaskBuild, BlockMaskBuildOperands};
 pub use block_mask_transpose::{BlockMaskTranspose, BlockMaskTransposeOperands};
 pub use block_scores::{BlockScores, BlockScoresOperands};
 pub use bsr_matmul::BsrMatmulOperands;
+pub use bsr_matmul_narrow::BsrMatmulNarrowPlan;
 pub use bsr_parts::{BsrParts, BsrPartsMemory};
 pub use bsr_sddmm::BsrSddmmOperands;
 pub use checked::{Launch, Operands};
@@ -77,6 +79,7 @@ pub fn param_bytes(kernel: &Kernel) -> Option<usize> {
         of::<manifest::KvAppend>,
         of::<manifest::BsrMatmul>,
         of::<manifest::BsrMatmulAny>,
+        of::<manifest::BsrMatmulNarrow>,
         of::<manifest::BsrMatmulHopper>,
         of::<manifest::BsrSddmm>,
         of::<manifest::BsrSddmmHopper>,

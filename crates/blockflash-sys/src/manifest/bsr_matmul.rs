@@ -60,6 +60,7 @@ impl Kernel {
         match self.variant {
             Variant::BsrMatmul(tile) => Some(tile.tile()),
             Variant::BsrMatmulAny(tile) => Some(tile.tile()),
+            Variant::BsrMatmulNarrow(tile) => Some(tile.tile()),
             Variant::BsrMatmulHopper(tile) => Some(tile.tile()),
             _ => None,
         }

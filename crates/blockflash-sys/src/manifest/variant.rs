@@ -2,8 +2,9 @@ use super::family::Family;
 use super::{
     attention_bwd_sm80, attention_bwd_sm90a, attention_cache_sm90a, attention_decode_sm80,
     attention_decode_sm90a, attention_fwd_sm80, attention_fwd_sm90a, attention_fwd_small_sm90a,
-    attention_merge_sm80, block_mask, bsr_matmul_any_sm80, bsr_matmul_sm80, bsr_matmul_sm90a,
-    bsr_sddmm_sm80, bsr_sddmm_sm90a, kv_append_sm80, page_choice, probe, row_copy_sm80,
+    attention_merge_sm80, block_mask, bsr_matmul_any_sm80, bsr_matmul_narrow_sm80, bsr_matmul_sm80,
+    bsr_matmul_sm90a, bsr_sddmm_sm80, bsr_sddmm_sm90a, kv_append_sm80, page_choice, probe,
+    row_copy_sm80,
 };
 use crate::Target;
 
@@ -36,6 +37,8 @@ pub enum Variant {
     /// The same with A as stored or transposed, and with row-major or column-major B and C: the
     /// launch decides.
     BsrMatmulAny(bsr_matmul_any_sm80::BsrMatmulAny),
+    /// The same with few columns, on Hopper.
+    BsrMatmulNarrow(bsr_matmul_narrow_sm80::BsrMatmulNarrow),
     /// BSR matrix times dense matrix, with the instructions of Hopper.
     BsrMatmulHopper(bsr_matmul_sm90a::BsrMatmulHopper),
     /// Product of dense matrices at the stored blocks of a BSR matrix, with the instructions of
@@ -70,6 +73,7 @@ impl Variant {
             Variant::KvAppend(kernel) => kernel,
             Variant::BsrMatmul(tile) => tile,
             Variant::BsrMatmulAny(tile) => tile,
+            Variant::BsrMatmulNarrow(tile) => tile,
             Variant::BsrMatmulHopper(tile) => tile,
             Variant::BsrSddmm(tile) => tile,
             Variant::BsrSddmmHopper(tile) => tile,
@@ -97,6 +101,7 @@ impl Variant {
         variants.extend(bsr_sddmm_sm90a::tiles(target).map(Variant::BsrSddmmHopper));
         variants.extend(bsr_sddmm_sm80::tiles(target).map(Variant::BsrSddmm));
         variants.extend(bsr_matmul_sm80::tiles(target).map(Variant::BsrMatmul));
+        variants.extend(bsr_matmul_narrow_sm80::tiles(target).map(Variant::BsrMatmulNarrow));
         variants.extend(bsr_matmul_any_sm80::tiles(target).map(Variant::BsrMatmulAny));
         variants.extend(block_mask::tiles(target).map(Variant::BlockMask));
         variants.extend(page_choice::tiles(target).map(Variant::PageChoice));

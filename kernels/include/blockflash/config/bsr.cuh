@@ -31,6 +31,14 @@ struct BsrMatmulHopperConfig {
   static constexpr int smem_bytes = VARIANT_SMEM_BYTES;
   static_assert(threads == VARIANT_THREADS, "the manifest row and the kernel disagree on threads");
 };
+#elif defined(VARIANT_NARROW)
+struct BsrMatmulNarrowConfig {
+  using Element = BsrMatmulElement;
+  static constexpr int block_size = VARIANT_BLOCK_SIZE;
+  static constexpr int block_n = VARIANT_BLOCK_N;
+  static constexpr int threads = VARIANT_THREADS, warps = threads / kWarpSize;
+  static constexpr int smem_bytes = VARIANT_SMEM_BYTES;
+};
 #elif defined(VARIANT_BLOCK_SIZE)
 struct BsrMatmulConfig {
   using Element = BsrMatmulElement;

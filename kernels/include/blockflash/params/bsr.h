@@ -49,6 +49,15 @@ typedef struct blockflash_bsr_matmul_portable_params {
                              in front of it writes them, so they may be read at once */
 } blockflash_bsr_matmul_portable_params;
 
+/* BSR matmul with few columns. A strip is the rows of a block row, or 64 of 128. */
+typedef struct blockflash_bsr_matmul_narrow_params {
+  blockflash_bsr_matmul_params base;
+  const int32_t* rows;    /* as for portable kernels */
+  int32_t values_settled; /* as for portable kernels */
+  int32_t long_strips; /* the first strips in the order of rows, each of which a cluster computes;
+                          the CTAs of other clusters have a strip each */
+} blockflash_bsr_matmul_narrow_params;
+
 /* The maximum number of splits of a tile of a BSR matmul along K (split-K). */
 #define BLOCKFLASH_BSR_SPLITS 8
 
