@@ -11,12 +11,17 @@ use blockflash_sys::{DType, Kernel, Major};
 use std::cmp::Reverse;
 use std::sync::LazyLock;
 
+/// Columns from which on Hopper takes the widest portable tile: narrower ones have fewer CTAs on an
+/// SM and more rounds of them, which costs more than columns beyond n.
+const WIDE: usize = 1024;
+
 /// The kernel for a problem on a GPU. Usable kernels of the preferred target (machine code before
-/// PTX) win, with two exceptions: for small blocks Hopper kernels are taken only where they are
-/// estimated to be faster, and kernels that take any layout only where no other is usable. Among
-/// Hopper kernels the one that is estimated to finish first is taken. Of the others on Hopper it is
-/// the one whose tiles compute the fewest columns beyond n, and of these the widest; elsewhere the
-/// one that is estimated to finish first, too.
+/// PTX) win, with three exceptions: up to 32 columns have kernels of their own on Hopper, for small
+/// blocks other Hopper kernels are taken only where they are estimated to be faster, and kernels
+/// that take any layout only where no other is usable. Among Hopper kernels the one that is
+/// estimated to finish first is taken. Of the portable ones on Hopper it is the one whose tiles
+/// compute the fewest columns beyond n, and of these, or of all from 1024 columns on, the widest;
+/// elsewhere the one that is estimated to finish first, too.
 ///
 /// # Errors
 /// [`Error::Unsupported`](crate::Error::Unsupported) names what no kernel offers: the element type,
@@ -72,6 +77,7 @@ impl Problem for BsrProblem {
                 return (false, 0, cost.to_bits(), Reverse(tile.block_n));
             }
             Variant::BsrMatmulNarrow(_) => (true, f64::INFINITY),
+            _ if problem.n >= WIDE => (false, 0.0),
             _ => (false, problem.n.next_multiple_of(tile.block_n as usize) as f64),
         };
         // The bit patterns of non-negative floats are ordered like their values.
