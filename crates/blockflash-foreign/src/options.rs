@@ -147,6 +147,12 @@ macro_rules! options {
             $($(#[$of_number])* pub $number: kind!(type $kind),)*
         }
 
+        impl Default for $numbers {
+            fn default() -> Self {
+                Self { $($number: $default,)* }
+            }
+        }
+
         impl $options<()> {
             /// The options in the order in which operators take them: tensors first.
             pub const TABLE: &[Argument] = &[

@@ -100,6 +100,27 @@ impl<'a> Foreign<'a> {
         Foreign { described, span, memory: PhantomData }
     }
 
+    /// The same tensor with dimension `order[i]` in place `i`.
+    ///
+    /// # Errors
+    /// [`Error::Operand`] for an order that is none of its dimensions.
+    pub fn permute(mut self, order: &[usize]) -> Result<Foreign<'a>> {
+        let Described { what, layout, .. } = self.described;
+        let permuted = layout.permute(order);
+        self.described.layout = permuted.map_err(|source| Error::Operand { what, source })?;
+        Ok(self)
+    }
+
+    /// The same tensor for a shorter time, during which this value is not used.
+    pub fn reborrow(&mut self) -> Foreign<'_> {
+        Foreign { described: self.described, span: self.span.clone(), memory: PhantomData }
+    }
+
+    /// Shape, and strides in elements.
+    pub fn layout(&self) -> &Layout {
+        &self.described.layout
+    }
+
     /// The device of the memory.
     pub fn device(&self) -> &Device {
         &self.described.device

@@ -40,7 +40,18 @@ pub(crate) fn attention_backward(
         [of("q", q)?, of("k", k)?, of("v", v)?, of("o", o)?, of("lse", lse)?, of("d_o", d_o)?];
     let options = Given::attention(options)?;
     let [dq, dk, dv] = [of("dq", dq)?, of("dk", dk)?, of("dv", dv)?].map(Some);
-    let d_sink = optional("d_sink", d_sink)?;
+    let write = [dq, dk, dv, optional("d_sink", d_sink)?];
+    compute(py, operands, options, write, allocate)
+}
+
+/// Computes from q, k, v, o, lse and d_o into dq, dk, dv and d_sink.
+pub(crate) fn compute<'a>(
+    py: Python<'_>,
+    operands: [Foreign<'a>; 6],
+    options: AttentionOptions<Foreign<'a>>,
+    [dq, dk, dv, d_sink]: Operands<'_, 4>,
+    allocate: &Bound<'_, PyAny>,
+) -> PyResult<()> {
     let (backward, bytes) = py.detach(|| {
         let backward = Backward::new(operands, options)?;
         let bytes = with_memory(|| backward.workspace_bytes())?;

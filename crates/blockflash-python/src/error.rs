@@ -130,7 +130,7 @@ pub(crate) fn out_of_memory_error(py: Python<'_>) -> PyResult<Bound<'_, PyType>>
 
 /// Does work that allocates on a GPU, and once more if there is no memory, after torch has given
 /// back to the driver what it keeps of freed tensors: only its own allocations find that.
-pub(crate) fn with_memory<T>(work: impl Fn() -> Result<T>) -> Result<T> {
+pub(crate) fn with_memory<T>(mut work: impl FnMut() -> Result<T>) -> Result<T> {
     let give_back = |py: Python<'_>| -> PyResult<()> {
         py.import("torch.cuda")?.call_method0("empty_cache").map(drop)
     };

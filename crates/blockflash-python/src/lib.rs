@@ -19,6 +19,7 @@ mod options;
 mod pages;
 mod pattern;
 mod plan;
+mod sdpa;
 mod table;
 mod window;
 
@@ -53,6 +54,8 @@ mod _native {
     use crate::pattern::Handle as BsrPattern;
     #[pymodule_export]
     use crate::plan::forecasts;
+    #[pymodule_export]
+    use crate::sdpa::{sdpa, sdpa_backward};
     use pyo3::prelude::*;
 
     #[pymodule_init]

@@ -38,6 +38,31 @@ def attention_backward(
     allocate: Callable[[int], Tensor],
     *options: Any,
 ) -> None: ...
+def sdpa(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    causal: bool,
+    top_left: bool,
+    scale: float | None,
+) -> None: ...
+def sdpa_backward(
+    d_o: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    allocate: Callable[[int], Tensor],
+    causal: bool,
+    top_left: bool,
+    scale: float | None,
+) -> None: ...
 def attention_decode(
     q: Tensor,
     k_cache: Tensor,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from types import TracebackType
 from typing import Any, Literal
@@ -17,10 +18,9 @@ import torch
 from torch import Tensor
 from torch.nn import attention as registry
 
-from . import _autograd, _gradient, _ops, _stats
+from . import _native, _stats
 from ._flash import contiguous_rows
 from ._native import DeviceError, Unsupported
-from ._schema import ATTENTION
 from ._sdpa_function import operands, scaled_dot_product_attention
 
 __all__ = [
@@ -161,21 +161,18 @@ def _flash_attention(
     scale: float | None = None,
 ) -> tuple[Any, ...]:
     """`aten::_scaled_dot_product_flash_attention`: tensors `[B, H, S, D]`, causal bottom-right."""
-
-    def ours() -> tuple[Any, ...]:
-        o, lse = _forward(query, key, value, is_causal, top_left=False, scale=scale)
-        # The state of the random generator is for dropout.
-        rng_state = query.new_empty(2, dtype=torch.uint64)
-        unused = query.new_empty((), dtype=torch.uint64)
-        no_mask = query.new_empty(0)
-        return o, lse, None, None, query.size(2), key.size(2), rng_state, unused, no_mask
-
-    def torchs() -> tuple[Any, ...]:
-        arguments = (query, key, value, dropout_p, is_causal, return_debug_mask)
-        return torchs_kernel.call_boxed(keyset, *arguments, scale=scale)
-
     reason = "return_debug_mask is set" if return_debug_mask else _refusal(query, dropout_p)
-    return _either(ours, torchs, reason, is_forward=True)
+    if reason is None:
+        try:
+            o, lse = _forward(query, key, value, is_causal, top_left=False, scale=scale)
+        except (Unsupported, ValueError) as error:
+            reason = str(error)
+        else:
+            _stats.count("sdpa")
+            return o, lse, None, None, query.size(2), key.size(2), *_unused(query)
+    _stats.fall_back("sdpa", reason)
+    arguments = (query, key, value, dropout_p, is_causal, return_debug_mask)
+    return torchs_kernel.call_boxed(keyset, *arguments, scale=scale)
 
 
 def _flash_attention_backward(
@@ -200,13 +197,12 @@ def _flash_attention_backward(
 ) -> tuple[Tensor, ...]:
     """The gradient of `_flash_attention`."""
     tensors = (grad_out, query, key, value, out)
+    if _refusal(query, dropout_p) is None:
+        with suppress(Unsupported, ValueError):
+            return _backward(tensors, logsumexp, is_causal, top_left=False, scale=scale)
     varlen = (cum_seq_q, cum_seq_k, max_q, max_k)
     rest = (dropout_p, is_causal, philox_seed, philox_offset)
-    return _either(
-        lambda: _backward(tensors, logsumexp, is_causal, top_left=False, scale=scale),
-        lambda: torchs_kernel.call_boxed(keyset, *tensors, logsumexp, *varlen, *rest, scale=scale),
-        _refusal(query, dropout_p),
-    )
+    return torchs_kernel.call_boxed(keyset, *tensors, logsumexp, *varlen, *rest, scale=scale)
 
 
 def _flash_attention_for_cpu(
@@ -222,13 +218,18 @@ def _flash_attention_for_cpu(
     scale: float | None = None,
 ) -> tuple[Tensor, ...]:
     """`aten::_scaled_dot_product_flash_attention_for_cpu`, where causal is top-left."""
+    reason = _refusal(query, dropout_p, attn_mask)
+    if reason is None:
+        try:
+            results = _forward(query, key, value, is_causal, top_left=True, scale=scale)
+        except (Unsupported, ValueError) as error:
+            reason = str(error)
+        else:
+            _stats.count("sdpa")
+            return results
+    _stats.fall_back("sdpa", reason)
     rest = {"attn_mask": attn_mask, "scale": scale}
-    return _either(
-        lambda: _forward(query, key, value, is_causal, top_left=True, scale=scale),
-        lambda: torchs_kernel.call_boxed(keyset, query, key, value, dropout_p, is_causal, **rest),
-        _refusal(query, dropout_p, attn_mask),
-        is_forward=True,
-    )
+    return torchs_kernel.call_boxed(keyset, query, key, value, dropout_p, is_causal, **rest)
 
 
 def _flash_attention_for_cpu_backward(
@@ -248,12 +249,11 @@ def _flash_attention_for_cpu_backward(
 ) -> tuple[Tensor, ...]:
     """The gradient of `_flash_attention_for_cpu`, by the same kernel as its forward."""
     tensors = (grad_out, query, key, value, out)
+    if _refusal(query, dropout_p, attn_mask) is None:
+        with suppress(Unsupported, ValueError):
+            return _backward(tensors, logsumexp, is_causal, top_left=True, scale=scale)
     rest = {"attn_mask": attn_mask, "scale": scale}
-    return _either(
-        lambda: _backward(tensors, logsumexp, is_causal, top_left=True, scale=scale),
-        lambda: torchs_kernel.call_boxed(keyset, *tensors, logsumexp, dropout_p, is_causal, **rest),
-        _refusal(query, dropout_p, attn_mask),
-    )
+    return torchs_kernel.call_boxed(keyset, *tensors, logsumexp, dropout_p, is_causal, **rest)
 
 
 def _refusal(query: Tensor, dropout_p: float, attn_mask: Tensor | None = None) -> str | None:
@@ -265,32 +265,6 @@ def _refusal(query: Tensor, dropout_p: float, attn_mask: Tensor | None = None) -
     return "there is no kernel for float64" if query.dtype == torch.float64 else None
 
 
-def _either(
-    ours: Callable[[], tuple[Any, ...]],
-    torchs: Callable[[], tuple[Any, ...]],
-    reason: str | None,
-    *,
-    is_forward: bool = False,
-) -> tuple[Any, ...]:
-    """The results of our kernel, or of torch's if there is a reason, or ours refuses the call.
-
-    What ours refuses only when it sees the call, it refuses again in the backward pass. One that
-    refuses there alone is no error either: torch's takes the same `out` and `logsumexp`.
-    """
-    if reason is None:
-        try:
-            results = ours()
-        except (Unsupported, ValueError) as error:
-            reason = str(error)
-        else:
-            if is_forward:
-                _stats.count("sdpa")
-            return results
-    if is_forward:
-        _stats.fall_back("sdpa", reason)
-    return torchs()
-
-
 def _forward(
     query: Tensor, key: Tensor, value: Tensor, causal: bool, *, top_left: bool, scale: float | None
 ) -> tuple[Tensor, Tensor]:
@@ -298,20 +272,15 @@ def _forward(
 
     `torch.compile` relies on these strides: of o those of query, of lse another order on the CPU.
     """
-    o = torch.empty_like(query)
-    if value.size(-1) != query.size(-1):
+    if value.size(-1) == query.size(-1):
+        o = torch.empty_like(query)
+    else:
         o = query.new_empty((*query.shape[:-1], value.size(-1)))
-    rows = _with_rows(o)
-    q, k, v, out = (contiguous_rows(t).transpose(1, 2) for t in (query, key, value, rows))
-    lse = _ops.empty_lse(q, None)
-    options = {"right": 0 if causal else -1, "top_left": top_left, "scale": scale}
-    try:
-        torch.ops.blockflash.attention_out.default(q, k, v, out, lse, **options)
-    except RuntimeError as error:
-        raise _autograd.typed(error) from None
+    lse = query.new_empty(query.shape[:-1], dtype=torch.float32)
+    _into(_native.sdpa, (query, key, value), (o, lse), causal, top_left, scale)
     if lse.is_cpu:
         lse = torch.empty_permuted(lse.shape, (0, 2, 1), dtype=lse.dtype).copy_(lse)
-    return o if rows is o else o.copy_(rows), lse
+    return o, lse
 
 
 def _backward(
@@ -326,18 +295,47 @@ def _backward(
 
     They are laid out as torch's fake kernels say: on a GPU like the tensors, on the CPU by rows.
     """
-    by_rows = partial(torch.empty_permuted, physical_layout=(0, 2, 1, 3))
-    grads = [
-        by_rows(t.shape, dtype=t.dtype, device=t.device) if t.is_cpu else torch.empty_like(t)
-        for t in tensors[1:4]
-    ]
-    written = [_with_rows(grad) for grad in grads]
-    dq, dk, dv = (grad.transpose(1, 2) for grad in written)
-    read = (contiguous_rows(tensor).transpose(1, 2) for tensor in tensors)
-    options = {"right": 0 if causal else -1, "top_left": top_left, "scale": scale}
-    _gradient.into((dq, dk, dv, None), *read, lse.contiguous(), *ATTENTION.ordered(options))
-    pairs = zip(grads, written, strict=True)
-    return tuple(grad if rows is grad else grad.copy_(rows) for grad, rows in pairs)
+    query = tensors[1]
+    grads = tuple(map(_like_rows if query.is_cpu else torch.empty_like, tensors[1:4]))
+    options = (partial(_workspace, query), causal, top_left, scale)
+    _into(_native.sdpa_backward, (*tensors, lse.contiguous()), grads, *options)
+    return grads
+
+
+def _into(
+    function: Callable[..., None],
+    read: tuple[Tensor, ...],
+    written: tuple[Tensor, ...],
+    *options: Any,
+) -> None:
+    """Calls a native function, with copies where it cannot take tensors as they are."""
+    try:
+        function(*read, *written, *options)
+    except _native.Misaligned:
+        operands = [contiguous_rows(tensor) for tensor in read]
+        results = [_with_rows(tensor) for tensor in written]
+        try:
+            function(*operands, *results, *options)
+        except _native.Misaligned:
+            copies = [t.clone(memory_format=torch.contiguous_format) for t in operands]
+            function(*copies, *results, *options)
+        for wanted, result in zip(written, results, strict=True):
+            if wanted is not result:
+                wanted.copy_(result)
+
+
+def _unused(query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """State of the random generator, which is for dropout, and no debug mask."""
+    state = query.new_empty(2, dtype=torch.uint64)
+    return state, state.new_empty(()), query.new_empty(0)
+
+
+def _workspace(query: Tensor, count: int) -> Tensor:
+    return query.new_empty(count, dtype=torch.uint8)
+
+
+def _like_rows(tensor: Tensor) -> Tensor:
+    return torch.empty_permuted(tensor.shape, (0, 2, 1, 3), dtype=tensor.dtype)
 
 
 def _with_rows(result: Tensor) -> Tensor:
