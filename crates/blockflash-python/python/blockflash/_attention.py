@@ -15,7 +15,6 @@ from ._schema import ATTENTION
 from .block_mask import BlockMask
 
 _OPS = torch.ops.blockflash
-_DEFAULTS = ATTENTION.defaults
 
 
 def attention(
@@ -130,7 +129,7 @@ def attention(
             else:
                 o = _autograd.call_below(_OPS.attention_forward.default, q, k, v, **options)
         elif not _autograd.is_transformed():
-            o, lse = _ops.Differentiable.apply(q, k, v, *(_DEFAULTS | options).values())
+            o, lse = _ops.Differentiable.apply(q, k, v, *ATTENTION.leading(options))
         elif return_lse:
             o, lse = _OPS.attention.default(q, k, v, **options)
         else:

@@ -164,18 +164,17 @@ def register_gradient(
 ) -> type[_SingleLevelFunction]:
     """Registers how an operator is differentiated: by `backward`, or not at all, which raises.
 
-    Returns the function of autograd, which takes the operator's arguments. It is one of a single
-    level, since transforms of torch.func come here once for each of their levels.
+    `setup_context` gets the arguments without those at the end that have their default. Returns the
+    function of autograd, which takes the operator's arguments. It is one of a single level, since
+    transforms of torch.func come here once for each of their levels.
     """
     operator = _operator(library, name)
-    # The dispatcher leaves out what is at its default at the end.
-    defaults = [argument.default_value for argument in operator._schema.arguments]
 
     def forward(ctx: Any, *arguments: Any) -> Any:
         with below(), _as_outside():
             result = operator(*arguments)
         if setup_context is not None:
-            setup_context(ctx, (*arguments, *defaults[len(arguments) :]), result)
+            setup_context(ctx, arguments, result)
         return result
 
     def gradient(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:

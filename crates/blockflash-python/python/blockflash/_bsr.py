@@ -208,7 +208,8 @@ def _saved(ctx: Any) -> tuple[Any, ...]:
 
 
 def _setup_bsr_linear(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, values, bias, pattern, ctx.activation = inputs
+    x, values, bias, pattern, *rest = inputs
+    (ctx.activation,) = rest or (0,)
     result = output if ctx.activation == _RELU else None
     _save(ctx, pattern, x, values, bias, result)
 

@@ -26,6 +26,8 @@ def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tenso
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*inputs[:3], *output, *inputs[3:_NUMBERS])
     ctx.numbers = inputs[_NUMBERS:]
+    if len(inputs) <= _BLOCK_MASK:
+        return
     # While a graph is traced, the number of a block mask may be a symbol. Whoever calls the graph
     # keeps the mask then; a number that is gone is an error.
     block_mask = inputs[_BLOCK_MASK]
@@ -46,7 +48,7 @@ def backward(ctx: Any, grad_o: Tensor | None, grad_lse: Tensor | None) -> tuple[
     else:
         with _autograd.below():
             grads = operator(grad_o, grad_lse, *saved, *ctx.numbers)
-    if saved[5 + _SINK] is None:
+    if len(saved) <= 5 + _SINK or saved[5 + _SINK] is None:
         return grads[:3]
     return (*grads[:3], *[None] * _SINK, grads[3])
 
@@ -64,7 +66,7 @@ def fake(
     """Memory for the gradients; that of the sink has no element if there is no sink."""
     sink = ATTENTION.value(options, "sink")
     grads = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
-    return (*grads, q.new_empty(0 if sink is None else q.shape[-2], dtype=torch.float32))
+    return (*grads, lse.new_empty(0 if sink is None else q.shape[-2]))
 
 
 def compute(
@@ -91,14 +93,21 @@ def compute(
         options = tuple(named.values())
         q, k, v = (pad(t, (0, _COLUMNS)) for t in (q, k, v))
         o, grad_o = _with_columns(o, grad_o, grad_lse.masked_fill(lse == -torch.inf, 0))
-    grads = fake(grad_o, grad_lse, q, k, v, o, lse, *options)
-    dq, dk, dv, d_sink = grads
-    sink = ATTENTION.value(options, "sink")
-    into((dq, dk, dv, None if sink is None else d_sink), grad_o, q, k, v, o, lse, *options)
+    dq, dk, dv = _empty_rows(q), _empty_rows(k), _empty_rows(v)
+    has_sink = len(options) > _SINK and options[_SINK] is not None
+    d_sink = lse.new_empty(q.shape[-2] if has_sink else 0)
+    into((dq, dk, dv, d_sink if has_sink else None), grad_o, q, k, v, o, lse, *options)
     if grad_lse is None:
-        return grads
+        return dq, dk, dv, d_sink
     grads = (grad[..., :-_COLUMNS].contiguous() for grad in (dq, dk, dv))
     return (*grads, d_sink)
+
+
+def _empty_rows(tensor: Tensor) -> Tensor:
+    """Contiguous memory like that of a tensor: to ask costs the host less than to say so."""
+    if tensor.is_contiguous():
+        return torch.empty_like(tensor)
+    return torch.empty_like(tensor, memory_format=torch.contiguous_format)
 
 
 def into(
@@ -117,7 +126,7 @@ def into(
     """
 
     def allocate(count: int) -> Tensor:
-        return torch.empty(count, dtype=torch.uint8, device=q.device)
+        return q.new_empty(count, dtype=torch.uint8)
 
     results = (*results, allocate)
     grad_o = grad_o if grad_o.stride(-1) == 1 else grad_o.contiguous()

@@ -38,6 +38,13 @@ class Options:
         """All options in their order, from those that differ from their defaults."""
         return tuple((self.defaults | options).values())
 
+    def leading(self, options: dict[str, Any]) -> tuple[Any, ...]:
+        """The same up to the last of these: what is passed costs the host time."""
+        if not options:
+            return ()
+        last = max([self.places[name] for name in options])
+        return self.ordered(options)[: last + 1]
+
 
 ATTENTION = Options("attention")
 DECODE = Options("attention_decode")

@@ -169,7 +169,10 @@ def _flash_attention(
             reason = str(error)
         else:
             _stats.count("sdpa")
-            return o, lse, None, None, query.size(2), key.size(2), *_unused(query)
+            like, lengths = _like(query), (query.size(2), key.size(2))
+            # The state of the random generator is for dropout.
+            state, unused = torch.empty_like(like.rng_state), torch.empty_like(like.unused)
+            return o, lse, None, None, *lengths, state, unused, query.new_empty(0)
     _stats.fall_back("sdpa", reason)
     arguments = (query, key, value, dropout_p, is_causal, return_debug_mask)
     return torchs_kernel.call_boxed(keyset, *arguments, scale=scale)
@@ -276,8 +279,11 @@ def _forward(
         o = torch.empty_like(query)
     else:
         o = query.new_empty((*query.shape[:-1], value.size(-1)))
-    lse = query.new_empty(query.shape[:-1], dtype=torch.float32)
-    _into(_native.sdpa, (query, key, value), (o, lse), causal, top_left, scale)
+    lse = _like(query).lse.new_empty(query.shape[:-1])
+    try:
+        _native.sdpa(query, key, value, o, lse, causal, top_left, scale)
+    except _native.Misaligned:
+        _with_copies(_native.sdpa, (query, key, value), (o, lse), causal, top_left, scale)
     if lse.is_cpu:
         lse = torch.empty_permuted(lse.shape, (0, 2, 1), dtype=lse.dtype).copy_(lse)
     return o, lse
@@ -298,36 +304,51 @@ def _backward(
     query = tensors[1]
     grads = tuple(map(_like_rows if query.is_cpu else torch.empty_like, tensors[1:4]))
     options = (partial(_workspace, query), causal, top_left, scale)
-    _into(_native.sdpa_backward, (*tensors, lse.contiguous()), grads, *options)
+    read = (*tensors, lse.contiguous())
+    try:
+        _native.sdpa_backward(*read, *grads, *options)
+    except _native.Misaligned:
+        _with_copies(_native.sdpa_backward, read, grads, *options)
     return grads
 
 
-def _into(
+def _with_copies(
     function: Callable[..., None],
     read: tuple[Tensor, ...],
     written: tuple[Tensor, ...],
     *options: Any,
 ) -> None:
-    """Calls a native function, with copies where it cannot take tensors as they are."""
+    """Calls a native function with copies of the tensors that it cannot take as they are."""
+    operands = [contiguous_rows(tensor) for tensor in read]
+    results = [_with_rows(tensor) for tensor in written]
     try:
-        function(*read, *written, *options)
+        function(*operands, *results, *options)
     except _native.Misaligned:
-        operands = [contiguous_rows(tensor) for tensor in read]
-        results = [_with_rows(tensor) for tensor in written]
-        try:
-            function(*operands, *results, *options)
-        except _native.Misaligned:
-            copies = [t.clone(memory_format=torch.contiguous_format) for t in operands]
-            function(*copies, *results, *options)
-        for wanted, result in zip(written, results, strict=True):
-            if wanted is not result:
-                wanted.copy_(result)
+        operands = [tensor.clone(memory_format=torch.contiguous_format) for tensor in operands]
+        function(*operands, *results, *options)
+    for wanted, result in zip(written, results, strict=True):
+        if wanted is not result:
+            wanted.copy_(result)
 
 
-def _unused(query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """State of the random generator, which is for dropout, and no debug mask."""
-    state = query.new_empty(2, dtype=torch.uint64)
-    return state, state.new_empty(()), query.new_empty(0)
+class _Examples:
+    """Tensors on one device like those that calls return: to say their type costs the host more."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.lse = torch.empty(0, dtype=torch.float32, device=device)
+        self.rng_state = torch.empty(2, dtype=torch.uint64, device=device)
+        self.unused = torch.empty((), dtype=torch.uint64, device=device)
+
+
+_EXAMPLES: dict[torch.device, _Examples] = {}
+
+
+def _like(tensor: Tensor) -> _Examples:
+    device = tensor.device
+    found = _EXAMPLES.get(device)
+    if found is None:
+        found = _EXAMPLES[device] = _Examples(device)
+    return found
 
 
 def _workspace(query: Tensor, count: int) -> Tensor:
