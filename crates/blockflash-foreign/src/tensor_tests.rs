@@ -72,6 +72,32 @@ fn views_are_of_the_elements_that_were_described() {
 }
 
 #[test]
+fn dimensions_are_permuted() {
+    let mut buffer: Vec<f32> = (0u8..6).map(f32::from).collect();
+    let x = foreign(part("x", &mut buffer, 0, &[2, 3], &[3, 1]));
+    let stream = x.stream().unwrap();
+    let x = x.permute(&[1, 0]).unwrap();
+    assert_eq!((x.layout().shape(), x.layout().strides()), (&[3, 2][..], &[1, 3][..]));
+    let view = x.view().unwrap();
+    assert_eq!(view.to_vec::<f32>(&stream).unwrap(), [0.0, 3.0, 1.0, 4.0, 2.0, 5.0]);
+    let error = x.permute(&[0]).unwrap_err();
+    assert!(matches!(error, Error::Operand { what: "x", .. }), "{error}");
+}
+
+#[test]
+fn a_tensor_that_was_lent_is_written_again() {
+    let mut buffer = vec![0.0; 4];
+    let mut x = foreign(part("x", &mut buffer, 0, &[4], &[1]));
+    for value in [1.0, 2.0] {
+        let ([], [], [Some(mut view)]) = views(([], []), [Some(x.reborrow())]).unwrap() else {
+            panic!("one view of one tensor")
+        };
+        view.as_mut_slice::<f32>().unwrap().fill(value);
+    }
+    assert_eq!(x.view().unwrap().as_slice::<f32>().unwrap(), [2.0; 4]);
+}
+
+#[test]
 fn wrong_sizes_and_addresses_name_the_operand() {
     let error = layout("k", &[2, -1], &[1, 1]).unwrap_err();
     assert_eq!(

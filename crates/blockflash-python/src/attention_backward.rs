@@ -41,16 +41,17 @@ pub(crate) fn attention_backward(
     let options = Given::attention(options)?;
     let [dq, dk, dv] = [of("dq", dq)?, of("dk", dk)?, of("dv", dv)?].map(Some);
     let write = [dq, dk, dv, optional("d_sink", d_sink)?];
-    compute(py, operands, options, write, allocate)
+    compute(py, operands, options, write, |bytes| allocate.call1((bytes,)))
 }
 
-/// Computes from q, k, v, o, lse and d_o into dq, dk, dv and d_sink.
-pub(crate) fn compute<'a>(
-    py: Python<'_>,
+/// Computes from q, k, v, o, lse and d_o into dq, dk, dv and d_sink, with a workspace of this many
+/// bytes.
+pub(crate) fn compute<'a, 'py>(
+    py: Python<'py>,
     operands: [Foreign<'a>; 6],
     options: AttentionOptions<Foreign<'a>>,
     [dq, dk, dv, d_sink]: Operands<'_, 4>,
-    allocate: &Bound<'_, PyAny>,
+    allocate: impl FnOnce(usize) -> PyResult<Bound<'py, PyAny>>,
 ) -> PyResult<()> {
     let (backward, bytes) = py.detach(|| {
         let backward = Backward::new(operands, options)?;
@@ -59,7 +60,7 @@ pub(crate) fn compute<'a>(
     })?;
     let workspace = match bytes {
         0 => None,
-        bytes => Some(allocate.call1((bytes,))?),
+        bytes => Some(allocate(bytes)?),
     };
     let workspace = optional("workspace", workspace.as_ref())?;
     Ok(py.detach(|| backward.run([dq, dk, dv, d_sink, workspace]))?)

@@ -92,13 +92,14 @@ impl ViewMut<'_> {
         Ok(())
     }
 
-    /// Sets all elements to 0. Queued, not waited for.
+    /// Sets every byte of the elements, for example to 0, or to poison an output before a test.
+    /// Queued, not waited for.
     ///
     /// ```
     /// # use blockflash_safe::{Device, ViewMut};
     /// let stream = Device::cpu().stream()?;
     /// let mut ones = [1.0f32; 6];
-    /// ViewMut::from_slice(&mut ones, &[2, 3])?.zero(&stream)?;
+    /// ViewMut::from_slice(&mut ones, &[2, 3])?.fill_bytes(&stream, 0)?;
     /// assert_eq!(ones, [0.0; 6]);
     /// # Ok::<(), blockflash_safe::Error>(())
     /// ```
@@ -106,7 +107,7 @@ impl ViewMut<'_> {
     /// # Errors
     /// [`Error::Flatten`] if there are gaps between the elements, [`Error::DeviceMismatch`],
     /// [`Error::Cuda`].
-    pub fn zero(&mut self, stream: &Stream) -> Result<()> {
+    pub fn fill_bytes(&mut self, stream: &Stream, value: u8) -> Result<()> {
         stream.device().expect(self.device())?;
         let layout = *self.layout();
         if layout.span() != layout.elements() {
@@ -114,17 +115,12 @@ impl ViewMut<'_> {
             return Err(Error::Flatten { start: 0, end: layout.rank(), shape, strides });
         }
         if let Some(bytes) = self.host_bytes() {
-            bytes.fill(0);
+            bytes.fill(value);
             return Ok(());
         }
         let view = self.as_view();
-        let (Some(address), bytes) = (view.device_ptr(), layout.span() * view.dtype().size())
-        else {
-            return Ok(());
-        };
-        if bytes == 0 {
-            return Ok(());
-        }
+        let bytes = layout.span() * view.dtype().size();
+        let (Some(address), 1..) = (view.device_ptr(), bytes) else { return Ok(()) };
         if let Some(memory) = view.owner() {
             memory.prepare(stream)?;
         }
@@ -137,7 +133,7 @@ impl ViewMut<'_> {
         //    and was prepared for the stream.
         // 2. A graph that captures this keeps the memory alive.
         // 3. The stream lives and its context is current.
-        let code = unsafe { sys::cuMemsetD8Async(address, 0, bytes, session.raw()) };
+        let code = unsafe { sys::cuMemsetD8Async(address, value, bytes, session.raw()) };
         check("cuMemsetD8Async", code)
     }
 }

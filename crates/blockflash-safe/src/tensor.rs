@@ -120,28 +120,7 @@ impl Tensor {
     /// # Errors
     /// [`Error::DeviceMismatch`], [`Error::Cuda`].
     pub fn fill_bytes(&mut self, stream: &Stream, value: u8) -> Result<()> {
-        let size = self.size();
-        self.device().expect(stream.device())?;
-        self.settled = false;
-        match &mut self.memory {
-            Memory::Host(memory) => memory.bytes_mut().fill(value),
-            Memory::Cuda(memory) if size > 0 => {
-                memory.prepare(stream)?;
-                if let Some(mut session) = stream.session()? {
-                    session.keep(memory);
-                    // SAFETY:
-                    // 1. The memory holds `size` bytes, is borrowed exclusively, and was prepared
-                    //    for the stream.
-                    // 2. A graph that captures this keeps the memory alive.
-                    // 3. The stream lives and its context is current.
-                    let code =
-                        unsafe { sys::cuMemsetD8Async(memory.ptr(), value, size, session.raw()) };
-                    check("cuMemsetD8Async", code)?;
-                }
-            }
-            Memory::Cuda(_) => {}
-        }
-        Ok(())
+        self.view_mut().fill_bytes(stream, value)
     }
 
     /// Overwrites the tensor with host memory, row-major. Waits for the copy.

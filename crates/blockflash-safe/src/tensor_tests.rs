@@ -35,6 +35,21 @@ fn fresh_memory_is_poisoned_or_zero() -> Result<()> {
 }
 
 #[test]
+fn a_view_is_filled_if_it_has_no_gaps() -> Result<()> {
+    let stream = cpu();
+    let mut data = [1f32; 12];
+    let whole = ViewMut::from_slice(&mut data, &[3, 4])?;
+    let mut columns = whole.permute(&[1, 0])?.slice(0, 1..3)?;
+    let error = columns.fill_bytes(&stream, 0).unwrap_err();
+    assert!(matches!(error, Error::Flatten { start: 0, end: 2, .. }), "{error}");
+    let rows = ViewMut::from_slice(&mut data, &[3, 4])?.slice(0, 1..3)?;
+    rows.permute(&[1, 0])?.fill_bytes(&stream, 0)?;
+    assert_eq!(data[..4], [1.0; 4]);
+    assert_eq!(data[4..], [0.0; 8]);
+    Ok(())
+}
+
+#[test]
 fn tensors_without_elements() -> Result<()> {
     let stream = cpu();
     let tensor = Tensor::zeros(&stream, DType::F32, &[2, 0, 3])?;

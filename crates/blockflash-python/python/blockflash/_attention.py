@@ -124,10 +124,11 @@ def attention(
 
             o, lse = _sharding.attention(q, k, v, **options)
         elif _autograd.passes(q, k, v, sink):
+            given = ATTENTION.leading(options)
             if return_lse:
-                o, lse = _autograd.call_below(_OPS.attention.default, q, k, v, **options)
+                o, lse = _autograd.call_below(_OPS.attention.default, q, k, v, *given)
             else:
-                o = _autograd.call_below(_OPS.attention_forward.default, q, k, v, **options)
+                o = _autograd.call_below(_OPS.attention_forward.default, q, k, v, *given)
         elif not _autograd.is_transformed():
             o, lse = _ops.Differentiable.apply(q, k, v, *ATTENTION.leading(options))
         elif return_lse:
@@ -167,13 +168,15 @@ def _packed(
     max_seqlen_k: int | None,
 ) -> dict[str, Any]:
     """Options of the operators for a packed batch."""
-    together(
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
-        max_seqlen_q=max_seqlen_q,
-        max_seqlen_k=max_seqlen_k,
-    )
-    refuse_types(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    if cu_seqlens_q is None or cu_seqlens_k is None or max_seqlen_q is None or max_seqlen_k is None:
+        together(
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k=cu_seqlens_k,
+            max_seqlen_q=max_seqlen_q,
+            max_seqlen_k=max_seqlen_k,
+        )
+    if not (isinstance(cu_seqlens_q, Tensor) and isinstance(cu_seqlens_k, Tensor)):
+        refuse_types(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     return {
         "cu_seqlens_q": cu_seqlens_q,
         "cu_seqlens_k": cu_seqlens_k,

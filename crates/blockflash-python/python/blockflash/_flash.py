@@ -89,12 +89,8 @@ def attend(
     """
     refuse_8_bits(q, k, v)
     try:
-        result = attention(
-            *map(contiguous_rows, (q, k, v)),
-            return_lse=return_lse,
-            **scores,
-            **packed,
-        )
+        q, k, v = contiguous_rows(q), contiguous_rows(k), contiguous_rows(v)
+        result = attention(q, k, v, return_lse=return_lse, **scores, **packed)
     except ValueError as error:
         raise InvalidCall(*error.args) from None
     _stats.count("flash_attn")
@@ -105,10 +101,10 @@ def conventions(
     softmax_scale: float | None, causal: bool, window_size: Sequence[int], softcap: float
 ) -> dict[str, Any]:
     """What flash-attn's arguments say about scores, as our functions take it."""
-    left, right = (None if size == -1 else size for size in map(int, window_size))
+    left, right = map(int, window_size)
     return {
         "causal": causal,
-        "window": (left, None if causal else right),
+        "window": (None if left == -1 else left, None if causal or right == -1 else right),
         "scale": softmax_scale,
         "softcap": softcap if softcap != 0.0 else None,
     }
@@ -136,4 +132,6 @@ def used_parts(
 
 def contiguous_rows(tensor: Tensor) -> Tensor:
     """The tensor with a contiguous last dimension, copied if need be."""
-    return tensor if tensor.dim() == 0 or tensor.stride(-1) == 1 else tensor.contiguous()
+    if tensor.is_contiguous() or tensor.dim() == 0 or tensor.stride(-1) == 1:
+        return tensor
+    return tensor.contiguous()

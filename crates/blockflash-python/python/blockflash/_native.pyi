@@ -42,12 +42,11 @@ def sdpa(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    o: Tensor,
-    lse: Tensor,
+    like: Tensor,
     causal: bool,
     top_left: bool,
     scale: float | None,
-) -> None: ...
+) -> tuple[Tensor, Tensor]: ...
 def sdpa_backward(
     d_o: Tensor,
     query: Tensor,
@@ -55,14 +54,12 @@ def sdpa_backward(
     value: Tensor,
     o: Tensor,
     lse: Tensor,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    allocate: Callable[[int], Tensor],
+    make: Callable[[Tensor], Tensor],
+    bytes: Tensor,
     causal: bool,
     top_left: bool,
     scale: float | None,
-) -> None: ...
+) -> tuple[Tensor, Tensor, Tensor]: ...
 def attention_decode(
     q: Tensor,
     k_cache: Tensor,

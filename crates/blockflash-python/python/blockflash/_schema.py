@@ -38,12 +38,16 @@ class Options:
         """All options in their order, from those that differ from their defaults."""
         return tuple((self.defaults | options).values())
 
-    def leading(self, options: dict[str, Any]) -> tuple[Any, ...]:
+    def leading(self, options: dict[str, Any]) -> Sequence[Any]:
         """The same up to the last of these: what is passed costs the host time."""
         if not options:
             return ()
-        last = max([self.places[name] for name in options])
-        return self.ordered(options)[: last + 1]
+        values, places, count = [*self.defaults.values()], self.places, 0
+        for name, value in options.items():
+            place = places[name]
+            values[place] = value
+            count = max(count, place + 1)
+        return values[:count]
 
 
 ATTENTION = Options("attention")

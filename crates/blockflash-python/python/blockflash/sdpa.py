@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -169,10 +169,10 @@ def _flash_attention(
             reason = str(error)
         else:
             _stats.count("sdpa")
-            like, lengths = _like(query), (query.size(2), key.size(2))
+            lengths, like = (query.size(2), key.size(2)), _examples(query)
             # The state of the random generator is for dropout.
-            state, unused = torch.empty_like(like.rng_state), torch.empty_like(like.unused)
-            return o, lse, None, None, *lengths, state, unused, query.new_empty(0)
+            unused = like.rng_state.new_empty(2), like.rng_state.new_empty(())
+            return o, lse, None, None, *lengths, *unused, torch.empty_like(like.debug_mask)
     _stats.fall_back("sdpa", reason)
     arguments = (query, key, value, dropout_p, is_causal, return_debug_mask)
     return torchs_kernel.call_boxed(keyset, *arguments, scale=scale)
@@ -275,15 +275,13 @@ def _forward(
 
     `torch.compile` relies on these strides: of o those of query, of lse another order on the CPU.
     """
-    if value.size(-1) == query.size(-1):
-        o = torch.empty_like(query)
-    else:
-        o = query.new_empty((*query.shape[:-1], value.size(-1)))
-    lse = _like(query).lse.new_empty(query.shape[:-1])
+    options = _examples(query).lse, causal, top_left, scale
     try:
-        _native.sdpa(query, key, value, o, lse, causal, top_left, scale)
+        o, lse = _native.sdpa(query, key, value, *options)
     except _native.Misaligned:
-        _with_copies(_native.sdpa, (query, key, value), (o, lse), causal, top_left, scale)
+        o, lse = _with_copies(_native.sdpa, (query, key, value), *options)
+        if o.shape == query.shape:
+            o = torch.empty_like(query).copy_(o)
     if lse.is_cpu:
         lse = torch.empty_permuted(lse.shape, (0, 2, 1), dtype=lse.dtype).copy_(lse)
     return o, lse
@@ -302,65 +300,52 @@ def _backward(
     They are laid out as torch's fake kernels say: on a GPU like the tensors, on the CPU by rows.
     """
     query = tensors[1]
-    grads = tuple(map(_like_rows if query.is_cpu else torch.empty_like, tensors[1:4]))
-    options = (partial(_workspace, query), causal, top_left, scale)
-    read = (*tensors, lse.contiguous())
+    make = _empty_by_rows if query.is_cpu else torch.empty_like
+    read, options = (*tensors, lse.contiguous()), (causal, top_left, scale)
     try:
-        _native.sdpa_backward(*read, *grads, *options)
+        return _native.sdpa_backward(*read, make, _examples(query).bytes, *options)
     except _native.Misaligned:
-        _with_copies(_native.sdpa_backward, read, grads, *options)
-    return grads
+        grads = _with_copies(
+            _native.sdpa_backward, read, _empty_by_rows, _examples(query).bytes, *options
+        )
+        return tuple(make(t).copy_(grad) for t, grad in zip(tensors[1:4], grads, strict=True))
 
 
 def _with_copies(
-    function: Callable[..., None],
-    read: tuple[Tensor, ...],
-    written: tuple[Tensor, ...],
-    *options: Any,
-) -> None:
-    """Calls a native function with copies of the tensors that it cannot take as they are."""
-    operands = [contiguous_rows(tensor) for tensor in read]
-    results = [_with_rows(tensor) for tensor in written]
+    function: Callable[..., tuple[Tensor, ...]], tensors: tuple[Tensor, ...], *options: Any
+) -> tuple[Tensor, ...]:
+    """The results of a native function that cannot take these tensors as they are."""
+    rows = [contiguous_rows(tensor) for tensor in tensors]
     try:
-        function(*operands, *results, *options)
+        return function(*rows, *options)
     except _native.Misaligned:
-        operands = [tensor.clone(memory_format=torch.contiguous_format) for tensor in operands]
-        function(*operands, *results, *options)
-    for wanted, result in zip(written, results, strict=True):
-        if wanted is not result:
-            wanted.copy_(result)
+        copies = (tensor.clone(memory_format=torch.contiguous_format) for tensor in rows)
+        return function(*copies, *options)
 
 
-class _Examples:
-    """Tensors on one device like those that calls return: to say their type costs the host more."""
+class _Examples(NamedTuple):
+    """Tensors without elements on one device, whose type and device new ones take over.
 
-    def __init__(self, device: torch.device) -> None:
-        self.lse = torch.empty(0, dtype=torch.float32, device=device)
-        self.rng_state = torch.empty(2, dtype=torch.uint64, device=device)
-        self.unused = torch.empty((), dtype=torch.uint64, device=device)
+    To say them each time costs the host more.
+    """
+
+    lse: Tensor
+    rng_state: Tensor
+    bytes: Tensor
+    debug_mask: Tensor
 
 
-_EXAMPLES: dict[torch.device, _Examples] = {}
+_EXAMPLES: dict[tuple[torch.dtype, torch.device], _Examples] = {}
 
 
-def _like(tensor: Tensor) -> _Examples:
-    device = tensor.device
-    found = _EXAMPLES.get(device)
+def _examples(query: Tensor) -> _Examples:
+    place = query.dtype, query.device
+    found = _EXAMPLES.get(place)
     if found is None:
-        found = _EXAMPLES[device] = _Examples(device)
+        dtypes = torch.float32, torch.uint64, torch.uint8, query.dtype
+        found = _EXAMPLES[place] = _Examples(*(query.new_empty(0, dtype=dtype) for dtype in dtypes))
     return found
 
 
-def _workspace(query: Tensor, count: int) -> Tensor:
-    return query.new_empty(count, dtype=torch.uint8)
-
-
-def _like_rows(tensor: Tensor) -> Tensor:
+def _empty_by_rows(tensor: Tensor) -> Tensor:
     return torch.empty_permuted(tensor.shape, (0, 2, 1, 3), dtype=tensor.dtype)
-
-
-def _with_rows(result: Tensor) -> Tensor:
-    """A result that is to be written, or memory in its place: its rows must be contiguous."""
-    if result.stride(-1) == 1:
-        return result
-    return torch.empty_like(result, memory_format=torch.contiguous_format)

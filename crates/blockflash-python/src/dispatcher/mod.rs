@@ -190,7 +190,7 @@ fn zero(made: &Tensor) -> Result<()> {
     let foreign = made.foreign("o", true)?;
     let stream = foreign.stream()?;
     let ([], [], [Some(mut view)]) = views(([], []), [Some(foreign)])? else { return Ok(()) };
-    Ok(view.zero(&stream)?)
+    Ok(view.fill_bytes(&stream, 0)?)
 }
 
 /// `attention_out(q, k, v, o, lse, options…) -> ()`
