@@ -72,6 +72,8 @@ def test_options_are_found_by_their_names() -> None:
     named = ATTENTION.named(given)
     assert named == ATTENTION.defaults | {"sink": "a sink", "cu_seqlens_k": "offsets", "max_q": 7}
     assert ATTENTION.ordered(named) == (*given, *list(ATTENTION.defaults.values())[4:])
+    assert ATTENTION.leading({}) == ()
+    assert tuple(ATTENTION.leading({"max_q": 7, "sink": "a sink"})) == ("a sink", None, None, 7)
     with pytest.raises(TypeError, match="mistake"):
         _native.options("mistake")
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import attention as registry
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as torchs
+from torch.profiler import ProfilerActivity, profile
 
 import blockflash
 from blockflash import activate_sdpa, restore_sdpa, sdpa
@@ -99,6 +100,63 @@ def test_results_are_laid_out_as_torch_expects() -> None:
         for left, right in zip(ours, expected, strict=True):
             assert left.dtype == right.dtype and left.shape == right.shape
         assert ours[0].stride() == expected[0].stride()
+
+
+@pytest.mark.parametrize("which", [(0,), (1,), (2,), (0, 1, 2)], ids=str)
+def test_rows_that_are_not_contiguous(calls: list[Any], gradients: list[Any], which: Any) -> None:
+    inputs = tuple(
+        tensor.mT.contiguous().mT if place in which else tensor
+        for place, tensor in enumerate(qkv())
+    )
+    op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+    def sums(*leaves: Tensor) -> list[Tensor]:
+        """The gradient of the output is one number, expanded."""
+        leaves = [tensor.detach().requires_grad_() for tensor in leaves]
+        o, _ = op(*leaves, is_causal=True)
+        return [o, *torch.autograd.grad(o.sum(), leaves)]
+
+    with activate_sdpa("cpu"):
+        ours = sums(*inputs)
+    assert len(calls) == len(gradients) == 1
+    assert ours[0].stride() == torch.empty_like(inputs[0]).stride()
+    assert_close(ours, sums(*(tensor.contiguous() for tensor in inputs)))
+
+
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+def test_the_kernels_for_gpus_on_the_cpu(lengths: tuple[int, int]) -> None:
+    """Their results are those that torch's fake kernel says; causal is aligned at the bottom."""
+    inputs = tuple(tensor.requires_grad_() for tensor in qkv(lengths))
+    op = torch.ops.aten._scaled_dot_product_flash_attention.default
+    expected = op(*(tensor.detach().to("meta") for tensor in inputs), is_causal=True)
+    with torch.no_grad():
+        o, lse, *rest = sdpa._flash_attention(None, None, *inputs, is_causal=True)
+    for ours, right in zip((o, lse, *rest), expected, strict=True):
+        if isinstance(ours, Tensor):
+            assert (ours.shape, ours.dtype) == (right.shape, right.dtype)
+        else:
+            assert ours == right
+    wanted = blockflash.attention(*(tensor.transpose(1, 2) for tensor in inputs), causal=True)
+    assert torch.equal(o, wanted.transpose(1, 2))
+    grad, unused = torch.randn_like(o), (None, None, *lengths, 0.0, True, *rest[4:6])
+    grads = sdpa._flash_attention_backward(None, None, grad, *inputs, o, lse, *unused)
+    expected = torch.autograd.grad(wanted, inputs, grad.transpose(1, 2))
+    assert all(map(torch.equal, grads, expected))
+
+
+def test_a_call_uses_no_operators_but_for_memory() -> None:
+    """Each would cost the host a microsecond."""
+    leaves = [tensor.transpose(1, 2).requires_grad_() for tensor in qkv()]
+    grad = torch.ones_like(leaves[0])
+    with activate_sdpa("cpu"):
+        torchs(*leaves)
+        with profile(activities=[ProfilerActivity.CPU]) as profiler:
+            torch.autograd.grad(torchs(*leaves), leaves, grad)
+    names = {event.key for event in profiler.key_averages()}
+    flash = "aten::_scaled_dot_product_flash_attention_for_cpu"
+    assert {flash, f"{flash}_backward"} <= names
+    assert "aten::transpose" not in names
+    assert not any(name.startswith("blockflash::") for name in names)
 
 
 def test_compiles_with_gradients(calls: list[Any]) -> None:

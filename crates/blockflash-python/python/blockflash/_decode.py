@@ -117,10 +117,12 @@ def attention_decode(
         elif k_cache.dtype == lower:
             q, k, v = (_lowered(t, lower) for t in (q, k, v))
     given = scores(causal, window, scale, softcap, sink)
-    together(cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q)
-    together(k=k, v=v)
-    if k is not None and k.dim() == 3 and cu_seqlens_k is None:
-        cu_seqlens_k = cu_seqlens_q
+    if cu_seqlens_q is not None or max_seqlen_q is not None:
+        together(cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q)
+    if k is not None or v is not None:
+        together(k=k, v=v)
+        if k.dim() == 3 and cu_seqlens_k is None:
+            cu_seqlens_k = cu_seqlens_q
     lists, counts = (None, None) if pages is None else pages
     # In the order of the table.
     options: list[Any] = [
@@ -219,7 +221,7 @@ def _compute(
     o, lse = empty_o(q, v_cache, cu_seqlens_q), empty_lse(q, cu_seqlens_q)
 
     def allocate(count: int) -> Tensor:
-        return torch.empty(count, dtype=torch.uint8, device=q.device)
+        return q.new_empty(count, dtype=torch.uint8)
 
     try:
         _native.attention_decode(q, k_cache, v_cache, o, lse, allocate, k, v, *options)
