@@ -41,6 +41,7 @@ mod driver;
 mod element;
 mod error;
 mod event;
+mod fill;
 mod foreign;
 mod fork;
 mod freed;
