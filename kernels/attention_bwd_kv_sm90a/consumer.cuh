@@ -79,8 +79,8 @@ __device__ __forceinline__ void consume(const Params& params, uint32_t smem,
   ping_pong.close();
   ptx::wgmma_wait_group<0>();
   ptx::wgmma_pin(dk), ptx::wgmma_pin(dv);
-  store_dv(params.base, dv, warp_row);
-  store_dk(params.base, dk, warp_row);
+  store_dv(params, dv, warp_row);
+  store_dk(params, dk, warp_row);
 }
 
 }  // namespace

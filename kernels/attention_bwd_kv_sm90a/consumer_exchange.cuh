@@ -104,9 +104,9 @@ __device__ __forceinline__ void consume_exchanging(const Params& params, uint32_
   ptx::wgmma_wait_group<0>();
   ptx::wgmma_pin(gradient);
   if (warpgroup == 0)
-    store_dv(params.base, gradient, warp_row);
+    store_dv(params, gradient, warp_row);
   else
-    store_dk(params.base, gradient, warp_row);
+    store_dk(params, gradient, warp_row);
 }
 
 }  // namespace

@@ -23,7 +23,10 @@ __device__ __forceinline__ void consume_with_dq(const Params& params, uint32_t s
                                                 const Barriers& barriers, int warpgroup) {
   static_assert(!splits_queries || (kStreamRows == 128 && kPanels == 1),
                 "two panels of scores, one of everything else");
-  constexpr int kDqColumns = splits_queries ? kD : kD / 2;  // of this warpgroup
+  // Of this warpgroup: where half of them are no multiple of 32, the second one has fewer, and
+  // multiplies by zeros for the others.
+  using Order = SumsOrder<kD>;
+  constexpr int kDqColumns = splits_queries ? kD : Order::kFirst;
   using Product = ptx::Wgmma<kDqColumns, Element>;
   const blockflash_attention_fwd_params& p = params.base.base;
   const DqBarriers dq_barriers(smem);
@@ -66,8 +69,9 @@ __device__ __forceinline__ void consume_with_dq(const Params& params, uint32_t s
   // Not kept, since registers are scarce, but found out while products run.
   const auto staging = [=] {
     const uint32_t thread = ptx::opaque(threadIdx.x) - 128, warp = thread / 32;
-    const uint32_t of_warp = splits_queries ? thread / 128 * kSumsTile + warp % 4 * (kSumsTile / 8)
-                                            : warp * (kSumsBytes / 8);
+    const uint32_t of_warp = splits_queries
+                                 ? thread / 128 * kSumsTile + Order::of_warp(warp % 4) * 4
+                                 : Order::of_warp(warp) * 4;
     return smem + kStagingOffset + of_warp + thread % 32 * 16;
   };
 
@@ -87,11 +91,12 @@ __device__ __forceinline__ void consume_with_dq(const Params& params, uint32_t s
   // Waits until the staging of tile n is free and stores this warp's part of dq.
   const auto stage_dq = [&](uint32_t n, uint32_t row) {
     wait_empty<2>(dq_barriers.staged_empty, n);
-    constexpr int kHalf = kD / 16;  // groups of eight columns
+    constexpr int kHalf = Order::kFirst / 8;  // groups of eight columns
 #pragma unroll
     for (int i = 0; i < kDqColumns / 8; ++i)
-      ptx::store_shared_float4(
-          row + (n & 1) * kSumsBytes + i / kHalf * (kSumsTile / 2) + i % kHalf * 512, dq + 4 * i);
+      if (splits_queries || i < Order::kSecond / 8 || warpgroup == 0)
+        ptx::store_shared_float4(
+            row + (n & 1) * kSumsBytes + i / kHalf * (kSumsTile / 2) + i % kHalf * 512, dq + 4 * i);
   };
 
   // Everything has two buffers, so the number of a tile tells buffer and phase.
@@ -179,8 +184,8 @@ __device__ __forceinline__ void consume_with_dq(const Params& params, uint32_t s
       pass_on(dq_barriers.staged, before);
     }
     const Keys& work = Block::at(number).keys;
-    store_dv(params.base, dv, warp_row, work);
-    store_dk(params.base, dk, warp_row, work);
+    store_dv(params, dv, warp_row, work);
+    store_dk(params, dk, warp_row, work);
     arrive(dq_barriers.blocks_empty, number);
   }
   // Both threads that add tiles read the end of the queue.

@@ -26,6 +26,7 @@ static_assert(!Config::dq || kStagingOffset + kStagings * kSumsBytes <= kStatist
               "manifest and kernel disagree on shared memory");
 
 // Under a mask with a right limit: the heads, from the first one on, whose last block comes first.
+// Where a group of query heads is split, each part of it counts as a head of keys here and below.
 // Each block starts at its first visible query, where all later blocks have already been, so nobody
 // waits. If heads start together, those of the last section ascend nonetheless: what starts last
 // should be short.
@@ -33,7 +34,7 @@ __device__ __forceinline__ int descending_heads(const Params& params) {
   const blockflash_attention_fwd_params& p = params.base.base;
   if (p.scores.window.right == BLOCKFLASH_WINDOW_UNBOUNDED) return 0;
   const int together = params.heads_per_section;
-  return p.batch * p.num_heads_kv - (together > 1 ? together : 0);
+  return Keys::parts(params) - (together > 1 ? together : 0);
 }
 
 // The blocks of keys in the order in which they are started. Neighbours among ascending ones belong
@@ -42,14 +43,12 @@ __device__ __forceinline__ int descending_heads(const Params& params) {
 // only. Whoever has drawn one of these runs already, and takes its tickets in ascending order, so
 // the earliest ticket that is not done waits for nobody.
 __device__ __forceinline__ Keys keys_of(const Params& params, int ticket) {
-  const blockflash_attention_fwd_params& p = params.base.base;
-  const int tiles = Keys::tiles_of_keys(params.base), heads = p.batch * p.num_heads_kv;
+  const int tiles = Keys::tiles_of_keys(params.base), heads = Keys::parts(params);
   const int descending = descending_heads(params), together = params.heads_per_section;
-  if (ticket < descending * tiles)
-    return Keys(params.base, ticket / tiles, tiles - 1 - ticket % tiles);
+  if (ticket < descending * tiles) return Keys(params, ticket / tiles, tiles - 1 - ticket % tiles);
   const int section = descending + (ticket - descending * tiles) / (together * tiles) * together;
   const int rest = ticket - section * tiles, width = min(together, heads - section);
-  return Keys(params.base, section + rest % width, rest / width);
+  return Keys(params, section + rest % width, rest / width);
 }
 __device__ __forceinline__ Keys draw_keys(const Params& params) {
   return keys_of(params, static_cast<int>(atomicAdd(params.tile_counter, 1u)));
@@ -76,7 +75,7 @@ __device__ __forceinline__ uint32_t rank_at(const Params& params, const Keys& wo
   const KeyRange any =
       range.mask.keys_of_any(first_query, min(first_query + kStreamRows, range.seqlen_q) - 1);
   const int block = work.k_begin / kResidentRows;
-  return work.batch * p.num_heads_kv + work.head_kv < descending_heads(params)
+  return work.part < descending_heads(params)
              ? (any.end + kResidentRows - 1) / kResidentRows - 1 - block
              : block - any.begin / kResidentRows;
 }
@@ -142,8 +141,8 @@ __device__ __forceinline__ void pass_on(uint32_t barriers, uint32_t n) {
 // A block of keys of a persistent CTA.
 struct Block {
   Keys keys;
-  int first_tile, tiles;    // of queries, for each head of the group
-  int all_tiles;            // for all heads of the group; -1: there are no more blocks
+  int first_tile, tiles;    // of queries, for each head
+  int all_tiles;            // for all heads; -1: there are no more blocks
   uint32_t resident_phase;  // of the arrival of its K and V
 
   // Blocks alternate between two places.
@@ -164,7 +163,7 @@ struct Block {
     first_tile = begin / kStreamRows;
     // Keys that no query sees visit nothing: semaphores count only blocks of keys that a tile sees.
     tiles = begin < end ? (end + kStreamRows - 1) / kStreamRows - first_tile : 0;
-    all_tiles = tiles * (params.base.base.num_heads_q / params.base.base.num_heads_kv);
+    all_tiles = tiles * keys.heads;
   }
   // The place of the statistics of a head, in whole tiles of them.
   __device__ __forceinline__ int statistics_tile(const blockflash_attention_bwd_params& b,
@@ -179,8 +178,7 @@ struct Block {
 
 // The next block that has keys: one of a short sequence may have none. By one thread.
 __device__ __forceinline__ bool draw_block(const Params& params, Keys& keys) {
-  const blockflash_attention_fwd_params& p = params.base.base;
-  const uint32_t blocks = Keys::tiles_of_keys(params.base) * p.batch * p.num_heads_kv;
+  const uint32_t blocks = Keys::tiles_of_keys(params.base) * Keys::parts(params);
 #pragma unroll 1
   while (true) {
     const uint32_t ticket = atomicAdd(params.tile_counter, 1u);
@@ -211,6 +209,7 @@ __device__ __forceinline__ void wait_for_rank(const uint32_t* semaphore, uint32_
 __device__ __forceinline__ void add_in_order(const Params& params, uint32_t smem, int which) {
   const DqBarriers barriers(smem);
   const uint32_t staged = smem + kStagingOffset + which % kStagings * kSumsBytes;
+  ptx::wait_for_predecessors();  // which clear the semaphores
 #pragma unroll 1
   for (uint32_t n = which;; n += 2) {
     wait_full<2>(barriers.staged, n);

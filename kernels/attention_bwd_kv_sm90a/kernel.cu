@@ -5,8 +5,9 @@
 // tiles that see them, for one query head of the group after another. Scores are computed
 // transposed, keys along the rows, so that probabilities and their gradients are operands of both
 // products in the registers where they arise. dk and dv are not shared between CTAs, so they have
-// one order of summation; dq, where it is computed beside them, is added in the order of
-// semaphores.
+// one order of summation; where few CTAs would have all heads of a group, each has a part of the
+// heads, and attention_bwd_dq_sm90a sums the parts. dq, where it is computed beside them, is added
+// in the order of semaphores.
 //
 // README.md has the roles of the warps and the diagram of the pipeline. This file has the producer,
 // in two forms: for one block of keys, and for the blocks of a persistent CTA. The mbarriers, those
@@ -28,6 +29,9 @@
 //   blocks            a block of keys is published  guards reading it (persistent CTAs)
 //   blocks_empty      consumers are done with it    guards publishing the next but one
 //
+// A CTA starts before the kernel with the statistics ends, and waits for it before it loads the
+// first of them and before it looks at semaphores; no CTA ends before.
+//
 // Named barriers 1 and 2 are the ping-pong of the consumers. Semaphores in the workspace, one per
 // 64 queries, order the CTAs that add to the same sums.
 #include "blockflash/params/attention_bwd.h"
@@ -47,7 +51,6 @@ __device__ __forceinline__ void produce(const Params& params, uint32_t smem,
   const blockflash_attention_fwd_params& p = b.base;
   const bool packed = p.cu_seqlens_q != nullptr;
   const int batch = packed ? 0 : work.batch;
-  const int head_group = p.num_heads_q / p.num_heads_kv;
   const auto copy_resident = [&](int which, const blockflash_tensor_map& map, uint32_t barrier) {
     ptx::mbarrier_arrive_expect_tx(barrier, kResidentBytes);
     copy_tile<kResidentRows, kResidentRows>(smem + which * kResidentBytes, map,
@@ -57,12 +60,15 @@ __device__ __forceinline__ void produce(const Params& params, uint32_t smem,
   const uint32_t first_arrives = packed ? barriers.loaded_first : barriers.first,
                  second_arrives = packed ? barriers.loaded_second : barriers.second;
   copy_resident(0, params.k, packed ? barriers.loaded_resident : barriers.resident);
+  // Statistics come from the kernel before this one. The next one may start then: it waits, too, or
+  // reads nothing that is written here.
+  ptx::wait_for_predecessors();
+  ptx::launch_dependents();
   bool loads_values = true;
   auto at = PipelineState<kStages>::producer();
   int n = 0;  // number of the tile
 #pragma unroll 1
-  for (int member = 0; member < head_group; ++member) {
-    const int head = work.head_kv * head_group + member;
+  for (int head = work.first_head; head < work.first_head + work.heads; ++head) {
     const Walk walk(b, work, head);
     const int64_t statistics = work.batch * b.statistics_stride_batch * !packed +
                                head * b.statistics_stride_head +
@@ -113,7 +119,6 @@ __device__ __forceinline__ void produce_blocks(const Params& params, uint32_t sm
   const blockflash_attention_bwd_params& b = params.base;
   const blockflash_attention_fwd_params& p = b.base;
   const bool packed = p.cu_seqlens_q != nullptr;
-  const int head_group = p.num_heads_q / p.num_heads_kv;
   uint32_t n = 0, loaded = 0;  // tiles, and blocks that have tiles
 #pragma unroll 1
   for (uint32_t number = 0;; ++number) {
@@ -122,6 +127,7 @@ __device__ __forceinline__ void produce_blocks(const Params& params, uint32_t sm
     Block& block = Block::at(number);
     const Keys& work = block.keys;
     if (!draw_block(params, block.keys)) {
+      ptx::wait_for_predecessors();
       block.all_tiles = -1;
       wait_empty<2>(barriers.first_empty, n);
       dq_barriers.end(n);
@@ -141,6 +147,8 @@ __device__ __forceinline__ void produce_blocks(const Params& params, uint32_t sm
       ptx::tensor_prefetch_4d(&params.k, panel * 64, first_key, work.head_kv, batch);
       ptx::tensor_prefetch_4d(&params.v, panel * 64, first_key, work.head_kv, batch);
     }
+    // As in `produce`.
+    if (loaded == 0) ptx::wait_for_predecessors(), ptx::launch_dependents();
     const auto copy_resident = [&](int which, const blockflash_tensor_map& map, uint32_t barrier) {
       wait_empty<1>(barrier_of(dq_barriers.resident_empty, which), loaded);
       ptx::mbarrier_arrive_expect_tx(barrier, kResidentBytes);
@@ -148,8 +156,7 @@ __device__ __forceinline__ void produce_blocks(const Params& params, uint32_t sm
                                               work.head_kv, batch, barrier);
     };
 #pragma unroll 1
-    for (int member = 0; member < head_group; ++member) {
-      const int head = work.head_kv * head_group + member;
+    for (int head = work.first_head; head < work.first_head + work.heads; ++head) {
       const int statistics = block.statistics_tile(b, head);
 #pragma unroll 1
       for (int i = 0; i < block.tiles; ++i) {
@@ -176,7 +183,7 @@ __device__ __forceinline__ void produce_blocks(const Params& params, uint32_t sm
         copy(at.of(packed ? barriers.loaded_first : barriers.first),
              smem + kFirstOffset + at.stage * kStreamBytes, params.q,
              first_statistics(smem, at.stage), b.negative_logs);
-        if (member == 0 && i == 0) {
+        if (head == work.first_head && i == 0) {
           copy_resident(0, params.k, packed ? barriers.loaded_resident : barriers.resident);
           copy_resident(1, params.v, barrier_of(barriers.resident, 1));
         }
@@ -195,7 +202,6 @@ __device__ __forceinline__ void produce_blocks(const Params& params, uint32_t sm
 __device__ __forceinline__ void zero_fill_blocks(const Params& params, uint32_t smem,
                                                  const Barriers& barriers) {
   const DqBarriers dq_barriers(smem);
-  const int head_group = params.base.base.num_heads_q / params.base.base.num_heads_kv;
   auto at = PipelineState<kStages>::consumer();
 #pragma unroll 1
   for (uint32_t number = 0;; ++number) {
@@ -208,7 +214,7 @@ __device__ __forceinline__ void zero_fill_blocks(const Params& params, uint32_t 
       zero_fill_tile<kResidentRows>(barriers.loaded_resident, block.resident_phase, smem,
                                     work.seqlen_kv - work.k_begin, barriers.resident);
 #pragma unroll 1
-    for (int member = 0; member < head_group; ++member)
+    for (int head = 0; head < work.heads; ++head)
 #pragma unroll 1
       for (int i = 0; i < block.tiles; ++i) {
         at.wait(barriers.loaded_first);
@@ -245,9 +251,10 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_bwd_tma_params pa
     if constexpr (Config::dq)
       return draw_keys(params);
     else
-      return Keys(params.base);
+      return Keys(params);
   });
   if (!kPersistent && work.k_begin >= work.seqlen_kv) {
+    ptx::wait_for_predecessors();
     if constexpr (Config::dq)
       if (threadIdx.x == 0) close_semaphores(params, kAdders);
     return;

@@ -3,6 +3,7 @@
 
 #include "blockflash/attention/gradient_ring.cuh"
 #include "blockflash/attention/query_walk.cuh"
+#include "blockflash/attention/sums_order.cuh"
 #include "blockflash/attention/visible.cuh"
 #include "blockflash/params/attention_bwd.h"
 #include "blockflash/ptx/opaque.cuh"
@@ -21,7 +22,41 @@ static_assert(kStages == kSecondStages || kSpecialized,
 // block while it stores the gradients of the last one.
 constexpr bool kPersistent = Config::dq && !kSpecialized;
 
-using Keys = KeyWork<kResidentRows>;
+// The keys of a CTA, and the query heads for which it visits them: all heads of the group, or one
+// of the parts into which groups are split where there are few blocks of keys.
+struct Keys : KeyWork<kResidentRows> {
+  int part;               // its number over all key heads and batch entries
+  int first_head, heads;  // of queries
+
+  __device__ __forceinline__ Keys(const Params& params, int part, int tile)
+      : KeyWork<kResidentRows>(params.base, part / params.head_parts, tile), part(part) {
+    const int group = params.base.base.num_heads_q / params.base.base.num_heads_kv;
+    const int of_group = part % params.head_parts;
+    const int first = of_group * group / params.head_parts;
+    first_head = head_kv * group + first;
+    heads = (of_group + 1) * group / params.head_parts - first;
+  }
+  // Early key tiles are seen by the most queries of a causal mask, so they come first.
+  __device__ __forceinline__ explicit Keys(const Params& params)
+      : Keys(params, blockIdx.x / tiles_of_keys(params.base),
+             blockIdx.x % tiles_of_keys(params.base)) {}
+
+  static __device__ __forceinline__ int parts(const Params& params) {
+    return params.base.base.batch * params.base.base.num_heads_kv * params.head_parts;
+  }
+
+  // One thread reads offsets for all, see KeyWork::agreed.
+  static __device__ __forceinline__ Keys& shared() {
+    __shared__ __align__(16) unsigned char bytes[sizeof(Keys)];
+    return reinterpret_cast<Keys&>(bytes);
+  }
+  template <class Read>
+  static __device__ __forceinline__ const Keys& agreed(const Read& read) {
+    if (threadIdx.x == 0) shared() = read();
+    __syncthreads();
+    return shared();
+  }
+};
 using Walk = QueryWalk<kStreamRows, kResidentRows>;
 
 // Statistics end with a whole kStatisticsTile, so a larger tile may reach beyond them. Its pairs
@@ -100,6 +135,18 @@ __device__ __forceinline__ auto statistics_at(uint32_t first) {
   };
 }
 
+// Leaves dk (0) or dv (1) of the 16 keys of a warp in the workspace, in the order of sums.
+__device__ __forceinline__ void store_part(const Params& params, const float (&gradient)[kD / 2],
+                                           int which, int warp_row, const Keys& work) {
+  const int row = work.k_begin + warp_row;
+  const int64_t tile = static_cast<int64_t>(work.part) * key_tiles(params.base.base) + row / 64;
+  float* const out = params.key_parts + (tile * 2 + which) * (64 * kD) + threadIdx.x % 32 * 4;
+#pragma unroll
+  for (int i = 0; i < kD / 8; ++i)
+    *reinterpret_cast<float4*>(out + SumsOrder<kD>::of_group(row / 16 % 4, i)) =
+        make_float4(gradient[4 * i], gradient[4 * i + 1], gradient[4 * i + 2], gradient[4 * i + 3]);
+}
+
 __device__ __forceinline__ void store_gradient(const blockflash_attention_fwd_params& p,
                                                const float (&gradient)[kD / 2], float factor,
                                                void* tensor, int64_t batch, int64_t seq,
@@ -111,15 +158,17 @@ __device__ __forceinline__ void store_gradient(const blockflash_attention_fwd_pa
   store_rows<Element>(reinterpret_cast<const float(&)[1][kD / 8][4]>(gradient), factor, out, seq,
                       work.k_begin + warp_row, work.seqlen_kv, 0, columns, threadIdx.x % 32);
 }
-__device__ __forceinline__ void store_dk(const blockflash_attention_bwd_params& b,
-                                         const float (&dk)[kD / 2], int warp_row,
-                                         const Keys& work = Keys::shared()) {
+__device__ __forceinline__ void store_dk(const Params& params, const float (&dk)[kD / 2],
+                                         int warp_row, const Keys& work = Keys::shared()) {
+  if (params.head_parts > 1) return store_part(params, dk, 0, warp_row, work);
+  const blockflash_attention_bwd_params& b = params.base;
   store_gradient(b.base, dk, b.base.scores.scale, b.dk, b.dk_stride_batch, b.dk_stride_seq,
                  b.dk_stride_head, b.base.head_dim_qk, warp_row, work);
 }
-__device__ __forceinline__ void store_dv(const blockflash_attention_bwd_params& b,
-                                         const float (&dv)[kD / 2], int warp_row,
-                                         const Keys& work = Keys::shared()) {
+__device__ __forceinline__ void store_dv(const Params& params, const float (&dv)[kD / 2],
+                                         int warp_row, const Keys& work = Keys::shared()) {
+  if (params.head_parts > 1) return store_part(params, dv, 1, warp_row, work);
+  const blockflash_attention_bwd_params& b = params.base;
   store_gradient(b.base, dv, 1.f, b.dv, b.dv_stride_batch, b.dv_stride_seq, b.dv_stride_head,
                  b.base.head_dim_v, warp_row, work);
 }

@@ -3,6 +3,9 @@
 // A CTA owns 128 queries of one head and visits their key tiles like the forward pass. Q and dO
 // stay in shared memory, K and V pass through it; scores, their gradients and dq stay in registers.
 // Nothing is shared between CTAs, so the result has one order of summation.
+//
+// Behind the kernel for dk and dv it may start as soon as all CTAs of that one run, which have
+// waited for the statistics: only their SMs are missing then.
 #include "blockflash/attention/gradient_fragments.cuh"
 #include "blockflash/attention/visible.cuh"
 #include "blockflash/attention/visit.cuh"
@@ -53,6 +56,9 @@ __device__ __forceinline__ void produce(const Params& params, const KeyVisit& vi
   k_at.wait(barriers.first_empty);
   publish_tile(smem, k_at.stage, -1);
   ptx::mbarrier_arrive(k_at.of(k_arrives));
+  // This kernel may run beside the one for dk and dv, but ends after it, so that what comes next
+  // can rely on both.
+  ptx::wait_for_predecessors();
 }
 
 // One consumer warpgroup: 64 queries. Of the 16 queries of a warp, a lane holds g and g + 8
@@ -81,8 +87,9 @@ __device__ __forceinline__ void consume(const Params& params, uint32_t smem,
     for (int half = 0; half < 2; ++half) {
       const int row = work.q_begin + warp_row + accumulator_row(lane, 2 * half);
       const bool inside = row < work.seqlen_q;
-      logs[half] = inside ? b.negative_logs[statistics + row] : -CUDART_INF_F;
-      deltas[half] = inside ? b.deltas[statistics + row] : 0.f;
+      // Past L1, since the kernel that wrote them is not the one before this one.
+      logs[half] = inside ? __ldcg(b.negative_logs + statistics + row) : -CUDART_INF_F;
+      deltas[half] = inside ? __ldcg(b.deltas + statistics + row) : 0.f;
     }
   }
   const uint32_t q = ptx::wgmma_low(smem + warpgroup * 64 * 128), d_o = q + (kResidentBytes >> 4);
@@ -180,7 +187,10 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_bwd_tma_params pa
 
   if (threadIdx.x == 0) barriers.init();
   const KeyVisit visit = KeyVisit::agreed(params.base.base);
-  if (visit.work.q_begin >= visit.work.seqlen_q) return;
+  if (visit.work.q_begin >= visit.work.seqlen_q) {
+    ptx::wait_for_predecessors();
+    return;
+  }
   if (warpgroup == 0) {
     ptx::lower_registers<kProducerRegisters>();
     if (threadIdx.x == 0) produce(params, visit, smem, barriers);

@@ -92,11 +92,22 @@ fn gradients_of_packed_sequences() {
     repeat("attention_bwd_repeats_gpu::gradients_of_packed_sequences", &packed());
 }
 
-/// Tiles of 128 queries.
+/// Tiles of 128 queries, and warpgroups with unequal shares of dq.
 #[test]
 fn narrow_gradients() {
     for case in [dense(Mask::Full), dense(Mask::causal()), ascending(), packed()] {
-        let case = AttentionCase { head_dim: 64, ..case };
-        repeat("attention_bwd_repeats_gpu::narrow_gradients", &case);
+        for head_dim in [64, 96] {
+            let case = AttentionCase { head_dim, ..case.clone() };
+            repeat("attention_bwd_repeats_gpu::narrow_gradients", &case);
+        }
+    }
+}
+
+/// The heads of a group are split over CTAs, unequally; with sums of dq, and without.
+#[test]
+fn gradients_of_groups() {
+    for head_dim in [64, 128, 256] {
+        let group = AttentionCase { heads_q: 14, heads_kv: 2, head_dim, ..dense(Mask::causal()) };
+        repeat("attention_bwd_repeats_gpu::gradients_of_groups", &group);
     }
 }

@@ -579,6 +579,12 @@ pub struct blockflash_attention_bwd_tma_params {
     /** Key heads whose blocks of keys start together. Under a mask with a right limit these are the
  last ones, if there is more than one; before them blocks start head by head, the last first.*/
     pub heads_per_section: i32,
+    /** How many CTAs share the query heads of each block of keys: 1 to those of a group. Beyond 1 each
+ leaves its part of dk and dv in the workspace, and every part counts as a key head above.*/
+    pub head_parts: i32,
+    /** Workspace, \[batch, num_heads_kv, head_parts, tiles of 64 keys (an even number), dk and dv,
+ 64·head_dim of the tile\] in the kernel's own order; null where head_parts is 1.*/
+    pub key_parts: *mut f32,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
@@ -614,6 +620,14 @@ const _: () = {
         "Offset of field: blockflash_attention_bwd_tma_params::heads_per_section",
     ][::core::mem::offset_of!(blockflash_attention_bwd_tma_params, heads_per_section)
         - 1064usize];
+    [
+        "Offset of field: blockflash_attention_bwd_tma_params::head_parts",
+    ][::core::mem::offset_of!(blockflash_attention_bwd_tma_params, head_parts)
+        - 1068usize];
+    [
+        "Offset of field: blockflash_attention_bwd_tma_params::key_parts",
+    ][::core::mem::offset_of!(blockflash_attention_bwd_tma_params, key_parts)
+        - 1072usize];
 };
 /** Block mask: the source's blocks and the blocks of `always`, without the blocks that the token
  mask hides entirely, as index arrays in BSR.

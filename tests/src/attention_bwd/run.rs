@@ -124,10 +124,11 @@ impl BackwardOutputs {
     /// The same with room for the workspace of any kernel that takes the problem, selected or not.
     pub fn of_any_kernel(inputs: &BackwardInputs, stream: &Stream) -> Result<Self, String> {
         let problem = inputs.backward().problem().map_err(|error| error.to_string())?;
+        let gpu = stream.device().cuda_properties().ok_or("not on a GPU")?;
         let most = manifest::kernels()
             .iter()
             .filter(|kernel| kernel.attention_bwd_tile().is_some())
-            .map(|kernel| workspace_bytes(kernel, &problem).map_err(|error| error.to_string()))
+            .map(|kernel| workspace_bytes(kernel, &problem, gpu).map_err(|error| error.to_string()))
             .try_fold(0, |most, bytes| bytes.map(|bytes| most.max(bytes)))?;
         Self::with_workspace(inputs, most, stream)
     }

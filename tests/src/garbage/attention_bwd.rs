@@ -206,9 +206,9 @@ impl Gradients {
         let kernel: Option<&Kernel> =
             sizes.kernel.0.filter(|kernel| accepts(kernel, &problem, gpu).is_ok());
         let bytes = match kernel {
-            Some(kernel) => workspace_bytes(kernel, &problem)?,
+            Some(kernel) => workspace_bytes(kernel, &problem, gpu)?,
             None if problem.is_empty() => 0,
-            None => workspace_bytes(select(&problem, gpu)?, &problem)?,
+            None => workspace_bytes(select(&problem, gpu)?, &problem, gpu)?,
         };
         if place.imagined.is_some() {
             return call.backward_into(gradients, None, &place.stream);

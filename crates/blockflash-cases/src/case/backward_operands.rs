@@ -73,10 +73,10 @@ impl BackwardOperands {
 /// Bytes that suffice for every kernel, also those that the library does not select.
 fn workspace(problem: &AttentionBackwardProblem, stream: &Stream) -> Result<usize> {
     let mut most = 0;
-    if !stream.device().is_cpu() {
+    if let Some(gpu) = stream.device().cuda_properties() {
         let kernels = manifest::kernels().iter();
         for kernel in kernels.filter(|kernel| kernel.attention_bwd_tile().is_some()) {
-            most = attention_bwd::workspace_bytes(kernel, problem)?.max(most);
+            most = attention_bwd::workspace_bytes(kernel, problem, gpu)?.max(most);
         }
     }
     Ok(most)

@@ -1,6 +1,7 @@
 //! Gradients of attention: `dq`, `dk`, `dv` and the gradient of the sink, from the gradient of `o`.
 
 mod cpu;
+mod parts;
 mod plan;
 mod problem;
 mod select;
@@ -140,8 +141,8 @@ impl AttentionBackward<'_> {
     /// `workspace` is u8 memory without gaps, whose content neither matters before nor has a
     /// meaning after the call. Nobody else may write to it until the work is done; the gradients
     /// are unspecified otherwise. With [`workspace_bytes`](Self::workspace_bytes) the fastest
-    /// scheme runs. With less, but at least
-    /// [`least_workspace_bytes`](Self::least_workspace_bytes), dq has a kernel of its own, which
+    /// scheme runs. With less, but at least [`least_workspace_bytes`](Self::least_workspace_bytes),
+    /// query heads that share keys are not split over CTAs, or dq has a kernel of its own, which
     /// gives other roundings. It may be `None` where that is 0.
     ///
     /// # Errors
@@ -206,7 +207,7 @@ impl AttentionBackward<'_> {
 /// Bytes of the selected scheme.
 fn bytes_of(problem: AttentionBackwardProblem, device: &Device) -> Result<usize> {
     match device.cuda_properties() {
-        Some(gpu) if !problem.is_empty() => workspace_bytes(select(&problem, gpu)?, &problem),
+        Some(gpu) if !problem.is_empty() => workspace_bytes(select(&problem, gpu)?, &problem, gpu),
         _ => Ok(0),
     }
 }
@@ -284,7 +285,10 @@ impl Steps for AttentionBackward<'_> {
         (gradients, workspace): Self::Out<'_>,
         stream: &Stream,
     ) -> Result<()> {
-        let needed = workspace_bytes(kernel, problem)?;
+        let needed = match stream.device().cuda_properties() {
+            Some(gpu) => workspace_bytes(kernel, problem, gpu)?,
+            None => 0,
+        };
         if problem.workspace < needed {
             let expected = format!("[at least {needed}]");
             let found = vec![problem.workspace];

@@ -1,16 +1,18 @@
 use super::AttentionBackwardProblem;
+use super::parts::parts;
 use crate::attention::{Strides, base_params, block_mask_params, check_strides};
 use crate::check::{grid_of, grid_x, to_i64};
 use crate::selection::{accepts, select, tile_of};
 use crate::{Error, Result};
 use blockflash_safe::{
-    AttentionBwdPlan, CudaProperties, LaunchConfig, STATISTICS_ROWS, attention_bwd_workspace,
+    AttentionBwdParts, AttentionBwdPlan, CudaProperties, LaunchConfig, STATISTICS_ROWS,
+    attention_bwd_part_values, attention_bwd_workspace,
 };
-use blockflash_sys::Kernel;
 use blockflash_sys::manifest::{AttentionBwdStep as Step, AttentionBwdTile};
 use blockflash_sys::params::{
     BLOCKFLASH_WINDOW_UNBOUNDED, blockflash_attention_bwd_params, blockflash_attention_fwd_params,
 };
+use blockflash_sys::{HeadDims, Kernel};
 use std::ptr::{null, null_mut};
 
 /// Heads of keys whose blocks start together where dq is summed and every block of keys visits all
@@ -21,9 +23,9 @@ use std::ptr::{null, null_mut};
 /// from 442 to 362 ms.
 const HEADS_PER_SECTION: usize = 8;
 
-/// Below this many keys a step is a good part of what a block takes, so sections have enough heads
-/// that a block starts about `STEPS_APART` steps after the one before it. Measured on an H200 with
-/// 512 keys at head_dim 64: within 2 % from 1 to 4.
+/// Below this many keys a step is a good part of what a block takes, so sections have all heads
+/// whose sums fit into that part of L2, and enough that a block starts about `STEPS_APART` steps
+/// after the one before it. Measured on an H200 with 512 keys at head_dim 64: within 2 % from 1 to 4.
 const SHORT: usize = 1024;
 const STEPS_APART: usize = 2;
 
@@ -43,15 +45,39 @@ pub struct AttentionBackwardPlan<'k> {
 }
 
 /// Bytes of workspace that a kernel needs for a problem that it accepts: for each query of each
-/// head of q two f32 numbers, and where dq is summed its sums in f32. In the workspace each
-/// sequence starts at a multiple of 64 queries, so that a tile never has those of two sequences.
+/// head of q two f32 numbers, where dq is summed its sums in f32, and where several CTAs of this
+/// GPU share the query heads of a block of keys their parts of dk and dv in f32. In the workspace
+/// each sequence starts at a multiple of 64 queries, so that a tile never has those of two
+/// sequences.
 ///
 /// # Errors
 /// [`Error::TooLarge`] beyond the address space.
-pub fn workspace_bytes(kernel: &Kernel, problem: &AttentionBackwardProblem) -> Result<usize> {
-    let rows = statistics(problem).and_then(|[groups, rows]| groups.checked_mul(rows));
-    rows.and_then(|rows| attention_bwd_workspace(rows, sums_head_dim(kernel)))
-        .ok_or(Error::TooLarge { what: "workspace", value: usize::MAX, limit: isize::MAX as usize })
+pub fn workspace_bytes(
+    kernel: &Kernel,
+    problem: &AttentionBackwardProblem,
+    gpu: &CudaProperties,
+) -> Result<usize> {
+    workspace(kernel, problem, parts(kernel, problem, gpu))
+}
+
+/// The same with these parts.
+pub(super) fn workspace(
+    kernel: &Kernel,
+    problem: &AttentionBackwardProblem,
+    parts: Option<AttentionBwdParts>,
+) -> Result<usize> {
+    let forward = &problem.forward;
+    let bytes = || {
+        let [groups, rows] = statistics(problem)?;
+        let heads = forward.batch.checked_mul(forward.num_heads_kv)?;
+        let values = match parts {
+            Some(parts) => attention_bwd_part_values(parts, heads, forward.seqlen_kv)?,
+            None => 0,
+        };
+        attention_bwd_workspace(groups.checked_mul(rows)?, sums_head_dim(kernel), values)
+    };
+    let limit = isize::MAX as usize;
+    bytes().ok_or(Error::TooLarge { what: "workspace", value: usize::MAX, limit })
 }
 
 /// Number of heads over all batch entries, and padded rows of each.
@@ -74,25 +100,58 @@ fn sums_head_dim(kernel: &Kernel) -> Option<usize> {
     matches!(tile.step, Step::KeysAndSums | Step::Sums).then_some(tile.head_dims.qk)
 }
 
+/// The kernels of a pass, and whether CTAs share the query heads of a block of keys.
+type KernelsAndParts<'k> = (Vec<&'k Kernel>, Option<AttentionBwdParts>);
+
 /// The kernels of all steps: the given one for its own step, and for the others the selected ones.
-pub(super) fn kernels<'k>(
+/// With them the parts of heads.
+fn kernels<'k>(
     given: &'k Kernel,
     problem: &AttentionBackwardProblem,
     gpu: &CudaProperties,
-) -> Result<Vec<&'k Kernel>> {
+) -> Result<KernelsAndParts<'k>> {
     let own = tile_of::<AttentionBackwardProblem>(given, &gpu.compute_capability)?.step;
+    let kernel = |step| if step == own { Ok(given) } else { select(&problem.at(step), gpu) };
     let sums = match own {
-        Step::KeysAndSums | Step::Sums => true,
+        Step::KeysAndSums => true,
         Step::Keys | Step::Queries => false,
+        // At some widths there are only sums of dk and dv.
+        Step::Sums => kernel(Step::KeysAndSums).is_ok(),
         Step::Zeros | Step::Statistics | Step::Sinks => problem.step == Step::KeysAndSums,
     };
-    let [keys, queries] =
-        if sums { [Step::KeysAndSums, Step::Sums] } else { [Step::Keys, Step::Queries] };
-    let zeros = problem.forward.packed.map(|_| Step::Zeros);
-    let sinks = problem.d_sink.then_some(Step::Sinks);
-    let steps = zeros.into_iter().chain([Step::Statistics, keys, queries]).chain(sinks);
-    let kernel = |step| if step == own { Ok(given) } else { select(&problem.at(step), gpu) };
-    steps.map(kernel).collect()
+    let keys = kernel(if sums { Step::KeysAndSums } else { Step::Keys })?;
+    let parts = parts(keys, problem, gpu);
+    let mut kernels = Vec::with_capacity(6);
+    if problem.forward.packed.is_some() {
+        kernels.push(kernel(Step::Zeros)?);
+    }
+    kernels.extend([kernel(Step::Statistics)?, keys]);
+    if !sums {
+        kernels.push(kernel(Step::Queries)?);
+    }
+    if sums || parts.is_some() {
+        let width = |kernel| {
+            let tile = tile_of::<AttentionBackwardProblem>(kernel, &gpu.compute_capability);
+            tile.map(|tile| tile.head_dims.max())
+        };
+        let fits = own == Step::Sums && width(given)? == width(keys)?;
+        kernels.push(if fits { given } else { rounds(problem, width(keys)?, gpu)? });
+    }
+    if problem.d_sink {
+        kernels.push(kernel(Step::Sinks)?);
+    }
+    Ok((kernels, parts))
+}
+
+/// The kernel that rounds what a kernel of this width leaves in the workspace, which has room.
+fn rounds<'k>(
+    problem: &AttentionBackwardProblem,
+    width: usize,
+    gpu: &CudaProperties,
+) -> Result<&'k Kernel> {
+    let mut problem = problem.at(Step::Sums).with_workspace(usize::MAX);
+    problem.forward.head_dims = HeadDims::all(width);
+    select(&problem, gpu)
 }
 
 /// Plans all launches of the scheme of a kernel, for a problem that it accepts on this GPU.
@@ -120,49 +179,69 @@ pub fn plan<'k>(
         ("dk", problem.dk, keys),
         ("dv", problem.dv, keys),
     ])?;
-    let kernels = kernels(kernel, problem, gpu)?;
+    let (kernels, parts) = kernels(kernel, problem, gpu)?;
     let params = params(problem)?;
     let summing = kernels
         .iter()
         .filter_map(|kernel| kernel.attention_bwd_tile())
         .find(|tile| tile.step == Step::KeysAndSums);
-    let section = |tile: AttentionBwdTile| heads_per_section(&tile, problem, &params.base, gpu);
+    let heads = forward.batch * forward.num_heads_kv * parts_of_each(parts);
+    let section =
+        |tile: AttentionBwdTile| heads_per_section(&tile, problem, heads, &params.base, gpu);
     let plan = AttentionBwdPlan {
         params,
-        sums_head_dim: kernels.iter().find_map(|kernel| sums_head_dim(kernel)),
+        sums_head_dim: summing.map(|tile| tile.head_dims.qk),
         heads_per_section: summing.map_or(1, section) as i32,
+        parts,
     };
     let mut launches = Vec::with_capacity(kernels.len());
     for kernel in kernels {
-        let blocks = blocks(kernel, problem, gpu)?;
+        let blocks = blocks(kernel, problem, &plan, gpu)?;
         // Without queries there are no statistics, and without keys no tiles of keys.
         if blocks > 0 {
-            launches.push((kernel, LaunchConfig::of(kernel, blocks, false)));
+            let before = launches.last().map(|&(before, _)| before);
+            let early = starts_early(kernel, before);
+            launches.push((kernel, LaunchConfig::of(kernel, blocks, early)));
         }
     }
     Ok(AttentionBackwardPlan { plan, launches })
 }
 
-/// Heads of keys whose blocks start together. Under a mask with a right limit these are the last
-/// ones, where the first block of a head is the longest: in dense batches without a left limit.
-/// Where all blocks start at once, none is the last to start.
+/// Whether a kernel starts before the launch before it in the plan ends: what it does until it
+/// waits needs nothing of that launch. What comes before the plan has ended when the first launch
+/// starts. The kernel for dq reads statistics without waiting, since the one for dk and dv has
+/// waited, if it is one that does.
+fn starts_early(kernel: &Kernel, before: Option<&Kernel>) -> bool {
+    let of_queries = kernel.attention_bwd_tile().is_some_and(|tile| tile.step == Step::Queries);
+    let waited = |before: &Kernel| before.waits_for_predecessor();
+    kernel.waits_for_predecessor() && before.is_some_and(|before| !of_queries || waited(before))
+}
+
+/// CTAs for each block of keys.
+fn parts_of_each(parts: Option<AttentionBwdParts>) -> usize {
+    parts.map_or(1, |parts| parts.count as usize)
+}
+
+/// Heads of keys, of `all`, whose blocks start together. Under a mask with a right limit these are
+/// the last ones, where the first block of a head is the longest: in dense batches without a left
+/// limit. Where all blocks start at once, none is the last to start.
 fn heads_per_section(
     tile: &AttentionBwdTile,
     problem: &AttentionBackwardProblem,
+    all: usize,
     base: &blockflash_attention_fwd_params,
     gpu: &CudaProperties,
 ) -> usize {
     let forward = &problem.forward;
-    let all = forward.batch * forward.num_heads_kv;
     if base.scores.window.right == BLOCKFLASH_WINDOW_UNBOUNDED {
         let tiles = forward.seqlen_q.div_ceil(tile.block_q as usize).max(1);
         let apart = STEPS_APART * gpu.multiprocessors as usize / tiles;
         let short = forward.seqlen_kv < SHORT;
-        let together = if short {
-            apart.max(HEADS_PER_SECTION)
-        } else {
-            let sums = forward.seqlen_q.saturating_mul(tile.head_dims.qk * 4).max(1);
-            (gpu.l2_bytes as usize / 4 / sums).clamp(1, HEADS_PER_SECTION)
+        let sums = forward.seqlen_q.saturating_mul(tile.head_dims.qk * 4).max(1);
+        let in_l2 = gpu.l2_bytes as usize / 4 / sums;
+        let together = match short {
+            true => apart.max(in_l2).max(HEADS_PER_SECTION),
+            false => in_l2.clamp(1, HEADS_PER_SECTION),
         };
         return together.min(all);
     }
@@ -179,6 +258,7 @@ fn heads_per_section(
 fn blocks(
     kernel: &Kernel,
     problem: &AttentionBackwardProblem,
+    plan: &AttentionBwdPlan,
     gpu: &CudaProperties,
 ) -> Result<u32> {
     let tile = tile_of::<AttentionBackwardProblem>(kernel, &gpu.compute_capability)?;
@@ -198,10 +278,20 @@ fn blocks(
             let rows = forward.packed.map_or(0, |packed| packed.total_q + packed.total_kv);
             grid_x(&[rows.div_ceil(STATISTICS_ROWS)])
         }
-        Step::Statistics | Step::Sums => grid_x(&[row_tiles, forward.num_heads_q, forward.batch]),
+        Step::Statistics => grid_x(&[row_tiles, forward.num_heads_q, forward.batch]),
+        Step::Sums => {
+            let of_queries = grid_x(&[row_tiles, forward.num_heads_q, forward.batch])?;
+            let of_queries = if plan.sums_head_dim.is_some() { of_queries } else { 0 };
+            // dk and dv of 64 keys each, of an even number of them.
+            let tiles =
+                if plan.parts.is_some() { forward.seqlen_kv.div_ceil(128) * 2 * 2 } else { 0 };
+            let of_keys = grid_x(&[tiles, forward.num_heads_kv, forward.batch])?;
+            grid_x(&[of_queries as usize + of_keys as usize])
+        }
         Step::Sinks => grid_x(&[forward.num_heads_q]),
         Step::Keys | Step::KeysAndSums => {
-            let tiles = grid_x(&[tiles_kv(), forward.num_heads_kv, forward.batch])?;
+            let parts = parts_of_each(plan.parts);
+            let tiles = grid_x(&[tiles_kv(), forward.num_heads_kv, forward.batch, parts])?;
             grid_of(kernel, tiles as usize, gpu)
         }
         Step::Queries => grid_x(&[tiles_q(), forward.num_heads_q, forward.batch]),

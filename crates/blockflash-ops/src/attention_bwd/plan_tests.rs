@@ -20,7 +20,8 @@ fn steps(plan: &AttentionBackwardPlan<'_>) -> Vec<(Step, u32)> {
 
 fn bytes(forward: AttentionProblem) -> Result<usize> {
     let problem = AttentionBackwardProblem::of(forward);
-    workspace_bytes(select(&problem.at(Step::Keys), &gpu(8, 0)).unwrap(), &problem)
+    let gpu = gpu(8, 0);
+    workspace_bytes(select(&problem.at(Step::Keys), &gpu).unwrap(), &problem, &gpu)
 }
 
 #[test]
@@ -93,15 +94,20 @@ fn launches_with_sums() {
     assert_eq!(ascending([2, 4096, 4096], window), 1);
     // Heads of keys count; with 6 · 16 blocks, all start at once, with 7 · 16 they do not.
     assert_eq!(ascending_of([64, 16], [2, 4096, 4096], Mask::causal()), 10);
-    assert_eq!(ascending_of([8, 2], [3, 2048, 2048], Mask::causal()), 1);
-    assert_eq!(ascending_of([28, 7], [1, 2048, 2048], Mask::causal()), 3);
+    assert_eq!(ascending_of([6, 6], [1, 2048, 2048], Mask::causal()), 1);
+    assert_eq!(ascending_of([7, 7], [1, 2048, 2048], Mask::causal()), 3);
+    // Three parts of each head's 8 blocks count as heads, too.
+    assert_eq!(ascending_of([56, 7], [1, 1024, 1024], Mask::causal()), 3 * 7 / 2);
     let few = AttentionProblem::dense(DType::BF16, [1, 2048, 2048], [8, 4], 64);
     let plan = planned(&AttentionBackwardProblem::of(few), &gpu(9, 0));
     assert_eq!(plan.plan.heads_per_section, 4);
-    // Of 108 multiprocessors.
+    // Sums of 128 KB each in a quarter of 40 MB; in less, two steps apart on 108 multiprocessors.
     let short = AttentionProblem::dense(DType::BF16, [32, 512, 512], [32, 32], 64);
-    let plan = planned(&AttentionBackwardProblem::of(short), &gpu(9, 0));
-    assert_eq!(plan.plan.heads_per_section, 54);
+    let sections = |l2_bytes| {
+        let gpu = CudaProperties { l2_bytes, ..gpu(9, 0) };
+        planned(&AttentionBackwardProblem::of(short), &gpu).plan.heads_per_section
+    };
+    assert_eq!([40 << 20, 8 << 20].map(sections), [80, 54]);
 }
 
 /// Every row is written: without queries by the kernel of the keys, and the other way round.
@@ -162,8 +168,15 @@ fn every_kernel_has_its_scheme() {
             let plan = plan(kernel, &problem, &gpu).unwrap();
             let place = plan.launches.iter().position(|(other, _)| *other == kernel);
             assert!(place.is_some(), "{}", kernel.image_name());
-            let sums = matches!(tile.step, Step::KeysAndSums | Step::Sums);
+            let has = |step| steps(&plan).iter().any(|&(other, _)| other == step);
+            let sums = has(Step::KeysAndSums);
             assert_eq!(plan.plan.sums_head_dim.is_some(), sums);
+            match tile.step {
+                Step::KeysAndSums => assert!(has(Step::Sums)),
+                Step::Sums => assert!(sums || plan.plan.parts.is_some()),
+                Step::Keys | Step::Queries => assert!(!sums),
+                _ => {}
+            }
         }
     }
 }

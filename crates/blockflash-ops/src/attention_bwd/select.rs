@@ -1,5 +1,5 @@
 use super::AttentionBackwardProblem;
-use super::plan::workspace_bytes;
+use super::plan::workspace;
 use crate::Result;
 use crate::attention::{AttentionProblem, BlockMaskSizes, Rows, first_without_tensor_map};
 use crate::selection::{self, Candidate, Kernels, Peers, Problem, Rule, preference};
@@ -16,9 +16,9 @@ const PERSISTENT_SUMS_FROM_KEYS: usize = 512;
 /// The kernel that computes dk and dv of a problem on a GPU, and with it the scheme: either sums of
 /// dq beside them, or a kernel of its own for dq. The kernels of the other steps follow from it.
 ///
-/// Sums are taken on Hopper for a dense mask, a head_dim up to 64, 97 to 128, or 129 to 192
-/// of bf16 without softcap, and at least 512 keys (1024 above a head_dim of 128), if the workspace
-/// has room for them.
+/// Sums are taken on Hopper for a dense mask, a head_dim up to 128, or 129 to 192 of bf16 without
+/// softcap, and at least 512 keys (1024 above a head_dim of 128), if the workspace has room for
+/// them.
 ///
 /// # Errors
 /// [`Error::Unsupported`](crate::Error::Unsupported) names what no kernel offers: the element type,
@@ -239,11 +239,13 @@ fn without_tensor_map(
 }
 
 const SUMS: BackwardRule = Rule {
-    holds: |c| {
-        !matches!(c.tile.step, Step::KeysAndSums | Step::Sums)
-            || c.problem.forward.block_mask.is_none()
-                && workspace_bytes(c.kernel, c.problem)
-                    .is_ok_and(|bytes| bytes <= c.problem.workspace)
+    holds: |c| match c.tile.step {
+        Step::KeysAndSums | Step::Sums if c.problem.forward.block_mask.is_some() => false,
+        Step::Sums if !has_sums_of_dq(c) => true,
+        Step::KeysAndSums | Step::Sums => {
+            workspace(c.kernel, c.problem, None).is_ok_and(|bytes| bytes <= c.problem.workspace)
+        }
+        _ => true,
     },
     refuses: |c| match c.problem.forward.block_mask {
         Some(_) => "dq is not summed under a block mask".into(),
@@ -251,6 +253,11 @@ const SUMS: BackwardRule = Rule {
     },
     excludes_all: None,
 };
+
+/// At some widths there are only sums of parts of dk and dv.
+fn has_sums_of_dq(c: &Backward<'_>) -> bool {
+    matches!(c.kernel.variant, Variant::AttentionBwdHopper(hopper) if hopper.has_sums_of_dq())
+}
 
 const SOFTCAP: BackwardRule = Rule {
     holds: |c| c.problem.forward.scores.softcap.is_none() || c.tile.takes_softcap(),

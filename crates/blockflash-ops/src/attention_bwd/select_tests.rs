@@ -63,7 +63,7 @@ fn every_gpu_has_kernels_for_every_step() {
 #[test]
 fn dq_is_summed_where_that_pays() {
     let (sums, keys) = ((Step::KeysAndSums, Target::Sm90a), (Step::Keys, Target::Sm90a));
-    for head_dim in [8, 64, 104, 128, 136, 192] {
+    for head_dim in [8, 64, 72, 96, 104, 128, 136, 192] {
         assert_eq!(lead(&dense(4096, head_dim)), sums, "{head_dim}");
         let of_short = if head_dim <= 128 { sums } else { keys };
         assert_eq!(lead(&dense(512, head_dim)), of_short, "{head_dim}");
@@ -71,13 +71,12 @@ fn dq_is_summed_where_that_pays() {
         let forward = dense(512, head_dim).forward.with_mask(Mask::causal());
         assert_eq!(lead(&AttentionBackwardProblem::of(forward)), of_short, "{head_dim}");
     }
-    // The narrowest tile is without sums.
-    assert_eq!([72, 96, 256].map(|head_dim| lead(&dense(4096, head_dim))), [keys; 3]);
+    assert_eq!(lead(&dense(4096, 256)), keys);
     let mut capped = dense(4096, 192).forward;
     capped.scores.softcap = Some(30.0);
     assert_eq!(lead(&AttentionBackwardProblem::of(capped)), keys);
     assert_eq!(lead(&masked(128, 128, 64)), keys);
-    let room = workspace_bytes(select(&dense(4096, 64), &h200()).unwrap(), &dense(4096, 64));
+    let room = workspace(select(&dense(4096, 64), &h200()).unwrap(), &dense(4096, 64), None);
     let room = room.unwrap();
     assert_eq!(lead(&dense(4096, 64).with_workspace(room)), sums);
     assert_eq!(lead(&dense(4096, 64).with_workspace(room - 1)), keys);

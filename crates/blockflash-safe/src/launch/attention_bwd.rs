@@ -15,6 +15,8 @@ use std::ptr::null_mut;
 /// Rows for which the statistics of a sequence have room at a time. Kernels read them by whole
 /// tiles.
 pub const STATISTICS_ROWS: usize = 64;
+/// Keys for which parts of dk and dv have room at a time: as many as the largest tile has.
+const PART_ROWS: usize = 128;
 /// Longest sequence: the kernels add tiles to positions in 32 bits.
 const MAX_SEQLEN: i32 = 1 << 30;
 
@@ -26,9 +28,23 @@ pub struct AttentionBwdPlan {
     /// Columns of the sums of dq in the workspace, by the kernel that makes them; `None` where dq
     /// has a kernel of its own.
     pub sums_head_dim: Option<usize>,
-    /// Key heads whose blocks of keys start together, where dq is summed. Under a mask with a right
-    /// limit these are the last ones, if there is more than one.
+    /// Key heads whose blocks of keys start together, where dq is summed; each of their parts
+    /// counts as one. Under a mask with a right limit these are the last ones, if there is more
+    /// than one.
     pub heads_per_section: i32,
+    /// Whether several CTAs share the query heads of each block of keys; `None` if one has all of a
+    /// group.
+    pub parts: Option<AttentionBwdParts>,
+}
+
+/// Parts of the query heads that share a head of keys. A CTA for each of them leaves dk and dv of
+/// its heads in the workspace, in f32.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct AttentionBwdParts {
+    /// How many, 2 to the heads of a group.
+    pub count: i32,
+    /// Columns of dk and of dv, by the kernel that leaves them.
+    pub head_dim: usize,
 }
 
 /// Tensors of the attention backward kernels, of all steps. With `cu_seqlens` the batch is packed
@@ -66,10 +82,26 @@ pub struct AttentionBwdOperands<'a> {
     pub block_mask: Option<[&'a BlockLists; 2]>,
 }
 
+/// Numbers in the workspace for parts of dk and dv: of this many heads of keys over all batch
+/// entries, each with so many keys. `None` beyond the address space.
+pub fn attention_bwd_part_values(
+    parts: AttentionBwdParts,
+    heads: usize,
+    seqlen_kv: usize,
+) -> Option<usize> {
+    let rows = seqlen_kv.checked_next_multiple_of(PART_ROWS)?;
+    let tensors = heads.checked_mul(usize::try_from(parts.count).ok()?)?.checked_mul(2)?;
+    tensors.checked_mul(rows)?.checked_mul(parts.head_dim)
+}
+
 /// Bytes of workspace for this many rows of statistics over all heads and batch entries, a multiple
-/// of [`STATISTICS_ROWS`], and for sums of dq by a kernel with this head dimension. `None` beyond
-/// the address space.
-pub fn attention_bwd_workspace(rows: usize, sums_head_dim: Option<usize>) -> Option<usize> {
+/// of [`STATISTICS_ROWS`], for sums of dq by a kernel with this head dimension, and for
+/// [`attention_bwd_part_values`]. `None` beyond the address space.
+pub fn attention_bwd_workspace(
+    rows: usize,
+    sums_head_dim: Option<usize>,
+    part_values: usize,
+) -> Option<usize> {
     let statistics = rows.checked_mul(2 * size_of::<f32>())?;
     let sums = match sums_head_dim {
         None => 0,
@@ -78,7 +110,9 @@ pub fn attention_bwd_workspace(rows: usize, sums_head_dim: Option<usize>) -> Opt
             semaphore_bytes(rows).checked_add(sums)?
         }
     };
-    statistics.checked_add(sums).filter(|&bytes| isize::try_from(bytes).is_ok())
+    let parts = part_values.checked_mul(size_of::<f32>())?;
+    let bytes = statistics.checked_add(sums)?.checked_add(parts)?;
+    Some(bytes).filter(|&bytes| isize::try_from(bytes).is_ok())
 }
 
 /// Bytes of the words that count the blocks of keys that have been added to a tile of queries. The
@@ -166,16 +200,26 @@ impl<'a> AttentionBwdOperands<'a> {
                 Ok(sizes.heads_q.into())
             }
             Step::Sums => {
+                let widths = [plan.sums_head_dim, plan.parts.map(|parts| parts.head_dim)];
+                let fits = widths.iter().flatten().all(|&width| width == tile.head_dims.qk);
                 require(
-                    plan.sums_head_dim == Some(tile.head_dims.qk),
+                    fits && widths != [None; 2],
                     format_args!(
-                        "the plan sums dq for head_dim {:?}, the kernel for {}",
-                        plan.sums_head_dim, tile.head_dims.qk
+                        "the plan sums dq, and dk and dv, for head_dim {widths:?}, the kernel for \
+                         {}",
+                        tile.head_dims.qk
                     ),
                 )?;
-                Ok(row_tiles)
+                let of_queries = if plan.sums_head_dim.is_some() { row_tiles } else { 0 };
+                let rows = ceil_div(p.seqlen_kv.into(), PART_ROWS as u32)
+                    * (PART_ROWS / STATISTICS_ROWS) as i128;
+                let of_keys = if plan.parts.is_some() { 2 * rows * per_kv } else { 0 };
+                Ok(of_queries + of_keys)
             }
-            Step::Keys => Ok(self.tiles(tile, plan, &sizes)?[1] * per_kv),
+            Step::Keys => {
+                let parts = self.fit_parts(tile, plan, &sizes)?;
+                Ok(self.tiles(tile, plan, &sizes)?[1] * per_kv * parts)
+            }
             Step::Queries => Ok(self.tiles(tile, plan, &sizes)?[0] * per_q),
             Step::KeysAndSums => {
                 require(
@@ -185,6 +229,7 @@ impl<'a> AttentionBwdOperands<'a> {
                         plan.sums_head_dim, tile.head_dims.qk
                     ),
                 )?;
+                let parts = self.fit_parts(tile, plan, &sizes)?;
                 let masked = self.block_mask.is_some();
                 absent("block_mask", masked, "dq is not summed under a block mask")?;
                 let capped = plan.params.base.scores.softcap > 0.0;
@@ -195,14 +240,42 @@ impl<'a> AttentionBwdOperands<'a> {
                         plan.params.base.scores.softcap
                     ),
                 )?;
-                let section = i128::from(plan.heads_per_section);
+                let (section, heads) = (i128::from(plan.heads_per_section), per_kv * parts);
                 require(
-                    (1..=per_kv).contains(&section),
-                    format_args!("heads_per_section is {section}, expected 1 to {per_kv}"),
+                    (1..=heads).contains(&section),
+                    format_args!("heads_per_section is {section}, expected 1 to {heads}"),
                 )?;
-                Ok(self.tiles(tile, plan, &sizes)?[1] * per_kv)
+                Ok(self.tiles(tile, plan, &sizes)?[1] * heads)
             }
         }
+    }
+
+    /// The number of CTAs that share a block of keys, each with a part of the query heads.
+    fn fit_parts(
+        &self,
+        tile: &AttentionBwdTile,
+        plan: &AttentionBwdPlan,
+        sizes: &Sizes,
+    ) -> Fit<i128> {
+        let Some(AttentionBwdParts { count, head_dim }) = plan.parts else { return Ok(1) };
+        let dense = !sizes.packed && self.block_mask.is_none();
+        require(
+            tile.splits_heads && dense,
+            format_args!("the plan splits groups of heads, but not every kernel and batch can be"),
+        )?;
+        require(
+            head_dim == tile.head_dims.max(),
+            format_args!(
+                "the plan has parts of head_dim {head_dim}, the kernel of {}",
+                tile.head_dims
+            ),
+        )?;
+        let group = sizes.heads_q / sizes.heads_kv.max(1);
+        require(
+            (2..=group).contains(&count.into()),
+            format_args!("groups have {count} parts, expected 2 to {group}"),
+        )?;
+        Ok(count.into())
     }
 
     /// Number of tiles of queries and of keys per head.
@@ -264,7 +337,12 @@ impl<'a> AttentionBwdOperands<'a> {
                 i64::from(i32::MAX) * STATISTICS_ROWS as i64
             ),
         )?;
-        let needed = attention_bwd_workspace(rows as usize, plan.sums_head_dim);
+        let heads = usize::try_from(i128::from(sizes.heads_kv) * i128::from(sizes.batch));
+        let values = plan.parts.map_or(Some(0), |parts| {
+            attention_bwd_part_values(parts, heads.ok()?, plan.params.base.seqlen_kv as usize)
+        });
+        let needed = values
+            .and_then(|values| attention_bwd_workspace(rows as usize, plan.sums_head_dim, values));
         let needed = needed.ok_or_else(|| {
             format!("{rows} rows of statistics need a workspace of more than {} bytes", usize::MAX)
         })?;
@@ -300,7 +378,7 @@ impl<'a> AttentionBwdOperands<'a> {
             block_mask: block_mask::pointers(mask, &p.block_mask),
             ..*p
         };
-        let [negative_logs, deltas, semaphores, _] = self.places(plan);
+        let [negative_logs, deltas, semaphores, ..] = self.places(plan);
         blockflash_attention_bwd_params {
             base,
             d_o: pointer(&self.d_o),
@@ -316,15 +394,18 @@ impl<'a> AttentionBwdOperands<'a> {
         }
     }
 
-    /// Where the parts of the workspace are: both statistics, the semaphores and the sums of dq.
-    pub(super) fn places(&self, plan: &AttentionBwdPlan) -> [*mut u8; 4] {
-        let Some(workspace) = &self.workspace else { return [null_mut(); 4] };
+    /// Where the parts of the workspace are: both statistics, the semaphores and the sums of dq,
+    /// and parts of dk and dv.
+    pub(super) fn places(&self, plan: &AttentionBwdPlan) -> [*mut u8; 5] {
+        let Some(workspace) = &self.workspace else { return [null_mut(); 5] };
         let (b, p) = (&plan.params, &plan.params.base);
         let entries = if self.cu_seqlens.is_some() { 1 } else { p.batch as usize };
         let rows = b.statistics_stride_head as usize * p.num_heads_q as usize * entries;
         let (first, statistics) = (pointer_mut(workspace).cast::<u8>(), rows * size_of::<f32>());
         let semaphores = 2 * statistics;
-        [0, statistics, semaphores, semaphores + semaphore_bytes(rows)]
+        // `fit` found it within the workspace.
+        let parts = attention_bwd_workspace(rows, plan.sums_head_dim, 0).unwrap_or_default();
+        [0, statistics, semaphores, semaphores + semaphore_bytes(rows), parts]
             .map(|at| first.wrapping_add(at))
     }
 }

@@ -7,7 +7,8 @@ use std::ptr::null;
 
 fn tile(step: Step) -> AttentionBwdTile {
     let (types, head_dims) = (ElementTypes::all(DType::F16), HeadDims::all(64));
-    AttentionBwdTile { step, types, head_dims, block_q: 64, block_kv: 128, tensor_maps: true }
+    let (block_q, block_kv, tensor_maps, splits_heads) = (64, 128, true, true);
+    AttentionBwdTile { step, types, head_dims, block_q, block_kv, tensor_maps, splits_heads }
 }
 
 /// Batch 3, 150 queries, 300 keys, 4 and 2 heads of 8 elements.
@@ -48,7 +49,7 @@ fn plan() -> AttentionBwdPlan {
         statistics_stride_head: 192,
         block_mask_t: NO_MASK,
     };
-    AttentionBwdPlan { params, sums_head_dim: None, heads_per_section: 2 }
+    AttentionBwdPlan { params, sums_head_dim: None, heads_per_section: 2, parts: None }
 }
 
 /// The same as a packed batch of 3 sequences, none longer than that: 170 queries and 310 keys.
@@ -128,15 +129,15 @@ const ROWS: usize = 3 * 4 * 192;
 
 #[test]
 fn bytes_of_a_workspace() {
-    assert_eq!(attention_bwd_workspace(ROWS, None), Some(ROWS * 8));
+    assert_eq!(attention_bwd_workspace(ROWS, None, 0), Some(ROWS * 8));
     let semaphores = ROWS / 64 * 4;
     assert_eq!(
-        attention_bwd_workspace(ROWS, Some(64)),
+        attention_bwd_workspace(ROWS, Some(64), 0),
         Some(ROWS * 8 + semaphores + ROWS * 64 * 4)
     );
-    assert_eq!(attention_bwd_workspace(64, Some(64)), Some(64 * 8 + 16 + 64 * 64 * 4));
-    assert_eq!(attention_bwd_workspace(0, Some(128)), Some(0));
-    assert_eq!(attention_bwd_workspace(usize::MAX / 8, None), None);
+    assert_eq!(attention_bwd_workspace(64, Some(64), 0), Some(64 * 8 + 16 + 64 * 64 * 4));
+    assert_eq!(attention_bwd_workspace(0, Some(128), 0), Some(0));
+    assert_eq!(attention_bwd_workspace(usize::MAX / 8, None, 0), None);
 }
 
 #[test]
@@ -149,12 +150,64 @@ fn numbers_of_blocks() {
     assert_eq!(fit(Step::Zeros), Ok(22), "3 · 450 rows");
     assert!(fit(Step::Sums).unwrap_err().contains("sums"));
     let sums = AttentionBwdPlan { sums_head_dim: Some(64), ..plan() };
-    let bytes = attention_bwd_workspace(ROWS, Some(64)).unwrap();
+    let bytes = attention_bwd_workspace(ROWS, Some(64), 0).unwrap();
     let fit = |step, bytes| Tensors::dense(bytes).operands().fit(&tile(step), &sums);
     assert_eq!((fit(Step::KeysAndSums, bytes), fit(Step::Sums, bytes)), (Ok(18), Ok(36)));
     assert!(fit(Step::KeysAndSums, bytes - 1).unwrap_err().contains("bytes of"));
     let packed = |step| Tensors::packed(4 * 320 * 8).operands().fit(&tile(step), &packed_plan());
     assert_eq!((packed(Step::Statistics), packed(Step::Zeros)), (Ok(36), Ok(8)));
+}
+
+/// Two CTAs for each block of keys, with one query head each, and dk and dv of 6 heads with 384
+/// keys twice.
+#[test]
+fn parts_of_heads() {
+    const VALUES: usize = 2 * 6 * 2 * 384 * 64;
+    let parts = AttentionBwdParts { count: 2, head_dim: 64 };
+    let [split, both] = [None, Some(64)].map(|sums_head_dim| AttentionBwdPlan {
+        sums_head_dim,
+        parts: Some(parts),
+        heads_per_section: 12,
+        ..plan()
+    });
+    assert_eq!(attention_bwd_part_values(parts, 6, 300), Some(VALUES));
+    assert_eq!(attention_bwd_part_values(parts, usize::MAX / 2, 1), None);
+    let bytes = |plan: &AttentionBwdPlan| {
+        attention_bwd_workspace(ROWS, plan.sums_head_dim, VALUES).unwrap()
+    };
+    assert_eq!(bytes(&split), ROWS * 8 + VALUES * 4);
+    let fit = |step, plan: &AttentionBwdPlan| {
+        Tensors::dense(bytes(plan)).operands().fit(&tile(step), plan)
+    };
+    assert_eq!((fit(Step::Keys, &split), fit(Step::Queries, &split)), (Ok(36), Ok(36)));
+    assert_eq!(fit(Step::Sums, &split), Ok(2 * 6 * 6));
+    assert_eq!(fit(Step::KeysAndSums, &both), Ok(36));
+    assert_eq!(fit(Step::Sums, &both), Ok(36 + 2 * 6 * 6));
+    let error = Tensors::dense(bytes(&both) - 1).operands().fit(&tile(Step::Sums), &both);
+    assert!(error.unwrap_err().contains("bytes of"));
+    let mut tensors = Tensors::dense(bytes(&both));
+    let operands = tensors.operands();
+    let [first, .., sums, key_parts] = operands.places(&both);
+    let [sums, key_parts] = [sums, key_parts].map(|at| at.addr() - first.addr());
+    assert_eq!((key_parts - sums, bytes(&both) - key_parts), (ROWS * 64 * 4, VALUES * 4));
+    for (expected, parts) in [
+        ("groups have 1 parts", AttentionBwdParts { count: 1, ..parts }),
+        ("groups have 3 parts", AttentionBwdParts { count: 3, ..parts }),
+        ("parts of head_dim 128", AttentionBwdParts { head_dim: 128, ..parts }),
+    ] {
+        let plan = AttentionBwdPlan { parts: Some(parts), ..split };
+        let error = Tensors::dense(1 << 24).operands().fit(&tile(Step::Keys), &plan).unwrap_err();
+        assert!(error.contains(expected), "{error}");
+    }
+    let whole = AttentionBwdTile { splits_heads: false, ..tile(Step::Keys) };
+    let packed = AttentionBwdPlan { parts: Some(parts), ..packed_plan() };
+    let mut tensors = Tensors::dense(1 << 24);
+    for error in [
+        tensors.operands().fit(&whole, &split),
+        Tensors::packed(1 << 24).operands().fit(&tile(Step::Keys), &packed),
+    ] {
+        assert!(error.unwrap_err().contains("the plan splits groups"));
+    }
 }
 
 #[test]
@@ -190,7 +243,7 @@ fn what_does_not_fit() {
     for section in [0, -1, 7] {
         let plan =
             AttentionBwdPlan { sums_head_dim: Some(64), heads_per_section: section, ..plan() };
-        let bytes = attention_bwd_workspace(ROWS, Some(64)).unwrap();
+        let bytes = attention_bwd_workspace(ROWS, Some(64), 0).unwrap();
         let error = Tensors::dense(bytes).operands().fit(&tile(Step::KeysAndSums), &plan);
         assert!(error.unwrap_err().contains("heads_per_section is "));
     }

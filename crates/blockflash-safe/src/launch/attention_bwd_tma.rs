@@ -17,7 +17,8 @@ const BOX_ROWS_Q: u32 = 64;
 // 2. As for the portable kernels. Whatever is read through a tensor map is inside the view that
 //    the map was encoded from. The kernel that sums dq waits for words in the workspace, which
 //    another launch may change; it gives up after a fixed number of polls, and adds to the same
-//    sums then. Which tile it adds to follows from the sizes alone.
+//    sums then. Which tile it adds to follows from the sizes alone, and so does the place of parts of
+//    dk and dv.
 // 3. Gradients and workspace are `ViewMut`.
 unsafe impl Launch for AttentionBwdHopper {
     type Operands<'a> = AttentionBwdOperands<'a>;
@@ -40,7 +41,7 @@ unsafe impl Launch for AttentionBwdHopper {
             Step::Sums => Ok(blockflash_tensor_map { opaque: [0; 16] }),
             _ => encode(view, rows),
         };
-        let [.., sums] = operands.places(plan);
+        let [.., sums, key_parts] = operands.places(plan);
         Ok(blockflash_attention_bwd_tma_params {
             q: map(&operands.q, BOX_ROWS_Q)?,
             d_o: map(&operands.d_o, BOX_ROWS_Q)?,
@@ -50,6 +51,8 @@ unsafe impl Launch for AttentionBwdHopper {
             dq_sums: if plan.sums_head_dim.is_some() { sums.cast() } else { null_mut() },
             tile_counter: null_mut(),
             heads_per_section: plan.heads_per_section,
+            head_parts: plan.parts.map_or(1, |parts| parts.count),
+            key_parts: if plan.parts.is_some() { key_parts.cast() } else { null_mut() },
         })
     }
 

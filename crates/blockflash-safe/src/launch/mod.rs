@@ -37,7 +37,8 @@ mod row_copy;
 mod timed;
 
 pub use attention_bwd::{
-    AttentionBwdOperands, AttentionBwdPlan, STATISTICS_ROWS, attention_bwd_workspace,
+    AttentionBwdOperands, AttentionBwdParts, AttentionBwdPlan, STATISTICS_ROWS,
+    attention_bwd_part_values, attention_bwd_workspace,
 };
 pub use attention_decode::AttentionDecodeOperands;
 pub use attention_fwd::AttentionFwdOperands;

@@ -21,7 +21,8 @@ pub enum AttentionBwdStep {
     Queries,
     /// dk and dv, and sums of dq in f32, which blocks of keys add to in a fixed order.
     KeysAndSums,
-    /// dq from these sums.
+    /// dq from these sums, and dk and dv from their parts where CTAs share the query heads of a
+    /// group.
     Sums,
 }
 
@@ -41,6 +42,9 @@ pub struct AttentionBwdTile {
     pub block_kv: u32,
     /// Whether tensor maps describe q, k, v and d_o, which have limits on strides.
     pub tensor_maps: bool,
+    /// Whether several CTAs can share the query heads of a block of keys, each of which leaves its
+    /// part of dk and dv in the workspace.
+    pub splits_heads: bool,
 }
 
 impl AttentionBwdTile {
@@ -56,8 +60,6 @@ impl AttentionBwdTile {
     pub const fn takes_softcap(&self) -> bool {
         match self.step {
             AttentionBwdStep::KeysAndSums => self.block_q <= 64 && self.head_dims.max() <= 128,
-            // Rounds the sums of one of these.
-            AttentionBwdStep::Sums => self.head_dims.max() <= 128,
             _ => true,
         }
     }

@@ -88,7 +88,8 @@ impl AttentionBwd {
     /// The part that all kernels of the attention backward have.
     pub const fn tile(&self) -> AttentionBwdTile {
         let Self { step, types, head_dims, block_q, block_kv, .. } = *self;
-        AttentionBwdTile { step, types, head_dims, block_q, block_kv, tensor_maps: false }
+        let (tensor_maps, splits_heads) = (false, false);
+        AttentionBwdTile { step, types, head_dims, block_q, block_kv, tensor_maps, splits_heads }
     }
 }
 

@@ -47,8 +47,9 @@ const fn narrow(step: AttentionBwdStep, head_dim: usize, stages: [u32; 2]) -> At
 /// Tiles by head dimension. The sums of dq need 96 KB at a head_dim of 128, and registers for a
 /// third accumulator. At 64 tiles of 128 queries come first, and those of 64 take what has a
 /// softcap. At 192, in bf16 only, the two warpgroups share 96 keys, with one stage of dO and one
-/// staged tile of dq. There are no sums at 96 and 256. Where dq has a kernel of its own they share
-/// 64 keys beyond 128. Narrow tiles come after the others, so only block masks take them.
+/// staged tile of dq. There are no sums of dq at 256, only of parts of dk and dv. Where dq has a
+/// kernel of its own warpgroups share 64 keys beyond 128. Narrow tiles come after the others, so
+/// only block masks take them.
 const TILES: &[AttentionBwdHopper] = &[
     tile(Queries, 64, [128, 128], [2, 2]),
     tile(Queries, 96, [128, 128], [2, 2]),
@@ -66,11 +67,14 @@ const TILES: &[AttentionBwdHopper] = &[
     narrow(Keys, 128, [2, 2]),
     tile(KeysAndSums, 64, [128, 128], [2, 2]),
     tile(KeysAndSums, 64, [128, 64], [2, 2]),
+    tile(KeysAndSums, 96, [128, 64], [2, 2]),
     tile(KeysAndSums, 128, [128, 64], [2, 2]),
     tile(KeysAndSums, 192, [96, 64], [2, 1]),
     tile(Sums, 64, [64, 0], [0, 0]),
+    tile(Sums, 96, [64, 0], [0, 0]),
     tile(Sums, 128, [64, 0], [0, 0]),
     tile(Sums, 192, [64, 0], [0, 0]),
+    tile(Sums, 256, [64, 0], [0, 0]),
 ];
 
 pub(super) fn tiles(target: Target) -> impl Iterator<Item = AttentionBwdHopper> {
@@ -89,7 +93,18 @@ impl AttentionBwdHopper {
     /// Whether the gradients of scores come from rounded probabilities, small ones of which f16
     /// does not represent well enough.
     const fn rounds_probabilities(&self) -> bool {
-        matches!(self.step, KeysAndSums | Sums) && self.head_dims.max() > 128
+        matches!(self.step, KeysAndSums) && self.head_dims.max() > 128
+    }
+
+    /// Whether a kernel of this tile's head dimension sums dq beside dk and dv.
+    pub const fn has_sums_of_dq(&self) -> bool {
+        let width = self.head_dims.max();
+        width <= 128 || width <= 192 && matches!(self.types.q, DType::BF16)
+    }
+
+    /// Where warpgroups share keys beside sums of dq, gradients are transposed on their way out.
+    const fn splits_heads(&self) -> bool {
+        matches!(self.step, Keys) || matches!(self.step, KeysAndSums) && self.head_dims.max() <= 128
     }
 
     /// The part that all kernels of the attention backward have.
@@ -99,8 +114,8 @@ impl AttentionBwdHopper {
             Keys | KeysAndSums => [stream_rows, resident_rows],
             _ => [resident_rows, stream_rows],
         };
-        let tensor_maps = !matches!(step, Sums);
-        AttentionBwdTile { step, types, head_dims, block_q, block_kv, tensor_maps }
+        let (tensor_maps, splits_heads) = (!matches!(step, Sums), self.splits_heads());
+        AttentionBwdTile { step, types, head_dims, block_q, block_kv, tensor_maps, splits_heads }
     }
 }
 
@@ -157,8 +172,9 @@ impl Family for AttentionBwdHopper {
         self.step == KeysAndSums && self.head_dims.max() <= 128
     }
 
+    /// For dk and dv it starts beside the statistics, for dq beside dk and dv.
     fn waits_for_predecessor(&self) -> bool {
-        false
+        true
     }
 
     fn macros(&self, define: &mut dyn FnMut(&'static str, u32)) {
@@ -177,9 +193,11 @@ impl Family for AttentionBwdHopper {
 
     fn contains(&self) -> &'static [&'static str] {
         match self.step {
-            Sums => &["F2FP"],
-            KeysAndSums => &["HGMMA", "UTMALDG", "UBLKCP", "UBLKRED", "MUFU", "USETMAXREG"],
-            _ => &["HGMMA", "UTMALDG", "MUFU", "USETMAXREG"],
+            Sums => &["F2FP", "ACQBULK"],
+            KeysAndSums => {
+                &["HGMMA", "UTMALDG", "UBLKCP", "UBLKRED", "MUFU", "USETMAXREG", "ACQBULK"]
+            }
+            _ => &["HGMMA", "UTMALDG", "MUFU", "USETMAXREG", "ACQBULK"],
         }
     }
 
@@ -219,6 +237,25 @@ mod tests {
     }
 
     #[test]
+    fn sums_are_rounded_by_kernels_of_the_same_width() {
+        let all: Vec<_> = tiles(Target::Sm90a).collect();
+        let of = |step| all.iter().filter(move |tile| tile.step == step);
+        for sums in of(Sums) {
+            let same = |tile: &&AttentionBwdHopper| {
+                (tile.head_dims, tile.types) == (sums.head_dims, sums.types)
+            };
+            assert_eq!(sums.has_sums_of_dq(), of(KeysAndSums).any(|tile| same(&tile)), "{sums:?}");
+            assert!(of(Keys).any(|tile| same(&tile) && tile.tile().splits_heads), "{sums:?}");
+        }
+        for leaves in of(Keys).chain(of(KeysAndSums)) {
+            let rounds = |tile: &AttentionBwdHopper| {
+                (tile.head_dims, tile.types) == (leaves.head_dims, leaves.types)
+            };
+            assert!(of(Sums).any(rounds), "{leaves:?}");
+        }
+    }
+
+    #[test]
     fn shared_memory() {
         let bytes = |step, head_dim| {
             let same = |tile: &AttentionBwdHopper| {
@@ -226,6 +263,7 @@ mod tests {
             };
             tiles(Target::Sm90a).find(same).unwrap().smem_bytes()
         };
+        assert_eq!(bytes(KeysAndSums, 96), 215_040);
         assert_eq!(bytes(KeysAndSums, 128), 231_424);
         assert_eq!(bytes(KeysAndSums, 192), 223_232);
         assert_eq!(bytes(Keys, 128), 133_120);

@@ -46,6 +46,12 @@ typedef struct blockflash_attention_bwd_tma_params {
   /* Key heads whose blocks of keys start together. Under a mask with a right limit these are the
    * last ones, if there is more than one; before them blocks start head by head, the last first. */
   int32_t heads_per_section;
+  /* How many CTAs share the query heads of each block of keys: 1 to those of a group. Beyond 1 each
+   * leaves its part of dk and dv in the workspace, and every part counts as a key head above. */
+  int32_t head_parts;
+  /* Workspace, [batch, num_heads_kv, head_parts, tiles of 64 keys (an even number), dk and dv,
+   * 64·head_dim of the tile] in the kernel's own order; null where head_parts is 1. */
+  float* key_parts;
 } blockflash_attention_bwd_tma_params;
 
 #endif
