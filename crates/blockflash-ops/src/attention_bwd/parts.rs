@@ -17,6 +17,8 @@ const BYTES_PER_TILE: f64 = 50e3;
 /// rounded by the same one.
 const LAUNCH: f64 = 1.5;
 const LONGER_LAUNCH: f64 = 0.3;
+/// Rounds of CTAs beyond which more parts change nothing.
+const MOST_ROUNDS: f64 = 16.0;
 /// Of counts whose times are estimated within this factor of the best, the least is taken; 1 within
 /// the square of it.
 const LEVEL: f64 = 1.02;
@@ -34,51 +36,71 @@ pub(super) fn parts(
     let forward = &problem.forward;
     let tile = kernel.attention_bwd_tile().filter(|tile| tile.splits_heads)?;
     let group = forward.num_heads_q.checked_div(forward.num_heads_kv)?;
-    if group < 2 || forward.packed.is_some() || forward.block_mask.is_some() {
+    let dense = forward.packed.is_none() && forward.block_mask.is_none();
+    let grid = Grid::of(&tile, problem, group, gpu);
+    if group < 2 || !dense || grid.blocks < 1.0 {
         return None;
     }
-    let times = |count| time(&tile, problem, gpu, group, count);
-    let best = (1..=group).map(times).fold(f64::INFINITY, f64::min);
-    if times(1) <= best * LEVEL * LEVEL {
+    let counts = group.min((MOST_ROUNDS * grid.multiprocessors / grid.blocks).ceil() as usize);
+    let best = (1..=counts).map(|count| grid.time(count)).fold(f64::INFINITY, f64::min);
+    if grid.time(1) <= best * LEVEL * LEVEL {
         return None;
     }
-    let count = (2..=group).find(|&count| times(count) <= best * LEVEL)?;
+    let count = (2..=counts).find(|&count| grid.time(count) <= best * LEVEL)?;
     let parts = AttentionBwdParts { count: count as i32, head_dim: tile.head_dims.max() };
     let room = workspace(kernel, problem, Some(parts)).is_ok_and(|n| n <= problem.workspace);
     room.then_some(parts)
 }
 
-/// Estimated time with so many parts, in units of a tile's.
-fn time(
-    tile: &AttentionBwdTile,
-    problem: &AttentionBackwardProblem,
-    gpu: &CudaProperties,
+/// What decides how long the blocks of keys of a problem take.
+struct Grid {
+    blocks: f64,
+    /// Query heads that share keys.
     group: usize,
-    count: usize,
-) -> f64 {
-    let forward = &problem.forward;
-    let tiles = forward.seqlen_kv.div_ceil(tile.block_kv as usize);
-    let blocks = (forward.batch * forward.num_heads_kv) as f64 * tiles as f64;
-    let multiprocessors = f64::from(gpu.multiprocessors.max(1));
-    let [mean, most] = query_tiles(tile, problem);
-    let longest = group.div_ceil(count) as f64 * most + BLOCK;
-    let (group, ctas) = (group as f64, blocks * count as f64);
-    let even = (blocks * group * mean + ctas * BLOCK) / multiprocessors;
-    let rounds = (ctas / multiprocessors).ceil();
-    let multiply = if rounds <= 1.0 {
-        longest
-    } else if mean == most {
-        (rounds * longest).min(even + longest)
-    } else {
-        longest.max(even + TAIL * longest)
-    };
-    if count == 1 {
-        return multiply;
+    /// Tiles of queries that a block visits for each head: the mean and the most.
+    visited: [f64; 2],
+    /// What the parts of a block take, written and read, and a launch for them.
+    part: f64,
+    launch: f64,
+    multiprocessors: f64,
+}
+
+impl Grid {
+    fn of(
+        tile: &AttentionBwdTile,
+        problem: &AttentionBackwardProblem,
+        group: usize,
+        gpu: &CudaProperties,
+    ) -> Self {
+        let forward = &problem.forward;
+        let tiles = forward.seqlen_kv.div_ceil(tile.block_kv as usize);
+        // dk and dv in f32.
+        let bytes = 2.0 * 4.0 * f64::from(tile.block_kv) * (2 * tile.head_dims.max()) as f64;
+        Self {
+            blocks: forward.batch as f64 * forward.num_heads_kv as f64 * tiles as f64,
+            group,
+            visited: query_tiles(tile, problem),
+            part: bytes / BYTES_PER_TILE,
+            launch: if tile.step == Step::KeysAndSums { LONGER_LAUNCH } else { LAUNCH },
+            multiprocessors: f64::from(gpu.multiprocessors.max(1)),
+        }
     }
-    // dk and dv in f32, which are written and read.
-    let bytes = 4.0 * f64::from(tile.block_kv) * (2 * tile.head_dims.max()) as f64 * 2.0;
-    let launch = if tile.step == Step::KeysAndSums { LONGER_LAUNCH } else { LAUNCH };
-    multiply + ctas * bytes / (multiprocessors * BYTES_PER_TILE) + launch
+
+    /// Estimated time with so many parts, in units of a tile's.
+    fn time(&self, count: usize) -> f64 {
+        let [mean, most] = self.visited;
+        let longest = self.group.div_ceil(count) as f64 * most + BLOCK;
+        let rounds = self.blocks * count as f64 / self.multiprocessors;
+        let even = self.blocks * self.group as f64 * mean / self.multiprocessors + rounds * BLOCK;
+        let multiply = if rounds <= 1.0 {
+            longest
+        } else if mean == most {
+            (rounds.ceil() * longest).min(even + longest)
+        } else {
+            longest.max(even + TAIL * longest)
+        };
+        if count == 1 { multiply } else { multiply + rounds * self.part + self.launch }
+    }
 }
 
 /// Tiles of queries that a block of keys visits for each head: the mean over a sample, and the
