@@ -166,7 +166,8 @@ fn survives_any_offsets(
             ..Attention::new(q, kv, kv)
         };
         let call = AttentionBackward { attention, o: q, lse: lse.view(), d_o: q };
-        let bytes = workspace_bytes(kernel, &call.problem()?)?;
+        let gpu = stream.device().cuda_properties().unwrap();
+        let bytes = workspace_bytes(kernel, &call.problem()?, gpu)?;
         let mut dq = poisoned(tile.types.q, &shape(heads[0]))?;
         let [mut dk, mut dv] = [(); 2].map(|()| poisoned(tile.types.q, &shape(heads[1])).unwrap());
         let mut d_sink = Tensor::zeros(stream, DType::F32, &[heads[0]])?;

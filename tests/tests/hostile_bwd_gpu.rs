@@ -105,7 +105,7 @@ impl Call {
         if accepts(kernel, &problem, &gpu.properties).is_err() {
             return false;
         }
-        let bytes = workspace_bytes(kernel, &problem).unwrap();
+        let bytes = workspace_bytes(kernel, &problem, &gpu.properties).unwrap();
         self.workspace = Tensor::empty(&gpu.stream, DType::U8, &[bytes]).unwrap();
         true
     }
