@@ -9,16 +9,21 @@ use blockflash_sys::{DType, Kernel};
 use std::sync::LazyLock;
 
 /// Fewest keys for which dq is summed beside dk and dv: shorter sequences do not make up for what a
-/// block of keys costs beside its tiles of queries. A persistent CTA hides most of that.
+/// block of keys costs beside its tiles of queries. A persistent CTA hides most of that, and more
+/// of it where it takes many blocks.
 const SUMS_FROM_KEYS: usize = 1024;
 const PERSISTENT_SUMS_FROM_KEYS: usize = 512;
+const MANY_BLOCKS_SUMS_FROM_KEYS: usize = 192;
+/// Blocks of keys of a persistent CTA that are many. Measured on an H200 with 96 to 441 keys: with
+/// 6 to 15 blocks sums are 7 to 19 % faster, with 4 as fast, and with 1 or 2 slower by 3 to 22 %.
+const MANY_BLOCKS: usize = 4;
 
 /// The kernel that computes dk and dv of a problem on a GPU, and with it the scheme: either sums of
 /// dq beside them, or a kernel of its own for dq. The kernels of the other steps follow from it.
 ///
-/// Sums are taken on Hopper for a dense mask, a head_dim up to 128, or 129 to 192 of bf16 without
-/// softcap, and at least 512 keys (1024 above a head_dim of 128), if the workspace has room for
-/// them.
+/// Sums are taken on Hopper for a dense mask and a head_dim up to 128 from 512 keys on, or from 192
+/// where each SM has several blocks of keys, and for 129 to 192 of bf16 without softcap from 1024
+/// on, if the workspace has room for them.
 ///
 /// # Errors
 /// [`Error::Unsupported`](crate::Error::Unsupported) names what no kernel offers: the element type,
@@ -47,13 +52,24 @@ impl AttentionBackwardProblem {
             [Some(sums), Some(keys)] => {
                 let width =
                     |kernel: &Kernel| kernel.attention_bwd_tile().map(|tile| tile.head_dims.max());
-                let persistent = sums.family().is_persistent();
-                let fewest = if persistent { PERSISTENT_SUMS_FROM_KEYS } else { SUMS_FROM_KEYS };
+                let fewest = match sums.family().is_persistent() {
+                    true if self.has_many_blocks(sums, gpu) => MANY_BLOCKS_SUMS_FROM_KEYS,
+                    true => PERSISTENT_SUMS_FROM_KEYS,
+                    false => SUMS_FROM_KEYS,
+                };
                 width(sums) <= width(keys) && self.forward.seqlen_kv >= fewest
             }
             _ => false,
         };
         self.at(if sums { Step::KeysAndSums } else { Step::Keys })
+    }
+
+    fn has_many_blocks(&self, kernel: &Kernel, gpu: &CudaProperties) -> bool {
+        let forward = &self.forward;
+        let keys = kernel.attention_bwd_tile().map_or(1, |tile| tile.block_kv as usize);
+        let blocks = forward.seqlen_kv.div_ceil(keys.max(1));
+        let all = blocks.saturating_mul(forward.batch).saturating_mul(forward.num_heads_kv);
+        all >= MANY_BLOCKS * gpu.multiprocessors as usize
     }
 
     /// The same problem, for which a kernel of this step is selected.

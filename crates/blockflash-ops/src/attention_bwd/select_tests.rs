@@ -72,6 +72,14 @@ fn dq_is_summed_where_that_pays() {
         assert_eq!(lead(&AttentionBackwardProblem::of(forward)), of_short, "{head_dim}");
     }
     assert_eq!(lead(&dense(4096, 256)), keys);
+    // Two blocks of keys of each of 64 heads: 4 · 132 SMs take five entries of the batch.
+    let many = |batch, seqlen, head_dim| {
+        let sizes = [batch, seqlen, seqlen];
+        let forward = AttentionProblem::dense(DType::BF16, sizes, [64; 2], head_dim);
+        lead(&AttentionBackwardProblem::of(forward))
+    };
+    assert_eq!([5, 4].map(|batch| many(batch, 192, 96)), [sums, keys]);
+    assert_eq!([many(50, 191, 128), many(50, 511, 192)], [keys; 2]);
     let mut capped = dense(4096, 192).forward;
     capped.scores.softcap = Some(30.0);
     assert_eq!(lead(&AttentionBackwardProblem::of(capped)), keys);
