@@ -4,7 +4,7 @@ use crate::Result;
 use crate::attention::{AttentionProblem, BlockMaskSizes, Rows, first_without_tensor_map};
 use crate::selection::{self, Candidate, Kernels, Peers, Problem, Rule, preference};
 use blockflash_safe::CudaProperties;
-use blockflash_sys::manifest::{AttentionBwdStep as Step, AttentionBwdTile};
+use blockflash_sys::manifest::{AttentionBwdStep as Step, AttentionBwdTile, Variant};
 use blockflash_sys::{DType, Kernel};
 use std::sync::LazyLock;
 
