@@ -1,13 +1,21 @@
 //! The floating-point element types of the CPU backends: everything is computed in f32 panels.
 
+use crate::panels::vectorized;
 use blockflash_safe::Element;
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
+use pulp::{Simd, WithSimd};
 
 /// An element type that converts to and from f32.
 pub(crate) trait Float: Element {
+    /// Converts a slice; both have the same length. Inlined into code that is
+    /// [`vectorized`](crate::panels::vectorized).
+    fn widen_inline(source: &[Self], target: &mut [f32]);
+
     /// Converts a slice; both have the same length.
-    fn widen(source: &[Self], target: &mut [f32]);
+    fn widen(source: &[Self], target: &mut [f32]) {
+        vectorized(Widen(source, target));
+    }
 
     /// Rounds a slice to nearest, ties to even; both have the same length.
     fn narrow(source: &[f32], target: &mut [Self]);
@@ -21,9 +29,20 @@ pub(crate) trait Float: Element {
     fn is_zero(&self) -> bool;
 }
 
+struct Widen<'a, T>(&'a [T], &'a mut [f32]);
+
+impl<T: Float> WithSimd for Widen<'_, T> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, _: S) {
+        T::widen_inline(self.0, self.1);
+    }
+}
+
 impl Float for f16 {
     #[inline(always)]
-    fn widen(source: &[Self], target: &mut [f32]) {
+    fn widen_inline(source: &[Self], target: &mut [f32]) {
         assert_eq!(source.len(), target.len(), "conversions keep the length");
         for (target, source) in target.iter_mut().zip(source) {
             *target = widened(*source);
@@ -57,7 +76,7 @@ fn widened(x: f16) -> f32 {
 
 impl Float for bf16 {
     #[inline(always)]
-    fn widen(source: &[Self], target: &mut [f32]) {
+    fn widen_inline(source: &[Self], target: &mut [f32]) {
         assert_eq!(source.len(), target.len(), "conversions keep the length");
         // bf16 is the upper half of f32; this plain loop vectorises.
         for (target, source) in target.iter_mut().zip(source) {
@@ -65,16 +84,8 @@ impl Float for bf16 {
         }
     }
 
-    #[inline(always)]
     fn narrow(source: &[f32], target: &mut [Self]) {
-        assert_eq!(source.len(), target.len(), "conversions keep the length");
-        for (target, source) in target.iter_mut().zip(source) {
-            let bits = source.to_bits();
-            // To nearest, ties to even; a NaN must not become an infinity.
-            let rounded = bits.wrapping_add(0x7fff + (bits >> 16 & 1)) >> 16;
-            let nan = bits >> 16 | 0x40;
-            *target = Self::from_bits(if source.is_nan() { nan } else { rounded } as u16);
-        }
+        vectorized(Narrow(source, target));
     }
 
     fn is_zero(&self) -> bool {
@@ -82,9 +93,28 @@ impl Float for bf16 {
     }
 }
 
+struct Narrow<'a>(&'a [f32], &'a mut [bf16]);
+
+impl WithSimd for Narrow<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, _: S) {
+        let Self(source, target) = self;
+        assert_eq!(source.len(), target.len(), "conversions keep the length");
+        for (target, source) in target.iter_mut().zip(source) {
+            let bits = source.to_bits();
+            // To nearest, ties to even; a NaN must not become an infinity.
+            let rounded = bits.wrapping_add(0x7fff + (bits >> 16 & 1)) >> 16;
+            let nan = bits >> 16 | 0x40;
+            *target = bf16::from_bits(if source.is_nan() { nan } else { rounded } as u16);
+        }
+    }
+}
+
 impl Float for f32 {
     #[inline(always)]
-    fn widen(source: &[Self], target: &mut [f32]) {
+    fn widen_inline(source: &[Self], target: &mut [f32]) {
         target.copy_from_slice(source);
     }
 

@@ -21,6 +21,9 @@ pub(crate) const ROWS: usize = 8;
 /// A row of a panel.
 pub(crate) type Lanes = [f32; LANES];
 
+/// The factors that leave old columns as they are.
+pub(crate) const ONES: Lanes = [1.0; LANES];
+
 /// The left factor.
 #[derive(Clone, Copy)]
 pub(crate) enum Left<'a> {

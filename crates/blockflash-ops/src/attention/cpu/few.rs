@@ -25,6 +25,9 @@ const TOGETHER: usize = 4;
 /// Vectors of a value that are summed at a time.
 const VECTORS: usize = 2;
 
+/// The same of a row that is alone: mostly whole values, so each is visited once.
+const VECTORS_ALONE: usize = 8;
+
 /// The f32 operands of one thread.
 #[derive(Default)]
 pub(super) struct Few {
@@ -211,6 +214,10 @@ impl Attend<'_> {
         let o = &mut self.o[first * head_dim..][..M * head_dim];
         let (p, keys, lanes) = (&*self.s, &self.keys, S::F32_LANES);
         let mut column = 0;
+        while M == 1 && column + VECTORS_ALONE * lanes <= head_dim {
+            add::<S, M, VECTORS_ALONE>(simd, p, keys, &self.v, column, o, &shrink);
+            column += VECTORS_ALONE * lanes;
+        }
         while column + VECTORS * lanes <= head_dim {
             add::<S, M, VECTORS>(simd, p, keys, &self.v, column, o, &shrink);
             column += VECTORS * lanes;

@@ -9,17 +9,21 @@ mod scores;
 pub(crate) mod sequence;
 mod softmax;
 mod tile;
+pub(crate) mod visible;
 
 use super::{Attention, AttentionProblem};
 use crate::float::Float;
 use crate::{BlockMask, Result};
 use blockflash_safe::{Stream, ViewMut};
-use blockflash_sys::DType;
+use blockflash_sys::{DType, HeadDims};
 use half::{bf16, f16};
 use rayon::prelude::*;
 use sequence::{QueryRows, Sequence, query_rows, sequences};
 use std::sync::{Mutex, PoisonError};
 use tile::Tile;
+
+/// Multiply-adds of a problem that the calling thread computes alone.
+const SMALL: f64 = 1e6;
 
 /// The operands as slices of their elements.
 struct Operands<'a, T> {
@@ -79,17 +83,27 @@ fn run<T: Float>(
     let lse = lse.as_mut().map(|lse| lse.as_mut_slice()).transpose()?;
     let outputs = Mutex::new(Outputs { o: o.as_mut_slice::<T>()?, lse });
     let tasks = query_rows(problem, sequences, op.block_mask);
-    tasks.par_iter().try_for_each_init(
-        || (Tile::new(problem), Vec::new()),
-        |(tile, rounded), task| {
-            tile.compute(&operands, task)?;
-            rounded.resize(tile.o().len(), T::zeroed());
-            T::narrow(tile.o(), rounded);
-            let mut outputs = outputs.lock().unwrap_or_else(PoisonError::into_inner);
-            outputs.write(problem, task, rounded, tile.lse());
-            Ok(())
-        },
-    )
+    let buffers = || (Tile::new(problem), Vec::new());
+    let compute = |(tile, rounded): &mut (Tile, Vec<T>), task: &QueryRows| -> Result<()> {
+        tile.compute(&operands, task)?;
+        rounded.resize(tile.o().len(), T::zeroed());
+        T::narrow(tile.o(), rounded);
+        let mut outputs = outputs.lock().unwrap_or_else(PoisonError::into_inner);
+        outputs.write(problem, task, rounded, tile.lse());
+        Ok(())
+    };
+    if is_small(problem, sequences) {
+        let mut buffers = buffers();
+        return tasks.iter().try_for_each(|task| compute(&mut buffers, task));
+    }
+    tasks.par_iter().try_for_each_init(buffers, compute)
+}
+
+/// Whether a problem takes less time than waking other threads.
+fn is_small(problem: &AttentionProblem, sequences: &[Sequence]) -> bool {
+    let pairs: f64 = sequences.iter().map(|s| s.seqlen_q as f64 * s.seqlen_kv as f64).sum();
+    let HeadDims { qk, v } = problem.head_dims;
+    pairs * (problem.num_heads_q * (qk + v)) as f64 <= SMALL
 }
 
 impl<T: Float> Outputs<'_, T> {

@@ -2,6 +2,7 @@
 
 use crate::attention::ScoresProblem;
 use crate::math;
+use crate::panels::{LANES, Lanes};
 
 impl ScoresProblem {
     /// Caps scores that are scaled and visible.
@@ -12,22 +13,22 @@ impl ScoresProblem {
         }
     }
 
-    /// Turns a row of scores that are scaled and visible into probabilities, and `d_o · v` into the
-    /// gradients of these scores.
+    /// Turns scores that are scaled into probabilities, and `d_o · v` into the gradients of these
+    /// scores.
     #[inline(always)]
-    pub(crate) fn gradients(&self, p: &mut [f32], ds: &mut [f32], [lse, delta]: [f32; 2]) {
+    pub(crate) fn gradients(&self, p: &mut Lanes, ds: &mut Lanes, lse: &Lanes, delta: &Lanes) {
         match self.softcap {
             None => {
-                for (p, ds) in p.iter_mut().zip(ds) {
-                    *p = math::probability(*p - lse);
-                    *ds = *p * (*ds - delta);
+                for lane in 0..LANES {
+                    p[lane] = math::probability(p[lane] - lse[lane]);
+                    ds[lane] = p[lane] * (ds[lane] - delta[lane]);
                 }
             }
             Some(softcap) => {
-                for (p, ds) in p.iter_mut().zip(ds) {
-                    let [tanh, slope] = math::tanh_and_slope(*p / softcap);
-                    *p = math::probability(softcap * tanh - lse);
-                    *ds = *p * (*ds - delta) * slope;
+                for lane in 0..LANES {
+                    let [tanh, slope] = math::tanh_and_slope(p[lane] / softcap);
+                    p[lane] = math::probability(softcap * tanh - lse[lane]);
+                    ds[lane] = p[lane] * (ds[lane] - delta[lane]) * slope;
                 }
             }
         }

@@ -199,7 +199,7 @@ impl<T: Float, F: Fn(usize) -> usize> WithSimd for Load<'_, T, F> {
     fn with_simd<S: Simd>(self, _: S) {
         let Self { target, source, rows, head_dim, position } = self;
         for (row, target) in rows.zip(target.chunks_exact_mut(row_stride(head_dim))) {
-            T::widen(&source[position(row)..][..head_dim], &mut target[..head_dim]);
+            T::widen_inline(&source[position(row)..][..head_dim], &mut target[..head_dim]);
         }
     }
 }

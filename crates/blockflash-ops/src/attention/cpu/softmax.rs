@@ -1,10 +1,10 @@
 //! The running softmax of a panel: each lane is a row of queries.
 
+use super::visible::Seen;
 use crate::attention::ScoresProblem;
 use crate::math;
 use crate::panels::{LANES, Lanes};
 use pulp::{Simd, WithSimd};
-use std::ops::Range;
 
 /// The running softmax of the rows of a panel.
 #[derive(Clone)]
@@ -17,23 +17,6 @@ pub(super) struct Running {
 
 impl Running {
     pub(super) const START: Self = Self { max: [f32::NEG_INFINITY; LANES], sum: [0.0; LANES] };
-}
-
-/// Which keys the rows see: `start <= key < end`.
-pub(super) struct Seen {
-    start: [i32; LANES],
-    end: [i32; LANES],
-}
-
-impl Seen {
-    /// No keys beyond the rows, whose ranges are within `0..=i32::MAX`.
-    pub(super) fn new(rows: impl Iterator<Item = Range<usize>>) -> Self {
-        let mut seen = Self { start: [0; LANES], end: [0; LANES] };
-        for (lane, keys) in rows.take(LANES).enumerate() {
-            (seen.start[lane], seen.end[lane]) = (keys.start as i32, keys.end as i32);
-        }
-        seen
-    }
 }
 
 /// Turns scores, a row for each key, into probabilities relative to the new maxima. Masked pairs
@@ -55,12 +38,7 @@ impl WithSimd for Softmax<'_> {
         scores.cap(s.as_flattened_mut());
         let mut max = running.max;
         if let Some(seen) = seen {
-            for (key, s) in (0..).zip(&mut *s) {
-                for (lane, s) in s.iter_mut().enumerate() {
-                    let masked = key < seen.start[lane] || key >= seen.end[lane];
-                    *s = if masked { f32::NEG_INFINITY } else { *s };
-                }
-            }
+            seen.mask(s, f32::NEG_INFINITY);
         }
         for s in &*s {
             for lane in 0..LANES {

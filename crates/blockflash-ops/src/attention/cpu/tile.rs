@@ -1,12 +1,13 @@
 use super::Operands;
 use super::few::{self, Few};
-use super::sequence::{QueryRows, clip, load, load_lane, row_stride, steps, visited};
-use super::softmax::{Running, Seen, Softmax, finish};
+use super::sequence::{QueryRows, load, load_lane, row_stride, steps, visited};
+use super::softmax::{Running, Softmax, finish};
+use super::visible::Visible;
 use crate::Result;
 use crate::attention::AttentionProblem;
 use crate::float::Float;
 use crate::math;
-use crate::panels::{Buffer, Into, LANES, Lanes, Left, ROWS, multiply, padded, vectorized};
+use crate::panels::{Buffer, Into, LANES, Lanes, Left, multiply, padded, vectorized};
 use blockflash_sys::HeadDims;
 use pulp::{Simd, WithSimd};
 use std::ops::Range;
@@ -38,8 +39,7 @@ struct Panel {
     /// Sums of probability times value, a row for each of `head_dims.v`.
     o: Buffer,
     running: Running,
-    /// Which keys each row sees.
-    visible: Vec<Range<usize>>,
+    visible: Visible,
 }
 
 impl Tile {
@@ -85,12 +85,8 @@ impl Tile {
         self.v.reserve(STEP * row_stride(v));
         self.s.reserve(STEP * LANES);
         self.load_queries(operands, task);
-        // Both ends of the visible range are nondecreasing from row to row.
-        let ends = |panels: &[Panel]| match panels {
-            [] => 0..0,
-            [first, ..] => first.seen().start..panels[panels.len() - 1].seen().end,
-        };
-        for keys in steps(visited, ends(&self.panels), STEP) {
+        let within = Visible::ends(self.panels.iter().map(|panel| &panel.visible));
+        for keys in steps(visited, within, STEP) {
             let start = |strides| move |key| sequence.kv_row(strides, head_kv, key);
             load(&mut self.k, operands.k, keys.clone(), qk, start(problem.k));
             load(&mut self.v, operands.v, keys.clone(), v, start(problem.v));
@@ -114,13 +110,11 @@ impl Tile {
             let rows = first..task.rows.end.min(first + LANES);
             panel.running = Running::START;
             panel.o[..padded(v) * LANES].fill(0.0);
-            panel.visible.clear();
+            panel.visible.set(problem, task, rows.clone());
             for (lane, row) in rows.enumerate() {
                 let [head, query] = task.at(row);
                 let start = sequence.q_row(problem.q, head, query);
                 load_lane(panel.q.panels_mut(), &operands.q[start..][..qk], lane);
-                let [seqlen_q, seqlen_kv] = [sequence.seqlen_q, sequence.seqlen_kv];
-                panel.visible.push(problem.scores.mask.visible(query, seqlen_q, seqlen_kv));
             }
         }
     }
@@ -149,22 +143,8 @@ impl Panel {
             q: Buffer::new(head_dims.qk * LANES),
             o: Buffer::new(padded(head_dims.v) * LANES),
             running: Running::START,
-            visible: Vec::with_capacity(LANES),
+            visible: Visible::default(),
         }
-    }
-
-    /// The keys that some row sees.
-    fn seen(&self) -> Range<usize> {
-        match &*self.visible {
-            [] => 0..0,
-            [first, ..] => first.start..self.visible[self.visible.len() - 1].end,
-        }
-    }
-
-    /// Whether a row does not see some of these keys.
-    fn masked(&self, keys: &Range<usize>) -> bool {
-        self.visible.first().is_some_and(|first| first.end < keys.end)
-            || self.visible.last().is_some_and(|last| last.start > keys.start)
     }
 
     /// Attends to the keys of a step, whose probabilities stay in `s`.
@@ -175,30 +155,21 @@ impl Panel {
         s: &mut Buffer,
         problem: &AttentionProblem,
     ) {
-        let seen = clip(self.seen(), keys);
-        if seen.is_empty() {
-            return;
-        }
-        // Whole rows of a product from a multiple of them on are within the step.
-        let first = seen.start / ROWS * ROWS;
+        let Some(visit) = self.visible.of(keys, |_| false) else { return };
+        let (first, count) = (visit.keys.start, visit.keys.len());
         let s = &mut s.panels_mut()[first..];
         let HeadDims { qk, v: head_dim } = problem.head_dims;
         let [k, v] = [(k, qk), (v, head_dim)]
             .map(|(rows, head_dim)| (&rows[first * row_stride(head_dim)..], row_stride(head_dim)));
         let left = Left::Rows { values: k.0, stride: k.1 };
-        let scores = &mut s[..padded(seen.end - first)];
         let scale = problem.scores.softmax_scale;
-        multiply(scores, left, &self.q.panels()[..qk], Into::Set(scale));
-        let scores = &mut s[..seen.end - first];
-        let visited = keys.start + first..keys.start + seen.end;
-        let seen = self
-            .masked(&visited)
-            .then(|| Seen::new(self.visible.iter().map(|visible| clip(visible.clone(), &visited))));
+        multiply(&mut s[..padded(count)], left, &self.q.panels()[..qk], Into::Set(scale));
+        let scores = &mut s[..count];
         let softmax = Softmax {
             s: &mut *scores,
             running: &mut self.running,
             scores: &problem.scores,
-            seen: seen.as_ref(),
+            seen: visit.seen.as_ref(),
         };
         let shrink = vectorized(softmax);
         let left = Left::Columns { values: v.0, stride: v.1 };
@@ -207,7 +178,7 @@ impl Panel {
 
     /// Adds a value to the rows that see its key.
     fn add(&mut self, key: usize, p: &Lanes, v: &[f32]) {
-        for lane in (0..self.visible.len()).filter(|&lane| self.visible[lane].contains(&key)) {
+        for lane in (0..LANES).filter(|&lane| self.visible.sees(lane, key)) {
             for (o, v) in self.o.panels_mut().iter_mut().zip(v) {
                 o[lane] += p[lane] * v;
             }

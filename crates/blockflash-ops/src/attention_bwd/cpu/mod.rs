@@ -4,11 +4,13 @@
 //! Every block is computed by one thread in a fixed order, so results do not depend on the number
 //! of threads. Blocks that a block mask does not visit are not even read.
 
-mod tile;
+mod dk_dv;
+mod dq;
+mod pairs;
 
 use super::{AttentionBackward, AttentionBackwardProblem, AttentionGradientsMut};
 use crate::attention::Strides;
-use crate::attention::cpu::sequence::{Sequence, blocks, sequences};
+use crate::attention::cpu::sequence::{Sequence, blocks, query_rows, sequences};
 use crate::float::Float;
 use crate::{BlockMask, Result, math};
 use blockflash_safe::{Stream, ViewMut};
@@ -17,14 +19,12 @@ use half::{bf16, f16};
 use rayon::prelude::*;
 use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
-use tile::Tile;
 
-/// Rows of the gradients per task: enough that converting the other operands to f32 is small beside
-/// the products.
+/// Keys per task: enough that converting queries to f32 is small beside the products.
 const BLOCK: usize = 128;
 
-/// Rows of a gradient of one head, all in one row or column of the block mask.
-struct Task {
+/// Keys of one head, all in one column of the block mask.
+struct KeyRows {
     sequence: Sequence,
     head: usize,
     rows: Range<usize>,
@@ -98,22 +98,22 @@ fn run<T: Float>(
         dv.clear(end_kv..packed.total_kv, forward.num_heads_kv);
     }
 
-    let buffers = || (Tile::new(forward), Vec::new());
-    let mask_block = operands.block_mask.map(BlockMask::block_q);
-    let queries = tasks(sequences, forward.num_heads_q, mask_block, |s| s.seqlen_q);
-    queries.par_iter().try_for_each_init(buffers, |(tile, rounded), task| -> Result<()> {
-        tile.dq(&operands, task)?;
-        let start = |query| task.sequence.q_row(problem.dq, task.head, query);
-        dq.store(&tile.sums()[0], &task.rows, start, rounded);
+    let buffers = || (dq::Tile::default(), Vec::new(), Vec::new());
+    let queries = query_rows(forward, sequences, operands.block_mask);
+    queries.par_iter().try_for_each_init(buffers, |(tile, sums, rounded), task| -> Result<()> {
+        tile.compute(&operands, task, sums)?;
+        let start = |row| {
+            let [head, query] = task.at(row);
+            task.sequence.q_row(problem.dq, head, query)
+        };
+        dq.store(sums, &task.rows, start, rounded);
         Ok(())
     })?;
-    let mask_block = operands.block_mask.map(BlockMask::block_kv);
-    let keys = tasks(sequences, forward.num_heads_kv, mask_block, |s| s.seqlen_kv);
-    keys.par_iter().try_for_each_init(buffers, |(tile, rounded), task| -> Result<()> {
-        tile.dk_dv(&operands, task)?;
-        for ((output, strides), sums) in
-            [(&dk, problem.dk), (&dv, problem.dv)].iter().zip(tile.sums())
-        {
+    let buffers = || (dk_dv::Tile::default(), [Vec::new(), Vec::new()], Vec::new());
+    let keys = key_rows(sequences, forward.num_heads_kv, operands.block_mask);
+    keys.par_iter().try_for_each_init(buffers, |(tile, sums, rounded), task| -> Result<()> {
+        tile.compute(&operands, task, sums)?;
+        for ((output, strides), sums) in [(&dk, problem.dk), (&dv, problem.dv)].iter().zip(sums) {
             let start = |key| task.sequence.kv_row(*strides, task.head, key);
             output.store(sums, &task.rows, start, rounded);
         }
@@ -121,18 +121,13 @@ fn run<T: Float>(
     })
 }
 
-/// The rows of all sequences and heads in blocks.
-fn tasks(
-    sequences: &[Sequence],
-    heads: usize,
-    mask_block: Option<usize>,
-    rows: impl Fn(&Sequence) -> usize,
-) -> Vec<Task> {
+/// The keys of all sequences and heads in blocks.
+fn key_rows(sequences: &[Sequence], heads: usize, mask: Option<&BlockMask>) -> Vec<KeyRows> {
     let mut tasks = Vec::new();
     for &sequence in sequences {
         for head in 0..heads {
-            let blocks = blocks(rows(&sequence), mask_block, BLOCK);
-            tasks.extend(blocks.map(|rows| Task { sequence, head, rows }));
+            let blocks = blocks(sequence.seqlen_kv, mask.map(BlockMask::block_kv), BLOCK);
+            tasks.extend(blocks.map(|rows| KeyRows { sequence, head, rows }));
         }
     }
     tasks

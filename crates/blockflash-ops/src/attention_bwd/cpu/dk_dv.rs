@@ -1,0 +1,170 @@
+//! `dk` and `dv` of a block of keys, which are the lanes of panels.
+
+use super::pairs::{OfKeys, Query};
+use super::{KeyRows, Operands};
+use crate::Result;
+use crate::attention::cpu::sequence::{Sequence, load, load_lane, row_stride, steps, visited};
+use crate::float::Float;
+use crate::panels::{Buffer, Into, LANES, Left, ONES, ROWS, multiply, padded, vectorized};
+use blockflash_sys::HeadDims;
+use std::ops::Range;
+
+/// Queries per step, chosen as the keys of `dq`.
+const STEP: usize = 128;
+
+/// The f32 operands of one thread.
+#[derive(Default)]
+pub(super) struct Tile {
+    /// `[queries, head_dims.qk]`
+    q: Buffer,
+    /// `[queries, head_dims.v]`
+    d_o: Buffer,
+    queries: Vec<Query>,
+    /// Scores and then probabilities of a panel, a row for each query.
+    p: Buffer,
+    /// `d_o · v` and then the gradients of `q · k · scale`, a row for each query.
+    ds: Buffer,
+    panels: Vec<Panel>,
+}
+
+/// Some keys: `k` and `dk` have a row for each of `head_dims.qk`, `v` and `dv` of `head_dims.v`.
+struct Panel {
+    keys: Range<usize>,
+    k: Buffer,
+    v: Buffer,
+    dk: Buffer,
+    dv: Buffer,
+}
+
+impl Tile {
+    /// Computes the gradients of some keys from all query heads of their group: `dk` and `dv`,
+    /// `[keys, head_dims.qk]` and `[keys, head_dims.v]`.
+    pub(super) fn compute<T: Float>(
+        &mut self,
+        operands: &Operands<'_, T>,
+        task: &KeyRows,
+        sums: &mut [Vec<f32>; 2],
+    ) -> Result<()> {
+        let KeyRows { sequence, head: head_kv, rows: keys } = task;
+        let forward = &operands.problem.forward;
+        let HeadDims { qk, v } = forward.head_dims;
+        self.q.reserve(STEP * row_stride(qk));
+        self.d_o.reserve(STEP * row_stride(v));
+        self.p.reserve(STEP * LANES);
+        self.ds.reserve(STEP * LANES);
+        self.load_keys(operands, task);
+        let group = forward.num_heads_q / forward.num_heads_kv;
+        let attending = forward.scores.mask.attending(keys, sequence.seqlen_q, sequence.seqlen_kv);
+        for head in head_kv * group..(head_kv + 1) * group {
+            let (mask, at) = (operands.transposed.as_ref(), [sequence.entry, head]);
+            let visited = visited(mask, forward, at, keys.start, sequence.seqlen_q)?;
+            for queries in steps(visited, attending.clone(), STEP) {
+                self.load_queries(operands, sequence, head, &queries);
+                for panel in 0..self.panels.len() {
+                    self.add(operands, sequence, &queries, panel);
+                }
+            }
+        }
+        for (at, (scale, head_dim)) in
+            [(forward.scores.softmax_scale, qk), (1.0, v)].into_iter().enumerate()
+        {
+            sums[at].resize(keys.len() * head_dim, 0.0);
+            for (rows, panel) in sums[at].chunks_mut(LANES * head_dim).zip(&self.panels) {
+                let panel = [&panel.dk, &panel.dv][at].panels();
+                for (lane, row) in rows.chunks_exact_mut(head_dim).enumerate() {
+                    row.iter_mut().zip(panel).for_each(|(x, sums)| *x = scale * sums[lane]);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Adds what the loaded queries give to a panel.
+    fn add<T: Float>(
+        &mut self,
+        operands: &Operands<'_, T>,
+        sequence: &Sequence,
+        queries: &Range<usize>,
+        panel: usize,
+    ) {
+        let (forward, panel) = (&operands.problem.forward, &mut self.panels[panel]);
+        let HeadDims { qk, v } = forward.head_dims;
+        let [seqlen_q, seqlen_kv] = [sequence.seqlen_q, sequence.seqlen_kv];
+        let attending = forward.scores.mask.attending(&panel.keys, seqlen_q, seqlen_kv);
+        let within = attending.start.max(queries.start)..attending.end.min(queries.end);
+        if within.is_empty() {
+            return;
+        }
+        // Whole rows of a product from a multiple of them on are within the step.
+        let first = (within.start - queries.start) / ROWS * ROWS;
+        let count = within.end - queries.start - first;
+        let [q, d_o] = [(&self.q, row_stride(qk)), (&self.d_o, row_stride(v))]
+            .map(|(rows, stride)| (&rows[first * stride..], stride));
+        let [p, ds] = [&mut self.p, &mut self.ds].map(Buffer::panels_mut);
+        for (pairs, left, right, scale) in
+            [(&mut *p, q, &panel.k, forward.scores.softmax_scale), (&mut *ds, d_o, &panel.v, 1.0)]
+        {
+            let left = Left::Rows { values: left.0, stride: left.1 };
+            multiply(&mut pairs[..padded(count)], left, right.panels(), Into::Set(scale));
+        }
+        let (p, ds) = (&mut p[..count], &mut ds[..count]);
+        vectorized(OfKeys {
+            p: &mut *p,
+            ds: &mut *ds,
+            queries: &self.queries[first..],
+            first: panel.keys.start,
+            scores: &forward.scores,
+        });
+        for (sums, left, pairs) in [(&mut panel.dk, q, ds), (&mut panel.dv, d_o, p)] {
+            let left = Left::Columns { values: left.0, stride: left.1 };
+            multiply(sums.panels_mut(), left, pairs, Into::AddTo(&ONES));
+        }
+    }
+
+    fn load_queries<T: Float>(
+        &mut self,
+        operands: &Operands<'_, T>,
+        sequence: &Sequence,
+        head: usize,
+        queries: &Range<usize>,
+    ) {
+        let (problem, forward) = (operands.problem, &operands.problem.forward);
+        let HeadDims { qk, v } = forward.head_dims;
+        let start = |strides| move |query| sequence.q_row(strides, head, query);
+        load(&mut self.q, operands.q, queries.clone(), qk, start(forward.q));
+        load(&mut self.d_o, operands.d_o, queries.clone(), v, start(problem.d_o));
+        self.queries.clear();
+        self.queries.extend(queries.clone().map(|query| {
+            let statistics = operands.statistics(sequence, head, query);
+            let lengths = [sequence.seqlen_q, sequence.seqlen_kv];
+            let visible = match statistics[0] == f32::NEG_INFINITY {
+                true => 0..0,
+                false => forward.scores.mask.visible(query, lengths[0], lengths[1]),
+            };
+            Query { statistics, visible }
+        }));
+    }
+
+    fn load_keys<T: Float>(&mut self, operands: &Operands<'_, T>, task: &KeyRows) {
+        let (forward, sequence) = (&operands.problem.forward, &task.sequence);
+        let HeadDims { qk, v } = forward.head_dims;
+        self.panels.resize_with(task.rows.len().div_ceil(LANES), || Panel {
+            keys: 0..0,
+            k: Buffer::new(qk * LANES),
+            v: Buffer::new(v * LANES),
+            dk: Buffer::new(padded(qk) * LANES),
+            dv: Buffer::new(padded(v) * LANES),
+        });
+        for (panel, first) in self.panels.iter_mut().zip(task.rows.clone().step_by(LANES)) {
+            panel.keys = first..task.rows.end.min(first + LANES);
+            panel.dk.fill(0.0);
+            panel.dv.fill(0.0);
+            for (lane, key) in panel.keys.clone().enumerate() {
+                let start = sequence.kv_row(forward.k, task.head, key);
+                load_lane(panel.k.panels_mut(), &operands.k[start..][..qk], lane);
+                let start = sequence.kv_row(forward.v, task.head, key);
+                load_lane(panel.v.panels_mut(), &operands.v[start..][..v], lane);
+            }
+        }
+    }
+}

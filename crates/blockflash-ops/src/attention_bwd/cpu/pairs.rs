@@ -1,0 +1,73 @@
+//! From scores and `d_o · v` to probabilities and gradients of scores. They are 0 where a pair is
+//! masked, whatever its products are.
+
+use crate::attention::ScoresProblem;
+use crate::attention::cpu::visible::Seen;
+use crate::panels::{LANES, Lanes};
+use pulp::{Simd, WithSimd};
+use std::ops::Range;
+
+/// Pairs of a panel of queries, a row for each key.
+pub(super) struct OfRows<'a> {
+    pub(super) p: &'a mut [Lanes],
+    pub(super) ds: &'a mut [Lanes],
+    pub(super) lse: &'a Lanes,
+    pub(super) delta: &'a Lanes,
+    pub(super) scores: &'a ScoresProblem,
+    /// If some rows do not see some keys.
+    pub(super) seen: Option<&'a Seen>,
+}
+
+impl WithSimd for OfRows<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, _: S) {
+        let Self { p, ds, lse, delta, scores, seen } = self;
+        for (p, ds) in p.iter_mut().zip(&mut *ds) {
+            scores.gradients(p, ds, lse, delta);
+        }
+        if let Some(seen) = seen {
+            seen.mask(p, 0.0);
+            seen.mask(ds, 0.0);
+        }
+    }
+}
+
+/// A query.
+#[derive(Clone)]
+pub(super) struct Query {
+    /// Log-sum-exp and the sum of `o · d_o`.
+    pub(super) statistics: [f32; 2],
+    /// The keys that it sees.
+    pub(super) visible: Range<usize>,
+}
+
+/// Pairs of a panel of keys, a row for each query.
+pub(super) struct OfKeys<'a> {
+    pub(super) p: &'a mut [Lanes],
+    pub(super) ds: &'a mut [Lanes],
+    pub(super) queries: &'a [Query],
+    /// The first key of the panel.
+    pub(super) first: usize,
+    pub(super) scores: &'a ScoresProblem,
+}
+
+impl WithSimd for OfKeys<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, _: S) {
+        let Self { p, ds, queries, first, scores } = self;
+        for ((p, ds), query) in p.iter_mut().zip(ds).zip(queries) {
+            let [lse, delta] = query.statistics;
+            scores.gradients(p, ds, &[lse; LANES], &[delta; LANES]);
+            let lane = |key: usize| key.clamp(first, first + LANES) - first;
+            let (start, end) = (lane(query.visible.start), lane(query.visible.end));
+            for pairs in [p, ds] {
+                pairs[..start].fill(0.0);
+                pairs[end..].fill(0.0);
+            }
+        }
+    }
+}
