@@ -70,6 +70,33 @@ fn a_workspace_serves_every_batch_and_length() {
     limits([12, 12], 80, 2);
 }
 
+/// Where sequences are many and their keys few, the kernel for many queries needs no splits.
+#[test]
+fn many_short_sequences_have_the_kernel_for_many_queries() {
+    let many = |problem: &AttentionDecodeProblem| {
+        super::super::select::is_many(select(problem, &h200()).unwrap())
+    };
+    let short = problem([203, 144, 52], [12, 4], 256);
+    assert!(many(&short));
+    // One sequence, few rows, the bits of one sequence, lengths that only the device knows.
+    let mut unknown = short;
+    unknown.cache.seqused_kv = true;
+    for few in [
+        problem([1, 144, 52], [12, 4], 256),
+        problem([203, 144, 1], [12, 4], 256),
+        AttentionDecodeProblem { batch_invariant: true, ..short },
+        unknown,
+    ] {
+        assert!(!many(&few), "{few:?}");
+    }
+    // Its workspace has room for the other kernel of fewer sequences.
+    let bytes = [1, 203].map(|batch| {
+        let problem = problem([batch, 144, 52], [12, 4], 256);
+        workspace_bytes(select(&problem, &h200()).unwrap(), &problem, &h200()).unwrap()
+    });
+    assert_eq!(bytes[0], bytes[1]);
+}
+
 /// No shape is estimated to take longer than one with more keys by more than a round of splits.
 #[test]
 fn more_keys_take_longer() {

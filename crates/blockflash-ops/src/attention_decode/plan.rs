@@ -89,17 +89,15 @@ pub fn workspace_bytes(
     gpu: &CudaProperties,
 ) -> Result<usize> {
     fits(kernel, problem, gpu)?;
-    let (kernel, most_queries) = match others(kernel, problem, gpu)? {
-        Some(others) => others,
+    let room = match others(kernel, problem, gpu)? {
+        // A longer sequence, or a larger batch, may have fewer splits, or a kernel without.
+        None if problem.splits_by_batch() && !problem.has_many() => most_room(problem, gpu),
         None if is_many(kernel) => return Ok(0),
-        None => (kernel, problem.attention.seqlen_q),
-    };
-    let tile = few_tile(kernel, problem, gpu)?;
-    let division = divided(&tile, gpu, problem, most_queries)?;
-    let room = match problem.splits_by_batch() {
-        // A longer sequence, or a larger batch, may have fewer splits.
-        true => most_room(problem, gpu),
-        false => division.room(problem),
+        others => {
+            let (kernel, most_queries) = others.unwrap_or((kernel, problem.attention.seqlen_q));
+            let tile = few_tile(kernel, problem, gpu)?;
+            divided(&tile, gpu, problem, most_queries)?.room(problem)
+        }
     };
     let bytes = room.and_then(|[sums, words]| {
         AttentionDecodeWorkspace::bytes_for(sums, words).filter(|&b| isize::try_from(b).is_ok())

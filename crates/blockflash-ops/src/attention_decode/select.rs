@@ -1,5 +1,5 @@
 use super::AttentionDecodeProblem;
-use super::estimate::fastest;
+use super::estimate::{fastest, unsplit};
 use super::tile::{CacheTile, split_tile, tile};
 use crate::Result;
 use crate::attention::{Rows, Strides};
@@ -13,11 +13,11 @@ use std::sync::LazyLock;
 /// The kernel for attention to a cache on a GPU. Among the usable kernels it prefers machine code
 /// over PTX, then the smallest head_dim tile that fits. Where a sequence can have this many queries
 /// that their tiles fill a GPU, it is the kernel for many queries, which is launched together with
-/// one for the sequences with few. Where the host knows the lengths, it is the one that is
-/// estimated to be the fastest for this batch. Otherwise, or with `batch_invariant`, more than 8
-/// rows (queries times heads that share keys) have the kernel for several queries: packed sequences
-/// have another one, because which it is must not follow from the longest of them. Among the others
-/// it has the fewest rows that hold all queries of a group of heads, else the most rows.
+/// one for the sequences with few. Where the host knows the lengths, it is the one of all kernels
+/// that is estimated to be the fastest for this batch. Otherwise, or with `batch_invariant`, more
+/// than 8 rows (queries times heads that share keys) have the kernel for several queries: packed
+/// sequences have another one, because which it is must not follow from the longest of them. Among
+/// the others it has the fewest rows that hold all queries of a group of heads, else the most rows.
 ///
 /// # Errors
 /// [`Error::Unsupported`](crate::Error::Unsupported) names what no kernel offers: the element type,
@@ -54,7 +54,7 @@ impl Problem for AttentionDecodeProblem {
     ];
 
     type Tile = CacheTile;
-    type Rank = (bool, bool, bool, u32);
+    type Rank = (bool, bool, bool, u64);
 
     fn tile(kernel: &Kernel) -> Option<CacheTile> {
         tile(kernel)
@@ -74,18 +74,23 @@ impl Problem for AttentionDecodeProblem {
 
     fn rank(c: &Candidate<'_, Self>) -> Self::Rank {
         let (problem, many) = (c.problem, c.problem.has_many());
-        let Some(tile) = split_tile(c.kernel, c.tile, problem, c.gpu) else {
-            return (!many, false, false, 0);
-        };
-        if problem.splits_by_batch() {
-            return (many, false, false, fastest(&tile, problem, c.gpu).time as u32);
-        }
+        let by_time = |time: f64| (false, false, false, time as u64);
         match c.tile {
+            CacheTile::Many(_) if many => (false, false, false, 0),
+            CacheTile::Many(tile) if problem.splits_by_batch() && has_several(problem) => {
+                by_time(unsplit(tile, problem, c.gpu))
+            }
+            CacheTile::Few(_) | CacheTile::Several(_) if problem.splits_by_batch() => {
+                let tile = split_tile(c.kernel, c.tile, problem, c.gpu);
+                let time = tile.map_or(f64::MAX, |tile| fastest(&tile, problem, c.gpu).time);
+                by_time(if many { f64::MAX } else { time })
+            }
+            CacheTile::Many(_) => (true, false, false, 0),
             CacheTile::Few(tile) => {
                 let (misses, rows) = rank(tile.rows, problem.group_rows());
-                (many, has_several(problem), misses, rows)
+                (many, has_several(problem), misses, rows.into())
             }
-            _ => (many, !has_several(problem), false, 0),
+            CacheTile::Several(_) => (many, !has_several(problem), false, 0),
         }
     }
 
