@@ -2,6 +2,8 @@
 // of a sequence depend on the sequence alone; how many of them make a run is up to the launch.
 #pragma once
 
+#include <math_constants.h>
+
 #include "blockflash/config/kv_cache.cuh"
 #include "blockflash/decode/items.cuh"
 #include "blockflash/params/kv_cache_runs.h"
@@ -28,21 +30,85 @@ struct DecodeRun {
   KeyRange any, all;        // keys that some query of the row tile attends to, and every query
 };
 
+// With params.even_ctas: the fewest keys of a split, so that the items of all sequences occupy that
+// many CTAs evenly. Of some parts and multiples of an equal share, the one with which the last CTA
+// is likely to end first: all items side by side, or in turns with half of an item too many. With
+// the shortest splits there are 3 items for each CTA, and one for each row tile: the workspace has
+// room for these.
+__device__ __forceinline__ int even_chunk(const Params& params, int lane) {
+  constexpr int kShares = 8;
+  constexpr float kOfShare[kShares] = {2.f, 1.5f, 1.25f, 1.125f, 1.f, .7f, .5f, .34f};
+  // What the end of an item costs, in keys that a CTA could multiply meanwhile.
+  constexpr float kEnd = 65536 / Config::head_dim;
+  const blockflash_attention_decode_params& p = params.base;
+  const float ctas = static_cast<float>(params.even_ctas);
+  const float row_tiles =
+      static_cast<float>(ceil_div(p.seqlen_q * p.group, Config::rows) * p.num_heads_kv);
+  float total = 0.f;
+  int longest = 0;
+#pragma unroll 4
+  for (int sequence = lane; sequence < p.batch; sequence += 32) {
+    const int keys = DecodeSequence::of<Config::rows>(p, sequence).keys;
+    total += static_cast<float>(keys), longest = max(longest, keys);
+  }
+#pragma unroll
+  for (int distance = 16; distance > 0; distance /= 2) {
+    total += __shfl_xor_sync(~0u, total, distance);
+    longest = max(longest, __shfl_xor_sync(~0u, longest, distance));
+  }
+  const float share = total * row_tiles / ctas;
+  int chunks[kShares];
+  float splits[kShares];
+#pragma unroll
+  for (int i = 0; i < kShares; ++i) {
+    const float keys = fminf(ceilf(share * kOfShare[i]), static_cast<float>(1 << 30));
+    chunks[i] = (max(min(static_cast<int>(keys), longest), p.chunk_min) + 63) & ~63;
+    splits[i] = 0.f;
+  }
+#pragma unroll 2
+  for (int sequence = lane; sequence < p.batch; sequence += 32) {
+    const int keys = DecodeSequence::of<Config::rows>(p, sequence).keys;
+#pragma unroll
+    for (int i = 0; i < kShares; ++i)
+      splits[i] += static_cast<float>(max(small_quotient(keys + chunks[i] - 1, chunks[i]), 1));
+  }
+#pragma unroll
+  for (int distance = 16; distance > 0; distance /= 2)
+#pragma unroll
+    for (int i = 0; i < kShares; ++i) splits[i] += __shfl_xor_sync(~0u, splits[i], distance);
+  int best = chunks[0];
+  float least = CUDART_INF_F;
+#pragma unroll
+  for (int i = 0; i < kShares; ++i) {
+    const float items = splits[i] * row_tiles;
+    const float item = static_cast<float>(min(chunks[i], longest)) + kEnd;
+    const float keys = items <= ctas ? item : share + items / ctas * kEnd + .5f * item;
+    if (keys < least) least = keys, best = chunks[i];
+  }
+  return best;
+}
+
 // Finds items by number, in ascending order, with the lanes of a warp.
 struct RunWalk {
   int first_sequence = 0;  // of the 32 that the lanes look at
   int before = 0;          // items of the sequences before it
+  int fewest_keys = -1;    // of a split; -1: not chosen yet
 
   // Writes item `number` to `item` and returns true, or returns false behind the last one.
   __device__ __forceinline__ bool find(const Params& params, int number, DecodeRun& item,
                                        int lane) {
     const blockflash_attention_decode_params& p = params.base;
+    if (fewest_keys < 0) fewest_keys = params.even_ctas > 0 ? even_chunk(params, lane) : 0;
     DecodeSequence s;
     int sequence, first, slot_step, runs, owner;
     while (true) {
       if (first_sequence >= p.batch) return false;
       sequence = first_sequence + lane;
       s = DecodeSequence::of<Config::rows>(p, min(sequence, p.batch - 1));
+      if (fewest_keys > s.chunk) {
+        s.chunk = fewest_keys;
+        s.splits = max(small_quotient(s.keys + s.chunk - 1, s.chunk), 1);
+      }
       slot_step = s.row_tiles * p.num_heads_kv;
       runs = small_quotient(s.splits + params.run - 1, params.run);
       if (are_sequences_equal(p)) {

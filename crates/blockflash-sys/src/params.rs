@@ -2141,7 +2141,10 @@ const _: () = {
  An item is a run of `run` splits, which it combines, for one row tile of one key head, and the
  workspace has a slot for each run. The results of four splits are combined one after another, the
  results of fours in pairs, and pairs of pairs, always in ascending order, so the length of runs
- shows in no bit.*/
+ shows in no bit.
+
+ With even_ctas, splits are also at least as long as those of all sequences should be to occupy as
+ many CTAs evenly (attention_decode_sm90a/runs.cuh).*/
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
 pub struct blockflash_attention_decode_runs_params {
@@ -2149,6 +2152,10 @@ pub struct blockflash_attention_decode_runs_params {
     pub base: blockflash_attention_decode_params,
     /// splits of an item: 1, 4 or 8
     pub run: i32,
+    /** CTAs at a time that share the keys of all sequences, which then have lengths
+ on the device and equally many queries; 0: splits of a sequence follow from
+ its own length*/
+    pub even_ctas: i32,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
@@ -2164,6 +2171,10 @@ const _: () = {
     [
         "Offset of field: blockflash_attention_decode_runs_params::run",
     ][::core::mem::offset_of!(blockflash_attention_decode_runs_params, run) - 352usize];
+    [
+        "Offset of field: blockflash_attention_decode_runs_params::even_ctas",
+    ][::core::mem::offset_of!(blockflash_attention_decode_runs_params, even_ctas)
+        - 356usize];
 };
 /** What is kept of the keys of each page and head, in the element type of the cache: their mean, or
  their minimum and then their maximum, element by element.*/

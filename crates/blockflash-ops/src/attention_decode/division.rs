@@ -19,6 +19,9 @@ const LONGEST_IN_CLUSTER: usize = 256;
 /// Most keys of a split of any sequence, a limit of the kernels.
 const LONGEST_OF_ALL: usize = 1 << 20;
 
+/// Items of a CTA at most where the splits of all sequences are even, but for one for each row tile.
+const MOST_TURNS: usize = 3;
+
 /// Most rows of a tile of `attention_decode_sm80` with which it combines the splits of a run in
 /// registers.
 const ROWS_THAT_COMBINE: usize = 8;
@@ -26,6 +29,7 @@ const ROWS_THAT_COMBINE: usize = 8;
 /// How the work of a call is divided. A sequence of `keys` keys has splits of `chunk` keys, a
 /// multiple of 64: the greater of `keys / splits`, but within `chunk_min..=chunk_max`, and of
 /// `keys / 256`. Where `splits` does not depend on the batch, bits of a sequence do not either.
+/// With `even_ctas` the device takes longer splits, by the lengths of all sequences.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Division {
     /// Splits of a sequence of medium length.
@@ -48,6 +52,8 @@ pub(super) struct Division {
     pub(super) run_log2: u32,
     /// Most keys of a split that is combined with others in a cluster.
     pub(super) longest_in_cluster: usize,
+    /// CTAs among which the device divides the keys of all sequences evenly; 0: it does not.
+    pub(super) even_ctas: usize,
 }
 
 /// A launch has this many waves of CTAs, or so much of each is used, with the longest items that it
@@ -69,8 +75,10 @@ pub(super) fn divided(
     let rows = tile.rows.max(1);
     let heads = attention.num_heads_kv.max(1);
     let by_batch = problem.splits_by_batch();
+    let evenly = tile.counts_lengths && problem.splits_evenly();
     let (splits, [chunk_min, chunk_max], longest_in_cluster) = match by_batch {
         true => (fastest(tile, problem, gpu).splits, [64, LONGEST_OF_ALL], LONGEST_OF_ALL),
+        false if evenly => (MOST_SPLITS, [tile.fewest_keys, LONGEST_OF_ALL], 0),
         false => {
             let splits = (tile.heads_and_splits / heads).max(1);
             (splits, [tile.fewest_keys, LONGEST_SPLIT], LONGEST_IN_CLUSTER)
@@ -98,11 +106,16 @@ pub(super) fn divided(
         let used = items(run) as f64 / (waves * most_blocks).max(1) as f64;
         waves >= WAVES || used >= USED
     };
-    let run = match by_batch {
+    let run = match by_batch || evenly {
         true => 1,
         false => tile.runs.iter().find(fills).copied().unwrap_or(1),
     };
-    let (items, partial_rows) = (items(run), rows.min(group_rows));
+    let (mut items, partial_rows) = (items(run), rows.min(group_rows));
+    if evenly {
+        // The device adds lengths in f32, so there is room for one more item of each CTA.
+        let turns = most_blocks.saturating_mul(MOST_TURNS + 1);
+        items = items.min(turns.saturating_add(tiles * heads));
+    }
     Ok(Division {
         splits,
         chunk_min,
@@ -114,6 +127,7 @@ pub(super) fn divided(
         items,
         run_log2: 0,
         longest_in_cluster,
+        even_ctas: if evenly { most_blocks } else { 0 },
     })
 }
 

@@ -35,6 +35,7 @@ fn tile(rows: usize) -> Tile {
         heads_and_splits: 128,
         fewest_keys: 256,
         runs: &[1],
+        counts_lengths: rows == 64,
         cluster: 16,
         columns: 128,
     }
@@ -146,4 +147,66 @@ fn runs_are_as_long_as_waves_are_full() {
     assert_eq!(of(64, 8192, false), [8, 2048]);
     assert_eq!(of(64, 8192, true), [8, 2048]);
     assert_eq!(of(1, 1_048_576, false), [8, 256]);
+}
+
+/// The rule of `attention_decode_sm90a/runs.cuh` for even splits: the chunks that it chooses from.
+fn even_chunks(lengths: &[usize], row_tiles: usize, division: &Division) -> Vec<usize> {
+    let longest = lengths.iter().copied().max().unwrap_or(0);
+    let total: f32 = lengths.iter().map(|&keys| keys as f32).sum();
+    let share = total * row_tiles as f32 / division.even_ctas as f32;
+    let chunk = |part: f32| {
+        let keys = (share * part).ceil() as usize;
+        keys.min(longest).max(division.chunk_min).next_multiple_of(64)
+    };
+    [2.0, 1.5, 1.25, 1.125, 1.0, 0.7, 0.5, 0.34].map(chunk).to_vec()
+}
+
+/// Where lengths are on the device, every choice of it fits into the workspace, which grows with
+/// the batch.
+#[test]
+fn even_splits_fit_into_the_workspace() {
+    let (mut state, capacity) = (1u64, 40_000);
+    let mut random = |most: usize| {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+        (state >> 33) as usize % most
+    };
+    for (heads, queries) in [([32, 8], 4), ([71, 1], 1), ([48, 1], 9)] {
+        let mut room = [0, 0];
+        for batch in [1, 2, 5, 31, 64, 200] {
+            let cache = CacheSizes::contiguous(DType::BF16, [batch, capacity], heads[1], 128);
+            let problem = AttentionDecodeProblem::of(cache, queries, heads[0]);
+            let division = divided(&tile(64), &gpu(), &problem, queries).unwrap();
+            assert_eq!((division.even_ctas, division.run, division.chunk_min), (264, 1, 256));
+            let row_tiles = (queries * heads[0] / heads[1]).div_ceil(64) * heads[1];
+            for round in 0..40 {
+                let most = [capacity, 100, 4096, random(capacity) + 1][round % 4];
+                let equal = round % 3 == 0;
+                let lengths: Vec<_> =
+                    (0..batch).map(|_| if equal { most } else { random(most + 1) }).collect();
+                for chunk in even_chunks(&lengths, row_tiles, &division) {
+                    let splits = |&keys: &usize| {
+                        keys.div_ceil(chunk.max(keys.div_ceil(256).next_multiple_of(64))).max(1)
+                    };
+                    let items = lengths.iter().map(splits).sum::<usize>() * row_tiles;
+                    assert!(items <= division.items, "{items} of {}: {chunk}", division.items);
+                    let most = lengths.iter().map(splits).max().unwrap_or(1);
+                    assert!(most <= division.most_splits);
+                }
+            }
+            let needed = division.room(&problem).unwrap();
+            assert!(needed[0] >= room[0] && needed[1] >= room[1], "{batch}");
+            room = needed;
+        }
+    }
+    // Bits that depend on no other sequence, unequal numbers of queries, few keys, another kernel.
+    let cache = CacheSizes::contiguous(DType::BF16, [4, capacity], 8, 128);
+    let problem = AttentionDecodeProblem::of(cache, 1, 32);
+    assert_eq!(divided(&tile(8), &gpu(), &problem, 1).unwrap().even_ctas, 0);
+    let mut packed = problem;
+    packed.attention.packed = Some(crate::attention::PackedRows { total_q: 4, total_kv: 0 });
+    let short = CacheSizes::contiguous(DType::BF16, [4, 2000], 8, 128);
+    let short = AttentionDecodeProblem::of(short, 1, 32);
+    for problem in [AttentionDecodeProblem { batch_invariant: true, ..problem }, packed, short] {
+        assert_eq!(divided(&tile(64), &gpu(), &problem, 1).unwrap().even_ctas, 0);
+    }
 }

@@ -99,9 +99,9 @@ pub struct AttentionDecode<'a> {
     /// Visits only these pages of a paged cache; keys of others do not exist for the softmax.
     pub pages: Option<PageLists<'a>>,
     /// Makes the bits of a sequence depend on no other sequence of the batch, nor on their number.
-    /// Otherwise keys are split so that the batch fills the GPU, where the host knows the lengths.
-    /// Sequences whose lengths are on the device, packed ones and those with listed pages are split
-    /// by their own length alone in any case.
+    /// Otherwise keys are split so that the batch fills the GPU, where the host knows the lengths,
+    /// or on Hopper where a key head has more than 8 rows. Packed sequences and those with listed
+    /// pages are split by their own length alone in any case.
     pub batch_invariant: bool,
     /// Memory for the results of parts of sequences, of at least
     /// [`workspace_bytes`](Self::workspace_bytes). The same for any number of calls.
@@ -340,10 +340,12 @@ impl Steps for AttentionDecode<'_> {
             let operands = self.operands(cache, o.reborrow(), lse.as_mut().map(ViewMut::reborrow));
             stream.launch::<manifest::AttentionCacheHopper>(kernel, config, params, operands)?;
         }
-        if let Some((kernel, AttentionDecodePlan { params, run, config })) = few {
+        if let Some((kernel, AttentionDecodePlan { params, run, even_ctas, config })) = few {
             let operands = self.operands(cache, o, lse);
             if matches!(kernel.variant, manifest::Variant::AttentionDecodeHopper(_)) {
-                let params = blockflash_attention_decode_runs_params { base: *params, run: *run };
+                let (run, even_ctas) = (*run, *even_ctas);
+                let params =
+                    blockflash_attention_decode_runs_params { base: *params, run, even_ctas };
                 stream
                     .launch::<manifest::AttentionDecodeHopper>(kernel, config, &params, operands)?;
             } else {

@@ -18,6 +18,8 @@ pub struct AttentionDecodePlan {
     pub params: blockflash_attention_decode_params,
     /// Splits of an item, where a kernel takes several.
     pub run: i32,
+    /// CTAs among which a kernel that counts lengths divides all keys; 0 if it does not.
+    pub even_ctas: i32,
     /// Grid, block and shared memory.
     pub config: LaunchConfig,
 }
@@ -61,8 +63,8 @@ pub(super) fn plan_few(
             ..LaunchConfig::of(kernel, clusters * size, waits)
         },
     };
-    let run = to_i32("run", division.run)?;
-    Ok(AttentionDecodePlan { params: params(problem, &division)?, run, config })
+    let (run, even_ctas) = (to_i32("run", division.run)?, to_i32("CTAs", division.even_ctas)?);
+    Ok(AttentionDecodePlan { params: params(problem, &division)?, run, even_ctas, config })
 }
 
 fn few_tile(

@@ -5,6 +5,7 @@ use crate::kv_append::AppendKvProblem;
 use crate::kv_cache::{CacheSizes, KvCache, RotarySizes, token_sizes};
 use crate::{Error, Result};
 use blockflash_sys::ElementTypes;
+use std::ops::RangeInclusive;
 
 /// A call of attention to a cache reduced to plain numbers: what `select` and
 /// `plan` work on.
@@ -59,11 +60,22 @@ impl AttentionDecodeProblem {
     }
 }
 
+/// Room for keys of a sequence where splits of all sequences are even. Shorter sequences would only
+/// have more items (`benches/results/nvidia-h200/kv_cache.md`), and kernels add in 32 bits.
+const KEYS_OF_EVEN: RangeInclusive<usize> = 2048..=1 << 28;
+
 impl AttentionDecodeProblem {
     /// Whether splits follow from the batch as well as from the sequence, so that they fill the
     /// GPU. The host has to know the lengths.
     pub(super) fn splits_by_batch(&self) -> bool {
         !self.batch_invariant && self.keys_of_each().is_some()
+    }
+
+    /// Whether a kernel that can divides the keys of all sequences evenly among CTAs, since their
+    /// lengths are on the device.
+    pub(super) fn splits_evenly(&self) -> bool {
+        let given = self.cache.seqused_kv && KEYS_OF_EVEN.contains(&self.attention.seqlen_kv);
+        given && !self.batch_invariant && self.attention.packed.is_none() && self.pages.is_none()
     }
 
     /// Queries of a sequence times the heads that share a head of keys.

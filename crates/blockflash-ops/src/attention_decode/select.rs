@@ -76,7 +76,10 @@ impl Problem for AttentionDecodeProblem {
         let (problem, many) = (c.problem, c.problem.has_many());
         let by_time = |time: f64| (false, false, false, time as u64);
         match c.tile {
-            CacheTile::Many(_) if many => (false, false, false, 0),
+            // The widest.
+            CacheTile::Many(tile) if many => {
+                (false, false, false, u64::from(u32::MAX - tile.tile.block_q()))
+            }
             CacheTile::Many(tile) if problem.splits_by_batch() && has_several(problem) => {
                 by_time(unsplit(tile, problem, c.gpu))
             }

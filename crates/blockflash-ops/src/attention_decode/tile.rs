@@ -65,6 +65,8 @@ pub(super) struct Tile {
     pub(super) fewest_keys: usize,
     /// Splits that an item may have, the most first.
     pub(super) runs: &'static [usize],
+    /// Whether the kernel can divide the keys of all sequences by lengths on the device.
+    pub(super) counts_lengths: bool,
     /// Most CTAs of a cluster that combines splits; 1 for none.
     pub(super) cluster: usize,
     /// Columns of the tile.
@@ -128,6 +130,7 @@ pub(super) fn split_tile(
         heads_and_splits,
         fewest_keys,
         runs,
+        counts_lengths: matches!(tile, CacheTile::Several(_)),
         cluster: kernel.most_in_cluster().unwrap_or(1) as usize,
         columns: tile.head_dims().max(),
     })

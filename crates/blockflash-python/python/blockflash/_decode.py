@@ -96,8 +96,8 @@ def attention_decode(
             first `counts` columns of the block table in its list are visited; they ascend.
             `choose_pages` makes them.
         batch_invariant: The bits of a sequence depend on no other sequence of the batch, nor on
-            their number, at some cost in speed for full caches (without `seqused_k`), whose keys
-            are divided so that the batch fills the GPU otherwise.
+            their number, at some cost in speed: otherwise keys are divided so that the batch fills
+            the GPU. Of packed queries and with `pages` the bits never depend on others.
         return_lse: Return `(o, lse)`: lse is float32, `[B, Hq, Sq]` or `[Hq, Tq]`.
 
     Returns:

@@ -32,8 +32,14 @@ unsafe impl Launch for AttentionDecodeHopper {
             format_args!("run_log2 is {}, expected 0", plan.base.run_log2),
         )?;
         absent("pages", operands.pages.is_some(), "the kernel visits all pages")?;
+        let even_ctas = plan.even_ctas;
+        require(
+            even_ctas == 0 || even_ctas > 0 && operands.has_lengths_alone(),
+            format_args!("even_ctas is {even_ctas}, expected 0, or more with lengths alone"),
+        )?;
         let Self { types, head_dims, .. } = *self;
-        let tile = DecodeTile { types, head_dims, rows: Self::ROWS, run };
+        let (rows, is_even) = (Self::ROWS, even_ctas > 0);
+        let tile = DecodeTile { types, head_dims, rows, run, is_even };
         operands.fit_items(&tile, &plan.base)
     }
 

@@ -1,8 +1,11 @@
 use super::{AttentionDecodeOperands, KvCacheViews, Queries, most_splits};
 use crate::launch::checked::Launch;
 use crate::{DType, Device, Kernel, LaunchConfig, Tensor};
-use blockflash_sys::manifest::{AttentionDecode, Variant, kernels};
-use blockflash_sys::params::{blockflash_attention_decode_params, blockflash_kv_cache};
+use blockflash_sys::manifest::{AttentionDecode, AttentionDecodeHopper, Variant, kernels};
+use blockflash_sys::params::{
+    blockflash_attention_decode_params, blockflash_attention_decode_runs_params,
+    blockflash_kv_cache,
+};
 use blockflash_sys::{ElementTypes, HeadDims, Target};
 
 /// The rule of `decode/items.cuh`.
@@ -123,5 +126,56 @@ fn each_tensor_has_its_own_head_dimension() {
             let error = fit(columns, false).unwrap_err();
             assert!(error.starts_with(&format!("{name} is f16 ")), "{error}");
         }
+    }
+}
+
+/// The device divides the keys of all sequences where it knows their lengths, and there is room for
+/// as many items as it is told.
+#[test]
+fn even_splits_need_lengths_on_the_device() {
+    let stream = Device::cpu().stream().unwrap();
+    let rows = |rows| Tensor::zeros(&stream, DType::F16, &[1, rows, 1, 16]).unwrap();
+    let (q, cache, mut written) = (rows(1), rows(256), rows(1));
+    let lengths = Tensor::zeros(&stream, DType::I32, &[1]).unwrap();
+    let f16 = |tile: &AttentionDecodeHopper| tile.types.q == DType::F16;
+    let tile = kernels().iter().filter_map(AttentionDecodeHopper::of).find(f16).unwrap();
+    let mut fit = |even_ctas, given: bool, items| {
+        let operands = AttentionDecodeOperands {
+            q: Some(q.view()),
+            cache: KvCacheViews {
+                k: cache.view(),
+                v: cache.view(),
+                block_table: None,
+                seqused: given.then(|| lengths.view()),
+            },
+            o: written.view_mut(),
+            lse: None,
+            sink: None,
+            cu_seqlens_q: None,
+            pages: None,
+            workspace: None,
+        };
+        // SAFETY: a struct of numbers and pointers.
+        let mut plan: blockflash_attention_decode_runs_params = unsafe { std::mem::zeroed() };
+        (plan.run, plan.even_ctas) = (1, even_ctas);
+        let p = &mut plan.base;
+        (p.batch, p.num_heads_q, p.num_heads_kv, p.group) = (1, 1, 1, 1);
+        (p.seqlen_q, p.most_queries, p.head_dim_qk, p.head_dim_v) = (1, 1, 16, 16);
+        [p.q_stride_batch, p.q_stride_seq, p.q_stride_head] = [16; 3];
+        [p.o_stride_batch, p.o_stride_seq, p.o_stride_head] = [16; 3];
+        let strides = [4096, 16, 16];
+        (p.cache.pages, p.cache.page_size, p.cache.capacity) = (1, 256, 256);
+        [p.cache.k_stride_page, p.cache.k_stride_slot, p.cache.k_stride_head] = strides;
+        [p.cache.v_stride_page, p.cache.v_stride_slot, p.cache.v_stride_head] = strides;
+        (p.splits, p.chunk_min, p.chunk_max, p.partial_rows) = (256, 256, 1 << 20, 1);
+        p.items = items;
+        tile.fit(&plan, &operands)
+    };
+    assert_eq!((fit(0, false, 1), fit(264, true, 1)), (Ok(1), Ok(1)));
+    for (even_ctas, given) in [(264, false), (-1, true)] {
+        assert!(fit(even_ctas, given, 1).unwrap_err().starts_with("even_ctas is "));
+    }
+    for items in [0, 2] {
+        assert!(fit(264, true, items).unwrap_err().contains("expected 1 to 1"));
     }
 }

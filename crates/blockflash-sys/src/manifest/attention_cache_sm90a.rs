@@ -10,9 +10,10 @@ pub struct AttentionCacheHopper {
 }
 
 /// Calls with few queries have another kernel, and there are no block masks, so a tile for each
-/// head dimension suffices. All of them compute the log-sum-exp, and store it where it is asked
-/// for.
-const TILES: [(usize, [u32; 2]); 3] = [(64, [128, 128]), (128, [128, 128]), (256, [128, 64])];
+/// head dimension suffices, and one of 64 queries where many sequences have no more. All of them
+/// compute the log-sum-exp, and store it where it is asked for.
+const TILES: [(usize, [u32; 2]); 5] =
+    [(64, [128, 128]), (128, [128, 128]), (128, [64, 128]), (256, [128, 64]), (256, [64, 64])];
 
 pub(super) fn tiles(target: Target) -> impl Iterator<Item = AttentionCacheHopper> {
     super::attention_fwd_sm90a::tiles(target)
@@ -65,11 +66,14 @@ mod tests {
     use crate::manifest::{Variant, kernels};
 
     #[test]
-    fn a_tile_for_each_head_dimension() {
-        let widths = kernels().iter().filter_map(|kernel| match kernel.variant {
-            Variant::AttentionCacheHopper(cache) => cache.tile.head_dims.single(),
+    fn tiles_for_each_head_dimension() {
+        let tiles = kernels().iter().filter_map(|kernel| match kernel.variant {
+            Variant::AttentionCacheHopper(cache) => {
+                Some((cache.tile.head_dims.single()?, cache.tile.block_q()))
+            }
             _ => None,
         });
-        assert_eq!(widths.collect::<Vec<_>>(), [64, 128, 256, 64, 128, 256]);
+        let of_type = [(64, 128), (128, 128), (128, 64), (256, 128), (256, 64)];
+        assert_eq!(tiles.collect::<Vec<_>>(), [of_type; 2].concat());
     }
 }
