@@ -18,6 +18,7 @@
     ("bsr_matmul_any_sm80.sm_90", include_bytes!("bsr_matmul_any_sm80.sm_90.zst")),
     ("bsr_matmul_filled_sm90a.sm_90a", include_bytes!("bsr_matmul_filled_sm90a.sm_90a.zst")),
     ("bsr_matmul_gather_sm90a.sm_90a", include_bytes!("bsr_matmul_gather_sm90a.sm_90a.zst")),
+    ("bsr_matmul_narrow_sm80.sm_90", include_bytes!("bsr_matmul_narrow_sm80.sm_90.zst")),
     ("bsr_matmul_sm80.sm_90", include_bytes!("bsr_matmul_sm80.sm_90.zst")),
     ("bsr_matmul_sm90a.sm_90a", include_bytes!("bsr_matmul_sm90a.sm_90a.zst")),
     ("bsr_sddmm_sm80.sm_90", include_bytes!("bsr_sddmm_sm80.sm_90.zst")),
