@@ -19,7 +19,8 @@ const LONGEST_IN_CLUSTER: usize = 256;
 /// Most keys of a split of any sequence, a limit of the kernels.
 const LONGEST_OF_ALL: usize = 1 << 20;
 
-/// Items of a CTA at most where the splits of all sequences are even, but for one for each row tile.
+/// Items of a CTA at most where the splits of all sequences are even, but for one for each row
+/// tile.
 const MOST_TURNS: usize = 3;
 
 /// Most rows of a tile of `attention_decode_sm80` with which it combines the splits of a run in
