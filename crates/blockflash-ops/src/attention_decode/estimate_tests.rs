@@ -78,11 +78,11 @@ fn many_short_sequences_have_the_kernel_for_many_queries() {
     };
     let short = problem([203, 144, 52], [12, 4], 256);
     assert!(many(&short));
-    // One sequence, few rows, the bits of one sequence, lengths that only the device knows.
+    // One long sequence, few rows, the bits of one sequence, lengths that only the device knows.
     let mut unknown = short;
     unknown.cache.seqused_kv = true;
     for few in [
-        problem([1, 144, 52], [12, 4], 256),
+        problem([1, 14_400, 52], [12, 4], 256),
         problem([203, 144, 1], [12, 4], 256),
         AttentionDecodeProblem { batch_invariant: true, ..short },
         unknown,
@@ -91,7 +91,7 @@ fn many_short_sequences_have_the_kernel_for_many_queries() {
     }
     // Its workspace has room for the other kernel of fewer sequences.
     let bytes = [1, 203].map(|batch| {
-        let problem = problem([batch, 144, 52], [12, 4], 256);
+        let problem = problem([batch, 14_400, 52], [12, 4], 256);
         workspace_bytes(select(&problem, &h200()).unwrap(), &problem, &h200()).unwrap()
     });
     assert_eq!(bytes[0], bytes[1]);
