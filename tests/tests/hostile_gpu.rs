@@ -8,12 +8,13 @@ use blockflash_ops::{
 };
 use blockflash_safe::{
     BlockListScratch, BlockLists, BlockMaskBuild, BlockMaskBuildOperands, Kernel, LaunchConfig,
+    NO_MASK,
 };
 use blockflash_sys::BlockMaskKernel;
 use blockflash_sys::manifest::Variant;
 use blockflash_sys::params::{
     BLOCKFLASH_BLOCK_MASK_LIST, BLOCKFLASH_BLOCK_SOURCE_BOOL, BLOCKFLASH_WINDOW_UNBOUNDED,
-    blockflash_block_mask, blockflash_block_mask_build_params, blockflash_window,
+    blockflash_block_mask_build_params, blockflash_window,
 };
 use blockflash_tests::gpu::{Gpu, gpu, say, wait};
 use half::bf16;
@@ -247,20 +248,9 @@ fn listing_before_choosing_lists_nothing() {
         let mut lists =
             BlockLists::with_capacity([1, heads], rows, cols, capacity, stream).unwrap();
         let mut problems = Tensor::zeros(stream, DType::I32, &[4]).unwrap();
-        let none = blockflash_block_mask {
-            row_ptr: null(),
-            col_idx: null(),
-            row_order: null(),
-            cu_rows: null(),
-            rows: 0,
-            block_q: 0,
-            block_kv: 0,
-            groups_per_batch: 0,
-            heads_per_group: 0,
-        };
         let params = blockflash_block_mask_build_params {
             source: null(),
-            always: none,
+            always: NO_MASK,
             bits: null_mut(),
             lengths: null_mut(),
             slab_lengths: null_mut(),

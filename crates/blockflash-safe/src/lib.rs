@@ -88,14 +88,15 @@ pub use indices::{
 };
 #[doc(hidden)]
 pub use launch::{
-    AttentionBwdOperands, AttentionBwdParts, AttentionBwdPlan, AttentionDecodeOperands,
-    AttentionFwdOperands, AttentionMerge, AttentionMergeOperands, BlockMaskBuild,
+    AttentionBwdOperands, AttentionBwdParts, AttentionBwdPlan, AttentionCachePlan,
+    AttentionDecodeOperands, AttentionDecodeScalars, AttentionFwdOperands, AttentionFwdPlan,
+    AttentionMerge, AttentionMergeOperands, AttentionScalars, BlockMaskBuild,
     BlockMaskBuildOperands, BlockMaskTranspose, BlockMaskTransposeOperands, BlockScores,
     BlockScoresOperands, BsrMatmulNarrowPlan, BsrMatmulOperands, BsrParts, BsrPartsMemory,
-    BsrSddmmOperands, KvAppendOperands, KvCacheViews, Launch, LaunchConfig, NewKeys, Operands,
-    PROBE_CHUNK_BYTES, PageChoice, PageChoiceOperands, PageSummaries, PageSummariesOperands,
-    RowCopyOperands, STATISTICS_ROWS, TurnedQueries, attention_bwd_part_values,
-    attention_bwd_workspace, driver_time, param_bytes,
+    BsrSddmmOperands, KvAppendOperands, KvAppendPlan, KvCacheViews, Launch, LaunchConfig, NO_MASK,
+    NewKeys, Operands, PROBE_CHUNK_BYTES, PageChoice, PageChoiceOperands, PageChoicePlan,
+    PageSummaries, PageSummariesOperands, PageSummariesPlan, RowCopyOperands, STATISTICS_ROWS,
+    TurnedQueries, attention_bwd_part_values, attention_bwd_workspace, driver_time, param_bytes,
 };
 pub use layout::{Layout, MAX_RANK};
 pub use nccl::{NcclCommunicator, NcclId};

@@ -110,7 +110,7 @@ proptest! {
                     }
                     _ => None,
                 };
-                let (config, base) = (&plan.config, plan.params.base());
+                let (config, scalars) = (&plan.config, &plan.plan.scalars);
                 let blocks = stay.map_or(tiles, |blocks| tiles.min(blocks));
                 prop_assert_eq!(config.grid, [blocks, 1, 1]);
                 prop_assert_eq!(
@@ -119,10 +119,9 @@ proptest! {
                 );
                 prop_assert_eq!(config.block, kernel.threads());
                 prop_assert_eq!(config.smem_bytes, kernel.smem_bytes());
-                prop_assert_eq!(base.seqlen_q, sizes.1 as i32);
-                prop_assert_eq!([base.head_dim_qk, base.head_dim_v], [head_dim as i32; 2]);
-                let kernels = block_mask.map_or(0, |mask| sizes.1.div_ceil(mask.block_q as usize));
-                prop_assert_eq!(base.block_mask.rows as usize, kernels);
+                prop_assert_eq!(scalars.longest, [sizes.1, sizes.2].map(|size| size as i32));
+                let blocks = block_mask.map_or([0; 2], |mask| [mask.block_q, mask.block_kv]);
+                prop_assert_eq!(scalars.blocks, blocks.map(|size| size as i32));
             }
             Err(Error::Unsupported { op, arch, what }) => {
                 let unused = possible.first().map(|kernel| kernel.image_name());

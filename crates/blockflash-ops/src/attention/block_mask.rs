@@ -1,10 +1,7 @@
 //! Checks that a block mask fits an attention call.
 
-use crate::check::to_i32;
 use crate::{BlockMask, Error, Result};
 use blockflash_sys::manifest::AttentionTile;
-use blockflash_sys::params::blockflash_block_mask;
-use std::ptr::null;
 
 /// The sizes of a block mask, as selection and planning need them. Its sequence lengths equal the
 /// lengths of the problem.
@@ -78,43 +75,16 @@ impl BlockMaskSizes {
         divides(self.block_q, tile.block_q) && divides(self.block_kv, tile.block_kv)
     }
 
+    /// Block rows of a head, of all sequences together when variable-length.
+    pub(super) fn rows(&self, seqlen_q: usize) -> usize {
+        self.packed_rows.map_or(seqlen_q.div_ceil(self.block_q as usize), |rows| rows as usize)
+    }
+
     /// Number of query tiles of a head as kernels count them: every block row, including the last
     /// one, has equally many. Blocks consist of whole tiles.
     pub(crate) fn tiles_q(&self, seqlen_q: usize, tile_block_q: u32) -> usize {
         seqlen_q.div_ceil(self.block_q as usize) * (self.block_q / tile_block_q) as usize
     }
-}
-
-/// The mask's part of a kernel argument for this many queries and heads, with null pointers.
-pub(crate) fn params(
-    mask: Option<&BlockMaskSizes>,
-    seqlen_q: usize,
-    num_heads_q: usize,
-) -> Result<blockflash_block_mask> {
-    let (row_ptr, col_idx, row_order, cu_rows) = (null(), null(), null(), null());
-    let [rows, block_q, block_kv, groups_per_batch, heads_per_group] = match mask {
-        None => [0; 5],
-        Some(mask) => {
-            let [block_q, block_kv, heads] =
-                [mask.block_q, mask.block_kv, mask.heads.max(1)].map(|size| size as usize);
-            let groups_per_batch =
-                if mask.batch == 1 || mask.packed_rows.is_some() { 0 } else { heads };
-            let rows = mask.packed_rows.map_or(seqlen_q.div_ceil(block_q), |rows| rows as usize);
-            [rows, block_q, block_kv, groups_per_batch, num_heads_q / heads]
-        }
-    };
-    let size = |size| to_i32("block_mask", size);
-    Ok(blockflash_block_mask {
-        row_ptr,
-        col_idx,
-        row_order,
-        cu_rows,
-        rows: size(rows)?,
-        block_q: size(block_q)?,
-        block_kv: size(block_kv)?,
-        groups_per_batch: size(groups_per_batch)?,
-        heads_per_group: size(heads_per_group)?,
-    })
 }
 
 #[cfg(test)]

@@ -1,13 +1,14 @@
 //! Selection and planning of the Hopper kernels.
 
-use super::super::{Align, AttentionParams, AttentionPlan, Mask, PackedRows, plan};
+use super::super::{Align, AttentionPlan, Mask, PackedRows, plan};
 use super::*;
 use crate::fixtures::gpu;
 use crate::selection::select_among;
 use crate::{Error, HeadDims, ScoresProblem};
+use blockflash_safe::AttentionFwdPlan;
 use blockflash_sys::Target;
 use blockflash_sys::manifest::{self, Variant};
-use blockflash_sys::params::{BLOCKFLASH_WINDOW_UNBOUNDED, blockflash_attention_fwd_tma_params};
+use blockflash_sys::params::BLOCKFLASH_WINDOW_UNBOUNDED;
 
 fn select(problem: &AttentionProblem, gpu: &CudaProperties) -> Result<&'static Kernel> {
     select_among(manifest::kernels(), problem, gpu)
@@ -21,7 +22,7 @@ fn problem(batch: usize, heads: [usize; 2], seqlen: usize, head_dim: usize) -> A
     AttentionProblem::dense(DType::BF16, [batch, seqlen, seqlen], heads, head_dim)
 }
 
-fn planned(problem: &AttentionProblem) -> (AttentionPlan, blockflash_attention_fwd_tma_params) {
+fn planned(problem: &AttentionProblem) -> (AttentionPlan, AttentionFwdPlan) {
     let persistent: Vec<Kernel> = manifest::kernels()
         .iter()
         .filter(|kernel| !matches!(kernel.variant, Variant::AttentionFwdSmall(_)))
@@ -29,10 +30,8 @@ fn planned(problem: &AttentionProblem) -> (AttentionPlan, blockflash_attention_f
         .collect();
     let kernel = select_among(&persistent, problem, &h200()).unwrap();
     let plan = plan(kernel, problem, &h200()).unwrap();
-    match plan.params {
-        AttentionParams::Hopper(params) => (plan, params),
-        AttentionParams::Portable(_) => panic!("{problem:?} takes no persistent kernel"),
-    }
+    assert!(plan.plan.heads_per_section > 0, "{problem:?} takes no persistent kernel");
+    (plan, plan.plan)
 }
 
 #[test]
@@ -98,7 +97,7 @@ fn small_grids_take_kernels_for_them() {
     };
     let small = plan(&of(8, 512, 64));
     assert_eq!((small.config.grid, small.config.programmatic_dependent_launch), ([64, 1, 1], true));
-    assert!(matches!(small.params, AttentionParams::Portable(_)));
+    assert_eq!(small.plan.heads_per_section, 0);
 }
 
 /// A short causal sequence has few key tiles for each tile of queries: three narrow blocks change
@@ -196,10 +195,7 @@ fn strides_that_tensor_maps_lack_take_another_kernel() {
     let falls_back = |problem: AttentionProblem, reason: &str| {
         let kernel = select(&problem, &h200()).unwrap();
         assert!(matches!(kernel.variant, Variant::AttentionFwdSmall(_)), "{reason}");
-        assert!(matches!(
-            plan(kernel, &problem, &h200()).unwrap().params,
-            AttentionParams::Portable(_)
-        ));
+        assert_eq!(plan(kernel, &problem, &h200()).unwrap().plan.heads_per_section, 0);
         let error = accepts(hopper, &problem, &h200()).unwrap_err().to_string();
         assert!(error.contains(reason) && error.contains("tensor map"), "{error}");
         let wide = AttentionProblem { head_dims: HeadDims::all(192), ..problem };
@@ -231,9 +227,8 @@ fn strides_that_tensor_maps_lack_take_another_kernel() {
 fn blocks_stay_and_start_early() {
     let (plan, _) = planned(&problem(4, [32, 32], 4096, 64));
     assert_eq!((plan.config.grid, plan.config.programmatic_dependent_launch), ([132, 1, 1], true));
-    let (plan, params) = planned(&problem(1, [8, 8], 128, 64));
+    let (plan, _) = planned(&problem(1, [8, 8], 128, 64));
     assert_eq!(plan.config.grid, [16, 1, 1]);
-    assert!(params.tile_counter.is_null() && params.q.opaque == [0; 16]);
     let huge = problem(1 << 20, [1 << 12, 1 << 12], 300, 64);
     let kernel = select(&huge, &h200()).unwrap();
     assert!(matches!(
@@ -276,16 +271,16 @@ fn scales_are_those_of_the_exponent() {
     let mut base = problem(1, [1, 1], 100, 64);
     base.scores.softmax_scale = 0.25;
     let (_, params) = planned(&base);
-    close(params.base.scores.scale_log2, 0.25 * log2_e);
-    close(params.base.scores.inverse_scale_log2, 4.0 / log2_e);
-    assert_eq!(params.base.scores.scale_over_cap, 0.0);
+    close(params.scalars.scores.scale_log2, 0.25 * log2_e);
+    close(params.scalars.scores.inverse_scale_log2, 4.0 / log2_e);
+    assert_eq!(params.scalars.scores.scale_over_cap, 0.0);
     let (_, params) = planned(&AttentionProblem {
         scores: ScoresProblem { softcap: Some(50.0), ..base.scores },
         ..base
     });
-    close(params.base.scores.scale_log2, log2_e);
-    close(params.base.scores.inverse_scale_log2, 1.0 / log2_e);
-    close(params.base.scores.scale_over_cap, 0.005);
+    close(params.scalars.scores.scale_log2, log2_e);
+    close(params.scalars.scores.inverse_scale_log2, 1.0 / log2_e);
+    close(params.scalars.scores.scale_over_cap, 0.005);
 }
 
 /// The kernel adds windows to positions in 32 bits.
@@ -298,7 +293,7 @@ fn windows_are_no_longer_than_both_sequences() {
             let problem =
                 AttentionProblem::dense(DType::F16, [1, 300, 500], [1, 1], 64).with_mask(mask);
             let (_, params) = planned(&problem);
-            for side in [params.base.scores.window.left, params.base.scores.window.right] {
+            for side in [params.scalars.scores.window.left, params.scalars.scores.window.right] {
                 assert!(
                     side == BLOCKFLASH_WINDOW_UNBOUNDED || (0..800).contains(&side),
                     "{mask:?}: {side}"

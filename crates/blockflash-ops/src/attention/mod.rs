@@ -16,15 +16,14 @@ mod seqlens;
 pub use block_mask::BlockMaskSizes;
 pub use flops::{attention_flops, attention_varlen_flops};
 pub use mask::{Align, MAX_SEQLEN, Mask};
-pub use plan::{AttentionParams, AttentionPlan, plan};
+pub use plan::{AttentionPlan, plan};
 pub use problem::{AttentionProblem, LseStrides, PackedRows, Strides};
 pub use scores::{Scores, ScoresProblem};
 pub use select::{accepts, select};
 pub use seqlens::CuSeqlens;
 
-pub(crate) use block_mask::params as block_mask_params;
 pub(crate) use head_dims::Rows;
-pub(crate) use plan::{base_params, check_strides, heads_per_section, hopper_params};
+pub(crate) use plan::{check_strides, heads_per_section, scalars};
 pub(crate) use problem::{row_strides, width_like};
 pub(crate) use score_params::{score_params, window_params};
 pub(crate) use select::{first_without_tensor_map, support};
@@ -246,18 +245,15 @@ impl Steps for Attention<'_> {
             cu_seqlens: self.cu_seqlens.map(|cu_seqlens| [cu_seqlens.q, cu_seqlens.kv]),
             block_mask: self.block_mask.map(BlockMask::for_kernels),
         };
-        match &plan.params {
-            AttentionParams::Portable(params)
-                if matches!(kernel.variant, Variant::AttentionFwdSmall(_)) =>
-            {
-                stream.launch::<AttentionFwdSmall>(kernel, &plan.config, params, operands)?;
+        let AttentionPlan { plan, config } = plan;
+        match kernel.variant {
+            Variant::AttentionFwdHopper(_) => {
+                stream.launch::<AttentionFwdHopper>(kernel, config, plan, operands)?;
             }
-            AttentionParams::Portable(params) => {
-                stream.launch::<AttentionFwd>(kernel, &plan.config, params, operands)?;
+            Variant::AttentionFwdSmall(_) => {
+                stream.launch::<AttentionFwdSmall>(kernel, config, plan, operands)?;
             }
-            AttentionParams::Hopper(params) => {
-                stream.launch::<AttentionFwdHopper>(kernel, &plan.config, params, operands)?;
-            }
+            _ => stream.launch::<AttentionFwd>(kernel, config, plan, operands)?,
         }
         Ok(())
     }

@@ -143,28 +143,23 @@ fn kernels_find_every_tile_and_its_columns() {
             })
         };
         let kernel = manifest::kernels().iter().find(fits).unwrap();
-        let m = plan(
-            kernel,
-            &AttentionProblem { types: ElementTypes::all(DType::F16), ..problem },
-            &h200,
-        )
-        .unwrap()
-        .params
-        .base()
-        .block_mask;
-        assert_eq!((m.groups_per_batch, m.heads_per_group * heads as i32), (0, heads_q));
+        let types = ElementTypes::all(DType::F16);
+        let plan = plan(kernel, &AttentionProblem { types, ..problem }, &h200).unwrap();
+        let [block_q, _] = plan.plan.scalars.blocks;
+        // As the launch writes them from the lists.
+        let (groups_per_batch, heads_per_group) = (0, heads_q / heads as i32);
         let [row_ptr, col_idx, row_order, cu_rows] =
             [packed.row_ptr(), packed.col_idx(), packed.row_order(), packed.cu_rows().unwrap()]
                 .map(read);
-        assert_eq!(cu_rows.last(), Some(&m.rows));
+        let rows_of_all = *cu_rows.last().unwrap();
 
-        let tiles_per_row = m.block_q / tile_q as i32;
+        let tiles_per_row = block_q / tile_q as i32;
         // The grid of portable kernels is for the longest sequence; Hopper kernels count the tiles
         // of each sequence.
-        let tiles = (max_q as i32 + m.block_q - 1) / m.block_q * tiles_per_row;
+        let tiles = (max_q as i32 + block_q - 1) / block_q * tiles_per_row;
         for (entry, head) in (0..6).flat_map(|entry| (0..heads_q).map(move |head| (entry, head))) {
             let (first, rows) = (cu_rows[entry], cu_rows[entry + 1] - cu_rows[entry]);
-            let group = entry as i32 * m.groups_per_batch + head / m.heads_per_group;
+            let group = entry as i32 * groups_per_batch + head / heads_per_group;
             let mut lengths = Vec::new();
             let mut taken: Vec<i32> = (0..tiles)
                 .map(|turn| {
@@ -172,8 +167,8 @@ fn kernels_find_every_tile_and_its_columns() {
                     if place >= rows {
                         return turn;
                     }
-                    let row = row_order[(group * m.rows + first + place) as usize];
-                    let at = (group * (m.rows + 1) + first + row) as usize;
+                    let row = row_order[(group * rows_of_all + first + place) as usize];
+                    let at = (group * (rows_of_all + 1) + first + row) as usize;
                     let columns = &col_idx[row_ptr[at] as usize..row_ptr[at + 1] as usize];
                     let expected =
                         packed.row(entry, head as usize * heads / 4, row as usize).unwrap();
@@ -189,7 +184,7 @@ fn kernels_find_every_tile_and_its_columns() {
             taken.sort_unstable();
             assert_eq!(taken, (0..tiles).collect::<Vec<_>>());
             // Those of the rows that are there hold all queries.
-            assert!(rows * m.block_q >= LENGTHS[entry][0] as i32);
+            assert!(rows * block_q >= LENGTHS[entry][0] as i32);
         }
     }
 }
@@ -214,9 +209,7 @@ fn plans_say_how_the_mask_is_read() {
         }
         let problem = AttentionProblem { types: tile.types, ..problem };
         let plan = plan(kernel, &as_asked(problem, &tile), &gpu(9, 0)).unwrap();
-        let m = plan.params.base().block_mask;
-        assert!(m.row_ptr.is_null() && m.cu_rows.is_null());
-        assert_eq!([m.rows, m.groups_per_batch, m.heads_per_group], [8, 0, 4]);
+        assert_eq!(plan.plan.scalars.blocks, [256; 2]);
         // As many tiles as if all sequences were the longest: two rows, for 8 heads of 6 sequences.
         let tiles = 2 * (256 / tile.block_q) * 8 * 6;
         let stay = match kernel.variant {

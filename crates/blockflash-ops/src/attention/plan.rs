@@ -1,50 +1,25 @@
-use super::{AttentionProblem, Strides, block_mask, score_params};
-use crate::check::{grid_of, grid_x, to_i32, to_i64};
+use super::{AttentionProblem, Strides, score_params};
+use crate::check::{grid_of, grid_x, to_i32};
 use crate::selection::{fits, tile_of};
 use crate::{Error, Result};
-use blockflash_safe::{CudaProperties, LaunchConfig};
+use blockflash_safe::{AttentionFwdPlan, AttentionScalars, CudaProperties, LaunchConfig};
 use blockflash_sys::Kernel;
-use blockflash_sys::params::{
-    BLOCKFLASH_WINDOW_UNBOUNDED, blockflash_attention_fwd_params,
-    blockflash_attention_fwd_tma_params, blockflash_tensor_map,
-};
-use std::ptr::{null, null_mut};
+use blockflash_sys::params::{BLOCKFLASH_WINDOW_UNBOUNDED, blockflash_window};
 
 /// Bytes of keys and values that should stay in L2 while the CTAs work on them: about two thirds of
 /// the L2 of the GPUs that have tensor maps.
 const L2_BYTES: f64 = 34e6;
 
-/// The kernel argument, with null pointers and zeroed tensor maps.
-#[derive(Clone, Copy, Debug)]
-#[expect(clippy::large_enum_variant, reason = "plain data, made for one launch")]
-pub enum AttentionParams {
-    /// For the kernels without tensor maps.
-    Portable(blockflash_attention_fwd_params),
-    /// For the Hopper kernels with tensor maps.
-    Hopper(blockflash_attention_fwd_tma_params),
-}
-
-impl AttentionParams {
-    /// The fields that both have in common.
-    pub fn base(&self) -> &blockflash_attention_fwd_params {
-        match self {
-            AttentionParams::Portable(params) => params,
-            AttentionParams::Hopper(params) => &params.base,
-        }
-    }
-}
-
-/// A launch as plain data, without pointers.
+/// A launch as plain data. Sizes, strides and pointers come from the tensors.
 #[derive(Clone, Copy, Debug)]
 pub struct AttentionPlan {
-    /// The kernel argument.
-    pub params: AttentionParams,
+    /// What the tensors do not say.
+    pub plan: AttentionFwdPlan,
     /// Grid, block and shared memory.
     pub config: LaunchConfig,
 }
 
-/// Fills the kernel argument and the launch configuration of `kernel` for a problem that it accepts
-/// on this GPU.
+/// Plans the launch of `kernel` for a problem that it accepts on this GPU.
 ///
 /// # Errors
 /// [`Error::Misaligned`] for a stride that is not a multiple of 8 elements, [`Error::TooLarge`] for
@@ -81,78 +56,39 @@ pub(super) fn planned(
     };
     // Pairs of block rows count as two: a CTA that finds none ends at once.
     let tiles = grid_x(&[tiles_q, problem.num_heads_q / tile.heads as usize, problem.batch])?;
-    let base = base_params(problem)?;
+    let scalars = scalars(problem)?;
     let blocks = grid_of(kernel, tiles as usize, gpu)?;
     let config = LaunchConfig::of(kernel, blocks, kernel.waits_for_predecessor());
-    let params = match kernel.family().is_persistent() {
-        true => {
-            let tiles_per_head = tiles_q.div_ceil(tile.heads as usize);
-            let sections =
-                heads_per_section(&base, problem.packed.is_some(), blocks, tiles_per_head);
-            AttentionParams::Hopper(hopper_params(base, sections))
-        }
-        false => AttentionParams::Portable(base),
+    let tiles_per_head = tiles_q.div_ceil(tile.heads as usize);
+    let (window, packed) = (&scalars.scores.window, problem.packed.is_some());
+    let heads_per_section = match kernel.family().is_persistent() {
+        true => heads_per_section(problem, window, packed, blocks, tiles_per_head),
+        false => 0,
     };
-    Ok(AttentionPlan { params, config })
+    let heads_per_section = to_i32("num_heads_q", heads_per_section)?;
+    Ok(AttentionPlan { plan: AttentionFwdPlan { scalars, heads_per_section }, config })
 }
 
-/// The sizes, strides and factors of a problem, with null pointers.
-pub(crate) fn base_params(problem: &AttentionProblem) -> Result<blockflash_attention_fwd_params> {
-    let stride = |value| to_i64("stride", value);
-    Ok(blockflash_attention_fwd_params {
-        q: null(),
-        k: null(),
-        v: null(),
-        o: null_mut(),
-        lse: null_mut(),
-        cu_seqlens_q: null(),
-        cu_seqlens_kv: null(),
-        q_stride_batch: stride(problem.q.batch)?,
-        q_stride_seq: stride(problem.q.seq)?,
-        q_stride_head: stride(problem.q.head)?,
-        k_stride_batch: stride(problem.k.batch)?,
-        k_stride_seq: stride(problem.k.seq)?,
-        k_stride_head: stride(problem.k.head)?,
-        v_stride_batch: stride(problem.v.batch)?,
-        v_stride_seq: stride(problem.v.seq)?,
-        v_stride_head: stride(problem.v.head)?,
-        o_stride_batch: stride(problem.o.batch)?,
-        o_stride_seq: stride(problem.o.seq)?,
-        o_stride_head: stride(problem.o.head)?,
-        lse_stride_batch: stride(problem.lse.map_or(0, |lse| lse.batch))?,
-        lse_stride_head: stride(problem.lse.map_or(0, |lse| lse.head))?,
-        batch: to_i32("batch", problem.batch)?,
-        num_heads_q: to_i32("num_heads_q", problem.num_heads_q)?,
-        num_heads_kv: to_i32("num_heads_kv", problem.num_heads_kv)?,
-        seqlen_q: to_i32("seqlen_q", problem.seqlen_q)?,
-        seqlen_kv: to_i32("seqlen_kv", problem.seqlen_kv)?,
-        total_q: to_i32("total_q", problem.packed.map_or(0, |packed| packed.total_q))?,
-        total_kv: to_i32("total_kv", problem.packed.map_or(0, |packed| packed.total_kv))?,
-        head_dim_qk: to_i32("head_dim", problem.head_dims.qk)?,
-        head_dim_v: to_i32("head_dim", problem.head_dims.v)?,
-        scores: score_params(problem),
-        block_mask: block_mask::params(
-            problem.block_mask.as_ref(),
-            problem.seqlen_q,
-            problem.num_heads_q,
-        )?,
-    })
-}
-
-pub(crate) fn hopper_params(
-    base: blockflash_attention_fwd_params,
-    heads_per_section: i32,
-) -> blockflash_attention_fwd_tma_params {
-    let unused = blockflash_tensor_map { opaque: [0; 16] };
-    blockflash_attention_fwd_tma_params {
-        q: unused,
-        k: unused,
-        v: unused,
-        o: unused,
-        base,
-        tile_counter: null_mut(),
-        heads_per_section,
+/// What the tensors of a problem do not say, after checks of what kernels count in 32 bits.
+pub(crate) fn scalars(problem: &AttentionProblem) -> Result<AttentionScalars> {
+    for (what, size) in [
+        ("batch", problem.batch),
+        ("num_heads_q", problem.num_heads_q),
+        ("num_heads_kv", problem.num_heads_kv),
+        ("head_dim", problem.head_dims.max()),
+        ("total_q", problem.packed.map_or(0, |packed| packed.total_q)),
+        ("total_kv", problem.packed.map_or(0, |packed| packed.total_kv)),
+        ("block_mask", problem.block_mask.map_or(0, |mask| mask.rows(problem.seqlen_q))),
+    ] {
+        to_i32(what, size)?;
     }
+    let size = |size: u32| to_i32("block_mask", size as usize);
+    let blocks = problem.block_mask.map_or([0; 2], |mask| [mask.block_q, mask.block_kv]);
+    Ok(AttentionScalars {
+        scores: score_params(problem),
+        longest: [to_i32("seqlen_q", problem.seqlen_q)?, to_i32("seqlen_kv", problem.seqlen_kv)?],
+        blocks: [size(blocks[0])?, size(blocks[1])?],
+    })
 }
 
 /// Number of heads that are computed together. Under a window or a block mask tiles take unequal
@@ -163,32 +99,32 @@ pub(crate) fn hopper_params(
 /// from device memory and the others from L2, so with more heads memory would have too much to do
 /// in turn with too little: short causal sequences were 12 % slower.
 pub(crate) fn heads_per_section(
-    base: &blockflash_attention_fwd_params,
+    problem: &AttentionProblem,
+    window: &blockflash_window,
     packed: bool,
     ctas: u32,
     tiles_per_head: usize,
-) -> i32 {
-    let group = (base.num_heads_q / base.num_heads_kv.max(1)).max(1);
-    let window = &base.scores.window;
+) -> usize {
+    let group = (problem.num_heads_q / problem.num_heads_kv.max(1)).max(1);
     let windowless = [window.left, window.right] == [BLOCKFLASH_WINDOW_UNBOUNDED; 2];
-    if windowless && base.block_mask.rows == 0 {
+    let masked = problem.block_mask.is_some();
+    if windowless && !masked {
         return group;
     }
-    let row_bytes = 2.0 * (f64::from(base.head_dim_qk) + f64::from(base.head_dim_v));
-    let bytes_per_group = f64::from(base.seqlen_kv) * row_bytes;
+    let row_bytes = 2.0 * (problem.head_dims.qk as f64 + problem.head_dims.v as f64);
+    let bytes_per_group = problem.seqlen_kv as f64 * row_bytes;
     // CTAs on arbitrary blocks do not read them at the same time. Sections of half the size were
     // measured to be faster.
-    let bytes = if base.block_mask.rows > 0 { L2_BYTES / 2.0 } else { L2_BYTES };
-    let mut groups = (bytes / bytes_per_group.max(1.0)).max(1.0) as i32;
-    if base.block_mask.rows == 0 {
-        let tiles_per_group = tiles_per_head.max(1).saturating_mul(group as usize);
-        groups = groups.min((2 * ctas as usize / tiles_per_group).max(1) as i32);
+    let bytes = if masked { L2_BYTES / 2.0 } else { L2_BYTES };
+    let mut groups = (bytes / bytes_per_group.max(1.0)).max(1.0) as usize;
+    if !masked {
+        let tiles_per_group = tiles_per_head.max(1).saturating_mul(group);
+        groups = groups.min((2 * ctas as usize / tiles_per_group).max(1));
     }
-    let heads = base.num_heads_q.saturating_mul(if packed { 1 } else { base.batch });
+    let heads = problem.num_heads_q.saturating_mul(if packed { 1 } else { problem.batch });
     // Equal sections: a smaller last one would leave SMs without tiles.
     let all = (heads / group).max(1);
-    let sections = all / groups + i32::from(all % groups != 0);
-    (all / sections + i32::from(all % sections != 0)) * group
+    all.div_ceil(all.div_ceil(groups)) * group
 }
 
 /// Checks the strides of tensors with these numbers of batch entries, rows of a sequence and heads.

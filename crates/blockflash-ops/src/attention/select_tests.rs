@@ -1,4 +1,4 @@
-use super::super::{Align, AttentionParams, Mask, plan};
+use super::super::{Align, Mask, plan};
 use super::*;
 use crate::fixtures::{gpu, gpus};
 use crate::selection::select_among;
@@ -172,7 +172,7 @@ fn every_kernel_has_a_plan() {
         let asks = tile.lse.suits(true);
         let plan = plan(kernel, if asks { &with } else { &without }, &gpu(9, 0)).unwrap();
         let tiles = 300u32.div_ceil(tile.block_q) * (8 / tile.heads) * 2;
-        let hopper = matches!(plan.params, AttentionParams::Hopper(_));
+        let hopper = plan.plan.heads_per_section > 0;
         assert_eq!(plan.config.grid, [if hopper { tiles.min(108) } else { tiles }, 1, 1]);
         assert_eq!(hopper, kernel.family().counts_tiles());
         assert_eq!(plan.config.programmatic_dependent_launch, kernel.target == Target::Sm90a);
@@ -181,32 +181,10 @@ fn every_kernel_has_a_plan() {
             (kernel.threads(), kernel.smem_bytes())
         );
         assert_eq!(plan.config.cluster, None);
-        let p = plan.params.base();
-        assert!(
-            p.q.is_null()
-                && p.o.is_null()
-                && p.lse.is_null()
-                && p.scores.sink.is_null()
-                && p.cu_seqlens_q.is_null()
-        );
-        assert_eq!(
-            [p.batch, p.num_heads_q, p.num_heads_kv, p.seqlen_q, p.seqlen_kv],
-            [2, 8, 2, 300, 500]
-        );
-        let HeadDims { qk, v } = tile.head_dims;
-        assert_eq!([p.head_dim_qk as usize, p.head_dim_v as usize], [qk, v]);
-        let head_dim = qk as i64;
-        assert_eq!(
-            [p.q_stride_batch, p.q_stride_seq, p.q_stride_head],
-            [300 * 8 * head_dim, 8 * head_dim, head_dim]
-        );
-        assert_eq!(
-            [p.v_stride_batch, p.v_stride_seq, p.v_stride_head],
-            [500 * 2 * head_dim, 2 * head_dim, head_dim]
-        );
-        let lse_strides = if asks { [8 * 300, 300] } else { [0; 2] };
-        assert_eq!([p.lse_stride_batch, p.lse_stride_head], lse_strides);
-        assert_eq!([p.total_q, p.total_kv], [0; 2], "not packed");
+        let p = &plan.plan.scalars;
+        assert!(p.scores.sink.is_null());
+        assert_eq!((p.longest, p.blocks), ([300, 500], [0; 2]));
+        let qk = tile.head_dims.qk;
         let window = &p.scores.window;
         assert_eq!([window.left, window.right], [BLOCKFLASH_WINDOW_UNBOUNDED; 2]);
         assert_eq!((window.align_bottom_right, p.scores.softcap), (0, 0.0));
@@ -226,7 +204,7 @@ fn masks_become_windows() {
             ..problem
         };
         let plan = plan(kernel, &problem, &gpu(9, 0)).unwrap();
-        let p = plan.params.base();
+        let p = &plan.plan.scalars;
         assert_eq!(p.scores.softcap, 7.0);
         let window = &p.scores.window;
         (window.left, window.right, window.align_bottom_right)
@@ -292,11 +270,7 @@ fn unequal_head_dims_take_a_tile_that_covers_both() {
         let tile = kernel.attention_tile().unwrap();
         assert_eq!(tile.head_dims, of_widest.head_dims, "{head_dims} on {}", gpu.name);
         let plan = plan(kernel, &problem, &gpu).unwrap();
-        let p = plan.params.base();
-        assert_eq!([p.head_dim_qk, p.head_dim_v], [qk as i32, v as i32]);
-        let (qk, v) = (qk as i64, v as i64);
-        assert_eq!([p.q_stride_seq, p.k_stride_seq], [8 * qk, 2 * qk]);
-        assert_eq!([p.v_stride_seq, p.o_stride_seq], [2 * v, 8 * v]);
+        let p = &plan.plan.scalars;
         assert_eq!(p.scores.scale, (1.0 / (qk as f64).sqrt()) as f32);
     }
 }

@@ -86,7 +86,7 @@ impl Grid {
         }
     }
 
-    /// Estimated time with so many parts, in units of a tile's.
+    /// Estimated time with this number of parts, in units of a tile's.
     fn time(&self, count: usize) -> f64 {
         let [mean, most] = self.visited;
         let longest = self.group.div_ceil(count) as f64 * most + BLOCK;

@@ -1,7 +1,7 @@
 use super::AttentionBackwardProblem;
 use super::parts::parts;
-use crate::attention::{Strides, base_params, block_mask_params, check_strides};
-use crate::check::{grid_of, grid_x, to_i64};
+use crate::attention::{check_strides, scalars};
+use crate::check::{grid_of, grid_x};
 use crate::selection::{accepts, select, tile_of};
 use crate::{Error, Result};
 use blockflash_safe::{
@@ -9,11 +9,8 @@ use blockflash_safe::{
     attention_bwd_part_values, attention_bwd_workspace,
 };
 use blockflash_sys::manifest::{AttentionBwdStep as Step, AttentionBwdTile};
-use blockflash_sys::params::{
-    BLOCKFLASH_WINDOW_UNBOUNDED, blockflash_attention_bwd_params, blockflash_attention_fwd_params,
-};
+use blockflash_sys::params::{BLOCKFLASH_WINDOW_UNBOUNDED, blockflash_window};
 use blockflash_sys::{HeadDims, Kernel};
-use std::ptr::{null, null_mut};
 
 /// Heads of keys whose blocks start together where dq is summed and every block of keys visits all
 /// queries. Blocks of one head start one step apart, so several heads share that delay; under a
@@ -25,7 +22,8 @@ const HEADS_PER_SECTION: usize = 8;
 
 /// Below this many keys a step is a good part of what a block takes, so sections have all heads
 /// whose sums fit into that part of L2, and enough that a block starts about `STEPS_APART` steps
-/// after the one before it. Measured on an H200 with 512 keys at head_dim 64: within 2 % from 1 to 4.
+/// after the one before it. Measured on an H200 with 512 keys at head_dim 64: within 2 % from 1 to
+/// 4.
 const SHORT: usize = 1024;
 const STEPS_APART: usize = 2;
 
@@ -38,7 +36,7 @@ const ASCENDING_ROUNDS: usize = 3;
 /// The kernels of a backward pass in the order of their launches.
 #[derive(Clone, Debug)]
 pub struct AttentionBackwardPlan<'k> {
-    /// The argument of all kernels, without pointers.
+    /// What the tensors do not say.
     pub plan: AttentionBwdPlan,
     /// Each kernel with its grid, block and shared memory.
     pub launches: Vec<(&'k Kernel, LaunchConfig)>,
@@ -180,16 +178,17 @@ pub fn plan<'k>(
         ("dv", problem.dv, keys),
     ])?;
     let (kernels, parts) = kernels(kernel, problem, gpu)?;
-    let params = params(problem)?;
+    let scalars = scalars(forward)?;
     let summing = kernels
         .iter()
         .filter_map(|kernel| kernel.attention_bwd_tile())
         .find(|tile| tile.step == Step::KeysAndSums);
     let heads = forward.batch * forward.num_heads_kv * parts_of_each(parts);
-    let section =
-        |tile: AttentionBwdTile| heads_per_section(&tile, problem, heads, &params.base, gpu);
+    let section = |tile: AttentionBwdTile| {
+        heads_per_section(&tile, problem, heads, &scalars.scores.window, gpu)
+    };
     let plan = AttentionBwdPlan {
-        params,
+        scalars,
         sums_head_dim: summing.map(|tile| tile.head_dims.qk),
         heads_per_section: summing.map_or(1, section) as i32,
         parts,
@@ -229,11 +228,11 @@ fn heads_per_section(
     tile: &AttentionBwdTile,
     problem: &AttentionBackwardProblem,
     all: usize,
-    base: &blockflash_attention_fwd_params,
+    window: &blockflash_window,
     gpu: &CudaProperties,
 ) -> usize {
     let forward = &problem.forward;
-    if base.scores.window.right == BLOCKFLASH_WINDOW_UNBOUNDED {
+    if window.right == BLOCKFLASH_WINDOW_UNBOUNDED {
         let tiles = forward.seqlen_q.div_ceil(tile.block_q as usize).max(1);
         let apart = STEPS_APART * gpu.multiprocessors as usize / tiles;
         let short = forward.seqlen_kv < SHORT;
@@ -245,8 +244,7 @@ fn heads_per_section(
         };
         return together.min(all);
     }
-    let triangle =
-        base.scores.window.left == BLOCKFLASH_WINDOW_UNBOUNDED && forward.packed.is_none();
+    let triangle = window.left == BLOCKFLASH_WINDOW_UNBOUNDED && forward.packed.is_none();
     let tiles = forward.seqlen_kv.div_ceil(tile.block_kv as usize).max(1);
     let multiprocessors = gpu.multiprocessors as usize;
     let rounds = ASCENDING_ROUNDS * multiprocessors / tiles;
@@ -296,49 +294,6 @@ fn blocks(
         }
         Step::Queries => grid_x(&[tiles_q(), forward.num_heads_q, forward.batch]),
     }
-}
-
-/// The argument of all kernels, without pointers.
-fn params(problem: &AttentionBackwardProblem) -> Result<blockflash_attention_bwd_params> {
-    let forward = &problem.forward;
-    let strides = |Strides { batch, seq, head }| -> Result<[i64; 3]> {
-        let stride = |value| to_i64("stride", value);
-        Ok([stride(batch)?, stride(seq)?, stride(head)?])
-    };
-    let [d_o, dq, dk, dv] = [problem.d_o, problem.dq, problem.dk, problem.dv].map(strides);
-    let ([d_o, dq], [dk, dv]) = ([d_o?, dq?], [dk?, dv?]);
-    let [_, rows] = statistics(problem).unwrap_or_default();
-    let of_batch = if forward.packed.is_some() { 0 } else { rows * forward.num_heads_q };
-    Ok(blockflash_attention_bwd_params {
-        base: base_params(forward)?,
-        d_o: null(),
-        dq: null_mut(),
-        dk: null_mut(),
-        dv: null_mut(),
-        d_sink: null_mut(),
-        negative_logs: null_mut(),
-        deltas: null_mut(),
-        semaphores: null_mut(),
-        d_o_stride_batch: d_o[0],
-        d_o_stride_seq: d_o[1],
-        d_o_stride_head: d_o[2],
-        dq_stride_batch: dq[0],
-        dq_stride_seq: dq[1],
-        dq_stride_head: dq[2],
-        dk_stride_batch: dk[0],
-        dk_stride_seq: dk[1],
-        dk_stride_head: dk[2],
-        dv_stride_batch: dv[0],
-        dv_stride_seq: dv[1],
-        dv_stride_head: dv[2],
-        statistics_stride_batch: to_i64("workspace", of_batch)?,
-        statistics_stride_head: to_i64("workspace", rows)?,
-        block_mask_t: block_mask_params(
-            problem.transpose.as_ref(),
-            forward.seqlen_kv,
-            forward.num_heads_q,
-        )?,
-    })
 }
 
 #[cfg(test)]

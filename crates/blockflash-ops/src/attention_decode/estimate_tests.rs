@@ -28,7 +28,7 @@ fn chosen(problem: &AttentionDecodeProblem) -> (u32, i32, u32) {
         super::super::CacheTile::Few(tile) => tile.rows,
         _ => 64,
     };
-    (rows, plan.params.splits, plan.config.cluster.map_or(1, |[size, ..]| size))
+    (rows, plan.scalars.splits, plan.config.cluster.map_or(1, |[size, ..]| size))
 }
 
 /// Each is within a few percent of the fastest division that was measured on an H200.
@@ -57,8 +57,8 @@ fn a_workspace_serves_every_batch_and_length() {
                 let kernel = select(&problem, &h200()).unwrap();
                 needs.push(workspace_bytes(kernel, &problem, &h200()).unwrap());
                 let plan = plan(kernel, &problem, &h200()).unwrap();
-                let results = plan.params.items as usize * plan.params.partial_rows as usize;
-                assert!(plan.params.splits == 1 || results * (head_dim + 2) * 4 <= needs[0]);
+                let results = plan.items * plan.partial_rows;
+                assert!(plan.scalars.splits == 1 || results * (head_dim + 2) * 4 <= needs[0]);
             }
         }
         assert!(needs.iter().all(|&bytes| bytes == needs[0]), "{needs:?}");

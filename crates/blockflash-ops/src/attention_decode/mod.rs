@@ -37,7 +37,6 @@ use crate::{Error, Result};
 use blockflash_safe::{
     CudaProperties, Device, KvCacheViews, Stream, Tensor, TurnedQueries, View, ViewMut,
 };
-use blockflash_sys::params::blockflash_attention_decode_runs_params;
 use blockflash_sys::{DType, Kernel, manifest};
 
 /// Attention of the last tokens of each sequence to the keys and values in a cache: what
@@ -336,20 +335,17 @@ impl Steps for AttentionDecode<'_> {
             block_table: cache.block_table,
             seqused: cache.seqused_kv,
         };
-        if let Some((kernel, PrefillPlan { params, config })) = many {
+        if let Some((kernel, PrefillPlan { plan, config })) = many {
             let operands = self.operands(cache, o.reborrow(), lse.as_mut().map(ViewMut::reborrow));
-            stream.launch::<manifest::AttentionCacheHopper>(kernel, config, params, operands)?;
+            stream.launch::<manifest::AttentionCacheHopper>(kernel, config, plan, operands)?;
         }
-        if let Some((kernel, AttentionDecodePlan { params, run, even_ctas, config })) = few {
+        if let Some((kernel, AttentionDecodePlan { scalars, config, .. })) = few {
             let operands = self.operands(cache, o, lse);
             if matches!(kernel.variant, manifest::Variant::AttentionDecodeHopper(_)) {
-                let (run, even_ctas) = (*run, *even_ctas);
-                let params =
-                    blockflash_attention_decode_runs_params { base: *params, run, even_ctas };
                 stream
-                    .launch::<manifest::AttentionDecodeHopper>(kernel, config, &params, operands)?;
+                    .launch::<manifest::AttentionDecodeHopper>(kernel, config, scalars, operands)?;
             } else {
-                stream.launch::<manifest::AttentionDecode>(kernel, config, params, operands)?;
+                stream.launch::<manifest::AttentionDecode>(kernel, config, scalars, operands)?;
             }
         }
         Ok(())

@@ -1,31 +1,29 @@
 use super::division::divided;
 use super::estimate::most_room;
-use super::params::params;
+use super::params::scalars;
 use super::select::{is_many, others};
 use super::tile::{Tile, split_tile};
 use super::{AttentionDecodeProblem, AttentionDecodeWorkspace};
-use crate::check::{persistent_grid, to_i32};
+use crate::check::persistent_grid;
 use crate::selection::{fits, tile_of, unsupported};
 use crate::{Error, Result};
-use blockflash_safe::{CudaProperties, LaunchConfig};
+use blockflash_safe::{AttentionDecodeScalars, CudaProperties, LaunchConfig};
 use blockflash_sys::Kernel;
-use blockflash_sys::params::blockflash_attention_decode_params;
 
-/// A launch as plain data, without pointers.
+/// A launch as plain data. Sizes, strides and pointers come from the tensors.
 #[derive(Clone, Copy, Debug)]
 pub struct AttentionDecodePlan {
-    /// The kernel argument.
-    pub params: blockflash_attention_decode_params,
-    /// Splits of an item, where a kernel takes several.
-    pub run: i32,
-    /// CTAs among which a kernel that counts lengths divides all keys; 0 if it does not.
-    pub even_ctas: i32,
+    /// What the tensors do not say.
+    pub scalars: AttentionDecodeScalars,
+    /// Items of all row tiles of all heads that the call can have.
+    pub items: usize,
+    /// Rows of a tile that can be in use.
+    pub partial_rows: usize,
     /// Grid, block and shared memory.
     pub config: LaunchConfig,
 }
 
-/// Fills the kernel argument and the launch configuration of `kernel` for a problem that it accepts
-/// on this GPU.
+/// Plans the launch of `kernel` for a problem that it accepts on this GPU.
 ///
 /// # Errors
 /// [`Error::Misaligned`] for a stride that is not a multiple of 8 elements, [`Error::TooLarge`] for
@@ -63,8 +61,9 @@ pub(super) fn plan_few(
             ..LaunchConfig::of(kernel, clusters * size, waits)
         },
     };
-    let (run, even_ctas) = (to_i32("run", division.run)?, to_i32("CTAs", division.even_ctas)?);
-    Ok(AttentionDecodePlan { params: params(problem, &division)?, run, even_ctas, config })
+    let (items, partial_rows) = (division.items, division.partial_rows);
+    let scalars = scalars(problem, &division)?;
+    Ok(AttentionDecodePlan { scalars, items, partial_rows, config })
 }
 
 fn few_tile(

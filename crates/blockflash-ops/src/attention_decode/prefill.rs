@@ -5,22 +5,22 @@ use super::AttentionDecodeProblem;
 use super::select::others;
 use super::tile::CacheTile;
 use crate::Result;
-use crate::attention::{AttentionProblem, base_params, heads_per_section, hopper_params};
+use crate::attention::{heads_per_section, score_params};
 use crate::check::{grid_of, grid_x, to_i32};
 use crate::selection::{fits, tile_of};
-use blockflash_safe::{CudaProperties, LaunchConfig};
+use blockflash_safe::{AttentionCachePlan, CudaProperties, LaunchConfig};
 use blockflash_sys::Kernel;
 use blockflash_sys::manifest::AttentionDecodeHopper;
-use blockflash_sys::params::blockflash_attention_cache_params;
 
 /// Slots of the boxes that TMA loads at least.
 const FEWEST_SLOTS: usize = 16;
 
-/// A launch for sequences with many queries as plain data, without pointers.
+/// A launch for sequences with many queries as plain data. Sizes, strides and pointers come from
+/// the tensors.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct PrefillPlan {
-    /// The kernel argument.
-    pub(super) params: blockflash_attention_cache_params,
+    /// What the tensors do not say.
+    pub(super) plan: AttentionCachePlan,
     /// Grid, block and shared memory.
     pub(super) config: LaunchConfig,
 }
@@ -38,10 +38,10 @@ pub(super) fn plan_prefill(
 ) -> Result<PrefillPlan> {
     fits(kernel, problem, gpu)?;
     let tile = tile_of::<AttentionDecodeProblem>(kernel, &gpu.compute_capability)?;
+    let (attention, cache) = (&problem.attention, &problem.cache);
     // The output holds the queries after they are turned.
-    let q = if problem.rotary.is_some() { problem.attention.o } else { problem.attention.q };
-    let (attention, cache) = (&AttentionProblem { q, ..problem.attention }, &problem.cache);
-    problem.check_strides(attention.q)?;
+    let q = if problem.rotary.is_some() { attention.o } else { attention.q };
+    problem.check_strides(q)?;
     let (block_q, block_kv) = match tile {
         CacheTile::Many(tile) => (tile.tile.block_q() as usize, tile.tile.block_kv as usize),
         CacheTile::Few(tile) => (tile.rows as usize, FEWEST_SLOTS),
@@ -51,16 +51,17 @@ pub(super) fn plan_prefill(
     let tiles = grid_x(&[tiles_q, attention.num_heads_q, attention.batch])?;
     let blocks = grid_of(kernel, tiles as usize, gpu)?;
     let fewest_queries = others(kernel, problem, gpu)?.map_or(0, |(_, most)| most + 1);
-    let base = base_params(attention)?;
+    let scores = score_params(attention);
     // Sequences have lengths of their own, so sections of heads are within one.
-    let sections = heads_per_section(&base, true, blocks, tiles_q);
-    let params = blockflash_attention_cache_params {
-        fwd: hopper_params(base, sections),
-        cache: cache.params()?,
+    let sections = heads_per_section(attention, &scores.window, true, blocks, tiles_q);
+    let plan = AttentionCachePlan {
+        scores,
+        longest: to_i32("seqlen_q", attention.seqlen_q)?,
+        heads_per_section: to_i32("num_heads_q", sections)?,
         fewest_queries: to_i32("seqlen_q", fewest_queries)?,
         box_rows: to_i32("box", box_rows(cache.page_size, cache.capacity, block_kv))?,
     };
-    Ok(PrefillPlan { params, config: LaunchConfig::of(kernel, blocks, true) })
+    Ok(PrefillPlan { plan, config: LaunchConfig::of(kernel, blocks, true) })
 }
 
 /// Slots that one TMA load takes: as many as a key tile and a page have in whole parts. The only

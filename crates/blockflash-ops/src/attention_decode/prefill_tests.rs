@@ -48,7 +48,7 @@ fn packed_sequences_have_two_launches() {
     let equal = problem(512, 32, 128);
     let kernel = select(&equal, &hopper).unwrap();
     let alone = plan_all(kernel, &equal, &hopper).unwrap();
-    assert!(alone.few.is_none() && alone.many.unwrap().1.params.fewest_queries == 0);
+    assert!(alone.few.is_none() && alone.many.unwrap().1.plan.fewest_queries == 0);
     assert_eq!(workspace_bytes(kernel, &equal, &hopper).unwrap(), 0);
 
     let mut packed = equal;
@@ -57,10 +57,10 @@ fn packed_sequences_have_two_launches() {
     let ((_, many), (other, of_others)) = (both.many.unwrap(), both.few.unwrap());
     assert_eq!(other, few(&packed, &hopper).unwrap());
     // Together they take every number of queries once.
-    assert_eq!((many.params.fewest_queries, of_others.params.most_queries), (256, 255));
-    assert_eq!(of_others.params.seqlen_q, 512);
+    assert_eq!((many.plan.fewest_queries, of_others.scalars.most_queries), (256, 255));
+    assert_eq!(of_others.scalars.longest, 512);
     let bytes = workspace_bytes(kernel, &packed, &hopper).unwrap();
-    assert!(bytes >= of_others.params.items as usize * 4);
+    assert!(bytes >= of_others.items * 4);
 }
 
 #[test]

@@ -249,10 +249,10 @@ fn gpus_have_kernels() {
                 }
                 _ => panic!("{}", kernel.symbol()),
             }
-            let AttentionDecodePlan { params, config, .. } = plan(kernel, &problem, &gpu).unwrap();
-            assert!(config.grid[0] as i32 <= params.items && params.cache.capacity == 1000);
+            let AttentionDecodePlan { items, config, .. } = plan(kernel, &problem, &gpu).unwrap();
+            assert!(config.grid[0] as usize <= items && problem.cache.capacity == 1000);
             let bytes = workspace_bytes(kernel, &problem, &gpu).unwrap();
-            assert!(bytes >= params.items as usize * 4);
+            assert!(bytes >= items * 4);
         }
         let message = |problem: &AttentionDecodeProblem| match select(problem, &gpu) {
             Err(Error::Unsupported { op: "attention_decode", what, .. }) => what,
@@ -302,12 +302,11 @@ fn unequal_head_dims_are_planned_but_not_rotated() {
             let few = others(kernel, &problem, &gpu).unwrap();
             let (few, most_queries) = few.unwrap_or((kernel, queries));
             let plan = plan_few(few, &problem, &gpu, most_queries).unwrap();
-            let (p, rows) = (&plan.params, plan.params.partial_rows as usize);
-            assert_eq!([p.head_dim_qk, p.head_dim_v], [qk as i32, v as i32]);
+            let p = &plan.scalars;
             let room = workspace_bytes(kernel, &problem, &gpu).unwrap();
-            let slots = (p.items as usize) << p.run_log2;
+            let slots = plan.items << p.run_log2;
             let one = p.splits == 1 && room == 0;
-            assert!(one || room >= slots * rows * (v + 2) * 4, "{}", gpu.name);
+            assert!(one || room >= slots * plan.partial_rows * (v + 2) * 4, "{}", gpu.name);
             let rotary = RotarySizes {
                 positions: 1024,
                 rotary_dim: qk,

@@ -5,14 +5,16 @@ mod plan;
 mod problem;
 mod select;
 
-pub use plan::{AttentionMergePlan, plan};
+pub use plan::plan;
 pub use problem::AttentionMergeProblem;
 pub use select::{accepts, select};
 
 use crate::Result;
 use crate::check::{Operand, aligned};
 use crate::operation::{Operation, Prepared, Steps};
-use blockflash_safe::{AttentionMergeOperands, CudaProperties, Stream, View, ViewMut};
+use blockflash_safe::{
+    AttentionMergeOperands, CudaProperties, LaunchConfig, Stream, View, ViewMut,
+};
 use blockflash_sys::Kernel;
 
 /// The attention of queries to all keys from their attention to parts of the keys: of the parts of
@@ -80,7 +82,7 @@ impl<'a> AttentionMerge<'a> {
 
 impl Steps for AttentionMerge<'_> {
     type Problem = AttentionMergeProblem;
-    type Plan = AttentionMergePlan;
+    type Plan = LaunchConfig;
     type Out<'o> = (ViewMut<'o>, Option<ViewMut<'o>>);
 
     fn is_empty(problem: &AttentionMergeProblem) -> bool {
@@ -101,21 +103,21 @@ impl Steps for AttentionMerge<'_> {
         kernel: &'static Kernel,
         problem: &AttentionMergeProblem,
         gpu: &CudaProperties,
-    ) -> Result<AttentionMergePlan> {
+    ) -> Result<LaunchConfig> {
         plan::plan(kernel, problem, gpu)
     }
 
     fn launch(
         &self,
         kernel: &Kernel,
-        AttentionMergePlan { params, config }: &AttentionMergePlan,
+        config: &LaunchConfig,
         _: &AttentionMergeProblem,
         (o, lse): Self::Out<'_>,
         stream: &Stream,
     ) -> Result<()> {
         aligned("o", &o.as_view())?;
         let operands = AttentionMergeOperands { parts: self.o, parts_lse: self.lse, o, lse };
-        stream.launch::<blockflash_safe::AttentionMerge>(kernel, config, params, operands)?;
+        stream.launch::<blockflash_safe::AttentionMerge>(kernel, config, &(), operands)?;
         Ok(())
     }
 

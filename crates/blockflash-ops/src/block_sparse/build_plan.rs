@@ -2,11 +2,11 @@
 
 use super::choice::{BlockChoice, BlockSource, list_length};
 use super::validate::Sizes;
-use crate::attention::{BlockMaskSizes, block_mask_params, window_params};
+use crate::attention::window_params;
 use crate::check::{grid_x, to_i32};
 use crate::selection::tile_of;
 use crate::{Error, Result};
-use blockflash_safe::LaunchConfig;
+use blockflash_safe::{LaunchConfig, NO_MASK};
 use blockflash_sys::Kernel;
 use blockflash_sys::params::{
     BLOCKFLASH_BLOCK_MASK_CHOOSE, BLOCKFLASH_BLOCK_MASK_LIST, BLOCKFLASH_BLOCK_SOURCE_BOOL,
@@ -41,17 +41,10 @@ pub(super) fn plan(
     if k > MAX_LIST {
         return Err(Error::TooLarge { what: "k", value: k, limit: MAX_LIST });
     }
-    let always = choice.always.map(|mask| BlockMaskSizes {
-        block_q: mask.block_q() as u32,
-        block_kv: mask.block_kv() as u32,
-        batch: mask.batch() as u32,
-        heads: mask.heads() as u32,
-        packed_rows: None,
-    });
     let limits = choice.mask.limits(geometry.seqlen_q(), geometry.seqlen_kv());
     let params = blockflash_block_mask_build_params {
         source: null(),
-        always: block_mask_params(always.as_ref(), geometry.seqlen_q(), heads)?,
+        always: NO_MASK,
         bits: null_mut(),
         lengths: null_mut(),
         slab_lengths: null_mut(),

@@ -1,4 +1,4 @@
-use super::super::{BlockGeometry, BlockMask};
+use super::super::BlockGeometry;
 use super::*;
 use crate::attention::Align;
 use crate::{Mask, Target};
@@ -54,22 +54,6 @@ fn scores_under_a_window() {
     // No row has more columns than there are.
     let choice = BlockChoice::new(scores(usize::MAX, &data));
     assert_eq!(plan(kernel(), &sizes(), &choice, 1).unwrap().0.k, 19);
-}
-
-#[test]
-fn blocks_that_are_always_visited() {
-    let data = vec![0f32; 2 * 3 * 40 * 19];
-    let Sizes { geometry, .. } = sizes();
-    for (batch, heads, expected) in [(1, 1, [0, 3]), (1, 3, [0, 1]), (2, 1, [1, 3]), (2, 3, [3, 1])]
-    {
-        let always =
-            BlockMask::from_parts(geometry, batch, heads, &vec![0; batch * heads * 41], &[])
-                .unwrap();
-        let choice = BlockChoice { always: Some(&always), ..BlockChoice::new(scores(1, &data)) };
-        let m = plan(kernel(), &sizes(), &choice, 1).unwrap().0.always;
-        assert_eq!([m.groups_per_batch, m.heads_per_group], expected);
-        assert_eq!([m.rows, m.block_q, m.block_kv], [40, 128, 64]);
-    }
 }
 
 #[test]

@@ -128,7 +128,7 @@ impl<'a> AppendKv<'a> {
 /// Queues a planned append, and the turning of queries that was planned with it.
 pub(crate) fn launch(
     kernel: &Kernel,
-    AppendKvPlan { params, config }: &AppendKvPlan,
+    AppendKvPlan { plan, config }: &AppendKvPlan,
     seqused: Option<View<'_>>,
     new: Option<(&AppendKv<'_>, KvCacheMut<'_>)>,
     queries: Option<TurnedQueries<'_>>,
@@ -144,7 +144,7 @@ pub(crate) fn launch(
         rotary: new.rotary.map(|rotary| [rotary.cos, rotary.sin]),
     });
     let operands = KvAppendOperands { seqused, new, queries };
-    stream.launch::<manifest::KvAppend>(kernel, config, params, operands)?;
+    stream.launch::<manifest::KvAppend>(kernel, config, plan, operands)?;
     Ok(())
 }
 

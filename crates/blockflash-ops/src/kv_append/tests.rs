@@ -148,10 +148,10 @@ fn gpus_have_kernels() {
         for (head_dim, dtype) in [(8, DType::F16), (72, DType::BF16), (512, DType::BF16)] {
             let problem = of(dtype, head_dim);
             let kernel = select(&problem, &gpu).unwrap();
-            let AppendKvPlan { params, config } = plan(kernel, &problem, &gpu).unwrap();
+            let AppendKvPlan { plan, config } = plan(kernel, &problem, &gpu).unwrap();
             assert_eq!(config.grid[0] as usize, (3 * 4 * 2 * head_dim / 8).div_ceil(256));
             assert_eq!(config.programmatic_dependent_launch, kernel.waits_for_predecessor());
-            assert_eq!((params.seqlen_new, params.cache.capacity), (4, 1000));
+            assert_eq!((plan.longest[0], plan.capacity), (4, 1000));
             assert_eq!(select_for(kernel.target, &problem, &gpu).unwrap(), kernel);
         }
         let message = |problem: &AppendKvProblem| select(problem, &gpu).unwrap_err().to_string();

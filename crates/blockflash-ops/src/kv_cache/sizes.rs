@@ -1,11 +1,9 @@
 use super::KvCache;
 use crate::attention::{MAX_SEQLEN, Strides, width_like};
-use crate::check::{Operand, to_i32, to_i64, vector};
+use crate::check::{Operand, to_i32, vector};
 use crate::{Error, Result};
 use blockflash_safe::View;
-use blockflash_sys::params::blockflash_kv_cache;
 use blockflash_sys::{DType, HeadDims};
-use std::ptr::null;
 
 /// Slots of a cache for kernels are less than this many elements apart.
 const NEAR: usize = 1 << 30;
@@ -70,27 +68,6 @@ impl CacheSizes {
             table,
             seqused_kv,
         }
-    }
-
-    /// Sizes and strides for kernels, with null pointers.
-    pub(crate) fn params(&self) -> Result<blockflash_kv_cache> {
-        let stride = |value| to_i64("stride", value);
-        Ok(blockflash_kv_cache {
-            k: null(),
-            v: null(),
-            block_table: null(),
-            seqused: null(),
-            k_stride_page: stride(self.k.batch)?,
-            k_stride_slot: stride(self.k.seq)?,
-            k_stride_head: stride(self.k.head)?,
-            v_stride_page: stride(self.v.batch)?,
-            v_stride_slot: stride(self.v.seq)?,
-            v_stride_head: stride(self.v.head)?,
-            block_table_stride: stride(self.table.map_or(0, |table| table.stride))?,
-            pages: to_i32("pages", self.pages)?,
-            page_size: to_i32("page_size", self.page_size)?,
-            capacity: to_i32("capacity", self.capacity)?,
-        })
     }
 
     /// Whether 16 keys from a multiple of 16 on are in one page. The only page of a sequence may be

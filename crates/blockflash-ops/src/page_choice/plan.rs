@@ -1,34 +1,30 @@
 use super::{ChoosePagesProblem, SummarizePagesProblem, SummarySizes};
 use crate::attention::{Strides, check_strides};
-use crate::check::{grid_x, persistent_grid, to_i32, to_i64};
+use crate::check::{grid_x, persistent_grid, to_i32};
 use crate::selection::fits;
 use crate::{Error, Result};
-use blockflash_safe::{CudaProperties, LaunchConfig};
+use blockflash_safe::{CudaProperties, LaunchConfig, PageChoicePlan, PageSummariesPlan};
 use blockflash_sys::Kernel;
-use blockflash_sys::params::{
-    blockflash_page_choice_params, blockflash_page_summaries, blockflash_page_summaries_params,
-};
-use std::ptr::{null, null_mut};
 
 /// CTAs of a choice that run on an SM.
 const CTAS: usize = 2;
 /// Fewest pages for which a further CTA takes part in scoring those of a sequence.
 const PAGES_OF_CTA: usize = 64;
 
-/// A launch of [`SummarizePages`](super::SummarizePages) as plain data, without pointers.
+/// A launch of [`SummarizePages`](super::SummarizePages) as plain data.
 #[derive(Clone, Copy, Debug)]
 pub struct SummarizePagesPlan {
-    /// The kernel argument.
-    pub params: blockflash_page_summaries_params,
+    /// What the tensors do not say.
+    pub plan: PageSummariesPlan,
     /// Grid, block and shared memory.
     pub config: LaunchConfig,
 }
 
-/// A launch of [`ChoosePages`](super::ChoosePages) as plain data, without pointers.
+/// A launch of [`ChoosePages`](super::ChoosePages) as plain data.
 #[derive(Clone, Copy, Debug)]
 pub struct ChoosePagesPlan {
-    /// The kernel argument.
-    pub params: blockflash_page_choice_params,
+    /// What the tensors do not say.
+    pub plan: PageChoicePlan,
     /// Grid, block and shared memory.
     pub config: LaunchConfig,
 }
@@ -45,17 +41,6 @@ impl SummarySizes {
         Some([words.checked_mul(self.columns())?, words])
     }
 
-    fn params(&self) -> Result<blockflash_page_summaries> {
-        let [page, statistic, head] = self.strides;
-        Ok(blockflash_page_summaries {
-            rows: null_mut(),
-            stride_page: to_i64("stride", page)?,
-            stride_statistic: to_i64("stride", statistic)?,
-            stride_head: to_i64("stride", head)?,
-            statistics: to_i32("summaries", self.statistics)?,
-        })
-    }
-
     /// Checks what kernels load 16 bytes at a time.
     fn check_strides(&self) -> Result<()> {
         let (cache, [batch, seq, head]) = (&self.cache, self.strides);
@@ -69,7 +54,7 @@ impl SummarySizes {
     }
 }
 
-/// Fills the kernel argument and the launch configuration of `kernel` for summaries that it accepts
+/// Plans the launch of `kernel` for summaries that it accepts
 /// on this GPU.
 ///
 /// # Errors
@@ -88,19 +73,14 @@ pub fn plan_summaries(
     let touched = problem.tokens.saturating_sub(1).div_ceil(cache.page_size.max(1)) + 1;
     let most_pages = touched.min(summaries.columns());
     let blocks = grid_x(&[cache.batch, most_pages, cache.num_heads_kv])?;
-    let params = blockflash_page_summaries_params {
-        cache: cache.params()?,
-        summaries: summaries.params()?,
-        batch: to_i32("batch", cache.batch)?,
-        num_heads_kv: to_i32("num_heads_kv", cache.num_heads_kv)?,
-        head_dim: to_i32("head_dim", cache.head_dims.qk)?,
+    let plan = PageSummariesPlan {
         tokens: to_i32("tokens", problem.tokens)?,
         most_pages: to_i32("pages", most_pages)?,
     };
-    Ok(SummarizePagesPlan { params, config: LaunchConfig::of(kernel, blocks, false) })
+    Ok(SummarizePagesPlan { plan, config: LaunchConfig::of(kernel, blocks, false) })
 }
 
-/// Fills the kernel argument and the launch configuration of `kernel` for a choice that it accepts
+/// Plans the launch of `kernel` for a choice that it accepts
 /// on this GPU.
 ///
 /// # Errors
@@ -123,32 +103,11 @@ pub fn plan_choice(
     let parts = (resident / groups).clamp(1, useful);
     let tiles = groups.saturating_mul(parts);
     let blocks = persistent_grid(tiles, resident)?;
-    let stride = |value| to_i64("stride", value);
-    let params = blockflash_page_choice_params {
-        q: null(),
-        cu_seqlens_q: null(),
-        cache: cache.params()?,
-        summaries: summaries.params()?,
-        scores: null_mut(),
-        arrivals: null_mut(),
-        lists: null_mut(),
-        counts: null_mut(),
-        q_stride_batch: stride(problem.q.batch)?,
-        q_stride_seq: stride(problem.q.seq)?,
-        q_stride_head: stride(problem.q.head)?,
-        batch: to_i32("batch", cache.batch)?,
-        num_heads_kv: to_i32("num_heads_kv", cache.num_heads_kv)?,
-        group: to_i32("num_heads_q", problem.num_heads_q / cache.num_heads_kv.max(1))?,
-        seqlen_q: to_i32("seqlen_q", problem.seqlen_q)?,
-        total_q: to_i32("total_q", problem.total_q.unwrap_or(0))?,
-        head_dim: to_i32("head_dim", cache.head_dims.qk)?,
-        list_capacity: to_i32("lists", problem.capacity)?,
-        max_pages: to_i32("pages", summaries.columns())?,
-        parts: to_i32("parts", parts)?,
-    };
+    let (longest, parts) = (to_i32("seqlen_q", problem.seqlen_q)?, to_i32("parts", parts)?);
     // Machine code for Hopper waits for its predecessor itself.
     let waits = kernel.target.has_programmatic_launch();
-    Ok(ChoosePagesPlan { params, config: LaunchConfig::of(kernel, blocks, waits) })
+    let plan = PageChoicePlan { longest, parts };
+    Ok(ChoosePagesPlan { plan, config: LaunchConfig::of(kernel, blocks, waits) })
 }
 
 /// The address of an operand that kernels read 16 bytes at a time.

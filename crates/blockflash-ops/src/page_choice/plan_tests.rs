@@ -20,7 +20,7 @@ fn few_sequences_are_shared_among_ctas() {
     for (batch, parts, blocks) in [(1, 16, 128), (3, 9, 216), (64, 1, 216)] {
         let problem = choice(batch);
         let plan = plan_choice(select(&problem, &gpu).unwrap(), &problem, &gpu).unwrap();
-        assert_eq!((plan.params.parts, plan.config.grid[0]), (parts, blocks), "{batch}");
+        assert_eq!((plan.plan.parts, plan.config.grid[0]), (parts, blocks), "{batch}");
         assert_eq!(problem.summaries.room(), Some([batch * 8 * 1024, batch * 8]));
     }
 }
@@ -31,7 +31,7 @@ fn summaries_take_the_pages_that_tokens_can_lie_in() {
     for (tokens, pages) in [(1, 1), (2, 2), (129, 2), (130, 3), (1 << 30, 1024)] {
         let problem = SummarizePagesProblem { summaries: choice(2).summaries, tokens };
         let plan = plan_summaries(select(&problem, &gpu).unwrap(), &problem, &gpu).unwrap();
-        assert_eq!((plan.params.most_pages, plan.config.grid[0]), (pages, 16 * pages as u32));
+        assert_eq!((plan.plan.most_pages, plan.config.grid[0]), (pages, 16 * pages as u32));
     }
 }
 

@@ -57,7 +57,7 @@ impl Steps for SummarizePages<'_> {
     fn launch(
         &self,
         kernel: &Kernel,
-        SummarizePagesPlan { params, config }: &SummarizePagesPlan,
+        SummarizePagesPlan { plan, config }: &SummarizePagesPlan,
         _: &SummarizePagesProblem,
         summaries: ViewMut<'_>,
         stream: &Stream,
@@ -69,7 +69,7 @@ impl Steps for SummarizePages<'_> {
             ("summaries", summaries.is_aligned(16)),
         ])?;
         let operands = PageSummariesOperands { cache, summaries };
-        stream.launch::<PageSummaries>(kernel, config, params, operands)?;
+        stream.launch::<PageSummaries>(kernel, config, plan, operands)?;
         Ok(())
     }
 
@@ -139,7 +139,7 @@ impl Steps for ChoosePages<'_> {
     fn launch(
         &self,
         kernel: &Kernel,
-        ChoosePagesPlan { params, config }: &ChoosePagesPlan,
+        ChoosePagesPlan { plan, config }: &ChoosePagesPlan,
         problem: &ChoosePagesProblem,
         (lists, counts): Self::Out<'_>,
         stream: &Stream,
@@ -167,7 +167,7 @@ impl Steps for ChoosePages<'_> {
             counts,
             workspace: workspace.memory(),
         };
-        stream.launch::<PageChoice>(kernel, config, params, operands)?;
+        stream.launch::<PageChoice>(kernel, config, plan, operands)?;
         Ok(())
     }
 

@@ -6,8 +6,7 @@ use super::checked::Launch;
 use super::fit::Fit;
 use crate::{Kernel, Result};
 use blockflash_sys::manifest::{AttentionBwdHopper, AttentionBwdStep as Step, Variant};
-use blockflash_sys::params::{blockflash_attention_bwd_tma_params, blockflash_tensor_map};
-use std::ptr::null_mut;
+use blockflash_sys::params::blockflash_attention_bwd_tma_params;
 
 /// Rows of a box of q or d_o.
 const BOX_ROWS_Q: u32 = 64;
@@ -17,8 +16,8 @@ const BOX_ROWS_Q: u32 = 64;
 // 2. As for the portable kernels. Whatever is read through a tensor map is inside the view that
 //    the map was encoded from. The kernel that sums dq waits for words in the workspace, which
 //    another launch may change; it gives up after a fixed number of polls, and adds to the same
-//    sums then. Which tile it adds to follows from the sizes alone, and so does the place of parts of
-//    dk and dv.
+//    sums then. Which tile it adds to follows from the sizes alone, and so does the place of parts
+//    of dk and dv.
 // 3. Gradients and workspace are `ViewMut`.
 unsafe impl Launch for AttentionBwdHopper {
     type Operands<'a> = AttentionBwdOperands<'a>;
@@ -30,30 +29,29 @@ unsafe impl Launch for AttentionBwdHopper {
         if let Variant::AttentionBwdHopper(tile) = kernel.variant { Some(tile) } else { None }
     }
 
-    fn fit(&self, plan: &Self::Plan, operands: &Self::Operands<'_>) -> Fit<i128> {
-        operands.fit(&self.tile(), plan)
+    fn fit(
+        &self,
+        plan: &Self::Plan,
+        operands: &Self::Operands<'_>,
+        params: &mut Self::Params,
+    ) -> Fit<i128> {
+        let (blocks, sums) = operands.fit(&self.tile(), plan, &mut params.base)?;
+        (params.dq_sums, params.key_parts) = (sums.dq, sums.key_parts);
+        params.heads_per_section = plan.heads_per_section;
+        params.head_parts = plan.parts.map_or(1, |parts| parts.count);
+        Ok(blocks)
     }
 
-    fn params(&self, plan: &Self::Plan, operands: &Self::Operands<'_>) -> Result<Self::Params> {
-        let tile = self.tile();
-        let map = |view, rows| match self.step {
-            // It reads no tiles.
-            Step::Sums => Ok(blockflash_tensor_map { opaque: [0; 16] }),
-            _ => encode(view, rows),
-        };
-        let [.., sums, key_parts] = operands.places(plan);
-        Ok(blockflash_attention_bwd_tma_params {
-            q: map(&operands.q, BOX_ROWS_Q)?,
-            d_o: map(&operands.d_o, BOX_ROWS_Q)?,
-            k: map(&operands.k, tile.block_kv)?,
-            v: map(&operands.v, tile.block_kv)?,
-            base: operands.pointers(plan),
-            dq_sums: if plan.sums_head_dim.is_some() { sums.cast() } else { null_mut() },
-            tile_counter: null_mut(),
-            heads_per_section: plan.heads_per_section,
-            head_parts: plan.parts.map_or(1, |parts| parts.count),
-            key_parts: if plan.parts.is_some() { key_parts.cast() } else { null_mut() },
-        })
+    fn encode(&self, operands: &Self::Operands<'_>, params: &mut Self::Params) -> Result<()> {
+        // That step reads no tiles.
+        if self.step != Step::Sums {
+            let block_kv = self.tile().block_kv;
+            params.q = encode(&operands.q, BOX_ROWS_Q)?;
+            params.d_o = encode(&operands.d_o, BOX_ROWS_Q)?;
+            params.k = encode(&operands.k, block_kv)?;
+            params.v = encode(&operands.v, block_kv)?;
+        }
+        Ok(())
     }
 
     fn set_counter(params: &mut Self::Params, counter: *mut u32) {

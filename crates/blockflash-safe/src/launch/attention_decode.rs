@@ -1,18 +1,22 @@
 //! Attention over a cache.
 
-use super::attention_sizes::{fit_head_dims, with_sink};
+use super::attention_sizes::{
+    Sizes, fit_head_dims, lse_strides, row_sizes, row_strides, with_sink,
+};
 use super::bsr_parts::BsrPartsMemory;
 use super::checked::{Launch, Operands};
 use super::fit::{
-    Fit, ceil_div, fits, given, optional, pointer, pointer_mut, require, rows_aligned,
+    Fit, ceil_div, fits, narrow, optional, pointer, pointer_mut, require, rows_aligned,
 };
 use super::kv_cache::KvCacheViews;
 use crate::view::Used;
-use crate::{DType, Kernel, Result, View, ViewMut};
+use crate::{DType, Kernel, View, ViewMut};
 use blockflash_sys::manifest::{AttentionDecode, Variant};
-use blockflash_sys::params::{blockflash_attention_decode_params, blockflash_kv_cache};
+use blockflash_sys::params::{
+    blockflash_attention_decode_params, blockflash_kv_cache, blockflash_scores,
+};
 use blockflash_sys::{ElementTypes, HeadDims};
-use std::ptr::null_mut;
+use std::ptr::{null, null_mut};
 
 /// Tensors of attention over a cache. With `cu_seqlens_q` the queries are packed.
 #[derive(Debug)]
@@ -71,19 +75,36 @@ fn most_splits(keys: i64, [splits, shortest, longest]: [i64; 3]) -> i64 {
     most.max(1)
 }
 
-/// Sizes and strides of queries and outputs, which all kernels of attention over a cache check.
-#[derive(Clone, Copy)]
+/// What a launch of attention over a cache knows beside its tensors.
+#[derive(Clone, Copy, Debug)]
+pub struct AttentionDecodeScalars {
+    /// What happens to a score. Its pointer is ignored.
+    pub scores: blockflash_scores,
+    /// Queries of the longest sequence in a packed batch; ignored otherwise.
+    pub longest: i32,
+    /// Sequences with more queries are left to another kernel.
+    pub most_queries: i32,
+    /// Splits of a sequence of medium length.
+    pub splits: i32,
+    /// Fewest keys of a split.
+    pub chunk_min: i32,
+    /// Most keys of a split, unless there are 256 splits.
+    pub chunk_max: i32,
+    /// Log2 of the splits that an item of the kernel for one query has.
+    pub run_log2: i32,
+    /// Splits of an item of the kernel for several queries.
+    pub run: i32,
+    /// CTAs among which a kernel that counts lengths divides all keys; 0 if it does not.
+    pub even_ctas: i32,
+    /// Items that there is room for if it does; ignored otherwise.
+    pub even_items: i32,
+}
+
+/// Queries, outputs and cache of a launch, which have been found to fit each other. Sizes are
+/// positive.
 pub(super) struct Queries {
-    pub types: ElementTypes,
-    /// The largest head dimensions of the kernel.
-    pub widest: HeadDims,
-    /// Sequences, heads of queries, heads of keys.
-    pub batch_and_heads: [i32; 3],
-    /// Of q and k, and of v and o.
-    pub head_dims: [i32; 2],
-    /// The longest sequence, rows when packed.
-    pub rows: [i32; 2],
-    /// Strides of q and o along sequences, rows and heads.
+    pub sizes: Sizes,
+    /// Strides of queries and outputs along sequences, rows and heads.
     pub q: [i64; 3],
     pub o: [i64; 3],
     /// Strides of the log-sum-exp along sequences and heads.
@@ -91,101 +112,104 @@ pub(super) struct Queries {
 }
 
 impl AttentionDecodeOperands<'_> {
-    /// Checks sizes and strides against the tensors of queries and outputs, and against the cache.
-    pub(super) fn fit_queries(&self, s: &Queries, cache: &blockflash_kv_cache) -> Fit {
-        let [batch, heads_q, heads_kv] = s.batch_and_heads.map(i64::from);
-        let [seqlen_q, total_q] = s.rows.map(i64::from);
-        let [head_dim_qk, head_dim_v] = s.head_dims.map(i64::from);
-        let sizes = [batch, heads_q, heads_kv, seqlen_q];
+    /// Checks queries, outputs and cache against each other and the largest head dimensions of a
+    /// kernel. Writes the argument of the cache.
+    pub(super) fn fit_queries(
+        &self,
+        types: ElementTypes,
+        widest: HeadDims,
+        longest: i32,
+        cache: &mut blockflash_kv_cache,
+    ) -> Fit<Queries> {
+        let (queries, outputs) = (self.queries(), self.o.as_view());
+        let packed = self.cu_seqlens_q.is_some();
+        let [entries, rows_q, heads_q, _] = row_sizes("q", &queries, packed)?;
+        let batch = match &self.cu_seqlens_q {
+            Some(offsets) => offsets.shape().first().map_or(0, |&count| count as i64) - 1,
+            None => entries,
+        };
+        let seqlen_q = if packed { longest.into() } else { rows_q };
+        let [heads_kv, head_dim_qk, head_dim_v] = self.cache.fit(types.kv, batch, cache)?;
+        let positive = [batch, heads_q, heads_kv, seqlen_q];
         require(
-            sizes.iter().all(|&size| size > 0),
+            positive.iter().all(|&size| size > 0),
             format_args!(
-                "batch, heads of q and of k, and seqlen_q are {sizes:?}: a size is not positive"
+                "batch, heads of q and of k, and seqlen_q are {positive:?}: a size is not positive"
             ),
         )?;
         require(
             heads_q % heads_kv == 0,
             format_args!("q has {heads_q} heads, not a multiple of the {heads_kv} of k"),
         )?;
-        fit_head_dims([head_dim_qk, head_dim_v], s.widest)?;
-        self.cache.fit(cache, s.types.kv, [batch, heads_kv], [head_dim_qk, head_dim_v])?;
-
-        let packed = self.cu_seqlens_q.is_some();
+        fit_head_dims([head_dim_qk, head_dim_v], widest)?;
         if let Some(cu_seqlens) = &self.cu_seqlens_q {
             fits("cu_seqlens_q", cu_seqlens, DType::I32, [(batch + 1, 1)])?;
         }
-        let rows = |name, view: &View<'_>, dtype, columns, [of_batch, seq, head]: [i64; 3]| {
-            // Packed tensors have no stride of sequences.
-            rows_aligned(name, view, 8, [seq, head, if packed { 0 } else { of_batch }])?;
-            let [heads, inner] = [(heads_q, head), (columns, 1)];
-            match packed {
-                true => fits(name, view, dtype, [(total_q, seq), heads, inner]),
-                false => {
-                    let rows = [(batch, of_batch), (seqlen_q, seq), heads, inner];
-                    fits(name, view, dtype, rows)
-                }
-            }
+        let rows = |name, view: &View<'_>, dtype, columns| {
+            let strides =
+                row_strides(name, view, dtype, packed, [batch, rows_q, heads_q, columns])?;
+            rows_aligned(name, view, 8, strides)?;
+            Ok::<_, String>(strides)
         };
-        rows("q", &self.queries(), s.types.q, head_dim_qk, s.q)?;
-        rows("o", &self.o.as_view(), s.types.o, head_dim_v, s.o)?;
-        if let Some(lse) = &self.lse {
-            let (lse, head) = (lse.as_view(), (heads_q, s.lse[1]));
-            match packed {
-                true => fits("lse", &lse, DType::F32, [head, (total_q, 1)])?,
-                false => {
-                    let batch = (batch, s.lse[0]);
-                    fits("lse", &lse, DType::F32, [batch, head, (seqlen_q, 1)])?;
-                }
-            }
-        }
-        self.sink.as_ref().map_or(Ok(()), |x| fits("sink", x, DType::F32, [(heads_q, 1)]))
+        let q = rows("q", &queries, types.q, head_dim_qk)?;
+        let o = rows("o", &outputs, types.o, head_dim_v)?;
+        let lse = match &self.lse {
+            Some(lse) => lse_strides(&lse.as_view(), packed, [batch, heads_q, rows_q])?,
+            None => [0; 2],
+        };
+        self.sink.as_ref().map_or(Ok(()), |x| fits("sink", x, DType::F32, [(heads_q, 1)]))?;
+        let lengths = [seqlen_q, cache.capacity.into()];
+        let sizes = Sizes {
+            types,
+            packed,
+            batch,
+            heads_q,
+            heads_kv,
+            lengths,
+            rows_q,
+            rows_kv: 0,
+            head_dim_qk,
+            head_dim_v,
+        };
+        Ok(Queries { sizes, q, o, lse })
     }
 
-    /// Checks sizes and strides against the tensors, and that the workspace has room, and returns
-    /// the number of items.
+    /// Checks the tensors against each other, and that the workspace has room, writes the
+    /// argument, and returns the number of items.
     pub(super) fn fit_items(
         &self,
         tile: &DecodeTile,
-        p: &blockflash_attention_decode_params,
+        p: &AttentionDecodeScalars,
+        params: &mut blockflash_attention_decode_params,
     ) -> Fit<i128> {
-        let queries = Queries {
-            types: tile.types,
-            widest: tile.head_dims,
-            batch_and_heads: [p.batch, p.num_heads_q, p.num_heads_kv],
-            head_dims: [p.head_dim_qk, p.head_dim_v],
-            rows: [p.seqlen_q, p.total_q],
-            q: [p.q_stride_batch, p.q_stride_seq, p.q_stride_head],
-            o: [p.o_stride_batch, p.o_stride_seq, p.o_stride_head],
-            lse: [p.lse_stride_batch, p.lse_stride_head],
-        };
-        self.fit_queries(&queries, &p.cache)?;
-        let [batch, heads_q, heads_kv] = [p.batch, p.num_heads_q, p.num_heads_kv].map(i64::from);
-        let [total_q, head_dim_v] = [p.total_q, p.head_dim_v].map(i64::from);
-        let packed = self.cu_seqlens_q.is_some();
+        let Queries { sizes, q, o, lse } =
+            self.fit_queries(tile.types, tile.head_dims, p.longest, &mut params.cache)?;
+        let cache = &params.cache;
+        let Sizes { packed, batch, heads_q, heads_kv, head_dim_v, .. } = sizes;
+        let total_q = if packed { sizes.rows_q } else { 0 };
         require(
             p.most_queries > 0,
             format_args!("most_queries is {}, expected at least 1", p.most_queries),
         )?;
-        let seqlen_q = i64::from(p.seqlen_q.min(p.most_queries));
-        let listed = i64::from(p.page_list_capacity);
-        require(
-            listed >= 0 && (listed > 0) == self.pages.is_some(),
-            format_args!(
-                "page_list_capacity is {listed}, with page lists {}",
-                given(self.pages.is_some())
-            ),
-        )?;
+        let seqlen_q = sizes.lengths[0].min(p.most_queries.into());
+        let (mut listed, mut lists) = (0, [null(); 2]);
         if let Some([list, count]) = &self.pages {
+            listed = list.shape().last().map_or(0, |&listed| listed as i64);
+            require(
+                listed > 0,
+                format_args!("pages is {:?}: a size is not positive", list.shape()),
+            )?;
             let of_head = [(batch, heads_kv * listed), (heads_kv, listed), (listed, 1)];
             fits("pages", list, DType::I32, of_head)?;
             fits("page_count", count, DType::I32, [(batch, 1)])?;
             require(
-                p.cache.capacity >= p.cache.page_size,
+                cache.capacity >= cache.page_size,
                 format_args!(
                     "the capacity is {}, less than a page of {}",
-                    p.cache.capacity, p.cache.page_size
+                    cache.capacity, cache.page_size
                 ),
             )?;
+            lists = [pointer(list), pointer(count)];
         }
 
         let chunks = p.splits > 0 && p.splits <= 256 && p.chunk_min > 0 && p.chunk_min % 64 == 0;
@@ -218,8 +242,8 @@ impl AttentionDecodeOperands<'_> {
             false => of_sequences,
         };
         let keys = match &self.pages {
-            None => i64::from(p.cache.capacity),
-            Some(_) => listed * i64::from(p.cache.page_size),
+            None => i64::from(cache.capacity),
+            Some(_) => listed.saturating_mul(cache.page_size.into()),
         };
         require(
             keys <= 1 << 30,
@@ -231,23 +255,21 @@ impl AttentionDecodeOperands<'_> {
         // Lengths that do not ascend may ask for all of them.
         let most = (of_sequences * heads * runs) << p.run_log2;
         require(most <= i32::MAX.into(), format_args!("{most} splits, the limit is {}", i32::MAX))?;
-        let items = row_tiles * heads * ceil_div(runs as i64, tile.run);
-        // The kernel computes no more items than there is room for.
-        let fewest = if tile.is_even { 1.min(items) } else { items };
-        require(
-            (fewest..=items).contains(&p.items.into()),
-            format_args!("{} items, expected {fewest} to {items}", p.items),
-        )?;
-        let items = i128::from(p.items);
+        let mut items = row_tiles * heads * ceil_div(runs as i64, tile.run);
+        if tile.is_even {
+            // The kernel computes no more items than there is room for.
+            let fewest = 1.min(items);
+            require(
+                (fewest..=items).contains(&p.even_items.into()),
+                format_args!("{} items, expected {fewest} to {items}", p.even_items),
+            )?;
+            items = p.even_items.into();
+        }
         let rows = (seqlen_q * group).min(tile.rows.into());
-        require(
-            i64::from(p.partial_rows) == rows,
-            format_args!("partial_rows is {}, expected {rows}", p.partial_rows),
-        )?;
+        let slots = items << p.run_log2;
         match &self.workspace {
             None => require(splits == 1, format_args!("{splits} splits have no workspace"))?,
             Some(memory) => {
-                let slots = items << p.run_log2;
                 let sums = slots * i128::from(rows * (head_dim_v + 2));
                 let room = sums <= memory.sums() as i128 && slots <= memory.counters() as i128;
                 require(
@@ -260,6 +282,43 @@ impl AttentionDecodeOperands<'_> {
                 )?;
             }
         }
+        let sums = self.workspace.map_or(null_mut(), BsrPartsMemory::sums_pointer);
+        let logs = slots.saturating_mul((rows * head_dim_v).into()) as usize;
+        let lse_pointer = self.lse.as_ref().map_or(null_mut(), pointer_mut);
+        params.q = pointer(&self.queries());
+        params.o = pointer_mut(&self.o);
+        params.lse = lse_pointer.cast();
+        params.cu_seqlens_q = optional(self.cu_seqlens_q.as_ref()).cast();
+        params.page_list = lists[0].cast();
+        params.page_count = lists[1].cast();
+        params.partial_sums = sums;
+        params.partial_logs = sums.wrapping_add(logs);
+        params.arrivals = self.workspace.map_or(null_mut(), BsrPartsMemory::counters_pointer);
+        params.q_stride_batch = q[0];
+        params.q_stride_seq = q[1];
+        params.q_stride_head = q[2];
+        params.o_stride_batch = o[0];
+        params.o_stride_seq = o[1];
+        params.o_stride_head = o[2];
+        params.lse_stride_batch = lse[0];
+        params.lse_stride_head = lse[1];
+        params.batch = narrow("batch", batch)?;
+        params.num_heads_q = narrow("num_heads_q", heads_q)?;
+        params.num_heads_kv = narrow("num_heads_kv", heads_kv)?;
+        params.group = narrow("group", group)?;
+        params.seqlen_q = narrow("seqlen_q", sizes.lengths[0])?;
+        params.total_q = narrow("total_q", total_q)?;
+        params.head_dim_qk = narrow("head_dim_qk", sizes.head_dim_qk)?;
+        params.head_dim_v = narrow("head_dim_v", head_dim_v)?;
+        params.most_queries = p.most_queries;
+        params.page_list_capacity = narrow("pages", listed)?;
+        params.items = narrow("items", items as i64)?;
+        params.partial_rows = narrow("partial_rows", rows)?;
+        params.splits = p.splits;
+        params.chunk_min = p.chunk_min;
+        params.chunk_max = p.chunk_max;
+        params.run_log2 = p.run_log2;
+        params.scores = with_sink(&p.scores, self.sink.as_ref());
         Ok(items)
     }
 }
@@ -285,40 +344,11 @@ pub(super) struct DecodeTile {
     pub is_even: bool,
 }
 
-impl AttentionDecodeOperands<'_> {
-    /// The parameters of a launch that fits.
-    pub(super) fn params(
-        &self,
-        p: &blockflash_attention_decode_params,
-    ) -> blockflash_attention_decode_params {
-        let lse = self.lse.as_ref().map(ViewMut::as_view);
-        let [list, count] = self.pages.map_or([None, None], |both| both.map(Some));
-        let sums = self.workspace.map_or(null_mut(), BsrPartsMemory::sums_pointer);
-        let slots = (p.items as usize) << p.run_log2;
-        let logs = slots * p.partial_rows as usize * p.head_dim_v as usize;
-        blockflash_attention_decode_params {
-            q: pointer(&self.queries()),
-            o: pointer_mut(&self.o),
-            lse: optional(lse.as_ref()).cast_mut().cast(),
-            scores: with_sink(&p.scores, self.sink.as_ref()),
-            cu_seqlens_q: optional(self.cu_seqlens_q.as_ref()).cast(),
-            cache: self.cache.pointers(&p.cache),
-            group: p.num_heads_q / p.num_heads_kv,
-            page_list: optional(list.as_ref()).cast(),
-            page_count: optional(count.as_ref()).cast(),
-            partial_sums: sums,
-            partial_logs: sums.wrapping_add(logs),
-            arrivals: self.workspace.map_or(null_mut(), BsrPartsMemory::counters_pointer),
-            ..*p
-        }
-    }
-}
-
 // SAFETY:
 // 1. This is the parameter struct of attention over a cache.
 // 2. All pointers come from views. Addresses follow from the sizes and strides in the struct, which
-//    `fit` found to be those of the views, and from lengths, offsets and page numbers, each of
-//    which the kernel clamps to these sizes. It computes no item beyond `items`, for which the
+//    `fit` wrote from the views, and from lengths, offsets and page numbers, each of which the
+//    kernel clamps to these sizes. It computes no item beyond `items`, for which the
 //    workspace has room, and one warp of a CTA decides for all how many items there are.
 // 3. In a cluster a CTA reads the shared memory of others, of which there is one for each split of
 //    a group.
@@ -327,7 +357,7 @@ impl AttentionDecodeOperands<'_> {
 //    no address follows from them.
 unsafe impl Launch for AttentionDecode {
     type Operands<'a> = AttentionDecodeOperands<'a>;
-    type Plan = blockflash_attention_decode_params;
+    type Plan = AttentionDecodeScalars;
     type Params = blockflash_attention_decode_params;
     const FAMILY: &'static str = "attention over a cache";
 
@@ -335,20 +365,22 @@ unsafe impl Launch for AttentionDecode {
         if let Variant::AttentionDecode(tile) = kernel.variant { Some(tile) } else { None }
     }
 
-    fn fit(&self, plan: &Self::Plan, operands: &Self::Operands<'_>) -> Fit<i128> {
+    fn fit(
+        &self,
+        plan: &Self::Plan,
+        operands: &Self::Operands<'_>,
+        params: &mut Self::Params,
+    ) -> Fit<i128> {
         let Self { types, head_dims, rows, .. } = *self;
-        operands.fit_items(&DecodeTile { types, head_dims, rows, run: 1, is_even: false }, plan)
+        let tile = DecodeTile { types, head_dims, rows, run: 1, is_even: false };
+        operands.fit_items(&tile, plan, params)
     }
 
     /// A CTA reads the shared memory of one for each split of a group.
-    fn fewest_in_cluster(&self, p: &Self::Plan) -> u32 {
+    fn fewest_in_cluster(&self, _: &Self::Plan, p: &Self::Params) -> u32 {
         let keys = p.cache.capacity.max(p.page_list_capacity.saturating_mul(p.cache.page_size));
         let division = [p.splits, p.chunk_min, p.chunk_max].map(i64::from);
         most_splits(keys.into(), division).min(16) as u32
-    }
-
-    fn params(&self, plan: &Self::Plan, operands: &Self::Operands<'_>) -> Result<Self::Params> {
-        Ok(operands.params(plan))
     }
 
     fn set_counter(params: &mut Self::Params, counter: *mut u32) {

@@ -1,9 +1,9 @@
 //! Attention of several queries over a cache for Hopper.
 
-use super::attention_decode::{AttentionDecodeOperands, DecodeTile};
+use super::attention_decode::{AttentionDecodeOperands, AttentionDecodeScalars, DecodeTile};
 use super::checked::Launch;
 use super::fit::{Fit, absent, require};
-use crate::{Kernel, Result};
+use crate::Kernel;
 use blockflash_sys::manifest::{AttentionDecodeHopper, Variant};
 use blockflash_sys::params::blockflash_attention_decode_runs_params;
 
@@ -13,7 +13,7 @@ use blockflash_sys::params::blockflash_attention_decode_runs_params;
 //    combines which rows and when. A CTA looks at a word a fixed number of times.
 unsafe impl Launch for AttentionDecodeHopper {
     type Operands<'a> = AttentionDecodeOperands<'a>;
-    type Plan = blockflash_attention_decode_runs_params;
+    type Plan = AttentionDecodeScalars;
     type Params = blockflash_attention_decode_runs_params;
     const FAMILY: &'static str = "attention of several queries over a cache for Hopper";
 
@@ -21,16 +21,18 @@ unsafe impl Launch for AttentionDecodeHopper {
         if let Variant::AttentionDecodeHopper(tile) = kernel.variant { Some(tile) } else { None }
     }
 
-    fn fit(&self, plan: &Self::Plan, operands: &Self::Operands<'_>) -> Fit<i128> {
+    fn fit(
+        &self,
+        plan: &Self::Plan,
+        operands: &Self::Operands<'_>,
+        params: &mut Self::Params,
+    ) -> Fit<i128> {
         let run = u32::try_from(plan.run).unwrap_or(0);
         require(
             Self::RUNS.contains(&run),
             format_args!("a run has {run} splits, expected one of {:?}", Self::RUNS),
         )?;
-        require(
-            plan.base.run_log2 == 0,
-            format_args!("run_log2 is {}, expected 0", plan.base.run_log2),
-        )?;
+        require(plan.run_log2 == 0, format_args!("run_log2 is {}, expected 0", plan.run_log2))?;
         absent("pages", operands.pages.is_some(), "the kernel visits all pages")?;
         let even_ctas = plan.even_ctas;
         require(
@@ -40,12 +42,8 @@ unsafe impl Launch for AttentionDecodeHopper {
         let Self { types, head_dims, .. } = *self;
         let (rows, is_even) = (Self::ROWS, even_ctas > 0);
         let tile = DecodeTile { types, head_dims, rows, run, is_even };
-        operands.fit_items(&tile, &plan.base)
-    }
-
-    fn params(&self, plan: &Self::Plan, operands: &Self::Operands<'_>) -> Result<Self::Params> {
-        let base = operands.params(&plan.base);
-        Ok(blockflash_attention_decode_runs_params { base, ..*plan })
+        (params.run, params.even_ctas) = (plan.run, even_ctas);
+        operands.fit_items(&tile, plan, &mut params.base)
     }
 
     fn set_counter(params: &mut Self::Params, counter: *mut u32) {

@@ -1,12 +1,24 @@
-use super::{AttentionDecodeOperands, KvCacheViews, Queries, most_splits};
-use crate::launch::checked::Launch;
+use super::{AttentionDecodeOperands, AttentionDecodeScalars, Fit, KvCacheViews, most_splits};
+use crate::launch::attention_fixtures::PLAIN_SCORES;
+use crate::launch::checked::{Launch, zeros};
 use crate::{DType, Device, Kernel, LaunchConfig, Tensor};
 use blockflash_sys::manifest::{AttentionDecode, AttentionDecodeHopper, Variant, kernels};
-use blockflash_sys::params::{
-    blockflash_attention_decode_params, blockflash_attention_decode_runs_params,
-    blockflash_kv_cache,
-};
+use blockflash_sys::params::{blockflash_attention_decode_params, blockflash_kv_cache};
 use blockflash_sys::{ElementTypes, HeadDims, Target};
+
+/// One query of each sequence.
+const SCALARS: AttentionDecodeScalars = AttentionDecodeScalars {
+    scores: PLAIN_SCORES,
+    longest: 0,
+    most_queries: 1,
+    splits: 128,
+    chunk_min: 128,
+    chunk_max: 4096,
+    run_log2: 0,
+    run: 1,
+    even_ctas: 0,
+    even_items: 0,
+};
 
 /// The rule of `decode/items.cuh`.
 fn splits_of(keys: i64, [splits, shortest, longest]: [i64; 3]) -> i64 {
@@ -70,10 +82,10 @@ fn clusters_hold_the_splits_of_a_group() {
     (p.splits, p.chunk_min, p.chunk_max) = (128, 128, 4096);
     for (capacity, fewest) in [(100, 1), (300, 3), (1024, 8), (2048, 16), (100_000, 16)] {
         p.cache.capacity = capacity;
-        assert_eq!(tile.fewest_in_cluster(&p), fewest, "{capacity}");
+        assert_eq!(tile.fewest_in_cluster(&SCALARS, &p), fewest, "{capacity}");
     }
     (p.cache.page_size, p.page_list_capacity, p.cache.capacity) = (64, 8, 0);
-    assert_eq!(tile.fewest_in_cluster(&p), 4);
+    assert_eq!(tile.fewest_in_cluster(&SCALARS, &p), 4);
 }
 
 /// As for attention forward: queries and keys have one head dimension, values and outputs another.
@@ -99,28 +111,24 @@ fn each_tensor_has_its_own_head_dimension() {
                 pages: None,
                 workspace: None,
             };
-            let sizes = Queries {
-                types: ElementTypes::all(DType::F16),
-                widest: HeadDims::all(64),
-                batch_and_heads: [1; 3],
-                head_dims: [qk as i32, v as i32],
-                rows: [1, 0],
-                q: [16; 3],
-                o: [16; 3],
-                lse: [0; 2],
-            };
             // SAFETY: a struct of numbers and pointers.
             let mut p: blockflash_kv_cache = unsafe { std::mem::zeroed() };
-            (p.pages, p.page_size, p.capacity) = (1, 16, 16);
-            (p.k_stride_page, p.k_stride_slot, p.k_stride_head) = (256, 16, 16);
-            (p.v_stride_page, p.v_stride_slot, p.v_stride_head) = (256, 16, 16);
-            operands.fit_queries(&sizes, &p)
+            let (types, widest) = (ElementTypes::all(DType::F16), HeadDims::all(64));
+            let sizes = operands.fit_queries(types, widest, 0, &mut p)?.sizes;
+            assert_eq!((p.pages, p.page_size, p.capacity), (1, 16, 16));
+            let strides = [
+                [p.k_stride_page, p.k_stride_slot, p.k_stride_head],
+                [p.v_stride_page, p.v_stride_slot, p.v_stride_head],
+            ];
+            assert_eq!(strides, [[256, 16, 16]; 2]);
+            Fit::Ok([sizes.head_dim_qk as usize, sizes.head_dim_v as usize])
         };
         let right = [qk, qk, v, v];
-        assert_eq!(fit(right, false), Ok(()));
+        assert_eq!(fit(right, false), Ok([qk, v]));
         // Rotated queries are in the output, which has no room for them, or too much.
         assert!(fit(right, true).unwrap_err().starts_with("q is f16 "));
-        for (i, name) in ["q", "k", "v", "o"].into_iter().enumerate() {
+        // Those of the cache are the measure of the others.
+        for (i, name) in ["q", "q", "o", "o"].into_iter().enumerate() {
             let mut columns = right;
             columns[i] = qk + v - columns[i];
             let error = fit(columns, false).unwrap_err();
@@ -155,21 +163,18 @@ fn even_splits_need_lengths_on_the_device() {
             pages: None,
             workspace: None,
         };
-        // SAFETY: a struct of numbers and pointers.
-        let mut plan: blockflash_attention_decode_runs_params = unsafe { std::mem::zeroed() };
-        (plan.run, plan.even_ctas) = (1, even_ctas);
-        let p = &mut plan.base;
-        (p.batch, p.num_heads_q, p.num_heads_kv, p.group) = (1, 1, 1, 1);
-        (p.seqlen_q, p.most_queries, p.head_dim_qk, p.head_dim_v) = (1, 1, 16, 16);
-        [p.q_stride_batch, p.q_stride_seq, p.q_stride_head] = [16; 3];
-        [p.o_stride_batch, p.o_stride_seq, p.o_stride_head] = [16; 3];
-        let strides = [4096, 16, 16];
-        (p.cache.pages, p.cache.page_size, p.cache.capacity) = (1, 256, 256);
-        [p.cache.k_stride_page, p.cache.k_stride_slot, p.cache.k_stride_head] = strides;
-        [p.cache.v_stride_page, p.cache.v_stride_slot, p.cache.v_stride_head] = strides;
-        (p.splits, p.chunk_min, p.chunk_max, p.partial_rows) = (256, 256, 1 << 20, 1);
-        p.items = items;
-        tile.fit(&plan, &operands)
+        let plan = AttentionDecodeScalars {
+            splits: 256,
+            chunk_min: 256,
+            chunk_max: 1 << 20,
+            even_ctas,
+            even_items: items,
+            ..SCALARS
+        };
+        let mut params = zeros::<AttentionDecodeHopper>();
+        let blocks = tile.fit(&plan, &operands, &mut params)?;
+        assert_eq!((params.run, params.even_ctas, params.base.items), (1, even_ctas, 1));
+        Fit::Ok(blocks)
     };
     assert_eq!((fit(0, false, 1), fit(264, true, 1)), (Ok(1), Ok(1)));
     for (even_ctas, given) in [(264, false), (-1, true)] {

@@ -1,11 +1,10 @@
 //! Attention forward with portable instructions, and the checks that all attention kernels share.
 
-use super::attention_sizes::{Inputs, Sizes, with_sink};
-use super::block_mask;
+use super::attention_sizes::{AttentionScalars, Forward, Sizes};
 use super::checked::{Launch, Operands};
-use super::fit::{Fit, absent, ceil_div, given, optional, pointer, pointer_mut, require};
+use super::fit::{Fit, absent, ceil_div, given, require};
 use crate::view::Used;
-use crate::{BlockLists, Kernel, Result, View, ViewMut};
+use crate::{BlockLists, Kernel, View, ViewMut};
 use blockflash_sys::manifest::{AttentionFwd, AttentionFwdSmall, AttentionTile, Variant};
 use blockflash_sys::params::blockflash_attention_fwd_params;
 
@@ -27,31 +26,48 @@ pub struct AttentionFwdOperands<'a> {
     /// f32 `[num_heads_q]`.
     pub sink: Option<View<'a>>,
     /// Packed only: i32 `[batch + 1]` offsets of the sequences in `q` and in `k`. They may hold any
-    /// values: kernels clamp them to the packed rows and to the longest sequence in the parameters.
+    /// values: kernels clamp them to the packed rows and to the longest sequence in the plan.
     pub cu_seqlens: Option<[View<'a>; 2]>,
-    /// The blocks to visit; the lists are packed if and only if the batch is. Without lists, the
-    /// sizes of a mask in the parameters are ignored.
+    /// The blocks to visit; the lists are packed if and only if the batch is.
     pub block_mask: Option<&'a BlockLists>,
 }
 
+/// What a launch of attention forward knows beside its tensors.
+#[derive(Clone, Copy, Debug)]
+pub struct AttentionFwdPlan {
+    /// What backward passes know as well.
+    pub scalars: AttentionScalars,
+    /// Heads that are computed together. Kernels without tensor maps ignore it.
+    pub heads_per_section: i32,
+}
+
 impl AttentionFwdOperands<'_> {
-    /// Checks sizes and strides against the tensors, and returns the number of query tiles. Pairs
-    /// of block rows count as two.
+    /// Checks the tensors against each other, writes the argument, and returns the number of query
+    /// tiles. Pairs of block rows count as two.
     pub(super) fn fit(
         &self,
         tile: &AttentionTile,
-        p: &blockflash_attention_fwd_params,
+        scalars: &AttentionScalars,
+        params: &mut blockflash_attention_fwd_params,
     ) -> Fit<i128> {
-        let Self { q, k, v, .. } = self;
-        let (sink, cu_seqlens) = (self.sink.as_ref(), self.cu_seqlens.as_ref());
-        let inputs = Inputs { q, k, v, sink, cu_seqlens };
-        let sizes = Sizes::of(p, inputs, tile.types, tile.head_dims)?;
-        let Sizes { packed, batch, heads_q, heads_kv, .. } = sizes;
+        let (o, lse) = (self.o.as_view(), self.lse.as_ref().map(ViewMut::as_view));
+        let tensors = Forward {
+            q: &self.q,
+            k: &self.k,
+            v: &self.v,
+            o: &o,
+            lse: lse.as_ref(),
+            sink: self.sink.as_ref(),
+            cu_seqlens: self.cu_seqlens.as_ref(),
+        };
+        let sizes = tensors.fit(scalars, tile.types, tile.head_dims, params)?;
+        let Sizes { packed, batch, heads_q, heads_kv, lengths, .. } = sizes;
+        let [seqlen_q, seqlen_kv] = lengths;
         require(
-            batch > 0 && heads_q > 0 && p.seqlen_q > 0,
+            batch > 0 && heads_q > 0 && seqlen_q > 0,
             format_args!(
-                "batch {batch}, {heads_q} heads of q and seqlen_q {}: a size is not positive",
-                p.seqlen_q
+                "batch {batch}, {heads_q} heads of q and seqlen_q {seqlen_q}: a size is not \
+                 positive"
             ),
         )?;
         require(
@@ -62,42 +78,30 @@ impl AttentionFwdOperands<'_> {
                 if self.lse.is_some() { "no" } else { "each" }
             ),
         )?;
-        let strides = [p.o_stride_batch, p.o_stride_seq, p.o_stride_head];
-        sizes.outputs("o", &self.o.as_view(), strides)?;
-        // The kernels add the batch stride also when the batch is packed.
+        let group = heads_q / heads_kv;
+        let (mut tiles_q, mut mask_group) = (ceil_div(seqlen_q, tile.block_q), group);
+        if let Some(mask) = self.block_mask {
+            require(
+                mask.cu_rows().is_some() == packed,
+                format_args!(
+                    "the block mask is {}packed, and the batch is {}",
+                    if packed { "not " } else { "" },
+                    if packed { "packed" } else { "not" }
+                ),
+            )?;
+            let tiles = [tile.block_q, tile.block_kv];
+            let groups = [batch, heads_q];
+            tiles_q = mask.fit(tiles, scalars.blocks, lengths, groups, &mut params.block_mask)?;
+            mask_group = params.block_mask.heads_per_group.into();
+        }
         require(
-            !packed || p.lse_stride_batch == 0,
-            format_args!("a packed lse has the batch stride {}, expected 0", p.lse_stride_batch),
-        )?;
-        let lse = self.lse.as_ref().map(ViewMut::as_view);
-        lse.map_or(Ok(()), |lse| sizes.lse(&lse, p))?;
-        let tiles_q = match &self.block_mask {
-            None => ceil_div(p.seqlen_q.into(), tile.block_q),
-            Some(mask) => {
-                require(
-                    mask.cu_rows().is_some() == packed,
-                    format_args!(
-                        "the block mask is {}packed, and the batch is {}",
-                        if packed { "not " } else { "" },
-                        if packed { "packed" } else { "not" }
-                    ),
-                )?;
-                let lengths = [p.seqlen_q, p.seqlen_kv];
-                let groups = [p.batch, p.num_heads_q];
-                mask.fit([tile.block_q, tile.block_kv], &p.block_mask, lengths, groups)?
-            }
-        };
-        require(
-            i64::from(p.seqlen_kv) <= i64::from(tile.most_keys()),
+            seqlen_kv <= i64::from(tile.most_keys()),
             format_args!(
-                "seqlen_kv is {}, the limit of the kernel is {}",
-                p.seqlen_kv,
+                "seqlen_kv is {seqlen_kv}, the limit of the kernel is {}",
                 tile.most_keys()
             ),
         )?;
-        let (heads_per_tile, group) = (i64::from(tile.heads), heads_q / heads_kv);
-        let mask_group =
-            if self.block_mask.is_some() { i64::from(p.block_mask.heads_per_group) } else { group };
+        let heads_per_tile = i64::from(tile.heads);
         require(
             group % heads_per_tile == 0 && mask_group % heads_per_tile == 0,
             format_args!(
@@ -106,27 +110,6 @@ impl AttentionFwdOperands<'_> {
             ),
         )?;
         Ok(tiles_q * i128::from(heads_q / heads_per_tile) * i128::from(batch))
-    }
-
-    /// The parameters with the pointers of the tensors.
-    pub(super) fn pointers(
-        &self,
-        p: &blockflash_attention_fwd_params,
-    ) -> blockflash_attention_fwd_params {
-        let [cu_q, cu_kv] = self.cu_seqlens.map_or([None, None], |both| both.map(Some));
-        let lse = self.lse.as_ref().map(ViewMut::as_view);
-        blockflash_attention_fwd_params {
-            q: pointer(&self.q),
-            k: pointer(&self.k),
-            v: pointer(&self.v),
-            o: pointer_mut(&self.o),
-            lse: optional(lse.as_ref()).cast_mut().cast(),
-            scores: with_sink(&p.scores, self.sink.as_ref()),
-            cu_seqlens_q: optional(cu_q.as_ref()).cast(),
-            cu_seqlens_kv: optional(cu_kv.as_ref()).cast(),
-            block_mask: block_mask::pointers(self.block_mask, &p.block_mask),
-            ..*p
-        }
     }
 }
 
@@ -146,14 +129,13 @@ impl Operands for AttentionFwdOperands<'_> {
 // SAFETY:
 // 1. This is the parameter struct of the portable kernels of attention forward.
 // 2. All pointers come from views. The kernel's addresses follow from the sizes and strides in the
-//    struct and from the grid; `fit` found them to be the same as in the views, which reach no
-//    further than their memory. The kernel clamps values of `cu_seqlens` to the packed rows, which
-//    `fit` compared. Where addresses follow from a block mask, `BlockLists` has checked the
-//    entries.
+//    struct and from the grid; `fit` wrote them from the views, which reach no further than their
+//    memory. The kernel clamps values of `cu_seqlens` to the packed rows. Where addresses follow
+//    from a block mask, `BlockLists` has checked the entries.
 // 3. `o` and `lse` are `ViewMut`.
 unsafe impl Launch for AttentionFwd {
     type Operands<'a> = AttentionFwdOperands<'a>;
-    type Plan = blockflash_attention_fwd_params;
+    type Plan = AttentionFwdPlan;
     type Params = blockflash_attention_fwd_params;
     const FAMILY: &'static str = "portable attention forward";
 
@@ -161,12 +143,13 @@ unsafe impl Launch for AttentionFwd {
         if let Variant::AttentionFwd(tile) = kernel.variant { Some(tile) } else { None }
     }
 
-    fn fit(&self, plan: &Self::Plan, operands: &Self::Operands<'_>) -> Fit<i128> {
-        operands.fit(&self.tile(), plan)
-    }
-
-    fn params(&self, plan: &Self::Plan, operands: &Self::Operands<'_>) -> Result<Self::Params> {
-        Ok(operands.pointers(plan))
+    fn fit(
+        &self,
+        plan: &Self::Plan,
+        operands: &Self::Operands<'_>,
+        params: &mut Self::Params,
+    ) -> Fit<i128> {
+        operands.fit(&self.tile(), &plan.scalars, params)
     }
 }
 
@@ -174,7 +157,7 @@ unsafe impl Launch for AttentionFwd {
 // offsets nor lists, so `fit` refuses both: rows of a packed batch would be elsewhere.
 unsafe impl Launch for AttentionFwdSmall {
     type Operands<'a> = AttentionFwdOperands<'a>;
-    type Plan = blockflash_attention_fwd_params;
+    type Plan = AttentionFwdPlan;
     type Params = blockflash_attention_fwd_params;
     const FAMILY: &'static str = "attention forward of small grids";
 
@@ -182,15 +165,16 @@ unsafe impl Launch for AttentionFwdSmall {
         if let Variant::AttentionFwdSmall(tile) = kernel.variant { Some(tile) } else { None }
     }
 
-    fn fit(&self, plan: &Self::Plan, operands: &Self::Operands<'_>) -> Fit<i128> {
+    fn fit(
+        &self,
+        plan: &Self::Plan,
+        operands: &Self::Operands<'_>,
+        params: &mut Self::Params,
+    ) -> Fit<i128> {
         let AttentionFwdOperands { cu_seqlens, block_mask, .. } = operands;
         absent("cu_seqlens", cu_seqlens.is_some(), "the kernel takes no packed sequences")?;
         absent("block_mask", block_mask.is_some(), "the kernel takes no block masks")?;
-        operands.fit(&self.tile(), plan)
-    }
-
-    fn params(&self, plan: &Self::Plan, operands: &Self::Operands<'_>) -> Result<Self::Params> {
-        Ok(operands.pointers(plan))
+        operands.fit(&self.tile(), &plan.scalars, params)
     }
 }
 

@@ -1,22 +1,26 @@
-use super::super::attention_fixtures::{NO_MASK, attention};
+use super::super::attention_fixtures::PLAIN_SCORES;
+use super::super::checked::zeros;
 use super::*;
 use crate::{BlockListArrays, Device, Tensor};
-use blockflash_sys::params::blockflash_block_mask;
 use blockflash_sys::{DType, ElementTypes, HeadDims};
 
-/// 64 queries and keys of one head; they are one sequence, packed or not.
-fn plan(packed: bool) -> blockflash_attention_fwd_params {
-    let dense = attention(1, [64; 2], [1; 2]);
-    let block_mask = blockflash_block_mask {
-        rows: 1,
-        block_q: 64,
-        block_kv: 64,
-        groups_per_batch: 1,
-        heads_per_group: 1,
-        ..NO_MASK
-    };
-    let total = if packed { 64 } else { 0 };
-    blockflash_attention_fwd_params { total_q: total, total_kv: total, block_mask, ..dense }
+/// Of sequences of up to 64 queries and keys.
+const PLAN: AttentionFwdPlan = AttentionFwdPlan {
+    scalars: AttentionScalars { scores: PLAIN_SCORES, longest: [64; 2], blocks: [64; 2] },
+    heads_per_section: 1,
+};
+
+/// Tiles of a launch, and its argument.
+fn fit_of<L: Launch<Plan = AttentionFwdPlan>>(
+    tile: &L,
+    operands: &L::Operands<'_>,
+) -> Fit<(i128, L::Params)> {
+    let mut params = zeros::<L>();
+    Ok((tile.fit(&PLAN, operands, &mut params)?, params))
+}
+
+fn tiles<L: Launch<Plan = AttentionFwdPlan>>(tile: &L, operands: &L::Operands<'_>) -> Fit<i128> {
+    fit_of(tile, operands).map(|(tiles, _)| tiles)
 }
 
 /// What both kernels without tensor maps say: the portable one, and the one for small grids.
@@ -49,8 +53,7 @@ fn fits(packed: bool, lists: Option<&BlockLists>) -> [Fit<i128>; 2] {
         min_blocks,
     };
     let small = AttentionFwdSmall { types, head_dims, warpgroups: 2, stages: 3, min_blocks };
-    let plan = plan(packed);
-    [Launch::fit(&portable, &plan, &operands), Launch::fit(&small, &plan, &operands)]
+    [tiles(&portable, &operands), tiles(&small, &operands)]
 }
 
 #[test]
@@ -75,7 +78,8 @@ fn small_grids_refuse_what_their_kernels_do_not_read() {
 }
 
 /// Of 16 columns each tensor shows its own head dimension, or the other one, with equal strides: a
-/// kernel would read or write beyond the rows of one that it takes for a wider one.
+/// kernel would read or write beyond the rows of one that it takes for a wider one. Those of q and
+/// v are the measure of the others.
 #[test]
 fn each_tensor_has_its_own_head_dimension() {
     let stream = Device::cpu().stream().unwrap();
@@ -85,15 +89,6 @@ fn each_tensor_has_its_own_head_dimension() {
     let (types, head_dims) = (ElementTypes::all(DType::F16), HeadDims { qk: 64, v: 64 });
     let small = AttentionFwdSmall { types, head_dims, warpgroups: 2, stages: 3, min_blocks };
     for [qk, v] in [[16, 8], [8, 16]] {
-        let plan = blockflash_attention_fwd_params {
-            q_stride_seq: 16,
-            k_stride_seq: 16,
-            v_stride_seq: 16,
-            o_stride_seq: 16,
-            head_dim_qk: qk as i32,
-            head_dim_v: v as i32,
-            ..plan(false)
-        };
         let mut fit = |columns: [usize; 4]| {
             let [q, k, values] = [0, 1, 2].map(|i| read.view().slice(3, 0..columns[i]).unwrap());
             let operands = AttentionFwdOperands {
@@ -106,17 +101,90 @@ fn each_tensor_has_its_own_head_dimension() {
                 cu_seqlens: None,
                 block_mask: None,
             };
-            Launch::fit(&small, &plan, &operands)
+            fit_of(&small, &operands)
         };
         let right = [qk, qk, v, v];
-        assert_eq!(fit(right), Ok(1));
-        for (i, name) in ["q", "k", "v", "o"].into_iter().enumerate() {
+        let (tiles, p) = fit(right).unwrap();
+        assert_eq!((tiles, p.head_dim_qk as usize, p.head_dim_v as usize), (1, qk, v));
+        for (i, name) in ["k", "k", "o", "o"].into_iter().enumerate() {
             let mut columns = right;
             columns[i] = qk + v - columns[i];
             let error = fit(columns).unwrap_err();
             assert!(error.starts_with(&format!("{name} is f16 ")), "{error}");
         }
     }
+}
+
+/// Some rows of some heads of two batch entries.
+fn part(tensor: &Tensor, rows: usize, heads: usize) -> View<'_> {
+    let view = tensor.view().slice(0, 1..3).unwrap().slice(1, 0..rows).unwrap();
+    view.slice(2, 0..heads).unwrap()
+}
+
+/// Every number of the argument is that of a tensor, whatever its layout.
+#[test]
+fn sizes_and_strides_are_those_of_the_tensors() {
+    let stream = Device::cpu().stream().unwrap();
+    let zeros = |dtype, shape: &[usize]| Tensor::zeros(&stream, dtype, shape).unwrap();
+    let [q, k, v] = [[3, 70, 7, 24], [3, 90, 3, 24], [3, 90, 5, 16]].map(|x| zeros(DType::F16, &x));
+    // Heads before rows.
+    let mut o = zeros(DType::F16, &[2, 6, 60, 16]);
+    let mut o_packed = zeros(DType::F16, &[60, 6, 24]);
+    let mut lse = zeros(DType::F32, &[2, 6, 61]);
+    let sink = zeros(DType::F32, &[6]);
+    let operands = AttentionFwdOperands {
+        q: part(&q, 60, 6),
+        k: part(&k, 80, 3),
+        v: part(&v, 80, 3),
+        o: o.view_mut().permute(&[0, 2, 1, 3]).unwrap(),
+        lse: Some(lse.view_mut().slice(2, 0..60).unwrap()),
+        sink: Some(sink.view()),
+        cu_seqlens: None,
+        block_mask: None,
+    };
+    let (types, head_dims, min_blocks) =
+        (ElementTypes::all(DType::F16), HeadDims { qk: 64, v: 64 }, 2);
+    let small = AttentionFwdSmall { types, head_dims, warpgroups: 2, stages: 3, min_blocks };
+    let (_, p) = fit_of(&small, &operands).unwrap();
+    assert_eq!([p.batch, p.num_heads_q, p.num_heads_kv], [2, 6, 3]);
+    assert_eq!([p.seqlen_q, p.seqlen_kv, p.head_dim_qk, p.head_dim_v], [60, 80, 24, 16]);
+    assert_eq!([p.total_q, p.total_kv], [0; 2], "not packed");
+    let of_q = [p.q_stride_batch, p.q_stride_seq, p.q_stride_head];
+    let of_k = [p.k_stride_batch, p.k_stride_seq, p.k_stride_head];
+    let of_v = [p.v_stride_batch, p.v_stride_seq, p.v_stride_head];
+    let of_o = [p.o_stride_batch, p.o_stride_seq, p.o_stride_head];
+    assert_eq!([of_q, of_k], [[70 * 7 * 24, 7 * 24, 24], [90 * 3 * 24, 3 * 24, 24]]);
+    assert_eq!([of_v, of_o], [[90 * 5 * 16, 5 * 16, 16], [6 * 60 * 16, 16, 60 * 16]]);
+    assert_eq!([p.lse_stride_batch, p.lse_stride_head], [6 * 61, 61]);
+    // The same memory as packed sequences has no stride of a batch.
+    let [rows_q, rows_kv] = [operands.q, operands.k].map(|x| x.slice(0, 0..1).unwrap());
+    let offsets = zeros(DType::I32, &[4]);
+    let [q, k] = [rows_q, rows_kv].map(|x| x.flatten(0..2).unwrap());
+    let operands = AttentionFwdOperands {
+        q,
+        k,
+        v: k,
+        o: o_packed.view_mut(),
+        lse: None,
+        sink: None,
+        cu_seqlens: Some([offsets.view(); 2]),
+        block_mask: None,
+    };
+    let portable = AttentionFwd {
+        types,
+        head_dims,
+        block_q: 64,
+        block_kv: 64,
+        warps: 4,
+        split: 1,
+        stages: 1,
+        min_blocks,
+    };
+    let (tiles, p) = fit_of(&portable, &operands).unwrap();
+    assert_eq!((tiles, [p.batch, p.seqlen_q, p.seqlen_kv]), (3 * 6, [3, 64, 64]));
+    assert_eq!([p.total_q, p.total_kv], [60, 80]);
+    assert_eq!([p.q_stride_batch, p.k_stride_batch, p.o_stride_batch], [0; 3]);
+    assert_eq!([p.q_stride_seq, p.q_stride_head], [7 * 24, 24]);
 }
 
 #[test]

@@ -1,14 +1,13 @@
 //! Attention forward for Hopper: tiles are loaded with TMA.
 
-use super::AttentionFwdOperands;
+use super::attention_fwd::{AttentionFwdOperands, AttentionFwdPlan};
 use super::checked::Launch;
 use super::fit::{Fit, require};
 use crate::map_cache::Key;
 use crate::{Kernel, Result, Swizzle, TensorMapSpec, View};
 use blockflash_sys::manifest::{AttentionFwdHopper, Variant};
 use blockflash_sys::params::{
-    BLOCKFLASH_WINDOW_UNBOUNDED, blockflash_attention_fwd_params,
-    blockflash_attention_fwd_tma_params, blockflash_tensor_map,
+    BLOCKFLASH_WINDOW_UNBOUNDED, blockflash_attention_fwd_tma_params, blockflash_tensor_map,
 };
 
 /// Columns of a TMA box: as many two-byte elements as one row of the swizzle holds.
@@ -25,7 +24,7 @@ pub(super) const BOX_ROWS_O: u32 = 16;
 // 3. `o` and `lse` are `ViewMut`.
 unsafe impl Launch for AttentionFwdHopper {
     type Operands<'a> = AttentionFwdOperands<'a>;
-    type Plan = blockflash_attention_fwd_tma_params;
+    type Plan = AttentionFwdPlan;
     type Params = blockflash_attention_fwd_tma_params;
     const FAMILY: &'static str = "attention forward for Hopper";
 
@@ -33,32 +32,24 @@ unsafe impl Launch for AttentionFwdHopper {
         if let Variant::AttentionFwdHopper(tile) = kernel.variant { Some(tile) } else { None }
     }
 
-    fn fit(&self, plan: &Self::Plan, operands: &Self::Operands<'_>) -> Fit<i128> {
-        let p = &plan.base;
-        let tiles = operands.fit(&self.tile(), p)?;
-        fit_window(p)?;
-        let group = p.num_heads_q / p.num_heads_kv;
-        let packed = operands.cu_seqlens.is_some();
-        let heads = i64::from(p.num_heads_q) * if packed { 1 } else { i64::from(p.batch) };
-        let section = plan.heads_per_section;
-        require(
-            section > 0 && section % group == 0 && i64::from(section) <= heads,
-            format_args!(
-                "heads_per_section is {section}, expected a multiple of {group} up to {heads}"
-            ),
-        )?;
+    fn fit(
+        &self,
+        plan: &Self::Plan,
+        operands: &Self::Operands<'_>,
+        params: &mut Self::Params,
+    ) -> Fit<i128> {
+        let tiles = operands.fit(&self.tile(), &plan.scalars, &mut params.base)?;
+        let sequences = if operands.cu_seqlens.is_some() { 1 } else { params.base.batch };
+        fit_sections(plan.heads_per_section, sequences, params)?;
         Ok(tiles)
     }
 
-    fn params(&self, plan: &Self::Plan, operands: &Self::Operands<'_>) -> Result<Self::Params> {
-        Ok(blockflash_attention_fwd_tma_params {
-            base: operands.pointers(&plan.base),
-            q: encode(&operands.q, BOX_ROWS_Q)?,
-            k: encode(&operands.k, self.block_kv)?,
-            v: encode(&operands.v, self.block_kv)?,
-            o: encode(&operands.o.as_view(), BOX_ROWS_O)?,
-            ..*plan
-        })
+    fn encode(&self, operands: &Self::Operands<'_>, params: &mut Self::Params) -> Result<()> {
+        params.q = encode(&operands.q, BOX_ROWS_Q)?;
+        params.k = encode(&operands.k, self.block_kv)?;
+        params.v = encode(&operands.v, self.block_kv)?;
+        params.o = encode(&operands.o.as_view(), BOX_ROWS_O)?;
+        Ok(())
     }
 
     fn set_counter(params: &mut Self::Params, counter: *mut u32) {
@@ -66,12 +57,17 @@ unsafe impl Launch for AttentionFwdHopper {
     }
 }
 
-/// Checks the window, which the kernel adds to positions in 32 bits.
-pub(super) fn fit_window(p: &blockflash_attention_fwd_params) -> Fit {
-    let keys_and_queries = i64::from(p.seqlen_q) + i64::from(p.seqlen_kv);
-    for (name, side) in
-        [("window.left", p.scores.window.left), ("window.right", p.scores.window.right)]
-    {
+/// Writes the heads that are computed together, of this many sequences. Checks them, and the
+/// window, which the kernel adds to positions in 32 bits.
+pub(super) fn fit_sections(
+    heads_per_section: i32,
+    sequences: i32,
+    params: &mut blockflash_attention_fwd_tma_params,
+) -> Fit {
+    let base = &params.base;
+    let keys_and_queries = i64::from(base.seqlen_q) + i64::from(base.seqlen_kv);
+    let window = &base.scores.window;
+    for (name, side) in [("window.left", window.left), ("window.right", window.right)] {
         let bounded = side >= 0 && i64::from(side) < keys_and_queries;
         require(
             side == BLOCKFLASH_WINDOW_UNBOUNDED || bounded,
@@ -81,6 +77,17 @@ pub(super) fn fit_window(p: &blockflash_attention_fwd_params) -> Fit {
             ),
         )?;
     }
+    let group = base.num_heads_q / base.num_heads_kv;
+    let heads = i64::from(base.num_heads_q) * i64::from(sequences);
+    require(
+        heads_per_section > 0
+            && heads_per_section % group == 0
+            && i64::from(heads_per_section) <= heads,
+        format_args!(
+            "heads_per_section is {heads_per_section}, expected a multiple of {group} up to {heads}"
+        ),
+    )?;
+    params.heads_per_section = heads_per_section;
     Ok(())
 }
 

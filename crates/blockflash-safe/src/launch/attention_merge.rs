@@ -1,11 +1,10 @@
 //! Attention over all keys from attention over parts of them.
 
+use super::attention_sizes::{row_sizes, row_strides};
 use super::checked::{Launch, Operands};
-use super::fit::{
-    Fit, ceil_div, fits, optional, pointer, pointer_mut, require, rows_aligned, unknown,
-};
+use super::fit::{Fit, all_strides, ceil_div, narrow, optional, pointer, require, rows_aligned};
 use crate::view::Used;
-use crate::{DType, Kernel, Result, View, ViewMut};
+use crate::{DType, Kernel, View, ViewMut};
 use blockflash_sys::manifest::{AttentionMerge as AttentionMergeTile, Variant};
 use blockflash_sys::params::{
     BLOCKFLASH_DTYPE_BF16, BLOCKFLASH_DTYPE_F16, BLOCKFLASH_DTYPE_F32,
@@ -42,17 +41,13 @@ pub struct AttentionMerge {
 /// Threads per CTA.
 const THREADS: u32 = 128;
 
-/// The element type that a parameter of this name names.
-pub(super) fn dtype_of(name: &str, code: i32) -> Fit<DType> {
-    match code {
-        BLOCKFLASH_DTYPE_F16 => Ok(DType::F16),
-        BLOCKFLASH_DTYPE_BF16 => Ok(DType::BF16),
-        BLOCKFLASH_DTYPE_F32 => Ok(DType::F32),
-        _ => unknown(
-            name,
-            code,
-            &[BLOCKFLASH_DTYPE_F16, BLOCKFLASH_DTYPE_BF16, BLOCKFLASH_DTYPE_F32],
-        ),
+/// The code of a floating-point type in an argument.
+pub(super) fn dtype_code(name: &str, dtype: DType) -> Fit<i32> {
+    match dtype {
+        DType::F16 => Ok(BLOCKFLASH_DTYPE_F16),
+        DType::BF16 => Ok(BLOCKFLASH_DTYPE_BF16),
+        DType::F32 => Ok(BLOCKFLASH_DTYPE_F32),
+        other => Err(format!("{name} is {other}, expected f16, bf16 or f32")),
     }
 }
 
@@ -62,7 +57,7 @@ pub(super) fn dtype_of(name: &str, code: i32) -> Fit<DType> {
 // 3. `o` and `lse` are `ViewMut`.
 unsafe impl Launch for AttentionMerge {
     type Operands<'a> = AttentionMergeOperands<'a>;
-    type Plan = blockflash_attention_merge_params;
+    type Plan = ();
     type Params = blockflash_attention_merge_params;
     const FAMILY: &'static str = "merging attention";
 
@@ -73,8 +68,15 @@ unsafe impl Launch for AttentionMerge {
         }
     }
 
-    fn fit(&self, p: &Self::Plan, operands: &Self::Operands<'_>) -> Fit<i128> {
-        let sizes = [p.count, p.rows, p.num_heads_q, p.head_dim_v].map(i64::from);
+    fn fit(
+        &self,
+        (): &Self::Plan,
+        operands: &Self::Operands<'_>,
+        params: &mut Self::Params,
+    ) -> Fit<i128> {
+        let AttentionMergeOperands { parts, parts_lse, o, lse } = operands;
+        let (o, lse) = (o.as_view(), lse.as_ref().map(ViewMut::as_view));
+        let sizes = row_sizes("parts", parts, false)?;
         let [count, rows, heads, head_dim] = sizes;
         require(
             sizes.iter().all(|&size| size > 0),
@@ -84,46 +86,45 @@ unsafe impl Launch for AttentionMerge {
             head_dim % 8 == 0,
             format_args!("head_dim is {head_dim}, expected a multiple of 8"),
         )?;
-        let parts = [
-            (count, p.parts_stride_part),
-            (rows, p.parts_stride_row),
-            (heads, p.parts_stride_head),
-            (head_dim, 1),
-        ];
-        fits("parts", &operands.parts, dtype_of("parts_dtype", p.parts_dtype)?, parts)?;
-        let logs = [
-            (count, p.parts_lse_stride_part),
-            (heads, p.parts_lse_stride_head),
-            (rows, p.parts_lse_stride_row),
-        ];
-        if let Some(parts_lse) = &operands.parts_lse {
-            fits("parts_lse", parts_lse, DType::F32, logs)?;
-        }
-        let strides = [p.o_stride_row, p.o_stride_head];
-        let o = [(rows, p.o_stride_row), (heads, p.o_stride_head), (head_dim, 1)];
-        fits("o", &operands.o.as_view(), dtype_of("o_dtype", p.o_dtype)?, o)?;
-        rows_aligned("o", &operands.o.as_view(), 4, strides)?;
-        if let Some(lse) = &operands.lse {
-            let logs = [(heads, p.lse_stride_head), (rows, p.lse_stride_row)];
-            fits("lse", &lse.as_view(), DType::F32, logs)?;
-        }
-        let threads = i128::from(rows * heads) * ceil_div(head_dim, self.columns);
+        let of_parts = row_strides("parts", parts, parts.dtype(), false, sizes)?;
+        let [_, o_row, o_head] = row_strides("o", &o, o.dtype(), true, [1, rows, heads, head_dim])?;
+        rows_aligned("o", &o, 4, [o_row, o_head])?;
+        let of_logs = match parts_lse {
+            Some(logs) => all_strides("parts_lse", logs, DType::F32, [count, heads, rows])?,
+            None => [0; 3],
+        };
+        let of_lse = match &lse {
+            Some(lse) => all_strides("lse", lse, DType::F32, [heads, rows])?,
+            None => [0; 2],
+        };
+        let threads = i128::from(rows) * i128::from(heads) * ceil_div(head_dim, self.columns);
         let blocks = (threads + i128::from(THREADS) - 1) / i128::from(THREADS);
         require(
             blocks <= i32::MAX.into(),
             format_args!("{blocks} blocks, the limit is {}", i32::MAX),
         )?;
-        Ok(blocks)
-    }
-
-    fn params(&self, p: &Self::Plan, operands: &Self::Operands<'_>) -> Result<Self::Params> {
-        let lse = operands.lse.as_ref().map(ViewMut::as_view);
-        Ok(blockflash_attention_merge_params {
-            parts: pointer(&operands.parts),
-            parts_lse: optional(operands.parts_lse.as_ref()).cast(),
-            o: pointer_mut(&operands.o),
+        *params = blockflash_attention_merge_params {
+            parts: pointer(parts),
+            parts_lse: optional(parts_lse.as_ref()).cast(),
+            o: pointer(&o).cast_mut(),
             lse: optional(lse.as_ref()).cast_mut().cast(),
-            ..*p
-        })
+            parts_stride_part: of_parts[0],
+            parts_stride_row: of_parts[1],
+            parts_stride_head: of_parts[2],
+            parts_lse_stride_part: of_logs[0],
+            parts_lse_stride_head: of_logs[1],
+            parts_lse_stride_row: of_logs[2],
+            o_stride_row: o_row,
+            o_stride_head: o_head,
+            lse_stride_head: of_lse[0],
+            lse_stride_row: of_lse[1],
+            count: narrow("parts", count)?,
+            rows: narrow("rows", rows)?,
+            num_heads_q: narrow("num_heads_q", heads)?,
+            head_dim_v: narrow("head_dim_v", head_dim)?,
+            parts_dtype: dtype_code("parts", parts.dtype())?,
+            o_dtype: dtype_code("o", o.dtype())?,
+        };
+        Ok(blocks)
     }
 }

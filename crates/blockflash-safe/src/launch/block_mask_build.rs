@@ -1,10 +1,9 @@
 //! Building a block mask on the GPU.
 
-use super::block_mask;
 use super::checked::{Launch, Operands};
 use super::fit::{Fit, absent, ceil_div, fits, pointer, pointer_mut, require, starts_at, unknown};
 use crate::view::Used;
-use crate::{BlockListScratch, BlockLists, DType, Kernel, Result, Tensor, View, ViewMut};
+use crate::{BlockListScratch, BlockLists, DType, Kernel, Tensor, View, ViewMut};
 use blockflash_sys::BlockMaskKernel;
 use blockflash_sys::manifest::Variant;
 use blockflash_sys::params::{
@@ -68,7 +67,12 @@ unsafe impl Launch for BlockMaskBuild {
         }
     }
 
-    fn fit(&self, p: &Self::Plan, operands: &Self::Operands<'_>) -> Fit<i128> {
+    fn fit(
+        &self,
+        p: &Self::Plan,
+        operands: &Self::Operands<'_>,
+        params: &mut Self::Params,
+    ) -> Fit<i128> {
         let [batch, heads, rows, cols] = [p.batch, p.heads, p.rows, p.cols].map(i64::from);
         let positive =
             [batch, heads, rows].iter().all(|&size| size > 0) && p.block_q > 0 && p.block_kv > 0;
@@ -134,16 +138,7 @@ unsafe impl Launch for BlockMaskBuild {
                 unknown("source_kind", kind, &KINDS)
             }
         }?;
-        if let Some(always) = &operands.always {
-            let m = &p.always;
-            let same = [m.rows, m.block_q, m.block_kv] == [p.rows, p.block_q, p.block_kv];
-            require(
-                same,
-                format_args!(
-                    "`always` has {} rows of blocks of {} × {}, expected {rows} of {} × {}",
-                    m.rows, m.block_q, m.block_kv, p.block_q, p.block_kv
-                ),
-            )?;
+        if let Some(always) = operands.always {
             let packed = always.cu_rows().is_some();
             absent("cu_rows of `always`", packed, "the kernel takes no packed masks")?;
             require(
@@ -153,7 +148,11 @@ unsafe impl Launch for BlockMaskBuild {
                     always.column_limit()
                 ),
             )?;
-            always.fit_groups(m, p.batch, p.heads)?;
+            always.write([p.block_q, p.block_kv], [batch, heads], &mut params.always)?;
+            require(
+                params.always.rows == p.rows,
+                format_args!("`always` has {} block rows, expected {rows}", params.always.rows),
+            )?;
         }
         let slabs = ceil_div(rows, self.slab_rows) as i64;
         let per_head = |count: i64| [(batch, heads * count), (heads, count), (count, 1)];
@@ -175,17 +174,12 @@ unsafe impl Launch for BlockMaskBuild {
             return unknown("step", p.step, &steps);
         }
         let blocks = i128::from(batch) * i128::from(heads) * i128::from(slabs);
-        Ok(blocks)
-    }
-
-    fn params(&self, p: &Self::Plan, operands: &Self::Operands<'_>) -> Result<Self::Params> {
-        let [bits, lengths, slab_lengths] = operands.scratch.views();
         let [row_ptr, col_idx, row_order] =
             [operands.lists.row_ptr(), operands.lists.col_idx(), operands.lists.row_order()]
                 .map(Tensor::view);
-        Ok(blockflash_block_mask_build_params {
+        *params = blockflash_block_mask_build_params {
             source: pointer(&operands.source),
-            always: block_mask::pointers(operands.always, &p.always),
+            always: params.always,
             bits: pointer(&bits).cast_mut().cast(),
             lengths: pointer(&lengths).cast_mut().cast(),
             slab_lengths: pointer(&slab_lengths).cast_mut().cast(),
@@ -194,7 +188,8 @@ unsafe impl Launch for BlockMaskBuild {
             row_order: pointer(&row_order).cast_mut().cast(),
             problems: pointer_mut(&operands.problems).cast(),
             ..*p
-        })
+        };
+        Ok(blocks)
     }
 }
 

@@ -1,28 +1,16 @@
 use super::*;
-use crate::launch::LaunchConfig;
-use crate::launch::checked::fit;
+use crate::launch::checked::fitted;
+use crate::launch::{LaunchConfig, NO_MASK};
 use crate::{BlockListArrays, Device, Tensor};
 use blockflash_sys::manifest;
-use blockflash_sys::params::{
-    BLOCKFLASH_WINDOW_UNBOUNDED, blockflash_block_mask, blockflash_window,
-};
+use blockflash_sys::params::{BLOCKFLASH_WINDOW_UNBOUNDED, blockflash_window};
 use std::ptr::{null, null_mut};
 
 /// 2 batch entries, 3 heads, 20 rows of 64 queries, 40 columns of 128 keys; lists of 5.
 fn params() -> blockflash_block_mask_build_params {
     blockflash_block_mask_build_params {
         source: null(),
-        always: blockflash_block_mask {
-            row_ptr: null(),
-            col_idx: null(),
-            row_order: null(),
-            cu_rows: null(),
-            rows: 20,
-            block_q: 64,
-            block_kv: 128,
-            groups_per_batch: 0,
-            heads_per_group: 3,
-        },
+        always: NO_MASK,
         bits: null_mut(),
         lengths: null_mut(),
         slab_lengths: null_mut(),
@@ -72,6 +60,14 @@ impl Tensors {
     }
 
     fn fit(&mut self, params: &blockflash_block_mask_build_params, blocks: u32) -> Fit {
+        self.fitted(params, blocks).map(drop)
+    }
+
+    fn fitted(
+        &mut self,
+        params: &blockflash_block_mask_build_params,
+        blocks: u32,
+    ) -> Fit<blockflash_block_mask_build_params> {
         let is_build = |row: &&Kernel| {
             matches!(row.variant, Variant::BlockMask(BlockMaskKernel::Build { .. }))
         };
@@ -81,7 +77,7 @@ impl Tensors {
         let (source, always) = (self.source.view(), Some(&self.always));
         let problems = self.problems.view_mut();
         let operands = BlockMaskBuildOperands { source, always, scratch, lists, problems };
-        fit::<BlockMaskBuild>(row, &config, params, &operands).map(drop)
+        fitted::<BlockMaskBuild>(row, &config, params, &operands)
     }
 }
 
@@ -115,9 +111,23 @@ fn builds_that_fit() {
     assert_eq!(tensors.fit(&booleans, 12), Ok(()));
 }
 
+/// How kernels find the lists of blocks that are always visited.
+#[test]
+fn blocks_that_are_always_visited() {
+    let stream = &Device::cpu().stream().unwrap();
+    for (groups, expected) in
+        [([1, 1], [0, 3]), ([1, 3], [0, 1]), ([2, 1], [1, 3]), ([2, 3], [3, 1])]
+    {
+        let always = BlockLists::with_capacity(groups, 20, 40, 9, stream).unwrap();
+        let m = Tensors { always, ..Tensors::new() }.fitted(&params(), 12).unwrap().always;
+        assert_eq!([m.groups_per_batch, m.heads_per_group], expected);
+        assert_eq!([m.rows, m.block_q, m.block_kv], [20, 64, 128]);
+    }
+}
+
 #[test]
 fn parameters_that_do_not_fit() {
-    let cases: [(&str, Change); 23] = [
+    let cases: [(&str, Change); 18] = [
         ("not positive", |p| p.batch = 0),
         ("not positive", |p| p.heads = -3),
         ("not positive", |p| p.block_q = 0),
@@ -134,11 +144,6 @@ fn parameters_that_do_not_fit() {
         ("k is 1073741825, the limit is", |p| p.k = (1 << 30) + 1),
         ("source_kind is 3, expected one of [0, 1, 2]", |p| p.source_kind = 3),
         ("source is f32", |p| p.source_kind = BLOCKFLASH_BLOCK_SOURCE_LISTS),
-        ("`always` has 19 rows", |p| p.always.rows = 19),
-        ("of 64 × 64, expected", |p| p.always.block_kv = 64),
-        ("not divisible into groups of 2", |p| p.always.heads_per_group = 2),
-        ("row_ptr is i32 [1, 1, 21]", |p| p.always.groups_per_batch = 1),
-        ("row_ptr is i32 [1, 1, 21]", |p| p.always.heads_per_group = 1),
         ("col_idx is i32 [77]", |p| p.capacity = 78),
         ("step is 2, expected one of [0, 1]", |p| p.step = 2),
     ];
@@ -203,4 +208,13 @@ fn tensors_that_do_not_fit() {
     );
     let always = fixed(&[1, 1], None, 41);
     refused("`always` is of ", &mut Tensors { always, ..Tensors::new() });
+    for (expected, groups, rows) in [
+        ("`always` has 19 block rows, expected 20", [1, 1], 19),
+        ("q has 3 heads, not a multiple of the 2 of the mask", [1, 2], 20),
+        ("q has 3 heads, not a multiple of the 0 of the mask", [1, 0], 20),
+        ("the mask has 3 batch entries, expected 2", [3, 1], 20),
+    ] {
+        let always = BlockLists::with_capacity(groups, rows, 40, 9, stream).unwrap();
+        refused(expected, &mut Tensors { always, ..Tensors::new() });
+    }
 }

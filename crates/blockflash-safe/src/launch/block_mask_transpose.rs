@@ -3,7 +3,7 @@
 use super::checked::{Launch, Operands};
 use super::fit::{Fit, absent, ceil_div, fits, pointer, require, starts_at, unknown};
 use crate::view::Used;
-use crate::{BlockLists, BlockTransposeScratch, DType, Kernel, Result, Tensor};
+use crate::{BlockLists, BlockTransposeScratch, DType, Kernel, Tensor};
 use blockflash_sys::BlockMaskKernel;
 use blockflash_sys::manifest::Variant;
 use blockflash_sys::params::{
@@ -65,7 +65,12 @@ unsafe impl Launch for BlockMaskTranspose {
         }
     }
 
-    fn fit(&self, p: &Self::Plan, operands: &Self::Operands<'_>) -> Fit<i128> {
+    fn fit(
+        &self,
+        p: &Self::Plan,
+        operands: &Self::Operands<'_>,
+        params: &mut Self::Params,
+    ) -> Fit<i128> {
         let [batch, heads, rows, cols] = [p.batch, p.heads, p.rows, p.cols].map(i64::from);
         let positive = [batch, heads, rows, cols].iter().all(|&size| size > 0);
         require(
@@ -116,32 +121,26 @@ unsafe impl Launch for BlockMaskTranspose {
         fits("bits", &bits, DType::I32, matrix(words, 32 * strips))?;
         starts_at(16, "bits", &bits)?;
         fits("counts", &counts, DType::I32, matrix(strips, slabs))?;
-        match p.step {
+        let blocks = match p.step {
             BLOCKFLASH_BLOCK_MASK_GATHER => {
-                Ok(groups * i128::from(slabs) * ceil_div(cols, self.chunk_cols))
+                groups * i128::from(slabs) * ceil_div(cols, self.chunk_cols)
             }
-            BLOCKFLASH_BLOCK_MASK_LIST_T => Ok(groups * i128::from(strips)),
+            BLOCKFLASH_BLOCK_MASK_LIST_T => groups * i128::from(strips),
             step => {
-                unknown("step", step, &[BLOCKFLASH_BLOCK_MASK_GATHER, BLOCKFLASH_BLOCK_MASK_LIST_T])
+                let known = [BLOCKFLASH_BLOCK_MASK_GATHER, BLOCKFLASH_BLOCK_MASK_LIST_T];
+                return unknown("step", step, &known);
             }
-        }
-    }
-
-    fn params(&self, p: &Self::Plan, operands: &Self::Operands<'_>) -> Result<Self::Params> {
-        let BlockMaskTransposeOperands { lists, scratch, transpose } = operands;
-        let [bits, counts] = scratch.views();
-        let [row_ptr, col_idx, row_ptr_t, col_idx_t] =
-            [lists.row_ptr(), lists.col_idx(), transpose.row_ptr(), transpose.col_idx()]
-                .map(Tensor::view);
-        Ok(blockflash_block_mask_transpose_params {
-            row_ptr: pointer(&row_ptr).cast(),
-            col_idx: pointer(&col_idx).cast(),
+        };
+        *params = blockflash_block_mask_transpose_params {
+            row_ptr: pointer(&lists.row_ptr().view()).cast(),
+            col_idx: pointer(&lists.col_idx().view()).cast(),
             bits: pointer(&bits).cast_mut().cast(),
             counts: pointer(&counts).cast_mut().cast(),
-            row_ptr_t: pointer(&row_ptr_t).cast_mut().cast(),
-            col_idx_t: pointer(&col_idx_t).cast_mut().cast(),
+            row_ptr_t: pointer(&row_ptr).cast_mut().cast(),
+            col_idx_t: pointer(&col_idx).cast_mut().cast(),
             ..*p
-        })
+        };
+        Ok(blocks)
     }
 }
 

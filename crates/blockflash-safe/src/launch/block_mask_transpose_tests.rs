@@ -1,6 +1,6 @@
 use super::*;
 use crate::launch::LaunchConfig;
-use crate::launch::checked::fit;
+use crate::launch::checked::fitted;
 use crate::{BlockListArrays, Device, Stream};
 use blockflash_sys::manifest;
 use std::ptr::{null, null_mut};
@@ -55,7 +55,7 @@ impl Tensors {
         let config = LaunchConfig::of(row, blocks, false);
         let Self { lists, scratch, transpose } = self;
         let operands = BlockMaskTransposeOperands { lists, scratch, transpose };
-        fit::<BlockMaskTranspose>(row, &config, params, &operands).map(drop)
+        fitted::<BlockMaskTranspose>(row, &config, params, &operands).map(drop)
     }
 }
 

@@ -3,7 +3,7 @@
 use super::checked::{Launch, Operands};
 use super::fit::{Fit, ceil_div, fits, pointer, pointer_mut, require, unknown};
 use crate::view::Used;
-use crate::{DType, Kernel, Result, View, ViewMut};
+use crate::{DType, Kernel, View, ViewMut};
 use blockflash_sys::BlockMaskKernel;
 use blockflash_sys::manifest::Variant;
 use blockflash_sys::params::{
@@ -63,7 +63,12 @@ unsafe impl Launch for BlockScores {
         }
     }
 
-    fn fit(&self, p: &Self::Plan, operands: &Self::Operands<'_>) -> Fit<i128> {
+    fn fit(
+        &self,
+        p: &Self::Plan,
+        operands: &Self::Operands<'_>,
+        params: &mut Self::Params,
+    ) -> Fit<i128> {
         let [batch, heads_q, heads_kv] = [p.batch, p.num_heads_q, p.num_heads_kv].map(i64::from);
         let [seqlen_q, seqlen_kv, head_dim] = [p.seqlen_q, p.seqlen_kv, p.head_dim].map(i64::from);
         let sizes = [batch, heads_q, heads_kv, seqlen_q, seqlen_kv, head_dim];
@@ -135,18 +140,15 @@ unsafe impl Launch for BlockScores {
             blocks <= i128::from(i32::MAX),
             format_args!("{blocks} blocks, the limit is {}", i32::MAX),
         )?;
-        Ok(blocks)
-    }
-
-    fn params(&self, p: &Self::Plan, operands: &Self::Operands<'_>) -> Result<Self::Params> {
-        Ok(blockflash_block_scores_params {
+        *params = blockflash_block_scores_params {
             q: pointer(&operands.q),
             k: pointer(&operands.k),
             q_means: pointer_mut(&operands.q_means).cast(),
             k_means: pointer_mut(&operands.k_means).cast(),
             scores: pointer_mut(&operands.scores).cast(),
             ..*p
-        })
+        };
+        Ok(blocks)
     }
 }
 

@@ -62,7 +62,7 @@ fn fit(tensors: &mut [Tensor; 5], params: &blockflash_block_scores_params, block
         k_means: k_means.view_mut(),
         scores: scores.view_mut(),
     };
-    checked::fit::<BlockScores>(row, &config, params, &operands).map(drop)
+    checked::fitted::<BlockScores>(row, &config, params, &operands).map(drop)
 }
 
 type Change = fn(&mut blockflash_block_scores_params);

@@ -6,7 +6,7 @@ use super::fit::{
     Fit, array, ceil_div, fits, given, optional, pointer, pointer_mut, require, starts_at,
 };
 use crate::view::Used;
-use crate::{BsrIndices, DType, Kernel, Result, Tensor, View, ViewMut};
+use crate::{BsrIndices, DType, Kernel, Tensor, View, ViewMut};
 use blockflash_sys::manifest::{BsrMatmul, BsrMatmulTile, Variant};
 use blockflash_sys::params::{blockflash_bsr_matmul_params, blockflash_bsr_matmul_portable_params};
 
@@ -29,8 +29,14 @@ pub struct BsrMatmulOperands<'a> {
 }
 
 impl BsrMatmulOperands<'_> {
-    /// Checks sizes and strides against the tensors, and returns the number of tiles of C.
-    pub(super) fn fit(&self, tile: &BsrMatmulTile, p: &blockflash_bsr_matmul_params) -> Fit<i128> {
+    /// Checks sizes and strides against the tensors, and returns the number of tiles of C. Writes
+    /// the argument with the pointers of the tensors.
+    pub(super) fn fit(
+        &self,
+        tile: &BsrMatmulTile,
+        p: &blockflash_bsr_matmul_params,
+        params: &mut blockflash_bsr_matmul_params,
+    ) -> Fit<i128> {
         require(
             p.m > 0 && p.n > 0 && p.k >= 0,
             format_args!("m, n and k are {}, {} and {}: a size is not positive", p.m, p.n, p.k),
@@ -80,16 +86,8 @@ impl BsrMatmulOperands<'_> {
         fits("c", &c, c.dtype(), dims([p.m, p.n], p.ldc, p.c_column_major != 0))?;
         let entries = if p.bias_per_row != 0 { p.m } else { p.n };
         self.bias.map_or(Ok(()), |bias| fits("bias", &bias, tile.dtype, [(entries, 1)]))?;
-        Ok(i128::from(tile.tiles_n(p.n as u64)) * ceil_div(rows, tile.block_rows))
-    }
-
-    /// The parameters with the pointers of the tensors.
-    pub(super) fn pointers(
-        &self,
-        p: &blockflash_bsr_matmul_params,
-    ) -> blockflash_bsr_matmul_params {
         let [row_ptr, col_idx, row_order, ..] = self.indices.arrays();
-        blockflash_bsr_matmul_params {
+        *params = blockflash_bsr_matmul_params {
             row_ptr: array(row_ptr).cast(),
             col_idx: array(col_idx).cast(),
             values: pointer(&self.values),
@@ -98,7 +96,8 @@ impl BsrMatmulOperands<'_> {
             c: pointer_mut(&self.c),
             bias: optional(self.bias.as_ref()),
             ..*p
-        }
+        };
+        Ok(i128::from(tile.tiles_n(p.n as u64)) * ceil_div(rows, tile.block_rows))
     }
 }
 
@@ -159,17 +158,16 @@ unsafe impl Launch for BsrMatmul {
         if let Variant::BsrMatmul(tile) = kernel.variant { Some(tile) } else { None }
     }
 
-    fn fit(&self, plan: &Self::Plan, operands: &Self::Operands<'_>) -> Fit<i128> {
+    fn fit(
+        &self,
+        plan: &Self::Plan,
+        operands: &Self::Operands<'_>,
+        params: &mut Self::Params,
+    ) -> Fit<i128> {
         writes(true, plan)?;
-        operands.fit(&self.tile(), plan)
-    }
-
-    fn params(&self, plan: &Self::Plan, operands: &Self::Operands<'_>) -> Result<Self::Params> {
         let [.., rows] = operands.indices.arrays();
-        Ok(blockflash_bsr_matmul_portable_params {
-            base: operands.pointers(plan),
-            rows: array(rows).cast(),
-            values_settled: operands.values.is_settled().into(),
-        })
+        params.rows = array(rows).cast();
+        params.values_settled = operands.values.is_settled().into();
+        operands.fit(&self.tile(), plan, &mut params.base)
     }
 }

@@ -3,7 +3,7 @@
 use super::BsrMatmulOperands;
 use super::checked::Launch;
 use super::fit::{Fit, array};
-use crate::{Kernel, Result};
+use crate::Kernel;
 use blockflash_sys::manifest::{BsrMatmulAny, BsrMatmulTile, Variant};
 use blockflash_sys::params::blockflash_bsr_matmul_any_params;
 
@@ -22,19 +22,18 @@ unsafe impl Launch for BsrMatmulAny {
         if let Variant::BsrMatmulAny(tile) = kernel.variant { Some(tile) } else { None }
     }
 
-    fn fit(&self, plan: &Self::Plan, operands: &Self::Operands<'_>) -> Fit<i128> {
+    fn fit(
+        &self,
+        plan: &Self::Plan,
+        operands: &Self::Operands<'_>,
+        params: &mut Self::Params,
+    ) -> Fit<i128> {
         let (a_transposed, b_column_major) = (plan.a_transposed != 0, plan.b_column_major != 0);
         let tile = BsrMatmulTile { a_transposed, b_column_major, ..self.0.tile() };
-        operands.fit(&tile, &plan.base)
-    }
-
-    fn params(&self, plan: &Self::Plan, operands: &Self::Operands<'_>) -> Result<Self::Params> {
         let [_, _, _, block_idx, ..] = operands.indices.arrays();
-        Ok(blockflash_bsr_matmul_any_params {
-            base: operands.pointers(&plan.base),
-            block_idx: array(block_idx).cast(),
-            ..*plan
-        })
+        params.block_idx = array(block_idx).cast();
+        (params.a_transposed, params.b_column_major) = (plan.a_transposed, plan.b_column_major);
+        operands.fit(&tile, &plan.base, &mut params.base)
     }
 }
 

@@ -1,7 +1,7 @@
 use super::*;
 use crate::launch::LaunchConfig;
 use crate::launch::bsr_matmul_fixtures as fixtures;
-use crate::launch::checked::fit;
+use crate::launch::checked::fitted;
 use crate::{DType, Device, Tensor, View};
 use blockflash_sys::manifest;
 use blockflash_sys::params::blockflash_bsr_matmul_params;
@@ -60,7 +60,7 @@ fn fit_with_layouts(
     let (row, tile) = manifest::kernels().iter().find_map(tile_of).ok_or("no row")?;
     let mut config = LaunchConfig::of(row, 3 * (N as u32).div_ceil(tile.0.block_n), false);
     change(&mut config);
-    fit::<BsrMatmulAny>(row, &config, params, &operands).map(drop)
+    fitted::<BsrMatmulAny>(row, &config, params, &operands).map(drop)
 }
 
 const LAYOUTS: [[bool; 3]; 8] = [
@@ -140,7 +140,8 @@ fn values_start_at_multiples_of_16_bytes() {
             c: c.view_mut(),
             bias: None,
         };
-        let found = operands.fit(&tile, &fixtures::params([M, N, K], N));
+        let params = fixtures::params([M, N, K], N);
+        let found = operands.fit(&tile, &params, &mut { params });
         assert_eq!(found.is_ok(), fits, "{start}: {found:?}");
     }
 }

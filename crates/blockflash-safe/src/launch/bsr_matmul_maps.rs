@@ -6,8 +6,6 @@ use blockflash_sys::params::{blockflash_bsr_matmul_params, blockflash_tensor_map
 
 /// Columns of a panel: as many elements of two bytes as the swizzle permutes.
 const PANEL: u32 = 64;
-/// For a tensor that no kernel reads through its map.
-pub(super) const NO_MAP: blockflash_tensor_map = blockflash_tensor_map { opaque: [0; 16] };
 
 /// A tensor map before it is encoded: sizes and boxes in elements, strides of the outer dimensions
 /// in bytes.

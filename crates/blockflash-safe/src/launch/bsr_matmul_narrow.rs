@@ -4,7 +4,7 @@ use super::BsrMatmulOperands;
 use super::bsr_matmul::writes;
 use super::checked::Launch;
 use super::fit::{Fit, array, ceil_div, require};
-use crate::{Kernel, Result};
+use crate::Kernel;
 use blockflash_sys::manifest::{BsrMatmulNarrow, Variant};
 use blockflash_sys::params::{blockflash_bsr_matmul_narrow_params, blockflash_bsr_matmul_params};
 
@@ -43,9 +43,14 @@ unsafe impl Launch for BsrMatmulNarrow {
         if let Variant::BsrMatmulNarrow(tile) = kernel.variant { Some(tile) } else { None }
     }
 
-    fn fit(&self, plan: &Self::Plan, operands: &Self::Operands<'_>) -> Fit<i128> {
+    fn fit(
+        &self,
+        plan: &Self::Plan,
+        operands: &Self::Operands<'_>,
+        params: &mut Self::Params,
+    ) -> Fit<i128> {
         writes(true, &plan.base)?;
-        operands.fit(&self.tile(), &plan.base)?;
+        operands.fit(&self.tile(), &plan.base, &mut params.base)?;
         let strips = ceil_div(plan.base.m, self.block_size) * i128::from(self.strips());
         require(
             (0..=strips).contains(&i128::from(plan.long_strips)),
@@ -59,20 +64,14 @@ unsafe impl Launch for BsrMatmulNarrow {
             largest <= i128::from(i32::MAX),
             format_args!("{largest} strips or CTAs, the limit is {}", i32::MAX),
         )?;
+        let [.., rows] = operands.indices.arrays();
+        params.rows = array(rows).cast();
+        params.values_settled = operands.values.is_settled().into();
+        params.long_strips = plan.long_strips;
         Ok(blocks)
     }
 
-    fn params(&self, plan: &Self::Plan, operands: &Self::Operands<'_>) -> Result<Self::Params> {
-        let [.., rows] = operands.indices.arrays();
-        Ok(blockflash_bsr_matmul_narrow_params {
-            base: operands.pointers(&plan.base),
-            rows: array(rows).cast(),
-            values_settled: operands.values.is_settled().into(),
-            long_strips: plan.long_strips,
-        })
-    }
-
-    fn fewest_in_cluster(&self, plan: &Self::Plan) -> u32 {
+    fn fewest_in_cluster(&self, plan: &Self::Plan, _: &Self::Params) -> u32 {
         plan.ctas
     }
 }

@@ -1,7 +1,7 @@
 use super::*;
 use crate::launch::LaunchConfig;
 use crate::launch::bsr_matmul_fixtures as fixtures;
-use crate::launch::checked::fit;
+use crate::launch::checked::fitted;
 use crate::{DType, Device, Tensor};
 use blockflash_sys::manifest;
 
@@ -41,7 +41,7 @@ fn fit_of(plan: &BsrMatmulNarrowPlan, blocks: u32, cluster: Option<u32>) -> Fit 
     };
     let cluster = cluster.map(|ctas| [ctas, 1, 1]);
     let config = LaunchConfig { cluster, ..LaunchConfig::of(kernel, blocks, true) };
-    fit::<BsrMatmulNarrow>(kernel, &config, plan, &operands).map(drop)
+    fitted::<BsrMatmulNarrow>(kernel, &config, plan, &operands).map(drop)
 }
 
 /// Two strips of each of three block rows.

@@ -1,16 +1,13 @@
 //! BSR matmul for Hopper: tiles are loaded with TMA.
 
 use super::bsr_matmul::writes;
-use super::bsr_matmul_maps::{NO_MAP, encode_c, maps};
+use super::bsr_matmul_maps::{encode_c, maps};
 use super::checked::Launch;
 use super::fit::{Fit, array, ceil_div, require, starts_at};
 use super::{BsrMatmulOperands, BsrParts};
 use crate::{Kernel, Result};
 use blockflash_sys::manifest::{BsrMatmulHopper, Variant};
-use blockflash_sys::params::{
-    BLOCKFLASH_BSR_SPLITS, blockflash_bsr_matmul_params, blockflash_bsr_matmul_tma_params,
-};
-use std::ptr::null_mut;
+use blockflash_sys::params::{blockflash_bsr_matmul_params, blockflash_bsr_matmul_tma_params};
 
 /// Where TMA stores C, its row stride in elements is below this.
 const STRIDE_LIMIT: i64 = 1 << 39;
@@ -35,8 +32,13 @@ unsafe impl Launch for BsrMatmulHopper {
         if let Variant::BsrMatmulHopper(tile) = kernel.variant { Some(tile) } else { None }
     }
 
-    fn fit(&self, p: &Self::Plan, operands: &Self::Operands<'_>) -> Fit<i128> {
-        let tiles = operands.fit(&self.tile(), p)?;
+    fn fit(
+        &self,
+        p: &Self::Plan,
+        operands: &Self::Operands<'_>,
+        params: &mut Self::Params,
+    ) -> Fit<i128> {
+        let tiles = operands.fit(&self.tile(), p, &mut params.base)?;
         writes(self.gathers(), p)?;
         require(
             [p.m, p.n, p.k].into_iter().all(|size| size < SIZE_LIMIT),
@@ -50,42 +52,33 @@ unsafe impl Launch for BsrMatmulHopper {
                 self.block_size
             ),
         )?;
-        Ok(tiles + split(self, p, operands)?)
+        let more = split(self, p, operands)?;
+        let [_, _, _, block_idx, stages, group_stages, rows] = operands.indices.arrays();
+        params.rows = array(rows).cast();
+        params.block_idx = array(block_idx).cast();
+        params.stages = array(stages).cast();
+        params.group_stages = array(group_stages).cast();
+        params.c_by_copies = copies_c(self, p, operands.c.is_aligned(16)).into();
+        params.split_k_steps = i32::MAX;
+        params.values_settled = operands.values.is_settled().into();
+        if let Some(BsrParts { steps, begin, memory }) = &operands.parts {
+            (params.split_k_steps, params.split_k_begin) = (*steps, *begin);
+            params.split_k_sums = memory.sums_pointer();
+            params.split_k_arrived = memory.words_pointer();
+        }
+        Ok(tiles + more)
     }
 
-    fn params(&self, p: &Self::Plan, operands: &Self::Operands<'_>) -> Result<Self::Params> {
+    fn encode(&self, operands: &Self::Operands<'_>, params: &mut Self::Params) -> Result<()> {
+        let p = &params.base;
         let [a, b, b_edge] = maps(self, p, operands.indices.blocks() as u64);
-        let [_, _, _, block_idx, stages, group_stages, rows] = operands.indices.arrays();
-        let c = operands.c.as_view();
-        let c_by_copies = copies_c(self, p, c.is_aligned(16));
-        let whole_tiles = blockflash_bsr_matmul_tma_params {
-            a: a.encode(&operands.values)?,
-            b: b.encode(&operands.b)?,
-            b_edge: b_edge.encode(&operands.b)?,
-            c: if c_by_copies { encode_c(&c, p)? } else { NO_MAP },
-            base: operands.pointers(p),
-            tile_counter: null_mut(),
-            rows: array(rows).cast(),
-            block_idx: array(block_idx).cast(),
-            stages: array(stages).cast(),
-            group_stages: array(group_stages).cast(),
-            c_by_copies: c_by_copies.into(),
-            split_k_steps: i32::MAX,
-            split_k_begin: [0; BLOCKFLASH_BSR_SPLITS as usize],
-            split_k_sums: null_mut(),
-            split_k_arrived: null_mut(),
-            values_settled: operands.values.is_settled().into(),
-        };
-        Ok(match &operands.parts {
-            None => whole_tiles,
-            Some(BsrParts { steps, begin, memory }) => blockflash_bsr_matmul_tma_params {
-                split_k_steps: *steps,
-                split_k_begin: *begin,
-                split_k_sums: memory.sums_pointer(),
-                split_k_arrived: memory.words_pointer(),
-                ..whole_tiles
-            },
-        })
+        if params.c_by_copies != 0 {
+            params.c = encode_c(&operands.c.as_view(), p)?;
+        }
+        params.a = a.encode(&operands.values)?;
+        params.b = b.encode(&operands.b)?;
+        params.b_edge = b_edge.encode(&operands.b)?;
+        Ok(())
     }
 
     fn set_counter(params: &mut Self::Params, counter: *mut u32) {

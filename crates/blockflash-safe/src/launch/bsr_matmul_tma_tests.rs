@@ -1,11 +1,12 @@
 use super::*;
 use crate::launch::LaunchConfig;
 use crate::launch::bsr_matmul_fixtures::{self as fixtures, TILE};
-use crate::launch::checked::fit;
+use crate::launch::checked::fitted;
 use crate::{
     BsrIndexArrays, BsrIndices, BsrPartsMemory, BsrStageArrays, DType, Device, Tensor, View,
     ViewMut,
 };
+use blockflash_sys::params::BLOCKFLASH_BSR_SPLITS;
 
 const PAIRS: BsrMatmulHopper = BsrMatmulHopper { block_rows: 2, stages: 4, ..TILE };
 /// 150 × 200 in blocks of 64, of which five are stored, times 200 × 136, whose rows are 144 apart.
@@ -67,7 +68,7 @@ fn fit_of(
         c,
         bias: None,
     };
-    fit::<BsrMatmulHopper>(&row(tile), config, &params, &operands).map(drop)
+    fitted::<BsrMatmulHopper>(&row(tile), config, &params, &operands).map(drop)
 }
 
 #[test]
@@ -265,7 +266,7 @@ fn small_blocks_need_a_plan() {
         let row = row(gathers);
         let (block, smem_bytes) = (row.threads(), row.smem_bytes());
         let config = LaunchConfig { block, smem_bytes, ..config(TILE, 1) };
-        fit::<BsrMatmulHopper>(&row, &config, &params(), &operands)
+        fitted::<BsrMatmulHopper>(&row, &config, &params(), &operands)
     };
     fit_with(Some(stages)).unwrap();
     assert!(fit_with(None).unwrap_err().contains("the stages of the pattern"));

@@ -51,25 +51,31 @@ unsafe impl Launch for BsrSddmmHopper {
         if let Variant::BsrSddmmHopper(tile) = kernel.variant { Some(tile) } else { None }
     }
 
-    fn fit(&self, p: &Self::Plan, operands: &Self::Operands<'_>) -> Fit<i128> {
+    fn fit(
+        &self,
+        p: &Self::Plan,
+        operands: &Self::Operands<'_>,
+        params: &mut Self::Params,
+    ) -> Fit<i128> {
         let tiles = fits_tiles(&self.tile(), p, operands)?;
         let [m, n, k] = [p.m, p.n, p.k].map(i64::from);
         starts_at(16, "values", &operands.values.as_view())?;
         fits_dense("a", &operands.a, self.dtype, [m, k], self.a)?;
         fits_dense("b", &operands.b, self.dtype, [k, n], self.b)?;
-        Ok(tiles)
-    }
-
-    fn params(&self, plan: &Self::Plan, operands: &Self::Operands<'_>) -> Result<Self::Params> {
-        let [a, b] = maps(self, operands);
-        Ok(blockflash_bsr_sddmm_params {
-            a: a.encode(&operands.a)?,
-            b: b.encode(&operands.b)?,
+        *params = blockflash_bsr_sddmm_params {
             row_ptr: pointer(&operands.pattern.row_ptr().view()).cast(),
             col_idx: pointer(&operands.pattern.col_idx().view()).cast(),
             values: pointer_mut(&operands.values),
-            ..*plan
-        })
+            ..*p
+        };
+        Ok(tiles)
+    }
+
+    fn encode(&self, operands: &Self::Operands<'_>, params: &mut Self::Params) -> Result<()> {
+        let [a, b] = maps(self, operands);
+        params.a = a.encode(&operands.a)?;
+        params.b = b.encode(&operands.b)?;
+        Ok(())
     }
 
     fn set_counter(params: &mut Self::Params, counter: *mut u32) {

@@ -4,7 +4,7 @@ use super::BsrSddmmOperands;
 use super::bsr_sddmm::{fits_dense, fits_tiles};
 use super::checked::Launch;
 use super::fit::{Fit, pointer, pointer_mut};
-use crate::{Kernel, Major, Result, View};
+use crate::{Kernel, Major, View};
 use blockflash_sys::manifest::{BsrSddmm, Variant};
 use blockflash_sys::params::{blockflash_bsr_sddmm_params, blockflash_bsr_sddmm_portable_params};
 
@@ -24,37 +24,39 @@ unsafe impl Launch for BsrSddmm {
         if let Variant::BsrSddmm(tile) = kernel.variant { Some(tile) } else { None }
     }
 
-    fn fit(&self, p: &Self::Plan, operands: &Self::Operands<'_>) -> Fit<i128> {
+    fn fit(
+        &self,
+        p: &Self::Plan,
+        operands: &Self::Operands<'_>,
+        params: &mut Self::Params,
+    ) -> Fit<i128> {
         let tiles = fits_tiles(&self.tile(), p, operands)?;
         let [m, n, k] = [p.m, p.n, p.k].map(i64::from);
         let BsrSddmmOperands { a, b, .. } = operands;
-        fits_dense("a", a, self.dtype, [m, k], Lines::of(a).major)?;
-        fits_dense("b", b, self.dtype, [k, n], Lines::of(b).major)?;
-        Ok(tiles)
-    }
-
-    fn params(&self, p: &Self::Plan, operands: &Self::Operands<'_>) -> Result<Self::Params> {
-        let [a, b] = [&operands.a, &operands.b].map(Lines::of);
-        Ok(blockflash_bsr_sddmm_portable_params {
+        let [of_a, of_b] = [a, b].map(Lines::of);
+        fits_dense("a", a, self.dtype, [m, k], of_a.major)?;
+        fits_dense("b", b, self.dtype, [k, n], of_b.major)?;
+        *params = blockflash_bsr_sddmm_portable_params {
             row_ptr: pointer(&operands.pattern.row_ptr().view()).cast(),
             col_idx: pointer(&operands.pattern.col_idx().view()).cast(),
-            a: pointer(&operands.a),
-            b: pointer(&operands.b),
+            a: pointer(a),
+            b: pointer(b),
             values: pointer_mut(&operands.values),
-            lda: a.ld,
-            ldb: b.ld,
+            lda: of_a.ld,
+            ldb: of_b.ld,
             m: p.m,
             n: p.n,
             k: p.k,
-            a_column_major: i32::from(a.major == Major::Column),
-            b_column_major: i32::from(b.major == Major::Column),
-            a_vectorized: a.vectorized.into(),
-            b_vectorized: b.vectorized.into(),
+            a_column_major: i32::from(of_a.major == Major::Column),
+            b_column_major: i32::from(of_b.major == Major::Column),
+            a_vectorized: of_a.vectorized.into(),
+            b_vectorized: of_b.vectorized.into(),
             values_vectorized: operands.values.is_aligned(16).into(),
             values_dtype: p.values_dtype,
             alpha: p.alpha,
             beta: p.beta,
-        })
+        };
+        Ok(tiles)
     }
 }
 

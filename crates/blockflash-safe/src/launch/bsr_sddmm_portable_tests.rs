@@ -1,7 +1,7 @@
 use super::*;
 use crate::launch::LaunchConfig;
 use crate::launch::bsr_matmul_fixtures::pattern;
-use crate::launch::checked::fit;
+use crate::launch::checked::fitted;
 use crate::manifest::BsrSddmm;
 use crate::{DType, Device, Target, Tensor, ViewMut};
 use blockflash_sys::params::blockflash_tensor_map;
@@ -83,8 +83,7 @@ fn fit_of(
     };
     let mut params = params();
     change(&mut params);
-    let tile: BsrSddmm = fit(&row(), config, &params, &operands)?;
-    Ok(tile.params(&params, &operands).unwrap())
+    fitted::<BsrSddmm>(&row(), config, &params, &operands)
 }
 
 #[test]
@@ -113,8 +112,7 @@ fn values_start_anywhere() {
         let values =
             ViewMut::from_slice(&mut data[start + offset..][..2 * 32 * 32], &[2, 32, 32]).unwrap();
         let operands = BsrSddmmOperands { pattern, a: a.view(), b: b.view(), values };
-        let tile: BsrSddmm = fit(&row(), &config(1), &params, &operands).unwrap();
-        let p = tile.params(&params, &operands).unwrap();
+        let p = fitted::<BsrSddmm>(&row(), &config(1), &params, &operands).unwrap();
         assert_eq!(p.values_vectorized, vectorized, "{offset}");
     }
 }

@@ -1,7 +1,7 @@
 use super::*;
 use crate::launch::LaunchConfig;
 use crate::launch::bsr_matmul_fixtures::pattern;
-use crate::launch::checked::fit;
+use crate::launch::checked::fitted;
 use crate::manifest::Variant;
 use crate::{Device, Tensor};
 use std::ptr::{null, null_mut};
@@ -82,7 +82,7 @@ fn fit_of(
     let mut params = params();
     change(&mut params);
     with_operands(tile, |operands| {
-        fit::<BsrSddmmHopper>(&row(tile), config, &params, operands).map(drop)
+        fitted::<BsrSddmmHopper>(&row(tile), config, &params, operands).map(drop)
     })
 }
 
@@ -99,7 +99,7 @@ fn what_fits_and_what_does_not() {
         let other =
             BsrSddmmHopper { a: if a == Major::Row { Major::Column } else { Major::Row }, ..tile };
         let found = with_operands(tile, |operands| {
-            fit::<BsrSddmmHopper>(&row(other), &config(other, 4), &params(), operands)
+            fitted::<BsrSddmmHopper>(&row(other), &config(other, 4), &params(), operands)
         });
         assert!(found.unwrap_err().contains("a is f16"), "{a:?} is no other layout");
     }

@@ -1,5 +1,5 @@
 use super::LaunchConfig;
-use super::fit::Fit;
+use super::fit::{Fit, require};
 use super::timed::timed;
 use crate::driver::check;
 use crate::gpu::LoadedKernel;
@@ -20,9 +20,10 @@ pub trait Operands {
 /// it; [`Stream::launch`] does everything else.
 ///
 /// # Safety
-/// 1. `Params` is the parameter struct of the kernels with this type of tile.
-/// 2. Given the parameters that [`params`](Self::params) returns for a plan and operands accepted
-///    by [`fit`](Self::fit), and a grid that `fit` allows, the kernel touches only the memory of
+/// 1. `Params` is the parameter struct of the kernels with this type of tile: numbers, pointers and
+///    arrays of them, so that zeros are a value.
+/// 2. Given the parameters that [`fit`](Self::fit) writes for a plan and operands, with the maps of
+///    [`encode`](Self::encode), and a grid that `fit` allows, the kernel touches only the memory of
 ///    the operands' views, whatever that memory contains, and the two words of
 ///    [`set_counter`](Self::set_counter), which it leaves as zeros. None of its loops depends on
 ///    words that another launch may change.
@@ -31,7 +32,7 @@ pub trait Operands {
 pub unsafe trait Launch: Copy {
     /// The tensors that the kernel reads and writes.
     type Operands<'a>: Operands;
-    /// The caller's plan: sizes, strides and factors. Its pointers are ignored.
+    /// What the caller knows beside the operands, such as factors. Its pointers are ignored.
     type Plan: ?Sized;
     /// The kernel's argument.
     type Params;
@@ -41,21 +42,29 @@ pub unsafe trait Launch: Copy {
     /// The tile of a kernel of this family.
     fn of(kernel: &Kernel) -> Option<Self>;
 
-    /// Checks everything that decides which addresses the kernel touches against the operands, and
-    /// returns the number of tiles.
+    /// Checks everything that decides which addresses the kernel touches, writes sizes, strides and
+    /// pointers of the operands to the kernel's argument, which is all zeros before, and returns
+    /// the number of tiles.
     ///
     /// # Errors
     /// A message that names the misfit.
-    fn fit(&self, plan: &Self::Plan, operands: &Self::Operands<'_>) -> Result<i128, String>;
+    fn fit(
+        &self,
+        plan: &Self::Plan,
+        operands: &Self::Operands<'_>,
+        params: &mut Self::Params,
+    ) -> Result<i128, String>;
 
-    /// The kernel's argument for a plan and operands that fit, with the pointers of the operands.
+    /// Encodes the tensor maps of an argument that [`fit`](Self::fit) wrote, if it has any.
     ///
     /// # Errors
     /// The errors of [`TensorMapSpec::encode`](crate::TensorMapSpec::encode).
-    fn params(&self, plan: &Self::Plan, operands: &Self::Operands<'_>) -> Result<Self::Params>;
+    fn encode(&self, _operands: &Self::Operands<'_>, _params: &mut Self::Params) -> Result<()> {
+        Ok(())
+    }
 
     /// The fewest CTAs of a cluster, if the launch chooses clusters.
-    fn fewest_in_cluster(&self, _plan: &Self::Plan) -> u32 {
+    fn fewest_in_cluster(&self, _plan: &Self::Plan, _params: &Self::Params) -> u32 {
         1
     }
 
@@ -64,20 +73,43 @@ pub unsafe trait Launch: Copy {
     fn set_counter(_params: &mut Self::Params, _counter: *mut u32) {}
 }
 
-/// The tile of a kernel, if the launch fits it.
+/// The tile of a kernel, if the launch fits it. Writes the argument.
 pub(super) fn fit<L: Launch>(
     kernel: &Kernel,
     config: &LaunchConfig,
     plan: &L::Plan,
     operands: &L::Operands<'_>,
+    params: &mut L::Params,
 ) -> Fit<L> {
     let tile = L::of(kernel).ok_or_else(|| format!("expected a kernel of {}", L::FAMILY))?;
-    config.fits(kernel, tile.fit(plan, operands)?, kernel.family().is_persistent())?;
-    let fewest = tile.fewest_in_cluster(plan);
+    let tiles = tile.fit(plan, operands, params)?;
+    config.fits(kernel, tiles, kernel.family().is_persistent())?;
+    let fewest = tile.fewest_in_cluster(plan, params);
     let enough = config.cluster.is_none_or(|[ctas, ..]| ctas >= fewest);
-    enough
-        .then_some(tile)
-        .ok_or_else(|| format!("clusters of {:?}, expected at least {fewest} CTAs", config.cluster))
+    require(
+        enough,
+        format_args!("clusters of {:?}, expected at least {fewest} CTAs", config.cluster),
+    )?;
+    Ok(tile)
+}
+
+/// The argument of a launch before [`Launch::fit`] writes it.
+pub(super) fn zeros<L: Launch>() -> L::Params {
+    // SAFETY: zeros are a value of the type (promise 1 of `Launch`).
+    unsafe { std::mem::zeroed() }
+}
+
+/// The argument of a launch, if it fits.
+#[cfg(test)]
+pub(super) fn fitted<L: Launch>(
+    kernel: &Kernel,
+    config: &LaunchConfig,
+    plan: &L::Plan,
+    operands: &L::Operands<'_>,
+) -> Fit<L::Params> {
+    let mut params = zeros::<L>();
+    fit::<L>(kernel, config, plan, operands, &mut params)?;
+    Ok(params)
 }
 
 impl Stream {
@@ -108,9 +140,10 @@ impl Stream {
         for tensor in used.clone() {
             self.device().expect(&tensor.device)?;
         }
-        let tile: L = fit(kernel, config, plan, &operands)
+        let mut params = zeros::<L>();
+        let tile: L = fit(kernel, config, plan, &operands, &mut params)
             .map_err(|what| Error::Launch { symbol: kernel.symbol(), what })?;
-        let mut params = tile.params(plan, &operands)?;
+        tile.encode(&operands, &mut params)?;
 
         let loaded = LoadedKernel::of(context, kernel)?;
         let (host, image) = (size_of::<L::Params>(), loaded.info.param_bytes);

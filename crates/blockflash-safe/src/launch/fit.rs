@@ -28,11 +28,57 @@ pub(super) fn fits<const N: usize>(
     if same {
         return Ok(());
     }
-    let (found, shape, strides) = (view.dtype(), view.shape(), view.strides());
-    Err(format!(
-        "{name} is {found} {shape:?} with strides {strides:?}, \
-         expected {dtype} (size, stride) {dims:?}"
-    ))
+    Err(misfit(name, view, format_args!("{dtype} (size, stride) {dims:?}")))
+}
+
+/// The strides of a tensor of this type and of these sizes whose last dimension is contiguous.
+/// Those of dimensions of size 1 do not matter, and no stride of an empty tensor does.
+#[inline]
+pub(super) fn strides<const N: usize>(
+    name: &str,
+    view: &View<'_>,
+    dtype: DType,
+    sizes: [i64; N],
+) -> Fit<[i64; N]> {
+    let strides = all_strides(name, view, dtype, sizes)?;
+    if strides.last().is_none_or(|&step| step == 1)
+        || sizes.last().is_some_and(|&size| size <= 1)
+        || view.layout().is_empty()
+    {
+        return Ok(strides);
+    }
+    Err(misfit(name, view, format_args!("{dtype} {sizes:?} with contiguous rows")))
+}
+
+/// The strides of a tensor of this type and of these sizes.
+#[inline]
+pub(super) fn all_strides<const N: usize>(
+    name: &str,
+    view: &View<'_>,
+    dtype: DType,
+    sizes: [i64; N],
+) -> Fit<[i64; N]> {
+    let of = |entries: &[usize]| <[usize; N]>::try_from(entries).map(|all| all.map(|x| x as i64));
+    match (of(view.shape()), of(view.strides())) {
+        (Ok(shape), Ok(strides)) if view.dtype() == dtype && shape == sizes => Ok(strides),
+        _ => Err(misfit(name, view, format_args!("{dtype} {sizes:?}"))),
+    }
+}
+
+#[cold]
+fn misfit(name: &str, view: &View<'_>, expected: fmt::Arguments<'_>) -> String {
+    let (dtype, shape, strides) = (view.dtype(), view.shape(), view.strides());
+    format!("{name} is {dtype} {shape:?} with strides {strides:?}, expected {expected}")
+}
+
+/// A size as kernels take it.
+#[inline]
+pub(super) fn narrow(name: &str, size: i64) -> Fit<i32> {
+    #[cold]
+    fn too_large(name: &str, size: i64) -> String {
+        format!("{name} is {size}, the limit is {}", i32::MAX)
+    }
+    i32::try_from(size).map_err(|_| too_large(name, size))
 }
 
 /// Checks a condition; `what` names the field, its value and what it may be.

@@ -1,19 +1,20 @@
 //! Appending to a cache, and rotary embeddings.
 
-use super::attention_merge::dtype_of;
+use super::attention_merge::dtype_code;
+use super::attention_sizes::{row_sizes, row_strides};
 use super::checked::{Launch, Operands};
 use super::fit::{
-    Fit, ceil_div, fits, optional, pointer, pointer_mut, require, rows_aligned, steps,
+    Fit, ceil_div, fits, narrow, optional, pointer, require, rows_aligned, steps, strides,
 };
 use super::kv_cache::KvCacheViews;
 use crate::view::Used;
-use crate::{DType, Kernel, Result, View, ViewMut};
+use crate::{DType, Kernel, View, ViewMut};
 use blockflash_sys::manifest::{Family, KvAppend, Variant};
 use blockflash_sys::params::{
-    BLOCKFLASH_ROTARY_HALVES, BLOCKFLASH_ROTARY_INTERLEAVED, blockflash_kv_append_params,
-    blockflash_kv_cache, blockflash_rotary,
+    BLOCKFLASH_DTYPE_F32, BLOCKFLASH_ROTARY_HALVES, BLOCKFLASH_ROTARY_INTERLEAVED,
+    blockflash_kv_append_params, blockflash_rotary,
 };
-use std::ptr::{null, null_mut};
+use std::ptr::null;
 
 /// Keys and values that are appended, and the cache that they are appended to.
 #[derive(Debug)]
@@ -93,85 +94,111 @@ impl Operands for KvAppendOperands<'_> {
 /// Elements that a thread writes.
 const PIECE: i64 = 8;
 
-/// Sizes of a tensor with a row for each token and head.
+/// What an append knows beside its tensors: of the new tokens, and of the queries.
+#[derive(Clone, Copy, Debug)]
+pub struct KvAppendPlan {
+    /// Tokens of the longest sequence in a packed batch; ignored otherwise.
+    pub longest: [i32; 2],
+    /// Which elements of a row have a common angle: `BLOCKFLASH_ROTARY_…`; ignored without angles.
+    pub pairs: [i32; 2],
+    /// Keys of each sequence where neither lengths nor a cache are given; ignored otherwise.
+    pub capacity: i32,
+}
+
+/// Two tensors with a row for each token and head, which have been found to fit.
 struct Tokens {
     batch: i64,
     seqlen: i64,
+    /// Rows of packed tensors; 0 otherwise.
     total: i64,
     heads: i64,
+    /// One for each head of each token.
+    rows: i64,
+    /// Strides of both along batch entries, tokens and heads.
+    strides: [[i64; 3]; 2],
 }
 
 impl Tokens {
-    /// Checks tensors of tokens and their offsets, and returns the number of rows.
-    fn rows(
-        &self,
+    const NONE: Self =
+        Self { batch: 0, seqlen: 0, total: 0, heads: 0, rows: 0, strides: [[0; 3]; 2] };
+
+    fn of(
         dtype: DType,
-        tensors: [(&str, View<'_>, i64, [i64; 3]); 2],
+        tensors: [(&str, &View<'_>, i64); 2],
         cu_seqlens: Option<&View<'_>>,
-    ) -> Fit<i64> {
-        let Self { batch, seqlen, total, heads } = *self;
-        let tokens = if cu_seqlens.is_some() { total } else { batch.saturating_mul(seqlen) };
-        let sizes = [seqlen, tokens, heads];
+        longest: i32,
+    ) -> Fit<Self> {
+        let (name, view, _) = tensors[0];
+        let packed = cu_seqlens.is_some();
+        let [entries, tokens, heads, _] = row_sizes(name, view, packed)?;
+        let (mut batch, mut seqlen, mut total) = (entries, tokens, 0);
+        if let Some(offsets) = cu_seqlens {
+            batch = offsets.shape().first().map_or(0, |&count| count as i64) - 1;
+            fits("cu_seqlens", offsets, DType::I32, [(batch + 1, 1)])?;
+            (seqlen, total) = (longest.into(), tokens);
+        }
+        let sizes = [batch, seqlen, tokens, heads];
         require(
             sizes.iter().all(|&size| size > 0),
-            format_args!("seqlen, tokens and heads are {sizes:?}: a size is not positive"),
+            format_args!("batch, seqlen, tokens and heads are {sizes:?}: a size is not positive"),
         )?;
-        for (name, view, columns, [of_batch, seq, head]) in tensors {
-            let [heads, inner] = [(heads, head), (columns, 1)];
-            // Packed tensors have one batch entry, whose stride does not matter.
-            let outer = match cu_seqlens {
-                Some(_) => [(1, of_batch), (total, seq)],
-                None => [(batch, of_batch), (seqlen, seq)],
-            };
-            match cu_seqlens {
-                Some(_) => fits(name, &view, dtype, [outer[1], heads, inner])?,
-                None => fits(name, &view, dtype, [outer[0], outer[1], heads, inner])?,
-            }
-            rows_aligned(name, &view, PIECE, steps(&[outer[0], outer[1], heads]))?;
+        let outer = [entries, tokens, heads];
+        let mut strides = [[0; 3]; 2];
+        for (strides, (name, view, columns)) in strides.iter_mut().zip(tensors) {
+            *strides = row_strides(name, view, dtype, packed, [entries, tokens, heads, columns])?;
+            let dims = [0, 1, 2].map(|dim| (outer[dim], strides[dim]));
+            rows_aligned(name, view, PIECE, steps(&dims))?;
         }
-        if let Some(cu_seqlens) = cu_seqlens {
-            fits("cu_seqlens", cu_seqlens, DType::I32, [(batch + 1, 1)])?;
-        }
-        Ok(tokens.saturating_mul(heads))
+        let rows = entries.saturating_mul(tokens).saturating_mul(heads);
+        Ok(Self { batch, seqlen, total, heads, rows, strides })
     }
 }
 
-/// Checks sizes and strides of a rotary embedding against its tables.
-fn fit_rotary(r: &blockflash_rotary, [cos, sin]: &[View<'_>; 2], head_dim: i64) -> Fit {
-    let [positions, dim] = [r.positions, r.dim].map(i64::from);
+/// Checks the tables of a rotary embedding against a head dimension, and writes its argument, which
+/// is zeros before. Without tables kernels read only that there are none.
+#[inline]
+fn fit_rotary(
+    tables: Option<&[View<'_>; 2]>,
+    pairs: i32,
+    head_dim: i64,
+    rotary: &mut blockflash_rotary,
+) -> Fit {
+    (rotary.pairs, rotary.dtype) = (BLOCKFLASH_ROTARY_HALVES, BLOCKFLASH_DTYPE_F32);
+    let Some([cos, sin]) = tables else { return Ok(()) };
+    let &[positions, half] = cos.shape() else {
+        return Err(format!("cos has the shape {:?}, expected [positions, dim / 2]", cos.shape()));
+    };
+    let [positions, half] = [positions, half].map(|size| size as i64);
     require(
         positions > 0,
         format_args!("the rotary tables have {positions} positions, expected at least 1"),
     )?;
+    let dim = half.saturating_mul(2);
     require(
-        dim > 0 && dim % 2 == 0 && dim <= head_dim,
+        dim > 0 && dim <= head_dim,
         format_args!("the rotary dimension is {dim}, expected an even number up to {head_dim}"),
     )?;
-    let pairs = [BLOCKFLASH_ROTARY_HALVES, BLOCKFLASH_ROTARY_INTERLEAVED];
-    require(
-        pairs.contains(&r.pairs),
-        format_args!("pairs is {}, expected one of {pairs:?}", r.pairs),
-    )?;
-    let dtype = dtype_of("dtype of the rotary tables", r.dtype)?;
-    fits("cos", cos, dtype, [(positions, r.cos_stride), (dim / 2, 1)])?;
-    fits("sin", sin, dtype, [(positions, r.sin_stride), (dim / 2, 1)])
-}
-
-fn with_tables(r: &blockflash_rotary, tables: Option<&[View<'_>; 2]>) -> blockflash_rotary {
-    let [cos, sin] = tables.map_or([null(); 2], |tables| tables.each_ref().map(pointer));
-    blockflash_rotary { cos, sin, ..*r }
+    let known = [BLOCKFLASH_ROTARY_HALVES, BLOCKFLASH_ROTARY_INTERLEAVED];
+    require(known.contains(&pairs), format_args!("pairs is {pairs}, expected one of {known:?}"))?;
+    [rotary.cos_stride, _] = strides("cos", cos, cos.dtype(), [positions, half])?;
+    [rotary.sin_stride, _] = strides("sin", sin, cos.dtype(), [positions, half])?;
+    (rotary.cos, rotary.sin) = (pointer(cos), pointer(sin));
+    rotary.positions = narrow("positions", positions)?;
+    (rotary.dim, rotary.pairs) = (narrow("rotary dimension", dim)?, pairs);
+    rotary.dtype = dtype_code("cos", cos.dtype())?;
+    Ok(())
 }
 
 // SAFETY:
 // 1. This is the parameter struct of the kernels that append to a cache.
 // 2. All pointers come from views. Addresses follow from the sizes and strides in the struct, which
-//    `fit` found to be those of the views, and from offsets, page numbers and positions, each of
+//    `fit` wrote from the views, and from offsets, page numbers and positions, each of
 //    which the kernel clamps to these sizes or compares with them. Where rows start and end it
 //    reads once. Its only loop, a binary search, halves an interval each time.
 // 3. The cache and the turned queries are `ViewMut`.
 unsafe impl Launch for KvAppend {
     type Operands<'a> = KvAppendOperands<'a>;
-    type Plan = blockflash_kv_append_params;
+    type Plan = KvAppendPlan;
     type Params = blockflash_kv_append_params;
     const FAMILY: &'static str = "appending to a cache";
 
@@ -179,77 +206,103 @@ unsafe impl Launch for KvAppend {
         if let Variant::KvAppend(kernel) = kernel.variant { Some(kernel) } else { None }
     }
 
-    fn fit(&self, p: &Self::Plan, operands: &Self::Operands<'_>) -> Fit<i128> {
-        let [batch, heads_q, heads_kv] = [p.batch, p.num_heads_q, p.num_heads_kv].map(i64::from);
-        let [head_dim_qk, head_dim_v] = [p.head_dim_qk, p.head_dim_v].map(i64::from);
-        require(batch > 0, format_args!("batch is {batch}: a size is not positive"))?;
+    fn fit(
+        &self,
+        plan: &Self::Plan,
+        operands: &Self::Operands<'_>,
+        params: &mut Self::Params,
+    ) -> Fit<i128> {
+        let (new, queries) = (operands.new.as_ref(), operands.queries.as_ref());
+        let seqused = operands.seqused;
+        let turned = queries.map(|queries| queries.turned.as_view());
+        let cu_new = new.and_then(|new| new.cu_seqlens.as_ref());
+        let cu_q = queries.and_then(|queries| queries.cu_seqlens.as_ref());
+        let [longest_new, longest_q] = plan.longest;
+
+        let (mut of_new, mut of_q) = (Tokens::NONE, Tokens::NONE);
+        let mut head_dims = queries.map_or([0; 2], |queries| {
+            [queries.q.shape().last().map_or(0, |&columns| columns as i64); 2]
+        });
+        if let Some(new) = new {
+            let batch = match (cu_new, new.k.shape().first()) {
+                (Some(offsets), _) => offsets.shape().first().map_or(0, |&n| n as i64) - 1,
+                (None, entries) => entries.map_or(0, |&entries| entries as i64),
+            };
+            let sizes = new.cache(seqused).fit(self.dtype, batch, &mut params.cache)?;
+            head_dims = [sizes[1], sizes[2]];
+            let tensors = [("k_new", &new.k, sizes[1]), ("v_new", &new.v, sizes[2])];
+            of_new = Tokens::of(self.dtype, tensors, cu_new, longest_new)?;
+            require(
+                of_new.heads == sizes[0],
+                format_args!("k_new has {} heads, the cache has {}", of_new.heads, sizes[0]),
+            )?;
+        }
+        let [head_dim_qk, head_dim_v] = head_dims;
         for (name, head_dim) in [("head_dim_qk", head_dim_qk), ("head_dim_v", head_dim_v)] {
             require(
                 head_dim > 0 && head_dim % PIECE == 0,
                 format_args!("{name} is {head_dim}, expected a positive multiple of {PIECE}"),
             )?;
         }
-        let seqused = operands.seqused;
-        seqused.as_ref().map_or(Ok(()), |x| fits("seqused", x, DType::I32, [(batch, 1)]))?;
-        let mut rows = 0i64;
-        if let Some(new) = &operands.new {
-            let head_dims = [head_dim_qk, head_dim_v];
-            new.cache(seqused).fit(&p.cache, self.dtype, [batch, heads_kv], head_dims)?;
-            let (seqlen, total) = (p.seqlen_new.into(), p.total_new.into());
-            let tokens = Tokens { batch, seqlen, total, heads: heads_kv };
-            let k = [p.k_new_stride_batch, p.k_new_stride_seq, p.k_new_stride_head];
-            let v = [p.v_new_stride_batch, p.v_new_stride_seq, p.v_new_stride_head];
-            let tensors = [("k_new", new.k, head_dim_qk, k), ("v_new", new.v, head_dim_v, v)];
-            rows += tokens.rows(self.dtype, tensors, new.cu_seqlens.as_ref())?;
-            new.rotary.as_ref().map_or(Ok(()), |x| fit_rotary(&p.rotary_new, x, head_dim_qk))?;
+        if let (Some(queries), Some(turned)) = (queries, &turned) {
+            let tensors = [("q", &queries.q, head_dim_qk), ("q_turned", turned, head_dim_qk)];
+            of_q = Tokens::of(self.dtype, tensors, cu_q, longest_q)?;
         }
-        if let Some(queries) = &operands.queries {
-            let (seqlen, total) = (p.seqlen_q.into(), p.total_q.into());
-            let tokens = Tokens { batch, seqlen, total, heads: heads_q };
-            let q = [p.q_stride_batch, p.q_stride_seq, p.q_stride_head];
-            let turned = [p.q_turned_stride_batch, p.q_turned_stride_seq, p.q_turned_stride_head];
-            let tensors = [
-                ("q", queries.q, head_dim_qk, q),
-                ("q_turned", queries.turned.as_view(), head_dim_qk, turned),
-            ];
-            rows = rows.saturating_add(tokens.rows(
-                self.dtype,
-                tensors,
-                queries.cu_seqlens.as_ref(),
-            )?);
-            fit_rotary(&p.rotary_q, &queries.rotary, head_dim_qk)?;
+        let batch = of_new.batch.max(of_q.batch);
+        require(
+            new.is_none() || queries.is_none() || of_new.batch == of_q.batch,
+            format_args!(
+                "there are {} sequences of tokens and {} of queries",
+                of_new.batch, of_q.batch
+            ),
+        )?;
+        if new.is_none() {
+            let seqused = seqused.as_ref();
+            seqused.map_or(Ok(()), |x| fits("seqused", x, DType::I32, [(batch, 1)]))?;
+            params.cache.seqused = optional(seqused).cast();
+            params.cache.capacity = plan.capacity;
         }
+        let rows = of_new.rows.saturating_add(of_q.rows);
         require(
             rows > 0,
             format_args!("there are {rows} rows of keys and queries, expected at least 1"),
         )?;
         // The kernel counts rows in 32 bits.
         require(rows <= i32::MAX.into(), format_args!("{rows} rows, the limit is {}", i32::MAX))?;
-        Ok(ceil_div(rows * (head_dim_qk.max(head_dim_v) / PIECE), 32 * self.warps()))
-    }
-
-    fn params(&self, p: &Self::Plan, operands: &Self::Operands<'_>) -> Result<Self::Params> {
-        let (new, queries) = (operands.new.as_ref(), operands.queries.as_ref());
-        let cache = blockflash_kv_cache {
-            k: null(),
-            v: null(),
-            block_table: null(),
-            seqused: optional(operands.seqused.as_ref()).cast(),
-            ..p.cache
-        };
-        let cu_seqlens = |x: Option<View<'_>>| optional(x.as_ref()).cast();
-        Ok(blockflash_kv_append_params {
-            cache: new.map_or(cache, |new| new.cache(operands.seqused).pointers(&p.cache)),
-            k_new: new.map_or(null(), |new| pointer(&new.k)),
-            v_new: new.map_or(null(), |new| pointer(&new.v)),
-            cu_seqlens_new: cu_seqlens(new.and_then(|new| new.cu_seqlens)),
-            q: queries.map_or(null(), |queries| pointer(&queries.q)),
-            q_turned: queries.map_or(null_mut(), |queries| pointer_mut(&queries.turned)),
-            cu_seqlens_q: cu_seqlens(queries.and_then(|queries| queries.cu_seqlens)),
-            rotary_new: with_tables(&p.rotary_new, new.and_then(|new| new.rotary.as_ref())),
-            rotary_q: with_tables(&p.rotary_q, queries.map(|queries| &queries.rotary)),
-            ..*p
-        })
+        let tables =
+            [new.and_then(|new| new.rotary.as_ref()), queries.map(|queries| &queries.rotary)];
+        let ([k, v], [q, o]) = (of_new.strides, of_q.strides);
+        params.k_new = new.map_or(null(), |new| pointer(&new.k));
+        params.v_new = new.map_or(null(), |new| pointer(&new.v));
+        params.cu_seqlens_new = optional(cu_new).cast();
+        params.q = queries.map_or(null(), |queries| pointer(&queries.q));
+        params.q_turned = optional(turned.as_ref()).cast_mut();
+        params.cu_seqlens_q = optional(cu_q).cast();
+        fit_rotary(tables[0], plan.pairs[0], head_dim_qk, &mut params.rotary_new)?;
+        fit_rotary(tables[1], plan.pairs[1], head_dim_qk, &mut params.rotary_q)?;
+        params.k_new_stride_batch = k[0];
+        params.k_new_stride_seq = k[1];
+        params.k_new_stride_head = k[2];
+        params.v_new_stride_batch = v[0];
+        params.v_new_stride_seq = v[1];
+        params.v_new_stride_head = v[2];
+        params.q_stride_batch = q[0];
+        params.q_stride_seq = q[1];
+        params.q_stride_head = q[2];
+        params.q_turned_stride_batch = o[0];
+        params.q_turned_stride_seq = o[1];
+        params.q_turned_stride_head = o[2];
+        params.batch = narrow("batch", batch)?;
+        params.num_heads_q = narrow("num_heads_q", of_q.heads)?;
+        params.num_heads_kv = narrow("num_heads_kv", of_new.heads)?;
+        params.head_dim_qk = narrow("head_dim_qk", head_dim_qk)?;
+        params.head_dim_v = narrow("head_dim_v", head_dim_v)?;
+        params.seqlen_new = narrow("seqlen_new", of_new.seqlen)?;
+        params.total_new = narrow("total_new", of_new.total)?;
+        params.seqlen_q = narrow("seqlen_q", of_q.seqlen)?;
+        params.total_q = narrow("total_q", of_q.total)?;
+        let pieces = rows * (head_dim_qk.max(head_dim_v) / PIECE);
+        Ok(ceil_div(pieces, 32 * self.warps()))
     }
 }
 

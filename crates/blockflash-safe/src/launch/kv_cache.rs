@@ -1,6 +1,7 @@
 //! The cache of keys and values, as launches see it.
 
-use super::fit::{Fit, fits, optional, pointer, require, rows_aligned};
+use super::attention_sizes::{row_sizes, row_strides};
+use super::fit::{Fit, fits, narrow, optional, pointer, require, rows_aligned, strides};
 use crate::view::Used;
 use crate::{DType, View};
 use blockflash_sys::params::blockflash_kv_cache;
@@ -26,29 +27,23 @@ impl<'a> KvCacheViews<'a> {
         [Some(self.k.used()), Some(self.v.used()), table, seqused]
     }
 
-    /// Checks sizes and strides against the tensors.
+    /// Checks the views against each other and this many sequences, writes the argument, and
+    /// returns the heads, and the columns of keys and of values.
     pub(super) fn fit(
         &self,
-        c: &blockflash_kv_cache,
         dtype: DType,
-        [batch, heads_kv]: [i64; 2],
-        [head_dim_qk, head_dim_v]: [i64; 2],
-    ) -> Fit {
-        let [pages, page_size, capacity] = [c.pages, c.page_size, c.capacity].map(i64::from);
+        batch: i64,
+        params: &mut blockflash_kv_cache,
+    ) -> Fit<[i64; 3]> {
+        let [pages, page_size, heads, head_dim_qk] = row_sizes("k", &self.k, false)?;
+        let [.., head_dim_v] = row_sizes("v", &self.v, false)?;
         require(
-            pages > 0 && page_size > 0 && capacity >= 0,
-            format_args!(
-                "{pages} pages of {page_size} slots and a capacity of {capacity}: a size is not \
-                 positive"
-            ),
+            pages > 0 && page_size > 0,
+            format_args!("{pages} pages of {page_size} slots: a size is not positive"),
         )?;
-        let dims = |columns, [page, slot, head]: [i64; 3]| {
-            [(pages, page), (page_size, slot), (heads_kv, head), (columns, 1)]
-        };
-        let k = [c.k_stride_page, c.k_stride_slot, c.k_stride_head];
-        let v = [c.v_stride_page, c.v_stride_slot, c.v_stride_head];
-        fits("k", &self.k, dtype, dims(head_dim_qk, k))?;
-        fits("v", &self.v, dtype, dims(head_dim_v, v))?;
+        let keys = [pages, page_size, heads, head_dim_qk];
+        let k = row_strides("k", &self.k, dtype, false, keys)?;
+        let v = row_strides("v", &self.v, dtype, false, [pages, page_size, heads, head_dim_v])?;
         rows_aligned("k", &self.k, 8, k)?;
         rows_aligned("v", &self.v, 8, v)?;
         // The kernel multiplies strides of slots, in bytes, as 32-bit numbers.
@@ -61,44 +56,43 @@ impl<'a> KvCacheViews<'a> {
                 1 << 30
             ),
         )?;
-        let columns = match &self.block_table {
-            None => 1,
-            Some(table) => {
-                let columns = table.shape().get(1).map_or(0, |&columns| columns as i64);
-                let dims = [(batch, c.block_table_stride), (columns, 1)];
-                fits("block_table", table, DType::I32, dims)?;
-                columns
-            }
-        };
+        let (mut columns, mut block_table_stride) = (1, 0);
+        if let Some(table) = &self.block_table {
+            columns = table.shape().get(1).map_or(0, |&columns| columns as i64);
+            [block_table_stride, _] = strides("block_table", table, DType::I32, [batch, columns])?;
+        }
         require(
             self.block_table.is_some() || pages >= batch,
             format_args!("k_cache has {pages} pages for a batch of {batch}"),
-        )?;
-        require(
-            capacity <= columns * page_size,
-            format_args!(
-                "the capacity is {capacity}, and the table has {columns} pages of {page_size}"
-            ),
         )?;
         // A step of 16 keys is in one page.
         require(
             columns <= 1 || page_size % 16 == 0,
             format_args!("page_size is {page_size}, expected a multiple of 16"),
         )?;
+        let capacity = columns.saturating_mul(page_size);
         require(
             capacity <= 1 << 30,
             format_args!("the capacity is {capacity}, the limit is {}", 1 << 30),
         )?;
-        self.seqused.as_ref().map_or(Ok(()), |x| fits("seqused", x, DType::I32, [(batch, 1)]))
-    }
-
-    pub(super) fn pointers(&self, c: &blockflash_kv_cache) -> blockflash_kv_cache {
-        blockflash_kv_cache {
+        let seqused = self.seqused.as_ref();
+        seqused.map_or(Ok(()), |x| fits("seqused", x, DType::I32, [(batch, 1)]))?;
+        *params = blockflash_kv_cache {
             k: pointer(&self.k),
             v: pointer(&self.v),
             block_table: optional(self.block_table.as_ref()).cast(),
-            seqused: optional(self.seqused.as_ref()).cast(),
-            ..*c
-        }
+            seqused: optional(seqused).cast(),
+            k_stride_page: k[0],
+            k_stride_slot: k[1],
+            k_stride_head: k[2],
+            v_stride_page: v[0],
+            v_stride_slot: v[1],
+            v_stride_head: v[2],
+            block_table_stride,
+            pages: narrow("pages", pages)?,
+            page_size: narrow("page_size", page_size)?,
+            capacity: narrow("capacity", capacity)?,
+        };
+        Ok([heads, head_dim_qk, head_dim_v])
     }
 }

@@ -3,6 +3,7 @@
 
 mod attention_bwd;
 mod attention_bwd_tma;
+mod attention_bwd_workspace;
 mod attention_cache;
 mod attention_decode;
 mod attention_decode_runs;
@@ -36,13 +37,16 @@ mod probe;
 mod row_copy;
 mod timed;
 
-pub use attention_bwd::{
-    AttentionBwdOperands, AttentionBwdParts, AttentionBwdPlan, STATISTICS_ROWS,
-    attention_bwd_part_values, attention_bwd_workspace,
+pub use attention_bwd::{AttentionBwdOperands, AttentionBwdPlan};
+pub use attention_bwd_workspace::{
+    AttentionBwdParts, STATISTICS_ROWS, attention_bwd_part_values, attention_bwd_workspace,
 };
-pub use attention_decode::AttentionDecodeOperands;
-pub use attention_fwd::AttentionFwdOperands;
+pub use attention_cache::AttentionCachePlan;
+pub use attention_decode::{AttentionDecodeOperands, AttentionDecodeScalars};
+pub use attention_fwd::{AttentionFwdOperands, AttentionFwdPlan};
 pub use attention_merge::{AttentionMerge, AttentionMergeOperands};
+pub use attention_sizes::AttentionScalars;
+pub use block_mask::NO_MASK;
 pub use block_mask_build::{BlockMaskBuild, BlockMaskBuildOperands};
 pub use block_mask_transpose::{BlockMaskTranspose, BlockMaskTransposeOperands};
 pub use block_scores::{BlockScores, BlockScoresOperands};
@@ -52,9 +56,12 @@ pub use bsr_parts::{BsrParts, BsrPartsMemory};
 pub use bsr_sddmm::BsrSddmmOperands;
 pub use checked::{Launch, Operands};
 pub use config::LaunchConfig;
-pub use kv_append::{KvAppendOperands, NewKeys, TurnedQueries};
+pub use kv_append::{KvAppendOperands, KvAppendPlan, NewKeys, TurnedQueries};
 pub use kv_cache::KvCacheViews;
-pub use page_choice::{PageChoice, PageChoiceOperands, PageSummaries, PageSummariesOperands};
+pub use page_choice::{
+    PageChoice, PageChoiceOperands, PageChoicePlan, PageSummaries, PageSummariesOperands,
+    PageSummariesPlan,
+};
 pub use probe::PROBE_CHUNK_BYTES;
 pub use row_copy::RowCopyOperands;
 pub use timed::driver_time;

@@ -59,7 +59,12 @@ unsafe impl Launch for ProbeTile {
         }
     }
 
-    fn fit(&self, plan: &Self::Plan, operands: &Self::Operands<'_>) -> Fit<i128> {
+    fn fit(
+        &self,
+        plan: &Self::Plan,
+        operands: &Self::Operands<'_>,
+        params: &mut Self::Params,
+    ) -> Fit<i128> {
         let Self(probe, threads) = *self;
         let (words, output) = (operands.words(), operands.output.as_view());
         fits("input", &operands.input, DType::I32, [(words, 1)])?;
@@ -85,16 +90,13 @@ unsafe impl Launch for ProbeTile {
         let threads = i64::from(plan.blocks) * i64::from(threads);
         let written = if probe == Probe::Copy { words } else { threads };
         fits("output", &output, DType::I32, [(written, 1)])?;
-        Ok(plan.blocks.into())
-    }
-
-    fn params(&self, plan: &Self::Plan, operands: &Self::Operands<'_>) -> Result<Self::Params> {
-        Ok(blockflash_probe_params {
+        *params = blockflash_probe_params {
             input: pointer(&operands.input),
             output: pointer_mut(&operands.output),
-            bytes: 4 * operands.words(),
+            bytes: 4 * words,
             iterations: plan.iterations as i32,
-        })
+        };
+        Ok(plan.blocks.into())
     }
 }
 

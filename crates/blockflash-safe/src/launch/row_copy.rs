@@ -3,7 +3,7 @@
 use super::checked::{Launch, Operands};
 use super::fit::{Fit, ceil_div, pointer, pointer_mut, require, starts_at};
 use crate::view::Used;
-use crate::{Kernel, Result, View, ViewMut};
+use crate::{Kernel, View, ViewMut};
 use blockflash_sys::manifest::{self, Variant};
 use blockflash_sys::params::{
     BLOCKFLASH_ROW_COPIES, blockflash_row_copy, blockflash_row_copy_params,
@@ -84,24 +84,24 @@ unsafe impl Launch for manifest::RowCopy {
         }
     }
 
-    fn fit(&self, p: &Self::Plan, operands: &Self::Operands<'_>) -> Fit<i128> {
+    fn fit(
+        &self,
+        p: &Self::Plan,
+        operands: &Self::Operands<'_>,
+        params: &mut Self::Params,
+    ) -> Fit<i128> {
         let (count, most) = (operands.copies.len(), BLOCKFLASH_ROW_COPIES as usize);
         require(
             (1..=most).contains(&count) && p.count == count as i32,
             format_args!("{} copies of {count}, expected 1 to {most}", p.count),
         )?;
-        let pieces =
-            p.copies.iter().zip(&operands.copies).map(|(copy, (to, from))| fits(copy, to, from));
-        let pieces = pieces.collect::<Fit<Vec<_>>>()?;
-        Ok(ceil_div(pieces.iter().sum(), manifest::Family::warps(self) * 32))
-    }
-
-    fn params(&self, p: &Self::Plan, operands: &Self::Operands<'_>) -> Result<Self::Params> {
-        let mut params = *p;
+        *params = *p;
+        let mut pieces = 0;
         for (copy, (to, from)) in params.copies.iter_mut().zip(&operands.copies) {
+            pieces += fits(copy, to, from)?;
             (copy.to, copy.from) = (pointer_mut(to), pointer(from));
         }
-        Ok(params)
+        Ok(ceil_div(pieces, manifest::Family::warps(self) * 32))
     }
 }
 

@@ -24,7 +24,7 @@ fn tiles(change: impl FnOnce(&mut blockflash_row_copy_params), from_column: usiz
     let copies = vec![(to.view_mut().slice(1, 4..12).unwrap(), from)];
     let mut plan = plan();
     change(&mut plan);
-    manifest::RowCopy.fit(&plan, &RowCopyOperands { copies })
+    manifest::RowCopy.fit(&plan, &RowCopyOperands { copies }, &mut { plan })
 }
 
 #[test]

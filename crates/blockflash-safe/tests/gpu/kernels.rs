@@ -1,6 +1,6 @@
 use crate::common::gpu;
 use crate::single::{Single, rows};
-use blockflash_safe::{Device, Error, Result, manifest, param_bytes};
+use blockflash_safe::{DType, Device, Error, Result, Tensor, manifest, param_bytes};
 
 #[test]
 fn every_embedded_kernel_loads() -> Result<()> {
@@ -55,22 +55,30 @@ fn launches_that_do_not_fit_are_refused() -> Result<()> {
     let (stream, host) = (device.stream()?, Device::cpu().stream()?);
     let Some(mut single) = Single::new(&stream)? else { return Ok(()) };
     let refused = |single: &mut Single, change: &dyn Fn(&mut Single), expected: &str| {
-        let (config, params) = (single.config, single.params);
+        let config = single.config;
         change(single);
         let error = single.launch(&stream).expect_err(expected);
         assert!(matches!(error, Error::Launch { .. }), "{error}");
         assert!(error.to_string().contains(expected), "{error} does not say {expected}");
-        (single.config, single.params) = (config, params);
+        single.config = config;
     };
     refused(&mut single, &|s| s.config.grid = [2, 1, 1], "2x1x1 blocks");
     refused(&mut single, &|s| s.config.grid = [1, 1, 2], "1x1x2 blocks");
     refused(&mut single, &|s| s.config.block = 32, "threads");
     refused(&mut single, &|s| s.config.smem_bytes = 0, "shared memory");
     refused(&mut single, &|s| s.config.cluster = Some([2, 1, 1]), "clusters");
-    refused(&mut single, &|s| s.params.seqlen_kv = 2, "k is f16");
-    refused(&mut single, &|s| s.params.batch = 0, "q is f16");
-    refused(&mut single, &|s| s.params.head_dim_qk = 60, "head_dim_qk is 60");
-    refused(&mut single, &|s| s.params.seqlen_q = -1, "not positive");
+    for (shape, expected) in [
+        ([1, 2, 1, 64], "k is f16"),
+        ([2, 1, 1, 64], "k is f16"),
+        ([1, 1, 1, 56], "k is f16"),
+        ([1, 1, 0, 64], "not positive"),
+    ] {
+        let other = Tensor::zeros(&stream, DType::F16, &shape)?;
+        let at = if expected == "not positive" { 2 } else { 1 };
+        let original = std::mem::replace(&mut single.qkv[at], other);
+        refused(&mut single, &|_| (), expected);
+        single.qkv[at] = original;
+    }
     assert!(matches!(single.launch(&host), Err(Error::NotOnGpu { .. })));
     let moved = single.qkv[1].copy_to(&host)?;
     let original = std::mem::replace(&mut single.qkv[1], moved);

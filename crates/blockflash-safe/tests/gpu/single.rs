@@ -2,12 +2,10 @@
 
 use crate::common::{ramp, required, say};
 use blockflash_safe::manifest::{self, AttentionFwd, Variant};
-use blockflash_safe::params::{
-    BLOCKFLASH_WINDOW_UNBOUNDED, blockflash_attention_fwd_params, blockflash_block_mask,
-    blockflash_scores, blockflash_window,
-};
+use blockflash_safe::params::{BLOCKFLASH_WINDOW_UNBOUNDED, blockflash_scores, blockflash_window};
 use blockflash_safe::{
-    AttentionFwdOperands, DType, Device, Kernel, LaunchConfig, Result, Stream, Tensor,
+    AttentionFwdOperands, AttentionFwdPlan, AttentionScalars, DType, Device, Kernel, LaunchConfig,
+    Result, Stream, Tensor,
 };
 use half::f16;
 use std::f32::consts::{LN_2, LOG2_E};
@@ -29,7 +27,7 @@ pub(crate) fn rows(device: &Device) -> impl Iterator<Item = &'static Kernel> {
 pub(crate) struct Single {
     row: &'static Kernel,
     pub(crate) config: LaunchConfig,
-    pub(crate) params: blockflash_attention_fwd_params,
+    plan: AttentionFwdPlan,
     pub(crate) qkv: [Tensor; 3],
     pub(crate) o: Tensor,
     lse: Tensor,
@@ -47,73 +45,31 @@ impl Single {
             return Ok(None);
         };
         let shape = [1, 1, 1, HEAD_DIM];
-        let stride = HEAD_DIM as i64;
         let input = |value: f32| {
             let data: Vec<f16> =
                 ramp(HEAD_DIM).into_iter().map(|x| f16::from_f32(x / 64.0 * value)).collect();
             Tensor::from_slice(stream, &data, &shape)
         };
-        let params = blockflash_attention_fwd_params {
-            q: ptr::null(),
-            k: ptr::null(),
-            v: ptr::null(),
-            o: ptr::null_mut(),
-            lse: ptr::null_mut(),
-            cu_seqlens_q: ptr::null(),
-            cu_seqlens_kv: ptr::null(),
-            q_stride_batch: stride,
-            q_stride_seq: stride,
-            q_stride_head: stride,
-            k_stride_batch: stride,
-            k_stride_seq: stride,
-            k_stride_head: stride,
-            v_stride_batch: stride,
-            v_stride_seq: stride,
-            v_stride_head: stride,
-            o_stride_batch: stride,
-            o_stride_seq: stride,
-            o_stride_head: stride,
-            lse_stride_batch: 1,
-            lse_stride_head: 1,
-            batch: 1,
-            num_heads_q: 1,
-            num_heads_kv: 1,
-            seqlen_q: 1,
-            seqlen_kv: 1,
-            total_q: 0,
-            total_kv: 0,
-            head_dim_qk: HEAD_DIM as i32,
-            head_dim_v: HEAD_DIM as i32,
-            scores: blockflash_scores {
-                sink: ptr::null(),
-                scale: 0.125,
-                softcap: 0.0,
-                scale_log2: 0.125 * LOG2_E,
-                inverse_scale_log2: 8.0 * LN_2,
-                scale_over_cap: 0.0,
-                window: blockflash_window {
-                    left: BLOCKFLASH_WINDOW_UNBOUNDED,
-                    right: BLOCKFLASH_WINDOW_UNBOUNDED,
-                    align_bottom_right: 0,
-                },
-            },
-            block_mask: blockflash_block_mask {
-                row_ptr: ptr::null(),
-                col_idx: ptr::null(),
-                row_order: ptr::null(),
-                cu_rows: ptr::null(),
-                rows: 0,
-                block_q: 0,
-                block_kv: 0,
-                groups_per_batch: 0,
-                heads_per_group: 0,
+        let scores = blockflash_scores {
+            sink: ptr::null(),
+            scale: 0.125,
+            softcap: 0.0,
+            scale_log2: 0.125 * LOG2_E,
+            inverse_scale_log2: 8.0 * LN_2,
+            scale_over_cap: 0.0,
+            window: blockflash_window {
+                left: BLOCKFLASH_WINDOW_UNBOUNDED,
+                right: BLOCKFLASH_WINDOW_UNBOUNDED,
+                align_bottom_right: 0,
             },
         };
+        let scalars = AttentionScalars { scores, longest: [0; 2], blocks: [0; 2] };
+        let plan = AttentionFwdPlan { scalars, heads_per_section: 0 };
         let config = LaunchConfig::of(row, 1, false);
         let qkv = [input(1.0)?, input(1.0)?, input(-2.0)?];
         let o = Tensor::zeros(stream, DType::F16, &shape)?;
         let lse = Tensor::zeros(stream, DType::F32, &[1, 1, 1])?;
-        Ok(Some(Single { row, config, params, qkv, o, lse }))
+        Ok(Some(Single { row, config, plan, qkv, o, lse }))
     }
 
     pub(crate) fn launch(&mut self, stream: &Stream) -> Result<()> {
@@ -128,7 +84,7 @@ impl Single {
             cu_seqlens: None,
             block_mask: None,
         };
-        stream.launch::<AttentionFwd>(self.row, &self.config, &self.params, operands)
+        stream.launch::<AttentionFwd>(self.row, &self.config, &self.plan, operands)
     }
 
     pub(crate) fn check(&self, stream: &Stream) -> Result<()> {
