@@ -56,7 +56,7 @@ pub struct AttentionBwdOperands<'a> {
     pub sink: Option<View<'a>>,
     /// As `sink`.
     pub d_sink: Option<ViewMut<'a>>,
-    /// u8, at least [`attention_bwd_workspace`]; needed where there are statistics.
+    /// u8, at least the bytes of `attention_bwd_workspace`; needed where there are statistics.
     pub workspace: Option<ViewMut<'a>>,
     /// As for the forward pass.
     pub cu_seqlens: Option<[View<'a>; 2]>,
