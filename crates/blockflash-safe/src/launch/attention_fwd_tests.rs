@@ -23,6 +23,19 @@ fn tiles<L: Launch<Plan = AttentionFwdPlan>>(tile: &L, operands: &L::Operands<'_
     fit_of(tile, operands).map(|(tiles, _)| tiles)
 }
 
+fn portable() -> AttentionFwd {
+    AttentionFwd {
+        types: ElementTypes::all(DType::F16),
+        head_dims: HeadDims::all(64),
+        block_q: 64,
+        block_kv: 64,
+        warps: 4,
+        split: 1,
+        stages: 1,
+        min_blocks: 2,
+    }
+}
+
 /// What both kernels without tensor maps say: the portable one, and the one for small grids.
 fn fits(packed: bool, lists: Option<&BlockLists>) -> [Fit<i128>; 2] {
     let stream = Device::cpu().stream().unwrap();
@@ -40,18 +53,8 @@ fn fits(packed: bool, lists: Option<&BlockLists>) -> [Fit<i128>; 2] {
         cu_seqlens: packed.then(|| [offsets.view(); 2]),
         block_mask: lists,
     };
-    let (types, head_dims) = (ElementTypes::all(DType::F16), HeadDims::all(64));
-    let min_blocks = 2;
-    let portable = AttentionFwd {
-        types,
-        head_dims,
-        block_q: 64,
-        block_kv: 64,
-        warps: 4,
-        split: 1,
-        stages: 1,
-        min_blocks,
-    };
+    let portable = portable();
+    let AttentionFwd { types, head_dims, min_blocks, .. } = portable;
     let small = AttentionFwdSmall { types, head_dims, warpgroups: 2, stages: 3, min_blocks };
     [tiles(&portable, &operands), tiles(&small, &operands)]
 }
@@ -170,17 +173,7 @@ fn sizes_and_strides_are_those_of_the_tensors() {
         cu_seqlens: Some([offsets.view(); 2]),
         block_mask: None,
     };
-    let portable = AttentionFwd {
-        types,
-        head_dims,
-        block_q: 64,
-        block_kv: 64,
-        warps: 4,
-        split: 1,
-        stages: 1,
-        min_blocks,
-    };
-    let (tiles, p) = fit_of(&portable, &operands).unwrap();
+    let (tiles, p) = fit_of(&portable(), &operands).unwrap();
     assert_eq!((tiles, [p.batch, p.seqlen_q, p.seqlen_kv]), (3 * 6, [3, 64, 64]));
     assert_eq!([p.total_q, p.total_kv], [60, 80]);
     assert_eq!([p.q_stride_batch, p.k_stride_batch, p.o_stride_batch], [0; 3]);
