@@ -177,6 +177,7 @@ fn survives_any_offsets(
             dk: dk.view_mut().slice(0, inner.clone())?,
             dv: dv.view_mut().slice(0, inner.clone())?,
             d_sink: Some(d_sink.view_mut()),
+            dbias: None,
         };
         let out = (gradients, Some(workspace.view_mut()));
         call.run_with(kernel, out, stream)?;

@@ -93,7 +93,8 @@ impl Call {
             ..Attention::new(q, k, v)
         };
         let [dq, dk, dv] = gradients.each_mut().map(Tensor::view_mut);
-        let gradients = AttentionGradientsMut { dq, dk, dv, d_sink: Some(d_sink.view_mut()) };
+        let d_sink = Some(d_sink.view_mut());
+        let gradients = AttentionGradientsMut { d_sink, ..AttentionGradientsMut::new(dq, dk, dv) };
         let call = AttentionBackward { attention, o, lse: lse.view(), d_o };
         (call, (gradients, Some(workspace.view_mut())))
     }

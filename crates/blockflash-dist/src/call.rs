@@ -82,7 +82,8 @@ impl Call {
         let mut d_sink = d_sink.transpose()?;
         let (dq, dk, dv) = (self.rows_mut(dq)?, self.rows_mut(dk)?, self.rows_mut(dv)?);
         let d_sink_view = d_sink.as_mut().map(Tensor::view_mut);
-        let gradients = AttentionGradientsMut { dq, dk, dv, d_sink: d_sink_view };
+        let gradients =
+            AttentionGradientsMut { d_sink: d_sink_view, ..AttentionGradientsMut::new(dq, dk, dv) };
         call.backward_into(gradients, workspace.as_mut().map(Tensor::view_mut), stream)?;
         Ok(d_sink)
     }

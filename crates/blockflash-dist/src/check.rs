@@ -24,6 +24,9 @@ impl DistributedAttention<'_> {
         if attention.block_mask.is_some() {
             return Err(unsupported("a block mask that is not distributed"));
         }
+        if let Some(term) = local.terms() {
+            return Err(unsupported(term));
+        }
         if local.head_dims.single().is_none() {
             return Err(unsupported("a head_dim of v other than that of q and k"));
         }

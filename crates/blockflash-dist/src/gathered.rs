@@ -142,7 +142,7 @@ impl Gather {
                 let [k, v] = self.all_rows(&window, part)?;
                 let block_mask = together.mask(part, self.parts);
                 // The own keys have counted the sink and applied the mask.
-                let scores = Scores { mask: Mask::Full, ..attention.scores.without_sink() };
+                let scores = Scores { mask: Mask::Full, ..attention.scores.without_tensors() };
                 let attention = Attention { q, k, v, block_mask, scores, ..*attention };
                 let (o, lse) = place(&mut outputs, 1, &(0..q.shape()[1]), &queries)?;
                 attention.forward_into(o, Some(lse), stream)?;

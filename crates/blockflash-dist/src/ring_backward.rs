@@ -33,7 +33,7 @@ pub(crate) fn backward(
     let Operands { qkv: [q, k, v], o, lse, d_o } = operands;
     let like = |x: View<'_>| Tensor::empty(stream, x.dtype(), x.shape());
     let (dq, dk, dv) = (like(q)?, like(k)?, like(v)?);
-    let mut gradients = AttentionGradients { dq, dk, dv, d_sink: None };
+    let mut gradients = AttentionGradients::new(dq, dk, dv);
     let mut d_sinks = Vec::new();
     let alone = ring.alone();
     if let Some(only) = alone {

@@ -183,7 +183,7 @@ impl DistributedAttention<'_> {
             let dv_rows = rows(all.dv.view(), dv.view_mut());
             scatter(comm, grid, &mut [dq_rows, dk_rows, dv_rows])?;
             stream.wait_for(comm.stream())?;
-            AttentionGradients { dq, dk, dv, d_sink: all.d_sink }
+            AttentionGradients { d_sink: all.d_sink, ..AttentionGradients::new(dq, dk, dv) }
         };
         if let Some(part) = gradients.d_sink.take() {
             gradients.d_sink = Some(sink::total(comm, grid, &part, stream)?);

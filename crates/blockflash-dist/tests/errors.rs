@@ -207,3 +207,26 @@ fn nccl_needs_gpus() {
     let id = NcclId::from_bytes([0; 128]);
     assert!(NcclCommunicator::new(&Device::cpu(), &id, 0, 1, Duration::from_secs(1)).is_err());
 }
+
+#[test]
+fn what_is_added_to_scores_is_refused() {
+    let comm = Memory::group(&Device::cpu(), 1, Duration::ZERO).unwrap().remove(0);
+    let stream = Device::cpu().stream().unwrap();
+    let x = Tensor::zeros(&stream, DType::F32, &[1, 7, 1, 8]).unwrap();
+    let bias = Tensor::zeros(&stream, DType::F32, &[1, 1, 7, 7]).unwrap();
+    let slopes = Tensor::zeros(&stream, DType::F32, &[1]).unwrap();
+    for scores in [
+        Scores { bias: Some(bias.view()), ..Scores::default() },
+        Scores { alibi: Some(slopes.view()), ..Scores::default() },
+    ] {
+        let attention = Attention { scores, ..Attention::new(x.view(), x.view(), x.view()) };
+        let (shard, scheme) = (Shard::new(7, 1, 0).unwrap(), Scheme { heads: 1, keys: 1 });
+        let call =
+            DistributedAttention { attention, shard, scheme, block_mask: None, cu_seqlens: None };
+        let (name, _) = scores.tensors().next().unwrap();
+        assert!(matches!(
+            call.forward(&comm, &stream),
+            Err(Error::Unsupported { what, .. }) if what == name
+        ));
+    }
+}

@@ -117,7 +117,7 @@ pub use blockflash_safe::{
 pub use blockflash_safe::{ElementTypes, HeadDims};
 #[doc(hidden)]
 pub use {
-    attention::{AttentionProblem, BlockMaskSizes, PackedRows, ScoresProblem},
+    attention::{AttentionProblem, BiasProblem, BlockMaskSizes, PackedRows, ScoresProblem},
     attention_bwd::AttentionBackwardProblem,
     attention_decode::AttentionDecodeProblem,
     attention_merge::AttentionMergeProblem,

@@ -81,6 +81,7 @@ pub(crate) fn scores(numbers: ScoreNumbers, sink: Option<View<'_>>) -> Result<Sc
         softmax_scale: scale.map(|scale| scale as f32),
         softcap: (softcap != 0.0).then_some(softcap as f32),
         sink,
+        ..Scores::default()
     })
 }
 

@@ -99,7 +99,7 @@ impl<'a> Backward<'a> {
         let [Some(dq), Some(dk), Some(dv), d_sink, workspace] = written else {
             return Err(Failure::value("dq, dk and dv are needed"));
         };
-        let gradients = AttentionGradientsMut { dq, dk, dv, d_sink };
+        let gradients = AttentionGradientsMut { d_sink, ..AttentionGradientsMut::new(dq, dk, dv) };
         let backward = self.operation(operands, tensors.into())?;
         Ok(backward.backward_into(gradients, workspace, &self.stream)?)
     }

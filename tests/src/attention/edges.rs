@@ -122,7 +122,12 @@ pub fn special_cases(dtype: DType, head_dim: usize, block_kv: usize) -> Vec<Atte
         });
         cases.push(AttentionCase {
             seed: 300 + turn as u64,
-            scores: Scores { mask, softcap: Some(5.0), softmax_scale: Some(0.3), sink: Some(()) },
+            scores: Scores {
+                softcap: Some(5.0),
+                softmax_scale: Some(0.3),
+                sink: Some(()),
+                ..mask.into()
+            },
             lengths: packed,
             content: Content::UnseenNan,
             placements: [
@@ -136,7 +141,12 @@ pub fn special_cases(dtype: DType, head_dim: usize, block_kv: usize) -> Vec<Atte
         });
         cases.push(AttentionCase {
             seed: 400 + turn as u64,
-            scores: Scores { mask, softcap: Some(20.0), softmax_scale: Some(0.25), sink: Some(()) },
+            scores: Scores {
+                softcap: Some(20.0),
+                softmax_scale: Some(0.25),
+                sink: Some(()),
+                ..mask.into()
+            },
             lengths: dense(2, 77, long),
             broadcast_kv: turn % 3 == 1,
             lse: turn % 4 != 3,

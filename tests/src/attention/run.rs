@@ -121,7 +121,7 @@ impl AttentionInputs {
         Attention {
             scores: Scores {
                 sink: self.sink.as_ref().map(Tensor::view),
-                ..case.scores.without_sink()
+                ..case.scores.without_tensors()
             },
             cu_seqlens: self.cu_seqlens.as_ref().map(|[q, kv]| CuSeqlens {
                 q: q.view(),

@@ -141,7 +141,7 @@ pub fn attention_cases(limits: Limits) -> impl Strategy<Value = AttentionCase> {
             let case = AttentionCase {
                 seed: seed.into(),
                 lengths,
-                scores: Scores { mask, softmax_scale, softcap, sink: sink.then_some(()) },
+                scores: Scores { softmax_scale, softcap, sink: sink.then_some(()), ..mask.into() },
                 lse,
                 placements,
                 lse_placement,

@@ -168,6 +168,7 @@ impl BackwardOutputs {
             dk: view_mut(dk, &placed[1]),
             dv: view_mut(dv, &placed[2]),
             d_sink: self.d_sink.as_mut().map(Tensor::view_mut),
+            dbias: None,
         };
         (gradients, Some(self.workspace.view_mut()))
     }

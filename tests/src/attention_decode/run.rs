@@ -194,7 +194,7 @@ impl DecodeInputs {
             packed: self.packed(),
             scores: Scores {
                 sink: self.sink.as_ref().map(Tensor::view),
-                ..call.scores.without_sink()
+                ..call.scores.without_tensors()
             },
             rotary: self.rotary(),
             pages,

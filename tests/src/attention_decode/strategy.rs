@@ -77,7 +77,7 @@ pub fn decode_cases(limits: Limits, page_sizes: Vec<usize>) -> impl Strategy<Val
             let attention = AttentionCase {
                 seed: seed.into(),
                 lengths: Lengths::Packed { lengths, slack: (slack, 0) },
-                scores: Scores { mask, softmax_scale, softcap, sink: sink.then_some(()) },
+                scores: Scores { softmax_scale, softcap, sink: sink.then_some(()), ..mask.into() },
                 lse,
                 content,
                 placements: [placement(), Placement::default(), Placement::default(), placement()],

@@ -131,7 +131,7 @@ impl Rank<'_> {
         sink: Option<View<'t>>,
     ) -> DistributedAttention<'t> {
         let attention = Attention {
-            scores: Scores { sink, ..self.case.whole.scores.without_sink() },
+            scores: Scores { sink, ..self.case.whole.scores.without_tensors() },
             ..Attention::new(q, k, v)
         };
         let (shard, scheme, block_mask) = (self.shard, self.case.scheme, self.block_mask.as_ref());

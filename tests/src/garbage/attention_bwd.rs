@@ -198,7 +198,7 @@ impl Gradients {
         let call = AttentionBackward { attention, o, lse: self.lse.view(), d_o };
         let [dq, dk, dv] = self.qkv.each_mut().map(Guarded::view_mut);
         let d_sink = self.d_sink.as_mut().map(Guarded::view_mut);
-        let gradients = AttentionGradientsMut { dq, dk, dv, d_sink };
+        let gradients = AttentionGradientsMut { d_sink, ..AttentionGradientsMut::new(dq, dk, dv) };
         let problem = call.problem()?.with_gradients(&gradients)?;
         let Some(gpu) = place.imagined.as_ref().or(place.stream.device().cuda_properties()) else {
             return call.backward_into(gradients, None, &place.stream);

@@ -99,8 +99,8 @@ impl<'a> Attention<'a> {
     }
 
     fn run(&self, with_lse: bool) -> Result<(Tensor, Option<Tensor>)> {
-        if self.scores.sink.is_some_and(Tensor::track_op) {
-            bail!("the sink of attention has no gradient: detach it");
+        if let Some((name, _)) = self.scores.tensors().find(|(_, tensor)| tensor.track_op()) {
+            bail!("the {name} of attention has no gradient: detach it");
         }
         let tracked = [self.q, self.k, self.v].iter().any(|tensor| tensor.track_op());
         let lse = (with_lse || tracked).then(|| Arc::new(OnceLock::new()));
@@ -115,7 +115,7 @@ impl<'a> Attention<'a> {
             ([q.clone(), kv.clone()], [max_seqlen_q, max_seqlen_kv])
         };
         Options {
-            scores: self.scores.map_sink(Tensor::clone),
+            scores: self.scores.map(Tensor::clone),
             cu_seqlens: self.cu_seqlens.map(packed),
             block_mask: self.block_mask.cloned(),
         }

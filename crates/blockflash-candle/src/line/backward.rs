@@ -29,12 +29,8 @@ pub(crate) fn gradients(
         options.with_views(&place, [&q_read, &k_read, &v_read], |attention| {
             let (attention, o, lse, d_o) = (*attention, o.view, lse.view, d_o.view);
             let call = AttentionBackward { attention, o, lse, d_o };
-            let gradients = AttentionGradientsMut {
-                dq: dq.view.reborrow(),
-                dk: dk.view.reborrow(),
-                dv: dv.view.reborrow(),
-                d_sink: None,
-            };
+            let [dq, dk, dv] = [&mut dq, &mut dk, &mut dv].map(|of| of.view.reborrow());
+            let gradients = AttentionGradientsMut::new(dq, dk, dv);
             let bytes = call.workspace_bytes(&place.device()).map_err(refused)?;
             let mut workspace =
                 (bytes > 0).then(|| place.allocate(DType::U8, &[bytes], false)).transpose()?;

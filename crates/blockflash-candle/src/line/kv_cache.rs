@@ -189,12 +189,12 @@ impl Attention<'_> {
         let locked = [q, k, v].map(|tensor| tensor.storage_and_layout());
         let read = |what, at: usize| place.read(&Operand::of(what, &locked[at])?);
         let (q_read, k_read, v_read) = (read("q", 0)?, read("k", 1)?, read("v", 2)?);
-        let scores = self.scores.map_sink(Tensor::storage_and_layout);
+        let scores = self.scores.map(Tensor::storage_and_layout);
         let scores = read_scores(&scores, &place)?;
         {
             let mut o = place.write(&mut o, &o_shape)?;
             let decode = AttentionDecode {
-                scores: scores.as_ref().map_sink(|tensor| tensor.view),
+                scores: scores.as_ref().map(|tensor| tensor.view),
                 ..AttentionDecode::new(q_read.view)
             };
             let new = AppendKv::new(k_read.view, v_read.view);

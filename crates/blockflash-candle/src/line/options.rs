@@ -28,7 +28,7 @@ impl Options {
         [q, k, v]: [&Reading<'_>; 3],
         work: impl FnOnce(&blockflash_ops::Attention<'_>) -> Result<R>,
     ) -> Result<R> {
-        let locked = self.scores.as_ref().map_sink(Tensor::storage_and_layout);
+        let locked = self.scores.as_ref().map(Tensor::storage_and_layout);
         let scores = read_scores(&locked, place)?;
         let offsets = self.cu_seqlens.as_ref().map(|(offsets, _)| offsets.each_ref());
         let offsets = offsets.map(|offsets| offsets.map(Tensor::storage_and_layout));
@@ -49,7 +49,7 @@ impl Options {
             });
         self.block_mask.iter().for_each(|mask| place.keep(mask));
         work(&blockflash_ops::Attention {
-            scores: scores.as_ref().map_sink(|sink| sink.view),
+            scores: scores.as_ref().map(|tensor| tensor.view),
             cu_seqlens,
             block_mask: self.block_mask.as_deref(),
             ..blockflash_ops::Attention::new(q.view, k.view, v.view)
@@ -62,5 +62,5 @@ pub(crate) fn read_scores<'a>(
     locked: &'a Scores<(impl Deref<Target = Storage>, &Layout)>,
     place: &'a Place,
 ) -> Result<Scores<Reading<'a>>> {
-    locked.as_ref().try_map_sink(|sink| place.read(&Operand::of("sink", sink)?))
+    locked.as_ref().try_map(|name, tensor| place.read(&Operand::of(name, tensor)?))
 }

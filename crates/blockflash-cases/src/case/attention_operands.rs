@@ -110,7 +110,7 @@ impl Inputs {
             Ok(Visited { lists: lists(&mask)?, mask: mask.to(stream)? })
         };
         Ok(Self {
-            scores: scores.try_map_sink(place)?,
+            scores: scores.try_map(|_, array| place(array))?,
             q: place(data.q)?,
             k: place(data.k)?,
             v: place(data.v)?,
@@ -128,7 +128,7 @@ impl Inputs {
             None => None,
         };
         Ok(Attention {
-            scores: self.scores.as_ref().try_map_sink(Placed::view)?,
+            scores: self.scores.as_ref().try_map(|_, placed| placed.view())?,
             cu_seqlens,
             block_mask: self.blocks.as_ref().map(|blocks| &blocks.mask),
             ..Attention::new(self.q.view()?, self.k.view()?, self.v.view()?)

@@ -52,8 +52,7 @@ impl BackwardOperands {
         let bytes = workspace(&call.problem()?, stream)?;
         let like = |view: View<'_>| Tensor::empty(stream, view.dtype(), view.shape());
         let Attention { q, k, v, .. } = call.attention;
-        let gradients =
-            AttentionGradients { dq: like(q)?, dk: like(k)?, dv: like(v)?, d_sink: None };
+        let gradients = AttentionGradients::new(like(q)?, like(k)?, like(v)?);
         let workspace = Tensor::empty(stream, DType::U8, &[bytes])?;
         Ok(Self { forward, d_o, gradients, workspace, host, prepared: None })
     }

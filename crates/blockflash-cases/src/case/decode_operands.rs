@@ -84,7 +84,7 @@ impl Inputs {
         };
         let table = block_table.map(|table| table.upload(stream)).transpose()?;
         Ok(Self {
-            scores: scores.try_map_sink(place)?,
+            scores: scores.try_map(|_, array| place(array))?,
             q: place(q)?,
             cache: [cache(k)?, cache(v)?],
             pages,
@@ -98,7 +98,7 @@ impl Inputs {
 
     fn call<'a>(&'a self, pages: &'a Pages) -> Result<AttentionDecode<'a>> {
         Ok(AttentionDecode {
-            scores: self.scores.as_ref().try_map_sink(Placed::view)?,
+            scores: self.scores.as_ref().try_map(|_, placed| placed.view())?,
             pages: pages.lists(),
             workspace: self.workspace.as_ref(),
             ..AttentionDecode::new(self.q.view()?)

@@ -18,7 +18,7 @@ pub use flops::{attention_flops, attention_varlen_flops};
 pub use mask::{Align, MAX_SEQLEN, Mask};
 pub use plan::{AttentionPlan, plan};
 pub use problem::{AttentionProblem, LseStrides, PackedRows, Strides};
-pub use scores::{Scores, ScoresProblem};
+pub use scores::{BiasProblem, Scores, ScoresProblem};
 pub use select::{accepts, select};
 pub use seqlens::CuSeqlens;
 
@@ -26,7 +26,7 @@ pub(crate) use head_dims::Rows;
 pub(crate) use plan::{check_strides, heads_per_section, scalars};
 pub(crate) use problem::{row_strides, width_like};
 pub(crate) use score_params::{score_params, window_params};
-pub(crate) use select::{first_without_tensor_map, support};
+pub(crate) use select::{first_without_tensor_map, refusal_of_terms, support};
 pub(crate) use seqlens::check_maximum;
 
 use crate::check::{Operand, aligned};

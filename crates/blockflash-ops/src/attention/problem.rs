@@ -118,6 +118,11 @@ impl AttentionProblem {
         }
     }
 
+    /// What a kernel with score terms is for: the name of the first of them that the problem has.
+    pub fn terms(&self) -> Option<&'static str> {
+        self.scores.added()
+    }
+
     /// Whether there is no output element to compute.
     pub fn is_empty(&self) -> bool {
         let rows = self.packed.map_or(self.seqlen_q, |packed| packed.total_q.min(self.seqlen_q));
@@ -246,7 +251,7 @@ impl Attention<'_> {
             }
         }
 
-        problem.scores = self.scores.problem(problem.head_dims.qk, num_heads_q)?;
+        problem.scores = self.scores.problem(&problem)?;
         if let Some(block_mask) = self.block_mask {
             let sizes = [problem.batch, problem.seqlen_q, problem.seqlen_kv];
             let (heads, packed) = ([num_heads_q, num_heads_kv], problem.packed.is_some());

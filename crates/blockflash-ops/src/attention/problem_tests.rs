@@ -70,7 +70,7 @@ fn options_are_taken() {
     let sinks = [0f32; 4];
     let sink = Some(View::from_slice(&sinks, &[4]).unwrap());
     let options = Attention {
-        scores: Scores { mask, softmax_scale: Some(0.5), softcap: Some(30.0), sink },
+        scores: Scores { mask, softmax_scale: Some(0.5), softcap: Some(30.0), sink, ..mask.into() },
         ..dense()
     };
     let problem = options.problem().unwrap();

@@ -11,8 +11,9 @@ use std::ptr::null;
 pub(crate) fn score_params(problem: &AttentionProblem) -> blockflash_scores {
     let ScoresProblem { mask, softmax_scale, softcap, .. } = problem.scores;
     let scale = f64::from(softmax_scale);
-    // A capped score is scaled already.
-    let scale_log2 = if softcap.is_some() { LOG2_E } else { LOG2_E * scale };
+    // A score that was capped or added to is scaled already.
+    let is_scaled = softcap.is_some() || problem.scores.added().is_some();
+    let scale_log2 = if is_scaled { LOG2_E } else { LOG2_E * scale };
     blockflash_scores {
         sink: null(),
         scale: softmax_scale,

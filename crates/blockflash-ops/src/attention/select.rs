@@ -32,7 +32,7 @@ pub fn accepts(kernel: &Kernel, problem: &AttentionProblem, gpu: &CudaProperties
 impl Problem for AttentionProblem {
     const OP: &'static str = "attention";
     const RULES: &'static [Rule<Self>] =
-        &[HEAD_DIM, LOG_SUM_EXP, SHARED_MEMORY, BLOCKS, HEADS, EVEN, KEYS, TENSOR_MAPS];
+        &[HEAD_DIM, LOG_SUM_EXP, SHARED_MEMORY, BLOCKS, HEADS, EVEN, KEYS, TENSOR_MAPS, TERMS];
 
     type Tile = AttentionTile;
     type Rank = (Option<Reverse<(u32, u32)>>, u64);
@@ -185,6 +185,25 @@ const TENSOR_MAPS: AttentionRule = Rule {
     },
     excludes_all: None,
 };
+
+/// What is added to scores has kernels of its own, which take nothing else: those of other problems
+/// are faster.
+const TERMS: AttentionRule = Rule {
+    holds: |c| c.tile.terms == c.problem.terms().is_some(),
+    refuses: |c| refusal_of_terms(c.problem),
+    excludes_all: Some(|all| {
+        let problem = all[0].problem;
+        format!("head_dim {}: {}", problem.head_dims, refusal_of_terms(problem))
+    }),
+};
+
+/// Why a kernel does not compute what is added to the scores of a problem, or needs such.
+pub(crate) fn refusal_of_terms(problem: &AttentionProblem) -> String {
+    match problem.terms() {
+        Some(term) => format!("{term} is given, and no kernel adds it to scores"),
+        None => "it is for scores with a bias or alibi".into(),
+    }
+}
 
 /// The first stride that a tensor map cannot have: operand, dimension, stride in elements.
 fn without_tensor_map(problem: &AttentionProblem) -> Option<(&'static str, &'static str, usize)> {

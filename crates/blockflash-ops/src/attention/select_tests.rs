@@ -2,7 +2,7 @@ use super::super::{Align, Mask, plan};
 use super::*;
 use crate::fixtures::{gpu, gpus};
 use crate::selection::select_among;
-use crate::{Error, ScoresProblem};
+use crate::{BiasProblem, Error, ScoresProblem};
 use blockflash_sys::manifest::{self, AttentionFwd, Variant};
 use blockflash_sys::params::BLOCKFLASH_WINDOW_UNBOUNDED;
 use blockflash_sys::{ElementTypes, HeadDims, Target};
@@ -292,4 +292,30 @@ fn unequal_head_dims_that_no_tile_covers() {
     let problem = AttentionProblem::contiguous(mixed, [2, 300, 500], [8, 2], HeadDims::all(64));
     let error = select(&problem, &gpu(9, 0)).unwrap_err().to_string();
     assert!(error.contains("q is f16, k and v are bf16 and o is f16"), "{error}");
+}
+
+#[test]
+fn what_is_added_to_scores_needs_a_kernel_for_it() {
+    let plain = problem(DType::F16, 64);
+    let bias = BiasProblem { dtype: DType::F32, broadcast: [false; 4] };
+    for (scores, term) in [
+        (ScoresProblem { bias: Some(bias), ..plain.scores }, "bias"),
+        (ScoresProblem { alibi: true, ..plain.scores }, "alibi"),
+    ] {
+        let added = AttentionProblem { scores, ..plain };
+        assert_eq!(added.terms(), Some(term));
+        for gpu in [gpu(8, 0), gpu(9, 0), gpu(12, 0)] {
+            for (kernel, tile) in attention_kernels() {
+                for (problem, terms) in [(&plain, false), (&added, true)] {
+                    let refused = accepts(kernel, problem, &gpu).is_err();
+                    assert!(refused || tile.terms == terms, "{} {term}", kernel.symbol());
+                }
+            }
+            if !attention_kernels().any(|(_, tile)| tile.terms) {
+                let error = select(&added, &gpu).unwrap_err().to_string();
+                let expected = format!("{term} is given, and no kernel adds it to scores");
+                assert!(error.contains(&expected), "{error}");
+            }
+        }
+    }
 }

@@ -1,4 +1,4 @@
-//! Gradients of attention: `dq`, `dk`, `dv` and the gradient of the sink, from the gradient of `o`.
+//! Gradients of attention: `dq`, `dk`, `dv` and those of the sink and of the bias, from that of `o`.
 
 mod cpu;
 mod parts;
@@ -22,8 +22,8 @@ use blockflash_safe::{
 use blockflash_sys::manifest::{AttentionBwd, AttentionBwdHopper, Variant};
 use blockflash_sys::{DType, ElementTypes, Kernel};
 
-/// A call of the attention backward pass: the gradients of a scalar with respect to q, k, v and the
-/// sink, given its gradient with respect to `o`.
+/// A call of the attention backward pass: the gradients of a scalar with respect to q, k, v, the
+/// sink and the bias, given its gradient with respect to `o`.
 ///
 /// ```
 /// # use blockflash_ops::{Attention, Device, Mask, Tensor};
@@ -85,6 +85,8 @@ pub struct AttentionGradients {
     pub dv: Tensor,
     /// Gradient of the sink, f32 `[num_heads_q]`; `None` if there is no sink.
     pub d_sink: Option<Tensor>,
+    /// Gradient of the bias, in its shape and element type, contiguous; `None` if there is no bias.
+    pub dbias: Option<Tensor>,
 }
 
 /// The gradients, as memory of the caller that is written completely.
@@ -98,12 +100,28 @@ pub struct AttentionGradientsMut<'a> {
     pub dv: ViewMut<'a>,
     /// Gradient of the sink, f32 `[num_heads_q]`; `None` does not compute it.
     pub d_sink: Option<ViewMut<'a>>,
+    /// Gradient of the bias, in its shape, in its element type or f32, with any strides; `None`
+    /// does not compute it. Where an element of the bias serves several pairs it is their sum, in
+    /// ascending order of batch entries, heads, queries and keys.
+    pub dbias: Option<ViewMut<'a>>,
+}
+
+impl<'a> AttentionGradientsMut<'a> {
+    /// Those of q, k and v alone.
+    pub const fn new(dq: ViewMut<'a>, dk: ViewMut<'a>, dv: ViewMut<'a>) -> Self {
+        Self { dq, dk, dv, d_sink: None, dbias: None }
+    }
 }
 
 /// See [`Operation::prepare`].
 pub type PreparedAttentionBackward = Prepared<AttentionBackwardProblem>;
 
 impl AttentionGradients {
+    /// Those of q, k and v alone.
+    pub const fn new(dq: Tensor, dk: Tensor, dv: Tensor) -> Self {
+        Self { dq, dk, dv, d_sink: None, dbias: None }
+    }
+
     /// All gradients for writing.
     pub fn view_mut(&mut self) -> AttentionGradientsMut<'_> {
         AttentionGradientsMut {
@@ -111,6 +129,7 @@ impl AttentionGradients {
             dk: self.dk.view_mut(),
             dv: self.dv.view_mut(),
             d_sink: self.d_sink.as_mut().map(Tensor::view_mut),
+            dbias: self.dbias.as_mut().map(Tensor::view_mut),
         }
     }
 }
@@ -160,13 +179,14 @@ impl AttentionBackward<'_> {
         self.run((gradients, workspace), stream)
     }
 
-    /// Allocates the gradients and the workspace, and computes. There is a gradient of the sink if
-    /// there is a sink.
+    /// Allocates the gradients and the workspace, and computes: those of the sink and of the bias,
+    /// too, if there are such.
     ///
     /// # Errors
     /// As [`backward_into`](Self::backward_into), and out of memory.
     pub fn backward(&self, stream: &Stream) -> Result<AttentionGradients> {
-        let forward = self.problem()?.forward;
+        let problem = self.problem()?;
+        let forward = &problem.forward;
         let new = |dtype, shape: &[usize]| Tensor::empty(stream, dtype, shape);
         let ElementTypes { q, kv, .. } = forward.types;
         let d_sink = || Tensor::empty(stream, DType::F32, &[forward.num_heads_q]);
@@ -175,6 +195,7 @@ impl AttentionBackward<'_> {
             dk: new(kv, &forward.k_shape())?,
             dv: new(kv, &forward.v_shape())?,
             d_sink: forward.scores.sink.then(d_sink).transpose()?,
+            dbias: problem.dbias.map(|dtype| new(dtype, &problem.dbias_shape())).transpose()?,
         };
         let mut workspace = match self.workspace_bytes(stream.device())? {
             0 => None,
@@ -233,10 +254,11 @@ impl Steps for AttentionBackward<'_> {
         for (what, view) in [("o", &self.o), ("lse", &self.lse), ("d_o", &self.d_o)] {
             Operand::new(what, view).on(device)?;
         }
-        let AttentionGradientsMut { dq, dk, dv, d_sink } = gradients;
+        let AttentionGradientsMut { dq, dk, dv, d_sink, dbias } = gradients;
         for (what, view) in [("dq", Some(dq)), ("dk", Some(dk)), ("dv", Some(dv))]
             .into_iter()
-            .chain([("d_sink", d_sink.as_ref()), ("workspace", workspace.as_ref())])
+            .chain([("d_sink", d_sink.as_ref()), ("dbias", dbias.as_ref())])
+            .chain([("workspace", workspace.as_ref())])
         {
             view.map_or(Ok(()), |view| Operand::of_mut(what, view).on(device))?;
         }

@@ -2,6 +2,7 @@ use super::{AttentionBackward, AttentionGradientsMut};
 use crate::attention::{AttentionProblem, BlockMaskSizes, Strides, row_strides};
 use crate::check::{Operand, contiguous};
 use crate::{BlockMask, Error, Result};
+use blockflash_safe::ViewMut;
 use blockflash_sys::manifest::AttentionBwdStep;
 use blockflash_sys::{DType, ElementTypes, HeadDims};
 
@@ -24,6 +25,8 @@ pub struct AttentionBackwardProblem {
     pub dv: Strides,
     /// Whether the gradient of the sink is asked for.
     pub d_sink: bool,
+    /// The element type of the gradient of the bias, if it is asked for.
+    pub dbias: Option<DType>,
     /// The sizes of the transpose of the block mask, whose rows are blocks of keys, if it has one.
     pub transpose: Option<BlockMaskSizes>,
     /// Bytes of workspace that are lent.
@@ -50,8 +53,9 @@ impl AttentionBackwardProblem {
             block_kv: mask.block_q,
             ..mask
         });
-        let (d_sink, workspace, step) = (forward.scores.sink, usize::MAX, AttentionBwdStep::Keys);
-        Self { forward, d_o, dq, dk, dv, d_sink, transpose, workspace, step }
+        let (d_sink, dbias) = (forward.scores.sink, forward.scores.bias.map(|bias| bias.dtype));
+        let (workspace, step) = (usize::MAX, AttentionBwdStep::Keys);
+        Self { forward, d_o, dq, dk, dv, d_sink, dbias, transpose, workspace, step }
     }
 
     /// Whether no gradient has an element. Without queries the gradients of keys are still to be
@@ -59,7 +63,13 @@ impl AttentionBackwardProblem {
     pub fn is_empty(&self) -> bool {
         let empty = |shape: Vec<usize>| shape.contains(&0);
         let no_sink = !self.d_sink || self.forward.num_heads_q == 0;
-        empty(self.forward.q_shape()) && empty(self.forward.k_shape()) && no_sink
+        let no_bias = self.dbias.is_none() || empty(self.dbias_shape());
+        empty(self.forward.q_shape()) && empty(self.forward.k_shape()) && no_sink && no_bias
+    }
+
+    /// The shape of the gradient of the bias, which is that of the bias; empty without one.
+    pub fn dbias_shape(&self) -> Vec<usize> {
+        self.forward.scores.bias.map_or(vec![], |bias| bias.shape(&self.forward).to_vec())
     }
 
     /// The same problem with a workspace of this many bytes.
@@ -69,7 +79,7 @@ impl AttentionBackwardProblem {
 
     /// The same problem with these gradients, which are checked.
     pub fn with_gradients(self, gradients: &AttentionGradientsMut<'_>) -> Result<Self> {
-        let AttentionGradientsMut { dq, dk, dv, d_sink } = gradients;
+        let AttentionGradientsMut { dq, dk, dv, d_sink, dbias } = gradients;
         let forward = self.forward;
         let ElementTypes { q, kv, .. } = forward.types;
         if let Some(d_sink) = d_sink {
@@ -80,11 +90,23 @@ impl AttentionBackwardProblem {
             }
             contiguous("d_sink", &d_sink.as_view(), DType::F32, &[forward.num_heads_q])?;
         }
+        if let Some(dbias) = dbias {
+            let dbias = Operand::of_mut("dbias", dbias);
+            let Some(bias) = forward.scores.bias else {
+                return Err(dbias.wrong_shape("no gradient of a bias, as there is no bias"));
+            };
+            match bias.dtype {
+                DType::F32 => dbias.dtype_in(&[DType::F32])?,
+                dtype => dbias.dtype_in(&[dtype, DType::F32])?,
+            }
+            dbias.shape_is(&bias.shape(&forward))?;
+        }
         Ok(Self {
             dq: row_strides(&Operand::of_mut("dq", dq), q, &forward.q_shape())?,
             dk: row_strides(&Operand::of_mut("dk", dk), kv, &forward.k_shape())?,
             dv: row_strides(&Operand::of_mut("dv", dv), kv, &forward.v_shape())?,
             d_sink: d_sink.is_some(),
+            dbias: dbias.as_ref().map(ViewMut::dtype),
             ..self
         })
     }
@@ -92,7 +114,7 @@ impl AttentionBackwardProblem {
 
 impl AttentionBackward<'_> {
     /// Everything that can be checked without reading a tensor, and the result as plain numbers:
-    /// for contiguous gradients, also of the sink if there is one, until
+    /// for contiguous gradients, also of the sink and of the bias if there is one, until
     /// `AttentionBackwardProblem::with_gradients` says otherwise.
     ///
     /// # Errors

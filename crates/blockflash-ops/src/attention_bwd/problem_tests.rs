@@ -1,7 +1,7 @@
 use super::*;
 use crate::attention::LseStrides;
-use crate::{Attention, CuSeqlens, PackedRows, Scores, ScoresProblem};
-use blockflash_safe::{Layout, View, ViewMut};
+use crate::{Attention, BiasProblem, CuSeqlens, Device, PackedRows, Scores, ScoresProblem, Tensor};
+use blockflash_safe::{Layout, View};
 
 const HALVES: [half::f16; 1024] = [half::f16::ONE; 1024];
 const FLOATS: [f32; 1024] = [1.0; 1024];
@@ -84,6 +84,7 @@ fn gradients_are_checked() {
             dk: ViewMut::from_slice(dk, shapes[1]).unwrap(),
             dv: ViewMut::from_slice(dv, shapes[2]).unwrap(),
             d_sink: d_sink.map(|heads| ViewMut::from_slice(&mut sink_data, &[heads]).unwrap()),
+            dbias: None,
         };
         problem.with_gradients(&gradients).map_err(|error| error.to_string())
     };
@@ -111,4 +112,43 @@ fn empty_is_only_what_has_no_gradient() {
     let sink =
         AttentionProblem { scores: ScoresProblem { sink: true, ..forward.scores }, ..forward };
     assert!(!AttentionBackwardProblem::of(sink).is_empty(), "its gradient is 0");
+}
+
+#[test]
+fn gradients_of_biases_are_checked() {
+    let forward = AttentionProblem::dense(DType::F16, [2, 5, 7], [4, 2], 8);
+    let with = |of: Option<DType>, shape: &[usize], dtype: DType| {
+        let broadcast = [true, false, false, true];
+        let bias = of.map(|dtype| BiasProblem { dtype, broadcast });
+        let scores = ScoresProblem { bias, ..forward.scores };
+        let problem = AttentionBackwardProblem::of(AttentionProblem { scores, ..forward });
+        assert_eq!(problem.dbias, of);
+        let stream = Device::cpu().stream().unwrap();
+        let zeros = |dtype, shape: &[usize]| Tensor::zeros(&stream, dtype, shape).unwrap();
+        let [mut dq, mut dk, mut dv] = [forward.q_shape(), forward.k_shape(), forward.v_shape()]
+            .map(|s| zeros(DType::F16, &s));
+        let mut dbias = zeros(dtype, shape);
+        let gradients = AttentionGradientsMut {
+            dbias: Some(dbias.view_mut()),
+            ..AttentionGradientsMut::new(dq.view_mut(), dk.view_mut(), dv.view_mut())
+        };
+        let problem = problem.with_gradients(&gradients).map_err(|error| error.to_string())?;
+        assert_eq!(problem.dbias_shape(), shape);
+        problem.dbias.ok_or_else(|| "no dbias".to_owned())
+    };
+    let shape = [1, 4, 5, 1];
+    for (bias, dtype) in [(DType::F16, DType::F16), (DType::BF16, DType::F32)] {
+        assert_eq!(with(Some(bias), &shape, dtype), Ok(dtype));
+    }
+    let error = |result: Result<DType, String>| result.unwrap_err();
+    assert!(error(with(None, &shape, DType::F32)).contains("as there is no bias"));
+    assert!(
+        error(with(Some(DType::F16), &shape, DType::BF16))
+            .contains("dbias is bf16, expected f16 or f32")
+    );
+    assert!(error(with(Some(DType::F32), &shape, DType::F16)).contains("expected f32"));
+    assert!(
+        error(with(Some(DType::F16), &[2, 4, 5, 7], DType::F16))
+            .contains("dbias has shape [2, 4, 5, 7], expected [1, 4, 5, 1]")
+    );
 }

@@ -1,7 +1,9 @@
 use super::AttentionBackwardProblem;
 use super::plan::workspace;
 use crate::Result;
-use crate::attention::{AttentionProblem, BlockMaskSizes, Rows, first_without_tensor_map};
+use crate::attention::{
+    AttentionProblem, BlockMaskSizes, Rows, first_without_tensor_map, refusal_of_terms,
+};
 use crate::selection::{self, Candidate, Kernels, Peers, Problem, Rule, preference};
 use blockflash_safe::CudaProperties;
 use blockflash_sys::manifest::{AttentionBwdStep as Step, AttentionBwdTile, Variant};
@@ -80,8 +82,18 @@ impl AttentionBackwardProblem {
 
 impl Problem for AttentionBackwardProblem {
     const OP: &'static str = "attention_bwd";
-    const RULES: &'static [Rule<Self>] =
-        &[STEP, HEAD_DIM, WIDTH, SHARED_MEMORY, TRANSPOSE, BLOCKS, TENSOR_MAPS, SUMS, SOFTCAP];
+    const RULES: &'static [Rule<Self>] = &[
+        STEP,
+        HEAD_DIM,
+        WIDTH,
+        SHARED_MEMORY,
+        TRANSPOSE,
+        BLOCKS,
+        TENSOR_MAPS,
+        SUMS,
+        SOFTCAP,
+        TERMS,
+    ];
 
     type Tile = AttentionBwdTile;
     type Rank = ();
@@ -278,6 +290,13 @@ fn has_sums_of_dq(c: &Backward<'_>) -> bool {
 const SOFTCAP: BackwardRule = Rule {
     holds: |c| c.problem.forward.scores.softcap.is_none() || c.tile.takes_softcap(),
     refuses: |c| format!("tiles of {} queries take no softcap", c.tile.block_q),
+    excludes_all: None,
+};
+
+/// As for the forward pass.
+const TERMS: BackwardRule = Rule {
+    holds: |c| !walks(c.tile.step) || c.tile.terms == c.problem.forward.terms().is_some(),
+    refuses: |c| refusal_of_terms(&c.problem.forward),
     excludes_all: None,
 };
 

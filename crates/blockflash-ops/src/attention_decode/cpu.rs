@@ -20,6 +20,7 @@ pub(super) fn forward(
     out: (ViewMut<'_>, Option<ViewMut<'_>>),
     stream: &Stream,
 ) -> Result<()> {
+    crate::attention::cpu::refuse_terms(&problem.attention)?;
     match problem.attention.types.q {
         DType::F16 => Call::<f16>::new(op, problem, cache, stream)?.run(out),
         DType::BF16 => Call::<bf16>::new(op, problem, cache, stream)?.run(out),

@@ -119,7 +119,7 @@ impl AttentionDecode<'_> {
             attention.packed = Some(PackedRows { total_q, total_kv: 0 });
             attention.o = Strides { batch: 0, ..attention.o };
         }
-        attention.scores = self.scores.problem(cache.head_dims.qk, num_heads_q)?;
+        attention.scores = self.scores.problem(attention)?;
         let rotary = self.rotary.as_ref();
         let rotary = rotary.map(|r| r.sizes(cache.dtype, cache.head_dims.qk, cache.capacity));
         problem.rotary = rotary.transpose()?;

@@ -2,7 +2,7 @@ use super::AttentionDecodeProblem;
 use super::estimate::{fastest, unsplit};
 use super::tile::{CacheTile, split_tile, tile};
 use crate::Result;
-use crate::attention::{Rows, Strides};
+use crate::attention::{Rows, Strides, refusal_of_terms};
 use crate::check::is_tensor_map_stride;
 use crate::kv_cache::CacheSizes;
 use crate::selection::{self, Candidate, Kernels, Peers, Problem, Rule, preference};
@@ -50,6 +50,7 @@ impl Problem for AttentionDecodeProblem {
         ROWS,
         LISTS,
         MANY,
+        TERMS,
         Rule::shared_memory(None),
     ];
 
@@ -235,6 +236,13 @@ const MANY: DecodeRule = Rule {
     refuses: |_| {
         "it finds keys by tensor maps, which cannot have a stride of 0 or of 2^40 bytes".into()
     },
+    excludes_all: None,
+};
+
+/// No kernel adds anything to scores.
+const TERMS: DecodeRule = Rule {
+    holds: |c| c.problem.attention.terms().is_none(),
+    refuses: |c| refusal_of_terms(&c.problem.attention),
     excludes_all: None,
 };
 

@@ -8,7 +8,16 @@ use blockflash_sys::{ElementTypes, HeadDims};
 fn tile(step: Step) -> AttentionBwdTile {
     let (types, head_dims) = (ElementTypes::all(DType::F16), HeadDims::all(64));
     let (block_q, block_kv, tensor_maps, splits_heads) = (64, 128, true, true);
-    AttentionBwdTile { step, types, head_dims, block_q, block_kv, tensor_maps, splits_heads }
+    AttentionBwdTile {
+        step,
+        types,
+        head_dims,
+        block_q,
+        block_kv,
+        tensor_maps,
+        splits_heads,
+        terms: false,
+    }
 }
 
 /// Of batch 3, 150 queries, 300 keys, 4 and 2 heads of 8 elements, and of a packed batch of 3

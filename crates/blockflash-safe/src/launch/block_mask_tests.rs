@@ -17,6 +17,7 @@ const TILE: AttentionTile = AttentionTile {
     lse: Lse::AsAsked,
     dense_only: false,
     tensor_maps: false,
+    terms: false,
 };
 
 /// What a mask of 128 × 64 blocks for batch 3, 150 queries, 100 keys, 4 and 2 heads of 8 elements

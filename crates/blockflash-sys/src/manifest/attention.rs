@@ -65,6 +65,8 @@ pub struct AttentionTile {
     pub dense_only: bool,
     /// Whether tensor maps describe q, k and v, which have limits on strides.
     pub tensor_maps: bool,
+    /// Whether it computes score terms, a bias or ALiBi; if so, it takes nothing else.
+    pub terms: bool,
 }
 
 impl AttentionTile {

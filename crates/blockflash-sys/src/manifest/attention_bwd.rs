@@ -45,6 +45,8 @@ pub struct AttentionBwdTile {
     /// Whether several CTAs can share the query heads of a block of keys, each of which leaves its
     /// part of dk and dv in the workspace.
     pub splits_heads: bool,
+    /// Whether it computes score terms, a bias or ALiBi; if so, it takes nothing else.
+    pub terms: bool,
 }
 
 impl AttentionBwdTile {

@@ -89,7 +89,16 @@ impl AttentionBwd {
     pub const fn tile(&self) -> AttentionBwdTile {
         let Self { step, types, head_dims, block_q, block_kv, .. } = *self;
         let (tensor_maps, splits_heads) = (false, false);
-        AttentionBwdTile { step, types, head_dims, block_q, block_kv, tensor_maps, splits_heads }
+        AttentionBwdTile {
+            step,
+            types,
+            head_dims,
+            block_q,
+            block_kv,
+            tensor_maps,
+            splits_heads,
+            terms: false,
+        }
     }
 }
 

@@ -115,7 +115,16 @@ impl AttentionBwdHopper {
             _ => [resident_rows, stream_rows],
         };
         let (tensor_maps, splits_heads) = (!matches!(step, Sums), self.splits_heads());
-        AttentionBwdTile { step, types, head_dims, block_q, block_kv, tensor_maps, splits_heads }
+        AttentionBwdTile {
+            step,
+            types,
+            head_dims,
+            block_q,
+            block_kv,
+            tensor_maps,
+            splits_heads,
+            terms: false,
+        }
     }
 }
 

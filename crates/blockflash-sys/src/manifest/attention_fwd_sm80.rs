@@ -93,6 +93,7 @@ impl AttentionFwd {
             lse: Lse::AsAsked,
             dense_only: false,
             tensor_maps: false,
+            terms: false,
         }
     }
 }

@@ -122,6 +122,7 @@ impl AttentionFwdHopper {
             lse,
             dense_only: false,
             tensor_maps: true,
+            terms: false,
         }
     }
 

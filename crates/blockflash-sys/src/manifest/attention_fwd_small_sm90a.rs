@@ -55,6 +55,7 @@ impl AttentionFwdSmall {
             lse: Lse::AsAsked,
             dense_only: true,
             tensor_maps: false,
+            terms: false,
         }
     }
 }

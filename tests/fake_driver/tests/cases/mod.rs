@@ -68,12 +68,7 @@ fn attention(stream: &Stream) -> Result<Vec<Case>> {
             stream,
             backward,
             (
-                AttentionGradientsMut {
-                    dq: dq.view_mut(),
-                    dk: dk.view_mut(),
-                    dv: dv.view_mut(),
-                    d_sink: None
-                },
+                AttentionGradientsMut::new(dq.view_mut(), dk.view_mut(), dv.view_mut()),
                 Some(workspace.view_mut())
             )
         ),

@@ -84,7 +84,7 @@ fn refuse(scores: Scores<&Path>, dtype: DType, [q, k, v]: [&[usize]; 3]) -> Resu
     let (Some(q), Some(k), Some(v)) = (stand_in(q), stand_in(k), stand_in(v)) else {
         return Ok(());
     };
-    let scores = scores.without_sink();
+    let scores = scores.without_tensors();
     Attention { scores, ..Attention::new(q.view()?, k.view()?, v.view()?) }.problem()?;
     Ok(())
 }

@@ -120,7 +120,7 @@ fn refuse(
     };
     let block_table = table.map(|_| of_table.view()).transpose()?;
     let cache = KvCache { block_table, ..KvCache::new(k.view()?, v.view()?) };
-    let scores = scores.without_sink();
+    let scores = scores.without_tensors();
     AttentionDecode { scores, ..AttentionDecode::new(q.view()?) }.problem(&cache)?;
     Ok(())
 }

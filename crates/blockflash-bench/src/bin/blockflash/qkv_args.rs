@@ -121,7 +121,7 @@ impl ScoreArgs {
     pub fn of(&self, mask: Option<MaskName>, default: Mask) -> Result<Scores<&Path>> {
         let &Self { scale: softmax_scale, softcap, ref sink, .. } = self;
         let mask = self.mask(mask, default)?;
-        Ok(Scores { mask, softmax_scale, softcap, sink: sink.as_deref() })
+        Ok(Scores { softmax_scale, softcap, sink: sink.as_deref(), ..mask.into() })
     }
 
     fn mask(&self, name: Option<MaskName>, default: Mask) -> Result<Mask> {
@@ -157,14 +157,14 @@ pub fn o_bytes([q, _, v]: &[Source; 3], dtype: DType) -> Result<u64> {
 
 /// Scores with the attention sinks of the heads of q, from a file or random.
 pub fn with_tensors(scores: Scores<&Path>, q: &Array, seed: u64) -> Result<Scores<Array>> {
-    scores.try_map_sink(|path| {
+    scores.try_map(|name, path| {
         if path != Path::new("random") {
-            return Source::open(path, "sink")?.load(DType::F32);
+            return Source::open(path, name)?.load(DType::F32);
         }
         let &[.., heads, _] = q.shape() else {
             bail!("q is {:?}, which has no heads", q.shape());
         };
-        random("sink", DType::F32, &[heads], seed, 3)
+        random(name, DType::F32, &[heads], seed, 3)
     })
 }
 

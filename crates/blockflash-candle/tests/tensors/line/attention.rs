@@ -35,7 +35,7 @@ fn forward_and_lse(device: &Device) -> Result<()> {
             let sink = normal_on(device, &[heads], DType::F32)?;
             let (softcap, softmax_scale) = (Some(7.0), Some(0.2));
             let call = Attention {
-                scores: Scores { mask, softcap, softmax_scale, sink: Some(&sink) },
+                scores: Scores { softcap, softmax_scale, sink: Some(&sink), ..mask.into() },
                 ..Attention::new(&q, &k, &v)
             };
             let (o, lse) = call.forward_with_lse()?;

@@ -49,6 +49,17 @@ struct Outputs<'a, T> {
     lse: Option<&'a mut [f32]>,
 }
 
+/// The CPU adds nothing to scores yet.
+pub(crate) fn refuse_terms(problem: &AttentionProblem) -> Result<()> {
+    match problem.terms() {
+        Some(term) => {
+            let what = format!("{term} is given, and the CPU does not add it to scores yet");
+            Err(crate::Error::Unsupported { op: "attention", arch: "cpu".into(), what })
+        }
+        None => Ok(()),
+    }
+}
+
 /// Computes a problem that was checked and has outputs.
 pub(super) fn forward(
     op: &Attention<'_>,
@@ -57,6 +68,7 @@ pub(super) fn forward(
     lse: Option<ViewMut<'_>>,
     stream: &Stream,
 ) -> Result<()> {
+    refuse_terms(problem)?;
     let sequences = sequences(op, problem, stream)?;
     match problem.types.q {
         DType::F16 => run::<f16>(op, problem, &sequences, o, lse),

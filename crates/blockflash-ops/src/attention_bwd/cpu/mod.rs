@@ -53,6 +53,7 @@ pub(super) fn backward(
     gradients: AttentionGradientsMut<'_>,
     stream: &Stream,
 ) -> Result<()> {
+    crate::attention::cpu::refuse_terms(&problem.forward)?;
     let sequences = sequences(&op.attention, &problem.forward, stream)?;
     match problem.forward.types.q {
         DType::F16 => run::<f16>(op, problem, &sequences, gradients),
@@ -81,7 +82,7 @@ fn run<T: Float>(
         transposed: attention.block_mask.map(BlockMask::transpose).transpose()?,
     };
     operands.delta = operands.delta_of(sequences);
-    let AttentionGradientsMut { mut dq, mut dk, mut dv, d_sink } = gradients;
+    let AttentionGradientsMut { mut dq, mut dk, mut dv, d_sink, dbias: _ } = gradients;
     if let (Some(mut d_sink), Some(sink)) = (d_sink, &attention.scores.sink) {
         operands.sink_gradient(sequences, sink.as_slice()?, d_sink.as_mut_slice()?);
     }

@@ -58,7 +58,7 @@ impl Case {
 fn downloaded(gradients: &AttentionGradients) -> Gradients {
     let stream = cpu();
     let download = |tensor: &Tensor| tensor.to_vec::<f32>(&stream).unwrap();
-    let AttentionGradients { dq, dk, dv, d_sink } = gradients;
+    let AttentionGradients { dq, dk, dv, d_sink, .. } = gradients;
     let d_sink = d_sink.as_ref().map(download).unwrap_or_default();
     [download(dq), download(dk), download(dv), d_sink]
 }
@@ -251,12 +251,11 @@ fn gradients_share_no_order_with_their_tensors() {
     // dq as [batch, heads, seqlen, head_dim] with rows 3 elements apart.
     let mut dq = vec![7f32; 2 * 4 * 5 * 11];
     let (mut dk, mut dv) = (vec![7f32; 224], vec![7f32; 224]);
-    let gradients = AttentionGradientsMut {
-        dq: ViewMut::from_slice_strided(&mut dq, &[2, 5, 4, 8], &[220, 11, 55, 1]).unwrap(),
-        dk: ViewMut::from_slice(&mut dk, &[2, 7, 2, 8]).unwrap(),
-        dv: ViewMut::from_slice(&mut dv, &[2, 7, 2, 8]).unwrap(),
-        d_sink: None,
-    };
+    let gradients = AttentionGradientsMut::new(
+        ViewMut::from_slice_strided(&mut dq, &[2, 5, 4, 8], &[220, 11, 55, 1]).unwrap(),
+        ViewMut::from_slice(&mut dk, &[2, 7, 2, 8]).unwrap(),
+        ViewMut::from_slice(&mut dv, &[2, 7, 2, 8]).unwrap(),
+    );
     call.backward_into(gradients, None, &stream).unwrap();
     for (at, &x) in dq.iter().enumerate() {
         let (b, h, i, e) = (at / 220, at / 55 % 4, at / 11 % 5, at % 11);
