@@ -1,4 +1,4 @@
-//! Gradients of attention: `dq`, `dk`, `dv` and those of the sink and of the bias, from that of `o`.
+//! Gradients of attention: `dq`, `dk`, `dv` and those of sink and bias, given the one of `o`.
 
 mod cpu;
 mod parts;
