@@ -98,7 +98,7 @@ impl DistributedBlockMask {
         }
         let [block_q, block_kv] = [geometry.block_q() as u32, geometry.block_kv() as u32];
         let [batch, heads] = [batch as u32, heads as u32];
-        Ok(BlockMaskSizes { block_q, block_kv, batch, heads, packed_rows: None })
+        Ok(BlockMaskSizes { block_q, block_kv, batch, heads, packed_rows: None, bits: false })
     }
 }
 

@@ -36,6 +36,9 @@ impl Sizes {
         if lists.cu_rows().is_some() {
             return Err(unsupported("packed sequences"));
         }
+        if lists.bits().is_some() {
+            return Err(unsupported("a block mask with partial blocks"));
+        }
         if !lists.device().is_cpu() {
             return Err(unsupported("lists on a GPU"));
         }

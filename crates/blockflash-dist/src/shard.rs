@@ -87,8 +87,8 @@ impl Shard {
     /// The lists of the queries of this rank, from a mask of the whole sequence on the CPU.
     ///
     /// # Errors
-    /// [`Error::BlockMask`] if the mask is of another length, or if blocks are on several ranks; a
-    /// mask that is not on the CPU.
+    /// [`Error::BlockMask`] if the mask is of another length, if blocks are on several ranks, or if
+    /// some are partial; a mask that is not on the CPU.
     pub fn block_mask(&self, whole: &BlockMask) -> Result<BlockMask> {
         let (block_q, block_kv) = (whole.block_q(), whole.block_kv());
         let found = [whole.seqlen_q(), whole.seqlen_kv()];
@@ -101,6 +101,9 @@ impl Shard {
         if !self.block().is_multiple_of(block_q) {
             let expected = format!("a divisor of the {} rows of a block of rows", self.block());
             return error("block_q", block_q.to_string(), expected);
+        }
+        if whole.bits().is_some() {
+            return error("bits", "partial blocks".into(), "full blocks".into());
         }
         let geometry = BlockGeometry::new(self.rows(), self.seqlen(), block_q, block_kv)?;
         let (mut row_ptr, mut col_idx) = (Vec::new(), Vec::new());

@@ -148,7 +148,7 @@ fn messages_and_steps() {
 fn lists_that_do_not_fit() {
     let window = Mask::Window { left: Some(100), right: Some(0), align: Align::TopLeft };
     type Make = fn(&Memory) -> Result<DistributedBlockMask>;
-    let makes: [(&str, Make); 5] = [
+    let makes: [(&str, Make); 6] = [
         ("queries and keys", |comm| {
             let lists = BlockMask::full(geometry(SEQLEN))?;
             DistributedBlockMask::new(&lists, Mask::Full, shard(comm)?, RING, comm)
@@ -169,6 +169,17 @@ fn lists_that_do_not_fit() {
         ("the rank", |comm| {
             let rows = Shard::new(SEQLEN, 3, 0)?.in_blocks(64, 64)?;
             let lists = rows.block_mask(&BlockMask::full(geometry(SEQLEN))?)?;
+            DistributedBlockMask::new(&lists, Mask::Full, rows, RING, comm)
+        }),
+        ("partial blocks", |comm| {
+            let rows = shard(comm)?;
+            let partial = |mask: BlockMask| {
+                let full = vec![-1; mask.nnz()];
+                mask.with_bits(&full, &[])
+            };
+            let whole = partial(BlockMask::full(geometry(SEQLEN))?)?;
+            assert!(matches!(rows.block_mask(&whole), Err(Error::BlockMask { what: "bits", .. })));
+            let lists = partial(rows.block_mask(&BlockMask::full(geometry(SEQLEN))?)?)?;
             DistributedBlockMask::new(&lists, Mask::Full, rows, RING, comm)
         }),
         ("packed", |comm| {

@@ -74,7 +74,7 @@ proptest! {
             block_kv: 64 * kv,
             batch: if per_entry { sizes.0.max(1) as u32 } else { 1 },
             heads: if per_head { heads[1] as u32 } else { 1 },
-            packed_rows: None,
+            packed_rows: None, bits: false
         });
         let problem = AttentionProblem::dense(dtype, [sizes.0, sizes.1, sizes.2], heads, head_dim);
         let mask = Mask::Window { left: None, right, align: Align::BottomRight };

@@ -17,6 +17,8 @@ pub struct BlockMaskSizes {
     pub heads: u32,
     /// Block rows of all sequences together, when variable-length.
     pub packed_rows: Option<u32>,
+    /// Whether blocks may be partial: the mask has [bits](BlockMask::bits).
+    pub bits: bool,
 }
 
 impl BlockMaskSizes {
@@ -66,6 +68,7 @@ impl BlockMaskSizes {
             batch: mask.batch() as u32,
             heads: mask.heads() as u32,
             packed_rows: packed_rows.map(|rows| rows as u32),
+            bits: mask.bits().is_some(),
         })
     }
 

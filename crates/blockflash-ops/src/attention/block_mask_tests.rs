@@ -30,7 +30,14 @@ fn masks_that_fit() {
         let [batch, heads] = [batch, heads].map(|count| count as u32);
         assert_eq!(
             sizes,
-            BlockMaskSizes { block_q: 64, block_kv: 128, batch, heads, packed_rows: None }
+            BlockMaskSizes {
+                block_q: 64,
+                block_kv: 128,
+                batch,
+                heads,
+                packed_rows: None,
+                bits: false
+            }
         );
         let followed = [0, 1, 2, 3].map(|head| sizes.head(head, 4));
         assert_eq!(followed, [0, 1, 2, 3].map(|head| head * heads as usize / 4));
@@ -64,7 +71,8 @@ fn masks_that_do_not_fit() {
 /// Batch 2, 300 queries, 500 keys, 8 and 2 heads.
 fn sparse(head_dim: usize, block_q: u32, block_kv: u32) -> AttentionProblem {
     let dense = AttentionProblem::dense(DType::F16, [2, 300, 500], [8, 2], head_dim);
-    let sizes = BlockMaskSizes { block_q, block_kv, batch: 1, heads: 1, packed_rows: None };
+    let sizes =
+        BlockMaskSizes { block_q, block_kv, batch: 1, heads: 1, packed_rows: None, bits: false };
     AttentionProblem { block_mask: Some(sizes), ..dense }
 }
 
@@ -98,6 +106,22 @@ fn every_gpu_runs_every_block_size() {
                 assert!(tile.head_dims.qk > chosen.head_dims.qk || size(tile) <= size(chosen));
             }
         }
+    }
+}
+
+#[test]
+fn partial_blocks_need_kernels_that_read_their_bits() {
+    let full = mask([100, 200], 1, 1);
+    assert!(!of(&full).unwrap().block_mask.unwrap().bits);
+    let partial = full.with_bits(&[-1; 4], &[]).unwrap();
+    assert!(of(&partial).unwrap().block_mask.unwrap().bits);
+    let problem = sparse(64, 64, 64);
+    let sizes = BlockMaskSizes { bits: true, ..problem.block_mask.unwrap() };
+    let partial = AttentionProblem { block_mask: Some(sizes), ..problem };
+    for gpu in gpus() {
+        select(&problem, &gpu).unwrap();
+        let error = select(&partial, &gpu).unwrap_err().to_string();
+        assert!(error.contains("a block mask with partial blocks is given"), "{error}");
     }
 }
 
@@ -163,7 +187,8 @@ fn plans_say_how_the_mask_is_read() {
     for (kernel, tile) in attention_kernels().filter(|(_, tile)| tile.head_dims.qk >= 64) {
         let [block_q, block_kv] = [2 * tile.block_q, 2 * tile.block_kv];
         let planned = |batch, heads| {
-            let sizes = BlockMaskSizes { block_q, block_kv, batch, heads, packed_rows: None };
+            let sizes =
+                BlockMaskSizes { block_q, block_kv, batch, heads, packed_rows: None, bits: false };
             let types = tile.types;
             let problem = AttentionProblem { types, block_mask: Some(sizes), ..sparse(64, 0, 0) };
             plan(kernel, &as_asked(problem, &tile), &h200)

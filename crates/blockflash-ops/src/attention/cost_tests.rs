@@ -146,6 +146,7 @@ fn the_least_estimate_is_taken() {
                     batch: 1,
                     heads: 1,
                     packed_rows: None,
+                    bits: false,
                 };
                 let masked = AttentionProblem { block_mask: Some(sizes), ..problem };
                 if head_dim <= 128 {

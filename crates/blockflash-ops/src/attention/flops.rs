@@ -51,8 +51,14 @@ mod tests {
         let window = full.with_mask(mask);
         assert_eq!(attention_flops(&window), Some(4 * 2 * 4 * 64 * (1 + 2 + 2 + 2 + 2)));
         // Which blocks are visited is not known from their sizes.
-        let sizes =
-            BlockMaskSizes { block_q: 64, block_kv: 64, batch: 1, heads: 1, packed_rows: None };
+        let sizes = BlockMaskSizes {
+            block_q: 64,
+            block_kv: 64,
+            batch: 1,
+            heads: 1,
+            packed_rows: None,
+            bits: false,
+        };
         assert_eq!(attention_flops(&AttentionProblem { block_mask: Some(sizes), ..full }), None);
     }
 

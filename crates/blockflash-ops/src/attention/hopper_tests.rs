@@ -81,7 +81,14 @@ fn small_grids_take_kernels_for_them() {
     };
     assert_eq!(changed(&|p| p.scores.mask = Mask::causal()), Some(16));
     assert_eq!(changed(&|p| p.packed = Some(PackedRows { total_q: 512, total_kv: 512 })), None);
-    let mask = BlockMaskSizes { block_q: 64, block_kv: 64, batch: 1, heads: 1, packed_rows: None };
+    let mask = BlockMaskSizes {
+        block_q: 64,
+        block_kv: 64,
+        batch: 1,
+        heads: 1,
+        packed_rows: None,
+        bits: false,
+    };
     assert_eq!(changed(&|p| p.block_mask = Some(mask)), None);
     let small = select(&of(8, 512, 64), &h200()).unwrap();
     let packed = Some(PackedRows { total_q: 512, total_kv: 512 });
@@ -129,6 +136,7 @@ fn heads_that_share_blocks_share_tiles() {
             batch: 1,
             heads: mask_heads,
             packed_rows: None,
+            bits: false,
         };
         let problem = AttentionProblem { block_mask: Some(mask), ..problem(1, heads, 8192, 128) };
         let tile = select(&problem, &h200()).unwrap().attention_tile().unwrap();
@@ -154,6 +162,7 @@ fn two_block_rows_share_a_tile() {
             batch: 1,
             heads,
             packed_rows: None,
+            bits: false,
         });
         let heads = heads as usize;
         AttentionProblem { block_mask: mask, ..problem(1, [heads, heads], seqlen, head_dim) }

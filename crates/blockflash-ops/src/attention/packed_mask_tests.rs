@@ -56,6 +56,7 @@ fn masks_that_fit() {
                 batch: 6,
                 heads: heads as u32,
                 packed_rows: Some(1 + 3 + 1 + 1),
+                bits: false,
             };
             assert_eq!(problem.block_mask, Some(sizes));
         }
@@ -192,8 +193,14 @@ fn kernels_find_every_tile_and_its_columns() {
 #[test]
 fn plans_say_how_the_mask_is_read() {
     let rows = PackedRows { total_q: 486, total_kv: 571 };
-    let sizes =
-        BlockMaskSizes { block_q: 256, block_kv: 256, batch: 6, heads: 2, packed_rows: Some(8) };
+    let sizes = BlockMaskSizes {
+        block_q: 256,
+        block_kv: 256,
+        batch: 6,
+        heads: 2,
+        packed_rows: Some(8),
+        bits: false,
+    };
     let dense = AttentionProblem::dense(DType::F16, [6, 300, 300], [8, 2], 64);
     let problem = AttentionProblem { packed: Some(rows), block_mask: Some(sizes), ..dense };
     for kernel in manifest::kernels() {

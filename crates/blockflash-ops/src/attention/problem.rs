@@ -120,7 +120,8 @@ impl AttentionProblem {
 
     /// What a kernel with score terms is for: the name of the first of them that the problem has.
     pub fn terms(&self) -> Option<&'static str> {
-        self.scores.added()
+        let partial = self.block_mask.is_some_and(|mask| mask.bits);
+        self.scores.added().or(partial.then_some("a block mask with partial blocks"))
     }
 
     /// Whether there is no output element to compute.

@@ -79,7 +79,14 @@ pub(crate) fn support(dtype: DType) -> Vec<(String, AttentionProblem)> {
         lines.push((size.clone(), problem));
         for block in [64, 128] {
             let [block_q, block_kv] = [block; 2];
-            let mask = BlockMaskSizes { block_q, block_kv, batch: 1, heads: 1, packed_rows: None };
+            let mask = BlockMaskSizes {
+                block_q,
+                block_kv,
+                batch: 1,
+                heads: 1,
+                packed_rows: None,
+                bits: false,
+            };
             let problem = AttentionProblem { block_mask: Some(mask), ..problem };
             lines.push((format!("{size}, blocks of {block} × {block}"), problem));
         }
@@ -200,8 +207,8 @@ const TERMS: AttentionRule = Rule {
 /// Why a kernel does not compute what is added to the scores of a problem, or needs such.
 pub(crate) fn refusal_of_terms(problem: &AttentionProblem) -> String {
     match problem.terms() {
-        Some(term) => format!("{term} is given, and no kernel adds it to scores"),
-        None => "it is for scores with a bias or alibi".into(),
+        Some(term) => format!("{term} is given, and no kernel takes it"),
+        None => "it is for scores with a bias, alibi or partial blocks".into(),
     }
 }
 

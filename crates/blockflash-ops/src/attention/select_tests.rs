@@ -313,7 +313,7 @@ fn what_is_added_to_scores_needs_a_kernel_for_it() {
             }
             if !attention_kernels().any(|(_, tile)| tile.terms) {
                 let error = select(&added, &gpu).unwrap_err().to_string();
-                let expected = format!("{term} is given, and no kernel adds it to scores");
+                let expected = format!("{term} is given, and no kernel takes it");
                 assert!(error.contains(&expected), "{error}");
             }
         }

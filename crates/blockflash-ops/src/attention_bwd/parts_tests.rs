@@ -42,8 +42,14 @@ fn only_dense_batches_with_room_are_split() {
     let packed = Some(PackedRows { total_q: 900, total_kv: 900 });
     let forward = AttentionProblem { packed, ..few.forward };
     assert_eq!(count(AttentionBackwardProblem { forward, ..few }), 1);
-    let mask =
-        BlockMaskSizes { block_q: 128, block_kv: 128, batch: 1, heads: 1, packed_rows: None };
+    let mask = BlockMaskSizes {
+        block_q: 128,
+        block_kv: 128,
+        batch: 1,
+        heads: 1,
+        packed_rows: None,
+        bits: false,
+    };
     let forward = AttentionProblem { block_mask: Some(mask), ..few.forward };
     assert_eq!(count(AttentionBackwardProblem::of(forward)), 1);
     // Warpgroups that share keys beside sums of dq leave no parts.

@@ -128,8 +128,14 @@ fn launches_where_a_side_is_missing() {
 
 #[test]
 fn launches_under_a_block_mask() {
-    let mask =
-        BlockMaskSizes { block_q: 128, block_kv: 256, batch: 1, heads: 2, packed_rows: None };
+    let mask = BlockMaskSizes {
+        block_q: 128,
+        block_kv: 256,
+        batch: 1,
+        heads: 2,
+        packed_rows: None,
+        bits: false,
+    };
     let forward = AttentionProblem::dense(DType::BF16, [2, 300, 500], [8, 2], 64);
     let problem =
         AttentionBackwardProblem::of(AttentionProblem { block_mask: Some(mask), ..forward });

@@ -139,7 +139,14 @@ pub(crate) fn support(dtype: DType) -> Vec<(String, AttentionBackwardProblem)> {
         lines.push((size.clone(), AttentionBackwardProblem::of(forward)));
         for block in [64, 128] {
             let [block_q, block_kv] = [block; 2];
-            let mask = BlockMaskSizes { block_q, block_kv, batch: 1, heads: 1, packed_rows: None };
+            let mask = BlockMaskSizes {
+                block_q,
+                block_kv,
+                batch: 1,
+                heads: 1,
+                packed_rows: None,
+                bits: false,
+            };
             let forward = AttentionProblem { block_mask: Some(mask), ..forward };
             let size = format!("{size}, blocks of {block} × {block}");
             lines.push((size, AttentionBackwardProblem::of(forward)));

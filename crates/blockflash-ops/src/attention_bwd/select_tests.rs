@@ -14,7 +14,8 @@ fn dense(seqlen: usize, head_dim: usize) -> AttentionBackwardProblem {
 }
 
 fn masked(block_q: u32, block_kv: u32, head_dim: usize) -> AttentionBackwardProblem {
-    let mask = BlockMaskSizes { block_q, block_kv, batch: 1, heads: 2, packed_rows: None };
+    let mask =
+        BlockMaskSizes { block_q, block_kv, batch: 1, heads: 2, packed_rows: None, bits: false };
     let forward = dense(4096, head_dim).forward;
     AttentionBackwardProblem::of(AttentionProblem { block_mask: Some(mask), ..forward })
 }
@@ -151,6 +152,13 @@ fn packed_sequences_and_small_blocks_take_hopper_kernels() {
 fn reasons() {
     let f32 = AttentionProblem { types: ElementTypes::all(DType::F32), ..dense(100, 64).forward };
     assert!(why(&AttentionBackwardProblem::of(f32), &h200()).contains("f16 and bf16"));
+    let mask = masked(64, 64, 64).forward.block_mask.unwrap();
+    let partial = AttentionProblem {
+        block_mask: Some(BlockMaskSizes { bits: true, ..mask }),
+        ..masked(64, 64, 64).forward
+    };
+    let said = why(&AttentionBackwardProblem::of(partial), &h200());
+    assert!(said.contains("a block mask with partial blocks is given"), "{said}");
     assert!(why(&dense(100, 59), &h200()).contains("multiples of 8 up to 256"));
     assert!(why(&dense(100, 264), &h200()).contains("multiples of 8 up to 256"));
     assert!(why(&dense(100, 64), &gpu(7, 5)).contains("compute capability 8.0"));

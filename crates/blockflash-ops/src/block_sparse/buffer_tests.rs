@@ -1,6 +1,8 @@
 //! Buffers on the CPU; `tests/block_mask_gpu.rs` compares those on a GPU with them.
 
-use super::super::fixtures::{geometries, indices, random_blocks, random_mask, token_masks};
+use super::super::fixtures::{
+    geometries, indices, random_blocks, random_mask, random_partial, token_masks,
+};
 use super::*;
 use crate::Mask;
 use crate::fixtures::values;
@@ -124,6 +126,8 @@ fn operands_that_do_not_fit_are_named() {
     };
     let other = BlockMask::full(BlockGeometry::new(100, 151, 64, 64).unwrap()).unwrap();
     assert!(problem(with(&other)).contains("`always` has the geometry"));
+    let partial = random_partial(geometry(), 1, 1, 1).0;
+    assert!(problem(with(&partial)).contains("`always` has partial blocks"));
     let many = random_mask(geometry(), 1, 3, 1);
     assert_eq!(problem(with(&many)), "invalid block mask: heads of `always` is 3, neither 1 nor 2");
     let many = random_mask(geometry(), 2, 1, 1);

@@ -32,7 +32,7 @@ pub struct BlockChoice<'a> {
     /// The source of the blocks.
     pub source: BlockSource<'a>,
     /// Blocks that are visited in any case: windows, sinks, global rows and columns, and whatever
-    /// else constructors of [`BlockMask`] make. It has the geometry of the mask that is built. Its
+    /// else constructors of [`BlockMask`] make of full blocks. It has the geometry of the mask that is built. Its
     /// numbers of batch entries and heads are 1 or the numbers of that mask.
     pub always: Option<&'a BlockMask>,
     /// The token mask. Blocks that it hides entirely are left out.
@@ -61,6 +61,9 @@ impl<'a> BlockChoice<'a> {
                 "`always` is packed from {} sequences, expected a mask that is not packed",
                 sequences.len()
             ));
+        }
+        if always.bits().is_some() {
+            return invalid("`always` has partial blocks, expected full ones".into());
         }
         if always.geometry != geometry {
             return invalid(format!(

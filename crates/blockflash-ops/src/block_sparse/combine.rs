@@ -3,10 +3,9 @@
 
 use super::BlockGeometry;
 use super::BlockMask;
+use super::bits::BlockBits;
 use super::validate::{Sizes, invalid};
-use crate::check::{filled, reserved};
 use crate::{Mask, Result};
-use std::cmp::Ordering;
 
 impl BlockMask {
     /// Removes the blocks that the token mask hides entirely.
@@ -19,16 +18,18 @@ impl BlockMask {
             return self.by_sequence(|_, sequence| sequence.intersect_mask(mask));
         }
         let lists = self.lists()?;
-        self.sizes()?.build(0, |group, row, columns| {
+        self.sizes()?.build_blocks(0, |group, row, blocks| {
             let visible = self.geometry.visible_cols(row, mask);
-            let all = lists.row(group, row);
-            let until = |end: usize| all.partition_point(|&col| (col as usize) < end);
-            columns.extend(&all[until(visible.start)..until(visible.end)]);
-            Ok(())
+            let all = lists.span(group, row);
+            let until = |end: usize| {
+                let columns = lists.columns(all.clone());
+                all.start + columns.partition_point(|&col| (col as usize) < end)
+            };
+            blocks.extend(&lists, until(visible.start)..until(visible.end))
         })
     }
 
-    /// The blocks that either mask visits. A mask with 1 batch entry or head is broadcast to the
+    /// The blocks that either mask visits, and of partial ones the pairs that either shows. A mask with 1 batch entry or head is broadcast to the
     /// other one.
     ///
     /// # Errors
@@ -37,16 +38,25 @@ impl BlockMask {
     /// [`Error::TooLarge`](crate::Error::TooLarge) if the number of blocks does not fit i32; a mask
     /// that is not on the CPU.
     pub fn union(&self, other: &Self) -> Result<Self> {
-        self.merge(other, true)
+        self.merge(other, Merge::Either)
     }
 
-    /// The blocks that both masks visit. A mask with 1 batch entry or head is broadcast to the
+    /// The blocks that both masks visit, and of partial ones the pairs that both show. A mask with 1 batch entry or head is broadcast to the
     /// other one.
     ///
     /// # Errors
     /// As for [`union`](Self::union).
     pub fn intersection(&self, other: &Self) -> Result<Self> {
-        self.merge(other, false)
+        self.merge(other, Merge::Both)
+    }
+
+    /// The pairs that this mask shows and the other one does not. A mask with 1 batch entry or head
+    /// is broadcast to the other one.
+    ///
+    /// # Errors
+    /// As for [`union`](Self::union).
+    pub fn difference(&self, other: &Self) -> Result<Self> {
+        self.merge(other, Merge::OnlyFirst)
     }
 
     /// The mask of keys × queries: each of its rows lists the block rows that visit one block of
@@ -59,31 +69,12 @@ impl BlockMask {
         if self.packed.is_some() {
             return self.by_sequence(|_, sequence| sequence.transpose());
         }
-        let lists = self.lists()?;
-        let (rows, cols) = (self.rows(), self.cols());
         let sizes = Sizes::new(self.geometry.transposed(), self.batch, self.heads)?;
-        let mut row_ptr = reserved(sizes.groups() * (cols + 1))?;
-        let mut col_idx = filled(0, &[self.nnz()])?;
-        let mut end = 0;
-        for group in 0..sizes.groups() {
-            // Per column, first the number of its rows, then the position of the next one.
-            let mut next = vec![0; cols];
-            let blocks = (0..rows)
-                .flat_map(|row| lists.row(group, row).iter().map(move |&col| (row, col as usize)));
-            blocks.clone().for_each(|(_, col)| next[col] += 1);
-            row_ptr.push(end as i32);
-            for next in &mut next {
-                let start = end;
-                end += *next;
-                *next = start;
-                row_ptr.push(end as i32);
-            }
-            for (row, col) in blocks {
-                col_idx[next[col]] = row as i32;
-                next[col] += 1;
-            }
-        }
-        Self::from_parts(sizes.geometry, self.batch, self.heads, &row_ptr, &col_idx)
+        let lists = self.transposed_lists()?;
+        let (row_ptr, col_idx) = (lists.row_ptr().view(), lists.col_idx().view());
+        let (row_ptr, col_idx) = (row_ptr.as_slice()?, col_idx.as_slice()?);
+        Self::from_parts(sizes.geometry, sizes.batch, sizes.heads, row_ptr, col_idx)?
+            .bits_like(&lists)
     }
 
     /// The same pairs in smaller blocks of `block_q / factor_q` queries × `block_kv / factor_kv`
@@ -119,14 +110,23 @@ impl BlockMask {
             columns * ((row + 1) * factor_q).min(geometry.rows()).saturating_sub(row * factor_q)
         };
         let rows = |group| (0..self.rows()).map(move |row| count_of(group, row)).sum::<usize>();
-        sizes.build((0..sizes.groups()).map(rows).sum(), |group, row, columns| {
-            lists.row(group, row / factor_q).iter().for_each(|&col| columns.extend(expanded(col)));
+        let [down, across] = self.block_tiles();
+        sizes.build_blocks((0..sizes.groups()).map(rows).sum(), |group, row, blocks| {
+            let span = lists.span(group, row / factor_q);
+            for (&col, at) in lists.columns(span.clone()).iter().zip(span) {
+                let bits = lists.bits_of(at);
+                for (part, col) in expanded(col).enumerate() {
+                    let part = [row % factor_q, part];
+                    let size = [down / factor_q, across / factor_kv];
+                    blocks.push(col, bits.as_ref().map(|bits| bits.part(part, size)))?;
+                }
+            }
             Ok(())
         })
     }
 
-    /// The intersection of two masks or, with `either`, their union.
-    fn merge(&self, other: &Self, either: bool) -> Result<Self> {
+    /// The pairs of two masks that are kept.
+    fn merge(&self, other: &Self, how: Merge) -> Result<Self> {
         let (ours, theirs) = (self.sequences(), other.sequences());
         if ours != theirs {
             let (ours, theirs) = (ours.unwrap_or_default(), theirs.unwrap_or_default());
@@ -141,7 +141,7 @@ impl BlockMask {
             ));
         }
         if self.packed.is_some() {
-            return self.by_sequence(|at, sequence| sequence.merge(&other.entry(at)?, either));
+            return self.by_sequence(|at, sequence| sequence.merge(&other.entry(at)?, how));
         }
         if self.geometry != other.geometry {
             return invalid(format!(
@@ -164,17 +164,36 @@ impl BlockMask {
         };
         let sizes = Sizes::new(self.geometry, batch, heads)?;
         let both = |group: usize, row: usize| {
-            (ours.row(group_in(self, group), row), theirs.row(group_in(other, group), row))
+            (ours.span(group_in(self, group), row), theirs.span(group_in(other, group), row))
         };
         // A union has at least the columns of the longer list, and broadcasting repeats them.
         let least = |group: usize, row: usize| {
             let (a, b) = both(group, row);
-            if either { a.len().max(b.len()) } else { 0 }
+            if how == Merge::Either { a.len().max(b.len()) } else { 0 }
         };
         let rows = |group| (0..self.rows()).map(move |row| least(group, row)).sum::<usize>();
-        sizes.build((0..sizes.groups()).map(rows).sum(), |group, row, columns| {
+        sizes.build_blocks((0..sizes.groups()).map(rows).sum(), |group, row, blocks| {
             let (a, b) = both(group, row);
-            merge_rows(a, b, either, columns);
+            let mut a = ours.columns(a.clone()).iter().zip(a).peekable();
+            let mut b = theirs.columns(b.clone()).iter().zip(b).peekable();
+            while let Some(col) = a.peek().into_iter().chain(b.peek()).map(|&(&col, _)| col).min() {
+                let is_next = |&(&next, _): &(&i32, usize)| next == col;
+                match (a.next_if(is_next), b.next_if(is_next)) {
+                    (Some((_, a)), Some((_, b))) => {
+                        let bits = (ours.bits_of(a), theirs.bits_of(b));
+                        if let Some(bits) = how.merged(bits, self.block_tiles()) {
+                            blocks.push(col, bits)?;
+                        }
+                    }
+                    (Some((_, at)), None) if how != Merge::Both => {
+                        blocks.push(col, ours.bits_of(at))?;
+                    }
+                    (None, Some((_, at))) if how == Merge::Either => {
+                        blocks.push(col, theirs.bits_of(at))?;
+                    }
+                    _ => {}
+                }
+            }
             Ok(())
         })
     }
@@ -184,22 +203,33 @@ impl BlockMask {
     }
 }
 
-/// Appends the columns that are in both ascending lists or, with `either`, in at least one.
-fn merge_rows(mut a: &[i32], mut b: &[i32], either: bool, columns: &mut Vec<i32>) {
-    while let ([first_a, rest_a @ ..], [first_b, rest_b @ ..]) = (a, b) {
-        let order = first_a.cmp(first_b);
-        if either || order == Ordering::Equal {
-            columns.push(*first_a.min(first_b));
+/// Which pairs of two masks are kept.
+#[derive(Clone, Copy, PartialEq)]
+enum Merge {
+    Either,
+    Both,
+    OnlyFirst,
+}
+
+impl Merge {
+    /// The bits of a block that both masks visit; within, `None` is a full block.
+    fn merged(
+        self,
+        bits: (Option<BlockBits>, Option<BlockBits>),
+        tiles: [usize; 2],
+    ) -> Option<Option<BlockBits>> {
+        match (self, bits) {
+            (Self::Either, (Some(a), Some(b))) => Some(Some(a.combined(&b, |a, b| a | b))),
+            (Self::Either, _) => Some(None),
+            (Self::Both, (Some(a), Some(b))) => Some(Some(a.combined(&b, |a, b| a & b))),
+            (Self::Both, (a, b)) => Some(a.or(b)),
+            (Self::OnlyFirst, (_, None)) => None,
+            (Self::OnlyFirst, (a, Some(b))) => {
+                let none = BlockBits::none(tiles);
+                let a = a.unwrap_or_else(|| none.combined(&none, |_, _| u64::MAX));
+                Some(Some(a.combined(&b, |a, b| a & !b)))
+            }
         }
-        if order != Ordering::Greater {
-            a = rest_a;
-        }
-        if order != Ordering::Less {
-            b = rest_b;
-        }
-    }
-    if either {
-        columns.extend(a.iter().chain(b));
     }
 }
 

@@ -113,8 +113,8 @@ impl BlockMask {
     /// [`with_transpose`](Self::with_transpose) for a mask on a GPU.
     pub(super) fn with_transpose_on(mut self, gpu: &CudaProperties) -> Result<Self> {
         let stream = self.device().stream()?;
-        if self.packed.is_some() {
-            // The kernel knows of no sequences.
+        if self.packed.is_some() || self.bits().is_some() {
+            // The kernel knows of no sequences and of no bits.
             return self.to(&Device::cpu().stream()?)?.with_transpose()?.to(&stream);
         }
         Transposing::new(&mut self, gpu, &stream)?.launch(None, &mut self, &stream)?;

@@ -1,6 +1,6 @@
 //! Small geometries with tails, token masks and random block masks for the tests of this module.
 
-use super::{BlockGeometry, BlockMask};
+use super::{BitTile, BlockGeometry, BlockMask};
 use crate::fixtures::values;
 use crate::{Align, Mask};
 
@@ -78,4 +78,46 @@ pub(super) fn blocks_where(
     (0..geometry.rows())
         .flat_map(|row| (0..geometry.cols()).map(move |col| visited(row, col)))
         .collect()
+}
+
+/// A random mask of which two of three visited blocks are partial, and which pairs it shows,
+/// `[batch, heads, seqlen_q, seqlen_kv]`. Of partial blocks some show nothing, some everything.
+pub(super) fn random_partial(
+    geometry: BlockGeometry,
+    batch: usize,
+    heads: usize,
+    seed: u64,
+) -> (BlockMask, Vec<bool>) {
+    let (block_q, block_kv) = (geometry.block_q(), geometry.block_kv());
+    let mask = random_mask(geometry, batch, heads, seed);
+    let (mut block_bits, mut words, mut tiles) = (Vec::new(), Vec::<u32>::new(), 0);
+    let mut pairs = vec![false; batch * heads * geometry.seqlen_q() * geometry.seqlen_kv()];
+    let visible = |at: usize, query: usize, key: usize| match at % 7 {
+        0 | 3 | 6 => true,
+        1 => false,
+        _ => (query * 31 + key * 17 + query * key + at + seed as usize) % 5 < 2,
+    };
+    let mut at = 0;
+    for (group, row) in (0..batch * heads).flat_map(|g| (0..geometry.rows()).map(move |r| (g, r))) {
+        for col in mask.row(group / heads, group % heads, row).unwrap() {
+            for query in geometry.queries(row) {
+                let start = (group * geometry.seqlen_q() + query) * geometry.seqlen_kv();
+                geometry.keys(col).for_each(|key| pairs[start + key] = visible(at, query, key));
+            }
+            // One of the blocks that show everything has bits for that.
+            block_bits.push(if [0, 3].contains(&(at % 7)) { -1 } else { tiles });
+            if block_bits.last() != Some(&-1) {
+                for (down, across) in (0..block_q / 64)
+                    .flat_map(|down| (0..block_kv / 64).map(move |across| (down, across)))
+                {
+                    let first = [row * block_q + down * 64, col * block_kv + across * 64];
+                    let tile = BitTile::new(|i, j| visible(at, first[0] + i, first[1] + j));
+                    words.extend(tile.words());
+                    tiles += 1;
+                }
+            }
+            at += 1;
+        }
+    }
+    (mask.with_bits(&block_bits, &words).unwrap(), pairs)
 }

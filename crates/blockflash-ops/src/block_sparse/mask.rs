@@ -1,8 +1,10 @@
-use super::BlockGeometry;
+use super::bits::BlockBits;
 use super::validate::exists;
+use super::{BitTile, BlockGeometry};
 use crate::check::filled;
 use crate::{Mask, Result};
 use blockflash_safe::{BlockLists, Device, Stream, Tensor};
+use std::ops::Range;
 
 /// Which blocks of queries × keys attention visits, per batch entry and head, on the CPU or a GPU.
 ///
@@ -13,6 +15,9 @@ use blockflash_safe::{BlockLists, Device, Stream, Tensor};
 /// The mask of a packed (variable-length) batch is made from the masks of its sequences, see
 /// [`packed`](Self::packed). Its batch entries are the sequences, and its lengths,
 /// [`rows`](Self::rows) and [`cols`](Self::cols) are the maxima over the sequences.
+///
+/// A visited block is full, or partial: then it has [bits](Self::with_bits) that say which of its
+/// pairs are visible.
 ///
 /// Every constructor validates the index arrays and copies them. Only the
 /// [`BlockMaskBuffer`](super::BlockMaskBuffer) that owns a mask can change them later. Combining
@@ -46,21 +51,70 @@ pub(super) struct Lists<'a> {
     /// Rows of a group.
     rows: usize,
     heads: usize,
+    /// The first tile of each block, and the words of the tiles.
+    bits: Option<[&'a [i32]; 2]>,
+    /// Tiles of a block, along queries and along keys.
+    block_tiles: [usize; 2],
 }
 
 impl<'a> Lists<'a> {
-    /// The columns of an existing row. The group is `batch * heads + head`, or `head` when packed.
-    pub(super) fn row(&self, group: usize, row: usize) -> &'a [i32] {
+    /// Where an existing row is in the columns. The group is `batch * heads + head`, or `head` when
+    /// packed.
+    pub(super) fn span(&self, group: usize, row: usize) -> Range<usize> {
         let at = group * (self.rows + 1) + row;
-        &self.col_idx[self.row_ptr[at] as usize..self.row_ptr[at + 1] as usize]
+        self.row_ptr[at] as usize..self.row_ptr[at + 1] as usize
+    }
+
+    /// The same.
+    pub(super) fn span_at(&self, [batch, head, row]: [usize; 3]) -> Range<usize> {
+        match self.cu_rows {
+            Some(cu_rows) => self.span(head, cu_rows[batch] as usize + row),
+            None => self.span(batch * self.heads + head, row),
+        }
+    }
+
+    /// The columns of a span.
+    pub(super) fn columns(&self, span: Range<usize>) -> &'a [i32] {
+        &self.col_idx[span]
     }
 
     /// The columns of an existing row.
-    pub(super) fn at(&self, [batch, head, row]: [usize; 3]) -> &'a [i32] {
-        match self.cu_rows {
-            Some(cu_rows) => self.row(head, cu_rows[batch] as usize + row),
-            None => self.row(batch * self.heads + head, row),
-        }
+    pub(super) fn row(&self, group: usize, row: usize) -> &'a [i32] {
+        self.columns(self.span(group, row))
+    }
+
+    /// The columns of an existing row.
+    pub(super) fn at(&self, place: [usize; 3]) -> &'a [i32] {
+        self.columns(self.span_at(place))
+    }
+
+    /// The first tile of each block, if some blocks may be partial.
+    pub(super) fn block_bits(&self) -> Option<&'a [i32]> {
+        self.bits.map(|[block_bits, _]| block_bits)
+    }
+
+    /// The words of all blocks, whose tiles and bits are transposed.
+    pub(super) fn transposed_words(&self) -> Option<Vec<u32>> {
+        let [_, words] = self.bits?;
+        let ([down, across], tiles) = (self.block_tiles, words.len() / BitTile::WORDS);
+        let blocks = (0..tiles).step_by(down * across).map(|first| self.block(words, first));
+        Some(blocks.flat_map(|block| block.transposed().tiles).flat_map(|t| t.words()).collect())
+    }
+
+    /// The bits of the block at this place of the columns; `None` if it is full.
+    pub(super) fn bits_of(&self, at: usize) -> Option<BlockBits> {
+        let [block_bits, words] = self.bits?;
+        usize::try_from(block_bits[at]).ok().map(|first| self.block(words, first))
+    }
+
+    /// The bits of the block that begins with this tile.
+    fn block(&self, words: &[i32], first: usize) -> BlockBits {
+        let [down, across] = self.block_tiles;
+        let tile = |at: usize| {
+            let words = &words[(first + at) * BitTile::WORDS..][..BitTile::WORDS];
+            BitTile::from_words(&std::array::from_fn(|word| words[word] as u32))
+        };
+        BlockBits { tiles: (0..down * across).map(tile).collect(), across }
     }
 }
 
@@ -153,8 +207,8 @@ impl BlockMask {
             let row_ptr = row_ptr.as_slice::<i32>()?;
             let end = row_ptr.last().map_or(0, |&end| end as usize);
             let col_idx = &col_idx.as_slice::<i32>()?[..end];
-            return Self::from_parts(self.geometry, self.batch, self.heads, row_ptr, col_idx)?
-                .transposed_like(self);
+            let mask = Self::from_parts(self.geometry, self.batch, self.heads, row_ptr, col_idx)?;
+            return mask.bits_like(&lists)?.transposed_like(self);
         }
         let transpose = self.transpose.as_ref().map(|lists| lists.copy_to(stream)).transpose()?;
         Ok(Self { lists, packed: self.packed.clone(), transpose, ..*self })
@@ -221,18 +275,24 @@ impl BlockMask {
         Ok(if longest == 0 { 1.0 } else { longest as f64 * rows as f64 / self.nnz() as f64 })
     }
 
-    /// Number of (query, key) pairs that are in a visited block and are visible under the token
-    /// mask, over all batch entries and heads of the mask; FLOPs are counted from it. One batch
+    /// Number of (query, key) pairs that are in a visited block, have their bit set if the block is
+    /// partial, and are visible under the token mask, over all batch entries and heads of the mask; FLOPs are counted from it. One batch
     /// entry or head that stands for several counts once.
     ///
     /// # Errors
     /// A mask that is not on the CPU.
     pub fn visited_pairs(&self, mask: Mask) -> Result<u64> {
-        let pairs = |([batch, _, row], columns): ([usize; 3], &[i32])| {
+        let lists = self.lists()?;
+        let pairs = |([batch, _, row], span): ([usize; 3], Range<usize>)| {
             let geometry = self.geometry_of(batch);
-            columns.iter().map(|&col| geometry.pairs(row, col as usize, mask)).sum::<u64>()
+            let columns = lists.columns(span.clone()).iter().map(|&col| col as usize);
+            let of_block = |(col, at)| match lists.bits_of(at) {
+                None => geometry.pairs(row, col, mask),
+                Some(bits) => self.pairs_in(batch, [row, col], &bits, mask),
+            };
+            columns.zip(span).map(of_block).sum::<u64>()
         };
-        Ok(self.all()?.map(pairs).sum())
+        Ok(self.spans()?.map(pairs).sum())
     }
 
     /// The index arrays as kernel operands.
@@ -251,16 +311,30 @@ impl BlockMask {
             cu_rows,
             rows: self.packed_rows().unwrap_or(self.rows()),
             heads: self.heads,
+            bits: match self.bits() {
+                Some(bits) => {
+                    let [first, words] = bits.map(|array| array.view().as_slice());
+                    Some([first?, words?])
+                }
+                None => None,
+            },
+            block_tiles: self.block_tiles(),
         })
     }
 
     /// The columns of all rows, in the order `[batch, heads, rows]`.
     fn all(&self) -> Result<impl Iterator<Item = ([usize; 3], &[i32])>> {
         let lists = self.lists()?;
+        Ok(self.spans()?.map(move |(at, span)| (at, lists.columns(span))))
+    }
+
+    /// Where all rows are in the columns, in the order `[batch, heads, rows]`.
+    pub(super) fn spans(&self) -> Result<impl Iterator<Item = ([usize; 3], Range<usize>)> + '_> {
+        let lists = self.lists()?;
         let rows =
             |batch, head| (0..self.geometry_of(batch).rows()).map(move |row| [batch, head, row]);
         let heads = move |batch| (0..self.heads).flat_map(move |head| rows(batch, head));
-        Ok((0..self.batch).flat_map(heads).map(move |at| (at, lists.at(at))))
+        Ok((0..self.batch).flat_map(heads).map(move |at| (at, lists.span_at(at))))
     }
 }
 

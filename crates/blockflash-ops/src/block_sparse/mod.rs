@@ -35,6 +35,8 @@
 //! # Ok::<(), blockflash_ops::Error>(())
 //! ```
 
+mod bit_tile;
+mod bits;
 mod block_scores;
 mod buffer;
 mod build;
@@ -53,6 +55,7 @@ mod scores;
 mod transpose;
 mod validate;
 
+pub use bit_tile::BitTile;
 pub use block_scores::BlockScores;
 pub use buffer::BlockMaskBuffer;
 pub use choice::{BlockChoice, BlockSource};

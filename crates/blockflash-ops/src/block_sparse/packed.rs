@@ -1,5 +1,6 @@
 //! Block masks of packed batches: the masks of the sequences, one after another.
 
+use super::bits::BitList;
 use super::mask::Packed;
 use super::validate::{Sizes, exists, invalid};
 use super::{BlockGeometry, BlockMask};
@@ -75,6 +76,7 @@ impl BlockMask {
         to_i32("nnz", count)?;
         let (mut row_ptr, mut col_idx) = (reserved(heads * (rows + 1))?, reserved(count)?);
         let mut row_order = reserved(heads * rows)?;
+        let mut bits = BitList::default();
         for head in 0..heads {
             row_ptr.push(col_idx.len() as i32);
             for mask in masks {
@@ -82,6 +84,7 @@ impl BlockMask {
                 let (head, rows) = (if mask.heads == 1 { 0 } else { head }, mask.rows());
                 for row in 0..rows {
                     col_idx.extend(lists.row(head, row));
+                    lists.span(head, row).try_for_each(|at| bits.push(lists.bits_of(at)))?;
                     row_ptr.push(col_idx.len() as i32);
                 }
                 row_order.extend(&order[head * rows..][..rows]);
@@ -98,14 +101,8 @@ impl BlockMask {
             cu_rows: Some(&cu_rows),
         };
         let lists = BlockLists::new(&arrays, stream)?;
-        Ok(Self {
-            geometry,
-            batch: masks.len(),
-            heads,
-            lists,
-            packed: Some(Packed { geometries, rows }),
-            transpose: None,
-        })
+        let (batch, packed) = (masks.len(), Some(Packed { geometries, rows }));
+        bits.give_to(Self { geometry, batch, heads, lists, packed, transpose: None })
     }
 
     /// The mask of one batch entry; for a packed mask, the mask of one sequence.
@@ -115,9 +112,8 @@ impl BlockMask {
     pub fn entry(&self, batch: usize) -> Result<Self> {
         exists("batch", batch, self.batch)?;
         let lists = self.lists()?;
-        Sizes::new(self.geometry_of(batch), 1, self.heads)?.build(0, |head, row, columns| {
-            columns.extend(lists.at([batch, head, row]));
-            Ok(())
+        Sizes::new(self.geometry_of(batch), 1, self.heads)?.build_blocks(0, |head, row, blocks| {
+            blocks.extend(&lists, lists.span_at([batch, head, row]))
         })
     }
 

@@ -11,11 +11,11 @@ impl BlockMask {
     /// it. [`AttentionBackward`](crate::AttentionBackward) needs it on a GPU, where it walks the
     /// mask along the keys, too. Inference does not, so a mask is made without one. Copies by
     /// [`to`](Self::to) have it as well; masks [packed](Self::packed) or combined from this one do
-    /// not. For a mask that is built again and again see
+    /// not. Bits of partial blocks are transposed, too. For a mask that is built again and again see
     /// [`BlockMaskBuffer::with_transpose`](super::BlockMaskBuffer::with_transpose).
     ///
     /// For a mask on a GPU, kernels make it there, and the first use on a stream waits for them. A
-    /// packed mask is transposed on the CPU.
+    /// packed mask and one with bits is transposed on the CPU.
     ///
     /// # Errors
     /// [`Error::TooLarge`](crate::Error::TooLarge) if indices do not fit i32;
@@ -42,6 +42,13 @@ impl BlockMask {
         self.transpose.as_ref().map(|lists| [lists.row_ptr(), lists.col_idx()])
     }
 
+    /// The bits of the transpose, if it has any: for each of its blocks the first tile of the block,
+    /// or −1, as [`bits`](Self::bits) has it, and an array of as many words, in which the tiles of
+    /// a block and the bits of each tile are transposed.
+    pub fn transposed_bits(&self) -> Option<[&Tensor; 2]> {
+        self.transpose.as_ref().and_then(BlockLists::bits)
+    }
+
     /// The index arrays of the mask and of its transpose as kernel operands, if there is one.
     pub(crate) fn for_backward(&self) -> Option<[&BlockLists; 2]> {
         Some([&self.lists, self.transpose.as_ref()?])
@@ -56,10 +63,11 @@ impl BlockMask {
             batch: self.batch as u32,
             heads: self.heads as u32,
             packed_rows: self.packed_rows().map(|_| rows as u32),
+            bits: self.bits().is_some(),
         })
     }
 
-    fn transposed_lists(&self) -> Result<BlockLists> {
+    pub(super) fn transposed_lists(&self) -> Result<BlockLists> {
         let lists = self.lists()?;
         // A packed group holds all sequences of a head, any other one a batch entry of a head.
         let entries = 0..self.batch;
@@ -71,7 +79,7 @@ impl BlockMask {
             cu_rows.push(to_i32("cols", first + self.geometry_of(entry).cols())?);
         }
         let rows = cu_rows.last().map_or(0, |&rows| rows as usize);
-        let [mut row_ptr, mut col_idx, mut row_order] = [const { Vec::new() }; 3];
+        let [mut row_ptr, mut col_idx, mut row_order, mut block_bits] = [const { Vec::new() }; 4];
         to_i32("batch * heads * (cols + 1)", outer.len() * self.heads * (rows + 1))?;
         for (entry, head) in outer.clone().flat_map(|b| (0..self.heads).map(move |h| (b, h))) {
             row_ptr.push(col_idx.len() as i32);
@@ -79,11 +87,15 @@ impl BlockMask {
                 let (batch, geometry) = (entry + sequence, self.geometry_of(entry + sequence));
                 let mut visitors = vec![Vec::new(); geometry.cols()];
                 for row in 0..geometry.rows() {
-                    let columns = lists.at([batch, head, row]);
-                    columns.iter().for_each(|&col| visitors[col as usize].push(row as i32));
+                    for at in lists.span_at([batch, head, row]) {
+                        visitors[lists.columns(at..at + 1)[0] as usize].push((row as i32, at));
+                    }
                 }
-                for rows in visitors {
-                    col_idx.extend(rows);
+                for blocks in visitors {
+                    for (row, at) in blocks {
+                        col_idx.push(row);
+                        block_bits.extend(lists.block_bits().map(|first| first[at]));
+                    }
                     row_ptr.push(col_idx.len() as i32);
                 }
                 row_order.extend((0..geometry.cols() as i32).rev());
@@ -99,7 +111,11 @@ impl BlockMask {
             row_order: &row_order,
             cu_rows: packed.then_some(&cu_rows),
         };
-        Ok(BlockLists::new(&arrays, &Device::cpu().stream()?)?)
+        let stream = Device::cpu().stream()?;
+        let transpose = BlockLists::new(&arrays, &stream)?;
+        let Some(words) = lists.transposed_words() else { return Ok(transpose) };
+        let [down, across] = self.block_tiles();
+        Ok(transpose.with_bits(down * across, &block_bits, &words, &stream)?)
     }
 }
 

@@ -1,3 +1,4 @@
+use super::block_bits::BlockBits;
 use super::tensor::{IndexTensor, as_i64, check_length, check_permutation, invalid, used, views};
 use crate::view::Used;
 use crate::{DType, Device, Result, Stream, Tensor, View};
@@ -28,7 +29,8 @@ pub struct BlockListArrays<'a> {
 ///
 /// Kernels rely on the range of every entry, so that they read nothing outside of the arrays:
 /// `row_ptr` stays within `col_idx`, and the columns and the rows in the order exist. `cu_rows`
-/// starts with 0, ascends, and ends with the number of rows. Lists that were uploaded from the host
+/// starts with 0, ascends, and ends with the number of rows. The bits of partial blocks, where there
+/// are any, are within their array. Lists that were uploaded from the host
 /// never change. Lists from [`with_capacity`](Self::with_capacity) are written by launches of
 /// `BlockMaskBuild` and `BlockMaskTranspose`, and a reader on another stream may see half of an
 /// update: the result of attention is unspecified then, but the entries are in range at all times.
@@ -46,6 +48,7 @@ pub struct BlockLists {
     col_idx: IndexTensor,
     row_order: IndexTensor,
     cu_rows: Option<IndexTensor>,
+    bits: Option<BlockBits>,
     /// The largest number of columns in a row.
     longest: i64,
     /// Whether a kernel may write the lists; then only the ranges of the entries are known.
@@ -85,6 +88,7 @@ impl BlockLists {
             col_idx: IndexTensor::new("col_idx", col_idx, &[col_idx.len()], cols, stream)?,
             row_order: IndexTensor::new("row_order", row_order, &shape(0), rows, stream)?,
             cu_rows: cu_rows_tensor,
+            bits: None,
             longest: longest.unwrap_or(0),
             fillable: false,
         })
@@ -112,9 +116,34 @@ impl BlockLists {
             col_idx: IndexTensor::zeros(&[capacity], cols.next_multiple_of(32), stream)?,
             row_order: IndexTensor::new("row_order", &order, &[batch, heads, rows], rows, stream)?,
             cu_rows: None,
+            bits: None,
             longest: as_i64(capacity),
             fillable: true,
         })
+    }
+
+    /// The same lists with bits for partial blocks, in place of those that they have. `block_bits`
+    /// `[columns]` holds, for each entry of [`col_idx`](Self::col_idx), the first of its
+    /// `block_tiles` tiles of 64 × 64 bits in `words` `[tiles, 128]`, or −1 for a block that is
+    /// full. Blocks may share tiles, all or none: their first tiles are multiples of `block_tiles`.
+    ///
+    /// # Errors
+    /// [`Error::Indices`](crate::Error::Indices) names the first entry that a kernel must not
+    /// follow, or lists that kernels fill; also the errors of [`Tensor::from_slice`].
+    pub fn with_bits(
+        self,
+        block_tiles: usize,
+        block_bits: &[i32],
+        words: &[u32],
+        stream: &Stream,
+    ) -> Result<Self> {
+        if self.fillable {
+            return invalid("the lists are for kernels to fill, and cannot be given bits".into());
+        }
+        self.device().expect(stream.device())?;
+        let columns = self.col_idx.shape().iter().product();
+        let bits = BlockBits::new(columns, block_tiles, block_bits, words, stream)?;
+        Ok(Self { bits: Some(bits), ..self })
     }
 
     /// A copy on the stream's device.
@@ -127,6 +156,7 @@ impl BlockLists {
             col_idx: self.col_idx.copy_to(stream)?,
             row_order: self.row_order.copy_to(stream)?,
             cu_rows: self.cu_rows.as_ref().map(|rows| rows.copy_to(stream)).transpose()?,
+            bits: self.bits.as_ref().map(|bits| bits.copy_to(stream)).transpose()?,
             longest: self.longest,
             fillable: self.fillable,
         })
@@ -150,6 +180,12 @@ impl BlockLists {
     /// Packed only: i32 `[batch + 1]`.
     pub fn cu_rows(&self) -> Option<&Tensor> {
         self.cu_rows.as_deref()
+    }
+
+    /// Of masks with partial blocks: i32 `[columns]`, the first tile of each block or −1 where it
+    /// is full, and the words of the tiles, i32 `[tiles, 128]`.
+    pub fn bits(&self) -> Option<[&Tensor; 2]> {
+        self.bits.as_ref().map(|bits| [&*bits.block_bits, &bits.words])
     }
 
     /// The device that holds the lists.

@@ -1,5 +1,6 @@
 //! Index arrays that kernels follow without looking at them again.
 
+mod block_bits;
 mod block_lists;
 mod block_transpose;
 mod bsr;

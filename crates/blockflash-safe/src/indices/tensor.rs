@@ -2,7 +2,8 @@ use crate::view::Used;
 use crate::{DType, Error, Result, Stream, Tensor, View};
 use std::ops::Deref;
 
-/// i32 entries, each of them at least 0 and below a limit, in memory that nothing else can write.
+/// i32 entries, each of them at least 0 and below a limit, or −1 where that may stand for nothing,
+/// in memory that nothing else can write.
 ///
 /// Kernels compute addresses from such entries, so the soundness of the launches rests on it:
 ///
@@ -33,6 +34,22 @@ impl IndexTensor {
         let limit = as_i64(limit);
         if let Some(at) = entries.iter().position(|&entry| entry < 0 || i64::from(entry) >= limit) {
             return invalid(format!("{name}[{at}] is {}, not from 0 to {limit} - 1", entries[at]));
+        }
+        Ok(Self { tensor: Tensor::from_slice(stream, entries, shape)?, limit })
+    }
+
+    /// Uploads entries that are −1, which stands for nothing, or below a limit.
+    pub(crate) fn or_none(
+        name: &str,
+        entries: &[i32],
+        shape: &[usize],
+        limit: usize,
+        stream: &Stream,
+    ) -> Result<Self> {
+        let limit = as_i64(limit);
+        let is_in_range = |&entry: &i32| (-1..limit).contains(&i64::from(entry));
+        if let Some(at) = entries.iter().position(|entry| !is_in_range(entry)) {
+            return invalid(format!("{name}[{at}] is {}, not from -1 to {limit} - 1", entries[at]));
         }
         Ok(Self { tensor: Tensor::from_slice(stream, entries, shape)?, limit })
     }

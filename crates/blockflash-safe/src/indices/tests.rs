@@ -208,6 +208,33 @@ fn lists_that_kernels_may_not_follow() {
 }
 
 #[test]
+fn bits_that_kernels_may_follow() {
+    let lists = || BlockLists::new(&LISTS, &cpu()).unwrap();
+    let words: Vec<u32> = (0..4 * 128).map(|word| u32::MAX - word).collect();
+    let of = |tiles, bits: &[i32], words: &[u32]| lists().with_bits(tiles, bits, words, &cpu());
+    let lists = of(2, &[2, -1, 0, 2], &words).unwrap().copy_to(&cpu()).unwrap();
+    let [block_bits, found] = lists.bits().unwrap();
+    assert_eq!(block_bits.to_vec::<i32>(&cpu()).unwrap(), [2, -1, 0, 2]);
+    assert_eq!(found.shape(), [4, 128]);
+    assert!(found.to_vec::<i32>(&cpu()).unwrap().iter().zip(words).all(|(&a, b)| a as u32 == b));
+    assert!(of(1, &[-1; 4], &[]).is_ok());
+    for (tiles, bits, words, said) in [
+        (2, &[2, -1, 0][..], 512, "block_bits has 3 entries, expected 4"),
+        (2, &[2, -1, 0, 2], 511, "511 words of bits, expected a multiple of 128 for each of the 2"),
+        (2, &[0, -1, 0, 0], 384, "384 words of bits"),
+        (0, &[-1; 4], 512, "the 0 tiles"),
+        (2, &[0, -1, 0, 3], 512, "block_bits[3] is 3, neither -1 nor a multiple of the 2 tiles"),
+        (2, &[0, -1, 4, 0], 512, "block_bits[2] is 4, not from -1 to 4 - 1"),
+        (2, &[0, -2, 4, 0], 512, "block_bits[1] is -2, not from -1 to 4 - 1"),
+    ] {
+        let error = of(tiles, bits, &vec![0; words]).unwrap_err().to_string();
+        assert!(error.contains(said), "{error} does not say {said}");
+    }
+    let filled = BlockLists::with_capacity([1, 1], 2, 2, 4, &cpu()).unwrap();
+    assert!(filled.with_bits(1, &[-1; 4], &[], &cpu()).is_err());
+}
+
+#[test]
 fn lists_that_a_kernel_fills_start_without_columns() {
     let lists = BlockLists::with_capacity([2, 1], 3, 33, 10, &cpu()).unwrap();
     assert_eq!(lists.row_ptr().to_vec::<i32>(&cpu()).unwrap(), [0; 8]);

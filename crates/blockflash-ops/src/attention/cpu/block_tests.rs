@@ -1,6 +1,6 @@
 use super::reference::{Case, assert_close, case, cpu};
 use super::sequence::{MOST_ROWS, blocks, sequences, visited};
-use crate::{Align, Attention, BlockGeometry, BlockMask, Mask};
+use crate::{Align, Attention, BlockGeometry, BlockMask, Error, Mask};
 
 fn geometry(case: &Case, block_q: usize, block_kv: usize) -> BlockGeometry {
     BlockGeometry::new(case.sizes[1], case.sizes[2], block_q, block_kv).unwrap()
@@ -61,6 +61,15 @@ fn only_visited_keys_are_taken() {
         assert_eq!(visited(1, head, 0..128), []);
         assert_eq!(visited(1, head, 128..200), [(64, 300)]);
     }
+}
+
+#[test]
+fn partial_blocks_are_refused() {
+    let case = case([1, 64, 64], [1, 1], 8, Mask::Full);
+    let mask = BlockMask::full(geometry(&case, 64, 64)).unwrap().with_bits(&[-1], &[]).unwrap();
+    let attention = Attention { block_mask: Some(&mask), ..case.attention() };
+    let error = attention.forward(&cpu()).unwrap_err();
+    assert!(matches!(error, Error::Unsupported { op: "attention", .. }), "{error}");
 }
 
 #[test]

@@ -49,11 +49,11 @@ struct Outputs<'a, T> {
     lse: Option<&'a mut [f32]>,
 }
 
-/// The CPU adds nothing to scores yet.
+/// The CPU computes no score terms yet.
 pub(crate) fn refuse_terms(problem: &AttentionProblem) -> Result<()> {
     match problem.terms() {
         Some(term) => {
-            let what = format!("{term} is given, and the CPU does not add it to scores yet");
+            let what = format!("{term} is given, and the CPU does not take it yet");
             Err(crate::Error::Unsupported { op: "attention", arch: "cpu".into(), what })
         }
         None => Ok(()),
