@@ -3,7 +3,8 @@
 /// In memory these are 128 words of 32 bits, in the order in which the lanes of a warp hold the
 /// scores of a tile in registers (accumulators of `mma.sync` and WGMMA): the pair of query `row`
 /// and key `col` is bit `16 · (row % 16 / 8) + 2 · (col / 8) + col % 2` of word
-/// `32 · (row / 16) + 4 · (row % 8) + col % 8 / 2`. A kernel reads one word per lane and 16 queries.
+/// `32 · (row / 16) + 4 · (row % 8) + col % 8 / 2`. A kernel reads one word per lane and 16
+/// queries.
 ///
 /// ```
 /// use blockflash_ops::block_sparse::BitTile;

@@ -32,8 +32,8 @@ pub struct BlockChoice<'a> {
     /// The source of the blocks.
     pub source: BlockSource<'a>,
     /// Blocks that are visited in any case: windows, sinks, global rows and columns, and whatever
-    /// else constructors of [`BlockMask`] make of full blocks. It has the geometry of the mask that is built. Its
-    /// numbers of batch entries and heads are 1 or the numbers of that mask.
+    /// else constructors of [`BlockMask`] make of full blocks. It has the geometry of the mask that
+    /// is built. Its numbers of batch entries and heads are 1 or the numbers of that mask.
     pub always: Option<&'a BlockMask>,
     /// The token mask. Blocks that it hides entirely are left out.
     pub mask: Mask,

@@ -29,8 +29,8 @@ impl BlockMask {
         })
     }
 
-    /// The blocks that either mask visits, and of partial ones the pairs that either shows. A mask with 1 batch entry or head is broadcast to the
-    /// other one.
+    /// The blocks that either mask visits, and of partial ones the pairs that either shows. A mask
+    /// with 1 batch entry or head is broadcast to the other one.
     ///
     /// # Errors
     /// [`Error::InvalidBlockMask`](crate::Error::InvalidBlockMask) if the geometries differ, or if
@@ -41,8 +41,8 @@ impl BlockMask {
         self.merge(other, Merge::Either)
     }
 
-    /// The blocks that both masks visit, and of partial ones the pairs that both show. A mask with 1 batch entry or head is broadcast to the
-    /// other one.
+    /// The blocks that both masks visit, and of partial ones the pairs that both show. A mask with
+    /// 1 batch entry or head is broadcast to the other one.
     ///
     /// # Errors
     /// As for [`union`](Self::union).

@@ -276,8 +276,8 @@ impl BlockMask {
     }
 
     /// Number of (query, key) pairs that are in a visited block, have their bit set if the block is
-    /// partial, and are visible under the token mask, over all batch entries and heads of the mask; FLOPs are counted from it. One batch
-    /// entry or head that stands for several counts once.
+    /// partial, and are visible under the token mask, over all batch entries and heads of the mask;
+    /// FLOPs are counted from it. One batch entry or head that stands for several counts once.
     ///
     /// # Errors
     /// A mask that is not on the CPU.

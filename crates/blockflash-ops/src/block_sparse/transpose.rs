@@ -11,8 +11,8 @@ impl BlockMask {
     /// it. [`AttentionBackward`](crate::AttentionBackward) needs it on a GPU, where it walks the
     /// mask along the keys, too. Inference does not, so a mask is made without one. Copies by
     /// [`to`](Self::to) have it as well; masks [packed](Self::packed) or combined from this one do
-    /// not. Bits of partial blocks are transposed, too. For a mask that is built again and again see
-    /// [`BlockMaskBuffer::with_transpose`](super::BlockMaskBuffer::with_transpose).
+    /// not. Bits of partial blocks are transposed, too. For a mask that is built again and again
+    /// see [`BlockMaskBuffer::with_transpose`](super::BlockMaskBuffer::with_transpose).
     ///
     /// For a mask on a GPU, kernels make it there, and the first use on a stream waits for them. A
     /// packed mask and one with bits is transposed on the CPU.
@@ -42,9 +42,9 @@ impl BlockMask {
         self.transpose.as_ref().map(|lists| [lists.row_ptr(), lists.col_idx()])
     }
 
-    /// The bits of the transpose, if it has any: for each of its blocks the first tile of the block,
-    /// or −1, as [`bits`](Self::bits) has it, and an array of as many words, in which the tiles of
-    /// a block and the bits of each tile are transposed.
+    /// The bits of the transpose, if it has any: for each of its blocks the first tile of the
+    /// block, or −1, as [`bits`](Self::bits) has it, and an array of as many words, in which the
+    /// tiles of a block and the bits of each tile are transposed.
     pub fn transposed_bits(&self) -> Option<[&Tensor; 2]> {
         self.transpose.as_ref().and_then(BlockLists::bits)
     }

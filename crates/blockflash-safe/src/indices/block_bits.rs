@@ -6,8 +6,8 @@ pub(super) const TILE_WORDS: usize = 128;
 
 /// Which pairs of partial blocks are visible, beside the lists of a block mask.
 ///
-/// Kernels rely on this: the tiles of every partial block, of a mask with blocks of this many tiles,
-/// are within `words`. Nothing writes to the arrays.
+/// Kernels rely on this: the tiles of every partial block, of a mask with blocks of this many
+/// tiles, are within `words`. Nothing writes to the arrays.
 #[derive(Debug)]
 pub(super) struct BlockBits {
     /// i32 `[columns]`: of each listed block its first tile, or −1 where all pairs are visible.

@@ -29,11 +29,11 @@ pub struct BlockListArrays<'a> {
 ///
 /// Kernels rely on the range of every entry, so that they read nothing outside of the arrays:
 /// `row_ptr` stays within `col_idx`, and the columns and the rows in the order exist. `cu_rows`
-/// starts with 0, ascends, and ends with the number of rows. The bits of partial blocks, where there
-/// are any, are within their array. Lists that were uploaded from the host
-/// never change. Lists from [`with_capacity`](Self::with_capacity) are written by launches of
-/// `BlockMaskBuild` and `BlockMaskTranspose`, and a reader on another stream may see half of an
-/// update: the result of attention is unspecified then, but the entries are in range at all times.
+/// starts with 0, ascends, and ends with the number of rows. The bits of partial blocks, where
+/// there are any, are within their array. Lists that were uploaded from the host never change.
+/// Lists from [`with_capacity`](Self::with_capacity) are written by launches of `BlockMaskBuild`
+/// and `BlockMaskTranspose`, and a reader on another stream may see half of an update: the result
+/// of attention is unspecified then, but the entries are in range at all times.
 ///
 /// Safe code reads the lists but cannot write them, neither directly nor through a graph:
 /// ```compile_fail,E0596
