@@ -10,7 +10,8 @@
 /// use blockflash_ops::block_sparse::BitTile;
 ///
 /// let causal = BitTile::new(|row, col| col <= row);
-/// assert_eq!(causal.words()[0], 1); // queries 0 and 8 of lane 0: key 0, keys 0, 1 and 8
+/// // The first lane, query 0: key 0. Query 8: keys 0, 1 and 8.
+/// assert_eq!(causal.words()[0], 1 | 0b111 << 16);
 /// assert_eq!(BitTile::from_words(&causal.words()), causal);
 /// assert!(causal.transposed().get(3, 7) && !causal.get(3, 7));
 /// ```
