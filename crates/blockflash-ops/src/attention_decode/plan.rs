@@ -1,7 +1,7 @@
 use super::division::divided;
 use super::estimate::most_room;
 use super::params::scalars;
-use super::select::{is_many, others};
+use super::select::{is_many, others, select};
 use super::tile::{Tile, split_tile};
 use super::{AttentionDecodeProblem, AttentionDecodeWorkspace};
 use crate::check::persistent_grid;
@@ -93,6 +93,11 @@ pub fn workspace_bytes(
     let room = match others(kernel, problem, gpu)? {
         // A longer sequence, or a larger batch, may have fewer splits, or a kernel without.
         None if problem.splits_by_batch() && !problem.has_many() => most_room(problem, gpu),
+        None if is_many(kernel) && problem.is_estimated() && !problem.has_many() => {
+            // A smaller batch may have another kernel, which needs most with the most sequences.
+            let problem = AttentionDecodeProblem { batch_invariant: true, ..*problem };
+            return workspace_bytes(select(&problem, gpu)?, &problem, gpu);
+        }
         None if is_many(kernel) => return Ok(0),
         others => {
             let (kernel, most_queries) = others.unwrap_or((kernel, problem.attention.seqlen_q));

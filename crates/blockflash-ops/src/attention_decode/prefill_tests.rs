@@ -18,11 +18,40 @@ fn many_queries_have_a_kernel_of_their_own_on_hopper() {
     let (hopper, ampere) = (gpu(9, 0), gpu(8, 0));
     for (heads, fewest) in [(64, 128), (32, 256), (8, 1024), (128, 128)] {
         for head_dim in [64, 72, 128, 256] {
-            let [under, from] = [fewest - 1, fewest].map(|q| problem(q, heads, head_dim));
+            // Otherwise an estimate decides for wide heads.
+            let [under, from] = [fewest - 1, fewest].map(|q| AttentionDecodeProblem {
+                batch_invariant: true,
+                ..problem(q, heads, head_dim)
+            });
             assert!(is_many(select(&from, &hopper).unwrap()), "{heads} heads, {fewest} queries");
             for (problem, gpu) in [(&under, &hopper), (&from, &ampere)] {
                 assert!(!is_many(select(problem, gpu).unwrap()));
             }
+        }
+    }
+}
+
+/// With lengths on the device, head_dim 256 has no kernel for several queries, and the one for few
+/// would read the keys once for each 16 rows.
+#[test]
+fn many_rows_of_wide_heads_have_it_with_lengths_on_the_device_too() {
+    let hopper = gpu(9, 0);
+    let of = |batch, seqlen_q| {
+        let cache = CacheSizes::contiguous(DType::F16, [batch, 3840], 4, 256);
+        AttentionDecodeProblem::of(CacheSizes { seqused_kv: true, ..cache }, seqlen_q, 8)
+    };
+    assert!(is_many(select(&of(23, 52), &hopper).unwrap()));
+    assert!(!is_many(select(&of(23, 4), &hopper).unwrap()), "8 rows are one tile");
+    let invariant = AttentionDecodeProblem { batch_invariant: true, ..of(23, 52) };
+    assert!(!is_many(select(&invariant, &hopper).unwrap()), "whatever the batch");
+    // A workspace that suffices for a batch suffices for a part of it.
+    for seqlen_q in [17, 52] {
+        let bytes = |batch| {
+            let problem = of(batch, seqlen_q);
+            workspace_bytes(select(&problem, &hopper).unwrap(), &problem, &hopper).unwrap()
+        };
+        for batch in 1..=23 {
+            assert!(bytes(batch) <= bytes(23), "{seqlen_q} queries of {batch} sequences");
         }
     }
 }

@@ -5,6 +5,7 @@ use crate::kv_append::AppendKvProblem;
 use crate::kv_cache::{CacheSizes, KvCache, RotarySizes, token_sizes};
 use crate::{Error, Result};
 use blockflash_sys::ElementTypes;
+use blockflash_sys::manifest::AttentionDecodeHopper;
 use std::ops::RangeInclusive;
 
 /// A call of attention to a cache reduced to plain numbers: what `select` and
@@ -69,6 +70,15 @@ impl AttentionDecodeProblem {
     /// GPU. The host has to know the lengths.
     pub(super) fn splits_by_batch(&self) -> bool {
         !self.batch_invariant && self.keys_of_each().is_some()
+    }
+
+    /// Whether the kernel is the one that is estimated to be the fastest: also where lengths are on
+    /// the device and the head_dim has no kernel for several queries, as if all were full.
+    pub(super) fn is_estimated(&self) -> bool {
+        let attention = &self.attention;
+        let given = self.cache.seqused_kv && attention.packed.is_none() && self.pages.is_none();
+        let wide = attention.head_dims.max() > AttentionDecodeHopper::WIDEST;
+        self.splits_by_batch() || given && wide && !self.batch_invariant
     }
 
     /// Whether a kernel that can divides the keys of all sequences evenly among CTAs, since their

@@ -231,7 +231,9 @@ fn gpus_have_kernels() {
         for (head_dim, queries, [width, rows]) in
             [(64, 1, [64, 8]), (72, 4, [128, 16]), (128, 9, [128, 32]), (136, 100, [256, 16])]
         {
-            let problem = AttentionDecodeProblem::of(cache(DType::BF16, head_dim), queries, 8);
+            let of = AttentionDecodeProblem::of(cache(DType::BF16, head_dim), queries, 8);
+            // Otherwise an estimate decides for wide heads.
+            let problem = AttentionDecodeProblem { batch_invariant: true, ..of };
             let kernel = select(&problem, &gpu).unwrap();
             match tile(kernel) {
                 Some(CacheTile::Few(tile)) => {

@@ -34,12 +34,13 @@ const ROWS: &[(usize, u32)] =
     &[(64, 8), (64, 16), (64, 32), (128, 8), (128, 16), (128, 32), (256, 8), (256, 16)];
 
 /// The rings take what shared memory holds for two CTAs per SM, since the bytes in flight decide
-/// how fast a cache is read. At head_dim 256 one CTA per SM has as many.
+/// how fast a cache is read. At head_dim 256 these have half as many warps: two items side by side
+/// hide the ends of each other, where one item of four warps would have as many bytes in flight.
 const fn ring(target: Target, head_dim: usize) -> [u32; 3] {
     match (target, head_dim) {
         (Target::Sm90, 64) => [4, 6, 2],
         (Target::Sm90, 128) => [4, 3, 2],
-        (Target::Sm90, _) => [4, 3, 1],
+        (Target::Sm90, _) => [2, 3, 2],
         (_, 64) => [4, 4, 2],
         (_, 128) => [4, 2, 2],
         _ => [2, 2, 1],

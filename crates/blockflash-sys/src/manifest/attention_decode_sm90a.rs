@@ -27,6 +27,8 @@ pub(super) fn tiles(target: Target) -> impl Iterator<Item = AttentionDecodeHoppe
 impl AttentionDecodeHopper {
     /// Rows of a row tile, as many as a warpgroup multiplies at once.
     pub const ROWS: u32 = 64;
+    /// The largest head dimension that a tile has.
+    pub const WIDEST: usize = TILES[TILES.len() - 1].0;
     /// CTAs per SM.
     pub const MIN_BLOCKS: u32 = 2;
     /// Splits of a run: this many are joined before others are, whatever the batch.
