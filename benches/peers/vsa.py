@@ -33,21 +33,24 @@ class FlashInferVsa(Call):
             raise ValueError(f"this kernel takes blocks of {BLOCK} x {BLOCK}")
         if inputs.seqlen_q % BLOCK or inputs.seqlen_kv % BLOCK:
             raise ValueError("this kernel takes whole blocks")
-        heads, device = inputs.heads_q, inputs.device
+        heads, heads_kv, device = inputs.heads_q, inputs.heads_kv, inputs.device
         self.q, self.k, self.v = (
             t[0].transpose(0, 1).contiguous() for t in (inputs.q, inputs.k, inputs.v)
         )
         self.out = torch.empty_like(self.q)
         chosen = torch.zeros(heads * inputs.q_blocks, inputs.kv_blocks, dtype=torch.bool)
         chosen[inputs.row, inputs.col_idx] = True
-        sizes = (torch.full((heads, n), BLOCK) for n in (inputs.q_blocks, inputs.kv_blocks))
+        lists = chosen.view(heads_kv, heads // heads_kv, inputs.q_blocks, inputs.kv_blocks)
+        if not torch.equal(lists, lists[:, :1].expand_as(lists)):
+            raise ValueError("this kernel takes one list for all heads that share keys")
+        sizes = (torch.full((heads_kv, n), BLOCK) for n in (inputs.q_blocks, inputs.kv_blocks))
         scratch = torch.zeros(1, dtype=torch.uint8, device=device)
         self.wrapper = flashinfer.VariableBlockSparseAttentionWrapper(scratch, backend="cake")
         self.wrapper.plan(
-            chosen.view(heads, inputs.q_blocks, inputs.kv_blocks),
+            lists[:, 0].contiguous(),
             *sizes,
             heads,
-            inputs.heads_kv,
+            heads_kv,
             inputs.head_dim,
             sm_scale=inputs.scale,
             q_data_type=inputs.dtype,
