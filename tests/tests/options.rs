@@ -6,8 +6,8 @@ use blockflash_ops::attention::{Align, Mask, Scores};
 use blockflash_ops::bsr_matmul::Activation;
 use blockflash_ops::{DType, Stream};
 use blockflash_tests::attention::{
-    AttentionCase, AttentionData, AttentionInputs, AttentionOutputs, BlockCase, BlockPattern,
-    Choice, Lengths, MaskHeads,
+    AlibiCase, AttentionCase, AttentionData, AttentionInputs, AttentionOutputs, BiasCase,
+    BlockCase, BlockPattern, Choice, Lengths, MaskHeads, Terms,
 };
 use blockflash_tests::bsr::{BiasKind, BsrCase, BsrData, Pattern};
 use blockflash_tests::gpu::{gpu, wait};
@@ -43,7 +43,7 @@ fn attention_options_act(stream: &Stream) {
         AttentionCase { block_mask, ..base.clone() }
     };
     // All pairwise different in o, whatever they are compared with.
-    let cases = [
+    let mut cases = vec![
         base.clone(),
         mask(Mask::Causal { align: top }),
         mask(Mask::Causal { align: bottom }),
@@ -76,13 +76,30 @@ fn attention_options_act(stream: &Stream) {
             ..packed(&[(40, 100), (50, 50)])
         },
     ];
+    if stream.device().is_cpu() {
+        let added = |bias, alibi| AttentionCase { terms: Terms { bias, alibi }, ..base.clone() };
+        let bias = |dtype, broadcast| Some(BiasCase { broadcast, ..BiasCase::full(dtype) });
+        cases.extend([
+            added(bias(DType::F32, [false; 4]), None),
+            added(bias(DType::BF16, [false; 4]), None),
+            added(bias(DType::F32, [false, true, false, false]), None),
+            added(bias(DType::F32, [false, false, true, false]), None),
+            added(None, Some(AlibiCase::PerHead)),
+            added(None, Some(AlibiCase::PerEntry)),
+            added(bias(DType::F32, [false; 4]), Some(AlibiCase::PerHead)),
+            AttentionCase {
+                terms: Terms { bias: None, alibi: Some(AlibiCase::PerHead) },
+                ..mask(Mask::causal())
+            },
+        ]);
+    }
     // The same q, k, v for all: of the options alone comes the difference.
     let data = AttentionData::generate(&base);
     let outputs: Vec<_> = cases
         .iter()
         .map(|case| {
-            let sink = AttentionData::generate(case).sink;
-            attention(case, &AttentionData { sink, ..data.clone() }, stream)
+            let AttentionData { sink, bias, alibi, .. } = AttentionData::generate(case);
+            attention(case, &AttentionData { sink, bias, alibi, ..data.clone() }, stream)
                 .unwrap_or_else(|e| panic!("{e}: {case:?}"))
         })
         .collect();

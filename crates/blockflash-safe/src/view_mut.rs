@@ -185,6 +185,14 @@ impl<'a> ViewMut<'a> {
         Ok(ViewMut { layout: self.layout.flatten(dims)?, ..self })
     }
 
+    /// The same elements with another dimension of size 1 before dimension `dim`, or behind all.
+    ///
+    /// # Errors
+    /// As [`View::insert`].
+    pub fn insert(self, dim: usize) -> Result<ViewMut<'a>> {
+        Ok(ViewMut { layout: self.layout.insert(dim)?, ..self })
+    }
+
     /// The indices `range` of dimension `dim`.
     ///
     /// # Errors

@@ -125,10 +125,10 @@ fn compare_row(
     };
     let attended = case.attended(sequence, [head, row], 0..sequence.seqlen_kv);
     let query = case.q.to_f32(elements(qk));
+    let added = case.added(sequence, [head, row], 0..sequence.seqlen_kv);
+    let kv = |at: usize| [&keys[at * qk..][..qk], &values[at * v..][..v]];
     let AttentionRow { o: expected, lse: expected_lse } =
-        attention_row(dtype, case.scores(head), &query, v, &attended, |at| {
-            [&keys[at * qk..][..qk], &values[at * v..][..v]]
-        });
+        attention_row(dtype, case.scores(head), &query, v, &attended, kv, |key| added[key]);
     // The result is rounded, and the probabilities are: their errors are independent, four standard
     // deviations are enough.
     let additions = attended.len().div_ceil(PRODUCTS) as f64;

@@ -1,8 +1,9 @@
-use crate::attention_gradients::{AttentionGradients, GradientSums, Query};
+use crate::attention_gradients::{AttentionGradients, GradientSums, Pair, Query};
 use crate::blocks::Sequence;
 use crate::comparison::{BUDGET, Comparison, Mismatch, Steps, ensure, rounding, sample};
 use crate::elements::Elements;
 use crate::rounding::{PRODUCTS, TRUNCATION};
+use crate::scores::Added;
 use crate::sequences::{AttentionCase, heads_of, rows_of, sequences};
 use blockflash_sys::HeadDims;
 use rayon::prelude::*;
@@ -136,8 +137,9 @@ impl<'a> Head<'a> {
     fn compare_query(&self, query: [usize; 2]) -> Comparison {
         let attended = self.attended(query, 0..self.sequence.seqlen_kv);
         let mut sums = AttentionGradients::new([1; 3], self.head_dims);
-        attended.iter().for_each(|&key| self.add(&mut sums, query, key));
         let [position, member] = query;
+        let added = self.added(query, 0..self.sequence.seqlen_kv);
+        attended.iter().for_each(|&key| self.add(&mut sums, query, key, added[key]));
         let place = [self.sequence.q + position, self.head_kv * self.group + member];
         self.row(0, &sums.dq, self.case.scores.scale, place, attended.len())
     }
@@ -148,7 +150,7 @@ impl<'a> Head<'a> {
         for position in 0..self.sequence.seqlen_q {
             for query in (0..self.group).map(|member| [position, member]) {
                 if !self.attended(query, key..key + 1).is_empty() {
-                    self.add(&mut sums, query, key);
+                    self.add(&mut sums, query, key, self.added(query, key..key + 1)[0]);
                     pairs += 1;
                 }
             }
@@ -165,17 +167,28 @@ impl<'a> Head<'a> {
         self.case.attended(self.sequence, [head, position], keys)
     }
 
+    fn added(&self, [position, member]: [usize; 2], keys: std::ops::Range<usize>) -> Vec<Added> {
+        let head = self.head_kv * self.group + member;
+        self.case.added(self.sequence, [head, position], keys)
+    }
+
     /// Adds what a pair contributes to the only row of each gradient.
-    fn add(&self, sums: &mut AttentionGradients, [position, member]: [usize; 2], key: usize) {
+    fn add(
+        &self,
+        sums: &mut AttentionGradients,
+        [position, member]: [usize; 2],
+        key: usize,
+        added: Added,
+    ) {
         let (HeadDims { qk, v }, [q, o, d_o]) = (self.head_dims, &self.queries);
         let at = position * self.group + member;
         let [q, o, d_o] = [(q, qk), (o, v), (d_o, v)].map(|(of, width)| row(of, at, width));
         let lse = self.lse[member * self.sequence.seqlen_q + position];
         let scores = self.case.scores(self.head_kv * self.group + member);
         let query = Query { q, o, lse, d_o };
-        sums.add(self.case.q.dtype(), scores, query, [0, 0], &[0], |_| {
-            [row(&self.keys[0], key, qk), row(&self.keys[1], key, v)]
-        });
+        let kv = [row(&self.keys[0], key, qk), row(&self.keys[1], key, v)];
+        let pair = Pair { kv, added, of_bias: None };
+        sums.add(self.case.q.dtype(), scores, query, [0, 0], &[0], |_| pair);
     }
 
     /// Compares a row and a head of a gradient with the sum of some terms.

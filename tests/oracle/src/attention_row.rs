@@ -1,7 +1,7 @@
 //! One row of attention. Attended keys only are touched: a masked key cannot leak.
 
 use crate::elements::{Element, round};
-use crate::scores::Scores;
+use crate::scores::{Added, Scores};
 use blockflash_sys::DType;
 use std::ops::Range;
 
@@ -11,7 +11,7 @@ pub struct AttentionRow {
     /// The output, `[head_dim of v]`.
     pub o: Vec<Element>,
     /// The log-sum-exp; -inf without a key and a sink. Its magnitude is the magnitude of the
-    /// largest score before the cap, at least 1.
+    /// largest score before the cap or of what is added to it, at least 1.
     pub lse: Element,
 }
 
@@ -33,7 +33,7 @@ pub fn visible(
 }
 
 /// Attention of a query to some keys: `row` gives the key and the value at a position, the latter
-/// of `width` elements. Tensors are of type `dtype`.
+/// of `width` elements, and `added` what is added to the score. Tensors are of type `dtype`.
 pub fn attention_row<'a>(
     dtype: DType,
     scores: Scores,
@@ -41,6 +41,7 @@ pub fn attention_row<'a>(
     width: usize,
     keys: &[usize],
     row: impl Fn(usize) -> [&'a [f32]; 2],
+    added: impl Fn(usize) -> Added,
 ) -> AttentionRow {
     let (key, value) = (|at: usize| row(at)[0], |at: usize| row(at)[1]);
     let sink = scores.sink();
@@ -48,10 +49,18 @@ pub fn attention_row<'a>(
     let mut largest_score = 1f64;
     let score = |&at: &usize| {
         let score = dot_f64(query, key(at)) * f64::from(scores.scale);
-        largest_score = largest_score.max(score.abs());
-        scores.exact(score)[0]
+        largest_score = largest_score.max(score.abs()).max(added(at).size());
+        scores.exact(score, added(at))[0]
     };
     let mut weights: Vec<f64> = keys.iter().map(score).collect();
+    // Without a key and a sink, or with keys that have no part in the sum.
+    let nothing = sink.is_none() && weights.iter().all(|&score| score == f64::NEG_INFINITY);
+    if nothing {
+        let none =
+            Element { exact: f64::NEG_INFINITY, plain: f64::NEG_INFINITY, ..Element::default() };
+        let lse = Element { magnitude: largest_score, ..none };
+        return AttentionRow { o: vec![Element::default(); width], lse };
+    }
     let max = weights.iter().copied().chain(sink.map(f64::from)).fold(f64::NEG_INFINITY, f64::max);
     weights.iter_mut().for_each(|score| *score = (*score - max).exp());
     let sum = weights.iter().sum::<f64>() + sink.map_or(0.0, |sink| (f64::from(sink) - max).exp());
@@ -66,13 +75,15 @@ pub fn attention_row<'a>(
     }
 
     // Plain: unnormalised probabilities, of which the largest is 1.
-    let score = |&at: &usize| scores.plain(dot_f32(query, key(at)) * scores.scale)[0];
+    let score = |&at: &usize| scores.plain(dot_f32(query, key(at)) * scores.scale, added(at))[0];
     let scores: Vec<f32> = keys.iter().map(score).collect();
     let key_max = scores.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    // Keys without a part in the sum: -inf minus -inf is NaN.
+    let shift = if key_max == f32::NEG_INFINITY { 0.0 } else { key_max };
     let plain_max = sink.map_or(key_max, |sink| key_max.max(sink));
     let (mut plain_sum, mut plain) = (0f32, vec![0f32; width]);
     for (&score, &at) in scores.iter().zip(keys) {
-        let p = (score - key_max).exp();
+        let p = (score - shift).exp();
         plain_sum += p;
         let p = round(dtype, p);
         plain.iter_mut().zip(value(at)).for_each(|(o, &v)| *o += p * v);
@@ -93,12 +104,9 @@ pub fn attention_row<'a>(
         }
     };
     let o = exact.into_iter().zip(squares).zip(plain).map(element).collect();
-    // Without a key and a sink.
-    let nothing = sum == 0.0;
-    let or_nothing = |lse: f64| if nothing { f64::NEG_INFINITY } else { lse };
     let lse = Element {
-        exact: or_nothing(max + sum.ln()),
-        plain: or_nothing(f64::from(plain_max + total.ln())),
+        exact: max + sum.ln(),
+        plain: f64::from(plain_max + total.ln()),
         magnitude: largest_score,
         partial: 0.0,
     };

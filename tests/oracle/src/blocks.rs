@@ -6,6 +6,8 @@ use std::ops::Range;
 /// One sequence of all heads. Rows count from the start of a tensor: a row of q, k, v or o holds
 /// all heads.
 pub(crate) struct Sequence {
+    /// Its place in the batch.
+    pub(crate) entry: usize,
     /// First row of q and o.
     pub(crate) q: usize,
     pub(crate) seqlen_q: usize,

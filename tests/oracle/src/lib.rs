@@ -34,7 +34,7 @@ pub mod tolerance;
 
 pub use attention::{attention, attention_output};
 pub use attention_backward::{AttentionBackwardCase, attention_backward};
-pub use attention_gradients::{AttentionGradients, GradientSums, Query};
+pub use attention_gradients::{AttentionGradients, GradientSums, Pair, Query};
 pub use attention_merge::merged_row;
 pub use attention_row::{AttentionRow, attention_row, visible};
 pub use block_scores::{BlockMean, block_scores};
@@ -50,7 +50,7 @@ pub use rounding::{
     PRODUCTS, PartialSums, ProductSum, Rounding, Sizes, TRUNCATION, subnormal_roundoff,
     unit_roundoff,
 };
-pub use scores::Scores;
+pub use scores::{Added, Scores};
 pub use sequences::AttentionCase;
 
 #[cfg(test)]

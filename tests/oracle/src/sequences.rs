@@ -5,7 +5,7 @@ use crate::attention_row::visible;
 use crate::blocks::{Blocks, Sequence};
 use crate::comparison::{Mismatch, ensure};
 use crate::elements::Elements;
-use crate::scores::Scores;
+use crate::scores::{Added, Scores};
 use std::ops::Range;
 
 /// Attention: `q` is `[batch, seqlen_q, num_heads_q, head_dim]`, `k` and `v` are
@@ -22,6 +22,11 @@ pub struct AttentionCase<'a> {
     /// f32 `[num_heads_q]`: a score of each head that joins the sum of exponentials and has no
     /// value.
     pub sink: Option<&'a dyn Elements>,
+    /// Added to the scores, `[batch, num_heads_q, seqlen_q, seqlen_kv]`, where any extent may be 1;
+    /// of packed sequences with room for the longest.
+    pub bias: Option<&'a dyn Elements>,
+    /// Slopes of ALiBi, f32 `[num_heads_q]` or `[batch, num_heads_q]`.
+    pub alibi: Option<&'a dyn Elements>,
     /// Lengths of the packed sequences, of their queries and of their keys; `None` for a dense
     /// batch.
     pub lengths: Option<[&'a [usize]; 2]>,
@@ -58,6 +63,42 @@ impl AttentionCase<'_> {
         }
     }
 
+    /// What is added to the scores of the query `row` of a head of q and some keys.
+    pub(crate) fn added(
+        &self,
+        sequence: &Sequence,
+        [head, row]: [usize; 2],
+        keys: Range<usize>,
+    ) -> Vec<Added> {
+        if self.bias.is_none() && self.alibi.is_none() {
+            return vec![Added::default(); keys.len()];
+        }
+        let Sequence { entry, seqlen_q, seqlen_kv, .. } = *sequence;
+        let element = |of: &dyn Elements, at: usize| of.to_f32(at..at + 1).first().copied();
+        let slope = self.alibi.and_then(|slopes| match *slopes.shape() {
+            [_, heads] => element(slopes, entry * heads + head),
+            _ => element(slopes, head),
+        });
+        let bias = self.bias.map(|bias| {
+            let &[batch, heads, queries, columns] = bias.shape() else { return vec![] };
+            let at = |at: usize, extent: usize| if extent == 1 { 0 } else { at };
+            let row = (at(entry, batch) * heads + at(head, heads)) * queries + at(row, queries);
+            let columns = if columns == 1 {
+                row..row + 1
+            } else {
+                row * columns + keys.start..row * columns + keys.end
+            };
+            bias.to_f32(columns)
+        });
+        let bias = bias.unwrap_or_default();
+        let of_key = |key: usize| Added {
+            bias: bias.get(if bias.len() == 1 { 0 } else { key - keys.start }).map_or(0.0, |&x| x),
+            slope: slope.unwrap_or(0.0),
+            distance: Added::distance(row, key, [seqlen_q, seqlen_kv]),
+        };
+        keys.clone().map(of_key).collect()
+    }
+
     /// How the scores of a head of q are made.
     pub(crate) fn scores(&self, head: usize) -> Scores {
         let sink = self.sink.and_then(|sink| sink.to_f32(head..head + 1).first().copied());
@@ -87,6 +128,25 @@ pub(crate) fn sequences(
     ensure(case.sink.is_none_or(|sink| sink.shape() == [heads]), || {
         format!("a sink of {heads} heads")
     })?;
+    if let Some(bias) = case.bias {
+        let longest = |of: fn(&Sequence) -> usize| sequences.iter().map(of).max().unwrap_or(0);
+        let pairs = [sequences.len(), heads, longest(|s| s.seqlen_q), longest(|s| s.seqlen_kv)];
+        let fits = |(&found, full): (&usize, usize)| match case.lengths {
+            None => found == 1 || found == full,
+            // With room for the longest sequence.
+            Some(_) => found == 1 || found >= full,
+        };
+        let fits = bias.shape().len() == 4 && bias.shape().iter().zip(pairs).all(fits);
+        ensure(fits, || format!("bias is {:?}, not {pairs:?}", bias.shape()))?;
+    }
+    ensure(
+        case.alibi.is_none_or(|slopes| match *slopes.shape() {
+            [of] => of == heads,
+            [entries, of] => [entries, of] == [sequences.len(), heads],
+            _ => false,
+        }),
+        || format!("slopes of {heads} heads"),
+    )?;
     if let Some(blocks) = case.blocks {
         blocks.place(&mut sequences, heads)?;
     }
@@ -133,6 +193,7 @@ fn dense(case: &AttentionCase<'_>, lse: Option<&dyn Elements>) -> Result<Vec<Seq
     let agree = (batch_kv, head_dim_kv) == (batch, head_dim)
         && lse.is_none_or(|lse| lse.shape() == [batch, heads, seqlen_q]);
     let sequence = |at: usize| Sequence {
+        entry: at,
         q: at * seqlen_q,
         seqlen_q,
         kv: at * seqlen_kv,
@@ -162,10 +223,10 @@ fn packed(
         return Err(wrong());
     }
     let (mut next_q, mut next_kv) = (0, 0);
-    let sequence = |(&seqlen_q, &seqlen_kv): (&usize, &usize)| {
+    let sequence = |(entry, (&seqlen_q, &seqlen_kv)): (usize, (&usize, &usize))| {
         let (q, kv) = (next_q, next_kv);
         (next_q, next_kv) = (q + seqlen_q, kv + seqlen_kv);
-        Sequence { q, seqlen_q, kv, seqlen_kv, lse: q, lse_head: rows, lists: 0 }
+        Sequence { entry, q, seqlen_q, kv, seqlen_kv, lse: q, lse_head: rows, lists: 0 }
     };
-    Ok(lengths_q.iter().zip(lengths_kv).map(sequence).collect())
+    Ok(lengths_q.iter().zip(lengths_kv).enumerate().map(sequence).collect())
 }

@@ -54,6 +54,8 @@ pub(super) fn case<'a>([q, k, v]: &'a [Array; 3], right: Option<usize>) -> Atten
         k,
         v,
         sink: None,
+        bias: None,
+        alibi: None,
         lengths: None,
         blocks: None,
         bottom_right: false,
@@ -277,4 +279,39 @@ fn activations() {
     close(Activation::Gelu, 9.0, 9.0);
     close(Activation::Silu, 1.0, 0.731_058_578_630_004_9);
     assert!(Activation::Relu.apply(f64::NAN).is_nan());
+}
+
+#[test]
+fn a_bias_and_slopes_on_paper() {
+    // Scores 0 and ln 3.
+    let tensors = two_keys();
+    let check = |bias: Option<&Array>, alibi: Option<&Array>, o: f32, lse: f32| {
+        let case = AttentionCase {
+            bias: bias.map(|bias| bias as _),
+            alibi: alibi.map(|slopes| slopes as _),
+            ..case(&tensors, None)
+        };
+        let (o, lse) = (array(&[1, 1, 1, 1], vec![o]), array(&[1, 1, 1], vec![lse]));
+        attention(&case, &o, &lse, 0, |_| ()).unwrap().map(|c| c.passed())
+    };
+    let bias = |shape: &[usize], values: &[f32]| array(shape, values.to_vec());
+    let (ln3, ln9) = (3f32.ln(), 9f32.ln());
+    // Weights 3 and 3; one element for all; the query stands at the last key.
+    let uneven = bias(&[1, 1, 1, 2], &[ln3, 0.0]);
+    assert_eq!(check(Some(&uneven), None, 6.0, 6f32.ln()), [true; 2]);
+    assert_eq!(check(None, None, 6.0, 6f32.ln()), [false; 2]);
+    assert_eq!(check(Some(&bias(&[1; 4], &[ln3])), None, 7.0, 12f32.ln()), [true; 2]);
+    let slopes = bias(&[1], &[-ln3]);
+    assert_eq!(check(None, Some(&slopes), 6.0, 6f32.ln()), [true; 2]);
+    assert_eq!(check(None, Some(&bias(&[1, 1], &[-ln3])), 6.0, 6f32.ln()), [true; 2]);
+    // Both: weights 9 and 3.
+    assert_eq!(check(Some(&uneven), Some(&slopes), 5.0, ln9 + (4f32 / 3.0).ln()), [true; 2]);
+    // A key without a part, and none at all.
+    let none = f32::NEG_INFINITY;
+    assert_eq!(check(Some(&bias(&[1, 1, 1, 2], &[none, 0.0])), None, 8.0, ln3), [true; 2]);
+    assert_eq!(check(Some(&bias(&[1; 4], &[none])), None, 0.0, none), [true; 2]);
+    let wrong = bias(&[1, 1, 1, 3], &[0.0; 3]);
+    let case = AttentionCase { bias: Some(&wrong), ..case(&tensors, None) };
+    let (o, lse) = (array(&[1, 1, 1, 1], vec![0.0]), array(&[1, 1, 1], vec![0.0]));
+    assert!(attention(&case, &o, &lse, 0, |_| ()).is_err());
 }

@@ -1,6 +1,6 @@
 //! Description of one attention problem; everything else follows from it and its seed.
 
-use super::BlockCase;
+use super::{BlockCase, Terms};
 use crate::placement::Placement;
 use blockflash_ops::attention::{Align, Mask, Scores};
 use blockflash_sys::DType;
@@ -23,7 +23,10 @@ pub struct AttentionCase {
     /// Batch and sequence lengths.
     pub lengths: Lengths,
     /// What happens to a score: which keys a query sees, and whether each head has a sink logit.
+    /// What is added stands in `terms`.
     pub scores: Scores<()>,
+    /// What is added to the scores.
+    pub terms: Terms,
     /// Which blocks of queries and keys are visited; `None`: all.
     pub block_mask: Option<BlockCase>,
     /// Whether the log-sum-exp is asked for.
@@ -115,6 +118,7 @@ impl AttentionCase {
             head_dim,
             lengths: Lengths::Dense { batch: 1, seqlen_q: seqlen.0, seqlen_kv: seqlen.1 },
             scores: Scores::default(),
+            terms: Terms::default(),
             block_mask: None,
             lse: true,
             placements: Default::default(),

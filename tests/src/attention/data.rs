@@ -16,6 +16,10 @@ pub struct AttentionData {
     pub v: Vec<f32>,
     /// `[heads_q]`, f32; used when the case has a sink.
     pub sink: Vec<f32>,
+    /// The bias in its shape, rounded to its type.
+    pub bias: Vec<f32>,
+    /// Slopes of ALiBi in their shape, f32.
+    pub alibi: Vec<f32>,
 }
 
 impl AttentionData {
@@ -31,6 +35,8 @@ impl AttentionData {
             k: values(1, rows_kv * kv_width),
             v: values(2, rows_kv * kv_width),
             sink: normal(case.seed.wrapping_mul(4).wrapping_add(3), case.heads_q),
+            bias: case.bias_values(),
+            alibi: case.alibi_values(),
         };
         for (entry, sequence) in case.sequences().iter().enumerate() {
             data.shape_scores(case, sequence);

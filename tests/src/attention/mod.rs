@@ -10,6 +10,7 @@ mod kernels;
 mod oracle;
 mod run;
 mod strategy;
+mod terms;
 
 pub use block_cases::{block_cases, block_tile_cases};
 pub use blocks::{BlockCase, BlockPattern, Blocks, MaskHeads, Pairs, smallest_block};
@@ -23,4 +24,6 @@ pub use kernels::{
 pub use oracle::{AttentionReference, visible_keys};
 pub use run::{AttentionInputs, AttentionOutputs, Choice, run_and_check, run_case};
 pub(crate) use run::{placed, written};
-pub use strategy::{Limits, attention_cases, block_sparse_cases, head_dims, masks};
+pub(crate) use strategy::biases;
+pub use strategy::{Limits, attention_cases, block_sparse_cases, head_dims, masks, with_terms};
+pub use terms::{AlibiCase, BiasCase, BiasContent, Terms};

@@ -80,10 +80,11 @@ impl AttentionReference {
     }
 }
 
-/// Roundings of a score: the roundings of its sum, and 8 for the change to base 2 and back, the
-/// exponential and the logarithm (2 units each in hardware).
+/// Roundings of a score: the roundings of its sum, 3 where something is added, and 8 for the change
+/// to base 2 and back, the exponential and the logarithm (2 units each in hardware).
 fn score_steps(case: &AttentionCase) -> usize {
-    8 + case.head_dim.div_ceil(PRODUCTS)
+    let added = if case.terms.is_none() { 0 } else { 3 };
+    8 + added + case.head_dim.div_ceil(PRODUCTS)
 }
 
 fn sample(case: &AttentionCase, sequences: &[Sequence], budget: f64) -> Vec<[usize; 3]> {
@@ -145,7 +146,8 @@ fn row(call: &Call<'_>, [b, i, h]: [usize; 3], keys: &mut Vec<usize>) -> Attenti
     let at = |j: usize| ((s.kv_start + j) * case.heads_kv + kv_head) * d;
     let scores = case.scores_of(h, &data.sink);
     let kv = |j: usize| [&data.k[at(j)..][..d], &data.v[at(j)..][..d]];
-    let mut row = attention_row(case.dtype, scores, q, d, keys, kv);
+    let added = |j: usize| case.added(data, [b, i, h], j);
+    let mut row = attention_row(case.dtype, scores, q, d, keys, kv, added);
     // The size of a score is its value, or the size of the terms that cancel in it.
     let q_norm = norm(q) * f64::from(case.scale()) / (d as f64).sqrt();
     let terms = keys.iter().map(|&j| q_norm * key_norms[at(j) / d]);

@@ -2,7 +2,7 @@
 
 use super::{AttentionCase, AttentionData, AttentionReference, Blocks, Content, Lengths, Sequence};
 use crate::gpu::wait;
-use crate::host::{download, place, poisoned, replace, view, view_mut};
+use crate::host::{array, download, place, poisoned, replace, view, view_mut};
 use crate::number::{POISON, decode, poison};
 use crate::placement::Placed;
 use crate::tolerance::check;
@@ -35,6 +35,8 @@ pub struct AttentionInputs {
     case: AttentionCase,
     qkv: [Tensor; 3],
     sink: Option<Tensor>,
+    bias: Option<Tensor>,
+    alibi: Option<Tensor>,
     cu_seqlens: Option<[Tensor; 2]>,
     block_mask: Option<BlockMask>,
 }
@@ -66,19 +68,24 @@ impl AttentionInputs {
         let tensor = |i: usize, values| place(stream, case.dtype, values, &placed[i]);
         let small = |array: Array| array.upload(stream).map_err(|error| error.to_string());
         let sink = case.scores.sink.map(|()| small(data.sink.clone().into()));
+        let bias = case.terms.bias.as_ref().zip(case.bias_placed());
+        let bias = bias.map(|(bias, placed)| place(stream, bias.dtype, &data.bias, &placed));
+        let alibi = case.alibi_shape().map(|shape| small(array(DType::F32, &shape, &data.alibi)));
         let cu_seqlens = offsets(case).map(|[q, kv]| Ok::<_, String>([small(q)?, small(kv)?]));
         Ok(Self {
             case: case.clone(),
             qkv: [tensor(0, &data.q)?, tensor(1, &data.k)?, tensor(2, &data.v)?],
             sink: sink.transpose()?,
+            bias: bias.transpose()?,
+            alibi: alibi.transpose()?,
             cu_seqlens: cu_seqlens.transpose()?,
             block_mask: case.block_mask(stream)?,
         })
     }
 
-    /// Replaces q, k, v, the sink and the sequence offsets in place, as a replayed graph needs it.
-    /// The new case has the shapes, placements and block mask of the old one, and no sequence
-    /// longer than the longest that a captured call announced.
+    /// Replaces q, k, v, the sink, what is added to scores and the sequence offsets in place, as a
+    /// replayed graph needs it. The new case has the shapes, placements and block mask of the old
+    /// one, and no sequence longer than the longest that a captured call announced.
     pub fn refill(
         &mut self,
         case: &AttentionCase,
@@ -91,11 +98,18 @@ impl AttentionInputs {
         for ((tensor, values), placed) in qkv {
             replace(tensor, stream, values, &placed)?;
         }
+        let bias = self.bias.iter_mut().zip(case.bias_placed());
+        for (tensor, placed) in bias {
+            replace(tensor, stream, &data.bias, &placed)?;
+        }
         let sink = self.sink.iter_mut().zip([Array::from(data.sink.clone())]);
+        let slopes = case.alibi_shape().map(|shape| array(DType::F32, &shape, &data.alibi));
+        let slopes = self.alibi.iter_mut().zip(slopes);
         let cu_seqlens =
             self.cu_seqlens.iter_mut().flatten().zip(offsets(case).into_iter().flatten());
         self.case = case.clone();
-        sink.chain(cu_seqlens)
+        sink.chain(slopes)
+            .chain(cu_seqlens)
             .try_for_each(|(tensor, array)| array.write(tensor, stream))
             .map_err(|error| format!("refill: {error}"))
     }
@@ -121,6 +135,12 @@ impl AttentionInputs {
         Attention {
             scores: Scores {
                 sink: self.sink.as_ref().map(Tensor::view),
+                bias: self
+                    .bias
+                    .as_ref()
+                    .zip(case.bias_placed())
+                    .map(|(t, placed)| view(t, &placed)),
+                alibi: self.alibi.as_ref().map(Tensor::view),
                 ..case.scores.without_tensors()
             },
             cu_seqlens: self.cu_seqlens.as_ref().map(|[q, kv]| CuSeqlens {

@@ -1,6 +1,9 @@
 //! Random attention problems.
 
-use super::{AttentionCase, BlockCase, BlockPattern, Content, Lengths, MaskHeads};
+use super::{
+    AlibiCase, AttentionCase, BiasCase, BiasContent, BlockCase, BlockPattern, Content, Lengths,
+    MaskHeads, Terms,
+};
 use crate::placement::Placement;
 use blockflash_ops::attention::{Align, Mask, Scores};
 use blockflash_sys::DType;
@@ -168,6 +171,46 @@ pub fn block_sparse_cases(limits: Limits) -> impl Strategy<Value = AttentionCase
             let per_entry = per_entry && !case.broadcast_kv;
             let block_mask = Some(BlockCase { block_q, block_kv, per_entry, heads, pattern });
             AttentionCase { block_mask, ..case }
+        },
+    )
+}
+
+/// These problems with a bias of any type, broadcast and layout, where sequences are equally long,
+/// and slopes of ALiBi.
+pub fn with_terms(
+    cases: impl Strategy<Value = AttentionCase>,
+) -> impl Strategy<Value = AttentionCase> {
+    let alibi = || select(vec![AlibiCase::PerHead, AlibiCase::PerEntry]);
+    (cases, prop::option::weighted(0.8, biases()), prop::option::weighted(0.5, alibi())).prop_map(
+        |(case, bias, alibi)| {
+            let bias = bias.filter(|_| matches!(case.lengths, Lengths::Dense { .. }));
+            let alibi = alibi.or_else(|| bias.is_none().then_some(AlibiCase::PerHead));
+            // A lone key that a sink outweighs by e^87 and more is the smallest number of f32, for
+            // which the CPU's exponential is 0.
+            let large = [Content::LargeScores, Content::GrowingMaxima, Content::OneHugeLogit];
+            let vanishes = case.scores.sink.is_some() && large.contains(&case.content);
+            let content = if vanishes { Content::Normal } else { case.content };
+            AttentionCase { terms: Terms { bias, alibi }, content, ..case }
+        },
+    )
+}
+
+/// Biases of every kind.
+pub(crate) fn biases() -> impl Strategy<Value = BiasCase> {
+    let dtype = select(vec![DType::F16, DType::BF16, DType::F32]);
+    let broadcast = prop_oneof![1 => Just([false; 4]), 3 => prop::array::uniform4(any::<bool>())];
+    let content = select(vec![BiasContent::Normal, BiasContent::Hiding, BiasContent::UnseenNan]);
+    let order = select(vec![vec![], vec![1, 0, 2, 3], vec![0, 1, 3, 2]]);
+    let padding = prop::collection::vec((0..=2usize, 0..=3usize), 4);
+    let padding = prop_oneof![1 => Just(Vec::new()), 1 => padding];
+    let placement = (order, padding).prop_map(|(order, padding)| Placement { order, padding });
+    (dtype, broadcast, content, placement, any::<bool>()).prop_map(
+        |(dtype, broadcast, content, placement, wide_gradient)| BiasCase {
+            dtype,
+            broadcast,
+            content,
+            placement,
+            wide_gradient,
         },
     )
 }

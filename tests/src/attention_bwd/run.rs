@@ -60,6 +60,7 @@ pub struct BackwardOutputs {
     case: AttentionCase,
     qkv: [Tensor; 3],
     d_sink: Option<Tensor>,
+    dbias: Option<Tensor>,
     workspace: Tensor,
 }
 
@@ -143,17 +144,20 @@ impl BackwardOutputs {
         let [_, gradients @ ..] = gradients_placed(case);
         let [dq, dk, dv] = gradients.map(|placed| poisoned(stream, case.dtype, &placed.physical));
         let d_sink = case.scores.sink.map(|()| poisoned(stream, DType::F32, &[case.heads_q]));
+        let dbias = case.terms.bias.as_ref().zip(case.bias_placed());
+        let dbias = dbias.map(|(b, placed)| poisoned(stream, b.gradient_dtype(), &placed.physical));
         Ok(Self {
             case: case.clone(),
             qkv: [dq?, dk?, dv?],
             d_sink: d_sink.transpose()?,
+            dbias: dbias.transpose()?,
             workspace: poisoned(stream, DType::U8, &[bytes])?,
         })
     }
 
     /// Poisons the gradients and the workspace again.
     pub fn poison(&mut self, stream: &Stream) -> Result<(), String> {
-        let others = self.d_sink.iter_mut().chain([&mut self.workspace]);
+        let others = self.d_sink.iter_mut().chain(&mut self.dbias).chain([&mut self.workspace]);
         let mut tensors = self.qkv.iter_mut().chain(others);
         let filled = tensors.try_for_each(|tensor| tensor.fill_bytes(stream, POISON));
         filled.map_err(|error| error.to_string())
@@ -163,12 +167,13 @@ impl BackwardOutputs {
     pub fn views(&mut self) -> (AttentionGradientsMut<'_>, Option<blockflash_ops::ViewMut<'_>>) {
         let [_, placed @ ..] = gradients_placed(&self.case);
         let [dq, dk, dv] = &mut self.qkv;
+        let dbias = self.dbias.as_mut().zip(self.case.bias_placed());
         let gradients = AttentionGradientsMut {
             dq: view_mut(dq, &placed[0]),
             dk: view_mut(dk, &placed[1]),
             dv: view_mut(dv, &placed[2]),
             d_sink: self.d_sink.as_mut().map(Tensor::view_mut),
-            dbias: None,
+            dbias: dbias.map(|(tensor, placed)| view_mut(tensor, &placed)),
         };
         (gradients, Some(self.workspace.view_mut()))
     }
@@ -187,12 +192,13 @@ impl BackwardOutputs {
         }
     }
 
-    /// Every bit of all gradients, gaps included: of q, k, v and the sink.
-    pub fn bits(&self, stream: &Stream) -> Result<[Vec<u32>; 4], String> {
+    /// Every bit of all gradients, gaps included: of q, k, v, the sink and the bias.
+    pub fn bits(&self, stream: &Stream) -> Result<[Vec<u32>; 5], String> {
         let [dq, dk, dv] = &self.qkv;
         let d_sink = self.d_sink.as_ref().map(|d_sink| download(stream, d_sink)).transpose()?;
         let [dq, dk, dv] = [dq, dk, dv].map(|tensor| download(stream, tensor));
-        Ok([dq?, dk?, dv?, d_sink.unwrap_or_default()])
+        let dbias = self.dbias.as_ref().map(|dbias| download(stream, dbias)).transpose()?;
+        Ok([dq?, dk?, dv?, d_sink.unwrap_or_default(), dbias.unwrap_or_default()])
     }
 
     /// The logical values of the gradients of q, k and v, after checking that exactly these were
@@ -218,11 +224,32 @@ impl BackwardOutputs {
             };
             judge(values, &reference.qkv[i], &roundings[i], name)?;
         }
-        let Some(d_sink) = &self.d_sink else { return Ok(3) };
+        let compared = 3 + self.check_bias(reference, stream)?;
+        let Some(d_sink) = &self.d_sink else { return Ok(compared) };
         let d_sink = d_sink.to_vec::<f32>(stream).map_err(|error| error.to_string())?;
         let rounding = reference.sink_rounding(case);
         judge(&d_sink, &reference.d_sink, &rounding, |head| format!("d_sink[{head}]"))?;
-        Ok(4)
+        Ok(compared + 1)
+    }
+
+    /// Judges the gradient of the bias, if there is one.
+    fn check_bias(&self, reference: &BackwardReference, stream: &Stream) -> Result<usize, String> {
+        let Some((bias, placed)) = self.case.terms.bias.as_ref().zip(self.case.bias_placed())
+        else {
+            return Ok(0);
+        };
+        let [.., bits] = self.bits(stream)?;
+        let values = written(&placed, &bits, bias.gradient_dtype(), |_| true)
+            .map_err(|error| format!("dbias: {error}"))?;
+        let shape = self.case.bias_shape();
+        let name = |at: usize| {
+            let [_, heads, queries, keys] = [shape[0], shape[1], shape[2], shape[3]];
+            let (row, key) = (at / keys, at % keys);
+            let (head, query) = (row / queries, row % queries);
+            format!("dbias[{}, {}, {query}, {key}]", head / heads, head % heads)
+        };
+        judge(&values, &reference.dbias, &reference.bias_rounding(&self.case), name)?;
+        Ok(1)
     }
 }
 

@@ -105,6 +105,8 @@ impl DecodeCase {
                 placement.padding.clear();
             }
             self.attention.lse_placement = Placement::default();
+        } else {
+            self.attention.terms.bias = None;
         }
         if let Lengths::Packed { slack, .. } = &mut self.attention.lengths {
             *slack = (if self.equal { 0 } else { slack.0 }, 0);

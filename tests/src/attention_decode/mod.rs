@@ -25,4 +25,4 @@ pub use outputs::{DecodeOutputs, run_case};
 pub use reference::decode_reference;
 pub use replays::replays;
 pub use run::DecodeInputs;
-pub use strategy::decode_cases;
+pub use strategy::{decode_cases, decode_cases_with_terms};

@@ -32,7 +32,8 @@ pub fn decode_reference(case: &DecodeCase, data: &DecodeData) -> AttentionRefere
         let at = |key: usize| ((sequence.kv_start + key) * call.heads_kv + kv_head) * d;
         let scores = call.scores_of(h, &data.attention.sink);
         let kv = |key: usize| [&k[at(key)..][..d], &data.attention.v[at(key)..][..d]];
-        let mut row = attention_row(call.dtype, scores, &q, d, &keys, kv);
+        let added = |key: usize| call.added(&data.attention, [b, i, h], key);
+        let mut row = attention_row(call.dtype, scores, &q, d, &keys, kv, added);
         // The size of a score is its value, or the size of the terms that cancel in it.
         let q_norm = norm(&q) * f64::from(call.scale()) / (d as f64).sqrt();
         let terms = keys.iter().map(|&key| q_norm * norm(&k[at(key)..][..d]));

@@ -4,9 +4,10 @@ use super::data::{NewKey, places};
 use super::outputs::with_batch;
 use super::{CacheLayout, DecodeCase, DecodeData, DecodeOutputs};
 use crate::attention::{Choice, placed};
-use crate::host::{download, refill, upload, view};
+use crate::host::{array, download, refill, upload, view};
 use crate::number::{decode, encode, poison};
 use crate::tolerance::{Reference, check};
+use blockflash_cases::io::Array;
 use blockflash_ops::attention_decode::workspace_bytes;
 use blockflash_ops::{
     AppendKv, AttentionDecode, AttentionDecodeOperands, AttentionDecodeWorkspace, CacheAccess,
@@ -22,6 +23,8 @@ pub struct DecodeInputs {
     /// Queries.
     pub q: Tensor,
     sink: Option<Tensor>,
+    bias: Option<Tensor>,
+    alibi: Option<Tensor>,
     cu_seqlens: Option<Tensor>,
     /// Keys and values.
     pub cache: [Tensor; 2],
@@ -49,6 +52,25 @@ pub(super) fn largest_workspace(
         kernels.filter_map(|kernel| workspace_bytes(kernel, &problem, gpu).ok()).max()
     });
     AttentionDecodeWorkspace::new(stream, bytes.unwrap_or(0))
+}
+
+/// The bias with room for all keys that the cache has room for, NaN beyond the longest sequence.
+fn bias(case: &DecodeCase, data: &DecodeData) -> Option<Array> {
+    let (call, values) = (&case.attention, &data.attention.bias);
+    let bias = call.terms.bias.as_ref()?;
+    let (mut shape, mut padded) = (call.bias_shape(), values.clone());
+    if !bias.broadcast[3] {
+        let (keys, capacity) = (shape[3], case.capacity());
+        let rows = shape[..3].iter().product::<usize>();
+        padded = (0..rows)
+            .flat_map(|row| {
+                let row = values[row * keys..(row + 1) * keys].iter().copied();
+                row.chain(std::iter::repeat_n(f32::NAN, capacity - keys))
+            })
+            .collect();
+        shape[3] = capacity;
+    }
+    Some(array(bias.dtype, &shape, &padded))
 }
 
 impl DecodeInputs {
@@ -105,6 +127,9 @@ impl DecodeInputs {
             let bits = encoded(&data.attention.sink, DType::F32);
             upload(stream, DType::F32, &bits, &[bits.len()])
         });
+        let small = |array: Array| array.upload(stream).map_err(|error| error.to_string());
+        let slopes = &data.attention.alibi;
+        let alibi = call.alibi_shape().map(|shape| array(DType::F32, &shape, slopes));
         let offsets = std::iter::once(0)
             .chain(call.sequences().iter().map(|s| (s.q_start + s.q_len) as i32))
             .collect();
@@ -112,6 +137,8 @@ impl DecodeInputs {
             case: case.clone(),
             q,
             sink: sink.transpose()?,
+            bias: bias(case, data).map(small).transpose()?,
+            alibi: alibi.map(small).transpose()?,
             cu_seqlens: match case.equal {
                 true => None,
                 false => Some(ints(offsets, &[batch + 1])?),
@@ -151,6 +178,8 @@ impl DecodeInputs {
             .chain(self.sink.iter_mut().zip(&fresh.sink))
             .chain(self.cu_seqlens.iter_mut().zip(&fresh.cu_seqlens))
             .chain(self.table.iter_mut().zip(&fresh.table))
+            .chain(self.bias.iter_mut().zip(&fresh.bias))
+            .chain(self.alibi.iter_mut().zip(&fresh.alibi))
             .chain(self.seqused.iter_mut().zip(&fresh.seqused))
             .chain(self.lists.iter_mut().flatten().zip(fresh.lists.iter().flatten()));
         for (tensor, fresh) in pairs {
@@ -194,6 +223,8 @@ impl DecodeInputs {
             packed: self.packed(),
             scores: Scores {
                 sink: self.sink.as_ref().map(Tensor::view),
+                bias: self.bias.as_ref().map(Tensor::view),
+                alibi: self.alibi.as_ref().map(Tensor::view),
                 ..call.scores.without_tensors()
             },
             rotary: self.rotary(),

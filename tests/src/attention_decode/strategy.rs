@@ -1,7 +1,7 @@
 //! Random calls.
 
 use super::{CacheLayout, DecodeCase, RotaryCase};
-use crate::attention::{AttentionCase, Content, Lengths, Limits, masks};
+use crate::attention::{AlibiCase, AttentionCase, Content, Lengths, Limits, Terms, biases, masks};
 use crate::placement::Placement;
 use blockflash_ops::{RotaryPairs, Scores};
 use blockflash_sys::DType;
@@ -109,4 +109,17 @@ pub fn decode_cases(limits: Limits, page_sizes: Vec<usize>) -> impl Strategy<Val
             .consistent()
         },
     )
+}
+
+/// These calls with ALiBi and, where sequences have equally many queries, a bias.
+pub fn decode_cases_with_terms(
+    limits: Limits,
+    page_sizes: Vec<usize>,
+) -> impl Strategy<Value = DecodeCase> {
+    let alibi = select(vec![AlibiCase::PerHead, AlibiCase::PerEntry]);
+    let terms = (prop::option::weighted(0.8, biases()), prop::option::weighted(0.6, alibi));
+    (decode_cases(limits, page_sizes), terms).prop_map(|(case, (bias, alibi))| {
+        let attention = AttentionCase { terms: Terms { bias, alibi }, ..case.attention };
+        DecodeCase { attention, ..case }.consistent()
+    })
 }

@@ -4,10 +4,12 @@ use blockflash_ops::DType;
 use blockflash_ops::attention::{Align, Mask, Scores};
 use blockflash_tests::attention::{
     AttentionCase, AttentionData, AttentionInputs, AttentionOutputs, Choice, Lengths, Limits,
-    attention_cases, edge_cases, many_heads, run_case, special_cases,
+    attention_cases, block_sparse_cases, edge_cases, many_heads, run_case, special_cases,
+    with_terms,
 };
 use blockflash_tests::host::{all_pass, cpu};
 use blockflash_tests::property;
+use proptest::strategy::Strategy;
 
 fn run_all(cases: Vec<AttentionCase>) {
     all_pass(&cases, |case, stream| run_case(case, Choice::Selected, stream));
@@ -37,6 +39,20 @@ fn random_cases_that_only_the_cpu_takes() {
     property::check(80, attention_cases(limits), |case| {
         run_case(&case, Choice::Selected, &stream).map(drop)
     });
+}
+
+/// A bias and ALiBi, alone, together, and with every other option.
+#[test]
+fn random_cases_with_terms() {
+    let stream = cpu();
+    let check = |cases, strategy: proptest::strategy::BoxedStrategy<AttentionCase>| {
+        property::check(cases, with_terms(strategy), |case| {
+            run_case(&case, Choice::Selected, &stream).map(drop)
+        });
+    };
+    check(120, attention_cases(Limits::in_half_precision(2_000_000)).boxed());
+    check(120, attention_cases(Limits::of_the_cpu(1_000_000)).boxed());
+    check(60, block_sparse_cases(Limits::in_half_precision(1_000_000)).boxed());
 }
 
 #[test]

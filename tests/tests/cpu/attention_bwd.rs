@@ -4,7 +4,7 @@ use blockflash_ops::attention::{Align, Mask, Scores};
 use blockflash_ops::{DType, Tensor};
 use blockflash_tests::attention::{
     AttentionCase, Choice, Lengths, Limits, attention_cases, block_cases, block_sparse_cases,
-    edge_cases, many_heads, special_cases,
+    edge_cases, many_heads, special_cases, with_terms,
 };
 use blockflash_tests::attention_bwd::{
     BackwardData, BackwardInputs, BackwardOutputs, BackwardReference, run_case,
@@ -13,12 +13,13 @@ use blockflash_tests::host::{all_pass, cpu, download};
 use blockflash_tests::number::decode;
 use blockflash_tests::property;
 use blockflash_tests::tolerance::check;
+use proptest::strategy::Strategy;
 
 fn run_all(cases: Vec<AttentionCase>) {
     all_pass(&cases, |case, stream| run_case(case, Choice::Selected, stream));
 }
 
-fn gradients(case: &AttentionCase) -> [Vec<u32>; 4] {
+fn gradients(case: &AttentionCase) -> [Vec<u32>; 5] {
     let stream = cpu();
     let inputs = BackwardInputs::upload(case, &BackwardData::generate(case), &stream).unwrap();
     let mut outputs = BackwardOutputs::poisoned(&inputs, &stream).unwrap();
@@ -57,6 +58,20 @@ fn random_block_masks() {
     property::check(80, block_sparse_cases(limits), |case| {
         run_case(&case, Choice::Selected, &stream).map(drop)
     });
+}
+
+/// A bias and ALiBi, alone, together, and with every other option.
+#[test]
+fn random_cases_with_terms() {
+    let stream = cpu();
+    let check = |cases, strategy: proptest::strategy::BoxedStrategy<AttentionCase>| {
+        property::check(cases, with_terms(strategy), |case| {
+            run_case(&case, Choice::Selected, &stream).map(drop)
+        });
+    };
+    check(80, attention_cases(Limits::in_half_precision(1_000_000)).boxed());
+    check(80, attention_cases(Limits::of_the_cpu(500_000)).boxed());
+    check(40, block_sparse_cases(Limits::in_half_precision(500_000)).boxed());
 }
 
 #[test]

@@ -5,8 +5,8 @@
 use blockflash_ops::DType;
 use blockflash_ops::attention::{Align, Mask, Scores};
 use blockflash_tests::attention::{
-    AttentionCase, AttentionData, AttentionReference, Content, Lengths, Limits, attention_cases,
-    visible_keys,
+    AlibiCase, AttentionCase, AttentionData, AttentionReference, BiasCase, Content, Lengths,
+    Limits, Terms, attention_cases, visible_keys, with_terms,
 };
 use blockflash_tests::bsr::{
     self, BiasKind, BsrCase, BsrData, BsrReference, Pattern, activate, bsr_cases,
@@ -33,6 +33,10 @@ enum Bug {
     IgnoresSink,
     /// The softcap is left out.
     IgnoresSoftcap,
+    /// The bias of the query before is added.
+    ShiftedBias,
+    /// The slopes of ALiBi are left out.
+    IgnoresAlibi,
     /// The log-sum-exp in base 2.
     Base2Lse,
     /// The neighbour's head of k and v.
@@ -151,7 +155,21 @@ fn model(
                     q.iter().zip(k).map(|(&q, &k)| f64::from(q) * f64::from(k)).sum(),
                 )
             });
+            // Scores that are added to are scaled first, others by the exponential.
+            let mut added = case.added(data, [b, i, h], j);
+            if bug == Bug::ShiftedBias {
+                added.bias = case.added(data, [b, i.saturating_sub(1), h], j).bias;
+            }
+            if bug == Bug::IgnoresAlibi {
+                added.slope = 0.0;
+            }
+            let terms =
+                |score: f32| (score + added.bias - added.slope * added.distance as f32) * log2e;
             match case.scores.softcap {
+                Some(cap) if !case.terms.is_none() => {
+                    terms(cap * (dot * (case.scale() / cap)).tanh())
+                }
+                None if !case.terms.is_none() => terms(dot * case.scale()),
                 Some(cap) if bug != Bug::IgnoresSoftcap => {
                     cap * (dot * (case.scale() / cap)).tanh() * log2e
                 }
@@ -225,12 +243,16 @@ fn accepts_a_faithful_kernel() {
     property::check(25, attention_cases(limits(130, &[8, 64, 128])), |case| {
         judge(&case, Bug::None)
     });
+    let with_terms = |limits| with_terms(attention_cases(limits));
+    property::check(600, with_terms(limits(9, &[8, 16])), |case| judge(&case, Bug::None));
+    property::check(25, with_terms(limits(130, &[8, 64])), |case| judge(&case, Bug::None));
 }
 
 #[test]
 fn rejects_known_mistakes() {
     let base = AttentionCase::simple(DType::F16, (4, 2), 64, (60, 1500));
     let with = |scores| AttentionCase { scores, ..base.clone() };
+    let added = |bias, alibi| AttentionCase { terms: Terms { bias, alibi }, ..base.clone() };
     let short = AttentionCase {
         scores: Mask::Causal { align: Align::BottomRight }.into(),
         ..AttentionCase::simple(DType::F16, (4, 2), 64, (100, 100))
@@ -245,6 +267,8 @@ fn rejects_known_mistakes() {
         (Bug::StaleTail, base.clone()),
         (Bug::IgnoresSink, with(Scores { sink: Some(()), ..base.scores })),
         (Bug::IgnoresSoftcap, with(Scores { softcap: Some(20.0), ..base.scores })),
+        (Bug::ShiftedBias, added(Some(BiasCase::full(DType::F16)), None)),
+        (Bug::IgnoresAlibi, added(None, Some(AlibiCase::PerHead))),
         (Bug::Base2Lse, short.clone()),
         (Bug::WrongHead, short.clone()),
         (Bug::NoRescale, AttentionCase { content: Content::GrowingMaxima, ..short }),

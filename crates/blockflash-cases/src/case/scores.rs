@@ -3,7 +3,7 @@
 use super::operands::Placed;
 use crate::error::{Error, Result};
 use crate::memory::count;
-use blockflash_ops::{Align, Mask, Scores, ScoresProblem};
+use blockflash_ops::{Align, BiasProblem, Mask, Scores, ScoresProblem};
 use blockflash_oracle::{AttentionCase, Elements};
 
 /// The oracle's case of dense q, k and v with the scores of a problem, for which `placed` has the
@@ -22,6 +22,8 @@ pub(super) fn for_oracle<'a>(
         k,
         v,
         sink: placed.sink.as_ref().map(|sink| sink.host() as _),
+        bias: placed.bias.as_ref().map(|bias| bias.host() as _),
+        alibi: placed.alibi.as_ref().map(|slopes| slopes.host() as _),
         lengths: None,
         blocks: None,
         bottom_right: align == Align::BottomRight,
@@ -39,6 +41,16 @@ pub(super) fn details(scores: &ScoresProblem, differ: bool) -> Vec<(&'static str
     details.extend(scores.softcap.map(|softcap| ("softcap", format!("{softcap}"))));
     if scores.sink {
         details.push(("sink", "one score per head".to_owned()));
+    }
+    if let Some(BiasProblem { dtype, broadcast }) = scores.bias {
+        let axes = ["batch entry", "head", "query", "key"].into_iter().zip(broadcast);
+        let axes: Vec<_> = axes.filter_map(|(axis, one)| (!one).then_some(axis)).collect();
+        let per =
+            if axes.is_empty() { "for all".to_owned() } else { format!("per {}", axes.join(", ")) };
+        details.push(("bias", format!("one {dtype} {per}")));
+    }
+    if scores.alibi {
+        details.push(("alibi", "one slope per head".to_owned()));
     }
     details
 }

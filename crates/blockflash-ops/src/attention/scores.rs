@@ -117,6 +117,22 @@ impl<'a> Scores<View<'a>> {
         })
     }
 
+    /// The same for one sequence of a batch, whose cache has this many keys.
+    pub(crate) fn of_sequence(self, entry: usize, keys: usize) -> Result<Self> {
+        self.try_map(|name, tensor| {
+            let one = |tensor: View<'a>| match *tensor.shape() {
+                [1, ..] => Ok(tensor),
+                _ => tensor.slice(0, entry..entry + 1),
+            };
+            Ok(match (name, tensor.shape().len()) {
+                ("alibi", 2) => one(tensor)?,
+                ("bias", _) if tensor.shape().last() == Some(&1) => one(tensor)?,
+                ("bias", _) => one(tensor)?.slice(3, 0..keys)?,
+                _ => tensor,
+            })
+        })
+    }
+
     /// Everything that can be checked, as plain numbers: for a problem whose sizes are known.
     #[inline]
     pub(crate) fn problem(&self, sizes: &AttentionProblem) -> Result<ScoresProblem> {

@@ -101,8 +101,8 @@ pub struct AttentionGradientsMut<'a> {
     /// Gradient of the sink, f32 `[num_heads_q]`; `None` does not compute it.
     pub d_sink: Option<ViewMut<'a>>,
     /// Gradient of the bias, in its shape, in its element type or f32, with any strides; `None`
-    /// does not compute it. Where an element of the bias serves several pairs it is their sum, in
-    /// ascending order of batch entries, heads, queries and keys.
+    /// does not compute it. An element that serves several pairs has the sum of all, in a fixed
+    /// order.
     pub dbias: Option<ViewMut<'a>>,
 }
 

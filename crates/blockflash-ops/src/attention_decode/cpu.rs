@@ -4,7 +4,9 @@
 use super::pages::HostPages;
 use super::{AttentionDecode, AttentionDecodeProblem};
 use crate::Result;
-use crate::attention::{Attention, CuSeqlens, Mask, Scores};
+use crate::attention::cpu::sequence::Sequence;
+use crate::attention::cpu::terms::Terms;
+use crate::attention::{Attention, Mask, Scores};
 use crate::float::Float;
 use crate::kv_cache::{HostCache, HostRotary, KvCache, token_ranges};
 use blockflash_safe::{Stream, Tensor, View, ViewMut};
@@ -20,7 +22,6 @@ pub(super) fn forward(
     out: (ViewMut<'_>, Option<ViewMut<'_>>),
     stream: &Stream,
 ) -> Result<()> {
-    crate::attention::cpu::refuse_terms(&problem.attention)?;
     match problem.attention.types.q {
         DType::F16 => Call::<f16>::new(op, problem, cache, stream)?.run(out),
         DType::BF16 => Call::<bf16>::new(op, problem, cache, stream)?.run(out),
@@ -36,6 +37,7 @@ struct Call<'a, T> {
     host: HostCache,
     pages: Option<HostPages>,
     rotary: Option<HostRotary>,
+    terms: Option<Terms<'a>>,
     stream: &'a Stream,
     /// The elements of keys and values.
     kv: [&'a [T]; 2],
@@ -60,7 +62,8 @@ impl<'a, T: Float> Call<'a, T> {
         let rotary = op.rotary.map(|rotary| HostRotary::new(&rotary, stream));
         let (pages, rotary) = (pages.transpose()?, rotary.transpose()?);
         let kv = [cache.k.as_slice()?, cache.v.as_slice()?];
-        Ok(Self { op, problem, cache, host, pages, rotary, stream, kv })
+        let terms = Terms::of(&op.scores)?;
+        Ok(Self { op, problem, cache, host, pages, rotary, terms, stream, kv })
     }
 
     fn run(&self, (mut o, mut lse): (ViewMut<'_>, Option<ViewMut<'_>>)) -> Result<()> {
@@ -103,15 +106,16 @@ impl<'a, T: Float> Call<'a, T> {
     fn whole(&self, entry: usize, rows: Rows<'_>) -> Result<()> {
         let length = self.host.length(entry);
         let heads = 0..self.problem.cache.num_heads_kv;
+        let scores = self.op.scores.of_sequence(entry, length)?;
         if self.cache.block_table.is_none() {
             let keys = |view: &View<'a>| -> Result<View<'a>> {
                 Ok(view.slice(0, entry..entry + 1)?.flatten(0..2)?.slice(0, 0..length)?)
             };
             let (k, v) = (keys(&self.cache.k)?, keys(&self.cache.v)?);
-            return self.attend(rows, [k, v], self.op.scores, 0);
+            return self.attend(rows, [k, v], scores);
         }
         let kv = self.gather(entry, 0..length, heads)?;
-        self.attend(rows, [kv[0].view(), kv[1].view()], self.op.scores, 0)
+        self.attend(rows, [kv[0].view(), kv[1].view()], scores)
     }
 
     /// Attention to the keys in listed pages, head by head. Masks look at true positions, so
@@ -144,37 +148,59 @@ impl<'a, T: Float> Call<'a, T> {
                         .map(|lse| lse.slice(0, heads.clone())?.slice(1, same.clone()))
                         .transpose()?,
                 };
-                let kv = [kv[0].view().slice(0, shown.clone())?, kv[1].view().slice(0, shown)?];
-                let scores = Scores { mask: Mask::Full, ..self.op.scores };
-                self.attend(rows, kv, scores, heads.start)?;
+                let kv =
+                    [kv[0].view().slice(0, shown.clone())?, kv[1].view().slice(0, shown.clone())?];
+                let sequence = Sequence {
+                    entry,
+                    first_q: 0,
+                    first_kv: 0,
+                    seqlen_q: tokens,
+                    seqlen_kv: length,
+                };
+                let added = self.added(&sequence, [heads.clone(), same.clone()], &keys[shown])?;
+                let scores = Scores {
+                    mask: Mask::Full,
+                    bias: added.as_ref().map(Tensor::view),
+                    alibi: None,
+                    ..self.op.scores.of_heads(heads)?
+                };
+                self.attend(rows, kv, scores)?;
                 first = same.end;
             }
         }
         Ok(())
     }
 
-    /// One call of attention; its first query head is `first_head` of the whole.
+    /// What is added to the scores of some heads and queries of a sequence at these keys, f32
+    /// `[1, heads, queries, keys]`.
+    fn added(
+        &self,
+        sequence: &Sequence,
+        [heads, queries]: [Range<usize>; 2],
+        keys: &[usize],
+    ) -> Result<Option<Tensor>> {
+        let Some(terms) = &self.terms else { return Ok(None) };
+        let mut added = vec![0f32; heads.len() * queries.len() * keys.len()];
+        let at = heads.clone().flat_map(|head| queries.clone().map(move |query| [head, query]));
+        for (at, row) in at.zip(added.chunks_exact_mut(keys.len().max(1))) {
+            for (&key, term) in keys.iter().zip(row) {
+                terms.load(sequence, at, key..key + 1, std::slice::from_mut(term));
+            }
+        }
+        let shape = [1, heads.len(), queries.len(), keys.len()];
+        Ok(Some(Tensor::from_slice(self.stream, &added, &shape)?))
+    }
+
+    /// One call of attention.
     fn attend(
         &self,
         Rows { q, o, lse }: Rows<'_>,
         [k, v]: [View<'_>; 2],
         scores: Scores<View<'_>>,
-        first_head: usize,
     ) -> Result<()> {
-        let heads = first_head..first_head + q.shape()[1];
-        let [max_seqlen_q, max_seqlen_kv] = [q.shape()[0], k.shape()[0]];
-        let [cu_q, cu_kv] = [max_seqlen_q, max_seqlen_kv].map(|length| [0, length as i32]);
-        let attention = Attention {
-            scores: scores.of_heads(heads)?,
-            cu_seqlens: Some(CuSeqlens {
-                q: View::from_slice(&cu_q, &[2])?,
-                kv: View::from_slice(&cu_kv, &[2])?,
-                max_seqlen_q,
-                max_seqlen_kv,
-            }),
-            ..Attention::new(q, k, v)
-        };
-        attention.forward_into(o, lse, self.stream)
+        let [q, k, v] = [q.insert(0)?, k.insert(0)?, v.insert(0)?];
+        let lse = lse.map(|lse| lse.insert(0)).transpose()?;
+        Attention { scores, ..Attention::new(q, k, v) }.forward_into(o.insert(0)?, lse, self.stream)
     }
 
     /// Copies of the keys and values at these positions, `[keys, heads, head_dim]`.

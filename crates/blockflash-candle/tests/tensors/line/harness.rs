@@ -101,6 +101,8 @@ pub(crate) fn case<'a>(
         k,
         v,
         sink: None,
+        bias: None,
+        alibi: None,
         lengths: None,
         blocks: None,
         bottom_right: true,

@@ -3,7 +3,7 @@
 
 use super::Operands;
 use super::sequence::{QueryRows, clip, load, row_stride, steps, visited};
-use super::softmax::{finish, shift};
+use super::softmax::{add as add_terms, finish, shift};
 use crate::Result;
 use crate::attention::{ScoresProblem, Strides};
 use crate::float::Float;
@@ -35,6 +35,8 @@ pub(super) struct Few {
     q: Vec<f32>,
     /// Scores and then probabilities of some rows, `[rows, STEP]`.
     s: Vec<f32>,
+    /// What is added to these scores.
+    terms: Vec<f32>,
     running: Vec<Running>,
     /// Converted keys and values of a step.
     converted: [Vec<f32>; 2],
@@ -92,12 +94,22 @@ impl Few {
                 let seen = clip(visible[first].clone(), &keys);
                 let same = |row: &usize| clip(visible[*row].clone(), &keys) == seen;
                 let end = (first + 1..rows).take_while(same).count() + first + 1;
+                if let Some(terms) = &operands.terms {
+                    self.terms.resize(rows * STEP, 0.0);
+                    let added = keys.start + seen.start..keys.start + seen.end;
+                    for (row, row_terms) in (first..end).zip(self.terms.chunks_exact_mut(STEP)) {
+                        let row_terms = &mut row_terms[..seen.len()];
+                        let at = task.at(task.rows.start + row);
+                        terms.load(sequence, at, added.clone(), row_terms);
+                    }
+                }
                 vectorized(Attend {
                     keys: seen,
                     q: &self.q[first * qk..end * qk],
                     k,
                     v,
                     s: &mut self.s,
+                    terms: &self.terms,
                     o: &mut o[first * v_dim..end * v_dim],
                     running: &mut self.running[first..end],
                     scores: &problem.scores,
@@ -155,6 +167,8 @@ struct Attend<'a> {
     k: Keys<'a>,
     v: Keys<'a>,
     s: &'a mut [f32],
+    /// Nothing, or a row of [`STEP`] for each of the rows.
+    terms: &'a [f32],
     o: &'a mut [f32],
     running: &'a mut [Running],
     scores: &'a ScoresProblem,
@@ -204,6 +218,9 @@ impl Attend<'_> {
             let s = &mut self.s[row * STEP..][..self.keys.len()];
             let running = &mut self.running[first + row];
             self.scores.cap(s);
+            if let Some(terms) = self.terms.chunks_exact(STEP).nth(first + row) {
+                add_terms(s, terms);
+            }
             let max = math::max(s);
             let max = if max > running.max { max } else { running.max };
             let shift = shift(max);

@@ -8,6 +8,7 @@ mod few;
 mod scores;
 pub(crate) mod sequence;
 mod softmax;
+pub(crate) mod terms;
 mod tile;
 pub(crate) mod visible;
 
@@ -20,6 +21,7 @@ use half::{bf16, f16};
 use rayon::prelude::*;
 use sequence::{QueryRows, Sequence, query_rows, sequences};
 use std::sync::{Mutex, PoisonError};
+use terms::Terms;
 use tile::Tile;
 
 /// Multiply-adds of a problem that the calling thread computes alone.
@@ -32,6 +34,7 @@ struct Operands<'a, T> {
     k: &'a [T],
     v: &'a [T],
     sink: Option<&'a [f32]>,
+    terms: Option<Terms<'a>>,
     block_mask: Option<&'a BlockMask>,
 }
 
@@ -49,15 +52,13 @@ struct Outputs<'a, T> {
     lse: Option<&'a mut [f32]>,
 }
 
-/// The CPU computes no score terms yet.
-pub(crate) fn refuse_terms(problem: &AttentionProblem) -> Result<()> {
-    match problem.terms() {
-        Some(term) => {
-            let what = format!("{term} is given, and the CPU does not take it yet");
-            Err(crate::Error::Unsupported { op: "attention", arch: "cpu".into(), what })
-        }
-        None => Ok(()),
+/// The CPU reads no bits of partial blocks yet.
+pub(crate) fn refuse_bits(problem: &AttentionProblem) -> Result<()> {
+    if !problem.block_mask.is_some_and(|mask| mask.bits) {
+        return Ok(());
     }
+    let what = "a block mask with partial blocks is given, and the CPU does not take it yet".into();
+    Err(crate::Error::Unsupported { op: "attention", arch: "cpu".into(), what })
 }
 
 /// Computes a problem that was checked and has outputs.
@@ -68,7 +69,7 @@ pub(super) fn forward(
     lse: Option<ViewMut<'_>>,
     stream: &Stream,
 ) -> Result<()> {
-    refuse_terms(problem)?;
+    refuse_bits(problem)?;
     let sequences = sequences(op, problem, stream)?;
     match problem.types.q {
         DType::F16 => run::<f16>(op, problem, &sequences, o, lse),
@@ -90,6 +91,7 @@ fn run<T: Float>(
         k: op.k.as_slice()?,
         v: op.v.as_slice()?,
         sink: op.scores.sink.as_ref().map(|sink| sink.as_slice()).transpose()?,
+        terms: Terms::of(&op.scores)?,
         block_mask: op.block_mask,
     };
     let lse = lse.as_mut().map(|lse| lse.as_mut_slice()).transpose()?;

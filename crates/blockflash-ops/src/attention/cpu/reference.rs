@@ -12,6 +12,8 @@ pub(super) struct Case {
     pub(super) mask: Mask,
     pub(super) softcap: Option<f32>,
     pub(super) sink: Option<Vec<f32>>,
+    /// What the reference adds to the score of each pair, `[batch, heads, queries, keys]`.
+    pub(super) added: Option<Vec<f32>>,
     pub(super) q: Vec<f32>,
     pub(super) k: Vec<f32>,
     pub(super) v: Vec<f32>,
@@ -34,6 +36,7 @@ pub(super) fn case(
         mask,
         softcap: None,
         sink: None,
+        added: None,
         q,
         k,
         v,
@@ -76,7 +79,10 @@ impl Case {
                 let (q, k) = (&self.q[q_row..][..d], &self.k[kv_row(j)..][..d]);
                 let dot: f64 = q.iter().zip(k).map(|(&q, &k)| f64::from(q) * f64::from(k)).sum();
                 let score = dot / (d as f64).sqrt();
-                self.softcap.map_or(score, |cap| f64::from(cap) * (score / f64::from(cap)).tanh())
+                let pair = ((b * heads_q + h) * seqlen_q + i) * seqlen_kv + j;
+                let added = self.added.as_ref().map_or(0.0, |added| f64::from(added[pair]));
+                let capped = self.softcap.map(f64::from).map(|cap| cap * (score / cap).tanh());
+                capped.unwrap_or(score) + added
             };
             let keys = self.mask.visible(i, seqlen_q, seqlen_kv);
             let scores: Vec<f64> = keys.clone().map(dot).collect();

@@ -13,21 +13,29 @@ impl ScoresProblem {
         }
     }
 
-    /// Turns scores that are scaled into probabilities, and `d_o · v` into the gradients of these
-    /// scores.
+    /// Turns scores that are scaled into probabilities, with the `terms` that are added to them,
+    /// and `d_o · v` into the gradients of these scores, before the cap or `capped`.
     #[inline(always)]
-    pub(crate) fn gradients(&self, p: &mut Lanes, ds: &mut Lanes, lse: &Lanes, delta: &Lanes) {
+    pub(crate) fn gradients(
+        &self,
+        [p, ds]: [&mut Lanes; 2],
+        terms: Option<&Lanes>,
+        [lse, delta]: [&Lanes; 2],
+        capped: bool,
+    ) {
+        let terms = terms.unwrap_or(&[0.0; LANES]);
         match self.softcap {
             None => {
                 for lane in 0..LANES {
-                    p[lane] = math::probability(p[lane] - lse[lane]);
+                    p[lane] = math::probability(p[lane] + terms[lane] - lse[lane]);
                     ds[lane] = p[lane] * (ds[lane] - delta[lane]);
                 }
             }
             Some(softcap) => {
                 for lane in 0..LANES {
                     let [tanh, slope] = math::tanh_and_slope(p[lane] / softcap);
-                    p[lane] = math::probability(softcap * tanh - lse[lane]);
+                    p[lane] = math::probability(softcap * tanh + terms[lane] - lse[lane]);
+                    let slope = if capped { 1.0 } else { slope };
                     ds[lane] = p[lane] * (ds[lane] - delta[lane]) * slope;
                 }
             }

@@ -25,6 +25,8 @@ pub(super) struct Softmax<'a> {
     pub(super) s: &'a mut [Lanes],
     pub(super) running: &'a mut Running,
     pub(super) scores: &'a ScoresProblem,
+    /// What is added to the scores.
+    pub(super) terms: Option<&'a [Lanes]>,
     /// If some rows do not see some keys.
     pub(super) seen: Option<&'a Seen>,
 }
@@ -34,8 +36,11 @@ impl WithSimd for Softmax<'_> {
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, _: S) -> Lanes {
-        let Self { s, running, scores, seen } = self;
+        let Self { s, running, scores, terms, seen } = self;
         scores.cap(s.as_flattened_mut());
+        if let Some(terms) = terms {
+            add(s.as_flattened_mut(), terms.as_flattened());
+        }
         let mut max = running.max;
         if let Some(seen) = seen {
             seen.mask(s, f32::NEG_INFINITY);
@@ -81,6 +86,12 @@ pub(super) fn finish(old: f32, sum: f32, score: f32, o: &mut [f32]) -> f32 {
     }
     o.iter_mut().for_each(|o| *o = *o * shrink / sum);
     shift + sum.ln()
+}
+
+/// Adds what is added to scores.
+#[inline(always)]
+pub(super) fn add(s: &mut [f32], terms: &[f32]) {
+    s.iter_mut().zip(terms).for_each(|(s, term)| *s += term);
 }
 
 /// The shift of scores: their maximum, or 0 while it is −∞, since −∞ − (−∞) is NaN.

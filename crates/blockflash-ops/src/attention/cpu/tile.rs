@@ -2,7 +2,8 @@ use super::Operands;
 use super::few::{self, Few};
 use super::sequence::{QueryRows, load, load_lane, row_stride, steps, visited};
 use super::softmax::{Running, Softmax, finish};
-use super::visible::Visible;
+use super::terms::PanelTerms;
+use super::visible::{Visible, Visit};
 use crate::Result;
 use crate::attention::AttentionProblem;
 use crate::float::Float;
@@ -10,7 +11,6 @@ use crate::math;
 use crate::panels::{Buffer, Into, LANES, Lanes, Left, multiply, padded, vectorized};
 use blockflash_sys::HeadDims;
 use pulp::{Simd, WithSimd};
-use std::ops::Range;
 
 /// Keys per step, chosen so that the scores of a panel stay in the L1 cache, keys and values of a
 /// step in the L2 cache.
@@ -26,6 +26,7 @@ pub(super) struct Tile {
     v: Buffer,
     /// Scores and then probabilities of a panel, a row for each key.
     s: Buffer,
+    terms: PanelTerms,
     panels: Vec<Panel>,
     few: Few,
     o: Vec<f32>,
@@ -49,6 +50,7 @@ impl Tile {
             k: Buffer::default(),
             v: Buffer::default(),
             s: Buffer::default(),
+            terms: PanelTerms::default(),
             panels: Vec::new(),
             few: Few::default(),
             o: Vec::new(),
@@ -91,8 +93,13 @@ impl Tile {
             load(&mut self.k, operands.k, keys.clone(), qk, start(problem.k));
             load(&mut self.v, operands.v, keys.clone(), v, start(problem.v));
             let taken_out = take_out(&mut self.v[..keys.len() * row_stride(v)], row_stride(v));
-            for panel in &mut self.panels {
-                panel.attend([&self.k, &self.v], &keys, &mut self.s, problem);
+            for (panel, first) in self.panels.iter_mut().zip(task.rows.clone().step_by(LANES)) {
+                if let Some(visit) = panel.visible.of(&keys, |_| false) {
+                    let added = keys.start + visit.keys.start..keys.start + visit.keys.end;
+                    let rows = first..task.rows.end;
+                    let terms = self.terms.of_rows(operands.terms.as_ref(), task, rows, added);
+                    panel.attend([&self.k, &self.v], &visit, terms, &mut self.s, problem);
+                }
                 for (key, v) in &taken_out {
                     panel.add(keys.start + key, &self.s.panels()[*key], v);
                 }
@@ -147,15 +154,15 @@ impl Panel {
         }
     }
 
-    /// Attends to the keys of a step, whose probabilities stay in `s`.
+    /// Attends to keys of a step, whose probabilities stay in `s`.
     fn attend(
         &mut self,
         [k, v]: [&[f32]; 2],
-        keys: &Range<usize>,
+        visit: &Visit,
+        terms: Option<&[Lanes]>,
         s: &mut Buffer,
         problem: &AttentionProblem,
     ) {
-        let Some(visit) = self.visible.of(keys, |_| false) else { return };
         let (first, count) = (visit.keys.start, visit.keys.len());
         let s = &mut s.panels_mut()[first..];
         let HeadDims { qk, v: head_dim } = problem.head_dims;
@@ -169,6 +176,7 @@ impl Panel {
             s: &mut *scores,
             running: &mut self.running,
             scores: &problem.scores,
+            terms,
             seen: visit.seen.as_ref(),
         };
         let shrink = vectorized(softmax);

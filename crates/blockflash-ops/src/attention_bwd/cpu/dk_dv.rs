@@ -4,13 +4,14 @@ use super::pairs::{OfKeys, Query};
 use super::{KeyRows, Operands};
 use crate::Result;
 use crate::attention::cpu::sequence::{Sequence, load, load_lane, row_stride, steps, visited};
+use crate::attention::cpu::terms::PanelTerms;
 use crate::float::Float;
 use crate::panels::{Buffer, Into, LANES, Left, ONES, ROWS, multiply, padded, vectorized};
 use blockflash_sys::HeadDims;
 use std::ops::Range;
 
 /// Queries per step, chosen as the keys of `dq`.
-const STEP: usize = 128;
+pub(super) const STEP: usize = 128;
 
 /// The f32 operands of one thread.
 #[derive(Default)]
@@ -24,7 +25,10 @@ pub(super) struct Tile {
     p: Buffer,
     /// `d_o · v` and then the gradients of `q · k · scale`, a row for each query.
     ds: Buffer,
+    terms: PanelTerms,
     panels: Vec<Panel>,
+    /// Whether `ds` are gradients of capped scores.
+    capped: bool,
 }
 
 /// Some keys: `k` and `dk` have a row for each of `head_dims.qk`, `v` and `dv` of `head_dims.v`.
@@ -37,6 +41,11 @@ struct Panel {
 }
 
 impl Tile {
+    /// For gradients of capped scores, to which a bias is added, in place of those of products.
+    pub(super) fn of_capped_scores() -> Self {
+        Self { capped: true, ..Self::default() }
+    }
+
     /// Computes the gradients of some keys from all query heads of their group: `dk` and `dv`,
     /// `[keys, head_dims.qk]` and `[keys, head_dims.v]`.
     pub(super) fn compute<T: Float>(
@@ -48,10 +57,6 @@ impl Tile {
         let KeyRows { sequence, head: head_kv, rows: keys } = task;
         let forward = &operands.problem.forward;
         let HeadDims { qk, v } = forward.head_dims;
-        self.q.reserve(STEP * row_stride(qk));
-        self.d_o.reserve(STEP * row_stride(v));
-        self.p.reserve(STEP * LANES);
-        self.ds.reserve(STEP * LANES);
         self.load_keys(operands, task);
         let group = forward.num_heads_q / forward.num_heads_kv;
         let attending = forward.scores.mask.attending(keys, sequence.seqlen_q, sequence.seqlen_kv);
@@ -61,7 +66,7 @@ impl Tile {
             for queries in steps(visited, attending.clone(), STEP) {
                 self.load_queries(operands, sequence, head, &queries);
                 for panel in 0..self.panels.len() {
-                    self.add(operands, sequence, &queries, panel);
+                    self.add(operands, (sequence, head), &queries, panel);
                 }
             }
         }
@@ -83,21 +88,45 @@ impl Tile {
     fn add<T: Float>(
         &mut self,
         operands: &Operands<'_, T>,
-        sequence: &Sequence,
+        at: (&Sequence, usize),
         queries: &Range<usize>,
         panel: usize,
     ) {
-        let (forward, panel) = (&operands.problem.forward, &mut self.panels[panel]);
+        let HeadDims { qk, v } = operands.problem.forward.head_dims;
+        let Some(pairs) = self.pairs(operands, at, queries, panel) else { return };
+        let first = pairs.start - queries.start;
+        let [p, ds] = [&self.p, &self.ds].map(|pairs_of| &pairs_of.panels()[..pairs.len()]);
+        let panel = &mut self.panels[panel];
+        for (sums, (rows, stride), pairs) in [
+            (&mut panel.dk, (&self.q, row_stride(qk)), ds),
+            (&mut panel.dv, (&self.d_o, row_stride(v)), p),
+        ] {
+            let left = Left::Columns { values: &rows[first * stride..], stride };
+            multiply(sums.panels_mut(), left, pairs, Into::AddTo(&ONES));
+        }
+    }
+
+    /// Leaves the pairs of a panel and of those loaded queries that see some of it, which are
+    /// returned, in `p` and `ds`.
+    fn pairs<T: Float>(
+        &mut self,
+        operands: &Operands<'_, T>,
+        (sequence, head): (&Sequence, usize),
+        queries: &Range<usize>,
+        panel: usize,
+    ) -> Option<Range<usize>> {
+        let (forward, panel) = (&operands.problem.forward, &self.panels[panel]);
         let HeadDims { qk, v } = forward.head_dims;
         let [seqlen_q, seqlen_kv] = [sequence.seqlen_q, sequence.seqlen_kv];
         let attending = forward.scores.mask.attending(&panel.keys, seqlen_q, seqlen_kv);
         let within = attending.start.max(queries.start)..attending.end.min(queries.end);
         if within.is_empty() {
-            return;
+            return None;
         }
         // Whole rows of a product from a multiple of them on are within the step.
         let first = (within.start - queries.start) / ROWS * ROWS;
-        let count = within.end - queries.start - first;
+        let within = queries.start + first..within.end;
+        let count = within.len();
         let [q, d_o] = [(&self.q, row_stride(qk)), (&self.d_o, row_stride(v))]
             .map(|(rows, stride)| (&rows[first * stride..], stride));
         let [p, ds] = [&mut self.p, &mut self.ds].map(Buffer::panels_mut);
@@ -107,21 +136,38 @@ impl Tile {
             let left = Left::Rows { values: left.0, stride: left.1 };
             multiply(&mut pairs[..padded(count)], left, right.panels(), Into::Set(scale));
         }
-        let (p, ds) = (&mut p[..count], &mut ds[..count]);
+        let (terms, keys) = (operands.terms.as_ref(), panel.keys.clone());
         vectorized(OfKeys {
-            p: &mut *p,
-            ds: &mut *ds,
+            p: &mut p[..count],
+            ds: &mut ds[..count],
             queries: &self.queries[first..],
             first: panel.keys.start,
             scores: &forward.scores,
+            terms: self.terms.of_keys(terms, sequence, head, within.clone(), keys),
+            capped: self.capped,
         });
-        for (sums, left, pairs) in [(&mut panel.dk, q, ds), (&mut panel.dv, d_o, p)] {
-            let left = Left::Columns { values: left.0, stride: left.1 };
-            multiply(sums.panels_mut(), left, pairs, Into::AddTo(&ONES));
+        Some(within)
+    }
+
+    /// Gives each pair of the loaded queries and keys that is not masked, by query and key, and the
+    /// gradient of its score.
+    pub(super) fn each_pair<T: Float>(
+        &mut self,
+        operands: &Operands<'_, T>,
+        at: (&Sequence, usize),
+        queries: &Range<usize>,
+        mut add: impl FnMut([usize; 2], f32),
+    ) {
+        for panel in 0..self.panels.len() {
+            let Some(pairs) = self.pairs(operands, at, queries, panel) else { continue };
+            for (query, ds) in pairs.zip(self.ds.panels()) {
+                let keys = self.panels[panel].keys.clone();
+                keys.zip(ds).for_each(|(key, ds)| add([query, key], *ds));
+            }
         }
     }
 
-    fn load_queries<T: Float>(
+    pub(super) fn load_queries<T: Float>(
         &mut self,
         operands: &Operands<'_, T>,
         sequence: &Sequence,
@@ -145,9 +191,13 @@ impl Tile {
         }));
     }
 
-    fn load_keys<T: Float>(&mut self, operands: &Operands<'_, T>, task: &KeyRows) {
+    pub(super) fn load_keys<T: Float>(&mut self, operands: &Operands<'_, T>, task: &KeyRows) {
         let (forward, sequence) = (&operands.problem.forward, &task.sequence);
         let HeadDims { qk, v } = forward.head_dims;
+        self.q.reserve(STEP * row_stride(qk));
+        self.d_o.reserve(STEP * row_stride(v));
+        self.p.reserve(STEP * LANES);
+        self.ds.reserve(STEP * LANES);
         self.panels.resize_with(task.rows.len().div_ceil(LANES), || Panel {
             keys: 0..0,
             k: Buffer::new(qk * LANES),

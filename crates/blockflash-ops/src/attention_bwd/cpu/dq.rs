@@ -4,6 +4,7 @@ use super::Operands;
 use super::pairs::OfRows;
 use crate::Result;
 use crate::attention::cpu::sequence::{QueryRows, load, load_lane, row_stride, steps, visited};
+use crate::attention::cpu::terms::PanelTerms;
 use crate::attention::cpu::visible::Visible;
 use crate::float::Float;
 use crate::panels::{Buffer, Into, LANES, Lanes, Left, ONES, multiply, padded, vectorized};
@@ -24,6 +25,7 @@ pub(super) struct Tile {
     p: Buffer,
     /// `d_o · v` and then the gradients of `q · k · scale`, a row for each key.
     ds: Buffer,
+    terms: PanelTerms,
     panels: Vec<Panel>,
 }
 
@@ -64,7 +66,7 @@ impl Tile {
             let start = |strides| move |key| sequence.kv_row(strides, head_kv, key);
             load(&mut self.k, operands.k, keys.clone(), qk, start(forward.k));
             load(&mut self.v, operands.v, keys.clone(), v, start(forward.v));
-            for panel in &mut self.panels {
+            for (panel, row) in self.panels.iter_mut().zip(task.rows.clone().step_by(LANES)) {
                 let nothing = |lane: usize| panel.lse[lane] == f32::NEG_INFINITY;
                 let Some(visit) = panel.visible.of(&keys, nothing) else { continue };
                 let (first, count) = (visit.keys.start, visit.keys.len());
@@ -78,12 +80,15 @@ impl Tile {
                     let left = Left::Rows { values: left.0, stride: left.1 };
                     multiply(&mut pairs[..padded(count)], left, right.panels(), Into::Set(scale));
                 }
+                let added = keys.start + visit.keys.start..keys.start + visit.keys.end;
+                let rows = row..task.rows.end;
                 vectorized(OfRows {
                     p: &mut p[..count],
                     ds: &mut ds[..count],
                     lse: &panel.lse,
                     delta: &panel.delta,
                     scores: &forward.scores,
+                    terms: self.terms.of_rows(operands.terms.as_ref(), task, rows, added),
                     seen: visit.seen.as_ref(),
                 });
                 let left = Left::Columns { values: k.0, stride: k.1 };

@@ -1,9 +1,10 @@
 //! Gradients on the CPU, in f32: `dq` in parallel over blocks of queries, then `dk` and `dv` over
-//! blocks of keys. Both recompute the probabilities from `lse`.
+//! blocks of keys, and that of a bias over tiles of it. All recompute the probabilities from `lse`.
 //!
 //! Every block is computed by one thread in a fixed order, so results do not depend on the number
 //! of threads. Blocks that a block mask does not visit are not even read.
 
+mod dbias;
 mod dk_dv;
 mod dq;
 mod pairs;
@@ -11,6 +12,7 @@ mod pairs;
 use super::{AttentionBackward, AttentionBackwardProblem, AttentionGradientsMut};
 use crate::attention::Strides;
 use crate::attention::cpu::sequence::{Sequence, blocks, query_rows, sequences};
+use crate::attention::cpu::terms::Terms;
 use crate::float::Float;
 use crate::{BlockMask, Result, math};
 use blockflash_safe::{Stream, ViewMut};
@@ -39,6 +41,7 @@ struct Operands<'a, T> {
     o: &'a [T],
     d_o: &'a [T],
     lse: &'a [f32],
+    terms: Option<Terms<'a>>,
     /// The sum of `o · d_o` of each query: `[sequences][heads][queries]`.
     delta: Vec<Vec<f32>>,
     block_mask: Option<&'a BlockMask>,
@@ -53,7 +56,7 @@ pub(super) fn backward(
     gradients: AttentionGradientsMut<'_>,
     stream: &Stream,
 ) -> Result<()> {
-    crate::attention::cpu::refuse_terms(&problem.forward)?;
+    crate::attention::cpu::refuse_bits(&problem.forward)?;
     let sequences = sequences(&op.attention, &problem.forward, stream)?;
     match problem.forward.types.q {
         DType::F16 => run::<f16>(op, problem, &sequences, gradients),
@@ -77,14 +80,18 @@ fn run<T: Float>(
         o: op.o.as_slice()?,
         d_o: op.d_o.as_slice()?,
         lse: op.lse.as_slice()?,
+        terms: Terms::of(&attention.scores)?,
         delta: Vec::new(),
         block_mask: attention.block_mask,
         transposed: attention.block_mask.map(BlockMask::transpose).transpose()?,
     };
     operands.delta = operands.delta_of(sequences);
-    let AttentionGradientsMut { mut dq, mut dk, mut dv, d_sink, dbias: _ } = gradients;
+    let AttentionGradientsMut { mut dq, mut dk, mut dv, d_sink, dbias } = gradients;
     if let (Some(mut d_sink), Some(sink)) = (d_sink, &attention.scores.sink) {
         operands.sink_gradient(sequences, sink.as_slice()?, d_sink.as_mut_slice()?);
+    }
+    if let (Some(mut dbias), Some(bias)) = (dbias, forward.scores.bias) {
+        dbias::bias_gradient(&operands, sequences, bias.broadcast, &mut dbias)?;
     }
     let HeadDims { qk, v } = forward.head_dims;
     let dq = Output::<T>::new(&mut dq, problem.dq, qk)?;

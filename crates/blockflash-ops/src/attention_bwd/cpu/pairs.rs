@@ -14,6 +14,8 @@ pub(super) struct OfRows<'a> {
     pub(super) lse: &'a Lanes,
     pub(super) delta: &'a Lanes,
     pub(super) scores: &'a ScoresProblem,
+    /// What is added to the scores.
+    pub(super) terms: Option<&'a [Lanes]>,
     /// If some rows do not see some keys.
     pub(super) seen: Option<&'a Seen>,
 }
@@ -23,9 +25,9 @@ impl WithSimd for OfRows<'_> {
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, _: S) {
-        let Self { p, ds, lse, delta, scores, seen } = self;
-        for (p, ds) in p.iter_mut().zip(&mut *ds) {
-            scores.gradients(p, ds, lse, delta);
+        let Self { p, ds, lse, delta, scores, terms, seen } = self;
+        for (key, (p, ds)) in p.iter_mut().zip(&mut *ds).enumerate() {
+            scores.gradients([p, ds], terms.map(|terms| &terms[key]), [lse, delta], false);
         }
         if let Some(seen) = seen {
             seen.mask(p, 0.0);
@@ -51,6 +53,10 @@ pub(super) struct OfKeys<'a> {
     /// The first key of the panel.
     pub(super) first: usize,
     pub(super) scores: &'a ScoresProblem,
+    /// What is added to the scores.
+    pub(super) terms: Option<&'a [Lanes]>,
+    /// Whether to differentiate by capped scores.
+    pub(super) capped: bool,
 }
 
 impl WithSimd for OfKeys<'_> {
@@ -58,10 +64,11 @@ impl WithSimd for OfKeys<'_> {
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, _: S) {
-        let Self { p, ds, queries, first, scores } = self;
-        for ((p, ds), query) in p.iter_mut().zip(ds).zip(queries) {
-            let [lse, delta] = query.statistics;
-            scores.gradients(p, ds, &[lse; LANES], &[delta; LANES]);
+        let Self { p, ds, queries, first, scores, terms, capped } = self;
+        for (at, ((p, ds), query)) in p.iter_mut().zip(ds).zip(queries).enumerate() {
+            let statistics = query.statistics.map(|x| [x; LANES]);
+            let terms = terms.map(|terms| &terms[at]);
+            scores.gradients([p, ds], terms, statistics.each_ref(), capped);
             let lane = |key: usize| key.clamp(first, first + LANES) - first;
             let (start, end) = (lane(query.visible.start), lane(query.visible.end));
             for pairs in [p, ds] {
