@@ -16,4 +16,5 @@ mod rule;
 mod sddmm;
 mod select;
 mod speed;
+mod token_masks;
 mod truncation;

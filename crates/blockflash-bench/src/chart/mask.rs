@@ -2,7 +2,7 @@
 
 use super::draw::WIDTH;
 use super::{Axis, CEILING, Cells, Chart, ChartError, Line, Panel, group};
-use blockflash_ops::BlockMask;
+use blockflash_ops::{BlockMask, Mask};
 
 /// Maximum number of heads in one chart.
 pub const MAX_SHOWN: usize = 16;
@@ -45,6 +45,11 @@ impl MaskPicture<'_> {
             panels = panels.into_iter().step_by(2).collect(); // without the lengths of rows
         }
         let keys = match behind {
+            [1, 1] if mask.bits().is_some() => vec![
+                ("all pairs of a block visible".to_owned(), Cells::SHADES),
+                ("few of them".to_owned(), 1),
+                ("not visited".to_owned(), 0),
+            ],
             [1, 1] => vec![("visited".to_owned(), Cells::SHADES), ("not visited".to_owned(), 0)],
             [rows, columns] => vec![
                 (format!("all of {rows} × {columns} blocks visited"), Cells::SHADES),
@@ -98,21 +103,26 @@ impl MaskPicture<'_> {
         }
         let [rows, columns] =
             [mask.rows().div_ceil(behind[0]).max(1), mask.cols().div_ceil(behind[1]).max(1)];
-        let mut visited = vec![0usize; rows * columns];
+        // Blocks of a cell, of a partial one the share of its pairs that are visible.
+        let mut visited = vec![0f64; rows * columns];
         let mut lengths = Vec::new();
         for row in 0..mask.rows() {
-            let blocks: Vec<usize> = mask.row(batch, head, row)?.collect();
+            let blocks = mask.row_pairs(batch, head, row, Mask::Full)?;
             let first = row / behind[0] * columns;
-            blocks.iter().for_each(|block| visited[first + block / behind[1]] += 1);
             lengths.push(blocks.len());
+            let geometry = mask.sequences().map_or(mask.geometry(), |sequences| sequences[batch]);
+            for (block, pairs) in blocks {
+                let all = geometry.queries(row).len() * geometry.keys(block).len();
+                visited[first + block / behind[1]] += pairs as f64 / all as f64;
+            }
         }
-        let shade = |(at, &visited): (usize, &usize)| {
+        let shade = |(at, &visited): (usize, &f64)| {
             // Cells at the ends represent fewer blocks.
             let left = |blocks: usize, at: usize, behind: usize| behind.min(blocks - at * behind);
             let there = left(mask.rows().max(1), at / columns, behind[0])
                 * left(mask.cols().max(1), at % columns, behind[1]);
             // The square root keeps a single block among many visible.
-            ((visited as f64 / there as f64).sqrt() * f64::from(Cells::SHADES)).ceil() as u8
+            ((visited / there as f64).sqrt() * f64::from(Cells::SHADES)).ceil() as u8
         };
         let shades = visited.iter().enumerate().map(shade).collect();
         let axis = |label: &str, seqlen: usize, tokens: usize| {
@@ -193,6 +203,14 @@ mod tests {
         assert_eq!(chart.panels[1].lines[0].points[7], (1.0, 480.0));
         assert!(chart.svg().unwrap().contains("M7 7h1v1h-1z"));
         assert!(matches!(draw(&mask, &[]), Err(ChartError::Heads(0))));
+        // A causal mask of pairs: diagonal blocks are a little lighter than full ones.
+        let causal = BlockMask::from_masks(geometry, &[Mask::causal()]).unwrap();
+        let chart = draw(&causal, &[[0, 0]]).unwrap();
+        let cells = chart.panels[0].cells.as_ref().unwrap();
+        let half = ((65.0 / 128.0f64).sqrt() * f64::from(Cells::SHADES)).ceil() as u8;
+        assert!(half < Cells::SHADES);
+        assert_eq!(cells.shades[8..11], [Cells::SHADES, half, 0]);
+        assert_eq!(chart.panels[0].lines[0].name, "all pairs of a block visible");
         let missing = draw(&mask, &[[0, 3]]).unwrap_err();
         assert!(missing.to_string().contains("1 heads, no head 3"), "{missing}");
 

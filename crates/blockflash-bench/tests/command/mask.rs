@@ -126,6 +126,38 @@ fn files_of_booleans_and_of_indices_are_the_same_mask() {
 }
 
 #[test]
+fn files_of_tokens_make_partial_blocks() {
+    let folder = Folder::new();
+    // 100 queries in two blocks, 130 keys in three: below the diagonal, and keys from 64 on.
+    let visible = |query: usize, key: usize| key <= query || key >= 64;
+    let tokens: Vec<bool> = (0..100 * 130).map(|at| visible(at / 130, at % 130)).collect();
+    folder.put("mask.npy", booleans("(1, 100, 130)", &tokens));
+    let report = show(&folder, "mask.npy --tokens --block 64 --out mask.svg");
+    for (field, value) in [
+        ("seqlen_q", 100),
+        ("seqlen_kv", 130),
+        ("visited_blocks", 6),
+        ("partial_blocks", 1),
+        ("bit_bytes", 512),
+        ("visited_pairs", tokens.iter().filter(|&&visible| visible).count()),
+    ] {
+        assert_eq!(report[field], value, "{field}");
+    }
+    assert!(folder.text("mask.svg").contains("all pairs of a block visible"));
+    let table = folder.ok("mask show mask.npy --tokens --block 64");
+    assert!(table.contains("1 of them, with 512 bytes of bits"), "{table}");
+    let (offsets, columns) = (integers(&[3], &[0, 1, 4]), integers(&[4], &[0, 0, 1, 2]));
+    folder.write("lists.safetensors", &[("row_ptr", &offsets), ("col_idx", &columns)]);
+    folder.refuses(
+        "mask show",
+        &[
+            ("lists.safetensors --tokens", "holds lists of blocks, not booleans of tokens"),
+            ("mask.npy --tokens --seqlen 101", "the file has 100 x 130 tokens, not 101 x 130"),
+        ],
+    );
+}
+
+#[test]
 fn mistakes_are_named() {
     let folder = Folder::new();
     folder.refuses(

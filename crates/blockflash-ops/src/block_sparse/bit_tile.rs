@@ -78,6 +78,11 @@ impl BitTile {
         self.rows[row]
     }
 
+    /// Shows further keys to a query.
+    pub(super) fn show(&mut self, row: usize, keys: u64) {
+        self.rows[row] |= keys;
+    }
+
     /// Combines the bits of two tiles.
     pub(super) fn combined(&self, other: &Self, combine: impl Fn(u64, u64) -> u64) -> Self {
         Self { rows: std::array::from_fn(|row| combine(self.rows[row], other.rows[row])) }
@@ -134,6 +139,9 @@ mod tests {
             BitTile::new(move |row, col| pairs[64 * row + col])
         });
         let both = a.combined(&b, |a, b| a & b);
+        let mut shown = BitTile::NONE;
+        (0..64).for_each(|row| shown.show(row, a.row(row) & b.row(row)));
+        assert_eq!(both, shown);
         assert_eq!(both, BitTile::new(|row, col| a.get(row, col) && b.get(row, col)));
         assert!(!a.get(64, 0) && !a.get(0, 64) && !a.get(usize::MAX, usize::MAX));
     }

@@ -80,6 +80,34 @@ impl BlockMask {
         Ok(lists.bits_of(span.start + at).is_none_or(|block| block.get(row, col)))
     }
 
+    /// The columns of one row, ascending, each with the number of pairs of its block that are
+    /// visible under the token mask. The indices are those of [`row`](Self::row).
+    ///
+    /// # Errors
+    /// As for [`row`](Self::row).
+    pub fn row_pairs(
+        &self,
+        batch: usize,
+        head: usize,
+        row: usize,
+        mask: Mask,
+    ) -> Result<impl ExactSizeIterator<Item = (usize, u64)> + '_> {
+        let (columns, lists) = (self.row(batch, head, row)?, self.lists()?);
+        let place = [batch, head, row];
+        let pairs = move |(col, at)| (col, self.pairs_of(&lists, place, at, mask));
+        Ok(columns.zip(lists.span_at(place)).map(pairs))
+    }
+
+    /// Number of visited blocks that are partial, over all batch entries and heads of the mask.
+    ///
+    /// # Errors
+    /// A mask that is not on the CPU.
+    pub fn partial_blocks(&self) -> Result<usize> {
+        let lists = self.lists()?;
+        let partial = lists.block_bits().unwrap_or_default().iter().filter(|&&first| first >= 0);
+        Ok(partial.count())
+    }
+
     /// Which pairs are visible, `[batch, heads, seqlen_q, seqlen_kv]`. Pairs beyond the end of a
     /// shorter sequence are false.
     ///
@@ -109,7 +137,9 @@ impl BlockMask {
         let Some([block_bits, words]) = lists.bits() else { return Ok(self) };
         let (block_bits, words) = (block_bits.view(), words.view());
         let words: Vec<u32> = words.as_slice::<i32>()?.iter().map(|&word| word as u32).collect();
-        self.with_bits(block_bits.as_slice()?, &words)
+        // Lists that a kernel fills have room for more blocks.
+        let block_bits = &block_bits.as_slice()?[..self.nnz()];
+        self.with_bits(block_bits, &words)
     }
 
     /// Tiles of a block, along queries and along keys.
@@ -117,15 +147,16 @@ impl BlockMask {
         [self.block_q(), self.block_kv()].map(|size| size / BitTile::SIDE)
     }
 
-    /// The pairs of a partial block, of a batch entry, that the token mask shows.
-    pub(super) fn pairs_in(
+    /// Number of pairs of a listed block that are visible under the token mask.
+    pub(super) fn pairs_of(
         &self,
-        batch: usize,
-        [row, col]: [usize; 2],
-        bits: &BlockBits,
+        lists: &Lists<'_>,
+        [batch, _, row]: [usize; 3],
+        at: usize,
         mask: Mask,
     ) -> u64 {
-        let geometry = self.geometry_of(batch);
+        let (geometry, col) = (self.geometry_of(batch), lists.columns(at..at + 1)[0] as usize);
+        let Some(bits) = lists.bits_of(at) else { return geometry.pairs(row, col, mask) };
         let keys = geometry.keys(col);
         let pairs = |(i, query): (usize, usize)| {
             let visible = mask.visible(query, geometry.seqlen_q(), geometry.seqlen_kv());
@@ -155,6 +186,13 @@ impl BlockBits {
     pub(super) fn get(&self, row: usize, col: usize) -> bool {
         let side = BitTile::SIDE;
         self.tiles[row / side * self.across + col / side].get(row % side, col % side)
+    }
+
+    /// Shows keys of the block to its query `row`; all are below its size.
+    pub(super) fn show(&mut self, row: usize, keys: Range<usize>) {
+        for (tile, bits) in bits_of(keys) {
+            self.tiles[row / BitTile::SIDE * self.across + tile].show(row % BitTile::SIDE, bits);
+        }
     }
 
     /// How many of these keys of the block its query `row` sees; all are below its size.

@@ -31,8 +31,20 @@ fn pairs_are_visible_where_their_bits_are() {
             };
             let count = pairs.iter().enumerate().filter(shown).count();
             assert_eq!(mask.visited_pairs(tokens).unwrap(), count as u64, "{tokens:?}");
+            let of_row = |([batch, head, row], _): ([usize; 3], Range<usize>)| {
+                let pairs = mask.row_pairs(batch, head, row, tokens).unwrap();
+                assert!(mask.row(batch, head, row).unwrap().eq(pairs.map(|(col, _)| col)));
+                let pairs = mask.row_pairs(batch, head, row, tokens).unwrap();
+                pairs.map(|(_, pairs)| pairs).sum::<u64>()
+            };
+            assert_eq!(mask.spans().unwrap().map(of_row).sum::<u64>(), count as u64);
         }
     }
+    let geometry = BlockGeometry::new(64, 192, 64, 64).unwrap();
+    let full = BlockMask::full(geometry).unwrap();
+    assert_eq!(full.partial_blocks().unwrap(), 0);
+    let some = full.with_bits(&[0, -1, 0], &BitTile::NONE.words()).unwrap();
+    assert_eq!(some.partial_blocks().unwrap(), 2);
     let (mask, _) = random_partial(BlockGeometry::new(100, 200, 64, 64).unwrap(), 2, 3, 1);
     for ([batch, head, query, key], said) in [
         ([2, 0, 0, 0], "batch is 2"),

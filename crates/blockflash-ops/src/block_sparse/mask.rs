@@ -283,14 +283,8 @@ impl BlockMask {
     /// A mask that is not on the CPU.
     pub fn visited_pairs(&self, mask: Mask) -> Result<u64> {
         let lists = self.lists()?;
-        let pairs = |([batch, _, row], span): ([usize; 3], Range<usize>)| {
-            let geometry = self.geometry_of(batch);
-            let columns = lists.columns(span.clone()).iter().map(|&col| col as usize);
-            let of_block = |(col, at)| match lists.bits_of(at) {
-                None => geometry.pairs(row, col, mask),
-                Some(bits) => self.pairs_in(batch, [row, col], &bits, mask),
-            };
-            columns.zip(span).map(of_block).sum::<u64>()
+        let pairs = |(place, span): ([usize; 3], Range<usize>)| -> u64 {
+            span.map(|at| self.pairs_of(&lists, place, at, mask)).sum()
         };
         Ok(self.spans()?.map(pairs).sum())
     }

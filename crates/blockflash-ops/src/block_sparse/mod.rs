@@ -3,10 +3,12 @@
 //! A [`BlockMask`] is built on the host, from index arrays, booleans, top-k lists, scores or a
 //! pattern, and masks are combined by [`union`](BlockMask::union) and
 //! [`intersection`](BlockMask::intersection). Within a visited block the token
-//! [`Mask`](crate::Mask) still decides pair by pair. Pairs outside all visited blocks are not
-//! attended. [`Attention::block_mask`](crate::Attention::block_mask) requires the mask on the
-//! device of the tensors, and [`BlockMask::to`] copies it to a GPU. For variable-length batches
-//! [`BlockMask::packed`] concatenates the masks of the sequences.
+//! [`Mask`](crate::Mask) still decides pair by pair, and bits where the block is partial: masks of
+//! tokens, such as [documents](BlockMask::documents) or any
+//! [boolean mask](BlockMask::from_token_mask), are made of full and partial blocks. Pairs outside
+//! all visited blocks are not attended. [`Attention::block_mask`](crate::Attention::block_mask)
+//! requires the mask on the device of the tensors, and [`BlockMask::to`] copies it to a GPU. For
+//! variable-length batches [`BlockMask::packed`] concatenates the masks of the sequences.
 //!
 //! A mask that depends on the data of each call is built on the device that holds the data:
 //! [`BlockScores`] computes scores of blocks, and [`BlockMaskBuffer`] builds the mask from them. On
@@ -52,6 +54,8 @@ mod packed;
 mod patterns;
 mod problems;
 mod scores;
+mod token_patterns;
+mod tokens;
 mod transpose;
 mod validate;
 

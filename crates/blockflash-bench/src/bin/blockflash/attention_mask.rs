@@ -14,11 +14,16 @@ use std::path::PathBuf;
 pub struct MaskArgs {
     /// Attend only within the blocks that a file lists or that words describe, such as
     /// causal+window:8+sink:1 (see `blockflash mask show --help`)
-    #[arg(long, value_name = "FILE|WORDS", value_parser = source)]
+    #[arg(long, value_name = "FILE|WORDS", value_parser = source, group = "which_mask")]
     block_mask: Option<Source>,
+    /// Attend only the pairs that are true in a .npy file, or in the tensor `mask` of a
+    /// .safetensors file: [seqlen_q, seqlen_kv], [heads, seqlen_q, seqlen_kv] or with the batch in
+    /// front
+    #[arg(long, value_name = "FILE", group = "which_mask")]
+    mask_file: Option<PathBuf>,
     /// Queries and keys of a block, such as 64x128, or one number for both. Both are multiples of
     /// 64 [default: 128]
-    #[arg(long, value_name = "N|QxK", value_parser = block, requires = "block_mask")]
+    #[arg(long, value_name = "N|QxK", value_parser = block, requires = "which_mask")]
     block: Option<[usize; 2]>,
     /// Number of heads of the mask: 1, the heads of k and v, or the heads of q [default: the heads
     /// in the file; 1 for words]
@@ -45,12 +50,16 @@ impl MaskArgs {
     }
 
     /// The files that are read.
-    pub fn files(&self) -> [(&'static str, Option<&PathBuf>); 2] {
+    pub fn files(&self) -> [(&'static str, Option<&PathBuf>); 3] {
         let file = match &self.block_mask {
             Some(Source::File(path)) => Some(path),
             _ => None,
         };
-        [("--block-mask", file), ("--mask-col-idx", self.mask_col_idx.as_ref())]
+        [
+            ("--block-mask", file),
+            ("--mask-col-idx", self.mask_col_idx.as_ref()),
+            ("--mask-file", self.mask_file.as_ref()),
+        ]
     }
 
     /// The mask on the host; `packed` are the lengths of queries and keys of the sequences of a
@@ -67,6 +76,26 @@ impl MaskArgs {
                 let geometry = BlockGeometry::new(seqlen_q, seqlen_kv, block_q, block_kv)?;
                 Ok(pattern.mask(geometry, self.mask_heads.unwrap_or(1), seed)?)
             };
+        let of_file = |file: &PathBuf, tokens| {
+            if packed.is_some() {
+                bail!(
+                    "a mask from a file needs sequences of equal length: with --cu-seqlens, \
+                     describe it by words"
+                );
+            }
+            let known = Known {
+                col_idx: self.mask_col_idx.as_deref(),
+                heads: self.mask_heads,
+                seqlen: Some(seqlen_q),
+                seqlen_kv: Some(seqlen_kv),
+                block: self.block,
+                tokens,
+            };
+            mask_file::read(&known, file)
+        };
+        if let Some(file) = &self.mask_file {
+            return Ok(Some(of_file(file, true)?));
+        }
         Ok(Some(match (&self.block_mask, packed) {
             (None, _) => return Ok(None),
             (Some(Source::Words(_)), _) if self.mask_col_idx.is_some() => {
@@ -77,22 +106,7 @@ impl MaskArgs {
                 let masks = q.iter().zip(kv).map(|(&q, &kv)| of_words(pattern, [q, kv]));
                 BlockMask::packed(&masks.collect::<Result<Vec<_>>>()?.iter().collect::<Vec<_>>())?
             }
-            (Some(Source::File(file)), None) => mask_file::read(
-                &Known {
-                    col_idx: self.mask_col_idx.as_deref(),
-                    heads: self.mask_heads,
-                    seqlen: Some(seqlen_q),
-                    seqlen_kv: Some(seqlen_kv),
-                    block: self.block,
-                },
-                file,
-            )?,
-            (Some(Source::File(_)), Some(_)) => {
-                bail!(
-                    "a block mask from a file needs sequences of equal length: with --cu-seqlens, \
-                     describe it by words"
-                );
-            }
+            (Some(Source::File(file)), _) => of_file(file, false)?,
         }))
     }
 }

@@ -23,13 +23,15 @@ the blocks that a causal mask hides that the other words would visit:
   (fraction of the blocks, drawn for each head as in benchmark cases)
 
 A file holds booleans or lists. Booleans are the tensor `mask` of a .safetensors file or a .npy
-array: [rows, cols], [heads, rows, cols] or [batch, heads, rows, cols] in blocks. Lists are the
+array: [rows, cols], [heads, rows, cols] or [batch, heads, rows, cols] in blocks, or with --tokens
+in queries and keys, which makes blocks that are full, partial or not visited. Lists are the
 integer tensors `row_ptr` ([rows + 1], [heads, rows + 1] or [batch, heads, rows + 1]) and `col_idx`
 of a .safetensors file, or row_ptr in an .npy file and col_idx in the file that --col-idx names.
 
 Examples:
   blockflash mask show --pattern causal+window:8+sink:1 --seqlen 65536 --out mask.svg
   blockflash mask show mask.npy --block 128 --out mask.svg
+  blockflash mask show attn_mask.npy --tokens --block 64 --out mask.svg
   blockflash mask show --case b1_s16384_h16_d128_q128kv128_d0.25_power_law_full_bf16 \\
       --head 0,1,2,3 --out mask.svg";
 
@@ -58,6 +60,9 @@ pub struct Show {
     /// Read the block columns from a .npy file, if FILE is the .npy file of row_ptr
     #[arg(long, value_name = "FILE", requires = "file")]
     col_idx: Option<PathBuf>,
+    /// FILE holds booleans of queries and keys, not of blocks
+    #[arg(long, requires = "file", conflicts_with = "col_idx")]
+    tokens: bool,
     /// Make the mask from words, for example causal+window:8+sink:1
     #[arg(long, value_name = "WORDS", requires = "seqlen")]
     pattern: Option<BlockPattern>,
@@ -166,6 +171,7 @@ impl Show {
             seqlen: self.seqlen,
             seqlen_kv: self.seqlen_kv,
             block: self.block,
+            tokens: self.tokens,
         }
     }
 
@@ -196,6 +202,8 @@ impl Show {
         let all = groups * token_mask.visited_pairs(mask.seqlen_q(), mask.seqlen_kv());
         let of_all = if all == 0 { 0.0 } else { pairs as f64 / all as f64 };
         let blocks = groups * mask.rows() as u64 * mask.cols() as u64;
+        let bit_bytes =
+            mask.bits().map_or(0, |[_, words]| 4 * words.shape().iter().product::<usize>());
         let written: Vec<_> = self.out.iter().map(|path| path.display().to_string()).collect();
         if self.json {
             return Ok(serde_json::to_string(&json!({
@@ -203,6 +211,7 @@ impl Show {
                 "seqlen_q": mask.seqlen_q(), "seqlen_kv": mask.seqlen_kv(),
                 "block_q": mask.block_q(), "block_kv": mask.block_kv(),
                 "blocks": blocks, "visited_blocks": mask.nnz(), "density": mask.density(),
+                "partial_blocks": mask.partial_blocks()?, "bit_bytes": bit_bytes,
                 "imbalance": mask.imbalance()?, "visited_pairs": pairs, "pairs": all,
                 "written": written,
             }))?);
@@ -220,6 +229,11 @@ impl Show {
             "visited",
             format!("{visited} of {} blocks, density {:.4}", table::count(blocks), mask.density()),
         );
+        if bit_bytes > 0 {
+            let partial = table::count(mask.partial_blocks()? as u64);
+            let bytes = table::count(bit_bytes as u64);
+            facts.add("partial", format!("{partial} of them, with {bytes} bytes of bits"));
+        }
         facts.add("imbalance", format!("{:.2} (longest row / mean row)", mask.imbalance()?));
         let hidden =
             if *token_mask == Mask::Full { "all" } else { "those that the causal mask shows" };

@@ -17,6 +17,8 @@ pub struct Known<'a> {
     pub seqlen_kv: Option<usize>,
     /// Queries and keys of a block.
     pub block: Option<[usize; 2]>,
+    /// Booleans are of pairs of tokens, not of blocks.
+    pub tokens: bool,
 }
 
 /// Reads booleans, or the index arrays.
@@ -53,23 +55,37 @@ pub fn read(known: &Known<'_>, file: &Path) -> Result<BlockMask> {
         (None, None) => (file, file),
     };
     let index = |file, name| Source::open(file, name)?.load(DType::I32);
+    if known.tokens {
+        return wrong("holds lists of blocks, not booleans of tokens");
+    }
     from_indices(known, &index(row_ptr, "row_ptr")?, &index(col_idx, "col_idx")?)
 }
 
 fn from_booleans(known: &Known<'_>, source: Source) -> Result<BlockMask> {
-    let blocks = source.load(DType::I32)?;
-    let [batch, heads, rows, cols] = match *blocks.shape() {
+    let mask = source.load(DType::I32)?;
+    let [batch, heads, rows, cols] = match *mask.shape() {
         [rows, cols] => [1, 1, rows, cols],
         [heads, rows, cols] => [1, heads, rows, cols],
         [batch, heads, rows, cols] => [batch, heads, rows, cols],
         ref other => {
-            bail!("mask is {other:?}, expected [rows, cols] in blocks");
+            let unit = if known.tokens { "tokens" } else { "blocks" };
+            bail!("mask is {other:?}, expected [rows, cols] in {unit}");
         }
     };
     if known.heads.is_some_and(|wanted| wanted != heads) {
         bail!("mask has {heads} heads, which is not what was asked for");
     }
     let [block_q, block_kv] = known.block.unwrap_or([128; 2]);
+    let visible: Vec<bool> =
+        mask.as_i32().unwrap_or_default().iter().map(|&visible| visible != 0).collect();
+    if known.tokens {
+        let given = [known.seqlen.unwrap_or(rows), known.seqlen_kv.unwrap_or(cols)];
+        if given != [rows, cols] {
+            bail!("the file has {rows} x {cols} tokens, not {} x {}", given[0], given[1]);
+        }
+        let geometry = BlockGeometry::new(rows, cols, block_q, block_kv)?;
+        return Ok(BlockMask::from_token_mask(geometry, batch, heads, &visible)?);
+    }
     let seqlen_q = known.seqlen.unwrap_or(rows.saturating_mul(block_q));
     let seqlen_kv = known.seqlen_kv.unwrap_or(cols.saturating_mul(block_kv));
     let geometry = BlockGeometry::new(seqlen_q, seqlen_kv, block_q, block_kv)?;
@@ -81,9 +97,7 @@ fn from_booleans(known: &Known<'_>, source: Source) -> Result<BlockMask> {
             geometry.cols()
         );
     }
-    let blocks: Vec<bool> =
-        blocks.as_i32().unwrap_or_default().iter().map(|&visited| visited != 0).collect();
-    Ok(BlockMask::from_bool(geometry, batch, heads, &blocks)?)
+    Ok(BlockMask::from_bool(geometry, batch, heads, &visible)?)
 }
 
 fn from_indices(known: &Known<'_>, row_ptr: &Array, col_idx: &Array) -> Result<BlockMask> {
