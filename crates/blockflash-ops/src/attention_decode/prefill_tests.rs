@@ -45,7 +45,7 @@ fn many_rows_of_wide_heads_have_it_with_lengths_on_the_device_too() {
     let invariant = AttentionDecodeProblem { batch_invariant: true, ..of(23, 52) };
     assert!(!is_many(select(&invariant, &hopper).unwrap()), "whatever the batch");
     // A workspace that suffices for a batch suffices for a part of it.
-    for seqlen_q in [17, 52] {
+    for seqlen_q in [3, 5, 8, 17, 52] {
         let bytes = |batch| {
             let problem = of(batch, seqlen_q);
             workspace_bytes(select(&problem, &hopper).unwrap(), &problem, &hopper).unwrap()

@@ -159,6 +159,16 @@ fn masks_that_do_not_fit() {
     }
 }
 
+/// Kernels would attend all pairs of a partial block.
+#[test]
+fn masks_with_partial_blocks_do_not_fit() {
+    let stream = Device::cpu().stream().unwrap();
+    let lists = lists(&[1, 2], 2, None).with_bits(2, &[0], &[0; 2 * 128], &stream).unwrap();
+    let mut tensors = Tensors { lists, ..Tensors::new([1, 2, 2]).unwrap() };
+    let error = tensors.fit(&TILE, &plan()).unwrap_err();
+    assert!(error.contains("the mask has partial blocks"), "{error}");
+}
+
 /// Positions in a row are counted in 32 bits, whatever a kernel may write to it.
 #[test]
 fn rows_of_a_mask_are_not_too_long() {
