@@ -77,7 +77,10 @@ fn attention_options_act(stream: &Stream) {
         },
     ];
     if stream.device().is_cpu() {
-        let added = |bias, alibi| AttentionCase { terms: Terms { bias, alibi }, ..base.clone() };
+        let added = |bias, alibi| AttentionCase {
+            terms: Terms { bias, alibi, ..Terms::default() },
+            ..base.clone()
+        };
         let bias = |dtype, broadcast| Some(BiasCase { broadcast, ..BiasCase::full(dtype) });
         cases.extend([
             added(bias(DType::F32, [false; 4]), None),
@@ -88,8 +91,12 @@ fn attention_options_act(stream: &Stream) {
             added(None, Some(AlibiCase::PerEntry)),
             added(bias(DType::F32, [false; 4]), Some(AlibiCase::PerHead)),
             AttentionCase {
-                terms: Terms { bias: None, alibi: Some(AlibiCase::PerHead) },
+                terms: Terms { alibi: Some(AlibiCase::PerHead), ..Terms::default() },
                 ..mask(Mask::causal())
+            },
+            AttentionCase {
+                terms: Terms { partial: true, ..Terms::default() },
+                ..blocks(64, 64, MaskHeads::One, 0.5)
             },
         ]);
     }

@@ -37,6 +37,31 @@ pub struct Blocks<'a> {
     pub row_ptr: &'a [i32],
     /// Blocks of keys.
     pub col_idx: &'a [i32],
+    /// Which pairs of partial blocks are visible; `None` if all blocks are full.
+    pub bits: Option<Bits<'a>>,
+}
+
+/// Which pairs of partial blocks are visible. A block consists of tiles of 64 × 64, row by row of
+/// tiles, each of 128 words: the bit of row i and column j is bit
+/// `16 · (i % 16 / 8) + 2 · (j / 8) + j % 2` of word `32 · (i / 16) + 4 · (i % 8) + j % 8 / 2`.
+#[derive(Clone, Copy, Debug)]
+pub struct Bits<'a> {
+    /// The first tile of each block of `col_idx`; negative if it is full.
+    pub block_bits: &'a [i32],
+    /// The tiles.
+    pub words: &'a [u32],
+}
+
+impl Bits<'_> {
+    /// Whether a pair of a block is visible.
+    fn show(&self, block: usize, [row, col]: [usize; 2], block_kv: usize) -> bool {
+        let Ok(first) = usize::try_from(self.block_bits[block]) else { return true };
+        let tile = first + row / 64 * (block_kv / 64) + col / 64;
+        let (i, j) = (row % 64, col % 64);
+        let word = 128 * tile + 32 * (i / 16) + 4 * (i % 8) + j % 8 / 2;
+        let bit = 16 * (i % 16 / 8) + 2 * (j / 8) + j % 2;
+        self.words.get(word).is_some_and(|word| word >> bit & 1 == 1)
+    }
 }
 
 impl Blocks<'_> {
@@ -47,7 +72,7 @@ impl Blocks<'_> {
 
     /// Checks the lists, and notes in each sequence where its own begin.
     pub(crate) fn place(&self, sequences: &mut [Sequence], heads_q: usize) -> Result<(), Mismatch> {
-        let Self { block_q, block_kv, heads, row_ptr, col_idx } = *self;
+        let Self { block_q, block_kv, heads, row_ptr, col_idx, bits } = *self;
         ensure(block_q > 0 && block_kv > 0, || "a block has a size of 0".to_owned())?;
         ensure(heads > 0 && heads_q.is_multiple_of(heads), || {
             format!("{heads} heads have lists of blocks, and q has {heads_q}")
@@ -70,27 +95,35 @@ impl Blocks<'_> {
         ensure(ascends && ends, || {
             format!("row_ptr does not lead through {} blocks", col_idx.len())
         })?;
+        ensure(bits.is_none_or(|bits| bits.block_bits.len() == col_idx.len()), || {
+            format!("{} blocks have other bits", col_idx.len())
+        })?;
         ensure(col_idx.iter().all(|&column| column >= 0), || {
             "a block has a negative index".to_owned()
         })
     }
 
-    /// The keys of a range that a query of a head sees, block by block. The lists are checked.
+    /// The keys of a range that a query of a head sees. The lists are checked.
     pub(crate) fn seen(
         &self,
         query: usize,
         head: [usize; 2],
         sequence: &Sequence,
         range: Range<usize>,
-    ) -> Vec<Range<usize>> {
+    ) -> Vec<usize> {
         let [head, heads_q] = head;
         let rows = sequence.seqlen_q.div_ceil(self.block_q);
         let row = sequence.lists + head / (heads_q / self.heads) * rows + query / self.block_q;
-        let columns = &self.col_idx[self.row_ptr[row] as usize..self.row_ptr[row + 1] as usize];
-        let keys = |&column: &i32| {
-            let start = column as usize * self.block_kv;
-            start.max(range.start)..(start + self.block_kv).min(range.end)
-        };
-        columns.iter().map(keys).filter(|keys| !keys.is_empty()).collect()
+        let mut keys = Vec::new();
+        for block in self.row_ptr[row] as usize..self.row_ptr[row + 1] as usize {
+            let start = self.col_idx[block] as usize * self.block_kv;
+            let of_block = start.max(range.start)..(start + self.block_kv).min(range.end);
+            let shown = |&key: &usize| {
+                let pair = [query % self.block_q, key - start];
+                self.bits.is_none_or(|bits| bits.show(block, pair, self.block_kv))
+            };
+            keys.extend(of_block.filter(shown));
+        }
+        keys
     }
 }

@@ -38,7 +38,7 @@ pub use attention_gradients::{AttentionGradients, GradientSums, Pair, Query};
 pub use attention_merge::merged_row;
 pub use attention_row::{AttentionRow, attention_row, visible};
 pub use block_scores::{BlockMean, block_scores};
-pub use blocks::Blocks;
+pub use blocks::{Bits, Blocks};
 pub use bsr_matmul::{BsrCase, bsr_matmul};
 pub use bsr_sddmm::{SddmmCase, bsr_sddmm};
 pub use comparison::{Comparison, Mismatch};

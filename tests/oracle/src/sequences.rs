@@ -56,9 +56,7 @@ impl AttentionCase<'_> {
         let shown = shown.start.max(keys.start)..shown.end.min(keys.end);
         let heads = heads_of(self.q)[0];
         match &self.blocks {
-            Some(blocks) => {
-                blocks.seen(row, [head, heads], sequence, shown).into_iter().flatten().collect()
-            }
+            Some(blocks) => blocks.seen(row, [head, heads], sequence, shown),
             None => shown.collect(),
         }
     }

@@ -33,6 +33,7 @@ fn sequences_of_queries_and_keys_of_other_lengths() {
         heads: 1,
         row_ptr: &[0, 1, 2, 2, 3],
         col_idx: &[0, 1, 0],
+        bits: None,
     };
     let sparse = AttentionCase { blocks: Some(blocks), right: None, ..causal };
     let (o, lse) = ([5.0, 20.0, 0.0, 30.0], [two, 0.0, none, 0.0]);
@@ -49,7 +50,7 @@ fn batch_entries_have_lists_of_blocks() {
     let v = array(&[2, 2, 1, 1], vec![0.0, 10.0, 20.0, 30.0]);
     let tensors = [q, k, v];
     let check = |row_ptr: &[i32], col_idx: &[i32], o: [f32; 2]| {
-        let blocks = Blocks { block_q: 1, block_kv: 1, heads: 1, row_ptr, col_idx };
+        let blocks = Blocks { block_q: 1, block_kv: 1, heads: 1, row_ptr, col_idx, bits: None };
         let case = AttentionCase { blocks: Some(blocks), ..case(&tensors, None) };
         let (o, lse) = (array(&[2, 1, 1, 1], o.to_vec()), array(&[2, 1, 1], vec![0.0; 2]));
         attention(&case, &o, &lse, 0, |_| ()).unwrap().map(|c| c.passed())
@@ -91,8 +92,14 @@ fn gradients_on_paper() {
     let lse = array(&[1, 2, 1], vec![4f32.ln(), 2.0 * ln_3]);
     let d_o = array(&[1, 1, 2, 1], vec![1.0, 3.0]);
     let tensors = [q, k, v];
-    let blocks =
-        Blocks { block_q: 1, block_kv: 1, heads: 2, row_ptr: &[0, 2, 3], col_idx: &[0, 1, 1] };
+    let blocks = Blocks {
+        block_q: 1,
+        block_kv: 1,
+        heads: 2,
+        row_ptr: &[0, 2, 3],
+        col_idx: &[0, 1, 1],
+        bits: None,
+    };
     let attention = AttentionCase { blocks: Some(blocks), ..case(&tensors, None) };
     let case = AttentionBackwardCase { attention, o: &o, lse: &lse, d_o: &d_o };
     // Weights 1/4 and 3/4 of the first query, whose gradients of the scores are -3/4 and 3/4; a

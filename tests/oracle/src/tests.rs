@@ -143,6 +143,7 @@ fn only_listed_blocks_are_seen() {
         heads: 2,
         row_ptr: &[0, 2, 2, 3, 6],
         col_idx: &[0, 2, 1, 0, 1, 2],
+        bits: None,
     };
     let sparse = |blocks, right| AttentionCase { blocks: Some(blocks), ..case(&tensors, right) };
     let check = |case: &AttentionCase<'_>, o: [f32; 8], lse: [f32; 8]| {

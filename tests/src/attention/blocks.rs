@@ -2,6 +2,7 @@
 
 use super::{AttentionCase, Lengths, visible_keys};
 use crate::number::rng;
+use blockflash_ops::block_sparse::BitTile;
 use blockflash_ops::{BlockGeometry, BlockMask, Error, Stream};
 use rand::Rng;
 
@@ -101,6 +102,8 @@ pub struct Blocks {
     /// Of each batch entry, or one for all.
     entries: Vec<EntryBlocks>,
     packed: bool,
+    /// Whether two of three blocks are partial.
+    partial: bool,
 }
 
 /// Which blocks of a batch entry are visited.
@@ -165,13 +168,62 @@ impl Blocks {
             }
             entries.push(EntryBlocks { seqlen_q, seqlen_kv, cols, visited });
         }
-        Some(Self { case: block, heads, group: case.heads_q / heads, entries, packed })
+        let (group, partial) = (case.heads_q / heads, case.terms.partial);
+        Some(Self { case: block, heads, group, entries, packed, partial })
     }
 
     /// Whether the block of a pair is visited, by the definition: batch entry, query head, query,
     /// key.
     pub fn visits(&self, entry: usize, head: usize, query: usize, key: usize) -> bool {
         self.row(entry, head, query)[key / self.case.block_kv]
+    }
+
+    /// Whether a pair of a visited block is visible in it.
+    fn shows(&self, entry: usize, head: usize, query: usize, key: usize) -> bool {
+        let entry = if self.entries.len() == 1 { 0 } else { entry };
+        self.shows_in_mask(entry, head / self.group, query, key)
+    }
+
+    /// The same of an entry and a head of the mask.
+    fn shows_in_mask(&self, entry: usize, head: usize, query: usize, key: usize) -> bool {
+        let (row, col) = (query / self.case.block_q, key / self.case.block_kv);
+        let kind = (entry * 5 + head * 3 + row * 7 + col) % 6;
+        // Full, or two of five pairs, or all but a few keys.
+        !self.partial
+            || match kind {
+                0 | 3 => true,
+                1 | 4 => (query * 31 + key * 17 + query * key + kind) % 5 < 2,
+                _ => key % 11 != query % 11,
+            }
+    }
+
+    /// The tiles of partial blocks of a mask whose first entry is this one.
+    fn with_bits(&self, mask: BlockMask, first_entry: usize) -> Result<BlockMask, Error> {
+        let (block_q, block_kv) = (self.case.block_q, self.case.block_kv);
+        let (mut block_bits, mut words) = (Vec::new(), Vec::<u32>::new());
+        for (batch, head) in
+            (0..mask.batch()).flat_map(|batch| (0..self.heads).map(move |head| (batch, head)))
+        {
+            for row in 0..mask.rows() {
+                for col in mask.row(batch, head, row)? {
+                    let entry = first_entry + batch;
+                    if (entry * 5 + head * 3 + row * 7 + col) % 3 == 0 {
+                        block_bits.push(-1);
+                        continue;
+                    }
+                    block_bits.push((words.len() / BitTile::WORDS) as i32);
+                    for query in (row * block_q..(row + 1) * block_q).step_by(64) {
+                        for key in (col * block_kv..(col + 1) * block_kv).step_by(64) {
+                            let tile = BitTile::new(|i, j| {
+                                self.shows_in_mask(entry, head, query + i, key + j)
+                            });
+                            words.extend(tile.words());
+                        }
+                    }
+                }
+            }
+        }
+        mask.with_bits(&block_bits, &words)
     }
 
     /// Which blocks a query visits, in the order of keys.
@@ -190,19 +242,21 @@ impl Blocks {
 
     /// The mask of the library, on the CPU.
     fn mask(&self) -> Result<BlockMask, Error> {
-        let of = |entry: &EntryBlocks, batch: usize, visited: &[bool]| {
+        let of = |at: usize, batch: usize, visited: &[bool]| {
+            let entry = &self.entries[at];
             let (block_q, block_kv) = (self.case.block_q, self.case.block_kv);
             let geometry = BlockGeometry::new(entry.seqlen_q, entry.seqlen_kv, block_q, block_kv)?;
-            BlockMask::from_bool(geometry, batch, self.heads, visited)
+            let mask = BlockMask::from_bool(geometry, batch, self.heads, visited)?;
+            if self.partial { self.with_bits(mask, at) } else { Ok(mask) }
         };
         if self.packed {
             let masks: Result<Vec<BlockMask>, Error> =
-                self.entries.iter().map(|entry| of(entry, 1, &entry.visited)).collect();
+                (0..self.entries.len()).map(|at| of(at, 1, &self.entries[at].visited)).collect();
             return BlockMask::packed(&masks?.iter().collect::<Vec<_>>());
         }
         let visited: Vec<bool> =
             self.entries.iter().flat_map(|entry| &entry.visited).copied().collect();
-        of(&self.entries[0], self.entries.len(), &visited)
+        of(0, self.entries.len(), &visited)
     }
 }
 
@@ -213,7 +267,8 @@ impl AttentionCase {
         mask.transpose().map_err(|error| error.to_string())
     }
 
-    /// The keys that a query attends: visible under the token mask, and in a visited block.
+    /// The keys that a query attends: visible under the token mask, and in a visited block, where
+    /// its bits show them.
     pub fn attended_keys(
         &self,
         blocks: Option<&Blocks>,
@@ -223,5 +278,6 @@ impl AttentionCase {
         let row = blocks.map(|blocks| (blocks.row(entry, head, query), blocks.case.block_kv));
         visible_keys(self, sequence, query)
             .filter(move |&key| row.is_none_or(|(row, block)| row[key / block]))
+            .filter(move |&key| blocks.is_none_or(|of| of.shows(entry, head, query, key)))
     }
 }

@@ -181,18 +181,22 @@ pub fn with_terms(
     cases: impl Strategy<Value = AttentionCase>,
 ) -> impl Strategy<Value = AttentionCase> {
     let alibi = || select(vec![AlibiCase::PerHead, AlibiCase::PerEntry]);
-    (cases, prop::option::weighted(0.8, biases()), prop::option::weighted(0.5, alibi())).prop_map(
-        |(case, bias, alibi)| {
-            let bias = bias.filter(|_| matches!(case.lengths, Lengths::Dense { .. }));
-            let alibi = alibi.or_else(|| bias.is_none().then_some(AlibiCase::PerHead));
-            // A lone key that a sink outweighs by e^87 and more is the smallest number of f32, for
-            // which the CPU's exponential is 0.
-            let large = [Content::LargeScores, Content::GrowingMaxima, Content::OneHugeLogit];
-            let vanishes = case.scores.sink.is_some() && large.contains(&case.content);
-            let content = if vanishes { Content::Normal } else { case.content };
-            AttentionCase { terms: Terms { bias, alibi }, content, ..case }
-        },
-    )
+    let terms = (
+        prop::option::weighted(0.8, biases()),
+        prop::option::weighted(0.5, alibi()),
+        prop::bool::weighted(0.8),
+    );
+    (cases, terms).prop_map(|(case, (bias, alibi, partial))| {
+        let bias = bias.filter(|_| matches!(case.lengths, Lengths::Dense { .. }));
+        let alibi = alibi.or_else(|| (bias.is_none() && !partial).then_some(AlibiCase::PerHead));
+        // A lone key that a sink outweighs by e^87 and more is the smallest number of f32, for
+        // which the CPU's exponential is 0.
+        let large = [Content::LargeScores, Content::GrowingMaxima, Content::OneHugeLogit];
+        let vanishes = case.scores.sink.is_some() && large.contains(&case.content);
+        let content = if vanishes { Content::Normal } else { case.content };
+        let partial = partial && case.block_mask.is_some();
+        AttentionCase { terms: Terms { bias, alibi, partial }, content, ..case }
+    })
 }
 
 /// Biases of every kind.

@@ -14,6 +14,8 @@ pub struct Terms {
     pub bias: Option<BiasCase>,
     /// Slopes of ALiBi.
     pub alibi: Option<AlibiCase>,
+    /// Two of three visited blocks of the block mask are partial.
+    pub partial: bool,
 }
 
 /// The bias of a case.
@@ -65,7 +67,7 @@ impl BiasCase {
 }
 
 impl Terms {
-    /// Whether nothing is added.
+    /// Whether nothing is added to scores.
     pub fn is_none(&self) -> bool {
         self.bias.is_none() && self.alibi.is_none()
     }

@@ -119,7 +119,8 @@ pub fn decode_cases_with_terms(
     let alibi = select(vec![AlibiCase::PerHead, AlibiCase::PerEntry]);
     let terms = (prop::option::weighted(0.8, biases()), prop::option::weighted(0.6, alibi));
     (decode_cases(limits, page_sizes), terms).prop_map(|(case, (bias, alibi))| {
-        let attention = AttentionCase { terms: Terms { bias, alibi }, ..case.attention };
+        let attention =
+            AttentionCase { terms: Terms { bias, alibi, partial: false }, ..case.attention };
         DecodeCase { attention, ..case }.consistent()
     })
 }

@@ -252,7 +252,10 @@ fn accepts_a_faithful_kernel() {
 fn rejects_known_mistakes() {
     let base = AttentionCase::simple(DType::F16, (4, 2), 64, (60, 1500));
     let with = |scores| AttentionCase { scores, ..base.clone() };
-    let added = |bias, alibi| AttentionCase { terms: Terms { bias, alibi }, ..base.clone() };
+    let added = |bias, alibi| AttentionCase {
+        terms: Terms { bias, alibi, ..Terms::default() },
+        ..base.clone()
+    };
     let short = AttentionCase {
         scores: Mask::Causal { align: Align::BottomRight }.into(),
         ..AttentionCase::simple(DType::F16, (4, 2), 64, (100, 100))

@@ -295,6 +295,7 @@ impl Operands for DecodeOperands {
                 heads: problem.attention.num_heads_kv,
                 row_ptr,
                 col_idx,
+                bits: None,
             }),
             ..scores::for_oracle(&problem.attention.scores, [&q, &k, &v], scores)?
         };

@@ -80,10 +80,11 @@ pub struct Attention<'a> {
     /// Makes the batch variable-length.
     pub cu_seqlens: Option<CuSeqlens<'a>>,
     /// Makes attention block-sparse: a query attends a key if the block of the pair is visited and
-    /// the mask of its [scores](Scores::mask) shows it. Blocks that are not visited cost nothing.
-    /// The mask has the sequence lengths of the tensors. It has 1 batch entry or as many as q, and
-    /// 1 head, `num_heads_kv` heads (each for the query heads of its group) or `num_heads_q` heads.
-    /// With `cu_seqlens` it is [packed](BlockMask::packed) from masks of the same sequences.
+    /// the mask of its [scores](Scores::mask) shows it, and so does the block where it is partial,
+    /// which only the CPU takes so far. Blocks that are not visited cost nothing. The mask has the
+    /// sequence lengths of the tensors. It has 1 batch entry or as many as q, and 1 head,
+    /// `num_heads_kv` heads (each for the query heads of its group) or `num_heads_q` heads. With
+    /// `cu_seqlens` it is [packed](BlockMask::packed) from masks of the same sequences.
     pub block_mask: Option<&'a BlockMask>,
 }
 

@@ -132,6 +132,24 @@ impl BlockMask {
         Ok(pairs)
     }
 
+    /// The keys of each block that a row visits, ascending, and the bits of partial blocks. The
+    /// indices address the mask itself, which is on the CPU.
+    pub(crate) fn blocks_of_row(
+        &self,
+        batch: usize,
+        head: usize,
+        row: usize,
+    ) -> Result<Vec<(Range<usize>, Option<BlockBits>)>> {
+        exists("batch", batch, self.batch)?;
+        exists("head", head, self.heads)?;
+        let geometry = self.geometry_of(batch);
+        exists("row", row, geometry.rows())?;
+        let lists = self.lists()?;
+        let span = lists.span_at([batch, head, row]);
+        let columns = lists.columns(span.clone()).iter().zip(span);
+        Ok(columns.map(|(&col, at)| (geometry.keys(col as usize), lists.bits_of(at))).collect())
+    }
+
     /// This mask with the bits of lists of the same blocks, all on the CPU.
     pub(super) fn bits_like(self, lists: &BlockLists) -> Result<Self> {
         let Some([block_bits, words]) = lists.bits() else { return Ok(self) };
@@ -170,7 +188,7 @@ impl BlockMask {
 
 /// The bits of a block: its tiles row by row.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub(super) struct BlockBits {
+pub(crate) struct BlockBits {
     pub(super) tiles: Vec<BitTile>,
     /// Tiles along keys.
     pub(super) across: usize,
@@ -183,7 +201,7 @@ impl BlockBits {
     }
 
     /// Whether query `row` of the block sees its key `col`; both are below its size.
-    pub(super) fn get(&self, row: usize, col: usize) -> bool {
+    pub(crate) fn get(&self, row: usize, col: usize) -> bool {
         let side = BitTile::SIDE;
         self.tiles[row / side * self.across + col / side].get(row % side, col % side)
     }

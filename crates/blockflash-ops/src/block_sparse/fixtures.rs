@@ -82,7 +82,7 @@ pub(super) fn blocks_where(
 
 /// A random mask of which two of three visited blocks are partial, and which pairs it shows,
 /// `[batch, heads, seqlen_q, seqlen_kv]`. Of partial blocks some show nothing, some everything.
-pub(super) fn random_partial(
+pub(crate) fn random_partial(
     geometry: BlockGeometry,
     batch: usize,
     heads: usize,

@@ -60,6 +60,7 @@ mod transpose;
 mod validate;
 
 pub use bit_tile::BitTile;
+pub(crate) use bits::BlockBits;
 pub use block_scores::BlockScores;
 pub use buffer::BlockMaskBuffer;
 pub use choice::{BlockChoice, BlockSource};
@@ -69,4 +70,4 @@ pub use mask::BlockMask;
 pub use scores::block_mean_scores;
 
 #[cfg(test)]
-mod fixtures;
+pub(crate) mod fixtures;

@@ -140,8 +140,14 @@ fn chosen_blocks(device: &Device) -> Result<()> {
     // The oracle wants one list after the other, as the mask has them for each head.
     let row_ptr: Vec<i32> = row_ptr.chunks(9).flat_map(|of| &of[..8]).copied().collect();
     let row_ptr: Vec<i32> = row_ptr.into_iter().chain([col_idx.len() as i32]).collect();
-    let lists =
-        Blocks { block_q: 64, block_kv: 64, heads: 4, row_ptr: &row_ptr, col_idx: &col_idx };
+    let lists = Blocks {
+        block_q: 64,
+        block_kv: 64,
+        heads: 4,
+        row_ptr: &row_ptr,
+        col_idx: &col_idx,
+        bits: None,
+    };
     let case = AttentionCase { blocks: Some(lists), ..case([&q, &k, &v], mask, 0.25) };
     passed("block-sparse", &attention_output(&case, &o, 1, |_| ()).unwrap());
     Ok(())

@@ -79,7 +79,7 @@ impl Few {
         let visited = visited(operands.block_mask, problem, at, first_query, sequence.seqlen_kv)?;
         let within = visible[0].start..visible[rows - 1].end;
         let [converted_k, converted_v] = &mut self.converted;
-        for keys in steps(visited, within, STEP) {
+        for keys in steps(visited.ranges, within, STEP) {
             let first_key = |strides| sequence.kv_row(strides, head_kv, keys.start);
             let [k, v] = [
                 (operands.k, problem.k, qk, &mut *converted_k),

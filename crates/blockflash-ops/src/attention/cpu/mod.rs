@@ -52,15 +52,6 @@ struct Outputs<'a, T> {
     lse: Option<&'a mut [f32]>,
 }
 
-/// The CPU reads no bits of partial blocks yet.
-pub(crate) fn refuse_bits(problem: &AttentionProblem) -> Result<()> {
-    if !problem.block_mask.is_some_and(|mask| mask.bits) {
-        return Ok(());
-    }
-    let what = "a block mask with partial blocks is given, and the CPU does not take it yet".into();
-    Err(crate::Error::Unsupported { op: "attention", arch: "cpu".into(), what })
-}
-
 /// Computes a problem that was checked and has outputs.
 pub(super) fn forward(
     op: &Attention<'_>,
@@ -69,7 +60,6 @@ pub(super) fn forward(
     lse: Option<ViewMut<'_>>,
     stream: &Stream,
 ) -> Result<()> {
-    refuse_bits(problem)?;
     let sequences = sequences(op, problem, stream)?;
     match problem.types.q {
         DType::F16 => run::<f16>(op, problem, &sequences, o, lse),
@@ -136,6 +126,8 @@ impl<T: Float> Outputs<'_, T> {
     }
 }
 
+#[cfg(test)]
+mod bits_tests;
 #[cfg(test)]
 mod block_tests;
 #[cfg(test)]

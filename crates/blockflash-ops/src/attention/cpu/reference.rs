@@ -14,6 +14,8 @@ pub(super) struct Case {
     pub(super) sink: Option<Vec<f32>>,
     /// What the reference adds to the score of each pair, `[batch, heads, queries, keys]`.
     pub(super) added: Option<Vec<f32>>,
+    /// Which pairs the reference counts, `[batch, heads, queries, keys]`.
+    pub(super) seen: Option<Vec<bool>>,
     pub(super) q: Vec<f32>,
     pub(super) k: Vec<f32>,
     pub(super) v: Vec<f32>,
@@ -37,6 +39,7 @@ pub(super) fn case(
         softcap: None,
         sink: None,
         added: None,
+        seen: None,
         q,
         k,
         v,
@@ -84,8 +87,10 @@ impl Case {
                 let capped = self.softcap.map(f64::from).map(|cap| cap * (score / cap).tanh());
                 capped.unwrap_or(score) + added
             };
-            let keys = self.mask.visible(i, seqlen_q, seqlen_kv);
-            let scores: Vec<f64> = keys.clone().map(dot).collect();
+            let row = ((b * heads_q + h) * seqlen_q + i) * seqlen_kv;
+            let seen = |&j: &usize| self.seen.as_ref().is_none_or(|seen| seen[row + j]);
+            let keys: Vec<usize> = self.mask.visible(i, seqlen_q, seqlen_kv).filter(seen).collect();
+            let scores: Vec<f64> = keys.iter().copied().map(dot).collect();
             let sink = self.sink.as_ref().map(|sink| f64::from(sink[h]));
             let max = scores.iter().copied().chain(sink).fold(f64::NEG_INFINITY, f64::max);
             let sum: f64 =
@@ -93,7 +98,7 @@ impl Case {
             if max > f64::NEG_INFINITY {
                 lse[(b * heads_q + h) * seqlen_q + i] = max + sum.ln();
             }
-            for (j, score) in keys.zip(scores) {
+            for (j, score) in keys.into_iter().zip(scores) {
                 let p = (score - max).exp() / sum;
                 let v = &self.v[kv_row(j)..][..d];
                 o[q_row..][..d].iter_mut().zip(v).for_each(|(o, &v)| *o += p * f64::from(v));

@@ -2,6 +2,7 @@
 //! how they are cut into blocks, and what a block mask visits.
 
 use crate::attention::{Attention, AttentionProblem, LseStrides, Strides};
+use crate::block_sparse::BlockBits;
 use crate::float::Float;
 use crate::panels::{LANES, Lanes, vectorized};
 use crate::{BlockMask, Result};
@@ -126,31 +127,77 @@ pub(crate) fn blocks(
     })
 }
 
-/// What the rows that start at `start` visit of `columns` keys, whatever the token mask shows, as
-/// ascending ranges with gaps between them. Under the transpose of a block mask, rows are keys and
-/// columns are queries.
+/// What some rows visit, whatever the token mask shows.
+pub(crate) struct Visited {
+    /// Ascending, with gaps between them.
+    pub(crate) ranges: Vec<Range<usize>>,
+    /// Blocks of which only some pairs are visible, ascending.
+    pub(crate) partial: Vec<PartialBlock>,
+}
+
+/// A block of which only some pairs are visible.
+pub(crate) struct PartialBlock {
+    first_row: usize,
+    columns: Range<usize>,
+    bits: BlockBits,
+}
+
+/// What the rows that start at `start` visit of `columns` keys. Under the transpose of a block
+/// mask, rows are keys and columns are queries.
 pub(crate) fn visited(
     mask: Option<&BlockMask>,
     problem: &AttentionProblem,
     [entry, head]: [usize; 2],
     start: usize,
     columns: usize,
-) -> Result<Vec<Range<usize>>> {
-    let mut ranges: Vec<Range<usize>> = Vec::new();
+) -> Result<Visited> {
+    let mut visited = Visited { ranges: Vec::new(), partial: Vec::new() };
     let (Some(mask), Some(sizes)) = (mask, problem.block_mask) else {
-        ranges.push(0..columns);
-        return Ok(ranges);
+        visited.ranges.push(0..columns);
+        return Ok(visited);
     };
     let entry = if sizes.batch == 1 { 0 } else { entry };
     let head = sizes.head(head, problem.num_heads_q);
-    for col in mask.row(entry, head, start / mask.block_q())? {
-        let keys = mask.geometry_of(entry).keys(col);
-        match ranges.last_mut() {
-            Some(last) if last.end == keys.start => last.end = keys.end,
-            _ => ranges.push(keys),
+    let row = start / mask.block_q();
+    for (columns, bits) in mask.blocks_of_row(entry, head, row)? {
+        match visited.ranges.last_mut() {
+            Some(last) if last.end == columns.start => last.end = columns.end,
+            _ => visited.ranges.push(columns.clone()),
+        }
+        let first_row = row * mask.block_q();
+        let partial = |bits| PartialBlock { first_row, columns, bits };
+        visited.partial.extend(bits.map(partial));
+    }
+    Ok(visited)
+}
+
+/// A word for each of some columns, with a bit for each of up to 32 rows that sees it; `None` if
+/// all of these blocks are full.
+pub(crate) fn words_of(
+    partial: &[PartialBlock],
+    rows: &[usize],
+    columns: Range<usize>,
+) -> Option<Vec<u32>> {
+    let mut words = None;
+    for block in partial {
+        let common = block.columns.start.max(columns.start)..block.columns.end.min(columns.end);
+        if common.is_empty() {
+            continue;
+        }
+        let words = words.get_or_insert_with(|| vec![u32::MAX; columns.len()]);
+        for column in common {
+            let sees = |&row: &usize| u32::from(block.sees(row, column));
+            let bits = rows.iter().rev().fold(0, |bits, row| bits << 1 | sees(row));
+            words[column - columns.start] = bits;
         }
     }
-    Ok(ranges)
+    words
+}
+
+impl PartialBlock {
+    fn sees(&self, row: usize, column: usize) -> bool {
+        self.bits.get(row - self.first_row, column - self.columns.start)
+    }
 }
 
 /// The part of visited columns that is `within` a range, in steps that end at multiples of `step`:

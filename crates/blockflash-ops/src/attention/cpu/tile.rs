@@ -1,6 +1,8 @@
 use super::Operands;
 use super::few::{self, Few};
-use super::sequence::{QueryRows, load, load_lane, row_stride, steps, visited};
+use super::sequence::{
+    PartialBlock, QueryRows, Visited, load, load_lane, row_stride, steps, visited,
+};
 use super::softmax::{Running, Softmax, finish};
 use super::terms::PanelTerms;
 use super::visible::{Visible, Visit};
@@ -74,7 +76,9 @@ impl Tile {
         operands: &Operands<'_, T>,
         task: &QueryRows,
     ) -> Result<()> {
-        if task.of_sequence() <= few::MOST {
+        // Few rows go together by the keys that all of them see.
+        let partial = operands.problem.block_mask.is_some_and(|mask| mask.bits);
+        if task.of_sequence() <= few::MOST && !partial {
             return self.few.compute(operands, task, &mut self.o, &mut self.lse);
         }
         let (problem, sequence) = (operands.problem, &task.sequence);
@@ -82,26 +86,27 @@ impl Tile {
         let [head, first_query] = task.at(task.rows.start);
         let head_kv = head / (problem.num_heads_q / problem.num_heads_kv);
         let at = [sequence.entry, head];
-        let visited = visited(operands.block_mask, problem, at, first_query, sequence.seqlen_kv)?;
+        let Visited { ranges, partial } =
+            visited(operands.block_mask, problem, at, first_query, sequence.seqlen_kv)?;
         self.k.reserve(STEP * row_stride(qk));
         self.v.reserve(STEP * row_stride(v));
         self.s.reserve(STEP * LANES);
         self.load_queries(operands, task);
         let within = Visible::ends(self.panels.iter().map(|panel| &panel.visible));
-        for keys in steps(visited, within, STEP) {
+        for keys in steps(ranges, within, STEP) {
             let start = |strides| move |key| sequence.kv_row(strides, head_kv, key);
             load(&mut self.k, operands.k, keys.clone(), qk, start(problem.k));
             load(&mut self.v, operands.v, keys.clone(), v, start(problem.v));
             let taken_out = take_out(&mut self.v[..keys.len() * row_stride(v)], row_stride(v));
             for (panel, first) in self.panels.iter_mut().zip(task.rows.clone().step_by(LANES)) {
-                if let Some(visit) = panel.visible.of(&keys, |_| false) {
+                if let Some(visit) = panel.visible.of(&keys, &partial, |_| false) {
                     let added = keys.start + visit.keys.start..keys.start + visit.keys.end;
                     let rows = first..task.rows.end;
                     let terms = self.terms.of_rows(operands.terms.as_ref(), task, rows, added);
                     panel.attend([&self.k, &self.v], &visit, terms, &mut self.s, problem);
                 }
                 for (key, v) in &taken_out {
-                    panel.add(keys.start + key, &self.s.panels()[*key], v);
+                    panel.add(keys.start + key, &partial, &self.s.panels()[*key], v);
                 }
             }
         }
@@ -185,8 +190,8 @@ impl Panel {
     }
 
     /// Adds a value to the rows that see its key.
-    fn add(&mut self, key: usize, p: &Lanes, v: &[f32]) {
-        for lane in (0..LANES).filter(|&lane| self.visible.sees(lane, key)) {
+    fn add(&mut self, key: usize, partial: &[PartialBlock], p: &Lanes, v: &[f32]) {
+        for lane in self.visible.seeing(key, partial) {
             for (o, v) in self.o.panels_mut().iter_mut().zip(v) {
                 o[lane] += p[lane] * v;
             }

@@ -1,8 +1,8 @@
 //! The gradient of the bias: each of its elements has the sum over the pairs that it serves.
 
-use super::dk_dv::{STEP, Tile};
+use super::dk_dv::{Part, STEP, Tile};
 use super::{BLOCK, KeyRows, Operands};
-use crate::attention::cpu::sequence::{Sequence, blocks, steps, visited};
+use crate::attention::cpu::sequence::{Sequence, Visited, blocks, steps, visited};
 use crate::float::Float;
 use crate::{BlockMask, Result};
 use blockflash_safe::ViewMut;
@@ -135,8 +135,9 @@ impl Task {
                     let within = attending.start.max(self.queries.start)
                         ..attending.end.min(self.queries.end);
                     let at = [sequence.entry, head];
-                    let visited = visited(mask, forward, at, keys.start, seqlen_q)?;
-                    let mut queries = steps(visited, within, STEP).peekable();
+                    let Visited { ranges, partial } =
+                        visited(mask, forward, at, keys.start, seqlen_q)?;
+                    let mut queries = steps(ranges, within, STEP).peekable();
                     if queries.peek().is_none() {
                         continue;
                     }
@@ -147,7 +148,8 @@ impl Task {
                     );
                     for queries in queries {
                         tile.load_queries(operands, sequence, head, &queries);
-                        tile.each_pair(operands, (sequence, head), &queries, |[i, j], ds| {
+                        let part = Part { sequence, head, queries: &queries, partial: &partial };
+                        tile.each_pair(operands, &part, |[i, j], ds| {
                             let row = if broadcast[2] { 0 } else { i - self.queries.start };
                             let column = if broadcast[3] { 0 } else { j - self.keys.start };
                             sums[row * columns + column] += f64::from(ds);

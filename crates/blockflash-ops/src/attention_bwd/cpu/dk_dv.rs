@@ -3,7 +3,9 @@
 use super::pairs::{OfKeys, Query};
 use super::{KeyRows, Operands};
 use crate::Result;
-use crate::attention::cpu::sequence::{Sequence, load, load_lane, row_stride, steps, visited};
+use crate::attention::cpu::sequence::{
+    PartialBlock, Sequence, Visited, load, load_lane, row_stride, steps, visited, words_of,
+};
 use crate::attention::cpu::terms::PanelTerms;
 use crate::float::Float;
 use crate::panels::{Buffer, Into, LANES, Left, ONES, ROWS, multiply, padded, vectorized};
@@ -29,6 +31,14 @@ pub(super) struct Tile {
     panels: Vec<Panel>,
     /// Whether `ds` are gradients of capped scores.
     capped: bool,
+}
+
+/// Loaded queries of a head, and the partial blocks of them and the keys.
+pub(super) struct Part<'a> {
+    pub(super) sequence: &'a Sequence,
+    pub(super) head: usize,
+    pub(super) queries: &'a Range<usize>,
+    pub(super) partial: &'a [PartialBlock],
 }
 
 /// Some keys: `k` and `dk` have a row for each of `head_dims.qk`, `v` and `dv` of `head_dims.v`.
@@ -62,11 +72,13 @@ impl Tile {
         let attending = forward.scores.mask.attending(keys, sequence.seqlen_q, sequence.seqlen_kv);
         for head in head_kv * group..(head_kv + 1) * group {
             let (mask, at) = (operands.transposed.as_ref(), [sequence.entry, head]);
-            let visited = visited(mask, forward, at, keys.start, sequence.seqlen_q)?;
-            for queries in steps(visited, attending.clone(), STEP) {
+            let Visited { ranges, partial } =
+                visited(mask, forward, at, keys.start, sequence.seqlen_q)?;
+            for queries in steps(ranges, attending.clone(), STEP) {
                 self.load_queries(operands, sequence, head, &queries);
                 for panel in 0..self.panels.len() {
-                    self.add(operands, (sequence, head), &queries, panel);
+                    let part = Part { sequence, head, queries: &queries, partial: &partial };
+                    self.add(operands, &part, panel);
                 }
             }
         }
@@ -85,16 +97,10 @@ impl Tile {
     }
 
     /// Adds what the loaded queries give to a panel.
-    fn add<T: Float>(
-        &mut self,
-        operands: &Operands<'_, T>,
-        at: (&Sequence, usize),
-        queries: &Range<usize>,
-        panel: usize,
-    ) {
+    fn add<T: Float>(&mut self, operands: &Operands<'_, T>, part: &Part<'_>, panel: usize) {
         let HeadDims { qk, v } = operands.problem.forward.head_dims;
-        let Some(pairs) = self.pairs(operands, at, queries, panel) else { return };
-        let first = pairs.start - queries.start;
+        let Some(pairs) = self.pairs(operands, part, panel) else { return };
+        let first = pairs.start - part.queries.start;
         let [p, ds] = [&self.p, &self.ds].map(|pairs_of| &pairs_of.panels()[..pairs.len()]);
         let panel = &mut self.panels[panel];
         for (sums, (rows, stride), pairs) in [
@@ -111,8 +117,7 @@ impl Tile {
     fn pairs<T: Float>(
         &mut self,
         operands: &Operands<'_, T>,
-        (sequence, head): (&Sequence, usize),
-        queries: &Range<usize>,
+        &Part { sequence, head, queries, partial }: &Part<'_>,
         panel: usize,
     ) -> Option<Range<usize>> {
         let (forward, panel) = (&operands.problem.forward, &self.panels[panel]);
@@ -137,6 +142,8 @@ impl Tile {
             multiply(&mut pairs[..padded(count)], left, right.panels(), Into::Set(scale));
         }
         let (terms, keys) = (operands.terms.as_ref(), panel.keys.clone());
+        let rows: Vec<usize> = keys.clone().collect();
+        let words = words_of(partial, &rows, within.clone());
         vectorized(OfKeys {
             p: &mut p[..count],
             ds: &mut ds[..count],
@@ -145,6 +152,7 @@ impl Tile {
             scores: &forward.scores,
             terms: self.terms.of_keys(terms, sequence, head, within.clone(), keys),
             capped: self.capped,
+            words: words.as_deref(),
         });
         Some(within)
     }
@@ -154,12 +162,11 @@ impl Tile {
     pub(super) fn each_pair<T: Float>(
         &mut self,
         operands: &Operands<'_, T>,
-        at: (&Sequence, usize),
-        queries: &Range<usize>,
+        part: &Part<'_>,
         mut add: impl FnMut([usize; 2], f32),
     ) {
         for panel in 0..self.panels.len() {
-            let Some(pairs) = self.pairs(operands, at, queries, panel) else { continue };
+            let Some(pairs) = self.pairs(operands, part, panel) else { continue };
             for (query, ds) in pairs.zip(self.ds.panels()) {
                 let keys = self.panels[panel].keys.clone();
                 keys.zip(ds).for_each(|(key, ds)| add([query, key], *ds));

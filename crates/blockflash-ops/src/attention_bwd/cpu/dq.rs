@@ -3,7 +3,9 @@
 use super::Operands;
 use super::pairs::OfRows;
 use crate::Result;
-use crate::attention::cpu::sequence::{QueryRows, load, load_lane, row_stride, steps, visited};
+use crate::attention::cpu::sequence::{
+    QueryRows, Visited, load, load_lane, row_stride, steps, visited,
+};
 use crate::attention::cpu::terms::PanelTerms;
 use crate::attention::cpu::visible::Visible;
 use crate::float::Float;
@@ -60,15 +62,16 @@ impl Tile {
         let [head, first_query] = task.at(task.rows.start);
         let head_kv = head / (forward.num_heads_q / forward.num_heads_kv);
         let at = [sequence.entry, head];
-        let visited = visited(operands.block_mask, forward, at, first_query, sequence.seqlen_kv)?;
+        let Visited { ranges, partial } =
+            visited(operands.block_mask, forward, at, first_query, sequence.seqlen_kv)?;
         let within = Visible::ends(self.panels.iter().map(|panel| &panel.visible));
-        for keys in steps(visited, within, STEP) {
+        for keys in steps(ranges, within, STEP) {
             let start = |strides| move |key| sequence.kv_row(strides, head_kv, key);
             load(&mut self.k, operands.k, keys.clone(), qk, start(forward.k));
             load(&mut self.v, operands.v, keys.clone(), v, start(forward.v));
             for (panel, row) in self.panels.iter_mut().zip(task.rows.clone().step_by(LANES)) {
                 let nothing = |lane: usize| panel.lse[lane] == f32::NEG_INFINITY;
-                let Some(visit) = panel.visible.of(&keys, nothing) else { continue };
+                let Some(visit) = panel.visible.of(&keys, &partial, nothing) else { continue };
                 let (first, count) = (visit.keys.start, visit.keys.len());
                 let [k, v] = [(&self.k, row_stride(qk)), (&self.v, row_stride(v))]
                     .map(|(rows, stride)| (&rows[first * stride..], stride));

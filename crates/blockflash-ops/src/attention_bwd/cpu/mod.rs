@@ -56,7 +56,6 @@ pub(super) fn backward(
     gradients: AttentionGradientsMut<'_>,
     stream: &Stream,
 ) -> Result<()> {
-    crate::attention::cpu::refuse_bits(&problem.forward)?;
     let sequences = sequences(&op.attention, &problem.forward, stream)?;
     match problem.forward.types.q {
         DType::F16 => run::<f16>(op, problem, &sequences, gradients),

@@ -2,7 +2,7 @@
 //! masked, whatever its products are.
 
 use crate::attention::ScoresProblem;
-use crate::attention::cpu::visible::Seen;
+use crate::attention::cpu::visible::{Seen, mask_by_words};
 use crate::panels::{LANES, Lanes};
 use pulp::{Simd, WithSimd};
 use std::ops::Range;
@@ -57,6 +57,8 @@ pub(super) struct OfKeys<'a> {
     pub(super) terms: Option<&'a [Lanes]>,
     /// Whether to differentiate by capped scores.
     pub(super) capped: bool,
+    /// A word for each query, with the bits of the keys that it sees, if some blocks are partial.
+    pub(super) words: Option<&'a [u32]>,
 }
 
 impl WithSimd for OfKeys<'_> {
@@ -64,8 +66,8 @@ impl WithSimd for OfKeys<'_> {
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, _: S) {
-        let Self { p, ds, queries, first, scores, terms, capped } = self;
-        for (at, ((p, ds), query)) in p.iter_mut().zip(ds).zip(queries).enumerate() {
+        let Self { p, ds, queries, first, scores, terms, capped, words } = self;
+        for (at, ((p, ds), query)) in p.iter_mut().zip(&mut *ds).zip(queries).enumerate() {
             let statistics = query.statistics.map(|x| [x; LANES]);
             let terms = terms.map(|terms| &terms[at]);
             scores.gradients([p, ds], terms, statistics.each_ref(), capped);
@@ -75,6 +77,10 @@ impl WithSimd for OfKeys<'_> {
                 pairs[..start].fill(0.0);
                 pairs[end..].fill(0.0);
             }
+        }
+        if let Some(words) = words {
+            mask_by_words(words, p, 0.0);
+            mask_by_words(words, ds, 0.0);
         }
     }
 }
