@@ -95,8 +95,9 @@ impl Blocks<'_> {
         ensure(ascends && ends, || {
             format!("row_ptr does not lead through {} blocks", col_idx.len())
         })?;
-        ensure(bits.is_none_or(|bits| bits.block_bits.len() == col_idx.len()), || {
-            format!("{} blocks have other bits", col_idx.len())
+        let with_bits = bits.map_or(col_idx.len(), |bits| bits.block_bits.len());
+        ensure(with_bits == col_idx.len(), || {
+            format!("there are bits of {with_bits} blocks, not of {}", col_idx.len())
         })?;
         ensure(col_idx.iter().all(|&column| column >= 0), || {
             "a block has a negative index".to_owned()

@@ -1,5 +1,5 @@
 use crate::tests::{array, case};
-use crate::{AttentionBackwardCase, AttentionCase, Blocks, attention, attention_backward};
+use crate::{AttentionBackwardCase, AttentionCase, Bits, Blocks, attention, attention_backward};
 
 /// Of each sequence the last query is at its last key, also where there are more keys or more
 /// queries; blocks are its own.
@@ -124,4 +124,41 @@ fn gradients_on_paper() {
     }
     let error = attention_backward(&case, [&o, &o, &o], 0, |_| ()).unwrap_err();
     assert!(error.to_string().contains("dk is [1, 1, 2, 1], not [1, 2, 1, 1]"), "{error}");
+}
+
+#[test]
+fn bits_show_pairs_of_a_block() {
+    // 17 queries and 128 keys in one block of two tiles: query 0 sees keys 0, 9 and 127, query 8
+    // sees key 3, query 16 sees key 64, and no other query sees any.
+    let mut words = [0; 256];
+    (words[0], words[128 + 3]) = (0b1001, 1 << 15);
+    words[1] = 1 << 17;
+    words[128 + 32] = 1;
+    let v = array(&[1, 128, 1, 1], (0..128).map(|key| key as f32).collect::<Vec<_>>());
+    let [q, k] = [17, 128].map(|rows| array(&[1, rows, 1, 1], vec![0.0; rows]));
+    let tensors = [q, k, v];
+    let bits = Bits { block_bits: &[0], words: &words };
+    let blocks = Blocks {
+        block_q: 64,
+        block_kv: 128,
+        heads: 1,
+        row_ptr: &[0, 1],
+        col_idx: &[0],
+        bits: Some(bits),
+    };
+    let check = |bits: Bits<'_>, o: &[f32], lse: &[f32]| {
+        let blocks = Blocks { bits: Some(bits), ..blocks };
+        let case = AttentionCase { blocks: Some(blocks), ..case(&tensors, None) };
+        let (o, lse) = (array(&[1, 17, 1, 1], o.to_vec()), array(&[1, 1, 17], lse.to_vec()));
+        attention(&case, &o, &lse, 0, |_| ()).map(|c| c.map(|c| c.passed()))
+    };
+    let (mut o, mut lse) = ([0.0; 17], [f32::NEG_INFINITY; 17]);
+    for (query, sum, keys) in [(0, 136.0, 3.0f32), (8, 3.0, 1.0), (16, 64.0, 1.0)] {
+        (o[query], lse[query]) = (sum / keys, keys.ln());
+    }
+    assert_eq!(check(bits, &o, &lse).unwrap(), [true; 2]);
+    // A full block is another result.
+    assert_eq!(check(Bits { block_bits: &[-1], ..bits }, &o, &lse).unwrap(), [false; 2]);
+    let refused = check(Bits { block_bits: &[0, 0], ..bits }, &o, &lse).unwrap_err().to_string();
+    assert!(refused.contains("bits of 2 blocks, not of 1"), "{refused}");
 }

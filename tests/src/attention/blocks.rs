@@ -186,8 +186,7 @@ impl Blocks {
 
     /// The same of an entry and a head of the mask.
     fn shows_in_mask(&self, entry: usize, head: usize, query: usize, key: usize) -> bool {
-        let (row, col) = (query / self.case.block_q, key / self.case.block_kv);
-        let kind = (entry * 5 + head * 3 + row * 7 + col) % 6;
+        let kind = kind(entry, head, [query / self.case.block_q, key / self.case.block_kv]);
         // Full, or two of five pairs, or all but a few keys.
         !self.partial
             || match kind {
@@ -207,7 +206,7 @@ impl Blocks {
             for row in 0..mask.rows() {
                 for col in mask.row(batch, head, row)? {
                     let entry = first_entry + batch;
-                    if (entry * 5 + head * 3 + row * 7 + col) % 3 == 0 {
+                    if kind(entry, head, [row, col]).is_multiple_of(3) {
                         block_bits.push(-1);
                         continue;
                     }
@@ -258,6 +257,11 @@ impl Blocks {
             self.entries.iter().flat_map(|entry| &entry.visited).copied().collect();
         of(0, self.entries.len(), &visited)
     }
+}
+
+/// Of six kinds of blocks, 0 and 3 are full and the others partial.
+fn kind(entry: usize, head: usize, [row, col]: [usize; 2]) -> usize {
+    (entry * 5 + head * 3 + row * 7 + col) % 6
 }
 
 impl AttentionCase {

@@ -176,7 +176,7 @@ pub fn block_sparse_cases(limits: Limits) -> impl Strategy<Value = AttentionCase
 }
 
 /// These problems with a bias of any type, broadcast and layout, where sequences are equally long,
-/// and slopes of ALiBi.
+/// slopes of ALiBi, and partial blocks, where there is a block mask.
 pub fn with_terms(
     cases: impl Strategy<Value = AttentionCase>,
 ) -> impl Strategy<Value = AttentionCase> {
@@ -188,13 +188,13 @@ pub fn with_terms(
     );
     (cases, terms).prop_map(|(case, (bias, alibi, partial))| {
         let bias = bias.filter(|_| matches!(case.lengths, Lengths::Dense { .. }));
+        let partial = partial && case.block_mask.is_some();
         let alibi = alibi.or_else(|| (bias.is_none() && !partial).then_some(AlibiCase::PerHead));
         // A lone key that a sink outweighs by e^87 and more is the smallest number of f32, for
         // which the CPU's exponential is 0.
         let large = [Content::LargeScores, Content::GrowingMaxima, Content::OneHugeLogit];
         let vanishes = case.scores.sink.is_some() && large.contains(&case.content);
         let content = if vanishes { Content::Normal } else { case.content };
-        let partial = partial && case.block_mask.is_some();
         AttentionCase { terms: Terms { bias, alibi, partial }, content, ..case }
     })
 }

@@ -1,4 +1,4 @@
-//! What a case adds to scores: a bias and ALiBi.
+//! What a case does to scores beyond masks: a bias, ALiBi, and bits of partial blocks.
 
 use super::{AttentionCase, AttentionData, Blocks};
 use crate::number::{normal, normal_rounded, rng};
@@ -7,7 +7,7 @@ use blockflash_oracle::Added;
 use blockflash_sys::DType;
 use rand::Rng;
 
-/// What is added to the scores of a case.
+/// Bias, ALiBi and bits of a case.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Terms {
     /// A bias. Sequences are equally long.

@@ -16,5 +16,6 @@ mod rule;
 mod sddmm;
 mod select;
 mod speed;
+mod token_attention;
 mod token_masks;
 mod truncation;

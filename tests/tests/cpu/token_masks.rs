@@ -1,5 +1,7 @@
-//! Block masks from pairs of tokens, held against the definition of each pair.
+//! Block masks from pairs of tokens, and attention under them, held against the definition of each
+//! pair.
 
+use crate::token_attention::assert_attends;
 use blockflash_ops::{Align, BlockGeometry, BlockMask, Mask, Result};
 use blockflash_tests::property::config;
 use proptest::collection::vec;
@@ -37,8 +39,8 @@ fn shows(mask: Mask, geometry: &BlockGeometry, query: usize, key: usize) -> bool
     mask.visible(query, geometry.seqlen_q(), geometry.seqlen_kv()).contains(&key)
 }
 
-/// The mask shows the pairs for which the definition holds, and no more blocks or bits than it
-/// must.
+/// The mask shows the pairs for which the definition holds, also to attention, and no more blocks
+/// or bits than it must.
 fn assert_is(mask: Result<BlockMask>, visible: impl Fn(usize, usize, usize, usize) -> bool) {
     let mask = mask.unwrap();
     let pairs = mask.to_token_mask().unwrap();
@@ -69,6 +71,7 @@ fn assert_is(mask: Result<BlockMask>, visible: impl Fn(usize, usize, usize, usiz
     let first = mask.bits().map(|[first, _]| first.to_vec::<i32>(&stream).unwrap());
     let with_bits = first.map_or(0, |first| first.iter().filter(|&&first| first >= 0).count());
     assert_eq!([mask.nnz(), with_bits], [blocks, partial]);
+    assert_attends(&mask, &pairs);
 }
 
 /// A number that looks random.

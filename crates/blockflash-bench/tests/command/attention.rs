@@ -160,6 +160,32 @@ fn masks_in_files() {
     folder.right("cpu", batch);
 }
 
+/// Pairs of tokens, for all heads and for each, with blocks that are full, partial and hidden.
+#[test]
+fn masks_of_tokens() {
+    let folder = Folder::new();
+    for heads in [1, 2] {
+        let visible = |at: usize| {
+            let (head, query, key) = (at / (150 * 200), at / 200 % 150, at % 200);
+            key < 70 || query >= 64 && key >= 128 && !(query * key + head).is_multiple_of(3)
+        };
+        let pairs: Vec<bool> = (0..heads * 150 * 200).map(visible).collect();
+        folder.put("mask.safetensors", booleans(&[heads, 150, 200], &pairs));
+        let count = pairs.iter().filter(|&&visible| visible).count() * 4 / heads;
+        for options in ["", " --mask causal --sink random"] {
+            let words = format!(
+                "attention --random 2x150x4x16 --kv-heads 2 --seqlen-kv 200 --block 64x128 \
+                 --mask-file mask.safetensors{options}"
+            );
+            folder.right("cpu", &words);
+            if options.is_empty() {
+                let report = folder.json(&words);
+                assert_eq!(report["flops"], (2 * 4 * count * 16) as f64);
+            }
+        }
+    }
+}
+
 /// Everything from one file is the same as from a file each; sequences are independent of each
 /// other.
 #[test]

@@ -1,7 +1,7 @@
 //! One attention problem with its data: what is computed, from what, on which device, and whether
 //! the result is right. Suites, the command and tests share it.
 
-use super::block_lists::{describe, lists};
+use super::block_lists::{OracleBlocks, describe};
 use super::operands::{Operands, Placed, Progress, TensorInfo, launched, normal};
 use super::scores;
 use crate::error::Result;
@@ -12,7 +12,7 @@ use blockflash_ops::{
     PreparedAttention, Scores, Stream, Tensor, ViewMut, attention, attention_flops,
     attention_varlen_flops,
 };
-use blockflash_oracle::{self as oracle, AttentionCase, Blocks, Comparison};
+use blockflash_oracle::{self as oracle, AttentionCase, Comparison};
 use blockflash_sys::manifest::Lse;
 
 /// The data of one attention problem, in host memory.
@@ -90,7 +90,7 @@ struct Packed {
 struct Visited {
     mask: BlockMask,
     /// The same for the oracle.
-    lists: [Vec<i32>; 2],
+    for_oracle: OracleBlocks,
 }
 
 impl Packed {
@@ -107,7 +107,7 @@ impl Inputs {
             Ok(Packed { lengths, offsets: [q?, kv?] })
         };
         let visited = |mask: BlockMask| -> Result<Visited> {
-            Ok(Visited { lists: lists(&mask)?, mask: mask.to(stream)? })
+            Ok(Visited { for_oracle: OracleBlocks::of(&mask)?, mask: mask.to(stream)? })
         };
         Ok(Self {
             scores: scores.try_map(|_, array| place(array))?,
@@ -181,13 +181,7 @@ impl AttentionOperands {
         let case = scores::for_oracle(&scores, qkv, placed)?;
         Ok(AttentionCase {
             lengths: packed.as_ref().map(|packed| packed.lengths.each_ref().map(Vec::as_slice)),
-            blocks: blocks.as_ref().map(|Visited { mask, lists: [row_ptr, col_idx] }| Blocks {
-                block_q: mask.block_q(),
-                block_kv: mask.block_kv(),
-                heads: mask.heads(),
-                row_ptr,
-                col_idx,
-            }),
+            blocks: blocks.as_ref().map(|blocks| blocks.for_oracle.view()),
             ..case
         })
     }

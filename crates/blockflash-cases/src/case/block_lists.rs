@@ -5,7 +5,8 @@ use super::id::{Id, pair};
 use super::pattern::Pattern;
 use crate::error::Result;
 use crate::memory::count;
-use blockflash_ops::{BlockGeometry, BlockMask};
+use blockflash_ops::{BlockGeometry, BlockMask, Tensor};
+use blockflash_oracle::{Bits, Blocks};
 use serde::Serialize;
 
 /// Which key blocks each block of queries attends to. All batch entries share the lists.
@@ -40,20 +41,46 @@ impl BlockLists {
     }
 }
 
-/// The lists of all rows of a mask on the host, in the order of sequences, heads and rows, and
-/// where each begins.
-pub(super) fn lists(mask: &BlockMask) -> Result<[Vec<i32>; 2]> {
-    let (mut row_ptr, mut col_idx) = (vec![0], Vec::new());
-    for batch in 0..mask.batch() {
-        let geometry = mask.sequences().map_or(mask.geometry(), |sequences| sequences[batch]);
-        for head in 0..mask.heads() {
-            for row in 0..geometry.rows() {
-                col_idx.extend(mask.row(batch, head, row)?.map(|column| column as i32));
-                row_ptr.push(col_idx.len() as i32);
+/// A mask on the host in the form of the oracle.
+#[derive(Debug)]
+pub(super) struct OracleBlocks {
+    block: [usize; 2],
+    heads: usize,
+    /// Where the lists of all rows begin, in the order of sequences, heads and rows.
+    row_ptr: Vec<i32>,
+    col_idx: Vec<i32>,
+    /// Of masks with partial blocks: the first tile of each block, and the words of all tiles.
+    bits: Option<(Vec<i32>, Vec<u32>)>,
+}
+
+impl OracleBlocks {
+    pub(super) fn of(mask: &BlockMask) -> Result<Self> {
+        let (mut row_ptr, mut col_idx) = (vec![0], Vec::new());
+        for batch in 0..mask.batch() {
+            let geometry = mask.sequences().map_or(mask.geometry(), |sequences| sequences[batch]);
+            for head in 0..mask.heads() {
+                for row in 0..geometry.rows() {
+                    col_idx.extend(mask.row(batch, head, row)?.map(|column| column as i32));
+                    row_ptr.push(col_idx.len() as i32);
+                }
             }
         }
+        let bits = |[first, words]: [&Tensor; 2]| -> Result<(Vec<i32>, Vec<u32>)> {
+            let (first, words) = (first.view(), words.view());
+            let words = words.as_slice::<i32>()?.iter().map(|&word| word as u32).collect();
+            Ok((first.as_slice()?.to_vec(), words))
+        };
+        let bits = mask.bits().map(bits).transpose()?;
+        let block = [mask.block_q(), mask.block_kv()];
+        Ok(Self { block, heads: mask.heads(), row_ptr, col_idx, bits })
     }
-    Ok([row_ptr, col_idx])
+
+    pub(super) fn view(&self) -> Blocks<'_> {
+        let Self { block: [block_q, block_kv], heads, row_ptr, col_idx, bits } = self;
+        let bits = bits.as_ref().map(|(block_bits, words)| Bits { block_bits, words });
+        let (block_q, block_kv, heads) = (*block_q, *block_kv, *heads);
+        Blocks { block_q, block_kv, heads, row_ptr, col_idx, bits }
+    }
 }
 
 /// `58 of 256 blocks of 64 x 64, density 0.2266, lists of 2 heads`.
