@@ -11,6 +11,6 @@ pub use dlpack::DLTensor;
 pub use error::{Error, Result};
 pub use options::{
     Argument, Arguments, AttentionNumbers, AttentionOptions, AttentionTensors, DecodeNumbers,
-    DecodeOptions, DecodeTensors, Kind, ScoreNumbers, Value,
+    DecodeOptions, DecodeTensors, Kind, ScoreNumbers, ScoreTensors, Value,
 };
 pub use tensor::{Borrowed, Described, Foreign, Operands, Views, ViewsMut, layout, views};

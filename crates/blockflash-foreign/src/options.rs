@@ -231,6 +231,11 @@ options! {
         cu_seqlens_q,
         /// i32 `[batch + 1]`: the same for keys and values.
         cu_seqlens_k,
+        /// f16, bf16 or f32 `[batch | 1, heads_q | 1, seqlen_q | 1, seqlen_k | 1]`: what is added
+        /// to the scores.
+        bias,
+        /// f32 `[heads_q]` or `[batch, heads_q]`: slopes of ALiBi.
+        alibi_slopes,
     }
     /// The numbers among them.
     AttentionNumbers {
@@ -276,6 +281,11 @@ options! {
         page_lists,
         /// i32 `[batch]`: how many entries of its lists each sequence visits.
         page_counts,
+        /// f16, bf16 or f32 `[batch | 1, heads_q | 1, seqlen_q | 1, capacity | 1]`: what is added
+        /// to the scores.
+        bias,
+        /// f32 `[heads_q]` or `[batch, heads_q]`: slopes of ALiBi.
+        alibi_slopes,
     }
     /// The numbers among them.
     DecodeNumbers {
@@ -323,6 +333,31 @@ impl From<&DecodeNumbers> for ScoreNumbers {
     fn from(numbers: &DecodeNumbers) -> Self {
         let &DecodeNumbers { left, right, scale, softcap, .. } = numbers;
         Self { left, right, top_left: false, scale, softcap }
+    }
+}
+
+/// The tensors of an operator that say what happens to a score.
+#[derive(Clone, Copy, Debug)]
+pub struct ScoreTensors<T> {
+    /// f32 `[heads_q]`: a logit per head that joins the denominator of the softmax.
+    pub sink: T,
+    /// What is added to the scores.
+    pub bias: T,
+    /// Slopes of ALiBi.
+    pub alibi: T,
+}
+
+impl<T> From<AttentionTensors<T>> for ScoreTensors<T> {
+    fn from(tensors: AttentionTensors<T>) -> Self {
+        let AttentionTensors { sink, bias, alibi_slopes: alibi, .. } = tensors;
+        Self { sink, bias, alibi }
+    }
+}
+
+impl<T> From<DecodeTensors<T>> for ScoreTensors<T> {
+    fn from(tensors: DecodeTensors<T>) -> Self {
+        let DecodeTensors { sink, bias, alibi_slopes: alibi, .. } = tensors;
+        Self { sink, bias, alibi }
     }
 }
 

@@ -83,7 +83,7 @@ fn what_is_not_given_has_the_default_of_the_table() {
     let values = AttentionOptions::TABLE.iter().map(|argument| argument.default).collect();
     let given = AttentionOptions::read(&mut Given { values, asked: Vec::new() }).unwrap();
     assert_eq!(given.numbers, absent.numbers);
-    assert!(<[_; 3]>::from(absent.tensors).iter().all(Option::is_none));
+    assert!(<[_; 5]>::from(absent.tensors).iter().all(Option::is_none));
     let absent = DecodeOptions::read(&mut Given::default()).unwrap();
     let values = DecodeOptions::TABLE.iter().map(|argument| argument.default).collect();
     let given = DecodeOptions::read(&mut Given { values, asked: Vec::new() }).unwrap();
@@ -97,6 +97,8 @@ fn given_arguments_reach_their_fields() {
         Value::Int(7),
         Value::Missing,
         Value::Int(9),
+        Value::Missing,
+        Value::Int(8),
         Value::Int(1),
         Value::Int(2),
         Value::Int(3),
@@ -110,8 +112,14 @@ fn given_arguments_reach_their_fields() {
     let AttentionOptions { tensors, numbers } = AttentionOptions::read(&mut given).unwrap();
     let named = tensors.try_map(|name, number| Ok::<_, ()>((name, number))).unwrap();
     assert_eq!(
-        <[_; 3]>::from(named),
-        [("sink", Some(7)), ("cu_seqlens_q", None), ("cu_seqlens_k", Some(9))]
+        <[_; 5]>::from(named),
+        [
+            ("sink", Some(7)),
+            ("cu_seqlens_q", None),
+            ("cu_seqlens_k", Some(9)),
+            ("bias", None),
+            ("alibi_slopes", Some(8)),
+        ]
     );
     let expected = AttentionNumbers {
         max_q: 1,

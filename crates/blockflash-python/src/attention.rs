@@ -5,7 +5,9 @@ use crate::foreign::{Foreign, Operands, of, optional, views};
 use crate::mask;
 use crate::options::Given;
 use crate::window::token_mask;
-use blockflash_foreign::{AttentionNumbers, AttentionOptions, AttentionTensors, ScoreNumbers};
+use blockflash_foreign::{
+    AttentionNumbers, AttentionOptions, AttentionTensors, ScoreNumbers, ScoreTensors,
+};
 use blockflash_ops::{Attention, BlockMask, CuSeqlens, Scores, View};
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
@@ -66,7 +68,7 @@ pub(crate) fn call<'a>(
         _ => return Err(Failure::value("cu_seqlens_q and cu_seqlens_k come together")),
     };
     Ok(Attention {
-        scores: scores(numbers.into(), tensors.sink)?,
+        scores: scores(numbers.into(), tensors.into())?,
         cu_seqlens,
         block_mask,
         ..Attention::new(q, k, v)
@@ -74,14 +76,19 @@ pub(crate) fn call<'a>(
 }
 
 /// What happens to a score under these options.
-pub(crate) fn scores(numbers: ScoreNumbers, sink: Option<View<'_>>) -> Result<Scores<View<'_>>> {
+pub(crate) fn scores<'a>(
+    numbers: ScoreNumbers,
+    tensors: ScoreTensors<Option<View<'a>>>,
+) -> Result<Scores<View<'a>>> {
+    let ScoreTensors { sink, bias, alibi } = tensors;
     let ScoreNumbers { left, right, top_left, scale, softcap } = numbers;
     Ok(Scores {
         mask: token_mask(left, right, top_left)?,
         softmax_scale: scale.map(|scale| scale as f32),
         softcap: (softcap != 0.0).then_some(softcap as f32),
         sink,
-        ..Scores::default()
+        bias,
+        alibi,
     })
 }
 

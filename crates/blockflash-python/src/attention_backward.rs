@@ -14,12 +14,12 @@ use std::sync::Arc;
 
 /// Gradients of the call of [`attention`](crate::attention::attention) with these operands and
 /// options, given its `o`, its `lse` and the gradient `d_o` with respect to `o`, into `dq`, `dk`
-/// and `dv` in the shapes of q, k and v, and `d_sink`, f32 `[Hq]`.
+/// and `dv` in the shapes of q, k and v, `d_sink`, f32 `[Hq]`, and `d_bias` like the bias.
 ///
 /// `allocate` gets a number of bytes and returns a uint8 tensor of that size on the device of q. On
 /// a GPU it is called once for the workspace.
 #[pyfunction]
-#[pyo3(signature = (q, k, v, o, lse, d_o, dq, dk, dv, d_sink, allocate, *options))]
+#[pyo3(signature = (q, k, v, o, lse, d_o, dq, dk, dv, d_sink, d_bias, allocate, *options))]
 #[allow(clippy::too_many_arguments)]
 pub(crate) fn attention_backward(
     q: &Bound<'_, PyAny>,
@@ -32,6 +32,7 @@ pub(crate) fn attention_backward(
     dk: &Bound<'_, PyAny>,
     dv: &Bound<'_, PyAny>,
     d_sink: Option<&Bound<'_, PyAny>>,
+    d_bias: Option<&Bound<'_, PyAny>>,
     allocate: &Bound<'_, PyAny>,
     options: &Bound<'_, PyTuple>,
 ) -> PyResult<()> {
@@ -40,17 +41,17 @@ pub(crate) fn attention_backward(
         [of("q", q)?, of("k", k)?, of("v", v)?, of("o", o)?, of("lse", lse)?, of("d_o", d_o)?];
     let options = Given::attention(options)?;
     let [dq, dk, dv] = [of("dq", dq)?, of("dk", dk)?, of("dv", dv)?].map(Some);
-    let write = [dq, dk, dv, optional("d_sink", d_sink)?];
+    let write = [dq, dk, dv, optional("d_sink", d_sink)?, optional("d_bias", d_bias)?];
     compute(py, operands, options, write, |bytes| allocate.call1((bytes,)))
 }
 
-/// Computes from q, k, v, o, lse and d_o into dq, dk, dv and d_sink, with a workspace of this many
-/// bytes.
+/// Computes from q, k, v, o, lse and d_o into dq, dk, dv, d_sink and d_bias, with a workspace of
+/// this many bytes.
 pub(crate) fn compute<'a, 'py>(
     py: Python<'py>,
     operands: [Foreign<'a>; 6],
     options: AttentionOptions<Foreign<'a>>,
-    [dq, dk, dv, d_sink]: Operands<'_, 4>,
+    [dq, dk, dv, d_sink, d_bias]: Operands<'_, 5>,
     allocate: impl FnOnce(usize) -> PyResult<Bound<'py, PyAny>>,
 ) -> PyResult<()> {
     let (backward, bytes) = py.detach(|| {
@@ -63,7 +64,7 @@ pub(crate) fn compute<'a, 'py>(
         bytes => Some(allocate(bytes)?),
     };
     let workspace = optional("workspace", workspace.as_ref())?;
-    Ok(py.detach(|| backward.run([dq, dk, dv, d_sink, workspace]))?)
+    Ok(py.detach(|| backward.run([dq, dk, dv, d_sink, d_bias, workspace]))?)
 }
 
 /// A call without what it writes.
@@ -93,13 +94,13 @@ impl<'a> Backward<'a> {
     }
 
     /// Computes; queues the work on a GPU.
-    fn run(self, write: Operands<'a, 5>) -> Result<()> {
+    fn run(self, write: Operands<'a, 6>) -> Result<()> {
         let (operands, tensors, written) =
             views((self.operands.each_ref(), self.tensors.each_ref().into()), write)?;
-        let [Some(dq), Some(dk), Some(dv), d_sink, workspace] = written else {
+        let [Some(dq), Some(dk), Some(dv), d_sink, dbias, workspace] = written else {
             return Err(Failure::value("dq, dk and dv are needed"));
         };
-        let gradients = AttentionGradientsMut { d_sink, ..AttentionGradientsMut::new(dq, dk, dv) };
+        let gradients = AttentionGradientsMut { dq, dk, dv, d_sink, dbias };
         let backward = self.operation(operands, tensors.into())?;
         Ok(backward.backward_into(gradients, workspace, &self.stream)?)
     }

@@ -164,7 +164,7 @@ fn operation<'v>(
     };
     let call = AttentionDecode {
         packed,
-        scores: scores(numbers.into(), tensors.sink)?,
+        scores: scores(numbers.into(), (*tensors).into())?,
         rotary,
         pages,
         batch_invariant: numbers.batch_invariant,

@@ -15,6 +15,7 @@ mod foreign;
 mod info;
 mod linear;
 mod mask;
+mod mask_patterns;
 mod options;
 mod pages;
 mod pattern;
@@ -46,6 +47,11 @@ mod _native {
     use crate::linear::{bsr_linear, dense_bsr, sddmm};
     #[pymodule_export]
     use crate::mask::Handle as BlockMask;
+    #[pymodule_export]
+    use crate::mask_patterns::{
+        mask_complement, mask_of_dilated_window, mask_of_documents, mask_of_intervals,
+        mask_of_neighborhood, mask_of_padding, mask_of_prefixes, mask_of_streaming, mask_of_tree,
+    };
     #[pymodule_export]
     use crate::options::options;
     #[pymodule_export]

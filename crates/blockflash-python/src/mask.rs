@@ -85,9 +85,9 @@ impl Handle {
 }
 
 /// `(seqlen_q, seqlen_kv, block_q, block_kv)`
-type Sizes = (usize, usize, usize, usize);
+pub(crate) type Sizes = (usize, usize, usize, usize);
 
-fn geometry((seqlen_q, seqlen_kv, block_q, block_kv): Sizes) -> Result<BlockGeometry> {
+pub(crate) fn geometry((seqlen_q, seqlen_kv, block_q, block_kv): Sizes) -> Result<BlockGeometry> {
     Ok(BlockGeometry::new(seqlen_q, seqlen_kv, block_q, block_kv)?)
 }
 
@@ -112,16 +112,23 @@ impl Handle {
     }
 
     /// From int32 lists on one device, where the mask will be: `row_ptr` `[batch, heads, rows + 1]`
-    /// holds offsets into `col_idx`, whose block columns ascend within a row. They are copied and
-    /// checked, which waits for the stream.
+    /// holds offsets into `col_idx`, whose block columns ascend within a row. `bits` are
+    /// `block_bits` and `words` of partial blocks: see [`BlockMask::with_bits`]. They are copied
+    /// and checked, which waits for the stream.
     #[staticmethod]
+    #[pyo3(signature = (row_ptr, col_idx, sizes, bits=None))]
     fn from_lists(
         row_ptr: &Bound<'_, PyAny>,
         col_idx: &Bound<'_, PyAny>,
         sizes: Sizes,
+        bits: Option<(Bound<'_, PyAny>, Bound<'_, PyAny>)>,
     ) -> PyResult<Handle> {
         let py = row_ptr.py();
         let lists = [direct("row_ptr", row_ptr)?, direct("col_idx", col_idx)?];
+        let bits = bits.as_ref().map(|(block_bits, words)| {
+            PyResult::Ok([direct("block_bits", block_bits)?, direct("words", words)?])
+        });
+        let bits = bits.transpose()?;
         let build = || {
             let (stream, [row_ptr, col_idx]) = (lists[0].stream()?, [&lists[0], &lists[1]]);
             let (row_ptr, col_idx) = (row_ptr.view()?, col_idx.view()?);
@@ -131,7 +138,13 @@ impl Handle {
                 return Err(Failure::value(text));
             };
             let (row_ptr, col_idx) = (row_ptr.to_vec(&stream)?, col_idx.to_vec(&stream)?);
-            let mask = BlockMask::from_parts(geometry(sizes)?, batch, heads, &row_ptr, &col_idx)?;
+            let mut mask =
+                BlockMask::from_parts(geometry(sizes)?, batch, heads, &row_ptr, &col_idx)?;
+            if let Some([block_bits, words]) = &bits {
+                let words: Vec<i32> = words.view()?.to_vec(&stream)?;
+                let words: Vec<u32> = words.into_iter().map(i32::cast_unsigned).collect();
+                mask = mask.with_bits(&block_bits.view()?.to_vec(&stream)?, &words)?;
+            }
             Self::host(if stream.device().is_cpu() { Ok(mask) } else { mask.to(&stream) })
         };
         Ok(py.detach(|| with_memory(build))?)
@@ -248,6 +261,50 @@ impl Handle {
             Ok(())
         };
         Ok(Python::attach(|py| py.detach(write))?)
+    }
+
+    /// How many visited blocks there are, and how many tiles of bits; `None` if all are full.
+    #[getter]
+    fn counts(&self) -> (usize, Option<usize>) {
+        let mask = self.mask();
+        (mask.nnz(), mask.bits().map(|[_, words]| words.shape()[0]))
+    }
+
+    /// Writes what [`from_lists`](Self::from_lists) takes into contiguous int32 tensors on the CPU.
+    #[pyo3(signature = (row_ptr, col_idx, bits=None))]
+    fn write_lists(
+        &self,
+        row_ptr: &Bound<'_, PyAny>,
+        col_idx: &Bound<'_, PyAny>,
+        bits: Option<(Bound<'_, PyAny>, Bound<'_, PyAny>)>,
+    ) -> PyResult<()> {
+        let py = row_ptr.py();
+        let lists = [Some(direct("row_ptr", row_ptr)?), Some(direct("col_idx", col_idx)?)];
+        let bits = bits.as_ref().map(|(block_bits, words)| {
+            PyResult::Ok([Some(direct("block_bits", block_bits)?), Some(direct("words", words)?)])
+        });
+        let [block_bits, words] = bits.transpose()?.unwrap_or_default();
+        let [row_ptr, col_idx] = lists;
+        let write = || -> Result<()> {
+            let host = Device::cpu().stream()?;
+            let mask = self.mask().to(&host)?;
+            let read = [Some(mask.row_ptr()), Some(mask.col_idx())];
+            let bits = mask.bits().map_or([None; 2], |bits| bits.map(Some));
+            let from = read.into_iter().chain(bits);
+            let ([], [], written) = views(([], []), [row_ptr, col_idx, block_bits, words])?;
+            for (from, into) in from.zip(written) {
+                if let (Some(from), Some(mut into)) = (from, into) {
+                    let (from, into) = (from.view().as_slice::<i32>()?, into.as_mut_slice()?);
+                    if from.len() != into.len() {
+                        let text = format!("{} numbers do not fit {}", from.len(), into.len());
+                        return Err(Failure::value(text));
+                    }
+                    into.copy_from_slice(from);
+                }
+            }
+            Ok(())
+        };
+        Ok(py.detach(write)?)
     }
 
     /// The mask of a number that is in use.

@@ -76,7 +76,7 @@ pub(crate) fn sdpa_backward<'py>(
     let [dq, dk, dv] = write.map(Some);
     let options = options(causal, top_left, scale);
     let allocate = |count: usize| new_empty(bytes, (count,));
-    compute(py, operands, options, [dq, dk, dv, None], allocate)?;
+    compute(py, operands, options, [dq, dk, dv, None, None], allocate)?;
     Ok(made)
 }
 
@@ -108,5 +108,6 @@ fn rows<'a>(what: &'static str, object: &'a Bound<'_, PyAny>) -> PyResult<Foreig
 fn options<T>(causal: bool, top_left: bool, scale: Option<f64>) -> AttentionOptions<T> {
     let right = if causal { 0 } else { -1 };
     let numbers = AttentionNumbers { right, top_left, scale, ..AttentionNumbers::default() };
-    AttentionOptions { tensors: AttentionTensors::from([const { None }; 3]), numbers }
+    let tensors = AttentionTensors::from([const { None }; AttentionTensors::COUNT]);
+    AttentionOptions { tensors, numbers }
 }

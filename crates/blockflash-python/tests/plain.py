@@ -37,6 +37,14 @@ class Case:
         return visible
 
 
+def alibi(slopes: Tensor, seqlens_q: Tensor, seqlens_k: Tensor, sq: int, sk: int) -> Tensor:
+    """What slopes `[batch, heads]` add to scores, `[batch, heads, sq, sk]`, for these lengths."""
+    device = slopes.device
+    row, key = (torch.arange(length, device=device) for length in (sq, sk))
+    distance = row[:, None] + (seqlens_k - seqlens_q)[:, None, None] - key
+    return -slopes[:, :, None, None] * distance.abs()[:, None]
+
+
 def attention(
     q: Tensor,
     k: Tensor,
@@ -44,8 +52,11 @@ def attention(
     visible: Tensor,
     softcap: float = 0.0,
     from_lse: bool = False,
+    added: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """O and lse in the type of q, `[B, Sq, H, D]` and `[B, H, Sq]`, every step rounded to it.
+
+    `added` `[batch, heads, sq, sk]` is added to the scores.
 
     With `from_lse` it rounds where a backward pass has to: probabilities come from the rounded lse
     and from scores that are computed again, in another order.
@@ -58,6 +69,8 @@ def attention(
     def masked(scores: Tensor) -> Tensor:
         if softcap > 0.0:
             scores = (scores / softcap).tanh() * softcap
+        if added is not None:
+            scores = scores + added.to(scores.dtype)
         return scores.masked_fill(~visible[:, None], -torch.inf)
 
     scores = masked(q @ (k * scale).mT)

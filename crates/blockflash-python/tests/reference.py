@@ -20,6 +20,8 @@ def reference(
     scale: float | None = None,
     softcap: float | None = None,
     sink: Tensor | None = None,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
     visible: Tensor | None = None,
     device: str = "cpu",
 ) -> tuple[Tensor, Tensor]:
@@ -35,10 +37,14 @@ def reference(
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
     (_, seqlen_q, _, _), seqlen_k = q.shape, k.shape[1]
-    position = torch.arange(seqlen_q, device=device)[:, None] + (
-        0 if top_left else seqlen_k - seqlen_q
-    )
-    key = torch.arange(seqlen_k, device=device)[None, :]
+    query, key = (torch.arange(length, device=device) for length in (seqlen_q, seqlen_k))
+    query = query[:, None]
+    if bias is not None:
+        scores = scores + bias.to(device).double()
+    if alibi_slopes is not None:
+        slopes = alibi_slopes.to(device).double()[..., None, None]
+        scores = scores - slopes * (query + seqlen_k - seqlen_q - key).abs()
+    position = query + (0 if top_left else seqlen_k - seqlen_q)
     left, right = window
     hidden = torch.zeros(seqlen_q, seqlen_k, dtype=torch.bool, device=device)
     if causal:
@@ -57,7 +63,7 @@ def reference(
         lse = torch.logsumexp(scores, dim=-1)
     # A row without keys has the output 0.
     finite = lse.masked_fill(lse == -torch.inf, 0)
-    weights = torch.exp(scores - finite[..., None]).masked_fill(hidden, 0)
+    weights = torch.exp(scores - finite[..., None]).masked_fill(hidden | scores.isneginf(), 0)
     return torch.einsum("bhij,bjhd->bihd", weights, v), lse
 
 

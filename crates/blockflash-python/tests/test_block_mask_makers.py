@@ -16,7 +16,7 @@ from torch.nn.attention.flex_attention import create_block_mask, create_mask
 from torch.nn.functional import scaled_dot_product_attention
 
 import blockflash
-from blockflash import BlockMask, Unsupported, _native, block_sparse_attention
+from blockflash import BlockMask, _native, block_sparse_attention
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 SIZES = {"seqlens": (300, 300), "block": 64}
@@ -218,27 +218,32 @@ def test_full_blocks_of_flex() -> None:
         seq_lengths=(256, 256),
     )  # fmt: skip
     partial_too.full_kv_num_blocks[..., 3] = 0
-    with pytest.raises(Unsupported, match="hides the pair"):
-        BlockMask.from_flex(partial_too)
+    query, key = pairs_of(256)
+    pairs = (query // 64 == key // 64) & (query >= key)
+    pairs[:192, 192:] = True
+    mask = BlockMask.from_flex(partial_too)
+    assert mask.has_bits and torch.equal(mask.to_token_mask()[0, 0], pairs)
 
 
-def test_masks_that_are_no_window() -> None:
-    documents = torch.arange(256) // 100
-    for mask_mod, place in (
-        (lambda b, h, q, k: (q >= k) & (documents[q] == documents[k]), "(0, 0, 100, "),
-        (lambda b, h, q, k: (q >= k) & ((h == 0) | (q - k < 30)), "(0, 1, 30, 0)"),
-        (lambda b, h, q, k: (q + k) % 2 == 0, "(0, 0, 0, 1)"),
-        (lambda b, h, q, k: q > k + 5, None),
-    ):
-        flex = create_block_mask(mask_mod, 1, 2, 256, 256, device="cpu", BLOCK_SIZE=64)
-        with pytest.raises(Unsupported, match="What can be expressed") as error:
-            BlockMask.from_flex(flex)
-        assert place is None or place in str(error.value)
-        assert "'causal'" in str(error.value) and "BlockMask.packed" in str(error.value)
-    with pytest.raises(ValueError, match="different token masks"):
-        masks = [create_block_mask(FLEX[n][0], None, None, 256, 256, device="cpu", BLOCK_SIZE=64)
-                 for n in ("causal", "window")]  # fmt: skip
-        BlockMask.from_flex(masks[0]) | BlockMask.from_flex(masks[1])
+def pairs_of(length: int) -> tuple[Tensor, Tensor]:
+    return torch.arange(length)[:, None], torch.arange(length)
+
+
+def test_set_operations_of_different_token_masks() -> None:
+    """Windows become bits where they are not those of both, or one of them has bits."""
+    functions = [FLEX[name][0] for name in ("causal", "window")]
+    functions.append(lambda b, h, q, k: (q + k) % 3 == 0)
+    masks = [
+        BlockMask.from_flex(create_block_mask(f, 1, 1, 256, 256, device="cpu", BLOCK_SIZE=64))
+        for f in functions
+    ]
+    for i, j in ((0, 1), (1, 0), (0, 2), (2, 1)):
+        first, second = (functions[at](None, None, *pairs_of(256)) for at in (i, j))
+        both, either = masks[i] & masks[j], masks[i] | masks[j]
+        assert both.token_mask is None and either.token_mask is None
+        assert torch.equal(both.to_token_mask()[0, 0], first & second)
+        assert torch.equal(either.to_token_mask()[0, 0], first | second)
+    assert (masks[0] | masks[0]).token_mask == (None, 0)
 
 
 COUNTS = torch.tensor([[[1, 2]]], dtype=torch.int32)

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 import blockflash
 
 STARTS = torch.tensor([0, 5, 5, 14], dtype=torch.int32)
-DENSE = (torch.zeros(4), None, None, 0, 0, -1, 0)
-PACKED = (None, STARTS, STARTS, 9, 9, -1, -1, False, 0.3)
+SLOPES = torch.linspace(0.1, 0.5, 4)
+DENSE = (torch.zeros(4), None, None, None, SLOPES, 0, 0, -1, 0)
+PACKED = (None, STARTS, STARTS, None, SLOPES, 9, 9, -1, -1, False, 0.3)
 
 
 def packed(grad: bool = False) -> list[Tensor]:
@@ -33,8 +34,19 @@ def test_schemas(namespace: str) -> None:
         torch.library.opcheck(ops.attention_out, (*inputs, outputs[0], None, *rest))
         for lse in (None, outputs[1]):
             torch.library.opcheck(
-                ops.attention_backward, (outputs[0], lse, *inputs, *outputs, *rest)
+                ops.attention_backward, (outputs[0], lse, *inputs, *outputs, False, *rest)
             )
+    inputs, bias = operands(grad=True), torch.randn(1, 4, 17, 1, requires_grad=True)
+    rest = (None, None, None, bias)
+    torch.library.opcheck(ops.attention, (*inputs, *rest))
+    with torch.no_grad():
+        outputs = ops.attention(*inputs, *rest)
+    given = (outputs[0], None, *inputs, *outputs, True, *rest)
+    torch.library.opcheck(ops.attention_backward, tuple(map(_detached, given)))
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value
 
 
 class Block(nn.Module):
@@ -54,7 +66,13 @@ class Block(nn.Module):
 
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize(
-    "options", [{}, {"causal": True}, {"window": (3, 1), "softcap": 4.0, "sink": torch.ones(4)}]
+    "options",
+    [
+        {},
+        {"causal": True},
+        {"window": (3, 1), "softcap": 4.0, "sink": torch.ones(4)},
+        {"alibi_slopes": SLOPES, "bias": torch.linspace(-1, 1, 4)[:, None, None]},
+    ],
 )
 def test_compile_for_training(options: dict[str, Any], dynamic: bool) -> None:
     torch.compiler.reset()

@@ -91,9 +91,7 @@ def test_sparse() -> None:
         blockflash.attention(Q, K.to_sparse(), V)
 
 
-@pytest.mark.parametrize(
-    "option", ["attn_mask", "dropout_p", "alibi_slopes", "is_causal", "window_size"]
-)
+@pytest.mark.parametrize("option", ["attn_mask", "dropout_p", "alibi", "is_causal", "window_size"])
 def test_unknown_options(option: str) -> None:
     with pytest.raises(TypeError, match=option):
         blockflash.attention(Q, K, V, **{option: None})

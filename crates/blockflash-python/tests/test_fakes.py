@@ -65,7 +65,11 @@ def test_attention(layout: str, heads: tuple[int, int], device: str) -> None:
     for grad_o in (o, of(torch.ones_like(o)), torch.ones_like(o[..., :1]).expand_as(o)):
         check(lambda *t: OPS.attention_backward(t[0], None, *t[1:]), grad_o, q, k, v, o, lse)
     sink = torch.zeros(heads[0], device=device)
-    check(OPS.attention_backward, o, lse, q, k, v, o, lse, sink)
+    check(lambda *t: OPS.attention_backward(*t[:7], False, t[7]), o, lse, q, k, v, o, lse, sink)
+    check(
+        lambda *t: OPS.attention_backward(*t[:7], True, None, None, None, t[7]),
+        o, lse, q, k, v, o, lse, torch.zeros(1, heads[0], 16, 1, device=device),
+    )  # fmt: skip
     cache = of(randn(2, 32, heads[1], 64, device=device))
     used = torch.tensor([20, 17], dtype=torch.int32, device=device)
     check(OPS.attention_decode, q, cache, cache, used)
@@ -78,12 +82,20 @@ def test_attention(layout: str, heads: tuple[int, int], device: str) -> None:
 def test_packed_rows(layout: str, device: str) -> None:
     q, k, v = (LAYOUTS[layout](randn(16, count, 64, device=device)) for count in (4, 2, 2))
     starts = torch.tensor([0, 5, 14], dtype=torch.int32, device=device)
-    rest = (None, starts, starts, 9, 9)
+    rest = (None, starts, starts, None, None, 9, 9)
     for operator in (OPS.attention_forward, OPS.attention):
-        check(lambda q, k, v, at, f=operator: f(q, k, v, None, at, at, 9, 9), q, k, v, starts)
+        check(
+            lambda q, k, v, at, f=operator: f(q, k, v, None, at, at, None, None, 9, 9),
+            q,
+            k,
+            v,
+            starts,
+        )
     o, lse = OPS.attention(q, k, v, *rest)
     check(
-        lambda grad, *t: OPS.attention_backward(grad, None, *t[:-1], None, t[-1], t[-1], 9, 9),
+        lambda grad, *t: OPS.attention_backward(
+            grad, None, *t[:-1], False, None, t[-1], t[-1], None, None, 9, 9
+        ),
         o, q, k, v, o, lse, starts,
     )  # fmt: skip
     cache = randn(2, 32, 2, 64, device=device)

@@ -22,7 +22,7 @@ OPERATORS = {
     "attention": (["q", "k", "v"], []),
     "attention_forward": (["q", "k", "v"], []),
     "attention_out": (["q", "k", "v", "o", "lse"], ["o", "lse"]),
-    "attention_backward": (["grad_o", "grad_lse", "q", "k", "v", "o", "lse"], []),
+    "attention_backward": (["grad_o", "grad_lse", "q", "k", "v", "o", "lse", "of_bias"], []),
     "attention_decode": (["q", "k_cache", "v_cache"], []),
     "attention_append": (["q", "k_cache", "v_cache", "k", "v"], ["k_cache", "v_cache"]),
     "attention_merge": (["parts_o", "parts_lse"], []),
@@ -65,15 +65,17 @@ def test_torch_has_the_options_in_their_order(name: str) -> None:
 
 
 def test_options_are_found_by_their_names() -> None:
-    given = ("a sink", None, "offsets", 7)
+    given = ("a sink", None, "offsets", None, "slopes", 7)
     assert ATTENTION.value(given, "sink") == "a sink"
     assert ATTENTION.value(given, "max_q") == 7
     assert ATTENTION.value(given, "softcap") == 0.0
     named = ATTENTION.named(given)
-    assert named == ATTENTION.defaults | {"sink": "a sink", "cu_seqlens_k": "offsets", "max_q": 7}
-    assert ATTENTION.ordered(named) == (*given, *list(ATTENTION.defaults.values())[4:])
+    some = {"sink": "a sink", "cu_seqlens_k": "offsets", "alibi_slopes": "slopes", "max_q": 7}
+    assert named == ATTENTION.defaults | some
+    assert ATTENTION.ordered(named) == (*given, *list(ATTENTION.defaults.values())[6:])
     assert ATTENTION.leading({}) == ()
-    assert tuple(ATTENTION.leading({"max_q": 7, "sink": "a sink"})) == ("a sink", None, None, 7)
+    leading = ATTENTION.leading({"max_q": 7, "sink": "a sink"})
+    assert tuple(leading) == ("a sink", None, None, None, None, 7)
     with pytest.raises(TypeError, match="mistake"):
         _native.options("mistake")
 
@@ -102,18 +104,20 @@ def test_each_argument_of_decoding_reaches_its_option() -> None:
     q, cache = torch.randn(2, 1, 2, 16), torch.randn(2, 4, 16, 1, 16)
     positions, used = torch.randn(48, 8), ints(20, 17)
     table, lists, counts = ints(0, 1, 2, 3).view(2, 2), ints(0, 1, 0, 1).view(2, 1, 2), ints(1, 2)
-    sink = torch.zeros(2)
+    sink, slopes, bias = torch.zeros(2), torch.ones(2), torch.zeros(1, 2, 1, 32)
     new = torch.randn(2, 1, 16)
     packed = {"cu_seqlens_q": ints(0, 1, 2), "max_seqlen_q": 1, "cu_seqlens_k": ints(0, 1, 2)}
     given: dict[str, Any] = {
         "seqused_k": used, "block_table": table, "sink": sink, "rotary_cos": positions,
         "rotary_sin": positions + 1, "pages": (lists, counts), "scale": 0.3, "softcap": 9.0,
         "window": (5, 2), "rotary_interleaved": True, "batch_invariant": True,
+        "alibi_slopes": slopes,
     }  # fmt: skip
     expected = {
         "seqused_k": used, "block_table": table, "cu_seqlens_q": packed["cu_seqlens_q"],
         "cu_seqlens_k": packed["cu_seqlens_k"], "sink": sink, "rotary_cos": positions,
-        "rotary_sin": given["rotary_sin"], "page_lists": lists, "page_counts": counts, "max_q": 1,
+        "rotary_sin": given["rotary_sin"], "page_lists": lists, "page_counts": counts, "bias": None,
+        "alibi_slopes": slopes, "max_q": 1,
         "left": 5, "right": 2, "scale": 0.3, "softcap": 9.0, "interleaved": True,
         "batch_invariant": True,
     }  # fmt: skip
@@ -122,6 +126,10 @@ def test_each_argument_of_decoding_reaches_its_option() -> None:
         blockflash.attention_decode(q[:, 0], *cache, k=new, v=new, **packed, **given)
         append = seen.calls["blockflash::attention_append"]
         # Without numbers, tensors at the end are left out.
+        blockflash.attention_decode(q, *cache[:, :2], seqused_k=used, sink=sink)
+        added = cache[:, :2].flatten(1, 2).unsqueeze(1).expand(2, 2, 32, 1, 16).contiguous()
+        blockflash.attention_decode(q, *added, bias=bias)
+        assert seen.calls["blockflash::attention_decode"]["bias"] is bias
         blockflash.attention_decode(q, *cache[:, :2], seqused_k=used, sink=sink)
         decode = seen.calls["blockflash::attention_decode"]
     for name, value in expected.items():
@@ -140,7 +148,7 @@ def test_native_functions_read_options_as_torch_passes_them() -> None:
         ({"top_left": 2}, "top_left: "),
         ({"scale": "large"}, "scale: "),
         ({"sink": 1}, "sink must be a torch.Tensor, not int"),
-        ({"mistake": 1}, "12 options are given, but there are 11"),
+        ({"mistake": 1}, "14 options are given, but there are 13"),
     ):
         with pytest.raises(TypeError, match=why):
             _native.attention(q, q, q, o, None, *ATTENTION.ordered(wrong))

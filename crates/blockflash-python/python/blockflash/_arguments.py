@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._native import Unsupported
+
 # Looked up once: every call asks.
 _is_compiling = torch.compiler.is_compiling
 _is_any_autocast_enabled = torch._C._is_any_autocast_enabled
@@ -68,6 +70,8 @@ def scores(
     scale: float | None,
     softcap: float | None,
     sink: Tensor | None,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
 ) -> dict[str, Any]:
     """What happens to a score, as options of the operators: those that are not at their default."""
     options: dict[str, Any] = {}
@@ -82,7 +86,25 @@ def scores(
     if sink is not None:
         refuse_types(sink=sink)
         options["sink"] = sink
+    if bias is not None:
+        options["bias"] = of_pairs(bias)
+    if alibi_slopes is not None:
+        refuse_types(alibi_slopes=alibi_slopes)
+        if alibi_slopes.requires_grad and torch.is_grad_enabled():
+            raise Unsupported("alibi_slopes have no gradient: detach them, or use a bias")
+        options["alibi_slopes"] = alibi_slopes
     return options
+
+
+def of_pairs(bias: Tensor) -> Tensor:
+    """A bias with the dimensions batch, heads, queries and keys."""
+    refuse_types(bias=bias)
+    if bias.dtype == torch.bool:
+        raise ValueError(
+            "bias is torch.bool, but is added to scores: BlockMask.from_token_mask makes a mask of "
+            "it"
+        )
+    return bias if bias.dim() >= 4 else bias[(None,) * (4 - bias.dim())]
 
 
 def natural(what: str, count: int) -> int:

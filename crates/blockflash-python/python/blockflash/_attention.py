@@ -28,6 +28,8 @@ def attention(
     scale: float | None = None,
     softcap: float | None = None,
     sink: Tensor | None = None,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
     max_seqlen_q: int | None = None,
@@ -45,11 +47,11 @@ def attention(
     that is no multiple of 8 is padded by a copy, and operands that are not aligned to 16 bytes are
     copied. The CPU takes float32, too. The work is queued on torch's current stream.
 
-    Gradients of q, k, v, sink and lse are our own, and the same bit for bit in repeats. There is no
-    gradient of a gradient, no derivative in forward mode and none with `out`: they raise
-    `Unsupported`. The first gradient with a
-    block mask on a GPU transposes the mask in new memory, so it comes before a CUDA graph is
-    captured. A compiled function that is differentiated does not keep the mask: keep it until then.
+    Gradients of q, k, v, sink, bias and lse are our own, and the same bit for bit in repeats. There
+    is no gradient of a gradient, no derivative in forward mode and none with `out`: they raise
+    `Unsupported`. The first gradient with a block mask on a GPU transposes the mask in new memory,
+    so it comes before a CUDA graph is captured. A compiled function that is differentiated does not
+    keep the mask: keep it until then.
 
     Args:
         q: Queries, `[B, Sq, Hq, D]`, or packed `[Tq, Hq, D]` with `cu_seqlens_q`. Any strides but
@@ -62,6 +64,13 @@ def attention(
         scale: Factor of `q @ k.T`; `1 / sqrt(D)` by default.
         softcap: Scores become `softcap * tanh(score / softcap)`.
         sink: float32 `[Hq]`, a logit per head that joins the denominator of the softmax.
+        bias: float16, bfloat16 or float32, broadcast to `[B, Hq, Sq, Sk]` and of any strides: added
+            to the scores behind the scale and the softcap. A pair of -inf is not attended. Not with
+            `cu_seqlens_q`. Its gradient sums in a fixed order where an element serves several
+            pairs.
+        alibi_slopes: float32 `[Hq]` or `[B, Hq]`: `-slope * |i + Sk - Sq - j|` is added to the
+            score of query `i` and key `j`, with the lengths of each sequence of a packed batch.
+            They have no gradient.
         cu_seqlens_q: int32 `[B + 1]` on the device of q: sequence `i` has the queries
             `cu_seqlens_q[i]` to `cu_seqlens_q[i + 1]`. Rows of no sequence get the output 0.
         cu_seqlens_k: The same for keys and values.
@@ -87,7 +96,7 @@ def attention(
     """
     q, k, v = lowered(q, k, v)
     # The operators have defaults: what is not passed costs nothing.
-    options = scores(causal, window, scale, softcap, sink)
+    options = scores(causal, window, scale, softcap, sink, bias, alibi_slopes)
     if top_left:
         options["top_left"] = True
     if not (cu_seqlens_q is cu_seqlens_k is max_seqlen_q is max_seqlen_k is None):
@@ -114,7 +123,7 @@ def attention(
             if not isinstance(out, Tensor):
                 refuse_types(out=out)
             o, lse = out, _ops.empty_lse(q, cu_seqlens_q) if return_lse else None
-            if _autograd.passes(q, k, v, o, sink) and not _autograd.is_seen():
+            if _autograd.passes(q, k, v, o, sink, bias) and not _autograd.is_seen():
                 _autograd.note_write(o)
                 _autograd.call_below(_OPS.attention_out.default, q, k, v, o, lse, **options)
             else:
@@ -123,7 +132,7 @@ def attention(
             from . import _sharding
 
             o, lse = _sharding.attention(q, k, v, **options)
-        elif _autograd.passes(q, k, v, sink):
+        elif _autograd.passes(q, k, v, sink, bias):
             given = ATTENTION.leading(options)
             if return_lse:
                 o, lse = _autograd.call_below(_OPS.attention.default, q, k, v, *given)

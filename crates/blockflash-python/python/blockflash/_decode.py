@@ -42,6 +42,8 @@ def attention_decode(
     scale: float | None = None,
     softcap: float | None = None,
     sink: Tensor | None = None,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
     max_seqlen_q: int | None = None,
@@ -83,6 +85,10 @@ def attention_decode(
         scale: Factor of `q @ k.T`; `1 / sqrt(D)` by default.
         softcap: Scores become `softcap * tanh(score / softcap)`.
         sink: float32 `[Hq]`, a logit per head that joins the denominator of the softmax.
+        bias: float16, bfloat16 or float32, broadcast to `[B, Hq, Sq, capacity]` and of any strides:
+            added to the scores behind the scale and the softcap. Not with `cu_seqlens_q`.
+        alibi_slopes: float32 `[Hq]` or `[B, Hq]`: `-slope * distance` is added to a score, with the
+            distance of the key from the query's own.
         cu_seqlens_q: int32 `[B + 1]`: sequence `i` has the queries `cu_seqlens_q[i]` to
             `cu_seqlens_q[i + 1]`. Rows of no sequence get the output 0.
         cu_seqlens_k: The same for packed `k` and `v`; `cu_seqlens_q` by default.
@@ -116,7 +122,7 @@ def attention_decode(
             q, k_cache, v_cache = (_lowered(t, lower) for t in (q, k_cache, v_cache))
         elif k_cache.dtype == lower:
             q, k, v = (_lowered(t, lower) for t in (q, k, v))
-    given = scores(causal, window, scale, softcap, sink)
+    given = scores(causal, window, scale, softcap, sink, bias, alibi_slopes)
     if cu_seqlens_q is not None or max_seqlen_q is not None:
         together(cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q)
     if k is not None or v is not None:
@@ -127,7 +133,7 @@ def attention_decode(
     # In the order of the table.
     options: list[Any] = [
         seqused_k, block_table, cu_seqlens_q, cu_seqlens_k, given.pop("sink", None), rotary_cos,
-        rotary_sin, lists, counts,
+        rotary_sin, lists, counts, given.pop("bias", None), given.pop("alibi_slopes", None),
     ]  # fmt: skip
     if max_seqlen_q is None and not (given or rotary_interleaved or batch_invariant):
         # What is at its default at the end costs the host nothing if it is not passed.
@@ -141,12 +147,12 @@ def attention_decode(
     operator = _OPS.attention_decode.default if k is None else _OPS.attention_append.default
     _place(q)
     try:
-        if _autograd.passes(*tensors, sink, rotary_cos, rotary_sin):
+        if _autograd.passes(*tensors, sink, bias, rotary_cos, rotary_sin):
             if k is not None:
                 _autograd.note_write(k_cache, v_cache)
             o, lse = _autograd.call_below(operator, *tensors, *options)
         else:
-            _autograd.refuse_to_lose(*tensors, sink, rotary_cos, rotary_sin)
+            _autograd.refuse_to_lose(*tensors, sink, bias, rotary_cos, rotary_sin)
             o, lse = operator(*tensors, *options)
     except RuntimeError as error:
         raise _autograd.typed(error) from None

@@ -63,6 +63,7 @@ def _backward(
     v: Tensor,
     o: Tensor,
     lse: Tensor,
+    of_bias: bool = False,
     *options: Any,
     **named: Any,
 ) -> int:

@@ -6,6 +6,7 @@ the gradient is an error, when it is asked for.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from ._schema import ATTENTION
 _NUMBERS = 3 + len(ATTENTION.tensors)
 _BLOCK_MASK = 3 + ATTENTION.places["block_mask"]
 _SINK = ATTENTION.places["sink"]
+_BIAS = ATTENTION.places["bias"]
 
 
 def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -42,15 +44,24 @@ def backward(ctx: Any, grad_o: Tensor | None, grad_lse: Tensor | None) -> tuple[
         if grad_lse is None:
             return ()
         grad_o = torch.zeros_like(saved[3])
+    of_bias = any(ctx.needs_input_grad[3 + _BIAS : 4 + _BIAS])
+    given = (grad_o, grad_lse, *saved[:5], of_bias, *saved[5:], *ctx.numbers)
     operator = torch.ops.blockflash.attention_backward.default
     if torch.is_grad_enabled() or _autograd.is_transformed():
-        grads = operator(grad_o, grad_lse, *saved, *ctx.numbers)
+        grads = operator(*given)
     else:
         with _autograd.below():
-            grads = operator(grad_o, grad_lse, *saved, *ctx.numbers)
-    if len(saved) <= 5 + _SINK or saved[5 + _SINK] is None:
-        return grads[:3]
-    return (*grads[:3], *[None] * _SINK, grads[3])
+            grads = operator(*given)
+    of_options: list[Tensor | None] = []
+    for place, needed, grad in ((_SINK, _given(saved[5:], _SINK), 3), (_BIAS, of_bias, 4)):
+        if needed:
+            of_options += [None] * (place - len(of_options))
+            of_options.append(grads[grad])
+    return (*grads[:3], *of_options)
+
+
+def _given(options: Sequence[Any], place: int) -> bool:
+    return len(options) > place and options[place] is not None
 
 
 def fake(
@@ -61,12 +72,20 @@ def fake(
     v: Tensor,
     o: Tensor,
     lse: Tensor,
+    of_bias: bool = False,
     *options: Any,
 ) -> tuple[Tensor, ...]:
-    """Memory for the gradients; that of the sink has no element if there is no sink."""
+    """Memory for the gradients; those of the sink and the bias may have no element."""
     sink = ATTENTION.value(options, "sink")
     grads = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
-    return (*grads, lse.new_empty(0 if sink is None else q.shape[-2]))
+    d_sink = lse.new_empty(0 if sink is None else q.shape[-2])
+    return (*grads, d_sink, _like_bias(of_bias, lse, options))
+
+
+def _like_bias(of_bias: bool, lse: Tensor, options: Sequence[Any]) -> Tensor:
+    """Memory for the gradient of the bias, if that is asked for."""
+    bias = ATTENTION.value(options, "bias")
+    return _empty_rows(bias) if of_bias and bias is not None else lse.new_empty(0)
 
 
 def compute(
@@ -77,9 +96,10 @@ def compute(
     v: Tensor,
     o: Tensor,
     lse: Tensor,
+    of_bias: bool = False,
     *options: Any,
 ) -> tuple[Tensor, ...]:
-    """Gradients of q, k, v and the sink: the kernel of `attention_backward`."""
+    """Gradients of q, k, v, sink and bias: the kernel of `attention_backward`."""
     head_dim = q.shape[-1]
     if grad_lse is not None:
         widest = max(head_dim, v.shape[-1])
@@ -94,13 +114,15 @@ def compute(
         q, k, v = (pad(t, (0, _COLUMNS)) for t in (q, k, v))
         o, grad_o = _with_columns(o, grad_o, grad_lse.masked_fill(lse == -torch.inf, 0))
     dq, dk, dv = _empty_rows(q), _empty_rows(k), _empty_rows(v)
-    has_sink = len(options) > _SINK and options[_SINK] is not None
+    has_sink = _given(options, _SINK)
     d_sink = lse.new_empty(q.shape[-2] if has_sink else 0)
-    into((dq, dk, dv, d_sink if has_sink else None), grad_o, q, k, v, o, lse, *options)
+    d_bias = _like_bias(of_bias, lse, options)
+    wanted = (d_sink if has_sink else None, d_bias if of_bias else None)
+    into((dq, dk, dv, *wanted), grad_o, q, k, v, o, lse, *options)
     if grad_lse is None:
-        return dq, dk, dv, d_sink
+        return dq, dk, dv, d_sink, d_bias
     grads = (grad[..., :-_COLUMNS].contiguous() for grad in (dq, dk, dv))
-    return (*grads, d_sink)
+    return (*grads, d_sink, d_bias)
 
 
 def _empty_rows(tensor: Tensor) -> Tensor:
@@ -120,7 +142,7 @@ def into(
     lse: Tensor,
     *options: Any,
 ) -> None:
-    """Writes `(dq, dk, dv, d_sink)`, of any strides but a contiguous last dimension.
+    """Writes `(dq, dk, dv, d_sink, d_bias)`, of any strides but a contiguous last dimension.
 
     GPU kernels read rows in units of 16 bytes: operands that are not aligned so are copied.
     """

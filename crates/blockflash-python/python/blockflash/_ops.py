@@ -5,8 +5,9 @@
 | `attention` | `(o, lse)` |
 | `attention_forward` | `o` alone, which costs less where nobody differentiates |
 | `attention_out` | into given tensors, without a gradient; by `attention` where it is traced |
-| `attention_backward` | `(dq, dk, dv, d_sink)`, the gradient of the first two; without one itself |
+| `attention_backward` | `(dq, dk, dv, d_sink, d_bias)`, the gradient of the first two |
 
+`attention_backward` has no gradient itself, and computes that of the bias if `of_bias` says so.
 All tensors are arguments, everything else is a number: -1 is an unlimited side of the window, 0 no
 cap of the scores and no block mask. An argument that has its default costs the host least if not
 passed. q is `[B, Sq, Hq, D]` or packed `[Tq, Hq, D]`, o has the D of v, lse is f32 `[B, Hq, Sq]` or
@@ -44,7 +45,7 @@ def empty_lse(q: Tensor, cu_seqlens_q: Tensor | None) -> Tensor:
     return q.new_zeros((q.shape[1], q.shape[0]), dtype=torch.float32)
 
 
-def _attention_out(
+def attention_out(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -66,7 +67,7 @@ def _attention_out(
 def _attention(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
     cu_seqlens_q = ATTENTION.value(options, "cu_seqlens_q")
     o, lse = empty_o(q, v, cu_seqlens_q), empty_lse(q, cu_seqlens_q)
-    _attention_out(q, k, v, o, lse, *options)
+    attention_out(q, k, v, o, lse, *options)
     return o, lse
 
 
@@ -100,7 +101,7 @@ def into(
 
 def _attention_forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> Tensor:
     o = empty_o(q, v, ATTENTION.value(options, "cu_seqlens_q"))
-    _attention_out(q, k, v, o, None, *options)
+    attention_out(q, k, v, o, None, *options)
     return o
 
 
@@ -155,7 +156,7 @@ def register(namespace: str, native: bool) -> tuple[torch.library.Library, Any]:
         if key not in natively:
             library.impl("attention", _attention, key)
             library.impl("attention_forward", _attention_forward, key)
-            library.impl("attention_out", _attention_out, key)
+            library.impl("attention_out", attention_out, key)
     refuse_lazy_writes(library, getattr(torch.ops, namespace).attention_out.default)
     fakes = (_fake_attention, _fake_attention_forward, lambda *arguments, **options: None)
     for name, fake in zip(names, (*fakes, _gradient.fake), strict=True):

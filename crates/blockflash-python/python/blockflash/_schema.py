@@ -58,8 +58,8 @@ _CACHE = "Tensor q, Tensor k_cache, Tensor v_cache"
 _WRITTEN_CACHE = "Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache"
 _RESULTS = "(Tensor o, Tensor lse)"
 _PAGES = "Tensor block_table, Tensor? seqused_k"
-_GRADIENTS = "(Tensor dq, Tensor dk, Tensor dv, Tensor d_sink)"
-_GIVEN = f"Tensor grad_o, Tensor? grad_lse, {_QKV}, Tensor o, Tensor lse"
+_GRADIENTS = "(Tensor dq, Tensor dk, Tensor dv, Tensor d_sink, Tensor d_bias)"
+_GIVEN = f"Tensor grad_o, Tensor? grad_lse, {_QKV}, Tensor o, Tensor lse, bool of_bias=False"
 
 SCHEMAS = {
     "attention": f"({_QKV}, {ATTENTION.text}) -> {_RESULTS}",

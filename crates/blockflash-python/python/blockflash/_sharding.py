@@ -51,6 +51,7 @@ class _Rule:
         named = ATTENTION.named(options)
         self.packed = named["cu_seqlens_q"] is not None
         self.has_sink = named["sink"] is not None
+        self._bias, self._slopes = named["bias"], named["alibi_slopes"]
         self._given = [named[name] is not None for name in ATTENTION.tensors]
         self.kinds = ["whole"]
         mask = named["block_mask"]
@@ -75,8 +76,30 @@ class _Rule:
 
     def options(self, kind: str) -> list[Any]:
         """Of the tensors among the options that are given."""
-        offsets = {"cu_seqlens_q": Replicate(), "cu_seqlens_k": Replicate()}
-        return _chosen({"sink": self.logits(kind), **offsets}, ATTENTION.tensors, self._given)
+        found = {
+            "sink": self.logits(kind), "cu_seqlens_q": Replicate(), "cu_seqlens_k": Replicate(),
+            "bias": _of_pairs(self._bias, kind), "alibi_slopes": _of_slopes(self._slopes, kind),
+        }  # fmt: skip
+        return _chosen(found, ATTENTION.tensors, self._given)
+
+    def of_bias(self, kind: str) -> Any:
+        """Of the gradient of the bias: what serves all ranks has a part from each of them."""
+        placed = _of_pairs(self._bias, kind)
+        return Partial() if kind != "whole" and placed.is_replicate() else placed
+
+
+def _of_pairs(bias: Any, kind: str) -> Any:
+    """Of a bias, whose dimensions of extent 1 serve all."""
+    dim = {"batch": 0, "heads": 1}.get(kind)
+    return Replicate() if bias is None or dim is None or bias.shape[dim] == 1 else Shard(dim)
+
+
+def _of_slopes(slopes: Any, kind: str) -> Any:
+    """Of slopes, `[heads]` or `[batch, heads]`."""
+    dims = 0 if slopes is None else len(slopes.shape)
+    if kind == "heads" and dims:
+        return Shard(dims - 1)
+    return Shard(0) if kind == "batch" and dims == 2 else Replicate()
 
 
 def _divides(heads_k: int, *specs: Any) -> bool:
@@ -102,7 +125,15 @@ def _forward(q: Any, k: Any, v: Any, *options: Any) -> list[tuple[list[Any], lis
 
 @_rule_of("attention_backward")
 def _backward(
-    grad_o: Any, grad_lse: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, *options: Any
+    grad_o: Any,
+    grad_lse: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    o: Any,
+    lse: Any,
+    of_bias: bool = False,
+    *options: Any,
 ) -> list[tuple[list[Any], list[Any]]]:
     rule = _Rule(q, k, options)
     found = []
@@ -112,13 +143,14 @@ def _backward(
         of_sink = Partial() if kind == "batch" else rule.logits(kind)
         inputs = [rows, *[lse_rows] * (grad_lse is not None), *[rows] * 4, lse_rows]
         outputs = [rows] * 3 + [of_sink if rule.has_sink else Replicate()]
+        outputs.append(rule.of_bias(kind) if of_bias else Replicate())
         found.append((outputs, inputs + rule.options(kind)))
     return found
 
 
 _WHOLE_OF_DECODE = (
     "seqused_k", "block_table", "cu_seqlens_q", "cu_seqlens_k", "sink", "rotary_cos", "rotary_sin",
-    "page_lists", "page_counts",
+    "page_lists", "page_counts", "bias", "alibi_slopes",
 )  # fmt: skip
 """Tensors that every rank may have as a whole: another option needs a rule of its own."""
 
@@ -139,14 +171,22 @@ def _of_decode(
         # Pages belong to no entry of the batch.
         cache = Shard(0) if named["block_table"] is None else Replicate()
         entries = dict.fromkeys(("seqused_k", "block_table", "page_lists", "page_counts"), Shard(0))
+        entries |= _added(named, "batch")
         options = _chosen(whole | entries, DECODE.tensors, given)
         found.append(([Shard(0)] * 2, [Shard(0), cache, cache, *options]))
     if _divides(k_cache.shape[-2], q, k_cache):
         packed = named["cu_seqlens_q"] is not None
         rows, lse = (Shard(1), Shard(0)) if packed else (Shard(2), Shard(1))
-        options = _chosen(whole | {"sink": Shard(0), "page_lists": Shard(1)}, DECODE.tensors, given)
+        by_head = {"sink": Shard(0), "page_lists": Shard(1)} | _added(named, "heads")
+        options = _chosen(whole | by_head, DECODE.tensors, given)
         found.append(([rows, lse], [rows, Shard(2), Shard(2), *options]))
     return found
+
+
+def _added(named: dict[str, Any], kind: str) -> dict[str, Any]:
+    """Of what is added to scores."""
+    bias, slopes = named["bias"], named["alibi_slopes"]
+    return {"bias": _of_pairs(bias, kind), "alibi_slopes": _of_slopes(slopes, kind)}
 
 
 def _chosen(placements: dict[str, Any], names: Sequence[str], given: Sequence[bool]) -> list[Any]:

@@ -164,8 +164,8 @@ class Ring(torch.autograd.Function):
                     visit, grad[:, seen], q[:, seen], keys[:, at], values[:, at],
                     o[:, seen].contiguous(), lse[:, :, seen].contiguous(),
                 )  # fmt: skip
-                d_queries, d_keys, d_values, d_logits = _OPS.attention_backward(
-                    grad_o, None, *operands, **options.of(visit, sink, q)
+                d_queries, d_keys, d_values, d_logits, _ = _OPS.attention_backward(
+                    grad_o, None, *operands, False, **options.of(visit, sink, q)
                 )
                 dq[:, seen] += d_queries
                 parts[0][:, at] += d_keys
