@@ -155,9 +155,7 @@ def test_arguments_that_steer_speed() -> None:
 CU = torch.tensor([0, 5], dtype=torch.int32)
 REFUSED = [
     (fa2.flash_attn_func, {"dropout_p": 0.1}),
-    (fa2.flash_attn_func, {"alibi_slopes": torch.ones(4)}),
     (fa2.flash_attn_varlen_func, {"dropout_p": 0.1}),
-    (fa2.flash_attn_varlen_func, {"alibi_slopes": torch.ones(4)}),
     *(
         (function, {name: value})
         for function in (fa3.flash_attn_func, fa3.flash_attn_varlen_func)

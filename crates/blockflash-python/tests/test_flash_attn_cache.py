@@ -196,7 +196,6 @@ def test_rows_out_of_use(used: tuple[str, ...], device: str, dtype: torch.dtype)
 def refused() -> list[tuple[Any, dict[str, Any], str]]:
     one = torch.ones(1)
     return [
-        (fa2, {"alibi_slopes": one}, "alibi_slopes: .* leave it at"),
         (fa3, {"qv": one}, "qv: .* leave it at"),
         (fa3, {"k_descale": one}, "k_descale: .* leave it at"),
         (fa3, {"attention_chunk": 8}, "attention_chunk: .* leave it at"),

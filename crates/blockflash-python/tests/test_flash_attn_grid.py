@@ -42,9 +42,9 @@ FLOOR = 1e-5
 """Added to the allowed error, for cases in which plain attention is exact."""
 
 
-def cases(seqlen_k: int) -> Iterator[Case]:
+def cases(seqlen_k: int, capped: float = 50.0) -> Iterator[Case]:
     """Full and causal, with and without a random window and a softcap."""
-    for softcap, causal, local in itertools.product([0.0, 50.0], [False, True], [False, True]):
+    for softcap, causal, local in itertools.product([0.0, capped], [False, True], [False, True]):
         window = tuple(torch.randint(0, seqlen_k, (2,)).tolist()) if local else (-1, -1)
         yield Case(causal, window, softcap)
 
@@ -94,12 +94,17 @@ def compare(
     errors: Errors,
     label: str,
     case: Case,
+    slopes: Tensor | None,
 ) -> None:
     """Compares one case and its gradients with plain attention.
 
-    `run` takes q, k, v and the case, packed by `rows` (those of q, those of k) if given.
+    `run` takes q, k, v, the case and slopes of ALiBi, packed by `rows` (those of q, those of k) if
+    given.
     """
     q, k, v, grad = inputs
+    added = None
+    if slopes is not None:
+        added = plain.alibi(slopes, *seqlens, q.size(1), k.size(1))
     exact_type = torch.float64 if q.device.type == "cpu" else torch.float32
     visible = case.visible(*seqlens, q.size(1), k.size(1))
 
@@ -110,7 +115,7 @@ def compare(
         leaves = [tensor.detach().to(dtype) for tensor in (q, k, v)]
         for leaf in leaves:
             leaf.requires_grad_()
-        attention = partial(plain.attention, *leaves, visible, case.softcap)
+        attention = partial(plain.attention, *leaves, visible, case.softcap, added=added)
         o = pack(attention()[0], 0)
         # With a softcap scores and lse reach 50, where their own rounding dominates errors in f32.
         from_lse = case.softcap != 0.0 and q.dtype == dtype == torch.float32
@@ -120,35 +125,63 @@ def compare(
 
     packed = [pack(tensor, side) for tensor, side in zip((q, k, v), (0, 1, 1), strict=True)]
     leaves = [tensor.detach().requires_grad_() for tensor in packed]
-    o = run(*leaves, case)
+    o = run(*leaves, case, slopes)
     ours = [o, *torch.autograd.grad(o, leaves, pack(grad, 0))]
     both = (reference(q.dtype), reference(exact_type))
     for name, *values in zip(("o", "dq", "dk", "dv"), ours, *both, strict=True):
         errors.add(f"{label} {case}", name, *values)
 
 
-def dense(q: Tensor, k: Tensor, v: Tensor, case: Case) -> Tensor:
-    return flash_attn_func(
-        q, k, v, causal=case.causal, window_size=case.window, softcap=case.softcap
-    )
+def options(case: Case, slopes: Tensor | None) -> dict[str, Any]:
+    masks = {"causal": case.causal, "window_size": case.window, "softcap": case.softcap}
+    return {**masks, "alibi_slopes": slopes}
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, case: Case, slopes: Tensor | None) -> Tensor:
+    return flash_attn_func(q, k, v, **options(case, slopes))
+
+
+def cap_of(dtype: torch.dtype, alibi: bool) -> float:
+    """A softcap, with ALiBi in f32 one below that of FlashAttention's tests.
+
+    The rounding of scores of 50, to which ALiBi is added, is all that would be compared there.
+    """
+    return 5.0 if alibi and dtype == torch.float32 else 50.0
+
+
+def slopes_of(alibi: bool, batch: int, device: str) -> Tensor | None:
+    return torch.rand(batch, HEADS, device=device) * 0.3 if alibi else None
 
 
 def run_dense(
-    device: str, dtype: torch.dtype, batch: int, lengths: tuple[int, int], heads: str, dim: int
+    device: str,
+    dtype: torch.dtype,
+    batch: int,
+    lengths: tuple[int, int],
+    heads: str,
+    dim: int,
+    alibi: bool,
 ) -> None:
     torch.manual_seed(0)
     errors = Errors()
     seqlens = tuple(torch.full((batch,), length, device=device) for length in lengths)
     inputs = tensors(device, dtype, batch, lengths, HEADS_K[heads], dim)
-    for case in cases(lengths[1]):
+    slopes = slopes_of(alibi, batch, device)
+    for case in cases(lengths[1], cap_of(dtype, alibi)):
         # With a softcap the scores shall reach it.
         scaled = inputs if case.softcap == 0.0 else (inputs[0] * case.softcap, *inputs[1:])
-        compare(dense, scaled, seqlens, None, errors, f"{heads} {lengths}", case)
+        compare(dense, scaled, seqlens, None, errors, f"{heads} {lengths}", case, slopes)
     errors.check()
 
 
 def run_varlen(
-    device: str, dtype: torch.dtype, batch: int, lengths: tuple[int, int], heads: str, dim: int
+    device: str,
+    dtype: torch.dtype,
+    batch: int,
+    lengths: tuple[int, int],
+    heads: str,
+    dim: int,
+    alibi: bool,
 ) -> None:
     torch.manual_seed(0)
     errors = Errors()
@@ -162,14 +195,15 @@ def run_varlen(
         torch.nn.functional.pad(lens.cumsum(0), (1, 0)).to(device, torch.int32) for lens in random
     ]
     seqlens = tuple(lens.to(device) for lens in random)
+    slopes = slopes_of(alibi, batch, device)
 
-    def varlen(q: Tensor, k: Tensor, v: Tensor, case: Case) -> Tensor:
-        masks = {"causal": case.causal, "window_size": case.window, "softcap": case.softcap}
-        return flash_attn_varlen_func(q, k, v, *cu_seqlens, *lengths, **masks)
+    def varlen(q: Tensor, k: Tensor, v: Tensor, case: Case, slopes: Tensor | None) -> Tensor:
+        return flash_attn_varlen_func(q, k, v, *cu_seqlens, *lengths, **options(case, slopes))
 
-    for case in cases(lengths[1]):
+    for case in cases(lengths[1], cap_of(dtype, alibi)):
         scaled = inputs if case.softcap == 0.0 else (inputs[0] * case.softcap, *inputs[1:])
-        compare(varlen, scaled, seqlens, rows, errors, f"varlen {heads} {lengths}", case)
+        label = f"varlen {heads} {lengths}"
+        compare(varlen, scaled, seqlens, rows, errors, label, case, slopes)
     errors.check()
 
 
@@ -179,8 +213,9 @@ def run_varlen(
 @pytest.mark.parametrize("heads", HEADS_K)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("run", [run_dense, run_varlen], ids=lambda run: run.__name__)
-def test_grid_on_gpu(run: Any, dtype: Any, heads: str, dim: int, lengths: Any) -> None:
-    run("cuda", dtype, 4, lengths, heads, dim)
+@pytest.mark.parametrize("alibi", [False, True])
+def test_grid_on_gpu(run: Any, dtype: Any, heads: str, dim: int, lengths: Any, alibi: bool) -> None:
+    run("cuda", dtype, 4, lengths, heads, dim, alibi)
 
 
 @pytest.mark.parametrize(
@@ -189,5 +224,6 @@ def test_grid_on_gpu(run: Any, dtype: Any, heads: str, dim: int, lengths: Any) -
 @pytest.mark.parametrize("heads", HEADS_K)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("run", [run_dense, run_varlen], ids=lambda run: run.__name__)
-def test_grid_on_cpu(run: Any, dtype: Any, heads: str, dim: int, lengths: Any) -> None:
-    run("cpu", dtype, 2, lengths, heads, dim)
+@pytest.mark.parametrize("alibi", [False, True])
+def test_grid_on_cpu(run: Any, dtype: Any, heads: str, dim: int, lengths: Any, alibi: bool) -> None:
+    run("cpu", dtype, 2, lengths, heads, dim, alibi)

@@ -16,7 +16,6 @@ _CONVERT = "which are to be converted to bfloat16 or float16 before"
 
 _REFUSED: dict[str, tuple[Any, str]] = {
     "dropout_p": (0.0, "dropout"),
-    "alibi_slopes": (None, "ALiBi"),
     "qv": (None, "a second query for the values"),
     "q_descale": (None, f"8-bit queries, {_CONVERT}"),
     "k_descale": (None, f"8-bit keys, {_CONVERT}"),
@@ -98,7 +97,11 @@ def attend(
 
 
 def conventions(
-    softmax_scale: float | None, causal: bool, window_size: Sequence[int], softcap: float
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: Sequence[int],
+    softcap: float,
+    alibi_slopes: Tensor | None = None,
 ) -> dict[str, Any]:
     """What flash-attn's arguments say about scores, as our functions take it."""
     left, right = map(int, window_size)
@@ -107,6 +110,7 @@ def conventions(
         "window": (None if left == -1 else left, None if causal or right == -1 else right),
         "scale": softmax_scale,
         "softcap": softcap if softcap != 0.0 else None,
+        "alibi_slopes": alibi_slopes,
     }
 
 

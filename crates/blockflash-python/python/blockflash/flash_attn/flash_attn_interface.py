@@ -15,7 +15,9 @@ Every function takes these arguments, apart from its tensors:
 - `return_attn_probs`: returns `(out, softmax_lse, S_dmask)` instead of `out`: softmax_lse is f32,
   `[batch, heads, seqlen_q]` or `[heads, total_q]`; S_dmask is empty, as flash-attn's is without
   dropout.
-- `dropout_p` and `alibi_slopes` raise `Unsupported` unless at their defaults.
+- `alibi_slopes`: f32 `[heads]` or `[batch, heads]`: `-slope * |i + seqlen_k - seqlen_q - j|` is
+  added to the score of query i and key j. They have no gradient.
+- `dropout_p` raises `Unsupported` unless at its default.
 
 A query without keys gives 0 and softmax_lse -inf (flash-attn: +inf). head_dim is any up to 256 (a
 multiple of 8 spares a copy), and equal in q, k and v. Every call has gradients but those with a
@@ -84,8 +86,8 @@ def flash_attn_func(
         `[batch, seqlen_q, heads, head_dim]`, or a tuple with `return_attn_probs`.
 
     """
-    refuse(dropout_p=dropout_p, alibi_slopes=alibi_slopes)
-    scores = conventions(softmax_scale, causal, window_size, softcap)
+    refuse(dropout_p=dropout_p)
+    scores = conventions(softmax_scale, causal, window_size, softcap, alibi_slopes)
     result = attend(q, k, v, scores, return_attn_probs)
     return (*result, q.new_empty(0)) if return_attn_probs else result
 
@@ -128,8 +130,8 @@ def flash_attn_varlen_func(
         `[total_q, heads, head_dim]`, or a tuple with `return_attn_probs`.
 
     """
-    refuse(dropout_p=dropout_p, alibi_slopes=alibi_slopes)
-    scores = conventions(softmax_scale, causal, window_size, softcap)
+    refuse(dropout_p=dropout_p)
+    scores = conventions(softmax_scale, causal, window_size, softcap, alibi_slopes)
     packed: dict[str, Any] = {
         "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "max_seqlen_q": max_seqlen_q
     }  # fmt: skip
@@ -264,7 +266,7 @@ def flash_attn_with_kvcache(
         softcap: 0.0 is none.
         rotary_interleaved: elements 2 i and 2 i + 1 are turned together, else i and
             i + rotary_dim / 2.
-        alibi_slopes: must be None.
+        alibi_slopes: as for the other functions.
         num_splits: any number is accepted and none changes anything: how keys are split follows
             from the length of a sequence alone, as with flash-attn's 0.
         return_softmax_lse: returns `(out, softmax_lse)`, with softmax_lse f32
@@ -274,7 +276,6 @@ def flash_attn_with_kvcache(
         `[batch, seqlen_q, heads, head_dim]`, or a pair with `return_softmax_lse`.
 
     """
-    refuse(alibi_slopes=alibi_slopes)
     if block_table is not None:
         refuse_with_table(cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad)
         check_pages(cache_seqlens, k, k_cache, block_table)
@@ -289,7 +290,7 @@ def flash_attn_with_kvcache(
         cache_batch_idx=cache_batch_idx,
         cache_leftpad=cache_leftpad,
         table=block_table,
-        scores=conventions(softmax_scale, causal, window_size, softcap),
+        scores=conventions(softmax_scale, causal, window_size, softcap, alibi_slopes),
         return_lse=return_softmax_lse,
     )
 
