@@ -56,7 +56,6 @@ def test_no_keys() -> None:
 
 X = torch.ones(2, 4, 5, 16)
 REFUSED = {
-    "attn_mask": (X, X, X, {"attn_mask": torch.ones(5, 5, dtype=torch.bool)}),
     "dropout": (X, X, X, {"dropout_p": 0.1}),
     "dimensions": (X[0, 0], X[0, 0], X[0, 0], {}),
     "all must have 3 or all 4": (X, X[0], X[0], {}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from ._attention import attention
@@ -28,7 +29,9 @@ def scaled_dot_product_attention(
         query: `[B, Hq, Sq, D]`, or `[Hq, Sq, D]`.
         key: `[B, Hk, Sk, D]`, or `[Hk, Sk, D]`.
         value: as key, with a head_dim of its own.
-        attn_mask: must be `None`. `blockflash.attention` has windows and block masks.
+        attn_mask: broadcast to `[B, Hq, Sq, Sk]`, of any strides: bool, true where a query sees a
+            key, or what is added to the scores, float32 or in the type of query, which has a
+            gradient. Not with `is_causal`.
         dropout_p: must be 0.
         is_causal: query i attends to keys 0 to i.
         scale: factor of the scores, positive; `D ** -0.5` if `None`.
@@ -38,31 +41,43 @@ def scaled_dot_product_attention(
         The shape and type of query, with the head_dim of value.
 
     Raises:
-        Unsupported: where torch has a backend and blockflash none: a mask, dropout, heads or
-            batches that are broadcast; and for 8-bit elements.
+        Unsupported: where torch has a backend and blockflash none: dropout, heads or batches that
+            are broadcast; and for 8-bit elements.
         ValueError: for arguments that torch refuses, too.
 
     """
-    q, k, v = operands(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    o = attention(q, k, v, causal=is_causal, top_left=True, scale=scale).transpose(1, 2)
+    if attn_mask is not None and is_causal:
+        raise ValueError("attn_mask and is_causal exclude each other")
+    q, k, v = operands(query, key, value, dropout_p, enable_gqa)
+    options = {"causal": is_causal, "top_left": True, "scale": scale}
+    if attn_mask is not None:
+        if not 2 <= attn_mask.dim() <= query.dim():
+            raise ValueError(f"attn_mask has {attn_mask.dim()} dimensions, and query {query.dim()}")
+        options["bias"] = bias_of(attn_mask, q.dtype)
+    o = attention(q, k, v, **options).transpose(1, 2)
     return o if query.dim() == 4 else o.squeeze(0)
+
+
+def bias_of(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """What a mask of torch adds to scores, for attention of this element type."""
+    if mask.dtype != torch.bool:
+        if mask.dtype not in (torch.float32, dtype):
+            raise ValueError(f"attn_mask is {mask.dtype}, not bool, float32 or {dtype}")
+        return mask
+    for dim, stride in enumerate(mask.stride()):
+        if stride == 0:
+            mask = mask.narrow(dim, 0, min(mask.shape[dim], 1))
+    return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, -torch.inf)
 
 
 def operands(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
     enable_gqa: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What `blockflash.attention` takes for these arguments of torch, or their error."""
-    if attn_mask is not None and is_causal:
-        raise ValueError("attn_mask and is_causal exclude each other")
-    if attn_mask is not None:
-        raise Unsupported("attn_mask: blockflash.attention has windows and block masks instead")
     if dropout_p != 0.0:
         raise Unsupported(f"dropout_p is {dropout_p}, but blockflash has no dropout: set it to 0")
     refuse_8_bits(query, key, value, ("query", "key", "value"))

@@ -158,7 +158,9 @@ def _kernel(
         for x in (query, key, value):
             if type(x) not in (Tensor, nn.Parameter):
                 raise Unsupported(f"{type(x).__name__} inside of context_parallel")
-        return operands(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        if attn_mask is not None:
+            raise Unsupported("attn_mask inside of context_parallel")
+        return operands(query, key, value, dropout_p, enable_gqa)
 
     o = attention(plain, {"causal": is_causal, "scale": scale}).transpose(1, 2)
     return o if query.dim() == 4 else o.squeeze(0)
