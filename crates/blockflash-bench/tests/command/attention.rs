@@ -34,9 +34,15 @@ const OPTIONS: [&str; 20] = [
     "1x400x4x8 --cu-seqlens 0,130,400 --block-mask random:0.4 --block 64 --mask-heads 4",
 ];
 
-/// Element types that only the CPU computes in.
-const OPTIONS_OF_CPU: [&str; 2] =
-    ["2x70x4x24 --kv-heads 2 --mask causal --dtype f32", "1x50x2x59 --softcap 5 --dtype f32"];
+/// What only the CPU computes.
+const OPTIONS_OF_CPU: [&str; 6] = [
+    "2x70x4x24 --kv-heads 2 --mask causal --dtype f32",
+    "1x50x2x59 --softcap 5 --dtype f32",
+    "2x50x4x16 --kv-heads 2 --seqlen-kv 70 --bias random --alibi --mask causal --sink random",
+    "2x40x3x16 --bias random --softcap 3 --window 9,- --dtype bf16",
+    "1x150x2x8 --bias random --block-mask causal+window:1 --block 64 --dtype f32",
+    "1x400x4x8 --cu-seqlens 0,130,400 --alibi --mask causal",
+];
 
 #[test]
 fn options_are_right_on_the_cpu() {
@@ -233,6 +239,37 @@ fn packed_sequences_and_a_sink_from_files() {
     assert_eq!(alone.to_f32(0..640), packed.to_f32(320..960));
 }
 
+/// A bias that has one row for all pairs of a head is the same as all of it, and slopes of ALiBi are
+/// a bias, too.
+#[test]
+fn a_bias_and_slopes_from_files() {
+    let folder = Folder::new();
+    let row: Vec<f32> = (0..20).map(|key| (key as f32 * 0.7).sin()).collect();
+    let slopes = [0.5f32, 0.25];
+    let away =
+        |head: usize, query: usize, key: usize| -slopes[head] * (query as f32 - key as f32).abs();
+    let all = |of: &dyn Fn(usize, usize, usize) -> f32| -> Vec<f32> {
+        let pairs = (0..2).flat_map(|head| (0..400).map(move |at| (head, at / 20, at % 20)));
+        pairs.map(|(head, query, key)| of(head, query, key)).collect()
+    };
+    let array = |shape: &[usize], values: Vec<f32>| Array::new(shape, values).unwrap();
+    folder.write("row.npy", &[("", &array(&[1, 1, 1, 20], row.clone()))]);
+    let rows = array(&[1, 2, 20, 20], all(&|_, _, key| row[key]));
+    let of_slopes = array(&[1, 2, 20, 20], all(&away));
+    folder.write("all.safetensors", &[("bias", &rows)]);
+    folder.write("slopes.safetensors", &[("alibi", &Array::from(slopes.to_vec()))]);
+    folder.write("away.npy", &[("", &of_slopes)]);
+    let run = |options: &str, out: &str| {
+        let words = "attention --random 2x20x2x16 --dtype f32 --mask causal";
+        folder.right("cpu", &format!("{words} {options} --out {out}"));
+        folder.load(out, "", DType::F32)
+    };
+    assert_eq!(run("--bias row.npy", "a.npy"), run("--bias all.safetensors", "b.npy"));
+    let o = run("--alibi=slopes.safetensors", "c.npy");
+    assert_eq!(o, run("--bias away.npy", "d.npy"));
+    assert_ne!(o, run("", "e.npy"));
+}
+
 #[test]
 fn the_same_seed_gives_the_same_result() {
     let folder = Folder::new();
@@ -322,6 +359,9 @@ fn mistakes_are_named() {
             ),
             ("--block 64", "--block-mask"),
             ("--sink sink.npy", "sink has shape [3], expected [2]"),
+            ("--bias sink.npy", "bias has shape [3], expected [1, 2 or 1, 30 or 1, 30 or 1]"),
+            ("--bias random --cu-seqlens 0,10,30", "--bias is not for packed sequences"),
+            ("--alibi=sink.npy", "alibi has shape [3], expected [2]"),
             ("--cu-seqlens 0,ten", "integers with commas"),
             ("--cu-seqlens 0,99999999999", "integers with commas"),
             ("--cu-seqlens 0,10,31", "the offsets of q end at 31, but it has 30 rows"),

@@ -18,6 +18,8 @@ fn options_are_right_against_the_reference() {
         "1x2x2x16 --scale 0.5",
         "2x2x2x24 --seqlen-kv 40 --dtype f32",
         "2x0x2x16 --seqlen-kv 0",
+        "2x3x4x16 --kv-heads 2 --seqlen-kv 64 --seqused-kv 64,9 --alibi",
+        "2x3x4x16 --seqlen-kv 96 --page-size 32 --seqused-kv 33,3 --bias random --dtype f32",
     ] {
         folder.right("cpu", &format!("attention-decode --random {options}"));
     }

@@ -20,7 +20,8 @@ pub fn run(args: Args) -> Result<ExitCode> {
     let stream = device.stream()?;
     let scores = args.scores.of(args.mask, args.block_mask.token_mask())?;
     let data = data(&args, scores)?;
-    let scores = with_tensors(scores, &data.q, args.common.seed)?;
+    let keys = data.k.shape().get(1).copied().unwrap_or(0);
+    let scores = with_tensors(scores, &data.q, keys, args.common.seed)?;
     let wants_lse = outputs.has("lse") || args.common.check;
     let mut operands = AttentionOperands::new(scores, data, wants_lse, &stream)?;
     let (operation, kernel) = ("attention", args.kernel.as_deref());

@@ -14,6 +14,7 @@ Examples:
   blockflash attention --q q.npy --k k.npy --v v.npy --dtype bf16 --out o.npy --lse lse.npy
   blockflash attention --random 1x8192x8x64 --block-mask causal+window:8+sink:1 --block 64 --check
   blockflash attention --random 1x4096x8x64 --cu-seqlens 0,1000,4096 --sink random --check
+  blockflash attention --random 1x2048x8x64 --bias random --alibi --mask causal --check
 
 Arrays are [batch, seqlen, heads, head_dim] in f16, bf16, f32 or f64. The number of query heads is
 a multiple of the number of key and value heads. The log-sum-exp is f32 [batch, heads, seqlen]. With
@@ -75,11 +76,11 @@ impl Args {
     /// The files to write.
     pub fn outputs(&self) -> Result<Outputs> {
         let inputs = [
-            self.scores.file(),
             ("--cu-seqlens", self.cu_seqlens.as_ref().and_then(Offsets::file)),
             ("--cu-seqlens-kv", self.cu_seqlens_kv.as_ref().and_then(Offsets::file)),
         ];
-        let inputs = [&self.qkv.files()[..], &inputs, &self.block_mask.files()].concat();
+        let masks = self.block_mask.files();
+        let inputs = [&self.qkv.files()[..], &self.scores.files(), &inputs, &masks].concat();
         self.written.outputs(&[], &inputs)
     }
 }

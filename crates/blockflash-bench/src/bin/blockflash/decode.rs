@@ -28,7 +28,10 @@ pub fn run(args: Args) -> Result<ExitCode> {
         Some(lengths) => Some(lengths.load("seqused_kv")?),
         None => None,
     };
-    let scores = with_tensors(scores, &data.q, args.common.seed)?;
+    let columns =
+        data.block_table.as_ref().map_or(1, |table| table.shape().get(1).copied().unwrap_or(0));
+    let capacity = data.k.shape().get(1).map_or(0, |slots| slots * columns);
+    let scores = with_tensors(scores, &data.q, capacity, args.common.seed)?;
     let wants_lse = outputs.has("lse") || args.common.check;
     let chosen = args.selection()?.map_or(Chosen::All, Chosen::Selected);
     let data = DecodeData { seqused_kv, chosen, ..data };

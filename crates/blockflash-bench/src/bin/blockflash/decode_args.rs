@@ -103,9 +103,9 @@ impl Args {
         let inputs = [
             ("--block-table", self.block_table.as_ref()),
             ("--seqused-kv", self.seqused_kv.as_ref().and_then(Offsets::file)),
-            self.scores.file(),
         ];
         let pages = ("--pages", "pages", self.pages.as_ref());
-        self.written.outputs(&[pages], &[&self.qkv.files()[..], &inputs].concat())
+        self.written
+            .outputs(&[pages], &[&self.qkv.files()[..], &self.scores.files(), &inputs].concat())
     }
 }

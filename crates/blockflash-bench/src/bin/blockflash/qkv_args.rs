@@ -4,7 +4,7 @@ use crate::args::{Float, Window, out_path, window};
 use crate::failure::{Result, bail, ensure};
 use crate::operand::{Source, random};
 use crate::outputs::{Named, Outputs};
-use blockflash_bench::io::Array;
+use blockflash_bench::io::{Array, Stored};
 use blockflash_bench::memory;
 use blockflash_ops::{Align, DType, Mask, Scores};
 use std::path::{Path, PathBuf};
@@ -101,7 +101,21 @@ pub struct ScoreArgs {
     /// from a file (tensor `sink`), or `random`
     #[arg(long, value_name = "FILE|random")]
     pub sink: Option<PathBuf>,
+    /// Add to the scores of all pairs: f16, bf16 or f32 `[batch, heads, queries, keys]`, any of
+    /// which may be 1 for all, from a file (tensor `bias`), or `random`, drawn from N(0, 1) for
+    /// batch 1. Not for packed sequences
+    #[arg(long, value_name = "FILE|random")]
+    pub bias: Option<PathBuf>,
+    /// Take the distance of query and key times a slope off the scores (ALiBi): f32 slopes
+    /// `[heads]` or `[batch, heads]` from a file (tensor `alibi`) [default: 2^(-8 i / heads) for
+    /// the heads i from 1 on]
+    #[arg(long, value_name = "FILE", num_args = 0..=1, require_equals = true,
+        default_missing_value = POWERS)]
+    pub alibi: Option<PathBuf>,
 }
+
+/// In place of a file with slopes.
+const POWERS: &str = "powers";
 
 #[derive(Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum MaskName {
@@ -111,17 +125,22 @@ pub enum MaskName {
 }
 
 impl ScoreArgs {
-    /// The option that names a file, and the file.
-    pub fn file(&self) -> (&'static str, Option<&PathBuf>) {
-        ("--sink", self.sink.as_ref())
+    /// The options that name files, and the files.
+    pub fn files(&self) -> [(&'static str, Option<&PathBuf>); 3] {
+        [
+            ("--sink", self.sink.as_ref()),
+            ("--bias", self.bias.as_ref()),
+            ("--alibi", self.alibi.as_ref()),
+        ]
     }
 
-    /// The options with the mask; `default` stands for a mask that is not named. The sink is where
-    /// it comes from: see [`with_tensors`].
+    /// The options with the mask; `default` stands for a mask that is not named. Tensors are where
+    /// they come from: see [`with_tensors`].
     pub fn of(&self, mask: Option<MaskName>, default: Mask) -> Result<Scores<&Path>> {
-        let &Self { scale: softmax_scale, softcap, ref sink, .. } = self;
+        let Self { scale, softcap, sink, bias, alibi, .. } = self;
         let mask = self.mask(mask, default)?;
-        Ok(Scores { softmax_scale, softcap, sink: sink.as_deref(), ..mask.into() })
+        let [sink, bias, alibi] = [sink, bias, alibi].map(Option::as_deref);
+        Ok(Scores { mask, softmax_scale: *scale, softcap: *softcap, sink, bias, alibi })
     }
 
     fn mask(&self, name: Option<MaskName>, default: Mask) -> Result<Mask> {
@@ -155,16 +174,41 @@ pub fn o_bytes([q, _, v]: &[Source; 3], dtype: DType) -> Result<u64> {
     Ok(memory::size(&[&shape], dtype.size()))
 }
 
-/// Scores with the attention sinks of the heads of q, from a file or random.
-pub fn with_tensors(scores: Scores<&Path>, q: &Array, seed: u64) -> Result<Scores<Array>> {
+/// Scores with their tensors, from files or random, for this q and as many keys.
+pub fn with_tensors(
+    scores: Scores<&Path>,
+    q: &Array,
+    keys: usize,
+    seed: u64,
+) -> Result<Scores<Array>> {
     scores.try_map(|name, path| {
-        if path != Path::new("random") {
-            return Source::open(path, name)?.load(DType::F32);
-        }
         let &[.., heads, _] = q.shape() else {
             bail!("q is {:?}, which has no heads", q.shape());
         };
-        random(name, DType::F32, &[heads], seed, 3)
+        let drawn = path == Path::new("random");
+        match (name, q.shape()) {
+            ("bias", &[_, queries, _, _]) if drawn => {
+                let shape = [1, heads, queries, keys];
+                memory::ensure(name, memory::size(&[&shape], q.dtype().size()))?;
+                random(name, q.dtype(), &shape, seed, 4)
+            }
+            ("bias", _) if drawn => bail!("--bias is not for packed sequences (--cu-seqlens)"),
+            ("bias", _) => {
+                let source = Source::open(path, name)?;
+                let dtype = match source.stored() {
+                    Some(Stored::F16) => DType::F16,
+                    Some(Stored::Bf16) => DType::BF16,
+                    _ => DType::F32,
+                };
+                source.load(dtype)
+            }
+            ("alibi", _) if path == Path::new(POWERS) => {
+                let slope = |head: usize| (-8.0 * (head + 1) as f32 / heads as f32).exp2();
+                Ok(Array::from((0..heads).map(slope).collect::<Vec<f32>>()))
+            }
+            _ if drawn => random(name, DType::F32, &[heads], seed, 3),
+            _ => Source::open(path, name)?.load(DType::F32),
+        }
     })
 }
 
