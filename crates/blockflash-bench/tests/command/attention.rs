@@ -239,8 +239,8 @@ fn packed_sequences_and_a_sink_from_files() {
     assert_eq!(alone.to_f32(0..640), packed.to_f32(320..960));
 }
 
-/// A bias that has one row for all pairs of a head is the same as all of it, and slopes of ALiBi are
-/// a bias, too.
+/// A bias that has one row for all pairs of a head is the same as all of it, and slopes of ALiBi
+/// are a bias, too.
 #[test]
 fn a_bias_and_slopes_from_files() {
     let folder = Folder::new();
