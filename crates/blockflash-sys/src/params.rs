@@ -4,6 +4,7 @@ pub const BLOCKFLASH_DTYPE_F16: i32 = 0;
 pub const BLOCKFLASH_DTYPE_BF16: i32 = 1;
 pub const BLOCKFLASH_DTYPE_F32: i32 = 2;
 pub const BLOCKFLASH_WINDOW_UNBOUNDED: i32 = 2147483647;
+pub const BLOCKFLASH_BIT_TILE_WORDS: i32 = 128;
 pub const BLOCKFLASH_BLOCK_SOURCE_BOOL: i32 = 0;
 pub const BLOCKFLASH_BLOCK_SOURCE_LISTS: i32 = 1;
 pub const BLOCKFLASH_BLOCK_SOURCE_SCORES: i32 = 2;
@@ -628,6 +629,238 @@ const _: () = {
         "Offset of field: blockflash_attention_bwd_tma_params::key_parts",
     ][::core::mem::offset_of!(blockflash_attention_bwd_tma_params, key_parts)
         - 1072usize];
+};
+/** Score terms, in this order: once the score of query i and key j has been scaled and capped, the
+ bias is added, then ALiBi, slope·-|i + seqlen_kv - seqlen_q - j|; pairs whose bit is 0 are masked
+ as those outside the window.*/
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct blockflash_score_terms {
+    /** \[batch, num_heads_q, seqlen_q, seqlen_kv\] with any strides, 0 where it
+ broadcasts; null: none*/
+    pub bias: *const ::core::ffi::c_void,
+    pub bias_stride_batch: i64,
+    pub bias_stride_head: i64,
+    pub bias_stride_q: i64,
+    pub bias_stride_kv: i64,
+    /// slopes, \[batch, num_heads_q\]; null: none
+    pub alibi: *const f32,
+    pub alibi_stride_batch: i64,
+    pub alibi_stride_head: i64,
+    /** beside col_idx of the block mask: the tile of 64 × 64 bits with
+ which the bits of a listed block begin, or -1 where all pairs of the
+ block are visible; null: all pairs of all listed blocks are*/
+    pub block_bits: *const i32,
+    /// \[bit_tiles, 128\]. A block has its tiles in row-major order
+    pub bits: *const u32,
+    /// tiles are clamped to them
+    pub bit_tiles: i32,
+    /// BLOCKFLASH_DTYPE_…
+    pub bias_type: i32,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    [
+        "Size of blockflash_score_terms",
+    ][::core::mem::size_of::<blockflash_score_terms>() - 88usize];
+    [
+        "Alignment of blockflash_score_terms",
+    ][::core::mem::align_of::<blockflash_score_terms>() - 8usize];
+    [
+        "Offset of field: blockflash_score_terms::bias",
+    ][::core::mem::offset_of!(blockflash_score_terms, bias) - 0usize];
+    [
+        "Offset of field: blockflash_score_terms::bias_stride_batch",
+    ][::core::mem::offset_of!(blockflash_score_terms, bias_stride_batch) - 8usize];
+    [
+        "Offset of field: blockflash_score_terms::bias_stride_head",
+    ][::core::mem::offset_of!(blockflash_score_terms, bias_stride_head) - 16usize];
+    [
+        "Offset of field: blockflash_score_terms::bias_stride_q",
+    ][::core::mem::offset_of!(blockflash_score_terms, bias_stride_q) - 24usize];
+    [
+        "Offset of field: blockflash_score_terms::bias_stride_kv",
+    ][::core::mem::offset_of!(blockflash_score_terms, bias_stride_kv) - 32usize];
+    [
+        "Offset of field: blockflash_score_terms::alibi",
+    ][::core::mem::offset_of!(blockflash_score_terms, alibi) - 40usize];
+    [
+        "Offset of field: blockflash_score_terms::alibi_stride_batch",
+    ][::core::mem::offset_of!(blockflash_score_terms, alibi_stride_batch) - 48usize];
+    [
+        "Offset of field: blockflash_score_terms::alibi_stride_head",
+    ][::core::mem::offset_of!(blockflash_score_terms, alibi_stride_head) - 56usize];
+    [
+        "Offset of field: blockflash_score_terms::block_bits",
+    ][::core::mem::offset_of!(blockflash_score_terms, block_bits) - 64usize];
+    [
+        "Offset of field: blockflash_score_terms::bits",
+    ][::core::mem::offset_of!(blockflash_score_terms, bits) - 72usize];
+    [
+        "Offset of field: blockflash_score_terms::bit_tiles",
+    ][::core::mem::offset_of!(blockflash_score_terms, bit_tiles) - 80usize];
+    [
+        "Offset of field: blockflash_score_terms::bias_type",
+    ][::core::mem::offset_of!(blockflash_score_terms, bias_type) - 84usize];
+};
+/** In all of them scale_log2 of the scores, a factor of what the terms have been added to, is
+ log2(e) where there is a bias or ALiBi, as where scores are capped.*/
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct blockflash_attention_fwd_terms_params {
+    pub base: blockflash_attention_fwd_params,
+    pub terms: blockflash_score_terms,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    [
+        "Size of blockflash_attention_fwd_terms_params",
+    ][::core::mem::size_of::<blockflash_attention_fwd_terms_params>() - 392usize];
+    [
+        "Alignment of blockflash_attention_fwd_terms_params",
+    ][::core::mem::align_of::<blockflash_attention_fwd_terms_params>() - 8usize];
+    [
+        "Offset of field: blockflash_attention_fwd_terms_params::base",
+    ][::core::mem::offset_of!(blockflash_attention_fwd_terms_params, base) - 0usize];
+    [
+        "Offset of field: blockflash_attention_fwd_terms_params::terms",
+    ][::core::mem::offset_of!(blockflash_attention_fwd_terms_params, terms) - 304usize];
+};
+/** Attention forward by TMA. The map of a bias of 16 bits has the dimensions (key, query, head,
+ batch), of which those that broadcast have one entry.*/
+#[repr(C)]
+#[repr(align(64))]
+#[derive(Debug, Copy, Clone)]
+pub struct blockflash_attention_fwd_tma_terms_params {
+    pub fwd: blockflash_attention_fwd_tma_params,
+    pub terms: blockflash_score_terms,
+    pub __bindgen_padding_0: [u64; 5usize],
+    /// zeros where kernels read the bias otherwise, or there is none
+    pub bias: blockflash_tensor_map,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    [
+        "Size of blockflash_attention_fwd_tma_terms_params",
+    ][::core::mem::size_of::<blockflash_attention_fwd_tma_terms_params>() - 1088usize];
+    [
+        "Alignment of blockflash_attention_fwd_tma_terms_params",
+    ][::core::mem::align_of::<blockflash_attention_fwd_tma_terms_params>() - 64usize];
+    [
+        "Offset of field: blockflash_attention_fwd_tma_terms_params::fwd",
+    ][::core::mem::offset_of!(blockflash_attention_fwd_tma_terms_params, fwd) - 0usize];
+    [
+        "Offset of field: blockflash_attention_fwd_tma_terms_params::terms",
+    ][::core::mem::offset_of!(blockflash_attention_fwd_tma_terms_params, terms)
+        - 832usize];
+    [
+        "Offset of field: blockflash_attention_fwd_tma_terms_params::bias",
+    ][::core::mem::offset_of!(blockflash_attention_fwd_tma_terms_params, bias)
+        - 960usize];
+};
+/// Attention backward.
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct blockflash_attention_bwd_terms_params {
+    pub bwd: blockflash_attention_bwd_params,
+    pub terms: blockflash_score_terms,
+    /** block_bits beside col_idx of block_mask_t: a block has the value
+ that it has in the untransposed mask*/
+    pub block_bits_t: *const i32,
+    /** \[bit_tiles, 128\]: each block of `bits` transposed, so that rows are
+ keys*/
+    pub bits_t: *const u32,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    [
+        "Size of blockflash_attention_bwd_terms_params",
+    ][::core::mem::size_of::<blockflash_attention_bwd_terms_params>() - 640usize];
+    [
+        "Alignment of blockflash_attention_bwd_terms_params",
+    ][::core::mem::align_of::<blockflash_attention_bwd_terms_params>() - 8usize];
+    [
+        "Offset of field: blockflash_attention_bwd_terms_params::bwd",
+    ][::core::mem::offset_of!(blockflash_attention_bwd_terms_params, bwd) - 0usize];
+    [
+        "Offset of field: blockflash_attention_bwd_terms_params::terms",
+    ][::core::mem::offset_of!(blockflash_attention_bwd_terms_params, terms) - 536usize];
+    [
+        "Offset of field: blockflash_attention_bwd_terms_params::block_bits_t",
+    ][::core::mem::offset_of!(blockflash_attention_bwd_terms_params, block_bits_t)
+        - 624usize];
+    [
+        "Offset of field: blockflash_attention_bwd_terms_params::bits_t",
+    ][::core::mem::offset_of!(blockflash_attention_bwd_terms_params, bits_t) - 632usize];
+};
+/// The gradient of the bias: that of the scores, summed over the axes along which it broadcasts.
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct blockflash_attention_bwd_bias_params {
+    pub base: blockflash_attention_bwd_terms_params,
+    /// \[batch, heads, rows, cols\]
+    pub d_bias: *mut ::core::ffi::c_void,
+    pub d_bias_stride_batch: i64,
+    pub d_bias_stride_head: i64,
+    pub d_bias_stride_q: i64,
+    pub d_bias_stride_kv: i64,
+    /// those of the scores, or 1 where the bias broadcasts
+    pub batch: i32,
+    /// those of the scores, or 1 where the bias broadcasts
+    pub heads: i32,
+    /// those of the scores, or 1 where the bias broadcasts
+    pub rows: i32,
+    /// those of the scores, or 1 where the bias broadcasts
+    pub cols: i32,
+    /// BLOCKFLASH_DTYPE_…
+    pub d_bias_type: i32,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    [
+        "Size of blockflash_attention_bwd_bias_params",
+    ][::core::mem::size_of::<blockflash_attention_bwd_bias_params>() - 704usize];
+    [
+        "Alignment of blockflash_attention_bwd_bias_params",
+    ][::core::mem::align_of::<blockflash_attention_bwd_bias_params>() - 8usize];
+    [
+        "Offset of field: blockflash_attention_bwd_bias_params::base",
+    ][::core::mem::offset_of!(blockflash_attention_bwd_bias_params, base) - 0usize];
+    [
+        "Offset of field: blockflash_attention_bwd_bias_params::d_bias",
+    ][::core::mem::offset_of!(blockflash_attention_bwd_bias_params, d_bias) - 640usize];
+    [
+        "Offset of field: blockflash_attention_bwd_bias_params::d_bias_stride_batch",
+    ][::core::mem::offset_of!(blockflash_attention_bwd_bias_params, d_bias_stride_batch)
+        - 648usize];
+    [
+        "Offset of field: blockflash_attention_bwd_bias_params::d_bias_stride_head",
+    ][::core::mem::offset_of!(blockflash_attention_bwd_bias_params, d_bias_stride_head)
+        - 656usize];
+    [
+        "Offset of field: blockflash_attention_bwd_bias_params::d_bias_stride_q",
+    ][::core::mem::offset_of!(blockflash_attention_bwd_bias_params, d_bias_stride_q)
+        - 664usize];
+    [
+        "Offset of field: blockflash_attention_bwd_bias_params::d_bias_stride_kv",
+    ][::core::mem::offset_of!(blockflash_attention_bwd_bias_params, d_bias_stride_kv)
+        - 672usize];
+    [
+        "Offset of field: blockflash_attention_bwd_bias_params::batch",
+    ][::core::mem::offset_of!(blockflash_attention_bwd_bias_params, batch) - 680usize];
+    [
+        "Offset of field: blockflash_attention_bwd_bias_params::heads",
+    ][::core::mem::offset_of!(blockflash_attention_bwd_bias_params, heads) - 684usize];
+    [
+        "Offset of field: blockflash_attention_bwd_bias_params::rows",
+    ][::core::mem::offset_of!(blockflash_attention_bwd_bias_params, rows) - 688usize];
+    [
+        "Offset of field: blockflash_attention_bwd_bias_params::cols",
+    ][::core::mem::offset_of!(blockflash_attention_bwd_bias_params, cols) - 692usize];
+    [
+        "Offset of field: blockflash_attention_bwd_bias_params::d_bias_type",
+    ][::core::mem::offset_of!(blockflash_attention_bwd_bias_params, d_bias_type)
+        - 696usize];
 };
 /** Block mask: the source's blocks and the blocks of `always`, without the blocks that the token
  mask hides entirely, as index arrays in BSR.

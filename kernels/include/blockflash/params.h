@@ -9,6 +9,7 @@
 
 #include "blockflash/params/attention_bwd.h"
 #include "blockflash/params/attention_fwd.h"
+#include "blockflash/params/attention_terms.h"
 #include "blockflash/params/base.h"
 #include "blockflash/params/block_mask_build.h"
 #include "blockflash/params/bsr.h"
@@ -18,6 +19,7 @@
 #include "blockflash/params/page_choice.h"
 #include "blockflash/params/probe.h"
 #include "blockflash/params/row_copy.h"
+#include "blockflash/params/score_terms.h"
 #include "blockflash/params/scores.h"
 
 #endif
