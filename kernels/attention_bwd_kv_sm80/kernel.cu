@@ -8,6 +8,7 @@
 // result has one order of summation.
 #include "blockflash/attention/block_walk.cuh"
 #include "blockflash/attention/gradient.cuh"
+#include "blockflash/attention/gradient_terms.cuh"
 #include "blockflash/attention/query_walk.cuh"
 #include "blockflash/attention/scores.cuh"
 #include "blockflash/config/attention.cuh"
@@ -24,6 +25,7 @@ using Config = AttentionBwdKvConfig;
 using Element = Config::Element;
 using Keys = KeyWork<Config::block_kv>;
 using Walk = QueryWalk<Config::block_q, Config::block_kv>;
+using Params = ParamsFor<blockflash_attention_bwd_params, blockflash_attention_bwd_terms_params>;
 
 // Warps divide the keys, and where accumulators for the whole head dimension do not fit into the
 // registers of a warp (warps_d = 2), pairs of warps share their keys: each computes the scores of
@@ -45,6 +47,8 @@ constexpr int kExchangeChunks = Config::block_q / 8;
 constexpr int kExchangeBytes = kWarpsD == 1 ? 0 : Config::block_kv * Config::block_q * 2;
 
 static_assert(kRowsPerWarp % 16 == 0 && kQTiles % 2 == 0, "a warp computes whole MMA tiles");
+static_assert(!kHasTerms || (Config::block_kv <= 64 && Config::block_q <= 64),
+              "a tile of scores is inside 64 × 64 bits");
 static_assert(kStatisticsTile % Config::block_q == 0, "statistics are padded to whole tiles");
 static_assert(Config::smem_bytes ==
                   2 * kKvTileBytes + Config::stages * kStageBytes + 2 * kExchangeBytes,
@@ -131,9 +135,10 @@ __device__ __forceinline__ void accumulate(Gradient& gradient, const Scores& a,
 }  // namespace
 }  // namespace blockflash
 
-BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_bwd_params params) {
+BLOCKFLASH_KERNEL(const __grid_constant__ blockflash::Params all) {
   using namespace blockflash;
   extern __shared__ __align__(128) unsigned char smem[];
+  const blockflash_attention_bwd_params& params = without_terms(all);
   const blockflash_attention_fwd_params& p = params.base;
 
   const Keys work = Keys::agreed([&] { return Keys(params); });
@@ -209,9 +214,18 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_bwd_params params
       ptx::cp_async_commit_group();
       return first;
     };
+    int bits[Config::stages];  // places of the bits of the tiles i to i + stages - 1
+    const auto find_bits = [&](int i, int stage) {
+      if constexpr (kHasTerms)
+        with_terms(all, [&](const auto& all) {
+          if (i < walk.tiles)
+            bits[stage] = bits_of_tile(all.block_bits_t, all.bit_tiles_t, params.block_mask_t,
+                                       walk.list, walk.first + i, work.k_begin, Config::block_q);
+        });
+    };
     int first_query[Config::stages];  // of the tiles i to i + stages - 1
 #pragma unroll
-    for (int i = 0; i + 1 < Config::stages; ++i) first_query[i] = start_tile(i);
+    for (int i = 0; i + 1 < Config::stages; ++i) first_query[i] = start_tile(i), find_bits(i, i);
 #pragma unroll 1
     for (int i = 0; i < walk.tiles; ++i) {
       const uint32_t stage = i % Config::stages * kStageBytes;
@@ -228,6 +242,15 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_bwd_params params
       // Read for each tile rather than kept: registers are short in the main loop.
       const QueryRange range = Keys::shared().range(p);
       const int part = warp_d * kQTiles * 8;  // first query of this warp's scores in the tile
+      find_bits(i + Config::stages - 1, Config::stages - 1);
+      PairBits pairs[kMTiles];  // visible ones
+      if constexpr (kHasTerms)
+        with_terms(all, [&](const auto& all) {
+#pragma unroll
+          for (int m = 0; m < kMTiles; ++m)
+            pairs[m] = load_bits(all.bits_t, bits[0], work.k_begin + warp_row + m * 16,
+                                 first_query[0] + part, lane);
+        });
       Scores s, dp;
       multiply_transposed<Element, kDSteps>(s, k_lane, 0, q_lane, part, stage);
       multiply_transposed<Element, kDSteps>(dp, k_lane, kKvTileBytes, q_lane, part,
@@ -244,7 +267,28 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_bwd_params params
 #pragma unroll
       for (int q = lane; q < Config::block_q; q += kWarpSize)
         large |= is_beyond_fused(__uint_as_float(ptx::load_shared(logs + 4 * q)));
-      if (p.scores.softcap > 0.f)
+      if constexpr (kHasTerms)
+        with_terms(all, [&](const auto& all) {
+          const int first_row = work.k_begin + warp_row, first_col = first_query[0] + part;
+          const auto statistics_at = [&](int n) {
+            return logs + (part + n * 8 + accumulator_column(lane, 0)) * 4;
+          };
+#pragma unroll
+          for (int m = 0; m < kMTiles; ++m) {
+            const int key = first_row + m * 16 + accumulator_row(lane, 0);
+            pairs[m] &=
+                bits_of_ranges(range.queries_of(key), range.queries_of(key + 8), first_col, lane);
+          }
+          differentiate_with_terms<true, false>(
+              s, dp, scores, all.terms, work.batch, head,
+              {first_row, first_col, work.seqlen_kv, work.seqlen_q}, pairs, __any_sync(~0u, large),
+              [&](int, int n, float(&x)[2]) { ptx::load_shared_float2(x, statistics_at(n)); },
+              [&](int, int n, float(&x)[2]) {
+                ptx::load_shared_float2(x, statistics_at(n) + kStatisticsBytes);
+              },
+              lane);
+        });
+      else if (p.scores.softcap > 0.f)
         differentiate_by(PairsAre<Pairs::kCapped>{}, std::true_type{});
       else if (__any_sync(~0u, large))
         differentiate_by(PairsAre<Pairs::kLarge>{}, std::true_type{});
@@ -264,6 +308,10 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_bwd_params params
 #pragma unroll
       for (int ahead = 0; ahead + 1 < Config::stages; ++ahead)
         first_query[ahead] = first_query[ahead + 1];
+      if constexpr (kHasTerms) {
+#pragma unroll
+        for (int ahead = 0; ahead + 1 < Config::stages; ++ahead) bits[ahead] = bits[ahead + 1];
+      }
     }
     ptx::cp_async_wait_group<0>();
   }

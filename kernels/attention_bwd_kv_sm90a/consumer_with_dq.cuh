@@ -129,7 +129,7 @@ __device__ __forceinline__ void consume_with_dq(const Params& params, uint32_t s
         if (is_first) Block::at(number).wait_resident(barrier_of(barriers.resident, 1));
         ptx::wgmma_fence();
         start_scores<kStreamRows>(dp, v, kResidentPanel, d_o + stage, kStreamPanel);
-        // 128 queries leave no registers for a softcap; the host takes the other form then.
+        // 128 queries leave no registers to cap scores; the host takes the other form then.
         differentiate_all<!splits_queries, kInPlace ? 4 : 0>(
             s, dp, p16, ds16, p.scores, has_large<kStreamRows>(first_statistics(smem, n & 1)),
             statistics_at(first_statistics(smem, n & 1)),

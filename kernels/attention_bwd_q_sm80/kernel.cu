@@ -5,6 +5,7 @@
 // Q and dO stay in shared memory and K and V pass through it. Nothing is shared between CTAs, so
 // the result has one order of summation.
 #include "blockflash/attention/gradient.cuh"
+#include "blockflash/attention/gradient_terms.cuh"
 #include "blockflash/attention/visit.cuh"
 #include "blockflash/config/attention.cuh"
 #include "blockflash/mma/products.cuh"
@@ -18,6 +19,7 @@ using Config = AttentionPortableConfig;
 using Element = Config::Element;
 using QueryWork = Work<Config::block_q>;
 using KeyVisit = Visit<Config::block_q, Config::block_kv>;
+using Params = ParamsFor<blockflash_attention_bwd_params, blockflash_attention_bwd_terms_params>;
 
 constexpr int kChunks = Config::head_dim / 8;  // 16-byte chunks of a row
 constexpr int kRowsPerWarp = Config::block_q / Config::warps;
@@ -34,6 +36,8 @@ constexpr int kStageBytes = 2 * kKvTileBytes;  // K, then V
 constexpr bool kShort = Config::head_dim == 128;
 
 static_assert(kRowsPerWarp % 16 == 0, "a warp computes whole MMA tiles");
+static_assert(!kHasTerms || (Config::block_q == 64 && Config::block_kv <= 64),
+              "a tile of scores is inside 64 × 64 bits");
 static_assert(Config::smem_bytes == 2 * kQTileBytes + Config::stages * kStageBytes,
               "manifest and kernel disagree on smem");
 
@@ -72,16 +76,17 @@ __device__ __forceinline__ void differentiate_tile(Scores& s, Scores& dp,
 }  // namespace
 }  // namespace blockflash
 
-BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_bwd_params params) {
+BLOCKFLASH_KERNEL(const __grid_constant__ blockflash::Params all) {
   using namespace blockflash;
   extern __shared__ __align__(128) unsigned char smem[];
+  const blockflash_attention_bwd_params& params = without_terms(all);
   const blockflash_attention_fwd_params& p = params.base;
 
   const KeyVisit visit = KeyVisit::agreed(p);
   const QueryWork& work = visit.work;
   if (work.q_begin >= work.seqlen_q) return;
   const AttentionMask mask = visit.mask(p);
-  const KeyRange all = mask.keys_of_all(work.q_begin, visit.q_last());
+  const KeyRange seen_by_all = mask.keys_of_all(work.q_begin, visit.q_last());
   const int tiles = visit.tiles;
 
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
@@ -124,11 +129,23 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_bwd_params params
     return first_key;
   };
 
+  int bits[Config::stages];  // places of the bits of the tiles i to i + stages - 1
+  const auto find_bits = [&](int i, int stage) {
+    if constexpr (kHasTerms)
+      with_terms(all, [&](const auto& all) {
+        const KeyVisit& again = KeyVisit::shared();
+        if (i < tiles)
+          bits[stage] =
+              bits_of_tile(all.terms.block_bits, all.terms.bit_tiles, p.block_mask, again.list,
+                           again.last - i, again.work.q_begin, Config::block_kv);
+      });
+  };
+
   q_copy.start(q_smem, q, p.q_stride_seq, work.seqlen_q - work.q_begin, p.head_dim_qk);
   q_copy.start(d_o_smem, d_o, params.d_o_stride_seq, work.seqlen_q - work.q_begin, p.head_dim_v);
   int first_key[Config::stages];  // of the tiles i to i + stages - 1
 #pragma unroll
-  for (int i = 0; i + 1 < Config::stages; ++i) first_key[i] = start_tile(i);
+  for (int i = 0; i + 1 < Config::stages; ++i) first_key[i] = start_tile(i), find_bits(i, i);
 
   // Rows past the end have a logarithm of infinity, so their probabilities are 0.
   float negative_log[kMTiles][2], delta[kMTiles][2];
@@ -166,6 +183,14 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_bwd_params params
       ptx::cp_async_wait_group<0>();
       __syncthreads();  // tile i is visible to all
     }
+    find_bits(i + Config::stages - 1, Config::stages - 1);
+    PairBits pairs[kMTiles];  // visible ones
+    if constexpr (kHasTerms)
+      with_terms(all, [&](const auto& all) {
+#pragma unroll
+        for (int m = 0; m < kMTiles; ++m)
+          pairs[m] = load_bits(all.terms.bits, bits[0], first_row + m * 16, first_key[0], lane);
+      });
     Scores s, dp;
     multiply_transposed<Element, kDSteps>(s, q_lane, 0, kv_lane, 0, stage);
     multiply_transposed<Element, kDSteps>(dp, q_lane, kQTileBytes, kv_lane, 0,
@@ -180,8 +205,20 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_bwd_params params
 #pragma unroll
     for (int m = 0; m < kMTiles; ++m)
       large |= is_beyond_fused(negative_log[m][0]) || is_beyond_fused(negative_log[m][1]);
-    const bool masked = first_key[0] < all.begin || first_key[0] + Config::block_kv > all.end;
-    if (p.scores.softcap > 0.f)
+    const bool masked =
+        first_key[0] < seen_by_all.begin || first_key[0] + Config::block_kv > seen_by_all.end;
+    if constexpr (kHasTerms)
+      with_terms(all, [&](const auto& all) {
+        const KeyVisit& again = KeyVisit::shared();
+        restrict_keys(pairs, again.mask(p), first_row, first_key[0], lane);
+        differentiate_with_terms<false, false>(
+            s, dp, p.scores, all.terms, again.work.batch, again.work.head,
+            {first_row, first_key[0], again.work.seqlen_q, again.work.seqlen_kv}, pairs,
+            __any_sync(~0u, large),
+            [&](int m, int, float(&x)[2]) { x[0] = negative_log[m][0], x[1] = negative_log[m][1]; },
+            [&](int m, int, float(&x)[2]) { x[0] = delta[m][0], x[1] = delta[m][1]; }, lane);
+      });
+    else if (p.scores.softcap > 0.f)
       differentiate_by(PairsAre<Pairs::kCapped>{}, std::true_type{});
     else if (__any_sync(~0u, large))
       differentiate_by(PairsAre<Pairs::kLarge>{}, std::true_type{});
@@ -198,6 +235,10 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_bwd_params params
 #pragma unroll
     for (int ahead = 0; ahead + 1 < Config::stages; ++ahead)
       first_key[ahead] = first_key[ahead + 1];
+    if constexpr (kHasTerms) {
+#pragma unroll
+      for (int ahead = 0; ahead + 1 < Config::stages; ++ahead) bits[ahead] = bits[ahead + 1];
+    }
   }
   ptx::cp_async_wait_group<0>();
   // Read once more rather than kept: registers are short in the main loop.

@@ -7,6 +7,7 @@
 #include <type_traits>
 
 #include "blockflash/attention/scores.cuh"
+#include "blockflash/attention/terms.cuh"
 #include "blockflash/attention/visit.cuh"
 #include "blockflash/params/attention_fwd.h"
 #include "blockflash/ptx/cp_async.cuh"
@@ -19,6 +20,10 @@ namespace {
 
 using QueryWork = Work<Config::block_q>;
 using KeyVisit = Visit<Config::block_q, Config::block_kv>;
+using Params = ParamsFor<blockflash_attention_fwd_params, blockflash_attention_fwd_terms_params>;
+
+static_assert(!kHasTerms || (Config::block_q == 64 && Config::block_kv <= 64 && kSplit == 1),
+              "a tile of scores is inside 64 × 64 bits, and a warp has whole rows of it");
 
 struct Keys {
   const Element *k, *v;  // the first key of the sequence and its value
@@ -27,10 +32,11 @@ struct Keys {
 
 // A NaN or infinity in V reaches every row of an MMA, also those whose probability for its key is
 // 0. In a masked tile such values are therefore added here to the rows that do attend to them, and
-// then removed from the tile. Rare, so small code.
+// then removed from the tile. Rare, so small code. With score terms `pairs` are the visible ones.
 __device__ __forceinline__ void add_visible_nonfinite(Output& o, const unsigned char* v_tile,
                                                       const AttentionMask& mask, int first_row,
-                                                      int first_key, int first_chunk, int lane) {
+                                                      int first_key, int first_chunk, int lane,
+                                                      const PairBits* pairs = nullptr) {
 #pragma unroll 1
   for (int key = 0; key < Config::block_kv; ++key) {
     bool visible[kMTiles][2];
@@ -38,6 +44,11 @@ __device__ __forceinline__ void add_visible_nonfinite(Output& o, const unsigned 
     for (int m = 0; m < kMTiles; ++m)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
+        if constexpr (kHasTerms) {
+          const PairBits of_key = __shfl_sync(~0u, pairs[m], (lane & ~3) + key % 8 / 2);
+          visible[m][half] = is_visible(of_key, key / 8, 2 * half + key % 2);
+          continue;
+        }
         const KeyRange keys = mask.keys_of(first_row + m * 16 + accumulator_row(lane, 2 * half));
         visible[m][half] = first_key + key >= keys.begin && first_key + key < keys.end;
       }
@@ -107,9 +118,10 @@ __device__ __forceinline__ void store_output(Output& o, OnlineSoftmax<kMTiles>& 
 }  // namespace
 }  // namespace blockflash
 
-BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_fwd_params p) {
+BLOCKFLASH_KERNEL(const __grid_constant__ blockflash::Params params) {
   using namespace blockflash;
   extern __shared__ __align__(128) unsigned char smem[];
+  const blockflash_attention_fwd_params& p = without_terms(params);
 
   const bool dense = is_dense(p), packed = p.cu_seqlens_q != nullptr;
   const KeyVisit found = dense ? KeyVisit::dense(p) : KeyVisit::agreed(p);
@@ -180,6 +192,19 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_fwd_params p) {
                                     col_major.chunk);
   const LaneAddress<kChunks> v_lane(v_smem, row_major.row, sharers.part * 4 + row_major.chunk);
 
+  // The bits of the i-th tile.
+  const auto bits_of = [&](int i) {
+    int bits = -1;
+    if constexpr (kHasTerms)
+      with_terms(params, [&](const auto& all) {
+        if (i < visit.tiles)
+          bits = bits_of_tile(all.terms.block_bits, all.terms.bit_tiles, p.block_mask, visit.list,
+                              visit.last - i, visit.work.q_begin, Config::block_kv);
+      });
+    return bits;
+  };
+  int bits = bits_of(0);
+
   QFragments q_rmem;
   Output o = {};
   Scores s;
@@ -190,14 +215,22 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_fwd_params p) {
     const uint32_t stage = kTwoStages ? i % 2 * kStageBytes : 0, next_stage = kStageBytes - stage;
     unsigned char* v_tile;
     bool masked, has_nonfinite;
-    int next_key;
-    Tile next;  // of K
+    int next_key, next_bits;
+    Tile next;                // of K
+    PairBits pairs[kMTiles];  // visible ones
+    if constexpr (kHasTerms)
+      with_terms(params, [&](const auto& all) {
+#pragma unroll
+        for (int m = 0; m < kMTiles; ++m)
+          pairs[m] = load_bits(all.terms.bits, bits, first_row() + m * 16, first_key, lane);
+      });
     const auto next_k = [&] { return tile_of(visit, keys.k, p.k_stride_seq, i + 1, next_key); };
     // One kind of barrier whether a tile is masked or not: under a block mask that changes
     // meanwhile, threads need not agree.
     const auto meet = [&] {
       if constexpr (kWide) next_key = visit.first_key_of(i + 1), next = next_k();
       masked = first_key < keys.all.begin || first_key + Config::block_kv > keys.all.end;
+      if constexpr (kHasTerms) masked |= bits >= 0, next_bits = bits_of(i + 1);
       ptx::cp_async_wait_group<0>();
       v_tile = smem + kQTileBytes + kKvTileBytes + stage;
       has_nonfinite = __syncthreads_or(masked && kv_copy.template has_nonfinite<Element>(v_tile));
@@ -233,18 +266,32 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_fwd_params p) {
     }
 
     cap_scores(s, p.scores);
-    if (masked)
+    if constexpr (kHasTerms)
+      with_terms(params, [&](const auto& all) {
+        if (adds(all.terms))
+          add_terms(
+              s, all.terms, factor_before_terms(p.scores), visit.work.batch, visit.work.head,
+              TileAxes<false>{first_row(), first_key, visit.work.seqlen_q, visit.work.seqlen_kv},
+              lane);
+        if (!masked) return;
+        restrict_keys(pairs, visit.mask(p), first_row(), first_key, lane);
+        hide(s, pairs, -CUDART_INF_F);
+      });
+    if (!kHasTerms && masked)
       apply_mask(s, visit.mask(p), first_row(), first_key + sharers.part * kKvPerWarp, lane);
     softmax.update(s, o, p.scores, sharers);
     if (has_nonfinite) {
-      add_visible_nonfinite(o, v_tile, visit.mask(p), first_row(), first_key, sharers.part * 4,
-                            lane);
+      if constexpr (kHasTerms)
+        add_visible_nonfinite(o, v_tile, visit.mask(p), first_row(), first_key, 0, lane, pairs);
+      else
+        add_visible_nonfinite(o, v_tile, visit.mask(p), first_row(), first_key, sharers.part * 4,
+                              lane);
       __syncthreads();  // all have read the tile before it is changed
       kv_copy.template clear_nonfinite<Element>(v_tile);
       __syncthreads();
     }
     sharers.multiply(o, s, moved(v_lane, stage));
-    first_key = next_key;
+    first_key = next_key, bits = next_bits;
   }
   ptx::cp_async_wait_group<0>();
   store_output(o, softmax, sharers, p, KeyVisit::shared().work, lane);

@@ -84,6 +84,7 @@ void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b
 inline void cp_async_cg_16(uint32_t to, const void* from, int bytes) {
   simt::start({to, from, bytes, 16});
 }
+inline void cp_async_ca_4(uint32_t to, const void* from) { simt::start({to, from, 4, 4}); }
 inline void cp_async_cg_16_if(bool active, uint32_t to, const void* from, int bytes) {
   if (active) cp_async_cg_16(to, from, bytes);
 }
@@ -95,6 +96,13 @@ void cp_async_wait_group() {
 
 inline void named_barrier_sync(int id, int threads) { simt::meet(id, threads, false); }
 inline bool named_barrier_or(int id, int threads, bool x) { return simt::meet(id, threads, x); }
+
+template <int index>
+uint32_t load_4_or_2_bytes_if(const void* at, int wide, int narrow) {
+  uint32_t x = 0;
+  if (index < wide || index < narrow) memcpy(&x, at, index < wide ? 4 : 2);
+  return x;
+}
 
 template <class T>
 T load(uint32_t address) {
@@ -108,6 +116,9 @@ void store(uint32_t address, const T& x) {
 }
 inline uint32_t load_shared(uint32_t at) { return load<uint32_t>(at); }
 inline void store_shared(uint32_t at, uint32_t x) { store(at, x); }
+inline void load_shared_float2(float (&x)[2], uint32_t at) {
+  x[0] = load<float>(at), x[1] = load<float>(at + 4);
+}
 inline int4 load_shared_int4(uint32_t at) { return load<int4>(at); }
 inline void store_shared_int4(uint32_t at, int4 x) { store(at, x); }
 

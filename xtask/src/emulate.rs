@@ -17,7 +17,14 @@ use std::{
 };
 
 /// Sources that have a program in tests/emulator.
-const SOURCES: [&str; 3] = ["attention_fwd_sm80", "bsr_matmul_sm80", "bsr_matmul_narrow_sm80"];
+const SOURCES: [&str; 6] = [
+    "attention_fwd_sm80",
+    "attention_bwd_q_sm80",
+    "attention_bwd_kv_sm80",
+    "attention_bwd_bias_sm80",
+    "bsr_matmul_sm80",
+    "bsr_matmul_narrow_sm80",
+];
 
 /// Run portable kernels on the CPU in several orders of their warps and copies, and compare results
 /// with a reference and with each other.

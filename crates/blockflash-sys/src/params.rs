@@ -764,18 +764,19 @@ const _: () = {
 pub struct blockflash_attention_bwd_terms_params {
     pub bwd: blockflash_attention_bwd_params,
     pub terms: blockflash_score_terms,
-    /** block_bits beside col_idx of block_mask_t: a block has the value
- that it has in the untransposed mask*/
+    /// block_bits beside col_idx of block_mask_t
     pub block_bits_t: *const i32,
-    /** \[bit_tiles, 128\]: each block of `bits` transposed, so that rows are
- keys*/
+    /** \[bit_tiles_t, 128\]: each block of `bits` transposed, so that rows
+ are keys*/
     pub bits_t: *const u32,
+    /// values of block_bits_t are clamped to them
+    pub bit_tiles_t: i32,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
     [
         "Size of blockflash_attention_bwd_terms_params",
-    ][::core::mem::size_of::<blockflash_attention_bwd_terms_params>() - 640usize];
+    ][::core::mem::size_of::<blockflash_attention_bwd_terms_params>() - 648usize];
     [
         "Alignment of blockflash_attention_bwd_terms_params",
     ][::core::mem::align_of::<blockflash_attention_bwd_terms_params>() - 8usize];
@@ -792,6 +793,10 @@ const _: () = {
     [
         "Offset of field: blockflash_attention_bwd_terms_params::bits_t",
     ][::core::mem::offset_of!(blockflash_attention_bwd_terms_params, bits_t) - 632usize];
+    [
+        "Offset of field: blockflash_attention_bwd_terms_params::bit_tiles_t",
+    ][::core::mem::offset_of!(blockflash_attention_bwd_terms_params, bit_tiles_t)
+        - 640usize];
 };
 /// The gradient of the bias: that of the scores, summed over the axes along which it broadcasts.
 #[repr(C)]
@@ -819,7 +824,7 @@ pub struct blockflash_attention_bwd_bias_params {
 const _: () = {
     [
         "Size of blockflash_attention_bwd_bias_params",
-    ][::core::mem::size_of::<blockflash_attention_bwd_bias_params>() - 704usize];
+    ][::core::mem::size_of::<blockflash_attention_bwd_bias_params>() - 712usize];
     [
         "Alignment of blockflash_attention_bwd_bias_params",
     ][::core::mem::align_of::<blockflash_attention_bwd_bias_params>() - 8usize];
@@ -828,39 +833,39 @@ const _: () = {
     ][::core::mem::offset_of!(blockflash_attention_bwd_bias_params, base) - 0usize];
     [
         "Offset of field: blockflash_attention_bwd_bias_params::d_bias",
-    ][::core::mem::offset_of!(blockflash_attention_bwd_bias_params, d_bias) - 640usize];
+    ][::core::mem::offset_of!(blockflash_attention_bwd_bias_params, d_bias) - 648usize];
     [
         "Offset of field: blockflash_attention_bwd_bias_params::d_bias_stride_batch",
     ][::core::mem::offset_of!(blockflash_attention_bwd_bias_params, d_bias_stride_batch)
-        - 648usize];
+        - 656usize];
     [
         "Offset of field: blockflash_attention_bwd_bias_params::d_bias_stride_head",
     ][::core::mem::offset_of!(blockflash_attention_bwd_bias_params, d_bias_stride_head)
-        - 656usize];
+        - 664usize];
     [
         "Offset of field: blockflash_attention_bwd_bias_params::d_bias_stride_q",
     ][::core::mem::offset_of!(blockflash_attention_bwd_bias_params, d_bias_stride_q)
-        - 664usize];
+        - 672usize];
     [
         "Offset of field: blockflash_attention_bwd_bias_params::d_bias_stride_kv",
     ][::core::mem::offset_of!(blockflash_attention_bwd_bias_params, d_bias_stride_kv)
-        - 672usize];
+        - 680usize];
     [
         "Offset of field: blockflash_attention_bwd_bias_params::batch",
-    ][::core::mem::offset_of!(blockflash_attention_bwd_bias_params, batch) - 680usize];
+    ][::core::mem::offset_of!(blockflash_attention_bwd_bias_params, batch) - 688usize];
     [
         "Offset of field: blockflash_attention_bwd_bias_params::heads",
-    ][::core::mem::offset_of!(blockflash_attention_bwd_bias_params, heads) - 684usize];
+    ][::core::mem::offset_of!(blockflash_attention_bwd_bias_params, heads) - 692usize];
     [
         "Offset of field: blockflash_attention_bwd_bias_params::rows",
-    ][::core::mem::offset_of!(blockflash_attention_bwd_bias_params, rows) - 688usize];
+    ][::core::mem::offset_of!(blockflash_attention_bwd_bias_params, rows) - 696usize];
     [
         "Offset of field: blockflash_attention_bwd_bias_params::cols",
-    ][::core::mem::offset_of!(blockflash_attention_bwd_bias_params, cols) - 692usize];
+    ][::core::mem::offset_of!(blockflash_attention_bwd_bias_params, cols) - 700usize];
     [
         "Offset of field: blockflash_attention_bwd_bias_params::d_bias_type",
     ][::core::mem::offset_of!(blockflash_attention_bwd_bias_params, d_bias_type)
-        - 696usize];
+        - 704usize];
 };
 /** Block mask: the source's blocks and the blocks of `always`, without the blocks that the token
  mask hides entirely, as index arrays in BSR.

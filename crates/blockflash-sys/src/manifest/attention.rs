@@ -2,7 +2,7 @@
 
 use super::family::{Size, Support};
 use super::{Kernel, Variant};
-use crate::{ElementTypes, HeadDims};
+use crate::{ElementTypes, HeadDims, Target};
 
 /// A cell of the support table for a tile of attention.
 pub(super) fn support(
@@ -42,6 +42,12 @@ pub(super) fn define_head_dims(define: &mut dyn FnMut(&'static str, u32), head_d
     define("VARIANT_HEAD_DIM_V", head_dims.v as u32);
 }
 
+/// The targets of portable kernels with score terms, whose images are large. Hopper runs what its
+/// own kernels with terms do not take as PTX, as GPUs without machine code do.
+pub(super) fn compiles_terms(target: Target) -> bool {
+    target.is_baseline() && target != Target::Sm90
+}
+
 /// A CTA of an attention kernel computes `block_q` queries of `heads` heads, `block_kv` keys at a
 /// time, or several neighbours of such tiles.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -65,7 +71,8 @@ pub struct AttentionTile {
     pub dense_only: bool,
     /// Whether tensor maps describe q, k and v, which have limits on strides.
     pub tensor_maps: bool,
-    /// Whether it computes score terms, a bias or ALiBi; if so, it takes nothing else.
+    /// Whether it computes score terms: a bias, ALiBi, or bits of partial blocks; if so, it takes
+    /// nothing else.
     pub terms: bool,
 }
 

@@ -21,9 +21,18 @@ pub enum AttentionBwdStep {
     Queries,
     /// dk and dv, and sums of dq in f32, which blocks of keys add to in a fixed order.
     KeysAndSums,
+    /// The gradient of the bias.
+    Bias,
     /// dq from these sums, and dk and dv from their parts where CTAs share the query heads of a
     /// group.
     Sums,
+}
+
+impl AttentionBwdStep {
+    /// Whether it reads tiles of q, k, v and d_o, and with them the mask.
+    pub const fn visits(self) -> bool {
+        matches!(self, Self::Keys | Self::Queries | Self::KeysAndSums | Self::Bias)
+    }
 }
 
 /// A CTA of a kernel of the attention backward has `block_kv` keys of a head and visits queries
@@ -45,7 +54,8 @@ pub struct AttentionBwdTile {
     /// Whether several CTAs can share the query heads of a block of keys, each of which leaves its
     /// part of dk and dv in the workspace.
     pub splits_heads: bool,
-    /// Whether it computes score terms, a bias or ALiBi; if so, it takes nothing else.
+    /// Whether it computes score terms: a bias, ALiBi, or bits of partial blocks; if so, it takes
+    /// nothing else.
     pub terms: bool,
 }
 

@@ -1,11 +1,11 @@
-use super::AttentionBwdStep::{Keys, Queries, Sinks, Statistics, Zeros};
-use super::attention::{define_head_dims, define_types, row_bytes};
+use super::AttentionBwdStep::{Bias, Keys, Queries, Sinks, Statistics, Zeros};
+use super::attention::{compiles_terms, define_head_dims, define_types, row_bytes};
 use super::family::{Family, Support, each_dtype};
 use super::{AttentionBwdStep, AttentionBwdTile};
 use crate::{DType, ElementTypes, HeadDims, Target};
 
 /// Tiles of the portable kernels of the attention backward: `attention_bwd_delta_sm80` for the
-/// steps over rows, `attention_bwd_q_sm80` and `attention_bwd_kv_sm80`.
+/// steps over rows, `attention_bwd_q_sm80`, `attention_bwd_kv_sm80` and `attention_bwd_bias_sm80`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct AttentionBwd {
     /// What it computes.
@@ -26,6 +26,8 @@ pub struct AttentionBwd {
     pub stages: u32,
     /// CTAs per SM that the register allocation must allow.
     pub min_blocks: u32,
+    /// Whether it computes score terms.
+    pub terms: bool,
 }
 
 const fn tile(
@@ -36,13 +38,37 @@ const fn tile(
     [stages, min_blocks]: [u32; 2],
 ) -> AttentionBwd {
     let (types, head_dims) = (ElementTypes::all(DType::F16), HeadDims::all(head_dim));
-    AttentionBwd { step, types, head_dims, block_q, block_kv, warps, warps_d, stages, min_blocks }
+    let terms = false;
+    AttentionBwd {
+        step,
+        types,
+        head_dims,
+        block_q,
+        block_kv,
+        warps,
+        warps_d,
+        stages,
+        min_blocks,
+        terms,
+    }
+}
+
+/// The same with score terms.
+const fn with_terms(
+    step: AttentionBwdStep,
+    head_dim: usize,
+    blocks: [u32; 2],
+    warps: [u32; 2],
+    rest: [u32; 2],
+) -> AttentionBwd {
+    AttentionBwd { terms: true, ..tile(step, head_dim, blocks, warps, rest) }
 }
 
 /// Tiles by head dimension. Of the tiles for queries, the narrower ones of 64 and 128 serve block
 /// masks with 64 queries per block; dense problems take the first tile. The kernels for keys hold
 /// two accumulators of the head dimension, so their tiles are smaller, and beyond 128 pairs of
-/// warps divide it. All fit into 99 KB of shared memory.
+/// warps divide it. All fit into 99 KB of shared memory. Tiles with score terms are inside 64 × 64
+/// bits; for their size there are three of each step.
 const TILES: &[AttentionBwd] = &[
     tile(Zeros, 256, [64, 0], [8, 1], [1, 1]),
     tile(Statistics, 256, [64, 0], [8, 1], [1, 1]),
@@ -60,16 +86,27 @@ const TILES: &[AttentionBwd] = &[
     tile(Keys, 128, [32, 64], [4, 1], [2, 2]),
     tile(Keys, 192, [32, 64], [8, 2], [1, 1]),
     tile(Keys, 256, [32, 32], [4, 2], [1, 1]),
+    with_terms(Queries, 64, [64, 64], [4, 1], [2, 2]),
+    with_terms(Queries, 128, [64, 64], [4, 1], [1, 2]),
+    with_terms(Queries, 256, [64, 32], [4, 1], [1, 1]),
+    with_terms(Keys, 64, [32, 64], [4, 1], [2, 2]),
+    with_terms(Keys, 128, [32, 64], [4, 1], [2, 2]),
+    with_terms(Keys, 256, [32, 32], [4, 2], [1, 1]),
+    with_terms(Bias, 64, [64, 64], [4, 1], [1, 2]),
+    with_terms(Bias, 128, [64, 64], [4, 1], [1, 2]),
+    with_terms(Bias, 256, [64, 32], [4, 1], [1, 1]),
 ];
 
 /// With 128 queries of head_dim 128 one CTA fits where shared memory has 100 KB, two where it has
 /// 164 KB. With 64 queries of head_dim 64 the kernel for keys spills on sm_120, and unknown GPUs
 /// take what it takes. Hopper has kernels of its own for narrow blocks; what no tensor map can
-/// describe takes the tile for a larger head_dim there.
+/// describe takes the tile for a larger head_dim there. It has none for the gradient of the bias.
 fn is_compiled(tile: &AttentionBwd, target: Target) -> bool {
     let newest = matches!(target, Target::Sm120 | Target::Ptx80);
     target.is_portable()
         && match (tile.step, tile.head_dims.max(), tile.block_q) {
+            (Bias, ..) => compiles_terms(target) || target == Target::Sm90,
+            _ if tile.terms => compiles_terms(target),
             (Queries, 128, 128) => target.smem_limit() >= 163 * 1024,
             (Queries, 64 | 128, 64) => target != Target::Sm90,
             (Keys, 64, 64) => !newest,
@@ -87,7 +124,7 @@ pub(super) fn tiles(target: Target) -> impl Iterator<Item = AttentionBwd> {
 impl AttentionBwd {
     /// The part that all kernels of the attention backward have.
     pub const fn tile(&self) -> AttentionBwdTile {
-        let Self { step, types, head_dims, block_q, block_kv, .. } = *self;
+        let Self { step, types, head_dims, block_q, block_kv, terms, .. } = *self;
         let (tensor_maps, splits_heads) = (false, false);
         AttentionBwdTile {
             step,
@@ -97,7 +134,7 @@ impl AttentionBwd {
             block_kv,
             tensor_maps,
             splits_heads,
-            terms: false,
+            terms,
         }
     }
 }
@@ -107,18 +144,20 @@ impl Family for AttentionBwd {
         match self.step {
             Queries => "attention_bwd_q_sm80",
             Keys => "attention_bwd_kv_sm80",
+            Bias => "attention_bwd_bias_sm80",
             _ => "attention_bwd_delta_sm80",
         }
     }
 
     fn name(&self) -> String {
         let Self { step, types, head_dims, block_q, block_kv, warps, warps_d, stages, .. } = self;
+        let terms = if self.terms { "_terms" } else { "" };
+        let of = |warps: String| {
+            format!("{types}_d{head_dims}_q{block_q}_kv{block_kv}_w{warps}_s{stages}{terms}")
+        };
         match step {
-            Queries => format!("{types}_d{head_dims}_q{block_q}_kv{block_kv}_w{warps}_s{stages}"),
-            Keys => {
-                let warps = format!("w{}x{warps_d}", warps / warps_d);
-                format!("{types}_d{head_dims}_q{block_q}_kv{block_kv}_{warps}_s{stages}")
-            }
+            Queries | Bias => of(warps.to_string()),
+            Keys => of(format!("{}x{warps_d}", warps / warps_d)),
             _ => format!("{types}_{step:?}").to_lowercase(),
         }
     }
@@ -127,14 +166,15 @@ impl Family for AttentionBwd {
         self.warps
     }
 
-    /// For queries: the tiles of Q and dO, and a ring of K and V. For keys: the tiles of K and V, a
-    /// ring of Q and dO with their row statistics, and two tiles of scores that warps exchange.
+    /// For queries and for the bias: the tiles of Q and dO, and a ring of K and V. For keys: the
+    /// tiles of K and V, a ring of Q and dO with their row statistics, and two tiles of scores that
+    /// warps exchange.
     fn smem_bytes(&self) -> u32 {
         let [q, k, v] = row_bytes(self.types, self.head_dims);
         let size = self.types.q.size() as u32;
         let [of_q, of_kv] = [self.block_q * (q + v), self.block_kv * (k + v)];
         match self.step {
-            Queries => of_q + self.stages * of_kv,
+            Queries | Bias => of_q + self.stages * of_kv,
             Keys => {
                 let exchange = 2 * self.block_q * self.block_kv * size;
                 let exchanged = if self.warps_d > 1 { exchange } else { 0 };
@@ -159,6 +199,9 @@ impl Family for AttentionBwd {
         define("VARIANT_BLOCK_KV", self.block_kv);
         define("VARIANT_WARPS", self.warps);
         define("VARIANT_STAGES", self.stages);
+        if self.terms {
+            define("VARIANT_TERMS", 1);
+        }
     }
 
     fn contains(&self) -> &'static [&'static str] {

@@ -242,7 +242,7 @@ mod tests {
             assert!(divides(tile.block_q) && divides(tile.block_kv), "{symbol}");
             steps.insert(tile.step);
         }
-        assert_eq!(steps.len(), 7, "every step has kernels");
+        assert_eq!(steps.len(), 8, "every step has kernels");
     }
 
     #[test]

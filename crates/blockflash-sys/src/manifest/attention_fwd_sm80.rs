@@ -1,4 +1,4 @@
-use super::attention::{define_tile, row_bytes};
+use super::attention::{compiles_terms, define_tile, row_bytes};
 use super::family::{Family, Support, each_dtype};
 use super::{AttentionTile, Lse};
 use crate::{DType, ElementTypes, HeadDims, Target};
@@ -23,6 +23,8 @@ pub struct AttentionFwd {
     pub stages: u32,
     /// CTAs per SM that the register allocation must allow.
     pub min_blocks: u32,
+    /// Whether it computes score terms.
+    pub terms: bool,
 }
 
 /// The targets that a tile is compiled for.
@@ -44,12 +46,18 @@ const fn tile(
     [warps, stages, min_blocks]: [u32; 3],
 ) -> AttentionFwd {
     let (types, head_dims) = (ElementTypes::all(DType::F16), HeadDims::all(head_dim));
-    AttentionFwd { types, head_dims, block_q, block_kv, warps, split: 1, stages, min_blocks }
+    let (split, terms) = (1, false);
+    AttentionFwd { types, head_dims, block_q, block_kv, warps, split, stages, min_blocks, terms }
 }
 
 /// The same with pairs of warps that share 32 rows.
 const fn pairs(head_dim: usize, block: [u32; 2], rest: [u32; 3]) -> AttentionFwd {
     AttentionFwd { split: 2, ..tile(head_dim, block, rest) }
+}
+
+/// The same with score terms.
+const fn with_terms(head_dim: usize, rest: [u32; 3]) -> AttentionFwd {
+    AttentionFwd { terms: true, ..tile(head_dim, [64, 64], rest) }
 }
 
 /// Tiles by head dimension. With 32 query rows per warp each fragment of K and V feeds two MMAs,
@@ -58,7 +66,8 @@ const fn pairs(head_dim: usize, block: [u32; 2], rest: [u32; 3]) -> AttentionFwd
 /// other. At 128 the tile that is fastest on Hopper leaves room for one CTA per SM where shared
 /// memory has 100 KB, so those GPUs take half the keys per step and run two CTAs. Two stages, at
 /// 64, hide the way of the tiles. The narrower tiles of 64 and 128 serve block masks with blocks of
-/// 64 queries: dense problems take wide ones.
+/// 64 queries: dense problems take wide ones. Tiles with score terms are inside 64 × 64 bits, of
+/// which their warps have whole rows; for their size there are three.
 const TILES: &[(CompiledFor, AttentionFwd)] = &[
     (large_smem, tile(64, [128, 64], [4, 2, 2])),
     (small_smem, tile(64, [128, 64], [4, 1, 2])),
@@ -71,6 +80,9 @@ const TILES: &[(CompiledFor, AttentionFwd)] = &[
     (Target::is_portable, pairs(192, [64, 64], [4, 1, 2])),
     (large_smem, pairs(256, [64, 64], [4, 1, 2])),
     (small_smem, tile(256, [64, 64], [4, 1, 2])),
+    (compiles_terms, with_terms(64, [4, 2, 2])),
+    (compiles_terms, with_terms(128, [4, 1, 2])),
+    (compiles_terms, with_terms(256, [4, 1, 2])),
 ];
 
 pub(super) fn tiles(target: Target) -> impl Iterator<Item = AttentionFwd> {
@@ -82,7 +94,7 @@ pub(super) fn tiles(target: Target) -> impl Iterator<Item = AttentionFwd> {
 impl AttentionFwd {
     /// The part that all attention kernels have.
     pub const fn tile(&self) -> AttentionTile {
-        let Self { types, head_dims, block_q, block_kv, .. } = *self;
+        let Self { types, head_dims, block_q, block_kv, terms, .. } = *self;
         AttentionTile {
             types,
             head_dims,
@@ -93,7 +105,7 @@ impl AttentionFwd {
             lse: Lse::AsAsked,
             dense_only: false,
             tensor_maps: false,
-            terms: false,
+            terms,
         }
     }
 }
@@ -109,7 +121,8 @@ impl Family for AttentionFwd {
             1 => warps.to_string(),
             _ => format!("{}x{split}", warps / split),
         };
-        format!("{types}_d{head_dims}_q{block_q}_kv{block_kv}_w{warps}_s{stages}")
+        let terms = if self.terms { "_terms" } else { "" };
+        format!("{types}_d{head_dims}_q{block_q}_kv{block_kv}_w{warps}_s{stages}{terms}")
     }
 
     fn warps(&self) -> u32 {
@@ -133,6 +146,9 @@ impl Family for AttentionFwd {
         define("VARIANT_SPLIT", self.split);
         define("VARIANT_STAGES", self.stages);
         define("VARIANT_MIN_BLOCKS", self.min_blocks);
+        if self.terms {
+            define("VARIANT_TERMS", 1);
+        }
     }
 
     fn contains(&self) -> &'static [&'static str] {

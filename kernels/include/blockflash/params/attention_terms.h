@@ -28,10 +28,10 @@ typedef struct blockflash_attention_fwd_tma_terms_params {
 typedef struct blockflash_attention_bwd_terms_params {
   blockflash_attention_bwd_params bwd;
   blockflash_score_terms terms;
-  const int32_t* block_bits_t; /* block_bits beside col_idx of block_mask_t: a block has the value
-                                  that it has in the untransposed mask */
-  const uint32_t* bits_t; /* [bit_tiles, 128]: each block of `bits` transposed, so that rows are
-                             keys */
+  const int32_t* block_bits_t; /* block_bits beside col_idx of block_mask_t */
+  const uint32_t* bits_t;      /* [bit_tiles_t, 128]: each block of `bits` transposed, so that rows
+                                  are keys */
+  int32_t bit_tiles_t;         /* values of block_bits_t are clamped to them */
 } blockflash_attention_bwd_terms_params;
 
 /* The gradient of the bias: that of the scores, summed over the axes along which it broadcasts. */
