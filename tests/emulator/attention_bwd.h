@@ -28,7 +28,7 @@ struct Backward {
         negative_logs(problem.batch * kHeads * padded),
         deltas(problem.batch * kHeads * padded) {
     const auto& [seqlen_q, seqlen_kv, qk, dv, left, right, peak, cap, has_sink, nonfinite, bias,
-                 strides, has_alibi, block, batch] = problem;
+                 strides, has_alibi, block, batch, hostile] = problem;
     gradients = {std::vector<double>(batch * seqlen_q * kHeads * qk),
                  std::vector<double>(batch * seqlen_kv * qk),
                  std::vector<double>(batch * seqlen_kv * dv),

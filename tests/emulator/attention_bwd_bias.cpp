@@ -35,7 +35,7 @@ void check_as(int dtype, double tolerance, const Problem& problem, int number,
     const Tensor<T> d_bias(expected.size(), schedules, NAN);
     params.d_bias = d_bias.data;
     run.launch(ctas, [] { VARIANT_SYMBOL(params); });
-    run.compare(number, "d_bias", d_bias, expected, tolerance);
+    run.compare(number, "d_bias", d_bias, expected, tolerance_of(problem, tolerance));
   });
 }
 

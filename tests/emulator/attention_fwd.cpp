@@ -33,8 +33,8 @@ void check(const Problem& problem, int number, std::mt19937& schedules) {
     const Tensor<float> lse(rows, schedules, NAN);
     p->o = o.data, p->lse = lse.data;
     run.launch(ctas, [] { VARIANT_SYMBOL(params); });
-    run.compare(number, "o", o, expected.o, 0.02);
-    run.compare(number, "lse", lse, expected.lse, 0.01);
+    run.compare(number, "o", o, expected.o, tolerance_of(problem, 0.02));
+    run.compare(number, "lse", lse, expected.lse, tolerance_of(problem, 0.01));
   });
 }
 

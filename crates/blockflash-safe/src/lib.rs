@@ -96,7 +96,8 @@ pub use launch::{
     BsrSddmmOperands, KvAppendOperands, KvAppendPlan, KvCacheViews, Launch, LaunchConfig, NO_MASK,
     NewKeys, Operands, PROBE_CHUNK_BYTES, PageChoice, PageChoiceOperands, PageChoicePlan,
     PageSummaries, PageSummariesOperands, PageSummariesPlan, RowCopyOperands, STATISTICS_ROWS,
-    TurnedQueries, attention_bwd_part_values, attention_bwd_workspace, driver_time, param_bytes,
+    ScoreTerms, TurnedQueries, attention_bwd_part_values, attention_bwd_workspace, driver_time,
+    param_bytes,
 };
 pub use layout::{Layout, MAX_RANK};
 pub use nccl::{NcclCommunicator, NcclId};

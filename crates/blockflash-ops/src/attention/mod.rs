@@ -245,6 +245,7 @@ impl Steps for Attention<'_> {
             sink: self.scores.sink,
             cu_seqlens: self.cu_seqlens.map(|cu_seqlens| [cu_seqlens.q, cu_seqlens.kv]),
             block_mask: self.block_mask.map(BlockMask::for_kernels),
+            terms: self.scores.terms(),
         };
         let AttentionPlan { plan, config } = plan;
         match kernel.variant {

@@ -140,7 +140,8 @@ fn kernels_find_every_tile_and_its_columns() {
         let problem = call(&packed, [max_q, 300], |call| call.problem()).unwrap();
         let fits = |kernel: &&manifest::Kernel| {
             kernel.attention_tile().is_some_and(|tile| {
-                (tile.types.q, tile.block_q, tile.block_kv) == (DType::F16, tile_q, 64)
+                let sizes = (tile.types.q, tile.block_q, tile.block_kv);
+                !tile.terms && sizes == (DType::F16, tile_q, 64)
             })
         };
         let kernel = manifest::kernels().iter().find(fits).unwrap();
@@ -206,7 +207,7 @@ fn plans_say_how_the_mask_is_read() {
     for kernel in manifest::kernels() {
         let Some(tile) = kernel
             .attention_tile()
-            .filter(|tile| tile.head_dims.qk >= 64 && 256 % tile.block_q == 0)
+            .filter(|tile| tile.head_dims.qk >= 64 && 256 % tile.block_q == 0 && !tile.terms)
         else {
             continue;
         };

@@ -3,7 +3,7 @@
 use super::{AttentionProblem, Mask};
 use crate::Result;
 use crate::check::{Operand, finite_positive, vector};
-use blockflash_safe::{Device, View};
+use blockflash_safe::{Device, ScoreTerms, View};
 use blockflash_sys::DType;
 use std::ops::Range;
 
@@ -154,6 +154,11 @@ impl<'a> Scores<View<'a>> {
             bias: bias.transpose()?,
             alibi: alibi.is_some(),
         })
+    }
+
+    /// What is added to scores, for a launch.
+    pub(crate) fn terms(&self) -> ScoreTerms<'a> {
+        ScoreTerms { bias: self.bias, alibi: self.alibi }
     }
 
     /// Checks that every tensor is on this device.

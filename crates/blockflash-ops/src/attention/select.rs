@@ -207,7 +207,7 @@ const TERMS: AttentionRule = Rule {
 /// Why a kernel does not compute what is added to the scores of a problem, or needs such.
 pub(crate) fn refusal_of_terms(problem: &AttentionProblem) -> String {
     match problem.terms() {
-        Some(term) => format!("{term} is given, and no kernel takes it"),
+        Some(term) => format!("{term} is given, and it takes none"),
         None => "it is for scores with a bias, alibi or partial blocks".into(),
     }
 }

@@ -332,6 +332,8 @@ impl Steps for AttentionBackward<'_> {
             workspace,
             cu_seqlens: attention.cu_seqlens.map(|cu_seqlens| [cu_seqlens.q, cu_seqlens.kv]),
             block_mask: attention.block_mask.and_then(BlockMask::for_backward),
+            terms: attention.scores.terms(),
+            dbias: gradients.dbias,
         };
         check_alignment(&operands)?;
         for (kernel, config) in launches {

@@ -115,11 +115,13 @@ fn kernels<'k>(
         Step::Keys | Step::Queries => false,
         // At some widths there are only sums of dk and dv.
         Step::Sums => kernel(Step::KeysAndSums).is_ok(),
-        Step::Zeros | Step::Statistics | Step::Sinks => problem.step == Step::KeysAndSums,
+        Step::Zeros | Step::Statistics | Step::Sinks | Step::Bias => {
+            problem.step == Step::KeysAndSums
+        }
     };
     let keys = kernel(if sums { Step::KeysAndSums } else { Step::Keys })?;
     let parts = parts(keys, problem, gpu);
-    let mut kernels = Vec::with_capacity(6);
+    let mut kernels = Vec::with_capacity(7);
     if problem.forward.packed.is_some() {
         kernels.push(kernel(Step::Zeros)?);
     }
@@ -134,6 +136,9 @@ fn kernels<'k>(
         };
         let fits = own == Step::Sums && width(given)? == width(keys)?;
         kernels.push(if fits { given } else { rounds(problem, width(keys)?, gpu)? });
+    }
+    if problem.dbias.is_some() {
+        kernels.push(kernel(Step::Bias)?);
     }
     if problem.d_sink {
         kernels.push(kernel(Step::Sinks)?);
@@ -293,6 +298,11 @@ fn blocks(
             grid_of(kernel, tiles as usize, gpu)
         }
         Step::Queries => grid_x(&[tiles_q(), forward.num_heads_q, forward.batch]),
+        Step::Bias => {
+            let tiles = |(size, tile): (usize, u32)| size.div_ceil(tile as usize);
+            let shape = problem.dbias_shape().into_iter();
+            grid_x(&shape.zip([1, 1, block_q, block_kv]).map(tiles).collect::<Vec<_>>())
+        }
     }
 }
 

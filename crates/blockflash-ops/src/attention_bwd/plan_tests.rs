@@ -1,7 +1,7 @@
 use super::*;
-use crate::ScoresProblem;
 use crate::attention::{Align, AttentionProblem, BlockMaskSizes, Mask, PackedRows};
 use crate::fixtures::{gpu, gpus};
+use crate::{BiasProblem, ScoresProblem};
 use blockflash_sys::{DType, ElementTypes, HeadDims, Target, manifest};
 
 fn planned<'k>(
@@ -161,9 +161,12 @@ fn every_kernel_has_its_scheme() {
             let forward =
                 AttentionProblem::dense(tile.types.q, [1, 900, 900], [2, 1], tile.head_dims.qk);
             let packed = packed.filter(|_| tile.step == Step::Zeros);
+            // Kernels with score terms are for problems that have some.
+            let bias = BiasProblem { dtype: DType::F32, broadcast: [true, false, false, false] };
+            let bias = tile.terms.then_some(bias);
             let forward = AttentionProblem {
                 packed,
-                scores: ScoresProblem { sink: true, ..forward.scores },
+                scores: ScoresProblem { sink: true, bias, ..forward.scores },
                 ..forward
             };
             let problem = AttentionBackwardProblem::of(forward);
@@ -213,6 +216,24 @@ fn unequal_head_dims() {
                 let sums = matches!(tile.step, Step::KeysAndSums | Step::Sums);
                 assert!(!sums || plan.plan.sums_head_dim == Some(tile.head_dims.qk));
             }
+        }
+    }
+}
+
+/// The gradient of a bias has a launch of its own behind the others, with a CTA for each tile.
+#[test]
+fn gradients_of_biases() {
+    for (broadcast, tiles) in [([false; 4], 2 * 4 * 15 * 12), ([true, false, true, false], 4 * 12)]
+    {
+        let forward = AttentionProblem::dense(DType::F16, [2, 900, 768], [4, 2], 64);
+        let bias = Some(BiasProblem { dtype: DType::F16, broadcast });
+        let scores = ScoresProblem { bias, ..forward.scores };
+        let problem = AttentionBackwardProblem::of(AttentionProblem { scores, ..forward });
+        let without = AttentionBackwardProblem { dbias: None, ..problem };
+        for gpu in gpus() {
+            let asked = steps(&planned(&problem, &gpu));
+            assert_eq!(asked.last(), Some(&(Step::Bias, tiles)), "{}", gpu.name);
+            assert_eq!(steps(&planned(&without, &gpu)), asked[..asked.len() - 1]);
         }
     }
 }

@@ -164,10 +164,12 @@ const STEP: BackwardRule = Rule {
     holds: |c| match c.tile.step {
         Step::Zeros => c.problem.forward.packed.is_some(),
         Step::Sinks => c.problem.d_sink,
+        Step::Bias => c.problem.dbias.is_some(),
         _ => true,
     },
     refuses: |c| match c.tile.step {
         Step::Zeros => "every row belongs to a sequence".into(),
+        Step::Bias => "no gradient of a bias is asked for".into(),
         _ => "no gradient of a sink is asked for".into(),
     },
     excludes_all: None,
@@ -196,15 +198,10 @@ const WIDTH: BackwardRule = Rule {
 
 const SHARED_MEMORY: BackwardRule = Rule::shared_memory(None);
 
-/// Whether the step reads tiles of q, k, v and d_o, and with them the mask.
-fn walks(step: Step) -> bool {
-    matches!(step, Step::Keys | Step::Queries | Step::KeysAndSums)
-}
-
 const TRANSPOSE: BackwardRule = Rule {
     holds: |c| {
         let known = c.problem.forward.block_mask.is_none() || c.problem.transpose.is_some();
-        known || !walks(c.tile.step)
+        known || !c.tile.step.visits()
     },
     refuses: |_| {
         "the block mask has no transpose: `with_transpose` of `BlockMask` or `BlockMaskBuffer` \
@@ -217,7 +214,7 @@ const TRANSPOSE: BackwardRule = Rule {
 const BLOCKS: BackwardRule = Rule {
     holds: |c| {
         let divides = |block: u32, tile: u32| block > 0 && block.is_multiple_of(tile);
-        !walks(c.tile.step)
+        !c.tile.step.visits()
             || c.problem.forward.block_mask.is_none_or(|mask| {
                 divides(mask.block_q, c.tile.block_q) && divides(mask.block_kv, c.tile.block_kv)
             })
@@ -302,7 +299,7 @@ const SOFTCAP: BackwardRule = Rule {
 
 /// As for the forward pass.
 const TERMS: BackwardRule = Rule {
-    holds: |c| !walks(c.tile.step) || c.tile.terms == c.problem.forward.terms().is_some(),
+    holds: |c| !c.tile.step.visits() || c.tile.terms == c.problem.forward.terms().is_some(),
     refuses: |c| refusal_of_terms(&c.problem.forward),
     excludes_all: None,
 };

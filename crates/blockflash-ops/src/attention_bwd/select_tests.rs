@@ -157,7 +157,13 @@ fn reasons() {
         block_mask: Some(BlockMaskSizes { bits: true, ..mask }),
         ..masked(64, 64, 64).forward
     };
-    let said = why(&AttentionBackwardProblem::of(partial), &h200());
+    let partial = AttentionBackwardProblem::of(partial);
+    let terms = |problem: &AttentionBackwardProblem| {
+        select(problem, &h200()).unwrap().attention_bwd_tile().unwrap().terms
+    };
+    assert!(terms(&partial) && !terms(&masked(64, 64, 64)));
+    let plain = select(&masked(64, 64, 64), &h200()).unwrap();
+    let said = accepts(plain, &partial, &h200()).unwrap_err().to_string();
     assert!(said.contains("a block mask with partial blocks is given"), "{said}");
     assert!(why(&dense(100, 59), &h200()).contains("multiples of 8 up to 256"));
     assert!(why(&dense(100, 264), &h200()).contains("multiples of 8 up to 256"));
@@ -168,7 +174,8 @@ fn reasons() {
     let refusal = |step, problem: &AttentionBackwardProblem| {
         let tile = |kernel: &&Kernel| {
             kernel.attention_bwd_tile().is_some_and(|tile| {
-                (tile.step, tile.types.q, tile.head_dims.qk >= 64) == (step, DType::BF16, true)
+                let found = (tile.step, tile.types.q, tile.head_dims.qk >= 64);
+                found == (step, DType::BF16, true) && !tile.terms
             }) && kernel.target.runs_on(h200().compute_capability)
         };
         let kernel = manifest::kernels().iter().find(tile).unwrap();

@@ -188,6 +188,11 @@ impl BlockLists {
         self.bits.as_ref().map(|bits| [&*bits.block_bits, &bits.words])
     }
 
+    /// Of masks with partial blocks: tiles of bits of a block.
+    pub(crate) fn tiles_of_block(&self) -> Option<i64> {
+        self.bits.as_ref().map(|bits| as_i64(bits.block_tiles))
+    }
+
     /// The device that holds the lists.
     pub fn device(&self) -> Device {
         self.row_ptr.device()
@@ -225,6 +230,12 @@ impl BlockLists {
     /// The memory of the same arrays.
     pub(crate) fn used(&self) -> [Option<Used<'_>>; 4] {
         used(self.arrays())
+    }
+
+    /// The memory of the bits.
+    pub(crate) fn used_bits(&self) -> [Option<Used<'_>>; 2] {
+        let bits = self.bits.as_ref();
+        [bits.map(|bits| bits.block_bits.used()), bits.map(|bits| bits.words.used())]
     }
 
     fn arrays(&self) -> [Option<&IndexTensor>; 4] {

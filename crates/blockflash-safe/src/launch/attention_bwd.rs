@@ -4,10 +4,14 @@ use super::attention_bwd_workspace::{AttentionBwdParts, PART_ROWS, STATISTICS_RO
 use super::attention_sizes::{AttentionScalars, Forward, Sizes};
 use super::checked::{Launch, Operands};
 use super::fit::{Fit, absent, ceil_div, fits, given, pointer, pointer_mut, require};
+use super::score_terms::ScoreTerms;
 use crate::view::Used;
 use crate::{BlockLists, DType, Kernel, View, ViewMut};
 use blockflash_sys::manifest::{AttentionBwd, AttentionBwdStep as Step, AttentionBwdTile, Variant};
-use blockflash_sys::params::blockflash_attention_bwd_params;
+use blockflash_sys::params::{
+    blockflash_attention_bwd_bias_params, blockflash_attention_bwd_params,
+    blockflash_attention_bwd_terms_params,
+};
 
 /// Longest sequence: the kernels add tiles to positions in 32 bits.
 const MAX_SEQLEN: i64 = 1 << 30;
@@ -62,6 +66,10 @@ pub struct AttentionBwdOperands<'a> {
     pub cu_seqlens: Option<[View<'a>; 2]>,
     /// The blocks to visit, and their transpose: of each block of keys, the blocks of queries.
     pub block_mask: Option<[&'a BlockLists; 2]>,
+    /// As for the forward pass.
+    pub terms: ScoreTerms<'a>,
+    /// f16, bf16 or f32, in the shape of a bias. Only the step that computes it takes it.
+    pub dbias: Option<ViewMut<'a>>,
 }
 
 impl<'a> AttentionBwdOperands<'a> {
@@ -73,6 +81,7 @@ impl<'a> AttentionBwdOperands<'a> {
             dv: self.dv.reborrow(),
             d_sink: self.d_sink.as_mut().map(ViewMut::reborrow),
             workspace: self.workspace.as_mut().map(ViewMut::reborrow),
+            dbias: self.dbias.as_mut().map(ViewMut::reborrow),
             ..*self
         }
     }
@@ -85,6 +94,9 @@ impl<'a> AttentionBwdOperands<'a> {
         plan: &AttentionBwdPlan,
         p: &mut blockflash_attention_bwd_params,
     ) -> Fit<(i128, Sums)> {
+        if !tile.terms && tile.step.visits() {
+            self.terms.refuse(self.block_mask.map(|[mask, _]| mask))?;
+        }
         let tensors = Forward {
             q: &self.q,
             k: &self.k,
@@ -182,6 +194,14 @@ impl<'a> AttentionBwdOperands<'a> {
             }
             Step::Keys => Ok(tiles_kv * per_kv * fit_parts()?),
             Step::Queries => Ok(tiles_q * per_q),
+            Step::Bias => {
+                absent("cu_seqlens", sizes.packed, "there is no bias for packed sequences")?;
+                let [seqlen_q, seqlen_kv] = sizes.lengths;
+                let full = [sizes.batch, sizes.heads_q, seqlen_q, seqlen_kv];
+                let (extents, _) = self.fit_dbias(full)?;
+                let blocks = [1, 1, tile.block_q, tile.block_kv];
+                Ok((0..4).map(|dim| ceil_div(extents[dim], blocks[dim])).product())
+            }
             Step::KeysAndSums => {
                 require(
                     plan.sums_head_dim == Some(tile.head_dims.qk),
@@ -246,8 +266,7 @@ impl<'a> AttentionBwdOperands<'a> {
     ) -> Fit<[i128; 2]> {
         let (blocks, lengths) = ([tile.block_q, tile.block_kv], sizes.lengths);
         let dense = [0, 1].map(|i| ceil_div(lengths[i], blocks[i].max(1)));
-        let visits = matches!(tile.step, Step::Keys | Step::Queries | Step::KeysAndSums);
-        let Some([mask, transposed]) = self.block_mask.filter(|_| visits) else {
+        let Some([mask, transposed]) = self.block_mask.filter(|_| tile.step.visits()) else {
             return Ok(dense);
         };
         let packed = [mask, transposed].map(|lists| lists.cu_rows().is_some());
@@ -280,6 +299,10 @@ impl Operands for AttentionBwdOperands<'_> {
         let [mask, transposed] =
             self.block_mask.map_or([[None; 4]; 2], |both| both.map(BlockLists::used));
         let ([a, b, c, d], [e, f, g, h]) = (mask, transposed);
+        let [[i, j], [l, m]] =
+            self.block_mask.map_or([[None; 2]; 2], |both| both.map(BlockLists::used_bits));
+        let [bias, alibi] = self.terms.used();
+        let dbias = self.dbias.as_ref().map(ViewMut::used);
         let read = [&self.q, &self.k, &self.v, &self.o, &self.lse, &self.d_o];
         let [q, k, v, o, lse, d_o] = read.map(|view| Some(view.used()));
         let [dq, dk, dv] = [&self.dq, &self.dk, &self.dv].map(|view| Some(view.used()));
@@ -290,23 +313,25 @@ impl Operands for AttentionBwdOperands<'_> {
             self.cu_seqlens.as_ref().map_or([None; 2], |[q, kv]| [Some(q.used()), Some(kv.used())]);
         [
             q, k, v, o, lse, d_o, dq, dk, dv, sink, d_sink, workspace, cu_q, cu_kv, a, b, c, d, e,
-            f, g, h,
+            f, g, h, i, j, l, m, bias, alibi, dbias,
         ]
     }
 }
 
 // SAFETY:
-// 1. This is the parameter struct of the portable kernels of the attention backward.
+// 1. This is the parameter struct of the kernel for the gradient of the bias. Its first member is
+//    that of the kernels with score terms, and the first member of that one of all others.
 // 2. All pointers come from views, those of the parts of the workspace from one that has room for
 //    them. The kernels' addresses follow from the sizes and strides in the struct and from the
 //    grid; `fit` wrote them from the views, which reach no further than their memory. The kernels
-//    clamp values of `cu_seqlens` to the packed rows, and query tiles to those of the sequence.
+//    clamp values of `cu_seqlens` to the packed rows, query tiles to those of the sequence, and
+//    tiles of bits to those that there are.
 //    Where addresses follow from a block mask, `BlockLists` has checked the entries.
 // 3. Gradients and workspace are `ViewMut`.
 unsafe impl Launch for AttentionBwd {
     type Operands<'a> = AttentionBwdOperands<'a>;
     type Plan = AttentionBwdPlan;
-    type Params = blockflash_attention_bwd_params;
+    type Params = blockflash_attention_bwd_bias_params;
     const FAMILY: &'static str = "portable attention backward";
 
     fn of(kernel: &Kernel) -> Option<Self> {
@@ -319,7 +344,22 @@ unsafe impl Launch for AttentionBwd {
         operands: &Self::Operands<'_>,
         params: &mut Self::Params,
     ) -> Fit<i128> {
-        operands.fit(&self.tile(), plan, params).map(|(blocks, _)| blocks)
+        let (blocks, _) = operands.fit(&self.tile(), plan, &mut params.base.bwd)?;
+        if self.terms {
+            operands.fit_terms(&mut params.base)?;
+        }
+        if self.step == Step::Bias {
+            operands.write_dbias(params)?;
+        }
+        Ok(blocks)
+    }
+
+    fn param_bytes(&self) -> usize {
+        match (self.step, self.terms) {
+            (Step::Bias, _) => size_of::<blockflash_attention_bwd_bias_params>(),
+            (_, true) => size_of::<blockflash_attention_bwd_terms_params>(),
+            (_, false) => size_of::<blockflash_attention_bwd_params>(),
+        }
     }
 }
 

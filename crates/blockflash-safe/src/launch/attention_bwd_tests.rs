@@ -34,7 +34,7 @@ fn fitted(
     tile: &AttentionBwdTile,
     plan: &AttentionBwdPlan,
 ) -> Fit<(i128, blockflash_attention_bwd_params)> {
-    let mut params = zeros::<AttentionBwd>();
+    let mut params = zeros::<AttentionBwd>().base.bwd;
     Ok((operands.fit(tile, plan, &mut params)?.0, params))
 }
 
@@ -112,6 +112,8 @@ impl Tensors {
             workspace: Some(workspace),
             cu_seqlens: self.offsets.as_ref().map(|offsets| [offsets.view(), offsets.view()]),
             block_mask: self.lists.as_ref().map(|lists| lists.each_ref()),
+            terms: ScoreTerms::default(),
+            dbias: None,
         }
     }
 }
@@ -177,7 +179,7 @@ fn parts_of_heads() {
     let error = fit(&Tensors::dense(bytes(&both) - 1).operands(), &tile(Step::Sums), &both);
     assert!(error.unwrap_err().contains("bytes of"));
     let mut tensors = Tensors::dense(bytes(&both));
-    let mut params = zeros::<AttentionBwd>();
+    let mut params = zeros::<AttentionBwd>().base.bwd;
     let (_, sums) = tensors.operands().fit(&tile(Step::Sums), &both, &mut params).unwrap();
     let first = params.negative_logs.addr();
     let [sums, key_parts] = [sums.dq, sums.key_parts].map(|at| at.addr() - first);

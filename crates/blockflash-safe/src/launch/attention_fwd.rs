@@ -3,10 +3,13 @@
 use super::attention_sizes::{AttentionScalars, Forward, Sizes};
 use super::checked::{Launch, Operands};
 use super::fit::{Fit, absent, ceil_div, given, require};
+use super::score_terms::ScoreTerms;
 use crate::view::Used;
 use crate::{BlockLists, Kernel, View, ViewMut};
 use blockflash_sys::manifest::{AttentionFwd, AttentionFwdSmall, AttentionTile, Variant};
-use blockflash_sys::params::blockflash_attention_fwd_params;
+use blockflash_sys::params::{
+    blockflash_attention_fwd_params, blockflash_attention_fwd_terms_params, blockflash_score_terms,
+};
 
 /// Tensors of the attention forward kernels. With `cu_seqlens` the batch is packed into the first
 /// dimension.
@@ -30,6 +33,8 @@ pub struct AttentionFwdOperands<'a> {
     pub cu_seqlens: Option<[View<'a>; 2]>,
     /// The blocks to visit; the lists are packed if and only if the batch is.
     pub block_mask: Option<&'a BlockLists>,
+    /// What is added to scores. Only kernels with score terms take that, and partial blocks.
+    pub terms: ScoreTerms<'a>,
 }
 
 /// What a launch of attention forward knows beside its tensors.
@@ -60,6 +65,9 @@ impl AttentionFwdOperands<'_> {
             sink: self.sink.as_ref(),
             cu_seqlens: self.cu_seqlens.as_ref(),
         };
+        if !tile.terms {
+            self.terms.refuse(self.block_mask)?;
+        }
         let sizes = tensors.fit(scalars, tile.types, tile.head_dims, params)?;
         let Sizes { packed, batch, heads_q, heads_kv, lengths, .. } = sizes;
         let [seqlen_q, seqlen_kv] = lengths;
@@ -111,6 +119,15 @@ impl AttentionFwdOperands<'_> {
         )?;
         Ok(tiles_q * i128::from(heads_q / heads_per_tile) * i128::from(batch))
     }
+
+    /// Writes the score terms, for sizes that `fit` has written.
+    pub(super) fn fit_terms(
+        &self,
+        base: &blockflash_attention_fwd_params,
+        terms: &mut blockflash_score_terms,
+    ) -> Fit {
+        self.terms.fit(base, self.block_mask, terms)
+    }
 }
 
 impl Operands for AttentionFwdOperands<'_> {
@@ -122,25 +139,39 @@ impl Operands for AttentionFwdOperands<'_> {
             self.cu_seqlens.as_ref().map_or([None; 2], |[q, kv]| [Some(q.used()), Some(kv.used())]);
         let [row_ptr, col_idx, row_order, cu_rows] =
             self.block_mask.map_or([None; 4], BlockLists::used);
-        [q, k, v, o, lse, sink, cu_q, cu_kv, row_ptr, col_idx, row_order, cu_rows]
+        let [block_bits, bits] = self.block_mask.map_or([None; 2], BlockLists::used_bits);
+        let [bias, alibi] = self.terms.used();
+        [
+            q, k, v, o, lse, sink, cu_q, cu_kv, row_ptr, col_idx, row_order, cu_rows, block_bits,
+            bits, bias, alibi,
+        ]
     }
 }
 
 // SAFETY:
-// 1. This is the parameter struct of the portable kernels of attention forward.
+// 1. This is the parameter struct of the portable kernels of attention forward with score terms;
+//    those without take its first member.
 // 2. All pointers come from views. The kernel's addresses follow from the sizes and strides in the
 //    struct and from the grid; `fit` wrote them from the views, which reach no further than their
-//    memory. The kernel clamps values of `cu_seqlens` to the packed rows. Where addresses follow
-//    from a block mask, `BlockLists` has checked the entries.
+//    memory. The kernel clamps values of `cu_seqlens` to the packed rows and tiles of bits to those
+//    that there are. Where addresses follow from a block mask, `BlockLists` has checked the
+//    entries.
 // 3. `o` and `lse` are `ViewMut`.
 unsafe impl Launch for AttentionFwd {
     type Operands<'a> = AttentionFwdOperands<'a>;
     type Plan = AttentionFwdPlan;
-    type Params = blockflash_attention_fwd_params;
+    type Params = blockflash_attention_fwd_terms_params;
     const FAMILY: &'static str = "portable attention forward";
 
     fn of(kernel: &Kernel) -> Option<Self> {
         if let Variant::AttentionFwd(tile) = kernel.variant { Some(tile) } else { None }
+    }
+
+    fn param_bytes(&self) -> usize {
+        match self.terms {
+            true => size_of::<blockflash_attention_fwd_terms_params>(),
+            false => size_of::<blockflash_attention_fwd_params>(),
+        }
     }
 
     fn fit(
@@ -149,7 +180,11 @@ unsafe impl Launch for AttentionFwd {
         operands: &Self::Operands<'_>,
         params: &mut Self::Params,
     ) -> Fit<i128> {
-        operands.fit(&self.tile(), &plan.scalars, params)
+        let tiles = operands.fit(&self.tile(), &plan.scalars, &mut params.base)?;
+        if self.terms {
+            operands.fit_terms(&params.base, &mut params.terms)?;
+        }
+        Ok(tiles)
     }
 }
 

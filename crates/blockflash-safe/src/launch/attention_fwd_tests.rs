@@ -33,6 +33,7 @@ fn portable() -> AttentionFwd {
         split: 1,
         stages: 1,
         min_blocks: 2,
+        terms: false,
     }
 }
 
@@ -52,6 +53,7 @@ fn fits(packed: bool, lists: Option<&BlockLists>) -> [Fit<i128>; 2] {
         sink: None,
         cu_seqlens: packed.then(|| [offsets.view(); 2]),
         block_mask: lists,
+        terms: ScoreTerms::default(),
     };
     let portable = portable();
     let AttentionFwd { types, head_dims, min_blocks, .. } = portable;
@@ -103,6 +105,7 @@ fn each_tensor_has_its_own_head_dimension() {
                 sink: None,
                 cu_seqlens: None,
                 block_mask: None,
+                terms: ScoreTerms::default(),
             };
             fit_of(&small, &operands)
         };
@@ -144,6 +147,7 @@ fn sizes_and_strides_are_those_of_the_tensors() {
         sink: Some(sink.view()),
         cu_seqlens: None,
         block_mask: None,
+        terms: ScoreTerms::default(),
     };
     let (types, head_dims, min_blocks) =
         (ElementTypes::all(DType::F16), HeadDims { qk: 64, v: 64 }, 2);
@@ -172,8 +176,10 @@ fn sizes_and_strides_are_those_of_the_tensors() {
         sink: None,
         cu_seqlens: Some([offsets.view(); 2]),
         block_mask: None,
+        terms: ScoreTerms::default(),
     };
     let (tiles, p) = fit_of(&portable(), &operands).unwrap();
+    let p = p.base;
     assert_eq!((tiles, [p.batch, p.seqlen_q, p.seqlen_kv]), (3 * 6, [3, 64, 64]));
     assert_eq!([p.total_q, p.total_kv], [60, 80]);
     assert_eq!([p.q_stride_batch, p.k_stride_batch, p.o_stride_batch], [0; 3]);

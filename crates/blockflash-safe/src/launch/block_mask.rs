@@ -81,10 +81,6 @@ impl BlockLists {
         [batch, heads]: [i64; 2],
         params: &mut blockflash_block_mask,
     ) -> Fit {
-        require(
-            self.bits().is_none(),
-            format_args!("the mask has partial blocks, whose bits no kernel reads"),
-        )?;
         let views = self.views();
         let [row_ptr, col_idx, row_order, cu_rows] =
             views.each_ref().map(|view| optional(view.as_ref()).cast());

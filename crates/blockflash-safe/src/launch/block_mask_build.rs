@@ -148,6 +148,8 @@ unsafe impl Launch for BlockMaskBuild {
                     always.column_limit()
                 ),
             )?;
+            let partial = always.bits().is_some();
+            absent("bits of `always`", partial, "the kernel builds masks of full blocks")?;
             always.write([p.block_q, p.block_kv], [batch, heads], &mut params.always)?;
             require(
                 params.always.rows == p.rows,

@@ -206,6 +206,9 @@ fn tensors_that_do_not_fit() {
         "cu_rows of `always` is given, expected none",
         &mut Tensors { always, ..Tensors::new() },
     );
+    let always = fixed(&[1, 1], None, 40);
+    let always = always.with_bits(1, &[], &[0; 128], stream).unwrap();
+    refused("bits of `always` is given", &mut Tensors { always, ..Tensors::new() });
     let always = fixed(&[1, 1], None, 41);
     refused("`always` is of ", &mut Tensors { always, ..Tensors::new() });
     for (expected, groups, rows) in [

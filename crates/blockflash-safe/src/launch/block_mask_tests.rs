@@ -1,6 +1,6 @@
 use super::super::attention_fixtures::scalars;
 use super::super::checked::zeros;
-use super::super::{AttentionFwdOperands, AttentionScalars};
+use super::super::{AttentionFwdOperands, AttentionScalars, ScoreTerms};
 use super::*;
 use crate::{BlockListArrays, DType, Device, Result, Tensor};
 use blockflash_sys::manifest::{AttentionFwd, AttentionTile, Lse};
@@ -67,7 +67,8 @@ impl Tensors {
         let o = self.o.view_mut();
         let cu_seqlens = self.cu_seqlens.as_ref().map(|offsets| [offsets.view(), offsets.view()]);
         let block_mask = Some(&self.lists);
-        AttentionFwdOperands { q, k, v: k, o, lse: None, sink: None, cu_seqlens, block_mask }
+        let (lse, sink, terms) = (None, None, ScoreTerms::default());
+        AttentionFwdOperands { q, k, v: k, o, lse, sink, cu_seqlens, block_mask, terms }
     }
 }
 
@@ -94,7 +95,7 @@ impl Tensors {
         tile: &AttentionTile,
         scalars: &AttentionScalars,
     ) -> Fit<(i128, blockflash_attention_fwd_params)> {
-        let mut params = zeros::<AttentionFwd>();
+        let mut params = zeros::<AttentionFwd>().base;
         Ok((self.operands().fit(tile, scalars, &mut params)?, params))
     }
 
@@ -166,7 +167,7 @@ fn masks_with_partial_blocks_do_not_fit() {
     let lists = lists(&[1, 2], 2, None).with_bits(2, &[0], &[0; 2 * 128], &stream).unwrap();
     let mut tensors = Tensors { lists, ..Tensors::new([1, 2, 2]).unwrap() };
     let error = tensors.fit(&TILE, &plan()).unwrap_err();
-    assert!(error.contains("the mask has partial blocks"), "{error}");
+    assert!(error.starts_with("block_bits is given, expected none"), "{error}");
 }
 
 /// Positions in a row are counted in 32 bits, whatever a kernel may write to it.
@@ -231,7 +232,7 @@ fn packed_arrays_that_do_not_fit() {
     // Either the batch or the mask.
     let mut tensors = Tensors::packed();
     let operands = AttentionFwdOperands { cu_seqlens: None, ..tensors.operands() };
-    let mut params = zeros::<AttentionFwd>();
+    let mut params = zeros::<AttentionFwd>().base;
     assert!(operands.fit(&TILE, &plan(), &mut params).is_err());
     let offsets = Tensor::zeros(&Device::cpu().stream().unwrap(), DType::I32, &[4]).unwrap();
     let mut dense = Tensors::new([1, 2, 2]).unwrap();
@@ -247,7 +248,7 @@ fn packed_arrays_that_do_not_fit() {
 fn without_a_mask_its_sizes_are_ignored() {
     let mut tensors = Tensors::new([1, 2, 2]).unwrap();
     let operands = AttentionFwdOperands { block_mask: None, ..tensors.operands() };
-    let mut params = zeros::<AttentionFwd>();
+    let mut params = zeros::<AttentionFwd>().base;
     let fit = operands.fit(&TILE, &scalars([0; 2], [77, -1]), &mut params);
     assert_eq!(fit, Ok(3 * 4 * 3));
     let mask = params.block_mask;

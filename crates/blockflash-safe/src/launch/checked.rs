@@ -20,8 +20,9 @@ pub trait Operands {
 /// it; [`Stream::launch`] does everything else.
 ///
 /// # Safety
-/// 1. `Params` is the parameter struct of the kernels with this type of tile: numbers, pointers and
-///    arrays of them, so that zeros are a value.
+/// 1. `Params`, or its first [`param_bytes`](Self::param_bytes), is the parameter struct of the
+///    kernels with this type of tile: numbers, pointers and arrays of them, so that zeros are a
+///    value.
 /// 2. Given the parameters that [`fit`](Self::fit) writes for a plan and operands, with the maps of
 ///    [`encode`](Self::encode), and a grid that `fit` allows, the kernel touches only the memory of
 ///    the operands' views, whatever that memory contains, and the two words of
@@ -41,6 +42,11 @@ pub unsafe trait Launch: Copy {
 
     /// The tile of a kernel of this family.
     fn of(kernel: &Kernel) -> Option<Self>;
+
+    /// Bytes of the argument that the kernel takes.
+    fn param_bytes(&self) -> usize {
+        size_of::<Self::Params>()
+    }
 
     /// Checks everything that decides which addresses the kernel touches, writes sizes, strides and
     /// pointers of the operands to the kernel's argument, which is all zeros before, and returns
@@ -146,8 +152,8 @@ impl Stream {
         tile.encode(&operands, &mut params)?;
 
         let loaded = LoadedKernel::of(context, kernel)?;
-        let (host, image) = (size_of::<L::Params>(), loaded.info.param_bytes);
-        if host != image {
+        let (host, image) = (tile.param_bytes(), loaded.info.param_bytes);
+        if host != image || image > size_of::<L::Params>() {
             return Err(Error::ParamSize { symbol: loaded.symbol.clone(), host, image });
         }
         let owners = used.filter_map(|tensor| tensor.owner);
@@ -186,8 +192,9 @@ impl Stream {
         // 1. Stream and kernel belong to the current context and live.
         // 2. `launch`, its `count` attributes and `arguments` are valid during the call; the driver
         //    copies them and the parameters before it returns, and writes to none of them.
-        // 3. The kernel has exactly one parameter, of the size of `Params`: checked above and in
-        //    `LoadedKernel`. Promise 1 of `Launch` says that the two structs mean the same.
+        // 3. The kernel has exactly one parameter, of the size of `Params` or of its first part:
+        //    checked above and in `LoadedKernel`; the driver copies as many bytes. Promise 1 of
+        //    `Launch` says that the two structs mean the same.
         // 4. The kernel touches only the views' memory and the counters (promise 2), for which
         //    `fit` has checked plan, operands and geometry. That memory is on this device and is
         //    prepared for this stream, so it is freed after the kernel; a graph that captures the

@@ -2,6 +2,7 @@
 //! family.
 
 mod attention_bwd;
+mod attention_bwd_terms;
 mod attention_bwd_tma;
 mod attention_bwd_workspace;
 mod attention_cache;
@@ -35,6 +36,7 @@ mod kv_cache;
 mod page_choice;
 mod probe;
 mod row_copy;
+mod score_terms;
 mod timed;
 
 pub use attention_bwd::{AttentionBwdOperands, AttentionBwdPlan};
@@ -64,6 +66,7 @@ pub use page_choice::{
 };
 pub use probe::PROBE_CHUNK_BYTES;
 pub use row_copy::RowCopyOperands;
+pub use score_terms::ScoreTerms;
 pub use timed::driver_time;
 
 use crate::Kernel;
@@ -72,7 +75,7 @@ use blockflash_sys::manifest;
 /// Bytes of the host's parameter struct for a kernel; `None` for a kernel that nothing launches.
 pub fn param_bytes(kernel: &Kernel) -> Option<usize> {
     fn of<L: Launch>(kernel: &Kernel) -> Option<usize> {
-        L::of(kernel).map(|_| size_of::<L::Params>())
+        L::of(kernel).map(|tile| tile.param_bytes())
     }
     [
         of::<manifest::AttentionFwd>,

@@ -5,7 +5,7 @@ use blockflash_safe::manifest::{self, AttentionFwd, Variant};
 use blockflash_safe::params::{BLOCKFLASH_WINDOW_UNBOUNDED, blockflash_scores, blockflash_window};
 use blockflash_safe::{
     AttentionFwdOperands, AttentionFwdPlan, AttentionScalars, DType, Device, Kernel, LaunchConfig,
-    Result, Stream, Tensor,
+    Result, ScoreTerms, Stream, Tensor,
 };
 use half::f16;
 use std::f32::consts::{LN_2, LOG2_E};
@@ -83,6 +83,7 @@ impl Single {
             sink: None,
             cu_seqlens: None,
             block_mask: None,
+            terms: ScoreTerms::default(),
         };
         stream.launch::<AttentionFwd>(self.row, &self.config, &self.plan, operands)
     }
