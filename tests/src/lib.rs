@@ -31,6 +31,7 @@ pub mod host;
 pub mod number;
 pub mod page_choice;
 pub mod property;
+pub mod score_terms;
 pub mod sddmm;
 
 pub use blockflash_cases::placement;

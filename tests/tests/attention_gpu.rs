@@ -222,7 +222,7 @@ fn beyond_31_bits(gpu: &Gpu, report: &mut Report) {
         for (kernel, _) in gpu
             .kernels()
             .filter_map(|kernel| Some((kernel, kernel.attention_tile()?)))
-            .filter(|(_, tile)| tile.types.q == dtype && tile.heads == 1)
+            .filter(|(_, tile)| tile.types.q == dtype && tile.heads == 1 && !tile.terms)
         {
             report.run(kernel, || {
                 let entries = qkv.view().slice(1, 0..SEQLEN).map_err(|error| error.to_string())?;

@@ -9,5 +9,5 @@ use blockflash_tests::gpu::gpu;
 #[test]
 fn nothing_outside_and_no_hang() {
     let Some(gpu) = gpu("garbage_gpu::nothing_outside_and_no_hang") else { return };
-    fuzz("garbage_gpu", 10_000, &Place::on(&gpu));
+    fuzz("garbage_gpu", 12_500, &Place::on(&gpu));
 }

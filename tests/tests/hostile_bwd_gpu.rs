@@ -134,7 +134,7 @@ fn of_each_kernel(
     mut check: impl FnMut(&'static Kernel, &AttentionBwdTile, Call),
 ) {
     for kernel in gpu.kernels() {
-        let Some(tile) = kernel.attention_bwd_tile() else { continue };
+        let Some(tile) = kernel.attention_bwd_tile().filter(|tile| !tile.terms) else { continue };
         let mut call = Call::new(&tile, seqlens, packed, &gpu.stream);
         if call.lend(mask, kernel, gpu) {
             check(kernel, &tile, call);

@@ -76,30 +76,28 @@ fn attention_options_act(stream: &Stream) {
             ..packed(&[(40, 100), (50, 50)])
         },
     ];
-    if stream.device().is_cpu() {
-        let added = |bias, alibi| AttentionCase {
-            terms: Terms { bias, alibi, ..Terms::default() },
-            ..base.clone()
-        };
-        let bias = |dtype, broadcast| Some(BiasCase { broadcast, ..BiasCase::full(dtype) });
-        cases.extend([
-            added(bias(DType::F32, [false; 4]), None),
-            added(bias(DType::BF16, [false; 4]), None),
-            added(bias(DType::F32, [false, true, false, false]), None),
-            added(bias(DType::F32, [false, false, true, false]), None),
-            added(None, Some(AlibiCase::PerHead)),
-            added(None, Some(AlibiCase::PerEntry)),
-            added(bias(DType::F32, [false; 4]), Some(AlibiCase::PerHead)),
-            AttentionCase {
-                terms: Terms { alibi: Some(AlibiCase::PerHead), ..Terms::default() },
-                ..mask(Mask::causal())
-            },
-            AttentionCase {
-                terms: Terms { partial: true, ..Terms::default() },
-                ..blocks(64, 64, MaskHeads::One, 0.5)
-            },
-        ]);
-    }
+    let added = |bias, alibi| AttentionCase {
+        terms: Terms { bias, alibi, ..Terms::default() },
+        ..base.clone()
+    };
+    let bias = |dtype, broadcast| Some(BiasCase { broadcast, ..BiasCase::full(dtype) });
+    cases.extend([
+        added(bias(DType::F32, [false; 4]), None),
+        added(bias(DType::BF16, [false; 4]), None),
+        added(bias(DType::F32, [false, true, false, false]), None),
+        added(bias(DType::F32, [false, false, true, false]), None),
+        added(None, Some(AlibiCase::PerHead)),
+        added(None, Some(AlibiCase::PerEntry)),
+        added(bias(DType::F32, [false; 4]), Some(AlibiCase::PerHead)),
+        AttentionCase {
+            terms: Terms { alibi: Some(AlibiCase::PerHead), ..Terms::default() },
+            ..mask(Mask::causal())
+        },
+        AttentionCase {
+            terms: Terms { partial: true, ..Terms::default() },
+            ..blocks(64, 64, MaskHeads::One, 0.5)
+        },
+    ]);
     // The same q, k, v for all: of the options alone comes the difference.
     let data = AttentionData::generate(&base);
     let outputs: Vec<_> = cases

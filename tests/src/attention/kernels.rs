@@ -18,12 +18,15 @@ pub type KernelGroup = ((DType, usize), Vec<(&'static Kernel, AttentionTile)>);
 /// All groups.
 pub type KernelGroups = BTreeMap<(DType, usize), Vec<(&'static Kernel, AttentionTile)>>;
 
-/// The attention kernels that a GPU can run.
+/// The attention kernels that a GPU can run. Those with score terms have cases of their own.
 pub fn kernel_groups(gpu: &Gpu) -> KernelGroups {
     let mut groups = KernelGroups::new();
     for (kernel, tile) in
         gpu.kernels().filter_map(|kernel| Some((kernel, kernel.attention_tile()?)))
     {
+        if tile.terms {
+            continue;
+        }
         groups.entry((tile.types.q, tile.head_dims.qk)).or_default().push((kernel, tile));
     }
     groups

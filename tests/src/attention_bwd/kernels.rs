@@ -23,12 +23,16 @@ pub type BackwardGroup = ((DType, usize), Vec<(&'static Kernel, AttentionBwdTile
 /// All groups.
 pub type BackwardGroups = BTreeMap<(DType, usize), Vec<(&'static Kernel, AttentionBwdTile)>>;
 
-/// The kernels of the attention backward that a GPU can run.
+/// The kernels of the attention backward that a GPU can run. Those with score terms have cases of
+/// their own.
 pub fn backward_groups(gpu: &Gpu) -> BackwardGroups {
     let mut groups = BackwardGroups::new();
     for (kernel, tile) in
         gpu.kernels().filter_map(|kernel| Some((kernel, kernel.attention_bwd_tile()?)))
     {
+        if tile.terms {
+            continue;
+        }
         groups.entry((tile.types.q, tile.head_dims.qk)).or_default().push((kernel, tile));
     }
     groups
@@ -111,10 +115,9 @@ fn refusal(case: &AttentionCase, kernel: &Kernel) -> Option<&'static str> {
     if let Some(block) = case.block_mask {
         let divides = |tile: u32, block: usize| tile == 0 || block.is_multiple_of(tile as usize);
         let whole = divides(tile.block_q, block.block_q) && divides(tile.block_kv, block.block_kv);
-        let walks = matches!(tile.step, Step::Keys | Step::Queries | Step::KeysAndSums);
         // Another step has no kernel with narrower tiles.
         let some = [block.block_q, block.block_kv].iter().all(|block| block.is_multiple_of(64));
-        if walks && !whole || !some {
+        if tile.step.visits() && !whole || !some {
             return Some("divide");
         }
     }

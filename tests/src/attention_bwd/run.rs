@@ -128,7 +128,7 @@ impl BackwardOutputs {
         let gpu = stream.device().cuda_properties().ok_or("not on a GPU")?;
         let most = manifest::kernels()
             .iter()
-            .filter(|kernel| kernel.attention_bwd_tile().is_some())
+            .filter(|kernel| kernel.attention_bwd_tile().is_some_and(|tile| !tile.terms))
             .map(|kernel| workspace_bytes(kernel, &problem, gpu).map_err(|error| error.to_string()))
             .try_fold(0, |most, bytes| bytes.map(|bytes| most.max(bytes)))?;
         Self::with_workspace(inputs, most, stream)

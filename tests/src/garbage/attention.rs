@@ -3,9 +3,10 @@
 use super::guarded::{Guarded, Use};
 use super::operands::{Lengths, Operands, Options, Sizes};
 use super::values::{damaged, one_of, overwritten, token_mask};
-use super::{Checked, Ended, Place, Turn, text};
+use super::{Blocks, Checked, Ended, Place, Turn, text};
 use crate::number::POISON;
 use crate::placement::Placement;
+use blockflash_ops::block_sparse::BitTile;
 use blockflash_ops::{BlockGeometry, BlockMask, CuSeqlens, DType, Error, Mask};
 use bytemuck::cast_slice;
 use rand::Rng;
@@ -15,6 +16,7 @@ use rand::rngs::StdRng;
 #[derive(Debug)]
 pub(super) struct Packed {
     pub(super) sizes: Sizes,
+    blocks: Blocks,
     /// Queries and keys of each sequence, as the block mask has them.
     lengths: Vec<[usize; 2]>,
     pub(super) totals: [usize; 2],
@@ -26,8 +28,8 @@ pub(super) struct Packed {
 }
 
 impl Packed {
-    pub(super) fn new(sizes: Sizes, masked: bool, turn: &mut Turn<'_>) -> Self {
-        let on_gpu = turn.place.other.is_some();
+    pub(super) fn new(sizes: Sizes, blocks: Blocks, turn: &mut Turn<'_>) -> Self {
+        let (on_gpu, masked) = (turn.place.other.is_some(), blocks != Blocks::None);
         let random = &mut turn.random;
         let (batch, most) = match random.random_range(0..12) {
             0 => (usize::from(masked), 200),
@@ -68,14 +70,18 @@ impl Packed {
             offsets,
             overwritten: overwritten(on_gpu, random),
             sizes,
+            blocks,
             lengths,
             totals,
             longest,
         }
     }
 
-    /// A packed block mask in host memory.
-    pub(super) fn block_mask(&self, turn: &mut Turn<'_>) -> Result<BlockMask, Error> {
+    /// A packed block mask in host memory, if there is one.
+    pub(super) fn block_mask(&self, turn: &mut Turn<'_>) -> Result<Option<BlockMask>, Error> {
+        if self.blocks == Blocks::None {
+            return Ok(None);
+        }
         let (Sizes { blocks: [block_q, block_kv], mask_heads, .. }, random) =
             (self.sizes, &mut turn.random);
         let density = one_of(&[0.1, 0.5, 1.0], random);
@@ -84,11 +90,12 @@ impl Packed {
             let visited: Vec<bool> = (0..mask_heads * geometry.rows() * geometry.cols())
                 .map(|_| random.random_bool(density))
                 .collect();
-            BlockMask::from_bool(geometry, 1, mask_heads, &visited)
+            let mask = BlockMask::from_bool(geometry, 1, mask_heads, &visited)?;
+            if self.blocks == Blocks::Partial { partial(mask, random) } else { Ok(mask) }
         };
         let masks =
             self.lengths.iter().map(of_sequence).collect::<Result<Vec<BlockMask>, Error>>()?;
-        BlockMask::packed(&masks.iter().collect::<Vec<_>>())
+        BlockMask::packed(&masks.iter().collect::<Vec<_>>()).map(Some)
     }
 
     /// The offsets on the device, ready to be overwritten.
@@ -124,6 +131,19 @@ impl Packed {
     }
 }
 
+/// The same mask with any bits for most blocks.
+fn partial(mask: BlockMask, random: &mut StdRng) -> Result<BlockMask, Error> {
+    let tiles = mask.block_q() / BitTile::SIDE * (mask.block_kv() / BitTile::SIDE);
+    let blocks = random.random_range(1..=3);
+    let words: Vec<u32> = (0..blocks * tiles * BitTile::WORDS).map(|_| random.random()).collect();
+    let first = |random: &mut StdRng| match random.random_range(0..=blocks) {
+        0 => -1,
+        block => ((block - 1) * tiles) as i32,
+    };
+    let block_bits: Vec<i32> = (0..mask.nnz()).map(|_| first(random)).collect();
+    mask.with_bits(&block_bits, &words)
+}
+
 /// How a case on packed sequences ended.
 pub(super) fn ended(launched: Result<(), Error>, place: &Place) -> Checked<Ended> {
     match launched {
@@ -137,16 +157,16 @@ pub(super) fn ended(launched: Result<(), Error>, place: &Place) -> Checked<Ended
 }
 
 /// Runs a case, under a packed block mask or none.
-pub(super) fn packed(turn: &mut Turn<'_>, masked: bool) -> Checked<Ended> {
-    let case = Packed::new(Sizes::new(turn), masked, turn);
-    attend(&case, masked, turn).map_err(|error| turn.story(&error, &case))
+pub(super) fn packed(turn: &mut Turn<'_>, blocks: Blocks) -> Checked<Ended> {
+    let case = Packed::new(Sizes::new(turn, blocks), blocks, turn);
+    attend(&case, turn).map_err(|error| turn.story(&error, &case))
 }
 
-fn attend(case: &Packed, masked: bool, turn: &mut Turn<'_>) -> Checked<Ended> {
+fn attend(case: &Packed, turn: &mut Turn<'_>) -> Checked<Ended> {
     let place = turn.place;
     let mut operands = Operands::new(&case.sizes, Lengths::Packed { totals: case.totals }, turn)?;
-    let block_mask = masked.then(|| case.block_mask(turn)?.to(&place.stream));
-    let block_mask = block_mask.transpose().map_err(text)?;
+    let block_mask = case.block_mask(turn).map_err(text)?;
+    let block_mask = block_mask.map(|mask| mask.to(&place.stream)).transpose().map_err(text)?;
     let mut offsets = case.offsets(turn)?;
     let options = case.options(&offsets, block_mask.as_ref());
     let launched = operands.launch(&case.sizes, &options, place);

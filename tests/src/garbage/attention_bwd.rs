@@ -5,7 +5,7 @@ use super::attention::{Packed, ended};
 use super::guarded::{Guarded, Use};
 use super::operands::{Around, Choice, Lengths, Options, Sizes, dims_of, sink_of};
 use super::values::{numbers, one_of, overwritten, scores, token_mask};
-use super::{Checked, Ended, Place, Turn, text};
+use super::{Blocks, Checked, Ended, Place, Turn, text};
 use crate::attention_bwd::dims_of_tile;
 use crate::number::POISON;
 use crate::placement::Placement;
@@ -37,8 +37,11 @@ struct Dense {
 
 impl Sizes {
     /// Sizes that suit the kernel of the backward pass whose turn it is.
-    fn of_gradients(turn: &mut Turn<'_>) -> Self {
-        let (kernel, tile) = turn.pick(&turn.place.gradients);
+    fn of_gradients(turn: &mut Turn<'_>, blocks: Blocks) -> Self {
+        let place = turn.place;
+        let partial = blocks == Blocks::Partial;
+        let (kernel, tile) =
+            turn.pick(if partial { &place.gradients_terms } else { &place.gradients });
         let random = &mut turn.random;
         let heads_kv = random.random_range(1..=2);
         let heads_q = heads_kv * random.random_range(1..=2);
@@ -67,14 +70,16 @@ impl Garbage {
 }
 
 /// Runs a case on packed sequences, under a packed block mask or none.
-pub(super) fn packed(turn: &mut Turn<'_>, masked: bool) -> Checked<Ended> {
-    let case = (Packed::new(Sizes::of_gradients(turn), masked, turn), Garbage::new(turn));
-    of_packed(&case, masked, turn).map_err(|error| turn.story(&error, &case))
+pub(super) fn packed(turn: &mut Turn<'_>, blocks: Blocks) -> Checked<Ended> {
+    let sizes = Sizes::of_gradients(turn, blocks);
+    let case = (Packed::new(sizes, blocks, turn), Garbage::new(turn));
+    of_packed(&case, turn).map_err(|error| turn.story(&error, &case))
 }
 
-fn of_packed(case: &(Packed, Garbage), masked: bool, turn: &mut Turn<'_>) -> Checked<Ended> {
+fn of_packed(case: &(Packed, Garbage), turn: &mut Turn<'_>) -> Checked<Ended> {
     let ((packed, garbage), place) = (case, turn.place);
-    let block_mask = masked.then(|| packed.block_mask(turn)?.with_transpose()?.to(&place.stream));
+    let block_mask = packed.block_mask(turn).map_err(text)?;
+    let block_mask = block_mask.map(|mask| mask.with_transpose()?.to(&place.stream));
     let block_mask = block_mask.transpose().map_err(text)?;
     let mut offsets = packed.offsets(turn)?;
     let lengths = Lengths::Packed { totals: packed.totals };
@@ -95,7 +100,7 @@ fn of_packed(case: &(Packed, Garbage), masked: bool, turn: &mut Turn<'_>) -> Che
 
 /// Runs a case without offsets.
 pub(super) fn dense(turn: &mut Turn<'_>) -> Checked<Ended> {
-    let sizes = Sizes::of_gradients(turn);
+    let sizes = Sizes::of_gradients(turn, Blocks::None);
     let random = &mut turn.random;
     let length = |random: &mut _| match rand::Rng::random_range(random, 0..4) {
         0 => one_of(&[0, 1, 63, 64, 65, 127, 128, 129], random),

@@ -3,7 +3,7 @@
 use super::guarded::{Guarded, Use};
 use super::operands::{Lengths, Operands, Options, Sizes};
 use super::values::{damaged, one_of, overwritten, scores, token_mask};
-use super::{Checked, Ended, Turn, text};
+use super::{Blocks, Checked, Ended, Turn, text};
 use crate::block_masks::compare_transposed;
 use crate::placement::Placement;
 use blockflash_ops::{
@@ -46,7 +46,7 @@ struct Built {
 
 impl Built {
     fn new(turn: &mut Turn<'_>) -> Checked<Self> {
-        let sizes = Sizes::new(turn);
+        let sizes = Sizes::new(turn, Blocks::Full);
         let on_gpu = turn.place.other.is_some();
         let random = &mut turn.random;
         let [block_q, block_kv] = sizes.blocks;

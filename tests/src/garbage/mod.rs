@@ -41,12 +41,16 @@ pub enum Kind {
     Packed,
     /// Attention with garbage in `cu_seqlens`, under a packed block mask.
     PackedMasked,
+    /// The same with bits of partial blocks.
+    PackedPartial,
     /// Gradients of attention with garbage in the log-sum-exp.
     Gradients,
     /// The same with garbage in `cu_seqlens`.
     PackedGradients,
     /// The same under a packed block mask.
     MaskedGradients,
+    /// The same with bits of partial blocks.
+    PartialGradients,
     /// Attention over a cache with garbage in lengths, block table, lists of pages and
     /// `cu_seqlens`, which may also append and turn queries.
     Cached,
@@ -61,7 +65,7 @@ pub enum Kind {
 
 impl Kind {
     /// Kinds of consecutive case numbers.
-    const TURNS: [Self; 16] = [
+    const TURNS: [Self; 20] = [
         Self::Packed,
         Self::PackedMasked,
         Self::BuiltMask,
@@ -78,6 +82,10 @@ impl Kind {
         Self::PackedGradients,
         Self::Cached,
         Self::Cached,
+        Self::PackedPartial,
+        Self::PartialGradients,
+        Self::PackedPartial,
+        Self::PartialGradients,
     ];
 
     /// The kind of a case, and the number of earlier cases of this kind.
@@ -108,6 +116,9 @@ pub struct Place {
     imagined: Option<CudaProperties>,
     attention: Vec<(&'static Kernel, AttentionTile)>,
     gradients: Vec<(&'static Kernel, AttentionBwdTile)>,
+    /// The same with score terms.
+    attention_terms: Vec<(&'static Kernel, AttentionTile)>,
+    gradients_terms: Vec<(&'static Kernel, AttentionBwdTile)>,
     caches: Vec<(&'static Kernel, CacheTile)>,
     masks: Vec<&'static Kernel>,
     transposes: Vec<&'static Kernel>,
@@ -148,19 +159,23 @@ impl Place {
         let with_layouts = |&kernel: &&'static Kernel| {
             crate::bsr::tiles(kernel).into_iter().map(move |tile| (kernel, tile))
         };
+        let (attention_terms, attention) = kernels
+            .iter()
+            .filter(|kernel| takes_lists(kernel))
+            .filter_map(|kernel| Some((*kernel, kernel.attention_tile()?)))
+            .partition(|(_, tile)| tile.terms);
+        let (gradients_terms, gradients) = kernels
+            .iter()
+            .filter_map(|kernel| Some((*kernel, kernel.attention_bwd_tile()?)))
+            .partition(|(_, tile)| tile.terms);
         let place = Self {
             stream,
             other,
             imagined,
-            attention: kernels
-                .iter()
-                .filter(|kernel| takes_lists(kernel))
-                .filter_map(|kernel| Some((*kernel, kernel.attention_tile()?)))
-                .collect(),
-            gradients: kernels
-                .iter()
-                .filter_map(|kernel| Some((*kernel, kernel.attention_bwd_tile()?)))
-                .collect(),
+            attention,
+            gradients,
+            attention_terms,
+            gradients_terms,
             caches: kernels.iter().filter_map(|kernel| Some((*kernel, tile(kernel)?))).collect(),
             masks: kernels.iter().copied().filter(builds).collect(),
             transposes: kernels.iter().copied().filter(transposes).collect(),
@@ -175,13 +190,15 @@ impl Place {
         place
     }
 
-    /// Number of kernels of attention, its gradients, attention over caches, masks, their
-    /// transposes, products and sampled products.
-    fn counts(&self) -> [usize; 7] {
+    /// Number of kernels of attention, its gradients, both with score terms, attention over caches,
+    /// masks, their transposes, products and sampled products.
+    fn counts(&self) -> [usize; 9] {
         let Self { attention, gradients, caches, masks, transposes, products, sampled, .. } = self;
         [
             attention.len(),
             gradients.len(),
+            self.attention_terms.len(),
+            self.gradients_terms.len(),
             caches.len(),
             masks.len(),
             transposes.len(),
@@ -189,6 +206,14 @@ impl Place {
             sampled.len(),
         ]
     }
+}
+
+/// The block mask of a packed batch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Blocks {
+    None,
+    Full,
+    Partial,
 }
 
 /// A case that runs.
@@ -226,11 +251,13 @@ fn run(number: usize, place: &Place) -> Checked<(Kind, Ended)> {
     let (kind, turn) = Kind::of(number);
     let mut turn = Turn { place, number, turn, random: rng(number as u64) };
     let ended = match kind {
-        Kind::Packed => attention::packed(&mut turn, false),
-        Kind::PackedMasked => attention::packed(&mut turn, true),
+        Kind::Packed => attention::packed(&mut turn, Blocks::None),
+        Kind::PackedMasked => attention::packed(&mut turn, Blocks::Full),
+        Kind::PackedPartial => attention::packed(&mut turn, Blocks::Partial),
         Kind::Gradients => attention_bwd::dense(&mut turn),
-        Kind::PackedGradients => attention_bwd::packed(&mut turn, false),
-        Kind::MaskedGradients => attention_bwd::packed(&mut turn, true),
+        Kind::PackedGradients => attention_bwd::packed(&mut turn, Blocks::None),
+        Kind::MaskedGradients => attention_bwd::packed(&mut turn, Blocks::Full),
+        Kind::PartialGradients => attention_bwd::packed(&mut turn, Blocks::Partial),
         Kind::Cached => attention_decode::cached(&mut turn),
         Kind::BuiltMask => built_masks::built(&mut turn),
         Kind::Product => products::product(&mut turn),
@@ -256,8 +283,8 @@ fn numbers(usual: usize) -> Range<usize> {
 pub fn fuzz(name: &str, usual: usize, place: &Place) -> BTreeMap<(Kind, Ended), usize> {
     let (mut ended, mut failures) = (BTreeMap::new(), Vec::new());
     say(&format!(
-        "{name}: kernels of attention, gradients, caches, masks, transposes, products, samples: \
-         {:?}",
+        "{name}: kernels of attention, gradients, both with terms, caches, masks, transposes, \
+         products, samples: {:?}",
         place.counts()
     ));
     let mut count = 0;
@@ -294,6 +321,6 @@ mod tests {
             assert_eq!(turn, *next);
             *next += 1;
         }
-        assert_eq!(next.len(), 9);
+        assert_eq!(next.len(), 11);
     }
 }

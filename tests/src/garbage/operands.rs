@@ -2,7 +2,7 @@
 
 use super::guarded::{Guarded, Use};
 use super::values::{numbers, one_of};
-use super::{Checked, Place, Turn};
+use super::{Blocks, Checked, Place, Turn};
 use crate::attention::{dims_of_tile, smallest_block};
 use crate::number::{POISON, rng};
 use crate::placement::Placement;
@@ -56,6 +56,13 @@ pub(super) struct Options<'a> {
     pub(super) block_mask: Option<&'a BlockMask>,
 }
 
+impl Options<'_> {
+    /// Whether blocks may be partial.
+    pub(super) fn partial(&self) -> bool {
+        self.block_mask.is_some_and(|mask| mask.bits().is_some())
+    }
+}
+
 /// One of the head dimensions for which a tile is the narrowest. In a third of the cases v has
 /// another one, or q and k.
 pub(super) fn dims_of(number: usize, widths: &[usize], random: &mut StdRng) -> HeadDims {
@@ -71,8 +78,11 @@ pub(super) fn dims_of(number: usize, widths: &[usize], random: &mut StdRng) -> H
 }
 
 impl Sizes {
-    pub(super) fn new(turn: &mut Turn<'_>) -> Self {
-        let (kernel, tile) = turn.pick(&turn.place.attention);
+    pub(super) fn new(turn: &mut Turn<'_>, blocks: Blocks) -> Self {
+        let place = turn.place;
+        let partial = blocks == Blocks::Partial;
+        let (kernel, tile) =
+            turn.pick(if partial { &place.attention_terms } else { &place.attention });
         let random = &mut turn.random;
         let heads_kv = random.random_range(1..=2);
         let heads_q = heads_kv * tile.heads as usize * random.random_range(1..=2);
@@ -194,16 +204,21 @@ impl Operands {
             ..Attention::new(q.view(), k.view(), v.view())
         };
         let (o, lse) = (self.o.view_mut(), self.lse.as_mut().map(Guarded::view_mut));
+        // All blocks may have come out full.
+        let suits = |kernel: &&Kernel| {
+            kernel.attention_tile().is_none_or(|tile| tile.terms == options.partial())
+        };
+        let kernel = sizes.kernel.0.filter(suits);
         if let Some(gpu) = &place.imagined {
             let problem = call.problem()?.with_outputs(&o, lse.as_ref())?;
-            match sizes.kernel.0 {
+            match kernel {
                 Some(kernel) => accepts(kernel, &problem, gpu)?,
                 None if problem.is_empty() => {}
                 None => drop(select(&problem, gpu)?),
             }
             return call.forward_into(o, lse, &place.stream);
         }
-        match sizes.kernel.0 {
+        match kernel {
             Some(kernel) => call.run_with(kernel, (o, lse), &place.stream),
             None => call.forward_into(o, lse, &place.stream),
         }

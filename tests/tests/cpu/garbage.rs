@@ -21,13 +21,15 @@ fn typed_errors_and_nothing_outside() {
         memory_clock_khz: 3_200_000,
         memory_bus_bits: 6144,
     };
-    let ended = fuzz("garbage_cpu", 1000, &Place::instead_of(gpu, Device::cpu().stream().unwrap()));
+    let ended = fuzz("garbage_cpu", 1250, &Place::instead_of(gpu, Device::cpu().stream().unwrap()));
     if std::env::var_os("BLOCKFLASH_FUZZ_CASES").is_none() {
         let kinds = [
             Kind::Packed,
             Kind::PackedMasked,
+            Kind::PackedPartial,
             Kind::PackedGradients,
             Kind::MaskedGradients,
+            Kind::PartialGradients,
             Kind::Cached,
             Kind::BuiltMask,
             Kind::Product,

@@ -13,6 +13,7 @@ mod head_dims;
 mod ndarray;
 mod page_choice;
 mod rule;
+mod score_terms;
 mod sddmm;
 mod select;
 mod speed;

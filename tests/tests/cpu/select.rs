@@ -84,7 +84,8 @@ proptest! {
                 mask.block_q.is_multiple_of(tile.block_q)
                     && mask.block_kv.is_multiple_of(tile.block_kv)
             };
-            tile.types.q == dtype
+            !tile.terms
+                && tile.types.q == dtype
                 && tile.head_dims.qk >= head_dim
                 && head_dim % 8 == 0
                 && block_mask.is_none_or(divides)
