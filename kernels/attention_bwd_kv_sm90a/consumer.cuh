@@ -51,6 +51,8 @@ __device__ __forceinline__ void consume(const Params& params, uint32_t smem,
       start_scores<kStreamRows>(s, of_k, q + stage, kStreamPanel);
     else
       start_scores<kStreamRows>(s, k, kResidentPanel, q + stage, kStreamPanel);
+    StreamPairs pairs;
+    if constexpr (kHasTerms) pairs = load_pairs(params, smem, at.stage, warpgroup);
     // The scores are queued behind the gradients of the tile before, whose stage is now read.
     ptx::wgmma_wait_group<1>();
     ptx::wgmma_pin(dk), ptx::wgmma_pin(dv);
@@ -63,11 +65,20 @@ __device__ __forceinline__ void consume(const Params& params, uint32_t smem,
     else
       start_scores<kStreamRows>(dp, v, kResidentPanel, d_o + stage, kStreamPanel);
     ping_pong.arrive();
-    differentiate_scores<false>(s, dp, p16, ds16, p.scores,
-                                has_large<kStreamRows>(first_statistics(smem, at.stage)),
-                                visible_pairs(p, warp_row, first_query, kStreamRows),
-                                statistics_at(first_statistics(smem, at.stage)),
-                                statistics_at(second_statistics(smem, at.stage)), [] {});
+    if constexpr (kHasTerms) {
+      pairs.restrict(visible_pairs(p, warp_row, first_query, kStreamRows));
+      differentiate_with_terms<false>(s, dp, p16, ds16, p.scores,
+                                      has_large<kStreamRows>(first_statistics(smem, at.stage)),
+                                      added_alibi(params, smem, at.stage, Keys::shared(), warp_row),
+                                      pairs, statistics_at(first_statistics(smem, at.stage)),
+                                      statistics_at(second_statistics(smem, at.stage)), [] {});
+    } else {
+      differentiate_scores<false>(s, dp, p16, ds16, p.scores,
+                                  has_large<kStreamRows>(first_statistics(smem, at.stage)),
+                                  visible_pairs(p, warp_row, first_query, kStreamRows),
+                                  statistics_at(first_statistics(smem, at.stage)),
+                                  statistics_at(second_statistics(smem, at.stage)), [] {});
+    }
     ping_pong.sync();
     ptx::wgmma_fence();
     start_gradient<kStreamRows / 16>(dv, p16, d_o_rows + stage);

@@ -76,6 +76,13 @@ __device__ __forceinline__ void produce(const Params& params, uint32_t smem,
 #pragma unroll 1
     for (int i = 0; i < walk.tiles; ++i) {
       const int first = walk.first_query(i, work.seqlen_q);
+      TileTerms terms;
+      if constexpr (kHasTerms) {
+        const TermsParams& all = terms_of(params);
+        terms.bits = bits_of_tile(all.block_bits_t, all.bit_tiles_t, b.block_mask_t, walk.list,
+                                  walk.first + i, work.k_begin, kStreamRows);
+        terms.slope = slope_of(all.terms, work.batch, head);
+      }
       const int row = static_cast<int>(work.q_offset) + first;
       const auto copy = [&](uint32_t barrier, uint32_t dst, const blockflash_tensor_map& map,
                             uint32_t statistics_dst, const float* statistics_src) {
@@ -88,6 +95,7 @@ __device__ __forceinline__ void produce(const Params& params, uint32_t smem,
       if constexpr (Config::dq) rank = rank_at(params, work, first);
       at.wait(barriers.first_empty);
       publish_tile(smem, at.stage, first);
+      if constexpr (kHasTerms) terms.publish(smem, at.stage);
       if constexpr (Config::dq)
         DqBarriers(smem).publish(n++, static_cast<int>((statistics + first) / kStatisticsTile),
                                  rank, has_all_statistics(work.seqlen_q - first));
@@ -235,8 +243,9 @@ __device__ __forceinline__ void zero_fill_blocks(const Params& params, uint32_t 
 }  // namespace
 }  // namespace blockflash
 
-BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_bwd_tma_params params) {
+BLOCKFLASH_KERNEL(const __grid_constant__ blockflash::KernelParams all) {
   using namespace blockflash;
+  const Params& params = base_of(all);
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
   const uint32_t smem = static_cast<uint32_t>(__cvta_generic_to_shared(smem_bytes));
   const Barriers barriers(smem);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "blockflash/attention/gradient_ring.cuh"
+#include "blockflash/attention/gradient_ring_terms.cuh"
 #include "blockflash/attention/query_walk.cuh"
 #include "blockflash/attention/sums_order.cuh"
 #include "blockflash/attention/visible.cuh"
@@ -125,6 +126,25 @@ __device__ __forceinline__ Visible published_pairs(const blockflash_attention_fw
   return visible_pairs(
       p, work, [=](const QueryRange&, int) { return masked; }, warp_row,
       published_row(smem, stage));
+}
+
+// The visible pairs of a lane by the bits of a block, whose transpose has keys along the rows.
+__device__ __forceinline__ StreamPairs load_pairs(const Params& params, uint32_t smem, int stage,
+                                                  int warpgroup) {
+  const TermsParams& all = terms_of(params);
+  return StreamPairs::load(all.bits_t, all.bit_tiles_t, published_bits(smem, stage), warpgroup,
+                           params.base.block_mask_t.block_kv / 64);
+}
+// ALiBi of the tile in a stage.
+__device__ __forceinline__ auto added_alibi(const Params& params, uint32_t smem, int stage,
+                                            const Keys& work, int warp_row) {
+  return AddedAlibi{
+      terms_of(params).terms.alibi != nullptr, [=, &params, &work] {
+        const int lane = (kAlone || kPersistent ? ptx::opaque(threadIdx.x) : threadIdx.x) % 32;
+        return LaneAlibi(published_slope(smem, stage), params.base.base.scores,
+                         work.k_begin + warp_row + accumulator_row(lane, 0), work.seqlen_kv,
+                         published_row(smem, stage) + accumulator_column(lane, 0), work.seqlen_q);
+      }};
 }
 
 // Statistics of the queries of a lane, from those of its first query on.

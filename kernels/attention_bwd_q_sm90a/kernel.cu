@@ -7,6 +7,7 @@
 // Behind the kernel for dk and dv it may start as soon as all CTAs of that one run, which have
 // waited for the statistics: only their SMs are missing then.
 #include "blockflash/attention/gradient_fragments.cuh"
+#include "blockflash/attention/gradient_ring_terms.cuh"
 #include "blockflash/attention/visible.cuh"
 #include "blockflash/attention/visit.cuh"
 #include "blockflash/params/attention_bwd.h"
@@ -33,18 +34,28 @@ __device__ __forceinline__ void produce(const Params& params, const KeyVisit& vi
   };
   const uint32_t k_arrives = packed ? barriers.loaded_first : barriers.first;
   copy_resident(0, params.q, packed ? barriers.loaded_resident : barriers.resident);
+  float slope = 0.f;
+  if constexpr (kHasTerms) slope = slope_of(terms_of(params).terms, work.batch, work.head);
   auto k_at = PipelineState<kStages>::producer();
   auto v_at = PipelineState<kSecondStages>::producer();
 #pragma unroll 1
   for (int i = 0; i < visit.tiles; ++i) {
     const int first = visit.list.tile_at(visit.last - i) * kStreamRows;
     const int row = static_cast<int>(work.kv_offset) + first;
+    TileTerms terms;
+    if constexpr (kHasTerms) {
+      const blockflash_score_terms& all = terms_of(params).terms;
+      terms.bits = bits_of_tile(all.block_bits, all.bit_tiles, p.block_mask, visit.list,
+                                visit.last - i, work.q_begin, kStreamRows);
+      terms.slope = slope;
+    }
     const auto copy = [&](uint32_t barrier, uint32_t dst, const blockflash_tensor_map& map) {
       ptx::mbarrier_arrive_expect_tx(barrier, kStreamBytes);
       copy_tile<kStreamRows, kStreamRows>(dst, map, row, work.head_kv, batch, barrier);
     };
     k_at.wait(barriers.first_empty);
     publish_tile(smem, k_at.stage, first);
+    if constexpr (kHasTerms) terms.publish(smem, k_at.stage);
     copy(k_at.of(k_arrives), smem + kFirstOffset + k_at.stage * kStreamBytes, params.k);
     if (i == 0) copy_resident(1, params.d_o, barrier_of(barriers.resident, 1));
     v_at.wait(barriers.second_empty);
@@ -125,6 +136,12 @@ __device__ __forceinline__ void consume(const Params& params, uint32_t smem,
       start_scores<kStreamRows>(s, of_q, k + k_stage, kStreamPanel);
     else
       start_scores<kStreamRows>(s, q, kResidentPanel, k + k_stage, kStreamPanel);
+    StreamPairs pairs;
+    if constexpr (kHasTerms) {
+      const blockflash_score_terms& terms = terms_of(params).terms;
+      pairs = pairs.load(terms.bits, terms.bit_tiles, published_bits(smem, k_at.stage), warpgroup,
+                         p.block_mask.block_kv / 64);
+    }
     // The scores are queued behind the gradient of the tile before, whose stage is now read.
     ptx::wgmma_wait_group<1>();
     ptx::wgmma_pin(dq);
@@ -153,8 +170,22 @@ __device__ __forceinline__ void consume(const Params& params, uint32_t smem,
         visible.bits[half] = visible_keys(keys.begin - first, keys.end - first);
       }
     }
-    differentiate_scores<true>(s, dp, p16, ds16, p.scores, large, visible, load(logs), load(deltas),
-                               [&] { release(barriers.second_empty, v_at.stage); });
+    const auto read = [&] { release(barriers.second_empty, v_at.stage); };
+    if constexpr (kHasTerms) {
+      pairs.restrict(visible);
+      const auto alibi = [&] {
+        return LaneAlibi(published_slope(smem, k_at.stage), p.scores,
+                         visit.work.q_begin + warp_row + accumulator_row(lane, 0),
+                         visit.work.seqlen_q, first_key + accumulator_column(lane, 0),
+                         visit.work.seqlen_kv);
+      };
+      differentiate_with_terms<true>(s, dp, p16, ds16, p.scores, large,
+                                     AddedAlibi{terms_of(params).terms.alibi != nullptr, alibi},
+                                     pairs, load(logs), load(deltas), read);
+    } else {
+      differentiate_scores<true>(s, dp, p16, ds16, p.scores, large, visible, load(logs),
+                                 load(deltas), read);
+    }
 
     ping_pong.sync();
     ptx::wgmma_fence();
@@ -178,8 +209,9 @@ __device__ __forceinline__ void consume(const Params& params, uint32_t smem,
 }  // namespace
 }  // namespace blockflash
 
-BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_bwd_tma_params params) {
+BLOCKFLASH_KERNEL(const __grid_constant__ blockflash::KernelParams all) {
   using namespace blockflash;
+  const Params& params = base_of(all);
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
   const uint32_t smem = static_cast<uint32_t>(__cvta_generic_to_shared(smem_bytes));
   const Barriers barriers(smem);

@@ -9,7 +9,7 @@ use blockflash_ops::{
 use blockflash_sys::Kernel;
 use blockflash_sys::manifest::{AttentionBwdStep as Step, AttentionBwdTile};
 use blockflash_tests::attention::{
-    AttentionCase, BlockCase, BlockPattern, Choice, Lengths, MaskHeads,
+    AlibiCase, AttentionCase, BlockCase, BlockPattern, Choice, Lengths, MaskHeads, Terms,
 };
 use blockflash_tests::attention_bwd::{
     BackwardData, BackwardGroup, BackwardInputs, BackwardOutputs, BackwardReference,
@@ -29,18 +29,35 @@ fn every_kernel() {
                 run_or_refuse(&case, &data, &reference, kernel, stream)
             });
         }
-        report.run_each(gpu, &kernels, |kernel, tile, stream| {
-            let story = |what: &'static str| {
-                move |error| format!("{what} of {}: {error}", kernel.image_name())
-            };
-            let survived = survives_any_offsets(kernel, tile, stream);
-            Ok(replays_a_graph(kernel, tile, stream).map_err(story("graph"))?
-                + repeats_its_bits(kernel, tile, stream).map_err(story("repeat"))?
-                + survived.map_err(|error| error.to_string()).map_err(story("offsets"))?
-                + keeps_sequences_apart(kernel, tile, stream).map_err(story("sequences"))?)
-        });
+        report.run_each(gpu, &kernels, keeps_promises);
     };
-    gpu.check_groups("attention_bwd_gpu", &Report::default(), backward_groups(&gpu), check);
+    gpu.check_groups("attention_bwd_gpu", &Report::default(), backward_groups(&gpu, false), check);
+}
+
+/// Those with score terms, whose results other suites compare, with slopes. That of the bias, which
+/// packed sequences do not have, is left to them.
+#[test]
+fn every_kernel_with_score_terms() {
+    let Some(gpu) = gpu("attention_bwd_gpu::every_kernel_with_score_terms") else { return };
+    let check = |(_, mut kernels): BackwardGroup, gpu: &Gpu, report: &mut Report| {
+        kernels.retain(|(_, tile)| tile.step != Step::Bias);
+        report.run_each(gpu, &kernels, keeps_promises);
+    };
+    gpu.check_groups("attention_bwd_gpu", &Report::default(), backward_groups(&gpu, true), check);
+}
+
+fn keeps_promises(
+    kernel: &'static Kernel,
+    tile: &AttentionBwdTile,
+    stream: &Stream,
+) -> Result<usize, String> {
+    let story =
+        |what: &'static str| move |error| format!("{what} of {}: {error}", kernel.image_name());
+    let survived = survives_any_offsets(kernel, tile, stream);
+    Ok(replays_a_graph(kernel, tile, stream).map_err(story("graph"))?
+        + repeats_its_bits(kernel, tile, stream).map_err(story("repeat"))?
+        + survived.map_err(|error| error.to_string()).map_err(story("offsets"))?
+        + keeps_sequences_apart(kernel, tile, stream).map_err(story("sequences"))?)
 }
 
 /// A case that a kernel takes, whatever its step is: packed where it only writes zeros.
@@ -58,6 +75,7 @@ fn case_of(tile: &AttentionBwdTile, seed: u64, seqlen: usize) -> AttentionCase {
     };
     AttentionCase {
         seed,
+        terms: Terms { alibi: tile.terms.then_some(AlibiCase::PerHead), ..Terms::default() },
         scores: Scores { mask: Mask::causal(), sink: Some(()), ..Scores::default() },
         lengths,
         ..simple
@@ -154,14 +172,16 @@ fn survives_any_offsets(
             [offsets, other].map(|entries| Tensor::from_slice(stream, entries, &[4]));
         let (cu_q, cu_kv) = (cu_q?, cu_kv?);
         let lse = Tensor::zeros(stream, DType::F32, &[heads[0], ROWS])?;
-        let sink = Tensor::zeros(stream, DType::F32, &[heads[0]])?;
+        let [sink, slopes] = [(); 2].map(|()| Tensor::zeros(stream, DType::F32, &[heads[0]]));
+        let (sink, slopes) = (sink?, slopes?);
+        let alibi = tile.terms.then(|| slopes.view());
         let [q, kv] = [q.view().slice(0, inner.clone())?, kv.view().slice(0, inner.clone())?];
         let (max_seqlen_q, max_seqlen_kv) = ([150, 40, 1000][turn % 3], [40, 1000, 150][turn % 3]);
         let cu_seqlens =
             Some(CuSeqlens { q: cu_q.view(), kv: cu_kv.view(), max_seqlen_q, max_seqlen_kv });
         let mask = [Mask::Full, Mask::causal()][turn % 2];
         let attention = Attention {
-            scores: Scores { mask, sink: Some(sink.view()), ..Scores::default() },
+            scores: Scores { mask, sink: Some(sink.view()), alibi, ..Scores::default() },
             cu_seqlens,
             ..Attention::new(q, kv, kv)
         };

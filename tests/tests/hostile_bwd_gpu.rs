@@ -21,6 +21,8 @@ struct Call {
     inputs: [Tensor; 5],
     lse: Tensor,
     sink: Tensor,
+    /// For kernels with score terms.
+    slopes: Option<Tensor>,
     offsets: Option<[Tensor; 2]>,
     gradients: [Tensor; 3],
     d_sink: Tensor,
@@ -66,6 +68,7 @@ impl Call {
             inputs: [&of_q, &of_q, &of_q, &of_kv, &of_kv].map(|s| numbers(dtype, s, stream)),
             lse: Tensor::from_slice(stream, &lse, &lse_shape).unwrap(),
             sink: Tensor::zeros(stream, DType::F32, &[2]).unwrap(),
+            slopes: tile.terms.then(|| Tensor::from_slice(stream, &[0.5f32, 0.1], &[2]).unwrap()),
             offsets: packed.then(|| seqlens.map(offsets)),
             gradients: [&of_q, &of_kv, &of_kv].map(|shape| poisoned(dtype, shape)),
             d_sink: poisoned(DType::F32, &[2]),
@@ -78,7 +81,8 @@ impl Call {
         &mut self,
         mask: Mask,
     ) -> (AttentionBackward<'_>, (AttentionGradientsMut<'_>, Option<ViewMut<'_>>)) {
-        let Self { seqlens, inputs, lse, sink, offsets, gradients, d_sink, workspace } = self;
+        let Self { seqlens, inputs, lse, sink, slopes, offsets, gradients, d_sink, workspace } =
+            self;
         let [q, o, d_o, k, v] = inputs.each_ref().map(Tensor::view);
         let cu_seqlens = offsets.as_ref().map(|[q, kv]| CuSeqlens {
             q: q.view(),
@@ -87,8 +91,9 @@ impl Call {
             max_seqlen_kv: seqlens[1],
         });
         let sink: Option<View<'_>> = Some(sink.view());
+        let alibi = slopes.as_ref().map(Tensor::view);
         let attention = Attention {
-            scores: Scores { mask, sink, ..Scores::default() },
+            scores: Scores { mask, sink, alibi, ..Scores::default() },
             cu_seqlens,
             ..Attention::new(q, k, v)
         };
@@ -134,7 +139,7 @@ fn of_each_kernel(
     mut check: impl FnMut(&'static Kernel, &AttentionBwdTile, Call),
 ) {
     for kernel in gpu.kernels() {
-        let Some(tile) = kernel.attention_bwd_tile().filter(|tile| !tile.terms) else { continue };
+        let Some(tile) = kernel.attention_bwd_tile() else { continue };
         let mut call = Call::new(&tile, seqlens, packed, &gpu.stream);
         if call.lend(mask, kernel, gpu) {
             check(kernel, &tile, call);

@@ -3,7 +3,7 @@
 use blockflash_ops::DType;
 use blockflash_sys::Kernel;
 use blockflash_tests::gpu::{Gpu, Report, gpu};
-use blockflash_tests::score_terms::{TermData, run_backward, run_forward, term_cases};
+use blockflash_tests::score_terms::{TermCase, TermData, run_backward, run_forward, term_cases};
 use std::collections::BTreeMap;
 
 /// Kernels of both passes, by element type and head dimension.
@@ -32,8 +32,7 @@ fn every_kernel() {
             TermData::generate,
             |case, data, (kernel, forward), stream| match forward {
                 true => run_forward(case, data, Some(kernel), stream),
-                // A step that a case does not have refuses it.
-                false if is_unasked(kernel, case.bias.is_some()) => Ok(0),
+                false if is_refused(kernel, case) => Ok(0),
                 false => run_backward(case, data, Some(kernel), stream),
             },
         );
@@ -41,10 +40,17 @@ fn every_kernel() {
     gpu.check_groups("score_terms_gpu", &Report::default(), groups, check);
 }
 
-/// Whether the step of a kernel is not asked for.
-fn is_unasked(kernel: &Kernel, has_bias: bool) -> bool {
+/// Whether the step of a kernel is not asked for, or a kernel of Hopper is given a bias or blocks
+/// that its tiles do not divide.
+fn is_refused(kernel: &Kernel, case: &TermCase) -> bool {
     use blockflash_sys::manifest::AttentionBwdStep::Bias;
-    !has_bias && kernel.attention_bwd_tile().is_some_and(|tile| tile.step == Bias)
+    let Some(tile) = kernel.attention_bwd_tile() else { return false };
+    let tiles = [tile.block_q, tile.block_kv].map(|tile| tile as usize);
+    let divides = |block: usize| tiles.iter().all(|&tile| block.is_multiple_of(tile));
+    match case.bias {
+        Some(_) => !tile.takes_bias(),
+        None => tile.step == Bias || !case.block.is_none_or(divides),
+    }
 }
 
 /// The selected kernels, for head dimensions between those of the tiles.

@@ -798,6 +798,46 @@ const _: () = {
     ][::core::mem::offset_of!(blockflash_attention_bwd_terms_params, bit_tiles_t)
         - 640usize];
 };
+/// Attention backward by CTAs that load tiles by TMA. Their kernels take no bias.
+#[repr(C)]
+#[repr(align(64))]
+#[derive(Debug, Copy, Clone)]
+pub struct blockflash_attention_bwd_tma_terms_params {
+    pub bwd: blockflash_attention_bwd_tma_params,
+    pub terms: blockflash_score_terms,
+    /// as above
+    pub block_bits_t: *const i32,
+    pub bits_t: *const u32,
+    pub bit_tiles_t: i32,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    [
+        "Size of blockflash_attention_bwd_tma_terms_params",
+    ][::core::mem::size_of::<blockflash_attention_bwd_tma_terms_params>() - 1216usize];
+    [
+        "Alignment of blockflash_attention_bwd_tma_terms_params",
+    ][::core::mem::align_of::<blockflash_attention_bwd_tma_terms_params>() - 64usize];
+    [
+        "Offset of field: blockflash_attention_bwd_tma_terms_params::bwd",
+    ][::core::mem::offset_of!(blockflash_attention_bwd_tma_terms_params, bwd) - 0usize];
+    [
+        "Offset of field: blockflash_attention_bwd_tma_terms_params::terms",
+    ][::core::mem::offset_of!(blockflash_attention_bwd_tma_terms_params, terms)
+        - 1088usize];
+    [
+        "Offset of field: blockflash_attention_bwd_tma_terms_params::block_bits_t",
+    ][::core::mem::offset_of!(blockflash_attention_bwd_tma_terms_params, block_bits_t)
+        - 1176usize];
+    [
+        "Offset of field: blockflash_attention_bwd_tma_terms_params::bits_t",
+    ][::core::mem::offset_of!(blockflash_attention_bwd_tma_terms_params, bits_t)
+        - 1184usize];
+    [
+        "Offset of field: blockflash_attention_bwd_tma_terms_params::bit_tiles_t",
+    ][::core::mem::offset_of!(blockflash_attention_bwd_tma_terms_params, bit_tiles_t)
+        - 1192usize];
+};
 /// The gradient of the bias: that of the scores, summed over the axes along which it broadcasts.
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]

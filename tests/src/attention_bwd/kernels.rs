@@ -23,14 +23,14 @@ pub type BackwardGroup = ((DType, usize), Vec<(&'static Kernel, AttentionBwdTile
 /// All groups.
 pub type BackwardGroups = BTreeMap<(DType, usize), Vec<(&'static Kernel, AttentionBwdTile)>>;
 
-/// The kernels of the attention backward that a GPU can run. Those with score terms have cases of
-/// their own.
-pub fn backward_groups(gpu: &Gpu) -> BackwardGroups {
+/// The kernels of the attention backward that a GPU can run: those with score terms, which have
+/// cases of their own, or those without.
+pub fn backward_groups(gpu: &Gpu, terms: bool) -> BackwardGroups {
     let mut groups = BackwardGroups::new();
     for (kernel, tile) in
         gpu.kernels().filter_map(|kernel| Some((kernel, kernel.attention_bwd_tile()?)))
     {
-        if tile.terms {
+        if tile.terms != terms {
             continue;
         }
         groups.entry((tile.types.q, tile.head_dims.qk)).or_default().push((kernel, tile));

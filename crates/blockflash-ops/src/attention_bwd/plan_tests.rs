@@ -163,10 +163,10 @@ fn every_kernel_has_its_scheme() {
             let packed = packed.filter(|_| tile.step == Step::Zeros);
             // Kernels with score terms are for problems that have some.
             let bias = BiasProblem { dtype: DType::F32, broadcast: [true, false, false, false] };
-            let bias = tile.terms.then_some(bias);
+            let (alibi, bias) = (tile.terms, tile.takes_bias().then_some(bias));
             let forward = AttentionProblem {
                 packed,
-                scores: ScoresProblem { sink: true, bias, ..forward.scores },
+                scores: ScoresProblem { sink: true, alibi, bias, ..forward.scores },
                 ..forward
             };
             let problem = AttentionBackwardProblem::of(forward);

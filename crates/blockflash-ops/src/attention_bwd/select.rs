@@ -299,7 +299,12 @@ const SOFTCAP: BackwardRule = Rule {
 
 /// As for the forward pass.
 const TERMS: BackwardRule = Rule {
-    holds: |c| !c.tile.step.visits() || c.tile.terms == c.problem.forward.terms().is_some(),
+    holds: |c| {
+        let forward = &c.problem.forward;
+        !c.tile.step.visits()
+            || c.tile.terms == forward.terms().is_some()
+                && (forward.scores.bias.is_none() || c.tile.takes_bias())
+    },
     refuses: |c| refusal_of_terms(&c.problem.forward),
     excludes_all: None,
 };

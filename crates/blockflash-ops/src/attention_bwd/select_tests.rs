@@ -1,7 +1,7 @@
 use super::*;
 use crate::attention::{Mask, PackedRows};
 use crate::fixtures::{gpu, gpus};
-use crate::{ElementTypes, Error, ScoresProblem};
+use crate::{BiasProblem, ElementTypes, Error, ScoresProblem};
 use blockflash_sys::{Target, manifest};
 
 fn h200() -> CudaProperties {
@@ -145,6 +145,52 @@ fn packed_sequences_and_small_blocks_take_hopper_kernels() {
         let queries = selection::select(&repeated.at(Step::Queries), &h200()).unwrap();
         let tile = queries.attention_bwd_tile().unwrap();
         assert_eq!((queries.target, tile.head_dims.qk), (Target::Sm90, wider));
+    }
+}
+
+/// ALiBi and partial blocks have kernels of Hopper up to a head_dim of 128, one of its own for dq;
+/// a bias and larger head dimensions have portable ones.
+#[test]
+fn score_terms() {
+    let with = |problem: AttentionBackwardProblem, alibi, bias: Option<BiasProblem>| {
+        let scores = ScoresProblem { alibi, bias, ..problem.forward.scores };
+        AttentionBackwardProblem::of(AttentionProblem { scores, ..problem.forward })
+    };
+    let partial = |blocks: u32, head_dim| {
+        let forward = masked(blocks, blocks, head_dim).forward;
+        let mask = forward.block_mask.map(|mask| BlockMaskSizes { bits: true, ..mask });
+        AttentionBackwardProblem::of(AttentionProblem { block_mask: mask, ..forward })
+    };
+    let tile = |problem: &AttentionBackwardProblem, step| {
+        let kernel = selection::select(&problem.at(step), &h200()).unwrap();
+        let tile = kernel.attention_bwd_tile().unwrap();
+        assert!(tile.terms, "{}", kernel.symbol());
+        (kernel.target, tile.head_dims.qk, [tile.block_q, tile.block_kv])
+    };
+    let bias = BiasProblem { dtype: DType::BF16, broadcast: [true, false, false, false] };
+    for (head_dim, width) in [(8, 64), (64, 64), (72, 128), (96, 128), (128, 128)] {
+        for problem in [with(dense(4096, head_dim), true, None), partial(128, head_dim)] {
+            assert_eq!(lead(&problem), (Step::Keys, Target::Sm90a));
+            let expected = |tile| (Target::Sm90a, width, tile);
+            assert_eq!(tile(&problem, Step::Keys), expected([64, 128]));
+            assert_eq!(tile(&problem, Step::Queries), expected([128, 128]));
+            let narrow = partial(64, head_dim);
+            assert_eq!(lead(&narrow), (Step::Keys, Target::Sm90a));
+            for step in [Step::Keys, Step::Queries] {
+                assert_eq!(tile(&narrow, step), expected([64, 64]));
+            }
+            let capped = |softcap| {
+                let mut capped = problem;
+                capped.forward.scores.softcap = softcap;
+                lead(&capped)
+            };
+            assert_eq!(capped(Some(30.0)), (Step::Keys, Target::Sm90a));
+        }
+        let biased = with(dense(4096, head_dim), true, Some(bias));
+        assert!(lead(&biased).1.is_portable());
+    }
+    for problem in [with(dense(4096, 192), true, None), partial(64, 256)] {
+        assert!(lead(&problem).1.is_portable());
     }
 }
 

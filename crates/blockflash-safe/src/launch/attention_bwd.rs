@@ -346,7 +346,10 @@ unsafe impl Launch for AttentionBwd {
     ) -> Fit<i128> {
         let (blocks, _) = operands.fit(&self.tile(), plan, &mut params.base.bwd)?;
         if self.terms {
-            operands.fit_terms(&mut params.base)?;
+            let base = &mut params.base;
+            let bits = operands.fit_terms(&base.bwd, &mut base.terms)?;
+            (base.block_bits_t, base.bits_t) = (bits.block_bits, bits.bits);
+            base.bit_tiles_t = bits.tiles;
         }
         if self.step == Step::Bias {
             operands.write_dbias(params)?;

@@ -5,7 +5,7 @@ use super::attention_bwd::AttentionBwdOperands;
 use super::fit::{Fit, given, narrow, pointer_mut, require};
 use super::score_terms::{BitArrays, broadcast};
 use blockflash_sys::params::{
-    blockflash_attention_bwd_bias_params, blockflash_attention_bwd_terms_params,
+    blockflash_attention_bwd_bias_params, blockflash_attention_bwd_params, blockflash_score_terms,
 };
 
 impl AttentionBwdOperands<'_> {
@@ -32,12 +32,16 @@ impl AttentionBwdOperands<'_> {
         Ok(())
     }
 
-    /// Writes the score terms, for what `fit` has written.
-    pub(super) fn fit_terms(&self, p: &mut blockflash_attention_bwd_terms_params) -> Fit {
+    /// Writes the score terms, for what `fit` has written, and returns the transposed bits.
+    pub(super) fn fit_terms(
+        &self,
+        bwd: &blockflash_attention_bwd_params,
+        terms: &mut blockflash_score_terms,
+    ) -> Fit<BitArrays> {
         let [mask, transposed] = self.block_mask.map_or([None; 2], |both| both.map(Some));
-        self.terms.fit(&p.bwd.base, mask, &mut p.terms)?;
-        let bits_t = BitArrays::of(transposed, &p.bwd.block_mask_t)?;
-        let bits = p.terms.bit_tiles > 0;
+        self.terms.fit(&bwd.base, mask, terms)?;
+        let bits_t = BitArrays::of(transposed, &bwd.block_mask_t)?;
+        let bits = terms.bit_tiles > 0;
         require(
             bits == bits_t.is_some(),
             format_args!(
@@ -46,10 +50,6 @@ impl AttentionBwdOperands<'_> {
                 given(bits_t.is_some())
             ),
         )?;
-        if let Some(arrays) = bits_t {
-            (p.block_bits_t, p.bits_t) = (arrays.block_bits, arrays.bits);
-            p.bit_tiles_t = arrays.tiles;
-        }
-        Ok(())
+        Ok(bits_t.unwrap_or(BitArrays::NONE))
     }
 }

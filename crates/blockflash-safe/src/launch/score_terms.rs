@@ -6,6 +6,7 @@ use crate::{BlockLists, DType, View};
 use blockflash_sys::params::{
     blockflash_attention_fwd_params, blockflash_block_mask, blockflash_score_terms,
 };
+use std::ptr::null;
 
 /// Queries and keys of a tile of bits.
 const BIT_TILE: i32 = 64;
@@ -29,6 +30,9 @@ pub(super) struct BitArrays {
 }
 
 impl BitArrays {
+    /// All blocks are full.
+    pub(super) const NONE: Self = Self { block_bits: null(), bits: null(), tiles: 0 };
+
     /// Those of lists that a launch reads as `mask`; `None` where all blocks are full.
     pub(super) fn of(
         lists: Option<&BlockLists>,

@@ -76,6 +76,11 @@ impl AttentionBwdTile {
         }
     }
 
+    /// Whether its score terms include a bias. The kernels of Hopper have no registers left for it.
+    pub const fn takes_bias(&self) -> bool {
+        self.terms && !self.tensor_maps
+    }
+
     /// A case for the steps that multiply.
     pub(super) fn profile_case(&self) -> Option<String> {
         let Self { head_dims, types, block_kv, .. } = *self;

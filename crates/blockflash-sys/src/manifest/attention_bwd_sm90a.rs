@@ -24,6 +24,8 @@ pub struct AttentionBwdHopper {
     pub stages: [u32; 2],
     /// Consumer warpgroups: two, or one where two CTAs share an SM.
     pub warpgroups: u32,
+    /// Whether it computes score terms, but for a bias.
+    pub terms: bool,
 }
 
 const fn tile(
@@ -33,8 +35,17 @@ const fn tile(
     stages: [u32; 2],
 ) -> AttentionBwdHopper {
     let (types, head_dims) = (ElementTypes::all(DType::F16), HeadDims::all(head_dim));
-    let warpgroups = 2;
-    AttentionBwdHopper { step, types, head_dims, resident_rows, stream_rows, stages, warpgroups }
+    let (warpgroups, terms) = (2, false);
+    AttentionBwdHopper {
+        step,
+        types,
+        head_dims,
+        resident_rows,
+        stream_rows,
+        stages,
+        warpgroups,
+        terms,
+    }
 }
 
 /// For block masks with 64 queries and 64 keys per block. CTAs have lists of their own, so they
@@ -44,12 +55,18 @@ const fn narrow(step: AttentionBwdStep, head_dim: usize, stages: [u32; 2]) -> At
     AttentionBwdHopper { warpgroups: 1, ..tile(step, head_dim, [64, 64], stages) }
 }
 
+/// The same with ALiBi and bits of partial blocks.
+const fn with_terms(tile: AttentionBwdHopper) -> AttentionBwdHopper {
+    AttentionBwdHopper { terms: true, ..tile }
+}
+
 /// Tiles by head dimension. The sums of dq need 96 KB at a head_dim of 128, and registers for a
 /// third accumulator. At 64 tiles of 128 queries come first, and those of 64 take what has a
 /// softcap. At 192, in bf16 only, the two warpgroups share 96 keys, with one stage of dO and one
 /// staged tile of dq. There are no sums of dq at 256, only of parts of dk and dv. Where dq has a
 /// kernel of its own warpgroups share 64 keys beyond 128. Narrow tiles come after the others, so
-/// only block masks take them.
+/// only block masks take them. Beside score terms dq has a kernel of its own; a bias and head
+/// dimensions beyond 128 have portable kernels.
 const TILES: &[AttentionBwdHopper] = &[
     tile(Queries, 64, [128, 128], [2, 2]),
     tile(Queries, 96, [128, 128], [2, 2]),
@@ -70,6 +87,14 @@ const TILES: &[AttentionBwdHopper] = &[
     tile(KeysAndSums, 96, [128, 64], [2, 2]),
     tile(KeysAndSums, 128, [128, 64], [2, 2]),
     tile(KeysAndSums, 192, [96, 64], [2, 1]),
+    with_terms(tile(Queries, 64, [128, 128], [2, 2])),
+    with_terms(tile(Queries, 128, [128, 128], [2, 2])),
+    with_terms(narrow(Queries, 64, [3, 3])),
+    with_terms(narrow(Queries, 128, [2, 2])),
+    with_terms(tile(Keys, 64, [128, 64], [2, 2])),
+    with_terms(tile(Keys, 128, [128, 64], [2, 2])),
+    with_terms(narrow(Keys, 64, [3, 3])),
+    with_terms(narrow(Keys, 128, [2, 2])),
     tile(Sums, 64, [64, 0], [0, 0]),
     tile(Sums, 96, [64, 0], [0, 0]),
     tile(Sums, 128, [64, 0], [0, 0]),
@@ -109,7 +134,7 @@ impl AttentionBwdHopper {
 
     /// The part that all kernels of the attention backward have.
     pub const fn tile(&self) -> AttentionBwdTile {
-        let Self { step, types, head_dims, resident_rows, stream_rows, .. } = *self;
+        let Self { step, types, head_dims, resident_rows, stream_rows, terms, .. } = *self;
         let [block_q, block_kv] = match step {
             Keys | KeysAndSums => [stream_rows, resident_rows],
             _ => [resident_rows, stream_rows],
@@ -123,7 +148,7 @@ impl AttentionBwdHopper {
             block_kv,
             tensor_maps,
             splits_heads,
-            terms: false,
+            terms,
         }
     }
 }
@@ -141,9 +166,10 @@ impl Family for AttentionBwdHopper {
         let Self { step, types, head_dims, stages: [first, second], .. } = self;
         let AttentionBwdTile { block_q, block_kv, .. } = self.tile();
         let sums = if *step == KeysAndSums { "_sums" } else { "" };
+        let suffix = if self.terms { "_terms" } else { sums };
         match step {
             Sums => format!("{types}_d{head_dims}"),
-            _ => format!("{types}_d{head_dims}_q{block_q}_kv{block_kv}_s{first}x{second}{sums}"),
+            _ => format!("{types}_d{head_dims}_q{block_q}_kv{block_kv}_s{first}x{second}{suffix}"),
         }
     }
 
@@ -198,6 +224,9 @@ impl Family for AttentionBwdHopper {
         define("VARIANT_STAGES", self.stages[0]);
         define("VARIANT_SECOND_STAGES", self.stages[1]);
         define("VARIANT_DQ", u32::from(self.step == KeysAndSums));
+        if self.terms {
+            define("VARIANT_TERMS", 1);
+        }
     }
 
     fn contains(&self) -> &'static [&'static str] {

@@ -6,7 +6,9 @@
 #include "blockflash/attention/gradient.cuh"
 #include "blockflash/attention/visible_pairs.cuh"
 #include "blockflash/config/attention.cuh"
+#include "blockflash/config/attention_terms.cuh"
 #include "blockflash/params/attention_bwd.h"
+#include "blockflash/params/attention_terms.h"
 #include "blockflash/ping_pong.cuh"
 #include "blockflash/pipeline.cuh"
 #include "blockflash/ptx/launch.cuh"
@@ -19,6 +21,7 @@ namespace {
 
 using Config = AttentionBwdHopperConfig;
 using Params = blockflash_attention_bwd_tma_params;
+using KernelParams = ParamsFor<Params, blockflash_attention_bwd_tma_terms_params>;
 using Element = Config::Element;
 using Traits = ElementTraits<Element>;
 

@@ -34,6 +34,15 @@ typedef struct blockflash_attention_bwd_terms_params {
   int32_t bit_tiles_t;         /* values of block_bits_t are clamped to them */
 } blockflash_attention_bwd_terms_params;
 
+/* Attention backward by CTAs that load tiles by TMA. Their kernels take no bias. */
+typedef struct blockflash_attention_bwd_tma_terms_params {
+  blockflash_attention_bwd_tma_params bwd;
+  blockflash_score_terms terms;
+  const int32_t* block_bits_t; /* as above */
+  const uint32_t* bits_t;
+  int32_t bit_tiles_t;
+} blockflash_attention_bwd_tma_terms_params;
+
 /* The gradient of the bias: that of the scores, summed over the axes along which it broadcasts. */
 typedef struct blockflash_attention_bwd_bias_params {
   blockflash_attention_bwd_terms_params base;
