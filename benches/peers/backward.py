@@ -52,7 +52,8 @@ class WithGradients:
                 head = head_kv * self.group + member
                 q, d_o = (t[b, rows, head].double() for t in (self.q, self.d_o))
                 hidden = ~visible(b, head, rows[:, None], keys[None])
-                scores = (q @ k.T * self.scale).masked_fill_(hidden, -math.inf)
+                scores = self.adjusted(q @ k.T * self.scale, b, head, rows, keys)
+                scores = scores.masked_fill(hidden, -math.inf)
                 p = torch.softmax(scores, -1).masked_fill_(hidden, 0)  # a row may see nothing
                 dp = d_o @ v.T
                 ds = p * (dp - (p * dp).sum(-1, keepdim=True)) * self.scale

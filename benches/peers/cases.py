@@ -61,6 +61,21 @@ def cases():
         dict(sparse, block_q=64, block_kv=64, blocks_per_row=3, head_dim=128, num_heads_kv=2),
     ):
         yield dict(case, op=case["op"].replace("fwd", "bwd")), warm
+    for pairs, mask in (
+        ("documents4b64", "full"),
+        ("documents4b128", "causal"),
+        ("prefix100b64", "full"),
+        ("grid7b64", "full"),
+        ("dilated9x5b64", "full"),
+        ("sharedbias", "causal"),
+        ("bias", "full"),
+        ("alibi", "full"),
+    ):
+        masked = dict(attention, op="masks_fwd", pairs=pairs, mask=mask, head_dim=64, dtype="bf16")
+        yield masked, warm
+        yield dict(masked, op="masks_bwd"), warm
+    tree = dict(attention, op="masks_fwd", pairs="treeb64", mask="full", head_dim=64, dtype="bf16")
+    yield dict(tree, seqlen_q=64), warm
     decode = dict(
         op="attention_decode",
         batch=3,

@@ -32,20 +32,25 @@ OPTIONS = {
 NAMES = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")
 
 
+def fresh_compiler():
+    """Forgets compiled kernels."""
+    import torch._dynamo
+    import torch._inductor.config
+
+    torch._dynamo.reset()
+    torch._inductor.config.compile_threads = 1  # no pool of processes that outlives this one
+    for name in ("recompile_limit", "accumulated_recompile_limit"):
+        if hasattr(torch._dynamo.config, name):
+            setattr(torch._dynamo.config, name, 4096)
+
+
 class Inputs(BlockSparseInputs):
     """A case, whose compiled kernels go with it: each shape compiles anew, and torch stops at a
     number of them."""
 
     def __init__(self, case, device):
         super().__init__(case, device)
-        import torch._dynamo
-        import torch._inductor.config
-
-        torch._dynamo.reset()
-        torch._inductor.config.compile_threads = 1  # no pool of processes that outlives this one
-        for name in ("recompile_limit", "accumulated_recompile_limit"):
-            if hasattr(torch._dynamo.config, name):
-                setattr(torch._dynamo.config, name, 4096)
+        fresh_compiler()
 
 
 class FlexAttention(Call):

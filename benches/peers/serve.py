@@ -52,6 +52,13 @@ PEERS = {
         "fa4_deterministic": ("flash4", "Flash4BlockSparseDeterministic"),
         "flex": ("backward", "Flex"),
     },
+    "masks_fwd": {
+        "flex_attention": ("masks", "FlexAttention"),
+        "flex_attention_tuned": ("masks", "FlexAttentionTuned"),
+    },
+    "masks_bwd": {
+        "flex": ("masks", "Flex"),
+    },
     "attention_decode": {
         "cudnn": ("decode", "SdpaCudnn"),
         "fa2": ("decode", "SdpaFlash"),

@@ -10,11 +10,12 @@ use super::lengths::Lengths;
 use super::limits;
 use super::mask_kind::MaskKind;
 use super::operands::Operands;
+use super::pairs::{PairKind, Pairs};
 use super::peer::{PeerCase, PeerCaseError};
 use super::shape::Shape;
 use super::work::{TILE_ROWS, Work};
 use crate::error::Result;
-use blockflash_ops::{Stream, attention_flops};
+use blockflash_ops::{BlockMask, Mask, Stream, attention_flops};
 use blockflash_sys::{DType, HeadDims};
 use serde::Serialize;
 use std::path::Path;
@@ -23,6 +24,24 @@ impl AttentionShape {
     /// The case as one of attention with a block mask; `None` without one.
     pub fn block_sparse(&self) -> Option<BlockSparse<'_>> {
         self.lists.map(|lists| BlockSparse { shape: self, lists })
+    }
+
+    /// Work of the forward pass of a dense batch under a mask inside of blocks, or with something
+    /// that is added to scores. Keys and values are fetched as without it.
+    fn pairs_work(&self) -> Work {
+        let dense = Self { pairs: None, ..self.clone() }.dense_work();
+        let Some(pairs) = self.pairs else { return dense };
+        let mask = pairs.block_mask(self).ok().flatten();
+        let seen = mask.and_then(|mask| mask.visited_pairs(Mask::Full).ok());
+        let exps =
+            seen.map_or(dense.exps, |seen| seen as f64 * (self.batch * self.num_heads_q) as f64);
+        let part = if dense.exps == 0.0 { 1.0 } else { exps / dense.exps };
+        Work {
+            flops: 2.0 * exps * self.head_dims.sum() as f64,
+            exps,
+            bytes: dense.bytes + pairs.bytes(self),
+            l2_bytes: dense.l2_bytes * part.min(1.0) + pairs.bytes(self),
+        }
     }
 
     /// Work of the forward pass of a dense batch.
@@ -63,7 +82,13 @@ impl AttentionShape {
         if let Some(sparse) = self.block_sparse() {
             data.block_mask = Some(sparse.block_mask(seed)?.with_transpose()?);
         }
-        AttentionOperands::new(self.mask().into(), data, false, stream)
+        let mut scores = self.mask().into();
+        if let Some(pairs) = self.pairs {
+            pairs.add(self, seed, &mut scores)?;
+            let mask = pairs.block_mask(self)?;
+            data.block_mask = mask.map(BlockMask::with_transpose).transpose()?;
+        }
+        AttentionOperands::new(scores, data, false, stream)
     }
 }
 
@@ -78,6 +103,7 @@ impl Fields for AttentionShape {
         num_heads_kv: 0,
         head_dims: HeadDims::all(0),
         lists: None,
+        pairs: None,
         mask: MaskKind::Full,
         dtype: DType::F16,
     };
@@ -86,7 +112,8 @@ impl Fields for AttentionShape {
     /// `varlen4096+512x2_h16_d128_causal_bf16`,
     /// `b1_s16384_h16_d128_q128kv128_d0.25_uniform_full_bf16`. `d192v128` are head dimensions of
     /// q and k, and of v. After the heads, `m1` says that one
-    /// of them has lists of its own. A backward pass begins with `bwd_`.
+    /// of them has lists of its own. A backward pass begins with `bwd_`; [`Pairs`] stand before the
+    /// mask.
     fn fields(&mut self, id: &mut Id<'_>) -> Option<()> {
         if id.has("bwd", self.pass == Pass::Backward) {
             id.word("bwd")?;
@@ -110,6 +137,11 @@ impl Fields for AttentionShape {
             let lists = self.lists.get_or_insert(BlockLists::EMPTY);
             lists.mask_heads = mask_heads;
             lists.fields(id)?;
+        }
+        if id.has_value(self.pairs.is_some(), |part| Pairs::parse(part).is_some()) {
+            let mut pairs = self.pairs.unwrap_or(Pairs { kind: PairKind::Bias, block: 0 });
+            id.part(&mut pairs, Pairs::to_string, Pairs::parse)?;
+            self.pairs = Some(pairs);
         }
         id.part(&mut self.mask, MaskKind::to_string, |part| {
             MaskKind::try_from(part.to_owned()).ok()
@@ -138,15 +170,18 @@ impl Shape for AttentionShape {
             None => (self.batch, [self.seqlen_q, self.seqlen_kv]),
         };
         limits::attention(batch, seqlens, heads, self.head_dims)?;
+        self.pairs.map_or(Ok(()), |pairs| pairs.check(self))?;
         self.block_sparse().map_or(Ok(()), |sparse| sparse.check())
     }
 
     fn op(&self) -> &'static str {
-        match (self.lists, self.pass) {
-            (None, Pass::Forward) => "attention_fwd",
-            (None, Pass::Backward) => "attention_bwd",
-            (Some(_), Pass::Forward) => "block_sparse_fwd",
-            (Some(_), Pass::Backward) => "block_sparse_bwd",
+        match (self.lists, self.pairs, self.pass) {
+            (None, None, Pass::Forward) => "attention_fwd",
+            (None, None, Pass::Backward) => "attention_bwd",
+            (None, Some(_), Pass::Forward) => "masks_fwd",
+            (None, Some(_), Pass::Backward) => "masks_bwd",
+            (Some(_), _, Pass::Forward) => "block_sparse_fwd",
+            (Some(_), _, Pass::Backward) => "block_sparse_bwd",
         }
     }
 
@@ -156,6 +191,7 @@ impl Shape for AttentionShape {
 
     fn work(&self) -> Work {
         let forward = match (&self.lengths, self.block_sparse()) {
+            (None, None) if self.pairs.is_some() => self.pairs_work(),
             // Every sequence for itself, and the offsets.
             (Some(lengths), _) => {
                 let offsets = 4.0 * (lengths.batch() + 1) as f64;
@@ -180,8 +216,9 @@ impl Shape for AttentionShape {
     }
 
     fn group(&self) -> String {
+        let pairs = self.pairs.map_or(String::new(), |pairs| format!("{pairs}, "));
         let of_dense =
-            |queries: &str| format!("head_dim {}, {}{queries}", self.head_dims, self.mask);
+            |queries: &str| format!("head_dim {}, {pairs}{}{queries}", self.head_dims, self.mask);
         let group = match (self.block_sparse(), self.seqlen_q) {
             (Some(sparse), _) => sparse.group(),
             (None, _) if self.lengths.is_some() => of_dense(", variable length"),

@@ -7,6 +7,7 @@ use super::grid::{GridPeers, each, head_dims, heads_kv, uniform};
 use super::id::Fields;
 use super::lengths::Lengths;
 use super::mask_kind::MaskKind;
+use super::pairs::Pairs;
 use super::pattern::Pattern;
 use super::shape::Shape;
 use blockflash_sys::DType;
@@ -32,6 +33,8 @@ pub struct AttentionGrid {
     density: Option<Vec<f64>>,
     pattern: Option<Vec<Pattern>>,
     mask: Option<Vec<MaskKind>>,
+    /// Masks inside of blocks, or what is added to scores; default: nothing.
+    pairs: Option<Vec<Pairs>>,
     dtype: Vec<DType>,
     /// Which competitors the cases are measured with.
     #[serde(default)]
@@ -49,14 +52,18 @@ impl AttentionGrid {
             None if !block_sparse => return Err("an attention grid has no mask".to_owned()),
             masks => masks.as_deref().unwrap_or(&[MaskKind::Full]),
         };
+        let pairs: Vec<Option<Pairs>> = match &self.pairs {
+            Some(pairs) => pairs.iter().copied().map(Some).collect(),
+            None => vec![None],
+        };
         let mut cases = Vec::new();
-        each!(dtype in self.dtype, mask in masks, block in variants.blocks, shape in sequences,
-            density in variants.densities, pattern in variants.patterns => {
+        each!(dtype in self.dtype, mask in masks, pairs in pairs, block in variants.blocks,
+            shape in sequences, density in variants.densities, pattern in variants.patterns => {
             let lists = block.map(|[block_q, block_kv]| {
                 let mask_heads = self.mask_heads.unwrap_or(self.num_heads_q);
                 BlockLists { mask_heads, block_q, block_kv, density, pattern }
             });
-            let shape = AttentionShape { lists, mask, dtype, ..shape.clone() };
+            let shape = AttentionShape { lists, pairs, mask, dtype, ..shape.clone() };
             shape.check()?;
             cases.push(shape.into());
         });

@@ -4,6 +4,7 @@ use super::block_lists::BlockLists;
 use super::id::named;
 use super::lengths::Lengths;
 use super::mask_kind::MaskKind;
+use super::pairs::Pairs;
 use super::shape::head_dim_of_all;
 use blockflash_ops::attention::{AttentionProblem, Strides};
 use blockflash_ops::{Mask, PackedRows};
@@ -37,6 +38,9 @@ pub struct AttentionShape {
     /// The blocks that are visited; `None`: all.
     #[serde(flatten)]
     pub lists: Option<BlockLists>,
+    /// A mask inside of blocks, or what is added to scores.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub pairs: Option<Pairs>,
     /// Mask of tokens.
     pub mask: MaskKind,
     /// Element type of q, k, v and o.
@@ -79,9 +83,9 @@ impl AttentionShape {
         }
     }
 
-    /// The mask as the library takes it.
+    /// The mask as the library takes it, without those of lists of blocks.
     pub fn mask(&self) -> Mask {
-        self.mask.into()
+        self.pairs.map_or(self.mask.into(), |pairs| pairs.token_mask(self.mask))
     }
 
     /// The same without a block mask.

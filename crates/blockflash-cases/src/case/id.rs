@@ -99,6 +99,14 @@ impl Id<'_> {
         }
     }
 
+    /// Whether the next part of an id that is read is a value of this kind, or what is `written`.
+    pub(super) fn has_value(&self, written: bool, is_value: impl Fn(&str) -> bool) -> bool {
+        match self {
+            Self::Read(parts) => parts.first().is_some_and(|part| is_value(part)),
+            Self::Write(_) => written,
+        }
+    }
+
     /// A word that tells operations apart.
     pub(super) fn word(&mut self, word: &str) -> Option<()> {
         self.part(&mut (), |()| word.to_owned(), |part| (part == word).then_some(()))

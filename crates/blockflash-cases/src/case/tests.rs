@@ -11,6 +11,7 @@ const ATTENTION: AttentionShape = AttentionShape {
     num_heads_kv: 32,
     head_dims: HeadDims::all(64),
     lists: None,
+    pairs: None,
     mask: MaskKind::Causal,
     dtype: DType::BF16,
 };

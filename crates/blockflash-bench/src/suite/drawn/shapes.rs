@@ -81,6 +81,7 @@ fn of(model: Model, mask: MaskKind, dice: &mut Dice, length: usize) -> Attention
         num_heads_kv,
         head_dims: HeadDims::all(head_dim),
         lists: None,
+        pairs: None,
         mask,
         dtype: dice.pick(&DTYPES),
     }
