@@ -8,6 +8,7 @@
 #include "blockflash/ptx/wgmma.cuh"
 #include "output.cuh"
 #include "products.cuh"
+#include "score_terms.cuh"
 #include "step_cursor.cuh"
 #include "values.cuh"
 
@@ -41,9 +42,10 @@ struct Consumer : StepCursor<kTwoBlockRows> {
   // kSkip, that product is left to the CUDA cores; kOpen, an output has not been stored yet. Ahead:
   // kInside, this query tile has more key tiles; kPass, some key tiles are released unread first;
   // kEnd, no query tile is left. This step: kFresh, it began a query tile; kMasked, it had a mask.
-  // kOutput: o holds a partial sum.
+  // kOutput: o holds a partial sum. kHidden: the pending key tile had a mask, so that scanners read
+  // its V.
   static constexpr int kPending = 1, kSkip = 2, kOpen = 4, kInside = 8, kPass = 16, kEnd = 32,
-                       kFresh = 64, kMasked = 128, kOutput = 256;
+                       kFresh = 64, kMasked = 128, kOutput = 256, kHidden = 512;
   int state = 0;  // one register for all flags, since no other is free
 
   __device__ __forceinline__ bool is(int bits) const { return state & bits; }
@@ -114,6 +116,44 @@ struct Consumer : StepCursor<kTwoBlockRows> {
     }
   }
 
+  // The bits of the key tile in a stage of K or V.
+  __device__ __forceinline__ StepBits bits_of(int stage) const {
+    return StepBits::load(params, barriers.bits_of(stage), warpgroup);
+  }
+
+  // Adds bias and ALiBi to the scores, which are multiplied by `factor` before that.
+  __device__ __forceinline__ void add_terms(float factor) {
+    const blockflash_score_terms& terms = terms_of(params).terms;
+    if (terms.bias != nullptr) {
+#pragma unroll
+      for (int i = 0; i < kBlockKv / 64; ++i) {
+        const int at = next_box(full, warpgroup);
+        full.wait(barriers.full, Barriers::kBias + at);
+        add_bias(s, 32 * i, factor, smem + kBiasOffset + at * kBoxBytes);
+        ptx::wgmma_pin(s);  // what was read from the box has arrived
+        release(Barriers::kBias + at);
+      }
+      // Opaque, or the compiler makes two copies of what follows and spills registers.
+      factor = ptx::opaque(1.f);
+    }
+    if (terms.alibi != nullptr)
+      Alibi::of(params, tile_of(slot), warpgroup, first_row(),
+                key_tile_at(slot, key_tile) * kBlockKv)
+          .add(s, factor);
+  }
+
+  // Waits for the NaN scanners of a stage of V. If they found something, its product is left to the
+  // CUDA cores.
+  __device__ __forceinline__ void heed_scanners(int stage) {
+    full.peek(barriers.scanned - kBarrierBytes * Barriers::kV, v_full(stage));
+    // Lane 0 reads the words and also releases V, which orders this read before the next write.
+    const uint32_t words = barriers.has_nonfinite + 4 * kScanners * stage;
+    uint32_t found = 0;
+    if (lane() == 0)
+      found = ptx::load_shared(words) | ptx::load_shared(words + 4 * (kScanners - 1));
+    if (__shfl_sync(~0u, found, 0)) state |= kSkip;
+  }
+
   // Waits for the next query tile and returns the flags that describe it.
   __device__ __forceinline__ int fetch() {
     slot = slot == slot_of(smem, kSlots - 1) ? slot_of(smem, 0) : slot + kSlotBytes;
@@ -141,20 +181,26 @@ struct Consumer : StepCursor<kTwoBlockRows> {
   __device__ __forceinline__ void add_visible(int stage) {
     const uint32_t its_slot = is(kFresh) ? slot_before() : slot;
     const QueryTile tile = tile_of(its_slot);
+    // Read once for each row, since registers are few.
+    const auto bits_of_row = [&](int half) {
+      if constexpr (!kHasBits) return ~0u;
+      const StepBits bits = bits_of(Barriers::kV + stage);
+      return bits.hide ? bits.of_row(half) : ~0u;
+    };
     if constexpr (kTwoBlockRows) {
       const KeyStep pending_step = ring().step(pending);
       const int halves = pending_step.has_second() ? 2 : 1;
 #pragma unroll 1
       for (int half = 0; half < halves; ++half)
         add_visible_products(o, p, tile.mask(params.base), tile.q_begin + first_row(),
-                             (pending_step.tile(half) - half) * 64, v_at(smem, stage),
+                             (pending_step.tile(half) - half) * 64, bits_of_row, v_at(smem, stage),
                              v_panel(stage), 64 * half, 64 * half + 64);
       return;
     }
     const int first_key =
         key_tile_at(its_slot, is(kFresh) ? tile.first_key_tile : key_tile + 1) * kBlockKv;
     add_visible_products(o, p, tile.mask(params.base), tile.q_begin + first_row(), first_key,
-                         smem + kVOffset + stage * kVStageBytes);
+                         bits_of_row, v_at(smem, stage), v_panel(stage));
   }
 
   // Completes the pending product: adds the part left to the CUDA cores and releases the stage of
@@ -169,33 +215,53 @@ struct Consumer : StepCursor<kTwoBlockRows> {
   // v_stage. is_last: the last key tile of these queries.
   __device__ __forceinline__ void fast_step(int k_stage, int v_stage, bool is_last) {
     full.wait(barriers.full, k_full(k_stage, warpgroup));
+    // Where registers are few, there are enough for score terms once the product is complete.
+    constexpr bool kMakeRoom = kHasTerms && Config::min_blocks == 3;
+    // On their way while the products are issued.
+    StepBits bits = {};
+    if constexpr (kHasBits && !kMakeRoom) bits = bits_of(k_stage);
     ping_pong().sync();
     // s must live until here, or the assembler separates the exponentials from their conversions.
     ptx::wgmma_pin(o), ptx::wgmma_pin(s), ptx::wgmma_pin(p);
     ptx::wgmma_fence();
     start_scores(s, q, smem, q_stage(), k_stage);
+    if (kHasBits && is(kHidden)) heed_scanners(v_stage);
     full.wait(barriers.full, v_full(v_stage));
     ptx::wgmma_fence();
-    start_output(o, p, smem, v_stage, state & kOutput);
+    start_output(o, p, smem, v_stage, state & kOutput, kHasBits && is(kSkip));
     state |= kOutput;
     ping_pong().arrive();
     if constexpr (kTwoBlockRows) advance();
-    ptx::wgmma_wait_group<1>();
+    ptx::wgmma_wait_group<kMakeRoom ? 0 : 1>();
     ptx::wgmma_pin(s);
+    const auto complete_output = [&] {
+      ptx::wgmma_pin(o), ptx::wgmma_pin(p);
+      if (kHasBits && is(kSkip)) add_visible(v_stage);
+      release(Barriers::kV + v_stage);
+    };
+    if constexpr (kMakeRoom) complete_output();
+    if constexpr (kHasBits && kMakeRoom) bits = bits_of(k_stage);
     release(k_stage);
     if (kLateQ && is_last) release_q();
+    if constexpr (kHasTerms) {
+      add_terms(scores().scale);
+      if (kHasBits && bits.hide) mask_row(s, 0, bits.of_row(0)), mask_row(s, 1, bits.of_row(1));
+      if constexpr (kHasBits) state = state & ~kHidden | (bits.hide ? kHidden : 0);
+    }
     int top[2];
     softmax.largest(s, top);
     const bool grew = softmax.exceeds(top, kSlack, scores().inverse_scale_log2);
     float rescale[2] = {1.f, 1.f};
     if (grew) softmax.move(s, top, scores(), rescale);
     softmax.exponentiate(s, scores().scale_log2);
-    ptx::wgmma_wait_group<0>();
-    ptx::wgmma_pin(o), ptx::wgmma_pin(p);
-    release(Barriers::kV + v_stage);
+    if constexpr (!kMakeRoom) {
+      ptx::wgmma_wait_group<0>();
+      complete_output();
+    }
     softmax.template round<Traits>(s, p);
     ptx::wgmma_pin(p);
     if (grew) rescale_output(o, rescale);
+    if constexpr (kHasBits) state &= ~kSkip;
   }
 
   // Releases key tiles that no query of this warpgroup sees. The first one needs no ping-pong
@@ -254,6 +320,7 @@ struct Consumer : StepCursor<kTwoBlockRows> {
         start_scores(s, q, smem, q_stage(), stage);
       };
       const auto start_output_here = [&] {
+        if (kHasBits && is(kHidden)) heed_scanners(v_stage());
         if (is(kPending)) full.wait(barriers.full, v_full(v_stage()));
         if (kLateQ && uses_ping_pong()) ping_pong().sync();
         ptx::wgmma_fence();
@@ -268,13 +335,24 @@ struct Consumer : StepCursor<kTwoBlockRows> {
       const auto look_up_mask_here = [&] {
         if (has_scores() && is_masked()) look_up_mask(visible), state |= kMasked;
       };
-      if constexpr (kWarpgroups < 3 && !kTwoBlockRows)
-        look_up_mask_here();  // three warpgroups have free registers only after the products
-      // With three warpgroups the pending product must be complete before registers are free for
-      // the softmax. Otherwise it may still be in flight when it is the last of its query tile.
-      constexpr bool kMakeRoom = kWarpgroups == 3 || kLateQ;
-      // Three warpgroups have no register for the log-sum-exp beside the next scores.
-      constexpr bool kFinishFirst = kLateQ || (kWarpgroups == 3 && Config::lse);
+      const auto look_up_bits_here = [&] {
+        const StepBits bits = bits_of(stage);
+        if (!bits.hide) return;
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+          visible[half] = bits.of_row(half) & (is(kMasked) ? visible[half] : ~0u);
+        state |= kMasked;
+      };
+      // Three warpgroups have free registers only after the products, and score terms need them
+      // before the mask.
+      if constexpr (kWarpgroups < 3 && !kTwoBlockRows && !kHasTerms) look_up_mask_here();
+      // With three warpgroups, in a CTA or in three of them with score terms, the pending product
+      // must be complete before registers are free for the softmax. Otherwise it may still be in
+      // flight when it is the last of its query tile.
+      constexpr bool kScarce = kWarpgroups == 3 || (kHasTerms && Config::min_blocks == 3);
+      constexpr bool kMakeRoom = kScarce || kLateQ;
+      // They have no register for the log-sum-exp beside the next scores.
+      constexpr bool kFinishFirst = kLateQ || (kScarce && Config::lse);
       RowTotals before;  // totals of the query tile that ends here
       if constexpr (!Config::lse && !kTwoBlockRows) before = softmax.totals();
       if constexpr (kLateQ) {
@@ -295,11 +373,14 @@ struct Consumer : StepCursor<kTwoBlockRows> {
         softmax.reset();
       }
       float rescale[2] = {1.f, 1.f};
-      if constexpr (kWarpgroups == 3 || kTwoBlockRows) look_up_mask_here();
+      if constexpr ((kWarpgroups == 3 || kTwoBlockRows) && !kHasTerms) look_up_mask_here();
       if (has_scores()) {
-        release(stage);
+        if constexpr (!kHasBits) release(stage);
         if (kLateQ && key_tile == QueryTile::load(slot).first_key_tile) release_q();
         cap_scores(s, scores());
+        if constexpr (kHasTerms)
+          add_terms(scores().softcap > 0.f ? 1.f : scores().scale), look_up_mask_here();
+        if constexpr (kHasBits) look_up_bits_here(), release(stage);
         if (is(kMasked)) mask_row(s, 0, visible[0]), mask_row(s, 1, visible[1]);
         int top[2];
         softmax.largest(s, top);
@@ -333,16 +414,20 @@ struct Consumer : StepCursor<kTwoBlockRows> {
         if constexpr (kTwoBlockRows) {
           stage = v_stage();
         }
-        full.peek(barriers.scanned - kBarrierBytes * Barriers::kV, v_full(stage));
-        // Lane 0 reads the words and also releases V, which orders this read before the next write.
-        const uint32_t words = barriers.has_nonfinite + 4 * kScanners * stage;
-        uint32_t found = 0;
-        if (lane() == 0)
-          found = ptx::load_shared(words) | ptx::load_shared(words + 4 * (kScanners - 1));
-        if (__shfl_sync(~0u, found, 0)) state |= kSkip;
+        if constexpr (kHasBits)
+          state |= kHidden;
+        else
+          heed_scanners(stage);
       }
       const int first_key_tile = QueryTile::load(slot).first_key_tile;
       const KeyWalk mine = walk();
+      // Whether the next step is fast, which the one before may decide. With score terms there is
+      // no register for the first key tile.
+      const auto is_fast = [&] {
+        if constexpr (kHasTerms)
+          return key_tile >= walk().unmasked_first;
+        return key_tile >= mine.unmasked_first;
+      };
       // With a softcap every key tile takes the general step, which keeps the cap out of the fast
       // one.
       if constexpr (kTwoBlockRows) {
@@ -358,18 +443,18 @@ struct Consumer : StepCursor<kTwoBlockRows> {
         // current stage.
 #pragma unroll
         for (int u = 1; u < kStages; ++u) {
-          if (u != stage || key_tile < mine.unmasked_first) continue;
+          if (u != stage || !is_fast()) continue;
           stage = next(u);
           fast_step(next(u), u, key_tile == first_key_tile);
           --key_tile;
         }
-        while (key_tile >= mine.unmasked_first) {
+        while (is_fast()) {
 #pragma unroll
           for (int u = 0; u < kStages; ++u) {
             stage = next(u);
             fast_step(next(u), u, key_tile == first_key_tile);
             --key_tile;
-            if (u + 1 < kStages && key_tile < mine.unmasked_first) break;
+            if (u + 1 < kStages && !is_fast()) break;
           }
         }
       }

@@ -29,7 +29,7 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash::KernelParams kernel_params
       ptx::wait_for_predecessors();
     publish(queue, smem, 0);
   } else if (threadIdx.x == 0) {
-    barriers.init();
+    barriers.init(scanners_of(params));
   } else if (threadIdx.x >= 64) {
     store_constants(smem, threadIdx.x - 64, Config::threads - 64);
   }
@@ -47,6 +47,10 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash::KernelParams kernel_params
     if constexpr (Config::cache) {
       if (threadIdx.x / 32 == 2) scan_values(smem, barriers, 0);
       if (threadIdx.x / 32 == 3) produce_values(kernel_params, smem, barriers);
+    } else if constexpr (kHasTerms) {
+      const int scanners = scanners_of(params), scanner = threadIdx.x / 32 - 2;
+      if (scanner >= 0 && scanner < scanners) scan_values(smem, barriers, scanner, scanners);
+      if (threadIdx.x / 32 == 3 && scanners == 1) produce_bias(terms_of(params), smem, barriers);
     } else {
       if (threadIdx.x / 32 >= 2) scan_values(smem, barriers, threadIdx.x / 32 - 2);
     }

@@ -12,7 +12,7 @@ namespace blockflash {
 using Config = AttentionFwdHopperConfig;
 using Params = blockflash_attention_fwd_tma_params;
 using Origin = OriginOfKeys<Config::cache>;
-using KernelParams = Origin::Params;
+using KernelParams = ParamsFor<Origin::Params, blockflash_attention_fwd_tma_terms_params>;
 using Queue = Origin::Queue<Config::block_q, Config::heads, Config::block_rows>;
 
 constexpr int kD = Config::head_dim, kBlockKv = Config::block_kv, kWarpgroups = Config::warpgroups,
@@ -29,7 +29,8 @@ constexpr bool kTwoBlockRows = Config::block_rows > 1;
 // anywhere.
 constexpr int kRowStep = Config::heads > 1 || kTwoBlockRows ? 0 : 64,
               kHeadStep = Config::heads > 1 ? 1 : 0;
-// Warps that look for NaN and infinity in V. Over a cache one of them loads V instead.
+// Warps that look for NaN and infinity in V. Over a cache one of them loads V instead, and where
+// there is a bias it loads that.
 constexpr int kScanners = Config::cache ? 1 : 2, kReadersOfTiles = 2;
 // Q has a single buffer, which becomes free when the scores of the last key tile are complete. The
 // scores of the next queries are then issued after P·V of that key tile instead of before it.
@@ -57,37 +58,55 @@ constexpr int kQBytes = 64 * 128 * kPanels, kKvBytes = kPanelBytes * kPanels,
               kVStageBytes = kKvBytes + kOnes * kPanelBytes;
 constexpr int kKOffset = kWarpgroups * Config::q_stages * kQBytes,
               kVOffset = kKOffset + kStages * kKvBytes;
-// With two block rows both stages of V share the ones, as a panel that is as far behind the second
-// panel as that one is behind the first: by one panel, and by three, between which a stage of K
-// is.
-constexpr int kOnesOffset = kVOffset + 4 * kPanelBytes;
+// With two block rows and with score terms both stages of V share the ones, as a panel that is as
+// far behind the last panel as that one is behind the one before: in the first stage by one panel,
+// in the second by one more than there are of V, between which a stage of K is.
+constexpr bool kSharedOnes = kTwoBlockRows || (kHasTerms && kOnes);
+constexpr int kOnesOffset = kVOffset + 2 * kKvBytes;
+// From one stage of K to the next; the first panel of the second stage of V may be between them.
+constexpr int kKStageBytes =
+    kKvBytes + (kSharedOnes && !kTwoBlockRows && kPanels > 1 ? kPanelBytes : 0);
 constexpr int kSlotOffset =
-                  kTwoBlockRows ? kOnesOffset + kPanelBytes : kVOffset + kStages * kVStageBytes,
+                  kSharedOnes ? kOnesOffset + kPanelBytes : kVOffset + kStages * kVStageBytes,
               kSlots = 6, kSlotBytes = 16 * (4 + kWarpgroups | 1);
 constexpr int kBarrierOffset = kSlotOffset + kSlots * kSlotBytes, kZerosOffset = kSlotOffset + 1024;
-constexpr bool kStaged = !kLateQ && Config::min_blocks == 1 && !kTwoBlockRows;
-constexpr int kStagingOffset = kZerosOffset + 1024, kStepOffset = kStagingOffset;
+// With score terms a warpgroup has a ring of boxes of 64 × 64 elements of the bias: one more than a
+// step takes. In the largest tiles they have the place of the output.
+constexpr int kBoxBytes = 8192, kBoxes = kHasTerms ? kBlockKv / 64 + 1 : 0;
+constexpr bool kStaged =
+    !kLateQ && Config::min_blocks == 1 && !kTwoBlockRows &&
+    !(kHasTerms && (kD == 128 || kWarpgroups == 3));
+constexpr int kStagingOffset = kZerosOffset + 1024, kStepOffset = kStagingOffset,
+              kBiasOffset = kStagingOffset + kStaged * kWarpgroups * kQBytes;
+static_assert(!kHasTerms || (kBlockKv % 64 == 0 && kBlockKv <= 128 && kStages == 2 &&
+                             !kTwoBlockRows && !Config::cache),
+              "boxes and bits have 64 keys, and stages share the ones in pairs");
+static_assert(!kSharedOnes || kPanels <= 2, "stages of K and V are interleaved in pairs of panels");
 constexpr int kReleases =
     kTwoBlockRows ? 3 : 1;  // K and V are for one of two warpgroups, or for both
 
 // Where a stage begins, and how far apart its panels are.
 __device__ __forceinline__ uint32_t k_at(uint32_t smem, int stage) {
-  return smem + kKOffset + stage * kKvBytes + (kTwoBlockRows && stage == 2 ? kPanelBytes : 0);
-}
-__device__ __forceinline__ uint32_t v_at(uint32_t smem, int stage) {
-  return kTwoBlockRows ? smem + kOnesOffset - (stage == 0 ? 2 : 6) * kPanelBytes
-                       : smem + kVOffset + stage * kVStageBytes;
+  return smem + kKOffset + stage * kKStageBytes + (kTwoBlockRows && stage == 2 ? kPanelBytes : 0);
 }
 __device__ __forceinline__ constexpr int v_panel(int stage) {
-  return kTwoBlockRows && stage != 0 ? 3 * kPanelBytes : kPanelBytes;
+  return kSharedOnes && stage != 0 ? (kPanels + 1) * kPanelBytes : kPanelBytes;
+}
+__device__ __forceinline__ uint32_t v_at(uint32_t smem, int stage) {
+  return kSharedOnes ? smem + kOnesOffset - kPanels * v_panel(stage)
+                     : smem + kVOffset + stage * kVStageBytes;
 }
 
-// Each stage of the rings of K, V and Q, in this order, has a "full" and an "empty" mbarrier and a
-// phase bit; with two block rows a stage of K or V has three of each, by the rows that it is for,
-// and only the first "empty" one of them is used.
+// Tiles of 192 queries divide no block with bits.
+constexpr bool kHasBits = kHasTerms && kWarpgroups != 3;
+
+// Each stage of the rings of K, V and Q, and each box of the bias, in this order, has a "full" and
+// an "empty" mbarrier and a phase bit; with two block rows a stage of K or V has three of each, by
+// the rows that it is for, and only the first "empty" one of them is used.
 struct Barriers : TileBarriers<1> {
   static constexpr int kV = kReleases * kStages, kQ = kV + kReleases * kVStages,
-                       kCount = kQ + kWarpgroups * Config::q_stages;
+                       kBias = kQ + kWarpgroups * Config::q_stages,
+                       kCount = kBias + kWarpgroups * kBoxes;
   uint32_t full, empty;
   // Of the NaN scanners: an mbarrier per stage of V; a word per stage and warp.
   uint32_t scanned, has_nonfinite;
@@ -98,26 +117,35 @@ struct Barriers : TileBarriers<1> {
         scanned(published + 16),
         has_nonfinite(scanned + 8 * kReleases * kVStages) {}
 
-  __device__ __forceinline__ void init() const {
+  // With score terms a word per stage of K and of V: the first bits of its key tile, or -1.
+  __device__ __forceinline__ uint32_t bits_of(int stage) const {
+    return has_nonfinite + 4 * (kScanners * kVStages + stage);
+  }
+
+  __device__ __forceinline__ void init(int all_scanners = kScanners) const {
     for (int i = 0; i < kCount; ++i) {
       // One arrival per warp that reads the stage: one warpgroup for Q, all consumers for K and V,
       // the NaN-scanner warps for V, and for the first Q all warps that learn of a tile by it.
-      const int scanners = i >= kQ && (i - kQ) % kWarpgroups == 0 ? kReadersOfTiles
-                           : i >= kV && i < kQ                    ? kScanners
-                                                                  : 0;
+      const int scanners = i >= kBias                               ? 0
+                           : i >= kQ && (i - kQ) % kWarpgroups == 0 ? kReadersOfTiles
+                           : i >= kV && i < kQ                      ? all_scanners
+                                                                    : 0;
       ptx::mbarrier_init(full + 8 * i, 1);
       ptx::mbarrier_init(empty + 8 * i, (i < kQ ? kWarpgroups * 4 : 4) + scanners);
     }
-    for (int i = 0; i < kReleases * kVStages; ++i) ptx::mbarrier_init(scanned + 8 * i, kScanners);
+    for (int i = 0; i < kReleases * kVStages; ++i)
+      ptx::mbarrier_init(scanned + 8 * i, all_scanners);
+    if (kHasTerms)  // what no scanner writes
+      for (int i = 0; i < kScanners * kVStages; ++i) ptx::store_shared(has_nonfinite + 4 * i, 0);
     TileBarriers::init(1);
     ptx::fence_mbarrier_init();
   }
 };
 static_assert(kSlots * kSlotBytes + 16 * Barriers::kCount + 16 +
-                      (8 * kReleases + 4 * kScanners) * kVStages <=
+                      (8 * kReleases + 4 * kScanners) * kVStages + kHasBits * 8 * kStages <=
                   1024,
               "slots and barriers are a page");
-static_assert(kStagingOffset + kStaged * kWarpgroups * kQBytes + kTwoBlockRows * StepRing::kBytes ==
+static_assert(kBiasOffset + kWarpgroups * kBoxes * kBoxBytes + kTwoBlockRows * StepRing::kBytes ==
                   Config::smem_bytes,
               "manifest and kernel disagree on shared memory");
 
@@ -135,8 +163,21 @@ constexpr int kRowsInSlot = 32, kListInSlot = 48, kWalkInSlot = 64;
 // Of two block rows: the first query of each, in place of the list.
 constexpr int kPairInSlot = kListInSlot;
 
+// The box of the bias that a warpgroup takes next: the first one whose phase is that of the last
+// one. A counter would need a register.
+__device__ __forceinline__ int next_box(const PhaseBits& of, int warpgroup) {
+  const int first = warpgroup * kBoxes;
+  const uint32_t phases = of.bits >> (Barriers::kBias + first);
+  int box = kBoxes - 1;
+#pragma unroll
+  for (int i = kBoxes - 2; i >= 0; --i)
+    if (!((phases ^ phases >> (kBoxes - 1 - i)) >> i & 1)) box = i;
+  return first + box;
+}
+
 // The key tile at a position of the slot's list.
 __device__ __forceinline__ int key_tile_at(uint32_t slot, int position) {
+  if constexpr (kHasTerms && !kHasBits) return position;
   return TileList::load(slot + kListInSlot).tile_at(position);
 }
 

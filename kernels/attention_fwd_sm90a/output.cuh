@@ -42,13 +42,15 @@ __device__ __forceinline__ void store_output(const Params& params, const QueryTi
     scale[half] = denominator == 0.f ? 0.f : share * ptx::rcp_approx(denominator);
     row_lse[half] = log;
   }
-  // The log-sum-exp goes first, since the output needs its registers.
+  // The log-sum-exp goes first, since the output needs its registers. Kernels with score terms have
+  // none for another condition.
+  const int rows_of_lse = kHasTerms && b.lse == nullptr ? 0 : tile.seqlen_q;
   if (Config::lse && lane % 4 == 0 && (!Config::cache || b.lse != nullptr)) {
     float* const lse = b.lse + tile.batch * b.lse_stride_batch + head * b.lse_stride_head +
                        tile.q_offset + warp_row + accumulator_row(lane, 0);
 #pragma unroll
     for (int half = 0; half < 2; ++half)
-      if (warp_row + accumulator_row(lane, 2 * half) < tile.seqlen_q) lse[8 * half] = row_lse[half];
+      if (warp_row + accumulator_row(lane, 2 * half) < rows_of_lse) lse[8 * half] = row_lse[half];
   }
   const auto word = [&](int d, int half) {
     return Traits::pack(o[4 * d + 2 * half] * scale[half], o[4 * d + 2 * half + 1] * scale[half]);

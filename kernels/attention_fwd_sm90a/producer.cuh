@@ -2,8 +2,8 @@
 #pragma once
 
 #include "blockflash/ptx/launch.cuh"
-#include "blockflash/ptx/tensor_copy.cuh"
 #include "scheduler.cuh"
+#include "terms_producer.cuh"
 
 namespace blockflash {
 
@@ -20,19 +20,20 @@ __device__ __forceinline__ void produce(const Given& kernel_params, uint32_t sme
     empty.wait(barriers.empty, stage);
     if (issues) ptx::mbarrier_arrive_expect_tx(barrier_of(barriers.full, stage), bytes);
   };
-  const auto copy = [&](int stage, uint32_t dst, int bytes, int rows,
+  const auto copy = [&](int stage, uint32_t dst, int bytes, int panel_bytes,
                         const blockflash_tensor_map& map, int row, int head, int batch) {
     open(stage, bytes);
     if (!issues) return;
 #pragma unroll
     for (int panel = 0; panel < kPanels; ++panel)
-      ptx::tensor_copy_4d(dst + panel * rows * 128, &map, panel * 64, row, head, batch,
+      ptx::tensor_copy_4d(dst + panel * panel_bytes, &map, panel * 64, row, head, batch,
                           barrier_of(barriers.full, stage));
   };
-  const auto copy_keys = [&](int stage, uint32_t dst, const blockflash_tensor_map& map,
-                             const TileRows& rows, int key_tile, const CachePieces& pieces) {
+  const auto copy_keys = [&](int stage, uint32_t dst, int panel_bytes,
+                             const blockflash_tensor_map& map, const TileRows& rows, int key_tile,
+                             const CachePieces& pieces) {
     if constexpr (!Config::cache) {
-      copy(stage, dst, kKvBytes, kBlockKv, map, rows.kv + key_tile * kBlockKv, rows.head_kv,
+      copy(stage, dst, kKvBytes, panel_bytes, map, rows.kv + key_tile * kBlockKv, rows.head_kv,
            rows.batch);
     } else {
       open(stage, kKvBytes);
@@ -48,12 +49,19 @@ __device__ __forceinline__ void produce(const Given& kernel_params, uint32_t sme
   };
   int stage = 0;    // stage of the next key tile
   int v_next = -1;  // key tile whose V is still to be loaded, into the stage before `stage`
+  // Tells the readers of a stage of K or V which bits its key tile has.
+  const auto announce = [&](int stage, int bits) {
+    empty.peek(barriers.empty, stage);
+    ptx::store_shared(barriers.bits_of(stage), bits);
+  };
   const auto copy_v = [&](uint32_t slot) {
     if (Config::cache || v_next < 0) return;
     const TileRows rows = TileRows::load(slot + kRowsInSlot);
     const int v_stage = previous_stage<kStages>(stage);
-    copy_keys(Barriers::kV + v_stage, smem + kVOffset + v_stage * kVStageBytes, params.v, rows,
-              v_next, CachePieces{0, 0});
+    if constexpr (kHasBits)
+      announce(Barriers::kV + v_stage, ptx::load_shared(barriers.bits_of(v_stage)));
+    copy_keys(Barriers::kV + v_stage, v_at(smem, v_stage), v_panel(v_stage), params.v, rows, v_next,
+              CachePieces{0, 0});
     v_next = -1;
   };
   const auto copy_q = [&](int n, uint32_t slot, bool has_keys) {
@@ -62,7 +70,7 @@ __device__ __forceinline__ void produce(const Given& kernel_params, uint32_t sme
       const int at = n % Config::q_stages * kWarpgroups + w;
       if (has_keys) {
         const TileRows rows = TileRows::load(slot + kRowsInSlot);
-        copy(Barriers::kQ + at, smem + at * kQBytes, kQBytes, 64, params.q, rows.q + w * kRowStep,
+        copy(Barriers::kQ + at, smem + at * kQBytes, kQBytes, 8192, params.q, rows.q + w * kRowStep,
              QueryTile::load(slot).head + w * kHeadStep, rows.batch);
       } else {
         empty.wait(barriers.empty, Barriers::kQ + at);
@@ -84,16 +92,23 @@ __device__ __forceinline__ void produce(const Given& kernel_params, uint32_t sme
     if (key_tiles <= 0) copy_v(slot_of(smem, n - 1));
     if (!kLateQ || key_tiles <= 0) copy_q(n, slot, key_tiles > 0);
     if (key_tiles < 0) break;
-    Origin::Walk tiles(slot + kListInSlot, QueryTile::load(slot).first_key_tile + key_tiles - 1);
+    auto tiles = walk_of(kernel_params, slot, QueryTile::load(slot).first_key_tile + key_tiles - 1);
     CachePieces pieces = look_up(slot, tiles.tile());
 #pragma unroll 1
     for (int left = key_tiles; left > 0; --left) {
       const int now = tiles.tile();
-      tiles.advance();
+      if constexpr (kHasBits)
+        announce(stage, tiles.bits());
+      else
+        tiles.advance();
       const TileRows rows = TileRows::load(slot + kRowsInSlot);
-      copy_keys(stage, smem + kKOffset + stage * kKvBytes, params.k, rows, now, pieces);
-      copy_v(left == key_tiles ? slot_of(smem, n - 1) : slot);
-      if (kLateQ && left == key_tiles) copy_q(n, slot, true);
+      copy_keys(stage, smem + kKOffset + stage * kKStageBytes, kPanelBytes, params.k, rows, now,
+                pieces);
+      if constexpr (kHasBits) tiles.prefetch_bits(), tiles.advance();
+      // With bits the thread has no register for the number of key tiles.
+      const bool is_first = left == (kHasBits ? QueryTile::load(slot).key_tiles : key_tiles);
+      copy_v(is_first ? slot_of(smem, n - 1) : slot);
+      if (kLateQ && is_first) copy_q(n, slot, true);
       v_next = now;
       // While a stage becomes free.
       if (left > 1) pieces = look_up(slot, tiles.tile());

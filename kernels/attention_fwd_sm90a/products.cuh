@@ -14,7 +14,7 @@ __device__ __forceinline__ void start_scores(float (&s)[kBlockKv / 2], uint32_t*
                                              int q_stage, int stage) {
   const uint64_t k = kTwoBlockRows
                          ? ptx::wgmma_descriptor(k_at(smem, stage))
-                         : ptx::wgmma_descriptor(smem + kKOffset) + (stage * kKvBytes >> 4);
+                         : ptx::wgmma_descriptor(smem + kKOffset) + (stage * kKStageBytes >> 4);
   const uint64_t q_tile = ptx::wgmma_descriptor(smem) + (q_stage * kQBytes >> 4);
 #pragma unroll
   for (int d = 0; d < (kD + 15) / 16; ++d) {
@@ -42,7 +42,7 @@ __device__ __forceinline__ void start_output(float (&o)[kOutColumns / 2],
                                              uint32_t (&p)[kBlockKv / 4], uint32_t smem, int stage,
                                              uint32_t accumulate, bool skip = false) {
   const uint64_t v = skip ? ptx::wgmma_descriptor_mn(smem + kZerosOffset, 0, 0)
-                     : kTwoBlockRows
+                     : kSharedOnes
                          ? ptx::wgmma_descriptor_mn(v_at(smem, stage), v_panel(stage), 1024)
                          : ptx::wgmma_descriptor_mn(smem + kVOffset, kBlockKv * 128, 1024) +
                                (stage * kVStageBytes >> 4);

@@ -5,7 +5,9 @@
 #include "blockflash/attention/block_walk.cuh"
 #include "blockflash/attention/packed_rows.cuh"
 #include "blockflash/attention/scores.cuh"
+#include "blockflash/config/attention_terms.cuh"
 #include "blockflash/params/attention_fwd.h"
+#include "blockflash/params/attention_terms.h"
 #include "blockflash/ptx/shared.cuh"
 
 namespace blockflash {
@@ -80,6 +82,13 @@ struct KeyLimits {
   }
 };
 
+// The parameters of a kernel with score terms, which begin with those of one without.
+__device__ __forceinline__ const blockflash_attention_fwd_tma_terms_params& terms_of(
+    const blockflash_attention_fwd_tma_params& params) {
+  return reinterpret_cast<const blockflash_attention_fwd_tma_terms_params&>(params);
+}
+static_assert(offsetof(blockflash_attention_fwd_tma_terms_params, fwd) == 0);
+
 // Hands out the indices of query tiles to CTAs. With a counter, those that finish early take more.
 struct QueueCounter {
   const blockflash_attention_fwd_tma_params& params;
@@ -88,6 +97,9 @@ struct QueueCounter {
   __device__ __forceinline__ explicit QueueCounter(
       const blockflash_attention_fwd_tma_params& params)
       : params(params) {}
+  __device__ __forceinline__ explicit QueueCounter(
+      const blockflash_attention_fwd_tma_terms_params& all)
+      : QueueCounter(all.fwd) {}
 
   __device__ __forceinline__ void advance() {
     if (params.tile_counter != nullptr) {
@@ -96,6 +108,12 @@ struct QueueCounter {
     } else {
       index += gridDim.x;
     }
+  }
+
+  // Whether batch entries read the same bias. Packed ones have none.
+  __device__ __forceinline__ bool shares_bias() const {
+    const blockflash_score_terms& terms = terms_of(params).terms;
+    return terms.bias != nullptr && terms.bias_stride_batch == 0;
   }
 
   // The last CTA resets the counters for the next launch.
@@ -155,8 +173,14 @@ struct TileQueue : QueueCounter {
               rest = at - section * rows_here;
     const int width = min(heads_per_section, heads - section), row = rest / width,
               head = section + rest - row * width;
-    tile.batch = packed ? batch : head / heads_q;
-    tile.head = (packed ? head : head - tile.batch * heads_q) * tile_heads;
+    if (kHasTerms && shares_bias()) {
+      // Tiles that read the same bias follow one another.
+      tile.head = head / p.batch;
+      tile.batch = head - tile.head * p.batch, tile.head *= tile_heads;
+    } else {
+      tile.batch = packed ? batch : head / heads_q;
+      tile.head = (packed ? head : head - tile.batch * heads_q) * tile_heads;
+    }
     const BlockRows rows = BlockRows::of(p.block_mask, tile.batch);
     int row_group = first_row + row;
     if constexpr (block_rows > 1) {

@@ -40,9 +40,9 @@ __device__ __forceinline__ bool publish(Queue& queue, uint32_t smem, int n) {
     if (lane == 0) QueryTile{0, 0, 0, 0, 0, 0, 0, -1}.store(slot);
     return false;
   }
-  const TileList list = Origin::has_block_masks ? TileList::of(p.block_mask, kBlockKv, tile.batch,
-                                                               tile.head, tile.q_begin)
-                                                : TileList{nullptr, 0, 1};
+  TileList list = Origin::has_block_masks
+                      ? TileList::of(p.block_mask, kBlockKv, tile.batch, tile.head, tile.q_begin)
+                      : TileList{nullptr, 0, 1};
   // Lanes 0 and 1 find the ends of the whole tile, lanes 4 w + 4 to 4 w + 7 the walk of warpgroup
   // w.
   const int warpgroup = lane / 4 - 1, word = lane % 4;
@@ -67,6 +67,10 @@ __device__ __forceinline__ bool publish(Queue& queue, uint32_t smem, int n) {
     tile.first_key_tile = first, tile.key_tiles = key_tiles;
     tile.store(slot);
     queue.rows_of(tile).store(slot + kRowsInSlot);
+    // Nobody searches the list any more. In place of its length: the bits of a block that come
+    // before those of these queries.
+    if (kHasBits && list.cols != nullptr)
+      list.count = tile.q_begin % p.block_mask.block_q / 64 * (p.block_mask.block_kv / 64);
     list.store(slot + kListInSlot);
   }
   return true;

@@ -6,14 +6,15 @@
 
 #include "blockflash/mma/element.cuh"
 #include "layout.cuh"
+#include "score_terms.cuh"
 
 namespace blockflash {
 
 // Stores the ones behind each stage of V, and the page of zeros.
 __device__ __forceinline__ void store_constants(uint32_t smem, int thread, int threads) {
   if constexpr (kOnes) {
-    constexpr int kPieces = kBlockKv * 128 / 16, kCopies = kTwoBlockRows ? 1 : kStages,
-                  kFirst = kTwoBlockRows ? kOnesOffset : kVOffset + kKvBytes;
+    constexpr int kPieces = kBlockKv * 128 / 16, kCopies = kSharedOnes ? 1 : kStages,
+                  kFirst = kSharedOnes ? kOnesOffset : kVOffset + kKvBytes;
     const int ones = ElementTraits<Config::Element>::pack(1.f, 1.f);
     for (int i = thread; i < kCopies * kPieces; i += threads)
       ptx::store_shared_int4(smem + kFirst + i / kPieces * kVStageBytes + i % kPieces * 16,
@@ -24,7 +25,8 @@ __device__ __forceinline__ void store_constants(uint32_t smem, int thread, int t
 
 // NaN-scanner warps search V for NaN and infinity where a mask hides keys from some of the queries,
 // each in its own part. They follow the rings as consumers do and report to the consumers.
-__device__ __forceinline__ void scan_values(uint32_t smem, const Barriers& barriers, int scanner) {
+__device__ __forceinline__ void scan_values(uint32_t smem, const Barriers& barriers, int scanner,
+                                            int scanners = kScanners) {
   using Traits = ElementTraits<Config::Element>;
   const int lane = threadIdx.x % 32;
   PhaseBits full = PhaseBits::consumer();
@@ -56,18 +58,30 @@ __device__ __forceinline__ void scan_values(uint32_t smem, const Barriers& barri
       }
       const int its = step.rows() % 3 * kVStages + stage;
       full.wait(barriers.full, Barriers::kV + its);
-      if (kTwoBlockRows ? step.is_masked()
-                        : key_tile < unmasked_first || key_tile > unmasked_last) {
+      bool masked =
+          kTwoBlockRows ? step.is_masked() : key_tile < unmasked_first || key_tile > unmasked_last;
+      if constexpr (kHasBits) masked |= announced_bits(barriers.bits_of(Barriers::kV + stage)) >= 0;
+      if (masked) {
         uint32_t sums = 0;
         constexpr int kPieces = kKvBytes / (512 * kScanners);
         const uint32_t at = v_at(smem, stage) +
                             (kTwoBlockRows ? scanner * v_panel(stage) : scanner * (kPieces * 512)) +
                             lane * 16;
+        const auto scan = [&](uint32_t from, uint32_t step, int pieces) {
 #pragma unroll 4
-        for (int piece = 0; piece < kPieces; ++piece) {
-          const int4 words = ptx::load_shared_int4(at + piece * 512);
-          for (int word : {words.x, words.y, words.z, words.w})
-            sums = Traits::zero_times_plus(word, sums);
+          for (int piece = 0; piece < pieces; ++piece) {
+            const int4 words = ptx::load_shared_int4(from + piece * step);
+            for (int word : {words.x, words.y, words.z, words.w})
+              sums = Traits::zero_times_plus(word, sums);
+          }
+        };
+        if constexpr (kHasTerms) {
+#pragma unroll
+          for (int panel = 0; panel < kPanels; ++panel)
+            scan(v_at(smem, stage) + panel * v_panel(stage) + (scanner * 32 + lane) * 16,
+                 scanners * 512, kPanelBytes / 512 / scanners);
+        } else {
+          scan(at, 512, kPieces);
         }
         const bool found = __any_sync(~0u, sums != 0);
         if (lane == 0)
@@ -85,14 +99,14 @@ __device__ __forceinline__ void scan_values(uint32_t smem, const Barriers& barri
 
 // An MMA spreads a NaN or infinity in V to every row, also to rows whose probability for that key
 // is 0. Under a mask the product with such a V is computed here instead, over the keys that a row
-// attends to: o += P·V for rows `row` and `row` + 8 and the key tile from `first_key` on. This is
-// rare, so the code is small rather than fast.
-__device__ __forceinline__ void add_visible_products(float (&o)[kOutColumns / 2],
-                                                     const uint32_t (&p)[kBlockKv / 4],
-                                                     const AttentionMask& mask, int row,
-                                                     int first_key, uint32_t v_smem,
-                                                     int panel_bytes = kBlockKv * 128, int from = 0,
-                                                     int to = kBlockKv) {
+// attends to: o += P·V for rows `row` and `row` + 8 and the key tile from `first_key` on, of which
+// `bits_of_row` says what bits show of one of the rows. This is rare, so the code is small rather
+// than fast.
+template <class BitsOfRow>
+__device__ __forceinline__ void add_visible_products(
+    float (&o)[kOutColumns / 2], const uint32_t (&p)[kBlockKv / 4], const AttentionMask& mask,
+    int row, int first_key, const BitsOfRow& bits_of_row, uint32_t v_smem, int panel_bytes,
+    int from = 0, int to = kBlockKv) {
   using Traits = ElementTraits<Config::Element>;
   const int lane = threadIdx.x % 32;
   // One row after the other: scores and probabilities are live here and leave few registers.
@@ -100,6 +114,7 @@ __device__ __forceinline__ void add_visible_products(float (&o)[kOutColumns / 2]
   for (int half = 0; half < 2; ++half) {
     const KeyRange keys = mask.keys_of<int>(row + 8 * half);
     const int begin = keys.begin - first_key, end = keys.end - first_key;
+    const uint32_t shown = bits_of_row(half);
 #pragma unroll 1
     for (int key = from; key < to; ++key) {
       float probability = 0.f;
@@ -108,7 +123,9 @@ __device__ __forceinline__ void add_visible_products(float (&o)[kOutColumns / 2]
         if (i / 2 == key / 8)
           probability = Traits::to_float(static_cast<uint16_t>(p[i] >> (key % 2 * 16)));
       probability = __shfl_sync(~0u, probability, lane / 4 * 4 + key % 8 / 2);
-      if (key < begin || key >= end) continue;
+      bool visible = key >= begin && key < end;
+      if constexpr (kHasBits) visible &= shows(shown, key);
+      if (!visible) continue;
       const uint32_t v_row = v_smem + key * 128 + lane % 4 * 4;
 #pragma unroll
       for (int d = 0; d < kOutColumns / 8; ++d) {

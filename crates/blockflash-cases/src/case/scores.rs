@@ -42,7 +42,7 @@ pub(super) fn details(scores: &ScoresProblem, differ: bool) -> Vec<(&'static str
     if scores.sink {
         details.push(("sink", "one score per head".to_owned()));
     }
-    if let Some(BiasProblem { dtype, broadcast }) = scores.bias {
+    if let Some(BiasProblem { dtype, broadcast, .. }) = scores.bias {
         let axes = ["batch entry", "head", "query", "key"].into_iter().zip(broadcast);
         let axes: Vec<_> = axes.filter_map(|(axis, one)| (!one).then_some(axis)).collect();
         let per =

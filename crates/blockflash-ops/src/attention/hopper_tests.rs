@@ -4,7 +4,7 @@ use super::super::{Align, AttentionPlan, Mask, PackedRows, plan};
 use super::*;
 use crate::fixtures::gpu;
 use crate::selection::select_among;
-use crate::{Error, HeadDims, ScoresProblem};
+use crate::{BiasProblem, Error, HeadDims, ScoresProblem};
 use blockflash_safe::AttentionFwdPlan;
 use blockflash_sys::Target;
 use blockflash_sys::manifest::{self, Variant};
@@ -50,6 +50,84 @@ fn blocks_are_as_wide_as_the_grid_allows() {
     assert_eq!([72, 136, 256].map(|head_dim| block_q(1, 1, 1, head_dim)), [128, 128, 64]);
     assert_eq!([64, 128, 256].map(|head_dim| block_q(32, 16, 512, head_dim)), [192, 128, 128]);
     assert_eq!([96, 192].map(|head_dim| block_q(4, 16, 4096, head_dim)), [192, 128]);
+}
+
+fn with_bias(
+    dense: AttentionProblem,
+    dtype: DType,
+    broadcast: [bool; 4],
+    mapped: bool,
+) -> AttentionProblem {
+    let bias = Some(BiasProblem { dtype, broadcast, mapped });
+    AttentionProblem { scores: ScoresProblem { bias, ..dense.scores }, ..dense }
+}
+
+/// Portable kernels take a bias of which there is no tensor map.
+#[test]
+fn score_terms_take_their_kernels() {
+    let name = |problem: AttentionProblem| {
+        let symbol = select(&problem, &h200()).unwrap().symbol();
+        let name = symbol.strip_prefix("blockflash_attention_fwd_").unwrap().to_owned();
+        assert!(name.ends_with("_terms"), "{name}");
+        name
+    };
+    let is_portable = |problem: AttentionProblem| name(problem).starts_with("sm80_");
+    let dense = |head_dim| problem(4, [16, 16], 4096, head_dim);
+    let full = [false; 4];
+    for head_dim in [64, 96, 128, 192, 256] {
+        for broadcast in [full, [true, false, false, false], [true, true, false, false]] {
+            assert!(!is_portable(with_bias(dense(head_dim), DType::BF16, broadcast, true)));
+        }
+        for (dtype, broadcast, mapped) in [
+            (DType::BF16, full, false),
+            (DType::F16, full, true),
+            (DType::F32, full, false),
+            (DType::BF16, [false, false, true, false], true),
+            (DType::BF16, [false, false, false, true], true),
+        ] {
+            assert!(is_portable(with_bias(dense(head_dim), dtype, broadcast, mapped)));
+        }
+    }
+    let with_alibi = |dense: AttentionProblem| AttentionProblem {
+        scores: ScoresProblem { alibi: true, ..dense.scores },
+        ..dense
+    };
+    let of = |head_dim| name(with_alibi(dense(head_dim)));
+    assert_eq!(of(64), "sm90a_bf16_d64_q192_kv128_s2_terms");
+    assert_eq!(of(72), "sm90a_bf16_d128_q128_kv128_s2_terms");
+    assert_eq!(of(256), "sm90a_bf16_d256_q64_kv64_s2_terms");
+    // The log-sum-exp makes no difference.
+    let lse = with_alibi(dense(64)).with_lse();
+    assert_eq!(name(lse), of(64));
+    let under = |head_dim, block| {
+        let [block_q, block_kv] = [block; 2];
+        let (batch, heads, packed_rows, bits) = (1, 1, None, true);
+        let mask = BlockMaskSizes { block_q, block_kv, batch, heads, packed_rows, bits };
+        name(AttentionProblem { block_mask: Some(mask), ..dense(head_dim) })
+    };
+    assert_eq!(under(64, 64), "sm90a_bf16_d64_q64_kv64_s2_terms");
+    for block in [128, 192, 384] {
+        let tile = if block == 192 { "q64_kv64" } else { "q128_kv128" };
+        assert_eq!(under(64, block), format!("sm90a_bf16_d64_{tile}_s2_terms"));
+    }
+    assert_eq!(under(128, 64), "sm90a_bf16_d128_q64_kv64_s2_terms");
+    assert_eq!(under(256, 128), "sm90a_bf16_d256_q64_kv64_s2_terms");
+}
+
+/// Heads that read the same bias are computed together.
+#[test]
+fn readers_of_a_bias_share_a_section() {
+    let section = |heads, broadcast| {
+        let dense = problem(8, heads, 4096, 64);
+        planned(&with_bias(dense, DType::BF16, broadcast, true)).1.heads_per_section
+    };
+    assert_eq!(section([32, 32], [false; 4]), 1);
+    assert_eq!(section([32, 8], [false; 4]), 4);
+    assert_eq!(section([32, 32], [true, false, false, false]), 8);
+    assert_eq!(section([32, 8], [true, false, false, false]), 32);
+    // Keys of all heads would not fit into L2.
+    assert_eq!(section([32, 32], [false, true, false, false]), 32);
+    assert_eq!(section([128, 128], [false, true, false, false]), 32);
 }
 
 /// One CTA per tile where the tiles do not fill the GPU and have few keys.

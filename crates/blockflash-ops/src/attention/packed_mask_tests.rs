@@ -203,7 +203,7 @@ fn plans_say_how_the_mask_is_read() {
         bits: false,
     };
     let dense = AttentionProblem::dense(DType::F16, [6, 300, 300], [8, 2], 64);
-    let problem = AttentionProblem { packed: Some(rows), block_mask: Some(sizes), ..dense };
+    let problem = AttentionProblem { packed: Some(rows), ..dense };
     for kernel in manifest::kernels() {
         let Some(tile) = kernel
             .attention_tile()
@@ -215,7 +215,8 @@ fn plans_say_how_the_mask_is_read() {
         if 256 % tile.block_kv != 0 || small {
             continue;
         }
-        let problem = AttentionProblem { types: tile.types, ..problem };
+        let sizes = BlockMaskSizes { bits: tile.terms, ..sizes };
+        let problem = AttentionProblem { types: tile.types, block_mask: Some(sizes), ..problem };
         let plan = plan(kernel, &as_asked(problem, &tile), &gpu(9, 0)).unwrap();
         assert_eq!(plan.plan.scalars.blocks, [256; 2]);
         // As many tiles as if all sequences were the longest: two rows, for 8 heads of 6 sequences.

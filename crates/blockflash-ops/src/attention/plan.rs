@@ -98,6 +98,8 @@ pub(crate) fn scalars(problem: &AttentionProblem) -> Result<AttentionScalars> {
 /// Under a window two tiles for each CTA balance enough. The first tiles of each head read its keys
 /// from device memory and the others from L2, so with more heads memory would have too much to do
 /// in turn with too little: short causal sequences were 12 % slower.
+///
+/// Heads that read the same bias are taken together, since it is larger than their keys.
 pub(crate) fn heads_per_section(
     problem: &AttentionProblem,
     window: &blockflash_window,
@@ -108,7 +110,14 @@ pub(crate) fn heads_per_section(
     let group = (problem.num_heads_q / problem.num_heads_kv.max(1)).max(1);
     let windowless = [window.left, window.right] == [BLOCKFLASH_WINDOW_UNBOUNDED; 2];
     let masked = problem.block_mask.is_some();
-    if windowless && !masked {
+    // Groups of heads whose tiles read the same bias. Of a bias that serves all batch entries,
+    // kernels take a head in all of them before the next one.
+    let readers = match problem.scores.bias.map(|bias| bias.broadcast) {
+        Some([true, ..]) => problem.batch,
+        Some([_, true, ..]) => problem.num_heads_kv,
+        _ => 1,
+    };
+    if windowless && !masked && readers <= 1 {
         return group;
     }
     let row_bytes = 2.0 * (problem.head_dims.qk as f64 + problem.head_dims.v as f64);
@@ -117,7 +126,9 @@ pub(crate) fn heads_per_section(
     // measured to be faster.
     let bytes = if masked { L2_BYTES / 2.0 } else { L2_BYTES };
     let mut groups = (bytes / bytes_per_group.max(1.0)).max(1.0) as usize;
-    if !masked {
+    if windowless && !masked {
+        groups = groups.min(readers);
+    } else if !masked {
         let tiles_per_group = tiles_per_head.max(1).saturating_mul(group);
         groups = groups.min((2 * ctas as usize / tiles_per_group).max(1));
     }

@@ -2,7 +2,7 @@
 
 use super::{AttentionProblem, Mask};
 use crate::Result;
-use crate::check::{Operand, finite_positive, vector};
+use crate::check::{Operand, finite_positive, is_tensor_map_stride, vector};
 use blockflash_safe::{Device, ScoreTerms, View};
 use blockflash_sys::DType;
 use std::ops::Range;
@@ -143,7 +143,7 @@ impl<'a> Scores<View<'a>> {
         if let Some(alibi) = alibi {
             check_alibi(&Operand::new("alibi", alibi), sizes)?;
         }
-        let bias = bias.as_ref().map(|bias| BiasProblem::of(&Operand::new("bias", bias), sizes));
+        let bias = bias.as_ref().map(|bias| BiasProblem::of(bias, sizes));
         let default = ScoresProblem::of(sizes.head_dims.qk);
         let softmax_scale = softmax_scale.unwrap_or(default.softmax_scale);
         Ok(ScoresProblem {
@@ -221,10 +221,14 @@ pub struct BiasProblem {
     /// Whether one element serves all batch entries, heads of q, queries and keys: where the bias
     /// has extent 1 and the problem another.
     pub broadcast: [bool; 4],
+    /// Whether a tensor map can describe it: a 16-bit type, contiguous keys, everything else at
+    /// multiples of 16 bytes.
+    pub mapped: bool,
 }
 
 impl BiasProblem {
-    fn of(bias: &Operand<'_>, sizes: &AttentionProblem) -> Result<Self> {
+    fn of(view: &View<'_>, sizes: &AttentionProblem) -> Result<Self> {
+        let bias = Operand::new("bias", view);
         bias.dtype_in(&[DType::F16, DType::BF16, DType::F32])?;
         if sizes.packed.is_some() {
             return Err(bias.wrong_shape("no bias, as sequences are packed (cu_seqlens)"));
@@ -240,7 +244,13 @@ impl BiasProblem {
             return Err(bias.wrong_shape(format!("[{}]", extents.join(", "))));
         }
         let broadcast = std::array::from_fn(|dim| bias.shape[dim] != full[dim]);
-        Ok(Self { dtype: bias.dtype, broadcast })
+        let mut dims = bias.shape.iter().zip(bias.strides).filter(|(extent, _)| **extent > 1);
+        let keys = (full[3] > 1 && !broadcast[3]).then(|| dims.next_back()).flatten();
+        let mapped = bias.dtype.size() == 2
+            && (view.is_cpu() || view.is_aligned(16))
+            && keys.is_none_or(|(_, &stride)| stride == 1)
+            && dims.all(|(_, &stride)| stride % 8 == 0 && is_tensor_map_stride(stride, bias.dtype));
+        Ok(Self { dtype: bias.dtype, broadcast, mapped })
     }
 
     /// The shape of the bias of a problem.

@@ -29,14 +29,14 @@ fn biases_are_checked() {
         scores: Scores { bias: Some(bias), ..dense().scores },
         ..dense()
     };
-    for (shape, broadcast) in [
-        ([2, 4, 5, 7], [false; 4]),
-        ([1, 4, 5, 7], [true, false, false, false]),
-        ([2, 1, 5, 1], [false, true, false, true]),
-        ([1, 1, 1, 7], [true, true, true, false]),
-        ([1; 4], [true; 4]),
+    for (shape, broadcast, mapped) in [
+        ([2, 4, 5, 7], [false; 4], false),
+        ([1, 4, 5, 7], [true, false, false, false], false),
+        ([2, 1, 5, 1], [false, true, false, true], false),
+        ([1, 1, 1, 7], [true, true, true, false], true),
+        ([1; 4], [true; 4], true),
     ] {
-        let bias = BiasProblem { dtype: DType::F16, broadcast };
+        let bias = BiasProblem { dtype: DType::F16, broadcast, mapped };
         let problem = with(view(&shape)).problem().unwrap();
         assert_eq!((problem.scores.bias, problem.terms()), (Some(bias), Some("bias")));
         assert_eq!(bias.shape(&problem), shape);
@@ -44,6 +44,22 @@ fn biases_are_checked() {
     // Any strides.
     let spread = strided(&[2, 4, 5, 7], &[0, 3, 0, 2]);
     assert!(with(spread).problem().unwrap().scores.bias.is_some());
+    // A tensor map describes rows of keys at multiples of 16 bytes.
+    for (strides, mapped) in [
+        ([160, 40, 8, 1], true),
+        ([168, 40, 8, 1], true),
+        ([160, 40, 7, 1], false),
+        ([160, 36, 8, 1], false),
+        ([164, 40, 8, 1], false),
+        ([0, 40, 8, 1], false),
+        ([160, 40, 16, 2], false),
+    ] {
+        let bias = with(strided(&[2, 4, 5, 7], &strides)).problem().unwrap().scores.bias;
+        assert_eq!(bias.unwrap().mapped, mapped, "{strides:?}");
+    }
+    // A dimension of extent 1 has no stride.
+    let one_batch = with(strided(&[1, 4, 5, 7], &[3, 40, 8, 1])).problem().unwrap();
+    assert!(one_batch.scores.bias.unwrap().mapped);
     // An extent of 1 is that of the problem, where it has no other.
     let one = view(&[1, 1, 1, 8]);
     let call = Attention::new(one, one, one);

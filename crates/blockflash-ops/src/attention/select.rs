@@ -31,8 +31,18 @@ pub fn accepts(kernel: &Kernel, problem: &AttentionProblem, gpu: &CudaProperties
 
 impl Problem for AttentionProblem {
     const OP: &'static str = "attention";
-    const RULES: &'static [Rule<Self>] =
-        &[HEAD_DIM, LOG_SUM_EXP, SHARED_MEMORY, BLOCKS, HEADS, EVEN, KEYS, TENSOR_MAPS, TERMS];
+    const RULES: &'static [Rule<Self>] = &[
+        HEAD_DIM,
+        LOG_SUM_EXP,
+        SHARED_MEMORY,
+        BLOCKS,
+        HEADS,
+        EVEN,
+        KEYS,
+        TENSOR_MAPS,
+        TERMS,
+        BIAS,
+    ];
 
     type Tile = AttentionTile;
     type Rank = (Option<Reverse<(u32, u32)>>, u64);
@@ -131,7 +141,10 @@ const SHARED_MEMORY: AttentionRule = Rule::shared_memory(Some(|all| {
 }));
 
 const BLOCKS: AttentionRule = Rule {
-    holds: |c| c.problem.block_mask.is_none_or(|mask| mask.divides_into(c.tile)),
+    holds: |c| {
+        let fits = |mask: BlockMaskSizes| c.tile.takes_block_masks() && mask.divides_into(c.tile);
+        c.tile.dense_only || c.problem.block_mask.is_none_or(fits)
+    },
     refuses: |c| {
         let [block_q, block_kv] = blocks(c);
         format!(
@@ -211,6 +224,23 @@ pub(crate) fn refusal_of_terms(problem: &AttentionProblem) -> String {
         None => "it is for scores with a bias, alibi or partial blocks".into(),
     }
 }
+
+/// The kernels for Hopper with score terms read a bias by a tensor map.
+const BIAS: AttentionRule = Rule {
+    holds: |c| {
+        c.problem.scores.bias.is_none_or(|bias| {
+            let pairs = bias.mapped && bias.broadcast[2..] == [false; 2];
+            !c.tile.tensor_maps || pairs && bias.dtype == c.tile.types.q
+        })
+    },
+    refuses: |c| {
+        format!(
+            "it takes a bias in {} with contiguous keys, at multiples of 16 bytes, and all queries",
+            c.tile.types.q
+        )
+    },
+    excludes_all: None,
+};
 
 /// The first stride that a tensor map cannot have: operand, dimension, stride in elements.
 fn without_tensor_map(problem: &AttentionProblem) -> Option<(&'static str, &'static str, usize)> {

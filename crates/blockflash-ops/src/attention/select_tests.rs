@@ -300,7 +300,7 @@ fn unequal_head_dims_that_no_tile_covers() {
 #[test]
 fn what_is_added_to_scores_needs_a_kernel_for_it() {
     let plain = problem(DType::F16, 64);
-    let bias = BiasProblem { dtype: DType::F32, broadcast: [false; 4] };
+    let bias = BiasProblem { dtype: DType::F32, broadcast: [false; 4], mapped: false };
     for (scores, term) in [
         (ScoresProblem { bias: Some(bias), ..plain.scores }, "bias"),
         (ScoresProblem { alibi: true, ..plain.scores }, "alibi"),

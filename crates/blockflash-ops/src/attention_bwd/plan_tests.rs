@@ -162,7 +162,11 @@ fn every_kernel_has_its_scheme() {
                 AttentionProblem::dense(tile.types.q, [1, 900, 900], [2, 1], tile.head_dims.qk);
             let packed = packed.filter(|_| tile.step == Step::Zeros);
             // Kernels with score terms are for problems that have some.
-            let bias = BiasProblem { dtype: DType::F32, broadcast: [true, false, false, false] };
+            let bias = BiasProblem {
+                dtype: DType::F32,
+                broadcast: [true, false, false, false],
+                mapped: false,
+            };
             let (alibi, bias) = (tile.terms, tile.takes_bias().then_some(bias));
             let forward = AttentionProblem {
                 packed,
@@ -226,7 +230,7 @@ fn gradients_of_biases() {
     for (broadcast, tiles) in [([false; 4], 2 * 4 * 15 * 12), ([true, false, true, false], 4 * 12)]
     {
         let forward = AttentionProblem::dense(DType::F16, [2, 900, 768], [4, 2], 64);
-        let bias = Some(BiasProblem { dtype: DType::F16, broadcast });
+        let bias = Some(BiasProblem { dtype: DType::F16, broadcast, mapped: false });
         let scores = ScoresProblem { bias, ..forward.scores };
         let problem = AttentionBackwardProblem::of(AttentionProblem { scores, ..forward });
         let without = AttentionBackwardProblem { dbias: None, ..problem };

@@ -119,7 +119,7 @@ fn gradients_of_biases_are_checked() {
     let forward = AttentionProblem::dense(DType::F16, [2, 5, 7], [4, 2], 8);
     let with = |of: Option<DType>, shape: &[usize], dtype: DType| {
         let broadcast = [true, false, false, true];
-        let bias = of.map(|dtype| BiasProblem { dtype, broadcast });
+        let bias = of.map(|dtype| BiasProblem { dtype, broadcast, mapped: false });
         let scores = ScoresProblem { bias, ..forward.scores };
         let problem = AttentionBackwardProblem::of(AttentionProblem { scores, ..forward });
         assert_eq!(problem.dbias, of);

@@ -89,6 +89,7 @@ impl AttentionFwdOperands<'_> {
         let group = heads_q / heads_kv;
         let (mut tiles_q, mut mask_group) = (ceil_div(seqlen_q, tile.block_q), group);
         if let Some(mask) = self.block_mask {
+            absent("block_mask", !tile.takes_block_masks(), "the kernel takes no block masks")?;
             require(
                 mask.cu_rows().is_some() == packed,
                 format_args!(

@@ -82,6 +82,12 @@ impl AttentionTile {
         support("attention forward", types, head_dims)
     }
 
+    /// Whether it takes block masks. The widest tiles with score terms divide no blocks that have
+    /// bits.
+    pub const fn takes_block_masks(&self) -> bool {
+        !self.dense_only && !(self.terms && self.block_q > 128)
+    }
+
     /// Queries per CTA.
     pub const fn queries(&self) -> u32 {
         self.block_q * self.block_rows

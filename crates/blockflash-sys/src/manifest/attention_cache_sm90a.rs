@@ -19,7 +19,7 @@ pub(super) fn tiles(target: Target) -> impl Iterator<Item = AttentionCacheHopper
     super::attention_fwd_sm90a::tiles(target)
         .filter(|tile| {
             let sizes = (tile.head_dims.max(), [tile.block_q(), tile.block_kv]);
-            tile.lse && tile.heads * tile.block_rows == 1 && TILES.contains(&sizes)
+            tile.lse && !tile.terms && tile.heads * tile.block_rows == 1 && TILES.contains(&sizes)
         })
         .map(|tile| AttentionCacheHopper { tile })
 }

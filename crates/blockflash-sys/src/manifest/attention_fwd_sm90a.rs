@@ -32,6 +32,9 @@ pub struct AttentionFwdHopper {
     /// Whether it computes the log-sum-exp, which takes a second sum of each row, of the unrounded
     /// probabilities. Separate kernels keep that cost away from calls that do not ask for it.
     pub lse: bool,
+    /// Whether it computes score terms: a bias of its element type by a tensor map, ALiBi, and
+    /// partial blocks where it takes block masks.
+    pub terms: bool,
     /// Nanoseconds on an H200 of a key tile, where all CTAs of an SM are busy, and of the change
     /// from one tile of queries to the next. Selection compares them.
     pub cost_ns: [u32; 2],
@@ -47,7 +50,7 @@ const fn tile(
     cost_ns: [u32; 2],
 ) -> AttentionFwdHopper {
     let (types, head_dims) = (ElementTypes::all(DType::F16), HeadDims::all(head_dim));
-    let (heads, block_rows, lse) = (1, 1, false);
+    let (heads, block_rows, lse, terms) = (1, 1, false, false);
     AttentionFwdHopper {
         types,
         head_dims,
@@ -60,6 +63,7 @@ const fn tile(
         q_in_registers,
         blocks_per_multiprocessor,
         lse,
+        terms,
         cost_ns,
     }
 }
@@ -92,15 +96,33 @@ const TILES: &[AttentionFwdHopper] = &[
     tile(256, 64, 1, [2, 1], false, 1, [851, 2860]),
 ];
 
+/// The tiles with score terms: head dimension, queries and keys. Others are padded, and all of them
+/// compute the log-sum-exp, and store it where it is asked for. The widest one at 64 is for dense
+/// problems; the others serve blocks of 64 and 128, too.
+const WITH_TERMS: [(usize, [u32; 2]); 6] = [
+    (64, [192, 128]),
+    (64, [128, 128]),
+    (64, [64, 64]),
+    (128, [128, 128]),
+    (128, [64, 64]),
+    (256, [64, 64]),
+];
+
 pub(super) fn tiles(target: Target) -> impl Iterator<Item = AttentionFwdHopper> {
     each_dtype(TILES).filter(move |_| target == Target::Sm90a).flat_map(|(dtype, tile)| {
-        [false, true].map(|lse| AttentionFwdHopper { types: ElementTypes::all(dtype), lse, ..tile })
+        let tile = AttentionFwdHopper { types: ElementTypes::all(dtype), ..tile };
+        let sizes = (tile.head_dims.max(), [tile.block_q(), tile.block_kv]);
+        let has_terms = tile.heads * tile.block_rows == 1 && WITH_TERMS.contains(&sizes);
+        let with_terms = has_terms.then_some(AttentionFwdHopper { lse: true, terms: true, ..tile });
+        [false, true].map(|lse| AttentionFwdHopper { lse, ..tile }).into_iter().chain(with_terms)
     })
 }
 
 impl AttentionFwdHopper {
     /// Bytes of a row of a panel in shared memory: the span of the swizzle, 64 elements.
     const PANEL_ROW_BYTES: u32 = 128;
+    /// Bytes of 64 × 64 elements of a bias.
+    const BOX_BYTES: u32 = 8192;
     /// Bytes for mbarriers and the announced tiles, and a page of zeros. With two block rows also
     /// the ring of steps, a bit per key tile and row, and what is read behind the last bit.
     const fn extra_bytes(&self) -> u32 {
@@ -110,8 +132,12 @@ impl AttentionFwdHopper {
 
     /// The part that all attention kernels have.
     pub const fn tile(&self) -> AttentionTile {
-        let Self { types, head_dims, block_kv, heads, block_rows, .. } = *self;
-        let lse = if self.lse { Lse::Always } else { Lse::Never };
+        let Self { types, head_dims, block_kv, heads, block_rows, terms, .. } = *self;
+        let lse = match (self.terms, self.lse) {
+            (true, _) => Lse::AsAsked,
+            (false, true) => Lse::Always,
+            (false, false) => Lse::Never,
+        };
         AttentionTile {
             types,
             head_dims,
@@ -122,7 +148,7 @@ impl AttentionFwdHopper {
             lse,
             dense_only: false,
             tensor_maps: true,
-            terms: false,
+            terms,
         }
     }
 
@@ -141,8 +167,13 @@ impl Family for AttentionFwdHopper {
         let Self { types, head_dims, block_kv, heads, block_rows, stages, .. } = self;
         let heads = if *heads > 1 { format!("_h{heads}") } else { String::new() };
         let rows = if *block_rows > 1 { format!("_r{block_rows}") } else { String::new() };
-        let lse = if self.lse { "_lse" } else { "" };
-        format!("{types}_d{head_dims}_q{}_kv{block_kv}_s{stages}{heads}{rows}{lse}", self.block_q())
+        let suffix = match (self.terms, self.lse) {
+            (true, _) => "_terms",
+            (false, true) => "_lse",
+            (false, false) => "",
+        };
+        let block_q = self.block_q();
+        format!("{types}_d{head_dims}_q{block_q}_kv{block_kv}_s{stages}{heads}{rows}{suffix}")
     }
 
     /// Four per consumer warpgroup, and the producer warpgroup.
@@ -152,24 +183,33 @@ impl Family for AttentionFwdHopper {
 
     /// The Q tiles, a ring of K tiles and of V tiles, and per stage a panel with the ones whose
     /// product with the probabilities is the denominator. V has columns to spare for them in some
-    /// tiles, and at 256 none would fit.
+    /// tiles, and at 256 none would fit. With score terms boxes of the bias, for each consumer
+    /// warpgroup one more than a step takes.
     fn smem_bytes(&self) -> u32 {
         let [qk, v] = [self.head_dims.qk, self.head_dims.v].map(|d| d.div_ceil(64) as u32);
         let ones = self.head_dims.v.is_multiple_of(64) && self.head_dims.v < 256;
         let q_rows = self.warpgroups * self.q_stages * 64 * qk;
         let ones = u32::from(ones);
         let kv_panels = match self.block_rows {
-            1 => self.stages * (qk + v + ones),
+            1 if !self.terms => self.stages * (qk + v + ones),
             // Two stages of V, which share the ones.
             _ => self.stages * qk + 2 * v + ones,
         };
         let kv_rows = kv_panels * self.block_kv * self.block_rows;
-        // The output on its way to global memory, where there is room.
+        // The output on its way to global memory, where there is room. In the largest tiles that
+        // is where a bias is.
         let staged = (self.q_in_registers || self.q_stages == 2)
             && self.blocks_per_multiprocessor == 1
-            && self.block_rows == 1;
+            && self.block_rows == 1
+            && !(self.terms && (self.head_dims.v == 128 || self.warpgroups == 3));
         let o_rows = if staged { self.warpgroups * 64 * v } else { 0 };
-        (q_rows + kv_rows + o_rows) * Self::PANEL_ROW_BYTES + self.extra_bytes()
+        let boxes = match self.terms {
+            true => self.warpgroups * (self.block_kv / 64 + 1),
+            false => 0,
+        };
+        (q_rows + kv_rows + o_rows) * Self::PANEL_ROW_BYTES
+            + boxes * Self::BOX_BYTES
+            + self.extra_bytes()
     }
 
     fn counts_tiles(&self) -> bool {
@@ -192,6 +232,9 @@ impl Family for AttentionFwdHopper {
         define("VARIANT_LSE", self.lse.into());
         define("VARIANT_CACHE", 0);
         define("VARIANT_MIN_BLOCKS", self.blocks_per_multiprocessor);
+        if self.terms {
+            define("VARIANT_TERMS", 1);
+        }
     }
 
     fn contains(&self) -> &'static [&'static str] {

@@ -10,7 +10,7 @@ fn hopper_kernels() {
             _ => None,
         })
         .collect();
-    assert_eq!(kernels.len(), 64);
+    assert_eq!(kernels.len(), 64 + 14);
     for (kernel, tile) in &kernels {
         assert_eq!((kernel.target, kernel.source()), (Target::Sm90a, "attention_fwd_sm90a"));
         assert_eq!(kernel.threads(), 128 * (tile.warpgroups + 1));
@@ -27,9 +27,16 @@ fn hopper_kernels() {
         assert_eq!(kernel.symbol().contains("_h2"), tile.heads == 2);
         assert_eq!(kernel.symbol().contains("_r2"), tile.block_rows == 2);
         assert_eq!(tile.tile().queries() * tile.heads, 64 * tile.warpgroups);
-        assert_eq!(kernel.symbol().ends_with("_lse"), tile.lse);
-        assert!(tile.tile().lse.suits(tile.lse) && !tile.tile().lse.suits(!tile.lse));
-        let twin = AttentionFwdHopper { lse: !tile.lse, ..*tile };
+        assert_eq!(kernel.symbol().ends_with("_terms"), tile.terms);
+        if tile.terms {
+            assert!([false, true].map(|asked| tile.tile().lse.suits(asked)) == [true; 2]);
+            assert!(tile.lse && tile.tile().terms);
+            assert_eq!(tile.tile().takes_block_masks(), tile.block_q() != 192);
+        } else {
+            assert_eq!(kernel.symbol().ends_with("_lse"), tile.lse);
+            assert!(tile.tile().lse.suits(tile.lse) && !tile.tile().lse.suits(!tile.lse));
+        }
+        let twin = AttentionFwdHopper { lse: !tile.lse, terms: false, ..*tile };
         assert!(
             kernels.iter().any(|(_, other)| *other == twin),
             "with and without the log-sum-exp"
@@ -57,6 +64,14 @@ fn hopper_kernels() {
     assert_eq!(bytes(128, 64, 64), 100_352);
     assert_eq!(bytes(192, 64, 128), 223_232);
     assert_eq!(bytes_of(128, 64, 64, [1, 2]), 223_744);
+    // Boxes of the bias: two for each warpgroup, at 128 in place of the output, or one.
+    let with_terms = kernels.iter().filter(|(kernel, tile)| {
+        tile.terms && kernel.symbol().starts_with("blockflash_attention_fwd_sm90a_f16_")
+    });
+    assert_eq!(
+        with_terms.map(|(kernel, _)| kernel.smem_bytes()).collect::<Vec<_>>(),
+        [223_232, 165_888, 75_776, 231_424, 108_544, 231_424, 182_272]
+    );
     let macros = kernel.macros();
     for (name, value) in
         [("VARIANT_WARPGROUPS", "3"), ("VARIANT_Q_IN_REGISTERS", "0"), ("VARIANT_MIN_BLOCKS", "1")]
