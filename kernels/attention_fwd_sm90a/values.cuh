@@ -63,25 +63,27 @@ __device__ __forceinline__ void scan_values(uint32_t smem, const Barriers& barri
       if constexpr (kHasBits) masked |= announced_bits(barriers.bits_of(Barriers::kV + stage)) >= 0;
       if (masked) {
         uint32_t sums = 0;
-        constexpr int kPieces = kKvBytes / (512 * kScanners);
-        const uint32_t at = v_at(smem, stage) +
-                            (kTwoBlockRows ? scanner * v_panel(stage) : scanner * (kPieces * 512)) +
-                            lane * 16;
-        const auto scan = [&](uint32_t from, uint32_t step, int pieces) {
-#pragma unroll 4
-          for (int piece = 0; piece < pieces; ++piece) {
-            const int4 words = ptx::load_shared_int4(from + piece * step);
-            for (int word : {words.x, words.y, words.z, words.w})
-              sums = Traits::zero_times_plus(word, sums);
-          }
+        const auto scan = [&](const int4& words) {
+          for (int word : {words.x, words.y, words.z, words.w})
+            sums = Traits::zero_times_plus(word, sums);
         };
         if constexpr (kHasTerms) {
 #pragma unroll
-          for (int panel = 0; panel < kPanels; ++panel)
-            scan(v_at(smem, stage) + panel * v_panel(stage) + (scanner * 32 + lane) * 16,
-                 scanners * 512, kPanelBytes / 512 / scanners);
+          for (int panel = 0; panel < kPanels; ++panel) {
+            const uint32_t at =
+                v_at(smem, stage) + panel * v_panel(stage) + (scanner * 32 + lane) * 16;
+#pragma unroll 4
+            for (int piece = 0; piece < kPanelBytes / 512; piece += scanners)
+              scan(ptx::load_shared_int4(at + piece * 512));
+          }
         } else {
-          scan(at, 512, kPieces);
+          constexpr int kPieces = kKvBytes / (512 * kScanners);
+          const uint32_t at =
+              v_at(smem, stage) +
+              (kTwoBlockRows ? scanner * v_panel(stage) : scanner * (kPieces * 512)) + lane * 16;
+#pragma unroll 4
+          for (int piece = 0; piece < kPieces; ++piece)
+            scan(ptx::load_shared_int4(at + piece * 512));
         }
         const bool found = __any_sync(~0u, sums != 0);
         if (lane == 0)

@@ -124,7 +124,7 @@ fn refusal(case: &AttentionCase, kernel: &Kernel) -> Option<&'static str> {
     // Tensor maps cannot describe repeated entries.
     let repeated = case.broadcast_kv
         && matches!(case.lengths, Lengths::Dense { batch: 2.., seqlen_kv: 1.., .. });
-    if hopper && repeated {
+    if hopper && repeated && tile.step.visits() {
         return Some("tensor map");
     }
     let sums = matches!(tile.step, Step::KeysAndSums | Step::Sums);

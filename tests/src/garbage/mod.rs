@@ -116,7 +116,7 @@ pub struct Place {
     imagined: Option<CudaProperties>,
     attention: Vec<(&'static Kernel, AttentionTile)>,
     gradients: Vec<(&'static Kernel, AttentionBwdTile)>,
-    /// The same with score terms.
+    /// The same with score terms, which take partial blocks.
     attention_terms: Vec<(&'static Kernel, AttentionTile)>,
     gradients_terms: Vec<(&'static Kernel, AttentionBwdTile)>,
     caches: Vec<(&'static Kernel, CacheTile)>,
@@ -163,6 +163,7 @@ impl Place {
             .iter()
             .filter(|kernel| takes_lists(kernel))
             .filter_map(|kernel| Some((*kernel, kernel.attention_tile()?)))
+            .filter(|(_, tile)| !tile.terms || tile.takes_block_masks())
             .partition(|(_, tile)| tile.terms);
         let (gradients_terms, gradients) = kernels
             .iter()
