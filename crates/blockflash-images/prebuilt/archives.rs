@@ -1,5 +1,7 @@
 // Written by `cargo xtask kernels`.
 &[
+    ("attention_bwd_bias_sm80.ptx_80", include_bytes!("attention_bwd_bias_sm80.ptx_80.zst")),
+    ("attention_bwd_bias_sm80.sm_8x", include_bytes!("attention_bwd_bias_sm80.sm_8x.zst")),
     ("attention_bwd_delta_sm80.ptx_80", include_bytes!("attention_bwd_delta_sm80.ptx_80.zst")),
     ("attention_bwd_delta_sm80.sm_120", include_bytes!("attention_bwd_delta_sm80.sm_120.zst")),
     ("attention_bwd_delta_sm80.sm_8x", include_bytes!("attention_bwd_delta_sm80.sm_8x.zst")),

@@ -1,5 +1,6 @@
 // Written by `cargo xtask kernels`.
 &[
+    ("attention_bwd_bias_sm80.sm_90", include_bytes!("attention_bwd_bias_sm80.sm_90.zst")),
     ("attention_bwd_delta_sm80.sm_90", include_bytes!("attention_bwd_delta_sm80.sm_90.zst")),
     ("attention_bwd_dq_sm90a.sm_90a", include_bytes!("attention_bwd_dq_sm90a.sm_90a.zst")),
     ("attention_bwd_kv_sm80.sm_90", include_bytes!("attention_bwd_kv_sm80.sm_90.zst")),
