@@ -19,6 +19,7 @@
 #include <functional>
 #include <memory>
 #include <random>
+#include <utility>
 #include <vector>
 
 #undef __device__
@@ -252,6 +253,7 @@ inline void run(unsigned block, unsigned blocks, int threads, unsigned char* sha
 
 inline void __syncthreads() { simt::meet(0, simt::cta.size.x, false); }
 inline int __syncthreads_or(int x) { return simt::meet(0, simt::cta.size.x, x != 0); }
+inline int __syncthreads_and(int x) { return !simt::meet(0, simt::cta.size.x, x == 0); }
 inline void __syncwarp(unsigned = ~0u) {
   simt::together<int>(0, [](const int*, int*) {});
 }
@@ -275,6 +277,15 @@ T __shfl_sync(unsigned, T x, int from) {
   return simt::together<T>(Request{x, from}, [](const Request* in, T* out) {
     for (int lane = 0; lane < simt::kWarp; ++lane) out[lane] = in[in[lane].from].x;
   });
+}
+// Nothing else runs between two instructions of a thread.
+inline int atomicAdd(int* at, int x) { return std::exchange(*at, *at + x); }
+inline int atomicMax(int* at, int x) { return std::exchange(*at, max(*at, x)); }
+inline unsigned __vcmpne4(unsigned a, unsigned b) {
+  unsigned result = 0;
+  for (int byte = 0; byte < 32; byte += 8)
+    if (((a ^ b) >> byte & 0xFF) != 0) result |= 0xFFu << byte;
+  return result;
 }
 template <class T>
 T __ldg(const T* at) {

@@ -17,11 +17,12 @@ use std::{
 };
 
 /// Sources that have a program in tests/emulator.
-const SOURCES: [&str; 6] = [
+const SOURCES: [&str; 7] = [
     "attention_fwd_sm80",
     "attention_bwd_q_sm80",
     "attention_bwd_kv_sm80",
     "attention_bwd_bias_sm80",
+    "block_bits_sm80",
     "bsr_matmul_sm80",
     "bsr_matmul_narrow_sm80",
 ];

@@ -5,6 +5,11 @@ pub const BLOCKFLASH_DTYPE_BF16: i32 = 1;
 pub const BLOCKFLASH_DTYPE_F32: i32 = 2;
 pub const BLOCKFLASH_WINDOW_UNBOUNDED: i32 = 2147483647;
 pub const BLOCKFLASH_BIT_TILE_WORDS: i32 = 128;
+pub const BLOCKFLASH_PAIRS_BOOL: i32 = 0;
+pub const BLOCKFLASH_PAIRS_RANGES: i32 = 1;
+pub const BLOCKFLASH_BLOCK_BITS_CLASSIFY: i32 = 0;
+pub const BLOCKFLASH_BLOCK_BITS_GATHER: i32 = 1;
+pub const BLOCKFLASH_BLOCK_BITS_GATHER_T: i32 = 2;
 pub const BLOCKFLASH_BLOCK_SOURCE_BOOL: i32 = 0;
 pub const BLOCKFLASH_BLOCK_SOURCE_LISTS: i32 = 1;
 pub const BLOCKFLASH_BLOCK_SOURCE_SCORES: i32 = 2;
@@ -906,6 +911,121 @@ const _: () = {
         "Offset of field: blockflash_attention_bwd_bias_params::d_bias_type",
     ][::core::mem::offset_of!(blockflash_attention_bwd_bias_params, d_bias_type)
         - 704usize];
+};
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct blockflash_block_bits_params {
+    pub source: *const ::core::ffi::c_void,
+    /// \[batch, heads, rows, cols\] 1: some pair of the block is visible
+    pub visited: *mut u8,
+    /// \[batch, heads, rows, cols\] first tile of a block, or -1: full
+    pub first: *mut i32,
+    /// \[2\] tiles that were asked for: since it was set to 0, and at most
+    pub counter: *mut i32,
+    /// \[capacity, 128\]
+    pub bits: *mut u32,
+    /// the same of the transposed blocks; null: none
+    pub bits_t: *mut u32,
+    /// of the lists whose block_bits are gathered
+    pub row_ptr: *const i32,
+    /// of the lists, \[blocks\]
+    pub col_idx: *const i32,
+    /// \[blocks\]
+    pub block_bits: *mut i32,
+    /// BLOCKFLASH_BLOCK_BITS_…
+    pub step: i32,
+    /// BLOCKFLASH_PAIRS_…
+    pub source_kind: i32,
+    /// of a query
+    pub ranges: i32,
+    /// of the mask
+    pub batch: i32,
+    /// of the mask
+    pub heads: i32,
+    pub seqlen_q: i32,
+    pub seqlen_kv: i32,
+    /// multiples of 64, with up to VARIANT_MAX_TILES tiles of 64 × 64
+    pub block_q: i32,
+    /// multiples of 64, with up to VARIANT_MAX_TILES tiles of 64 × 64
+    pub block_kv: i32,
+    /// ceil(seqlen_q / block_q), ceil(seqlen_kv / block_kv)
+    pub rows: i32,
+    /// ceil(seqlen_q / block_q), ceil(seqlen_kv / block_kv)
+    pub cols: i32,
+    /// tiles in bits, a multiple of those of a block
+    pub capacity: i32,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    [
+        "Size of blockflash_block_bits_params",
+    ][::core::mem::size_of::<blockflash_block_bits_params>() - 120usize];
+    [
+        "Alignment of blockflash_block_bits_params",
+    ][::core::mem::align_of::<blockflash_block_bits_params>() - 8usize];
+    [
+        "Offset of field: blockflash_block_bits_params::source",
+    ][::core::mem::offset_of!(blockflash_block_bits_params, source) - 0usize];
+    [
+        "Offset of field: blockflash_block_bits_params::visited",
+    ][::core::mem::offset_of!(blockflash_block_bits_params, visited) - 8usize];
+    [
+        "Offset of field: blockflash_block_bits_params::first",
+    ][::core::mem::offset_of!(blockflash_block_bits_params, first) - 16usize];
+    [
+        "Offset of field: blockflash_block_bits_params::counter",
+    ][::core::mem::offset_of!(blockflash_block_bits_params, counter) - 24usize];
+    [
+        "Offset of field: blockflash_block_bits_params::bits",
+    ][::core::mem::offset_of!(blockflash_block_bits_params, bits) - 32usize];
+    [
+        "Offset of field: blockflash_block_bits_params::bits_t",
+    ][::core::mem::offset_of!(blockflash_block_bits_params, bits_t) - 40usize];
+    [
+        "Offset of field: blockflash_block_bits_params::row_ptr",
+    ][::core::mem::offset_of!(blockflash_block_bits_params, row_ptr) - 48usize];
+    [
+        "Offset of field: blockflash_block_bits_params::col_idx",
+    ][::core::mem::offset_of!(blockflash_block_bits_params, col_idx) - 56usize];
+    [
+        "Offset of field: blockflash_block_bits_params::block_bits",
+    ][::core::mem::offset_of!(blockflash_block_bits_params, block_bits) - 64usize];
+    [
+        "Offset of field: blockflash_block_bits_params::step",
+    ][::core::mem::offset_of!(blockflash_block_bits_params, step) - 72usize];
+    [
+        "Offset of field: blockflash_block_bits_params::source_kind",
+    ][::core::mem::offset_of!(blockflash_block_bits_params, source_kind) - 76usize];
+    [
+        "Offset of field: blockflash_block_bits_params::ranges",
+    ][::core::mem::offset_of!(blockflash_block_bits_params, ranges) - 80usize];
+    [
+        "Offset of field: blockflash_block_bits_params::batch",
+    ][::core::mem::offset_of!(blockflash_block_bits_params, batch) - 84usize];
+    [
+        "Offset of field: blockflash_block_bits_params::heads",
+    ][::core::mem::offset_of!(blockflash_block_bits_params, heads) - 88usize];
+    [
+        "Offset of field: blockflash_block_bits_params::seqlen_q",
+    ][::core::mem::offset_of!(blockflash_block_bits_params, seqlen_q) - 92usize];
+    [
+        "Offset of field: blockflash_block_bits_params::seqlen_kv",
+    ][::core::mem::offset_of!(blockflash_block_bits_params, seqlen_kv) - 96usize];
+    [
+        "Offset of field: blockflash_block_bits_params::block_q",
+    ][::core::mem::offset_of!(blockflash_block_bits_params, block_q) - 100usize];
+    [
+        "Offset of field: blockflash_block_bits_params::block_kv",
+    ][::core::mem::offset_of!(blockflash_block_bits_params, block_kv) - 104usize];
+    [
+        "Offset of field: blockflash_block_bits_params::rows",
+    ][::core::mem::offset_of!(blockflash_block_bits_params, rows) - 108usize];
+    [
+        "Offset of field: blockflash_block_bits_params::cols",
+    ][::core::mem::offset_of!(blockflash_block_bits_params, cols) - 112usize];
+    [
+        "Offset of field: blockflash_block_bits_params::capacity",
+    ][::core::mem::offset_of!(blockflash_block_bits_params, capacity) - 116usize];
 };
 /** Block mask: the source's blocks and the blocks of `always`, without the blocks that the token
  mask hides entirely, as index arrays in BSR.

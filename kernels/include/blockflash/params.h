@@ -11,6 +11,7 @@
 #include "blockflash/params/attention_fwd.h"
 #include "blockflash/params/attention_terms.h"
 #include "blockflash/params/base.h"
+#include "blockflash/params/block_bits.h"
 #include "blockflash/params/block_mask_build.h"
 #include "blockflash/params/bsr.h"
 #include "blockflash/params/kv_append.h"

@@ -16,6 +16,13 @@ pub enum BlockMaskKernel {
         /// Columns of the mask per CTA, a multiple of 32.
         chunk_cols: u32,
     },
+    /// `block_bits_sm80`: visited blocks and bits of partial ones from pairs of tokens.
+    Bits {
+        /// Tiles of 64 × 64 pairs that a block may have.
+        max_tiles: u32,
+        /// Blocks of a CTA, neighbours in a row, where the source is ranges.
+        range_cols: u32,
+    },
     /// `block_scores_sm80`: scores from the means of queries and keys.
     Scores {
         /// Element type of q and k.
@@ -25,9 +32,10 @@ pub enum BlockMaskKernel {
     },
 }
 
-const KERNELS: [BlockMaskKernel; 4] = [
+const KERNELS: [BlockMaskKernel; 5] = [
     BlockMaskKernel::Build { slab_rows: 16 },
     BlockMaskKernel::Transpose { slab_rows: 128, chunk_cols: 8192 },
+    BlockMaskKernel::Bits { max_tiles: 16, range_cols: 8 },
     BlockMaskKernel::Scores { dtype: DType::F16, tile: 64 },
     BlockMaskKernel::Scores { dtype: DType::BF16, tile: 64 },
 ];
@@ -41,6 +49,7 @@ impl Family for BlockMaskKernel {
         match self {
             Self::Build { .. } => "block_mask_sm80",
             Self::Transpose { .. } => "block_mask_transpose_sm80",
+            Self::Bits { .. } => "block_bits_sm80",
             Self::Scores { .. } => "block_scores_sm80",
         }
     }
@@ -49,6 +58,7 @@ impl Family for BlockMaskKernel {
         match self {
             Self::Build { slab_rows } => format!("r{slab_rows}"),
             Self::Transpose { slab_rows, chunk_cols } => format!("r{slab_rows}_c{chunk_cols}"),
+            Self::Bits { max_tiles, range_cols } => format!("t{max_tiles}_c{range_cols}"),
             Self::Scores { dtype, tile } => format!("{dtype}_t{tile}"),
         }
     }
@@ -57,7 +67,7 @@ impl Family for BlockMaskKernel {
         match *self {
             Self::Build { slab_rows } => slab_rows,
             Self::Transpose { .. } => 16,
-            Self::Scores { .. } => 4,
+            Self::Bits { .. } | Self::Scores { .. } => 4,
         }
     }
 
@@ -72,6 +82,11 @@ impl Family for BlockMaskKernel {
                 define("VARIANT_TRANSPOSE_COLS", chunk_cols);
                 define("VARIANT_MIN_BLOCKS", 3);
             }
+            Self::Bits { max_tiles, range_cols } => {
+                define("VARIANT_MAX_TILES", max_tiles);
+                define("VARIANT_RANGE_COLS", range_cols);
+                define("VARIANT_MIN_BLOCKS", 12);
+            }
             Self::Scores { dtype, tile } => {
                 define("VARIANT_DTYPE", dtype as u32);
                 define("VARIANT_SCORE_TILE", tile);
@@ -84,6 +99,7 @@ impl Family for BlockMaskKernel {
         match self {
             Self::Build { .. } => &["VOTE", "REDUX"],
             Self::Transpose { .. } => &["ATOMS", "POPC"],
+            Self::Bits { .. } => &["LDG.E.128", "ATOM"],
             Self::Scores { .. } => &["FFMA"],
         }
     }

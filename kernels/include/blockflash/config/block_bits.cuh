@@ -1,0 +1,15 @@
+// Configuration of the kernel that makes bits of partial blocks.
+#pragma once
+
+#include "blockflash/config/base.cuh"
+
+namespace blockflash {
+
+struct BlockBitsConfig {
+  static constexpr int max_tiles = VARIANT_MAX_TILES;    // of 64 × 64 pairs, in a block
+  static constexpr int range_cols = VARIANT_RANGE_COLS;  // blocks of a CTA, where ranges are read
+  static constexpr int threads = VARIANT_THREADS;
+  static constexpr int smem_bytes = VARIANT_SMEM_BYTES;
+};
+
+}  // namespace blockflash
