@@ -83,21 +83,21 @@ pub use graph::Graph;
 #[doc(hidden)]
 pub use host_gemm::host_gemm;
 pub use indices::{
-    BlockListArrays, BlockListScratch, BlockLists, BlockTransposeScratch, BsrIndexArrays,
-    BsrIndices, BsrStageArrays,
+    BlockBitsScratch, BlockListArrays, BlockListScratch, BlockLists, BlockTransposeScratch,
+    BsrIndexArrays, BsrIndices, BsrStageArrays,
 };
 #[doc(hidden)]
 pub use launch::{
     AttentionBwdOperands, AttentionBwdParts, AttentionBwdPlan, AttentionCachePlan,
     AttentionDecodeOperands, AttentionDecodeScalars, AttentionFwdOperands, AttentionFwdPlan,
-    AttentionMerge, AttentionMergeOperands, AttentionScalars, BlockMaskBuild,
-    BlockMaskBuildOperands, BlockMaskTranspose, BlockMaskTransposeOperands, BlockScores,
-    BlockScoresOperands, BsrMatmulNarrowPlan, BsrMatmulOperands, BsrParts, BsrPartsMemory,
-    BsrSddmmOperands, KvAppendOperands, KvAppendPlan, KvCacheViews, Launch, LaunchConfig, NO_MASK,
-    NewKeys, Operands, PROBE_CHUNK_BYTES, PageChoice, PageChoiceOperands, PageChoicePlan,
-    PageSummaries, PageSummariesOperands, PageSummariesPlan, RowCopyOperands, STATISTICS_ROWS,
-    ScoreTerms, TurnedQueries, attention_bwd_part_values, attention_bwd_workspace, driver_time,
-    param_bytes,
+    AttentionMerge, AttentionMergeOperands, AttentionScalars, BlockBitsBuild, BlockBitsOperands,
+    BlockMaskBuild, BlockMaskBuildOperands, BlockMaskTranspose, BlockMaskTransposeOperands,
+    BlockScores, BlockScoresOperands, BsrMatmulNarrowPlan, BsrMatmulOperands, BsrParts,
+    BsrPartsMemory, BsrSddmmOperands, KvAppendOperands, KvAppendPlan, KvCacheViews, Launch,
+    LaunchConfig, NO_MASK, NewKeys, Operands, PROBE_CHUNK_BYTES, PageChoice, PageChoiceOperands,
+    PageChoicePlan, PageSummaries, PageSummariesOperands, PageSummariesPlan, RowCopyOperands,
+    STATISTICS_ROWS, ScoreTerms, TurnedQueries, attention_bwd_part_values, attention_bwd_workspace,
+    driver_time, param_bytes,
 };
 pub use layout::{Layout, MAX_RANK};
 pub use nccl::{NcclCommunicator, NcclId};

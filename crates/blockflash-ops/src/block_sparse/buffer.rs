@@ -1,7 +1,8 @@
 use super::build_plan::{STEPS, plan};
 use super::choice::{BlockChoice, BlockSource};
 use super::device_transpose::{TransposeSizes, Transposing};
-use super::problems::{NOTHING, describe, no_room};
+use super::problems::{NOTHING, describe};
+use super::token_buffer::{TokenBits, give_room};
 use super::validate::{Sizes, invalid};
 use super::{BlockGeometry, BlockMask};
 use crate::check::{filled, to_i32};
@@ -58,6 +59,8 @@ pub struct BlockMaskBuffer {
     capacity: usize,
     /// `None` on the CPU.
     pub(super) workspace: Option<Workspace>,
+    /// See [`BlockMaskBuffer::with_bits`].
+    pub(super) bits: Option<TokenBits>,
 }
 
 /// What a build on a GPU needs besides the mask.
@@ -92,13 +95,13 @@ impl BlockMaskBuffer {
         let Some(gpu) = stream.device().cuda_properties() else {
             let nothing = filled(0, &[groups, rows + 1])?;
             let mask = BlockMask::from_parts(geometry, batch, heads, &nothing, &[])?;
-            return Ok(Self { mask, capacity, workspace: None });
+            return Ok(Self { mask, capacity, workspace: None, bits: None });
         };
         let lists = BlockLists::with_capacity([batch, heads], rows, cols, capacity, stream)?;
         let (packed, transpose) = (None, None);
         let mask = BlockMask { geometry, batch, heads, lists, packed, transpose };
         let workspace = Workspace::new(&mask, gpu, stream)?;
-        Ok(Self { mask, capacity, workspace: Some(workspace) })
+        Ok(Self { mask, capacity, workspace: Some(workspace), bits: None })
     }
 
     /// The mask that was built last. On a GPU [`nnz`](BlockMask::nnz) and
@@ -166,6 +169,7 @@ impl BlockMaskBuffer {
     /// stream that is being captured, or a failing device.
     pub fn check(&mut self, stream: &Stream) -> Result<()> {
         let sizes = self.sizes()?;
+        self.check_tiles(stream)?;
         let Some(workspace) = &mut self.workspace else { return Ok(()) };
         let words = workspace.problems.to_vec::<i32>(stream)?;
         let Some(problem) = describe(&words, &sizes, self.capacity) else { return Ok(()) };
@@ -183,16 +187,28 @@ impl BlockMaskBuffer {
         let end = row_ptr.last().map_or(0, |&end| end as usize);
         let col_idx = self.mask.col_idx().view().slice(0, 0..end)?.to_vec::<i32>(stream)?;
         let BlockMask { geometry, batch, heads, .. } = self.mask;
-        BlockMask::from_parts(geometry, batch, heads, &row_ptr, &col_idx)?
-            .transposed_like(&self.mask)
+        let mask = BlockMask::from_parts(geometry, batch, heads, &row_ptr, &col_idx)?;
+        let mask = match self.mask.bits() {
+            Some([first, words]) => {
+                let first = first.view().slice(0, 0..end)?.to_vec::<i32>(stream)?;
+                let words = words.to_vec::<i32>(stream)?;
+                let words: Vec<u32> = words.into_iter().map(|word| word as u32).collect();
+                mask.with_bits(&first, &words)?
+            }
+            None => mask,
+        };
+        mask.transposed_like(&self.mask)
     }
 
-    fn sizes(&self) -> Result<Sizes> {
+    pub(super) fn sizes(&self) -> Result<Sizes> {
         Sizes::new(self.mask.geometry, self.mask.batch, self.mask.heads)
     }
 
     fn checked(&self, choice: &BlockChoice<'_>, stream: &Stream) -> Result<Sizes> {
         self.expect(stream)?;
+        if self.bits.is_some() {
+            return invalid("the buffer has room for bits: `build_tokens` builds it".into());
+        }
         let sizes = self.sizes()?;
         choice.check(&sizes, stream.device())?;
         Ok(sizes)
@@ -219,12 +235,15 @@ impl BlockMaskBuffer {
             let mut transposing = Transposing::new(&mut self.mask, gpu, stream)?;
             transposing.launch(None, &mut self.mask, stream)?;
             workspace.transposing = Some(transposing);
+            if let Some(bits) = &self.bits {
+                give_room(&mut self.mask, bits.tiles, stream)?;
+            }
         }
         Ok(self)
     }
 
     /// Checks that the buffer is on the stream's device.
-    fn expect(&self, stream: &Stream) -> Result<()> {
+    pub(super) fn expect(&self, stream: &Stream) -> Result<()> {
         let (expected, found) = (*stream.device(), self.mask.device());
         if expected != found {
             return Err(Error::DeviceMismatch { what: "buffer", expected, found });
@@ -233,18 +252,20 @@ impl BlockMaskBuffer {
     }
 
     fn build_on_host(&mut self, sizes: &Sizes, choice: &BlockChoice<'_>) -> Result<()> {
-        let mask = choice.build(sizes)?;
-        let (nnz, capacity, rows) = (mask.nnz(), self.capacity, mask.rows());
-        if nnz > capacity {
-            // The first row that ends beyond the capacity; each group has one entry more than rows.
-            let row_ptr = mask.row_ptr().view().as_slice::<i32>()?;
-            let end = row_ptr.partition_point(|&end| end as usize <= capacity);
-            let place = sizes.place(end / (rows + 1), end % (rows + 1) - 1);
-            let position = capacity - row_ptr[end - 1] as usize;
-            return invalid(no_room(nnz as u64, capacity, &place, position as u64));
+        self.keep(choice.build(sizes)?, sizes)
+    }
+
+    /// Queues a build with the selected kernels.
+    pub(super) fn launch_built(
+        &mut self,
+        sizes: &Sizes,
+        choice: &BlockChoice<'_>,
+        stream: &Stream,
+    ) -> Result<()> {
+        match self.kernel() {
+            Some(kernel) => self.launch(kernel, sizes, choice, stream),
+            None => Ok(()),
         }
-        self.mask = mask.transposed_like(&self.mask)?;
-        Ok(())
     }
 
     fn launch(

@@ -2,6 +2,7 @@
 
 use super::device_transpose::TransposeSizes;
 use super::scores::ScoreSizes;
+use super::token_buffer::BitSizes;
 use super::validate::Sizes;
 use crate::selection::{self, Candidate, Kernels, Peers, Problem, Rule};
 use blockflash_sys::manifest::Variant;
@@ -77,6 +78,54 @@ impl Problem for TransposeSizes {
         (DType::I32, 0)
     }
 }
+
+/// Makes partial blocks. A tile is the number of 64 × 64 pairs that a block may have, and the
+/// number of blocks of a CTA where the source is ranges.
+impl Problem for BitSizes {
+    const OP: &'static str = "block_mask";
+    const RULES: &'static [Rule<Self>] = &[TILES, Rule::shared_memory(None)];
+
+    type Tile = [usize; 2];
+    type Rank = ();
+
+    fn tile(kernel: &Kernel) -> Option<[usize; 2]> {
+        match kernel.variant {
+            Variant::BlockMask(BlockMaskKernel::Bits { max_tiles, range_cols }) => {
+                Some([max_tiles, range_cols].map(|size| size as usize))
+            }
+            _ => None,
+        }
+    }
+
+    fn kernels() -> &'static [Peers<'static, Self>] {
+        static KERNELS: Kernels<BitSizes> = LazyLock::new(selection::all::<BitSizes>);
+        &KERNELS
+    }
+
+    fn rank(_: &Candidate<'_, Self>) {}
+
+    fn key(&self) -> (DType, usize) {
+        (DType::I32, 0)
+    }
+
+    fn key_of(_: &[usize; 2]) -> (DType, usize) {
+        (DType::I32, 0)
+    }
+}
+
+const TILES: Rule<BitSizes> = Rule {
+    holds: |c| c.problem.block_tiles() <= c.tile[0],
+    refuses: |c| {
+        let geometry = c.problem.0.geometry;
+        format!(
+            "partial blocks of {} × {}: the kernel makes blocks of at most {} times 64 × 64 pairs",
+            geometry.block_q(),
+            geometry.block_kv(),
+            c.tile[0]
+        )
+    },
+    excludes_all: None,
+};
 
 /// Computes scores of blocks. A tile is the element type and the numbers of rows and columns of
 /// scores.

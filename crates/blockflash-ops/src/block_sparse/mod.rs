@@ -54,6 +54,7 @@ mod packed;
 mod patterns;
 mod problems;
 mod scores;
+mod token_buffer;
 mod token_patterns;
 mod tokens;
 mod transpose;
@@ -68,6 +69,7 @@ pub use from_tensors::BlockColumns;
 pub use geometry::BlockGeometry;
 pub use mask::BlockMask;
 pub use scores::block_mean_scores;
+pub use token_buffer::TokenSource;
 
 #[cfg(test)]
 pub(crate) mod fixtures;

@@ -1,5 +1,5 @@
 use super::tensor::{IndexTensor, check_length, invalid};
-use crate::{Result, Stream, Tensor};
+use crate::{DType, Result, Stream, Tensor, View, ViewMut};
 
 /// Words of the bits of 64 × 64 pairs.
 pub(super) const TILE_WORDS: usize = 128;
@@ -7,7 +7,8 @@ pub(super) const TILE_WORDS: usize = 128;
 /// Which pairs of partial blocks are visible, beside the lists of a block mask.
 ///
 /// Kernels rely on this: the tiles of every partial block, of a mask with blocks of this many
-/// tiles, are within `words`. Nothing writes to the arrays.
+/// tiles, are within `words`. Only launches of `BlockBitsBuild` write to the arrays of lists that
+/// kernels fill; nothing writes to others.
 #[derive(Debug)]
 pub(super) struct BlockBits {
     /// i32 `[columns]`: of each listed block its first tile, or −1 where all pairs are visible.
@@ -56,6 +57,26 @@ impl BlockBits {
         })
     }
 
+    /// Room for kernels to fill: `tiles` of bits, a positive multiple of those of a block.
+    pub(super) fn with_capacity(
+        columns: usize,
+        block_tiles: usize,
+        tiles: usize,
+        stream: &Stream,
+    ) -> Result<Self> {
+        check_room(block_tiles, tiles)?;
+        Ok(Self {
+            block_bits: IndexTensor::zeros(&[columns], tiles, stream)?,
+            words: Tensor::zeros(stream, DType::I32, &[tiles, TILE_WORDS])?,
+            block_tiles,
+        })
+    }
+
+    /// Tiles of bits, and tiles of a block.
+    pub(super) fn room(&self) -> [i64; 2] {
+        [self.words.shape()[0], self.block_tiles].map(|tiles| tiles as i64)
+    }
+
     /// A copy on the stream's device.
     pub(super) fn copy_to(&self, stream: &Stream) -> Result<Self> {
         Ok(Self {
@@ -64,4 +85,78 @@ impl BlockBits {
             block_tiles: self.block_tiles,
         })
     }
+}
+
+/// What the first step of making bits leaves for the other ones. Nothing else can write this memory
+/// but the counter, and it begins as zeros, so the other steps find tiles that exist, whatever ran
+/// before.
+#[derive(Debug)]
+pub struct BlockBitsScratch {
+    /// u8 `[batch, heads, rows, cols]`.
+    visited: Tensor,
+    /// i32 of the same shape.
+    first: Tensor,
+    /// i32 `[2]`.
+    counter: Tensor,
+    /// Tiles of bits, and tiles of a block.
+    room: [i64; 2],
+}
+
+impl BlockBitsScratch {
+    /// Allocates for lists of this size with room for `tiles` of bits, a positive multiple of the
+    /// `block_tiles` of a block.
+    ///
+    /// # Errors
+    /// [`Error::Indices`](crate::Error::Indices) for another number of tiles; the errors of
+    /// [`Tensor::zeros`].
+    pub fn new(
+        [batch, heads]: [usize; 2],
+        rows: usize,
+        cols: usize,
+        [tiles, block_tiles]: [usize; 2],
+        stream: &Stream,
+    ) -> Result<Self> {
+        check_room(block_tiles, tiles)?;
+        let shape = [batch, heads, rows, cols];
+        Ok(Self {
+            visited: Tensor::zeros(stream, DType::U8, &shape)?,
+            first: Tensor::zeros(stream, DType::I32, &shape)?,
+            counter: Tensor::zeros(stream, DType::I32, &[2])?,
+            room: [tiles, block_tiles].map(|tiles| tiles as i64),
+        })
+    }
+
+    /// The visited blocks, u8 `[batch, heads, rows, cols]`: the source of the lists.
+    pub fn visited(&self) -> &Tensor {
+        &self.visited
+    }
+
+    /// i32 `[2]`: how many tiles the last build asked for, and the most that any one did.
+    pub fn counter(&self) -> &Tensor {
+        &self.counter
+    }
+
+    /// The first number of the counter, which is 0 before a build, or both.
+    pub fn counter_mut(&mut self) -> ViewMut<'_> {
+        self.counter.view_mut()
+    }
+
+    /// `visited`, `first` and `counter`.
+    pub(crate) fn views(&self) -> [View<'_>; 3] {
+        [&self.visited, &self.first, &self.counter].map(Tensor::view)
+    }
+
+    pub(crate) fn room(&self) -> [i64; 2] {
+        self.room
+    }
+}
+
+fn check_room(block_tiles: usize, tiles: usize) -> Result<()> {
+    if block_tiles == 0 || tiles == 0 || !tiles.is_multiple_of(block_tiles) {
+        return invalid(format!(
+            "room for {tiles} tiles of bits, expected a positive multiple of the {block_tiles} of \
+             a block"
+        ));
+    }
+    Ok(())
 }

@@ -146,6 +146,27 @@ impl BlockLists {
         Ok(Self { bits: Some(bits), ..self })
     }
 
+    /// The same lists, which kernels fill, with room for `tiles` of bits: a positive multiple of
+    /// the `block_tiles` of a block.
+    ///
+    /// # Errors
+    /// [`Error::Indices`](crate::Error::Indices) for another number of tiles, or lists that kernels
+    /// do not fill; the errors of [`Tensor::zeros`].
+    pub fn with_bit_capacity(
+        self,
+        block_tiles: usize,
+        tiles: usize,
+        stream: &Stream,
+    ) -> Result<Self> {
+        if !self.fillable {
+            return invalid("the lists are not for kernels to fill".into());
+        }
+        self.device().expect(stream.device())?;
+        let columns = self.col_idx.shape().iter().product();
+        let bits = BlockBits::with_capacity(columns, block_tiles, tiles, stream)?;
+        Ok(Self { bits: Some(bits), ..self })
+    }
+
     /// A copy on the stream's device.
     ///
     /// # Errors
@@ -242,6 +263,17 @@ impl BlockLists {
         let arrays = [&self.row_ptr, &self.col_idx, &self.row_order].map(Some);
         let [row_ptr, col_idx, row_order] = arrays;
         [row_ptr, col_idx, row_order, self.cu_rows.as_ref()]
+    }
+
+    /// Tiles of bits that kernels may fill, and tiles of a block.
+    pub(crate) fn room_for_bits(&self) -> Option<[i64; 2]> {
+        self.bits.as_ref().filter(|_| self.fillable).map(BlockBits::room)
+    }
+
+    /// The memory of the bits.
+    pub(crate) fn used_bits(&self) -> [Option<Used<'_>>; 2] {
+        let bits = self.bits.as_ref();
+        [bits.map(|bits| bits.block_bits.used()), bits.map(|bits| bits.words.used())]
     }
 
     /// Whether a kernel may fill the lists for a mask with this many columns.

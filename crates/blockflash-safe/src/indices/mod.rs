@@ -6,6 +6,7 @@ mod block_transpose;
 mod bsr;
 mod tensor;
 
+pub use block_bits::BlockBitsScratch;
 pub use block_lists::{BlockListArrays, BlockListScratch, BlockLists};
 pub use block_transpose::BlockTransposeScratch;
 pub use bsr::{BsrIndexArrays, BsrIndices, BsrStageArrays};

@@ -14,6 +14,7 @@ mod attention_fwd;
 mod attention_fwd_tma;
 mod attention_merge;
 mod attention_sizes;
+mod block_bits;
 mod block_mask;
 mod block_mask_build;
 mod block_mask_transpose;
@@ -48,6 +49,7 @@ pub use attention_decode::{AttentionDecodeOperands, AttentionDecodeScalars};
 pub use attention_fwd::{AttentionFwdOperands, AttentionFwdPlan};
 pub use attention_merge::{AttentionMerge, AttentionMergeOperands};
 pub use attention_sizes::AttentionScalars;
+pub use block_bits::{BlockBitsBuild, BlockBitsOperands};
 pub use block_mask::NO_MASK;
 pub use block_mask_build::{BlockMaskBuild, BlockMaskBuildOperands};
 pub use block_mask_transpose::{BlockMaskTranspose, BlockMaskTransposeOperands};
@@ -96,6 +98,7 @@ pub fn param_bytes(kernel: &Kernel) -> Option<usize> {
         of::<manifest::BsrSddmmHopper>,
         of::<BlockMaskBuild>,
         of::<BlockMaskTranspose>,
+        of::<BlockBitsBuild>,
         of::<BlockScores>,
         of::<PageSummaries>,
         of::<PageChoice>,
