@@ -167,7 +167,8 @@ fn score_terms() {
         assert!(tile.terms, "{}", kernel.symbol());
         (kernel.target, tile.head_dims.qk, [tile.block_q, tile.block_kv])
     };
-    let bias = BiasProblem { dtype: DType::BF16, broadcast: [true, false, false, false], mapped: false };
+    let bias =
+        BiasProblem { dtype: DType::BF16, broadcast: [true, false, false, false], mapped: false };
     for (head_dim, width) in [(8, 64), (64, 64), (72, 128), (96, 128), (128, 128)] {
         for problem in [with(dense(4096, head_dim), true, None), partial(128, head_dim)] {
             assert_eq!(lead(&problem), (Step::Keys, Target::Sm90a));

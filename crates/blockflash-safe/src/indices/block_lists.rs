@@ -270,12 +270,6 @@ impl BlockLists {
         self.bits.as_ref().filter(|_| self.fillable).map(BlockBits::room)
     }
 
-    /// The memory of the bits.
-    pub(crate) fn used_bits(&self) -> [Option<Used<'_>>; 2] {
-        let bits = self.bits.as_ref();
-        [bits.map(|bits| bits.block_bits.used()), bits.map(|bits| bits.words.used())]
-    }
-
     /// Whether a kernel may fill the lists for a mask with this many columns.
     pub(crate) fn may_be_filled(&self, cols: i128) -> bool {
         self.fillable && self.col_idx.limit() == in_words(cols)
