@@ -1,4 +1,5 @@
 use super::candle_core::{Device, Result, Tensor};
+use super::error::refused;
 use super::memory::{Operand, Place};
 use blockflash_ops::{
     Align, BlockChoice, BlockGeometry, BlockMask, BlockMaskBuffer, BlockScores, BlockSource, Mask,
@@ -11,6 +12,32 @@ use std::sync::Arc;
 /// Out of memory, or a failing device.
 pub fn to_device(mask: &BlockMask, device: &Device) -> Result<Arc<BlockMask>> {
     Place::of(device)?.run(|stream| mask.to(stream)).map(Arc::new)
+}
+
+/// The block mask of a mask of pairs: u8 `[batch, heads, seqlen_q, seqlen_kv]`, where batch and
+/// heads may be 1 for all, is not 0 where a query sees a key. Blocks are of `block` queries and
+/// keys, a multiple of 64. It is on the device of the pairs, which are copied by way of the host.
+///
+/// ```
+/// # use blockflash_candle::token_mask;
+/// # use candle_core::{Device, Tensor};
+/// // Each query sees the keys of its own parity.
+/// let seen = |at: usize| u8::from(at / 100 % 2 == at % 2);
+/// let pairs = Tensor::from_iter((0..100 * 100).map(seen), &Device::Cpu)?;
+/// let mask = token_mask(&pairs.reshape((1, 1, 100, 100))?, 64)?;
+/// assert!(mask.is_visible(0, 0, 5, 7)? && !mask.is_visible(0, 0, 5, 8)?);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+///
+/// # Errors
+/// Another type or number of dimensions, a block size that is not possible, out of memory.
+pub fn token_mask(pairs: &Tensor, block: usize) -> Result<Arc<BlockMask>> {
+    let (batch, heads, seqlen_q, seqlen_kv) = pairs.dims4()?;
+    let shown: Vec<bool> =
+        pairs.flatten_all()?.to_vec1::<u8>()?.into_iter().map(|shown| shown != 0).collect();
+    let mask = BlockGeometry::new(seqlen_q, seqlen_kv, block, block)
+        .and_then(|geometry| BlockMask::from_token_mask(geometry, batch, heads, &shown));
+    to_device(&mask.map_err(refused)?, pairs.device())
 }
 
 /// Chooses the blocks of a long prompt: for each block of queries of each head the blocks of keys

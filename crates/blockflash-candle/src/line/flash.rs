@@ -1,6 +1,6 @@
 //! The functions of candle-flash-attn, with its names, arguments and meaning.
 
-use super::candle_core::{Result, Tensor, bail};
+use super::candle_core::{Result, Tensor};
 use super::{Align, Attention, Mask, Packed, Scores};
 
 /// Attention of q `[batch, seqlen_q, num_heads_q, head_dim]` to k and v
@@ -35,10 +35,11 @@ pub fn flash_attn_windowed(
     Attention { scores: scores(softmax_scale, mask, None), ..Attention::new(q, k, v) }.forward()
 }
 
-/// Not supported: see [`flash_attn`].
+/// [`flash_attn`] with ALiBi: `alibi_slopes` is f32 `[num_heads_q]` or `[batch, num_heads_q]`, and
+/// the score of query `i` and key `j` gets `-slope * |i + seqlen_kv - seqlen_q - j|`.
 ///
 /// # Errors
-/// Always, because there is no ALiBi.
+/// As [`Attention::forward`].
 pub fn flash_attn_alibi(
     q: &Tensor,
     k: &Tensor,
@@ -47,14 +48,14 @@ pub fn flash_attn_alibi(
     softmax_scale: f32,
     causal: bool,
 ) -> Result<Tensor> {
-    no_alibi(Some(alibi_slopes))?;
-    flash_attn(q, k, v, softmax_scale, causal)
+    let right = causal.then_some(0);
+    flash_attn_alibi_windowed(q, k, v, alibi_slopes, softmax_scale, None, right)
 }
 
-/// Not supported: see [`flash_attn_windowed`].
+/// [`flash_attn_windowed`] with ALiBi, as in [`flash_attn_alibi`].
 ///
 /// # Errors
-/// Always, because there is no ALiBi.
+/// As [`Attention::forward`].
 pub fn flash_attn_alibi_windowed(
     q: &Tensor,
     k: &Tensor,
@@ -64,14 +65,16 @@ pub fn flash_attn_alibi_windowed(
     window_size_left: Option<usize>,
     window_size_right: Option<usize>,
 ) -> Result<Tensor> {
-    no_alibi(Some(alibi_slopes))?;
-    flash_attn_windowed(q, k, v, softmax_scale, window_size_left, window_size_right)
+    let mask = window(window_size_left, window_size_right);
+    let scores = Scores { alibi: Some(alibi_slopes), ..scores(softmax_scale, mask, None) };
+    Attention { scores, ..Attention::new(q, k, v) }.forward()
 }
 
 /// [`flash_attn_windowed`] with scores `softcap * tanh(score / softcap)`; a softcap of 0 is none.
+/// ALiBi, as in [`flash_attn_alibi`], is added behind that.
 ///
 /// # Errors
-/// As [`Attention::forward`], and for `alibi_slopes`, because there is no ALiBi.
+/// As [`Attention::forward`].
 #[allow(clippy::too_many_arguments)]
 pub fn flash_attn_alibi_windowed_softcap(
     q: &Tensor,
@@ -83,9 +86,8 @@ pub fn flash_attn_alibi_windowed_softcap(
     window_size_right: Option<usize>,
     softcap: f32,
 ) -> Result<Tensor> {
-    no_alibi(alibi_slopes)?;
     let mask = window(window_size_left, window_size_right);
-    let scores = scores(softmax_scale, mask, Some(softcap));
+    let scores = Scores { alibi: alibi_slopes, ..scores(softmax_scale, mask, Some(softcap)) };
     Attention { scores, ..Attention::new(q, k, v) }.forward()
 }
 
@@ -135,10 +137,10 @@ pub fn flash_attn_varlen_windowed(
     varlen([q, k, v], seqlens, maxima, scores(softmax_scale, mask, None))
 }
 
-/// Not supported: see [`flash_attn_varlen`].
+/// [`flash_attn_varlen`] with ALiBi, as in [`flash_attn_alibi`], with the lengths of each sequence.
 ///
 /// # Errors
-/// Always, because there is no ALiBi.
+/// As [`Attention::forward`].
 #[allow(clippy::too_many_arguments)]
 pub fn flash_attn_varlen_alibi(
     q: &Tensor,
@@ -152,16 +154,16 @@ pub fn flash_attn_varlen_alibi(
     softmax_scale: f32,
     causal: bool,
 ) -> Result<Tensor> {
-    no_alibi(Some(alibi_slopes))?;
     let (seqlens, maxima) = ([seqlens_q, seqlens_k], [max_seqlen_q, max_seqlen_k]);
     let mask = window(None, causal.then_some(0));
-    varlen([q, k, v], seqlens, maxima, scores(softmax_scale, mask, None))
+    let scores = Scores { alibi: Some(alibi_slopes), ..scores(softmax_scale, mask, None) };
+    varlen([q, k, v], seqlens, maxima, scores)
 }
 
-/// Not supported: see [`flash_attn_varlen_windowed`].
+/// [`flash_attn_varlen_windowed`] with ALiBi, as in [`flash_attn_varlen_alibi`].
 ///
 /// # Errors
-/// Always, because there is no ALiBi.
+/// As [`Attention::forward`].
 #[allow(clippy::too_many_arguments)]
 pub fn flash_attn_varlen_alibi_windowed(
     q: &Tensor,
@@ -176,16 +178,17 @@ pub fn flash_attn_varlen_alibi_windowed(
     window_size_left: Option<usize>,
     window_size_right: Option<usize>,
 ) -> Result<Tensor> {
-    no_alibi(Some(alibi_slopes))?;
     let (seqlens, maxima) = ([seqlens_q, seqlens_k], [max_seqlen_q, max_seqlen_k]);
     let mask = window(window_size_left, window_size_right);
-    varlen([q, k, v], seqlens, maxima, scores(softmax_scale, mask, None))
+    let scores = Scores { alibi: Some(alibi_slopes), ..scores(softmax_scale, mask, None) };
+    varlen([q, k, v], seqlens, maxima, scores)
 }
 
-/// [`flash_attn_varlen_windowed`] with a softcap, as in [`flash_attn_alibi_windowed_softcap`].
+/// [`flash_attn_varlen_windowed`] with a softcap and ALiBi, as in
+/// [`flash_attn_alibi_windowed_softcap`].
 ///
 /// # Errors
-/// As [`Attention::forward`], and for `alibi_slopes`, because there is no ALiBi.
+/// As [`Attention::forward`].
 #[allow(clippy::too_many_arguments)]
 pub fn flash_attn_varlen_alibi_windowed_softcap(
     q: &Tensor,
@@ -201,10 +204,10 @@ pub fn flash_attn_varlen_alibi_windowed_softcap(
     window_size_right: Option<usize>,
     softcap: f32,
 ) -> Result<Tensor> {
-    no_alibi(alibi_slopes)?;
     let (seqlens, maxima) = ([seqlens_q, seqlens_k], [max_seqlen_q, max_seqlen_k]);
     let mask = window(window_size_left, window_size_right);
-    varlen([q, k, v], seqlens, maxima, scores(softmax_scale, mask, Some(softcap)))
+    let scores = Scores { alibi: alibi_slopes, ..scores(softmax_scale, mask, Some(softcap)) };
+    varlen([q, k, v], seqlens, maxima, scores)
 }
 
 fn varlen(
@@ -228,13 +231,5 @@ pub(crate) fn window(left: Option<usize>, right: Option<usize>) -> Mask {
     match (left, right) {
         (None, None) => Mask::Full,
         (left, right) => Mask::Window { left, right, align: Align::BottomRight },
-    }
-}
-
-/// ALiBi, which must not be ignored.
-pub(crate) fn no_alibi(slopes: Option<&Tensor>) -> Result<()> {
-    match slopes {
-        None => Ok(()),
-        Some(_) => bail!("alibi_slopes is given, expected None: blockflash has no ALiBi"),
     }
 }

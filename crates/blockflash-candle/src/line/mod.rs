@@ -20,7 +20,7 @@ pub mod v3;
 
 pub use attention::{Attention, Packed};
 pub use blockflash_ops::{Activation, Align, BlockGeometry, BlockMask, BsrPattern, Mask, Scores};
-pub use blocks::{BlockTopK, to_device};
+pub use blocks::{BlockTopK, to_device, token_mask};
 pub use bsr::BsrLinear;
 pub use flash::{
     flash_attn, flash_attn_alibi, flash_attn_alibi_windowed, flash_attn_alibi_windowed_softcap,

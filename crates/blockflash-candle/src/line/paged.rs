@@ -1,9 +1,11 @@
 //! Attention to a cache in pages that candle's tensors hold, as in candle-flash-attn.
 
+use super::blocks::to_device;
 use super::candle_core::{self, Result, Tensor, bail};
 use super::error::refused;
 use super::flash::{scores, window};
 use super::memory::{Operand, Place, dtype_of, tensor};
+use super::{Attention, BlockGeometry, BlockMask, Mask, Packed, Scores};
 use blockflash_ops::{
     AttentionDecode, AttentionDecodeOperands, AttentionDecodeWorkspace, CacheAccess, DType,
     KvCache, PackedTokens,
@@ -19,10 +21,14 @@ use blockflash_ops::{
 /// checked. A GPU counts lengths and pages that do not exist as the largest ones that do, and needs
 /// pages of a multiple of 16 slots.
 ///
+/// With `mm_prefix_ranges`, i32 `[batch, ranges, 2]`, tokens of a range, from its first position to
+/// the one behind its last, see all of that range besides what the window shows; a range may be
+/// empty. The host waits for lengths, table and ranges then, and keys are copied.
+///
 /// # Errors
-/// Those of [`AttentionDecode::forward`], as text; `mm_prefix_ranges`, which have no counterpart
-/// here; another `page_block_size` than that of k; a tensor that needs a gradient, since there is
-/// none.
+/// Those of [`AttentionDecode::forward`], as text; another `page_block_size` than that of k; a
+/// tensor that needs a gradient, since there is none; `mm_prefix_ranges` where no kernel has
+/// partial blocks.
 #[allow(clippy::too_many_arguments)]
 pub fn flash_attn_varlen_paged_windowed(
     q: &Tensor,
@@ -40,9 +46,6 @@ pub fn flash_attn_varlen_paged_windowed(
     page_block_size: usize,
     softcap: Option<f32>,
 ) -> Result<Tensor> {
-    if mm_prefix_ranges.is_some() {
-        bail!("mm_prefix_ranges is given, expected None: blockflash has no mask of prefix ranges");
-    }
     no_gradient([q, k, v])?;
     let (_, slots, _, _) = k.dims4()?;
     if slots != page_block_size {
@@ -50,6 +53,12 @@ pub fn flash_attn_varlen_paged_windowed(
     }
     let (_, max_pages) = block_table.dims2()?;
     let lengths = lengths(seqlens_k, max_seqlen_k.min(max_pages.saturating_mul(slots)))?;
+    let mask = window(window_size_left, window_size_right);
+    if let Some(ranges) = mm_prefix_ranges {
+        let scores = scores(softmax_scale, Mask::Full, softcap);
+        let pages = Pages { table: block_table, lengths: &lengths };
+        return prefixed([q, k, v], seqlens_q, &pages, (ranges, mask), scores);
+    }
 
     let place = Place::of(q.device())?;
     let dtype = dtype_of("q", q.dtype())?;
@@ -70,7 +79,7 @@ pub fn flash_attn_varlen_paged_windowed(
         let packed = PackedTokens { cu_seqlens: offsets.view, max_seqlen: max_seqlen_q };
         let decode = AttentionDecode {
             packed: Some(packed),
-            scores: scores(softmax_scale, window(window_size_left, window_size_right), softcap),
+            scores: scores(softmax_scale, mask, softcap),
             ..AttentionDecode::new(q_read.view)
         };
         let bytes = decode.workspace_bytes(&cache, &place.device()).map_err(refused)?;
@@ -87,6 +96,75 @@ pub fn flash_attn_varlen_paged_windowed(
         })?;
     }
     Ok(tensor(o, &o_shape))
+}
+
+/// Where the keys of sequences are.
+struct Pages<'a> {
+    /// `[batch, max_pages]`
+    table: &'a Tensor,
+    /// `[batch]`
+    lengths: &'a Tensor,
+}
+
+/// Attention to a copy of the keys, with ranges of tokens that see each other besides a mask.
+fn prefixed(
+    [q, k, v]: [&Tensor; 3],
+    seqlens_q: &Tensor,
+    pages: &Pages<'_>,
+    (ranges, mask): (&Tensor, Mask),
+    scores: Scores<&Tensor>,
+) -> Result<Tensor> {
+    let (starts, lengths) = (numbers(seqlens_q)?, numbers(pages.lengths)?);
+    let (batch, max_pages) = pages.table.dims2()?;
+    let (entries, each, two) = ranges.dims3()?;
+    if [starts.len(), lengths.len(), entries] != [batch + 1, batch, batch] || two != 2 {
+        let shape = ranges.dims();
+        bail!("mm_prefix_ranges has shape {shape:?}, expected [{batch}, ranges, 2] as block_table");
+    }
+    let (table, ranges) = (numbers(pages.table)?, numbers(ranges)?);
+    let slots = k.dim(1)?;
+    let (mut keys, mut ends, mut masks) = (Vec::new(), vec![0u32], Vec::new());
+    let mut longest = [0; 2];
+    for sequence in 0..batch {
+        let (queries, length) =
+            (starts[sequence + 1].saturating_sub(starts[sequence]), lengths[sequence]);
+        if length > max_pages * slots {
+            bail!(
+                "seqlens_k: sequence {sequence} has {length} keys in {max_pages} pages of {slots}"
+            );
+        }
+        longest = [longest[0].max(queries), longest[1].max(length)];
+        let pages = &table[sequence * max_pages..];
+        keys.extend((0..length).map(|key| (pages[key / slots] * slots + key % slots) as u32));
+        ends.push(keys.len() as u32);
+        let of_sequence = &ranges[sequence * each * 2..][..each * 2];
+        let seen = |_, _, query: usize| {
+            let position = query + length.saturating_sub(queries);
+            let ranges = of_sequence.chunks_exact(2).map(|range| range[0]..range[1]);
+            let inside = ranges.filter(move |range| range.contains(&position));
+            std::iter::once(mask.visible(query, queries, length)).chain(inside)
+        };
+        let made = BlockGeometry::new(queries, length, 64, 64);
+        let made = made.and_then(|geometry| BlockMask::from_ranges(geometry, 1, 1, seen));
+        masks.push(made.map_err(refused)?);
+    }
+    let blocks = BlockMask::packed(&masks.iter().collect::<Vec<_>>()).map_err(refused)?;
+    let blocks = to_device(&blocks, q.device())?;
+    let count = keys.len();
+    let keys = Tensor::from_vec(keys, count, q.device())?;
+    let [k, v] = [k, v].map(|cache| cache.flatten(0, 1)?.index_select(&keys, 0));
+    let (k, v) = (k?, v?);
+    let ends = Tensor::from_vec(ends, batch + 1, q.device())?;
+    let [max_seqlen_q, max_seqlen_kv] = longest;
+    let packed = Packed { q: seqlens_q, kv: &ends, max_seqlen_q, max_seqlen_kv };
+    let attention = Attention { scores, cu_seqlens: Some(packed), ..Attention::new(q, &k, &v) };
+    Attention { block_mask: Some(&blocks), ..attention }.forward()
+}
+
+/// The elements of a tensor of indices, on the host; negative ones are 0.
+fn numbers(tensor: &Tensor) -> Result<Vec<usize>> {
+    let numbers = tensor.flatten_all()?.to_dtype(candle_core::DType::I64)?.to_vec1::<i64>()?;
+    Ok(numbers.into_iter().map(|number| usize::try_from(number).unwrap_or(0)).collect())
 }
 
 /// The shape of the output: that of q with the last size of v.

@@ -2,6 +2,7 @@
 
 use super::{blockflash_candle, candle_core};
 
+mod added;
 mod attention;
 mod cache;
 mod errors;
