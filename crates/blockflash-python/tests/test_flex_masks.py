@@ -1,4 +1,4 @@
-"""Masks of flex_attention, whatever their functions say, as block masks and back."""
+"""Masks of flex_attention, whatever their functions say, against dense masks."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import pickle
 import pytest
 import torch
 from flex_masks import CASES, FlexCase
+from reference import assert_close, reference
+from test_gradient import WHERE, assert_gradients
 from torch.nn.attention.flex_attention import create_block_mask, create_mask
 
-from blockflash import BlockMask
+from blockflash import BlockMask, block_sparse_attention
 
 
 def flex_of(case: FlexCase, device: str, block: int) -> object:
@@ -43,6 +45,23 @@ def test_pairs(case: FlexCase, block: int) -> None:
         pickle.loads(pickle.dumps(mask)),
     ):
         assert torch.equal(same.to_token_mask(), expected)
+
+
+@WHERE
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_attention(case: FlexCase, device: str, dtype: torch.dtype) -> None:
+    pairs = pairs_of(case)
+    mask = BlockMask.from_flex(flex_of(case, "cpu", 64)).to(device)
+    (queries, keys), heads = case.lengths, max(case.heads, 2)
+    shapes = [(queries, heads), (keys, heads), (keys, heads)]
+    inputs = [
+        torch.randn(case.batch, *shape, 16).to(device, dtype).requires_grad_() for shape in shapes
+    ]
+    o, lse = block_sparse_attention(*inputs, mask, return_lse=True)
+    expected = reference(*inputs, visible=pairs)
+    assert_close(o.cpu(), expected[0], dtype)
+    assert_close(lse.cpu(), expected[1], dtype)
+    assert_gradients(inputs, o, expected[0])
 
 
 def test_most_are_no_windows() -> None:
