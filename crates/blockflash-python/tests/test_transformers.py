@@ -267,12 +267,12 @@ def test_compile(name: str) -> None:
 
 
 def test_compile_with_padding() -> None:
-    """Padding cannot be read in a graph: a dense mask, a warning and the right result."""
+    """Padding cannot be read in a graph: it is added to the scores."""
     model, ids = model_of(DECODERS["llama"]), tokens()
     expected = run(model, "eager", input_ids=ids, attention_mask=PADDED).logits
     model.set_attn_implementation(NAME)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    with torch.no_grad(), pytest.warns(UserWarning, match="while a graph is traced"):
+    with torch.no_grad():
         actual = compiled(ids, attention_mask=PADDED).logits
     check(actual, expected, expected, PADDED)
 
@@ -323,14 +323,16 @@ def test_dropout(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_mask_of_the_caller(name: str) -> None:
-    """A 4-D mask goes to SDPA, which takes it, or to plain torch with a softcap."""
+    """A 4-D mask runs on our kernels, also with a softcap, whether of booleans or numbers."""
     model, ids = model_of(DECODERS[name]), tokens()
     mask = (torch.rand(2, 1, TOKENS, TOKENS) < 0.5) | torch.eye(TOKENS, dtype=torch.bool)
     added = torch.where(mask, 0.0, torch.finfo(torch.float32).min)
     expected = run(model, "eager", input_ids=ids, attention_mask=added).logits
-    with pytest.warns(UserWarning, match="dense mask"):
-        actual = run(model, NAME, input_ids=ids, attention_mask=mask).logits
-    check(actual, expected, expected)
+    for given in (mask, added):
+        blockflash.reset_stats()
+        actual = run(model, NAME, input_ids=ids, attention_mask=given).logits
+        check(actual, expected, expected)
+        assert blockflash.stats()["transformers"] == _stats.Calls(2, {})
 
 
 ENCODERS = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
+from inspect import signature
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from transformers import LlamaConfig, masking_utils
 
 import blockflash.transformers
+from blockflash import _stats, _transformers_mask
 from blockflash.transformers import Mask, block_attention, block_attention_mask
 
 KEYS = 24
@@ -75,7 +77,11 @@ def _no_warnings_yet() -> Iterator[None]:
 
 
 def _check(arguments: dict[str, Any], causal: bool, **options: Any) -> Tensor | Mask | None:
-    """Attention by the mask of ours against the dense mask, and the mask of ours."""
+    """Attention by the mask of ours against the dense mask, and the mask of ours.
+
+    Every mask runs on our kernels.
+    """
+    blockflash.reset_stats()
     torch.manual_seed(0)
     q_length, kv_length = arguments["q_length"], arguments["kv_length"]
     query = torch.randn(2, 4, q_length, 8)
@@ -90,6 +96,7 @@ def _check(arguments: dict[str, Any], causal: bool, **options: Any) -> Tensor | 
     assert o.isfinite().all() or not isinstance(ours, Mask)
     seen = dense.any(3)[:, 0]
     torch.testing.assert_close(o[seen], expected[seen], rtol=1e-5, atol=1e-5)
+    assert blockflash.stats()["transformers"] == _stats.Calls(1, {})
     return ours
 
 
@@ -100,12 +107,15 @@ def _expected(
     dense: Tensor,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
 ) -> Tensor:
     """Attention in float64, `[B, S, H, D]`."""
     query, key, value = (t.double() for t in (query, key, value))
     key, value = (t.repeat_interleave(2, 1) for t in (key, value))
     scores = query @ key.mT * query.shape[3] ** -0.5
     scores = scores if softcap is None else softcap * (scores / softcap).tanh()
+    if position_bias is not None:
+        scores = scores + position_bias.double()
     scores = scores.masked_fill(~dense, -torch.inf)
     top = scores.amax(3, keepdim=True).clamp(-1e30)
     weights = (scores - top).exp()
@@ -133,6 +143,8 @@ def test_masks(pattern: str, padding: Tensor | None, lengths: tuple[int, int, in
     }
     _check(arguments, causal)
     _check(arguments, causal, softcap=2.0, s_aux=torch.tensor([0.5, -1.0, 2.0, 0.0]))
+    bias = torch.linspace(-2, 2, 4 * lengths[0] * lengths[1]).view(1, 4, lengths[0], -1)
+    _check(arguments, causal, position_bias=bias)
 
 
 # Number of queries, number of keys, position of the first query and of the first key.
@@ -257,7 +269,7 @@ def test_what_reaches_the_kernels() -> None:
         assert kind(pattern, "left", "prefill") is Tensor
 
 
-def test_one_warning_for_each_reason() -> None:
+def test_no_warning_for_a_dense_mask() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(3):
@@ -266,8 +278,7 @@ def test_one_warning_for_each_reason() -> None:
             hole = torch.tensor([[True, False, True]])
             block_attention_mask(1, 3, 3, attention_mask=hole)
     texts = [str(warning.message) for warning in caught]
-    assert len(texts) == 2, texts
-    assert "mask function of its own" in texts[0] and "padding between" in texts[1]
+    assert not texts
 
 
 def test_refusals() -> None:
@@ -277,7 +288,90 @@ def test_refusals() -> None:
         with pytest.raises(blockflash.Unsupported, match=name):
             block_attention(module, q, q, q, None, **{name: torch.zeros(2)})
     with pytest.raises(blockflash.Unsupported, match="position_bias"):
-        block_attention(module, q, q, q, None, softcap=1.0, position_bias=torch.zeros(1, 2, 4, 4))
+        position_bias, double = torch.zeros(1, 2, 4, 4), q.double()
+        block_attention(
+            module, double, double, double, None, softcap=1.0, position_bias=position_bias
+        )
     mask = Mask((1, 1, 4, 5), {}, lambda: None)
     with pytest.raises(ValueError, match="lengths"):
         block_attention(module, q, q, q, mask)
+
+
+@pytest.mark.parametrize("kind", [torch.bool, torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("heads", [1, 4])
+def test_masks_of_the_caller(kind: torch.dtype, heads: int) -> None:
+    """Any mask of four dimensions, which is made a block mask of once for all layers."""
+    torch.manual_seed(2)
+    q, k, v = torch.randn(3, 2, 4, KEYS, 8)
+    dense = torch.rand(2, heads, KEYS, KEYS) < 0.5
+    dense[..., 0] = True
+    mask = dense if kind == torch.bool else torch.where(dense, 0.0, torch.finfo(kind).min).to(kind)
+    module = SimpleNamespace(is_causal=True)
+    expected = _plain(q, k, v, dense)
+    for _ in range(2):
+        o, _ = block_attention(module, q, k, v, mask)
+        torch.testing.assert_close(o.transpose(1, 2), expected, rtol=1e-5, atol=1e-5)
+    assert blockflash.stats()["transformers"] == _stats.Calls(2, {})
+    if kind == torch.bool:
+        made = _transformers_mask._BLOCK_MASKS[mask]
+        mask[..., 1] = True  # which is noticed
+        o, _ = block_attention(module, q, k, v, mask)
+        expected = _plain(q, k, v, dense)
+        torch.testing.assert_close(o.transpose(1, 2), expected, rtol=1e-5, atol=1e-5)
+        assert _transformers_mask._BLOCK_MASKS[mask][1] is not made[1]
+        count = len(_transformers_mask._BLOCK_MASKS)
+        del mask, dense
+        assert len(_transformers_mask._BLOCK_MASKS) == count - 1
+
+
+def _plain(q: Tensor, k: Tensor, v: Tensor, dense: Tensor) -> Tensor:
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=dense)
+
+
+def test_image_ranges() -> None:
+    """Tokens of an image see each other, as `block_sequence_ids` of transformers say."""
+    if "block_sequence_ids" not in signature(masking_utils.create_causal_mask).parameters:
+        pytest.skip("this version of transformers has no blocks in sequences")
+    ids = torch.full((2, KEYS), -1)
+    ids[0, 3:9], ids[1, 10:20] = 0, 1
+    embeds = torch.empty(2, KEYS, 0)
+    for create in ("causal", "sliding_window_causal"):
+        function = getattr(masking_utils, f"create_{create}_mask")
+        mask = function(CONFIG, embeds, None, None, block_sequence_ids=ids)
+        assert isinstance(mask, Tensor) and mask[0, 0, 4, 8] and mask[1, 0, 10, 19]
+        q, k, v = torch.randn(3, 2, 4, KEYS, 8)
+        o, _ = block_attention(SimpleNamespace(is_causal=True), q, k, v, mask)
+        torch.testing.assert_close(o.transpose(1, 2), _plain(q, k, v, mask), rtol=1e-5, atol=1e-5)
+    assert blockflash.stats()["transformers"] == _stats.Calls(2, {})
+
+
+def test_gradient_of_a_position_bias() -> None:
+    q, k, v = torch.randn(3, 2, 4, KEYS, 8)
+    bias = torch.randn(1, 4, KEYS, KEYS, requires_grad=True)
+    module = SimpleNamespace(is_causal=False)
+    mask = block_attention_mask(
+        2, KEYS, KEYS, mask_function=PATTERNS["full"], attention_mask=PADDINGS["right"].bool(),
+        allow_is_causal_skip=False, allow_is_bidirectional_skip=True,
+    )  # fmt: skip
+    assert isinstance(mask, Mask) and "cu_seqlens_q" in mask.options
+    o, _ = block_attention(module, q, k, v, mask, position_bias=bias)
+    dense = torch.where(PADDINGS["right"].bool()[:, None, None], bias, -torch.inf)
+    expected = _plain(q, k, v, dense).transpose(1, 2)
+    found, wanted = (torch.autograd.grad(x.square().sum(), bias)[0] for x in (o, expected))
+    torch.testing.assert_close(o, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    assert blockflash.stats()["transformers"] == _stats.Calls(1, {})
+
+
+def test_a_mask_that_changes_in_inference_mode() -> None:
+    """Nobody sees there that it does."""
+    module = SimpleNamespace(is_causal=True)
+    with torch.inference_mode():
+        q, k, v = torch.randn(3, 2, 4, KEYS, 8)
+        mask = torch.ones(KEYS, KEYS, dtype=torch.bool).tril()[None, None].repeat(2, 1, 1, 1)
+        for _ in range(2):
+            o, _ = block_attention(module, q, k, v, mask)
+            expected = _plain(q, k, v, mask)
+            torch.testing.assert_close(o.transpose(1, 2), expected, rtol=1e-5, atol=1e-5)
+            mask[..., KEYS // 2 :] = True
+    assert blockflash.stats()["transformers"] == _stats.Calls(2, {})

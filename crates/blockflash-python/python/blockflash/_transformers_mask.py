@@ -1,4 +1,4 @@
-"""Masks of transformers that our kernels can express, and how they are found out."""
+"""Masks of transformers as our kernels take them, and how they are found out."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import masking_utils
 from transformers.utils.import_utils import is_tracing
 
-from . import _stats
+from .block_mask import BlockMask
 
 
 @dataclass(frozen=True)
 class Mask:
-    """A mask that our kernels can express; the model hands it to each of its layers.
+    """A mask that needs no bits; the model hands it to each of its layers.
 
     It has what transformers asks of the dense mask, a boolean tensor `[B, 1, Sq, Sk]`, on the way.
     """
@@ -43,8 +43,30 @@ class Mask:
         return self
 
 
-REASONS: Any = WeakTensorKeyDictionary()
-"""Why masks are dense."""
+_BLOCK_MASKS: Any = WeakTensorKeyDictionary()
+"""The block masks of dense masks that are in use, since a mask goes to each layer of a model."""
+
+
+def of_dense(mask: Tensor) -> dict[str, Any]:
+    """The arguments of `blockflash.attention` for a mask that SDPA takes.
+
+    A boolean mask becomes a block mask, whose hidden blocks cost nothing; the host waits for the
+    GPU once for each mask. It is added to the scores instead where a graph is traced or captured,
+    and in inference mode, in which nobody sees that a mask has changed since the last layer.
+    """
+    if mask.dtype != torch.bool:
+        return {"bias": mask}
+    if torch.compiler.is_compiling() or mask.is_inference() or _is_captured(mask):
+        return {"bias": torch.zeros_like(mask, dtype=torch.float16).masked_fill(~mask, -torch.inf)}
+    known = _BLOCK_MASKS.get(mask)
+    if known is None or known[0] != mask._version:
+        known = _BLOCK_MASKS[mask] = mask._version, BlockMask.from_token_mask(mask)
+    return {"block_mask": known[1]}
+
+
+def _is_captured(mask: Tensor) -> bool:
+    """Whether work on the mask would become a part of a CUDA graph."""
+    return mask.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def block_attention_mask(
@@ -65,7 +87,8 @@ def block_attention_mask(
     `kv_offset..kv_offset + kv_length`. `attention_mask`, `[B, positions]`, is False for padding.
 
     Returns a `Mask` for our kernels, None where SDPA needs no mask either (full attention, or
-    causal with queries and keys that begin at the same position), or a dense mask for SDPA.
+    causal with queries and keys that begin at the same position), or the dense mask of SDPA: see
+    `of_dense`.
     """
     if isinstance(attention_mask, Mask):  # made by `generate` before the model asks for its mask
         return attention_mask
@@ -94,14 +117,15 @@ def block_attention_mask(
         and not packed
         and _is_static_cache(q_length, q_offset, allow_is_causal_skip, kwargs.get("config"))
     )
-    if constraints is None:
-        options = "the model has a mask function of its own"
-    elif not (allow_is_causal_skip or allow_is_bidirectional_skip or packed or cached):
-        options = "transformers asks for a dense mask"
-    elif isinstance(q_offset, Tensor) and not cached:
-        options = "the position in a static cache is known on the device only"
-    elif (packed or attention_mask is not None) and is_tracing(attention_mask):
-        options = "padding and packing by position_ids cannot be read while a graph is traced"
+    if (
+        constraints is None
+        or not (allow_is_causal_skip or allow_is_bidirectional_skip or packed or cached)
+        # The position in a static cache is known on the device only.
+        or (isinstance(q_offset, Tensor) and not cached)
+        # Padding and packing by position_ids cannot be read while a graph is traced.
+        or ((packed or attention_mask is not None) and is_tracing(attention_mask))
+    ):
+        options = None
     elif cached:
         shape, device = (batch_size, q_length, kv_length), kwargs.get("device", "cpu")
         options = _cached(constraints, shape, (q_offset, kv_offset), attention_mask, device)
@@ -111,13 +135,8 @@ def block_attention_mask(
         options = _padded(
             constraints, (batch_size, q_length, kv_length), (q_offset, kv_offset), attention_mask
         )
-    if isinstance(options, str):
-        mask = dense()
-        if mask is not None:
-            _stats.warn("transformers", options)
-            if not torch.compiler.is_compiling():
-                REASONS[mask] = options
-        return mask
+    if options is None:
+        return dense()
     # Without a mask SDPA is full for a single query and for modules that are not causal.
     full = options == {} and (q_length == 1 or "right" not in constraints)
     causal = options == {"causal": True, "top_left": True} and 1 < q_length <= kv_length
@@ -221,8 +240,8 @@ def _cached(
     offset: tuple[int | Tensor, int],
     padding: Tensor | None,
     device: torch.device | str,
-) -> dict[str, Any] | str:
-    """The options for queries that are the last tokens in a static cache, or the reason why not.
+) -> dict[str, Any] | None:
+    """The options for queries that are the last tokens in a static cache, if there are some.
 
     Only a mask with padding synchronizes.
     """
@@ -230,12 +249,12 @@ def _cached(
     length = offset[0] + (q_length - offset[1])
     if padding is not None:
         if padding.ndim != 2 or padding.shape[0] != batch:
-            return "the attention mask is not [batch, positions]"
+            return None
         padding = padding[:, offset[1] : offset[1] + kv_length].bool()
         padding = F.pad(padding, (0, kv_length - padding.shape[1]))
         beyond = torch.arange(kv_length, device=padding.device) >= length
         if not (padding | beyond).all():
-            return "there is padding in a static cache"
+            return None
     if isinstance(length, Tensor):
         lengths = length.to(device, torch.int32).reshape(1).expand(batch).contiguous()
     else:
@@ -245,16 +264,16 @@ def _cached(
 
 def _packed(
     constraints: dict[str, Any], shape: tuple[int, int, int], padding: Tensor | None
-) -> dict[str, Any] | str:
-    """The options for sequences that are packed into rows, or the reason why there are none."""
+) -> dict[str, Any] | None:
+    """The options for sequences that are packed into rows, if there are some."""
     segments, positions = constraints["segments"], constraints.get("positions")
     batch, length, _ = shape
     if padding is not None or shape != (*segments.shape, length):
-        return "sequences are packed and padded or cached at the same time"
+        return None
     starts = torch.ones_like(segments, dtype=torch.bool)
     starts[:, 1:] = segments.diff() != 0
     if positions is not None and not (starts[:, 1:] | (positions.diff() == 1)).all():
-        return "the positions of a packed sequence are not consecutive"
+        return None
     offsets = starts.flatten().nonzero()[:, 0]
     offsets = F.pad(offsets, (0, 1), value=batch * length).to(torch.int32)
     longest = int(offsets.diff().max())
@@ -272,8 +291,8 @@ def _padded(
     shape: tuple[int, int, int],
     offset: tuple[int, int],
     padding: Tensor | None,
-) -> dict[str, Any] | str:
-    """The options for rows with or without padding, or the reason why there are none.
+) -> dict[str, Any] | None:
+    """The options for rows with or without padding, if there are some.
 
     The keys of a row that are not padding must be one run `start..stop`. Between these runs, the
     padding is a sequence that has keys and no queries, so no tensor is gathered.
@@ -284,19 +303,21 @@ def _padded(
     # A side that reaches beyond every key restricts nothing.
     left = None if left is None or q_end - 1 - left <= offset[1] else left
     right = None if right is None or offset[0] + right >= kv_end - 1 else right
-    runs = None if padding is None else _runs(padding[:, offset[1] : kv_end], batch, kv_length)
-    if isinstance(runs, str):
-        return runs
+    runs: list[tuple[int, int]] | None = []
+    if padding is not None:
+        runs = _runs(padding[:, offset[1] : kv_end], batch, kv_length)
+    if runs is None:
+        return None
     options = _sides(left, right)
     if options:
         # A window is relative to the first query and key of a row, or to the last ones.
-        first = offset[0] == offset[1] and all(start == 0 for start, _ in runs or ())
-        last = q_end == kv_end and all(stop == kv_length for _, stop in runs or ())
+        first = offset[0] == offset[1] and all(start == 0 for start, _ in runs)
+        last = q_end == kv_end and all(stop == kv_length for _, stop in runs)
         if not (first or last):
-            return "queries and keys neither begin nor end at the same position"
+            return None
         if first:
             options["top_left"] = True
-    if runs is None:
+    if not runs:
         return options
     lengths = []
     for start, stop in runs:
@@ -312,10 +333,10 @@ def _padded(
     }
 
 
-def _runs(padding: Tensor, batch: int, length: int) -> list[tuple[int, int]] | str | None:
-    """The keys `start..stop` of each row, None without padding, or a reason. Synchronizes."""
+def _runs(padding: Tensor, batch: int, length: int) -> list[tuple[int, int]] | None:
+    """The keys `start..stop` of each row, none without padding; None for others. Synchronizes."""
     if padding.ndim != 2 or padding.shape[0] != batch:
-        return "the attention mask is not [batch, positions]"
+        return None
     padding = F.pad(padding.bool(), (0, length - padding.shape[1]))
     count = padding.sum(1)
     start = padding.int().argmax(1)
@@ -323,6 +344,6 @@ def _runs(padding: Tensor, batch: int, length: int) -> list[tuple[int, int]] | s
     run = (key >= start[:, None]) & (key < (start + count)[:, None])
     rows = torch.stack([start, start + count, (run == padding).all(1).int()], 1).tolist()
     if not all(contiguous for _, _, contiguous in rows):
-        return "there is padding between the tokens of a row"
+        return None
     runs = [(start, stop) for start, stop, _ in rows]
-    return None if all(run == (0, length) for run in runs) else runs
+    return [] if all(run == (0, length) for run in runs) else runs

@@ -1,12 +1,12 @@
 """`attn_implementation="block_attention"` for Hugging Face transformers.
 
 Importing this module registers two functions: one makes masks, the other computes attention.
-The mask function decides what runs on our kernels. It takes the model's mask function apart, and
-only a pattern that it recognizes completely becomes a `Mask` for our kernels: causal and full
-attention, sliding windows, padding, static caches, and sequences packed by `position_ids`. For
-every other pattern it makes the dense mask that SDPA takes, and warns once for each reason. Calls
-that no kernel takes are left to SDPA, or to plain torch with a softcap or sinks, with a warning,
-too: `blockflash.stats()` counts them, and `blockflash.strict()` makes them raise.
+The mask function takes the model's mask function apart. A pattern that it recognizes completely
+becomes a `Mask`: causal and full attention, sliding windows, padding, static caches, and sequences
+packed by `position_ids`. For every other pattern it makes the dense mask that SDPA takes, of which
+the attention function makes a block mask with bits, or, if it is one of numbers, a bias. Calls that
+no kernel takes are left to SDPA, or to plain torch with a softcap or sinks, with a warning once for
+each reason: `blockflash.stats()` counts them, and `blockflash.strict()` makes them raise.
 
 The attention function obeys the mask and nothing else. It does not read `sliding_window` among its
 arguments, because a model may pass a window to a layer that has another mask.
@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from . import Unsupported, _stats, attention, attention_decode
+from . import BlockMask, Unsupported, _stats, attention, attention_decode
 from ._arguments import autocast_dtype
-from ._transformers_mask import REASONS, Mask, block_attention_mask
+from ._transformers_mask import Mask, block_attention_mask, of_dense
 
 NAME = "block_attention"
 """The name to give as `attn_implementation`. Names with "flash" are reserved by transformers."""
@@ -33,7 +33,7 @@ NAME = "block_attention"
 _VARLEN = ("cu_seq_lens_q", "cu_seq_lens_k")
 # Some models give these to attention functions of their own; SDPA would lose them silently, too.
 _UNKNOWN = ("sinks", "indices", "block_indices")
-_SDPA_ONLY = ("position_bias", "cache")
+_NOT_OURS = ("cache", "output_attentions")
 
 
 def block_attention(
@@ -47,12 +47,14 @@ def block_attention(
     is_causal: bool | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Computes attention; the signature is that of transformers' `sdpa_attention_forward`.
 
     `query` is `[B, H, Sq, D]`, `key` is `[B, Hkv, Sk, D]`, `value` is `[B, Hkv, Sk, Dv]` with
-    `Dv <= D`, `s_aux` is the sink of each head, `[H]`. Without a mask, `is_causal` or else
+    `Dv <= D`, `s_aux` is the sink of each head, `[H]`, and `position_bias` is added to the scores.
+    Without a mask, `is_causal` or else
     `module.is_causal` decides as it does for SDPA: query i sees the keys up to i, but a single
     query sees all of them.
 
@@ -72,27 +74,27 @@ def block_attention(
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     is_causal = is_causal and query.shape[2] > 1
-    lost = next((name for name in _SDPA_ONLY if kwargs.get(name) is not None), None)
-    used = lost or ("output_attentions" if kwargs.get("output_attentions") else None)
-    if isinstance(mask, Tensor):
-        reason = REASONS.get(mask) if not torch.compiler.is_compiling() else None
-    elif used or dropout:
+    used = next((name for name in _NOT_OURS if kwargs.get(name)), None)
+    if used or dropout:
         reason = f"the model uses {used or 'dropout'}"
     else:
-        reason = _refusal(query, key, value, s_aux, isinstance(mask, Mask) and mask.cached)
+        reason = _refusal(query, key, value, mask, s_aux, position_bias)
         if reason is None:
-            o = _by_kernels(query, key, value, mask, is_causal, scaling, softcap, s_aux)
+            added = (softcap, s_aux, position_bias)
+            o = _by_kernels(query, key, value, mask, is_causal, scaling, *added)
             if isinstance(o, Tensor):
                 _stats.count("transformers")
                 return o, None
             reason = o
-    _stats.fall_back("transformers", reason or "the model was given a dense mask", reason is None)
+    _stats.fall_back("transformers", reason)
     dense = mask.dense() if isinstance(mask, Mask) else mask
     if softcap is None and s_aux is None:
+        kwargs["position_bias"] = position_bias
         return sdpa_attention_forward(
             module, query, key, value, dense, dropout, scaling, is_causal, **kwargs
         )
-    if lost:
+    lost = "position_bias" if position_bias is not None else "cache"
+    if position_bias is not None or kwargs.get("cache") is not None:
         raise Unsupported(f"{NAME} has no way to combine `{lost}` with a softcap or sinks")
     o = _explicit(query, key, value, dense, dropout, scaling, is_causal, softcap, s_aux)
     return o, None
@@ -105,7 +107,11 @@ _TYPES = {
 
 
 def _refusal(
-    query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, cached: bool
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | Mask | None,
+    *others: Tensor | None,
 ) -> str | None:
     """Why no kernel takes these tensors, if that is known before a call, as compiled code needs."""
     device, dim = query.device.type, query.shape[3]
@@ -121,9 +127,11 @@ def _refusal(
         return f"there is no kernel for head_dim {widest}, which is above 256"
     if key.shape[0] != query.shape[0]:
         return "queries and keys have different batches"
-    if not cached:
+    if device == "cuda" and isinstance(mask, Tensor) and torch.compiler.is_compiling():
+        return "a graph is traced, in which a dense mask stays one for SDPA"
+    if not (isinstance(mask, Mask) and mask.cached):
         return None
-    tensors = (query, key, value, sink)
+    tensors = (query, key, value, *others)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
         return "attention over a static cache has no gradient"
     odd = dim % 8 or value.shape[3] % 8
@@ -139,10 +147,15 @@ def _by_kernels(
     scaling: float | None,
     softcap: float | None,
     sink: Tensor | None,
+    bias: Tensor | None,
 ) -> Tensor | str:
     """Attention by blockflash, `[B, Sq, H, Dv]`, or why it does not take the call."""
+    if bias is not None and isinstance(mask, Mask) and "cu_seqlens_q" in mask.options:
+        mask = mask.dense()  # A bias does not go with packed sequences.
     if mask is None:
         options = {"causal": True, "top_left": True} if causal else {}
+    elif isinstance(mask, Tensor):
+        options = of_dense(mask)
     elif mask.shape[2:] == (query.shape[2], key.shape[2]):
         options = mask.options
     else:
@@ -154,8 +167,11 @@ def _by_kernels(
     if packed:
         q, k, v = (t.flatten(0, 1) for t in (q, k, v))
     # A layer may be on another device than the mask.
-    options = {name: t.to(q.device) if isinstance(t, Tensor) else t for name, t in options.items()}
+    movable = (Tensor, BlockMask)
+    options = {name: t.to(q.device) if isinstance(t, movable) else t for name, t in options.items()}
     options |= {"scale": scaling, "softcap": softcap}
+    if bias is not None:
+        options["bias"] = bias + options["bias"] if "bias" in options else bias
     options["sink"] = None if sink is None else sink.float()
     function = attention_decode if "seqused_k" in options else attention
     if torch.compiler.is_compiling():
