@@ -58,7 +58,7 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash::KernelParams kernel_params
     ptx::raise_registers<kConsumerRegisters>();
     // The first warpgroup may begin.
     if (warpgroup == kWarpgroups) PingPong<kWarpgroups>{kWarpgroups - 1}.arrive();
-    Consumer{{}, params, barriers, smem, warpgroup - 1}.run();
+    Consumer{{{}, params, barriers, smem, warpgroup - 1}}.run();
     if (kStaged && threadIdx.x % 32 == 0) ptx::tensor_store_wait();
   }
 }

@@ -66,10 +66,11 @@ __device__ __forceinline__ auto walk_of(const Given& kernel_params, uint32_t slo
     return typename Origin::Walk(slot + kListInSlot, position);
 }
 
-// The bias has a warp of its own, which learns of query tiles as NaN-scanner warps do. It loads boxes
-// as they become free, for each warpgroup those of the key tiles that it computes. All lanes walk
-// together and have the same numbers, which `uniform` tells the compiler: TMA takes coordinates from
-// uniform registers, and moving them there from one lane's would take longer than a box.
+// The bias has a warp of its own, which learns of query tiles as NaN-scanner warps do. It loads
+// boxes as they become free, for each warpgroup those of the key tiles that it computes. All lanes
+// walk together and have the same numbers, which `uniform` tells the compiler: TMA takes
+// coordinates from uniform registers, and moving them there from those of one lane takes longer
+// than the load of a box.
 __device__ __forceinline__ void produce_bias(const blockflash_attention_fwd_tma_terms_params& all,
                                              uint32_t smem, const Barriers& barriers) {
   const blockflash_score_terms& terms = all.terms;

@@ -54,7 +54,7 @@ def reference(
     if right is not None:
         hidden |= key > position + right
     if visible is not None:
-        hidden = hidden | ~visible
+        hidden = hidden | ~visible.to(device)
     scores = scores.masked_fill(hidden, -torch.inf)
     if sink is not None:
         logits = sink.to(device).double()[None, :, None, None].expand(*scores.shape[:3], 1)
