@@ -62,7 +62,7 @@ fn with_bias(
     AttentionProblem { scores: ScoresProblem { bias, ..dense.scores }, ..dense }
 }
 
-/// Portable kernels take a bias of which there is no tensor map.
+/// Portable kernels take a bias.
 #[test]
 fn score_terms_take_their_kernels() {
     let name = |problem: AttentionProblem| {
@@ -76,7 +76,7 @@ fn score_terms_take_their_kernels() {
     let full = [false; 4];
     for head_dim in [64, 96, 128, 192, 256] {
         for broadcast in [full, [true, false, false, false], [true, true, false, false]] {
-            assert!(!is_portable(with_bias(dense(head_dim), DType::BF16, broadcast, true)));
+            assert!(is_portable(with_bias(dense(head_dim), DType::BF16, broadcast, true)));
         }
         for (dtype, broadcast, mapped) in [
             (DType::BF16, full, false),
@@ -116,6 +116,7 @@ fn score_terms_take_their_kernels() {
 
 /// Heads that read the same bias are computed together.
 #[test]
+#[ignore = "kernels for Hopper take no bias until NOTES.md of attention_fwd_sm90a says so"]
 fn readers_of_a_bias_share_a_section() {
     let section = |heads, broadcast| {
         let dense = problem(8, heads, 4096, 64);

@@ -85,7 +85,7 @@ impl AttentionTile {
     /// Whether it takes block masks. The widest tiles with score terms divide no blocks that have
     /// bits.
     pub const fn takes_block_masks(&self) -> bool {
-        !self.dense_only && !(self.terms && self.block_q > 128)
+        !(self.dense_only || self.terms && self.block_q > 128)
     }
 
     /// Queries per CTA.
