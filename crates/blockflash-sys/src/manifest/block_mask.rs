@@ -99,7 +99,7 @@ impl Family for BlockMaskKernel {
         match self {
             Self::Build { .. } => &["VOTE", "REDUX"],
             Self::Transpose { .. } => &["ATOMS", "POPC"],
-            Self::Bits { .. } => &["LDG.E.128", "ATOM"],
+            Self::Bits { .. } => &["LDG", "ATOMG"],
             Self::Scores { .. } => &["FFMA"],
         }
     }
