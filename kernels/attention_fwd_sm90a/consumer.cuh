@@ -220,8 +220,7 @@ struct Consumer : ConsumerState {
       // Whether the next step is fast, which the one before may decide. With score terms there is
       // no register for the first key tile.
       const auto is_fast = [&] {
-        if constexpr (kHasTerms)
-          return key_tile >= walk().unmasked_first;
+        if constexpr (kHasTerms) return key_tile >= walk().unmasked_first;
         return key_tile >= mine.unmasked_first;
       };
       // With a softcap every key tile takes the general step, which keeps the cap out of the fast

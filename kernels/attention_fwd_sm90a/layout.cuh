@@ -73,9 +73,8 @@ constexpr int kBarrierOffset = kSlotOffset + kSlots * kSlotBytes, kZerosOffset =
 // With score terms a warpgroup has a ring of boxes of 64 × 64 elements of the bias: one more than a
 // step takes. In the largest tiles they have the place of the output.
 constexpr int kBoxBytes = 8192, kBoxes = kHasTerms ? kBlockKv / 64 + 1 : 0;
-constexpr bool kStaged =
-    !kLateQ && Config::min_blocks == 1 && !kTwoBlockRows &&
-    !(kHasTerms && (kD == 128 || kWarpgroups == 3));
+constexpr bool kStaged = !kLateQ && Config::min_blocks == 1 && !kTwoBlockRows &&
+                         !(kHasTerms && (kD == 128 || kWarpgroups == 3));
 constexpr int kStagingOffset = kZerosOffset + 1024, kStepOffset = kStagingOffset,
               kBiasOffset = kStagingOffset + kStaged * kWarpgroups * kQBytes;
 static_assert(!kHasTerms || (kBlockKv % 64 == 0 && kBlockKv <= 128 && kStages == 2 &&

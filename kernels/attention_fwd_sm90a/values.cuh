@@ -105,10 +105,12 @@ __device__ __forceinline__ void scan_values(uint32_t smem, const Barriers& barri
 // `bits_of_row` says what bits show of one of the rows. This is rare, so the code is small rather
 // than fast.
 template <class BitsOfRow>
-__device__ __forceinline__ void add_visible_products(
-    float (&o)[kOutColumns / 2], const uint32_t (&p)[kBlockKv / 4], const AttentionMask& mask,
-    int row, int first_key, const BitsOfRow& bits_of_row, uint32_t v_smem, int panel_bytes,
-    int from = 0, int to = kBlockKv) {
+__device__ __forceinline__ void add_visible_products(float (&o)[kOutColumns / 2],
+                                                     const uint32_t (&p)[kBlockKv / 4],
+                                                     const AttentionMask& mask, int row,
+                                                     int first_key, const BitsOfRow& bits_of_row,
+                                                     uint32_t v_smem, int panel_bytes, int from = 0,
+                                                     int to = kBlockKv) {
   using Traits = ElementTraits<Config::Element>;
   const int lane = threadIdx.x % 32;
   // One row after the other: scores and probabilities are live here and leave few registers.

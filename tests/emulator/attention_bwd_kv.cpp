@@ -15,8 +15,8 @@ void check(const Problem& problem, int number, std::mt19937& schedules) {
     backward.base.dk = dk.data, backward.base.dv = dv.data;
     backward.write(params);
     run.launch(problem.batch * blocks, [] { VARIANT_SYMBOL(params); });
-    run.compare(number, "dk", dk, backward.gradients.dk, tolerance_of(problem, 0.03));
-    run.compare(number, "dv", dv, backward.gradients.dv, tolerance_of(problem, 0.03));
+    run.compare(number, "dk", dk, backward.gradients.dk, tolerance_of(problem, kGradientTolerance));
+    run.compare(number, "dv", dv, backward.gradients.dv, tolerance_of(problem, kGradientTolerance));
   });
 }
 

@@ -13,7 +13,7 @@ void check(const Problem& problem, int number, std::mt19937& schedules) {
     backward.write(params);
     run.launch(problem.batch * kHeads * backward.data.query_tiles(),
                [] { VARIANT_SYMBOL(params); });
-    run.compare(number, "dq", dq, backward.gradients.dq, tolerance_of(problem, 0.03));
+    run.compare(number, "dq", dq, backward.gradients.dq, tolerance_of(problem, kGradientTolerance));
   });
 }
 
