@@ -64,7 +64,7 @@ fn hopper_kernels() {
     assert_eq!(bytes(128, 64, 64), 100_352);
     assert_eq!(bytes(192, 64, 128), 223_232);
     assert_eq!(bytes_of(128, 64, 64, [1, 2]), 223_744);
-    // Boxes of the bias: two for each warpgroup, at 128 in place of the output, or one.
+    // Boxes of the bias: for each warpgroup one more than a step takes.
     let with_terms = kernels.iter().filter(|(kernel, tile)| {
         tile.terms && kernel.symbol().starts_with("blockflash_attention_fwd_sm90a_f16_")
     });
