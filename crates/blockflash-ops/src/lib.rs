@@ -99,7 +99,7 @@ pub use bsr_matmul::{
 pub use bsr_sddmm::{BsrSddmm, DenseLayout, PreparedBsrSddmm, bsr_sddmm_flops};
 pub use error::{Error, Result};
 pub use kv_append::{AppendKv, PreparedAppendKv};
-pub use kv_cache::{KvCache, KvCacheMut, PackedTokens, Rotary, RotaryPairs};
+pub use kv_cache::{CacheScale, KvCache, KvCacheMut, PackedTokens, Rotary, RotaryPairs};
 pub use operation::{Operation, Prepared};
 pub use page_choice::{ChoosePages, SummarizePages};
 pub use rates::GpuRates;
@@ -108,8 +108,8 @@ pub use support::{Status, SupportRow, support, support_with};
 pub use verify::{checks, set_checks};
 
 pub use blockflash_safe::{
-    ComputeCapability, CudaProperties, CudaStatus, DType, Device, Element, Event, Graph, Kernel,
-    LaunchConfig, Layout, Major, Stream, Target, Tensor, View, ViewMut, cuda_status,
+    ComputeCapability, CudaProperties, CudaStatus, DType, Device, E4M3, E5M2, Element, Event,
+    Graph, Kernel, LaunchConfig, Layout, Major, Stream, Target, Tensor, View, ViewMut, cuda_status,
 };
 
 // For tools and tests: problems, and what they are made of.

@@ -1,3 +1,4 @@
+use crate::float8::{E4M3, E5M2};
 use blockflash_sys::DType;
 use half::{bf16, f16};
 
@@ -6,7 +7,7 @@ mod sealed {
 }
 
 /// A Rust type that is an element type of tensors: `f16`, `bf16` (of the crate `half`), `f32`,
-/// `i32` and `u8`.
+/// `i32`, `u8`, [`E4M3`], [`E5M2`] and `i8`.
 pub trait Element:
     bytemuck::Pod + Send + Sync + std::fmt::Debug + PartialEq + sealed::Sealed
 {
@@ -27,4 +28,6 @@ macro_rules! element {
     )*};
 }
 
-element!(f16 => F16, bf16 => BF16, f32 => F32, i32 => I32, u8 => U8);
+element!(
+    f16 => F16, bf16 => BF16, f32 => F32, i32 => I32, u8 => U8, E4M3 => E4M3, E5M2 => E5M2, i8 => I8
+);

@@ -42,6 +42,7 @@ mod element;
 mod error;
 mod event;
 mod fill;
+mod float8;
 mod foreign;
 mod fork;
 mod freed;
@@ -77,6 +78,7 @@ pub use driver::{NEEDED_DRIVER_VERSION, cuda_driver_version, cuda_is_initialised
 pub use element::Element;
 pub use error::{Error, Result};
 pub use event::Event;
+pub use float8::{E4M3, E5M2};
 pub use fork::process_number;
 pub use gpu::{CudaProperties, KernelInfo};
 pub use graph::Graph;

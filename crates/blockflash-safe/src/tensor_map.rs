@@ -241,7 +241,8 @@ fn data_type(dtype: DType) -> Result<sys::CUtensorMapDataType> {
         DType::BF16 => Type::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
         DType::F32 => Type::CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
         DType::I32 => Type::CU_TENSOR_MAP_DATA_TYPE_INT32,
-        DType::U8 => Type::CU_TENSOR_MAP_DATA_TYPE_UINT8,
+        // Maps copy bytes.
+        DType::U8 | DType::E4M3 | DType::E5M2 | DType::I8 => Type::CU_TENSOR_MAP_DATA_TYPE_UINT8,
         other => return Err(Error::TensorMap { what: format!("of elements of type {other}") }),
     })
 }

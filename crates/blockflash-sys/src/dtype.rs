@@ -18,19 +18,31 @@ pub enum DType {
     I32 = 3,
     /// Unsigned 8-bit integer (booleans: 0 is false).
     U8 = 4,
+    /// 8-bit floating point with 4 bits of exponent and 3 of fraction, up to 448, without
+    /// infinities (OCP E4M3, `float8_e4m3fn`).
+    E4M3 = 5,
+    /// 8-bit floating point with 5 bits of exponent and 2 of fraction, up to 57344 (OCP E5M2).
+    E5M2 = 6,
+    /// Signed 8-bit integer.
+    I8 = 7,
 }
 
 impl DType {
     /// Bytes of one element.
     pub const fn size(self) -> usize {
         match self {
-            DType::U8 => 1,
+            DType::U8 | DType::E4M3 | DType::E5M2 | DType::I8 => 1,
             DType::F16 | DType::BF16 => 2,
             DType::F32 | DType::I32 => 4,
         }
     }
 
-    /// Short lower-case name: `f16`, `bf16`, `f32`, `i32`, `u8`.
+    /// Whether this is a type of codes of caches, which have scales: `e4m3`, `e5m2`, `i8`.
+    pub const fn is_code(self) -> bool {
+        matches!(self, DType::E4M3 | DType::E5M2 | DType::I8)
+    }
+
+    /// Short lower-case name: `f16`, `bf16`, `f32`, `i32`, `u8`, `e4m3`, `e5m2`, `i8`.
     pub const fn name(self) -> &'static str {
         match self {
             DType::F16 => "f16",
@@ -38,6 +50,9 @@ impl DType {
             DType::F32 => "f32",
             DType::I32 => "i32",
             DType::U8 => "u8",
+            DType::E4M3 => "e4m3",
+            DType::E5M2 => "e5m2",
+            DType::I8 => "i8",
         }
     }
 }
@@ -86,6 +101,20 @@ impl fmt::Display for ElementTypes {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::params::{BLOCKFLASH_DTYPE_E4M3, BLOCKFLASH_DTYPE_E5M2, BLOCKFLASH_DTYPE_I8};
+
+    #[test]
+    fn codes_have_numbers_of_the_abi() {
+        for (dtype, number, name) in [
+            (DType::E4M3, BLOCKFLASH_DTYPE_E4M3, "e4m3"),
+            (DType::E5M2, BLOCKFLASH_DTYPE_E5M2, "e5m2"),
+            (DType::I8, BLOCKFLASH_DTYPE_I8, "i8"),
+        ] {
+            assert_eq!((dtype as i32, dtype.name(), dtype.size()), (number, name, 1));
+            assert!(dtype.is_code());
+        }
+        assert!(!DType::U8.is_code());
+    }
 
     #[test]
     fn element_types_are_one_or_three() {
@@ -100,5 +129,7 @@ mod tests {
         }
         let several = ElementTypes { q: DType::F16, kv: DType::U8, o: DType::BF16 };
         assert_eq!(several.to_string(), "f16_u8_bf16");
+        let codes = ElementTypes { kv: DType::E4M3, ..all };
+        assert_eq!(codes.to_string(), "bf16_e4m3_bf16");
     }
 }

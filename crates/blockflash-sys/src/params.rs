@@ -30,6 +30,9 @@ pub const BLOCKFLASH_ACTIVATION_SILU: i32 = 3;
 pub const BLOCKFLASH_BSR_SPLITS: i32 = 8;
 pub const BLOCKFLASH_ROTARY_HALVES: i32 = 0;
 pub const BLOCKFLASH_ROTARY_INTERLEAVED: i32 = 1;
+pub const BLOCKFLASH_DTYPE_E4M3: i32 = 5;
+pub const BLOCKFLASH_DTYPE_E5M2: i32 = 6;
+pub const BLOCKFLASH_DTYPE_I8: i32 = 7;
 pub const BLOCKFLASH_PROBE_MMA_F16: i32 = 0;
 pub const BLOCKFLASH_PROBE_MMA_BF16: i32 = 1;
 pub const BLOCKFLASH_PROBE_MMA_E4M3: i32 = 2;
@@ -2573,6 +2576,97 @@ const _: () = {
         "Offset of field: blockflash_attention_decode_runs_params::even_ctas",
     ][::core::mem::offset_of!(blockflash_attention_decode_runs_params, even_ctas)
         - 356usize];
+};
+/** What the codes of a cache are multiplied with: the scale of key j of sequence b and head h is
+
+ k\[b · k_stride_sequence + page · k_stride_page + slot · k_stride_slot + h · k_stride_head\]
+
+ with the page and the slot of the key in blockflash_kv_cache. Strides are 0 where all have the
+ same scale; that of sequences or those of pages and slots are. Scales may hold anything.*/
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct blockflash_cache_scales {
+    /// null: 1
+    pub k: *const f32,
+    /// null: 1
+    pub v: *const f32,
+    pub k_stride_sequence: i64,
+    pub k_stride_page: i64,
+    pub k_stride_slot: i64,
+    pub k_stride_head: i64,
+    pub v_stride_sequence: i64,
+    pub v_stride_page: i64,
+    pub v_stride_slot: i64,
+    pub v_stride_head: i64,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    [
+        "Size of blockflash_cache_scales",
+    ][::core::mem::size_of::<blockflash_cache_scales>() - 80usize];
+    [
+        "Alignment of blockflash_cache_scales",
+    ][::core::mem::align_of::<blockflash_cache_scales>() - 8usize];
+    [
+        "Offset of field: blockflash_cache_scales::k",
+    ][::core::mem::offset_of!(blockflash_cache_scales, k) - 0usize];
+    [
+        "Offset of field: blockflash_cache_scales::v",
+    ][::core::mem::offset_of!(blockflash_cache_scales, v) - 8usize];
+    [
+        "Offset of field: blockflash_cache_scales::k_stride_sequence",
+    ][::core::mem::offset_of!(blockflash_cache_scales, k_stride_sequence) - 16usize];
+    [
+        "Offset of field: blockflash_cache_scales::k_stride_page",
+    ][::core::mem::offset_of!(blockflash_cache_scales, k_stride_page) - 24usize];
+    [
+        "Offset of field: blockflash_cache_scales::k_stride_slot",
+    ][::core::mem::offset_of!(blockflash_cache_scales, k_stride_slot) - 32usize];
+    [
+        "Offset of field: blockflash_cache_scales::k_stride_head",
+    ][::core::mem::offset_of!(blockflash_cache_scales, k_stride_head) - 40usize];
+    [
+        "Offset of field: blockflash_cache_scales::v_stride_sequence",
+    ][::core::mem::offset_of!(blockflash_cache_scales, v_stride_sequence) - 48usize];
+    [
+        "Offset of field: blockflash_cache_scales::v_stride_page",
+    ][::core::mem::offset_of!(blockflash_cache_scales, v_stride_page) - 56usize];
+    [
+        "Offset of field: blockflash_cache_scales::v_stride_slot",
+    ][::core::mem::offset_of!(blockflash_cache_scales, v_stride_slot) - 64usize];
+    [
+        "Offset of field: blockflash_cache_scales::v_stride_head",
+    ][::core::mem::offset_of!(blockflash_cache_scales, v_stride_head) - 72usize];
+};
+/// Attention of few queries to the codes of a cache times their scales.
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct blockflash_attention_decode_scaled_params {
+    pub decode: blockflash_attention_decode_params,
+    pub scales: blockflash_cache_scales,
+    /// BLOCKFLASH_DTYPE_F16 or _BF16, of q and o
+    pub q_dtype: i32,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    [
+        "Size of blockflash_attention_decode_scaled_params",
+    ][::core::mem::size_of::<blockflash_attention_decode_scaled_params>() - 440usize];
+    [
+        "Alignment of blockflash_attention_decode_scaled_params",
+    ][::core::mem::align_of::<blockflash_attention_decode_scaled_params>() - 8usize];
+    [
+        "Offset of field: blockflash_attention_decode_scaled_params::decode",
+    ][::core::mem::offset_of!(blockflash_attention_decode_scaled_params, decode)
+        - 0usize];
+    [
+        "Offset of field: blockflash_attention_decode_scaled_params::scales",
+    ][::core::mem::offset_of!(blockflash_attention_decode_scaled_params, scales)
+        - 352usize];
+    [
+        "Offset of field: blockflash_attention_decode_scaled_params::q_dtype",
+    ][::core::mem::offset_of!(blockflash_attention_decode_scaled_params, q_dtype)
+        - 432usize];
 };
 /** What is kept of the keys of each page and head, in the element type of the cache: their mean, or
  their minimum and then their maximum, element by element.*/

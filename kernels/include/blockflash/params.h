@@ -17,6 +17,7 @@
 #include "blockflash/params/kv_append.h"
 #include "blockflash/params/kv_cache.h"
 #include "blockflash/params/kv_cache_runs.h"
+#include "blockflash/params/kv_cache_scaled.h"
 #include "blockflash/params/page_choice.h"
 #include "blockflash/params/probe.h"
 #include "blockflash/params/row_copy.h"

@@ -64,7 +64,8 @@ impl AttentionDecodeProblem {
         if append.is_none() && rotary.is_none() {
             return Ok(None);
         }
-        let append = append.unwrap_or_else(|| AppendKvProblem::nothing(self.cache));
+        let append =
+            append.unwrap_or_else(|| AppendKvProblem::nothing(self.cache, self.attention.types.q));
         let kernel = kv_append::select_for(target, &append, gpu)?;
         let queries = rotary.map(|rotary| (&self.attention, rotary));
         Ok(Some((kernel, kv_append::plan_with(kernel, &append, queries, gpu)?)))

@@ -242,9 +242,9 @@ impl Steps for AttentionDecode<'_> {
         let (read, device) = (cache.as_cache(), stream.device());
         let mut problem = self.problem(&read)?;
         problem.attention = problem.attention.with_outputs(o, lse.as_ref())?;
-        problem.append = match cache.new_tokens() {
-            Some(new) => Some(new.checked_with(&read, device)?),
-            None => None,
+        problem.append = match cache {
+            CacheAccess::Append(new, cache) => Some(new.checked_with(cache, device)?),
+            CacheAccess::Read(_) => None,
         };
         self.on(device)?;
         read.on(device)?;

@@ -4,8 +4,8 @@ use crate::check::Operand;
 use crate::kv_append::AppendKvProblem;
 use crate::kv_cache::{CacheSizes, KvCache, RotarySizes, token_sizes};
 use crate::{Error, Result};
-use blockflash_sys::ElementTypes;
 use blockflash_sys::manifest::AttentionDecodeHopper;
+use blockflash_sys::{DType, ElementTypes};
 use std::ops::RangeInclusive;
 
 /// A call of attention to a cache reduced to plain numbers: what `select` and
@@ -40,6 +40,13 @@ impl AttentionDecodeProblem {
         let dense = AttentionProblem::contiguous(types, sizes, heads, head_dims);
         let attention = AttentionProblem { k: cache.k, v: cache.v, ..dense };
         Self { attention, cache, rotary: None, pages: None, append: None, batch_invariant: false }
+    }
+
+    /// The same with queries and an output of this type, which need not be that of the cache if
+    /// that holds codes.
+    pub fn with_queries(mut self, dtype: DType) -> Self {
+        self.attention.types = ElementTypes { q: dtype, o: dtype, ..self.attention.types };
+        self
     }
 
     /// Checks the strides of queries, those of outputs and of the cache.
@@ -109,7 +116,7 @@ impl AttentionDecode<'_> {
     pub fn problem(&self, cache: &KvCache<'_>) -> Result<AttentionDecodeProblem> {
         let cache = cache.sizes()?;
         let q = Operand::new("q", &self.q);
-        q.dtype_in(&[cache.dtype])?;
+        cache.takes(&q)?;
         let rows = token_sizes(&q, self.packed.as_ref())?;
         if [rows.batch, rows.head_dim] != [cache.batch, cache.head_dims.qk] {
             let (batch, head_dim) = (cache.batch, cache.head_dims.qk);
@@ -122,7 +129,8 @@ impl AttentionDecode<'_> {
         if num_heads_q > 0 && (num_heads_kv == 0 || num_heads_q % num_heads_kv != 0) {
             return Err(Error::HeadGroups { num_heads_q, num_heads_kv });
         }
-        let mut problem = AttentionDecodeProblem::of(cache, rows.tokens, num_heads_q);
+        let mut problem =
+            AttentionDecodeProblem::of(cache, rows.tokens, num_heads_q).with_queries(q.dtype);
         let attention = &mut problem.attention;
         attention.q = rows.strides;
         if let Some(total_q) = rows.packed {
@@ -131,7 +139,7 @@ impl AttentionDecode<'_> {
         }
         attention.scores = self.scores.problem(attention)?;
         let rotary = self.rotary.as_ref();
-        let rotary = rotary.map(|r| r.sizes(cache.dtype, cache.head_dims.qk, cache.capacity));
+        let rotary = rotary.map(|r| r.sizes(q.dtype, cache.head_dims.qk, cache.capacity));
         problem.rotary = rotary.transpose()?;
         problem.pages = self.pages.as_ref().map(|pages| pages.sizes(&cache)).transpose()?;
         problem.batch_invariant = self.batch_invariant;

@@ -322,3 +322,21 @@ fn unequal_head_dims_are_planned_but_not_rotated() {
         }
     }
 }
+
+/// Until there are kernels for codes, GPUs refuse them in words.
+#[test]
+fn gpus_refuse_codes() {
+    for gpu in gpus() {
+        for dtype in [DType::E4M3, DType::E5M2, DType::I8] {
+            let cache = CacheSizes::contiguous(dtype, [3, 1000], 2, 64);
+            let problem = AttentionDecodeProblem::of(cache, 1, 8).with_queries(DType::BF16);
+            let error = select(&problem, &gpu).unwrap_err();
+            assert!(matches!(error, Error::Unsupported { .. }), "{error}");
+            let expected = format!("q is bf16, k and v are {dtype} and o is bf16");
+            assert!(error.to_string().contains(&expected), "{error}");
+            let append = kv_append::AppendKvProblem::nothing(cache, DType::BF16);
+            let error = kv_append::select(&append, &gpu).unwrap_err();
+            assert!(error.to_string().contains(dtype.name()), "{error}");
+        }
+    }
+}

@@ -14,7 +14,7 @@ pub(crate) use select::select_for;
 
 use crate::Result;
 use crate::check::{Operand, aligned};
-use crate::kv_cache::{HostCache, KvCache, KvCacheMut, PackedTokens, Rotary, token_ranges};
+use crate::kv_cache::{HostCache, KvCacheMut, PackedTokens, Rotary, token_ranges};
 use crate::operation::{Operation, Prepared, Steps};
 use blockflash_safe::{
     CudaProperties, Device, KvAppendOperands, NewKeys, Stream, TurnedQueries, View,
@@ -104,13 +104,14 @@ impl<'a> AppendKv<'a> {
     /// Everything of [`Steps::checked`].
     pub(crate) fn checked_with(
         &self,
-        cache: &KvCache<'_>,
+        cache: &KvCacheMut<'_>,
         device: &Device,
     ) -> Result<AppendKvProblem> {
-        let problem = self.problem(cache)?;
+        let read = cache.as_cache();
+        let problem = self.problem(&read)?;
         self.on(device)?;
-        cache.on(device)?;
-        Ok(problem)
+        read.on(device)?;
+        Ok(AppendKvProblem { chooses: cache.chooses(&problem.cache)?, ..problem })
     }
 
     /// Verifies where the new tokens go in a cache that was verified.
@@ -158,7 +159,7 @@ impl Steps for AppendKv<'_> {
     }
 
     fn checked(&self, cache: &KvCacheMut<'_>, stream: &Stream) -> Result<AppendKvProblem> {
-        self.checked_with(&cache.as_cache(), stream.device())
+        self.checked_with(cache, stream.device())
     }
 
     fn has_data(problem: &AppendKvProblem) -> bool {

@@ -3,6 +3,7 @@ use crate::Result;
 use crate::attention::Strides;
 use crate::check::Operand;
 use crate::kv_cache::{CacheSizes, KvCache, RotarySizes, token_sizes};
+use blockflash_sys::DType;
 
 /// An append reduced to plain numbers. [`AppendKv::problem`] makes one from tensors, with all
 /// checks.
@@ -10,6 +11,10 @@ use crate::kv_cache::{CacheSizes, KvCache, RotarySizes, token_sizes};
 pub struct AppendKvProblem {
     /// The cache.
     pub cache: CacheSizes,
+    /// Element type of the new tokens: that of the cache, unless that holds codes.
+    pub dtype: DType,
+    /// Whether the call chooses and writes the scales of keys, and of values.
+    pub chooses: [bool; 2],
     /// New tokens of each sequence; at most this many when packed.
     pub tokens: usize,
     /// Rows of the packed new tokens.
@@ -23,10 +28,10 @@ pub struct AppendKvProblem {
 }
 
 impl AppendKvProblem {
-    /// No token for this cache.
-    pub(crate) fn nothing(cache: CacheSizes) -> Self {
-        let none = Strides { batch: 0, seq: 0, head: 0 };
-        Self { cache, tokens: 0, packed: None, k: none, v: none, rotary: None }
+    /// No token of this type for this cache.
+    pub(crate) fn nothing(cache: CacheSizes, dtype: DType) -> Self {
+        let (none, chooses) = (Strides { batch: 0, seq: 0, head: 0 }, [false; 2]);
+        Self { cache, dtype, chooses, tokens: 0, packed: None, k: none, v: none, rotary: None }
     }
 
     /// Whether there is nothing to store.
@@ -47,8 +52,8 @@ impl AppendKv<'_> {
     pub fn problem(&self, cache: &KvCache<'_>) -> Result<AppendKvProblem> {
         let cache = cache.sizes()?;
         let (k, v) = (Operand::new("new.k", &self.k), Operand::new("new.v", &self.v));
-        k.dtype_in(&[cache.dtype])?;
-        v.dtype_in(&[cache.dtype])?;
+        cache.takes(&k)?;
+        v.dtype_in(&[k.dtype])?;
         let rows = token_sizes(&k, self.packed.as_ref())?;
         let expected = [cache.batch, cache.num_heads_kv, cache.head_dims.qk];
         if [rows.batch, rows.heads, rows.head_dim] != expected {
@@ -62,9 +67,11 @@ impl AppendKv<'_> {
         v.shape_is(&[of_rows, &[cache.head_dims.v]].concat())?;
         let of_v = token_sizes(&v, self.packed.as_ref())?;
         let rotary = self.rotary.as_ref();
-        let rotary = rotary.map(|r| r.sizes(cache.dtype, cache.head_dims.qk, cache.capacity));
+        let rotary = rotary.map(|r| r.sizes(k.dtype, cache.head_dims.qk, cache.capacity));
         Ok(AppendKvProblem {
             cache,
+            dtype: k.dtype,
+            chooses: [false; 2],
             tokens: rows.tokens,
             packed: rows.packed,
             k: rows.strides,

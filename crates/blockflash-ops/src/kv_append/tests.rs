@@ -1,5 +1,5 @@
 use super::*;
-use crate::{DType, Device, Error, RotaryPairs, Tensor, ViewMut};
+use crate::{DType, Device, Error, KvCache, RotaryPairs, Tensor, ViewMut};
 
 const SLOTS: usize = 6;
 
@@ -142,7 +142,7 @@ fn gpus_have_kernels() {
         let cache = CacheSizes::contiguous(dtype, [3, 1000], 2, head_dim);
         let new =
             crate::attention::Strides { batch: 8 * head_dim, seq: 2 * head_dim, head: head_dim };
-        AppendKvProblem { tokens: 4, k: new, v: new, ..AppendKvProblem::nothing(cache) }
+        AppendKvProblem { tokens: 4, k: new, v: new, ..AppendKvProblem::nothing(cache, dtype) }
     };
     for gpu in gpus() {
         for (head_dim, dtype) in [(8, DType::F16), (72, DType::BF16), (512, DType::BF16)] {

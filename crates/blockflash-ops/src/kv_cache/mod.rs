@@ -2,15 +2,18 @@
 
 mod host;
 mod rotary;
+mod scales;
 mod sizes;
 mod tokens;
 mod verify;
 
 pub use rotary::{Rotary, RotaryPairs, RotarySizes};
+pub use scales::{CacheScale, ScaleStrides};
 pub use sizes::{CacheSizes, TableSizes};
 pub use tokens::PackedTokens;
 
 pub(crate) use host::{HostCache, HostRotary};
+pub(crate) use sizes::FLOATS;
 pub(crate) use tokens::{token_ranges, token_sizes};
 
 use crate::Result;
@@ -54,6 +57,21 @@ pub struct KvCache<'a> {
     pub k: View<'a>,
     /// Values, in the shape of the keys but for their own `head_dim`, in their element type.
     pub v: View<'a>,
+    /// Only for keys of 8 bits (`e4m3`, `e5m2`, `i8`), f32: what the codes are multiplied with;
+    /// `None` is 1. In one of these shapes, where each extent may also be 1 for a scale that all
+    /// share:
+    ///
+    /// - `[1]`: one scale for the whole cache.
+    /// - `[batch, num_heads_kv]`: one for each sequence and head.
+    /// - `[pages, page_size, num_heads_kv]`: one for each row; `[pages, 1, num_heads_kv]` is one
+    ///   for each page and head. A contiguous cache has a page for each sequence.
+    ///
+    /// Strides are free. Scales are read on the device at each launch. They should be finite and
+    /// positive, which [`set_checks`](crate::set_checks) verifies; what others make of the numbers
+    /// is that of IEEE arithmetic.
+    pub k_scale: Option<View<'a>>,
+    /// Like [`k_scale`](Self::k_scale), of the values.
+    pub v_scale: Option<View<'a>>,
     /// i32 `[batch, max_pages]`: the pages of each sequence in the order of their keys. Sequences
     /// may share pages. The capacity of a sequence is `max_pages * page_size`. A GPU needs pages of
     /// a multiple of 16 slots.
@@ -69,6 +87,10 @@ pub struct KvCacheMut<'a> {
     pub k: ViewMut<'a>,
     /// See [`KvCache::v`].
     pub v: ViewMut<'a>,
+    /// The scales of the keys, see [`KvCache::k_scale`], given or chosen by appends.
+    pub k_scale: Option<CacheScale<'a>>,
+    /// The scales of the values.
+    pub v_scale: Option<CacheScale<'a>>,
     /// See [`KvCache::block_table`].
     pub block_table: Option<View<'a>>,
     /// See [`KvCache::seqused_kv`].
@@ -78,7 +100,7 @@ pub struct KvCacheMut<'a> {
 impl<'a> KvCache<'a> {
     /// A contiguous cache whose every slot is used.
     pub const fn new(k: View<'a>, v: View<'a>) -> Self {
-        Self { k, v, block_table: None, seqused_kv: None }
+        Self { k, v, k_scale: None, v_scale: None, block_table: None, seqused_kv: None }
     }
 
     /// Checks that every tensor is on this device.
@@ -86,6 +108,8 @@ impl<'a> KvCache<'a> {
         let tensors = [
             ("cache.k", Some(&self.k)),
             ("cache.v", Some(&self.v)),
+            ("cache.k_scale", self.k_scale.as_ref()),
+            ("cache.v_scale", self.v_scale.as_ref()),
             ("cache.block_table", self.block_table.as_ref()),
             ("cache.seqused_kv", self.seqused_kv.as_ref()),
         ];
@@ -98,7 +122,7 @@ impl<'a> KvCache<'a> {
 impl<'a> KvCacheMut<'a> {
     /// A contiguous cache whose every slot is used.
     pub const fn new(k: ViewMut<'a>, v: ViewMut<'a>) -> Self {
-        Self { k, v, block_table: None, seqused_kv: None }
+        Self { k, v, k_scale: None, v_scale: None, block_table: None, seqused_kv: None }
     }
 
     /// The same cache for reading.
@@ -106,15 +130,38 @@ impl<'a> KvCacheMut<'a> {
         KvCache {
             k: self.k.as_view(),
             v: self.v.as_view(),
+            k_scale: self.k_scale.as_ref().map(CacheScale::as_view),
+            v_scale: self.v_scale.as_ref().map(CacheScale::as_view),
             block_table: self.block_table,
             seqused_kv: self.seqused_kv,
         }
     }
 
+    /// Whether appends choose the scales of keys, and of values.
+    ///
+    /// # Errors
+    /// [`Error::Shape`](crate::Error::Shape) for scales that are not one for each row.
+    pub(crate) fn chooses(&self, sizes: &CacheSizes) -> Result<[bool; 2]> {
+        let rows = [sizes.pages, sizes.page_size, sizes.num_heads_kv];
+        let chooses = |what, scale: &Option<CacheScale<'_>>| match scale {
+            Some(CacheScale::PerToken(view)) => {
+                Operand::of_mut(what, view).shape_is(&rows).map(|()| true)
+            }
+            _ => Ok(false),
+        };
+        Ok([chooses("cache.k_scale", &self.k_scale)?, chooses("cache.v_scale", &self.v_scale)?])
+    }
+
     /// The same cache for one of several calls.
     pub fn reborrow(&mut self) -> KvCacheMut<'_> {
-        let (k, v) = (self.k.reborrow(), self.v.reborrow());
-        KvCacheMut { k, v, block_table: self.block_table, seqused_kv: self.seqused_kv }
+        KvCacheMut {
+            k: self.k.reborrow(),
+            v: self.v.reborrow(),
+            k_scale: self.k_scale.as_mut().map(CacheScale::reborrow),
+            v_scale: self.v_scale.as_mut().map(CacheScale::reborrow),
+            block_table: self.block_table,
+            seqused_kv: self.seqused_kv,
+        }
     }
 }
 

@@ -1,4 +1,4 @@
-use super::KvCache;
+use super::{KvCache, ScaleStrides};
 use crate::attention::{MAX_SEQLEN, Strides, width_like};
 use crate::check::{Operand, to_i32, vector};
 use crate::{Error, Result};
@@ -7,6 +7,13 @@ use blockflash_sys::{DType, HeadDims};
 
 /// Slots of a cache for kernels are less than this many elements apart.
 const NEAR: usize = 1 << 30;
+
+/// The types of keys and values.
+const TYPES: [DType; 6] =
+    [DType::F16, DType::BF16, DType::F32, DType::E4M3, DType::E5M2, DType::I8];
+
+/// Those that are no codes.
+pub(crate) const FLOATS: [DType; 3] = [DType::F16, DType::BF16, DType::F32];
 
 /// A [`KvCache`] reduced to plain numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -33,6 +40,10 @@ pub struct CacheSizes {
     pub table: Option<TableSizes>,
     /// Whether the device knows how many keys each sequence has.
     pub seqused_kv: bool,
+    /// Set when codes of keys have scales.
+    pub k_scale: Option<ScaleStrides>,
+    /// Set when codes of values have scales.
+    pub v_scale: Option<ScaleStrides>,
 }
 
 /// The sizes of a block table.
@@ -67,7 +78,14 @@ impl CacheSizes {
             v: k,
             table,
             seqused_kv,
+            k_scale: None,
+            v_scale: None,
         }
+    }
+
+    /// Checks the type of queries and of new rows: that of the cache, or any beside codes.
+    pub(crate) fn takes(&self, rows: &Operand<'_>) -> Result<()> {
+        if self.dtype.is_code() { rows.dtype_in(&FLOATS) } else { rows.dtype_in(&[self.dtype]) }
     }
 
     /// Whether 16 keys from a multiple of 16 on are in one page. The only page of a sequence may be
@@ -98,10 +116,11 @@ impl KvCache<'_> {
     ///
     /// # Errors
     /// [`Error::DType`], [`Error::Shape`] and [`Error::Stride`] for tensors that do not fit each
-    /// other, [`Error::TooLarge`] for a capacity beyond [`MAX_SEQLEN`].
+    /// other, also for scales of keys that are no codes, [`Error::TooLarge`] for a capacity beyond
+    /// [`MAX_SEQLEN`].
     pub fn sizes(&self) -> Result<CacheSizes> {
         let (k, v) = (Operand::new("cache.k", &self.k), Operand::new("cache.v", &self.v));
-        k.dtype_in(&[DType::F16, DType::BF16, DType::F32])?;
+        k.dtype_in(&TYPES)?;
         v.dtype_in(&[k.dtype])?;
         let &[pages, page_size, num_heads_kv, qk] = k.shape else {
             return Err(k.wrong_shape(match self.block_table {
@@ -116,14 +135,14 @@ impl KvCache<'_> {
         k.last_dim_contiguous()?;
         v.last_dim_contiguous()?;
 
-        let (mut batch, mut capacity, mut sizes) = (pages, page_size, None);
+        let (mut batch, mut capacity, mut table) = (pages, page_size, None);
         if let Some(block_table) = &self.block_table {
             if page_size == 0 {
                 return Err(k.wrong_shape("a page_size of at least 1"));
             }
-            let (entries, table) = table_sizes(block_table)?;
-            (batch, sizes) = (entries, Some(table));
-            let all = table.max_pages.saturating_mul(page_size);
+            let (entries, of) = table_sizes(block_table)?;
+            (batch, table) = (entries, Some(of));
+            let all = of.max_pages.saturating_mul(page_size);
             // Without a page there is nothing that an entry could name.
             capacity = if pages == 0 { 0 } else { all };
         }
@@ -141,7 +160,7 @@ impl KvCache<'_> {
             seq: of.strides[1],
             head: of.strides[2],
         };
-        Ok(CacheSizes {
+        let mut sizes = CacheSizes {
             dtype: k.dtype,
             batch,
             capacity,
@@ -151,9 +170,23 @@ impl KvCache<'_> {
             head_dims,
             k: strides(&k),
             v: strides(&v),
-            table: sizes,
+            table,
             seqused_kv: self.seqused_kv.is_some(),
-        })
+            k_scale: None,
+            v_scale: None,
+        };
+        let strides = |what, (of, scale): (&Operand<'_>, &Option<View<'_>>)| {
+            let Some(scale) = scale else { return Ok(None) };
+            if !of.dtype.is_code() {
+                let expected = format!("e4m3 or e5m2 or i8, since {what} is given");
+                return Err(Error::DType { what: of.what, expected, found: of.dtype });
+            }
+            ScaleStrides::of(&Operand::new(what, scale), &sizes).map(Some)
+        };
+        let k_scale = strides("cache.k_scale", (&k, &self.k_scale))?;
+        let v_scale = strides("cache.v_scale", (&v, &self.v_scale))?;
+        (sizes.k_scale, sizes.v_scale) = (k_scale, v_scale);
+        Ok(sizes)
     }
 }
 

@@ -110,3 +110,53 @@ fn wrong_rotary_tables_are_named() {
         assert!(message.contains(what), "{message}");
     }
 }
+
+#[test]
+fn scales_have_one_of_three_shapes() {
+    let (k, table) = (zeros(DType::E4M3, &[9, 32, 4, 64]), zeros(DType::I32, &[3, 5]));
+    let paged = KvCache { block_table: Some(table.view()), ..KvCache::new(k.view(), k.view()) };
+    let strides = |sequence, page, slot, head| ScaleStrides { sequence, page, slot, head };
+    let f32s = |shape: &[usize]| zeros(DType::F32, shape);
+    for (shape, expected) in [
+        (&[1][..], strides(0, 0, 0, 0)),
+        (&[3, 4], strides(4, 0, 0, 1)),
+        (&[3, 1], strides(1, 0, 0, 0)),
+        (&[1, 4], strides(0, 0, 0, 1)),
+        (&[9, 32, 4], strides(0, 128, 4, 1)),
+        (&[9, 1, 4], strides(0, 4, 0, 1)),
+        (&[1, 32, 1], strides(0, 0, 1, 0)),
+        (&[1, 1, 1], strides(0, 0, 0, 0)),
+    ] {
+        let scale = f32s(shape);
+        let sizes = KvCache { k_scale: Some(scale.view()), ..paged }.sizes().unwrap();
+        assert_eq!((sizes.k_scale, sizes.v_scale), (Some(expected), None), "{shape:?}");
+        let sizes = KvCache { v_scale: Some(scale.view()), ..paged }.sizes().unwrap();
+        assert_eq!((sizes.k_scale, sizes.v_scale), (None, Some(expected)), "{shape:?}");
+    }
+    // Of a contiguous cache, sequences are pages.
+    let scale = f32s(&[9, 32, 4]);
+    let contiguous = KvCache { k_scale: Some(scale.view()), ..KvCache::new(k.view(), k.view()) };
+    assert_eq!(contiguous.sizes().unwrap().k_scale, Some(strides(0, 128, 4, 1)));
+    // Strides are free, 0 among them.
+    let one = f32s(&[1, 4]);
+    let all = Some(one.view().expand(0, 3).unwrap());
+    let sizes = KvCache { k_scale: all, ..paged }.sizes().unwrap();
+    assert_eq!(sizes.k_scale, Some(strides(0, 0, 0, 1)));
+    let heads_first = f32s(&[4, 9, 32]);
+    let turned = Some(heads_first.view().permute(&[1, 2, 0]).unwrap());
+    let sizes = KvCache { k_scale: turned, ..paged }.sizes().unwrap();
+    assert_eq!(sizes.k_scale, Some(strides(0, 32, 1, 288)));
+    for shape in [&[2][..], &[4], &[9, 4], &[3, 2], &[3, 32, 4], &[9, 5, 4], &[1, 1, 1, 1], &[]] {
+        let scale = f32s(shape);
+        let message = message(KvCache { v_scale: Some(scale.view()), ..paged });
+        let expected = "expected [1], [3 or 1, 4 or 1] or [9 or 1, 32 or 1, 4 or 1]";
+        assert!(message.contains("cache.v_scale") && message.contains(expected), "{message}");
+    }
+    let half = zeros(DType::F16, &[1]);
+    let message_of = message(KvCache { k_scale: Some(half.view()), ..paged });
+    assert!(message_of.contains("cache.k_scale is f16, expected f32"), "{message_of}");
+    let (k, scale) = (zeros(DType::BF16, &[9, 32, 4, 64]), f32s(&[1]));
+    let cache = KvCache { v_scale: Some(scale.view()), ..KvCache::new(k.view(), k.view()) };
+    let message = message(cache);
+    assert!(message.contains("cache.v is bf16, expected e4m3 or e5m2 or i8, since"), "{message}");
+}

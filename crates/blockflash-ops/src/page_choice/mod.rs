@@ -14,7 +14,7 @@ pub use summarize::{SummarizePages, SummarizePagesProblem};
 pub(crate) use select::{support_of_choice, support_of_summaries};
 
 use crate::check::Operand;
-use crate::kv_cache::{CacheSizes, KvCache};
+use crate::kv_cache::{CacheSizes, FLOATS, KvCache};
 use crate::operation::Prepared;
 use crate::{Error, Result};
 use blockflash_safe::KvCacheViews;
@@ -28,7 +28,7 @@ pub type PreparedChoosePages = Prepared<ChoosePagesProblem>;
 
 /// The tensors of a cache, for a launch.
 fn views<'a>(cache: &KvCache<'a>) -> KvCacheViews<'a> {
-    let KvCache { k, v, block_table, seqused_kv: seqused } = *cache;
+    let KvCache { k, v, block_table, seqused_kv: seqused, .. } = *cache;
     KvCacheViews { k, v, block_table, seqused }
 }
 
@@ -47,6 +47,7 @@ impl SummarySizes {
     /// The sizes of summaries `[pages, 1 or 2, num_heads_kv, head_dim]` in the element type of a
     /// cache with pages, checked.
     fn of(cache: &KvCache<'_>, summaries: &Operand<'_>) -> Result<Self> {
+        Operand::new("cache.k", &cache.k).dtype_in(&FLOATS)?;
         let cache = cache.sizes()?;
         if cache.table.is_none() {
             let expected = "a cache with a block table".into();

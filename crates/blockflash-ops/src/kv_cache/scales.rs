@@ -1,0 +1,83 @@
+use super::CacheSizes;
+use crate::Result;
+use crate::check::Operand;
+use blockflash_safe::{View, ViewMut};
+use blockflash_sys::DType;
+
+/// The scales of keys or of values in a [`KvCacheMut`](super::KvCacheMut) of codes.
+#[derive(Debug)]
+pub enum CacheScale<'a> {
+    /// In a shape of [`KvCache::k_scale`](super::KvCache::k_scale): an append divides by them.
+    Given(View<'a>),
+    /// f32 `[pages, page_size, num_heads_kv]`, of a contiguous cache `[batch, capacity, …]`: an
+    /// append chooses the scale of every row that it stores, so that the greatest magnitude of the
+    /// row is the greatest code, and writes it here. The scale of a row of zeros is 1.
+    PerToken(ViewMut<'a>),
+}
+
+impl CacheScale<'_> {
+    /// The same scales for reading.
+    pub fn as_view(&self) -> View<'_> {
+        match self {
+            Self::Given(view) => *view,
+            Self::PerToken(view) => view.as_view(),
+        }
+    }
+
+    /// The same scales for one of several calls.
+    pub fn reborrow(&mut self) -> CacheScale<'_> {
+        match self {
+            Self::Given(view) => CacheScale::Given(*view),
+            Self::PerToken(view) => CacheScale::PerToken(view.reborrow()),
+        }
+    }
+}
+
+/// Elements from one scale to the next, 0 where all have the same one.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ScaleStrides {
+    /// From sequence to sequence.
+    pub sequence: usize,
+    /// From page to page.
+    pub page: usize,
+    /// From slot to slot of a page.
+    pub slot: usize,
+    /// From head to head of the keys.
+    pub head: usize,
+}
+
+impl ScaleStrides {
+    /// Those of scales in one of the shapes that [`KvCache::k_scale`](super::KvCache::k_scale)
+    /// names.
+    pub(super) fn of(scale: &Operand<'_>, cache: &CacheSizes) -> Result<Self> {
+        scale.dtype_in(&[DType::F32])?;
+        Self::by(scale, scale.strides, cache)
+    }
+
+    fn by(scale: &Operand<'_>, strides: &[usize], cache: &CacheSizes) -> Result<Self> {
+        let CacheSizes { batch, pages, page_size, num_heads_kv: heads, .. } = *cache;
+        let stride = |dim: usize, extent| match scale.shape[dim] {
+            1 => Some(0),
+            found => (found == extent).then_some(strides[dim]),
+        };
+        let found = match scale.shape.len() {
+            1 => stride(0, 1).map(|_| Self::default()),
+            2 => stride(0, batch).zip(stride(1, heads)).map(|(sequence, head)| Self {
+                sequence,
+                head,
+                ..Self::default()
+            }),
+            3 => stride(0, pages)
+                .zip(stride(1, page_size))
+                .zip(stride(2, heads))
+                .map(|((page, slot), head)| Self { sequence: 0, page, slot, head }),
+            _ => None,
+        };
+        found.ok_or_else(|| {
+            scale.wrong_shape(format!(
+                "[1], [{batch} or 1, {heads} or 1] or [{pages} or 1, {page_size} or 1, {heads} or \
+                 1]"
+            ))
+        })
+    }
+}
