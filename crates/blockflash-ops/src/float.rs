@@ -1,7 +1,7 @@
 //! The floating-point element types of the CPU backends: everything is computed in f32 panels.
 
 use crate::panels::vectorized;
-use blockflash_safe::Element;
+use blockflash_safe::{E4M3, E5M2, Element};
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 use pulp::{Simd, WithSimd};
@@ -129,6 +129,35 @@ impl Float for f32 {
     fn is_zero(&self) -> bool {
         *self == 0.0
     }
+}
+
+/// Codes: numbers beyond the greatest one become that, which only matters for appends.
+macro_rules! codes {
+    ($($name:ty => $widen:expr, $narrow:expr, $is_zero:expr;)*) => {$(
+        impl Float for $name {
+            #[inline(always)]
+            fn widen_inline(source: &[Self], target: &mut [f32]) {
+                assert_eq!(source.len(), target.len(), "conversions keep the length");
+                target.iter_mut().zip(source).for_each(|(target, &code)| *target = $widen(code));
+            }
+
+            fn narrow(source: &[f32], target: &mut [Self]) {
+                assert_eq!(source.len(), target.len(), "conversions keep the length");
+                target.iter_mut().zip(source).for_each(|(target, &x)| *target = $narrow(x));
+            }
+
+            fn is_zero(&self) -> bool {
+                $is_zero(*self)
+            }
+        }
+    )*};
+}
+
+codes! {
+    E4M3 => E4M3::to_f32, E4M3::saturated, |code: E4M3| code.0 << 1 == 0;
+    E5M2 => E5M2::to_f32, E5M2::saturated, |code: E5M2| code.0 << 1 == 0;
+    // Symmetric, so that a code times its scale has the sign of the code; NaN is 0.
+    i8 => f32::from, |x: f32| x.round_ties_even().clamp(-127.0, 127.0) as i8, |code| code == 0;
 }
 
 #[cfg(test)]

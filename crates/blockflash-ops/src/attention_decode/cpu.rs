@@ -8,10 +8,11 @@ use crate::attention::cpu::sequence::Sequence;
 use crate::attention::cpu::terms::Terms;
 use crate::attention::{Attention, Mask, Scores};
 use crate::float::Float;
-use crate::kv_cache::{HostCache, HostRotary, KvCache, token_ranges};
-use blockflash_safe::{Stream, Tensor, View, ViewMut};
+use crate::kv_cache::{HostCache, HostRotary, HostScale, KvCache, token_ranges};
+use blockflash_safe::{E4M3, E5M2, Stream, Tensor, View, ViewMut};
 use blockflash_sys::{DType, HeadDims};
 use half::{bf16, f16};
+use std::marker::PhantomData;
 use std::ops::Range;
 
 /// Computes a problem that was checked and has outputs.
@@ -23,14 +24,32 @@ pub(super) fn forward(
     stream: &Stream,
 ) -> Result<()> {
     match problem.attention.types.q {
-        DType::F16 => Call::<f16>::new(op, problem, cache, stream)?.run(out),
-        DType::BF16 => Call::<bf16>::new(op, problem, cache, stream)?.run(out),
-        _ => Call::<f32>::new(op, problem, cache, stream)?.run(out),
+        DType::F16 => beside::<f16>(op, problem, cache, out, stream),
+        DType::BF16 => beside::<bf16>(op, problem, cache, out, stream),
+        _ => beside::<f32>(op, problem, cache, out, stream),
     }
 }
 
-/// A call whose tables, lengths and lists are in host memory.
-struct Call<'a, T> {
+/// The keys and values beside queries of this type.
+fn beside<T: Float>(
+    op: &AttentionDecode<'_>,
+    problem: &AttentionDecodeProblem,
+    cache: &KvCache<'_>,
+    out: (ViewMut<'_>, Option<ViewMut<'_>>),
+    stream: &Stream,
+) -> Result<()> {
+    match problem.attention.types.kv {
+        DType::E4M3 => Call::<T, E4M3>::new(op, problem, cache, stream)?.run(out),
+        DType::E5M2 => Call::<T, E5M2>::new(op, problem, cache, stream)?.run(out),
+        DType::I8 => Call::<T, i8>::new(op, problem, cache, stream)?.run(out),
+        _ => Call::<T, T>::new(op, problem, cache, stream)?.run(out),
+    }
+}
+
+/// A call whose tables, lengths and lists are in host memory, with queries of a type and keys and
+/// values of that type, or codes. Codes times their scales are f32, and so is then everything that
+/// is computed of them, up to the output.
+struct Call<'a, T, C> {
     op: &'a AttentionDecode<'a>,
     problem: &'a AttentionDecodeProblem,
     cache: &'a KvCache<'a>,
@@ -40,7 +59,9 @@ struct Call<'a, T> {
     terms: Option<Terms<'a>>,
     stream: &'a Stream,
     /// The elements of keys and values.
-    kv: [&'a [T]; 2],
+    kv: [&'a [C]; 2],
+    scales: [Option<HostScale<'a>>; 2],
+    of_queries: PhantomData<T>,
 }
 
 /// Rows of one sequence: q and o `[rows, heads, their head_dim]`, lse `[heads, rows]`.
@@ -50,7 +71,7 @@ struct Rows<'r> {
     lse: Option<ViewMut<'r>>,
 }
 
-impl<'a, T: Float> Call<'a, T> {
+impl<'a, T: Float, C: Float> Call<'a, T, C> {
     fn new(
         op: &'a AttentionDecode<'a>,
         problem: &'a AttentionDecodeProblem,
@@ -63,7 +84,9 @@ impl<'a, T: Float> Call<'a, T> {
         let (pages, rotary) = (pages.transpose()?, rotary.transpose()?);
         let kv = [cache.k.as_slice()?, cache.v.as_slice()?];
         let terms = Terms::of(&op.scores)?;
-        Ok(Self { op, problem, cache, host, pages, rotary, terms, stream, kv })
+        let scales = HostScale::both([cache.k_scale, cache.v_scale], &problem.cache, stream)?;
+        let of_queries = PhantomData;
+        Ok(Self { op, problem, cache, host, pages, rotary, terms, stream, kv, scales, of_queries })
     }
 
     fn run(&self, (mut o, mut lse): (ViewMut<'_>, Option<ViewMut<'_>>)) -> Result<()> {
@@ -94,12 +117,34 @@ impl<'a, T: Float> Call<'a, T> {
             };
             let q = turned.as_ref().map_or(rows.q, Tensor::view);
             let rows = Rows { q, ..rows };
-            match &self.pages {
-                None => self.whole(entry, rows)?,
-                Some(pages) => self.listed(pages, entry, rows)?,
-            }
+            if C::DTYPE.is_code() { self.in_f32(entry, rows)? } else { self.sequence(entry, rows)? }
         }
         Ok(())
+    }
+
+    /// One sequence whose output is computed in f32 and rounded to its type.
+    fn in_f32(&self, entry: usize, Rows { q, mut o, lse }: Rows<'_>) -> Result<()> {
+        let elements = q.to_vec::<T>(self.stream)?;
+        let mut wide = vec![0.0; elements.len()];
+        T::widen(&elements, &mut wide);
+        let wide = Tensor::from_slice(self.stream, &wide, q.shape())?;
+        let mut sums = Tensor::zeros(self.stream, DType::F32, o.shape())?;
+        self.sequence(entry, Rows { q: wide.view(), o: sums.view_mut(), lse })?;
+        let (sums, strides) = (sums.view().as_slice::<f32>()?, [o.strides()[0], o.strides()[1]]);
+        let (heads, width) = (o.shape()[1], o.shape()[2]);
+        let target = o.as_mut_slice::<T>()?;
+        for (row, sums) in sums.chunks_exact(width).enumerate() {
+            let start = row / heads * strides[0] + row % heads * strides[1];
+            T::narrow(sums, &mut target[start..][..width]);
+        }
+        Ok(())
+    }
+
+    fn sequence(&self, entry: usize, rows: Rows<'_>) -> Result<()> {
+        match &self.pages {
+            None => self.whole(entry, rows),
+            Some(pages) => self.listed(pages, entry, rows),
+        }
     }
 
     /// Attention to all keys of a sequence.
@@ -107,7 +152,7 @@ impl<'a, T: Float> Call<'a, T> {
         let length = self.host.length(entry);
         let heads = 0..self.problem.cache.num_heads_kv;
         let scores = self.op.scores.of_sequence(entry, length)?;
-        if self.cache.block_table.is_none() {
+        if self.cache.block_table.is_none() && !C::DTYPE.is_code() {
             let keys = |view: &View<'a>| -> Result<View<'a>> {
                 Ok(view.slice(0, entry..entry + 1)?.flatten(0..2)?.slice(0, 0..length)?)
             };
@@ -203,7 +248,8 @@ impl<'a, T: Float> Call<'a, T> {
         Attention { scores, ..Attention::new(q, k, v) }.forward_into(o.insert(0)?, lse, self.stream)
     }
 
-    /// Copies of the keys and values at these positions, `[keys, heads, head_dim]`.
+    /// Copies of the keys and values at these positions, `[keys, heads, head_dim]`; of codes what
+    /// they stand for.
     fn gather(
         &self,
         entry: usize,
@@ -211,21 +257,33 @@ impl<'a, T: Float> Call<'a, T> {
         heads: Range<usize>,
     ) -> Result<[Tensor; 2]> {
         let sizes = &self.problem.cache;
-        let copy = |source: &[T], strides, width: usize| -> Result<Tensor> {
-            let shape = [keys.len(), heads.len(), width];
-            let mut tensor = Tensor::empty(self.stream, T::DTYPE, &shape)?;
+        let copy = |at: usize, strides, width: usize| -> Result<Tensor> {
+            let (source, shape) = (self.kv[at], [keys.len(), heads.len(), width]);
+            let rows = keys.clone().flat_map(|key| heads.clone().map(move |head| [key, head]));
+            let row = |[key, head]: [usize; 2]| {
+                &source[self.host.row(strides, [entry, key, head])..][..width]
+            };
+            if !C::DTYPE.is_code() {
+                let mut tensor = Tensor::empty(self.stream, C::DTYPE, &shape)?;
+                let mut view = tensor.view_mut();
+                let targets = view.as_mut_slice::<C>()?.chunks_exact_mut(width);
+                targets.zip(rows).for_each(|(target, at)| target.copy_from_slice(row(at)));
+                return Ok(tensor);
+            }
+            let mut tensor = Tensor::empty(self.stream, DType::F32, &shape)?;
             let mut view = tensor.view_mut();
-            let mut rows = view.as_mut_slice::<T>()?.chunks_exact_mut(width);
-            for key in keys.clone() {
-                for (head, row) in heads.clone().zip(&mut rows) {
-                    let start = self.host.row(strides, [entry, key, head]);
-                    row.copy_from_slice(&source[start..][..width]);
+            let targets = view.as_mut_slice::<f32>()?.chunks_exact_mut(width);
+            for (target, [key, head]) in targets.zip(rows) {
+                C::widen(row([key, head]), target);
+                if let Some(scale) = &self.scales[at] {
+                    let scale = scale.get(entry, self.host.slot(entry, key), head);
+                    target.iter_mut().for_each(|x| *x *= scale);
                 }
             }
             Ok(tensor)
         };
         let HeadDims { qk, v } = sizes.head_dims;
-        Ok([copy(self.kv[0], sizes.k, qk)?, copy(self.kv[1], sizes.v, v)?])
+        Ok([copy(0, sizes.k, qk)?, copy(1, sizes.v, v)?])
     }
 
     /// The queries of a sequence after rotation, `[rows, heads, head_dim]`, rounded to their type.

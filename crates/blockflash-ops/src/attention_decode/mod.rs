@@ -80,12 +80,16 @@ use blockflash_sys::{DType, Kernel, manifest};
 /// the device, packed ones and those with listed pages may be divided in another way than those
 /// whose length the host knows.
 ///
+/// A cache of codes (`e4m3`, `e5m2`, `i8`) stands for codes times scales ([`KvCache::k_scale`]),
+/// beside queries and an output of f16, bf16 or f32. The codes are exact in all of these.
+///
 /// A GPU takes f16 and bf16 with a `head_dim` of any multiple of 8 up to 256, pages of a multiple
 /// of 16 slots, and pointers and strides of multiples of 16 bytes. The CPU takes every problem.
 #[derive(Clone, Copy, Debug)]
 pub struct AttentionDecode<'a> {
     /// Queries, `[batch, seqlen_q, num_heads_q, head_dim]`, or packed
-    /// `[total_q, num_heads_q, head_dim]`, in the element type of the cache.
+    /// `[total_q, num_heads_q, head_dim]`, in the element type of the cache; beside codes in f16,
+    /// bf16 or f32.
     pub q: View<'a>,
     /// Set when the sequences have unequal numbers of queries.
     pub packed: Option<PackedTokens<'a>>,
@@ -266,12 +270,14 @@ impl Steps for AttentionDecode<'_> {
         stream: &Stream,
     ) -> Result<()> {
         let AttentionDecodeProblem { attention, cache: sizes, append, .. } = problem;
-        let host = HostCache::new(&operands.cache.as_cache(), *sizes, stream)?;
+        let cache = operands.cache.as_cache();
+        let host = HostCache::new(&cache, *sizes, stream)?;
         host.verify()?;
         let total = attention.packed.map(|packed| packed.total_q);
         token_ranges(self.packed.as_ref(), [sizes.batch, attention.seqlen_q], total, stream)?;
-        if let (Some(new), Some(append)) = (operands.cache.new_tokens(), append) {
-            new.verify_in(&host, append, stream)?;
+        match (operands.cache.new_tokens(), append) {
+            (Some(new), Some(append)) => new.verify_in(&host, &cache, append, stream)?,
+            _ => host.verify_scales(&cache, [false; 2], |_| 0, stream)?,
         }
         match &self.pages {
             Some(pages) => HostPages::new(pages, *sizes, stream)?.verify(),
@@ -368,5 +374,7 @@ impl Steps for AttentionDecode<'_> {
     }
 }
 
+#[cfg(test)]
+mod codes_tests;
 #[cfg(test)]
 mod tests;

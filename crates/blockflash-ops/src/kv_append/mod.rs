@@ -14,7 +14,7 @@ pub(crate) use select::select_for;
 
 use crate::Result;
 use crate::check::{Operand, aligned};
-use crate::kv_cache::{HostCache, KvCacheMut, PackedTokens, Rotary, token_ranges};
+use crate::kv_cache::{HostCache, KvCache, KvCacheMut, PackedTokens, Rotary, token_ranges};
 use crate::operation::{Operation, Prepared, Steps};
 use blockflash_safe::{
     CudaProperties, Device, KvAppendOperands, NewKeys, Stream, TurnedQueries, View,
@@ -29,6 +29,12 @@ use blockflash_sys::{Kernel, manifest};
 /// dropped. Sequences must not append to a page that they share: it would hold the token of either.
 /// Lengths and offsets are read on the device, and whatever they hold, nothing outside the cache is
 /// written.
+///
+/// Into a cache of codes (`e4m3`, `e5m2`, `i8`) rows of f16, bf16 and f32 go divided by their scale
+/// ([`KvCache::k_scale`], 1 without one), rounded to nearest with ties to even, and saturated at
+/// ±448, ±57344 or ±127, infinities as well; keys are turned before that, in f32. NaN is NaN, and 0
+/// for `i8`. Scales are given, or the append chooses those of its rows
+/// ([`CacheScale::PerToken`](crate::CacheScale::PerToken)).
 ///
 /// A GPU takes f16 and bf16 with a `head_dim` of any multiple of 8, pages of a multiple of 16
 /// slots, and pointers and strides of multiples of 16 bytes. The CPU takes every problem, and
@@ -53,7 +59,8 @@ use blockflash_sys::{Kernel, manifest};
 #[derive(Clone, Copy, Debug)]
 pub struct AppendKv<'a> {
     /// Keys, `[batch, tokens, num_heads_kv, head_dim]`, or packed
-    /// `[total, num_heads_kv, head_dim]`, in the element type of the cache.
+    /// `[total, num_heads_kv, head_dim]`, in the element type of the cache; for a cache of codes in
+    /// f16, bf16 or f32.
     pub k: View<'a>,
     /// Values, in the shape of the keys but for the `head_dim` of the cached values.
     pub v: View<'a>,
@@ -117,12 +124,15 @@ impl<'a> AppendKv<'a> {
     /// Verifies where the new tokens go in a cache that was verified.
     pub(crate) fn verify_in(
         &self,
-        cache: &HostCache,
+        host: &HostCache,
+        cache: &KvCache<'_>,
         problem: &AppendKvProblem,
         stream: &Stream,
     ) -> Result<()> {
         let sizes = [problem.cache.batch, problem.tokens];
-        cache.verify_append(&token_ranges(self.packed.as_ref(), sizes, problem.packed, stream)?)
+        let ranges = token_ranges(self.packed.as_ref(), sizes, problem.packed, stream)?;
+        host.verify_append(&ranges)?;
+        host.verify_scales(cache, problem.chooses, |entry| ranges[entry].len(), stream)
     }
 }
 
@@ -172,9 +182,10 @@ impl Steps for AppendKv<'_> {
         cache: &KvCacheMut<'_>,
         stream: &Stream,
     ) -> Result<()> {
-        let host = HostCache::new(&cache.as_cache(), problem.cache, stream)?;
+        let cache = cache.as_cache();
+        let host = HostCache::new(&cache, problem.cache, stream)?;
         host.verify()?;
-        self.verify_in(&host, problem, stream)
+        self.verify_in(&host, &cache, problem, stream)
     }
 
     fn plan(

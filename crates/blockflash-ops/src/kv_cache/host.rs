@@ -44,9 +44,14 @@ impl HostCache {
 
     /// Start of the row of a key below the capacity, of a tensor with these strides.
     pub(crate) fn row(&self, strides: Strides, [entry, key, head]: [usize; 3]) -> usize {
+        let [page, slot] = self.slot(entry, key);
+        page * strides.batch + slot * strides.seq + head * strides.head
+    }
+
+    /// The page and the slot of a key below the capacity.
+    pub(crate) fn slot(&self, entry: usize, key: usize) -> [usize; 2] {
         let page_size = self.sizes.page_size;
-        let page = self.page(entry, key / page_size);
-        page * strides.batch + key % page_size * strides.seq + head * strides.head
+        [self.page(entry, key / page_size), key % page_size]
     }
 }
 

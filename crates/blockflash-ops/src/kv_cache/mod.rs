@@ -13,6 +13,7 @@ pub use sizes::{CacheSizes, TableSizes};
 pub use tokens::PackedTokens;
 
 pub(crate) use host::{HostCache, HostRotary};
+pub(crate) use scales::HostScale;
 pub(crate) use sizes::FLOATS;
 pub(crate) use tokens::{token_ranges, token_sizes};
 

@@ -1,8 +1,9 @@
 use super::CacheSizes;
 use crate::Result;
-use crate::check::Operand;
-use blockflash_safe::{View, ViewMut};
+use crate::check::{Operand, finite_positive};
+use blockflash_safe::{Stream, View, ViewMut};
 use blockflash_sys::DType;
+use std::borrow::Cow;
 
 /// The scales of keys or of values in a [`KvCacheMut`](super::KvCacheMut) of codes.
 #[derive(Debug)]
@@ -79,5 +80,70 @@ impl ScaleStrides {
                  1]"
             ))
         })
+    }
+
+    /// Position of the scale of a row.
+    pub(crate) fn at(&self, entry: usize, [page, slot]: [usize; 2], head: usize) -> usize {
+        entry * self.sequence + page * self.page + slot * self.slot + head * self.head
+    }
+}
+
+/// Scales in host memory.
+pub(crate) struct HostScale<'a> {
+    what: &'static str,
+    values: Cow<'a, [f32]>,
+    strides: ScaleStrides,
+}
+
+impl<'a> HostScale<'a> {
+    fn new(
+        what: &'static str,
+        view: Option<View<'a>>,
+        sizes: &CacheSizes,
+        stream: &Stream,
+    ) -> Result<Option<Self>> {
+        let Some(view) = view else { return Ok(None) };
+        let operand = Operand::new(what, &view);
+        if view.is_cpu() {
+            let (values, strides) = (view.as_slice()?.into(), ScaleStrides::of(&operand, sizes)?);
+            return Ok(Some(Self { what, values, strides }));
+        }
+        // The copy is without gaps.
+        let mut strides = vec![1; operand.shape.len()];
+        for dim in (1..operand.shape.len()).rev() {
+            strides[dim - 1] = strides[dim] * operand.shape[dim];
+        }
+        let strides = ScaleStrides::by(&operand, &strides, sizes)?;
+        Ok(Some(Self { what, values: view.to_vec(stream)?.into(), strides }))
+    }
+
+    /// Those of the keys and of the values of a cache.
+    pub(crate) fn both(
+        [k, v]: [Option<View<'a>>; 2],
+        sizes: &CacheSizes,
+        stream: &Stream,
+    ) -> Result<[Option<Self>; 2]> {
+        let k = Self::new("cache.k_scale", k, sizes, stream)?;
+        Ok([k, Self::new("cache.v_scale", v, sizes, stream)?])
+    }
+
+    /// The scale of a row.
+    pub(crate) fn get(&self, entry: usize, slot: [usize; 2], head: usize) -> f32 {
+        self.values[self.strides.at(entry, slot, head)]
+    }
+
+    /// How many of these keys and heads may have scales that differ, the first ones.
+    pub(super) fn unequal(&self, keys: usize, heads: usize) -> [usize; 2] {
+        let ScaleStrides { page, slot, head, .. } = self.strides;
+        let rows = |strides: [usize; 2], rows: usize| match strides {
+            [0, 0] => rows.min(1),
+            _ => rows,
+        };
+        [rows([page, slot], keys), rows([head, 0], heads)]
+    }
+
+    /// Verifies one scale.
+    pub(super) fn verify(&self, entry: usize, slot: [usize; 2], head: usize) -> Result<()> {
+        finite_positive(self.what, self.get(entry, slot, head)).map(drop)
     }
 }

@@ -1,14 +1,41 @@
 //! Verification of lengths and tables that kernels clamp.
 
-use super::HostCache;
+use super::{HostCache, HostScale, KvCache};
 use crate::{Error, Result};
+use blockflash_safe::Stream;
 use std::collections::HashMap;
 use std::ops::Range;
 
 impl HostCache {
-    /// Whether kernels read lengths or a table at all.
+    /// Whether kernels read lengths, a table or scales at all.
     pub(crate) fn has_data(sizes: &super::CacheSizes) -> bool {
-        sizes.seqused_kv || sizes.table.is_some()
+        let scaled = sizes.k_scale.is_some() || sizes.v_scale.is_some();
+        sizes.seqused_kv || sizes.table.is_some() || scaled
+    }
+
+    /// Verifies that the scales of all keys are finite and positive, apart from those that an
+    /// append `chooses` for the last `tokens` of each sequence.
+    pub(crate) fn verify_scales(
+        &self,
+        cache: &KvCache<'_>,
+        chooses: [bool; 2],
+        tokens: impl Fn(usize) -> usize,
+        stream: &Stream,
+    ) -> Result<()> {
+        let scales = HostScale::both([cache.k_scale, cache.v_scale], &self.sizes, stream)?;
+        for (scale, chosen) in scales.iter().zip(chooses) {
+            let Some(scale) = scale else { continue };
+            for entry in 0..self.sizes.batch {
+                let new = if chosen { tokens(entry) } else { 0 };
+                let old = self.length(entry).saturating_sub(new);
+                let [keys, heads] = scale.unequal(old, self.sizes.num_heads_kv);
+                for key in 0..keys {
+                    let slot = self.slot(entry, key);
+                    (0..heads).try_for_each(|head| scale.verify(entry, slot, head))?;
+                }
+            }
+        }
+        Ok(())
     }
 
     /// Verifies that every length is within the capacity, and that the pages of all keys exist.

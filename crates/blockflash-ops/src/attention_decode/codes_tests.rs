@@ -1,0 +1,375 @@
+//! Attention to caches of codes, on the CPU: what it is to the numbers that they stand for.
+
+use super::*;
+use crate::fixtures::values;
+use crate::kv_cache::{CacheScale, RotaryPairs};
+use crate::{E4M3, E5M2, Error};
+use half::{bf16, f16};
+use proptest::prelude::*;
+
+const PAGES: usize = 6;
+const PAGE: usize = 4;
+const HEADS: usize = 2;
+const DIM: usize = 8;
+
+fn cpu() -> Stream {
+    Device::cpu().stream().unwrap()
+}
+
+fn f32s(values: &[f32], shape: &[usize]) -> Tensor {
+    Tensor::from_slice(&cpu(), values, shape).unwrap()
+}
+
+fn rounded(dtype: DType, values: &[f32], shape: &[usize]) -> Tensor {
+    let stream = cpu();
+    match dtype {
+        DType::F16 => {
+            let values: Vec<_> = values.iter().map(|&x| f16::from_f32(x)).collect();
+            Tensor::from_slice(&stream, &values, shape)
+        }
+        DType::BF16 => {
+            let values: Vec<_> = values.iter().map(|&x| bf16::from_f32(x)).collect();
+            Tensor::from_slice(&stream, &values, shape)
+        }
+        _ => Tensor::from_slice(&stream, values, shape),
+    }
+    .unwrap()
+}
+
+fn widened(tensor: &Tensor) -> Vec<f32> {
+    let stream = cpu();
+    match tensor.dtype() {
+        DType::F16 => tensor.to_vec::<f16>(&stream).unwrap().iter().map(|x| x.to_f32()).collect(),
+        DType::BF16 => tensor.to_vec::<bf16>(&stream).unwrap().iter().map(|x| x.to_f32()).collect(),
+        DType::E4M3 => tensor.to_vec::<E4M3>(&stream).unwrap().iter().map(|x| x.to_f32()).collect(),
+        DType::E5M2 => tensor.to_vec::<E5M2>(&stream).unwrap().iter().map(|x| x.to_f32()).collect(),
+        DType::I8 => tensor.to_vec::<i8>(&stream).unwrap().iter().map(|&x| f32::from(x)).collect(),
+        _ => tensor.to_vec(&stream).unwrap(),
+    }
+}
+
+/// Codes of numbers around 0, and what they are.
+fn codes(dtype: DType, seed: u64, shape: &[usize]) -> (Tensor, Vec<f32>) {
+    let count = shape.iter().product();
+    let numbers = values(count, seed);
+    let stream = cpu();
+    let tensor = match dtype {
+        DType::E4M3 => {
+            let codes: Vec<_> = numbers.iter().map(|&x| E4M3::saturated(x)).collect();
+            Tensor::from_slice(&stream, &codes, shape)
+        }
+        DType::E5M2 => {
+            let codes: Vec<_> = numbers.iter().map(|&x| E5M2::saturated(x)).collect();
+            Tensor::from_slice(&stream, &codes, shape)
+        }
+        _ => {
+            let codes: Vec<_> = numbers.iter().map(|&x| (x * 60.0) as i8).collect();
+            Tensor::from_slice(&stream, &codes, shape)
+        }
+    };
+    let tensor = tensor.unwrap();
+    let numbers = widened(&tensor);
+    (tensor, numbers)
+}
+
+/// The shapes of scales of 2 sequences, 6 pages of 4 slots, and 2 heads.
+fn shapes() -> impl Strategy<Value = Option<Vec<usize>>> {
+    let extent = |n| prop_oneof![Just(1usize), Just(n)];
+    prop_oneof![
+        Just(None),
+        Just(Some(vec![1])),
+        (extent(2), extent(HEADS)).prop_map(|(a, b)| Some(vec![a, b])),
+        (extent(PAGES), extent(PAGE), extent(HEADS)).prop_map(|(a, b, c)| Some(vec![a, b, c])),
+    ]
+}
+
+fn scale(shape: &Option<Vec<usize>>, seed: u64) -> Option<Tensor> {
+    let shape = shape.as_ref()?;
+    let scales: Vec<f32> =
+        values(shape.iter().product(), seed).iter().map(|x| 0.1 + x.abs()).collect();
+    Some(f32s(&scales, shape))
+}
+
+/// What each key of one sequence is multiplied with, by the documented shapes.
+fn expected_scale(scale: Option<&Tensor>, at: [usize; 4]) -> f32 {
+    let Some(scale) = scale else { return 1.0 };
+    let [sequence, page, slot, head] = at;
+    let index: &[usize] = match scale.shape().len() {
+        1 => &[0],
+        2 => &[sequence, head],
+        _ => &[page, slot, head],
+    };
+    let flat = index
+        .iter()
+        .zip(scale.shape())
+        .fold(0, |flat, (&i, &extent)| flat * extent + if extent == 1 { 0 } else { i });
+    scale.to_vec::<f32>(&cpu()).unwrap()[flat]
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(100))]
+
+    /// A cache of codes is the cache of f32 that they stand for, in any layout and of any scales.
+    #[test]
+    fn codes_stand_for_numbers(
+        dtype in prop_oneof![Just(DType::E4M3), Just(DType::E5M2), Just(DType::I8)],
+        of_q in prop_oneof![Just(DType::F16), Just(DType::BF16), Just(DType::F32)],
+        (of_k, of_v) in (shapes(), shapes()),
+        paged: bool,
+        softcap: bool,
+        seed in 0u64..1000,
+    ) {
+        let stream = cpu();
+        let table = [3i32, 1, 5, 0, 2, 4];
+        // Without a table the sequences are the first two pages.
+        let pages = if paged { PAGES } else { 2 };
+        let fits = |shape: Option<Vec<usize>>| shape.map(|mut shape| {
+            if shape.len() == 3 && shape[0] == PAGES {
+                shape[0] = pages;
+            }
+            shape
+        });
+        let (of_k, of_v) = (fits(of_k), fits(of_v));
+        let shape = [pages, PAGE, HEADS, DIM];
+        let ((k, mut wide_k), (v, mut wide_v)) =
+            (codes(dtype, seed, &shape), codes(dtype, seed + 1, &shape));
+        let (k_scale, v_scale) = (scale(&of_k, seed + 2), scale(&of_v, seed + 3));
+        let table_of = Tensor::from_slice(&stream, &table, &[2, 3]).unwrap();
+        let lengths = Tensor::from_slice(&stream, &[if paged { 11 } else { 4 }, 3], &[2]).unwrap();
+        let sequence = |page: usize| match paged {
+            true => table.iter().position(|&p| p as usize == page).unwrap() / 3,
+            false => page,
+        };
+        for (wide, scale) in [(&mut wide_k, &k_scale), (&mut wide_v, &v_scale)] {
+            for (row, wide) in wide.chunks_mut(DIM).enumerate() {
+                let [page, slot, head] = [row / HEADS / PAGE, row / HEADS % PAGE, row % HEADS];
+                let scale = expected_scale(scale.as_ref(), [sequence(page), page, slot, head]);
+                wide.iter_mut().for_each(|x| *x *= scale);
+            }
+        }
+        let (wide_k, wide_v) = (f32s(&wide_k, &shape), f32s(&wide_v, &shape));
+        let q = rounded(of_q, &values(2 * 3 * 4 * DIM, seed + 4), &[2, 3, 4, DIM]);
+        let wide_q = f32s(&widened(&q), q.shape());
+        let decode = |q| AttentionDecode {
+            scores: Scores { softcap: softcap.then_some(5.0), ..Mask::causal().into() },
+            ..AttentionDecode::new(q)
+        };
+        let cache = |k, v| KvCache {
+            block_table: paged.then(|| table_of.view()),
+            seqused_kv: Some(lengths.view()),
+            ..KvCache::new(k, v)
+        };
+        let coded = KvCache {
+            k_scale: k_scale.as_ref().map(Tensor::view),
+            v_scale: v_scale.as_ref().map(Tensor::view),
+            ..cache(k.view(), v.view())
+        };
+        let found = decode(q.view()).forward(coded, &stream).unwrap();
+        let of = cache(wide_k.view(), wide_v.view());
+        let expected = decode(wide_q.view()).forward(of, &stream).unwrap();
+        prop_assert_eq!(found.o.dtype(), of_q);
+        let expected_o = rounded(of_q, &widened(&expected.o), expected.o.shape());
+        prop_assert_eq!(widened(&found.o), widened(&expected_o));
+        prop_assert_eq!(widened(&found.lse), widened(&expected.lse));
+    }
+
+    /// What an append stores is within half a step of what it was given.
+    #[test]
+    fn appended_codes_are_near(
+        dtype in prop_oneof![Just(DType::E4M3), Just(DType::E5M2), Just(DType::I8)],
+        of_new in prop_oneof![Just(DType::F16), Just(DType::BF16), Just(DType::F32)],
+        per_token: bool,
+        turned: bool,
+        seed in 0u64..1000,
+    ) {
+        let stream = cpu();
+        let lengths = Tensor::from_slice(&stream, &[7, 12], &[2]).unwrap();
+        let table = Tensor::from_slice(&stream, &[3, 1, 5, 0, 2, 4], &[2, 3]).unwrap();
+        let new = rounded(of_new, &values(2 * 3 * HEADS * DIM, seed), &[2, 3, HEADS, DIM]);
+        let shape = [PAGES, PAGE, HEADS, DIM];
+        let [mut k, mut v] = [0, 1].map(|_| Tensor::zeros(&stream, dtype, &shape).unwrap());
+        // Without scales of its own a row of numbers up to 1 needs one for i8.
+        let given = f32s(&[if dtype == DType::I8 { 1.0 / 32.0 } else { 0.5 }], &[1]);
+        let [mut own_k, mut own_v] = [0, 1].map(|_| f32s(&[-1.0; 48], &[PAGES, PAGE, HEADS]));
+        let angles: Vec<f32> = (0..12 * 4).map(|i| i as f32 * 0.37).collect();
+        let cos = f32s(&angles.iter().map(|x| x.cos()).collect::<Vec<_>>(), &[12, 4]);
+        let sin = f32s(&angles.iter().map(|x| x.sin()).collect::<Vec<_>>(), &[12, 4]);
+        let pairs = RotaryPairs::Halves;
+        let rotary = turned.then(|| Rotary { cos: cos.view(), sin: sin.view(), pairs });
+        let scale = |own| Some(match own {
+            Some(own) => CacheScale::PerToken(own),
+            None => CacheScale::Given(given.view()),
+        });
+        let cache = KvCacheMut {
+            block_table: Some(table.view()),
+            seqused_kv: Some(lengths.view()),
+            k_scale: scale(per_token.then(|| own_k.view_mut())),
+            v_scale: scale(per_token.then(|| own_v.view_mut())),
+            ..KvCacheMut::new(k.view_mut(), v.view_mut())
+        };
+        let append = AppendKv { rotary, ..AppendKv::new(new.view(), new.view()) };
+        append.append_into(cache, &stream).unwrap();
+
+        // The same rows in a cache of f32.
+        let wide = f32s(&widened(&new), new.shape());
+        let [mut wide_k, mut wide_v] =
+            [0, 1].map(|_| Tensor::zeros(&stream, DType::F32, &shape).unwrap());
+        let plain = KvCacheMut {
+            block_table: Some(table.view()),
+            seqused_kv: Some(lengths.view()),
+            ..KvCacheMut::new(wide_k.view_mut(), wide_v.view_mut())
+        };
+        let append = AppendKv { rotary, ..AppendKv::new(wide.view(), wide.view()) };
+        append.append_into(plain, &stream).unwrap();
+        for (coded, own, wide) in [(&k, &own_k, &wide_k), (&v, &own_v, &wide_v)] {
+            let (codes, wide) = (widened(coded), widened(wide));
+            let own = widened(own);
+            for (row, (codes, wide)) in codes.chunks(DIM).zip(wide.chunks(DIM)).enumerate() {
+                if wide.iter().all(|&x| x == 0.0) {
+                    prop_assert_eq!(own[row], -1.0);
+                    continue;
+                }
+                let most = wide.iter().fold(0f32, |most, x| most.max(x.abs()));
+                let greatest = match dtype {
+                    DType::E4M3 => 448.0,
+                    DType::E5M2 => 57344.0,
+                    _ => 127.0,
+                };
+                let scale = if per_token { own[row] } else { widened(&given)[0] };
+                if per_token {
+                    prop_assert_eq!(scale, most / greatest);
+                }
+                for (&code, &x) in codes.iter().zip(wide) {
+                    // Half of the last place, and of the smallest step.
+                    let (relative, step) = match dtype {
+                        DType::E4M3 => (1.0 / 16.0, 1.0 / 512.0),
+                        DType::E5M2 => (1.0 / 8.0, 1.0 / 65536.0),
+                        _ => (0.0, 1.0),
+                    };
+                    let bound = (x.abs() * relative).max(scale * step / 2.0) * 1.0001;
+                    prop_assert!((code * scale - x).abs() <= bound, "{} of {x}", code * scale);
+                }
+            }
+        }
+    }
+}
+
+/// Codes, and scales that are left, of one row of one head.
+fn stored(dtype: DType, row: &[f32], scale: Option<f32>) -> (Vec<f32>, f32) {
+    let stream = cpu();
+    let new = f32s(row, &[1, 1, 1, row.len()]);
+    let [mut k, mut v] =
+        [0, 1].map(|_| Tensor::zeros(&stream, dtype, &[1, 1, 1, row.len()]).unwrap());
+    let mut own = f32s(&[scale.unwrap_or(-1.0)], &[1, 1, 1]);
+    let given = own.copy_to(&stream).unwrap();
+    let cache = KvCacheMut {
+        k_scale: Some(match scale {
+            Some(_) => CacheScale::Given(given.view()),
+            None => CacheScale::PerToken(own.view_mut()),
+        }),
+        ..KvCacheMut::new(k.view_mut(), v.view_mut())
+    };
+    AppendKv::new(new.view(), new.view()).append_into(cache, &stream).unwrap();
+    (widened(&k), widened(&own)[0])
+}
+
+#[test]
+fn rows_that_have_no_code_saturate() {
+    let (nan, infinity) = (f32::NAN, f32::INFINITY);
+    let (codes, _) = stored(DType::E4M3, &[1e9, -1e9, infinity, 3.0, nan], Some(2.0));
+    assert_eq!(codes[..4], [448.0, -448.0, 448.0, 1.5]);
+    assert!(codes[4].is_nan());
+    let (codes, _) = stored(DType::E5M2, &[1e9, -infinity, nan], Some(2.0));
+    assert_eq!(codes[..2], [57344.0, -57344.0]);
+    assert!(codes[2].is_nan());
+    let (codes, _) = stored(DType::I8, &[1e9, -1e9, infinity, 3.0, 5.0, nan], Some(2.0));
+    assert_eq!(codes, [127.0, -127.0, 127.0, 2.0, 2.0, 0.0]);
+    // A scale of 0 is that of IEEE, too.
+    let (codes, _) = stored(DType::I8, &[1.0, -1.0, 0.0], Some(0.0));
+    assert_eq!(codes, [127.0, -127.0, 0.0]);
+    // Rows of zeros have a scale of 1, and so have those whose scale would be 0.
+    for row in [[0.0, -0.0], [1e-45, 0.0]] {
+        assert_eq!(stored(DType::E4M3, &row, None).1, 1.0);
+    }
+    let (codes, scale) = stored(DType::I8, &[nan, -254.0, 3.0], None);
+    assert_eq!((&codes[..], scale), (&[0.0, -127.0, 2.0][..], 2.0));
+}
+
+/// An append that attends finds the codes that it stored, with their scales.
+#[test]
+fn appended_codes_are_read_at_once() {
+    let stream = cpu();
+    let lengths = Tensor::from_slice(&stream, &[3, 4], &[2]).unwrap();
+    let (k, _) = codes(DType::E4M3, 1, &[2, PAGE, HEADS, DIM]);
+    let new = rounded(DType::BF16, &values(2 * 2 * HEADS * DIM, 5), &[2, 2, HEADS, DIM]);
+    let q = rounded(DType::BF16, &values(2 * 2 * 4 * DIM, 6), &[2, 2, 4, DIM]);
+    let decode =
+        AttentionDecode { scores: Mask::causal().into(), ..AttentionDecode::new(q.view()) };
+    let [mut a, mut b] = [0, 1].map(|_| k.copy_to(&stream).unwrap());
+    let [mut k_scale, mut v_scale] = [0, 1].map(|_| f32s(&[0.5; 16], &[2, PAGE, HEADS]));
+    let cache = KvCacheMut {
+        seqused_kv: Some(lengths.view()),
+        k_scale: Some(CacheScale::PerToken(k_scale.view_mut())),
+        v_scale: Some(CacheScale::PerToken(v_scale.view_mut())),
+        ..KvCacheMut::new(a.view_mut(), b.view_mut())
+    };
+    let append = AppendKv::new(new.view(), new.view());
+    let found = decode.append(&append, cache, &stream).unwrap();
+    let after = KvCache {
+        seqused_kv: Some(lengths.view()),
+        k_scale: Some(k_scale.view()),
+        v_scale: Some(v_scale.view()),
+        ..KvCache::new(a.view(), b.view())
+    };
+    let again = decode.forward(after, &stream).unwrap();
+    assert_eq!(widened(&found.o), widened(&again.o));
+    assert!(widened(&k_scale).iter().any(|&scale| scale != 0.5));
+}
+
+/// Scales of any value stay within the tensors, and follow IEEE.
+#[test]
+fn hostile_scales_are_arithmetic() {
+    let stream = cpu();
+    let (k, _) = codes(DType::I8, 1, &[1, PAGE, 1, DIM]);
+    let q = rounded(DType::F16, &values(DIM, 2), &[1, 1, 1, DIM]);
+    let out = |k_scale: f32, v_scale: f32| {
+        let (k_scale, v_scale) = (f32s(&[k_scale], &[1]), f32s(&[v_scale], &[1]));
+        let cache = KvCache {
+            k_scale: Some(k_scale.view()),
+            v_scale: Some(v_scale.view()),
+            ..KvCache::new(k.view(), k.view())
+        };
+        widened(&AttentionDecode::new(q.view()).forward(cache, &stream).unwrap().o)
+    };
+    assert_eq!(out(0.5, 0.0), [0.0; DIM]);
+    assert_eq!(out(0.5, -2.0), out(0.5, 2.0).iter().map(|x| -x).collect::<Vec<_>>());
+    for hostile in [f32::NAN, f32::INFINITY] {
+        assert!(out(hostile, 1.0).iter().all(|x| x.is_nan()));
+        assert!(out(1.0, hostile).iter().all(|x| !x.is_finite()));
+    }
+}
+
+#[test]
+fn what_does_not_fit_codes_is_named() {
+    let stream = cpu();
+    let (k, _) = codes(DType::E4M3, 1, &[2, PAGE, HEADS, DIM]);
+    let ints = Tensor::zeros(&stream, DType::I32, &[2, 1, 4, DIM]).unwrap();
+    let cache = KvCache::new(k.view(), k.view());
+    let message = AttentionDecode::new(ints.view()).problem(&cache).unwrap_err().to_string();
+    assert_eq!(message, "q is i32, expected f16 or bf16 or f32");
+    // Codes are not appended to codes.
+    let (new, _) = codes(DType::E4M3, 1, &[2, 1, HEADS, DIM]);
+    let append = AppendKv::new(new.view(), new.view());
+    let message = append.problem(&cache).unwrap_err().to_string();
+    assert_eq!(message, "new.k is e4m3, expected f16 or bf16 or f32");
+    // Scales that an append writes are one for each row.
+    let new = f32s(&[1.0; 2 * HEADS * DIM], &[2, 1, HEADS, DIM]);
+    let (mut k, mut v) = (k.copy_to(&stream).unwrap(), k.copy_to(&stream).unwrap());
+    let mut short = f32s(&[1.0; 4], &[2, 1, HEADS]);
+    let cache = KvCacheMut {
+        v_scale: Some(CacheScale::PerToken(short.view_mut())),
+        ..KvCacheMut::new(k.view_mut(), v.view_mut())
+    };
+    let error = AppendKv::new(new.view(), new.view()).append_into(cache, &stream).unwrap_err();
+    assert!(matches!(error, Error::Shape { what: "cache.v_scale", .. }), "{error}");
+}
