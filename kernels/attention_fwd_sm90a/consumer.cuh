@@ -47,6 +47,7 @@ struct Consumer : ConsumerState {
     int top[2];
     softmax.largest(s, top);
     const bool grew = softmax.exceeds(top, kSlack, scores().inverse_scale_log2);
+    if constexpr (kHasTerms) release_boxes();
     float rescale[2] = {1.f, 1.f};
     if (grew) softmax.move(s, top, scores(), rescale);
     softmax.exponentiate(s, scores().scale_log2);
@@ -182,6 +183,7 @@ struct Consumer : ConsumerState {
         softmax.largest(s, top);
         if (is(kFresh) || softmax.exceeds(top, kSlack, scores().inverse_scale_log2))
           softmax.move(s, top, scores(), rescale);
+        if constexpr (kHasTerms) release_boxes();
         softmax.exponentiate(s, scores().scale_log2);
       }
       if constexpr (!kMakeRoom) {

@@ -130,8 +130,6 @@ struct ConsumerState : StepCursor<kTwoBlockRows> {
         const int at = next_box(full, warpgroup);
         full.wait(barriers.full, Barriers::kBias + at);
         add_bias(s, 32 * i, factor, smem + kBiasOffset + at * kBoxBytes);
-        ptx::wgmma_pin(s);  // what was read from the box has arrived
-        release(Barriers::kBias + at);
       }
       // Opaque, or the compiler makes two copies of what follows and spills registers.
       factor = ptx::opaque(1.f);
@@ -140,6 +138,18 @@ struct ConsumerState : StepCursor<kTwoBlockRows> {
       Alibi::of(params, tile_of(slot), warpgroup, first_row(),
                 key_tile_at(slot, key_tile) * kBlockKv)
           .add(s, factor);
+  }
+
+  // Releases the boxes that add_terms read: all of the ring but the next one. Only after a vote or
+  // shuffle on the scores, since fragments that ldmatrix has requested may not have arrived before.
+  __device__ __forceinline__ void release_boxes() const {
+    if (terms_of(params).terms.bias == nullptr) return;
+    const int unread = next_box(full, warpgroup);
+#pragma unroll
+    for (int i = 0; i < kBoxes; ++i) {
+      const int box = warpgroup * kBoxes + i;
+      if (box != unread) release(Barriers::kBias + box);
+    }
   }
 
   // Waits for the NaN scanners of a stage of V. If they found something, its product is left to the

@@ -225,11 +225,20 @@ pub(crate) fn refusal_of_terms(problem: &AttentionProblem) -> String {
     }
 }
 
-/// The kernels for Hopper with score terms read a bias by a tensor map, and give wrong rows at
-/// times (NOTES.md of attention_fwd_sm90a), so portable ones compute it.
+/// The kernels for Hopper with score terms read a bias by a tensor map.
 const BIAS: AttentionRule = Rule {
-    holds: |c| c.problem.scores.bias.is_none() || !c.tile.tensor_maps,
-    refuses: |_| "bias is given, and kernels for Hopper take none".into(),
+    holds: |c| {
+        c.problem.scores.bias.is_none_or(|bias| {
+            let pairs = bias.mapped && bias.broadcast[2..] == [false; 2];
+            !c.tile.tensor_maps || pairs && bias.dtype == c.tile.types.q
+        })
+    },
+    refuses: |c| {
+        format!(
+            "it takes a bias in {} with contiguous keys, at multiples of 16 bytes, and all queries",
+            c.tile.types.q
+        )
+    },
     excludes_all: None,
 };
 

@@ -99,12 +99,13 @@ const TILES: &[AttentionFwdHopper] = &[
 /// The tiles with score terms: head dimension, queries and keys. Others are padded, and all of them
 /// compute the log-sum-exp, and store it where it is asked for. The widest one at 64 is for dense
 /// problems; the others serve blocks of 64 and 128, too.
-const WITH_TERMS: [(usize, [u32; 2]); 6] = [
+const WITH_TERMS: [(usize, [u32; 2]); 7] = [
     (64, [192, 128]),
     (64, [128, 128]),
     (64, [64, 64]),
     (128, [128, 128]),
     (128, [64, 64]),
+    (256, [128, 64]),
     (256, [64, 64]),
 ];
 

@@ -10,7 +10,7 @@ fn hopper_kernels() {
             _ => None,
         })
         .collect();
-    assert_eq!(kernels.len(), 64 + 12);
+    assert_eq!(kernels.len(), 64 + 14);
     for (kernel, tile) in &kernels {
         assert_eq!((kernel.target, kernel.source()), (Target::Sm90a, "attention_fwd_sm90a"));
         assert_eq!(kernel.threads(), 128 * (tile.warpgroups + 1));
@@ -70,7 +70,7 @@ fn hopper_kernels() {
     });
     assert_eq!(
         with_terms.map(|(kernel, _)| kernel.smem_bytes()).collect::<Vec<_>>(),
-        [206_848, 165_888, 67_584, 231_424, 108_544, 182_272]
+        [206_848, 165_888, 67_584, 231_424, 108_544, 231_424, 182_272]
     );
     let macros = kernel.macros();
     for (name, value) in
