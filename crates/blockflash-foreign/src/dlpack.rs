@@ -62,6 +62,9 @@ fn dtype(what: &'static str, dtype: DLDataType) -> Result<DType> {
         DLDataType::F32 => DType::F32,
         DLDataType::I32 => DType::I32,
         DLDataType::U8 => DType::U8,
+        DLDataType { code: DLDataTypeCode::FLOAT8_E4M3FN, bits: 8, lanes: 1 } => DType::E4M3,
+        DLDataType { code: DLDataTypeCode::FLOAT8_E5M2, bits: 8, lanes: 1 } => DType::E5M2,
+        DLDataType { code: DLDataTypeCode::INT, bits: 8, lanes: 1 } => DType::I8,
         DLDataType { code, bits, .. } => {
             let class = match code {
                 DLDataTypeCode::INT => "int",

@@ -38,6 +38,23 @@ fn elements_are_where_the_descriptor_says() {
 }
 
 #[test]
+fn elements_of_8_bits() {
+    for (code, expected) in [
+        (DLDataTypeCode::UINT, DType::U8),
+        (DLDataTypeCode::INT, DType::I8),
+        (DLDataTypeCode::FLOAT8_E4M3FN, DType::E4M3),
+        (DLDataTypeCode::FLOAT8_E5M2, DType::E5M2),
+    ] {
+        let found = described(|tensor| (tensor.dtype.code, tensor.dtype.bits) = (code, 8));
+        assert_eq!(found.unwrap().view().unwrap().dtype(), expected);
+    }
+    for code in [DLDataTypeCode::FLOAT8_E4M3FNUZ, DLDataTypeCode::FLOAT8_E5M2FNUZ] {
+        let found = described(|tensor| (tensor.dtype.code, tensor.dtype.bits) = (code, 8));
+        assert!(matches!(found, Err(Error::DType { .. })));
+    }
+}
+
+#[test]
 fn what_no_operation_takes_is_named() {
     let error = |of: fn(&mut DLTensor)| outcome(of).unwrap_err();
     let of_type = |found: &str| {

@@ -286,6 +286,11 @@ options! {
         bias,
         /// f32 `[heads_q]` or `[batch, heads_q]`: slopes of ALiBi.
         alibi_slopes,
+        /// f32 `[1]`, `[batch | 1, heads_k | 1]` or `[pages | 1, page_size | 1, heads_k | 1]`: what
+        /// the codes of a cache of 8-bit keys are multiplied with.
+        k_scale,
+        /// The same of the values.
+        v_scale,
     }
     /// The numbers among them.
     DecodeNumbers {

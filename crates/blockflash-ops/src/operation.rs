@@ -130,12 +130,13 @@ pub trait Operation: Steps {
     /// Of packed sequences: that offsets start at 0, do not descend, end within the rows, and make
     /// no sequence longer than its maximum. Of a cache: that no length is negative or beyond the
     /// capacity, that the pages of all keys exist, that lengths count the tokens that are appended,
-    /// and that no two sequences append to the same slot. Of listed pages: that they exist and
-    /// ascend.
+    /// that no two sequences append to the same slot, and that the scales of keys that the call
+    /// does not choose are finite and positive. Of listed pages: that they exist and ascend.
     ///
     /// # Errors
-    /// [`Error::InvalidCuSeqlens`] and [`Error::InvalidData`] name the first bad entry; all checks
-    /// of the operation's `problem`; a stream that is being captured, or a failing device.
+    /// [`Error::InvalidCuSeqlens`] and [`Error::InvalidData`] name the first bad entry, and
+    /// [`Error::InvalidScale`] a scale; all checks of the operation's `problem`; a stream that is
+    /// being captured, or a failing device.
     fn check(&self, out: &Self::Out<'_>, stream: &Stream) -> Result<()> {
         let problem = self.checked(out, stream)?;
         if !Self::has_data(&problem) {

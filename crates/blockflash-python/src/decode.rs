@@ -8,7 +8,8 @@ use crate::options::Given;
 use blockflash_foreign::{DecodeNumbers, DecodeOptions, DecodeTensors};
 use blockflash_ops::{
     AppendKv, AttentionDecode, AttentionDecodeOperands, AttentionDecodeWorkspace, AttentionMerge,
-    CacheAccess, KvCache, KvCacheMut, PackedTokens, PageLists, Rotary, RotaryPairs, Stream, View,
+    CacheAccess, CacheScale, KvCache, KvCacheMut, PackedTokens, PageLists, Rotary, RotaryPairs,
+    Stream, View,
 };
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
@@ -16,7 +17,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 /// Attention of q `[B, Sq, Hq, D]`, or packed with `cu_seqlens_q`, to `k_cache` and `v_cache`
 /// `[B, capacity, Hk, D]`, or `[pages, page_size, Hk, D]` with a `block_table`, into `o` in the
-/// shape of q and `lse`, f32 `[B, Hq, Sq]` or `[Hq, Tq]`. With `k` and `v` it appends them first.
+/// shape of q and `lse`, f32 `[B, Hq, Sq]` or `[Hq, Tq]`. With `k` and `v` it appends them first. A
+/// cache of 8 bits is multiplied with `k_scale` and `v_scale`.
 ///
 /// `allocate` gets a number of bytes and returns a uint8 tensor of that size on the device of q. It
 /// is called at most once, for the workspace of a call that is captured in a CUDA graph.
@@ -100,8 +102,11 @@ impl<'a> Call<'a> {
             let (Some(k), Some(v), Some(o), Some(new)) = (k, v, o, new) else {
                 return Err(needed());
             };
-            let DecodeTensors { seqused_k: seqused_kv, block_table, .. } = tensors;
-            let cache = KvCacheMut { seqused_kv, block_table, ..KvCacheMut::new(k, v) };
+            let DecodeTensors { seqused_k: seqused_kv, block_table, k_scale, v_scale, .. } =
+                tensors;
+            let [k_scale, v_scale] = [k_scale, v_scale].map(|scale| scale.map(CacheScale::Given));
+            let cache =
+                KvCacheMut { seqused_kv, block_table, k_scale, v_scale, ..KvCacheMut::new(k, v) };
             let cache = CacheAccess::Append(&new, cache);
             let call = AttentionDecode { workspace, ..call };
             return Ok(call.forward_into(AttentionDecodeOperands { cache, o, lse }, stream)?);
@@ -123,8 +128,8 @@ fn needed() -> Failure {
 
 /// A cache that is read.
 fn cache<'v>(k: View<'v>, v: View<'v>, tensors: &DecodeTensors<Option<View<'v>>>) -> KvCache<'v> {
-    let &DecodeTensors { seqused_k: seqused_kv, block_table, .. } = tensors;
-    KvCache { seqused_kv, block_table, ..KvCache::new(k, v) }
+    let &DecodeTensors { seqused_k: seqused_kv, block_table, k_scale, v_scale, .. } = tensors;
+    KvCache { seqused_kv, block_table, k_scale, v_scale, ..KvCache::new(k, v) }
 }
 
 /// The call of q, k and v without its workspace, and what it appends.

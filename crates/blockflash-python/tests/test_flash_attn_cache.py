@@ -197,7 +197,7 @@ def refused() -> list[tuple[Any, dict[str, Any], str]]:
     one = torch.ones(1)
     return [
         (fa3, {"qv": one}, "qv: .* leave it at"),
-        (fa3, {"k_descale": one}, "k_descale: .* leave it at"),
+        (fa3, {"q_descale": one}, "q_descale: .* leave it at"),
         (fa3, {"attention_chunk": 8}, "attention_chunk: .* leave it at"),
     ]
 

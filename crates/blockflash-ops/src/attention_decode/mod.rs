@@ -375,6 +375,8 @@ impl Steps for AttentionDecode<'_> {
 }
 
 #[cfg(test)]
+mod codes_append_tests;
+#[cfg(test)]
 mod codes_tests;
 #[cfg(test)]
 mod tests;

@@ -44,6 +44,8 @@ def attention_decode(
     sink: Tensor | None = None,
     bias: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
     max_seqlen_q: int | None = None,
@@ -64,7 +66,9 @@ def attention_decode(
 
     On a GPU the element types are float16 and bfloat16, the head dimension is a multiple of 8 up to
     256, and pages have a multiple of 16 slots. The CPU takes every call, also in float32. There is
-    no gradient. Autocast lowers float32 operands, but never caches that are written.
+    no gradient. On the CPU a cache may also be `torch.float8_e4m3fn`, `torch.float8_e5m2` or
+    `torch.int8`, beside q, k and v in any of these three types: GPUs have no kernels for it.
+    Autocast lowers float32 operands, but never caches that are written.
 
     Args:
         q: Queries, `[B, Sq, Hq, D]`, or packed `[Tq, Hq, D]` with `cu_seqlens_q`.
@@ -89,6 +93,11 @@ def attention_decode(
             added to the scores behind the scale and the softcap. Not with `cu_seqlens_q`.
         alibi_slopes: float32 `[Hq]` or `[B, Hq]`: `-slope * distance` is added to a score, with the
             distance of the key from the query's own.
+        k_scale: float32, with a cache of 8 bits: what its keys are multiplied with, 1 by default.
+            `[1]`; `[B, Hk]`, for sequences and heads; or `[pages, page_size, Hk]`, for rows, where
+            a contiguous cache has B pages. Each extent may also be 1. New keys are divided by it,
+            rounded to nearest even, and saturated at 448, 57344 or 127; NaN is 0 in int8.
+        v_scale: The same of the values.
         cu_seqlens_q: int32 `[B + 1]`: sequence `i` has the queries `cu_seqlens_q[i]` to
             `cu_seqlens_q[i + 1]`. Rows of no sequence get the output 0.
         cu_seqlens_k: The same for packed `k` and `v`; `cu_seqlens_q` by default.
@@ -120,7 +129,7 @@ def attention_decode(
     if lower is not None:
         if k is None:
             q, k_cache, v_cache = (_lowered(t, lower) for t in (q, k_cache, v_cache))
-        elif k_cache.dtype == lower:
+        elif k_cache.dtype == lower or k_cache.dtype.itemsize == 1:
             q, k, v = (_lowered(t, lower) for t in (q, k, v))
     given = scores(causal, window, scale, softcap, sink, bias, alibi_slopes)
     if cu_seqlens_q is not None or max_seqlen_q is not None:
@@ -134,6 +143,7 @@ def attention_decode(
     options: list[Any] = [
         seqused_k, block_table, cu_seqlens_q, cu_seqlens_k, given.pop("sink", None), rotary_cos,
         rotary_sin, lists, counts, given.pop("bias", None), given.pop("alibi_slopes", None),
+        k_scale, v_scale,
     ]  # fmt: skip
     if max_seqlen_q is None and not (given or rotary_interleaved or batch_invariant):
         # What is at its default at the end costs the host nothing if it is not passed.
@@ -261,8 +271,10 @@ def _without_keys(k_cache: Tensor, options: dict[str, Any]) -> tuple[Tensor, dic
     batch = k_cache.shape[0] if table is None else table.shape[0]
     none = torch.zeros(batch, dtype=torch.int32, device=k_cache.device)
     empty = k_cache.new_zeros(batch if table is None else 1, slots, *k_cache.shape[2:])
-    # Neither positions nor lists matter.
-    unread = dict.fromkeys(("rotary_cos", "rotary_sin", "page_lists", "page_counts"))
+    # Neither positions nor lists nor scales matter.
+    unread = dict.fromkeys(
+        ("rotary_cos", "rotary_sin", "page_lists", "page_counts", "k_scale", "v_scale")
+    )
     table = None if table is None else none[:, None]
     return empty, options | {"seqused_k": none, "block_table": table, **unread}
 

@@ -35,11 +35,10 @@ def with_kvcache(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`flash_attn_with_kvcache` of both versions.
 
-    `scores` are flash-attn's `conventions`, `options` are `return_lse` and `max_seqlen_q`.
+    `scores` are flash-attn's `conventions`, `options` are `return_lse`, `max_seqlen_q`, `k_scale`
+    and `v_scale`.
     """
-    refuse_8_bits(q, k_cache, v_cache, ("q", "k_cache", "v_cache"))
-    if k is not None and v is not None:
-        refuse_8_bits(q, k, v)
+    refuse_8_bits(q, q if k is None else k, q if v is None else v)
     batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
     numbers = {
         "cache_seqlens": cache_seqlens,

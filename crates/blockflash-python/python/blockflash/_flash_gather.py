@@ -26,6 +26,11 @@ def _padded(rows: Tensor) -> Tensor:
     return pad(rows, (0, missing)) if missing else rows
 
 
+def _codes(rows: Tensor) -> Tensor:
+    """Elements of 8 bits as integers, which torch can copy in every way."""
+    return rows.view(torch.uint8) if rows.dtype.itemsize == 1 else rows
+
+
 def attend(
     q: Tensor,
     k_cache: Tensor,
@@ -46,7 +51,7 @@ def attend(
     The first `leftpad` slots of each sequence are left out. New keys and values, behind the first
     `starts` slots, then also go into the cache itself.
     """
-    caches, head_dim = (k_cache, v_cache), q.shape[-1]
+    caches, head_dim = [_codes(cache) for cache in (k_cache, v_cache)], q.shape[-1]
     if block_table is None and leftpad is not None:
         # Each sequence is a page.
         block_table = torch.arange(k_cache.shape[0], device=q.device, dtype=torch.int32)[:, None]
@@ -61,6 +66,9 @@ def attend(
     else:
         copies = list(caches)
     q, *copies = map(_padded, (q, *copies))
+    copies = [
+        copy.view(cache.dtype) for copy, cache in zip(copies, (k_cache, v_cache), strict=True)
+    ]
     if k is not None:
         k, v = _padded(k), _padded(v)
     o, lse = attention_decode(
@@ -70,7 +78,7 @@ def attend(
     if k is not None:
         new = _New(k, starts, cu_seqlens_k, copies[0].shape[1])
         for cache, copy in zip(caches, copies, strict=True):
-            new.store(cache, copy[..., : cache.shape[-1]], block_table, leftpad)
+            new.store(cache, _codes(copy)[..., : cache.shape[-1]], block_table, leftpad)
     return o[..., : v_cache.shape[-1]], lse
 
 

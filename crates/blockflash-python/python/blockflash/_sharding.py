@@ -150,7 +150,7 @@ def _backward(
 
 _WHOLE_OF_DECODE = (
     "seqused_k", "block_table", "cu_seqlens_q", "cu_seqlens_k", "sink", "rotary_cos", "rotary_sin",
-    "page_lists", "page_counts", "bias", "alibi_slopes",
+    "page_lists", "page_counts", "bias", "alibi_slopes", "k_scale", "v_scale",
 )  # fmt: skip
 """Tensors that every rank may have as a whole: another option needs a rule of its own."""
 
@@ -171,13 +171,14 @@ def _of_decode(
         # Pages belong to no entry of the batch.
         cache = Shard(0) if named["block_table"] is None else Replicate()
         entries = dict.fromkeys(("seqused_k", "block_table", "page_lists", "page_counts"), Shard(0))
-        entries |= _added(named, "batch")
+        entries |= _added(named, "batch") | _of_scales(named, "batch")
         options = _chosen(whole | entries, DECODE.tensors, given)
         found.append(([Shard(0)] * 2, [Shard(0), cache, cache, *options]))
     if _divides(k_cache.shape[-2], q, k_cache):
         packed = named["cu_seqlens_q"] is not None
         rows, lse = (Shard(1), Shard(0)) if packed else (Shard(2), Shard(1))
-        by_head = {"sink": Shard(0), "page_lists": Shard(1)} | _added(named, "heads")
+        by_head = {"sink": Shard(0), "page_lists": Shard(1)}
+        by_head |= _added(named, "heads") | _of_scales(named, "heads")
         options = _chosen(whole | by_head, DECODE.tensors, given)
         found.append(([rows, lse], [rows, Shard(2), Shard(2), *options]))
     return found
@@ -187,6 +188,18 @@ def _added(named: dict[str, Any], kind: str) -> dict[str, Any]:
     """Of what is added to scores."""
     bias, slopes = named["bias"], named["alibi_slopes"]
     return {"bias": _of_pairs(bias, kind), "alibi_slopes": _of_slopes(slopes, kind)}
+
+
+def _of_scales(named: dict[str, Any], kind: str) -> dict[str, Any]:
+    """Of scales, whose last dimension is that of heads, and the first one of sequences or pages."""
+
+    def placed(scale: Any) -> Any:
+        dims = 0 if scale is None else len(scale.shape)
+        dim = dims - 1 if kind == "heads" else 0
+        alone = kind == "batch" and dims == 3 and named["block_table"] is not None
+        return Replicate() if dims < 2 or alone or scale.shape[dim] == 1 else Shard(dim)
+
+    return {name: placed(named[name]) for name in ("k_scale", "v_scale")}
 
 
 def _chosen(placements: dict[str, Any], names: Sequence[str], given: Sequence[bool]) -> list[Any]:

@@ -13,7 +13,7 @@ function takes these arguments, apart from its tensors:
 - `num_splits`, `pack_gqa`, `sm_margin`, `scheduler_metadata`: steer only the speed of
   FlashAttention's own kernels. Any value is accepted and none changes anything here.
 - `qv`, `q_descale`, `k_descale`, `v_descale` and `attention_chunk` raise `Unsupported` unless at
-  their defaults.
+  their defaults, but for `k_descale` and `v_descale` of `flash_attn_with_kvcache`.
 - `return_attn_probs`: returns `(out, softmax_lse)`: softmax_lse is f32,
   `[batch, heads, seqlen_q]` or `[heads, total_q]`.
 
@@ -199,13 +199,16 @@ def flash_attn_with_kvcache(
         cu_seqlens_k_new: i32 `[batch + 1]`: k and v are packed, `[total_new, heads_k, head_dim]`.
         max_seqlen_q: the most queries of a sequence, needed with cu_seqlens_q.
         rotary_seqlens: i32 `[batch]`: positions count from here, not from cache_seqlens.
+        k_descale: f32 `[batch, heads_k]`, with a cache of 8 bits beside q of 16: what its keys are
+            multiplied with, and new keys divided by. FlashAttention 3 takes 8-bit queries only.
+        v_descale: the same of the values.
 
     Returns:
         `[batch, seqlen_q, heads, head_dim]` or `[total_q, heads, head_dim]`, or a pair with
         `return_softmax_lse` (FlashAttention 3 adds the results of its splits to it).
 
     """
-    refuse_of_3(qv, q_descale, k_descale, v_descale, attention_chunk)
+    refuse_of_3(qv, q_descale, None, None, attention_chunk)
     return with_kvcache(
         *(q, k_cache, v_cache, k, v),
         rotary=(rotary_cos, rotary_sin),
@@ -220,6 +223,8 @@ def flash_attn_with_kvcache(
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k_new=cu_seqlens_k_new,
         max_seqlen_q=max_seqlen_q,
+        k_scale=k_descale,
+        v_scale=v_descale,
     )
 
 
