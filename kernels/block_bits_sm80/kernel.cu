@@ -1,180 +1,263 @@
 // Partial blocks of block masks, made on the GPU from pairs of tokens, for sm_80 and newer.
 //
-// The first launch classifies: a CTA has one block of a head, or neighbours in a row where the
-// source is ranges. It reads which pairs of a block are visible, 64 × 64 at a time, as a bit per
-// pair. A block without any is not visited; one with all pairs is full; any other takes tiles of
-// bits from a counter and writes them, in the order in which accumulators hold scores, and
-// transposed where a transpose is wanted. Where there is no room, the block is not visited: a pair
-// that the source hides is never seen. The lists of visited blocks are built by block_mask_sm80.
-// The last launch looks up, for each listed block, where its bits are.
+// The first launch classifies: a CTA has neighbouring blocks of a row of a head. Where the source
+// allows it, bounds over the queries of the row tell which blocks have no visible pair, or all of
+// them, without looking at pairs. Of the others, warps compute which pairs are visible, 64 × 64 at
+// a time, as a bit per pair. A block without any is not visited; one with all pairs is full; any
+// other takes tiles of bits from a counter and writes them, in the order in which accumulators hold
+// scores, and transposed where a transpose is wanted. Where there is no room, the block is not
+// visited: a pair that the source hides is never seen. The lists of visited blocks are built by
+// block_mask_sm80. The last launch looks up, for each listed block, where its bits are.
 //
 // Which block gets which tiles depends on the order of CTAs; what attention computes does not.
-#include "blockflash/config/block_bits.cuh"
-#include "blockflash/params/block_bits.h"
+#include "sources.cuh"
 
 namespace blockflash {
 namespace {
 
-using Params = blockflash_block_bits_params;
 using Config = BlockBitsConfig;
-constexpr int kSide = 64;        // queries and keys of a tile
-constexpr int kTileWords = 128;  // words of its bits
+constexpr int kTileWords = 128;  // words of the bits of a tile
 constexpr int kThreads = Config::threads;
+constexpr int kWarps = kThreads / kWarpSize;
 constexpr int kMaxTiles = Config::max_tiles;
-static_assert(kThreads == kTileWords, "a thread has half a row of a tile, or a word of its bits");
+static_assert(kWarps == 4, "a warp has 32 of the blocks of a CTA, and 4 of the blocks of 64 nodes");
+static_assert(kMaxTiles >= kWarps, "each warp has a tile where blocks are tiles");
+static_assert(kSpan == kWarps * 4 * kSide, "four threads of a warp have a block of nodes each");
 
 // A tile as bits: two words of 32 keys for each query.
-using Tile = uint32_t[2 * kSide];
+struct alignas(16) Tile {
+  uint32_t words[2 * kSide];
+};
 
-// Bits [0, count), none below 0 and all from 32 on.
-__device__ __forceinline__ uint32_t lowest_bits(int count) {
-  return count <= 0 ? 0 : count >= 32 ? 0xFFFFFFFFu : (1u << count) - 1;
+// The nodes of trees that a CTA links.
+struct Nodes {
+  uint64_t seen[kSpan];
+  int32_t up[kSpan];
+};
+
+// Shared memory of the first steps.
+union Shared {
+  struct {
+    Tile tiles[kMaxTiles];
+    uint32_t unsure[kWarps];
+    int32_t place;
+  } blocks;
+  Nodes nodes;
+};
+
+__device__ __forceinline__ int lane_of_thread() {
+  return static_cast<int>(threadIdx.x) % kWarpSize;
 }
 
-// Four bytes as four bits, which are set where a byte is not 0.
-__device__ __forceinline__ uint32_t bits_of_bytes(uint32_t bytes) {
-  // Each byte becomes 0 or 1. The product then brings them side by side; no two of its terms meet.
-  const uint32_t ones = __vcmpne4(bytes, 0) & 0x01010101u;
-  return ones * 0x01020408u >> 24 & 0xF;
-}
+// The bits of 64 × 64 pairs from this query and key on; whether a lane saw any, or one was hidden.
+struct Found {
+  bool all = true, any = false;
 
-// Which of 32 keys from `key` on a query sees. The query exists, and at least one of the keys.
-__device__ __forceinline__ uint32_t visible_bool(const Params& p, int64_t row, int key) {
-  const uint8_t* const pairs = static_cast<const uint8_t*>(p.source) + row * p.seqlen_kv + key;
-  uint32_t bits = 0;
-  if (key + 32 <= p.seqlen_kv && reinterpret_cast<uintptr_t>(pairs) % 16 == 0) {
-    const uint4 low = __ldg(reinterpret_cast<const uint4*>(pairs));
-    const uint4 high = __ldg(reinterpret_cast<const uint4*>(pairs) + 1);
-    const uint32_t words[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+  __device__ __forceinline__ void add(uint32_t bits, uint32_t exist) {
+    all &= bits == exist;
+    any |= bits != 0;
+  }
+
+  __device__ __forceinline__ void tile(const Params& p, int group, int query, int key, Tile& tile) {
+    const bool aligned = (reinterpret_cast<uintptr_t>(p.source) | p.seqlen_kv) % 16 == 0;
+    if (p.source_kind == BLOCKFLASH_PAIRS_BOOL && aligned && p.seqlen_kv - key >= kSide)
+      return booleans(p, group, query, key, tile);
+    query += lane_of_thread() / 2, key += lane_of_thread() % 2 * 32;
+#pragma unroll 1
+    for (int i = lane_of_thread(); i < 2 * kSide; i += kWarpSize, query += kWarpSize / 2) {
+      const uint32_t exist = query < p.seqlen_q ? lowest_bits(p.seqlen_kv - key) : 0;
+      const uint32_t bits = exist == 0 ? 0 : visible(p, group, query, key) & exist;
+      tile.words[i] = bits;
+      add(bits, exist);
+    }
+  }
+
+  // A lane has 16 keys of eight queries, of which four are read at the same time.
+  __device__ __forceinline__ void booleans(const Params& p, int group, int query, int key,
+                                           Tile& tile) {
+    constexpr int kReads = 4;
+    query += lane_of_thread() / 4, key += lane_of_thread() % 4 * 16;
+    uint16_t* halves = reinterpret_cast<uint16_t*>(tile.words) + lane_of_thread();
+    const auto within = [&](int query) {
+      return query < p.seqlen_q ? window_of(p, query).from(key) & 0xFFFF : 0;
+    };
+#pragma unroll 1
+    for (int half = 0; half < 2; ++half, query += 8 * kReads, halves += kReads * kWarpSize) {
+      uint4 pairs[kReads];
 #pragma unroll
-    for (int i = 0; i < 8; ++i) bits |= bits_of_bytes(words[i]) << 4 * i;
-    return bits;
+      for (int i = 0; i < kReads; ++i) {
+        pairs[i] = {0, 0, 0, 0};
+        if (within(query + 8 * i) != 0)
+          pairs[i] = __ldg(reinterpret_cast<const uint4*>(pairs_of(p, group, query + 8 * i) + key));
+      }
+#pragma unroll
+      for (int i = 0; i < kReads; ++i) {
+        const uint32_t bits = bits_of_bytes(pairs[i]) & within(query + 8 * i);
+        halves[i * kWarpSize] = static_cast<uint16_t>(bits);
+        add(bits, query + 8 * i < p.seqlen_q ? 0xFFFF : 0);
+      }
+    }
   }
-  const int count = min(32, p.seqlen_kv - key);
-#pragma unroll 8
-  for (int i = 0; i < count; ++i) bits |= static_cast<uint32_t>(pairs[i] != 0) << i;
-  return bits;
-}
+};
 
-__device__ __forceinline__ uint32_t visible_ranges(const Params& p, int64_t row, int key) {
-  const int32_t* const ranges = static_cast<const int32_t*>(p.source) + row * p.ranges * 2;
-  uint32_t bits = 0;
-  for (int i = 0; i < p.ranges; ++i) {
-    // Ends are cut to the keys before anything is subtracted from them.
-    const int begin = max(ranges[2 * i], 0), end = max(min(ranges[2 * i + 1], p.seqlen_kv), 0);
-    bits |= lowest_bits(end - key) & ~lowest_bits(begin - key);
-  }
-  return bits;
-}
-
-// The word of a tile's bits that this thread writes: in the order of accumulators, it has rows
-// `row` and `row + 8`, and of each 8 columns those from `col` on, two of them.
-struct Word {
-  int row = static_cast<int>(threadIdx.x) / kWarpSize * 16 +
-            static_cast<int>(threadIdx.x) % kWarpSize / 4;
-  int col = static_cast<int>(threadIdx.x) % 4 * 2;
+// Writes the bits of a tile: in the order of accumulators, word i of this lane has rows 16 i + the
+// quarter of the lane, and 8 more, and of each 8 columns those from `col` on, two of them.
+struct Writer {
+  int row = lane_of_thread() / 4, col = lane_of_thread() % 4 * 2;
 
   // Rows are queries.
-  __device__ __forceinline__ uint32_t of(const uint32_t* tile) const {
-    uint32_t word = 0;
+  __device__ __forceinline__ void write(const Tile& tile, uint32_t* to) const {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const uint32_t pairs = tile[2 * (row + i / 2 * 8) + i % 2] >> col & 0x03030303u;
-      // The product brings the two bits of each byte side by side; no two of its terms meet.
-      word |= (pairs * 0x01041040u >> 24) << 8 * i;
+    for (int i = 0; i < kWarps; ++i) {
+      uint32_t word = 0;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const uint2 keys =
+            *reinterpret_cast<const uint2*>(tile.words + 2 * (16 * i + 8 * half + row));
+        // The products bring the two bits of each byte side by side; no two of their terms meet.
+        const uint32_t low = (keys.x >> col & 0x03030303u) * 0x01041040u >> 24;
+        const uint32_t high = (keys.y >> col & 0x03030303u) * 0x01041040u >> 24;
+        word |= (low | high << 8) << 16 * half;
+      }
+      to[i * kWarpSize + lane_of_thread()] = word;
     }
-    return word;
   }
 
   // Rows are keys, and columns queries.
-  __device__ __forceinline__ uint32_t transposed_of(const uint32_t* tile) const {
-    uint32_t word = 0;
+  __device__ __forceinline__ void write_transposed(const Tile& tile, uint32_t* to) const {
+    // Of the lower and the upper keys, and of queries 0 to 31 and 32 to 63: a byte for each of four
+    // keys that are 8 apart.
+    uint32_t sums[2][2] = {};
 #pragma unroll
-    for (int i = 0; i < 16; ++i) {
-      const uint32_t keys = tile[2 * (i / 2 * 8 + col + i % 2) + row / 32] >> row % 32;
-      word |= ((keys & 1) | (keys << 8 & 0x10000)) << i;
+    for (int i = 0; i < 8; ++i) {
+      const uint4 keys = *reinterpret_cast<const uint4*>(tile.words + 2 * (8 * i + col));
+      const auto add = [&](uint32_t& sum, uint32_t word, int bit) {
+        sum += (word >> row & 0x01010101u) << bit;
+      };
+      add(sums[0][i / 4], keys.x, i % 4 * 2);
+      add(sums[1][i / 4], keys.y, i % 4 * 2);
+      add(sums[0][i / 4], keys.z, i % 4 * 2 + 1);
+      add(sums[1][i / 4], keys.w, i % 4 * 2 + 1);
     }
-    return word;
+#pragma unroll
+    for (int i = 0; i < kWarps; ++i)
+      to[i * kWarpSize + lane_of_thread()] =
+          __byte_perm(sums[i / 2][0], sums[i / 2][1], i % 2 == 0 ? 0x5140 : 0x7362);
   }
 };
 
-// Shared memory of the first step.
-struct Shared {
-  Tile tiles[kMaxTiles];
-  int32_t place;
-};
-
-__device__ __forceinline__ void classify_block(const Params& p, Shared& shared, int64_t group,
-                                               int row, int col) {
-  const int down = p.block_q / kSide, across = p.block_kv / kSide;
-  const auto each_tile = [&](auto visit) {
-    for (int i = 0, tile = 0; i < down; ++i)
-      for (int j = 0; j < across; ++j, ++tile) visit(tile, i, j);
-  };
-  bool all = true, any = false;
-  each_tile([&](int tile, int i, int j) {
-    const int query = row * p.block_q + i * kSide + static_cast<int>(threadIdx.x) / 2;
-    const int key = col * p.block_kv + j * kSide + static_cast<int>(threadIdx.x) % 2 * 32;
-    const uint32_t exist = query < p.seqlen_q ? lowest_bits(p.seqlen_kv - key) : 0;
-    uint32_t bits = 0;
-    if (exist != 0) {
-      const int64_t at = group * p.seqlen_q + query;
-      bits = p.source_kind == BLOCKFLASH_PAIRS_BOOL ? visible_bool(p, at, key)
-                                                    : visible_ranges(p, at, key);
-      bits &= exist;
-    }
-    shared.tiles[tile][threadIdx.x] = bits;
-    all &= bits == exist;
-    any |= bits != 0;
-  });
-  // Both are barriers: all threads have written their bits.
-  all = __syncthreads_and(all) != 0;
-  any = __syncthreads_or(any) != 0;
-  const bool partial = any && !all;
-  if (threadIdx.x == 0) {
-    int32_t first = -1;
-    bool visited = any;
-    if (partial) {
-      first = atomicAdd(p.counter, down * across);
-      // The counter has no more than the tiles of all blocks, which are fewer than 2^31, unless
-      // other builds run at the same time: then it may be anything.
-      if (first < 0 || first > p.capacity - down * across || first % (down * across) != 0) {
-        first = -1;
-        visited = false;
-      }
-    }
-    const int64_t block = (group * p.rows + row) * p.cols + col;
-    p.visited[block] = visited;
-    p.first[block] = first;
-    shared.place = first;
-  }
-  if (!partial) return;
-  __syncthreads();
-  const int place = shared.place;
-  const Word word;
-  const auto at = [&](uint32_t* words, int tile) -> uint32_t& {
-    return words[static_cast<int64_t>(place + tile) * kTileWords + threadIdx.x];
-  };
-  if (place >= 0) {
-    each_tile([&](int tile, int i, int j) {
-      at(p.bits, tile) = word.of(shared.tiles[tile]);
-      // Rows of tiles become columns of tiles.
-      if (p.bits_t != nullptr) at(p.bits_t, j * down + i) = word.transposed_of(shared.tiles[tile]);
-    });
-  }
-  __syncthreads();  // before the next block is written
+__device__ __forceinline__ void note(const Params& p, int64_t block, bool visited, int32_t first) {
+  p.visited[block] = visited;
+  p.first[block] = first;
 }
 
-__device__ __forceinline__ void classify(const Params& p) {
-  __shared__ Shared shared;
-  // Ranges are read again for each block, from the cache for neighbours.
-  const int count = p.source_kind == BLOCKFLASH_PAIRS_BOOL ? 1 : Config::range_cols;
-  const unsigned chunks = static_cast<unsigned>(p.cols - 1) / count + 1;
-  const int first = static_cast<int>(blockIdx.x % chunks) * count;
+// Tiles for a block, or -1 if there are none left.
+__device__ __forceinline__ int32_t take_tiles(const Params& p, int count) {
+  const int32_t first = atomicAdd(p.counter, count);
+  // The counter has no more than the tiles of all blocks, which are fewer than 2^31, unless other
+  // builds run at the same time: then it may be anything.
+  return first < 0 || first > p.capacity - count || first % count != 0 ? -1 : first;
+}
+
+// Blocks are made by the CTA, tile by tile of a warp; where they are tiles, by a warp alone.
+__device__ __forceinline__ void make_block(const Params& p, Shared& shared, int group, int row,
+                                           int col) {
+  const int down = p.block_q / kSide, across = p.block_kv / kSide, tiles = down * across;
+  const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
+  const bool alone = tiles == 1;
+  Tile* const own = shared.blocks.tiles + (alone ? warp : 0);
+  Found found;
+  for (int tile = alone ? 0 : warp; tile < tiles; tile += kWarps)
+    found.tile(p, group, row * p.block_q + tile / across * kSide,
+               col * p.block_kv + tile % across * kSide, own[tile]);
+  const bool all = (alone ? __all_sync(kAllLanes, found.all) : __syncthreads_and(found.all)) != 0;
+  const bool any = (alone ? __any_sync(kAllLanes, found.any) : __syncthreads_or(found.any)) != 0;
+  const bool partial = any && !all;
+  int32_t place = -1;
+  if ((alone ? lane_of_thread() : static_cast<int>(threadIdx.x)) == 0) {
+    if (partial) place = take_tiles(p, tiles);
+    note(p, (int64_t{group} * p.rows + row) * p.cols + col, partial ? place >= 0 : any, place);
+    // Others have read the place of the block before: they passed the barriers above.
+    if (!alone) shared.blocks.place = place;
+  }
+  if (!partial) return;
+  if (alone) {
+    place = __shfl_sync(kAllLanes, place, 0);
+  } else {
+    __syncthreads();
+    place = shared.blocks.place;
+  }
+  __syncwarp();  // each warp writes the tiles that it has read
+  if (place < 0) return;
+  const Writer writer;
+  const auto at = [&](uint32_t* words, int tile) {
+    return words + static_cast<int64_t>(place + tile) * kTileWords;
+  };
+  for (int tile = alone ? 0 : warp; tile < tiles; tile += kWarps) {
+    writer.write(own[tile], at(p.bits, tile));
+    // Rows of tiles become columns of tiles.
+    const int turned = tile % across * down + tile / across;
+    if (p.bits_t != nullptr) writer.write_transposed(own[tile], at(p.bits_t, turned));
+  }
+  __syncwarp();  // before the next block is read
+}
+
+__device__ __forceinline__ void classify(const Params& p, Shared& shared) {
+  const unsigned chunks = static_cast<unsigned>(p.cols - 1) / p.cols_of_cta + 1;
+  const int first = static_cast<int>(blockIdx.x % chunks) * p.cols_of_cta;
+  const int count = min(p.cols - first, p.cols_of_cta);
   const int row = static_cast<int>(blockIdx.x / chunks % p.rows);
-  const int64_t group = blockIdx.x / chunks / p.rows;
-  for (int col = first; col < min(first + count, p.cols); ++col)
-    classify_block(p, shared, group, row, col);
+  const int group = static_cast<int>(blockIdx.x / chunks / p.rows);
+  const int thread = static_cast<int>(threadIdx.x), warp = thread / kWarpSize;
+  Sight sight = Sight::kSome;
+  if (warp * kWarpSize < count && (p.source_kind != BLOCKFLASH_PAIRS_BOOL || is_bounded(p)))
+    sight = glance(p, group, row, first + thread);
+  if (thread < count && sight != Sight::kSome)
+    note(p, (int64_t{group} * p.rows + row) * p.cols + first + thread, sight == Sight::kAll, -1);
+  const uint32_t unsure = __ballot_sync(kAllLanes, thread < count && sight == Sight::kSome);
+  if (lane_of_thread() == 0) shared.blocks.unsure[warp] = unsure;
+  __syncthreads();
+  const bool alone = p.block_q == kSide && p.block_kv == kSide;
+  int turn = 0;
+  for (int i = 0; i < kWarps; ++i)
+    for (uint32_t left = shared.blocks.unsure[i]; left != 0; left &= left - 1)
+      if (!alone || turn++ % kWarps == warp)
+        make_block(p, shared, group, row,
+                   first + i * kWarpSize + __ffs(static_cast<int>(left)) - 1);
+}
+
+// Links nodes of trees: to the ancestors in the same 64 nodes, and to the first ones outside.
+__device__ __forceinline__ void link_nodes(const Params& p, Shared& shared) {
+  Nodes& nodes = shared.nodes;
+  const unsigned spans = static_cast<unsigned>(p.seqlen_q - 1) / kSpan + 1;
+  const int start = static_cast<int>(blockIdx.x % spans) * kSpan;
+  const int64_t batch = blockIdx.x / spans;
+  const int count = min(p.seqlen_q - start, kSpan);
+  const int thread = static_cast<int>(threadIdx.x);
+  const int32_t* const parents = static_cast<const int32_t*>(p.source) + batch * p.seqlen_q + start;
+  for (int i = thread; i < kSpan; i += kThreads) {
+    const int parent = i < count ? __ldg(parents + i) : -1;
+    nodes.up[i] = parent >= 0 && parent < start + i ? parent : -1;
+  }
+  __syncthreads();
+  // A thread has 64 nodes, in order: parents come before their children.
+  if (lane_of_thread() < 4) {
+    const int first = (thread / kWarpSize * 4 + lane_of_thread()) * kSide;
+    for (int i = 0; i < kSide; ++i) {
+      int up = nodes.up[first + i];
+      uint64_t seen = uint64_t{1} << i;
+      if (up >= start + first) seen |= nodes.seen[up - start], up = nodes.up[up - start];
+      nodes.seen[first + i] = seen, nodes.up[first + i] = up;
+    }
+  }
+  __syncthreads();
+  int4* const jumps = reinterpret_cast<int4*>(p.jumps) + batch * p.seqlen_q + start;
+  for (int i = thread; i < count; i += kThreads) {
+    int skip = nodes.up[i];
+    while (skip >= start) skip = nodes.up[skip - start];
+    jumps[i] = {static_cast<int>(nodes.seen[i]), static_cast<int>(nodes.seen[i] >> 32), nodes.up[i],
+                skip};
+  }
 }
 
 // Looks up the first tile of each block of a row. Of the transposed lists, rows are block columns.
@@ -200,8 +283,13 @@ __device__ __forceinline__ void gather(const Params& p, bool transposed) {
 
 BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_block_bits_params p) {
   using namespace blockflash;
-  if (p.step == BLOCKFLASH_BLOCK_BITS_CLASSIFY)
-    classify(p);
-  else
-    gather(p, p.step == BLOCKFLASH_BLOCK_BITS_GATHER_T);
+  __shared__ Shared shared;
+  switch (p.step) {
+    case BLOCKFLASH_BLOCK_BITS_JUMPS:
+      return link_nodes(p, shared);
+    case BLOCKFLASH_BLOCK_BITS_CLASSIFY:
+      return classify(p, shared);
+    default:
+      return gather(p, p.step == BLOCKFLASH_BLOCK_BITS_GATHER_T);
+  }
 }

@@ -262,6 +262,26 @@ inline int __any_sync(unsigned, int x) {
     std::fill_n(out, simt::kWarp, std::any_of(in, in + simt::kWarp, [](int x) { return x != 0; }));
   });
 }
+inline int __all_sync(unsigned, int x) { return !__any_sync(~0u, x == 0); }
+inline unsigned __ballot_sync(unsigned, int x) {
+  return simt::together<unsigned>(x, [](const int* in, unsigned* out) {
+    unsigned bits = 0;
+    for (int lane = 0; lane < simt::kWarp; ++lane) bits |= (in[lane] != 0 ? 1u : 0u) << lane;
+    std::fill_n(out, simt::kWarp, bits);
+  });
+}
+template <class T>
+T __reduce_min_sync(unsigned, T x) {
+  return simt::together<T>(x, [](const T* in, T* out) {
+    std::fill_n(out, simt::kWarp, *std::min_element(in, in + simt::kWarp));
+  });
+}
+template <class T>
+T __reduce_max_sync(unsigned, T x) {
+  return simt::together<T>(x, [](const T* in, T* out) {
+    std::fill_n(out, simt::kWarp, *std::max_element(in, in + simt::kWarp));
+  });
+}
 template <class T>
 T __shfl_xor_sync(unsigned, T x, int mask) {
   return simt::together<T>(x, [mask](const T* in, T* out) {
@@ -281,12 +301,19 @@ T __shfl_sync(unsigned, T x, int from) {
 // Nothing else runs between two instructions of a thread.
 inline int atomicAdd(int* at, int x) { return std::exchange(*at, *at + x); }
 inline int atomicMax(int* at, int x) { return std::exchange(*at, max(*at, x)); }
-inline unsigned __vcmpne4(unsigned a, unsigned b) {
+inline unsigned __dp4a(unsigned a, unsigned b, unsigned sum) {
+  for (int byte = 0; byte < 32; byte += 8) sum += (a >> byte & 0xFF) * (b >> byte & 0xFF);
+  return sum;
+}
+inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
   unsigned result = 0;
-  for (int byte = 0; byte < 32; byte += 8)
-    if (((a ^ b) >> byte & 0xFF) != 0) result |= 0xFFu << byte;
+  for (int byte = 0; byte < 4; ++byte) {
+    const unsigned from = selector >> 4 * byte & 7;
+    result |= ((from < 4 ? x : y) >> 8 * (from % 4) & 0xFF) << 8 * byte;
+  }
   return result;
 }
+inline int __ffs(int x) { return __builtin_ffs(x); }
 template <class T>
 T __ldg(const T* at) {
   return *at;

@@ -33,6 +33,7 @@ pub mod page_choice;
 pub mod property;
 pub mod score_terms;
 pub mod sddmm;
+pub mod token_case;
 
 pub use blockflash_cases::placement;
 pub use blockflash_oracle::tolerance;

@@ -90,7 +90,7 @@ pub use attention_decode::{
 pub use attention_merge::{AttentionMerge, PreparedAttentionMerge};
 pub use block_sparse::{
     BlockChoice, BlockColumns, BlockGeometry, BlockMask, BlockMaskBuffer, BlockScores, BlockSource,
-    TokenSource, block_mean_scores,
+    TokenChoice, TokenSource, block_mean_scores,
 };
 pub use bsr_matmul::{
     Activation, Bias, BsrMatmul, BsrMatrix, BsrPattern, BsrTranspose, BsrView, BsrWorkspace,

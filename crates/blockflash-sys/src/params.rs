@@ -7,9 +7,15 @@ pub const BLOCKFLASH_WINDOW_UNBOUNDED: i32 = 2147483647;
 pub const BLOCKFLASH_BIT_TILE_WORDS: i32 = 128;
 pub const BLOCKFLASH_PAIRS_BOOL: i32 = 0;
 pub const BLOCKFLASH_PAIRS_RANGES: i32 = 1;
+pub const BLOCKFLASH_PAIRS_DOCUMENTS: i32 = 2;
+pub const BLOCKFLASH_PAIRS_TREE: i32 = 3;
+pub const BLOCKFLASH_PAIRS_STRIDED: i32 = 4;
+pub const BLOCKFLASH_PAIRS_NEIGHBORHOOD: i32 = 5;
 pub const BLOCKFLASH_BLOCK_BITS_CLASSIFY: i32 = 0;
 pub const BLOCKFLASH_BLOCK_BITS_GATHER: i32 = 1;
 pub const BLOCKFLASH_BLOCK_BITS_GATHER_T: i32 = 2;
+pub const BLOCKFLASH_BLOCK_BITS_JUMPS: i32 = 3;
+pub const BLOCKFLASH_BLOCK_BITS_AXES: i32 = 4;
 pub const BLOCKFLASH_BLOCK_SOURCE_BOOL: i32 = 0;
 pub const BLOCKFLASH_BLOCK_SOURCE_LISTS: i32 = 1;
 pub const BLOCKFLASH_BLOCK_SOURCE_SCORES: i32 = 2;
@@ -919,6 +925,11 @@ const _: () = {
 #[derive(Debug, Copy, Clone)]
 pub struct blockflash_block_bits_params {
     pub source: *const ::core::ffi::c_void,
+    /// of documents
+    pub ids_kv: *const i32,
+    /** \[batch, seqlen_q, 4\] of trees: ancestors in the same 64 nodes, as 64
+ bits; the first one outside of them, and of 1024 nodes; or -1*/
+    pub jumps: *mut i32,
     /// \[batch, heads, rows, cols\] 1: some pair of the block is visible
     pub visited: *mut u8,
     /// \[batch, heads, rows, cols\] first tile of a block, or -1: full
@@ -939,8 +950,21 @@ pub struct blockflash_block_bits_params {
     pub step: i32,
     /// BLOCKFLASH_PAIRS_…
     pub source_kind: i32,
+    /// pairs outside of it are hidden, whatever the source says
+    pub within: blockflash_window,
     /// of a query
     pub ranges: i32,
+    /// stride at least 1; query + diagonal - key within 32 bits
+    pub stride: i32,
+    /// stride at least 1; query + diagonal - key within 32 bits
+    pub diagonal: i32,
+    /// of a grid, 1 to 4: the last one has neighbouring tokens
+    pub axes: i32,
+    /** Of each axis its positions, how many of them are seen, and how far apart. All are at least 1,
+ and window * dilation at most grid.*/
+    pub grid: [i32; 4usize],
+    pub window: [i32; 4usize],
+    pub dilation: [i32; 4usize],
     /// of the mask
     pub batch: i32,
     /// of the mask
@@ -955,6 +979,8 @@ pub struct blockflash_block_bits_params {
     pub rows: i32,
     /// ceil(seqlen_q / block_q), ceil(seqlen_kv / block_kv)
     pub cols: i32,
+    /// neighbours in a row that a CTA classifies, up to VARIANT_THREADS
+    pub cols_of_cta: i32,
     /// tiles in bits, a multiple of those of a block
     pub capacity: i32,
 }
@@ -962,7 +988,7 @@ pub struct blockflash_block_bits_params {
 const _: () = {
     [
         "Size of blockflash_block_bits_params",
-    ][::core::mem::size_of::<blockflash_block_bits_params>() - 120usize];
+    ][::core::mem::size_of::<blockflash_block_bits_params>() - 216usize];
     [
         "Alignment of blockflash_block_bits_params",
     ][::core::mem::align_of::<blockflash_block_bits_params>() - 8usize];
@@ -970,65 +996,95 @@ const _: () = {
         "Offset of field: blockflash_block_bits_params::source",
     ][::core::mem::offset_of!(blockflash_block_bits_params, source) - 0usize];
     [
+        "Offset of field: blockflash_block_bits_params::ids_kv",
+    ][::core::mem::offset_of!(blockflash_block_bits_params, ids_kv) - 8usize];
+    [
+        "Offset of field: blockflash_block_bits_params::jumps",
+    ][::core::mem::offset_of!(blockflash_block_bits_params, jumps) - 16usize];
+    [
         "Offset of field: blockflash_block_bits_params::visited",
-    ][::core::mem::offset_of!(blockflash_block_bits_params, visited) - 8usize];
+    ][::core::mem::offset_of!(blockflash_block_bits_params, visited) - 24usize];
     [
         "Offset of field: blockflash_block_bits_params::first",
-    ][::core::mem::offset_of!(blockflash_block_bits_params, first) - 16usize];
+    ][::core::mem::offset_of!(blockflash_block_bits_params, first) - 32usize];
     [
         "Offset of field: blockflash_block_bits_params::counter",
-    ][::core::mem::offset_of!(blockflash_block_bits_params, counter) - 24usize];
+    ][::core::mem::offset_of!(blockflash_block_bits_params, counter) - 40usize];
     [
         "Offset of field: blockflash_block_bits_params::bits",
-    ][::core::mem::offset_of!(blockflash_block_bits_params, bits) - 32usize];
+    ][::core::mem::offset_of!(blockflash_block_bits_params, bits) - 48usize];
     [
         "Offset of field: blockflash_block_bits_params::bits_t",
-    ][::core::mem::offset_of!(blockflash_block_bits_params, bits_t) - 40usize];
+    ][::core::mem::offset_of!(blockflash_block_bits_params, bits_t) - 56usize];
     [
         "Offset of field: blockflash_block_bits_params::row_ptr",
-    ][::core::mem::offset_of!(blockflash_block_bits_params, row_ptr) - 48usize];
+    ][::core::mem::offset_of!(blockflash_block_bits_params, row_ptr) - 64usize];
     [
         "Offset of field: blockflash_block_bits_params::col_idx",
-    ][::core::mem::offset_of!(blockflash_block_bits_params, col_idx) - 56usize];
+    ][::core::mem::offset_of!(blockflash_block_bits_params, col_idx) - 72usize];
     [
         "Offset of field: blockflash_block_bits_params::block_bits",
-    ][::core::mem::offset_of!(blockflash_block_bits_params, block_bits) - 64usize];
+    ][::core::mem::offset_of!(blockflash_block_bits_params, block_bits) - 80usize];
     [
         "Offset of field: blockflash_block_bits_params::step",
-    ][::core::mem::offset_of!(blockflash_block_bits_params, step) - 72usize];
+    ][::core::mem::offset_of!(blockflash_block_bits_params, step) - 88usize];
     [
         "Offset of field: blockflash_block_bits_params::source_kind",
-    ][::core::mem::offset_of!(blockflash_block_bits_params, source_kind) - 76usize];
+    ][::core::mem::offset_of!(blockflash_block_bits_params, source_kind) - 92usize];
+    [
+        "Offset of field: blockflash_block_bits_params::within",
+    ][::core::mem::offset_of!(blockflash_block_bits_params, within) - 96usize];
     [
         "Offset of field: blockflash_block_bits_params::ranges",
-    ][::core::mem::offset_of!(blockflash_block_bits_params, ranges) - 80usize];
+    ][::core::mem::offset_of!(blockflash_block_bits_params, ranges) - 108usize];
+    [
+        "Offset of field: blockflash_block_bits_params::stride",
+    ][::core::mem::offset_of!(blockflash_block_bits_params, stride) - 112usize];
+    [
+        "Offset of field: blockflash_block_bits_params::diagonal",
+    ][::core::mem::offset_of!(blockflash_block_bits_params, diagonal) - 116usize];
+    [
+        "Offset of field: blockflash_block_bits_params::axes",
+    ][::core::mem::offset_of!(blockflash_block_bits_params, axes) - 120usize];
+    [
+        "Offset of field: blockflash_block_bits_params::grid",
+    ][::core::mem::offset_of!(blockflash_block_bits_params, grid) - 124usize];
+    [
+        "Offset of field: blockflash_block_bits_params::window",
+    ][::core::mem::offset_of!(blockflash_block_bits_params, window) - 140usize];
+    [
+        "Offset of field: blockflash_block_bits_params::dilation",
+    ][::core::mem::offset_of!(blockflash_block_bits_params, dilation) - 156usize];
     [
         "Offset of field: blockflash_block_bits_params::batch",
-    ][::core::mem::offset_of!(blockflash_block_bits_params, batch) - 84usize];
+    ][::core::mem::offset_of!(blockflash_block_bits_params, batch) - 172usize];
     [
         "Offset of field: blockflash_block_bits_params::heads",
-    ][::core::mem::offset_of!(blockflash_block_bits_params, heads) - 88usize];
+    ][::core::mem::offset_of!(blockflash_block_bits_params, heads) - 176usize];
     [
         "Offset of field: blockflash_block_bits_params::seqlen_q",
-    ][::core::mem::offset_of!(blockflash_block_bits_params, seqlen_q) - 92usize];
+    ][::core::mem::offset_of!(blockflash_block_bits_params, seqlen_q) - 180usize];
     [
         "Offset of field: blockflash_block_bits_params::seqlen_kv",
-    ][::core::mem::offset_of!(blockflash_block_bits_params, seqlen_kv) - 96usize];
+    ][::core::mem::offset_of!(blockflash_block_bits_params, seqlen_kv) - 184usize];
     [
         "Offset of field: blockflash_block_bits_params::block_q",
-    ][::core::mem::offset_of!(blockflash_block_bits_params, block_q) - 100usize];
+    ][::core::mem::offset_of!(blockflash_block_bits_params, block_q) - 188usize];
     [
         "Offset of field: blockflash_block_bits_params::block_kv",
-    ][::core::mem::offset_of!(blockflash_block_bits_params, block_kv) - 104usize];
+    ][::core::mem::offset_of!(blockflash_block_bits_params, block_kv) - 192usize];
     [
         "Offset of field: blockflash_block_bits_params::rows",
-    ][::core::mem::offset_of!(blockflash_block_bits_params, rows) - 108usize];
+    ][::core::mem::offset_of!(blockflash_block_bits_params, rows) - 196usize];
     [
         "Offset of field: blockflash_block_bits_params::cols",
-    ][::core::mem::offset_of!(blockflash_block_bits_params, cols) - 112usize];
+    ][::core::mem::offset_of!(blockflash_block_bits_params, cols) - 200usize];
+    [
+        "Offset of field: blockflash_block_bits_params::cols_of_cta",
+    ][::core::mem::offset_of!(blockflash_block_bits_params, cols_of_cta) - 204usize];
     [
         "Offset of field: blockflash_block_bits_params::capacity",
-    ][::core::mem::offset_of!(blockflash_block_bits_params, capacity) - 116usize];
+    ][::core::mem::offset_of!(blockflash_block_bits_params, capacity) - 208usize];
 };
 /** Block mask: the source's blocks and the blocks of `always`, without the blocks that the token
  mask hides entirely, as index arrays in BSR.

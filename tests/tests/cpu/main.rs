@@ -19,4 +19,5 @@ mod select;
 mod speed;
 mod token_attention;
 mod token_masks;
+mod token_sources;
 mod truncation;

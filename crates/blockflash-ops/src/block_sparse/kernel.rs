@@ -79,20 +79,17 @@ impl Problem for TransposeSizes {
     }
 }
 
-/// Makes partial blocks. A tile is the number of 64 × 64 pairs that a block may have, and the
-/// number of blocks of a CTA where the source is ranges.
+/// Makes partial blocks. A tile is the number of 64 × 64 pairs that a block may have.
 impl Problem for BitSizes {
     const OP: &'static str = "block_mask";
     const RULES: &'static [Rule<Self>] = &[TILES, Rule::shared_memory(None)];
 
-    type Tile = [usize; 2];
+    type Tile = usize;
     type Rank = ();
 
-    fn tile(kernel: &Kernel) -> Option<[usize; 2]> {
+    fn tile(kernel: &Kernel) -> Option<usize> {
         match kernel.variant {
-            Variant::BlockMask(BlockMaskKernel::Bits { max_tiles, range_cols }) => {
-                Some([max_tiles, range_cols].map(|size| size as usize))
-            }
+            Variant::BlockMask(BlockMaskKernel::Bits { max_tiles }) => Some(max_tiles as usize),
             _ => None,
         }
     }
@@ -108,20 +105,20 @@ impl Problem for BitSizes {
         (DType::I32, 0)
     }
 
-    fn key_of(_: &[usize; 2]) -> (DType, usize) {
+    fn key_of(_: &usize) -> (DType, usize) {
         (DType::I32, 0)
     }
 }
 
 const TILES: Rule<BitSizes> = Rule {
-    holds: |c| c.problem.block_tiles() <= c.tile[0],
+    holds: |c| c.problem.block_tiles() <= *c.tile,
     refuses: |c| {
         let geometry = c.problem.0.geometry;
         format!(
             "partial blocks of {} × {}: the kernel makes blocks of at most {} times 64 × 64 pairs",
             geometry.block_q(),
             geometry.block_kv(),
-            c.tile[0]
+            c.tile
         )
     },
     excludes_all: None,

@@ -55,6 +55,7 @@ mod patterns;
 mod problems;
 mod scores;
 mod token_buffer;
+mod token_choice;
 mod token_patterns;
 mod tokens;
 mod transpose;
@@ -69,7 +70,7 @@ pub use from_tensors::BlockColumns;
 pub use geometry::BlockGeometry;
 pub use mask::BlockMask;
 pub use scores::block_mean_scores;
-pub use token_buffer::TokenSource;
+pub use token_choice::{TokenChoice, TokenSource};
 
 #[cfg(test)]
 pub(crate) mod fixtures;

@@ -2,35 +2,28 @@
 
 use super::choice::{BlockChoice, BlockSource};
 use super::problems::no_room;
+use super::token_choice::TokenChoice;
 use super::validate::{Sizes, invalid};
 use super::{BitTile, BlockMask, BlockMaskBuffer};
-use crate::check::{Operand, contiguous, grid_x, to_i32};
-use crate::selection::{select, tile_of};
-use crate::{Mask, Result};
+use crate::Result;
+use crate::check::{grid_x, to_i32};
+use crate::selection::select;
 use blockflash_safe::{
-    BlockBitsBuild, BlockBitsOperands, BlockBitsScratch, BlockLists, CudaProperties, Device,
-    LaunchConfig, Stream, View,
+    BlockBitsBuild, BlockBitsOperands, BlockBitsScratch, BlockLists, CudaProperties, LaunchConfig,
+    Stream,
 };
+use blockflash_sys::Kernel;
 use blockflash_sys::params::{
     BLOCKFLASH_BLOCK_BITS_CLASSIFY, BLOCKFLASH_BLOCK_BITS_GATHER, BLOCKFLASH_BLOCK_BITS_GATHER_T,
-    BLOCKFLASH_PAIRS_BOOL, BLOCKFLASH_PAIRS_RANGES, blockflash_block_bits_params,
+    BLOCKFLASH_BLOCK_BITS_JUMPS, blockflash_block_bits_params, blockflash_window,
 };
-use blockflash_sys::{DType, Kernel};
 use std::ptr::{null, null_mut};
 
 /// Rows of lists per CTA of the steps that gather.
 const GATHERED_ROWS: usize = 4;
 
-/// The pairs of tokens that a mask shows: contiguous tensors.
-#[derive(Clone, Copy, Debug)]
-pub enum TokenSource<'a> {
-    /// u8 `[batch, heads, seqlen_q, seqlen_kv]`: the pairs that are not 0.
-    Bool(View<'a>),
-    /// i32 `[batch, heads, seqlen_q, 2 * ranges]`: for each query any number of ranges
-    /// `[begin, end)` of keys, one after another. They may overlap and be empty; what is not from
-    /// key 0 to the last one is left out.
-    Ranges(View<'a>),
-}
+/// Nodes of trees per CTA of the step that links them.
+const LINKED_NODES: usize = 1024;
 
 /// Sizes of a mask whose partial blocks are made.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -57,7 +50,7 @@ impl BlockMaskBuffer {
     /// The same buffer with room for the bits of `blocks` partial blocks, at least one, for
     /// [`build_tokens`](Self::build_tokens). Bits take 512 bytes per 64 × 64 pairs, and twice that
     /// with a [transpose](Self::with_transpose); other memory is 5 bytes for each block of the
-    /// mask, visited or not.
+    /// mask, visited or not, and 16 bytes for each query of the batch entries.
     ///
     /// # Errors
     /// [`Error::DeviceMismatch`](crate::Error::DeviceMismatch) for a stream of another device than
@@ -82,25 +75,27 @@ impl BlockMaskBuffer {
         Ok(self)
     }
 
-    /// Builds the mask of the pairs that are visible, without the blocks that the token mask hides
-    /// entirely; inside of the others it changes nothing. On a GPU this only queues work on the
-    /// stream: it neither allocates nor waits, and [`check`](Self::check) reports too little room.
-    /// Partial blocks without room are not visited.
+    /// Builds the mask of the pairs that are visible. On a GPU this only queues work on the stream:
+    /// it neither allocates nor waits, and [`check`](Self::check) reports too little room. Partial
+    /// blocks without room are not visited.
     ///
     /// ```
-    /// use blockflash_ops::{BlockGeometry, BlockMaskBuffer, Device, Mask, Tensor, TokenSource};
+    /// use blockflash_ops::{BlockGeometry, BlockMaskBuffer, Device, Mask, Tensor};
+    /// use blockflash_ops::{TokenChoice, TokenSource};
     ///
-    /// // Documents of 300 and 700 tokens: the keys that each query sees.
-    /// let document = |query| if query < 300 { [0, 300] } else { [300, 1000] };
-    /// let ranges: Vec<i32> = (0..1000).flat_map(document).collect();
+    /// // Documents of 300 and 700 tokens.
+    /// let ids: Vec<i32> = (0..1000).map(|token| i32::from(token >= 300)).collect();
     /// let stream = Device::best().stream()?;
-    /// let ranges = Tensor::from_slice(&stream, &ranges, &[1, 1, 1000, 2])?;
+    /// let ids = Tensor::from_slice(&stream, &ids, &[1, 1000])?;
+    /// let source = TokenSource::Documents { ids_q: ids.view(), ids_kv: ids.view() };
     /// // Room for all blocks, and for the bits of 32 partial ones.
     /// let geometry = BlockGeometry::new(1000, 1000, 64, 64)?;
     /// let buffer = BlockMaskBuffer::new(geometry, 1, 1, 256, &stream)?;
     /// let mut buffer = buffer.with_bits(32, &stream)?;
     ///
-    /// buffer.build_tokens(&TokenSource::Ranges(ranges.view()), Mask::Full, &stream)?;
+    /// // Attention is called with the same mask, which leaves out the blocks above the diagonal.
+    /// let choice = TokenChoice { mask: Mask::causal(), ..TokenChoice::new(source) };
+    /// buffer.build_tokens(&choice, &stream)?;
     /// buffer.check(&stream)?; // waits for the stream
     /// let mask = buffer.to_host(&stream)?;
     /// assert!(mask.is_visible(0, 0, 299, 0)? && !mask.is_visible(0, 0, 300, 0)?);
@@ -109,27 +104,23 @@ impl BlockMaskBuffer {
     ///
     /// # Errors
     /// [`Error::InvalidBlockMask`](crate::Error::InvalidBlockMask) if the buffer has no room for
-    /// [bits](Self::with_bits); [`Error::Shape`](crate::Error::Shape),
+    /// [bits](Self::with_bits), for fewer keys than queries of trees, and for numbers of a pattern
+    /// that do not fit; [`Error::Shape`](crate::Error::Shape),
     /// [`Error::DType`](crate::Error::DType), [`Error::Stride`](crate::Error::Stride) and
     /// [`Error::DeviceMismatch`](crate::Error::DeviceMismatch) for the source. On the CPU also the
     /// errors of `check`; the mask then stays as it was.
-    pub fn build_tokens(
-        &mut self,
-        source: &TokenSource<'_>,
-        mask: Mask,
-        stream: &Stream,
-    ) -> Result<()> {
+    pub fn build_tokens(&mut self, choice: &TokenChoice<'_>, stream: &Stream) -> Result<()> {
         self.expect(stream)?;
         let sizes = self.sizes()?;
-        source.check(&sizes, stream.device())?;
+        choice.check(&sizes, stream.device())?;
         let Some(mut bits) = self.bits.take() else {
             return invalid("the buffer has no room for bits: `with_bits` makes it".into());
         };
         let built = match &mut bits.device {
-            None => self.build_tokens_on_host(&sizes, source, mask, bits.tiles),
+            None => self.build_tokens_on_host(&sizes, choice, bits.tiles),
             Some((kernel, scratch)) => {
-                let launches = Launches { kernel, sizes, source, tiles: bits.tiles };
-                self.launch_tokens(&launches, scratch, mask, stream)
+                let launches = Launches { kernel, sizes, choice, tiles: bits.tiles };
+                self.launch_tokens(&launches, scratch, stream)
             }
         };
         self.bits = Some(bits);
@@ -140,17 +131,19 @@ impl BlockMaskBuffer {
         &mut self,
         launches: &Launches<'_>,
         scratch: &mut BlockBitsScratch,
-        mask: Mask,
         stream: &Stream,
     ) -> Result<()> {
         let geometry = launches.sizes.geometry;
         let any = geometry.rows() > 0 && geometry.cols() > 0;
         if any {
             scratch.counter_mut().slice(0, 0..1)?.fill_bytes(stream, 0)?;
+            if launches.choice.has_nodes() {
+                launches.launch(BLOCKFLASH_BLOCK_BITS_JUMPS, scratch, &mut self.mask, stream)?;
+            }
             launches.launch(BLOCKFLASH_BLOCK_BITS_CLASSIFY, scratch, &mut self.mask, stream)?;
         }
         let visited = BlockSource::Bool(scratch.visited().view());
-        let choice = BlockChoice { mask, ..BlockChoice::new(visited) };
+        let choice = BlockChoice { mask: launches.choice.mask, ..BlockChoice::new(visited) };
         self.launch_built(&launches.sizes, &choice, stream)?;
         if any {
             launches.launch(BLOCKFLASH_BLOCK_BITS_GATHER, scratch, &mut self.mask, stream)?;
@@ -164,16 +157,15 @@ impl BlockMaskBuffer {
     fn build_tokens_on_host(
         &mut self,
         sizes: &Sizes,
-        source: &TokenSource<'_>,
-        mask: Mask,
+        choice: &TokenChoice<'_>,
         tiles: usize,
     ) -> Result<()> {
-        let built = source.build(sizes)?;
+        let built = choice.build(sizes)?;
         let needed = built.partial_blocks()? * BitSizes(*sizes).block_tiles();
         if let Some(problem) = too_many_tiles(needed, tiles) {
             return invalid(problem);
         }
-        self.keep(built.intersect_mask(mask)?, sizes)
+        self.keep(built.intersect_mask(choice.mask)?, sizes)
     }
 
     /// Keeps a mask that was built on the host, if it has room.
@@ -227,8 +219,9 @@ fn on_device(
     // Loads the kernel now, since the first build may be captured in a graph.
     stream.device().preload(kernel)?;
     let Sizes { geometry, batch, heads } = sizes.0;
-    let (groups, room) = ([batch, heads], [tiles, sizes.block_tiles()]);
-    let scratch = BlockBitsScratch::new(groups, geometry.rows(), geometry.cols(), room, stream)?;
+    let (groups, blocks) = ([batch, heads], [geometry.rows(), geometry.cols()]);
+    let room = [tiles, sizes.block_tiles()];
+    let scratch = BlockBitsScratch::new(groups, blocks, geometry.seqlen_q(), room, stream)?;
     give_room(mask, tiles, stream)?;
     Ok((kernel, scratch))
 }
@@ -239,56 +232,11 @@ fn too_many_tiles(needed: usize, tiles: usize) -> Option<String> {
     })
 }
 
-impl TokenSource<'_> {
-    fn check(&self, sizes: &Sizes, device: &Device) -> Result<()> {
-        let Sizes { geometry, batch, heads } = *sizes;
-        let (seqlen_q, seqlen_kv) = (geometry.seqlen_q(), geometry.seqlen_kv());
-        let (what, view) = match self {
-            Self::Bool(pairs) => {
-                contiguous("pairs", pairs, DType::U8, &[batch, heads, seqlen_q, seqlen_kv])?;
-                ("pairs", pairs)
-            }
-            Self::Ranges(ranges) => {
-                let count = range_count(ranges);
-                to_i32("ranges", count)?;
-                contiguous("ranges", ranges, DType::I32, &[batch, heads, seqlen_q, 2 * count])?;
-                ("ranges", ranges)
-            }
-        };
-        Operand::new(what, view).on(device)
-    }
-
-    /// With the constructors for the CPU. The source has been checked and is on the CPU.
-    fn build(&self, sizes: &Sizes) -> Result<BlockMask> {
-        let Sizes { geometry, batch, heads } = *sizes;
-        match self {
-            Self::Bool(pairs) => {
-                let pairs: Vec<bool> = pairs.as_slice::<u8>()?.iter().map(|&p| p != 0).collect();
-                BlockMask::from_token_mask(geometry, batch, heads, &pairs)
-            }
-            Self::Ranges(ranges) => {
-                let count = range_count(ranges);
-                let ranges = ranges.as_slice::<i32>()?;
-                BlockMask::from_ranges(geometry, batch, heads, |batch, head, query| {
-                    let row = (batch * heads + head) * geometry.seqlen_q() + query;
-                    let ends = ranges[row * count * 2..][..count * 2].chunks_exact(2);
-                    ends.map(|ends| ends[0].max(0) as usize..ends[1].max(0) as usize)
-                })
-            }
-        }
-    }
-}
-
-/// Ranges of a query.
-fn range_count(ranges: &View<'_>) -> usize {
-    ranges.shape().get(3).copied().unwrap_or(0) / 2
-}
-
 /// What the launches of a build have in common.
 struct Launches<'a> {
     kernel: &'static Kernel,
     sizes: Sizes,
-    source: &'a TokenSource<'a>,
+    choice: &'a TokenChoice<'a>,
     tiles: usize,
 }
 
@@ -301,26 +249,22 @@ impl Launches<'_> {
         stream: &Stream,
     ) -> Result<()> {
         let (params, config) = self.plan(step)?;
-        let source = match *self.source {
-            TokenSource::Bool(view) | TokenSource::Ranges(view) => view,
-        };
+        let [source, ids_kv] = self.choice.tensors();
         let BlockMask { lists, transpose, .. } = mask;
         let transpose = transpose.as_mut();
-        let operands = BlockBitsOperands { source, scratch, lists, transpose };
+        let operands = BlockBitsOperands { source, ids_kv, scratch, lists, transpose };
         Ok(stream.launch::<BlockBitsBuild>(self.kernel, &config, &params, operands)?)
     }
 
     /// The kernel argument of a step, with null pointers, and its geometry.
     fn plan(&self, step: i32) -> Result<(blockflash_block_bits_params, LaunchConfig)> {
-        let [_, range_cols] = tile_of::<BitSizes>(self.kernel, &self.kernel.target)?;
         let Sizes { geometry, batch, heads } = self.sizes;
         let (rows, cols) = (geometry.rows(), geometry.cols());
-        let (source_kind, ranges) = match self.source {
-            TokenSource::Bool(_) => (BLOCKFLASH_PAIRS_BOOL, 0),
-            TokenSource::Ranges(view) => (BLOCKFLASH_PAIRS_RANGES, range_count(view)),
-        };
-        let params = blockflash_block_bits_params {
+        let cols_of_cta = self.choice.cols_of_cta(&self.sizes, self.kernel.threads() as usize);
+        let mut params = blockflash_block_bits_params {
             source: null(),
+            ids_kv: null(),
+            jumps: null_mut(),
             visited: null_mut(),
             first: null_mut(),
             counter: null_mut(),
@@ -330,8 +274,15 @@ impl Launches<'_> {
             col_idx: null(),
             block_bits: null_mut(),
             step,
-            source_kind,
-            ranges: to_i32("ranges", ranges)?,
+            source_kind: 0,
+            within: blockflash_window { left: 0, right: 0, align_bottom_right: 0 },
+            ranges: 0,
+            stride: 1,
+            diagonal: 0,
+            axes: 0,
+            grid: [1; 4],
+            window: [1; 4],
+            dilation: [1; 4],
             batch: to_i32("batch", batch)?,
             heads: to_i32("heads", heads)?,
             seqlen_q: to_i32("seqlen_q", geometry.seqlen_q())?,
@@ -340,14 +291,17 @@ impl Launches<'_> {
             block_kv: to_i32("block_kv", geometry.block_kv())?,
             rows: to_i32("rows", rows)?,
             cols: to_i32("cols", cols)?,
+            cols_of_cta: to_i32("cols_of_cta", cols_of_cta)?,
             capacity: to_i32("tiles of bits", self.tiles)?,
         };
+        self.choice.fill(&self.sizes, &mut params)?;
         let gathered = |rows: usize| (self.sizes.groups() * rows).div_ceil(GATHERED_ROWS);
         let blocks = match step {
+            BLOCKFLASH_BLOCK_BITS_JUMPS => {
+                grid_x(&[batch, geometry.seqlen_q().div_ceil(LINKED_NODES)])?
+            }
             BLOCKFLASH_BLOCK_BITS_CLASSIFY => {
-                let ranges = source_kind == BLOCKFLASH_PAIRS_RANGES;
-                let of_cta = if ranges { range_cols } else { 1 };
-                grid_x(&[self.sizes.groups(), rows, cols.div_ceil(of_cta)])?
+                grid_x(&[self.sizes.groups(), rows, cols.div_ceil(cols_of_cta)])?
             }
             BLOCKFLASH_BLOCK_BITS_GATHER => grid_x(&[gathered(rows)])?,
             _ => grid_x(&[gathered(cols)])?,

@@ -1,7 +1,8 @@
 use super::*;
 use crate::fixtures::gpus;
-use crate::{BlockGeometry, Error};
-use blockflash_safe::Tensor;
+use crate::{BlockGeometry, Error, Mask, TokenSource};
+use blockflash_safe::{Device, Tensor};
+use blockflash_sys::DType;
 
 fn stream() -> Stream {
     Device::cpu().stream().unwrap()
@@ -28,7 +29,7 @@ fn the_cpu_builds_what_its_constructors_make() {
     let stream = stream();
     let ranges = chunks(&stream);
     let mut buffer = buffer(16, 9, &stream);
-    buffer.build_tokens(&TokenSource::Ranges(ranges.view()), Mask::Full, &stream).unwrap();
+    buffer.build_tokens(&TokenChoice::new(TokenSource::Ranges(ranges.view())), &stream).unwrap();
     buffer.check(&stream).unwrap();
     let sees = |query: usize, key: usize| query / 70 == key / 70;
     let pairs: Vec<bool> = (0..200 * 200).map(|at| sees(at / 200, at % 200)).collect();
@@ -37,7 +38,9 @@ fn the_cpu_builds_what_its_constructors_make() {
 
     let bytes: Vec<u8> = pairs.iter().map(|&pair| u8::from(pair) * 7).collect();
     let bytes = Tensor::from_slice(&stream, &bytes, &[1, 1, 200, 200]).unwrap();
-    buffer.build_tokens(&TokenSource::Bool(bytes.view()), Mask::causal(), &stream).unwrap();
+    let source = TokenSource::Bool(bytes.view());
+    let choice = TokenChoice { mask: Mask::causal(), ..TokenChoice::new(source) };
+    buffer.build_tokens(&choice, &stream).unwrap();
     let found = buffer.to_host(&stream).unwrap();
     assert_eq!(found.row(0, 0, 1).unwrap().collect::<Vec<_>>(), [0, 1]);
     let expected: u64 = (0..200).map(|query| (query % 70) + 1).sum();
@@ -48,13 +51,13 @@ fn the_cpu_builds_what_its_constructors_make() {
 fn what_has_no_room_is_an_error_and_the_mask_stays() {
     let stream = stream();
     let ranges = chunks(&stream);
-    let source = TokenSource::Ranges(ranges.view());
+    let source = TokenChoice::new(TokenSource::Ranges(ranges.view()));
     for (blocks, partial, expected) in [
         (16, 3, "tiles of 64 × 64 bits are needed, but there is room for 3"),
         (5, 16, "blocks are visited, but the capacity is 5"),
     ] {
         let mut buffer = buffer(blocks, partial, &stream);
-        let error = said(buffer.build_tokens(&source, Mask::Full, &stream));
+        let error = said(buffer.build_tokens(&source, &stream));
         assert!(error.contains(expected), "{error}");
         assert_eq!(buffer.mask().nnz(), 0);
     }
@@ -67,21 +70,13 @@ fn sources_and_buffers_that_do_not_fit_are_named() {
     let geometry = BlockGeometry::new(200, 200, 64, 64).unwrap();
     let mut without = BlockMaskBuffer::new(geometry, 1, 1, 16, &stream).unwrap();
     let ranges = chunks(&stream);
-    let source = TokenSource::Ranges(ranges.view());
-    let error = said(without.build_tokens(&source, Mask::Full, &stream));
+    let source = TokenChoice::new(TokenSource::Ranges(ranges.view()));
+    let error = said(without.build_tokens(&source, &stream));
     assert!(error.contains("no room for bits"), "{error}");
     let blocks = Tensor::zeros(&stream, DType::U8, &[1, 1, 4, 4]).unwrap();
     let choice = BlockChoice::new(BlockSource::Bool(blocks.view()));
     let error = said(with_bits.build(&choice, &stream));
     assert!(error.contains("`build_tokens` builds it"), "{error}");
-    let error =
-        said(with_bits.build_tokens(&TokenSource::Bool(blocks.view()), Mask::Full, &stream));
-    assert!(error.starts_with("pairs has shape [1, 1, 4, 4]"), "{error}");
-    let flat = Tensor::zeros(&stream, DType::I32, &[1, 1, 200, 3]).unwrap();
-    let error =
-        said(with_bits.build_tokens(&TokenSource::Ranges(flat.view()), Mask::Full, &stream));
-    assert!(error.starts_with("ranges has shape [1, 1, 200, 3]"), "{error}");
-
     let long = BlockGeometry::new(1 << 30, 1 << 30, 64, 64).unwrap();
     let buffer = BlockMaskBuffer::new(long, 1, 1, 1, &stream).unwrap();
     let error = buffer.with_bits(1, &stream).unwrap_err();

@@ -83,13 +83,9 @@ impl BlockMask {
     /// are fewer keys than queries; [`Error::Shape`] if the parents are not those of one or more
     /// batch entries; as for [`from_ranges`](Self::from_ranges).
     pub fn tree(geometry: BlockGeometry, parents: &[i32]) -> Result<Self> {
-        let (seqlen_q, seqlen_kv) = (geometry.seqlen_q(), geometry.seqlen_kv());
+        let seqlen_q = geometry.seqlen_q();
         let batch = entries("parents", parents.len(), seqlen_q, None)?.unwrap_or(1);
-        let Some(before) = seqlen_kv.checked_sub(seqlen_q) else {
-            return invalid(format!(
-                "{seqlen_kv} keys, fewer than the {seqlen_q} queries of trees"
-            ));
-        };
+        let before = check_nodes(&geometry)?;
         for (at, &parent) in parents.iter().enumerate() {
             let (batch, query) = (at / seqlen_q, at % seqlen_q);
             if parent < -1 || parent >= query as i32 {
@@ -120,9 +116,7 @@ impl BlockMask {
         right: Option<usize>,
         align: Align,
     ) -> Result<Self> {
-        if dilation == 0 {
-            return invalid("dilation is 0, but must be at least 1".into());
-        }
+        check_stride("dilation", dilation)?;
         let (seqlen_q, seqlen_kv) = (geometry.seqlen_q(), geometry.seqlen_kv());
         let [left, right] =
             [left, right].map(|side| side.map(|keys| keys.saturating_mul(dilation)));
@@ -155,31 +149,7 @@ impl BlockMask {
         window: &[usize],
         dilation: &[usize],
     ) -> Result<Self> {
-        let tokens = grid.iter().try_fold(1usize, |tokens, &size| tokens.checked_mul(size));
-        let lengths = [geometry.seqlen_q(), geometry.seqlen_kv()];
-        if lengths.map(Some) != [tokens; 2] {
-            return invalid(format!(
-                "a grid of {grid:?} tokens, but {} queries and {} keys",
-                lengths[0], lengths[1]
-            ));
-        }
-        if grid.is_empty() || [window.len(), dilation.len()] != [grid.len(); 2] {
-            return invalid(format!(
-                "a grid of {} dimensions, with {} windows and {} dilations",
-                grid.len(),
-                window.len(),
-                dilation.len()
-            ));
-        }
-        for (axis, &size) in grid.iter().enumerate() {
-            let span = window[axis].saturating_mul(dilation[axis]);
-            if span == 0 || span > size {
-                return invalid(format!(
-                    "a window of {} × {} positions along dimension {axis}, not from 1 to {size}",
-                    window[axis], dilation[axis]
-                ));
-            }
-        }
+        check_neighborhood(&geometry, grid, window, dilation)?;
         // The positions along a dimension that one of its positions sees.
         let near = |axis: usize, at: usize| {
             let (size, count, step) = (grid[axis], window[axis], dilation[axis]);
@@ -199,6 +169,55 @@ impl BlockMask {
             seen.into_iter().map(|token| token..token + 1)
         })
     }
+}
+
+/// The number of keys before those of the nodes of trees.
+pub(super) fn check_nodes(geometry: &BlockGeometry) -> Result<usize> {
+    let (seqlen_q, seqlen_kv) = (geometry.seqlen_q(), geometry.seqlen_kv());
+    match seqlen_kv.checked_sub(seqlen_q) {
+        Some(before) => Ok(before),
+        None => invalid(format!("{seqlen_kv} keys, fewer than the {seqlen_q} queries of trees")),
+    }
+}
+
+/// Checks a distance between keys.
+pub(super) fn check_stride(what: &str, stride: usize) -> Result<()> {
+    if stride > 0 { Ok(()) } else { invalid(format!("{what} is 0, but must be at least 1")) }
+}
+
+/// Checks that the tokens of a grid are the queries and keys, and that windows fit it.
+pub(super) fn check_neighborhood(
+    geometry: &BlockGeometry,
+    grid: &[usize],
+    window: &[usize],
+    dilation: &[usize],
+) -> Result<()> {
+    let tokens = grid.iter().try_fold(1usize, |tokens, &size| tokens.checked_mul(size));
+    let lengths = [geometry.seqlen_q(), geometry.seqlen_kv()];
+    if lengths.map(Some) != [tokens; 2] {
+        return invalid(format!(
+            "a grid of {grid:?} tokens, but {} queries and {} keys",
+            lengths[0], lengths[1]
+        ));
+    }
+    if grid.is_empty() || [window.len(), dilation.len()] != [grid.len(); 2] {
+        return invalid(format!(
+            "a grid of {} dimensions, with {} windows and {} dilations",
+            grid.len(),
+            window.len(),
+            dilation.len()
+        ));
+    }
+    for (axis, &size) in grid.iter().enumerate() {
+        let span = window[axis].saturating_mul(dilation[axis]);
+        if span == 0 || span > size {
+            return invalid(format!(
+                "a window of {} × {} positions along dimension {axis}, not from 1 to {size}",
+                window[axis], dilation[axis]
+            ));
+        }
+    }
+    Ok(())
 }
 
 /// The number of batch entries with `length` values each, which must be `batch` if that is known;

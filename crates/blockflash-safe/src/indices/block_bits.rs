@@ -98,21 +98,23 @@ pub struct BlockBitsScratch {
     first: Tensor,
     /// i32 `[2]`.
     counter: Tensor,
+    /// i32 `[batch, queries, 4]`: how nodes of trees are linked.
+    jumps: Tensor,
     /// Tiles of bits, and tiles of a block.
     room: [i64; 2],
 }
 
 impl BlockBitsScratch {
-    /// Allocates for lists of this size with room for `tiles` of bits, a positive multiple of the
-    /// `block_tiles` of a block.
+    /// Allocates for lists of this size over this many queries with room for `tiles` of bits, a
+    /// positive multiple of the `block_tiles` of a block.
     ///
     /// # Errors
     /// [`Error::Indices`](crate::Error::Indices) for another number of tiles; the errors of
     /// [`Tensor::zeros`].
     pub fn new(
         [batch, heads]: [usize; 2],
-        rows: usize,
-        cols: usize,
+        [rows, cols]: [usize; 2],
+        queries: usize,
         [tiles, block_tiles]: [usize; 2],
         stream: &Stream,
     ) -> Result<Self> {
@@ -122,6 +124,7 @@ impl BlockBitsScratch {
             visited: Tensor::zeros(stream, DType::U8, &shape)?,
             first: Tensor::zeros(stream, DType::I32, &shape)?,
             counter: Tensor::zeros(stream, DType::I32, &[2])?,
+            jumps: Tensor::zeros(stream, DType::I32, &[batch, queries, 4])?,
             room: [tiles, block_tiles].map(|tiles| tiles as i64),
         })
     }
@@ -141,9 +144,9 @@ impl BlockBitsScratch {
         self.counter.view_mut()
     }
 
-    /// `visited`, `first` and `counter`.
-    pub(crate) fn views(&self) -> [View<'_>; 3] {
-        [&self.visited, &self.first, &self.counter].map(Tensor::view)
+    /// `visited`, `first`, `counter` and `jumps`.
+    pub(crate) fn views(&self) -> [View<'_>; 4] {
+        [&self.visited, &self.first, &self.counter, &self.jumps].map(Tensor::view)
     }
 
     pub(crate) fn room(&self) -> [i64; 2] {

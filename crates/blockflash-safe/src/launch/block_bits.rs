@@ -8,19 +8,30 @@ use blockflash_sys::BlockMaskKernel;
 use blockflash_sys::manifest::Variant;
 use blockflash_sys::params::{
     BLOCKFLASH_BLOCK_BITS_CLASSIFY, BLOCKFLASH_BLOCK_BITS_GATHER, BLOCKFLASH_BLOCK_BITS_GATHER_T,
-    BLOCKFLASH_PAIRS_BOOL, BLOCKFLASH_PAIRS_RANGES, blockflash_block_bits_params,
+    BLOCKFLASH_BLOCK_BITS_JUMPS, BLOCKFLASH_PAIRS_BOOL, BLOCKFLASH_PAIRS_DOCUMENTS,
+    BLOCKFLASH_PAIRS_NEIGHBORHOOD, BLOCKFLASH_PAIRS_RANGES, BLOCKFLASH_PAIRS_STRIDED,
+    BLOCKFLASH_PAIRS_TREE, BLOCKFLASH_WINDOW_UNBOUNDED, blockflash_block_bits_params,
 };
-use std::ptr::null_mut;
+use std::ptr::{null, null_mut};
 
 /// Rows of lists per CTA of the steps that gather.
 const GATHERED_ROWS: u32 = 4;
 
+/// Nodes of trees per CTA of the step that links them.
+const LINKED_NODES: u32 = 1024;
+
+/// The longest sequence, side of a window, and stride: sums of two stay within 32 bits.
+const LONGEST: i32 = 1 << 30;
+
 /// Pairs of tokens, intermediate memory, and the lists whose bits are made.
 #[derive(Debug)]
 pub struct BlockBitsOperands<'a> {
-    /// Contiguous: u8 `[batch, heads, seqlen_q, seqlen_kv]`, or i32
-    /// `[batch, heads, seqlen_q, 2 * ranges]`.
-    pub source: View<'a>,
+    /// Contiguous, by the kind of source: booleans u8 `[batch, heads, seqlen_q, seqlen_kv]`; ranges
+    /// i32 `[batch, heads, seqlen_q, 2 * ranges]`; ids of the queries' documents or parents of
+    /// nodes, i32 `[batch, seqlen_q]`; patterns have none.
+    pub source: Option<View<'a>>,
+    /// i32 `[batch, seqlen_kv]`, contiguous: ids of the keys' documents, for documents only.
+    pub ids_kv: Option<View<'a>>,
     /// Results of the first step for the other ones, and for the lists that are built between.
     pub scratch: &'a mut BlockBitsScratch,
     /// The lists, `[batch, heads, rows]`, with room for as many tiles of bits as `scratch` has.
@@ -36,8 +47,9 @@ impl Operands for BlockBitsOperands<'_> {
         let transpose = self.transpose.as_deref();
         let [e, f, ..] = transpose.map_or([None; 4], BlockLists::used);
         let [g, h] = transpose.map_or([None; 2], BlockLists::used_bits);
-        let [i, j, k] = self.scratch.views().map(|view| Some(view.used()));
-        [Some(self.source.used()), a, b, c, d, e, f, g, h, i, j, k]
+        let [i, j, k, l] = self.scratch.views().map(|view| Some(view.used()));
+        let [m, n] = [&self.source, &self.ids_kv].map(|view| view.as_ref().map(View::used));
+        [a, b, c, d, e, f, g, h, i, j, k, l, m, n]
     }
 }
 
@@ -46,8 +58,8 @@ impl Operands for BlockBitsOperands<'_> {
 pub struct BlockBitsBuild {
     /// Tiles of 64 × 64 pairs that a block may have.
     max_tiles: u32,
-    /// Blocks of a CTA where the source is ranges.
-    range_cols: u32,
+    /// The most blocks that a CTA classifies.
+    threads: u32,
 }
 
 // SAFETY:
@@ -55,7 +67,9 @@ pub struct BlockBitsBuild {
 // 2. All pointers come from views. A block takes tiles only where the counter says one that is in
 //    the capacity and a multiple of its tiles; so are the values in `first`, which nothing else
 //    writes, and those that are gathered. The steps that gather follow entries of `row_ptr`, which
-//    stay within `col_idx`, and compare columns with their number before they use them.
+//    stay within `col_idx`, and compare columns with their number before they use them. Jumps are
+//    written by the step that links nodes alone: from a node to a lower one or to -1, also where a
+//    parent is anything else; they begin as zeros.
 // 3. All tensors except `source` are borrowed exclusively.
 unsafe impl Launch for BlockBitsBuild {
     type Operands<'a> = BlockBitsOperands<'a>;
@@ -65,8 +79,8 @@ unsafe impl Launch for BlockBitsBuild {
 
     fn of(kernel: &Kernel) -> Option<Self> {
         match kernel.variant {
-            Variant::BlockMask(BlockMaskKernel::Bits { max_tiles, range_cols }) => {
-                Some(Self { max_tiles, range_cols })
+            Variant::BlockMask(BlockMaskKernel::Bits { max_tiles }) => {
+                Some(Self { max_tiles, threads: kernel.threads() })
             }
             _ => None,
         }
@@ -126,29 +140,23 @@ unsafe impl Launch for BlockBitsBuild {
             ),
         )?;
 
-        let queries = p.seqlen_q.into();
-        match p.source_kind {
-            BLOCKFLASH_PAIRS_BOOL => {
-                let dims = dense([batch, heads, queries, p.seqlen_kv.into()]);
-                fits("source", &operands.source, DType::U8, dims)?;
-            }
-            BLOCKFLASH_PAIRS_RANGES => {
-                let dims = dense([batch, heads, queries, 2 * i64::from(p.ranges)]);
-                fits("source", &operands.source, DType::I32, dims)?;
-                starts_at(4, "source", &operands.source)?;
-            }
-            kind => {
-                return unknown(
-                    "source_kind",
-                    kind,
-                    &[BLOCKFLASH_PAIRS_BOOL, BLOCKFLASH_PAIRS_RANGES],
-                );
-            }
-        }
-        let [visited, first, counter] = operands.scratch.views();
+        require(
+            [p.seqlen_q, p.seqlen_kv].iter().all(|&length| length <= LONGEST)
+                && [p.within.left, p.within.right].iter().all(|side| {
+                    (0..=LONGEST).contains(side) || *side == BLOCKFLASH_WINDOW_UNBOUNDED
+                }),
+            format_args!(
+                "{} queries, {} keys and a window of {} and {} keys, the limit is {LONGEST}",
+                p.seqlen_q, p.seqlen_kv, p.within.left, p.within.right
+            ),
+        )?;
+        check_source(p, operands)?;
+        let [visited, first, counter, jumps] = operands.scratch.views();
         let of_blocks = dense([batch, heads, rows, cols]);
         fits("visited", &visited, DType::U8, of_blocks)?;
         fits("first", &first, DType::I32, of_blocks)?;
+        fits("jumps", &jumps, DType::I32, dense([batch, p.seqlen_q.into(), 4]))?;
+        starts_at(16, "jumps", &jumps)?;
         let room = [i64::from(p.capacity), tiles];
         let expected = format_args!("room for {} tiles, {} a block", room[0], room[1]);
         require(operands.scratch.room() == room, format_args!("the scratch has no {expected}"))?;
@@ -174,8 +182,14 @@ unsafe impl Launch for BlockBitsBuild {
         }
         let blocks = match p.step {
             BLOCKFLASH_BLOCK_BITS_CLASSIFY => {
-                let ranges = p.source_kind == BLOCKFLASH_PAIRS_RANGES;
-                let of_cta = if ranges { self.range_cols } else { 1 };
+                let of_cta = p.cols_of_cta.unsigned_abs();
+                require(
+                    p.cols_of_cta > 0 && of_cta <= self.threads,
+                    format_args!(
+                        "cols_of_cta is {}, expected 1 to {}",
+                        p.cols_of_cta, self.threads
+                    ),
+                )?;
                 groups * i128::from(rows) * ceil_div(cols, of_cta)
             }
             BLOCKFLASH_BLOCK_BITS_GATHER => {
@@ -185,11 +199,19 @@ unsafe impl Launch for BlockBitsBuild {
                 require(transpose.is_some(), format_args!("there is no transpose to gather for"))?;
                 ceil_div((groups * i128::from(cols)) as i64, GATHERED_ROWS)
             }
+            BLOCKFLASH_BLOCK_BITS_JUMPS => {
+                require(
+                    p.source_kind == BLOCKFLASH_PAIRS_TREE,
+                    format_args!("source_kind is {}, but only trees have nodes", p.source_kind),
+                )?;
+                i128::from(batch) * ceil_div(p.seqlen_q.into(), LINKED_NODES)
+            }
             step => {
                 let known = [
                     BLOCKFLASH_BLOCK_BITS_CLASSIFY,
                     BLOCKFLASH_BLOCK_BITS_GATHER,
                     BLOCKFLASH_BLOCK_BITS_GATHER_T,
+                    BLOCKFLASH_BLOCK_BITS_JUMPS,
                 ];
                 return unknown("step", step, &known);
             }
@@ -202,7 +224,9 @@ unsafe impl Launch for BlockBitsBuild {
         let of =
             |array: Option<View<'_>>| array.map_or(null_mut(), |view| pointer(&view).cast_mut());
         *params = blockflash_block_bits_params {
-            source: pointer(&operands.source),
+            source: operands.source.as_ref().map_or(null(), pointer),
+            ids_kv: operands.ids_kv.as_ref().map_or(null(), pointer).cast(),
+            jumps: pointer(&jumps).cast_mut().cast(),
             visited: pointer(&visited).cast_mut().cast(),
             first: pointer(&first).cast_mut().cast(),
             counter: pointer(&counter).cast_mut().cast(),
@@ -215,6 +239,104 @@ unsafe impl Launch for BlockBitsBuild {
         };
         Ok(blocks)
     }
+}
+
+/// Checks the tensors of a source and its numbers.
+fn check_source(p: &blockflash_block_bits_params, operands: &BlockBitsOperands<'_>) -> Fit {
+    let [batch, heads, queries, keys] = [p.batch, p.heads, p.seqlen_q, p.seqlen_kv].map(i64::from);
+    let is_documents = p.source_kind == BLOCKFLASH_PAIRS_DOCUMENTS;
+    match (&operands.ids_kv, is_documents) {
+        (Some(ids), true) => {
+            fits("ids_kv", ids, DType::I32, dense([batch, keys]))?;
+            starts_at(4, "ids_kv", ids)?;
+        }
+        (None, true) => return Err("documents have no ids_kv".into()),
+        (ids, false) => absent("ids_kv", ids.is_some(), "the source is no documents")?,
+    }
+    let numbers = |what: &str| match &operands.source {
+        Some(source) => {
+            fits("source", source, DType::I32, dense([batch, queries]))?;
+            starts_at(4, "source", source)
+        }
+        None => Err(format!("{what} have no source")),
+    };
+    let nothing = || absent("source", operands.source.is_some(), "a pattern has no tensor");
+    match (p.source_kind, &operands.source) {
+        (BLOCKFLASH_PAIRS_BOOL, Some(source)) => {
+            fits("source", source, DType::U8, dense([batch, heads, queries, keys]))
+        }
+        (BLOCKFLASH_PAIRS_RANGES, Some(source)) => {
+            let dims = dense([batch, heads, queries, 2 * i64::from(p.ranges)]);
+            fits("source", source, DType::I32, dims)?;
+            starts_at(4, "source", source)
+        }
+        (BLOCKFLASH_PAIRS_BOOL | BLOCKFLASH_PAIRS_RANGES, None) => {
+            Err("booleans and ranges have no source".into())
+        }
+        (BLOCKFLASH_PAIRS_DOCUMENTS, _) => numbers("documents"),
+        (BLOCKFLASH_PAIRS_TREE, _) => {
+            require(
+                queries <= keys,
+                format_args!("{keys} keys, fewer than the {queries} queries of trees"),
+            )?;
+            numbers("trees")
+        }
+        (BLOCKFLASH_PAIRS_STRIDED, _) => {
+            // Positions of the first and the last query, less the last and the first key.
+            let diagonal = i64::from(p.diagonal);
+            let ends = [diagonal - keys, diagonal + queries];
+            require(
+                (1..=LONGEST).contains(&p.stride)
+                    && ends.iter().all(|&end| i32::try_from(end).is_ok()),
+                format_args!(
+                    "a stride of {}, expected 1 to {LONGEST}, and distances from {} to {}",
+                    p.stride, ends[0], ends[1]
+                ),
+            )?;
+            nothing()
+        }
+        (BLOCKFLASH_PAIRS_NEIGHBORHOOD, _) => {
+            check_grid(p)?;
+            nothing()
+        }
+        (kind, _) => unknown(
+            "source_kind",
+            kind,
+            &[
+                BLOCKFLASH_PAIRS_BOOL,
+                BLOCKFLASH_PAIRS_RANGES,
+                BLOCKFLASH_PAIRS_DOCUMENTS,
+                BLOCKFLASH_PAIRS_TREE,
+                BLOCKFLASH_PAIRS_STRIDED,
+                BLOCKFLASH_PAIRS_NEIGHBORHOOD,
+            ],
+        ),
+    }
+}
+
+/// Checks the grid of a neighbourhood: the kernel divides by its numbers, and tokens are its
+/// positions.
+fn check_grid(p: &blockflash_block_bits_params) -> Fit {
+    let axes = usize::try_from(p.axes).unwrap_or(0);
+    require(
+        (1..=p.grid.len()).contains(&axes),
+        format_args!("axes is {}, expected 1 to {}", p.axes, p.grid.len()),
+    )?;
+    let mut tokens = 1i64;
+    for axis in 0..axes {
+        let [size, window, dilation] =
+            [p.grid[axis], p.window[axis], p.dilation[axis]].map(i64::from);
+        require(
+            window > 0 && dilation > 0 && window * dilation <= size,
+            format_args!("axis {axis} has {size} positions, a window of {window} × {dilation}"),
+        )?;
+        tokens = tokens.saturating_mul(size);
+    }
+    let lengths = [p.seqlen_q, p.seqlen_kv];
+    require(
+        lengths.iter().all(|&length| i64::from(length) == tokens),
+        format_args!("a grid of {tokens} tokens, but queries and keys are {lengths:?}"),
+    )
 }
 
 /// The sizes and strides of a contiguous tensor.

@@ -20,8 +20,6 @@ pub enum BlockMaskKernel {
     Bits {
         /// Tiles of 64 × 64 pairs that a block may have.
         max_tiles: u32,
-        /// Blocks of a CTA, neighbours in a row, where the source is ranges.
-        range_cols: u32,
     },
     /// `block_scores_sm80`: scores from the means of queries and keys.
     Scores {
@@ -35,7 +33,7 @@ pub enum BlockMaskKernel {
 const KERNELS: [BlockMaskKernel; 5] = [
     BlockMaskKernel::Build { slab_rows: 16 },
     BlockMaskKernel::Transpose { slab_rows: 128, chunk_cols: 8192 },
-    BlockMaskKernel::Bits { max_tiles: 16, range_cols: 8 },
+    BlockMaskKernel::Bits { max_tiles: 16 },
     BlockMaskKernel::Scores { dtype: DType::F16, tile: 64 },
     BlockMaskKernel::Scores { dtype: DType::BF16, tile: 64 },
 ];
@@ -58,7 +56,7 @@ impl Family for BlockMaskKernel {
         match self {
             Self::Build { slab_rows } => format!("r{slab_rows}"),
             Self::Transpose { slab_rows, chunk_cols } => format!("r{slab_rows}_c{chunk_cols}"),
-            Self::Bits { max_tiles, range_cols } => format!("t{max_tiles}_c{range_cols}"),
+            Self::Bits { max_tiles } => format!("t{max_tiles}"),
             Self::Scores { dtype, tile } => format!("{dtype}_t{tile}"),
         }
     }
@@ -82,10 +80,9 @@ impl Family for BlockMaskKernel {
                 define("VARIANT_TRANSPOSE_COLS", chunk_cols);
                 define("VARIANT_MIN_BLOCKS", 3);
             }
-            Self::Bits { max_tiles, range_cols } => {
+            Self::Bits { max_tiles } => {
                 define("VARIANT_MAX_TILES", max_tiles);
-                define("VARIANT_RANGE_COLS", range_cols);
-                define("VARIANT_MIN_BLOCKS", 12);
+                define("VARIANT_MIN_BLOCKS", 7);
             }
             Self::Scores { dtype, tile } => {
                 define("VARIANT_DTYPE", dtype as u32);

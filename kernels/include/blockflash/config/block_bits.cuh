@@ -6,8 +6,7 @@
 namespace blockflash {
 
 struct BlockBitsConfig {
-  static constexpr int max_tiles = VARIANT_MAX_TILES;    // of 64 × 64 pairs, in a block
-  static constexpr int range_cols = VARIANT_RANGE_COLS;  // blocks of a CTA, where ranges are read
+  static constexpr int max_tiles = VARIANT_MAX_TILES;  // of 64 × 64 pairs, in a block
   static constexpr int threads = VARIANT_THREADS;
   static constexpr int smem_bytes = VARIANT_SMEM_BYTES;
 };
