@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import LlamaConfig, masking_utils
 
 import blockflash.transformers
@@ -375,3 +376,17 @@ def test_a_mask_that_changes_in_inference_mode() -> None:
             torch.testing.assert_close(o.transpose(1, 2), expected, rtol=1e-5, atol=1e-5)
             mask[..., KEYS // 2 :] = True
     assert blockflash.stats()["transformers"] == _stats.Calls(2, {})
+
+
+def test_dense_masks_in_graphs_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are added to the scores by our kernels, as fake tensors show without a GPU."""
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    before = blockflash.stats()["transformers"].kernel
+    with FakeTensorMode(), torch.no_grad():
+        half = {"device": "cuda", "dtype": torch.bfloat16}
+        q, k = torch.empty(2, 4, 16, 64, **half), torch.empty(2, 2, KEYS, 64, **half)
+        shown = torch.empty(2, 1, 16, KEYS, device="cuda", dtype=torch.bool)
+        for mask in (shown, torch.empty_like(shown, dtype=torch.bfloat16)):
+            o, _ = block_attention(torch.nn.Module(), q, k, k, mask)
+            assert (o.shape, o.device.type) == ((2, 16, 4, 64), "cuda")
+    assert blockflash.stats()["transformers"].kernel == before + 2

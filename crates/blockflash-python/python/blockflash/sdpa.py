@@ -52,11 +52,12 @@ def activate_sdpa(device: Literal["cuda", "cpu"] = "cuda") -> Activation:
     """Lets `torch.nn.functional.scaled_dot_product_attention` run on blockflash.
 
     Forward and backward are ours wherever torch selects its flash backend, and with an `attn_mask`
-    (bool or added to scores, which has a gradient then) whichever backend torch selects.
+    (bool or added to scores, which has a gradient then) whichever backend torch selects; in graphs
+    of `torch.compile` on a GPU, where torch selects its efficient backend.
     On `"cuda"` torch selects its flash backend for f16 and bf16, head_dim up to 256, no mask, and
     with `is_causal` equal lengths of query and key. Any other call without a mask runs on another
-    backend of torch, as before. What comes to blockflash and has no kernel, such as dropout and so
-    far masks on a GPU, runs on torch's own kernel, with a warning once for each reason. With
+    backend of torch, as before. What comes to blockflash and has no kernel, such as dropout, runs
+    on torch's own kernel, with a warning once for each reason. With
     `torch.nn.attention.sdpa_kernel(SDPBackend.MATH)` it is torch's alone.
     On Hopper torch prefers cuDNN to flash, so cuDNN's attention is switched off meanwhile.
     `torch.nn.attention.varlen` stays torch's. On `"cpu"` torch selects its flash backend for f64,

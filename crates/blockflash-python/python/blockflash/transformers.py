@@ -127,8 +127,6 @@ def _refusal(
         return f"there is no kernel for head_dim {widest}, which is above 256"
     if key.shape[0] != query.shape[0]:
         return "queries and keys have different batches"
-    if device == "cuda" and isinstance(mask, Tensor) and torch.compiler.is_compiling():
-        return "a graph is traced, in which a dense mask stays one for SDPA"
     if not (isinstance(mask, Mask) and mask.cached):
         return None
     tensors = (query, key, value, *others)
