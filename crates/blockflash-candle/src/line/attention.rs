@@ -1,13 +1,14 @@
 use super::backward;
 use super::candle_core::backend::BackendStorage;
 use super::candle_core::{
-    CpuStorage, CustomOp1, CustomOp3, Layout, Result, Shape, Storage, Tensor, bail,
+    CpuStorage, CustomOp1, CustomOp2, CustomOp3, Layout, Result, Shape, Storage, Tensor, bail,
 };
 use super::error::refused;
 use super::memory::{Operand, Place, Source, dtype_of, tensor};
 use super::options::Options;
 use blockflash_ops::{BlockMask, DType, Mask, Scores};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock};
+use std::thread::{self, ThreadId};
 
 #[cfg(feature = "cuda")]
 use super::candle_core::CudaStorage;
@@ -33,8 +34,8 @@ use super::candle_core::CudaStorage;
 /// f32, too, and any of these. [`blockflash_ops::Attention`] says what is promised about precision,
 /// NaN and queries that attend nothing.
 ///
-/// Gradients of q, k and v are computed by candle's `backward`; on a GPU a block mask needs its
-/// [transpose](BlockMask::with_transpose) for that.
+/// Gradients of q, k, v and the bias are computed by candle's `backward`; on a GPU a block mask
+/// needs its [transpose](BlockMask::with_transpose) for that.
 #[derive(Clone, Copy, Debug)]
 pub struct Attention<'a> {
     /// Queries.
@@ -43,7 +44,9 @@ pub struct Attention<'a> {
     pub k: &'a Tensor,
     /// Values, in the shape of the keys but for their own `head_dim`, which is that of the output.
     pub v: &'a Tensor,
-    /// What happens to a score. A sink has no gradient: one that needs it is an error.
+    /// What happens to a score. The gradient of a bias has its shape: it is summed over the axes
+    /// along which it is broadcast. Sinks and slopes of ALiBi have none: one that needs it is an
+    /// error.
     pub scores: Scores<&'a Tensor>,
     /// Makes the batch variable-length.
     pub cu_seqlens: Option<Packed<'a>>,
@@ -76,7 +79,8 @@ impl<'a> Attention<'a> {
     /// rows that belong to no sequence are 0.
     ///
     /// # Errors
-    /// Those of [`blockflash_ops::Attention::forward`], as text; a sink that needs a gradient.
+    /// Those of [`blockflash_ops::Attention::forward`], as text; a sink or slopes that need a
+    /// gradient.
     pub fn forward(&self) -> Result<Tensor> {
         Ok(self.run(false)?.0)
     }
@@ -99,13 +103,21 @@ impl<'a> Attention<'a> {
     }
 
     fn run(&self, with_lse: bool) -> Result<(Tensor, Option<Tensor>)> {
-        if let Some((name, _)) = self.scores.tensors().find(|(_, tensor)| tensor.track_op()) {
+        let mut tracked = self.scores.tensors().filter(|(_, tensor)| tensor.track_op());
+        if let Some((name, _)) = tracked.find(|&(name, _)| name != "bias") {
             bail!("the {name} of attention has no gradient: detach it");
         }
-        let tracked = [self.q, self.k, self.v].iter().any(|tensor| tensor.track_op());
+        let qkv = [self.q, self.k, self.v];
+        let bias = self.scores.bias.filter(|bias| bias.track_op());
+        let tracked = bias.is_some() || qkv.iter().any(|tensor| tensor.track_op());
         let lse = (with_lse || tracked).then(|| Arc::new(OnceLock::new()));
-        let call = Call { options: self.options(), lse: lse.clone() };
-        let o = self.q.apply_op3(self.k, self.v, call)?;
+        let (options, ahead) = (self.options(), Arc::new(Ahead::default()));
+        let call = Call { options: options.clone(), lse: lse.clone(), ahead: ahead.clone() };
+        let mut o = self.q.apply_op3(self.k, self.v, call)?;
+        if let (Some(bias), Some(lse)) = (bias, &lse) {
+            let qkv = qkv.map(Tensor::clone);
+            o = o.apply_op2(bias, OfBias { options, qkv, lse: lse.clone(), ahead })?;
+        }
         Ok((o, lse.and_then(|lse| lse.get().cloned())))
     }
 
@@ -127,6 +139,26 @@ struct Call {
     options: Options,
     /// Where the log-sum-exp goes; `None` does not compute it.
     lse: Option<Arc<OnceLock<Tensor>>>,
+    ahead: Arc<Ahead>,
+}
+
+/// Gradients of q, k and v that the node of the bias has computed together with its own, and the
+/// thread that did: `backward` visits that node first. Another thread that differentiates the same
+/// graph has another gradient of the output, so it must not take them.
+#[derive(Default)]
+struct Ahead(Mutex<Option<(ThreadId, [Tensor; 3])>>);
+
+impl Ahead {
+    fn put(&self, gradients: [Tensor; 3]) {
+        if let Ok(mut place) = self.0.lock() {
+            *place = Some((thread::current().id(), gradients));
+        }
+    }
+
+    fn take(&self) -> Option<[Tensor; 3]> {
+        let own = |(thread, _): &mut (ThreadId, _)| *thread == thread::current().id();
+        Some(self.0.lock().ok()?.take_if(own)?.1)
+    }
 }
 
 impl Call {
@@ -216,8 +248,65 @@ impl CustomOp3 for Call {
         let Some(lse) = self.lse.as_ref().and_then(|lse| lse.get()) else {
             bail!("attention was computed without its log-sum-exp");
         };
-        let [dq, dk, dv] = backward::gradients(&self.options, [q, k, v], [o, lse, d_o])?;
+        let [dq, dk, dv] = match self.ahead.take() {
+            Some(gradients) => gradients,
+            None => backward::gradients(&self.options, [q, k, v], [o, lse, d_o], None)?.0,
+        };
         Ok((Some(dq), Some(dk), Some(dv)))
+    }
+}
+
+/// The output again, as a node that has the bias: nodes of candle have up to three tensors.
+struct OfBias {
+    options: Options,
+    qkv: [Tensor; 3],
+    lse: Arc<OnceLock<Tensor>>,
+    ahead: Arc<Ahead>,
+}
+
+impl CustomOp2 for OfBias {
+    fn name(&self) -> &'static str {
+        "blockflash-attention-bias"
+    }
+
+    fn cpu_fwd(
+        &self,
+        o: &CpuStorage,
+        layout: &Layout,
+        _: &CpuStorage,
+        _: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
+        Ok((o.try_clone(layout)?, layout.shape().clone()))
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(
+        &self,
+        o: &CudaStorage,
+        layout: &Layout,
+        _: &CudaStorage,
+        _: &Layout,
+    ) -> Result<(CudaStorage, Shape)> {
+        Ok((o.try_clone(layout)?, layout.shape().clone()))
+    }
+
+    fn bwd(
+        &self,
+        o: &Tensor,
+        bias: &Tensor,
+        _: &Tensor,
+        d_o: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>)> {
+        let Some(lse) = self.lse.get() else {
+            bail!("attention was computed without its log-sum-exp");
+        };
+        let qkv = self.qkv.each_ref();
+        let (gradients, dbias) =
+            backward::gradients(&self.options, qkv, [o, lse, d_o], Some(bias))?;
+        if qkv.iter().any(|tensor| tensor.track_op()) {
+            self.ahead.put(gradients);
+        }
+        Ok((Some(d_o.clone()), dbias))
     }
 }
 

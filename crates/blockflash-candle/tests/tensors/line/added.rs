@@ -5,7 +5,8 @@ use super::blockflash_candle::{
     flash_attn_alibi_windowed_softcap, flash_attn_varlen_alibi, flash_attn_varlen_alibi_windowed,
     flash_attn_varlen_alibi_windowed_softcap, token_mask, v3,
 };
-use super::candle_core::{D, DType, Device, Result, Tensor, Var};
+use super::candle_core::backprop::GradStore;
+use super::candle_core::{D, DType, Device, Error, Result, Tensor, Var};
 use super::harness::{normal, normal_on};
 
 const SCALE: f32 = 0.25;
@@ -105,18 +106,79 @@ fn alibi_of_packed_sequences() -> Result<()> {
     close(&o, &expected(left, 2.0)?)
 }
 
+/// The sum of the output times a direction.
+fn loss(call: &Attention<'_>, direction: &Tensor) -> Result<Tensor> {
+    (call.forward()? * direction)?.sum_all()
+}
+
 #[test]
-fn a_bias_and_its_refused_gradient() -> Result<()> {
+fn a_bias_and_its_gradient() -> Result<()> {
     let new = |seqlen: usize| normal(&[2, seqlen, 4, 16], DType::F32);
-    let (q, k, v) = (new(11)?, new(30)?, new(30)?);
-    let bias = normal_on(&Device::Cpu, &[1, 4, 11, 30], DType::F32)?;
-    let scores =
-        |bias| Scores { bias: Some(bias), softmax_scale: Some(SCALE), ..Scores::default() };
-    let call = Attention { scores: scores(&bias), ..Attention::new(&q, &k, &v) };
-    close(&call.forward()?, &plain(&q, &k, &v, &bias, 0.0)?)?;
-    let bias = Var::from_tensor(&bias)?;
-    let call = Attention { scores: scores(&bias), ..Attention::new(&q, &k, &v) };
-    assert!(call.forward().unwrap_err().to_string().contains("the bias of attention"));
+    let (q, k, v, direction) = (new(11)?, new(30)?, new(30)?, new(11)?);
+    let qkv = [&q, &k, &v].map(Var::from_tensor);
+    let [q, k, v] = qkv;
+    let (q, k, v) = (q?, k?, v?);
+    for shape in [[2, 4, 11, 30], [1, 4, 11, 30], [2, 1, 1, 30], [1, 1, 11, 1], [1, 1, 1, 1]] {
+        let bias = Var::from_tensor(&normal_on(&Device::Cpu, &shape, DType::F32)?)?;
+        let scores = Scores {
+            bias: Some(bias.as_tensor()),
+            softmax_scale: Some(SCALE),
+            ..Scores::default()
+        };
+        let call = Attention { scores, ..Attention::new(&q, &k, &v) };
+        let expected = plain(&q, &k, &v, &bias, 0.0)?;
+        close(&call.forward()?, &expected)?;
+        let (found, expected) =
+            (loss(&call, &direction)?.backward()?, (expected * &direction)?.sum_all()?.backward()?);
+        let of = |grads: &GradStore, name: &str, tensor: &Tensor| match grads.get(tensor) {
+            Some(gradient) => Ok(gradient.clone()),
+            None => Err(Error::Msg(format!("{name} has no gradient")).bt()),
+        };
+        for (name, of_what) in [("q", &q), ("k", &k), ("v", &v), ("bias", &bias)] {
+            let [found, expected] = [&found, &expected].map(|grads| of(grads, name, of_what));
+            let (found, expected) = (found?, expected?);
+            assert_eq!(found.dims(), of_what.dims(), "{name}");
+            let scale = expected.abs()?.flatten_all()?.max(0)?.to_scalar::<f32>()?.max(1.0);
+            close(&(found / f64::from(scale))?, &(expected / f64::from(scale))?)?;
+        }
+        // Again, and of the bias alone.
+        let again = loss(&call, &direction)?.backward()?;
+        close(&of(&again, "bias", &bias)?, &of(&found, "bias", &bias)?)?;
+        let (q, k, v) = (q.detach(), k.detach(), v.detach());
+        let alone = Attention { scores, ..Attention::new(&q, &k, &v) };
+        let alone = loss(&alone, &direction)?.backward()?;
+        close(&of(&alone, "bias", &bias)?, &of(&found, "bias", &bias)?)?;
+        assert!(alone.get(&q).is_none());
+    }
+    let slopes = Var::from_tensor(&Tensor::new(&[1f32, 0.5, 0.25, 0.0], &Device::Cpu)?)?;
+    let scores = Scores { alibi: Some(slopes.as_tensor()), ..Scores::default() };
+    let call = Attention { scores, ..Attention::new(&q, &k, &v) };
+    assert!(call.forward().unwrap_err().to_string().contains("the alibi of attention"));
+    Ok(())
+}
+
+/// Differences of the loss along a direction in the bias, and the gradient along it.
+#[test]
+fn the_gradient_of_a_bias_is_that_of_differences() -> Result<()> {
+    let new = |seqlen: usize| normal(&[2, seqlen, 4, 16], DType::F32);
+    let (q, k, v, direction) = (new(11)?, new(30)?, new(30)?, new(11)?);
+    for shape in [[2, 4, 11, 30], [1, 4, 1, 30]] {
+        let [bias, along] = [0, 1].map(|_| normal_on(&Device::Cpu, &shape, DType::F32));
+        let (bias, along) = (bias?, along?);
+        let at = |bias: &Tensor| -> Result<Tensor> {
+            let scores = Scores { bias: Some(bias), ..Scores::default() };
+            loss(&Attention { scores, ..Attention::new(&q, &k, &v) }, &direction)
+        };
+        let step = 1e-2;
+        let moved = |by: f64| at(&(&bias + (&along * by)?)?)?.to_scalar::<f32>();
+        let difference = f64::from(moved(step)? - moved(-step)?) / (2.0 * step);
+        let bias = Var::from_tensor(&bias)?;
+        let gradients = at(&bias)?.backward()?;
+        let gradient = gradients.get(&bias).map(|of| (of * &along)?.sum_all());
+        let gradient =
+            f64::from(gradient.transpose()?.map_or(Ok(0.0), |of| of.to_scalar::<f32>())?);
+        assert!((gradient - difference).abs() < 2e-2 * difference.abs().max(1.0));
+    }
     Ok(())
 }
 
