@@ -1,6 +1,7 @@
 //! Reproducible inputs: the same seed gives the same values, whatever the number of threads.
 
 use crate::io::{Array, Scalar};
+use blockflash_ops::{E4M3, E5M2};
 use blockflash_sys::DType;
 use half::{bf16, f16};
 use rand::rngs::SmallRng;
@@ -11,8 +12,11 @@ use rayon::prelude::*;
 /// Elements that one generator makes.
 const PIECE: usize = 1 << 14;
 
-/// An array of N(0, 1) values. `lane` separates the tensors that are made from one seed; `progress`
-/// is told how many elements are done, piece by piece.
+/// Steps of i8 that stand for 1.
+pub const I8_STEPS: f32 = 32.0;
+
+/// An array of N(0, 1) values, of i8 times [`I8_STEPS`]. `lane` separates the tensors that are made
+/// from one seed; `progress` is told how many elements are done, piece by piece.
 ///
 /// # Errors
 /// The number of bytes needed, if they cannot be had, or `u64::MAX` if it cannot be counted.
@@ -33,6 +37,9 @@ pub fn normal(
         DType::F32 => Array::new(shape, fill::<f32>(count, seed, lane, &progress)?),
         DType::I32 => Array::new(shape, fill::<i32>(count, seed, lane, &progress)?),
         DType::U8 => Array::new(shape, fill::<u8>(count, seed, lane, &progress)?),
+        DType::E4M3 => Array::new(shape, fill::<E4M3>(count, seed, lane, &progress)?),
+        DType::E5M2 => Array::new(shape, fill::<E5M2>(count, seed, lane, &progress)?),
+        DType::I8 => Array::new(shape, fill::<i8>(count, seed, lane, &progress)?),
         _ => None,
     };
     array.ok_or(u64::MAX)
@@ -49,7 +56,9 @@ fn fill<T: Scalar>(
     values.resize(count, T::default());
     values.par_chunks_mut(PIECE).enumerate().for_each(|(piece, values)| {
         let mut generator = generator(seed, lane, piece as u64);
-        values.iter_mut().for_each(|value| *value = T::from_f32(generator.sample(StandardNormal)));
+        let steps = if T::DTYPE == DType::I8 { I8_STEPS } else { 1.0 };
+        let mut drawn = || steps * generator.sample::<f32, _>(StandardNormal);
+        values.iter_mut().for_each(|value| *value = T::from_f32(drawn()));
         progress(values.len() as u64);
     });
     Ok(values)

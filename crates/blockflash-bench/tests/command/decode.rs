@@ -20,6 +20,9 @@ fn options_are_right_against_the_reference() {
         "2x0x2x16 --seqlen-kv 0",
         "2x3x4x16 --kv-heads 2 --seqlen-kv 64 --seqused-kv 64,9 --alibi",
         "2x3x4x16 --seqlen-kv 96 --page-size 32 --seqused-kv 33,3 --bias random --dtype f32",
+        "2x3x4x32 --kv-heads 2 --seqlen-kv 96 --page-size 16 --kv-dtype e4m3 --seqused-kv 33,96",
+        "2x1x4x16 --seqlen-kv 96 --kv-dtype e5m2 --dtype bf16 --k-scale 0.5",
+        "2x2x4x16 --kv-heads 1 --seqlen-kv 64 --kv-dtype i8 --window 20,0",
     ] {
         folder.right("cpu", &format!("attention-decode --random {options}"));
     }
@@ -156,6 +159,10 @@ fn mistakes_are_named() {
             ("--random 1x1x4x8 --page-size 16 --select-pages 1", "2.."),
             ("--random 1x1x4x8 --page-size 16 --summaries mean", "--select-pages"),
             ("--random 1x1x4x8 --page-size 16 --pages p.npy", "--select-pages"),
+            ("--random 1x1x4x8 --k-scale 2", "--kv-dtype"),
+            ("--random 1x1x4x8 --kv-dtype i8 --v-scale 0", "greater than 0"),
+            ("--random 1x1x4x8 --kv-dtype f16", "e4m3"),
+            ("--random 1x1x4x8 --page-size 16 --select-pages 2 --kv-dtype e4m3", "cache.k is e4m3"),
         ],
     );
 }

@@ -49,6 +49,9 @@ pub struct DecodeShape {
     pub window: Option<usize>,
     /// Element type of q, the cache and o.
     pub dtype: DType,
+    /// Element type of the cache if that holds codes, with a scale for each sequence and head.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub kv_dtype: Option<DType>,
 }
 
 /// How many of its `seqlen_kv` keys each sequence has.
@@ -98,7 +101,7 @@ impl DecodeShape {
 
     /// Bytes of a key and its value of all heads.
     fn pair_bytes(&self) -> usize {
-        self.num_heads_kv * self.head_dims.sum() * self.dtype.size()
+        self.num_heads_kv * self.head_dims.sum() * self.kv_dtype.unwrap_or(self.dtype).size()
     }
 
     /// Bytes of the keys and values that a launch reads.
@@ -106,15 +109,15 @@ impl DecodeShape {
         self.pair_bytes() * self.seen().sum::<usize>()
     }
 
-    /// The data of a case: arrays by `draw`, from a name, a shape and the random stream of the
-    /// seed.
+    /// The data of a case: arrays by `draw`, from a name, a shape, an element type and the random
+    /// stream of the seed.
     ///
     /// # Errors
     /// Those of `draw`.
     pub fn data<E: From<Error>>(
         &self,
         seed: u64,
-        draw: impl Fn(&'static str, &[usize], u64) -> Result<Array, E>,
+        draw: impl Fn(&'static str, &[usize], DType, u64) -> Result<Array, E>,
     ) -> Result<DecodeData, E> {
         let Self { batch, seqlen_q, seqlen_kv, num_heads_q, num_heads_kv, head_dims, .. } = *self;
         let page_size = self.page_size.unwrap_or(seqlen_kv);
@@ -130,10 +133,18 @@ impl DecodeShape {
             some
         };
         let lengths = || self.lengths().into_iter().map(|length| length as i32).collect::<Vec<_>>();
+        let of_kv = self.kv_dtype.unwrap_or(self.dtype);
+        let unit = if of_kv == DType::I8 { 1.0 / random::I8_STEPS } else { 1.0 };
+        let scale = |lane: u64| {
+            let normals = random::normals(batch * num_heads_kv, seed.wrapping_add(lane));
+            let scales = normals.into_iter().map(|x| unit * (x / 4.0).exp()).collect();
+            Array::new::<f32>(&[batch, num_heads_kv], scales)
+        };
         Ok(DecodeData {
-            q: draw("q", &[batch, seqlen_q, num_heads_q, head_dims.qk], 0)?,
-            k: draw("k", &kv(head_dims.qk), 1)?,
-            v: draw("v", &kv(head_dims.v), 2)?,
+            q: draw("q", &[batch, seqlen_q, num_heads_q, head_dims.qk], self.dtype, 0)?,
+            k: draw("k", &kv(head_dims.qk), of_kv, 1)?,
+            v: draw("v", &kv(head_dims.v), of_kv, 2)?,
+            scales: [1, 2].map(|lane| self.kv_dtype.and_then(|_| scale(lane))),
             pages,
             block_table: self.page_size.map(|_| table()).transpose()?,
             seqused_kv: (self.fill != Fill::Full).then(|| lengths().into()),
@@ -158,11 +169,13 @@ impl Fields for DecodeShape {
         fill: Fill::Full,
         window: None,
         dtype: DType::F16,
+        kv_dtype: None,
     };
 
     /// `decode_b8_q1_kv8192_h32kv8_d128_contiguous_full_bf16`,
     /// `decode_b1_q1_kv131072_h32kv8_d128_page64top32_equal_bf16`,
-    /// `decode_b8_q1_kv8192_h64kv8_d64_contiguous_full_window128_bf16`.
+    /// `decode_b8_q1_kv8192_h64kv8_d64_contiguous_full_window128_bf16`,
+    /// `decode_b8_q1_kv8192_h32kv8_d128_page64_equal_bf16_e4m3_bf16`.
     fn fields(&mut self, id: &mut Id<'_>) -> Option<()> {
         id.word("decode")?;
         id.field("b", &mut self.batch)?;
@@ -179,8 +192,21 @@ impl Fields for DecodeShape {
         if id.has("window", self.window.is_some()) {
             id.field("window", self.window.get_or_insert(0))?;
         }
-        id.name(&mut self.dtype)
+        id.name(&mut self.dtype)?;
+        if id.has_value(self.kv_dtype.is_some(), |part| code_of(part).is_some()) {
+            let (name, of) =
+                (|code: &Option<DType>| code.map_or("", DType::name).to_owned(), code_of);
+            id.part(&mut self.kv_dtype, name, |part| of(part).map(Some))?;
+            let mut of_o = self.dtype;
+            id.name(&mut of_o)?;
+            return (of_o == self.dtype).then_some(());
+        }
+        Some(())
     }
+}
+
+fn code_of(part: &str) -> Option<DType> {
+    [DType::E4M3, DType::E5M2, DType::I8].into_iter().find(|code| code.name() == part)
 }
 
 /// `contiguous`, `page64` or `page64top32`.
@@ -223,6 +249,9 @@ impl Shape for DecodeShape {
             }
             size => size.map(|size| seqlen_kv / size),
         };
+        if let Some(dtype) = self.kv_dtype.filter(|dtype| !dtype.is_code()) {
+            return Err(format!("kv_dtype is {dtype}, expected e4m3, e5m2 or i8"));
+        }
         if self.window == Some(0) || self.window.and(self.chosen).is_some() {
             return Err("a window has at least one key, and no pages are chosen in it".to_owned());
         }
@@ -285,19 +314,23 @@ impl Shape for DecodeShape {
             Fill::Power => ", unequal lengths",
         };
         let window = self.window.map_or(String::new(), |keys| format!(", window {keys}"));
-        format!("head_dim {}, {heads}, {queries}, {layout}{fill}{window}", self.head_dims)
+        let codes = self.kv_dtype.map_or(String::new(), |dtype| format!(", {dtype} cache"));
+        format!("head_dim {}, {heads}, {queries}, {layout}{fill}{window}{codes}", self.head_dims)
     }
 
     fn peer_case(&self, seed: u64, _folder: &Path) -> Result<PeerCase, PeerCaseError> {
         if self.head_dims.single().is_none() {
             return Err(PeerCaseError::OneHeadDim);
         }
+        if self.kv_dtype.is_some() {
+            return Err(PeerCaseError::OneDType);
+        }
         let lengths = (self.fill != Fill::Full).then(|| self.lengths());
         PeerCase::new(self.op(), &ForPeers { shape: self, lengths }, seed)
     }
 
     fn operands(&self, stream: &Stream, seed: u64) -> Result<Box<dyn Operands>> {
-        let draw = |_: &str, shape: &[usize], lane| normal(shape, self.dtype, seed, lane);
+        let draw = |_: &str, shape: &[usize], dtype, lane| normal(shape, dtype, seed, lane);
         let data = self.data(seed, draw)?;
         Ok(Box::new(DecodeOperands::new(self.mask().into(), data, false, stream)?))
     }
@@ -321,6 +354,7 @@ pub struct DecodeGrid {
     fill: Option<Vec<Fill>>,
     window: Option<usize>,
     dtype: Vec<DType>,
+    kv_dtype: Option<DType>,
     /// Which competitors the cases are measured with.
     #[serde(default)]
     pub peers: GridPeers,
@@ -332,7 +366,7 @@ impl DecodeGrid {
     /// # Errors
     /// One line that says which field is wrong.
     pub fn expand(&self) -> Result<Vec<Case>, String> {
-        let Self { num_heads_q, chosen, window, .. } = *self;
+        let Self { num_heads_q, chosen, window, kv_dtype, .. } = *self;
         let head_dims = head_dims(self.head_dim, self.head_dim_v);
         let num_heads_kv = heads_kv(num_heads_q, self.num_heads_kv)?;
         let sizes = self.page_size.as_ref();
@@ -344,7 +378,7 @@ impl DecodeGrid {
         each!(dtype in self.dtype, page_size in page_sizes, fill in fills, seqlen_q in queries,
             seqlen_kv in self.seqlen_kv, batch in self.batch => {
             let shape = DecodeShape { batch, seqlen_q, seqlen_kv, num_heads_q, num_heads_kv,
-                head_dims, page_size, chosen, fill, window, dtype };
+                head_dims, page_size, chosen, fill, window, dtype, kv_dtype };
             shape.check()?;
             if self.most_keys.is_none_or(|most| batch.saturating_mul(seqlen_kv) <= most) {
                 cases.push(shape.into());

@@ -33,6 +33,8 @@ pub struct DecodeData {
     pub k: Array,
     /// Shape of `k` but for the last size.
     pub v: Array,
+    /// Scales of keys and of values if they are codes, f32 `[1]` or `[batch, heads_kv]`.
+    pub scales: [Option<Array>; 2],
     /// Pages of the cache: more than `k` and `v` have if theirs are repeated.
     pub pages: usize,
     /// i32 `[batch, pages of a sequence]`.

@@ -64,6 +64,8 @@ struct Inputs {
     /// Keys and values, and how many pages they have, of which the host may have fewer.
     cache: [Placed; 2],
     pages: usize,
+    /// Scales of keys and of values.
+    scales: [Option<Placed>; 2],
     /// Further copies of keys and values.
     copies: Vec<[Tensor; 2]>,
     /// Block tables of a cache in pages: more than one if pages are chosen, so that the chosen ones
@@ -76,18 +78,20 @@ struct Inputs {
 
 impl Inputs {
     fn new(scores: Scores<Array>, data: DecodeData, stream: &Stream) -> Result<Self> {
-        let DecodeData { q, k, v, pages, block_table, seqused_kv, chosen: _, seed } = data;
+        let DecodeData { q, k, v, scales, pages, block_table, seqused_kv, chosen: _, seed } = data;
         let place = |array| Placed::new(array, stream);
         let cache = |host: Array| match host.shape().first() == Some(&pages) {
             true => place(host),
             false => Ok(Placed::with(repeated(&host, pages, stream)?, host)),
         };
+        let [k_scale, v_scale] = scales;
         let table = block_table.map(|table| table.upload(stream)).transpose()?;
         Ok(Self {
             scores: scores.try_map(|_, array| place(array))?,
             q: place(q)?,
             cache: [cache(k)?, cache(v)?],
             pages,
+            scales: [k_scale.map(place).transpose()?, v_scale.map(place).transpose()?],
             copies: Vec::new(),
             block_tables: table.into_iter().collect(),
             seed,
@@ -114,7 +118,10 @@ impl Inputs {
         let block_table = self.block_tables.get(launch % self.block_tables.len().max(1));
         let seqused_kv = self.lengths.as_ref().map(Placed::view).transpose()?;
         let block_table = block_table.map(Tensor::view);
-        Ok(KvCache { block_table, seqused_kv, ..KvCache::new(k, v) })
+        let [k_scale, v_scale] =
+            self.scales.each_ref().map(|scale| scale.as_ref().map(Placed::view).transpose());
+        let (k_scale, v_scale) = (k_scale?, v_scale?);
+        Ok(KvCache { block_table, seqused_kv, k_scale, v_scale, ..KvCache::new(k, v) })
     }
 
     /// Queries and cache of the launch with this number.
@@ -272,10 +279,16 @@ impl Operands for DecodeOperands {
         seed: u64,
         progress: Progress<'_>,
     ) -> Result<Vec<Comparison>> {
-        let (Inputs { scores, q, cache: [k, v], .. }, slots) = (&self.inputs, &self.slots);
+        let (Inputs { scores, q, cache: [k, v], scales: scales_of, .. }, slots) =
+            (&self.inputs, &self.slots);
         let problem = self.problem(None)?;
         let queries = vec![problem.attention.seqlen_q; self.counts.len()];
-        let [k, v] = [k, v].map(|cache| Rows::of_cache(cache.host(), slots));
+        let (of_q, counts) = (q.host().dtype(), &self.counts[..]);
+        let [k, v] = [(k, &scales_of[0]), (v, &scales_of[1])].map(|(cache, scale)| {
+            let rows = Rows::of_cache(cache.host(), slots);
+            let code = cache.host().dtype().is_code();
+            if code { rows.of_codes(of_q, scale.as_ref().map(Placed::host), counts) } else { rows }
+        });
         let (results, check) = match results {
             [results @ .., lists, summaries] if self.pages.selection().is_some() => {
                 let (q, counts) = (q.host(), &self.counts[..]);
@@ -336,55 +349,5 @@ fn by_heads(lse: &Array) -> Array {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::case::Case;
-    use blockflash_ops::Device;
-
-    #[test]
-    fn large_caches_repeat_their_pages() {
-        let stream = Device::cpu().stream().unwrap();
-        let drawn = super::super::operands::normal(&[3, 2, 1, 2], DType::F32, 0, 0).unwrap();
-        let (period, cache) = (drawn.to_f32(0..12), repeated(&drawn, 8, &stream).unwrap());
-        assert_eq!(cache.shape(), [8, 2, 1, 2]);
-        let values = cache.to_vec::<f32>(&stream).unwrap();
-        assert!(values.iter().zip(period.iter().cycle()).all(|(one, other)| one == other));
-    }
-
-    #[test]
-    fn what_cannot_be_drawn_is_no_case() {
-        for id in [
-            "decode_b2_q1_kv100_h4_d16_page16_full_bf16",
-            "decode_b2_q1_kv96_h4_d16_page16top7_full_bf16",
-            "decode_b2_q1_kv96_h4_d16_page16top2_power_bf16",
-            "decode_b2_q17_kv96_h4_d16_page16top2_full_bf16",
-            "decode_b2_q97_kv96_h4_d16_contiguous_full_bf16",
-            "decode_b0_q1_kv96_h4_d16_contiguous_full_bf16",
-            "decode_b2_q1_kv96_h4_d16_contiguous_full_window0_bf16",
-            "decode_b2_q1_kv96_h4_d16_page16top2_full_window8_bf16",
-        ] {
-            assert!(id.parse::<Case>().is_err(), "{id}");
-        }
-    }
-
-    #[test]
-    fn work_counts_what_is_read() {
-        let work = |id: &str| id.parse::<Case>().unwrap().work();
-        let row = (2 * 2 * 16 * 2) as f64; // a key and a value of two heads
-        let queries = |count: usize| (2 * count * 4 * 16 * 2) as f64;
-        let full = work("decode_b2_q1_kv96_h4kv2_d16_contiguous_full_bf16");
-        assert_eq!(full.bytes, 192.0 * row + queries(2));
-        assert_eq!((full.flops, full.exps), (4.0 * 192.0 * 4.0 * 16.0, 192.0 * 4.0));
-        // 96 / 3, 96 / 2 and 96 keys; each of two queries.
-        let power = work("decode_b3_q2_kv96_h4kv2_d16_page16_power_bf16");
-        assert_eq!(power.bytes, 176.0 * row + queries(6));
-        assert_eq!(power.exps, (2.0 * 176.0 - 3.0) * 4.0);
-        // Two queries see 8 keys each, and 9 together; of a sequence of 5 keys, 4 and 5.
-        let window = work("decode_b2_q2_kv96_h4kv2_d16_contiguous_full_window8_bf16");
-        assert_eq!((window.bytes, window.exps), (18.0 * row + queries(4), 32.0 * 4.0));
-        let short = work("decode_b1_q2_kv5_h4kv2_d16_contiguous_full_window8_bf16");
-        assert_eq!((short.bytes, short.exps), (5.0 * row + queries(2), 9.0 * 4.0));
-        let chosen = work("decode_b2_q1_kv96_h4kv2_d16_page16top2_full_bf16");
-        assert_eq!(chosen.bytes, 64.0 * row + queries(2));
-    }
-}
+#[path = "decode_operands_tests.rs"]
+mod tests;

@@ -12,6 +12,16 @@ pub(super) struct Rows<'a> {
     shape: [usize; 3],
     /// Where each row is stored; `None`: all of them in their order.
     slots: Option<&'a [usize]>,
+    codes: Option<Codes>,
+}
+
+/// What rows of codes are multiplied with.
+#[derive(Debug)]
+struct Codes {
+    /// The type by which the oracle judges what is computed of them: codes are exact in it.
+    dtype: DType,
+    /// One for each row and head.
+    scales: Vec<f32>,
 }
 
 impl<'a> Rows<'a> {
@@ -26,12 +36,29 @@ impl<'a> Rows<'a> {
         Self::new(array, slots.len(), Some(slots))
     }
 
+    /// The same rows, of codes of sequences that have `counts` rows, times their scales, `[1]` or
+    /// `[batch, heads]`.
+    pub(super) fn of_codes(self, dtype: DType, scales: Option<&Array>, counts: &[usize]) -> Self {
+        let heads = self.shape[1];
+        let values = scales.map_or(vec![1.0], |scales| scales.to_f32(0..scales.len()));
+        let scale = |entry: usize, head: usize| match values.len() {
+            1 => values[0],
+            _ => values[entry * heads + head],
+        };
+        let of_entry = |(entry, &rows): (usize, &usize)| {
+            let row: Vec<f32> = (0..heads).map(|head| scale(entry, head)).collect();
+            row.repeat(rows)
+        };
+        let scales = counts.iter().enumerate().flat_map(of_entry).collect();
+        Self { codes: Some(Codes { dtype, scales }), ..self }
+    }
+
     fn new(array: &'a Array, rows: usize, slots: Option<&'a [usize]>) -> Self {
         let shape = match *array.shape() {
             [_, _, heads, head_dim] => [rows, heads, head_dim],
             _ => [0; 3],
         };
-        Self { array, shape, slots }
+        Self { array, shape, slots, codes: None }
     }
 }
 
@@ -41,7 +68,7 @@ impl Elements for Rows<'_> {
     }
 
     fn dtype(&self) -> DType {
-        self.array.dtype()
+        self.codes.as_ref().map_or_else(|| self.array.dtype(), |codes| codes.dtype)
     }
 
     fn to_f32(&self, Range { mut start, end }: Range<usize>) -> Vec<f32> {
@@ -56,7 +83,15 @@ impl Elements for Rows<'_> {
             let (row, column) = (start / width, start % width);
             let count = (width - column).min(end - start);
             let at = slots[row] * width + column;
-            values.extend(self.array.to_f32(at..at + count));
+            let found = self.array.to_f32(at..at + count).into_iter();
+            match &self.codes {
+                None => values.extend(found),
+                Some(Codes { scales, .. }) => values.extend(
+                    found
+                        .zip(column..)
+                        .map(|(x, column)| x * scales[row * heads + column / head_dim]),
+                ),
+            }
             start += count;
         }
         values
@@ -78,5 +113,11 @@ mod tests {
         assert_eq!(rows.to_f32(8..12), [20.0, 21.0, 22.0, 23.0]);
         assert!(rows.to_f32(8..13).is_empty());
         assert_eq!(Rows::of_queries(&array).shape(), [6, 2, 2]);
+        // Sequences of two rows and one, with two heads.
+        let scales = Array::new(&[2, 2], vec![2f32, 3.0, 5.0, 7.0]).unwrap();
+        let codes = Rows::of_cache(&array, &slots).of_codes(DType::BF16, Some(&scales), &[2, 1]);
+        assert_eq!(codes.dtype(), DType::BF16);
+        assert_eq!(codes.to_f32(2..6), [54.0, 57.0, 0.0, 2.0]);
+        assert_eq!(codes.to_f32(8..12), [100.0, 105.0, 154.0, 161.0]);
     }
 }

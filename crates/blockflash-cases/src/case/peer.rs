@@ -14,6 +14,9 @@ pub enum PeerCaseError {
     /// The protocol has one head dimension for q, k, v and o.
     #[error("one head_dim only")]
     OneHeadDim,
+    /// The protocol has one type for q and the cache.
+    #[error("one dtype only")]
+    OneDType,
     /// No competitor does this.
     #[error("ours only")]
     OursOnly,

@@ -74,6 +74,7 @@ const DECODE: DecodeShape = DecodeShape {
     fill: Fill::Power,
     window: Some(20),
     dtype: DType::BF16,
+    kv_dtype: None,
 };
 
 #[test]
@@ -108,6 +109,10 @@ fn ids_are_readable_and_can_be_read_back() {
             "mask_s1000_h4_b128_top3",
         ),
         (Case::AttentionDecode(DECODE), "decode_b3_q2_kv96_h8kv2_d64_page16_power_window20_bf16"),
+        (
+            Case::AttentionDecode(DecodeShape { kv_dtype: Some(DType::E4M3), ..DECODE }),
+            "decode_b3_q2_kv96_h8kv2_d64_page16_power_window20_bf16_e4m3_bf16",
+        ),
         (Case::BsrMatmul(BSR), "m8192_n1024_k8192_b64_d0.1_uniform_f16"),
         (Case::BsrMatmul(skewed), "m8192_n1024_k8192_b64_d0.0625_power_law_f16"),
     ] {

@@ -19,6 +19,9 @@ macro_rules! with {
             Values::F32($values) => $body,
             Values::I32($values) => $body,
             Values::U8($values) => $body,
+            Values::E4m3($values) => $body,
+            Values::E5m2($values) => $body,
+            Values::I8($values) => $body,
         }
     };
 }
@@ -161,6 +164,9 @@ impl Array {
             DType::F32 => Values::F32(tensor.to_array(stream)?),
             DType::I32 => Values::I32(tensor.to_array(stream)?),
             DType::U8 => Values::U8(tensor.to_array(stream)?),
+            DType::E4M3 => Values::E4m3(tensor.to_array(stream)?),
+            DType::E5M2 => Values::E5m2(tensor.to_array(stream)?),
+            DType::I8 => Values::I8(tensor.to_array(stream)?),
             found => return Err(blockflash_safe::Error::DType { expected: DType::F32, found }),
         }))
     }

@@ -1,3 +1,4 @@
+use blockflash_ops::{E4M3, E5M2};
 use blockflash_sys::DType;
 use half::{bf16, f16};
 use ndarray::ArrayD;
@@ -15,13 +16,16 @@ pub enum Stored {
     I32,
     I64,
     Bool,
+    E4m3,
+    E5m2,
+    I8,
 }
 
 impl Stored {
     /// Bytes of one element.
     pub const fn size(self) -> usize {
         match self {
-            Stored::Bool => 1,
+            Stored::Bool | Stored::E4m3 | Stored::E5m2 | Stored::I8 => 1,
             Stored::F16 | Stored::Bf16 => 2,
             Stored::F32 | Stored::I32 => 4,
             Stored::F64 | Stored::I64 => 8,
@@ -39,6 +43,9 @@ impl fmt::Display for Stored {
             Stored::I32 => "i32",
             Stored::I64 => "i64",
             Stored::Bool => "bool",
+            Stored::E4m3 => "e4m3",
+            Stored::E5m2 => "e5m2",
+            Stored::I8 => "i8",
         })
     }
 }
@@ -52,9 +59,12 @@ pub enum Values {
     F32(ArrayD<f32>),
     I32(ArrayD<i32>),
     U8(ArrayD<u8>),
+    E4m3(ArrayD<E4M3>),
+    E5m2(ArrayD<E5M2>),
+    I8(ArrayD<i8>),
 }
 
-/// Element type in memory: f16, bf16, f32, i32 or u8.
+/// Element type in memory: f16, bf16, f32, i32, u8, e4m3, e5m2 or i8.
 pub trait Scalar: blockflash_ops::Element + Default {
     /// Largest magnitude.
     const LIMIT: f64;
@@ -92,7 +102,29 @@ scalar!(bf16, Bf16, 3.3895313892515355e38, bf16::from_f32, bf16::from_f64, bf16:
 scalar!(f32, F32, f32::MAX as f64, |value| value, |value| value as f32, |value| value);
 scalar!(i32, I32, i32::MAX as f64, |value| value as i32, |value| value as i32, |value| value
     as f32);
+scalar!(E4M3, E4m3, E4M3::MAX as f64, E4M3::from_f32, |x| E4M3::from_f32(once(x)), E4M3::to_f32);
+scalar!(E5M2, E5m2, E5M2::MAX as f64, E5M2::from_f32, |x| E5M2::from_f32(once(x)), E5M2::to_f32);
+scalar!(
+    i8,
+    I8,
+    128.0,
+    |x: f32| x.round_ties_even() as i8,
+    |x: f64| x.round_ties_even() as i8,
+    f32::from
+);
 scalar!(u8, U8, u8::MAX as f64, |value| value as u8, |value| value as u8, f32::from);
+
+/// f32 with whose rounding to fewer bits `value` is rounded once: of an inexact one the last bit is
+/// set.
+fn once(value: f64) -> f32 {
+    let nearest = value as f32;
+    let (wide, magnitude) = (f64::from(nearest), nearest.abs().to_bits());
+    if wide == value || !nearest.is_finite() || value.is_nan() {
+        return nearest;
+    }
+    let toward_zero = if wide.abs() > value.abs() { magnitude - 1 } else { magnitude };
+    f32::from_bits(toward_zero | 1).copysign(nearest)
+}
 
 /// Why a piece of a file could not be converted.
 #[derive(Debug, PartialEq)]
@@ -111,9 +143,16 @@ pub(super) fn convert<T: Scalar>(
     out: &mut [T],
 ) -> Result<(), Refusal> {
     const PIECE: usize = 1 << 14;
-    let integers = matches!(stored, Stored::I32 | Stored::I64 | Stored::Bool);
-    // Nothing becomes u8: that has no room for negative numbers.
-    if integers != (T::DTYPE == DType::I32) || T::DTYPE == DType::U8 {
+    let integers = matches!(stored, Stored::I32 | Stored::I64 | Stored::Bool | Stored::I8);
+    let fits = match T::DTYPE {
+        DType::I32 => integers,
+        // Codes, of which other numbers are no multiples.
+        DType::I8 => stored == Stored::I8,
+        // It has no room for negative numbers.
+        DType::U8 => false,
+        _ => !integers,
+    };
+    if !fits {
         return Err(Refusal::Kind);
     }
     let pieces = out.par_chunks_mut(PIECE).zip(bytes.par_chunks(PIECE * stored.size())).enumerate();
@@ -135,6 +174,11 @@ fn convert_piece<T: Scalar>(stored: Stored, bytes: &[u8], out: &mut [T]) -> Resu
         Stored::F64 => each(bytes, out, f64::from_le_bytes, T::from_f64, |value| value),
         Stored::I32 => {
             each(bytes, out, i32::from_le_bytes, |value| T::from_f64(value.into()), f64::from)
+        }
+        Stored::E4m3 => each(bytes, out, |[b]| E4M3(b).to_f32(), T::from_f32, f64::from),
+        Stored::E5m2 => each(bytes, out, |[b]| E5M2(b).to_f32(), T::from_f32, f64::from),
+        Stored::I8 => {
+            each(bytes, out, i8::from_le_bytes, |value| T::from_f32(value.into()), f64::from)
         }
         Stored::Bool => {
             each(bytes, out, |[b]| b != 0, |value| T::from_f64(value.into()), f64::from)

@@ -25,4 +25,6 @@ pub use replace::{Replacement, destination, write_texts};
 pub use write::{Format, write, write_all};
 
 #[cfg(test)]
+mod code_tests;
+#[cfg(test)]
 mod tests;

@@ -63,6 +63,7 @@ pub(super) fn header(dtype: DType, shape: &[usize]) -> Result<Vec<u8>, Problem> 
         DType::F32 => "<f4",
         DType::I32 => "<i4",
         DType::U8 => "|u1",
+        DType::I8 => "|i1",
         other => {
             let what = format!("cannot hold {other}: .npy has no such type");
             return Err(Problem::Unsupported(what));
@@ -97,13 +98,15 @@ fn stored(descr: &str) -> Result<Stored, Problem> {
         "<i4" => Ok(Stored::I32),
         "<i8" => Ok(Stored::I64),
         "|b1" => Ok(Stored::Bool),
+        "|i1" => Ok(Stored::I8),
         // What NumPy writes for the bfloat16 of ml_dtypes: two bytes without a meaning.
         "<V2" | "|V2" => Err(Problem::Unsupported(
             "holds 2-byte items without a type: .npy has no bf16, save f32 or use .safetensors"
                 .to_owned(),
         )),
         _ => Err(Problem::Unsupported(format!(
-            "has the element type '{descr}'; supported are little-endian f2, f4, f8, i4, i8, and b1"
+            "has the element type '{descr}'; supported are little-endian f2, f4, f8, i4, i8, and \
+             b1, i1"
         ))),
     }
 }

@@ -3,6 +3,7 @@ use super::convert::{Refusal, Scalar, convert};
 use super::entry::Entry;
 use super::error::{Error, Problem, Result};
 use super::{npy, safetensors};
+use blockflash_ops::{E4M3, E5M2};
 use blockflash_sys::DType;
 use half::{bf16, f16};
 use ndarray::{ArrayD, IxDyn, ShapeBuilder};
@@ -84,7 +85,7 @@ impl TensorFile {
     }
 
     /// Reads a tensor and converts its elements to `dtype`: floating point to floating point,
-    /// integers and booleans to i32.
+    /// integers and booleans to i32, i8 also to i8.
     ///
     /// # Errors
     /// [`Problem::NoTensor`], [`Problem::Convert`], [`Problem::Overflow`] for a finite value beyond
@@ -97,6 +98,9 @@ impl TensorFile {
                 DType::F32 => self.values::<f32>(&entry),
                 DType::I32 => self.values::<i32>(&entry),
                 DType::U8 => self.values::<u8>(&entry),
+                DType::E4M3 => self.values::<E4M3>(&entry),
+                DType::E5M2 => self.values::<E5M2>(&entry),
+                DType::I8 => self.values::<i8>(&entry),
                 _ => Err(Problem::Unsupported(format!("cannot be read as {dtype}"))),
             },
             Err(problem) => Err(problem),

@@ -69,6 +69,9 @@ fn stored(dtype: Dtype) -> Result<Stored, String> {
         Dtype::I32 => Ok(Stored::I32),
         Dtype::I64 => Ok(Stored::I64),
         Dtype::BOOL => Ok(Stored::Bool),
+        Dtype::F8_E4M3 => Ok(Stored::E4m3),
+        Dtype::F8_E5M2 => Ok(Stored::E5m2),
+        Dtype::I8 => Ok(Stored::I8),
         other => Err(other.to_string()),
     }
 }
@@ -83,6 +86,9 @@ pub(super) fn header(tensors: &[(&str, &Array)]) -> Result<Vec<u8>, Problem> {
             DType::F32 => Dtype::F32,
             DType::I32 => Dtype::I32,
             DType::U8 => Dtype::U8,
+            DType::E4M3 => Dtype::F8_E4M3,
+            DType::E5M2 => Dtype::F8_E5M2,
+            DType::I8 => Dtype::I8,
             other => return Err(Problem::Unsupported(format!("cannot hold {other}"))),
         };
         let data_offsets = (begin, begin + array.bytes().len());

@@ -181,7 +181,7 @@ fn safetensors_refusals() {
             "truncated or damaged: the data of its tensors needs 516000000",
         ),
         (info("F32", "4294967296,4294967296", "0,8"), "overflow"),
-        (info("F8_E4M3", "8", "0,8"), "element type F8_E4M3"),
+        (info("U16", "4", "0,8"), "element type U16"),
         (info("F7", "8", "0,8"), "unknown variant `F7`"),
         (r#"{"dtype":"F32"}"#.to_owned(), "missing field"),
     ] {

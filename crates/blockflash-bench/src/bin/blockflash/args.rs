@@ -74,6 +74,24 @@ impl From<Float> for DType {
     }
 }
 
+/// Element types of caches of codes.
+#[derive(Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub enum Code {
+    E4m3,
+    E5m2,
+    I8,
+}
+
+impl From<Code> for DType {
+    fn from(code: Code) -> Self {
+        match code {
+            Code::E4m3 => DType::E4M3,
+            Code::E5m2 => DType::E5M2,
+            Code::I8 => DType::I8,
+        }
+    }
+}
+
 /// `2x1024x8x64`.
 pub fn sizes<const N: usize>(text: &str) -> std::result::Result<[usize; N], String> {
     let sizes: Option<Vec<usize>> =

@@ -2,10 +2,11 @@
 
 use crate::decode_args::Args;
 use crate::failure::{Result, bail, ensure};
-use crate::operand::{Source, StandIn, common_dtype, load_all, random};
+use crate::operand::{Source, StandIn, common_dtype, load_each, random};
 use crate::qkv_args::{o_bytes, with_tensors};
 use crate::run::Run;
 use blockflash_bench::case::{Chosen, DecodeData, DecodeOperands, DecodeShape, Fill};
+use blockflash_bench::io::Stored;
 use blockflash_bench::memory;
 use blockflash_ops::{AttentionDecode, DType, HeadDims, KvCache, Mask, Scores};
 use std::path::Path;
@@ -24,6 +25,12 @@ pub fn run(args: Args) -> Result<ExitCode> {
         Some(sizes) => drawn(&args, scores, sizes)?,
         None => read(&args, scores)?,
     };
+    let given = args.scales(data.k.dtype().is_code())?;
+    let [mut k_scale, mut v_scale] = data.scales;
+    for (scale, given) in [(&mut k_scale, given[0]), (&mut v_scale, given[1])] {
+        *scale = given.map_or(scale.take(), |given| Some(vec![given].into()));
+    }
+    let data = DecodeData { scales: [k_scale, v_scale], ..data };
     let seqused_kv = match &args.seqused_kv {
         Some(lengths) => Some(lengths.load("seqused_kv")?),
         None => None,
@@ -60,9 +67,12 @@ fn drawn(
     let dtype = args.qkv.dtype().unwrap_or(DType::F16);
     // The host notes where each key is stored, too.
     let places = memory::size(&[&k[..2]], size_of::<usize>());
-    let tensors = memory::size(&[&q, &k, &v, &o], dtype.size());
+    let kv_dtype = args.kv_dtype.map(DType::from);
+    let of_kv = kv_dtype.unwrap_or(dtype);
+    let tensors =
+        memory::size(&[&q, &o], dtype.size()).saturating_add(memory::size(&[&k, &v], of_kv.size()));
     memory::ensure("q, k, v and o", tensors.saturating_add(places))?;
-    refuse(scores, dtype, [&q, &k, &v], args.page_size.map(|_| [batch, pages]))?;
+    refuse(scores, [dtype, of_kv], [&q, &k, &v], args.page_size.map(|_| [batch, pages]))?;
     ensure!(i32::try_from(all).is_ok(), "there are too many pages");
     let shape = DecodeShape {
         batch,
@@ -76,9 +86,10 @@ fn drawn(
         fill: Fill::Full,
         window: None,
         dtype,
+        kv_dtype,
     };
     let seed = args.common.seed;
-    shape.data(seed, |what, shape: &[usize], lane| random(what, dtype, shape, seed, lane))
+    shape.data(seed, |what, shape: &[usize], dtype, lane| random(what, dtype, shape, seed, lane))
 }
 
 fn read(args: &Args, scores: Scores<&Path>) -> Result<DecodeData> {
@@ -89,7 +100,11 @@ fn read(args: &Args, scores: Scores<&Path>) -> Result<DecodeData> {
         "--kv-heads, --v-head-dim, --seqlen-kv and --page-size only apply to --random"
     );
     let sources = args.qkv.sources("BxQxHxD")?;
-    let dtype = common_dtype(args.qkv.dtype(), &sources)?;
+    let kv_dtype = args.kv_dtype.map(DType::from).or_else(|| codes(&sources));
+    // Beside codes, q has a type of its own.
+    let alike = if kv_dtype.is_some() { &sources[..1] } else { &sources[..] };
+    let dtype = common_dtype(args.qkv.dtype(), alike)?;
+    let of_kv = kv_dtype.unwrap_or(dtype);
     let o = o_bytes(&sources, dtype)?;
     let table = args.block_table.as_ref().map(|path| Source::open(path, "block_table"));
     let block_table = table.transpose()?.map(|source| source.load(DType::I32)).transpose()?;
@@ -97,27 +112,39 @@ fn read(args: &Args, scores: Scores<&Path>) -> Result<DecodeData> {
         block_table.as_ref().and_then(|table| <[usize; 2]>::try_from(table.shape()).ok());
     if block_table.is_none() == of_table.is_none() {
         let [q, k, v] = &sources;
-        refuse(scores, dtype, [q.shape()?, k.shape()?, v.shape()?], of_table)?;
+        refuse(scores, [dtype, of_kv], [q.shape()?, k.shape()?, v.shape()?], of_table)?;
     }
-    let [q, k, v] = load_all(sources, dtype, o)?;
+    let [q, k, v] = load_each(sources, [dtype, of_kv, of_kv], o)?;
     let &[pages, _, _, _] = k.shape() else {
         bail!("k is {:?}, expected four sizes: see --help", k.shape());
     };
     let (seqused_kv, chosen, seed) = (None, Chosen::All, args.common.seed);
-    Ok(DecodeData { q, k, v, pages, block_table, seqused_kv, chosen, seed })
+    let scales = [None, None];
+    Ok(DecodeData { q, k, v, scales, pages, block_table, seqused_kv, chosen, seed })
+}
+
+/// The type of a cache of codes in files.
+fn codes([_, k, v]: &[Source; 3]) -> Option<DType> {
+    let code = |source: &Source| match source.stored()? {
+        Stored::E4m3 => Some(DType::E4M3),
+        Stored::E5m2 => Some(DType::E5M2),
+        Stored::I8 => Some(DType::I8),
+        _ => None,
+    };
+    code(k).filter(|&of_k| code(v) == Some(of_k))
 }
 
 /// Refuses a call whose sizes or options do not fit before a tensor of it is drawn or read.
 fn refuse(
     scores: Scores<&Path>,
-    dtype: DType,
+    [dtype, of_kv]: [DType; 2],
     [q, k, v]: [&[usize]; 3],
     table: Option<[usize; 2]>,
 ) -> Result<()> {
     let shape = table.unwrap_or_default();
     let stand_in = StandIn::new;
     let (Some(q), Some(k), Some(v), Some(of_table)) =
-        (stand_in(dtype, q), stand_in(dtype, k), stand_in(dtype, v), stand_in(DType::I32, &shape))
+        (stand_in(dtype, q), stand_in(of_kv, k), stand_in(of_kv, v), stand_in(DType::I32, &shape))
     else {
         return Ok(());
     };

@@ -1,6 +1,6 @@
 //! Options of `blockflash attention-decode`.
 
-use crate::args::{Common, out_path, sizes};
+use crate::args::{Code, Common, out_path, sizes};
 use crate::failure::{Result, ensure};
 use crate::offsets::Offsets;
 use crate::outputs::Outputs;
@@ -16,6 +16,7 @@ Examples:
   blockflash attention-decode --input cache.safetensors --seqused-kv lengths.npy --out o.npy
   blockflash attention-decode --q q.npy --k pages_k.npy --v pages_v.npy --block-table table.npy \\
       --seqused-kv lengths.npy --window 1024,0 --out o.npy --lse lse.npy
+  blockflash attention-decode --random 8x1x32x128 --kv-heads 8 --kv-dtype e4m3 --check
   blockflash attention-decode --random 1x1x32x128 --kv-heads 8 --seqlen-kv 32768 --page-size 64 \\
       --select-pages 64 --check
 
@@ -42,6 +43,17 @@ pub struct Args {
     /// Divide a random cache into pages of this many keys, in a random order
     #[arg(long, value_name = "N")]
     pub page_size: Option<usize>,
+    /// Element type of the cache, whose elements are multiplied with scales [default: the type of
+    /// the files if they are of 8 bits, else the same as of q]
+    #[arg(long, value_name = "e4m3|e5m2|i8")]
+    pub kv_dtype: Option<Code>,
+    /// What keys of 8 bits are multiplied with [default: 1; drawn for each sequence and head of a
+    /// random cache]
+    #[arg(long, value_name = "SCALE")]
+    pub k_scale: Option<f32>,
+    /// What values of 8 bits are multiplied with [default: as for keys]
+    #[arg(long, value_name = "SCALE")]
+    pub v_scale: Option<f32>,
     /// Read the pages of each sequence, in the order of their keys, from a file (tensor
     /// `block_table`)
     #[arg(long, value_name = "FILE", conflicts_with = "random")]
@@ -87,6 +99,18 @@ pub enum Summaries {
 }
 
 impl Args {
+    /// The scales that are given, each for the whole cache.
+    pub fn scales(&self, codes: bool) -> Result<[Option<f32>; 2]> {
+        let given = [("--k-scale", self.k_scale), ("--v-scale", self.v_scale)];
+        for (name, scale) in given {
+            let Some(scale) = scale else { continue };
+            ensure!(codes, "{name} is for a cache of 8 bits: see --kv-dtype");
+            let fits = scale.is_finite() && scale > 0.0;
+            ensure!(fits, "{name} is {scale}, but must be finite and greater than 0");
+        }
+        Ok(given.map(|(_, scale)| scale))
+    }
+
     /// How pages are selected, if they are.
     pub fn selection(&self) -> Result<Option<PageSelection>> {
         let Some(room) = self.select_pages else { return Ok(None) };

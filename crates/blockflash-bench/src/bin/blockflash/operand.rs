@@ -116,13 +116,23 @@ pub fn load_all<const N: usize>(
     dtype: DType,
     result: u64,
 ) -> Result<[Array; N]> {
+    load_each(sources, [dtype; N], result)
+}
+
+/// The same, in a type of its own each.
+pub fn load_each<const N: usize>(
+    sources: [Source; N],
+    dtypes: [DType; N],
+    result: u64,
+) -> Result<[Array; N]> {
     let (mut names, mut bytes) = (Vec::new(), result);
-    for source in &sources {
+    for (source, dtype) in sources.iter().zip(dtypes) {
         names.push(source.name);
         bytes = bytes.saturating_add(memory::size(&[source.shape()?], dtype.size()));
     }
     memory::ensure(&format!("{} and the result", names.join(", ")), bytes)?;
-    let arrays: Result<Vec<Array>> = sources.into_iter().map(|source| source.load(dtype)).collect();
+    let loads = sources.into_iter().zip(dtypes);
+    let arrays: Result<Vec<Array>> = loads.map(|(source, dtype)| source.load(dtype)).collect();
     arrays?.try_into().map_err(|_| Failure::new("as many arrays as files"))
 }
 

@@ -208,5 +208,6 @@ fn decode(models: &Models, dice: &mut Dice) -> DecodeShape {
         fill,
         window,
         dtype: dice.pick(&DTYPES),
+        kv_dtype: None,
     }
 }
