@@ -14,13 +14,14 @@
 #include "blockflash/ptx/launch.cuh"
 #include "cluster.cuh"
 #include "loader.cuh"
+#include "terms.cuh"
 #include "warp_sums.cuh"
 
 namespace blockflash {
 namespace {}  // namespace
 }  // namespace blockflash
 
-BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_decode_params p) {
+BLOCKFLASH_KERNEL(const __grid_constant__ blockflash::Params p) {
   using namespace blockflash;
   extern __shared__ __align__(128) unsigned char smem[];
   constexpr int kStages = Config::stages;
@@ -34,6 +35,7 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_decode_params p) 
   const auto item_of = [&](int n) -> DecodeItem& {
     return shared.items[static_cast<unsigned>(n) % 4];
   };
+  Terms terms(p, shared);
 
   // One warp takes the items for all, since lengths that change meanwhile could make warps disagree
   // about how often they meet at a barrier. Item n of this CTA is published during item n - 1.
@@ -121,6 +123,7 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_decode_params p) 
       ptx::cp_async_wait_all();
     if (n == 0 && threadIdx.x == 0 && p.arrivals != nullptr)
       shared.arrivals = Arrivals::begin(p.arrivals, shared.launch_words);
+    terms.begin_item(item);
     __syncthreads();
     if (warp == 0 && !one_each) publish(n + 1);
     sums.begin_item(smem_at + kQOffset + n % 2 * kQBytes, lane);
@@ -134,10 +137,14 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_decode_params p) 
 #pragma unroll 1
       for (; at < end;
            at += Config::warps * kStepKeys, ++consumed, stage = next_stage<kStages>(stage)) {
+        if constexpr (kHasTerms) {
+          __syncwarp();  // the key of the step is visible to all lanes
+          terms.load(item, shared.first_key[warp][stage], lane);
+        }
         wait_for_oldest_group<kStages - 2>(issued - consumed - 1);
         __syncwarp();  // the step is visible to all lanes, and all have read the one before it
         fill(consumed + kStages);
-        sums.add_step(p, item, ring, stage, shared.first_key[warp][stage], lane);
+        sums.add_step(p, item, ring, stage, shared.first_key[warp][stage], terms, lane);
       }
       __syncwarp();
       const int free_stage = previous_stage<kStages>(stage);

@@ -1,6 +1,7 @@
 // The copies of keys and values into the ring of one warp.
 #pragma once
 
+#include "blockflash/config/attention_terms.cuh"
 #include "blockflash/config/kv_cache.cuh"
 #include "blockflash/decode/items.cuh"
 #include "blockflash/mma/swizzle.cuh"
@@ -22,8 +23,9 @@ using TileLayout = Swizzle<kChunks>;
 
 // Copies the steps of a warp, every fourth of an item.
 struct Loader {
-  // With 32 rows registers are short, and each step finds its sources again.
-  static constexpr bool kKeepsSources = Config::rows < 32;
+  // With 32 rows, or biases of wide heads, registers are short, and each step finds its sources
+  // again.
+  static constexpr bool kKeepsSources = Config::rows < 32 && !(kHasTerms && Config::head_dim > 128);
 
   int next, end;              // position of the next step; positions end
   int step;                   // that comes next

@@ -133,9 +133,11 @@ struct WarpSums {
     return bits;
   }
 
+  // `terms` are what is added to scores and hidden beyond the window (terms.cuh).
+  template <class Terms>
   __device__ __forceinline__ void add_step(const blockflash_attention_decode_params& p,
                                            const DecodeItem& item, unsigned char* ring, int stage,
-                                           int first_key, int lane) {
+                                           int first_key, const Terms& terms, int lane) {
     const uint32_t offset = stage * kStageBytes;
     float s[kRowTiles][4] = {};
 #pragma unroll
@@ -149,17 +151,21 @@ struct WarpSums {
         ptx::mma_m16n8k16<Element>(s[n], k, q_step[n][0], q_step[n][1]);
     }
     cap_scores(s, p.scores);
-    if (first_key < item.all.begin || first_key + kStepKeys > item.all.end) {
+    terms.add(s, item, first_key, lane);
+    if (first_key < item.all.begin || first_key + kStepKeys > item.all.end ||
+        terms.may_hide(item, first_key)) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const uint32_t see = rows_that_see(p, item, first_key + lane / 4 + half * 8, lane);
+        const int key = first_key + lane / 4 + half * 8;
+        const uint32_t see =
+            rows_that_see(p, item, key, lane) & terms.rows_that_see(item, key, lane);
 #pragma unroll
         for (int n = 0; n < kRowTiles; ++n)
 #pragma unroll
           for (int e = 0; e < 2; ++e)
             if (!(see >> (2 * n + e) & 1)) s[n][2 * half + e] = -CUDART_INF_F;
       }
-      add_visible_nonfinite(p, item, ring + offset + kTileBytes, first_key, lane);
+      add_visible_nonfinite(p, item, ring + offset + kTileBytes, first_key, terms, lane);
     }
     float subtract[kRowTiles][2];
     move_references(s, p.scores, subtract);
@@ -235,10 +241,11 @@ struct WarpSums {
   // A NaN or infinity in V reaches all rows of an MMA, also those whose probability for its key is
   // 0. Where a step is masked, such values are therefore added here to the rows that attend to
   // them, and then removed. Rare, so small code.
+  template <class Terms>
   __device__ __forceinline__ void add_visible_nonfinite(const blockflash_attention_decode_params& p,
                                                         const DecodeItem& item,
                                                         unsigned char* v_tile, int first_key,
-                                                        int lane) {
+                                                        const Terms& terms, int lane) {
     bool found = false;
     const auto element = [&](int key, int column) {
       return reinterpret_cast<uint16_t*>(v_tile + TileLayout::offset(key, column / 8)) + column % 8;
@@ -249,7 +256,8 @@ struct WarpSums {
     if (!__any_sync(~0u, found)) return;
 #pragma unroll 1
     for (int key = 0; key < kStepKeys; ++key) {
-      const uint32_t see = rows_that_see(p, item, first_key + key, lane);
+      const uint32_t see = rows_that_see(p, item, first_key + key, lane) &
+                           terms.rows_that_see(item, first_key + key, lane);
 #pragma unroll
       for (int d = 0; d < kDSteps; ++d)
 #pragma unroll

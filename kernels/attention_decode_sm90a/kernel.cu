@@ -109,7 +109,7 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_decode_runs_param
           wait_for_oldest_group<kStages - 1>(issued - consumed - 1);
           ptx::fence_proxy_async();
           __syncthreads();  // the tile is visible to all, and all have read the one before it
-          sums.add_tile(p, item, q_smem, ring_smem + stage * kStageBytes, key,
+          sums.add_tile(params, item, q_smem, ring_smem + stage * kStageBytes, key,
                         [&] { fill(item, false); });
         }
         sums.complete();

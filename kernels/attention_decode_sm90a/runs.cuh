@@ -6,6 +6,7 @@
 
 #include "blockflash/config/kv_cache.cuh"
 #include "blockflash/decode/items.cuh"
+#include "blockflash/decode/tail_mask.cuh"
 #include "blockflash/params/kv_cache_runs.h"
 
 namespace blockflash {
@@ -27,7 +28,7 @@ struct DecodeRun {
   int kv_length;            // keys of the sequence
   int begin, chunk, count;  // the first key of the run, and its splits of `chunk` keys
   KeyRange keys;            // that the row tile visits, from a multiple of a tile after `begin` on
-  KeyRange any, all;        // keys that some query of the row tile attends to, and every query
+  KeyRange any, all;        // keys that some query of the row tile may attend to, and every query
 };
 
 // With params.even_ctas: the fewest keys of a split, so that the items of all sequences occupy that
@@ -154,6 +155,7 @@ struct RunWalk {
     const AttentionMask mask = DecodeSequence::mask(p, item.q_length, item.kv_length);
     item.any = mask.keys_of_any(first_query, last_query);
     item.all = mask.keys_of_all(first_query, last_query);
+    item.all.end = end_before_tail(params.tail_mask, item, item.all.end);
     const int first_split = item.run * params.run;
     item.begin = s.first + first_split * s.chunk, item.chunk = s.chunk;
     item.count = min(s.splits - first_split, params.run);

@@ -6,6 +6,7 @@
 #include "blockflash/attention/scores.cuh"
 #include "blockflash/attention/visible.cuh"
 #include "blockflash/decode/partials.cuh"
+#include "blockflash/decode/tail_mask.cuh"
 #include "blockflash/mma/element.cuh"
 #include "blockflash/mma/fragment.cuh"
 #include "blockflash/ptx/mbarrier.cuh"
@@ -72,10 +73,10 @@ struct Sums {
 
   // All threads have met since the tile arrived. `meanwhile` runs beside the first product.
   template <class Meanwhile>
-  __device__ __forceinline__ void add_tile(const blockflash_attention_decode_params& p,
-                                           const DecodeRun& item, uint32_t q_smem,
-                                           uint32_t stage_smem, int first_key,
+  __device__ __forceinline__ void add_tile(const Params& params, const DecodeRun& item,
+                                           uint32_t q_smem, uint32_t stage_smem, int first_key,
                                            const Meanwhile& meanwhile) {
+    const blockflash_attention_decode_params& p = params.base;
     float s[kTileKeys / 2];
     // In uniform registers, where descriptors are, so that they take no vector instructions.
     q_smem = __shfl_sync(~0u, q_smem, 0), stage_smem = __shfl_sync(~0u, stage_smem, 0);
@@ -96,7 +97,7 @@ struct Sums {
     ptx::wgmma_pin(s);
     cap_scores(s, p.scores);
     if (first_key < item.all.begin || first_key + kTileKeys > item.all.end)
-      mask_tile(p, item, s, stage_smem + kTileBytes, first_key);
+      mask_tile(params, item, s, stage_smem + kTileBytes, first_key);
     float subtract[2];
     move_references(s, p.scores, subtract);
     uint32_t probabilities[kTileKeys / 4];
@@ -171,28 +172,39 @@ struct Sums {
     }
   }
 
-  // The keys of a row of this lane, half 0 or 1, relative to the first key of a tile.
-  __device__ __forceinline__ static KeyRange keys_of(const blockflash_attention_decode_params& p,
-                                                     const DecodeRun& item, int half,
-                                                     int first_key) {
-    const int row = item.row_tile * Config::rows + first_row() + 8 * half;
-    const KeyRange keys = DecodeSequence::mask(p, item.q_length, item.kv_length)
-                              .keys_of(small_quotient(row, p.group));
-    return {keys.begin - first_key, keys.end - first_key};
-  }
+  // What a row of this lane sees.
+  struct VisibleRow {
+    KeyRange keys;  // in the window, relative to the first key of a tile
+    TailRow tail;
+
+    // Half 0 or 1.
+    __device__ __forceinline__ VisibleRow(const Params& params, const DecodeRun& item, int half,
+                                          int first_key) {
+      const blockflash_attention_decode_params& p = params.base;
+      const int query =
+          small_quotient(item.row_tile * Config::rows + first_row() + 8 * half, p.group);
+      keys = DecodeSequence::mask(p, item.q_length, item.kv_length).keys_of(query);
+      keys.begin -= first_key, keys.end -= first_key;
+      tail = TailRow::of(params.tail_mask, item, query);
+    }
+  };
 
   // Hides keys from rows. A NaN or infinity in V reaches all rows of a product, also those whose
   // probability for its key is 0, so such values are added here to the rows that attend to them,
   // and then removed. All threads take part.
-  __device__ __forceinline__ void mask_tile(const blockflash_attention_decode_params& p,
-                                            const DecodeRun& item, float (&s)[kTileKeys / 2],
-                                            uint32_t v_smem, int first_key) {
+  __device__ __forceinline__ void mask_tile(const Params& params, const DecodeRun& item,
+                                            float (&s)[kTileKeys / 2], uint32_t v_smem,
+                                            int first_key) {
     const int column = accumulator_column(threadIdx.x % kWarpSize, 0);
-    KeyRange keys[2];
+    const VisibleRow rows[2] = {{params, item, 0, first_key}, {params, item, 1, first_key}};
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      keys[half] = keys_of(p, item, half, first_key);
-      const uint32_t visible = visible_keys(keys[half].begin - column, keys[half].end - column);
+      const VisibleRow& row = rows[half];
+      uint32_t visible = visible_keys(row.keys.begin - column, row.keys.end - column);
+      if (row.tail.first < first_key + kTileKeys)
+#pragma unroll
+        for (int i = 0; i < kTileKeys / 4; ++i)
+          if (!row.tail.shows(first_key + column + i / 2 * 8 + i % 2)) visible &= ~(1u << i);
 #pragma unroll
       for (int i = 0; i < kTileKeys / 4; ++i)
         if (!(visible >> i & 1)) s[i / 2 * 4 + 2 * half + i % 2] = -CUDART_INF_F;
@@ -207,6 +219,10 @@ struct Sums {
     if (!__syncthreads_or(sums != 0)) return;
 #pragma unroll 1
     for (int key = 0; key < kTileKeys; ++key) {
+      const auto is_visible = [&](const VisibleRow& row) {
+        return key >= row.keys.begin && key < row.keys.end && row.tail.shows(first_key + key);
+      };
+      const bool sees[2] = {is_visible(rows[0]), is_visible(rows[1])};
 #pragma unroll
       for (int j = 0; j < kD / 8; ++j) {
         const uint32_t pair = ptx::load_shared(v_smem + tile_offset(key, j) + column * 2);
@@ -215,9 +231,7 @@ struct Sums {
           const uint16_t bits = static_cast<uint16_t>(pair >> (16 * e));
           const float value = is_nonfinite<Element>(bits) ? Traits::to_float(bits) : 0.f;
 #pragma unroll
-          for (int half = 0; half < 2; ++half)
-            o[4 * j + 2 * half + e] +=
-                key >= keys[half].begin && key < keys[half].end ? value : 0.f;
+          for (int half = 0; half < 2; ++half) o[4 * j + 2 * half + e] += sees[half] ? value : 0.f;
         }
       }
     }

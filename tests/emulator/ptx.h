@@ -88,11 +88,21 @@ inline void cp_async_ca_4(uint32_t to, const void* from) { simt::start({to, from
 inline void cp_async_cg_16_if(bool active, uint32_t to, const void* from, int bytes) {
   if (active) cp_async_cg_16(to, from, bytes);
 }
+inline void cp_async_cg_16_hinted(uint32_t to, const void* from, uint64_t) {
+  cp_async_cg_16(to, from, 16);
+}
 inline void cp_async_commit_group() { simt::commit(); }
 template <int pending>
 void cp_async_wait_group() {
   simt::wait_for_groups(pending);
 }
+
+inline void cp_async_wait_all() {
+  cp_async_commit_group();
+  simt::wait_for_groups(0);
+}
+inline uint64_t evict_normal() { return 0; }
+inline uint64_t evict_first() { return 0; }
 
 inline void named_barrier_sync(int id, int threads) { simt::meet(id, threads, false); }
 inline bool named_barrier_or(int id, int threads, bool x) { return simt::meet(id, threads, x); }
@@ -103,6 +113,13 @@ uint32_t load_4_or_2_bytes_if(const void* at, int wide, int narrow) {
   if (index < wide || index < narrow) memcpy(&x, at, index < wide ? 4 : 2);
   return x;
 }
+
+inline uint32_t load_early_4_or_2_bytes_if(const void* at, bool four, bool two) {
+  uint32_t x = 0;
+  if (four || two) memcpy(&x, at, four ? 4 : 2);
+  return x;
+}
+inline uint32_t load_byte_if(const uint8_t* at, bool loads) { return loads ? *at : 255; }
 
 template <class T>
 T load(uint32_t address) {
@@ -130,8 +147,20 @@ inline uint32_t fma_bf16x2(uint32_t, uint32_t, uint32_t) { simt::fail("fma.bf16x
 
 inline void store_16_bytes(void* to, const uint32_t (&words)[4]) { memcpy(to, words, 16); }
 
-// Launches follow one another.
+inline void mbarrier_init(uint32_t, uint32_t) { simt::fail("mbarrier.init"); }
+inline void mbarrier_wait(uint32_t, uint32_t) { simt::fail("mbarrier.try_wait"); }
+
+// CTAs and launches follow one another.
+inline uint64_t load_acquire(const uint64_t* at) { return *at; }
+inline uint64_t atomic_exchange(uint64_t* at, uint64_t x) { return std::exchange(*at, x); }
+inline void add_relaxed(uint64_t* at, uint64_t x) { *at += x; }
+inline void max_relaxed(uint64_t* at, uint64_t x) { *at = max(*at, x); }
+inline uint64_t atomic_add_acq_rel(uint64_t* at, uint64_t x) { return std::exchange(*at, *at + x); }
+inline uint32_t atomic_inc_acq_rel(uint32_t* at, uint32_t last) {
+  return std::exchange(*at, *at >= last ? 0 : *at + 1);
+}
 inline void wait_for_predecessors() {}
+inline void wait_for_predecessors_behind(uint64_t) {}
 inline void launch_dependents() {}
 
 template <class T>

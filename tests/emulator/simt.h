@@ -298,7 +298,24 @@ T __shfl_sync(unsigned, T x, int from) {
     for (int lane = 0; lane < simt::kWarp; ++lane) out[lane] = in[in[lane].from].x;
   });
 }
+template <class T>
+T __shfl_up_sync(unsigned, T x, int distance) {
+  return simt::together<T>(x, [distance](const T* in, T* out) {
+    for (int lane = 0; lane < simt::kWarp; ++lane)
+      out[lane] = in[lane < distance ? lane : lane - distance];
+  });
+}
+inline unsigned __ballot_sync(unsigned, int x) {
+  return simt::together<unsigned>(x, [](const int* in, unsigned* out) {
+    unsigned bits = 0;
+    for (int lane = 0; lane < simt::kWarp; ++lane) bits |= unsigned{in[lane] != 0} << lane;
+    std::fill_n(out, simt::kWarp, bits);
+  });
+}
+inline int __ffs(int x) { return __builtin_ffs(x); }
+inline void __threadfence_block() {}
 // Nothing else runs between two instructions of a thread.
+inline unsigned atomicAdd(unsigned* at, unsigned x) { return std::exchange(*at, *at + x); }
 inline int atomicAdd(int* at, int x) { return std::exchange(*at, *at + x); }
 inline int atomicMax(int* at, int x) { return std::exchange(*at, max(*at, x)); }
 inline unsigned __dp4a(unsigned a, unsigned b, unsigned sum) {
@@ -321,6 +338,10 @@ T __ldg(const T* at) {
 template <class T>
 T __ldcg(const T* at) {
   return *at;
+}
+template <class T>
+void __stcg(T* at, const T& x) {
+  *at = x;
 }
 inline size_t __cvta_generic_to_shared(const void* at) {
   return static_cast<const unsigned char*>(at) - simt::cta.shared + simt::kReserved;

@@ -43,14 +43,15 @@ fn every_kernel() {
             let d = head_dim;
             for append in [false, true] {
                 report.run(kernel, || {
-                    replays(dtype, d, append, kernel, stream, 1000).map_err(story("graph"))
+                    replays(dtype, d, append, None, kernel, stream, 1000).map_err(story("graph"))
                 });
             }
             report.run(kernel, || same_bits_of(kernel, &tile, stream).map_err(story("repeat")));
             report.run(kernel, || {
                 let seeds = 0..100;
                 let turn = usize::from(dtype == DType::F16);
-                let run = |seed| survives_garbage([turn, seed], d, Choice::This(kernel), stream);
+                let run =
+                    |seed| survives_garbage([turn, seed], d, None, Choice::This(kernel), stream);
                 seeds.map(run).sum::<Result<usize, _>>().map_err(story("garbage"))
             });
         }

@@ -17,7 +17,8 @@ use std::{
 };
 
 /// Sources that have a program in tests/emulator.
-const SOURCES: [&str; 7] = [
+const SOURCES: [&str; 8] = [
+    "attention_decode_sm80",
     "attention_fwd_sm80",
     "attention_bwd_q_sm80",
     "attention_bwd_kv_sm80",

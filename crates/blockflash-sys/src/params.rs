@@ -2593,6 +2593,41 @@ const _: () = {
         "Offset of field: blockflash_kv_append_params::total_q",
     ][::core::mem::offset_of!(blockflash_kv_append_params, total_q) - 376usize];
 };
+/** Query i of a sequence sees key seqlen_kv - tail + j only where entry j of its row is not 0, and
+ where the window shows it, too. Keys before the tail follow the window alone. Entries of keys
+ below 0 are not read.*/
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct blockflash_tail_mask {
+    /// \[batch, seqlen_q, tail\]; packed \[total_q, tail\]; null: none
+    pub visible: *const u8,
+    /// 0 where one entry serves all, and when packed
+    pub stride_batch: i64,
+    pub stride_q: i64,
+    /// from 1 to the capacity of the cache
+    pub tail: i32,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    [
+        "Size of blockflash_tail_mask",
+    ][::core::mem::size_of::<blockflash_tail_mask>() - 32usize];
+    [
+        "Alignment of blockflash_tail_mask",
+    ][::core::mem::align_of::<blockflash_tail_mask>() - 8usize];
+    [
+        "Offset of field: blockflash_tail_mask::visible",
+    ][::core::mem::offset_of!(blockflash_tail_mask, visible) - 0usize];
+    [
+        "Offset of field: blockflash_tail_mask::stride_batch",
+    ][::core::mem::offset_of!(blockflash_tail_mask, stride_batch) - 8usize];
+    [
+        "Offset of field: blockflash_tail_mask::stride_q",
+    ][::core::mem::offset_of!(blockflash_tail_mask, stride_q) - 16usize];
+    [
+        "Offset of field: blockflash_tail_mask::tail",
+    ][::core::mem::offset_of!(blockflash_tail_mask, tail) - 24usize];
+};
 /** Attention of several queries to the keys of a cache, without lists of pages.
 
  An item is a run of `run` splits, which it combines, for one row tile of one key head, and the
@@ -2613,12 +2648,13 @@ pub struct blockflash_attention_decode_runs_params {
  on the device and equally many queries; 0: splits of a sequence follow from
  its own length*/
     pub even_ctas: i32,
+    pub tail_mask: blockflash_tail_mask,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
     [
         "Size of blockflash_attention_decode_runs_params",
-    ][::core::mem::size_of::<blockflash_attention_decode_runs_params>() - 360usize];
+    ][::core::mem::size_of::<blockflash_attention_decode_runs_params>() - 392usize];
     [
         "Alignment of blockflash_attention_decode_runs_params",
     ][::core::mem::align_of::<blockflash_attention_decode_runs_params>() - 8usize];
@@ -2632,6 +2668,10 @@ const _: () = {
         "Offset of field: blockflash_attention_decode_runs_params::even_ctas",
     ][::core::mem::offset_of!(blockflash_attention_decode_runs_params, even_ctas)
         - 356usize];
+    [
+        "Offset of field: blockflash_attention_decode_runs_params::tail_mask",
+    ][::core::mem::offset_of!(blockflash_attention_decode_runs_params, tail_mask)
+        - 360usize];
 };
 /** What the codes of a cache are multiplied with: the scale of key j of sequence b and head h is
 
@@ -2723,6 +2763,36 @@ const _: () = {
         "Offset of field: blockflash_attention_decode_scaled_params::q_dtype",
     ][::core::mem::offset_of!(blockflash_attention_decode_scaled_params, q_dtype)
         - 432usize];
+};
+/** scale_log2 of the scores is log2(e) where there is a bias or ALiBi, as where scores are
+ capped.*/
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct blockflash_attention_decode_terms_params {
+    pub base: blockflash_attention_decode_params,
+    /// without bits; the keys of the bias are the capacity
+    pub terms: blockflash_score_terms,
+    pub tail_mask: blockflash_tail_mask,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    [
+        "Size of blockflash_attention_decode_terms_params",
+    ][::core::mem::size_of::<blockflash_attention_decode_terms_params>() - 472usize];
+    [
+        "Alignment of blockflash_attention_decode_terms_params",
+    ][::core::mem::align_of::<blockflash_attention_decode_terms_params>() - 8usize];
+    [
+        "Offset of field: blockflash_attention_decode_terms_params::base",
+    ][::core::mem::offset_of!(blockflash_attention_decode_terms_params, base) - 0usize];
+    [
+        "Offset of field: blockflash_attention_decode_terms_params::terms",
+    ][::core::mem::offset_of!(blockflash_attention_decode_terms_params, terms)
+        - 352usize];
+    [
+        "Offset of field: blockflash_attention_decode_terms_params::tail_mask",
+    ][::core::mem::offset_of!(blockflash_attention_decode_terms_params, tail_mask)
+        - 440usize];
 };
 /** What is kept of the keys of each page and head, in the element type of the cache: their mean, or
  their minimum and then their maximum, element by element.*/

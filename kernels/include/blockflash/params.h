@@ -18,10 +18,12 @@
 #include "blockflash/params/kv_cache.h"
 #include "blockflash/params/kv_cache_runs.h"
 #include "blockflash/params/kv_cache_scaled.h"
+#include "blockflash/params/kv_cache_terms.h"
 #include "blockflash/params/page_choice.h"
 #include "blockflash/params/probe.h"
 #include "blockflash/params/row_copy.h"
 #include "blockflash/params/score_terms.h"
 #include "blockflash/params/scores.h"
+#include "blockflash/params/tail_mask.h"
 
 #endif

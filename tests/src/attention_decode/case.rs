@@ -28,6 +28,17 @@ pub struct DecodeCase {
     pub append: bool,
     /// Whether the bits of a sequence depend on no other one.
     pub batch_invariant: bool,
+    /// A mask of the last keys.
+    pub tail: Option<TailCase>,
+}
+
+/// A mask of the last keys, whose entries follow from the seed of the case.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TailCase {
+    /// Its keys.
+    pub tail: usize,
+    /// Whether one serves all sequences.
+    pub shared: bool,
 }
 
 /// Where the keys of a case are.
@@ -91,6 +102,7 @@ impl DecodeCase {
             rotary: None,
             append: false,
             batch_invariant: false,
+            tail: None,
         }
     }
 
@@ -111,7 +123,11 @@ impl DecodeCase {
         if let Lengths::Packed { slack, .. } = &mut self.attention.lengths {
             *slack = (if self.equal { 0 } else { slack.0 }, 0);
         }
-        let capacity = self.capacity();
+        let (capacity, equal) = (self.capacity(), self.equal);
+        self.tail = self.tail.filter(|_| capacity > 0).map(|TailCase { tail, shared }| TailCase {
+            tail: tail.clamp(1, capacity),
+            shared: shared && equal,
+        });
         self.seqused |= sequences.iter().any(|s| s.kv_len != capacity);
         if let CacheLayout::Paged { page_size, shared, .. } = &mut self.layout {
             if self.append {
@@ -198,6 +214,31 @@ impl DecodeCase {
             (0..self.attention.heads_kv).map(of_head).collect()
         };
         Some(self.attention.sequences().iter().map(of_sequence).collect())
+    }
+
+    /// Entries of the mask of the last keys for this many rows.
+    pub fn tail_entries(&self, rows: usize) -> Vec<u8> {
+        let tail = self.tail.map_or(0, |tail| tail.tail);
+        let rows = 0..rows;
+        rows.flat_map(|row| (0..tail).map(move |entry| self.tail_entry(row, entry))).collect()
+    }
+
+    /// One of them: a fifth of the keys is hidden from all queries, and a third from any.
+    fn tail_entry(&self, row: usize, entry: usize) -> u8 {
+        let of = |row: usize| rng(self.attention.seed ^ (row << 24 ^ entry) as u64).random::<u32>();
+        let hidden = of(usize::MAX >> 24).is_multiple_of(5) || of(row).is_multiple_of(3);
+        if hidden { 0 } else { of(row) as u8 | 1 }
+    }
+
+    /// Whether query `query` of sequence `b` sees a key by the mask of the last keys.
+    pub fn shows(&self, b: usize, query: usize, key: usize) -> bool {
+        let (Some(TailCase { tail, shared }), sequence) =
+            (self.tail, &self.attention.sequences()[b])
+        else {
+            return true;
+        };
+        let row = if shared { query } else { sequence.q_start + query };
+        (key + tail).checked_sub(sequence.kv_len).is_none_or(|at| self.tail_entry(row, at) != 0)
     }
 
     /// The keys that are appended: of each sequence, those from this one on. Negative if it has

@@ -99,7 +99,7 @@ impl DecodeData {
 
     /// The bits of the cache before the call, `[pages, page_size, heads_kv, head_dim]` in the order
     /// of the layout: keys, then values. Slots that no key takes are poison, and so are those of
-    /// new keys.
+    /// new keys, and of keys that the mask of the last ones hides from all queries.
     pub fn cache(&self, case: &DecodeCase) -> [Vec<u32>; 2] {
         let call = &case.attention;
         let [page_size, _, pages] = case.pages();
@@ -107,9 +107,17 @@ impl DecodeData {
         let mut bits = [(); 2].map(|()| vec![poison(call.dtype); size]);
         let places = places(case);
         let sequences = call.sequences();
+        let shares = sequences.iter().any(|sequence| case.shares(sequence));
         for (b, sequence) in sequences.iter().enumerate() {
             let old = if case.append { case.first_new(sequence).max(0) } else { i64::MAX };
+            let queries = || 0..sequence.q_len;
+            let hidden = |key: usize| {
+                !shares && case.tail.is_some() && queries().all(|i| !case.shows(b, i, key))
+            };
             for key in (0..sequence.kv_len).take_while(|&key| (key as i64) < old) {
+                if hidden(key) {
+                    continue;
+                }
                 for head in 0..call.heads_kv {
                     let from = ((sequence.kv_start + key) * call.heads_kv + head) * call.head_dim;
                     let to = places.of([b, key, head]);

@@ -1,7 +1,7 @@
 //! Calls at the edges: pages, lengths, masks, and the ones that broke other libraries.
 
-use super::{CacheLayout, DecodeCase, RotaryCase};
-use crate::attention::{AttentionCase, Content, Lengths};
+use super::{CacheLayout, DecodeCase, RotaryCase, TailCase};
+use crate::attention::{AlibiCase, AttentionCase, BiasCase, BiasContent, Content, Lengths, Terms};
 use crate::placement::Placement;
 use blockflash_ops::RotaryPairs;
 use blockflash_ops::attention::{Align, Mask, Scores};
@@ -168,6 +168,65 @@ pub fn decode_edges(dtype: DType, head_dim: usize) -> Vec<DecodeCase> {
         let attention = full.clone();
         let case = DecodeCase { attention, layout, seqused: false, equal: true, ..simple.clone() };
         cases.push(DecodeCase { append: true, ..case.clone() }.consistent());
+        cases.push(case.consistent());
+    }
+    cases
+}
+
+/// A bias of every type, ALiBi and masks of the last keys, alone and together, with every mask,
+/// layout and option in turns.
+pub fn decode_terms(dtype: DType, head_dim: usize) -> Vec<DecodeCase> {
+    let window = |left, right| Mask::Window { left, right, align: Align::BottomRight };
+    let masks = [Mask::causal(), Mask::Full, window(Some(40), Some(0)), window(Some(100), Some(3))];
+    let heads = [(4, 4), (8, 2), (8, 1), (7, 1), (14, 2)];
+    let mixed = [(1, 70), (4, 4), (0, 33), (64, 130), (7, 3), (2, 0), (1, 1), (16, 300)];
+    let tails = [None, Some(1), Some(16), Some(63), Some(64), Some(usize::MAX)];
+    let mut cases = Vec::new();
+    for turn in 0..60 {
+        let equal = turn % 4 != 3;
+        let queries = [1, 5, 16, 33, 64][turn % 5];
+        let lengths: Vec<(usize, usize)> = match equal {
+            true => [1, 16, 200, 0, 65, 333].map(|keys| (queries, keys)).to_vec(),
+            false => mixed.to_vec(),
+        };
+        let layout = match turn % 3 {
+            0 => CacheLayout::Contiguous { capacity: 350 },
+            1 => paged(16, 340),
+            _ => paged(128, 340),
+        };
+        let broadcast = std::array::from_fn(|dim| turn >> dim & 1 == 1);
+        let biases = [None, Some(DType::F16), Some(DType::BF16), Some(DType::F32)];
+        let bias = biases[turn / 3 % 4].map(|dtype| BiasCase {
+            dtype,
+            broadcast,
+            content: BiasContent::Normal,
+            placement: Placement::default(),
+            wide_gradient: false,
+        });
+        let alibi = [None, Some(AlibiCase::PerHead), Some(AlibiCase::PerEntry)][turn / 2 % 3];
+        let tail = tails[turn % 6].map(|tail| TailCase { tail, shared: turn % 5 == 0 });
+        // Something at least.
+        let tail = match (&bias, alibi) {
+            (None, None) => tail.or(Some(TailCase { tail: 20, shared: false })),
+            _ => tail,
+        };
+        let case = DecodeCase::simple(dtype, heads[turn % 5], head_dim, &lengths);
+        let attention = AttentionCase {
+            seed: turn as u64,
+            scores: Scores {
+                mask: masks[turn % 4],
+                softcap: (turn % 7 == 3).then_some(20.0),
+                sink: (turn % 5 == 1).then_some(()),
+                ..Scores::default()
+            },
+            lse: turn % 7 != 6,
+            content: [Content::Normal, Content::UnseenNan, Content::NanInValues][turn % 3],
+            terms: Terms { bias, alibi, partial: false },
+            ..case.attention.clone()
+        };
+        let listed = (turn % 9 == 4).then_some(0.5);
+        let batch_invariant = turn % 2 == 0;
+        let case = DecodeCase { attention, equal, layout, listed, tail, batch_invariant, ..case };
         cases.push(case.consistent());
     }
     cases

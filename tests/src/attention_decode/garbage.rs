@@ -7,7 +7,7 @@ use crate::number::{decode, encode, normal, poison, rng};
 use blockflash_ops::{
     AppendKv, AttentionDecode, AttentionDecodeOperands, AttentionDecodeWorkspace, CacheAccess,
     DType, Error, KvCacheMut, Mask, Operation, PackedTokens, PageLists, Rotary, RotaryPairs,
-    Stream, Tensor,
+    Scores, Stream, Tensor,
 };
 use rand::Rng;
 use rand::rngs::StdRng;
@@ -27,10 +27,12 @@ fn garbage(random: &mut StdRng, near: i32) -> i32 {
 
 /// One call with garbage that follows from `seed`: the launch ends, what it writes is inside, and
 /// what it reads too, as NaN is around. Offsets of packed tokens are garbage on a GPU only, since
-/// the CPU refuses them. Returns the number of compared outputs.
+/// the CPU refuses them. With `terms` it has a mask of the last keys, and ALiBi where that is `true`.
+/// Returns the number of compared outputs.
 pub fn survives_garbage(
     [dtype_seed, seed]: [usize; 2],
     head_dim: usize,
+    terms: Option<bool>,
     kernel: Choice,
     stream: &Stream,
 ) -> Result<usize, String> {
@@ -81,6 +83,13 @@ pub fn survives_garbage(
             Tensor::from_slice(stream, &offsets, &[batch + 1]).map_err(|error| error.to_string())?
         }
     };
+    let tail = random.random_range(1..=capacity);
+    let entries: Vec<u8> =
+        (0..batch * tokens * tail).map(|_| random.random_range(0..3u8) * 100).collect();
+    let tail_mask = Tensor::from_slice(stream, &entries, &[batch * tokens, tail]);
+    let tail_mask = tail_mask.map_err(|error| error.to_string())?;
+    let slopes = Tensor::from_slice(stream, &vec![0.5f32; heads_q], &[heads_q]);
+    let slopes = slopes.map_err(|error| error.to_string())?;
     let run = |k: &mut Tensor, v: &mut Tensor, o: &mut Tensor| -> Result<(), Error> {
         let packed = Some(PackedTokens { cu_seqlens: offsets.view(), max_seqlen: tokens });
         let pages = listed.then(|| PageLists { lists: lists.view(), counts: counts.view() });
@@ -92,8 +101,12 @@ pub fn survives_garbage(
         let mut decode = AttentionDecode {
             packed,
             pages,
-            scores: mask.into(),
+            scores: Scores {
+                alibi: terms.filter(|&alibi| alibi).map(|_| slopes.view()),
+                ..mask.into()
+            },
             rotary,
+            tail_mask: terms.map(|_| tail_mask.view()),
             ..AttentionDecode::new(q)
         };
         let page_range = MARGIN..page_shape[0] - MARGIN;

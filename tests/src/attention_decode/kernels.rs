@@ -16,10 +16,24 @@ use std::collections::BTreeMap;
 /// Kernels with their tiles, by element type and head dimension.
 pub type DecodeGroup = ((DType, usize), Vec<(&'static Kernel, CacheTile)>);
 
-/// The kernels that a GPU can run.
+/// The kernels that a GPU can run, but for those that take nothing without score terms.
 pub fn decode_groups(gpu: &Gpu) -> Vec<DecodeGroup> {
+    groups(gpu, |tile| !matches!(tile, CacheTile::Few(tile) if tile.terms))
+}
+
+/// Those that take a bias, ALiBi or a mask of the last keys.
+pub fn decode_groups_with_terms(gpu: &Gpu) -> Vec<DecodeGroup> {
+    groups(gpu, |tile| match tile {
+        CacheTile::Few(tile) => tile.terms,
+        CacheTile::Several(_) => true,
+        CacheTile::Many(_) => false,
+    })
+}
+
+fn groups(gpu: &Gpu, takes: impl Fn(&CacheTile) -> bool) -> Vec<DecodeGroup> {
     let mut groups: BTreeMap<_, Vec<_>> = BTreeMap::new();
-    for (kernel, tile) in gpu.kernels().filter_map(|kernel| Some((kernel, tile(kernel)?))) {
+    let kernels = gpu.kernels().filter_map(|kernel| Some((kernel, tile(kernel)?)));
+    for (kernel, tile) in kernels.filter(|(_, tile)| takes(tile)) {
         groups.entry((tile.types().q, tile.head_dims().qk)).or_default().push((kernel, tile));
     }
     groups.into_iter().collect()

@@ -13,12 +13,13 @@ mod replays;
 mod run;
 mod strategy;
 
-pub use case::{CacheLayout, DecodeCase, RotaryCase};
+pub use case::{CacheLayout, DecodeCase, RotaryCase, TailCase};
 pub use data::DecodeData;
-pub use edges::{decode_edges, decode_lengths, decode_prefills};
+pub use edges::{decode_edges, decode_lengths, decode_prefills, decode_terms};
 pub use garbage::survives_garbage;
 pub use kernels::{
-    DecodeGroup, alone_as_in_a_batch, append_or_refuse, decode_groups, run_or_refuse, same_bits,
+    DecodeGroup, alone_as_in_a_batch, append_or_refuse, decode_groups, decode_groups_with_terms,
+    run_or_refuse, same_bits,
 };
 pub use merge::{MergeCase, merge_cases, run_merge, run_sum};
 pub use outputs::{DecodeOutputs, run_case};

@@ -24,7 +24,10 @@ pub fn decode_reference(case: &DecodeCase, data: &DecodeData) -> AttentionRefere
             let column = (key / page_size.max(1)) as i32;
             lists.as_ref().is_none_or(|lists| lists[b][kv_head].binary_search(&column).is_ok())
         };
-        let keys: Vec<usize> = visible_keys(call, sequence, i).filter(listed).collect();
+        let keys: Vec<usize> = visible_keys(call, sequence, i)
+            .filter(listed)
+            .filter(|&key| case.shows(b, i, key))
+            .collect();
         let q = &data.attention.q[((sequence.q_start + i) * call.heads_q + h) * d..][..d];
         let position = case.first_new(sequence) + i as i64;
         let q: Vec<f32> =

@@ -1,6 +1,8 @@
 //! Calls that a graph has captured.
 
-use super::{CacheLayout, DecodeCase, DecodeData, DecodeInputs, DecodeOutputs, RotaryCase};
+use super::{
+    CacheLayout, DecodeCase, DecodeData, DecodeInputs, DecodeOutputs, RotaryCase, TailCase,
+};
 use crate::attention::Choice;
 use crate::gpu::wait;
 use crate::host::refill;
@@ -12,11 +14,12 @@ use rand::Rng;
 /// Captures a call while every sequence has one key, and replays it with other lengths up to the
 /// capacity. Each replay gives the bits of a call that is not captured, and some are compared with
 /// the oracle, among NaN in all slots without a key. A call that appends has more queries than the
-/// shortest sequences have keys.
+/// shortest sequences have keys. With `tail` a mask of the last keys moves with the lengths.
 pub fn replays(
     dtype: DType,
     head_dim: usize,
     append: bool,
+    tail: Option<TailCase>,
     kernel: &'static Kernel,
     stream: &Stream,
     count: usize,
@@ -34,6 +37,7 @@ pub fn replays(
         layout,
         equal: true,
         append,
+        tail,
         rotary: append.then_some(RotaryCase {
             dim: head_dim / 2,
             pairs: RotaryPairs::Interleaved,

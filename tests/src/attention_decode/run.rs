@@ -25,6 +25,7 @@ pub struct DecodeInputs {
     sink: Option<Tensor>,
     bias: Option<Tensor>,
     alibi: Option<Tensor>,
+    tail: Option<Tensor>,
     cu_seqlens: Option<Tensor>,
     /// Keys and values.
     pub cache: [Tensor; 2],
@@ -130,6 +131,17 @@ impl DecodeInputs {
         let small = |array: Array| array.upload(stream).map_err(|error| error.to_string());
         let slopes = &data.attention.alibi;
         let alibi = call.alibi_shape().map(|shape| array(DType::F32, &shape, slopes));
+        let tail = case.tail.map(|tail| {
+            let queries = call.sequences().first().map_or(0, |s| s.q_len);
+            let rows = data.attention.q.len() / (call.heads_q * d).max(1);
+            let shape = match (case.equal, tail.shared) {
+                (true, true) => vec![1, queries, tail.tail],
+                (true, false) => vec![batch, queries, tail.tail],
+                (false, _) => vec![rows, tail.tail],
+            };
+            let entries = case.tail_entries(shape[..shape.len() - 1].iter().product());
+            Tensor::from_slice(stream, &entries, &shape).map_err(|error| error.to_string())
+        });
         let offsets = std::iter::once(0)
             .chain(call.sequences().iter().map(|s| (s.q_start + s.q_len) as i32))
             .collect();
@@ -139,6 +151,7 @@ impl DecodeInputs {
             sink: sink.transpose()?,
             bias: bias(case, data).map(small).transpose()?,
             alibi: alibi.map(small).transpose()?,
+            tail: tail.transpose()?,
             cu_seqlens: match case.equal {
                 true => None,
                 false => Some(ints(offsets, &[batch + 1])?),
@@ -180,6 +193,7 @@ impl DecodeInputs {
             .chain(self.table.iter_mut().zip(&fresh.table))
             .chain(self.bias.iter_mut().zip(&fresh.bias))
             .chain(self.alibi.iter_mut().zip(&fresh.alibi))
+            .chain(self.tail.iter_mut().zip(&fresh.tail))
             .chain(self.seqused.iter_mut().zip(&fresh.seqused))
             .chain(self.lists.iter_mut().flatten().zip(fresh.lists.iter().flatten()));
         for (tensor, fresh) in pairs {
@@ -229,6 +243,7 @@ impl DecodeInputs {
             },
             rotary: self.rotary(),
             pages,
+            tail_mask: self.tail.as_ref().map(Tensor::view),
             batch_invariant: self.case.batch_invariant,
             workspace: self.workspace.as_ref(),
             ..AttentionDecode::new(q)

@@ -1,6 +1,6 @@
 //! Random calls.
 
-use super::{CacheLayout, DecodeCase, RotaryCase};
+use super::{CacheLayout, DecodeCase, RotaryCase, TailCase};
 use crate::attention::{AlibiCase, AttentionCase, Content, Lengths, Limits, Terms, biases, masks};
 use crate::placement::Placement;
 use blockflash_ops::{RotaryPairs, Scores};
@@ -105,22 +105,27 @@ pub fn decode_cases(limits: Limits, page_sizes: Vec<usize>) -> impl Strategy<Val
                 rotary,
                 append,
                 batch_invariant,
+                tail: None,
             }
             .consistent()
         },
     )
 }
 
-/// These calls with ALiBi and, where sequences have equally many queries, a bias.
+/// These calls with ALiBi, a mask of the last keys and, where sequences have equally many queries,
+/// a bias.
 pub fn decode_cases_with_terms(
     limits: Limits,
     page_sizes: Vec<usize>,
 ) -> impl Strategy<Value = DecodeCase> {
     let alibi = select(vec![AlibiCase::PerHead, AlibiCase::PerEntry]);
     let terms = (prop::option::weighted(0.8, biases()), prop::option::weighted(0.6, alibi));
-    (decode_cases(limits, page_sizes), terms).prop_map(|(case, (bias, alibi))| {
+    let length = prop_oneof![1 => Just(1), 1 => Just(usize::MAX), 4 => 1..=limits.seqlen.max(1)];
+    let tail = (length, any::<bool>()).prop_map(|(tail, shared)| TailCase { tail, shared });
+    let options = (terms, prop::option::weighted(0.6, tail));
+    (decode_cases(limits, page_sizes), options).prop_map(|(case, ((bias, alibi), tail))| {
         let attention =
             AttentionCase { terms: Terms { bias, alibi, partial: false }, ..case.attention };
-        DecodeCase { attention, ..case }.consistent()
+        DecodeCase { attention, tail, ..case }.consistent()
     })
 }

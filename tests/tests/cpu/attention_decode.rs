@@ -4,7 +4,7 @@ use blockflash_ops::DType;
 use blockflash_tests::attention::{Choice, Limits, head_dims};
 use blockflash_tests::attention_decode::{
     DecodeCase, alone_as_in_a_batch, decode_cases, decode_cases_with_terms, decode_edges,
-    decode_lengths, merge_cases, run_case, run_merge, same_bits, survives_garbage,
+    decode_lengths, decode_terms, merge_cases, run_case, run_merge, same_bits, survives_garbage,
 };
 use blockflash_tests::host::{all_pass, cpu};
 use blockflash_tests::property;
@@ -43,7 +43,7 @@ fn random_cases_that_only_the_cpu_takes() {
     });
 }
 
-/// ALiBi and a bias with every other option, listed pages and rotation among them.
+/// ALiBi, a bias and a mask of the last keys with every other option, listed pages and rotation among them.
 #[test]
 fn random_cases_with_terms() {
     let limits = Limits {
@@ -72,6 +72,12 @@ fn every_mask_and_option() {
     run_all(decode_edges(DType::F32, 10));
 }
 
+#[test]
+fn every_score_term() {
+    run_all(decode_terms(DType::BF16, 64));
+    run_all(decode_terms(DType::F32, 12));
+}
+
 /// Sequences of many lengths with equally many queries.
 fn batch(dtype: DType) -> DecodeCase {
     let lengths = [70, 1, 0, 333, 64, 500].map(|keys| (2, keys));
@@ -94,7 +100,10 @@ fn repeats_are_equal_bit_by_bit() {
 fn garbage_stays_inside() {
     let stream = cpu();
     for seed in 0..500 {
-        let error = survives_garbage([seed / 7, seed], 8, Choice::Selected, &stream).err();
+        let error = survives_garbage([seed / 7, seed], 8, None, Choice::Selected, &stream).err();
+        assert_eq!(error, None);
+        let terms = Some(seed % 2 == 0);
+        let error = survives_garbage([seed / 7, seed], 8, terms, Choice::Selected, &stream).err();
         assert_eq!(error, None);
     }
 }

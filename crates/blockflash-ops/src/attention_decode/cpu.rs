@@ -1,7 +1,9 @@
 //! Attention to a cache on the CPU: each sequence is one call of ordinary attention to its keys,
-//! which are copied out of their pages. So its bits depend on no other sequence.
+//! which are copied out of their pages, or a call for each set of keys that its queries see. So its
+//! bits depend on no other sequence.
 
 use super::pages::HostPages;
+use super::tail::HostTail;
 use super::{AttentionDecode, AttentionDecodeProblem};
 use crate::Result;
 use crate::attention::cpu::sequence::Sequence;
@@ -55,6 +57,7 @@ struct Call<'a, T, C> {
     cache: &'a KvCache<'a>,
     host: HostCache,
     pages: Option<HostPages>,
+    tail: Option<HostTail<'a>>,
     rotary: Option<HostRotary>,
     terms: Option<Terms<'a>>,
     stream: &'a Stream,
@@ -84,9 +87,23 @@ impl<'a, T: Float, C: Float> Call<'a, T, C> {
         let (pages, rotary) = (pages.transpose()?, rotary.transpose()?);
         let kv = [cache.k.as_slice()?, cache.v.as_slice()?];
         let terms = Terms::of(&op.scores)?;
+        let tail = op.tail_mask.as_ref().map(HostTail::new).transpose()?;
         let scales = HostScale::both([cache.k_scale, cache.v_scale], &problem.cache, stream)?;
         let of_queries = PhantomData;
-        Ok(Self { op, problem, cache, host, pages, rotary, terms, stream, kv, scales, of_queries })
+        Ok(Self {
+            op,
+            problem,
+            cache,
+            host,
+            pages,
+            tail,
+            rotary,
+            terms,
+            stream,
+            kv,
+            scales,
+            of_queries,
+        })
     }
 
     fn run(&self, (mut o, mut lse): (ViewMut<'_>, Option<ViewMut<'_>>)) -> Result<()> {
@@ -100,6 +117,7 @@ impl<'a, T: Float, C: Float> Call<'a, T, C> {
             }
             let turned = self.turned(entry, &tokens)?;
             let (q, o, lse) = (self.op.q, o.reborrow(), lse.as_mut().map(ViewMut::reborrow));
+            let first = if total.is_some() { tokens.start } else { 0 };
             let rows = match total {
                 Some(_) => Rows {
                     q: q.slice(0, tokens.clone())?,
@@ -117,19 +135,20 @@ impl<'a, T: Float, C: Float> Call<'a, T, C> {
             };
             let q = turned.as_ref().map_or(rows.q, Tensor::view);
             let rows = Rows { q, ..rows };
-            if C::DTYPE.is_code() { self.in_f32(entry, rows)? } else { self.sequence(entry, rows)? }
+            let at = [entry, first];
+            if C::DTYPE.is_code() { self.in_f32(at, rows)? } else { self.sequence(at, rows)? }
         }
         Ok(())
     }
 
     /// One sequence whose output is computed in f32 and rounded to its type.
-    fn in_f32(&self, entry: usize, Rows { q, mut o, lse }: Rows<'_>) -> Result<()> {
+    fn in_f32(&self, at: [usize; 2], Rows { q, mut o, lse }: Rows<'_>) -> Result<()> {
         let elements = q.to_vec::<T>(self.stream)?;
         let mut wide = vec![0.0; elements.len()];
         T::widen(&elements, &mut wide);
         let wide = Tensor::from_slice(self.stream, &wide, q.shape())?;
         let mut sums = Tensor::zeros(self.stream, DType::F32, o.shape())?;
-        self.sequence(entry, Rows { q: wide.view(), o: sums.view_mut(), lse })?;
+        self.sequence(at, Rows { q: wide.view(), o: sums.view_mut(), lse })?;
         let (sums, strides) = (sums.view().as_slice::<f32>()?, [o.strides()[0], o.strides()[1]]);
         let (heads, width) = (o.shape()[1], o.shape()[2]);
         let target = o.as_mut_slice::<T>()?;
@@ -140,10 +159,11 @@ impl<'a, T: Float, C: Float> Call<'a, T, C> {
         Ok(())
     }
 
-    fn sequence(&self, entry: usize, rows: Rows<'_>) -> Result<()> {
-        match &self.pages {
-            None => self.whole(entry, rows),
-            Some(pages) => self.listed(pages, entry, rows),
+    /// One sequence, whose first query has row `first_row` of the mask of the last keys.
+    fn sequence(&self, [entry, first_row]: [usize; 2], rows: Rows<'_>) -> Result<()> {
+        match self.pages.is_some() || self.tail.is_some() {
+            false => self.whole(entry, rows),
+            true => self.chosen([entry, first_row], rows),
         }
     }
 
@@ -163,26 +183,34 @@ impl<'a, T: Float, C: Float> Call<'a, T, C> {
         self.attend(rows, [kv[0].view(), kv[1].view()], scores)
     }
 
-    /// Attention to the keys in listed pages, head by head. Masks look at true positions, so
-    /// queries that see the same of these keys share a call without a mask.
-    fn listed(&self, pages: &HostPages, entry: usize, rows: Rows<'_>) -> Result<()> {
+    /// Attention to keys in listed pages, or to those that the mask of the last keys leaves, head by
+    /// head. Masks look at true positions, so queries that see the same keys share a call without a
+    /// mask.
+    fn chosen(&self, [entry, first_row]: [usize; 2], rows: Rows<'_>) -> Result<()> {
         let Rows { q, mut o, mut lse } = rows;
         let (length, attention) = (self.host.length(entry), &self.problem.attention);
         let (tokens, group) = (q.shape()[0], attention.num_heads_q / attention.num_heads_kv);
         for head in 0..attention.num_heads_kv {
-            let keys = pages.keys([entry, head], length);
-            let kv = self.gather(entry, keys.iter().copied(), head..head + 1)?;
-            let seen = |token: usize| {
+            let keys = match &self.pages {
+                Some(pages) => pages.keys([entry, head], length),
+                None => (0..length).collect(),
+            };
+            let seen = |token: usize| -> Vec<usize> {
                 let shown = attention.scores.mask.visible(token, tokens, length);
                 let [start, end] =
                     [shown.start, shown.end].map(|end| keys.partition_point(|&key| key < end));
-                start..end
+                let sees = |key: usize| match &self.tail {
+                    Some(tail) => tail.shows([entry, first_row + token], key, length),
+                    None => true,
+                };
+                keys[start..end.max(start)].iter().copied().filter(|&key| sees(key)).collect()
             };
-            let mut first = 0;
+            let (mut first, mut shown) = (0, seen(0));
             while first < tokens {
-                let shown = seen(first);
-                let next = (first + 1..tokens).find(|&token| seen(token) != shown);
-                let same = first..next.unwrap_or(tokens);
+                let next = (first + 1..tokens).map(|token| (token, seen(token)));
+                let (end, following) =
+                    next.into_iter().find(|(_, seen)| *seen != shown).unwrap_or((tokens, vec![]));
+                let (same, keys) = (first..end, std::mem::replace(&mut shown, following));
                 let heads = head * group..(head + 1) * group;
                 let rows = Rows {
                     q: q.slice(0, same.clone())?.slice(1, heads.clone())?,
@@ -193,8 +221,7 @@ impl<'a, T: Float, C: Float> Call<'a, T, C> {
                         .map(|lse| lse.slice(0, heads.clone())?.slice(1, same.clone()))
                         .transpose()?,
                 };
-                let kv =
-                    [kv[0].view().slice(0, shown.clone())?, kv[1].view().slice(0, shown.clone())?];
+                let kv = self.gather(entry, keys.iter().copied(), head..head + 1)?;
                 let sequence = Sequence {
                     entry,
                     first_q: 0,
@@ -202,14 +229,14 @@ impl<'a, T: Float, C: Float> Call<'a, T, C> {
                     seqlen_q: tokens,
                     seqlen_kv: length,
                 };
-                let added = self.added(&sequence, [heads.clone(), same.clone()], &keys[shown])?;
+                let added = self.added(&sequence, [heads.clone(), same.clone()], &keys)?;
                 let scores = Scores {
                     mask: Mask::Full,
                     bias: added.as_ref().map(Tensor::view),
                     alibi: None,
                     ..self.op.scores.of_heads(heads)?
                 };
-                self.attend(rows, kv, scores)?;
+                self.attend(rows, [kv[0].view(), kv[1].view()], scores)?;
                 first = same.end;
             }
         }

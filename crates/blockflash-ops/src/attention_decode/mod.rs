@@ -12,6 +12,7 @@ mod plan;
 mod prefill;
 mod problem;
 mod select;
+mod tail;
 mod tile;
 mod workspace;
 
@@ -20,6 +21,7 @@ pub use pages::{PageListSizes, PageLists};
 pub use plan::{AttentionDecodePlan, plan, workspace_bytes};
 pub use problem::AttentionDecodeProblem;
 pub use select::{accepts, select};
+pub use tail::TailMaskSizes;
 pub use tile::{CacheTile, tile};
 pub use workspace::AttentionDecodeWorkspace;
 
@@ -84,7 +86,8 @@ use blockflash_sys::{DType, Kernel, manifest};
 /// beside queries and an output of f16, bf16 or f32. The codes are exact in all of these.
 ///
 /// A GPU takes f16 and bf16 with a `head_dim` of any multiple of 8 up to 256, pages of a multiple
-/// of 16 slots, and pointers and strides of multiples of 16 bytes. The CPU takes every problem.
+/// of 16 slots, and pointers and strides of multiples of 16 bytes; a bias, ALiBi and
+/// [`tail_mask`](Self::tail_mask) with all of that. The CPU takes every problem.
 #[derive(Clone, Copy, Debug)]
 pub struct AttentionDecode<'a> {
     /// Queries, `[batch, seqlen_q, num_heads_q, head_dim]`, or packed
@@ -101,6 +104,13 @@ pub struct AttentionDecode<'a> {
     pub rotary: Option<Rotary<'a>>,
     /// Visits only these pages of a paged cache; keys of others do not exist for the softmax.
     pub pages: Option<PageLists<'a>>,
+    /// Hides some of the last keys of each sequence from each of its queries, as a tree of drafted
+    /// tokens does: u8 `[batch, seqlen_q, tail]`, where the batch may be 1 instead and then serves
+    /// all, or `[total_q, tail]` for packed queries, with `tail` from 1 to the capacity, contiguous
+    /// keys and any other strides. Of a sequence with `length` keys, query `i` sees key
+    /// `length - tail + j` only where entry `j` of its row is not 0. The mask of the scores holds
+    /// as well, and alone for keys before the tail. Entries for keys below 0 are ignored.
+    pub tail_mask: Option<View<'a>>,
     /// Makes the bits of a sequence depend on no other sequence of the batch, nor on their number.
     /// Otherwise keys are split so that the batch fills the GPU, where the host knows the lengths,
     /// or on Hopper where a key head has more than 8 rows. Packed sequences and those with listed
@@ -123,6 +133,7 @@ impl<'a> AttentionDecode<'a> {
             scores: Scores::of(Mask::Full),
             rotary: None,
             pages: None,
+            tail_mask: None,
             batch_invariant: false,
             workspace: None,
         }
@@ -207,6 +218,8 @@ impl<'a> AttentionDecode<'a> {
             sink: self.scores.sink,
             cu_seqlens_q: self.packed.map(|packed| packed.cu_seqlens),
             pages: self.pages.map(|pages| [pages.lists, pages.counts]),
+            terms: self.scores.terms(),
+            tail_mask: self.tail_mask,
             workspace: self.workspace.map(AttentionDecodeWorkspace::memory),
         }
     }
@@ -218,6 +231,7 @@ impl<'a> AttentionDecode<'a> {
             ("cu_seqlens.q", self.packed.as_ref().map(|packed| &packed.cu_seqlens)),
             ("pages.lists", self.pages.as_ref().map(|pages| &pages.lists)),
             ("pages.counts", self.pages.as_ref().map(|pages| &pages.counts)),
+            ("tail_mask", self.tail_mask.as_ref()),
         ];
         for (what, view) in inputs {
             view.map_or(Ok(()), |view| Operand::new(what, view).on(device))?;

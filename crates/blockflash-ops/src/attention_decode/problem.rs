@@ -1,4 +1,4 @@
-use super::{AttentionDecode, PageListSizes};
+use super::{AttentionDecode, PageListSizes, TailMaskSizes};
 use crate::attention::{AttentionProblem, PackedRows, Strides, check_strides};
 use crate::check::Operand;
 use crate::kv_append::AppendKvProblem;
@@ -24,6 +24,8 @@ pub struct AttentionDecodeProblem {
     pub rotary: Option<RotarySizes>,
     /// Set when only listed pages are visited.
     pub pages: Option<PageListSizes>,
+    /// Set when queries see the last keys by a mask of their own.
+    pub tail_mask: Option<TailMaskSizes>,
     /// Set when the call appends first.
     pub append: Option<AppendKvProblem>,
     /// Whether the bits of a sequence depend on no other sequence.
@@ -39,7 +41,21 @@ impl AttentionDecodeProblem {
         let (types, heads) = (ElementTypes::all(dtype), [num_heads_q, num_heads_kv]);
         let dense = AttentionProblem::contiguous(types, sizes, heads, head_dims);
         let attention = AttentionProblem { k: cache.k, v: cache.v, ..dense };
-        Self { attention, cache, rotary: None, pages: None, append: None, batch_invariant: false }
+        Self {
+            attention,
+            cache,
+            rotary: None,
+            pages: None,
+            tail_mask: None,
+            append: None,
+            batch_invariant: false,
+        }
+    }
+
+    /// The name of the first thing that is added to scores, or hides keys beyond the ordinary mask,
+    /// if there is one.
+    pub fn terms(&self) -> Option<&'static str> {
+        self.attention.scores.added().or(self.tail_mask.map(|_| "tail_mask"))
     }
 
     /// The same with queries and an output of this type, which need not be that of the cache if
@@ -142,6 +158,8 @@ impl AttentionDecode<'_> {
         let rotary = rotary.map(|r| r.sizes(q.dtype, cache.head_dims.qk, cache.capacity));
         problem.rotary = rotary.transpose()?;
         problem.pages = self.pages.as_ref().map(|pages| pages.sizes(&cache)).transpose()?;
+        let tail_mask = self.tail_mask.as_ref().map(|mask| TailMaskSizes::of(mask, &problem));
+        problem.tail_mask = tail_mask.transpose()?;
         problem.batch_invariant = self.batch_invariant;
         Ok(problem)
     }

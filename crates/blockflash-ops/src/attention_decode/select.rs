@@ -2,7 +2,7 @@ use super::AttentionDecodeProblem;
 use super::estimate::{fastest, unsplit};
 use super::tile::{CacheTile, split_tile, tile};
 use crate::Result;
-use crate::attention::{Rows, Strides, refusal_of_terms};
+use crate::attention::{Rows, Strides};
 use crate::check::is_tensor_map_stride;
 use crate::kv_cache::CacheSizes;
 use crate::selection::{self, Candidate, Kernels, Peers, Problem, Rule, preference};
@@ -240,10 +240,18 @@ const MANY: DecodeRule = Rule {
     excludes_all: None,
 };
 
-/// No kernel adds anything to scores.
+/// What is added to scores has kernels of its own, which take nothing else: those of other problems
+/// are faster. They take a mask of the last keys as well, as do those for several queries.
 const TERMS: DecodeRule = Rule {
-    holds: |c| c.problem.attention.terms().is_none(),
-    refuses: |c| refusal_of_terms(&c.problem.attention),
+    holds: |c| match c.tile {
+        CacheTile::Few(tile) => tile.terms == c.problem.terms().is_some(),
+        CacheTile::Several(_) => c.problem.attention.scores.added().is_none(),
+        CacheTile::Many(_) => c.problem.terms().is_none(),
+    },
+    refuses: |c| match c.problem.terms() {
+        Some(term) => format!("{term} is given, and it takes none"),
+        None => "it is for scores with a bias, alibi or tail_mask".into(),
+    },
     excludes_all: None,
 };
 
@@ -259,9 +267,9 @@ impl AttentionDecodeProblem {
         FEWEST_TILES.div_ceil(self.attention.num_heads_q.max(1)) * TILE_QUERIES
     }
 
-    /// Whether a sequence can have this many.
+    /// Whether a sequence can have this many, for kernels that take nothing else.
     pub(super) fn has_many(&self) -> bool {
-        self.attention.seqlen_q >= self.fewest_queries()
+        self.attention.seqlen_q >= self.fewest_queries() && self.terms().is_none()
     }
 }
 

@@ -53,6 +53,7 @@ unsafe impl Launch for AttentionCacheHopper {
         let Queries { sizes, q, o, lse } =
             operands.fit_queries(tile.types, tile.head_dims, plan.longest, &mut params.cache)?;
         absent("pages", operands.pages.is_some(), "the kernel visits all pages")?;
+        operands.refuse_terms_and_tail_mask()?;
         // Keys and values are read through tensor maps.
         let p = &mut params.fwd.base;
         sizes.write(p)?;

@@ -6,14 +6,16 @@ use super::attention_sizes::{
 use super::bsr_parts::BsrPartsMemory;
 use super::checked::{Launch, Operands};
 use super::fit::{
-    Fit, ceil_div, fits, narrow, optional, pointer, pointer_mut, require, rows_aligned,
+    Fit, absent, ceil_div, fits, narrow, optional, pointer, pointer_mut, require, rows_aligned,
 };
 use super::kv_cache::KvCacheViews;
+use super::score_terms::ScoreTerms;
 use crate::view::Used;
 use crate::{DType, Kernel, View, ViewMut};
 use blockflash_sys::manifest::{AttentionDecode, Variant};
 use blockflash_sys::params::{
-    blockflash_attention_decode_params, blockflash_kv_cache, blockflash_scores,
+    blockflash_attention_decode_params, blockflash_attention_decode_terms_params,
+    blockflash_kv_cache, blockflash_score_terms, blockflash_scores, blockflash_tail_mask,
 };
 use blockflash_sys::{ElementTypes, HeadDims};
 use std::ptr::{null, null_mut};
@@ -37,6 +39,13 @@ pub struct AttentionDecodeOperands<'a> {
     /// i32 `[batch, num_heads_kv, capacity]` columns of the block table and i32 `[batch]` counts,
     /// both contiguous and with any values: kernels clamp them.
     pub pages: Option<[View<'a>; 2]>,
+    /// What is added to scores; the keys of the bias are the capacity. Only kernels with score
+    /// terms take that.
+    pub terms: ScoreTerms<'a>,
+    /// u8 `[batch, seqlen_q, tail]`, where the batch may be 1 instead, packed `[total_q, tail]`,
+    /// with any values: 0 hides one of the last `tail` keys of a sequence from a query. Rows are
+    /// contiguous.
+    pub tail_mask: Option<View<'a>>,
     /// Partial sums, then references and denominators, and a counter of arrivals for each item.
     pub workspace: Option<&'a BsrPartsMemory>,
 }
@@ -55,9 +64,10 @@ impl Operands for AttentionDecodeOperands<'_> {
             self.pages.as_ref().map_or([None; 2], |[l, c]| [Some(l.used()), Some(c.used())]);
         let workspace = self.workspace.map(BsrPartsMemory::used);
         let (o, lse) = (Some(self.o.used()), self.lse.as_ref().map(ViewMut::used));
-        let [q, sink, cu_q] =
-            [&self.q, &self.sink, &self.cu_seqlens_q].map(|view| view.as_ref().map(View::used));
-        [q, o, lse, sink, cu_q, k, v, table, seqused, list, count, workspace]
+        let [q, sink, cu_q, tail] = [&self.q, &self.sink, &self.cu_seqlens_q, &self.tail_mask]
+            .map(|view| view.as_ref().map(View::used));
+        let [bias, alibi] = self.terms.used();
+        [q, o, lse, sink, cu_q, k, v, table, seqused, list, count, bias, alibi, tail, workspace]
     }
 }
 
@@ -324,6 +334,56 @@ impl AttentionDecodeOperands<'_> {
 }
 
 impl AttentionDecodeOperands<'_> {
+    /// Writes what is added to scores, for sizes that `fit_items` has written.
+    fn fit_terms(
+        &self,
+        base: &blockflash_attention_decode_params,
+        terms: &mut blockflash_score_terms,
+    ) -> Fit {
+        let sizes = [base.batch, base.num_heads_q, base.seqlen_q, base.cache.capacity];
+        self.terms.fit_added(self.cu_seqlens_q.is_some(), sizes.map(i64::from), terms)
+    }
+
+    /// Writes the mask of the last keys, for sizes that `fit_items` has written.
+    pub(super) fn fit_tail_mask(
+        &self,
+        base: &blockflash_attention_decode_params,
+        p: &mut blockflash_tail_mask,
+    ) -> Fit {
+        let Some(view) = &self.tail_mask else { return Ok(()) };
+        let tail = view.shape().last().map_or(0, |&tail| tail as i64);
+        require(
+            tail >= 1 && tail <= base.cache.capacity.into(),
+            format_args!("tail_mask has {tail} keys, expected 1 to {}", base.cache.capacity),
+        )?;
+        let stride = |dim: usize| view.strides().get(dim).map_or(0, |&stride| stride as i64);
+        if self.cu_seqlens_q.is_some() {
+            p.stride_q = stride(0);
+            let rows = (base.total_q.into(), p.stride_q);
+            fits("tail_mask", view, DType::U8, [rows, (tail, 1)])?;
+        } else {
+            let entries = view.shape().first().map_or(0, |&entries| entries as i64);
+            let entries = if entries == 1 { 1 } else { base.batch.into() };
+            p.stride_batch = if entries == 1 { 0 } else { stride(0) };
+            p.stride_q = stride(1);
+            let (sequences, rows) = ((entries, stride(0)), (base.seqlen_q.into(), p.stride_q));
+            fits("tail_mask", view, DType::U8, [sequences, rows, (tail, 1)])?;
+        }
+        (p.visible, p.tail) = (pointer(view).cast(), narrow("tail_mask", tail)?);
+        Ok(())
+    }
+
+    /// Checks that nothing is added to scores, for a kernel that reads no bias and no slopes.
+    pub(super) fn refuse_terms(&self) -> Fit {
+        self.terms.refuse(None)
+    }
+
+    /// The same, and that there is no mask of the last keys.
+    pub(super) fn refuse_terms_and_tail_mask(&self) -> Fit {
+        self.refuse_terms()?;
+        absent("tail_mask", self.tail_mask.is_some(), "the kernel has no score terms")
+    }
+
     /// Whether sequences have equally many queries, visit all pages, and have lengths on the
     /// device.
     pub(super) fn has_lengths_alone(&self) -> bool {
@@ -345,7 +405,8 @@ pub(super) struct DecodeTile {
 }
 
 // SAFETY:
-// 1. This is the parameter struct of attention over a cache.
+// 1. This is the parameter struct of attention over a cache with score terms; kernels without take
+//    its first member.
 // 2. All pointers come from views. Addresses follow from the sizes and strides in the struct, which
 //    `fit` wrote from the views, and from lengths, offsets and page numbers, each of which the
 //    kernel clamps to these sizes. It computes no item beyond `items`, for which the
@@ -358,11 +419,18 @@ pub(super) struct DecodeTile {
 unsafe impl Launch for AttentionDecode {
     type Operands<'a> = AttentionDecodeOperands<'a>;
     type Plan = AttentionDecodeScalars;
-    type Params = blockflash_attention_decode_params;
+    type Params = blockflash_attention_decode_terms_params;
     const FAMILY: &'static str = "attention over a cache";
 
     fn of(kernel: &Kernel) -> Option<Self> {
         if let Variant::AttentionDecode(tile) = kernel.variant { Some(tile) } else { None }
+    }
+
+    fn param_bytes(&self) -> usize {
+        match self.terms {
+            true => size_of::<blockflash_attention_decode_terms_params>(),
+            false => size_of::<blockflash_attention_decode_params>(),
+        }
     }
 
     fn fit(
@@ -373,18 +441,27 @@ unsafe impl Launch for AttentionDecode {
     ) -> Fit<i128> {
         let Self { types, head_dims, rows, .. } = *self;
         let tile = DecodeTile { types, head_dims, rows, run: 1, is_even: false };
-        operands.fit_items(&tile, plan, params)
+        let items = operands.fit_items(&tile, plan, &mut params.base)?;
+        match self.terms {
+            false => operands.refuse_terms_and_tail_mask()?,
+            true => {
+                operands.fit_terms(&params.base, &mut params.terms)?;
+                operands.fit_tail_mask(&params.base, &mut params.tail_mask)?;
+            }
+        }
+        Ok(items)
     }
 
     /// A CTA reads the shared memory of one for each split of a group.
-    fn fewest_in_cluster(&self, _: &Self::Plan, p: &Self::Params) -> u32 {
+    fn fewest_in_cluster(&self, _: &Self::Plan, params: &Self::Params) -> u32 {
+        let p = &params.base;
         let keys = p.cache.capacity.max(p.page_list_capacity.saturating_mul(p.cache.page_size));
         let division = [p.splits, p.chunk_min, p.chunk_max].map(i64::from);
         most_splits(keys.into(), division).min(16) as u32
     }
 
     fn set_counter(params: &mut Self::Params, counter: *mut u32) {
-        params.tile_counter = counter;
+        params.base.tile_counter = counter;
     }
 }
 

@@ -43,7 +43,10 @@ unsafe impl Launch for AttentionDecodeHopper {
         let (rows, is_even) = (Self::ROWS, even_ctas > 0);
         let tile = DecodeTile { types, head_dims, rows, run, is_even };
         (params.run, params.even_ctas) = (plan.run, even_ctas);
-        operands.fit_items(&tile, plan, &mut params.base)
+        let items = operands.fit_items(&tile, plan, &mut params.base)?;
+        operands.refuse_terms()?;
+        operands.fit_tail_mask(&params.base, &mut params.tail_mask)?;
+        Ok(items)
     }
 
     fn set_counter(params: &mut Self::Params, counter: *mut u32) {

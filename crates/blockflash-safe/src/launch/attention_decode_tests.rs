@@ -1,9 +1,9 @@
 use super::{AttentionDecodeOperands, AttentionDecodeScalars, Fit, KvCacheViews, most_splits};
 use crate::launch::attention_fixtures::PLAIN_SCORES;
 use crate::launch::checked::{Launch, zeros};
-use crate::{DType, Device, Kernel, LaunchConfig, Tensor};
+use crate::{DType, Device, Kernel, LaunchConfig, ScoreTerms, Tensor};
 use blockflash_sys::manifest::{AttentionDecode, AttentionDecodeHopper, Variant, kernels};
-use blockflash_sys::params::{blockflash_attention_decode_params, blockflash_kv_cache};
+use blockflash_sys::params::{blockflash_attention_decode_terms_params, blockflash_kv_cache};
 use blockflash_sys::{ElementTypes, HeadDims, Target};
 
 /// One query of each sequence.
@@ -78,14 +78,16 @@ fn a_launch_chooses_clusters_up_to_the_limit_of_the_kernel() {
 fn clusters_hold_the_splits_of_a_group() {
     let tile = kernels().iter().find_map(AttentionDecode::of).unwrap();
     // SAFETY: a struct of numbers and pointers.
-    let mut p: blockflash_attention_decode_params = unsafe { std::mem::zeroed() };
+    let mut params: blockflash_attention_decode_terms_params = unsafe { std::mem::zeroed() };
+    let p = &mut params.base;
     (p.splits, p.chunk_min, p.chunk_max) = (128, 128, 4096);
     for (capacity, fewest) in [(100, 1), (300, 3), (1024, 8), (2048, 16), (100_000, 16)] {
-        p.cache.capacity = capacity;
-        assert_eq!(tile.fewest_in_cluster(&SCALARS, &p), fewest, "{capacity}");
+        params.base.cache.capacity = capacity;
+        assert_eq!(tile.fewest_in_cluster(&SCALARS, &params), fewest, "{capacity}");
     }
-    (p.cache.page_size, p.page_list_capacity, p.cache.capacity) = (64, 8, 0);
-    assert_eq!(tile.fewest_in_cluster(&SCALARS, &p), 4);
+    (params.base.cache.page_size, params.base.page_list_capacity) = (64, 8);
+    params.base.cache.capacity = 0;
+    assert_eq!(tile.fewest_in_cluster(&SCALARS, &params), 4);
 }
 
 /// As for attention forward: queries and keys have one head dimension, values and outputs another.
@@ -109,6 +111,8 @@ fn each_tensor_has_its_own_head_dimension() {
                 sink: None,
                 cu_seqlens_q: None,
                 pages: None,
+                terms: ScoreTerms::default(),
+                tail_mask: None,
                 workspace: None,
             };
             // SAFETY: a struct of numbers and pointers.
@@ -161,6 +165,8 @@ fn even_splits_need_lengths_on_the_device() {
             sink: None,
             cu_seqlens_q: None,
             pages: None,
+            terms: ScoreTerms::default(),
+            tail_mask: None,
             workspace: None,
         };
         let plan = AttentionDecodeScalars {

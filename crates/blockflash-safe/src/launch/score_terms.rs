@@ -68,11 +68,27 @@ impl ScoreTerms<'_> {
         block_mask: Option<&BlockLists>,
         p: &mut blockflash_score_terms,
     ) -> Fit {
-        let [batch, heads] = [base.batch, base.num_heads_q].map(i64::from);
+        let packed = !base.cu_seqlens_q.is_null();
+        let sizes = [base.batch, base.num_heads_q, base.seqlen_q, base.seqlen_kv].map(i64::from);
+        self.fit_added(packed, sizes, p)?;
+        if let Some(arrays) = BitArrays::of(block_mask, &base.block_mask)? {
+            (p.block_bits, p.bits) = (arrays.block_bits, arrays.bits);
+            p.bit_tiles = arrays.tiles;
+        }
+        Ok(())
+    }
+
+    /// Checks what is added to scores against the batch, the heads of q, and the rows and keys of a
+    /// launch, and writes it.
+    pub(super) fn fit_added(
+        &self,
+        packed: bool,
+        sizes: [i64; 4],
+        p: &mut blockflash_score_terms,
+    ) -> Fit {
+        let [batch, heads, ..] = sizes;
         if let Some(bias) = &self.bias {
-            let packed = !base.cu_seqlens_q.is_null();
             absent("bias", packed, "sequences are packed")?;
-            let sizes = [batch, heads, base.seqlen_q.into(), base.seqlen_kv.into()];
             [p.bias_stride_batch, p.bias_stride_head, p.bias_stride_q, p.bias_stride_kv] =
                 broadcast("bias", bias, sizes)?.1;
             (p.bias, p.bias_type) = (pointer(bias), bias.dtype() as i32);
@@ -83,10 +99,6 @@ impl ScoreTerms<'_> {
                 _ => all_strides("alibi", alibi, DType::F32, [batch, heads])?.into(),
             };
             p.alibi = pointer(alibi).cast();
-        }
-        if let Some(arrays) = BitArrays::of(block_mask, &base.block_mask)? {
-            (p.block_bits, p.bits) = (arrays.block_bits, arrays.bits);
-            p.bit_tiles = arrays.tiles;
         }
         Ok(())
     }

@@ -1,6 +1,6 @@
 use super::attention::{define_tile, row_bytes, support};
 use super::family::{Family, Support, each_dtype};
-use crate::{DType, ElementTypes, HeadDims, Target};
+use crate::{ElementTypes, HeadDims, Target};
 
 /// Tiles of `attention_decode_sm80`: a CTA computes items, each a split of the keys for up to
 /// `rows` rows (queries times heads that share a key head).
@@ -18,20 +18,25 @@ pub struct AttentionDecode {
     pub stages: u32,
     /// CTAs per SM that the register allocation must allow.
     pub min_blocks: u32,
+    /// Whether it computes score terms and the mask of the last keys.
+    pub terms: bool,
 }
 
-const fn tile(
-    head_dim: usize,
-    rows: u32,
-    [warps, stages, min_blocks]: [u32; 3],
-) -> AttentionDecode {
-    let (types, head_dims) = (ElementTypes::all(DType::F16), HeadDims::all(head_dim));
-    AttentionDecode { types, head_dims, rows, warps, stages, min_blocks }
-}
-
-/// Rows by head dimension. With 32 rows of head_dim 256 the sums would not fit into registers.
-const ROWS: &[(usize, u32)] =
-    &[(64, 8), (64, 16), (64, 32), (128, 8), (128, 16), (128, 32), (256, 8), (256, 16)];
+/// Rows by head dimension, and whether with score terms. With 32 rows of head_dim 256 the sums would
+/// not fit into registers. Trees of drafted tokens have many rows, and the fewest images are these.
+const ROWS: &[(usize, u32, bool)] = &[
+    (64, 8, false),
+    (64, 16, false),
+    (64, 32, false),
+    (128, 8, false),
+    (128, 16, false),
+    (128, 32, false),
+    (256, 8, false),
+    (256, 16, false),
+    (64, 16, true),
+    (128, 16, true),
+    (256, 16, true),
+];
 
 /// The rings take what shared memory holds for two CTAs per SM, since the bytes in flight decide
 /// how fast a cache is read. At head_dim 256 these have half as many warps: two items side by side
@@ -50,11 +55,10 @@ const fn ring(target: Target, head_dim: usize) -> [u32; 3] {
 /// Other targets run the machine code for sm_80, or PTX: reading a cache is the same everywhere.
 pub(super) fn tiles(target: Target) -> impl Iterator<Item = AttentionDecode> {
     let compiled = target.is_baseline();
-    each_dtype(ROWS).filter(move |_| compiled).map(move |(dtype, (head_dim, rows))| {
-        AttentionDecode {
-            types: ElementTypes::all(dtype),
-            ..tile(head_dim, rows, ring(target, head_dim))
-        }
+    each_dtype(ROWS).filter(move |_| compiled).map(move |(dtype, (head_dim, rows, terms))| {
+        let (types, head_dims) = (ElementTypes::all(dtype), HeadDims::all(head_dim));
+        let [warps, stages, min_blocks] = ring(target, head_dim);
+        AttentionDecode { types, head_dims, rows, warps, stages, min_blocks, terms }
     })
 }
 
@@ -65,7 +69,8 @@ impl Family for AttentionDecode {
 
     fn name(&self) -> String {
         let Self { types, head_dims, rows, warps, stages, .. } = self;
-        format!("{types}_d{head_dims}_n{rows}_w{warps}_s{stages}")
+        let terms = if self.terms { "_terms" } else { "" };
+        format!("{types}_d{head_dims}_n{rows}_w{warps}_s{stages}{terms}")
     }
 
     fn warps(&self) -> u32 {
@@ -94,6 +99,9 @@ impl Family for AttentionDecode {
         define("VARIANT_WARPS", self.warps);
         define("VARIANT_STAGES", self.stages);
         define("VARIANT_MIN_BLOCKS", self.min_blocks);
+        if self.terms {
+            define("VARIANT_TERMS", 1);
+        }
     }
 
     fn contains(&self) -> &'static [&'static str] {
@@ -127,6 +135,6 @@ mod tests {
             let room = of_sm(kernel.target.smem_limit());
             assert!(ctas * (kernel.smem_bytes() + 1024) <= room, "{}", kernel.image_name());
         }
-        assert_eq!(count, 3 * 2 * 8);
+        assert_eq!(count, 3 * 2 * 11);
     }
 }

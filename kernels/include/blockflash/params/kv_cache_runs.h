@@ -5,6 +5,7 @@
 #include <stdint.h>
 
 #include "blockflash/params/kv_cache.h"
+#include "blockflash/params/tail_mask.h"
 
 /* Attention of several queries to the keys of a cache, without lists of pages.
  *
@@ -21,6 +22,7 @@ typedef struct blockflash_attention_decode_runs_params {
   int32_t even_ctas; /* CTAs at a time that share the keys of all sequences, which then have lengths
                         on the device and equally many queries; 0: splits of a sequence follow from
                         its own length */
+  blockflash_tail_mask tail_mask;
 } blockflash_attention_decode_runs_params;
 
 #endif
