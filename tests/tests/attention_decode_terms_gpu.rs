@@ -3,11 +3,12 @@
 
 use blockflash_ops::attention_decode::CacheTile;
 use blockflash_ops::{DType, Mask};
+use blockflash_safe::Event;
 use blockflash_tests::attention::{AttentionCase, Choice, Limits, dims_of_tile};
 use blockflash_tests::attention_decode::{
-    CacheLayout, DecodeCase, DecodeData, DecodeGroup, TailCase, alone_as_in_a_batch,
-    decode_cases_with_terms, decode_groups_with_terms, decode_reference, decode_terms, replays,
-    run_case, run_or_refuse, same_bits, survives_garbage,
+    CacheLayout, DecodeCase, DecodeData, DecodeGroup, DecodeInputs, DecodeOutputs, TailCase,
+    alone_as_in_a_batch, decode_cases_with_terms, decode_groups_with_terms, decode_reference,
+    decode_terms, replays, run_case, run_or_refuse, same_bits, survives_garbage,
 };
 use blockflash_tests::gpu::{Gpu, Report, gpu};
 use blockflash_tests::property;
@@ -99,6 +100,59 @@ fn trees_over_long_caches() {
                 };
                 run_case(&case.consistent(), Choice::Selected, &gpu.stream).unwrap();
             }
+        }
+    }
+}
+
+/// Microseconds of a call, of 200 that follow one another.
+fn microseconds(case: &DecodeCase, gpu: &Gpu) -> f64 {
+    let stream = &gpu.stream;
+    let mut inputs = DecodeInputs::upload(case, &DecodeData::generate(case), stream).unwrap();
+    let mut outputs = DecodeOutputs::poisoned(case, stream).unwrap();
+    let [begin, end] = [(); 2].map(|()| Event::new(&gpu.device, true).unwrap());
+    for event in [&begin, &end] {
+        event.record(stream).unwrap();
+        for _ in 0..200 {
+            inputs.launch(&mut outputs, Choice::Selected, stream).unwrap();
+        }
+    }
+    // The calls between the events are the first 200; those behind keep the GPU busy.
+    end.synchronize().unwrap();
+    begin.elapsed_us(&end).unwrap() / 200.0
+}
+
+/// A tree of 64 tokens at the end of 8192 keys costs about what the causal call costs. Other
+/// programs must not use the GPU.
+#[test]
+#[ignore = "it compares times"]
+fn a_tree_is_as_fast_as_a_causal_mask() {
+    let Some(gpu) = gpu("attention_decode_terms_gpu::a_tree_is_as_fast_as_a_causal_mask") else {
+        return;
+    };
+    for batch in [1, 8] {
+        for paged in [false, true] {
+            let lengths = vec![(64, 8192); batch];
+            let simple = DecodeCase::simple(DType::BF16, (32, 8), 128, &lengths);
+            let layout = match paged {
+                false => CacheLayout::Contiguous { capacity: 8192 },
+                true => CacheLayout::Paged {
+                    page_size: 64,
+                    max_pages: 128,
+                    spare: 0,
+                    shared: 0,
+                    heads_first: false,
+                },
+            };
+            let attention =
+                AttentionCase { scores: Mask::causal().into(), ..simple.attention.clone() };
+            let causal = DecodeCase { attention, layout, equal: true, seqused: false, ..simple };
+            let causal = causal.consistent();
+            let tail = Some(TailCase { tail: 64, shared: false });
+            let tree = DecodeCase { tail, ..causal.clone() };
+            microseconds(&causal, &gpu);
+            let [causal, tree] = [&causal, &tree].map(|case| microseconds(case, &gpu));
+            println!("batch {batch}, paged {paged}: causal {causal:.1} us, tree {tree:.1} us");
+            assert!(tree < 1.25 * causal);
         }
     }
 }

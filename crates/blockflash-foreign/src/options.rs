@@ -291,6 +291,9 @@ options! {
         k_scale,
         /// The same of the values.
         v_scale,
+        /// u8 `[batch | 1, seqlen_q, tail]` or `[total_q, tail]`: 0 where a query does not see one
+        /// of the last keys of its sequence.
+        tail_mask,
     }
     /// The numbers among them.
     DecodeNumbers {

@@ -172,6 +172,7 @@ fn operation<'v>(
         scores: scores(numbers.into(), (*tensors).into())?,
         rotary,
         pages,
+        tail_mask: tensors.tail_mask,
         batch_invariant: numbers.batch_invariant,
         ..AttentionDecode::new(q)
     };

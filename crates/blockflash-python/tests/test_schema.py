@@ -106,18 +106,21 @@ def test_each_argument_of_decoding_reaches_its_option() -> None:
     table, lists, counts = ints(0, 1, 2, 3).view(2, 2), ints(0, 1, 0, 1).view(2, 1, 2), ints(1, 2)
     sink, slopes, bias = torch.zeros(2), torch.ones(2), torch.zeros(1, 2, 1, 32)
     new, k_scale, v_scale = torch.randn(2, 1, 16), torch.ones(1), torch.ones(2, 1)
+    tail = torch.ones(2, 3, dtype=torch.uint8)
     packed = {"cu_seqlens_q": ints(0, 1, 2), "max_seqlen_q": 1, "cu_seqlens_k": ints(0, 1, 2)}
     given: dict[str, Any] = {
         "seqused_k": used, "block_table": table, "sink": sink, "rotary_cos": positions,
         "rotary_sin": positions + 1, "pages": (lists, counts), "scale": 0.3, "softcap": 9.0,
         "window": (5, 2), "rotary_interleaved": True, "batch_invariant": True,
         "alibi_slopes": slopes, "k_scale": k_scale, "v_scale": v_scale,
+        "tail_mask": tail,
     }  # fmt: skip
     expected = {
         "seqused_k": used, "block_table": table, "cu_seqlens_q": packed["cu_seqlens_q"],
         "cu_seqlens_k": packed["cu_seqlens_k"], "sink": sink, "rotary_cos": positions,
         "rotary_sin": given["rotary_sin"], "page_lists": lists, "page_counts": counts, "bias": None,
-        "alibi_slopes": slopes, "k_scale": k_scale, "v_scale": v_scale, "max_q": 1,
+        "alibi_slopes": slopes, "k_scale": k_scale, "v_scale": v_scale, "tail_mask": tail,
+        "max_q": 1,
         "left": 5, "right": 2, "scale": 0.3, "softcap": 9.0, "interleaved": True,
         "batch_invariant": True,
     }  # fmt: skip

@@ -340,3 +340,37 @@ fn gpus_refuse_codes() {
         }
     }
 }
+
+/// What is added to scores has a kernel of its own on each GPU, and a mask of the last keys one of
+/// those that take it.
+#[test]
+fn score_terms_have_kernels() {
+    for gpu in gpus() {
+        for (head_dim, queries) in [(64, 1), (96, 64), (128, 64), (192, 5), (256, 300)] {
+            let cache = CacheSizes::contiguous(DType::BF16, [3, 8192], 8, head_dim);
+            let plain = AttentionDecodeProblem::of(cache, queries, 32);
+            let tail_mask = Some(TailMaskSizes { tail: 64 });
+            let tree = AttentionDecodeProblem { tail_mask, ..plain };
+            let mut alibi = plain;
+            alibi.attention.scores.alibi = true;
+            for batch_invariant in [false, true] {
+                for (problem, adds) in [(tree, false), (alibi, true)] {
+                    let problem = AttentionDecodeProblem { batch_invariant, ..problem };
+                    let kernel = select(&problem, &gpu).unwrap();
+                    match tile(kernel) {
+                        Some(CacheTile::Few(tile)) => assert!(tile.terms, "{}", gpu.name),
+                        Some(CacheTile::Several(_)) => assert!(!adds, "{}", gpu.name),
+                        _ => panic!("{}", kernel.symbol()),
+                    }
+                    let AttentionDecodePlan { items, .. } = plan(kernel, &problem, &gpu).unwrap();
+                    assert!(workspace_bytes(kernel, &problem, &gpu).unwrap() >= items);
+                }
+            }
+            let few = |problem| matches!(tile(select(problem, &gpu).unwrap()), Some(CacheTile::Few(tile)) if tile.terms);
+            assert!(!few(&plain), "{}", gpu.name);
+            // Hopper computes a tree of many rows with the kernel for several queries.
+            let several = gpu.compute_capability.major == 9 && head_dim <= 128 && queries > 16;
+            assert_eq!(!few(&tree), several, "{} {head_dim} {queries}", gpu.name);
+        }
+    }
+}

@@ -46,6 +46,7 @@ def attention_decode(
     alibi_slopes: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    tail_mask: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
     max_seqlen_q: int | None = None,
@@ -98,6 +99,10 @@ def attention_decode(
             a contiguous cache has B pages. Each extent may also be 1. New keys are divided by it,
             rounded to nearest even, and saturated at 448, 57344 or 127; NaN is 0 in int8.
         v_scale: The same of the values.
+        tail_mask: bool or uint8 `[B, Sq, tail]`, where B may be 1 and then serves all, or
+            `[Tq, tail]` with `cu_seqlens_q`: of the last `tail` keys of its sequence, at most the
+            capacity, query `i` sees key `j` only where entry `[i, j]` is not 0, as in a tree of
+            drafted tokens. `causal` and `window` hold as well.
         cu_seqlens_q: int32 `[B + 1]`: sequence `i` has the queries `cu_seqlens_q[i]` to
             `cu_seqlens_q[i + 1]`. Rows of no sequence get the output 0.
         cu_seqlens_k: The same for packed `k` and `v`; `cu_seqlens_q` by default.
@@ -144,6 +149,7 @@ def attention_decode(
         seqused_k, block_table, cu_seqlens_q, cu_seqlens_k, given.pop("sink", None), rotary_cos,
         rotary_sin, lists, counts, given.pop("bias", None), given.pop("alibi_slopes", None),
         k_scale, v_scale,
+        _as_bytes(tail_mask),
     ]  # fmt: skip
     if max_seqlen_q is None and not (given or rotary_interleaved or batch_invariant):
         # What is at its default at the end costs the host nothing if it is not passed.
@@ -176,6 +182,11 @@ def _place(tensor: Any) -> None:
         from . import _sharding
 
         _sharding.place()
+
+
+def _as_bytes(mask: Any) -> Any:
+    is_bool = isinstance(mask, Tensor) and mask.dtype == torch.bool
+    return mask.view(torch.uint8) if is_bool else mask
 
 
 def _lowered(tensor: Any, lower: torch.dtype) -> Any:

@@ -150,7 +150,7 @@ def _backward(
 
 _WHOLE_OF_DECODE = (
     "seqused_k", "block_table", "cu_seqlens_q", "cu_seqlens_k", "sink", "rotary_cos", "rotary_sin",
-    "page_lists", "page_counts", "bias", "alibi_slopes", "k_scale", "v_scale",
+    "page_lists", "page_counts", "bias", "alibi_slopes", "k_scale", "v_scale", "tail_mask",
 )  # fmt: skip
 """Tensors that every rank may have as a whole: another option needs a rule of its own."""
 
@@ -172,6 +172,9 @@ def _of_decode(
         cache = Shard(0) if named["block_table"] is None else Replicate()
         entries = dict.fromkeys(("seqused_k", "block_table", "page_lists", "page_counts"), Shard(0))
         entries |= _added(named, "batch") | _of_scales(named, "batch")
+        tail_mask = named["tail_mask"]
+        if tail_mask is not None and tail_mask.shape[0] > 1:
+            entries["tail_mask"] = Shard(0)
         options = _chosen(whole | entries, DECODE.tensors, given)
         found.append(([Shard(0)] * 2, [Shard(0), cache, cache, *options]))
     if _divides(k_cache.shape[-2], q, k_cache):
