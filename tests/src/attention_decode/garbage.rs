@@ -27,8 +27,8 @@ fn garbage(random: &mut StdRng, near: i32) -> i32 {
 
 /// One call with garbage that follows from `seed`: the launch ends, what it writes is inside, and
 /// what it reads too, as NaN is around. Offsets of packed tokens are garbage on a GPU only, since
-/// the CPU refuses them. With `terms` it has a mask of the last keys, and ALiBi where that is `true`.
-/// Returns the number of compared outputs.
+/// the CPU refuses them. With `terms` it has a mask of the last keys, and ALiBi where that is
+/// `true`. Returns the number of compared outputs.
 pub fn survives_garbage(
     [dtype_seed, seed]: [usize; 2],
     head_dim: usize,

@@ -43,7 +43,8 @@ fn random_cases_that_only_the_cpu_takes() {
     });
 }
 
-/// ALiBi, a bias and a mask of the last keys with every other option, listed pages and rotation among them.
+/// ALiBi, a bias and a mask of the last keys with every other option, listed pages and rotation
+/// among them.
 #[test]
 fn random_cases_with_terms() {
     let limits = Limits {

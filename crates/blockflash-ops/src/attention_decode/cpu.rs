@@ -183,9 +183,9 @@ impl<'a, T: Float, C: Float> Call<'a, T, C> {
         self.attend(rows, [kv[0].view(), kv[1].view()], scores)
     }
 
-    /// Attention to keys in listed pages, or to those that the mask of the last keys leaves, head by
-    /// head. Masks look at true positions, so queries that see the same keys share a call without a
-    /// mask.
+    /// Attention to keys in listed pages, or to those that the mask of the last keys leaves, head
+    /// by head. Masks look at true positions, so queries that see the same keys share a call
+    /// without a mask.
     fn chosen(&self, [entry, first_row]: [usize; 2], rows: Rows<'_>) -> Result<()> {
         let Rows { q, mut o, mut lse } = rows;
         let (length, attention) = (self.host.length(entry), &self.problem.attention);

@@ -83,7 +83,7 @@ impl Case {
         };
         for entry in 0..BATCH {
             for query in 0..self.queries[entry] {
-                for head in 0..HEADS {
+                for (head, slope) in slopes.iter().enumerate() {
                     let head_kv = head / (HEADS / HEADS_KV);
                     let q = row(q, (self.first_query(entry) + query) * HEADS + head);
                     let (mut sum, mut o) = (0.0, vec![0.0; DIM]);
@@ -95,7 +95,7 @@ impl Case {
                         let dot: f64 = q.iter().zip(row(k, at)).map(|(a, b)| a * b).sum();
                         let place =
                             (query + self.lengths[entry]) as f64 - self.queries[entry] as f64;
-                        let slope = if self.alibi { f64::from(slopes[head]) } else { 0.0 };
+                        let slope = if self.alibi { f64::from(*slope) } else { 0.0 };
                         let score = dot / (DIM as f64).sqrt() - slope * (place - key as f64).abs();
                         sum += score.exp();
                         o.iter_mut().zip(row(v, at)).for_each(|(o, v)| *o += score.exp() * v);

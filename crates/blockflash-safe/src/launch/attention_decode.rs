@@ -1,12 +1,13 @@
 //! Attention over a cache.
 
+use super::attention_decode_scalars::{AttentionDecodeScalars, most_splits};
 use super::attention_sizes::{
     Sizes, fit_head_dims, lse_strides, row_sizes, row_strides, with_sink,
 };
 use super::bsr_parts::BsrPartsMemory;
 use super::checked::{Launch, Operands};
 use super::fit::{
-    Fit, absent, ceil_div, fits, narrow, optional, pointer, pointer_mut, require, rows_aligned,
+    Fit, ceil_div, fits, narrow, optional, pointer, pointer_mut, require, rows_aligned,
 };
 use super::kv_cache::KvCacheViews;
 use super::score_terms::ScoreTerms;
@@ -15,7 +16,7 @@ use crate::{DType, Kernel, View, ViewMut};
 use blockflash_sys::manifest::{AttentionDecode, Variant};
 use blockflash_sys::params::{
     blockflash_attention_decode_params, blockflash_attention_decode_terms_params,
-    blockflash_kv_cache, blockflash_score_terms, blockflash_scores, blockflash_tail_mask,
+    blockflash_kv_cache,
 };
 use blockflash_sys::{ElementTypes, HeadDims};
 use std::ptr::{null, null_mut};
@@ -69,45 +70,6 @@ impl Operands for AttentionDecodeOperands<'_> {
         let [bias, alibi] = self.terms.used();
         [q, o, lse, sink, cu_q, k, v, table, seqused, list, count, bias, alibi, tail, workspace]
     }
-}
-
-/// The most splits that a sequence with up to `keys` keys may have, as the kernel divides it: the
-/// number of splits of a sequence of medium length, and the limits of a split.
-fn most_splits(keys: i64, [splits, shortest, longest]: [i64; 3]) -> i64 {
-    let up = |a: i64, b: i64| (a + b - 1) / b;
-    // A window may begin anywhere in a step of 16 keys.
-    let keys = up(keys, 16) * 16;
-    let most = if keys <= longest * splits {
-        splits.min(up(keys, shortest))
-    } else {
-        splits.max(up(keys, longest).min(256))
-    };
-    most.max(1)
-}
-
-/// What a launch of attention over a cache knows beside its tensors.
-#[derive(Clone, Copy, Debug)]
-pub struct AttentionDecodeScalars {
-    /// What happens to a score. Its pointer is ignored.
-    pub scores: blockflash_scores,
-    /// Queries of the longest sequence in a packed batch; ignored otherwise.
-    pub longest: i32,
-    /// Sequences with more queries are left to another kernel.
-    pub most_queries: i32,
-    /// Splits of a sequence of medium length.
-    pub splits: i32,
-    /// Fewest keys of a split.
-    pub chunk_min: i32,
-    /// Most keys of a split, unless there are 256 splits.
-    pub chunk_max: i32,
-    /// Log2 of the splits that an item of the kernel for one query has.
-    pub run_log2: i32,
-    /// Splits of an item of the kernel for several queries.
-    pub run: i32,
-    /// CTAs among which a kernel that counts lengths divides all keys; 0 if it does not.
-    pub even_ctas: i32,
-    /// Items that there is room for if it does; ignored otherwise.
-    pub even_items: i32,
 }
 
 /// Queries, outputs and cache of a launch, which have been found to fit each other. Sizes are
@@ -334,56 +296,6 @@ impl AttentionDecodeOperands<'_> {
 }
 
 impl AttentionDecodeOperands<'_> {
-    /// Writes what is added to scores, for sizes that `fit_items` has written.
-    fn fit_terms(
-        &self,
-        base: &blockflash_attention_decode_params,
-        terms: &mut blockflash_score_terms,
-    ) -> Fit {
-        let sizes = [base.batch, base.num_heads_q, base.seqlen_q, base.cache.capacity];
-        self.terms.fit_added(self.cu_seqlens_q.is_some(), sizes.map(i64::from), terms)
-    }
-
-    /// Writes the mask of the last keys, for sizes that `fit_items` has written.
-    pub(super) fn fit_tail_mask(
-        &self,
-        base: &blockflash_attention_decode_params,
-        p: &mut blockflash_tail_mask,
-    ) -> Fit {
-        let Some(view) = &self.tail_mask else { return Ok(()) };
-        let tail = view.shape().last().map_or(0, |&tail| tail as i64);
-        require(
-            tail >= 1 && tail <= base.cache.capacity.into(),
-            format_args!("tail_mask has {tail} keys, expected 1 to {}", base.cache.capacity),
-        )?;
-        let stride = |dim: usize| view.strides().get(dim).map_or(0, |&stride| stride as i64);
-        if self.cu_seqlens_q.is_some() {
-            p.stride_q = stride(0);
-            let rows = (base.total_q.into(), p.stride_q);
-            fits("tail_mask", view, DType::U8, [rows, (tail, 1)])?;
-        } else {
-            let entries = view.shape().first().map_or(0, |&entries| entries as i64);
-            let entries = if entries == 1 { 1 } else { base.batch.into() };
-            p.stride_batch = if entries == 1 { 0 } else { stride(0) };
-            p.stride_q = stride(1);
-            let (sequences, rows) = ((entries, stride(0)), (base.seqlen_q.into(), p.stride_q));
-            fits("tail_mask", view, DType::U8, [sequences, rows, (tail, 1)])?;
-        }
-        (p.visible, p.tail) = (pointer(view).cast(), narrow("tail_mask", tail)?);
-        Ok(())
-    }
-
-    /// Checks that nothing is added to scores, for a kernel that reads no bias and no slopes.
-    pub(super) fn refuse_terms(&self) -> Fit {
-        self.terms.refuse(None)
-    }
-
-    /// The same, and that there is no mask of the last keys.
-    pub(super) fn refuse_terms_and_tail_mask(&self) -> Fit {
-        self.refuse_terms()?;
-        absent("tail_mask", self.tail_mask.is_some(), "the kernel has no score terms")
-    }
-
     /// Whether sequences have equally many queries, visit all pages, and have lengths on the
     /// device.
     pub(super) fn has_lengths_alone(&self) -> bool {

@@ -1,6 +1,7 @@
 //! Attention of several queries over a cache for Hopper.
 
-use super::attention_decode::{AttentionDecodeOperands, AttentionDecodeScalars, DecodeTile};
+use super::attention_decode::{AttentionDecodeOperands, DecodeTile};
+use super::attention_decode_scalars::AttentionDecodeScalars;
 use super::checked::Launch;
 use super::fit::{Fit, absent, require};
 use crate::Kernel;

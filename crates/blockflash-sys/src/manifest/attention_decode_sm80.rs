@@ -22,8 +22,8 @@ pub struct AttentionDecode {
     pub terms: bool,
 }
 
-/// Rows by head dimension, and whether with score terms. With 32 rows of head_dim 256 the sums would
-/// not fit into registers. Trees of drafted tokens have many rows, and the fewest images are these.
+/// Rows by head dimension, and whether with score terms. With 32 rows of head_dim 256 the sums
+/// would not fit into registers. Score terms have one number of rows, so that there are few images.
 const ROWS: &[(usize, u32, bool)] = &[
     (64, 8, false),
     (64, 16, false),
