@@ -305,14 +305,6 @@ T __shfl_up_sync(unsigned, T x, int distance) {
       out[lane] = in[lane < distance ? lane : lane - distance];
   });
 }
-inline unsigned __ballot_sync(unsigned, int x) {
-  return simt::together<unsigned>(x, [](const int* in, unsigned* out) {
-    unsigned bits = 0;
-    for (int lane = 0; lane < simt::kWarp; ++lane) bits |= unsigned{in[lane] != 0} << lane;
-    std::fill_n(out, simt::kWarp, bits);
-  });
-}
-inline int __ffs(int x) { return __builtin_ffs(x); }
 inline void __threadfence_block() {}
 // Nothing else runs between two instructions of a thread.
 inline unsigned atomicAdd(unsigned* at, unsigned x) { return std::exchange(*at, *at + x); }
