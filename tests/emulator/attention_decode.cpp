@@ -329,7 +329,10 @@ void check(const Problem& problem, int number, std::mt19937& schedules) {
   const Expected expected = reference(data);
   params = {};
   data.write(params);
-  if constexpr (kHasTerms) data.write(params.terms, params.tail_mask);
+  blockflash::with_terms(params, [&](const auto& all) {
+    data.write(const_cast<blockflash_score_terms&>(all.terms),
+               const_cast<blockflash_tail_mask&>(all.tail_mask));
+  });
   const int rows = min(data.most * problem.group, int{Config::rows});
   const int row_tiles = (data.most * problem.group + Config::rows - 1) / Config::rows;
   params.items = data.batch * row_tiles * problem.heads_kv * 8, params.partial_rows = rows;
