@@ -10,10 +10,11 @@
 //! stream of candle, so that no other work enters the graph.
 
 use super::candle_core::backend::BackendStorage;
+use super::candle_core::cuda_backend::cudarc::driver::CudaSlice;
 use super::candle_core::cuda_backend::cudarc::driver::{
     CudaEvent, CudaStream, DevicePtr, DevicePtrMut, result, sys,
 };
-use super::candle_core::cuda_backend::{CudaDType, WrapErr};
+use super::candle_core::cuda_backend::{CudaDType, CudaStorageSlice, WrapErr};
 use super::candle_core::{self, CudaDevice, CudaStorage, Layout, Result, bail};
 use super::error::refused;
 use super::held::{Reading, Scratch, Writing, unsupported};
@@ -92,25 +93,25 @@ impl Fork {
         storage: &'a CudaStorage,
         layout: &'a Layout,
     ) -> Result<Reading<'a>> {
-        match storage.dtype() {
-            candle_core::DType::F16 => self.view::<f16>(what, storage, layout, DType::F16),
-            candle_core::DType::BF16 => self.view::<bf16>(what, storage, layout, DType::BF16),
-            candle_core::DType::F32 => self.view::<f32>(what, storage, layout, DType::F32),
-            candle_core::DType::U8 => self.view::<u8>(what, storage, layout, DType::U8),
-            candle_core::DType::I32 => self.view::<i32>(what, storage, layout, DType::I32),
-            candle_core::DType::U32 => self.view::<u32>(what, storage, layout, DType::I32),
-            dtype => unsupported(what, dtype),
+        match &storage.slice {
+            CudaStorageSlice::F16(slice) => self.view(what, slice, layout, DType::F16),
+            CudaStorageSlice::BF16(slice) => self.view(what, slice, layout, DType::BF16),
+            CudaStorageSlice::F32(slice) => self.view(what, slice, layout, DType::F32),
+            CudaStorageSlice::U8(slice) => self.view(what, slice, layout, DType::U8),
+            CudaStorageSlice::I32(slice) => self.view(what, slice, layout, DType::I32),
+            CudaStorageSlice::U32(slice) => self.view(what, slice, layout, DType::I32),
+            CudaStorageSlice::F8E4M3(slice) => self.view(what, slice, layout, DType::E4M3),
+            _ => unsupported(what, storage.dtype()),
         }
     }
 
-    fn view<'a, T: CudaDType + 'a>(
+    fn view<'a, T>(
         &'a self,
         what: &'static str,
-        storage: &'a CudaStorage,
+        slice: &'a CudaSlice<T>,
         layout: &Layout,
         dtype: DType,
     ) -> Result<Reading<'a>> {
-        let slice = storage.as_cuda_slice::<T>()?;
         let (found, ordinal) = (slice.ordinal(), self.candle.context().ordinal());
         if found != ordinal {
             bail!("{what} is on GPU {found}, but the call runs on GPU {ordinal}");

@@ -33,5 +33,8 @@ pub(crate) struct Scratch<'a> {
 /// The error of an element type that no operand has.
 pub(crate) fn unsupported<T>(what: &str, dtype: candle_core::DType) -> Result<T> {
     let dtype = dtype.as_str();
-    bail!("{what} is {dtype}: f16, bf16 and f32 are possible, u32 or i32 for indices and lengths")
+    bail!(
+        "{what} is {dtype}: f16, bf16 and f32 are possible, f8e4m3 for keys and values of a cache, \
+         u32 or i32 for indices and lengths"
+    )
 }

@@ -1,11 +1,13 @@
 use super::Attention;
 use super::candle_core::{DType, Device, Result, Tensor, bail};
+use super::error::refused;
+use super::held::Reading;
 use super::memory::{Operand, Place, dtype_of, tensor};
 use super::options::read_scores;
-use super::paged::{no_gradient, with_width_of};
+use super::paged::{no_gradient, no_gradient_of_scales, read_scales, with_width_of};
 use blockflash_ops::{
     AppendKv, AttentionDecode, AttentionDecodeOperands, AttentionDecodeWorkspace, CacheAccess,
-    KvCacheMut, View,
+    CacheScale, KvCacheMut,
 };
 
 /// The keys and values of a batch of sequences of equal length, for generation token by token.
@@ -28,19 +30,41 @@ use blockflash_ops::{
 ///
 /// The memory is allocated at the start and is this crate's, not candle's, since candle's tensors
 /// do not change.
+///
+/// A cache of `F8E4M3` holds codes of 8 bits of keys and values that are f16, bf16 or f32. Appends
+/// choose a scale for each row, so that its greatest magnitude is the greatest code, 448; or they
+/// divide by scales that [`with_scales`](Self::with_scales) gives. Rows are rounded to nearest with
+/// ties to even, and saturate. That runs on the CPU, and on a GPU that has a kernel for it.
 #[derive(Debug)]
 pub struct KvCache {
-    k: blockflash_ops::Tensor,
-    v: blockflash_ops::Tensor,
-    /// i32 `[capacity + 1, batch]`: row `n` is the lengths of sequences with `n` keys, so that no
-    /// step copies anything to the device.
-    lengths: blockflash_ops::Tensor,
+    memory: Memory,
     len: usize,
     workspace: Option<AttentionDecodeWorkspace>,
 }
 
+#[derive(Debug)]
+struct Memory {
+    k: blockflash_ops::Tensor,
+    v: blockflash_ops::Tensor,
+    scales: Scales,
+    /// i32 `[capacity + 1, batch]`: row `n` is the lengths of sequences with `n` keys, so that no
+    /// step copies anything to the device.
+    lengths: blockflash_ops::Tensor,
+}
+
+/// The scales of keys and of values.
+#[derive(Debug)]
+enum Scales {
+    /// Of a cache that holds keys as they are.
+    Absent,
+    /// f32 `[batch, capacity, num_heads_kv]`, which appends choose.
+    PerToken(Box<[blockflash_ops::Tensor; 2]>),
+    Given([Tensor; 2]),
+}
+
 impl KvCache {
-    /// Room for `batch` sequences of up to `capacity` keys, f16, bf16 or, on the CPU, f32.
+    /// Room for `batch` sequences of up to `capacity` keys, f16, bf16, `F8E4M3` or, on the
+    /// CPU, f32.
     ///
     /// # Errors
     /// Another element type, no head or head_dim, a capacity beyond `i32::MAX`, out of memory.
@@ -65,7 +89,10 @@ impl KvCache {
         num_heads_kv: usize,
         [of_k, of_v]: [usize; 2],
     ) -> Result<Self> {
-        let dtype = dtype_of("a cache", dtype)?;
+        let (dtype, is_coded) = match dtype {
+            DType::F8E4M3 => (blockflash_ops::DType::E4M3, true),
+            dtype => (dtype_of("a cache", dtype)?, false),
+        };
         let Ok(most) = i32::try_from(capacity) else {
             bail!("capacity is {capacity} keys, the limit is {}", i32::MAX)
         };
@@ -79,12 +106,44 @@ impl KvCache {
         Place::of(device)?.run(|stream| {
             let k = blockflash_ops::Tensor::zeros(stream, dtype, &shape(of_k))?;
             let v = blockflash_ops::Tensor::zeros(stream, dtype, &shape(of_v))?;
+            let scales = if is_coded {
+                let shape = [batch, capacity, num_heads_kv];
+                let new =
+                    || blockflash_ops::Tensor::zeros(stream, blockflash_ops::DType::F32, &shape);
+                Scales::PerToken(Box::new([new()?, new()?]))
+            } else {
+                Scales::Absent
+            };
             let lengths: Vec<i32> =
                 (0..=most).flat_map(|length| std::iter::repeat_n(length, batch)).collect();
             let shape = [capacity + 1, batch];
             let lengths = blockflash_ops::Tensor::from_slice(stream, &lengths, &shape)?;
-            Ok(Self { k, v, lengths, len: 0, workspace: None })
+            let memory = Memory { k, v, scales, lengths };
+            Ok(Self { memory, len: 0, workspace: None })
         })
+    }
+
+    /// The cache, of `F8E4M3` and without keys, with these scales, with which codes are multiplied
+    /// and by which appends divide: f32 `[1]`, `[batch, num_heads_kv]`, or
+    /// `[batch, capacity, num_heads_kv]` for rows, where any extent may be 1. They should be finite
+    /// and positive.
+    ///
+    /// # Errors
+    /// Another cache, or one that has keys; another type or shape of scales, or scales that need a
+    /// gradient, since there is none.
+    pub fn with_scales(mut self, k_scale: &Tensor, v_scale: &Tensor) -> Result<Self> {
+        if !self.is_empty() {
+            bail!("the cache has {} keys with other scales, expected none", self.len);
+        }
+        no_gradient_of_scales([Some(k_scale), Some(v_scale)])?;
+        let scales = [k_scale, v_scale];
+        self.memory.scales = Scales::Given(scales.map(Tensor::clone));
+        let place = Place::of(k_scale.device())?;
+        let locked = scales.map(|scale| Some(scale.storage_and_layout()));
+        let given = read_scales(&locked, &place)?;
+        let fits = self.memory.cache(&given, 0).and_then(|cache| cache.as_cache().sizes());
+        fits.map_err(refused)?;
+        Ok(self)
     }
 
     /// Keys of each sequence.
@@ -99,7 +158,7 @@ impl KvCache {
 
     /// Most keys of a sequence.
     pub fn capacity(&self) -> usize {
-        self.k.shape()[1]
+        self.memory.k.shape()[1]
     }
 
     /// Keeps the first `len` keys of each sequence, all if there are no more.
@@ -108,7 +167,8 @@ impl KvCache {
     }
 
     /// Appends keys and values `[batch, tokens, num_heads_kv, head_dim]` in the type of the cache,
-    /// as after a prompt whose attention was computed without the cache.
+    /// or in f16, bf16 or f32 if that is `F8E4M3`, as after a prompt whose attention was computed
+    /// without the cache.
     ///
     /// # Errors
     /// Other shapes or types, or more tokens than there is room for: the cache then stays as it
@@ -120,8 +180,11 @@ impl KvCache {
         let locked = [k, v].map(|tensor| tensor.storage_and_layout());
         let k = place.read(&Operand::of("k", &locked[0])?)?;
         let v = place.read(&Operand::of("v", &locked[1])?)?;
+        let scales = self.memory.given();
+        let scales = scales.each_ref().map(|scale| scale.as_ref().map(Tensor::storage_and_layout));
+        let scales = read_scales(&scales, &place)?;
         place.run(|stream| {
-            let cache = views(&mut self.k, &mut self.v, &self.lengths, len)?;
+            let cache = self.memory.cache(&scales, len)?;
             AppendKv::new(k.view, v.view).append_into(cache, stream)
         })?;
         self.len = len;
@@ -156,15 +219,39 @@ fn uncaptured(device: &Device) -> Result<Place> {
     Ok(place)
 }
 
-/// The cache as a call sees it, with sequences of `len` keys.
-fn views<'a>(
-    k: &'a mut blockflash_ops::Tensor,
-    v: &'a mut blockflash_ops::Tensor,
-    lengths: &'a blockflash_ops::Tensor,
-    len: usize,
-) -> blockflash_ops::Result<KvCacheMut<'a>> {
-    let lengths: View<'a> = lengths.view().slice(0, len..len + 1)?.flatten(0..2)?;
-    Ok(KvCacheMut { seqused_kv: Some(lengths), ..KvCacheMut::new(k.view_mut(), v.view_mut()) })
+impl Memory {
+    /// The scales of keys and of values that the program gave.
+    fn given(&self) -> [Option<Tensor>; 2] {
+        match &self.scales {
+            Scales::Given(scales) => scales.clone().map(Some),
+            Scales::Absent | Scales::PerToken(_) => [None, None],
+        }
+    }
+
+    /// The cache as a call sees it, with sequences of `len` keys and views of
+    /// [`given`](Self::given).
+    fn cache<'a>(
+        &'a mut self,
+        given: &[Option<Reading<'a>>; 2],
+        len: usize,
+    ) -> blockflash_ops::Result<KvCacheMut<'a>> {
+        let Self { k, v, scales, lengths } = self;
+        let lengths = lengths.view().slice(0, len..len + 1)?.flatten(0..2)?;
+        let [k_scale, v_scale] = match scales {
+            Scales::PerToken(own) => {
+                own.each_mut().map(|scale| Some(CacheScale::PerToken(scale.view_mut())))
+            }
+            Scales::Absent | Scales::Given(_) => given
+                .each_ref()
+                .map(|scale| scale.as_ref().map(|scale| CacheScale::Given(scale.view))),
+        };
+        Ok(KvCacheMut {
+            seqused_kv: Some(lengths),
+            k_scale,
+            v_scale,
+            ..KvCacheMut::new(k.view_mut(), v.view_mut())
+        })
+    }
 }
 
 impl Attention<'_> {
@@ -191,6 +278,9 @@ impl Attention<'_> {
         let (q_read, k_read, v_read) = (read("q", 0)?, read("k", 1)?, read("v", 2)?);
         let scores = self.scores.map(Tensor::storage_and_layout);
         let scores = read_scores(&scores, &place)?;
+        let scales = cache.memory.given();
+        let scales = scales.each_ref().map(|scale| scale.as_ref().map(Tensor::storage_and_layout));
+        let scales = read_scales(&scales, &place)?;
         {
             let mut o = place.write(&mut o, &o_shape)?;
             let decode = AttentionDecode {
@@ -198,9 +288,9 @@ impl Attention<'_> {
                 ..AttentionDecode::new(q_read.view)
             };
             let new = AppendKv::new(k_read.view, v_read.view);
-            let KvCache { k, v, lengths, workspace, .. } = &mut *cache;
+            let KvCache { memory, workspace, .. } = &mut *cache;
             place.run(|stream| {
-                let cache = views(k, v, lengths, len)?;
+                let cache = memory.cache(&scales, len)?;
                 let needed = decode.workspace_bytes(&cache.as_cache(), stream.device())?;
                 if needed > workspace.as_ref().map_or(0, AttentionDecodeWorkspace::bytes) {
                     *workspace = Some(AttentionDecodeWorkspace::new(stream, needed)?);

@@ -5,7 +5,7 @@ use super::candle_core::op::BackpropOp;
 use super::candle_core::{self, CpuStorage, Layout, Result, Storage, Tensor, bail};
 use super::error::refused;
 use super::held::{Reading, Scratch, Writing, unsupported};
-use blockflash_ops::{DType, Device, Element, Stream, View, ViewMut};
+use blockflash_ops::{DType, Device, E4M3, Element, Stream, View, ViewMut};
 use half::{bf16, f16};
 use std::any::Any;
 use std::ops::Deref;
@@ -146,6 +146,33 @@ impl Place {
                 Self::Cpu(_) => bail!("{what} is on a GPU, but other tensors are on the CPU"),
             },
         }
+    }
+
+    /// [`read`](Self::read) of what may be codes of 8 bits. Those on the CPU are copied into
+    /// `codes`, since candle's type of them cannot be viewed as that of this crate.
+    pub(crate) fn read_cached<'a>(
+        &'a self,
+        operand: &Operand<'a>,
+        codes: &'a mut Vec<E4M3>,
+    ) -> Result<Reading<'a>> {
+        let Operand { what, source: Source::Cpu(CpuStorage::F8E4M3(data)), layout } = *operand
+        else {
+            return self.read(operand);
+        };
+        let (dims, strides) = (layout.dims(), layout.stride());
+        let wrong =
+            |error: blockflash_ops::Error| candle_core::Error::msg(format!("{what}: {error}"));
+        let span = blockflash_ops::Layout::strided(dims, strides)
+            .map_err(|error| wrong(error.into()))?
+            .span();
+        let data = data.get(layout.start_offset()..).unwrap_or_default();
+        codes.extend(data.iter().take(span).map(|code| E4M3(code.to_bits())));
+        let view = View::from_slice_strided(codes, dims, strides);
+        Ok(Reading {
+            view: view.map_err(|error| wrong(error.into()))?,
+            #[cfg(feature = "cuda")]
+            _in_use: None,
+        })
     }
 
     /// Memory for a result, which holds anything unless `zeroed`.

@@ -28,4 +28,4 @@ pub use flash::{
     flash_attn_varlen_alibi_windowed_softcap, flash_attn_varlen_windowed, flash_attn_windowed,
 };
 pub use kv_cache::KvCache;
-pub use paged::flash_attn_varlen_paged_windowed;
+pub use paged::{flash_attn_varlen_paged_windowed, flash_attn_varlen_paged_windowed_scaled};

@@ -1,15 +1,17 @@
 //! Attention to a cache in pages that candle's tensors hold, as in candle-flash-attn.
 
 use super::blocks::to_device;
-use super::candle_core::{self, Result, Tensor, bail};
+use super::candle_core::{self, Layout, Result, Storage, Tensor, bail};
 use super::error::refused;
 use super::flash::{scores, window};
+use super::held::Reading;
 use super::memory::{Operand, Place, dtype_of, tensor};
 use super::{Attention, BlockGeometry, BlockMask, Mask, Packed, Scores};
 use blockflash_ops::{
     AttentionDecode, AttentionDecodeOperands, AttentionDecodeWorkspace, CacheAccess, DType,
     KvCache, PackedTokens,
 };
+use std::ops::Deref;
 
 /// Attention of packed queries `[total_q, num_heads_q, head_dim]` to a cache in pages. Sequence `i`
 /// has the queries `seqlens_q[i]..seqlens_q[i + 1]` and `seqlens_k[i + 1] - seqlens_k[i]` keys, u32
@@ -46,7 +48,55 @@ pub fn flash_attn_varlen_paged_windowed(
     page_block_size: usize,
     softcap: Option<f32>,
 ) -> Result<Tensor> {
+    flash_attn_varlen_paged_windowed_scaled(
+        q,
+        k,
+        v,
+        [None; 2],
+        seqlens_q,
+        seqlens_k,
+        block_table,
+        mm_prefix_ranges,
+        max_seqlen_q,
+        max_seqlen_k,
+        softmax_scale,
+        window_size_left,
+        window_size_right,
+        page_block_size,
+        softcap,
+    )
+}
+
+/// [`flash_attn_varlen_paged_windowed`] to keys and values of candle's `F8E4M3` beside q of f16,
+/// bf16 or f32, which is attention to their codes times scales. `kv_scales` are those of k and of
+/// v, f32 and 1 if they are not given: `[1]`, `[batch, num_heads_kv]`, or
+/// `[pages, page_block_size, num_heads_kv]` for rows, where any extent may be 1.
+///
+/// On the CPU each call copies the codes of all pages.
+///
+/// # Errors
+/// As there; scales of another type of keys; `mm_prefix_ranges` with such keys or scales; a GPU
+/// without kernels for such caches.
+#[allow(clippy::too_many_arguments)]
+pub fn flash_attn_varlen_paged_windowed_scaled(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    kv_scales: [Option<&Tensor>; 2],
+    seqlens_q: &Tensor,
+    seqlens_k: &Tensor,
+    block_table: &Tensor,
+    mm_prefix_ranges: Option<&Tensor>,
+    max_seqlen_q: usize,
+    max_seqlen_k: usize,
+    softmax_scale: f32,
+    window_size_left: Option<usize>,
+    window_size_right: Option<usize>,
+    page_block_size: usize,
+    softcap: Option<f32>,
+) -> Result<Tensor> {
     no_gradient([q, k, v])?;
+    no_gradient_of_scales(kv_scales)?;
     let (_, slots, _, _) = k.dims4()?;
     if slots != page_block_size {
         bail!("page_block_size is {page_block_size}, but k has pages of {slots} slots");
@@ -55,6 +105,10 @@ pub fn flash_attn_varlen_paged_windowed(
     let lengths = lengths(seqlens_k, max_seqlen_k.min(max_pages.saturating_mul(slots)))?;
     let mask = window(window_size_left, window_size_right);
     if let Some(ranges) = mm_prefix_ranges {
+        let is_coded = [k, v].iter().any(|of| of.dtype() == candle_core::DType::F8E4M3);
+        if is_coded || kv_scales.iter().any(Option::is_some) {
+            bail!("mm_prefix_ranges is given, expected None: keys or values are f8e4m3 or scaled");
+        }
         let scores = scores(softmax_scale, Mask::Full, softcap);
         let pages = Pages { table: block_table, lengths: &lengths };
         return prefixed([q, k, v], seqlens_q, &pages, (ranges, mask), scores);
@@ -66,14 +120,22 @@ pub fn flash_attn_varlen_paged_windowed(
     let mut o = place.allocate(dtype, &o_shape, true)?;
     let locked = [q, k, v, seqlens_q, block_table, &lengths].map(|of| of.storage_and_layout());
     let read = |what, at: usize| place.read(&Operand::of(what, &locked[at])?);
-    let (q_read, k_read, v_read) = (read("q", 0)?, read("k", 1)?, read("v", 2)?);
+    let mut codes = [Vec::new(), Vec::new()];
+    let [k_codes, v_codes] = &mut codes;
+    let q_read = read("q", 0)?;
+    let k_read = place.read_cached(&Operand::of("k", &locked[1])?, k_codes)?;
+    let v_read = place.read_cached(&Operand::of("v", &locked[2])?, v_codes)?;
     let (offsets, table) = (read("seqlens_q", 3)?, read("block_table", 4)?);
     let lengths = read("seqlens_k", 5)?;
+    let scales = kv_scales.map(|scale| scale.map(Tensor::storage_and_layout));
+    let [k_scale, v_scale] = read_scales(&scales, &place)?;
     {
         let mut o = place.write(&mut o, &o_shape)?;
         let cache = KvCache {
             block_table: Some(table.view),
             seqused_kv: Some(lengths.view),
+            k_scale: k_scale.as_ref().map(|scale| scale.view),
+            v_scale: v_scale.as_ref().map(|scale| scale.view),
             ..KvCache::new(k_read.view, v_read.view)
         };
         let packed = PackedTokens { cu_seqlens: offsets.view, max_seqlen: max_seqlen_q };
@@ -182,6 +244,25 @@ pub(crate) fn no_gradient(tensors: [&Tensor; 3]) -> Result<()> {
         bail!("attention to a cache has no gradient: detach q, k and v");
     }
     Ok(())
+}
+
+/// The same for scales of keys and values.
+pub(crate) fn no_gradient_of_scales(scales: [Option<&Tensor>; 2]) -> Result<()> {
+    if scales.into_iter().flatten().any(Tensor::track_op) {
+        bail!("attention to a cache has no gradient: detach the scales of keys and values");
+    }
+    Ok(())
+}
+
+/// The scales of keys and of values.
+pub(crate) fn read_scales<'a>(
+    [k, v]: &'a [Option<(impl Deref<Target = Storage>, &Layout)>; 2],
+    place: &'a Place,
+) -> Result<[Option<Reading<'a>>; 2]> {
+    let read = |what, scale: &'a Option<_>| {
+        scale.as_ref().map(|scale| place.read(&Operand::of(what, scale)?)).transpose()
+    };
+    Ok([read("k_scale", k)?, read("v_scale", v)?])
 }
 
 /// The lengths of sequences with these offsets; on the CPU they are checked.

@@ -5,6 +5,7 @@ use super::{blockflash_candle, candle_core};
 mod added;
 mod attention;
 mod cache;
+mod codes;
 mod errors;
 mod flash_attn;
 mod harness;
