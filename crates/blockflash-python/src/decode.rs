@@ -9,7 +9,7 @@ use blockflash_foreign::{DecodeNumbers, DecodeOptions, DecodeTensors};
 use blockflash_ops::{
     AppendKv, AttentionDecode, AttentionDecodeOperands, AttentionDecodeWorkspace, AttentionMerge,
     CacheAccess, CacheScale, KvCache, KvCacheMut, PackedTokens, PageLists, Rotary, RotaryPairs,
-    Stream, View,
+    Stream, View, ViewMut,
 };
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
@@ -18,12 +18,14 @@ use std::sync::{Arc, Mutex, PoisonError};
 /// Attention of q `[B, Sq, Hq, D]`, or packed with `cu_seqlens_q`, to `k_cache` and `v_cache`
 /// `[B, capacity, Hk, D]`, or `[pages, page_size, Hk, D]` with a `block_table`, into `o` in the
 /// shape of q and `lse`, f32 `[B, Hq, Sq]` or `[Hq, Tq]`. With `k` and `v` it appends them first. A
-/// cache of 8 bits is multiplied with `k_scale` and `v_scale`.
+/// cache of 8 bits is multiplied with `k_scale` and `v_scale`, or with `k_token_scale` and
+/// `v_token_scale`, into which the append writes the scales that it chooses for its rows.
 ///
 /// `allocate` gets a number of bytes and returns a uint8 tensor of that size on the device of q. It
 /// is called at most once, for the workspace of a call that is captured in a CUDA graph.
 #[pyfunction]
-#[pyo3(signature = (q, k_cache, v_cache, o, lse, allocate, k=None, v=None, *options))]
+#[pyo3(signature = (q, k_cache, v_cache, o, lse, allocate, k=None, v=None, *options,
+    k_token_scale=None, v_token_scale=None))]
 #[allow(clippy::too_many_arguments)]
 pub(crate) fn attention_decode(
     q: &Bound<'_, PyAny>,
@@ -35,15 +37,19 @@ pub(crate) fn attention_decode(
     k: Option<&Bound<'_, PyAny>>,
     v: Option<&Bound<'_, PyAny>>,
     options: &Bound<'_, PyTuple>,
+    k_token_scale: Option<&Bound<'_, PyAny>>,
+    v_token_scale: Option<&Bound<'_, PyAny>>,
 ) -> PyResult<()> {
     let py = q.py();
     let q = of("q", q)?;
     let stream = q.stream().map_err(Failure::from)?;
     let rows = [Some(q), optional("k", k)?, optional("v", v)?];
     let cache = [of("k_cache", k_cache)?, of("v_cache", v_cache)?].map(Some);
+    let token_scales =
+        [optional("k_token_scale", k_token_scale)?, optional("v_token_scale", v_token_scale)?];
     let DecodeOptions { tensors, numbers } = Given::decode(options)?;
     let outputs = [Some(of("o", o)?), optional("lse", lse)?];
-    let call = Call { cache, rows, tensors, numbers, stream };
+    let call = Call { cache, token_scales, rows, tensors, numbers, stream };
     let (bytes, captured) = py.detach(|| call.workspace_bytes())?;
     // Held until the work is queued.
     let memory = if captured { Some(allocate.call1((bytes,))?) } else { None };
@@ -63,6 +69,8 @@ pub(crate) fn attention_decode(
 /// A call without its outputs.
 struct Call<'a> {
     cache: Operands<'a, 2>,
+    /// Of keys and of values: where the append writes the scales that it chooses.
+    token_scales: Operands<'a, 2>,
     /// q, k and v.
     rows: Operands<'a, 3>,
     tensors: DecodeTensors<Option<Foreign<'a>>>,
@@ -76,14 +84,18 @@ impl<'a> Call<'a> {
         if self.stream.device().is_cpu() {
             return Ok((0, false));
         }
-        let ([Some(k), Some(v)], [], []) = views((self.cache.each_ref(), []), [])? else {
+        let of_cache = (self.cache.each_ref(), self.token_scales.each_ref());
+        let ([Some(k), Some(v)], [k_scale, v_scale], []) = views(of_cache, [])? else {
             return Err(needed());
         };
         let (rows, tensors, []) =
             views((self.rows.each_ref(), self.tensors.each_ref().into()), [])?;
         let tensors = DecodeTensors::from(tensors);
         let (call, _) = operation(rows, &tensors, &self.numbers)?;
-        let bytes = call.workspace_bytes(&cache(k, v, &tensors), self.stream.device())?;
+        let cache = cache(k, v, &tensors);
+        let [k_scale, v_scale] = [k_scale.or(cache.k_scale), v_scale.or(cache.v_scale)];
+        let cache = KvCache { k_scale, v_scale, ..cache };
+        let bytes = call.workspace_bytes(&cache, self.stream.device())?;
         Ok((bytes, bytes > 0 && self.stream.is_capturing()?))
     }
 
@@ -93,10 +105,14 @@ impl<'a> Call<'a> {
         [o, lse]: Operands<'a, 2>,
         workspace: Option<&AttentionDecodeWorkspace>,
     ) -> Result<()> {
-        let Self { cache: [k, v], ref rows, ref tensors, ref numbers, ref stream } = self;
+        let Self { cache: [k, v], token_scales, ref rows, ref tensors, ref numbers, ref stream } =
+            self;
         let given = tensors.each_ref().into();
         if rows[1].is_some() || rows[2].is_some() {
-            let (rows, tensors, [k, v, o, lse]) = views((rows.each_ref(), given), [k, v, o, lse])?;
+            let [k_scale, v_scale] = token_scales;
+            let written = [k, v, o, lse, k_scale, v_scale];
+            let (rows, tensors, written) = views((rows.each_ref(), given), written)?;
+            let [k, v, o, lse, k_token_scale, v_token_scale] = written;
             let tensors = DecodeTensors::from(tensors);
             let (call, new) = operation(rows, &tensors, numbers)?;
             let (Some(k), Some(v), Some(o), Some(new)) = (k, v, o, new) else {
@@ -104,12 +120,18 @@ impl<'a> Call<'a> {
             };
             let DecodeTensors { seqused_k: seqused_kv, block_table, k_scale, v_scale, .. } =
                 tensors;
-            let [k_scale, v_scale] = [k_scale, v_scale].map(|scale| scale.map(CacheScale::Given));
+            let k_scale = scale("k_scale", k_scale, k_token_scale)?;
+            let v_scale = scale("v_scale", v_scale, v_token_scale)?;
             let cache =
                 KvCacheMut { seqused_kv, block_table, k_scale, v_scale, ..KvCacheMut::new(k, v) };
             let cache = CacheAccess::Append(&new, cache);
             let call = AttentionDecode { workspace, ..call };
             return Ok(call.forward_into(AttentionDecodeOperands { cache, o, lse }, stream)?);
+        }
+        if token_scales.iter().any(Option::is_some) {
+            return Err(Failure::value(
+                "k_token_scale and v_token_scale are given without k and v",
+            ));
         }
         // Views of all that is read, so that no output shares memory with any of it.
         let ([k, v, q], tensors, [o, lse]) = views(([&k, &v, &rows[0]], given), [o, lse])?;
@@ -124,6 +146,19 @@ impl<'a> Call<'a> {
 
 fn needed() -> Failure {
     Failure::value("k_cache, v_cache and o are needed")
+}
+
+/// The scales of keys or values that are appended to.
+fn scale<'v>(
+    what: &str,
+    given: Option<View<'v>>,
+    chosen: Option<ViewMut<'v>>,
+) -> Result<Option<CacheScale<'v>>> {
+    match (given, chosen) {
+        (given, None) => Ok(given.map(CacheScale::Given)),
+        (None, Some(chosen)) => Ok(Some(CacheScale::PerToken(chosen))),
+        _ => Err(Failure::value(format!("{what} is given, expected None: the append chooses it"))),
+    }
 }
 
 /// A cache that is read.

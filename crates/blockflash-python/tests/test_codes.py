@@ -116,6 +116,95 @@ def test_new_keys_become_codes(code: torch.dtype, paged: bool, scale: str) -> No
         assert torch.equal(codes.view(torch.uint8), old.view(torch.uint8)), "nothing else changes"
 
 
+def slots(lengths: Tensor, tokens: int, paged: bool) -> list[tuple[int, int, int, int]]:
+    """Sequence, token, page and slot of the last tokens of each sequence."""
+    found = []
+    for entry, length in enumerate(lengths.tolist()):
+        for token in range(tokens):
+            at = length - tokens + token
+            page, slot = (int(TABLE[entry, at // PAGE]), at % PAGE) if paged else (entry, at)
+            found.append((entry, token, page, slot))
+    return found
+
+
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("code", CODES)
+def test_appends_choose_scales(code: torch.dtype, dtype: torch.dtype, paged: bool) -> None:
+    cache = Cache(code, paged, "rows")
+    options = cache.options | {"seqused_k": LENGTHS + 2, "causal": True, "return_lse": True}
+    q = torch.randn(BATCH, 2, HEADS, DIM, dtype=dtype)
+    k, v = torch.randn(2, BATCH, 2, HEADS_K, DIM, dtype=dtype)
+    k[0, 0, 0] = 0.0
+    v[2, 1] *= 1000
+    old_codes = [codes.clone() for codes in cache.codes]
+    scales = [options["k_scale"], options["v_scale"]]
+    old_scales = [scale.clone() for scale in scales]
+    o, lse = attention_decode(q, *cache.codes, k=k, v=v, scale_per_token=True, **options)
+    again, lse_again = attention_decode(q, *cache.codes, **options)
+    assert torch.equal(o, again)
+    assert torch.equal(lse, lse_again)
+    # Half of the last place of a code, or of the smallest step.
+    relative, step = {
+        torch.float8_e4m3fn: (1 / 16, 1 / 512),
+        torch.float8_e5m2: (1 / 8, 1 / 65536),
+        torch.int8: (0.0, 1.0),
+    }[code]
+    for new, codes, old, scale, old_scale in zip(
+        (k, v), cache.codes, old_codes, scales, old_scales
+    ):
+        for entry, token, page, slot in slots(options["seqused_k"], 2, paged):
+            row = new[entry, token].float()
+            expected = row.abs().amax(-1) / GREATEST[code]
+            expected = torch.where(expected == 0, 1.0, expected)
+            assert torch.equal(scale[page, slot], expected)
+            found = codes[page, slot]
+            as_bytes = coded(row / expected[:, None], code).view(torch.uint8)
+            assert torch.equal(found.view(torch.uint8), as_bytes)
+            error = (found.float() * expected[:, None] - row).abs()
+            bound = (row.abs() * relative).maximum(expected[:, None] * step / 2)
+            assert (error <= bound * 1.0001).all()
+            old[page, slot], old_scale[page, slot] = found, scale[page, slot]
+        assert torch.equal(codes.view(torch.uint8), old.view(torch.uint8)), "nothing else changes"
+        assert torch.equal(scale, old_scale), "nothing else changes"
+
+
+@pytest.mark.parametrize("strided", [False, True])
+def test_packed_rows_turn_before_they_have_scales(strided: bool) -> None:
+    """As in a cache of float32, to which the same rows are appended."""
+    code = torch.float8_e4m3fn
+    cache = Cache(code, True, "rows")
+    if strided:
+        for name in ("k_scale", "v_scale"):
+            rows = torch.empty(PAGES, HEADS_K, PAGE).copy_(cache.options[name].transpose(1, 2))
+            cache.options[name] = rows.transpose(1, 2)
+    offsets = torch.tensor([0, 2, 3, 6], dtype=torch.int32)
+    q, k, v = (torch.randn(6, heads, DIM) for heads in (HEADS, HEADS_K, HEADS_K))
+    angles = torch.rand(CAPACITY, DIM // 2)
+    how: dict[str, Any] = {
+        "cu_seqlens_q": offsets, "max_seqlen_q": 3, "rotary_cos": angles.cos(),
+        "rotary_sin": angles.sin(), "causal": True,
+    }  # fmt: skip
+    used = {"seqused_k": LENGTHS + offsets.diff()}
+    wide = [rows.clone() for rows in cache.wide]
+    attention_decode(q, *wide, k=k, v=v, **cache.described() | used, **how)
+    o = attention_decode(
+        q, *cache.codes, k=k, v=v, scale_per_token=True, **cache.options | used, **how
+    )
+    for name, codes, rows in zip(("k_scale", "v_scale"), cache.codes, wide):
+        scale = cache.options[name]
+        for entry, length in enumerate(used["seqused_k"].tolist()):
+            for at in range(int(LENGTHS[entry]), length):
+                page, slot = int(TABLE[entry, at // PAGE]), at % PAGE
+                expected = rows[page, slot].abs().amax(-1) / GREATEST[code]
+                assert torch.equal(scale[page, slot], expected)
+                divided = rows[page, slot] / expected[:, None]
+                assert torch.equal(codes[page, slot].float(), coded(divided, code).float())
+        rows.copy_(codes.float() * scale[..., None])
+    expected = attention_decode(q, *wide, **cache.described() | used, **how)
+    assert torch.equal(o, expected)
+
+
 @pytest.mark.parametrize("leftpad", [False, True])
 @pytest.mark.parametrize("paged", [False, True])
 @pytest.mark.parametrize("code", CODES)
@@ -146,6 +235,79 @@ def test_compiled(code: torch.dtype) -> None:
     expected = attention_decode(q, *cache.codes, **cache.options)
     compiled = torch.compile(attention_decode, backend="aot_eager", fullgraph=True)
     assert torch.equal(compiled(q, *cache.codes, **cache.options), expected)
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_compiled_appends_choose_scales(code: torch.dtype) -> None:
+    cache, other = (Cache(code, True, "rows") for _ in range(2))
+    q, used = torch.randn(BATCH, 1, HEADS, DIM), LENGTHS + 1
+    k, v = torch.randn(2, BATCH, 1, HEADS_K, DIM)
+
+    def step(k_cache: Tensor, v_cache: Tensor, k_scale: Tensor, v_scale: Tensor) -> Any:
+        o = attention_decode(
+            q, k_cache, v_cache, k=k, v=v, seqused_k=used, block_table=TABLE,
+            k_scale=k_scale, v_scale=v_scale, scale_per_token=True,
+        )  # fmt: skip
+        return o, k_scale * 2  # which is read behind the write
+
+    given = [*cache.codes, cache.options["k_scale"], cache.options["v_scale"]]
+    same = [t.clone() for t in given]
+    o, doubled = torch.compile(step, backend="aot_eager", fullgraph=True)(*given)
+    expected, expected_doubled = step(*same)
+    assert torch.equal(o, expected)
+    assert torch.equal(doubled, expected_doubled)
+    assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(given, same))
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_autograd_notices_what_an_append_writes(inference: bool) -> None:
+    cache = Cache(torch.int8, True, "rows")
+    q, new = torch.randn(BATCH, 1, HEADS, DIM), torch.randn(BATCH, 1, HEADS_K, DIM)
+    scales = (cache.options["k_scale"], cache.options["v_scale"])
+    operator = torch.ops.blockflash.attention_append_scales
+    for call in (
+        lambda: operator(q, *cache.codes, *scales, new, new, LENGTHS, TABLE),
+        lambda: attention_decode(q, *cache.codes, k=new, v=new, scale_per_token=True,
+                                 **cache.options),
+    ):  # fmt: skip
+        before = [t._version for t in (*cache.codes, *scales)]
+        with torch.inference_mode(inference):
+            call()
+        assert all(t._version > old for t, old in zip((*cache.codes, *scales), before))
+    q.requires_grad_()
+    with pytest.raises(blockflash.Unsupported, match="gradient"):
+        attention_decode(q, *cache.codes, k=new, v=new, scale_per_token=True, **cache.options)
+
+
+def test_wrong_scales_to_write() -> None:
+    cache = Cache(torch.float8_e4m3fn, True, "rows")
+    q, new = torch.randn(BATCH, 1, HEADS, DIM), torch.randn(BATCH, 1, HEADS_K, DIM)
+    k_scale, v_scale = (cache.options[name] for name in ("k_scale", "v_scale"))
+    kept = [t.clone() for t in (*cache.codes, k_scale, v_scale)]
+
+    def fails(text: str, *codes: Tensor, **options: Any) -> None:
+        with pytest.raises(ValueError, match=text):
+            attention_decode(
+                q, *codes, **cache.described(), scale_per_token=True,
+                **{"k": new, "v": new, "k_scale": k_scale, "v_scale": v_scale} | options,
+            )  # fmt: skip
+
+    fails("scale_per_token needs", *cache.codes, k=None, v=None)
+    fails("scale_per_token needs", *cache.codes, v_scale=None)
+    fails(r"cache.k_scale has shape \[1\]", *cache.codes, k_scale=torch.ones(1))
+    fails(r"v_scale has shape \[9, 1, 2\]", *cache.codes, v_scale=torch.ones(PAGES, 1, HEADS_K))
+    fails("k_scale is f16", *cache.codes, k_scale=k_scale.half())
+    fails("overlap|share", *cache.codes, v_scale=k_scale)
+    fails("k_scale is given", *(codes.float() for codes in cache.codes))
+    assert all(
+        torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+        for a, b in zip(kept, (*cache.codes, k_scale, v_scale))
+    )
+    operator = torch.ops.blockflash.attention_append_scales
+    with pytest.raises(ValueError, match="k_scale is given, expected None"):
+        operator(
+            q, *cache.codes, k_scale, v_scale, new, new, LENGTHS, TABLE, *[None] * 9, k_scale * 1
+        )
 
 
 def test_wrong_codes_and_scales() -> None:

@@ -75,6 +75,11 @@ def test_attention(layout: str, heads: tuple[int, int], device: str) -> None:
     check(OPS.attention_decode, q, cache, cache, used)
     if layout != "expanded":  # one element of a cache would be written twice
         check(OPS.attention_append, q, cache, cache.clone(), k, v, used)
+    if device == "cpu":
+        codes = torch.zeros(2, 32, heads[1], 64).to(torch.float8_e4m3fn)
+        scales = torch.ones(2, 32, heads[1])
+        given = (codes, codes.clone(), scales, scales.clone(), k, v, used)
+        check(OPS.attention_append_scales, q, *given)
 
 
 @WHERE

@@ -25,6 +25,10 @@ OPERATORS = {
     "attention_backward": (["grad_o", "grad_lse", "q", "k", "v", "o", "lse", "of_bias"], []),
     "attention_decode": (["q", "k_cache", "v_cache"], []),
     "attention_append": (["q", "k_cache", "v_cache", "k", "v"], ["k_cache", "v_cache"]),
+    "attention_append_scales": (
+        ["q", "k_cache", "v_cache", "k_token_scale", "v_token_scale", "k", "v"],
+        ["k_cache", "v_cache", "k_token_scale", "v_token_scale"],
+    ),
     "attention_merge": (["parts_o", "parts_lse"], []),
     "summarize_pages": (
         ["k_cache", "summaries", "block_table", "seqused_k", "tokens"], ["summaries"],
@@ -40,7 +44,7 @@ OPERATORS = {
 
 
 def table_of(operator: str) -> Options | None:
-    if operator in ("attention_decode", "attention_append"):
+    if operator in ("attention_decode", "attention_append", "attention_append_scales"):
         return DECODE
     return ATTENTION if operator.startswith("attention") and operator != "attention_merge" else None
 
@@ -177,4 +181,5 @@ def test_stubs_have_the_native_functions_and_their_parameters() -> None:
             a.arg for a in (arguments.vararg, arguments.kwarg) if a
         ], name
         defaults = [p.default for p in parameters if p.default is not p.empty]
-        assert defaults == [ast.literal_eval(default) for default in arguments.defaults], name
+        stubbed = (*arguments.defaults, *filter(None, arguments.kw_defaults))
+        assert defaults == [ast.literal_eval(default) for default in stubbed], name

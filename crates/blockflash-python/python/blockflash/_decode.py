@@ -4,6 +4,7 @@
 |---|---|
 | `attention_decode` | `(o, lse)` of queries that attend to a cache |
 | `attention_append` | the same after new keys and values were written into the cache |
+| `attention_append_scales` | the same, where the scales of new rows are chosen and written |
 | `attention_merge` | `(o, lse)` of the `(o, lse)` of parts |
 
 They are operators of torch like those of `_ops`. They have no gradient: differentiating one raises.
@@ -46,6 +47,7 @@ def attention_decode(
     alibi_slopes: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    scale_per_token: bool = False,
     tail_mask: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
@@ -99,6 +101,9 @@ def attention_decode(
             a contiguous cache has B pages. Each extent may also be 1. New keys are divided by it,
             rounded to nearest even, and saturated at 448, 57344 or 127; NaN is 0 in int8.
         v_scale: The same of the values.
+        scale_per_token: `k` and `v` get scales of their own, which are written into `k_scale` and
+            `v_scale`, `[pages, page_size, Hk]` both, in the places of their rows: the greatest
+            magnitude of a row becomes the greatest code, and a row of zeros has the scale 1.
         tail_mask: bool or uint8 `[B, Sq, tail]`, where B may be 1 and then serves all, or
             `[Tq, tail]` with `cu_seqlens_q`: of the last `tail` keys of its sequence, at most the
             capacity, query `i` sees key `j` only where entry `[i, j]` is not 0, as in a tree of
@@ -143,6 +148,11 @@ def attention_decode(
         together(k=k, v=v)
         if k.dim() == 3 and cu_seqlens_k is None:
             cu_seqlens_k = cu_seqlens_q
+    chosen: tuple[Any, ...] = ()
+    if scale_per_token:
+        if k is None or k_scale is None or v_scale is None:
+            raise ValueError("scale_per_token needs k and v, and k_scale and v_scale to write")
+        chosen, k_scale, v_scale = (k_scale, v_scale), None, None
     lists, counts = (None, None) if pages is None else pages
     # In the order of the table.
     options: list[Any] = [
@@ -159,13 +169,16 @@ def attention_decode(
         given |= {"max_q": max_seqlen_q or 0, "interleaved": rotary_interleaved}
         given["batch_invariant"] = batch_invariant
         options += (_NUMBERS | given).values()
-    tensors = (q, k_cache, v_cache) if k is None else (q, k_cache, v_cache, k, v)
-    operator = _OPS.attention_decode.default if k is None else _OPS.attention_append.default
+    tensors = (q, k_cache, v_cache) if k is None else (q, k_cache, v_cache, *chosen, k, v)
+    if k is None:
+        operator = _OPS.attention_decode.default
+    else:
+        operator = (_OPS.attention_append_scales if chosen else _OPS.attention_append).default
     _place(q)
     try:
         if _autograd.passes(*tensors, sink, bias, rotary_cos, rotary_sin):
             if k is not None:
-                _autograd.note_write(k_cache, v_cache)
+                _autograd.note_write(k_cache, v_cache, *chosen)
             o, lse = _autograd.call_below(operator, *tensors, *options)
         else:
             _autograd.refuse_to_lose(*tensors, sink, bias, rotary_cos, rotary_sin)
@@ -237,8 +250,9 @@ def _compute(
     k: Tensor | None,
     v: Tensor | None,
     *options: Any,
+    **token_scales: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """The kernel of both operators.
+    """The kernel of these operators.
 
     GPU kernels read rows in units of 16 bytes: queries and new keys that are not aligned so are
     copied, but a cache never is. On the CPU, values that are between the keys of their cache are
@@ -251,13 +265,17 @@ def _compute(
         return q.new_empty(count, dtype=torch.uint8)
 
     try:
-        _native.attention_decode(q, k_cache, v_cache, o, lse, allocate, k, v, *options)
+        _native.attention_decode(
+            q, k_cache, v_cache, o, lse, allocate, k, v, *options, **token_scales
+        )
     except _native.Misaligned:
         q, k, v = (
             None if t is None else t.clone(memory_format=torch.contiguous_format) for t in (q, k, v)
         )
         apart = v_cache.clone() if k is not None and v_cache.is_cpu else v_cache
-        _native.attention_decode(q, k_cache, apart, o, lse, allocate, k, v, *options)
+        _native.attention_decode(
+            q, k_cache, apart, o, lse, allocate, k, v, *options, **token_scales
+        )
         if apart is not v_cache:
             v_cache.copy_(apart)
     except _native.Unsupported:
@@ -296,11 +314,31 @@ def _attention_decode(
     return _compute(q, k_cache, v_cache, None, None, *options)
 
 
+def _append_scales(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k_token_scale: Tensor,
+    v_token_scale: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *options: Any,
+) -> tuple[Tensor, Tensor]:
+    scales = {"k_token_scale": k_token_scale, "v_token_scale": v_token_scale}
+    return _compute(q, k_cache, v_cache, k, v, *options, **scales)
+
+
 def _fake_append(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None, v: Tensor | None, *options: Any
 ) -> tuple[Tensor, Tensor]:
     cu_seqlens_q = DECODE.value(options, "cu_seqlens_q")
     return empty_o(q, v_cache, cu_seqlens_q), empty_lse(q, cu_seqlens_q)
+
+
+def _fake_append_scales(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, k_scale: Tensor, v_scale: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor]:
+    return _fake_append(q, k_cache, v_cache, *rest)
 
 
 def _fake_decode(
@@ -328,6 +366,7 @@ def _register() -> torch.library.Library:
     for name, kernel, fake in (
         ("attention_decode", _attention_decode, _fake_decode),
         ("attention_append", _compute, _fake_append),
+        ("attention_append_scales", _append_scales, _fake_append_scales),
         ("attention_merge", _merge, _fake_merge),
     ):
         library.define(name + SCHEMAS[name])
@@ -335,10 +374,13 @@ def _register() -> torch.library.Library:
             library.impl(name, kernel, key)
         torch.library.register_fake(f"blockflash::{name}", fake, lib=library)
     refuse_lazy_writes(library, _OPS.attention_append.default)
-    _flops.register("blockflash", "attention_decode", "attention_append")
+    refuse_lazy_writes(library, _OPS.attention_append_scales.default)
+    appends = ("attention_append", "attention_append_scales")
+    _flops.register("blockflash", "attention_decode", *appends)
     _autograd.register_gradient(library, "attention_decode")
     _autograd.register_gradient(library, "attention_merge")
-    _autograd.register_writes(library, "attention_append")
+    for name in appends:
+        _autograd.register_writes(library, name)
     return library
 
 

@@ -84,6 +84,12 @@ def _append(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Any, v: Any, *a: Any
     return _decode(q, k_cache, v_cache, *a, **b)
 
 
+def _append_scales(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, k_scale: Any, v_scale: Any, *a: Any, **b: Any
+) -> int:
+    return _append(q, k_cache, v_cache, *a, **b)
+
+
 _FORMULAS = {
     "attention": _forward,
     "attention_forward": _forward,
@@ -91,6 +97,7 @@ _FORMULAS = {
     "attention_backward": _backward,
     "attention_decode": _decode,
     "attention_append": _append,
+    "attention_append_scales": _append_scales,
 }
 
 

@@ -71,6 +71,8 @@ def attention_decode(
     k: Tensor | None = None,
     v: Tensor | None = None,
     *options: Any,
+    k_token_scale: Tensor | None = None,
+    v_token_scale: Tensor | None = None,
 ) -> None: ...
 def attention_merge(parts_o: Tensor, parts_lse: Tensor, o: Tensor, lse: Tensor) -> None: ...
 def summarize_pages(

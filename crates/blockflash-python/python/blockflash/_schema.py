@@ -56,6 +56,7 @@ DECODE = Options("attention_decode")
 _QKV = "Tensor q, Tensor k, Tensor v"
 _CACHE = "Tensor q, Tensor k_cache, Tensor v_cache"
 _WRITTEN_CACHE = "Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache"
+_TOKEN_SCALES = "Tensor(c!) k_token_scale, Tensor(d!) v_token_scale"
 _RESULTS = "(Tensor o, Tensor lse)"
 _PAGES = "Tensor block_table, Tensor? seqused_k"
 _GRADIENTS = "(Tensor dq, Tensor dk, Tensor dv, Tensor d_sink, Tensor d_bias)"
@@ -68,6 +69,8 @@ SCHEMAS = {
     "attention_backward": f"({_GIVEN}, {ATTENTION.text}) -> {_GRADIENTS}",
     "attention_decode": f"({_CACHE}, {DECODE.text}) -> {_RESULTS}",
     "attention_append": f"({_WRITTEN_CACHE}, Tensor k, Tensor v, {DECODE.text}) -> {_RESULTS}",
+    "attention_append_scales": f"({_WRITTEN_CACHE}, {_TOKEN_SCALES}, Tensor k, Tensor v, "
+    f"{DECODE.text}) -> {_RESULTS}",
     "attention_merge": f"(Tensor parts_o, Tensor parts_lse) -> {_RESULTS}",
     "summarize_pages": f"(Tensor k_cache, Tensor(a!) summaries, {_PAGES}, SymInt tokens) -> ()",
     "choose_pages": f"(Tensor q, Tensor k_cache, Tensor summaries, {_PAGES}, "

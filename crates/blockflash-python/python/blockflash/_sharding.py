@@ -1,6 +1,6 @@
 """Attention of torch's `DTensor`: which placements the operators take, and how they are called.
 
-Operators that write (`attention_append`, `attention_out`) have no rule, so they raise: a write into
+Operators that write, such as `attention_append`, have no rule, so they raise: a write into
 a tensor that torch has redistributed for the call would be lost.
 
 Imported when the first one comes: torch's module takes long to import.
