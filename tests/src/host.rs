@@ -3,7 +3,7 @@
 use crate::number::POISON;
 use crate::placement::Placed;
 use blockflash_cases::io::Array;
-use blockflash_ops::{DType, Device, Stream, Tensor, View, ViewMut};
+use blockflash_ops::{DType, Device, E4M3, E5M2, Stream, Tensor, View, ViewMut};
 use half::{bf16, f16};
 
 /// A stream of the CPU.
@@ -67,6 +67,9 @@ pub fn upload(
         DType::F32 => Tensor::from_slice::<f32>(stream, bytemuck::cast_slice(bits), shape),
         DType::I32 => Tensor::from_slice::<i32>(stream, bytemuck::cast_slice(bits), shape),
         DType::U8 => Tensor::from_slice(stream, &bytes(), shape),
+        DType::E4M3 => Tensor::from_slice::<E4M3>(stream, bytemuck::cast_slice(&bytes()), shape),
+        DType::E5M2 => Tensor::from_slice::<E5M2>(stream, bytemuck::cast_slice(&bytes()), shape),
+        DType::I8 => Tensor::from_slice::<i8>(stream, bytemuck::cast_slice(&bytes()), shape),
         other => panic!("no tensors of {other}"),
     }
     .map_err(|error| format!("upload of {dtype} {shape:?}: {error}"))
@@ -90,12 +93,16 @@ pub fn refill(tensor: &mut Tensor, stream: &Stream, bits: &[u32]) -> Result<(), 
 /// The bits of a tensor, after everything queued on the stream.
 pub fn download(stream: &Stream, tensor: &Tensor) -> Result<Vec<u32>, String> {
     let widen = |bits: &[u16]| bits.iter().map(|&bits| u32::from(bits)).collect();
+    let widen_bytes = |bits: &[u8]| bits.iter().map(|&bits| u32::from(bits)).collect();
     match tensor.dtype() {
         DType::F16 => tensor.to_vec::<f16>(stream).map(|v| widen(bytemuck::cast_slice(&v))),
         DType::BF16 => tensor.to_vec::<bf16>(stream).map(|v| widen(bytemuck::cast_slice(&v))),
         DType::F32 => tensor.to_vec::<f32>(stream).map(|v| bytemuck::cast_slice(&v).to_vec()),
         DType::I32 => tensor.to_vec::<i32>(stream).map(|v| bytemuck::cast_slice(&v).to_vec()),
-        DType::U8 => tensor.to_vec::<u8>(stream).map(|v| v.into_iter().map(u32::from).collect()),
+        DType::U8 => tensor.to_vec::<u8>(stream).map(|v| widen_bytes(&v)),
+        DType::E4M3 => tensor.to_vec::<E4M3>(stream).map(|v| widen_bytes(bytemuck::cast_slice(&v))),
+        DType::E5M2 => tensor.to_vec::<E5M2>(stream).map(|v| widen_bytes(bytemuck::cast_slice(&v))),
+        DType::I8 => tensor.to_vec::<i8>(stream).map(|v| widen_bytes(bytemuck::cast_slice(&v))),
         other => panic!("no tensors of {other}"),
     }
     .map_err(|error| format!("download: {error}"))

@@ -1,5 +1,6 @@
 //! Description of one call of attention to a cache; everything else follows from it.
 
+use super::{CodeCase, CodeScales};
 use crate::attention::{AttentionCase, Lengths, Sequence};
 use crate::number::rng;
 use crate::placement::Placement;
@@ -30,6 +31,8 @@ pub struct DecodeCase {
     pub batch_invariant: bool,
     /// A mask of the last keys.
     pub tail: Option<TailCase>,
+    /// Keys and values are codes of 8 bits, to which nothing is appended.
+    pub codes: Option<CodeCase>,
 }
 
 /// A mask of the last keys, whose entries follow from the seed of the case.
@@ -103,6 +106,7 @@ impl DecodeCase {
             append: false,
             batch_invariant: false,
             tail: None,
+            codes: None,
         }
     }
 
@@ -111,6 +115,7 @@ impl DecodeCase {
     pub fn consistent(mut self) -> Self {
         let sequences = self.attention.sequences();
         let first = sequences.first().map_or(0, |s| s.q_len);
+        self.append &= self.codes.is_none();
         self.equal &= sequences.iter().all(|s| s.q_len == first);
         if self.equal {
             for placement in &mut self.attention.placements {
@@ -130,6 +135,10 @@ impl DecodeCase {
         });
         self.seqused |= sequences.iter().any(|s| s.kv_len != capacity);
         if let CacheLayout::Paged { page_size, shared, .. } = &mut self.layout {
+            let differ = |codes: CodeCase| codes.scales.map(CodeScales::differ_by_sequence);
+            if self.codes.is_some_and(|codes| differ(codes).contains(&true)) {
+                *shared = 0;
+            }
             if self.append {
                 let old = sequences.iter().map(|s| s.kv_len.saturating_sub(s.q_len));
                 *shared = (*shared).min(old.min().unwrap_or(0) / *page_size);
@@ -142,6 +151,11 @@ impl DecodeCase {
             self.listed = None;
         }
         self
+    }
+
+    /// Element type of keys and values.
+    pub fn cache_dtype(&self) -> DType {
+        self.codes.map_or(self.attention.dtype, |codes| codes.dtype)
     }
 
     /// Slots of a page, columns of the table, and pages.

@@ -1,5 +1,6 @@
 //! The numbers of a case, and the contents of its cache.
 
+use super::codes::{Scales, code, number};
 use super::{CacheLayout, DecodeCase};
 use crate::attention::AttentionData;
 use crate::number::{encode, normal_rounded, poison, round_all};
@@ -34,6 +35,7 @@ impl DecodeData {
                 attention.v.copy_within(from..from + count, to);
             }
         }
+        round_to_codes(case, &mut attention);
         let rows = attention.q.len() / (call.heads_q * call.head_dim).max(1);
         let mut new = [8, 9].map(|salt| normal_rounded(call.seed ^ salt, rows * width, call.dtype));
         for (sequence, query) in
@@ -104,8 +106,9 @@ impl DecodeData {
         let call = &case.attention;
         let [page_size, _, pages] = case.pages();
         let size = pages * page_size * call.heads_kv * call.head_dim;
-        let mut bits = [(); 2].map(|()| vec![poison(call.dtype); size]);
+        let mut bits = [(); 2].map(|()| vec![poison(case.cache_dtype()); size]);
         let places = places(case);
+        let scales = case.codes.map(|codes| [0, 1].map(|which| Scales::new(case, codes, which)));
         let sequences = call.sequences();
         let shares = sequences.iter().any(|sequence| case.shares(sequence));
         for (b, sequence) in sequences.iter().enumerate() {
@@ -121,19 +124,44 @@ impl DecodeData {
                 for head in 0..call.heads_kv {
                     let from = ((sequence.kv_start + key) * call.heads_kv + head) * call.head_dim;
                     let to = places.of([b, key, head]);
-                    for (bits, values) in
-                        bits.iter_mut().zip([&self.attention.k, &self.attention.v])
+                    let slot = places.slot(b, key);
+                    for (which, values) in
+                        [&self.attention.k, &self.attention.v].into_iter().enumerate()
                     {
-                        for (bits, &x) in
-                            bits[to..].iter_mut().zip(&values[from..][..call.head_dim])
-                        {
-                            *bits = encode(call.dtype, x);
+                        let scale = scales.as_ref().map(|scales| scales[which].get(b, slot, head));
+                        let values = &values[from..][..call.head_dim];
+                        for (bits, &x) in bits[which][to..].iter_mut().zip(values) {
+                            *bits = match scale {
+                                // The code that `round_to_codes` has found.
+                                Some(scale) => code(case.cache_dtype(), x / scale),
+                                None => encode(call.dtype, x),
+                            };
                         }
                     }
                 }
             }
         }
         bits
+    }
+}
+
+/// Makes keys and values what codes times scales are.
+fn round_to_codes(case: &DecodeCase, data: &mut AttentionData) {
+    let (Some(codes), call, places) = (case.codes, &case.attention, places(case)) else { return };
+    for (which, values) in [&mut data.k, &mut data.v].into_iter().enumerate() {
+        let scales = Scales::new(case, codes, which);
+        for (b, sequence) in call.sequences().iter().enumerate() {
+            for key in 0..sequence.kv_len {
+                let slot = places.slot(b, key);
+                for head in 0..call.heads_kv {
+                    let scale = scales.get(b, slot, head);
+                    let row = (sequence.kv_start + key) * call.heads_kv + head;
+                    for x in &mut values[row * call.head_dim..][..call.head_dim] {
+                        *x = number(codes.dtype, code(codes.dtype, *x / scale)) * scale;
+                    }
+                }
+            }
+        }
     }
 }
 
@@ -174,12 +202,17 @@ pub(super) fn places(case: &DecodeCase) -> Places<'_> {
 }
 
 impl Places<'_> {
+    /// Page and slot of a key of a sequence.
+    pub(super) fn slot(&self, b: usize, key: usize) -> [usize; 2] {
+        let [page_size, max_pages, _] = self.case.pages();
+        [self.table[b * max_pages + key / page_size] as usize, key % page_size]
+    }
+
     /// First element of a key of a head of a sequence.
     pub(super) fn of(&self, [b, key, head]: [usize; 3]) -> usize {
-        let [page_size, max_pages, _] = self.case.pages();
+        let [page_size, ..] = self.case.pages();
         let (heads, d) = (self.case.attention.heads_kv, self.case.attention.head_dim);
-        let page = self.table[b * max_pages + key / page_size] as usize;
-        let slot = key % page_size;
+        let [page, slot] = self.slot(b, key);
         let heads_first = matches!(self.case.layout, CacheLayout::Paged { heads_first: true, .. });
         let row = match heads_first {
             true => (page * heads + head) * page_size + slot,

@@ -2,6 +2,7 @@
 //! harness that runs a case on a device and judges every output and every slot of the cache.
 
 mod case;
+mod codes;
 mod data;
 mod edges;
 mod garbage;
@@ -14,6 +15,7 @@ mod run;
 mod strategy;
 
 pub use case::{CacheLayout, DecodeCase, RotaryCase, TailCase};
+pub use codes::{CodeCase, CodeScales};
 pub use data::DecodeData;
 pub use edges::{decode_edges, decode_lengths, decode_prefills, decode_terms};
 pub use garbage::survives_garbage;
@@ -26,4 +28,4 @@ pub use outputs::{DecodeOutputs, run_case};
 pub use reference::decode_reference;
 pub use replays::replays;
 pub use run::DecodeInputs;
-pub use strategy::{decode_cases, decode_cases_with_terms};
+pub use strategy::{decode_cases, decode_cases_of_codes, decode_cases_with_terms};

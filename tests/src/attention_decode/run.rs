@@ -1,5 +1,6 @@
 //! The operands of a case on a device, its call, and the check of every slot of the cache.
 
+use super::codes::Scales;
 use super::data::{NewKey, places};
 use super::outputs::with_batch;
 use super::{CacheLayout, DecodeCase, DecodeData, DecodeOutputs};
@@ -11,8 +12,8 @@ use blockflash_cases::io::Array;
 use blockflash_ops::attention_decode::workspace_bytes;
 use blockflash_ops::{
     AppendKv, AttentionDecode, AttentionDecodeOperands, AttentionDecodeWorkspace, CacheAccess,
-    DType, Error, KvCache, KvCacheMut, Operation, PackedTokens, PageLists, Rotary, Scores, Stream,
-    Tensor,
+    CacheScale, DType, Error, KvCache, KvCacheMut, Operation, PackedTokens, PageLists, Rotary,
+    Scores, Stream, Tensor,
 };
 use blockflash_oracle::Rounding;
 use blockflash_sys::manifest;
@@ -29,6 +30,8 @@ pub struct DecodeInputs {
     cu_seqlens: Option<Tensor>,
     /// Keys and values.
     pub cache: [Tensor; 2],
+    /// Of keys and of values that are codes.
+    scales: [Option<Tensor>; 2],
     /// i32 `[batch, max_pages]`.
     pub table: Option<Tensor>,
     /// i32 `[batch]`.
@@ -94,7 +97,8 @@ impl DecodeInputs {
             CacheLayout::Paged { heads_first: true, .. } => [pages, heads, page_size, d],
             _ => [pages, page_size, heads, d],
         };
-        let [k, v] = data.cache(case).map(|bits| upload(stream, call.dtype, &bits, &cache_shape));
+        let [k, v] =
+            data.cache(case).map(|bits| upload(stream, case.cache_dtype(), &bits, &cache_shape));
         let batch = call.sequences().len();
         let ints = |values: Vec<i32>, shape: &[usize]| {
             Tensor::from_slice(stream, &values, shape).map_err(|error| error.to_string())
@@ -142,6 +146,11 @@ impl DecodeInputs {
             let entries = case.tail_entries(shape[..shape.len() - 1].iter().product());
             Tensor::from_slice(stream, &entries, &shape).map_err(|error| error.to_string())
         });
+        let scale = |which| {
+            let scales = Scales::new(case, case.codes?, which);
+            let given = !scales.shape.is_empty();
+            given.then(|| small(array(DType::F32, &scales.shape, &scales.values)))
+        };
         let offsets = std::iter::once(0)
             .chain(call.sequences().iter().map(|s| (s.q_start + s.q_len) as i32))
             .collect();
@@ -157,6 +166,7 @@ impl DecodeInputs {
                 false => Some(ints(offsets, &[batch + 1])?),
             },
             cache: [k?, v?],
+            scales: [scale(0).transpose()?, scale(1).transpose()?],
             table: match case.layout {
                 CacheLayout::Paged { .. } => Some(ints(case.table(true), &[batch, max_pages])?),
                 CacheLayout::Contiguous { .. } => None,
@@ -194,6 +204,7 @@ impl DecodeInputs {
             .chain(self.bias.iter_mut().zip(&fresh.bias))
             .chain(self.alibi.iter_mut().zip(&fresh.alibi))
             .chain(self.tail.iter_mut().zip(&fresh.tail))
+            .chain(self.scales.iter_mut().flatten().zip(fresh.scales.iter().flatten()))
             .chain(self.seqused.iter_mut().zip(&fresh.seqused))
             .chain(self.lists.iter_mut().flatten().zip(fresh.lists.iter().flatten()));
         for (tensor, fresh) in pairs {
@@ -264,6 +275,8 @@ impl DecodeInputs {
         KvCache {
             block_table: self.table.as_ref().map(Tensor::view),
             seqused_kv: self.seqused.as_ref().map(Tensor::view),
+            k_scale: self.scales[0].as_ref().map(Tensor::view),
+            v_scale: self.scales[1].as_ref().map(Tensor::view),
             ..KvCache::new(k, v)
         }
     }
@@ -305,6 +318,8 @@ impl DecodeInputs {
             let whole = KvCacheMut {
                 block_table: self.table.as_ref().map(Tensor::view),
                 seqused_kv: self.seqused.as_ref().map(Tensor::view),
+                k_scale: self.scales[0].as_ref().map(|scale| CacheScale::Given(scale.view())),
+                v_scale: self.scales[1].as_ref().map(|scale| CacheScale::Given(scale.view())),
                 ..KvCacheMut::new(k, v)
             };
             let new = AppendKv {
@@ -338,7 +353,7 @@ impl DecodeInputs {
         for (name, found, expected) in
             [("k", &found[0], &expected[0]), ("v", &found[1], &expected[1])]
         {
-            let is_nan = |bits| decode(dtype, bits).is_nan();
+            let is_nan = |bits| case.codes.is_none() && decode(dtype, bits).is_nan();
             // A NaN that is turned is some NaN, but memory that nobody writes keeps its bits.
             let differs = |&at: &usize| {
                 found[at] != expected[at]

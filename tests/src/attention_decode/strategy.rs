@@ -1,6 +1,6 @@
 //! Random calls.
 
-use super::{CacheLayout, DecodeCase, RotaryCase, TailCase};
+use super::{CacheLayout, CodeCase, CodeScales, DecodeCase, RotaryCase, TailCase};
 use crate::attention::{AlibiCase, AttentionCase, Content, Lengths, Limits, Terms, biases, masks};
 use crate::placement::Placement;
 use blockflash_ops::{RotaryPairs, Scores};
@@ -106,6 +106,7 @@ pub fn decode_cases(limits: Limits, page_sizes: Vec<usize>) -> impl Strategy<Val
                 append,
                 batch_invariant,
                 tail: None,
+                codes: None,
             }
             .consistent()
         },
@@ -128,4 +129,16 @@ pub fn decode_cases_with_terms(
             AttentionCase { terms: Terms { bias, alibi, partial: false }, ..case.attention };
         DecodeCase { attention, tail, ..case }.consistent()
     })
+}
+
+/// The calls of [`decode_cases_with_terms`] over caches of codes, to which nothing is appended.
+pub fn decode_cases_of_codes(
+    limits: Limits,
+    page_sizes: Vec<usize>,
+) -> impl Strategy<Value = DecodeCase> {
+    let scales = || select(CodeScales::ALL.to_vec());
+    let codes = (select(vec![DType::E4M3, DType::E5M2, DType::I8]), scales(), scales())
+        .prop_map(|(dtype, k, v)| CodeCase { dtype, scales: [k, v] });
+    (decode_cases_with_terms(limits, page_sizes), codes)
+        .prop_map(|(case, codes)| DecodeCase { codes: Some(codes), ..case }.consistent())
 }

@@ -3,8 +3,9 @@
 use blockflash_ops::DType;
 use blockflash_tests::attention::{Choice, Limits, head_dims};
 use blockflash_tests::attention_decode::{
-    DecodeCase, alone_as_in_a_batch, decode_cases, decode_cases_with_terms, decode_edges,
-    decode_lengths, decode_terms, merge_cases, run_case, run_merge, same_bits, survives_garbage,
+    DecodeCase, alone_as_in_a_batch, decode_cases, decode_cases_of_codes, decode_cases_with_terms,
+    decode_edges, decode_lengths, decode_terms, merge_cases, run_case, run_merge, same_bits,
+    survives_garbage,
 };
 use blockflash_tests::host::{all_pass, cpu};
 use blockflash_tests::property;
@@ -56,6 +57,22 @@ fn random_cases_with_terms() {
     };
     let stream = cpu();
     property::check(200, decode_cases_with_terms(limits, vec![1, 3, 16, 100]), |case| {
+        run_case(&case, Choice::Selected, &stream).map(drop)
+    });
+}
+
+/// Codes of 8 bits, with every kind of scales and every option.
+#[test]
+fn random_cases_over_codes() {
+    let limits = Limits {
+        dtypes: vec![DType::F32, DType::F16, DType::BF16],
+        head_dims: vec![1, 5, 8, 20, 64, 96],
+        seqlen: 200,
+        alignment: 1,
+        work: 0,
+    };
+    let stream = cpu();
+    property::check(300, decode_cases_of_codes(limits, vec![1, 3, 16, 100]), |case| {
         run_case(&case, Choice::Selected, &stream).map(drop)
     });
 }
