@@ -99,6 +99,8 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash::Params p) {
         loader.begin_item(p, item_of(loading), warp, lane);
         copy_queries(p, item_of(loading), smem_at + kQOffset + loading % 2 * kQBytes,
                      reinterpret_cast<uint64_t>(loader.k) ^ reinterpret_cast<uint64_t>(loader.v));
+        if constexpr (kHasCodes)
+          copy_scales(p, item_of(loading), codes_shared(smem).scales[loading % 2]);
         // In the same group as the queries.
         if (loading == 0 && threadIdx.x == 0 && p.arrivals != nullptr)
           ptx::cp_async_cg_16(static_cast<uint32_t>(__cvta_generic_to_shared(&shared.launch_words)),
@@ -111,7 +113,7 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash::Params p) {
     }
   };
 
-  WarpSums sums(ring_smem, lane);
+  Sums sums(ring_smem, lane, codes_shared(smem));
   RunSums run;
   for (int n = 0; item_of(n).sequence >= 0; ++n) {
     const DecodeItem& item = item_of(n);
@@ -126,7 +128,8 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash::Params p) {
     terms.begin_item(item);
     __syncthreads();
     if (warp == 0 && !one_each) publish(n + 1);
-    sums.begin_item(smem_at + kQOffset + n % 2 * kQBytes, lane);
+    begin_item(sums, p, smem_at + kQOffset + n % 2 * kQBytes, smem + kQOffset + n % 2 * kQBytes,
+               n % 2, lane);
     int at = item.positions.begin + warp * kStepKeys;
     int split_end = item.first_end;
     run.begin();

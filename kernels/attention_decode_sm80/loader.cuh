@@ -1,12 +1,17 @@
 // The copies of keys and values into the ring of one warp.
 #pragma once
 
+#include <type_traits>
+
 #include "blockflash/config/attention_terms.cuh"
+#include "blockflash/config/cache_codes.cuh"
 #include "blockflash/config/kv_cache.cuh"
 #include "blockflash/decode/items.cuh"
 #include "blockflash/mma/swizzle.cuh"
 #include "blockflash/params/kv_cache.h"
+#include "blockflash/params/kv_cache_scaled.h"
 #include "blockflash/ptx/cp_async.cuh"
+#include "blockflash/ptx/cp_async_word.cuh"
 #include "blockflash/ptx/eviction.cuh"
 #include "blockflash/ptx/opaque.cuh"
 
@@ -16,16 +21,45 @@ namespace {
 using Config = AttentionDecodeConfig;
 using Element = Config::Element;
 
-constexpr int kChunks = Config::head_dim / 8;  // 16-byte chunks of a key
-constexpr int kTileBytes = kStepKeys * Config::head_dim * 2;
-constexpr int kStageBytes = 2 * kTileBytes;  // K, then V
+// Of the cache: codes take half as many bytes.
+using KvElement = std::conditional_t<kHasCodes, uint8_t, Element>;
+constexpr int kKvBytes = sizeof(KvElement);
+constexpr int kChunkElements = 16 / kKvBytes;
+constexpr int kChunks = Config::head_dim / kChunkElements;  // 16-byte chunks of a key
+constexpr int kTileBytes = kStepKeys * Config::head_dim * kKvBytes;
+// K, then V, then the scales of each key.
+constexpr int kScalesOffset = 2 * kTileBytes;
+constexpr int kStageBytes = kScalesOffset + (kHasCodes ? 2 * kStepKeys * 4 : 0);
 using TileLayout = Swizzle<kChunks>;
+
+// blockflash_attention_decode_scaled_params as what other kernels take and more.
+struct ScaledParams : blockflash_attention_decode_params {
+  blockflash_cache_scales scales;
+  int32_t q_dtype;
+};
+static_assert(sizeof(ScaledParams) == sizeof(blockflash_attention_decode_scaled_params),
+              "the base comes first, and the others follow in the same order");
+
+// The parameters of kernels for codes.
+__device__ __forceinline__ const ScaledParams& with_scales(
+    const blockflash_attention_decode_params& p) {
+  return static_cast<const ScaledParams&>(p);
+}
+
+// Whether keys of a sequence have scales of their own.
+__device__ __forceinline__ bool are_k_scales_of_keys(const blockflash_cache_scales& scales) {
+  return scales.k != nullptr && (scales.k_stride_page | scales.k_stride_slot) != 0;
+}
+__device__ __forceinline__ bool are_v_scales_of_keys(const blockflash_cache_scales& scales) {
+  return scales.v != nullptr && (scales.v_stride_page | scales.v_stride_slot) != 0;
+}
 
 // Copies the steps of a warp, every fourth of an item.
 struct Loader {
   // With 32 rows, or biases of wide heads, registers are short, and each step finds its sources
   // again.
-  static constexpr bool kKeepsSources = Config::rows < 32 && !(kHasTerms && Config::head_dim > 128);
+  static constexpr bool kKeepsSources =
+      Config::rows < 32 && !((kHasTerms || kHasCodes) && Config::head_dim > 128);
 
   int next, end;              // position of the next step; positions end
   int step;                   // that comes next
@@ -53,9 +87,9 @@ struct Loader {
     const blockflash_kv_cache& cache = p.cache;
     const int64_t first_page = looks_up(p) ? 0 : item.sequence;
     const auto part_of = [&](const void* tensor, int64_t of_page, int64_t of_head, int64_t of_row) {
-      return reinterpret_cast<const char*>(static_cast<const Element*>(tensor) +
+      return reinterpret_cast<const char*>(static_cast<const KvElement*>(tensor) +
                                            first_page * of_page + item.head_kv * of_head +
-                                           lane / kChunks * of_row + lane % kChunks * 8);
+                                           lane / kChunks * of_row + lane % kChunks * kChunkElements);
     };
     k = part_of(cache.k, cache.k_stride_page, cache.k_stride_head, cache.k_stride_slot);
     v = part_of(cache.v, cache.v_stride_page, cache.v_stride_head, cache.v_stride_slot);
@@ -109,7 +143,7 @@ struct Loader {
     ++step, next += Config::warps * kStepKeys;
     if constexpr (!kKeepsSources) find_sources(p, item, lane);
     const int rows_begin = item.any.begin - key, rows_end = item.any.end - key;
-    const char *const k_from = k + k_offset * 2, *const v_from = v + v_offset * 2;
+    const char *const k_from = k + k_offset * kKvBytes, *const v_from = v + v_offset * kKvBytes;
     if (rows_begin <= 0 && rows_end >= kStepKeys && has_full_rows(p)) {
       start_tile(stage_smem, k_from, cache.k_stride_slot, policy, lane);
       start_tile(stage_smem + kTileBytes, v_from, cache.v_stride_slot, policy, lane);
@@ -119,8 +153,40 @@ struct Loader {
       start_part(stage_smem + kTileBytes, v_from, cache.v, cache.v_stride_slot, rows_begin,
                  rows_end, p.head_dim_v, lane);
     }
+    const auto has_scales = [&] {
+      const blockflash_cache_scales& scales = with_scales(p).scales;
+      return are_k_scales_of_keys(scales) || are_v_scales_of_keys(scales);
+    };
+    if (kHasCodes && has_scales()) {
+      const int at_page = looks_up(p) ? __shfl_sync(~0u, page, (step - 1) % 32) : item.sequence;
+      const int at_slot = looks_up(p) ? __shfl_sync(~0u, slot, (step - 1) % 32) : key;
+      start_scales(with_scales(p).scales, item, stage_smem + kScalesOffset, at_page, at_slot,
+                   rows_begin, rows_end, lane);
+    }
     ptx::cp_async_commit_group();
     return key;
+  }
+
+  // The scales of K for lanes 0 to 15, of V for the others, where keys have scales of their own.
+  // Those of keys that do not exist become 0.
+  static __device__ __forceinline__ void start_scales(const blockflash_cache_scales& scales,
+                                                      const DecodeItem& item, uint32_t to_smem,
+                                                      int at_page, int at_slot, int rows_begin,
+                                                      int rows_end, int lane) {
+    const int row = lane % kStepKeys;
+    const bool exists = row >= rows_begin && row < rows_end;
+    const auto start = [&](const float* from, int64_t of_sequence, int64_t of_page, int64_t of_slot,
+                           int64_t of_head) {
+      const int64_t offset = item.sequence * of_sequence + at_page * of_page +
+                             (at_slot + row) * of_slot + item.head_kv * of_head;
+      ptx::cp_async_ca_4_or_zero(to_smem + lane * 4, exists ? from + offset : from, exists);
+    };
+    if (lane < kStepKeys && are_k_scales_of_keys(scales))
+      start(scales.k, scales.k_stride_sequence, scales.k_stride_page, scales.k_stride_slot,
+            scales.k_stride_head);
+    if (lane >= kStepKeys && are_v_scales_of_keys(scales))
+      start(scales.v, scales.v_stride_sequence, scales.v_stride_page, scales.v_stride_slot,
+            scales.v_stride_head);
   }
 
   // Lanes side by side copy a row.
@@ -131,7 +197,7 @@ struct Loader {
                                                     int64_t stride, uint64_t policy, int lane) {
     const uint32_t to = tile_smem + TileLayout::offset(lane / kChunks, lane % kChunks);
     // Strides of slots have 31 bits.
-    const uint32_t row_bytes = ptx::opaque(static_cast<uint32_t>(stride) * 2);
+    const uint32_t row_bytes = ptx::opaque(static_cast<uint32_t>(stride) * kKvBytes);
     // The swizzle of a row r further down differs by r.
 #pragma unroll
     for (int r = 0; r < kStepKeys; r += kRowStep)
@@ -149,14 +215,15 @@ struct Loader {
     const int chunk = lane % kChunks;
 #pragma unroll 1
     for (int row = lane / kChunks; row < kStepKeys;
-         row += kRowStep, from += kRowStep * stride * 2) {
-      const bool exists = row >= rows_begin && row < rows_end && chunk * 8 < columns;
+         row += kRowStep, from += kRowStep * stride * kKvBytes) {
+      const bool exists = row >= rows_begin && row < rows_end && chunk * kChunkElements < columns;
       ptx::cp_async_cg_16(tile_smem + TileLayout::offset(row, chunk), exists ? from : tensor,
                           exists ? 16 : 0);
     }
   }
 };
-static_assert(TileLayout::period == 8, "the swizzle of a row is its number modulo 8");
+static_assert(TileLayout::period == 8 || Loader::kRowStep % 8 == 0,
+              "rows that a lane copies differ in the swizzle by their distance, or not at all");
 
 }  // namespace
 }  // namespace blockflash

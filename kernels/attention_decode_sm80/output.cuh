@@ -6,6 +6,7 @@
 #include "blockflash/decode/arrivals.cuh"
 #include "blockflash/decode/partials.cuh"
 #include "blockflash/params/kv_cache.h"
+#include "code_sums.cuh"
 #include "warp_sums.cuh"
 
 namespace blockflash {
@@ -18,9 +19,9 @@ constexpr int kPassRows = 8;                     // rows that warps exchange at 
 constexpr int kQOffset = Config::warps * Config::stages * kStageBytes;
 constexpr int kLogsOffset = kPassRows * Config::head_dim * 4;
 static_assert(
-    kLogsOffset + Config::rows * 8 <= kStageBytes,
+    kLogsOffset + (kHasCodes ? 0 : Config::rows * 8) <= kStageBytes,
     "the sums of a pass, and reference and denominator of each row, are in a free stage of "
-    "each warp");
+    "each warp; with codes, these are elsewhere");
 
 struct Shared {
   DecodeItem items[4];          // item n in slot n % 4; three are in use at a time
@@ -40,10 +41,22 @@ struct Shared {
     if (piece == 0) shown_logs[row] = make_float2(x.reference, x.denominator);
   }
 };
+constexpr int kCodesOffset = kQOffset + 2 * kQBytes + 1024;
 static_assert(sizeof(Shared) <= 1024 &&
                   Config::smem_bytes ==
-                      Config::warps * Config::stages * kStageBytes + 2 * kQBytes + 1024,
+                      kCodesOffset + (kHasCodes ? static_cast<int>(sizeof(CodesShared)) : 0),
               "manifest and kernel disagree on smem");
+__device__ __forceinline__ CodesShared& codes_shared(unsigned char* smem) {
+  return *reinterpret_cast<CodesShared*>(smem + kCodesOffset);
+}
+
+// Reference and denominator of the rows of a warp whose free stage is at an offset.
+__device__ __forceinline__ float2* logs_of(unsigned char* smem, int warp, int offset) {
+  if constexpr (kHasCodes)
+    return codes_shared(smem).logs[warp];
+  else
+    return reinterpret_cast<float2*>(smem + offset + kLogsOffset);
+}
 
 // Where a warp stages column `column` of row `row`. The permutation avoids bank conflicts.
 __device__ __forceinline__ int staged(int row, int column) {
@@ -93,7 +106,10 @@ __device__ __forceinline__ void store_result(const blockflash_attention_decode_p
   Element* const o = static_cast<Element*>(p.o) + (packed ? 0 : item.sequence * p.o_stride_batch) +
                      static_cast<int64_t>(item.q_begin + query) * p.o_stride_seq +
                      head * p.o_stride_head;
-  *reinterpret_cast<uint2*>(o + piece * 4) = quotient<Element>(x);
+  if (kHasCodes && with_scales(p).q_dtype == BLOCKFLASH_DTYPE_BF16)
+    *reinterpret_cast<uint2*>(o + piece * 4) = quotient<__nv_bfloat16>(x);
+  else
+    *reinterpret_cast<uint2*>(o + piece * 4) = quotient<Element>(x);
   if (p.lse != nullptr && piece == 0)
     p.lse[(packed ? 0 : item.sequence * p.lse_stride_batch) + head * p.lse_stride_head +
           item.q_begin + query] = log_sum_exp(x);
@@ -207,7 +223,7 @@ __device__ __forceinline__ void combine_group(const blockflash_attention_decode_
 // Stores the result of a split with all threads: in a cluster in shared memory, where queries were.
 template <bool in_cluster>
 __device__ __forceinline__ void finish_split(const blockflash_attention_decode_params& p,
-                                             const DecodeItem& item, int split, WarpSums& sums,
+                                             const DecodeItem& item, int split, Sums& sums,
                                              RunSums& run, Shared& shared, unsigned char* smem,
                                              int free_stage) {
   const int thread = ptx::opaque(static_cast<int>(threadIdx.x));
@@ -220,7 +236,7 @@ __device__ __forceinline__ void finish_split(const blockflash_attention_decode_p
     for (int e = 0; e < 2; ++e) {
       const float denominator = column_sum(sums.denominator[row_tile][e]);
       if (lane < 4)
-        reinterpret_cast<float2*>(smem + offset + kLogsOffset)[row_tile * 8 + lane * 2 + e] =
+        logs_of(smem, warp, offset)[row_tile * 8 + lane * 2 + e] =
             make_float2(sums.reference[row_tile][e], denominator);
     }
   float* const staging = reinterpret_cast<float*>(smem + offset);
@@ -228,12 +244,7 @@ __device__ __forceinline__ void finish_split(const blockflash_attention_decode_p
 #pragma unroll
   for (int pass = 0; pass < Config::rows; pass += kPassRows) {
     if (pass > 0) __syncthreads();  // all have read the pass before
-#pragma unroll
-    for (int d = 0; d < kDSteps; ++d)
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-        staging[staged(lane % 4 * 2 + i % 2, d * 16 + lane / 4 + i / 2 * 8)] =
-            sums.o[d][pass / 8][i];
+    sums.stage(staging, pass / 8, lane, staged);
     __syncthreads();
     const int pieces = min(rows - pass, kPassRows) * kColumns4;
 #pragma unroll
@@ -243,7 +254,7 @@ __device__ __forceinline__ void finish_split(const blockflash_attention_decode_p
       if (at >= pieces || piece * 4 >= p.head_dim_v) continue;
       const Partial x = combine<Config::warps>([&](int w) {
         const unsigned char* const of_warp = smem + shared.staging[w];
-        const float2 of_row = reinterpret_cast<const float2*>(of_warp + kLogsOffset)[pass + row];
+        const float2 of_row = logs_of(smem, w, shared.staging[w])[pass + row];
         return Partial{*reinterpret_cast<const float4*>(of_warp + staged(row, piece * 4) * 4),
                        of_row.x, of_row.y};
       });

@@ -18,6 +18,8 @@ namespace {
 
 constexpr int kRowTiles = Config::rows / 8;     // MMA tiles along rows,
 constexpr int kDSteps = Config::head_dim / 16;  // and 16 columns of K or V each
+constexpr int kQChunks = Config::head_dim / 8;  // 16-byte chunks of a row of Q
+using QLayout = Swizzle<kQChunks>;
 
 __device__ __forceinline__ float column_max(float x) {
 #pragma unroll
@@ -41,13 +43,13 @@ constexpr int kQBytes = Config::rows * Config::head_dim * 2;
 __device__ __forceinline__ void copy_queries(const blockflash_attention_decode_params& p,
                                              const DecodeItem& item, uint32_t q_smem,
                                              uint64_t addresses) {
-  constexpr int kCopies = Config::rows * kChunks;
+  constexpr int kCopies = Config::rows * kQChunks;
   const Element* const q = static_cast<const Element*>(p.q);
   const Element* const of_sequence =
       q + (p.cu_seqlens_q == nullptr ? item.sequence * p.q_stride_batch
                                      : item.q_begin * p.q_stride_seq);
   const auto source_of = [&](int at) -> const Element* {
-    const int row = item.row_tile * Config::rows + at / kChunks, column = at % kChunks * 8;
+    const int row = item.row_tile * Config::rows + at / kQChunks, column = at % kQChunks * 8;
     const int query = small_quotient(row, p.group);
     if (query >= item.q_length || column >= p.head_dim_qk) return nullptr;
     return of_sequence + query * p.q_stride_seq +
@@ -61,10 +63,12 @@ __device__ __forceinline__ void copy_queries(const blockflash_attention_decode_p
     const int at = i + thread;
     if (kCopies % Config::threads != 0 && at >= kCopies) break;
     const Element* const from = kCopies <= Config::threads ? first : source_of(at);
-    ptx::cp_async_cg_16(q_smem + TileLayout::offset(at / kChunks, at % kChunks),
+    ptx::cp_async_cg_16(q_smem + QLayout::offset(at / kQChunks, at % kQChunks),
                         from == nullptr ? q : from, from == nullptr ? 0 : 16);
   }
 }
+
+struct CodesShared;
 
 // Lane (g, t) = (lane / 4, lane % 4) holds the keys or columns g and g + 8 of the rows 2t and 2t +
 // 1 of each row tile of 8.
@@ -77,9 +81,14 @@ struct WarpSums {
   LaneAddress<kChunks> k_lane, v_lane;
   uint32_t q_tile;
 
-  __device__ __forceinline__ WarpSums(uint32_t ring_smem, int lane)
+  __device__ __forceinline__ WarpSums(uint32_t ring_smem, int lane, const CodesShared&)
       : k_lane(ring_smem, lane_row_major(lane).row, lane_row_major(lane).chunk),
-        v_lane(ring_smem + kTileBytes, lane_col_major(lane).row, lane_col_major(lane).chunk) {}
+        v_lane(ring_smem + kTileBytes, lane_of_v(lane).row, lane_of_v(lane).chunk) {}
+
+  // Transposed, two neighbouring codes are one element.
+  static __device__ __forceinline__ LaneCoords lane_of_v(int lane) {
+    return kHasCodes ? lane_row_major(lane) : lane_col_major(lane);
+  }
 
   // The queries are in shared memory.
   __device__ __forceinline__ void begin_item(uint32_t q_smem, int lane) {
@@ -101,18 +110,29 @@ struct WarpSums {
     }
   }
 
+  // Stores the sums of a row tile; `place_of` has the place of a column of one of its rows.
+  template <class Place>
+  __device__ __forceinline__ void stage(float* staging, int row_tile, int lane,
+                                        const Place& place_of) const {
+#pragma unroll
+    for (int d = 0; d < kDSteps; ++d)
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        staging[place_of(lane % 4 * 2 + i % 2, d * 16 + lane / 4 + i / 2 * 8)] = o[d][row_tile][i];
+  }
+
   __device__ __forceinline__ void load_queries(QFragments& to, int d, int lane) const {
     const LaneCoords at = lane_col_major(ptx::opaque(lane));
     if constexpr (kRowTiles == 1) {
       // Lanes 16 to 31 name rows that are not used.
       uint32_t pair[4];
-      ptx::ldmatrix_x4(pair, q_tile + TileLayout::offset(at.row % 8, 2 * d + at.chunk));
+      ptx::ldmatrix_x4(pair, q_tile + QLayout::offset(at.row % 8, 2 * d + at.chunk));
       to[0][0] = pair[0], to[0][1] = pair[1];
     } else {
 #pragma unroll
       for (int n = 0; n < kRowTiles; n += 2) {
         uint32_t pair[4];
-        ptx::ldmatrix_x4(pair, q_tile + TileLayout::offset(n * 8 + at.row, 2 * d + at.chunk));
+        ptx::ldmatrix_x4(pair, q_tile + QLayout::offset(n * 8 + at.row, 2 * d + at.chunk));
         to[n][0] = pair[0], to[n][1] = pair[1], to[n + 1][0] = pair[2], to[n + 1][1] = pair[3];
       }
     }
@@ -168,7 +188,10 @@ struct WarpSums {
       add_visible_nonfinite(p, item, ring + offset + kTileBytes, first_key, terms, lane);
     }
     float subtract[kRowTiles][2];
-    move_references(s, p.scores, subtract);
+    move_references(s, p.scores, subtract, [&](int n, int e, float rescale, float) {
+#pragma unroll
+      for (int d = 0; d < kDSteps; ++d) o[d][n][e] *= rescale, o[d][n][e + 2] *= rescale;
+    });
     uint32_t probabilities[kRowTiles][2];
 #pragma unroll
     for (int n = 0; n < kRowTiles; ++n) {
@@ -194,10 +217,13 @@ struct WarpSums {
 
   // A reference moves when a score of its own row exceeds it, so that a key with nearly all the
   // weight has a probability of 1, which no rounding changes. Other rows have no say in it.
-  // `subtract` takes its place in the exponents, where large scores are changed.
+  // `subtract` takes its place in the exponents, where large scores are changed. `rescale_sums`
+  // gets the factor of the sums of a row, and by how much its reference moved.
+  template <class Rescale>
   __device__ __forceinline__ void move_references(float (&s)[kRowTiles][4],
                                                   const blockflash_scores& scores,
-                                                  float (&subtract)[kRowTiles][2]) {
+                                                  float (&subtract)[kRowTiles][2],
+                                                  const Rescale& rescale_sums) {
     float largest[kRowTiles][2];
     bool grew = false;
 #pragma unroll
@@ -216,11 +242,10 @@ struct WarpSums {
       for (int e = 0; e < 2; ++e) {
         const float all = column_max(largest[n][e]);
         const float moved = fmaxf(all, reference[n][e]);
-        const float rescale = ptx::ex2_approx(reference[n][e] - moved);
+        const float before = reference[n][e], rescale = ptx::ex2_approx(before - moved);
         reference[n][e] = subtract[n][e] = moved;
         denominator[n][e] *= rescale;
-#pragma unroll
-        for (int d = 0; d < kDSteps; ++d) o[d][n][e] *= rescale, o[d][n][e + 2] *= rescale;
+        rescale_sums(n, e, rescale, moved - before);
         beyond |= is_beyond_fused(moved);
       }
     if (!beyond) return;

@@ -45,19 +45,22 @@ struct Run {
   }
 
   // Ends the program if the output differs from what is expected by more than the tolerance, which
-  // is relative above 1, or at all from that of the first schedule.
+  // is relative above 1, or to the sizes of what was summed, or at all from that of the first
+  // schedule.
   template <class T>
   void compare(int problem, const char* name, const Tensor<T>& output,
-               const std::vector<double>& expected, double tolerance) {
+               const std::vector<double>& expected, double tolerance,
+               const std::vector<double>& sizes = {}) {
     const bool is_first = outputs == first.size();
     if (is_first) first.emplace_back();
     std::vector<double>& seen = first[outputs++];
     for (size_t i = 0; i < output.size; ++i) {
       const double x = output.at(i);
       if (is_first) seen.push_back(x);
-      const auto are = [x](double y, double tolerance) {
+      const double size = sizes.empty() ? 1 : max(1.0, sizes[i]);
+      const auto are = [x, size](double y, double tolerance) {
         if (std::isnan(y)) return std::isnan(x);
-        return std::isinf(y) ? x == y : fabs(x - y) <= tolerance * max(1.0, fabs(y));
+        return std::isinf(y) ? x == y : fabs(x - y) <= tolerance * max(size, fabs(y));
       };
       if (are(expected[i], tolerance) && are(seen[i], 0)) continue;
       printf("problem %d, order %d, %s copies: %s[%zu] is %g in place of %g, at first %g\n",

@@ -84,6 +84,16 @@ void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b
 inline void cp_async_cg_16(uint32_t to, const void* from, int bytes) {
   simt::start({to, from, bytes, 16});
 }
+inline void cp_async_ca_4_or_zero(uint32_t to, const void* from, bool exists) {
+  simt::start({to, from, exists ? 4 : 0, 4});
+}
+inline uint32_t permute_bytes(uint32_t low, uint32_t high, uint32_t selector) {
+  const uint64_t bytes = static_cast<uint64_t>(high) << 32 | low;
+  uint32_t x = 0;
+  for (int i = 0; i < 4; ++i) x |= (bytes >> (selector >> 4 * i & 7) * 8 & 0xFF) << 8 * i;
+  return x;
+}
+inline void f16x4_of_e4m3x4(uint32_t, uint32_t&, uint32_t&) { simt::fail("cvt.e4m3x2"); }
 inline void cp_async_ca_4(uint32_t to, const void* from) { simt::start({to, from, 4, 4}); }
 inline void cp_async_cg_16_if(bool active, uint32_t to, const void* from, int bytes) {
   if (active) cp_async_cg_16(to, from, bytes);
@@ -142,7 +152,15 @@ inline void store_shared_int4(uint32_t at, int4 x) { store(at, x); }
 inline float ex2_approx(float x) { return exp2f(x); }
 inline float lg2_approx(float x) { return log2f(x); }
 inline float rcp_approx(float x) { return 1 / x; }
-inline uint32_t fma_f16x2(uint32_t, uint32_t, uint32_t) { simt::fail("fma.f16x2"); }
+inline uint32_t fma_f16x2(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t x = 0;
+  for (int half = 0; half < 2; ++half) {
+    const float sum = element_of<__half>(a, half) * element_of<__half>(b, half) +
+                      element_of<__half>(c, half);
+    x |= static_cast<uint32_t>(bits_of<uint16_t>(__half(sum))) << 16 * half;
+  }
+  return x;
+}
 inline uint32_t fma_bf16x2(uint32_t, uint32_t, uint32_t) { simt::fail("fma.bf16x2"); }
 
 inline void store_16_bytes(void* to, const uint32_t (&words)[4]) { memcpy(to, words, 16); }

@@ -39,6 +39,7 @@
 #define __shared__ static  // there is one CTA at a time
 #define __align__(bytes) __attribute__((aligned(bytes)))
 
+using std::isfinite;
 using std::max;
 using std::min;
 
@@ -354,5 +355,6 @@ inline float exp_of(float x) { return expf(x); }
 #define __expf exp_of  // which is a name of the C library
 inline unsigned __float_as_uint(float x) { return bits_of<unsigned>(x); }
 inline float __uint_as_float(unsigned x) { return bits_of<float>(x); }
+inline int __float_as_int(float x) { return bits_of<int>(x); }
 inline float __int_as_float(int x) { return bits_of<float>(x); }
 inline double __longlong_as_double(long long x) { return bits_of<double>(x); }

@@ -1,12 +1,13 @@
-use super::attention::{define_tile, row_bytes, support};
+use super::attention::{define_tile, support};
 use super::family::{Family, Support, each_dtype};
-use crate::{ElementTypes, HeadDims, Target};
+use crate::{DType, ElementTypes, HeadDims, Target};
 
 /// Tiles of `attention_decode_sm80`: a CTA computes items, each a split of the keys for up to
 /// `rows` rows (queries times heads that share a key head).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct AttentionDecode {
-    /// Element types of q, of k and v, and of o.
+    /// Element types of q, of k and v, and of o. Beside codes of k and v that of q and o is chosen
+    /// at run time, f16 or bf16.
     pub types: ElementTypes,
     /// Head dimensions of the tile; smaller ones are padded with zeros on chip.
     pub head_dims: HeadDims,
@@ -52,14 +53,63 @@ const fn ring(target: Target, head_dim: usize) -> [u32; 3] {
     }
 }
 
+/// Rows by head dimension beside codes. Those of [`HOPPER_ROWS`] do not fit into registers
+/// elsewhere, where there are fewer instructions for codes.
+const CODE_ROWS: &[(usize, u32)] =
+    &[(64, 8), (64, 16), (64, 32), (128, 8), (128, 16), (256, 8), (256, 16)];
+const HOPPER_ROWS: &[(usize, u32)] = &[(128, 32)];
+
+/// The types of k and v that are codes.
+const CODES: [DType; 3] = [DType::E4M3, DType::E5M2, DType::I8];
+
+impl AttentionDecode {
+    /// Whether k and v are codes, which have scales.
+    pub const fn has_codes(&self) -> bool {
+        self.types.kv.is_code()
+    }
+
+    /// Bytes of a stage of a warp: 16 keys, their values, and, of codes, the scales of both.
+    const fn stage_bytes(&self) -> u32 {
+        let bytes = self.types.kv.size() * 16 * (self.head_dims.qk + self.head_dims.v);
+        bytes as u32 + if self.has_codes() { 2 * 16 * 4 } else { 0 }
+    }
+
+    /// Bytes of a CTA beside the rings: the queries of two items, and what warps tell one another.
+    const fn shared_bytes(&self) -> u32 {
+        let queries = 2 * self.rows * self.head_dims.qk as u32 * 2;
+        // Scales of an item, and a factor, references and denominators of each row.
+        let codes = if self.has_codes() { 24 + 4 * self.rows * (1 + 2 * self.warps) } else { 0 };
+        queries + 1024 + codes
+    }
+
+    /// A tile for codes: as many stages as fit beside the rest of two CTAs per SM, up to a number
+    /// from which on more bytes on their way gain nothing.
+    fn of_codes(target: Target, dtype: DType, (head_dim, rows): (usize, u32)) -> Self {
+        // Without few rows two warps side by side have more stages each.
+        let warps = if head_dim == 256 && rows > 8 { 2 } else { 4 };
+        let types = ElementTypes { q: DType::F16, kv: dtype, o: DType::F16 };
+        let (head_dims, min_blocks) = (HeadDims::all(head_dim), 2);
+        let tile = Self { types, head_dims, rows, warps, stages: 0, min_blocks, terms: false };
+        let room = if target == Target::Sm90 { 115_712 } else { 82_944 };
+        let stages = (room - tile.shared_bytes()) / (warps * tile.stage_bytes());
+        Self { stages: stages.min(12), ..tile }
+    }
+}
+
 /// Other targets run the machine code for sm_80, or PTX: reading a cache is the same everywhere.
 pub(super) fn tiles(target: Target) -> impl Iterator<Item = AttentionDecode> {
     let compiled = target.is_baseline();
-    each_dtype(ROWS).filter(move |_| compiled).map(move |(dtype, (head_dim, rows, terms))| {
+    let plain = each_dtype(ROWS).filter(move |_| compiled).map(move |(dtype, (head_dim, rows, terms))| {
         let (types, head_dims) = (ElementTypes::all(dtype), HeadDims::all(head_dim));
         let [warps, stages, min_blocks] = ring(target, head_dim);
         AttentionDecode { types, head_dims, rows, warps, stages, min_blocks, terms }
-    })
+    });
+    let more = if target == Target::Sm90 { HOPPER_ROWS } else { &[] };
+    let of_codes = CODES.into_iter().filter(move |_| compiled).flat_map(move |dtype| {
+        let rows = CODE_ROWS.iter().chain(more);
+        rows.map(move |&rows| AttentionDecode::of_codes(target, dtype, rows))
+    });
+    plain.chain(of_codes)
 }
 
 impl Family for AttentionDecode {
@@ -68,7 +118,8 @@ impl Family for AttentionDecode {
     }
 
     fn name(&self) -> String {
-        let Self { types, head_dims, rows, warps, stages, .. } = self;
+        let Self { head_dims, rows, warps, stages, .. } = self;
+        let types = if self.has_codes() { self.types.kv.to_string() } else { self.types.to_string() };
         let terms = if self.terms { "_terms" } else { "" };
         format!("{types}_d{head_dims}_n{rows}_w{warps}_s{stages}{terms}")
     }
@@ -77,10 +128,8 @@ impl Family for AttentionDecode {
         self.warps
     }
 
-    /// The rings of K and V, the queries of two items, and what warps tell one another.
     fn smem_bytes(&self) -> u32 {
-        let [q, k, v] = row_bytes(self.types, self.head_dims);
-        self.warps * self.stages * 16 * (k + v) + 2 * self.rows * q + 1024
+        self.warps * self.stages * self.stage_bytes() + self.shared_bytes()
     }
 
     /// The splits that are combined with each other. Results of up to eight rows take the place of
@@ -94,7 +143,12 @@ impl Family for AttentionDecode {
     }
 
     fn macros(&self, define: &mut dyn FnMut(&'static str, u32)) {
-        define_tile(define, self.types, self.head_dims);
+        // Products beside codes are in f16.
+        let products = if self.has_codes() { ElementTypes::all(DType::F16) } else { self.types };
+        define_tile(define, products, self.head_dims);
+        if self.has_codes() {
+            define("VARIANT_CACHE_CODES", self.types.kv as u32);
+        }
         define("VARIANT_DECODE_ROWS", self.rows);
         define("VARIANT_WARPS", self.warps);
         define("VARIANT_STAGES", self.stages);
@@ -135,6 +189,6 @@ mod tests {
             let room = of_sm(kernel.target.smem_limit());
             assert!(ctas * (kernel.smem_bytes() + 1024) <= room, "{}", kernel.image_name());
         }
-        assert_eq!(count, 3 * 2 * 11);
+        assert_eq!(count, 3 * 2 * 11 + 3 * (3 * 7 + 1));
     }
 }
