@@ -10,7 +10,7 @@ namespace {
 
 // What CTAs of kernels for codes have in shared memory behind `Shared`.
 struct CodesShared {
-  float2 scales[2];            // of K and of V for item n in slot n % 2, unless keys have their own
+  float2 scales[2];  // of K and of V for item n in slot n % 2, unless keys have their own
   alignas(8) float factor[Config::rows];  // of the scores of a row
   float v_scale;                          // of all keys, 1 if they have their own
   int unused;

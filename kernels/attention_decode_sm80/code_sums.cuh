@@ -68,8 +68,7 @@ struct CodeSums : WarpSums {
       }
     }
     cap_scores(s, p.scores);
-    const bool is_masked =
-        first_key < item.all.begin || first_key + kStepKeys > item.all.end;
+    const bool is_masked = first_key < item.all.begin || first_key + kStepKeys > item.all.end;
     if (is_masked) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -108,8 +107,7 @@ struct CodeSums : WarpSums {
 #pragma unroll
     for (int n = 0; n < kRowTiles; ++n)
 #pragma unroll
-      for (int i = 0; i < 4; ++i)
-        s[n][i] = fmaf(s[n][i], p.scores.scale_log2, -subtract[n][i % 2]);
+      for (int i = 0; i < 4; ++i) s[n][i] = fmaf(s[n][i], p.scores.scale_log2, -subtract[n][i % 2]);
     uint32_t probabilities[kRowTiles][2];
     if (has_weights) {
       add_denominators(s);
@@ -168,8 +166,7 @@ struct CodeSums : WarpSums {
         const unsigned lanes = __ballot_sync(~0u, nan[half] != 0);
         if (!(lanes >> (lane & ~3) & 15)) continue;
 #pragma unroll
-        for (int n = 0; n < kRowTiles; ++n)
-          s[n][2 * half] = s[n][2 * half + 1] = CUDART_NAN_F;
+        for (int n = 0; n < kRowTiles; ++n) s[n][2 * half] = s[n][2 * half + 1] = CUDART_NAN_F;
       }
     }
   }
@@ -228,8 +225,7 @@ struct CodeSums : WarpSums {
       for (int n = 0; n < kRowTiles; ++n)
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-          const float moved =
-              fmaxf(column_max(fmaxf(s[n][e], s[n][e + 2])), weight[n][e]);
+          const float moved = fmaxf(column_max(fmaxf(s[n][e], s[n][e + 2])), weight[n][e]);
           // Not 0, which would make NaN of an infinity.
           const float rescale = ptx::ex2_approx(fmaxf(weight[n][e] - moved, -126.f));
           weight[n][e] = moved;
@@ -302,8 +298,7 @@ struct CodeSums : WarpSums {
           (has_weights ? ptx::ex2_approx(fmaxf(weight[row_tile][e], -126.f)) : shared.v_scale);
 #pragma unroll
       for (int d = 0; d < kDSteps; ++d)
-        *reinterpret_cast<float2*>(
-            staging + place_of(lane % 4 * 2 + e, d * 16 + lane / 4 * 2)) =
+        *reinterpret_cast<float2*>(staging + place_of(lane % 4 * 2 + e, d * 16 + lane / 4 * 2)) =
             make_float2(o[d][row_tile][e] * scale, o[d][row_tile][e + 2] * scale);
     }
   }
@@ -315,8 +310,8 @@ using Sums = std::conditional_t<kHasCodes, CodeSums<kCacheCodes>, WarpSums>;
 template <class AnySums>
 __device__ __forceinline__ void begin_item(AnySums& sums,
                                            const blockflash_attention_decode_params& p,
-                                           uint32_t q_smem, unsigned char* q_tile,
-                                           int slot, int lane) {
+                                           uint32_t q_smem, unsigned char* q_tile, int slot,
+                                           int lane) {
   if constexpr (kHasCodes)
     sums.begin_item(p, q_smem, q_tile, slot, lane);
   else

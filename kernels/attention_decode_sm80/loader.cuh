@@ -87,9 +87,9 @@ struct Loader {
     const blockflash_kv_cache& cache = p.cache;
     const int64_t first_page = looks_up(p) ? 0 : item.sequence;
     const auto part_of = [&](const void* tensor, int64_t of_page, int64_t of_head, int64_t of_row) {
-      return reinterpret_cast<const char*>(static_cast<const KvElement*>(tensor) +
-                                           first_page * of_page + item.head_kv * of_head +
-                                           lane / kChunks * of_row + lane % kChunks * kChunkElements);
+      return reinterpret_cast<const char*>(
+          static_cast<const KvElement*>(tensor) + first_page * of_page + item.head_kv * of_head +
+          lane / kChunks * of_row + lane % kChunks * kChunkElements);
     };
     k = part_of(cache.k, cache.k_stride_page, cache.k_stride_head, cache.k_stride_slot);
     v = part_of(cache.v, cache.v_stride_page, cache.v_stride_head, cache.v_stride_slot);

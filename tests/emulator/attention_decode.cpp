@@ -27,8 +27,8 @@ struct Code {
     const int fraction = bits & (unit - 1);
     if (is_e4m3 ? (bits & 127) == 127 : exponent == 31)
       return !is_e4m3 && fraction == 0 ? (bits & 128 ? -INFINITY : INFINITY) : NAN;
-    const double magnitude = ldexp(fraction + (exponent > 0 ? unit : 0),
-                                   max(exponent, 1) - bias - fraction_bits);
+    const double magnitude =
+        ldexp(fraction + (exponent > 0 ? unit : 0), max(exponent, 1) - bias - fraction_bits);
     return bits & 128 ? -magnitude : magnitude;
   }
   Code() = default;
@@ -95,8 +95,7 @@ const std::vector<Problem> kCodes = {
                 kOfKeys, kOfPages, true, true),
     with_scales({{4}, {190}, 192, 16, 2, 4, kD, kD, kAll, 0, 2, false, true}, kNoScales, kOfKeys,
                 true),
-    with_scales({{4, 4}, {150, 150}, 160, 16, 1, 4, kD, kD, kAll, 0, 2}, kOfKeys, kNoScales,
-                false),
+    with_scales({{4, 4}, {150, 150}, 160, 16, 1, 4, kD, kD, kAll, 0, 2}, kOfKeys, kNoScales, false),
 };
 const std::vector<Problem> kTerms = {
     {{9, 9},
@@ -275,7 +274,9 @@ struct Data {
   }
   size_t scales_of(Scales kind) const {
     if (kind == kNoScales) return 0;
-    const size_t of = kind == kOfHeads ? batch : kind == kOfPages ? pages : pages * problem.page_size;
+    const size_t of = kind == kOfHeads   ? batch
+                      : kind == kOfPages ? pages
+                                         : pages * problem.page_size;
     return of * problem.heads_kv;
   }
   double scale_of(Scales kind, const Tensor<float>& scales, int b, int key, int head) const {

@@ -155,8 +155,8 @@ inline float rcp_approx(float x) { return 1 / x; }
 inline uint32_t fma_f16x2(uint32_t a, uint32_t b, uint32_t c) {
   uint32_t x = 0;
   for (int half = 0; half < 2; ++half) {
-    const float sum = element_of<__half>(a, half) * element_of<__half>(b, half) +
-                      element_of<__half>(c, half);
+    const float sum =
+        element_of<__half>(a, half) * element_of<__half>(b, half) + element_of<__half>(c, half);
     x |= static_cast<uint32_t>(bits_of<uint16_t>(__half(sum))) << 16 * half;
   }
   return x;

@@ -16,7 +16,8 @@ use std::collections::BTreeMap;
 /// Kernels with their tiles, by element type and head dimension.
 pub type DecodeGroup = ((DType, usize), Vec<(&'static Kernel, CacheTile)>);
 
-/// The kernels that a GPU can run, but for those that take nothing without score terms.
+/// The kernels that a GPU can run, but for those that take nothing without score terms, and those
+/// that take codes.
 pub fn decode_groups(gpu: &Gpu) -> Vec<DecodeGroup> {
     groups(gpu, |tile| !matches!(tile, CacheTile::Few(tile) if tile.terms))
 }
@@ -33,6 +34,7 @@ pub fn decode_groups_with_terms(gpu: &Gpu) -> Vec<DecodeGroup> {
 fn groups(gpu: &Gpu, takes: impl Fn(&CacheTile) -> bool) -> Vec<DecodeGroup> {
     let mut groups: BTreeMap<_, Vec<_>> = BTreeMap::new();
     let kernels = gpu.kernels().filter_map(|kernel| Some((kernel, tile(kernel)?)));
+    let takes = |tile: &CacheTile| !tile.types().kv.is_code() && takes(tile);
     for (kernel, tile) in kernels.filter(|(_, tile)| takes(tile)) {
         groups.entry((tile.types().q, tile.head_dims().qk)).or_default().push((kernel, tile));
     }

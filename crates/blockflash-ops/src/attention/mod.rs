@@ -23,7 +23,7 @@ pub use select::{accepts, select};
 pub use seqlens::CuSeqlens;
 
 pub(crate) use head_dims::Rows;
-pub(crate) use plan::{check_strides, heads_per_section, scalars};
+pub(crate) use plan::{check_strides, check_strides_by, heads_per_section, scalars};
 pub(crate) use problem::{row_strides, width_like};
 pub(crate) use score_params::{score_params, window_params};
 pub(crate) use select::{first_without_tensor_map, refusal_of_terms, support};

@@ -142,6 +142,14 @@ pub(crate) fn heads_per_section(
 /// The kernels read and write 16 bytes at a time, so rows must start at multiples of 8 elements.
 /// The stride of a dimension with one entry is never used.
 pub(crate) fn check_strides(operands: &[(&'static str, Strides, [usize; 3])]) -> Result<()> {
+    check_strides_by(8, operands)
+}
+
+/// The same for multiples of another number of elements.
+pub(crate) fn check_strides_by(
+    multiple: usize,
+    operands: &[(&'static str, Strides, [usize; 3])],
+) -> Result<()> {
     for &(what, strides, [batch, seqlen, heads]) in operands {
         let dims = [
             ("batch", strides.batch, batch),
@@ -149,8 +157,9 @@ pub(crate) fn check_strides(operands: &[(&'static str, Strides, [usize; 3])]) ->
             ("head", strides.head, heads),
         ];
         for (dim, stride, extent) in dims {
-            if extent > 1 && stride % 8 != 0 {
-                let problem = format!("the {dim} stride is {stride} elements, not a multiple of 8");
+            if extent > 1 && stride % multiple != 0 {
+                let problem =
+                    format!("the {dim} stride is {stride} elements, not a multiple of {multiple}");
                 return Err(Error::Misaligned { what, problem });
             }
         }

@@ -37,7 +37,7 @@ use crate::kv_cache::{HostCache, KvCache, KvCacheMut, PackedTokens, Rotary, toke
 use crate::operation::{Operation, Prepared, Steps};
 use crate::{Error, Result};
 use blockflash_safe::{
-    CudaProperties, Device, KvCacheViews, Stream, Tensor, TurnedQueries, View, ViewMut,
+    CodesDecode, CudaProperties, Device, KvCacheViews, Launch as _, Stream, Tensor, TurnedQueries, View, ViewMut,
 };
 use blockflash_sys::{DType, Kernel, manifest};
 
@@ -354,6 +354,7 @@ impl Steps for AttentionDecode<'_> {
             v: cache.v,
             block_table: cache.block_table,
             seqused: cache.seqused_kv,
+            scales: [cache.k_scale, cache.v_scale],
         };
         if let Some((kernel, PrefillPlan { plan, config })) = many {
             let operands = self.operands(cache, o.reborrow(), lse.as_mut().map(ViewMut::reborrow));
@@ -364,6 +365,8 @@ impl Steps for AttentionDecode<'_> {
             if matches!(kernel.variant, manifest::Variant::AttentionDecodeHopper(_)) {
                 stream
                     .launch::<manifest::AttentionDecodeHopper>(kernel, config, scalars, operands)?;
+            } else if CodesDecode::of(kernel).is_some() {
+                stream.launch::<CodesDecode>(kernel, config, scalars, operands)?;
             } else {
                 stream.launch::<manifest::AttentionDecode>(kernel, config, scalars, operands)?;
             }

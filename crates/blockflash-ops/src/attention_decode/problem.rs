@@ -1,5 +1,5 @@
 use super::{AttentionDecode, PageListSizes, TailMaskSizes};
-use crate::attention::{AttentionProblem, PackedRows, Strides, check_strides};
+use crate::attention::{AttentionProblem, PackedRows, Strides, check_strides, check_strides_by};
 use crate::check::Operand;
 use crate::kv_append::AppendKvProblem;
 use crate::kv_cache::{CacheSizes, KvCache, RotarySizes, token_sizes};
@@ -70,12 +70,9 @@ impl AttentionDecodeProblem {
         let (attention, cache) = (&self.attention, &self.cache);
         let queries = [attention.batch, attention.seqlen_q, attention.num_heads_q];
         let keys = [cache.pages, cache.page_size, cache.num_heads_kv];
-        check_strides(&[
-            ("q", q, queries),
-            ("o", attention.o, queries),
-            ("cache.k", cache.k, keys),
-            ("cache.v", cache.v, keys),
-        ])
+        check_strides(&[("q", q, queries), ("o", attention.o, queries)])?;
+        let of_chunk = 16 / cache.dtype.size();
+        check_strides_by(of_chunk, &[("cache.k", cache.k, keys), ("cache.v", cache.v, keys)])
     }
 
     /// Whether there is no output element to compute and nothing to append.

@@ -7,7 +7,7 @@ use crate::check::is_tensor_map_stride;
 use crate::kv_cache::CacheSizes;
 use crate::selection::{self, Candidate, Kernels, Peers, Problem, Rule, preference};
 use blockflash_safe::CudaProperties;
-use blockflash_sys::{DType, HeadDims, Kernel, Target};
+use blockflash_sys::{DType, ElementTypes, HeadDims, Kernel, Target};
 use std::sync::LazyLock;
 
 /// The kernel for attention to a cache on a GPU. Among the usable kernels it prefers machine code
@@ -43,6 +43,7 @@ impl Problem for AttentionDecodeProblem {
     const OP: &'static str = "attention_decode";
     const INPUTS: &'static str = "queries and the cache";
     const RULES: &'static [Rule<Self>] = &[
+        CODES,
         HEAD_DIM,
         ROTATED,
         PAGE_SIZE,
@@ -100,12 +101,17 @@ impl Problem for AttentionDecodeProblem {
     }
 
     fn key(&self) -> (DType, usize) {
-        (self.attention.types.q, 0)
+        (key_of(self.attention.types), 0)
     }
 
     fn key_of(tile: &CacheTile) -> (DType, usize) {
-        (tile.types().q, 0)
+        (key_of(tile.types()), 0)
     }
+}
+
+/// The type of codes decides, and otherwise that of queries.
+const fn key_of(types: ElementTypes) -> DType {
+    if types.kv.is_code() { types.kv } else { types.q }
 }
 
 /// The kernel for few queries, whatever the problem has.
@@ -150,12 +156,42 @@ fn rank(tile: u32, needed: usize) -> (bool, u32) {
 
 type DecodeRule = Rule<AttentionDecodeProblem>;
 
+/// Codes have kernels for either type of queries, and are read 16 at a time.
+const CODES: DecodeRule = Rule {
+    holds: |c| {
+        let (types, HeadDims { qk, v }) = (c.problem.attention.types, c.problem.attention.head_dims);
+        let takes = [DType::F16, DType::BF16].contains(&types.q) && types.o == types.q;
+        !types.kv.is_code() || takes && qk.is_multiple_of(16) && v.is_multiple_of(16)
+    },
+    refuses: |c| {
+        let (ElementTypes { q, kv, .. }, HeadDims { qk, v }) =
+            (c.problem.attention.types, c.problem.attention.head_dims);
+        match q {
+            DType::F16 | DType::BF16 => {
+                format!("head dimensions {qk} and {v} of {kv}: kernels take multiples of 16")
+            }
+            _ => format!("q is {q}: beside {kv} kernels take f16 and bf16"),
+        }
+    },
+    excludes_all: None,
+};
+
+/// The rows of a problem; beside codes in the types of a kernel, which takes others.
+fn rows(c: &Candidate<'_, AttentionDecodeProblem>) -> Rows {
+    let rows = Rows::from(&c.problem.attention);
+    if rows.types.kv.is_code() { Rows { types: c.tile.types(), ..rows } } else { rows }
+}
+
 const HEAD_DIM: DecodeRule = Rule {
-    holds: |c| Rows::from(&c.problem.attention).fit(c.tile.rows()),
-    refuses: |c| Rows::from(&c.problem.attention).refusal(c.tile.rows()),
+    holds: |c| rows(c).fit(c.tile.rows()),
+    refuses: |c| rows(c).refusal(c.tile.rows()),
     excludes_all: Some(|all| {
         let widest = all.iter().map(|c| c.tile.head_dims().max()).max().unwrap_or(0);
-        Rows::from(&all[0].problem.attention).refusal_of_all(widest)
+        let rows = Rows::from(&all[0].problem.attention);
+        let kv = rows.types.kv;
+        // Whatever the queries are.
+        let types = if kv.is_code() { ElementTypes::all(kv) } else { rows.types };
+        Rows { types, ..rows }.refusal_of_all(widest)
     }),
 };
 

@@ -61,7 +61,8 @@ impl Problem for AppendKvProblem {
     fn rank(_: &Candidate<'_, Self>) {}
 
     fn key(&self) -> (DType, usize) {
-        (self.cache.dtype, 0)
+        // Turning queries alone has nothing to do with the type of the cache.
+        (if self.is_empty() { self.dtype } else { self.cache.dtype }, 0)
     }
 
     fn key_of(tile: &DType) -> (DType, usize) {

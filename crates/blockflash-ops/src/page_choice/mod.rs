@@ -29,7 +29,7 @@ pub type PreparedChoosePages = Prepared<ChoosePagesProblem>;
 /// The tensors of a cache, for a launch.
 fn views<'a>(cache: &KvCache<'a>) -> KvCacheViews<'a> {
     let KvCache { k, v, block_table, seqused_kv: seqused, .. } = *cache;
-    KvCacheViews { k, v, block_table, seqused }
+    KvCacheViews { k, v, block_table, seqused, scales: [None; 2] }
 }
 
 /// Summaries of pages reduced to plain numbers.

@@ -63,7 +63,7 @@ pub struct KvAppendOperands<'a> {
 impl NewKeys<'_> {
     fn cache<'c>(&'c self, seqused: Option<View<'c>>) -> KvCacheViews<'c> {
         let (k, v) = (self.cache_k.as_view(), self.cache_v.as_view());
-        KvCacheViews { k, v, block_table: self.block_table, seqused }
+        KvCacheViews { k, v, block_table: self.block_table, seqused, scales: [None; 2] }
     }
 }
 

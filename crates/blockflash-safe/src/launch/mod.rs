@@ -47,7 +47,7 @@ pub use attention_bwd_workspace::{
     AttentionBwdParts, STATISTICS_ROWS, attention_bwd_part_values, attention_bwd_workspace,
 };
 pub use attention_cache::AttentionCachePlan;
-pub use attention_decode::AttentionDecodeOperands;
+pub use attention_decode::{AttentionDecodeOperands, CodesDecode};
 pub use attention_decode_scalars::AttentionDecodeScalars;
 pub use attention_fwd::{AttentionFwdOperands, AttentionFwdPlan};
 pub use attention_merge::{AttentionMerge, AttentionMergeOperands};
@@ -90,6 +90,7 @@ pub fn param_bytes(kernel: &Kernel) -> Option<usize> {
         of::<manifest::AttentionBwdHopper>,
         of::<manifest::AttentionCacheHopper>,
         of::<manifest::AttentionDecode>,
+        of::<CodesDecode>,
         of::<manifest::AttentionDecodeHopper>,
         of::<AttentionMerge>,
         of::<manifest::KvAppend>,

@@ -46,14 +46,14 @@ pub struct PageChoiceOperands<'a> {
 
 impl Operands for PageSummariesOperands<'_> {
     fn used(&self) -> impl AsRef<[Option<Used<'_>>]> {
-        let [k, v, table, seqused] = self.cache.used();
+        let [k, v, table, seqused, ..] = self.cache.used();
         [k, v, table, seqused, Some(self.summaries.used())]
     }
 }
 
 impl Operands for PageChoiceOperands<'_> {
     fn used(&self) -> impl AsRef<[Option<Used<'_>>]> {
-        let [k, v, table, seqused] = self.cache.used();
+        let [k, v, table, seqused, ..] = self.cache.used();
         let [lists, counts] = [&self.lists, &self.counts].map(|view| Some(view.used()));
         let [q, summaries] = [&self.q, &self.summaries].map(|view| Some(view.used()));
         let workspace = Some(self.workspace.used());

@@ -99,11 +99,12 @@ impl AttentionDecode {
 /// Other targets run the machine code for sm_80, or PTX: reading a cache is the same everywhere.
 pub(super) fn tiles(target: Target) -> impl Iterator<Item = AttentionDecode> {
     let compiled = target.is_baseline();
-    let plain = each_dtype(ROWS).filter(move |_| compiled).map(move |(dtype, (head_dim, rows, terms))| {
-        let (types, head_dims) = (ElementTypes::all(dtype), HeadDims::all(head_dim));
-        let [warps, stages, min_blocks] = ring(target, head_dim);
-        AttentionDecode { types, head_dims, rows, warps, stages, min_blocks, terms }
-    });
+    let plain =
+        each_dtype(ROWS).filter(move |_| compiled).map(move |(dtype, (head_dim, rows, terms))| {
+            let (types, head_dims) = (ElementTypes::all(dtype), HeadDims::all(head_dim));
+            let [warps, stages, min_blocks] = ring(target, head_dim);
+            AttentionDecode { types, head_dims, rows, warps, stages, min_blocks, terms }
+        });
     let more = if target == Target::Sm90 { HOPPER_ROWS } else { &[] };
     let of_codes = CODES.into_iter().filter(move |_| compiled).flat_map(move |dtype| {
         let rows = CODE_ROWS.iter().chain(more);
@@ -119,7 +120,8 @@ impl Family for AttentionDecode {
 
     fn name(&self) -> String {
         let Self { head_dims, rows, warps, stages, .. } = self;
-        let types = if self.has_codes() { self.types.kv.to_string() } else { self.types.to_string() };
+        let types =
+            if self.has_codes() { self.types.kv.to_string() } else { self.types.to_string() };
         let terms = if self.terms { "_terms" } else { "" };
         format!("{types}_d{head_dims}_n{rows}_w{warps}_s{stages}{terms}")
     }
