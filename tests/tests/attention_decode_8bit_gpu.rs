@@ -67,7 +67,13 @@ impl Case {
             dtype,
             of_q: [DType::F16, DType::BF16][of(&[0, 1])],
             lengths: (0..batch)
-                .map(|_| if given { of(&[0, 1, 15, 16, 100, capacity / 2 + 3, capacity]) } else { capacity })
+                .map(|_| {
+                    if given {
+                        of(&[0, 1, 15, 16, 100, capacity / 2 + 3, capacity])
+                    } else {
+                        capacity
+                    }
+                })
                 .map(|length| length.min(capacity) as i32)
                 .collect(),
             queries: (0..batch).map(|_| if packed { of(&[0, 1, most]) } else { most }).collect(),
@@ -124,12 +130,18 @@ impl Data {
             let unit = if case.dtype == DType::I8 { 1.0 / 40.0 } else { 1.0 };
             let unit = if at == 0 { unit / size } else { unit };
             let mut values: Vec<f32> = (0..shape.iter().product())
-                .map(|_| random.random_range(1.0f32..2.0) * 2f32.powi(random.random_range(range.clone())))
+                .map(|_| {
+                    random.random_range(1.0f32..2.0) * 2f32.powi(random.random_range(range.clone()))
+                })
                 .map(|x| x * unit)
                 .collect();
             if case.hostile {
                 let odd = [f32::NAN, 0.0, -1.0, f32::INFINITY, -0.25];
-                values.iter_mut().step_by(37).zip(odd.into_iter().cycle()).for_each(|(x, odd)| *x = odd);
+                values
+                    .iter_mut()
+                    .step_by(37)
+                    .zip(odd.into_iter().cycle())
+                    .for_each(|(x, odd)| *x = odd);
             }
             Some((values, shape))
         });
@@ -221,7 +233,8 @@ fn run(
         Tensor::from_slice(stream, values, shape).map(Some).map_err(told)
     };
     let (k_scale, v_scale) = (scale(0)?, scale(1)?);
-    let table = data.table.as_ref().map(|(entries, shape)| Tensor::from_slice(stream, entries, shape));
+    let table =
+        data.table.as_ref().map(|(entries, shape)| Tensor::from_slice(stream, entries, shape));
     let table = table.transpose().map_err(told)?;
     let lengths = Tensor::from_slice(stream, &case.lengths, &[batch]).map_err(told)?;
     let mut starts = vec![0i32];
@@ -238,7 +251,9 @@ fn run(
     let longest = case.queries.iter().copied().max().unwrap_or(0);
     let decode = AttentionDecode {
         scores: Scores { softcap: case.softcap, ..mask.into() },
-        packed: case.packed.then(|| PackedTokens { cu_seqlens: starts.view(), max_seqlen: longest }),
+        packed: case
+            .packed
+            .then(|| PackedTokens { cu_seqlens: starts.view(), max_seqlen: longest }),
         batch_invariant: case.invariant,
         ..AttentionDecode::new(q.view())
     };

@@ -95,11 +95,11 @@ pub use launch::{
     AttentionMerge, AttentionMergeOperands, AttentionScalars, BlockBitsBuild, BlockBitsOperands,
     BlockMaskBuild, BlockMaskBuildOperands, BlockMaskTranspose, BlockMaskTransposeOperands,
     BlockScores, BlockScoresOperands, BsrMatmulNarrowPlan, BsrMatmulOperands, BsrParts,
-    BsrPartsMemory, BsrSddmmOperands, CodesDecode, KvAppendOperands, KvAppendPlan, KvCacheViews, Launch,
-    LaunchConfig, NO_MASK, NewKeys, Operands, PROBE_CHUNK_BYTES, PageChoice, PageChoiceOperands,
-    PageChoicePlan, PageSummaries, PageSummariesOperands, PageSummariesPlan, RowCopyOperands,
-    STATISTICS_ROWS, ScoreTerms, TurnedQueries, attention_bwd_part_values, attention_bwd_workspace,
-    driver_time, param_bytes,
+    BsrPartsMemory, BsrSddmmOperands, CodesDecode, KvAppendOperands, KvAppendPlan, KvCacheViews,
+    Launch, LaunchConfig, NO_MASK, NewKeys, Operands, PROBE_CHUNK_BYTES, PageChoice,
+    PageChoiceOperands, PageChoicePlan, PageSummaries, PageSummariesOperands, PageSummariesPlan,
+    RowCopyOperands, STATISTICS_ROWS, ScoreTerms, TurnedQueries, attention_bwd_part_values,
+    attention_bwd_workspace, driver_time, param_bytes,
 };
 pub use layout::{Layout, MAX_RANK};
 pub use nccl::{NcclCommunicator, NcclId};

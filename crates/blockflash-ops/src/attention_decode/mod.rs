@@ -37,7 +37,8 @@ use crate::kv_cache::{HostCache, KvCache, KvCacheMut, PackedTokens, Rotary, toke
 use crate::operation::{Operation, Prepared, Steps};
 use crate::{Error, Result};
 use blockflash_safe::{
-    CodesDecode, CudaProperties, Device, KvCacheViews, Launch as _, Stream, Tensor, TurnedQueries, View, ViewMut,
+    CodesDecode, CudaProperties, Device, KvCacheViews, Launch as _, Stream, Tensor, TurnedQueries,
+    View, ViewMut,
 };
 use blockflash_sys::{DType, Kernel, manifest};
 

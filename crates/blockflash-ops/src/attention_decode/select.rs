@@ -159,7 +159,8 @@ type DecodeRule = Rule<AttentionDecodeProblem>;
 /// Codes have kernels for either type of queries, and are read 16 at a time.
 const CODES: DecodeRule = Rule {
     holds: |c| {
-        let (types, HeadDims { qk, v }) = (c.problem.attention.types, c.problem.attention.head_dims);
+        let (types, HeadDims { qk, v }) =
+            (c.problem.attention.types, c.problem.attention.head_dims);
         let takes = [DType::F16, DType::BF16].contains(&types.q) && types.o == types.q;
         !types.kv.is_code() || takes && qk.is_multiple_of(16) && v.is_multiple_of(16)
     },

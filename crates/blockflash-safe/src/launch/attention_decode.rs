@@ -69,8 +69,8 @@ impl Operands for AttentionDecodeOperands<'_> {
             .map(|view| view.as_ref().map(View::used));
         let [bias, alibi] = self.terms.used();
         [
-            q, o, lse, sink, cu_q, k, v, table, seqused, k_scale, v_scale, list, count, bias, alibi,
-            tail, workspace,
+            q, o, lse, sink, cu_q, k, v, table, seqused, k_scale, v_scale, list, count, bias,
+            alibi, tail, workspace,
         ]
     }
 }

@@ -1,9 +1,7 @@
 //! The cache of keys and values, as launches see it.
 
 use super::attention_sizes::{row_sizes, row_strides};
-use super::fit::{
-    Fit, absent, fits, narrow, optional, pointer, require, rows_aligned, strides,
-};
+use super::fit::{Fit, absent, fits, narrow, optional, pointer, require, rows_aligned, strides};
 use crate::view::Used;
 use crate::{DType, View};
 use blockflash_sys::params::{blockflash_cache_scales, blockflash_kv_cache};
