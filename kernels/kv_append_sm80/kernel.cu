@@ -2,10 +2,10 @@
 // embedding).
 //
 // A row is one head of one token of new keys or of queries, and a thread writes 8 elements of it.
-#include "blockflash/attention/packed_rows.cuh"
 #include "blockflash/config/kv_append.cuh"
 #include "blockflash/decode/pages.cuh"
-#include "blockflash/mma/element.cuh"
+#include "blockflash/decode/rotary.cuh"
+#include "blockflash/decode/tokens.cuh"
 #include "blockflash/params/kv_append.h"
 #include "blockflash/ptx/launch.cuh"
 
@@ -14,42 +14,9 @@ namespace {
 
 using Config = KvAppendConfig;
 using Element = Config::Element;
-using Traits = ElementTraits<Element>;
 using Params = blockflash_kv_append_params;
 
 constexpr int kPiece = 8;  // elements of 16 bytes
-
-// A token of a batch, packed or not.
-struct Token {
-  int sequence, index, count;  // its place among the tokens of its sequence
-  int batch, row;              // factors of the strides
-
-  static __device__ __forceinline__ Token of(const int32_t* cu_seqlens, int token, int batch,
-                                             int seqlen, int total) {
-    if (cu_seqlens == nullptr) {
-      const int sequence = token / seqlen, index = token - sequence * seqlen;
-      return {sequence, index, seqlen, sequence, index};
-    }
-    // The last sequence that begins at or before the token. Offsets that do not ascend lead to some
-    // sequence, which need not hold the token.
-    int first = 0, last = batch - 1;
-    while (first < last) {
-      const int middle = last - (last - first) / 2;
-      if (cu_seqlens[middle] <= token)
-        first = middle;
-      else
-        last = middle - 1;
-    }
-    const PackedRows rows = PackedRows::of(cu_seqlens, first, total, seqlen);
-    return {first, token - rows.begin, rows.length, 0, token};
-  }
-  __device__ __forceinline__ bool exists() const { return index >= 0 && index < count; }
-  // Lengths are not clamped here: a token that does not fit keeps its position.
-  __device__ __forceinline__ int64_t position(const blockflash_kv_cache& cache) const {
-    const int64_t length = cache.seqused == nullptr ? cache.capacity : cache.seqused[sequence];
-    return length - count + index;
-  }
-};
 
 __device__ __forceinline__ uint4 load_piece(const Element* row, int column) {
   return *reinterpret_cast<const uint4*>(row + column);
@@ -57,42 +24,6 @@ __device__ __forceinline__ uint4 load_piece(const Element* row, int column) {
 
 __device__ __forceinline__ void store_piece(Element* row, int column, const uint4& piece) {
   *reinterpret_cast<uint4*>(row + column) = piece;
-}
-
-// Element `column` of a row, rotated together with its partner. Products and sums are rounded one
-// by one, as on the CPU.
-__device__ __forceinline__ float turned_element(const blockflash_rotary& rotary, const Element* row,
-                                                int column, int64_t position) {
-  const int half = rotary.dim / 2;
-  const bool interleaved = rotary.pairs == BLOCKFLASH_ROTARY_INTERLEAVED;
-  const bool is_second = interleaved ? column % 2 == 1 : column >= half;
-  const int apart = interleaved ? 1 : half;
-  const int partner = is_second ? column - apart : column + apart;
-  const int pair = interleaved ? column / 2 : is_second ? partner : column;
-  const auto value = [&](int i) {
-    return Traits::to_float(reinterpret_cast<const uint16_t*>(row)[i]);
-  };
-  const float cos = load_element(rotary.cos, position * rotary.cos_stride + pair, rotary.dtype);
-  const float sin = load_element(rotary.sin, position * rotary.sin_stride + pair, rotary.dtype);
-  const float along = __fmul_rn(value(column), cos), across = __fmul_rn(value(partner), sin);
-  return is_second ? __fadd_rn(across, along) : __fsub_rn(along, across);
-}
-
-// Eight elements of a row that are rotated by the angles of a position.
-__device__ __forceinline__ uint4 rotated(const blockflash_rotary& rotary, const Element* row,
-                                         int column, int64_t position) {
-  uint4 piece = load_piece(row, column);
-  if (rotary.cos == nullptr) return piece;
-  position = min(max(position, int64_t{0}), int64_t{rotary.positions - 1});
-  uint32_t* const words[] = {&piece.x, &piece.y, &piece.z, &piece.w};
-#pragma unroll
-  for (int i = 0; i < kPiece / 2; ++i) {
-    const int at = column + i * 2;
-    if (at >= rotary.dim) break;
-    *words[i] = Traits::pack(turned_element(rotary, row, at, position),
-                             turned_element(rotary, row, at + 1, position));
-  }
-  return piece;
 }
 
 __device__ __forceinline__ void append(const Params& p, int row, int column) {
@@ -132,12 +63,6 @@ __device__ __forceinline__ void turn_query(const Params& p, int row, int column)
   Element* const to = static_cast<Element*>(p.q_turned) + token.batch * p.q_turned_stride_batch +
                       token.row * p.q_turned_stride_seq + head * p.q_turned_stride_head;
   store_piece(to, column, rotated(p.rotary_q, from, column, token.position(p.cache)));
-}
-
-// Rows of all tokens of a batch, which 32 bits count.
-__device__ __forceinline__ int rows_of(const int32_t* cu_seqlens, int batch, int seqlen, int total,
-                                       int heads) {
-  return (cu_seqlens == nullptr ? batch * seqlen : total) * heads;
 }
 
 }  // namespace

@@ -39,6 +39,8 @@
     ("bsr_sddmm_sm80.ptx_80", include_bytes!("bsr_sddmm_sm80.ptx_80.zst")),
     ("bsr_sddmm_sm80.sm_120", include_bytes!("bsr_sddmm_sm80.sm_120.zst")),
     ("bsr_sddmm_sm80.sm_8x", include_bytes!("bsr_sddmm_sm80.sm_8x.zst")),
+    ("kv_append_codes_sm80.ptx_80", include_bytes!("kv_append_codes_sm80.ptx_80.zst")),
+    ("kv_append_codes_sm80.sm_8x", include_bytes!("kv_append_codes_sm80.sm_8x.zst")),
     ("kv_append_sm80.ptx_80", include_bytes!("kv_append_sm80.ptx_80.zst")),
     ("kv_append_sm80.sm_8x", include_bytes!("kv_append_sm80.sm_8x.zst")),
     ("page_choice_sm80.ptx_80", include_bytes!("page_choice_sm80.ptx_80.zst")),

@@ -25,6 +25,7 @@
     ("bsr_matmul_sm90a.sm_90a", include_bytes!("bsr_matmul_sm90a.sm_90a.zst")),
     ("bsr_sddmm_sm80.sm_90", include_bytes!("bsr_sddmm_sm80.sm_90.zst")),
     ("bsr_sddmm_sm90a.sm_90a", include_bytes!("bsr_sddmm_sm90a.sm_90a.zst")),
+    ("kv_append_codes_sm80.sm_90", include_bytes!("kv_append_codes_sm80.sm_90.zst")),
     ("kv_append_sm80.sm_90", include_bytes!("kv_append_sm80.sm_90.zst")),
     ("page_choice_sm80.sm_90", include_bytes!("page_choice_sm80.sm_90.zst")),
     ("page_summaries_sm80.sm_90", include_bytes!("page_summaries_sm80.sm_90.zst")),

@@ -2593,86 +2593,6 @@ const _: () = {
         "Offset of field: blockflash_kv_append_params::total_q",
     ][::core::mem::offset_of!(blockflash_kv_append_params, total_q) - 376usize];
 };
-/** Query i of a sequence sees key seqlen_kv - tail + j only where entry j of its row is not 0, and
- where the window shows it, too. Keys before the tail follow the window alone. Entries of keys
- below 0 are not read.*/
-#[repr(C)]
-#[derive(Debug, Copy, Clone)]
-pub struct blockflash_tail_mask {
-    /// \[batch, seqlen_q, tail\]; packed \[total_q, tail\]; null: none
-    pub visible: *const u8,
-    /// 0 where one entry serves all, and when packed
-    pub stride_batch: i64,
-    pub stride_q: i64,
-    /// from 1 to the capacity of the cache
-    pub tail: i32,
-}
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
-const _: () = {
-    [
-        "Size of blockflash_tail_mask",
-    ][::core::mem::size_of::<blockflash_tail_mask>() - 32usize];
-    [
-        "Alignment of blockflash_tail_mask",
-    ][::core::mem::align_of::<blockflash_tail_mask>() - 8usize];
-    [
-        "Offset of field: blockflash_tail_mask::visible",
-    ][::core::mem::offset_of!(blockflash_tail_mask, visible) - 0usize];
-    [
-        "Offset of field: blockflash_tail_mask::stride_batch",
-    ][::core::mem::offset_of!(blockflash_tail_mask, stride_batch) - 8usize];
-    [
-        "Offset of field: blockflash_tail_mask::stride_q",
-    ][::core::mem::offset_of!(blockflash_tail_mask, stride_q) - 16usize];
-    [
-        "Offset of field: blockflash_tail_mask::tail",
-    ][::core::mem::offset_of!(blockflash_tail_mask, tail) - 24usize];
-};
-/** Attention of several queries to the keys of a cache, without lists of pages.
-
- An item is a run of `run` splits, which it combines, for one row tile of one key head, and the
- workspace has a slot for each run. The results of four splits are combined one after another, the
- results of fours in pairs, and pairs of pairs, always in ascending order, so the length of runs
- shows in no bit.
-
- With even_ctas, splits are also at least as long as those of all sequences should be to occupy as
- many CTAs evenly (attention_decode_sm90a/runs.cuh).*/
-#[repr(C)]
-#[derive(Debug, Copy, Clone)]
-pub struct blockflash_attention_decode_runs_params {
-    /// items, partial_rows, …: of runs and their row tiles
-    pub base: blockflash_attention_decode_params,
-    /// splits of an item: 1, 4 or 8
-    pub run: i32,
-    /** CTAs at a time that share the keys of all sequences, which then have lengths
- on the device and equally many queries; 0: splits of a sequence follow from
- its own length*/
-    pub even_ctas: i32,
-    pub tail_mask: blockflash_tail_mask,
-}
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
-const _: () = {
-    [
-        "Size of blockflash_attention_decode_runs_params",
-    ][::core::mem::size_of::<blockflash_attention_decode_runs_params>() - 392usize];
-    [
-        "Alignment of blockflash_attention_decode_runs_params",
-    ][::core::mem::align_of::<blockflash_attention_decode_runs_params>() - 8usize];
-    [
-        "Offset of field: blockflash_attention_decode_runs_params::base",
-    ][::core::mem::offset_of!(blockflash_attention_decode_runs_params, base) - 0usize];
-    [
-        "Offset of field: blockflash_attention_decode_runs_params::run",
-    ][::core::mem::offset_of!(blockflash_attention_decode_runs_params, run) - 352usize];
-    [
-        "Offset of field: blockflash_attention_decode_runs_params::even_ctas",
-    ][::core::mem::offset_of!(blockflash_attention_decode_runs_params, even_ctas)
-        - 356usize];
-    [
-        "Offset of field: blockflash_attention_decode_runs_params::tail_mask",
-    ][::core::mem::offset_of!(blockflash_attention_decode_runs_params, tail_mask)
-        - 360usize];
-};
 /** What the codes of a cache are multiplied with: the scale of key j of sequence b and head h is
 
  k\[b · k_stride_sequence + page · k_stride_page + slot · k_stride_slot + h · k_stride_head\]
@@ -2763,6 +2683,140 @@ const _: () = {
         "Offset of field: blockflash_attention_decode_scaled_params::q_dtype",
     ][::core::mem::offset_of!(blockflash_attention_decode_scaled_params, q_dtype)
         - 432usize];
+};
+/** Appends the codes of new keys and values divided by their scales, after the keys are rotated.
+
+ A code is the nearest one, with ties to even, and the greatest one beyond it. NaN is 0x7f, and 0
+ as an int8, whose codes are -127 to 127.*/
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct blockflash_kv_append_codes_params {
+    /// the cache has 8-bit elements
+    pub append: blockflash_kv_append_params,
+    /// of the rows that are appended
+    pub scales: blockflash_cache_scales,
+    /// 1: the scales of the new keys, which are one for each slot and head, are
+    pub chooses_k: i32,
+    /** written: the greatest magnitude of the row, NaN aside, divided by the
+ greatest code, or 1 if that is 0*/
+    pub chooses_v: i32,
+    /// BLOCKFLASH_DTYPE_E4M3, _E5M2 or _I8
+    pub cache_dtype: i32,
+    /// BLOCKFLASH_DTYPE_F16 or _BF16, of k_new and v_new
+    pub new_dtype: i32,
+    /// BLOCKFLASH_DTYPE_F16 or _BF16, of q and q_turned
+    pub q_dtype: i32,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    [
+        "Size of blockflash_kv_append_codes_params",
+    ][::core::mem::size_of::<blockflash_kv_append_codes_params>() - 488usize];
+    [
+        "Alignment of blockflash_kv_append_codes_params",
+    ][::core::mem::align_of::<blockflash_kv_append_codes_params>() - 8usize];
+    [
+        "Offset of field: blockflash_kv_append_codes_params::append",
+    ][::core::mem::offset_of!(blockflash_kv_append_codes_params, append) - 0usize];
+    [
+        "Offset of field: blockflash_kv_append_codes_params::scales",
+    ][::core::mem::offset_of!(blockflash_kv_append_codes_params, scales) - 384usize];
+    [
+        "Offset of field: blockflash_kv_append_codes_params::chooses_k",
+    ][::core::mem::offset_of!(blockflash_kv_append_codes_params, chooses_k) - 464usize];
+    [
+        "Offset of field: blockflash_kv_append_codes_params::chooses_v",
+    ][::core::mem::offset_of!(blockflash_kv_append_codes_params, chooses_v) - 468usize];
+    [
+        "Offset of field: blockflash_kv_append_codes_params::cache_dtype",
+    ][::core::mem::offset_of!(blockflash_kv_append_codes_params, cache_dtype)
+        - 472usize];
+    [
+        "Offset of field: blockflash_kv_append_codes_params::new_dtype",
+    ][::core::mem::offset_of!(blockflash_kv_append_codes_params, new_dtype) - 476usize];
+    [
+        "Offset of field: blockflash_kv_append_codes_params::q_dtype",
+    ][::core::mem::offset_of!(blockflash_kv_append_codes_params, q_dtype) - 480usize];
+};
+/** Query i of a sequence sees key seqlen_kv - tail + j only where entry j of its row is not 0, and
+ where the window shows it, too. Keys before the tail follow the window alone. Entries of keys
+ below 0 are not read.*/
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct blockflash_tail_mask {
+    /// \[batch, seqlen_q, tail\]; packed \[total_q, tail\]; null: none
+    pub visible: *const u8,
+    /// 0 where one entry serves all, and when packed
+    pub stride_batch: i64,
+    pub stride_q: i64,
+    /// from 1 to the capacity of the cache
+    pub tail: i32,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    [
+        "Size of blockflash_tail_mask",
+    ][::core::mem::size_of::<blockflash_tail_mask>() - 32usize];
+    [
+        "Alignment of blockflash_tail_mask",
+    ][::core::mem::align_of::<blockflash_tail_mask>() - 8usize];
+    [
+        "Offset of field: blockflash_tail_mask::visible",
+    ][::core::mem::offset_of!(blockflash_tail_mask, visible) - 0usize];
+    [
+        "Offset of field: blockflash_tail_mask::stride_batch",
+    ][::core::mem::offset_of!(blockflash_tail_mask, stride_batch) - 8usize];
+    [
+        "Offset of field: blockflash_tail_mask::stride_q",
+    ][::core::mem::offset_of!(blockflash_tail_mask, stride_q) - 16usize];
+    [
+        "Offset of field: blockflash_tail_mask::tail",
+    ][::core::mem::offset_of!(blockflash_tail_mask, tail) - 24usize];
+};
+/** Attention of several queries to the keys of a cache, without lists of pages.
+
+ An item is a run of `run` splits, which it combines, for one row tile of one key head, and the
+ workspace has a slot for each run. The results of four splits are combined one after another, the
+ results of fours in pairs, and pairs of pairs, always in ascending order, so the length of runs
+ shows in no bit.
+
+ With even_ctas, splits are also at least as long as those of all sequences should be to occupy as
+ many CTAs evenly (attention_decode_sm90a/runs.cuh).*/
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct blockflash_attention_decode_runs_params {
+    /// items, partial_rows, …: of runs and their row tiles
+    pub base: blockflash_attention_decode_params,
+    /// splits of an item: 1, 4 or 8
+    pub run: i32,
+    /** CTAs at a time that share the keys of all sequences, which then have lengths
+ on the device and equally many queries; 0: splits of a sequence follow from
+ its own length*/
+    pub even_ctas: i32,
+    pub tail_mask: blockflash_tail_mask,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    [
+        "Size of blockflash_attention_decode_runs_params",
+    ][::core::mem::size_of::<blockflash_attention_decode_runs_params>() - 392usize];
+    [
+        "Alignment of blockflash_attention_decode_runs_params",
+    ][::core::mem::align_of::<blockflash_attention_decode_runs_params>() - 8usize];
+    [
+        "Offset of field: blockflash_attention_decode_runs_params::base",
+    ][::core::mem::offset_of!(blockflash_attention_decode_runs_params, base) - 0usize];
+    [
+        "Offset of field: blockflash_attention_decode_runs_params::run",
+    ][::core::mem::offset_of!(blockflash_attention_decode_runs_params, run) - 352usize];
+    [
+        "Offset of field: blockflash_attention_decode_runs_params::even_ctas",
+    ][::core::mem::offset_of!(blockflash_attention_decode_runs_params, even_ctas)
+        - 356usize];
+    [
+        "Offset of field: blockflash_attention_decode_runs_params::tail_mask",
+    ][::core::mem::offset_of!(blockflash_attention_decode_runs_params, tail_mask)
+        - 360usize];
 };
 /** scale_log2 of the scores is log2(e) where there is a bias or ALiBi, as where scores are
  capped.*/

@@ -15,6 +15,7 @@
 #include "blockflash/params/block_mask_build.h"
 #include "blockflash/params/bsr.h"
 #include "blockflash/params/kv_append.h"
+#include "blockflash/params/kv_append_codes.h"
 #include "blockflash/params/kv_cache.h"
 #include "blockflash/params/kv_cache_runs.h"
 #include "blockflash/params/kv_cache_scaled.h"

@@ -3,8 +3,8 @@ use super::{
     attention_bwd_sm80, attention_bwd_sm90a, attention_cache_sm90a, attention_decode_sm80,
     attention_decode_sm90a, attention_fwd_sm80, attention_fwd_sm90a, attention_fwd_small_sm90a,
     attention_merge_sm80, block_mask, bsr_matmul_any_sm80, bsr_matmul_narrow_sm80, bsr_matmul_sm80,
-    bsr_matmul_sm90a, bsr_sddmm_sm80, bsr_sddmm_sm90a, kv_append_sm80, page_choice, probe,
-    row_copy_sm80,
+    bsr_matmul_sm90a, bsr_sddmm_sm80, bsr_sddmm_sm90a, kv_append_codes_sm80, kv_append_sm80,
+    page_choice, probe, row_copy_sm80,
 };
 use crate::Target;
 
@@ -32,6 +32,8 @@ pub enum Variant {
     AttentionMerge(attention_merge_sm80::AttentionMerge),
     /// Appending to a cache, and rotary embeddings.
     KvAppend(kv_append_sm80::KvAppend),
+    /// The same into a cache of 8-bit codes.
+    KvAppendCodes(kv_append_codes_sm80::KvAppendCodes),
     /// BSR matrix times dense matrix, with the instructions of Ampere and later.
     BsrMatmul(bsr_matmul_sm80::BsrMatmul),
     /// The same with A as stored or transposed, and with row-major or column-major B and C: the
@@ -71,6 +73,7 @@ impl Variant {
             Variant::AttentionDecodeHopper(tile) => tile,
             Variant::AttentionMerge(kernel) => kernel,
             Variant::KvAppend(kernel) => kernel,
+            Variant::KvAppendCodes(kernel) => kernel,
             Variant::BsrMatmul(tile) => tile,
             Variant::BsrMatmulAny(tile) => tile,
             Variant::BsrMatmulNarrow(tile) => tile,
@@ -97,6 +100,7 @@ impl Variant {
         variants.extend(attention_decode_sm90a::tiles(target).map(Variant::AttentionDecodeHopper));
         variants.extend(attention_merge_sm80::tiles(target).map(Variant::AttentionMerge));
         variants.extend(kv_append_sm80::tiles(target).map(Variant::KvAppend));
+        variants.extend(kv_append_codes_sm80::tiles(target).map(Variant::KvAppendCodes));
         variants.extend(bsr_matmul_sm90a::tiles(target).map(Variant::BsrMatmulHopper));
         variants.extend(bsr_sddmm_sm90a::tiles(target).map(Variant::BsrSddmmHopper));
         variants.extend(bsr_sddmm_sm80::tiles(target).map(Variant::BsrSddmm));
