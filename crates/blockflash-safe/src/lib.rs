@@ -96,7 +96,7 @@ pub use launch::{
     BlockMaskBuild, BlockMaskBuildOperands, BlockMaskTranspose, BlockMaskTransposeOperands,
     BlockScores, BlockScoresOperands, BsrMatmulNarrowPlan, BsrMatmulOperands, BsrParts,
     BsrPartsMemory, BsrSddmmOperands, CodesDecode, KvAppendOperands, KvAppendPlan, KvCacheViews,
-    Launch, LaunchConfig, NO_MASK, NewKeys, Operands, PROBE_CHUNK_BYTES, PageChoice,
+    Launch, LaunchConfig, NO_MASK, NewKeys, NewScales, Operands, PROBE_CHUNK_BYTES, PageChoice,
     PageChoiceOperands, PageChoicePlan, PageSummaries, PageSummariesOperands, PageSummariesPlan,
     RowCopyOperands, STATISTICS_ROWS, ScoreTerms, TurnedQueries, attention_bwd_part_values,
     attention_bwd_workspace, driver_time, param_bytes,

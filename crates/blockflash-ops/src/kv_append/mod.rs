@@ -17,7 +17,8 @@ use crate::check::{Operand, aligned};
 use crate::kv_cache::{HostCache, KvCache, KvCacheMut, PackedTokens, Rotary, token_ranges};
 use crate::operation::{Operation, Prepared, Steps};
 use blockflash_safe::{
-    CudaProperties, Device, KvAppendOperands, NewKeys, Stream, TurnedQueries, View,
+    CudaProperties, Device, KvAppendOperands, Launch as _, NewKeys, NewScales, Stream,
+    TurnedQueries, View,
 };
 use blockflash_sys::{Kernel, manifest};
 
@@ -36,9 +37,9 @@ use blockflash_sys::{Kernel, manifest};
 /// for `i8`. Scales are given, or the append chooses those of its rows
 /// ([`CacheScale::PerToken`](crate::CacheScale::PerToken)).
 ///
-/// A GPU takes f16 and bf16 with a `head_dim` of any multiple of 8, pages of a multiple of 16
-/// slots, and pointers and strides of multiples of 16 bytes. The CPU takes every problem, and
-/// stores the same bits.
+/// A GPU takes new rows of f16 and bf16 with a `head_dim` of any multiple of 8, of 16 for a cache of
+/// codes, pages of a multiple of 16 slots, and pointers and strides of multiples of 16 bytes. The
+/// CPU takes every problem, and stores the same bits.
 ///
 /// ```
 /// # use blockflash_ops::{AppendKv, Device, DType, KvCacheMut, Tensor};
@@ -153,9 +154,14 @@ pub(crate) fn launch(
         v: new.v,
         cu_seqlens: new.packed.map(|packed| packed.cu_seqlens),
         rotary: new.rotary.map(|rotary| [rotary.cos, rotary.sin]),
+        scales: [cache.k_scale, cache.v_scale].map(|scale| scale.map(NewScales::from)),
     });
     let operands = KvAppendOperands { seqused, new, queries };
-    stream.launch::<manifest::KvAppend>(kernel, config, plan, operands)?;
+    if manifest::KvAppendCodes::of(kernel).is_some() {
+        stream.launch::<manifest::KvAppendCodes>(kernel, config, plan, operands)?;
+    } else {
+        stream.launch::<manifest::KvAppend>(kernel, config, plan, operands)?;
+    }
     Ok(())
 }
 

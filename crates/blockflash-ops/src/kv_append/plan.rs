@@ -1,11 +1,12 @@
 use super::AppendKvProblem;
 use crate::Result;
-use crate::attention::{AttentionProblem, Strides, check_strides};
+use crate::attention::{AttentionProblem, Strides, check_strides, check_strides_by};
 use crate::check::{grid_x, to_i32};
 use crate::kv_cache::{RotaryPairs, RotarySizes};
 use crate::selection::fits;
 use blockflash_safe::{CudaProperties, KvAppendPlan, LaunchConfig};
 use blockflash_sys::Kernel;
+use blockflash_sys::manifest::{KvAppendCodes, Variant};
 use blockflash_sys::params::{BLOCKFLASH_ROTARY_HALVES, BLOCKFLASH_ROTARY_INTERLEAVED};
 
 /// Elements that a thread writes.
@@ -23,8 +24,8 @@ pub struct AppendKvPlan {
 /// Plans the launch of `kernel` for an append that it accepts on this GPU.
 ///
 /// # Errors
-/// [`Error::Misaligned`](crate::Error::Misaligned) for a stride that is not a multiple of 8
-/// elements, [`Error::TooLarge`](crate::Error::TooLarge) for more rows than 32 bits count,
+/// [`Error::Misaligned`](crate::Error::Misaligned) for a stride that is not a multiple of
+/// 16 bytes, [`Error::TooLarge`](crate::Error::TooLarge) for more rows than 32 bits count,
 /// [`Error::Unsupported`](crate::Error::Unsupported) if the kernel does not do this append.
 pub fn plan(
     kernel: &Kernel,
@@ -47,7 +48,8 @@ pub(crate) fn plan_with(
     if !problem.is_empty() {
         let new = Tokens { tokens: problem.tokens, packed: problem.packed };
         let keys = [cache.pages, cache.page_size, cache.num_heads_kv];
-        check_strides(&[("cache.k", cache.k, keys), ("cache.v", cache.v, keys)])?;
+        let of_chunk = 16 / cache.dtype.size();
+        check_strides_by(of_chunk, &[("cache.k", cache.k, keys), ("cache.v", cache.v, keys)])?;
         let tensors = [("new.k", problem.k), ("new.v", problem.v)];
         rows = new.rows(cache.batch, cache.num_heads_kv, tensors)?;
     }
@@ -60,7 +62,12 @@ pub(crate) fn plan_with(
     to_i32("rows", rows)?;
     // Only new values have columns of their own.
     let columns = if problem.is_empty() { cache.head_dims.qk } else { cache.head_dims.max() };
-    let threads = rows.saturating_mul(columns / PIECE);
+    let pieces = columns / PIECE;
+    let lanes = match kernel.variant {
+        Variant::KvAppendCodes(_) => KvAppendCodes::lanes(pieces),
+        _ => pieces,
+    };
+    let threads = rows.saturating_mul(lanes);
     let blocks = grid_x(&[threads.div_ceil(kernel.threads() as usize)])?;
     let config = LaunchConfig::of(kernel, blocks, kernel.waits_for_predecessor());
     Ok(AppendKvPlan { plan: plan_of(problem, queries)?, config })

@@ -1,11 +1,10 @@
 use super::AppendKvProblem;
 use crate::Result;
-use crate::attention::Rows;
 use crate::kv_cache::CacheSizes;
 use crate::selection::{self, Candidate, Kernels, Peers, Problem, Rule};
 use blockflash_safe::CudaProperties;
-use blockflash_sys::manifest::{KvAppend, Variant};
-use blockflash_sys::{DType, ElementTypes, HeadDims, Kernel, Target};
+use blockflash_sys::manifest::{KvAppend, KvAppendCodes, Variant};
+use blockflash_sys::{DType, HeadDims, Kernel, Target};
 use std::sync::LazyLock;
 
 /// The kernel for an append on a GPU.
@@ -40,15 +39,16 @@ pub fn accepts(kernel: &Kernel, problem: &AppendKvProblem, gpu: &CudaProperties)
 impl Problem for AppendKvProblem {
     const OP: &'static str = "kv_append";
     const INPUTS: &'static str = "new keys and the cache";
-    const RULES: &'static [Rule<Self>] = &[HEAD_DIM, PAGE_SIZE, STRIDES];
+    const RULES: &'static [Rule<Self>] = &[TYPES, HEAD_DIM, PAGE_SIZE, STRIDES];
 
-    /// The element type.
-    type Tile = DType;
+    /// The element type; `None` for codes.
+    type Tile = Option<DType>;
     type Rank = ();
 
-    fn tile(kernel: &Kernel) -> Option<DType> {
+    fn tile(kernel: &Kernel) -> Option<Option<DType>> {
         match kernel.variant {
-            Variant::KvAppend(KvAppend { dtype }) => Some(dtype),
+            Variant::KvAppend(KvAppend { dtype }) => Some(Some(dtype)),
+            Variant::KvAppendCodes(KvAppendCodes) => Some(None),
             _ => None,
         }
     }
@@ -60,31 +60,60 @@ impl Problem for AppendKvProblem {
 
     fn rank(_: &Candidate<'_, Self>) {}
 
+    /// A kernel takes several types: see [`TYPES`].
     fn key(&self) -> (DType, usize) {
-        // Turning queries alone has nothing to do with the type of the cache.
-        (if self.is_empty() { self.dtype } else { self.cache.dtype }, 0)
+        (DType::F16, 0)
     }
 
-    fn key_of(tile: &DType) -> (DType, usize) {
-        (*tile, 0)
+    fn key_of(_: &Option<DType>) -> (DType, usize) {
+        (DType::F16, 0)
     }
 }
 
 type AppendRule = Rule<AppendKvProblem>;
 
+const TYPES: AppendRule = Rule {
+    holds: |c| {
+        let (of_new, of_cache) = types(c.problem);
+        match *c.tile {
+            Some(dtype) => of_cache == dtype,
+            None => of_cache.is_code() && [DType::F16, DType::BF16].contains(&of_new),
+        }
+    },
+    refuses: |c| {
+        let (of_new, of_cache) = types(c.problem);
+        let kernel = c.tile.map_or("codes of f16 and bf16".to_owned(), |dtype| dtype.to_string());
+        format!("the kernel takes {kernel}, but new keys are {of_new} and the cache is {of_cache}")
+    },
+    excludes_all: Some(|all| {
+        let (of_new, of_cache) = types(all[0].problem);
+        format!("kernels take f16 and bf16, but new keys are {of_new} and the cache is {of_cache}")
+    }),
+};
+
+/// Types of new keys and of the cache, with which turning queries alone has nothing to do.
+fn types(problem: &AppendKvProblem) -> (DType, DType) {
+    let of_cache = if problem.is_empty() { problem.dtype } else { problem.cache.dtype };
+    (problem.dtype, of_cache)
+}
+
+/// Kernels read and write 16 bytes at a time.
 const HEAD_DIM: AppendRule = Rule {
-    holds: |c| rows(c).fit(any_width(c)),
-    refuses: |c| rows(c).not_multiples(),
+    holds: |c| {
+        let HeadDims { qk, v } = c.problem.cache.head_dims;
+        let multiple = elements_of_chunk(c.problem);
+        qk.is_multiple_of(multiple) && v.is_multiple_of(multiple)
+    },
+    refuses: |c| {
+        let (CacheSizes { head_dims, .. }, multiple) =
+            (c.problem.cache, elements_of_chunk(c.problem));
+        format!("head_dim {head_dims}: kernels take multiples of {multiple}")
+    },
     excludes_all: None,
 };
 
-fn rows(c: &Candidate<'_, AppendKvProblem>) -> Rows {
-    let CacheSizes { dtype, head_dims, .. } = c.problem.cache;
-    Rows { types: ElementTypes::all(dtype), head_dims }
-}
-
-fn any_width(c: &Candidate<'_, AppendKvProblem>) -> Rows {
-    Rows { head_dims: HeadDims::all(usize::MAX), ..rows(c) }
+fn elements_of_chunk(problem: &AppendKvProblem) -> usize {
+    16 / types(problem).1.size()
 }
 
 /// What attention over the cache takes.

@@ -1,7 +1,7 @@
 use super::CacheSizes;
 use crate::Result;
 use crate::check::{Operand, finite_positive};
-use blockflash_safe::{Stream, View, ViewMut};
+use blockflash_safe::{NewScales, Stream, View, ViewMut};
 use blockflash_sys::DType;
 use std::borrow::Cow;
 
@@ -30,6 +30,15 @@ impl CacheScale<'_> {
         match self {
             Self::Given(view) => CacheScale::Given(*view),
             Self::PerToken(view) => CacheScale::PerToken(view.reborrow()),
+        }
+    }
+}
+
+impl<'a> From<CacheScale<'a>> for NewScales<'a> {
+    fn from(scale: CacheScale<'a>) -> Self {
+        match scale {
+            CacheScale::Given(view) => Self::Given(view),
+            CacheScale::PerToken(view) => Self::Chosen(view),
         }
     }
 }

@@ -34,6 +34,17 @@ pub struct NewKeys<'a> {
     pub cu_seqlens: Option<View<'a>>,
     /// Cosines and sines for the keys, `[positions, dim / 2]`.
     pub rotary: Option<[View<'a>; 2]>,
+    /// What keys and values are divided by, for a cache of codes; `None` is 1.
+    pub scales: [Option<NewScales<'a>>; 2],
+}
+
+/// The scales of keys, or of values, that are appended to a cache of codes.
+#[derive(Debug)]
+pub enum NewScales<'a> {
+    /// As in [`KvCacheViews`], with any values.
+    Given(View<'a>),
+    /// f32 `[pages, page_size, num_heads_kv]`: the kernel chooses and writes those of the new rows.
+    Chosen(ViewMut<'a>),
 }
 
 /// Queries that are turned.
@@ -61,16 +72,33 @@ pub struct KvAppendOperands<'a> {
 }
 
 impl NewKeys<'_> {
-    fn cache<'c>(&'c self, seqused: Option<View<'c>>) -> KvCacheViews<'c> {
+    pub(super) fn cache<'c>(&'c self, seqused: Option<View<'c>>) -> KvCacheViews<'c> {
         let (k, v) = (self.cache_k.as_view(), self.cache_v.as_view());
-        KvCacheViews { k, v, block_table: self.block_table, seqused, scales: [None; 2] }
+        let scales = self.scales.each_ref().map(|scales| scales.as_ref().map(NewScales::as_view));
+        KvCacheViews { k, v, block_table: self.block_table, seqused, scales }
+    }
+}
+
+impl NewScales<'_> {
+    fn as_view(&self) -> View<'_> {
+        match self {
+            Self::Given(view) => *view,
+            Self::Chosen(view) => view.as_view(),
+        }
+    }
+
+    fn used(&self) -> Used<'_> {
+        match self {
+            Self::Given(view) => view.used(),
+            Self::Chosen(view) => view.used(),
+        }
     }
 }
 
 impl Operands for KvAppendOperands<'_> {
     fn used(&self) -> impl AsRef<[Option<Used<'_>>]> {
-        let [k, v, table, new_k, new_v, cu_new, cos, sin] =
-            self.new.as_ref().map_or([None; 8], |new| {
+        let [k, v, table, new_k, new_v, cu_new, cos, sin, k_scale, v_scale] =
+            self.new.as_ref().map_or([None; 10], |new| {
                 let [k, v] = [&new.cache_k, &new.cache_v].map(|view| Some(view.used()));
                 let [table, cu_new] =
                     [&new.block_table, &new.cu_seqlens].map(|view| view.as_ref().map(View::used));
@@ -78,7 +106,10 @@ impl Operands for KvAppendOperands<'_> {
                     .rotary
                     .as_ref()
                     .map_or([None; 2], |[c, s]| [Some(c.used()), Some(s.used())]);
-                [k, v, table, Some(new.k.used()), Some(new.v.used()), cu_new, cos, sin]
+                let [k_scale, v_scale] =
+                    new.scales.each_ref().map(|scales| scales.as_ref().map(NewScales::used));
+                let [new_k, new_v] = [&new.k, &new.v].map(|view| Some(view.used()));
+                [k, v, table, new_k, new_v, cu_new, cos, sin, k_scale, v_scale]
             });
         let [q, turned, cu_q, q_cos, q_sin] = self.queries.as_ref().map_or([None; 5], |queries| {
             let [cos, sin] = &queries.rotary;
@@ -87,7 +118,10 @@ impl Operands for KvAppendOperands<'_> {
             [q, Some(queries.turned.used()), cu_seqlens, cos, sin]
         });
         let seqused = self.seqused.as_ref().map(View::used);
-        [seqused, k, v, table, new_k, new_v, cu_new, cos, sin, q, turned, cu_q, q_cos, q_sin]
+        [
+            seqused, k, v, table, new_k, new_v, cu_new, cos, sin, k_scale, v_scale, q, turned,
+            cu_q, q_cos, q_sin,
+        ]
     }
 }
 
@@ -189,31 +223,24 @@ fn fit_rotary(
     Ok(())
 }
 
-// SAFETY:
-// 1. This is the parameter struct of the kernels that append to a cache.
-// 2. All pointers come from views. Addresses follow from the sizes and strides in the struct, which
-//    `fit` wrote from the views, and from offsets, page numbers and positions, each of
-//    which the kernel clamps to these sizes or compares with them. Where rows start and end it
-//    reads once. Its only loop, a binary search, halves an interval each time.
-// 3. The cache and the turned queries are `ViewMut`.
-unsafe impl Launch for KvAppend {
-    type Operands<'a> = KvAppendOperands<'a>;
-    type Plan = KvAppendPlan;
-    type Params = blockflash_kv_append_params;
-    const FAMILY: &'static str = "appending to a cache";
+/// The element types of an append.
+pub(super) struct AppendTypes {
+    pub(super) cache: DType,
+    pub(super) new: DType,
+    pub(super) q: DType,
+}
 
-    fn of(kernel: &Kernel) -> Option<Self> {
-        if let Variant::KvAppend(kernel) = kernel.variant { Some(kernel) } else { None }
-    }
-
-    fn fit(
+impl KvAppendOperands<'_> {
+    /// Checks the tensors but for scales, writes the argument, and returns the rows and the pieces
+    /// of the widest one.
+    pub(super) fn fit(
         &self,
-        plan: &Self::Plan,
-        operands: &Self::Operands<'_>,
-        params: &mut Self::Params,
-    ) -> Fit<i128> {
-        let (new, queries) = (operands.new.as_ref(), operands.queries.as_ref());
-        let seqused = operands.seqused;
+        dtypes: &AppendTypes,
+        plan: &KvAppendPlan,
+        params: &mut blockflash_kv_append_params,
+    ) -> Fit<[i64; 2]> {
+        let (new, queries) = (self.new.as_ref(), self.queries.as_ref());
+        let seqused = self.seqused;
         let turned = queries.map(|queries| queries.turned.as_view());
         let cu_new = new.and_then(|new| new.cu_seqlens.as_ref());
         let cu_q = queries.and_then(|queries| queries.cu_seqlens.as_ref());
@@ -228,10 +255,10 @@ unsafe impl Launch for KvAppend {
                 (Some(offsets), _) => offsets.shape().first().map_or(0, |&n| n as i64) - 1,
                 (None, entries) => entries.map_or(0, |&entries| entries as i64),
             };
-            let sizes = new.cache(seqused).fit(self.dtype, batch, &mut params.cache)?;
+            let sizes = new.cache(seqused).fit(dtypes.cache, batch, &mut params.cache)?;
             head_dims = [sizes[1], sizes[2]];
             let tensors = [("k_new", &new.k, sizes[1]), ("v_new", &new.v, sizes[2])];
-            of_new = Tokens::of(self.dtype, tensors, cu_new, longest_new)?;
+            of_new = Tokens::of(dtypes.new, tensors, cu_new, longest_new)?;
             require(
                 of_new.heads == sizes[0],
                 format_args!("k_new has {} heads, the cache has {}", of_new.heads, sizes[0]),
@@ -246,7 +273,7 @@ unsafe impl Launch for KvAppend {
         }
         if let (Some(queries), Some(turned)) = (queries, &turned) {
             let tensors = [("q", &queries.q, head_dim_qk), ("q_turned", turned, head_dim_qk)];
-            of_q = Tokens::of(self.dtype, tensors, cu_q, longest_q)?;
+            of_q = Tokens::of(dtypes.q, tensors, cu_q, longest_q)?;
         }
         let batch = of_new.batch.max(of_q.batch);
         require(
@@ -301,8 +328,38 @@ unsafe impl Launch for KvAppend {
         params.total_new = narrow("total_new", of_new.total)?;
         params.seqlen_q = narrow("seqlen_q", of_q.seqlen)?;
         params.total_q = narrow("total_q", of_q.total)?;
-        let pieces = rows * (head_dim_qk.max(head_dim_v) / PIECE);
-        Ok(ceil_div(pieces, 32 * self.warps()))
+        Ok([rows, head_dim_qk.max(head_dim_v) / PIECE])
+    }
+}
+
+// SAFETY:
+// 1. This is the parameter struct of the kernels that append to a cache.
+// 2. All pointers come from views. Addresses follow from the sizes and strides in the struct, which
+//    `fit` wrote from the views, and from offsets, page numbers and positions, each of
+//    which the kernel clamps to these sizes or compares with them. Where rows start and end it
+//    reads once. Its only loop, a binary search, halves an interval each time.
+// 3. The cache and the turned queries are `ViewMut`.
+unsafe impl Launch for KvAppend {
+    type Operands<'a> = KvAppendOperands<'a>;
+    type Plan = KvAppendPlan;
+    type Params = blockflash_kv_append_params;
+    const FAMILY: &'static str = "appending to a cache";
+
+    fn of(kernel: &Kernel) -> Option<Self> {
+        if let Variant::KvAppend(kernel) = kernel.variant { Some(kernel) } else { None }
+    }
+
+    fn fit(
+        &self,
+        plan: &Self::Plan,
+        operands: &Self::Operands<'_>,
+        params: &mut Self::Params,
+    ) -> Fit<i128> {
+        let Self { dtype } = *self;
+        let types = AppendTypes { cache: dtype, new: dtype, q: dtype };
+        let [rows, pieces] = operands.fit(&types, plan, params)?;
+        operands.new.as_ref().map_or(Ok(()), |new| new.cache(None).refuse_scales())?;
+        Ok(ceil_div(rows * pieces, 32 * self.warps()))
     }
 }
 

@@ -41,6 +41,7 @@ impl Tensors {
                 v: self.new[1].view(),
                 cu_seqlens: None,
                 rotary: Some(rotary),
+                scales: [None, None],
             }),
             queries: Some(TurnedQueries {
                 q: self.q.view(),

@@ -35,6 +35,7 @@ mod checked;
 mod config;
 mod fit;
 mod kv_append;
+mod kv_append_codes;
 mod kv_cache;
 mod page_choice;
 mod probe;
@@ -63,7 +64,7 @@ pub use bsr_parts::{BsrParts, BsrPartsMemory};
 pub use bsr_sddmm::BsrSddmmOperands;
 pub use checked::{Launch, Operands};
 pub use config::LaunchConfig;
-pub use kv_append::{KvAppendOperands, KvAppendPlan, NewKeys, TurnedQueries};
+pub use kv_append::{KvAppendOperands, KvAppendPlan, NewKeys, NewScales, TurnedQueries};
 pub use kv_cache::KvCacheViews;
 pub use page_choice::{
     PageChoice, PageChoiceOperands, PageChoicePlan, PageSummaries, PageSummariesOperands,
@@ -94,6 +95,7 @@ pub fn param_bytes(kernel: &Kernel) -> Option<usize> {
         of::<manifest::AttentionDecodeHopper>,
         of::<AttentionMerge>,
         of::<manifest::KvAppend>,
+        of::<manifest::KvAppendCodes>,
         of::<manifest::BsrMatmul>,
         of::<manifest::BsrMatmulAny>,
         of::<manifest::BsrMatmulNarrow>,

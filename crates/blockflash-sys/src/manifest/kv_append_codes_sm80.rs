@@ -6,6 +6,13 @@ use crate::Target;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct KvAppendCodes;
 
+impl KvAppendCodes {
+    /// Lanes of a warp that have a row of this many pieces of 8 elements.
+    pub const fn lanes(pieces: usize) -> usize {
+        if pieces > 16 { 32 } else { pieces.next_power_of_two() }
+    }
+}
+
 /// Other targets run the machine code for sm_80, or PTX.
 pub(super) fn tiles(target: Target) -> impl Iterator<Item = KvAppendCodes> {
     let compiled = target.is_baseline();
