@@ -351,6 +351,10 @@ inline float __fdividef(float x, float y) { return x / y; }
 // Nothing is fused here: the compiler targets x86-64 without such instructions.
 inline float __fmul_rn(float x, float y) { return x * y; }
 inline float __fsub_rn(float x, float y) { return x - y; }
+inline float __fadd_rn(float x, float y) { return x + y; }
+inline float __fdiv_rn(float x, float y) { return x / y; }
+inline int __float2int_rn(float x) { return static_cast<int>(nearbyintf(x)); }
+inline int __clz(int x) { return x == 0 ? 32 : __builtin_clz(x); }
 inline float exp_of(float x) { return expf(x); }
 #define __expf exp_of  // which is a name of the C library
 inline unsigned __float_as_uint(float x) { return bits_of<unsigned>(x); }

@@ -7,6 +7,7 @@ namespace blockflash {
 
 struct KvAppendCodesConfig {
   static constexpr int threads = VARIANT_THREADS;
+  static constexpr int smem_bytes = VARIANT_SMEM_BYTES;
 };
 
 }  // namespace blockflash
