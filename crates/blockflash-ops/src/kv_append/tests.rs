@@ -166,3 +166,44 @@ fn gpus_have_kernels() {
         assert!(matches!(error, Error::Misaligned { what: "new.k", .. }), "{error}");
     }
 }
+
+/// Caches of codes, which have one kernel for all types.
+#[test]
+fn gpus_have_kernels_for_codes() {
+    use crate::fixtures::gpus;
+    use crate::kv_cache::CacheSizes;
+    let of = |codes, dtype, head_dim| {
+        let cache = CacheSizes::contiguous(codes, [3, 1000], 2, head_dim);
+        let new =
+            crate::attention::Strides { batch: 8 * head_dim, seq: 2 * head_dim, head: head_dim };
+        AppendKvProblem { tokens: 4, k: new, v: new, ..AppendKvProblem::nothing(cache, dtype) }
+    };
+    for gpu in gpus() {
+        for (codes, dtype, head_dim, lanes) in [
+            (DType::E4M3, DType::F16, 16, 2),
+            (DType::E5M2, DType::BF16, 80, 16),
+            (DType::I8, DType::BF16, 128, 16),
+            (DType::I8, DType::F16, 528, 32),
+        ] {
+            let problem = of(codes, dtype, head_dim);
+            let kernel = select(&problem, &gpu).unwrap();
+            let AppendKvPlan { config, .. } = plan(kernel, &problem, &gpu).unwrap();
+            assert_eq!(config.grid[0] as usize, (3 * 4 * 2 * lanes as usize).div_ceil(256));
+            assert_eq!(select_for(kernel.target, &problem, &gpu).unwrap(), kernel);
+            let plain = of(dtype, dtype, head_dim);
+            let message = accepts(kernel, &plain, &gpu).unwrap_err().to_string();
+            assert!(message.contains("codes of f16 and bf16"), "{message}");
+            let message = accepts(select(&plain, &gpu).unwrap(), &problem, &gpu).unwrap_err();
+            assert!(message.to_string().contains(&format!("the cache is {codes}")), "{message}");
+        }
+        let message = |problem: &AppendKvProblem| select(problem, &gpu).unwrap_err().to_string();
+        let found = message(&of(DType::E4M3, DType::F32, 64));
+        assert!(found.contains("new keys are f32 and the cache is e4m3"), "{found}");
+        let found = message(&of(DType::I8, DType::F16, 72));
+        assert!(found.contains("head_dim 72: kernels take multiples of 16"), "{found}");
+        let mut odd = of(DType::I8, DType::F16, 64);
+        odd.cache.v.seq += 8;
+        let error = plan(select(&odd, &gpu).unwrap(), &odd, &gpu).unwrap_err();
+        assert!(matches!(error, Error::Misaligned { what: "cache.v", .. }), "{error}");
+    }
+}

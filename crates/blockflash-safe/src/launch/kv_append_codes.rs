@@ -67,3 +67,7 @@ unsafe impl Launch for KvAppendCodes {
         Ok(ceil_div(rows * lanes, 32 * self.warps()))
     }
 }
+
+#[cfg(test)]
+#[path = "kv_append_codes_tests.rs"]
+mod tests;

@@ -4,7 +4,8 @@ use blockflash_ops::attention_decode::AttentionDecodeWorkspace;
 use blockflash_ops::{
     AppendKv, Attention, AttentionBackward, AttentionDecode, AttentionDecodeOperands,
     AttentionGradientsMut, BlockGeometry, BlockMask, BsrMatmul, BsrPattern, BsrSddmm, BsrView,
-    CacheAccess, DType, Device, KvCache, KvCacheMut, Mask, Operation, Result, Stream, Tensor,
+    CacheAccess, CacheScale, DType, Device, KvCache, KvCacheMut, Mask, Operation, Result, Stream,
+    Tensor,
 };
 
 /// A call that can be repeated.
@@ -97,6 +98,10 @@ fn decoding(stream: &Stream) -> Result<Vec<Case>> {
     let workspace = AttentionDecodeWorkspace::new(stream, bytes.max(1))?;
     let decode = AttentionDecode { workspace: Some(Box::leak(Box::new(workspace))), ..decode };
     let append = AppendKv::new(tokens.view(), tokens.view());
+    let codes = || tensor(stream, DType::E4M3, &cache);
+    let (k_codes, v_codes) = (codes()?, codes()?);
+    let chosen = tensor(stream, DType::F32, &cache[..3])?;
+    let given: &Tensor = Box::leak(Box::new(Tensor::from_slice(stream, &[0.5f32; 32], &[4, 8])?));
     Ok(vec![
         case!(
             "attention_decode",
@@ -112,6 +117,18 @@ fn decoding(stream: &Stream) -> Result<Vec<Case>> {
                 block_table: Some(table.view()),
                 seqused_kv: Some(lengths.view()),
                 ..KvCacheMut::new(k_new.view_mut(), v_new.view_mut())
+            }
+        ),
+        case!(
+            "kv_append_codes",
+            stream,
+            append,
+            KvCacheMut {
+                block_table: Some(table.view()),
+                seqused_kv: Some(lengths.view()),
+                k_scale: Some(CacheScale::PerToken(chosen.view_mut())),
+                v_scale: Some(CacheScale::Given(given.view())),
+                ..KvCacheMut::new(k_codes.view_mut(), v_codes.view_mut())
             }
         ),
     ])

@@ -17,6 +17,7 @@ pub(crate) fn fields(launch: &Launch) -> String {
         false if has("attention_fwd") => read::<blockflash_attention_fwd_params>,
         false if has("attention_bwd") => read::<blockflash_attention_bwd_params>,
         false if has("attention_decode") => read::<blockflash_attention_decode_params>,
+        false if has("kv_append_codes") => read::<blockflash_kv_append_codes_params>,
         false if has("kv_append") => read::<blockflash_kv_append_params>,
         false if has("bsr_matmul_any") => read::<blockflash_bsr_matmul_any_params>,
         false if has("bsr_matmul_narrow") => read::<blockflash_bsr_matmul_narrow_params>,
