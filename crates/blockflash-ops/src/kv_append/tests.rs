@@ -156,7 +156,7 @@ fn gpus_have_kernels() {
         }
         let message = |problem: &AppendKvProblem| select(problem, &gpu).unwrap_err().to_string();
         assert!(message(&of(DType::F32, 64)).contains("f32"));
-        assert!(message(&of(DType::F16, 60)).contains("multiple of 8"));
+        assert!(message(&of(DType::F16, 60)).contains("multiples of 8"));
         let mut paged = of(DType::F16, 64);
         paged.cache.table = Some(TableSizes { max_pages: 2, stride: 2 });
         assert!(message(&paged).contains("multiple of 16"));
