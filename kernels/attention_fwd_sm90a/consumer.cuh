@@ -12,7 +12,7 @@ struct Consumer : ConsumerState {
   __device__ __forceinline__ void fast_step(int k_stage, int v_stage, bool is_last) {
     full.wait(barriers.full, k_full(k_stage, warpgroup));
     // Where registers are few, there are enough for score terms once the product is complete.
-    constexpr bool kMakeRoom = kHasTerms && Config::min_blocks == 3;
+    constexpr bool kMakeRoom = kAddsTerms && Config::min_blocks == 3;
     // On their way while the products are issued.
     StepBits bits = {};
     if constexpr (kHasBits && !kMakeRoom) bits = bits_of(k_stage);
@@ -39,15 +39,15 @@ struct Consumer : ConsumerState {
     if constexpr (kHasBits && kMakeRoom) bits = bits_of(k_stage);
     release(k_stage);
     if (kLateQ && is_last) release_q();
-    if constexpr (kHasTerms) {
-      add_terms(scores().scale);
-      if (kHasBits && bits.hide) mask_row(s, 0, bits.of_row(0)), mask_row(s, 1, bits.of_row(1));
-      if constexpr (kHasBits) state = state & ~kHidden | (bits.hide ? kHidden : 0);
+    if constexpr (kAddsTerms) add_terms(scores().scale);
+    if constexpr (kHasBits) {
+      if (bits.hide) mask_row(s, 0, bits.of_row(0)), mask_row(s, 1, bits.of_row(1));
+      state = state & ~kHidden | (bits.hide ? kHidden : 0);
     }
     int top[2];
     softmax.largest(s, top);
     const bool grew = softmax.exceeds(top, kSlack, scores().inverse_scale_log2);
-    if constexpr (kHasTerms) release_boxes();
+    if constexpr (kAddsTerms) release_boxes();
     float rescale[2] = {1.f, 1.f};
     if (grew) softmax.move(s, top, scores(), rescale);
     softmax.exponentiate(s, scores().scale_log2);
@@ -142,11 +142,11 @@ struct Consumer : ConsumerState {
       };
       // Three warpgroups have free registers only after the products, and score terms need them
       // before the mask.
-      if constexpr (kWarpgroups < 3 && !kTwoBlockRows && !kHasTerms) look_up_mask_here();
+      if constexpr (kWarpgroups < 3 && !kTwoBlockRows && !kAddsTerms) look_up_mask_here();
       // With three warpgroups, in a CTA or in three of them with score terms, the pending product
       // must be complete before registers are free for the softmax. Otherwise it may still be in
       // flight when it is the last of its query tile.
-      constexpr bool kScarce = kWarpgroups == 3 || (kHasTerms && Config::min_blocks == 3);
+      constexpr bool kScarce = kWarpgroups == 3 || (kAddsTerms && Config::min_blocks == 3);
       constexpr bool kMakeRoom = kScarce || kLateQ;
       // They have no register for the log-sum-exp beside the next scores.
       constexpr bool kFinishFirst = kLateQ || (kScarce && Config::lse);
@@ -170,12 +170,12 @@ struct Consumer : ConsumerState {
         softmax.reset();
       }
       float rescale[2] = {1.f, 1.f};
-      if constexpr ((kWarpgroups == 3 || kTwoBlockRows) && !kHasTerms) look_up_mask_here();
+      if constexpr ((kWarpgroups == 3 || kTwoBlockRows) && !kAddsTerms) look_up_mask_here();
       if (has_scores()) {
         if constexpr (!kHasBits) release(stage);
         if (kLateQ && key_tile == QueryTile::load(slot).first_key_tile) release_q();
         cap_scores(s, scores());
-        if constexpr (kHasTerms)
+        if constexpr (kAddsTerms)
           add_terms(scores().softcap > 0.f ? 1.f : scores().scale), look_up_mask_here();
         if constexpr (kHasBits) look_up_bits_here(), release(stage);
         if (is(kMasked)) mask_row(s, 0, visible[0]), mask_row(s, 1, visible[1]);
@@ -183,7 +183,7 @@ struct Consumer : ConsumerState {
         softmax.largest(s, top);
         if (is(kFresh) || softmax.exceeds(top, kSlack, scores().inverse_scale_log2))
           softmax.move(s, top, scores(), rescale);
-        if constexpr (kHasTerms) release_boxes();
+        if constexpr (kAddsTerms) release_boxes();
         softmax.exponentiate(s, scores().scale_log2);
       }
       if constexpr (!kMakeRoom) {
@@ -222,7 +222,7 @@ struct Consumer : ConsumerState {
       // Whether the next step is fast, which the one before may decide. With score terms there is
       // no register for the first key tile.
       const auto is_fast = [&] {
-        if constexpr (kHasTerms) return key_tile >= walk().unmasked_first;
+        if constexpr (kAddsTerms) return key_tile >= walk().unmasked_first;
         return key_tile >= mine.unmasked_first;
       };
       // With a softcap every key tile takes the general step, which keeps the cap out of the fast
@@ -255,7 +255,11 @@ struct Consumer : ConsumerState {
           }
         }
       }
-      if (key_tile < first_key_tile) state &= ~kInside;
+      // Kernels for bits alone have no register for it in the loop, nor for its address.
+      int first = first_key_tile;
+      if constexpr (kHasBits && !kAddsTerms)
+        first = QueryTile::load(ptx::opaque(slot)).first_key_tile;
+      if (key_tile < first) state &= ~kInside;
       stage = next(stage);
     }
   }

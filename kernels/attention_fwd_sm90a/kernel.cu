@@ -47,7 +47,7 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash::KernelParams kernel_params
     if constexpr (Config::cache) {
       if (threadIdx.x / 32 == 2) scan_values(smem, barriers, 0);
       if (threadIdx.x / 32 == 3) produce_values(kernel_params, smem, barriers);
-    } else if constexpr (kHasTerms) {
+    } else if constexpr (kAddsTerms) {
       const int scanners = scanners_of(params), scanner = threadIdx.x / 32 - 2;
       if (scanner >= 0 && scanner < scanners) scan_values(smem, barriers, scanner, scanners);
       if (threadIdx.x / 32 == 3 && scanners == 1) produce_bias(terms_of(params), smem, barriers);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "blockflash/config/attention.cuh"
+#include "blockflash/config/attention_bits.cuh"
 #include "blockflash/scheduler.cuh"
 #include "cache_tiles.cuh"
 #include "query_tiles.cuh"
@@ -61,7 +62,7 @@ constexpr int kKOffset = kWarpgroups * Config::q_stages * kQBytes,
 // With two block rows and with score terms both stages of V share the ones, as a panel that is as
 // far behind the last panel as that one is behind the one before: in the first stage by one panel,
 // in the second by one more than there are of V, between which a stage of K is.
-constexpr bool kSharedOnes = kTwoBlockRows || (kHasTerms && kOnes);
+constexpr bool kSharedOnes = kTwoBlockRows || (kAddsTerms && kOnes);
 constexpr int kOnesOffset = kVOffset + 2 * kKvBytes;
 // From one stage of K to the next; the first panel of the second stage of V may be between them.
 constexpr int kKStageBytes =
@@ -72,14 +73,15 @@ constexpr int kSlotOffset =
 constexpr int kBarrierOffset = kSlotOffset + kSlots * kSlotBytes, kZerosOffset = kSlotOffset + 1024;
 // With score terms a warpgroup has a ring of boxes of 64 × 64 elements of the bias: one more than a
 // step takes. In the largest tiles they have the place of the output.
-constexpr int kBoxBytes = 8192, kBoxes = kHasTerms ? kBlockKv / 64 + 1 : 0;
+constexpr int kBoxBytes = 8192, kBoxes = kAddsTerms ? kBlockKv / 64 + 1 : 0;
 constexpr bool kStaged = !kLateQ && Config::min_blocks == 1 && !kTwoBlockRows &&
-                         !(kHasTerms && (kD == 128 || kWarpgroups == 3));
+                         !(kAddsTerms && (kD == 128 || kWarpgroups == 3));
 constexpr int kStagingOffset = kZerosOffset + 1024, kStepOffset = kStagingOffset,
               kBiasOffset = kStagingOffset + kStaged * kWarpgroups * kQBytes;
-static_assert(!kHasTerms || (kBlockKv % 64 == 0 && kBlockKv <= 128 && kStages == 2 &&
-                             !kTwoBlockRows && !Config::cache),
-              "boxes and bits have 64 keys, and stages share the ones in pairs");
+static_assert(!kHasTerms ||
+                  (kBlockKv % 64 == 0 && kBlockKv <= 128 && !kTwoBlockRows && !Config::cache),
+              "boxes and bits have 64 keys");
+static_assert(!kAddsTerms || kStages == 2, "stages share the ones in pairs");
 static_assert(!kSharedOnes || kPanels <= 2, "stages of K and V are interleaved in pairs of panels");
 constexpr int kReleases =
     kTwoBlockRows ? 3 : 1;  // K and V are for one of two warpgroups, or for both
@@ -134,7 +136,7 @@ struct Barriers : TileBarriers<1> {
     }
     for (int i = 0; i < kReleases * kVStages; ++i)
       ptx::mbarrier_init(scanned + 8 * i, all_scanners);
-    if (kHasTerms)  // what no scanner writes
+    if (kAddsTerms)  // what no scanner writes
       for (int i = 0; i < kScanners * kVStages; ++i) ptx::store_shared(has_nonfinite + 4 * i, 0);
     TileBarriers::init(1);
     ptx::fence_mbarrier_init();

@@ -5,7 +5,7 @@
 #include "blockflash/attention/block_walk.cuh"
 #include "blockflash/attention/packed_rows.cuh"
 #include "blockflash/attention/scores.cuh"
-#include "blockflash/config/attention_terms.cuh"
+#include "blockflash/config/attention_bits.cuh"
 #include "blockflash/params/attention_fwd.h"
 #include "blockflash/params/attention_terms.h"
 #include "blockflash/ptx/shared.cuh"
@@ -173,7 +173,7 @@ struct TileQueue : QueueCounter {
               rest = at - section * rows_here;
     const int width = min(heads_per_section, heads - section), row = rest / width,
               head = section + rest - row * width;
-    if (kHasTerms && shares_bias()) {
+    if (kAddsTerms && shares_bias()) {
       // Tiles that read the same bias follow one another.
       tile.head = head / p.batch;
       tile.batch = head - tile.head * p.batch, tile.head *= tile_heads;

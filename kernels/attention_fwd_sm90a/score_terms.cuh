@@ -15,7 +15,7 @@ namespace blockflash {
 
 // NaN scanners of a CTA: one of them loads the bias if there is one.
 __device__ __forceinline__ int scanners_of(const Params& params) {
-  if constexpr (kHasTerms)
+  if constexpr (kAddsTerms)
     if (terms_of(params).terms.bias != nullptr) return kScanners - 1;
   return kScanners;
 }

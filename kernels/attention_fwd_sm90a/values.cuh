@@ -67,7 +67,7 @@ __device__ __forceinline__ void scan_values(uint32_t smem, const Barriers& barri
           for (int word : {words.x, words.y, words.z, words.w})
             sums = Traits::zero_times_plus(word, sums);
         };
-        if constexpr (kHasTerms) {
+        if constexpr (kAddsTerms) {
 #pragma unroll
           for (int panel = 0; panel < kPanels; ++panel) {
             const uint32_t at =

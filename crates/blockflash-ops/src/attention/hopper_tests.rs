@@ -68,7 +68,7 @@ fn score_terms_take_their_kernels() {
     let name = |problem: AttentionProblem| {
         let symbol = select(&problem, &h200()).unwrap().symbol();
         let name = symbol.strip_prefix("blockflash_attention_fwd_").unwrap().to_owned();
-        assert!(name.ends_with("_terms"), "{name}");
+        assert!(name.ends_with("_terms") || name.ends_with("_bits"), "{name}");
         name
     };
     let is_portable = |problem: AttentionProblem| name(problem).starts_with("sm80_");
@@ -99,19 +99,24 @@ fn score_terms_take_their_kernels() {
     // The log-sum-exp makes no difference.
     let lse = with_alibi(dense(64)).with_lse();
     assert_eq!(name(lse), of(64));
-    let under = |head_dim, block| {
+    let masked = |head_dim, block| {
         let [block_q, block_kv] = [block; 2];
         let (batch, heads, packed_rows, bits) = (1, 1, None, true);
         let mask = BlockMaskSizes { block_q, block_kv, batch, heads, packed_rows, bits };
-        name(AttentionProblem { block_mask: Some(mask), ..dense(head_dim) })
+        AttentionProblem { block_mask: Some(mask), ..dense(head_dim) }
     };
-    assert_eq!(under(64, 64), "sm90a_bf16_d64_q64_kv64_s2_terms");
+    // Bits alone have kernels of their own where the log-sum-exp is not asked for.
+    let under = |head_dim, block| name(masked(head_dim, block));
+    assert_eq!(under(64, 64), "sm90a_bf16_d64_q64_kv64_s2_bits");
     for block in [128, 192, 384] {
         let tile = if block == 192 { "q64_kv64" } else { "q128_kv128" };
-        assert_eq!(under(64, block), format!("sm90a_bf16_d64_{tile}_s2_terms"));
+        assert_eq!(under(64, block), format!("sm90a_bf16_d64_{tile}_s2_bits"));
     }
-    assert_eq!(under(128, 64), "sm90a_bf16_d128_q64_kv64_s2_terms");
+    assert_eq!(under(128, 64), "sm90a_bf16_d128_q64_kv64_s2_bits");
     assert_eq!(under(256, 128), "sm90a_bf16_d256_q128_kv64_s2_terms");
+    for changed in [masked(64, 128).with_lse(), with_alibi(masked(64, 128))] {
+        assert_eq!(name(changed), "sm90a_bf16_d64_q128_kv128_s2_terms");
+    }
 }
 
 /// Heads that read the same bias are computed together.

@@ -209,7 +209,10 @@ const TENSOR_MAPS: AttentionRule = Rule {
 /// What is added to scores has kernels of its own, which take nothing else: those of other problems
 /// are faster.
 const TERMS: AttentionRule = Rule {
-    holds: |c| c.tile.terms == c.problem.terms().is_some(),
+    holds: |c| {
+        let adds = c.problem.scores.bias.is_some() || c.problem.scores.alibi;
+        c.tile.terms == c.problem.terms().is_some() && !(c.tile.bits_only && adds)
+    },
     refuses: |c| refusal_of_terms(c.problem),
     excludes_all: Some(|all| {
         let problem = all[0].problem;

@@ -67,6 +67,8 @@ impl AttentionFwdOperands<'_> {
         };
         if !tile.terms {
             self.terms.refuse(self.block_mask)?;
+        } else if tile.bits_only {
+            self.terms.refuse_sums("the kernel has bits of partial blocks only")?;
         }
         let sizes = tensors.fit(scalars, tile.types, tile.head_dims, params)?;
         let Sizes { packed, batch, heads_q, heads_kv, lengths, .. } = sizes;

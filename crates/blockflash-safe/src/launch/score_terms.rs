@@ -106,10 +106,15 @@ impl ScoreTerms<'_> {
     /// Checks that there are none, for a kernel that reads none.
     pub(super) fn refuse(&self, block_mask: Option<&BlockLists>) -> Fit {
         let reason = "the kernel has no score terms";
-        absent("bias", self.bias.is_some(), reason)?;
-        absent("alibi", self.alibi.is_some(), reason)?;
+        self.refuse_sums(reason)?;
         let has_bits = block_mask.is_some_and(|lists| lists.bits().is_some());
         absent("block_bits", has_bits, reason)
+    }
+
+    /// Checks that nothing is added to scores, for a kernel that reads bits alone.
+    pub(super) fn refuse_sums(&self, reason: &str) -> Fit {
+        absent("bias", self.bias.is_some(), reason)?;
+        absent("alibi", self.alibi.is_some(), reason)
     }
 
     /// The memory of the tensors.

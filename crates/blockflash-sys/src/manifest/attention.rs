@@ -74,6 +74,8 @@ pub struct AttentionTile {
     /// Whether it computes score terms: a bias, ALiBi, or bits of partial blocks; if so, it takes
     /// nothing else.
     pub terms: bool,
+    /// Whether bits of partial blocks are the only ones of them.
+    pub bits_only: bool,
 }
 
 impl AttentionTile {

@@ -106,6 +106,7 @@ impl AttentionFwd {
             dense_only: false,
             tensor_maps: false,
             terms,
+            bits_only: false,
         }
     }
 }

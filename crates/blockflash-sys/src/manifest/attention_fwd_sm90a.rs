@@ -35,6 +35,9 @@ pub struct AttentionFwdHopper {
     /// Whether it computes score terms: a bias of its element type by a tensor map, ALiBi, and
     /// partial blocks where it takes block masks.
     pub terms: bool,
+    /// Whether the only terms are partial blocks, which spares what the others take of shared
+    /// memory, registers and time. For calls without the log-sum-exp.
+    pub bits_only: bool,
     /// Nanoseconds on an H200 of a key tile, where all CTAs of an SM are busy, and of the change
     /// from one tile of queries to the next. Selection compares them.
     pub cost_ns: [u32; 2],
@@ -50,7 +53,7 @@ const fn tile(
     cost_ns: [u32; 2],
 ) -> AttentionFwdHopper {
     let (types, head_dims) = (ElementTypes::all(DType::F16), HeadDims::all(head_dim));
-    let (heads, block_rows, lse, terms) = (1, 1, false, false);
+    let (heads, block_rows, [lse, terms, bits_only]) = (1, 1, [false; 3]);
     AttentionFwdHopper {
         types,
         head_dims,
@@ -64,6 +67,7 @@ const fn tile(
         blocks_per_multiprocessor,
         lse,
         terms,
+        bits_only,
         cost_ns,
     }
 }
@@ -114,8 +118,13 @@ pub(super) fn tiles(target: Target) -> impl Iterator<Item = AttentionFwdHopper> 
         let tile = AttentionFwdHopper { types: ElementTypes::all(dtype), ..tile };
         let sizes = (tile.head_dims.max(), [tile.block_q(), tile.block_kv]);
         let has_terms = tile.heads * tile.block_rows == 1 && WITH_TERMS.contains(&sizes);
-        let with_terms = has_terms.then_some(AttentionFwdHopper { lse: true, terms: true, ..tile });
-        [false, true].map(|lse| AttentionFwdHopper { lse, ..tile }).into_iter().chain(with_terms)
+        let has_bits = has_terms && tile.block_q() <= 128 && tile.head_dims.max() <= 128;
+        let of = |lse, terms, bits_only| AttentionFwdHopper { lse, terms, bits_only, ..tile };
+        [of(false, false, false), of(true, false, false)]
+            .into_iter()
+            .chain(has_bits.then_some(of(false, true, true)))
+            .chain(has_terms.then_some(of(true, true, false)))
+            .collect::<Vec<_>>()
     })
 }
 
@@ -133,8 +142,8 @@ impl AttentionFwdHopper {
 
     /// The part that all attention kernels have.
     pub const fn tile(&self) -> AttentionTile {
-        let Self { types, head_dims, block_kv, heads, block_rows, terms, .. } = *self;
-        let lse = match (self.terms, self.lse) {
+        let Self { types, head_dims, block_kv, heads, block_rows, terms, bits_only, .. } = *self;
+        let lse = match (self.adds_terms(), self.lse) {
             (true, _) => Lse::AsAsked,
             (false, true) => Lse::Always,
             (false, false) => Lse::Never,
@@ -150,7 +159,13 @@ impl AttentionFwdHopper {
             dense_only: false,
             tensor_maps: true,
             terms,
+            bits_only,
         }
+    }
+
+    /// Whether it adds a bias and ALiBi to scores.
+    const fn adds_terms(&self) -> bool {
+        self.terms && !self.bits_only
     }
 
     /// Queries that visit the same keys: of a CTA, or of one of its block rows.
@@ -168,10 +183,11 @@ impl Family for AttentionFwdHopper {
         let Self { types, head_dims, block_kv, heads, block_rows, stages, .. } = self;
         let heads = if *heads > 1 { format!("_h{heads}") } else { String::new() };
         let rows = if *block_rows > 1 { format!("_r{block_rows}") } else { String::new() };
-        let suffix = match (self.terms, self.lse) {
-            (true, _) => "_terms",
-            (false, true) => "_lse",
-            (false, false) => "",
+        let suffix = match (self.terms, self.bits_only, self.lse) {
+            (true, true, _) => "_bits",
+            (true, false, _) => "_terms",
+            (false, _, true) => "_lse",
+            (false, _, false) => "",
         };
         let block_q = self.block_q();
         format!("{types}_d{head_dims}_q{block_q}_kv{block_kv}_s{stages}{heads}{rows}{suffix}")
@@ -192,7 +208,7 @@ impl Family for AttentionFwdHopper {
         let q_rows = self.warpgroups * self.q_stages * 64 * qk;
         let ones = u32::from(ones);
         let kv_panels = match self.block_rows {
-            1 if !self.terms => self.stages * (qk + v + ones),
+            1 if !self.adds_terms() => self.stages * (qk + v + ones),
             // Two stages of V, which share the ones.
             _ => self.stages * qk + 2 * v + ones,
         };
@@ -202,9 +218,9 @@ impl Family for AttentionFwdHopper {
         let staged = (self.q_in_registers || self.q_stages == 2)
             && self.blocks_per_multiprocessor == 1
             && self.block_rows == 1
-            && !(self.terms && (self.head_dims.v == 128 || self.warpgroups == 3));
+            && !(self.adds_terms() && (self.head_dims.v == 128 || self.warpgroups == 3));
         let o_rows = if staged { self.warpgroups * 64 * v } else { 0 };
-        let boxes = match self.terms {
+        let boxes = match self.adds_terms() {
             true => self.warpgroups * (self.block_kv / 64 + 1),
             false => 0,
         };
@@ -235,6 +251,9 @@ impl Family for AttentionFwdHopper {
         define("VARIANT_MIN_BLOCKS", self.blocks_per_multiprocessor);
         if self.terms {
             define("VARIANT_TERMS", 1);
+        }
+        if self.bits_only {
+            define("VARIANT_BITS_ONLY", 1);
         }
     }
 

@@ -10,7 +10,7 @@ fn hopper_kernels() {
             _ => None,
         })
         .collect();
-    assert_eq!(kernels.len(), 64 + 14);
+    assert_eq!(kernels.len(), 64 + 14 + 8);
     for (kernel, tile) in &kernels {
         assert_eq!((kernel.target, kernel.source()), (Target::Sm90a, "attention_fwd_sm90a"));
         assert_eq!(kernel.threads(), 128 * (tile.warpgroups + 1));
@@ -27,8 +27,12 @@ fn hopper_kernels() {
         assert_eq!(kernel.symbol().contains("_h2"), tile.heads == 2);
         assert_eq!(kernel.symbol().contains("_r2"), tile.block_rows == 2);
         assert_eq!(tile.tile().queries() * tile.heads, 64 * tile.warpgroups);
-        assert_eq!(kernel.symbol().ends_with("_terms"), tile.terms);
-        if tile.terms {
+        assert_eq!(kernel.symbol().ends_with("_terms"), tile.terms && !tile.bits_only);
+        assert_eq!(kernel.symbol().ends_with("_bits"), tile.bits_only);
+        if tile.bits_only {
+            assert!(tile.tile().lse == Lse::Never && tile.tile().terms);
+            assert!(tile.tile().takes_block_masks());
+        } else if tile.terms {
             assert!([false, true].map(|asked| tile.tile().lse.suits(asked)) == [true; 2]);
             assert!(tile.lse && tile.tile().terms);
             assert_eq!(tile.tile().takes_block_masks(), tile.block_q() != 192);
@@ -36,7 +40,7 @@ fn hopper_kernels() {
             assert_eq!(kernel.symbol().ends_with("_lse"), tile.lse);
             assert!(tile.tile().lse.suits(tile.lse) && !tile.tile().lse.suits(!tile.lse));
         }
-        let twin = AttentionFwdHopper { lse: !tile.lse, terms: false, ..*tile };
+        let twin = AttentionFwdHopper { lse: !tile.lse, terms: false, bits_only: false, ..*tile };
         assert!(
             kernels.iter().any(|(_, other)| *other == twin),
             "with and without the log-sum-exp"
@@ -66,7 +70,9 @@ fn hopper_kernels() {
     assert_eq!(bytes_of(128, 64, 64, [1, 2]), 223_744);
     // Boxes of the bias: for each warpgroup one more than a step takes.
     let with_terms = kernels.iter().filter(|(kernel, tile)| {
-        tile.terms && kernel.symbol().starts_with("blockflash_attention_fwd_sm90a_f16_")
+        tile.terms
+            && !tile.bits_only
+            && kernel.symbol().starts_with("blockflash_attention_fwd_sm90a_f16_")
     });
     assert_eq!(
         with_terms.map(|(kernel, _)| kernel.smem_bytes()).collect::<Vec<_>>(),

@@ -56,6 +56,7 @@ impl AttentionFwdSmall {
             dense_only: true,
             tensor_maps: false,
             terms: false,
+            bits_only: false,
         }
     }
 }
