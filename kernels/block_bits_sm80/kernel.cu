@@ -53,49 +53,49 @@ __device__ __forceinline__ int lane_of_thread() {
 struct Found {
   bool all = true, any = false;
 
-  __device__ __forceinline__ void add(uint32_t bits, uint32_t exist) {
-    all &= bits == exist;
-    any |= bits != 0;
-  }
-
   __device__ __forceinline__ void tile(const Params& p, int group, int query, int key, Tile& tile) {
     const bool aligned = (reinterpret_cast<uintptr_t>(p.source) | p.seqlen_kv) % 16 == 0;
-    if (p.source_kind == BLOCKFLASH_PAIRS_BOOL && aligned && p.seqlen_kv - key >= kSide)
-      return booleans(p, group, query, key, tile);
+    const bool is_read =
+        p.source_kind == BLOCKFLASH_PAIRS_BOOL && aligned && p.seqlen_kv - key >= kSide;
+    if (is_read) {
+      booleans(p, group, query, key, tile);
+      __syncwarp();  // other lanes have read the words that follow
+    }
     query += lane_of_thread() / 2, key += lane_of_thread() % 2 * 32;
 #pragma unroll 1
     for (int i = lane_of_thread(); i < 2 * kSide; i += kWarpSize, query += kWarpSize / 2) {
       const uint32_t exist = query < p.seqlen_q ? lowest_bits(p.seqlen_kv - key) : 0;
-      const uint32_t bits = exist == 0 ? 0 : visible(p, group, query, key) & exist;
+      uint32_t bits = 0;
+      if (is_read)
+        bits = is_bounded(p) ? tile.words[i] & window_of(p, query).from(key) : tile.words[i];
+      else if (exist != 0)
+        bits = visible(p, group, query, key) & exist;
       tile.words[i] = bits;
-      add(bits, exist);
+      all &= bits == exist;
+      any |= bits != 0;
     }
   }
 
-  // A lane has 16 keys of eight queries, of which four are read at the same time.
-  __device__ __forceinline__ void booleans(const Params& p, int group, int query, int key,
-                                           Tile& tile) {
+  // The bits of booleans. A lane has 16 keys of eight queries, of which four are read at the same
+  // time; those of queries that do not exist are 0.
+  __device__ __forceinline__ static void booleans(const Params& p, int group, int query, int key,
+                                                  Tile& tile) {
     constexpr int kReads = 4;
-    query += lane_of_thread() / 4, key += lane_of_thread() % 4 * 16;
+    query += lane_of_thread() / 4;
+    const uint8_t* pairs = pairs_of(p, group, query) + key + lane_of_thread() % 4 * 16;
+    const int64_t step = 8 * static_cast<int64_t>(p.seqlen_kv);
     uint16_t* halves = reinterpret_cast<uint16_t*>(tile.words) + lane_of_thread();
-    const auto within = [&](int query) {
-      return query < p.seqlen_q ? window_of(p, query).from(key) & 0xFFFF : 0;
-    };
 #pragma unroll 1
-    for (int half = 0; half < 2; ++half, query += 8 * kReads, halves += kReads * kWarpSize) {
-      uint4 pairs[kReads];
+    for (int half = 0; half < 2; ++half) {
+      uint4 bytes[kReads];
 #pragma unroll
-      for (int i = 0; i < kReads; ++i) {
-        pairs[i] = {0, 0, 0, 0};
-        if (within(query + 8 * i) != 0)
-          pairs[i] = __ldg(reinterpret_cast<const uint4*>(pairs_of(p, group, query + 8 * i) + key));
+      for (int i = 0; i < kReads; ++i, query += 8, pairs += step) {
+        bytes[i] = {0, 0, 0, 0};
+        if (query < p.seqlen_q) bytes[i] = __ldg(reinterpret_cast<const uint4*>(pairs));
       }
 #pragma unroll
-      for (int i = 0; i < kReads; ++i) {
-        const uint32_t bits = bits_of_bytes(pairs[i]) & within(query + 8 * i);
-        halves[i * kWarpSize] = static_cast<uint16_t>(bits);
-        add(bits, query + 8 * i < p.seqlen_q ? 0xFFFF : 0);
-      }
+      for (int i = 0; i < kReads; ++i, halves += kWarpSize)
+        *halves = static_cast<uint16_t>(bits_of_bytes(bytes[i]));
     }
   }
 };
