@@ -25,7 +25,7 @@ fn every_kernel_with_terms() {
         let limits =
             Limits { dtypes: vec![dtype], head_dims: dims, seqlen: 500, alignment: 8, work: 0 };
         let random = decode_cases_with_terms(limits, vec![16, 48, 64, 256]);
-        cases.extend(property::samples(120, random));
+        cases.extend(property::samples(40, random));
         for case in cases {
             let data = DecodeData::generate(&case);
             let reference = decode_reference(&case, &data);
@@ -104,19 +104,21 @@ fn trees_over_long_caches() {
     }
 }
 
-/// Microseconds of a call, of 200 that follow one another.
+/// Microseconds of a call, of 200 in a graph.
 fn microseconds(case: &DecodeCase, gpu: &Gpu) -> f64 {
     let stream = &gpu.stream;
     let mut inputs = DecodeInputs::upload(case, &DecodeData::generate(case), stream).unwrap();
     let mut outputs = DecodeOutputs::poisoned(case, stream).unwrap();
+    inputs.launch(&mut outputs, Choice::Selected, stream).unwrap();
+    let calls = |stream: &_| {
+        (0..200).try_for_each(|_| inputs.launch(&mut outputs, Choice::Selected, stream))
+    };
+    let graph = stream.capture(calls).unwrap();
     let [begin, end] = [(); 2].map(|()| Event::new(&gpu.device, true).unwrap());
-    for event in [&begin, &end] {
-        event.record(stream).unwrap();
-        for _ in 0..200 {
-            inputs.launch(&mut outputs, Choice::Selected, stream).unwrap();
-        }
-    }
-    // The calls between the events are the first 200; those behind keep the GPU busy.
+    graph.launch(stream).unwrap();
+    begin.record(stream).unwrap();
+    graph.launch(stream).unwrap();
+    end.record(stream).unwrap();
     end.synchronize().unwrap();
     begin.elapsed_us(&end).unwrap() / 200.0
 }
@@ -129,6 +131,7 @@ fn a_tree_is_as_fast_as_a_causal_mask() {
     let Some(gpu) = gpu("attention_decode_terms_gpu::a_tree_is_as_fast_as_a_causal_mask") else {
         return;
     };
+    let mut slowest = 0.0;
     for batch in [1, 8] {
         for paged in [false, true] {
             let lengths = vec![(64, 8192); batch];
@@ -152,7 +155,8 @@ fn a_tree_is_as_fast_as_a_causal_mask() {
             microseconds(&causal, &gpu);
             let [causal, tree] = [&causal, &tree].map(|case| microseconds(case, &gpu));
             println!("batch {batch}, paged {paged}: causal {causal:.1} us, tree {tree:.1} us");
-            assert!(tree < 1.25 * causal);
+            slowest = f64::max(slowest, tree / causal);
         }
     }
+    assert!(slowest < 1.25, "{slowest}");
 }

@@ -22,6 +22,8 @@ use rand::Rng;
 struct Cached {
     kernel: Choice,
     dtype: DType,
+    /// Element type of the cache.
+    kv: DType,
     heads: [usize; 2],
     head_dim: usize,
     /// Rows of all sequences, and the most of one.
@@ -67,12 +69,16 @@ impl Cached {
         let (lengths, table) = (some(capacity, batch), some(pages - 1, batch * max_pages));
         let lists = some(max_pages - 1, batch * heads_kv * max_pages);
         let counts = some(max_pages, batch);
-        let head_dim = one_of(&dims_of_tile(tile.head_dims().qk), random);
+        let kv = tile.types().kv;
+        // Rows of the cache are multiples of 16 bytes.
+        let head_dim =
+            one_of(&dims_of_tile(tile.head_dims().qk), random).next_multiple_of(16 / kv.size());
         let pairs = one_of(&[RotaryPairs::Halves, RotaryPairs::Interleaved], random);
         let half = random.random_range(1..=head_dim / 2);
         Self {
             kernel: Choice(random.random_bool(0.75).then_some(kernel)),
             dtype: tile.types().q,
+            kv,
             heads: [heads_kv * one_of(&[1, 4, 7], random), heads_kv],
             head_dim,
             tokens: [total, one_of(&[most, most, most / 2 + 1, 3 * most + 7], random)],
@@ -132,6 +138,7 @@ struct Tensors {
 impl Tensors {
     fn new(case: &Cached, turn: &mut Turn<'_>) -> Checked<Self> {
         let (stream, random) = (&turn.place.stream, &mut turn.random);
+        let seed: u8 = random.random();
         let Cached { dtype, head_dim, max_pages, heads: [heads_q, heads_kv], .. } = *case;
         let (batch, total) = (case.lengths.len(), case.tokens[0]);
         let around = Placement { order: Vec::new(), padding: vec![(1, 2), (1, 0)] };
@@ -141,6 +148,16 @@ impl Tensors {
         };
         let cache_shape = [case.pages, case.page_size, heads_kv, head_dim];
         let q_shape = [total, heads_q, head_dim];
+        let mut cache = |name| {
+            if case.kv == dtype {
+                return rows(name, &cache_shape);
+            }
+            // Every code, NaN included.
+            let count = cache_shape.iter().product::<usize>();
+            let codes: Vec<u8> = (0..count).map(|at| (at * 89 + at / 251) as u8 ^ seed).collect();
+            Guarded::new(name, case.kv, (&cache_shape, &around, POISON), &codes, stream)
+        };
+        let cache = [cache("cache.k")?, cache("cache.v")?];
         let angles = match case.rotary {
             None => None,
             Some((_, half)) => {
@@ -160,7 +177,7 @@ impl Tensors {
                 rows("new.k", &[total, heads_kv, head_dim])?,
                 rows("new.v", &[total, heads_kv, head_dim])?,
             ],
-            cache: [rows("cache.k", &cache_shape)?, rows("cache.v", &cache_shape)?],
+            cache,
             angles,
             table: ints("block_table", &case.table, &[batch, max_pages], &beside)?,
             lengths: ints("seqused_kv", &case.lengths, &[batch], &beside)?,

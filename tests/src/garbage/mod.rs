@@ -177,7 +177,12 @@ impl Place {
             gradients,
             attention_terms,
             gradients_terms,
-            caches: kernels.iter().filter_map(|kernel| Some((*kernel, tile(kernel)?))).collect(),
+            caches: kernels
+                .iter()
+                .filter_map(|kernel| Some((*kernel, tile(kernel)?)))
+                // Those with score terms have a suite of their own.
+                .filter(|(_, tile)| !matches!(tile, CacheTile::Few(few) if few.terms))
+                .collect(),
             masks: kernels.iter().copied().filter(builds).collect(),
             transposes: kernels.iter().copied().filter(transposes).collect(),
             products: kernels.iter().flat_map(with_layouts).collect(),
