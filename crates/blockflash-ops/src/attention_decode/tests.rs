@@ -323,20 +323,27 @@ fn unequal_head_dims_are_planned_but_not_rotated() {
     }
 }
 
-/// Until there are kernels for codes, GPUs refuse them in words.
+/// Codes have kernels on each GPU, beside queries of 16 bits.
 #[test]
-fn gpus_refuse_codes() {
+fn codes_have_kernels() {
     for gpu in gpus() {
         for dtype in [DType::E4M3, DType::E5M2, DType::I8] {
-            let cache = CacheSizes::contiguous(dtype, [3, 1000], 2, 64);
-            let problem = AttentionDecodeProblem::of(cache, 1, 8).with_queries(DType::BF16);
-            let error = select(&problem, &gpu).unwrap_err();
-            assert!(matches!(error, Error::Unsupported { .. }), "{error}");
-            let expected = format!("q is bf16, k and v are {dtype} and o is bf16");
-            assert!(error.to_string().contains(&expected), "{error}");
-            let append = kv_append::AppendKvProblem::nothing(cache, DType::BF16);
-            let error = kv_append::select(&append, &gpu).unwrap_err();
-            assert!(error.to_string().contains(dtype.name()), "{error}");
+            for (head_dim, queries) in [(64, 1), (96, 16), (128, 300), (192, 4), (256, 64)] {
+                let cache = CacheSizes::contiguous(dtype, [3, 8192], 2, head_dim);
+                let of = AttentionDecodeProblem::of(cache, queries, 8);
+                for q in [DType::F16, DType::BF16] {
+                    let problem = of.with_queries(q);
+                    let kernel = select(&problem, &gpu).unwrap();
+                    let Some(CacheTile::Few(tile)) = tile(kernel) else { panic!("{dtype}") };
+                    assert_eq!((tile.types.kv, tile.terms), (dtype, false), "{}", gpu.name);
+                    plan(kernel, &problem, &gpu).unwrap();
+                    let append = kv_append::AppendKvProblem::nothing(cache, q);
+                    kv_append::select(&append, &gpu).unwrap();
+                }
+                let error = select(&of.with_queries(DType::F32), &gpu).unwrap_err();
+                let expected = format!("q is f32: beside {dtype} kernels take f16 and bf16");
+                assert!(error.to_string().contains(&expected), "{error}");
+            }
         }
     }
 }
