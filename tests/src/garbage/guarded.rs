@@ -5,6 +5,7 @@ use crate::host::{view, view_mut};
 use crate::number::POISON;
 use crate::placement::{Placed, Placement};
 use blockflash_ops::{DType, Stream, Tensor, View, ViewMut};
+use blockflash_safe::{E4M3, E5M2};
 use bytemuck::cast_slice;
 use half::{bf16, f16};
 use std::ops::Range;
@@ -184,6 +185,9 @@ fn upload(
         DType::F32 => Tensor::from_slice::<f32>(stream, cast_slice(bytes), shape),
         DType::I32 => Tensor::from_slice::<i32>(stream, cast_slice(bytes), shape),
         DType::U8 => Tensor::from_slice(stream, bytes, shape),
+        DType::E4M3 => Tensor::from_slice::<E4M3>(stream, cast_slice(bytes), shape),
+        DType::E5M2 => Tensor::from_slice::<E5M2>(stream, cast_slice(bytes), shape),
+        DType::I8 => Tensor::from_slice::<i8>(stream, cast_slice(bytes), shape),
         other => panic!("no tensors of {other}"),
     }
 }
@@ -199,6 +203,9 @@ fn with_bytes<R>(
         DType::F32 => look(cast_slice(&tensor.to_vec::<f32>(stream)?)),
         DType::I32 => look(cast_slice(&tensor.to_vec::<i32>(stream)?)),
         DType::U8 => look(&tensor.to_vec::<u8>(stream)?),
+        DType::E4M3 => look(cast_slice(&tensor.to_vec::<E4M3>(stream)?)),
+        DType::E5M2 => look(cast_slice(&tensor.to_vec::<E5M2>(stream)?)),
+        DType::I8 => look(cast_slice(&tensor.to_vec::<i8>(stream)?)),
         other => panic!("no tensors of {other}"),
     })
 }
