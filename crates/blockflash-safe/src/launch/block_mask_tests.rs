@@ -18,6 +18,7 @@ const TILE: AttentionTile = AttentionTile {
     dense_only: false,
     tensor_maps: false,
     terms: false,
+    bits_only: false,
 };
 
 /// What a mask of 128 × 64 blocks for batch 3, 150 queries, 100 keys, 4 and 2 heads of 8 elements
