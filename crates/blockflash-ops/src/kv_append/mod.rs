@@ -37,9 +37,9 @@ use blockflash_sys::{Kernel, manifest};
 /// for `i8`. Scales are given, or the append chooses those of its rows
 /// ([`CacheScale::PerToken`](crate::CacheScale::PerToken)).
 ///
-/// A GPU takes new rows of f16 and bf16 with a `head_dim` of any multiple of 8, of 16 for a cache of
-/// codes, pages of a multiple of 16 slots, and pointers and strides of multiples of 16 bytes. The
-/// CPU takes every problem, and stores the same bits.
+/// A GPU takes new rows of f16 and bf16 with a `head_dim` of any multiple of 8, of 16 for a cache
+/// of codes, pages of a multiple of 16 slots, and pointers and strides of multiples of 16 bytes.
+/// The CPU takes every problem, and stores the same bits.
 ///
 /// ```
 /// # use blockflash_ops::{AppendKv, Device, DType, KvCacheMut, Tensor};
