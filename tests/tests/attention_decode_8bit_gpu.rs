@@ -1,5 +1,5 @@
-//! Every kernel of attention to caches of codes that the GPU can run against the CPU, which computes
-//! in f32 what the same codes and scales stand for.
+//! Every kernel of attention to caches of codes that the GPU can run against the CPU, which
+//! computes in f32 what the same codes and scales stand for.
 #![forbid(unsafe_code)]
 
 use blockflash_ops::attention_decode::{AttentionDecodeOperands, CacheAccess, CacheTile, tile};

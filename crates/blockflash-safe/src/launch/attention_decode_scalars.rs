@@ -1,6 +1,6 @@
 //! What a launch of attention over a cache knows beside its tensors, and the splits that follow.
 
-use blockflash_sys::params::blockflash_scores;
+use blockflash_sys::params::{blockflash_attention_decode_params, blockflash_scores};
 
 /// The most splits that a sequence with up to `keys` keys may have, as the kernel divides it: the
 /// number of splits of a sequence of medium length, and the limits of a split.
@@ -39,4 +39,11 @@ pub struct AttentionDecodeScalars {
     pub even_ctas: i32,
     /// Items that there is room for if it does; ignored otherwise.
     pub even_items: i32,
+}
+
+/// A CTA for each split of a group.
+pub(super) fn fewest_in_cluster(p: &blockflash_attention_decode_params) -> u32 {
+    let keys = p.cache.capacity.max(p.page_list_capacity.saturating_mul(p.cache.page_size));
+    let division = [p.splits, p.chunk_min, p.chunk_max].map(i64::from);
+    most_splits(keys.into(), division).min(16) as u32
 }

@@ -18,8 +18,8 @@ pub struct KvCacheViews<'a> {
     pub block_table: Option<View<'a>>,
     /// i32 `[batch]`: keys of each sequence, clamped to the capacity.
     pub seqused: Option<View<'a>>,
-    /// What codes of `k` and `v` are multiplied with, f32 with any values; `None` is 1, and the only
-    /// choice where k and v are no codes: `[1]`, `[batch or 1, num_heads_kv or 1]`, or
+    /// What codes of `k` and `v` are multiplied with, f32 with any values; `None` is 1, and the
+    /// only choice where k and v are no codes: `[1]`, `[batch or 1, num_heads_kv or 1]`, or
     /// `[pages or 1, page_size or 1, num_heads_kv or 1]`.
     pub scales: [Option<View<'a>>; 2],
 }

@@ -7,6 +7,7 @@ mod attention_bwd_tma;
 mod attention_bwd_workspace;
 mod attention_cache;
 mod attention_decode;
+mod attention_decode_codes;
 mod attention_decode_runs;
 mod attention_decode_scalars;
 mod attention_decode_terms;
@@ -48,7 +49,8 @@ pub use attention_bwd_workspace::{
     AttentionBwdParts, STATISTICS_ROWS, attention_bwd_part_values, attention_bwd_workspace,
 };
 pub use attention_cache::AttentionCachePlan;
-pub use attention_decode::{AttentionDecodeOperands, CodesDecode};
+pub use attention_decode::AttentionDecodeOperands;
+pub use attention_decode_codes::CodesDecode;
 pub use attention_decode_scalars::AttentionDecodeScalars;
 pub use attention_fwd::{AttentionFwdOperands, AttentionFwdPlan};
 pub use attention_merge::{AttentionMerge, AttentionMergeOperands};
