@@ -77,6 +77,24 @@ fn bias(case: &DecodeCase, data: &DecodeData) -> Option<Array> {
     Some(array(bias.dtype, &shape, &padded))
 }
 
+/// The mask of the last keys of a case.
+fn tail_mask(
+    case: &DecodeCase,
+    data: &DecodeData,
+    stream: &Stream,
+) -> Option<Result<Tensor, String>> {
+    let (call, tail) = (&case.attention, case.tail?);
+    let queries = call.sequences().first().map_or(0, |s| s.q_len);
+    let rows = data.attention.q.len() / (call.heads_q * call.head_dim).max(1);
+    let shape = match (case.equal, tail.shared) {
+        (true, true) => vec![1, queries, tail.tail],
+        (true, false) => vec![call.sequences().len(), queries, tail.tail],
+        (false, _) => vec![rows, tail.tail],
+    };
+    let entries = case.tail_entries(shape[..shape.len() - 1].iter().product());
+    Some(Tensor::from_slice(stream, &entries, &shape).map_err(|error| error.to_string()))
+}
+
 impl DecodeInputs {
     /// Uploads the data of a case.
     pub fn upload(case: &DecodeCase, data: &DecodeData, stream: &Stream) -> Result<Self, String> {
@@ -135,17 +153,7 @@ impl DecodeInputs {
         let small = |array: Array| array.upload(stream).map_err(|error| error.to_string());
         let slopes = &data.attention.alibi;
         let alibi = call.alibi_shape().map(|shape| array(DType::F32, &shape, slopes));
-        let tail = case.tail.map(|tail| {
-            let queries = call.sequences().first().map_or(0, |s| s.q_len);
-            let rows = data.attention.q.len() / (call.heads_q * d).max(1);
-            let shape = match (case.equal, tail.shared) {
-                (true, true) => vec![1, queries, tail.tail],
-                (true, false) => vec![batch, queries, tail.tail],
-                (false, _) => vec![rows, tail.tail],
-            };
-            let entries = case.tail_entries(shape[..shape.len() - 1].iter().product());
-            Tensor::from_slice(stream, &entries, &shape).map_err(|error| error.to_string())
-        });
+        let tail = tail_mask(case, data, stream);
         let scale = |which| {
             let scales = Scales::new(case, case.codes?, which);
             let given = !scales.shape.is_empty();
@@ -279,6 +287,22 @@ impl DecodeInputs {
             v_scale: self.scales[1].as_ref().map(Tensor::view),
             ..KvCache::new(k, v)
         }
+    }
+
+    /// The same with the mask of the last keys of another case, which may hide keys that are no
+    /// poison here.
+    ///
+    /// # Errors
+    /// A failing device.
+    pub fn with_tail(
+        mut self,
+        case: &DecodeCase,
+        data: &DecodeData,
+        stream: &Stream,
+    ) -> Result<Self, String> {
+        self.tail = tail_mask(case, data, stream).transpose()?;
+        self.case = case.clone();
+        Ok(self)
     }
 
     /// Queues the computation.
