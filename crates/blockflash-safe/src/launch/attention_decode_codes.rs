@@ -10,7 +10,7 @@ use blockflash_sys::manifest::{AttentionDecode, Variant};
 use blockflash_sys::params::blockflash_attention_decode_scaled_params;
 
 /// The tile of a kernel for a cache of codes beside queries of f16 or bf16. Its launch checks
-/// [`KvCacheViews::scales`], too.
+/// [`KvCacheViews::scales`](crate::KvCacheViews::scales), too.
 #[derive(Clone, Copy, Debug)]
 pub struct CodesDecode(AttentionDecode);
 
