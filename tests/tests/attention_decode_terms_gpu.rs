@@ -25,7 +25,7 @@ fn every_kernel_with_terms() {
         let limits =
             Limits { dtypes: vec![dtype], head_dims: dims, seqlen: 500, alignment: 8, work: 0 };
         let random = decode_cases_with_terms(limits, vec![16, 48, 64, 256]);
-        cases.extend(property::samples(40, random));
+        cases.extend(property::samples(120, random));
         for case in cases {
             let data = DecodeData::generate(&case);
             let reference = decode_reference(&case, &data);

@@ -960,8 +960,8 @@ pub struct blockflash_block_bits_params {
     pub diagonal: i32,
     /// of a grid, 1 to 4: the last one has neighbouring tokens
     pub axes: i32,
-    /** Of each axis its positions, how many of them are seen, and how far apart. All are at least 1,
- and window * dilation at most grid.*/
+    /** Of each axis its positions, how many of them are seen, and how far apart. All are at
+ least 1, and window * dilation at most grid.*/
     pub grid: [i32; 4usize],
     pub window: [i32; 4usize],
     pub dilation: [i32; 4usize],

@@ -47,8 +47,8 @@ typedef struct blockflash_block_bits_params {
   int32_t ranges;           /* of a query */
   int32_t stride, diagonal; /* stride at least 1; query + diagonal - key within 32 bits */
   int32_t axes;             /* of a grid, 1 to 4: the last one has neighbouring tokens */
-  /* Of each axis its positions, how many of them are seen, and how far apart. All are at least 1,
-   * and window * dilation at most grid. */
+  /* Of each axis its positions, how many of them are seen, and how far apart. All are at
+   * least 1, and window * dilation at most grid. */
   int32_t grid[BLOCKFLASH_BLOCK_BITS_AXES];
   int32_t window[BLOCKFLASH_BLOCK_BITS_AXES];
   int32_t dilation[BLOCKFLASH_BLOCK_BITS_AXES];
