@@ -226,4 +226,7 @@ def test_grid_on_gpu(run: Any, dtype: Any, heads: str, dim: int, lengths: Any, a
 @pytest.mark.parametrize("run", [run_dense, run_varlen], ids=lambda run: run.__name__)
 @pytest.mark.parametrize("alibi", [False, True])
 def test_grid_on_cpu(run: Any, dtype: Any, heads: str, dim: int, lengths: Any, alibi: bool) -> None:
-    run("cpu", dtype, 2, lengths, heads, dim, alibi)
+    # The rounding of a row's log-sum-exp is shared by its gradients: the largest errors of a few
+    # rows would be compared by luck.
+    batch = 8 if lengths[0] == 1 else 2
+    run("cpu", dtype, batch, lengths, heads, dim, alibi)
