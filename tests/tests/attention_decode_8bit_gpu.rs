@@ -8,6 +8,7 @@ use blockflash_ops::{
     PackedTokens, Scores, Stream, Tensor,
 };
 use blockflash_sys::Kernel;
+use blockflash_tests::attention_decode::{Captured, CodeCase, CodeScales, replays};
 use blockflash_tests::gpu::{Gpu, Report, gpu};
 use blockflash_tests::number::{encode, normal, rng};
 use half::{bf16, f16};
@@ -348,7 +349,19 @@ fn every_kernel() {
     let kernels = kernels(&gpu);
     report.run_each(&gpu, &kernels, |kernel, tile, stream| {
         let (dtype, widest) = (tile.types().kv, tile.head_dims().max());
-        (0..60).map(|seed| check(&Case::draw(seed * 10, dtype, widest), kernel, stream)).sum()
+        let drawn =
+            (0..60).map(|seed| check(&Case::draw(seed * 10, dtype, widest), kernel, stream));
+        let drawn = drawn.sum::<Outcome>()?;
+        let mut captured = 0;
+        for of_q in [DType::F16, DType::BF16] {
+            for scales in [[CodeScales::Heads; 2], [CodeScales::Rows, CodeScales::Pages]] {
+                let codes = Some(CodeCase { dtype, scales });
+                let call = Captured { codes, ..Captured::default() };
+                captured += replays(of_q, widest, call, kernel, stream, 100)
+                    .map_err(|error| format!("graph, {of_q}, {scales:?}: {error}"))?;
+            }
+        }
+        Ok(drawn + captured)
     });
     report.finish(&gpu, "attention_decode_8bit_gpu");
 }

@@ -6,9 +6,10 @@ use blockflash_sys::Kernel;
 use blockflash_sys::manifest::{KvAppend, Variant};
 use blockflash_tests::attention::{Choice, Limits, dims_of_tile};
 use blockflash_tests::attention_decode::{
-    CacheLayout, DecodeCase, DecodeData, DecodeGroup, alone_as_in_a_batch, append_or_refuse,
-    decode_cases, decode_edges, decode_groups, decode_lengths, decode_prefills, decode_reference,
-    merge_cases, replays, run_merge, run_or_refuse, run_sum, same_bits, survives_garbage,
+    CacheLayout, Captured, DecodeCase, DecodeData, DecodeGroup, alone_as_in_a_batch,
+    append_or_refuse, decode_cases, decode_edges, decode_groups, decode_lengths, decode_prefills,
+    decode_reference, merge_cases, replays, run_merge, run_or_refuse, run_sum, same_bits,
+    survives_garbage,
 };
 use blockflash_tests::gpu::{Gpu, Report, gpu};
 use blockflash_tests::property;
@@ -43,7 +44,8 @@ fn every_kernel() {
             let d = head_dim;
             for append in [false, true] {
                 report.run(kernel, || {
-                    replays(dtype, d, append, None, kernel, stream, 1000).map_err(story("graph"))
+                    let captured = Captured { append, ..Captured::default() };
+                    replays(dtype, d, captured, kernel, stream, 1000).map_err(story("graph"))
                 });
             }
             report.run(kernel, || same_bits_of(kernel, &tile, stream).map_err(story("repeat")));

@@ -6,9 +6,9 @@ use blockflash_ops::{DType, Mask};
 use blockflash_safe::Event;
 use blockflash_tests::attention::{AttentionCase, Choice, Limits, dims_of_tile};
 use blockflash_tests::attention_decode::{
-    CacheLayout, DecodeCase, DecodeData, DecodeGroup, DecodeInputs, DecodeOutputs, TailCase,
-    alone_as_in_a_batch, decode_cases_with_terms, decode_groups_with_terms, decode_reference,
-    decode_terms, replays, run_case, run_or_refuse, same_bits, survives_garbage,
+    CacheLayout, Captured, DecodeCase, DecodeData, DecodeGroup, DecodeInputs, DecodeOutputs,
+    TailCase, alone_as_in_a_batch, decode_cases_with_terms, decode_groups_with_terms,
+    decode_reference, decode_terms, replays, run_case, run_or_refuse, same_bits, survives_garbage,
 };
 use blockflash_tests::gpu::{Gpu, Report, gpu};
 use blockflash_tests::property;
@@ -41,8 +41,8 @@ fn every_kernel_with_terms() {
             let tail = Some(TailCase { tail: 70, shared: false });
             for append in [false, true] {
                 report.run(kernel, || {
-                    replays(dtype, head_dim, append, tail, kernel, stream, 300)
-                        .map_err(story("graph"))
+                    let captured = Captured { append, tail, codes: None };
+                    replays(dtype, head_dim, captured, kernel, stream, 300).map_err(story("graph"))
                 });
             }
             report.run(kernel, || {

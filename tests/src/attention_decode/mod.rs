@@ -26,6 +26,6 @@ pub use kernels::{
 pub use merge::{MergeCase, merge_cases, run_merge, run_sum};
 pub use outputs::{DecodeOutputs, run_case};
 pub use reference::decode_reference;
-pub use replays::replays;
+pub use replays::{Captured, replays};
 pub use run::DecodeInputs;
 pub use strategy::{decode_cases, decode_cases_of_codes, decode_cases_with_terms};

@@ -1,7 +1,8 @@
 //! Calls that a graph has captured.
 
 use super::{
-    CacheLayout, DecodeCase, DecodeData, DecodeInputs, DecodeOutputs, RotaryCase, TailCase,
+    CacheLayout, CodeCase, DecodeCase, DecodeData, DecodeInputs, DecodeOutputs, RotaryCase,
+    TailCase,
 };
 use crate::attention::Choice;
 use crate::gpu::wait;
@@ -11,15 +12,24 @@ use blockflash_ops::{DType, RotaryPairs, Stream};
 use blockflash_sys::Kernel;
 use rand::Rng;
 
+/// What a captured call does beside reading a cache of numbers of 16 bits.
+#[derive(Clone, Copy, Default)]
+pub struct Captured {
+    /// It appends, with rotary embedding: more queries than the shortest sequences have keys.
+    pub append: bool,
+    /// A mask of the last keys, which moves with the lengths.
+    pub tail: Option<TailCase>,
+    /// The cache holds codes, to which nothing is appended.
+    pub codes: Option<CodeCase>,
+}
+
 /// Captures a call while every sequence has one key, and replays it with other lengths up to the
 /// capacity. Each replay gives the bits of a call that is not captured, and some are compared with
-/// the oracle, among NaN in all slots without a key. A call that appends has more queries than the
-/// shortest sequences have keys. With `tail` a mask of the last keys moves with the lengths.
+/// the oracle, among NaN in all slots without a key.
 pub fn replays(
     dtype: DType,
     head_dim: usize,
-    append: bool,
-    tail: Option<TailCase>,
+    captured: Captured,
     kernel: &'static Kernel,
     stream: &Stream,
     count: usize,
@@ -32,12 +42,14 @@ pub fn replays(
         shared: 0,
         heads_first: false,
     };
+    let Captured { append, tail, codes } = captured;
     let (choice, queries) = (Choice::This(kernel), if append { 5 } else { 1 });
     let case_of = |lengths: [usize; 3]| DecodeCase {
         layout,
         equal: true,
         append,
         tail,
+        codes,
         rotary: append.then_some(RotaryCase {
             dim: head_dim / 2,
             pairs: RotaryPairs::Interleaved,
