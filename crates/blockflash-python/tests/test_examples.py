@@ -35,3 +35,13 @@ def test_context_parallel(tmp_path: Path) -> None:
     command = [*launch, EXAMPLES / "context_parallel.py", "--small"]
     done = subprocess.run(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True, timeout=120)
     assert done.returncode == 0 and "201 tokens on 2 processes" in done.stdout
+
+
+def test_video_attention(tmp_path: Path) -> None:
+    command = [sys.executable, EXAMPLES / "video_attention.py", "--small", "--repeats=1"]
+    done = subprocess.run(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True, timeout=120)
+    assert done.returncode == 0 and "sliding tile 1 x 3 x 3" in done.stdout
+    rows = [line.split()[-3:] for line in done.stdout.splitlines()[2:]]
+    visited = [float(share.rstrip("%")) for share, _, _ in rows]
+    assert visited[0] == 100 and all(share < 100 for share in visited[1:])
+    assert all((float(error) > 0) == (share < 100) for share, (_, error, _) in zip(visited, rows))

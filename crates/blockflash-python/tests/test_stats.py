@@ -267,15 +267,14 @@ def test_functions_called_by_name() -> None:
     flash_attn.flash_attn_with_kvcache(q[:, :1], k, v, cache_seqlens=lengths)
     blockflash.attention_decode(q[:, :1], k, v)
     blockflash.scaled_dot_product_attention(*qkv())
-    kernel = {path: found.kernel for path, found in blockflash.stats().items()}
-    assert kernel == {
-        "attention": 3, "attention_decode": 2, "flash_attn": 2, "sdpa": 0, "transformers": 0,
-    }  # fmt: skip
+    kernel = {path: found.kernel for path, found in blockflash.stats().items() if found.kernel}
+    assert kernel == {"attention": 3, "attention_decode": 2, "flash_attn": 2}
     with pytest.raises(blockflash.Unsupported, match="leave it at 0"):
         flash_attn.flash_attn_func(q, k, v, dropout_p=0.5)
     with pytest.raises(blockflash.Unsupported, match="dropout_p is 0.5, .*set it to 0"):
         blockflash.scaled_dot_product_attention(*qkv(), dropout_p=0.5)
-    assert {path: found.kernel for path, found in blockflash.stats().items()} == kernel
+    found = blockflash.stats().items()
+    assert {path: calls.kernel for path, calls in found if calls.kernel} == kernel
     blockflash.reset_stats()
     assert all(found == _stats.Calls(0, {}) for found in blockflash.stats().values())
 

@@ -17,6 +17,8 @@ from ._native import Unsupported
 _PATHS = {
     "attention": "blockflash.attention",
     "attention_decode": "blockflash.attention_decode",
+    "comfyui": "blockflash.comfyui",
+    "diffusers": "blockflash.diffusers",
     "flash_attn": "blockflash.flash_attn",
     "sdpa": "scaled_dot_product_attention",
     "transformers": "block_attention",
@@ -46,11 +48,12 @@ def stats() -> dict[str, Calls]:
 
     Returns:
         The calls since the start of the process or the last `reset_stats()`, by path: `attention`
-        and `attention_decode` are all calls of these functions, drop-ins included. `flash_attn`,
-        `sdpa` (once activated) and `transformers` are the drop-ins, by calls of the forward pass.
-        Functions that are called by name have no fallback: they raise. A call that is compiled
-        counts once, when it is traced, but in `sdpa` each time that it runs. What torch gives to
-        another of its backends never comes to blockflash, and is not counted.
+        and `attention_decode` are all calls of these functions, drop-ins included. `comfyui`,
+        `diffusers`, `flash_attn`, `sdpa` (once activated) and `transformers` are the drop-ins, by
+        calls of the forward pass. Functions that are called by name have no fallback: they raise.
+        A call that is compiled counts once, when it is traced, but in `sdpa` each time that it
+        runs. What torch gives to another of its backends never comes to blockflash, and is not
+        counted.
 
     """
     global _readings
