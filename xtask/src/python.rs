@@ -9,7 +9,7 @@ use anyhow::{Context, Result, anyhow, ensure};
 use std::process::Command;
 
 /// The crate of the package.
-const PACKAGE: &str = "crates/blockflash-python";
+pub(crate) const PACKAGE: &str = "crates/blockflash-python";
 
 /// Format, lint, build and test the Python package, with a real torch but without a GPU.
 #[derive(clap::Args, Default)]
@@ -32,7 +32,7 @@ pub fn run(args: &Args) -> Result<()> {
 
 /// Runs the command. Returns the counts of the tests, and an error if something failed.
 pub fn tests(args: &Args) -> Result<(Summary, Result<()>)> {
-    let venv = Venv::new("python", &format!("{PACKAGE}/tests/requirements.txt"))?;
+    let venv = environment()?;
     let style = style(&venv, args.fix);
     install(&venv)?;
     let report = target_dir("python")?.join("pytest.xml");
@@ -44,6 +44,17 @@ pub fn tests(args: &Args) -> Result<(Summary, Result<()>)> {
     write(&report, "")?;
     let tested = said(&mut pytest);
     Ok((Summary::of_pytest(&read(&report)?), style.and(tested)))
+}
+
+/// An environment with the package of this checkout and what its tests need.
+pub(crate) fn installed() -> Result<Venv> {
+    let venv = environment()?;
+    install(&venv)?;
+    Ok(venv)
+}
+
+fn environment() -> Result<Venv> {
+    Venv::new("python", &format!("{PACKAGE}/tests/requirements.txt"))
 }
 
 fn style(venv: &Venv, fix: bool) -> Result<()> {

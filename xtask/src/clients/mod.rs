@@ -2,6 +2,7 @@
 //! checkout. Nothing of it needs a toolkit or a GPU.
 
 mod checkout;
+mod engines;
 mod mistral;
 mod releases;
 
@@ -12,7 +13,7 @@ use std::path::{Path, PathBuf};
 use std::{env, fmt};
 
 /// Type-check mistral.rs and users of candle against the crates, and run tests of theirs on the
-/// CPU.
+/// CPU, and those of the Python package beside the engines that it adapts to.
 #[derive(clap::Args)]
 pub struct Args {
     /// Run only these steps; may be repeated [default: all].
@@ -42,6 +43,8 @@ enum Step {
     Candle,
     /// mistral.rs: all that uses attention, and the tests of its attention.
     Mistral,
+    /// Engines in Python, whose versions crates/blockflash-python/clients.toml pins.
+    Engines,
 }
 
 impl fmt::Display for Step {
@@ -68,13 +71,14 @@ pub fn run(args: &Args) -> Result<()> {
     let work = args.work.clone().unwrap_or_else(|| env::temp_dir().join("blockflash-clients"));
     create_dir(&work)?;
     let work = work.canonicalize()?;
-    let steps: [(Step, &dyn Fn() -> Result<()>); 6] = [
+    let steps: [(Step, &dyn Fn() -> Result<()>); 7] = [
         (Step::Cudarc, &|| releases::cudarc(&work)),
         (Step::DropIns, &|| releases::drop_ins(&work)),
         (Step::Published, &|| releases::published(&work)),
         (Step::Candle, &|| mistral::candle(&work, args.mirror.as_deref())),
         (Step::Mistral, &|| mistral::mistral(&work, args.mirror.as_deref())),
         (Step::Lines, &lines),
+        (Step::Engines, &|| engines::engines(&work)),
     ];
     let mut failed = Vec::new();
     for (step, work) in steps {
