@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from engine import needs
 
 needs("vllm", "vllm.config", "vllm.v1.attention.backend")
 
+from vllm.config import AttentionConfig  # noqa: E402
 from vllm.platforms.interface import DeviceCapability  # noqa: E402
 from vllm.v1.attention.backend import (  # noqa: E402
     AttentionCGSupport,
@@ -46,6 +49,7 @@ def test_the_name_leads_to_the_class_however_often_it_is_registered() -> None:
     member = registry.AttentionBackendEnum["BLOCKFLASH"]
     assert member.get_class() is BlockflashBackend
     assert registry.AttentionBackendEnum[BlockflashBackend.get_name()] is member
+    assert AttentionConfig(backend="BLOCKFLASH").backend is member
     path = ".".join(BlockflashBackend.full_cls_name())
     assert member.get_path() == path
 
@@ -218,3 +222,17 @@ def test_layers_that_are_refused() -> None:
         layer.forward(None, none, none, none, none, None, none, output_scale=torch.ones(1))
     output = torch.full((3, 4, 32), torch.nan)
     assert layer.forward(None, output, output, output, output, None, output).eq(0).all()
+
+
+def test_the_arguments_of_serve_check() -> None:
+    path = Path(__file__).resolve().parents[2] / "examples" / "serve_check.py"
+    spec = importlib.util.spec_from_file_location("serve_check", path)
+    check = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(check)
+    args = check.parse(["MODEL", "--batch", "1", "4", "--new=8", "--", "--dtype", "half"])
+    assert (args.model, args.batch, args.new, args.prompt) == ("MODEL", [1, 4], 8, 1024)
+    assert args.engine == ["--dtype", "half"] and check.parse(["MODEL"]).engine == []
+    with pytest.raises(SystemExit):
+        check.parse(["MODEL", "--batch", "0"])
+    assert check.first_difference([1, 2], [1, 2]) is None
+    assert check.first_difference([1, 2], [1, 3]) == check.first_difference([1], [1, 2]) == 1
