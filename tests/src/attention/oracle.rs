@@ -146,7 +146,7 @@ fn row(call: &Call<'_>, [b, i, h]: [usize; 3], keys: &mut Vec<usize>) -> Attenti
     let at = |j: usize| ((s.kv_start + j) * case.heads_kv + kv_head) * d;
     let scores = case.scores_of(h, &data.sink);
     let kv = |j: usize| [&data.k[at(j)..][..d], &data.v[at(j)..][..d]];
-    let added = |j: usize| case.added(data, [b, i, h], j);
+    let added = |j: usize| case.added(data, s, [b, i, h], j);
     let mut row = attention_row(case.dtype, scores, q, d, keys, kv, added);
     // The size of a score is its value, or the size of the terms that cancel in it.
     let q_norm = norm(q) * f64::from(case.scale()) / (d as f64).sqrt();

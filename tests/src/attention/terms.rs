@@ -1,6 +1,6 @@
 //! What a case does to scores beyond masks: a bias, ALiBi, and bits of partial blocks.
 
-use super::{AttentionCase, AttentionData, Blocks};
+use super::{AttentionCase, AttentionData, Blocks, Sequence};
 use crate::number::{normal, normal_rounded, rng};
 use crate::placement::{Placed, Placement};
 use blockflash_oracle::Added;
@@ -110,10 +110,15 @@ impl AttentionCase {
         Some(axes.fold(0, |sum, ((&at, extent), one)| sum * extent + if one { 0 } else { at }))
     }
 
-    /// What is added to the score of a pair, for the oracle.
-    pub fn added(&self, data: &AttentionData, at: [usize; 3], key: usize) -> Added {
+    /// What is added to the score of a pair of a sequence, for the oracle.
+    pub fn added(
+        &self,
+        data: &AttentionData,
+        sequence: &Sequence,
+        at: [usize; 3],
+        key: usize,
+    ) -> Added {
         let [entry, query, head] = at;
-        let sequence = self.sequences()[entry];
         let slope = |alibi| match alibi {
             AlibiCase::PerHead => data.alibi[head],
             AlibiCase::PerEntry => data.alibi[entry * self.heads_q + head],

@@ -142,7 +142,7 @@ fn gradients(
                 let (of_row, key) = ((row * case.heads_kv + head_kv) * d, row - sequence.kv_start);
                 Pair {
                     kv: [&data.forward.k[of_row..][..d], &data.forward.v[of_row..][..d]],
-                    added: case.added(&data.forward, [b, i, head], key),
+                    added: case.added(&data.forward, sequence, [b, i, head], key),
                     of_bias: case.bias_element([b, i, head], key),
                 }
             });

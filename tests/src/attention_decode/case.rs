@@ -244,13 +244,9 @@ impl DecodeCase {
         if hidden { 0 } else { of(row) as u8 | 1 }
     }
 
-    /// Whether query `query` of sequence `b` sees a key by the mask of the last keys.
-    pub fn shows(&self, b: usize, query: usize, key: usize) -> bool {
-        let (Some(TailCase { tail, shared }), sequence) =
-            (self.tail, &self.attention.sequences()[b])
-        else {
-            return true;
-        };
+    /// Whether a query of a sequence sees a key by the mask of the last keys.
+    pub fn shows(&self, sequence: &Sequence, query: usize, key: usize) -> bool {
+        let Some(TailCase { tail, shared }) = self.tail else { return true };
         let row = if shared { query } else { sequence.q_start + query };
         (key + tail).checked_sub(sequence.kv_len).is_none_or(|at| self.tail_entry(row, at) != 0)
     }

@@ -115,7 +115,7 @@ impl DecodeData {
             let old = if case.append { case.first_new(sequence).max(0) } else { i64::MAX };
             let queries = || 0..sequence.q_len;
             let hidden = |key: usize| {
-                !shares && case.tail.is_some() && queries().all(|i| !case.shows(b, i, key))
+                !shares && case.tail.is_some() && queries().all(|i| !case.shows(sequence, i, key))
             };
             for key in (0..sequence.kv_len).take_while(|&key| (key as i64) < old) {
                 if hidden(key) {
@@ -194,23 +194,26 @@ fn tables(case: &DecodeCase) -> [Vec<f32>; 2] {
 /// Where keys are in the physical cache.
 pub(super) struct Places<'a> {
     case: &'a DecodeCase,
+    /// Rows of a page, and pages of a sequence.
+    extents: [usize; 2],
     table: Vec<i32>,
 }
 
 pub(super) fn places(case: &DecodeCase) -> Places<'_> {
-    Places { case, table: case.table(false) }
+    let [page_size, max_pages, _] = case.pages();
+    Places { case, extents: [page_size, max_pages], table: case.table(false) }
 }
 
 impl Places<'_> {
     /// Page and slot of a key of a sequence.
     pub(super) fn slot(&self, b: usize, key: usize) -> [usize; 2] {
-        let [page_size, max_pages, _] = self.case.pages();
+        let [page_size, max_pages] = self.extents;
         [self.table[b * max_pages + key / page_size] as usize, key % page_size]
     }
 
     /// First element of a key of a head of a sequence.
     pub(super) fn of(&self, [b, key, head]: [usize; 3]) -> usize {
-        let [page_size, ..] = self.case.pages();
+        let [page_size, _] = self.extents;
         let (heads, d) = (self.case.attention.heads_kv, self.case.attention.head_dim);
         let [page, slot] = self.slot(b, key);
         let heads_first = matches!(self.case.layout, CacheLayout::Paged { heads_first: true, .. });

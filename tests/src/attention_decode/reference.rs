@@ -26,7 +26,7 @@ pub fn decode_reference(case: &DecodeCase, data: &DecodeData) -> AttentionRefere
         };
         let keys: Vec<usize> = visible_keys(call, sequence, i)
             .filter(listed)
-            .filter(|&key| case.shows(b, i, key))
+            .filter(|&key| case.shows(sequence, i, key))
             .collect();
         let q = &data.attention.q[((sequence.q_start + i) * call.heads_q + h) * d..][..d];
         let position = case.first_new(sequence) + i as i64;
@@ -35,7 +35,7 @@ pub fn decode_reference(case: &DecodeCase, data: &DecodeData) -> AttentionRefere
         let at = |key: usize| ((sequence.kv_start + key) * call.heads_kv + kv_head) * d;
         let scores = call.scores_of(h, &data.attention.sink);
         let kv = |key: usize| [&k[at(key)..][..d], &data.attention.v[at(key)..][..d]];
-        let added = |key: usize| call.added(&data.attention, [b, i, h], key);
+        let added = |key: usize| call.added(&data.attention, sequence, [b, i, h], key);
         let mut row = attention_row(call.dtype, scores, &q, d, &keys, kv, added);
         // The size of a score is its value, or the size of the terms that cancel in it.
         let q_norm = norm(&q) * f64::from(call.scale()) / (d as f64).sqrt();

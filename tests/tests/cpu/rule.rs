@@ -156,9 +156,9 @@ fn model(
                 )
             });
             // Scores that are added to are scaled first, others by the exponential.
-            let mut added = case.added(data, [b, i, h], j);
+            let mut added = case.added(data, &s, [b, i, h], j);
             if bug == Bug::ShiftedBias {
-                added.bias = case.added(data, [b, i.saturating_sub(1), h], j).bias;
+                added.bias = case.added(data, &s, [b, i.saturating_sub(1), h], j).bias;
             }
             if bug == Bug::IgnoresAlibi {
                 added.slope = 0.0;
