@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -163,6 +164,7 @@ def test_steps_before_the_start_are_dense() -> None:
     options["grid_sizes"] = GRID
     dense, found = stand_in(q, k, v, HEADS), []
     for sigma in (9.0, 6.5, 5.9):
+        options = copy.deepcopy(options)  # as ComfyUI does
         options["sigmas"] = torch.tensor([sigma, sigma])
         for _ in range(2):
             found.append(stand_in(q, k, v, HEADS, transformer_options=options))

@@ -22,6 +22,7 @@ _PATHS = {
     "flash_attn": "blockflash.flash_attn",
     "sdpa": "scaled_dot_product_attention",
     "transformers": "block_attention",
+    "vllm_omni": "blockflash.vllm_omni",
 }
 """The paths that are counted, and what warnings call them."""
 _REASONS_MAX = 100
@@ -49,11 +50,11 @@ def stats() -> dict[str, Calls]:
     Returns:
         The calls since the start of the process or the last `reset_stats()`, by path: `attention`
         and `attention_decode` are all calls of these functions, drop-ins included. `comfyui`,
-        `diffusers`, `flash_attn`, `sdpa` (once activated) and `transformers` are the drop-ins, by
-        calls of the forward pass. Functions that are called by name have no fallback: they raise.
-        A call that is compiled counts once, when it is traced, but in `sdpa` each time that it
-        runs. What torch gives to another of its backends never comes to blockflash, and is not
-        counted.
+        `diffusers`, `flash_attn`, `sdpa` (once activated), `transformers` and `vllm_omni` are the
+        drop-ins, by calls of the forward pass. Functions that are called by name have no fallback:
+        they raise. A call that is compiled counts once, when it is traced, but in `sdpa` each time
+        that it runs. What torch gives to another of its backends never comes to blockflash, and is
+        not counted.
 
     """
     global _readings
