@@ -6,7 +6,7 @@ mod engines;
 mod mistral;
 mod releases;
 
-use crate::workspace::{cargo, create_dir, run as run_command};
+use crate::workspace::{cargo, create_dir, root, run as run_command};
 use anyhow::{Result, bail};
 use checkout::Checkout;
 use std::path::{Path, PathBuf};
@@ -43,6 +43,8 @@ enum Step {
     Candle,
     /// mistral.rs: all that uses attention, and the tests of its attention.
     Mistral,
+    /// The operator for ONNX Runtime in `examples/ort`.
+    Ort,
     /// Engines in Python, whose versions crates/blockflash-python/clients.toml pins.
     Engines,
 }
@@ -71,12 +73,16 @@ pub fn run(args: &Args) -> Result<()> {
     let work = args.work.clone().unwrap_or_else(|| env::temp_dir().join("blockflash-clients"));
     create_dir(&work)?;
     let work = work.canonicalize()?;
-    let steps: [(Step, &dyn Fn() -> Result<()>); 7] = [
+    let steps: [(Step, &dyn Fn() -> Result<()>); 8] = [
         (Step::Cudarc, &|| releases::cudarc(&work)),
         (Step::DropIns, &|| releases::drop_ins(&work)),
         (Step::Published, &|| releases::published(&work)),
         (Step::Candle, &|| mistral::candle(&work, args.mirror.as_deref())),
         (Step::Mistral, &|| mistral::mistral(&work, args.mirror.as_deref())),
+        (Step::Ort, &|| {
+            let folder = root().join("examples/ort");
+            run_command(cargo_in(&folder, &work).args(["check", "--locked"]))
+        }),
         (Step::Lines, &lines),
         (Step::Engines, &|| engines::engines(&work)),
     ];

@@ -10,9 +10,9 @@ use std::path::{Path, PathBuf};
 /// Written by `cargo xtask bindgen`.
 const GENERATED: &str = "crates/blockflash-sys/src/params.rs";
 /// The crates that may contain unsafe code, the files of front ends in which they promise what a
-/// library keeps, the fakes, which tests alone use, a test that captures streams of candle, and an
-/// example of an engine with memory of its own.
-const UNSAFE_PLACES: [&str; 9] = [
+/// library keeps, the fakes, which tests alone use, a test that captures streams of candle, and
+/// examples of engines with memory of their own.
+const UNSAFE_PLACES: [&str; 10] = [
     "crates/blockflash-safe/",
     "crates/blockflash-foreign/",
     "tests/fake_driver/",
@@ -21,6 +21,7 @@ const UNSAFE_PLACES: [&str; 9] = [
     "crates/blockflash-candle/src/line/foreign.rs",
     "crates/blockflash-candle/tests/tensors/line/order.rs",
     "crates/blockflash-ops/examples/raw_pointers.rs",
+    "examples/ort/",
     "tests/fake_nccl/src/",
 ];
 /// The one folder with inline PTX.
