@@ -9,6 +9,23 @@ use blockflash_tests::attention_decode::{
 };
 use blockflash_tests::host::{all_pass, cpu};
 use blockflash_tests::property;
+use proptest::strategy::Strategy;
+
+/// The sizes of cases with options that few kernels look at.
+fn small() -> Limits {
+    Limits {
+        dtypes: vec![DType::F32, DType::F16, DType::BF16],
+        head_dims: vec![1, 5, 8, 20, 64, 96],
+        seqlen: 200,
+        alignment: 1,
+        work: 0,
+    }
+}
+
+fn random(count: u32, cases: impl Strategy<Value = DecodeCase>) {
+    let stream = cpu();
+    property::check(count, cases, |case| run_case(&case, Choice::Selected, &stream).map(drop));
+}
 
 fn run_all(cases: Vec<DecodeCase>) {
     all_pass(&cases, |case, stream| run_case(case, Choice::Selected, stream));
@@ -23,10 +40,7 @@ fn random_cases_in_half_precision() {
         alignment: 8,
         work: 0,
     };
-    let stream = cpu();
-    property::check(200, decode_cases(limits, vec![16, 48, 64, 256]), |case| {
-        run_case(&case, Choice::Selected, &stream).map(drop)
-    });
+    random(200, decode_cases(limits, vec![16, 48, 64, 256]));
 }
 
 #[test]
@@ -38,43 +52,20 @@ fn random_cases_that_only_the_cpu_takes() {
         alignment: 1,
         work: 0,
     };
-    let stream = cpu();
-    property::check(150, decode_cases(limits, vec![1, 3, 16, 100]), |case| {
-        run_case(&case, Choice::Selected, &stream).map(drop)
-    });
+    random(150, decode_cases(limits, vec![1, 3, 16, 100]));
 }
 
 /// ALiBi, a bias and a mask of the last keys with every other option, listed pages and rotation
 /// among them.
 #[test]
 fn random_cases_with_terms() {
-    let limits = Limits {
-        dtypes: vec![DType::F32, DType::F16, DType::BF16],
-        head_dims: vec![1, 5, 8, 20, 64, 96],
-        seqlen: 200,
-        alignment: 1,
-        work: 0,
-    };
-    let stream = cpu();
-    property::check(200, decode_cases_with_terms(limits, vec![1, 3, 16, 100]), |case| {
-        run_case(&case, Choice::Selected, &stream).map(drop)
-    });
+    random(200, decode_cases_with_terms(small(), vec![1, 3, 16, 100]));
 }
 
 /// Codes of 8 bits, with every kind of scales and every option.
 #[test]
 fn random_cases_over_codes() {
-    let limits = Limits {
-        dtypes: vec![DType::F32, DType::F16, DType::BF16],
-        head_dims: vec![1, 5, 8, 20, 64, 96],
-        seqlen: 200,
-        alignment: 1,
-        work: 0,
-    };
-    let stream = cpu();
-    property::check(300, decode_cases_of_codes(limits, vec![1, 3, 16, 100]), |case| {
-        run_case(&case, Choice::Selected, &stream).map(drop)
-    });
+    random(300, decode_cases_of_codes(small(), vec![1, 3, 16, 100]));
 }
 
 #[test]
