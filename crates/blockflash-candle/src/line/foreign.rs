@@ -112,18 +112,9 @@ impl Fork {
         layout: &Layout,
         dtype: DType,
     ) -> Result<Reading<'a>> {
-        let (found, ordinal) = (slice.ordinal(), self.candle.context().ordinal());
-        if found != ordinal {
-            bail!("{what} is on GPU {found}, but the call runs on GPU {ordinal}");
-        }
-        let own = blockflash_ops::Layout::strided(layout.dims(), layout.stride());
-        let own = own.map_err(|source| wrong(Error::Operand { what, source }))?;
-        let offset = layout.start_offset();
-        if offset.checked_add(own.span()).is_none_or(|end| end > slice.len()) {
-            bail!("{what}: the layout {layout:?} reaches beyond {} elements", slice.len());
-        }
+        let own = self.layout_in(what, slice, layout)?;
         let (start, in_use) = slice.device_ptr(&self.candle);
-        let address = start as usize + offset * dtype.size();
+        let address = start as usize + layout.start_offset() * dtype.size();
         let described = Described { address, ..Described::new(what, self.device(), dtype, own) };
         // SAFETY: 1. The span is within the slice, which is memory of this device. candle frees it
         // in the order of its stream, which waits for the work (`run`); `in_use` tells other
@@ -132,6 +123,26 @@ impl Fork {
         // order of candle's stream.
         let view = unsafe { Foreign::new(described) }.into_view().map_err(wrong)?;
         Ok(Reading { view, _in_use: Some(in_use) })
+    }
+
+    /// The layout of a tensor that is in a slice on the device of the call.
+    fn layout_in<T>(
+        &self,
+        what: &'static str,
+        slice: &CudaSlice<T>,
+        layout: &Layout,
+    ) -> Result<blockflash_ops::Layout> {
+        let (found, ordinal) = (slice.ordinal(), self.candle.context().ordinal());
+        if found != ordinal {
+            bail!("{what} is on GPU {found}, but the call runs on GPU {ordinal}");
+        }
+        let own = blockflash_ops::Layout::strided(layout.dims(), layout.stride());
+        let own = own.map_err(|source| wrong(Error::Operand { what, source }))?;
+        let end = layout.start_offset().checked_add(own.span());
+        if end.is_none_or(|end| end > slice.len()) {
+            bail!("{what}: the layout {layout:?} reaches beyond {} elements", slice.len());
+        }
+        Ok(own)
     }
 
     /// Memory for a result or, as bytes, for a workspace, which holds anything unless `zeroed`.
@@ -171,35 +182,43 @@ impl Fork {
         storage: &'a mut CudaStorage,
         shape: &[usize],
     ) -> Result<Writing<'a>> {
-        match storage.dtype() {
-            candle_core::DType::F16 => self.view_mut::<f16>(storage, shape, DType::F16),
-            candle_core::DType::BF16 => self.view_mut::<bf16>(storage, shape, DType::BF16),
-            candle_core::DType::F32 => self.view_mut::<f32>(storage, shape, DType::F32),
-            candle_core::DType::U8 => self.view_mut::<u8>(storage, shape, DType::U8),
-            dtype => unsupported("a result", dtype),
+        self.write_to("the result", storage, &Layout::contiguous(shape))
+    }
+
+    /// The view of a tensor that exists.
+    pub(crate) fn write_to<'a>(
+        &'a self,
+        what: &'static str,
+        storage: &'a mut CudaStorage,
+        layout: &Layout,
+    ) -> Result<Writing<'a>> {
+        let found = storage.dtype();
+        match &mut storage.slice {
+            CudaStorageSlice::F16(slice) => self.view_mut(what, slice, layout, DType::F16),
+            CudaStorageSlice::BF16(slice) => self.view_mut(what, slice, layout, DType::BF16),
+            CudaStorageSlice::F32(slice) => self.view_mut(what, slice, layout, DType::F32),
+            CudaStorageSlice::U8(slice) => self.view_mut(what, slice, layout, DType::U8),
+            CudaStorageSlice::F8E4M3(slice) => self.view_mut(what, slice, layout, DType::E4M3),
+            _ => unsupported(what, found),
         }
     }
 
-    fn view_mut<'a, T: CudaDType + 'a>(
+    fn view_mut<'a, T>(
         &'a self,
-        storage: &'a mut CudaStorage,
-        shape: &[usize],
+        what: &'static str,
+        slice: &'a mut CudaSlice<T>,
+        layout: &Layout,
         dtype: DType,
     ) -> Result<Writing<'a>> {
-        let slice = storage.as_cuda_slice_mut::<T>()?;
-        let layout = blockflash_ops::Layout::contiguous(shape);
-        let layout = layout.map_err(|error| refused(error.into()))?;
-        if layout.span() > slice.len() {
-            bail!("a result of shape {shape:?} has {} elements, too few", slice.len());
-        }
+        let own = self.layout_in(what, slice, layout)?;
         let (start, in_use) = slice.device_ptr_mut(&self.candle);
-        let described = Described::new("the result", self.device(), dtype, layout);
-        let described = Described { address: start as usize, ..described };
+        let address = start as usize + layout.start_offset() * dtype.size();
+        let described = Described { address, ..Described::new(what, self.device(), dtype, own) };
         // SAFETY: as in `view`; the slice is borrowed exclusively, and nobody has a copy of it.
         let foreign = unsafe { Foreign::new(described) };
         match views(([], []), [Some(foreign)]).map_err(wrong)? {
             ([], [], [Some(view)]) => Ok(Writing { view, _in_use: Some(in_use) }),
-            _ => bail!("a result without a view"),
+            _ => bail!("{what} has no view"),
         }
     }
 

@@ -44,6 +44,34 @@ pub(crate) struct Operand<'a> {
     pub(crate) layout: &'a Layout,
 }
 
+/// Memory of a tensor that is locked for a call that writes to it.
+pub(crate) enum Target<'a> {
+    Cpu(&'a mut CpuStorage),
+    #[cfg(feature = "cuda")]
+    Cuda(&'a mut CudaStorage),
+}
+
+impl Target<'_> {
+    /// A copy of codes of 8 bits on the CPU, since candle's type of them cannot be viewed as that
+    /// of this crate; nothing of other memory.
+    pub(crate) fn codes(&self) -> Vec<E4M3> {
+        match self {
+            Self::Cpu(CpuStorage::F8E4M3(data)) => {
+                data.iter().map(|code| E4M3(code.to_bits())).collect()
+            }
+            _ => Vec::new(),
+        }
+    }
+
+    /// Takes over what has changed in that copy.
+    pub(crate) fn set_codes(&mut self, codes: &[E4M3]) {
+        let Self::Cpu(CpuStorage::F8E4M3(data)) = self else { return };
+        for (to, code) in data.iter_mut().zip(codes).filter(|(to, code)| to.to_bits() != code.0) {
+            *to = candle_core::WithDType::from_f64(code.to_f32().into());
+        }
+    }
+}
+
 /// Where a call runs.
 pub(crate) enum Place {
     Cpu(Stream),
@@ -231,6 +259,39 @@ impl Place {
             _ => no_kernels(&storage.device()),
         }
     }
+
+    /// The view of a tensor that exists, for [`run`](Self::run) of this place, with its
+    /// [`codes`](Target::codes).
+    pub(crate) fn write_to<'a>(
+        &'a self,
+        what: &'static str,
+        target: &'a mut Target<'_>,
+        layout: &Layout,
+        codes: &'a mut [E4M3],
+    ) -> Result<Writing<'a>> {
+        let view = match target {
+            Target::Cpu(CpuStorage::F16(data)) => strided_mut(data, layout),
+            Target::Cpu(CpuStorage::BF16(data)) => strided_mut(data, layout),
+            Target::Cpu(CpuStorage::F32(data)) => strided_mut(data, layout),
+            Target::Cpu(CpuStorage::F8E4M3(_)) => strided_mut(codes, layout),
+            Target::Cpu(other) => return unsupported(what, other.dtype()),
+            #[cfg(feature = "cuda")]
+            Target::Cuda(storage) => match self {
+                Self::Cuda(fork) => return fork.write_to(what, storage, layout),
+                Self::Cpu(_) => bail!("{what} is on a GPU, but other tensors are on the CPU"),
+            },
+        };
+        Ok(Writing {
+            view: view.map_err(|error| candle_core::Error::msg(format!("{what}: {error}")))?,
+            #[cfg(feature = "cuda")]
+            _in_use: None,
+        })
+    }
+}
+
+/// Tells memory of tensors apart: equal for views of one.
+pub(crate) fn address_of(tensor: &Tensor) -> usize {
+    ptr::from_ref(&*tensor.storage_and_layout().0).addr()
 }
 
 impl<'a> Operand<'a> {
@@ -254,6 +315,14 @@ impl<'a> Operand<'a> {
 fn strided<'a, T: Element>(data: &'a [T], layout: &Layout) -> blockflash_ops::Result<View<'a>> {
     let data = data.get(layout.start_offset()..).unwrap_or_default();
     Ok(View::from_slice_strided(data, layout.dims(), layout.stride())?)
+}
+
+fn strided_mut<'a, T: Element>(
+    data: &'a mut [T],
+    layout: &Layout,
+) -> blockflash_ops::Result<ViewMut<'a>> {
+    let data = data.get_mut(layout.start_offset()..).unwrap_or_default();
+    Ok(ViewMut::from_slice_strided(data, layout.dims(), layout.stride())?)
 }
 
 /// The error for a device that is neither a CPU nor, with the feature `cuda`, an NVIDIA GPU.

@@ -16,6 +16,7 @@ mod kv_cache;
 mod memory;
 mod options;
 mod paged;
+pub mod paged_attn;
 pub mod v3;
 
 pub use attention::{Attention, Packed};

@@ -9,7 +9,7 @@ use super::memory::{Operand, Place, dtype_of, tensor};
 use super::{Attention, BlockGeometry, BlockMask, Mask, Packed, Scores};
 use blockflash_ops::{
     AttentionDecode, AttentionDecodeOperands, AttentionDecodeWorkspace, CacheAccess, DType,
-    KvCache, PackedTokens,
+    KvCache, PackedTokens, View,
 };
 use std::ops::Deref;
 
@@ -114,36 +114,53 @@ pub fn flash_attn_varlen_paged_windowed_scaled(
         return prefixed([q, k, v], seqlens_q, &pages, (ranges, mask), scores);
     }
 
+    let scores = scores(softmax_scale, mask, softcap);
+    let (k, v, packed) = (("k", k), ("v", v), Some((seqlens_q, max_seqlen_q)));
+    let (table, lengths) = (("block_table", block_table), ("seqlens_k", &lengths));
+    attend([("q", q), k, v, table, lengths], kv_scales, packed, scores)
+}
+
+/// Attention to pages. Operands have the names that errors say: q, k, v, the table of pages and the
+/// lengths. Queries are packed, with their offsets and the most of a sequence, or
+/// `[batch, seqlen_q, num_heads_q, head_dim]`.
+pub(crate) fn attend(
+    operands: [(&'static str, &Tensor); 5],
+    kv_scales: [Option<&Tensor>; 2],
+    packed: Option<(&Tensor, usize)>,
+    scores: Scores<View<'_>>,
+) -> Result<Tensor> {
+    let [(of_q, q), _, (_, v), ..] = operands;
     let place = Place::of(q.device())?;
-    let dtype = dtype_of("q", q.dtype())?;
     let o_shape = with_width_of(q, v);
-    let mut o = place.allocate(dtype, &o_shape, true)?;
-    let locked = [q, k, v, seqlens_q, block_table, &lengths].map(|of| of.storage_and_layout());
-    let read = |what, at: usize| place.read(&Operand::of(what, &locked[at])?);
+    // Rows of no sequence are 0.
+    let mut o = place.allocate(dtype_of(of_q, q.dtype())?, &o_shape, packed.is_some())?;
+    let locked = operands.map(|(what, of)| (what, of.storage_and_layout()));
+    let [q, k, v, table, lengths] =
+        locked.each_ref().map(|(what, locked)| Operand::of(what, locked));
     let mut codes = [Vec::new(), Vec::new()];
     let [k_codes, v_codes] = &mut codes;
-    let q_read = read("q", 0)?;
-    let k_read = place.read_cached(&Operand::of("k", &locked[1])?, k_codes)?;
-    let v_read = place.read_cached(&Operand::of("v", &locked[2])?, v_codes)?;
-    let (offsets, table) = (read("seqlens_q", 3)?, read("block_table", 4)?);
-    let lengths = read("seqlens_k", 5)?;
+    let q = place.read(&q?)?;
+    let (k, v) = (place.read_cached(&k?, k_codes)?, place.read_cached(&v?, v_codes)?);
+    let (table, lengths) = (place.read(&table?)?, place.read(&lengths?)?);
+    let offsets = packed.map(|(offsets, _)| offsets.storage_and_layout());
+    let offsets = offsets.as_ref().map(|of| place.read(&Operand::of("seqlens_q", of)?));
+    let offsets = offsets.transpose()?;
     let scales = kv_scales.map(|scale| scale.map(Tensor::storage_and_layout));
     let [k_scale, v_scale] = read_scales(&scales, &place)?;
+    let cache = KvCache {
+        block_table: Some(table.view),
+        seqused_kv: Some(lengths.view),
+        k_scale: k_scale.as_ref().map(|scale| scale.view),
+        v_scale: v_scale.as_ref().map(|scale| scale.view),
+        ..KvCache::new(k.view, v.view)
+    };
+    let packed = offsets
+        .as_ref()
+        .zip(packed)
+        .map(|(offsets, (_, max_seqlen))| PackedTokens { cu_seqlens: offsets.view, max_seqlen });
+    let decode = AttentionDecode { packed, scores, ..AttentionDecode::new(q.view) };
     {
         let mut o = place.write(&mut o, &o_shape)?;
-        let cache = KvCache {
-            block_table: Some(table.view),
-            seqused_kv: Some(lengths.view),
-            k_scale: k_scale.as_ref().map(|scale| scale.view),
-            v_scale: v_scale.as_ref().map(|scale| scale.view),
-            ..KvCache::new(k_read.view, v_read.view)
-        };
-        let packed = PackedTokens { cu_seqlens: offsets.view, max_seqlen: max_seqlen_q };
-        let decode = AttentionDecode {
-            packed: Some(packed),
-            scores: scores(softmax_scale, mask, softcap),
-            ..AttentionDecode::new(q_read.view)
-        };
         let bytes = decode.workspace_bytes(&cache, &place.device()).map_err(refused)?;
         let mut workspace =
             (bytes > 0).then(|| place.allocate(DType::U8, &[bytes], false)).transpose()?;

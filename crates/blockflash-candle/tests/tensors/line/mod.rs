@@ -12,3 +12,4 @@ mod harness;
 mod head_dims;
 mod layers;
 mod order;
+mod paged_attn;
