@@ -5,6 +5,8 @@ mod dlpack;
 mod error;
 mod options;
 mod tensor;
+#[cfg(feature = "xla")]
+pub mod xla;
 
 #[cfg(feature = "dlpack")]
 pub use dlpack::DLTensor;
