@@ -67,20 +67,20 @@ pub(crate) fn attention_decode(
 }
 
 /// A call without its outputs.
-struct Call<'a> {
-    cache: Operands<'a, 2>,
+pub(crate) struct Call<'a> {
+    pub(crate) cache: Operands<'a, 2>,
     /// Of keys and of values: where the append writes the scales that it chooses.
-    token_scales: Operands<'a, 2>,
+    pub(crate) token_scales: Operands<'a, 2>,
     /// q, k and v.
-    rows: Operands<'a, 3>,
-    tensors: DecodeTensors<Option<Foreign<'a>>>,
-    numbers: DecodeNumbers,
-    stream: Stream,
+    pub(crate) rows: Operands<'a, 3>,
+    pub(crate) tensors: DecodeTensors<Option<Foreign<'a>>>,
+    pub(crate) numbers: DecodeNumbers,
+    pub(crate) stream: Stream,
 }
 
 impl<'a> Call<'a> {
     /// How large a workspace it needs, and whether that is to be memory of a graph.
-    fn workspace_bytes(&self) -> Result<(usize, bool)> {
+    pub(crate) fn workspace_bytes(&self) -> Result<(usize, bool)> {
         if self.stream.device().is_cpu() {
             return Ok((0, false));
         }
@@ -100,7 +100,7 @@ impl<'a> Call<'a> {
     }
 
     /// Computes; queues the work on a GPU.
-    fn run(
+    pub(crate) fn run(
         self,
         [o, lse]: Operands<'a, 2>,
         workspace: Option<&AttentionDecodeWorkspace>,
@@ -144,7 +144,7 @@ impl<'a> Call<'a> {
     }
 }
 
-fn needed() -> Failure {
+pub(crate) fn needed() -> Failure {
     Failure::value("k_cache, v_cache and o are needed")
 }
 

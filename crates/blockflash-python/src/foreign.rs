@@ -72,11 +72,12 @@ pub(crate) fn optional<'a>(
     object.map(|object| of(what, object)).transpose()
 }
 
-/// The memory of a tensor that torch has just allocated for one call, as a workspace of work that
-/// is queued on the stream, torch's current one, while the tensor exists.
+/// Memory that torch or XLA has just allocated for one call, as a workspace of work that is queued
+/// on the stream, the current one of the library, while the memory is kept.
 pub(crate) fn scratch(memory: &Foreign<'_>, stream: &Stream) -> Result<Tensor> {
-    // SAFETY: 1. torch has allocated the memory for this call alone, and reuses it in the order of
-    // the same stream, and so does a graph. 2. The caller drops the tensor when its call is queued.
+    // SAFETY: 1. The library has allocated the memory for this call alone, and reuses it in the
+    // order of the same stream, and so does a graph of torch. 2. The caller drops the tensor when
+    // its call is queued.
     Ok(unsafe { memory.scratch(stream) }?)
 }
 

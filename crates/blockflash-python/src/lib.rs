@@ -1,8 +1,8 @@
 //! The native module of the Python package `blockflash`.
 //!
-//! It converts torch tensors, streams, numbers and errors, and calls `blockflash-ops`. Nothing is
-//! computed here. What users call is Python, in `python/blockflash`; these functions write into
-//! tensors that the caller allocated and know nothing of gradients.
+//! It converts tensors, streams, numbers and errors of torch and of XLA, and calls
+//! `blockflash-ops`. Nothing is computed here. What users call is Python, in `python/blockflash`;
+//! these functions write into tensors that the caller allocated and know nothing of gradients.
 
 mod attention;
 mod attention_backward;
@@ -23,6 +23,7 @@ mod plan;
 mod sdpa;
 mod table;
 mod window;
+mod xla;
 
 /// `blockflash._native`
 #[pyo3::pymodule]
@@ -62,6 +63,8 @@ mod _native {
     use crate::plan::forecasts;
     #[pymodule_export]
     use crate::sdpa::{sdpa, sdpa_backward};
+    #[pymodule_export]
+    use crate::xla::xla_targets;
     use pyo3::prelude::*;
 
     #[pymodule_init]

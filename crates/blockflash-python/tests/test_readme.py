@@ -5,6 +5,7 @@ An example that says "needs a GPU" in a comment is a GPU test.
 
 from __future__ import annotations
 
+import importlib.util
 import multiprocessing
 import os
 import re
@@ -32,6 +33,9 @@ def examples() -> Iterator[Any]:
         text = page.read_text(encoding="utf-8")
         for match in re.finditer(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
             marks = [pytest.mark.gpu] if re.search(r"#.*needs a GPU", match[1]) else []
+            if "import jax" in match[1] and importlib.util.find_spec("jax") is None:
+                # tests/engines/test_jax_decode.py runs them.
+                marks.append(pytest.mark.skip(reason="there is no JAX"))
             line = text.count("\n", 0, match.start(1)) + 1
             name = f"{page.relative_to(ROOT)}:{line}"
             yield pytest.param(match[1], id=name, marks=marks)

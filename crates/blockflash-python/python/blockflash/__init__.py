@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from . import distributed as distributed
+    from . import jax as jax
     from . import sparse as sparse
     from ._attention import attention, block_sparse_attention
     from ._decode import attention_decode, attention_merge
@@ -35,6 +36,7 @@ _MODULES = {
     "choose_pages": "._pages",
     "distributed": ".distributed",
     "info": "._info",
+    "jax": ".jax",
     "reset_stats": "._stats",
     "restore_sdpa": ".sdpa",
     "scaled_dot_product_attention": ".sdpa",
@@ -44,6 +46,12 @@ _MODULES = {
     "strict": "._stats",
     "summarize_pages": "._pages",
     "usable": "._info",
+}
+
+# What a user installs beside the package.
+_NEEDED = {
+    "jax": "JAX: pip install 'jax>=0.10'",
+    "torch": "PyTorch: pip install 'torch>=2.10'",
 }
 
 __all__ = [
@@ -75,9 +83,9 @@ def __getattr__(name: str) -> Any:
         module = importlib.import_module(_MODULES[name], __name__)
         value = module if _MODULES[name] == f".{name}" else getattr(module, name)
     except ModuleNotFoundError as error:
-        if error.name != "torch":
+        if error.name not in _NEEDED:
             raise
-        raise ImportError(f"blockflash.{name} needs PyTorch: pip install 'torch>=2.10'") from error
+        raise ImportError(f"blockflash.{name} needs {_NEEDED[error.name]}") from error
     globals()[name] = value
     return value
 
