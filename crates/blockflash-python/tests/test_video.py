@@ -163,6 +163,15 @@ def test_wrong_calls() -> None:
         video_attention(q, k, v, (4, 4, 4), "dense")
 
 
+@pytest.mark.parametrize("kind", [Dense(), SlidingTile(1), TopK(0.4)])
+def test_autocast(kind: Kind) -> None:
+    """Blocks are chosen by what attention reads."""
+    grid, given = (5, 9, 7), operands((5, 9, 7))
+    expected = video_attention(*(t.bfloat16() for t in given), grid, kind)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(video_attention(*given, grid, kind), expected)
+
+
 def test_compiled() -> None:
     q, k, v = operands((4, 4, 8))
 

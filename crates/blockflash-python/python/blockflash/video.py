@@ -14,6 +14,7 @@ from math import ceil, prod
 import torch
 from torch import Tensor
 
+from ._arguments import lowered
 from ._attention import attention
 from .block_mask import BlockMask
 
@@ -118,6 +119,7 @@ def video_attention(
     if not isinstance(kind, Dense | SlidingTile | TopK):
         raise TypeError(f"kind must be Dense, SlidingTile or TopK, not {type(kind).__name__}")
     grid = _sizes("grid", grid)
+    q, k, v = lowered(q, k, v)
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dim() != 4 or tensor.shape[1] != prod(grid):
             raise ValueError(
