@@ -6,15 +6,15 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 /// A revision of a repository.
-pub struct Checkout {
+pub struct Checkout<'a> {
     /// `OWNER/NAME` on GitHub.
-    pub repository: &'static str,
-    pub revision: &'static str,
-    /// Folders that no build needs.
-    pub without: &'static [&'static str],
+    pub repository: &'a str,
+    pub revision: &'a str,
+    /// Folders that nobody needs.
+    pub without: &'a [&'a str],
 }
 
-impl Checkout {
+impl Checkout<'_> {
     /// Writes the files anew into a folder of their own below `work`, and returns it. What was
     /// built before stays.
     pub fn files(&self, work: &Path, mirror: Option<&Path>) -> Result<PathBuf> {

@@ -1,6 +1,7 @@
 //! Engines in Python, at the versions that `clients.toml` of the Python package pins: their wheels
 //! are unpacked, not installed, and the tests of our adapters run beside them, on the CPU.
 
+use super::checkout::Checkout;
 use crate::python::{PACKAGE, installed};
 use crate::venv::Venv;
 use crate::workspace::{read, root, run, shown, write};
@@ -16,15 +17,25 @@ use std::path::Path;
 struct Engine {
     /// Requirements with their versions.
     packages: Vec<String>,
+    /// The engine itself, if no registry has it.
+    source: Option<Source>,
+}
+
+/// A repository on GitHub, whose folders are modules.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Source {
+    repository: String,
+    revision: String,
 }
 
 /// Runs the tests of every engine, also when those of an earlier one failed.
-pub fn engines(work: &Path) -> Result<()> {
+pub fn engines(work: &Path, mirror: Option<&Path>) -> Result<()> {
     let engines = parse(&read(&root().join(PACKAGE).join("clients.toml"))?)?;
     let venv = installed()?;
     let mut failed = Vec::new();
     for (name, engine) in &engines {
-        if let Err(error) = tests(name, engine, &venv, work) {
+        if let Err(error) = tests(name, engine, &venv, work, mirror) {
             eprintln!("error: {name}: {error:#}");
             failed.push(name.as_str());
         }
@@ -43,7 +54,13 @@ fn parse(text: &str) -> Result<BTreeMap<String, Engine>> {
     Ok(engines)
 }
 
-fn tests(name: &str, engine: &Engine, venv: &Venv, work: &Path) -> Result<()> {
+fn tests(
+    name: &str,
+    engine: &Engine,
+    venv: &Venv,
+    work: &Path,
+    mirror: Option<&Path>,
+) -> Result<()> {
     let folder = work.join("engines").join(name);
     let (stamp, wanted) = (folder.join("packages.txt"), engine.packages.join("\n"));
     if std::fs::read_to_string(&stamp).ok().as_ref() != Some(&wanted) {
@@ -64,6 +81,9 @@ fn tests(name: &str, engine: &Engine, venv: &Venv, work: &Path) -> Result<()> {
     });
     ensure!(!files.is_empty(), "no file {prefix}*.py in {}", folder_of_tests.display());
     let mut path = vec![folder];
+    if let Some(Source { repository, revision }) = &engine.source {
+        path.push(Checkout { repository, revision, without: &[] }.files(work, mirror)?);
+    }
     path.extend(env::var_os("PYTHONPATH").iter().flat_map(env::split_paths));
     let mut pytest = venv.program("pytest");
     pytest.args(files).env("PYTHONPATH", env::join_paths(path)?);
@@ -83,5 +103,6 @@ mod tests {
         let error = parse("[engine]\npackages = [\"a==1\", \"b>=2\"]").err().unwrap();
         assert!(format!("{error:#}").contains("engine: b>=2 has no version"));
         assert!(parse("[engine]\npackage = []").is_err());
+        assert!(parse("[engine]\npackages = []\n[engine.source]\nrepository = \"a/b\"").is_err());
     }
 }

@@ -57,12 +57,12 @@ impl fmt::Display for Step {
 }
 
 /// The revisions that are checked. Each is one that mistral.rs' own lock names together.
-const MISTRAL: Checkout = Checkout {
+const MISTRAL: Checkout<'_> = Checkout {
     repository: "EricLBuehler/mistral.rs",
     revision: "9e922623f24b32d41f3892b74f0eed18707f4e6c",
     without: &["docs", "res", "website"],
 };
-const CANDLE: Checkout = Checkout {
+const CANDLE: Checkout<'_> = Checkout {
     repository: "huggingface/candle",
     revision: "35d7ae7ca5c93e17c77359c3617376b8a72e96a4",
     without: &["candle-book", "candle-wasm-examples", "candle-wasm-tests"],
@@ -84,7 +84,7 @@ pub fn run(args: &Args) -> Result<()> {
             run_command(cargo_in(&folder, &work).args(["check", "--locked"]))
         }),
         (Step::Lines, &lines),
-        (Step::Engines, &|| engines::engines(&work)),
+        (Step::Engines, &|| engines::engines(&work, args.mirror.as_deref())),
     ];
     let mut failed = Vec::new();
     for (step, work) in steps {
