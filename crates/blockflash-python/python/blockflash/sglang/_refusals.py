@@ -1,0 +1,88 @@
+"""What the backend does not serve, with the reason and the option that helps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from sglang.srt.layers.radix_attention import AttentionType
+
+CACHES = (
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+)
+_ELSE = "use another --attention-backend"
+
+
+def refuse(reason: str) -> None:
+    """Raises with this reason."""
+    raise ValueError(f"--attention-backend blockflash: {reason}")
+
+
+def check_runner(runner: Any, trees: bool, context_parallel: int, diffusion: bool) -> None:
+    """Raises for a model or a configuration that is not served.
+
+    `trees` says whether drafted tokens that are verified form trees, not chains,
+    `context_parallel` how many ranks share the keys of a sequence, `diffusion` whether a language
+    model denoises blocks of tokens.
+    """
+    config, page, dtype = runner.model_config, runner.page_size, runner.kv_cache_dtype
+    if page <= 0 or page % 16:
+        refuse(f"page_size is {page}, not a multiple of 16: pass --page-size 64")
+    if runner.use_mla_backend:
+        refuse(f"there is no cache of latent vectors (MLA): {_ELSE}")
+    if config.is_encoder_decoder:
+        refuse(f"there is no cross attention to an encoder: {_ELSE}")
+    if config.is_local_attention_model:
+        refuse(f"there is no attention within chunks of the context: {_ELSE}")
+    if getattr(runner, "prefill_aware_swa", False):
+        refuse(f"there is no window that excepts the prompt: {_ELSE}")
+    if dtype not in CACHES or runner.kv_cache_dtype_str == "mxfp8":
+        names = "auto, bf16, fp8_e4m3 or fp8_e5m2"
+        refuse(f"kv_cache_dtype is {runner.kv_cache_dtype_str}: pass --kv-cache-dtype {names}")
+    if runner.kv_index_translator.is_translating:
+        refuse("page tables of a unified pool are not read: leave out --enable-unified-memory")
+    if context_parallel > 1:
+        refuse(
+            f"{context_parallel} ranks share the keys of a sequence: leave out context parallelism "
+            "(--attn-cp-size, --dcp-size)"
+        )
+    if diffusion:
+        refuse(f"there are no models of --dllm-algorithm: {_ELSE}")
+    spec = runner.spec_algorithm
+    served = spec.is_none() or spec.is_eagle() or spec.is_standalone() or spec.is_ngram()
+    if not served or spec.is_frozen_kv_mtp():
+        refuse(
+            f"speculative_algorithm is {spec.name}, not EAGLE, EAGLE3, NEXTN, STANDALONE or NGRAM"
+        )
+    if trees and not runner.is_draft_worker:
+        if (runner.sliding_window_size or -1) >= 0:
+            refuse(
+                "the window of a token in a tree depends on its depth, which the kernels do not "
+                "know: pass --speculative-eagle-topk 1, and not NGRAM, for this model"
+            )
+        if dtype.itemsize == 1 and torch.device(runner.device).type == "cuda":
+            refuse(
+                "trees of drafted tokens beside a cache of 8 bits have no kernel: pass "
+                "--kv-cache-dtype auto, or --speculative-eagle-topk 1 and not NGRAM"
+            )
+
+
+def check_layer(layer: Any, options: dict[str, Any]) -> None:
+    """Raises for a layer, or options of its call, that the kernels do not know."""
+    if layer.is_cross_attention:
+        refuse(f"layer {layer.layer_id} is cross attention to an encoder: {_ELSE}")
+    if layer.attn_type == AttentionType.DECODER_BIDIRECTIONAL:
+        refuse(f"layer {layer.layer_id} sees prompts in both directions, then decodes: {_ELSE}")
+    if layer.logit_cap and layer.logit_capping_method != "tanh":
+        refuse(f"logit_capping_method is {layer.logit_capping_method}, not tanh: {_ELSE}")
+    if layer.xai_temperature_len > 0:
+        refuse(f"layer {layer.layer_id} scales scores by positions (xai_temperature): {_ELSE}")
+    if layer.pos_encoding_mode != "NONE":
+        refuse(f"pos_encoding_mode is {layer.pos_encoding_mode}, not NONE: {_ELSE}")
+    for name, value in options.items():
+        if value is not None and value is not False:
+            refuse(f"the model passes {name}, which the kernels do not know: {_ELSE}")
