@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import inspect
+from importlib.metadata import EntryPoint
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import tomllib
 import torch
 from engine import needs
 from sglang_engine import prepare
@@ -21,12 +25,13 @@ from sglang.srt.layers.radix_attention import AttentionType  # noqa: E402
 from sglang.srt.model_executor.forward_batch_info import ForwardMode  # noqa: E402
 from sglang.srt.plugins import GENERAL_PLUGINS_GROUP  # noqa: E402
 from sglang.srt.plugins.hook_registry import HookRegistry  # noqa: E402
+from sglang.srt.server_args import ServerArgs  # noqa: E402
 from sglang.srt.speculative import draft_utils  # noqa: E402
 from sglang.srt.speculative.eagle_info import EagleVerifyInput  # noqa: E402
 from sglang.srt.speculative.eagle_utils import TreeMaskMode  # noqa: E402
 from sglang_model import COLUMNS, PAGE, Model, configure, layer_of  # noqa: E402
 
-from blockflash.sglang import register  # noqa: E402
+from blockflash.sglang import TESTED, register  # noqa: E402
 from blockflash.sglang._backend import BlockflashBackend  # noqa: E402
 from blockflash.sglang._draft import BlockflashDraftBackend  # noqa: E402
 
@@ -47,6 +52,33 @@ def test_it_is_a_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     configure(monkeypatch)
     backend = ATTENTION_BACKENDS["blockflash"](Model([20]).runner)
     assert isinstance(backend, BlockflashBackend) and isinstance(backend, AttentionBackend)
+
+
+def test_the_command_line_takes_it() -> None:
+    register()
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    line = ["--model-path", "x", "--attention-backend", "blockflash", "--page-size", "64"]
+    found = parser.parse_args([*line, "--speculative-draft-attention-backend", "blockflash"])
+    assert found.attention_backend == found.speculative_draft_attention_backend == "blockflash"
+
+
+def test_the_package_names_its_plugin() -> None:
+    package = Path(__file__).parents[2]
+    project = tomllib.loads((package / "pyproject.toml").read_text())["project"]
+    [(name, value)] = project["entry-points"][GENERAL_PLUGINS_GROUP].items()
+    assert EntryPoint(name, value, GENERAL_PLUGINS_GROUP).load() is register
+    pinned = tomllib.loads((package / "clients.toml").read_text())["sglang"]["packages"]
+    assert project["optional-dependencies"]["sglang"] == [f"sglang=={TESTED}"] == pinned[:1]
+
+
+def test_other_versions_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    register()
+    assert not caplog.records
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("blockflash.sglang.version", lambda name: "0.6.0")
+        register()
+    assert "is for SGLang 0.5.23, but this is 0.6.0" in caplog.text
 
 
 def test_it_takes_the_place_of_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,6 +241,27 @@ def test_a_batch_becomes_lengths_and_pages(monkeypatch: pytest.MonkeyPatch) -> N
     backend.init_forward_metadata(empty)
     q = torch.zeros(2, 128)
     assert backend.forward(q, None, None, layer_of(), empty).shape == (2, 128)
+
+
+def test_new_tokens_of_a_replayed_extension(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its views of a batch have numbers of tokens in several places, or none."""
+    configure(monkeypatch, 4, 1)
+    model = Model([20, 33, 48], is_draft_worker=True, **EAGLE)
+    backend = BlockflashBackend(model.runner)
+    backend.init_cuda_graph_state(3, 12)
+    batch = model.batch(ForwardMode.DRAFT_EXTEND_V2, [4, 2, 3])
+    view = SimpleNamespace(**vars(batch))
+    view.extend_seq_lens = view.extend_seq_lens_cpu = None
+    for spec, expected in (
+        ({"extend_seq_lens_tensor": torch.tensor([1, 2, 4])}, [0, 1, 3, 7]),
+        ({"num_tokens_per_req": 4}, [0, 4, 8, 12]),
+    ):
+        view.spec_info = SimpleNamespace(**spec)
+        backend.init_forward_metadata_out_graph(view)
+        assert backend.forward_metadata.cu_seqlens.tolist() == expected
+    view.spec_info = None
+    with pytest.raises(ValueError, match="how many new tokens"):
+        backend.init_forward_metadata_out_graph(view)
 
 
 def test_masks_are_read_where_they_are_written(monkeypatch: pytest.MonkeyPatch) -> None:

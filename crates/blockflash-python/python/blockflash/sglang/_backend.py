@@ -200,19 +200,27 @@ def _call(q: Tensor, keys: Tensor, values: Tensor, options: dict[str, Any]) -> T
 
 
 def _new_tokens(batch: Any, size: int) -> tuple[Tensor, int]:
-    """The number of queries of each sequence, on the device, and the most of one."""
+    """The number of queries of each sequence, on the device, and the most of one.
+
+    A replay of a draft's extension has them beside its other inputs, or equally many for each.
+    """
     spec = batch.spec_info
-    # A replay of a draft's extension has them beside its other inputs.
-    counts = getattr(spec, "extend_seq_lens_tensor", None)
+    counts = _first("extend_seq_lens", batch, "extend_seq_lens_tensor", spec)
+    on_host = _first("extend_seq_lens_cpu", batch, "extend_seq_lens_cpu", spec)
+    each = getattr(spec, "num_tokens_per_req", None) or 0
     if counts is None:
-        counts = batch.extend_seq_lens
-    on_host = getattr(batch, "extend_seq_lens_cpu", None)
-    if on_host is None:
-        on_host = getattr(spec, "extend_seq_lens_cpu", None)
+        if each <= 0:
+            refuse("the batch does not say how many new tokens its sequences have")
+        counts = torch.full((size,), each, device=batch.seq_lens.device)
     if on_host is not None and len(on_host):
         return counts[:size], int(max(on_host[:size]))
-    most = getattr(spec, "num_tokens_per_req", None)
-    return counts[:size], most if most and most > 0 else batch.input_ids.shape[0]
+    return counts[:size], each if each > 0 else batch.input_ids.shape[0]
+
+
+def _first(name: str, batch: Any, other: str, spec: Any) -> Any:
+    """An attribute of the batch, or else of what is drafted."""
+    found = getattr(batch, name, None)
+    return getattr(spec, other, None) if found is None else found
 
 
 def _factor(scale: Any) -> Tensor | None:
