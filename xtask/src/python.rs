@@ -3,10 +3,10 @@
 use crate::{
     test::Summary,
     venv::Venv,
-    workspace::{list, read, run as run_command, shown, target_dir, write},
+    workspace::{build_dir, cargo, list, read, run as run_command, shown, target_dir, write},
 };
 use anyhow::{Context, Result, anyhow, ensure};
-use std::process::Command;
+use std::{path::PathBuf, process::Command};
 
 /// The crate of the package.
 pub(crate) const PACKAGE: &str = "crates/blockflash-python";
@@ -41,9 +41,17 @@ pub fn tests(args: &Args) -> Result<(Summary, Result<()>)> {
     // Most tests, and the imports of the processes that they start, keep one core busy. Whoever has
     // no tests left takes half of those that wait for the other.
     pytest.args("--numprocesses 2 --dist worksteal --durations 30".split(' ')).args(&args.pytest);
+    pytest.env("BLOCKFLASH_FAKE_DRIVER", fake_driver()?);
     write(&report, "")?;
     let tested = said(&mut pytest);
     Ok((Summary::of_pytest(&read(&report)?), style.and(tested)))
+}
+
+/// The fake of the driver, on which targets of XLA for GPUs are called.
+fn fake_driver() -> Result<PathBuf> {
+    let build = "build --quiet --locked --package blockflash-fake-driver --lib";
+    run_command(cargo().args(build.split(' ')))?;
+    Ok(build_dir().join("debug/libblockflash_fake_driver.so"))
 }
 
 /// An environment with the package of this checkout and what its tests need.

@@ -69,7 +69,8 @@ impl<'a> Context<'a> {
         let work = ask!(self, XLA_FFI_Stream_Get, XLA_FFI_Stream_Get_Args { stream: null_mut() });
         let ordinal = usize::try_from(place.device_ordinal)
             .map_err(|_| Refusal::frame(format!("the device is {}", place.device_ordinal)))?;
-        let device = Device::cuda(ordinal).map_err(crate::Error::from)?;
+        let device = Device::cuda(ordinal)
+            .map_err(|error| Refusal { code: Code::Internal, text: error.to_string() })?;
         Ok((device, work.stream.expose_provenance()))
     }
 

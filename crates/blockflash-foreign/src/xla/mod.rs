@@ -4,8 +4,8 @@
 //! [`Target`], which gets the operands, results and attributes of a call as a [`Call`]. The structs
 //! are generated (`cargo xtask bindgen --xla`); every one says its size, which is checked before
 //! its fields are read. Handlers run in the stage `execute` only. They are not declared compatible
-//! with command buffers: a workspace of [`Call::scratch`] is free for others once a call is queued,
-//! so that a replayed graph would write to it.
+//! with command buffers: a workspace of [`Memory::scratch`] is free for others once a call is
+//! queued, so that a replayed graph would write to it.
 
 #[rustfmt::skip]
 #[allow(non_camel_case_types, non_snake_case, non_upper_case_globals)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from numbers import Integral
 from typing import Any
 
 import jax
@@ -81,7 +82,7 @@ def of_scores(
     """
     if len(window) != 2 or any(not _is_side(side) for side in window):
         raise ValueError(f"window is {window}, expected two numbers of keys from 0 on, or None")
-    left, right = window
+    left, right = (None if side is None else int(side) for side in window)
     if causal:
         if right:
             raise ValueError(f"window is {window}, expected no later keys of causal attention")
@@ -107,7 +108,7 @@ def of_scores(
 
 
 def _is_side(side: Any) -> bool:
-    return side is None or (isinstance(side, int) and 0 <= side < 2**31)
+    return side is None or (isinstance(side, Integral) and 0 <= side < 2**31)
 
 
 def _of_pairs(bias: jax.Array | None, pairs: tuple[int, int, int, int]) -> jax.Array | None:
