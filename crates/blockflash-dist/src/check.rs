@@ -27,6 +27,9 @@ impl DistributedAttention<'_> {
         if let Some(term) = local.terms() {
             return Err(unsupported(term));
         }
+        if local.types.single().is_none() {
+            return Err(unsupported("q, k and v of 8 bits, or an o_dtype other than theirs"));
+        }
         if local.head_dims.single().is_none() {
             return Err(unsupported("a head_dim of v other than that of q and k"));
         }

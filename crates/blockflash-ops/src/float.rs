@@ -131,7 +131,21 @@ impl Float for f32 {
     }
 }
 
-/// Codes: numbers beyond the greatest one become that, which only matters for appends.
+/// Rounds each element by a function.
+struct NarrowTo<'a, T, F>(&'a [f32], &'a mut [T], F);
+
+impl<T, F: Fn(f32) -> T> WithSimd for NarrowTo<'_, T, F> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, _: S) {
+        let Self(source, target, round) = self;
+        assert_eq!(source.len(), target.len(), "conversions keep the length");
+        target.iter_mut().zip(source).for_each(|(target, &x)| *target = round(x));
+    }
+}
+
+/// Codes: numbers beyond the greatest one become that.
 macro_rules! codes {
     ($($name:ty => $widen:expr, $narrow:expr, $is_zero:expr;)*) => {$(
         impl Float for $name {
@@ -142,8 +156,7 @@ macro_rules! codes {
             }
 
             fn narrow(source: &[f32], target: &mut [Self]) {
-                assert_eq!(source.len(), target.len(), "conversions keep the length");
-                target.iter_mut().zip(source).for_each(|(target, &x)| *target = $narrow(x));
+                vectorized(NarrowTo(source, target, |x| $narrow(x)));
             }
 
             fn is_zero(&self) -> bool {

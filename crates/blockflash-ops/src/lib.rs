@@ -57,6 +57,7 @@ pub mod bsr_matmul;
 #[doc(hidden)]
 pub mod bsr_sddmm;
 mod check;
+mod codes;
 mod error;
 mod float;
 #[doc(hidden)]
@@ -68,6 +69,8 @@ mod operation;
 #[doc(hidden)]
 pub mod page_choice;
 mod panels;
+#[doc(hidden)]
+pub mod quantize;
 mod rates;
 mod recent;
 mod row_copy;
@@ -77,8 +80,8 @@ mod threads;
 mod verify;
 
 pub use attention::{
-    Align, Attention, AttentionOutput, CuSeqlens, MAX_SEQLEN, Mask, PreparedAttention, Scores,
-    attention_flops, attention_varlen_flops,
+    Align, Attention, AttentionOutput, CuSeqlens, MAX_SEQLEN, Mask, OperandScales,
+    PreparedAttention, Scores, attention_flops, attention_varlen_flops,
 };
 pub use attention_bwd::{
     AttentionBackward, AttentionGradients, AttentionGradientsMut, PreparedAttentionBackward,
@@ -102,6 +105,7 @@ pub use kv_append::{AppendKv, PreparedAppendKv};
 pub use kv_cache::{CacheScale, KvCache, KvCacheMut, PackedTokens, Rotary, RotaryPairs};
 pub use operation::{Operation, Prepared};
 pub use page_choice::{ChoosePages, SummarizePages};
+pub use quantize::{Quantize, QuantizeOutput, QuantizeOutputMut, QuantizeScale};
 pub use rates::GpuRates;
 pub use row_copy::copy_beside;
 pub use support::{Status, SupportRow, support, support_with};

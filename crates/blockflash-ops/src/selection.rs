@@ -15,6 +15,10 @@ pub trait Problem: Copy + Debug + PartialEq + 'static {
     const OP: &'static str;
     /// The word for the inputs in messages.
     const INPUTS: &'static str = "tensors";
+    /// What to do where no kernel takes this element type, to be appended to a message.
+    fn instead(_: DType) -> Option<&'static str> {
+        None
+    }
     /// The conditions on a kernel besides its element type and target, from the general to the
     /// particular: the first rule that no kernel fulfils explains why there is none.
     const RULES: &'static [Rule<Self>];
@@ -86,7 +90,8 @@ impl<P: Problem> Rule<P> {
         },
         excludes_all: Some(|all| {
             let inputs = all[0].problem.key().0;
-            format!("kernels take f16 and bf16, but the {} are {inputs}", P::INPUTS)
+            let instead = P::instead(inputs).unwrap_or_default();
+            format!("kernels take f16 and bf16, but the {} are {inputs}{instead}", P::INPUTS)
         }),
     };
 

@@ -6,6 +6,7 @@ pub(crate) mod cpu;
 mod flops;
 mod head_dims;
 mod mask;
+mod operand_scales;
 mod plan;
 mod problem;
 mod score_params;
@@ -16,6 +17,7 @@ mod seqlens;
 pub use block_mask::BlockMaskSizes;
 pub use flops::{attention_flops, attention_varlen_flops};
 pub use mask::{Align, MAX_SEQLEN, Mask};
+pub use operand_scales::{OperandScales, OperandScalesProblem};
 pub use plan::{AttentionPlan, plan};
 pub use problem::{AttentionProblem, LseStrides, PackedRows, Strides};
 pub use scores::{BiasProblem, Scores, ScoresProblem};
@@ -28,6 +30,8 @@ pub(crate) use problem::{row_strides, width_like};
 pub(crate) use score_params::{score_params, window_params};
 pub(crate) use select::{first_without_tensor_map, refusal_of_terms, support};
 pub(crate) use seqlens::check_maximum;
+
+use operand_scales::HostScales;
 
 use crate::check::{Operand, aligned};
 use crate::operation::{Operation, Prepared, Steps};
@@ -62,9 +66,11 @@ use blockflash_sys::{DType, Kernel};
 /// A masked pair contributes exactly nothing: NaN in a key or value that a query does not attend
 /// never reaches its output. A GPU takes f16 and bf16 with a `head_dim` of any multiple of 8 up to
 /// 256, and pointers and strides must be multiples of 16 bytes. The CPU also takes f32, any
-/// `head_dim` and any alignment. For another `head_dim` below 256, pad q, k and v with zeros to the
-/// next multiple of 8 to run on a GPU, and set `softmax_scale` to the scale of the unpadded
-/// `head_dim`.
+/// `head_dim`, any alignment, and q, k and v of 8 bits (`e4m3`, `e5m2`, `i8`) that
+/// [`scales`](Self::scales) turn into numbers: their products are summed in f32 and multiplied
+/// with the scales then, and probabilities are not rounded. For another `head_dim` below 256, pad
+/// q, k and v with zeros to the next multiple of 8 to run on a GPU, and set `softmax_scale` to the
+/// scale of the unpadded `head_dim`.
 #[derive(Clone, Copy, Debug)]
 pub struct Attention<'a> {
     /// Queries, `[batch, seqlen_q, num_heads_q, head_dim]` or packed
@@ -86,12 +92,17 @@ pub struct Attention<'a> {
     /// `num_heads_kv` heads (each for the query heads of its group) or `num_heads_q` heads. With
     /// `cu_seqlens` it is [packed](BlockMask::packed) from masks of the same sequences.
     pub block_mask: Option<&'a BlockMask>,
+    /// Only for q, k and v of 8 bits: what their codes stand for.
+    pub scales: OperandScales<'a>,
+    /// Element type of the output: f16, bf16 or f32. `None` is that of q, and bf16 for codes.
+    pub o_dtype: Option<DType>,
 }
 
 /// The outputs of [`Attention::forward`].
 #[derive(Debug)]
 pub struct AttentionOutput {
-    /// Output in the shape of q with the head_dim of v, in the element type of q, contiguous.
+    /// Output in the shape of q with the head_dim of v, in the element type that
+    /// [`Attention::o_dtype`] says, contiguous.
     pub o: Tensor,
     /// Natural logarithm of the sum of exponentials of each row's scores, f32
     /// `[batch, num_heads_q, seqlen_q]`, or `[num_heads_q, total_q]` when variable-length. −∞ for a
@@ -105,16 +116,19 @@ pub type PreparedAttention = Prepared<AttentionProblem>;
 impl<'a> Attention<'a> {
     /// Full attention with the default scale.
     pub const fn new(q: View<'a>, k: View<'a>, v: View<'a>) -> Self {
-        Self { q, k, v, scores: Scores::of(Mask::Full), cu_seqlens: None, block_mask: None }
+        let scores = Scores::of(Mask::Full);
+        let (cu_seqlens, block_mask, o_dtype) = (None, None, None);
+        Self { q, k, v, scores, cu_seqlens, block_mask, scales: OperandScales::NONE, o_dtype }
     }
 
     /// Computes into the caller's tensors. On a GPU nothing is allocated and the stream is not
     /// synchronised, so a graph can capture the call. On the CPU it returns when the result is
     /// there.
     ///
-    /// `o` has the shape of q with the `head_dim` of v and the element type of q, `lse` is f32
-    /// `[batch, num_heads_q, seqlen_q]` or `[num_heads_q, total_q]`. Both may be strided except in
-    /// the last dimension. An output without elements is valid and launches nothing.
+    /// `o` has the shape of q with the `head_dim` of v and the element type that
+    /// [`o_dtype`](Self::o_dtype) says, `lse` is f32 `[batch, num_heads_q, seqlen_q]` or
+    /// `[num_heads_q, total_q]`. Both may be strided except in the last dimension. An output
+    /// without elements is valid and launches nothing.
     ///
     /// # Errors
     /// All checks of [`problem`](Self::problem) and `select`; `Error::DeviceMismatch` if an
@@ -182,6 +196,7 @@ impl<'a> Attention<'a> {
             view.map_or(Ok(()), |view| Operand::new(what, view).on(device))?;
         }
         self.scores.on(device)?;
+        self.scales.on(device)?;
         if let Some(block_mask) = self.block_mask {
             Operand::new("block_mask", &block_mask.row_ptr().view()).on(device)?;
         }
@@ -209,11 +224,12 @@ impl Steps for Attention<'_> {
     }
 
     fn has_data(problem: &AttentionProblem) -> bool {
-        problem.packed.is_some()
+        problem.packed.is_some() || problem.scales.is_some()
     }
 
-    fn verify(&self, _: &AttentionProblem, _: &Self::Out<'_>, stream: &Stream) -> Result<()> {
-        self.check_cu_seqlens(stream)
+    fn verify(&self, problem: &AttentionProblem, _: &Self::Out<'_>, stream: &Stream) -> Result<()> {
+        self.check_cu_seqlens(stream)?;
+        HostScales::new(self, problem, stream)?.verify(problem)
     }
 
     fn plan(

@@ -1,6 +1,9 @@
 use super::seqlens::check_maximum;
-use super::{Attention, BlockMaskSizes, CuSeqlens, MAX_SEQLEN, Mask, ScoresProblem};
+use super::{
+    Attention, BlockMaskSizes, CuSeqlens, MAX_SEQLEN, Mask, OperandScalesProblem, ScoresProblem,
+};
 use crate::check::{Operand, to_i32};
+use crate::kv_cache::{FLOATS, TYPES};
 use crate::{Error, Result};
 use blockflash_safe::ViewMut;
 use blockflash_sys::{DType, ElementTypes, HeadDims};
@@ -81,6 +84,8 @@ pub struct AttentionProblem {
     pub scores: ScoresProblem,
     /// Set when attention is block-sparse.
     pub block_mask: Option<BlockMaskSizes>,
+    /// Which scales codes of 8 bits have.
+    pub scales: OperandScalesProblem,
 }
 
 impl AttentionProblem {
@@ -115,6 +120,7 @@ impl AttentionProblem {
             lse: None,
             scores: ScoresProblem::of(head_dims.qk),
             block_mask: None,
+            scales: OperandScalesProblem::default(),
         }
     }
 
@@ -223,7 +229,7 @@ impl Attention<'_> {
     pub fn problem(&self) -> Result<AttentionProblem> {
         let (q, k, v) =
             (Operand::new("q", &self.q), Operand::new("k", &self.k), Operand::new("v", &self.v));
-        q.dtype_in(&[DType::F16, DType::BF16, DType::F32])?;
+        q.dtype_in(&TYPES)?;
         k.dtype_in(&[q.dtype])?;
         v.dtype_in(&[q.dtype])?;
 
@@ -252,6 +258,8 @@ impl Attention<'_> {
             }
         }
 
+        problem.types.o = self.output_type(q.dtype)?;
+        problem.scales = self.scales.problem(&problem)?;
         problem.scores = self.scores.problem(&problem)?;
         if let Some(block_mask) = self.block_mask {
             let sizes = [problem.batch, problem.seqlen_q, problem.seqlen_kv];
@@ -259,6 +267,18 @@ impl Attention<'_> {
             problem.block_mask = Some(BlockMaskSizes::of(block_mask, sizes, heads, packed)?);
         }
         Ok(problem)
+    }
+
+    /// The element type of the output, for queries of this type.
+    fn output_type(&self, of_q: DType) -> Result<DType> {
+        match self.o_dtype {
+            None if of_q.is_code() => Ok(DType::BF16),
+            None => Ok(of_q),
+            Some(found) if FLOATS.contains(&found) => Ok(found),
+            Some(found) => {
+                Err(Error::DType { what: "o_dtype", expected: "f16 or bf16 or f32".into(), found })
+            }
+        }
     }
 }
 

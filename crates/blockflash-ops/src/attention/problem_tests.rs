@@ -144,7 +144,8 @@ fn types_are_checked() {
     let (floats, ints) = ([0f32; 112], [0i32; 320]);
     let f32s = View::from_slice(&floats, &[1, 7, 2, 8]).unwrap();
     let i32s = View::from_slice(&ints, &[2, 5, 4, 8]).unwrap();
-    assert_eq!(message(&Attention { q: i32s, ..dense() }), "q is i32, expected f16 or bf16 or f32");
+    let expected = "q is i32, expected f16 or bf16 or f32 or e4m3 or e5m2 or i8";
+    assert_eq!(message(&Attention { q: i32s, ..dense() }), expected);
     assert_eq!(message(&Attention { k: f32s, ..dense() }), "k is f32, expected f16");
     assert_eq!(message(&Attention { v: f32s, ..dense() }), "v is f32, expected f16");
 }

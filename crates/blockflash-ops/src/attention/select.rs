@@ -44,6 +44,13 @@ impl Problem for AttentionProblem {
         BIAS,
     ];
 
+    fn instead(dtype: DType) -> Option<&'static str> {
+        dtype.is_code().then_some(
+            ", which only the CPU takes so far: convert them to f16 or bf16, or attend to a cache \
+             of 8 bits",
+        )
+    }
+
     type Tile = AttentionTile;
     type Rank = (Option<Reverse<(u32, u32)>>, u64);
 

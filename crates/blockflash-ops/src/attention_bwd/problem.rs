@@ -122,6 +122,15 @@ impl AttentionBackward<'_> {
     /// [`Error::DType`] and [`Error::Stride`] for `o`, `lse` and `d_o`.
     pub fn problem(&self) -> Result<AttentionBackwardProblem> {
         let forward = self.attention.problem()?;
+        let ElementTypes { q, o: found, .. } = forward.types;
+        if q.is_code() {
+            let expected = "f16 or bf16 or f32, since codes have no gradients".into();
+            return Err(Error::DType { what: "q", expected, found: q });
+        }
+        if found != q {
+            let expected = format!("{q}, as q, since gradients are asked for");
+            return Err(Error::DType { what: "o_dtype", expected, found });
+        }
         let (shape, of_o) = (forward.o_shape(), forward.types.o);
         let o = row_strides(&Operand::new("o", &self.o), of_o, &shape)?;
         let lse = Some(forward.lse_strides(&Operand::new("lse", &self.lse))?);

@@ -1,9 +1,9 @@
 //! Appends to caches of codes, on the CPU, and the verification of scales.
 
-use super::codes_tests::{DIM, HEADS, PAGE, PAGES, codes, cpu, f32s, rounded, widened};
+use super::codes_tests::{DIM, HEADS, PAGE, PAGES};
 use super::*;
 use crate::Error;
-use crate::fixtures::values;
+use crate::fixtures::{codes, cpu, f32s, rounded, values, widened};
 use crate::kv_cache::{CacheScale, RotaryPairs};
 use proptest::prelude::*;
 

@@ -1,76 +1,15 @@
 //! Attention to caches of codes, on the CPU: what it is to the numbers that they stand for.
 
 use super::*;
-use crate::fixtures::values;
+use crate::Error;
+use crate::fixtures::{codes, cpu, f32s, rounded, values, widened};
 use crate::kv_cache::CacheScale;
-use crate::{E4M3, E5M2, Error};
-use half::{bf16, f16};
 use proptest::prelude::*;
 
 pub(super) const PAGES: usize = 6;
 pub(super) const PAGE: usize = 4;
 pub(super) const HEADS: usize = 2;
 pub(super) const DIM: usize = 8;
-
-pub(super) fn cpu() -> Stream {
-    Device::cpu().stream().unwrap()
-}
-
-pub(super) fn f32s(values: &[f32], shape: &[usize]) -> Tensor {
-    Tensor::from_slice(&cpu(), values, shape).unwrap()
-}
-
-pub(super) fn rounded(dtype: DType, values: &[f32], shape: &[usize]) -> Tensor {
-    let stream = cpu();
-    match dtype {
-        DType::F16 => {
-            let values: Vec<_> = values.iter().map(|&x| f16::from_f32(x)).collect();
-            Tensor::from_slice(&stream, &values, shape)
-        }
-        DType::BF16 => {
-            let values: Vec<_> = values.iter().map(|&x| bf16::from_f32(x)).collect();
-            Tensor::from_slice(&stream, &values, shape)
-        }
-        _ => Tensor::from_slice(&stream, values, shape),
-    }
-    .unwrap()
-}
-
-pub(super) fn widened(tensor: &Tensor) -> Vec<f32> {
-    let stream = cpu();
-    match tensor.dtype() {
-        DType::F16 => tensor.to_vec::<f16>(&stream).unwrap().iter().map(|x| x.to_f32()).collect(),
-        DType::BF16 => tensor.to_vec::<bf16>(&stream).unwrap().iter().map(|x| x.to_f32()).collect(),
-        DType::E4M3 => tensor.to_vec::<E4M3>(&stream).unwrap().iter().map(|x| x.to_f32()).collect(),
-        DType::E5M2 => tensor.to_vec::<E5M2>(&stream).unwrap().iter().map(|x| x.to_f32()).collect(),
-        DType::I8 => tensor.to_vec::<i8>(&stream).unwrap().iter().map(|&x| f32::from(x)).collect(),
-        _ => tensor.to_vec(&stream).unwrap(),
-    }
-}
-
-/// Codes of numbers around 0, and what they are.
-pub(super) fn codes(dtype: DType, seed: u64, shape: &[usize]) -> (Tensor, Vec<f32>) {
-    let count = shape.iter().product();
-    let numbers = values(count, seed);
-    let stream = cpu();
-    let tensor = match dtype {
-        DType::E4M3 => {
-            let codes: Vec<_> = numbers.iter().map(|&x| E4M3::saturated(x)).collect();
-            Tensor::from_slice(&stream, &codes, shape)
-        }
-        DType::E5M2 => {
-            let codes: Vec<_> = numbers.iter().map(|&x| E5M2::saturated(x)).collect();
-            Tensor::from_slice(&stream, &codes, shape)
-        }
-        _ => {
-            let codes: Vec<_> = numbers.iter().map(|&x| (x * 60.0) as i8).collect();
-            Tensor::from_slice(&stream, &codes, shape)
-        }
-    };
-    let tensor = tensor.unwrap();
-    let numbers = widened(&tensor);
-    (tensor, numbers)
-}
 
 /// The shapes of scales of 2 sequences, 6 pages of 4 slots, and 2 heads.
 fn shapes() -> impl Strategy<Value = Option<Vec<usize>>> {

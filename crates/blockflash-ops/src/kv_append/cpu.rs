@@ -3,6 +3,7 @@
 use super::{AppendKv, AppendKvProblem};
 use crate::Result;
 use crate::attention::Strides;
+use crate::codes::{Code, chosen, encode, magnitude};
 use crate::float::Float;
 use crate::kv_cache::{CacheScale, HostCache, HostRotary, KvCacheMut, ScaleStrides, token_ranges};
 use blockflash_safe::{E4M3, E5M2, Stream, View, ViewMut};
@@ -75,9 +76,9 @@ struct Rows<'r, 'c> {
 impl Tokens<'_> {
     fn store<T: Float>(&self, rows: Rows<'_, '_>, rotary: Option<&HostRotary>) -> Result<()> {
         match self.problem.cache.dtype {
-            DType::E4M3 => self.coded::<T, E4M3>(rows, rotary, E4M3::MAX),
-            DType::E5M2 => self.coded::<T, E5M2>(rows, rotary, E5M2::MAX),
-            DType::I8 => self.coded::<T, i8>(rows, rotary, 127.0),
+            DType::E4M3 => self.coded::<T, E4M3>(rows, rotary),
+            DType::E5M2 => self.coded::<T, E5M2>(rows, rotary),
+            DType::I8 => self.coded::<T, i8>(rows, rotary),
             _ => self.plain::<T>(rows, rotary),
         }
     }
@@ -120,12 +121,11 @@ impl Tokens<'_> {
         Ok(())
     }
 
-    /// Stores the codes of rows divided by their scales. `greatest` is the greatest code.
-    fn coded<T: Float, C: Float>(
+    /// Stores the codes of rows divided by their scales.
+    fn coded<T: Float, C: Code>(
         &self,
         rows: Rows<'_, '_>,
         rotary: Option<&HostRotary>,
-        greatest: f32,
     ) -> Result<()> {
         let Rows { new, cached, strides: [of_new, of_cached], width, scale } = rows;
         let (new, cached) = (new.as_slice::<T>()?, cached.as_mut_slice::<C>()?);
@@ -146,13 +146,12 @@ impl Tokens<'_> {
                 Scales::One => 1.0,
                 Scales::Given(scales, strides) => scales[strides.at(entry, slot, head)],
                 Scales::Chosen(scales, strides) => {
-                    let scale = chosen(&wide, greatest);
+                    let scale = chosen::<C>(magnitude(&wide));
                     scales[strides.at(entry, slot, head)] = scale;
                     scale
                 }
             };
-            wide.iter_mut().for_each(|x| *x /= scale);
-            C::narrow(&wide, &mut cached[self.host.row(of_cached, at)..][..width]);
+            encode(&mut wide, scale, &mut cached[self.host.row(of_cached, at)..][..width]);
         });
         Ok(())
     }
@@ -162,10 +161,4 @@ enum Scales<'s> {
     One,
     Given(&'s [f32], ScaleStrides),
     Chosen(&'s mut [f32], ScaleStrides),
-}
-
-/// The scale with which the greatest magnitude of a row is the greatest code. NaN does not count.
-fn chosen(row: &[f32], greatest: f32) -> f32 {
-    let scale = row.iter().fold(0f32, |most, x| most.max(x.abs())) / greatest;
-    if scale == 0.0 { 1.0 } else { scale }
 }

@@ -14,7 +14,7 @@ pub use tokens::PackedTokens;
 
 pub(crate) use host::{HostCache, HostRotary};
 pub(crate) use scales::HostScale;
-pub(crate) use sizes::FLOATS;
+pub(crate) use sizes::{FLOATS, TYPES};
 pub(crate) use tokens::{token_ranges, token_sizes};
 
 use crate::Result;

@@ -66,17 +66,9 @@ impl ScaleStrides {
 
     fn by(scale: &Operand<'_>, strides: &[usize], cache: &CacheSizes) -> Result<Self> {
         let CacheSizes { batch, pages, page_size, num_heads_kv: heads, .. } = *cache;
-        let stride = |dim: usize, extent| match scale.shape[dim] {
-            1 => Some(0),
-            found => (found == extent).then_some(strides[dim]),
-        };
+        let stride = |dim, extent| stride(scale, strides, dim, extent);
         let found = match scale.shape.len() {
-            1 => stride(0, 1).map(|_| Self::default()),
-            2 => stride(0, batch).zip(stride(1, heads)).map(|(sequence, head)| Self {
-                sequence,
-                head,
-                ..Self::default()
-            }),
+            1 | 2 => Self::by_sequence(scale, strides, [batch, heads]),
             3 => stride(0, pages)
                 .zip(stride(1, page_size))
                 .zip(stride(2, heads))
@@ -91,9 +83,35 @@ impl ScaleStrides {
         })
     }
 
+    /// Those of scales `[1]` or `[batch or 1, heads or 1]`; `None` for another shape.
+    pub(crate) fn by_sequence(
+        scale: &Operand<'_>,
+        strides: &[usize],
+        [batch, heads]: [usize; 2],
+    ) -> Option<Self> {
+        let stride = |dim, extent| stride(scale, strides, dim, extent);
+        match scale.shape.len() {
+            1 => stride(0, 1).map(|_| Self::default()),
+            2 => stride(0, batch).zip(stride(1, heads)).map(|(sequence, head)| Self {
+                sequence,
+                head,
+                ..Self::default()
+            }),
+            _ => None,
+        }
+    }
+
     /// Position of the scale of a row.
     pub(crate) fn at(&self, entry: usize, [page, slot]: [usize; 2], head: usize) -> usize {
         entry * self.sequence + page * self.page + slot * self.slot + head * self.head
+    }
+}
+
+/// The stride of a dimension of scales: 0 where one serves all, `None` for a wrong extent.
+fn stride(scale: &Operand<'_>, strides: &[usize], dim: usize, extent: usize) -> Option<usize> {
+    match scale.shape[dim] {
+        1 => Some(0),
+        found => (found == extent).then_some(strides[dim]),
     }
 }
 
@@ -105,16 +123,18 @@ pub(crate) struct HostScale<'a> {
 }
 
 impl<'a> HostScale<'a> {
-    fn new(
+    /// Scales whose strides `by` makes of those of their tensor.
+    pub(crate) fn new(
         what: &'static str,
         view: Option<View<'a>>,
-        sizes: &CacheSizes,
+        by: impl Fn(&Operand<'_>, &[usize]) -> Result<ScaleStrides>,
         stream: &Stream,
     ) -> Result<Option<Self>> {
         let Some(view) = view else { return Ok(None) };
         let operand = Operand::new(what, &view);
+        operand.dtype_in(&[DType::F32])?;
         if view.is_cpu() {
-            let (values, strides) = (view.as_slice()?.into(), ScaleStrides::of(&operand, sizes)?);
+            let (values, strides) = (view.as_slice()?.into(), by(&operand, operand.strides)?);
             return Ok(Some(Self { what, values, strides }));
         }
         // The copy is without gaps.
@@ -122,7 +142,7 @@ impl<'a> HostScale<'a> {
         for dim in (1..operand.shape.len()).rev() {
             strides[dim - 1] = strides[dim] * operand.shape[dim];
         }
-        let strides = ScaleStrides::by(&operand, &strides, sizes)?;
+        let strides = by(&operand, &strides)?;
         Ok(Some(Self { what, values: view.to_vec(stream)?.into(), strides }))
     }
 
@@ -132,13 +152,20 @@ impl<'a> HostScale<'a> {
         sizes: &CacheSizes,
         stream: &Stream,
     ) -> Result<[Option<Self>; 2]> {
-        let k = Self::new("cache.k_scale", k, sizes, stream)?;
-        Ok([k, Self::new("cache.v_scale", v, sizes, stream)?])
+        let by = |scale: &Operand<'_>, strides: &[usize]| ScaleStrides::by(scale, strides, sizes);
+        let k = Self::new("cache.k_scale", k, by, stream)?;
+        Ok([k, Self::new("cache.v_scale", v, by, stream)?])
     }
 
     /// The scale of a row.
     pub(crate) fn get(&self, entry: usize, slot: [usize; 2], head: usize) -> f32 {
         self.values[self.strides.at(entry, slot, head)]
+    }
+
+    /// Verifies the scales of all sequences and heads, where rows of a sequence share theirs.
+    pub(crate) fn verify_all(&self, [batch, heads]: [usize; 2]) -> Result<()> {
+        let mut all = (0..batch).flat_map(|entry| (0..heads).map(move |head| [entry, head]));
+        all.try_for_each(|[entry, head]| self.verify(entry, [0; 2], head))
     }
 
     /// How many of these keys and heads may have scales that differ, the first ones.

@@ -9,7 +9,7 @@ use blockflash_sys::{DType, HeadDims};
 const NEAR: usize = 1 << 30;
 
 /// The types of keys and values.
-const TYPES: [DType; 6] =
+pub(crate) const TYPES: [DType; 6] =
     [DType::F16, DType::BF16, DType::F32, DType::E4M3, DType::E5M2, DType::I8];
 
 /// Those that are no codes.

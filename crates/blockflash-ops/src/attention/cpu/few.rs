@@ -38,6 +38,8 @@ pub(super) struct Few {
     /// What is added to these scores.
     terms: Vec<f32>,
     running: Vec<Running>,
+    /// What the scores of each row are multiplied with.
+    factors: Vec<f32>,
     /// Converted keys and values of a step.
     converted: [Vec<f32>; 2],
 }
@@ -64,12 +66,14 @@ impl Few {
         o.resize(rows * v_dim, 0.0);
         self.q.resize(rows * qk, 0.0);
         self.s.resize(rows * STEP, 0.0);
+        self.factors.clear();
         self.running.clear();
         self.running.resize(rows, Running { max: f32::NEG_INFINITY, sum: 0.0 });
         let mut visible = Vec::with_capacity(rows);
         for (q, row) in self.q.chunks_exact_mut(qk).zip(task.rows.clone()) {
             let [head, query] = task.at(row);
             T::widen(&operands.q[sequence.q_row(problem.q, head, query)..][..qk], q);
+            self.factors.push(operands.factor(sequence, head));
             let lengths = [sequence.seqlen_q, sequence.seqlen_kv];
             visible.push(problem.scores.mask.visible(query, lengths[0], lengths[1]));
         }
@@ -112,6 +116,7 @@ impl Few {
                     terms: &self.terms,
                     o: &mut o[first * v_dim..end * v_dim],
                     running: &mut self.running[first..end],
+                    factors: &self.factors[first..end],
                     scores: &problem.scores,
                 });
                 first = end;
@@ -122,7 +127,9 @@ impl Few {
             task.rows.clone().zip(o.chunks_exact_mut(v_dim).zip(&self.running))
         {
             let [head, _] = task.at(row);
-            lse.push(finish(running.max, running.sum, operands.without_value(head), o));
+            let factor = operands.scales.of_values(sequence.entry, head);
+            let sums = [running.max, running.sum];
+            lse.push(finish(sums, operands.without_value(head), factor, o));
         }
         Ok(())
     }
@@ -171,6 +178,7 @@ struct Attend<'a> {
     terms: &'a [f32],
     o: &'a mut [f32],
     running: &'a mut [Running],
+    factors: &'a [f32],
     scores: &'a ScoresProblem,
 }
 
@@ -210,7 +218,7 @@ impl Attend<'_> {
                     let (q, k) = (simd.partial_load_f32s(q_rest), simd.partial_load_f32s(k_rest));
                     sum = simd.mul_add_e_f32s(q, k, sum);
                 }
-                self.s[row * STEP + at] = self.scores.softmax_scale * simd.reduce_sum_f32s(sum);
+                self.s[row * STEP + at] = self.factors[first + row] * simd.reduce_sum_f32s(sum);
             }
         }
         let mut shrink = [0.0; M];

@@ -12,10 +12,11 @@ pub(crate) mod terms;
 mod tile;
 pub(crate) mod visible;
 
+use super::operand_scales::HostScales;
 use super::{Attention, AttentionProblem};
 use crate::float::Float;
 use crate::{BlockMask, Result};
-use blockflash_safe::{Stream, ViewMut};
+use blockflash_safe::{E4M3, E5M2, Stream, ViewMut};
 use blockflash_sys::{DType, HeadDims};
 use half::{bf16, f16};
 use rayon::prelude::*;
@@ -36,12 +37,22 @@ struct Operands<'a, T> {
     sink: Option<&'a [f32]>,
     terms: Option<Terms<'a>>,
     block_mask: Option<&'a BlockMask>,
+    scales: HostScales<'a>,
 }
 
 impl<T> Operands<'_, T> {
     /// The score of a head that has no value: its sink, or −∞.
     fn without_value(&self, head: usize) -> f32 {
         self.sink.map_or(f32::NEG_INFINITY, |sink| sink[head])
+    }
+
+    /// What the products of a head of q are multiplied with.
+    fn factor(&self, sequence: &Sequence, head: usize) -> f32 {
+        let softmax_scale = self.problem.scores.softmax_scale;
+        match self.problem.scales.is_some() {
+            true => softmax_scale * self.scales.of_scores(sequence.entry, head),
+            false => softmax_scale,
+        }
     }
 }
 
@@ -61,20 +72,32 @@ pub(super) fn forward(
     stream: &Stream,
 ) -> Result<()> {
     let sequences = sequences(op, problem, stream)?;
-    match problem.types.q {
-        DType::F16 => run::<f16>(op, problem, &sequences, o, lse),
-        DType::BF16 => run::<bf16>(op, problem, &sequences, o, lse),
-        _ => run::<f32>(op, problem, &sequences, o, lse),
+    let compute = match problem.types.q {
+        DType::F16 => of_type::<f16>(op, problem, stream),
+        DType::BF16 => of_type::<bf16>(op, problem, stream),
+        DType::E4M3 => of_type::<E4M3>(op, problem, stream),
+        DType::E5M2 => of_type::<E5M2>(op, problem, stream),
+        DType::I8 => of_type::<i8>(op, problem, stream),
+        _ => of_type::<f32>(op, problem, stream),
+    }?;
+    let tasks = query_rows(problem, &sequences, op.block_mask);
+    let tasks = Tasks { problem, tasks, compute, is_small: is_small(problem, &sequences) };
+    match problem.types.o {
+        DType::F16 => tasks.run::<f16>(o, lse),
+        DType::BF16 => tasks.run::<bf16>(o, lse),
+        _ => tasks.run::<f32>(o, lse),
     }
 }
 
-fn run<T: Float>(
-    op: &Attention<'_>,
-    problem: &AttentionProblem,
-    sequences: &[Sequence],
-    mut o: ViewMut<'_>,
-    mut lse: Option<ViewMut<'_>>,
-) -> Result<()> {
+/// Computes a block of rows in f32.
+type Compute<'a> = Box<dyn Fn(&mut Tile, &QueryRows) -> Result<()> + Sync + 'a>;
+
+/// How blocks of rows of queries, keys and values of this type are computed.
+fn of_type<'a, T: Float>(
+    op: &Attention<'a>,
+    problem: &'a AttentionProblem,
+    stream: &Stream,
+) -> Result<Compute<'a>> {
     let operands = Operands::<T> {
         problem,
         q: op.q.as_slice()?,
@@ -83,24 +106,39 @@ fn run<T: Float>(
         sink: op.scores.sink.as_ref().map(|sink| sink.as_slice()).transpose()?,
         terms: Terms::of(&op.scores)?,
         block_mask: op.block_mask,
+        scales: HostScales::new(op, problem, stream)?,
     };
-    let lse = lse.as_mut().map(|lse| lse.as_mut_slice()).transpose()?;
-    let outputs = Mutex::new(Outputs { o: o.as_mut_slice::<T>()?, lse });
-    let tasks = query_rows(problem, sequences, op.block_mask);
-    let buffers = || (Tile::new(problem), Vec::new());
-    let compute = |(tile, rounded): &mut (Tile, Vec<T>), task: &QueryRows| -> Result<()> {
-        tile.compute(&operands, task)?;
-        rounded.resize(tile.o().len(), T::zeroed());
-        T::narrow(tile.o(), rounded);
-        let mut outputs = outputs.lock().unwrap_or_else(PoisonError::into_inner);
-        outputs.write(problem, task, rounded, tile.lse());
-        Ok(())
-    };
-    if is_small(problem, sequences) {
-        let mut buffers = buffers();
-        return tasks.iter().try_for_each(|task| compute(&mut buffers, task));
+    Ok(Box::new(move |tile, task| tile.compute(&operands, task)))
+}
+
+/// All blocks of rows.
+struct Tasks<'a> {
+    problem: &'a AttentionProblem,
+    tasks: Vec<QueryRows>,
+    compute: Compute<'a>,
+    is_small: bool,
+}
+
+impl Tasks<'_> {
+    /// Computes them and rounds outputs to this type.
+    fn run<T: Float>(&self, mut o: ViewMut<'_>, mut lse: Option<ViewMut<'_>>) -> Result<()> {
+        let lse = lse.as_mut().map(|lse| lse.as_mut_slice()).transpose()?;
+        let outputs = Mutex::new(Outputs { o: o.as_mut_slice::<T>()?, lse });
+        let buffers = || (Tile::new(self.problem), Vec::new());
+        let compute = |(tile, rounded): &mut (Tile, Vec<T>), task: &QueryRows| -> Result<()> {
+            (self.compute)(tile, task)?;
+            rounded.resize(tile.o().len(), T::zeroed());
+            T::narrow(tile.o(), rounded);
+            let mut outputs = outputs.lock().unwrap_or_else(PoisonError::into_inner);
+            outputs.write(self.problem, task, rounded, tile.lse());
+            Ok(())
+        };
+        if self.is_small {
+            let mut buffers = buffers();
+            return self.tasks.iter().try_for_each(|task| compute(&mut buffers, task));
+        }
+        self.tasks.par_iter().try_for_each_init(buffers, compute)
     }
-    tasks.par_iter().try_for_each_init(buffers, compute)
 }
 
 /// Whether a problem takes less time than waking other threads.

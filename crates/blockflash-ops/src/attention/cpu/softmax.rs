@@ -25,6 +25,8 @@ pub(super) struct Softmax<'a> {
     pub(super) s: &'a mut [Lanes],
     pub(super) running: &'a mut Running,
     pub(super) scores: &'a ScoresProblem,
+    /// What the scores of each row are multiplied with, if they are not scaled yet.
+    pub(super) factors: Option<&'a Lanes>,
     /// What is added to the scores.
     pub(super) terms: Option<&'a [Lanes]>,
     /// If some rows do not see some keys.
@@ -36,7 +38,12 @@ impl WithSimd for Softmax<'_> {
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, _: S) -> Lanes {
-        let Self { s, running, scores, terms, seen } = self;
+        let Self { s, running, scores, factors, terms, seen } = self;
+        if let Some(factors) = factors {
+            for s in &mut *s {
+                s.iter_mut().zip(factors).for_each(|(s, factor)| *s *= factor);
+            }
+        }
         scores.cap(s.as_flattened_mut());
         if let Some(terms) = terms {
             add(s.as_flattened_mut(), terms.as_flattened());
@@ -73,8 +80,8 @@ impl WithSimd for Softmax<'_> {
 }
 
 /// Turns the sums of a row into its output, and returns its log-sum-exp. One more score has no
-/// value.
-pub(super) fn finish(old: f32, sum: f32, score: f32, o: &mut [f32]) -> f32 {
+/// value. Values are multiplied with a factor.
+pub(super) fn finish([old, sum]: [f32; 2], score: f32, factor: f32, o: &mut [f32]) -> f32 {
     let max = if score > old { score } else { old };
     let shift = shift(max);
     let shrink = math::exp(old - shift);
@@ -84,7 +91,7 @@ pub(super) fn finish(old: f32, sum: f32, score: f32, o: &mut [f32]) -> f32 {
         o.fill(0.0);
         return f32::NEG_INFINITY;
     }
-    o.iter_mut().for_each(|o| *o = *o * shrink / sum);
+    o.iter_mut().for_each(|o| *o = *o * shrink / sum * factor);
     shift + sum.ln()
 }
 

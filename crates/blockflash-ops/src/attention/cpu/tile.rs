@@ -43,6 +43,8 @@ struct Panel {
     o: Buffer,
     running: Running,
     visible: Visible,
+    /// What the scores of each row are multiplied with, if it is not the same for all.
+    factors: Option<Lanes>,
 }
 
 impl Tile {
@@ -123,10 +125,14 @@ impl Tile {
             panel.running = Running::START;
             panel.o[..padded(v) * LANES].fill(0.0);
             panel.visible.set(problem, task, rows.clone());
+            panel.factors = problem.scales.is_some().then_some([0.0; LANES]);
             for (lane, row) in rows.enumerate() {
                 let [head, query] = task.at(row);
                 let start = sequence.q_row(problem.q, head, query);
                 load_lane(panel.q.panels_mut(), &operands.q[start..][..qk], lane);
+                if let Some(factors) = &mut panel.factors {
+                    factors[lane] = operands.factor(sequence, head);
+                }
             }
         }
     }
@@ -143,7 +149,8 @@ impl Tile {
                 o.iter_mut().zip(panel.o.panels()).for_each(|(o, sums)| *o = sums[lane]);
                 let Running { max, sum } = &panel.running;
                 let score = operands.without_value(head);
-                self.lse.push(finish(max[lane], sum[lane], score, o));
+                let factor = operands.scales.of_values(task.sequence.entry, head);
+                self.lse.push(finish([max[lane], sum[lane]], score, factor, o));
             }
         }
     }
@@ -156,6 +163,7 @@ impl Panel {
             o: Buffer::new(padded(head_dims.v) * LANES),
             running: Running::START,
             visible: Visible::default(),
+            factors: None,
         }
     }
 
@@ -174,13 +182,14 @@ impl Panel {
         let [k, v] = [(k, qk), (v, head_dim)]
             .map(|(rows, head_dim)| (&rows[first * row_stride(head_dim)..], row_stride(head_dim)));
         let left = Left::Rows { values: k.0, stride: k.1 };
-        let scale = problem.scores.softmax_scale;
+        let scale = if self.factors.is_some() { 1.0 } else { problem.scores.softmax_scale };
         multiply(&mut s[..padded(count)], left, &self.q.panels()[..qk], Into::Set(scale));
         let scores = &mut s[..count];
         let softmax = Softmax {
             s: &mut *scores,
             running: &mut self.running,
             scores: &problem.scores,
+            factors: self.factors.as_ref(),
             terms,
             seen: visit.seen.as_ref(),
         };
