@@ -236,6 +236,13 @@ options! {
         bias,
         /// f32 `[heads_q]` or `[batch, heads_q]`: slopes of ALiBi.
         alibi_slopes,
+        /// f32 `[1]` or `[batch | 1, heads_q | heads_k | 1]`: what the codes of queries of 8 bits
+        /// are multiplied with.
+        q_scale,
+        /// f32 `[1]` or `[batch | 1, heads_k | 1]`: the same of keys.
+        k_scale,
+        /// The same of values.
+        v_scale,
     }
     /// The numbers among them.
     AttentionNumbers {
@@ -255,6 +262,9 @@ options! {
         softcap: Float = 0.0,
         /// The number of a block mask; 0 is none.
         block_mask: Size = 0,
+        /// Element type of the output: 1 is f16, 2 is bf16, 3 is f32, 0 is that of q, and bf16
+        /// beside codes of 8 bits.
+        out_dtype: Int = 0,
     }
 }
 

@@ -83,7 +83,7 @@ fn what_is_not_given_has_the_default_of_the_table() {
     let values = AttentionOptions::TABLE.iter().map(|argument| argument.default).collect();
     let given = AttentionOptions::read(&mut Given { values, asked: Vec::new() }).unwrap();
     assert_eq!(given.numbers, absent.numbers);
-    assert!(<[_; 5]>::from(absent.tensors).iter().all(Option::is_none));
+    assert!(<[_; 8]>::from(absent.tensors).iter().all(Option::is_none));
     let absent = DecodeOptions::read(&mut Given::default()).unwrap();
     let values = DecodeOptions::TABLE.iter().map(|argument| argument.default).collect();
     let given = DecodeOptions::read(&mut Given { values, asked: Vec::new() }).unwrap();
@@ -99,6 +99,9 @@ fn given_arguments_reach_their_fields() {
         Value::Int(9),
         Value::Missing,
         Value::Int(8),
+        Value::Int(6),
+        Value::Missing,
+        Value::Int(5),
         Value::Int(1),
         Value::Int(2),
         Value::Int(3),
@@ -107,18 +110,22 @@ fn given_arguments_reach_their_fields() {
         Value::Float(0.5),
         Value::Float(30.0),
         Value::Int(5),
+        Value::Int(3),
     ];
     let mut given = Given { values: values.into(), asked: Vec::new() };
     let AttentionOptions { tensors, numbers } = AttentionOptions::read(&mut given).unwrap();
     let named = tensors.try_map(|name, number| Ok::<_, ()>((name, number))).unwrap();
     assert_eq!(
-        <[_; 5]>::from(named),
+        <[_; 8]>::from(named),
         [
             ("sink", Some(7)),
             ("cu_seqlens_q", None),
             ("cu_seqlens_k", Some(9)),
             ("bias", None),
             ("alibi_slopes", Some(8)),
+            ("q_scale", Some(6)),
+            ("k_scale", None),
+            ("v_scale", Some(5)),
         ]
     );
     let expected = AttentionNumbers {
@@ -130,6 +137,7 @@ fn given_arguments_reach_their_fields() {
         scale: Some(0.5),
         softcap: 30.0,
         block_mask: 5,
+        out_dtype: 3,
     };
     assert_eq!(numbers, expected);
     let mut wrong = Given { values: [Value::Bool(true)].into(), asked: Vec::new() };

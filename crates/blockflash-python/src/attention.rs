@@ -8,7 +8,7 @@ use crate::window::token_mask;
 use blockflash_foreign::{
     AttentionNumbers, AttentionOptions, AttentionTensors, ScoreNumbers, ScoreTensors,
 };
-use blockflash_ops::{Attention, BlockMask, CuSeqlens, Scores, View};
+use blockflash_ops::{Attention, BlockMask, CuSeqlens, DType, OperandScales, Scores, View};
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
@@ -71,8 +71,21 @@ pub(crate) fn call<'a>(
         scores: scores(numbers.into(), tensors.into())?,
         cu_seqlens,
         block_mask,
+        scales: OperandScales { q: tensors.q_scale, k: tensors.k_scale, v: tensors.v_scale },
+        o_dtype: out_dtype(numbers)?,
         ..Attention::new(q, k, v)
     })
+}
+
+/// The element type that is asked for the output.
+pub(crate) fn out_dtype(numbers: &AttentionNumbers) -> Result<Option<DType>> {
+    match numbers.out_dtype {
+        0 => Ok(None),
+        1 => Ok(Some(DType::F16)),
+        2 => Ok(Some(DType::BF16)),
+        3 => Ok(Some(DType::F32)),
+        other => Err(Failure::value(format!("out_dtype is {other}, but must be 0, 1, 2 or 3"))),
+    }
 }
 
 /// What happens to a score under these options.

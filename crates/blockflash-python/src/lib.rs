@@ -20,6 +20,7 @@ mod options;
 mod pages;
 mod pattern;
 mod plan;
+mod quantize;
 mod sdpa;
 mod table;
 mod window;
@@ -61,6 +62,8 @@ mod _native {
     use crate::pattern::Handle as BsrPattern;
     #[pymodule_export]
     use crate::plan::forecasts;
+    #[pymodule_export]
+    use crate::quantize::quantize;
     #[pymodule_export]
     use crate::sdpa::{sdpa, sdpa_backward};
     #[pymodule_export]

@@ -30,7 +30,7 @@ def packed(**changes: Any) -> dict[str, Any]:
 
 BAD_VALUES = {
     "f64": ((Q.double(), K.double(), V.double()), {}, "q is float64"),
-    "int8": ((Q.to(torch.int8), K, V), {}, "q is i(nt)?8"),
+    "int8": ((Q.to(torch.int8), K, V), {}, "k is f32, expected i8"),
     "int32": ((Q.int(), K.int(), V.int()), {}, "q is i32"),
     "mixed types": ((Q, K.half(), V), {}, "k is f16"),
     "meta": ((Q, K.to("meta"), V), {}, "are on cpu, meta and cpu"),

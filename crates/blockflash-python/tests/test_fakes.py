@@ -87,10 +87,10 @@ def test_attention(layout: str, heads: tuple[int, int], device: str) -> None:
 def test_packed_rows(layout: str, device: str) -> None:
     q, k, v = (LAYOUTS[layout](randn(16, count, 64, device=device)) for count in (4, 2, 2))
     starts = torch.tensor([0, 5, 14], dtype=torch.int32, device=device)
-    rest = (None, starts, starts, None, None, 9, 9)
+    rest = (None, starts, starts, *[None] * 5, 9, 9)
     for operator in (OPS.attention_forward, OPS.attention):
         check(
-            lambda q, k, v, at, f=operator: f(q, k, v, None, at, at, None, None, 9, 9),
+            lambda q, k, v, at, f=operator: f(q, k, v, None, at, at, *[None] * 5, 9, 9),
             q,
             k,
             v,
@@ -99,7 +99,7 @@ def test_packed_rows(layout: str, device: str) -> None:
     o, lse = OPS.attention(q, k, v, *rest)
     check(
         lambda grad, *t: OPS.attention_backward(
-            grad, None, *t[:-1], False, None, t[-1], t[-1], None, None, 9, 9
+            grad, None, *t[:-1], False, None, t[-1], t[-1], *[None] * 5, 9, 9
         ),
         o, q, k, v, o, lse, starts,
     )  # fmt: skip

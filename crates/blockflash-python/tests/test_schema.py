@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import blockflash
-from blockflash import _decode, _native, _pages  # noqa: F401
+from blockflash import _codes, _decode, _native, _pages  # noqa: F401
 from blockflash._schema import ATTENTION, DECODE, SCHEMAS, Options
 
 OPS = _decode._OPS
@@ -30,6 +30,9 @@ OPERATORS = {
         ["k_cache", "v_cache", "k_token_scale", "v_token_scale"],
     ),
     "attention_merge": (["parts_o", "parts_lse"], []),
+    "quantize": (
+        ["x", "scale", "cu_seqlens", "code", "per", "subtract_mean", "rotate", "max_seqlen"], [],
+    ),
     "summarize_pages": (
         ["k_cache", "summaries", "block_table", "seqused_k", "tokens"], ["summaries"],
     ),
@@ -69,17 +72,17 @@ def test_torch_has_the_options_in_their_order(name: str) -> None:
 
 
 def test_options_are_found_by_their_names() -> None:
-    given = ("a sink", None, "offsets", None, "slopes", 7)
+    given = ("a sink", None, "offsets", None, "slopes", None, None, None, 7)
     assert ATTENTION.value(given, "sink") == "a sink"
     assert ATTENTION.value(given, "max_q") == 7
     assert ATTENTION.value(given, "softcap") == 0.0
     named = ATTENTION.named(given)
     some = {"sink": "a sink", "cu_seqlens_k": "offsets", "alibi_slopes": "slopes", "max_q": 7}
     assert named == ATTENTION.defaults | some
-    assert ATTENTION.ordered(named) == (*given, *list(ATTENTION.defaults.values())[6:])
+    assert ATTENTION.ordered(named) == (*given, *list(ATTENTION.defaults.values())[9:])
     assert ATTENTION.leading({}) == ()
     leading = ATTENTION.leading({"max_q": 7, "sink": "a sink"})
-    assert tuple(leading) == ("a sink", None, None, None, None, 7)
+    assert tuple(leading) == ("a sink", *[None] * 7, 7)
     with pytest.raises(TypeError, match="mistake"):
         _native.options("mistake")
 
@@ -156,7 +159,7 @@ def test_native_functions_read_options_as_torch_passes_them() -> None:
         ({"top_left": 2}, "top_left: "),
         ({"scale": "large"}, "scale: "),
         ({"sink": 1}, "sink must be a torch.Tensor, not int"),
-        ({"mistake": 1}, "14 options are given, but there are 13"),
+        ({"mistake": 1}, "18 options are given, but there are 17"),
     ):
         with pytest.raises(TypeError, match=why):
             _native.attention(q, q, q, o, None, *ATTENTION.ordered(wrong))

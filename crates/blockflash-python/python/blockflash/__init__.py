@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from . import jax as jax
     from . import sparse as sparse
     from ._attention import attention, block_sparse_attention
+    from ._codes import quantize
     from ._decode import attention_decode, attention_merge
     from ._info import info, set_checks, usable
     from ._pages import choose_pages, summarize_pages
@@ -37,6 +38,7 @@ _MODULES = {
     "distributed": ".distributed",
     "info": "._info",
     "jax": ".jax",
+    "quantize": "._codes",
     "reset_stats": "._stats",
     "restore_sdpa": ".sdpa",
     "scaled_dot_product_attention": ".sdpa",
@@ -65,6 +67,7 @@ __all__ = [
     "block_sparse_attention",
     "choose_pages",
     "info",
+    "quantize",
     "reset_stats",
     "restore_sdpa",
     "scaled_dot_product_attention",

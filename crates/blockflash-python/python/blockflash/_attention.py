@@ -35,6 +35,10 @@ def attention(
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     block_mask: BlockMask | None = None,
+    q_scale: Tensor | float | None = None,
+    k_scale: Tensor | float | None = None,
+    v_scale: Tensor | float | None = None,
+    out_dtype: torch.dtype | None = None,
     return_lse: bool = False,
     out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -45,7 +49,9 @@ def attention(
 
     On a GPU the element types are float16 and bfloat16 and the head dimension is at most 256; one
     that is no multiple of 8 is padded by a copy, and operands that are not aligned to 16 bytes are
-    copied. The CPU takes float32, too. The work is queued on torch's current stream.
+    copied. The CPU takes float32, too, and q, k and v of 8 bits (`float8_e4m3fn`, `float8_e5m2`,
+    `int8`), which `blockflash.quantize` makes: they have no gradient. The work is queued on torch's
+    current stream.
 
     Gradients of q, k, v, sink, bias and lse are our own, and the same bit for bit in repeats. There
     is no gradient of a gradient, no derivative in forward mode and none with `out`: they raise
@@ -78,6 +84,14 @@ def attention(
         max_seqlen_k: The longest sequence of keys.
         block_mask: Which blocks of queries and keys are visited at all; one of `BlockMask.packed`
             with `cu_seqlens_q`. A `token_mask` that it has is applied if the call names none.
+        q_scale: Only for q, k and v of 8 bits: what the codes of q are multiplied with, 1 by
+            default. A number, or float32 `[1]` or `[B, H]`, where an extent may also be 1; H is Hq
+            or Hk.
+        k_scale: The same of k, with Hk heads.
+        v_scale: The same of v.
+        out_dtype: The element type of the output, float16, bfloat16 or float32: by default that of
+            q, and bfloat16 if q has 8 bits. There is no gradient if it differs from that of q, and
+            no GPU kernel.
         return_lse: Return `(o, lse)`: lse is float32, `[B, Hq, Sq]` or `[Hq, Tq]`, the natural
             logarithm of the sum of the exponentials of each row's scores. Its own gradient takes
             head dimensions up to 248 on a GPU.
@@ -85,8 +99,8 @@ def attention(
             an operand, but may be between their elements.
 
     Returns:
-        The output in the shape of q with the head dimension of v, in the element type of q,
-        contiguous, or a pair with the lse.
+        The output in the shape of q with the head dimension of v, in the element type of q or
+        `out_dtype`, contiguous, or a pair with the lse.
 
     Raises:
         Unsupported: No kernel takes the call, or it has no gradient.
@@ -107,8 +121,15 @@ def attention(
             options["left"], options["right"] = sides(False, block_mask.token_mask)
             options["top_left"] = True
 
+    is_coded = q.dtype.itemsize == 1
+    if is_coded or not (q_scale is k_scale is v_scale is out_dtype is None):
+        from . import _codes
+
+        scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
+        options |= _codes.options(q, k, v, out_dtype, **scales)
+
     head_dim = None
-    if q.is_cuda and (q.shape[-1] % 8 or v.shape[-1] % 8):
+    if q.is_cuda and not is_coded and (q.shape[-1] % 8 or v.shape[-1] % 8):
         if out is not None:
             raise Unsupported(
                 f"out= on a GPU for head_dim {q.shape[-1]}, which is no multiple of 8"

@@ -17,9 +17,9 @@ _CONVERT = "which are to be converted to bfloat16 or float16 before"
 _REFUSED: dict[str, tuple[Any, str]] = {
     "dropout_p": (0.0, "dropout"),
     "qv": (None, "a second query for the values"),
-    "q_descale": (None, f"8-bit queries, {_CONVERT}"),
-    "k_descale": (None, f"8-bit keys, {_CONVERT}"),
-    "v_descale": (None, f"8-bit values, {_CONVERT}"),
+    "q_descale": (None, "scales of queries of 16 bits"),
+    "k_descale": (None, "scales of keys of 16 bits"),
+    "v_descale": (None, "scales of values of 16 bits"),
     "attention_chunk": (0, "chunked attention"),
 }
 """Arguments that must keep their default, with the feature that is missing."""
@@ -50,6 +50,17 @@ def refuse_of_3(
         return
     scales = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
     refuse(qv=qv, **scales, attention_chunk=attention_chunk)
+
+
+def scales_of_3(
+    q: Tensor, k: Tensor, v: Tensor, qv: Tensor | None, attention_chunk: int, **descales: Any
+) -> dict[str, Any]:
+    """Options of `attention` for `q_descale`, `k_descale` and `v_descale`, refusing the others."""
+    if q.dtype.itemsize == k.dtype.itemsize == v.dtype.itemsize == 1:
+        refuse_of_3(qv, None, None, None, attention_chunk)
+        return {name.replace("descale", "scale"): scale for name, scale in descales.items()}
+    refuse_of_3(qv, **descales, attention_chunk=attention_chunk)
+    return {}
 
 
 def refuse_8_bits(q: Tensor, k: Tensor, v: Tensor, names: Sequence[str] = "qkv") -> None:
@@ -84,9 +95,10 @@ def attend(
     """`blockflash.attention` with flash-attn's conventions.
 
     `scores` are those `conventions`, `packed` are `cu_seqlens_q`, `cu_seqlens_k`, `max_seqlen_q`
-    and `max_seqlen_k`.
+    and `max_seqlen_k`, and the scales of elements of 8 bits (`scales_of_3`).
     """
-    refuse_8_bits(q, k, v)
+    if "q_scale" not in packed:
+        refuse_8_bits(q, k, v)
     try:
         q, k, v = contiguous_rows(q), contiguous_rows(k), contiguous_rows(v)
         result = attention(q, k, v, return_lse=return_lse, **scores, **packed)

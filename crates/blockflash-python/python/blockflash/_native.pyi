@@ -40,6 +40,17 @@ def attention_backward(
     allocate: Callable[[int], Tensor],
     *options: Any,
 ) -> None: ...
+def quantize(
+    x: Tensor,
+    codes: Tensor,
+    given: Tensor | None,
+    scale: Tensor | None,
+    mean: Tensor | None,
+    cu_seqlens: Tensor | None,
+    max_seqlen: int,
+    per: str,
+    rotate: bool,
+) -> None: ...
 def sdpa(
     query: Tensor,
     key: Tensor,

@@ -16,6 +16,7 @@ passed. q is `[B, Sq, Hq, D]` or packed `[Tq, Hq, D]`, o has the D of v, lse is 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -26,14 +27,30 @@ from torch._ops import OpOverload
 from . import _autograd, _flops, _gradient, _native
 from ._schema import ATTENTION, SCHEMAS
 
+CODES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
+"""The element types of 8 bits that stand for numbers times a scale."""
+OUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+"""What `out_dtype` of the operators numbers from 1 on."""
 
-def empty_o(q: Tensor, v: Tensor, cu_seqlens_q: Tensor | None) -> Tensor:
+
+def empty_o(q: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, out_dtype: int = 0) -> Tensor:
     """An output; zeros where rows may belong to no sequence."""
+    dtype = None
+    if 0 < out_dtype <= len(OUT_DTYPES):
+        dtype = OUT_DTYPES[out_dtype - 1]
+    elif q.dtype in CODES:
+        dtype = torch.bfloat16
     if v.shape[-1:] != q.shape[-1:]:
         new = q.new_empty if cu_seqlens_q is None else q.new_zeros
-        return new((*q.shape[:-1], *v.shape[-1:]))
+        return new((*q.shape[:-1], *v.shape[-1:]), dtype=dtype)
     empty = torch.empty_like if cu_seqlens_q is None else torch.zeros_like
-    return empty(q, memory_format=torch.contiguous_format)
+    return empty(q, dtype=dtype, memory_format=torch.contiguous_format)
+
+
+def _empty_o_of(q: Tensor, v: Tensor, options: Sequence[Any]) -> Tensor:
+    """An output of a call with these options."""
+    named = ATTENTION.value(options, "cu_seqlens_q"), ATTENTION.value(options, "out_dtype")
+    return empty_o(q, v, *named)
 
 
 def empty_lse(q: Tensor, cu_seqlens_q: Tensor | None) -> Tensor:
@@ -66,7 +83,7 @@ def attention_out(
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
     cu_seqlens_q = ATTENTION.value(options, "cu_seqlens_q")
-    o, lse = empty_o(q, v, cu_seqlens_q), empty_lse(q, cu_seqlens_q)
+    o, lse = _empty_o_of(q, v, options), empty_lse(q, cu_seqlens_q)
     attention_out(q, k, v, o, lse, *options)
     return o, lse
 
@@ -100,7 +117,7 @@ def into(
 
 
 def _attention_forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> Tensor:
-    o = empty_o(q, v, ATTENTION.value(options, "cu_seqlens_q"))
+    o = _empty_o_of(q, v, options)
     attention_out(q, k, v, o, None, *options)
     return o
 
@@ -108,7 +125,7 @@ def _attention_forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> Tensor
 def _fake_attention_forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> Tensor:
     if not q.device == k.device == v.device:
         raise ValueError(f"q, k and v are on {q.device}, {k.device} and {v.device}")
-    return empty_o(q, v, ATTENTION.value(options, "cu_seqlens_q"))
+    return _empty_o_of(q, v, options)
 
 
 def _fake_attention(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:

@@ -71,6 +71,9 @@ SCHEMAS = {
     "attention_append": f"({_WRITTEN_CACHE}, Tensor k, Tensor v, {DECODE.text}) -> {_RESULTS}",
     "attention_append_scales": f"({_WRITTEN_CACHE}, {_TOKEN_SCALES}, Tensor k, Tensor v, "
     f"{DECODE.text}) -> {_RESULTS}",
+    "quantize": "(Tensor x, Tensor? scale, Tensor? cu_seqlens, int code, int per, "
+    "bool subtract_mean, bool rotate, SymInt max_seqlen) -> "
+    "(Tensor codes, Tensor scale, Tensor mean)",
     "attention_merge": f"(Tensor parts_o, Tensor parts_lse) -> {_RESULTS}",
     "summarize_pages": f"(Tensor k_cache, Tensor(a!) summaries, {_PAGES}, SymInt tokens) -> ()",
     "choose_pages": f"(Tensor q, Tensor k_cache, Tensor summaries, {_PAGES}, "

@@ -52,6 +52,7 @@ class _Rule:
         self.packed = named["cu_seqlens_q"] is not None
         self.has_sink = named["sink"] is not None
         self._bias, self._slopes = named["bias"], named["alibi_slopes"]
+        self._scales = {name: named[name] for name in ("q_scale", "k_scale", "v_scale")}
         self._given = [named[name] is not None for name in ATTENTION.tensors]
         self.kinds = ["whole"]
         mask = named["block_mask"]
@@ -80,6 +81,7 @@ class _Rule:
             "sink": self.logits(kind), "cu_seqlens_q": Replicate(), "cu_seqlens_k": Replicate(),
             "bias": _of_pairs(self._bias, kind), "alibi_slopes": _of_slopes(self._slopes, kind),
         }  # fmt: skip
+        found |= {name: _of_rows(scale, kind) for name, scale in self._scales.items()}
         return _chosen(found, ATTENTION.tensors, self._given)
 
     def of_bias(self, kind: str) -> Any:
@@ -92,6 +94,13 @@ def _of_pairs(bias: Any, kind: str) -> Any:
     """Of a bias, whose dimensions of extent 1 serve all."""
     dim = {"batch": 0, "heads": 1}.get(kind)
     return Replicate() if bias is None or dim is None or bias.shape[dim] == 1 else Shard(dim)
+
+
+def _of_rows(scale: Any, kind: str) -> Any:
+    """Of scales, `[1]` or `[batch, heads]`, whose dimensions of extent 1 serve all."""
+    dim = {"batch": 0, "heads": 1}.get(kind)
+    alone = scale is None or dim is None or len(scale.shape) < 2 or scale.shape[dim] == 1
+    return Replicate() if alone else Shard(dim)
 
 
 def _of_slopes(slopes: Any, kind: str) -> Any:

@@ -12,8 +12,11 @@ function takes these arguments, apart from its tensors:
   `blockflash.flash_attn.flash_attn_interface`.
 - `num_splits`, `pack_gqa`, `sm_margin`, `scheduler_metadata`: steer only the speed of
   FlashAttention's own kernels. Any value is accepted and none changes anything here.
-- `qv`, `q_descale`, `k_descale`, `v_descale` and `attention_chunk` raise `Unsupported` unless at
-  their defaults, but for `k_descale` and `v_descale` of `flash_attn_with_kvcache`.
+- `q_descale`, `k_descale`, `v_descale`: f32 `[batch, heads_k]`, what q, k and v of 8 bits are
+  multiplied with; their output is bf16, and they have no gradient. They run on the CPU only so far,
+  apart from caches of `flash_attn_with_kvcache`, whose q has 16 bits. Beside 16 bits they raise
+  `Unsupported` unless at their defaults.
+- `qv` and `attention_chunk` raise `Unsupported` unless at their defaults.
 - `return_attn_probs`: returns `(out, softmax_lse)`: softmax_lse is f32,
   `[batch, heads, seqlen_q]` or `[heads, total_q]`.
 
@@ -27,7 +30,15 @@ import torch
 from torch import Tensor
 
 from ._decode import attention_merge
-from ._flash import InvalidCall, attend, conventions, refuse_of_3, unpack, used_parts
+from ._flash import (
+    InvalidCall,
+    attend,
+    conventions,
+    refuse_of_3,
+    scales_of_3,
+    unpack,
+    used_parts,
+)
 from ._flash_cache import with_kvcache
 
 __all__ = [
@@ -67,9 +78,10 @@ def flash_attn_func(
         `[batch, seqlen_q, heads, head_dim]`, or a pair with `return_attn_probs`.
 
     """
-    refuse_of_3(qv, q_descale, k_descale, v_descale, attention_chunk)
+    descales = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
+    scales = scales_of_3(q, k, v, qv, attention_chunk, **descales)
     scores = conventions(softmax_scale, causal, window_size, softcap)
-    return attend(q, k, v, scores, return_attn_probs)
+    return attend(q, k, v, scores, return_attn_probs, **scales)
 
 
 def flash_attn_varlen_func(
@@ -108,7 +120,8 @@ def flash_attn_varlen_func(
         `[total_q, heads, head_dim]`, or a pair with `return_attn_probs`.
 
     """
-    refuse_of_3(qv, q_descale, k_descale, v_descale, attention_chunk)
+    descales = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
+    scales = scales_of_3(q, k, v, qv, attention_chunk, **descales)
     if seqused_q is not None or seqused_k is not None:
         cu_seqlens_q, cu_seqlens_k = used_parts(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
     scores = conventions(softmax_scale, causal, window_size, softcap)
@@ -118,6 +131,7 @@ def flash_attn_varlen_func(
         cu_seqlens_k=cu_seqlens_k,
         max_seqlen_q=max_seqlen_q,
         max_seqlen_k=max_seqlen_k,
+        **scales,
     )
 
 
@@ -151,9 +165,10 @@ def flash_attn_qkvpacked_func(
         q, k, v = unpack("qkv", qkv, 3)
         if num_heads_q not in (None, q.size(-2)):
             raise InvalidCall(f"num_heads_q is {num_heads_q} with {q.size(-2)} heads of q in qkv")
-    refuse_of_3(None, q_descale, k_descale, v_descale, attention_chunk)
+    descales = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
+    scales = scales_of_3(q, k, v, None, attention_chunk, **descales)
     scores = conventions(softmax_scale, causal, window_size, softcap)
-    return attend(q, k, v, scores, return_attn_probs)
+    return attend(q, k, v, scores, return_attn_probs, **scales)
 
 
 def flash_attn_with_kvcache(

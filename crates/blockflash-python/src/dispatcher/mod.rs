@@ -9,7 +9,7 @@
 mod torch;
 
 use self::torch::{Handle, Shim, Tensor, Torch, check};
-use crate::attention::run;
+use crate::attention::{out_dtype, run};
 use crate::error::{Failure, Kind, Result, with_memory};
 use crate::foreign::views;
 use blockflash_foreign::{Arguments, AttentionOptions};
@@ -171,7 +171,7 @@ fn forward(shim: &'static Shim, values: &mut [u64], with_lse: bool) -> Result<()
     let [q, k, v, options @ ..] = values else { return Err(too_few()) };
     // SAFETY: torch calls the kernels with the arguments of the schema.
     let mut call = unsafe { Call::take(shim, [*q, *k, *v], options) }?;
-    let o = call.qkv[0].empty_o(&call.qkv[2])?;
+    let o = call.qkv[0].empty_o(&call.qkv[2], out_dtype(&call.options.numbers)?)?;
     let lse = if with_lse { Some(call.qkv[0].empty_lse()?) } else { None };
     if call.options.tensors.cu_seqlens_q.is_some() {
         // Rows that belong to no sequence are not written.

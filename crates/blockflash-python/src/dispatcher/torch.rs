@@ -78,6 +78,9 @@ functions!(Torch {
     aoti_torch_dtype_bfloat16() -> i32;
     aoti_torch_dtype_float32() -> i32;
     aoti_torch_dtype_int32() -> i32;
+    aoti_torch_dtype_float8_e4m3fn() -> i32;
+    aoti_torch_dtype_float8_e5m2() -> i32;
+    aoti_torch_dtype_int8() -> i32;
     aoti_torch_check(bool, *const c_char, *const c_char, u32, *const c_char);
 });
 
@@ -246,16 +249,20 @@ impl Tensor {
         self.empty(self.sizes()?, self.read(self.0.torch.aoti_torch_get_dtype, 0)?)
     }
 
-    /// A new output of these queries: contiguous, with rows as long as those of v.
-    pub(super) fn empty_o(&self, v: &Self) -> Result<Tensor> {
+    /// A new output of these queries: contiguous, with rows as long as those of v, of this type or
+    /// theirs, or bf16 beside codes.
+    pub(super) fn empty_o(&self, v: &Self, asked: Option<DType>) -> Result<Tensor> {
         let (sizes, of_v) = (self.sizes()?, v.sizes()?);
+        let own = self.read(self.0.torch.aoti_torch_get_dtype, 0)?;
+        let of_codes = || known(&self.0.torch, own).filter(|own| own.is_code());
+        let asked = asked.or_else(|| of_codes().map(|_| DType::BF16));
+        let dtype = asked.map_or(own, |asked| number(&self.0.torch, asked).unwrap_or(own));
         if sizes.last() == of_v.last() {
-            return self.empty_like();
+            return self.empty(sizes, dtype);
         }
         let (Some((_, rows)), Some(&width)) = (sizes.split_last(), of_v.last()) else {
             return Err(Failure::value(format!("q has shape {sizes:?} and v {of_v:?}")));
         };
-        let dtype = self.read(self.0.torch.aoti_torch_get_dtype, 0)?;
         self.empty(&[rows, &[width]].concat(), dtype)
     }
 
@@ -316,15 +323,29 @@ unsafe fn elements<'a>(numbers: *const i64, count: i64) -> &'a [i64] {
     }
 }
 
-/// The element type that torch numbers so, if an operation takes it.
-fn known(torch: &Torch, number: i32) -> Option<DType> {
-    let types = [
+/// The element types that an operation takes, by the functions that return torch's numbers.
+fn types(torch: &Torch) -> [(unsafe extern "C-unwind" fn() -> i32, DType); 7] {
+    [
         (torch.aoti_torch_dtype_float16, DType::F16),
         (torch.aoti_torch_dtype_bfloat16, DType::BF16),
         (torch.aoti_torch_dtype_float32, DType::F32),
         (torch.aoti_torch_dtype_int32, DType::I32),
-    ];
+        (torch.aoti_torch_dtype_float8_e4m3fn, DType::E4M3),
+        (torch.aoti_torch_dtype_float8_e5m2, DType::E5M2),
+        (torch.aoti_torch_dtype_int8, DType::I8),
+    ]
+}
+
+/// The element type that torch numbers so, if an operation takes it.
+fn known(torch: &Torch, number: i32) -> Option<DType> {
     // SAFETY: these functions take nothing and return a constant.
-    let found = types.into_iter().find(|(code, _)| number == unsafe { code() });
+    let found = types(torch).into_iter().find(|(code, _)| number == unsafe { code() });
     found.map(|(_, dtype)| dtype)
+}
+
+/// torch's number of an element type.
+fn number(torch: &Torch, dtype: DType) -> Option<i32> {
+    let found = types(torch).into_iter().find(|(_, known)| *known == dtype);
+    // SAFETY: as in `known`.
+    found.map(|(code, _)| unsafe { code() })
 }
