@@ -84,7 +84,12 @@ pub(super) fn markdown(kernels: &[Kernel]) -> String {
     for (size, names) in others {
         push(&names.join(", "), size, &on_cpu);
     }
-    push("all of these", "all of these", &Cells { types: BTreeSet::from(["f32"]), ..on_cpu });
+    let of = |types: &[&'static str]| Cells {
+        types: types.iter().copied().collect(),
+        targets: BTreeSet::new(),
+    };
+    push("all of these", "all of these", &of(&["f32"]));
+    push("attention forward, quantising to 8 bits", "any head_dim", &of(&["e4m3", "e5m2", "i8"]));
     table
 }
 
@@ -118,6 +123,7 @@ mod tests {
              choice of pages | any other head_dim | bf16, f16",
             "| BSR matmul, sampled product | any other block | bf16, f16",
             "| all of these | all of these | f32",
+            "| attention forward, quantising to 8 bits | any head_dim | e4m3, e5m2, i8",
         ] {
             let line = format!("{line} | – | – | – | – | – | – | yes |\n");
             assert!(table.contains(&line), "{table}");
