@@ -14,6 +14,7 @@ needs("sglang", "sglang.srt.layers.attention.attention_registry")
 
 from sglang.srt.layers.radix_attention import AttentionType  # noqa: E402
 from sglang.srt.model_executor.forward_batch_info import ForwardMode  # noqa: E402
+from sglang.srt.model_executor.forward_context import ForwardContext, forward_context  # noqa: E402
 from sglang.srt.speculative.eagle_utils import TreeMaskMode  # noqa: E402
 from sglang.srt.speculative.ngram_info import NgramVerifyInput  # noqa: E402
 from sglang_model import HEADS, PAGE, Model, configure, layer_of  # noqa: E402
@@ -26,13 +27,15 @@ from blockflash.sglang._draft import BlockflashDraftBackend  # noqa: E402
 LENGTHS, NEW = [20, 33, 37, 1, 64], [20, 1, 7, 1, 3]
 
 
+@torch.inference_mode()
 def run(model: Model, layer: Any, mode: ForwardMode, new: list[int], **options: Any) -> Any:
-    """A step outside of a graph: output and queries."""
+    """A step outside of a graph, by SGLang's own layer: output and queries."""
     q, k, v = model.step(layer, new)
-    batch, backend = model.batch(mode, new, **options.pop("batch", {})), BlockflashBackend
+    batch = model.batch(mode, new, **options.pop("batch", {}))
     backend = options.pop("backend", None) or BlockflashBackend(model.runner)
     backend.init_forward_metadata(batch)
-    return backend.forward(q, k, v, layer, batch, **options), q
+    with forward_context(ForwardContext(attn_backend=backend), forward_batch=batch):
+        return layer(q, k, v, batch, **options), q
 
 
 @pytest.mark.parametrize("windows", [False, True])
