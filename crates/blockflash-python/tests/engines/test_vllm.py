@@ -14,6 +14,7 @@ from engine import needs
 
 needs("vllm", "vllm.config", "vllm.v1.attention.backend")
 
+import vllm  # noqa: E402
 from vllm.config import AttentionConfig  # noqa: E402
 from vllm.platforms.interface import DeviceCapability  # noqa: E402
 from vllm.v1.attention.backend import (  # noqa: E402
@@ -68,6 +69,17 @@ def test_another_registry_is_a_warning(
     with caplog.at_level(logging.WARNING, logger="blockflash.vllm"):
         plugin.register()
     assert "does not take the attention backend BLOCKFLASH" in caplog.text
+
+
+def test_another_version_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    spec = importlib.util.find_spec("blockflash.vllm._backend")
+    for version, said in (("0.33.0", ""), ("0.34.1", "this is 0.34.1")):
+        monkeypatch.setattr(vllm, "__version__", version)
+        with caplog.at_level(logging.WARNING):
+            spec.loader.exec_module(importlib.util.module_from_spec(spec))
+        assert said in caplog.text and bool(said) == bool(caplog.records)
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)

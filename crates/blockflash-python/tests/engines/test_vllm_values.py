@@ -267,6 +267,18 @@ def test_a_cache_that_vllm_replaces_is_seen() -> None:
     assert layer.run()[:rows].eq(0).all() and not first[:rows].eq(0).all()
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", ["window", "fp8", "int8_per_token_head"])
+def test_a_step_passes_the_checks_of_lengths_and_tables(name: str, device: str) -> None:
+    layer = Layer(CASES[name])
+    blockflash.set_checks(True)
+    try:
+        with torch.inference_mode():  # As vLLM calls it.
+            layer.check(layer.run(device))
+    finally:
+        blockflash.set_checks(False)
+
+
 def test_calls_are_counted() -> None:
     layer, before = Layer(Case()), blockflash.stats()["attention_decode"].kernel
     layer.run()

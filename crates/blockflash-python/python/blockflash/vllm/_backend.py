@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any, ClassVar
 
 import torch
+from vllm import __version__ as _vllm
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import AttentionBackend, AttentionType, MultipleOf
 from vllm.v1.kv_cache_interface import KVCacheLayout
@@ -14,6 +16,12 @@ from ._cache import CODES, PER_TOKEN_HEAD, with_scales
 from ._impl import BlockflashImpl
 from ._metadata import BlockflashMetadataBuilder
 from ._reasons import explained
+
+if not _vllm.startswith(("0.32.", "0.33.")):
+    logging.getLogger(__name__).warning(
+        "BLOCKFLASH is tested with vLLM 0.32 and 0.33; this is %s, and its interface may differ",
+        _vllm,
+    )
 
 _PLAIN = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
