@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import os
+import subprocess
+import sys
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -234,6 +237,20 @@ def test_layers_that_are_refused() -> None:
         layer.forward(None, none, none, none, none, None, none, output_scale=torch.ones(1))
     output = torch.full((3, 4, 32), torch.nan)
     assert layer.forward(None, output, output, output, output, None, output).eq(0).all()
+
+
+def test_a_layer_of_vllm_drives_the_backend() -> None:
+    here = Path(__file__).resolve().parent
+    path = os.pathsep.join([str(here.parent), *sys.path])  # Where this process finds modules.
+    done = subprocess.run(
+        [sys.executable, here / "vllm_layer.py"],
+        env=os.environ | {"PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=300,
+    )
+    said = [line for line in done.stdout.splitlines() if line.endswith(" ok")]
+    assert done.returncode == 0 and len(said) == 4, done.stdout
 
 
 def test_the_arguments_of_serve_check() -> None:
