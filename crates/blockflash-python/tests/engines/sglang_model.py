@@ -19,13 +19,23 @@ PAGE, COLUMNS, HEADS, HEADS_KV, DIM = 16, 8, 4, 2, 32
 PAGES = 40
 
 
-def configure(monkeypatch: Any, tokens: int | None = None, topk: int | None = None) -> None:
+def configure(
+    monkeypatch: Any,
+    tokens: int | None = None,
+    topk: int | None = None,
+    diffusion: str | None = None,
+    deterministic: bool = False,
+) -> None:
     """What SGLang publishes of its options, as far as a backend asks for it."""
+    modes = {
+        "dllm": SimpleNamespace(dllm_algorithm=diffusion),
+        "deterministic": SimpleNamespace(enable_deterministic_inference=deterministic),
+    }
     spec = {"speculative_num_draft_tokens": tokens, "speculative_eagle_topk": topk}
     for name, values in (
         ("get_spec", spec),
         ("get_parallel", {"attn_cp_size": 1, "attn_dcp_size": 1}),
-        ("get_exec", {"dllm": SimpleNamespace(dllm_algorithm=None)}),
+        ("get_exec", modes),
     ):
         monkeypatch.setattr(runtime_context, name, lambda values=values: SimpleNamespace(**values))
 

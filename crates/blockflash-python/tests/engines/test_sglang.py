@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import json
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ prepare()
 needs("sglang", "sglang.srt.layers.attention.attention_registry")
 
 from sglang.srt.arg_groups import choices  # noqa: E402
+from sglang.srt.arg_groups.overrides import attention_backends_of, resolved_view  # noqa: E402
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS  # noqa: E402
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend  # noqa: E402
 from sglang.srt.layers.radix_attention import AttentionType  # noqa: E402
@@ -61,6 +63,46 @@ def test_the_command_line_takes_it() -> None:
     line = ["--model-path", "x", "--attention-backend", "blockflash", "--page-size", "64"]
     found = parser.parse_args([*line, "--speculative-draft-attention-backend", "blockflash"])
     assert found.attention_backend == found.speculative_draft_attention_backend == "blockflash"
+
+
+DRAFTS = {"speculative_algorithm": "EAGLE", "speculative_num_steps": 3}
+RESOLVED: list[tuple[dict[str, Any], str | None]] = [
+    ({}, None),
+    ({"kv_cache_dtype": "fp8_e4m3"}, None),
+    ({"speculative_algorithm": "NGRAM", "speculative_ngram_max_bfs_breadth": 1}, None),
+    ({**DRAFTS, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 4}, None),
+    # What SGLang's own lists keep for others, as the guide says.
+    ({**DRAFTS, "speculative_eagle_topk": 4, "speculative_num_draft_tokens": 8}, "only supported"),
+    ({"speculative_algorithm": "NGRAM"}, "only supported for the 'flashinfer' backend"),
+    ({"enable_deterministic_inference": True}, "supported for deterministic inference"),
+]
+
+
+@pytest.mark.parametrize(("options", "reason"), RESOLVED)
+def test_server_arguments(options: dict[str, Any], reason: str | None, tmp_path: Path) -> None:
+    """SGLang's resolution of its arguments for a GPU and a small Llama."""
+    register()
+    model = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64}
+    model |= {"num_attention_heads": 4, "num_hidden_layers": 1, "vocab_size": 8}
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    if "speculative_eagle_topk" in options:
+        options = {**options, "speculative_draft_model_path": str(tmp_path)}
+    arguments = ServerArgs(
+        **options,
+        model_path=str(tmp_path),
+        attention_backend="blockflash",
+        page_size=64,
+        device="cuda",
+        skip_tokenizer_init=True,
+    )
+    if reason is not None:
+        with pytest.raises(ValueError, match=reason):
+            arguments.resolve_once()
+        return
+    arguments.resolve_once()
+    resolved = resolved_view(arguments)
+    assert attention_backends_of(resolved) == ("blockflash", "blockflash")
+    assert resolved.page_size == 64
 
 
 def test_the_package_names_its_plugin() -> None:
@@ -162,6 +204,16 @@ def test_refusals(changes: dict[str, Any], reason: str, monkeypatch: pytest.Monk
     vars(model.runner.model_config).update(config)
     with pytest.raises(ValueError, match=reason):
         BlockflashBackend(model.runner)
+
+
+def test_refused_modes(monkeypatch: pytest.MonkeyPatch) -> None:
+    for options, reason in (
+        ({"diffusion": "X"}, "--dllm-algorithm"),
+        ({"deterministic": True}, "leave out --enable-deterministic-inference"),
+    ):
+        configure(monkeypatch, **options)
+        with pytest.raises(ValueError, match=reason):
+            BlockflashBackend(Model([20]).runner)
 
 
 @pytest.mark.parametrize(("name", "value"), [("attn_cp_size", 2), ("attn_dcp_size", 2)])

@@ -18,7 +18,7 @@ from .. import _autograd, _decode, _stats
 from .._arguments import scores
 from .._schema import DECODE
 from ._metadata import GraphBuffers, Metadata, PageTables, offsets, trees
-from ._refusals import check_layer, check_runner, refuse
+from ._refusals import check_layer, check_modes, check_runner, refuse
 
 
 class BlockflashBackend(AttentionBackend):
@@ -36,8 +36,8 @@ class BlockflashBackend(AttentionBackend):
         ngram, is_draft = runner.spec_algorithm.is_ngram(), runner.is_draft_worker
         self.trees: bool = ngram or (spec.speculative_eagle_topk or 0) > 1
         ranks = max(parallel.attn_cp_size, parallel.attn_dcp_size)
-        diffusion = runtime_context.get_exec().dllm.dllm_algorithm is not None
-        check_runner(runner, self.trees, ranks, diffusion)
+        check_runner(runner, self.trees, ranks)
+        check_modes(runtime_context.get_exec())
         self.max_context_len: int = runner.model_config.context_len
         self.token_to_kv_pool = runner.token_to_kv_pool
         self.kv_index_translator = runner.kv_index_translator

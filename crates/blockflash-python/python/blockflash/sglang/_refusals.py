@@ -22,12 +22,11 @@ def refuse(reason: str) -> None:
     raise ValueError(f"--attention-backend blockflash: {reason}")
 
 
-def check_runner(runner: Any, trees: bool, context_parallel: int, diffusion: bool) -> None:
+def check_runner(runner: Any, trees: bool, context_parallel: int) -> None:
     """Raises for a model or a configuration that is not served.
 
-    `trees` says whether drafted tokens that are verified form trees, not chains,
-    `context_parallel` how many ranks share the keys of a sequence, `diffusion` whether a language
-    model denoises blocks of tokens.
+    `trees` says whether drafted tokens that are verified form trees, not chains, and
+    `context_parallel` how many ranks share the keys of a sequence.
     """
     config, page, dtype = runner.model_config, runner.page_size, runner.kv_cache_dtype
     if page <= 0 or page % 16:
@@ -50,8 +49,6 @@ def check_runner(runner: Any, trees: bool, context_parallel: int, diffusion: boo
             f"{context_parallel} ranks share the keys of a sequence: leave out context parallelism "
             "(--attn-cp-size, --dcp-size)"
         )
-    if diffusion:
-        refuse(f"there are no models of --dllm-algorithm: {_ELSE}")
     spec = runner.spec_algorithm
     served = spec.is_none() or spec.is_eagle() or spec.is_standalone() or spec.is_ngram()
     if not served or spec.is_frozen_kv_mtp():
@@ -69,6 +66,18 @@ def check_runner(runner: Any, trees: bool, context_parallel: int, diffusion: boo
                 "trees of drafted tokens beside a cache of 8 bits have no kernel: pass "
                 "--kv-cache-dtype auto, or --speculative-eagle-topk 1 and not NGRAM"
             )
+
+
+def check_modes(modes: Any) -> None:
+    """Raises for options of SGLang's group `exec` that are not served."""
+    if modes.dllm.dllm_algorithm is not None:
+        refuse(f"there are no models of --dllm-algorithm: {_ELSE}")
+    if modes.deterministic.enable_deterministic_inference:
+        # SGLang refuses it itself, unless this backend has the name of another one.
+        refuse(
+            "bits of a token depend on how many tokens of its sequence a step computes: leave out "
+            "--enable-deterministic-inference"
+        )
 
 
 def check_layer(layer: Any, options: dict[str, Any]) -> None:
