@@ -87,14 +87,17 @@ class Layer:
         content = 2 * size + (16 if own else 0)
         kind = case.dtype if case.kind == "auto" else torch.uint8
         kind = torch.int8 if case.kind.startswith("int8") else kind
-        logical = (len(pages), HEADS_KV, PAGE, content)
-        order = case.layout.layer_view_order
+        logical, order = (2, len(pages), HEADS_KV, PAGE, content), case.layout.stride_order
         # What is never written is NaN.
         memory = torch.full([logical[i] for i in order], 127, dtype=torch.uint8).to(kind)
         if kind.is_floating_point:
             memory.fill_(torch.nan)
-        self.cache = memory.permute([order.index(i) for i in range(4)])
+        self.hold(memory.permute([order.index(i) for i in range(5)]))
         self.fill()
+
+    def hold(self, layers: Tensor) -> None:
+        """Take the second of two layers, `[layers, pages, heads, slots, content]`."""
+        self.layers, self.cache = layers, layers[1]
 
     def fill(self) -> None:
         """Write what earlier steps had, and then the tokens of this one with some of padding."""
@@ -138,7 +141,8 @@ class Layer:
         for options in self.impl._options.values():
             options[:] = [o.to(device) if isinstance(o, Tensor) else o for o in options]
         scales = {name: scale.to(device) for name, scale in vars(self.layer).items()}
-        layer, cache, q = SimpleNamespace(**scales), self.cache.to(device), self.q.to(device)
+        layer, q = SimpleNamespace(**scales), self.q.to(device)
+        cache = self.cache if device == "cpu" else self.layers.to(device)[1]
         assert cache.stride() == self.cache.stride()
         o = torch.full_like(q, torch.nan)
         assert self.impl.forward(layer, q, None, None, cache, step, o) is o
@@ -182,6 +186,8 @@ CASES = {
     "bf16": Case(),
     "f16": Case(torch.float16),
     "heads before slots": Case(layout=KVCacheLayout.LBHNC),
+    "layers within pages": Case(layout=KVCacheLayout.BLNHC),
+    "layers within pages, fp8, heads before slots": Case(kind="fp8", layout=KVCacheLayout.BLHNC),
     "head_size 72": Case(head_size=72),
     "head_size 256": Case(head_size=256),
     "window": Case(window=9),
@@ -230,7 +236,7 @@ def test_bits_do_not_depend_on_other_requests(name: str, device: str) -> None:
     for request, (count, keys) in enumerate(STEP):
         one = Layer(CASES[name], [(count, keys)])
         one.q, one.table = whole.q[start : start + count], whole.table[request : request + 1]
-        one.cache = whole.cache
+        one.hold(whole.layers)
         if count:
             assert torch.equal(one.run(device), expected[start : start + count])
         start += count
@@ -261,7 +267,7 @@ def test_sinks_are_taken_over_when_weights_are_loaded() -> None:
 def test_a_cache_that_vllm_replaces_is_seen() -> None:
     layer = Layer(Case(kind="fp8"))
     first = layer.run()
-    layer.cache = layer.cache.clone()
+    layer.hold(layer.layers.clone())
     layer.cache[..., 64:] = 0
     rows = sum(count for count, _ in STEP)
     assert layer.run()[:rows].eq(0).all() and not first[:rows].eq(0).all()
@@ -289,7 +295,7 @@ def test_wrong_shapes_are_errors() -> None:
     layer = Layer(Case())
     with pytest.raises(ValueError, match=r"kv_cache has shape .* expected \[pages, heads, slots"):
         layer.impl._pages = None
-        layer.cache = layer.cache[..., :64]
+        layer.hold(layer.layers[..., :64])
         layer.run()
     layer = Layer(Case())
     layer.q = layer.q[..., :32]
