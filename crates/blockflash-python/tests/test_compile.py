@@ -13,8 +13,8 @@ import blockflash
 
 STARTS = torch.tensor([0, 5, 5, 14], dtype=torch.int32)
 SLOPES = torch.linspace(0.1, 0.5, 4)
-DENSE = (torch.zeros(4), None, None, None, SLOPES, 0, 0, -1, 0)
-PACKED = (None, STARTS, STARTS, None, SLOPES, 9, 9, -1, -1, False, 0.3)
+DENSE = (torch.zeros(4), None, None, None, SLOPES, *[None] * 3, 0, 0, -1, 0)
+PACKED = (None, STARTS, STARTS, None, SLOPES, *[None] * 3, 9, 9, -1, -1, False, 0.3)
 
 
 def packed(grad: bool = False) -> list[Tensor]:
