@@ -51,8 +51,8 @@ pub struct Quantize<'a> {
     /// Which elements share a scale.
     pub scale: QuantizeScale<'a>,
     /// Subtracts the mean over the tokens of each sequence and head, element by element, where
-    /// elements that are not finite do not count. Without softcap and sink, attention to keys
-    /// without their mean has the same output: it changes all scores of a query alike, by
+    /// elements that are not finite do not count. Attention to keys without their mean has the same
+    /// output, if scores are only scaled and masked: all scores of a query change alike, by
     /// `-softmax_scale * q · mean`, which is to be taken off the log-sum-exp.
     pub subtract_mean: bool,
     /// Multiplies each row with the orthonormal Hadamard matrix of Sylvester, which spreads a large

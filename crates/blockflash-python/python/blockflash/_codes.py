@@ -81,9 +81,9 @@ def quantize(
             head, `[B, H]`; `"token"`, each token and head, `[B, S, H]` or `[T, H]`, for caches.
         scale: The scales, in place of those that `per` chooses: a number, or float32 `[1]` or
             `[B, H]`, where an extent may also be 1.
-        subtract_mean: Subtract the mean over the tokens of each sequence and head. Without softcap
-            and sink, attention to keys without it has the same output, and an lse that is lower by
-            `scale * q @ mean`.
+        subtract_mean: Subtract the mean over the tokens of each sequence and head. Attention to
+            keys without it has the same output, if scores are only scaled and masked, and an lse
+            that is lower by `scale * q @ mean`.
         rotate: Multiply rows with the orthonormal Hadamard matrix, which spreads outliers and
             leaves the products of rows that are both rotated as they are. D is a power of 2.
         cu_seqlens: int32 `[B + 1]`: where the tokens of each sequence start.
