@@ -273,6 +273,15 @@ def test_examples_of_the_guide() -> None:
         exec(compile(example, "jax.md", "exec"), {})
 
 
+def test_an_old_jax_is_refused() -> None:
+    code = (
+        "import jax; jax.__version_info__, jax.__version__ = (0, 9, 2), '0.9.2'\n"
+        "try:\n    import blockflash.jax\nexcept ImportError as error:\n    print(error)"
+    )
+    said = subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.PIPE)
+    assert said.stdout.decode() == "blockflash.jax needs JAX 0.10 or newer, not 0.9.2\n"
+
+
 def test_torch_is_not_needed() -> None:
     code = (
         "import sys; sys.modules['torch'] = None; import jax.numpy as jnp; "

@@ -17,6 +17,8 @@ Shape = tuple[tuple[int, ...], Any]
 
 
 def _register() -> None:
+    if jax.__version_info__ < (0, 10):
+        raise ImportError(f"blockflash.jax needs JAX 0.10 or newer, not {jax.__version__}")
     for name, platform, address in _native.xla_targets():
         ffi.register_ffi_target(name, ffi.pycapsule(address), platform=platform, api_version=1)
 
