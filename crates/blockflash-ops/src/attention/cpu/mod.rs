@@ -89,8 +89,8 @@ pub(super) fn forward(
     }
 }
 
-/// Computes a block of rows in f32.
-type Compute<'a> = Box<dyn Fn(&mut Tile, &QueryRows) -> Result<()> + Sync + 'a>;
+/// Computes a block of rows, or few rows of several heads, in f32.
+type Compute<'a> = Box<dyn Fn(&mut Tile, &[QueryRows]) -> Result<()> + Sync + 'a>;
 
 /// How blocks of rows of queries, keys and values of this type are computed.
 fn of_type<'a, T: Float>(
@@ -108,7 +108,7 @@ fn of_type<'a, T: Float>(
         block_mask: op.block_mask,
         scales: HostScales::new(op, problem, stream)?,
     };
-    Ok(Box::new(move |tile, task| tile.compute(&operands, task)))
+    Ok(Box::new(move |tile, tasks| tile.compute(&operands, tasks)))
 }
 
 /// All blocks of rows.
@@ -125,19 +125,26 @@ impl Tasks<'_> {
         let lse = lse.as_mut().map(|lse| lse.as_mut_slice()).transpose()?;
         let outputs = Mutex::new(Outputs { o: o.as_mut_slice::<T>()?, lse });
         let buffers = || (Tile::new(self.problem), Vec::new());
-        let compute = |(tile, rounded): &mut (Tile, Vec<T>), task: &QueryRows| -> Result<()> {
-            (self.compute)(tile, task)?;
+        let compute = |(tile, rounded): &mut (Tile, Vec<T>), tasks: &[QueryRows]| -> Result<()> {
+            (self.compute)(tile, tasks)?;
             rounded.resize(tile.o().len(), T::zeroed());
             T::narrow(tile.o(), rounded);
             let mut outputs = outputs.lock().unwrap_or_else(PoisonError::into_inner);
-            outputs.write(self.problem, task, rounded, tile.lse());
+            let mut first = 0;
+            for task in tasks {
+                let start = first * self.problem.head_dims.v;
+                outputs.write(self.problem, task, &rounded[start..], &tile.lse()[first..]);
+                first += task.rows.len();
+            }
             Ok(())
         };
+        let threads = if self.is_small { 1 } else { rayon::current_num_threads() };
+        let groups = few::groups(self.problem, &self.tasks, threads);
         if self.is_small {
             let mut buffers = buffers();
-            return self.tasks.iter().try_for_each(|task| compute(&mut buffers, task));
+            return groups.iter().try_for_each(|tasks| compute(&mut buffers, tasks));
         }
-        self.tasks.par_iter().try_for_each_init(buffers, compute)
+        groups.par_iter().try_for_each_init(buffers, |buffers, tasks| compute(buffers, tasks))
     }
 }
 

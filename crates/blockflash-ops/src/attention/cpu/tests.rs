@@ -277,3 +277,20 @@ fn a_sequence_has_its_bits_in_any_batch() {
         }
     }
 }
+
+/// Few queries: how many heads go together depends on the threads, bits do not.
+#[test]
+fn few_rows_have_the_same_bits_in_any_company() {
+    let window = Mask::Window { left: Some(250), right: Some(3), align: Align::BottomRight };
+    for (sizes, heads, head_dim) in
+        [([2, 1, 900], [12, 6], 64), ([1, 3, 1300], [6, 6], 100), ([2, 4, 700], [8, 4], 72)]
+    {
+        let case = case(sizes, heads, head_dim, window);
+        case.check();
+        let [alone, two, five] = [1, 2, 5].map(|threads| {
+            let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+            pool.install(|| case.run())
+        });
+        assert!(alone == two && alone == five, "{sizes:?}");
+    }
+}

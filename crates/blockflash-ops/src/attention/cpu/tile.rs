@@ -62,26 +62,27 @@ impl Tile {
         }
     }
 
-    /// Output rows of the last task.
+    /// Output rows of the last tasks.
     pub(super) fn o(&self) -> &[f32] {
         &self.o
     }
 
-    /// Log-sum-exp of each row of the last task.
+    /// Log-sum-exp of each row of the last tasks.
     pub(super) fn lse(&self) -> &[f32] {
         &self.lse
     }
 
-    /// Computes one block of rows.
+    /// Computes one block of rows, or few rows of several heads: a group of [`few::groups`].
     pub(super) fn compute<T: Float>(
         &mut self,
         operands: &Operands<'_, T>,
-        task: &QueryRows,
+        tasks: &[QueryRows],
     ) -> Result<()> {
-        // Few rows go together by the keys that all of them see.
-        let partial = operands.problem.block_mask.is_some_and(|mask| mask.bits);
-        if task.of_sequence() <= few::MOST && !partial {
-            return self.few.compute(operands, task, &mut self.o, &mut self.lse);
+        let [task] = tasks else {
+            return self.few.compute(operands, tasks, &mut self.o, &mut self.lse);
+        };
+        if few::are_few(operands.problem, task) {
+            return self.few.compute(operands, tasks, &mut self.o, &mut self.lse);
         }
         let (problem, sequence) = (operands.problem, &task.sequence);
         let HeadDims { qk, v } = self.head_dims;

@@ -1,7 +1,7 @@
-//! `dk` and `dv` of a block of keys, which are the lanes of panels.
+//! `dk` and `dv` of a block of keys, which are the lanes of panels, and what they give to `dq`.
 
 use super::pairs::{OfKeys, Query};
-use super::{KeyRows, Operands};
+use super::{KeyRows, Operands, dq};
 use crate::Result;
 use crate::attention::cpu::sequence::{
     PartialBlock, Sequence, Visited, load, load_lane, row_stride, steps, visited, words_of,
@@ -12,7 +12,8 @@ use crate::panels::{Buffer, Into, LANES, Left, ONES, ROWS, multiply, padded, vec
 use blockflash_sys::HeadDims;
 use std::ops::Range;
 
-/// Queries per step, chosen as the keys of `dq`.
+/// Queries per step, chosen so that the pairs of a panel stay in the L1 cache, queries and the
+/// gradients of their outputs in the L2 cache.
 pub(super) const STEP: usize = 128;
 
 /// The f32 operands of one thread.
@@ -46,6 +47,8 @@ struct Panel {
     keys: Range<usize>,
     k: Buffer,
     v: Buffer,
+    /// The columns of `k` as panels of [`LANES`] rows of keys.
+    k_rows: Buffer,
     dk: Buffer,
     dv: Buffer,
 }
@@ -57,17 +60,19 @@ impl Tile {
     }
 
     /// Computes the gradients of some keys from all query heads of their group: `dk` and `dv`,
-    /// `[keys, head_dims.qk]` and `[keys, head_dims.v]`.
+    /// `[keys, head_dims.qk]` and `[keys, head_dims.v]`. What they give to `dq` is added to it.
     pub(super) fn compute<T: Float>(
         &mut self,
         operands: &Operands<'_, T>,
         task: &KeyRows,
         sums: &mut [Vec<f32>; 2],
+        dq: &mut dq::Sums,
     ) -> Result<()> {
         let KeyRows { sequence, head: head_kv, rows: keys } = task;
         let forward = &operands.problem.forward;
         let HeadDims { qk, v } = forward.head_dims;
         self.load_keys(operands, task);
+        self.panels.iter_mut().for_each(|panel| panel.load_rows(qk));
         let group = forward.num_heads_q / forward.num_heads_kv;
         let attending = forward.scores.mask.attending(keys, sequence.seqlen_q, sequence.seqlen_kv);
         for head in head_kv * group..(head_kv + 1) * group {
@@ -78,7 +83,7 @@ impl Tile {
                 self.load_queries(operands, sequence, head, &queries);
                 for panel in 0..self.panels.len() {
                     let part = Part { sequence, head, queries: &queries, partial: &partial };
-                    self.add(operands, &part, panel);
+                    self.add(operands, &part, panel, (&mut *dq, head - head_kv * group));
                 }
             }
         }
@@ -97,7 +102,13 @@ impl Tile {
     }
 
     /// Adds what the loaded queries give to a panel.
-    fn add<T: Float>(&mut self, operands: &Operands<'_, T>, part: &Part<'_>, panel: usize) {
+    fn add<T: Float>(
+        &mut self,
+        operands: &Operands<'_, T>,
+        part: &Part<'_>,
+        panel: usize,
+        (dq, head): (&mut dq::Sums, usize),
+    ) {
         let HeadDims { qk, v } = operands.problem.forward.head_dims;
         let Some(pairs) = self.pairs(operands, part, panel) else { return };
         let first = pairs.start - part.queries.start;
@@ -110,6 +121,8 @@ impl Tile {
             let left = Left::Columns { values: &rows[first * stride..], stride };
             multiply(sums.panels_mut(), left, pairs, Into::AddTo(&ONES));
         }
+        let k = panel.k_rows.panels();
+        dq.add(head, &pairs, self.ds.panels(), k, panel.keys.len());
     }
 
     /// Leaves the pairs of a panel and of those loaded queries that see some of it, which are
@@ -209,6 +222,7 @@ impl Tile {
             keys: 0..0,
             k: Buffer::new(qk * LANES),
             v: Buffer::new(v * LANES),
+            k_rows: Buffer::default(),
             dk: Buffer::new(padded(qk) * LANES),
             dv: Buffer::new(padded(v) * LANES),
         });
@@ -221,6 +235,19 @@ impl Tile {
                 load_lane(panel.k.panels_mut(), &operands.k[start..][..qk], lane);
                 let start = sequence.kv_row(forward.v, task.head, key);
                 load_lane(panel.v.panels_mut(), &operands.v[start..][..v], lane);
+            }
+        }
+    }
+}
+
+impl Panel {
+    /// Fills `k_rows` from `k`.
+    fn load_rows(&mut self, head_dim: usize) {
+        self.k_rows.reserve(head_dim.next_multiple_of(LANES) * LANES);
+        let columns = self.k.panels().chunks(LANES);
+        for (columns, rows) in columns.zip(self.k_rows.panels_mut().chunks_exact_mut(LANES)) {
+            for (at, column) in columns.iter().enumerate() {
+                rows.iter_mut().zip(column).for_each(|(row, x)| row[at] = *x);
             }
         }
     }

@@ -1,138 +1,97 @@
-//! `dq` of a block of rows of queries, which are the lanes of panels.
+//! `dq`: what keys give to it, and the sum of that.
+//!
+//! The gradients of scores are there when `dk` and `dv` are computed, so `dq` takes them from
+//! there: each span of keys has sums of its own, which are added in ascending order.
 
-use super::Operands;
-use super::pairs::OfRows;
-use crate::Result;
-use crate::attention::cpu::sequence::{
-    QueryRows, Visited, load, load_lane, row_stride, steps, visited,
-};
-use crate::attention::cpu::terms::PanelTerms;
-use crate::attention::cpu::visible::Visible;
+use super::{Operands, Output};
+use crate::attention::cpu::sequence::{Sequence, blocks};
 use crate::float::Float;
-use crate::panels::{Buffer, Into, LANES, Lanes, Left, ONES, multiply, padded, vectorized};
-use blockflash_sys::HeadDims;
+use crate::panels::{Buffer, Into, LANES, Lanes, Left, ONES, ROWS, multiply};
+use rayon::prelude::*;
+use std::ops::Range;
 
-/// Keys per step, chosen so that the pairs of a panel stay in the L1 cache, keys and values of a
-/// step in the L2 cache.
-const STEP: usize = 128;
+/// Rows that are finished at a time.
+const ROWS_AT_ONCE: usize = 128;
 
-/// The f32 operands of one thread.
-#[derive(Default)]
-pub(super) struct Tile {
-    /// `[keys, head_dims.qk]`
-    k: Buffer,
-    /// `[keys, head_dims.v]`
-    v: Buffer,
-    /// Scores and then probabilities of a panel, a row for each key.
-    p: Buffer,
-    /// `d_o · v` and then the gradients of `q · k · scale`, a row for each key.
-    ds: Buffer,
-    terms: PanelTerms,
-    panels: Vec<Panel>,
+/// What a span of keys gives to the queries of the heads that share it.
+pub(super) struct Sums {
+    /// The queries that see some of the keys.
+    queries: Range<usize>,
+    /// Panels of all columns of a head.
+    panels: usize,
+    /// `[heads, panels, queries]`
+    rows: Buffer,
 }
 
-/// Some rows of queries.
-struct Panel {
-    /// A row for each of `head_dims.qk`.
-    q: Buffer,
-    /// A row for each of `head_dims.v`.
-    d_o: Buffer,
-    /// A row for each of `head_dims.qk`.
-    dq: Buffer,
-    lse: Lanes,
-    delta: Lanes,
-    visible: Visible,
-}
+impl Sums {
+    pub(super) fn new(queries: Range<usize>, heads: usize, head_dim: usize) -> Self {
+        let panels = head_dim.div_ceil(LANES);
+        Self { rows: Buffer::new(heads * panels * queries.len() * LANES), queries, panels }
+    }
 
-impl Tile {
-    /// Computes the gradients of some rows, `[rows, head_dims.qk]`.
-    pub(super) fn compute<T: Float>(
+    /// Adds `ds · k` to the rows of some queries of a head. There is a row of `ds` for each query,
+    /// up to a multiple of [`ROWS`]; `k` has `keys` rows in each panel of [`LANES`] rows.
+    pub(super) fn add(
         &mut self,
-        operands: &Operands<'_, T>,
-        task: &QueryRows,
-        dq: &mut Vec<f32>,
-    ) -> Result<()> {
-        let (forward, sequence) = (&operands.problem.forward, &task.sequence);
-        let HeadDims { qk, v } = forward.head_dims;
-        self.k.reserve(STEP * row_stride(qk));
-        self.v.reserve(STEP * row_stride(v));
-        self.p.reserve(STEP * LANES);
-        self.ds.reserve(STEP * LANES);
-        self.load_queries(operands, task);
-        let [head, first_query] = task.at(task.rows.start);
-        let head_kv = head / (forward.num_heads_q / forward.num_heads_kv);
-        let at = [sequence.entry, head];
-        let Visited { ranges, partial } =
-            visited(operands.block_mask, forward, at, first_query, sequence.seqlen_kv)?;
-        let within = Visible::ends(self.panels.iter().map(|panel| &panel.visible));
-        for keys in steps(ranges, within, STEP) {
-            let start = |strides| move |key| sequence.kv_row(strides, head_kv, key);
-            load(&mut self.k, operands.k, keys.clone(), qk, start(forward.k));
-            load(&mut self.v, operands.v, keys.clone(), v, start(forward.v));
-            for (panel, row) in self.panels.iter_mut().zip(task.rows.clone().step_by(LANES)) {
-                let nothing = |lane: usize| panel.lse[lane] == f32::NEG_INFINITY;
-                let Some(visit) = panel.visible.of(&keys, &partial, nothing) else { continue };
-                let (first, count) = (visit.keys.start, visit.keys.len());
-                let [k, v] = [(&self.k, row_stride(qk)), (&self.v, row_stride(v))]
-                    .map(|(rows, stride)| (&rows[first * stride..], stride));
-                let [p, ds] = [&mut self.p, &mut self.ds].map(Buffer::panels_mut);
-                for (pairs, left, right, scale) in [
-                    (&mut *p, k, &panel.q, forward.scores.softmax_scale),
-                    (&mut *ds, v, &panel.d_o, 1.0),
-                ] {
-                    let left = Left::Rows { values: left.0, stride: left.1 };
-                    multiply(&mut pairs[..padded(count)], left, right.panels(), Into::Set(scale));
-                }
-                let added = keys.start + visit.keys.start..keys.start + visit.keys.end;
-                let rows = row..task.rows.end;
-                vectorized(OfRows {
-                    p: &mut p[..count],
-                    ds: &mut ds[..count],
-                    lse: &panel.lse,
-                    delta: &panel.delta,
-                    scores: &forward.scores,
-                    terms: self.terms.of_rows(operands.terms.as_ref(), task, rows, added),
-                    seen: visit.seen.as_ref(),
-                });
-                let left = Left::Columns { values: k.0, stride: k.1 };
-                multiply(panel.dq.panels_mut(), left, &ds[..count], Into::AddTo(&ONES));
+        head: usize,
+        queries: &Range<usize>,
+        ds: &[Lanes],
+        k: &[Lanes],
+        keys: usize,
+    ) {
+        let (first, count) = (queries.start - self.queries.start, queries.len());
+        let whole = count / ROWS * ROWS;
+        for (panel, k) in k.chunks_exact(LANES).enumerate() {
+            let start = (head * self.panels + panel) * self.queries.len() + first;
+            let (sums, rest) = self.rows.panels_mut()[start..][..count].split_at_mut(whole);
+            let left =
+                |rows: usize| Left::Rows { values: ds[rows..].as_flattened(), stride: LANES };
+            multiply(sums, left(0), &k[..keys], Into::AddTo(&ONES));
+            if !rest.is_empty() {
+                // What follows are rows of other queries.
+                let mut last = [[0.0; LANES]; ROWS];
+                multiply(&mut last, left(whole), &k[..keys], Into::Set(1.0));
+                let added = rest.as_flattened_mut().iter_mut().zip(last.as_flattened());
+                added.for_each(|(sum, x)| *sum += x);
             }
         }
-        dq.resize(task.rows.len() * qk, 0.0);
-        let rows = dq.chunks_mut(LANES * qk).zip(&self.panels);
-        for (rows, panel) in rows {
-            for (lane, dq) in rows.chunks_exact_mut(qk).enumerate() {
-                for (dq, sums) in dq.iter_mut().zip(panel.dq.panels()) {
-                    *dq = forward.scores.softmax_scale * sums[lane];
-                }
-            }
-        }
-        Ok(())
     }
 
-    fn load_queries<T: Float>(&mut self, operands: &Operands<'_, T>, task: &QueryRows) {
-        let (problem, sequence) = (operands.problem, &task.sequence);
-        let HeadDims { qk, v } = problem.forward.head_dims;
-        self.panels.resize_with(task.rows.len().div_ceil(LANES), || Panel {
-            q: Buffer::new(qk * LANES),
-            d_o: Buffer::new(v * LANES),
-            dq: Buffer::new(padded(qk) * LANES),
-            lse: [0.0; LANES],
-            delta: [0.0; LANES],
-            visible: Visible::default(),
-        });
-        for (panel, first) in self.panels.iter_mut().zip(task.rows.clone().step_by(LANES)) {
-            let rows = first..task.rows.end.min(first + LANES);
-            panel.dq.fill(0.0);
-            panel.visible.set(&problem.forward, task, rows.clone());
-            for (lane, row) in rows.enumerate() {
-                let [head, query] = task.at(row);
-                let start = sequence.q_row(problem.forward.q, head, query);
-                load_lane(panel.q.panels_mut(), &operands.q[start..][..qk], lane);
-                let start = sequence.q_row(problem.d_o, head, query);
-                load_lane(panel.d_o.panels_mut(), &operands.d_o[start..][..v], lane);
-                [panel.lse[lane], panel.delta[lane]] = operands.statistics(sequence, head, query);
+    /// Adds the rows of some queries of a head to theirs, `[queries, head_dim]`.
+    fn add_to(&self, target: &mut [f32], head: usize, queries: &Range<usize>, head_dim: usize) {
+        let start = queries.start.max(self.queries.start);
+        let rows = target.chunks_exact_mut(head_dim).skip(start - queries.start);
+        for (query, row) in (start..queries.end.min(self.queries.end)).zip(rows) {
+            for (panel, row) in row.chunks_mut(LANES).enumerate() {
+                let at = (head * self.panels + panel) * self.queries.len();
+                let sums = &self.rows.panels()[at + query - self.queries.start];
+                row.iter_mut().zip(sums).for_each(|(x, sum)| *x += sum);
             }
         }
     }
+}
+
+/// Stores `dq` of a group of heads of a sequence, whose spans of keys have these sums.
+pub(super) fn store<T: Float>(
+    operands: &Operands<'_, T>,
+    output: &Output<'_, T>,
+    (sequence, head_kv): (Sequence, usize),
+    spans: &[Sums],
+) {
+    let forward = &operands.problem.forward;
+    let (head_dim, group) = (forward.head_dims.qk, forward.num_heads_q / forward.num_heads_kv);
+    let rows: Vec<Range<usize>> = blocks(sequence.seqlen_q, None, ROWS_AT_ONCE).collect();
+    (0..group * rows.len()).into_par_iter().for_each_init(
+        || (Vec::new(), Vec::new()),
+        |(sums, rounded), at| {
+            let (head, queries) = (at / rows.len(), &rows[at % rows.len()]);
+            sums.clear();
+            sums.resize(queries.len() * head_dim, 0.0);
+            spans.iter().for_each(|span| span.add_to(sums, head, queries, head_dim));
+            sums.iter_mut().for_each(|x| *x *= forward.scores.softmax_scale);
+            let head = head_kv * group + head;
+            let start = |query| sequence.q_row(operands.problem.dq, head, query);
+            output.store(sums, queries, start, rounded);
+        },
+    );
 }

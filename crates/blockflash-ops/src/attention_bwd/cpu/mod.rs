@@ -1,17 +1,20 @@
-//! Gradients on the CPU, in f32: `dq` in parallel over blocks of queries, then `dk` and `dv` over
-//! blocks of keys, and that of a bias over tiles of it. All recompute the probabilities from `lse`.
+//! Gradients on the CPU, in f32: `dk` and `dv` in parallel over spans of keys, each of which also
+//! has its part of `dq`, and that of a bias over tiles of it. Both recompute the probabilities from
+//! `lse`.
 //!
-//! Every block is computed by one thread in a fixed order, so results do not depend on the number
-//! of threads. Blocks that a block mask does not visit are not even read.
+//! Every block is computed by one thread in a fixed order, and parts are added in a fixed order, so
+//! results do not depend on the number of threads. Blocks that a block mask does not visit are not
+//! even read.
 
 mod dbias;
 mod dk_dv;
 mod dq;
 mod pairs;
+mod spans;
 
 use super::{AttentionBackward, AttentionBackwardProblem, AttentionGradientsMut};
 use crate::attention::Strides;
-use crate::attention::cpu::sequence::{Sequence, blocks, query_rows, sequences};
+use crate::attention::cpu::sequence::{Sequence, sequences};
 use crate::attention::cpu::terms::Terms;
 use crate::float::Float;
 use crate::{BlockMask, Result, math};
@@ -19,6 +22,7 @@ use blockflash_safe::{Stream, ViewMut};
 use blockflash_sys::{DType, HeadDims};
 use half::{bf16, f16};
 use rayon::prelude::*;
+use spans::{Span, heads_at_once, spans};
 use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 
@@ -105,40 +109,41 @@ fn run<T: Float>(
         dv.clear(end_kv..packed.total_kv, forward.num_heads_kv);
     }
 
-    let buffers = || (dq::Tile::default(), Vec::new(), Vec::new());
-    let queries = query_rows(forward, sequences, operands.block_mask);
-    queries.par_iter().try_for_each_init(buffers, |(tile, sums, rounded), task| -> Result<()> {
-        tile.compute(&operands, task, sums)?;
-        let start = |row| {
-            let [head, query] = task.at(row);
-            task.sequence.q_row(problem.dq, head, query)
-        };
-        dq.store(sums, &task.rows, start, rounded);
-        Ok(())
-    })?;
-    let buffers = || (dk_dv::Tile::default(), [Vec::new(), Vec::new()], Vec::new());
-    let keys = key_rows(sequences, forward.num_heads_kv, operands.block_mask);
-    keys.par_iter().try_for_each_init(buffers, |(tile, sums, rounded), task| -> Result<()> {
-        tile.compute(&operands, task, sums)?;
-        for ((output, strides), sums) in [(&dk, problem.dk), (&dv, problem.dv)].iter().zip(sums) {
-            let start = |key| task.sequence.kv_row(*strides, task.head, key);
-            output.store(sums, &task.rows, start, rounded);
+    let group = forward.num_heads_q / forward.num_heads_kv.max(1);
+    let compute = |(tile, sums, rounded): &mut Buffers<T>, span: &Span| -> Result<dq::Sums> {
+        let Span { sequence, head, blocks, queries } = span;
+        let mut dq = dq::Sums::new(queries.clone(), group, qk);
+        for rows in blocks {
+            let task = KeyRows { sequence: *sequence, head: *head, rows: rows.clone() };
+            tile.compute(&operands, &task, sums, &mut dq)?;
+            let outputs = [(&dk, problem.dk), (&dv, problem.dv)];
+            for ((output, strides), sums) in outputs.iter().zip(&*sums) {
+                let start = |key| sequence.kv_row(*strides, *head, key);
+                output.store(sums, rows, start, rounded);
+            }
         }
-        Ok(())
-    })
+        Ok(dq)
+    };
+    for heads in heads_at_once(forward, sequences) {
+        let of_head = |&(sequence, head)| spans(forward, operands.block_mask, sequence, head);
+        let tasks: Vec<Vec<Span>> = heads.iter().map(of_head).collect();
+        let all: Vec<&Span> = tasks.iter().flatten().collect();
+        let sums =
+            all.par_iter().map_init(Buffers::default, |buffers, span| compute(buffers, span));
+        let mut sums: &[dq::Sums] = &sums.collect::<Result<Vec<_>>>()?;
+        let mut of_heads = Vec::with_capacity(heads.len());
+        for (head, spans) in heads.into_iter().zip(&tasks) {
+            let (of_head, rest) = sums.split_at(spans.len());
+            of_heads.push((head, of_head));
+            sums = rest;
+        }
+        of_heads.par_iter().for_each(|(head, sums)| dq::store(&operands, &dq, *head, sums));
+    }
+    Ok(())
 }
 
-/// The keys of all sequences and heads in blocks.
-fn key_rows(sequences: &[Sequence], heads: usize, mask: Option<&BlockMask>) -> Vec<KeyRows> {
-    let mut tasks = Vec::new();
-    for &sequence in sequences {
-        for head in 0..heads {
-            let blocks = blocks(sequence.seqlen_kv, mask.map(BlockMask::block_kv), BLOCK);
-            tasks.extend(blocks.map(|rows| KeyRows { sequence, head, rows }));
-        }
-    }
-    tasks
-}
+/// What a thread computes in: a tile, sums of `dk` and `dv`, and these rounded.
+type Buffers<T> = (dk_dv::Tile, [Vec<f32>; 2], Vec<T>);
 
 impl<T: Float> Operands<'_, T> {
     /// See [`delta`](Self::delta).

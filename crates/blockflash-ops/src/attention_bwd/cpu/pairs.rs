@@ -2,39 +2,10 @@
 //! masked, whatever its products are.
 
 use crate::attention::ScoresProblem;
-use crate::attention::cpu::visible::{Seen, mask_by_words};
+use crate::attention::cpu::visible::mask_by_words;
 use crate::panels::{LANES, Lanes};
 use pulp::{Simd, WithSimd};
 use std::ops::Range;
-
-/// Pairs of a panel of queries, a row for each key.
-pub(super) struct OfRows<'a> {
-    pub(super) p: &'a mut [Lanes],
-    pub(super) ds: &'a mut [Lanes],
-    pub(super) lse: &'a Lanes,
-    pub(super) delta: &'a Lanes,
-    pub(super) scores: &'a ScoresProblem,
-    /// What is added to the scores.
-    pub(super) terms: Option<&'a [Lanes]>,
-    /// If some rows do not see some keys.
-    pub(super) seen: Option<&'a Seen>,
-}
-
-impl WithSimd for OfRows<'_> {
-    type Output = ();
-
-    #[inline(always)]
-    fn with_simd<S: Simd>(self, _: S) {
-        let Self { p, ds, lse, delta, scores, terms, seen } = self;
-        for (key, (p, ds)) in p.iter_mut().zip(&mut *ds).enumerate() {
-            scores.gradients([p, ds], terms.map(|terms| &terms[key]), [lse, delta], false);
-        }
-        if let Some(seen) = seen {
-            seen.mask(p, 0.0);
-            seen.mask(ds, 0.0);
-        }
-    }
-}
 
 /// A query.
 #[derive(Clone)]
@@ -73,9 +44,11 @@ impl WithSimd for OfKeys<'_> {
             scores.gradients([p, ds], terms, statistics.each_ref(), capped);
             let lane = |key: usize| key.clamp(first, first + LANES) - first;
             let (start, end) = (lane(query.visible.start), lane(query.visible.end));
-            for pairs in [p, ds] {
-                pairs[..start].fill(0.0);
-                pairs[end..].fill(0.0);
+            if start > 0 || end < LANES {
+                for pairs in [p, ds] {
+                    pairs[..start].fill(0.0);
+                    pairs[end..].fill(0.0);
+                }
             }
         }
         if let Some(words) = words {
