@@ -1,5 +1,5 @@
-//! The tasks: spans of the keys of a head. They follow from the keys alone, so neither the number of
-//! threads nor the batch matters to the order of sums.
+//! The tasks: spans of the keys of a head. They follow from the keys alone, so neither the number
+//! of threads nor the batch matters to the order of sums.
 
 use super::BLOCK;
 use crate::BlockMask;

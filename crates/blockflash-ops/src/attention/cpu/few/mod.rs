@@ -33,7 +33,7 @@ pub(super) fn are_few(problem: &AttentionProblem, task: &QueryRows) -> bool {
     task.of_sequence() <= MOST && !problem.block_mask.is_some_and(|mask| mask.bits)
 }
 
-/// Tasks whose heads go together, for so many threads.
+/// Tasks whose heads go together, for this number of threads.
 pub(super) fn groups<'a>(
     problem: &AttentionProblem,
     tasks: &'a [QueryRows],
