@@ -74,6 +74,18 @@ struct Rows<'r> {
     lse: Option<ViewMut<'r>>,
 }
 
+impl Rows<'_> {
+    /// Some rows of some heads.
+    fn part(&mut self, rows: Range<usize>, heads: Range<usize>) -> Result<Rows<'_>> {
+        let lse = self.lse.as_mut().map(ViewMut::reborrow);
+        Ok(Rows {
+            q: self.q.slice(0, rows.clone())?.slice(1, heads.clone())?,
+            o: self.o.reborrow().slice(0, rows.clone())?.slice(1, heads.clone())?,
+            lse: lse.map(|lse| lse.slice(0, heads)?.slice(1, rows)).transpose()?,
+        })
+    }
+}
+
 impl<'a, T: Float, C: Float> Call<'a, T, C> {
     fn new(
         op: &'a AttentionDecode<'a>,
@@ -116,16 +128,13 @@ impl<'a, T: Float, C: Float> Call<'a, T, C> {
                 continue;
             }
             let turned = self.turned(entry, &tokens)?;
-            let (q, o, lse) = (self.op.q, o.reborrow(), lse.as_mut().map(ViewMut::reborrow));
             let first = if total.is_some() { tokens.start } else { 0 };
+            let lse = lse.as_mut().map(ViewMut::reborrow);
+            let mut all = Rows { q: self.op.q, o: o.reborrow(), lse };
             let rows = match total {
-                Some(_) => Rows {
-                    q: q.slice(0, tokens.clone())?,
-                    o: o.slice(0, tokens.clone())?,
-                    lse: lse.map(|lse| lse.slice(1, tokens)).transpose()?,
-                },
+                Some(_) => all.part(tokens, 0..attention.num_heads_q)?,
                 None => {
-                    let one = entry..entry + 1;
+                    let (Rows { q, o, lse }, one) = (all, entry..entry + 1);
                     Rows {
                         q: q.slice(0, one.clone())?.flatten(0..2)?,
                         o: o.slice(0, one.clone())?.flatten(0..2)?,
@@ -186,10 +195,9 @@ impl<'a, T: Float, C: Float> Call<'a, T, C> {
     /// Attention to keys in listed pages, or to those that the mask of the last keys leaves, head
     /// by head. Masks look at true positions, so queries that see the same keys share a call
     /// without a mask.
-    fn chosen(&self, [entry, first_row]: [usize; 2], rows: Rows<'_>) -> Result<()> {
-        let Rows { q, mut o, mut lse } = rows;
+    fn chosen(&self, [entry, first_row]: [usize; 2], mut rows: Rows<'_>) -> Result<()> {
         let (length, attention) = (self.host.length(entry), &self.problem.attention);
-        let (tokens, group) = (q.shape()[0], attention.num_heads_q / attention.num_heads_kv);
+        let (tokens, group) = (rows.q.shape()[0], attention.num_heads_q / attention.num_heads_kv);
         for head in 0..attention.num_heads_kv {
             let keys = match &self.pages {
                 Some(pages) => pages.keys([entry, head], length),
@@ -212,15 +220,6 @@ impl<'a, T: Float, C: Float> Call<'a, T, C> {
                     next.into_iter().find(|(_, seen)| *seen != shown).unwrap_or((tokens, vec![]));
                 let (same, keys) = (first..end, std::mem::replace(&mut shown, following));
                 let heads = head * group..(head + 1) * group;
-                let rows = Rows {
-                    q: q.slice(0, same.clone())?.slice(1, heads.clone())?,
-                    o: o.reborrow().slice(0, same.clone())?.slice(1, heads.clone())?,
-                    lse: lse
-                        .as_mut()
-                        .map(ViewMut::reborrow)
-                        .map(|lse| lse.slice(0, heads.clone())?.slice(1, same.clone()))
-                        .transpose()?,
-                };
                 let kv = self.gather(entry, keys.iter().copied(), head..head + 1)?;
                 let sequence = Sequence {
                     entry,
@@ -234,8 +233,9 @@ impl<'a, T: Float, C: Float> Call<'a, T, C> {
                     mask: Mask::Full,
                     bias: added.as_ref().map(Tensor::view),
                     alibi: None,
-                    ..self.op.scores.of_heads(heads)?
+                    ..self.op.scores.of_heads(heads.clone())?
                 };
+                let rows = rows.part(same.clone(), heads)?;
                 self.attend(rows, [kv[0].view(), kv[1].view()], scores)?;
                 first = same.end;
             }
