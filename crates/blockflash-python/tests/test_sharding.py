@@ -122,6 +122,30 @@ def test_batch_and_heads(backend: str) -> None:
     run(2, work, backend)
 
 
+def coded(rank: int, world: int) -> None:
+    """Scales of tensors of 8 bits are divided with them, and what is shared is not."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (world,))
+    torch.manual_seed(0)
+    qkv = [torch.randint(-100, 100, (4, 9, n, 16), dtype=torch.int8) for n in (8, 2, 2)]
+    for shapes in ((4, 8), (4, 2), (4, 1)), ((4, 2), (1, 2), (1,)):
+        named = zip(("q_scale", "k_scale", "v_scale"), shapes, strict=True)
+        scales = {name: 0.02 * (torch.rand(shape) + 0.5) for name, shape in named}
+        expected = blockflash.attention(*qkv, out_dtype=torch.float32, **scales)
+        spread = {n: distribute_tensor(t, mesh, [Replicate()]) for n, t in scales.items()}
+        for dim in (0, 2):
+            mine = [distribute_tensor(t, mesh, [Shard(dim)]) for t in qkv]
+            found = blockflash.attention(*mine, out_dtype=torch.float32, **spread)
+            assert found.placements == (Shard(dim),)
+            torch.testing.assert_close(found.full_tensor(), expected)
+
+
+def test_scales_of_codes() -> None:
+    run(2, coded, "gloo")
+
+
 def decodes(rank: int, world: int) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
