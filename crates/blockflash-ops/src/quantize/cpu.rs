@@ -30,7 +30,11 @@ pub(super) fn quantize(
     stream: &Stream,
 ) -> Result<()> {
     let QuantizeProblem { batch, tokens, packed, num_heads, head_dim, .. } = *problem;
-    let ranges = token_ranges(op.packed.as_ref(), [batch, tokens], packed, stream)?;
+    // Dense sequences need no list, which might be longer than the memory of all tensors.
+    let ranges = match op.packed {
+        Some(_) => token_ranges(op.packed.as_ref(), [batch, tokens], packed, stream)?,
+        None => Vec::new(),
+    };
     let given = match op.scale {
         QuantizeScale::Given(scale) => {
             let by =
@@ -71,7 +75,7 @@ fn reader<'a, T: Float>(x: &View<'a>) -> Result<Read<'a>> {
 struct Call<'a> {
     problem: &'a QuantizeProblem,
     read: Read<'a>,
-    /// The tokens of each sequence.
+    /// The tokens of each packed sequence.
     ranges: Vec<Range<usize>>,
     /// Those of each sequence and head, or nothing.
     means: Vec<f32>,
@@ -86,6 +90,11 @@ impl Call<'_> {
         // A sequence without heads has none to divide by.
         let split = move |at: usize| [at / heads, at % heads];
         (0..self.problem.batch * heads).into_par_iter().map(split)
+    }
+
+    /// The tokens of a sequence.
+    fn tokens(&self, entry: usize) -> Range<usize> {
+        self.ranges.get(entry).cloned().unwrap_or(0..self.problem.tokens)
     }
 
     /// A row as it is divided by its scale.
@@ -105,7 +114,7 @@ impl Call<'_> {
         let width = self.problem.head_dim;
         means.par_chunks_exact_mut(width).zip(self.heads()).for_each(|(mean, [entry, head])| {
             let (mut row, mut sums) = (vec![0f32; width], vec![(0f64, 0f64); width]);
-            for token in self.ranges[entry].clone() {
+            for token in self.tokens(entry) {
                 (self.read)(position(self.problem.x, [entry, token, head]), &mut row);
                 for (x, (sum, count)) in row.iter().zip(&mut sums).filter(|(x, _)| x.is_finite()) {
                     *sum += f64::from(*x);
@@ -120,21 +129,22 @@ impl Call<'_> {
     }
 
     /// The greatest magnitude of each sequence and head.
-    fn magnitudes(&self) -> Vec<f32> {
-        let of_head = |[entry, head]: [usize; 2]| {
+    fn magnitudes(&self) -> Result<Vec<f32>> {
+        let mut found = filled(0f32, &[self.problem.batch, self.problem.num_heads])?;
+        found.par_iter_mut().zip(self.heads()).for_each(|(most, [entry, head])| {
             let mut row = vec![0.0; self.problem.head_dim];
-            self.ranges[entry].clone().fold(0f32, |most, token| {
+            for token in self.tokens(entry) {
                 self.row([entry, token, head], &mut row);
-                most.max(magnitude(&row))
-            })
-        };
-        self.heads().map(of_head).collect()
+                *most = most.max(magnitude(&row));
+            }
+        });
+        Ok(found)
     }
 
     fn write<C: Code>(&self, mut out: QuantizeOutputMut<'_>) -> Result<()> {
         let QuantizeProblem { num_heads, head_dim, scale, .. } = *self.problem;
         let mut of_heads = match scale {
-            ScaleOf::Tensor | ScaleOf::Head => self.magnitudes(),
+            ScaleOf::Tensor | ScaleOf::Head => self.magnitudes()?,
             ScaleOf::Given(_) | ScaleOf::Token => Vec::new(),
         };
         if scale == ScaleOf::Tensor {
@@ -167,13 +177,16 @@ impl Call<'_> {
                 out[start..][..head_dim].copy_from_slice(mean);
             }
         }
+        if self.problem.is_empty() {
+            return Ok(());
+        }
         let scales = out.scale.as_mut().filter(|_| scale == ScaleOf::Token);
         let scales = scales.map(|scales| scales.as_mut_slice::<f32>()).transpose()?;
         let targets = Mutex::new((out.codes.as_mut_slice::<C>()?, scales));
         let blocks = |[entry, head]: [usize; 2]| {
-            let tokens = self.ranges[entry].clone();
+            let tokens = self.tokens(entry);
             let block = move |start: usize| start..(start + BLOCK).min(tokens.end);
-            let starts = self.ranges[entry].clone().into_par_iter().step_by(BLOCK);
+            let starts = self.tokens(entry).into_par_iter().step_by(BLOCK);
             starts.map(move |start| (entry, head, block(start)))
         };
         self.heads().flat_map(blocks).for_each_init(

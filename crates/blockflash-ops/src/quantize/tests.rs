@@ -277,6 +277,21 @@ fn what_does_not_fit_is_named() {
     let error = call.quantize_into(out, &cpu()).unwrap_err().to_string();
     let expected = "mean has shape [2, 2, 6], expected no output, since no mean is subtracted";
     assert_eq!(error, expected);
+    // Without tokens there are scales, and of sizes beyond any memory no list is made.
+    let none = zeros(DType::F16, &[2, 0, 3, 6]);
+    let found = Quantize { subtract_mean: true, ..Quantize::new(none.view()) };
+    let found = found.quantize(DType::I8, &cpu()).unwrap();
+    assert_eq!(widened(&found.scale.unwrap()), [1.0; 6]);
+    assert_eq!(widened(&found.mean.unwrap()), [0.0; 36]);
+    let huge = [(1 << 31) - 1, 0, 1 << 16, 6];
+    let none = zeros(DType::F16, &huge);
+    let call = Quantize { scale: QuantizeScale::Token, ..Quantize::new(none.view()) };
+    assert_eq!(call.quantize(DType::I8, &cpu()).unwrap().codes.shape(), huge);
+    assert!(Quantize::new(none.view()).quantize(DType::I8, &cpu()).is_err());
+    let mut codes = zeros(DType::I8, &huge);
+    let out = QuantizeOutputMut { codes: codes.view_mut(), scale: None, mean: None };
+    let error = Quantize::new(none.view()).quantize_into(out, &cpu()).unwrap_err();
+    assert!(error.to_string().contains("memory"), "{error}");
     // Nothing to do is done.
     let none = zeros(DType::F16, &[0, 3, 2, 6]);
     let found = Quantize::new(none.view()).quantize(DType::I8, &cpu()).unwrap();
