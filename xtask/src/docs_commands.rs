@@ -1,5 +1,5 @@
-//! The commands of cargo and pip in texts name what exists. Those of `blockflash` run in the tests
-//! of the command.
+//! The commands of cargo and pip in texts, and those that start an engine, name what exists. Those of
+//! `blockflash` run in the tests of the command.
 
 use crate::Cli;
 use crate::workspace::{list, read, root};
@@ -53,6 +53,12 @@ fn check_line(line: &str) -> Result<(), String> {
         true => Ok(()),
         false => Err(format!("there is no {path}")),
     };
+    let package =
+        |engine: &str| format!("crates/blockflash-python/python/blockflash/{engine}/__init__.py");
+    let names = |path: &str, what: &str| match read(&root().join(path)).unwrap().contains(what) {
+        true => Ok(()),
+        false => Err(format!("{path} has no {}", what.trim())),
+    };
     match words[..] {
         ["cargo", "xtask", ..] => check_xtask(&words[2..].join(" ")),
         // The tests of the command run them.
@@ -65,9 +71,24 @@ fn check_line(line: &str) -> Result<(), String> {
             exists(format!("{examples}.rs")).or_else(|_| exists(format!("{examples}/main.rs")))
         }
         ["cargo", "add" | "install", .., package] => exists(format!("crates/{package}/Cargo.toml")),
-        ["pip", "install", source] => {
+        ["pip", "install", .., source] => {
             let folder = source.trim_matches('"').split("subdirectory=").nth(1);
-            exists(format!("{}/pyproject.toml", folder.unwrap_or("no folder")))
+            let project = format!("{}/pyproject.toml", folder.unwrap_or("no folder"));
+            exists(project.clone())?;
+            let extra = words[2].split_once('[').and_then(|(_, rest)| rest.split(']').next());
+            extra.map_or(Ok(()), |extra| names(&project, &format!("\n{extra} = [")))
+        }
+        ["vllm", "serve", ..] => {
+            let name = after("--attention-backend").ok_or("no backend is named")?;
+            names(&package("vllm"), &format!("NAME = \"{name}\""))
+        }
+        ["python", "-m", "sglang.launch_server", ..] => {
+            let name = after("--attention-backend").ok_or("no backend is named")?;
+            names(&package("sglang"), &format!("NAME = \"{name}\""))
+        }
+        [variable, "vllm", "serve", .., "--omni", "--diffusion-attention-backend", _] => {
+            let variable = variable.strip_suffix("=1").ok_or("no variable is set to 1")?;
+            names(&package("vllm_omni"), &format!("VARIABLE = \"{variable}\""))
         }
         [] => Ok(()),
         _ => Err("a line of a shell that nothing checks".to_owned()),
@@ -118,6 +139,10 @@ fn commands_that_do_not_exist_are_found() {
         "cargo add --git https://x.org blockflash-none",
         "pip install \"git+https://x.org#subdirectory=crates/none\"",
         "conda install blockflash",
+        "pip install \"blockflash[none] @ git+x#subdirectory=crates/blockflash-python\"",
+        "vllm serve MODEL --attention-backend NONE",
+        "python -m sglang.launch_server --attention-backend none",
+        "NONE=1 vllm serve MODEL --omni --diffusion-attention-backend TORCH_SDPA",
     ] {
         assert!(check_line(line).is_err(), "{line}");
     }
