@@ -76,7 +76,8 @@ pub fn run(args: &Args) -> Result<()> {
     Ok(())
 }
 
-/// A folder in which the headers of instructions are those of the emulator.
+/// A folder in which the headers of instructions are those of the emulator, and a precompiled header
+/// of what all programs begin with, which is a third of their compilation.
 fn headers() -> Result<PathBuf> {
     let (folder, instructions) =
         (target_dir("emulator/include")?, target_dir("emulator/include/blockflash/ptx")?);
@@ -84,7 +85,23 @@ fn headers() -> Result<PathBuf> {
         let name = header.file_name().context("a header without a name")?;
         write(&instructions.join(name), "#include \"ptx.h\"\n")?;
     }
+    let mut compile = compiler(&folder)?;
+    compile.args(["-x", "c++-header", "tests/emulator/simt.h", "-o"]);
+    complete(compile.arg(folder.join("simt.h.gch")))?;
     Ok(folder)
+}
+
+/// The compiler with the options that a precompiled header and its programs must share.
+fn compiler(headers: &Path) -> Result<Command> {
+    let mut compiler = Command::new(std::env::var_os("CXX").unwrap_or_else(|| "g++".into()));
+    compiler
+        .args(["-std=c++20", "-O1", "-w", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE"])
+        .arg("-I")
+        .arg(headers)
+        .arg("-I")
+        .arg(site_packages()?.join("nvidia/cu13/include"))
+        .args(["-I", "tests/emulator", "-I", "kernels/include"]);
+    Ok(compiler)
 }
 
 /// Compiles a kernel with its program and runs it.
@@ -95,17 +112,11 @@ fn emulate(symbol: &str, kernel: &Kernel, headers: &Path) -> Result<()> {
     write(&folder.join("kernel.cu"), text)?;
     let name = kernel.source().trim_end_matches("_sm80");
     let program = folder.join("emulated");
-    let compiler = std::env::var_os("CXX").unwrap_or_else(|| "g++".into());
-    let mut compile = Command::new(compiler);
+    let mut compile = compiler(headers)?;
     compile
-        .args(["-std=c++20", "-O1", "-w", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE"])
         .arg("-I")
         .arg(&folder)
         .arg("-I")
-        .arg(headers)
-        .arg("-I")
-        .arg(site_packages()?.join("nvidia/cu13/include"))
-        .args(["-I", "tests/emulator", "-I", "kernels/include", "-I"])
         .arg(format!("kernels/{}", kernel.source()))
         .args(["-include", "simt.h"])
         .args(kernel.macros().iter().map(|(name, value)| format!("-D{name}={value}")))
