@@ -1,5 +1,5 @@
-//! The commands of cargo and pip in texts, and those that start an engine, name what exists. Those of
-//! `blockflash` run in the tests of the command.
+//! The commands of cargo and pip in texts, and those that start an engine, name what exists. Those
+//! of `blockflash` run in the tests of the command.
 
 use crate::Cli;
 use crate::workspace::{list, read, root};

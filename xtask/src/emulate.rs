@@ -76,7 +76,7 @@ pub fn run(args: &Args) -> Result<()> {
     Ok(())
 }
 
-/// A folder in which the headers of instructions are those of the emulator, and a precompiled header
+/// A folder in which the headers of instructions are those of the emulator, and a precompiled one
 /// of what all programs begin with, which is a third of their compilation.
 fn headers() -> Result<PathBuf> {
     let (folder, instructions) =
