@@ -85,6 +85,9 @@ pub fn refill(tensor: &mut Tensor, stream: &Stream, bits: &[u32]) -> Result<(), 
         DType::F32 => tensor.copy_from_slice::<f32>(stream, bytemuck::cast_slice(bits)),
         DType::I32 => tensor.copy_from_slice::<i32>(stream, bytemuck::cast_slice(bits)),
         DType::U8 => tensor.copy_from_slice(stream, &bytes()),
+        DType::E4M3 => tensor.copy_from_slice::<E4M3>(stream, bytemuck::cast_slice(&bytes())),
+        DType::E5M2 => tensor.copy_from_slice::<E5M2>(stream, bytemuck::cast_slice(&bytes())),
+        DType::I8 => tensor.copy_from_slice::<i8>(stream, bytemuck::cast_slice(&bytes())),
         other => panic!("no tensors of {other}"),
     }
     .map_err(|error| format!("refill: {error}"))
