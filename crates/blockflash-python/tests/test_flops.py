@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import blockflash
 
@@ -36,10 +36,11 @@ def test_forward_and_backward() -> None:
         assert count(lambda: blockflash.attention(q, k, v, out=out)) == FORWARD
     train = lambda: blockflash.attention(q, k, v).sum().backward()  # noqa: E731
     assert count(train) == FORWARD + FORWARD * 5 // 2
-    # The same as torch counts for its own kernels.
-    by_head = [t.detach().transpose(1, 2) for t in (q, k, v)]
-    sdpa = torch.nn.functional.scaled_dot_product_attention
-    assert count(lambda: sdpa(*by_head, enable_gqa=True)) == FORWARD
+    # The same as torch counts for its own kernels; torch 2.11 does not count that for CPUs.
+    if torch.ops.aten._scaled_dot_product_flash_attention_for_cpu in flop_registry:
+        by_head = [t.detach().transpose(1, 2) for t in (q, k, v)]
+        sdpa = torch.nn.functional.scaled_dot_product_attention
+        assert count(lambda: sdpa(*by_head, enable_gqa=True)) == FORWARD
 
 
 def test_packed_and_masks() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import warnings
@@ -316,7 +317,7 @@ def test_strict_mode_is_restored() -> None:
 @pytest.mark.parametrize(("value", "expected"), [("1", "True"), ("0", "False"), ("", "False")])
 def test_environment(value: str, expected: str) -> None:
     code = "from blockflash import _stats; print(_stats._strict)"
-    environment = {"BLOCKFLASH_STRICT": value, "PATH": ""}
+    environment = os.environ | {"BLOCKFLASH_STRICT": value}
     command = [sys.executable, "-c", code]
     found = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
     assert found.stdout.strip() == expected
@@ -324,6 +325,6 @@ def test_environment(value: str, expected: str) -> None:
 
 def test_environment_of_another_value() -> None:
     command = [sys.executable, "-c", "import blockflash; blockflash.stats()"]
-    environment = {"BLOCKFLASH_STRICT": "yes", "PATH": ""}
+    environment = os.environ | {"BLOCKFLASH_STRICT": "yes"}
     found = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert "ValueError: BLOCKFLASH_STRICT is 'yes', not 0 or 1" in found.stderr
