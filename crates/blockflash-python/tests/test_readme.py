@@ -24,12 +24,7 @@ GUIDE = ROOT / "docs/src"
 CHAPTERS = re.findall(r"\]\((.*?)\)", (GUIDE / "SUMMARY.md").read_text(encoding="utf-8"))
 PAGES = [PACKAGE / "README.md", ROOT / "README.md", *(GUIDE / name for name in CHAPTERS)]
 # Warnings of torch about what it has in place of ours.
-KNOWN = [
-    "Sparse BSR tensor support",
-    "flex_attention called without",
-    # torch 2.11 also says so where the argument `check_invariants` is given.
-    "Sparse invariant checks are implicitly disabled",
-]
+KNOWN = ["Sparse BSR tensor support", "flex_attention called without"]
 
 
 def examples() -> Iterator[Any]:

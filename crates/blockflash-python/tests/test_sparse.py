@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import warnings
 from typing import Any
 
 import pytest
@@ -132,8 +133,11 @@ def test_second_derivatives() -> None:
 def test_against_sparse_bsr(device: str) -> None:
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     layer = layer_of(device, dtype)
-    weight = layer.to_sparse_bsr()
-    assert weight.layout == torch.sparse_bsr and torch.equal(weight.to_dense(), layer.to_dense())
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "Sparse invariant checks")
+        weight = layer.to_sparse_bsr()
+    assert weight.layout == torch.sparse_bsr and weight.dtype == dtype
+    assert torch.equal(weight.to_dense(), layer.to_dense())
     assert weight.values().data_ptr() == layer.values.data_ptr()
     x = torch.randn(6, 48, device=device).to(dtype)
     if device == "cpu":

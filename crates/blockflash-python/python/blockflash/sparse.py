@@ -286,10 +286,11 @@ class BlockSparseLinear(nn.Module):
 
     def to_sparse_bsr(self) -> Tensor:
         """W as a `torch.sparse_bsr` tensor, which shares the values."""
-        arrays = (t.to(self.values.device) for t in (self.pattern.row_ptr, self.pattern.col_idx))
-        arrays = (*arrays, self.values.detach(), (self.out_features, self.in_features))
-        # The pattern was checked.
-        return torch.sparse_bsr_tensor(*arrays, check_invariants=False)
+        values, size = self.values.detach(), (self.out_features, self.in_features)
+        arrays = (t.to(values.device) for t in (self.pattern.row_ptr, self.pattern.col_idx))
+        made = {"dtype": values.dtype, "layout": torch.sparse_bsr, "device": values.device}
+        # The pattern was checked; the public function warns that it is not, whatever it is told.
+        return torch.ops.aten._sparse_bsr_tensor_unsafe(*arrays, values, size, **made)
 
     def extra_repr(self) -> str:
         """What `repr` says about the layer."""
