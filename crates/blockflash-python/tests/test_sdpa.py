@@ -5,6 +5,7 @@ It is tested on CPU tensors; what torch does around it is the same on a GPU.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -222,6 +223,28 @@ def test_dropout_is_torchs() -> None:
     op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     with activate_sdpa("cpu"), pytest.raises(RuntimeError, match="do not support dropout"):
         op(*qkv(), 0.5)
+
+
+def test_a_backward_pass_that_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It warns, once, and counts with its forward pass; in strict mode it raises."""
+
+    def refuse(*arguments: Any, **options: Any) -> None:
+        raise blockflash.Unsupported("there is no gradient today")
+
+    monkeypatch.setattr(kernels, "_backward", refuse)
+    inputs = qkv()
+    expected = with_gradients(torchs, inputs)
+    blockflash.reset_stats()
+    with activate_sdpa("cpu"):
+        with pytest.warns(UserWarning, match="no gradient today"):
+            assert_close(with_gradients(torchs, inputs), expected)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with_gradients(torchs, inputs)
+        found = blockflash.stats()["sdpa"]
+        assert (found.kernel, found.fallback) == (2, {})
+        with blockflash.strict(), pytest.raises(blockflash.Unsupported, match="no gradient today"):
+            with_gradients(torchs, inputs)
 
 
 def test_restore_undoes(calls: list[Any]) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -167,7 +166,7 @@ def first_tiles(lists: Lists, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     lengths = row_ptr.diff().flatten()
     rows = torch.repeat_interleave(torch.arange(len(lengths), device=lists.device), lengths)
     full = torch.full_like(col_idx, -1)
-    tiles, words = lists.bits or (full, torch.empty((0, WORDS), dtype=torch.int32))
+    tiles, words = lists.bits or (full, full.new_empty((0, WORDS)))
     first.view(-1, shape[3])[rows, col_idx.long()] = tiles
     return first, words.to(lists.device)
 
@@ -178,8 +177,8 @@ def token_mask(
     """Which pairs are visible, bool `[batch, heads, seqlen_q, seqlen_k]`."""
     first, words = first_tiles(lists, shape)
     (block_q, block_k), (batch, heads, rows, cols) = block, shape
-    pairs = torch.zeros((batch, heads, rows, block_q, cols, block_k), dtype=torch.bool)
-    pairs = pairs.to(lists.device).transpose(3, 4)
+    pairs = first.new_zeros((batch, heads, rows, block_q, cols, block_k), dtype=torch.bool)
+    pairs = pairs.transpose(3, 4)
     pairs[first == -1] = True
     partial = (first >= 0).nonzero()
     each = block_q // TILE * (block_k // TILE)
@@ -192,7 +191,7 @@ def token_mask(
 
 
 def window(
-    sides: tuple[int | None, int | None], seqlens: tuple[int, int], device: Any = None
+    sides: tuple[int | None, int | None], seqlens: tuple[int, int], device: torch.device
 ) -> Tensor:
     """The pairs of a window that is counted from the starts, bool `[seqlen_q, seqlen_k]`."""
     query, key = (torch.arange(length, device=device) for length in seqlens)

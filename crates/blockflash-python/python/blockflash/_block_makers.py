@@ -103,8 +103,7 @@ class BlockMakers:
         together(full_kv_num_blocks=full_kv_num_blocks, full_kv_indices=full_kv_indices)
         if full_kv_num_blocks is not None:
             lists.append((full_kv_num_blocks, full_kv_indices))
-        visits = torch.zeros((*kv_num_blocks.shape, cols + 1), dtype=torch.int32)
-        visits = visits.to(kv_num_blocks.device)
+        visits = kv_num_blocks.new_zeros((*kv_num_blocks.shape, cols + 1), dtype=torch.int32)
         for counts, columns in lists:
             if counts.shape != kv_num_blocks.shape or columns.shape[:-1] != counts.shape:
                 shapes = f"{tuple(counts.shape)} and indices has {tuple(columns.shape)}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -277,10 +278,11 @@ class PairMakers(BlockMakers):
     def _lists(self) -> _bits.Lists:
         """The lists and the bits, on the CPU."""
         batch, heads, rows, _ = self.shape
-        (nnz, tiles), new = self._native.counts, torch.int32
-        lists = torch.empty((batch, heads, rows + 1), dtype=new), torch.empty(nnz, dtype=new)
+        nnz, tiles = self._native.counts
+        new = partial(torch.empty, dtype=torch.int32, device="cpu")
+        lists = new((batch, heads, rows + 1)), new(nnz)
         bits = None
         if tiles is not None:
-            bits = torch.empty(nnz, dtype=new), torch.empty((tiles, _bits.WORDS), dtype=new)
+            bits = new(nnz), new((tiles, _bits.WORDS))
         self._native.write_lists(*lists, bits)
         return _bits.Lists(lists, bits)

@@ -87,8 +87,9 @@ class BlockSparsePattern:
 
     def mask(self) -> Tensor:
         """The stored blocks as a bool tensor `[rows / block, cols / block]` on the CPU."""
-        mask = torch.zeros(self.rows // self.block, self.cols // self.block, dtype=torch.bool)
         row_ptr, col_idx = self._arrays
+        blocks = (self.rows // self.block, self.cols // self.block)
+        mask = row_ptr.new_zeros(blocks, dtype=torch.bool)
         mask[block_rows(row_ptr, self.nnz), col_idx] = True
         return mask
 

@@ -1,13 +1,12 @@
 """Kernels that take the places of torch's while blockflash is active: see `sdpa`.
 
 Each override has torch's kernel in its place as the first argument, and passes to it what has no
-kernel here. A backward pass decides by the same arguments as its forward pass.
+kernel here, with a warning. A backward pass decides by the same arguments as its forward pass.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -78,9 +77,13 @@ def flash_attention_backward(
 ) -> tuple[Tensor, ...]:
     """The gradient of `flash_attention`."""
     tensors = (grad_out, query, key, value, out)
-    if _refusal(query, dropout_p) is None:
-        with suppress(Unsupported, ValueError):
+    reason = _refusal(query, dropout_p)
+    if reason is None:
+        try:
             return _backward(tensors, logsumexp, is_causal, top_left=False, scale=scale)
+        except (Unsupported, ValueError) as error:
+            reason = str(error)
+    _stats.leave("sdpa", reason)
     varlen = (cum_seq_q, cum_seq_k, max_q, max_k)
     rest = (dropout_p, is_causal, philox_seed, philox_offset)
     return torchs_kernel.call_boxed(keyset, *tensors, logsumexp, *varlen, *rest, scale=scale)
@@ -134,11 +137,15 @@ def flash_attention_for_cpu_backward(
 ) -> tuple[Tensor, ...]:
     """The gradient of `flash_attention_for_cpu`, by the same kernel as its forward."""
     tensors = (grad_out, query, key, value, out)
-    if _refusal(query, dropout_p) is None:
-        with suppress(Unsupported, ValueError):
+    reason = _refusal(query, dropout_p)
+    if reason is None:
+        try:
             if attn_mask is None:
                 return _backward(tensors, logsumexp, is_causal, top_left=True, scale=scale)
             return _masked_backward(tensors, logsumexp, attn_mask, False, is_causal, scale)[:3]
+        except (Unsupported, ValueError) as error:
+            reason = str(error)
+    _stats.leave("sdpa", reason)
     rest = {"attn_mask": attn_mask, "scale": scale}
     return torchs_kernel.call_boxed(keyset, *tensors, logsumexp, dropout_p, is_causal, **rest)
 
@@ -196,11 +203,16 @@ def efficient_attention_backward(
     scale: float | None = None,
 ) -> tuple[Tensor | None, ...]:
     """The gradient of `efficient_attention`."""
-    if attn_bias is not None and attn_bias.numel() and _refusal(query, dropout_p) is None:
-        tensors, of_bias = (grad_out_, query, key, value, out), grad_input_mask[3]
-        with suppress(Unsupported, ValueError):
+    if attn_bias is not None and attn_bias.numel():
+        reason = _refusal(query, dropout_p)
+        if reason is None:
+            tensors, of_bias = (grad_out_, query, key, value, out), grad_input_mask[3]
             lse = logsumexp[:, :, : query.shape[2]]
-            return _masked_backward(tensors, lse, attn_bias, of_bias, is_causal, scale)
+            try:
+                return _masked_backward(tensors, lse, attn_bias, of_bias, is_causal, scale)
+            except (Unsupported, ValueError) as error:
+                reason = str(error)
+        _stats.leave("sdpa", reason)
     tensors = (grad_out_, query, key, value, attn_bias, out, logsumexp)
     rest = (philox_seed, philox_offset, dropout_p, grad_input_mask, is_causal)
     return torchs_kernel.call_boxed(keyset, *tensors, *rest, scale=scale)
@@ -373,8 +385,10 @@ def _examples(query: Tensor) -> _Examples:
 
 def _by_rows(lse: Tensor) -> Tensor:
     """A copy in the order that torch has on the CPU."""
-    return torch.empty_permuted(lse.shape, (0, 2, 1), dtype=lse.dtype).copy_(lse)
+    order, made = (0, 2, 1), {"dtype": lse.dtype, "device": lse.device}
+    return torch.empty_permuted(lse.shape, order, **made).copy_(lse)
 
 
 def _empty_by_rows(tensor: Tensor) -> Tensor:
-    return torch.empty_permuted(tensor.shape, (0, 2, 1, 3), dtype=tensor.dtype)
+    made = {"dtype": tensor.dtype, "device": tensor.device}
+    return torch.empty_permuted(tensor.shape, (0, 2, 1, 3), **made)

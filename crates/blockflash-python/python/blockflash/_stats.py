@@ -139,17 +139,34 @@ def fall_back(path: str, reason: str, unless_known: bool = False) -> None:
         Unsupported: in strict mode.
 
     """
-    if _strict:
-        raise Unsupported(
-            f"{_PATHS[path]}: {reason}; strict mode (BLOCKFLASH_STRICT, blockflash.strict) refuses "
-            "to run it without blockflash's kernels"
-        )
+    _refuse_if_strict(path, reason)
     reasons = _fallback[path]
     with _lock:
         if reason not in reasons and len(reasons) >= _REASONS_MAX:
             reason = "further reasons"  # they may contain sizes, of which there is no end
         reasons[reason] += 1
     warn(path, reason, unless_known)
+
+
+def leave(path: str, reason: str) -> None:
+    """Warns as `warn` does of a backward pass that is left to what blockflash replaces.
+
+    It is counted with its forward pass.
+
+    Raises:
+        Unsupported: in strict mode.
+
+    """
+    _refuse_if_strict(path, reason)
+    warn(path, reason)
+
+
+def _refuse_if_strict(path: str, reason: str) -> None:
+    if _strict:
+        raise Unsupported(
+            f"{_PATHS[path]}: {reason}; strict mode (BLOCKFLASH_STRICT, blockflash.strict) refuses "
+            "to run it without blockflash's kernels"
+        )
 
 
 @torch.compiler.assume_constant_result

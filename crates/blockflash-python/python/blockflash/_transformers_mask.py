@@ -322,7 +322,8 @@ def _padded(
     lengths = []
     for start, stop in runs:
         lengths += [(0, start), (q_length, stop - start), (0, kv_length - stop)]
-    lengths = torch.tensor([(0, 0)] + [pair for pair in lengths if any(pair)])
+    lengths = [(0, 0)] + [pair for pair in lengths if any(pair)]
+    lengths = torch.tensor(lengths, device="cpu")
     offsets = lengths.cumsum(0).T.to(padding.device, torch.int32)
     return {
         **options,

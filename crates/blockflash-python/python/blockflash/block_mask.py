@@ -174,7 +174,7 @@ class BlockMask(PairMakers):
         """The visited blocks, bool `[batch, heads, rows, cols]`; waits for a GPU."""
         if self._native.is_packed:
             raise ValueError("to_dense() of a packed mask: sequences() gives masks that have it")
-        blocks = torch.empty(self.shape, dtype=torch.uint8)
+        blocks = torch.empty(self.shape, dtype=torch.uint8, device="cpu")
         self._native.write_bool(blocks)
         return blocks.view(torch.bool).to(self.device)
 
@@ -189,7 +189,7 @@ class BlockMask(PairMakers):
             )
         pairs = _bits.token_mask(self._lists(), self.shape, self.seqlens, self.block)
         if self.token_mask is not None:
-            pairs &= _bits.window(self.token_mask, self.seqlens)
+            pairs &= _bits.window(self.token_mask, self.seqlens, pairs.device)
         return pairs.to(self.device)
 
     @property

@@ -157,12 +157,12 @@ def _tiles(grid: Sizes, tile: Sizes) -> tuple[Tensor, Tensor]:
 
     Tiles are ranked in a serpentine, so that a block with parts of several tiles has neighbours.
     """
-    axes = (torch.arange(size) // side for size, side in zip(grid, tile))
+    axes = (torch.arange(size, device="cpu") // side for size, side in zip(grid, tile))
     frame, row, column = (axis.flatten() for axis in torch.meshgrid(*axes, indexing="ij"))
     _, rows, columns = (ceil(size / side) for size, side in zip(grid, tile))
     line = frame * rows + torch.where(frame % 2 == 1, rows - 1 - row, row)
     rank = line * columns + torch.where(line % 2 == 1, columns - 1 - column, column)
-    places = torch.empty((int(rank.max()) + 1, 3), dtype=torch.int64)
+    places = rank.new_empty((int(rank.max()) + 1, 3))
     places[rank] = torch.stack((frame, row, column), 1)
     return rank, places
 
@@ -185,18 +185,18 @@ def _sliding_mask(grid: Sizes, tile: Sizes, window: Sizes, device: torch.device)
     block, tokens = prod(tile), prod(grid)
     with torch.inference_mode(False):
         _, places = _tiles(grid, tile)
-        seen = torch.ones((len(places), len(places)), dtype=torch.bool)
+        seen = places.new_ones((len(places), len(places)), dtype=torch.bool)
         for axis, (size, side, span) in enumerate(zip(grid, tile, window)):
             tiles = ceil(size / side)
             span = min(span, tiles)
-            place = torch.arange(tiles)
+            place = torch.arange(tiles, device="cpu")
             first = (place - span // 2).clamp(0, tiles - span)[:, None]
             along = (place >= first) & (place < first + span)
             of = places[:, axis]
             seen &= along[of][:, of]
         _, _, ranks = _order(grid, tile, torch.device("cpu"))
         # A block has consecutive tiles: sums up to its last one less those before its first one.
-        starts = torch.arange(0, tokens, block)
+        starts = torch.arange(0, tokens, block, device="cpu")
         first, last = ranks[starts], ranks[(starts + block).clamp(max=tokens) - 1]
         for axis in (0, 1):
             sums = seen.cumsum(axis, dtype=torch.int32)

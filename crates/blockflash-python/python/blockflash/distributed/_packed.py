@@ -36,8 +36,8 @@ def checked(cu_seqlens: Any) -> Offsets:
 
 def on_device(cu_seqlens: Offsets, like: Tensor) -> dict[str, Any]:
     """The options of a call whose queries and keys are the same rows. The host does not wait."""
-    offsets = torch.tensor(cu_seqlens, dtype=torch.int32, pin_memory=like.is_cuda)
-    offsets = offsets.to(like.device, non_blocking=True)
+    made = {"dtype": torch.int32, "device": "cpu", "pin_memory": like.is_cuda}
+    offsets = torch.tensor(cu_seqlens, **made).to(like.device, non_blocking=True)
     longest = max((end - start for start, end in pairwise(cu_seqlens)), default=0)
     return {
         "cu_seqlens_q": offsets, "cu_seqlens_k": offsets, "max_q": longest, "max_k": longest,

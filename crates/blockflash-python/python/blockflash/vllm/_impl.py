@@ -59,7 +59,9 @@ class BlockflashImpl(AttentionImpl[BlockflashMetadata]):
         self._pages: Pages | None = None
         self.alibi_slopes = None
         if alibi_slopes is not None:
-            self.alibi_slopes = torch.tensor(alibi_slopes, dtype=torch.float32)
+            # vLLM makes layers with the device of the model as the default one.
+            made = {"dtype": torch.float32, "device": torch.get_default_device()}
+            self.alibi_slopes = torch.tensor(alibi_slopes, **made)
         self._logits: Tensor | None = None
         self.process_weights_after_loading(torch.float32)
 
