@@ -1,5 +1,6 @@
 //! Errors as Python exceptions.
 
+use blockflash_foreign::with_parameters;
 use blockflash_ops::Error;
 use blockflash_safe::Error as SafeError;
 use pyo3::create_exception;
@@ -73,13 +74,13 @@ impl From<Error> for Failure {
             Error::BlockSize { value: 1.., .. } => Kind::Unsupported,
             _ => Kind::Value,
         };
-        Failure { kind, text: error.to_string() }
+        Failure { kind, text: with_parameters(&error.to_string()) }
     }
 }
 
 impl From<SafeError> for Failure {
     fn from(error: SafeError) -> Failure {
-        Failure { kind: kind_of_safe(&error), text: error.to_string() }
+        Failure { kind: kind_of_safe(&error), text: with_parameters(&error.to_string()) }
     }
 }
 

@@ -203,8 +203,8 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception]]] = {
     "bias is float64": ({"bias": torch.zeros(ROWS, KEYS).double()}, ValueError),
     "bias is torch.bool": ({"bias": torch.ones(ROWS, KEYS).bool()}, ValueError),
     "bias must be a torch.Tensor": ({"bias": 1.0}, TypeError),
-    "alibi has shape": ({"alibi_slopes": torch.zeros(HEADS + 1)}, ValueError),
-    "alibi is f16": ({"alibi_slopes": torch.zeros(HEADS).half()}, ValueError),
+    "alibi_slopes has shape": ({"alibi_slopes": torch.zeros(HEADS + 1)}, ValueError),
+    "alibi_slopes is f16": ({"alibi_slopes": torch.zeros(HEADS).half()}, ValueError),
     "alibi_slopes must be a torch.Tensor": ({"alibi_slopes": [1.0]}, TypeError),
     "alibi_slopes have no gradient": (
         {"alibi_slopes": torch.zeros(HEADS, requires_grad=True)},

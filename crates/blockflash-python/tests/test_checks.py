@@ -86,8 +86,8 @@ def test_gradients(device: str) -> None:
 @pytest.mark.parametrize(
     ("lengths", "table", "match"),
     [
-        ((33, 5), ((0, 1), (2, 3)), r"seqused_kv\[0\] is 33: the capacity is 32, 2 pages of 16"),
-        ((3, -1), ((0, 1), (2, 3)), r"seqused_kv\[1\] is -1"),
+        ((33, 5), ((0, 1), (2, 3)), r"seqused_k\[0\] is 33: the capacity is 32, 2 pages of 16"),
+        ((3, -1), ((0, 1), (2, 3)), r"seqused_k\[1\] is -1"),
         ((17, 5), ((0, 4), (2, 3)), r"block_table\[0, 1\] is 4: the cache has 4 pages"),
     ],
 )
@@ -118,9 +118,9 @@ def test_lists_of_pages(device: str, checks: None) -> None:
     counts = ints(device, 2, 1)
     lists = ints(device, *[[[0, 1]] * HEADS] * 2)
     decode(device, (17, 5), ((0, 1), (2, 3)), pages=(lists, counts))
-    with pytest.raises(ValueError, match=r"pages.lists\[0, 0, 1\] is 0: columns must ascend"):
+    with pytest.raises(ValueError, match=r"page_lists\[0, 0, 1\] is 0: columns must ascend"):
         decode(device, (17, 5), ((0, 1), (2, 3)), pages=(lists.flip(-1), counts))
-    with pytest.raises(ValueError, match=r"pages.counts\[0\] is 3"):
+    with pytest.raises(ValueError, match=r"page_counts\[0\] is 3"):
         decode(device, (17, 5), ((0, 1), (2, 3)), pages=(lists, counts + 1))
 
 
@@ -150,7 +150,7 @@ except ValueError as error:
     print(error)
 """
     for value, expected in (
-        ("1", "cache.seqused_kv[0] is 17: the capacity is 16"),
+        ("1", "seqused_k[0] is 17: the capacity is 16"),
         ("0", "passed"),
     ):
         run = subprocess.run(

@@ -294,7 +294,7 @@ def test_wrong_scales_to_write() -> None:
 
     fails("scale_per_token needs", *cache.codes, k=None, v=None)
     fails("scale_per_token needs", *cache.codes, v_scale=None)
-    fails(r"cache.k_scale has shape \[1\]", *cache.codes, k_scale=torch.ones(1))
+    fails(r"k_scale has shape \[1\]", *cache.codes, k_scale=torch.ones(1))
     fails(r"v_scale has shape \[9, 1, 2\]", *cache.codes, v_scale=torch.ones(PAGES, 1, HEADS_K))
     fails("k_scale is f16", *cache.codes, k_scale=k_scale.half())
     fails("overlap|share", *cache.codes, v_scale=k_scale)
@@ -323,10 +323,10 @@ def test_wrong_codes_and_scales() -> None:
     fails(r"k_scale has shape \[5\]", q, k_cache, v_cache, k_scale=torch.ones(5))
     fails("v_scale is f16", q, k_cache, v_cache, v_scale=torch.ones(1).half())
     fails("q is e4m3", q.to(torch.float8_e4m3fn), k_cache, v_cache)
-    fails("cache.v is f32", q, k_cache, v_cache.float())
+    fails("v_cache is f32", q, k_cache, v_cache.float())
     fails("k_scale is given", q, k_cache.float(), v_cache.float(), k_scale=torch.ones(1))
     fails("float8_e4m3fnuz|float|8", q, *(c.to(torch.float8_e4m3fnuz) for c in cache.codes))
     new = torch.zeros(BATCH, 1, HEADS_K, DIM).to(torch.float8_e4m3fn)
-    fails("new.k is e4m3", q, k_cache, v_cache, k=new, v=new)
+    fails("^k is e4m3", q, k_cache, v_cache, k=new, v=new)
     with pytest.raises(blockflash.Unsupported, match="q_descale"):
         flash_attn_interface.flash_attn_with_kvcache(q, k_cache, v_cache, q_descale=torch.ones(1))

@@ -290,9 +290,9 @@ def test_errors() -> None:
     table = torch.zeros(2, 2, dtype=torch.int32)
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"seqused_k": lengths.long()}, "seqused_k.* int64"),
-        ({"seqused_k": lengths[:1]}, "seqused_kv"),
+        ({"seqused_k": lengths[:1]}, r"seqused_k\b"),
         ({"k": new}, "k, v come together, but v is None"),
-        ({"k": new[..., :8], "v": new[..., :8]}, "new.k has shape"),
+        ({"k": new[..., :8], "v": new[..., :8]}, "^k has shape"),
         ({"cu_seqlens_q": lengths}, "but max_seqlen_q is None"),
         ({"cu_seqlens_k": lengths}, "cu_seqlens_k"),
         ({"rotary_cos": torch.ones(32, 8)}, "rotary_sin"),
@@ -308,7 +308,7 @@ def test_errors() -> None:
             attention_decode(q, cache, cache.clone(), **options)
     with pytest.raises(ValueError, match="shares memory"):
         attention_decode(q, cache, cache, k=new, v=new, seqused_k=lengths)
-    with pytest.raises(ValueError, match="k_cache|cache.k"):
+    with pytest.raises(ValueError, match="k_cache"):
         attention_decode(q, cache.double(), cache.double())
     with pytest.raises(blockflash.Unsupported, match="no gradient"):
         attention_decode(q.requires_grad_(), cache, cache)

@@ -223,6 +223,9 @@ def test_wrong_arguments() -> None:
         fa2.flash_attn_func(q, k[:, :, :3], v[:, :, :3])
     with pytest.raises(NotImplementedError, match="dropout"):
         fa2_interface._get_block_size_n("cpu", 64, False, True)
+    for module in (fa2, fa3):
+        with pytest.raises(ValueError, match="^softmax_scale is 0"):
+            module.flash_attn_func(q, k, v, softmax_scale=0.0)
     with pytest.raises(ValueError, match="softcap"):
         fa2.flash_attn_func(q, k, v, softcap=-1.0)
     with pytest.raises(ValueError, match="window"):

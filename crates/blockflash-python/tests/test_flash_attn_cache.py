@@ -233,9 +233,10 @@ def test_wrong(module: Any) -> None:
         ({"cache_seqlens": LENGTHS[:2]}, "cache_seqlens has shape"),
         ({"cache_batch_idx": LENGTHS.long()}, "cache_batch_idx is torch.int64"),
         ({"cache_leftpad": LENGTHS[None]}, "cache_leftpad has shape"),
-        ({name: table.long()}, "int64"),
+        ({name: table.long()}, f"{name}.* int64"),
         ({name: table[:2]}, "shape"),
-        ({name: table[0]}, "shape|dimension"),
+        ({name: table[0]}, f"{name} has .*(shape|dimension)"),
+        ({"softmax_scale": 0.0}, "^softmax_scale is 0"),
     ]
     if module is fa2:
         paged = {"block_table": table}

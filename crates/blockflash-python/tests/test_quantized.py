@@ -87,11 +87,11 @@ def test_out_dtype_of_16_bits() -> None:
 
 def test_what_is_wrong_is_named() -> None:
     q = made(torch.float8_e4m3fn, 2, 5, 4, 16)
-    with pytest.raises(ValueError, match=r"scales.k has shape \[2, 3\], expected \[1\] or \[2 or"):
+    with pytest.raises(ValueError, match=r"k_scale has shape \[2, 3\], expected \[1\] or \[2 or"):
         blockflash.attention(q, q, q, k_scale=torch.ones(2, 3))
     with pytest.raises(ValueError, match="k is e5m2, expected e4m3"):
         blockflash.attention(q, q.to(torch.float8_e5m2), q)
-    with pytest.raises(ValueError, match="since scales.v is given"):
+    with pytest.raises(ValueError, match="since v_scale is given"):
         blockflash.attention(*(q.float() for _ in range(3)), v_scale=1.5)
     with pytest.raises(ValueError, match="out_dtype is torch.int32"):
         blockflash.attention(q, q, q, out_dtype=torch.int32)
@@ -180,6 +180,9 @@ def test_flash_attn_3() -> None:
     rows = (t.flatten(0, 1) for t in (q, k, v))
     found = fa3.flash_attn_varlen_func(*rows, offsets, offsets, 20, 20, causal=True, **descales)
     assert torch.equal(found, expected.flatten(0, 1))
+    for name in descales:
+        with pytest.raises(ValueError, match=rf"^{name} has shape \[2, 3\]"):
+            fa3.flash_attn_func(q, k, v, **descales | {name: torch.ones(2, 3)})
 
 
 def test_compiled() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,6 +28,22 @@ _REFUSED: dict[str, tuple[Any, str]] = {
 
 class InvalidCall(ValueError, RuntimeError):
     """A wrong argument of a function of flash-attn, which raises `RuntimeError` itself."""
+
+
+_NAMES = {
+    "scale": "softmax_scale",
+    "q_scale": "q_descale",
+    "k_scale": "k_descale",
+    "v_scale": "v_descale",
+}
+"""What flash-attn calls parameters of ours."""
+
+
+def conventional(error: Exception, **names: str) -> Exception:
+    """The error of a call with flash-attn's names, and those of a function, for our parameters."""
+    names = _NAMES | names
+    text = re.sub(r"\w+", lambda word: names.get(word[0], word[0]), str(error))
+    return (Unsupported if isinstance(error, Unsupported) else InvalidCall)(text)
 
 
 def refuse(**arguments: Any) -> None:
@@ -102,8 +119,8 @@ def attend(
     try:
         q, k, v = contiguous_rows(q), contiguous_rows(k), contiguous_rows(v)
         result = attention(q, k, v, return_lse=return_lse, **scores, **packed)
-    except ValueError as error:
-        raise InvalidCall(*error.args) from None
+    except (Unsupported, ValueError) as error:
+        raise conventional(error) from None
     _stats.count("flash_attn")
     return result
 

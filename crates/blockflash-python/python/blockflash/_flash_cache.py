@@ -10,7 +10,8 @@ from torch import Tensor
 from . import _flash_gather, _stats
 from ._arguments import UNLIMITED
 from ._decode import attention_decode
-from ._flash import InvalidCall, contiguous_rows, refuse_8_bits
+from ._flash import InvalidCall, contiguous_rows, conventional, refuse_8_bits
+from ._native import Unsupported
 from ._rotary import positions_of, turn
 
 
@@ -28,6 +29,7 @@ def with_kvcache(
     cache_leftpad: Tensor | None,
     table: Tensor | None,
     scores: dict[str, Any],
+    table_name: str = "block_table",
     rotary_seqlens: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k_new: Tensor | None = None,
@@ -35,8 +37,8 @@ def with_kvcache(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`flash_attn_with_kvcache` of both versions.
 
-    `scores` are flash-attn's `conventions`, `options` are `return_lse`, `max_seqlen_q`, `k_scale`
-    and `v_scale`.
+    `table` is the parameter `table_name`, `scores` are flash-attn's `conventions`, `options` are
+    `return_lse`, `max_seqlen_q`, `k_scale` and `v_scale`.
     """
     refuse_8_bits(q, q if k is None else k, q if v is None else v)
     batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
@@ -55,7 +57,9 @@ def with_kvcache(
         if table is None:
             table = cache_batch_idx[:, None]  # Each sequence of the cache is a page.
         elif table.dim() != 2 or table.shape[0] == 0:
-            raise InvalidCall(f"page_table has shape {list(table.shape)}, not [entries, max_pages]")
+            raise InvalidCall(
+                f"{table_name} has shape {list(table.shape)}, not [entries, max_pages]"
+            )
         else:
             table = table[cache_batch_idx.clamp(0, table.shape[0] - 1)]
     if k is None and v is None:
@@ -96,6 +100,7 @@ def with_kvcache(
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k_new,
         scores=scores,
+        names={"seqused_k": "cache_seqlens", "block_table": table_name},
         **options,
     )
 
@@ -137,7 +142,8 @@ def paged(
     """Packed queries whose keys are in pages, `[pages, page_size, heads_k, head_dim]`."""
     refuse_8_bits(q, k, v)
     options |= {"seqused_k": cu_seqlens_k.diff(), "return_lse": return_lse}
-    return _attend(q, k, v, scores=scores, **options)
+    names = {"seqused_k": "cu_seqlens_k"}
+    return _attend(q, k, v, scores=scores, names=names, **options)
 
 
 def _attend(
@@ -147,13 +153,14 @@ def _attend(
     *,
     scores: dict[str, Any],
     return_lse: bool,
+    names: dict[str, str],
     block_table: Tensor | None,
     starts: Tensor | None = None,
     leftpad: Tensor | None = None,
     k: Tensor | None = None,
     **options: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`blockflash.attention_decode` with flash-attn's conventions."""
+    """`blockflash.attention_decode` with flash-attn's conventions; errors have the `names`."""
     options |= {**scores, "k": k, "block_table": block_table}
     q = contiguous_rows(q)
     try:
@@ -167,8 +174,8 @@ def _attend(
                 q, k_cache, v_cache, starts=starts, leftpad=leftpad, **options
             )
             result = found if return_lse else found[0]
-    except ValueError as error:
-        raise InvalidCall(*error.args) from None
+    except (Unsupported, ValueError) as error:
+        raise conventional(error, **names) from None
     _stats.count("flash_attn")
     return result
 

@@ -232,6 +232,7 @@ def flash_attn_with_kvcache(
         cache_batch_idx=cache_batch_idx,
         cache_leftpad=cache_leftpad,
         table=page_table,
+        table_name="page_table",
         rotary_seqlens=rotary_seqlens,
         scores=conventions(softmax_scale, causal, window_size, softcap),
         return_lse=return_softmax_lse,
