@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from reference import assert_close
 from torch import Tensor
 
 import blockflash
@@ -17,6 +18,7 @@ BATCH, HEADS, HEADS_K, DIM, PAGE, PAGES = 3, 4, 2, 32, 16, 9
 LENGTHS = torch.tensor([30, 0, 41], dtype=torch.int32)
 TABLE = torch.tensor([[7, 2, 8], [0, 1, 5], [4, 6, 3]], dtype=torch.int32)
 CAPACITY = PAGE * TABLE.shape[1]
+HALF = [pytest.param("cuda", t, marks=pytest.mark.gpu) for t in (torch.bfloat16, torch.float16)]
 
 
 def coded(rows: Tensor, code: torch.dtype) -> Tensor:
@@ -114,6 +116,31 @@ def test_new_keys_become_codes(code: torch.dtype, paged: bool, scale: str) -> No
                                    expected.view(torch.uint8) & 0x7F)  # fmt: skip
                 old[page, slot] = codes[page, slot]
         assert torch.equal(codes.view(torch.uint8), old.view(torch.uint8)), "nothing else changes"
+
+
+@pytest.mark.parametrize("scale", SHAPES)
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize(("device", "dtype"), [("cpu", torch.bfloat16), *HALF])
+@pytest.mark.parametrize("code", CODES)
+def test_appends_on_every_device(
+    code: torch.dtype, device: str, dtype: torch.dtype, paged: bool, scale: str
+) -> None:
+    """The codes of the CPU, and its results with queries of float32."""
+    cache, how = Cache(code, paged, scale), {"causal": True, "return_lse": True}
+    options = cache.options | {"seqused_k": LENGTHS + 2}
+    rows = torch.randn(BATCH, 2, HEADS + 2 * HEADS_K, DIM).to(dtype)
+    q, k, v = rows.split([HEADS, HEADS_K, HEADS_K], 2)
+    there = {name: option.to(device) for name, option in options.items()}
+    codes = [codes.to(device, copy=True) for codes in cache.codes]
+    new = {"k": k.to(device), "v": v.to(device)}
+    o, lse = attention_decode(q.to(device), *codes, **new, **there, **how)
+    new = {"k": k.float(), "v": v.float()}
+    expected, expected_lse = attention_decode(q.float(), *cache.codes, **new, **options, **how)
+    assert o.dtype == dtype
+    assert_close(o.cpu(), expected, dtype)
+    assert_close(lse.cpu(), expected_lse, torch.float32 if device == "cpu" else dtype)
+    for found, right in zip(codes, cache.codes, strict=True):
+        assert torch.equal(found.cpu().view(torch.uint8), right.view(torch.uint8))
 
 
 def slots(lengths: Tensor, tokens: int, paged: bool) -> list[tuple[int, int, int, int]]:

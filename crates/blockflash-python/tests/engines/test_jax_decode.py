@@ -17,7 +17,7 @@ needs("jax")
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
-from jax_reference import DTYPE, ON_GPU, assert_close, draw, qkv, reference  # noqa: E402
+from jax_reference import DTYPE, assert_close, draw, qkv, reference  # noqa: E402
 
 from blockflash import _native  # noqa: E402
 from blockflash import jax as bj  # noqa: E402
@@ -72,7 +72,6 @@ def test_tail_mask() -> None:
     assert_close(found, reference(q, k, v, visible=shown)[0])
 
 
-@pytest.mark.skipif(ON_GPU, reason="GPUs have no kernels for caches of 8 bits")
 def test_caches_of_8_bits() -> None:
     q, (k, v) = draw(1, 2, 1, 4, 16), caches()
     codes = [cache.astype(jnp.float8_e4m3fn) for cache in (k, v)]
