@@ -1,8 +1,12 @@
 """`blockflash.flash_attn` over the parameters of FlashAttention's own tests, outputs and gradients.
 
-All of them on a GPU, and some on the CPU. The rule is that of those tests, too: at most twice the
-error of plain attention in the same type, both held against plain attention in f32 (f64 on the
-CPU).
+All of them on a GPU, and some on the CPU. The largest error may be twice that of plain attention in
+the same type, both held against plain attention in f32 (f64 on the CPU). It is the rule of those
+tests for outputs, and stricter for gradients: `tests/test_flash_attn.py` allows them three times
+the error, `hopper/test_flash_attn.py` twice (three times with a softcap) and what is lost when 0.3
+is added and taken off again, twice, and both round what they compare with to the type.
+
+Tensors have more rows than there where they would have one query, see `batch_of`.
 """
 
 from __future__ import annotations
@@ -207,6 +211,17 @@ def run_varlen(
     errors.check()
 
 
+def batch_of(lengths: tuple[int, int], usual: int) -> int:
+    """How many sequences are compared: more where they have few rows.
+
+    The rounding of a row's output is shared by its gradients. In a simulation of a kernel that sums
+    in f32 and rounds the probabilities, their gradients and the results once, a gradient had more
+    than twice the error of plain attention in 3 of 976 cases of four sequences with one query, the
+    24 rows of FlashAttention's tests, and in none of 676 cases of 32 sequences.
+    """
+    return max(usual, 32 // lengths[0])
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 @pytest.mark.parametrize("dim", HEAD_DIMS)
@@ -215,7 +230,7 @@ def run_varlen(
 @pytest.mark.parametrize("run", [run_dense, run_varlen], ids=lambda run: run.__name__)
 @pytest.mark.parametrize("alibi", [False, True])
 def test_grid_on_gpu(run: Any, dtype: Any, heads: str, dim: int, lengths: Any, alibi: bool) -> None:
-    run("cuda", dtype, 4, lengths, heads, dim, alibi)
+    run("cuda", dtype, batch_of(lengths, 4), lengths, heads, dim, alibi)
 
 
 @pytest.mark.parametrize(
@@ -226,7 +241,4 @@ def test_grid_on_gpu(run: Any, dtype: Any, heads: str, dim: int, lengths: Any, a
 @pytest.mark.parametrize("run", [run_dense, run_varlen], ids=lambda run: run.__name__)
 @pytest.mark.parametrize("alibi", [False, True])
 def test_grid_on_cpu(run: Any, dtype: Any, heads: str, dim: int, lengths: Any, alibi: bool) -> None:
-    # The rounding of a row's log-sum-exp is shared by its gradients: the largest errors of a few
-    # rows would be compared by luck.
-    batch = 8 if lengths[0] == 1 else 2
-    run("cpu", dtype, batch, lengths, heads, dim, alibi)
+    run("cpu", dtype, batch_of(lengths, 2), lengths, heads, dim, alibi)
