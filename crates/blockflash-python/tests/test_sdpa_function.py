@@ -79,8 +79,9 @@ WRONG = {
     "exclude each other": (X, X, X, {"attn_mask": X, "is_causal": True}),
     "4, 2, 2 heads": (X, X[:, :2], X[:, :2], {}),
     "4 query heads are not a multiple of 3": (X, X[:, :3], X[:, :3], {"enable_gqa": True}),
-    "k is bf16": (X, X.bfloat16(), X, {}),
-    r"k has shape \[2, 5, 4, 8\]": (X, X[..., :8], X, {}),
+    "key is bf16": (X, X.bfloat16(), X, {}),
+    "attn_mask has shape": (X, X, X, {"attn_mask": X[..., :4]}),
+    r"key has shape \[2, 5, 4, 8\]": (X, X[..., :8], X, {}),
 }
 
 

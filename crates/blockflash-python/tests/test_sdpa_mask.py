@@ -222,7 +222,7 @@ WRONG: dict[str, tuple[Tensor, type[Exception]]] = {
     "attn_mask is torch.int32": (torch.zeros(ROWS, KEYS, dtype=torch.int32), ValueError),
     "attn_mask is torch.float64": (torch.zeros(ROWS, KEYS).double(), ValueError),
     "attn_mask has 1 dimensions": (torch.zeros(KEYS), ValueError),
-    "bias has shape": (torch.zeros(ROWS, KEYS + 1), ValueError),
+    "attn_mask has shape": (torch.zeros(ROWS, KEYS + 1), ValueError),
 }
 
 

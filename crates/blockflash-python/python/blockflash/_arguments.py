@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -105,6 +106,11 @@ def of_pairs(bias: Tensor) -> Tensor:
             "it"
         )
     return bias if bias.dim() >= 4 else bias[(None,) * (4 - bias.dim())]
+
+
+def renamed(error: Exception, names: dict[str, str]) -> str:
+    """The text of an error, with other names for some of our parameters."""
+    return re.sub(r"\w+", lambda word: names.get(word[0], word[0]), str(error))
 
 
 def natural(what: str, count: int) -> int:

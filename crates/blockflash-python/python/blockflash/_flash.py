@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor
 
 from . import _stats
+from ._arguments import renamed
 from ._attention import attention
 from ._native import Unsupported
 
@@ -41,9 +41,8 @@ _NAMES = {
 
 def conventional(error: Exception, **names: str) -> Exception:
     """The error of a call with flash-attn's names, and those of a function, for our parameters."""
-    names = _NAMES | names
-    text = re.sub(r"\w+", lambda word: names.get(word[0], word[0]), str(error))
-    return (Unsupported if isinstance(error, Unsupported) else InvalidCall)(text)
+    kind = Unsupported if isinstance(error, Unsupported) else InvalidCall
+    return kind(renamed(error, _NAMES | names))
 
 
 def refuse(**arguments: Any) -> None:

@@ -5,9 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ._arguments import renamed
 from ._attention import attention
 from ._flash import contiguous_rows, refuse_8_bits
 from ._native import Unsupported
+
+_NAMES = {"q": "query", "k": "key", "v": "value", "bias": "attn_mask"}
+"""What torch calls parameters of ours."""
 
 
 def scaled_dot_product_attention(
@@ -54,7 +58,10 @@ def scaled_dot_product_attention(
         if not 2 <= attn_mask.dim() <= query.dim():
             raise ValueError(f"attn_mask has {attn_mask.dim()} dimensions, and query {query.dim()}")
         options["bias"] = bias_of(attn_mask, q.dtype)
-    o = attention(q, k, v, **options).transpose(1, 2)
+    try:
+        o = attention(q, k, v, **options).transpose(1, 2)
+    except (Unsupported, ValueError) as error:
+        raise type(error)(renamed(error, _NAMES)) from None
     return o if query.dim() == 4 else o.squeeze(0)
 
 
