@@ -41,6 +41,9 @@ def cases():
     for head_dim, mask in ((64, "full"), (128, "causal"), (128, "window64"), (72, "causal")):
         yield dict(packed, head_dim=head_dim, mask=mask), warm
     yield dict(packed, head_dim=128, mask="causal", num_heads_kv=1), warm
+    codes = dict(attention, op="attention_e4m3", dtype="e4m3")
+    for head_dim, mask, heads in ((64, "full", 4), (128, "causal", 2), (256, "causal", 4)):
+        yield dict(codes, head_dim=head_dim, mask=mask, num_heads_kv=heads), warm
     sparse = dict(
         attention, op="block_sparse_fwd", pattern="uniform", mask="full", dtype="bf16", density=0.25
     )

@@ -32,6 +32,9 @@ PEERS = {
         "flash_attention_3": ("packed", "Flash3"),
         "torch_varlen": ("packed", "TorchVarlen"),
     },
+    "attention_e4m3": {
+        "cudnn_frontend": ("codes", "Cudnn"),
+    },
     "block_sparse_fwd": {
         "flex_attention": ("flex", "FlexAttention"),
         "flex_attention_tuned": ("flex", "FlexAttentionTuned"),

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "blockflash/ptx/launch.cuh"
+#include "layout.cuh"
 #include "scheduler.cuh"
 #include "terms_producer.cuh"
 

@@ -1,8 +1,7 @@
-// The scheduler warp of the Hopper attention kernel.
+// The scheduler warp of the Hopper attention kernels. Their layout.cuh comes first.
 #pragma once
 
 #include "blockflash/ptx/launch.cuh"
-#include "layout.cuh"
 
 namespace blockflash {
 

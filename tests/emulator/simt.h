@@ -353,6 +353,8 @@ inline float __fmul_rn(float x, float y) { return x * y; }
 inline float __fsub_rn(float x, float y) { return x - y; }
 inline float __fadd_rn(float x, float y) { return x + y; }
 inline float __fdiv_rn(float x, float y) { return x / y; }
+inline float __frcp_rn(float x) { return 1 / x; }
+inline float __fmaf_rn(float x, float y, float z) { return fmaf(x, y, z); }
 inline int __float2int_rn(float x) { return static_cast<int>(nearbyintf(x)); }
 inline int __clz(int x) { return x == 0 ? 32 : __builtin_clz(x); }
 inline float exp_of(float x) { return expf(x); }

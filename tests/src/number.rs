@@ -1,5 +1,6 @@
 //! Bits and rounding of the 16-bit types, and normal random numbers.
 
+use blockflash_ops::E4M3;
 pub use blockflash_oracle::{round, unit_roundoff};
 use blockflash_sys::DType;
 use half::{bf16, f16};
@@ -21,6 +22,7 @@ pub fn encode(dtype: DType, x: f32) -> u32 {
         DType::F16 => f16::from_f32(x).to_bits().into(),
         DType::BF16 => bf16::from_f32(x).to_bits().into(),
         DType::F32 => x.to_bits(),
+        DType::E4M3 => E4M3::from_f32(x).0.into(),
         _ => panic!("{dtype} tensors hold no real numbers"),
     }
 }
@@ -31,6 +33,7 @@ pub fn decode(dtype: DType, bits: u32) -> f32 {
         DType::F16 => f16::from_bits(bits as u16).to_f32(),
         DType::BF16 => bf16::from_bits(bits as u16).to_f32(),
         DType::F32 => f32::from_bits(bits),
+        DType::E4M3 => E4M3(bits as u8).to_f32(),
         _ => panic!("{dtype} tensors hold no real numbers"),
     }
 }

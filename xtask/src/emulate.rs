@@ -17,7 +17,7 @@ use std::{
 };
 
 /// Sources that have a program in tests/emulator.
-const SOURCES: [&str; 9] = [
+const SOURCES: [&str; 10] = [
     "attention_decode_sm80",
     "attention_fwd_sm80",
     "attention_bwd_q_sm80",
@@ -27,6 +27,7 @@ const SOURCES: [&str; 9] = [
     "bsr_matmul_sm80",
     "bsr_matmul_narrow_sm80",
     "kv_append_codes_sm80",
+    "quantize_sm80",
 ];
 
 /// Run portable kernels on the CPU in several orders of their warps and copies, and compare results

@@ -50,6 +50,8 @@
     ("probe_sm80.ptx_80", include_bytes!("probe_sm80.ptx_80.zst")),
     ("probe_sm80.sm_120", include_bytes!("probe_sm80.sm_120.zst")),
     ("probe_sm80.sm_8x", include_bytes!("probe_sm80.sm_8x.zst")),
+    ("quantize_sm80.ptx_80", include_bytes!("quantize_sm80.ptx_80.zst")),
+    ("quantize_sm80.sm_8x", include_bytes!("quantize_sm80.sm_8x.zst")),
     ("row_copy_sm80.ptx_80", include_bytes!("row_copy_sm80.ptx_80.zst")),
     ("row_copy_sm80.sm_8x", include_bytes!("row_copy_sm80.sm_8x.zst")),
 ]

@@ -131,7 +131,8 @@ pub trait Operation: Steps {
     /// no sequence longer than its maximum. Of a cache: that no length is negative or beyond the
     /// capacity, that the pages of all keys exist, that lengths count the tokens that are appended,
     /// that no two sequences append to the same slot, and that the scales of keys that the call
-    /// does not choose are finite and positive. Of listed pages: that they exist and ascend.
+    /// does not choose are finite and positive, and so of the scales that rows are quantised by. Of
+    /// listed pages: that they exist and ascend.
     ///
     /// # Errors
     /// [`Error::InvalidCuSeqlens`] and [`Error::InvalidData`] name the first bad entry, and

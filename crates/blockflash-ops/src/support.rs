@@ -1,6 +1,8 @@
+use crate::quantize::QuantizeProblem;
 use crate::selection::{Problem, select};
 use crate::{
     Error, Result, attention, attention_bwd, attention_decode, bsr_matmul, bsr_sddmm, page_choice,
+    quantize,
 };
 use blockflash_safe::{CudaProperties, Device};
 use blockflash_sys::{DType, Kernel, Target};
@@ -9,7 +11,7 @@ use blockflash_sys::{DType, Kernel, Target};
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SupportRow {
     /// `attention`, `attention_bwd`, `attention_decode`, `page_summaries`, `page_choice`,
-    /// `bsr_matmul` or `bsr_sddmm`.
+    /// `quantize`, `bsr_matmul` or `bsr_sddmm`.
     pub op: &'static str,
     /// Element type of the inputs.
     pub dtype: DType,
@@ -58,6 +60,7 @@ pub fn support(device: &Device) -> Vec<SupportRow> {
 
 /// Like [`support()`], for a GPU that need not be present; `None` is the CPU.
 pub fn support_with(gpu: Option<&CudaProperties>) -> Vec<SupportRow> {
+    let of_codes = rows(DType::E4M3, attention::support(DType::E4M3), gpu);
     [DType::F16, DType::BF16, DType::F32]
         .into_iter()
         .flat_map(|dtype| {
@@ -67,11 +70,13 @@ pub fn support_with(gpu: Option<&CudaProperties>) -> Vec<SupportRow> {
                 rows(dtype, attention_decode::support(dtype), gpu),
                 rows(dtype, page_choice::support_of_summaries(dtype), gpu),
                 rows(dtype, page_choice::support_of_choice(dtype), gpu),
+                rows(dtype, quantize::support(dtype), gpu),
                 rows(dtype, bsr_matmul::support(dtype), gpu),
                 rows(dtype, bsr_sddmm::support(dtype), gpu),
             ]
         })
         .flatten()
+        .chain(of_codes)
         .collect()
 }
 
@@ -83,7 +88,8 @@ fn rows<P: Problem>(
 ) -> Vec<SupportRow> {
     let row = |(size, problem): (String, P)| {
         let status = gpu.map_or(Status::Cpu, |gpu| status(select(&problem, gpu)));
-        let on_gpus = dtype != DType::F32 && !size.starts_with("other");
+        let has_kernels = dtype != DType::F32 || P::OP == QuantizeProblem::OP;
+        let on_gpus = has_kernels && !size.starts_with("other");
         SupportRow { op: P::OP, dtype, size, on_gpus, status }
     };
     lines.into_iter().map(row).collect()
@@ -125,6 +131,7 @@ mod tests {
                 ("attention_decode", "other head_dim (59)"),
                 ("page_summaries", "head_dim 8..=256 by 8"),
                 ("page_choice", "other head_dim (59)"),
+                ("quantize", "head_dim 8..=256 by 8"),
                 ("bsr_matmul", "other block (24)"),
                 ("bsr_sddmm", "other block (24)"),
             ] {
@@ -149,7 +156,7 @@ mod tests {
                             symbol.contains(row.op.trim_end_matches("_fwd"))
                                 && image.starts_with(&symbol)
                         );
-                        assert!(row.dtype != DType::F32);
+                        assert!(row.dtype != DType::F32 || row.op == "quantize");
                     }
                     Status::Cpu => panic!("a GPU is no CPU"),
                     Status::Unsupported { reason } => assert!(!reason.is_empty()),

@@ -357,3 +357,44 @@ def test_wrong_codes_and_scales() -> None:
     fails("^k is e4m3", q, k_cache, v_cache, k=new, v=new)
     with pytest.raises(blockflash.Unsupported, match="q_descale"):
         flash_attn_interface.flash_attn_with_kvcache(q, k_cache, v_cache, q_descale=torch.ones(1))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("per", ["tensor", "head", "token"])
+@pytest.mark.parametrize("code", CODES)
+def test_quantize_on_a_gpu(code: torch.dtype, per: str) -> None:
+    """The same codes and scales as on the CPU, also in a graph and with heads before tokens."""
+    offsets = torch.tensor([0, 3, 3, 170], dtype=torch.int32)
+    dense, packed = {"rotate": True}, {"cu_seqlens": offsets, "max_seqlen": 170}
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        cases: list[tuple[Any, dict[str, Any]]] = [((2, 300, 3, 64), dense), ((171, 5, 72), packed)]
+        for shape, options in cases:
+            x = torch.randn(shape, dtype=dtype)
+            x[..., 3, 0, 5] = float("nan")
+            on_gpu = {k: v.cuda() if isinstance(v, Tensor) else v for k, v in options.items()}
+            codes, scale = blockflash.quantize(x, code, per=per, **options)
+            turned = x.transpose(-3, -2).contiguous().cuda().transpose(-3, -2)
+            for rows in (x.cuda(), turned):
+                found, of_found = blockflash.quantize(rows, code, per=per, **on_gpu)
+                assert found.is_cuda
+                assert torch.equal(found.cpu().view(torch.uint8), codes.view(torch.uint8))
+                assert torch.equal(of_found.cpu(), scale)
+
+    x, graph = torch.randn(2, 300, 3, 64, device="cuda"), torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        captured = blockflash.quantize(x, code, per=per, subtract_mean=True)
+    for _ in range(3):
+        x.normal_(1.0)
+        graph.replay()
+        codes, scale, mean = blockflash.quantize(x, code, per=per, subtract_mean=True)
+        assert torch.equal(captured[0].view(torch.uint8), codes.view(torch.uint8))
+        assert torch.equal(captured[1], scale)
+        assert torch.equal(captured[2], mean)
+        torch.testing.assert_close(mean, x.mean(1), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.gpu
+def test_what_a_gpu_does_not_quantize() -> None:
+    with pytest.raises(blockflash.Unsupported, match="head_dim 20 is not a multiple of 8"):
+        blockflash.quantize(torch.ones(1, 2, 1, 20, device="cuda"))

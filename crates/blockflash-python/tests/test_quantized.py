@@ -185,6 +185,43 @@ def test_flash_attn_3() -> None:
             fa3.flash_attn_func(q, k, v, **descales | {name: torch.ones(2, 3)})
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [16, 40, 64, 100, 128, 256])
+def test_on_a_gpu(head_dim: int) -> None:
+    """Kernels of Hopper round probabilities, to four significant bits."""
+    x = torch.randn(3, 2, 150, 4, head_dim)
+    (q, q_scale), (k, k_scale), (v, v_scale) = (blockflash.quantize(t) for t in x)
+    scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
+    given = {name: scale.cuda() for name, scale in scales.items()}
+    rows = [t.cuda() for t in (q, k, v)]
+    if torch.cuda.get_device_capability()[0] != 9:
+        with pytest.raises(blockflash.Unsupported, match="kernels of Hopper take: convert"):
+            blockflash.attention(*rows, **given)
+        return
+    for code in (torch.float8_e5m2, torch.int8):
+        with pytest.raises(blockflash.Unsupported, match="for Hopper also to e4m3"):
+            blockflash.attention(*(t.float().to(code) for t in rows), **given)
+    for out_dtype in (None, torch.float16):
+        how = {"causal": True, "out_dtype": out_dtype, "return_lse": True}
+        expected, expected_lse = blockflash.attention(q, k, v, **scales, **how)
+        found, lse = blockflash.attention(*rows, **given, **how)
+        assert found.dtype == expected.dtype
+        error = (found.cpu().float() - expected.float()).norm() / expected.float().norm()
+        assert float(error) < 0.05
+        torch.testing.assert_close(lse.cpu(), expected_lse, atol=0.02, rtol=0.01)
+    descales = {name.replace("scale", "descale"): scale for name, scale in given.items()}
+    again = fa3.flash_attn_func(*rows, causal=True, **descales)
+    plain = blockflash.attention(*rows, causal=True, **given)
+    assert torch.equal(again, plain)
+    compiled = torch.compile(blockflash.attention, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(*rows, causal=True, **given), plain)
+    graph, o = torch.cuda.CUDAGraph(), torch.zeros_like(plain)
+    with torch.cuda.graph(graph):
+        o.copy_(blockflash.attention(*rows, causal=True, **given))
+    graph.replay()
+    assert torch.equal(o, plain)
+
+
 def test_compiled() -> None:
     x = torch.randn(1, 20, 2, 16)
 

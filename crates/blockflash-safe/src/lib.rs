@@ -98,8 +98,9 @@ pub use launch::{
     BsrPartsMemory, BsrSddmmOperands, CodesDecode, KvAppendOperands, KvAppendPlan, KvCacheViews,
     Launch, LaunchConfig, NO_MASK, NewKeys, NewScales, Operands, PROBE_CHUNK_BYTES, PageChoice,
     PageChoiceOperands, PageChoicePlan, PageSummaries, PageSummariesOperands, PageSummariesPlan,
-    RowCopyOperands, STATISTICS_ROWS, ScoreTerms, TurnedQueries, attention_bwd_part_values,
-    attention_bwd_workspace, driver_time, param_bytes,
+    QuantizeOperands, QuantizePlan, QuantizeScales, QuantizeSizes, RowCopyOperands,
+    STATISTICS_ROWS, ScoreTerms, TurnedQueries, attention_bwd_part_values, attention_bwd_workspace,
+    driver_time, param_bytes,
 };
 pub use layout::{Layout, MAX_RANK};
 pub use nccl::{NcclCommunicator, NcclId};

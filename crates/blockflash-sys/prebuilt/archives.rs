@@ -9,6 +9,7 @@
     ("attention_bwd_q_sm90a.sm_90a", include_bytes!("attention_bwd_q_sm90a.sm_90a.zst")),
     ("attention_decode_sm80.sm_90", include_bytes!("attention_decode_sm80.sm_90.zst")),
     ("attention_decode_sm90a.sm_90a", include_bytes!("attention_decode_sm90a.sm_90a.zst")),
+    ("attention_fwd_e4m3_sm90a.sm_90a", include_bytes!("attention_fwd_e4m3_sm90a.sm_90a.zst")),
     ("attention_fwd_sm80.sm_90", include_bytes!("attention_fwd_sm80.sm_90.zst")),
     ("attention_fwd_sm90a.sm_90a", include_bytes!("attention_fwd_sm90a.sm_90a.zst")),
     ("attention_fwd_small_sm90a.sm_90a", include_bytes!("attention_fwd_small_sm90a.sm_90a.zst")),
@@ -31,5 +32,6 @@
     ("page_summaries_sm80.sm_90", include_bytes!("page_summaries_sm80.sm_90.zst")),
     ("probe_sm80.sm_90", include_bytes!("probe_sm80.sm_90.zst")),
     ("probe_sm90a.sm_90a", include_bytes!("probe_sm90a.sm_90a.zst")),
+    ("quantize_sm80.sm_90", include_bytes!("quantize_sm80.sm_90.zst")),
     ("row_copy_sm80.sm_90", include_bytes!("row_copy_sm80.sm_90.zst")),
 ]

@@ -49,6 +49,15 @@ pub const BLOCKFLASH_PROBE_WGMMA_F16: i32 = 6;
 pub const BLOCKFLASH_PROBE_WGMMA_BF16: i32 = 7;
 pub const BLOCKFLASH_PROBE_WGMMA_E4M3: i32 = 8;
 pub const BLOCKFLASH_PROBE_BULK: i32 = 9;
+pub const BLOCKFLASH_QUANTIZE_SUMS: i32 = 0;
+pub const BLOCKFLASH_QUANTIZE_MEANS: i32 = 1;
+pub const BLOCKFLASH_QUANTIZE_GREATEST: i32 = 2;
+pub const BLOCKFLASH_QUANTIZE_CODES: i32 = 3;
+pub const BLOCKFLASH_QUANTIZE_GIVEN: i32 = 0;
+pub const BLOCKFLASH_QUANTIZE_TENSOR: i32 = 1;
+pub const BLOCKFLASH_QUANTIZE_HEAD: i32 = 2;
+pub const BLOCKFLASH_QUANTIZE_TOKEN: i32 = 3;
+pub const BLOCKFLASH_QUANTIZE_CHUNK: i32 = 128;
 pub const BLOCKFLASH_ROW_COPIES: i32 = 4;
 /// A tensor map of the Tensor Memory Accelerator (CUtensorMap), encoded by the driver.
 #[repr(C)]
@@ -643,6 +652,93 @@ const _: () = {
         "Offset of field: blockflash_attention_bwd_tma_params::key_parts",
     ][::core::mem::offset_of!(blockflash_attention_bwd_tma_params, key_parts)
         - 1072usize];
+};
+/** What the codes of q, k and v are multiplied with: the scale of sequence b and head h is
+
+ k\[b · k_stride_batch + h · k_stride_head\]
+
+ where h counts heads of q / q_heads_per_scale, or heads of k and v. Strides are 0 where all have
+ the same scale. Scales may hold anything.*/
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct blockflash_operand_scales {
+    /// null: 1
+    pub q: *const f32,
+    /// null: 1
+    pub k: *const f32,
+    /// null: 1
+    pub v: *const f32,
+    pub q_stride_batch: i64,
+    pub q_stride_head: i64,
+    pub k_stride_batch: i64,
+    pub k_stride_head: i64,
+    pub v_stride_batch: i64,
+    pub v_stride_head: i64,
+    /// heads of q that share a scale of q: 1, or those that share keys
+    pub q_heads_per_scale: i32,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    [
+        "Size of blockflash_operand_scales",
+    ][::core::mem::size_of::<blockflash_operand_scales>() - 80usize];
+    [
+        "Alignment of blockflash_operand_scales",
+    ][::core::mem::align_of::<blockflash_operand_scales>() - 8usize];
+    [
+        "Offset of field: blockflash_operand_scales::q",
+    ][::core::mem::offset_of!(blockflash_operand_scales, q) - 0usize];
+    [
+        "Offset of field: blockflash_operand_scales::k",
+    ][::core::mem::offset_of!(blockflash_operand_scales, k) - 8usize];
+    [
+        "Offset of field: blockflash_operand_scales::v",
+    ][::core::mem::offset_of!(blockflash_operand_scales, v) - 16usize];
+    [
+        "Offset of field: blockflash_operand_scales::q_stride_batch",
+    ][::core::mem::offset_of!(blockflash_operand_scales, q_stride_batch) - 24usize];
+    [
+        "Offset of field: blockflash_operand_scales::q_stride_head",
+    ][::core::mem::offset_of!(blockflash_operand_scales, q_stride_head) - 32usize];
+    [
+        "Offset of field: blockflash_operand_scales::k_stride_batch",
+    ][::core::mem::offset_of!(blockflash_operand_scales, k_stride_batch) - 40usize];
+    [
+        "Offset of field: blockflash_operand_scales::k_stride_head",
+    ][::core::mem::offset_of!(blockflash_operand_scales, k_stride_head) - 48usize];
+    [
+        "Offset of field: blockflash_operand_scales::v_stride_batch",
+    ][::core::mem::offset_of!(blockflash_operand_scales, v_stride_batch) - 56usize];
+    [
+        "Offset of field: blockflash_operand_scales::v_stride_head",
+    ][::core::mem::offset_of!(blockflash_operand_scales, v_stride_head) - 64usize];
+    [
+        "Offset of field: blockflash_operand_scales::q_heads_per_scale",
+    ][::core::mem::offset_of!(blockflash_operand_scales, q_heads_per_scale) - 72usize];
+};
+/** The maps of q, k and v have elements of a byte and boxes of 128 columns, or of 64 with a swizzle
+ of 64 bytes where the tile has 64; that of o is not used. The element type of o is the kernel's.*/
+#[repr(C)]
+#[repr(align(64))]
+#[derive(Debug, Copy, Clone)]
+pub struct blockflash_attention_fwd_e4m3_params {
+    pub fwd: blockflash_attention_fwd_tma_params,
+    pub scales: blockflash_operand_scales,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    [
+        "Size of blockflash_attention_fwd_e4m3_params",
+    ][::core::mem::size_of::<blockflash_attention_fwd_e4m3_params>() - 960usize];
+    [
+        "Alignment of blockflash_attention_fwd_e4m3_params",
+    ][::core::mem::align_of::<blockflash_attention_fwd_e4m3_params>() - 64usize];
+    [
+        "Offset of field: blockflash_attention_fwd_e4m3_params::fwd",
+    ][::core::mem::offset_of!(blockflash_attention_fwd_e4m3_params, fwd) - 0usize];
+    [
+        "Offset of field: blockflash_attention_fwd_e4m3_params::scales",
+    ][::core::mem::offset_of!(blockflash_attention_fwd_e4m3_params, scales) - 832usize];
 };
 /** Score terms, in this order: once the score of query i and key j has been scaled and capped, the
  bias is added, then ALiBi, slope·-|i + seqlen_kv - seqlen_q - j|; pairs whose bit is 0 are masked
@@ -3077,6 +3173,150 @@ const _: () = {
     [
         "Offset of field: blockflash_probe_params::iterations",
     ][::core::mem::offset_of!(blockflash_probe_params, iterations) - 24usize];
+};
+/** Rows x\[b, token, head\] and their codes. Those of a packed batch have no dimension b, and their
+ offsets may hold anything. Scales and means begin with the sequence, scales of tokens are in the
+ layout of rows.*/
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct blockflash_quantize_params {
+    /// rows at multiples of 16 bytes
+    pub x: *const ::core::ffi::c_void,
+    /// rows at multiples of 8 bytes
+    pub codes: *mut ::core::ffi::c_void,
+    /// null: nobody takes the scales of tokens
+    pub scale: *mut f32,
+    /// rows at multiples of 16 bytes; null: none is subtracted
+    pub mean: *mut f32,
+    /// null: not packed
+    pub cu_seqlens: *const i32,
+    pub x_stride_batch: i64,
+    pub x_stride_seq: i64,
+    pub x_stride_head: i64,
+    pub codes_stride_batch: i64,
+    pub codes_stride_seq: i64,
+    pub codes_stride_head: i64,
+    pub scale_stride_batch: i64,
+    pub scale_stride_seq: i64,
+    pub scale_stride_head: i64,
+    pub mean_stride_batch: i64,
+    pub mean_stride_head: i64,
+    /// sequences
+    pub batch: i32,
+    pub num_heads: i32,
+    /// a multiple of 8, at most 256
+    pub head_dim: i32,
+    /// tokens of a sequence, of the longest one when packed
+    pub seqlen: i32,
+    /// rows of the packed tensors
+    pub total: i32,
+    /// of a CTA, where maxima are found and codes are written
+    pub tokens: i32,
+    /// BLOCKFLASH_QUANTIZE_SUMS, _MEANS, _GREATEST or _CODES
+    pub step: i32,
+    /// BLOCKFLASH_QUANTIZE_GIVEN, _TENSOR, _HEAD or _TOKEN
+    pub scale_of: i32,
+    /// BLOCKFLASH_DTYPE_F16, _BF16 or _F32
+    pub x_dtype: i32,
+    /// BLOCKFLASH_DTYPE_E4M3, _E5M2 or _I8
+    pub codes_dtype: i32,
+    /// 1: the last tiles first, which are in L2 behind an ascending launch
+    pub descending: i32,
+    /// 1 / sqrt(head_dim) if rows are rotated, else 0
+    pub rotation: f32,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    [
+        "Size of blockflash_quantize_params",
+    ][::core::mem::size_of::<blockflash_quantize_params>() - 176usize];
+    [
+        "Alignment of blockflash_quantize_params",
+    ][::core::mem::align_of::<blockflash_quantize_params>() - 8usize];
+    [
+        "Offset of field: blockflash_quantize_params::x",
+    ][::core::mem::offset_of!(blockflash_quantize_params, x) - 0usize];
+    [
+        "Offset of field: blockflash_quantize_params::codes",
+    ][::core::mem::offset_of!(blockflash_quantize_params, codes) - 8usize];
+    [
+        "Offset of field: blockflash_quantize_params::scale",
+    ][::core::mem::offset_of!(blockflash_quantize_params, scale) - 16usize];
+    [
+        "Offset of field: blockflash_quantize_params::mean",
+    ][::core::mem::offset_of!(blockflash_quantize_params, mean) - 24usize];
+    [
+        "Offset of field: blockflash_quantize_params::cu_seqlens",
+    ][::core::mem::offset_of!(blockflash_quantize_params, cu_seqlens) - 32usize];
+    [
+        "Offset of field: blockflash_quantize_params::x_stride_batch",
+    ][::core::mem::offset_of!(blockflash_quantize_params, x_stride_batch) - 40usize];
+    [
+        "Offset of field: blockflash_quantize_params::x_stride_seq",
+    ][::core::mem::offset_of!(blockflash_quantize_params, x_stride_seq) - 48usize];
+    [
+        "Offset of field: blockflash_quantize_params::x_stride_head",
+    ][::core::mem::offset_of!(blockflash_quantize_params, x_stride_head) - 56usize];
+    [
+        "Offset of field: blockflash_quantize_params::codes_stride_batch",
+    ][::core::mem::offset_of!(blockflash_quantize_params, codes_stride_batch) - 64usize];
+    [
+        "Offset of field: blockflash_quantize_params::codes_stride_seq",
+    ][::core::mem::offset_of!(blockflash_quantize_params, codes_stride_seq) - 72usize];
+    [
+        "Offset of field: blockflash_quantize_params::codes_stride_head",
+    ][::core::mem::offset_of!(blockflash_quantize_params, codes_stride_head) - 80usize];
+    [
+        "Offset of field: blockflash_quantize_params::scale_stride_batch",
+    ][::core::mem::offset_of!(blockflash_quantize_params, scale_stride_batch) - 88usize];
+    [
+        "Offset of field: blockflash_quantize_params::scale_stride_seq",
+    ][::core::mem::offset_of!(blockflash_quantize_params, scale_stride_seq) - 96usize];
+    [
+        "Offset of field: blockflash_quantize_params::scale_stride_head",
+    ][::core::mem::offset_of!(blockflash_quantize_params, scale_stride_head) - 104usize];
+    [
+        "Offset of field: blockflash_quantize_params::mean_stride_batch",
+    ][::core::mem::offset_of!(blockflash_quantize_params, mean_stride_batch) - 112usize];
+    [
+        "Offset of field: blockflash_quantize_params::mean_stride_head",
+    ][::core::mem::offset_of!(blockflash_quantize_params, mean_stride_head) - 120usize];
+    [
+        "Offset of field: blockflash_quantize_params::batch",
+    ][::core::mem::offset_of!(blockflash_quantize_params, batch) - 128usize];
+    [
+        "Offset of field: blockflash_quantize_params::num_heads",
+    ][::core::mem::offset_of!(blockflash_quantize_params, num_heads) - 132usize];
+    [
+        "Offset of field: blockflash_quantize_params::head_dim",
+    ][::core::mem::offset_of!(blockflash_quantize_params, head_dim) - 136usize];
+    [
+        "Offset of field: blockflash_quantize_params::seqlen",
+    ][::core::mem::offset_of!(blockflash_quantize_params, seqlen) - 140usize];
+    [
+        "Offset of field: blockflash_quantize_params::total",
+    ][::core::mem::offset_of!(blockflash_quantize_params, total) - 144usize];
+    [
+        "Offset of field: blockflash_quantize_params::tokens",
+    ][::core::mem::offset_of!(blockflash_quantize_params, tokens) - 148usize];
+    [
+        "Offset of field: blockflash_quantize_params::step",
+    ][::core::mem::offset_of!(blockflash_quantize_params, step) - 152usize];
+    [
+        "Offset of field: blockflash_quantize_params::scale_of",
+    ][::core::mem::offset_of!(blockflash_quantize_params, scale_of) - 156usize];
+    [
+        "Offset of field: blockflash_quantize_params::x_dtype",
+    ][::core::mem::offset_of!(blockflash_quantize_params, x_dtype) - 160usize];
+    [
+        "Offset of field: blockflash_quantize_params::codes_dtype",
+    ][::core::mem::offset_of!(blockflash_quantize_params, codes_dtype) - 164usize];
+    [
+        "Offset of field: blockflash_quantize_params::descending",
+    ][::core::mem::offset_of!(blockflash_quantize_params, descending) - 168usize];
+    [
+        "Offset of field: blockflash_quantize_params::rotation",
+    ][::core::mem::offset_of!(blockflash_quantize_params, rotation) - 172usize];
 };
 /** Rows of one tensor to rows of another one. Addresses, pitches and rows are multiples of 16 bytes,
  and rows of `to` do not overlap.*/

@@ -9,6 +9,7 @@
 
 #include "blockflash/params/attention_bwd.h"
 #include "blockflash/params/attention_fwd.h"
+#include "blockflash/params/attention_fwd_e4m3.h"
 #include "blockflash/params/attention_terms.h"
 #include "blockflash/params/base.h"
 #include "blockflash/params/block_bits.h"
@@ -22,6 +23,7 @@
 #include "blockflash/params/kv_cache_terms.h"
 #include "blockflash/params/page_choice.h"
 #include "blockflash/params/probe.h"
+#include "blockflash/params/quantize.h"
 #include "blockflash/params/row_copy.h"
 #include "blockflash/params/score_terms.h"
 #include "blockflash/params/scores.h"

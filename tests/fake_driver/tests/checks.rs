@@ -6,8 +6,8 @@ use blockflash_fake_driver::FakeDriver;
 use blockflash_ops::{
     AppendKv, Attention, AttentionBackward, AttentionDecode, AttentionDecodeOperands,
     AttentionDecodeWorkspace, CacheAccess, ChoosePages, CuSeqlens, DType, Device, Error, KvCache,
-    KvCacheMut, Operation, PackedTokens, PageLists, Result, Stream, SummarizePages, Tensor,
-    set_checks,
+    KvCacheMut, Operation, PackedTokens, PageLists, Quantize, QuantizeScale, Result, Stream,
+    SummarizePages, Tensor, set_checks,
 };
 use blockflash_safe::Error as SafeError;
 
@@ -22,6 +22,8 @@ struct Data {
     count: i32,
     /// New tokens of each sequence.
     tokens: [i32; 3],
+    /// What rows that are quantised are divided by.
+    scale: f32,
 }
 
 const GOOD: Data = Data {
@@ -32,10 +34,15 @@ const GOOD: Data = Data {
     list: [0, 1],
     count: 2,
     tokens: [0, 5, 7],
+    scale: 0.5,
 };
 
 fn ints(stream: &Stream, values: &[i32], shape: &[usize]) -> Tensor {
     Tensor::from_slice(stream, values, shape).unwrap()
+}
+
+fn one(stream: &Stream, value: f32) -> Tensor {
+    Tensor::from_slice(stream, &[value], &[1]).unwrap()
 }
 
 fn zeros(stream: &Stream, shape: &[usize]) -> Tensor {
@@ -119,11 +126,20 @@ fn append(data: &Data, stream: &Stream) -> Result<()> {
     AttentionDecode::new(q.view()).append(&new, cache, stream).map(drop)
 }
 
+/// Packed rows, with a scale that is given.
+fn quantize(data: &Data, stream: &Stream) -> Result<()> {
+    let x = zeros(stream, &[7, 2, 64]);
+    let (offsets, scale) = (ints(stream, &data.offsets, &[3]), one(stream, data.scale));
+    let packed = Some(PackedTokens { cu_seqlens: offsets.view(), max_seqlen: data.max_seqlen });
+    let scale = QuantizeScale::Given(scale.view());
+    Quantize { packed, scale, ..Quantize::new(x.view()) }.quantize(DType::I8, stream).map(drop)
+}
+
 type Call = fn(&Data, &Stream) -> Result<()>;
 
 /// Wrong data, the calls that read it, and what the error says.
 fn wrong() -> Vec<(Data, Vec<Call>, &'static str)> {
-    let packed: Vec<Call> = vec![attention, backward, decode];
+    let packed: Vec<Call> = vec![attention, backward, decode, quantize];
     let cached: Vec<Call> = vec![decode, append];
     vec![
         (Data { max_seqlen: 4, ..GOOD }, packed.clone(), "sequence 0 has 5 rows, the maximum is 4"),
@@ -179,6 +195,11 @@ fn wrong() -> Vec<(Data, Vec<Call>, &'static str)> {
             vec![append],
             "cache.block_table[1, 1] is 1: sequence 0 also appends to slots 2..4 of this page",
         ),
+        (
+            Data { scale: f32::INFINITY, ..GOOD },
+            vec![quantize],
+            "scale is inf, but must be finite and greater than 0",
+        ),
     ]
 }
 
@@ -189,7 +210,7 @@ fn the_switch_makes_errors_of_what_kernels_clamp() {
     for stream in streams.map(|device| device.stream().unwrap()) {
         for on in [true, false] {
             set_checks(on);
-            for call in [attention as Call, backward, decode, append] {
+            for call in [attention as Call, backward, decode, append, quantize] {
                 call(&GOOD, &stream).unwrap();
             }
             // Entries of the table that belong to no key are free.
@@ -203,7 +224,9 @@ fn the_switch_makes_errors_of_what_kernels_clamp() {
                         assert!(
                             matches!(
                                 error,
-                                Error::InvalidCuSeqlens { .. } | Error::InvalidData { .. }
+                                Error::InvalidCuSeqlens { .. }
+                                    | Error::InvalidData { .. }
+                                    | Error::InvalidScale { .. }
                             ),
                             "{error:?}"
                         );

@@ -1,14 +1,24 @@
-use crate::attention_row::{AttentionRow, attention_row};
+use crate::attention_row::{AttentionRow, Precision, attention_row};
 use crate::blocks::Sequence;
+use crate::code_row::{CODE_PRODUCTS, CodeRow};
 use crate::comparison::{BUDGET, Comparison, Mismatch, Steps, rounding, sample};
 use crate::elements::Elements;
-use crate::rounding::{PRODUCTS, TRUNCATION};
+use crate::rounding::{CODE_TRUNCATION, PRODUCTS, TRUNCATION, unit_roundoff};
 use crate::sequences::{AttentionCase, heads_of, rows_of, sequences};
 use blockflash_sys::DType;
 use rayon::prelude::*;
 
 /// Heads that a sample takes from a large problem.
 const SAMPLED_HEADS: usize = 16;
+/// Keys of the widest tiles of codes.
+const CODE_TILE: usize = 128;
+/// How many times as long a multiply-add takes that is rounded as those of codes are.
+const CODE_COST: u64 = 16;
+
+/// Whether q, k and v are codes that stand for numbers as they are.
+fn codes(case: &AttentionCase<'_>) -> bool {
+    case.q.dtype() == DType::E4M3
+}
 
 /// Compares the output `o` (shape of `q`) and `lse` (f32 `[batch, num_heads_q, seqlen_q]`, packed
 /// `[num_heads_q, rows]`) with the reference. `progress` is told the fraction that is done.
@@ -77,6 +87,7 @@ fn compare(
     let [seqlen_q, seqlen_kv] =
         sequences.first().map_or([0; 2], |sequence| [sequence.seqlen_q, sequence.seqlen_kv]);
     let keys = case.blocks.map_or(seqlen_kv, |blocks| blocks.mean_keys()).max(1);
+    let budget = if codes(case) { budget / CODE_COST } else { budget };
     let cost = |heads: usize| (heads * keys) as u64 * (qk + v) as u64;
     let affordable = |rows: usize, heads: usize| rows as u64 <= budget / cost(heads).max(1);
     let all_heads = sequences.len() * heads;
@@ -127,24 +138,37 @@ fn compare_row(
     let query = case.q.to_f32(elements(qk));
     let added = case.added(sequence, [head, row], 0..sequence.seqlen_kv);
     let kv = |at: usize| [&keys[at * qk..][..qk], &values[at * v..][..v]];
+    let codes = codes(case).then_some(CodeRow { of_scores: 1.0, of_values: 1.0, tile: CODE_TILE });
+    let precision = Precision { output: dtype, codes };
     let AttentionRow { o: expected, lse: expected_lse } =
-        attention_row(dtype, case.scores(head), &query, v, &attended, kv, |key| added[key]);
+        attention_row(precision, case.scores(head), &query, v, &attended, kv, |key| added[key]);
     // The result is rounded, and the probabilities are: their errors are independent, four standard
     // deviations are enough.
-    let additions = attended.len().div_ceil(PRODUCTS) as f64;
+    let truncation = match codes {
+        None => attended.len().div_ceil(PRODUCTS) as f64 * TRUNCATION,
+        // Sums of a tile are promoted.
+        Some(_) => CODE_TILE.div_ceil(CODE_PRODUCTS) as f64 * CODE_TRUNCATION,
+    };
+    // What is small beside the maximum of a tile vanishes in the plain computation, too.
+    let of_factors = |size: f64| match codes {
+        None => rounding(dtype, size),
+        Some(_) => size * unit_roundoff(DType::E4M3),
+    };
     let found = o.to_f32(elements(v));
     let o = Comparison::of_row(dtype, found.into_iter().zip(expected), |sizes| {
         rounding(dtype, sizes.exact)
-            + 4.0 * rounding(dtype, sizes.magnitude)
-            + additions * TRUNCATION * sizes.partial
+            + 4.0 * of_factors(sizes.magnitude)
+            + truncation * sizes.partial
     });
     let at = sequence.lse + head * sequence.lse_head + row;
     let found = lse.map_or_else(Vec::new, |lse| lse.to_f32(at..at + 1));
     // 2^-20: the exponential and logarithm units of a GPU work to about 2^-22, and both products
-    // are summed in f32.
+    // are summed in f32. Products of codes keep 13 fraction bits in each addition.
+    let cut =
+        if codes.is_some() { qk.div_ceil(CODE_PRODUCTS) as f64 * 2f64.powi(-13) } else { 0.0 };
     let lse =
         Comparison::of_row(DType::F32, found.into_iter().map(|x| (x, expected_lse)), |sizes| {
-            2f64.powi(-20) * sizes.exact.max(1.0)
+            2f64.powi(-20) * sizes.exact.max(1.0) + cut * sizes.magnitude
         });
     [o, lse]
 }

@@ -1,5 +1,6 @@
 //! One row of attention. Attended keys only are touched: a masked key cannot leak.
 
+use crate::code_row::{CodeRow, plain_of_codes};
 use crate::elements::{Element, round};
 use crate::scores::{Added, Scores};
 use blockflash_sys::DType;
@@ -13,6 +14,21 @@ pub struct AttentionRow {
     /// The log-sum-exp; -inf without a key and a sink. Its magnitude is the magnitude of the
     /// largest score before the cap or of what is added to it, at least 1.
     pub lse: Element,
+}
+
+/// In what a row is computed plainly.
+#[derive(Clone, Copy, Debug)]
+pub struct Precision {
+    /// Type of the output, and of tensors and probabilities where they are no codes.
+    pub output: DType,
+    /// Set where q, k and v are codes of e4m3.
+    pub codes: Option<CodeRow>,
+}
+
+impl From<DType> for Precision {
+    fn from(output: DType) -> Self {
+        Self { output, codes: None }
+    }
 }
 
 /// Keys that a query sees. It is aligned with the key of its own position or, if `bottom_right`, so
@@ -33,9 +49,9 @@ pub fn visible(
 }
 
 /// Attention of a query to some keys: `row` gives the key and the value at a position, the latter
-/// of `width` elements, and `added` what is added to the score. Tensors are of type `dtype`.
+/// of `width` elements, and `added` what is added to the score.
 pub fn attention_row<'a>(
-    dtype: DType,
+    precision: impl Into<Precision>,
     scores: Scores,
     query: &[f32],
     width: usize,
@@ -43,19 +59,22 @@ pub fn attention_row<'a>(
     row: impl Fn(usize) -> [&'a [f32]; 2],
     added: impl Fn(usize) -> Added,
 ) -> AttentionRow {
+    let Precision { output, codes } = precision.into();
+    let [of_scores, of_values] =
+        codes.map_or([1.0; 2], |codes| [codes.of_scores, codes.of_values].map(f64::from));
     let (key, value) = (|at: usize| row(at)[0], |at: usize| row(at)[1]);
     let sink = scores.sink();
 
     let mut largest_score = 1f64;
     let score = |&at: &usize| {
-        let score = dot_f64(query, key(at)) * f64::from(scores.scale);
+        let score = dot_f64(query, key(at)) * f64::from(scores.scale) * of_scores;
         largest_score = largest_score.max(score.abs()).max(added(at).size());
         scores.exact(score, added(at))[0]
     };
     let mut weights: Vec<f64> = keys.iter().map(score).collect();
-    // Without a key and a sink, or with keys that have no part in the sum.
-    let nothing = sink.is_none() && weights.iter().all(|&score| score == f64::NEG_INFINITY);
-    if nothing {
+    // Without a key, or with keys that have no part in the sum: 0 whatever values are scaled with.
+    let nothing = weights.iter().all(|&score| score == f64::NEG_INFINITY);
+    if nothing && sink.is_none() {
         let none =
             Element { exact: f64::NEG_INFINITY, plain: f64::NEG_INFINITY, ..Element::default() };
         let lse = Element { magnitude: largest_score, ..none };
@@ -74,7 +93,47 @@ pub fn attention_row<'a>(
         }
     }
 
-    // Plain: unnormalised probabilities, of which the largest is 1.
+    let (plain, plain_lse) = match codes {
+        Some(codes) => plain_of_codes(codes, scores, sink, query, width, keys, row, added),
+        None => plain_row(output, scores, query, width, keys, row, added),
+    };
+    let element = |((exact, squares), plain): ((f64, f64), f32)| {
+        let (exact, magnitude) = (exact * of_values, squares.sqrt() * of_values.abs());
+        Element {
+            exact,
+            plain: f64::from(round(output, plain)),
+            magnitude,
+            // Any key may come first and outweigh the others: partial sums may be as large as the
+            // output all along.
+            partial: exact.abs().max(magnitude),
+        }
+    };
+    let o = match nothing {
+        true => vec![Element::default(); width],
+        false => exact.into_iter().zip(squares).zip(plain).map(element).collect(),
+    };
+    let lse = Element {
+        exact: max + sum.ln(),
+        plain: f64::from(plain_lse),
+        magnitude: largest_score,
+        partial: 0.0,
+    };
+    AttentionRow { o, lse }
+}
+
+/// The output before it is rounded, and the log-sum-exp: unnormalised probabilities, of which the
+/// largest is 1, are rounded to the type of the tensors.
+fn plain_row<'a>(
+    dtype: DType,
+    scores: Scores,
+    query: &[f32],
+    width: usize,
+    keys: &[usize],
+    row: impl Fn(usize) -> [&'a [f32]; 2],
+    added: impl Fn(usize) -> Added,
+) -> (Vec<f32>, f32) {
+    let (key, value) = (|at: usize| row(at)[0], |at: usize| row(at)[1]);
+    let sink = scores.sink();
     let score = |&at: &usize| scores.plain(dot_f32(query, key(at)) * scores.scale, added(at))[0];
     let scores: Vec<f32> = keys.iter().map(score).collect();
     let key_max = scores.iter().copied().fold(f32::NEG_INFINITY, f32::max);
@@ -92,25 +151,8 @@ pub fn attention_row<'a>(
     let rescale = if key_max == f32::NEG_INFINITY { 0.0 } else { (key_max - plain_max).exp() };
     let total = plain_sum * rescale + sink.map_or(0.0, |sink| (sink - plain_max).exp());
     let factor = if total == 0.0 { 0.0 } else { rescale / total };
-    let element = |((exact, squares), plain): ((f64, f64), f32)| {
-        let magnitude = squares.sqrt();
-        Element {
-            exact,
-            plain: f64::from(round(dtype, plain * factor)),
-            magnitude,
-            // Any key may come first and outweigh the others: partial sums may be as large as the
-            // output all along.
-            partial: exact.abs().max(magnitude),
-        }
-    };
-    let o = exact.into_iter().zip(squares).zip(plain).map(element).collect();
-    let lse = Element {
-        exact: max + sum.ln(),
-        plain: f64::from(plain_max + total.ln()),
-        magnitude: largest_score,
-        partial: 0.0,
-    };
-    AttentionRow { o, lse }
+    plain.iter_mut().for_each(|x| *x *= factor);
+    (plain, plain_max + total.ln())
 }
 
 /// Eight partial sums: they allow vector instructions without reordering anything.

@@ -40,11 +40,24 @@ pub struct Element {
     pub partial: f64,
 }
 
-/// `x` rounded to the nearest value of a floating-point type.
+/// `x` rounded to the nearest value of a floating-point type; in e4m3, which has no infinities,
+/// numbers saturate.
 pub fn round(dtype: DType, x: f32) -> f32 {
     match dtype {
         DType::F16 => f16::from_f32(x).to_f32(),
         DType::BF16 => bf16::from_f32(x).to_f32(),
+        DType::E4M3 => round_e4m3(x),
         _ => x,
     }
+}
+
+/// The nearest number of three fraction bits, from 2^-9 to 448; NaN for what is not finite.
+fn round_e4m3(x: f32) -> f32 {
+    if !x.is_finite() {
+        return f32::NAN;
+    }
+    // Below 2^-6 numbers are 2^-9 apart.
+    let exponent = ((x.to_bits() >> 23 & 0xff) as i32 - 127).max(-6);
+    let step = 2f32.powi(exponent - 3);
+    ((x / step).round_ties_even() * step).clamp(-448.0, 448.0)
 }

@@ -22,6 +22,7 @@ mod block_scores;
 mod blocks;
 mod bsr_matmul;
 mod bsr_sddmm;
+mod code_row;
 mod comparison;
 mod elements;
 mod page_choice;
@@ -36,19 +37,20 @@ pub use attention::{attention, attention_output};
 pub use attention_backward::{AttentionBackwardCase, attention_backward};
 pub use attention_gradients::{AttentionGradients, GradientSums, Pair, Query};
 pub use attention_merge::merged_row;
-pub use attention_row::{AttentionRow, attention_row, visible};
+pub use attention_row::{AttentionRow, Precision, attention_row, visible};
 pub use block_scores::{BlockMean, block_scores};
 pub use blocks::{Bits, Blocks};
 pub use bsr_matmul::{BsrCase, bsr_matmul};
 pub use bsr_sddmm::{SddmmCase, bsr_sddmm};
+pub use code_row::{CODE_PRODUCTS, CodeRow};
 pub use comparison::{Comparison, Mismatch};
 pub use elements::{Element, Elements, round};
 pub use page_choice::{PageScore, page_choice, page_summary};
 pub use product::{Activation, Dot, Epilogue, ProductRow};
 pub use rotary::rotated;
 pub use rounding::{
-    PRODUCTS, PartialSums, ProductSum, Rounding, Sizes, TRUNCATION, subnormal_roundoff,
-    unit_roundoff,
+    CODE_TRUNCATION, PRODUCTS, PartialSums, ProductSum, Rounding, Sizes, TRUNCATION,
+    subnormal_roundoff, unit_roundoff,
 };
 pub use scores::{Added, Scores};
 pub use sequences::AttentionCase;

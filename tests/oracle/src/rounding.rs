@@ -15,10 +15,16 @@
 //!   its bound on average, and the mean of hundreds of them does not stray from that unless the low
 //!   bits of all products are alike: 5 · 2^-23 · S for 16 products there as well.
 //!
+//! Of 8-bit floating-point types Hopper adds 32 products at once and keeps 13 fraction bits
+//! (`code_row.rs`): aligning 32 products and the sum loses at most 33 · 2^-13 · S, half of it on
+//! average ([`CODE_TRUNCATION`]). Products with values are promoted: the additions to one sum are
+//! those of a tile of up to 128 keys, four, however many tiles there are.
+//!
 //! Truncation is towards zero, so the losses of a sum of equal signs add up instead of cancelling:
 //! the error grows with the number of additions and not with its square root. A CPU, which rounds
 //! to nearest, stays far below.
 
+use crate::code_row::CODE_PRODUCTS;
 use blockflash_sys::DType;
 
 /// Number of products for which a tensor core loses at most [`TRUNCATION`].
@@ -26,9 +32,14 @@ pub const PRODUCTS: usize = 16;
 /// Largest relative loss of a partial sum while a tensor core adds [`PRODUCTS`] products to it.
 pub const TRUNCATION: f64 = 5.0 / (1 << 23) as f64;
 
-/// The largest relative error of one rounding: 2⁻¹¹ for f16, 2⁻⁸ for bf16, 2⁻²⁴ for f32.
+/// The relative loss of a partial sum, on average, while a tensor core adds 32 products of e4m3.
+pub const CODE_TRUNCATION: f64 = 33.0 / (1 << 14) as f64;
+
+/// The largest relative error of one rounding: 2⁻⁴ for e4m3, 2⁻¹¹ for f16, 2⁻⁸ for bf16, 2⁻²⁴ for
+/// f32.
 pub fn unit_roundoff(dtype: DType) -> f64 {
     match dtype {
+        DType::E4M3 => 2f64.powi(-4),
         DType::F16 => 2f64.powi(-11),
         DType::BF16 => 2f64.powi(-8),
         _ => 2f64.powi(-24),
@@ -36,9 +47,10 @@ pub fn unit_roundoff(dtype: DType) -> f64 {
 }
 
 /// The largest absolute error of one rounding among the subnormal numbers, which matters for f16
-/// alone.
+/// and e4m3 alone.
 pub fn subnormal_roundoff(dtype: DType) -> f64 {
     match dtype {
+        DType::E4M3 => 2f64.powi(-10),
         DType::F16 => 2f64.powi(-25),
         _ => f64::from(f32::MIN_POSITIVE),
     }
@@ -115,6 +127,8 @@ pub struct Rounding {
     pub steps: usize,
     /// Number of additions of [`PRODUCTS`] products each in the longest sum of a tensor core.
     pub additions: usize,
+    /// Relative loss of a partial sum in each of them: [`TRUNCATION`].
+    pub truncation: f64,
 }
 
 impl Rounding {
@@ -122,7 +136,17 @@ impl Rounding {
     /// epilogue and the rounding of the output.
     pub fn of_products(products: usize, steps: usize, output: DType) -> Self {
         let additions = products.div_ceil(PRODUCTS);
-        Self { output, factor: None, parallel: false, exponent: 0.0, steps, additions }
+        let (parallel, exponent, truncation) = (false, 0.0, TRUNCATION);
+        Self { output, factor: None, parallel, exponent, steps, additions, truncation }
+    }
+
+    /// The rounding of attention over codes in e4m3 by tiles of this many keys, of which there are
+    /// `tiles`: probabilities are rounded to e4m3, sums of a tile are added in f32.
+    pub fn of_codes(tile: usize, tiles: usize, output: DType) -> Self {
+        let additions = tile.div_ceil(CODE_PRODUCTS);
+        let (factor, truncation) = (Some(DType::E4M3), CODE_TRUNCATION);
+        // The epilogue multiplies with the scale, too.
+        Self { factor, additions, truncation, ..Self::of_products(0, 2 + tiles, output) }
     }
 
     /// The floor of the largest error of values with these sizes.
@@ -147,6 +171,6 @@ impl Rounding {
             + parts[1] * factor * magnitude
             + self.exponent * magnitude
             + epilogue * exact.max(magnitude)
-            + self.additions as f64 * TRUNCATION * partial
+            + self.additions as f64 * self.truncation * partial
     }
 }

@@ -192,6 +192,7 @@ fn check_classes(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::rounding::TRUNCATION;
     use blockflash_sys::DType;
 
     fn reference() -> Reference {
@@ -210,6 +211,7 @@ mod tests {
         exponent: 0.0,
         steps: 1,
         additions: 0,
+        truncation: TRUNCATION,
     };
 
     fn verdict(change: impl Fn(&mut Vec<f64>)) -> Result<(), String> {

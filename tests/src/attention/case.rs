@@ -1,6 +1,6 @@
 //! Description of one attention problem; everything else follows from it and its seed.
 
-use super::{BlockCase, Terms};
+use super::{BlockCase, Codes, Terms};
 use crate::placement::Placement;
 use blockflash_ops::attention::{Align, Mask, Scores};
 use blockflash_sys::DType;
@@ -12,8 +12,10 @@ use blockflash_sys::manifest::AttentionTile;
 pub struct AttentionCase {
     /// Seed of the data.
     pub seed: u64,
-    /// Type of q, k, v and o.
+    /// Type of o, and of q, k and v unless they are codes.
     pub dtype: DType,
+    /// Set where q, k and v are codes.
+    pub codes: Option<Codes>,
     /// Query heads.
     pub heads_q: usize,
     /// Key and value heads; divides `heads_q`.
@@ -113,6 +115,7 @@ impl AttentionCase {
         Self {
             seed: 1,
             dtype,
+            codes: None,
             heads_q: heads.0,
             heads_kv: heads.1,
             head_dim,
@@ -133,7 +136,8 @@ impl AttentionCase {
     pub fn of_tile(tile: &AttentionTile, heads: (usize, usize), seqlen: (usize, usize)) -> Self {
         Self {
             lse: tile.lse.suits(true),
-            ..Self::simple(tile.types.q, heads, tile.head_dims.qk, seqlen)
+            codes: tile.types.q.is_code().then(|| Codes::plain(tile.block_kv as usize)),
+            ..Self::simple(tile.types.o, heads, tile.head_dims.qk, seqlen)
         }
     }
 

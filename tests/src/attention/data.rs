@@ -28,7 +28,7 @@ impl AttentionData {
         let (used, [rows_q, rows_kv]) = case.rows();
         let (q_width, kv_width) = (case.heads_q * case.head_dim, case.heads_kv * case.head_dim);
         let values = |salt: u64, n| {
-            normal_rounded(case.seed.wrapping_mul(4).wrapping_add(salt), n, case.dtype)
+            normal_rounded(case.seed.wrapping_mul(4).wrapping_add(salt), n, case.input_type())
         };
         let mut data = Self {
             q: values(0, rows_q * q_width),
@@ -40,6 +40,7 @@ impl AttentionData {
         };
         for (entry, sequence) in case.sequences().iter().enumerate() {
             data.shape_scores(case, sequence);
+            case.add_content(sequence, [&mut data.q, &mut data.k, &mut data.v]);
             data.plant_nan(case, entry, sequence);
         }
         if case.broadcast_kv {
@@ -54,7 +55,7 @@ impl AttentionData {
         data.k[used[1] * kv_width..].fill(f32::NAN);
         data.v[used[1] * kv_width..].fill(f32::INFINITY);
         for tensor in [&mut data.q, &mut data.k, &mut data.v] {
-            round_all(case.dtype, tensor);
+            round_all(case.input_type(), tensor);
         }
         data
     }

@@ -18,13 +18,14 @@ pub type KernelGroup = ((DType, usize), Vec<(&'static Kernel, AttentionTile)>);
 /// All groups.
 pub type KernelGroups = BTreeMap<(DType, usize), Vec<(&'static Kernel, AttentionTile)>>;
 
-/// The attention kernels that a GPU can run. Those with score terms have cases of their own.
+/// The attention kernels that a GPU can run. Those with score terms or of codes have cases of their
+/// own.
 pub fn kernel_groups(gpu: &Gpu) -> KernelGroups {
     let mut groups = KernelGroups::new();
     for (kernel, tile) in
         gpu.kernels().filter_map(|kernel| Some((kernel, kernel.attention_tile()?)))
     {
-        if tile.terms {
+        if tile.terms || tile.types.q.is_code() {
             continue;
         }
         groups.entry((tile.types.q, tile.head_dims.qk)).or_default().push((kernel, tile));
@@ -67,7 +68,7 @@ pub fn run_or_refuse(
         Err(Error::Unsupported { what, .. }) if what.contains(reason) => {}
         other => return Err(format!("not refused because of {reason:?}: {other:?}\n    {case:?}")),
     }
-    if case.block_mask.is_none() {
+    if case.block_mask.is_none() && case.codes.is_none() {
         // The library selects another kernel.
         run_and_check(case, data, reference, Choice::Selected, stream)?;
     }
@@ -100,7 +101,7 @@ fn refusal(case: &AttentionCase, kernel: &Kernel) -> Option<&'static str> {
     // Tensor maps cannot describe repeated entries.
     let repeated = case.broadcast_kv
         && matches!(case.lengths, Lengths::Dense { batch: 2.., seqlen_kv: 1.., .. });
-    (repeated && matches!(kernel.variant, Variant::AttentionFwdHopper(_))).then_some("tensor map")
+    (repeated && tile.tensor_maps).then_some("tensor map")
 }
 
 /// Runs a case 30 times and requires the same bits every time.

@@ -4,10 +4,12 @@
 mod block_cases;
 mod blocks;
 mod case;
+mod codes;
 mod data;
 mod edges;
 mod kernels;
 mod oracle;
+pub mod persistent;
 mod run;
 mod strategy;
 mod terms;
@@ -15,6 +17,7 @@ mod terms;
 pub use block_cases::{block_cases, block_tile_cases};
 pub use blocks::{BlockCase, BlockPattern, Blocks, MaskHeads, Pairs, smallest_block};
 pub use case::{AttentionCase, Content, Lengths, Sequence};
+pub use codes::{Codes, MoreContent, OperandScale};
 pub use data::AttentionData;
 pub use edges::{edge_cases, many_heads, special_cases, tile_cases};
 pub use kernels::{

@@ -4,7 +4,7 @@ use super::{AttentionCase, AttentionData, Blocks, Content, Sequence};
 use crate::number::{rng, unit_roundoff};
 use crate::tolerance::Reference;
 use blockflash_ops::attention::{Align, Mask};
-use blockflash_oracle::{AttentionRow, PRODUCTS, Rounding, attention_row, visible};
+use blockflash_oracle::{AttentionRow, CODE_PRODUCTS, PRODUCTS, Rounding, attention_row, visible};
 use blockflash_sys::DType;
 use rand::Rng;
 use rayon::prelude::*;
@@ -64,9 +64,14 @@ impl AttentionReference {
         let largest_score =
             self.lse.magnitude.iter().copied().filter(|s| s.is_finite()).fold(0.0, f64::max);
         let exponent = match case.content {
-            Content::HugeScores => 0.0, // products are exact, and no two scores are close
+            // Products are exact, and no two scores are close.
+            Content::HugeScores if case.codes.is_none() => 0.0,
             _ => score_steps(case) as f64 * unit_roundoff(DType::F32) * largest_score,
         };
+        if let Some(codes) = case.codes {
+            let tiles = keys.div_ceil(codes.tile);
+            return Rounding { exponent, ..Rounding::of_codes(codes.tile, tiles, case.dtype) };
+        }
         Rounding {
             factor: Some(case.dtype),
             exponent,
@@ -82,9 +87,15 @@ impl AttentionReference {
 
 /// Roundings of a score: the roundings of its sum, 3 where something is added, and 8 for the change
 /// to base 2 and back, the exponential and the logarithm (2 units each in hardware).
+/// A product of codes is rounded to 13 fraction bits with each addition, and multiplied with three
+/// factors.
 fn score_steps(case: &AttentionCase) -> usize {
     let added = if case.terms.is_none() { 0 } else { 3 };
-    8 + added + case.head_dim.div_ceil(PRODUCTS)
+    8 + added
+        + match case.codes {
+            None => case.head_dim.div_ceil(PRODUCTS),
+            Some(_) => 3 + (case.head_dim.div_ceil(CODE_PRODUCTS) << (24 - 13)),
+        }
 }
 
 fn sample(case: &AttentionCase, sequences: &[Sequence], budget: f64) -> Vec<[usize; 3]> {
@@ -147,9 +158,11 @@ fn row(call: &Call<'_>, [b, i, h]: [usize; 3], keys: &mut Vec<usize>) -> Attenti
     let scores = case.scores_of(h, &data.sink);
     let kv = |j: usize| [&data.k[at(j)..][..d], &data.v[at(j)..][..d]];
     let added = |j: usize| case.added(data, s, [b, i, h], j);
-    let mut row = attention_row(case.dtype, scores, q, d, keys, kv, added);
+    let precision = case.precision(b, h);
+    let mut row = attention_row(precision, scores, q, d, keys, kv, added);
     // The size of a score is its value, or the size of the terms that cancel in it.
-    let q_norm = norm(q) * f64::from(case.scale()) / (d as f64).sqrt();
+    let of_scores = precision.codes.map_or(1.0, |codes| f64::from(codes.of_scores));
+    let q_norm = norm(q) * (f64::from(case.scale()) * of_scores).abs() / (d as f64).sqrt();
     let terms = keys.iter().map(|&j| q_norm * key_norms[at(j) / d]);
     row.lse.magnitude = terms.fold(row.lse.magnitude, f64::max);
     row

@@ -8,7 +8,7 @@ use crate::placement::Placed;
 use crate::tolerance::check;
 use blockflash_cases::io::Array;
 use blockflash_ops::attention::{Attention, CuSeqlens};
-use blockflash_ops::{BlockMask, DType, Operation, Scores, Stream, Tensor};
+use blockflash_ops::{BlockMask, DType, OperandScales, Operation, Scores, Stream, Tensor};
 use blockflash_sys::Kernel;
 
 /// The kernel that computes a case.
@@ -39,6 +39,7 @@ pub struct AttentionInputs {
     alibi: Option<Tensor>,
     cu_seqlens: Option<[Tensor; 2]>,
     block_mask: Option<BlockMask>,
+    scales: [Option<Tensor>; 3],
 }
 
 /// The outputs of a case on a device, poisoned when made.
@@ -65,14 +66,18 @@ impl AttentionInputs {
         stream: &Stream,
     ) -> Result<Self, String> {
         let (placed, _) = placed(case);
-        let tensor = |i: usize, values| place(stream, case.dtype, values, &placed[i]);
+        let tensor = |i: usize, values| place(stream, case.input_type(), values, &placed[i]);
         let small = |array: Array| array.upload(stream).map_err(|error| error.to_string());
         let sink = case.scores.sink.map(|()| small(data.sink.clone().into()));
         let bias = case.terms.bias.as_ref().zip(case.bias_placed());
         let bias = bias.map(|(bias, placed)| place(stream, bias.dtype, &data.bias, &placed));
         let alibi = case.alibi_shape().map(|shape| small(array(DType::F32, &shape, &data.alibi)));
         let cu_seqlens = offsets(case).map(|[q, kv]| Ok::<_, String>([small(q)?, small(kv)?]));
+        let scale = |which| {
+            case.scales(which).map(|(shape, values)| small(array(DType::F32, &shape, &values)))
+        };
         Ok(Self {
+            scales: [scale(0).transpose()?, scale(1).transpose()?, scale(2).transpose()?],
             case: case.clone(),
             qkv: [tensor(0, &data.q)?, tensor(1, &data.k)?, tensor(2, &data.v)?],
             sink: sink.transpose()?,
@@ -94,6 +99,7 @@ impl AttentionInputs {
     ) -> Result<(), String> {
         assert_eq!(self.case.shapes(), case.shapes());
         assert_eq!(Blocks::of(&self.case), Blocks::of(case), "block masks stay");
+        assert_eq!(self.case.codes, case.codes, "scales stay");
         let qkv = self.qkv.iter_mut().zip([&data.q, &data.k, &data.v]).zip(placed(case).0);
         for ((tensor, values), placed) in qkv {
             replace(tensor, stream, values, &placed)?;
@@ -132,6 +138,8 @@ impl AttentionInputs {
             }
             Lengths::Dense { .. } => 0,
         };
+        let [of_q, of_k, of_v] =
+            self.scales.each_ref().map(|scale| scale.as_ref().map(Tensor::view));
         Attention {
             scores: Scores {
                 sink: self.sink.as_ref().map(Tensor::view),
@@ -150,6 +158,8 @@ impl AttentionInputs {
                 max_seqlen_kv: longest(|l| l.1),
             }),
             block_mask: self.block_mask.as_ref(),
+            scales: OperandScales { q: of_q, k: of_k, v: of_v },
+            o_dtype: case.codes.map(|_| case.dtype),
             ..Attention::new(q, k, v)
         }
     }
@@ -228,7 +238,8 @@ impl AttentionOutputs {
         let got: Vec<f64> =
             rows.iter().flat_map(|row| &o[o_at(row)..][..d]).map(|&x| f64::from(x)).collect();
         check(&got, &reference.o, &reference.rounding(case), |i| o_name(rows[i / d], i % d))?;
-        let may_be_nan = matches!(case.content, Content::NanInKeys | Content::NanInValues);
+        let may_be_nan = matches!(case.content, Content::NanInKeys | Content::NanInValues)
+            || case.has_infinite_scales();
         if let (false, Some(at)) =
             (may_be_nan, o[..used * heads * d].iter().position(|x| !x.is_finite()))
         {

@@ -47,7 +47,7 @@ impl Sizes {
         let heads_q = heads_kv * random.random_range(1..=2);
         Self {
             kernel: Choice(random.random_bool(0.75).then_some(kernel)),
-            dtype: tile.types.q,
+            types: tile.types,
             heads_q,
             heads_kv,
             head_dims: dims_of(turn.number, &dims_of_tile(tile.head_dims.qk), random),
@@ -150,8 +150,8 @@ impl Gradients {
         let around = Around::new(sizes, lengths, random);
         let [of_q, of_k, of_v, of_o] = &around.shapes;
         let mut input = |name, shape: &[usize]| {
-            let content = numbers(sizes.dtype, shape.iter().product(), random);
-            Guarded::new(name, sizes.dtype, (shape, &around.rows, POISON), &content, stream)
+            let content = numbers(sizes.types.q, shape.iter().product(), random);
+            Guarded::new(name, sizes.types.q, (shape, &around.rows, POISON), &content, stream)
         };
         let inputs = [
             input("q", of_q)?,
@@ -166,7 +166,7 @@ impl Gradients {
         let lse: Vec<f32> = if garbage.lse { scores(count, random) } else { large() };
         let lse_at = (&around.lse_shape[..], &around.lse, POISON);
         let gradient =
-            |name, shape| Guarded::output(name, sizes.dtype, (shape, &around.rows), stream);
+            |name, shape| Guarded::output(name, sizes.types.q, (shape, &around.rows), stream);
         let beside = Placement { order: Vec::new(), padding: vec![(1, 1)] };
         let d_sink = || Guarded::output("d_sink", DType::F32, (&[sizes.heads_q], &beside), stream);
         Ok(Self {

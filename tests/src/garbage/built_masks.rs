@@ -115,13 +115,13 @@ impl Built {
 
     /// Scores of queries and keys of any bits.
     fn computed(&self, turn: &mut Turn<'_>) -> Result<BlockScores, Error> {
-        let Sizes { heads_q, heads_kv, head_dims, dtype, .. } = self.sizes;
+        let Sizes { heads_q, heads_kv, head_dims, types, .. } = self.sizes;
         let stream = &turn.place.stream;
         let mut any = |length, heads| {
             let shape = [self.batch, length, heads, head_dims.qk];
             let bits: Vec<u16> =
                 (0..shape.iter().product()).map(|_| turn.random.random()).collect();
-            if dtype == DType::F16 {
+            if types.o == DType::F16 {
                 Tensor::from_slice::<half::f16>(stream, cast_slice(&bits), &shape)
             } else {
                 Tensor::from_slice::<half::bf16>(stream, cast_slice(&bits), &shape)

@@ -8,7 +8,8 @@ use crate::number::{POISON, rng};
 use crate::placement::Placement;
 use blockflash_ops::attention::{accepts, select};
 use blockflash_ops::{
-    Attention, BlockGeometry, BlockMask, CuSeqlens, DType, Error, HeadDims, Mask, Operation, Scores,
+    Attention, BlockGeometry, BlockMask, CuSeqlens, DType, ElementTypes, Error, HeadDims, Mask,
+    Operation, Scores,
 };
 use blockflash_sys::Kernel;
 use rand::Rng;
@@ -29,7 +30,7 @@ impl fmt::Debug for Choice {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Sizes {
     pub(super) kernel: Choice,
-    pub(super) dtype: DType,
+    pub(super) types: ElementTypes,
     pub(super) heads_q: usize,
     pub(super) heads_kv: usize,
     pub(super) head_dims: HeadDims,
@@ -91,10 +92,16 @@ impl Sizes {
         let asked = random.random();
         Self {
             kernel: Choice(random.random_bool(0.75).then_some(kernel)),
-            dtype: tile.types.q,
+            types: tile.types,
             heads_q,
             heads_kv,
-            head_dims: dims_of(turn.number, &dims_of_tile(tile.head_dims.qk), random),
+            head_dims: {
+                let dims = dims_of(turn.number, &dims_of_tile(tile.head_dims.qk), random);
+                // Codes are read 16 at a time.
+                let whole =
+                    |d: usize| if tile.types.q.is_code() { d.next_multiple_of(16) } else { d };
+                HeadDims { qk: whole(dims.qk), v: whole(dims.v) }
+            },
             blocks: [tile.block_q, tile.block_kv].map(|tile| {
                 let size = smallest_block(&[tile]);
                 size * random.random_range(1..=(BlockGeometry::MAX_BLOCK_SIZE / size).min(2))
@@ -165,7 +172,7 @@ pub(super) fn sink_of(sizes: &Sizes, turn: &mut Turn<'_>) -> Checked<Option<Guar
 
 impl Operands {
     pub(super) fn new(sizes: &Sizes, lengths: Lengths, turn: &mut Turn<'_>) -> Checked<Self> {
-        let dtype = sizes.dtype;
+        let ElementTypes { q: dtype, o, .. } = sizes.types;
         let (stream, random) = (&turn.place.stream, &mut turn.random);
         let around = Around::new(sizes, lengths, random);
         let mut input = |name, shape: &[usize]| {
@@ -179,7 +186,7 @@ impl Operands {
         Ok(Self {
             qkv,
             sink,
-            o: Guarded::output("o", dtype, (of_o, &around.rows), stream)?,
+            o: Guarded::output("o", o, (of_o, &around.rows), stream)?,
             lse: sizes.lse.then(lse).transpose()?,
         })
     }
@@ -201,6 +208,7 @@ impl Operands {
             },
             cu_seqlens: options.cu_seqlens,
             block_mask: options.block_mask,
+            o_dtype: sizes.types.q.is_code().then_some(sizes.types.o),
             ..Attention::new(q.view(), k.view(), v.view())
         };
         let (o, lse) = (self.o.view_mut(), self.lse.as_mut().map(Guarded::view_mut));

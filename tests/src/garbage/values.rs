@@ -10,11 +10,12 @@ use std::sync::OnceLock;
 /// time would go into new ones.
 pub(super) fn numbers(dtype: DType, count: usize, random: &mut StdRng) -> Vec<u8> {
     const SUPPLY: usize = 1 << 17;
-    static OF_TYPES: [OnceLock<Vec<u8>>; 3] = [const { OnceLock::new() }; 3];
+    static OF_TYPES: [OnceLock<Vec<u8>>; 4] = [const { OnceLock::new() }; 4];
     let of_type = match dtype {
         DType::F16 => 0,
         DType::BF16 => 1,
-        _ => 2,
+        DType::E4M3 => 2,
+        _ => 3,
     };
     let supply = OF_TYPES[of_type].get_or_init(|| {
         let bytes = |x| encode(dtype, x).to_le_bytes().into_iter().take(dtype.size());

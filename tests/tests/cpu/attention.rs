@@ -3,9 +3,9 @@
 use blockflash_ops::DType;
 use blockflash_ops::attention::{Align, Mask, Scores};
 use blockflash_tests::attention::{
-    AttentionCase, AttentionData, AttentionInputs, AttentionOutputs, Choice, Lengths, Limits,
-    attention_cases, block_sparse_cases, edge_cases, many_heads, run_case, special_cases,
-    with_terms,
+    AttentionCase, AttentionData, AttentionInputs, AttentionOutputs, Choice, Codes, Content,
+    Lengths, Limits, MoreContent, attention_cases, block_sparse_cases, edge_cases, many_heads,
+    run_case, special_cases, with_terms,
 };
 use blockflash_tests::host::{all_pass, cpu};
 use blockflash_tests::property;
@@ -135,4 +135,36 @@ fn threads_do_not_disturb_each_other() {
             });
         }
     });
+}
+
+/// q, k and v in e4m3, with scales of every kind: probabilities are not rounded here, so errors are
+/// below those of the plain computation.
+#[test]
+fn random_cases_of_codes() {
+    let stream = cpu();
+    let run = |(case, seed): (AttentionCase, u64)| {
+        let content = match case.content {
+            Content::Normal => None,
+            _ => Some(MoreContent::Nothing),
+        };
+        let codes = Codes::drawn(64, seed);
+        let codes = Codes { more: content.unwrap_or(codes.more), ..codes };
+        run_case(&case.coded(codes), Choice::Selected, &stream).map(drop)
+    };
+    let seeds = proptest::num::u64::ANY;
+    let limits = |alignment| Limits {
+        head_dims: vec![1, 7, 16, 33, 64, 80, 128, 256],
+        alignment,
+        ..Limits::in_half_precision(1_000_000)
+    };
+    property::check(120, (attention_cases(limits(1)), seeds), run);
+    property::check(60, (block_sparse_cases(limits(8)), seeds), run);
+}
+
+#[test]
+fn edges_and_special_cases_of_codes() {
+    let cases = edge_cases(DType::BF16, &[16, 64], 64, 64).into_iter();
+    let cases = cases.chain(special_cases(DType::F16, 48, 32));
+    let cases = cases.filter(|case| case.content != Content::HugeScores).enumerate();
+    run_all(cases.map(|(at, case)| case.coded(Codes::drawn(128, at as u64))).collect());
 }

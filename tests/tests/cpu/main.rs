@@ -6,6 +6,7 @@ mod attention_bwd;
 mod attention_decode;
 mod block_mask;
 mod bsr;
+mod code_rule;
 mod dist;
 mod fuzz;
 mod garbage;

@@ -1,7 +1,7 @@
 //! The table of the guide: a line per operation and size, a column per compiled target.
 
 use super::{Computed, SMALLEST_BLOCK, computed};
-use blockflash_sys::manifest::Size;
+use blockflash_sys::manifest::{Quantize, Size, Variant};
 use blockflash_sys::{Kernel, Target};
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -19,6 +19,8 @@ struct Line {
 struct Cells {
     types: BTreeSet<&'static str>,
     targets: BTreeSet<Target>,
+    /// What head dimensions are multiples of.
+    multiple: u32,
 }
 
 /// The table: one line per operation and size, one column per target, and lines for the sizes and
@@ -27,10 +29,12 @@ struct Cells {
 pub(super) fn markdown(kernels: &[Kernel]) -> String {
     let (operations, all) = computed(kernels);
     let mut lines: BTreeMap<Line, Cells> = BTreeMap::new();
-    for Computed { operation, block_mask, size, dtype, target } in all {
+    for one in all {
+        let Computed { operation, block_mask, size, dtype, target } = one;
         let cells = lines.entry(Line { operation, block_mask, size }).or_default();
-        cells.types.insert(dtype);
+        cells.types.insert(dtype.name());
         cells.targets.insert(target);
+        cells.multiple = one.multiple();
     }
     let targets: BTreeSet<Target> =
         lines.values().flat_map(|cells| &cells.targets).copied().collect();
@@ -59,14 +63,17 @@ pub(super) fn markdown(kernels: &[Kernel]) -> String {
             _ if line.block_mask => {
                 let block = SMALLEST_BLOCK;
                 let size = format!("multiples of {block} × {block}");
-                push("attention under a block mask", &size, cells);
+                let variant = operation.strip_prefix(name).unwrap_or_default();
+                push(&format!("attention under a block mask{variant}"), &size, cells);
                 continue;
             }
             Size::HeadDim(head_dim) => {
-                // A tile accepts every multiple of 8 above the next smaller tile.
+                // A tile accepts every multiple above the next smaller tile.
+                let multiple = cells.multiple;
                 let smaller = before.filter(|(operation, _)| *operation == line.operation);
-                let least = smaller.map_or(8, |(_, head_dim)| head_dim + 8);
-                push(operation, &format!("head_dim {least}–{head_dim}, multiples of 8"), cells);
+                let least = smaller.map_or(multiple, |(_, head_dim)| head_dim + multiple);
+                let size = format!("head_dim {least}–{head_dim}, multiples of {multiple}");
+                push(operation, &size, cells);
                 before = Some((line.operation, head_dim));
                 &mut others[0].1
             }
@@ -79,17 +86,25 @@ pub(super) fn markdown(kernels: &[Kernel]) -> String {
             other.push(name);
         }
     }
-    let types = lines.values().flat_map(|cells| &cells.types).copied().collect();
-    let on_cpu = Cells { types, targets: BTreeSet::new() };
+    let of_all = lines.values().filter(|cells| cells.multiple == 8);
+    let types = of_all.flat_map(|cells| &cells.types).copied().collect();
+    let on_cpu = Cells { types, ..Cells::default() };
     for (size, names) in others {
         push(&names.join(", "), size, &on_cpu);
     }
     let of = |types: &[&'static str]| Cells {
         types: types.iter().copied().collect(),
-        targets: BTreeSet::new(),
+        ..Cells::default()
     };
     push("all of these", "all of these", &of(&["f32"]));
-    push("attention forward, quantising to 8 bits", "any head_dim", &of(&["e4m3", "e5m2", "i8"]));
+    push("attention forward", "any head_dim", &of(&["e4m3", "e5m2", "i8"]));
+    // One kernel takes all types.
+    let types = of(&["bf16", "f16", "f32"]);
+    let quantizes = |kernel: &&Kernel| matches!(kernel.variant, Variant::Quantize(_));
+    let with = kernels.iter().filter(quantizes).map(|kernel| kernel.target).collect();
+    let sizes = format!("head_dim 8–{}, multiples of 8", Quantize::MOST_HEAD_DIM);
+    push("quantising to 8 bits", &sizes, &Cells { targets: with, ..types.clone() });
+    push("quantising to 8 bits", "any other head_dim", &types);
     table
 }
 
@@ -116,6 +131,20 @@ mod tests {
     }
 
     #[test]
+    fn codes_have_lines_of_hopper() {
+        let table = markdown(manifest::kernels());
+        for line in [
+            "| attention forward, 8 bits | head_dim 16–64, multiples of 16",
+            "| attention forward, 8 bits | head_dim 80–128, multiples of 16",
+            "| attention forward, 8 bits | head_dim 144–256, multiples of 16",
+            "| attention under a block mask, 8 bits | multiples of 64 × 64",
+        ] {
+            let line = format!("{line} | e4m3 | – | – | – | yes | – | – | yes |\n");
+            assert!(table.contains(&line), "{table}");
+        }
+    }
+
+    #[test]
     fn what_only_the_cpu_runs_is_said() {
         let table = markdown(manifest::kernels());
         for line in [
@@ -123,11 +152,19 @@ mod tests {
              choice of pages | any other head_dim | bf16, f16",
             "| BSR matmul, sampled product | any other block | bf16, f16",
             "| all of these | all of these | f32",
-            "| attention forward, quantising to 8 bits | any head_dim | e4m3, e5m2, i8",
+            "| attention forward | any head_dim | e4m3, e5m2, i8",
+            "| quantising to 8 bits | any other head_dim | bf16, f16, f32",
         ] {
             let line = format!("{line} | – | – | – | – | – | – | yes |\n");
             assert!(table.contains(&line), "{table}");
         }
+    }
+
+    #[test]
+    fn quantising_takes_every_type() {
+        let line = "| quantising to 8 bits | head_dim 8–256, multiples of 8 | bf16, f16, f32 | yes \
+                    | yes | yes | – | – | yes | yes |\n";
+        assert!(markdown(manifest::kernels()).contains(line));
     }
 
     #[test]

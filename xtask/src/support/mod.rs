@@ -8,7 +8,7 @@ mod summary;
 use crate::workspace::{read, root, write};
 use anyhow::{Context, Result};
 use blockflash_sys::manifest::{self, Size, Support};
-use blockflash_sys::{Kernel, Target};
+use blockflash_sys::{DType, Kernel, Target};
 
 const BEGIN: &str = "<!-- support:begin -->\n";
 const END: &str = "<!-- support:end -->";
@@ -31,8 +31,15 @@ struct Computed {
     operation: usize,
     block_mask: bool,
     size: Size,
-    dtype: &'static str,
+    dtype: DType,
     target: Target,
+}
+
+impl Computed {
+    /// What head dimensions are multiples of: 16 bytes, read at once.
+    fn multiple(&self) -> u32 {
+        16 / self.dtype.size() as u32
+    }
 }
 
 /// The operations in the order of the manifest, and what kernels compute of them.
@@ -52,7 +59,7 @@ fn computed(kernels: &[Kernel]) -> (Vec<&'static str>, Vec<Computed>) {
         let takes_masks = kernel.attention_tile().is_some_and(|tile| {
             Some(tile.head_dims) == widest && divides(tile.block_q) && divides(tile.block_kv)
         });
-        let (dtype, target) = (dtype.name(), kernel.target);
+        let target = kernel.target;
         all.push(Computed { operation, block_mask: false, size, dtype, target });
         if takes_masks {
             let size = Size::Block(SMALLEST_BLOCK);

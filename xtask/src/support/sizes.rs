@@ -5,10 +5,11 @@ use blockflash_sys::Kernel;
 use std::collections::BTreeMap;
 
 /// Operations, and how the folders of their kernels start.
-const GROUPS: [(&str, &[&str]); 6] = [
+const GROUPS: [(&str, &[&str]); 7] = [
     ("attention", &["attention_fwd"]),
     ("its gradients", &["attention_bwd"]),
     ("attention over a cache", &["attention_decode", "attention_merge", "kv_append", "page_"]),
+    ("quantising to 8 bits", &["quantize"]),
     ("block masks made on the device", &["block_"]),
     ("BSR matmul, gradients of its values", &["bsr_"]),
     ("copies of rows, ceilings", &["row_copy", "probe"]),

@@ -18,6 +18,8 @@ struct Line {
 struct Cells {
     types: BTreeSet<&'static str>,
     targets: BTreeMap<Size, BTreeSet<Target>>,
+    /// Types of a variant of the operation, which only Hopper has kernels for.
+    on_hopper: BTreeSet<&'static str>,
 }
 
 /// The table: one line per operation, and one for what only the CPU computes. Tiles and targets are
@@ -26,8 +28,16 @@ pub(super) fn markdown(kernels: &[Kernel]) -> String {
     let (operations, all) = computed(kernels);
     let mut lines: BTreeMap<Line, Cells> = BTreeMap::new();
     for Computed { operation, block_mask, size, dtype, target } in all {
+        // Codes are a variant that has no line of its own.
+        let name = operations[operation].split(',').next().unwrap_or_default();
+        let plain = operations.iter().position(|&other| dtype.is_code() && other == name);
+        let operation = plain.unwrap_or(operation);
         let cells = lines.entry(Line { operation, block_mask }).or_default();
-        cells.types.insert(dtype);
+        if plain.is_some() {
+            cells.on_hopper.insert(dtype.name());
+            continue;
+        }
+        cells.types.insert(dtype.name());
         cells.targets.entry(size).or_default().insert(target);
     }
     let mut table = String::from(
@@ -42,7 +52,10 @@ pub(super) fn markdown(kernels: &[Kernel]) -> String {
             ),
             false => (operations[line.operation], of_sizes(cells.targets.keys())),
         };
-        let types = cells.types.iter().copied().collect::<Vec<_>>().join(", ");
+        let mut types = cells.types.iter().copied().collect::<Vec<_>>().join(", ");
+        for dtype in &cells.on_hopper {
+            types += &format!(", on Hopper {dtype}");
+        }
         let [portable, hopper] = [(Target::Ptx80, "portable"), (Target::Sm90a, "own kernels")].map(
             |(target, kernels)| {
                 let with = cells.targets.iter().filter(|(_, targets)| targets.contains(&target));
@@ -100,15 +113,17 @@ mod tests {
     #[test]
     fn what_has_kernels_for_all_sizes_is_one_line() {
         let table = table();
-        for (operation, sizes) in [
-            ("attention forward", "head_dim 8–256, multiples of 8"),
-            ("attention under a block mask", "blocks that are multiples of 64 × 64"),
-            ("attention backward", "head_dim 8–256, multiples of 8"),
-            ("attention over a cache", "head_dim 8–256, multiples of 8"),
-            ("BSR matmul", "blocks of 16, 32, 64, 128"),
+        let (codes, none) = (", on Hopper e4m3", "");
+        for (operation, sizes, codes) in [
+            ("attention forward", "head_dim 8–256, multiples of 8", codes),
+            ("attention under a block mask", "blocks that are multiples of 64 × 64", codes),
+            ("attention backward", "head_dim 8–256, multiples of 8", none),
+            ("attention over a cache", "head_dim 8–256, multiples of 8", none),
+            ("BSR matmul", "blocks of 16, 32, 64, 128", none),
         ] {
+            let types = format!("bf16, f16{codes}");
             let line =
-                format!("| {operation} | {sizes} | bf16, f16 | portable | own kernels | yes |\n");
+                format!("| {operation} | {sizes} | {types} | portable | own kernels | yes |\n");
             assert!(table.contains(&line), "{table}");
         }
     }

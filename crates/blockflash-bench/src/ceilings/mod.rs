@@ -57,6 +57,7 @@ impl Ceilings {
         let matmul = match dtype {
             DType::F16 => best(["mma_f16", "wgmma_f16"])?,
             DType::BF16 => best(["mma_bf16", "wgmma_bf16"])?,
+            DType::E4M3 => best(["mma_e4m3", "wgmma_e4m3"])?,
             // Work without multiplications is not limited by their rate.
             _ if work.flops == 0.0 => f64::INFINITY,
             _ => return None,

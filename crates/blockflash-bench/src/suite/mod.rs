@@ -5,7 +5,8 @@ mod drawn;
 pub use drawn::{DRAWN, Limits, Model, Models, Operation};
 
 use crate::case::{
-    AttentionGrid, BlockMaskGrid, BsrGrid, Case, DecodeGrid, GridPeers, Pass, SddmmGrid,
+    AttentionGrid, BlockMaskGrid, BsrGrid, Case, DecodeGrid, GridPeers, Pass, QuantizeGrid,
+    SddmmGrid,
 };
 use crate::error::{Error, Result};
 use crate::timing::Cache;
@@ -61,6 +62,8 @@ struct File {
     attention_decode: Vec<DecodeGrid>,
     #[serde(default)]
     block_mask_build: Vec<BlockMaskGrid>,
+    #[serde(default)]
+    quantize: Vec<QuantizeGrid>,
     #[serde(default)]
     bsr_matmul: Vec<BsrGrid>,
     #[serde(default)]
@@ -191,6 +194,7 @@ impl File {
         self.attention_decode.iter().try_for_each(|grid| add(grid.peers, grid.expand()))?;
         let all = GridPeers::Suite;
         self.block_mask_build.iter().try_for_each(|grid| add(all, grid.expand()))?;
+        self.quantize.iter().try_for_each(|grid| add(all, grid.expand()))?;
         self.bsr_matmul.iter().try_for_each(|grid| add(all, grid.expand()))?;
         self.bsr_sddmm.iter().try_for_each(|grid| add(all, grid.expand()))?;
         Ok((cases, alone))

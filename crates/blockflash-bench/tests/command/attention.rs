@@ -35,8 +35,10 @@ const OPTIONS: [&str; 20] = [
 ];
 
 /// What only the CPU computes.
-const OPTIONS_OF_CPU: [&str; 6] = [
+const OPTIONS_OF_CPU: [&str; 8] = [
     "2x70x4x24 --kv-heads 2 --mask causal --dtype f32",
+    "2x70x4x32 --kv-heads 2 --mask causal --window 40,- --dtype e4m3",
+    "1x150x2x16 --block-mask causal+window:1 --block 64 --sink random --dtype e4m3",
     "1x50x2x59 --softcap 5 --dtype f32",
     "2x50x4x16 --kv-heads 2 --seqlen-kv 70 --bias random --alibi --mask causal --sink random",
     "2x40x3x16 --bias random --softcap 3 --window 9,- --dtype bf16",

@@ -16,6 +16,7 @@ fn info_and_help() {
     };
     for words in [
         ["attention", "head_dim 8..=64 by 8", "f16, bf16, f32", "f16, bf16"],
+        ["attention", "head_dim 16..=64 by 16", "e4m3", "e4m3"],
         ["attention", "other head_dim (59)", "f16, bf16, f32", "–"],
         ["bsr_sddmm", "other block (24)", "f16, bf16, f32", "–"],
     ] {

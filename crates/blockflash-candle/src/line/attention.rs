@@ -4,8 +4,8 @@ use super::candle_core::{
     CpuStorage, CustomOp1, CustomOp2, CustomOp3, Layout, Result, Shape, Storage, Tensor, bail,
 };
 use super::error::refused;
-use super::memory::{Operand, Place, Source, dtype_of, tensor};
-use super::options::Options;
+use super::memory::{Operand, Place, Source, tensor};
+use super::options::{Options, SCALES};
 use blockflash_ops::{BlockMask, DType, Mask, Scores};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::thread::{self, ThreadId};
@@ -31,8 +31,9 @@ use super::candle_core::CudaStorage;
 /// with [`cu_seqlens`](Self::cu_seqlens) they are packed, `[total rows, num_heads, head_dim]`. The
 /// number of heads of q is a multiple of that of k and v. A GPU takes f16 and bf16 and a `head_dim`
 /// of a multiple of 8 up to 256, at addresses and strides of multiples of 16 bytes; the CPU takes
-/// f32, too, and any of these. [`blockflash_ops::Attention`] says what is promised about precision,
-/// NaN and queries that attend nothing.
+/// f32, too, and any of these. q, k and v may be `F8E4M3`, on GPUs of Hopper with a `head_dim` of a
+/// multiple of 16: see [`scales`](Self::scales). [`blockflash_ops::Attention`] says what is
+/// promised about precision, NaN and queries that attend nothing.
 ///
 /// Gradients of q, k, v and the bias are computed by candle's `backward`; on a GPU a block mask
 /// needs its [transpose](BlockMask::with_transpose) for that.
@@ -53,6 +54,21 @@ pub struct Attention<'a> {
     /// Which blocks of queries × keys are visited, on the device of q: see [`super::to_device`].
     /// Under `cu_seqlens` it is packed.
     pub block_mask: Option<&'a Arc<BlockMask>>,
+    /// Only for q, k and v of `F8E4M3`, whose output is bf16 and which have no gradient: what their
+    /// codes are multiplied with.
+    pub scales: Scales<'a>,
+}
+
+/// Scales of queries, keys and values: f32 `[1]` or `[batch, num_heads]`, where an extent may be 1,
+/// and 1 where there is none; see [`blockflash_ops::OperandScales`].
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Scales<'a> {
+    /// Of the queries, for their heads or those of the keys.
+    pub q: Option<&'a Tensor>,
+    /// Of the keys.
+    pub k: Option<&'a Tensor>,
+    /// Of the values.
+    pub v: Option<&'a Tensor>,
 }
 
 /// Where the sequences of a variable-length batch are in packed tensors: see
@@ -72,15 +88,16 @@ pub struct Packed<'a> {
 impl<'a> Attention<'a> {
     /// Full attention with the default scale.
     pub const fn new(q: &'a Tensor, k: &'a Tensor, v: &'a Tensor) -> Self {
-        Self { q, k, v, scores: Scores::of(Mask::Full), cu_seqlens: None, block_mask: None }
+        let (scores, scales) = (Scores::of(Mask::Full), Scales { q: None, k: None, v: None });
+        Self { q, k, v, scores, cu_seqlens: None, block_mask: None, scales }
     }
 
-    /// The output, in the shape of q with the `head_dim` of v, in the element type of q. Packed
-    /// rows that belong to no sequence are 0.
+    /// The output, in the shape of q with the `head_dim` of v, in the element type of q, or in bf16
+    /// for `F8E4M3`. Packed rows that belong to no sequence are 0.
     ///
     /// # Errors
-    /// Those of [`blockflash_ops::Attention::forward`], as text; a sink or slopes that need a
-    /// gradient.
+    /// Those of [`blockflash_ops::Attention::forward`], as text; a sink, slopes or scales that need
+    /// a gradient.
     pub fn forward(&self) -> Result<Tensor> {
         Ok(self.run(false)?.0)
     }
@@ -107,6 +124,13 @@ impl<'a> Attention<'a> {
         if let Some((name, _)) = tracked.find(|&(name, _)| name != "bias") {
             bail!("the {name} of attention has no gradient: detach it");
         }
+        let of_codes = SCALES
+            .into_iter()
+            .zip(self.scales())
+            .find(|(_, scale)| scale.is_some_and(Tensor::track_op));
+        if let Some((name, _)) = of_codes {
+            bail!("the {name} of attention have no gradient: detach them");
+        }
         let qkv = [self.q, self.k, self.v];
         let bias = self.scores.bias.filter(|bias| bias.track_op());
         let tracked = bias.is_some() || qkv.iter().any(|tensor| tensor.track_op());
@@ -130,7 +154,12 @@ impl<'a> Attention<'a> {
             scores: self.scores.map(Tensor::clone),
             cu_seqlens: self.cu_seqlens.map(packed),
             block_mask: self.block_mask.cloned(),
+            scales: self.scales().map(Option::<&Tensor>::cloned),
         }
+    }
+
+    const fn scales(&self) -> [Option<&'a Tensor>; 3] {
+        [self.scales.q, self.scales.k, self.scales.v]
     }
 }
 
@@ -164,13 +193,14 @@ impl Ahead {
 impl Call {
     fn forward(&self, [q, k, v]: [Operand<'_>; 3]) -> Result<(Storage, Shape)> {
         let place = Place::of_source(q.source)?;
-        let dtype = dtype_of("q", q.dtype())?;
-        let (q, k, v) = (place.read(&q)?, place.read(&k)?, place.read(&v)?);
+        let [mut of_q, mut of_k, mut of_v] = [const { Vec::new() }; 3];
+        let q = place.read_cached(&q, &mut of_q)?;
+        let (k, v) = (place.read_cached(&k, &mut of_k)?, place.read_cached(&v, &mut of_v)?);
         self.options.with_views(&place, [&q, &k, &v], |attention| {
             let problem = attention.problem().map_err(refused)?;
             let zeroed = self.options.is_packed();
             let (o_shape, lse_shape) = (problem.o_shape(), problem.lse_shape());
-            let mut o = place.allocate(dtype, &o_shape, zeroed)?;
+            let mut o = place.allocate(problem.types.o, &o_shape, zeroed)?;
             let new_lse = |_| place.allocate(DType::F32, &lse_shape, zeroed);
             let mut lse = self.lse.as_ref().map(new_lse).transpose()?;
             {

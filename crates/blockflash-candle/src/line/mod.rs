@@ -19,7 +19,7 @@ mod paged;
 pub mod paged_attn;
 pub mod v3;
 
-pub use attention::{Attention, Packed};
+pub use attention::{Attention, Packed, Scales};
 pub use blockflash_ops::{Activation, Align, BlockGeometry, BlockMask, BsrPattern, Mask, Scores};
 pub use blocks::{BlockTopK, to_device, token_mask};
 pub use bsr::BsrLinear;

@@ -3,7 +3,7 @@
 use super::candle_core::{Layout, Result, Storage, Tensor};
 use super::held::Reading;
 use super::memory::{Operand, Place};
-use blockflash_ops::{BlockMask, CuSeqlens, Scores};
+use blockflash_ops::{BlockMask, CuSeqlens, OperandScales, Scores};
 use std::ops::Deref;
 use std::sync::Arc;
 
@@ -14,7 +14,12 @@ pub(crate) struct Options {
     /// Offsets of queries and of keys, and the longest sequences.
     pub(crate) cu_seqlens: Option<([Tensor; 2], [usize; 2])>,
     pub(crate) block_mask: Option<Arc<BlockMask>>,
+    /// Of q, k and v.
+    pub(crate) scales: [Option<Tensor>; 3],
 }
+
+/// The fields of the scales.
+pub(crate) const SCALES: [&str; 3] = ["scales.q", "scales.k", "scales.v"];
 
 impl Options {
     pub(crate) fn is_packed(&self) -> bool {
@@ -47,11 +52,21 @@ impl Options {
                 max_seqlen_q: *max_seqlen_q,
                 max_seqlen_kv: *max_seqlen_kv,
             });
+        let scales = self.scales.each_ref().map(|scale| scale.as_ref());
+        let scales = scales.map(|scale| scale.map(Tensor::storage_and_layout));
+        let mut read = [None, None, None];
+        for ((read, scale), what) in read.iter_mut().zip(&scales).zip(SCALES) {
+            if let Some(scale) = scale {
+                *read = Some(place.read(&Operand::of(what, scale)?)?);
+            }
+        }
+        let [of_q, of_k, of_v] = read.each_ref().map(|scale| scale.as_ref().map(|of| of.view));
         self.block_mask.iter().for_each(|mask| place.keep(mask));
         work(&blockflash_ops::Attention {
             scores: scores.as_ref().map(|tensor| tensor.view),
             cu_seqlens,
             block_mask: self.block_mask.as_deref(),
+            scales: OperandScales { q: of_q, k: of_k, v: of_v },
             ..blockflash_ops::Attention::new(q.view, k.view, v.view)
         })
     }

@@ -5,7 +5,7 @@ use super::attention_shape::{AttentionShape, Pass};
 use super::backward_operands::BackwardOperands;
 use super::block_lists::BlockLists;
 use super::block_sparse::BlockSparse;
-use super::id::{Fields, Id};
+use super::id::{Fields, Id, with_name};
 use super::lengths::Lengths;
 use super::limits;
 use super::mask_kind::MaskKind;
@@ -146,9 +146,16 @@ impl Fields for AttentionShape {
         id.part(&mut self.mask, MaskKind::to_string, |part| {
             MaskKind::try_from(part.to_owned()).ok()
         })?;
-        id.name(&mut self.dtype)
+        // Codes are possible here only.
+        id.part(&mut self.dtype, DType::to_string, |part| match part == DType::E4M3.name() {
+            true => Some(DType::E4M3),
+            false => with_name(part),
+        })
     }
 }
+
+/// What there is of codes.
+const FORWARD_OF_CODES: (DType, Pass, Option<Pairs>) = (DType::E4M3, Pass::Forward, None);
 
 /// What competitors are told: only those of packed sequences know lengths.
 #[derive(Serialize)]
@@ -161,6 +168,9 @@ struct ForPeers<'a> {
 
 impl Shape for AttentionShape {
     fn check(&self) -> Result<(), String> {
+        if self.dtype.is_code() && (self.dtype, self.pass, self.pairs) != FORWARD_OF_CODES {
+            return Err(format!("{}: the forward pass takes e4m3 and adds nothing", self.dtype));
+        }
         let heads = [self.num_heads_q, self.num_heads_kv];
         let (batch, seqlens) = match &self.lengths {
             Some(_) if self.lists.is_some() => {
@@ -234,14 +244,18 @@ impl Shape for AttentionShape {
 
     fn peer_op(&self) -> &'static str {
         match (&self.lengths, self.pass) {
+            _ if self.dtype.is_code() => "attention_e4m3",
             (Some(_), Pass::Forward) => "attention_packed",
             _ => self.op(),
         }
     }
 
     fn peer_case(&self, seed: u64, folder: &Path) -> Result<PeerCase, PeerCaseError> {
-        if self.lengths.is_some() && self.pass == Pass::Backward {
+        if self.lengths.is_some() && (self.pass == Pass::Backward || self.dtype.is_code()) {
             return Err(PeerCaseError::DenseOnly);
+        }
+        if self.lists.is_some() && self.dtype.is_code() {
+            return Err(PeerCaseError::OursOnly);
         }
         if self.head_dims.single().is_none() {
             return Err(PeerCaseError::OneHeadDim);
@@ -269,6 +283,23 @@ mod tests {
     use serde_json::json;
 
     #[test]
+    fn codes_have_a_forward_pass_alone() {
+        let case: Case = "b2_s64_h4kv2_d32_causal_e4m3".parse().unwrap();
+        let shape = case.attention().unwrap();
+        assert_eq!(shape.problem().types.to_string(), "e4m3_e4m3_bf16");
+        // Bytes of q, o and lse, and of k and v.
+        assert_eq!(case.work().bytes, f64::from(512 * (32 + 64 + 4) + 256 * (32 + 32)));
+        for id in [
+            "bwd_b1_s64_h1_d32_full_e4m3",
+            "b1_s64_h1_d32_alibi_full_e4m3",
+            "b1_s64_h1_d32_full_e5m2",
+            "b1_s64_h1_d32_full_i8",
+        ] {
+            assert!(id.parse::<Case>().is_err(), "{id}");
+        }
+    }
+
+    #[test]
     fn competitors_get_the_shape_and_the_lists_of_the_forward_pass() {
         let folder = std::env::temp_dir();
         let peer_case = |id: &str| {
@@ -286,6 +317,11 @@ mod tests {
         let of = ["op", "lengths", "mask", "num_heads_kv"].map(|name| packed[name].clone());
         let wanted = [json!("attention_packed"), json!([40, 3, 3]), json!("window8"), json!(2)];
         assert_eq!(of, wanted);
+        let of_codes = peer_case("b1_s8_h1_d16_full_e4m3");
+        assert_eq!([&of_codes["op"], &of_codes["dtype"]], ["attention_e4m3", "e4m3"]);
+        for id in ["varlen8x2_h1_d16_full_e4m3", "b1_s64_h1_d16_q64kv64_d0.5_uniform_full_e4m3"] {
+            assert!(id.parse::<Case>().unwrap().peer_case(3, &folder).is_err(), "{id}");
+        }
         let backward: Case = "bwd_varlen40+3_h4_d16_full_bf16".parse().unwrap();
         assert_eq!(backward.peer_op(), "attention_bwd");
         assert!(backward.peer_case(3, &folder).unwrap_err().to_string().contains("dense batches"));

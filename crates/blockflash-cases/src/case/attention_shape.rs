@@ -43,7 +43,7 @@ pub struct AttentionShape {
     pub pairs: Option<Pairs>,
     /// Mask of tokens.
     pub mask: MaskKind,
-    /// Element type of q, k, v and o.
+    /// Element type of q, k and v, and of o, which is bf16 beside e4m3.
     pub dtype: DType,
 }
 
@@ -59,16 +59,17 @@ pub enum Pass {
 named!(Pass: Forward = "forward", Backward = "backward");
 
 impl AttentionShape {
+    /// Element types of the tensors.
+    pub fn types(&self) -> ElementTypes {
+        let o = if self.dtype.is_code() { DType::BF16 } else { self.dtype };
+        ElementTypes { o, ..ElementTypes::all(self.dtype) }
+    }
+
     /// The problem of contiguous tensors, without the block mask.
     pub fn problem(&self) -> AttentionProblem {
         let sizes = [self.batch, self.seqlen_q, self.seqlen_kv];
         let heads = [self.num_heads_q, self.num_heads_kv];
-        let dense = AttentionProblem::contiguous(
-            ElementTypes::all(self.dtype),
-            sizes,
-            heads,
-            self.head_dims,
-        );
+        let dense = AttentionProblem::contiguous(self.types(), sizes, heads, self.head_dims);
         let dense = dense.with_mask(self.mask());
         let Some(tokens) = self.lengths.as_ref().map(Lengths::tokens) else { return dense };
         let packed = |strides: Strides| Strides { batch: 0, ..strides };
@@ -110,7 +111,7 @@ impl AttentionShape {
         Self { lengths: Some(lengths), ..of_one_length }
     }
 
-    /// Bytes of a key and its value, or of a query and its output, of one head.
+    /// Bytes of a key and its value of one head.
     pub(super) fn pair_bytes(&self) -> usize {
         self.head_dims.sum() * self.dtype.size()
     }
@@ -119,7 +120,9 @@ impl AttentionShape {
     pub(super) fn bytes(&self) -> f64 {
         let rows_q = (self.batch * self.seqlen_q * self.num_heads_q) as f64;
         let rows_kv = (self.batch * self.seqlen_kv * self.num_heads_kv) as f64;
-        (rows_q + rows_kv) * self.pair_bytes() as f64 + 4.0 * rows_q
+        let HeadDims { qk, v } = self.head_dims;
+        let of_query = qk * self.dtype.size() + v * self.types().o.size();
+        rows_q * of_query as f64 + rows_kv * self.pair_bytes() as f64 + 4.0 * rows_q
     }
 
     /// Bytes of q of a dense batch.

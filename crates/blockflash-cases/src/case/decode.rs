@@ -205,7 +205,8 @@ impl Fields for DecodeShape {
     }
 }
 
-fn code_of(part: &str) -> Option<DType> {
+/// The type of codes with this name.
+pub(super) fn code_of(part: &str) -> Option<DType> {
     [DType::E4M3, DType::E5M2, DType::I8].into_iter().find(|code| code.name() == part)
 }
 

@@ -29,6 +29,7 @@ mod operands;
 mod pairs;
 mod pattern;
 mod peer;
+mod quantize;
 mod scores;
 mod shape;
 mod work;
@@ -55,6 +56,7 @@ pub use operands::{Operands, Progress, TensorInfo, rotation_bytes};
 pub use pairs::{PairKind, Pairs};
 pub use pattern::Pattern;
 pub use peer::{PeerCase, PeerCaseError};
+pub use quantize::{QuantizeGrid, QuantizeShape, Rows, ScaledBy};
 pub use shape::Shape;
 pub use work::{TILE_COLUMNS, TILE_ROWS, Work};
 
@@ -111,6 +113,8 @@ cases! {
     AttentionDecode(DecodeShape),
     /// Scores of blocks, or a block mask from scores.
     BlockMaskBuild(BlockMaskShape),
+    /// Rows of attention as codes of 8 bits.
+    Quantize(QuantizeShape),
     /// Block-sparse matrix times dense matrix.
     BsrMatmul(BsrShape),
     /// Sampled dense-dense product: dense times dense at the blocks of a sparse matrix.

@@ -51,6 +51,16 @@ const SCORES: BlockMaskShape = BlockMaskShape {
     block: 128,
     step: MaskStep::Scores { head_dim: 64, dtype: DType::BF16 },
 };
+const CODES: QuantizeShape = QuantizeShape {
+    batch: 2,
+    seqlen: 100,
+    num_heads: 4,
+    head_dim: 64,
+    scale: ScaledBy::Token,
+    rows: Rows::Rotated,
+    dtype: DType::BF16,
+    codes: DType::E4M3,
+};
 const CHOOSE: MaskStep = MaskStep::Choose { top_k: 3 };
 pub(super) const BSR: BsrShape = BsrShape {
     m: 8192,
@@ -113,6 +123,7 @@ fn ids_are_readable_and_can_be_read_back() {
             Case::AttentionDecode(DecodeShape { kv_dtype: Some(DType::E4M3), ..DECODE }),
             "decode_b3_q2_kv96_h8kv2_d64_page16_power_window20_bf16_e4m3_bf16",
         ),
+        (Case::Quantize(CODES), "quantize_b2_s100_h4_d64_token_rotated_bf16_e4m3"),
         (Case::BsrMatmul(BSR), "m8192_n1024_k8192_b64_d0.1_uniform_f16"),
         (Case::BsrMatmul(skewed), "m8192_n1024_k8192_b64_d0.0625_power_law_f16"),
     ] {
@@ -154,6 +165,9 @@ fn ids_are_readable_and_can_be_read_back() {
         "mask_s128_h4_b64_top3_f32",
         "mask_s128_h4_b0_scores_d64_bf16",
         "mask_s128_h4_b64_scores_d64_i64",
+        "quantize_b2_s100_h4_d96_token_rotated_bf16_e4m3",
+        "quantize_b2_s100_h4_d64_row_plain_bf16_e4m3",
+        "quantize_b2_s100_h4_d64_token_plain_bf16_f16",
     ] {
         assert!(wrong.parse::<Case>().unwrap_err().contains("is not a case"), "{wrong}");
     }
@@ -189,6 +203,14 @@ fn making_a_mask_reads_once_and_writes_once() {
     // blocks of the others.
     let (seen, always) = (36.0, 21.0 + 6.0 + 6.0);
     assert_eq!(work.bytes, 4.0 * (9.0 + always + 4.0 * (seen + always + 9.0 + 8.0)));
+}
+
+#[test]
+fn quantising_moves_what_a_copy_moves() {
+    let work = Case::Quantize(CODES).work();
+    assert_eq!((work.flops, work.bytes), (0.0, 800.0 * (3.0 * 64.0 + 4.0)));
+    let of_heads = QuantizeShape { scale: ScaledBy::Head, dtype: DType::F32, ..CODES };
+    assert_eq!(Case::Quantize(of_heads).work().bytes, 800.0 * 5.0 * 64.0);
 }
 
 #[test]

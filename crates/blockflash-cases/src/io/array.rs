@@ -1,6 +1,6 @@
 use super::convert::{Scalar, Values};
 use crate::placement::Placed;
-use blockflash_ops::{DType, Stream, Tensor, View};
+use blockflash_ops::{DType, E4M3, Stream, Tensor, View};
 use blockflash_oracle::Elements;
 use half::{bf16, f16, slice::HalfFloatSliceExt};
 use ndarray::{ArrayD, Axis, Ix3, IxDyn};
@@ -61,8 +61,9 @@ impl Array {
         ArrayD::from_shape_vec(IxDyn(shape), values).ok().map(Self::from)
     }
 
-    /// Values in f32, rounded to nearest even into this floating-point type; `None` for any other
-    /// type, or if the number of values is not the product of the shape.
+    /// Values in f32, rounded to nearest even into this floating-point type, f16, bf16, f32 or
+    /// e4m3; `None` for any other type, or if the number of values is not the product of the
+    /// shape.
     pub fn rounded(shape: &[usize], values: &[f32], dtype: DType) -> Option<Self> {
         fn halves<T: Scalar>(shape: &[usize], values: &[f32]) -> Option<Array>
         where
@@ -78,6 +79,7 @@ impl Array {
             DType::F16 => halves::<f16>(shape, values),
             DType::BF16 => halves::<bf16>(shape, values),
             DType::F32 => Array::new(shape, values.to_vec()),
+            DType::E4M3 => Array::new(shape, values.iter().map(|&x| E4M3::from_f32(x)).collect()),
             _ => None,
         }
     }

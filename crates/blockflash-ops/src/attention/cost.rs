@@ -5,9 +5,7 @@ use crate::rates::{GpuRates, Grid, Work, resident, was_tuned};
 use crate::selection::Candidate;
 use blockflash_safe::CudaProperties;
 use blockflash_sys::Kernel;
-use blockflash_sys::manifest::{
-    AttentionFwd, AttentionFwdHopper, AttentionFwdSmall, AttentionTile, Variant,
-};
+use blockflash_sys::manifest::{AttentionFwd, AttentionFwdSmall, AttentionTile, Variant};
 
 /// Estimated time of a kernel, to be compared with those of the same target only: nanoseconds on
 /// Hopper, clocks elsewhere.
@@ -17,7 +15,8 @@ pub(super) fn relative_time(c: &Candidate<'_, AttentionProblem>) -> f64 {
         Variant::AttentionFwdHopper(hopper) if hopper.block_rows > 1 && !pairs_pay(c) => {
             f64::INFINITY
         }
-        Variant::AttentionFwdHopper(hopper) => hopper_time(hopper, c.tile, c.problem, c.gpu),
+        Variant::AttentionFwdHopper(hopper) => persistent_time(hopper.cost_ns, c),
+        Variant::AttentionFwdE4m3(codes) => persistent_time(codes.cost_ns, c),
         Variant::AttentionFwdSmall(small) => small_time(small, c.problem, c.gpu),
         Variant::AttentionFwd(tile) if !was_tuned(c.gpu) => {
             portable_time(tile, c.kernel, c.problem, c.gpu)
@@ -35,20 +34,16 @@ fn pairs_pay(c: &Candidate<'_, AttentionProblem>) -> bool {
         && tiles(c.tile, c.problem) >= f64::from(c.gpu.multiprocessors)
 }
 
-/// Nanoseconds of a Hopper kernel. When tiles are few, the SMs that get the most tiles determine
+/// Nanoseconds of a persistent kernel of Hopper, from those of a key tile and of the change of the
+/// tile of queries. When tiles are few, the SMs that get the most tiles determine
 /// the time. Many tiles spread evenly, apart from half a wave at the end. Under a causal mask or a
 /// window tiles take unequal time: the longest start first, and the others fill the gaps.
 #[inline]
-fn hopper_time(
-    hopper: &AttentionFwdHopper,
-    tile: &AttentionTile,
-    problem: &AttentionProblem,
-    gpu: &CudaProperties,
-) -> f64 {
-    let rounds = tiles(tile, problem)
-        / f64::from(gpu.multiprocessors.max(1) * hopper.blocks_per_multiprocessor);
-    let [step, change] = hopper.cost_ns.map(f64::from);
-    let [mean, most] = key_tiles(tile, problem).map(|key_tiles| key_tiles * step + change);
+fn persistent_time(cost_ns: [u32; 2], c: &Candidate<'_, AttentionProblem>) -> f64 {
+    let resident = c.gpu.multiprocessors.max(1) * c.kernel.family().blocks_per_multiprocessor();
+    let rounds = tiles(c.tile, c.problem) / f64::from(resident);
+    let [step, change] = cost_ns.map(f64::from);
+    let [mean, most] = key_tiles(c.tile, c.problem).map(|key_tiles| key_tiles * step + change);
     if rounds <= 4.0 && mean == most {
         rounds.ceil() * most
     } else {

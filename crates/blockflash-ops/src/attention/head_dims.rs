@@ -2,7 +2,7 @@
 
 use super::AttentionProblem;
 use blockflash_sys::manifest::{AttentionBwdTile, AttentionTile};
-use blockflash_sys::{ElementTypes, HeadDims};
+use blockflash_sys::{DType, ElementTypes, HeadDims};
 
 /// The rows of attention's tensors: what elements they have, and how many.
 #[derive(Clone, Copy, Debug)]
@@ -30,10 +30,16 @@ impl From<&AttentionBwdTile> for Rows {
 }
 
 impl Rows {
-    /// Whether a kernel for these types takes them, which reads up to `widest` elements of a row,
-    /// 16 bytes at a time.
+    /// What head dimensions and strides are multiples of, since kernels read 16 bytes at a time: 8
+    /// elements of 16 bits, or 16 codes.
+    pub(crate) const fn multiple(self) -> usize {
+        if self.types.kv.is_code() { 16 } else { 8 }
+    }
+
+    /// Whether a kernel for these types takes them, which reads up to `widest` elements of a row.
     pub(crate) fn fit(self, kernel: Rows) -> bool {
-        let fits = |found: usize, widest| found <= widest && found.is_multiple_of(8);
+        let multiple = self.multiple();
+        let fits = |found: usize, widest| found <= widest && found.is_multiple_of(multiple);
         let (found, widest) = (self.head_dims, kernel.head_dims);
         self.types == kernel.types && fits(found.qk, widest.qk) && fits(found.v, widest.v)
     }
@@ -51,16 +57,20 @@ impl Rows {
     pub(crate) fn not_multiples(self) -> String {
         let one = self.head_dims.single().is_some();
         let verb = if one { "is not a multiple" } else { "are not multiples" };
-        format!("{} {verb} of 8", named(self.head_dims))
+        format!("{} {verb} of {}", named(self.head_dims), self.multiple())
     }
 
     /// Why no kernel takes them, the widest of which takes head dimensions up to `widest`.
     pub(crate) fn refusal_of_all(self, widest: usize) -> String {
         let ElementTypes { q, kv, o } = self.types;
-        if self.types.single().is_none() {
+        if q.is_code() && o == DType::F32 {
+            return format!("o is {o}: beside {q} kernels write f16 and bf16");
+        }
+        if !q.is_code() && self.types.single().is_none() {
             return format!("q is {q}, k and v are {kv} and o is {o}: kernels take one type");
         }
-        format!("{}: kernels take multiples of 8 up to {widest}", named(self.head_dims))
+        let multiple = self.multiple();
+        format!("{}: kernels take multiples of {multiple} up to {widest}", named(self.head_dims))
     }
 }
 

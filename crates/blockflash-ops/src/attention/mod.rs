@@ -39,7 +39,9 @@ use crate::{BlockMask, Result};
 use blockflash_safe::{
     AttentionFwdOperands, CudaProperties, Device, Stream, Tensor, View, ViewMut,
 };
-use blockflash_sys::manifest::{AttentionFwd, AttentionFwdHopper, AttentionFwdSmall, Variant};
+use blockflash_sys::manifest::{
+    AttentionFwd, AttentionFwdE4m3, AttentionFwdHopper, AttentionFwdSmall, Variant,
+};
 use blockflash_sys::{DType, Kernel};
 
 /// A call of the attention forward pass. Fields left at their default do nothing:
@@ -66,11 +68,17 @@ use blockflash_sys::{DType, Kernel};
 /// A masked pair contributes exactly nothing: NaN in a key or value that a query does not attend
 /// never reaches its output. A GPU takes f16 and bf16 with a `head_dim` of any multiple of 8 up to
 /// 256, and pointers and strides must be multiples of 16 bytes. The CPU also takes f32, any
-/// `head_dim`, any alignment, and q, k and v of 8 bits (`e4m3`, `e5m2`, `i8`) that
-/// [`scales`](Self::scales) turn into numbers: their products are summed in f32 and multiplied
-/// with the scales then, and probabilities are not rounded. For another `head_dim` below 256, pad
-/// q, k and v with zeros to the next multiple of 8 to run on a GPU, and set `softmax_scale` to the
-/// scale of the unpadded `head_dim`.
+/// `head_dim` and any alignment. For another `head_dim` below 256, pad q, k and v with zeros to the
+/// next multiple of 8 to run on a GPU, and set `softmax_scale` to the scale of the unpadded
+/// `head_dim`.
+///
+/// q, k and v may have 8 bits that [`scales`](Self::scales) turn into numbers. The CPU takes
+/// `e4m3`, `e5m2` and `i8`: products are summed in f32 and multiplied with the scales then, and
+/// probabilities are not rounded. Hopper takes `e4m3` with a `head_dim` of any multiple of 16 up to
+/// 256, without bias, ALiBi and partial blocks, and writes f16 or bf16: probabilities are rounded
+/// to `e4m3` relative to the largest one of 64 or 128 keys, and products with their values are
+/// summed in f32 after each of these tiles, by tensor cores with 13 fraction bits within them. The
+/// log-sum-exp is that of unrounded probabilities.
 #[derive(Clone, Copy, Debug)]
 pub struct Attention<'a> {
     /// Queries, `[batch, seqlen_q, num_heads_q, head_dim]` or packed
@@ -94,7 +102,8 @@ pub struct Attention<'a> {
     pub block_mask: Option<&'a BlockMask>,
     /// Only for q, k and v of 8 bits: what their codes stand for.
     pub scales: OperandScales<'a>,
-    /// Element type of the output: f16, bf16 or f32. `None` is that of q, and bf16 for codes.
+    /// Element type of the output: f16, bf16 or f32. `None` is that of q, and bf16 for codes. A GPU
+    /// takes another one than that of q for codes only.
     pub o_dtype: Option<DType>,
 }
 
@@ -262,6 +271,7 @@ impl Steps for Attention<'_> {
             cu_seqlens: self.cu_seqlens.map(|cu_seqlens| [cu_seqlens.q, cu_seqlens.kv]),
             block_mask: self.block_mask.map(BlockMask::for_kernels),
             terms: self.scores.terms(),
+            scales: self.scales.tensors(),
         };
         let AttentionPlan { plan, config } = plan;
         match kernel.variant {
@@ -270,6 +280,9 @@ impl Steps for Attention<'_> {
             }
             Variant::AttentionFwdSmall(_) => {
                 stream.launch::<AttentionFwdSmall>(kernel, config, plan, operands)?;
+            }
+            Variant::AttentionFwdE4m3(_) => {
+                stream.launch::<AttentionFwdE4m3>(kernel, config, plan, operands)?;
             }
             _ => stream.launch::<AttentionFwd>(kernel, config, plan, operands)?,
         }

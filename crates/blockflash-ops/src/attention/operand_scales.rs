@@ -52,21 +52,26 @@ impl<'a> OperandScales<'a> {
     /// No scales.
     pub const NONE: Self = Self { q: None, k: None, v: None };
 
+    /// Those of q, of k and of v.
+    pub(super) const fn tensors(&self) -> [Option<View<'a>>; 3] {
+        [self.q, self.k, self.v]
+    }
+
     /// The scales that are given, with the names of their fields.
-    fn tensors(&self) -> impl Iterator<Item = (&'static str, &View<'a>)> {
+    fn given(&self) -> impl Iterator<Item = (&'static str, &View<'a>)> {
         let all = [("scales.q", &self.q), ("scales.k", &self.k), ("scales.v", &self.v)];
         all.into_iter().filter_map(|(what, view)| Some((what, view.as_ref()?)))
     }
 
     /// Checks that every scale is on this device.
     pub(super) fn on(&self, device: &Device) -> Result<()> {
-        self.tensors().try_for_each(|(what, view)| Operand::new(what, view).on(device))
+        self.given().try_for_each(|(what, view)| Operand::new(what, view).on(device))
     }
 
     /// Everything that can be checked, as plain numbers: for a problem whose sizes are known.
     pub(super) fn problem(&self, sizes: &AttentionProblem) -> Result<OperandScalesProblem> {
         let codes = sizes.types.q;
-        if let Some((what, _)) = self.tensors().next()
+        if let Some((what, _)) = self.given().next()
             && !codes.is_code()
         {
             let expected = format!("e4m3 or e5m2 or i8, since {what} is given");

@@ -262,6 +262,10 @@ fn hostile_scales_are_arithmetic() {
         let [o, lse] = run(&Attention { scales, scores: mask.into(), ..coded.call() });
         let unseen = seqlen_q.saturating_sub(20);
         assert!(o[..unseen * 2 * D].iter().all(|&x| x == 0.0));
+        let sink = f32s(&[1.0, 2.0], &[2]);
+        let scores = Scores { sink: Some(sink.view()), ..mask.into() };
+        let [o, _] = run(&Attention { scales, scores, ..coded.call() });
+        assert!(o[..unseen * 2 * D].iter().all(|&x| x == 0.0), "with a sink, too");
         assert!(lse[..unseen].iter().all(|&x| x == f32::NEG_INFINITY));
     }
 }
@@ -343,10 +347,25 @@ fn gpus_and_gradients_say_what_is_missing() {
     let coded = Coded::simple(DType::E4M3);
     let call = coded.call();
     for gpu in gpus() {
-        let message = select(&call.problem().unwrap(), &gpu).unwrap_err().to_string();
-        let expected = "kernels take f16 and bf16, but the tensors are e4m3, which only the CPU \
-                        takes so far: convert them to f16 or bf16, or attend to a cache of 8 bits";
-        assert!(message.ends_with(expected), "{message}");
+        for (dtype, instead) in [
+            (DType::E4M3, "the kernels of Hopper take: convert them to f16 or bf16"),
+            (
+                DType::E5M2,
+                "only the CPU takes: convert them to f16 or bf16, for Hopper also to e4m3",
+            ),
+            (DType::I8, "only the CPU takes: convert them to f16 or bf16, for Hopper also to e4m3"),
+        ] {
+            if dtype == DType::E4M3 && gpu.compute_capability.major == 9 {
+                continue;
+            }
+            let problem = Coded::simple(dtype).call().problem().unwrap();
+            let message = select(&problem, &gpu).unwrap_err().to_string();
+            let expected = format!(
+                "kernels take f16 and bf16, but the tensors are {dtype}, which {instead}, or \
+                 attend to a cache of 8 bits"
+            );
+            assert!(message.ends_with(&expected), "{message}");
+        }
     }
     let output = call.forward(&cpu()).unwrap();
     let error = call.backward(&output, output.o.view(), &cpu()).unwrap_err().to_string();

@@ -221,9 +221,10 @@ fn plans_say_how_the_mask_is_read() {
         assert_eq!(plan.plan.scalars.blocks, [256; 2]);
         // As many tiles as if all sequences were the longest: two rows, for 8 heads of 6 sequences.
         let tiles = 2 * (256 / tile.block_q) * 8 * 6;
-        let stay = match kernel.variant {
-            manifest::Variant::AttentionFwdHopper(tile) => 108 * tile.blocks_per_multiprocessor,
-            _ => u32::MAX,
+        let family = kernel.family();
+        let stay = match family.is_persistent() {
+            true => 108 * family.blocks_per_multiprocessor(),
+            false => u32::MAX,
         };
         assert_eq!(plan.config.grid, [tiles.min(stay), 1, 1]);
     }

@@ -1,4 +1,4 @@
-use super::{AttentionProblem, Strides, score_params};
+use super::{AttentionProblem, Rows, Strides, score_params};
 use crate::check::{grid_of, grid_x, to_i32};
 use crate::selection::{fits, tile_of};
 use crate::{Error, Result};
@@ -22,9 +22,9 @@ pub struct AttentionPlan {
 /// Plans the launch of `kernel` for a problem that it accepts on this GPU.
 ///
 /// # Errors
-/// [`Error::Misaligned`] for a stride that is not a multiple of 8 elements, [`Error::TooLarge`] for
-/// a grid or size beyond 32 bits, [`Error::Unsupported`] if the kernel does not compute this
-/// problem.
+/// [`Error::Misaligned`] for a stride that is not a multiple of 8 elements, or of 16 codes of 8
+/// bits, [`Error::TooLarge`] for a grid or size beyond 32 bits, [`Error::Unsupported`] if the
+/// kernel does not compute this problem.
 pub fn plan(
     kernel: &Kernel,
     problem: &AttentionProblem,
@@ -43,12 +43,9 @@ pub(super) fn planned(
     let tile = &tile_of::<AttentionProblem>(kernel, &gpu.compute_capability)?;
     let queries = [problem.batch, problem.seqlen_q, problem.num_heads_q];
     let keys = [problem.batch, problem.seqlen_kv, problem.num_heads_kv];
-    check_strides(&[
-        ("q", problem.q, queries),
-        ("k", problem.k, keys),
-        ("v", problem.v, keys),
-        ("o", problem.o, queries),
-    ])?;
+    let inputs = [("q", problem.q, queries), ("k", problem.k, keys), ("v", problem.v, keys)];
+    check_strides_by(Rows::from(tile).multiple(), &inputs)?;
+    check_strides(&[("o", problem.o, queries)])?;
 
     let tiles_q = match problem.block_mask {
         Some(mask) => mask.tiles_q(problem.seqlen_q, tile.block_q),
@@ -120,7 +117,7 @@ pub(crate) fn heads_per_section(
     if windowless && !masked && readers <= 1 {
         return group;
     }
-    let row_bytes = 2.0 * (problem.head_dims.qk as f64 + problem.head_dims.v as f64);
+    let row_bytes = (problem.types.kv.size() * problem.head_dims.sum()) as f64;
     let bytes_per_group = problem.seqlen_kv as f64 * row_bytes;
     // CTAs on arbitrary blocks do not read them at the same time. Sections of half the size were
     // measured to be faster.

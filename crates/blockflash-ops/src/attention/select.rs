@@ -6,7 +6,7 @@ use crate::check::is_tensor_map_stride;
 use crate::selection::{self, Candidate, Kernels, Peers, Problem, Rule, preference};
 use blockflash_safe::CudaProperties;
 use blockflash_sys::manifest::{AttentionTile, Lse};
-use blockflash_sys::{DType, Kernel};
+use blockflash_sys::{DType, ElementTypes, HeadDims, Kernel};
 use std::cmp::Reverse;
 use std::sync::LazyLock;
 
@@ -45,10 +45,17 @@ impl Problem for AttentionProblem {
     ];
 
     fn instead(dtype: DType) -> Option<&'static str> {
-        dtype.is_code().then_some(
-            ", which only the CPU takes so far: convert them to f16 or bf16, or attend to a cache \
-             of 8 bits",
-        )
+        match dtype {
+            DType::E4M3 => Some(
+                ", which the kernels of Hopper take: convert them to f16 or bf16, or attend to a \
+                 cache of 8 bits",
+            ),
+            DType::E5M2 | DType::I8 => Some(
+                ", which only the CPU takes: convert them to f16 or bf16, for Hopper also to e4m3, \
+                 or attend to a cache of 8 bits",
+            ),
+            _ => None,
+        }
     }
 
     type Tile = AttentionTile;
@@ -85,14 +92,25 @@ impl Problem for AttentionProblem {
 }
 
 /// Lines of the support table: each tile's range of head dimensions with and without a block mask,
-/// and a head dimension that no kernel supports.
+/// and a head dimension that no kernel supports, but for codes.
 pub(crate) fn support(dtype: DType) -> Vec<(String, AttentionProblem)> {
     let mut lines = Vec::new();
-    let dense = |head_dim| AttentionProblem::dense(dtype, [1; 3], [1; 2], head_dim);
-    let mut start = 8;
-    for tile in selection::sizes::<AttentionProblem>(|tile| tile.head_dims.max() as u32) {
-        let (problem, size) = (dense(tile as usize), format!("head_dim {start}..={tile} by 8"));
-        start = tile + 8;
+    // Codes have an output of the default type.
+    let o = if dtype.is_code() { DType::BF16 } else { dtype };
+    let types = ElementTypes { o, ..ElementTypes::all(dtype) };
+    let dense =
+        |head_dim| AttentionProblem::contiguous(types, [1; 3], [1; 2], HeadDims::all(head_dim));
+    // Types without kernels have lines, too.
+    let of_tiles = if dtype.is_code() { dtype } else { DType::F16 };
+    let tiles = AttentionProblem::kernels().iter().flat_map(|peers| &peers.kernels);
+    let tiles = tiles.filter(|(_, tile)| tile.types.q == of_tiles);
+    let tiles = selection::ascending(tiles.map(|(_, tile)| tile.head_dims.max() as u32));
+    let multiple = Rows::from(&dense(0)).multiple() as u32;
+    let mut start = multiple;
+    for tile in tiles {
+        let size = format!("head_dim {start}..={tile} by {multiple}");
+        let problem = dense(tile as usize);
+        start = tile + multiple;
         lines.push((size.clone(), problem));
         for block in [64, 128] {
             let [block_q, block_kv] = [block; 2];
@@ -108,7 +126,9 @@ pub(crate) fn support(dtype: DType) -> Vec<(String, AttentionProblem)> {
             lines.push((format!("{size}, blocks of {block} × {block}"), problem));
         }
     }
-    lines.push(("other head_dim (59)".into(), dense(59)));
+    if !dtype.is_code() {
+        lines.push(("other head_dim (59)".into(), dense(59)));
+    }
     lines
 }
 
@@ -122,10 +142,10 @@ const HEAD_DIM: AttentionRule = Rule {
         let widest = all.iter().map(|c| c.tile.head_dims.max()).max().unwrap_or(0);
         let kernels = rows.refusal_of_all(widest);
         match rows.head_dims.single() {
-            Some(head_dim) if head_dim <= widest => format!(
+            Some(head_dim) if head_dim <= widest && head_dim % rows.multiple() != 0 => format!(
                 "{kernels}; it runs with q, k and v zero-padded to {} and the softmax_scale of \
                  {head_dim}",
-                head_dim.next_multiple_of(8)
+                head_dim.next_multiple_of(rows.multiple())
             ),
             _ => kernels,
         }
@@ -281,6 +301,10 @@ pub(crate) fn first_without_tensor_map(
     }
     None
 }
+
+#[cfg(test)]
+#[path = "e4m3_tests.rs"]
+mod e4m3_tests;
 
 #[cfg(test)]
 #[path = "hopper_tests.rs"]

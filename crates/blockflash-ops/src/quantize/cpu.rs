@@ -3,11 +3,11 @@
 //! Sums run over the tokens of a sequence in order, and maxima have no order, so results do not
 //! depend on the number of threads.
 
-use super::problem::{ScaleOf, given};
-use super::{Quantize, QuantizeOutputMut, QuantizeProblem, QuantizeScale};
+use super::problem::ScaleOf;
+use super::{Quantize, QuantizeOutputMut, QuantizeProblem};
 use crate::Result;
 use crate::attention::Strides;
-use crate::check::{Operand, filled};
+use crate::check::filled;
 use crate::codes::{Code, chosen, encode, magnitude};
 use crate::float::Float;
 use crate::kv_cache::{HostScale, token_ranges};
@@ -26,7 +26,6 @@ pub(super) fn quantize(
     op: &Quantize<'_>,
     problem: &QuantizeProblem,
     out: QuantizeOutputMut<'_>,
-    verify: bool,
     stream: &Stream,
 ) -> Result<()> {
     let QuantizeProblem { batch, tokens, packed, num_heads, head_dim, .. } = *problem;
@@ -35,17 +34,7 @@ pub(super) fn quantize(
         Some(_) => token_ranges(op.packed.as_ref(), [batch, tokens], packed, stream)?,
         None => Vec::new(),
     };
-    let given = match op.scale {
-        QuantizeScale::Given(scale) => {
-            let by =
-                |scale: &Operand<'_>, strides: &[usize]| given(scale, strides, [batch, num_heads]);
-            HostScale::new("scale", Some(scale), by, stream)?
-        }
-        _ => None,
-    };
-    if let (true, Some(given)) = (verify, &given) {
-        given.verify_all([batch, num_heads])?;
-    }
+    let given = op.host_scale(problem, stream)?;
     let read = match problem.dtype {
         DType::F16 => reader::<f16>(&op.x),
         DType::BF16 => reader::<bf16>(&op.x),

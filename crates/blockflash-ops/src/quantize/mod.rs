@@ -1,15 +1,21 @@
 //! Turns queries, keys and values into codes of 8 bits.
 
 mod cpu;
+mod plan;
 mod problem;
+mod select;
+mod steps;
 
+pub use plan::{QuantizeLaunches, plan};
 pub use problem::QuantizeProblem;
+pub use select::{accepts, select};
 
+pub(crate) use select::support;
+
+use crate::Result;
 use crate::check::Operand;
 use crate::kv_cache::PackedTokens;
-use crate::threads::parallel;
-use crate::verify::checks;
-use crate::{Error, Result};
+use crate::operation::Operation;
 use blockflash_safe::{Device, Stream, Tensor, View, ViewMut};
 use blockflash_sys::DType;
 
@@ -39,8 +45,11 @@ use blockflash_sys::DType;
 /// [`set_checks`](crate::set_checks) verifies; what others make of the numbers is that of IEEE
 /// arithmetic.
 ///
-/// The operation runs on the CPU only so far, and needs tensors in host memory. Its bits do not
-/// depend on the number of threads.
+/// A GPU takes a `head_dim` of a multiple of 8 up to 256, rows of x and of the mean at multiples of
+/// 16 bytes, and rows of codes at multiples of 8; it keeps a scale of a head or of all and the mean
+/// in their outputs, which must not be left out. Codes and scales have the same bits on both. Only
+/// the mean is summed in f64 on the CPU and in f32 on a GPU, there in an order that the number of
+/// tokens and `head_dim` decide alone. Neither has bits that depend on threads or CTAs.
 #[derive(Clone, Copy, Debug)]
 pub struct Quantize<'a> {
     /// f16, bf16 or f32 `[batch, seqlen, num_heads, head_dim]`, or packed
@@ -108,27 +117,18 @@ impl<'a> Quantize<'a> {
     }
 
     /// Writes the codes, the scales that are chosen and the mean. Rows that belong to no sequence
-    /// of a packed batch are left as they are.
+    /// of a packed batch are left as they are. On a GPU nothing is allocated and the stream is not
+    /// synchronised, so a graph can capture the call; until it is complete, codes hold something
+    /// else. On the CPU it returns when the result is there.
     ///
     /// # Errors
     /// All checks of [`problem`](Self::problem) and their like of the outputs;
-    /// [`Error::DeviceMismatch`] if an operand is not on the stream's device;
-    /// [`Error::InvalidCuSeqlens`]; [`Error::Unsupported`] on a GPU.
+    /// [`Error::DeviceMismatch`](crate::Error::DeviceMismatch) if an operand is not on the stream's
+    /// device; on the CPU [`Error::InvalidCuSeqlens`](crate::Error::InvalidCuSeqlens); on a GPU
+    /// [`Error::Unsupported`](crate::Error::Unsupported) for what no kernel takes and for a missing
+    /// output, and [`Error::Misaligned`](crate::Error::Misaligned).
     pub fn quantize_into(&self, out: QuantizeOutputMut<'_>, stream: &Stream) -> Result<()> {
-        let problem = self.problem(out.codes.dtype())?;
-        problem.check_outputs(&out, self.subtract_mean)?;
-        self.on(&out, stream.device())?;
-        if let Some(gpu) = stream.device().cuda_properties() {
-            return Err(Error::Unsupported {
-                op: "quantize",
-                arch: gpu.compute_capability.to_string(),
-                what: "it runs on the CPU only so far: quantise tensors in host memory, or let an \
-                       append to a cache of 8 bits do it"
-                    .into(),
-            });
-        }
-        let verify = checks(stream.device());
-        parallel(|| cpu::quantize(self, &problem, out, verify, stream))
+        self.run(out, stream)
     }
 
     /// Allocates the outputs and writes them. Rows that belong to no sequence of a packed batch are
@@ -138,10 +138,12 @@ impl<'a> Quantize<'a> {
     /// As [`quantize_into`](Self::quantize_into), and out of memory.
     pub fn quantize(&self, codes: DType, stream: &Stream) -> Result<QuantizeOutput> {
         let problem = self.problem(codes)?;
-        let mut codes = Tensor::zeros(stream, codes, self.x.shape())?;
-        let zeros = |shape: Vec<usize>| Tensor::zeros(stream, DType::F32, &shape);
-        let mut scale = problem.scale_shape().map(zeros).transpose()?;
-        let mut mean = self.subtract_mean.then(|| zeros(problem.mean_shape())).transpose()?;
+        // Dense outputs are written as a whole.
+        let new = if self.packed.is_none() { Tensor::empty } else { Tensor::zeros };
+        let mut codes = new(stream, codes, self.x.shape())?;
+        let of_f32 = |shape: Vec<usize>| new(stream, DType::F32, &shape);
+        let mut scale = problem.scale_shape().map(of_f32).transpose()?;
+        let mut mean = self.subtract_mean.then(|| of_f32(problem.mean_shape())).transpose()?;
         let out = QuantizeOutputMut {
             codes: codes.view_mut(),
             scale: scale.as_mut().map(Tensor::view_mut),

@@ -29,6 +29,10 @@ pub struct QuantizeProblem {
     pub x: Strides,
     /// Which elements share a scale.
     pub scale: ScaleOf,
+    /// Whether rows lose the mean of their sequence and head.
+    pub subtract_mean: bool,
+    /// Whether rows are rotated.
+    pub rotate: bool,
 }
 
 /// [`QuantizeScale`] without tensors.
@@ -84,6 +88,8 @@ impl Quantize<'_> {
             head_dim: rows.head_dim,
             x: rows.strides,
             scale,
+            subtract_mean: self.subtract_mean,
+            rotate: self.rotate,
         })
     }
 }
@@ -122,17 +128,20 @@ impl QuantizeProblem {
         vec![self.batch, self.num_heads, self.head_dim]
     }
 
+    /// Whether there is nothing to write: neither codes, nor scales, nor a mean.
+    pub(super) fn writes_nothing(&self) -> bool {
+        let mean = self.subtract_mean.then(|| self.mean_shape());
+        let mut outputs = [Some(self.shape()), self.scale_shape(), mean].into_iter().flatten();
+        outputs.all(|shape| shape.contains(&0))
+    }
+
     /// Whether there is no element.
     pub fn is_empty(&self) -> bool {
         self.shape().contains(&0)
     }
 
     /// Checks the shapes and layouts of the outputs.
-    pub(super) fn check_outputs(
-        &self,
-        out: &QuantizeOutputMut<'_>,
-        subtract_mean: bool,
-    ) -> Result<()> {
+    pub(super) fn check_outputs(&self, out: &QuantizeOutputMut<'_>) -> Result<()> {
         let codes = Operand::of_mut("codes", &out.codes);
         codes.shape_is(&self.shape())?;
         codes.last_dim_contiguous()?;
@@ -147,7 +156,7 @@ impl QuantizeProblem {
         if let Some(mean) = &out.mean {
             let mean = Operand::of_mut("mean", mean);
             mean.dtype_in(&[DType::F32])?;
-            if !subtract_mean {
+            if !self.subtract_mean {
                 return Err(mean.wrong_shape("no output, since no mean is subtracted"));
             }
             mean.shape_is(&self.mean_shape())?;

@@ -17,6 +17,14 @@ from .block_mask import BlockMask
 _OPS = torch.ops.blockflash
 
 
+def _padded(x: Tensor, multiple: int) -> Tensor:
+    """The tensor with further columns of zeros, to a multiple of this number of columns."""
+    columns = (0, -x.shape[-1] % multiple)
+    if x.dtype.itemsize == 1:  # torch pads no float8, and a zero is a byte of 0
+        return pad(x.view(torch.uint8), columns).view(x.dtype)
+    return pad(x, columns)
+
+
 def attention(
     q: Tensor,
     k: Tensor,
@@ -47,11 +55,12 @@ def attention(
     Query `i` stands at key `p = i + Sk - Sq` (the last query at the last key), or at `p = i` with
     `top_left`. A query that attends no key gets the output 0 and the log-sum-exp -inf.
 
-    On a GPU the element types are float16 and bfloat16 and the head dimension is at most 256; one
-    that is no multiple of 8 is padded by a copy, and operands that are not aligned to 16 bytes are
-    copied. The CPU takes float32, too, and q, k and v of 8 bits (`float8_e4m3fn`, `float8_e5m2`,
-    `int8`), which `blockflash.quantize` makes: they have no gradient. The work is queued on torch's
-    current stream.
+    On a GPU the element types are float16 and bfloat16, on Hopper `float8_e4m3fn`, too, and the
+    head dimension is at most 256; one that is no multiple of 8, of 16 in 8 bits, is padded by a
+    copy, and operands that are not aligned to 16 bytes are copied. The CPU takes float32, too, and
+    q, k and v of all kinds of 8 bits (`float8_e4m3fn`, `float8_e5m2`, `int8`), which
+    `blockflash.quantize` makes: they have no gradient. The work is queued on torch's current
+    stream.
 
     Gradients of q, k, v, sink, bias and lse are our own, and the same bit for bit in repeats. There
     is no gradient of a gradient, no derivative in forward mode and none with `out`: they raise
@@ -91,7 +100,7 @@ def attention(
         v_scale: The same of v.
         out_dtype: The element type of the output, float16, bfloat16 or float32: by default that of
             q, and bfloat16 if q has 8 bits. There is no gradient if it differs from that of q, and
-            no GPU kernel.
+            a GPU kernel only for q of 8 bits, with 16 bits.
         return_lse: Return `(o, lse)`: lse is float32, `[B, Hq, Sq]` or `[Hq, Tq]`, the natural
             logarithm of the sum of the exponentials of each row's scores. Its own gradient takes
             head dimensions up to 248 on a GPU.
@@ -128,15 +137,15 @@ def attention(
         scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
         options |= _codes.options(q, k, v, out_dtype, **scales)
 
-    head_dim = None
-    if q.is_cuda and not is_coded and (q.shape[-1] % 8 or v.shape[-1] % 8):
+    head_dim, multiple = None, 16 if is_coded else 8
+    if q.is_cuda and (q.shape[-1] % multiple or v.shape[-1] % multiple):
         if out is not None:
             raise Unsupported(
-                f"out= on a GPU for head_dim {q.shape[-1]}, which is no multiple of 8"
+                f"out= on a GPU for head_dim {q.shape[-1]}, which is no multiple of {multiple}"
             )
         head_dim = v.shape[-1]
         options.setdefault("scale", q.shape[-1] ** -0.5)
-        q, k, v = (pad(t, (0, -t.shape[-1] % 8)) for t in (q, k, v))
+        q, k, v = (_padded(t, multiple) for t in (q, k, v))
 
     lse = None
     try:

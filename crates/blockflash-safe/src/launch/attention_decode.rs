@@ -116,14 +116,7 @@ impl AttentionDecodeOperands<'_> {
             heads_q % heads_kv == 0,
             format_args!("q has {heads_q} heads, not a multiple of the {heads_kv} of k"),
         )?;
-        fit_head_dims([head_dim_qk, head_dim_v], widest)?;
-        require(
-            !types.kv.is_code() || (head_dim_qk | head_dim_v) % 16 == 0,
-            format_args!(
-                "codes with head dimensions {head_dim_qk} and {head_dim_v}, \
-                 expected multiples of 16"
-            ),
-        )?;
+        fit_head_dims([head_dim_qk, head_dim_v], widest, types)?;
         if !types.kv.is_code() {
             self.cache.refuse_scales()?;
         }

@@ -3,6 +3,7 @@
 use super::attention_sizes::{AttentionScalars, Forward, Sizes};
 use super::checked::{Launch, Operands};
 use super::fit::{Fit, absent, ceil_div, given, require};
+use super::operand_scales::{self, OperandScales};
 use super::score_terms::ScoreTerms;
 use crate::view::Used;
 use crate::{BlockLists, Kernel, View, ViewMut};
@@ -35,6 +36,10 @@ pub struct AttentionFwdOperands<'a> {
     pub block_mask: Option<&'a BlockLists>,
     /// What is added to scores. Only kernels with score terms take that, and partial blocks.
     pub terms: ScoreTerms<'a>,
+    /// What codes of q, k and v are multiplied with, f32 with any values; `None` is 1, and the only
+    /// choice where they are no codes: `[1]` or `[batch or 1, heads or 1]`, where the heads are
+    /// those of the tensor, or those of k for q, too.
+    pub scales: OperandScales<'a>,
 }
 
 /// What a launch of attention forward knows beside its tensors.
@@ -65,6 +70,10 @@ impl AttentionFwdOperands<'_> {
             sink: self.sink.as_ref(),
             cu_seqlens: self.cu_seqlens.as_ref(),
         };
+        if !tile.types.q.is_code() {
+            let scaled = self.scales.iter().any(Option::is_some);
+            absent("scales", scaled, "the kernel reads no codes")?;
+        }
         if !tile.terms {
             self.terms.refuse(self.block_mask)?;
         } else if tile.bits_only {
@@ -144,9 +153,10 @@ impl Operands for AttentionFwdOperands<'_> {
             self.block_mask.map_or([None; 4], BlockLists::used);
         let [block_bits, bits] = self.block_mask.map_or([None; 2], BlockLists::used_bits);
         let [bias, alibi] = self.terms.used();
+        let [of_q, of_k, of_v] = operand_scales::used(&self.scales);
         [
             q, k, v, o, lse, sink, cu_q, cu_kv, row_ptr, col_idx, row_order, cu_rows, block_bits,
-            bits, bias, alibi,
+            bits, bias, alibi, of_q, of_k, of_v,
         ]
     }
 }

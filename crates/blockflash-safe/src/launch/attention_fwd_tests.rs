@@ -54,6 +54,7 @@ fn fits(packed: bool, lists: Option<&BlockLists>) -> [Fit<i128>; 2] {
         cu_seqlens: packed.then(|| [offsets.view(); 2]),
         block_mask: lists,
         terms: ScoreTerms::default(),
+        scales: [None; 3],
     };
     let portable = portable();
     let AttentionFwd { types, head_dims, min_blocks, .. } = portable;
@@ -106,6 +107,7 @@ fn each_tensor_has_its_own_head_dimension() {
                 cu_seqlens: None,
                 block_mask: None,
                 terms: ScoreTerms::default(),
+                scales: [None; 3],
             };
             fit_of(&small, &operands)
         };
@@ -148,6 +150,7 @@ fn sizes_and_strides_are_those_of_the_tensors() {
         cu_seqlens: None,
         block_mask: None,
         terms: ScoreTerms::default(),
+        scales: [None; 3],
     };
     let (types, head_dims, min_blocks) =
         (ElementTypes::all(DType::F16), HeadDims { qk: 64, v: 64 }, 2);
@@ -177,6 +180,7 @@ fn sizes_and_strides_are_those_of_the_tensors() {
         cu_seqlens: Some([offsets.view(); 2]),
         block_mask: None,
         terms: ScoreTerms::default(),
+        scales: [None; 3],
     };
     let (tiles, p) = fit_of(&portable(), &operands).unwrap();
     let p = p.base;
@@ -189,7 +193,13 @@ fn sizes_and_strides_are_those_of_the_tensors() {
 #[test]
 fn head_dimensions_have_limits_of_their_own() {
     let head_dims = HeadDims { qk: 192, v: 128 };
-    let of = |[qk, v]: [i64; 2]| super::super::attention_sizes::fit_head_dims([qk, v], head_dims);
+    let of = |[qk, v]: [i64; 2]| {
+        super::super::attention_sizes::fit_head_dims(
+            [qk, v],
+            head_dims,
+            ElementTypes::all(DType::F16),
+        )
+    };
     for good in [[192, 128], [8, 8], [64, 128], [192, 8]] {
         assert_eq!(of(good), Ok(()), "{good:?}");
     }

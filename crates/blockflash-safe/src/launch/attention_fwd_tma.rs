@@ -143,18 +143,23 @@ pub(super) fn fit_sections(
 /// The map of a `[batch, sequence, head, head_dim]` tensor, or a packed `[rows, head, head_dim]`
 /// one, with the dimensions (head_dim, sequence, head, batch).
 pub(super) fn encode(view: &View<'_>, box_rows: u32) -> Result<blockflash_tensor_map> {
-    let key = Key::of_view(view, box_rows);
+    encode_boxes(view, [BOX_COLUMNS, box_rows])
+}
+
+/// The same with boxes of this many columns, whose bytes a swizzle spans, and rows.
+pub(super) fn encode_boxes(view: &View<'_>, boxes: [u32; 2]) -> Result<blockflash_tensor_map> {
+    let key = Key::of_view(view, boxes);
     if let Some(opaque) = key.as_ref().and_then(Key::find) {
         return Ok(blockflash_tensor_map { opaque });
     }
-    let map = encode_new(view, box_rows)?;
+    let map = encode_new(view, boxes)?;
     if let Some(key) = key {
         key.keep(map.opaque);
     }
     Ok(map)
 }
 
-fn encode_new(view: &View<'_>, box_rows: u32) -> Result<blockflash_tensor_map> {
+fn encode_new(view: &View<'_>, [columns, rows]: [u32; 2]) -> Result<blockflash_tensor_map> {
     let dims = view
         .shape()
         .iter()
@@ -175,8 +180,8 @@ fn encode_new(view: &View<'_>, box_rows: u32) -> Result<blockflash_tensor_map> {
         dtype: view.dtype(),
         shape: &[sizes[0], sizes[2], sizes[1], sizes[3]],
         strides_bytes: &[stride(2), stride(1), stride(3)],
-        box_shape: &[BOX_COLUMNS, box_rows, 1, 1],
-        swizzle: Swizzle::B128,
+        box_shape: &[columns, rows, 1, 1],
+        swizzle: if u64::from(columns) * bytes == 64 { Swizzle::B64 } else { Swizzle::B128 },
     };
     spec.encode(view)
 }

@@ -50,13 +50,15 @@ pub(super) fn with_sink(scores: &blockflash_scores, sink: Option<&View<'_>>) -> 
     blockflash_scores { sink: optional(sink).cast(), ..*scores }
 }
 
-/// Checks head dimensions against the largest ones of a kernel.
-pub(super) fn fit_head_dims(head_dims: [i64; 2], widest: HeadDims) -> Fit {
+/// Checks head dimensions against the largest ones of a kernel, which reads and writes 16 bytes of
+/// rows at a time: 8 elements, or 16 of one byte.
+pub(super) fn fit_head_dims(head_dims: [i64; 2], widest: HeadDims, types: ElementTypes) -> Fit {
+    let multiple = if types.kv.is_code() { 16 } else { 8 };
     let named = [("head_dim_qk", widest.qk), ("head_dim_v", widest.v)];
     for (found, (name, widest)) in head_dims.into_iter().zip(named) {
         require(
-            found > 0 && found % 8 == 0 && found <= widest as i64,
-            format_args!("{name} is {found}, expected a multiple of 8 up to {widest}"),
+            found > 0 && found % multiple == 0 && found <= widest as i64,
+            format_args!("{name} is {found}, expected a multiple of {multiple} up to {widest}"),
         )?;
     }
     Ok(())
@@ -197,7 +199,7 @@ impl Forward<'_> {
     ) -> Fit<Sizes> {
         let sizes = Sizes::of(self, scalars.longest, types)?;
         let Sizes { packed, batch, heads_q, rows_q, .. } = sizes;
-        fit_head_dims([sizes.head_dim_qk, sizes.head_dim_v], widest)?;
+        fit_head_dims([sizes.head_dim_qk, sizes.head_dim_v], widest, types)?;
         sizes.write(p)?;
         if let Some([cu_q, cu_kv]) = self.cu_seqlens {
             fits("cu_seqlens_q", cu_q, DType::I32, [(batch + 1, 1)])?;

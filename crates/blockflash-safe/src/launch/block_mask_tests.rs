@@ -68,8 +68,8 @@ impl Tensors {
         let o = self.o.view_mut();
         let cu_seqlens = self.cu_seqlens.as_ref().map(|offsets| [offsets.view(), offsets.view()]);
         let block_mask = Some(&self.lists);
-        let (lse, sink, terms) = (None, None, ScoreTerms::default());
-        AttentionFwdOperands { q, k, v: k, o, lse, sink, cu_seqlens, block_mask, terms }
+        let (lse, sink, terms, scales) = (None, None, ScoreTerms::default(), [None; 3]);
+        AttentionFwdOperands { q, k, v: k, o, lse, sink, cu_seqlens, block_mask, terms, scales }
     }
 }
 

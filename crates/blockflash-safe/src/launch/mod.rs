@@ -14,6 +14,7 @@ mod attention_decode_terms;
 #[cfg(test)]
 mod attention_fixtures;
 mod attention_fwd;
+mod attention_fwd_e4m3;
 mod attention_fwd_tma;
 mod attention_merge;
 mod attention_sizes;
@@ -38,8 +39,10 @@ mod fit;
 mod kv_append;
 mod kv_append_codes;
 mod kv_cache;
+mod operand_scales;
 mod page_choice;
 mod probe;
+mod quantize;
 mod row_copy;
 mod score_terms;
 mod timed;
@@ -73,6 +76,7 @@ pub use page_choice::{
     PageSummariesPlan,
 };
 pub use probe::PROBE_CHUNK_BYTES;
+pub use quantize::{QuantizeOperands, QuantizePlan, QuantizeScales, QuantizeSizes};
 pub use row_copy::RowCopyOperands;
 pub use score_terms::ScoreTerms;
 pub use timed::driver_time;
@@ -89,6 +93,7 @@ pub fn param_bytes(kernel: &Kernel) -> Option<usize> {
         of::<manifest::AttentionFwd>,
         of::<manifest::AttentionFwdHopper>,
         of::<manifest::AttentionFwdSmall>,
+        of::<manifest::AttentionFwdE4m3>,
         of::<manifest::AttentionBwd>,
         of::<manifest::AttentionBwdHopper>,
         of::<manifest::AttentionCacheHopper>,
@@ -110,6 +115,7 @@ pub fn param_bytes(kernel: &Kernel) -> Option<usize> {
         of::<BlockScores>,
         of::<PageSummaries>,
         of::<PageChoice>,
+        of::<manifest::Quantize>,
         of::<manifest::RowCopy>,
         of::<probe::ProbeTile>,
     ]

@@ -73,6 +73,7 @@ fn fit_forward(
         cu_seqlens: None,
         block_mask,
         terms,
+        scales: [None; 3],
     };
     let plan = AttentionFwdPlan { scalars: SCALARS, heads_per_section: 1 };
     let mut params = zeros::<AttentionFwd>();

@@ -84,6 +84,7 @@ impl Single {
             cu_seqlens: None,
             block_mask: None,
             terms: ScoreTerms::default(),
+            scales: [None; 3],
         };
         stream.launch::<AttentionFwd>(self.row, &self.config, &self.plan, operands)
     }

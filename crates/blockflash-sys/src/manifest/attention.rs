@@ -135,6 +135,7 @@ impl Kernel {
             Variant::AttentionFwd(tile) => Some(tile.tile()),
             Variant::AttentionFwdHopper(tile) => Some(tile.tile()),
             Variant::AttentionFwdSmall(tile) => Some(tile.tile()),
+            Variant::AttentionFwdE4m3(tile) => Some(tile.tile()),
             _ => None,
         }
     }

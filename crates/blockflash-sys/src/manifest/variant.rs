@@ -1,10 +1,10 @@
 use super::family::Family;
 use super::{
     attention_bwd_sm80, attention_bwd_sm90a, attention_cache_sm90a, attention_decode_sm80,
-    attention_decode_sm90a, attention_fwd_sm80, attention_fwd_sm90a, attention_fwd_small_sm90a,
-    attention_merge_sm80, block_mask, bsr_matmul_any_sm80, bsr_matmul_narrow_sm80, bsr_matmul_sm80,
-    bsr_matmul_sm90a, bsr_sddmm_sm80, bsr_sddmm_sm90a, kv_append_codes_sm80, kv_append_sm80,
-    page_choice, probe, row_copy_sm80,
+    attention_decode_sm90a, attention_fwd_e4m3_sm90a, attention_fwd_sm80, attention_fwd_sm90a,
+    attention_fwd_small_sm90a, attention_merge_sm80, block_mask, bsr_matmul_any_sm80,
+    bsr_matmul_narrow_sm80, bsr_matmul_sm80, bsr_matmul_sm90a, bsr_sddmm_sm80, bsr_sddmm_sm90a,
+    kv_append_codes_sm80, kv_append_sm80, page_choice, probe, quantize_sm80, row_copy_sm80,
 };
 use crate::Target;
 
@@ -18,6 +18,9 @@ pub enum Variant {
     AttentionFwdHopper(attention_fwd_sm90a::AttentionFwdHopper),
     /// The same for grids that do not fill the GPU.
     AttentionFwdSmall(attention_fwd_small_sm90a::AttentionFwdSmall),
+    /// Attention forward of codes of 8 bits, dense or under a block mask, with the instructions of
+    /// Hopper.
+    AttentionFwdE4m3(attention_fwd_e4m3_sm90a::AttentionFwdE4m3),
     /// A step of the attention backward, with the instructions of Ampere and later.
     AttentionBwd(attention_bwd_sm80::AttentionBwd),
     /// A step of the attention backward, with the instructions of Hopper.
@@ -52,6 +55,8 @@ pub enum Variant {
     BlockMask(block_mask::BlockMaskKernel),
     /// The choice of the pages of a cache that attention visits.
     PageChoice(page_choice::PageKernel),
+    /// Rows of attention as codes of 8 bits.
+    Quantize(quantize_sm80::Quantize),
     /// Rows of a few tensors, copied by few CTAs.
     RowCopy(row_copy_sm80::RowCopy),
     /// No operation: it runs one unit of the GPU at its highest rate, against which kernels are
@@ -66,6 +71,7 @@ impl Variant {
             Variant::AttentionFwd(tile) => tile,
             Variant::AttentionFwdHopper(tile) => tile,
             Variant::AttentionFwdSmall(tile) => tile,
+            Variant::AttentionFwdE4m3(tile) => tile,
             Variant::AttentionBwd(tile) => tile,
             Variant::AttentionBwdHopper(tile) => tile,
             Variant::AttentionCacheHopper(tile) => tile,
@@ -82,6 +88,7 @@ impl Variant {
             Variant::BsrSddmmHopper(tile) => tile,
             Variant::BlockMask(kernel) => kernel,
             Variant::PageChoice(kernel) => kernel,
+            Variant::Quantize(kernel) => kernel,
             Variant::RowCopy(kernel) => kernel,
             Variant::Probe(probe) => probe,
         }
@@ -93,6 +100,7 @@ impl Variant {
         variants.extend(attention_fwd_sm90a::tiles(target).map(Variant::AttentionFwdHopper));
         variants.extend(attention_fwd_small_sm90a::tiles(target).map(Variant::AttentionFwdSmall));
         variants.extend(attention_fwd_sm80::tiles(target).map(Variant::AttentionFwd));
+        variants.extend(attention_fwd_e4m3_sm90a::tiles(target).map(Variant::AttentionFwdE4m3));
         variants.extend(attention_bwd_sm90a::tiles(target).map(Variant::AttentionBwdHopper));
         variants.extend(attention_bwd_sm80::tiles(target).map(Variant::AttentionBwd));
         variants.extend(attention_cache_sm90a::tiles(target).map(Variant::AttentionCacheHopper));
@@ -109,6 +117,7 @@ impl Variant {
         variants.extend(bsr_matmul_any_sm80::tiles(target).map(Variant::BsrMatmulAny));
         variants.extend(block_mask::tiles(target).map(Variant::BlockMask));
         variants.extend(page_choice::tiles(target).map(Variant::PageChoice));
+        variants.extend(quantize_sm80::tiles(target).map(Variant::Quantize));
         variants.extend(row_copy_sm80::tiles(target).map(Variant::RowCopy));
         variants.extend(probe::tiles(target).map(Variant::Probe));
         variants

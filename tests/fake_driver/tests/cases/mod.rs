@@ -4,8 +4,8 @@ use blockflash_ops::attention_decode::AttentionDecodeWorkspace;
 use blockflash_ops::{
     AppendKv, Attention, AttentionBackward, AttentionDecode, AttentionDecodeOperands,
     AttentionGradientsMut, BlockGeometry, BlockMask, BsrMatmul, BsrPattern, BsrSddmm, BsrView,
-    CacheAccess, CacheScale, DType, Device, KvCache, KvCacheMut, Mask, Operation, Result, Stream,
-    Tensor,
+    CacheAccess, CacheScale, DType, Device, KvCache, KvCacheMut, Mask, Operation, Quantize,
+    QuantizeOutputMut, Result, Stream, Tensor,
 };
 
 /// A call that can be repeated.
@@ -42,6 +42,7 @@ pub(crate) fn all(device: &Device) -> Result<Vec<Case>> {
     let mut cases = attention(&stream)?;
     cases.extend(decoding(&stream)?);
     cases.extend(products(&stream)?);
+    cases.push(quantizing(&stream)?);
     Ok(cases)
 }
 
@@ -132,6 +133,26 @@ fn decoding(stream: &Stream) -> Result<Vec<Case>> {
             }
         ),
     ])
+}
+
+/// With all steps.
+fn quantizing(stream: &Stream) -> Result<Case> {
+    let shape = [2, 2048, 8, 128];
+    let x = &*tensor(stream, DType::BF16, &shape)?;
+    let codes = tensor(stream, DType::E4M3, &shape)?;
+    let (scale, mean) =
+        (tensor(stream, DType::F32, &[2, 8])?, tensor(stream, DType::F32, &[2, 8, 128])?);
+    let call = Quantize { subtract_mean: true, rotate: true, ..Quantize::new(x.view()) };
+    Ok(case!(
+        "quantize",
+        stream,
+        call,
+        QuantizeOutputMut {
+            codes: codes.view_mut(),
+            scale: Some(scale.view_mut()),
+            mean: Some(mean.view_mut())
+        }
+    ))
 }
 
 fn products(stream: &Stream) -> Result<Vec<Case>> {

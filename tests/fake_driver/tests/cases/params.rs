@@ -19,6 +19,7 @@ pub(crate) fn fields(launch: &Launch) -> String {
         false if has("attention_decode") => read::<blockflash_attention_decode_params>,
         false if has("kv_append_codes") => read::<blockflash_kv_append_codes_params>,
         false if has("kv_append") => read::<blockflash_kv_append_params>,
+        false if has("quantize") => read::<blockflash_quantize_params>,
         false if has("bsr_matmul_any") => read::<blockflash_bsr_matmul_any_params>,
         false if has("bsr_matmul_narrow") => read::<blockflash_bsr_matmul_narrow_params>,
         false if has("bsr_matmul") => read::<blockflash_bsr_matmul_portable_params>,

@@ -74,6 +74,26 @@ impl From<Float> for DType {
     }
 }
 
+/// Element types of q, k and v.
+#[derive(Clone, Copy, clap::ValueEnum)]
+pub enum Input {
+    F16,
+    Bf16,
+    F32,
+    E4m3,
+}
+
+impl From<Input> for DType {
+    fn from(input: Input) -> Self {
+        match input {
+            Input::F16 => DType::F16,
+            Input::Bf16 => DType::BF16,
+            Input::F32 => DType::F32,
+            Input::E4m3 => DType::E4M3,
+        }
+    }
+}
+
 /// Element types of caches of codes.
 #[derive(Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum Code {

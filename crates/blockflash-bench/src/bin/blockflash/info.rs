@@ -104,7 +104,9 @@ fn sizes(rows: &[SupportRow]) -> String {
         let names: Vec<&str> = rows.iter().filter(same).map(|row| row.dtype.name()).collect();
         if names.is_empty() { "–".to_owned() } else { names.join(", ") }
     };
-    let plain = |row: &&SupportRow| row.dtype == DType::F16 && !row.size.contains(", ");
+    // Codes have sizes of their own.
+    let has_lines = |row: &SupportRow| row.dtype == DType::F16 || row.dtype.is_code();
+    let plain = |row: &&SupportRow| has_lines(row) && !row.size.contains(", ");
     let cells = rows
         .iter()
         .filter(plain)

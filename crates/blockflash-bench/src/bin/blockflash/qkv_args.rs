@@ -1,6 +1,6 @@
 //! Options that `blockflash attention` and `blockflash attention-decode` share.
 
-use crate::args::{Float, Window, out_path, window};
+use crate::args::{Input, Window, out_path, window};
 use crate::failure::{Result, bail, ensure};
 use crate::operand::{Source, random};
 use crate::outputs::{Named, Outputs};
@@ -25,10 +25,10 @@ pub struct Qkv {
     /// Read v from a .npy file
     #[arg(long, value_name = "FILE", requires_all = ["q", "k"], conflicts_with = "random")]
     pub v: Option<PathBuf>,
-    /// Element type to compute in [default: the type of the files; f16 for f32, f64 and random
-    /// input]
-    #[arg(long, value_name = "f16|bf16|f32")]
-    pub dtype: Option<Float>,
+    /// Element type to compute in, e4m3 for attention without a cache alone, with an output of bf16
+    /// [default: the type of the files; f16 for f32, f64 and random input]
+    #[arg(long, value_name = "f16|bf16|f32|e4m3")]
+    pub dtype: Option<Input>,
     /// Number of heads of random k and v [default: as many as q]
     #[arg(long, value_name = "N")]
     pub kv_heads: Option<usize>,
@@ -171,7 +171,7 @@ pub fn o_bytes([q, _, v]: &[Source; 3], dtype: DType) -> Result<u64> {
     if let (Some(last), Some(&width)) = (shape.last_mut(), v.shape()?.last()) {
         *last = width;
     }
-    Ok(memory::size(&[&shape], dtype.size()))
+    Ok(memory::size(&[&shape], dtype.size().max(if dtype.is_code() { 2 } else { 0 })))
 }
 
 /// Scores with their tensors, from files or random, for this q and as many keys.
@@ -189,8 +189,9 @@ pub fn with_tensors(
         match (name, q.shape()) {
             ("bias", &[_, queries, _, _]) if drawn => {
                 let shape = [1, heads, queries, keys];
-                memory::ensure(name, memory::size(&[&shape], q.dtype().size()))?;
-                random(name, q.dtype(), &shape, seed, 4)
+                let dtype = if q.dtype().is_code() { DType::BF16 } else { q.dtype() };
+                memory::ensure(name, memory::size(&[&shape], dtype.size()))?;
+                random(name, dtype, &shape, seed, 4)
             }
             ("bias", _) if drawn => bail!("--bias is not for packed sequences (--cu-seqlens)"),
             ("bias", _) => {

@@ -1,9 +1,9 @@
 //! Caches of 8 bits: attention to them is that to what codes times their scales are.
 
 use super::blockflash_candle::{
-    Attention, KvCache, Mask, flash_attn_varlen_paged_windowed_scaled as paged,
+    Attention, KvCache, Mask, Scales, flash_attn_varlen_paged_windowed_scaled as paged,
 };
-use super::candle_core::{DType, Device, Result, Tensor};
+use super::candle_core::{DType, Device, Result, Tensor, Var};
 use super::harness::{normal, types};
 use blockflash_ops::E4M3;
 
@@ -48,6 +48,33 @@ fn rounded(rows: &Tensor, scale: Option<&Tensor>) -> Result<Tensor> {
 fn bits(tensor: &Tensor) -> Result<Vec<u32>> {
     let numbers = tensor.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>()?;
     Ok(numbers.into_iter().map(f32::to_bits).collect())
+}
+
+/// Attention over codes is that over what they stand for.
+#[test]
+fn codes_without_a_cache() -> Result<()> {
+    let rows = |heads| normal(&[BATCH, CAPACITY, heads, DIM], DType::F32);
+    let [q, k, v] =
+        [rows(HEADS)?, rows(HEADS_KV)?, rows(HEADS_KV)?].map(|x| x.to_dtype(DType::F8E4M3));
+    let (q, k, v) = (q?, k?, v?);
+    let scales = [scales(&[BATCH, HEADS])?, scales(&[BATCH, 1])?, scales(&[1])?];
+    let [of_q, of_k, of_v] = &scales;
+    let wide = |codes: &Tensor, scale: &Tensor| -> Result<Tensor> {
+        let scale = if scale.rank() == 1 { scale.reshape((1, 1))? } else { scale.clone() };
+        codes.to_dtype(DType::F32)?.broadcast_mul(&scale.unsqueeze(1)?.unsqueeze(3)?)
+    };
+    let scores = Mask::causal().into();
+    let scales = Scales { q: Some(of_q), k: Some(of_k), v: Some(of_v) };
+    let (o, lse) = Attention { scores, scales, ..Attention::new(&q, &k, &v) }.forward_with_lse()?;
+    assert_eq!((o.dtype(), o.dims()), (DType::BF16, q.dims()));
+    let (q, k, v) = (wide(&q, of_q)?, wide(&k, of_k)?, wide(&v, of_v)?);
+    let exact = Attention { scores, ..Attention::new(&q, &k, &v) };
+    let (exact, exact_lse) = exact.forward_with_lse()?;
+    let most = |of: &Tensor| of.abs()?.flatten_all()?.max(0)?.to_scalar::<f32>();
+    let error = most(&(o.to_dtype(DType::F32)? - &exact)?)?;
+    assert!(error < 0.005 * most(&exact)?, "{error}");
+    assert!(most(&(lse - exact_lse)?)? < 1e-5);
+    Ok(())
 }
 
 #[test]
@@ -190,7 +217,17 @@ fn wrong_codes_and_scales_are_errors() -> Result<()> {
     let codes = new.to_dtype(DType::F8E4M3)?;
     let mut cache = made(DType::F8E4M3)?;
     fails("k is f8e4m3", cache.append(&codes, &codes));
-    fails("k is f8e4m3", Attention::new(&new, &codes, &codes).forward().map(drop));
+    fails("k is e4m3", Attention::new(&new, &codes, &codes).forward().map(drop));
+    let coded = Attention::new(&codes, &codes, &codes);
+    let by = |scale| Scales { k: Some(scale), ..Scales::default() };
+    let var = Var::from_tensor(&one)?;
+    let tracked = Attention { scales: by(var.as_tensor()), ..coded };
+    fails("the scales.k of attention have no gradient", tracked.forward().map(drop));
+    let wrong = ones(&[BATCH, 3])?;
+    let wrong = Attention { scales: by(&wrong), ..coded };
+    fails("scales.k has shape [2, 3]", wrong.forward().map(drop));
+    let plain = Attention { scales: by(&one), ..Attention::new(&new, &new, &new) };
+    fails("since scales.k is given", plain.forward().map(drop));
     assert!(cache.is_empty());
     cache.append(&new, &new)?;
     fails("the cache has 1 keys", cache.with_scales(&one, &one).map(drop));

@@ -85,14 +85,14 @@ pub(super) fn finish([old, sum]: [f32; 2], score: f32, factor: f32, o: &mut [f32
     let max = if score > old { score } else { old };
     let shift = shift(max);
     let shrink = math::exp(old - shift);
-    let sum = sum * shrink + math::exp(score - shift);
+    let total = sum * shrink + math::exp(score - shift);
     if sum == 0.0 {
-        // No key was attended, or only keys with a score of −∞.
+        // No key was attended, or only keys with a score of −∞: 0 for any factor.
         o.fill(0.0);
-        return f32::NEG_INFINITY;
+    } else {
+        o.iter_mut().for_each(|o| *o = *o * shrink / total * factor);
     }
-    o.iter_mut().for_each(|o| *o = *o * shrink / sum * factor);
-    shift + sum.ln()
+    if total == 0.0 { f32::NEG_INFINITY } else { shift + total.ln() }
 }
 
 /// Adds what is added to scores.
