@@ -189,7 +189,9 @@ impl AttentionCase {
             }
         }
         // The sign of a sum of both signs is not certain, and infinity shows it.
-        if matches!(self.codes, Some(Codes { hostile: Some((2, scale)), .. }) if scale.is_infinite()) {
+        if let Some((2, scale)) = self.codes.and_then(|codes| codes.hostile)
+            && scale.is_infinite()
+        {
             v[values].iter_mut().for_each(|x| *x = x.abs() + 0.5);
         }
     }

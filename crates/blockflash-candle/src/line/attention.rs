@@ -96,8 +96,8 @@ impl<'a> Attention<'a> {
     /// for `F8E4M3`. Packed rows that belong to no sequence are 0.
     ///
     /// # Errors
-    /// Those of [`blockflash_ops::Attention::forward`], as text; a sink, slopes or scales that need
-    /// a gradient.
+    /// Those of [`blockflash_ops::Attention::forward`], as text; options whose tensors need a
+    /// gradient.
     pub fn forward(&self) -> Result<Tensor> {
         Ok(self.run(false)?.0)
     }

@@ -61,8 +61,8 @@ const fn with_terms(tile: AttentionBwdHopper) -> AttentionBwdHopper {
 }
 
 /// Tiles by head dimension. The sums of dq need 96 KB at a head_dim of 128, and registers for a
-/// third accumulator. At 64 tiles of 128 queries come first, and those of 64 take what has a
-/// softcap. At 192, in bf16 only, the two warpgroups share 96 keys, with one stage of dO and one
+/// third accumulator. At 64 tiles of 128 queries come first, and those of 64 take what has capped
+/// scores. At 192, in bf16 only, the two warpgroups share 96 keys, with one stage of dO and one
 /// staged tile of dq. There are no sums of dq at 256, only of parts of dk and dv. Where dq has a
 /// kernel of its own warpgroups share 64 keys beyond 128. Narrow tiles come after the others, so
 /// only block masks take them. Beside score terms dq has a kernel of its own; a bias and head
