@@ -48,8 +48,9 @@ struct Consumer {
   float exponent;   // see exponent_of_scores
   uint32_t slot;    // of the query tile
   int key_tile;     // position of the next key tile
-  int stage =
-      0;  // of the next key tile in the rings of K and of V transposed; the pending one is before
+  // Of the next key tile in the rings of K and of V transposed. The pending one is in the stage
+  // before.
+  int stage = 0;
 
   // Computed where it is needed, or it would be spilled.
   static __device__ __forceinline__ int warpgroup() {
@@ -113,7 +114,7 @@ struct Consumer {
     }
   }
 
-  // Releases key tiles that no query of this warpgroup() sees. The first one needs no turn.
+  // Releases key tiles that no query of this warpgroup sees.
   __device__ __forceinline__ void pass(int key_tiles) {
 #pragma unroll 1
     for (int i = 0; i < key_tiles; ++i) {

@@ -68,7 +68,7 @@ struct TileSoftmax {
   }
 
   // Turns scores into probabilities. `scale` is positive. If a reference moves, what was summed
-  // before becomes smaller: `shrink` is called with the factors of both rows. Returns the weights
+  // before becomes smaller: `shrink` is called with the factors of both rows. `weight` gets those
   // of this tile.
   template <bool is_masked, class Shrink>
   __device__ __forceinline__ void probabilities(float (&s)[n], float scale, float (&weight)[2],
@@ -79,7 +79,8 @@ struct TileSoftmax {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       top[half] *= scale;
-      // The reference is finite, so this is true of negative scores and of none but large ones.
+      // Negative scores, among them rows without a visible key; NaN; scores beyond the slack of the
+      // reference, which is finite, or beyond the fused exponent.
       unusual |= !(top[half] >= 0.f && top[half] <= fminf(reference[half] + kSlack, kFusedLimit));
       shift[half] = top[half];
     }
