@@ -72,7 +72,7 @@ pub fn attention_row<'a>(
         scores.exact(score, added(at))[0]
     };
     let mut weights: Vec<f64> = keys.iter().map(score).collect();
-    // Without a key, or with keys that have no part in the sum: 0 whatever values are scaled with.
+    // Without a key, or with keys that have no part in the sum.
     let nothing = weights.iter().all(|&score| score == f64::NEG_INFINITY);
     if nothing && sink.is_none() {
         let none =
@@ -80,6 +80,12 @@ pub fn attention_row<'a>(
         let lse = Element { magnitude: largest_score, ..none };
         return AttentionRow { o: vec![Element::default(); width], lse };
     }
+    // Then no scale of values counts.
+    let codes = codes.map(|codes| match nothing {
+        true => CodeRow { of_values: 1.0, ..codes },
+        false => codes,
+    });
+    let of_values = if nothing { 1.0 } else { of_values };
     let max = weights.iter().copied().chain(sink.map(f64::from)).fold(f64::NEG_INFINITY, f64::max);
     weights.iter_mut().for_each(|score| *score = (*score - max).exp());
     let sum = weights.iter().sum::<f64>() + sink.map_or(0.0, |sink| (f64::from(sink) - max).exp());
@@ -108,10 +114,7 @@ pub fn attention_row<'a>(
             partial: exact.abs().max(magnitude),
         }
     };
-    let o = match nothing {
-        true => vec![Element::default(); width],
-        false => exact.into_iter().zip(squares).zip(plain).map(element).collect(),
-    };
+    let o = exact.into_iter().zip(squares).zip(plain).map(element).collect();
     let lse = Element {
         exact: max + sum.ln(),
         plain: f64::from(plain_lse),

@@ -86,13 +86,15 @@ pub(super) fn finish([old, sum]: [f32; 2], score: f32, factor: f32, o: &mut [f32
     let shift = shift(max);
     let shrink = math::exp(old - shift);
     let total = sum * shrink + math::exp(score - shift);
-    if sum == 0.0 {
-        // No key was attended, or only keys with a score of −∞: 0 for any factor.
+    if total == 0.0 {
+        // No key was attended, or only keys with a score of −∞.
         o.fill(0.0);
-    } else {
-        o.iter_mut().for_each(|o| *o = *o * shrink / total * factor);
+        return f32::NEG_INFINITY;
     }
-    if total == 0.0 { f32::NEG_INFINITY } else { shift + total.ln() }
+    // The same beside a sink: 0 for any factor.
+    let factor = if sum == 0.0 { 1.0 } else { factor };
+    o.iter_mut().for_each(|o| *o = *o * shrink / total * factor);
+    shift + total.ln()
 }
 
 /// Adds what is added to scores.
