@@ -91,7 +91,7 @@ pub(super) fn finish([old, sum]: [f32; 2], score: f32, factor: f32, o: &mut [f32
         o.fill(0.0);
         return f32::NEG_INFINITY;
     }
-    // The same beside a sink: 0 for any factor.
+    // The same where the sum has more than keys: 0 for any factor.
     let factor = if sum == 0.0 { 1.0 } else { factor };
     o.iter_mut().for_each(|o| *o = *o * shrink / total * factor);
     shift + total.ln()
