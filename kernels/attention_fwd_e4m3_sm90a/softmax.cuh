@@ -7,7 +7,7 @@
 #pragma once
 
 #include "../attention_fwd_sm90a/softmax.cuh"
-#include "blockflash/ptx/pack_e4m3.cuh"
+#include "blockflash/ptx/convert_codes.cuh"
 
 namespace blockflash {
 
@@ -135,7 +135,7 @@ struct TileSoftmax {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const float* const x = s + 8 * j + 2 * half;
-        p[2 * j + half] = ptx::e4m3x4_of_floats(x[0], x[1], x[4], x[5]);
+        p[2 * j + half] = ptx::e4m3x4_of_f32x4(x[0], x[1], x[4], x[5]);
       }
   }
 };
