@@ -148,6 +148,12 @@ impl<'a> View<'a> {
         self.layout.is_empty() || self.address().is_multiple_of(bytes.max(1) as u64)
     }
 
+    /// Whether both views have their first element at the same place of the same memory.
+    #[inline]
+    pub fn starts_with(&self, other: &View<'_>) -> bool {
+        self.device == other.device && self.address() == other.address()
+    }
+
     /// The address of the first element, in the memory of the host or of the device.
     #[inline]
     pub(crate) fn address(&self) -> u64 {

@@ -36,6 +36,9 @@ pub struct CacheSizes {
     pub k: Strides,
     /// Strides of the values.
     pub v: Strides,
+    /// Whether the values are the first columns of the keys: v has the address and the strides of
+    /// k, and rows that are no longer. Extents of 1 have no stride that counts.
+    pub shared: bool,
     /// Set when pages are found by a table.
     pub table: Option<TableSizes>,
     /// Whether the device knows how many keys each sequence has.
@@ -76,11 +79,18 @@ impl CacheSizes {
             head_dims: HeadDims::all(head_dim),
             k,
             v: k,
+            shared: false,
             table,
             seqused_kv,
             k_scale: None,
             v_scale: None,
         }
+    }
+
+    /// A contiguous cache of one head whose values are the first columns of the keys, with a length
+    /// for each sequence: the start of a plan without tensors. Not checked.
+    pub fn latent(dtype: DType, sizes: [usize; 2], head_dims: HeadDims) -> Self {
+        Self { head_dims, shared: true, ..Self::contiguous(dtype, sizes, 1, head_dims.qk) }
     }
 
     /// Checks the type of queries and of new rows: that of the cache, or any beside codes.
@@ -170,6 +180,7 @@ impl KvCache<'_> {
             head_dims,
             k: strides(&k),
             v: strides(&v),
+            shared: are_shared(&self.k, &self.v),
             table,
             seqused_kv: self.seqused_kv.is_some(),
             k_scale: None,
@@ -188,6 +199,15 @@ impl KvCache<'_> {
         (sizes.k_scale, sizes.v_scale) = (k_scale, v_scale);
         Ok(sizes)
     }
+}
+
+/// Whether the rows of v, which has the shape of k but for the last extent, are beginnings of those
+/// of k.
+fn are_shared(k: &View<'_>, v: &View<'_>) -> bool {
+    let mut dims = k.shape().iter().zip(k.strides().iter().zip(v.strides()));
+    v.starts_with(k)
+        && v.shape().last() <= k.shape().last()
+        && dims.all(|(&extent, (of_k, of_v))| extent == 1 || of_k == of_v)
 }
 
 /// The sequences of a block table, and its sizes.

@@ -20,7 +20,7 @@ fn sizes_of_both_layouts() {
     let contiguous = KvCache::new(k.view(), k.view());
     let sizes = contiguous.sizes().unwrap();
     assert_eq!((sizes.batch, sizes.capacity, sizes.pages, sizes.table), (9, 32, 9, None));
-    assert_eq!(CacheSizes { seqused_kv: true, ..sizes }, {
+    assert_eq!(CacheSizes { seqused_kv: true, shared: false, ..sizes }, {
         CacheSizes::contiguous(DType::F16, [9, 32], 2, 64)
     });
     let paged =
@@ -39,6 +39,35 @@ fn sizes_of_both_layouts() {
     let none = zeros(DType::F16, &[0, 32, 2, 64]);
     let sizes = KvCache { k: none.view(), v: none.view(), ..paged }.sizes().unwrap();
     assert_eq!(sizes.capacity, 0);
+}
+
+#[test]
+fn values_that_are_the_first_columns_of_the_keys_are_shared() {
+    let (rows, other) = (zeros(DType::BF16, &[9, 32, 2, 96]), zeros(DType::BF16, &[9, 32, 2, 96]));
+    let (k, other) = (rows.view(), other.view());
+    let shared = |k, v| KvCache::new(k, v).sizes().unwrap().shared;
+    let columns = |range| k.slice(3, range).unwrap();
+    assert!(shared(k, columns(0..64)) && shared(k, k));
+    assert!(!shared(k, other) && !shared(k, other.slice(3, 0..64).unwrap()));
+    assert!(!shared(k, columns(1..65)), "other columns");
+    assert!(!shared(columns(0..64), k), "values that are longer than keys");
+    // Keys and values of other heads, slots and pages.
+    let slices = |range: std::ops::Range<usize>| [0, 1, 2].map(|dim| (dim, range.clone()));
+    for ((dim, of_k), (_, of_v)) in slices(0..1).into_iter().zip(slices(1..2)) {
+        let [of_k, of_v] = [of_k, of_v].map(|range| k.slice(dim, range).unwrap());
+        assert!(shared(of_k, of_k) && !shared(of_k, of_v), "{dim}");
+    }
+    // The same address with other strides: slots in the order of a turned view.
+    let square = zeros(DType::BF16, &[32, 32, 1, 96]);
+    let square = square.view();
+    assert!(!shared(square, square.permute(&[1, 0, 2, 3]).unwrap()));
+    // A stride counts only where there is a second index.
+    let data = vec![0f32; 4 * 96];
+    let view = |width, strides: [usize; 4]| {
+        View::from_slice_strided(&data, &[1, 4, 1, width], &strides).unwrap()
+    };
+    assert!(shared(view(96, [384, 96, 96, 1]), view(64, [1, 96, 7, 1])));
+    assert!(!shared(view(96, [384, 96, 96, 1]), view(64, [384, 64, 64, 1])));
 }
 
 #[test]
