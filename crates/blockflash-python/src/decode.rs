@@ -144,7 +144,7 @@ impl<'a> Call<'a> {
     }
 }
 
-pub(crate) fn needed() -> Failure {
+fn needed() -> Failure {
     Failure::value("k_cache, v_cache and o are needed")
 }
 

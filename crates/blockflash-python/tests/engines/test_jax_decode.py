@@ -267,7 +267,7 @@ def test_every_target_is_registered_on_both_platforms() -> None:
 def test_examples_of_the_guide() -> None:
     page = Path(__file__).parents[4] / "docs/src/jax.md"
     examples = re.findall(r"^```python\n(.*?)^```", page.read_text("utf-8"), re.M | re.S)
-    assert len(examples) == 4
+    assert len(examples) == 5
     for example in examples:
         exec(compile(example, "jax.md", "exec"), {})
 

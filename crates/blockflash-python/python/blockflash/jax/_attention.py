@@ -11,7 +11,8 @@ from jax.custom_derivatives import SymbolicZero
 
 from .._native import Unsupported
 from ._block_mask import BlockMask
-from ._checks import Window, as_arrays, expect_qkv, of_scores
+from ._checks import CODES, Window, as_arrays, expect_qkv, of_scores
+from ._codes import OUTPUTS, of_codes
 from ._targets import alike, call
 
 Numbers = tuple[tuple[str, Any], ...]
@@ -32,6 +33,10 @@ def attention(
     bias: jax.Array | None = None,
     alibi_slopes: jax.Array | None = None,
     block_mask: BlockMask | None = None,
+    q_scale: jax.Array | None = None,
+    k_scale: jax.Array | None = None,
+    v_scale: jax.Array | None = None,
+    out_dtype: Any = None,
     return_lse: bool = False,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Softmax attention, `softmax(mask(q @ k.T * scale)) @ v` for each head.
@@ -42,6 +47,9 @@ def attention(
     float16 and bfloat16, and on the CPU float32. A head dimension that is no multiple of 8 is
     padded; on a GPU it is at most 256, and 248 if lse has a gradient. There are gradients of q, k,
     v, sink, bias and lse.
+
+    q, k and v may also be codes of 8 bits, all of the same type: `float8_e4m3fn` on the CPU and on
+    Hopper, `float8_e5m2` and `int8` on the CPU. They have no gradient.
 
     Args:
         q: Queries, `[B, Sq, Hq, D]`, or `[Sq, Hq, D]` where k and v have no batch either.
@@ -58,13 +66,19 @@ def attention(
         alibi_slopes: float32 `[Hq]` or `[B, Hq]`: `-slope * |i + Sk - Sq - j|` is added to the
             score of query `i` and key `j`. They have no gradient.
         block_mask: Which blocks of queries and keys are visited at all.
+        q_scale: Only for q, k and v of 8 bits: what the codes of q are multiplied with, 1 by
+            default. float32 `[1]` or `[B, H]`, where an extent may also be 1; H is Hq or Hk.
+        k_scale: The same of k, with Hk heads.
+        v_scale: The same of v.
+        out_dtype: Only for q, k and v of 8 bits: the element type of the output, bfloat16 by
+            default, float16, or on the CPU float32.
         return_lse: Return `(o, lse)`: lse is float32 `[B, Hq, Sq]`, the natural logarithm of the
             sum of the exponentials of each row's scores.
 
     Raises:
         TypeError: An argument is no array, or of another element type.
         ValueError: Shapes or numbers are wrong.
-        Unsupported: The gradient of alibi_slopes is asked for.
+        Unsupported: The gradient of alibi_slopes or of operands of 8 bits is asked for.
 
     """
     q, k, v = as_arrays(q=q, k=k, v=v)
@@ -95,9 +109,13 @@ def attention(
     if numbers["scale"] is None:
         numbers["scale"] = head_dim**-0.5
     columns = v.shape[3]
-    q, k, v = (_padded(rows, -rows.shape[3] % 8) for rows in (q, k, v))
-    given = {"q": q, "k": k, "v": v} | given | {"blocks": blocks}
-    o, lse = _attend(tuple(numbers.items()), *alike(given).values())
+    scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
+    scales, numbers["out_dtype"] = of_codes(q, k, scales, out_dtype)
+    multiple = 16 if q.dtype in CODES else 8
+    q, k, v = (_padded(rows, -rows.shape[3] % multiple) for rows in (q, k, v))
+    given = alike({"q": q, "k": k, "v": v} | given | {"blocks": blocks} | scales)
+    scales = {name: given.pop(name) for name in scales}
+    o, lse = _attend(tuple(numbers.items()), *given.values(), scales)
     o = o[..., :columns]
     if not has_batch:
         o, lse = o[0], lse[0]
@@ -118,23 +136,35 @@ def _padded(rows: jax.Array, columns: int) -> jax.Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(
-    numbers: Numbers, q: Any, k: Any, v: Any, sink: Any, bias: Any, alibi: Any, blocks: Any
+    numbers: Numbers,
+    q: Any,
+    k: Any,
+    v: Any,
+    sink: Any,
+    bias: Any,
+    alibi: Any,
+    blocks: Any,
+    scales: dict[str, Any],
 ) -> tuple[jax.Array, jax.Array]:
     """`(o, lse)`, where head dimensions are multiples of 8 and all arrays vary alike."""
     operands = {"q": q, "k": k, "v": v, "sink": sink, "bias": bias}
-    operands |= {"alibi_slopes": alibi, "blocks": blocks}
+    operands |= {"alibi_slopes": alibi, "blocks": blocks} | scales
     batch, seqlen, heads, _ = q.shape
-    results = [((*q.shape[:3], v.shape[3]), q.dtype), ((batch, heads, seqlen), jnp.float32)]
+    o_dtype = OUTPUTS[dict(numbers)["out_dtype"] or 2] if q.dtype in CODES else q.dtype
+    results = [((*q.shape[:3], v.shape[3]), o_dtype), ((batch, heads, seqlen), jnp.float32)]
     o, lse = call("blockflash_attention", results, operands, dict(numbers))
     return o, lse
 
 
 def _forward(numbers: Numbers, *primals: Any) -> tuple[Any, Any]:
+    *primals, scales = primals
     q, k, v, sink, bias, alibi, blocks = primals
+    if q.value.dtype in CODES:
+        raise Unsupported(f"attention of {q.value.dtype} has no gradient: differentiate 16 bits")
     if alibi is not None and alibi.perturbed:
         raise Unsupported("alibi_slopes have no gradient: use jax.lax.stop_gradient, or a bias")
     values = [None if primal is None else primal.value for primal in primals]
-    o, lse = _attend(numbers, *values)
+    o, lse = _attend(numbers, *values, scales)
     # What is known while tracing stays so as a part of the structure.
     of_bias = () if bias is not None and bias.perturbed else None
     return (o, lse), (*values, o, lse, of_bias)
@@ -164,7 +194,7 @@ def _backward(numbers: Numbers, kept: Any, grads: Any) -> tuple[Any, ...]:
     dq, dk, dv = (rows[..., : rows.shape[3] - columns] for rows in found[:3])
     d_sink = None if sink is None else found[3]
     d_bias = None if of_bias is None else found[-1]
-    return dq, dk, dv, d_sink, d_bias, None, None
+    return dq, dk, dv, d_sink, d_bias, None, None, None
 
 
 _attend.defvjp(_forward, _backward, symbolic_zeros=True)

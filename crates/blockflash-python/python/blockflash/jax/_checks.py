@@ -12,6 +12,9 @@ import jax.numpy as jnp
 TYPES = (jnp.float16, jnp.bfloat16, jnp.float32)
 """Element types of queries, keys and values."""
 
+CODES = (jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8)
+"""Element types of codes."""
+
 Window = tuple[int | None, int | None]
 
 
@@ -48,7 +51,7 @@ def expect_qkv(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
     batch, _, heads_q, head_dim = q.shape
     expect_shape("k", k, (batch, None, None, head_dim), "[B, Sk, Hk, D]")
     expect_shape("v", v, (*k.shape[:3], None), "[B, Sk, Hk, Dv]")
-    expect_dtype("q", q, *TYPES)
+    expect_dtype("q", q, *TYPES, *CODES)
     expect_dtype("k", k, q.dtype)
     expect_dtype("v", v, q.dtype)
     expect_heads(heads_q, k.shape[2])

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from ._checks import (
+    CODES,
     TYPES,
     as_arrays,
     expect_dtype,
@@ -17,8 +18,6 @@ from ._checks import (
     of_scores,
 )
 from ._targets import call
-
-_CACHES = (*TYPES, jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8)
 
 
 def attention_decode(
@@ -38,8 +37,9 @@ def attention_decode(
     wrong ones give wrong rows. There is no gradient. `vmap` computes one entry after another.
 
     On a GPU the element types are float16 and bfloat16, the head dimension is a multiple of 8 up to
-    256, and pages have a multiple of 16 slots. The CPU takes every call, also float32 and caches of
-    `float8_e4m3fn`, `float8_e5m2` or `int8`.
+    256, and pages have a multiple of 16 slots. The CPU takes every call, also float32. A cache may
+    have 8 bits, `float8_e4m3fn`, `float8_e5m2` or `int8`, beside q, k and v of the types above, on
+    a GPU with a head dimension of a multiple of 16 and without bias, ALiBi and `tail_mask`.
 
     Args:
         q: Queries, `[B, Sq, Hq, D]`.
@@ -53,7 +53,8 @@ def attention_decode(
         return_lse: Return `(o, lse)`: lse is float32 `[B, Hq, Sq]`.
         options: What happens to scores, as in `attention` (`causal`, `window`, `scale`, `bias`, …)
             but for `top_left`, where the capacity takes the place of `Sk`; `k_scale` and `v_scale`,
-            float32, what the codes of a cache of 8 bits are multiplied with; `tail_mask`, bool
+            float32, what the codes of a cache of 8 bits are multiplied with, `[1]`, `[B, Hk]` or
+            `[pages, page_size, Hk]`, where each extent may also be 1; `tail_mask`, bool
             `[B | 1, Sq, tail]`, whether a query sees each of the last keys of its sequence;
             `rotary_cos` and `rotary_sin`, `[positions, rotary_dim / 2]`, by which queries and new
             keys are turned, neighbours together with `rotary_interleaved` and halves otherwise;
@@ -73,6 +74,7 @@ def attention_append(
     *,
     seqused_k: jax.Array | None = None,
     block_table: jax.Array | None = None,
+    scale_per_token: bool = False,
     return_lse: bool = False,
     **options: Any,
 ) -> tuple[jax.Array, ...]:
@@ -90,15 +92,20 @@ def attention_append(
         v_cache: As in `attention_decode`.
         seqused_k: int32 `[B]`, with the new keys.
         block_table: As in `attention_decode`.
+        scale_per_token: Rows that become codes of 8 bits get scales of their own: the greatest
+            magnitude of a row becomes the greatest code. `k_scale` and `v_scale` are arrays
+            `[pages, page_size, Hk]` then, or `[B, capacity, Hk]`, that change as the caches do.
         return_lse: Return the lse, too.
         options: As in `attention_decode`.
 
     Returns:
-        `(o, k_cache, v_cache)`, or `(o, lse, k_cache, v_cache)`.
+        `(o, k_cache, v_cache)`, or `(o, lse, k_cache, v_cache)`; with `scale_per_token` then also
+        `k_scale` and `v_scale`.
 
     """
     if k is None or v is None:
         raise TypeError("k or v is None, expected an array")
+    options["scale_per_token"] = scale_per_token
     o, lse, *caches = _decode(q, k_cache, v_cache, k, v, seqused_k, block_table, **options)
     return (o, lse, *caches) if return_lse else (o, *caches)
 
@@ -114,6 +121,7 @@ def _decode(
     *,
     k_scale: jax.Array | None = None,
     v_scale: jax.Array | None = None,
+    scale_per_token: bool = False,
     tail_mask: jax.Array | None = None,
     rotary_cos: jax.Array | None = None,
     rotary_sin: jax.Array | None = None,
@@ -121,12 +129,19 @@ def _decode(
     batch_invariant: bool = False,
     **options: Any,
 ) -> list[jax.Array]:
-    operands = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v}
-    operands |= {"seqused_k": seqused_k, "block_table": block_table, "k_scale": k_scale}
-    operands |= {"v_scale": v_scale, "tail_mask": tail_mask}
+    scales = {"k_scale": k_scale, "v_scale": v_scale}
+    chosen = {}
+    if scale_per_token:
+        if k is None or k_scale is None or v_scale is None:
+            raise ValueError("scale_per_token needs k and v, and k_scale and v_scale to change")
+        chosen, scales = {"k_token_scale": k_scale, "v_token_scale": v_scale}, {}
+    # Those that a call changes come behind q.
+    operands = {"q": q, "k_cache": k_cache, "v_cache": v_cache, **chosen, "k": k, "v": v}
+    operands |= {"seqused_k": seqused_k, "block_table": block_table}
+    operands |= {**scales, "tail_mask": tail_mask}
     operands |= {"rotary_cos": rotary_cos, "rotary_sin": rotary_sin}
     operands = dict(zip(operands, as_arrays(**operands), strict=True))
-    q, k_cache, v_cache, k, v = list(operands.values())[:5]
+    q, k_cache, v_cache, k, v = (operands[n] for n in ("q", "k_cache", "v_cache", "k", "v"))
     expect_shape("q", q, (None,) * 4, "[B, Sq, Hq, D]")
     expect_dtype("q", q, *TYPES)
     batch, seqlen_q, heads_q, head_dim = q.shape
@@ -134,7 +149,7 @@ def _decode(
     entries = batch if block_table is None else None
     expect_shape("k_cache", k_cache, (entries, None, None, head_dim), means)
     expect_shape("v_cache", v_cache, (*k_cache.shape[:3], None), means)
-    expect_dtype("k_cache", k_cache, *_CACHES)
+    expect_dtype("k_cache", k_cache, *TYPES, *CODES)
     expect_dtype("v_cache", v_cache, k_cache.dtype)
     expect_heads(heads_q, k_cache.shape[2])
     if k is not None:
@@ -161,6 +176,13 @@ def _decode(
     results.append(((batch, heads_q, seqlen_q), jnp.float32))
     if k is None:
         return call("blockflash_attention_decode", results, operands, attributes)
-    results += [(cache.shape, cache.dtype) for cache in (k_cache, v_cache)]
-    aliases = {1: 2, 2: 3}
+    changed = [k_cache, v_cache]
+    for name in chosen:
+        expect_dtype("k_cache", k_cache, *CODES)
+        expect_dtype(name.replace("token_", ""), operands[name], jnp.float32)
+        means = "[pages, page_size, Hk], or of rows without pages"
+        expect_shape(name.replace("token_", ""), operands[name], k_cache.shape[:3], means)
+        changed.append(operands[name])
+    results += [(array.shape, array.dtype) for array in changed]
+    aliases = {1 + place: 2 + place for place in range(len(changed))}
     return call("blockflash_attention_decode", results, operands, attributes, aliases)
