@@ -24,7 +24,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from . import BlockMask, Unsupported, _stats, attention, attention_decode
 from ._arguments import autocast_dtype
+from ._transformers_cache import CodesCache, scale_of, widened
 from ._transformers_mask import Mask, block_attention_mask, of_dense
+
+__all__ = ["NAME", "CodesCache", "block_attention", "block_attention_mask"]
 
 NAME = "block_attention"
 """The name to give as `attn_implementation`. Names with "flash" are reserved by transformers."""
@@ -53,7 +56,8 @@ def block_attention(
     """Computes attention; the signature is that of transformers' `sdpa_attention_forward`.
 
     `query` is `[B, H, Sq, D]`, `key` is `[B, Hkv, Sk, D]`, `value` is `[B, Hkv, Sk, Dv]` with
-    `Dv <= D`, `s_aux` is the sink of each head, `[H]`, and `position_bias` is added to the scores.
+    `Dv <= D`, and both may be codes of a `CodesCache`. `s_aux` is the sink of each head, `[H]`, and
+    `position_bias` is added to the scores.
     Without a mask, `is_causal` or else
     `module.is_causal` decides as it does for SDPA: query i sees the keys up to i, but a single
     query sees all of them.
@@ -87,6 +91,12 @@ def block_attention(
                 return o, None
             reason = o
     _stats.fall_back("transformers", reason)
+    if key.dtype.itemsize == 1:
+        key, value = (widened(states, query.dtype) for states in (key, value))
+        return block_attention(
+            module, query, key, value, attention_mask, dropout, scaling, is_causal, softcap, s_aux,
+            position_bias, **kwargs,
+        )  # fmt: skip
     dense = mask.dense() if isinstance(mask, Mask) else mask
     if softcap is None and s_aux is None:
         kwargs["position_bias"] = position_bias
@@ -160,6 +170,9 @@ def _by_kernels(
         lengths = (query.shape[2], key.shape[2])
         raise ValueError(f"the mask is for lengths {mask.shape[2:]}, attention has {lengths}")
 
+    coded = key.dtype.itemsize == 1
+    if coded and not options.keys() <= {"causal", "window", "bias"}:
+        return "a cache of 8 bits takes no padding, no packing and no hidden blocks"
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))
     packed = "cu_seqlens_q" in options
     if packed:
@@ -171,7 +184,9 @@ def _by_kernels(
     if bias is not None:
         options["bias"] = bias + options["bias"] if "bias" in options else bias
     options["sink"] = None if sink is None else sink.float()
-    function = attention_decode if "seqused_k" in options else attention
+    if coded:
+        options |= {"k_scale": scale_of(key), "v_scale": scale_of(value)}
+    function = attention_decode if coded or "seqused_k" in options else attention
     if torch.compiler.is_compiling():
         o = function(q, k, v, **options)
     else:
