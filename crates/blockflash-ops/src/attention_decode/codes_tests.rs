@@ -1,9 +1,10 @@
 //! Attention to caches of codes, on the CPU: what it is to the numbers that they stand for.
 
+use super::select::is_many;
 use super::*;
 use crate::Error;
-use crate::fixtures::{codes, cpu, f32s, rounded, values, widened};
-use crate::kv_cache::CacheScale;
+use crate::fixtures::{codes, cpu, f32s, gpus, rounded, values, widened};
+use crate::kv_cache::{CacheScale, CacheSizes};
 use proptest::prelude::*;
 
 pub(super) const PAGES: usize = 6;
@@ -110,6 +111,36 @@ proptest! {
         let expected_o = rounded(of_q, &widened(&expected.o), expected.o.shape());
         prop_assert_eq!(widened(&found.o), widened(&expected_o));
         prop_assert_eq!(widened(&found.lse), widened(&expected.lse));
+    }
+}
+
+/// A prompt over a cache of codes runs on the kernel for few queries with the most rows, which is
+/// one of 8 rows for e5m2, whether the host knows the lengths or not.
+#[test]
+fn prompts_over_codes_have_the_kernel_with_the_most_rows() {
+    for gpu in gpus() {
+        let hopper = gpu.compute_capability.major == 9;
+        for (head_dim, many) in [(64, 32), (128, if hopper { 32 } else { 16 }), (256, 16)] {
+            for seqused_kv in [false, true] {
+                let of = |dtype| {
+                    let cache = CacheSizes::contiguous(dtype, [1, 16_384], 2, head_dim);
+                    let cache = CacheSizes { seqused_kv, ..cache };
+                    AttentionDecodeProblem::of(cache, 4096, 8).with_queries(DType::BF16)
+                };
+                for (dtype, rows) in [(DType::E4M3, many), (DType::I8, many), (DType::E5M2, 8)] {
+                    let kernel = select(&of(dtype), &gpu).unwrap();
+                    let Some(CacheTile::Few(tile)) = tile(kernel) else { panic!("{}", gpu.name) };
+                    assert_eq!((tile.types.kv, tile.rows), (dtype, rows), "{}", gpu.name);
+                    plan(kernel, &of(dtype), &gpu).unwrap();
+                }
+                let kernel = select(&of(DType::BF16), &gpu).unwrap();
+                assert_eq!(is_many(kernel), hopper, "{}", gpu.name);
+                // Nor do 16 bits have the fewest rows where they have no such kernel.
+                if let Some(CacheTile::Few(tile)) = tile(kernel) {
+                    assert!(tile.rows >= 16, "{}", gpu.name);
+                }
+            }
+        }
     }
 }
 

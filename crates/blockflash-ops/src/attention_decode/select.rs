@@ -89,7 +89,8 @@ impl Problem for AttentionDecodeProblem {
             CacheTile::Few(_) | CacheTile::Several(_) if problem.is_estimated() => {
                 let tile = split_tile(c.kernel, c.tile, problem, c.gpu);
                 let time = tile.map_or(f64::MAX, |tile| fastest(&tile, problem, c.gpu).time);
-                by_time(if many { f64::MAX } else { time })
+                // Where no kernel for many queries takes them, the fastest of the others does.
+                (many, false, false, time as u64)
             }
             CacheTile::Many(_) => (true, false, false, 0),
             CacheTile::Few(tile) => {
