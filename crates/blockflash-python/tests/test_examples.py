@@ -30,6 +30,18 @@ def test_generate(tmp_path: Path) -> None:
     assert done.returncode == 0 and "100.0% of the tokens" in done.stdout
 
 
+def test_cache_of_8_bits(tmp_path: Path) -> None:
+    command = [sys.executable, EXAMPLES / "cache_of_8_bits.py", "--small"]
+    done = subprocess.run(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True, timeout=120)
+    assert done.returncode == 0 and "Every perplexity is within its bound" in done.stdout
+    rows = [line.split() for line in done.stdout.splitlines()[2:7]]
+    assert [row[0] for row in rows] == ["bf16", "e4m3", "e4m3", "int8", "int8"]
+    # It has learned, codes take less memory, and they are not bf16.
+    assert all(2 < float(row[-4]) < 30 for row in rows)
+    assert all(float(row[-1]) < 0.6 * float(rows[0][-1]) for row in rows[1:])
+    assert len({row[-4] for row in rows}) > 3
+
+
 def test_context_parallel(tmp_path: Path) -> None:
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command = [*launch, EXAMPLES / "context_parallel.py", "--small"]
