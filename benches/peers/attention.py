@@ -1,5 +1,5 @@
 """Competitors of dense attention forward. Tensors are [batch, seqlen, heads, head_dim], contiguous,
-as ours are measured."""
+as ours are measured. Where a case has a `head_dim_v`, v and the output have that."""
 
 import math
 
@@ -27,6 +27,7 @@ class Inputs:
             case["seqlen_kv"],
             case["head_dim"],
         )
+        self.head_dim_v = case.get("head_dim_v", self.head_dim)
         mask = case["mask"]
         self.window = int(mask.removeprefix("window")) if mask.startswith("window") else None
         if self.window is None and mask not in ("full", "causal"):
@@ -37,13 +38,22 @@ class Inputs:
         self.scale = 1 / math.sqrt(self.head_dim)
         self.tolerance, self.tuned = TOLERANCE[case["dtype"]], {}
 
-        def draw(seqlen, heads):
-            shape = (self.batch, seqlen, heads, self.head_dim)
+        def draw(seqlen, heads, head_dim):
+            shape = (self.batch, seqlen, heads, head_dim)
             return torch.randn(shape, device=device, dtype=self.dtype, generator=generator)
 
-        self.q = draw(self.seqlen_q, self.heads_q)
-        self.k = draw(self.seqlen_kv, self.heads_kv)
-        self.v = draw(self.seqlen_kv, self.heads_kv)
+        self.q = draw(self.seqlen_q, self.heads_q, self.head_dim)
+        self.k = draw(self.seqlen_kv, self.heads_kv, self.head_dim)
+        self.v = draw(self.seqlen_kv, self.heads_kv, self.head_dim_v)
+
+    def empty_output(self):
+        """A tensor for the output."""
+        return self.q.new_empty((*self.q.shape[:-1], self.head_dim_v))
+
+    def one_head_dim(self):
+        """For competitors that know no other head dimension of v."""
+        if self.head_dim_v != self.head_dim:
+            raise ValueError("this competitor takes one head_dim for q, k and v")
 
     def samples(self):
         """Index pairs of a batch entry and a head."""

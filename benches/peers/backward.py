@@ -28,7 +28,8 @@ class WithGradients:
     def __init__(self, case: dict[str, Any], device: torch.device) -> None:
         super().__init__(case, device)
         generator = torch.Generator(device=device).manual_seed(case.get("seed", 0) + 1)
-        self.d_o = torch.randn(self.q.shape, device=device, dtype=self.dtype, generator=generator)
+        shape = (*self.q.shape[:-1], self.head_dim_v)
+        self.d_o = torch.randn(shape, device=device, dtype=self.dtype, generator=generator)
         self.group = self.heads_q // self.heads_kv
         self.exact: dict[tuple[int, int], Gradients] = {}
 
@@ -42,7 +43,7 @@ class WithGradients:
 
     def exact_gradients(self, b: int, head_kv: int) -> Gradients:
         """f64 gradients of a head of keys and the query heads that share it: dq [seqlen_q, group,
-        head_dim], dk and dv [seqlen_kv, head_dim]."""
+        head_dim], dk [seqlen_kv, head_dim] and dv [seqlen_kv, head_dim_v]."""
         visible, keys = self.visible(), torch.arange(self.seqlen_kv, device=self.device)
         k, v = (t[b, :, head_kv].double() for t in (self.k, self.v))
         dk, dv = torch.zeros_like(k), torch.zeros_like(v)

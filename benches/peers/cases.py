@@ -24,6 +24,10 @@ def cases():
         warm,
     )
     yield dict(attention, head_dim=128, mask="window64", dtype="bf16", num_heads_kv=1), warm
+    unequal = dict(attention, head_dim=192, head_dim_v=128, dtype="bf16")
+    for mask in ("full", "causal"):
+        yield dict(unequal, mask=mask), warm
+        yield dict(unequal, op="attention_bwd", mask=mask), warm
     for queries in (1, 16):
         yield (
             dict(
@@ -123,6 +127,11 @@ def refused(case, name):
         return "no window"
     if name == "triton_flash" and case["seqlen_q"] < 64:
         return "no tile for so few queries"
+    one_head_dim = ("torch_sdpa_flash", "triton_flash", "fa2", "fa2_deterministic")
+    if case.get("head_dim_v") and name in one_head_dim:
+        return "one head_dim for q, k and v"
+    if window and name == "flash_attention_4":
+        return "no window"
     if case.get("fresh_bytes") and "cusparse" in name:
         return "one matrix only"
     if name.startswith("fa4") and case.get("block_kv") == 64:

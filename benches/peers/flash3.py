@@ -71,7 +71,7 @@ class FlashAttention3(Call):
 
     def __init__(self, inputs, options):
         self.load()
-        self.out = torch.empty_like(inputs.q)
+        self.out = inputs.empty_output()
         num_splits = options.get("num_splits", 1)
         if "num_splits" not in options and inputs.seqlen_q < FEW_QUERIES * inputs.seqlen_kv:
             if self.can_split(inputs):

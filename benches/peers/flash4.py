@@ -1,11 +1,11 @@
-"""The competitor FlashAttention-4: gradients, dense and under a block mask, and the forward pass
-under one."""
+"""The competitor FlashAttention-4: forward and gradients, dense and under a block mask."""
 
 from typing import Any
 
 import torch
 from torch.nn.attention import flex_attention
 
+import attention
 import flex
 from backward import Backward, BlockSparseInputs, Inputs
 from measure import Absent, Call, needs_cuda
@@ -100,14 +100,33 @@ class Flash4BlockSparseDeterministic(Flash4BlockSparse):
     deterministic = True
 
 
-class Flash4BlockSparseForward(Call):
-    """The forward pass under lists of whole blocks. Its output is allocated by torch."""
+class Flash4Forward(Call):
+    """The dense forward pass. Its output is allocated by torch."""
 
-    Inputs = flex.Inputs
+    Inputs = attention.Inputs
 
     @classmethod
     def available(cls, device: torch.device) -> None:
         available(device)
+
+    def __init__(self, inputs: attention.Inputs, _options: dict[str, Any]) -> None:
+        from flash_attn.cute.interface import _flash_attn_fwd
+
+        inputs.without_window()
+        self.operator, self.tensors = _flash_attn_fwd, (inputs.q, inputs.k, inputs.v)
+        self.options = dict(softmax_scale=inputs.scale, causal=inputs.causal)
+
+    def run(self) -> None:
+        self.out, *_ = self.operator(*self.tensors, **self.options)
+
+    def output(self) -> torch.Tensor:
+        return self.out
+
+
+class Flash4BlockSparseForward(Flash4Forward):
+    """The forward pass under lists of whole blocks."""
+
+    Inputs = flex.Inputs
 
     def __init__(self, inputs: flex.Inputs, _options: dict[str, Any]) -> None:
         from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
@@ -119,9 +138,3 @@ class Flash4BlockSparseForward(Call):
         blocks = BlockSparseTensorsTorch(*none, *of_rows, block_size=size)
         self.operator, self.tensors = _flash_attn_fwd, (inputs.q, inputs.k, inputs.v)
         self.options = dict(softmax_scale=inputs.scale, block_sparse_tensors=blocks)
-
-    def run(self) -> None:
-        self.out, *_ = self.operator(*self.tensors, **self.options)
-
-    def output(self) -> torch.Tensor:
-        return self.out

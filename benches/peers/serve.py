@@ -27,6 +27,7 @@ PEERS = {
         "torch_sdpa_efficient": ("attention", "SdpaEfficient"),
         "flash_attention_3": ("flash3", "FlashAttention3"),
         "triton_flash": ("triton_attention", "TritonFlash"),
+        "flash_attention_4": ("flash4", "Flash4Forward"),
     },
     "attention_packed": {
         "flash_attention_3": ("packed", "Flash3"),

@@ -67,6 +67,7 @@ class TritonFlash(Tuned, Call):
         from triton_kernel import flash_forward
 
         inputs.without_window()
+        inputs.one_head_dim()
         self.kernel, self.inputs, self.out = flash_forward, inputs, torch.empty_like(inputs.q)
         self.tensors = [inputs.q, inputs.k, inputs.v, self.out]
         if inputs.q.dtype == torch.float32:

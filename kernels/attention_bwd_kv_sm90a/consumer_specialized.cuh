@@ -15,7 +15,8 @@ namespace {
 
 struct Specialized {
   static constexpr int kKeys = kResidentRows;
-  using Transposed = float[kPanels][kKeys / 2];  // of dk or dv: 64 columns × all keys each
+  template <int panels>
+  using Transposed = float[panels][kKeys / 2];  // of dk or dv: 64 columns × all keys each
 
   const Params& params;
   const blockflash_attention_fwd_params& p;
@@ -72,9 +73,9 @@ struct Specialized {
   }
 
   // gradientᵀ += rowsᵀ·scores, some panels of it: Q or dO by rows, and what is kept of the scores.
-  template <int begin, int end>
-  static __device__ __forceinline__ void start_gradient_t(Transposed& gradient, uint32_t rows,
-                                                          uint32_t scores) {
+  template <int begin, int end, int panels>
+  static __device__ __forceinline__ void start_gradient_t(Transposed<panels>& gradient,
+                                                          uint32_t rows, uint32_t scores) {
 #pragma unroll
     for (int panel = begin; panel < end; ++panel)
 #pragma unroll
@@ -128,12 +129,14 @@ struct Specialized {
   }
 
   // Stores a gradient by way of a resident tile that is read no more.
-  __device__ __forceinline__ void store(const Transposed& gradient, float factor, uint32_t tile,
-                                        int warpgroup, void* tensor, int64_t batch, int64_t seq,
-                                        int64_t head, int columns) const {
+  template <int panels>
+  __device__ __forceinline__ void store(const Transposed<panels>& gradient, float factor,
+                                        uint32_t tile, int warpgroup, void* tensor, int64_t batch,
+                                        int64_t seq, int64_t head, int columns) const {
+    constexpr int kChunks = 8 * panels;  // of a row
     const uint32_t row = tile + transposed_row();
 #pragma unroll
-    for (int panel = 0; panel < kPanels; ++panel)
+    for (int panel = 0; panel < panels; ++panel)
 #pragma unroll
       for (int i = 0; i < kKeys / 16; ++i) {
         const float* const d = gradient[panel] + 8 * i;
@@ -150,8 +153,8 @@ struct Specialized {
                          (work.kv_offset + work.k_begin) * seq;
     const int rows = min(kKeys, work.seqlen_kv - work.k_begin);
 #pragma unroll 1
-    for (int i = threadIdx.x % 128; i < rows * (kD / 8); i += 128) {
-      const int key = i / (kD / 8), chunk = i % (kD / 8);
+    for (int i = threadIdx.x % 128; i < rows * kChunks; i += 128) {
+      const int key = i / kChunks, chunk = i % kChunks;
       const int4 values = ptx::load_shared_int4(tile + chunk / 8 * kResidentPanel + key * 128 +
                                                 (chunk % 8 ^ key % 8) * 16);
       if (chunk * 8 < columns) *reinterpret_cast<int4*>(out + key * seq + chunk * 8) = values;
@@ -176,9 +179,9 @@ struct Specialized {
     const uint32_t q = ptx::wgmma_low(smem + kFirstOffset),
                    d_o = ptx::wgmma_low(smem + kSecondOffset);
     const uint32_t of_p = ptx::wgmma_low(of_scores[0]), of_ds = ptx::wgmma_low(of_scores[1]);
-    Transposed dv;
+    Transposed<kVPanels> dv;
 #pragma unroll
-    for (int panel = 0; panel < kPanels; ++panel)
+    for (int panel = 0; panel < kVPanels; ++panel)
 #pragma unroll
       for (int i = 0; i < kKeys / 2; ++i) dv[panel][i] = 0.f;
 
@@ -221,13 +224,13 @@ struct Specialized {
       wait_full<1>(barriers.second, n);
       float dq[32];
       ptx::wgmma_fence();
-      start_gradient_t<0, kPanels>(dv, d_o, of_p);
+      start_gradient_t<0, kVPanels>(dv, d_o, of_p);
       wait_full<1>(barrier_of(dq_barriers.scores, 1), n);
       ptx::wgmma_fence();
       start_dq(dq, of_ds, k);
       ptx::wgmma_wait_group<1>();
 #pragma unroll
-      for (int panel = 0; panel < kPanels; ++panel) ptx::wgmma_pin(dv[panel]);
+      for (int panel = 0; panel < kVPanels; ++panel) ptx::wgmma_pin(dv[panel]);
       arrive(barriers.second_empty);
       arrive(dq_barriers.scores_empty);
       ptx::wgmma_wait_group<0>();
@@ -250,7 +253,7 @@ struct Specialized {
     const uint32_t q = ptx::wgmma_low(smem + kFirstOffset),
                    d_o = ptx::wgmma_low(smem + kSecondOffset);
     const uint32_t of_ds = ptx::wgmma_low(of_scores[1]);
-    Transposed dk;
+    Transposed<kPanels> dk;
 #pragma unroll
     for (int panel = 0; panel < kPanels; ++panel)
 #pragma unroll
@@ -268,7 +271,7 @@ struct Specialized {
       {
         float dp[kKeys / 2];
         ptx::wgmma_fence();
-        start_scores<kKeys>(dp, d_o, kStreamPanel, v, kResidentPanel);
+        start_scores<kKeys, false, kDV>(dp, d_o, kStreamPanel, v, kResidentPanel);
         // They are queued behind dk of the tile before, whose Q is read then.
         ptx::wgmma_wait_group<1>();
 #pragma unroll

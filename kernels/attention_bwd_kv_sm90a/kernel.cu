@@ -44,6 +44,10 @@
 namespace blockflash {
 namespace {
 
+// The number of panels of a tile, as a type.
+template <int panels>
+struct Panels {};
+
 __device__ __forceinline__ void produce(const Params& params, uint32_t smem,
                                         const Barriers& barriers) {
   const Keys& work = Keys::shared();
@@ -51,15 +55,17 @@ __device__ __forceinline__ void produce(const Params& params, uint32_t smem,
   const blockflash_attention_fwd_params& p = b.base;
   const bool packed = p.cu_seqlens_q != nullptr;
   const int batch = packed ? 0 : work.batch;
-  const auto copy_resident = [&](int which, const blockflash_tensor_map& map, uint32_t barrier) {
-    ptx::mbarrier_arrive_expect_tx(barrier, kResidentBytes);
-    copy_tile<kResidentRows, kResidentRows>(smem + which * kResidentBytes, map,
-                                            static_cast<int>(work.kv_offset) + work.k_begin,
-                                            work.head_kv, batch, barrier);
+  const auto copy_resident = [&]<int panels>(Panels<panels>, int which,
+                                             const blockflash_tensor_map& map, uint32_t barrier) {
+    ptx::mbarrier_arrive_expect_tx(barrier, panels * kResidentPanel);
+    copy_tile<kResidentRows, kResidentRows, panels>(smem + which * kResidentBytes, map,
+                                                    static_cast<int>(work.kv_offset) + work.k_begin,
+                                                    work.head_kv, batch, barrier);
   };
   const uint32_t first_arrives = packed ? barriers.loaded_first : barriers.first,
                  second_arrives = packed ? barriers.loaded_second : barriers.second;
-  copy_resident(0, params.k, packed ? barriers.loaded_resident : barriers.resident);
+  copy_resident(Panels<kPanels>{}, 0, params.k,
+                packed ? barriers.loaded_resident : barriers.resident);
   // Statistics come from the kernel before this one. The next one may start then: it waits, too, or
   // reads nothing that is written here.
   ptx::wait_for_predecessors();
@@ -84,10 +90,11 @@ __device__ __forceinline__ void produce(const Params& params, uint32_t smem,
         terms.slope = slope_of(all.terms, work.batch, head);
       }
       const int row = static_cast<int>(work.q_offset) + first;
-      const auto copy = [&](uint32_t barrier, uint32_t dst, const blockflash_tensor_map& map,
-                            uint32_t statistics_dst, const float* statistics_src) {
-        ptx::mbarrier_arrive_expect_tx(barrier, kStreamBytes + kStatisticsBytes);
-        copy_tile<kStreamRows, 64>(dst, map, row, head, batch, barrier);
+      const auto copy = [&]<int panels>(Panels<panels>, uint32_t barrier, uint32_t dst,
+                                        const blockflash_tensor_map& map, uint32_t statistics_dst,
+                                        const float* statistics_src) {
+        ptx::mbarrier_arrive_expect_tx(barrier, panels * kStreamPanel + kStatisticsBytes);
+        copy_tile<kStreamRows, 64, panels>(dst, map, row, head, batch, barrier);
         copy_statistics(statistics_dst, statistics_src + statistics + first, work.seqlen_q - first,
                         barrier);
       };
@@ -99,14 +106,16 @@ __device__ __forceinline__ void produce(const Params& params, uint32_t smem,
       if constexpr (Config::dq)
         DqBarriers(smem).publish(n++, static_cast<int>((statistics + first) / kStatisticsTile),
                                  rank, has_all_statistics(work.seqlen_q - first));
-      copy(at.of(first_arrives), smem + kFirstOffset + at.stage * kStreamBytes, params.q,
-           first_statistics(smem, at.stage), b.negative_logs);
+      copy(Panels<kPanels>{}, at.of(first_arrives), smem + kFirstOffset + at.stage * kStreamBytes,
+           params.q, first_statistics(smem, at.stage), b.negative_logs);
       if (loads_values)
-        copy_resident(1, params.v, barrier_of(barriers.resident, 1)), loads_values = false;
+        copy_resident(Panels<kVPanels>{}, 1, params.v, barrier_of(barriers.resident, 1)),
+            loads_values = false;
       const auto second = second_state(at, true);
       second.wait(barriers.second_empty);
-      copy(second.of(second_arrives), smem + kSecondOffset + second.stage * kStreamBytes,
-           params.d_o, second_statistics(smem, second.stage), b.deltas);
+      copy(Panels<kVPanels>{}, second.of(second_arrives),
+           smem + kSecondOffset + second.stage * kSecondStreamBytes, params.d_o,
+           second_statistics(smem, second.stage), b.deltas);
       at.advance();
     }
   }

@@ -16,6 +16,7 @@ static_assert(kStreamRows == 64 || (kStreamRows == 128 && Config::dq),
               "one consumer visits more than 64 queries at a time");
 // Whether one consumer has the scores and dv and the other one their gradients and dk.
 constexpr bool kSpecialized = Config::dq && kD > 128;
+static_assert(kD == kDV || kSpecialized, "dk and dv have one shape");
 static_assert(kStages == kSecondStages || kSpecialized,
               "a stage of Q and its stage of dO are released together");
 

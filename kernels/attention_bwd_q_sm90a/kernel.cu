@@ -15,6 +15,8 @@
 namespace blockflash {
 namespace {
 
+static_assert(kD == kDV, "the tiles of one side have one shape");
+
 // Whether Q and dO are multiplied from registers.
 constexpr bool kQueriesInRegisters = kAlone;
 

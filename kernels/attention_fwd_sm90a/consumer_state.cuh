@@ -34,7 +34,7 @@ struct ConsumerState : StepCursor<kTwoBlockRows> {
   float s[kBlockKv / 2];          // scores, then probabilities
   float o[kOutColumns / 2] = {};  // output, followed by the row sums
   uint32_t p[kBlockKv / 4] = {};  // probabilities in 16 bits
-  uint32_t q[Config::q_in_registers ? kPanels * 16 : 1];
+  uint32_t q[Config::q_in_registers ? kQkPanels * 16 : 1];
   Softmax softmax;
   uint32_t slot;  // slot of the current query tile
   int key_tile;   // position of the next key tile
@@ -175,7 +175,7 @@ struct ConsumerState : StepCursor<kTwoBlockRows> {
     if constexpr (Config::q_in_registers) {
       const int row = threadIdx.x / 32 % 4 * 16 + lane() % 16;
 #pragma unroll
-      for (int d = 0; d < kPanels * 4; ++d) {
+      for (int d = 0; d < kQkPanels * 4; ++d) {
         uint32_t fragment[4];
         ptx::ldmatrix_x4(fragment, smem + q_stage() * kQBytes + d / 4 * 8192 + row * 128 +
                                        ((d % 4 * 2 + lane() / 16) ^ row % 8) * 16);

@@ -1,8 +1,8 @@
 // Shared memory and mbarriers of the Hopper attention kernel.
 #pragma once
 
-#include "blockflash/config/attention.cuh"
 #include "blockflash/config/attention_bits.cuh"
+#include "blockflash/config/attention_hopper.cuh"
 #include "blockflash/scheduler.cuh"
 #include "cache_tiles.cuh"
 #include "query_tiles.cuh"
@@ -10,20 +10,20 @@
 
 namespace blockflash {
 
-using Config = AttentionFwdHopperConfig;
+using Config = AttentionHopperConfig;
 using Params = blockflash_attention_fwd_tma_params;
 using Origin = OriginOfKeys<Config::cache>;
 using KernelParams = ParamsFor<Origin::Params, blockflash_attention_fwd_tma_terms_params>;
 using Queue = Origin::Queue<Config::block_q, Config::heads, Config::block_rows>;
 
-constexpr int kD = Config::head_dim, kBlockKv = Config::block_kv, kWarpgroups = Config::warpgroups,
-              kStages = Config::stages;
-constexpr int kPanels =
-    (kD + 63) / 64;  // 64 columns each: rows of 128 bytes with the 128-byte swizzle
+constexpr int kDQk = Config::head_dim_qk, kDV = Config::head_dim_v, kBlockKv = Config::block_kv,
+              kWarpgroups = Config::warpgroups, kStages = Config::stages;
+// Panels have 64 columns: rows of 128 bytes with the 128-byte swizzle.
+constexpr int kQkPanels = (kDQk + 63) / 64, kVPanels = (kDV + 63) / 64;
 constexpr bool kOnes =
-    kD % 64 == 0 &&
-    kD < 256;  // a panel of ones behind each tile of V; at 256 WGMMA has no columns left
-constexpr int kOutColumns = kD + (kOnes ? 8 : 0);
+    kDV % 64 == 0 &&
+    kDV < 256;  // a panel of ones behind each tile of V; at 256 WGMMA has no columns left
+constexpr int kOutColumns = kDV + (kOnes ? 8 : 0);
 // Whether the warpgroups have a block row each, with a list of its own.
 constexpr bool kTwoBlockRows = Config::block_rows > 1;
 // Distance from one warpgroup to the next: in rows of Q, or in heads. Two block rows can be
@@ -55,18 +55,22 @@ constexpr int kConsumerRegisters = kTwoBlockRows             ? 224
 // mbarriers; a page of zeros; and, where it fits, a staging area for the output, 16 rows per warp.
 constexpr int kVStages = kTwoBlockRows ? 2 : kStages;
 constexpr int kPanelBytes = kBlockKv * 128;
-constexpr int kQBytes = 64 * 128 * kPanels, kKvBytes = kPanelBytes * kPanels,
-              kVStageBytes = kKvBytes + kOnes * kPanelBytes;
+constexpr int kQBytes = 64 * 128 * kQkPanels, kOBytes = 64 * 128 * kVPanels,
+              kKBytes = kPanelBytes * kQkPanels, kVBytes = kPanelBytes * kVPanels,
+              kVStageBytes = kVBytes + kOnes * kPanelBytes;
 constexpr int kKOffset = kWarpgroups * Config::q_stages * kQBytes,
-              kVOffset = kKOffset + kStages * kKvBytes;
-// With two block rows and with score terms both stages of V share the ones, as a panel that is as
-// far behind the last panel as that one is behind the one before: in the first stage by one panel,
-// in the second by one more than there are of V, between which a stage of K is.
-constexpr bool kSharedOnes = kTwoBlockRows || (kAddsTerms && kOnes);
-constexpr int kOnesOffset = kVOffset + 2 * kKvBytes;
+              kVOffset = kKOffset + kStages * kKBytes;
+// With two block rows, with score terms and where K is wider than V, both stages of V share the
+// ones, as a panel that is as far behind the last panel as that one is behind the one before: in
+// the first stage by one panel, in the second by one more than there are of V, between which are
+// as many of a stage of K, the last ones.
+constexpr bool kUnequal = kDQk != kDV;
+constexpr bool kSharedOnes =
+    kTwoBlockRows || (kAddsTerms && kOnes) || (kUnequal && kOnes && kStages == 2);
+constexpr int kOnesOffset = kVOffset + 2 * kVBytes;
 // From one stage of K to the next; the first panel of the second stage of V may be between them.
-constexpr int kKStageBytes =
-    kKvBytes + (kSharedOnes && !kTwoBlockRows && kPanels > 1 ? kPanelBytes : 0);
+constexpr int kGapBytes = kSharedOnes && !kTwoBlockRows && kVPanels > 1 ? kPanelBytes : 0;
+constexpr int kKStageBytes = kKBytes + kGapBytes;
 constexpr int kSlotOffset =
                   kSharedOnes ? kOnesOffset + kPanelBytes : kVOffset + kStages * kVStageBytes,
               kSlots = 6, kSlotBytes = 16 * (4 + kWarpgroups | 1);
@@ -75,14 +79,19 @@ constexpr int kBarrierOffset = kSlotOffset + kSlots * kSlotBytes, kZerosOffset =
 // step takes. In the largest tiles they have the place of the output.
 constexpr int kBoxBytes = 8192, kBoxes = kAddsTerms ? kBlockKv / 64 + 1 : 0;
 constexpr bool kStaged = !kLateQ && Config::min_blocks == 1 && !kTwoBlockRows &&
-                         !(kAddsTerms && (kD == 128 || kWarpgroups == 3));
+                         !(kAddsTerms && (kDV == 128 || kWarpgroups == 3)) &&
+                         !(kUnequal && kSharedOnes);
 constexpr int kStagingOffset = kZerosOffset + 1024, kStepOffset = kStagingOffset,
-              kBiasOffset = kStagingOffset + kStaged * kWarpgroups * kQBytes;
+              kBiasOffset = kStagingOffset + kStaged * kWarpgroups * kOBytes;
 static_assert(!kHasTerms ||
                   (kBlockKv % 64 == 0 && kBlockKv <= 128 && !kTwoBlockRows && !Config::cache),
               "boxes and bits have 64 keys");
 static_assert(!kAddsTerms || kStages == 2, "stages share the ones in pairs");
-static_assert(!kSharedOnes || kPanels <= 2, "stages of K and V are interleaved in pairs of panels");
+static_assert(!kTwoBlockRows || (!kUnequal && kVPanels == kScanners),
+              "K and V of a step have one size, and a scanner has a panel");
+static_assert(!kSharedOnes || kAddsTerms || kVPanels == kScanners, "a scanner has a panel of V");
+static_assert(!kSharedOnes || (kVPanels <= 2 && kVPanels <= kQkPanels && kQkPanels <= 3),
+              "stages of K and V are interleaved in pairs of panels");
 constexpr int kReleases =
     kTwoBlockRows ? 3 : 1;  // K and V are for one of two warpgroups, or for both
 
@@ -90,11 +99,15 @@ constexpr int kReleases =
 __device__ __forceinline__ uint32_t k_at(uint32_t smem, int stage) {
   return smem + kKOffset + stage * kKStageBytes + (kTwoBlockRows && stage == 2 ? kPanelBytes : 0);
 }
+// How far before its place in a row a panel begins: the first of three is before that of V.
+__device__ __forceinline__ constexpr int k_panel_shift(int stage, int panel) {
+  return panel < kQkPanels - kVPanels ? stage * kGapBytes : 0;
+}
 __device__ __forceinline__ constexpr int v_panel(int stage) {
-  return kSharedOnes && stage != 0 ? (kPanels + 1) * kPanelBytes : kPanelBytes;
+  return kSharedOnes && stage != 0 ? (kVPanels + 1) * kPanelBytes : kPanelBytes;
 }
 __device__ __forceinline__ uint32_t v_at(uint32_t smem, int stage) {
-  return kSharedOnes ? smem + kOnesOffset - kPanels * v_panel(stage)
+  return kSharedOnes ? smem + kOnesOffset - kVPanels * v_panel(stage)
                      : smem + kVOffset + stage * kVStageBytes;
 }
 

@@ -25,7 +25,7 @@ __device__ __forceinline__ void store_output(const Params& params, const QueryTi
   float scale[2], row_lse[2];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    float denominator = kOnes ? o[kD / 2 + 2 * half] : rows.sum[half];
+    float denominator = kOnes ? o[kDV / 2 + 2 * half] : rows.sum[half];
     float log = rows.log[half], share = 1.f;
     if (b.scores.sink != nullptr) {
       if constexpr (Config::lse) {
@@ -59,12 +59,12 @@ __device__ __forceinline__ void store_output(const Params& params, const QueryTi
   // Through shared memory, one page of 16 rows × 64 columns per panel, and TMA stores. A tensor map
   // knows where the tensor ends but not where a packed sequence does, hence the condition.
   if (kStaged && !(packed && warp_row + 16 > tile.seqlen_q)) {
-    const uint32_t pages = smem + kStagingOffset + warpgroup * kQBytes + warp * 2048 * kPanels;
+    const uint32_t pages = smem + kStagingOffset + warpgroup * kOBytes + warp * 2048 * kVPanels;
     if (lane == 0) ptx::tensor_store_wait_read();  // stores of the previous tile
     __syncwarp();
     const int in_row = lane / 8 % 2 * 8 + lane % 8, in_chunk = lane / 16;
 #pragma unroll
-    for (int d = 0; d < kD / 8; d += 2) {
+    for (int d = 0; d < kDV / 8; d += 2) {
       const uint32_t words[4] = {word(d, 0), word(d, 1), word(d + 1, 0), word(d + 1, 1)};
       ptx::stmatrix_x4(
           pages + d / 8 * 2048 + in_row * 128 + (((d % 8 + in_chunk) ^ in_row % 8) * 16), words);
@@ -73,7 +73,7 @@ __device__ __forceinline__ void store_output(const Params& params, const QueryTi
     __syncwarp();
     if (lane == 0) {
 #pragma unroll
-      for (int panel = 0; panel < kPanels; ++panel)
+      for (int panel = 0; panel < kVPanels; ++panel)
         ptx::tensor_store_4d(&params.o, panel * 64, tile.q_offset + warp_row, head,
                              packed ? 0 : tile.batch, pages + panel * 2048);
       ptx::tensor_store_commit();
@@ -90,7 +90,7 @@ __device__ __forceinline__ void store_output(const Params& params, const QueryTi
                            (static_cast<int64_t>(tile.q_offset) + row) * b.o_stride_seq +
                            quad_lane * 8;
 #pragma unroll
-    for (int d = 0; d < kD / 8; d += 4) {
+    for (int d = 0; d < kDV / 8; d += 4) {
       uint32_t words[4] = {word(d, half), word(d + 1, half), word(d + 2, half), word(d + 3, half)};
       quad_transpose(words, quad_lane);
       if (row < tile.seqlen_q && (d + quad_lane) * 8 < b.head_dim_v)

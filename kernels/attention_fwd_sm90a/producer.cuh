@@ -8,6 +8,10 @@
 
 namespace blockflash {
 
+// The number of panels of a tile, as a type.
+template <int panels>
+struct Panels {};
+
 // One thread issues all TMA loads. V of a key tile follows K of the next one, also across query
 // tiles. Over a cache a whole warp is here, to look up pages, and another one loads V.
 template <class Given>  // KernelParams, as a template so that what the other origin has is
@@ -21,25 +25,27 @@ __device__ __forceinline__ void produce(const Given& kernel_params, uint32_t sme
     empty.wait(barriers.empty, stage);
     if (issues) ptx::mbarrier_arrive_expect_tx(barrier_of(barriers.full, stage), bytes);
   };
-  const auto copy = [&](int stage, uint32_t dst, int bytes, int panel_bytes,
-                        const blockflash_tensor_map& map, int row, int head, int batch) {
+  // Panels begin at `dst`, but the first one `apart` bytes before it.
+  const auto copy = [&]<int panels>(Panels<panels>, int stage, uint32_t dst, int bytes,
+                                    int panel_bytes, const blockflash_tensor_map& map, int row,
+                                    int head, int batch, int apart = 0) {
     open(stage, bytes);
     if (!issues) return;
 #pragma unroll
-    for (int panel = 0; panel < kPanels; ++panel)
-      ptx::tensor_copy_4d(dst + panel * panel_bytes, &map, panel * 64, row, head, batch,
-                          barrier_of(barriers.full, stage));
+    for (int panel = 0; panel < panels; ++panel)
+      ptx::tensor_copy_4d(dst + panel * panel_bytes - (panel == 0 ? apart : 0), &map, panel * 64,
+                          row, head, batch, barrier_of(barriers.full, stage));
   };
-  const auto copy_keys = [&](int stage, uint32_t dst, int panel_bytes,
+  const auto copy_keys = [&](auto panels, int stage, uint32_t dst, int bytes, int panel_bytes,
                              const blockflash_tensor_map& map, const TileRows& rows, int key_tile,
-                             const CachePieces& pieces) {
+                             const CachePieces& pieces, int apart = 0) {
     if constexpr (!Config::cache) {
-      copy(stage, dst, kKvBytes, panel_bytes, map, rows.kv + key_tile * kBlockKv, rows.head_kv,
-           rows.batch);
+      copy(panels, stage, dst, bytes, panel_bytes, map, rows.kv + key_tile * kBlockKv, rows.head_kv,
+           rows.batch, apart);
     } else {
-      open(stage, kKvBytes);
-      pieces.copy<kBlockKv, kPanels>(kernel_params, map, dst, rows.head_kv,
-                                     barrier_of(barriers.full, stage));
+      open(stage, bytes);
+      pieces.copy<kBlockKv, kQkPanels>(kernel_params, map, dst, rows.head_kv,
+                                       barrier_of(barriers.full, stage));
     }
   };
   const auto look_up = [&](uint32_t slot, int key_tile) {
@@ -61,8 +67,8 @@ __device__ __forceinline__ void produce(const Given& kernel_params, uint32_t sme
     const int v_stage = previous_stage<kStages>(stage);
     if constexpr (kHasBits)
       announce(Barriers::kV + v_stage, ptx::load_shared(barriers.bits_of(v_stage)));
-    copy_keys(Barriers::kV + v_stage, v_at(smem, v_stage), v_panel(v_stage), params.v, rows, v_next,
-              CachePieces{0, 0});
+    copy_keys(Panels<kVPanels>{}, Barriers::kV + v_stage, v_at(smem, v_stage), kVBytes,
+              v_panel(v_stage), params.v, rows, v_next, CachePieces{0, 0});
     v_next = -1;
   };
   const auto copy_q = [&](int n, uint32_t slot, bool has_keys) {
@@ -71,8 +77,8 @@ __device__ __forceinline__ void produce(const Given& kernel_params, uint32_t sme
       const int at = n % Config::q_stages * kWarpgroups + w;
       if (has_keys) {
         const TileRows rows = TileRows::load(slot + kRowsInSlot);
-        copy(Barriers::kQ + at, smem + at * kQBytes, kQBytes, 8192, params.q, rows.q + w * kRowStep,
-             QueryTile::load(slot).head + w * kHeadStep, rows.batch);
+        copy(Panels<kQkPanels>{}, Barriers::kQ + at, smem + at * kQBytes, kQBytes, 8192, params.q,
+             rows.q + w * kRowStep, QueryTile::load(slot).head + w * kHeadStep, rows.batch);
       } else {
         empty.wait(barriers.empty, Barriers::kQ + at);
         if (issues) ptx::mbarrier_arrive(barrier_of(barriers.full, Barriers::kQ + at));
@@ -103,8 +109,8 @@ __device__ __forceinline__ void produce(const Given& kernel_params, uint32_t sme
       else
         tiles.advance();
       const TileRows rows = TileRows::load(slot + kRowsInSlot);
-      copy_keys(stage, smem + kKOffset + stage * kKStageBytes, kPanelBytes, params.k, rows, now,
-                pieces);
+      copy_keys(Panels<kQkPanels>{}, stage, smem + kKOffset + stage * kKStageBytes, kKBytes,
+                kPanelBytes, params.k, rows, now, pieces, k_panel_shift(stage, 0));
       if constexpr (kHasBits) tiles.prefetch_bits(), tiles.advance();
       // With bits the thread has no register for the number of key tiles.
       const bool is_first = left == (kHasBits ? QueryTile::load(slot).key_tiles : key_tiles);
@@ -133,11 +139,11 @@ __device__ __forceinline__ void produce_two_block_rows(const Params& params, uin
     empty.wait(barriers.empty, mbarrier + stage);
     if (step.rows() != 3) ptx::mbarrier_arrive_as(barrier_of(barriers.empty, mbarrier + stage), 4);
     const uint32_t full = barrier_of(barriers.full, mbarrier + step.rows() % 3 * stages + stage);
-    ptx::mbarrier_arrive_expect_tx(full, kKvBytes);
+    ptx::mbarrier_arrive_expect_tx(full, kKBytes);
 #pragma unroll
     for (int half = 0; half < 2; ++half)
 #pragma unroll
-      for (int panel = 0; panel < kPanels; ++panel)
+      for (int panel = 0; panel < kQkPanels; ++panel)
         ptx::tensor_copy_4d(dst + panel * panel_bytes + half * 8192, &map, panel * 64,
                             rows.kv + step.tile(half) * 64, rows.head_kv, rows.batch, full);
   };
@@ -171,7 +177,7 @@ __device__ __forceinline__ void produce_two_block_rows(const Params& params, uin
       ptx::mbarrier_arrive_expect_tx(full, kQBytes);
       const int row = tile.q_offset + ptx::load_shared(slot + kPairInSlot + 4 * w);
 #pragma unroll
-      for (int panel = 0; panel < kPanels; ++panel)
+      for (int panel = 0; panel < kQkPanels; ++panel)
         ptx::tensor_copy_4d(smem + w * kQBytes + panel * 8192, &params.q, panel * 64, row,
                             tile.head, rows.batch, full);
     }
@@ -221,11 +227,11 @@ __device__ __forceinline__ void produce_values(const Given& kernel_params, uint3
       const int at = Barriers::kV + stage;
       const CachePieces pieces = CachePieces::of(kernel_params, tile, key_tile * kBlockKv);
       empty.wait(barriers.empty, at);
-      if (lane == 0) ptx::mbarrier_arrive_expect_tx(barrier_of(barriers.full, at), kKvBytes);
+      if (lane == 0) ptx::mbarrier_arrive_expect_tx(barrier_of(barriers.full, at), kVBytes);
       __syncwarp();
-      pieces.copy<kBlockKv, kPanels>(kernel_params, kernel_params.fwd.v,
-                                     smem + kVOffset + stage * kVStageBytes, head_kv,
-                                     barrier_of(barriers.full, at));
+      pieces.copy<kBlockKv, kVPanels>(kernel_params, kernel_params.fwd.v,
+                                      smem + kVOffset + stage * kVStageBytes, head_kv,
+                                      barrier_of(barriers.full, at));
       stage = next_stage<kStages>(stage);
     }
   }

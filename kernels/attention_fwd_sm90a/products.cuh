@@ -17,9 +17,10 @@ __device__ __forceinline__ void start_scores(float (&s)[kBlockKv / 2], uint32_t*
                          : ptx::wgmma_descriptor(smem + kKOffset) + (stage * kKStageBytes >> 4);
   const uint64_t q_tile = ptx::wgmma_descriptor(smem) + (q_stage * kQBytes >> 4);
 #pragma unroll
-  for (int d = 0; d < (kD + 15) / 16; ++d) {
+  for (int d = 0; d < (kDQk + 15) / 16; ++d) {
     using Product = ptx::Wgmma<kBlockKv, Element>;
-    const uint64_t k_step = k + ((d / 4 * kBlockKv * 128 + d % 4 * 32) >> 4),
+    const uint64_t k_step = k + ((d / 4 * kBlockKv * 128 + d % 4 * 32) >> 4) -
+                            (k_panel_shift(stage, d / 4) >> 4),
                    q_step = q_tile + ((d / 4 * 8192 + d % 4 * 32) >> 4);
     if constexpr (Config::q_in_registers) {
       if (d == 0)

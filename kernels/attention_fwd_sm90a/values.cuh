@@ -14,7 +14,7 @@ namespace blockflash {
 __device__ __forceinline__ void store_constants(uint32_t smem, int thread, int threads) {
   if constexpr (kOnes) {
     constexpr int kPieces = kBlockKv * 128 / 16, kCopies = kSharedOnes ? 1 : kStages,
-                  kFirst = kSharedOnes ? kOnesOffset : kVOffset + kKvBytes;
+                  kFirst = kSharedOnes ? kOnesOffset : kVOffset + kVBytes;
     const int ones = ElementTraits<Config::Element>::pack(1.f, 1.f);
     for (int i = thread; i < kCopies * kPieces; i += threads)
       ptx::store_shared_int4(smem + kFirst + i / kPieces * kVStageBytes + i % kPieces * 16,
@@ -69,7 +69,7 @@ __device__ __forceinline__ void scan_values(uint32_t smem, const Barriers& barri
         };
         if constexpr (kAddsTerms) {
 #pragma unroll
-          for (int panel = 0; panel < kPanels; ++panel) {
+          for (int panel = 0; panel < kVPanels; ++panel) {
             const uint32_t at =
                 v_at(smem, stage) + panel * v_panel(stage) + (scanner * 32 + lane) * 16;
 #pragma unroll 4
@@ -77,10 +77,10 @@ __device__ __forceinline__ void scan_values(uint32_t smem, const Barriers& barri
               scan(ptx::load_shared_int4(at + piece * 512));
           }
         } else {
-          constexpr int kPieces = kKvBytes / (512 * kScanners);
-          const uint32_t at =
-              v_at(smem, stage) +
-              (kTwoBlockRows ? scanner * v_panel(stage) : scanner * (kPieces * 512)) + lane * 16;
+          constexpr int kPieces = kVBytes / (512 * kScanners);
+          const uint32_t at = v_at(smem, stage) +
+                              (kSharedOnes ? scanner * v_panel(stage) : scanner * (kPieces * 512)) +
+                              lane * 16;
 #pragma unroll 4
           for (int piece = 0; piece < kPieces; ++piece)
             scan(ptx::load_shared_int4(at + piece * 512));

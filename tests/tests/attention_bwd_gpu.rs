@@ -63,7 +63,7 @@ fn keeps_promises(
 /// A case that a kernel takes, whatever its step is: packed where it only writes zeros.
 fn case_of(tile: &AttentionBwdTile, seed: u64, seqlen: usize) -> AttentionCase {
     let simple =
-        AttentionCase::simple(tile.types.q, (4, 2), tile.head_dims.qk, (seqlen, seqlen + 90));
+        AttentionCase::simple(tile.types.q, (4, 2), tile.head_dims.min(), (seqlen, seqlen + 90));
     let lengths = match tile.step {
         Step::Zeros => {
             // The lengths of a graph may change, but not beyond the longest that were captured.
@@ -132,7 +132,7 @@ fn survives_any_offsets(
 ) -> Result<usize, Error> {
     const ROWS: usize = 150;
     const MARGIN: usize = 70;
-    let (heads, d) = ([2, 1], tile.head_dims.qk);
+    let (heads, d) = ([2, 1], tile.head_dims.min());
     let shape = |heads| [ROWS + 2 * MARGIN, heads, d];
     let poisoned = |dtype, shape: &[usize]| {
         let mut tensor = Tensor::empty(stream, dtype, shape)?;

@@ -6,7 +6,8 @@ use blockflash_sys::Kernel;
 use blockflash_tests::gpu::{Gpu, Report, gpu};
 
 /// Of models, the other way round, within one tile, and odd multiples of 8.
-const HEAD_DIMS: [[usize; 2]; 5] = [[192, 128], [128, 192], [64, 128], [72, 40], [96, 56]];
+const HEAD_DIMS: [[usize; 2]; 6] =
+    [[192, 128], [128, 192], [64, 128], [72, 40], [96, 56], [168, 104]];
 
 /// Runs a case on every kernel that computes it, and on the selected one, into outputs full of NaN.
 fn check(id: &str, gpu: &Gpu, report: &mut Report) {

@@ -47,7 +47,7 @@ fn numbers(dtype: DType, shape: &[usize], stream: &Stream) -> Tensor {
 impl Call {
     /// Two heads on one. With offsets all sequences are packed in two.
     fn new(tile: &AttentionBwdTile, seqlens: [usize; 2], packed: bool, stream: &Stream) -> Self {
-        let (dtype, d) = (tile.types.q, tile.head_dims.qk);
+        let (dtype, d) = (tile.types.q, tile.head_dims.min());
         let shape = |length: usize, heads: usize| match packed {
             true => vec![length, heads, d],
             false => vec![1, length, heads, d],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -108,8 +109,9 @@ def test_attention_to_a_cache(head_dims: tuple[int, int]) -> None:
     assert torch.equal(found, o)
 
 
-def test_torchs_function() -> None:
-    q, k, v = (t.transpose(1, 2) for t in operands((16, 8), rows=(11, 11)))
+@pytest.mark.parametrize("head_dims", [(192, 128), (16, 8)])
+def test_torchs_function(head_dims: tuple[int, int]) -> None:
+    q, k, v = (t.transpose(1, 2) for t in operands(head_dims, rows=(11, 11)))
     expected = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     found = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     torch.testing.assert_close(found, expected)
@@ -118,6 +120,17 @@ def test_torchs_function() -> None:
     with activate_sdpa("cpu"):
         o, _ = flash(q, k, v, is_causal=True)
     torch.testing.assert_close(o, expected)
+    inputs = (q, k, v)
+
+    def gradients(function: Callable[..., Tensor]) -> tuple[Tensor, ...]:
+        leaves = [t.detach().requires_grad_() for t in inputs]
+        return torch.autograd.grad(function(*leaves, is_causal=True).sin().sum(), leaves)
+
+    ours, exact = map(
+        gradients, (scaled_dot_product_attention, functional.scaled_dot_product_attention)
+    )
+    for found, expected in zip(ours, exact, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_shapes_without_data() -> None:
@@ -168,6 +181,16 @@ def test_transformers() -> None:
             o, _ = block_attention(MODULE, q, k, v, None, is_causal=True)
         expected, _ = reference(*(t.transpose(1, 2) for t in (q, k, v)), causal=True)
         assert_close(o, expected, torch.float32)
+        # A mask of which nothing is known, as of a padded batch.
+        visible = torch.ones(9, 9).tril().bool().repeat(2, 1, 1, 1)
+        leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+        with blockflash.strict():
+            o, _ = block_attention(MODULE, *leaves, visible)
+        assert_close(o.detach(), expected, torch.float32)
+        found = torch.autograd.grad(o.sin().sum(), leaves)
+        exact, _ = reference(*(t.transpose(1, 2) for t in leaves), causal=True)
+        for ours, other in zip(found, torch.autograd.grad(exact.sin().sum(), leaves), strict=True):
+            assert_close(ours, other.double(), torch.float32)
 
 
 @pytest.mark.gpu

@@ -28,6 +28,11 @@ impl HeadDims {
         if self.qk > self.v { self.qk } else { self.v }
     }
 
+    /// The smaller one: what all tensors of a problem may have where these are a kernel's.
+    pub const fn min(self) -> usize {
+        if self.qk < self.v { self.qk } else { self.v }
+    }
+
     /// Both together: what a key and its value, or a query and its output, have in elements.
     pub const fn sum(self) -> usize {
         self.qk.saturating_add(self.v)
@@ -77,7 +82,7 @@ mod tests {
     #[test]
     fn one_or_two() {
         let dims = HeadDims { qk: 192, v: 128 };
-        assert_eq!((dims.single(), dims.max(), dims.sum()), (None, 192, 320));
+        assert_eq!((dims.single(), dims.max(), dims.min(), dims.sum()), (None, 192, 128, 320));
         assert_eq!(HeadDims { qk: 64, v: 128 }.max(), 128);
         assert_eq!(HeadDims::all(72).single(), Some(72));
     }

@@ -137,7 +137,7 @@ impl AttentionCase {
         Self {
             lse: tile.lse.suits(true),
             codes: tile.types.q.is_code().then(|| Codes::plain(tile.block_kv as usize)),
-            ..Self::simple(tile.types.o, heads, tile.head_dims.qk, seqlen)
+            ..Self::simple(tile.types.o, heads, tile.head_dims.min(), seqlen)
         }
     }
 

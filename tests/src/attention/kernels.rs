@@ -11,8 +11,8 @@ use blockflash_sys::Kernel;
 use blockflash_sys::manifest::{self, AttentionTile, Variant};
 use std::collections::BTreeMap;
 
-/// Kernels with their tiles, by element type and head dimension. The kernels of a group compute the
-/// same problems, so they share cases and references.
+/// Kernels with their tiles, by element type and the head dimension that all tensors may have. The
+/// kernels of a group compute the same problems, so they share cases and references.
 pub type KernelGroup = ((DType, usize), Vec<(&'static Kernel, AttentionTile)>);
 
 /// All groups.
@@ -28,15 +28,15 @@ pub fn kernel_groups(gpu: &Gpu) -> KernelGroups {
         if tile.terms || tile.types.q.is_code() {
             continue;
         }
-        groups.entry((tile.types.q, tile.head_dims.qk)).or_default().push((kernel, tile));
+        groups.entry((tile.types.q, tile.head_dims.min())).or_default().push((kernel, tile));
     }
     groups
 }
 
 /// Head dimensions for which a tile is the narrowest.
 pub fn dims_of_tile(head_dim: usize) -> Vec<usize> {
-    let widths =
-        manifest::kernels().iter().filter_map(Kernel::attention_tile).map(|tile| tile.head_dims.qk);
+    let tiles = manifest::kernels().iter().filter_map(Kernel::attention_tile);
+    let widths = tiles.map(|tile| tile.head_dims.min());
     let narrower = widths.filter(|&width| width < head_dim).max().unwrap_or(0);
     head_dims(narrower + 1..=head_dim)
 }

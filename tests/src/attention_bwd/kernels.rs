@@ -16,8 +16,8 @@ use blockflash_sys::Kernel;
 use blockflash_sys::manifest::{self, AttentionBwdStep as Step, AttentionBwdTile, Variant};
 use std::collections::BTreeMap;
 
-/// Kernels with their tiles, by element type and head dimension. The kernels of a group compute the
-/// same problems, so they share cases and references.
+/// Kernels with their tiles, by element type and the head dimension that all tensors may have. The
+/// kernels of a group compute the same problems, so they share cases and references.
 pub type BackwardGroup = ((DType, usize), Vec<(&'static Kernel, AttentionBwdTile)>);
 
 /// All groups.
@@ -33,7 +33,7 @@ pub fn backward_groups(gpu: &Gpu, terms: bool) -> BackwardGroups {
         if tile.terms != terms {
             continue;
         }
-        groups.entry((tile.types.q, tile.head_dims.qk)).or_default().push((kernel, tile));
+        groups.entry((tile.types.q, tile.head_dims.min())).or_default().push((kernel, tile));
     }
     groups
 }
@@ -43,7 +43,7 @@ pub(crate) fn dims_of_tile(head_dim: usize) -> Vec<usize> {
     let widths = manifest::kernels()
         .iter()
         .filter_map(Kernel::attention_bwd_tile)
-        .map(|tile| tile.head_dims.qk);
+        .map(|tile| tile.head_dims.min());
     let narrower = widths.filter(|&width| width < head_dim).max().unwrap_or(0);
     head_dims(narrower + 1..=head_dim)
 }

@@ -96,7 +96,7 @@ impl Sizes {
             heads_q,
             heads_kv,
             head_dims: {
-                let dims = dims_of(turn.number, &dims_of_tile(tile.head_dims.qk), random);
+                let dims = dims_of(turn.number, &dims_of_tile(tile.head_dims.min()), random);
                 // Codes are read 16 at a time.
                 let whole =
                     |d: usize| if tile.types.q.is_code() { d.next_multiple_of(16) } else { d };

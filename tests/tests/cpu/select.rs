@@ -86,7 +86,7 @@ proptest! {
             };
             !tile.terms
                 && tile.types.q == dtype
-                && tile.head_dims.qk >= head_dim
+                && tile.head_dims.min() >= head_dim
                 && head_dim % 8 == 0
                 && block_mask.is_none_or(divides)
         }) && runs(kernel, &gpu);

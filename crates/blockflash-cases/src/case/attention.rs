@@ -157,11 +157,14 @@ impl Fields for AttentionShape {
 /// What there is of codes.
 const FORWARD_OF_CODES: (DType, Pass, Option<Pairs>) = (DType::E4M3, Pass::Forward, None);
 
-/// What competitors are told: only those of packed sequences know lengths.
+/// What competitors are told: only those of packed sequences know lengths, only dense ones another
+/// head dimension of v.
 #[derive(Serialize)]
 struct ForPeers<'a> {
     #[serde(flatten)]
     shape: &'a AttentionShape,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    head_dim_v: Option<usize>,
     #[serde(skip_serializing_if = "Option::is_none")]
     lengths: Option<&'a Lengths>,
 }
@@ -257,10 +260,12 @@ impl Shape for AttentionShape {
         if self.lists.is_some() && self.dtype.is_code() {
             return Err(PeerCaseError::OursOnly);
         }
-        if self.head_dims.single().is_none() {
+        let head_dim_v = self.head_dims.single().is_none().then_some(self.head_dims.v);
+        let is_dense = self.lengths.is_none() && self.lists.is_none() && self.pairs.is_none();
+        if head_dim_v.is_some() && !(is_dense && !self.dtype.is_code()) {
             return Err(PeerCaseError::OneHeadDim);
         }
-        let for_peers = ForPeers { shape: self, lengths: self.lengths.as_ref() };
+        let for_peers = ForPeers { shape: self, head_dim_v, lengths: self.lengths.as_ref() };
         let case = PeerCase::new(self.peer_op(), &for_peers, seed)?;
         let Some(sparse) = self.block_sparse() else { return Ok(case) };
         // Both passes have the same lists. The protocol wants them for every query head.

@@ -11,7 +11,7 @@ pub enum PeerCaseError {
     /// The protocol has no packed sequences in the backward pass.
     #[error("dense batches only")]
     DenseOnly,
-    /// The protocol has one head dimension for q, k, v and o.
+    /// The protocol has one head dimension for q, k, v and o, but for dense attention.
     #[error("one head_dim only")]
     OneHeadDim,
     /// The protocol has one type for q and the cache.

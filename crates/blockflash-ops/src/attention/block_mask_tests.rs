@@ -163,7 +163,7 @@ fn a_kernel_says_that_its_tiles_do_not_divide() {
     for (kernel, tile) in attention_kernels().filter(|(_, tile)| tile.types.q == DType::F16) {
         let gpu =
             gpus().into_iter().find(|gpu| kernel.target.runs_on(gpu.compute_capability)).unwrap();
-        let (head_dim, [q, kv]) = (tile.head_dims.qk, [tile.block_q, tile.block_kv]);
+        let (head_dim, [q, kv]) = (tile.head_dims.min(), [tile.block_q, tile.block_kv]);
         accepts(kernel, &as_asked(sparse(head_dim, 2 * q, 3 * kv), &tile), &gpu).unwrap();
         for (block_q, block_kv) in [(q / 2, kv), (q, kv / 2), (3 * q / 2, kv), (0, kv), (q, 0)] {
             let problem = as_asked(sparse(head_dim, block_q, block_kv), &tile);

@@ -11,8 +11,9 @@ use std::cmp::Reverse;
 use std::sync::LazyLock;
 
 /// The kernel for a problem on a GPU. Among the usable kernels it prefers machine code over PTX,
-/// then the smallest head_dim tile that fits, then the grid that is estimated to finish first.
-/// Under a block mask tiles must divide its blocks, and the largest such tiles are taken.
+/// then the tile with the fewest columns of k and v that fits, then the grid that is estimated to
+/// finish first. Under a block mask tiles must divide its blocks, and the largest such tiles are
+/// taken.
 ///
 /// # Errors
 /// [`Error::Unsupported`](crate::Error::Unsupported) names what no kernel offers: the element type,
@@ -72,7 +73,7 @@ impl Problem for AttentionProblem {
     }
 
     fn order(kernel: &Kernel, tile: &AttentionTile) -> [usize; 2] {
-        [preference(kernel.target), tile.head_dims.max()]
+        [preference(kernel.target), tile.head_dims.sum()]
     }
 
     fn rank(c: &Candidate<'_, Self>) -> Self::Rank {
@@ -313,3 +314,7 @@ mod hopper_tests;
 #[cfg(test)]
 #[path = "select_tests.rs"]
 mod tests;
+
+#[cfg(test)]
+#[path = "unequal_tests.rs"]
+mod unequal_tests;

@@ -154,8 +154,8 @@ fn preference_is_target_then_tile() {
 #[test]
 fn every_kernel_has_a_plan() {
     for (kernel, tile) in attention_kernels() {
-        let without = problem(tile.types.q, tile.head_dims.qk);
-        let without = AttentionProblem { types: tile.types, ..without };
+        let without =
+            AttentionProblem::contiguous(tile.types, [2, 300, 500], [8, 2], tile.head_dims);
         let with = without.with_lse();
         let gpu_of_kernel =
             gpus().into_iter().find(|gpu| kernel.target.runs_on(gpu.compute_capability)).unwrap();
@@ -256,46 +256,6 @@ fn grids_and_tiles_have_limits() {
     assert!(error.contains("computes something else"), "{error}");
     let refused = accepts(other, &problem(DType::F16, 64), &gpu(9, 0)).unwrap_err().to_string();
     assert!(refused.contains("computes something else"), "{refused}");
-}
-
-/// A problem whose head dimensions differ takes the narrowest tile that covers both.
-#[test]
-fn unequal_head_dims_take_a_tile_that_covers_both() {
-    let dims = [(192, 128), (128, 192), (64, 128), (72, 40), (96, 56), (8, 256)];
-    for ((qk, v), gpu) in
-        dims.into_iter().flat_map(|dims| gpus().into_iter().map(move |gpu| (dims, gpu)))
-    {
-        let head_dims = HeadDims { qk, v };
-        let types = ElementTypes::all(DType::BF16);
-        let of_widest = select(&problem(DType::BF16, qk.max(v)), &gpu).unwrap();
-        let of_widest = of_widest.attention_tile().unwrap();
-        let problem = AttentionProblem::contiguous(types, [2, 300, 500], [8, 2], head_dims);
-        let kernel = select(&problem, &gpu).unwrap();
-        let tile = kernel.attention_tile().unwrap();
-        assert_eq!(tile.head_dims, of_widest.head_dims, "{head_dims} on {}", gpu.name);
-        let plan = plan(kernel, &problem, &gpu).unwrap();
-        let p = &plan.plan.scalars;
-        assert_eq!(p.scores.scale, (1.0 / (qk as f64).sqrt()) as f32);
-    }
-}
-
-#[test]
-fn unequal_head_dims_that_no_tile_covers() {
-    let of = |qk, v| {
-        let types = ElementTypes::all(DType::F16);
-        let problem =
-            AttentionProblem::contiguous(types, [2, 300, 500], [8, 2], HeadDims { qk, v });
-        select(&problem, &gpu(9, 0)).unwrap_err().to_string()
-    };
-    for (qk, v) in [(264, 64), (64, 264), (64, 60), (60, 64)] {
-        let error = of(qk, v);
-        let expected = format!("head_dim {qk} of q and k, {v} of v: kernels take multiples of 8");
-        assert!(error.contains(&expected), "{error}");
-    }
-    let mixed = ElementTypes { kv: DType::BF16, ..ElementTypes::all(DType::F16) };
-    let problem = AttentionProblem::contiguous(mixed, [2, 300, 500], [8, 2], HeadDims::all(64));
-    let error = select(&problem, &gpu(9, 0)).unwrap_err().to_string();
-    assert!(error.contains("q is f16, k and v are bf16 and o is f16"), "{error}");
 }
 
 #[test]

@@ -109,7 +109,7 @@ impl Problem for AttentionBackwardProblem {
     }
 
     fn order(kernel: &Kernel, tile: &AttentionBwdTile) -> [usize; 2] {
-        [preference(kernel.target), tile.head_dims.max()]
+        [preference(kernel.target), tile.head_dims.sum()]
     }
 
     fn is_explained(&self, tile: &AttentionBwdTile) -> bool {
@@ -189,7 +189,7 @@ const HEAD_DIM: BackwardRule = Rule {
 const WIDTH: BackwardRule = Rule {
     holds: |c| {
         c.kernel.target.is_portable()
-            || c.tile.head_dims.max() <= 128
+            || c.tile.head_dims.min() <= 128
             || c.problem.forward.head_dims.max() > 128
     },
     refuses: |c| format!("head_dim {} is not above 128", c.problem.forward.head_dims),

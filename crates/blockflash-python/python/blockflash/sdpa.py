@@ -54,8 +54,9 @@ def activate_sdpa(device: Literal["cuda", "cpu"] = "cuda") -> Activation:
     Forward and backward are ours wherever torch selects its flash backend, and with an `attn_mask`
     (bool or added to scores, which has a gradient then) whichever backend torch selects; in graphs
     of `torch.compile` on a GPU, where torch selects its efficient backend.
-    On `"cuda"` torch selects its flash backend for f16 and bf16, head_dim up to 256, no mask, and
-    with `is_causal` equal lengths of query and key. Any other call without a mask runs on another
+    On `"cuda"` torch selects its flash backend for f16 and bf16, one head_dim up to 256, no mask,
+    and with `is_causal` equal lengths of query and key; a value with another head_dim is for
+    `blockflash.sdpa.scaled_dot_product_attention`. Any other call without a mask runs on another
     backend of torch, as before. What comes to blockflash and has no kernel, such as dropout, runs
     on torch's own kernel, with a warning once for each reason. With
     `torch.nn.attention.sdpa_kernel(SDPBackend.MATH)` it is torch's alone.

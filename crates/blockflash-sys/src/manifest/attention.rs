@@ -4,6 +4,9 @@ use super::family::{Size, Support};
 use super::{Kernel, Variant};
 use crate::{ElementTypes, HeadDims, Target};
 
+/// Of prefills of multi-head latent attention, whose queries and keys have a part that is rotated.
+pub(super) const MLA: HeadDims = HeadDims { qk: 192, v: 128 };
+
 /// A cell of the support table for a tile of attention.
 pub(super) fn support(
     operation: &'static str,

@@ -1,5 +1,5 @@
 use super::AttentionBwdStep::{Keys, KeysAndSums, Queries, Sums};
-use super::attention::{define_head_dims, define_types};
+use super::attention::{MLA, define_head_dims, define_types};
 use super::family::{Family, Support, each_dtype};
 use super::{AttentionBwdStep, AttentionBwdTile};
 use crate::{DType, ElementTypes, HeadDims, Target};
@@ -63,10 +63,10 @@ const fn with_terms(tile: AttentionBwdHopper) -> AttentionBwdHopper {
 /// Tiles by head dimension. The sums of dq need 96 KB at a head_dim of 128, and registers for a
 /// third accumulator. At 64 tiles of 128 queries come first, and those of 64 take what has capped
 /// scores. At 192, in bf16 only, the two warpgroups share 96 keys, with one stage of dO and one
-/// staged tile of dq. There are no sums of dq at 256, only of parts of dk and dv. Where dq has a
-/// kernel of its own warpgroups share 64 keys beyond 128. Narrow tiles come after the others, so
-/// only block masks take them. Beside score terms dq has a kernel of its own; a bias and head
-/// dimensions beyond 128 have portable kernels.
+/// staged tile of dq, also beside values of 128. There are no sums of dq at 256, only of parts of
+/// dk and dv. Where dq has a kernel of its own warpgroups share 64 keys beyond 128. Narrow tiles
+/// come after the others, so only block masks take them. Beside score terms dq has a kernel of its
+/// own; a bias and head dimensions beyond 128 have portable kernels.
 const TILES: &[AttentionBwdHopper] = &[
     tile(Queries, 64, [128, 128], [2, 2]),
     tile(Queries, 96, [128, 128], [2, 2]),
@@ -86,6 +86,7 @@ const TILES: &[AttentionBwdHopper] = &[
     tile(KeysAndSums, 64, [128, 64], [2, 2]),
     tile(KeysAndSums, 96, [128, 64], [2, 2]),
     tile(KeysAndSums, 128, [128, 64], [2, 2]),
+    AttentionBwdHopper { head_dims: MLA, ..tile(KeysAndSums, 192, [96, 64], [2, 1]) },
     tile(KeysAndSums, 192, [96, 64], [2, 1]),
     with_terms(tile(Queries, 64, [128, 128], [2, 2])),
     with_terms(tile(Queries, 128, [128, 128], [2, 2])),
@@ -181,9 +182,9 @@ impl Family for AttentionBwdHopper {
     /// The resident tiles, the two rings, the scores that warpgroups exchange, the staged sums of
     /// dq, and a page of small things.
     fn smem_bytes(&self) -> u32 {
-        let panels = self.head_dims.max().div_ceil(64) as u32;
-        let rows = 2 * self.resident_rows + (self.stages[0] + self.stages[1]) * self.stream_rows;
-        let tiles = rows * panels * Self::PANEL_ROW_BYTES;
+        let rows = |side: usize| self.resident_rows + self.stages[side] * self.stream_rows;
+        let [qk, v] = [self.head_dims.qk, self.head_dims.v].map(|d| d.div_ceil(64) as u32);
+        let tiles = (rows(0) * qk + rows(1) * v) * Self::PANEL_ROW_BYTES;
         let scores = 2 * self.resident_rows * self.stream_rows * 2;
         let more = match self.step {
             Sums => return 0,
@@ -287,7 +288,7 @@ mod tests {
         }
         for leaves in of(Keys).chain(of(KeysAndSums)) {
             let rounds = |tile: &AttentionBwdHopper| {
-                (tile.head_dims, tile.types) == (leaves.head_dims, leaves.types)
+                (tile.head_dims.qk, tile.types) == (leaves.head_dims.qk, leaves.types)
             };
             assert!(of(Sums).any(rounds), "{leaves:?}");
         }
@@ -301,6 +302,8 @@ mod tests {
             };
             tiles(Target::Sm90a).find(same).unwrap().smem_bytes()
         };
+        let narrow_values = tiles(Target::Sm90a).find(|tile| tile.head_dims == MLA).unwrap();
+        assert_eq!(narrow_values.smem_bytes(), 202_752);
         assert_eq!(bytes(KeysAndSums, 96), 215_040);
         assert_eq!(bytes(KeysAndSums, 128), 231_424);
         assert_eq!(bytes(KeysAndSums, 192), 223_232);

@@ -1,4 +1,4 @@
-use super::attention::define_tile;
+use super::attention::{MLA, define_tile};
 use super::family::{Family, Support, each_dtype};
 use super::{AttentionTile, Lse};
 use crate::{DType, ElementTypes, HeadDims, Target};
@@ -80,7 +80,9 @@ const fn tile(
 /// lists of their own cannot share keys; three do at head_dim 64, where they change tiles of
 /// queries at different times, which speeds up short causal sequences. Where heads of q share keys
 /// and a block mask, two of them share a tile; where they do not, two block rows of 64 queries do
-/// at head_dim 128, with steps of two key tiles, up to 2048 key tiles.
+/// at head_dim 128, with steps of two key tiles, up to 2048 key tiles. Where values have 128
+/// columns beside 192 of keys, 128 keys per step fit; 64 leave room for Q in registers and the
+/// output in shared memory, so that queries change sooner.
 const TILES: &[AttentionFwdHopper] = &[
     tile(64, 128, 3, [2, 2], false, 1, [1364, 1900]),
     tile(64, 128, 2, [2, 1], true, 1, [1073, 2100]),
@@ -95,6 +97,8 @@ const TILES: &[AttentionFwdHopper] = &[
     tile(128, 64, 1, [2, 1], true, 2, [794, 3200]),
     AttentionFwdHopper { block_rows: 2, ..tile(128, 64, 2, [3, 1], true, 1, [740, 2800]) },
     AttentionFwdHopper { heads: 2, ..tile(128, 64, 2, [3, 1], true, 1, [729, 2800]) },
+    AttentionFwdHopper { head_dims: MLA, ..tile(192, 128, 2, [2, 1], false, 1, [1658, 3900]) },
+    AttentionFwdHopper { head_dims: MLA, ..tile(192, 64, 2, [3, 1], true, 1, [853, 3000]) },
     tile(192, 64, 2, [3, 1], false, 1, [983, 4000]),
     tile(256, 64, 2, [2, 1], false, 1, [1300, 4300]),
     tile(256, 64, 1, [2, 1], false, 1, [851, 2860]),
@@ -207,10 +211,12 @@ impl Family for AttentionFwdHopper {
         let ones = self.head_dims.v.is_multiple_of(64) && self.head_dims.v < 256;
         let q_rows = self.warpgroups * self.q_stages * 64 * qk;
         let ones = u32::from(ones);
-        let kv_panels = match self.block_rows {
-            1 if !self.adds_terms() => self.stages * (qk + v + ones),
+        let unequal = qk != v && self.stages == 2;
+        let kv_panels = if self.block_rows > 1 || self.adds_terms() || unequal {
             // Two stages of V, which share the ones.
-            _ => self.stages * qk + 2 * v + ones,
+            self.stages * qk + 2 * v + ones
+        } else {
+            self.stages * (qk + v + ones)
         };
         let kv_rows = kv_panels * self.block_kv * self.block_rows;
         // The output on its way to global memory, where there is room. In the largest tiles that
@@ -218,6 +224,7 @@ impl Family for AttentionFwdHopper {
         let staged = (self.q_in_registers || self.q_stages == 2)
             && self.blocks_per_multiprocessor == 1
             && self.block_rows == 1
+            && !unequal
             && !(self.adds_terms() && (self.head_dims.v == 128 || self.warpgroups == 3));
         let o_rows = if staged { self.warpgroups * 64 * v } else { 0 };
         let boxes = match self.adds_terms() {

@@ -5,7 +5,7 @@
 
 #include "blockflash/attention/gradient.cuh"
 #include "blockflash/attention/visible_pairs.cuh"
-#include "blockflash/config/attention.cuh"
+#include "blockflash/config/attention_bwd_hopper.cuh"
 #include "blockflash/config/attention_terms.cuh"
 #include "blockflash/params/attention_bwd.h"
 #include "blockflash/params/attention_terms.h"
@@ -19,16 +19,18 @@
 namespace blockflash {
 namespace {
 
-using Config = AttentionBwdHopperConfig;
+using Config = GradientHopperConfig;
 using Params = blockflash_attention_bwd_tma_params;
 using KernelParams = ParamsFor<Params, blockflash_attention_bwd_tma_terms_params>;
 using Element = Config::Element;
 using Traits = ElementTraits<Element>;
 
-constexpr int kD = Config::head_dim, kStages = Config::stages,
+// Of first tiles, and of second ones.
+constexpr int kD = Config::head_dim_qk, kDV = Config::head_dim_v, kStages = Config::stages,
               kSecondStages = Config::second_stages;
 constexpr int kResidentRows = Config::resident_rows, kStreamRows = Config::stream_rows;
-constexpr int kPanels = (kD + 63) / 64;  // 64 columns: rows of 128 bytes with the 128-byte swizzle
+// Panels have 64 columns: rows of 128 bytes with the 128-byte swizzle.
+constexpr int kPanels = (kD + 63) / 64, kVPanels = (kDV + 63) / 64;
 
 // One consumer, of which two CTAs share an SM, or two with ping-pong barriers.
 constexpr bool kAlone = Config::warpgroups == 1;
@@ -40,9 +42,11 @@ constexpr int kProducerRegisters = kAlone ? 32 : 40, kConsumerRegisters = kAlone
 // V); what a kernel adds; and a page of row statistics, published tiles and mbarriers.
 constexpr int kResidentPanel = kResidentRows * 128, kStreamPanel = kStreamRows * 128;
 constexpr int kResidentBytes = kPanels * kResidentPanel, kStreamBytes = kPanels * kStreamPanel;
-constexpr int kFirstOffset = 2 * kResidentBytes,
+constexpr int kSecondResidentBytes = kVPanels * kResidentPanel,
+              kSecondStreamBytes = kVPanels * kStreamPanel;
+constexpr int kFirstOffset = kResidentBytes + kSecondResidentBytes,
               kSecondOffset = kFirstOffset + kStages * kStreamBytes,
-              kRingEnd = kSecondOffset + kSecondStages * kStreamBytes;
+              kRingEnd = kSecondOffset + kSecondStages * kSecondStreamBytes;
 constexpr int kStatisticsRows = Config::dq ? kStreamRows : kStatisticsTile;
 constexpr int kPageBytes = 2048;
 constexpr int kStatisticsOffset = Config::smem_bytes - kPageBytes,
@@ -124,11 +128,11 @@ __device__ __forceinline__ uint32_t second_statistics(uint32_t smem, int stage) 
 }
 
 // Starts the TMA loads of all panels of a tile, in boxes of box_rows rows.
-template <int rows, int box_rows>
+template <int rows, int box_rows, int panels = kPanels>
 __device__ __forceinline__ void copy_tile(uint32_t dst, const blockflash_tensor_map& map, int row,
                                           int head, int batch, uint32_t barrier) {
 #pragma unroll
-  for (int panel = 0; panel < kPanels; ++panel)
+  for (int panel = 0; panel < panels; ++panel)
 #pragma unroll
     for (int at = 0; at < rows; at += box_rows)
       ptx::tensor_copy_4d(dst + panel * rows * 128 + at * 128, &map, panel * 64, row + at, head,
@@ -145,13 +149,13 @@ __device__ __forceinline__ int published_row(uint32_t smem, int stage) {
 
 // Waits until a tile has been loaded, zero-fills its rows from `end` on, and passes it on. By a
 // whole warp.
-template <int rows>
+template <int rows, int panels = kPanels>
 __device__ __forceinline__ void zero_fill_tile(uint32_t loaded, uint32_t phase, uint32_t tile,
                                                int end, uint32_t passed) {
   const int lane = threadIdx.x % 32;
   ptx::mbarrier_wait(loaded, phase);
 #pragma unroll 1
-  for (int panel = 0; panel < kPanels; ++panel)
+  for (int panel = 0; panel < panels; ++panel)
 #pragma unroll 1
     for (int at = max(end, 0) * 128 + lane * 16; at < rows * 128; at += 32 * 16)
       ptx::store_shared_int4(tile + panel * rows * 128 + at, make_int4(0, 0, 0, 0));
@@ -183,9 +187,10 @@ __device__ __forceinline__ void zero_fill_tiles(uint32_t smem, const Barriers& b
                                 at.of(barriers.first));
     if constexpr (both) {
       const auto second = second_state(at);
-      zero_fill_tile<kStreamRows>(second.of(barriers.loaded_second), second.phase,
-                                  smem + kSecondOffset + second.stage * kStreamBytes,
-                                  length - first, second.of(barriers.second));
+      zero_fill_tile<kStreamRows, kVPanels>(
+          second.of(barriers.loaded_second), second.phase,
+          smem + kSecondOffset + second.stage * kSecondStreamBytes, length - first,
+          second.of(barriers.second));
     }
     at.advance();
   }
@@ -202,14 +207,14 @@ struct GradientPingPong : PingPong<Config::warpgroups> {
   }
 };
 
-// d[64, columns] = a·bᵀ over the head dimension: 64 rows of a and all rows of b, both K-major. With
+// d[64, columns] = a·bᵀ over a head dimension: 64 rows of a and all rows of b, both K-major. With
 // `in_place` it takes the registers in which d was before.
-template <int columns, bool in_place = false>
+template <int columns, bool in_place = false, int depth = kD>
 __device__ __forceinline__ void start_scores(float (&d)[columns / 2], uint32_t a, int a_panel,
                                              uint32_t b, int b_panel) {
   using Product = ptx::Wgmma<columns, Element>;
 #pragma unroll
-  for (int k = 0; k < (kD + 15) / 16; ++k) {
+  for (int k = 0; k < (depth + 15) / 16; ++k) {
     const uint64_t a_step = ptx::wgmma_descriptor_of(a) + (k / 4 * a_panel >> 4) + k % 4 * 2,
                    b_step = ptx::wgmma_descriptor_of(b) + (k / 4 * b_panel >> 4) + k % 4 * 2;
     if (k == 0 && in_place)
