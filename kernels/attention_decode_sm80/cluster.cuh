@@ -82,7 +82,7 @@ struct Cluster<true> {
     const int groups = ceil_div(item.splits, kGroup);
     constexpr int kRowsAtOnce = Config::threads / kColumns4;
     const int row_of_thread = rank + static_cast<int>(threadIdx.x) / kColumns4 * size;
-    const int piece = threadIdx.x % kColumns4, rows = rows_of(p, item);
+    const int piece = threadIdx.x % kColumns4, rows = rows_of<OutputTile>(p, item);
     const bool in_row = piece * 4 < p.head_dim_v;
     const Slot slot(p, item.slot_of(group.first));
     ptx::cluster_wait();
@@ -91,7 +91,7 @@ struct Cluster<true> {
       const Partial x = combine_in_order<kInner, 8>(
           group.count, [&](int of_rank) { return load(of_rank, row, piece); });
       if (groups == 1)
-        store_result(p, item, row, piece, x);
+        store_result<OutputTile>(p, item, row, piece, x);
       else
         slot.store(p, row, piece, x);
     }
@@ -108,7 +108,7 @@ struct Cluster<true> {
         if (!in_row) continue;
         const Partial x = combine_in_order<1, 8>(
             groups, [&](int g) { return first.load(p, row, piece, g * rows_apart); });
-        store_result(p, item, row, piece, x);
+        store_result<OutputTile>(p, item, row, piece, x);
       }
     }
     ptx::cluster_wait();

@@ -160,6 +160,6 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash::Params p) {
       __syncthreads();  // all have read the sums, and the stages may be filled again
     }
     if (in_cluster) return cluster.finish(p, item, shared);
-    finish_item(p, n, shared);
+    finish_item<OutputTile>(p, n, shared);
   }
 }

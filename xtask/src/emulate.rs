@@ -17,8 +17,9 @@ use std::{
 };
 
 /// Sources that have a program in tests/emulator.
-const SOURCES: [&str; 10] = [
+const SOURCES: [&str; 11] = [
     "attention_decode_sm80",
+    "attention_latent_sm80",
     "attention_fwd_sm80",
     "attention_bwd_q_sm80",
     "attention_bwd_kv_sm80",

@@ -143,8 +143,8 @@ mod tests {
                 && ["probe", "attention_bwd", "attention_fwd_small"]
                     .iter()
                     .any(|op| source.starts_with(op));
-            let counts =
-                source.ends_with("_sm90a") && !one_tile_each || source == "attention_decode_sm80";
+            let decodes = ["attention_decode_sm80", "attention_latent_sm80"].contains(&source);
+            let counts = source.ends_with("_sm90a") && !one_tile_each || decodes;
             let persistent = counts || ["page_choice_sm80", "row_copy_sm80"].contains(&source);
             assert_eq!(family.is_persistent(), persistent, "{}", kernel.symbol());
             assert!(!counts || family.counts_tiles(), "{}", kernel.symbol());
