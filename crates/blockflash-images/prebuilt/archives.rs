@@ -16,6 +16,8 @@
     ("attention_fwd_sm80.ptx_80", include_bytes!("attention_fwd_sm80.ptx_80.zst")),
     ("attention_fwd_sm80.sm_120", include_bytes!("attention_fwd_sm80.sm_120.zst")),
     ("attention_fwd_sm80.sm_8x", include_bytes!("attention_fwd_sm80.sm_8x.zst")),
+    ("attention_latent_sm80.ptx_80", include_bytes!("attention_latent_sm80.ptx_80.zst")),
+    ("attention_latent_sm80.sm_8x", include_bytes!("attention_latent_sm80.sm_8x.zst")),
     ("attention_merge_sm80.ptx_80", include_bytes!("attention_merge_sm80.ptx_80.zst")),
     ("attention_merge_sm80.sm_8x", include_bytes!("attention_merge_sm80.sm_8x.zst")),
     ("block_bits_sm80.ptx_80", include_bytes!("block_bits_sm80.ptx_80.zst")),

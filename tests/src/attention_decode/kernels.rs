@@ -17,9 +17,13 @@ use std::collections::BTreeMap;
 pub type DecodeGroup = ((DType, usize), Vec<(&'static Kernel, CacheTile)>);
 
 /// The kernels that a GPU can run, but for those that take nothing without score terms, and those
-/// that take codes.
+/// that take codes or latent rows alone.
 pub fn decode_groups(gpu: &Gpu) -> Vec<DecodeGroup> {
-    groups(gpu, |tile| !matches!(tile, CacheTile::Few(tile) if tile.terms))
+    groups(gpu, |tile| match tile {
+        CacheTile::Few(tile) => !tile.terms,
+        CacheTile::Several(_) | CacheTile::Many(_) => true,
+        CacheTile::Latent(_) => false,
+    })
 }
 
 /// Those that take a bias, ALiBi or a mask of the last keys.
@@ -27,7 +31,7 @@ pub fn decode_groups_with_terms(gpu: &Gpu) -> Vec<DecodeGroup> {
     groups(gpu, |tile| match tile {
         CacheTile::Few(tile) => tile.terms,
         CacheTile::Several(_) => true,
-        CacheTile::Many(_) => false,
+        CacheTile::Many(_) | CacheTile::Latent(_) => false,
     })
 }
 

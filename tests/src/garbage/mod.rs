@@ -180,8 +180,12 @@ impl Place {
             caches: kernels
                 .iter()
                 .filter_map(|kernel| Some((*kernel, tile(kernel)?)))
-                // Those with score terms have a suite of their own.
-                .filter(|(_, tile)| !matches!(tile, CacheTile::Few(few) if few.terms))
+                // Those with score terms, and for latent rows, have suites of their own.
+                .filter(|(_, tile)| match tile {
+                    CacheTile::Few(few) => !few.terms,
+                    CacheTile::Several(_) | CacheTile::Many(_) => true,
+                    CacheTile::Latent(_) => false,
+                })
                 .collect(),
             masks: kernels.iter().copied().filter(builds).collect(),
             transposes: kernels.iter().copied().filter(transposes).collect(),

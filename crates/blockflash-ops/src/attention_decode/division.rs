@@ -23,6 +23,10 @@ const LONGEST_OF_ALL: usize = 1 << 20;
 /// tile.
 const MOST_TURNS: usize = 3;
 
+/// Items of a CTA that splits aim for where only the device knows the lengths: long sequences among
+/// short ones should not be the last ones for long.
+const TURNS_THAT_FILL: usize = 3;
+
 /// Most rows of a tile of `attention_decode_sm80` with which it combines the splits of a run in
 /// registers.
 const ROWS_THAT_COMBINE: usize = 8;
@@ -80,6 +84,12 @@ pub(super) fn divided(
     let (splits, [chunk_min, chunk_max], longest_in_cluster) = match by_batch {
         true => (fastest(tile, problem, gpu).splits, [64, LONGEST_OF_ALL], LONGEST_OF_ALL),
         false if evenly => (MOST_SPLITS, [tile.fewest_keys, LONGEST_OF_ALL], 0),
+        false if tile.fills && !problem.batch_invariant => {
+            let row_tiles = problem.rows_of(most_queries.min(attention.seqlen_q)).div_ceil(rows);
+            let all = attention.batch.saturating_mul(heads).saturating_mul(row_tiles).max(1);
+            let splits = (most_blocks * TURNS_THAT_FILL).div_ceil(all).min(MOST_SPLITS);
+            (splits, [tile.fewest_keys, LONGEST_SPLIT], 0)
+        }
         false => {
             let splits = (tile.heads_and_splits / heads).max(1);
             (splits, [tile.fewest_keys, LONGEST_SPLIT], LONGEST_IN_CLUSTER)

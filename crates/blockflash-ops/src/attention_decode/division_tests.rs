@@ -36,6 +36,7 @@ fn tile(rows: usize) -> Tile {
         fewest_keys: 256,
         runs: &[1],
         counts_lengths: rows == 64,
+        fills: false,
         cluster: 16,
         columns: 128,
     }

@@ -117,7 +117,11 @@ fn keys_of_each(problem: &AttentionDecodeProblem) -> usize {
 /// Nanoseconds that device memory needs for the keys and values, which several tiles may read.
 fn reading(problem: &AttentionDecodeProblem, shared: bool, gpu: &CudaProperties) -> f64 {
     let attention = &problem.attention;
-    let of_key = attention.head_dims.sum() * attention.types.kv.size();
+    let columns = match problem.cache.shared {
+        true => attention.head_dims.max(),
+        false => attention.head_dims.sum(),
+    };
+    let of_key = columns * attention.types.kv.size();
     let sequences = attention.batch.max(1) as f64 * attention.num_heads_kv.max(1) as f64;
     let bytes = sequences * keys_of_each(problem) as f64 * of_key as f64;
     let memory = GpuRates::of(gpu).memory_bytes_per_second() * MEMORY / 1e9;

@@ -22,7 +22,7 @@ pub use plan::{AttentionDecodePlan, plan, workspace_bytes};
 pub use problem::AttentionDecodeProblem;
 pub use select::{accepts, select};
 pub use tail::TailMaskSizes;
-pub use tile::{CacheTile, tile};
+pub use tile::{CacheTile, LatentTile, tile};
 pub use workspace::AttentionDecodeWorkspace;
 
 pub(crate) use select::support;
@@ -40,6 +40,7 @@ use blockflash_safe::{
     CodesDecode, CudaProperties, Device, KvCacheViews, Launch as _, Stream, Tensor, TurnedQueries,
     View, ViewMut,
 };
+use blockflash_sys::manifest::Variant;
 use blockflash_sys::{DType, Kernel, manifest};
 
 /// Attention of the last tokens of each sequence to the keys and values in a cache: what
@@ -363,14 +364,17 @@ impl Steps for AttentionDecode<'_> {
         }
         if let Some((kernel, AttentionDecodePlan { scalars, config, .. })) = few {
             let operands = self.operands(cache, o, lse);
-            if matches!(kernel.variant, manifest::Variant::AttentionDecodeHopper(_)) {
-                stream
-                    .launch::<manifest::AttentionDecodeHopper>(kernel, config, scalars, operands)?;
-            } else if CodesDecode::of(kernel).is_some() {
-                stream.launch::<CodesDecode>(kernel, config, scalars, operands)?;
-            } else {
-                stream.launch::<manifest::AttentionDecode>(kernel, config, scalars, operands)?;
-            }
+            match kernel.variant {
+                Variant::AttentionDecodeHopper(_) => stream
+                    .launch::<manifest::AttentionDecodeHopper>(kernel, config, scalars, operands),
+                Variant::AttentionLatent(_) => {
+                    stream.launch::<manifest::AttentionLatent>(kernel, config, scalars, operands)
+                }
+                _ if CodesDecode::of(kernel).is_some() => {
+                    stream.launch::<CodesDecode>(kernel, config, scalars, operands)
+                }
+                _ => stream.launch::<manifest::AttentionDecode>(kernel, config, scalars, operands),
+            }?;
         }
         Ok(())
     }
@@ -396,5 +400,7 @@ impl Steps for AttentionDecode<'_> {
 mod codes_append_tests;
 #[cfg(test)]
 mod codes_tests;
+#[cfg(test)]
+mod latent_tests;
 #[cfg(test)]
 mod tests;

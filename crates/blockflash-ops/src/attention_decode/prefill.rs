@@ -45,6 +45,7 @@ pub(super) fn plan_prefill(
     let (block_q, block_kv) = match tile {
         CacheTile::Many(tile) => (tile.tile.block_q() as usize, tile.tile.block_kv as usize),
         CacheTile::Few(tile) => (tile.rows as usize, FEWEST_SLOTS),
+        CacheTile::Latent(tile) => (tile.rows as usize, FEWEST_SLOTS),
         CacheTile::Several(_) => (AttentionDecodeHopper::ROWS as usize, FEWEST_SLOTS),
     };
     let tiles_q = attention.seqlen_q.div_ceil(block_q.max(1));

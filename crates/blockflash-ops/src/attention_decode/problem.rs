@@ -4,7 +4,7 @@ use crate::check::Operand;
 use crate::kv_append::AppendKvProblem;
 use crate::kv_cache::{CacheSizes, KvCache, RotarySizes, token_sizes};
 use crate::{Error, Result};
-use blockflash_sys::manifest::AttentionDecodeHopper;
+use blockflash_sys::manifest::{AttentionDecode as FewTile, AttentionDecodeHopper};
 use blockflash_sys::{DType, ElementTypes};
 use std::ops::RangeInclusive;
 
@@ -106,6 +106,12 @@ impl AttentionDecodeProblem {
     pub(super) fn splits_evenly(&self) -> bool {
         let given = self.cache.seqused_kv && KEYS_OF_EVEN.contains(&self.attention.seqlen_kv);
         given && !self.batch_invariant && self.attention.packed.is_none() && self.pages.is_none()
+    }
+
+    /// Whether the values are the first columns of keys that are too long for other kernels than
+    /// those for latent rows.
+    pub(super) fn is_latent(&self) -> bool {
+        self.cache.shared && self.attention.head_dims.max() > FewTile::WIDEST
     }
 
     /// Queries of a sequence times the heads that share a head of keys.

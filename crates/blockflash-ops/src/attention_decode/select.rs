@@ -8,6 +8,7 @@ use crate::kv_cache::CacheSizes;
 use crate::selection::{self, Candidate, Kernels, Peers, Problem, Rule, preference};
 use blockflash_safe::CudaProperties;
 use blockflash_sys::{DType, ElementTypes, HeadDims, Kernel, Target};
+use std::collections::BTreeSet;
 use std::sync::LazyLock;
 
 /// The kernel for attention to a cache on a GPU. Among the usable kernels it prefers machine code
@@ -98,7 +99,15 @@ impl Problem for AttentionDecodeProblem {
                 (many, has_several(problem), misses, rows.into())
             }
             CacheTile::Several(_) => (many, !has_several(problem), false, 0),
+            CacheTile::Latent(tile) => {
+                let (misses, rows) = rank(tile.rows, problem.group_rows());
+                (false, false, misses, rows.into())
+            }
         }
+    }
+
+    fn is_explained(&self, tile: &CacheTile) -> bool {
+        tile.is_latent() == self.is_latent()
     }
 
     fn key(&self) -> (DType, usize) {
@@ -133,9 +142,19 @@ pub(crate) fn support(dtype: DType) -> Vec<(String, AttentionDecodeProblem)> {
     };
     let mut lines = Vec::new();
     let mut start = 8;
-    for widest in selection::sizes::<AttentionDecodeProblem>(|tile| tile.head_dims().max() as u32) {
+    let tiles = || AttentionDecodeProblem::kernels().iter().flat_map(|peers| &peers.kernels);
+    let others = tiles().filter(|(_, tile)| !tile.is_latent());
+    for widest in selection::ascending(others.map(|(_, tile)| tile.head_dims().max() as u32)) {
         lines.push((format!("head_dim {start}..={widest} by 8"), problem(widest as usize)));
         start = widest + 8;
+    }
+    let latent: BTreeSet<_> =
+        tiles().filter(|(_, tile)| tile.is_latent()).map(|(_, tile)| tile.head_dims()).collect();
+    for head_dims in latent {
+        let cache = CacheSizes::latent(dtype, [1, 16], head_dims);
+        let HeadDims { qk, v } = head_dims;
+        let size = format!("head_dim {qk} with values in the first {v} columns of the keys");
+        lines.push((size, AttentionDecodeProblem::of(cache, 1, 1)));
     }
     lines.push(("other head_dim (59)".into(), problem(59)));
     lines
@@ -184,10 +203,26 @@ fn rows(c: &Candidate<'_, AttentionDecodeProblem>) -> Rows {
     if rows.types.kv.is_code() { Rows { types: c.tile.types(), ..rows } } else { rows }
 }
 
+/// Kernels for latent rows take their own head dimensions alone.
 const HEAD_DIM: DecodeRule = Rule {
-    holds: |c| rows(c).fit(c.tile.rows()),
-    refuses: |c| rows(c).refusal(c.tile.rows()),
+    holds: |c| match c.tile {
+        CacheTile::Latent(tile) => {
+            c.problem.is_latent()
+                && (rows(c).types, rows(c).head_dims) == (tile.types, tile.head_dims)
+        }
+        _ => rows(c).fit(c.tile.rows()),
+    },
+    refuses: |c| match c.tile {
+        CacheTile::Latent(tile) if rows(c).types == tile.types => {
+            latent_refusal(c, &[tile.head_dims])
+        }
+        _ => rows(c).refusal(c.tile.rows()),
+    },
     excludes_all: Some(|all| {
+        if all[0].problem.is_latent() {
+            let taken: BTreeSet<_> = all.iter().map(|c| c.tile.head_dims()).collect();
+            return latent_refusal(&all[0], &taken.into_iter().collect::<Vec<_>>());
+        }
         let widest = all.iter().map(|c| c.tile.head_dims().max()).max().unwrap_or(0);
         let rows = Rows::from(&all[0].problem.attention);
         let kv = rows.types.kv;
@@ -196,6 +231,21 @@ const HEAD_DIM: DecodeRule = Rule {
         Rows { types, ..rows }.refusal_of_all(widest)
     }),
 };
+
+/// Why kernels for latent rows of these head dimensions do not take a problem.
+fn latent_refusal(c: &Candidate<'_, AttentionDecodeProblem>, taken: &[HeadDims]) -> String {
+    let columns = |of: HeadDims| format!("{} with values in the first {}", of.qk, of.v);
+    let taken: Vec<_> = taken.iter().map(|&of| columns(of)).collect();
+    let taken = taken.join(", or ");
+    let found = c.problem.attention.head_dims;
+    match c.problem.is_latent() {
+        true => format!("keys of {} columns: kernels take {taken}", columns(found)),
+        false => format!(
+            "head dimensions {} and {} of k and v: it takes keys of {taken} columns",
+            found.qk, found.v
+        ),
+    }
+}
 
 /// Rotated queries are stored in the output, from where the kernel reads them.
 const ROTATED: DecodeRule = Rule {
@@ -251,7 +301,7 @@ const LISTS: DecodeRule = Rule {
 /// Kernels for many queries find keys by tensor maps.
 const MANY: DecodeRule = Rule {
     holds: |c| match c.tile {
-        CacheTile::Few(_) | CacheTile::Several(_) => true,
+        CacheTile::Few(_) | CacheTile::Several(_) | CacheTile::Latent(_) => true,
         CacheTile::Many(_) => {
             let (attention, cache) = (&c.problem.attention, &c.problem.cache);
             let fits = |strides: Strides, [batch, rows]: [usize; 2], heads| {
@@ -284,7 +334,7 @@ const TERMS: DecodeRule = Rule {
     holds: |c| match c.tile {
         CacheTile::Few(tile) => tile.terms == c.problem.terms().is_some(),
         CacheTile::Several(_) => c.problem.attention.scores.added().is_none(),
-        CacheTile::Many(_) => c.problem.terms().is_none(),
+        CacheTile::Many(_) | CacheTile::Latent(_) => c.problem.terms().is_none(),
     },
     refuses: |c| match c.problem.terms() {
         Some(term) => format!("{term} is given, and it takes none"),

@@ -4,7 +4,8 @@ use super::AttentionDecodeProblem;
 use crate::attention::Rows;
 use blockflash_safe::CudaProperties;
 use blockflash_sys::manifest::{
-    AttentionCacheHopper, AttentionDecode as FewTile, AttentionDecodeHopper, Variant,
+    AttentionCacheHopper, AttentionDecode as FewTile, AttentionDecodeHopper, AttentionLatent,
+    Variant,
 };
 use blockflash_sys::{ElementTypes, HeadDims, Kernel};
 
@@ -17,6 +18,28 @@ pub enum CacheTile {
     Several(AttentionDecodeHopper),
     /// For many.
     Many(AttentionCacheHopper),
+    /// For a cache whose values are the first columns of its keys.
+    Latent(LatentTile),
+}
+
+/// The tile of a kernel for a cache whose values are the first columns of its keys.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LatentTile {
+    /// Element types of q, of k and v, and of o.
+    pub types: ElementTypes,
+    /// Head dimensions, of which it takes no others.
+    pub head_dims: HeadDims,
+    /// Rows of a row tile.
+    pub rows: u32,
+    /// CTAs of an SM that registers allow.
+    pub min_blocks: u32,
+}
+
+impl From<AttentionLatent> for LatentTile {
+    fn from(AttentionLatent { types, head_dims, .. }: AttentionLatent) -> Self {
+        let (rows, min_blocks) = (AttentionLatent::ROWS, AttentionLatent::MIN_BLOCKS);
+        Self { types, head_dims, rows, min_blocks }
+    }
 }
 
 impl CacheTile {
@@ -26,7 +49,12 @@ impl CacheTile {
             Self::Few(tile) => tile.types,
             Self::Several(tile) => tile.types,
             Self::Many(tile) => tile.tile.types,
+            Self::Latent(tile) => tile.types,
         }
+    }
+
+    pub(super) const fn is_latent(&self) -> bool {
+        matches!(self, Self::Latent(_))
     }
 
     pub(super) fn rows(&self) -> Rows {
@@ -39,6 +67,7 @@ impl CacheTile {
             Self::Few(tile) => tile.head_dims,
             Self::Several(tile) => tile.head_dims,
             Self::Many(tile) => tile.tile.head_dims,
+            Self::Latent(tile) => tile.head_dims,
         }
     }
 }
@@ -49,6 +78,7 @@ pub fn tile(kernel: &Kernel) -> Option<CacheTile> {
         Variant::AttentionDecode(tile) => Some(CacheTile::Few(tile)),
         Variant::AttentionDecodeHopper(tile) => Some(CacheTile::Several(tile)),
         Variant::AttentionCacheHopper(tile) => Some(CacheTile::Many(tile)),
+        Variant::AttentionLatent(tile) => Some(CacheTile::Latent(tile.into())),
         _ => None,
     }
 }
@@ -67,9 +97,11 @@ pub(super) struct Tile {
     pub(super) runs: &'static [usize],
     /// Whether the kernel can divide the keys of all sequences by lengths on the device.
     pub(super) counts_lengths: bool,
+    /// Whether splits follow from the batch where lengths are on the device.
+    pub(super) fills: bool,
     /// Most CTAs of a cluster that combines splits; 1 for none.
     pub(super) cluster: usize,
-    /// Columns of the tile.
+    /// Columns that are read of a key and of its value, half of both.
     pub(super) columns: usize,
 }
 
@@ -101,6 +133,10 @@ impl Tile {
     }
 }
 
+/// Fewest keys of a split of latent rows, whose partial results are as large as 28 keys: where the
+/// batch decides about splits, and where it does not.
+const LATENT_SPLIT: [usize; 2] = [128, 256];
+
 /// What the division of the work follows from; `None` for a kernel that splits no keys.
 pub(super) fn split_tile(
     kernel: &Kernel,
@@ -121,6 +157,10 @@ pub(super) fn split_tile(
                 let fewest = if problem.group_rows() > rows as usize / 2 { 512 } else { 256 };
                 (rows, 256, blocks, fewest, &[8, 4, 1])
             }
+            CacheTile::Latent(tile) => {
+                let fewest = LATENT_SPLIT[usize::from(problem.batch_invariant)];
+                (tile.rows, 32, tile.min_blocks, fewest, &[1])
+            }
             CacheTile::Many(_) => return None,
         };
     let by_memory = gpu.smem_per_multiprocessor / (kernel.smem_bytes() + 1024).max(1);
@@ -131,7 +171,11 @@ pub(super) fn split_tile(
         fewest_keys,
         runs,
         counts_lengths: matches!(tile, CacheTile::Several(_)),
+        fills: tile.is_latent(),
         cluster: kernel.most_in_cluster().unwrap_or(1) as usize,
-        columns: tile.head_dims().max(),
+        columns: match tile {
+            CacheTile::Latent(tile) => tile.head_dims.qk / 2,
+            _ => tile.head_dims().max(),
+        },
     })
 }

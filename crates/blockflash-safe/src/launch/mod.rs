@@ -16,6 +16,7 @@ mod attention_fixtures;
 mod attention_fwd;
 mod attention_fwd_e4m3;
 mod attention_fwd_tma;
+mod attention_latent;
 mod attention_merge;
 mod attention_sizes;
 mod block_bits;
@@ -100,6 +101,7 @@ pub fn param_bytes(kernel: &Kernel) -> Option<usize> {
         of::<manifest::AttentionDecode>,
         of::<CodesDecode>,
         of::<manifest::AttentionDecodeHopper>,
+        of::<manifest::AttentionLatent>,
         of::<AttentionMerge>,
         of::<manifest::KvAppend>,
         of::<manifest::KvAppendCodes>,

@@ -63,6 +63,9 @@ const OTHER_ROWS: (usize, u32) = (128, 16);
 const CODES: [DType; 3] = [DType::E4M3, DType::E5M2, DType::I8];
 
 impl AttentionDecode {
+    /// The largest head dimension that a tile has.
+    pub const WIDEST: usize = 256;
+
     /// Whether k and v are codes, which have scales.
     pub const fn has_codes(&self) -> bool {
         self.types.kv.is_code()
@@ -183,6 +186,7 @@ impl Family for AttentionDecode {
 
 #[cfg(test)]
 mod tests {
+    use super::AttentionDecode;
     use crate::manifest::{Variant, kernels};
 
     #[test]
@@ -192,6 +196,7 @@ mod tests {
         for kernel in kernels() {
             let Variant::AttentionDecode(tile) = kernel.variant else { continue };
             count += 1;
+            assert!(tile.head_dims.max() <= AttentionDecode::WIDEST);
             let ctas = if kernel.target.smem_limit() < 100 * 1024 { 1 } else { tile.min_blocks };
             let room = of_sm(kernel.target.smem_limit());
             assert!(ctas * (kernel.smem_bytes() + 1024) <= room, "{}", kernel.image_name());
