@@ -22,41 +22,33 @@ struct OutputTile {
 __device__ __forceinline__ void finish_split(const blockflash_attention_decode_params& p,
                                              const DecodeItem& item, int split, const Sums& sums) {
   const int rows = rows_of<OutputTile>(p, item);
-  const bool packed = p.cu_seqlens_q != nullptr;
-  const int lane = ptx::opaque(Sums::lane()), first_column = Sums::warp() * kWarpValues;
+  const int lane = ptx::opaque(Sums::lane());
+  const bool is_odd = lane % 2 != 0;
+  const Slot slot(p, item.slot_of(split));
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    // What belongs to the whole row, and in its sum what the sums are multiplied by.
-    Partial x{{1.f, 1.f, 1.f, 1.f}, sums.reference[half], quad_sum(sums.denominator[half])};
+    const float denominator = quad_sum(sums.denominator[half]);
     const int row = accumulator_row(lane, 2 * half);
-    if (row >= rows) continue;
-    const bool has_first = Sums::warp() == 0 && lane % 4 == 0;
-    if (item.splits > 1) {
-      const Slot slot(p, item.slot_of(split));
-      float* const to = slot.sums + row * Config::values + first_column;
 #pragma unroll
-      for (int j = 0; j < kTiles; ++j)
-        __stcg(reinterpret_cast<float2*>(to + accumulator_column(lane, 0) + 8 * j),
-               make_float2(sums.o[j][2 * half], sums.o[j][2 * half + 1]));
-      if (has_first) __stcg(slot.logs + row, make_float2(x.reference, x.denominator));
-      continue;
+    for (int j = 0; j < kTiles; j += 2) {
+      // Two lanes side by side have four columns of two tiles: afterwards one tile each.
+      float mine[2], its[2];
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const float first = sums.o[j][2 * half + e], second = sums.o[j + 1][2 * half + e];
+        mine[e] = is_odd ? second : first;
+        its[e] = __shfl_xor_sync(~0u, is_odd ? first : second, 1);
+      }
+      if (row >= rows) continue;
+      const Partial x{is_odd ? make_float4(its[0], its[1], mine[0], mine[1])
+                             : make_float4(mine[0], mine[1], its[0], its[1]),
+                      sums.reference[half], denominator};
+      const int piece = Sums::warp() * (kWarpValues / 4) + 2 * (j + is_odd) + lane % 4 / 2;
+      if (item.splits > 1)
+        slot.store(p, row, piece, x);
+      else
+        store_result<OutputTile>(p, item, row, piece, x);
     }
-    const int of_item = item.row_tile * Config::rows + row;
-    const int query = small_quotient(of_item, p.group);
-    const int head = item.head_kv * p.group + of_item - query * p.group;
-    if (p.scores.sink != nullptr) add_sink(x, Log2Units::sink(p.scores, head));
-    const float factor = x.sum.x * reciprocal(x);
-    Element* const to = static_cast<Element*>(p.o) +
-                        (packed ? 0 : item.sequence * p.o_stride_batch) +
-                        static_cast<int64_t>(item.q_begin + query) * p.o_stride_seq +
-                        head * p.o_stride_head + first_column;
-#pragma unroll
-    for (int j = 0; j < kTiles; ++j)
-      *reinterpret_cast<uint32_t*>(to + accumulator_column(lane, 0) + 8 * j) =
-          Traits::pack(sums.o[j][2 * half] * factor, sums.o[j][2 * half + 1] * factor);
-    if (has_first && p.lse != nullptr)
-      p.lse[(packed ? 0 : item.sequence * p.lse_stride_batch) + head * p.lse_stride_head +
-            item.q_begin + query] = log_sum_exp(x);
   }
 }
 

@@ -77,6 +77,10 @@ pub(super) fn markdown(kernels: &[Kernel]) -> String {
                 before = Some((line.operation, head_dim));
                 &mut others[0].1
             }
+            Size::Latent { qk, v } => {
+                push(operation, &format!("latent rows of {qk}, values of {v}"), cells);
+                continue;
+            }
             Size::Block(block) => {
                 push(operation, &format!("block {block}"), cells);
                 &mut others[1].1

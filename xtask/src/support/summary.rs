@@ -18,6 +18,8 @@ struct Line {
 struct Cells {
     types: BTreeSet<&'static str>,
     targets: BTreeMap<Size, BTreeSet<Target>>,
+    /// Columns of the latent rows that have kernels.
+    latent: BTreeSet<u32>,
     /// Types of a variant of the operation, which only Hopper has kernels for.
     on_hopper: BTreeSet<&'static str>,
 }
@@ -38,6 +40,10 @@ pub(super) fn markdown(kernels: &[Kernel]) -> String {
             continue;
         }
         cells.types.insert(dtype.name());
+        if let Size::Latent { qk, .. } = size {
+            cells.latent.insert(qk);
+            continue;
+        }
         cells.targets.entry(size).or_default().insert(target);
     }
     let mut table = String::from(
@@ -45,13 +51,17 @@ pub(super) fn markdown(kernels: &[Kernel]) -> String {
          |---|---|---|---|---|---|\n",
     );
     for (line, cells) in &lines {
-        let (operation, sizes) = match line.block_mask {
+        let (operation, mut sizes) = match line.block_mask {
             true => (
                 "attention under a block mask",
                 format!("blocks that are multiples of {SMALLEST_BLOCK} × {SMALLEST_BLOCK}"),
             ),
             false => (operations[line.operation], of_sizes(cells.targets.keys())),
         };
+        if !cells.latent.is_empty() {
+            let latent: Vec<_> = cells.latent.iter().map(u32::to_string).collect();
+            sizes += &format!("; latent rows of {}", latent.join(", "));
+        }
         let mut types = cells.types.iter().copied().collect::<Vec<_>>().join(", ");
         for dtype in &cells.on_hopper {
             types += &format!(", on Hopper {dtype}");
@@ -78,12 +88,12 @@ pub(super) fn markdown(kernels: &[Kernel]) -> String {
 fn of_sizes<'a>(sizes: impl Iterator<Item = &'a Size> + Clone) -> String {
     let blocks = sizes.clone().filter_map(|size| match size {
         Size::Block(block) => Some(block.to_string()),
-        Size::HeadDim(_) => None,
+        Size::HeadDim(_) | Size::Latent { .. } => None,
     });
     let blocks: Vec<_> = blocks.collect();
     let head_dim = sizes.filter_map(|size| match size {
         Size::HeadDim(head_dim) => Some(*head_dim),
-        Size::Block(_) => None,
+        Size::Block(_) | Size::Latent { .. } => None,
     });
     match head_dim.max() {
         Some(head_dim) => format!("head_dim 8–{head_dim}, multiples of 8"),
@@ -118,7 +128,11 @@ mod tests {
             ("attention forward", "head_dim 8–256, multiples of 8", codes),
             ("attention under a block mask", "blocks that are multiples of 64 × 64", codes),
             ("attention backward", "head_dim 8–256, multiples of 8", none),
-            ("attention over a cache", "head_dim 8–256, multiples of 8", none),
+            (
+                "attention over a cache",
+                "head_dim 8–256, multiples of 8; latent rows of 512, 576",
+                none,
+            ),
             ("BSR matmul", "blocks of 16, 32, 64, 128", none),
         ] {
             let types = format!("bf16, f16{codes}");

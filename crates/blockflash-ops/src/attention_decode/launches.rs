@@ -6,7 +6,11 @@ use super::prefill::{PrefillPlan, plan_prefill};
 use super::select::{is_many, others, select};
 use crate::Result;
 use crate::kv_append::{self, AppendKvPlan, AppendKvProblem};
-use blockflash_safe::{CudaProperties, Device};
+use blockflash_safe::{
+    AttentionDecodeOperands, AttentionDecodeScalars, CodesDecode, CudaProperties, Device,
+    Launch as _, LaunchConfig, Stream,
+};
+use blockflash_sys::manifest::{self, Variant};
 use blockflash_sys::{Kernel, Target};
 
 /// The launches of a call, for sequences with many queries and for the others.
@@ -97,4 +101,27 @@ pub(super) fn plan_all<'k>(
         Some((kernel, most)) => Some((kernel, plan_few(kernel, problem, gpu, most)?)),
     };
     Ok(Planned { many: Some((kernel, plan_prefill(kernel, problem, gpu)?)), few })
+}
+
+/// Queues the launch of a kernel that splits keys.
+pub(super) fn launch_few(
+    kernel: &'static Kernel,
+    config: &LaunchConfig,
+    scalars: &AttentionDecodeScalars,
+    operands: AttentionDecodeOperands<'_>,
+    stream: &Stream,
+) -> Result<()> {
+    match kernel.variant {
+        Variant::AttentionDecodeHopper(_) => {
+            stream.launch::<manifest::AttentionDecodeHopper>(kernel, config, scalars, operands)
+        }
+        Variant::AttentionLatent(_) => {
+            stream.launch::<manifest::AttentionLatent>(kernel, config, scalars, operands)
+        }
+        _ if CodesDecode::of(kernel).is_some() => {
+            stream.launch::<CodesDecode>(kernel, config, scalars, operands)
+        }
+        _ => stream.launch::<manifest::AttentionDecode>(kernel, config, scalars, operands),
+    }?;
+    Ok(())
 }

@@ -27,7 +27,7 @@ pub use workspace::AttentionDecodeWorkspace;
 
 pub(crate) use select::support;
 
-use self::launches::{Launches, Planned};
+use self::launches::{Launches, Planned, launch_few};
 use self::pages::HostPages;
 use self::prefill::PrefillPlan;
 use crate::attention::{AttentionOutput, Mask, Scores};
@@ -37,10 +37,8 @@ use crate::kv_cache::{HostCache, KvCache, KvCacheMut, PackedTokens, Rotary, toke
 use crate::operation::{Operation, Prepared, Steps};
 use crate::{Error, Result};
 use blockflash_safe::{
-    CodesDecode, CudaProperties, Device, KvCacheViews, Launch as _, Stream, Tensor, TurnedQueries,
-    View, ViewMut,
+    CudaProperties, Device, KvCacheViews, Stream, Tensor, TurnedQueries, View, ViewMut,
 };
-use blockflash_sys::manifest::Variant;
 use blockflash_sys::{DType, Kernel, manifest};
 
 /// Attention of the last tokens of each sequence to the keys and values in a cache: what
@@ -364,17 +362,7 @@ impl Steps for AttentionDecode<'_> {
         }
         if let Some((kernel, AttentionDecodePlan { scalars, config, .. })) = few {
             let operands = self.operands(cache, o, lse);
-            match kernel.variant {
-                Variant::AttentionDecodeHopper(_) => stream
-                    .launch::<manifest::AttentionDecodeHopper>(kernel, config, scalars, operands),
-                Variant::AttentionLatent(_) => {
-                    stream.launch::<manifest::AttentionLatent>(kernel, config, scalars, operands)
-                }
-                _ if CodesDecode::of(kernel).is_some() => {
-                    stream.launch::<CodesDecode>(kernel, config, scalars, operands)
-                }
-                _ => stream.launch::<manifest::AttentionDecode>(kernel, config, scalars, operands),
-            }?;
+            launch_few(kernel, config, scalars, operands, stream)?;
         }
         Ok(())
     }
@@ -401,6 +389,6 @@ mod codes_append_tests;
 #[cfg(test)]
 mod codes_tests;
 #[cfg(test)]
-mod latent_tests;
+mod latent_select_tests;
 #[cfg(test)]
 mod tests;

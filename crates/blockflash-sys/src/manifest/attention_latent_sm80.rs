@@ -1,5 +1,5 @@
-use super::attention::{define_types, support};
-use super::family::{Family, Support, each_dtype};
+use super::attention::define_types;
+use super::family::{Family, Size, Support, each_dtype};
 use crate::{DType, ElementTypes, HeadDims, Target};
 
 /// Tiles of `attention_latent_sm80`: attention over a cache whose values are the first columns of
@@ -18,8 +18,8 @@ pub struct AttentionLatent {
 /// Those of absorbed MLA with and without a rotary part beside the latent one.
 const HEAD_DIMS: &[HeadDims] = &[HeadDims { qk: 576, v: 512 }, HeadDims { qk: 512, v: 512 }];
 
-/// Other targets run the machine code for sm_80, or PTX. The ring takes what shared memory holds for
-/// two CTAs per SM on Hopper and on an A100; other GPUs have room for one.
+/// Other targets run the machine code for sm_80, or PTX. The ring takes what shared memory holds
+/// for two CTAs per SM on Hopper and on an A100; other GPUs have room for one.
 pub(super) fn tiles(target: Target) -> impl Iterator<Item = AttentionLatent> {
     let stages = if target == Target::Sm90 { 6 } else { 4 };
     each_dtype(HEAD_DIMS).filter(move |_| target.is_baseline()).map(
@@ -76,7 +76,9 @@ impl Family for AttentionLatent {
     }
 
     fn supports(&self) -> Option<Support> {
-        Some(support("attention over a cache of latent rows", self.types, self.head_dims))
+        let [qk, v] = [self.head_dims.qk, self.head_dims.v].map(|columns| columns as u32);
+        let size = Size::Latent { qk, v };
+        Some(Support { operation: "attention over a cache", size, dtype: self.types.q })
     }
 }
 

@@ -95,6 +95,13 @@ pub enum Size {
     HeadDim(u32),
     /// Rows and columns of a stored block.
     Block(u32),
+    /// The head dimensions of rows of a cache whose first columns are the values.
+    Latent {
+        /// Of keys.
+        qk: u32,
+        /// Of values.
+        v: u32,
+    },
 }
 
 /// The tiles of a table for each element type that kernels compute with.

@@ -32,8 +32,8 @@ pub enum Variant {
     AttentionDecode(attention_decode_sm80::AttentionDecode),
     /// Attention of several queries to the keys of a cache, with the instructions of Hopper.
     AttentionDecodeHopper(attention_decode_sm90a::AttentionDecodeHopper),
-    /// Attention to a cache whose values are the first columns of its keys, with the instructions of
-    /// Ampere and later.
+    /// Attention to a cache whose values are the first columns of its keys, with the instructions
+    /// of Ampere and later.
     AttentionLatent(attention_latent_sm80::AttentionLatent),
     /// Attention over all keys from attention over parts of them.
     AttentionMerge(attention_merge_sm80::AttentionMerge),
