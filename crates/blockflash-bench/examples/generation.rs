@@ -281,7 +281,7 @@ impl Model {
         let mut cache = self.cache(1, stream)?;
         let decode = AttentionDecode::new(step.qkv.view().slice(2, 0..heads)?);
         let cache = cache_of(&mut cache[0], [&step.block_table, &step.seqused_kv]);
-        let bytes = decode.workspace_bytes(&cache.as_cache(), stream.device())?;
+        let bytes = decode.workspace_bytes(&cache.as_cache()?, stream.device())?;
         step.workspace = AttentionDecodeWorkspace::new(stream, bytes)?;
         Ok(step)
     }

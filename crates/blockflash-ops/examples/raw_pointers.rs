@@ -294,7 +294,7 @@ impl Step {
         let [q_len, kv_len] = [Self::Q, Self::KV].map(|shape| shape.iter().product());
         let q = engine.buffer(q_len)?;
         let decode = AttentionDecode::new(q.view(Layout::contiguous(&Self::Q)?)?);
-        let bytes = decode.workspace_bytes(&cache.access()?.as_cache(), stream.device())?;
+        let bytes = decode.workspace_bytes(&cache.access()?.as_cache()?, stream.device())?;
         Ok(Step {
             k: engine.buffer(kv_len)?,
             v: engine.buffer(kv_len)?,

@@ -102,7 +102,9 @@ pub use bsr_matmul::{
 pub use bsr_sddmm::{BsrSddmm, DenseLayout, PreparedBsrSddmm, bsr_sddmm_flops};
 pub use error::{Error, Result};
 pub use kv_append::{AppendKv, PreparedAppendKv};
-pub use kv_cache::{CacheScale, KvCache, KvCacheMut, PackedTokens, Rotary, RotaryPairs};
+pub use kv_cache::{
+    CacheScale, CacheValues, KvCache, KvCacheMut, PackedTokens, Rotary, RotaryPairs,
+};
 pub use operation::{Operation, Prepared};
 pub use page_choice::{ChoosePages, SummarizePages};
 pub use quantize::{Quantize, QuantizeOutput, QuantizeOutputMut, QuantizeScale};

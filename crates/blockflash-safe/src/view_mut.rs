@@ -240,6 +240,27 @@ impl<'a> ViewMut<'a> {
         Ok((of(source, first), of(after, rest)))
     }
 
+    /// What has indices before `at` in the last dimension, and the rest: two exclusive views of
+    /// device memory whose rows alternate. Host memory is lent as slices, which cannot alternate.
+    ///
+    /// # Errors
+    /// [`Error::NotOnGpu`], [`Error::Slice`].
+    pub fn split_columns(self, at: usize) -> Result<(ViewMut<'a>, ViewMut<'a>)> {
+        // No two elements are the same memory, so neither are those of the two parts.
+        let SourceMut::Cuda { ptr, owner } = self.source else {
+            return Err(Error::NotOnGpu { what: "a split into columns" });
+        };
+        let last = self.shape().len().saturating_sub(1);
+        let size = self.shape().last().copied().unwrap_or(0);
+        let part = |range| -> Result<ViewMut<'a>> {
+            let (layout, offset) = self.layout.slice(last, range)?;
+            let ptr = ptr + (offset * self.dtype.size()) as u64;
+            let source = SourceMut::Cuda { ptr, owner };
+            Ok(ViewMut { source, device: self.device, dtype: self.dtype, layout })
+        };
+        Ok((part(0..at)?, part(at..size.max(at))?))
+    }
+
     /// Host memory from the first element to the last one; index it with
     /// [`strides`](Self::strides).
     ///

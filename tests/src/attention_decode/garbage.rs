@@ -118,14 +118,14 @@ pub fn survives_garbage(
                 v.view_mut().slice(0, page_range)?,
             )
         };
-        let bytes = decode.workspace_bytes(&cache.as_cache(), stream.device())?;
+        let bytes = decode.workspace_bytes(&cache.as_cache()?, stream.device())?;
         let workspace = AttentionDecodeWorkspace::new(stream, 4 * bytes)?;
         decode.workspace = Some(&workspace);
         let new = new.view().slice(0, inner.clone())?;
         let new = AppendKv { packed, rotary, ..AppendKv::new(new, new) };
         let cache = match append {
             true => CacheAccess::Append(&new, cache),
-            false => CacheAccess::Read(cache.as_cache()),
+            false => CacheAccess::Read(cache.as_cache()?),
         };
         let o = o.view_mut().slice(0, inner.clone())?;
         let operands = AttentionDecodeOperands { cache, o, lse: None };

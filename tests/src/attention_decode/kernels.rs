@@ -81,7 +81,7 @@ pub fn append_or_refuse(
     let mut inputs = DecodeInputs::upload(case, data, stream)?;
     let gpu = stream.device().cuda_properties().ok_or("kernels run on GPUs")?;
     let accepted = inputs.append_alone(|new, cache| {
-        let accepted = kv_append::accepts(kernel, &new.problem(&cache.as_cache())?, gpu).is_ok();
+        let accepted = kv_append::accepts(kernel, &new.problem(&cache.as_cache()?)?, gpu).is_ok();
         match new.run_with(kernel, cache, stream) {
             Err(Error::Unsupported { .. }) if !accepted => Ok(false),
             result => result.map(|()| true),

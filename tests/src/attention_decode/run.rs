@@ -316,7 +316,7 @@ impl DecodeInputs {
             let (o, lse) = outputs.views(&inputs.case);
             let cache = match inputs.case.append {
                 true => CacheAccess::Append(&new, whole),
-                false => CacheAccess::Read(whole.as_cache()),
+                false => CacheAccess::Read(whole.as_cache()?),
             };
             let operands = AttentionDecodeOperands { cache, o, lse };
             match kernel {

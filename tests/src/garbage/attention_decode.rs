@@ -213,7 +213,7 @@ impl Tensors {
             pages: case.listed.then_some(PageLists { lists, counts }),
             ..AttentionDecode::new(self.q.view())
         };
-        let problem = call.problem(&cache.as_cache())?;
+        let problem = call.problem(&cache.as_cache()?)?;
         if let Some(gpu) = &place.imagined {
             match case.kernel.0 {
                 Some(kernel) => accepts(kernel, &problem, gpu)?,
@@ -234,7 +234,7 @@ impl Tensors {
         let new = AppendKv { packed, rotary, ..AppendKv::new(new_k, new_v) };
         let cache = match case.append {
             true => CacheAccess::Append(&new, cache),
-            false => CacheAccess::Read(cache.as_cache()),
+            false => CacheAccess::Read(cache.as_cache()?),
         };
         let operands = AttentionDecodeOperands { cache, o: self.o.view_mut(), lse: None };
         match case.kernel.0 {

@@ -95,7 +95,7 @@ fn check_with_attention(seed: u64, stream: &Stream) -> Outcome {
             decode.append(&append, cache, stream)
         } else {
             append.append_into(cache.reborrow(), stream).map_err(story)?;
-            decode.forward(cache.as_cache(), stream)
+            decode.forward(cache.as_cache().map_err(story)?, stream)
         };
         let output = output.map_err(story)?;
         let mut bits = tensors.written(stream)?;

@@ -141,7 +141,7 @@ impl KvCache {
         let place = Place::of(k_scale.device())?;
         let locked = scales.map(|scale| Some(scale.storage_and_layout()));
         let given = read_scales(&locked, &place)?;
-        let fits = self.memory.cache(&given, 0).and_then(|cache| cache.as_cache().sizes());
+        let fits = self.memory.cache(&given, 0).and_then(|cache| cache.as_cache()?.sizes());
         fits.map_err(refused)?;
         Ok(self)
     }
@@ -291,7 +291,7 @@ impl Attention<'_> {
             let KvCache { memory, workspace, .. } = &mut *cache;
             place.run(|stream| {
                 let cache = memory.cache(&scales, len)?;
-                let needed = decode.workspace_bytes(&cache.as_cache(), stream.device())?;
+                let needed = decode.workspace_bytes(&cache.as_cache()?, stream.device())?;
                 if needed > workspace.as_ref().map_or(0, AttentionDecodeWorkspace::bytes) {
                     *workspace = Some(AttentionDecodeWorkspace::new(stream, needed)?);
                 }

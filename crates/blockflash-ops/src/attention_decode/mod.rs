@@ -100,7 +100,7 @@ pub struct AttentionDecode<'a> {
     pub scores: Scores<View<'a>>,
     /// Turns the queries by their positions: query `i` of `n` by position `seqused_kv - n + i`,
     /// clamped to the positions of the tables. The keys in the cache are turned already, or by
-    /// [`AppendKv::rotary`].
+    /// [`AppendKv::rotary`]. Queries of a [latent cache](KvCache::latent) come turned.
     pub rotary: Option<Rotary<'a>>,
     /// Visits only these pages of a paged cache; keys of others do not exist for the softmax.
     pub pages: Option<PageLists<'a>>,
@@ -178,7 +178,7 @@ impl<'a> AttentionDecode<'a> {
     }
 
     fn allocated(&self, cache: CacheAccess<'_>, stream: &Stream) -> Result<AttentionOutput> {
-        let problem = self.problem(&cache.as_cache())?;
+        let problem = self.problem(&cache.as_cache()?)?;
         let attention = &problem.attention;
         let mut o = Tensor::zeros(stream, attention.types.o, &attention.o_shape())?;
         let mut lse = Tensor::zeros(stream, DType::F32, &attention.lse_shape())?;
@@ -223,23 +223,6 @@ impl<'a> AttentionDecode<'a> {
             workspace: self.workspace.map(AttentionDecodeWorkspace::memory),
         }
     }
-
-    /// Checks that every input is on this device.
-    fn on(&self, device: &Device) -> Result<()> {
-        let inputs = [
-            ("q", Some(&self.q)),
-            ("cu_seqlens.q", self.packed.as_ref().map(|packed| &packed.cu_seqlens)),
-            ("pages.lists", self.pages.as_ref().map(|pages| &pages.lists)),
-            ("pages.counts", self.pages.as_ref().map(|pages| &pages.counts)),
-            ("tail_mask", self.tail_mask.as_ref()),
-        ];
-        for (what, view) in inputs {
-            view.map_or(Ok(()), |view| Operand::new(what, view).on(device))?;
-        }
-        self.scores.on(device)?;
-        self.rotary.map_or(Ok(()), |rotary| rotary.on(device))?;
-        self.workspace.map_or(Ok(()), |workspace| workspace.on(device))
-    }
 }
 
 impl Steps for AttentionDecode<'_> {
@@ -257,13 +240,16 @@ impl Steps for AttentionDecode<'_> {
         stream: &Stream,
     ) -> Result<AttentionDecodeProblem> {
         let AttentionDecodeOperands { cache, o, lse } = operands;
-        let (read, device) = (cache.as_cache(), stream.device());
+        let (read, device) = (cache.as_cache()?, stream.device());
         let mut problem = self.problem(&read)?;
         problem.attention = problem.attention.with_outputs(o, lse.as_ref())?;
         problem.append = match cache {
             CacheAccess::Append(new, cache) => Some(new.checked_with(cache, device)?),
             CacheAccess::Read(_) => None,
         };
+        if problem.append.is_some_and(|append| append.is_latent()) {
+            self.not_turned()?;
+        }
         self.on(device)?;
         read.on(device)?;
         Operand::of_mut("o", o).on(device)?;
@@ -284,7 +270,7 @@ impl Steps for AttentionDecode<'_> {
         stream: &Stream,
     ) -> Result<()> {
         let AttentionDecodeProblem { attention, cache: sizes, append, .. } = problem;
-        let cache = operands.cache.as_cache();
+        let cache = operands.cache.as_cache()?;
         let host = HostCache::new(&cache, *sizes, stream)?;
         host.verify()?;
         let total = attention.packed.map(|packed| packed.total_q);
@@ -329,8 +315,8 @@ impl Steps for AttentionDecode<'_> {
         let attends = !problem.attention.is_empty();
         let AttentionDecodeOperands { mut cache, mut o, mut lse } = operands;
         aligned("q", &self.q)?;
-        aligned("cache.k", &cache.as_cache().k)?;
-        aligned("cache.v", &cache.as_cache().v)?;
+        aligned("cache.k", &cache.as_cache()?.k)?;
+        aligned("cache.v", &cache.as_cache()?.v)?;
         aligned("o", &o.as_view())?;
         if let CacheAccess::Append(new, cache) = &cache {
             new.aligned(cache)?;
@@ -342,13 +328,14 @@ impl Steps for AttentionDecode<'_> {
                 cu_seqlens: self.packed.map(|packed| packed.cu_seqlens),
                 rotary: [rotary.cos, rotary.sin],
             });
-            let appends = problem.append.is_some_and(|append| !append.is_empty());
+            let append = problem.append.as_ref().filter(|append| !append.is_empty());
             let seqused = cache.seqused_kv();
-            let new = cache.appended().filter(|_| appends);
+            let new = cache.appended().zip(append);
+            let new = new.map(|((new, cache), append)| (new, append, cache));
             kv_append::launch(kernel, plan, seqused, new, queries, stream)?;
         }
         let Some(Planned { many, few }) = &plan.attention else { return Ok(()) };
-        let cache = cache.as_cache();
+        let cache = cache.as_cache()?;
         let cache = KvCacheViews {
             k: cache.k,
             v: cache.v,
@@ -378,7 +365,7 @@ impl Steps for AttentionDecode<'_> {
             CacheAccess::Read(cache) => cpu::forward(self, problem, &cache, (o, lse), stream),
             CacheAccess::Append(new, mut cache) => {
                 new.run(cache.reborrow(), stream)?;
-                cpu::forward(self, problem, &cache.as_cache(), (o, lse), stream)
+                cpu::forward(self, problem, &cache.as_cache()?, (o, lse), stream)
             }
         }
     }
@@ -390,5 +377,7 @@ mod codes_append_tests;
 mod codes_tests;
 #[cfg(test)]
 mod latent_select_tests;
+#[cfg(test)]
+mod latent_tests;
 #[cfg(test)]
 mod tests;

@@ -1,6 +1,9 @@
+use super::AttentionDecode;
+use crate::Result;
+use crate::check::Operand;
 use crate::kv_append::AppendKv;
 use crate::kv_cache::{KvCache, KvCacheMut};
-use blockflash_safe::{View, ViewMut};
+use blockflash_safe::{Device, View, ViewMut};
 
 /// What a call of [`AttentionDecode`](super::AttentionDecode) works with besides the queries.
 #[derive(Debug)]
@@ -23,9 +26,9 @@ pub enum CacheAccess<'o> {
 }
 
 impl<'o> CacheAccess<'o> {
-    pub(super) fn as_cache(&self) -> KvCache<'_> {
+    pub(super) fn as_cache(&self) -> Result<KvCache<'_>> {
         match self {
-            Self::Read(cache) => *cache,
+            Self::Read(cache) => Ok(*cache),
             Self::Append(_, cache) => cache.as_cache(),
         }
     }
@@ -50,5 +53,24 @@ impl<'o> CacheAccess<'o> {
             Self::Read(_) => None,
             Self::Append(new, _) => Some(new),
         }
+    }
+}
+
+impl AttentionDecode<'_> {
+    /// Checks that every input is on this device.
+    pub(super) fn on(&self, device: &Device) -> Result<()> {
+        let inputs = [
+            ("q", Some(&self.q)),
+            ("cu_seqlens.q", self.packed.as_ref().map(|packed| &packed.cu_seqlens)),
+            ("pages.lists", self.pages.as_ref().map(|pages| &pages.lists)),
+            ("pages.counts", self.pages.as_ref().map(|pages| &pages.counts)),
+            ("tail_mask", self.tail_mask.as_ref()),
+        ];
+        for (what, view) in inputs {
+            view.map_or(Ok(()), |view| Operand::new(what, view).on(device))?;
+        }
+        self.scores.on(device)?;
+        self.rotary.map_or(Ok(()), |rotary| rotary.on(device))?;
+        self.workspace.map_or(Ok(()), |workspace| workspace.on(device))
     }
 }

@@ -158,6 +158,9 @@ impl AttentionDecode<'_> {
         }
         attention.scores = self.scores.problem(attention)?;
         let rotary = self.rotary.as_ref();
+        if cache.shared && cache.head_dims.qk > cache.head_dims.v {
+            self.not_turned()?;
+        }
         let rotary = rotary.map(|r| r.sizes(q.dtype, cache.head_dims.qk, cache.capacity));
         problem.rotary = rotary.transpose()?;
         problem.pages = self.pages.as_ref().map(|pages| pages.sizes(&cache)).transpose()?;
@@ -165,5 +168,12 @@ impl AttentionDecode<'_> {
         problem.tail_mask = tail_mask.transpose()?;
         problem.batch_invariant = self.batch_invariant;
         Ok(problem)
+    }
+
+    /// Refuses to turn the queries of a latent cache, of which other columns than the first turn.
+    pub(super) fn not_turned(&self) -> Result<()> {
+        let Some(rotary) = &self.rotary else { return Ok(()) };
+        let cos = Operand::new("rotary.cos", &rotary.cos);
+        Err(cos.wrong_shape("none: the queries of a latent cache come turned"))
     }
 }

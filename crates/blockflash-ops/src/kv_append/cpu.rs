@@ -5,7 +5,9 @@ use crate::Result;
 use crate::attention::Strides;
 use crate::codes::{Code, chosen, encode, magnitude};
 use crate::float::Float;
-use crate::kv_cache::{CacheScale, HostCache, HostRotary, KvCacheMut, ScaleStrides, token_ranges};
+use crate::kv_cache::{
+    CacheScale, CacheValues, HostCache, HostRotary, KvCacheMut, ScaleStrides, token_ranges,
+};
 use blockflash_safe::{E4M3, E5M2, Stream, View, ViewMut};
 use blockflash_sys::{DType, HeadDims};
 use half::{bf16, f16};
@@ -33,22 +35,30 @@ fn of<T: Float>(
     stream: &Stream,
 ) -> Result<()> {
     let AppendKvProblem { cache: sizes, tokens, packed, .. } = *problem;
-    let host = HostCache::new(&cache.as_cache(), sizes, stream)?;
+    let host = HostCache::new(&cache.as_cache()?, sizes, stream)?;
     let ranges = token_ranges(op.packed.as_ref(), [sizes.batch, tokens], packed, stream)?;
     let rotary = op.rotary.as_ref().map(|rotary| HostRotary::new(rotary, stream)).transpose()?;
-    let HeadDims { qk, v: width } = sizes.head_dims;
+    let HeadDims { qk, v: width } = problem.head_dims;
     let tokens = Tokens { problem, host, ranges };
+    let [new_k, new_v] = op.parts(problem)?;
+    let columns = match &cache.v {
+        CacheValues::Own(_) => 0..qk,
+        CacheValues::FirstColumns(_) => width..width + qk,
+    };
     let k = Rows {
-        new: &op.k,
-        cached: &mut cache.k,
+        new: new_k,
+        cached: cache.k.reborrow().slice(3, columns)?,
         strides: [problem.k, sizes.k],
         width: qk,
         scale: cache.k_scale.as_mut().zip(sizes.k_scale),
     };
     tokens.store::<T>(k, rotary.as_ref())?;
     let v = Rows {
-        new: &op.v,
-        cached: &mut cache.v,
+        new: new_v,
+        cached: match cache.v {
+            CacheValues::Own(v) => v,
+            CacheValues::FirstColumns(_) => cache.k.slice(3, 0..width)?,
+        },
         strides: [problem.v, sizes.v],
         width,
         scale: cache.v_scale.as_mut().zip(sizes.v_scale),
@@ -65,8 +75,8 @@ struct Tokens<'p> {
 
 /// New keys, or values, and those that are cached.
 struct Rows<'r, 'c> {
-    new: &'r View<'r>,
-    cached: &'r mut ViewMut<'c>,
+    new: View<'r>,
+    cached: ViewMut<'r>,
     /// Of the new ones, of the cached ones.
     strides: [Strides; 2],
     width: usize,
@@ -75,6 +85,9 @@ struct Rows<'r, 'c> {
 
 impl Tokens<'_> {
     fn store<T: Float>(&self, rows: Rows<'_, '_>, rotary: Option<&HostRotary>) -> Result<()> {
+        if rows.width == 0 {
+            return Ok(());
+        }
         match self.problem.cache.dtype {
             DType::E4M3 => self.coded::<T, E4M3>(rows, rotary),
             DType::E5M2 => self.coded::<T, E5M2>(rows, rotary),
@@ -103,7 +116,7 @@ impl Tokens<'_> {
 
     /// Stores rows as they are, in their type.
     fn plain<T: Float>(&self, rows: Rows<'_, '_>, rotary: Option<&HostRotary>) -> Result<()> {
-        let Rows { new, cached, strides: [of_new, of_cached], width, .. } = rows;
+        let Rows { new, mut cached, strides: [of_new, of_cached], width, .. } = rows;
         let (new, cached) = (new.as_slice::<T>()?, cached.as_mut_slice::<T>()?);
         let mut turned = vec![0.0; width];
         self.each(of_new, |start, at| {
@@ -127,7 +140,7 @@ impl Tokens<'_> {
         rows: Rows<'_, '_>,
         rotary: Option<&HostRotary>,
     ) -> Result<()> {
-        let Rows { new, cached, strides: [of_new, of_cached], width, scale } = rows;
+        let Rows { new, mut cached, strides: [of_new, of_cached], width, scale } = rows;
         let (new, cached) = (new.as_slice::<T>()?, cached.as_mut_slice::<C>()?);
         let mut scales = match scale {
             None => Scales::One,

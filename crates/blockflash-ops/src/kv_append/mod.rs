@@ -1,6 +1,7 @@
 //! Appends new keys and values to a cache, with rotary position embedding.
 
 mod cpu;
+mod latent;
 mod plan;
 mod problem;
 mod select;
@@ -14,7 +15,9 @@ pub(crate) use select::select_for;
 
 use crate::Result;
 use crate::check::{Operand, aligned};
-use crate::kv_cache::{HostCache, KvCache, KvCacheMut, PackedTokens, Rotary, token_ranges};
+use crate::kv_cache::{
+    CacheValues, HostCache, KvCache, KvCacheMut, PackedTokens, Rotary, token_ranges,
+};
 use crate::operation::{Operation, Prepared, Steps};
 use blockflash_safe::{
     CudaProperties, Device, KvAppendOperands, Launch as _, NewKeys, NewScales, Stream,
@@ -30,6 +33,8 @@ use blockflash_sys::{Kernel, manifest};
 /// dropped. Sequences must not append to a page that they share: it would hold the token of either.
 /// Lengths and offsets are read on the device, and whatever they hold, nothing outside the cache is
 /// written.
+///
+/// [`latent`](Self::latent) appends to a cache whose values are columns of the keys.
 ///
 /// Into a cache of codes (`e4m3`, `e5m2`, `i8`) rows of f16, bf16 and f32 go divided by their scale
 /// ([`KvCache::k_scale`], 1 without one), rounded to nearest with ties to even, and saturated at
@@ -63,8 +68,9 @@ pub struct AppendKv<'a> {
     /// `[total, num_heads_kv, head_dim]`, in the element type of the cache; for a cache of codes in
     /// f16, bf16 or f32.
     pub k: View<'a>,
-    /// Values, in the shape of the keys but for the `head_dim` of the cached values.
-    pub v: View<'a>,
+    /// Values, in the shape of the keys but for the `head_dim` of the cached values. `None` for a
+    /// [latent cache](KvCache::latent): `k` has all columns, see [`latent`](Self::latent).
+    pub v: Option<View<'a>>,
     /// Set when the sequences have unequal numbers of new tokens.
     pub packed: Option<PackedTokens<'a>>,
     /// Turns the keys by their positions before they are stored.
@@ -77,7 +83,7 @@ pub type PreparedAppendKv = Prepared<AppendKvProblem>;
 impl<'a> AppendKv<'a> {
     /// Equally many tokens for every sequence, stored as they are.
     pub const fn new(k: View<'a>, v: View<'a>) -> Self {
-        Self { k, v, packed: None, rotary: None }
+        Self { k, v: Some(v), packed: None, rotary: None }
     }
 
     /// Appends. On a GPU nothing is allocated and the stream is not synchronised, so a graph can
@@ -94,7 +100,9 @@ impl<'a> AppendKv<'a> {
     /// Checks that every input is on this device.
     pub(crate) fn on(&self, device: &Device) -> Result<()> {
         Operand::new("new.k", &self.k).on(device)?;
-        Operand::new("new.v", &self.v).on(device)?;
+        if let Some(v) = &self.v {
+            Operand::new("new.v", v).on(device)?;
+        }
         if let Some(packed) = &self.packed {
             Operand::new("cu_seqlens.q", &packed.cu_seqlens).on(device)?;
         }
@@ -104,9 +112,10 @@ impl<'a> AppendKv<'a> {
     /// Checks addresses for a kernel.
     pub(crate) fn aligned(&self, cache: &KvCacheMut<'_>) -> Result<()> {
         aligned("new.k", &self.k)?;
-        aligned("new.v", &self.v)?;
-        aligned("cache.k", &cache.k.as_view())?;
-        aligned("cache.v", &cache.v.as_view())
+        self.v.map_or(Ok(()), |v| aligned("new.v", &v))?;
+        let cache = cache.as_cache()?;
+        aligned("cache.k", &cache.k)?;
+        aligned("cache.v", &cache.v)
     }
 
     /// Everything of [`Steps::checked`].
@@ -115,8 +124,9 @@ impl<'a> AppendKv<'a> {
         cache: &KvCacheMut<'_>,
         device: &Device,
     ) -> Result<AppendKvProblem> {
-        let read = cache.as_cache();
+        let read = cache.as_cache()?;
         let problem = self.problem(&read)?;
+        self.check_form(&problem, cache)?;
         self.on(device)?;
         read.on(device)?;
         Ok(AppendKvProblem { chooses: cache.chooses(&problem.cache)?, ..problem })
@@ -142,21 +152,32 @@ pub(crate) fn launch(
     kernel: &Kernel,
     AppendKvPlan { plan, config }: &AppendKvPlan,
     seqused: Option<View<'_>>,
-    new: Option<(&AppendKv<'_>, KvCacheMut<'_>)>,
+    new: Option<(&AppendKv<'_>, &AppendKvProblem, KvCacheMut<'_>)>,
     queries: Option<TurnedQueries<'_>>,
     stream: &Stream,
 ) -> Result<()> {
-    let new = new.map(|(new, cache)| NewKeys {
-        cache_k: cache.k,
-        cache_v: cache.v,
-        block_table: cache.block_table,
-        k: new.k,
-        v: new.v,
-        cu_seqlens: new.packed.map(|packed| packed.cu_seqlens),
-        rotary: new.rotary.map(|rotary| [rotary.cos, rotary.sin]),
-        scales: [cache.k_scale, cache.v_scale].map(|scale| scale.map(NewScales::from)),
+    let new = new.map(|(new, problem, cache)| -> Result<_> {
+        let [k, v] = new.parts(problem)?;
+        let (cache_k, cache_v) = match cache.v {
+            CacheValues::Own(v) => (cache.k, v),
+            // The keys of the kernel are the columns behind the values, which may be turned.
+            CacheValues::FirstColumns(_) => {
+                let (values, behind) = cache.k.split_columns(problem.head_dims.v)?;
+                (behind, values)
+            }
+        };
+        Ok(NewKeys {
+            cache_k,
+            cache_v,
+            block_table: cache.block_table,
+            k,
+            v,
+            cu_seqlens: new.packed.map(|packed| packed.cu_seqlens),
+            rotary: new.rotary.map(|rotary| [rotary.cos, rotary.sin]),
+            scales: [cache.k_scale, cache.v_scale].map(|scale| scale.map(NewScales::from)),
+        })
     });
-    let operands = KvAppendOperands { seqused, new, queries };
+    let operands = KvAppendOperands { seqused, new: new.transpose()?, queries };
     if manifest::KvAppendCodes::of(kernel).is_some() {
         stream.launch::<manifest::KvAppendCodes>(kernel, config, plan, operands)?;
     } else {
@@ -188,7 +209,7 @@ impl Steps for AppendKv<'_> {
         cache: &KvCacheMut<'_>,
         stream: &Stream,
     ) -> Result<()> {
-        let cache = cache.as_cache();
+        let cache = cache.as_cache()?;
         let host = HostCache::new(&cache, problem.cache, stream)?;
         host.verify()?;
         self.verify_in(&host, &cache, problem, stream)
@@ -206,13 +227,13 @@ impl Steps for AppendKv<'_> {
         &self,
         kernel: &Kernel,
         plan: &AppendKvPlan,
-        _: &AppendKvProblem,
+        problem: &AppendKvProblem,
         cache: KvCacheMut<'_>,
         stream: &Stream,
     ) -> Result<()> {
         self.aligned(&cache)?;
         let seqused = cache.seqused_kv;
-        launch(kernel, plan, seqused, Some((self, cache)), None, stream)
+        launch(kernel, plan, seqused, Some((self, problem, cache)), None, stream)
     }
 
     fn compute(
@@ -225,5 +246,7 @@ impl Steps for AppendKv<'_> {
     }
 }
 
+#[cfg(test)]
+mod latent_tests;
 #[cfg(test)]
 mod tests;

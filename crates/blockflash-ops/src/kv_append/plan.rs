@@ -61,7 +61,7 @@ pub(crate) fn plan_with(
     // Rows are counted in 32 bits.
     to_i32("rows", rows)?;
     // Only new values have columns of their own.
-    let columns = if problem.is_empty() { cache.head_dims.qk } else { cache.head_dims.max() };
+    let columns = if problem.is_empty() { cache.head_dims.qk } else { problem.head_dims.max() };
     let pieces = columns / PIECE;
     let lanes = match kernel.variant {
         Variant::KvAppendCodes(_) => KvAppendCodes::lanes(pieces),

@@ -1,9 +1,9 @@
-use super::AppendKv;
+use super::{AppendKv, latent};
 use crate::Result;
 use crate::attention::Strides;
 use crate::check::Operand;
 use crate::kv_cache::{CacheSizes, KvCache, RotarySizes, token_sizes};
-use blockflash_sys::DType;
+use blockflash_sys::{DType, HeadDims};
 
 /// An append reduced to plain numbers. [`AppendKv::problem`] makes one from tensors, with all
 /// checks.
@@ -19,6 +19,9 @@ pub struct AppendKvProblem {
     pub tokens: usize,
     /// Rows of the packed new tokens.
     pub packed: Option<usize>,
+    /// Elements of a row of new keys, and of new values, as they are stored: those of the cache,
+    /// but of a latent one those behind the values, and the values.
+    pub head_dims: HeadDims,
     /// Strides of the new keys.
     pub k: Strides,
     /// Strides of the new values.
@@ -30,8 +33,23 @@ pub struct AppendKvProblem {
 impl AppendKvProblem {
     /// No token of this type for this cache.
     pub(crate) fn nothing(cache: CacheSizes, dtype: DType) -> Self {
-        let (none, chooses) = (Strides { batch: 0, seq: 0, head: 0 }, [false; 2]);
-        Self { cache, dtype, chooses, tokens: 0, packed: None, k: none, v: none, rotary: None }
+        let none = Strides { batch: 0, seq: 0, head: 0 };
+        Self {
+            cache,
+            dtype,
+            chooses: [false; 2],
+            tokens: 0,
+            packed: None,
+            head_dims: cache.head_dims,
+            k: none,
+            v: none,
+            rotary: None,
+        }
+    }
+
+    /// Whether the values are stored as columns of the keys.
+    pub fn is_latent(&self) -> bool {
+        self.head_dims != self.cache.head_dims
     }
 
     /// Whether there is nothing to store.
@@ -51,11 +69,12 @@ impl AppendKv<'_> {
     /// and rotary tables that do not fit the cache.
     pub fn problem(&self, cache: &KvCache<'_>) -> Result<AppendKvProblem> {
         let cache = cache.sizes()?;
-        let (k, v) = (Operand::new("new.k", &self.k), Operand::new("new.v", &self.v));
+        let head_dims = latent::head_dims(self, &cache)?;
+        let k = Operand::new("new.k", &self.k);
         cache.takes(&k)?;
-        v.dtype_in(&[k.dtype])?;
         let rows = token_sizes(&k, self.packed.as_ref())?;
-        let expected = [cache.batch, cache.num_heads_kv, cache.head_dims.qk];
+        let width = if self.v.is_some() { head_dims.qk } else { cache.head_dims.qk };
+        let expected = [cache.batch, cache.num_heads_kv, width];
         if [rows.batch, rows.heads, rows.head_dim] != expected {
             let [batch, heads, head_dim] = expected;
             return Err(k.wrong_shape(match rows.packed {
@@ -63,20 +82,30 @@ impl AppendKv<'_> {
                 Some(_) => format!("[total, {heads}, {head_dim}] of {batch} sequences"),
             }));
         }
-        let [of_rows @ .., _] = k.shape else { return Err(k.wrong_shape("rows")) };
-        v.shape_is(&[of_rows, &[cache.head_dims.v]].concat())?;
-        let of_v = token_sizes(&v, self.packed.as_ref())?;
-        let rotary = self.rotary.as_ref();
-        let rotary = rotary.map(|r| r.sizes(k.dtype, cache.head_dims.qk, cache.capacity));
-        Ok(AppendKvProblem {
-            cache,
-            dtype: k.dtype,
-            chooses: [false; 2],
+        let mut problem = AppendKvProblem {
             tokens: rows.tokens,
             packed: rows.packed,
+            head_dims,
             k: rows.strides,
-            v: of_v.strides,
-            rotary: rotary.transpose()?,
-        })
+            v: rows.strides,
+            ..AppendKvProblem::nothing(cache, k.dtype)
+        };
+        if let Some(v) = &self.v {
+            let v = Operand::new("new.v", v);
+            v.dtype_in(&[k.dtype])?;
+            let [of_rows @ .., _] = k.shape else { return Err(k.wrong_shape("rows")) };
+            v.shape_is(&[of_rows, &[cache.head_dims.v]].concat())?;
+            problem.v = token_sizes(&v, self.packed.as_ref())?.strides;
+        }
+        if let Some(rotary) = &self.rotary {
+            // The columns that positions turn are those behind the values.
+            let turned = if problem.is_latent() {
+                cache.head_dims.qk - cache.head_dims.v
+            } else {
+                head_dims.qk
+            };
+            problem.rotary = Some(rotary.sizes(k.dtype, turned, cache.capacity)?);
+        }
+        Ok(problem)
     }
 }

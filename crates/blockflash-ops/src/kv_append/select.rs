@@ -100,9 +100,9 @@ fn types(problem: &AppendKvProblem) -> (DType, DType) {
 /// Kernels read and write 16 bytes at a time.
 const HEAD_DIM: AppendRule = Rule {
     holds: |c| {
-        let HeadDims { qk, v } = c.problem.cache.head_dims;
+        let HeadDims { qk, v } = c.problem.head_dims;
         let multiple = elements_of_chunk(c.problem);
-        qk.is_multiple_of(multiple) && v.is_multiple_of(multiple)
+        qk > 0 && qk.is_multiple_of(multiple) && v.is_multiple_of(multiple)
     },
     refuses: |c| {
         let (CacheSizes { head_dims, .. }, multiple) =

@@ -1,12 +1,14 @@
 //! Keys and values that stay from call to call: contiguous or in pages, with lengths on the device.
 
 mod host;
+mod latent;
 mod rotary;
 mod scales;
 mod sizes;
 mod tokens;
 mod verify;
 
+pub use latent::CacheValues;
 pub use rotary::{Rotary, RotaryPairs, RotarySizes};
 pub use scales::{CacheScale, ScaleStrides};
 pub use sizes::{CacheSizes, TableSizes};
@@ -56,7 +58,8 @@ pub struct KvCache<'a> {
     /// `[pages, page_size, num_heads_kv, head_dim]`. All strides but the last are free, so a cache
     /// `[pages, num_heads_kv, page_size, head_dim]` is a permuted view.
     pub k: View<'a>,
-    /// Values, in the shape of the keys but for their own `head_dim`, in their element type.
+    /// Values, in the shape of the keys but for their own `head_dim`, in their element type. They
+    /// may be columns of the keys; [`latent`](Self::latent) makes such a cache.
     pub v: View<'a>,
     /// Only for keys of 8 bits (`e4m3`, `e5m2`, `i8`), f32: what the codes are multiplied with;
     /// `None` is 1. In one of these shapes, where each extent may also be 1 for a scale that all
@@ -87,7 +90,7 @@ pub struct KvCacheMut<'a> {
     /// See [`KvCache::k`].
     pub k: ViewMut<'a>,
     /// See [`KvCache::v`].
-    pub v: ViewMut<'a>,
+    pub v: CacheValues<'a>,
     /// The scales of the keys, see [`KvCache::k_scale`], given or chosen by appends.
     pub k_scale: Option<CacheScale<'a>>,
     /// The scales of the values.
@@ -123,19 +126,25 @@ impl<'a> KvCache<'a> {
 impl<'a> KvCacheMut<'a> {
     /// A contiguous cache whose every slot is used.
     pub const fn new(k: ViewMut<'a>, v: ViewMut<'a>) -> Self {
+        let v = CacheValues::Own(v);
         Self { k, v, k_scale: None, v_scale: None, block_table: None, seqused_kv: None }
     }
 
     /// The same cache for reading.
-    pub fn as_cache(&self) -> KvCache<'_> {
-        KvCache {
-            k: self.k.as_view(),
-            v: self.v.as_view(),
+    ///
+    /// # Errors
+    /// [`Error::Shape`](crate::Error::Shape) for more [`CacheValues::FirstColumns`] than the keys
+    /// have.
+    pub fn as_cache(&self) -> Result<KvCache<'_>> {
+        let k = self.k.as_view();
+        Ok(KvCache {
+            k,
+            v: self.v.as_view(&k)?,
             k_scale: self.k_scale.as_ref().map(CacheScale::as_view),
             v_scale: self.v_scale.as_ref().map(CacheScale::as_view),
             block_table: self.block_table,
             seqused_kv: self.seqused_kv,
-        }
+        })
     }
 
     /// Whether appends choose the scales of keys, and of values.
