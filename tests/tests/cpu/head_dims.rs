@@ -61,6 +61,25 @@ fn attention_to_a_cache_agrees_with_the_oracle() {
     check_ids(&ids);
 }
 
+/// Whose values are the first columns of the keys.
+#[test]
+fn attention_to_a_latent_cache_agrees_with_the_oracle() {
+    let mut ids = Vec::new();
+    for (at, [qk, v]) in [[576, 512], [512, 512], [24, 16], [13, 7]].into_iter().enumerate() {
+        let dtype = ["bf16", "f16", "f32"][at % 3];
+        for rest in [
+            "b3_q1_kv160_h16kv1_{}_page16_power",
+            "b3_q4_kv96_h128kv1_{}_page32_equal",
+            "b2_q8_kv70_h8kv1_{}_contiguous_full",
+            "b2_q8_kv96_h8kv1_{}_page16_equal_window9",
+        ] {
+            let rest = rest.replace("{}", &format!("d{}", blockflash_ops::HeadDims { qk, v }));
+            ids.push(format!("decode_{rest}_latent_{dtype}"));
+        }
+    }
+    check_ids(&ids);
+}
+
 #[test]
 fn sinks_and_caps_agree_with_the_oracle() {
     let stream = cpu();

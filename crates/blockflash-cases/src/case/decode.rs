@@ -1,10 +1,8 @@
 //! Attention of the last queries of each sequence to a cache of keys and values.
 
-use super::Case;
-use super::decode_data::{DecodeData, drawn_pages, shuffled};
+use super::decode_data::{CacheValues, DecodeData, drawn_pages, shuffled};
 use super::decode_operands::DecodeOperands;
 use super::decode_pages::Chosen;
-use super::grid::{GridPeers, each, head_dims, heads_kv};
 use super::id::{Fields, Id, named, optional};
 use super::limits;
 use super::mask_kind::MaskKind;
@@ -47,6 +45,9 @@ pub struct DecodeShape {
     pub fill: Fill,
     /// Keys that a query sees, the last ones up to the diagonal; `None`: all of them.
     pub window: Option<usize>,
+    /// Whether the values are the first columns of the keys.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub latent: bool,
     /// Element type of q, the cache and o.
     pub dtype: DType,
     /// Element type of the cache if that holds codes, with a scale for each sequence and head.
@@ -101,7 +102,8 @@ impl DecodeShape {
 
     /// Bytes of a key and its value of all heads.
     fn pair_bytes(&self) -> usize {
-        self.num_heads_kv * self.head_dims.sum() * self.kv_dtype.unwrap_or(self.dtype).size()
+        let row = if self.latent { self.head_dims.qk } else { self.head_dims.sum() };
+        self.num_heads_kv * row * self.kv_dtype.unwrap_or(self.dtype).size()
     }
 
     /// Bytes of the keys and values that a launch reads.
@@ -143,7 +145,10 @@ impl DecodeShape {
         Ok(DecodeData {
             q: draw("q", &[batch, seqlen_q, num_heads_q, head_dims.qk], self.dtype, 0)?,
             k: draw("k", &kv(head_dims.qk), of_kv, 1)?,
-            v: draw("v", &kv(head_dims.v), of_kv, 2)?,
+            v: match self.latent {
+                true => CacheValues::FirstColumns(head_dims.v),
+                false => CacheValues::Own(draw("v", &kv(head_dims.v), of_kv, 2)?),
+            },
             scales: [1, 2].map(|lane| self.kv_dtype.and_then(|_| scale(lane))),
             pages,
             block_table: self.page_size.map(|_| table()).transpose()?,
@@ -168,6 +173,7 @@ impl Fields for DecodeShape {
         chosen: None,
         fill: Fill::Full,
         window: None,
+        latent: false,
         dtype: DType::F16,
         kv_dtype: None,
     };
@@ -175,7 +181,8 @@ impl Fields for DecodeShape {
     /// `decode_b8_q1_kv8192_h32kv8_d128_contiguous_full_bf16`,
     /// `decode_b1_q1_kv131072_h32kv8_d128_page64top32_equal_bf16`,
     /// `decode_b8_q1_kv8192_h64kv8_d64_contiguous_full_window128_bf16`,
-    /// `decode_b8_q1_kv8192_h32kv8_d128_page64_equal_bf16_e4m3_bf16`.
+    /// `decode_b8_q1_kv8192_h32kv8_d128_page64_equal_bf16_e4m3_bf16`,
+    /// `decode_b64_q1_kv8192_h16kv1_d576v512_page64_equal_latent_bf16`.
     fn fields(&mut self, id: &mut Id<'_>) -> Option<()> {
         id.word("decode")?;
         id.field("b", &mut self.batch)?;
@@ -191,6 +198,10 @@ impl Fields for DecodeShape {
         id.name(&mut self.fill)?;
         if id.has("window", self.window.is_some()) {
             id.field("window", self.window.get_or_insert(0))?;
+        }
+        self.latent = id.has("latent", self.latent);
+        if self.latent {
+            id.word("latent")?;
         }
         id.name(&mut self.dtype)?;
         if id.has_value(self.kv_dtype.is_some(), |part| code_of(part).is_some()) {
@@ -234,6 +245,9 @@ struct ForPeers<'a> {
     #[serde(flatten)]
     shape: &'a DecodeShape,
     lengths: Option<Vec<usize>>,
+    /// Columns of a latent row that are values.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    head_dim_v: Option<usize>,
 }
 
 impl Shape for DecodeShape {
@@ -252,6 +266,12 @@ impl Shape for DecodeShape {
         };
         if let Some(dtype) = self.kv_dtype.filter(|dtype| !dtype.is_code()) {
             return Err(format!("kv_dtype is {dtype}, expected e4m3, e5m2 or i8"));
+        }
+        if self.latent && (self.head_dims.v > self.head_dims.qk || self.kv_dtype.is_some()) {
+            return Err(format!(
+                "the values of a latent cache are {} columns of {}, and no codes",
+                self.head_dims.v, self.head_dims.qk
+            ));
         }
         if self.window == Some(0) || self.window.and(self.chosen).is_some() {
             return Err("a window has at least one key, and no pages are chosen in it".to_owned());
@@ -316,75 +336,29 @@ impl Shape for DecodeShape {
         };
         let window = self.window.map_or(String::new(), |keys| format!(", window {keys}"));
         let codes = self.kv_dtype.map_or(String::new(), |dtype| format!(", {dtype} cache"));
-        format!("head_dim {}, {heads}, {queries}, {layout}{fill}{window}{codes}", self.head_dims)
+        let rows = if self.latent { "latent rows, " } else { "" };
+        let dims = self.head_dims;
+        format!("{rows}head_dim {dims}, {heads}, {queries}, {layout}{fill}{window}{codes}")
     }
 
     fn peer_case(&self, seed: u64, _folder: &Path) -> Result<PeerCase, PeerCaseError> {
-        if self.head_dims.single().is_none() {
+        if self.head_dims.single().is_none() && !self.latent {
             return Err(PeerCaseError::OneHeadDim);
         }
         if self.kv_dtype.is_some() {
             return Err(PeerCaseError::OneDType);
         }
         let lengths = (self.fill != Fill::Full).then(|| self.lengths());
-        PeerCase::new(self.op(), &ForPeers { shape: self, lengths }, seed)
+        let (op, head_dim_v) = match self.latent {
+            true => ("mla_decode", Some(self.head_dims.v)),
+            false => (self.op(), None),
+        };
+        PeerCase::new(op, &ForPeers { shape: self, lengths, head_dim_v }, seed)
     }
 
     fn operands(&self, stream: &Stream, seed: u64) -> Result<Box<dyn Operands>> {
         let draw = |_: &str, shape: &[usize], dtype, lane| normal(shape, dtype, seed, lane);
         let data = self.data(seed, draw)?;
         Ok(Box::new(DecodeOperands::new(self.mask().into(), data, false, stream)?))
-    }
-}
-
-/// Every combination of the lists is a case, except that `most_keys` leaves out those with more
-/// keys in the batch.
-#[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct DecodeGrid {
-    batch: Vec<usize>,
-    seqlen_q: Option<Vec<usize>>,
-    seqlen_kv: Vec<usize>,
-    most_keys: Option<usize>,
-    num_heads_q: usize,
-    num_heads_kv: Option<usize>,
-    head_dim: usize,
-    head_dim_v: Option<usize>,
-    page_size: Option<Vec<usize>>,
-    chosen: Option<usize>,
-    fill: Option<Vec<Fill>>,
-    window: Option<usize>,
-    dtype: Vec<DType>,
-    kv_dtype: Option<DType>,
-    /// Which competitors the cases are measured with.
-    #[serde(default)]
-    pub peers: GridPeers,
-}
-
-impl DecodeGrid {
-    /// The cases.
-    ///
-    /// # Errors
-    /// One line that says which field is wrong.
-    pub fn expand(&self) -> Result<Vec<Case>, String> {
-        let Self { num_heads_q, chosen, window, kv_dtype, .. } = *self;
-        let head_dims = head_dims(self.head_dim, self.head_dim_v);
-        let num_heads_kv = heads_kv(num_heads_q, self.num_heads_kv)?;
-        let sizes = self.page_size.as_ref();
-        let page_sizes =
-            sizes.map_or(vec![None], |sizes| sizes.iter().copied().map(Some).collect());
-        let (fills, queries) = (self.fill.as_deref(), self.seqlen_q.as_deref());
-        let (fills, queries) = (fills.unwrap_or(&[Fill::Full]), queries.unwrap_or(&[1]));
-        let mut cases = Vec::new();
-        each!(dtype in self.dtype, page_size in page_sizes, fill in fills, seqlen_q in queries,
-            seqlen_kv in self.seqlen_kv, batch in self.batch => {
-            let shape = DecodeShape { batch, seqlen_q, seqlen_kv, num_heads_q, num_heads_kv,
-                head_dims, page_size, chosen, fill, window, dtype, kv_dtype };
-            shape.check()?;
-            if self.most_keys.is_none_or(|most| batch.saturating_mul(seqlen_kv) <= most) {
-                cases.push(shape.into());
-            }
-        });
-        Ok(cases)
     }
 }

@@ -24,6 +24,36 @@ pub(super) fn shuffled(pages: usize, seed: u64) -> Vec<i32> {
     table
 }
 
+/// The values of a cache.
+#[derive(Clone, Copy, Debug)]
+pub enum CacheValues<T> {
+    /// A tensor of their own.
+    Own(T),
+    /// This many first columns of the keys.
+    FirstColumns(usize),
+}
+
+impl<T> CacheValues<T> {
+    /// The same with what `make` turns their tensor into.
+    pub(super) fn try_map<U, E>(
+        self,
+        make: impl FnOnce(T) -> Result<U, E>,
+    ) -> Result<CacheValues<U>, E> {
+        Ok(match self {
+            Self::Own(tensor) => CacheValues::Own(make(tensor)?),
+            Self::FirstColumns(columns) => CacheValues::FirstColumns(columns),
+        })
+    }
+
+    /// The same with a borrowed tensor.
+    pub(super) fn as_ref(&self) -> CacheValues<&T> {
+        match self {
+            Self::Own(tensor) => CacheValues::Own(tensor),
+            &Self::FirstColumns(columns) => CacheValues::FirstColumns(columns),
+        }
+    }
+}
+
 /// The data of one call, in host memory.
 #[derive(Debug)]
 pub struct DecodeData {
@@ -32,7 +62,7 @@ pub struct DecodeData {
     /// Keys `[pages, page_size, heads_kv, head_dim]`; without a table, a page is a sequence.
     pub k: Array,
     /// Shape of `k` but for the last size.
-    pub v: Array,
+    pub v: CacheValues<Array>,
     /// Scales of keys and of values if they are codes, f32 `[1]` or `[batch, heads_kv]`.
     pub scales: [Option<Array>; 2],
     /// Pages of the cache: more than `k` and `v` have if theirs are repeated.

@@ -1,14 +1,14 @@
 //! One call of attention to a cache with its data: what is computed, from what, on which device,
 //! and whether the result is right. Suites and the command share it.
 
-use super::decode_data::{DecodeData, shuffled};
+use super::decode_data::{CacheValues, DecodeData, shuffled};
 use super::decode_pages::{PageSelection, Pages, SelectionCheck};
 use super::decode_rows::Rows;
 use super::operands::{
     Operands, Placed, Progress, TensorInfo, downloaded, launched, rotation_bytes,
 };
 use super::scores;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::io::Array;
 use crate::memory::count;
 use blockflash_ops::{
@@ -62,12 +62,13 @@ struct Inputs {
     scores: Scores<Placed>,
     q: Placed,
     /// Keys and values, and how many pages they have, of which the host may have fewer.
-    cache: [Placed; 2],
+    k: Placed,
+    v: CacheValues<Placed>,
     pages: usize,
     /// Scales of keys and of values.
     scales: [Option<Placed>; 2],
     /// Further copies of keys and values.
-    copies: Vec<[Tensor; 2]>,
+    copies: Vec<(Tensor, CacheValues<Tensor>)>,
     /// Block tables of a cache in pages: more than one if pages are chosen, so that the chosen ones
     /// are stored elsewhere.
     block_tables: Vec<Tensor>,
@@ -89,7 +90,8 @@ impl Inputs {
         Ok(Self {
             scores: scores.try_map(|_, array| place(array))?,
             q: place(q)?,
-            cache: [cache(k)?, cache(v)?],
+            k: cache(k)?,
+            v: v.try_map(cache)?,
             pages,
             scales: [k_scale.map(place).transpose()?, v_scale.map(place).transpose()?],
             copies: Vec::new(),
@@ -111,9 +113,16 @@ impl Inputs {
 
     /// What the launch with this number reads.
     fn cache(&self, launch: usize) -> Result<KvCache<'_>> {
-        let [k, v] = match (launch % (1 + self.copies.len())).checked_sub(1) {
-            None => [self.cache[0].view()?, self.cache[1].view()?],
-            Some(copy) => self.copies[copy].each_ref().map(Tensor::view),
+        let (k, v) = match (launch % (1 + self.copies.len())).checked_sub(1) {
+            None => (self.k.view()?, self.v.as_ref().try_map(Placed::view)?),
+            Some(copy) => {
+                let (k, v) = &self.copies[copy];
+                (k.view(), v.as_ref().try_map(|v| Ok::<_, Error>(v.view()))?)
+            }
+        };
+        let cache = match v {
+            CacheValues::Own(v) => KvCache::new(k, v),
+            CacheValues::FirstColumns(columns) => KvCache::latent(k, columns)?,
         };
         let block_table = self.block_tables.get(launch % self.block_tables.len().max(1));
         let seqused_kv = self.lengths.as_ref().map(Placed::view).transpose()?;
@@ -121,7 +130,7 @@ impl Inputs {
         let [k_scale, v_scale] =
             self.scales.each_ref().map(|scale| scale.as_ref().map(Placed::view).transpose());
         let (k_scale, v_scale) = (k_scale?, v_scale?);
-        Ok(KvCache { block_table, seqused_kv, k_scale, v_scale, ..KvCache::new(k, v) })
+        Ok(KvCache { block_table, seqused_kv, k_scale, v_scale, ..cache })
     }
 
     /// Queries and cache of the launch with this number.
@@ -196,12 +205,16 @@ impl DecodeOperands {
 
 impl Operands for DecodeOperands {
     fn inputs(&self) -> Vec<TensorInfo> {
-        let Inputs { q, cache: [k, v], pages, .. } = &self.inputs;
+        let Inputs { q, k, v, pages, .. } = &self.inputs;
         let cache = |name, cache: &Placed| {
             let host = cache.host();
             (name, [&[*pages], &host.shape()[1..]].concat(), host.dtype())
         };
-        vec![q.info("q"), cache("k", k), cache("v", v)]
+        let mut inputs = vec![q.info("q"), cache("k", k)];
+        if let CacheValues::Own(v) = v {
+            inputs.push(cache("v", v));
+        }
+        inputs
     }
 
     fn details(&mut self) -> Result<Vec<(&'static str, String)>> {
@@ -243,8 +256,9 @@ impl Operands for DecodeOperands {
         let attention = self.problem(None)?.attention;
         let inputs = &mut self.inputs;
         let most = |bytes: usize| rotation_bytes(stream).div_ceil(bytes.max(1)).min(MAX_COPIES);
-        let k = inputs.cache[0].host();
-        let of_a_key = 2 * k.shape()[2..].iter().product::<usize>() * k.dtype().size();
+        let k = inputs.k.host();
+        let tensors = if matches!(inputs.v, CacheValues::Own(_)) { 2 } else { 1 };
+        let of_a_key = tensors * k.shape()[2..].iter().product::<usize>() * k.dtype().size();
         let (queries, mask) = (attention.seqlen_q, attention.scores.mask);
         let seen = |&keys: &usize| {
             let [first, last] = [0, queries - 1].map(|query| mask.visible(query, queries, keys));
@@ -262,8 +276,8 @@ impl Operands for DecodeOperands {
             }
         }
         for _ in 1..if given { all } else { visited } {
-            let [k, v] = &inputs.cache;
-            inputs.copies.push([k.copy(stream)?, v.copy(stream)?]);
+            let v = inputs.v.as_ref().try_map(|v| v.copy(stream))?;
+            inputs.copies.push((inputs.k.copy(stream)?, v));
         }
         Ok(())
     }
@@ -279,15 +293,19 @@ impl Operands for DecodeOperands {
         seed: u64,
         progress: Progress<'_>,
     ) -> Result<Vec<Comparison>> {
-        let (Inputs { scores, q, cache: [k, v], scales: scales_of, .. }, slots) =
+        let (Inputs { scores, q, k, v, scales: scales_of, .. }, slots) =
             (&self.inputs, &self.slots);
         let problem = self.problem(None)?;
         let queries = vec![problem.attention.seqlen_q; self.counts.len()];
         let (of_q, counts) = (q.host().dtype(), &self.counts[..]);
-        let [k, v] = [(k, &scales_of[0]), (v, &scales_of[1])].map(|(cache, scale)| {
-            let rows = Rows::of_cache(cache.host(), slots);
-            let code = cache.host().dtype().is_code();
-            if code { rows.of_codes(of_q, scale.as_ref().map(Placed::host), counts) } else { rows }
+        let v = match v {
+            CacheValues::Own(v) => Rows::of_cache(v.host(), slots),
+            &CacheValues::FirstColumns(columns) => Rows::of_cache(k.host(), slots).columns(columns),
+        };
+        let [k, v] = [(Rows::of_cache(k.host(), slots), 0), (v, 1)].map(|(rows, at)| {
+            let scale = scales_of[at].as_ref().map(Placed::host);
+            let code = problem.cache.dtype.is_code();
+            if code { rows.of_codes(of_q, scale, counts) } else { rows }
         });
         let (results, check) = match results {
             [results @ .., lists, summaries] if self.pages.selection().is_some() => {

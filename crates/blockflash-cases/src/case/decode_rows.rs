@@ -10,6 +10,8 @@ use std::ops::Range;
 pub(super) struct Rows<'a> {
     array: &'a Array,
     shape: [usize; 3],
+    /// Elements from one head to the next.
+    stored: usize,
     /// Where each row is stored; `None`: all of them in their order.
     slots: Option<&'a [usize]>,
     codes: Option<Codes>,
@@ -36,6 +38,12 @@ impl<'a> Rows<'a> {
         Self::new(array, slots.len(), Some(slots))
     }
 
+    /// The first columns of the same rows.
+    pub(super) fn columns(self, columns: usize) -> Self {
+        let [rows, heads, head_dim] = self.shape;
+        Self { shape: [rows, heads, columns.min(head_dim)], ..self }
+    }
+
     /// The same rows, of codes of sequences that have `counts` rows, times their scales, `[1]` or
     /// `[batch, heads]`.
     pub(super) fn of_codes(self, dtype: DType, scales: Option<&Array>, counts: &[usize]) -> Self {
@@ -58,7 +66,7 @@ impl<'a> Rows<'a> {
             [_, _, heads, head_dim] => [rows, heads, head_dim],
             _ => [0; 3],
         };
-        Self { array, shape, slots, codes: None }
+        Self { array, shape, stored: shape[2], slots, codes: None }
     }
 }
 
@@ -81,8 +89,11 @@ impl Elements for Rows<'_> {
         let mut values = Vec::with_capacity(end - start);
         while start < end {
             let (row, column) = (start / width, start % width);
-            let count = (width - column).min(end - start);
-            let at = slots[row] * width + column;
+            let (head, in_head) = (column / head_dim, column % head_dim);
+            // Rows without gaps are read as a whole.
+            let whole = if head_dim == self.stored { width - column } else { head_dim - in_head };
+            let count = whole.min(end - start);
+            let at = (slots[row] * heads + head) * self.stored + in_head;
             let found = self.array.to_f32(at..at + count).into_iter();
             match &self.codes {
                 None => values.extend(found),
@@ -112,6 +123,9 @@ mod tests {
         assert_eq!(rows.to_f32(2..6), [18.0, 19.0, 0.0, 1.0]);
         assert_eq!(rows.to_f32(8..12), [20.0, 21.0, 22.0, 23.0]);
         assert!(rows.to_f32(8..13).is_empty());
+        let first = Rows::of_cache(&array, &slots).columns(1);
+        assert_eq!((first.shape(), first.len()), (&[3, 2, 1][..], 6));
+        assert_eq!(first.to_f32(1..5), [18.0, 0.0, 2.0, 20.0]);
         assert_eq!(Rows::of_queries(&array).shape(), [6, 2, 2]);
         // Sequences of two rows and one, with two heads.
         let scales = Array::new(&[2, 2], vec![2f32, 3.0, 5.0, 7.0]).unwrap();

@@ -83,6 +83,7 @@ const DECODE: DecodeShape = DecodeShape {
     chosen: None,
     fill: Fill::Power,
     window: Some(20),
+    latent: false,
     dtype: DType::BF16,
     kv_dtype: None,
 };

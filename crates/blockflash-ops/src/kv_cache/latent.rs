@@ -43,7 +43,7 @@ impl<'a> KvCache<'a> {
     /// heads have 576 elements, outputs 512.
     ///
     /// ```
-    /// # use blockflash_ops::{AttentionDecode, DType, Device, KvCache, Mask, Tensor};
+    /// # use blockflash_ops::{AttentionDecode, DType, Device, KvCache, Mask, Scores, Tensor};
     /// # let stream = Device::cpu().stream()?;
     /// // 8 pages of 64 slots; two sequences of 100 and 7 keys, 16 heads of queries.
     /// let rows = Tensor::zeros(&stream, DType::BF16, &[8, 64, 1, 576])?;
@@ -55,8 +55,9 @@ impl<'a> KvCache<'a> {
     ///     seqused_kv: Some(seqused_kv.view()),
     ///     ..KvCache::latent(rows.view(), 512)?
     /// };
-    /// // The scale of the model, which is not that of 576 elements.
-    /// let scores = Mask::Full.scaled((128f32 + 64.0).sqrt().recip());
+    /// // The scale of the model, of keys with 128 + 64 elements.
+    /// let softmax_scale = Some(192f32.sqrt().recip());
+    /// let scores = Scores { softmax_scale, ..Mask::causal().into() };
     /// let decode = AttentionDecode { scores, ..AttentionDecode::new(q.view()) };
     /// assert_eq!(decode.forward(cache, &stream)?.o.shape(), [2, 1, 16, 512]);
     /// # Ok::<(), blockflash_ops::Error>(())

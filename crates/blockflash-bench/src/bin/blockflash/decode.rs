@@ -5,7 +5,7 @@ use crate::failure::{Result, bail, ensure};
 use crate::operand::{Source, StandIn, common_dtype, load_each, random};
 use crate::qkv_args::{o_bytes, with_tensors};
 use crate::run::Run;
-use blockflash_bench::case::{Chosen, DecodeData, DecodeOperands, DecodeShape, Fill};
+use blockflash_bench::case::{CacheValues, Chosen, DecodeData, DecodeOperands, DecodeShape, Fill};
 use blockflash_bench::io::Stored;
 use blockflash_bench::memory;
 use blockflash_ops::{AttentionDecode, DType, HeadDims, KvCache, Mask, Scores};
@@ -69,9 +69,14 @@ fn drawn(
     let places = memory::size(&[&k[..2]], size_of::<usize>());
     let kv_dtype = args.kv_dtype.map(DType::from);
     let of_kv = kv_dtype.unwrap_or(dtype);
+    let cache: &[&[usize]] = if args.latent { &[&k] } else { &[&k, &v] };
     let tensors =
-        memory::size(&[&q, &o], dtype.size()).saturating_add(memory::size(&[&k, &v], of_kv.size()));
+        memory::size(&[&q, &o], dtype.size()).saturating_add(memory::size(cache, of_kv.size()));
     memory::ensure("q, k, v and o", tensors.saturating_add(places))?;
+    ensure!(
+        !args.latent || head_dims.v <= head_dim && kv_dtype.is_none(),
+        "--latent takes values of at most {head_dim} elements, the --v-head-dim, and no --kv-dtype"
+    );
     refuse(scores, [dtype, of_kv], [&q, &k, &v], args.page_size.map(|_| [batch, pages]))?;
     ensure!(i32::try_from(all).is_ok(), "there are too many pages");
     let shape = DecodeShape {
@@ -85,6 +90,7 @@ fn drawn(
         chosen: None,
         fill: Fill::Full,
         window: None,
+        latent: args.latent,
         dtype,
         kv_dtype,
     };
@@ -96,8 +102,11 @@ fn read(args: &Args, scores: Scores<&Path>) -> Result<DecodeData> {
     // clap does not enforce `requires` where what is required conflicts with another option that is
     // given.
     ensure!(
-        !args.qkv.has_sizes() && args.seqlen_kv.is_none() && args.page_size.is_none(),
-        "--kv-heads, --v-head-dim, --seqlen-kv and --page-size only apply to --random"
+        !args.qkv.has_sizes()
+            && !args.latent
+            && args.seqlen_kv.is_none()
+            && args.page_size.is_none(),
+        "--kv-heads, --v-head-dim, --latent, --seqlen-kv and --page-size only apply to --random"
     );
     let sources = args.qkv.sources("BxQxHxD")?;
     let kv_dtype = args.kv_dtype.map(DType::from).or_else(|| codes(&sources));
@@ -120,6 +129,7 @@ fn read(args: &Args, scores: Scores<&Path>) -> Result<DecodeData> {
     };
     let (seqused_kv, chosen, seed) = (None, Chosen::All, args.common.seed);
     let scales = [None, None];
+    let v = CacheValues::Own(v);
     Ok(DecodeData { q, k, v, scales, pages, block_table, seqused_kv, chosen, seed })
 }
 

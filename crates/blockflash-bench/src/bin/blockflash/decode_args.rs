@@ -17,6 +17,8 @@ Examples:
   blockflash attention-decode --q q.npy --k pages_k.npy --v pages_v.npy --block-table table.npy \\
       --seqused-kv lengths.npy --window 1024,0 --out o.npy --lse lse.npy
   blockflash attention-decode --random 8x1x32x128 --kv-heads 8 --kv-dtype e4m3 --check
+  blockflash attention-decode --random 8x1x16x576 --kv-heads 1 --v-head-dim 512 --latent \
+      --seqlen-kv 8192 --page-size 64 --dtype bf16 --check
   blockflash attention-decode --random 1x1x32x128 --kv-heads 8 --seqlen-kv 32768 --page-size 64 \\
       --select-pages 64 --check
 
@@ -43,6 +45,10 @@ pub struct Args {
     /// Divide a random cache into pages of this many keys, in a random order
     #[arg(long, value_name = "N")]
     pub page_size: Option<usize>,
+    /// Take the first columns of random keys for the values, `--v-head-dim` of them: the latent
+    /// rows of MLA
+    #[arg(long)]
+    pub latent: bool,
     /// Element type of the cache, whose elements are multiplied with scales [default: the type of
     /// the files if they are of 8 bits, else the same as of q]
     #[arg(long, value_name = "e4m3|e5m2|i8")]

@@ -207,6 +207,7 @@ fn decode(models: &Models, dice: &mut Dice) -> DecodeShape {
         chosen: None,
         fill,
         window,
+        latent: false,
         dtype: dice.pick(&DTYPES),
         kv_dtype: None,
     }
