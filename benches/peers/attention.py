@@ -139,6 +139,10 @@ class SdpaFlash(Sdpa):
 
     backend = SDPBackend.FLASH_ATTENTION
 
+    def __init__(self, inputs, options):
+        inputs.one_head_dim()
+        super().__init__(inputs, options)
+
 
 class SdpaCudnn(Sdpa):
     backend = SDPBackend.CUDNN_ATTENTION

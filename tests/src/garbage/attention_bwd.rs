@@ -50,7 +50,12 @@ impl Sizes {
             types: tile.types,
             heads_q,
             heads_kv,
-            head_dims: dims_of(turn.number, &dims_of_tile(tile.head_dims.min()), random),
+            head_dims: dims_of(
+                turn.number,
+                tile.head_dims,
+                &dims_of_tile(tile.head_dims.min()),
+                random,
+            ),
             blocks: [one_of(&[64, 128], random), one_of(&[64, 128], random)],
             mask_heads: one_of(&[1, heads_kv, heads_q], random),
             softcap: random

@@ -65,11 +65,20 @@ impl Options<'_> {
 }
 
 /// One of the head dimensions for which a tile is the narrowest. In a third of the cases v has
-/// another one, or q and k.
-pub(super) fn dims_of(number: usize, widths: &[usize], random: &mut StdRng) -> HeadDims {
+/// another one, or q and k; always where those of the tile differ.
+pub(super) fn dims_of(
+    number: usize,
+    tile: HeadDims,
+    widths: &[usize],
+    random: &mut StdRng,
+) -> HeadDims {
     let wide = one_of(widths, random);
     // Of its own, so that the other sizes of a case stay what they are with equal dimensions.
     let mut random = rng(!(number as u64));
+    if tile.qk > tile.v {
+        let qk = 8 * random.random_range(tile.v / 8 + 1..=tile.qk / 8);
+        return HeadDims { qk, v: 8 * random.random_range(1..=tile.v / 8) };
+    }
     let other = 8 * random.random_range(1..=(wide / 8).max(1));
     match random.random_range(0..6) {
         0 => HeadDims { qk: wide, v: other },
@@ -96,7 +105,12 @@ impl Sizes {
             heads_q,
             heads_kv,
             head_dims: {
-                let dims = dims_of(turn.number, &dims_of_tile(tile.head_dims.min()), random);
+                let dims = dims_of(
+                    turn.number,
+                    tile.head_dims,
+                    &dims_of_tile(tile.head_dims.min()),
+                    random,
+                );
                 // Codes are read 16 at a time.
                 let whole =
                     |d: usize| if tile.types.q.is_code() { d.next_multiple_of(16) } else { d };

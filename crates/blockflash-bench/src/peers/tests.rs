@@ -120,7 +120,7 @@ fn the_real_server_speaks_the_protocol() {
     // The two modes of one competitor compute the backward pass with and without a block mask.
     let here: BTreeSet<_> = ops.iter().flat_map(|op| peers.of(op)).collect();
     let nobody = absent.iter().any(|(names, _)| names == &[EVERYTHING]);
-    assert!(nobody || counted + here.len() == 25, "{absent:?} {here:?}");
+    assert!(nobody || counted + here.len() == 26, "{absent:?} {here:?}");
     let references = ["torch_matmul_dense", "torch_matmul_random"];
     assert!(nobody || references.iter().all(|reference| peers.is_reference(reference)));
     assert!(!peers.is_reference("torch_triton_bsr"));
@@ -136,4 +136,8 @@ fn a_case_carries_its_shape_and_packed_sequences_never_become_a_dense_case() {
     assert_eq!(refusal("bwd_varlen9+4_h2_d16_full_bf16"), "dense batches only");
     let packed = serde_json::to_value(of("varlen9+4_h2_d16_full_bf16").unwrap()).unwrap();
     assert_eq!((&packed["op"], &packed["lengths"]), (&json!("attention_packed"), &json!([9, 4])));
+    let unequal = serde_json::to_value(of("bwd_b1_s8_h1_d24v16_full_bf16").unwrap()).unwrap();
+    assert_eq!([&unequal["head_dim"], &unequal["head_dim_v"]], [&json!(24), &json!(16)]);
+    assert!(value.get("head_dim_v").is_none());
+    assert_eq!(refusal("varlen9+4_h2_d24v16_full_bf16"), "one head_dim only");
 }
