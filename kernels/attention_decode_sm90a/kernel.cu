@@ -5,7 +5,8 @@
 // two CTAs share an SM, so the steps of a tile need not overlap.
 #include "blockflash/pipeline.cuh"
 #include "blockflash/ptx/launch.cuh"
-#include "finish.cuh"
+#include "blockflash/decode/run_ending.cuh"
+#include "output.cuh"
 
 namespace blockflash {
 namespace {
@@ -144,7 +145,7 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_decode_runs_param
       if (k >= kInner) slot.combine(p, rows, sums);
       if (item.runs > 1) {
         slot.store(p, rows, sums);
-        combine_runs(params, item, shared.arrivals, shared.ending, one_each);
+        combine_runs(params, item, shared.arrivals, shared.ending, one_each || params.run == 1);
       } else {
         store_results(p, item, sums);
       }

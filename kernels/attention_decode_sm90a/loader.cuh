@@ -2,10 +2,10 @@
 // 128 bytes, the layout of WGMMA's 128-byte swizzle.
 #pragma once
 
+#include "blockflash/decode/runs.cuh"
 #include "blockflash/ptx/cp_async.cuh"
 #include "blockflash/ptx/eviction.cuh"
 #include "blockflash/ptx/opaque.cuh"
-#include "runs.cuh"
 
 namespace blockflash {
 namespace {

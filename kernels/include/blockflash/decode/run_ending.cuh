@@ -2,7 +2,7 @@
 #pragma once
 
 #include "blockflash/decode/arrivals.cuh"
-#include "output.cuh"
+#include "blockflash/decode/run_results.cuh"
 
 namespace blockflash {
 namespace {
@@ -50,13 +50,14 @@ __device__ __forceinline__ uint32_t left_shares(const Arrivals& arrivals, const 
   return __ballot_sync(~0u, mine);
 }
 
-// Ends an item, whose sums are stored, with all threads.
+// Ends an item, whose sums are stored, with all threads. Whether runs are computed side by side, so
+// that others of the row tile end soon, is up to the caller.
 __device__ __forceinline__ void combine_runs(const Params& params, const DecodeRun& item,
                                              const Arrivals& arrivals, Ending& ending,
-                                             bool one_each) {
+                                             bool side_by_side) {
   const blockflash_attention_decode_params& p = params.base;
   // Runs that are computed side by side are one group.
-  const bool helped = (one_each || params.run == 1) && item.runs <= kMostShares;
+  const bool helped = side_by_side && item.runs <= kMostShares;
   const bool are_splits = params.run == 1;
   const int of_group = helped ? kMostShares : are_splits ? kGroup : kInner;
   const int groups = ceil_div(item.runs, of_group);
@@ -65,9 +66,9 @@ __device__ __forceinline__ void combine_runs(const Params& params, const DecodeR
               min(item.runs - group * of_group, of_group), are_splits};
   const int rows = rows_of(p, item), parts = helped ? slots.count : 1;
   bool is_top = groups == 1;
-  __syncthreads();  // all have stored
+  Team::sync();  // all have stored
   if (threadIdx.x == 0) arrive(arrivals, slots, own, helped, ending);
-  __syncthreads();
+  Team::sync();
   const bool last = ending.last;
   uint32_t shares = ending.shares;
   bool requested = !helped || !last;
@@ -83,15 +84,15 @@ __device__ __forceinline__ void combine_runs(const Params& params, const DecodeR
         const uint32_t left = left_shares(arrivals, slots, own);
         if (threadIdx.x == 0) ending.left = left;
       }
-      __syncthreads();
+      Team::sync();
       shares = ending.left;
       continue;
     }
-    __syncthreads();
+    Team::sync();
     // With several groups there is a run 1, whose word counts for no group.
     if (threadIdx.x == 0)
       ending.is_last = arrivals.are_complete_with_this(item.slot + item.slot_step, groups);
-    __syncthreads();
+    Team::sync();
     if (!ending.is_last) return;
     slots = {item.slot, slots.step * of_group, groups, false};
     is_top = true, shares = 1;

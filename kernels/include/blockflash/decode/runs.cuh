@@ -95,11 +95,18 @@ struct RunWalk {
   int before = 0;          // items of the sequences before it
   int fewest_keys = -1;    // of a split; -1: not chosen yet
 
-  // Writes item `number` to `item` and returns true, or returns false behind the last one.
+  // Before the first item.
+  __device__ __forceinline__ void choose(const Params& params, int lane) {
+    fewest_keys = params.even_ctas > 0 ? even_chunk(params, lane) : 0;
+  }
+
+  // Writes item `number` to `item` and returns true, or returns false behind the last one. With
+  // `has_chosen` somebody has called `choose`, which takes registers.
+  template <bool has_chosen = false>
   __device__ __forceinline__ bool find(const Params& params, int number, DecodeRun& item,
                                        int lane) {
     const blockflash_attention_decode_params& p = params.base;
-    if (fewest_keys < 0) fewest_keys = params.even_ctas > 0 ? even_chunk(params, lane) : 0;
+    if (!has_chosen && fewest_keys < 0) choose(params, lane);
     DecodeSequence s;
     int sequence, first, slot_step, runs, owner;
     while (true) {

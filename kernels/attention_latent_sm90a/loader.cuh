@@ -1,0 +1,86 @@
+// What one warp does for all: it finds items, and loads their keys.
+#pragma once
+
+#include "blockflash/ptx/global.cuh"
+#include "blockflash/ptx/tensor_copy.cuh"
+#include "layout.cuh"
+
+namespace blockflash {
+namespace {
+
+// Finds items with the lanes of a warp, since lengths that change meanwhile could make warps
+// disagree about how often they meet at a barrier.
+__device__ __forceinline__ void find_items(const Params& params, Shared& shared,
+                                           const Barriers& barriers, RunWalk& walk) {
+  const blockflash_attention_decode_params& p = params.base;
+  const int lane = threadIdx.x % kWarpSize;
+  const bool one_each = gridDim.x >= static_cast<unsigned>(p.items);
+  int number = blockIdx.x;
+#pragma unroll 1
+  for (int n = 0;; ++n) {
+    wait_empty<2>(barriers.item_empty, n);
+    const bool found = number >= 0 && walk.find<true>(params, number, shared.items[n % 2], lane);
+    // What the owner of the item knows of the walk counts for all.
+    int next = -1;
+    if (found && !one_each && lane == 0)
+      next = static_cast<int>(gridDim.x + atomicAdd(p.tile_counter, 1));
+    if (!found && lane == 0) {
+      shared.items[n % 2].sequence = -1;
+      // The last CTA that gets none leaves the counter as it was.
+      if (!one_each &&
+          ptx::atomic_inc_acq_rel(p.tile_counter + 1, gridDim.x - 1) == gridDim.x - 1)
+        p.tile_counter[0] = 0;
+    }
+    __syncwarp();
+    if (lane == 0) ptx::mbarrier_arrive(barrier_of(barriers.item_full, n % 2));
+    if (!found) return;
+    number = __shfl_sync(~0u, next, 0);
+  }
+}
+
+// Loads the tiles of all items with the lanes of a warp, each of which has some of the boxes.
+__device__ __forceinline__ void load_tiles(const blockflash_attention_latent_params& params,
+                                           Shared& shared, const Barriers& barriers,
+                                           uint32_t smem) {
+  const blockflash_kv_cache& cache = params.runs.base.cache;
+  const int lane = threadIdx.x % kWarpSize;
+  const int boxes_log2 = 31 - __clz(kKeys / params.box_rows);  // of a panel
+  const int last_column = small_quotient(cache.capacity - 1, cache.page_size);
+  int tile = 0;  // of all items
+#pragma unroll 1
+  for (int n = 0;; ++n) {
+    wait_full<2>(barriers.item_full, n);
+    const DecodeRun& item = shared.items[n % 2];
+    const int sequence = item.sequence, head = item.head_kv;
+    const Tiles tiles(item);
+    __syncwarp();  // all have read the item
+    if (sequence < 0) return;
+    if (lane == 0) ptx::mbarrier_arrive(barrier_of(barriers.item_empty, n % 2));
+#pragma unroll 1
+    for (int t = 0; t < 2 * tiles.pairs; ++t, ++tile) {
+      const int stage = tile % 2;
+      const uint32_t full = barrier_of(barriers.full, stage);
+#pragma unroll 1
+      for (int part = 0; part < 2; ++part) {
+        ptx::mbarrier_wait(barrier_of(barriers.empty, 2 * stage + part), (tile / 2 & 1) ^ 1);
+        if (part == 0 && lane == 0) ptx::mbarrier_arrive_expect_tx(full, kTileBytes);
+        __syncwarp();
+#pragma unroll 1
+        for (int at = lane; at < kPanels << boxes_log2; at += kWarpSize) {
+          const int panel = at >> boxes_log2;
+          if (part_of(panel, stage) != part) continue;
+          const int row = (at - (panel << boxes_log2)) * params.box_rows;
+          const int key = tiles.first_key + t * kKeys + row;
+          const int column = min(small_quotient(key, cache.page_size), last_column);
+          const int slot = min(key - column * cache.page_size, cache.page_size - 1);
+          ptx::tensor_copy_4d(smem + stage * kTileBytes + panel * kPanelBytes + row * 128,
+                              &params.keys, panel * 64, slot, head,
+                              page_of_column(cache, sequence, column), full);
+        }
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace blockflash

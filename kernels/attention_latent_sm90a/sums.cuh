@@ -1,0 +1,357 @@
+// What a consumer warpgroup does with the tiles of an item: the scores of every second tile, and
+// its 256 columns of the sums over all of them.
+#pragma once
+
+#include <math_constants.h>
+
+#include "blockflash/attention/scores.cuh"
+#include "blockflash/attention/visible.cuh"
+#include "blockflash/decode/tail_mask.cuh"
+#include "blockflash/mma/element.cuh"
+#include "blockflash/mma/fragment.cuh"
+#include "blockflash/ptx/barrier_vote.cuh"
+#include "blockflash/ptx/shared.cuh"
+#include "blockflash/ptx/stmatrix.cuh"
+#include "blockflash/ptx/wgmma.cuh"
+#include "layout.cuh"
+
+namespace blockflash {
+namespace {
+
+using Traits = ElementTraits<Element>;
+using ScoresProduct = ptx::Wgmma<kKeys, Element>;
+using ValuesProduct = ptx::Wgmma<256, Element>;
+
+// How far a score may exceed the reference of its row, in powers of two.
+constexpr float kAhead = 4.f;
+
+// Of the 16 rows of a warp, a lane holds rows g and g + 8 (g = lane / 4): columns 8 j +
+// 2 (lane % 4) + e of its warpgroup in o[4 j + 2 half + e]. Each warpgroup has code of its own, since
+// WGMMAs across a branch would be serialised.
+template <int warpgroup>
+struct Sums {
+  const Params& params;
+  Shared& shared;
+  const Barriers& barriers;
+  const uint32_t smem;
+  float o[128];
+  float reference[2], denominator[2];  // of this warpgroup's tiles
+
+  __device__ __forceinline__ int first_row() const {
+    return threadIdx.x / kWarpSize % 4 * 16 + accumulator_row(threadIdx.x % kWarpSize, 0);
+  }
+  __device__ __forceinline__ bool is_first_of_row() const { return threadIdx.x % 4 == 0; }
+  // Of a stage, the values of this warpgroup.
+  __device__ __forceinline__ uint32_t values_at(int stage) const {
+    return smem + stage * kTileBytes + warpgroup * (kValuePanels / 2 * kPanelBytes);
+  }
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int i = 0; i < 128; ++i) o[i] = 0.f;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) reference[half] = kNoReference, denominator[half] = 0.f;
+  }
+
+  __device__ __forceinline__ void release(int stage) const {
+    if (threadIdx.x % kWarpSize == 0)
+      ptx::mbarrier_arrive(barrier_of(barriers.empty, 2 * stage + warpgroup));
+  }
+
+  __device__ __forceinline__ void start_scores(float (&s)[kKeys / 2], int stage) const {
+    const uint64_t q = ptx::wgmma_descriptor(__shfl_sync(~0u, smem + kQOffset, 0)),
+                   k = ptx::wgmma_descriptor(__shfl_sync(~0u, smem + stage * kTileBytes, 0));
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int d = 0; d < kPanels * 4; ++d) {
+      const uint64_t step = (d / 4 * kPanelBytes + d % 4 * 32) >> 4;
+      if (d == 0)
+        ScoresProduct::template ss<false>(s, q + step, k + step);
+      else
+        ScoresProduct::template ss<true>(s, q + step, k + step);
+    }
+    ptx::wgmma_commit_group();
+  }
+
+  // With the probabilities that this warpgroup has computed, or with those of the other one.
+  __device__ __forceinline__ void start_values(const uint32_t (&probabilities)[kKeys / 4],
+                                               int stage) {
+    const uint64_t v =
+        ptx::wgmma_descriptor_mn(__shfl_sync(~0u, values_at(stage), 0), kPanelBytes, 1024);
+    ptx::wgmma_pin(o);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < kKeys / 16; ++step)
+      ValuesProduct::template rs<true, true>(o, probabilities + 4 * step,
+                                             v + step * (16 * 128 >> 4));
+    ptx::wgmma_commit_group();
+  }
+  __device__ __forceinline__ void start_values(int stage) {
+    const uint64_t v =
+                       ptx::wgmma_descriptor_mn(__shfl_sync(~0u, values_at(stage), 0), kPanelBytes,
+                                                1024),
+                   p = ptx::wgmma_descriptor(__shfl_sync(~0u, smem + probabilities_at(stage), 0));
+    ptx::wgmma_pin(o);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < kKeys / 16; ++step)
+      ValuesProduct::template ss<true, true>(o, p + (step * 32 >> 4), v + step * (16 * 128 >> 4));
+    ptx::wgmma_commit_group();
+  }
+
+  // The keys of an item that all of its rows see, and that are its own.
+  static __device__ __forceinline__ bool is_masked(const DecodeRun& item, int first_key) {
+    return first_key < max(item.all.begin, item.keys.begin) ||
+           first_key + kKeys > min(item.all.end, item.keys.end);
+  }
+
+  // What a row of this lane sees.
+  struct VisibleRow {
+    KeyRange keys;  // of the item, relative to the first key of a tile
+    TailRow tail;
+
+    __device__ __forceinline__ VisibleRow(const Params& params, const DecodeRun& item, int row,
+                                          int first_key) {
+      const blockflash_attention_decode_params& p = params.base;
+      const int query = small_quotient(item.row_tile * kRows + row, p.group);
+      keys = DecodeSequence::mask(p, item.q_length, item.kv_length).keys_of(query);
+      keys.begin = max(keys.begin, item.keys.begin) - first_key;
+      keys.end = min(keys.end, item.keys.end) - first_key;
+      tail = TailRow::of(params.tail_mask, item, query);
+    }
+    __device__ __forceinline__ bool sees(int key, int first_key) const {
+      return key >= keys.begin && key < keys.end && tail.shows(first_key + key);
+    }
+  };
+
+  __device__ __forceinline__ void mask_scores(const DecodeRun& item, float (&s)[kKeys / 2],
+                                              int first_key) const {
+    const int column = accumulator_column(threadIdx.x % kWarpSize, 0);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const VisibleRow row(params, item, first_row() + 8 * half, first_key);
+      uint32_t visible = visible_keys(row.keys.begin - column, row.keys.end - column);
+      if (row.tail.first < first_key + kKeys)
+#pragma unroll
+        for (int i = 0; i < kKeys / 4; ++i)
+          if (!row.tail.shows(first_key + column + i / 2 * 8 + i % 2)) visible &= ~(1u << i);
+#pragma unroll
+      for (int i = 0; i < kKeys / 4; ++i)
+        if (!(visible >> i & 1)) s[i / 2 * 4 + 2 * half + i % 2] = -CUDART_INF_F;
+    }
+  }
+
+  // A NaN or infinity in a value reaches all rows of a product, also those whose probability for
+  // its key is 0. In tiles with a mask such values are therefore added here to the rows that see
+  // them, and then removed. Scores of the tile are complete.
+  __device__ __forceinline__ void clean_values(const DecodeRun& item, int first_key, int stage) {
+    if (!is_masked(item, first_key)) return;
+    constexpr int barrier = kWarpgroupBarrier + warpgroup;
+    const int thread = threadIdx.x % 128;
+    const uint32_t values = values_at(stage);
+    constexpr int kBytes = kValuePanels / 2 * kPanelBytes;
+    uint32_t sums = 0;
+#pragma unroll 1
+    for (int at = thread * 16; at < kBytes; at += 128 * 16) {
+      const int4 words = ptx::load_shared_int4(values + at);
+      for (int word : {words.x, words.y, words.z, words.w})
+        sums = Traits::zero_times_plus(word, sums);
+    }
+    if (!ptx::named_barrier_or(barrier, 128, sums != 0)) return;
+    const VisibleRow rows[2] = {{params, item, first_row(), first_key},
+                                {params, item, first_row() + 8, first_key}};
+    const int column = accumulator_column(threadIdx.x % kWarpSize, 0);
+#pragma unroll 1
+    for (int key = 0; key < kKeys; ++key) {
+      const bool sees[2] = {rows[0].sees(key, first_key), rows[1].sees(key, first_key)};
+#pragma unroll
+      for (int j = 0; j < 32; ++j) {
+        const uint32_t pair = ptx::load_shared(values + j / 8 * kPanelBytes + key * 128 +
+                                               ((j % 8 ^ key % 8) * 16) + column * 2);
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const uint16_t bits = static_cast<uint16_t>(pair >> (16 * e));
+          const float value = is_nonfinite<Element>(bits) ? Traits::to_float(bits) : 0.f;
+#pragma unroll
+          for (int half = 0; half < 2; ++half) o[4 * j + 2 * half + e] += sees[half] ? value : 0.f;
+        }
+      }
+    }
+    ptx::named_barrier_sync(barrier, 128);  // all have read the tile before it is changed
+#pragma unroll 1
+    for (int at = thread * 4; at < kBytes; at += 128 * 4) {
+      uint32_t pair = ptx::load_shared(values + at);
+      if (is_nonfinite<Element>(pair)) pair &= 0xFFFF0000;
+      if (is_nonfinite<Element>(pair >> 16)) pair &= 0xFFFF;
+      ptx::store_shared(values + at, pair);
+    }
+    ptx::fence_proxy_async();
+    ptx::named_barrier_sync(barrier, 128);
+  }
+
+  // Moves the references of rows whose largest score is ahead by more than kAhead, each row for
+  // itself. Sums are scaled later, by `rescale`. `subtract` takes the place of the reference in the
+  // exponents, where large scores are changed.
+  __device__ __forceinline__ void move_references(float (&s)[kKeys / 2], float (&subtract)[2]) {
+    const blockflash_scores& scores = params.base.scores;
+    float largest[2] = {s[0], s[2]};
+#pragma unroll
+    for (int i = 0; i < kKeys / 2; ++i) largest[i / 2 % 2] = fmaxf(largest[i / 2 % 2], s[i]);
+    bool grew = false;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      largest[half] *= scores.scale_log2;
+      subtract[half] = reference[half];
+      grew |= largest[half] > subtract[half] + kAhead || may_be_beyond_fused(subtract[half]);
+    }
+    if (!__any_sync(~0u, grew)) return;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float all = quad_max(largest[half]);
+      if (all > reference[half] + kAhead) reference[half] = all;
+      subtract[half] = reference[half];
+    }
+    if (!is_beyond_fused(reference[0]) && !is_beyond_fused(reference[1])) return;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if (!is_beyond_fused(reference[half])) continue;
+      subtract[half] = 0.f;
+#pragma unroll
+      for (int i = 0; i < kKeys / 2; ++i)
+        if (i / 2 % 2 == half)
+          s[i] = with_rounded_product(s[i], scores.scale_log2, scores.inverse_scale_log2,
+                                      reference[half], 0.f);
+    }
+  }
+
+  // From scores to probabilities, for this warpgroup and in shared memory for the other one, which
+  // also learns the references.
+  __device__ __forceinline__ void share_probabilities(const DecodeRun& item, float (&s)[kKeys / 2],
+                                                      uint32_t (&probabilities)[kKeys / 4],
+                                                      int first_key, int stage) {
+    const blockflash_scores& scores = params.base.scores;
+    cap_scores(s, scores);
+    if (is_masked(item, first_key)) mask_scores(item, s, first_key);
+    float subtract[2];
+    const float before[2] = {reference[0], reference[1]};
+    move_references(s, subtract);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      denominator[half] *= ptx::ex2_approx(before[half] - reference[half]);
+      float sum = 0.f;
+#pragma unroll
+      for (int j = 0; j < kKeys / 8; ++j) {
+        float x[2];
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          x[e] = ptx::ex2_approx(fmaf(s[4 * j + 2 * half + e], scores.scale_log2, -subtract[half]));
+          sum += x[e];
+        }
+        probabilities[2 * j + half] = Traits::pack(x[0], x[1]);
+      }
+      denominator[half] += sum;
+      if (is_first_of_row()) shared.references[first_row() + 8 * half] = reference[half];
+    }
+    const int lane = threadIdx.x % kWarpSize, row = lane / 8 % 2 * 8 + lane % 8;
+    const uint32_t rows = smem + probabilities_at(stage) +
+                          (threadIdx.x / kWarpSize % 4 * 16 + row) * 128;
+#pragma unroll
+    for (int step = 0; step < kKeys / 16; ++step) {
+      const uint32_t words[4] = {probabilities[4 * step], probabilities[4 * step + 1],
+                                 probabilities[4 * step + 2], probabilities[4 * step + 3]};
+      ptx::stmatrix_x4(rows + ((2 * step + lane / 16) ^ row % 8) * 16, words);
+    }
+    ptx::fence_proxy_async();
+    ptx::named_barrier_arrive(kProbabilitiesReady + stage, Team::threads);
+  }
+
+  // Scales the sums from `before` to the references of now. Rare, so what is in flight is waited
+  // for, where ptxas would do so, too.
+  __device__ __forceinline__ void rescale(const float (&before)[2]) {
+    if (!__any_sync(~0u, before[0] != reference[0] || before[1] != reference[1])) return;
+    ptx::wgmma_wait_group<0>();
+    ptx::wgmma_pin(o);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float factor = ptx::ex2_approx(before[half] - reference[half]);
+#pragma unroll
+      for (int i = 0; i < 128; ++i)
+        if (i / 2 % 2 == half) o[i] *= factor;
+    }
+  }
+
+  // Waits for the probabilities of the other warpgroup and follows its references.
+  __device__ __forceinline__ void follow(int stage) {
+    ptx::named_barrier_sync(kProbabilitiesReady + stage, Team::threads);
+    const float before[2] = {reference[0], reference[1]};
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      reference[half] = shared.references[first_row() + 8 * half];
+      denominator[half] *= ptx::ex2_approx(before[half] - reference[half]);
+    }
+    rescale(before);
+  }
+
+  // The first warpgroup has the scores of the first tile of a pair, the second one those of the
+  // second. `pair` counts pairs of all items.
+  __device__ __forceinline__ void add_pair(const DecodeRun& item, int first_key, int pair) {
+    float s[kKeys / 2];
+    uint32_t probabilities[kKeys / 4];
+    ptx::mbarrier_wait(barrier_of(barriers.full, warpgroup), pair & 1);
+    start_scores(s, warpgroup);
+    if constexpr (warpgroup == 0) {
+      ptx::wgmma_wait_group<0>();
+      ptx::wgmma_pin(s);
+      add_own(item, s, probabilities, first_key);
+      follow(1);
+      add_others(item, first_key + kKeys);
+      ptx::wgmma_wait_group<0>();
+      ptx::wgmma_pin(o);
+      release(1);
+    } else {
+      follow(0);
+      add_others(item, first_key);
+      ptx::wgmma_wait_group<0>();
+      ptx::wgmma_pin(o), ptx::wgmma_pin(s);
+      release(0);
+      add_own(item, s, probabilities, first_key + kKeys);
+    }
+  }
+  // The product with the values of the tile whose scores the other warpgroup has.
+  __device__ __forceinline__ void add_others(const DecodeRun& item, int first_key) {
+    constexpr int kStage = 1 - warpgroup;
+    clean_values(item, first_key, kStage);
+    start_values(kStage);
+  }
+  // From scores to the product, which is complete then.
+  __device__ __forceinline__ void add_own(const DecodeRun& item, float (&s)[kKeys / 2],
+                                          uint32_t (&probabilities)[kKeys / 4], int first_key) {
+    const float before[2] = {reference[0], reference[1]};
+    share_probabilities(item, s, probabilities, first_key, warpgroup);
+    rescale(before);
+    clean_values(item, first_key, warpgroup);
+    start_values(probabilities, warpgroup);
+    ptx::wgmma_wait_group<0>();
+    ptx::wgmma_pin(o);
+    release(warpgroup);
+  }
+
+  // The denominators of all tiles, in the order of the warpgroups. The team meets.
+  __device__ __forceinline__ void join_denominators() {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      denominator[half] = quad_sum(denominator[half]);
+      if (is_first_of_row())
+        shared.denominators[warpgroup][first_row() + 8 * half] = denominator[half];
+    }
+    Team::sync();
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = first_row() + 8 * half;
+      denominator[half] = shared.denominators[0][row] + shared.denominators[1][row];
+    }
+  }
+};
+
+}  // namespace
+}  // namespace blockflash
