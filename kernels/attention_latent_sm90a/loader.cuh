@@ -45,7 +45,8 @@ __device__ __forceinline__ void load_tiles(const blockflash_attention_latent_par
   const blockflash_kv_cache& cache = params.runs.base.cache;
   const int lane = threadIdx.x % kWarpSize;
   const int boxes_log2 = 31 - __clz(kKeys / params.box_rows);  // of a panel
-  const int last_column = small_quotient(cache.capacity - 1, cache.page_size);
+  const auto page_size = static_cast<unsigned>(cache.page_size);
+  const unsigned last_column = static_cast<unsigned>(cache.capacity - 1) / page_size;
   int tile = 0;  // of all items
 #pragma unroll 1
   for (int n = 0;; ++n) {
@@ -70,12 +71,13 @@ __device__ __forceinline__ void load_tiles(const blockflash_attention_latent_par
           const int panel = at >> boxes_log2;
           if (part_of(panel, stage) != part) continue;
           const int row = (at - (panel << boxes_log2)) * params.box_rows;
-          const int key = tiles.first_key + t * kKeys + row;
-          const int column = min(small_quotient(key, cache.page_size), last_column);
-          const int slot = min(key - column * cache.page_size, cache.page_size - 1);
+          // Keys behind the last page have the address of a slot in it.
+          const unsigned key = static_cast<unsigned>(tiles.first_key) + t * kKeys + row;
+          const unsigned column = min(key / page_size, last_column);
+          const unsigned slot = min(key - column * page_size, page_size - 1);
           ptx::tensor_copy_4d(smem + stage * kTileBytes + panel * kPanelBytes + row * 128,
-                              &params.keys, panel * 64, slot, head,
-                              page_of_column(cache, sequence, column), full);
+                              &params.keys, panel * 64, static_cast<int>(slot), head,
+                              page_of_column(cache, sequence, static_cast<int>(column)), full);
         }
       }
     }

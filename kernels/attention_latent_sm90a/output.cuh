@@ -7,8 +7,7 @@
 namespace blockflash {
 namespace {
 
-// All sums of a row tile, with the arithmetic of `store_result`. The four lanes of a row exchange
-// words, so that each stores eight columns.
+// All sums of a row tile. The four lanes of a row exchange words, so that each stores eight columns.
 template <int warpgroup>
 __device__ __forceinline__ void store_results(const DecodeRun& item, const Sums<warpgroup>& x) {
   const blockflash_attention_decode_params& p = x.params.base;
@@ -21,7 +20,7 @@ __device__ __forceinline__ void store_results(const DecodeRun& item, const Sums<
     // The sums become factors of them.
     Partial all{make_float4(1.f, 1.f, 1.f, 1.f), x.reference[half], x.denominator[half]};
     if (p.scores.sink != nullptr) add_sink(all, Log2Units::sink(p.scores, at.head));
-    const float by = reciprocal(all);
+    const float by = reciprocal(all) * all.sum.x;
     if (p.lse != nullptr && warpgroup == 0 && x.is_first_of_row() && row < rows)
       p.lse[at.lse] = log_sum_exp(all);
     Element* const o = static_cast<Element*>(p.o) + at.o + warpgroup * 256 + threadIdx.x % 4 * 8;
@@ -31,7 +30,7 @@ __device__ __forceinline__ void store_results(const DecodeRun& item, const Sums<
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const float* const pair = x.o + 4 * (j + i) + 2 * half;
-        words[i] = Traits::pack(pair[0] * all.sum.x * by, pair[1] * all.sum.x * by);
+        words[i] = Traits::pack(pair[0] * by, pair[1] * by);
       }
       quad_transpose(words, threadIdx.x % 4);
       if (row < rows) ptx::store_16_bytes(o + j * 8, words);

@@ -16,9 +16,9 @@ struct AttentionDecodeConfig : AttentionTileConfig {
 };
 #endif
 
-#ifdef VARIANT_LATENT_ROWS
+#ifdef VARIANT_RUN_ROWS
 struct AttentionDecodeConfig : AttentionElements {
-  static constexpr int rows = VARIANT_LATENT_ROWS;  // queries times heads
+  static constexpr int rows = VARIANT_RUN_ROWS;  // queries times heads
   static constexpr int head_dim_qk = VARIANT_HEAD_DIM_QK, head_dim_v = VARIANT_HEAD_DIM_V;
   static constexpr int head_dim = head_dim_v;
   static constexpr int warps = VARIANT_WARPS, threads = warps * kWarpSize;
