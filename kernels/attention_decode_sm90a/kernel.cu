@@ -3,9 +3,9 @@
 // A CTA is one warpgroup with 64 rows, queries times heads that share keys, as M of WGMMA, and with
 // tiles of 64 keys as its N. Its threads copy tiles by cp.async, a ring ahead of their products;
 // two CTAs share an SM, so the steps of a tile need not overlap.
+#include "blockflash/decode/run_ending.cuh"
 #include "blockflash/pipeline.cuh"
 #include "blockflash/ptx/launch.cuh"
-#include "blockflash/decode/run_ending.cuh"
 #include "output.cuh"
 
 namespace blockflash {

@@ -15,7 +15,8 @@ namespace {
 
 constexpr int kLoaderRegisters = 40, kConsumerRegisters = 232;
 
-// Starts the copy of the queries of an item by the team. Rows and columns that do not exist become zeros.
+// Starts the copy of the queries of an item by the team. Rows and columns that do not exist become
+// zeros.
 __device__ __forceinline__ void copy_queries(const blockflash_attention_decode_params& p,
                                              const DecodeRun& item, uint32_t q_smem) {
   const Element* const q = static_cast<const Element*>(p.q);
@@ -46,7 +47,8 @@ __device__ __forceinline__ void copy_queries(const blockflash_attention_decode_p
 template <int warpgroup, class Meanwhile>
 __device__ __forceinline__ void compute(const Params& params, Shared& shared,
                                         const Barriers& barriers, uint32_t smem,
-                                        const DecodeRun& item, int pair, const Meanwhile& meanwhile) {
+                                        const DecodeRun& item, int pair,
+                                        const Meanwhile& meanwhile) {
   Sums<warpgroup> sums{params, shared, barriers, smem};
   sums.clear();
   const Tiles tiles(item);
@@ -110,8 +112,8 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_latent_params par
   }
   ptx::wait_for_predecessors();
   if (threadIdx.x == 0 && params.runs.base.arrivals != nullptr)
-    shared.arrivals = Arrivals::begin(params.runs.base.arrivals,
-                                      LaunchWords::load(params.runs.base.arrivals));
+    shared.arrivals =
+        Arrivals::begin(params.runs.base.arrivals, LaunchWords::load(params.runs.base.arrivals));
   // Here each thread has registers enough for that.
   RunWalk walk;
   if (warp == kLoaderWarp + 1) walk.choose(params.runs, threadIdx.x % kWarpSize);

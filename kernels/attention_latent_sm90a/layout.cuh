@@ -22,9 +22,11 @@ constexpr int kPanels = Config::head_dim_qk / 64, kValuePanels = Config::head_di
 constexpr int kTileBytes = kPanels * kPanelBytes;
 constexpr int kStages = 2;  // tile t is in stage t % 2
 
-// The probabilities of a tile take the place of the panel that only scores need, where there is one.
+// The probabilities of a tile take the place of the panel that only scores need, where there is
+// one.
 constexpr bool kSparePanel = kPanels > kValuePanels;
-constexpr int kQOffset = kStages * kTileBytes, kProbabilitiesOffset = kQOffset + kPanels * kQPanelBytes;
+constexpr int kQOffset = kStages * kTileBytes,
+              kProbabilitiesOffset = kQOffset + kPanels * kQPanelBytes;
 constexpr int kSharedOffset = kProbabilitiesOffset + (kSparePanel ? 0 : kStages * kPanelBytes);
 
 __device__ __forceinline__ constexpr int probabilities_at(int stage) {

@@ -27,8 +27,7 @@ __device__ __forceinline__ void find_items(const Params& params, Shared& shared,
     if (!found && lane == 0) {
       shared.items[n % 2].sequence = -1;
       // The last CTA that gets none leaves the counter as it was.
-      if (!one_each &&
-          ptx::atomic_inc_acq_rel(p.tile_counter + 1, gridDim.x - 1) == gridDim.x - 1)
+      if (!one_each && ptx::atomic_inc_acq_rel(p.tile_counter + 1, gridDim.x - 1) == gridDim.x - 1)
         p.tile_counter[0] = 0;
     }
     __syncwarp();

@@ -7,7 +7,8 @@
 namespace blockflash {
 namespace {
 
-// All sums of a row tile. The four lanes of a row exchange words, so that each stores eight columns.
+// All sums of a row tile. The four lanes of a row exchange words, so that each stores eight
+// columns.
 template <int warpgroup>
 __device__ __forceinline__ void store_results(const DecodeRun& item, const Sums<warpgroup>& x) {
   const blockflash_attention_decode_params& p = x.params.base;
@@ -48,8 +49,9 @@ __device__ __forceinline__ void store_partial(const DecodeRun& item, const Sums<
   for (int half = 0; half < 2; ++half) {
     const int row = x.first_row() + 8 * half;
     if (row >= rows) continue;
-    float2* const sums = reinterpret_cast<float2*>(slot.sums + row * Config::head_dim_v +
-                                                   warpgroup * 256) + threadIdx.x % 4;
+    float2* const sums =
+        reinterpret_cast<float2*>(slot.sums + row * Config::head_dim_v + warpgroup * 256) +
+        threadIdx.x % 4;
 #pragma unroll
     for (int j = 0; j < 32; ++j)
       __stcg(sums + j * 4, make_float2(x.o[4 * j + 2 * half], x.o[4 * j + 2 * half + 1]));

@@ -6,7 +6,6 @@
 
 #include "blockflash/attention/scores.cuh"
 #include "blockflash/attention/visible.cuh"
-#include "blockflash/decode/tail_mask.cuh"
 #include "blockflash/mma/element.cuh"
 #include "blockflash/mma/fragment.cuh"
 #include "blockflash/ptx/barrier_vote.cuh"
@@ -26,8 +25,8 @@ using ValuesProduct = ptx::Wgmma<256, Element>;
 constexpr float kAhead = 4.f;
 
 // Of the 16 rows of a warp, a lane holds rows g and g + 8 (g = lane / 4): columns 8 j +
-// 2 (lane % 4) + e of its warpgroup in o[4 j + 2 half + e]. Each warpgroup has code of its own, since
-// WGMMAs across a branch would be serialised.
+// 2 (lane % 4) + e of its warpgroup in o[4 j + 2 half + e]. Each warpgroup has code of its own,
+// since WGMMAs across a branch would be serialised.
 template <int warpgroup>
 struct Sums {
   const Params& params;
@@ -87,8 +86,7 @@ struct Sums {
     ptx::wgmma_commit_group();
   }
   __device__ __forceinline__ void start_values(int stage) {
-    const uint64_t v =
-                       ptx::wgmma_descriptor_mn(__shfl_sync(~0u, values_at(stage), 0), kPanelBytes,
+    const uint64_t v = ptx::wgmma_descriptor_mn(__shfl_sync(~0u, values_at(stage), 0), kPanelBytes,
                                                 1024),
                    p = ptx::wgmma_descriptor(__shfl_sync(~0u, smem + probabilities_at(stage), 0));
     ptx::wgmma_pin(o);
@@ -105,36 +103,23 @@ struct Sums {
            first_key + kKeys > min(item.all.end, item.keys.end);
   }
 
-  // What a row of this lane sees.
-  struct VisibleRow {
-    KeyRange keys;  // of the item, relative to the first key of a tile
-    TailRow tail;
-
-    __device__ __forceinline__ VisibleRow(const Params& params, const DecodeRun& item, int row,
-                                          int first_key) {
-      const blockflash_attention_decode_params& p = params.base;
-      const int query = small_quotient(item.row_tile * kRows + row, p.group);
-      keys = DecodeSequence::mask(p, item.q_length, item.kv_length).keys_of(query);
-      keys.begin = max(keys.begin, item.keys.begin) - first_key;
-      keys.end = min(keys.end, item.keys.end) - first_key;
-      tail = TailRow::of(params.tail_mask, item, query);
-    }
-    __device__ __forceinline__ bool sees(int key, int first_key) const {
-      return key >= keys.begin && key < keys.end && tail.shows(first_key + key);
-    }
-  };
+  // What a row sees.
+  // Keys of the item, relative to the first key of a tile.
+  __device__ __forceinline__ KeyRange visible_to(const DecodeRun& item, int row,
+                                                 int first_key) const {
+    const blockflash_attention_decode_params& p = params.base;
+    const int query = small_quotient(item.row_tile * kRows + row, p.group);
+    const KeyRange keys = DecodeSequence::mask(p, item.q_length, item.kv_length).keys_of(query);
+    return {max(keys.begin, item.keys.begin) - first_key, min(keys.end, item.keys.end) - first_key};
+  }
 
   __device__ __forceinline__ void mask_scores(const DecodeRun& item, float (&s)[kKeys / 2],
                                               int first_key) const {
     const int column = accumulator_column(threadIdx.x % kWarpSize, 0);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const VisibleRow row(params, item, first_row() + 8 * half, first_key);
-      uint32_t visible = visible_keys(row.keys.begin - column, row.keys.end - column);
-      if (row.tail.first < first_key + kKeys)
-#pragma unroll
-        for (int i = 0; i < kKeys / 4; ++i)
-          if (!row.tail.shows(first_key + column + i / 2 * 8 + i % 2)) visible &= ~(1u << i);
+      const KeyRange keys = visible_to(item, first_row() + 8 * half, first_key);
+      const uint32_t visible = visible_keys(keys.begin - column, keys.end - column);
 #pragma unroll
       for (int i = 0; i < kKeys / 4; ++i)
         if (!(visible >> i & 1)) s[i / 2 * 4 + 2 * half + i % 2] = -CUDART_INF_F;
@@ -158,12 +143,13 @@ struct Sums {
         sums = Traits::zero_times_plus(word, sums);
     }
     if (!ptx::named_barrier_or(barrier, 128, sums != 0)) return;
-    const VisibleRow rows[2] = {{params, item, first_row(), first_key},
-                                {params, item, first_row() + 8, first_key}};
+    const KeyRange rows[2] = {visible_to(item, first_row(), first_key),
+                              visible_to(item, first_row() + 8, first_key)};
     const int column = accumulator_column(threadIdx.x % kWarpSize, 0);
 #pragma unroll 1
     for (int key = 0; key < kKeys; ++key) {
-      const bool sees[2] = {rows[0].sees(key, first_key), rows[1].sees(key, first_key)};
+      const bool sees[2] = {key >= rows[0].begin && key < rows[0].end,
+                            key >= rows[1].begin && key < rows[1].end};
 #pragma unroll
       for (int j = 0; j < 32; ++j) {
         const uint32_t pair = ptx::load_shared(values + j / 8 * kPanelBytes + key * 128 +
@@ -253,8 +239,8 @@ struct Sums {
       if (is_first_of_row()) shared.references[first_row() + 8 * half] = reference[half];
     }
     const int lane = threadIdx.x % kWarpSize, row = lane / 8 % 2 * 8 + lane % 8;
-    const uint32_t rows = smem + probabilities_at(stage) +
-                          (threadIdx.x / kWarpSize % 4 * 16 + row) * 128;
+    const uint32_t rows =
+        smem + probabilities_at(stage) + (threadIdx.x / kWarpSize % 4 * 16 + row) * 128;
 #pragma unroll
     for (int step = 0; step < kKeys / 16; ++step) {
       const uint32_t words[4] = {probabilities[4 * step], probabilities[4 * step + 1],

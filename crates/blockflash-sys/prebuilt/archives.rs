@@ -14,6 +14,7 @@
     ("attention_fwd_sm90a.sm_90a", include_bytes!("attention_fwd_sm90a.sm_90a.zst")),
     ("attention_fwd_small_sm90a.sm_90a", include_bytes!("attention_fwd_small_sm90a.sm_90a.zst")),
     ("attention_latent_sm80.sm_90", include_bytes!("attention_latent_sm80.sm_90.zst")),
+    ("attention_latent_sm90a.sm_90a", include_bytes!("attention_latent_sm90a.sm_90a.zst")),
     ("attention_merge_sm80.sm_90", include_bytes!("attention_merge_sm80.sm_90.zst")),
     ("block_bits_sm80.sm_90", include_bytes!("block_bits_sm80.sm_90.zst")),
     ("block_mask_sm80.sm_90", include_bytes!("block_mask_sm80.sm_90.zst")),

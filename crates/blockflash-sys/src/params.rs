@@ -2877,7 +2877,7 @@ const _: () = {
  shows in no bit.
 
  With even_ctas, splits are also at least as long as those of all sequences should be to occupy as
- many CTAs evenly (attention_decode_sm90a/runs.cuh).*/
+ many CTAs evenly (decode/runs.cuh).*/
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
 pub struct blockflash_attention_decode_runs_params {
@@ -2913,6 +2913,37 @@ const _: () = {
         "Offset of field: blockflash_attention_decode_runs_params::tail_mask",
     ][::core::mem::offset_of!(blockflash_attention_decode_runs_params, tail_mask)
         - 360usize];
+};
+/** In `runs`, the cache has no v, and items are single splits (run is 1).
+
+ The map of the keys has the dimensions (head_dim_qk, slot, head, page), boxes of 64 columns and
+ `box_rows` slots, which are in one page, and a swizzle of 128 bytes.*/
+#[repr(C)]
+#[repr(align(64))]
+#[derive(Debug, Copy, Clone)]
+pub struct blockflash_attention_latent_params {
+    pub keys: blockflash_tensor_map,
+    pub runs: blockflash_attention_decode_runs_params,
+    /// 16, 32 or 64; with several pages per sequence a divisor of page_size
+    pub box_rows: i32,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    [
+        "Size of blockflash_attention_latent_params",
+    ][::core::mem::size_of::<blockflash_attention_latent_params>() - 576usize];
+    [
+        "Alignment of blockflash_attention_latent_params",
+    ][::core::mem::align_of::<blockflash_attention_latent_params>() - 64usize];
+    [
+        "Offset of field: blockflash_attention_latent_params::keys",
+    ][::core::mem::offset_of!(blockflash_attention_latent_params, keys) - 0usize];
+    [
+        "Offset of field: blockflash_attention_latent_params::runs",
+    ][::core::mem::offset_of!(blockflash_attention_latent_params, runs) - 128usize];
+    [
+        "Offset of field: blockflash_attention_latent_params::box_rows",
+    ][::core::mem::offset_of!(blockflash_attention_latent_params, box_rows) - 520usize];
 };
 /** scale_log2 of the scores is log2(e) where there is a bias or ALiBi, as where scores are
  capped.*/

@@ -18,6 +18,7 @@
 #include "blockflash/params/kv_append.h"
 #include "blockflash/params/kv_append_codes.h"
 #include "blockflash/params/kv_cache.h"
+#include "blockflash/params/kv_cache_latent.h"
 #include "blockflash/params/kv_cache_runs.h"
 #include "blockflash/params/kv_cache_scaled.h"
 #include "blockflash/params/kv_cache_terms.h"

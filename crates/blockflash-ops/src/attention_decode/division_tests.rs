@@ -36,6 +36,8 @@ fn tile(rows: usize) -> Tile {
         fewest_keys: 256,
         runs: &[1],
         counts_lengths: rows == 64,
+        stores_runs: rows < 64,
+        pace: pace(rows),
         fills: false,
         cluster: 16,
         columns: 128,
@@ -150,7 +152,7 @@ fn runs_are_as_long_as_waves_are_full() {
     assert_eq!(of(1, 1_048_576, false), [8, 256]);
 }
 
-/// The rule of `attention_decode_sm90a/runs.cuh` for even splits: the chunks that it chooses from.
+/// The rule of `decode/runs.cuh` for even splits: the chunks that it chooses from.
 fn even_chunks(lengths: &[usize], row_tiles: usize, division: &Division) -> Vec<usize> {
     let longest = lengths.iter().copied().max().unwrap_or(0);
     let total: f32 = lengths.iter().map(|&keys| keys as f32).sum();

@@ -26,7 +26,7 @@ const SHARED: f64 = 1.4;
 
 /// Nanoseconds of a tile by its rows: of an item, and of a key for each 64 columns, where a
 /// CTA is alone on its SM and where it shares it.
-const fn pace(rows: usize) -> [f64; 3] {
+pub(super) const fn pace(rows: usize) -> [f64; 3] {
     match rows {
         ..=8 => [8800.0, 4.3, 6.3],
         9..=16 => [10_200.0, 4.9, 7.6],
@@ -34,6 +34,9 @@ const fn pace(rows: usize) -> [f64; 3] {
         _ => [5700.0, 9.1, 11.7],
     }
 }
+
+/// The same of the Hopper kernel for latent rows, which is alone on its SM.
+pub(super) const LATENT_PACE: [f64; 3] = [14_000.0, 6.7, 6.7];
 
 /// A division of the keys of each sequence.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -162,7 +165,7 @@ impl Launch<'_> {
         let Self { tile, keys, tiles, multiprocessors, reading } = *self;
         let chunk = keys.div_ceil(splits).max(keys.div_ceil(256)).next_multiple_of(64);
         let splits = keys.div_ceil(chunk);
-        let [item, alone, beside] = pace(tile.rows);
+        let [item, alone, beside] = tile.pace;
         let slots = multiprocessors * tile.blocks.max(1) as usize;
         let of_item =
             |of_key: f64| item + chunk.min(keys) as f64 * of_key * tile.columns.div_ceil(64) as f64;

@@ -118,6 +118,9 @@ pub(super) fn launch_few(
         Variant::AttentionLatent(_) => {
             stream.launch::<manifest::AttentionLatent>(kernel, config, scalars, operands)
         }
+        Variant::AttentionLatentHopper(_) => {
+            stream.launch::<manifest::AttentionLatentHopper>(kernel, config, scalars, operands)
+        }
         _ if CodesDecode::of(kernel).is_some() => {
             stream.launch::<CodesDecode>(kernel, config, scalars, operands)
         }

@@ -49,7 +49,7 @@ pub(super) fn plan_few(
     let most = tile.most_blocks(gpu);
     let mut division = divided(&tile, gpu, problem, most_queries)?;
     let multiprocessors = gpu.multiprocessors.max(1) as usize;
-    if tile.runs == [1] {
+    if tile.stores_runs {
         division = division.in_runs(problem, &tile, [most, most / multiprocessors]);
     }
     let blocks = persistent_grid(division.items, most)?;

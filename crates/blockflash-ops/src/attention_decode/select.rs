@@ -52,7 +52,7 @@ impl Problem for AttentionDecodeProblem {
         STRIDES,
         ROWS,
         LISTS,
-        MANY,
+        MAPS,
         TERMS,
         Rule::shared_memory(None),
     ];
@@ -101,7 +101,7 @@ impl Problem for AttentionDecodeProblem {
             CacheTile::Several(_) => (many, !has_several(problem), false, 0),
             CacheTile::Latent(tile) => {
                 let (misses, rows) = rank(tile.rows, problem.group_rows());
-                (false, false, misses, rows.into())
+                (false, !tile.hopper, misses, rows.into())
             }
         }
     }
@@ -298,28 +298,29 @@ const LISTS: DecodeRule = Rule {
     excludes_all: None,
 };
 
-/// Kernels for many queries find keys by tensor maps.
-const MANY: DecodeRule = Rule {
-    holds: |c| match c.tile {
-        CacheTile::Few(_) | CacheTile::Several(_) | CacheTile::Latent(_) => true,
-        CacheTile::Many(_) => {
-            let (attention, cache) = (&c.problem.attention, &c.problem.cache);
-            let fits = |strides: Strides, [batch, rows]: [usize; 2], heads| {
-                [(strides.batch, batch), (strides.seq, rows), (strides.head, heads)].iter().all(
-                    |&(stride, size)| size <= 1 || is_tensor_map_stride(stride, attention.types.q),
-                )
-            };
-            let rows = match attention.packed {
-                Some(packed) => [1, packed.total_q],
-                None => [attention.batch, attention.seqlen_q],
-            };
-            let pages = [cache.pages, cache.page_size];
-            [attention.q, attention.o]
+/// Some kernels find keys by tensor maps.
+const MAPS: DecodeRule = Rule {
+    holds: |c| {
+        let (attention, cache) = (&c.problem.attention, &c.problem.cache);
+        let fits = |strides: Strides, [batch, rows]: [usize; 2], heads| {
+            [(strides.batch, batch), (strides.seq, rows), (strides.head, heads)]
                 .iter()
-                .all(|&strides| fits(strides, rows, attention.num_heads_q))
-                && [cache.k, cache.v]
-                    .iter()
-                    .all(|&strides| fits(strides, pages, cache.num_heads_kv))
+                .all(|&(stride, size)| size <= 1 || is_tensor_map_stride(stride, attention.types.q))
+        };
+        let pages = [cache.pages, cache.page_size];
+        let rows = match attention.packed {
+            Some(packed) => [1, packed.total_q],
+            None => [attention.batch, attention.seqlen_q],
+        };
+        let of_keys = |strides: &Strides| fits(*strides, pages, cache.num_heads_kv);
+        match c.tile {
+            CacheTile::Few(_) | CacheTile::Several(_) => true,
+            CacheTile::Latent(tile) => !tile.hopper || of_keys(&cache.k),
+            CacheTile::Many(_) => {
+                let of_rows = |strides: &Strides| fits(*strides, rows, attention.num_heads_q);
+                [attention.q, attention.o].iter().all(of_rows)
+                    && [cache.k, cache.v].iter().all(of_keys)
+            }
         }
     },
     refuses: |_| {

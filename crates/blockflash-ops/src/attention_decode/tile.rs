@@ -1,11 +1,12 @@
 //! The tiles of the kernels, and what the division of the work follows from.
 
 use super::AttentionDecodeProblem;
+use super::estimate::{LATENT_PACE, pace};
 use crate::attention::Rows;
 use blockflash_safe::CudaProperties;
 use blockflash_sys::manifest::{
     AttentionCacheHopper, AttentionDecode as FewTile, AttentionDecodeHopper, AttentionLatent,
-    Variant,
+    AttentionLatentHopper, Variant,
 };
 use blockflash_sys::{ElementTypes, HeadDims, Kernel};
 
@@ -33,12 +34,21 @@ pub struct LatentTile {
     pub rows: u32,
     /// CTAs of an SM that registers allow.
     pub min_blocks: u32,
+    /// Whether it is for Hopper alone.
+    pub hopper: bool,
 }
 
 impl From<AttentionLatent> for LatentTile {
     fn from(AttentionLatent { types, head_dims, .. }: AttentionLatent) -> Self {
         let (rows, min_blocks) = (AttentionLatent::ROWS, AttentionLatent::MIN_BLOCKS);
-        Self { types, head_dims, rows, min_blocks }
+        Self { types, head_dims, rows, min_blocks, hopper: false }
+    }
+}
+
+impl From<AttentionLatentHopper> for LatentTile {
+    fn from(AttentionLatentHopper { types, head_dims }: AttentionLatentHopper) -> Self {
+        let (rows, min_blocks) = (AttentionLatentHopper::ROWS, AttentionLatentHopper::MIN_BLOCKS);
+        Self { types, head_dims, rows, min_blocks, hopper: true }
     }
 }
 
@@ -79,6 +89,7 @@ pub fn tile(kernel: &Kernel) -> Option<CacheTile> {
         Variant::AttentionDecodeHopper(tile) => Some(CacheTile::Several(tile)),
         Variant::AttentionCacheHopper(tile) => Some(CacheTile::Many(tile)),
         Variant::AttentionLatent(tile) => Some(CacheTile::Latent(tile.into())),
+        Variant::AttentionLatentHopper(tile) => Some(CacheTile::Latent(tile.into())),
         _ => None,
     }
 }
@@ -97,6 +108,10 @@ pub(super) struct Tile {
     pub(super) runs: &'static [usize],
     /// Whether the kernel can divide the keys of all sequences by lengths on the device.
     pub(super) counts_lengths: bool,
+    /// Whether an item may have several splits, each with a result of its own.
+    pub(super) stores_runs: bool,
+    /// Nanoseconds by which launches are estimated: [`pace`].
+    pub(super) pace: [f64; 3],
     /// Whether splits follow from the batch where lengths are on the device.
     pub(super) fills: bool,
     /// Most CTAs of a cluster that combines splits; 1 for none.
@@ -163,6 +178,7 @@ pub(super) fn split_tile(
             }
             CacheTile::Many(_) => return None,
         };
+    let is_hopper = matches!(tile, CacheTile::Latent(tile) if tile.hopper);
     let by_memory = gpu.smem_per_multiprocessor / (kernel.smem_bytes() + 1024).max(1);
     Some(Tile {
         rows: rows as usize,
@@ -170,8 +186,10 @@ pub(super) fn split_tile(
         heads_and_splits,
         fewest_keys,
         runs,
-        counts_lengths: matches!(tile, CacheTile::Several(_)),
-        fills: tile.is_latent(),
+        counts_lengths: matches!(tile, CacheTile::Several(_)) || is_hopper,
+        stores_runs: runs == [1] && !is_hopper,
+        pace: if is_hopper { LATENT_PACE } else { pace(rows as usize) },
+        fills: tile.is_latent() && !is_hopper,
         cluster: kernel.most_in_cluster().unwrap_or(1) as usize,
         columns: match tile {
             CacheTile::Latent(tile) => tile.head_dims.qk / 2,

@@ -4,7 +4,7 @@ use super::attention_decode::{AttentionDecodeOperands, DecodeTile};
 use super::attention_decode_scalars::AttentionDecodeScalars;
 use super::attention_fwd_tma::encode;
 use super::checked::Launch;
-use super::fit::{Fit, absent, require};
+use super::fit::{Fit, require};
 use crate::{Kernel, Result};
 use blockflash_sys::manifest::{AttentionLatentHopper, Variant};
 use blockflash_sys::params::blockflash_attention_latent_params;
@@ -45,10 +45,7 @@ unsafe impl Launch for AttentionLatentHopper {
         let runs = &mut params.runs;
         (runs.run, runs.even_ctas) = (plan.run, even_ctas);
         let items = operands.fit_items(&tile, plan, &mut runs.base)?;
-        absent("pages", operands.pages.is_some(), "the kernel visits all pages")?;
         operands.fit_latent(head_dims)?;
-        operands.refuse_terms()?;
-        operands.fit_tail_mask(&runs.base, &mut runs.tail_mask)?;
         // Boxes are in one page.
         let cache = &runs.base.cache;
         let one_page = cache.capacity <= cache.page_size;

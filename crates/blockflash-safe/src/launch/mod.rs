@@ -17,6 +17,7 @@ mod attention_fwd;
 mod attention_fwd_e4m3;
 mod attention_fwd_tma;
 mod attention_latent;
+mod attention_latent_tma;
 mod attention_merge;
 mod attention_sizes;
 mod block_bits;
@@ -102,6 +103,7 @@ pub fn param_bytes(kernel: &Kernel) -> Option<usize> {
         of::<CodesDecode>,
         of::<manifest::AttentionDecodeHopper>,
         of::<manifest::AttentionLatent>,
+        of::<manifest::AttentionLatentHopper>,
         of::<AttentionMerge>,
         of::<manifest::KvAppend>,
         of::<manifest::KvAppendCodes>,

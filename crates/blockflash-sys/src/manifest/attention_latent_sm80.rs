@@ -16,13 +16,14 @@ pub struct AttentionLatent {
 }
 
 /// Those of absorbed MLA with and without a rotary part beside the latent one.
-const HEAD_DIMS: &[HeadDims] = &[HeadDims { qk: 576, v: 512 }, HeadDims { qk: 512, v: 512 }];
+pub(super) const LATENT_HEAD_DIMS: &[HeadDims] =
+    &[HeadDims { qk: 576, v: 512 }, HeadDims { qk: 512, v: 512 }];
 
 /// Other targets run the machine code for sm_80, or PTX. The ring takes what shared memory holds
 /// for two CTAs per SM on Hopper and on an A100; other GPUs have room for one.
 pub(super) fn tiles(target: Target) -> impl Iterator<Item = AttentionLatent> {
     let stages = if target == Target::Sm90 { 6 } else { 4 };
-    each_dtype(HEAD_DIMS).filter(move |_| target.is_baseline()).map(
+    each_dtype(LATENT_HEAD_DIMS).filter(move |_| target.is_baseline()).map(
         move |(dtype, head_dims): (DType, _)| {
             let types = ElementTypes::all(dtype);
             AttentionLatent { types, head_dims, stages }

@@ -1,4 +1,4 @@
-use super::attention::define_tile;
+use super::attention::define_types;
 use super::attention_latent_sm80::LATENT_HEAD_DIMS;
 use super::family::{Family, Size, Support, each_dtype};
 use crate::{ElementTypes, HeadDims, Target};
@@ -59,8 +59,10 @@ impl Family for AttentionLatentHopper {
     }
 
     fn macros(&self, define: &mut dyn FnMut(&'static str, u32)) {
-        define_tile(define, self.types, self.head_dims);
+        define_types(define, self.types);
         define("VARIANT_RUN_ROWS", Self::ROWS);
+        define("VARIANT_RUN_COLUMNS", self.head_dims.qk as u32);
+        define("VARIANT_RUN_VALUES", self.head_dims.v as u32);
         define("VARIANT_WARPS", self.warps());
         define("VARIANT_MIN_BLOCKS", Self::MIN_BLOCKS);
     }

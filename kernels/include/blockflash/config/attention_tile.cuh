@@ -14,7 +14,7 @@ struct AttentionElements {
 };
 #endif
 
-#if defined(VARIANT_HEAD_DIM_QK) && VARIANT_HEAD_DIM_QK == VARIANT_HEAD_DIM_V
+#ifdef VARIANT_HEAD_DIM_QK
 struct AttentionTileConfig : AttentionElements {
   static constexpr int head_dim_qk = VARIANT_HEAD_DIM_QK, head_dim_v = VARIANT_HEAD_DIM_V;
   // Of both: tiles of K and V have one shape. A problem may have different ones, each at most this.

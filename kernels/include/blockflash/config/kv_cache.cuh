@@ -10,21 +10,8 @@ struct AttentionDecodeConfig : AttentionTileConfig {
   static constexpr int rows = VARIANT_DECODE_ROWS;  // queries times heads that share keys
   static constexpr int warps = VARIANT_WARPS;       // each with keys and a ring of its own
   static constexpr int stages = VARIANT_STAGES;
-  static constexpr int threads = warps * kWarpSize, team = threads;  // that end an item
+  static constexpr int threads = warps * kWarpSize;
   static constexpr int smem_bytes = VARIANT_SMEM_BYTES;
-  static_assert(threads == VARIANT_THREADS, "the manifest row and the kernel disagree on threads");
-};
-#endif
-
-#ifdef VARIANT_RUN_ROWS
-struct AttentionDecodeConfig : AttentionElements {
-  static constexpr int rows = VARIANT_RUN_ROWS;  // queries times heads
-  static constexpr int head_dim_qk = VARIANT_HEAD_DIM_QK, head_dim_v = VARIANT_HEAD_DIM_V;
-  static constexpr int head_dim = head_dim_v;
-  static constexpr int warps = VARIANT_WARPS, threads = warps * kWarpSize;
-  static constexpr int team = threads - 128;  // all but a warpgroup that loads
-  static constexpr int smem_bytes = VARIANT_SMEM_BYTES;
-  static_assert(head_dim_v <= head_dim_qk, "values are the first columns of keys");
   static_assert(threads == VARIANT_THREADS, "the manifest row and the kernel disagree on threads");
 };
 #endif

@@ -4,7 +4,7 @@
 
 #include <math_constants.h>
 
-#include "blockflash/config/kv_cache.cuh"
+#include "blockflash/config/cache_runs.cuh"
 #include "blockflash/decode/items.cuh"
 #include "blockflash/decode/tail_mask.cuh"
 #include "blockflash/params/kv_cache_runs.h"
@@ -12,7 +12,7 @@
 namespace blockflash {
 namespace {
 
-using Config = AttentionDecodeConfig;
+using Config = CacheRunsConfig;
 using Element = Config::Element;
 using Params = blockflash_attention_decode_runs_params;
 

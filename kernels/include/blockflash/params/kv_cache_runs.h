@@ -15,7 +15,7 @@
  * shows in no bit.
  *
  * With even_ctas, splits are also at least as long as those of all sequences should be to occupy as
- * many CTAs evenly (attention_decode_sm90a/runs.cuh). */
+ * many CTAs evenly (decode/runs.cuh). */
 typedef struct blockflash_attention_decode_runs_params {
   blockflash_attention_decode_params base; /* items, partial_rows, …: of runs and their row tiles */
   int32_t run;                             /* splits of an item: 1, 4 or 8 */
