@@ -108,7 +108,7 @@ __device__ __forceinline__ void store_results(const blockflash_attention_decode_
     // The sums become factors of them.
     Partial all{make_float4(1.f, 1.f, 1.f, 1.f), x.total.reference[half],
                 x.total.denominator[half]};
-    if (p.scores.sink != nullptr) add_sink(all, Log2Units::sink(p.scores, at.head));
+    end_row(p, at, all);
     const float by = reciprocal(all);
     if (p.lse != nullptr && threadIdx.x % 4 == 0 && row < rows) p.lse[at.lse] = log_sum_exp(all);
 #pragma unroll

@@ -20,7 +20,7 @@ __device__ __forceinline__ void store_results(const DecodeRun& item, const Sums<
     const RowPlace at(p, item, min(row, rows - 1));
     // The sums become factors of them.
     Partial all{make_float4(1.f, 1.f, 1.f, 1.f), x.reference[half], x.denominator[half]};
-    if (p.scores.sink != nullptr) add_sink(all, Log2Units::sink(p.scores, at.head));
+    end_row(p, at, all);
     const float by = reciprocal(all) * all.sum.x;
     if (p.lse != nullptr && warpgroup == 0 && x.is_first_of_row() && row < rows)
       p.lse[at.lse] = log_sum_exp(all);

@@ -1,4 +1,5 @@
 use super::super::AttentionDecodeWorkspace;
+use super::super::estimate::pace;
 use super::*;
 use crate::Error;
 use crate::attention::{Align, Mask};

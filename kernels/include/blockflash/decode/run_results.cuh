@@ -76,11 +76,17 @@ struct RowPlace {
   }
 };
 
+// What joins a row when all of its keys have.
+__device__ __forceinline__ void end_row(const blockflash_attention_decode_params& p,
+                                        const RowPlace& at, Partial& x) {
+  if (p.scores.sink != nullptr) add_sink(x, Log2Units::sink(p.scores, at.head));
+}
+
 // Four columns of o, and with the first ones the log-sum-exp.
 __device__ __forceinline__ void store_result(const blockflash_attention_decode_params& p,
                                              const DecodeRun& item, int row, int piece, Partial x) {
   const RowPlace at(p, item, row);
-  if (p.scores.sink != nullptr) add_sink(x, Log2Units::sink(p.scores, at.head));
+  end_row(p, at, x);
   *reinterpret_cast<uint2*>(static_cast<Element*>(p.o) + at.o + piece * 4) = quotient<Element>(x);
   if (p.lse != nullptr && piece == 0) p.lse[at.lse] = log_sum_exp(x);
 }
