@@ -132,6 +132,9 @@ fn prompts_over_codes_have_the_kernel_with_the_most_rows() {
                     let Some(CacheTile::Few(tile)) = tile(kernel) else { panic!("{}", gpu.name) };
                     assert_eq!((tile.types.kv, tile.rows), (dtype, rows), "{}", gpu.name);
                     plan(kernel, &of(dtype), &gpu).unwrap();
+                    // Partial results are not many times as large as the output.
+                    let room = workspace_bytes(kernel, &of(dtype), &gpu).unwrap();
+                    assert!(room <= 5 * 4096 * 8 * head_dim * 4, "{}: {room}", gpu.name);
                 }
                 let kernel = select(&of(DType::BF16), &gpu).unwrap();
                 assert_eq!(is_many(kernel), hopper, "{}", gpu.name);

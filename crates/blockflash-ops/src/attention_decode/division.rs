@@ -13,6 +13,10 @@ const LONGEST_SPLIT: usize = 4096;
 /// Splits of the longest sequences.
 const MOST_SPLITS: usize = 256;
 
+/// Splits of a sequence with many queries, whose row tiles fill a GPU alone: they only even out its
+/// last wave, and each of them has partial results of the size of the output.
+const SPLITS_OF_MANY: usize = 4;
+
 /// Most keys of a split that is combined with others in a cluster, where splits follow from the
 /// sequence alone.
 const LONGEST_IN_CLUSTER: usize = 256;
@@ -80,9 +84,11 @@ pub(super) fn divided(
     let rows = tile.rows.max(1);
     let heads = attention.num_heads_kv.max(1);
     let by_batch = problem.splits_by_batch();
-    let evenly = tile.counts_lengths && problem.splits_evenly();
+    let many = problem.has_many() && attention.packed.is_none();
+    let evenly = !many && tile.counts_lengths && problem.splits_evenly();
     let (splits, [chunk_min, chunk_max], longest_in_cluster) = match by_batch {
         true => (fastest(tile, problem, gpu).splits, [64, LONGEST_OF_ALL], LONGEST_OF_ALL),
+        false if many => (SPLITS_OF_MANY, [tile.fewest_keys, LONGEST_OF_ALL], 0),
         false if evenly => (MOST_SPLITS, [tile.fewest_keys, LONGEST_OF_ALL], 0),
         false if tile.fills && !problem.batch_invariant => {
             let row_tiles = problem.rows_of(most_queries.min(attention.seqlen_q)).div_ceil(rows);
