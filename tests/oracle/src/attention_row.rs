@@ -78,7 +78,12 @@ pub fn attention_row<'a>(
         let none =
             Element { exact: f64::NEG_INFINITY, plain: f64::NEG_INFINITY, ..Element::default() };
         let lse = Element { magnitude: largest_score, ..none };
-        return AttentionRow { o: vec![Element::default(); width], lse };
+        // NaN and infinity times 0 is NaN: such keys are not masked.
+        let nothing_of = |column: usize| {
+            let sum = keys.iter().map(|&at| 0.0 * f64::from(value(at)[column])).sum();
+            Element { exact: sum, plain: sum, ..Element::default() }
+        };
+        return AttentionRow { o: (0..width).map(nothing_of).collect(), lse };
     }
     // Then no scale of values counts.
     let codes = codes.map(|codes| match nothing {

@@ -194,3 +194,20 @@ fn rows_that_see_nothing_are_empty() {
         }
     }
 }
+
+/// A bias of −∞ is no mask: NaN in a value stays, also where it hides all keys.
+#[test]
+fn a_bias_that_hides_all_keys_keeps_nan() {
+    for seqlen_q in [1, 70] {
+        let mut case = case([1, seqlen_q, 40], [2, 2], 8, Mask::Full);
+        case.v[7 * 16 + 3] = f32::NAN;
+        let bias = vec![f32::NEG_INFINITY; 2 * seqlen_q * 40];
+        let scores = Scores { bias: Some(of_pairs(&case, &bias)), ..Scores::default() };
+        let stream = cpu();
+        let output = Attention { scores, ..case.attention() }.forward(&stream).unwrap();
+        let o: Vec<f32> = output.o.to_vec(&stream).unwrap();
+        for (at, o) in o.iter().enumerate() {
+            assert!(if at % 16 == 3 { o.is_nan() } else { *o == 0.0 }, "{at}: {o}");
+        }
+    }
+}

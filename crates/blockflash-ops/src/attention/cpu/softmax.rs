@@ -87,8 +87,8 @@ pub(super) fn finish([old, sum]: [f32; 2], score: f32, factor: f32, o: &mut [f32
     let shrink = math::exp(old - shift);
     let total = sum * shrink + math::exp(score - shift);
     if total == 0.0 {
-        // No key was attended, or only keys with a score of −∞.
-        o.fill(0.0);
+        // No key was attended, or only keys with a score of −∞, whose NaN stays.
+        o.iter_mut().for_each(|o| *o *= 0.0);
         return f32::NEG_INFINITY;
     }
     // The same where the sum has more than keys: 0 for any factor.
