@@ -18,7 +18,7 @@ struct Shared {
   ItemWalk<Config::rows> walk;  // of the warp that publishes items,
   int number;                   // and the number of the item that it publishes next; -1: none
   Arrivals arrivals;            // if there is a workspace
-  bool last[2];                 // whether the item completed its group of splits
+  bool last[2];                 // whether the item completed a node of its splits
 };
 constexpr int kRingBytes = Config::stages * kTileBytes;
 static_assert(sizeof(Shared) <= sizeof(Exchange) + 1024 &&
@@ -108,22 +108,17 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_decode_params p) 
     else
       meet(at);
     if (n >= 0) {
-      int key = item.positions.begin, split_end = item.first_end;
+      sums.begin_item();
 #pragma unroll 1
-      for (int of_run = 0; of_run < item.count; ++of_run, split_end += item.chunk) {
-        sums.begin_split();
-        const int end = min(split_end, item.positions.end);
-#pragma unroll 1
-        for (; key < end; key += kStepKeys) {
-          sums.add_step(p, item, shared.exchange, at % 2, ring_smem + stage * kTileBytes, key, [&] {
-            meet(at + 1);
-            fill(at + kStages, n + 1);
-          });
-          end_step();
-        }
-        finish_split(p, item, item.split + of_run, sums);
+      for (int key = item.positions.begin; key < item.positions.end; key += kStepKeys) {
+        sums.add_step(p, item, shared.exchange, at % 2, ring_smem + stage * kTileBytes, key, [&] {
+          meet(at + 1);
+          fill(at + kStages, n + 1);
+        });
+        end_step();
       }
-      finish_item<OutputTile>(p, n, shared);
+      finish_split(p, item, sums);
+      finish_item_in_tree<OutputTile>(p, n, shared);
     }
     if (item_of(n + 1).sequence < 0) return;
   }

@@ -1,7 +1,7 @@
 // From the sums of the warps to the output, or to the workspace where the keys are split.
 #pragma once
 
-#include "blockflash/decode/combine.cuh"
+#include "blockflash/decode/combine_tree.cuh"
 #include "sums.cuh"
 
 namespace blockflash {
@@ -18,13 +18,13 @@ struct OutputTile {
   }
 };
 
-// Stores the result of a split. Warps have columns of their own and agree about the rest.
+// Stores the result of an item, a split. Warps have columns of their own and agree about the rest.
 __device__ __forceinline__ void finish_split(const blockflash_attention_decode_params& p,
-                                             const DecodeItem& item, int split, const Sums& sums) {
+                                             const DecodeItem& item, const Sums& sums) {
   const int rows = rows_of<OutputTile>(p, item);
   const int lane = ptx::opaque(Sums::lane());
   const bool is_odd = lane % 2 != 0;
-  const Slot slot(p, item.slot_of(split));
+  const Slot slot(p, item.slot_of(item.split));
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const float denominator = quad_sum(sums.denominator[half]);

@@ -69,7 +69,7 @@ struct Sums {
           q[d], stage_smem + TileLayout::offset(at.row, slice() * kSliceChunks + 2 * d + at.chunk));
   }
 
-  __device__ __forceinline__ void begin_split() {
+  __device__ __forceinline__ void begin_item() {
 #pragma unroll
     for (int half = 0; half < 2; ++half) reference[half] = kNoReference, denominator[half] = 0.f;
 #pragma unroll

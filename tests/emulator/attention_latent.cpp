@@ -23,7 +23,7 @@ struct Problem {
   bool sink = false;
   bool nonfinite = false;  // a key that some queries do not see is NaN
   int chunk_min = 64;      // keys of a split
-  int run_log2 = 0;        // splits of an item
+  int splits = 8;          // of a sequence of medium length
 };
 
 const std::vector<Problem> kProblems = {
@@ -35,7 +35,9 @@ const std::vector<Problem> kProblems = {
     {{4, 4}, {130, 33}, 144, 48, 6, kAll, 0, 5, false, false, 0, false, true},
     {{6}, {90}, 96, 32, 3, 20, 4, 1, false, false, 0, true, true},
     {{1}, {700}, 704, 16, 20, kAll, 0, 2, false, false, 0, false, false, 1024},
-    {{2, 2}, {512, 512}, 512, 64, 8, kAll, 0, 3, false, true, 0, true, false, 64, 1},
+    {{2, 2}, {512, 512}, 512, 64, 8, kAll, 0, 3, false, true, 0, true},
+    {{1, 1}, {1340, 700}, 1344, 16, 3, kAll, 0, 5, false, false, 0, true, false, 64, 64},
+    {{1}, {1100}, 1100, 1100, 2, kAll, 0, 64, false, true, 0, false, false, 64, 64},
     {{9, 9, 9}, {0, 1, 12}, 16, 16, 2, kAll, 0, 1},
 };
 
@@ -113,8 +115,7 @@ struct Data {
     to.batch = batch, to.num_heads_q = to.group = p.heads, to.num_heads_kv = 1;
     to.seqlen_q = most, to.total_q = p.packed ? total : 0;
     to.head_dim_qk = kQk, to.head_dim_v = kV, to.most_queries = most;
-    to.splits = 8, to.chunk_min = p.chunk_min, to.chunk_max = max(128, p.chunk_min);
-    to.run_log2 = p.run_log2;
+    to.splits = p.splits, to.chunk_min = p.chunk_min, to.chunk_max = max(128, p.chunk_min);
     const float scale = 1 / sqrtf(kQk), log2e = 1.4426950408889634f;
     const float factor = p.softcap > 0 ? log2e : scale * log2e;
     to.scores = {p.sink ? sink.data : nullptr,
@@ -174,14 +175,13 @@ void check(const Problem& problem, int number, std::mt19937& schedules) {
   data.write(params);
   const int rows = min(data.most * problem.heads, int{Config::rows});
   const int row_tiles = (data.most * problem.heads + Config::rows - 1) / Config::rows;
-  params.items = data.batch * row_tiles * 8 >> problem.run_log2, params.partial_rows = rows;
-  const int slots = params.items << problem.run_log2;
+  params.items = data.batch * row_tiles * problem.splits, params.partial_rows = rows;
   in_every_schedule(schedules, [&](Run& run) {
     const Tensor<Element> o(size_t(data.total) * problem.heads * kV, schedules, NAN);
     const Tensor<float> lse(data.total * problem.heads, schedules, NAN);
-    const Tensor<float> sums(size_t(slots) * rows * kV, schedules, NAN);
-    const Tensor<float> logs(size_t(slots) * rows * 2, schedules, NAN);
-    const Tensor<uint64_t> arrivals(2 + slots);
+    const Tensor<float> sums(size_t(params.items) * rows * kV, schedules, NAN);
+    const Tensor<float> logs(size_t(params.items) * rows * 2, schedules, NAN);
+    const Tensor<uint64_t> arrivals(2 + params.items);
     const Tensor<uint32_t> counter(2);
     params.o = o.data, params.lse = lse.data, params.partial_sums = sums.data;
     params.partial_logs = logs.data, params.arrivals = arrivals.data;

@@ -28,4 +28,5 @@ pub use outputs::{DecodeOutputs, run_case};
 pub use reference::decode_reference;
 pub use replays::{Captured, replays};
 pub use run::DecodeInputs;
+pub(crate) use run::largest_workspace;
 pub use strategy::{decode_cases, decode_cases_of_codes, decode_cases_with_terms};

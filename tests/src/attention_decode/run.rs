@@ -45,7 +45,7 @@ pub struct DecodeInputs {
 }
 
 /// A workspace for any kernel that takes the call, selected or not.
-pub(super) fn largest_workspace(
+pub(crate) fn largest_workspace(
     decode: &AttentionDecode<'_>,
     cache: &KvCache<'_>,
     stream: &Stream,

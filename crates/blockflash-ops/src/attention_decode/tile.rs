@@ -187,7 +187,7 @@ pub(super) fn split_tile(
         fewest_keys,
         runs,
         counts_lengths: matches!(tile, CacheTile::Several(_)) || is_hopper,
-        stores_runs: runs == [1] && !is_hopper,
+        stores_runs: runs == [1] && !tile.is_latent(),
         pace: if is_hopper { LATENT_PACE } else { pace(rows as usize) },
         fills: tile.is_latent() && !is_hopper,
         cluster: kernel.most_in_cluster().unwrap_or(1) as usize,

@@ -59,6 +59,8 @@ unsafe impl Launch for AttentionLatent {
         params: &mut Self::Params,
     ) -> Fit<i128> {
         let Self { types, head_dims, .. } = *self;
+        let run_log2 = plan.run_log2;
+        require(run_log2 == 0, format_args!("run_log2 is {run_log2}, expected 0"))?;
         let tile = DecodeTile { types, head_dims, rows: Self::ROWS, run: 1, is_even: false };
         let items = operands.fit_items(&tile, plan, params)?;
         operands.fit_latent(head_dims)?;

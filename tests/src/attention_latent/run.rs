@@ -1,0 +1,310 @@
+use super::LatentCase;
+use crate::attention::Choice;
+use crate::attention_decode::largest_workspace;
+use crate::gpu::wait;
+use crate::host::{download, poisoned, upload};
+use crate::number::{decode, encode, normal_rounded, poison, unit_roundoff};
+use crate::tolerance::{Reference, check};
+use blockflash_ops::attention_decode::accepts;
+use blockflash_ops::{
+    AttentionDecode, AttentionDecodeOperands, AttentionDecodeWorkspace, CacheAccess, DType, Error,
+    KvCache, Operation, PackedTokens, Scores, Stream, Tensor, View,
+};
+use blockflash_oracle::{Added, AttentionRow, PRODUCTS, Rounding, attention_row};
+use blockflash_sys::Kernel;
+use rayon::prelude::*;
+
+/// Columns of NaN behind each row of queries, keys and outputs.
+pub(super) const GAP: usize = 8;
+
+/// The numbers of a case, and what an exact computation makes of them.
+pub struct LatentData {
+    /// `[total, heads, qk]`.
+    q: Vec<f32>,
+    /// `[keys, qk]` of each sequence.
+    keys: Vec<Vec<f32>>,
+    /// Of each head.
+    sink: Vec<f32>,
+}
+
+impl LatentData {
+    /// The numbers of a case.
+    pub fn generate(case: &LatentCase) -> Self {
+        let LatentCase { seed, dtype, head_dims, heads, .. } = *case;
+        let normal = |salt: u64, count| normal_rounded(seed << 8 ^ salt, count, dtype);
+        let keys = case.lengths.iter().enumerate().map(|(b, &(_, keys))| {
+            let mut rows = normal(3 + b as u64, keys * head_dims.qk);
+            if case.nonfinite && keys > 2 {
+                rows[(keys - 2) * head_dims.qk + 300] = f32::NAN;
+            }
+            rows
+        });
+        let q = normal(1, case.total() * heads * head_dims.qk);
+        Self { q, keys: keys.collect(), sink: normal(2, heads) }
+    }
+
+    /// Exact and plain values of all rows: outputs, and logarithms of sums.
+    fn reference(&self, case: &LatentCase) -> [Reference; 2] {
+        let LatentCase { dtype, head_dims, heads, .. } = *case;
+        let sequences = case.lengths.iter().enumerate();
+        let tokens: Vec<_> =
+            sequences.flat_map(|(b, &(queries, _))| (0..queries).map(move |i| (b, i))).collect();
+        let row = |at: usize| -> AttentionRow {
+            let (token, head) = (at / heads, at % heads);
+            let (b, query) = tokens[token];
+            let scores = blockflash_oracle::Scores {
+                scale: case.factor(),
+                softcap: case.softcap,
+                sink: case.sink.then(|| self.sink[head]),
+            };
+            let q = &self.q[at * head_dims.qk..][..head_dims.qk];
+            let keys: Vec<usize> = case.sees(b, query).collect();
+            let key = |key: usize| &self.keys[b][key * head_dims.qk..][..head_dims.qk];
+            let kv = |at: usize| [key(at), &key(at)[..head_dims.v]];
+            let no_term = |_| Added::default();
+            let mut row = attention_row(dtype, scores, q, head_dims.v, &keys, kv, no_term);
+            // The size of a score is its value, or the size of the terms that cancel in it.
+            let size = norm(q) * f64::from(case.factor()) / (head_dims.qk as f64).sqrt();
+            let terms = keys.iter().map(|&at| size * norm(key(at)));
+            row.lse.magnitude = terms.fold(row.lse.magnitude, f64::max);
+            row
+        };
+        let rows: Vec<_> = (0..tokens.len() * heads).into_par_iter().map(row).collect();
+        let mut o = Reference { width: head_dims.v, ..Reference::default() };
+        let mut lse = Reference { width: rows.len(), ..Reference::default() };
+        for row in rows {
+            o.extend(row.o);
+            lse.extend([row.lse]);
+        }
+        [o, lse]
+    }
+}
+
+fn norm(row: &[f32]) -> f64 {
+    row.iter().map(|&x| f64::from(x).powi(2)).sum::<f64>().sqrt()
+}
+
+/// The operands of a case on a device.
+pub(super) struct LatentInputs {
+    case: LatentCase,
+    pub(super) q: Tensor,
+    /// With a gap behind each row, of NaN as the slots without a key.
+    pub(super) rows: Tensor,
+    pub(super) table: Tensor,
+    pub(super) lengths: Tensor,
+    offsets: Tensor,
+    sink: Tensor,
+    workspace: Option<AttentionDecodeWorkspace>,
+}
+
+/// The outputs of a case on a device.
+pub(super) struct LatentOutputs {
+    pub(super) o: Tensor,
+    lse: Tensor,
+}
+
+fn told(error: impl std::fmt::Display) -> String {
+    error.to_string()
+}
+
+impl LatentInputs {
+    pub(super) fn upload(
+        case: &LatentCase,
+        data: &LatentData,
+        stream: &Stream,
+    ) -> Result<Self, String> {
+        let (dtype, qk, batch) = (case.dtype, case.head_dims.qk, case.batch());
+        let with_gaps = |values: &[f32]| -> Vec<u32> {
+            let gap = || std::iter::repeat_n(poison(dtype), GAP);
+            let row = |row: &[f32]| row.iter().map(|&x| encode(dtype, x)).chain(gap()).collect();
+            values.chunks(qk).flat_map(|values| -> Vec<u32> { row(values) }).collect()
+        };
+        let ([page_size, columns, pages], table) = (case.pages(), case.table());
+        let mut rows = vec![poison(dtype); pages * page_size * (qk + GAP)];
+        for (b, keys) in data.keys.iter().enumerate() {
+            for (key, values) in keys.chunks(qk).enumerate() {
+                let to = case.slot(&table, b, key) * (qk + GAP);
+                rows[to..to + qk + GAP].copy_from_slice(&with_gaps(values));
+            }
+        }
+        let ints = |values: Vec<i32>, shape: &[usize]| Tensor::from_slice(stream, &values, shape);
+        let offsets = (0..=batch).map(|b| case.start(b) as i32).collect();
+        let mut inputs = Self {
+            q: upload(stream, dtype, &with_gaps(&data.q), &case.rows_shape(qk + GAP))?,
+            rows: upload(stream, dtype, &rows, &[pages, page_size, 1, qk + GAP])?,
+            table: match case.page_size {
+                None => ints(vec![], &[0]).map_err(told)?,
+                Some(_) => ints(table, &[batch, columns]).map_err(told)?,
+            },
+            lengths: ints(case.lengths.iter().map(|l| l.1 as i32).collect(), &[batch])
+                .map_err(told)?,
+            offsets: ints(offsets, &[batch + 1]).map_err(told)?,
+            sink: Tensor::from_slice(stream, &data.sink, &[case.heads]).map_err(told)?,
+            workspace: None,
+            case: case.clone(),
+        };
+        if !stream.device().is_cpu() {
+            let workspace = largest_workspace(&inputs.decode(), &inputs.cache(), stream);
+            inputs.workspace = Some(workspace.map_err(told)?);
+        }
+        Ok(inputs)
+    }
+
+    pub(super) fn decode(&self) -> AttentionDecode<'_> {
+        let case = &self.case;
+        let packed = PackedTokens { cu_seqlens: self.offsets.view(), max_seqlen: case.longest() };
+        let sink = case.sink.then(|| self.sink.view());
+        AttentionDecode {
+            packed: case.packed.then_some(packed),
+            scores: Scores { sink, ..case.scores() },
+            batch_invariant: case.batch_invariant,
+            workspace: self.workspace.as_ref(),
+            ..AttentionDecode::new(columns(&self.q, case.head_dims.qk))
+        }
+    }
+
+    pub(super) fn cache(&self) -> KvCache<'_> {
+        let dims = self.case.head_dims;
+        KvCache {
+            block_table: self.case.page_size.map(|_| self.table.view()),
+            seqused_kv: self.case.seqused.then(|| self.lengths.view()),
+            ..KvCache::new(columns(&self.rows, dims.qk), columns(&self.rows, dims.v))
+        }
+    }
+
+    pub(super) fn launch(
+        &self,
+        outputs: &mut LatentOutputs,
+        kernel: Choice,
+        stream: &Stream,
+    ) -> Result<(), Error> {
+        let o = outputs.o.view_mut();
+        let last = o.shape().len() - 1;
+        let operands = AttentionDecodeOperands {
+            cache: CacheAccess::Read(self.cache()),
+            o: o.slice(last, 0..self.case.head_dims.v)?,
+            lse: Some(outputs.lse.view_mut()),
+        };
+        match kernel {
+            Choice::Selected => self.decode().forward_into(operands, stream),
+            Choice::This(kernel) => self.decode().run_with(kernel, operands, stream),
+        }
+    }
+}
+
+/// The first columns of a tensor.
+pub(super) fn columns(tensor: &Tensor, count: usize) -> View<'_> {
+    let view = tensor.view();
+    let last = view.shape().len() - 1;
+    view.slice(last, 0..count).expect("a tensor with a gap")
+}
+
+impl LatentCase {
+    /// Of queries or outputs.
+    fn rows_shape(&self, width: usize) -> Vec<usize> {
+        match self.packed {
+            true => vec![self.total(), self.heads, width],
+            false => vec![self.batch(), self.longest(), self.heads, width],
+        }
+    }
+}
+
+impl LatentOutputs {
+    pub(super) fn poisoned(case: &LatentCase, stream: &Stream) -> Result<Self, String> {
+        let lse = match case.packed {
+            true => vec![case.heads, case.total()],
+            false => vec![case.batch(), case.heads, case.longest()],
+        };
+        let o = poisoned(stream, case.dtype, &case.rows_shape(case.head_dims.v + GAP))?;
+        Ok(Self { o, lse: poisoned(stream, DType::F32, &lse)? })
+    }
+
+    pub(super) fn bits(&self, stream: &Stream) -> Result<[Vec<u32>; 2], String> {
+        Ok([download(stream, &self.o)?, download(stream, &self.lse)?])
+    }
+
+    /// Judges the outputs; returns how many were compared.
+    fn check(
+        &self,
+        case: &LatentCase,
+        data: &LatentData,
+        stream: &Stream,
+    ) -> Result<usize, String> {
+        let (LatentCase { dtype, head_dims, heads, .. }, [o, lse]) = (case, self.bits(stream)?);
+        let (dtype, heads, width) = (*dtype, *heads, head_dims.v);
+        let mut found = Vec::with_capacity(o.len());
+        for (row, bits) in o.chunks(width + GAP).enumerate() {
+            if bits[width..].iter().any(|&bits| bits != poison(dtype)) {
+                return Err(format!("the gap behind row {row} of o was written"));
+            }
+            if bits[..width].contains(&poison(dtype)) {
+                return Err(format!("row {row} of o was not written"));
+            }
+            found.extend(bits[..width].iter().map(|&bits| f64::from(decode(dtype, bits))));
+        }
+        let [reference, of_lse] = data.reference(case);
+        let largest = of_lse.magnitude.iter().copied().filter(|size| size.is_finite());
+        let largest = largest.fold(0.0, f64::max);
+        let steps = 8 + head_dims.qk.div_ceil(PRODUCTS);
+        let longest = case.lengths.iter().map(|lengths| lengths.1).max().unwrap_or(0);
+        let rounding = Rounding {
+            factor: Some(dtype),
+            exponent: steps as f64 * unit_roundoff(DType::F32) * largest,
+            ..Rounding::of_products(longest, 1, dtype)
+        };
+        let name = |row: usize| format!("token {}, head {}", row / heads, row % heads);
+        check(&found, &reference, &rounding, |at| {
+            format!("o[{}, {}]", name(at / width), at % width)
+        })?;
+        // Tokens of all sequences, then heads.
+        let mut logs = Vec::with_capacity(lse.len());
+        for (b, &(queries, _)) in case.lengths.iter().enumerate() {
+            for (query, head) in (0..queries).flat_map(|i| (0..heads).map(move |h| (i, h))) {
+                let at = match case.packed {
+                    true => head * case.total() + case.start(b) + query,
+                    false => (b * heads + head) * queries + query,
+                };
+                logs.push(f64::from(f32::from_bits(lse[at])));
+            }
+        }
+        let rounding = Rounding::of_products(0, steps, DType::F32);
+        check(&logs, &of_lse, &rounding, |row| format!("lse[{}]", name(row)))?;
+        Ok(2)
+    }
+}
+
+/// Runs and checks a case on a device.
+pub fn run_latent_case(
+    case: &LatentCase,
+    kernel: Choice,
+    stream: &Stream,
+) -> Result<usize, String> {
+    let data = LatentData::generate(case);
+    let run = || {
+        let inputs = LatentInputs::upload(case, &data, stream)?;
+        let mut outputs = LatentOutputs::poisoned(case, stream)?;
+        inputs.launch(&mut outputs, kernel, stream).map_err(|error| format!("refused: {error}"))?;
+        wait(stream, &|| format!("{kernel:?} with {case:?}"))?;
+        outputs.check(case, &data, stream)
+    };
+    run().map_err(|error| format!("{error}\n    {case:?}"))
+}
+
+/// The same for a kernel that must refuse what it does not accept.
+pub fn run_or_refuse_latents(
+    case: &LatentCase,
+    kernel: &'static Kernel,
+    stream: &Stream,
+) -> Result<usize, String> {
+    let gpu = stream.device().cuda_properties().ok_or("kernels run on GPUs")?;
+    let inputs = LatentInputs::upload(case, &LatentData::generate(case), stream)?;
+    let problem = inputs.decode().problem(&inputs.cache()).map_err(told)?;
+    if accepts(kernel, &problem, gpu).is_ok() {
+        return run_latent_case(case, Choice::This(kernel), stream);
+    }
+    let mut outputs = LatentOutputs::poisoned(case, stream)?;
+    match inputs.launch(&mut outputs, Choice::This(kernel), stream) {
+        Err(Error::Unsupported { .. }) => Ok(0),
+        other => Err(format!("{other:?} in place of a refusal\n    {case:?}")),
+    }
+}
