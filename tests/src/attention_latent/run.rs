@@ -35,7 +35,7 @@ impl LatentData {
         let keys = case.lengths.iter().enumerate().map(|(b, &(_, keys))| {
             let mut rows = normal(3 + b as u64, keys * head_dims.qk);
             if case.nonfinite && keys > 2 {
-                rows[(keys - 2) * head_dims.qk + 300] = f32::NAN;
+                rows[(keys - 2) * head_dims.qk + head_dims.v - 4] = f32::NAN;
             }
             rows
         });
