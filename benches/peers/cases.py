@@ -105,6 +105,12 @@ def cases():
         yield dict(decode, page_size=page, lengths=[2048, 300, 5]), rotated
     yield dict(decode, seqlen_q=16, page_size=64, lengths=[2048] * 3), warm
     yield dict(decode, page_size=64, chosen=5, lengths=[2048] * 3), rotated
+    latent = dict(decode, op="mla_decode", num_heads_q=16, num_heads_kv=1, head_dim_v=512)
+    for row, page in ((576, 64), (576, 16), (576, None), (512, 64)):
+        given = dict(latent, head_dim=row, page_size=page)
+        yield given, rotated
+        yield dict(given, num_heads_q=8, lengths=[2048, 300, 5]), rotated
+    yield dict(latent, head_dim=576, page_size=64, seqlen_q=4, num_heads_q=128), rotated
     product = dict(op="bsr_matmul", m=1024, n=512, k=1024, dtype="f16", seed=1)
     for block in (16, 32, 64, 128):
         yield dict(product, block_size=block, blocks_per_row=256 // block), warm
@@ -145,6 +151,13 @@ def refused(case, name):
             return "neither pages nor lengths"
         if name == "cudnn" and case["seqlen_q"] > 1:
             return "no diagonal that ends at the last key"
+    if case["op"] == "mla_decode":
+        if name == "flash_mla" and (case["page_size"] != 64 or case["head_dim"] != 576):
+            return "pages of 64 and rows of 576 only"
+        if name == "flashinfer_mla" and case["head_dim"] == 512:
+            return "rows with elements behind the values only"
+        if name == "triton_mla" and case["seqlen_q"] > 1:
+            return "one query only"
     if case["op"] != "attention_fwd":
         return None
     if name == "torch_sdpa_efficient" and case["num_heads_q"] != case["num_heads_kv"]:

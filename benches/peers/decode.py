@@ -44,7 +44,7 @@ class Inputs:
             table = torch.randperm(kv[0], device=device, generator=self.generator)
             table = table.int().view(self.batch, pages)
         # Keys, values and the table of a launch.
-        self.copies = [(self.draw(*kv), self.draw(*kv), table)]
+        self.copies = [(*self.cache(*kv), table)]
         lengths, self.chosen = case.get("lengths"), case.get("chosen")
         if self.chosen is not None:
             # All heads visit the same pages: to a competitor, a sequence of these pages.
@@ -58,6 +58,18 @@ class Inputs:
     def draw(self, *shape: int) -> torch.Tensor:
         shape = (*shape, self.head_dim)
         return torch.randn(shape, device=self.device, dtype=self.dtype, generator=self.generator)
+
+    def cache(self, *rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values."""
+        return self.draw(*rows), self.draw(*rows)
+
+    def clone(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values elsewhere in memory."""
+        return k.clone(), v.clone()
+
+    def row_bytes(self) -> int:
+        """Bytes of the keys and values of a token."""
+        return 2 * self.heads_kv * self.head_dim * self.q.element_size()
 
     def some(self) -> torch.Tensor:
         """The last page of each sequence and others at random, in their order."""
@@ -78,12 +90,12 @@ class Inputs:
             keys = int(self.seen(self.lengths).sum())
         elif self.window is not None:
             keys = self.batch * self.seen(self.seqlen_kv)
-        row = 2 * self.heads_kv * self.head_dim * self.q.element_size()
+        row = self.row_bytes()
         whole = math.ceil(size / (k[..., 0, 0].numel() * row))
         count = min(MAX_COPIES, math.ceil(size / (keys * row)))
         while len(self.copies) < count:
             if self.chosen is None or len(self.copies) < whole:
-                k, v = k.clone(), v.clone()
+                k, v = self.clone(k, v)
             else:
                 k, v, _ = self.copies[len(self.copies) % whole]
             self.copies.append((k, v, table if self.chosen is None else self.some()))

@@ -69,6 +69,11 @@ PEERS = {
         "fa3": ("decode", "Flash3"),
         "flashinfer": ("decode", "FlashInfer"),
     },
+    "mla_decode": {
+        "flash_mla": ("mla", "FlashMla"),
+        "flashinfer_mla": ("mla", "FlashInferMla"),
+        "triton_mla": ("mla", "TritonMla"),
+    },
     "bsr_matmul": {
         "torch_triton_bsr": ("bsr", "TritonDefault"),
         "torch_triton_bsr_tuned": ("bsr", "TritonTuned"),

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import blockflash
-from blockflash import _codes, _decode, _native, _pages  # noqa: F401
+from blockflash import _codes, _decode, _mla, _native, _pages  # noqa: F401
 from blockflash._schema import ATTENTION, DECODE, SCHEMAS, Options
 
 OPS = _decode._OPS
@@ -30,6 +30,8 @@ OPERATORS = {
         ["k_cache", "v_cache", "k_token_scale", "v_token_scale"],
     ),
     "attention_merge": (["parts_o", "parts_lse"], []),
+    "mla_decode": (["q", "cache", "head_dim_v"], []),
+    "mla_decode_out": (["q", "cache", "o", "lse"], ["o", "lse"]),
     "quantize": (
         ["x", "scale", "cu_seqlens", "code", "per", "subtract_mean", "rotate", "max_seqlen"], [],
     ),
@@ -47,7 +49,8 @@ OPERATORS = {
 
 
 def table_of(operator: str) -> Options | None:
-    if operator in ("attention_decode", "attention_append", "attention_append_scales"):
+    decoding = ("attention_decode", "attention_append", "attention_append_scales")
+    if operator in decoding or operator.startswith("mla_decode"):
         return DECODE
     return ATTENTION if operator.startswith("attention") and operator != "attention_merge" else None
 

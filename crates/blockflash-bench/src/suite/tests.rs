@@ -179,6 +179,7 @@ const EXPANSIONS: [(&str, usize, u64); 24] = [
     ("decode_codes", 40, 0x83CB_AA7C_D694_30FB),
     ("energy", 10, 0xA80A_DB12_2962_A5AB),
     ("masks", 71, 0xC30B_4EB1_EBCB_8D1C),
+    ("mla_decode", 10, 0x9236_E1F7_335C_C8AA),
     ("quantize", 20, 0x6EC3_EC59_B2BA_486A),
     ("selection", 108, 0xF940_39FA_E487_8256),
     ("small", 8, 0x6DA7_7958_2E91_D7DC),

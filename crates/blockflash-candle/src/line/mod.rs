@@ -14,6 +14,7 @@ mod foreign;
 mod held;
 mod kv_cache;
 mod memory;
+mod mla;
 mod options;
 mod paged;
 pub mod paged_attn;
@@ -29,4 +30,5 @@ pub use flash::{
     flash_attn_varlen_alibi_windowed_softcap, flash_attn_varlen_windowed, flash_attn_windowed,
 };
 pub use kv_cache::KvCache;
+pub use mla::mla_decode;
 pub use paged::{flash_attn_varlen_paged_windowed, flash_attn_varlen_paged_windowed_scaled};

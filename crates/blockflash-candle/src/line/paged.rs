@@ -282,6 +282,30 @@ pub(crate) fn read_scales<'a>(
     Ok([read("k_scale", k)?, read("v_scale", v)?])
 }
 
+/// Refuses keys beyond the table of pages, and pages beyond the cache, of which errors say the
+/// names.
+pub(crate) fn check_lengths(
+    (of_table, table): (&str, &Tensor),
+    (of_lengths, lengths): (&str, &Tensor),
+    [pages, page_size]: [usize; 2],
+) -> Result<()> {
+    let (_, max_pages) = table.dims2()?;
+    let table = table.to_dtype(candle_core::DType::I64)?.to_vec2::<i64>()?;
+    let lengths = lengths.to_dtype(candle_core::DType::I64)?.to_vec1::<i64>()?;
+    let most = max_pages.saturating_mul(page_size);
+    for (sequence, (table, length)) in table.iter().zip(lengths).enumerate() {
+        let keys = usize::try_from(length).ok().filter(|&keys| keys <= most);
+        let Some(keys) = keys else {
+            bail!("{of_lengths} has {length} keys of sequence {sequence}, expected 0 to {most}");
+        };
+        let used = &table[..keys.div_ceil(page_size.max(1)).min(max_pages)];
+        if let Some(page) = used.iter().find(|page| !(0..pages as i64).contains(page)) {
+            bail!("{of_table} has page {page} of sequence {sequence}, expected less than {pages}");
+        }
+    }
+    Ok(())
+}
+
 /// The lengths of sequences with these offsets; on the CPU they are checked.
 fn lengths(offsets: &Tensor, most: usize) -> Result<Tensor> {
     let batch = match offsets.dims1()? {

@@ -11,7 +11,7 @@
 use super::candle_core::{CpuStorage, DType, InplaceOp1, Layout, Result, Tensor, bail};
 use super::flash::{scores, window};
 use super::memory::{Operand, Place, Target, address_of};
-use super::paged::{attend, no_gradient, read_scales};
+use super::paged::{attend, check_lengths, no_gradient, read_scales};
 use blockflash_ops::{AppendKv, CacheScale, KvCacheMut};
 use std::cell::Cell;
 
@@ -143,7 +143,9 @@ pub fn paged_decode(
     no_gradient([query, key_cache, value_cache])?;
     query.dims3()?;
     if query.device().is_cpu() {
-        check_lengths(block_tables, context_lens, key_cache)?;
+        let (pages, _, page_size, _) = key_cache.dims4()?;
+        let (table, lengths) = (("block_tables", block_tables), ("context_lens", context_lens));
+        check_lengths(table, lengths, [pages, page_size])?;
     }
     let scales = tensors_of(scales, key_cache.dtype(), query)?;
     let [k_scale, v_scale] = scales.each_ref().map(Option::as_ref);
@@ -158,28 +160,6 @@ pub fn paged_decode(
     ];
     let scores = scores(sm_scale, mask, logits_soft_cap);
     attend(operands, [k_scale, v_scale], None, scores)?.squeeze(1)
-}
-
-/// Refuses keys beyond the table, and pages beyond the cache.
-fn check_lengths(tables: &Tensor, lengths: &Tensor, cache: &Tensor) -> Result<()> {
-    let (pages, _, page_size, _) = cache.dims4()?;
-    let (_, max_pages) = tables.dims2()?;
-    let tables = tables.to_dtype(DType::I64)?.to_vec2::<i64>()?;
-    let lengths = lengths.to_dtype(DType::I64)?.to_vec1::<i64>()?;
-    let most = max_pages.saturating_mul(page_size);
-    for (sequence, (table, length)) in tables.iter().zip(lengths).enumerate() {
-        let keys = usize::try_from(length).ok().filter(|&keys| keys <= most);
-        let Some(keys) = keys else {
-            bail!("context_lens has {length} keys of sequence {sequence}, expected 0 to {most}");
-        };
-        let used = &table[..keys.div_ceil(page_size.max(1)).min(max_pages)];
-        if let Some(page) = used.iter().find(|page| !(0..pages as i64).contains(page)) {
-            bail!(
-                "block_tables has page {page} of sequence {sequence}, expected less than {pages}"
-            );
-        }
-    }
-    Ok(())
 }
 
 /// Rows as sequences of one token, `[tokens, 1, num_heads_kv, head_dim]`.

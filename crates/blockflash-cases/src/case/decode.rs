@@ -298,6 +298,10 @@ impl Shape for DecodeShape {
         self.dtype
     }
 
+    fn peer_op(&self) -> &'static str {
+        if self.latent { "mla_decode" } else { self.op() }
+    }
+
     /// The cache is read once, for all the heads of a group and as many queries as fit into a tile.
     fn work(&self) -> Work {
         let Self { seqlen_q, num_heads_q, num_heads_kv, head_dims, .. } = *self;
@@ -349,11 +353,8 @@ impl Shape for DecodeShape {
             return Err(PeerCaseError::OneDType);
         }
         let lengths = (self.fill != Fill::Full).then(|| self.lengths());
-        let (op, head_dim_v) = match self.latent {
-            true => ("mla_decode", Some(self.head_dims.v)),
-            false => (self.op(), None),
-        };
-        PeerCase::new(op, &ForPeers { shape: self, lengths, head_dim_v }, seed)
+        let head_dim_v = self.latent.then_some(self.head_dims.v);
+        PeerCase::new(self.peer_op(), &ForPeers { shape: self, lengths, head_dim_v }, seed)
     }
 
     fn operands(&self, stream: &Stream, seed: u64) -> Result<Box<dyn Operands>> {

@@ -175,7 +175,7 @@ def attention_decode(
         operator = _OPS.attention_decode.default
     else:
         operator = (_OPS.attention_append_scales if chosen else _OPS.attention_append).default
-    _place(q)
+    place(q)
     try:
         if _autograd.passes(*tensors, sink, bias, rotary_cos, rotary_sin):
             if k is not None:
@@ -190,7 +190,7 @@ def attention_decode(
     return (o, lse) if return_lse else o
 
 
-def _place(tensor: Any) -> None:
+def place(tensor: Any) -> None:
     """Registers the placements of `DTensor`s when the first one comes."""
     if type(tensor).__name__ == "DTensor":
         from . import _sharding
@@ -231,7 +231,7 @@ def attention_merge(
             f"o has shape {list(o.shape)} and lse {list(lse.shape)}, not [parts, B, S, H, D] and "
             "[parts, B, H, S], nor [parts, T, H, D] and [parts, H, T]"
         )
-    _place(o)
+    place(o)
     if _autograd.passes(o, lse):
         merge = partial(_autograd.call_below, _OPS.attention_merge.default)
     else:
@@ -253,14 +253,30 @@ def _compute(
     *options: Any,
     **token_scales: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """The kernel of these operators.
+    """The kernel of these operators."""
+    cu_seqlens_q = options[_CU_SEQLENS_Q] if len(options) > _CU_SEQLENS_Q else None
+    o, lse = empty_o(q, v_cache, cu_seqlens_q), empty_lse(q, cu_seqlens_q)
+    into(o, lse, q, k_cache, v_cache, k, v, *options, **token_scales)
+    return o, lse
+
+
+def into(
+    o: Tensor,
+    lse: Tensor | None,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    *options: Any,
+    **token_scales: Tensor,
+) -> None:
+    """Calls the native function.
 
     GPU kernels read rows in units of 16 bytes: queries and new keys that are not aligned so are
     copied, but a cache never is. On the CPU, values that are between the keys of their cache are
     copied for an append, and copied back.
     """
-    cu_seqlens_q = options[_CU_SEQLENS_Q] if len(options) > _CU_SEQLENS_Q else None
-    o, lse = empty_o(q, v_cache, cu_seqlens_q), empty_lse(q, cu_seqlens_q)
 
     def allocate(count: int) -> Tensor:
         return q.new_empty(count, dtype=torch.uint8)
@@ -285,9 +301,12 @@ def _compute(
             raise
         empty, named = _without_keys(k_cache, named)
         options = named.values()
-        none = v_cache.new_zeros((*empty.shape[:-1], v_cache.shape[-1]))
+        width = v_cache.shape[-1]
+        if width <= empty.shape[-1]:
+            none = empty[..., :width]  # Of latent rows, values are the first columns of keys.
+        else:
+            none = v_cache.new_zeros((*empty.shape[:-1], width))
         _native.attention_decode(q, empty, none, o, lse, allocate, k, v, *options)
-    return o, lse
 
 
 def _has_slots(k_cache: Tensor, options: dict[str, Any]) -> bool:

@@ -90,6 +90,14 @@ def _append_scales(
     return _append(q, k_cache, v_cache, *a, **b)
 
 
+def _latent(q: Tensor, cache: Tensor, head_dim_v: int, *a: Any, **b: Any) -> int:
+    return _decode(q, cache, cache[..., :head_dim_v], *a, **b)
+
+
+def _latent_out(q: Tensor, cache: Tensor, o: Tensor, lse: Any = None, *a: Any, **b: Any) -> int:
+    return _latent(q, cache, o.shape[-1], *a, **b)
+
+
 _FORMULAS = {
     "attention": _forward,
     "attention_forward": _forward,
@@ -98,6 +106,8 @@ _FORMULAS = {
     "attention_decode": _decode,
     "attention_append": _append,
     "attention_append_scales": _append_scales,
+    "mla_decode": _latent,
+    "mla_decode_out": _latent_out,
 }
 
 

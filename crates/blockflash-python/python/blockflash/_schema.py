@@ -71,6 +71,9 @@ SCHEMAS = {
     "attention_append": f"({_WRITTEN_CACHE}, Tensor k, Tensor v, {DECODE.text}) -> {_RESULTS}",
     "attention_append_scales": f"({_WRITTEN_CACHE}, {_TOKEN_SCALES}, Tensor k, Tensor v, "
     f"{DECODE.text}) -> {_RESULTS}",
+    "mla_decode": f"(Tensor q, Tensor cache, SymInt head_dim_v, {DECODE.text}) -> {_RESULTS}",
+    "mla_decode_out": "(Tensor q, Tensor cache, Tensor(a!) o, Tensor(b!)? lse=None, "
+    f"{DECODE.text}) -> ()",
     "quantize": "(Tensor x, Tensor? scale, Tensor? cu_seqlens, int code, int per, "
     "bool subtract_mean, bool rotate, SymInt max_seqlen) -> "
     "(Tensor codes, Tensor scale, Tensor mean)",

@@ -196,6 +196,23 @@ def _of_decode(
     return found
 
 
+@_rule_of("mla_decode")
+def _of_latent(
+    q: Any, cache: Any, head_dim_v: int, *options: Any
+) -> list[tuple[list[Any], list[Any]]]:
+    found = [(out, [q, *rest]) for out, [q, _, *rest] in _of_decode(q, cache, cache, *options)]
+    if _divides(q.shape[-2], q):
+        # All heads of queries share the rows.
+        named = DECODE.named(options)
+        given = [named[name] is not None for name in DECODE.tensors]
+        packed = named["cu_seqlens_q"] is not None
+        rows, lse = (Shard(1), Shard(0)) if packed else (Shard(2), Shard(1))
+        by_head = dict.fromkeys(_WHOLE_OF_DECODE, Replicate()) | {"sink": Shard(0)}
+        options = _chosen(by_head | _added(named, "heads"), DECODE.tensors, given)
+        found.append(([rows, lse], [rows, Replicate(), *options]))
+    return found
+
+
 def _added(named: dict[str, Any], kind: str) -> dict[str, Any]:
     """Of what is added to scores."""
     bias, slopes = named["bias"], named["alibi_slopes"]

@@ -20,6 +20,7 @@ _PATHS = {
     "comfyui": "blockflash.comfyui",
     "diffusers": "blockflash.diffusers",
     "flash_attn": "blockflash.flash_attn",
+    "mla_decode": "blockflash.mla_decode",
     "sdpa": "scaled_dot_product_attention",
     "transformers": "block_attention",
     "vllm_omni": "blockflash.vllm_omni",
@@ -48,8 +49,9 @@ def stats() -> dict[str, Calls]:
     """How many calls blockflash computed, and how many it left to what it replaces.
 
     Returns:
-        The calls since the start of the process or the last `reset_stats()`, by path: `attention`
-        and `attention_decode` are all calls of these functions, drop-ins included. `comfyui`,
+        The calls since the start of the process or the last `reset_stats()`, by path: `attention`,
+        `attention_decode` and `mla_decode` are all calls of these functions, drop-ins included.
+        `comfyui`,
         `diffusers`, `flash_attn`, `sdpa` (once activated), `transformers` and `vllm_omni` are the
         drop-ins, by calls of the forward pass. Functions that are called by name have no fallback:
         they raise. A call that is compiled counts once, when it is traced, but in `sdpa` each time

@@ -11,5 +11,6 @@ mod flash_attn;
 mod harness;
 mod head_dims;
 mod layers;
+mod mla;
 mod order;
 mod paged_attn;

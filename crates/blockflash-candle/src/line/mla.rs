@@ -1,0 +1,58 @@
+//! Decoding of multi-head latent attention over a cache in pages that a tensor of candle holds.
+
+use super::Mask;
+use super::candle_core::{Result, Tensor, bail};
+use super::flash::scores;
+use super::paged::{attend, check_lengths, no_gradient};
+
+/// Attention of the last tokens of each sequence to a cache of latent rows (MLA with absorbed
+/// projections), `[pages, page_size, row]` or `[pages, page_size, 1, row]`: a row is a key that all
+/// heads share, and its first `head_dim_v` elements are the value. Queries
+/// `[batch, seqlen_q, num_heads_q, row]` end with the elements that are turned by their position;
+/// in DeepSeek's models a row has 576 elements, of which 512 are the value. Returns
+/// `[batch, seqlen_q, num_heads_q, head_dim_v]`.
+///
+/// Sequence `i` has `lengths[i]` keys, those of its queries included, in the pages
+/// `block_table[i]`; both are u32 or i32, `[batch]` and `[batch, max_pages]`. The last query stands
+/// at the last key. `softmax_scale` is that of the model, such as `1 / sqrt(128 + 64)`.
+///
+/// On the CPU lengths and pages are checked. A GPU counts those that do not exist as the largest
+/// ones that do, takes f16 and bf16, rows of 576 and 512 elements with 512 values, and pages of a
+/// multiple of 16 slots; the call can become part of a graph.
+///
+/// # Errors
+/// Those of [`AttentionDecode::forward`](blockflash_ops::AttentionDecode::forward), as text; a
+/// tensor that needs a gradient, since there is none.
+pub fn mla_decode(
+    q: &Tensor,
+    cache: &Tensor,
+    block_table: &Tensor,
+    lengths: &Tensor,
+    head_dim_v: usize,
+    softmax_scale: f32,
+    mask: Mask,
+) -> Result<Tensor> {
+    no_gradient([q, cache, cache])?;
+    q.dims4()?;
+    let rows = if cache.rank() == 3 { cache.unsqueeze(2)? } else { cache.clone() };
+    let (pages, page_size, heads, row) = rows.dims4()?;
+    if heads != 1 {
+        let shape = cache.dims();
+        bail!("cache has shape {shape:?}, expected [pages, page_size, 1, row]");
+    }
+    if head_dim_v == 0 || head_dim_v > row {
+        bail!("head_dim_v is {head_dim_v}, expected 1 to {row}, the elements of a row");
+    }
+    if q.device().is_cpu() {
+        check_lengths(("block_table", block_table), ("lengths", lengths), [pages, page_size])?;
+    }
+    let values = rows.narrow(3, 0, head_dim_v)?;
+    let operands = [
+        ("q", q),
+        ("cache", &rows),
+        ("the values of cache", &values),
+        ("block_table", block_table),
+        ("lengths", lengths),
+    ];
+    attend(operands, [None; 2], None, scores(softmax_scale, mask, None))
+}

@@ -1,0 +1,75 @@
+//! Decoding over latent rows, against attention to copies of their keys and values.
+
+use super::blockflash_candle::{Attention, Mask, mla_decode};
+use super::candle_core::{DType, Device, Result, Tensor, Var};
+use super::harness::{normal, types};
+
+const PAGES: usize = 5;
+const SLOTS: usize = 16;
+const TABLE: [[u32; 2]; 2] = [[3, 1], [0, 4]];
+const LENGTHS: [u32; 2] = [21, 6];
+
+fn numbers(tensor: &Tensor) -> Result<Vec<f32>> {
+    tensor.to_dtype(DType::F32)?.flatten_all()?.to_vec1()
+}
+
+#[test]
+fn values_are_the_first_elements_of_keys() -> Result<()> {
+    let device = Device::Cpu;
+    let (table, lengths) = (Tensor::new(&TABLE, &device)?, Tensor::new(&LENGTHS, &device)?);
+    for &dtype in types(&device) {
+        for (row, width) in [(576, 512), (512, 512), (20, 13)] {
+            let cache = normal(&[PAGES, SLOTS, row], dtype)?;
+            for (queries, mask) in [(1, Mask::Full), (3, Mask::causal())] {
+                let q = normal(&[2, queries, 16, row], dtype)?;
+                let o = mla_decode(&q, &cache, &table, &lengths, width, 0.1, mask)?;
+                assert_eq!((o.dims(), o.dtype()), (&[2, queries, 16, width][..], dtype));
+                let of_one_head = cache.unsqueeze(2)?;
+                let same = mla_decode(&q, &of_one_head, &table, &lengths, width, 0.1, mask)?;
+                assert_eq!(numbers(&same)?, numbers(&o)?);
+                for (sequence, length) in LENGTHS.into_iter().enumerate() {
+                    let pages = Tensor::new(&TABLE[sequence], &device)?;
+                    let rows = cache.index_select(&pages, 0)?.flatten(0, 1)?;
+                    let k = rows.narrow(0, 0, length as usize)?.unsqueeze(1)?.unsqueeze(0)?;
+                    let (q, v) = (q.narrow(0, sequence, 1)?, k.narrow(3, 0, width)?.contiguous()?);
+                    let attention = Attention::new(&q, &k, &v);
+                    let mut scores = attention.scores;
+                    (scores.mask, scores.softmax_scale) = (mask, Some(0.1));
+                    let expected = Attention { scores, ..attention }.forward()?;
+                    let found = numbers(&o.narrow(0, sequence, 1)?)?;
+                    assert_eq!(found, numbers(&expected)?, "{dtype:?} {row} {queries}");
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn what_is_wrong_is_named() -> Result<()> {
+    let device = Device::Cpu;
+    let (table, lengths) = (Tensor::new(&TABLE, &device)?, Tensor::new(&LENGTHS, &device)?);
+    let (q, cache) =
+        (normal(&[2, 1, 4, 20], DType::F32)?, normal(&[PAGES, SLOTS, 20], DType::F32)?);
+    let message = |q: &Tensor, cache: &Tensor, table: &Tensor, lengths: &Tensor, width| {
+        mla_decode(q, cache, table, lengths, width, 0.1, Mask::Full).unwrap_err().to_string()
+    };
+    for width in [0, 21] {
+        let found = message(&q, &cache, &table, &lengths, width);
+        assert!(found.contains("head_dim_v") && found.contains("1 to 20"), "{found}");
+    }
+    let two = cache.reshape((PAGES, SLOTS, 2, 10))?;
+    assert!(message(&q, &two, &table, &lengths, 8).contains("[pages, page_size, 1, row]"));
+    let long = Tensor::new(&[33u32, 6], &device)?;
+    let found = message(&q, &cache, &table, &long, 13);
+    assert!(found.contains("lengths has 33 keys of sequence 0, expected 0 to 32"), "{found}");
+    let beyond = Tensor::new(&[[3u32, 5], [0, 4]], &device)?;
+    let found = message(&q, &cache, &beyond, &lengths, 13);
+    assert!(found.contains("block_table has page 5 of sequence 0"), "{found}");
+    let narrow = q.narrow(3, 0, 16)?;
+    assert!(message(&narrow, &cache, &table, &lengths, 13).contains("q has shape"));
+    let var = Var::from_tensor(&q)?;
+    let found = message(var.as_tensor(), &cache, &table, &lengths, 13);
+    assert!(found.contains("no gradient"), "{found}");
+    Ok(())
+}
