@@ -119,7 +119,7 @@ def test_what_is_taken(
         ({"kv_cache_dtype": "float16"}, "float16 beside queries of torch.bfloat16"),
         ({"kv_cache_dtype": "fp8", "head_size": 72}, "head_size is 72 with kv_cache_dtype fp8"),
         ({"block_size": 8}, "a multiple of 16"),
-        ({"use_mla": True}, "no cache of latent vectors"),
+        ({"use_mla": True}, "--attention-backend BLOCKFLASH_MLA"),
         ({"use_sparse": True}, "no choice of keys for each query"),
         ({"use_mm_prefix": True}, "tokens of an image"),
         ({"use_rswa": True}, "no prompt is excepted"),
@@ -239,18 +239,19 @@ def test_layers_that_are_refused() -> None:
     assert layer.forward(None, output, output, output, output, None, output).eq(0).all()
 
 
-def test_a_layer_of_vllm_drives_the_backend() -> None:
+@pytest.mark.parametrize("program, lines", [("vllm_layer.py", 4), ("vllm_mla.py", 5)])
+def test_a_layer_of_vllm_drives_the_backend(program: str, lines: int) -> None:
     here = Path(__file__).resolve().parent
     path = os.pathsep.join([str(here.parent), *sys.path])  # Where this process finds modules.
     done = subprocess.run(
-        [sys.executable, here / "vllm_layer.py"],
+        [sys.executable, here / program],
         env=os.environ | {"PYTHONPATH": path},
         stdout=subprocess.PIPE,
         text=True,
         timeout=300,
     )
     said = [line for line in done.stdout.splitlines() if line.endswith(" ok")]
-    assert done.returncode == 0 and len(said) == 4, done.stdout
+    assert done.returncode == 0 and len(said) == lines, done.stdout
 
 
 def test_the_arguments_of_serve_check() -> None:

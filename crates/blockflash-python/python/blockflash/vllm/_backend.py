@@ -23,7 +23,16 @@ if not _vllm.startswith(("0.32.", "0.33.")):
         _vllm,
     )
 
-_PLAIN = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+PLAIN = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+def other_type(dtype: torch.dtype, kv_cache_dtype: str | None) -> str | None:
+    """Why a cache of 16 bits does not go with queries of a type, or None."""
+    if PLAIN.get(kv_cache_dtype or "", dtype) == dtype:
+        return None
+    return (
+        f"kv_cache_dtype is {kv_cache_dtype} beside queries of {dtype}: give --kv-cache-dtype auto"
+    )
 
 
 class BlockflashBackend(AttentionBackend):
@@ -33,8 +42,8 @@ class BlockflashBackend(AttentionBackend):
     by vLLM's own operators before it.
     """
 
-    supported_dtypes: ClassVar[list[torch.dtype]] = [*_PLAIN.values()]
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", *_PLAIN, *CODES]
+    supported_dtypes: ClassVar[list[torch.dtype]] = [*PLAIN.values()]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", *PLAIN, *CODES]
     forward_includes_kv_cache_update = False
 
     @staticmethod
@@ -122,11 +131,9 @@ class BlockflashBackend(AttentionBackend):
         device_capability: DeviceCapability,
     ) -> str | None:
         """Why these do not go together, or None."""
-        if _PLAIN.get(kv_cache_dtype or "", dtype) != dtype:
-            return (
-                f"kv_cache_dtype is {kv_cache_dtype} beside queries of {dtype}: give "
-                "--kv-cache-dtype auto"
-            )
+        other = other_type(dtype, kv_cache_dtype)
+        if other is not None:
+            return other
         if kv_cache_dtype in CODES and head_size % 16:
             return (
                 f"head_size is {head_size} with kv_cache_dtype {kv_cache_dtype}, and beside 8 bits "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 ELSEWHERE = "leave out --attention-backend, or name FLASH_ATTN, for this model"
+ELSEWHERE_MLA = "leave out --attention-backend, or name TRITON_MLA, for this model"
 
 PREFIX = f"a mask over pages cannot let the tokens of an image see each other: {ELSEWHERE}"
 RSWA = f"kernels have one window, which no prompt is excepted from: {ELSEWHERE}"
@@ -15,7 +16,7 @@ MORE = {
     "or int8_per_token_head",
     "block_size not supported": "give --block-size as a multiple of 16",
     "partial multimodal token full attention not supported": PREFIX,
-    "MLA not supported": f"it has no cache of latent vectors: {ELSEWHERE}",
+    "MLA not supported": "give --attention-backend BLOCKFLASH_MLA, which decodes latent rows",
     "sparse not supported": f"it takes no choice of keys for each query: {ELSEWHERE}",
     "compute capability not supported": "it needs a GPU of compute capability 8.0 or newer",
     "R-SWA not supported": RSWA,
@@ -28,6 +29,24 @@ MORE = {
     "turn enable_adaptive_verification off",
 }
 """What is added to the reasons of vLLM's `validate_configuration`."""
+
+
+MORE_MLA = MORE | {
+    "head_size not supported": f"it takes latent rows of 576 and of 512: {ELSEWHERE_MLA}",
+    "kv_cache_dtype not supported": "give --kv-cache-dtype auto",
+    "non-MLA not supported": "give --attention-backend BLOCKFLASH",
+    "sparse not supported": f"it takes no choice of keys for each query: {ELSEWHERE_MLA}",
+    "attention sinks not supported": ELSEWHERE_MLA,
+    "sliding window not supported": ELSEWHERE_MLA,
+    "non-causal attention not supported": ELSEWHERE_MLA,
+    "per-head quant scales not supported": "give --kv-cache-dtype auto",
+}
+"""The same for latent rows."""
+
+
+def explained_mla(reason: str) -> str:
+    """A reason of vLLM with what to do, for latent rows."""
+    return f"{reason}: {MORE_MLA[reason]}" if reason in MORE_MLA else explained(reason)
 
 
 def explained(reason: str) -> str:
