@@ -181,7 +181,6 @@ def test_methods_take_what_the_interface_passes() -> None:
 EAGLE = {"algorithm": "EAGLE"}
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"page_size": 1}, "page_size is 1, not a multiple of 16: pass --page-size 64"),
-    ({"use_mla_backend": True}, "MLA"),
     ({"config": {"is_encoder_decoder": True}}, "cross attention"),
     ({"config": {"is_local_attention_model": True}}, "within chunks"),
     ({"prefill_aware_swa": True}, "excepts the prompt"),

@@ -17,6 +17,7 @@ from torch import Tensor
 from .. import _autograd, _decode, _stats
 from .._arguments import scores
 from .._schema import DECODE
+from ._latent import Latent
 from ._metadata import GraphBuffers, Metadata, PageTables, offsets, trees
 from ._refusals import check_layer, check_modes, check_runner, refuse
 
@@ -38,6 +39,7 @@ class BlockflashBackend(AttentionBackend):
         ranks = max(parallel.attn_cp_size, parallel.attn_dcp_size)
         check_runner(runner, self.trees, ranks)
         check_modes(runtime_context.get_exec())
+        self.latent = Latent(runner, self.trees) if runner.use_mla_backend else None
         self.max_context_len: int = runner.model_config.context_len
         self.token_to_kv_pool = runner.token_to_kv_pool
         self.kv_index_translator = runner.kv_index_translator
@@ -142,6 +144,8 @@ class BlockflashBackend(AttentionBackend):
     ) -> Tensor:
         """Attention of one token of each sequence: `[tokens, heads * v_head_dim]`."""
         check_layer(layer, options)
+        if self.latent is not None and not self.latent.has(layer):
+            return self.latent.prompts(q, k, v, layer, self.forward_metadata)
         if k is not None and save_kv_cache:
             self._write(k, v, layer, forward_batch)
         return self._attend(q, layer, sinks)
@@ -162,7 +166,10 @@ class BlockflashBackend(AttentionBackend):
         q = q.view(-1, layer.tp_q_head_num, layer.head_dim)
         keys, values = self.token_to_kv_pool.get_kv_buffer(layer.layer_id)
         keys = paged_kv_view(keys, self.page, layer.tp_k_head_num, layer.head_dim)
-        values = paged_kv_view(values, self.page, layer.tp_v_head_num, layer.v_head_dim)
+        if self.latent is None:
+            values = paged_kv_view(values, self.page, layer.tp_v_head_num, layer.v_head_dim)
+        else:
+            values = keys[..., : layer.v_head_dim]
         causal = layer.attn_type != AttentionType.ENCODER_ONLY
         left = layer.sliding_window_size if layer.sliding_window_size >= 0 else None
         logits = None if sinks is None else sinks.float()

@@ -14,7 +14,7 @@ CACHES = (
     torch.float8_e4m3fn,
     torch.float8_e5m2,
 )
-_ELSE = "use another --attention-backend"
+ELSE = "use another --attention-backend"
 
 
 def refuse(reason: str) -> None:
@@ -31,14 +31,12 @@ def check_runner(runner: Any, trees: bool, context_parallel: int) -> None:
     config, page, dtype = runner.model_config, runner.page_size, runner.kv_cache_dtype
     if page <= 0 or page % 16:
         refuse(f"page_size is {page}, not a multiple of 16: pass --page-size 64")
-    if runner.use_mla_backend:
-        refuse(f"there is no cache of latent vectors (MLA): {_ELSE}")
     if config.is_encoder_decoder:
-        refuse(f"there is no cross attention to an encoder: {_ELSE}")
+        refuse(f"there is no cross attention to an encoder: {ELSE}")
     if config.is_local_attention_model:
-        refuse(f"there is no attention within chunks of the context: {_ELSE}")
+        refuse(f"there is no attention within chunks of the context: {ELSE}")
     if getattr(runner, "prefill_aware_swa", False):
-        refuse(f"there is no window that excepts the prompt: {_ELSE}")
+        refuse(f"there is no window that excepts the prompt: {ELSE}")
     if dtype not in CACHES or runner.kv_cache_dtype_str == "mxfp8":
         names = "auto, bf16, fp8_e4m3 or fp8_e5m2"
         refuse(f"kv_cache_dtype is {runner.kv_cache_dtype_str}: pass --kv-cache-dtype {names}")
@@ -71,7 +69,7 @@ def check_runner(runner: Any, trees: bool, context_parallel: int) -> None:
 def check_modes(modes: Any) -> None:
     """Raises for options of SGLang's group `exec` that are not served."""
     if modes.dllm.dllm_algorithm is not None:
-        refuse(f"there are no models of --dllm-algorithm: {_ELSE}")
+        refuse(f"there are no models of --dllm-algorithm: {ELSE}")
     if modes.deterministic.enable_deterministic_inference:
         # SGLang refuses it itself, unless this backend has the name of another one.
         refuse(
@@ -83,15 +81,15 @@ def check_modes(modes: Any) -> None:
 def check_layer(layer: Any, options: dict[str, Any]) -> None:
     """Raises for a layer, or options of its call, that the kernels do not know."""
     if layer.is_cross_attention:
-        refuse(f"layer {layer.layer_id} is cross attention to an encoder: {_ELSE}")
+        refuse(f"layer {layer.layer_id} is cross attention to an encoder: {ELSE}")
     if layer.attn_type == AttentionType.DECODER_BIDIRECTIONAL:
-        refuse(f"layer {layer.layer_id} sees prompts in both directions, then decodes: {_ELSE}")
+        refuse(f"layer {layer.layer_id} sees prompts in both directions, then decodes: {ELSE}")
     if layer.logit_cap and layer.logit_capping_method != "tanh":
-        refuse(f"logit_capping_method is {layer.logit_capping_method}, not tanh: {_ELSE}")
+        refuse(f"logit_capping_method is {layer.logit_capping_method}, not tanh: {ELSE}")
     if layer.xai_temperature_len > 0:
-        refuse(f"layer {layer.layer_id} scales scores by positions (xai_temperature): {_ELSE}")
+        refuse(f"layer {layer.layer_id} scales scores by positions (xai_temperature): {ELSE}")
     if layer.pos_encoding_mode != "NONE":
-        refuse(f"pos_encoding_mode is {layer.pos_encoding_mode}, not NONE: {_ELSE}")
+        refuse(f"pos_encoding_mode is {layer.pos_encoding_mode}, not NONE: {ELSE}")
     for name, value in options.items():
         if value is not None and value is not False:
-            refuse(f"the model passes {name}, which the kernels do not know: {_ELSE}")
+            refuse(f"the model passes {name}, which the kernels do not know: {ELSE}")
