@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,17 +15,25 @@ needs("sglang", "sglang.srt.layers.attention.attention_registry")
 
 from reference import assert_close, reference  # noqa: E402
 from sglang.srt.layers.radix_attention import RadixAttention  # noqa: E402
+from sglang.srt.mem_cache import memory_pool  # noqa: E402
 from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool  # noqa: E402
 from sglang.srt.model_executor.forward_batch_info import ForwardMode  # noqa: E402
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context  # noqa: E402
 from sglang_model import HEADS, PAGE, PAGES, Model, configure  # noqa: E402
 from test_sglang import verify_input  # noqa: E402
 
-from blockflash import sglang as plugin  # noqa: E402
 from blockflash.sglang._backend import BlockflashBackend  # noqa: E402
+from blockflash.sglang._names import REPLACES  # noqa: E402
 
 LENGTHS, NEW = [20, 33, 37, 1, 64], [20, 1, 7, 1, 3]
 ROW, WIDTH, SCALE = 576, 512, 192**-0.5
+
+
+@pytest.fixture(autouse=True)
+def without_context_parallelism(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the cache of rows asks for."""
+    parallel = SimpleNamespace(dcp_enabled=False, attn_dcp_size=1)
+    monkeypatch.setattr(memory_pool, "get_parallel", lambda: parallel)
 
 
 class Rows(Model):
@@ -37,6 +46,11 @@ class Rows(Model):
         self.runner.token_to_kv_pool = self.pool
         self.keys = [torch.randn(n, 1, ROW).to(dtype) for n in LENGTHS]
         self.values = [k[..., :WIDTH] for k in self.keys]
+
+    def write(self, layer: RadixAttention, sequence: int, end: int) -> None:
+        """Write the first rows of a sequence into the cache, as an earlier step did."""
+        loc = self.slots(sequence, 0, end)
+        self.pool.set_kv_buffer(layer, loc, self.keys[sequence][:end], None)
 
     def check_rows(self, o: torch.Tensor, q: torch.Tensor, new: list[int]) -> None:
         """Hold an output against float64."""
@@ -119,6 +133,6 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="--speculative-eagle-topk 1"):
         BlockflashBackend(Rows(algorithm="EAGLE").runner)
     configure(monkeypatch)
-    monkeypatch.setenv(plugin.REPLACES, "fa3")
-    with pytest.raises(ValueError, match=f"{plugin.REPLACES} is fa3"):
+    monkeypatch.setenv(REPLACES, "fa3")
+    with pytest.raises(ValueError, match=f"{REPLACES} is fa3"):
         BlockflashBackend(Rows().runner)

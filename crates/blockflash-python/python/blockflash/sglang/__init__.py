@@ -13,15 +13,11 @@ from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from ._names import REPLACES
+
 NAME = "blockflash"
 TESTED = "0.5.23"
 """The version of SGLang whose interface this is. It is not stable, other versions are warned of."""
-
-REPLACES = "BLOCKFLASH_SGLANG_REPLACES"
-"""The environment variable with the name of a backend of SGLang that this one takes the place of.
-
-Some models and options are for backends in lists of SGLang alone, and this is not among them.
-"""
 
 _DRAFTS = "sglang.srt.speculative.draft_utils.DraftBackendFactory._create_backend"
 

@@ -159,7 +159,8 @@ class BlockflashBackend(AttentionBackend):
             # Of the step's own slots, which a captured graph reads at each replay.
             window_slots = pool.translate_loc_from_full_to_swa(batch.out_cache_loc)
         slots = KVWriteLoc.for_layer(batch, layer, swa_loc=window_slots)
-        pool.set_kv_buffer(layer, slots, k, v, layer.k_scale, layer.v_scale)
+        scales = () if self.latent is not None else (layer.k_scale, layer.v_scale)
+        pool.set_kv_buffer(layer, slots, k, v, *scales)
 
     def _attend(self, q: Tensor, layer: Any, sinks: Tensor | None) -> Tensor:
         step: Metadata = self.forward_metadata

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from .._attention import attention
-from . import REPLACES
+from ._names import REPLACES
 from ._refusals import ELSE, refuse
 
 DTYPES = ("torch.float16", "torch.bfloat16", "torch.float32")

@@ -1,0 +1,9 @@
+"""Names that several modules know."""
+
+from __future__ import annotations
+
+REPLACES = "BLOCKFLASH_SGLANG_REPLACES"
+"""The environment variable with the name of a backend of SGLang that this one takes the place of.
+
+Some models and options are for backends in lists of SGLang alone, and this is not among them.
+"""
