@@ -23,6 +23,7 @@ from . import _autograd, _flops, _native, _stats
 from ._arguments import UNLIMITED, autocast_dtype, scores, together
 from ._ops import empty_lse, empty_o, refuse_lazy_writes
 from ._schema import DECODE, SCHEMAS
+from ._slots import empty_values, has_slots, without_keys
 
 _OPS = torch.ops.blockflash
 _CU_SEQLENS_Q = DECODE.places["cu_seqlens_q"]
@@ -297,35 +298,12 @@ def into(
             v_cache.copy_(apart)
     except _native.Unsupported:
         named = DECODE.named(options)
-        if _has_slots(k_cache, named):
+        if has_slots(k_cache, named):
             raise
-        empty, named = _without_keys(k_cache, named)
+        empty, named = without_keys(k_cache, named)
         options = named.values()
-        width = v_cache.shape[-1]
-        if width <= empty.shape[-1]:
-            none = empty[..., :width]  # Of latent rows, values are the first columns of keys.
-        else:
-            none = v_cache.new_zeros((*empty.shape[:-1], width))
+        none = empty_values(empty, v_cache)
         _native.attention_decode(q, empty, none, o, lse, allocate, k, v, *options)
-
-
-def _has_slots(k_cache: Tensor, options: dict[str, Any]) -> bool:
-    given = (k_cache, options["block_table"], options["page_lists"])
-    return all(t.numel() for t in given if t is not None)
-
-
-def _without_keys(k_cache: Tensor, options: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
-    """A cache for kernels that need a slot, of sequences without keys, and the options with it."""
-    table, slots = options["block_table"], 16
-    batch = k_cache.shape[0] if table is None else table.shape[0]
-    none = torch.zeros(batch, dtype=torch.int32, device=k_cache.device)
-    empty = k_cache.new_zeros(batch if table is None else 1, slots, *k_cache.shape[2:])
-    # Neither positions nor lists nor scales matter.
-    unread = dict.fromkeys(
-        ("rotary_cos", "rotary_sin", "page_lists", "page_counts", "k_scale", "v_scale")
-    )
-    table = None if table is None else none[:, None]
-    return empty, options | {"seqused_k": none, "block_table": table, **unread}
 
 
 def _attention_decode(

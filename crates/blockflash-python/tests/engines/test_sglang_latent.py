@@ -87,7 +87,7 @@ def test_absorbed_steps(
     model, layer = Rows(dtype), absorbed()
     for i, (length, count) in enumerate(zip(LENGTHS, new)):
         model.write(layer, i, length - count)
-    q = torch.randn(sum(new), HEADS * ROW).to(dtype)
+    q = torch.randn(sum(new), HEADS * ROW).to(dtype) / 2
     k = torch.cat([x[n - m :] for x, n, m in zip(model.keys, LENGTHS, new)])
     o = run(model, layer, mode, new, q, k, k[..., :WIDTH], True)
     assert o.shape == (sum(new), HEADS * WIDTH)
@@ -106,10 +106,12 @@ def test_drafted_tokens_are_a_chain(monkeypatch: pytest.MonkeyPatch) -> None:
     model.keys[3] = torch.randn(4, 1, ROW)
     for i, length in enumerate(model.lengths):
         model.write(layer, i, length - 4)
-    q = torch.randn(20, HEADS * ROW)
+    q = torch.randn(20, HEADS * ROW) / 2
     k = torch.cat([x[-4:] for x in model.keys])
     spec = verify_input(None, 4, 1)
-    o = run(model, layer, ForwardMode.TARGET_VERIFY, new, q, k, k, True, spec_info=spec)
+    o = run(
+        model, layer, ForwardMode.TARGET_VERIFY, new, q, k, k[..., :WIDTH], True, spec_info=spec
+    )
     model.check_rows(o, q, new)
 
 

@@ -107,7 +107,7 @@ def layer(**changes: Any) -> BlockflashMLAImpl:
 
 def values(step: Any, behind: int, parts: bool) -> None:
     impl = layer(head_size=512 + behind, qk_rope_head_dim=behind)
-    q = torch.randn(4, 8, 512 + behind)
+    q = torch.randn(4, 8, 512 + behind) / 2
     cache = torch.randn(4, 16, 512 + behind)
     given = (q[..., :512], q[..., 512:]) if parts else q
     common = MagicMock(decode=step)
