@@ -8,7 +8,10 @@ use std::collections::BTreeMap;
 const GROUPS: [(&str, &[&str]); 7] = [
     ("attention", &["attention_fwd"]),
     ("its gradients", &["attention_bwd"]),
-    ("attention over a cache", &["attention_decode", "attention_merge", "kv_append", "page_"]),
+    (
+        "attention over a cache",
+        &["attention_decode", "attention_latent", "attention_merge", "kv_append", "page_"],
+    ),
     ("quantising to 8 bits", &["quantize"]),
     ("block masks made on the device", &["block_"]),
     ("BSR matmul, gradients of its values", &["bsr_"]),

@@ -113,8 +113,9 @@ pub struct AttentionDecode<'a> {
     pub tail_mask: Option<View<'a>>,
     /// Makes the bits of a sequence depend on no other sequence of the batch, nor on their number.
     /// Otherwise keys are split so that the batch fills the GPU, where the host knows the lengths,
-    /// or on Hopper where a key head has more than 8 rows. Packed sequences and those with listed
-    /// pages are split by their own length alone in any case.
+    /// or on Hopper where a key head has more than 8 rows, or where the cache is
+    /// [latent](KvCache::latent). Other packed sequences and those with listed pages are split by
+    /// their own length alone in any case.
     pub batch_invariant: bool,
     /// Memory for the results of parts of sequences, of at least
     /// [`workspace_bytes`](Self::workspace_bytes). The same for any number of calls.

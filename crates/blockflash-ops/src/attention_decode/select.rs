@@ -20,6 +20,7 @@ use std::sync::LazyLock;
 /// than 8 rows (queries times heads that share keys) have the kernel for several queries: packed
 /// sequences have another one, because which it is must not follow from the longest of them. Among
 /// the others it has the fewest rows that hold all queries of a group of heads, else the most rows.
+/// Where the values are the first columns of keys beyond head_dim 256, it is one for such rows.
 ///
 /// # Errors
 /// [`Error::Unsupported`](crate::Error::Unsupported) names what no kernel offers: the element type,
