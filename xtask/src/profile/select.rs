@@ -50,7 +50,7 @@ mod tests {
         assert!(selected("bsr_matmul_sm80_bf16_b128").len() > 1);
         for (pattern, case) in [
             ("attention_fwd_sm80_f16_d96", "b4_s4096_h21_d96_full_f16"),
-            ("attention_fwd_sm90a_bf16_d192", "b4_s4096_h10_d192_full_bf16"),
+            ("attention_fwd_sm90a_bf16_d192_", "b4_s4096_h10_d192_full_bf16"),
             ("attention_bwd_kv_sm90a_bf16_d128", "bwd_b4_s4096_h16_d128_full_bf16"),
             (
                 "attention_decode_sm80_bf16_d64_n8",

@@ -76,4 +76,13 @@ impl Family for AttentionLatentHopper {
         let size = Size::Latent { qk, v };
         Some(Support { operation: "attention over a cache", size, dtype: self.types.q })
     }
+
+    /// As many heads as a row tile has rows.
+    fn profile_case(&self) -> Option<String> {
+        let Self { head_dims, types, .. } = self;
+        let heads = Self::ROWS;
+        Some(format!(
+            "decode_b64_q1_kv8192_h{heads}kv1_d{head_dims}_contiguous_full_latent_{types}"
+        ))
+    }
 }
