@@ -12,7 +12,9 @@ struct CacheRunsConfig : AttentionElements {
   static constexpr int head_dim_qk = VARIANT_RUN_COLUMNS, head_dim_v = VARIANT_RUN_VALUES;
   static constexpr int head_dim = head_dim_v;
   static constexpr int warps = VARIANT_WARPS, threads = warps * kWarpSize;
-  static constexpr int team = threads - 128;  // all but a warpgroup that loads
+  static constexpr int team = threads - 128;    // all but a warpgroup that loads
+  static constexpr int end_keys = 512;          // that take as long as the end of an item
+  static constexpr bool splits_longest = true;  // equal parts of the longest sequence are a choice
   static constexpr int smem_bytes = VARIANT_SMEM_BYTES;
   static_assert(head_dim_v <= head_dim_qk, "values are the first columns of keys");
   static_assert(threads == VARIANT_THREADS, "the manifest row and the kernel disagree on threads");
@@ -20,6 +22,8 @@ struct CacheRunsConfig : AttentionElements {
 #else
 struct CacheRunsConfig : AttentionDecodeConfig {
   static constexpr int team = threads;  // that end an item
+  static constexpr int end_keys = 65536 / head_dim;
+  static constexpr bool splits_longest = false;
 };
 #endif
 

@@ -40,7 +40,7 @@ __device__ __forceinline__ int even_chunk(const Params& params, int lane) {
   constexpr int kShares = 8;
   constexpr float kOfShare[kShares] = {2.f, 1.5f, 1.25f, 1.125f, 1.f, .7f, .5f, .34f};
   // What the end of an item costs, in keys that a CTA could multiply meanwhile.
-  constexpr float kEnd = 65536 / Config::head_dim;
+  constexpr float kEnd = Config::end_keys;
   const blockflash_attention_decode_params& p = params.base;
   const float ctas = static_cast<float>(params.even_ctas);
   const float row_tiles =
@@ -58,11 +58,14 @@ __device__ __forceinline__ int even_chunk(const Params& params, int lane) {
     longest = max(longest, __shfl_xor_sync(~0u, longest, distance));
   }
   const float share = total * row_tiles / ctas;
+  [[maybe_unused]] const float most = static_cast<float>(longest);
   int chunks[kShares];
   float splits[kShares];
 #pragma unroll
   for (int i = 0; i < kShares; ++i) {
-    const float keys = fminf(ceilf(share * kOfShare[i]), static_cast<float>(1 << 30));
+    float keys = fminf(ceilf(share * kOfShare[i]), static_cast<float>(1 << 30));
+    if constexpr (Config::splits_longest)
+      if (i == 2) keys = ceilf(most / fmaxf(floorf(most / share), 1.f));
     chunks[i] = (max(min(static_cast<int>(keys), longest), p.chunk_min) + 63) & ~63;
     splits[i] = 0.f;
   }
