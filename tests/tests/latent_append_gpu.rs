@@ -147,8 +147,10 @@ fn every_kernel_leaves_the_bits_of_the_cpu() {
             for kernel in kernels {
                 report.run(kernel, || {
                     let mut tensors = case.tensors(stream)?;
-                    case.with(&mut tensors, |append, cache| append.run_with(kernel, cache, stream))?
-                        .map_err(told)?;
+                    case.with(&mut tensors, |append, cache| {
+                        append.run_with(kernel, cache, stream)
+                    })?
+                    .map_err(told)?;
                     wait(stream, &|| format!("{:?} {:?}", case.dims, case.lengths))?;
                     let found = download(stream, &tensors.rows)?;
                     let differs = (0..found.len()).find(|&at| found[at] != expected[at]);

@@ -225,6 +225,9 @@ impl Operands for DecodeOperands {
             None => "contiguous".to_owned(),
             Some(_) => format!("{} pages of {}", count(cache.pages as u64), cache.page_size),
         };
+        if let CacheValues::FirstColumns(columns) = self.inputs.v {
+            details.push(("v", format!("the first {columns} columns of k")));
+        }
         let keys = count(self.slots.len() as u64);
         details.push(("cache", format!("{pages}, {keys} keys of {} sequences", cache.batch)));
         if let Some(PageSelection { room, statistics }) = self.pages.selection() {
