@@ -186,6 +186,20 @@ def decodes(rank: int, world: int) -> None:
     agrees(0, (q, 0), (pages, None), seqused_k=(used, 0), block_table=(table, 0))
     agrees(2, (q, 2), (pages, 2), seqused_k=(used, None), block_table=(table, None))
 
+    # All heads of queries share latent rows. GPUs have kernels for rows of 576.
+    q, rows = draw(4, 2, 8, 576), draw(4, 32, 576)
+    wanted = blockflash.mla_decode(q, None, rows, None, used, scale=0.1, return_lse=True)
+    for of_q, of_rows, of_used, kept in (
+        (2, None, None, 2),
+        (0, 0, 0, 0),
+        (None, None, None, None),
+    ):
+        given = place(q, of_q), None, place(rows, of_rows), None, place(used, of_used)
+        found = blockflash.mla_decode(*given, scale=0.1, return_lse=True)
+        assert found[0].placements[0] == (Replicate() if kept is None else Shard(kept))
+        for ours, theirs in zip(found, wanted, strict=True):
+            torch.testing.assert_close(ours.full_tensor(), theirs)
+
     o, lse = draw(3, 4, 5, 8, 16), torch.randn(3, 4, 8, 5, device=device)
     wanted = blockflash.attention_merge(o, lse)
     for of_o, of_lse, kept in ((1, 1, 0), (3, 2, 2), (None, None, None), (0, 0, None)):
