@@ -260,7 +260,9 @@ impl AttentionDecodeOperands<'_> {
                 )?;
             }
         }
-        let sums = self.workspace.map_or(null_mut(), BsrPartsMemory::sums_pointer);
+        // Of any size where no sequence is divided, so kernels must not see it then.
+        let workspace = self.workspace.filter(|_| splits > 1);
+        let sums = workspace.map_or(null_mut(), BsrPartsMemory::sums_pointer);
         let logs = slots.saturating_mul((rows * head_dim_v).into()) as usize;
         let lse_pointer = self.lse.as_ref().map_or(null_mut(), pointer_mut);
         params.q = pointer(&self.queries());
@@ -271,7 +273,7 @@ impl AttentionDecodeOperands<'_> {
         params.page_count = lists[1].cast();
         params.partial_sums = sums;
         params.partial_logs = sums.wrapping_add(logs);
-        params.arrivals = self.workspace.map_or(null_mut(), BsrPartsMemory::counters_pointer);
+        params.arrivals = workspace.map_or(null_mut(), BsrPartsMemory::counters_pointer);
         params.q_stride_batch = q[0];
         params.q_stride_seq = q[1];
         params.q_stride_head = q[2];

@@ -1,7 +1,7 @@
 use super::{AttentionDecodeOperands, AttentionDecodeScalars, Fit, KvCacheViews, most_splits};
 use crate::launch::attention_fixtures::PLAIN_SCORES;
 use crate::launch::checked::{Launch, zeros};
-use crate::{DType, Device, Kernel, LaunchConfig, ScoreTerms, Tensor};
+use crate::{BsrPartsMemory, DType, Device, Kernel, LaunchConfig, ScoreTerms, Tensor};
 use blockflash_sys::manifest::{AttentionDecode, AttentionDecodeHopper, Variant, kernels};
 use blockflash_sys::params::{blockflash_attention_decode_terms_params, blockflash_kv_cache};
 use blockflash_sys::{ElementTypes, HeadDims, Target};
@@ -191,4 +191,45 @@ fn even_splits_need_lengths_on_the_device() {
     for items in [0, 2] {
         assert!(fit(264, true, items).unwrap_err().contains("expected 1 to 1"));
     }
+}
+
+/// Where no sequence is divided, a workspace may be of any size, and the kernel does not see it.
+#[test]
+fn a_workspace_that_is_not_needed_is_not_passed_on() {
+    let stream = Device::cpu().stream().unwrap();
+    let rows = |rows| Tensor::zeros(&stream, DType::F16, &[1, rows, 1, 16]).unwrap();
+    let (q, cache, mut written) = (rows(1), rows(256), rows(1));
+    let f16 = |tile: &AttentionDecodeHopper| tile.types.q == DType::F16;
+    let tile = kernels().iter().filter_map(AttentionDecodeHopper::of).find(f16).unwrap();
+    let memory = |numbers: usize, words| {
+        let tensor = Tensor::zeros(&stream, DType::F32, &[numbers + words]).unwrap();
+        BsrPartsMemory::from_tensor(tensor, words).unwrap()
+    };
+    let mut fit = |splits, memory: &BsrPartsMemory| {
+        let operands = AttentionDecodeOperands {
+            q: Some(q.view()),
+            cache: KvCacheViews {
+                k: cache.view(),
+                v: cache.view(),
+                block_table: None,
+                seqused: None,
+                scales: [None; 2],
+            },
+            o: written.view_mut(),
+            lse: None,
+            sink: None,
+            cu_seqlens_q: None,
+            pages: None,
+            terms: ScoreTerms::default(),
+            tail_mask: None,
+            workspace: Some(memory),
+        };
+        let plan = AttentionDecodeScalars { splits, chunk_min: 64, chunk_max: 4096, ..SCALARS };
+        let mut params = zeros::<AttentionDecodeHopper>();
+        tile.fit(&plan, &operands, &mut params)?;
+        Fit::Ok(params.base.arrivals.is_null())
+    };
+    assert_eq!(fit(1, &memory(1, 0)), Ok(true));
+    assert!(fit(4, &memory(1, 0)).unwrap_err().starts_with("the workspace has "));
+    assert_eq!(fit(4, &memory(4 * 18, 12)), Ok(false));
 }
