@@ -126,3 +126,21 @@ fn workspaces_hold_the_items_of_a_plan() {
         assert!(bytes < 1 << 30, "{batch} x {heads}: {bytes}");
     }
 }
+
+/// Hopper divides the keys of all sequences evenly by lengths on the device, also of short ones.
+#[test]
+fn hopper_divides_by_lengths_on_the_device() {
+    for capacity in [16, 1024, 100_000] {
+        let mut problem = problem([128, capacity], MLA, 16);
+        let of = |problem: &AttentionDecodeProblem| {
+            let kernel = select(problem, &h200()).unwrap();
+            assert!(matches!(kernel.variant, Variant::AttentionLatentHopper(_)));
+            plan(kernel, problem, &h200()).unwrap().scalars.even_ctas
+        };
+        assert_eq!(of(&problem), 132);
+        problem.batch_invariant = true;
+        assert_eq!(of(&problem), 0);
+        (problem.batch_invariant, problem.cache.seqused_kv) = (false, false);
+        assert_eq!(of(&problem), 0);
+    }
+}

@@ -82,7 +82,8 @@ impl AttentionDecodeProblem {
 }
 
 /// Room for keys of a sequence where splits of all sequences are even. Shorter sequences would only
-/// have more items (`benches/results/nvidia-h200/kv_cache.md`), and kernels add in 32 bits.
+/// have more items (`benches/results/nvidia-h200/kv_cache.md`), and kernels add in 32 bits. Items of
+/// latent rows end so slowly that no sequence is too short.
 const KEYS_OF_EVEN: RangeInclusive<usize> = 2048..=1 << 28;
 
 impl AttentionDecodeProblem {
@@ -104,7 +105,9 @@ impl AttentionDecodeProblem {
     /// Whether a kernel that can divides the keys of all sequences evenly among CTAs, since their
     /// lengths are on the device.
     pub(super) fn splits_evenly(&self) -> bool {
-        let given = self.cache.seqused_kv && KEYS_OF_EVEN.contains(&self.attention.seqlen_kv);
+        let shortest = if self.is_latent() { 1 } else { *KEYS_OF_EVEN.start() };
+        let keys = shortest..=*KEYS_OF_EVEN.end();
+        let given = self.cache.seqused_kv && keys.contains(&self.attention.seqlen_kv);
         given && !self.batch_invariant && self.attention.packed.is_none() && self.pages.is_none()
     }
 
