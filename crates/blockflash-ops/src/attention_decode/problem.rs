@@ -82,8 +82,8 @@ impl AttentionDecodeProblem {
 }
 
 /// Room for keys of a sequence where splits of all sequences are even. Shorter sequences would only
-/// have more items (`benches/results/nvidia-h200/kv_cache.md`), and kernels add in 32 bits. Items of
-/// latent rows end so slowly that no sequence is too short.
+/// have more items (`benches/results/nvidia-h200/kv_cache.md`), and kernels add in 32 bits. Items
+/// of latent rows end so slowly that no sequence is too short.
 const KEYS_OF_EVEN: RangeInclusive<usize> = 2048..=1 << 28;
 
 impl AttentionDecodeProblem {
