@@ -42,6 +42,18 @@ def test_cache_of_8_bits(tmp_path: Path) -> None:
     assert len({row[-4] for row in rows}) > 3
 
 
+@pytest.mark.parametrize("size", [["--small"], pytest.param([], marks=pytest.mark.gpu)])
+def test_deepseek_layer(size: list[str], tmp_path: Path) -> None:
+    command = [sys.executable, EXAMPLES / "deepseek_layer.py", *size]
+    done = subprocess.run(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True, timeout=120)
+    assert done.returncode == 0 and "Every error is within its bound" in done.stdout
+    rows = done.stdout.splitlines()[2:6]
+    names = ["prefill, SDPA", "prefill, attention", "a token, SDPA", "a token, mla_decode"]
+    assert [row[:20].strip() for row in rows] == names
+    # Latent rows are smaller than keys and values of all heads.
+    assert int(rows[3].split()[-1]) < int(rows[2].split()[-1]) / 2
+
+
 def test_context_parallel(tmp_path: Path) -> None:
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command = [*launch, EXAMPLES / "context_parallel.py", "--small"]
