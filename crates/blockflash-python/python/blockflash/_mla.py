@@ -49,7 +49,8 @@ def mla_decode(
 
     Lengths and table are read on the device at each call, so a CUDA graph follows them. Whatever
     they hold, nothing outside of the tensors is touched, as `attention_decode` describes; that
-    function takes the same caches, with `cache[..., :512]` as its values, and has more options.
+    function takes the same caches with a dimension of one head and `cache[..., :512]` as its
+    values. It has more options, and by default no mask and a scale of `1 / sqrt(576)`.
 
     On a GPU the element types are float16 and bfloat16, rows have 576 or 512 elements of which 512
     are values, and pages have a multiple of 16 slots. The CPU takes every call, also in float32.
