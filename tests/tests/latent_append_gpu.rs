@@ -160,12 +160,7 @@ fn every_kernel_leaves_the_bits_of_the_cpu() {
             }
         }
     };
-    gpu.check_groups(
-        "latent_append_gpu",
-        &Report::default(),
-        [DType::F16, DType::BF16].into_iter(),
-        check,
-    );
+    gpu.check_groups("latent_append_gpu", &Report::default(), [DType::F16, DType::BF16], check);
 }
 
 /// On the CPU, rows in two parts leave the bits of whole ones.

@@ -45,7 +45,7 @@ pub fn latents_survive_garbage(
     let (batch, tokens) = (random.random_range(1..=5), random.random_range(1..=9));
     let (heads, page_size) = ([1, 3, 16, 40][seed as usize % 4], [16, 48, 64][seed as usize % 3]);
     let (pages, columns_of) = (random.random_range(1..=9), random.random_range(1..=6));
-    let (packed, total) = (seed % 2 == 0, batch * tokens);
+    let (packed, total) = (seed.is_multiple_of(2), batch * tokens);
     let mut surrounded = |inner: usize, width: usize, shape: &[usize]| {
         let nan = || std::iter::repeat_n(poison(dtype), MARGIN * width);
         let numbers = normal(random.random(), inner * width);
@@ -73,11 +73,11 @@ pub fn latents_survive_garbage(
             seqused_kv: Some(lengths.view()),
             ..KvCache::new(of_cache(qk)?, of_cache(v)?)
         };
-        let mask = if seed % 3 == 0 { Mask::Full } else { Mask::causal() };
+        let mask = if seed.is_multiple_of(3) { Mask::Full } else { Mask::causal() };
         let decode = AttentionDecode {
             packed: Some(PackedTokens { cu_seqlens: offsets.view(), max_seqlen: tokens }),
             scores: mask.into(),
-            batch_invariant: seed % 5 == 0,
+            batch_invariant: seed.is_multiple_of(5),
             ..AttentionDecode::new(q.view().slice(0, inner.clone())?)
         };
         let workspace = largest_workspace(&decode, &cache, stream)?;

@@ -203,7 +203,8 @@ fn model(
     let sink = case.scores.sink.map(|()| data.sink[h] * log2e).filter(|_| bug != Bug::IgnoresSink);
     let total_max = sink.map_or(max, |sink| sink.max(max));
     if total_max == f32::NEG_INFINITY && sum == 0.0 {
-        return (vec![0.0; d], f32::NEG_INFINITY);
+        // NaN of values stays: a key with a score of -inf is not masked.
+        return (o.into_iter().map(|o| 0.0 * o).collect(), f32::NEG_INFINITY);
     }
     let rescale = if sum == 0.0 { 0.0 } else { (max - total_max).exp2() };
     let total = sum * rescale + sink.map_or(0.0, |sink| (sink - total_max).exp2());

@@ -262,7 +262,7 @@ impl Shape for AttentionShape {
         }
         let head_dim_v = self.head_dims.single().is_none().then_some(self.head_dims.v);
         let is_dense = self.lengths.is_none() && self.lists.is_none() && self.pairs.is_none();
-        if head_dim_v.is_some() && !(is_dense && !self.dtype.is_code()) {
+        if head_dim_v.is_some() && (!is_dense || self.dtype.is_code()) {
             return Err(PeerCaseError::OneHeadDim);
         }
         let for_peers = ForPeers { shape: self, head_dim_v, lengths: self.lengths.as_ref() };
