@@ -20,7 +20,7 @@ __device__ __forceinline__ void find_items(const Params& params, Shared& shared,
   for (int n = 0;; ++n) {
     wait_empty<2>(barriers.item_empty, n);
     const bool found = number >= 0 && walk.find<true>(params, number, shared.items[n % 2], lane);
-    // What the owner of the item knows of the walk counts for all.
+    // Lane 0 takes the next number for all lanes.
     int next = -1;
     if (found && !one_each && lane == 0)
       next = static_cast<int>(gridDim.x + atomicAdd(p.tile_counter, 1));

@@ -97,14 +97,13 @@ struct Sums {
     ptx::wgmma_commit_group();
   }
 
-  // The keys of an item that all of its rows see, and that are its own.
+  // Whether some row does not see all keys of a tile, or some are those of another split.
   static __device__ __forceinline__ bool is_masked(const DecodeRun& item, int first_key) {
     return first_key < max(item.all.begin, item.keys.begin) ||
            first_key + kKeys > min(item.all.end, item.keys.end);
   }
 
-  // What a row sees.
-  // Keys of the item, relative to the first key of a tile.
+  // The keys of the item that a row sees, relative to the first key of a tile.
   __device__ __forceinline__ KeyRange visible_to(const DecodeRun& item, int row,
                                                  int first_key) const {
     const blockflash_attention_decode_params& p = params.base;

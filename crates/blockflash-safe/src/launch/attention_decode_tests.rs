@@ -1,7 +1,7 @@
 use super::{AttentionDecodeOperands, AttentionDecodeScalars, Fit, KvCacheViews, most_splits};
 use crate::launch::attention_fixtures::PLAIN_SCORES;
 use crate::launch::checked::{Launch, zeros};
-use crate::{BsrPartsMemory, DType, Device, Kernel, LaunchConfig, ScoreTerms, Tensor};
+use crate::{BsrPartsMemory, DType, Device, Kernel, LaunchConfig, ScoreTerms, Tensor, View};
 use blockflash_sys::manifest::{AttentionDecode, AttentionDecodeHopper, Variant, kernels};
 use blockflash_sys::params::{blockflash_attention_decode_terms_params, blockflash_kv_cache};
 use blockflash_sys::{ElementTypes, HeadDims, Target};
@@ -142,6 +142,34 @@ fn each_tensor_has_its_own_head_dimension() {
     }
 }
 
+/// Attention of rows of one head to a contiguous cache whose values are its keys.
+fn over_rows<'a>(
+    q: &'a Tensor,
+    cache: &'a Tensor,
+    seqused: Option<View<'a>>,
+    written: &'a mut Tensor,
+    workspace: Option<&'a BsrPartsMemory>,
+) -> AttentionDecodeOperands<'a> {
+    AttentionDecodeOperands {
+        q: Some(q.view()),
+        cache: KvCacheViews {
+            k: cache.view(),
+            v: cache.view(),
+            block_table: None,
+            seqused,
+            scales: [None; 2],
+        },
+        o: written.view_mut(),
+        lse: None,
+        sink: None,
+        cu_seqlens_q: None,
+        pages: None,
+        terms: ScoreTerms::default(),
+        tail_mask: None,
+        workspace,
+    }
+}
+
 /// The device divides the keys of all sequences where it knows their lengths, and there is room for
 /// as many items as it is told.
 #[test]
@@ -153,24 +181,8 @@ fn even_splits_need_lengths_on_the_device() {
     let f16 = |tile: &AttentionDecodeHopper| tile.types.q == DType::F16;
     let tile = kernels().iter().filter_map(AttentionDecodeHopper::of).find(f16).unwrap();
     let mut fit = |even_ctas, given: bool, items| {
-        let operands = AttentionDecodeOperands {
-            q: Some(q.view()),
-            cache: KvCacheViews {
-                k: cache.view(),
-                v: cache.view(),
-                block_table: None,
-                seqused: given.then(|| lengths.view()),
-                scales: [None; 2],
-            },
-            o: written.view_mut(),
-            lse: None,
-            sink: None,
-            cu_seqlens_q: None,
-            pages: None,
-            terms: ScoreTerms::default(),
-            tail_mask: None,
-            workspace: None,
-        };
+        let lengths = given.then(|| lengths.view());
+        let operands = over_rows(&q, &cache, lengths, &mut written, None);
         let plan = AttentionDecodeScalars {
             splits: 256,
             chunk_min: 256,
@@ -206,24 +218,7 @@ fn a_workspace_that_is_not_needed_is_not_passed_on() {
         BsrPartsMemory::from_tensor(tensor, words).unwrap()
     };
     let mut fit = |splits, memory: &BsrPartsMemory| {
-        let operands = AttentionDecodeOperands {
-            q: Some(q.view()),
-            cache: KvCacheViews {
-                k: cache.view(),
-                v: cache.view(),
-                block_table: None,
-                seqused: None,
-                scales: [None; 2],
-            },
-            o: written.view_mut(),
-            lse: None,
-            sink: None,
-            cu_seqlens_q: None,
-            pages: None,
-            terms: ScoreTerms::default(),
-            tail_mask: None,
-            workspace: Some(memory),
-        };
+        let operands = over_rows(&q, &cache, None, &mut written, Some(memory));
         let plan = AttentionDecodeScalars { splits, chunk_min: 64, chunk_max: 4096, ..SCALARS };
         let mut params = zeros::<AttentionDecodeHopper>();
         tile.fit(&plan, &operands, &mut params)?;
