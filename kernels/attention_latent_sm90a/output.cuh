@@ -18,7 +18,7 @@ __device__ __forceinline__ void store_results(const DecodeRun& item, const Sums<
   for (int half = 0; half < 2; ++half) {
     const int row = x.first_row() + 8 * half;
     const RowPlace at(p, item, min(row, rows - 1));
-    // What a sink does to sums of 1 is the factor of all sums.
+    // What the end of a row makes of sums of 1 is the factor of all sums.
     Partial all{make_float4(1.f, 1.f, 1.f, 1.f), x.reference[half], x.denominator[half]};
     end_row(p, at, all);
     const float by = reciprocal(all) * all.sum.x;
