@@ -4,9 +4,10 @@ Weights are random, in the shape of the model: queries and the pair of keys and 
 low rank, and 64 elements of each key are turned by their position. A prompt goes through
 `blockflash.attention` with keys of 192 and values of 128 for each head. Further tokens, one at a
 time, go through `blockflash.mla_decode` with absorbed weights: the cache in pages has one latent
-row of 512 + 64 elements for each token. Beside both is torch's SDPA, whose cache has the keys and
-values of all heads. An error, against a plain layer in float64, that exceeds its bound ends the
-program. Times are of the whole layer with its projections, of a step on a GPU in a CUDA graph.
+row of 512 + 64 elements for each token, which `blockflash.mla_append` writes. Beside both is
+torch's SDPA, whose cache has the keys and values of all heads. An error, against a plain layer in
+float64, that exceeds its bound ends the program. Times are of the whole layer with its projections,
+of a step on a GPU in a CUDA graph.
 
     python deepseek_layer.py --small     # a few seconds, no GPU, in float32
     python deepseek_layer.py             # on a GPU, in bfloat16
@@ -101,7 +102,7 @@ class Layer(nn.Module):
         """The last token of sequences, `[batch, 1, width]`, over latent rows."""
         positions = (lengths - 1)[:, None]
         q_nope, q_rope = self.queries(x, positions)
-        cache.put(self.rows(x, positions), positions)
+        cache.put(self.rows(x, positions), lengths)
         # [heads, 128, 512] twice: from the queries into the space of the rows, and out of it.
         up = self.kv_b.weight.unflatten(0, (self.heads, -1))
         up_k, up_v = up.split([NOPE, VALUE], 1)
@@ -132,10 +133,9 @@ class Cache:
         order = torch.randperm(sizes.batch * pages, dtype=torch.int32)
         self.block_table = order.view(sizes.batch, pages).to(like.device)
 
-    def put(self, rows: Tensor, positions: Tensor) -> None:
-        """Rows `[batch, tokens, 576]` at positions `[batch, tokens]`."""
-        slots = self.block_table.gather(1, positions.long() // PAGE) * PAGE + positions % PAGE
-        self.rows.view(-1, ROW)[slots] = rows
+    def put(self, rows: Tensor, lengths: Tensor) -> None:
+        """Rows `[batch, tokens, 576]` of the last tokens of sequences."""
+        blockflash.mla_append(rows, None, self.rows, self.block_table, lengths)
 
 
 def turned(x: Tensor, positions: Tensor) -> Tensor:
@@ -232,7 +232,7 @@ def compare(sizes: Sizes, device: str, dtype: torch.dtype) -> None:
     expected, _ = copy.deepcopy(layer).double()(x.double(), plain)
 
     cache, (_, rows) = Cache(sizes, x), layer(prompt, by_blockflash)
-    cache.put(rows, torch.arange(sizes.prompt, device=device).expand(sizes.batch, -1))
+    cache.put(rows, torch.full((sizes.batch,), sizes.prompt, dtype=torch.int32, device=device))
     capacity = (sizes.batch, sizes.prompt + sizes.tokens)
     k, v = (x.new_zeros(*capacity, sizes.heads, columns) for columns in (NOPE + ROPE, VALUE))
     k[:, : sizes.prompt], v[:, : sizes.prompt] = layer.keys_and_values(rows)

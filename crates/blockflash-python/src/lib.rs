@@ -13,6 +13,7 @@ mod distributed;
 mod error;
 mod foreign;
 mod info;
+mod latent;
 mod linear;
 mod mask;
 mod mask_patterns;
@@ -45,6 +46,8 @@ mod _native {
     use crate::error::{DeviceError, Misaligned, Unsupported};
     #[pymodule_export]
     use crate::info::{describe, driver_problem, gpu_problem, initialised, set_checks};
+    #[pymodule_export]
+    use crate::latent::mla_append;
     #[pymodule_export]
     use crate::linear::{bsr_linear, dense_bsr, sddmm};
     #[pymodule_export]

@@ -29,6 +29,7 @@ class Case:
     def __init__(
         self, kind: str, device: str, dtype: torch.dtype, row: int, queries: int, heads: int = 16
     ) -> None:
+        torch.manual_seed(0)
         # Scores of up to 4, as of a model.
         self.q = torch.randn(4, queries, heads, row, device=device).to(dtype) / 2
         self.options: dict[str, Any] = {"seqlens": LENGTHS.to(device)}
@@ -127,7 +128,7 @@ def test_what_is_wrong_is_named() -> None:
     for given, text in (
         ((nope, rope[:1], cache), "q_rope is torch.float32 \\[1, 1, 8, 4\\], expected"),
         ((nope, rope.double(), cache), "q_rope is torch.float64"),
-        ((nope, q, cache), "q has shape"),
+        ((nope, q, cache), "q_nope and q_rope have 32 and 36 elements, expected 36 together"),
         ((q, None, cache), "head_dim_v is 512, but a row has 36 elements"),
         ((nope, rope, cache.view(2, 20, 2, 36)), "cache has shape \\[2, 20, 2, 36\\], expected"),
         ((nope, rope, cache[0]), "cache has shape \\[40, 36\\]"),
@@ -138,14 +139,61 @@ def test_what_is_wrong_is_named() -> None:
         mla_decode(nope, rope, None, **call)
     for out, text in (
         (q, "out has shape \\[2, 1, 8, 36\\], expected \\[2, 1, 8, 32\\]"),
-        (torch.empty(2, 2, 8, 32), "o has shape"),
-        (torch.empty(2, 1, 8, 32, dtype=torch.bfloat16), "o is bf16"),
-        (cache.view(-1)[:512].view(2, 1, 8, 32), "share"),
+        (torch.empty(2, 2, 8, 32), "out has shape"),
+        (torch.empty(2, 1, 8, 32, dtype=torch.bfloat16), "out is bf16"),
+        (cache.view(-1)[:512].view(2, 1, 8, 32), "out shares memory with cache"),
     ):
         with pytest.raises(ValueError, match=text):
             mla_decode(nope, rope, cache, **call, out=out)
     with pytest.raises(ValueError, match="come together"):
         mla_decode(nope, rope, cache, **call, max_seqlen_q=1)
+
+
+USED, PAGED = torch.tensor([20, 17], dtype=torch.int32), torch.tensor([[0], [1]]).int()
+WRONG_IN_A_KERNEL: dict[str, tuple[dict[str, Any], str]] = {
+    "batch": (
+        {"q_nope": torch.randn(3, 1, 8, 36)},
+        "^q_nope has shape \\[3, 1, 8, 36\\], expected",
+    ),
+    "type": ({"q_nope": torch.randn(2, 1, 8, 36).half()}, "^q_nope is f16, expected f32"),
+    "width": ({"q_nope": torch.randn(2, 1, 8, 40)}, "^q_nope has shape"),
+    "cache": ({"cache": torch.zeros(2, 40, 36, dtype=torch.int32)}, "^cache is i32"),
+    "stride": ({"cache": torch.zeros(2, 36, 40).mT}, "^cache .*contiguous"),
+    "number of lengths": ({"seqlens": USED[:1]}, "^seqlens has shape \\[1\\], expected \\[2\\]"),
+    "type of lengths": ({"seqlens": USED.float()}, "^seqlens is f32, expected i32"),
+    "table": ({"block_table": PAGED[0]}, "^block_table has shape \\[1\\]"),
+    "type of the table": ({"block_table": PAGED.float()}, "^block_table is f32"),
+    "rank": ({"cu_seqlens_q": USED, "max_seqlen_q": 1}, "^q_nope has shape"),
+    "offsets": (
+        {"q_nope": torch.randn(2, 8, 36), "cu_seqlens_q": USED.float(), "max_seqlen_q": 1},
+        "^cu_seqlens_q is f32",
+    ),
+    "maximum": (
+        {"q_nope": torch.randn(2, 8, 36), "cu_seqlens_q": USED[:1], "max_seqlen_q": -1},
+        "^max_seqlen_q is -1",
+    ),
+    "scale": ({"scale": 0.0}, "^scale is 0"),
+}
+
+
+@pytest.mark.parametrize("how", ["called", "compiled", "out"])
+@pytest.mark.parametrize("name", WRONG_IN_A_KERNEL)
+def test_kernels_name_what_the_caller_has_passed(name: str, how: str) -> None:
+    changes, text = WRONG_IN_A_KERNEL[name]
+    given = {"q_nope": torch.randn(2, 1, 8, 36), "q_rope": None, "cache": torch.randn(2, 40, 36)}
+    given |= {"scale": 0.3, "head_dim_v": 32} | changes
+    call = torch.compile(mla_decode, backend="aot_eager") if how == "compiled" else mla_decode
+    if how == "out":
+        given["out"] = torch.empty(*given["q_nope"].shape[:-1], 32, dtype=given["q_nope"].dtype)
+    with torch.no_grad(), pytest.raises(ValueError, match=text):
+        call(**given)
+
+
+def test_queries_of_two_parts_are_named() -> None:
+    q, cache = torch.randn(3, 1, 8, 36), torch.randn(2, 40, 36)
+    text = "^torch.cat\\(\\[q_nope, q_rope\\], -1\\) has shape \\[3, 1, 8, 36\\], expected \\[2"
+    with pytest.raises(ValueError, match=text):
+        mla_decode(q[..., :32], q[..., 32:], cache, scale=0.3)
 
 
 @pytest.mark.parametrize("of", ["q", "cache"])

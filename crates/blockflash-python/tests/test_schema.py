@@ -30,6 +30,9 @@ OPERATORS = {
         ["k_cache", "v_cache", "k_token_scale", "v_token_scale"],
     ),
     "attention_merge": (["parts_o", "parts_lse"], []),
+    "mla_append": (
+        ["kv_latent", "k_rope", "cache", "block_table", "seqused_k", "cu_seqlens"], ["cache"],
+    ),
     "mla_decode": (["q", "cache", "head_dim_v"], []),
     "mla_decode_out": (["q", "cache", "o", "lse"], ["o", "lse"]),
     "quantize": (

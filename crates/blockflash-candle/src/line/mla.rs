@@ -43,6 +43,16 @@ pub fn mla_decode(
     if head_dim_v == 0 || head_dim_v > row {
         bail!("head_dim_v is {head_dim_v}, expected 1 to {row}, the elements of a row");
     }
+    for (name, of) in [("block_table", block_table), ("lengths", lengths)] {
+        // Indices of 32 bits, which the lines of candle have one or two types for.
+        if of.dtype().size_in_bytes() != 4 || of.dtype().is_float() {
+            bail!("{name} is {:?}, expected u32 or i32", of.dtype());
+        }
+    }
+    let (batch, _) = block_table.dims2()?;
+    if lengths.dims() != [batch] {
+        bail!("lengths has shape {:?}, expected [{batch}], as block_table", lengths.dims());
+    }
     if q.device().is_cpu() {
         check_lengths(("block_table", block_table), ("lengths", lengths), [pages, page_size])?;
     }

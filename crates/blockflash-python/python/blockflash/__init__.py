@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ._codes import quantize
     from ._decode import attention_decode, attention_merge
     from ._info import info, set_checks, usable
-    from ._mla import mla_decode
+    from ._mla import mla_append, mla_decode
     from ._pages import choose_pages, summarize_pages
     from ._stats import reset_stats, stats, strict
     from .block_mask import BlockMask
@@ -39,6 +39,7 @@ _MODULES = {
     "distributed": ".distributed",
     "info": "._info",
     "jax": ".jax",
+    "mla_append": "._mla",
     "mla_decode": "._mla",
     "quantize": "._codes",
     "reset_stats": "._stats",
@@ -69,6 +70,7 @@ __all__ = [
     "block_sparse_attention",
     "choose_pages",
     "info",
+    "mla_append",
     "mla_decode",
     "quantize",
     "reset_stats",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import wraps
 from typing import Any
 
 import torch
@@ -111,6 +112,26 @@ def of_pairs(bias: Tensor) -> Tensor:
 def renamed(error: Exception, names: dict[str, str]) -> str:
     """The text of an error, with other names for some of our parameters."""
     return re.sub(r"\w+", lambda word: names.get(word[0], word[0]), str(error))
+
+
+def renaming(names: dict[str, str]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Makes a kernel whose errors have other names for some of our parameters.
+
+    Compiled code calls kernels and nothing of the functions around them, so only a kernel can say
+    what callers of such a function know.
+    """
+
+    def of(kernel: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(kernel)
+        def named(*arguments: Any) -> Any:
+            try:
+                return kernel(*arguments)
+            except (TypeError, ValueError, Unsupported) as error:
+                raise type(error)(renamed(error, names)) from None
+
+        return named
+
+    return of
 
 
 def natural(what: str, count: int) -> int:

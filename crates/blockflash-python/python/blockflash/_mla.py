@@ -2,10 +2,11 @@
 
 | operator | what it is |
 |---|---|
-| `mla_decode` | `(o, lse)` of queries that attend to a cache of latent rows |
+| `mla_append` | new rows of a cache of latent rows |
+| `mla_decode` | `(o, lse)` of queries that attend to such a cache |
 | `mla_decode_out` | the same into given tensors |
 
-They have the options of `attention_decode`, and no gradient: differentiating one raises.
+The latter have the options of `attention_decode`. None has a gradient: differentiating one raises.
 """
 
 from __future__ import annotations
@@ -15,13 +16,90 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _autograd, _flops, _stats
-from ._arguments import UNLIMITED, autocast_dtype, refuse_types, scores, together
+from . import _autograd, _flops, _native, _stats
+from ._arguments import (
+    UNLIMITED,
+    autocast_dtype,
+    refuse_types,
+    renamed,
+    renaming,
+    scores,
+    together,
+)
 from ._decode import into, place
+from ._native import Unsupported
 from ._ops import empty_lse, empty_o, refuse_lazy_writes
 from ._schema import DECODE, SCHEMAS
 
 _OPS = torch.ops.blockflash
+_NAMES = {
+    "attention_decode": "mla_decode",
+    "q": "q_nope",
+    "k_cache": "cache",
+    "v_cache": "cache",
+    "seqused_k": "seqlens",
+    "o": "out",
+}
+"""What the functions call parameters of `attention_decode`."""
+_BOTH = {"q_nope": "torch.cat([q_nope, q_rope], -1)"}
+"""What they have made of two parameters."""
+
+
+def mla_append(
+    kv_latent: Tensor,
+    k_rope: Tensor | None,
+    cache: Tensor,
+    block_table: Tensor | None = None,
+    seqlens: Tensor | None = None,
+    *,
+    cu_seqlens: Tensor | None = None,
+) -> None:
+    """Writes the latent rows of new tokens into a cache that `mla_decode` reads.
+
+    The lengths count the new tokens, which are the last ones of their sequences: of `n` of them,
+    token `i` goes to position `seqlens - n + i`. A token whose position is negative or beyond the
+    capacity is dropped. Sequences must not append to a page that they share. Lengths, table and
+    offsets are read on the device at each call, so a CUDA graph follows them, and whatever they
+    hold, nothing outside of the cache is written.
+
+    On a GPU the element types are float16 and bfloat16, both parts have a multiple of 8 elements,
+    and pages a multiple of 16 slots. The CPU takes every call, also in float32. There is no
+    gradient.
+
+    Args:
+        kv_latent: The first elements of the new rows, which are their values, `[B, Sn, 512]`, or
+            packed `[Tn, 512]` with `cu_seqlens`; or whole rows if `k_rope` is None.
+        k_rope: The elements behind them, turned by their positions, `[B, Sn, 64]` or `[Tn, 64]`.
+        cache: As `mla_decode` takes it, in the element type of the new rows; it is written.
+        block_table: int32 `[B, max_pages]`: the pages of each sequence in the order of their keys.
+        seqlens: int32 `[B]`: how many keys each sequence has, new ones included. By default the
+            cache is full.
+        cu_seqlens: int32 `[B + 1]`: the new tokens of sequence `i` are the rows `cu_seqlens[i]` to
+            `cu_seqlens[i + 1]`.
+
+    Raises:
+        Unsupported: No kernel takes the call, or a gradient would be lost.
+        ValueError: Shapes, types, devices or numbers are wrong.
+        DeviceError: The driver failed.
+
+    """
+    refuse_types(kv_latent=kv_latent, cache=cache)
+    rows = _of_one_head(cache)
+    if k_rope is not None:
+        _refuse_parts(rows, kv_latent=kv_latent, k_rope=k_rope)
+    if kv_latent.dim() != (3 if cu_seqlens is None else 2):
+        expected = "[B, Sn, L]" if cu_seqlens is None else "[Tn, L] with cu_seqlens"
+        raise ValueError(f"kv_latent has shape {list(kv_latent.shape)}, expected {expected}")
+    if autocast_dtype(kv_latent) == cache.dtype:
+        kv_latent, k_rope = (
+            t.to(cache.dtype) if t is not None and t.dtype == torch.float32 else t
+            for t in (kv_latent, k_rope)
+        )
+    rest = (block_table, seqlens, cu_seqlens)
+    try:
+        _call(_OPS.mla_append.default, (kv_latent, k_rope, cache), *rest)
+    except RuntimeError as error:
+        raise _autograd.typed(error) from None
 
 
 def mla_decode(
@@ -91,21 +169,9 @@ def mla_decode(
 
     """
     refuse_types(q_nope=q_nope, cache=cache)
-    if cache.dim() == 3:
-        cache = cache.unsqueeze(2)
-    if cache.dim() != 4 or cache.shape[2] != 1:
-        raise ValueError(
-            f"cache has shape {list(cache.shape)}, expected [pages, page_size, D] or "
-            "[pages, page_size, 1, D]"
-        )
-    q = q_nope
+    cache, q = _of_one_head(cache), q_nope
     if q_rope is not None:
-        refuse_types(q_rope=q_rope)
-        if q_rope.shape[:-1] != q_nope.shape[:-1] or q_rope.dtype != q_nope.dtype:
-            raise ValueError(
-                f"q_rope is {q_rope.dtype} {list(q_rope.shape)}, expected {q_nope.dtype} "
-                f"{[*q_nope.shape[:-1], 'R']}"
-            )
+        _refuse_parts(cache, q_nope=q_nope, q_rope=q_rope)
         head_dim_v, q = q_nope.shape[-1], torch.cat([q_nope, q_rope], -1)
     if not 0 < head_dim_v <= cache.shape[-1]:
         raise ValueError(f"head_dim_v is {head_dim_v}, but a row has {cache.shape[-1]} elements")
@@ -129,14 +195,47 @@ def mla_decode(
                 expected = [*q.shape[:-1], head_dim_v]
                 raise ValueError(f"out has shape {list(o.shape)}, expected {expected}")
             _call(_OPS.mla_decode_out.default, (q, cache, o), lse, *options)
+    except (ValueError, Unsupported) as error:
+        if q_rope is None:
+            raise
+        raise type(error)(renamed(error, _BOTH)) from None
     except RuntimeError as error:
         raise _autograd.typed(error) from None
     _stats.count("mla_decode")
     return (o, lse) if return_lse else o
 
 
-def _call(operator: Any, tensors: tuple[Tensor, ...], *rest: Any) -> Any:
-    """Calls an operator, below autograd where that has nothing to do."""
+def _of_one_head(cache: Tensor) -> Tensor:
+    """A cache with the dimension of its head."""
+    if cache.dim() == 3:
+        return cache.unsqueeze(2)
+    if cache.dim() != 4 or cache.shape[2] != 1:
+        raise ValueError(
+            f"cache has shape {list(cache.shape)}, expected [pages, page_size, D] or "
+            "[pages, page_size, 1, D]"
+        )
+    return cache
+
+
+def _refuse_parts(cache: Tensor, **parts: Tensor) -> None:
+    """Raises for two parts that make no rows of a cache."""
+    (first_name, first), (name, part) = parts.items()
+    refuse_types(**{name: part})
+    if part.shape[:-1] != first.shape[:-1] or part.dtype != first.dtype:
+        raise ValueError(
+            f"{name} is {part.dtype} {list(part.shape)}, expected {first.dtype} "
+            f"{[*first.shape[:-1], 'R']}"
+        )
+    found, row = [t.shape[-1] for t in (first, part)], cache.shape[-1]
+    if sum(found) != row:
+        raise ValueError(
+            f"{first_name} and {name} have {found[0]} and {found[1]} elements, expected {row} "
+            "together, as a row of cache"
+        )
+
+
+def _call(operator: Any, tensors: tuple[Tensor | None, ...], *rest: Any) -> Any:
+    """Calls an operator, which writes the third tensor, below autograd if that has no say."""
     if not _autograd.passes(*tensors):
         _autograd.refuse_to_lose(*tensors)
         return operator(*tensors, *rest)
@@ -144,6 +243,7 @@ def _call(operator: Any, tensors: tuple[Tensor, ...], *rest: Any) -> Any:
     return _autograd.call_below(operator, *tensors, *rest)
 
 
+@renaming(_NAMES)
 def _decode(q: Tensor, cache: Tensor, head_dim_v: int, *options: Any) -> tuple[Tensor, Tensor]:
     o, lse = _fake_decode(q, cache, head_dim_v, *options)
     into(o, lse, q, cache, cache[..., :head_dim_v], None, None, *options)
@@ -155,6 +255,7 @@ def _fake_decode(q: Tensor, cache: Tensor, head_dim_v: int, *options: Any) -> tu
     return empty_o(q, cache[..., :head_dim_v], cu_seqlens_q), empty_lse(q, cu_seqlens_q)
 
 
+@renaming(_NAMES)
 def _decode_out(q: Tensor, cache: Tensor, o: Tensor, lse: Tensor | None, *options: Any) -> None:
     into(o, lse, q, cache, cache[..., : o.shape[-1]], None, None, *options)
 
@@ -167,18 +268,59 @@ def _by_results(q: Tensor, cache: Tensor, o: Tensor, lse: Tensor | None, *option
             given.copy_(result)
 
 
+def _append_rows(kv_latent: Tensor, k_rope: Tensor | None, cache: Tensor, *rest: Any) -> None:
+    """Calls the native function; new rows that are not aligned for a GPU are copied."""
+    new = [None if t is None else t.unsqueeze(-2) for t in (kv_latent, k_rope)]
+    rows = _of_one_head(cache)
+    try:
+        _native.mla_append(*new, rows, *rest)
+    except _native.Misaligned:
+        copies = [None if t is None else t.clone() for t in new]
+        _native.mla_append(*copies, rows, *rest)
+
+
+_NAMES_OF_APPENDS = {
+    "k_cache": "cache",
+    "v_cache": "cache",
+    "seqused_k": "seqlens",
+    "cu_seqlens_q": "cu_seqlens",
+}
+_append_whole = renaming(_NAMES_OF_APPENDS | {"k": "kv_latent"})(_append_rows)
+_append_parts = renaming(_NAMES_OF_APPENDS | {"k": "k_rope", "v": "kv_latent"})(_append_rows)
+
+
+def _append(
+    kv_latent: Tensor,
+    k_rope: Tensor | None,
+    cache: Tensor,
+    block_table: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> None:
+    append = _append_whole if k_rope is None else _append_parts
+    append(kv_latent, k_rope, cache, block_table, seqused_k, cu_seqlens)
+
+
+def _nothing(*arguments: Any, **options: Any) -> None:
+    """The results of what only writes."""
+
+
 def _register() -> torch.library.Library:
     library = torch.library.Library("blockflash", "FRAGMENT")
-    names = ("mla_decode", "mla_decode_out")
-    fakes = (_fake_decode, lambda *arguments, **options: None)
-    for name, kernel, fake in zip(names, (_decode, _decode_out), fakes, strict=True):
+    for name, kernel, fake in (
+        ("mla_append", _append, _nothing),
+        ("mla_decode", _decode, _fake_decode),
+        ("mla_decode_out", _decode_out, _nothing),
+    ):
         library.define(name + SCHEMAS[name])
         for key in ("CPU", "CUDA"):
             library.impl(name, kernel, key)
         torch.library.register_fake(f"blockflash::{name}", fake, lib=library)
+    refuse_lazy_writes(library, _OPS.mla_append.default)
     refuse_lazy_writes(library, _OPS.mla_decode_out.default)
-    _flops.register("blockflash", *names)
+    _flops.register("blockflash", "mla_decode", "mla_decode_out")
     _autograd.register_gradient(library, "mla_decode")
+    _autograd.register_writes(library, "mla_append")
     _autograd.register_writes(library, "mla_decode_out", _by_results)
     return library
 

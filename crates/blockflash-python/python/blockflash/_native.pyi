@@ -106,6 +106,14 @@ def choose_pages(
     cu_seqlens_q: Tensor | None,
     max_q: int,
 ) -> None: ...
+def mla_append(
+    kv_latent: Tensor,
+    k_rope: Tensor | None,
+    cache: Tensor,
+    block_table: Tensor | None,
+    seqused_k: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> None: ...
 def bsr_linear(
     x: Tensor, values: Tensor, bias: Tensor | None, y: Tensor, pattern: int, activation: int = 0
 ) -> None: ...

@@ -68,6 +68,19 @@ fn what_is_wrong_is_named() -> Result<()> {
     assert!(found.contains("block_table has page 5 of sequence 0"), "{found}");
     let narrow = q.narrow(3, 0, 16)?;
     assert!(message(&narrow, &cache, &table, &lengths, 13).contains("q has shape"));
+    let one = lengths.narrow(0, 0, 1)?;
+    let found = message(&q, &cache, &table, &one, 13);
+    assert!(found.contains("lengths has shape [1], expected [2], as block_table"), "{found}");
+    for (name, table, lengths) in [
+        ("block_table", table.to_dtype(DType::F32)?, lengths.clone()),
+        ("lengths", table.clone(), lengths.to_dtype(DType::F32)?),
+        ("lengths", table.clone(), lengths.unsqueeze(0)?),
+    ] {
+        let found = message(&q, &cache, &table, &lengths, 13);
+        assert!(found.starts_with(name), "{found}");
+    }
+    let found = message(&q, &cache.to_dtype(DType::F64)?, &table, &lengths, 13);
+    assert!(found.starts_with("cache "), "{found}");
     let var = Var::from_tensor(&q)?;
     let found = message(var.as_tensor(), &cache, &table, &lengths, 13);
     assert!(found.contains("no gradient"), "{found}");
