@@ -196,7 +196,6 @@ def test_rows_out_of_use(used: tuple[str, ...], device: str, dtype: torch.dtype)
 def refused() -> list[tuple[Any, dict[str, Any], str]]:
     one = torch.ones(1)
     return [
-        (fa3, {"qv": one}, "qv: .* leave it at"),
         (fa3, {"q_descale": one}, "q_descale: .* leave it at"),
         (fa3, {"attention_chunk": 8}, "attention_chunk: .* leave it at"),
     ]

@@ -16,7 +16,8 @@ function takes these arguments, apart from its tensors:
   multiplied with; their output is bf16, and they have no gradient. They run on the CPU only so far,
   apart from caches of `flash_attn_with_kvcache`, whose q has 16 bits. Beside 16 bits they raise
   `Unsupported` unless at their defaults.
-- `qv` and `attention_chunk` raise `Unsupported` unless at their defaults.
+- `attention_chunk` raises `Unsupported` unless at its default, and so does `qv` but for
+  `flash_attn_with_kvcache`.
 - `return_attn_probs`: returns `(out, softmax_lse)`: softmax_lse is f32,
   `[batch, heads, seqlen_q]` or `[heads, total_q]`.
 
@@ -40,6 +41,7 @@ from ._flash import (
     used_parts,
 )
 from ._flash_cache import with_kvcache
+from ._flash_latent import joined
 
 __all__ = [
     "flash_attn_combine",
@@ -210,6 +212,10 @@ def flash_attn_with_kvcache(
     `cache_leftpad`; that sequences are not longer is not checked, and what is behind is lost.
 
     Args that flash-attn 2 does not have:
+        qv: in the shape of q with the head_dim of v_cache: scores are `q @ k.T + qv @ v.T`, as of
+            absorbed MLA, whose cache has 64 and 512 elements. k_cache and v_cache are views of one
+            row, v_cache in front, which `blockflash.mla_decode` attends to; other ones raise
+            `Unsupported`. Not with k, v and rotary_cos: `blockflash.mla_append` writes new rows.
         cu_seqlens_q: i32 `[batch + 1]`: q is packed, `[total_q, heads, head_dim]`.
         cu_seqlens_k_new: i32 `[batch + 1]`: k and v are packed, `[total_new, heads_k, head_dim]`.
         max_seqlen_q: the most queries of a sequence, needed with cu_seqlens_q.
@@ -223,7 +229,10 @@ def flash_attn_with_kvcache(
         `return_softmax_lse` (FlashAttention 3 adds the results of its splits to it).
 
     """
-    refuse_of_3(qv, q_descale, None, None, attention_chunk)
+    refuse_of_3(None, q_descale, None, None, attention_chunk)
+    if qv is not None:
+        others = {"k": k, "v": v, "rotary_cos": rotary_cos, "rotary_sin": rotary_sin}
+        q, k_cache = joined(q, k_cache, v_cache, qv, **others)
     return with_kvcache(
         *(q, k_cache, v_cache, k, v),
         rotary=(rotary_cos, rotary_sin),
