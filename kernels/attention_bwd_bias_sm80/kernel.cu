@@ -24,7 +24,8 @@ constexpr int kDSteps = Config::head_dim / 16;
 constexpr int kQTileBytes = kQ * Config::head_dim * 2, kKvTileBytes = kKv * Config::head_dim * 2;
 constexpr int kSumsRow = kKv + 4;  // floats of a row of sums: lanes of 8 rows meet no bank twice
 
-static_assert(kHasTerms && kQ == 64 && kKv <= 64, "a tile of scores is inside 64 × 64 bits");
+static_assert(kHasTerms && 64 % kQ == 0 && 64 % kKv == 0,
+              "a tile of scores is inside 64 × 64 bits");
 static_assert(kRowsPerWarp % 16 == 0, "a warp computes whole MMA tiles");
 static_assert(Config::smem_bytes == 2 * (kQTileBytes + kKvTileBytes),
               "manifest and kernel disagree on smem");

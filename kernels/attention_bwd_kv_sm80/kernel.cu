@@ -28,14 +28,17 @@ using Walk = QueryWalk<Config::block_q, Config::block_kv>;
 using Params = ParamsFor<blockflash_attention_bwd_params, blockflash_attention_bwd_terms_params>;
 
 // Warps divide the keys, and where accumulators for the whole head dimension do not fit into the
-// registers of a warp (warps_d = 2), pairs of warps share their keys: each computes the scores of
-// half of the queries, passes them through shared memory, and accumulates half of the columns.
+// registers of a warp, several warps share their keys and each accumulates a part of the columns.
+// Pairs (warps_d = 2) also share the work on scores: each computes those of half of the queries and
+// passes them through shared memory. Where a tile has too few queries for that, all compute all.
 constexpr int kWarpsD = Config::warps_d, kWarpsKv = Config::warps / kWarpsD;
+constexpr bool kExchanges = kWarpsD > 1 && Config::block_q / 16 >= kWarpsD;
+constexpr int kScoreParts = kExchanges ? kWarpsD : 1;
 constexpr int kRowsPerWarp = Config::block_kv / kWarpsKv;
 constexpr int kMTiles = kRowsPerWarp / 16;
 constexpr int kChunks = Config::head_dim / 8;
-constexpr int kQTiles = Config::block_q / 8 / kWarpsD;   // MMA tiles of a warp along queries
-constexpr int kDTiles = Config::head_dim / 8 / kWarpsD;  // and along the head dimension
+constexpr int kQTiles = Config::block_q / 8 / kScoreParts;  // MMA tiles of a warp along queries
+constexpr int kDTiles = Config::head_dim / 8 / kWarpsD;     // and along the head dimension
 constexpr int kDSteps = Config::head_dim / 16;
 constexpr int kQSteps = Config::block_q / 16;
 constexpr int kKvTileBytes = Config::block_kv * Config::head_dim * 2;
@@ -43,8 +46,8 @@ constexpr int kQTileBytes = Config::block_q * Config::head_dim * 2;
 constexpr int kStatisticsBytes = Config::block_q * 4;
 // A stage: Q, dO, negative logarithms, deltas.
 constexpr int kStageBytes = 2 * kQTileBytes + 2 * kStatisticsBytes;
-constexpr int kExchangeChunks = Config::block_q / 8;
-constexpr int kExchangeBytes = kWarpsD == 1 ? 0 : Config::block_kv * Config::block_q * 2;
+constexpr int kExchangeChunks = Config::block_q >= 32 ? Config::block_q / 8 : 4;
+constexpr int kExchangeBytes = kExchanges ? Config::block_kv * Config::block_q * 2 : 0;
 
 static_assert(kRowsPerWarp % 16 == 0 && kQTiles % 2 == 0, "a warp computes whole MMA tiles");
 static_assert(!kHasTerms || (Config::block_kv <= 64 && Config::block_q <= 64),
@@ -121,7 +124,7 @@ __device__ __forceinline__ void accumulate(Gradient& gradient, const Scores& a,
 #pragma unroll
   for (int step = 0; step < kQSteps; ++step) {
     uint32_t fragment[kMTiles][4];
-    if constexpr (kWarpsD == 1) {
+    if constexpr (!kExchanges) {
       round_to_fragment<Element>(a, step, fragment);
     } else {
 #pragma unroll
@@ -241,7 +244,8 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash::Params all) {
       }
       // Read for each tile rather than kept: registers are short in the main loop.
       const QueryRange range = Keys::shared().range(p);
-      const int part = warp_d * kQTiles * 8;  // first query of this warp's scores in the tile
+      // First query of this warp's scores in the tile.
+      const int part = warp_d % kScoreParts * kQTiles * 8;
       find_bits(i + Config::stages - 1, Config::stages - 1);
       PairBits pairs[kMTiles];  // visible ones
       if constexpr (kHasTerms)
@@ -296,7 +300,7 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash::Params all) {
         differentiate_by(PairsAre<Pairs::kPlain>{}, std::true_type{});
       else
         differentiate_by(PairsAre<Pairs::kPlain>{}, std::false_type{});
-      if constexpr (kWarpsD > 1) {
+      if constexpr (kExchanges) {
         store_exchange(s, exchange, warp_row, warp_d * kQTiles, lane);
         store_exchange(dp, exchange + kExchangeBytes, warp_row, warp_d * kQTiles, lane);
         // The warps that share these keys have written both halves. The barrier at the head of the

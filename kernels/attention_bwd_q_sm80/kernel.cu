@@ -22,10 +22,13 @@ using KeyVisit = Visit<Config::block_q, Config::block_kv>;
 using Params = ParamsFor<blockflash_attention_bwd_params, blockflash_attention_bwd_terms_params>;
 
 constexpr int kChunks = Config::head_dim / 8;  // 16-byte chunks of a row
-constexpr int kRowsPerWarp = Config::block_q / Config::warps;
-constexpr int kMTiles = kRowsPerWarp / 16;      // MMA tiles of a warp along queries,
-constexpr int kKvTiles = Config::block_kv / 8;  // along keys,
-constexpr int kDTiles = Config::head_dim / 8;   // and along the head dimension
+// Where dq of a warp's queries does not fit into its registers, warps share them and divide the
+// columns of dq. Each computes all scores: that costs less than what they would tell each other.
+constexpr int kSplit = Config::split;
+constexpr int kRowsPerWarp = Config::block_q * kSplit / Config::warps;
+constexpr int kMTiles = kRowsPerWarp / 16;              // MMA tiles of a warp along queries,
+constexpr int kKvTiles = Config::block_kv / 8;          // along keys,
+constexpr int kDTiles = Config::head_dim / kSplit / 8;  // and along the head dimension
 constexpr int kDSteps = Config::head_dim / 16;
 constexpr int kQTileBytes = Config::block_q * Config::head_dim * 2;
 constexpr int kKvTileBytes = Config::block_kv * Config::head_dim * 2;
@@ -36,7 +39,7 @@ constexpr int kStageBytes = 2 * kKvTileBytes;  // K, then V
 constexpr bool kShort = Config::head_dim == 128;
 
 static_assert(kRowsPerWarp % 16 == 0, "a warp computes whole MMA tiles");
-static_assert(!kHasTerms || (Config::block_q == 64 && Config::block_kv <= 64),
+static_assert(!kHasTerms || (64 % Config::block_q == 0 && 64 % Config::block_kv == 0),
               "a tile of scores is inside 64 × 64 bits");
 static_assert(Config::smem_bytes == 2 * kQTileBytes + Config::stages * kStageBytes,
               "manifest and kernel disagree on smem");
@@ -90,7 +93,8 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash::Params all) {
   const int tiles = visit.tiles;
 
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
-  const int first_row = work.q_begin + warp * kRowsPerWarp;
+  const int warp_q = warp / kSplit, warp_d = warp % kSplit;
+  const int first_row = work.q_begin + warp_q * kRowsPerWarp;
   const bool packed = p.cu_seqlens_q != nullptr;
   // The first element of a tensor's sequence and head.
   const auto at = [&](const void* tensor, int64_t batch, int64_t seq, int64_t head, int of_head,
@@ -163,9 +167,10 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash::Params all) {
     }
 
   const LaneCoords row_major = lane_row_major(lane), col_major = lane_col_major(lane);
-  const LaneAddress<kChunks> q_lane(q_smem, warp * kRowsPerWarp + row_major.row, row_major.chunk);
+  const LaneAddress<kChunks> q_lane(q_smem, warp_q * kRowsPerWarp + row_major.row, row_major.chunk);
   const LaneAddress<kChunks> kv_lane(ring, col_major.row, col_major.chunk);
-  const LaneAddress<kChunks> k_rows_lane(ring, row_major.row, row_major.chunk);
+  // From the first column of this warp on.
+  const LaneAddress<kChunks> k_rows_lane(ring, row_major.row, row_major.chunk + warp_d * kDTiles);
 
   float dq[kMTiles][kDTiles][4];
   clear(dq);
@@ -247,5 +252,6 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash::Params all) {
                        again.batch * params.dq_stride_batch * !packed +
                        again.head * params.dq_stride_head + again.q_offset * params.dq_stride_seq;
   store_rows<Element>(dq, p.scores.scale, out, params.dq_stride_seq,
-                      again.q_begin + warp * kRowsPerWarp, again.seqlen_q, 0, p.head_dim_qk, lane);
+                      again.q_begin + warp_q * kRowsPerWarp, again.seqlen_q, warp_d * kDTiles * 8,
+                      p.head_dim_qk, lane);
 }

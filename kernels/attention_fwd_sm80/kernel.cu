@@ -22,8 +22,8 @@ using QueryWork = Work<Config::block_q>;
 using KeyVisit = Visit<Config::block_q, Config::block_kv>;
 using Params = ParamsFor<blockflash_attention_fwd_params, blockflash_attention_fwd_terms_params>;
 
-static_assert(!kHasTerms || (Config::block_q == 64 && Config::block_kv <= 64 && kSplit == 1),
-              "a tile of scores is inside 64 × 64 bits, and a warp has whole rows of it");
+static_assert(!kHasTerms || (64 % Config::block_q == 0 && 64 % Config::block_kv == 0),
+              "a tile of scores is inside 64 × 64 bits");
 
 struct Keys {
   const Element *k, *v;  // the first key of the sequence and its value
@@ -269,20 +269,24 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash::Params params) {
     if constexpr (kHasTerms)
       with_terms(params, [&](const auto& all) {
         if (adds(all.terms))
-          add_terms(
-              s, all.terms, factor_before_terms(p.scores), visit.work.batch, visit.work.head,
-              TileAxes<false>{first_row(), first_key, visit.work.seqlen_q, visit.work.seqlen_kv},
-              lane);
+          add_terms(s, all.terms, factor_before_terms(p.scores), visit.work.batch, visit.work.head,
+                    TileAxes<false>{first_row(), first_key + sharers.part * kKvPerWarp,
+                                    visit.work.seqlen_q, visit.work.seqlen_kv},
+                    lane);
         if (!masked) return;
         restrict_keys(pairs, visit.mask(p), first_row(), first_key, lane);
-        hide(s, pairs, -CUDART_INF_F);
+        PairBits own[kMTiles];
+#pragma unroll
+        for (int m = 0; m < kMTiles; ++m) own[m] = pairs[m] >> sharers.part * kKvTiles * 2;
+        hide(s, own, -CUDART_INF_F);
       });
     if (!kHasTerms && masked)
       apply_mask(s, visit.mask(p), first_row(), first_key + sharers.part * kKvPerWarp, lane);
     softmax.update(s, o, p.scores, sharers);
     if (has_nonfinite) {
       if constexpr (kHasTerms)
-        add_visible_nonfinite(o, v_tile, visit.mask(p), first_row(), first_key, 0, lane, pairs);
+        add_visible_nonfinite(o, v_tile, visit.mask(p), first_row(), first_key, sharers.part * 4,
+                              lane, pairs);
       else
         add_visible_nonfinite(o, v_tile, visit.mask(p), first_row(), first_key, sharers.part * 4,
                               lane);

@@ -121,6 +121,7 @@ mod tests {
             for (op, size) in [
                 ("attention", "head_dim 8..=64 by 8"),
                 ("attention", "head_dim 200..=256 by 8"),
+                ("attention", "head_dim 264..=512 by 8"),
                 ("attention", "head_dim 72..=96 by 8, blocks of 64 × 64"),
                 ("bsr_matmul", "block 64"),
                 ("bsr_matmul", "block 16, transposed A, column-major B and C"),
@@ -200,6 +201,6 @@ mod tests {
                 .unwrap_or_else(|| panic!("{size} does not start at {next}"));
             next = tile + 8;
         }
-        assert_eq!(next, 264);
+        assert_eq!(next, 520);
     }
 }

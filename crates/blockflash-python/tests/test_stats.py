@@ -128,14 +128,14 @@ def test_transformers_falls_back(device: str) -> None:
     q, k, v = qkv(device=device, dtype=torch.float64 if device == "cpu" else torch.float32)
     few = (k[:1].expand(3, -1, -1, -1), v[:1].expand(3, -1, -1, -1))
     half = [t.to(torch.bfloat16) for t in (q, k, v)]
-    tall = qkv(dim=264, device=device, dtype=torch.bfloat16)
+    tall = qkv(dim=520, device=device, dtype=torch.bfloat16)
     tensors = [
         ((q, k, v), {}, "there is no kernel for torch.float"),
         ((q[:1], *few), {}, "there is no kernel|different batches"),
         ((*half,), {"scaling": -1.0}, "scale"),
     ]
     if device == "cuda":
-        tensors.append((tall, {}, "head_dim 264, which is above 256"))
+        tensors.append((tall, {}, "head_dim 520, which is above 512"))
     for inputs, options, reason in tensors:
         expected = torchs(*inputs, scale=options.get("scaling")).transpose(1, 2)
         for _ in range(2):

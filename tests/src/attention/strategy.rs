@@ -30,7 +30,7 @@ impl Limits {
     /// What kernels take, for the CPU.
     pub fn in_half_precision(work: usize) -> Self {
         let dtypes = vec![DType::F16, DType::BF16];
-        Self { dtypes, head_dims: head_dims(8..=256), seqlen: 200, alignment: 8, work }
+        Self { dtypes, head_dims: head_dims(8..=512), seqlen: 200, alignment: 8, work }
     }
 
     /// Element types, head dimensions and strides that only the CPU takes.

@@ -226,7 +226,7 @@ fn every_supported_gpu_runs_every_attention_size() {
     for (name, capability, smem) in GPUS.into_iter().filter(|gpu| gpu.1.0 >= 8) {
         let gpu = fabricated(name, capability, smem);
         for dtype in [DType::F16, DType::BF16] {
-            for head_dim in (8..=256).step_by(8) {
+            for head_dim in (8..=512).step_by(8) {
                 let problem = AttentionProblem::dense(dtype, [1, 100, 100], [4, 1], head_dim);
                 if let Err(error) = attention::select(&problem, &gpu) {
                     panic!("{name}, {dtype}, head_dim {head_dim}: {error}");

@@ -43,7 +43,7 @@ fn attention_on_the_gpu() {
 
     for (dtype, head_dim, word) in [
         (DType::F32, 64, "f32"),
-        (DType::F16, 264, "264"),
+        (DType::F16, 520, "520"),
         (DType::BF16, 12, "12"),
         (DType::F16, 1, "1"),
     ] {

@@ -45,7 +45,12 @@ impl Computed {
 /// The operations in the order of the manifest, and what kernels compute of them.
 fn computed(kernels: &[Kernel]) -> (Vec<&'static str>, Vec<Computed>) {
     let (mut operations, mut all) = (Vec::new(), Vec::new());
-    let widest = kernels.iter().filter_map(Kernel::attention_tile).map(|tile| tile.head_dims).max();
+    let width = |kernel: &Kernel| kernel.attention_tile().map(|tile| tile.head_dims);
+    // Of codes or not, on the target.
+    let peers = |kernel: &Kernel, other: &&Kernel| {
+        let is_code = |of: &Kernel| of.attention_tile().is_some_and(|tile| tile.types.q.is_code());
+        (other.target, is_code(other)) == (kernel.target, is_code(kernel))
+    };
     for kernel in kernels {
         let Some(Support { operation, size, dtype }) = kernel.family().supports() else { continue };
         let known = operations.iter().position(|known| *known == operation);
@@ -57,6 +62,8 @@ fn computed(kernels: &[Kernel]) -> (Vec<&'static str>, Vec<Computed>) {
         // accepts every mask, too.
         let divides = |size| SMALLEST_BLOCK.is_multiple_of(size);
         let takes_masks = kernel.attention_tile().is_some_and(|tile| {
+            let widest =
+                kernels.iter().filter(|other| peers(kernel, other)).filter_map(width).max();
             Some(tile.head_dims) == widest && divides(tile.block_q) && divides(tile.block_kv)
         });
         let target = kernel.target;

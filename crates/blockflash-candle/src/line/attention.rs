@@ -30,7 +30,7 @@ use super::candle_core::CudaStorage;
 /// Tensors are `[batch, seqlen, num_heads, head_dim]` with any strides but a contiguous `head_dim`;
 /// with [`cu_seqlens`](Self::cu_seqlens) they are packed, `[total rows, num_heads, head_dim]`. The
 /// number of heads of q is a multiple of that of k and v. A GPU takes f16 and bf16 and a `head_dim`
-/// of a multiple of 8 up to 256, at addresses and strides of multiples of 16 bytes; the CPU takes
+/// of a multiple of 8 up to 512, at addresses and strides of multiples of 16 bytes; the CPU takes
 /// f32, too, and any of these. q, k and v may be `F8E4M3`, on GPUs of Hopper with a `head_dim` of a
 /// multiple of 16: see [`Scales`]. [`blockflash_ops::Attention`] says what is
 /// promised about precision, NaN and queries that attend nothing.

@@ -90,7 +90,7 @@ fn every_gpu_runs_every_block_size() {
     for (gpu, [block_q, block_kv]) in
         gpus().iter().flat_map(|gpu| blocks.clone().map(move |b| (gpu, b)))
     {
-        for head_dim in [8, 64, 72, 96, 104, 128, 136, 192, 200, 256] {
+        for head_dim in [8, 64, 72, 96, 104, 128, 136, 192, 200, 256, 264, 512] {
             let problem = sparse(head_dim, block_q, block_kv);
             let kernels = manifest::kernels();
             let kernel = select_among(kernels, &problem, gpu).unwrap();
@@ -151,6 +151,7 @@ fn tiles_divide_the_blocks() {
     assert_eq!(portable(96, 128, 64), [96, 128, 64]);
     assert_eq!(portable(96, 64, 64), [128, 64, 64]);
     assert_eq!(portable(256, 64, 64), [256, 64, 64]);
+    assert_eq!(portable(264, 64, 192), [512, 32, 32]);
     // Hopper's own kernels come first, wider ones included.
     let (target, [_, block_q, block_kv]) = tile(manifest::kernels(), 64, 128, 128);
     assert_eq!((target, block_q, block_kv), (Target::Sm90a, 128, 128));
@@ -176,11 +177,11 @@ fn a_kernel_says_that_its_tiles_do_not_divide() {
             assert!(error.contains(&expected), "{error}");
         }
     }
-    let error = select(&sparse(64, 32, 64), &gpu(8, 0)).unwrap_err();
+    let error = select(&sparse(64, 16, 64), &gpu(8, 0)).unwrap_err();
     assert_eq!(
         error.to_string(),
         "attention is not supported on sm_80: head_dim 64: no kernel has tiles that divide blocks \
-         of 32 × 64"
+         of 16 × 64"
     );
 }
 

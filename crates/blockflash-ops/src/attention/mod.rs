@@ -67,8 +67,8 @@ use blockflash_sys::{DType, Kernel};
 /// values of `v` in bf16 beyond about 2^90 may overflow to infinity there, values in f16 never do.
 /// A masked pair contributes exactly nothing: NaN in a key or value that a query does not attend
 /// never reaches its output. A GPU takes f16 and bf16 with a `head_dim` of any multiple of 8 up to
-/// 256, and pointers and strides must be multiples of 16 bytes. The CPU also takes f32, any
-/// `head_dim` and any alignment. For another `head_dim` below 256, pad q, k and v with zeros to the
+/// 512, and pointers and strides must be multiples of 16 bytes. The CPU also takes f32, any
+/// `head_dim` and any alignment. For another `head_dim` below 512, pad q, k and v with zeros to the
 /// next multiple of 8 to run on a GPU, and set `softmax_scale` to the scale of the unpadded
 /// `head_dim`.
 ///

@@ -21,7 +21,7 @@ fn attention_kernels() -> impl Iterator<Item = (&'static Kernel, AttentionTile)>
 fn every_gpu_runs_every_head_dim() {
     for gpu in gpus() {
         for dtype in [DType::F16, DType::BF16] {
-            for head_dim in (8..=256).step_by(8) {
+            for head_dim in (8..=512).step_by(8) {
                 let problem = problem(dtype, head_dim);
                 let kernel = select_among(manifest::kernels(), &problem, &gpu).unwrap();
                 let chosen = kernel.attention_tile().unwrap();
@@ -92,19 +92,19 @@ fn what_is_missing_is_said() {
         (arch.as_str(), what.as_str()),
         (
             "sm_89",
-            "head_dim 20: kernels take multiples of 8 up to 256; it runs with q, k and v \
+            "head_dim 20: kernels take multiples of 8 up to 512; it runs with q, k and v \
              zero-padded to 24 and the \
              softmax_scale of 20"
         )
     );
-    for (head_dim, padded) in [(59, 64), (111, 112), (255, 256), (1, 8)] {
+    for (head_dim, padded) in [(59, 64), (111, 112), (255, 256), (509, 512), (1, 8)] {
         let (_, what) = refusal(DType::BF16, head_dim, 9, 0);
         assert!(what.contains(&format!("zero-padded to {padded} ")), "{what}");
         select(&problem(DType::BF16, padded), &gpu(9, 0)).unwrap();
     }
-    for head_dim in [257, 264] {
+    for head_dim in [513, 520] {
         let (_, what) = refusal(DType::F16, head_dim, 9, 0);
-        assert_eq!(what, format!("head_dim {head_dim}: kernels take multiples of 8 up to 256"));
+        assert_eq!(what, format!("head_dim {head_dim}: kernels take multiples of 8 up to 512"));
     }
     assert!(
         refusal(DType::F32, 64, 9, 0)

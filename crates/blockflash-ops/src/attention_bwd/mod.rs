@@ -58,7 +58,7 @@ use blockflash_sys::{DType, ElementTypes, Kernel};
 ///   gradient.
 ///
 /// The CPU takes every problem that the forward pass takes there. A GPU takes f16 and bf16 with a
-/// `head_dim` of any multiple of 8 up to 256, and pointers and strides must be multiples of 16
+/// `head_dim` of any multiple of 8 up to 512, and pointers and strides must be multiples of 16
 /// bytes. A block mask needs its [transpose](crate::BlockMask::with_transpose) there, also when a
 /// [buffer](crate::BlockMaskBuffer::with_transpose) builds it, and blocks of multiples of 64.
 #[derive(Clone, Copy, Debug)]

@@ -36,7 +36,7 @@ fn lead(problem: &AttentionBackwardProblem) -> (Step, Target) {
 #[test]
 fn every_gpu_has_kernels_for_every_step() {
     for (gpu, head_dim) in
-        gpus().iter().flat_map(|gpu| [8, 64, 72, 128, 192, 256].map(|d| (gpu, d)))
+        gpus().iter().flat_map(|gpu| [8, 64, 72, 128, 192, 256, 264, 512].map(|d| (gpu, d)))
     {
         for dtype in [DType::F16, DType::BF16] {
             let of = |problem: AttentionBackwardProblem| {
@@ -212,12 +212,12 @@ fn reasons() {
     let plain = select(&masked(64, 64, 64), &h200()).unwrap();
     let said = accepts(plain, &partial, &h200()).unwrap_err().to_string();
     assert!(said.contains("a block mask with partial blocks is given"), "{said}");
-    assert!(why(&dense(100, 59), &h200()).contains("multiples of 8 up to 256"));
-    assert!(why(&dense(100, 264), &h200()).contains("multiples of 8 up to 256"));
+    assert!(why(&dense(100, 59), &h200()).contains("multiples of 8 up to 512"));
+    assert!(why(&dense(100, 520), &h200()).contains("multiples of 8 up to 512"));
     assert!(why(&dense(100, 64), &gpu(7, 5)).contains("compute capability 8.0"));
     let without = AttentionBackwardProblem { transpose: None, ..masked(128, 128, 64) };
     assert!(why(&without, &h200()).contains("with_transpose"));
-    assert!(why(&masked(16, 64, 64), &h200()).contains("divide blocks of 16 × 64"));
+    assert!(why(&masked(8, 64, 64), &h200()).contains("divide blocks of 8 × 64"));
     let refusal = |step, problem: &AttentionBackwardProblem| {
         let tile = |kernel: &&Kernel| {
             kernel.attention_bwd_tile().is_some_and(|tile| {

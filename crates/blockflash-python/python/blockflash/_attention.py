@@ -56,10 +56,10 @@ def attention(
     `top_left`. A query that attends no key gets the output 0 and the log-sum-exp -inf.
 
     On a GPU the element types are float16 and bfloat16, on Hopper `float8_e4m3fn`, too, and the
-    head dimension is at most 256; one that is no multiple of 8, of 16 in 8 bits, is padded by a
-    copy, and operands that are not aligned to 16 bytes are copied. The CPU takes float32, too, and
-    q, k and v of all kinds of 8 bits (`float8_e4m3fn`, `float8_e5m2`, `int8`), which
-    `blockflash.quantize` makes: they have no gradient. The work is queued on torch's current
+    head dimension is at most 512, 256 in 8 bits; one that is no multiple of 8, of 16 in 8 bits, is
+    padded by a copy, and operands that are not aligned to 16 bytes are copied. The CPU takes
+    float32, too, and q, k and v of all kinds of 8 bits (`float8_e4m3fn`, `float8_e5m2`, `int8`),
+    which `blockflash.quantize` makes: they have no gradient. The work is queued on torch's current
     stream.
 
     Gradients of q, k, v, sink, bias and lse are our own, and the same bit for bit in repeats. There

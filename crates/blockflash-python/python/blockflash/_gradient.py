@@ -103,9 +103,9 @@ def compute(
     head_dim = q.shape[-1]
     if grad_lse is not None:
         widest = max(head_dim, v.shape[-1])
-        if q.is_cuda and widest > 248:
+        if q.is_cuda and widest > 504:
             raise _native.Unsupported(
-                f"the gradient of lse takes head dimensions up to 248 on a GPU, not {widest}"
+                f"the gradient of lse takes head dimensions up to 504 on a GPU, not {widest}"
             )
         named = ATTENTION.named(options)
         if named["scale"] is None:

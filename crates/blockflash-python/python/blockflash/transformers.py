@@ -133,8 +133,8 @@ def _refusal(
     if dtype not in _TYPES.get(device, (dtype,)):
         return f"there is no kernel for {dtype} on {device}: load the model in bfloat16"
     widest = max(dim, value.shape[3])
-    if device == "cuda" and widest > 256:
-        return f"there is no kernel for head_dim {widest}, which is above 256"
+    if device == "cuda" and widest > 512:
+        return f"there is no kernel for head_dim {widest}, which is above 512"
     if key.shape[0] != query.shape[0]:
         return "queries and keys have different batches"
     if not (isinstance(mask, Mask) and mask.cached):

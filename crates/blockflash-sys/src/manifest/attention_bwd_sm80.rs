@@ -20,7 +20,7 @@ pub struct AttentionBwd {
     pub block_kv: u32,
     /// Warps per CTA.
     pub warps: u32,
-    /// Warps that share their keys and divide the head dimension.
+    /// Warps that share their queries or keys and divide the columns of the gradient.
     pub warps_d: u32,
     /// Pipeline stages of the tiles that pass through shared memory.
     pub stages: u32,
@@ -67,12 +67,13 @@ const fn with_terms(
 /// Tiles by head dimension. Of the tiles for queries, the narrower ones of 64 and 128 serve block
 /// masks with 64 queries per block; dense problems take the first tile. The kernels for keys hold
 /// two accumulators of the head dimension, so their tiles are smaller, and beyond 128 pairs of
-/// warps divide it. All fit into 99 KB of shared memory. Tiles with score terms are inside 64 × 64
-/// bits; for their size there are three of each step.
+/// warps divide it; at 512 so do those for queries, and four warps those for keys. All fit into
+/// 99 KB of shared memory. Tiles with score terms are inside 64 × 64 bits; for their size there are
+/// four of each step.
 const TILES: &[AttentionBwd] = &[
-    tile(Zeros, 256, [64, 0], [8, 1], [1, 1]),
-    tile(Statistics, 256, [64, 0], [8, 1], [1, 1]),
-    tile(Sinks, 256, [64, 0], [8, 1], [1, 1]),
+    tile(Zeros, 512, [64, 0], [8, 1], [1, 1]),
+    tile(Statistics, 512, [64, 0], [8, 1], [1, 1]),
+    tile(Sinks, 512, [64, 0], [8, 1], [1, 1]),
     tile(Queries, 64, [128, 32], [4, 1], [2, 2]),
     tile(Queries, 64, [64, 64], [4, 1], [2, 2]),
     tile(Queries, 96, [64, 64], [4, 1], [1, 2]),
@@ -80,33 +81,40 @@ const TILES: &[AttentionBwd] = &[
     tile(Queries, 128, [64, 64], [4, 1], [1, 2]),
     tile(Queries, 192, [64, 32], [4, 1], [1, 2]),
     tile(Queries, 256, [64, 32], [4, 1], [1, 1]),
+    tile(Queries, 512, [32, 16], [4, 2], [1, 1]),
     tile(Keys, 64, [64, 64], [4, 1], [2, 2]),
     tile(Keys, 64, [32, 64], [4, 1], [2, 2]),
     tile(Keys, 96, [32, 64], [4, 1], [2, 2]),
     tile(Keys, 128, [32, 64], [4, 1], [2, 2]),
     tile(Keys, 192, [32, 64], [8, 2], [1, 1]),
     tile(Keys, 256, [32, 32], [4, 2], [1, 1]),
+    tile(Keys, 512, [16, 32], [8, 4], [1, 1]),
     with_terms(Queries, 64, [64, 64], [4, 1], [2, 2]),
     with_terms(Queries, 128, [64, 64], [4, 1], [1, 2]),
     with_terms(Queries, 256, [64, 32], [4, 1], [1, 1]),
+    with_terms(Queries, 512, [32, 16], [4, 2], [1, 1]),
     with_terms(Keys, 64, [32, 64], [4, 1], [2, 2]),
     with_terms(Keys, 128, [32, 64], [4, 1], [2, 2]),
     with_terms(Keys, 256, [32, 32], [4, 2], [1, 1]),
+    with_terms(Keys, 512, [16, 32], [8, 4], [1, 1]),
     with_terms(Bias, 64, [64, 64], [4, 1], [1, 2]),
     with_terms(Bias, 128, [64, 64], [4, 1], [1, 2]),
     with_terms(Bias, 256, [64, 32], [4, 1], [1, 1]),
+    with_terms(Bias, 512, [32, 16], [2, 1], [1, 1]),
 ];
 
 /// With 128 queries of head_dim 128 one CTA fits where shared memory has 100 KB, two where it has
 /// 164 KB. With 64 queries of head_dim 64 the kernel for keys spills on sm_120, and unknown GPUs
 /// take what it takes. Hopper has kernels of its own for narrow blocks; what no tensor map can
 /// describe takes the tile for a larger head_dim there. It has none for the gradient of the bias.
+/// The tiles of 512 are in machine code for few GPUs.
 fn is_compiled(tile: &AttentionBwd, target: Target) -> bool {
     let newest = matches!(target, Target::Sm120 | Target::Ptx80);
     target.is_portable()
         && match (tile.step, tile.head_dims.max(), tile.block_q) {
             (Bias, ..) => compiles_terms(target) || target == Target::Sm90,
             _ if tile.terms => compiles_terms(target),
+            (Queries | Keys, 512, _) => target.is_baseline(),
             (Queries, 128, 128) => target.smem_limit() >= 163 * 1024,
             (Queries, 64 | 128, 64) => target != Target::Sm90,
             (Keys, 64, 64) => !newest,
@@ -156,8 +164,8 @@ impl Family for AttentionBwd {
             format!("{types}_d{head_dims}_q{block_q}_kv{block_kv}_w{warps}_s{stages}{terms}")
         };
         match step {
-            Queries | Bias => of(warps.to_string()),
-            Keys => of(format!("{}x{warps_d}", warps / warps_d)),
+            Queries | Bias if *warps_d == 1 => of(warps.to_string()),
+            Queries | Bias | Keys => of(format!("{}x{warps_d}", warps / warps_d)),
             _ => format!("{types}_{step:?}").to_lowercase(),
         }
     }
@@ -177,7 +185,9 @@ impl Family for AttentionBwd {
             Queries | Bias => of_q + self.stages * of_kv,
             Keys => {
                 let exchange = 2 * self.block_q * self.block_kv * size;
-                let exchanged = if self.warps_d > 1 { exchange } else { 0 };
+                // Each needs 16 queries of its own.
+                let exchanges = self.warps_d > 1 && self.block_q / 16 >= self.warps_d;
+                let exchanged = if exchanges { exchange } else { 0 };
                 of_kv + self.stages * (of_q + 2 * self.block_q * 4) + exchanged
             }
             _ => 0,
@@ -192,6 +202,7 @@ impl Family for AttentionBwd {
             Sinks => return define("VARIANT_STEP", 1),
             Zeros => return define("VARIANT_STEP", 2),
             Keys => define("VARIANT_WARPS_D", self.warps_d),
+            Queries => define("VARIANT_SPLIT", self.warps_d),
             _ => {}
         }
         define_head_dims(define, self.head_dims);

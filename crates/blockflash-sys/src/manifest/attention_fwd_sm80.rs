@@ -56,8 +56,8 @@ const fn pairs(head_dim: usize, block: [u32; 2], rest: [u32; 3]) -> AttentionFwd
 }
 
 /// The same with score terms.
-const fn with_terms(head_dim: usize, rest: [u32; 3]) -> AttentionFwd {
-    AttentionFwd { terms: true, ..tile(head_dim, [64, 64], rest) }
+const fn with_terms(tile: AttentionFwd) -> AttentionFwd {
+    AttentionFwd { terms: true, ..tile }
 }
 
 /// Tiles by head dimension. With 32 query rows per warp each fragment of K and V feeds two MMAs,
@@ -66,8 +66,9 @@ const fn with_terms(head_dim: usize, rest: [u32; 3]) -> AttentionFwd {
 /// other. At 128 the tile that is fastest on Hopper leaves room for one CTA per SM where shared
 /// memory has 100 KB, so those GPUs take half the keys per step and run two CTAs. Two stages, at
 /// 64, hide the way of the tiles. The narrower tiles of 64 and 128 serve block masks with blocks of
-/// 64 queries: dense problems take wide ones. Tiles with score terms are inside 64 × 64 bits, of
-/// which their warps have whole rows; for their size there are three.
+/// 64 queries: dense problems take wide ones. At 512 a pair of warps shares 16 rows, and 99 KB hold
+/// 32 queries beside 32 keys and values; other targets take the machine code for sm_80, or PTX.
+/// Tiles with score terms are inside 64 × 64 bits; for their size there are four.
 const TILES: &[(CompiledFor, AttentionFwd)] = &[
     (large_smem, tile(64, [128, 64], [4, 2, 2])),
     (small_smem, tile(64, [128, 64], [4, 1, 2])),
@@ -80,9 +81,11 @@ const TILES: &[(CompiledFor, AttentionFwd)] = &[
     (Target::is_portable, pairs(192, [64, 64], [4, 1, 2])),
     (large_smem, pairs(256, [64, 64], [4, 1, 2])),
     (small_smem, tile(256, [64, 64], [4, 1, 2])),
-    (compiles_terms, with_terms(64, [4, 2, 2])),
-    (compiles_terms, with_terms(128, [4, 1, 2])),
-    (compiles_terms, with_terms(256, [4, 1, 2])),
+    (Target::is_baseline, pairs(512, [32, 32], [4, 1, 2])),
+    (compiles_terms, with_terms(tile(64, [64, 64], [4, 2, 2]))),
+    (compiles_terms, with_terms(tile(128, [64, 64], [4, 1, 2]))),
+    (compiles_terms, with_terms(tile(256, [64, 64], [4, 1, 2]))),
+    (compiles_terms, with_terms(pairs(512, [32, 32], [4, 1, 2]))),
 ];
 
 pub(super) fn tiles(target: Target) -> impl Iterator<Item = AttentionFwd> {

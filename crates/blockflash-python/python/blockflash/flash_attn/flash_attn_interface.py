@@ -19,7 +19,7 @@ Every function takes these arguments, apart from its tensors:
   added to the score of query i and key j. They have no gradient.
 - `dropout_p` raises `Unsupported` unless at its default.
 
-A query without keys gives 0 and softmax_lse -inf (flash-attn: +inf). head_dim is any up to 256 (a
+A query without keys gives 0 and softmax_lse -inf (flash-attn: +inf). head_dim is any up to 512 (a
 multiple of 8 spares a copy), and equal in q, k and v. Every call has gradients but those with a
 cache: `flash_attn_with_kvcache`, and `flash_attn_varlen_func` with a `block_table`.
 
