@@ -5,6 +5,7 @@
 #include "blockflash/mma/fragment.cuh"
 #include "blockflash/ptx/barrier.cuh"
 #include "blockflash/ptx/shared.cuh"
+#include "row_end.cuh"
 #include "tiles.cuh"
 
 namespace blockflash {
@@ -119,17 +120,8 @@ __device__ __forceinline__ void store_output(const float (&o)[kStored], const So
     const int half = row_of(warpgroup, 2 * r);
     reference[r] = half == 0 ? softmax.reference[0] : softmax.reference[1];
     denominator[r] = quad_sum(half == 0 ? softmax.exact[0] : softmax.exact[1]);
-    scale[r] = 1.f;
   }
-  if (p.scores.sink != nullptr) {
-    const float sink = Log2Units::sink(p.scores, work.head);
-#pragma unroll
-    for (int r = 0; r < kLaneRows; ++r) scale[r] = join_sink(reference[r], denominator[r], sink);
-  }
-  // A row without keys has the sum 0 and the output 0. NaN is not equal to 0 and passes through.
-#pragma unroll
-  for (int r = 0; r < kLaneRows; ++r)
-    scale[r] = denominator[r] == 0.f ? 0.f : scale[r] * ptx::rcp_approx(denominator[r]);
+  end_rows(p.scores, work.head, reference, denominator, scale);
   uint32_t pieces[kPieces][kLaneRows][4];
 #pragma unroll
   for (int d = 0; d < kPieces; ++d)

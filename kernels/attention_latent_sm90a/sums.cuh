@@ -4,11 +4,12 @@
 
 #include <math_constants.h>
 
+#include "blockflash/attention/nonfinite_values.cuh"
+#include "blockflash/attention/row_references.cuh"
 #include "blockflash/attention/scores.cuh"
 #include "blockflash/attention/visible.cuh"
 #include "blockflash/mma/element.cuh"
 #include "blockflash/mma/fragment.cuh"
-#include "blockflash/ptx/barrier_vote.cuh"
 #include "blockflash/ptx/shared.cuh"
 #include "blockflash/ptx/stmatrix.cuh"
 #include "blockflash/ptx/wgmma.cuh"
@@ -125,88 +126,14 @@ struct Sums {
     }
   }
 
-  // A NaN or infinity in a value reaches all rows of a product, also those whose probability for
-  // its key is 0. In tiles with a mask such values are therefore added here to the rows that see
-  // them, and then removed. Scores of the tile are complete.
+  // Takes what is not finite out of the values of a tile with a mask. Scores of the tile are
+  // complete.
   __device__ __forceinline__ void clean_values(const DecodeRun& item, int first_key, int stage) {
     if (!is_masked(item, first_key)) return;
-    constexpr int barrier = kWarpgroupBarrier + warpgroup;
-    const int thread = threadIdx.x % 128;
-    const uint32_t values = values_at(stage);
-    constexpr int kBytes = kValuePanels / 2 * kPanelBytes;
-    uint32_t sums = 0;
-#pragma unroll 1
-    for (int at = thread * 16; at < kBytes; at += 128 * 16) {
-      const int4 words = ptx::load_shared_int4(values + at);
-      for (int word : {words.x, words.y, words.z, words.w})
-        sums = Traits::zero_times_plus(word, sums);
-    }
-    if (!ptx::named_barrier_or(barrier, 128, sums != 0)) return;
-    const KeyRange rows[2] = {visible_to(item, first_row(), first_key),
-                              visible_to(item, first_row() + 8, first_key)};
-    const int column = accumulator_column(threadIdx.x % kWarpSize, 0);
-#pragma unroll 1
-    for (int key = 0; key < kKeys; ++key) {
-      const bool sees[2] = {key >= rows[0].begin && key < rows[0].end,
-                            key >= rows[1].begin && key < rows[1].end};
-#pragma unroll
-      for (int j = 0; j < 32; ++j) {
-        const uint32_t pair = ptx::load_shared(values + j / 8 * kPanelBytes + key * 128 +
-                                               ((j % 8 ^ key % 8) * 16) + column * 2);
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const uint16_t bits = static_cast<uint16_t>(pair >> (16 * e));
-          const float value = is_nonfinite<Element>(bits) ? Traits::to_float(bits) : 0.f;
-#pragma unroll
-          for (int half = 0; half < 2; ++half) o[4 * j + 2 * half + e] += sees[half] ? value : 0.f;
-        }
-      }
-    }
-    ptx::named_barrier_sync(barrier, 128);  // all have read the tile before it is changed
-#pragma unroll 1
-    for (int at = thread * 4; at < kBytes; at += 128 * 4) {
-      uint32_t pair = ptx::load_shared(values + at);
-      if (is_nonfinite<Element>(pair)) pair &= 0xFFFF0000;
-      if (is_nonfinite<Element>(pair >> 16)) pair &= 0xFFFF;
-      ptx::store_shared(values + at, pair);
-    }
-    ptx::fence_proxy_async();
-    ptx::named_barrier_sync(barrier, 128);
-  }
-
-  // Moves the references of rows whose largest score is ahead by more than kAhead, each row for
-  // itself. Sums are scaled later, by `rescale`. `subtract` takes the place of the reference in the
-  // exponents, where large scores are changed.
-  __device__ __forceinline__ void move_references(float (&s)[kKeys / 2], float (&subtract)[2]) {
-    const blockflash_scores& scores = params.base.scores;
-    float largest[2] = {s[0], s[2]};
-#pragma unroll
-    for (int i = 0; i < kKeys / 2; ++i) largest[i / 2 % 2] = fmaxf(largest[i / 2 % 2], s[i]);
-    bool grew = false;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      largest[half] *= scores.scale_log2;
-      subtract[half] = reference[half];
-      grew |= largest[half] > subtract[half] + kAhead || may_be_beyond_fused(subtract[half]);
-    }
-    if (!__any_sync(~0u, grew)) return;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float all = quad_max(largest[half]);
-      if (all > reference[half] + kAhead) reference[half] = all;
-      subtract[half] = reference[half];
-    }
-    if (!is_beyond_fused(reference[0]) && !is_beyond_fused(reference[1])) return;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      if (!is_beyond_fused(reference[half])) continue;
-      subtract[half] = 0.f;
-#pragma unroll
-      for (int i = 0; i < kKeys / 2; ++i)
-        if (i / 2 % 2 == half)
-          s[i] = with_rounded_product(s[i], scores.scale_log2, scores.inverse_scale_log2,
-                                      reference[half], 0.f);
-    }
+    take_out_nonfinite<Element, kValuePanels / 2, kWarpgroupBarrier + warpgroup>(
+        values_at(stage),
+        [&](int half) { return visible_to(item, first_row() + 8 * half, first_key); },
+        [&](int j, int i) -> float& { return o[4 * j + i]; });
   }
 
   // From scores to probabilities, for this warpgroup and in shared memory for the other one, which
@@ -219,7 +146,7 @@ struct Sums {
     if (is_masked(item, first_key)) mask_scores(item, s, first_key);
     float subtract[2];
     const float before[2] = {reference[0], reference[1]};
-    move_references(s, subtract);
+    move_references(s, reference, subtract, kAhead, scores);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       denominator[half] *= ptx::ex2_approx(before[half] - reference[half]);

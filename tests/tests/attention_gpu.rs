@@ -7,7 +7,7 @@ use blockflash_sys::manifest::AttentionTile;
 use blockflash_tests::attention::{
     AttentionCase, AttentionData, AttentionInputs, AttentionOutputs, AttentionReference, Choice,
     KernelGroup, Lengths, Limits, attention_cases, dims_of_tile, edge_cases, kernel_groups,
-    many_heads, run_and_check, run_or_refuse, same_bits, special_cases, takes_lists,
+    many_heads, run_and_check, run_or_refuse, same_bits, special_cases, takes_packed,
 };
 use blockflash_tests::gpu::{Gpu, Report, gpu, wait};
 use blockflash_tests::number::{POISON, encode};
@@ -115,7 +115,7 @@ fn replays_a_graph(
         packed([(90, 0), (0, 200)], (10, 100)),
     ];
     let mut compared = 0;
-    let packed = takes_lists(kernel).then_some(packed);
+    let packed = takes_packed(kernel).then_some(packed);
     for cases in [Some(dense), packed].into_iter().flatten() {
         let (first, _) = prepared(&cases[0]);
         let mut inputs = AttentionInputs::upload(&cases[0], &first, stream)?;

@@ -9,7 +9,7 @@ use blockflash_tests::attention::persistent::{
 };
 use blockflash_tests::attention::{
     AttentionCase, AttentionData, AttentionInputs, AttentionOutputs, AttentionReference, Choice,
-    has_lists, run_case, takes_lists, tile_cases,
+    run_case, takes_lists_of, tile_cases,
 };
 use blockflash_tests::gpu::{Gpu, Report, gpu, say, wait};
 use blockflash_tests::number::decode;
@@ -19,7 +19,12 @@ use blockflash_tests::tolerance::check_agreement;
 fn every_hopper_kernel() {
     let Some(gpu) = gpu("attention_hopper_gpu::every_hopper_kernel") else { return };
     let is_hopper = |kernel: &&Kernel| {
-        matches!(kernel.variant, Variant::AttentionFwdHopper(_) | Variant::AttentionFwdSmall(_))
+        matches!(
+            kernel.variant,
+            Variant::AttentionFwdHopper(_)
+                | Variant::AttentionFwdSmall(_)
+                | Variant::AttentionFwdWide(_)
+        )
     };
     let kernels: Vec<_> = gpu
         .kernels()
@@ -39,7 +44,7 @@ fn every_hopper_kernel() {
             (tile.head_dims.min(), tile.block_q as usize, tile.block_kv as usize);
         let cases = tile_cases(tile.types.q, head_dim, block_q, block_kv);
         let cases = cases.into_iter().chain(stress(&tile)).chain(without_keys(&tile));
-        for case in cases.filter(|case| takes_lists(kernel) || !has_lists(case)) {
+        for case in cases.filter(|case| takes_lists_of(kernel, case)) {
             report.run(kernel, || {
                 run_case(&case.as_asked(kernel), Choice::This(kernel), &gpu.stream)
             });
@@ -92,7 +97,7 @@ fn agrees_with_the_portable_kernel(
         },
     ];
     let mut compared = 0;
-    for case in cases.into_iter().filter(|case| takes_lists(kernel) || !has_lists(case)) {
+    for case in cases.into_iter().filter(|case| takes_lists_of(kernel, case)) {
         let data = AttentionData::generate(&case);
         // Every row, in the order of the output.
         let reference = AttentionReference::compute(&case, &data, f64::INFINITY);

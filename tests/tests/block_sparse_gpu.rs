@@ -9,7 +9,7 @@ use blockflash_tests::attention::{
     AttentionCase, AttentionData, AttentionInputs, AttentionOutputs, AttentionReference, BlockCase,
     BlockPattern, Blocks, Choice, KernelGroup, Lengths, Limits, MaskHeads, block_sparse_cases,
     block_tile_cases, dims_of_tile, kernel_groups, run_case, run_or_refuse, same_bits,
-    smallest_block, takes_lists,
+    smallest_block, takes_blocks,
 };
 use blockflash_tests::gpu::{Gpu, Report, gpu, wait};
 use blockflash_tests::property;
@@ -23,7 +23,7 @@ fn every_row_with_block_masks() {
     let Some(gpu) = gpu("block_sparse_gpu::every_row_with_block_masks") else { return };
     let check = |((dtype, head_dim), kernels): KernelGroup, gpu: &Gpu, report: &mut Report| {
         let kernels: Vec<_> =
-            kernels.into_iter().filter(|(kernel, _)| takes_lists(kernel)).collect();
+            kernels.into_iter().filter(|(kernel, _)| takes_blocks(kernel)).collect();
         let dims = dims_of_tile(head_dim);
         let tiles: BTreeSet<_> =
             kernels.iter().map(|(_, tile)| (tile.block_q, tile.block_kv)).collect();

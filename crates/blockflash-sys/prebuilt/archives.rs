@@ -13,6 +13,7 @@
     ("attention_fwd_sm80.sm_90", include_bytes!("attention_fwd_sm80.sm_90.zst")),
     ("attention_fwd_sm90a.sm_90a", include_bytes!("attention_fwd_sm90a.sm_90a.zst")),
     ("attention_fwd_small_sm90a.sm_90a", include_bytes!("attention_fwd_small_sm90a.sm_90a.zst")),
+    ("attention_fwd_wide_sm90a.sm_90a", include_bytes!("attention_fwd_wide_sm90a.sm_90a.zst")),
     ("attention_latent_sm80.sm_90", include_bytes!("attention_latent_sm80.sm_90.zst")),
     ("attention_latent_sm90a.sm_90a", include_bytes!("attention_latent_sm90a.sm_90a.zst")),
     ("attention_merge_sm80.sm_90", include_bytes!("attention_merge_sm80.sm_90.zst")),

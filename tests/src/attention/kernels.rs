@@ -8,7 +8,7 @@ use super::{
 use crate::gpu::{Gpu, wait};
 use blockflash_ops::{DType, Error, Stream};
 use blockflash_sys::Kernel;
-use blockflash_sys::manifest::{self, AttentionTile, Variant};
+use blockflash_sys::manifest::{self, AttentionTile};
 use std::collections::BTreeMap;
 
 /// Kernels with their tiles, by element type and the head dimension that all tensors may have. The
@@ -41,14 +41,20 @@ pub fn dims_of_tile(head_dim: usize) -> Vec<usize> {
     head_dims(narrower + 1..=head_dim)
 }
 
-/// Whether a kernel can compute cases with offsets of sequences or lists of blocks.
-pub fn takes_lists(kernel: &Kernel) -> bool {
-    !matches!(kernel.variant, Variant::AttentionFwdSmall(_))
+/// Whether a kernel can compute cases with offsets of sequences.
+pub fn takes_packed(kernel: &Kernel) -> bool {
+    kernel.attention_tile().is_some_and(|tile| !tile.dense_only)
 }
 
-/// Whether a case has offsets of sequences or lists of blocks.
-pub fn has_lists(case: &AttentionCase) -> bool {
-    case.block_mask.is_some() || matches!(case.lengths, Lengths::Packed { .. })
+/// Whether a kernel can compute cases with lists of blocks.
+pub fn takes_blocks(kernel: &Kernel) -> bool {
+    kernel.attention_tile().is_some_and(|tile| tile.block_masks)
+}
+
+/// Whether a kernel can compute a case, as far as offsets of sequences and lists of blocks go.
+pub fn takes_lists_of(kernel: &Kernel, case: &AttentionCase) -> bool {
+    (takes_packed(kernel) || !matches!(case.lengths, Lengths::Packed { .. }))
+        && (takes_blocks(kernel) || case.block_mask.is_none())
 }
 
 /// Runs a case. A kernel that cannot compute it must refuse it.
@@ -79,6 +85,9 @@ pub fn run_or_refuse(
 /// case.
 fn refusal(case: &AttentionCase, kernel: &Kernel) -> Option<&'static str> {
     let tile = kernel.attention_tile()?;
+    if case.block_mask.is_some() && takes_packed(kernel) && !takes_blocks(kernel) {
+        return Some("it takes none");
+    }
     let divides = |tile: u32, block: usize| block.is_multiple_of(tile as usize);
     let consists_of_tiles = case.block_mask.is_none_or(|block| {
         divides(tile.block_q, block.block_q) && divides(tile.block_kv, block.block_kv)
@@ -95,7 +104,7 @@ fn refusal(case: &AttentionCase, kernel: &Kernel) -> Option<&'static str> {
     if !shared(case.heads_kv) || !shared(mask_heads) {
         return Some("share a tile");
     }
-    if has_lists(case) && !takes_lists(kernel) {
+    if !takes_lists_of(kernel, case) {
         return Some("packed sequences");
     }
     // Tensor maps cannot describe repeated entries.

@@ -21,8 +21,8 @@ pub use codes::{Codes, MoreContent, OperandScale};
 pub use data::AttentionData;
 pub use edges::{edge_cases, many_heads, special_cases, tile_cases};
 pub use kernels::{
-    KernelGroup, KernelGroups, dims_of_tile, has_lists, kernel_groups, run_or_refuse, same_bits,
-    takes_lists,
+    KernelGroup, KernelGroups, dims_of_tile, kernel_groups, run_or_refuse, same_bits, takes_blocks,
+    takes_lists_of, takes_packed,
 };
 pub use oracle::{AttentionReference, visible_keys};
 pub use run::{AttentionInputs, AttentionOutputs, Choice, run_and_check, run_case};

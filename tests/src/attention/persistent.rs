@@ -3,7 +3,7 @@
 
 use super::{
     AttentionCase, AttentionData, AttentionInputs, AttentionOutputs, AttentionReference, BlockCase,
-    BlockPattern, Choice, Content, Lengths, MaskHeads, smallest_block, takes_lists,
+    BlockPattern, Choice, Content, Lengths, MaskHeads, smallest_block, takes_blocks,
 };
 use crate::gpu::{Gpu, wait};
 use blockflash_ops::attention::{Align, Mask, Scores};
@@ -72,7 +72,7 @@ pub fn busy(kernel: &Kernel, tile: &AttentionTile, gpu: &Gpu, seed: u64) -> Atte
     let seqlen_q = 3 * tile.block_q as usize + 5;
     let seqlen = (seqlen_q, seqlen_q + 77);
     let simple = AttentionCase::of_tile(tile, (2 * heads_kv, heads_kv), seqlen);
-    let lists = seed.is_multiple_of(2) && takes_lists(kernel);
+    let lists = seed.is_multiple_of(2) && takes_blocks(kernel);
     let block_mask = lists.then(|| some_blocks(&[tile]));
     AttentionCase { seed, scores: Mask::causal().into(), block_mask, ..simple }
 }

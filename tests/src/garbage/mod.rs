@@ -15,7 +15,7 @@ mod operands;
 mod products;
 mod values;
 
-use crate::attention::takes_lists;
+use crate::attention::takes_blocks;
 use crate::gpu::{Gpu, say, wait};
 use crate::number::rng;
 use blockflash_ops::attention_decode::{CacheTile, tile};
@@ -161,7 +161,7 @@ impl Place {
         };
         let (attention_terms, attention) = kernels
             .iter()
-            .filter(|kernel| takes_lists(kernel))
+            .filter(|kernel| takes_blocks(kernel))
             .filter_map(|kernel| Some((*kernel, kernel.attention_tile()?)))
             .filter(|(_, tile)| !tile.terms || tile.takes_block_masks())
             .partition(|(_, tile)| tile.terms);

@@ -77,11 +77,10 @@ fn sparse(head_dim: usize, block_q: u32, block_kv: u32) -> AttentionProblem {
 }
 
 fn attention_kernels() -> impl Iterator<Item = (&'static Kernel, AttentionTile)> {
-    // Those for small grids take no block masks, and those with score terms not full blocks alone.
-    let takes = |kernel: &Kernel| !matches!(kernel.variant, Variant::AttentionFwdSmall(_));
-    let kernels = manifest::kernels().iter().filter(move |kernel| takes(kernel));
+    let kernels = manifest::kernels().iter();
     let tiles = kernels.filter_map(|kernel| Some((kernel, kernel.attention_tile()?)));
-    tiles.filter(|(_, tile)| !tile.terms)
+    // Those with score terms do not take full blocks alone.
+    tiles.filter(|(_, tile)| tile.block_masks && !tile.terms)
 }
 
 #[test]

@@ -40,7 +40,8 @@ use blockflash_safe::{
     AttentionFwdOperands, CudaProperties, Device, Stream, Tensor, View, ViewMut,
 };
 use blockflash_sys::manifest::{
-    AttentionFwd, AttentionFwdE4m3, AttentionFwdHopper, AttentionFwdSmall, Variant,
+    AttentionFwd, AttentionFwdE4m3, AttentionFwdHopper, AttentionFwdSmall, AttentionFwdWide,
+    Variant,
 };
 use blockflash_sys::{DType, Kernel};
 
@@ -280,6 +281,9 @@ impl Steps for Attention<'_> {
             }
             Variant::AttentionFwdSmall(_) => {
                 stream.launch::<AttentionFwdSmall>(kernel, config, plan, operands)?;
+            }
+            Variant::AttentionFwdWide(_) => {
+                stream.launch::<AttentionFwdWide>(kernel, config, plan, operands)?;
             }
             Variant::AttentionFwdE4m3(_) => {
                 stream.launch::<AttentionFwdE4m3>(kernel, config, plan, operands)?;

@@ -58,8 +58,13 @@ pub(super) fn planned(
     let config = LaunchConfig::of(kernel, blocks, kernel.waits_for_predecessor());
     let tiles_per_head = tiles_q.div_ceil(tile.heads as usize);
     let (window, packed) = (&scalars.scores.window, problem.packed.is_some());
-    let heads_per_section = match kernel.family().is_persistent() {
-        true => heads_per_section(problem, window, packed, blocks, tiles_per_head),
+    // CTAs at the same time: persistent ones, or one for each SM.
+    let at_once = match kernel.family().is_persistent() {
+        true => blocks,
+        false => blocks.min(gpu.multiprocessors.max(1)),
+    };
+    let heads_per_section = match tile.tensor_maps {
+        true => heads_per_section(problem, window, packed, at_once, tiles_per_head),
         false => 0,
     };
     let heads_per_section = to_i32("num_heads_q", heads_per_section)?;

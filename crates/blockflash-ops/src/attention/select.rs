@@ -174,6 +174,9 @@ const BLOCKS: AttentionRule = Rule {
         c.tile.dense_only || c.problem.block_mask.is_none_or(fits)
     },
     refuses: |c| {
+        if !c.tile.block_masks {
+            return "block_mask is given, and it takes none".into();
+        }
         let [block_q, block_kv] = blocks(c);
         format!(
             "tiles of {} × {} do not divide the blocks of the mask, {block_q} × {block_kv}",

@@ -176,9 +176,10 @@ fn every_kernel_has_a_plan() {
         let asks = tile.lse.suits(true);
         let plan = plan(kernel, if asks { &with } else { &without }, &gpu(9, 0)).unwrap();
         let tiles = 300u32.div_ceil(tile.block_q) * (8 / tile.heads) * 2;
-        let hopper = plan.plan.heads_per_section > 0;
-        assert_eq!(plan.config.grid, [if hopper { tiles.min(108) } else { tiles }, 1, 1]);
-        assert_eq!(hopper, kernel.family().counts_tiles());
+        let family = kernel.family();
+        let at_once = if family.is_persistent() { tiles.min(108) } else { tiles };
+        assert_eq!(plan.config.grid, [at_once, 1, 1]);
+        assert_eq!(plan.plan.heads_per_section > 0, tile.tensor_maps);
         assert_eq!(plan.config.programmatic_dependent_launch, kernel.target == Target::Sm90a);
         assert_eq!(
             (plan.config.block, plan.config.smem_bytes),

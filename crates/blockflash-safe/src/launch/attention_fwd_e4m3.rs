@@ -1,9 +1,9 @@
 //! Attention forward for Hopper of queries, keys and values in e4m3.
 
 use super::attention_fwd::{AttentionFwdOperands, AttentionFwdPlan};
-use super::attention_fwd_tma::{BOX_ROWS_Q, encode_boxes, fit_sections};
+use super::attention_fwd_tma::{BOX_ROWS_Q, encode_boxes, fit_output, fit_sections};
 use super::checked::Launch;
-use super::fit::{Fit, rows_aligned, steps};
+use super::fit::Fit;
 use super::operand_scales;
 use crate::{Kernel, Result};
 use blockflash_sys::manifest::{AttentionFwdE4m3, Variant};
@@ -37,16 +37,7 @@ unsafe impl Launch for AttentionFwdE4m3 {
         let tiles = operands.fit(&self.tile(), &plan.scalars, &mut fwd.base)?;
         let packed = operands.cu_seqlens.is_some();
         fit_sections(plan.heads_per_section, if packed { 1 } else { fwd.base.batch }, fwd)?;
-        // Outputs are stored 16 bytes at a time.
-        let o = operands.o.as_view();
-        let base = &fwd.base;
-        let rows = if packed { base.total_q } else { base.seqlen_q };
-        let dims = [
-            (base.batch.into(), base.o_stride_batch),
-            (rows.into(), base.o_stride_seq),
-            (base.num_heads_q.into(), base.o_stride_head),
-        ];
-        rows_aligned("o", &o, 8, steps(&dims))?;
+        fit_output(operands, &fwd.base)?;
         operand_scales::fit(&operands.scales, &fwd.base, &mut params.scales)?;
         Ok(tiles)
     }

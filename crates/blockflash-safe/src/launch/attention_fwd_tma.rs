@@ -140,6 +140,20 @@ pub(super) fn fit_sections(
     Ok(())
 }
 
+/// Checks the rows of an output that is stored from registers, 16 bytes at a time.
+pub(super) fn fit_output(
+    operands: &AttentionFwdOperands<'_>,
+    base: &blockflash_attention_fwd_params,
+) -> Fit {
+    let rows = if operands.cu_seqlens.is_some() { base.total_q } else { base.seqlen_q };
+    let dims = [
+        (base.batch.into(), base.o_stride_batch),
+        (rows.into(), base.o_stride_seq),
+        (base.num_heads_q.into(), base.o_stride_head),
+    ];
+    rows_aligned("o", &operands.o.as_view(), 8, steps(&dims))
+}
+
 /// The map of a `[batch, sequence, head, head_dim]` tensor, or a packed `[rows, head, head_dim]`
 /// one, with the dimensions (head_dim, sequence, head, batch).
 pub(super) fn encode(view: &View<'_>, box_rows: u32) -> Result<blockflash_tensor_map> {

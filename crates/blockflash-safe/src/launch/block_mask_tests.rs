@@ -16,6 +16,7 @@ const TILE: AttentionTile = AttentionTile {
     heads: 1,
     lse: Lse::AsAsked,
     dense_only: false,
+    block_masks: true,
     tensor_maps: false,
     terms: false,
     bits_only: false,

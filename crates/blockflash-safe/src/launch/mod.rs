@@ -16,6 +16,7 @@ mod attention_fixtures;
 mod attention_fwd;
 mod attention_fwd_e4m3;
 mod attention_fwd_tma;
+mod attention_fwd_wide;
 mod attention_latent;
 mod attention_latent_tma;
 mod attention_merge;
@@ -95,6 +96,7 @@ pub fn param_bytes(kernel: &Kernel) -> Option<usize> {
         of::<manifest::AttentionFwd>,
         of::<manifest::AttentionFwdHopper>,
         of::<manifest::AttentionFwdSmall>,
+        of::<manifest::AttentionFwdWide>,
         of::<manifest::AttentionFwdE4m3>,
         of::<manifest::AttentionBwd>,
         of::<manifest::AttentionBwdHopper>,

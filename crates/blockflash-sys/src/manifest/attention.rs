@@ -72,6 +72,8 @@ pub struct AttentionTile {
     pub lse: Lse,
     /// Whether it takes neither packed sequences nor block masks.
     pub dense_only: bool,
+    /// Whether it takes block masks at all.
+    pub block_masks: bool,
     /// Whether tensor maps describe q, k and v, which have limits on strides.
     pub tensor_maps: bool,
     /// Whether it computes score terms: a bias, ALiBi, or bits of partial blocks; if so, it takes
@@ -90,7 +92,7 @@ impl AttentionTile {
     /// Whether it takes block masks. The widest tiles with score terms divide no blocks that have
     /// bits.
     pub const fn takes_block_masks(&self) -> bool {
-        !(self.dense_only || self.terms && self.block_q > 128)
+        self.block_masks && !(self.terms && self.block_q > 128)
     }
 
     /// Queries per CTA.
@@ -138,6 +140,7 @@ impl Kernel {
             Variant::AttentionFwd(tile) => Some(tile.tile()),
             Variant::AttentionFwdHopper(tile) => Some(tile.tile()),
             Variant::AttentionFwdSmall(tile) => Some(tile.tile()),
+            Variant::AttentionFwdWide(tile) => Some(tile.tile()),
             Variant::AttentionFwdE4m3(tile) => Some(tile.tile()),
             _ => None,
         }

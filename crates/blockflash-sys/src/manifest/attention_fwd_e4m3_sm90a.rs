@@ -97,6 +97,7 @@ impl AttentionFwdE4m3 {
             heads: 1,
             lse: Lse::AsAsked,
             dense_only: false,
+            block_masks: true,
             tensor_maps: true,
             terms: false,
             bits_only: false,

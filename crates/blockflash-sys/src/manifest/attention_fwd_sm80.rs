@@ -107,6 +107,7 @@ impl AttentionFwd {
             heads: 1,
             lse: Lse::AsAsked,
             dense_only: false,
+            block_masks: true,
             tensor_maps: false,
             terms,
             bits_only: false,

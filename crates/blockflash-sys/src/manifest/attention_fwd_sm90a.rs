@@ -161,6 +161,7 @@ impl AttentionFwdHopper {
             heads,
             lse,
             dense_only: false,
+            block_masks: true,
             tensor_maps: true,
             terms,
             bits_only,

@@ -54,6 +54,7 @@ impl AttentionFwdSmall {
             heads: 1,
             lse: Lse::AsAsked,
             dense_only: true,
+            block_masks: false,
             tensor_maps: false,
             terms: false,
             bits_only: false,

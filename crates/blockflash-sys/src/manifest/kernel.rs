@@ -130,8 +130,8 @@ mod tests {
     }
 
     /// The kernels of Hopper are persistent, apart from the probes, most of the attention backward
-    /// and the attention of small grids, and so are decoding, the choice of pages and copies of
-    /// rows; the last two divide their work in a fixed way.
+    /// and the attention of small grids and of wide heads, and so are decoding, the choice of pages
+    /// and copies of rows; the last two divide their work in a fixed way.
     #[test]
     fn persistent_kernels_count_tiles() {
         for kernel in manifest::kernels() {
@@ -140,7 +140,7 @@ mod tests {
                 tile.step == AttentionBwdStep::KeysAndSums && tile.head_dims.max() <= 128
             });
             let one_tile_each = !sums
-                && ["probe", "attention_bwd", "attention_fwd_small"]
+                && ["probe", "attention_bwd", "attention_fwd_small", "attention_fwd_wide"]
                     .iter()
                     .any(|op| source.starts_with(op));
             let decodes = ["attention_decode_sm80", "attention_latent_sm80"].contains(&source);

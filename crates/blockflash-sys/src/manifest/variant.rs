@@ -2,10 +2,10 @@ use super::family::Family;
 use super::{
     attention_bwd_sm80, attention_bwd_sm90a, attention_cache_sm90a, attention_decode_sm80,
     attention_decode_sm90a, attention_fwd_e4m3_sm90a, attention_fwd_sm80, attention_fwd_sm90a,
-    attention_fwd_small_sm90a, attention_latent_sm80, attention_latent_sm90a, attention_merge_sm80,
-    block_mask, bsr_matmul_any_sm80, bsr_matmul_narrow_sm80, bsr_matmul_sm80, bsr_matmul_sm90a,
-    bsr_sddmm_sm80, bsr_sddmm_sm90a, kv_append_codes_sm80, kv_append_sm80, page_choice, probe,
-    quantize_sm80, row_copy_sm80,
+    attention_fwd_small_sm90a, attention_fwd_wide_sm90a, attention_latent_sm80,
+    attention_latent_sm90a, attention_merge_sm80, block_mask, bsr_matmul_any_sm80,
+    bsr_matmul_narrow_sm80, bsr_matmul_sm80, bsr_matmul_sm90a, bsr_sddmm_sm80, bsr_sddmm_sm90a,
+    kv_append_codes_sm80, kv_append_sm80, page_choice, probe, quantize_sm80, row_copy_sm80,
 };
 use crate::Target;
 
@@ -19,6 +19,8 @@ pub enum Variant {
     AttentionFwdHopper(attention_fwd_sm90a::AttentionFwdHopper),
     /// The same for grids that do not fill the GPU.
     AttentionFwdSmall(attention_fwd_small_sm90a::AttentionFwdSmall),
+    /// The same for head dimensions beyond 256.
+    AttentionFwdWide(attention_fwd_wide_sm90a::AttentionFwdWide),
     /// Attention forward of codes of 8 bits, dense or under a block mask, with the instructions of
     /// Hopper.
     AttentionFwdE4m3(attention_fwd_e4m3_sm90a::AttentionFwdE4m3),
@@ -77,6 +79,7 @@ impl Variant {
             Variant::AttentionFwd(tile) => tile,
             Variant::AttentionFwdHopper(tile) => tile,
             Variant::AttentionFwdSmall(tile) => tile,
+            Variant::AttentionFwdWide(tile) => tile,
             Variant::AttentionFwdE4m3(tile) => tile,
             Variant::AttentionBwd(tile) => tile,
             Variant::AttentionBwdHopper(tile) => tile,
@@ -107,6 +110,7 @@ impl Variant {
         let mut variants = Vec::new();
         variants.extend(attention_fwd_sm90a::tiles(target).map(Variant::AttentionFwdHopper));
         variants.extend(attention_fwd_small_sm90a::tiles(target).map(Variant::AttentionFwdSmall));
+        variants.extend(attention_fwd_wide_sm90a::tiles(target).map(Variant::AttentionFwdWide));
         variants.extend(attention_fwd_sm80::tiles(target).map(Variant::AttentionFwd));
         variants.extend(attention_fwd_e4m3_sm90a::tiles(target).map(Variant::AttentionFwdE4m3));
         variants.extend(attention_bwd_sm90a::tiles(target).map(Variant::AttentionBwdHopper));
