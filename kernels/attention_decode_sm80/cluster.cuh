@@ -25,7 +25,8 @@ struct Cluster {
 };
 
 #if __CUDA_ARCH__ >= 900
-constexpr bool kHasClusters = Config::rows <= kPassRows;
+// A CTA combines whole rows.
+constexpr bool kHasClusters = Config::rows <= kPassRows && Config::threads >= kColumns4;
 
 // A group of splits, one for each CTA. With fewer splits the last CTAs have none. Only where all
 // sequences are divided alike.

@@ -26,6 +26,8 @@ using KvElement = std::conditional_t<kHasCodes, uint8_t, Element>;
 constexpr int kKvBytes = sizeof(KvElement);
 constexpr int kChunkElements = 16 / kKvBytes;
 constexpr int kChunks = Config::head_dim / kChunkElements;  // 16-byte chunks of a key
+// Lanes side by side copy a row, each a chunk or more that are so many apart.
+constexpr int kRowLanes = kChunks < kWarpSize ? kChunks : kWarpSize;
 constexpr int kTileBytes = kStepKeys * Config::head_dim * kKvBytes;
 // K, then V, then the scales of each key.
 constexpr int kScalesOffset = 2 * kTileBytes;
@@ -89,7 +91,7 @@ struct Loader {
     const auto part_of = [&](const void* tensor, int64_t of_page, int64_t of_head, int64_t of_row) {
       return reinterpret_cast<const char*>(
           static_cast<const KvElement*>(tensor) + first_page * of_page + item.head_kv * of_head +
-          lane / kChunks * of_row + lane % kChunks * kChunkElements);
+          lane / kRowLanes * of_row + lane % kRowLanes * kChunkElements);
     };
     k = part_of(cache.k, cache.k_stride_page, cache.k_stride_head, cache.k_stride_slot);
     v = part_of(cache.v, cache.v_stride_page, cache.v_stride_head, cache.v_stride_slot);
@@ -189,21 +191,23 @@ struct Loader {
             scales.v_stride_head);
   }
 
-  // Lanes side by side copy a row.
-  static constexpr int kRowStep = kWarpSize / kChunks;
-  static_assert(kRowStep * kChunks == kWarpSize, "a row is a whole fraction of a warp");
+  static constexpr int kRowStep = kWarpSize / kRowLanes;
+  static_assert(kRowStep * kRowLanes == kWarpSize && kChunks % kRowLanes == 0,
+                "a row is a whole fraction of a warp, or a multiple");
 
   __device__ __forceinline__ static void start_tile(uint32_t tile_smem, const char* from,
                                                     int64_t stride, uint64_t policy, int lane) {
-    const uint32_t to = tile_smem + TileLayout::offset(lane / kChunks, lane % kChunks);
+    const uint32_t to = tile_smem + TileLayout::offset(lane / kRowLanes, lane % kRowLanes);
     // Strides of slots have 31 bits.
     const uint32_t row_bytes = ptx::opaque(static_cast<uint32_t>(stride) * kKvBytes);
     // The swizzle of a row r further down differs by r.
 #pragma unroll
     for (int r = 0; r < kStepKeys; r += kRowStep)
-      ptx::cp_async_cg_16_hinted((to ^ (r % TileLayout::period * 16)) + r * TileLayout::row_bytes,
-                                 from + static_cast<uint64_t>(row_bytes) * static_cast<uint32_t>(r),
-                                 policy);
+#pragma unroll
+      for (int c = 0; c < kChunks; c += kRowLanes)
+        ptx::cp_async_cg_16_hinted(
+            (to ^ (r % TileLayout::period * 16)) + r * TileLayout::row_bytes + c * 16,
+            from + static_cast<uint64_t>(row_bytes) * static_cast<uint32_t>(r) + c * 16, policy);
   }
 
   // The same for rows [rows_begin, rows_end) and columns that exist; the rest becomes zeros. A copy
@@ -212,13 +216,17 @@ struct Loader {
                                                     const void* tensor, int64_t stride,
                                                     int rows_begin, int rows_end, int columns,
                                                     int lane) {
-    const int chunk = lane % kChunks;
+    const int chunk = lane % kRowLanes;
 #pragma unroll 1
-    for (int row = lane / kChunks; row < kStepKeys;
+    for (int row = lane / kRowLanes; row < kStepKeys;
          row += kRowStep, from += kRowStep * stride * kKvBytes) {
-      const bool exists = row >= rows_begin && row < rows_end && chunk * kChunkElements < columns;
-      ptx::cp_async_cg_16(tile_smem + TileLayout::offset(row, chunk), exists ? from : tensor,
-                          exists ? 16 : 0);
+#pragma unroll
+      for (int c = 0; c < kChunks; c += kRowLanes) {
+        const bool exists =
+            row >= rows_begin && row < rows_end && (chunk + c) * kChunkElements < columns;
+        ptx::cp_async_cg_16(tile_smem + TileLayout::offset(row, chunk + c),
+                            exists ? from + c * 16 : tensor, exists ? 16 : 0);
+      }
     }
   }
 };

@@ -77,7 +77,10 @@ struct OutputTile {
 };
 
 // Runs of splits whose results are combined in registers, since there are few.
-constexpr bool kCombinesRuns = Config::rows <= kPassRows;
+constexpr bool kCombinesRuns = Config::rows <= kPassRows && Config::head_dim <= kMostColumnsOfRuns;
+// A pass over wide rows is many pieces for each thread of a single warp.
+constexpr int kPiecesOfPass = ceil_div(kPassRows * kColumns4, Config::threads);
+constexpr int kMostPiecesAtOnce = 8;
 static_assert(kPassRows == kMostRowsOfRuns, "whoever chooses runs knows whether they pay");
 
 // What a thread holds of a run: the splits that are combined first, and the run if it is a group.
@@ -138,11 +141,10 @@ __device__ __forceinline__ void finish_split(const blockflash_attention_decode_p
     sums.stage(staging, pass / 8, lane, staged);
     __syncthreads();
     const int pieces = min(rows - pass, kPassRows) * kColumns4;
-#pragma unroll
-    for (int i = 0; i < ceil_div(kPassRows * kColumns4, Config::threads); ++i) {
+    const auto finish_piece = [&](int i) {
       const int at = i * Config::threads + thread;
       const int row = at / kColumns4, piece = at % kColumns4;
-      if (at >= pieces || piece * 4 >= p.head_dim_v) continue;
+      if (at >= pieces || piece * 4 >= p.head_dim_v) return;
       const Partial x = combine<Config::warps>([&](int w) {
         const unsigned char* const of_warp = smem + shared.staging[w];
         const float2 of_row = logs_of(smem, w, shared.staging[w])[pass + row];
@@ -157,6 +159,15 @@ __device__ __forceinline__ void finish_split(const blockflash_attention_decode_p
         run.take(p, item, split, kCombinesRuns ? i : 0, row, piece, x);
       else
         Slot(p, item.slot_of(split)).store(p, pass + row, piece, x);
+    };
+    if constexpr (kPiecesOfPass <= kMostPiecesAtOnce) {
+#pragma unroll
+      for (int i = 0; i < kPiecesOfPass; ++i) finish_piece(i);
+    } else {
+#pragma unroll 1
+      for (int i = 0; i < kPiecesOfPass; i += 4)
+#pragma unroll
+        for (int j = 0; j < 4; ++j) finish_piece(i + j);
     }
   }
 }

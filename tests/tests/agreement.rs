@@ -36,7 +36,7 @@ fn attention(case: &AttentionCase, data: &AttentionData, stream: &Stream) -> [Ve
 fn attention_problems() -> Vec<AttentionCase> {
     let limits = Limits {
         dtypes: vec![DType::F16, DType::BF16],
-        head_dims: head_dims(8..=256),
+        head_dims: head_dims(8..=512),
         seqlen: 300,
         alignment: 8,
         work: 10_000_000,

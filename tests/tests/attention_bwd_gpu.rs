@@ -272,7 +272,9 @@ fn selected_schemes() {
     let Some(gpu) = gpu("attention_bwd_gpu::selected_schemes") else { return };
     let stream = &gpu.stream;
     let [bf16, f16] = [DType::BF16, DType::F16];
-    for (dtype, head_dim) in [(bf16, 64), (f16, 96), (f16, 128), (bf16, 192), (bf16, 256)] {
+    for (dtype, head_dim) in
+        [(bf16, 64), (f16, 96), (f16, 128), (bf16, 192), (bf16, 256), (f16, 512)]
+    {
         let simple = AttentionCase::simple(dtype, (4, 2), head_dim, (1100, 1300));
         for mask in [Mask::Full, Mask::causal()] {
             let case = AttentionCase {

@@ -5,9 +5,9 @@ use blockflash_cases::case::Case;
 use blockflash_sys::Kernel;
 use blockflash_tests::gpu::{Gpu, Report, gpu};
 
-/// Of models, the other way round, within one tile, and odd multiples of 8.
-const HEAD_DIMS: [[usize; 2]; 6] =
-    [[192, 128], [128, 192], [64, 128], [72, 40], [96, 56], [168, 104]];
+/// Of models, the other way round, within one tile, odd multiples of 8, and within the widest tile.
+const HEAD_DIMS: [[usize; 2]; 8] =
+    [[192, 128], [128, 192], [64, 128], [72, 40], [96, 56], [168, 104], [512, 256], [320, 504]];
 
 /// Runs a case on every kernel that computes it, and on the selected one, into outputs full of NaN.
 fn check(id: &str, gpu: &Gpu, report: &mut Report) {

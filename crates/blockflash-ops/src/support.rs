@@ -130,6 +130,7 @@ mod tests {
                 ("attention_bwd", "head_dim 72..=96 by 8, blocks of 64 × 64"),
                 ("attention_bwd", "other head_dim (59)"),
                 ("attention_decode", "head_dim 136..=256 by 8"),
+                ("attention_decode", "head_dim 264..=512 by 8"),
                 ("attention_decode", "other head_dim (59)"),
                 ("page_summaries", "head_dim 8..=256 by 8"),
                 ("page_choice", "other head_dim (59)"),

@@ -67,7 +67,7 @@ def test_softcap_and_sink(
 
 
 @WHERE
-@pytest.mark.parametrize("head_dim", [8, 59, 128, 192, 256])
+@pytest.mark.parametrize("head_dim", [8, 59, 128, 192, 256, 512])
 def test_head_dims_and_strides(device: str, dtype: torch.dtype, head_dim: int) -> None:
     storage = torch.randn(2, 3, 4, 70, head_dim).to(device, dtype).requires_grad_()
     q, k, v = storage.transpose(2, 3).unbind(1)

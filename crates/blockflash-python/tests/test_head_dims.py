@@ -21,7 +21,7 @@ from blockflash.sdpa import activate_sdpa, scaled_dot_product_attention
 transformers = pytest.importorskip("blockflash.transformers")
 block_attention = transformers.block_attention
 MODULE = SimpleNamespace(num_key_value_groups=2, training=False)
-HEAD_DIMS = [(192, 128), (64, 128), (72, 40), (13, 7), (5, 9)]
+HEAD_DIMS = [(192, 128), (64, 128), (72, 40), (13, 7), (5, 9), (512, 256)]
 """Of q and k, and of v and the output."""
 
 

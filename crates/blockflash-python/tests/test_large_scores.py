@@ -23,7 +23,7 @@ SIZES = pytest.mark.parametrize(
 
 @WHERE
 @SIZES
-@pytest.mark.parametrize("head_dim", [40, 64, 128, 256])
+@pytest.mark.parametrize("head_dim", [40, 64, 128, 256, 512])
 def test_equal_rows(
     device: str, dtype: torch.dtype, value: float, rows: int, head_dim: int
 ) -> None:
@@ -37,7 +37,7 @@ def test_equal_rows(
 
 @WHERE
 @pytest.mark.parametrize("factor", [30.0, 1000.0, 30000.0, 1e9])
-@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256, 512])
 def test_one_key_has_all_the_weight(device: str, factor: float, head_dim: int) -> None:
     torch.manual_seed(int(factor))
     q, k, v = torch.randn(3, 1, 200, 2, head_dim, device=device, dtype=BF16)

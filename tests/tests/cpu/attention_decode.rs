@@ -35,7 +35,7 @@ fn run_all(cases: Vec<DecodeCase>) {
 fn random_cases_in_half_precision() {
     let limits = Limits {
         dtypes: vec![DType::F16, DType::BF16],
-        head_dims: head_dims(8..=256),
+        head_dims: head_dims(8..=512),
         seqlen: 300,
         alignment: 8,
         work: 0,

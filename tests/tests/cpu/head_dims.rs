@@ -10,8 +10,8 @@ use blockflash_tests::host::cpu;
 use blockflash_tests::number::normal;
 
 /// Of models, and odd ones.
-const HEAD_DIMS: [[usize; 2]; 8] =
-    [[192, 128], [64, 128], [72, 40], [576, 512], [13, 7], [7, 13], [1, 9], [5, 1]];
+const HEAD_DIMS: [[usize; 2]; 9] =
+    [[512, 256], [192, 128], [64, 128], [72, 40], [576, 512], [13, 7], [7, 13], [1, 9], [5, 1]];
 
 /// Runs operands and compares what they compute with the oracle.
 fn check(what: &str, operands: &mut dyn Operands, stream: &Stream) {

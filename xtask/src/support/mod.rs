@@ -45,7 +45,9 @@ impl Computed {
 /// The operations in the order of the manifest, and what kernels compute of them.
 fn computed(kernels: &[Kernel]) -> (Vec<&'static str>, Vec<Computed>) {
     let (mut operations, mut all) = (Vec::new(), Vec::new());
-    let width = |kernel: &Kernel| kernel.attention_tile().map(|tile| tile.head_dims);
+    let width = |kernel: &Kernel| {
+        kernel.attention_tile().filter(|tile| tile.takes_block_masks()).map(|tile| tile.head_dims)
+    };
     // Of codes or not, on the target.
     let peers = |kernel: &Kernel, other: &&Kernel| {
         let is_code = |of: &Kernel| of.attention_tile().is_some_and(|tile| tile.types.q.is_code());
@@ -60,11 +62,13 @@ fn computed(kernels: &[Kernel]) -> (Vec<&'static str>, Vec<Computed>) {
         });
         // The widest tile accepts every head dimension; if it divides the smallest blocks, it
         // accepts every mask, too.
-        let divides = |size| SMALLEST_BLOCK.is_multiple_of(size);
         let takes_masks = kernel.attention_tile().is_some_and(|tile| {
             let widest =
                 kernels.iter().filter(|other| peers(kernel, other)).filter_map(width).max();
-            Some(tile.head_dims) == widest && divides(tile.block_q) && divides(tile.block_kv)
+            let divides = |&side: &u32| SMALLEST_BLOCK.is_multiple_of(side);
+            tile.takes_block_masks()
+                && Some(tile.head_dims) == widest
+                && [tile.block_q, tile.block_kv].iter().all(divides)
         });
         let target = kernel.target;
         all.push(Computed { operation, block_mask: false, size, dtype, target });

@@ -126,14 +126,14 @@ mod tests {
         let (codes, none) = (", on Hopper e4m3", "");
         let narrow = " for head_dim 8–256, multiples of 8";
         for (operation, sizes, codes, own) in [
-            ("attention forward", "head_dim 8–512, multiples of 8", codes, narrow),
+            ("attention forward", "head_dim 8–512, multiples of 8", codes, none),
             ("attention under a block mask", "blocks that are multiples of 64 × 64", codes, none),
             ("attention backward", "head_dim 8–512, multiples of 8", none, narrow),
             (
                 "attention over a cache",
-                "head_dim 8–256, multiples of 8; latent rows of 512, 576",
+                "head_dim 8–512, multiples of 8; latent rows of 512, 576",
                 none,
-                none,
+                narrow,
             ),
             ("BSR matmul", "blocks of 16, 32, 64, 128", none, none),
         ] {

@@ -31,9 +31,10 @@ const MOST_TURNS: usize = 3;
 /// short ones should not be the last ones for long.
 const TURNS_THAT_FILL: usize = 3;
 
-/// Most rows of a tile of `attention_decode_sm80` with which it combines the splits of a run in
-/// registers.
+/// Most rows and columns of a tile of `attention_decode_sm80` with which it combines the splits of
+/// a run in registers.
 const ROWS_THAT_COMBINE: usize = 8;
+const COLUMNS_THAT_COMBINE: usize = 256;
 
 /// How the work of a call is divided. A sequence of `keys` keys has splits of `chunk` keys, a
 /// multiple of 64: the greater of `keys / splits`, but within `chunk_min..=chunk_max`, and of
@@ -186,7 +187,7 @@ impl Division {
             ctas_of_multiprocessor: ctas[1],
             of_row_tile: splits,
             split_elements: chunk.saturating_mul(problem.attention.head_dims.sum() / 2),
-            combines: tile.rows <= ROWS_THAT_COMBINE,
+            combines: tile.rows <= ROWS_THAT_COMBINE && tile.columns <= COLUMNS_THAT_COMBINE,
         };
         let run_log2 = work.run_log2().min(self.most_splits.trailing_zeros());
         Self { items: self.items >> run_log2, run_log2, ..self }

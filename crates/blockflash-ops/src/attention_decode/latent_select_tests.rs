@@ -49,7 +49,7 @@ fn other_rows_have_other_kernels() {
     apart.cache.shared = false;
     assert_eq!(
         refusal(&apart, &gpu),
-        "head_dim 576 of q and k, 512 of v: kernels take multiples of 8 up to 256"
+        "head_dim 576 of q and k, 512 of v: kernels take multiples of 8 up to 512"
     );
     for head_dims in [HeadDims { qk: 576, v: 504 }, HeadDims { qk: 640, v: 512 }] {
         let found = refusal(&problem([3, 1000], head_dims, 8), &gpu);

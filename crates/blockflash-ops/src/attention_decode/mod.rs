@@ -85,9 +85,9 @@ use blockflash_sys::{DType, Kernel, manifest};
 /// A cache of codes (`e4m3`, `e5m2`, `i8`) stands for codes times scales ([`KvCache::k_scale`]),
 /// beside queries and an output of f16, bf16 or f32. The codes are exact in all of these.
 ///
-/// A GPU takes f16 and bf16 with a `head_dim` of any multiple of 8 up to 256, pages of a multiple
-/// of 16 slots, and pointers and strides of multiples of 16 bytes; a bias, ALiBi and
-/// [`tail_mask`](Self::tail_mask) with all of that. The CPU takes every problem.
+/// A GPU takes f16 and bf16 with a `head_dim` of any multiple of 8 up to 512 (beside codes of 16 up
+/// to 256), pages of a multiple of 16 slots, and pointers and strides of multiples of 16 bytes; a
+/// bias, ALiBi and [`tail_mask`](Self::tail_mask) with all of that. The CPU takes every problem.
 #[derive(Clone, Copy, Debug)]
 pub struct AttentionDecode<'a> {
     /// Queries, `[batch, seqlen_q, num_heads_q, head_dim]`, or packed

@@ -211,11 +211,14 @@ const HEAD_DIM: DecodeRule = Rule {
             c.problem.is_latent()
                 && (rows(c).types, rows(c).head_dims) == (tile.types, tile.head_dims)
         }
-        _ => rows(c).fit(c.tile.rows()),
+        _ => !c.problem.is_latent() && rows(c).fit(c.tile.rows()),
     },
     refuses: |c| match c.tile {
         CacheTile::Latent(tile) if rows(c).types == tile.types => {
             latent_refusal(c, &[tile.head_dims])
+        }
+        _ if rows(c).fit(c.tile.rows()) => {
+            "values that are columns of the keys: it reads both".into()
         }
         _ => rows(c).refusal(c.tile.rows()),
     },

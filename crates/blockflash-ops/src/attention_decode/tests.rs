@@ -228,9 +228,14 @@ fn wrong_queries_are_named() {
 fn gpus_have_kernels() {
     let cache = |dtype, head_dim| CacheSizes::contiguous(dtype, [3, 1000], 2, head_dim);
     for gpu in gpus() {
-        for (head_dim, queries, [width, rows]) in
-            [(64, 1, [64, 8]), (72, 4, [128, 16]), (128, 9, [128, 32]), (136, 100, [256, 16])]
-        {
+        for (head_dim, queries, [width, rows]) in [
+            (64, 1, [64, 8]),
+            (72, 4, [128, 16]),
+            (128, 9, [128, 32]),
+            (136, 100, [256, 16]),
+            (264, 1, [512, 8]),
+            (512, 300, [512, 8]),
+        ] {
             let of = AttentionDecodeProblem::of(cache(DType::BF16, head_dim), queries, 8);
             // Otherwise an estimate decides for wide heads.
             let problem = AttentionDecodeProblem { batch_invariant: true, ..of };
@@ -262,7 +267,9 @@ fn gpus_have_kernels() {
         };
         let of = |cache| AttentionDecodeProblem::of(cache, 1, 8);
         assert!(message(&of(cache(DType::F32, 64))).contains("f32"));
-        assert!(message(&of(cache(DType::F16, 264))).contains("up to 256"));
+        let codes = of(cache(DType::E4M3, 272)).with_queries(DType::F16);
+        assert!(message(&codes).contains("multiples of 16 up to 256"));
+        assert!(message(&of(cache(DType::F16, 520))).contains("up to 512"));
         let mut paged = of(cache(DType::F16, 64));
         paged.cache.table = Some(crate::kv_cache::TableSizes { max_pages: 2, stride: 2 });
         assert!(message(&paged).contains("a multiple of 16"));
@@ -353,7 +360,7 @@ fn codes_have_kernels() {
 #[test]
 fn score_terms_have_kernels() {
     for gpu in gpus() {
-        for (head_dim, queries) in [(64, 1), (96, 64), (128, 64), (192, 5), (256, 300)] {
+        for (head_dim, queries) in [(64, 1), (96, 64), (128, 64), (192, 5), (256, 300), (512, 9)] {
             let cache = CacheSizes::contiguous(DType::BF16, [3, 8192], 8, head_dim);
             let plain = AttentionDecodeProblem::of(cache, queries, 32);
             let tail_mask = Some(TailMaskSizes { tail: 64 });

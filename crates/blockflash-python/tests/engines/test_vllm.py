@@ -112,12 +112,13 @@ def test_what_is_taken(
 @pytest.mark.parametrize(
     "changes, said",
     [
-        ({"head_size": 512}, "multiples of 8 up to 256"),
-        ({"head_size": 100}, "multiples of 8 up to 256"),
+        ({"head_size": 520}, "multiples of 8 up to 512"),
+        ({"head_size": 100}, "multiples of 8 up to 512"),
         ({"dtype": torch.float32}, "give --dtype"),
         ({"kv_cache_dtype": "nvfp4"}, "give --kv-cache-dtype"),
         ({"kv_cache_dtype": "float16"}, "float16 beside queries of torch.bfloat16"),
         ({"kv_cache_dtype": "fp8", "head_size": 72}, "head_size is 72 with kv_cache_dtype fp8"),
+        ({"kv_cache_dtype": "fp8", "head_size": 512}, "beside 8 bits it takes multiples of 16 up"),
         ({"block_size": 8}, "a multiple of 16"),
         ({"use_mla": True}, "--attention-backend BLOCKFLASH_MLA"),
         ({"use_sparse": True}, "no choice of keys for each query"),

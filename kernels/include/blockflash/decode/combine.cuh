@@ -117,10 +117,14 @@ struct SplitGroup {
       : first(item.split / kGroup * kGroup), count(min(item.splits - first, kGroup)) {}
 };
 
+// Most columns of a tile whose threads have registers for the results of a run.
+constexpr int kMostColumnsOfRuns = 256;
+
 // Whether the results of an item's splits are combined in registers, since there are few rows.
 template <class Tile>
 __device__ __forceinline__ bool combines_runs(const DecodeItem& item) {
-  return Tile::rows <= kMostRowsOfRuns && 1 << item.run_log2 >= kInner;
+  return Tile::rows <= kMostRowsOfRuns && Tile::columns <= kMostColumnsOfRuns &&
+         1 << item.run_log2 >= kInner;
 }
 
 // Combines the splits of a complete group, and the groups when they are complete.

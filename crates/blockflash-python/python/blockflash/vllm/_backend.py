@@ -80,7 +80,7 @@ class BlockflashBackend(AttentionBackend):
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
         """Kernels read rows in units of 16 bytes."""
-        return 0 < head_size <= 256 and head_size % 8 == 0
+        return 0 < head_size <= 512 and head_size % 8 == 0
 
     @classmethod
     def supports_compute_capability(cls, capability: DeviceCapability) -> bool:
@@ -134,10 +134,10 @@ class BlockflashBackend(AttentionBackend):
         other = other_type(dtype, kv_cache_dtype)
         if other is not None:
             return other
-        if kv_cache_dtype in CODES and head_size % 16:
+        if kv_cache_dtype in CODES and (head_size % 16 or head_size > 256):
             return (
                 f"head_size is {head_size} with kv_cache_dtype {kv_cache_dtype}, and beside 8 bits "
-                "it takes multiples of 16: give --kv-cache-dtype auto"
+                "it takes multiples of 16 up to 256: give --kv-cache-dtype auto"
             )
         if kv_cache_dtype in PER_TOKEN_HEAD and device_capability < DeviceCapability(8, 9):
             return (

@@ -10,7 +10,7 @@ RSWA = f"kernels have one window, which no prompt is excepted from: {ELSEWHERE}"
 ENCODERS = f"it attends to pages of a cache that is causal in time, as decoders do: {ELSEWHERE}"
 
 MORE = {
-    "head_size not supported": "it takes multiples of 8 up to 256",
+    "head_size not supported": "it takes multiples of 8 up to 512",
     "dtype not supported": "it takes float16 and bfloat16: give --dtype",
     "kv_cache_dtype not supported": "give --kv-cache-dtype auto, fp8, fp8_e5m2, fp8_per_token_head "
     "or int8_per_token_head",
