@@ -15,7 +15,7 @@ mod operands;
 mod products;
 mod values;
 
-use crate::attention::takes_blocks;
+use crate::attention::takes_packed;
 use crate::gpu::{Gpu, say, wait};
 use crate::number::rng;
 use blockflash_ops::attention_decode::{CacheTile, tile};
@@ -115,6 +115,8 @@ pub struct Place {
     /// problem.
     imagined: Option<CudaProperties>,
     attention: Vec<(&'static Kernel, AttentionTile)>,
+    /// Those of them that take block masks.
+    attention_masked: Vec<(&'static Kernel, AttentionTile)>,
     gradients: Vec<(&'static Kernel, AttentionBwdTile)>,
     /// The same with score terms, which take partial blocks.
     attention_terms: Vec<(&'static Kernel, AttentionTile)>,
@@ -159,9 +161,9 @@ impl Place {
         let with_layouts = |&kernel: &&'static Kernel| {
             crate::bsr::tiles(kernel).into_iter().map(move |tile| (kernel, tile))
         };
-        let (attention_terms, attention) = kernels
+        let (attention_terms, attention): (Vec<_>, Vec<_>) = kernels
             .iter()
-            .filter(|kernel| takes_blocks(kernel))
+            .filter(|kernel| takes_packed(kernel))
             .filter_map(|kernel| Some((*kernel, kernel.attention_tile()?)))
             .filter(|(_, tile)| !tile.terms || tile.takes_block_masks())
             .partition(|(_, tile)| tile.terms);
@@ -173,6 +175,11 @@ impl Place {
             stream,
             other,
             imagined,
+            attention_masked: attention
+                .iter()
+                .copied()
+                .filter(|(_, tile)| tile.block_masks)
+                .collect(),
             attention,
             gradients,
             attention_terms,

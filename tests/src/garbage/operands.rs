@@ -90,9 +90,11 @@ pub(super) fn dims_of(
 impl Sizes {
     pub(super) fn new(turn: &mut Turn<'_>, blocks: Blocks) -> Self {
         let place = turn.place;
-        let partial = blocks == Blocks::Partial;
-        let (kernel, tile) =
-            turn.pick(if partial { &place.attention_terms } else { &place.attention });
+        let (kernel, tile) = turn.pick(match blocks {
+            Blocks::None => &place.attention,
+            Blocks::Full => &place.attention_masked,
+            Blocks::Partial => &place.attention_terms,
+        });
         let random = &mut turn.random;
         let heads_kv = random.random_range(1..=2);
         let heads_q = heads_kv * tile.heads as usize * random.random_range(1..=2);
