@@ -74,7 +74,7 @@ fn agrees_with_the_portable_kernel(
     gpu: &Gpu,
 ) -> Result<usize, String> {
     let (portable, other) = gpu
-        .kernels()
+        .all_kernels()
         .filter(|kernel| matches!(kernel.variant, Variant::AttentionFwd(_)))
         .filter_map(|kernel| Some((kernel, kernel.attention_tile()?)))
         .find(|(_, other)| {
