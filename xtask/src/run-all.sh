@@ -60,6 +60,8 @@ if [ -n "${SANITIZE:-}" ]; then
 attention --random 1x200x4x64 --kv-heads 2 --mask causal --dtype bf16
 attention --random 2x131x2x128 --seqlen-kv 257 --window 70,- --softcap 20
 attention --random 1x130x1x256 --mask causal --dtype bf16
+attention --random 1x130x2x512 --kv-heads 1 --mask causal --dtype bf16
+attention-decode --random 2x3x4x512 --kv-heads 1 --seqlen-kv 300
 bsr-matmul --random 200x130x333 --block 16 --density 0.3 --bias random --activation gelu
 bsr-matmul --random 200x300x333 --block 32 --density 0.3 --dtype bf16
 bsr-matmul --random 300x257x400 --block 64 --density 0.3 --activation silu

@@ -166,7 +166,7 @@ const EXPANSIONS: [(&str, usize, u64); 26] = [
     ("attention_floor", 4, 0x6628_C877_4CB1_3A39),
     ("attention_fwd", 58, 0xA3DC_37A2_F6A9_8E53),
     ("attention_unequal", 29, 0x1D04_475B_40CB_0B75),
-    ("attention_wide", 16, 0x0F98_E76D_9E32_144D),
+    ("attention_wide", 22, 0xBCAF_39B1_5211_8D69),
     ("block_mask", 6, 0xC19A_530C_8EA9_ABBB),
     ("block_sparse_bwd", 14, 0xD7C4_8D08_71BA_027A),
     ("block_sparse_fwd", 43, 0xF2E7_47AD_FCA8_AD81),
