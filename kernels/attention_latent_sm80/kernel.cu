@@ -97,7 +97,7 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_decode_params p) 
     if (warp == 0 && (n < 0 || !one_each)) publish(n + 1);
     const DecodeItem& item = item_of(n);
     const bool has_keys = n >= 0 && item.positions.begin < item.positions.end;
-    if (has_keys) sums.load_queries(ring_smem + stage * kTileBytes);
+    if (has_keys) sums.load_queries(ring_smem + stage * kTileBytes, 0);
     meet(has_keys ? at + 1 : at);
     const bool begins = n < 0 && threadIdx.x == 0 && p.arrivals != nullptr;
     if (n < 0 && is_early) ptx::wait_for_predecessors();
@@ -107,6 +107,12 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_decode_params p) 
       end_step();
     else
       meet(at);
+    if (kQueryParts > 1 && has_keys) {
+      sums.load_queries(ring_smem + stage * kTileBytes, 1);
+      meet(at + 1);
+      fill(at + kStages, n + 1);
+      end_step();
+    }
     if (n >= 0) {
       sums.begin_item();
 #pragma unroll 1

@@ -31,23 +31,33 @@ __device__ __forceinline__ void finish_split(const blockflash_attention_decode_p
     const int row = accumulator_row(lane, 2 * half);
 #pragma unroll
     for (int j = 0; j < kTiles; j += 2) {
-      // Two lanes side by side have four columns of two tiles: afterwards one tile each.
-      float mine[2], its[2];
+      const auto columns = [&](const float4& values, int place) {
+        const Partial x{values, sums.reference[half], denominator};
+        const int piece = Sums::warp() * (kWarpValues / 4) + place;
+        if (item.splits > 1)
+          slot.store(p, row, piece, x);
+        else
+          store_result<OutputTile>(p, item, row, piece, x);
+      };
+      if constexpr (kHasCodes) {
+        const auto &even = sums.o[j], &odd = sums.o[j + 1];
+        if (row >= rows) continue;
+        columns(make_float4(even[2 * half], odd[2 * half], even[2 * half + 1], odd[2 * half + 1]),
+                2 * j + lane % 4);
+      } else {
+        // Two lanes side by side have four columns of two tiles: afterwards one tile each.
+        float mine[2], its[2];
 #pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const float first = sums.o[j][2 * half + e], second = sums.o[j + 1][2 * half + e];
-        mine[e] = is_odd ? second : first;
-        its[e] = __shfl_xor_sync(~0u, is_odd ? first : second, 1);
+        for (int e = 0; e < 2; ++e) {
+          const float first = sums.o[j][2 * half + e], second = sums.o[j + 1][2 * half + e];
+          mine[e] = is_odd ? second : first;
+          its[e] = __shfl_xor_sync(~0u, is_odd ? first : second, 1);
+        }
+        if (row >= rows) continue;
+        columns(is_odd ? make_float4(its[0], its[1], mine[0], mine[1])
+                       : make_float4(mine[0], mine[1], its[0], its[1]),
+                2 * (j + is_odd) + lane % 4 / 2);
       }
-      if (row >= rows) continue;
-      const Partial x{is_odd ? make_float4(its[0], its[1], mine[0], mine[1])
-                             : make_float4(mine[0], mine[1], its[0], its[1]),
-                      sums.reference[half], denominator};
-      const int piece = Sums::warp() * (kWarpValues / 4) + 2 * (j + is_odd) + lane % 4 / 2;
-      if (item.splits > 1)
-        slot.store(p, row, piece, x);
-      else
-        store_result<OutputTile>(p, item, row, piece, x);
     }
   }
 }

@@ -15,29 +15,40 @@
 #include "blockflash/ptx/mma.cuh"
 #include "blockflash/ptx/opaque.cuh"
 #include "blockflash/ptx/shared.cuh"
-#include "loader.cuh"
+#include "code_products.cuh"
 
 namespace blockflash {
 namespace {
 
 using Traits = ElementTraits<Element>;
 
-constexpr int kSlices = 2;                                   // of the columns of keys,
 constexpr int kHalves = Config::warps / kSlices;             // of 8 keys each
-constexpr int kSliceChunks = kChunks / kSlices;              // 16-byte chunks,
-constexpr int kSliceSteps = kSliceChunks / 2;                // and steps of 16 columns
 constexpr int kWarpValues = Config::values / Config::warps;  // columns of the output of a warp
 constexpr int kTiles = kWarpValues / 8;                      // and MMA tiles along them
 static_assert(kHalves * 8 == kStepKeys, "a warp multiplies 8 keys");
-static_assert(kSliceChunks % 4 == 0, "ldmatrix loads two steps of 16 columns");
 static_assert(kWarpValues % 64 == 0, "LaneAddress repeats from the first column of a warp on");
+static_assert(!kHasCodes || kWarpValues == CodeRow::of_scale, "values of a warp have one scale");
 
 // Scores of a step, as each warp leaves them: of the four elements of a lane the rows g, g, g + 8
 // and g + 8, with g = lane / 4. Two steps take turns.
 using Exchange = float4[2][kSlices][kHalves][kWarpSize];
 
+// Adds p·v for the columns of a warp.
+template <int chunks>
+__device__ __forceinline__ void add_values(float (&o)[kTiles][4],
+                                           const uint32_t (&probabilities)[4], uint32_t stage_smem,
+                                           const LaneAddress<chunks>& v_lane) {
+#pragma unroll
+  for (int j = 0; j < kTiles; j += 2) {
+    uint32_t v[4];
+    ptx::ldmatrix_x4_trans(v, stage_smem + v_lane.at(0, j / 2));
+    ptx::mma_m16n8k16<Element>(o[j], probabilities, v[0], v[1]);
+    ptx::mma_m16n8k16<Element>(o[j + 1], probabilities, v[2], v[3]);
+  }
+}
+
 // Lane (g, t) = (lane / 4, lane % 4) holds the columns 8 j + 2 t + e of the rows g and g + 8, in
-// o[j][2 half + e].
+// o[j][2 half + e]; of codes, the columns 16 (j / 2) + 4 t + 2 e + j % 2.
 struct Sums {
   uint32_t q[kSliceSteps][4];
   float o[kTiles][4];
@@ -45,7 +56,7 @@ struct Sums {
   float denominator[2];  // this lane's share
   // In a stage: of the 8 keys of this warp at steps 0 and 2 of its columns, and of its values.
   uint32_t k_lane[2];
-  LaneAddress<kChunks> v_lane;
+  std::conditional_t<kHasCodes, CodeLane, LaneAddress<kHasCodes ? 4 : kChunks>> v_lane;
 
   static __device__ __forceinline__ int lane() { return threadIdx.x % kWarpSize; }
   static __device__ __forceinline__ int warp() { return threadIdx.x / kWarpSize; }
@@ -60,13 +71,17 @@ struct Sums {
                                      slice() * kSliceChunks + 4 * i + lane() / 8);
   }
 
-  // Takes the queries from a stage.
-  __device__ __forceinline__ void load_queries(uint32_t stage_smem) {
-    const LaneCoords at = lane_row_major(lane());
+  // Takes a part of the queries from a stage.
+  __device__ __forceinline__ void load_queries(uint32_t stage_smem, int part) {
+    if constexpr (kHasCodes) {
+      if (slice() == part) load_code_queries<CodeRow>(q, stage_smem, lane());
+    } else {
+      const LaneCoords at = lane_row_major(lane());
 #pragma unroll
-    for (int d = 0; d < kSliceSteps; ++d)
-      ptx::ldmatrix_x4(
-          q[d], stage_smem + TileLayout::offset(at.row, slice() * kSliceChunks + 2 * d + at.chunk));
+      for (int d = 0; d < kSliceSteps; ++d)
+        ptx::ldmatrix_x4(q[d], stage_smem + TileLayout::offset(
+                                                at.row, slice() * kSliceChunks + 2 * d + at.chunk));
+    }
   }
 
   __device__ __forceinline__ void begin_item() {
@@ -84,7 +99,11 @@ struct Sums {
   __device__ __forceinline__ void add_step(const blockflash_attention_decode_params& p,
                                            const DecodeItem& item, Exchange& exchange, int parity,
                                            uint32_t stage_smem, int first_key, const Meet& meet) {
-    exchange[parity][slice()][half_of_keys()][lane()] = multiply(stage_smem);
+    float4& partial = exchange[parity][slice()][half_of_keys()][lane()];
+    if constexpr (kHasCodes)
+      partial = multiply_codes<CodeRow>(q, stage_smem, slice(), half_of_keys(), lane());
+    else
+      partial = multiply(stage_smem);
     meet();
     // Keys 2 t + e of the first half, in s[0], and of the second one.
     float s[kHalves][4];
@@ -109,15 +128,10 @@ struct Sums {
         for (int e = 0; e < 2; ++e)
           x[e] = ptx::ex2_approx(fmaf(s[keys][2 * half + e], p.scores.scale_log2, -subtract[half]));
         denominator[half] += x[0] + x[1];
+        if constexpr (kHasCodes) weigh<CodeRow>(x, stage_smem, keys * 8 + lane() % 4 * 2, warp());
         probabilities[2 * keys + half] = Traits::pack(x[0], x[1]);
       }
-#pragma unroll
-    for (int j = 0; j < kTiles; j += 2) {
-      uint32_t v[4];
-      ptx::ldmatrix_x4_trans(v, stage_smem + v_lane.at(0, j / 2));
-      ptx::mma_m16n8k16<Element>(o[j], probabilities, v[0], v[1]);
-      ptx::mma_m16n8k16<Element>(o[j + 1], probabilities, v[2], v[3]);
-    }
+    add_values(o, probabilities, stage_smem, v_lane);
   }
 
  private:
@@ -198,6 +212,7 @@ struct Sums {
 #pragma unroll
       for (int i = 0; i < 4; ++i)
         if (!sees(i / 2, keys * 8 + accumulator_column(lane, i))) s[keys][i] = -CUDART_INF_F;
+    if (kHasCodes) return;  // they are widened to finite values, and their scores tell of NaN
 
     const auto chunk_at = [&](int key, int chunk) {
       return stage_smem + TileLayout::offset(key, warp() * (kWarpValues / 8) + chunk);

@@ -1,6 +1,8 @@
 // Attention to a cache whose values are the first columns of its keys: contiguous and paged, packed
-// and not, beside a reference in f64.
-#include "problem.h"
+// and not, of elements and of codes, beside a reference in f64.
+#include <cstring>
+
+#include "codes.h"
 
 namespace {
 
@@ -11,6 +13,60 @@ blockflash_attention_decode_params params;
 
 constexpr int kAll = BLOCKFLASH_WINDOW_UNBOUNDED;
 constexpr int kQk = Config::columns, kV = Config::values;
+
+// A row of a cache, and what it stands for.
+template <bool has_codes>
+struct Rows {
+  using Type = Element;
+  static constexpr int kWidth = kQk;
+
+  static void fill(Type* row, std::mt19937& random) {
+    std::normal_distribution<float> normal;
+    for (int c = 0; c < kQk; ++c) row[c] = Type(normal(random));
+  }
+  static double at(const Type* row, int c) { return static_cast<float>(row[c]); }
+  static void make_nan(Type* row, int c) { row[c] = Type(NAN); }
+};
+template <>
+struct Rows<true> {
+  using Type = uint8_t;
+  static constexpr int kWidth = 656;
+
+  static void fill(Type* row, std::mt19937& random) {
+    std::normal_distribution<float> normal;
+    for (int c = 0; c < 512; ++c) {
+      row[c] = random();
+      if ((row[c] & 0x7f) == 0x7f) row[c] = 0;
+    }
+    // The root of the mean square of all codes is about 130.
+    for (int i = 0; i < 4; ++i) write(row + 512 + 4 * i, exp2f(normal(random)) / 130);
+    for (int c = 0; c < 64; ++c) write(row + 528 + 2 * c, Element(normal(random)));
+  }
+  static double at(const Type* row, int c) {
+    if (c >= 512) return static_cast<float>(read<Element>(row + 528 + 2 * (c - 512)));
+    return value_of(kE4m3, row[c]) * read<float>(row + 512 + c / 128 * 4);
+  }
+  // A code, or the scale of it and others.
+  static void make_nan(Type* row, int c) {
+    if (row[0] % 2)
+      row[c] = 0xff;
+    else
+      write(row + 512 + c / 128 * 4, NAN);
+  }
+
+ private:
+  template <class T>
+  static T read(const Type* from) {
+    T x;
+    memcpy(&x, from, sizeof x);
+    return x;
+  }
+  template <class T>
+  static void write(Type* to, T x) {
+    memcpy(to, &x, sizeof x);
+  }
+};
+using Row = Rows<blockflash::kHasCodes>;
 
 struct Problem {
   std::vector<int> queries, lengths;  // of each sequence
@@ -47,7 +103,8 @@ struct Data {
   std::mt19937 random;
   int batch, most = 0, total = 0, columns, pages;
   std::vector<int> starts = {0};
-  Tensor<Element> q, k;
+  Tensor<Element> q;
+  Tensor<Row::Type> k;
   Tensor<float> sink;
   Tensor<int32_t> table, lengths, offsets;
 
@@ -65,7 +122,7 @@ struct Data {
         columns(p.capacity / p.page_size),
         pages(batch * columns + 1),
         q(size_t(total) * p.heads * kQk, random, 1),
-        k(size_t(pages) * p.page_size * kQk, random, 1),
+        k(size_t(pages) * p.page_size * Row::kWidth),
         sink(p.heads, random, 1),
         table(batch * columns),
         lengths(batch),
@@ -77,13 +134,15 @@ struct Data {
       for (int c = 0; c < columns; ++c) table.data[b * columns + c] = (b + c * batch) % pages;
     }
     std::copy(starts.begin(), starts.end(), offsets.data);
-    // Slots behind the last key are nobody's.
+    for (size_t i = 0; i < k.size; i += Row::kWidth) Row::fill(k.data + i, random);
+    // Slots behind the last key are nobody's, and NaN.
     for (int b = 0; b < batch; ++b)
       for (int key = p.lengths[b]; key < p.capacity; ++key)
-        for (int c = 0; c < kQk; ++c) k.data[row(b, key) * kQk + c] = Element(NAN);
+        memset(key_at(b, key), 0xff, Row::kWidth * sizeof(Row::Type));
     if (p.nonfinite)
-      for (int b = 0; b < batch; ++b) k.data[row(b, p.lengths[b] - 3) * kQk + 300] = Element(NAN);
+      for (int b = 0; b < batch; ++b) Row::make_nan(key_at(b, p.lengths[b] - 3), 300);
   }
+  Row::Type* key_at(int b, int key) const { return k.data + row(b, key) * Row::kWidth; }
 
   size_t row(int b, int key) const {
     const int page = columns == 1 ? b : table.data[b * columns + key / problem.page_size];
@@ -102,8 +161,8 @@ struct Data {
     to.cache = {.k = k.data,
                 .block_table = columns > 1 ? table.data : nullptr,
                 .seqused = p.equal ? nullptr : lengths.data};
-    to.cache.k_stride_page = int64_t(p.page_size) * kQk;
-    to.cache.k_stride_slot = to.cache.k_stride_head = kQk;
+    to.cache.k_stride_page = int64_t(p.page_size) * Row::kWidth;
+    to.cache.k_stride_slot = to.cache.k_stride_head = Row::kWidth;
     to.cache.block_table_stride = columns;
     to.cache.pages = pages, to.cache.page_size = p.page_size, to.cache.capacity = p.capacity;
     to.q_stride_batch = p.packed ? 0 : int64_t(most) * p.heads * kQk;
@@ -147,7 +206,7 @@ Expected reference(const Data& data) {
           double s = 0;
           for (int c = 0; c < kQk; ++c)
             s += data.q.at((size_t(token) * p.heads + h) * kQk + c) *
-                 data.k.at(data.row(b, key) * kQk + c);
+                 Row::at(data.key_at(b, key), c);
           s /= sqrt(kQk);
           if (p.softcap > 0) s = p.softcap * tanh(s / p.softcap);
           scores[key] = s, largest = max(largest, s);
@@ -157,7 +216,7 @@ Expected reference(const Data& data) {
           if (!data.sees(b, i, key)) continue;
           const double weight = exp(scores[key] - largest);
           sum += weight;
-          for (int c = 0; c < kV; ++c) o[c] += weight * data.k.at(data.row(b, key) * kQk + c);
+          for (int c = 0; c < kV; ++c) o[c] += weight * Row::at(data.key_at(b, key), c);
         }
         for (int c = 0; c < kV; ++c)
           expected.o[(size_t(token) * p.heads + h) * kV + c] = sum == 0 ? 0 : o[c] / sum;

@@ -152,16 +152,20 @@ inline void store_shared_int4(uint32_t at, int4 x) { store(at, x); }
 inline float ex2_approx(float x) { return exp2f(x); }
 inline float lg2_approx(float x) { return log2f(x); }
 inline float rcp_approx(float x) { return 1 / x; }
-inline uint32_t fma_f16x2(uint32_t a, uint32_t b, uint32_t c) {
+template <class Element>
+uint32_t fma_x2(uint32_t a, uint32_t b, uint32_t c) {
   uint32_t x = 0;
   for (int half = 0; half < 2; ++half) {
-    const float sum =
-        element_of<__half>(a, half) * element_of<__half>(b, half) + element_of<__half>(c, half);
-    x |= static_cast<uint32_t>(bits_of<uint16_t>(__half(sum))) << 16 * half;
+    const float sum = fmaf(element_of<Element>(a, half), element_of<Element>(b, half),
+                           element_of<Element>(c, half));
+    x |= static_cast<uint32_t>(bits_of<uint16_t>(Element(sum))) << 16 * half;
   }
   return x;
 }
-inline uint32_t fma_bf16x2(uint32_t, uint32_t, uint32_t) { simt::fail("fma.bf16x2"); }
+inline uint32_t fma_f16x2(uint32_t a, uint32_t b, uint32_t c) { return fma_x2<__half>(a, b, c); }
+inline uint32_t fma_bf16x2(uint32_t a, uint32_t b, uint32_t c) {
+  return fma_x2<__nv_bfloat16>(a, b, c);
+}
 
 inline void store_16_bytes(void* to, const uint32_t (&words)[4]) { memcpy(to, words, 16); }
 

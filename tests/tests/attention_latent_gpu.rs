@@ -12,9 +12,9 @@ use blockflash_tests::gpu::{Gpu, Report, gpu};
 #[test]
 fn every_kernel() {
     let Some(gpu) = gpu("attention_latent_gpu::every_kernel") else { return };
-    let check = |((dtype, dims), kernels): LatentGroup, gpu: &Gpu, report: &mut Report| {
+    let check = |(form, kernels): LatentGroup, gpu: &Gpu, report: &mut Report| {
         let stream = &gpu.stream;
-        for case in latent_cases(dtype, dims) {
+        for case in latent_cases(form) {
             for &(kernel, _) in &kernels {
                 report.run(kernel, || run_or_refuse_latents(&case, kernel, stream));
             }
@@ -23,7 +23,7 @@ fn every_kernel() {
             let story = |what: &'static str| {
                 move |error| format!("{what} of {}: {error}", kernel.image_name())
             };
-            let simple = |heads, lengths: &[_]| LatentCase::simple(dtype, dims, heads, lengths);
+            let simple = |heads, lengths: &[_]| LatentCase::simple(form, heads, lengths);
             // One sequence of many splits; many sequences; row tiles; known lengths.
             let known = LatentCase { seqused: false, ..simple(16, &[(1, 2048)]) };
             for case in [
@@ -47,10 +47,10 @@ fn every_kernel() {
                 let alone = || alone_as_in_a_batch(&case, times, kernel, stream);
                 report.run(kernel, || alone().map_err(story("batch")));
             }
-            let replays = || replays_of_latents((dtype, dims), kernel, stream, 300);
+            let replays = || replays_of_latents(form, kernel, stream, 300);
             report.run(kernel, || replays().map_err(story("graph")));
             let garbage = || {
-                let run = |seed| latents_survive_garbage(seed, (dtype, dims), kernel, stream);
+                let run = |seed| latents_survive_garbage(seed, form, kernel, stream);
                 (0..200).map(run).sum::<Result<usize, _>>()
             };
             report.run(kernel, || garbage().map_err(story("garbage")));
@@ -63,8 +63,8 @@ fn every_kernel() {
 #[test]
 fn the_selected_kernel() {
     let Some(gpu) = gpu("attention_latent_gpu::the_selected_kernel") else { return };
-    for ((dtype, dims), _) in latent_groups(&gpu) {
-        for case in latent_cases(dtype, dims).iter().step_by(3) {
+    for (form, _) in latent_groups(&gpu) {
+        for case in latent_cases(form).iter().step_by(3) {
             run_latent_case(case, Choice::Selected, &gpu.stream).unwrap();
         }
     }

@@ -3,8 +3,8 @@
 
 use blockflash_ops::kv_append::{AppendKvProblem, accepts};
 use blockflash_ops::{
-    AppendKv, AttentionDecode, DType, KvCache, KvCacheMut, Mask, Operation, PackedTokens, Rotary,
-    RotaryPairs, Stream, Tensor, View,
+    AppendKv, AppendLatentCodes, AttentionDecode, DType, KvCache, KvCacheMut, LatentCodesMut, Mask,
+    Operation, PackedTokens, Rotary, RotaryPairs, Stream, Tensor, View,
 };
 use blockflash_tests::gpu::{Gpu, Report, gpu, wait};
 use blockflash_tests::host::{cpu, download, upload};
@@ -224,6 +224,50 @@ fn with_attention() {
                     .map(|tensor| download(stream, tensor).unwrap())
             };
             assert!(run(true) == run(false), "{dtype} {:?} {:?}", case.dims, case.lengths);
+        }
+    }
+}
+
+/// Rows of codes, as the CPU writes them.
+#[test]
+fn rows_of_codes() {
+    let Some(gpu) = gpu("latent_append_gpu::rows_of_codes") else { return };
+    const ROW: usize = 656;
+    for (lengths, table) in LENGTHS.into_iter().flat_map(|l| TABLES.map(|table| (l, table))) {
+        let appended = |stream: &Stream| -> Vec<u32> {
+            let bits = |salt, count: usize| -> Vec<u32> {
+                let numbers = normal_rounded(salt, count, DType::BF16);
+                numbers.into_iter().map(|x| encode(DType::BF16, x)).collect()
+            };
+            let mut values = bits(1, 9 * 512);
+            values[128..256].fill(0);
+            values[3 * 512] = poison(DType::BF16);
+            let values = upload(stream, DType::BF16, &values, &[9, 1, 512]).unwrap();
+            let turned = upload(stream, DType::BF16, &bits(2, 9 * 64), &[9, 1, 64]).unwrap();
+            let ints = |values: &[i32], shape: &[usize]| {
+                Tensor::from_slice(stream, values, shape).unwrap()
+            };
+            let (lengths, table, offsets) =
+                (ints(&lengths, &[3]), ints(&table, &[3, 2]), ints(&TOKENS, &[4]));
+            let before = vec![0x5a; PAGES * SLOTS * (ROW + 16)];
+            let mut rows =
+                upload(stream, DType::U8, &before, &[PAGES, SLOTS, 1, ROW + 16]).unwrap();
+            let cache = LatentCodesMut {
+                rows: rows.view_mut().slice(3, 0..ROW).unwrap(),
+                block_table: Some(table.view()),
+                seqused_kv: Some(lengths.view()),
+            };
+            let packed = Some(PackedTokens { cu_seqlens: offsets.view(), max_seqlen: 5 });
+            let new = AppendLatentCodes::new(values.view(), turned.view());
+            AppendLatentCodes { packed, ..new }.append_into(cache, stream).unwrap();
+            download(stream, &rows).unwrap()
+        };
+        // Where sequences share a slot either may be there.
+        if table == TABLES[0] {
+            assert!(appended(&gpu.stream) == appended(&cpu()), "{lengths:?}");
+        } else {
+            appended(&gpu.stream);
+            wait(&gpu.stream, &|| format!("{lengths:?} {table:?}")).unwrap();
         }
     }
 }

@@ -101,7 +101,7 @@ pub use bsr_matmul::{
 };
 pub use bsr_sddmm::{BsrSddmm, DenseLayout, PreparedBsrSddmm, bsr_sddmm_flops};
 pub use error::{Error, Result};
-pub use kv_append::{AppendKv, PreparedAppendKv};
+pub use kv_append::{AppendKv, AppendLatentCodes, LatentCodesMut, PreparedAppendKv};
 pub use kv_cache::{
     CacheScale, CacheValues, KvCache, KvCacheMut, PackedTokens, Rotary, RotaryPairs,
 };

@@ -231,6 +231,22 @@ impl Layout {
         Layout::strided(&shape[..rank], &strides[..rank])
     }
 
+    /// Divides dimension `dim` into two, the inner one of `inner` elements: `[rows, 8 * 16]` with 1
+    /// and 16 becomes `[rows, 8, 16]`.
+    ///
+    /// # Errors
+    /// [`Error::Expand`] for a dimension that there is not, or of another size than a multiple of
+    /// `inner`; [`Error::Rank`] beyond [`MAX_RANK`].
+    pub fn unflatten(&self, dim: usize, inner: usize) -> Result<Layout> {
+        let (mut shape, mut strides) = (self.shape().to_vec(), self.strides().to_vec());
+        if dim >= self.rank || inner == 0 || !shape[dim].is_multiple_of(inner) {
+            return Err(Error::Expand { dim, shape });
+        }
+        shape.splice(dim..=dim, [shape[dim] / inner, inner]);
+        strides.splice(dim..=dim, [strides[dim].saturating_mul(inner), strides[dim]]);
+        Layout::strided(&shape, &strides)
+    }
+
     /// The same elements with another dimension of size 1 before dimension `dim`, or behind all.
     ///
     /// # Errors

@@ -180,6 +180,14 @@ impl<'a> View<'a> {
         Ok(View { layout: self.layout.flatten(dims)?, ..*self })
     }
 
+    /// Divides a dimension into two, the inner one of `inner` elements.
+    ///
+    /// # Errors
+    /// Those of [`Layout::unflatten`].
+    pub fn unflatten(&self, dim: usize, inner: usize) -> Result<View<'a>> {
+        Ok(View { layout: self.layout.unflatten(dim, inner)?, ..*self })
+    }
+
     /// The same elements with another dimension of size 1 before dimension `dim`, or behind all.
     ///
     /// # Errors

@@ -261,6 +261,60 @@ impl<'a> ViewMut<'a> {
         Ok((part(0..at)?, part(at..size.max(at))?))
     }
 
+    /// Divides a dimension into two, the inner one of `inner` elements.
+    ///
+    /// # Errors
+    /// Those of [`Layout::unflatten`].
+    pub fn unflatten(self, dim: usize, inner: usize) -> Result<ViewMut<'a>> {
+        Ok(ViewMut { layout: self.layout.unflatten(dim, inner)?, ..self })
+    }
+
+    /// Rows of bytes of device memory, whose last dimension is contiguous, in parts behind one
+    /// another: of each the element type, and how many elements it has in a row.
+    ///
+    /// # Errors
+    /// [`Error::NotOnGpu`]; [`Error::DType`] for other elements than u8; [`Error::Slice`] for parts
+    /// beyond a row; [`Error::Pointer`] where elements would not be at multiples of their size.
+    pub fn split_bytes<const N: usize>(
+        self,
+        parts: [(DType, usize); N],
+    ) -> Result<[ViewMut<'a>; N]> {
+        // No two bytes are the same memory, so neither are those of two parts.
+        let SourceMut::Cuda { ptr, owner } = self.source else {
+            return Err(Error::NotOnGpu { what: "a split into elements" });
+        };
+        check_dtype::<u8>(self.dtype)?;
+        let (strides, mut at) = (self.strides(), 0usize);
+        let [of_rows @ .., 1] = strides else {
+            return Err(Error::Pointer {
+                what: format!("bytes of a row have strides {strides:?}"),
+            });
+        };
+        let mut layouts = Vec::with_capacity(N);
+        for (dtype, count) in parts {
+            let (size, bytes) =
+                (dtype.size(), at..at.saturating_add(count.saturating_mul(dtype.size())));
+            let (part, offset) = self.layout.slice(of_rows.len(), bytes.clone())?;
+            let aligned = of_rows.iter().all(|stride| stride.is_multiple_of(size));
+            if !aligned || !(ptr + offset as u64).is_multiple_of(size as u64) {
+                let what = format!("{dtype} at byte {at} of rows with strides {strides:?}");
+                return Err(Error::Pointer { what: format!("{what}: not at multiples of {size}") });
+            }
+            let mut shape = part.shape().to_vec();
+            shape[of_rows.len()] = count;
+            let mut strides: Vec<_> = of_rows.iter().map(|stride| stride / size).collect();
+            strides.push(1);
+            let layout = Layout::strided(&shape, &strides)?;
+            layouts.push((dtype, layout, ptr + offset as u64));
+            at = bytes.end;
+        }
+        let device = self.device;
+        Ok(std::array::from_fn(|i| {
+            let (dtype, layout, ptr) = layouts[i];
+            ViewMut { source: SourceMut::Cuda { ptr, owner }, device, dtype, layout }
+        }))
+    }
+
     /// Host memory from the first element to the last one; index it with
     /// [`strides`](Self::strides).
     ///

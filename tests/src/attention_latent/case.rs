@@ -1,3 +1,4 @@
+use super::LatentForm;
 use crate::number::rng;
 use blockflash_ops::attention::{Align, Mask};
 use blockflash_ops::{DType, HeadDims, Scores, View};
@@ -10,10 +11,12 @@ use std::ops::Range;
 pub struct LatentCase {
     /// Of all random numbers.
     pub seed: u64,
-    /// Element type of all tensors.
+    /// Element type of queries and outputs.
     pub dtype: DType,
     /// Columns of keys, of which the first are the values.
     pub head_dims: HeadDims,
+    /// Whether rows of the cache are codes.
+    pub codes: bool,
     /// Heads of queries, which share one of keys.
     pub heads: usize,
     /// Queries and keys of each sequence.
@@ -42,8 +45,7 @@ pub struct LatentCase {
 impl LatentCase {
     /// A case in pages of 64 slots without any option.
     pub fn simple(
-        dtype: DType,
-        head_dims: HeadDims,
+        (dtype, head_dims, codes): LatentForm,
         heads: usize,
         lengths: &[(usize, usize)],
     ) -> Self {
@@ -51,6 +53,7 @@ impl LatentCase {
             seed: 1,
             dtype,
             head_dims,
+            codes,
             heads,
             lengths: lengths.to_vec(),
             packed: false,
@@ -63,6 +66,11 @@ impl LatentCase {
             batch_invariant: false,
             nonfinite: false,
         }
+    }
+
+    /// Types and sizes of rows.
+    pub fn form(&self) -> LatentForm {
+        (self.dtype, self.head_dims, self.codes)
     }
 
     /// Sequences.
@@ -144,22 +152,22 @@ impl LatentCase {
     }
 }
 
-/// Cases for kernels of a type and of head dimensions: all numbers of heads and queries in all
+/// Cases for kernels of a form: all numbers of heads and queries in all
 /// layouts, each with other options and lengths.
-pub fn latent_cases(dtype: DType, head_dims: HeadDims) -> Vec<LatentCase> {
+pub fn latent_cases(form: LatentForm) -> Vec<LatentCase> {
     let mut cases = Vec::new();
     for heads in [1, 7, 16, 128] {
         for queries in [1, 4] {
             for page_size in [None, Some(16), Some(64)] {
                 for variant in 0..4 {
                     let seed = cases.len() as u64;
-                    cases.push(drawn((seed, variant), dtype, head_dims, heads, queries, page_size));
+                    cases.push(drawn((seed, variant), form, heads, queries, page_size));
                 }
             }
         }
     }
     // One key, none at all, one more than a step, and lengths that are many splits.
-    let simple = |heads, lengths: &[_]| LatentCase::simple(dtype, head_dims, heads, lengths);
+    let simple = |heads, lengths: &[_]| LatentCase::simple(form, heads, lengths);
     cases.push(simple(16, &[(1, 0), (1, 1), (1, 15), (1, 16), (1, 17), (1, 64), (1, 65)]));
     cases.push(simple(16, &[(3, 1), (3, 2), (3, 0), (3, 4000)]));
     cases.push(simple(5, &[(1, 9001)]));
@@ -174,8 +182,7 @@ pub fn latent_cases(dtype: DType, head_dims: HeadDims) -> Vec<LatentCase> {
 
 fn drawn(
     (seed, variant): (u64, usize),
-    dtype: DType,
-    head_dims: HeadDims,
+    form: LatentForm,
     heads: usize,
     queries: usize,
     page_size: Option<usize>,
@@ -214,6 +221,6 @@ fn drawn(
         seqused,
         batch_invariant: seed % 3 == 0,
         nonfinite: variant == 0 && queries > 1,
-        ..LatentCase::simple(dtype, head_dims, heads, &lengths)
+        ..LatentCase::simple(form, heads, &lengths)
     }
 }

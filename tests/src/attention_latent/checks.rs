@@ -1,7 +1,7 @@
 //! What the bits of results must not depend on.
 
 use super::run::{LatentInputs, LatentOutputs, columns};
-use super::{LatentCase, LatentData};
+use super::{LatentCase, LatentData, LatentForm};
 use crate::attention::Choice;
 use crate::attention_decode::largest_workspace;
 use crate::gpu::wait;
@@ -101,13 +101,13 @@ fn sequence(of: View<'_>, b: usize) -> View<'_> {
 /// Captures a call while every sequence has one key, and replays it with other lengths: each replay
 /// gives the bits of a call that is not captured.
 pub fn replays_of_latents(
-    (dtype, head_dims): (DType, HeadDims),
+    form: LatentForm,
     kernel: &'static Kernel,
     stream: &Stream,
     count: usize,
 ) -> Result<usize, String> {
     const LONGEST: usize = 4200;
-    let case = LatentCase::simple(dtype, head_dims, 16, &[(1, LONGEST); 3]);
+    let case = LatentCase::simple(form, 16, &[(1, LONGEST); 3]);
     let mut inputs = LatentInputs::upload(&case, &LatentData::generate(&case), stream)?;
     let (mut outputs, choice) = (LatentOutputs::poisoned(&case, stream)?, Choice::This(kernel));
     refill(&mut inputs.lengths, stream, &[1; 3])?;

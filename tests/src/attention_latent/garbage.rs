@@ -1,12 +1,13 @@
 //! Block tables, lengths and offsets of any content.
 
-use super::run::columns;
+use super::LatentForm;
+use super::rows::{self, stored};
 use crate::attention_decode::largest_workspace;
 use crate::gpu::wait;
 use crate::host::{download, poisoned, upload};
 use crate::number::{decode, encode, normal, poison, rng};
 use blockflash_ops::{
-    AttentionDecode, AttentionDecodeOperands, CacheAccess, DType, Error, HeadDims, KvCache, Mask,
+    AttentionDecode, AttentionDecodeOperands, CacheAccess, Error, HeadDims, KvCache, Mask,
     Operation, PackedTokens, Stream, Tensor,
 };
 use blockflash_sys::Kernel;
@@ -36,25 +37,28 @@ fn ints(
 /// pages of NaN, and what it writes is in its output.
 pub fn latents_survive_garbage(
     seed: u64,
-    (dtype, head_dims): (DType, HeadDims),
+    form: LatentForm,
     kernel: &'static Kernel,
     stream: &Stream,
 ) -> Result<usize, String> {
     let mut random = rng(seed ^ 0x6A12);
-    let HeadDims { qk, v } = head_dims;
+    let (dtype, HeadDims { qk, v }, _) = form;
     let (batch, tokens) = (random.random_range(1..=5), random.random_range(1..=9));
     let (heads, page_size) = ([1, 3, 16, 40][seed as usize % 4], [16, 48, 64][seed as usize % 3]);
     let (pages, columns_of) = (random.random_range(1..=9), random.random_range(1..=6));
     let (packed, total) = (seed.is_multiple_of(2), batch * tokens);
-    let mut surrounded = |inner: usize, width: usize, shape: &[usize]| {
+    let surrounded = |dtype, bits: Vec<u32>, width: usize, shape: &[usize]| {
         let nan = || std::iter::repeat_n(poison(dtype), MARGIN * width);
-        let numbers = normal(random.random(), inner * width);
-        let numbers = numbers.into_iter().map(|x| encode(dtype, x));
-        let bits: Vec<u32> = nan().chain(numbers).chain(nan()).collect();
+        let bits: Vec<u32> = nan().chain(bits).chain(nan()).collect();
         upload(stream, dtype, &bits, shape)
     };
-    let rows = surrounded(pages, page_size * qk, &[pages + 2 * MARGIN, page_size, 1, qk])?;
-    let q = surrounded(total, heads * qk, &[total + 2 * MARGIN, heads, qk])?;
+    let (of_rows, width) = stored(form);
+    let (bits, _) = rows::generate(form, random.random(), pages * page_size);
+    let shape = [pages + 2 * MARGIN, page_size, 1, width];
+    let rows = surrounded(of_rows, bits, page_size * width, &shape)?;
+    let bits = normal(random.random(), total * heads * qk);
+    let bits = bits.into_iter().map(|x| encode(dtype, x)).collect();
+    let q = surrounded(dtype, bits, heads * qk, &[total + 2 * MARGIN, heads, qk])?;
     let mut o = poisoned(stream, dtype, &[total + 2 * MARGIN, heads, v])?;
     let table = ints(&mut random, &[batch, columns_of], pages - 1, stream)?;
     let lengths = ints(&mut random, &[batch], columns_of * page_size, stream)?;
@@ -67,11 +71,11 @@ pub fn latents_survive_garbage(
     };
     let inner = MARGIN..MARGIN + total;
     let run = |o: &mut Tensor| -> Result<(), Error> {
-        let of_cache = |width| columns(&rows, width).slice(0, MARGIN..MARGIN + pages);
+        let pages = rows.view().slice(0, MARGIN..MARGIN + pages)?;
         let cache = KvCache {
             block_table: Some(table.view()),
             seqused_kv: Some(lengths.view()),
-            ..KvCache::new(of_cache(qk)?, of_cache(v)?)
+            ..rows::cache(form, pages)?
         };
         let mask = if seed.is_multiple_of(3) { Mask::Full } else { Mask::causal() };
         let decode = AttentionDecode {

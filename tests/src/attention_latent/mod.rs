@@ -4,6 +4,7 @@
 mod case;
 mod checks;
 mod garbage;
+mod rows;
 mod run;
 
 pub use case::{LatentCase, latent_cases};
@@ -17,15 +18,20 @@ use blockflash_ops::{DType, HeadDims};
 use blockflash_sys::Kernel;
 use std::collections::BTreeMap;
 
-/// Kernels for latent rows with their tiles, by element type and head dimensions.
-pub type LatentGroup = ((DType, HeadDims), Vec<(&'static Kernel, LatentTile)>);
+/// The element type of queries and outputs, head dimensions, and whether rows of the cache are
+/// codes; otherwise they have the type of the queries.
+pub type LatentForm = (DType, HeadDims, bool);
+
+/// Kernels for latent rows with their tiles.
+pub type LatentGroup = (LatentForm, Vec<(&'static Kernel, LatentTile)>);
 
 /// The kernels for latent rows that a GPU can run.
 pub fn latent_groups(gpu: &Gpu) -> Vec<LatentGroup> {
     let mut groups: BTreeMap<_, Vec<_>> = BTreeMap::new();
     for kernel in gpu.kernels() {
         if let Some(CacheTile::Latent(tile)) = tile(kernel) {
-            groups.entry((tile.types.q, tile.head_dims)).or_default().push((kernel, tile));
+            let form = (tile.types.q, tile.head_dims, tile.types.kv == DType::U8);
+            groups.entry(form).or_default().push((kernel, tile));
         }
     }
     groups.into_iter().collect()

@@ -1,4 +1,5 @@
 use super::LatentCase;
+use super::rows::{self, gap, stored};
 use crate::attention::Choice;
 use crate::attention_decode::largest_workspace;
 use crate::gpu::wait;
@@ -14,8 +15,8 @@ use blockflash_oracle::{Added, AttentionRow, PRODUCTS, Rounding, attention_row};
 use blockflash_sys::Kernel;
 use rayon::prelude::*;
 
-/// Columns of NaN behind each row of queries, keys and outputs.
-pub(super) const GAP: usize = 8;
+/// Columns of NaN behind each row of queries and outputs.
+const GAP: usize = 8;
 
 /// The numbers of a case, and what an exact computation makes of them.
 pub struct LatentData {
@@ -23,6 +24,8 @@ pub struct LatentData {
     q: Vec<f32>,
     /// `[keys, qk]` of each sequence.
     keys: Vec<Vec<f32>>,
+    /// The bits in which they are stored.
+    stored: Vec<Vec<u32>>,
     /// Of each head.
     sink: Vec<f32>,
 }
@@ -32,15 +35,20 @@ impl LatentData {
     pub fn generate(case: &LatentCase) -> Self {
         let LatentCase { seed, dtype, head_dims, heads, .. } = *case;
         let normal = |salt: u64, count| normal_rounded(seed << 8 ^ salt, count, dtype);
+        let (form, qk) = (case.form(), head_dims.qk);
         let keys = case.lengths.iter().enumerate().map(|(b, &(_, keys))| {
-            let mut rows = normal(3 + b as u64, keys * head_dims.qk);
+            let (mut bits, mut rows) = rows::generate(form, seed << 8 ^ (3 + b as u64), keys);
             if case.nonfinite && keys > 2 {
-                rows[(keys - 2) * head_dims.qk + head_dims.v - 4] = f32::NAN;
+                let width = stored(form).1;
+                let bits = &mut bits[(keys - 2) * width..][..width];
+                let row = &mut rows[(keys - 2) * qk..][..qk];
+                rows::make_nan(form, bits, row, head_dims.v - 4);
             }
-            rows
+            (bits, rows)
         });
-        let q = normal(1, case.total() * heads * head_dims.qk);
-        Self { q, keys: keys.collect(), sink: normal(2, heads) }
+        let (stored, keys) = keys.unzip();
+        let q = normal(1, case.total() * heads * qk);
+        Self { q, keys, stored, sink: normal(2, heads) }
     }
 
     /// Exact and plain values of all rows: outputs, and logarithms of sums.
@@ -120,18 +128,19 @@ impl LatentInputs {
             values.chunks(qk).flat_map(|values| -> Vec<u32> { row(values) }).collect()
         };
         let ([page_size, columns, pages], table) = (case.pages(), case.table());
-        let mut rows = vec![poison(dtype); pages * page_size * (qk + GAP)];
-        for (b, keys) in data.keys.iter().enumerate() {
-            for (key, values) in keys.chunks(qk).enumerate() {
-                let to = case.slot(&table, b, key) * (qk + GAP);
-                rows[to..to + qk + GAP].copy_from_slice(&with_gaps(values));
+        let (of_rows, width) = stored(case.form());
+        let wide = width + gap(of_rows);
+        let mut rows = vec![poison(of_rows); pages * page_size * wide];
+        for (b, keys) in data.stored.iter().enumerate() {
+            for (key, bits) in keys.chunks(width).enumerate() {
+                rows[case.slot(&table, b, key) * wide..][..width].copy_from_slice(bits);
             }
         }
         let ints = |values: Vec<i32>, shape: &[usize]| Tensor::from_slice(stream, &values, shape);
         let offsets = (0..=batch).map(|b| case.start(b) as i32).collect();
         let mut inputs = Self {
             q: upload(stream, dtype, &with_gaps(&data.q), &case.rows_shape(qk + GAP))?,
-            rows: upload(stream, dtype, &rows, &[pages, page_size, 1, qk + GAP])?,
+            rows: upload(stream, of_rows, &rows, &[pages, page_size, 1, wide])?,
             table: match case.page_size {
                 None => ints(vec![], &[0]).map_err(told)?,
                 Some(_) => ints(table, &[batch, columns]).map_err(told)?,
@@ -164,11 +173,10 @@ impl LatentInputs {
     }
 
     pub(super) fn cache(&self) -> KvCache<'_> {
-        let dims = self.case.head_dims;
         KvCache {
             block_table: self.case.page_size.map(|_| self.table.view()),
             seqused_kv: self.case.seqused.then(|| self.lengths.view()),
-            ..KvCache::new(columns(&self.rows, dims.qk), columns(&self.rows, dims.v))
+            ..rows::cache(self.case.form(), self.rows.view()).expect("rows of a form")
         }
     }
 

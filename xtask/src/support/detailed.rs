@@ -77,8 +77,9 @@ pub(super) fn markdown(kernels: &[Kernel]) -> String {
                 before = Some((line.operation, head_dim));
                 &mut others[0].1
             }
-            Size::Latent { qk, v } => {
-                push(operation, &format!("latent rows of {qk}, values of {v}"), cells);
+            Size::Latent { qk, v, codes } => {
+                let of = if codes { " of e4m3" } else { "" };
+                push(operation, &format!("latent rows of {qk}, values of {v}{of}"), cells);
                 continue;
             }
             Size::Block(block) => {

@@ -1,7 +1,7 @@
 //! Decoding of multi-head latent attention over a cache in pages that a tensor of candle holds.
 
 use super::Mask;
-use super::candle_core::{Result, Tensor, bail};
+use super::candle_core::{DType, Result, Tensor, bail};
 use super::flash::scores;
 use super::paged::{attend, check_lengths, no_gradient};
 
@@ -12,13 +12,16 @@ use super::paged::{attend, check_lengths, no_gradient};
 /// in DeepSeek's models a row has 576 elements, of which 512 are the value. Returns
 /// `[batch, seqlen_q, num_heads_q, head_dim_v]`.
 ///
+/// A cache of u8 has rows of codes of 656 bytes: 512 of e4m3, which are the value, 4 scales of f32,
+/// each of 128 codes, and 64 elements of bf16 (`fp8_ds_mla` in vLLM). They stand for 576 elements.
+///
 /// Sequence `i` has `lengths[i]` keys, those of its queries included, in the pages
 /// `block_table[i]`; both are u32 or i32, `[batch]` and `[batch, max_pages]`. The last query stands
 /// at the last key. `softmax_scale` is that of the model, such as `1 / sqrt(128 + 64)`.
 ///
 /// On the CPU lengths and pages are checked. A GPU counts those that do not exist as the largest
 /// ones that do, takes f16 and bf16, rows of 576 and 512 elements with 512 values, and pages of a
-/// multiple of 16 slots; the call can become part of a graph.
+/// multiple of 16 slots, beside codes bf16; the call can become part of a graph.
 ///
 /// # Errors
 /// Those of [`AttentionDecode::forward`](blockflash_ops::AttentionDecode::forward), as text; a
@@ -39,6 +42,9 @@ pub fn mla_decode(
     if heads != 1 {
         let shape = cache.dims();
         bail!("cache has shape {shape:?}, expected [pages, page_size, 1, row]");
+    }
+    if cache.dtype() == DType::U8 && (row, head_dim_v) != (656, 512) {
+        bail!("rows of u8 have {row} bytes and {head_dim_v} values, expected 656 and 512");
     }
     if head_dim_v == 0 || head_dim_v > row {
         bail!("head_dim_v is {head_dim_v}, expected 1 to {row}, the elements of a row");

@@ -152,7 +152,8 @@ pub(crate) fn attend(
         seqused_kv: Some(lengths.view),
         k_scale: k_scale.as_ref().map(|scale| scale.view),
         v_scale: v_scale.as_ref().map(|scale| scale.view),
-        ..KvCache::new(k.view, v.view)
+        // Latent rows of codes are keys and values at once.
+        ..KvCache::new(k.view, if k.view.dtype() == DType::U8 { k.view } else { v.view })
     };
     let packed = offsets
         .as_ref()

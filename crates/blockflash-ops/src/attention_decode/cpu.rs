@@ -10,8 +10,9 @@ use crate::attention::cpu::sequence::Sequence;
 use crate::attention::cpu::terms::Terms;
 use crate::attention::{Attention, Mask, Scores};
 use crate::float::Float;
+use crate::kv_cache::latent_codes::{ROW_BYTES, decode_row};
 use crate::kv_cache::{HostCache, HostRotary, HostScale, KvCache, token_ranges};
-use blockflash_safe::{E4M3, E5M2, Stream, Tensor, View, ViewMut};
+use blockflash_safe::{E4M3, E5M2, Element, Stream, Tensor, View, ViewMut};
 use blockflash_sys::{DType, HeadDims};
 use half::{bf16, f16};
 use std::marker::PhantomData;
@@ -44,6 +45,7 @@ fn beside<T: Float>(
         DType::E4M3 => Call::<T, E4M3>::new(op, problem, cache, stream)?.run(out),
         DType::E5M2 => Call::<T, E5M2>::new(op, problem, cache, stream)?.run(out),
         DType::I8 => Call::<T, i8>::new(op, problem, cache, stream)?.run(out),
+        DType::U8 => Call::<T, u8>::new(op, problem, cache, stream)?.run(out),
         _ => Call::<T, T>::new(op, problem, cache, stream)?.run(out),
     }
 }
@@ -86,7 +88,42 @@ impl Rows<'_> {
     }
 }
 
-impl<'a, T: Float, C: Float> Call<'a, T, C> {
+/// What keys and values are stored as.
+trait Stored: Element {
+    /// Whether rows are to be [decoded](Self::decode).
+    const IS_CODED: bool;
+
+    /// Elements of a row that stands for this many columns.
+    fn stored(columns: usize) -> usize {
+        columns
+    }
+
+    /// What a row stands for, without scales that are apart from it.
+    fn decode(row: &[Self], columns: &mut [f32]);
+}
+
+impl<C: Float> Stored for C {
+    const IS_CODED: bool = C::DTYPE.is_code();
+
+    fn decode(row: &[Self], columns: &mut [f32]) {
+        C::widen(row, columns);
+    }
+}
+
+/// Rows of codes with their scales.
+impl Stored for u8 {
+    const IS_CODED: bool = true;
+
+    fn stored(_: usize) -> usize {
+        ROW_BYTES
+    }
+
+    fn decode(row: &[Self], columns: &mut [f32]) {
+        decode_row(row, columns);
+    }
+}
+
+impl<'a, T: Float, C: Stored> Call<'a, T, C> {
     fn new(
         op: &'a AttentionDecode<'a>,
         problem: &'a AttentionDecodeProblem,
@@ -145,7 +182,7 @@ impl<'a, T: Float, C: Float> Call<'a, T, C> {
             let q = turned.as_ref().map_or(rows.q, Tensor::view);
             let rows = Rows { q, ..rows };
             let at = [entry, first];
-            if C::DTYPE.is_code() { self.in_f32(at, rows)? } else { self.sequence(at, rows)? }
+            if C::IS_CODED { self.in_f32(at, rows)? } else { self.sequence(at, rows)? }
         }
         Ok(())
     }
@@ -181,7 +218,7 @@ impl<'a, T: Float, C: Float> Call<'a, T, C> {
         let length = self.host.length(entry);
         let heads = 0..self.problem.cache.num_heads_kv;
         let scores = self.op.scores.of_sequence(entry, length)?;
-        if self.cache.block_table.is_none() && !C::DTYPE.is_code() {
+        if self.cache.block_table.is_none() && !C::IS_CODED {
             let keys = |view: &View<'a>| -> Result<View<'a>> {
                 Ok(view.slice(0, entry..entry + 1)?.flatten(0..2)?.slice(0, 0..length)?)
             };
@@ -288,9 +325,9 @@ impl<'a, T: Float, C: Float> Call<'a, T, C> {
             let (source, shape) = (self.kv[at], [keys.len(), heads.len(), width]);
             let rows = keys.clone().flat_map(|key| heads.clone().map(move |head| [key, head]));
             let row = |[key, head]: [usize; 2]| {
-                &source[self.host.row(strides, [entry, key, head])..][..width]
+                &source[self.host.row(strides, [entry, key, head])..][..C::stored(width)]
             };
-            if !C::DTYPE.is_code() {
+            if !C::IS_CODED {
                 let mut tensor = Tensor::empty(self.stream, C::DTYPE, &shape)?;
                 let mut view = tensor.view_mut();
                 let targets = view.as_mut_slice::<C>()?.chunks_exact_mut(width);
@@ -301,7 +338,7 @@ impl<'a, T: Float, C: Float> Call<'a, T, C> {
             let mut view = tensor.view_mut();
             let targets = view.as_mut_slice::<f32>()?.chunks_exact_mut(width);
             for (target, [key, head]) in targets.zip(rows) {
-                C::widen(row([key, head]), target);
+                C::decode(row([key, head]), target);
                 if let Some(scale) = &self.scales[at] {
                     let scale = scale.get(entry, self.host.slot(entry, key), head);
                     target.iter_mut().for_each(|x| *x *= scale);

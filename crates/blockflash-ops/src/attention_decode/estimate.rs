@@ -6,6 +6,7 @@
 
 use super::AttentionDecodeProblem;
 use super::tile::Tile;
+use crate::kv_cache::latent_codes::ROW_BYTES;
 use crate::rates::GpuRates;
 use blockflash_safe::CudaProperties;
 use blockflash_sys::manifest::AttentionCacheHopper;
@@ -121,6 +122,7 @@ fn keys_of_each(problem: &AttentionDecodeProblem) -> usize {
 fn reading(problem: &AttentionDecodeProblem, shared: bool, gpu: &CudaProperties) -> f64 {
     let attention = &problem.attention;
     let columns = match problem.cache.shared {
+        true if problem.cache.has_code_rows() => ROW_BYTES,
         true => attention.head_dims.max(),
         false => attention.head_dims.sum(),
     };

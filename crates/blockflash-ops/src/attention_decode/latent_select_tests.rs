@@ -144,3 +144,25 @@ fn hopper_divides_by_lengths_on_the_device() {
         assert_eq!(of(&problem), 0);
     }
 }
+
+#[test]
+fn every_gpu_has_a_kernel_for_rows_of_codes() {
+    for gpu in gpus() {
+        let cache = CacheSizes::latent_codes([3, 1000]);
+        let problem = |dtype| AttentionDecodeProblem::of(cache, 2, 16).with_queries(dtype);
+        let kernel = select(&problem(DType::BF16), &gpu).unwrap();
+        let Some(CacheTile::Latent(tile)) = tile(kernel) else { panic!("{kernel:?}") };
+        assert_eq!((tile.types.q, tile.types.kv, tile.hopper), (DType::BF16, DType::U8, false));
+        assert!(plan(kernel, &problem(DType::BF16), &gpu).is_ok() || !cfg!(feature = "all-gpus"));
+        // It takes no other rows, and no other kernel takes these.
+        let plain =
+            AttentionDecodeProblem::of(CacheSizes::latent(DType::BF16, [3, 1000], MLA), 2, 16);
+        assert!(accepts(kernel, &plain, &gpu).is_err());
+        let other = select(&plain, &gpu).unwrap();
+        assert!(accepts(other, &problem(DType::BF16), &gpu).is_err());
+        for dtype in [DType::F16, DType::F32] {
+            let expected = format!("q is {dtype}: beside latent rows of codes it takes bf16");
+            assert_eq!(refusal(&problem(dtype), &gpu), expected);
+        }
+    }
+}

@@ -12,6 +12,7 @@ mod plan;
 mod prefill;
 mod problem;
 mod select;
+mod support;
 mod tail;
 mod tile;
 mod workspace;
@@ -25,7 +26,7 @@ pub use tail::TailMaskSizes;
 pub use tile::{CacheTile, LatentTile, tile};
 pub use workspace::AttentionDecodeWorkspace;
 
-pub(crate) use select::support;
+pub(crate) use support::support;
 
 use self::launches::{Launches, Planned, launch_few};
 use self::pages::HostPages;
@@ -376,6 +377,8 @@ impl Steps for AttentionDecode<'_> {
 mod codes_append_tests;
 #[cfg(test)]
 mod codes_tests;
+#[cfg(test)]
+mod latent_codes_tests;
 #[cfg(test)]
 mod latent_select_tests;
 #[cfg(test)]

@@ -4,7 +4,6 @@ use super::tile::{CacheTile, split_tile, tile};
 use crate::Result;
 use crate::attention::{Rows, Strides};
 use crate::check::is_tensor_map_stride;
-use crate::kv_cache::CacheSizes;
 use crate::selection::{self, Candidate, Kernels, Peers, Problem, Rule, preference};
 use blockflash_safe::CudaProperties;
 use blockflash_sys::{DType, ElementTypes, HeadDims, Kernel, Target};
@@ -122,7 +121,7 @@ impl Problem for AttentionDecodeProblem {
 
 /// The type of codes decides, and otherwise that of queries.
 const fn key_of(types: ElementTypes) -> DType {
-    if types.kv.is_code() { types.kv } else { types.q }
+    if types.kv.is_code() || matches!(types.kv, DType::U8) { types.kv } else { types.q }
 }
 
 /// The kernel for few queries, whatever the problem has.
@@ -133,32 +132,6 @@ pub(super) fn few(
     let mut problem = *problem;
     problem.attention.seqlen_q = problem.attention.seqlen_q.min(problem.fewest_queries() - 1);
     select(&problem, gpu)
-}
-
-/// Lines of the support table: each tile's range of head dimensions, and one that no kernel takes.
-pub(crate) fn support(dtype: DType) -> Vec<(String, AttentionDecodeProblem)> {
-    let problem = |head_dim| {
-        let cache = CacheSizes::contiguous(dtype, [1, 16], 1, head_dim);
-        AttentionDecodeProblem::of(cache, 1, 1)
-    };
-    let mut lines = Vec::new();
-    let mut start = 8;
-    let tiles = || AttentionDecodeProblem::kernels().iter().flat_map(|peers| &peers.kernels);
-    let others = tiles().filter(|(_, tile)| !tile.is_latent());
-    for widest in selection::ascending(others.map(|(_, tile)| tile.head_dims().max() as u32)) {
-        lines.push((format!("head_dim {start}..={widest} by 8"), problem(widest as usize)));
-        start = widest + 8;
-    }
-    let latent: BTreeSet<_> =
-        tiles().filter(|(_, tile)| tile.is_latent()).map(|(_, tile)| tile.head_dims()).collect();
-    for head_dims in latent {
-        let cache = CacheSizes::latent(dtype, [1, 16], head_dims);
-        let HeadDims { qk, v } = head_dims;
-        let size = format!("head_dim {qk} with values in the first {v} columns of the keys");
-        lines.push((size, AttentionDecodeProblem::of(cache, 1, 1)));
-    }
-    lines.push(("other head_dim (59)".into(), problem(59)));
-    lines
 }
 
 /// More rows (queries times heads that share keys) have the kernel for several.
@@ -182,6 +155,9 @@ const CODES: DecodeRule = Rule {
     holds: |c| {
         let (types, HeadDims { qk, v }) =
             (c.problem.attention.types, c.problem.attention.head_dims);
+        if c.problem.cache.has_code_rows() {
+            return types == c.tile.types();
+        }
         let takes = [DType::F16, DType::BF16].contains(&types.q) && types.o == types.q;
         !types.kv.is_code() || takes && qk.is_multiple_of(16) && v.is_multiple_of(16)
     },
@@ -189,6 +165,9 @@ const CODES: DecodeRule = Rule {
         let (ElementTypes { q, kv, .. }, HeadDims { qk, v }) =
             (c.problem.attention.types, c.problem.attention.head_dims);
         match q {
+            _ if c.problem.cache.has_code_rows() => {
+                format!("q is {q}: beside latent rows of codes it takes {}", c.tile.types().q)
+            }
             DType::F16 | DType::BF16 => {
                 format!("head dimensions {qk} and {v} of {kv}: kernels take multiples of 16")
             }

@@ -74,6 +74,10 @@ impl<'a> AppendKv<'a> {
 /// stored in two halves, since kernels write two tensors.
 pub(super) fn head_dims(new: &AppendKv<'_>, cache: &CacheSizes) -> Result<HeadDims> {
     let HeadDims { qk, v } = cache.head_dims;
+    if cache.has_code_rows() {
+        let expected = "no rows of codes, to which AppendLatentCodes appends".into();
+        return Err(Error::DType { what: "cache.k", expected, found: cache.dtype });
+    }
     if new.v.is_none() && !cache.shared {
         let expected = "the new values, since cache.v has memory of its own".into();
         return Err(Error::Shape { what: "new.v", expected, found: vec![] });

@@ -2,10 +2,12 @@
 
 mod cpu;
 mod latent;
+mod latent_codes;
 mod plan;
 mod problem;
 mod select;
 
+pub use latent_codes::{AppendLatentCodes, LatentCodesMut};
 pub use plan::{AppendKvPlan, plan};
 pub use problem::AppendKvProblem;
 pub use select::{accepts, select};

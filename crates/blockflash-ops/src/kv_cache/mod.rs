@@ -2,6 +2,7 @@
 
 mod host;
 mod latent;
+pub(crate) mod latent_codes;
 mod rotary;
 mod scales;
 mod sizes;
@@ -59,7 +60,8 @@ pub struct KvCache<'a> {
     /// `[pages, num_heads_kv, page_size, head_dim]` is a permuted view.
     pub k: View<'a>,
     /// Values, in the shape of the keys but for their own `head_dim`, in their element type. They
-    /// may be columns of the keys; [`latent`](Self::latent) makes such a cache.
+    /// may be columns of the keys; [`latent`](Self::latent) makes such a cache, and
+    /// [`latent_codes`](Self::latent_codes) one of rows of codes, which are keys and values.
     pub v: View<'a>,
     /// Only for keys of 8 bits (`e4m3`, `e5m2`, `i8`), f32: what the codes are multiplied with;
     /// `None` is 1. In one of these shapes, where each extent may also be 1 for a scale that all

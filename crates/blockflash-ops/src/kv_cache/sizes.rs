@@ -1,3 +1,4 @@
+use super::latent_codes::check_rows;
 use super::{KvCache, ScaleStrides};
 use crate::attention::{MAX_SEQLEN, Strides, width_like};
 use crate::check::{Operand, to_i32, vector};
@@ -18,7 +19,7 @@ pub(crate) const FLOATS: [DType; 3] = [DType::F16, DType::BF16, DType::F32];
 /// A [`KvCache`] reduced to plain numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CacheSizes {
-    /// Element type of keys and values.
+    /// Element type of keys and values; u8 for [rows of codes](KvCache::latent_codes).
     pub dtype: DType,
     /// Sequences.
     pub batch: usize,
@@ -95,7 +96,10 @@ impl CacheSizes {
 
     /// Checks the type of queries and of new rows: that of the cache, or any beside codes.
     pub(crate) fn takes(&self, rows: &Operand<'_>) -> Result<()> {
-        if self.dtype.is_code() { rows.dtype_in(&FLOATS) } else { rows.dtype_in(&[self.dtype]) }
+        match self.dtype.is_code() || self.has_code_rows() {
+            true => rows.dtype_in(&FLOATS),
+            false => rows.dtype_in(&[self.dtype]),
+        }
     }
 
     /// Whether 16 keys from a multiple of 16 on are in one page. The only page of a sequence may be
@@ -130,7 +134,10 @@ impl KvCache<'_> {
     /// [`MAX_SEQLEN`].
     pub fn sizes(&self) -> Result<CacheSizes> {
         let (k, v) = (Operand::new("cache.k", &self.k), Operand::new("cache.v", &self.v));
-        k.dtype_in(&TYPES)?;
+        let has_code_rows = check_rows(&k).is_ok();
+        if !has_code_rows {
+            k.dtype_in(&TYPES)?;
+        }
         v.dtype_in(&[k.dtype])?;
         let &[pages, page_size, num_heads_kv, qk] = k.shape else {
             return Err(k.wrong_shape(match self.block_table {
@@ -141,7 +148,11 @@ impl KvCache<'_> {
         if qk == 0 {
             return Err(k.wrong_shape("a head_dim of at least 1"));
         }
-        let head_dims = HeadDims { qk, v: width_like(&v, &k)? };
+        let shared = are_shared(&self.k, &self.v);
+        let head_dims = match has_code_rows {
+            true => self.code_rows(shared)?,
+            false => HeadDims { qk, v: width_like(&v, &k)? },
+        };
         k.last_dim_contiguous()?;
         v.last_dim_contiguous()?;
 
@@ -180,7 +191,7 @@ impl KvCache<'_> {
             head_dims,
             k: strides(&k),
             v: strides(&v),
-            shared: are_shared(&self.k, &self.v),
+            shared,
             table,
             seqused_kv: self.seqused_kv.is_some(),
             k_scale: None,

@@ -41,6 +41,8 @@ _NAMES = {
     "o": "out",
 }
 """What the functions call parameters of `attention_decode`."""
+_BYTES, _ROW, _VALUES = 656, 576, 512
+"""Bytes of a row of codes, and elements of the key and of the value that it stands for."""
 _BOTH = {"q_nope": "torch.cat([q_nope, q_rope], -1)"}
 """What they have made of two parameters."""
 
@@ -62,6 +64,10 @@ def mla_append(
     offsets are read on the device at each call, so a CUDA graph follows them, and whatever they
     hold, nothing outside of the cache is written.
 
+    Rows of codes (a cache of uint8, see `mla_decode`) are made of both parts in bfloat16: each 128
+    of the first elements are divided by a scale that makes 448 of their greatest magnitude, rounded
+    to nearest even, and stored as e4m3 behind which the scales are, 1 for zeros.
+
     On a GPU the element types are float16 and bfloat16, both parts have a multiple of 8 elements,
     and pages a multiple of 16 slots. The CPU takes every call, also in float32. There is no
     gradient.
@@ -70,7 +76,8 @@ def mla_append(
         kv_latent: The first elements of the new rows, which are their values, `[B, Sn, 512]`, or
             packed `[Tn, 512]` with `cu_seqlens`; or whole rows if `k_rope` is None.
         k_rope: The elements behind them, turned by their positions, `[B, Sn, 64]` or `[Tn, 64]`.
-        cache: As `mla_decode` takes it, in the element type of the new rows; it is written.
+        cache: As `mla_decode` takes it, in the element type of the new rows, or uint8; it is
+            written.
         block_table: int32 `[B, max_pages]`: the pages of each sequence in the order of their keys.
         seqlens: int32 `[B]`: how many keys each sequence has, new ones included. By default the
             cache is full.
@@ -87,12 +94,15 @@ def mla_append(
     rows = _of_one_head(cache)
     if k_rope is not None:
         _refuse_parts(rows, kv_latent=kv_latent, k_rope=k_rope)
+    elif rows.dtype == torch.uint8:
+        raise ValueError("k_rope is None, but rows of codes are made of both parts")
     if kv_latent.dim() != (3 if cu_seqlens is None else 2):
         expected = "[B, Sn, L]" if cu_seqlens is None else "[Tn, L] with cu_seqlens"
         raise ValueError(f"kv_latent has shape {list(kv_latent.shape)}, expected {expected}")
-    if autocast_dtype(kv_latent) == cache.dtype:
+    lower = torch.bfloat16 if cache.dtype == torch.uint8 else cache.dtype
+    if autocast_dtype(kv_latent) == lower:
         kv_latent, k_rope = (
-            t.to(cache.dtype) if t is not None and t.dtype == torch.float32 else t
+            t.to(lower) if t is not None and t.dtype == torch.float32 else t
             for t in (kv_latent, k_rope)
         )
     rest = (block_table, seqlens, cu_seqlens)
@@ -130,18 +140,22 @@ def mla_decode(
     function takes the same caches with a dimension of one head and `cache[..., :512]` as its
     values. It has more options, and by default no mask and a scale of `1 / sqrt(576)`.
 
+    A cache of uint8 has rows of codes, of 656 bytes each: 512 of `torch.float8_e4m3fn`, which are
+    the value, 4 scales in float32 of 128 codes each, and 64 elements of bfloat16 (`fp8_ds_mla` in
+    vLLM). They stand for the codes times their scales, which no rounding changes, and the elements.
+
     On a GPU the element types are float16 and bfloat16, rows have 576 or 512 elements of which 512
-    are values, and pages have a multiple of 16 slots. The CPU takes every call, also in float32.
-    There is no gradient.
+    are values, and pages have a multiple of 16 slots; beside rows of codes queries are bfloat16.
+    The CPU takes every call, also in float32. There is no gradient.
 
     Args:
         q_nope: Queries in the space of the values, `[B, Sq, H, 512]`, or packed `[Tq, H, 512]` with
             `cu_seqlens_q`; or whole ones, with all elements of a row, if `q_rope` is None.
         q_rope: The elements behind them, turned by their positions, `[B, Sq, H, 64]`. Both are
             copied into one tensor.
-        cache: `[pages, page_size, 576]` with `block_table`, else `[B, capacity, 576]`; a dimension
-            of one head may be in front of the last one. Any strides but a contiguous last
-            dimension.
+        cache: `[pages, page_size, 576]` with `block_table`, else `[B, capacity, 576]`, or 656
+            bytes in place of 576 elements; a dimension of one head may be in front of the last one.
+            Any strides but a contiguous last dimension.
         block_table: int32 `[B, max_pages]`: the pages of each sequence in the order of their keys.
         seqlens: int32 `[B]`: how many keys each sequence has. By default the cache is full.
         scale: Factor of `q @ k.T`: `1 / sqrt(128 + 64)` in DeepSeek's models, whose keys have that
@@ -173,8 +187,11 @@ def mla_decode(
     if q_rope is not None:
         _refuse_parts(cache, q_nope=q_nope, q_rope=q_rope)
         head_dim_v, q = q_nope.shape[-1], torch.cat([q_nope, q_rope], -1)
-    if not 0 < head_dim_v <= cache.shape[-1]:
-        raise ValueError(f"head_dim_v is {head_dim_v}, but a row has {cache.shape[-1]} elements")
+    row = _elements(cache)
+    if not 0 < head_dim_v <= row:
+        raise ValueError(f"head_dim_v is {head_dim_v}, but a row has {row} elements")
+    if cache.dtype == torch.uint8 and head_dim_v != _VALUES:
+        raise ValueError(f"head_dim_v is {head_dim_v}, but rows of codes have {_VALUES} values")
     lower = autocast_dtype(q)
     if lower is not None:
         q, cache = (t.to(lower) if t.dtype == torch.float32 else t for t in (q, cache))
@@ -207,14 +224,24 @@ def mla_decode(
 
 def _of_one_head(cache: Tensor) -> Tensor:
     """A cache with the dimension of its head."""
-    if cache.dim() == 3:
-        return cache.unsqueeze(2)
-    if cache.dim() != 4 or cache.shape[2] != 1:
+    row = f"{_BYTES} bytes" if cache.dtype == torch.uint8 else "D"
+    rows = cache.unsqueeze(2) if cache.dim() == 3 else cache
+    if rows.dim() != 4 or rows.shape[2] != 1 or (row != "D" and rows.shape[3] != _BYTES):
         raise ValueError(
-            f"cache has shape {list(cache.shape)}, expected [pages, page_size, D] or "
-            "[pages, page_size, 1, D]"
+            f"cache has shape {list(cache.shape)}, expected [pages, page_size, {row}] or "
+            f"[pages, page_size, 1, {row}]"
         )
-    return cache
+    return rows
+
+
+def _elements(cache: Tensor) -> int:
+    """How many elements a row has, or stands for."""
+    return _ROW if cache.dtype == torch.uint8 else cache.shape[-1]
+
+
+def values_of(rows: Tensor, columns: int) -> Tensor:
+    """The values of rows, as the native function takes them: those of codes are in the rows."""
+    return rows if rows.dtype == torch.uint8 else rows[..., :columns]
 
 
 def _refuse_parts(cache: Tensor, **parts: Tensor) -> None:
@@ -226,7 +253,7 @@ def _refuse_parts(cache: Tensor, **parts: Tensor) -> None:
             f"{name} is {part.dtype} {list(part.shape)}, expected {first.dtype} "
             f"{[*first.shape[:-1], 'R']}"
         )
-    found, row = [t.shape[-1] for t in (first, part)], cache.shape[-1]
+    found, row = [t.shape[-1] for t in (first, part)], _elements(cache)
     if sum(found) != row:
         raise ValueError(
             f"{first_name} and {name} have {found[0]} and {found[1]} elements, expected {row} "
@@ -246,7 +273,7 @@ def _call(operator: Any, tensors: tuple[Tensor | None, ...], *rest: Any) -> Any:
 @renaming(_NAMES)
 def _decode(q: Tensor, cache: Tensor, head_dim_v: int, *options: Any) -> tuple[Tensor, Tensor]:
     o, lse = _fake_decode(q, cache, head_dim_v, *options)
-    into(o, lse, q, cache, cache[..., :head_dim_v], None, None, *options)
+    into(o, lse, q, cache, values_of(cache, head_dim_v), None, None, *options)
     return o, lse
 
 
@@ -257,7 +284,7 @@ def _fake_decode(q: Tensor, cache: Tensor, head_dim_v: int, *options: Any) -> tu
 
 @renaming(_NAMES)
 def _decode_out(q: Tensor, cache: Tensor, o: Tensor, lse: Tensor | None, *options: Any) -> None:
-    into(o, lse, q, cache, cache[..., : o.shape[-1]], None, None, *options)
+    into(o, lse, q, cache, values_of(cache, o.shape[-1]), None, None, *options)
 
 
 def _by_results(q: Tensor, cache: Tensor, o: Tensor, lse: Tensor | None, *options: Any) -> None:

@@ -12,6 +12,7 @@ from unittest.mock import MagicMock
 import torch
 import vllm_layer  # noqa: F401  # installs the stand-ins
 from reference import assert_close, reference
+from test_mla_codes import numbers, stored
 from vllm.config import CacheConfig, DeviceConfig, VllmConfig, set_current_vllm_config
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import AttentionType
@@ -53,9 +54,12 @@ def selection() -> None:
     for capability in ((8, 0), (9, 0), (12, 0)):
         for changes in ({}, {"head_size": 512, "dtype": torch.float16}, {"block_size": 16}):
             assert reasons(capability, **changes) == []
+        assert reasons(capability, kv_cache_dtype="fp8_ds_mla") == []
     for changes, said in (
         ({"head_size": 320}, "latent rows of 576 and of 512"),
-        ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype auto"),
+        ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype auto or fp8_ds_mla"),
+        ({"kv_cache_dtype": "fp8_ds_mla", "head_size": 512}, "rows of 512, expected"),
+        ({"kv_cache_dtype": "fp8_ds_mla", "dtype": torch.float16}, "queries of torch.float16"),
         ({"kv_cache_dtype": "float16"}, "float16 beside queries of torch.bfloat16"),
         ({"use_mla": False}, "--attention-backend BLOCKFLASH"),
         ({"use_sparse": True}, "no choice of keys for each query"),
@@ -105,10 +109,13 @@ def layer(**changes: Any) -> BlockflashMLAImpl:
     return BlockflashMLAImpl(**(given | DIMS | changes))
 
 
-def values(step: Any, behind: int, parts: bool) -> None:
+def values(step: Any, behind: int, parts: bool, codes: bool = False) -> None:
     impl = layer(head_size=512 + behind, qk_rope_head_dim=behind)
-    q = torch.randn(4, 8, 512 + behind) / 2
-    cache = torch.randn(4, 16, 512 + behind)
+    q = torch.randn(4, 8, 512 + behind) / 4
+    cache = rows = torch.randn(4, 16, 512 + behind)
+    if codes:
+        cache = stored(rows.bfloat16())
+        rows = numbers(cache)
     given = (q[..., :512], q[..., 512:]) if parts else q
     common = MagicMock(decode=step)
     for wants_lse in (False, True):
@@ -117,7 +124,7 @@ def values(step: Any, behind: int, parts: bool) -> None:
         assert (lse is None) is not wants_lse and o.shape == (4, 8, 512)
         for entry, (start, end) in enumerate(((0, 1), (1, 4))):
             length = int(step.seq_lens[entry])
-            k = cache[step.block_table[entry].long()].flatten(0, 1)[None, :length, None]
+            k = rows[step.block_table[entry].long()].flatten(0, 1)[None, :length, None]
             expected, expected_lse = reference(
                 q[start:end][None], k, k[..., :512], causal=True, scale=SCALE
             )
@@ -125,7 +132,7 @@ def values(step: Any, behind: int, parts: bool) -> None:
             if lse is not None:
                 assert lse.shape == (4, 8)
                 assert_close(lse[start:end], expected_lse[0].T, torch.float32)
-    print(f"values of rows of {512 + behind} ok")
+    print(f"values of rows of {512 + behind}{' of codes' if codes else ''} ok")
 
 
 def refusals() -> None:
@@ -151,4 +158,5 @@ if __name__ == "__main__":
         step = metadata()
         values(step, 64, parts=True)
         values(step, 0, parts=False)
+        values(step, 64, parts=True, codes=True)
         refusals()

@@ -104,7 +104,12 @@ impl AttentionDecodeOperands<'_> {
             None => entries,
         };
         let seqlen_q = if packed { longest.into() } else { rows_q };
-        let [heads_kv, head_dim_qk, head_dim_v] = self.cache.fit(types.kv, batch, cache)?;
+        let [heads_kv, mut head_dim_qk, mut head_dim_v] = self.cache.fit(types.kv, batch, cache)?;
+        if types.kv == DType::U8 {
+            // Rows of codes, which stand for as many columns as the kernel has.
+            self.cache.fit_code_rows()?;
+            [head_dim_qk, head_dim_v] = [widest.qk, widest.v].map(|columns| columns as i64);
+        }
         let positive = [batch, heads_q, heads_kv, seqlen_q];
         require(
             positive.iter().all(|&size| size > 0),

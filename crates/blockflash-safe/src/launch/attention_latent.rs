@@ -5,7 +5,7 @@ use super::attention_decode_scalars::AttentionDecodeScalars;
 use super::checked::Launch;
 use super::fit::{Fit, absent, require};
 use super::kv_cache::KvCacheViews;
-use crate::{Kernel, View};
+use crate::{DType, Kernel, View};
 use blockflash_sys::HeadDims;
 use blockflash_sys::manifest::{AttentionLatent, Variant};
 use blockflash_sys::params::blockflash_attention_decode_params;
@@ -23,16 +23,34 @@ impl KvCacheViews<'_> {
     }
 }
 
+impl KvCacheViews<'_> {
+    /// Elements of a row of the keys, and of the values.
+    fn columns(&self) -> HeadDims {
+        let columns = |view: &View<'_>| view.shape().last().copied().unwrap_or(0);
+        HeadDims { qk: columns(&self.k), v: columns(&self.v) }
+    }
+
+    /// Checks that keys and values are whole rows of codes.
+    pub(super) fn fit_code_rows(&self) -> Fit {
+        let (found, bytes) = (self.columns(), AttentionLatent::CODE_ROW_BYTES);
+        require(
+            found == HeadDims::all(bytes),
+            format_args!("rows of codes have {found} bytes, expected {bytes}"),
+        )
+    }
+}
+
 impl AttentionDecodeOperands<'_> {
     /// Checks what kernels for latent rows take beside what [`fit_items`](Self::fit_items) checks
     /// against the largest head dimensions, of which they take no others.
     pub(super) fn fit_latent(&self, head_dims: HeadDims) -> Fit {
-        let columns = |view: &View<'_>| view.shape().last().copied().unwrap_or(0);
-        let found = HeadDims { qk: columns(&self.cache.k), v: columns(&self.cache.v) };
-        require(
-            found == head_dims,
-            format_args!("head dimensions are {found}, expected exactly {head_dims}"),
-        )?;
+        if self.cache.k.dtype() != DType::U8 {
+            let found = self.cache.columns();
+            require(
+                found == head_dims,
+                format_args!("head dimensions are {found}, expected exactly {head_dims}"),
+            )?;
+        }
         self.cache.fit_latent()?;
         absent("pages", self.pages.is_some(), "the kernel visits all pages")?;
         self.refuse_terms_and_tail_mask()
@@ -41,7 +59,8 @@ impl AttentionDecodeOperands<'_> {
 
 // SAFETY: as for `AttentionDecode`, with the parameter struct of its kernels without score terms.
 // The kernel reads as many columns of q and k as its tile has, and writes as many of o:
-// `fit_latent` has found that the tensors have exactly these. It reads no address of v.
+// `fit_latent` has found that the tensors have exactly these; of rows of codes it reads the bytes
+// that `fit_code_rows` has found. It reads no address of v.
 unsafe impl Launch for AttentionLatent {
     type Operands<'a> = AttentionDecodeOperands<'a>;
     type Plan = AttentionDecodeScalars;

@@ -73,7 +73,7 @@ impl Family for AttentionLatentHopper {
 
     fn supports(&self) -> Option<Support> {
         let [qk, v] = [self.head_dims.qk, self.head_dims.v].map(|columns| columns as u32);
-        let size = Size::Latent { qk, v };
+        let size = Size::Latent { qk, v, codes: false };
         Some(Support { operation: "attention over a cache", size, dtype: self.types.q })
     }
 

@@ -101,6 +101,8 @@ pub enum Size {
         qk: u32,
         /// Of values.
         v: u32,
+        /// Whether the values are codes of 8 bits.
+        codes: bool,
     },
 }
 

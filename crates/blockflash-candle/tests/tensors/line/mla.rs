@@ -45,6 +45,40 @@ fn values_are_the_first_elements_of_keys() -> Result<()> {
     Ok(())
 }
 
+/// Rows of codes, and what they stand for.
+#[test]
+fn rows_of_codes_are_what_they_stand_for() -> Result<()> {
+    const CODES: [(u8, f32); 5] = [(0x38, 1.0), (0x40, 2.0), (0xb0, -0.5), (0x44, 3.0), (0, 0.0)];
+    const SCALES: [f32; 4] = [0.25, 0.5, 0.125, 1.0];
+    let device = Device::Cpu;
+    let (mut bytes, mut numbers_of) = (Vec::new(), Vec::new());
+    for row in 0..PAGES * SLOTS {
+        for column in 0..512 {
+            let (code, number) = CODES[(row * 7 + column * 3) % 5];
+            bytes.push(code);
+            numbers_of.push(number * SCALES[column / 128]);
+        }
+        bytes.extend(SCALES.iter().flat_map(|scale| scale.to_ne_bytes()));
+        for column in 0..64 {
+            let number = (row % 4) as f32 - (column % 3) as f32 * 0.5;
+            bytes.extend(((number.to_bits() >> 16) as u16).to_ne_bytes());
+            numbers_of.push(number);
+        }
+    }
+    let codes = Tensor::from_vec(bytes, (PAGES, SLOTS, 656), &device)?;
+    let cache = Tensor::from_vec(numbers_of, (PAGES, SLOTS, 576), &device)?;
+    let (table, lengths) = (Tensor::new(&TABLE, &device)?, Tensor::new(&LENGTHS, &device)?);
+    let q = normal(&[2, 3, 4, 576], DType::F32)?;
+    let of = |cache: &Tensor| mla_decode(&q, cache, &table, &lengths, 512, 0.02, Mask::causal());
+    let found = of(&codes)?;
+    assert_eq!(found.dims(), [2, 3, 4, 512]);
+    assert_eq!(numbers(&found)?, numbers(&of(&cache)?)?);
+    assert_eq!(numbers(&of(&codes.unsqueeze(2)?)?)?, numbers(&found)?);
+    let narrow = mla_decode(&q, &codes, &table, &lengths, 500, 0.02, Mask::Full).unwrap_err();
+    assert!(narrow.to_string().contains("expected 656 and 512"), "{narrow}");
+    Ok(())
+}
+
 #[test]
 fn what_is_wrong_is_named() -> Result<()> {
     let device = Device::Cpu;

@@ -21,6 +21,7 @@ from vllm.v1.attention.backend import AttentionCGSupport, AttentionType, Multipl
 
 from .. import Unsupported, _native, _stats
 from .._arguments import UNLIMITED, scores
+from .._mla import values_of
 from .._schema import DECODE
 from . import MLA_NAME
 from ._backend import PLAIN, other_type
@@ -28,6 +29,8 @@ from ._reasons import ELSEWHERE_MLA, ENCODERS, explained_mla
 
 _WIDTH = 512
 """Elements of a row that are values."""
+CODES = "fp8_ds_mla"
+"""A cache of rows of codes, 656 bytes each."""
 
 
 @dataclass
@@ -139,7 +142,7 @@ class BlockflashMLAImpl(MLACommonImpl[BlockflashMLAMetadata]):
 
         Args:
             q: `[tokens, heads, row]`, or its columns of values and those behind them.
-            kv_c_and_k_pe_cache: `[pages, slots, row]`.
+            kv_c_and_k_pe_cache: `[pages, slots, row]`, of codes uint8 `[pages, slots, 656]`.
             attn_metadata: The step.
             layer: Not read.
 
@@ -170,7 +173,7 @@ class BlockflashMLAImpl(MLACommonImpl[BlockflashMLAMetadata]):
         for name, value in given.items():
             options[DECODE.places[name]] = value
         allocate = partial(query.new_empty, dtype=torch.uint8)
-        rest = (rows, rows[..., :width], o, lse, allocate, None, None, *options)
+        rest = (rows, values_of(rows, width), o, lse, allocate, None, None, *options)
         try:
             _native.attention_decode(query, *rest)
         except _native.Misaligned:
@@ -184,7 +187,7 @@ class BlockflashMLABackend(MLACommonBackend):
     """Decoding of latent rows, on GPUs from Ampere on."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [*PLAIN.values()]
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", *PLAIN]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", *PLAIN, CODES]
 
     @staticmethod
     def get_name() -> str:
@@ -230,6 +233,11 @@ class BlockflashMLABackend(MLACommonBackend):
         device_capability: DeviceCapability,
     ) -> str | None:
         """Why these do not go together, or None."""
+        if kv_cache_dtype == CODES and (dtype != torch.bfloat16 or head_size != _WIDTH + 64):
+            return (
+                f"kv_cache_dtype is {CODES} beside queries of {dtype} and rows of {head_size}, "
+                f"expected torch.bfloat16 and {_WIDTH + 64}: give --kv-cache-dtype auto"
+            )
         return other_type(dtype, kv_cache_dtype)
 
     @classmethod

@@ -33,7 +33,7 @@ MORE = {
 
 MORE_MLA = MORE | {
     "head_size not supported": f"it takes latent rows of 576 and of 512: {ELSEWHERE_MLA}",
-    "kv_cache_dtype not supported": "give --kv-cache-dtype auto",
+    "kv_cache_dtype not supported": "give --kv-cache-dtype auto or fp8_ds_mla",
     "non-MLA not supported": "give --attention-backend BLOCKFLASH",
     "sparse not supported": f"it takes no choice of keys for each query: {ELSEWHERE_MLA}",
     "attention sinks not supported": ELSEWHERE_MLA,
