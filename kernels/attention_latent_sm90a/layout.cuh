@@ -40,10 +40,15 @@ __device__ __forceinline__ constexpr int probabilities_at(int stage) {
 __device__ __forceinline__ constexpr int part_of(int panel, int stage) {
   return panel < kValuePanels / 2 ? 0 : panel < kValuePanels ? 1 : 1 - stage;
 }
+__device__ __forceinline__ constexpr int part_bytes(int part, int stage) {
+  const bool has_last = kSparePanel && part == part_of(kValuePanels, stage);
+  return (kValuePanels / 2 + has_last) * kPanelBytes;
+}
 
 // Named barriers besides that of the team.
-constexpr int kProbabilitiesReady = 2;  // + stage
-constexpr int kWarpgroupBarrier = 4;    // + warpgroup
+constexpr int kReferencesReady = 2;     // + stage
+constexpr int kProbabilitiesReady = 4;  // + stage
+constexpr int kWarpgroupBarrier = 6;    // + warpgroup
 
 struct Shared {
   DecodeRun items[2];       // item n in slot n % 2
@@ -52,26 +57,28 @@ struct Shared {
   LaunchWords launch_words;
   Arrivals arrivals;  // if there is a workspace
   Ending ending;
-  uint64_t barriers[kStages * 3 + 4];
+  uint64_t barriers[kStages * 4 + 4];
 };
 static_assert(sizeof(Shared) <= 2048 && Config::smem_bytes == kSharedOffset + 2048,
               "manifest and kernel disagree on smem");
 
 struct Barriers {
-  uint32_t full, empty, item_full, item_empty;  // `empty` of stage s and part p is number 2 s + p
-  static constexpr int kReaders = 9;            // of an item: the producer, and warps
+  uint32_t full, empty;  // of stage s and part p it is number 2 s + p
+  uint32_t item_full, item_empty;
+  static constexpr int kReaders = 9;  // of an item: the producer, and warps
 
   __device__ __forceinline__ explicit Barriers(Shared& shared)
       : full(static_cast<uint32_t>(__cvta_generic_to_shared(shared.barriers))),
-        empty(full + 8 * kStages),
+        empty(full + 16 * kStages),
         item_full(empty + 16 * kStages),
         item_empty(item_full + 16) {}
 
   __device__ __forceinline__ void init() const {
-    for (int i = 0; i < 2; ++i) {
+    for (int i = 0; i < 2 * kStages; ++i) {
       ptx::mbarrier_init(full + 8 * i, 1);
-      ptx::mbarrier_init(empty + 16 * i, 4);
-      ptx::mbarrier_init(empty + 16 * i + 8, 4);
+      ptx::mbarrier_init(empty + 8 * i, 4);
+    }
+    for (int i = 0; i < 2; ++i) {
       ptx::mbarrier_init(item_full + 8 * i, 1);
       ptx::mbarrier_init(item_empty + 8 * i, kReaders);
     }

@@ -37,47 +37,65 @@ __device__ __forceinline__ void find_items(const Params& params, Shared& shared,
   }
 }
 
-// Loads the tiles of all items with the lanes of a warp, each of which has some of the boxes.
+// The boxes of a lane: some rows of each tile, and of these some panels.
+struct Boxes {
+  const blockflash_attention_latent_params& params;
+  const unsigned page_size, last_column;
+  int row, first_panel, panel_step;
+  int sequence, head, first_key;  // of an item
+  int page, slot;                 // of the rows in a tile
+
+  __device__ __forceinline__ Boxes(const blockflash_attention_latent_params& params, int lane)
+      : params(params),
+        page_size(static_cast<unsigned>(params.runs.base.cache.page_size)),
+        last_column(static_cast<unsigned>(params.runs.base.cache.capacity - 1) / page_size) {
+    const int boxes_log2 = 31 - __clz(kKeys / params.box_rows);  // of a panel
+    first_panel = lane >> boxes_log2, panel_step = kWarpSize >> boxes_log2;
+    row = (lane - (first_panel << boxes_log2)) * params.box_rows;
+  }
+  // Keys behind the last page have the address of a slot in it.
+  __device__ __forceinline__ void find(int tile) {
+    const unsigned key = static_cast<unsigned>(first_key) + tile * kKeys + row;
+    const unsigned column = min(key / page_size, last_column);
+    slot = static_cast<int>(min(key - column * page_size, page_size - 1));
+    page = page_of_column(params.runs.base.cache, sequence, static_cast<int>(column));
+  }
+  __device__ __forceinline__ void load(uint32_t smem, int stage, int part, uint32_t full) const {
+#pragma unroll 1
+    for (int panel = first_panel; panel < kPanels; panel += panel_step)
+      if (part_of(panel, stage) == part)
+        ptx::tensor_copy_4d(smem + stage * kTileBytes + panel * kPanelBytes + row * 128,
+                            &params.keys, panel * 64, slot, head, page, full);
+  }
+};
+
+// Loads the tiles of all items with the lanes of a warp.
 __device__ __forceinline__ void load_tiles(const blockflash_attention_latent_params& params,
                                            Shared& shared, const Barriers& barriers,
                                            uint32_t smem) {
-  const blockflash_kv_cache& cache = params.runs.base.cache;
   const int lane = threadIdx.x % kWarpSize;
-  const int boxes_log2 = 31 - __clz(kKeys / params.box_rows);  // of a panel
-  const auto page_size = static_cast<unsigned>(cache.page_size);
-  const unsigned last_column = static_cast<unsigned>(cache.capacity - 1) / page_size;
+  Boxes boxes(params, lane);
   int tile = 0;  // of all items
 #pragma unroll 1
   for (int n = 0;; ++n) {
     wait_full<2>(barriers.item_full, n);
     const DecodeRun& item = shared.items[n % 2];
-    const int sequence = item.sequence, head = item.head_kv;
     const Tiles tiles(item);
+    boxes.sequence = item.sequence, boxes.head = item.head_kv, boxes.first_key = tiles.first_key;
     __syncwarp();  // all have read the item
-    if (sequence < 0) return;
+    if (boxes.sequence < 0) return;
     if (lane == 0) ptx::mbarrier_arrive(barrier_of(barriers.item_empty, n % 2));
 #pragma unroll 1
     for (int t = 0; t < 2 * tiles.pairs; ++t, ++tile) {
       const int stage = tile % 2;
-      const uint32_t full = barrier_of(barriers.full, stage);
+      boxes.find(t);
 #pragma unroll 1
       for (int part = 0; part < 2; ++part) {
+        const uint32_t full = barrier_of(barriers.full, 2 * stage + part);
         ptx::mbarrier_wait(barrier_of(barriers.empty, 2 * stage + part), (tile / 2 & 1) ^ 1);
-        if (part == 0 && lane == 0) ptx::mbarrier_arrive_expect_tx(full, kTileBytes);
+        if (lane == 0) ptx::mbarrier_arrive_expect_tx(full, part_bytes(part, stage));
         __syncwarp();
-#pragma unroll 1
-        for (int at = lane; at < kPanels << boxes_log2; at += kWarpSize) {
-          const int panel = at >> boxes_log2;
-          if (part_of(panel, stage) != part) continue;
-          const int row = (at - (panel << boxes_log2)) * params.box_rows;
-          // Keys behind the last page have the address of a slot in it.
-          const unsigned key = static_cast<unsigned>(tiles.first_key) + t * kKeys + row;
-          const unsigned column = min(key / page_size, last_column);
-          const unsigned slot = min(key - column * page_size, page_size - 1);
-          ptx::tensor_copy_4d(smem + stage * kTileBytes + panel * kPanelBytes + row * 128,
-                              &params.keys, panel * 64, static_cast<int>(slot), head,
-                              page_of_column(cache, sequence, static_cast<int>(column)), full);
-        }
+        boxes.load(smem, stage, part, full);
       }
     }
   }

@@ -53,32 +53,35 @@ struct Sums {
     for (int half = 0; half < 2; ++half) reference[half] = kNoReference, denominator[half] = 0.f;
   }
 
-  __device__ __forceinline__ void release(int stage) const {
-    if (threadIdx.x % kWarpSize == 0)
-      ptx::mbarrier_arrive(barrier_of(barriers.empty, 2 * stage + warpgroup));
-  }
-
-  __device__ __forceinline__ void start_scores(float (&s)[kKeys / 2], int stage) const {
+  // Starts the products with the keys of the own tile, a group for each of its parts.
+  __device__ __forceinline__ void start_scores(float (&s)[kKeys / 2], int pair) const {
     const uint64_t q = ptx::wgmma_descriptor(__shfl_sync(~0u, smem + kQOffset, 0)),
-                   k = ptx::wgmma_descriptor(__shfl_sync(~0u, smem + stage * kTileBytes, 0));
-    ptx::wgmma_fence();
+                   k = ptx::wgmma_descriptor(__shfl_sync(~0u, smem + warpgroup * kTileBytes, 0));
+    constexpr int kPartSteps = kValuePanels / 2 * 4, kSteps = kPanels * 4;
 #pragma unroll
-    for (int d = 0; d < kPanels * 4; ++d) {
+    for (int d = 0; d < kSteps; ++d) {
+      if (d == 0 || d == kPartSteps) {
+        ptx::mbarrier_wait(barrier_of(barriers.full, 2 * warpgroup + d / kPartSteps), pair & 1);
+        ptx::wgmma_fence();
+      }
       const uint64_t step = (d / 4 * kPanelBytes + d % 4 * 32) >> 4;
       if (d == 0)
         ScoresProduct::template ss<false>(s, q + step, k + step);
       else
         ScoresProduct::template ss<true>(s, q + step, k + step);
+      if (d == kPartSteps - 1 || d == kSteps - 1) ptx::wgmma_commit_group();
     }
-    ptx::wgmma_commit_group();
+  }
+  __device__ __forceinline__ void finish_scores(float (&s)[kKeys / 2]) const {
+    ptx::wgmma_wait_group<0>();
+    ptx::wgmma_pin(s);
   }
 
   // With the probabilities that this warpgroup has computed, or with those of the other one.
-  __device__ __forceinline__ void start_values(const uint32_t (&probabilities)[kKeys / 4],
-                                               int stage) {
+  __device__ __forceinline__ void start_values(uint32_t (&probabilities)[kKeys / 4], int stage) {
     const uint64_t v =
         ptx::wgmma_descriptor_mn(__shfl_sync(~0u, values_at(stage), 0), kPanelBytes, 1024);
-    ptx::wgmma_pin(o);
+    ptx::wgmma_pin(o), ptx::wgmma_pin(probabilities);
     ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kKeys / 16; ++step)
@@ -96,6 +99,14 @@ struct Sums {
     for (int step = 0; step < kKeys / 16; ++step)
       ValuesProduct::template ss<true, true>(o, p + (step * 32 >> 4), v + step * (16 * 128 >> 4));
     ptx::wgmma_commit_group();
+  }
+
+  // Waits for the product with the values of a tile, and releases its columns.
+  __device__ __forceinline__ void finish_values(int stage) {
+    ptx::wgmma_wait_group<0>();
+    ptx::wgmma_pin(o);
+    if (threadIdx.x % kWarpSize == 0)
+      ptx::mbarrier_arrive(barrier_of(barriers.empty, 2 * stage + warpgroup));
   }
 
   // Whether some row does not see all keys of a tile, or some are those of another split.
@@ -136,37 +147,46 @@ struct Sums {
         [&](int j, int i) -> float& { return o[4 * j + i]; });
   }
 
-  // From scores to probabilities, for this warpgroup and in shared memory for the other one, which
-  // also learns the references.
-  __device__ __forceinline__ void share_probabilities(const DecodeRun& item, float (&s)[kKeys / 2],
-                                                      uint32_t (&probabilities)[kKeys / 4],
-                                                      int first_key, int stage) {
+  // From scores to the references of the rows, which the other warpgroup learns. `subtract` takes
+  // their place in exponents.
+  __device__ __forceinline__ void share_references(const DecodeRun& item, float (&s)[kKeys / 2],
+                                                   float (&subtract)[2], int first_key) {
     const blockflash_scores& scores = params.base.scores;
     cap_scores(s, scores);
     if (is_masked(item, first_key)) mask_scores(item, s, first_key);
-    float subtract[2];
     const float before[2] = {reference[0], reference[1]};
     move_references(s, reference, subtract, kAhead, scores);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       denominator[half] *= ptx::ex2_approx(before[half] - reference[half]);
+      if (is_first_of_row()) shared.references[first_row() + 8 * half] = reference[half];
+    }
+    ptx::named_barrier_arrive(kReferencesReady + warpgroup, Team::threads);
+  }
+
+  // From scores to probabilities, for this warpgroup and in shared memory for the other one.
+  __device__ __forceinline__ void share_probabilities(const float (&s)[kKeys / 2],
+                                                      const float (&subtract)[2],
+                                                      uint32_t (&probabilities)[kKeys / 4]) {
+    const float scale = params.base.scores.scale_log2;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
       float sum = 0.f;
 #pragma unroll
       for (int j = 0; j < kKeys / 8; ++j) {
         float x[2];
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-          x[e] = ptx::ex2_approx(fmaf(s[4 * j + 2 * half + e], scores.scale_log2, -subtract[half]));
+          x[e] = ptx::ex2_approx(fmaf(s[4 * j + 2 * half + e], scale, -subtract[half]));
           sum += x[e];
         }
         probabilities[2 * j + half] = Traits::pack(x[0], x[1]);
       }
       denominator[half] += sum;
-      if (is_first_of_row()) shared.references[first_row() + 8 * half] = reference[half];
     }
     const int lane = threadIdx.x % kWarpSize, row = lane / 8 % 2 * 8 + lane % 8;
     const uint32_t rows =
-        smem + probabilities_at(stage) + (threadIdx.x / kWarpSize % 4 * 16 + row) * 128;
+        smem + probabilities_at(warpgroup) + (threadIdx.x / kWarpSize % 4 * 16 + row) * 128;
 #pragma unroll
     for (int step = 0; step < kKeys / 16; ++step) {
       const uint32_t words[4] = {probabilities[4 * step], probabilities[4 * step + 1],
@@ -174,78 +194,71 @@ struct Sums {
       ptx::stmatrix_x4(rows + ((2 * step + lane / 16) ^ row % 8) * 16, words);
     }
     ptx::fence_proxy_async();
-    ptx::named_barrier_arrive(kProbabilitiesReady + stage, Team::threads);
+    ptx::named_barrier_arrive(kProbabilitiesReady + warpgroup, Team::threads);
   }
 
-  // Scales the sums from `before` to the references of now. Rare, so what is in flight is waited
-  // for, where ptxas would do so, too.
-  __device__ __forceinline__ void rescale(const float (&before)[2]) {
-    if (!__any_sync(~0u, before[0] != reference[0] || before[1] != reference[1])) return;
-    ptx::wgmma_wait_group<0>();
-    ptx::wgmma_pin(o);
+  // Scales the sums from some references to others. Nothing is in flight.
+  __device__ __forceinline__ void rescale(const float (&from)[2], const float (&to)[2]) {
+    if (!__any_sync(~0u, from[0] != to[0] || from[1] != to[1])) return;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float factor = ptx::ex2_approx(before[half] - reference[half]);
+      const float factor = ptx::ex2_approx(from[half] - to[half]);
 #pragma unroll
       for (int i = 0; i < 128; ++i)
         if (i / 2 % 2 == half) o[i] *= factor;
     }
   }
 
-  // Waits for the probabilities of the other warpgroup and follows its references.
-  __device__ __forceinline__ void follow(int stage) {
-    ptx::named_barrier_sync(kProbabilitiesReady + stage, Team::threads);
-    const float before[2] = {reference[0], reference[1]};
+  // Takes over the references of the other warpgroup.
+  __device__ __forceinline__ void follow() {
+    ptx::named_barrier_sync(kReferencesReady + 1 - warpgroup, Team::threads);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
+      const float before = reference[half];
       reference[half] = shared.references[first_row() + 8 * half];
-      denominator[half] *= ptx::ex2_approx(before[half] - reference[half]);
+      denominator[half] *= ptx::ex2_approx(before - reference[half]);
     }
-    rescale(before);
   }
 
   // The first warpgroup has the scores of the first tile of a pair, the second one those of the
   // second. `pair` counts pairs of all items.
   __device__ __forceinline__ void add_pair(const DecodeRun& item, int first_key, int pair) {
-    float s[kKeys / 2];
+    const int second_key = first_key + kKeys;
+    float s[kKeys / 2], subtract[2];
     uint32_t probabilities[kKeys / 4];
-    ptx::mbarrier_wait(barrier_of(barriers.full, warpgroup), pair & 1);
-    start_scores(s, warpgroup);
-    if constexpr (warpgroup == 0) {
-      ptx::wgmma_wait_group<0>();
-      ptx::wgmma_pin(s);
-      add_own(item, s, probabilities, first_key);
-      follow(1);
-      add_others(item, first_key + kKeys);
-      ptx::wgmma_wait_group<0>();
-      ptx::wgmma_pin(o);
-      release(1);
-    } else {
-      follow(0);
-      add_others(item, first_key);
-      ptx::wgmma_wait_group<0>();
-      ptx::wgmma_pin(o), ptx::wgmma_pin(s);
-      release(0);
-      add_own(item, s, probabilities, first_key + kKeys);
-    }
-  }
-  // The product with the values of the tile whose scores the other warpgroup has.
-  __device__ __forceinline__ void add_others(const DecodeRun& item, int first_key) {
-    constexpr int kStage = 1 - warpgroup;
-    clean_values(item, first_key, kStage);
-    start_values(kStage);
-  }
-  // From scores to the product, which is complete then.
-  __device__ __forceinline__ void add_own(const DecodeRun& item, float (&s)[kKeys / 2],
-                                          uint32_t (&probabilities)[kKeys / 4], int first_key) {
     const float before[2] = {reference[0], reference[1]};
-    share_probabilities(item, s, probabilities, first_key, warpgroup);
-    rescale(before);
-    clean_values(item, first_key, warpgroup);
-    start_values(probabilities, warpgroup);
-    ptx::wgmma_wait_group<0>();
-    ptx::wgmma_pin(o);
-    release(warpgroup);
+    start_scores(s, pair);
+    if constexpr (warpgroup == 0) {
+      finish_scores(s);
+      share_references(item, s, subtract, first_key);
+      const float own[2] = {reference[0], reference[1]};
+      share_probabilities(s, subtract, probabilities);
+      rescale(before, own);
+      clean_values(item, first_key, 0);
+      start_values(probabilities, 0);
+      follow();
+      finish_values(0);
+      ptx::named_barrier_sync(kProbabilitiesReady + 1, Team::threads);
+      rescale(own, reference);
+      clean_values(item, second_key, 1);
+      start_values(1);
+    } else {
+      follow();
+      const float others[2] = {reference[0], reference[1]};
+      finish_scores(s);
+      share_references(item, s, subtract, second_key);
+      ptx::named_barrier_sync(kProbabilitiesReady, Team::threads);
+      rescale(before, others);
+      clean_values(item, first_key, 0);
+      start_values(0);
+      // Under the product with the values of the first tile.
+      share_probabilities(s, subtract, probabilities);
+      finish_values(0);
+      rescale(others, reference);
+      clean_values(item, second_key, 1);
+      start_values(probabilities, 1);
+    }
+    finish_values(1);
   }
 
   // The denominators of all tiles, in the order of the warpgroups. The team meets.

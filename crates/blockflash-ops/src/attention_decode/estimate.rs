@@ -37,7 +37,7 @@ pub(super) const fn pace(rows: usize) -> [f64; 3] {
 }
 
 /// The same of the Hopper kernel for latent rows, which is alone on its SM.
-pub(super) const LATENT_PACE: [f64; 3] = [14_000.0, 6.7, 6.7];
+pub(super) const LATENT_PACE: [f64; 3] = [14_000.0, 5.9, 5.9];
 
 /// A division of the keys of each sequence.
 #[derive(Clone, Copy, Debug, PartialEq)]
