@@ -84,7 +84,10 @@ struct Consumer : ConsumerState {
   __device__ __forceinline__ void finish(const RowTotals& before) {
     if (!is(kOpen)) return;
     if (!is(kPending)) clear_output(o);  // no key tile was visited
-    store_output(params, tile_of(slot_before()), o, before, smem, warpgroup);
+    if constexpr (Config::cache)
+      store_cache_output(cache_params_of(params), slot_before(), o, before, warpgroup);
+    else
+      store_output(params, tile_of(slot_before()), o, before, smem, warpgroup);
   }
 
   __device__ __forceinline__ void run() {

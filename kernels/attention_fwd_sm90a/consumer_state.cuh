@@ -6,7 +6,7 @@
 #include "blockflash/ping_pong.cuh"
 #include "blockflash/ptx/ldmatrix.cuh"
 #include "blockflash/ptx/wgmma.cuh"
-#include "output.cuh"
+#include "cache_output.cuh"
 #include "products.cuh"
 #include "score_terms.cuh"
 #include "step_cursor.cuh"
@@ -58,6 +58,22 @@ struct ConsumerState : StepCursor<kTwoBlockRows> {
   __device__ __forceinline__ int first_row() const {
     return warpgroup * kRowStep + threadIdx.x / 32 % 4 * 16 + accumulator_row(lane(), 0);
   }
+  // The query of a lane's row `half`.
+  __device__ __forceinline__ int query_of(const QueryTile& tile, int half) const {
+    if constexpr (Config::cache) {
+      const CacheRows rows = CacheRows::of(cache_params_of(params));
+      const int row = threadIdx.x / 32 % 4 * 16 + accumulator_row(lane(), 2 * half);
+      return tile.q_begin + warpgroup * rows.queries + rows.query_of(row);
+    }
+    return tile.q_begin + first_row() + 8 * half;
+  }
+  // The queries of both rows, as a function.
+  __device__ __forceinline__ auto queries_of(const QueryTile& tile) const {
+    if constexpr (Config::cache)
+      return [=, this](int half) { return query_of(tile, half); };
+    else
+      return [row = tile.q_begin + first_row()](int half) { return row + 8 * half; };
+  }
   __device__ __forceinline__ uint32_t slot_before() const {
     return slot == slot_of(smem, 0) ? slot_of(smem, kSlots - 1) : slot - kSlotBytes;
   }
@@ -104,14 +120,14 @@ struct ConsumerState : StepCursor<kTwoBlockRows> {
     if constexpr (kTwoBlockRows) {
 #pragma unroll
       for (int half = 0; half < 2; ++half)
-        visible[half] = step.visible(mask.keys_of<int>(tile.q_begin + first_row() + 8 * half),
-                                     accumulator_column(lane(), 0));
+        visible[half] =
+            step.visible(mask.keys_of<int>(query_of(tile, half)), accumulator_column(lane(), 0));
       return;
     }
     const int first_key = key_tile_at(slot, key_tile) * kBlockKv + accumulator_column(lane(), 0);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const KeyRange keys = mask.keys_of<int>(tile.q_begin + first_row() + 8 * half);
+      const KeyRange keys = mask.keys_of<int>(query_of(tile, half));
       visible[half] = visible_keys(keys.begin - first_key, keys.end - first_key);
     }
   }
@@ -202,15 +218,15 @@ struct ConsumerState : StepCursor<kTwoBlockRows> {
       const int halves = pending_step.has_second() ? 2 : 1;
 #pragma unroll 1
       for (int half = 0; half < halves; ++half)
-        add_visible_products(o, p, tile.mask(params.base), tile.q_begin + first_row(),
+        add_visible_products(o, p, tile.mask(params.base), queries_of(tile),
                              (pending_step.tile(half) - half) * 64, bits_of_row, v_at(smem, stage),
                              v_panel(stage), 64 * half, 64 * half + 64);
       return;
     }
     const int first_key =
         key_tile_at(its_slot, is(kFresh) ? tile.first_key_tile : key_tile + 1) * kBlockKv;
-    add_visible_products(o, p, tile.mask(params.base), tile.q_begin + first_row(), first_key,
-                         bits_of_row, v_at(smem, stage), v_panel(stage));
+    add_visible_products(o, p, tile.mask(params.base), queries_of(tile), first_key, bits_of_row,
+                         v_at(smem, stage), v_panel(stage));
   }
 
   // Completes the pending product: adds the part left to the CUDA cores and releases the stage of

@@ -32,6 +32,9 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash::KernelParams kernel_params
     barriers.init(scanners_of(params));
   } else if (threadIdx.x >= 64) {
     store_constants(smem, threadIdx.x - 64, Config::threads - 64);
+    if constexpr (Config::cache)
+      clear_rows_from(CacheRows::of(cache_params_of(params)).count(), smem, threadIdx.x - 64,
+                      Config::threads - 64);
   }
   ptx::fence_proxy_async();
   __syncthreads();

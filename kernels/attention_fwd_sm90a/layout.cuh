@@ -37,14 +37,16 @@ constexpr int kScanners = Config::cache ? 1 : 2, kReadersOfTiles = 2;
 // scores of the next queries are then issued after P·V of that key tile instead of before it.
 constexpr bool kLateQ = !Config::q_in_registers && Config::q_stages == 1;
 
-// Registers per thread of producer and consumers. Together they must not exceed the registers that
+// Registers per thread of producer and consumers. The scheduler of two block rows, and that of a
+// cache, need some more. Together they must not exceed the registers that
 // the launch bounds give the CTA, or setmaxnreg would wait for ever.
-constexpr int kProducerRegisters = kTwoBlockRows             ? 56
+constexpr bool kWideProducers = kTwoBlockRows || (Config::cache && kWarpgroups == 2);
+constexpr int kProducerRegisters = kWideProducers            ? 56
                                    : Config::min_blocks == 3 ? 32
                                    : kWarpgroups == 1        ? 56
                                    : kWarpgroups == 2        ? 40
                                                              : 32;
-constexpr int kConsumerRegisters = kTwoBlockRows             ? 224
+constexpr int kConsumerRegisters = kWideProducers            ? 224
                                    : Config::min_blocks == 3 ? 128
                                    : Config::min_blocks == 2 ? 200
                                    : kWarpgroups == 1        ? 240
@@ -78,7 +80,7 @@ constexpr int kBarrierOffset = kSlotOffset + kSlots * kSlotBytes, kZerosOffset =
 // With score terms a warpgroup has a ring of boxes of 64 × 64 elements of the bias: one more than a
 // step takes. In the largest tiles they have the place of the output.
 constexpr int kBoxBytes = 8192, kBoxes = kAddsTerms ? kBlockKv / 64 + 1 : 0;
-constexpr bool kStaged = !kLateQ && Config::min_blocks == 1 && !kTwoBlockRows &&
+constexpr bool kStaged = !kLateQ && Config::min_blocks == 1 && !kTwoBlockRows && !Config::cache &&
                          !(kAddsTerms && (kDV == 128 || kWarpgroups == 3)) &&
                          !(kUnequal && kSharedOnes);
 constexpr int kStagingOffset = kZerosOffset + 1024, kStepOffset = kStagingOffset,

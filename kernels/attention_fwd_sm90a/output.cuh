@@ -11,6 +11,27 @@
 
 namespace blockflash {
 
+// What the outputs of a row are multiplied by, where `denominator` sums its rounded probabilities.
+// A sink joins the log-sum-exp `log`, too, in one split of the keys.
+__device__ __forceinline__ float scale_of_row(const blockflash_scores& scores, int head,
+                                              float denominator, float& log,
+                                              bool is_first_split = true) {
+  float share = 1.f;
+  if (scores.sink != nullptr && is_first_split) {
+    if constexpr (Config::lse) {
+      // The sink joins the unrounded sum, which is 1 at the log-sum-exp.
+      float all = 1.f;
+      share = join_sink<NaturalUnits>(log, all, NaturalUnits::sink(scores, head));
+      share *= ptx::rcp_approx(all);
+      log = fmaf(ptx::lg2_approx(all), kLn2, log);
+    } else {
+      share = join_sink(log, denominator, Log2Units::sink(scores, head));
+    }
+  }
+  // A row without keys has the sum 0 and the output 0. NaN is not equal to 0 and passes through.
+  return denominator == 0.f ? 0.f : share * ptx::rcp_approx(denominator);
+}
+
 // Normalises and stores the rows of a warpgroup of a query tile, and their log-sum-exp. o holds the
 // accumulators, followed by the row sums.
 __device__ __forceinline__ void store_output(const Params& params, const QueryTile& tile,
@@ -25,27 +46,14 @@ __device__ __forceinline__ void store_output(const Params& params, const QueryTi
   float scale[2], row_lse[2];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    float denominator = kOnes ? o[kDV / 2 + 2 * half] : rows.sum[half];
-    float log = rows.log[half], share = 1.f;
-    if (b.scores.sink != nullptr) {
-      if constexpr (Config::lse) {
-        // The sink joins the unrounded sum, which is 1 at the log-sum-exp.
-        float all = 1.f;
-        share = join_sink<NaturalUnits>(log, all, NaturalUnits::sink(b.scores, head));
-        share *= ptx::rcp_approx(all);
-        log = fmaf(ptx::lg2_approx(all), kLn2, log);
-      } else {
-        share = join_sink(log, denominator, Log2Units::sink(b.scores, head));
-      }
-    }
-    // A row without keys has the sum 0 and the output 0. NaN is not equal to 0 and passes through.
-    scale[half] = denominator == 0.f ? 0.f : share * ptx::rcp_approx(denominator);
-    row_lse[half] = log;
+    row_lse[half] = rows.log[half];
+    scale[half] =
+        scale_of_row(b.scores, head, kOnes ? o[kDV / 2 + 2 * half] : rows.sum[half], row_lse[half]);
   }
   // The log-sum-exp goes first, since the output needs its registers. Kernels with score terms have
   // none for another condition.
   const int rows_of_lse = kHasTerms && b.lse == nullptr ? 0 : tile.seqlen_q;
-  if (Config::lse && lane % 4 == 0 && (!Config::cache || b.lse != nullptr)) {
+  if (Config::lse && lane % 4 == 0) {
     float* const lse = b.lse + tile.batch * b.lse_stride_batch + head * b.lse_stride_head +
                        tile.q_offset + warp_row + accumulator_row(lane, 0);
 #pragma unroll

@@ -44,13 +44,13 @@ __device__ __forceinline__ void produce(const Given& kernel_params, uint32_t sme
            rows.batch, apart);
     } else {
       open(stage, bytes);
-      pieces.copy<kBlockKv, kQkPanels>(kernel_params, map, dst, rows.head_kv,
+      pieces.copy<kBlockKv, kQkPanels>(kernel_params.cache, map, dst, rows.head_kv,
                                        barrier_of(barriers.full, stage));
     }
   };
   const auto look_up = [&](uint32_t slot, int key_tile) {
     if constexpr (Config::cache)
-      return CachePieces::of(kernel_params, QueryTile::load(slot), key_tile * kBlockKv);
+      return CachePieces::of(kernel_params.cache, QueryTile::load(slot), key_tile * kBlockKv);
     else
       return CachePieces{0, 0};
   };
@@ -77,8 +77,15 @@ __device__ __forceinline__ void produce(const Given& kernel_params, uint32_t sme
       const int at = n % Config::q_stages * kWarpgroups + w;
       if (has_keys) {
         const TileRows rows = TileRows::load(slot + kRowsInSlot);
-        copy(Panels<kQkPanels>{}, Barriers::kQ + at, smem + at * kQBytes, kQBytes, 8192, params.q,
-             rows.q + w * kRowStep, QueryTile::load(slot).head + w * kHeadStep, rows.batch);
+        if constexpr (Config::cache) {
+          const CacheRows packed = CacheRows::of(kernel_params);
+          copy(Panels<kQkPanels>{}, Barriers::kQ + at, smem + at * kQBytes,
+               packed.count() * 128 * kQkPanels, 8192, params.q, QueryTile::load(slot).head,
+               rows.q + w * packed.queries, rows.batch);
+        } else {
+          copy(Panels<kQkPanels>{}, Barriers::kQ + at, smem + at * kQBytes, kQBytes, 8192, params.q,
+               rows.q + w * kRowStep, QueryTile::load(slot).head + w * kHeadStep, rows.batch);
+        }
       } else {
         empty.wait(barriers.empty, Barriers::kQ + at);
         if (issues) ptx::mbarrier_arrive(barrier_of(barriers.full, Barriers::kQ + at));
@@ -225,11 +232,11 @@ __device__ __forceinline__ void produce_values(const Given& kernel_params, uint3
     for (int key_tile = tile.first_key_tile + tile.key_tiles - 1; key_tile >= tile.first_key_tile;
          --key_tile) {
       const int at = Barriers::kV + stage;
-      const CachePieces pieces = CachePieces::of(kernel_params, tile, key_tile * kBlockKv);
+      const CachePieces pieces = CachePieces::of(kernel_params.cache, tile, key_tile * kBlockKv);
       empty.wait(barriers.empty, at);
       if (lane == 0) ptx::mbarrier_arrive_expect_tx(barrier_of(barriers.full, at), kVBytes);
       __syncwarp();
-      pieces.copy<kBlockKv, kVPanels>(kernel_params, kernel_params.fwd.v,
+      pieces.copy<kBlockKv, kVPanels>(kernel_params.cache, kernel_params.cache.fwd.v,
                                       smem + kVOffset + stage * kVStageBytes, head_kv,
                                       barrier_of(barriers.full, at));
       stage = next_stage<kStages>(stage);

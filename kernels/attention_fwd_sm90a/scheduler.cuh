@@ -24,7 +24,13 @@ __device__ __forceinline__ bool publish_pair(Queue& queue, uint32_t smem, uint32
   return true;
 }
 
+// The key tiles before part `i` of n equal ones.
+__device__ __forceinline__ int part_of(int key_tiles, int i, int n) {
+  return static_cast<int>(static_cast<int64_t>(key_tiles) * i / n);
+}
+
 // A whole warp takes the next query tile and computes its walks, one number per lane.
+template <class Queue>  // so that what a cache has is discarded without one
 __device__ __forceinline__ bool publish(Queue& queue, uint32_t smem, int n) {
   const uint32_t slot = slot_of(smem, n);
   if constexpr (kTwoBlockRows) {
@@ -46,16 +52,28 @@ __device__ __forceinline__ bool publish(Queue& queue, uint32_t smem, int n) {
   // w.
   const int warpgroup = lane / 4 - 1, word = lane % 4;
   const bool whole = warpgroup < 0;
-  const KeyLimits limits = KeyLimits::of<kBlockKv>(p, tile, whole ? 0 : warpgroup * kRowStep,
-                                                   whole ? Config::block_q : 64);
+  int step = kRowStep, rows_of_tile = Config::block_q, rows_of_warpgroup = 64;
+  if constexpr (!Origin::has_block_masks) {
+    step = rows_of_warpgroup = queue.all.pack_queries;
+    rows_of_tile = kWarpgroups * rows_of_warpgroup;
+  }
+  const KeyLimits limits = KeyLimits::of<kBlockKv>(p, tile, whole ? 0 : warpgroup * step,
+                                                   whole ? rows_of_tile : rows_of_warpgroup);
   const int limit = whole ? (word == 0 ? limits.begin : limits.end)
                           : (word < 2    ? limits.end
                              : word == 2 ? limits.unmasked_begin
                                          : limits.unmasked_end);
-  const int position = limit > 0 ? list.lower_bound(limit) : 0,
-            first = __shfl_sync(~0u, position, 0);
-  const int key_tiles = max(__shfl_sync(~0u, position, 1) - first, 0),
-            left = min(max(position - first, 0), key_tiles);
+  const int position = limit > 0 ? list.lower_bound(limit) : 0;
+  int first = __shfl_sync(~0u, position, 0);
+  int key_tiles = max(__shfl_sync(~0u, position, 1) - first, 0);
+  if constexpr (!Origin::has_block_masks) {
+    const int before = part_of(key_tiles, queue.split, queue.splits);
+    key_tiles = part_of(key_tiles, queue.split + 1, queue.splits) - before;
+    first += before;
+    // There is no list. In place of its sizes: which split this is, and of how many.
+    list.count = queue.split, list.tiles_per_col = queue.splits;
+  }
+  const int left = min(max(position - first, 0), key_tiles);
   const int walk = word == 0   ? left
                    : word == 1 ? key_tiles - left
                    : word == 2 ? max(position, first)

@@ -23,6 +23,17 @@ __device__ __forceinline__ void store_constants(uint32_t smem, int thread, int t
   if (thread < 64) ptx::store_shared_int4(smem + kZerosOffset + thread * 16, make_int4(0, 0, 0, 0));
 }
 
+// Zeros in the rows of all tiles of Q behind the first `rows`, which no copy writes.
+__device__ __forceinline__ void clear_rows_from(int rows, uint32_t smem, int thread, int threads) {
+  constexpr int kPanels = kWarpgroups * Config::q_stages * kQkPanels;
+  const int pieces = (64 - rows) * 8;
+  for (int i = thread; i < kPanels * pieces; i += threads) {
+    const int panel = i / pieces;
+    ptx::store_shared_int4(smem + panel * 8192 + rows * 128 + (i - panel * pieces) * 16,
+                           make_int4(0, 0, 0, 0));
+  }
+}
+
 // NaN-scanner warps search V for NaN and infinity where a mask hides keys from some of the queries,
 // each in its own part. They follow the rings as consumers do and report to the consumers.
 __device__ __forceinline__ void scan_values(uint32_t smem, const Barriers& barriers, int scanner,
@@ -101,22 +112,20 @@ __device__ __forceinline__ void scan_values(uint32_t smem, const Barriers& barri
 
 // An MMA spreads a NaN or infinity in V to every row, also to rows whose probability for that key
 // is 0. Under a mask the product with such a V is computed here instead, over the keys that a row
-// attends to: o += P·V for rows `row` and `row` + 8 and the key tile from `first_key` on, of which
-// `bits_of_row` says what bits show of one of the rows. This is rare, so the code is small rather
-// than fast.
-template <class BitsOfRow>
-__device__ __forceinline__ void add_visible_products(float (&o)[kOutColumns / 2],
-                                                     const uint32_t (&p)[kBlockKv / 4],
-                                                     const AttentionMask& mask, int row,
-                                                     int first_key, const BitsOfRow& bits_of_row,
-                                                     uint32_t v_smem, int panel_bytes, int from = 0,
-                                                     int to = kBlockKv) {
+// attends to: o += P·V for the two rows of a lane, whose queries `query_of_row` knows, and the key
+// tile from `first_key` on, of which `bits_of_row` says what bits show of one of the rows. This is
+// rare, so the code is small rather than fast.
+template <class QueryOfRow, class BitsOfRow>
+__device__ __forceinline__ void add_visible_products(
+    float (&o)[kOutColumns / 2], const uint32_t (&p)[kBlockKv / 4], const AttentionMask& mask,
+    const QueryOfRow& query_of_row, int first_key, const BitsOfRow& bits_of_row, uint32_t v_smem,
+    int panel_bytes, int from = 0, int to = kBlockKv) {
   using Traits = ElementTraits<Config::Element>;
   const int lane = threadIdx.x % 32;
   // One row after the other: scores and probabilities are live here and leave few registers.
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const KeyRange keys = mask.keys_of<int>(row + 8 * half);
+    const KeyRange keys = mask.keys_of<int>(query_of_row(half));
     const int begin = keys.begin - first_key, end = keys.end - first_key;
     const uint32_t shown = bits_of_row(half);
 #pragma unroll 1

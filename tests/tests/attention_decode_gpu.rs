@@ -8,8 +8,8 @@ use blockflash_tests::attention::{Choice, Limits, dims_of_tile};
 use blockflash_tests::attention_decode::{
     CacheLayout, Captured, DecodeCase, DecodeData, DecodeGroup, alone_as_in_a_batch,
     append_or_refuse, decode_cases, decode_edges, decode_groups, decode_lengths, decode_prefills,
-    decode_reference, merge_cases, replays, run_merge, run_or_refuse, run_sum, same_bits,
-    survives_garbage,
+    decode_reference, decode_splits, merge_cases, replays, run_merge, run_or_refuse, run_sum,
+    same_bits, survives_garbage,
 };
 use blockflash_tests::gpu::{Gpu, Report, gpu};
 use blockflash_tests::property;
@@ -76,6 +76,29 @@ fn every_kernel_with_many_queries() {
             let lengths = [(130, 300), (1, 40), (129, 64), (127, 777)];
             let case = DecodeCase::simple(dtype, (64, 8), head_dim, &lengths);
             report.run(kernel, || same_bits(&case, Choice::This(kernel), &gpu.stream));
+        }
+    };
+    gpu.check_groups("attention_decode_gpu", &Report::default(), decode_groups(&gpu), check);
+}
+
+/// The kernels for many rows where they divide the keys, together with the one that combines what
+/// they leave.
+#[test]
+fn every_kernel_that_combines() {
+    let Some(gpu) = gpu("attention_decode_gpu::every_kernel_that_combines") else { return };
+    let check = |((dtype, head_dim), kernels): DecodeGroup, gpu: &Gpu, report: &mut Report| {
+        let combines = |kernel: &&Kernel| matches!(kernel.variant, Variant::AttentionCombine(_));
+        let combine = gpu.kernels().find(combines);
+        for case in decode_splits(dtype, head_dim) {
+            let data = DecodeData::generate(&case);
+            let reference = decode_reference(&case, &data);
+            for &(kernel, tile) in &kernels {
+                report.run(kernel, || run_or_refuse(&case, &data, &reference, kernel, &gpu.stream));
+                if let (CacheTile::Many(_), Some(combine)) = (tile, combine) {
+                    let same = || same_bits(&case, Choice::This(kernel), &gpu.stream);
+                    report.run(combine, same);
+                }
+            }
         }
     };
     gpu.check_groups("attention_decode_gpu", &Report::default(), decode_groups(&gpu), check);

@@ -157,7 +157,11 @@ mod tests {
                         assert!(target.runs_on(gpu.compute_capability));
                         let of_latent = ["columns of the keys", "latent rows of codes"];
                         let is_latent = of_latent.iter().any(|of| row.size.ends_with(of));
-                        let op = if is_latent { "attention_latent" } else { row.op };
+                        let op = match is_latent {
+                            true => "attention_latent",
+                            false if symbol.ends_with("_cache") => "attention_fwd",
+                            false => row.op,
+                        };
                         assert!(symbol.contains(op.trim_end_matches("_fwd")), "{symbol}");
                         assert!(image.starts_with(&symbol));
                         assert!(row.dtype != DType::F32 || row.op == "quantize");

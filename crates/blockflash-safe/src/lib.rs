@@ -91,16 +91,16 @@ pub use indices::{
 #[doc(hidden)]
 pub use launch::{
     AttentionBwdOperands, AttentionBwdParts, AttentionBwdPlan, AttentionCachePlan,
-    AttentionDecodeOperands, AttentionDecodeScalars, AttentionFwdOperands, AttentionFwdPlan,
-    AttentionMerge, AttentionMergeOperands, AttentionScalars, BlockBitsBuild, BlockBitsOperands,
-    BlockMaskBuild, BlockMaskBuildOperands, BlockMaskTranspose, BlockMaskTransposeOperands,
-    BlockScores, BlockScoresOperands, BsrMatmulNarrowPlan, BsrMatmulOperands, BsrParts,
-    BsrPartsMemory, BsrSddmmOperands, CodesDecode, KvAppendOperands, KvAppendPlan, KvCacheViews,
-    Launch, LaunchConfig, NO_MASK, NewKeys, NewScales, Operands, PROBE_CHUNK_BYTES, PageChoice,
-    PageChoiceOperands, PageChoicePlan, PageSummaries, PageSummariesOperands, PageSummariesPlan,
-    QuantizeOperands, QuantizePlan, QuantizeScales, QuantizeSizes, RowCopyOperands,
-    STATISTICS_ROWS, ScoreTerms, TurnedQueries, attention_bwd_part_values, attention_bwd_workspace,
-    driver_time, param_bytes,
+    AttentionCombineOperands, AttentionDecodeOperands, AttentionDecodeScalars,
+    AttentionFwdOperands, AttentionFwdPlan, AttentionMerge, AttentionMergeOperands,
+    AttentionScalars, BlockBitsBuild, BlockBitsOperands, BlockMaskBuild, BlockMaskBuildOperands,
+    BlockMaskTranspose, BlockMaskTransposeOperands, BlockScores, BlockScoresOperands,
+    BsrMatmulNarrowPlan, BsrMatmulOperands, BsrParts, BsrPartsMemory, BsrSddmmOperands,
+    CodesDecode, KvAppendOperands, KvAppendPlan, KvCacheViews, Launch, LaunchConfig, NO_MASK,
+    NewKeys, NewScales, Operands, PROBE_CHUNK_BYTES, PageChoice, PageChoiceOperands,
+    PageChoicePlan, PageSummaries, PageSummariesOperands, PageSummariesPlan, QuantizeOperands,
+    QuantizePlan, QuantizeScales, QuantizeSizes, RowCopyOperands, STATISTICS_ROWS, ScoreTerms,
+    TurnedQueries, attention_bwd_part_values, attention_bwd_workspace, driver_time, param_bytes,
 };
 pub use layout::{Layout, MAX_RANK};
 pub use nccl::{NcclCommunicator, NcclId};

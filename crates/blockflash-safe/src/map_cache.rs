@@ -39,10 +39,10 @@ thread_local! {
 }
 
 impl Key {
-    /// What a map is kept by that follows from a whole view and two extents of the box. `None` for
-    /// host memory.
+    /// What a map is kept by that follows from a whole view and three extents of the box, each of
+    /// at most 256. `None` for host memory.
     #[inline]
-    pub(crate) fn of_view(view: &View<'_>, [columns, rows]: [u32; 2]) -> Option<Key> {
+    pub(crate) fn of_view(view: &View<'_>, boxes: [u32; 3]) -> Option<Key> {
         let (layout, ordinal) = (view.layout(), view.device().context()?.ordinal as u64);
         let mut words = [0; WORDS];
         words[0] = view.device_ptr()?;
@@ -53,7 +53,7 @@ impl Key {
         for (at, (&size, &stride)) in padded[0].iter().zip(padded[1]).enumerate() {
             (words[SHAPE + at], words[STRIDES + at]) = (size as u64, stride as u64);
         }
-        words[EXTENTS] = u64::from(columns) << 32 | u64::from(rows);
+        words[EXTENTS] = boxes.iter().fold(0, |all, &extent| all << 16 | u64::from(extent));
         Some(Key(words))
     }
 

@@ -7,6 +7,7 @@
     ("attention_bwd_kv_sm90a.sm_90a", include_bytes!("attention_bwd_kv_sm90a.sm_90a.zst")),
     ("attention_bwd_q_sm80.sm_90", include_bytes!("attention_bwd_q_sm80.sm_90.zst")),
     ("attention_bwd_q_sm90a.sm_90a", include_bytes!("attention_bwd_q_sm90a.sm_90a.zst")),
+    ("attention_combine_sm90a.sm_90a", include_bytes!("attention_combine_sm90a.sm_90a.zst")),
     ("attention_decode_sm80.sm_90", include_bytes!("attention_decode_sm80.sm_90.zst")),
     ("attention_decode_sm90a.sm_90a", include_bytes!("attention_decode_sm90a.sm_90a.zst")),
     ("attention_fwd_e4m3_sm90a.sm_90a", include_bytes!("attention_fwd_e4m3_sm90a.sm_90a.zst")),

@@ -2945,6 +2945,167 @@ const _: () = {
         "Offset of field: blockflash_attention_latent_params::box_rows",
     ][::core::mem::offset_of!(blockflash_attention_latent_params, box_rows) - 520usize];
 };
+/** How heads and keys are divided, beside what both are.
+
+ The 64 rows of a warpgroup are queries times the heads of a pack, heads fastest. The heads of q
+ that share a head of k are `packs` packs. The map of q has the dimensions (head_dim_qk, head,
+ row, batch) and boxes of 64 columns, `pack` heads and `pack_queries` queries; o has no map.
+ `cache.fwd.heads_per_section` counts packs.
+
+ The key tiles that the queries of a tile see are divided into `splits` equal parts, or fewer
+ where lengths are on the device. With more than one, each leaves its output and log-sum-exp in
+ the workspace.*/
+#[repr(C)]
+#[repr(align(64))]
+#[derive(Debug, Copy, Clone)]
+pub struct blockflash_attention_cache_split_params {
+    pub cache: blockflash_attention_cache_params,
+    /** workspace, \[splits, batch, seqlen_q, num_heads_q, head_dim_v\]; null with one
+ split*/
+    pub parts: *mut f32,
+    /// workspace, \[splits, num_heads_q, batch, seqlen_q\], natural logarithm
+    pub parts_lse: *mut f32,
+    /// at most 64, and at most num_heads_q / num_heads_kv
+    pub pack: i32,
+    /// 64 / pack
+    pub pack_queries: i32,
+    /// ceil(num_heads_q / num_heads_kv / pack)
+    pub packs: i32,
+    /// at most 32; 1 for packed sequences
+    pub splits: i32,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    [
+        "Size of blockflash_attention_cache_split_params",
+    ][::core::mem::size_of::<blockflash_attention_cache_split_params>() - 1024usize];
+    [
+        "Alignment of blockflash_attention_cache_split_params",
+    ][::core::mem::align_of::<blockflash_attention_cache_split_params>() - 64usize];
+    [
+        "Offset of field: blockflash_attention_cache_split_params::cache",
+    ][::core::mem::offset_of!(blockflash_attention_cache_split_params, cache) - 0usize];
+    [
+        "Offset of field: blockflash_attention_cache_split_params::parts",
+    ][::core::mem::offset_of!(blockflash_attention_cache_split_params, parts)
+        - 960usize];
+    [
+        "Offset of field: blockflash_attention_cache_split_params::parts_lse",
+    ][::core::mem::offset_of!(blockflash_attention_cache_split_params, parts_lse)
+        - 968usize];
+    [
+        "Offset of field: blockflash_attention_cache_split_params::pack",
+    ][::core::mem::offset_of!(blockflash_attention_cache_split_params, pack) - 976usize];
+    [
+        "Offset of field: blockflash_attention_cache_split_params::pack_queries",
+    ][::core::mem::offset_of!(blockflash_attention_cache_split_params, pack_queries)
+        - 980usize];
+    [
+        "Offset of field: blockflash_attention_cache_split_params::packs",
+    ][::core::mem::offset_of!(blockflash_attention_cache_split_params, packs)
+        - 984usize];
+    [
+        "Offset of field: blockflash_attention_cache_split_params::splits",
+    ][::core::mem::offset_of!(blockflash_attention_cache_split_params, splits)
+        - 988usize];
+};
+/// Combines the splits of a call: o and lse of all keys from those of each split.
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct blockflash_attention_combine_params {
+    /// as the kernel before it left them
+    pub parts: *const f32,
+    /// likewise
+    pub parts_lse: *const f32,
+    /// \[batch, seqlen_q, num_heads_q, head_dim_v\]
+    pub o: *mut ::core::ffi::c_void,
+    /// \[batch, num_heads_q, seqlen_q\]; may be null
+    pub lse: *mut f32,
+    pub o_stride_batch: i64,
+    pub o_stride_seq: i64,
+    pub o_stride_head: i64,
+    pub lse_stride_batch: i64,
+    pub lse_stride_head: i64,
+    /// their product is below 2^31
+    pub batch: i32,
+    /// their product is below 2^31
+    pub seqlen_q: i32,
+    /// their product is below 2^31
+    pub num_heads_q: i32,
+    /** rows of a head of a CTA: 1, 2, 4 or 8; the threads of each are at least
+ head_dim_v / 4*/
+    pub lines: i32,
+    /// a multiple of 8, at most 512
+    pub head_dim_v: i32,
+    /// at most 32
+    pub splits: i32,
+    /// BLOCKFLASH_DTYPE_F16 or BLOCKFLASH_DTYPE_BF16
+    pub o_dtype: i32,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    [
+        "Size of blockflash_attention_combine_params",
+    ][::core::mem::size_of::<blockflash_attention_combine_params>() - 104usize];
+    [
+        "Alignment of blockflash_attention_combine_params",
+    ][::core::mem::align_of::<blockflash_attention_combine_params>() - 8usize];
+    [
+        "Offset of field: blockflash_attention_combine_params::parts",
+    ][::core::mem::offset_of!(blockflash_attention_combine_params, parts) - 0usize];
+    [
+        "Offset of field: blockflash_attention_combine_params::parts_lse",
+    ][::core::mem::offset_of!(blockflash_attention_combine_params, parts_lse) - 8usize];
+    [
+        "Offset of field: blockflash_attention_combine_params::o",
+    ][::core::mem::offset_of!(blockflash_attention_combine_params, o) - 16usize];
+    [
+        "Offset of field: blockflash_attention_combine_params::lse",
+    ][::core::mem::offset_of!(blockflash_attention_combine_params, lse) - 24usize];
+    [
+        "Offset of field: blockflash_attention_combine_params::o_stride_batch",
+    ][::core::mem::offset_of!(blockflash_attention_combine_params, o_stride_batch)
+        - 32usize];
+    [
+        "Offset of field: blockflash_attention_combine_params::o_stride_seq",
+    ][::core::mem::offset_of!(blockflash_attention_combine_params, o_stride_seq)
+        - 40usize];
+    [
+        "Offset of field: blockflash_attention_combine_params::o_stride_head",
+    ][::core::mem::offset_of!(blockflash_attention_combine_params, o_stride_head)
+        - 48usize];
+    [
+        "Offset of field: blockflash_attention_combine_params::lse_stride_batch",
+    ][::core::mem::offset_of!(blockflash_attention_combine_params, lse_stride_batch)
+        - 56usize];
+    [
+        "Offset of field: blockflash_attention_combine_params::lse_stride_head",
+    ][::core::mem::offset_of!(blockflash_attention_combine_params, lse_stride_head)
+        - 64usize];
+    [
+        "Offset of field: blockflash_attention_combine_params::batch",
+    ][::core::mem::offset_of!(blockflash_attention_combine_params, batch) - 72usize];
+    [
+        "Offset of field: blockflash_attention_combine_params::seqlen_q",
+    ][::core::mem::offset_of!(blockflash_attention_combine_params, seqlen_q) - 76usize];
+    [
+        "Offset of field: blockflash_attention_combine_params::num_heads_q",
+    ][::core::mem::offset_of!(blockflash_attention_combine_params, num_heads_q)
+        - 80usize];
+    [
+        "Offset of field: blockflash_attention_combine_params::lines",
+    ][::core::mem::offset_of!(blockflash_attention_combine_params, lines) - 84usize];
+    [
+        "Offset of field: blockflash_attention_combine_params::head_dim_v",
+    ][::core::mem::offset_of!(blockflash_attention_combine_params, head_dim_v)
+        - 88usize];
+    [
+        "Offset of field: blockflash_attention_combine_params::splits",
+    ][::core::mem::offset_of!(blockflash_attention_combine_params, splits) - 92usize];
+    [
+        "Offset of field: blockflash_attention_combine_params::o_dtype",
+    ][::core::mem::offset_of!(blockflash_attention_combine_params, o_dtype) - 96usize];
+};
 /** scale_log2 of the scores is log2(e) where there is a bias or ALiBi, as where scores are
  capped.*/
 #[repr(C)]

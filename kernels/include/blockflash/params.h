@@ -21,6 +21,7 @@
 #include "blockflash/params/kv_cache_latent.h"
 #include "blockflash/params/kv_cache_runs.h"
 #include "blockflash/params/kv_cache_scaled.h"
+#include "blockflash/params/kv_cache_splits.h"
 #include "blockflash/params/kv_cache_terms.h"
 #include "blockflash/params/page_choice.h"
 #include "blockflash/params/probe.h"

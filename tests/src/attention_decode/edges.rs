@@ -91,6 +91,53 @@ pub fn decode_prefills(dtype: DType, head_dim: usize) -> Vec<DecodeCase> {
     cases
 }
 
+/// Rows of queries times heads that do and do not fill tiles, and sequences so few or so unequal
+/// that their keys are divided: with every mask and option in turns.
+pub fn decode_splits(dtype: DType, head_dim: usize) -> Vec<DecodeCase> {
+    let window = |left, right| Mask::Window { left, right, align: Align::BottomRight };
+    let masks = [Mask::causal(), Mask::Full, window(Some(900), Some(0)), window(Some(70), Some(3))];
+    let heads = [(71, 1), (14, 2), (33, 1), (8, 8), (142, 2), (9, 3), (64, 1)];
+    let mut cases = Vec::new();
+    for turn in 0..28 {
+        let queries = [1, 3, 20, 70][turn % 4];
+        let seqused = turn % 7 != 6;
+        let keys = match (seqused, turn % 3) {
+            (false, _) => vec![2048; 2],
+            (_, 0) => vec![3000],
+            (_, 1) => vec![1, 2500, 0, 16, 130, 64, 7],
+            _ => vec![700, 65, 701],
+        };
+        let lengths: Vec<_> = keys.iter().map(|&keys| (queries, keys)).collect();
+        let layout = match turn % 3 {
+            _ if !seqused => CacheLayout::Contiguous { capacity: 2048 },
+            0 => paged(16, 3000),
+            1 => paged(128, 2500),
+            _ => CacheLayout::Contiguous { capacity: 3100 },
+        };
+        let case = DecodeCase::simple(dtype, heads[turn % heads.len()], head_dim, &lengths);
+        let attention = AttentionCase {
+            seed: turn as u64,
+            scores: Scores {
+                mask: masks[turn / 2 % 4],
+                softcap: (turn % 6 == 5).then_some(15.0),
+                sink: (turn % 5 < 2).then_some(()),
+                ..Scores::default()
+            },
+            lse: turn % 4 != 3,
+            content: [
+                Content::Normal,
+                Content::UnseenNan,
+                Content::HugeScores,
+                Content::NanInValues,
+                Content::Normal,
+            ][turn % 5],
+            ..case.attention.clone()
+        };
+        cases.push(DecodeCase { attention, equal: true, layout, seqused, ..case }.consistent());
+    }
+    cases
+}
+
 /// Every mask, number of queries and option, in turns.
 pub fn decode_edges(dtype: DType, head_dim: usize) -> Vec<DecodeCase> {
     let window = |left, right| Mask::Window { left, right, align: Align::BottomRight };

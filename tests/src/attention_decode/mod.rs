@@ -17,7 +17,7 @@ mod strategy;
 pub use case::{CacheLayout, DecodeCase, RotaryCase, TailCase};
 pub use codes::{CodeCase, CodeScales};
 pub use data::DecodeData;
-pub use edges::{decode_edges, decode_lengths, decode_prefills, decode_terms};
+pub use edges::{decode_edges, decode_lengths, decode_prefills, decode_splits, decode_terms};
 pub use garbage::survives_garbage;
 pub use kernels::{
     DecodeGroup, alone_as_in_a_batch, append_or_refuse, decode_groups, decode_groups_with_terms,

@@ -9,13 +9,9 @@ use super::tile::Tile;
 use crate::kv_cache::latent_codes::ROW_BYTES;
 use crate::rates::GpuRates;
 use blockflash_safe::CudaProperties;
-use blockflash_sys::manifest::AttentionCacheHopper;
 
 /// Nanoseconds of a launch without work.
-const LAUNCH: f64 = 500.0;
-/// Nanoseconds until the first keys of a kernel for many queries arrive. Assumed: about what an
-/// item of the other kernels takes without its keys.
-const FIRST_TILE: f64 = 4000.0;
+pub(super) const LAUNCH: f64 = 500.0;
 /// Nanoseconds of a combination, of each result in it, and of a second level of it.
 const COMBINE: [f64; 3] = [950.0, 60.0, 1300.0];
 /// Splits that are combined at once.
@@ -32,7 +28,7 @@ pub(super) const fn pace(rows: usize) -> [f64; 3] {
         ..=8 => [8800.0, 4.3, 6.3],
         9..=16 => [10_200.0, 4.9, 7.6],
         17..=32 => [11_500.0, 7.8, 9.5],
-        _ => [5700.0, 9.1, 11.7],
+        _ => [9500.0, 9.1, 11.7],
     }
 }
 
@@ -61,7 +57,7 @@ pub(super) fn fastest(
     gpu: &CudaProperties,
 ) -> Estimate {
     let attention = &problem.attention;
-    let keys = keys_of_each(problem);
+    let keys = problem.keys_of_full().max(1);
     let row_tiles = problem.group_rows().div_ceil(tile.rows.max(1)).max(1);
     let sequences = attention.batch.max(1).saturating_mul(attention.num_heads_kv.max(1));
     let launch = Launch {
@@ -95,31 +91,8 @@ pub(super) fn fastest(
     best
 }
 
-/// Nanoseconds of a kernel for many queries, which splits no keys: each of its tiles has queries of
-/// one head and visits all keys that they see. The host knows the lengths.
-pub(super) fn unsplit(
-    tile: &AttentionCacheHopper,
-    problem: &AttentionDecodeProblem,
-    gpu: &CudaProperties,
-) -> f64 {
-    let (attention, tile) = (&problem.attention, &tile.tile);
-    let query_tiles = attention.seqlen_q.div_ceil(tile.block_q() as usize).max(1);
-    let tiles = attention.batch as f64 * attention.num_heads_q as f64 * query_tiles as f64;
-    let key_tiles = keys_of_each(problem).div_ceil(tile.block_kv.max(1) as usize);
-    let [of_key_tile, change] = tile.cost_ns.map(f64::from);
-    let rounds = tiles / f64::from(gpu.multiprocessors.max(1) * tile.blocks_per_multiprocessor);
-    let rounds = if rounds <= 4.0 { rounds.ceil() } else { rounds + 0.5 };
-    let busiest = rounds * (key_tiles as f64 * of_key_tile + change);
-    let shared = query_tiles > 1 || attention.num_heads_q > attention.num_heads_kv;
-    LAUNCH + FIRST_TILE + both(busiest, reading(problem, shared, gpu))
-}
-
-fn keys_of_each(problem: &AttentionDecodeProblem) -> usize {
-    problem.keys_of_each().unwrap_or(problem.attention.seqlen_kv).max(1)
-}
-
 /// Nanoseconds that device memory needs for the keys and values, which several tiles may read.
-fn reading(problem: &AttentionDecodeProblem, shared: bool, gpu: &CudaProperties) -> f64 {
+pub(super) fn reading(problem: &AttentionDecodeProblem, shared: bool, gpu: &CudaProperties) -> f64 {
     let attention = &problem.attention;
     let columns = match problem.cache.shared {
         true if problem.cache.has_code_rows() => ROW_BYTES,
@@ -128,13 +101,13 @@ fn reading(problem: &AttentionDecodeProblem, shared: bool, gpu: &CudaProperties)
     };
     let of_key = columns * attention.types.kv.size();
     let sequences = attention.batch.max(1) as f64 * attention.num_heads_kv.max(1) as f64;
-    let bytes = sequences * keys_of_each(problem) as f64 * of_key as f64;
+    let bytes = sequences * problem.keys_of_full().max(1) as f64 * of_key as f64;
     let memory = GpuRates::of(gpu).memory_bytes_per_second() * MEMORY / 1e9;
     bytes / memory * if shared { SHARED } else { 1.0 }
 }
 
 /// Nanoseconds for two things at once, neither of which hides the other one entirely.
-fn both(a: f64, b: f64) -> f64 {
+pub(super) fn both(a: f64, b: f64) -> f64 {
     (a.powi(4) + b.powi(4)).sqrt().sqrt()
 }
 

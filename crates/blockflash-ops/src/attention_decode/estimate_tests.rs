@@ -1,5 +1,9 @@
+use super::super::launches::plan_all;
+use super::super::many;
 use super::super::plan::{plan, workspace_bytes};
+use super::super::prefill::PrefillPlan;
 use super::super::select::select;
+use super::super::tile::{CacheTile, split_tile};
 use super::*;
 use crate::fixtures;
 use crate::kv_cache::CacheSizes;
@@ -20,45 +24,55 @@ fn problem(
     AttentionDecodeProblem::of(cache, queries, heads[0])
 }
 
-/// Rows of the selected tile, splits of a sequence, and CTAs of a cluster.
-fn chosen(problem: &AttentionDecodeProblem) -> (u32, i32, u32) {
+/// Rows of the selected tile and splits of a sequence.
+fn chosen(problem: &AttentionDecodeProblem) -> (usize, usize) {
     let kernel = select(problem, &h200()).unwrap();
+    let tile = super::super::tile(kernel).unwrap();
+    if let CacheTile::Many(tile) = tile {
+        return (tile.tile.block_q() as usize, many::splits(&tile, problem, &h200()));
+    }
     let plan = plan(kernel, problem, &h200()).unwrap();
-    let rows = match super::super::tile(kernel).unwrap() {
-        super::super::CacheTile::Few(tile) => tile.rows,
-        _ => 64,
-    };
-    (rows, plan.scalars.splits, plan.config.cluster.map_or(1, |[size, ..]| size))
+    let tile = split_tile(kernel, &tile, problem, &h200()).unwrap();
+    (tile.rows, plan.scalars.splits as usize)
 }
 
 /// Each is within a few percent of the fastest division that was measured on an H200.
 #[test]
 fn divisions_that_were_measured_to_be_fast() {
     let (gqa, mqa) = ([32, 8], [16, 1]);
-    // One sequence: a cluster combines the splits.
-    assert_eq!(chosen(&problem([1, 4096, 1], mqa, 128)), (8, 16, 16));
-    // All SMs in one round, whatever the batch.
-    let (rows, splits, _) = chosen(&problem([3, 4096, 1], gqa, 128));
-    assert!(rows <= 8 && 3 * 8 * splits <= 264, "{rows} rows, {splits} splits");
-    let (rows, splits, _) = chosen(&problem([16, 30_000, 1], mqa, 128));
-    assert!(rows >= 16 && (100..=264).contains(&(16 * splits)), "{rows} rows, {splits} splits");
+    let (_, splits) = chosen(&problem([1, 4096, 1], mqa, 128));
+    assert!((8..=32).contains(&splits), "{splits}");
+    // All SMs in one round or two, whatever the batch.
+    for (batch, keys, heads) in [(3, 4096, gqa), (5, 4096, gqa), (16, 30_000, mqa)] {
+        let (rows, splits) = chosen(&problem([batch, keys, 1], heads, 128));
+        let items = batch * heads[1] * splits;
+        assert!((66..=528).contains(&items), "{rows} rows, {splits} splits of {batch}");
+    }
     // Enough sequences need no splits.
-    let (_, splits, _) = chosen(&problem([64, 8192, 1], gqa, 128));
+    let (_, splits) = chosen(&problem([64, 8192, 1], gqa, 128));
     assert!(splits <= 2, "{splits}");
 }
 
 #[test]
 fn a_workspace_serves_every_batch_and_length() {
-    let limits = |heads, head_dim, queries| {
+    let limits = |heads: [usize; 2], head_dim: usize, queries: usize| {
         let mut needs = Vec::new();
         for batch in [1, 2, 3, 7, 30, 200, 3000] {
             for keys in [1, 63, 500, 4097, 70_000, 3_000_000] {
                 let problem = problem([batch, keys, queries], heads, head_dim);
                 let kernel = select(&problem, &h200()).unwrap();
                 needs.push(workspace_bytes(kernel, &problem, &h200()).unwrap());
-                let plan = plan(kernel, &problem, &h200()).unwrap();
-                let results = plan.items * plan.partial_rows;
-                assert!(plan.scalars.splits == 1 || results * (head_dim + 2) * 4 <= needs[0]);
+                let planned = plan_all(kernel, &problem, &h200()).unwrap();
+                let sums = match (planned.many, planned.few) {
+                    (Some((_, PrefillPlan { plan, .. })), _) if plan.splits > 1 => {
+                        plan.splits as usize * batch * queries * heads[0] * (head_dim + 1)
+                    }
+                    (_, Some((_, plan))) if plan.scalars.splits > 1 => {
+                        plan.items * plan.partial_rows * (head_dim + 2)
+                    }
+                    _ => 0,
+                };
+                assert!(4 * sums <= needs[0], "{batch} x {keys}: {sums}");
             }
         }
         assert!(needs.iter().all(|&bytes| bytes == needs[0]), "{needs:?}");
@@ -78,20 +92,15 @@ fn many_short_sequences_have_the_kernel_for_many_queries() {
     };
     let short = problem([203, 144, 52], [12, 4], 256);
     assert!(many(&short));
-    // One long sequence, few rows, the bits of one sequence, lengths that only the device knows.
     let unknown = |mut problem: AttentionDecodeProblem| {
         problem.cache.seqused_kv = true;
         problem
     };
-    assert!(many(&unknown(short)), "no other kernel has several rows of wide heads");
-    for few in [
-        problem([1, 14_400, 52], [12, 4], 256),
-        problem([203, 144, 1], [12, 4], 256),
-        AttentionDecodeProblem { batch_invariant: true, ..short },
-        unknown(problem([203, 144, 52], [12, 4], 128)),
-    ] {
-        assert!(!many(&few), "{few:?}");
-    }
+    assert!(many(&unknown(short)));
+    assert!(
+        !many(&AttentionDecodeProblem { batch_invariant: true, ..short }),
+        "bits of one sequence"
+    );
     // Its workspace has room for the other kernel of fewer sequences.
     let bytes = [1, 203].map(|batch| {
         let problem = problem([batch, 14_400, 52], [12, 4], 256);
@@ -109,8 +118,13 @@ fn more_keys_take_longer() {
             let problem = problem([batch, keys, 1], [32, 8], 128);
             let kernel = select(&problem, &h200()).unwrap();
             let tile = super::super::tile(kernel).unwrap();
-            let tile = super::super::tile::split_tile(kernel, &tile, &problem, &h200()).unwrap();
-            let time = fastest(&tile, &problem, &h200()).time;
+            let time = match &tile {
+                CacheTile::Many(tile) => many::fastest(tile, &problem, &h200()).time,
+                tile => {
+                    let tile = split_tile(kernel, tile, &problem, &h200()).unwrap();
+                    fastest(&tile, &problem, &h200()).time
+                }
+            };
             assert!(time > 0.9 * before, "{batch} x {keys}: {time} after {before}");
             before = time;
         }

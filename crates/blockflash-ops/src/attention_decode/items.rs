@@ -35,17 +35,20 @@ impl AttentionDecodeProblem {
     /// The keys that the queries of a sequence see, where the host knows that all sequences have
     /// equally many.
     pub(super) fn keys_of_each(&self) -> Option<usize> {
+        let known = self.attention.packed.is_none() && !self.cache.seqused_kv;
+        (known && self.pages.is_none()).then(|| self.keys_of_full())
+    }
+
+    /// The keys that the queries of a sequence see that fills the cache.
+    pub(super) fn keys_of_full(&self) -> usize {
         let attention = &self.attention;
-        if attention.packed.is_some() || self.cache.seqused_kv || self.pages.is_some() {
-            return None;
-        }
         let limits = attention.scores.mask.limits(attention.seqlen_q, attention.seqlen_kv);
         let sides = match (limits.left, limits.right, limits.align) {
             (Some(left), Some(right), _) => left.saturating_add(right),
             (Some(side), None, Align::BottomRight) | (None, Some(side), Align::TopLeft) => side,
             _ => attention.seqlen_kv,
         };
-        Some(sides.saturating_add(attention.seqlen_q).min(attention.seqlen_kv))
+        sides.saturating_add(attention.seqlen_q).min(attention.seqlen_kv)
     }
 
     /// Whether the host knows that the queries of each sequence see all its keys, with the last

@@ -48,10 +48,12 @@ impl Launches {
 
     pub(super) fn kernels(&self) -> Vec<&'static Kernel> {
         let first = self.first_step.map(|(kernel, _)| kernel);
-        let (many, few) = self.attention.map_or((None, None), |planned| {
-            (planned.many.map(|(kernel, _)| kernel), planned.few.map(|(kernel, _)| kernel))
-        });
-        [first, many, few].into_iter().flatten().collect()
+        let Some(Planned { many, few }) = self.attention else {
+            return first.into_iter().collect();
+        };
+        let combine = many.and_then(|(_, plan)| plan.combine).map(|(kernel, _)| kernel);
+        let (many, few) = (many.map(|(kernel, _)| kernel), few.map(|(kernel, _)| kernel));
+        [first, many, combine, few].into_iter().flatten().collect()
     }
 }
 

@@ -5,6 +5,7 @@ mod division;
 mod estimate;
 mod items;
 mod launches;
+mod many;
 mod operands;
 mod pages;
 mod params;
@@ -38,7 +39,8 @@ use crate::kv_cache::{HostCache, KvCache, KvCacheMut, PackedTokens, Rotary, toke
 use crate::operation::{Operation, Prepared, Steps};
 use crate::{Error, Result};
 use blockflash_safe::{
-    CudaProperties, Device, KvCacheViews, Stream, Tensor, TurnedQueries, View, ViewMut,
+    AttentionCombineOperands, CudaProperties, Device, KvCacheViews, Stream, Tensor, TurnedQueries,
+    View, ViewMut,
 };
 use blockflash_sys::{DType, Kernel, manifest};
 
@@ -113,10 +115,9 @@ pub struct AttentionDecode<'a> {
     /// as well, and alone for keys before the tail. Entries for keys below 0 are ignored.
     pub tail_mask: Option<View<'a>>,
     /// Makes the bits of a sequence depend on no other sequence of the batch, nor on their number.
-    /// Otherwise keys are split so that the batch fills the GPU, where the host knows the lengths,
-    /// or on Hopper where a key head has more than 8 rows, or where the cache is
-    /// [latent](KvCache::latent). Other packed sequences and those with listed pages are split by
-    /// their own length alone in any case.
+    /// Otherwise kernels and splits of the keys are chosen so that the batch fills the GPU. Packed
+    /// sequences and those with listed pages are split by their own length alone in any case,
+    /// unless the cache is [latent](KvCache::latent).
     pub batch_invariant: bool,
     /// Memory for the results of parts of sequences, of at least
     /// [`workspace_bytes`](Self::workspace_bytes). The same for any number of calls.
@@ -345,9 +346,16 @@ impl Steps for AttentionDecode<'_> {
             seqused: cache.seqused_kv,
             scales: [cache.k_scale, cache.v_scale],
         };
-        if let Some((kernel, PrefillPlan { plan, config })) = many {
+        if let Some((kernel, PrefillPlan { plan, config, combine })) = many {
             let operands = self.operands(cache, o.reborrow(), lse.as_mut().map(ViewMut::reborrow));
             stream.launch::<manifest::AttentionCacheHopper>(kernel, config, plan, operands)?;
+            if let (Some((kernel, config)), Some(workspace)) = (combine, self.workspace) {
+                let (o, lse) = (o.reborrow(), lse.as_mut().map(ViewMut::reborrow));
+                let workspace = workspace.memory();
+                let operands = AttentionCombineOperands { o, lse, workspace };
+                let splits = &plan.splits;
+                stream.launch::<manifest::AttentionCombine>(kernel, config, splits, operands)?;
+            }
         }
         if let Some((kernel, AttentionDecodePlan { scalars, config, .. })) = few {
             let operands = self.operands(cache, o, lse);

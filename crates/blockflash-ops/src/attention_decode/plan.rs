@@ -1,11 +1,12 @@
 use super::division::divided;
 use super::estimate::most_room;
+use super::many;
 use super::params::scalars;
-use super::select::{is_many, others, select};
-use super::tile::{Tile, split_tile};
+use super::select::{accepts, is_many, others};
+use super::tile::{CacheTile, Tile, split_tile};
 use super::{AttentionDecodeProblem, AttentionDecodeWorkspace};
 use crate::check::persistent_grid;
-use crate::selection::{fits, tile_of, unsupported};
+use crate::selection::{Problem, fits, tile_of, unsupported};
 use crate::{Error, Result};
 use blockflash_safe::{AttentionDecodeScalars, CudaProperties, LaunchConfig};
 use blockflash_sys::Kernel;
@@ -66,6 +67,29 @@ pub(super) fn plan_few(
     Ok(AttentionDecodePlan { scalars, items, partial_rows, config })
 }
 
+/// Numbers and words of the workspace of any kernel: that of a longer sequence, or of a larger
+/// batch, may have fewer splits, or be another kernel.
+fn most_of_any(
+    problem: &AttentionDecodeProblem,
+    gpu: &CudaProperties,
+) -> Result<Option<[usize; 2]>> {
+    let mut most = Some([0; 2]);
+    let kernels = AttentionDecodeProblem::kernels().iter().flat_map(|peers| &peers.kernels);
+    for (kernel, tile) in kernels.filter(|(kernel, _)| accepts(kernel, problem, gpu).is_ok()) {
+        let room = match (tile, split_tile(kernel, tile, problem, gpu)) {
+            (CacheTile::Many(tile), _) => many::room(tile, problem, gpu),
+            (_, Some(_)) if problem.has_many() => continue,
+            (_, Some(_)) if problem.splits_by_batch() => most_room(problem, gpu),
+            (_, Some(tile)) => {
+                divided(&tile, gpu, problem, problem.attention.seqlen_q)?.room(problem)
+            }
+            (_, None) => continue,
+        };
+        most = most.zip(room).map(|([a, b], [c, d])| [a.max(c), b.max(d)]);
+    }
+    Ok(most)
+}
+
 fn few_tile(
     kernel: &Kernel,
     problem: &AttentionDecodeProblem,
@@ -91,13 +115,7 @@ pub fn workspace_bytes(
 ) -> Result<usize> {
     fits(kernel, problem, gpu)?;
     let room = match others(kernel, problem, gpu)? {
-        // A longer sequence, or a larger batch, may have fewer splits, or a kernel without.
-        None if problem.splits_by_batch() && !problem.has_many() => most_room(problem, gpu),
-        None if is_many(kernel) && problem.is_estimated() && !problem.has_many() => {
-            // A smaller batch may have another kernel, which needs most with the most sequences.
-            let problem = AttentionDecodeProblem { batch_invariant: true, ..*problem };
-            return workspace_bytes(select(&problem, gpu)?, &problem, gpu);
-        }
+        None if problem.is_estimated() => most_of_any(problem, gpu)?,
         None if is_many(kernel) => return Ok(0),
         others => {
             let (kernel, most_queries) = others.unwrap_or((kernel, problem.attention.seqlen_q));

@@ -1,16 +1,18 @@
-//! Sequences with many queries, as in the prefill of a cache: they have kernels with the tiles of
-//! attention forward.
+//! Many rows, as in the prefill of a cache or where many heads share keys: they have kernels with
+//! the tiles of attention forward.
 
 use super::AttentionDecodeProblem;
+use super::many::{Packs, splits};
 use super::select::others;
 use super::tile::CacheTile;
-use crate::Result;
-use crate::attention::{heads_per_section, score_params};
+use crate::attention::{AttentionProblem, heads_per_section, score_params};
 use crate::check::{grid_of, grid_x, to_i32};
-use crate::selection::{fits, tile_of};
-use blockflash_safe::{AttentionCachePlan, CudaProperties, LaunchConfig};
+use crate::selection::{fits, tile_of, unsupported};
+use crate::{Error, Result};
+use blockflash_safe::{AttentionCachePlan, AttentionCombineOperands, CudaProperties, LaunchConfig};
 use blockflash_sys::Kernel;
-use blockflash_sys::manifest::AttentionDecodeHopper;
+use blockflash_sys::manifest::Variant;
+use std::sync::LazyLock;
 
 /// Slots of the boxes that TMA loads at least.
 const FEWEST_SLOTS: usize = 16;
@@ -23,6 +25,8 @@ pub(super) struct PrefillPlan {
     pub(super) plan: AttentionCachePlan,
     /// Grid, block and shared memory.
     pub(super) config: LaunchConfig,
+    /// The launch that combines splits.
+    pub(super) combine: Option<(&'static Kernel, LaunchConfig)>,
 }
 
 /// Plans the launch of a kernel for many queries and a problem that it accepts on this GPU.
@@ -42,27 +46,48 @@ pub(super) fn plan_prefill(
     // The output holds the queries after they are turned.
     let q = if problem.rotary.is_some() { attention.o } else { attention.q };
     problem.check_strides(q)?;
-    let (block_q, block_kv) = match tile {
-        CacheTile::Many(tile) => (tile.tile.block_q() as usize, tile.tile.block_kv as usize),
-        CacheTile::Few(tile) => (tile.rows as usize, FEWEST_SLOTS),
-        CacheTile::Latent(tile) => (tile.rows as usize, FEWEST_SLOTS),
-        CacheTile::Several(_) => (AttentionDecodeHopper::ROWS as usize, FEWEST_SLOTS),
+    let CacheTile::Many(tile) = tile else {
+        let what = format!("{}: this kernel has another plan", kernel.symbol());
+        return Err(unsupported::<AttentionDecodeProblem>(&gpu.compute_capability, what));
     };
-    let tiles_q = attention.seqlen_q.div_ceil(block_q.max(1));
-    let tiles = grid_x(&[tiles_q, attention.num_heads_q, attention.batch])?;
+    let block_kv = tile.tile.block_kv as usize;
+    let (packs, splits) = (Packs::of(&tile, attention), splits(&tile, problem, gpu));
+    let heads = attention.num_heads_kv * packs.count;
+    let tiles = grid_x(&[packs.tiles_q, heads, attention.batch, splits])?;
     let blocks = grid_of(kernel, tiles as usize, gpu)?;
     let fewest_queries = others(kernel, problem, gpu)?.map_or(0, |(_, most)| most + 1);
     let scores = score_params(attention);
     // Sequences have lengths of their own, so sections of heads are within one.
-    let sections = heads_per_section(attention, &scores.window, true, blocks, tiles_q);
+    let sections = heads_per_section(attention, &scores.window, true, blocks, packs.tiles_q);
     let plan = AttentionCachePlan {
         scores,
         longest: to_i32("seqlen_q", attention.seqlen_q)?,
         heads_per_section: to_i32("num_heads_q", sections)?,
         fewest_queries: to_i32("seqlen_q", fewest_queries)?,
         box_rows: to_i32("box", box_rows(cache.page_size, cache.capacity, block_kv))?,
+        pack: to_i32("num_heads_q", packs.heads)?,
+        splits: to_i32("splits", splits)?,
     };
-    Ok(PrefillPlan { plan, config: LaunchConfig::of(kernel, blocks, true) })
+    let combine = (splits > 1).then(|| plan_combine(problem)).transpose()?;
+    Ok(PrefillPlan { plan, config: LaunchConfig::of(kernel, blocks, true), combine })
+}
+
+/// The launch that combines splits.
+fn plan_combine(problem: &AttentionDecodeProblem) -> Result<(&'static Kernel, LaunchConfig)> {
+    static KERNEL: LazyLock<Option<&Kernel>> = LazyLock::new(|| {
+        let mut kernels = blockflash_sys::manifest::kernels().iter();
+        kernels.find(|kernel| matches!(kernel.variant, Variant::AttentionCombine(_)))
+    });
+    let kernel = KERNEL.expect("the table has a kernel that combines splits");
+    let attention = &problem.attention;
+    let AttentionProblem { batch, seqlen_q, num_heads_q, head_dims, .. } = *attention;
+    let blocks = AttentionCombineOperands::blocks([batch, seqlen_q, num_heads_q, head_dims.v]);
+    let too_large = Error::TooLarge {
+        what: "rows of all heads",
+        value: batch.saturating_mul(seqlen_q).saturating_mul(num_heads_q),
+        limit: i32::MAX as usize,
+    };
+    Ok((kernel, LaunchConfig::of(kernel, blocks.ok_or(too_large)?, true)))
 }
 
 /// Slots that one TMA load takes: as many as a key tile and a page have in whole parts. The only

@@ -4,7 +4,6 @@ use crate::check::Operand;
 use crate::kv_append::AppendKvProblem;
 use crate::kv_cache::{CacheSizes, KvCache, RotarySizes, token_sizes};
 use crate::{Error, Result};
-use blockflash_sys::manifest::AttentionDecodeHopper;
 use blockflash_sys::{DType, ElementTypes};
 use std::ops::RangeInclusive;
 
@@ -97,12 +96,11 @@ impl AttentionDecodeProblem {
     }
 
     /// Whether the kernel is the one that is estimated to be the fastest: also where lengths are on
-    /// the device and the head_dim has no kernel for several queries, as if all were full.
+    /// the device, as if all sequences filled the cache.
     pub(super) fn is_estimated(&self) -> bool {
         let attention = &self.attention;
         let given = self.cache.seqused_kv && attention.packed.is_none() && self.pages.is_none();
-        let wide = attention.head_dims.max() > AttentionDecodeHopper::WIDEST;
-        self.splits_by_batch() || given && wide && !self.batch_invariant
+        self.splits_by_batch() || given && !self.batch_invariant
     }
 
     /// Whether a kernel that can divides the keys of all sequences evenly among CTAs, since their

@@ -1,5 +1,6 @@
 use super::AttentionDecodeProblem;
-use super::estimate::{fastest, unsplit};
+use super::estimate::fastest;
+use super::many;
 use super::tile::{CacheTile, split_tile, tile};
 use crate::Result;
 use crate::attention::{Rows, Strides};
@@ -13,9 +14,9 @@ use std::sync::LazyLock;
 /// The kernel for attention to a cache on a GPU. Among the usable kernels it prefers machine code
 /// over PTX, then the smallest head_dim tile that fits. Where a sequence can have this many queries
 /// that their tiles fill a GPU, it is the kernel for many queries, which is launched together with
-/// one for the sequences with few. Where the host knows the lengths, it is the one of all kernels
-/// that is estimated to be the fastest for this batch; beyond head_dim 128 also where it does not,
-/// for a batch that fills the cache. Otherwise, or with `batch_invariant`, more
+/// one for the sequences with few. Where all sequences have equally many queries and visit all
+/// pages, it is the one of all kernels that is estimated to be the fastest for this batch, as if
+/// it filled the cache where lengths are on the device. Otherwise, or with `batch_invariant`, more
 /// than 8 rows (queries times heads that share keys) have the kernel for several queries: packed
 /// sequences have another one, because which it is must not follow from the longest of them. Among
 /// the others it has the fewest rows that hold all queries of a group of heads, else the most rows.
@@ -84,8 +85,10 @@ impl Problem for AttentionDecodeProblem {
             CacheTile::Many(tile) if many => {
                 (false, false, false, u64::from(u32::MAX - tile.tile.block_q()))
             }
-            CacheTile::Many(tile) if problem.is_estimated() && has_several(problem) => {
-                by_time(unsplit(tile, problem, c.gpu))
+            CacheTile::Many(tile)
+                if problem.is_estimated() && problem.attention.packed.is_none() =>
+            {
+                by_time(many::fastest(tile, problem, c.gpu).time)
             }
             CacheTile::Few(_) | CacheTile::Several(_) if problem.is_estimated() => {
                 let tile = split_tile(c.kernel, c.tile, problem, c.gpu);

@@ -44,9 +44,9 @@ unsafe impl Launch for AttentionFwdE4m3 {
 
     fn encode(&self, operands: &Self::Operands<'_>, params: &mut Self::Params) -> Result<()> {
         let (fwd, columns) = (&mut params.fwd, self.box_columns());
-        fwd.q = encode_boxes(&operands.q, [columns, BOX_ROWS_Q])?;
-        fwd.k = encode_boxes(&operands.k, [columns, self.block_kv])?;
-        fwd.v = encode_boxes(&operands.v, [columns, self.block_kv])?;
+        fwd.q = encode_boxes(&operands.q, [columns, BOX_ROWS_Q, 1])?;
+        fwd.k = encode_boxes(&operands.k, [columns, self.block_kv, 1])?;
+        fwd.v = encode_boxes(&operands.v, [columns, self.block_kv, 1])?;
         Ok(())
     }
 

@@ -13,13 +13,13 @@ use blockflash_sys::params::{
 };
 
 /// Columns of a TMA box: as many two-byte elements as one row of the swizzle holds.
-const BOX_COLUMNS: u32 = 64;
+pub(super) const BOX_COLUMNS: u32 = 64;
 /// Rows of a box of q: one warpgroup's rows.
 pub(super) const BOX_ROWS_Q: u32 = 64;
 /// Rows of a box of a bias: those of a warpgroup.
 const BOX_ROWS_BIAS: u32 = 64;
 /// Rows of a box of o: one warp's rows.
-pub(super) const BOX_ROWS_O: u32 = 16;
+const BOX_ROWS_O: u32 = 16;
 
 // SAFETY:
 // 1. This is the parameter struct of the Hopper kernels of attention forward with score terms;
@@ -157,11 +157,12 @@ pub(super) fn fit_output(
 /// The map of a `[batch, sequence, head, head_dim]` tensor, or a packed `[rows, head, head_dim]`
 /// one, with the dimensions (head_dim, sequence, head, batch).
 pub(super) fn encode(view: &View<'_>, box_rows: u32) -> Result<blockflash_tensor_map> {
-    encode_boxes(view, [BOX_COLUMNS, box_rows])
+    encode_boxes(view, [BOX_COLUMNS, box_rows, 1])
 }
 
-/// The same with boxes of this many columns, whose bytes a swizzle spans, and rows.
-pub(super) fn encode_boxes(view: &View<'_>, boxes: [u32; 2]) -> Result<blockflash_tensor_map> {
+/// The same with boxes of this many columns, whose bytes a swizzle spans, rows of the sequence, and
+/// heads.
+pub(super) fn encode_boxes(view: &View<'_>, boxes: [u32; 3]) -> Result<blockflash_tensor_map> {
     let key = Key::of_view(view, boxes);
     if let Some(opaque) = key.as_ref().and_then(Key::find) {
         return Ok(blockflash_tensor_map { opaque });
@@ -173,7 +174,7 @@ pub(super) fn encode_boxes(view: &View<'_>, boxes: [u32; 2]) -> Result<blockflas
     Ok(map)
 }
 
-fn encode_new(view: &View<'_>, [columns, rows]: [u32; 2]) -> Result<blockflash_tensor_map> {
+fn encode_new(view: &View<'_>, boxes: [u32; 3]) -> Result<blockflash_tensor_map> {
     let dims = view
         .shape()
         .iter()
@@ -185,6 +186,7 @@ fn encode_new(view: &View<'_>, [columns, rows]: [u32; 2]) -> Result<blockflash_t
     for (at, (size, stride)) in dims.enumerate().take(4) {
         (sizes[at], strides[at]) = (size, stride);
     }
+    let [columns, rows, heads] = boxes;
     let bytes = view.dtype().size() as u64;
     // The innermost dimensions of a view are (head, head_dim); a map needs (sequence, head_dim)
     // there. The stride of a dimension of size 1 is never used but has to be a valid one.
@@ -194,7 +196,7 @@ fn encode_new(view: &View<'_>, [columns, rows]: [u32; 2]) -> Result<blockflash_t
         dtype: view.dtype(),
         shape: &[sizes[0], sizes[2], sizes[1], sizes[3]],
         strides_bytes: &[stride(2), stride(1), stride(3)],
-        box_shape: &[columns, rows, 1, 1],
+        box_shape: &[columns, rows, heads, 1],
         swizzle: if u64::from(columns) * bytes == 64 { Swizzle::B64 } else { Swizzle::B128 },
     };
     spec.encode(view)

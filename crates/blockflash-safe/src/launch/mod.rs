@@ -6,6 +6,7 @@ mod attention_bwd_terms;
 mod attention_bwd_tma;
 mod attention_bwd_workspace;
 mod attention_cache;
+mod attention_combine;
 mod attention_decode;
 mod attention_decode_codes;
 mod attention_decode_runs;
@@ -55,6 +56,7 @@ pub use attention_bwd_workspace::{
     AttentionBwdParts, STATISTICS_ROWS, attention_bwd_part_values, attention_bwd_workspace,
 };
 pub use attention_cache::AttentionCachePlan;
+pub use attention_combine::AttentionCombineOperands;
 pub use attention_decode::AttentionDecodeOperands;
 pub use attention_decode_codes::CodesDecode;
 pub use attention_decode_scalars::AttentionDecodeScalars;
@@ -101,6 +103,7 @@ pub fn param_bytes(kernel: &Kernel) -> Option<usize> {
         of::<manifest::AttentionBwd>,
         of::<manifest::AttentionBwdHopper>,
         of::<manifest::AttentionCacheHopper>,
+        of::<manifest::AttentionCombine>,
         of::<manifest::AttentionDecode>,
         of::<CodesDecode>,
         of::<manifest::AttentionDecodeHopper>,

@@ -173,6 +173,18 @@ impl AttentionFwdHopper {
         self.terms && !self.bits_only
     }
 
+    /// Bytes of the output on its way to global memory, where there is room. In the largest tiles
+    /// that is where a bias is.
+    pub(super) fn staging_bytes(&self) -> u32 {
+        let staged = (self.q_in_registers || self.q_stages == 2)
+            && self.blocks_per_multiprocessor == 1
+            && self.block_rows == 1
+            && !(self.head_dims.qk != self.head_dims.v && self.stages == 2)
+            && !(self.adds_terms() && (self.head_dims.v == 128 || self.warpgroups == 3));
+        let panels = self.head_dims.v.div_ceil(64) as u32;
+        u32::from(staged) * self.warpgroups * 64 * panels * Self::PANEL_ROW_BYTES
+    }
+
     /// Queries that visit the same keys: of a CTA, or of one of its block rows.
     pub const fn block_q(&self) -> u32 {
         64 * self.warpgroups / (self.heads * self.block_rows)
@@ -220,19 +232,12 @@ impl Family for AttentionFwdHopper {
             self.stages * (qk + v + ones)
         };
         let kv_rows = kv_panels * self.block_kv * self.block_rows;
-        // The output on its way to global memory, where there is room. In the largest tiles that
-        // is where a bias is.
-        let staged = (self.q_in_registers || self.q_stages == 2)
-            && self.blocks_per_multiprocessor == 1
-            && self.block_rows == 1
-            && !unequal
-            && !(self.adds_terms() && (self.head_dims.v == 128 || self.warpgroups == 3));
-        let o_rows = if staged { self.warpgroups * 64 * v } else { 0 };
         let boxes = match self.adds_terms() {
             true => self.warpgroups * (self.block_kv / 64 + 1),
             false => 0,
         };
-        (q_rows + kv_rows + o_rows) * Self::PANEL_ROW_BYTES
+        (q_rows + kv_rows) * Self::PANEL_ROW_BYTES
+            + self.staging_bytes()
             + boxes * Self::BOX_BYTES
             + self.extra_bytes()
     }

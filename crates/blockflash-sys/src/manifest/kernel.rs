@@ -130,8 +130,9 @@ mod tests {
     }
 
     /// The kernels of Hopper are persistent, apart from the probes, most of the attention backward
-    /// and the attention of small grids and of wide heads, and so are decoding, the choice of pages
-    /// and copies of rows; the last two divide their work in a fixed way.
+    /// the attention of small grids and of wide heads and the combination of splits, and so are
+    /// decoding, the choice of pages and copies of rows; the last two divide their work in a fixed
+    /// way.
     #[test]
     fn persistent_kernels_count_tiles() {
         for kernel in manifest::kernels() {
@@ -140,9 +141,15 @@ mod tests {
                 tile.step == AttentionBwdStep::KeysAndSums && tile.head_dims.max() <= 128
             });
             let one_tile_each = !sums
-                && ["probe", "attention_bwd", "attention_fwd_small", "attention_fwd_wide"]
-                    .iter()
-                    .any(|op| source.starts_with(op));
+                && [
+                    "probe",
+                    "attention_bwd",
+                    "attention_combine",
+                    "attention_fwd_small",
+                    "attention_fwd_wide",
+                ]
+                .iter()
+                .any(|op| source.starts_with(op));
             let decodes = ["attention_decode_sm80", "attention_latent_sm80"].contains(&source);
             let counts = source.ends_with("_sm90a") && !one_tile_each || decodes;
             let persistent = counts || ["page_choice_sm80", "row_copy_sm80"].contains(&source);

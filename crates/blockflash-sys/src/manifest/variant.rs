@@ -1,11 +1,12 @@
 use super::family::Family;
 use super::{
-    attention_bwd_sm80, attention_bwd_sm90a, attention_cache_sm90a, attention_decode_sm80,
-    attention_decode_sm90a, attention_fwd_e4m3_sm90a, attention_fwd_sm80, attention_fwd_sm90a,
-    attention_fwd_small_sm90a, attention_fwd_wide_sm90a, attention_latent_sm80,
-    attention_latent_sm90a, attention_merge_sm80, block_mask, bsr_matmul_any_sm80,
-    bsr_matmul_narrow_sm80, bsr_matmul_sm80, bsr_matmul_sm90a, bsr_sddmm_sm80, bsr_sddmm_sm90a,
-    kv_append_codes_sm80, kv_append_sm80, page_choice, probe, quantize_sm80, row_copy_sm80,
+    attention_bwd_sm80, attention_bwd_sm90a, attention_cache_sm90a, attention_combine_sm90a,
+    attention_decode_sm80, attention_decode_sm90a, attention_fwd_e4m3_sm90a, attention_fwd_sm80,
+    attention_fwd_sm90a, attention_fwd_small_sm90a, attention_fwd_wide_sm90a,
+    attention_latent_sm80, attention_latent_sm90a, attention_merge_sm80, block_mask,
+    bsr_matmul_any_sm80, bsr_matmul_narrow_sm80, bsr_matmul_sm80, bsr_matmul_sm90a, bsr_sddmm_sm80,
+    bsr_sddmm_sm90a, kv_append_codes_sm80, kv_append_sm80, page_choice, probe, quantize_sm80,
+    row_copy_sm80,
 };
 use crate::Target;
 
@@ -30,6 +31,8 @@ pub enum Variant {
     AttentionBwdHopper(attention_bwd_sm90a::AttentionBwdHopper),
     /// Attention of many queries to the keys of a cache, with the instructions of Hopper.
     AttentionCacheHopper(attention_cache_sm90a::AttentionCacheHopper),
+    /// Attention over a cache from its splits, with the instructions of Hopper.
+    AttentionCombine(attention_combine_sm90a::AttentionCombine),
     /// Attention of few queries to the keys of a cache, with the instructions of Ampere and later.
     AttentionDecode(attention_decode_sm80::AttentionDecode),
     /// Attention of several queries to the keys of a cache, with the instructions of Hopper.
@@ -84,6 +87,7 @@ impl Variant {
             Variant::AttentionBwd(tile) => tile,
             Variant::AttentionBwdHopper(tile) => tile,
             Variant::AttentionCacheHopper(tile) => tile,
+            Variant::AttentionCombine(kernel) => kernel,
             Variant::AttentionDecode(tile) => tile,
             Variant::AttentionDecodeHopper(tile) => tile,
             Variant::AttentionLatent(tile) => tile,
@@ -116,6 +120,7 @@ impl Variant {
         variants.extend(attention_bwd_sm90a::tiles(target).map(Variant::AttentionBwdHopper));
         variants.extend(attention_bwd_sm80::tiles(target).map(Variant::AttentionBwd));
         variants.extend(attention_cache_sm90a::tiles(target).map(Variant::AttentionCacheHopper));
+        variants.extend(attention_combine_sm90a::tiles(target).map(Variant::AttentionCombine));
         variants.extend(attention_decode_sm80::tiles(target).map(Variant::AttentionDecode));
         variants.extend(attention_decode_sm90a::tiles(target).map(Variant::AttentionDecodeHopper));
         variants.extend(attention_latent_sm80::tiles(target).map(Variant::AttentionLatent));

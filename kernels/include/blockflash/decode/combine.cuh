@@ -42,10 +42,11 @@ struct Slot {
     const float2 of_row = __ldcg(logs + row + rows_before);
     return {__ldcg(sum(p, row, piece) + rows_before * p.head_dim_v / 4), of_row.x, of_row.y};
   }
+  // The logarithms of a row are stored with one of its pieces.
   __device__ __forceinline__ void store(const blockflash_attention_decode_params& p, int row,
-                                        int piece, const Partial& x) const {
+                                        int piece, const Partial& x, int with_logs = 0) const {
     __stcg(sum(p, row, piece), x.sum);
-    if (piece == 0) __stcg(logs + row, make_float2(x.reference, x.denominator));
+    if (piece == with_logs) __stcg(logs + row, make_float2(x.reference, x.denominator));
   }
 };
 
@@ -79,6 +80,10 @@ __device__ __forceinline__ void combine_splits(const blockflash_attention_decode
   const Slot slot(p, item.slot_of(first));
   const int64_t rows_apart = static_cast<int64_t>(step) * item.slot_step * p.partial_rows;
   const int pieces = rows_of<Tile>(p, item) * kColumns4;
+  // Where the threads take a row in several turns, the last one stores its logarithms: until then
+  // they are those of split `first`.
+  const int with_logs =
+      kColumns4 > Tile::threads ? (p.head_dim_v / 4 - 1) / Tile::threads * Tile::threads : 0;
   // A thread has several pieces of larger tiles on their way at once.
   constexpr int kAtOnce = Tile::rows > kMostRowsOfRuns ? 2 : 1;
   for (int i = 0; i < pieces; i += kAtOnce * Tile::threads) {
@@ -104,7 +109,7 @@ __device__ __forceinline__ void combine_splits(const blockflash_attention_decode
       if (to_output)
         store_result<Tile>(p, item, row_of(n), piece_of(n), x[n]);
       else
-        slot.store(p, row_of(n), piece_of(n), x[n]);
+        slot.store(p, row_of(n), piece_of(n), x[n], with_logs);
     }
   }
 }
