@@ -77,6 +77,8 @@ const std::vector<Problem> kPlain = {
     {{5, 5, 5}, {0, 77, 160}, 160, 32, 1, 4, kD, kD - 3 * kPart, 40, 0, 2, false, false, 20, true},
     {{3, 0, 7}, {9, 30, 96}, 96, 16, 1, 2, kD - kPart, kD, kAll, 0, 3, true},
 };
+// Two groups of splits, for tiles whose threads take a row in several turns.
+const Problem kGroups{{1}, {2100}, 2100, 2100, 1, 2, kD, kD, kAll, 0, 3};
 Problem with_scales(Problem problem, Scales k, Scales v, bool bf16, bool hostile = false,
                     float peak = 1) {
   problem.k_scales = k, problem.v_scales = v, problem.bf16 = bf16;
@@ -460,7 +462,7 @@ void check(const Problem& problem, int number, std::mt19937& schedules) {
   write_more(params);
   const int rows = min(data.most * problem.group, int{Config::rows});
   const int row_tiles = (data.most * problem.group + Config::rows - 1) / Config::rows;
-  params.items = data.batch * row_tiles * problem.heads_kv * 8, params.partial_rows = rows;
+  params.items = data.batch * row_tiles * problem.heads_kv * 20, params.partial_rows = rows;
   in_every_schedule(schedules, [&](Run& run) {
     const Tensor<Output> o(data.total * data.heads * problem.dv, schedules, NAN);
     const Tensor<float> lse(data.total * data.heads, schedules, NAN);
@@ -483,6 +485,7 @@ int main() {
   std::mt19937 random(7);
   int number = 0;
   for (const Problem& problem : kPlain) check<Element>(problem, number++, random);
+  if constexpr (kD > 256) check<Element>(kGroups, number++, random);
   if constexpr (kHasTerms)
     for (const Problem& problem : kTerms) check<Element>(problem, number++, random);
   if constexpr (kHasCodes)

@@ -1,7 +1,7 @@
 //! The tiles of the kernels, and what the division of the work follows from.
 
 use super::AttentionDecodeProblem;
-use super::estimate::{LATENT_PACE, pace};
+use super::estimate::{LATENT_PACE, TWO_WARPS, pace};
 use crate::attention::Rows;
 use blockflash_safe::CudaProperties;
 use blockflash_sys::manifest::{
@@ -148,9 +148,10 @@ impl Tile {
     }
 }
 
-/// Fewest keys of a split of latent rows, whose partial results are as large as 28 keys: where the
-/// batch decides about splits, and where it does not.
-const LATENT_SPLIT: [usize; 2] = [128, 256];
+/// Fewest keys of a split of latent rows, whose partial results are as large as 28 keys. With 128
+/// one sequence of 8,192 keys took 32 µs on an H200, with 256 it takes 18
+/// (`kernels/attention_latent_sm90a/NOTES.md`).
+const LATENT_SPLIT: usize = 256;
 
 /// What the division of the work follows from; `None` for a kernel that splits no keys.
 pub(super) fn split_tile(
@@ -172,10 +173,7 @@ pub(super) fn split_tile(
                 let fewest = if problem.group_rows() > rows as usize / 2 { 512 } else { 256 };
                 (rows, 256, blocks, fewest, &[8, 4, 1])
             }
-            CacheTile::Latent(tile) => {
-                let fewest = LATENT_SPLIT[usize::from(problem.batch_invariant)];
-                (tile.rows, 32, tile.min_blocks, fewest, &[1])
-            }
+            CacheTile::Latent(tile) => (tile.rows, 32, tile.min_blocks, LATENT_SPLIT, &[1]),
             CacheTile::Many(_) => return None,
         };
     let is_hopper = matches!(tile, CacheTile::Latent(tile) if tile.hopper);
@@ -188,7 +186,14 @@ pub(super) fn split_tile(
         runs,
         counts_lengths: matches!(tile, CacheTile::Several(_)) || is_hopper,
         stores_runs: runs == [1] && !tile.is_latent(),
-        pace: if is_hopper { LATENT_PACE } else { pace(rows as usize) },
+        pace: match tile {
+            _ if is_hopper => LATENT_PACE,
+            CacheTile::Few(few) if few.warps == 2 && !few.has_codes() => {
+                let [item, alone, beside] = pace(rows as usize);
+                [item, alone * TWO_WARPS, beside * TWO_WARPS]
+            }
+            _ => pace(rows as usize),
+        },
         fills: tile.is_latent() && !is_hopper,
         cluster: kernel.most_in_cluster().unwrap_or(1) as usize,
         columns: match tile {
