@@ -10,7 +10,14 @@ const GROUPS: [(&str, &[&str]); 7] = [
     ("its gradients", &["attention_bwd"]),
     (
         "attention over a cache",
-        &["attention_decode", "attention_latent", "attention_merge", "kv_append", "page_"],
+        &[
+            "attention_combine",
+            "attention_decode",
+            "attention_latent",
+            "attention_merge",
+            "kv_append",
+            "page_",
+        ],
     ),
     ("quantising to 8 bits", &["quantize"]),
     ("block masks made on the device", &["block_"]),
