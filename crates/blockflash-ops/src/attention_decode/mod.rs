@@ -90,7 +90,8 @@ use blockflash_sys::{DType, Kernel, manifest};
 ///
 /// A GPU takes f16 and bf16 with a `head_dim` of any multiple of 8 up to 512 (beside codes of 16 up
 /// to 256), pages of a multiple of 16 slots, and pointers and strides of multiples of 16 bytes; a
-/// bias, ALiBi and [`tail_mask`](Self::tail_mask) with all of that. The CPU takes every problem.
+/// bias, ALiBi and [`tail_mask`](Self::tail_mask) up to a `head_dim` of 256, beside all of that but
+/// codes. The CPU takes every problem.
 #[derive(Clone, Copy, Debug)]
 pub struct AttentionDecode<'a> {
     /// Queries, `[batch, seqlen_q, num_heads_q, head_dim]`, or packed

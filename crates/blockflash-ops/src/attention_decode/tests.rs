@@ -377,6 +377,13 @@ fn score_terms_have_kernels() {
                     assert!(workspace_bytes(kernel, &problem, &gpu).unwrap() >= items);
                 }
             }
+            // Wider heads have none.
+            let cache = CacheSizes::contiguous(DType::BF16, [3, 8192], 8, 512);
+            let mut wide = AttentionDecodeProblem::of(cache, queries, 32);
+            wide.attention.scores.alibi = true;
+            for wide in [wide, AttentionDecodeProblem { tail_mask, ..wide }] {
+                assert!(matches!(select(&wide, &gpu), Err(Error::Unsupported { .. })));
+            }
             let few = |problem| match tile(select(problem, &gpu).unwrap()) {
                 Some(CacheTile::Few(tile)) => tile.terms,
                 _ => false,

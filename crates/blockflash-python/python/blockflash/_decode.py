@@ -68,12 +68,12 @@ def attention_decode(
     at most as the capacity, and what is in slots beyond a length does not matter. They must not
     change while a call runs: its results are unspecified then.
 
-    On a GPU the element types are float16 and bfloat16, the head dimension is a multiple of 8 up to
-    256, and pages have a multiple of 16 slots. The CPU takes every call, also in float32. There is
-    no gradient. A cache may also be `torch.float8_e4m3fn`, `torch.float8_e5m2` or `torch.int8`,
-    beside q, k and v in the types above; on a GPU with a head dimension of a multiple of 16 and
-    without bias, ALiBi and `tail_mask`. Autocast lowers float32 operands, but never caches that are
-    written.
+    On a GPU the element types are float16 and bfloat16, the head dimension is a multiple of 8
+    up to 512, or 256 with bias, ALiBi or `tail_mask`, and pages have a multiple of 16 slots.
+    The CPU takes every call, also in float32. There is no gradient. A cache may also be
+    `torch.float8_e4m3fn`, `torch.float8_e5m2` or `torch.int8`, beside q, k and v in the types
+    above; on a GPU with a head dimension of a multiple of 16 up to 256 and without bias, ALiBi
+    and `tail_mask`. Autocast lowers float32 operands, but never caches that are written.
 
     Args:
         q: Queries, `[B, Sq, Hq, D]`, or packed `[Tq, Hq, D]` with `cu_seqlens_q`.

@@ -47,6 +47,8 @@ class BlockflashImpl(AttentionImpl[BlockflashMetadata]):
             raise Unsupported(
                 f"ALiBi with kv_cache_dtype {kv_cache_dtype}: give --kv-cache-dtype auto"
             )
+        if alibi_slopes is not None and head_size > 256:
+            raise Unsupported(f"ALiBi with head_size {head_size}: kernels with it take up to 256")
         if sinks is not None and sinks.shape != (num_heads,):
             raise ValueError(f"sinks have shape {list(sinks.shape)}, expected [{num_heads}]")
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
