@@ -740,6 +740,588 @@ const _: () = {
         "Offset of field: blockflash_attention_fwd_e4m3_params::scales",
     ][::core::mem::offset_of!(blockflash_attention_fwd_e4m3_params, scales) - 832usize];
 };
+/** Keys and values of a cache: one page per sequence, or pages that a block table names.
+
+ Key j of sequence b is in slot j % page_size of page block_table\[b, j / page_size\], or of page
+ b without a table. What the device alone knows is clamped: page numbers to \[0, pages), lengths to
+ \[0, capacity\]. Keys from the length on are never read.*/
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct blockflash_kv_cache {
+    /// \[pages, page_size, num_heads_kv, head_dim_qk\], or any other order by strides
+    pub k: *const ::core::ffi::c_void,
+    /// the same with head_dim_v
+    pub v: *const ::core::ffi::c_void,
+    /// \[batch, ceil(capacity / page_size)\]; null: page b for sequence b
+    pub block_table: *const i32,
+    /// \[batch\] keys of each sequence; null: all have `capacity`
+    pub seqused: *const i32,
+    pub k_stride_page: i64,
+    pub k_stride_slot: i64,
+    pub k_stride_head: i64,
+    pub v_stride_page: i64,
+    pub v_stride_slot: i64,
+    pub v_stride_head: i64,
+    /// of sequences
+    pub block_table_stride: i64,
+    /// of k and v, at least 1 unless capacity is 0; `batch` without a table
+    pub pages: i32,
+    /// slots of a page: a multiple of 16 unless a sequence has one page only
+    pub page_size: i32,
+    /// the most keys of a sequence: page_size · columns of the table
+    pub capacity: i32,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    [
+        "Size of blockflash_kv_cache",
+    ][::core::mem::size_of::<blockflash_kv_cache>() - 104usize];
+    [
+        "Alignment of blockflash_kv_cache",
+    ][::core::mem::align_of::<blockflash_kv_cache>() - 8usize];
+    [
+        "Offset of field: blockflash_kv_cache::k",
+    ][::core::mem::offset_of!(blockflash_kv_cache, k) - 0usize];
+    [
+        "Offset of field: blockflash_kv_cache::v",
+    ][::core::mem::offset_of!(blockflash_kv_cache, v) - 8usize];
+    [
+        "Offset of field: blockflash_kv_cache::block_table",
+    ][::core::mem::offset_of!(blockflash_kv_cache, block_table) - 16usize];
+    [
+        "Offset of field: blockflash_kv_cache::seqused",
+    ][::core::mem::offset_of!(blockflash_kv_cache, seqused) - 24usize];
+    [
+        "Offset of field: blockflash_kv_cache::k_stride_page",
+    ][::core::mem::offset_of!(blockflash_kv_cache, k_stride_page) - 32usize];
+    [
+        "Offset of field: blockflash_kv_cache::k_stride_slot",
+    ][::core::mem::offset_of!(blockflash_kv_cache, k_stride_slot) - 40usize];
+    [
+        "Offset of field: blockflash_kv_cache::k_stride_head",
+    ][::core::mem::offset_of!(blockflash_kv_cache, k_stride_head) - 48usize];
+    [
+        "Offset of field: blockflash_kv_cache::v_stride_page",
+    ][::core::mem::offset_of!(blockflash_kv_cache, v_stride_page) - 56usize];
+    [
+        "Offset of field: blockflash_kv_cache::v_stride_slot",
+    ][::core::mem::offset_of!(blockflash_kv_cache, v_stride_slot) - 64usize];
+    [
+        "Offset of field: blockflash_kv_cache::v_stride_head",
+    ][::core::mem::offset_of!(blockflash_kv_cache, v_stride_head) - 72usize];
+    [
+        "Offset of field: blockflash_kv_cache::block_table_stride",
+    ][::core::mem::offset_of!(blockflash_kv_cache, block_table_stride) - 80usize];
+    [
+        "Offset of field: blockflash_kv_cache::pages",
+    ][::core::mem::offset_of!(blockflash_kv_cache, pages) - 88usize];
+    [
+        "Offset of field: blockflash_kv_cache::page_size",
+    ][::core::mem::offset_of!(blockflash_kv_cache, page_size) - 92usize];
+    [
+        "Offset of field: blockflash_kv_cache::capacity",
+    ][::core::mem::offset_of!(blockflash_kv_cache, capacity) - 96usize];
+};
+/** Attention of few queries to the keys of a cache. Options are those of attention forward.
+
+ Rows are the queries of a sequence times the num_heads_q / num_heads_kv heads that share a key
+ head, heads fastest; a row tile has the tile's `rows` of them. The keys that some query of a
+ sequence attends to, from a multiple of 16 on, are divided into splits of `chunk` keys:
+
+ chunk = ceil64(max(clamp(ceil(keys / splits), chunk_min, chunk_max), ceil(keys / 256)))
+ n     = max(1, ceil(keys / chunk))
+
+ An item is a run of 2^run_log2 splits, or the rest of them, for one row tile of one key head. The
+ items of a sequence are numbered as (run · row tiles + row tile) · num_heads_kv + head, those of
+ the next sequence follow. The CTA that completes a row tile combines the results of its splits,
+ in groups of 16, so that results do not depend on the length of the runs.*/
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct blockflash_attention_decode_params {
+    /// \[batch, seqlen_q, num_heads_q, head_dim_qk\]; packed: \[total_q, …\]
+    pub q: *const ::core::ffi::c_void,
+    /// the same with head_dim_v
+    pub o: *mut ::core::ffi::c_void,
+    /** \[batch, num_heads_q, seqlen_q\], natural logarithm; packed: \[num_heads_q, total_q\]
+ with a stride of 0 for the batch; may be null*/
+    pub lse: *mut f32,
+    /** \[batch + 1\] offsets into packed queries; null: all sequences have
+ seqlen_q*/
+    pub cu_seqlens_q: *const i32,
+    pub cache: blockflash_kv_cache,
+    /** \[batch, num_heads_kv, page_list_capacity\] columns of the block table
+ that each key head visits, ascending and without repeats; null: all.
+ Clamped to the columns of the table*/
+    pub page_list: *const i32,
+    /** \[batch\] listed pages, the same for all heads; clamped to
+ \[0, page_list_capacity\]*/
+    pub page_count: *const i32,
+    /** workspace, \[slots, partial_rows, head_dim_v\] with items · 2^run_log2
+ slots; null if no sequence can have more than one split*/
+    pub partial_sums: *mut f32,
+    /// workspace, \[slots, partial_rows, 2\]: log2 reference and denominator
+    pub partial_logs: *mut f32,
+    /// workspace, \[2 + slots\], zeros before the first launch that uses them
+    pub arrivals: *mut u64,
+    /** two zeros, left as zeros: {next item, CTAs that are done}; not used if
+ the grid has a CTA for each item*/
+    pub tile_counter: *mut u32,
+    pub q_stride_batch: i64,
+    pub q_stride_seq: i64,
+    pub q_stride_head: i64,
+    pub o_stride_batch: i64,
+    pub o_stride_seq: i64,
+    pub o_stride_head: i64,
+    pub lse_stride_batch: i64,
+    pub lse_stride_head: i64,
+    pub batch: i32,
+    pub num_heads_q: i32,
+    pub num_heads_kv: i32,
+    /// num_heads_q / num_heads_kv
+    pub group: i32,
+    /// the longest sequence of queries when packed
+    pub seqlen_q: i32,
+    /// rows of q and o when packed; offsets are clamped to them
+    pub total_q: i32,
+    /// multiples of 8, each at most the tile's
+    pub head_dim_qk: i32,
+    /// multiples of 8, each at most the tile's
+    pub head_dim_v: i32,
+    /// sequences with more queries belong to another kernel and are left alone
+    pub most_queries: i32,
+    pub page_list_capacity: i32,
+    /** room in the workspace. Items beyond it, which only offsets that do not
+ ascend can have, are not computed*/
+    pub items: i32,
+    /// min(rows, seqlen_q · num_heads_q / num_heads_kv)
+    pub partial_rows: i32,
+    /// of a sequence of medium length
+    pub splits: i32,
+    /// keys of a split, multiples of 64, at most 2^20
+    pub chunk_min: i32,
+    /// keys of a split, multiples of 64, at most 2^20
+    pub chunk_max: i32,
+    /// splits of an item, at most 16
+    pub run_log2: i32,
+    pub scores: blockflash_scores,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    [
+        "Size of blockflash_attention_decode_params",
+    ][::core::mem::size_of::<blockflash_attention_decode_params>() - 352usize];
+    [
+        "Alignment of blockflash_attention_decode_params",
+    ][::core::mem::align_of::<blockflash_attention_decode_params>() - 8usize];
+    [
+        "Offset of field: blockflash_attention_decode_params::q",
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, q) - 0usize];
+    [
+        "Offset of field: blockflash_attention_decode_params::o",
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, o) - 8usize];
+    [
+        "Offset of field: blockflash_attention_decode_params::lse",
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, lse) - 16usize];
+    [
+        "Offset of field: blockflash_attention_decode_params::cu_seqlens_q",
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, cu_seqlens_q)
+        - 24usize];
+    [
+        "Offset of field: blockflash_attention_decode_params::cache",
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, cache) - 32usize];
+    [
+        "Offset of field: blockflash_attention_decode_params::page_list",
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, page_list) - 136usize];
+    [
+        "Offset of field: blockflash_attention_decode_params::page_count",
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, page_count)
+        - 144usize];
+    [
+        "Offset of field: blockflash_attention_decode_params::partial_sums",
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, partial_sums)
+        - 152usize];
+    [
+        "Offset of field: blockflash_attention_decode_params::partial_logs",
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, partial_logs)
+        - 160usize];
+    [
+        "Offset of field: blockflash_attention_decode_params::arrivals",
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, arrivals) - 168usize];
+    [
+        "Offset of field: blockflash_attention_decode_params::tile_counter",
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, tile_counter)
+        - 176usize];
+    [
+        "Offset of field: blockflash_attention_decode_params::q_stride_batch",
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, q_stride_batch)
+        - 184usize];
+    [
+        "Offset of field: blockflash_attention_decode_params::q_stride_seq",
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, q_stride_seq)
+        - 192usize];
+    [
+        "Offset of field: blockflash_attention_decode_params::q_stride_head",
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, q_stride_head)
+        - 200usize];
+    [
+        "Offset of field: blockflash_attention_decode_params::o_stride_batch",
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, o_stride_batch)
+        - 208usize];
+    [
+        "Offset of field: blockflash_attention_decode_params::o_stride_seq",
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, o_stride_seq)
+        - 216usize];
+    [
+        "Offset of field: blockflash_attention_decode_params::o_stride_head",
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, o_stride_head)
+        - 224usize];
+    [
+        "Offset of field: blockflash_attention_decode_params::lse_stride_batch",
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, lse_stride_batch)
+        - 232usize];
+    [
+        "Offset of field: blockflash_attention_decode_params::lse_stride_head",
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, lse_stride_head)
+        - 240usize];
+    [
+        "Offset of field: blockflash_attention_decode_params::batch",
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, batch) - 248usize];
+    [
+        "Offset of field: blockflash_attention_decode_params::num_heads_q",
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, num_heads_q)
+        - 252usize];
+    [
+        "Offset of field: blockflash_attention_decode_params::num_heads_kv",
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, num_heads_kv)
+        - 256usize];
+    [
+        "Offset of field: blockflash_attention_decode_params::group",
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, group) - 260usize];
+    [
+        "Offset of field: blockflash_attention_decode_params::seqlen_q",
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, seqlen_q) - 264usize];
+    [
+        "Offset of field: blockflash_attention_decode_params::total_q",
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, total_q) - 268usize];
+    [
+        "Offset of field: blockflash_attention_decode_params::head_dim_qk",
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, head_dim_qk)
+        - 272usize];
+    [
+        "Offset of field: blockflash_attention_decode_params::head_dim_v",
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, head_dim_v)
+        - 276usize];
+    [
+        "Offset of field: blockflash_attention_decode_params::most_queries",
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, most_queries)
+        - 280usize];
+    [
+        "Offset of field: blockflash_attention_decode_params::page_list_capacity",
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, page_list_capacity)
+        - 284usize];
+    [
+        "Offset of field: blockflash_attention_decode_params::items",
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, items) - 288usize];
+    [
+        "Offset of field: blockflash_attention_decode_params::partial_rows",
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, partial_rows)
+        - 292usize];
+    [
+        "Offset of field: blockflash_attention_decode_params::splits",
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, splits) - 296usize];
+    [
+        "Offset of field: blockflash_attention_decode_params::chunk_min",
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, chunk_min) - 300usize];
+    [
+        "Offset of field: blockflash_attention_decode_params::chunk_max",
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, chunk_max) - 304usize];
+    [
+        "Offset of field: blockflash_attention_decode_params::run_log2",
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, run_log2) - 308usize];
+    [
+        "Offset of field: blockflash_attention_decode_params::scores",
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, scores) - 312usize];
+};
+/** Attention of many queries to the keys of a cache, with the tiles of attention forward.
+
+ In `fwd`, cu_seqlens_q tells whether queries are packed, seqlen_kv is the capacity, and k, v,
+ cu_seqlens_kv and the block mask are null. The maps of k and v have the dimensions (head_dim_qk
+ or head_dim_v, slot, head, page) and boxes of 64 columns and `box_rows` slots, which are in one
+ page.*/
+#[repr(C)]
+#[repr(align(64))]
+#[derive(Debug, Copy, Clone)]
+pub struct blockflash_attention_cache_params {
+    pub fwd: blockflash_attention_fwd_tma_params,
+    pub cache: blockflash_kv_cache,
+    /// sequences with fewer queries belong to another kernel
+    pub fewest_queries: i32,
+    /** a divisor of the tile's block_kv and, with several pages per sequence,
+ of page_size*/
+    pub box_rows: i32,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    [
+        "Size of blockflash_attention_cache_params",
+    ][::core::mem::size_of::<blockflash_attention_cache_params>() - 960usize];
+    [
+        "Alignment of blockflash_attention_cache_params",
+    ][::core::mem::align_of::<blockflash_attention_cache_params>() - 64usize];
+    [
+        "Offset of field: blockflash_attention_cache_params::fwd",
+    ][::core::mem::offset_of!(blockflash_attention_cache_params, fwd) - 0usize];
+    [
+        "Offset of field: blockflash_attention_cache_params::cache",
+    ][::core::mem::offset_of!(blockflash_attention_cache_params, cache) - 832usize];
+    [
+        "Offset of field: blockflash_attention_cache_params::fewest_queries",
+    ][::core::mem::offset_of!(blockflash_attention_cache_params, fewest_queries)
+        - 936usize];
+    [
+        "Offset of field: blockflash_attention_cache_params::box_rows",
+    ][::core::mem::offset_of!(blockflash_attention_cache_params, box_rows) - 940usize];
+};
+/** Combines attention over disjoint sets of keys: o and lse of all keys from those of each set, in
+ ascending order.*/
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct blockflash_attention_merge_params {
+    /// \[count, rows, num_heads_q, head_dim_v\]
+    pub parts: *const ::core::ffi::c_void,
+    /// \[count, num_heads_q, rows\], natural logarithm; null: parts are added
+    pub parts_lse: *const f32,
+    /// \[rows, num_heads_q, head_dim_v\]
+    pub o: *mut ::core::ffi::c_void,
+    /// \[num_heads_q, rows\]; may be null
+    pub lse: *mut f32,
+    pub parts_stride_part: i64,
+    pub parts_stride_row: i64,
+    pub parts_stride_head: i64,
+    pub parts_lse_stride_part: i64,
+    pub parts_lse_stride_row: i64,
+    pub parts_lse_stride_head: i64,
+    pub o_stride_row: i64,
+    pub o_stride_head: i64,
+    pub lse_stride_row: i64,
+    pub lse_stride_head: i64,
+    pub count: i32,
+    pub rows: i32,
+    pub num_heads_q: i32,
+    /// a multiple of 8
+    pub head_dim_v: i32,
+    /// BLOCKFLASH_DTYPE_…
+    pub parts_dtype: i32,
+    /// BLOCKFLASH_DTYPE_…
+    pub o_dtype: i32,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    [
+        "Size of blockflash_attention_merge_params",
+    ][::core::mem::size_of::<blockflash_attention_merge_params>() - 136usize];
+    [
+        "Alignment of blockflash_attention_merge_params",
+    ][::core::mem::align_of::<blockflash_attention_merge_params>() - 8usize];
+    [
+        "Offset of field: blockflash_attention_merge_params::parts",
+    ][::core::mem::offset_of!(blockflash_attention_merge_params, parts) - 0usize];
+    [
+        "Offset of field: blockflash_attention_merge_params::parts_lse",
+    ][::core::mem::offset_of!(blockflash_attention_merge_params, parts_lse) - 8usize];
+    [
+        "Offset of field: blockflash_attention_merge_params::o",
+    ][::core::mem::offset_of!(blockflash_attention_merge_params, o) - 16usize];
+    [
+        "Offset of field: blockflash_attention_merge_params::lse",
+    ][::core::mem::offset_of!(blockflash_attention_merge_params, lse) - 24usize];
+    [
+        "Offset of field: blockflash_attention_merge_params::parts_stride_part",
+    ][::core::mem::offset_of!(blockflash_attention_merge_params, parts_stride_part)
+        - 32usize];
+    [
+        "Offset of field: blockflash_attention_merge_params::parts_stride_row",
+    ][::core::mem::offset_of!(blockflash_attention_merge_params, parts_stride_row)
+        - 40usize];
+    [
+        "Offset of field: blockflash_attention_merge_params::parts_stride_head",
+    ][::core::mem::offset_of!(blockflash_attention_merge_params, parts_stride_head)
+        - 48usize];
+    [
+        "Offset of field: blockflash_attention_merge_params::parts_lse_stride_part",
+    ][::core::mem::offset_of!(blockflash_attention_merge_params, parts_lse_stride_part)
+        - 56usize];
+    [
+        "Offset of field: blockflash_attention_merge_params::parts_lse_stride_row",
+    ][::core::mem::offset_of!(blockflash_attention_merge_params, parts_lse_stride_row)
+        - 64usize];
+    [
+        "Offset of field: blockflash_attention_merge_params::parts_lse_stride_head",
+    ][::core::mem::offset_of!(blockflash_attention_merge_params, parts_lse_stride_head)
+        - 72usize];
+    [
+        "Offset of field: blockflash_attention_merge_params::o_stride_row",
+    ][::core::mem::offset_of!(blockflash_attention_merge_params, o_stride_row)
+        - 80usize];
+    [
+        "Offset of field: blockflash_attention_merge_params::o_stride_head",
+    ][::core::mem::offset_of!(blockflash_attention_merge_params, o_stride_head)
+        - 88usize];
+    [
+        "Offset of field: blockflash_attention_merge_params::lse_stride_row",
+    ][::core::mem::offset_of!(blockflash_attention_merge_params, lse_stride_row)
+        - 96usize];
+    [
+        "Offset of field: blockflash_attention_merge_params::lse_stride_head",
+    ][::core::mem::offset_of!(blockflash_attention_merge_params, lse_stride_head)
+        - 104usize];
+    [
+        "Offset of field: blockflash_attention_merge_params::count",
+    ][::core::mem::offset_of!(blockflash_attention_merge_params, count) - 112usize];
+    [
+        "Offset of field: blockflash_attention_merge_params::rows",
+    ][::core::mem::offset_of!(blockflash_attention_merge_params, rows) - 116usize];
+    [
+        "Offset of field: blockflash_attention_merge_params::num_heads_q",
+    ][::core::mem::offset_of!(blockflash_attention_merge_params, num_heads_q)
+        - 120usize];
+    [
+        "Offset of field: blockflash_attention_merge_params::head_dim_v",
+    ][::core::mem::offset_of!(blockflash_attention_merge_params, head_dim_v) - 124usize];
+    [
+        "Offset of field: blockflash_attention_merge_params::parts_dtype",
+    ][::core::mem::offset_of!(blockflash_attention_merge_params, parts_dtype)
+        - 128usize];
+    [
+        "Offset of field: blockflash_attention_merge_params::o_dtype",
+    ][::core::mem::offset_of!(blockflash_attention_merge_params, o_dtype) - 132usize];
+};
+/** The keys of each query, as runs of 2^granularity_log2 neighbours: entry e of a query stands for
+ keys \[e · 2^granularity_log2, (e + 1) · 2^granularity_log2) of its sequence.
+
+ A list is in any order and may hold anything: negative entries, which pad it, and keys that do
+ not exist or that the window hides are skipped, and an entry that is listed twice counts
+ twice.*/
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct blockflash_index_lists {
+    /// \[groups, queries, capacity\]; not read if capacity is 0
+    pub entries: *const i32,
+    pub stride_group: i64,
+    pub stride_query: i64,
+    /// 1, num_heads_kv or num_heads_q
+    pub groups: i32,
+    /// total_q when packed, else batch · seqlen_q, sequence by sequence
+    pub queries: i32,
+    pub capacity: i32,
+    /// 0, 2, 4, 6 or 7; capacity · 2^granularity_log2 is below 2^30
+    pub granularity_log2: i32,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    [
+        "Size of blockflash_index_lists",
+    ][::core::mem::size_of::<blockflash_index_lists>() - 40usize];
+    [
+        "Alignment of blockflash_index_lists",
+    ][::core::mem::align_of::<blockflash_index_lists>() - 8usize];
+    [
+        "Offset of field: blockflash_index_lists::entries",
+    ][::core::mem::offset_of!(blockflash_index_lists, entries) - 0usize];
+    [
+        "Offset of field: blockflash_index_lists::stride_group",
+    ][::core::mem::offset_of!(blockflash_index_lists, stride_group) - 8usize];
+    [
+        "Offset of field: blockflash_index_lists::stride_query",
+    ][::core::mem::offset_of!(blockflash_index_lists, stride_query) - 16usize];
+    [
+        "Offset of field: blockflash_index_lists::groups",
+    ][::core::mem::offset_of!(blockflash_index_lists, groups) - 24usize];
+    [
+        "Offset of field: blockflash_index_lists::queries",
+    ][::core::mem::offset_of!(blockflash_index_lists, queries) - 28usize];
+    [
+        "Offset of field: blockflash_index_lists::capacity",
+    ][::core::mem::offset_of!(blockflash_index_lists, capacity) - 32usize];
+    [
+        "Offset of field: blockflash_index_lists::granularity_log2",
+    ][::core::mem::offset_of!(blockflash_index_lists, granularity_log2) - 36usize];
+};
+/** Attention to the keys of a cache, or packed ones, that lists name.
+
+ Heads that share a list and a key head are a unit: units = max(groups, num_heads_kv). Unit u has
+ the query heads \[u · group, (u + 1) · group), the key head u · num_heads_kv / units and the list
+ u · groups / units. Its rows are those heads of one query, in row tiles of the tile's `rows`.
+
+ Position i of a list is key i % 2^granularity_log2 of entry i / 2^granularity_log2. Positions
+ \[0, capacity · 2^granularity_log2) are divided into splits of `chunk`, so whatever lists and
+ lengths hold:
+
+ splits    = max(1, ceil(capacity · 2^granularity_log2 / chunk))
+ row_tiles = ceil(group / rows)
+
+ An item is a run of 2^run_log2 splits, or the rest of them, for one row tile of one unit. The
+ items of a query are numbered as (run · row_tiles + row_tile) · units + unit, those of the next
+ query follow. A launch has
+
+ items = queries · ceil(splits / 2^run_log2) · row_tiles · units    (in `base.items`)
+ slots = items · 2^run_log2
+
+ and needs no workspace with one split. Split s of query t, row tile r and unit u has the slot
+
+ ((t · runs · row_tiles · units) << run_log2) + (s · row_tiles + r) · units + u
+
+ with runs = ceil(splits / 2^run_log2). The word of a group of 16 splits in `arrivals` is that of
+ the slot of its first split, behind the first two words; that of split 1 counts groups. The order
+ of sums depends on `chunk` alone.
+
+ On Hopper a launch of clusters of n CTAs, n <= 16, has run_log2 = 0 and CTAs for
+ ceil(splits / 16) clusters of each row tile and unit of each query, numbered as the items of runs
+ of 16 are; n is min(splits, 16), and with more than 16 splits it is 16. It leaves `items` at the
+ number of single splits.*/
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct blockflash_attention_index_params {
+    /** group is num_heads_q / units, partial_rows min(rows, group), run_log2 at most 4.
+ Without page_list and page_count; splits, chunk_min, chunk_max and most_queries are
+ not read. Rows of packed queries that are in no sequence become 0*/
+    pub base: blockflash_attention_decode_params,
+    pub lists: blockflash_index_lists,
+    /** \[batch + 1\] offsets into the slots of page 0 of the cache, which
+ has one page, no table and no seqused; its page_size is
+ the number of all packed keys, and its capacity the most of a
+ sequence. Clamped like offsets of queries. Null: the cache tells
+ the keys of each sequence*/
+    pub cu_seqlens_kv: *const i32,
+    pub units: i32,
+    /// positions of a split, a multiple of 64
+    pub chunk: i32,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    [
+        "Size of blockflash_attention_index_params",
+    ][::core::mem::size_of::<blockflash_attention_index_params>() - 408usize];
+    [
+        "Alignment of blockflash_attention_index_params",
+    ][::core::mem::align_of::<blockflash_attention_index_params>() - 8usize];
+    [
+        "Offset of field: blockflash_attention_index_params::base",
+    ][::core::mem::offset_of!(blockflash_attention_index_params, base) - 0usize];
+    [
+        "Offset of field: blockflash_attention_index_params::lists",
+    ][::core::mem::offset_of!(blockflash_attention_index_params, lists) - 352usize];
+    [
+        "Offset of field: blockflash_attention_index_params::cu_seqlens_kv",
+    ][::core::mem::offset_of!(blockflash_attention_index_params, cu_seqlens_kv)
+        - 392usize];
+    [
+        "Offset of field: blockflash_attention_index_params::units",
+    ][::core::mem::offset_of!(blockflash_attention_index_params, units) - 400usize];
+    [
+        "Offset of field: blockflash_attention_index_params::chunk",
+    ][::core::mem::offset_of!(blockflash_attention_index_params, chunk) - 404usize];
+};
 /** Score terms, in this order: once the score of query i and key j has been scaled and capped, the
  bias is added, then ALiBi, slope·-|i + seqlen_kv - seqlen_q - j|; pairs whose bit is 0 are masked
  as those outside the window.*/
@@ -2020,462 +2602,6 @@ const _: () = {
     [
         "Offset of field: blockflash_bsr_sddmm_portable_params::beta",
     ][::core::mem::offset_of!(blockflash_bsr_sddmm_portable_params, beta) - 96usize];
-};
-/** Keys and values of a cache: one page per sequence, or pages that a block table names.
-
- Key j of sequence b is in slot j % page_size of page block_table\[b, j / page_size\], or of page
- b without a table. What the device alone knows is clamped: page numbers to \[0, pages), lengths to
- \[0, capacity\]. Keys from the length on are never read.*/
-#[repr(C)]
-#[derive(Debug, Copy, Clone)]
-pub struct blockflash_kv_cache {
-    /// \[pages, page_size, num_heads_kv, head_dim_qk\], or any other order by strides
-    pub k: *const ::core::ffi::c_void,
-    /// the same with head_dim_v
-    pub v: *const ::core::ffi::c_void,
-    /// \[batch, ceil(capacity / page_size)\]; null: page b for sequence b
-    pub block_table: *const i32,
-    /// \[batch\] keys of each sequence; null: all have `capacity`
-    pub seqused: *const i32,
-    pub k_stride_page: i64,
-    pub k_stride_slot: i64,
-    pub k_stride_head: i64,
-    pub v_stride_page: i64,
-    pub v_stride_slot: i64,
-    pub v_stride_head: i64,
-    /// of sequences
-    pub block_table_stride: i64,
-    /// of k and v, at least 1 unless capacity is 0; `batch` without a table
-    pub pages: i32,
-    /// slots of a page: a multiple of 16 unless a sequence has one page only
-    pub page_size: i32,
-    /// the most keys of a sequence: page_size · columns of the table
-    pub capacity: i32,
-}
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
-const _: () = {
-    [
-        "Size of blockflash_kv_cache",
-    ][::core::mem::size_of::<blockflash_kv_cache>() - 104usize];
-    [
-        "Alignment of blockflash_kv_cache",
-    ][::core::mem::align_of::<blockflash_kv_cache>() - 8usize];
-    [
-        "Offset of field: blockflash_kv_cache::k",
-    ][::core::mem::offset_of!(blockflash_kv_cache, k) - 0usize];
-    [
-        "Offset of field: blockflash_kv_cache::v",
-    ][::core::mem::offset_of!(blockflash_kv_cache, v) - 8usize];
-    [
-        "Offset of field: blockflash_kv_cache::block_table",
-    ][::core::mem::offset_of!(blockflash_kv_cache, block_table) - 16usize];
-    [
-        "Offset of field: blockflash_kv_cache::seqused",
-    ][::core::mem::offset_of!(blockflash_kv_cache, seqused) - 24usize];
-    [
-        "Offset of field: blockflash_kv_cache::k_stride_page",
-    ][::core::mem::offset_of!(blockflash_kv_cache, k_stride_page) - 32usize];
-    [
-        "Offset of field: blockflash_kv_cache::k_stride_slot",
-    ][::core::mem::offset_of!(blockflash_kv_cache, k_stride_slot) - 40usize];
-    [
-        "Offset of field: blockflash_kv_cache::k_stride_head",
-    ][::core::mem::offset_of!(blockflash_kv_cache, k_stride_head) - 48usize];
-    [
-        "Offset of field: blockflash_kv_cache::v_stride_page",
-    ][::core::mem::offset_of!(blockflash_kv_cache, v_stride_page) - 56usize];
-    [
-        "Offset of field: blockflash_kv_cache::v_stride_slot",
-    ][::core::mem::offset_of!(blockflash_kv_cache, v_stride_slot) - 64usize];
-    [
-        "Offset of field: blockflash_kv_cache::v_stride_head",
-    ][::core::mem::offset_of!(blockflash_kv_cache, v_stride_head) - 72usize];
-    [
-        "Offset of field: blockflash_kv_cache::block_table_stride",
-    ][::core::mem::offset_of!(blockflash_kv_cache, block_table_stride) - 80usize];
-    [
-        "Offset of field: blockflash_kv_cache::pages",
-    ][::core::mem::offset_of!(blockflash_kv_cache, pages) - 88usize];
-    [
-        "Offset of field: blockflash_kv_cache::page_size",
-    ][::core::mem::offset_of!(blockflash_kv_cache, page_size) - 92usize];
-    [
-        "Offset of field: blockflash_kv_cache::capacity",
-    ][::core::mem::offset_of!(blockflash_kv_cache, capacity) - 96usize];
-};
-/** Attention of few queries to the keys of a cache. Options are those of attention forward.
-
- Rows are the queries of a sequence times the num_heads_q / num_heads_kv heads that share a key
- head, heads fastest; a row tile has the tile's `rows` of them. The keys that some query of a
- sequence attends to, from a multiple of 16 on, are divided into splits of `chunk` keys:
-
- chunk = ceil64(max(clamp(ceil(keys / splits), chunk_min, chunk_max), ceil(keys / 256)))
- n     = max(1, ceil(keys / chunk))
-
- An item is a run of 2^run_log2 splits, or the rest of them, for one row tile of one key head. The
- items of a sequence are numbered as (run · row tiles + row tile) · num_heads_kv + head, those of
- the next sequence follow. The CTA that completes a row tile combines the results of its splits,
- in groups of 16, so that results do not depend on the length of the runs.*/
-#[repr(C)]
-#[derive(Debug, Copy, Clone)]
-pub struct blockflash_attention_decode_params {
-    /// \[batch, seqlen_q, num_heads_q, head_dim_qk\]; packed: \[total_q, …\]
-    pub q: *const ::core::ffi::c_void,
-    /// the same with head_dim_v
-    pub o: *mut ::core::ffi::c_void,
-    /** \[batch, num_heads_q, seqlen_q\], natural logarithm; packed: \[num_heads_q, total_q\]
- with a stride of 0 for the batch; may be null*/
-    pub lse: *mut f32,
-    /** \[batch + 1\] offsets into packed queries; null: all sequences have
- seqlen_q*/
-    pub cu_seqlens_q: *const i32,
-    pub cache: blockflash_kv_cache,
-    /** \[batch, num_heads_kv, page_list_capacity\] columns of the block table
- that each key head visits, ascending and without repeats; null: all.
- Clamped to the columns of the table*/
-    pub page_list: *const i32,
-    /** \[batch\] listed pages, the same for all heads; clamped to
- \[0, page_list_capacity\]*/
-    pub page_count: *const i32,
-    /** workspace, \[slots, partial_rows, head_dim_v\] with items · 2^run_log2
- slots; null if no sequence can have more than one split*/
-    pub partial_sums: *mut f32,
-    /// workspace, \[slots, partial_rows, 2\]: log2 reference and denominator
-    pub partial_logs: *mut f32,
-    /// workspace, \[2 + slots\], zeros before the first launch that uses them
-    pub arrivals: *mut u64,
-    /** two zeros, left as zeros: {next item, CTAs that are done}; not used if
- the grid has a CTA for each item*/
-    pub tile_counter: *mut u32,
-    pub q_stride_batch: i64,
-    pub q_stride_seq: i64,
-    pub q_stride_head: i64,
-    pub o_stride_batch: i64,
-    pub o_stride_seq: i64,
-    pub o_stride_head: i64,
-    pub lse_stride_batch: i64,
-    pub lse_stride_head: i64,
-    pub batch: i32,
-    pub num_heads_q: i32,
-    pub num_heads_kv: i32,
-    /// num_heads_q / num_heads_kv
-    pub group: i32,
-    /// the longest sequence of queries when packed
-    pub seqlen_q: i32,
-    /// rows of q and o when packed; offsets are clamped to them
-    pub total_q: i32,
-    /// multiples of 8, each at most the tile's
-    pub head_dim_qk: i32,
-    /// multiples of 8, each at most the tile's
-    pub head_dim_v: i32,
-    /// sequences with more queries belong to another kernel and are left alone
-    pub most_queries: i32,
-    pub page_list_capacity: i32,
-    /** room in the workspace. Items beyond it, which only offsets that do not
- ascend can have, are not computed*/
-    pub items: i32,
-    /// min(rows, seqlen_q · num_heads_q / num_heads_kv)
-    pub partial_rows: i32,
-    /// of a sequence of medium length
-    pub splits: i32,
-    /// keys of a split, multiples of 64, at most 2^20
-    pub chunk_min: i32,
-    /// keys of a split, multiples of 64, at most 2^20
-    pub chunk_max: i32,
-    /// splits of an item, at most 16
-    pub run_log2: i32,
-    pub scores: blockflash_scores,
-}
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
-const _: () = {
-    [
-        "Size of blockflash_attention_decode_params",
-    ][::core::mem::size_of::<blockflash_attention_decode_params>() - 352usize];
-    [
-        "Alignment of blockflash_attention_decode_params",
-    ][::core::mem::align_of::<blockflash_attention_decode_params>() - 8usize];
-    [
-        "Offset of field: blockflash_attention_decode_params::q",
-    ][::core::mem::offset_of!(blockflash_attention_decode_params, q) - 0usize];
-    [
-        "Offset of field: blockflash_attention_decode_params::o",
-    ][::core::mem::offset_of!(blockflash_attention_decode_params, o) - 8usize];
-    [
-        "Offset of field: blockflash_attention_decode_params::lse",
-    ][::core::mem::offset_of!(blockflash_attention_decode_params, lse) - 16usize];
-    [
-        "Offset of field: blockflash_attention_decode_params::cu_seqlens_q",
-    ][::core::mem::offset_of!(blockflash_attention_decode_params, cu_seqlens_q)
-        - 24usize];
-    [
-        "Offset of field: blockflash_attention_decode_params::cache",
-    ][::core::mem::offset_of!(blockflash_attention_decode_params, cache) - 32usize];
-    [
-        "Offset of field: blockflash_attention_decode_params::page_list",
-    ][::core::mem::offset_of!(blockflash_attention_decode_params, page_list) - 136usize];
-    [
-        "Offset of field: blockflash_attention_decode_params::page_count",
-    ][::core::mem::offset_of!(blockflash_attention_decode_params, page_count)
-        - 144usize];
-    [
-        "Offset of field: blockflash_attention_decode_params::partial_sums",
-    ][::core::mem::offset_of!(blockflash_attention_decode_params, partial_sums)
-        - 152usize];
-    [
-        "Offset of field: blockflash_attention_decode_params::partial_logs",
-    ][::core::mem::offset_of!(blockflash_attention_decode_params, partial_logs)
-        - 160usize];
-    [
-        "Offset of field: blockflash_attention_decode_params::arrivals",
-    ][::core::mem::offset_of!(blockflash_attention_decode_params, arrivals) - 168usize];
-    [
-        "Offset of field: blockflash_attention_decode_params::tile_counter",
-    ][::core::mem::offset_of!(blockflash_attention_decode_params, tile_counter)
-        - 176usize];
-    [
-        "Offset of field: blockflash_attention_decode_params::q_stride_batch",
-    ][::core::mem::offset_of!(blockflash_attention_decode_params, q_stride_batch)
-        - 184usize];
-    [
-        "Offset of field: blockflash_attention_decode_params::q_stride_seq",
-    ][::core::mem::offset_of!(blockflash_attention_decode_params, q_stride_seq)
-        - 192usize];
-    [
-        "Offset of field: blockflash_attention_decode_params::q_stride_head",
-    ][::core::mem::offset_of!(blockflash_attention_decode_params, q_stride_head)
-        - 200usize];
-    [
-        "Offset of field: blockflash_attention_decode_params::o_stride_batch",
-    ][::core::mem::offset_of!(blockflash_attention_decode_params, o_stride_batch)
-        - 208usize];
-    [
-        "Offset of field: blockflash_attention_decode_params::o_stride_seq",
-    ][::core::mem::offset_of!(blockflash_attention_decode_params, o_stride_seq)
-        - 216usize];
-    [
-        "Offset of field: blockflash_attention_decode_params::o_stride_head",
-    ][::core::mem::offset_of!(blockflash_attention_decode_params, o_stride_head)
-        - 224usize];
-    [
-        "Offset of field: blockflash_attention_decode_params::lse_stride_batch",
-    ][::core::mem::offset_of!(blockflash_attention_decode_params, lse_stride_batch)
-        - 232usize];
-    [
-        "Offset of field: blockflash_attention_decode_params::lse_stride_head",
-    ][::core::mem::offset_of!(blockflash_attention_decode_params, lse_stride_head)
-        - 240usize];
-    [
-        "Offset of field: blockflash_attention_decode_params::batch",
-    ][::core::mem::offset_of!(blockflash_attention_decode_params, batch) - 248usize];
-    [
-        "Offset of field: blockflash_attention_decode_params::num_heads_q",
-    ][::core::mem::offset_of!(blockflash_attention_decode_params, num_heads_q)
-        - 252usize];
-    [
-        "Offset of field: blockflash_attention_decode_params::num_heads_kv",
-    ][::core::mem::offset_of!(blockflash_attention_decode_params, num_heads_kv)
-        - 256usize];
-    [
-        "Offset of field: blockflash_attention_decode_params::group",
-    ][::core::mem::offset_of!(blockflash_attention_decode_params, group) - 260usize];
-    [
-        "Offset of field: blockflash_attention_decode_params::seqlen_q",
-    ][::core::mem::offset_of!(blockflash_attention_decode_params, seqlen_q) - 264usize];
-    [
-        "Offset of field: blockflash_attention_decode_params::total_q",
-    ][::core::mem::offset_of!(blockflash_attention_decode_params, total_q) - 268usize];
-    [
-        "Offset of field: blockflash_attention_decode_params::head_dim_qk",
-    ][::core::mem::offset_of!(blockflash_attention_decode_params, head_dim_qk)
-        - 272usize];
-    [
-        "Offset of field: blockflash_attention_decode_params::head_dim_v",
-    ][::core::mem::offset_of!(blockflash_attention_decode_params, head_dim_v)
-        - 276usize];
-    [
-        "Offset of field: blockflash_attention_decode_params::most_queries",
-    ][::core::mem::offset_of!(blockflash_attention_decode_params, most_queries)
-        - 280usize];
-    [
-        "Offset of field: blockflash_attention_decode_params::page_list_capacity",
-    ][::core::mem::offset_of!(blockflash_attention_decode_params, page_list_capacity)
-        - 284usize];
-    [
-        "Offset of field: blockflash_attention_decode_params::items",
-    ][::core::mem::offset_of!(blockflash_attention_decode_params, items) - 288usize];
-    [
-        "Offset of field: blockflash_attention_decode_params::partial_rows",
-    ][::core::mem::offset_of!(blockflash_attention_decode_params, partial_rows)
-        - 292usize];
-    [
-        "Offset of field: blockflash_attention_decode_params::splits",
-    ][::core::mem::offset_of!(blockflash_attention_decode_params, splits) - 296usize];
-    [
-        "Offset of field: blockflash_attention_decode_params::chunk_min",
-    ][::core::mem::offset_of!(blockflash_attention_decode_params, chunk_min) - 300usize];
-    [
-        "Offset of field: blockflash_attention_decode_params::chunk_max",
-    ][::core::mem::offset_of!(blockflash_attention_decode_params, chunk_max) - 304usize];
-    [
-        "Offset of field: blockflash_attention_decode_params::run_log2",
-    ][::core::mem::offset_of!(blockflash_attention_decode_params, run_log2) - 308usize];
-    [
-        "Offset of field: blockflash_attention_decode_params::scores",
-    ][::core::mem::offset_of!(blockflash_attention_decode_params, scores) - 312usize];
-};
-/** Attention of many queries to the keys of a cache, with the tiles of attention forward.
-
- In `fwd`, cu_seqlens_q tells whether queries are packed, seqlen_kv is the capacity, and k, v,
- cu_seqlens_kv and the block mask are null. The maps of k and v have the dimensions (head_dim_qk
- or head_dim_v, slot, head, page) and boxes of 64 columns and `box_rows` slots, which are in one
- page.*/
-#[repr(C)]
-#[repr(align(64))]
-#[derive(Debug, Copy, Clone)]
-pub struct blockflash_attention_cache_params {
-    pub fwd: blockflash_attention_fwd_tma_params,
-    pub cache: blockflash_kv_cache,
-    /// sequences with fewer queries belong to another kernel
-    pub fewest_queries: i32,
-    /** a divisor of the tile's block_kv and, with several pages per sequence,
- of page_size*/
-    pub box_rows: i32,
-}
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
-const _: () = {
-    [
-        "Size of blockflash_attention_cache_params",
-    ][::core::mem::size_of::<blockflash_attention_cache_params>() - 960usize];
-    [
-        "Alignment of blockflash_attention_cache_params",
-    ][::core::mem::align_of::<blockflash_attention_cache_params>() - 64usize];
-    [
-        "Offset of field: blockflash_attention_cache_params::fwd",
-    ][::core::mem::offset_of!(blockflash_attention_cache_params, fwd) - 0usize];
-    [
-        "Offset of field: blockflash_attention_cache_params::cache",
-    ][::core::mem::offset_of!(blockflash_attention_cache_params, cache) - 832usize];
-    [
-        "Offset of field: blockflash_attention_cache_params::fewest_queries",
-    ][::core::mem::offset_of!(blockflash_attention_cache_params, fewest_queries)
-        - 936usize];
-    [
-        "Offset of field: blockflash_attention_cache_params::box_rows",
-    ][::core::mem::offset_of!(blockflash_attention_cache_params, box_rows) - 940usize];
-};
-/** Combines attention over disjoint sets of keys: o and lse of all keys from those of each set, in
- ascending order.*/
-#[repr(C)]
-#[derive(Debug, Copy, Clone)]
-pub struct blockflash_attention_merge_params {
-    /// \[count, rows, num_heads_q, head_dim_v\]
-    pub parts: *const ::core::ffi::c_void,
-    /// \[count, num_heads_q, rows\], natural logarithm; null: parts are added
-    pub parts_lse: *const f32,
-    /// \[rows, num_heads_q, head_dim_v\]
-    pub o: *mut ::core::ffi::c_void,
-    /// \[num_heads_q, rows\]; may be null
-    pub lse: *mut f32,
-    pub parts_stride_part: i64,
-    pub parts_stride_row: i64,
-    pub parts_stride_head: i64,
-    pub parts_lse_stride_part: i64,
-    pub parts_lse_stride_row: i64,
-    pub parts_lse_stride_head: i64,
-    pub o_stride_row: i64,
-    pub o_stride_head: i64,
-    pub lse_stride_row: i64,
-    pub lse_stride_head: i64,
-    pub count: i32,
-    pub rows: i32,
-    pub num_heads_q: i32,
-    /// a multiple of 8
-    pub head_dim_v: i32,
-    /// BLOCKFLASH_DTYPE_…
-    pub parts_dtype: i32,
-    /// BLOCKFLASH_DTYPE_…
-    pub o_dtype: i32,
-}
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
-const _: () = {
-    [
-        "Size of blockflash_attention_merge_params",
-    ][::core::mem::size_of::<blockflash_attention_merge_params>() - 136usize];
-    [
-        "Alignment of blockflash_attention_merge_params",
-    ][::core::mem::align_of::<blockflash_attention_merge_params>() - 8usize];
-    [
-        "Offset of field: blockflash_attention_merge_params::parts",
-    ][::core::mem::offset_of!(blockflash_attention_merge_params, parts) - 0usize];
-    [
-        "Offset of field: blockflash_attention_merge_params::parts_lse",
-    ][::core::mem::offset_of!(blockflash_attention_merge_params, parts_lse) - 8usize];
-    [
-        "Offset of field: blockflash_attention_merge_params::o",
-    ][::core::mem::offset_of!(blockflash_attention_merge_params, o) - 16usize];
-    [
-        "Offset of field: blockflash_attention_merge_params::lse",
-    ][::core::mem::offset_of!(blockflash_attention_merge_params, lse) - 24usize];
-    [
-        "Offset of field: blockflash_attention_merge_params::parts_stride_part",
-    ][::core::mem::offset_of!(blockflash_attention_merge_params, parts_stride_part)
-        - 32usize];
-    [
-        "Offset of field: blockflash_attention_merge_params::parts_stride_row",
-    ][::core::mem::offset_of!(blockflash_attention_merge_params, parts_stride_row)
-        - 40usize];
-    [
-        "Offset of field: blockflash_attention_merge_params::parts_stride_head",
-    ][::core::mem::offset_of!(blockflash_attention_merge_params, parts_stride_head)
-        - 48usize];
-    [
-        "Offset of field: blockflash_attention_merge_params::parts_lse_stride_part",
-    ][::core::mem::offset_of!(blockflash_attention_merge_params, parts_lse_stride_part)
-        - 56usize];
-    [
-        "Offset of field: blockflash_attention_merge_params::parts_lse_stride_row",
-    ][::core::mem::offset_of!(blockflash_attention_merge_params, parts_lse_stride_row)
-        - 64usize];
-    [
-        "Offset of field: blockflash_attention_merge_params::parts_lse_stride_head",
-    ][::core::mem::offset_of!(blockflash_attention_merge_params, parts_lse_stride_head)
-        - 72usize];
-    [
-        "Offset of field: blockflash_attention_merge_params::o_stride_row",
-    ][::core::mem::offset_of!(blockflash_attention_merge_params, o_stride_row)
-        - 80usize];
-    [
-        "Offset of field: blockflash_attention_merge_params::o_stride_head",
-    ][::core::mem::offset_of!(blockflash_attention_merge_params, o_stride_head)
-        - 88usize];
-    [
-        "Offset of field: blockflash_attention_merge_params::lse_stride_row",
-    ][::core::mem::offset_of!(blockflash_attention_merge_params, lse_stride_row)
-        - 96usize];
-    [
-        "Offset of field: blockflash_attention_merge_params::lse_stride_head",
-    ][::core::mem::offset_of!(blockflash_attention_merge_params, lse_stride_head)
-        - 104usize];
-    [
-        "Offset of field: blockflash_attention_merge_params::count",
-    ][::core::mem::offset_of!(blockflash_attention_merge_params, count) - 112usize];
-    [
-        "Offset of field: blockflash_attention_merge_params::rows",
-    ][::core::mem::offset_of!(blockflash_attention_merge_params, rows) - 116usize];
-    [
-        "Offset of field: blockflash_attention_merge_params::num_heads_q",
-    ][::core::mem::offset_of!(blockflash_attention_merge_params, num_heads_q)
-        - 120usize];
-    [
-        "Offset of field: blockflash_attention_merge_params::head_dim_v",
-    ][::core::mem::offset_of!(blockflash_attention_merge_params, head_dim_v) - 124usize];
-    [
-        "Offset of field: blockflash_attention_merge_params::parts_dtype",
-    ][::core::mem::offset_of!(blockflash_attention_merge_params, parts_dtype)
-        - 128usize];
-    [
-        "Offset of field: blockflash_attention_merge_params::o_dtype",
-    ][::core::mem::offset_of!(blockflash_attention_merge_params, o_dtype) - 132usize];
 };
 /** A rotary embedding: pair i of a row at position p is rotated by the angle whose cosine and sine
  are cos\[p, i\] and sin\[p, i\].*/
