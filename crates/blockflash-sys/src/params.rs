@@ -4,6 +4,9 @@ pub const BLOCKFLASH_DTYPE_F16: i32 = 0;
 pub const BLOCKFLASH_DTYPE_BF16: i32 = 1;
 pub const BLOCKFLASH_DTYPE_F32: i32 = 2;
 pub const BLOCKFLASH_WINDOW_UNBOUNDED: i32 = 2147483647;
+pub const BLOCKFLASH_DTYPE_E4M3: i32 = 5;
+pub const BLOCKFLASH_DTYPE_E5M2: i32 = 6;
+pub const BLOCKFLASH_DTYPE_I8: i32 = 7;
 pub const BLOCKFLASH_BIT_TILE_WORDS: i32 = 128;
 pub const BLOCKFLASH_PAIRS_BOOL: i32 = 0;
 pub const BLOCKFLASH_PAIRS_RANGES: i32 = 1;
@@ -36,9 +39,6 @@ pub const BLOCKFLASH_ACTIVATION_SILU: i32 = 3;
 pub const BLOCKFLASH_BSR_SPLITS: i32 = 8;
 pub const BLOCKFLASH_ROTARY_HALVES: i32 = 0;
 pub const BLOCKFLASH_ROTARY_INTERLEAVED: i32 = 1;
-pub const BLOCKFLASH_DTYPE_E4M3: i32 = 5;
-pub const BLOCKFLASH_DTYPE_E5M2: i32 = 6;
-pub const BLOCKFLASH_DTYPE_I8: i32 = 7;
 pub const BLOCKFLASH_PROBE_MMA_F16: i32 = 0;
 pub const BLOCKFLASH_PROBE_MMA_BF16: i32 = 1;
 pub const BLOCKFLASH_PROBE_MMA_E4M3: i32 = 2;
@@ -1196,6 +1196,97 @@ const _: () = {
         "Offset of field: blockflash_attention_merge_params::o_dtype",
     ][::core::mem::offset_of!(blockflash_attention_merge_params, o_dtype) - 132usize];
 };
+/** What the codes of a cache are multiplied with: the scale of key j of sequence b and head h is
+
+ k\[b · k_stride_sequence + page · k_stride_page + slot · k_stride_slot + h · k_stride_head\]
+
+ with the page and the slot of the key in blockflash_kv_cache. Strides are 0 where all have the
+ same scale; that of sequences or those of pages and slots are. Scales may hold anything.*/
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct blockflash_cache_scales {
+    /// null: 1
+    pub k: *const f32,
+    /// null: 1
+    pub v: *const f32,
+    pub k_stride_sequence: i64,
+    pub k_stride_page: i64,
+    pub k_stride_slot: i64,
+    pub k_stride_head: i64,
+    pub v_stride_sequence: i64,
+    pub v_stride_page: i64,
+    pub v_stride_slot: i64,
+    pub v_stride_head: i64,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    [
+        "Size of blockflash_cache_scales",
+    ][::core::mem::size_of::<blockflash_cache_scales>() - 80usize];
+    [
+        "Alignment of blockflash_cache_scales",
+    ][::core::mem::align_of::<blockflash_cache_scales>() - 8usize];
+    [
+        "Offset of field: blockflash_cache_scales::k",
+    ][::core::mem::offset_of!(blockflash_cache_scales, k) - 0usize];
+    [
+        "Offset of field: blockflash_cache_scales::v",
+    ][::core::mem::offset_of!(blockflash_cache_scales, v) - 8usize];
+    [
+        "Offset of field: blockflash_cache_scales::k_stride_sequence",
+    ][::core::mem::offset_of!(blockflash_cache_scales, k_stride_sequence) - 16usize];
+    [
+        "Offset of field: blockflash_cache_scales::k_stride_page",
+    ][::core::mem::offset_of!(blockflash_cache_scales, k_stride_page) - 24usize];
+    [
+        "Offset of field: blockflash_cache_scales::k_stride_slot",
+    ][::core::mem::offset_of!(blockflash_cache_scales, k_stride_slot) - 32usize];
+    [
+        "Offset of field: blockflash_cache_scales::k_stride_head",
+    ][::core::mem::offset_of!(blockflash_cache_scales, k_stride_head) - 40usize];
+    [
+        "Offset of field: blockflash_cache_scales::v_stride_sequence",
+    ][::core::mem::offset_of!(blockflash_cache_scales, v_stride_sequence) - 48usize];
+    [
+        "Offset of field: blockflash_cache_scales::v_stride_page",
+    ][::core::mem::offset_of!(blockflash_cache_scales, v_stride_page) - 56usize];
+    [
+        "Offset of field: blockflash_cache_scales::v_stride_slot",
+    ][::core::mem::offset_of!(blockflash_cache_scales, v_stride_slot) - 64usize];
+    [
+        "Offset of field: blockflash_cache_scales::v_stride_head",
+    ][::core::mem::offset_of!(blockflash_cache_scales, v_stride_head) - 72usize];
+};
+/// Attention of few queries to the codes of a cache times their scales.
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct blockflash_attention_decode_scaled_params {
+    pub decode: blockflash_attention_decode_params,
+    pub scales: blockflash_cache_scales,
+    /// BLOCKFLASH_DTYPE_F16 or _BF16, of q and o
+    pub q_dtype: i32,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    [
+        "Size of blockflash_attention_decode_scaled_params",
+    ][::core::mem::size_of::<blockflash_attention_decode_scaled_params>() - 440usize];
+    [
+        "Alignment of blockflash_attention_decode_scaled_params",
+    ][::core::mem::align_of::<blockflash_attention_decode_scaled_params>() - 8usize];
+    [
+        "Offset of field: blockflash_attention_decode_scaled_params::decode",
+    ][::core::mem::offset_of!(blockflash_attention_decode_scaled_params, decode)
+        - 0usize];
+    [
+        "Offset of field: blockflash_attention_decode_scaled_params::scales",
+    ][::core::mem::offset_of!(blockflash_attention_decode_scaled_params, scales)
+        - 352usize];
+    [
+        "Offset of field: blockflash_attention_decode_scaled_params::q_dtype",
+    ][::core::mem::offset_of!(blockflash_attention_decode_scaled_params, q_dtype)
+        - 432usize];
+};
 /** The keys of each query, as runs of 2^granularity_log2 neighbours: entry e of a query stands for
  keys \[e · 2^granularity_log2, (e + 1) · 2^granularity_log2) of its sequence.
 
@@ -1264,7 +1355,7 @@ const _: () = {
  items of a query are numbered as (run · row_tiles + row_tile) · units + unit, those of the next
  query follow. A launch has
 
- items = queries · ceil(splits / 2^run_log2) · row_tiles · units    (in `base.items`)
+ items = queries · ceil(splits / 2^run_log2) · row_tiles · units    (in `decode`)
  slots = items · 2^run_log2
 
  and needs no workspace with one split. Split s of query t, row tile r and unit u has the slot
@@ -1282,10 +1373,11 @@ const _: () = {
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
 pub struct blockflash_attention_index_params {
-    /** group is num_heads_q / units, partial_rows min(rows, group), run_log2 at most 4.
- Without page_list and page_count; splits, chunk_min, chunk_max and most_queries are
- not read. Rows of packed queries that are in no sequence become 0*/
-    pub base: blockflash_attention_decode_params,
+    /** In `decode`, group is num_heads_q / units, partial_rows is min(rows, group), and
+ run_log2 at most 4; page_list and page_count are null; splits, chunk_min, chunk_max
+ and most_queries are not read. Rows of packed queries that are in no sequence
+ become 0. Scales and q_dtype are read beside codes alone*/
+    pub scaled: blockflash_attention_decode_scaled_params,
     pub lists: blockflash_index_lists,
     /** \[batch + 1\] offsets into the slots of page 0 of the cache, which
  has one page, no table and no seqused; its page_size is
@@ -1301,26 +1393,26 @@ pub struct blockflash_attention_index_params {
 const _: () = {
     [
         "Size of blockflash_attention_index_params",
-    ][::core::mem::size_of::<blockflash_attention_index_params>() - 408usize];
+    ][::core::mem::size_of::<blockflash_attention_index_params>() - 496usize];
     [
         "Alignment of blockflash_attention_index_params",
     ][::core::mem::align_of::<blockflash_attention_index_params>() - 8usize];
     [
-        "Offset of field: blockflash_attention_index_params::base",
-    ][::core::mem::offset_of!(blockflash_attention_index_params, base) - 0usize];
+        "Offset of field: blockflash_attention_index_params::scaled",
+    ][::core::mem::offset_of!(blockflash_attention_index_params, scaled) - 0usize];
     [
         "Offset of field: blockflash_attention_index_params::lists",
-    ][::core::mem::offset_of!(blockflash_attention_index_params, lists) - 352usize];
+    ][::core::mem::offset_of!(blockflash_attention_index_params, lists) - 440usize];
     [
         "Offset of field: blockflash_attention_index_params::cu_seqlens_kv",
     ][::core::mem::offset_of!(blockflash_attention_index_params, cu_seqlens_kv)
-        - 392usize];
+        - 480usize];
     [
         "Offset of field: blockflash_attention_index_params::units",
-    ][::core::mem::offset_of!(blockflash_attention_index_params, units) - 400usize];
+    ][::core::mem::offset_of!(blockflash_attention_index_params, units) - 488usize];
     [
         "Offset of field: blockflash_attention_index_params::chunk",
-    ][::core::mem::offset_of!(blockflash_attention_index_params, chunk) - 404usize];
+    ][::core::mem::offset_of!(blockflash_attention_index_params, chunk) - 492usize];
 };
 /** Score terms, in this order: once the score of query i and key j has been scaled and capped, the
  bias is added, then ALiBi, slope·-|i + seqlen_kv - seqlen_q - j|; pairs whose bit is 0 are masked
@@ -2814,97 +2906,6 @@ const _: () = {
     [
         "Offset of field: blockflash_kv_append_params::total_q",
     ][::core::mem::offset_of!(blockflash_kv_append_params, total_q) - 376usize];
-};
-/** What the codes of a cache are multiplied with: the scale of key j of sequence b and head h is
-
- k\[b · k_stride_sequence + page · k_stride_page + slot · k_stride_slot + h · k_stride_head\]
-
- with the page and the slot of the key in blockflash_kv_cache. Strides are 0 where all have the
- same scale; that of sequences or those of pages and slots are. Scales may hold anything.*/
-#[repr(C)]
-#[derive(Debug, Copy, Clone)]
-pub struct blockflash_cache_scales {
-    /// null: 1
-    pub k: *const f32,
-    /// null: 1
-    pub v: *const f32,
-    pub k_stride_sequence: i64,
-    pub k_stride_page: i64,
-    pub k_stride_slot: i64,
-    pub k_stride_head: i64,
-    pub v_stride_sequence: i64,
-    pub v_stride_page: i64,
-    pub v_stride_slot: i64,
-    pub v_stride_head: i64,
-}
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
-const _: () = {
-    [
-        "Size of blockflash_cache_scales",
-    ][::core::mem::size_of::<blockflash_cache_scales>() - 80usize];
-    [
-        "Alignment of blockflash_cache_scales",
-    ][::core::mem::align_of::<blockflash_cache_scales>() - 8usize];
-    [
-        "Offset of field: blockflash_cache_scales::k",
-    ][::core::mem::offset_of!(blockflash_cache_scales, k) - 0usize];
-    [
-        "Offset of field: blockflash_cache_scales::v",
-    ][::core::mem::offset_of!(blockflash_cache_scales, v) - 8usize];
-    [
-        "Offset of field: blockflash_cache_scales::k_stride_sequence",
-    ][::core::mem::offset_of!(blockflash_cache_scales, k_stride_sequence) - 16usize];
-    [
-        "Offset of field: blockflash_cache_scales::k_stride_page",
-    ][::core::mem::offset_of!(blockflash_cache_scales, k_stride_page) - 24usize];
-    [
-        "Offset of field: blockflash_cache_scales::k_stride_slot",
-    ][::core::mem::offset_of!(blockflash_cache_scales, k_stride_slot) - 32usize];
-    [
-        "Offset of field: blockflash_cache_scales::k_stride_head",
-    ][::core::mem::offset_of!(blockflash_cache_scales, k_stride_head) - 40usize];
-    [
-        "Offset of field: blockflash_cache_scales::v_stride_sequence",
-    ][::core::mem::offset_of!(blockflash_cache_scales, v_stride_sequence) - 48usize];
-    [
-        "Offset of field: blockflash_cache_scales::v_stride_page",
-    ][::core::mem::offset_of!(blockflash_cache_scales, v_stride_page) - 56usize];
-    [
-        "Offset of field: blockflash_cache_scales::v_stride_slot",
-    ][::core::mem::offset_of!(blockflash_cache_scales, v_stride_slot) - 64usize];
-    [
-        "Offset of field: blockflash_cache_scales::v_stride_head",
-    ][::core::mem::offset_of!(blockflash_cache_scales, v_stride_head) - 72usize];
-};
-/// Attention of few queries to the codes of a cache times their scales.
-#[repr(C)]
-#[derive(Debug, Copy, Clone)]
-pub struct blockflash_attention_decode_scaled_params {
-    pub decode: blockflash_attention_decode_params,
-    pub scales: blockflash_cache_scales,
-    /// BLOCKFLASH_DTYPE_F16 or _BF16, of q and o
-    pub q_dtype: i32,
-}
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
-const _: () = {
-    [
-        "Size of blockflash_attention_decode_scaled_params",
-    ][::core::mem::size_of::<blockflash_attention_decode_scaled_params>() - 440usize];
-    [
-        "Alignment of blockflash_attention_decode_scaled_params",
-    ][::core::mem::align_of::<blockflash_attention_decode_scaled_params>() - 8usize];
-    [
-        "Offset of field: blockflash_attention_decode_scaled_params::decode",
-    ][::core::mem::offset_of!(blockflash_attention_decode_scaled_params, decode)
-        - 0usize];
-    [
-        "Offset of field: blockflash_attention_decode_scaled_params::scales",
-    ][::core::mem::offset_of!(blockflash_attention_decode_scaled_params, scales)
-        - 352usize];
-    [
-        "Offset of field: blockflash_attention_decode_scaled_params::q_dtype",
-    ][::core::mem::offset_of!(blockflash_attention_decode_scaled_params, q_dtype)
-        - 432usize];
 };
 /** Appends the codes of new keys and values divided by their scales, after the keys are rotated.
 

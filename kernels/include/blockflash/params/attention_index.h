@@ -4,7 +4,7 @@
 
 #include <stdint.h>
 
-#include "blockflash/params/kv_cache.h"
+#include "blockflash/params/kv_cache_scaled.h"
 
 /* The keys of each query, as runs of 2^granularity_log2 neighbours: entry e of a query stands for
  * keys [e · 2^granularity_log2, (e + 1) · 2^granularity_log2) of its sequence.
@@ -38,7 +38,7 @@ typedef struct blockflash_index_lists {
  * items of a query are numbered as (run · row_tiles + row_tile) · units + unit, those of the next
  * query follow. A launch has
  *
- *   items = queries · ceil(splits / 2^run_log2) · row_tiles · units    (in `base.items`)
+ *   items = queries · ceil(splits / 2^run_log2) · row_tiles · units    (in `decode`)
  *   slots = items · 2^run_log2
  *
  * and needs no workspace with one split. Split s of query t, row tile r and unit u has the slot
@@ -54,10 +54,11 @@ typedef struct blockflash_index_lists {
  * of 16 are; n is min(splits, 16), and with more than 16 splits it is 16. It leaves `items` at the
  * number of single splits. */
 typedef struct blockflash_attention_index_params {
-  blockflash_attention_decode_params
-      base; /* group is num_heads_q / units, partial_rows min(rows, group), run_log2 at most 4.
-               Without page_list and page_count; splits, chunk_min, chunk_max and most_queries are
-               not read. Rows of packed queries that are in no sequence become 0 */
+  blockflash_attention_decode_scaled_params
+      scaled; /* In `decode`, group is num_heads_q / units, partial_rows is min(rows, group), and
+                 run_log2 at most 4; page_list and page_count are null; splits, chunk_min, chunk_max
+                 and most_queries are not read. Rows of packed queries that are in no sequence
+                 become 0. Scales and q_dtype are read beside codes alone */
   blockflash_index_lists lists;
   const int32_t* cu_seqlens_kv; /* [batch + 1] offsets into the slots of page 0 of the cache, which
                                    has one page, no table and no seqused; its page_size is
