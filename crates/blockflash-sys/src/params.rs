@@ -37,6 +37,11 @@ pub const BLOCKFLASH_ACTIVATION_RELU: i32 = 1;
 pub const BLOCKFLASH_ACTIVATION_GELU: i32 = 2;
 pub const BLOCKFLASH_ACTIVATION_SILU: i32 = 3;
 pub const BLOCKFLASH_BSR_SPLITS: i32 = 8;
+pub const BLOCKFLASH_INDEX_MAX: i32 = 0;
+pub const BLOCKFLASH_INDEX_MEAN: i32 = 1;
+pub const BLOCKFLASH_INDEX_IDENTITY: i32 = 0;
+pub const BLOCKFLASH_INDEX_RELU: i32 = 1;
+pub const BLOCKFLASH_TOP_K_MOST: i32 = 2048;
 pub const BLOCKFLASH_ROTARY_HALVES: i32 = 0;
 pub const BLOCKFLASH_ROTARY_INTERLEAVED: i32 = 1;
 pub const BLOCKFLASH_PROBE_MMA_F16: i32 = 0;
@@ -2694,6 +2699,317 @@ const _: () = {
     [
         "Offset of field: blockflash_bsr_sddmm_portable_params::beta",
     ][::core::mem::offset_of!(blockflash_bsr_sddmm_portable_params, beta) - 96usize];
+};
+/** The queries of a batch and the keys that each of them sees.
+
+ Row r is query r of packed queries, or query r % seqlen_q of sequence r / seqlen_q. Query i of n
+ of a sequence with `length` keys stands at key length - n + i and sees the keys of the window.
+ Offsets and lengths are data on the device and are clamped. A row that is in no sequence sees
+ nothing.*/
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct blockflash_index_rows {
+    /** \[batch + 1\] offsets into packed queries; null: all sequences have
+ seqlen_q*/
+    pub cu_seqlens_q: *const i32,
+    /** \[batch + 1\] offsets into packed keys, which are the slots of page
+ 0 of the cache: it has no block table and no seqused, one page
+ of total_kv slots, and the longest sequence as its capacity;
+ null: the keys of a sequence are as the cache says*/
+    pub cu_seqlens_kv: *const i32,
+    /// v is not read; top_k reads seqused, page_size and capacity alone
+    pub cache: blockflash_kv_cache,
+    pub batch: i32,
+    /// the longest sequence of queries when packed
+    pub seqlen_q: i32,
+    /** total_q when packed, to which offsets are clamped; else batch ·
+ seqlen_q*/
+    pub rows: i32,
+    /// align_bottom_right is 1
+    pub window: blockflash_window,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    [
+        "Size of blockflash_index_rows",
+    ][::core::mem::size_of::<blockflash_index_rows>() - 144usize];
+    [
+        "Alignment of blockflash_index_rows",
+    ][::core::mem::align_of::<blockflash_index_rows>() - 8usize];
+    [
+        "Offset of field: blockflash_index_rows::cu_seqlens_q",
+    ][::core::mem::offset_of!(blockflash_index_rows, cu_seqlens_q) - 0usize];
+    [
+        "Offset of field: blockflash_index_rows::cu_seqlens_kv",
+    ][::core::mem::offset_of!(blockflash_index_rows, cu_seqlens_kv) - 8usize];
+    [
+        "Offset of field: blockflash_index_rows::cache",
+    ][::core::mem::offset_of!(blockflash_index_rows, cache) - 16usize];
+    [
+        "Offset of field: blockflash_index_rows::batch",
+    ][::core::mem::offset_of!(blockflash_index_rows, batch) - 120usize];
+    [
+        "Offset of field: blockflash_index_rows::seqlen_q",
+    ][::core::mem::offset_of!(blockflash_index_rows, seqlen_q) - 124usize];
+    [
+        "Offset of field: blockflash_index_rows::rows",
+    ][::core::mem::offset_of!(blockflash_index_rows, rows) - 128usize];
+    [
+        "Offset of field: blockflash_index_rows::window",
+    ][::core::mem::offset_of!(blockflash_index_rows, window) - 132usize];
+};
+/** Scores of blocks of keys. Entry b of row t of group s is the maximum or the mean, over the keys j
+ of \[b · granularity, (b + 1) · granularity) that the query sees, of
+
+ sum over the heads h of the group of  weights\[t, h\] · activation(scale · q\[t, h\] · k\[j\])
+
+ and -inf if the query sees none of them. A NaN among what is summed makes the entry NaN.
+
+ Group s has the query heads \[s · num_heads / groups, (s + 1) · num_heads / groups), which have
+ one key head, s · num_heads_k / groups: num_heads_k divides groups, and groups num_heads.*/
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct blockflash_index_scores_params {
+    pub rows: blockflash_index_rows,
+    /// \[batch, seqlen_q, num_heads, head_dim\]; packed: \[rows, …\]
+    pub q: *const ::core::ffi::c_void,
+    /// \[rows, num_heads\]; null: 1
+    pub weights: *const f32,
+    /// factors of keys of 8 bits, by page, slot and head as the keys; null: 1
+    pub k_scales: *const f32,
+    /// \[groups, rows, blocks\]
+    pub scores: *mut f32,
+    /// two zeros, left as zeros: {next item, CTAs that are done}
+    pub tile_counter: *mut u32,
+    pub q_stride_batch: i64,
+    pub q_stride_seq: i64,
+    pub q_stride_head: i64,
+    pub weights_stride_row: i64,
+    pub weights_stride_head: i64,
+    pub k_scales_stride_page: i64,
+    pub k_scales_stride_slot: i64,
+    pub k_scales_stride_head: i64,
+    pub scores_stride_group: i64,
+    pub scores_stride_row: i64,
+    pub num_heads: i32,
+    pub num_heads_k: i32,
+    pub groups: i32,
+    /// a multiple of 8, at most the tile's
+    pub head_dim: i32,
+    /// 1, 4, 16, 64 or 128
+    pub granularity: i32,
+    /// ceil(capacity / granularity)
+    pub blocks: i32,
+    /// BLOCKFLASH_INDEX_MAX or _MEAN
+    pub reduction: i32,
+    /// BLOCKFLASH_INDEX_IDENTITY or _RELU
+    pub activation: i32,
+    /// finite and positive
+    pub scale: f32,
+    /** queries that a CTA multiplies with one tile of keys, at least 1; decides
+ times alone*/
+    pub item_queries: i32,
+    /** 1: entries of blocks that a query does not see may be left as they are,
+ which top_k with the same rows does not read*/
+    pub leaves_hidden: i32,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    [
+        "Size of blockflash_index_scores_params",
+    ][::core::mem::size_of::<blockflash_index_scores_params>() - 312usize];
+    [
+        "Alignment of blockflash_index_scores_params",
+    ][::core::mem::align_of::<blockflash_index_scores_params>() - 8usize];
+    [
+        "Offset of field: blockflash_index_scores_params::rows",
+    ][::core::mem::offset_of!(blockflash_index_scores_params, rows) - 0usize];
+    [
+        "Offset of field: blockflash_index_scores_params::q",
+    ][::core::mem::offset_of!(blockflash_index_scores_params, q) - 144usize];
+    [
+        "Offset of field: blockflash_index_scores_params::weights",
+    ][::core::mem::offset_of!(blockflash_index_scores_params, weights) - 152usize];
+    [
+        "Offset of field: blockflash_index_scores_params::k_scales",
+    ][::core::mem::offset_of!(blockflash_index_scores_params, k_scales) - 160usize];
+    [
+        "Offset of field: blockflash_index_scores_params::scores",
+    ][::core::mem::offset_of!(blockflash_index_scores_params, scores) - 168usize];
+    [
+        "Offset of field: blockflash_index_scores_params::tile_counter",
+    ][::core::mem::offset_of!(blockflash_index_scores_params, tile_counter) - 176usize];
+    [
+        "Offset of field: blockflash_index_scores_params::q_stride_batch",
+    ][::core::mem::offset_of!(blockflash_index_scores_params, q_stride_batch)
+        - 184usize];
+    [
+        "Offset of field: blockflash_index_scores_params::q_stride_seq",
+    ][::core::mem::offset_of!(blockflash_index_scores_params, q_stride_seq) - 192usize];
+    [
+        "Offset of field: blockflash_index_scores_params::q_stride_head",
+    ][::core::mem::offset_of!(blockflash_index_scores_params, q_stride_head) - 200usize];
+    [
+        "Offset of field: blockflash_index_scores_params::weights_stride_row",
+    ][::core::mem::offset_of!(blockflash_index_scores_params, weights_stride_row)
+        - 208usize];
+    [
+        "Offset of field: blockflash_index_scores_params::weights_stride_head",
+    ][::core::mem::offset_of!(blockflash_index_scores_params, weights_stride_head)
+        - 216usize];
+    [
+        "Offset of field: blockflash_index_scores_params::k_scales_stride_page",
+    ][::core::mem::offset_of!(blockflash_index_scores_params, k_scales_stride_page)
+        - 224usize];
+    [
+        "Offset of field: blockflash_index_scores_params::k_scales_stride_slot",
+    ][::core::mem::offset_of!(blockflash_index_scores_params, k_scales_stride_slot)
+        - 232usize];
+    [
+        "Offset of field: blockflash_index_scores_params::k_scales_stride_head",
+    ][::core::mem::offset_of!(blockflash_index_scores_params, k_scales_stride_head)
+        - 240usize];
+    [
+        "Offset of field: blockflash_index_scores_params::scores_stride_group",
+    ][::core::mem::offset_of!(blockflash_index_scores_params, scores_stride_group)
+        - 248usize];
+    [
+        "Offset of field: blockflash_index_scores_params::scores_stride_row",
+    ][::core::mem::offset_of!(blockflash_index_scores_params, scores_stride_row)
+        - 256usize];
+    [
+        "Offset of field: blockflash_index_scores_params::num_heads",
+    ][::core::mem::offset_of!(blockflash_index_scores_params, num_heads) - 264usize];
+    [
+        "Offset of field: blockflash_index_scores_params::num_heads_k",
+    ][::core::mem::offset_of!(blockflash_index_scores_params, num_heads_k) - 268usize];
+    [
+        "Offset of field: blockflash_index_scores_params::groups",
+    ][::core::mem::offset_of!(blockflash_index_scores_params, groups) - 272usize];
+    [
+        "Offset of field: blockflash_index_scores_params::head_dim",
+    ][::core::mem::offset_of!(blockflash_index_scores_params, head_dim) - 276usize];
+    [
+        "Offset of field: blockflash_index_scores_params::granularity",
+    ][::core::mem::offset_of!(blockflash_index_scores_params, granularity) - 280usize];
+    [
+        "Offset of field: blockflash_index_scores_params::blocks",
+    ][::core::mem::offset_of!(blockflash_index_scores_params, blocks) - 284usize];
+    [
+        "Offset of field: blockflash_index_scores_params::reduction",
+    ][::core::mem::offset_of!(blockflash_index_scores_params, reduction) - 288usize];
+    [
+        "Offset of field: blockflash_index_scores_params::activation",
+    ][::core::mem::offset_of!(blockflash_index_scores_params, activation) - 292usize];
+    [
+        "Offset of field: blockflash_index_scores_params::scale",
+    ][::core::mem::offset_of!(blockflash_index_scores_params, scale) - 296usize];
+    [
+        "Offset of field: blockflash_index_scores_params::item_queries",
+    ][::core::mem::offset_of!(blockflash_index_scores_params, item_queries) - 300usize];
+    [
+        "Offset of field: blockflash_index_scores_params::leaves_hidden",
+    ][::core::mem::offset_of!(blockflash_index_scores_params, leaves_hidden) - 304usize];
+};
+/** The k largest scores of each row, as columns in ascending order, of equal scores the lower
+ columns; -1 behind the last one. Neither -inf nor NaN is chosen.
+
+ A row's columns are those of the blocks that its query sees: \[begin / granularity, ceil(end /
+ granularity)) if it sees the keys \[begin, end). Of these the ones below `first` and the last
+ `last` ones are chosen whatever their scores are, and count in k.*/
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct blockflash_top_k_params {
+    pub rows: blockflash_index_rows,
+    /// \[groups, rows, blocks\]
+    pub scores: *const f32,
+    /// \[groups, rows, k\]
+    pub chosen: *mut i32,
+    /// workspace, \[groups · rows, parts, k\]; null with one part
+    pub candidates: *mut u64,
+    /// workspace, \[groups · rows, parts\]; null with one part
+    pub counts: *mut u32,
+    /** workspace, \[2 + groups · rows\], zeros before the first launch; null with
+ one part*/
+    pub arrivals: *mut u64,
+    pub scores_stride_group: i64,
+    pub scores_stride_row: i64,
+    pub chosen_stride_group: i64,
+    pub chosen_stride_row: i64,
+    pub groups: i32,
+    /// 1, 4, 16, 64 or 128
+    pub granularity: i32,
+    /** columns of scores, at most 2^20; those that a query sees are clamped to
+ them*/
+    pub blocks: i32,
+    /// from 1 to BLOCKFLASH_TOP_K_MOST
+    pub k: i32,
+    /// not negative, at most k in all
+    pub first: i32,
+    /// not negative, at most k in all
+    pub last: i32,
+    /// CTAs that share a row, from 1 to 128; decides times alone
+    pub parts: i32,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    [
+        "Size of blockflash_top_k_params",
+    ][::core::mem::size_of::<blockflash_top_k_params>() - 248usize];
+    [
+        "Alignment of blockflash_top_k_params",
+    ][::core::mem::align_of::<blockflash_top_k_params>() - 8usize];
+    [
+        "Offset of field: blockflash_top_k_params::rows",
+    ][::core::mem::offset_of!(blockflash_top_k_params, rows) - 0usize];
+    [
+        "Offset of field: blockflash_top_k_params::scores",
+    ][::core::mem::offset_of!(blockflash_top_k_params, scores) - 144usize];
+    [
+        "Offset of field: blockflash_top_k_params::chosen",
+    ][::core::mem::offset_of!(blockflash_top_k_params, chosen) - 152usize];
+    [
+        "Offset of field: blockflash_top_k_params::candidates",
+    ][::core::mem::offset_of!(blockflash_top_k_params, candidates) - 160usize];
+    [
+        "Offset of field: blockflash_top_k_params::counts",
+    ][::core::mem::offset_of!(blockflash_top_k_params, counts) - 168usize];
+    [
+        "Offset of field: blockflash_top_k_params::arrivals",
+    ][::core::mem::offset_of!(blockflash_top_k_params, arrivals) - 176usize];
+    [
+        "Offset of field: blockflash_top_k_params::scores_stride_group",
+    ][::core::mem::offset_of!(blockflash_top_k_params, scores_stride_group) - 184usize];
+    [
+        "Offset of field: blockflash_top_k_params::scores_stride_row",
+    ][::core::mem::offset_of!(blockflash_top_k_params, scores_stride_row) - 192usize];
+    [
+        "Offset of field: blockflash_top_k_params::chosen_stride_group",
+    ][::core::mem::offset_of!(blockflash_top_k_params, chosen_stride_group) - 200usize];
+    [
+        "Offset of field: blockflash_top_k_params::chosen_stride_row",
+    ][::core::mem::offset_of!(blockflash_top_k_params, chosen_stride_row) - 208usize];
+    [
+        "Offset of field: blockflash_top_k_params::groups",
+    ][::core::mem::offset_of!(blockflash_top_k_params, groups) - 216usize];
+    [
+        "Offset of field: blockflash_top_k_params::granularity",
+    ][::core::mem::offset_of!(blockflash_top_k_params, granularity) - 220usize];
+    [
+        "Offset of field: blockflash_top_k_params::blocks",
+    ][::core::mem::offset_of!(blockflash_top_k_params, blocks) - 224usize];
+    [
+        "Offset of field: blockflash_top_k_params::k",
+    ][::core::mem::offset_of!(blockflash_top_k_params, k) - 228usize];
+    [
+        "Offset of field: blockflash_top_k_params::first",
+    ][::core::mem::offset_of!(blockflash_top_k_params, first) - 232usize];
+    [
+        "Offset of field: blockflash_top_k_params::last",
+    ][::core::mem::offset_of!(blockflash_top_k_params, last) - 236usize];
+    [
+        "Offset of field: blockflash_top_k_params::parts",
+    ][::core::mem::offset_of!(blockflash_top_k_params, parts) - 240usize];
 };
 /** A rotary embedding: pair i of a row at position p is rotated by the angle whose cosine and sine
  are cos\[p, i\] and sin\[p, i\].*/
