@@ -42,6 +42,7 @@ pub const BLOCKFLASH_INDEX_MEAN: i32 = 1;
 pub const BLOCKFLASH_INDEX_IDENTITY: i32 = 0;
 pub const BLOCKFLASH_INDEX_RELU: i32 = 1;
 pub const BLOCKFLASH_TOP_K_MOST: i32 = 2048;
+pub const BLOCKFLASH_INDEX_TILE_WORDS: i32 = 16;
 pub const BLOCKFLASH_ROTARY_HALVES: i32 = 0;
 pub const BLOCKFLASH_ROTARY_INTERLEAVED: i32 = 1;
 pub const BLOCKFLASH_PROBE_MMA_F16: i32 = 0;
@@ -3010,6 +3011,155 @@ const _: () = {
     [
         "Offset of field: blockflash_top_k_params::parts",
     ][::core::mem::offset_of!(blockflash_top_k_params, parts) - 240usize];
+};
+/** Tiles of queries and what each of them visits, which one kernel leaves in a workspace for the
+ next.
+
+ The `group` heads of a unit are divided into packs:
+
+ packs        = ceil(group / 64)
+ pack         = ceil(group / packs)      heads of a pack; the last one may have fewer
+ pack_queries = floor(64 / pack)         1 with several packs
+
+ Row group i · packs + j of a sequence and unit are its queries \[i · pack_queries, (i + 1) ·
+ pack_queries) times the heads of pack j, the rows of a warpgroup. A tile has two neighbouring row
+ groups. The tiles of a unit are numbered from its last queries to its first ones, then come those
+ of the next unit, then those of the next sequence. So there are, whatever offsets of packed
+ queries hold, as many as are computed:
+
+ all = batch · units · ceil(ceil(seqlen_q / pack_queries) · packs / 2)
+ all = units · (ceil(total_q · packs / (2 · pack_queries)) + batch · (floor(packs / 2) + 1))
+
+ the second one for packed queries, of which some tiles have none. A launch takes the tiles
+ \[first, first + count); a call may be several pairs of launches one after another, so that the
+ workspace stays small.*/
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct blockflash_index_unions {
+    /// \[count, BLOCKFLASH_INDEX_TILE_WORDS\], aligned to 16 bytes
+    pub tiles: *mut i32,
+    /// \[count, 2 · pack_queries · capacity\]
+    pub entries: *mut i32,
+    /** \[count, 2 · pack_queries · capacity, member_words\]: bit i is query i of the
+ tile, with several packs row group i*/
+    pub members: *mut u32,
+    pub pack: i32,
+    pub pack_queries: i32,
+    pub packs: i32,
+    /// ceil(2 · pack_queries / 32), 1 to 4
+    pub member_words: i32,
+    pub first: i32,
+    pub count: i32,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    [
+        "Size of blockflash_index_unions",
+    ][::core::mem::size_of::<blockflash_index_unions>() - 48usize];
+    [
+        "Alignment of blockflash_index_unions",
+    ][::core::mem::align_of::<blockflash_index_unions>() - 8usize];
+    [
+        "Offset of field: blockflash_index_unions::tiles",
+    ][::core::mem::offset_of!(blockflash_index_unions, tiles) - 0usize];
+    [
+        "Offset of field: blockflash_index_unions::entries",
+    ][::core::mem::offset_of!(blockflash_index_unions, entries) - 8usize];
+    [
+        "Offset of field: blockflash_index_unions::members",
+    ][::core::mem::offset_of!(blockflash_index_unions, members) - 16usize];
+    [
+        "Offset of field: blockflash_index_unions::pack",
+    ][::core::mem::offset_of!(blockflash_index_unions, pack) - 24usize];
+    [
+        "Offset of field: blockflash_index_unions::pack_queries",
+    ][::core::mem::offset_of!(blockflash_index_unions, pack_queries) - 28usize];
+    [
+        "Offset of field: blockflash_index_unions::packs",
+    ][::core::mem::offset_of!(blockflash_index_unions, packs) - 32usize];
+    [
+        "Offset of field: blockflash_index_unions::member_words",
+    ][::core::mem::offset_of!(blockflash_index_unions, member_words) - 36usize];
+    [
+        "Offset of field: blockflash_index_unions::first",
+    ][::core::mem::offset_of!(blockflash_index_unions, first) - 40usize];
+    [
+        "Offset of field: blockflash_index_unions::count",
+    ][::core::mem::offset_of!(blockflash_index_unions, count) - 44usize];
+};
+/** Unites the lists of the queries of each tile, by a CTA for each. Rows of packed queries that are
+ in no sequence become 0, and their log-sum-exp -inf. In `index`, the tensors of q, k and v and
+ the scales are not read, and of the element types only the size, which is 2.*/
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct blockflash_index_union_params {
+    pub index: blockflash_attention_index_params,
+    pub unions: blockflash_index_unions,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    [
+        "Size of blockflash_index_union_params",
+    ][::core::mem::size_of::<blockflash_index_union_params>() - 544usize];
+    [
+        "Alignment of blockflash_index_union_params",
+    ][::core::mem::align_of::<blockflash_index_union_params>() - 8usize];
+    [
+        "Offset of field: blockflash_index_union_params::index",
+    ][::core::mem::offset_of!(blockflash_index_union_params, index) - 0usize];
+    [
+        "Offset of field: blockflash_index_union_params::unions",
+    ][::core::mem::offset_of!(blockflash_index_union_params, unions) - 496usize];
+};
+/** Attention to the keys that the tiles visit, for granularities from 16 on.
+
+ The map of q has the dimensions (head_dim_qk, head, query, batch), of packed queries with a batch
+ of 1, and boxes of 64 columns, `pack` heads and `pack_queries` queries. Those of k and v have the
+ dimensions (head_dim_qk or head_dim_v, slot, head, page) and boxes of 64 columns and `box_rows`
+ slots. All have a swizzle of 128 bytes. Maps of k and v are zeros when there are no keys.
+
+ In `index`, `decode.tile_counter` is used if it is not null, and what divides items and splits
+ is not read.*/
+#[repr(C)]
+#[repr(align(64))]
+#[derive(Debug, Copy, Clone)]
+pub struct blockflash_attention_index_tma_params {
+    pub q: blockflash_tensor_map,
+    pub k: blockflash_tensor_map,
+    pub v: blockflash_tensor_map,
+    pub index: blockflash_attention_index_params,
+    pub unions: blockflash_index_unions,
+    /** 16, 32, 64 or 128: a divisor of the granularity and of the tile's keys of a
+ step and, with several pages per sequence, of page_size*/
+    pub box_rows: i32,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    [
+        "Size of blockflash_attention_index_tma_params",
+    ][::core::mem::size_of::<blockflash_attention_index_tma_params>() - 960usize];
+    [
+        "Alignment of blockflash_attention_index_tma_params",
+    ][::core::mem::align_of::<blockflash_attention_index_tma_params>() - 64usize];
+    [
+        "Offset of field: blockflash_attention_index_tma_params::q",
+    ][::core::mem::offset_of!(blockflash_attention_index_tma_params, q) - 0usize];
+    [
+        "Offset of field: blockflash_attention_index_tma_params::k",
+    ][::core::mem::offset_of!(blockflash_attention_index_tma_params, k) - 128usize];
+    [
+        "Offset of field: blockflash_attention_index_tma_params::v",
+    ][::core::mem::offset_of!(blockflash_attention_index_tma_params, v) - 256usize];
+    [
+        "Offset of field: blockflash_attention_index_tma_params::index",
+    ][::core::mem::offset_of!(blockflash_attention_index_tma_params, index) - 384usize];
+    [
+        "Offset of field: blockflash_attention_index_tma_params::unions",
+    ][::core::mem::offset_of!(blockflash_attention_index_tma_params, unions) - 880usize];
+    [
+        "Offset of field: blockflash_attention_index_tma_params::box_rows",
+    ][::core::mem::offset_of!(blockflash_attention_index_tma_params, box_rows)
+        - 928usize];
 };
 /** A rotary embedding: pair i of a row at position p is rotated by the angle whose cosine and sine
  are cos\[p, i\] and sin\[p, i\].*/

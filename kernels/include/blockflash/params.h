@@ -17,6 +17,7 @@
 #include "blockflash/params/block_mask_build.h"
 #include "blockflash/params/bsr.h"
 #include "blockflash/params/index_choice.h"
+#include "blockflash/params/index_union.h"
 #include "blockflash/params/kv_append.h"
 #include "blockflash/params/kv_append_codes.h"
 #include "blockflash/params/kv_cache.h"
