@@ -7,6 +7,11 @@ pub const BLOCKFLASH_WINDOW_UNBOUNDED: i32 = 2147483647;
 pub const BLOCKFLASH_DTYPE_E4M3: i32 = 5;
 pub const BLOCKFLASH_DTYPE_E5M2: i32 = 6;
 pub const BLOCKFLASH_DTYPE_I8: i32 = 7;
+pub const BLOCKFLASH_INDEX_COUNT: i32 = 0;
+pub const BLOCKFLASH_INDEX_SUM: i32 = 1;
+pub const BLOCKFLASH_INDEX_DIVIDE: i32 = 2;
+pub const BLOCKFLASH_INDEX_LIST: i32 = 3;
+pub const BLOCKFLASH_INDEX_SLAB: i32 = 256;
 pub const BLOCKFLASH_BIT_TILE_WORDS: i32 = 128;
 pub const BLOCKFLASH_PAIRS_BOOL: i32 = 0;
 pub const BLOCKFLASH_PAIRS_RANGES: i32 = 1;
@@ -1419,6 +1424,245 @@ const _: () = {
     [
         "Offset of field: blockflash_attention_index_params::chunk",
     ][::core::mem::offset_of!(blockflash_attention_index_params, chunk) - 492usize];
+};
+/// Neighbouring visits of a bin, which CTAs compute one after another.
+#[repr(C)]
+#[repr(align(16))]
+#[derive(Debug, Copy, Clone)]
+pub struct blockflash_index_item {
+    /// -1: no item
+    pub bin: i32,
+    /// the first one, and how many
+    pub begin: i32,
+    /// the first one, and how many
+    pub visits: i32,
+    /// where dk and dv of the item go in key_parts; -1 if the bin has one item
+    pub part: i32,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    [
+        "Size of blockflash_index_item",
+    ][::core::mem::size_of::<blockflash_index_item>() - 16usize];
+    [
+        "Alignment of blockflash_index_item",
+    ][::core::mem::align_of::<blockflash_index_item>() - 16usize];
+    [
+        "Offset of field: blockflash_index_item::bin",
+    ][::core::mem::offset_of!(blockflash_index_item, bin) - 0usize];
+    [
+        "Offset of field: blockflash_index_item::begin",
+    ][::core::mem::offset_of!(blockflash_index_item, begin) - 4usize];
+    [
+        "Offset of field: blockflash_index_item::visits",
+    ][::core::mem::offset_of!(blockflash_index_item, visits) - 8usize];
+    [
+        "Offset of field: blockflash_index_item::part",
+    ][::core::mem::offset_of!(blockflash_index_item, part) - 12usize];
+};
+/** Gradients of attention by lists.
+
+ They are computed by blocks of keys, for which the lists are transposed. A bin is the keys
+ \[i · width, (i + 1) · width) of a sequence, width = max(64, 2^granularity_log2), and is visited
+ by the queries with an entry in it of which some key is visible. Bins of a packed sequence b
+ begin with bin cu_seqlens_kv\[b\] / width + b, others with bin b · ceil(seqlen_kv / width).
+
+ Heads that share a list and a key head are the `group` heads of a unit, as in the forward pass. A
+ set of lists is transposed together: those of one key head, or, with fewer lists than key heads,
+ one list. Key head h has set h · sets / num_heads_kv, and of list l of its set the query heads
+ h · num_heads_q / num_heads_kv + l · group to `group` further.
+
+ Queries are computed in passes, since each visit leaves its part of dq in the workspace. A pass
+ has the rows \[first_query, first_query + queries) of all sequences and is one launch of each of
+
+ index_transpose_sm80            step COUNT  sets · slabs · ceil(bins / its columns) CTAs
+ step SUM    sets · ceil(bins / its threads)
+ step DIVIDE sets
+ step LIST   sets · slabs · ceil(bins / its columns)
+ attention_index_bwd_kv_sm80     num_heads_kv · max_items · width / block_kv
+ attention_index_bwd_sums_sm80   step KEYS, num_heads_kv · bins · width / 64, and step QUERIES
+
+ Query v of a set, v < set_queries = set_lists · queries, is query first_query + v % queries of
+ list v / queries of the set. Its entry i is entry v · capacity + i of the set.*/
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct blockflash_attention_index_bwd_params {
+    /** without a block mask and semaphores; o and lse are not read: deltas and negative_logs
+ are those of attention_bwd_delta_sm80*/
+    pub bwd: blockflash_attention_bwd_params,
+    pub lists: blockflash_index_lists,
+    /// workspace, \[sets, max_items\]
+    pub items: *mut blockflash_index_item,
+    /// workspace, \[sets, slabs, bins\]
+    pub counts: *mut i32,
+    /// workspace, \[sets, bins\]: visits
+    pub lengths: *mut i32,
+    /// workspace, \[sets, bins\]: the first visit
+    pub begins: *mut i32,
+    /// workspace, \[sets, bins\]: the part of the first item, if there are several
+    pub first_part: *mut i32,
+    /** workspace, \[sets, entries\], entries = set_queries · capacity: query v of the
+ set, shifted by 6 - granularity_log2 if that is positive, and which run of
+ 2^granularity_log2 keys of the bin. By bin, then by entry*/
+    pub visits: *mut u32,
+    /// workspace, \[sets, entries\]: the visit of each entry, or -1
+    pub places: *mut i32,
+    /** workspace, f16 \[num_heads_kv, width / block_kv, entries · group,
+ head_dim_qk\]: dq / scale of each visit, times a power of two*/
+    pub dq_parts: *mut u16,
+    /** workspace, \[num_heads_kv, width / block_kv, entries · group, dq_columns\]:
+ the inverse of that power, for equal parts of the tile's columns*/
+    pub dq_factors: *mut f32,
+    /** workspace, \[num_heads_kv, max_parts, width / block_kv, dk and dv, block_kv,
+ head_dim of the tile\]*/
+    pub key_parts: *mut f32,
+    /** workspace, \[num_heads_kv, bins, width / block_kv, dk and dv, block_kv,
+ head_dim of the tile\]: sums of the passes so far; null with one pass*/
+    pub key_sums: *mut f32,
+    /// min(lists.groups, num_heads_kv)
+    pub sets: i32,
+    /// lists.groups / sets
+    pub set_lists: i32,
+    /// num_heads_q / max(lists.groups, num_heads_kv)
+    pub group: i32,
+    /// total_kv / width + batch when packed, else batch · ceil(seqlen_kv / width)
+    pub bins: i32,
+    pub first_query: i32,
+    /// of the pass. The words of visits and `entries` fit into 31 bits
+    pub queries: i32,
+    /// ceil(set_queries / BLOCKFLASH_INDEX_SLAB)
+    pub slabs: i32,
+    /// the most visits of an item
+    pub item_visits: i32,
+    /// bins + entries / item_visits
+    pub max_items: i32,
+    /// 2 · (entries / item_visits)
+    pub max_parts: i32,
+    /// whether the pass is
+    pub first_pass: i32,
+    /// whether the pass is
+    pub last_pass: i32,
+    /// of index_transpose_sm80: BLOCKFLASH_INDEX_…
+    pub step: i32,
+    /// keys of a tile of attention_index_bwd_kv_sm80
+    pub block_kv: i32,
+    /// head_dim of that tile
+    pub tile_head_dim: i32,
+    /// parts of the tile's columns of dq
+    pub dq_columns: i32,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    [
+        "Size of blockflash_attention_index_bwd_params",
+    ][::core::mem::size_of::<blockflash_attention_index_bwd_params>() - 728usize];
+    [
+        "Alignment of blockflash_attention_index_bwd_params",
+    ][::core::mem::align_of::<blockflash_attention_index_bwd_params>() - 8usize];
+    [
+        "Offset of field: blockflash_attention_index_bwd_params::bwd",
+    ][::core::mem::offset_of!(blockflash_attention_index_bwd_params, bwd) - 0usize];
+    [
+        "Offset of field: blockflash_attention_index_bwd_params::lists",
+    ][::core::mem::offset_of!(blockflash_attention_index_bwd_params, lists) - 536usize];
+    [
+        "Offset of field: blockflash_attention_index_bwd_params::items",
+    ][::core::mem::offset_of!(blockflash_attention_index_bwd_params, items) - 576usize];
+    [
+        "Offset of field: blockflash_attention_index_bwd_params::counts",
+    ][::core::mem::offset_of!(blockflash_attention_index_bwd_params, counts) - 584usize];
+    [
+        "Offset of field: blockflash_attention_index_bwd_params::lengths",
+    ][::core::mem::offset_of!(blockflash_attention_index_bwd_params, lengths)
+        - 592usize];
+    [
+        "Offset of field: blockflash_attention_index_bwd_params::begins",
+    ][::core::mem::offset_of!(blockflash_attention_index_bwd_params, begins) - 600usize];
+    [
+        "Offset of field: blockflash_attention_index_bwd_params::first_part",
+    ][::core::mem::offset_of!(blockflash_attention_index_bwd_params, first_part)
+        - 608usize];
+    [
+        "Offset of field: blockflash_attention_index_bwd_params::visits",
+    ][::core::mem::offset_of!(blockflash_attention_index_bwd_params, visits) - 616usize];
+    [
+        "Offset of field: blockflash_attention_index_bwd_params::places",
+    ][::core::mem::offset_of!(blockflash_attention_index_bwd_params, places) - 624usize];
+    [
+        "Offset of field: blockflash_attention_index_bwd_params::dq_parts",
+    ][::core::mem::offset_of!(blockflash_attention_index_bwd_params, dq_parts)
+        - 632usize];
+    [
+        "Offset of field: blockflash_attention_index_bwd_params::dq_factors",
+    ][::core::mem::offset_of!(blockflash_attention_index_bwd_params, dq_factors)
+        - 640usize];
+    [
+        "Offset of field: blockflash_attention_index_bwd_params::key_parts",
+    ][::core::mem::offset_of!(blockflash_attention_index_bwd_params, key_parts)
+        - 648usize];
+    [
+        "Offset of field: blockflash_attention_index_bwd_params::key_sums",
+    ][::core::mem::offset_of!(blockflash_attention_index_bwd_params, key_sums)
+        - 656usize];
+    [
+        "Offset of field: blockflash_attention_index_bwd_params::sets",
+    ][::core::mem::offset_of!(blockflash_attention_index_bwd_params, sets) - 664usize];
+    [
+        "Offset of field: blockflash_attention_index_bwd_params::set_lists",
+    ][::core::mem::offset_of!(blockflash_attention_index_bwd_params, set_lists)
+        - 668usize];
+    [
+        "Offset of field: blockflash_attention_index_bwd_params::group",
+    ][::core::mem::offset_of!(blockflash_attention_index_bwd_params, group) - 672usize];
+    [
+        "Offset of field: blockflash_attention_index_bwd_params::bins",
+    ][::core::mem::offset_of!(blockflash_attention_index_bwd_params, bins) - 676usize];
+    [
+        "Offset of field: blockflash_attention_index_bwd_params::first_query",
+    ][::core::mem::offset_of!(blockflash_attention_index_bwd_params, first_query)
+        - 680usize];
+    [
+        "Offset of field: blockflash_attention_index_bwd_params::queries",
+    ][::core::mem::offset_of!(blockflash_attention_index_bwd_params, queries)
+        - 684usize];
+    [
+        "Offset of field: blockflash_attention_index_bwd_params::slabs",
+    ][::core::mem::offset_of!(blockflash_attention_index_bwd_params, slabs) - 688usize];
+    [
+        "Offset of field: blockflash_attention_index_bwd_params::item_visits",
+    ][::core::mem::offset_of!(blockflash_attention_index_bwd_params, item_visits)
+        - 692usize];
+    [
+        "Offset of field: blockflash_attention_index_bwd_params::max_items",
+    ][::core::mem::offset_of!(blockflash_attention_index_bwd_params, max_items)
+        - 696usize];
+    [
+        "Offset of field: blockflash_attention_index_bwd_params::max_parts",
+    ][::core::mem::offset_of!(blockflash_attention_index_bwd_params, max_parts)
+        - 700usize];
+    [
+        "Offset of field: blockflash_attention_index_bwd_params::first_pass",
+    ][::core::mem::offset_of!(blockflash_attention_index_bwd_params, first_pass)
+        - 704usize];
+    [
+        "Offset of field: blockflash_attention_index_bwd_params::last_pass",
+    ][::core::mem::offset_of!(blockflash_attention_index_bwd_params, last_pass)
+        - 708usize];
+    [
+        "Offset of field: blockflash_attention_index_bwd_params::step",
+    ][::core::mem::offset_of!(blockflash_attention_index_bwd_params, step) - 712usize];
+    [
+        "Offset of field: blockflash_attention_index_bwd_params::block_kv",
+    ][::core::mem::offset_of!(blockflash_attention_index_bwd_params, block_kv)
+        - 716usize];
+    [
+        "Offset of field: blockflash_attention_index_bwd_params::tile_head_dim",
+    ][::core::mem::offset_of!(blockflash_attention_index_bwd_params, tile_head_dim)
+        - 720usize];
+    [
+        "Offset of field: blockflash_attention_index_bwd_params::dq_columns",
+    ][::core::mem::offset_of!(blockflash_attention_index_bwd_params, dq_columns)
+        - 724usize];
 };
 /** Score terms, in this order: once the score of query i and key j has been scaled and capped, the
  bias is added, then ALiBi, slope·-|i + seqlen_kv - seqlen_q - j|; pairs whose bit is 0 are masked

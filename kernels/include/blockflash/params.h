@@ -11,6 +11,7 @@
 #include "blockflash/params/attention_fwd.h"
 #include "blockflash/params/attention_fwd_e4m3.h"
 #include "blockflash/params/attention_index.h"
+#include "blockflash/params/attention_index_bwd.h"
 #include "blockflash/params/attention_terms.h"
 #include "blockflash/params/base.h"
 #include "blockflash/params/block_bits.h"
