@@ -9,8 +9,9 @@ use anyhow::Result;
 use blockflash_sys::{Kernel, manifest};
 use std::collections::BTreeMap;
 
-/// All archives together, so that the package stays below its limit (`cargo xtask package`).
-const MAX_TOTAL_BYTES: u64 = 9_450_000;
+/// All archives together, which a wheel carries: those that stood before attention by an index, and
+/// 0.8 MB for its kernels. `cargo xtask package` holds each of the two packages below its own limit.
+const MAX_TOTAL_BYTES: u64 = 10_250_000;
 
 /// Checks every kernel of the manifest, and the record of GPU passes.
 pub fn check(findings: &mut Findings) -> Result<()> {
