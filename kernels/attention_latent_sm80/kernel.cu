@@ -7,7 +7,7 @@
 #include "blockflash/pipeline.cuh"
 #include "blockflash/ptx/global.cuh"
 #include "blockflash/ptx/launch.cuh"
-#include "output.cuh"
+#include "blockflash/latent/output.cuh"
 
 namespace blockflash {
 namespace {

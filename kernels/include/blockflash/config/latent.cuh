@@ -14,6 +14,11 @@ struct AttentionLatentConfig : AttentionElements {
   static constexpr int stages = VARIANT_STAGES;
   static constexpr int threads = warps * kWarpSize;
   static constexpr int smem_bytes = VARIANT_SMEM_BYTES;
+#ifdef VARIANT_INDEX_LISTS
+  static constexpr bool has_lists = true;  // that name the keys of each query
+#else
+  static constexpr bool has_lists = false;
+#endif
   static_assert(threads == VARIANT_THREADS, "the manifest row and the kernel disagree on threads");
   static_assert(values <= columns, "values are columns of the keys");
 };

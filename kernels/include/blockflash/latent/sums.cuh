@@ -15,7 +15,7 @@
 #include "blockflash/ptx/mma.cuh"
 #include "blockflash/ptx/opaque.cuh"
 #include "blockflash/ptx/shared.cuh"
-#include "code_products.cuh"
+#include "blockflash/latent/code_products.cuh"
 
 namespace blockflash {
 namespace {
@@ -32,6 +32,20 @@ static_assert(!kHasCodes || kWarpValues == CodeRow::of_scale, "values of a warp 
 // Scores of a step, as each warp leaves them: of the four elements of a lane the rows g, g, g + 8
 // and g + 8, with g = lane / 4. Two steps take turns.
 using Exchange = float4[2][kSlices][kHalves][kWarpSize];
+
+// Which keys of a step are listed and seen: a bit for each of the four rows that a warp copies, in a
+// byte for each warp. Hides the others from all rows. Their values are zeros, and all rows see the
+// keys that remain, so nothing else is to be done about NaN.
+__device__ __forceinline__ void hide_unlisted(float (&s)[kHalves][4], uint32_t listed, int lane) {
+  if (listed == 0x0f0f0f0f) return;
+#pragma unroll
+  for (int keys = 0; keys < kHalves; ++keys)
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const int key = keys * 8 + lane % 4 * 2 + e;
+      if (!(listed >> (key / 4 * 8 + key % 4) & 1)) s[keys][e] = s[keys][2 + e] = -CUDART_INF_F;
+    }
+}
 
 // Adds p·v for the columns of a warp.
 template <int chunks>
@@ -94,11 +108,14 @@ struct Sums {
   }
 
   // Adds the step in a stage that all threads see. `meet` is a barrier, behind which no thread
-  // reads what was read before.
+  // reads what was read before. With lists `keys_of_step` tells which keys are seen, otherwise it is
+  // the first key.
   template <class Meet>
   __device__ __forceinline__ void add_step(const blockflash_attention_decode_params& p,
                                            const DecodeItem& item, Exchange& exchange, int parity,
-                                           uint32_t stage_smem, int first_key, const Meet& meet) {
+                                           uint32_t stage_smem, int keys_of_step,
+                                           const Meet& meet) {
+    if (Config::has_lists && keys_of_step == 0) return meet();
     float4& partial = exchange[parity][slice()][half_of_keys()][lane()];
     if constexpr (kHasCodes)
       partial = multiply_codes<CodeRow>(q, stage_smem, slice(), half_of_keys(), lane());
@@ -114,8 +131,10 @@ struct Sums {
       s[keys][2] = a.z + b.z, s[keys][3] = a.w + b.w;
     }
     cap_scores(s, p.scores);
-    if (first_key < item.all.begin || first_key + kStepKeys > item.all.end)
-      mask_step(p, item, s, stage_smem, first_key);
+    if constexpr (Config::has_lists)
+      hide_unlisted(s, keys_of_step, lane());
+    else if (keys_of_step < item.all.begin || keys_of_step + kStepKeys > item.all.end)
+      mask_step(p, item, s, stage_smem, keys_of_step);
     float subtract[2];
     move_references(s, p.scores, subtract);
     uint32_t probabilities[4];

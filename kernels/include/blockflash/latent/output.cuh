@@ -2,7 +2,7 @@
 #pragma once
 
 #include "blockflash/decode/combine_tree.cuh"
-#include "sums.cuh"
+#include "blockflash/latent/sums.cuh"
 
 namespace blockflash {
 namespace {
@@ -18,9 +18,12 @@ struct OutputTile {
   }
 };
 
-// Stores the result of an item, a split. Warps have columns of their own and agree about the rest.
+// Stores the result of an item, a split: of four columns of a row at a time by `show`, unless it is
+// null. Warps have columns of their own and agree about the rest.
+template <class Show = std::nullptr_t>
 __device__ __forceinline__ void finish_split(const blockflash_attention_decode_params& p,
-                                             const DecodeItem& item, const Sums& sums) {
+                                             const DecodeItem& item, const Sums& sums,
+                                             const Show& show = nullptr) {
   const int rows = rows_of<OutputTile>(p, item);
   const int lane = ptx::opaque(Sums::lane());
   const bool is_odd = lane % 2 != 0;
@@ -34,7 +37,9 @@ __device__ __forceinline__ void finish_split(const blockflash_attention_decode_p
       const auto columns = [&](const float4& values, int place) {
         const Partial x{values, sums.reference[half], denominator};
         const int piece = Sums::warp() * (kWarpValues / 4) + place;
-        if (item.splits > 1)
+        if constexpr (!std::is_same_v<Show, std::nullptr_t>)
+          show(row, piece, x);
+        else if (item.splits > 1)
           slot.store(p, row, piece, x);
         else
           store_result<OutputTile>(p, item, row, piece, x);

@@ -8,7 +8,7 @@
 #include "blockflash/ptx/ldmatrix.cuh"
 #include "blockflash/ptx/mma.cuh"
 #include "blockflash/ptx/shared.cuh"
-#include "loader.cuh"
+#include "blockflash/latent/loader.cuh"
 
 namespace blockflash {
 namespace {

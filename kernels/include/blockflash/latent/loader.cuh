@@ -92,7 +92,7 @@ struct Loader {
     ptx::cp_async_commit_group();
   }
 
- private:
+ protected:
   // A row that does not exist becomes zeros. A copy of no bytes, too, has an address inside the
   // tensor, whose first row is `first`.
   static __device__ __forceinline__ void start_part(uint32_t to, const char* from,
@@ -115,8 +115,9 @@ struct Loader {
     const int of_item = item.row_tile * Config::rows + thread / kLine;
     const int query = small_quotient(of_item, p.group);
     const int head = item.head_kv * p.group + of_item - query * p.group;
-    const int64_t of_sequence = p.cu_seqlens_q == nullptr ? item.sequence * p.q_stride_batch
-                                                          : item.q_begin * p.q_stride_seq;
+    int64_t of_sequence = p.cu_seqlens_q == nullptr ? item.sequence * p.q_stride_batch
+                                                    : item.q_begin * p.q_stride_seq;
+    if (Config::has_lists && p.cu_seqlens_q == nullptr) of_sequence += item.q_begin * p.q_stride_seq;
     const Element* const from = static_cast<const Element*>(p.q) + of_sequence +
                                 query * p.q_stride_seq + head * p.q_stride_head +
                                 thread % kLine * 8;
