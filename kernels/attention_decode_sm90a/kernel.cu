@@ -145,7 +145,8 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_decode_runs_param
       if (k >= kInner) slot.combine(p, rows, sums);
       if (item.runs > 1) {
         slot.store(p, rows, sums);
-        combine_runs(params, item, shared.arrivals, shared.ending, one_each || params.run == 1);
+        combine_runs(p, params.run == 1, item, shared.arrivals, shared.ending,
+                     one_each || params.run == 1);
       } else {
         store_results(p, item, sums);
       }

@@ -4,43 +4,16 @@
 // scores and values. Two warpgroups take turns with the scores; each of them has half of the
 // columns of the output, for all keys, and reads the probabilities of the other one in shared
 // memory. So each product is computed once, and 64 × 512 sums fit into registers.
-#include "blockflash/ptx/cp_async.cuh"
+#include "blockflash/latent_hopper/output.cuh"
+#include "blockflash/latent_hopper/queries.cuh"
 #include "blockflash/ptx/launch.cuh"
 #include "blockflash/ptx/tensor_prefetch.cuh"
 #include "loader.cuh"
-#include "output.cuh"
 
 namespace blockflash {
 namespace {
 
 constexpr int kLoaderRegisters = 40, kConsumerRegisters = 232;
-
-// Starts the copy of the queries of an item by the team. Rows and columns that do not exist become
-// zeros.
-__device__ __forceinline__ void copy_queries(const blockflash_attention_decode_params& p,
-                                             const DecodeRun& item, uint32_t q_smem) {
-  const Element* const q = static_cast<const Element*>(p.q);
-  const Element* const of_sequence =
-      q + (p.cu_seqlens_q == nullptr ? item.sequence * p.q_stride_batch
-                                     : item.q_begin * p.q_stride_seq);
-  // Eight threads side by side copy a row, 16 bytes each at a time.
-  const int chunk = threadIdx.x % 8;
-#pragma unroll
-  for (int in_tile = threadIdx.x / 8; in_tile < kRows; in_tile += Team::threads / 8) {
-    const int row = item.row_tile * kRows + in_tile;
-    const int query = small_quotient(row, p.group);
-    const Element* const from = of_sequence + query * p.q_stride_seq +
-                                (item.head_kv * p.group + row - query * p.group) * p.q_stride_head +
-                                chunk * 8;
-    const uint32_t to = q_smem + in_tile * 128 + (chunk ^ in_tile % 8) * 16;
-#pragma unroll
-    for (int panel = 0; panel < kPanels; ++panel) {
-      const bool exists = query < item.q_length && panel * 64 + chunk * 8 < p.head_dim_qk;
-      ptx::cp_async_cg_16(to + panel * kQPanelBytes, exists ? from + panel * 64 : q,
-                          exists ? 16 : 0);
-    }
-  }
-}
 
 // The sums of an item and what becomes of them. `pair` counts pairs of tiles of all items. Calls
 // `meanwhile` when nobody needs the queries any more.
@@ -49,7 +22,7 @@ __device__ __forceinline__ void compute(const Params& params, Shared& shared,
                                         const Barriers& barriers, uint32_t smem,
                                         const DecodeRun& item, int pair,
                                         const Meanwhile& meanwhile) {
-  Sums<warpgroup> sums{params, shared, barriers, smem};
+  Sums<warpgroup> sums{params.base, shared, barriers, smem};
   sums.clear();
   const Tiles tiles(item);
 #pragma unroll 1
@@ -87,7 +60,7 @@ __device__ __forceinline__ void consume(const Params& params, Shared& shared,
     else
       compute<1>(params, shared, barriers, smem, item, pair, [&] { begin(n + 1); });
     pair += Tiles(item).pairs;
-    if (item.runs > 1) combine_runs(params, item, shared.arrivals, shared.ending, one_each);
+    if (item.runs > 1) combine_runs(p, params.run == 1, item, shared.arrivals, shared.ending, one_each);
     __syncwarp();  // all have read the item
     if (threadIdx.x % kWarpSize == 0) ptx::mbarrier_arrive(barrier_of(barriers.item_empty, n % 2));
   }

@@ -3,7 +3,7 @@
 
 #include "blockflash/ptx/global.cuh"
 #include "blockflash/ptx/tensor_copy.cuh"
-#include "layout.cuh"
+#include "blockflash/latent_hopper/layout.cuh"
 
 namespace blockflash {
 namespace {

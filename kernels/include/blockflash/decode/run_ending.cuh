@@ -51,14 +51,14 @@ __device__ __forceinline__ uint32_t left_shares(const Arrivals& arrivals, const 
 }
 
 // Ends an item, whose sums are stored, with all threads. Whether runs are computed side by side, so
-// that others of the row tile end soon, is up to the caller.
-__device__ __forceinline__ void combine_runs(const Params& params, const DecodeRun& item,
+// that others of the row tile end soon, is up to the caller, and so is whether they are single
+// splits.
+__device__ __forceinline__ void combine_runs(const blockflash_attention_decode_params& p,
+                                             bool are_splits, const DecodeRun& item,
                                              const Arrivals& arrivals, Ending& ending,
                                              bool side_by_side) {
-  const blockflash_attention_decode_params& p = params.base;
   // Runs that are computed side by side are one group.
   const bool helped = side_by_side && item.runs <= kMostShares;
-  const bool are_splits = params.run == 1;
   const int of_group = helped ? kMostShares : are_splits ? kGroup : kInner;
   const int groups = ceil_div(item.runs, of_group);
   const int group = item.run / of_group, own = item.run - group * of_group;

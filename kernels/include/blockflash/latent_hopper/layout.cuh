@@ -1,6 +1,8 @@
 // Shared memory, barriers and the order of tiles.
 #pragma once
 
+#include <type_traits>
+
 #include "blockflash/decode/run_ending.cuh"
 #include "blockflash/decode/run_results.cuh"
 #include "blockflash/decode/runs.cuh"
@@ -50,6 +52,13 @@ constexpr int kReferencesReady = 2;     // + stage
 constexpr int kProbabilitiesReady = 4;  // + stage
 constexpr int kWarpgroupBarrier = 6;    // + warpgroup
 
+// With lists: the keys that are listed and seen, of the tiles of two pairs. A word of 16 bits is of
+// the rows that one warp copies, 4 w + r + 16 i in bit 4 i + r.
+struct ListedTiles {
+  alignas(8) uint16_t of[2][2][4];  // by the pair, the tile in it, and the warp
+};
+struct NumberedTiles {};  // which keys a row sees follows from their numbers
+
 struct Shared {
   DecodeRun items[2];       // item n in slot n % 2
   float references[kRows];  // of the rows, behind the last tile
@@ -58,6 +67,7 @@ struct Shared {
   Arrivals arrivals;  // if there is a workspace
   Ending ending;
   uint64_t barriers[kStages * 4 + 4];
+  std::conditional_t<Config::has_lists, ListedTiles, NumberedTiles> listed;
 };
 static_assert(sizeof(Shared) <= 2048 && Config::smem_bytes == kSharedOffset + 2048,
               "manifest and kernel disagree on smem");
@@ -66,6 +76,9 @@ struct Barriers {
   uint32_t full, empty;  // of stage s and part p it is number 2 s + p
   uint32_t item_full, item_empty;
   static constexpr int kReaders = 9;  // of an item: the producer, and warps
+  // Of a part: one thread announces what TMA copies, or four warps copy rows, and say so before
+  // what they have started arrives.
+  static constexpr int kWriters = Config::has_lists ? 4 * kWarpSize + 4 : 1;
 
   __device__ __forceinline__ explicit Barriers(Shared& shared)
       : full(static_cast<uint32_t>(__cvta_generic_to_shared(shared.barriers))),
@@ -75,7 +88,7 @@ struct Barriers {
 
   __device__ __forceinline__ void init() const {
     for (int i = 0; i < 2 * kStages; ++i) {
-      ptx::mbarrier_init(full + 8 * i, 1);
+      ptx::mbarrier_init(full + 8 * i, kWriters);
       ptx::mbarrier_init(empty + 8 * i, 4);
     }
     for (int i = 0; i < 2; ++i) {

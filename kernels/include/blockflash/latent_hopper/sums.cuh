@@ -13,7 +13,7 @@
 #include "blockflash/ptx/shared.cuh"
 #include "blockflash/ptx/stmatrix.cuh"
 #include "blockflash/ptx/wgmma.cuh"
-#include "layout.cuh"
+#include "blockflash/latent_hopper/layout.cuh"
 
 namespace blockflash {
 namespace {
@@ -30,7 +30,7 @@ constexpr float kAhead = 4.f;
 // since WGMMAs across a branch would be serialised.
 template <int warpgroup>
 struct Sums {
-  const Params& params;
+  const blockflash_attention_decode_params& p;
   Shared& shared;
   const Barriers& barriers;
   const uint32_t smem;
@@ -62,6 +62,8 @@ struct Sums {
     for (int d = 0; d < kSteps; ++d) {
       if (d == 0 || d == kPartSteps) {
         ptx::mbarrier_wait(barrier_of(barriers.full, 2 * warpgroup + d / kPartSteps), pair & 1);
+        // Rows that threads have copied.
+        if constexpr (Config::has_lists) ptx::fence_proxy_async();
         ptx::wgmma_fence();
       }
       const uint64_t step = (d / 4 * kPanelBytes + d % 4 * 32) >> 4;
@@ -118,10 +120,24 @@ struct Sums {
   // The keys of the item that a row sees, relative to the first key of a tile.
   __device__ __forceinline__ KeyRange visible_to(const DecodeRun& item, int row,
                                                  int first_key) const {
-    const blockflash_attention_decode_params& p = params.base;
     const int query = small_quotient(item.row_tile * kRows + row, p.group);
     const KeyRange keys = DecodeSequence::mask(p, item.q_length, item.kv_length).keys_of(query);
     return {max(keys.begin, item.keys.begin) - first_key, min(keys.end, item.keys.end) - first_key};
+  }
+
+  // Hides the keys of the own tile that are not listed or not seen from all rows. Their values are
+  // zeros, and all rows see the others, so nothing is to be done about NaN.
+  __device__ __forceinline__ void hide_unlisted(float (&s)[kKeys / 2], int pair) const {
+    const uint16_t* const words = shared.listed.of[pair % 2][warpgroup];
+    if (*reinterpret_cast<const uint64_t*>(words) == ~uint64_t{0}) return;
+    const int thread = threadIdx.x % 4;
+    const uint32_t listed[2] = {words[thread / 2], words[2 + thread / 2]};
+#pragma unroll
+    for (int j = 0; j < kKeys / 8; ++j)
+#pragma unroll
+      for (int e = 0; e < 2; ++e)
+        if (!(listed[j % 2] >> (j / 2 * 4 + thread % 2 * 2 + e) & 1))
+          s[4 * j + e] = s[4 * j + 2 + e] = -CUDART_INF_F;
   }
 
   __device__ __forceinline__ void mask_scores(const DecodeRun& item, float (&s)[kKeys / 2],
@@ -140,7 +156,7 @@ struct Sums {
   // Takes what is not finite out of the values of a tile with a mask. Scores of the tile are
   // complete.
   __device__ __forceinline__ void clean_values(const DecodeRun& item, int first_key, int stage) {
-    if (!is_masked(item, first_key)) return;
+    if (Config::has_lists || !is_masked(item, first_key)) return;
     take_out_nonfinite<Element, kValuePanels / 2, kWarpgroupBarrier + warpgroup>(
         values_at(stage),
         [&](int half) { return visible_to(item, first_row() + 8 * half, first_key); },
@@ -150,10 +166,13 @@ struct Sums {
   // From scores to the references of the rows, which the other warpgroup learns. `subtract` takes
   // their place in exponents.
   __device__ __forceinline__ void share_references(const DecodeRun& item, float (&s)[kKeys / 2],
-                                                   float (&subtract)[2], int first_key) {
-    const blockflash_scores& scores = params.base.scores;
+                                                   float (&subtract)[2], int first_key, int pair) {
+    const blockflash_scores& scores = p.scores;
     cap_scores(s, scores);
-    if (is_masked(item, first_key)) mask_scores(item, s, first_key);
+    if constexpr (Config::has_lists)
+      hide_unlisted(s, pair);
+    else if (is_masked(item, first_key))
+      mask_scores(item, s, first_key);
     const float before[2] = {reference[0], reference[1]};
     move_references(s, reference, subtract, kAhead, scores);
 #pragma unroll
@@ -168,7 +187,7 @@ struct Sums {
   __device__ __forceinline__ void share_probabilities(const float (&s)[kKeys / 2],
                                                       const float (&subtract)[2],
                                                       uint32_t (&probabilities)[kKeys / 4]) {
-    const float scale = params.base.scores.scale_log2;
+    const float scale = p.scores.scale_log2;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float sum = 0.f;
@@ -230,7 +249,7 @@ struct Sums {
     start_scores(s, pair);
     if constexpr (warpgroup == 0) {
       finish_scores(s);
-      share_references(item, s, subtract, first_key);
+      share_references(item, s, subtract, first_key, pair);
       const float own[2] = {reference[0], reference[1]};
       share_probabilities(s, subtract, probabilities);
       rescale(before, own);
@@ -246,7 +265,7 @@ struct Sums {
       follow();
       const float others[2] = {reference[0], reference[1]};
       finish_scores(s);
-      share_references(item, s, subtract, second_key);
+      share_references(item, s, subtract, second_key, pair);
       ptx::named_barrier_sync(kProbabilitiesReady, Team::threads);
       rescale(before, others);
       clean_values(item, first_key, 0);
@@ -259,6 +278,21 @@ struct Sums {
       start_values(probabilities, 1);
     }
     finish_values(1);
+  }
+
+  // With lists: passes a pair of tiles without listed keys, and returns true, or returns false.
+  __device__ __forceinline__ bool pass_pair(int pair) const {
+    ptx::mbarrier_wait(barrier_of(barriers.full, 2 * warpgroup), pair & 1);
+    const uint64_t* const words = reinterpret_cast<const uint64_t*>(shared.listed.of[pair % 2]);
+    if ((words[0] | words[1]) != 0) return false;
+    __syncwarp();  // all have read the words
+#pragma unroll
+    for (int stage = 0; stage < kStages; ++stage) {
+      ptx::mbarrier_wait(barrier_of(barriers.full, 2 * stage + warpgroup), pair & 1);
+      if (threadIdx.x % kWarpSize == 0)
+        ptx::mbarrier_arrive(barrier_of(barriers.empty, 2 * stage + warpgroup));
+    }
+    return true;
   }
 
   // The denominators of all tiles, in the order of the warpgroups. The team meets.

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "blockflash/ptx/global.cuh"
-#include "sums.cuh"
+#include "blockflash/latent_hopper/sums.cuh"
 
 namespace blockflash {
 namespace {
@@ -11,7 +11,7 @@ namespace {
 // columns.
 template <int warpgroup>
 __device__ __forceinline__ void store_results(const DecodeRun& item, const Sums<warpgroup>& x) {
-  const blockflash_attention_decode_params& p = x.params.base;
+  const blockflash_attention_decode_params& p = x.p;
   const int rows = rows_of(p, item);
   if (x.first_row() / 16 * 16 >= rows) return;
 #pragma unroll
@@ -42,7 +42,7 @@ __device__ __forceinline__ void store_results(const DecodeRun& item, const Sums<
 // The same to a slot of the workspace.
 template <int warpgroup>
 __device__ __forceinline__ void store_partial(const DecodeRun& item, const Sums<warpgroup>& x) {
-  const blockflash_attention_decode_params& p = x.params.base;
+  const blockflash_attention_decode_params& p = x.p;
   const RunSlot slot(p, item.slot + item.run * item.slot_step);
   const int rows = rows_of(p, item);
 #pragma unroll
