@@ -131,8 +131,8 @@ mod tests {
 
     /// The kernels of Hopper are persistent, apart from the probes, most of the attention backward
     /// the attention of small grids and of wide heads and the combination of splits, and so are
-    /// decoding, the choice of pages and copies of rows; the last two divide their work in a fixed
-    /// way.
+    /// decoding, the choice of pages, copies of rows and listed latent rows; the last three divide
+    /// their work in a fixed way.
     #[test]
     fn persistent_kernels_count_tiles() {
         for kernel in manifest::kernels() {
@@ -151,8 +151,10 @@ mod tests {
                 .iter()
                 .any(|op| source.starts_with(op));
             let decodes = ["attention_decode_sm80", "attention_latent_sm80"].contains(&source);
-            let counts = source.ends_with("_sm90a") && !one_tile_each || decodes;
-            let persistent = counts || ["page_choice_sm80", "row_copy_sm80"].contains(&source);
+            let fixed = ["page_choice_sm80", "row_copy_sm80", "attention_latent_index_sm90a"];
+            let fixed = fixed.contains(&source);
+            let counts = source.ends_with("_sm90a") && !one_tile_each && !fixed || decodes;
+            let persistent = counts || fixed;
             assert_eq!(family.is_persistent(), persistent, "{}", kernel.symbol());
             assert!(!counts || family.counts_tiles(), "{}", kernel.symbol());
         }

@@ -3,7 +3,7 @@ use super::{
     attention_bwd_sm80, attention_bwd_sm90a, attention_cache_sm90a, attention_combine_sm90a,
     attention_decode_sm80, attention_decode_sm90a, attention_fwd_e4m3_sm90a, attention_fwd_sm80,
     attention_fwd_sm90a, attention_fwd_small_sm90a, attention_fwd_wide_sm90a,
-    attention_latent_sm80, attention_latent_sm90a, attention_merge_sm80, block_mask,
+    attention_latent_index_sm80, attention_latent_index_sm90a, attention_latent_sm80, attention_latent_sm90a, attention_merge_sm80, block_mask,
     bsr_matmul_any_sm80, bsr_matmul_narrow_sm80, bsr_matmul_sm80, bsr_matmul_sm90a, bsr_sddmm_sm80,
     bsr_sddmm_sm90a, kv_append_codes_sm80, kv_append_sm80, page_choice, probe, quantize_sm80,
     row_copy_sm80,
@@ -42,6 +42,11 @@ pub enum Variant {
     AttentionLatent(attention_latent_sm80::AttentionLatent),
     /// The same with the instructions of Hopper.
     AttentionLatentHopper(attention_latent_sm90a::AttentionLatentHopper),
+    /// Attention to the rows that lists name, in a cache whose values are the first columns of its
+    /// keys, with the instructions of Ampere and later.
+    AttentionLatentIndex(attention_latent_index_sm80::AttentionLatentIndex),
+    /// The same with the instructions of Hopper.
+    AttentionLatentIndexHopper(attention_latent_index_sm90a::AttentionLatentIndexHopper),
     /// Attention over all keys from attention over parts of them.
     AttentionMerge(attention_merge_sm80::AttentionMerge),
     /// Appending to a cache, and rotary embeddings.
@@ -92,6 +97,8 @@ impl Variant {
             Variant::AttentionDecodeHopper(tile) => tile,
             Variant::AttentionLatent(tile) => tile,
             Variant::AttentionLatentHopper(tile) => tile,
+            Variant::AttentionLatentIndex(tile) => tile,
+            Variant::AttentionLatentIndexHopper(tile) => tile,
             Variant::AttentionMerge(kernel) => kernel,
             Variant::KvAppend(kernel) => kernel,
             Variant::KvAppendCodes(kernel) => kernel,
@@ -125,6 +132,11 @@ impl Variant {
         variants.extend(attention_decode_sm90a::tiles(target).map(Variant::AttentionDecodeHopper));
         variants.extend(attention_latent_sm80::tiles(target).map(Variant::AttentionLatent));
         variants.extend(attention_latent_sm90a::tiles(target).map(Variant::AttentionLatentHopper));
+        variants.extend(
+            attention_latent_index_sm90a::tiles(target).map(Variant::AttentionLatentIndexHopper),
+        );
+        variants
+            .extend(attention_latent_index_sm80::tiles(target).map(Variant::AttentionLatentIndex));
         variants.extend(attention_merge_sm80::tiles(target).map(Variant::AttentionMerge));
         variants.extend(kv_append_sm80::tiles(target).map(Variant::KvAppend));
         variants.extend(kv_append_codes_sm80::tiles(target).map(Variant::KvAppendCodes));

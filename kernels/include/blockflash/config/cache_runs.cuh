@@ -1,6 +1,7 @@
 // Configurations of the kernels of attention over a cache whose items are runs of splits.
 #pragma once
 
+#include "blockflash/config/index_lists.cuh"
 #include "blockflash/config/kv_cache.cuh"
 
 namespace blockflash {
@@ -16,11 +17,7 @@ struct CacheRunsConfig : AttentionElements {
   static constexpr int end_keys = 512;          // that take as long as the end of an item
   static constexpr bool splits_longest = true;  // equal parts of the longest sequence are a choice
   static constexpr int smem_bytes = VARIANT_SMEM_BYTES;
-#ifdef VARIANT_INDEX_LISTS
-  static constexpr bool has_lists = true;  // that name the keys of each query
-#else
-  static constexpr bool has_lists = false;
-#endif
+  static constexpr bool has_lists = kHasIndex;  // that name the keys of each query
   static_assert(head_dim_v <= head_dim_qk, "values are the first columns of keys");
   static_assert(threads == VARIANT_THREADS, "the manifest row and the kernel disagree on threads");
 };

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "blockflash/config/attention_tile.cuh"
+#include "blockflash/config/index_lists.cuh"
 
 namespace blockflash {
 
@@ -14,11 +15,7 @@ struct AttentionLatentConfig : AttentionElements {
   static constexpr int stages = VARIANT_STAGES;
   static constexpr int threads = warps * kWarpSize;
   static constexpr int smem_bytes = VARIANT_SMEM_BYTES;
-#ifdef VARIANT_INDEX_LISTS
-  static constexpr bool has_lists = true;  // that name the keys of each query
-#else
-  static constexpr bool has_lists = false;
-#endif
+  static constexpr bool has_lists = kHasIndex;  // that name the keys of each query
   static_assert(threads == VARIANT_THREADS, "the manifest row and the kernel disagree on threads");
   static_assert(values <= columns, "values are columns of the keys");
 };
