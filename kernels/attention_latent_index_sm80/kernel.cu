@@ -5,9 +5,10 @@
 // one row at a time, by cp.async, into the ring of attention_latent_sm80, whose products these are.
 // How often warps meet follows from the parameters alone, so each of them reads what the device
 // knows for itself. The README says why.
+#include "blockflash/latent/list_cluster.cuh"
+#include "blockflash/latent/sums.cuh"
 #include "blockflash/pipeline.cuh"
 #include "blockflash/ptx/launch.cuh"
-#include "cluster.cuh"
 #include "lists.cuh"
 
 namespace blockflash {
@@ -100,7 +101,11 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_index_params para
     end_step();
   }
   ptx::launch_dependents();
-  if (cluster.size() > 1) return cluster.finish(p, item, sums, ring_smem);
+  if (cluster.size() > 1) {
+    static_assert(Shown::kBytes <= kRingBytes, "results take the place of the ring");
+    __syncthreads();  // nobody reads the ring any more
+    return cluster.finish(p, item, sums, ring_smem);
+  }
   finish_split(p, item, sums);
   if (item.splits > 1) combine_in_tree(p, item, shared);
 }

@@ -1,46 +1,11 @@
-// Items, and the copies of the keys that lists name into the ring of a CTA.
+// The copies of the keys that lists name into the ring of a CTA.
 #pragma once
 
-#include "blockflash/decode/listed_queries.cuh"
+#include "blockflash/latent/list_item.cuh"
 #include "blockflash/latent/loader.cuh"
 
 namespace blockflash {
 namespace {
-
-// A split of the positions of a list, for one row tile of one query, which is a sequence of its
-// own. It follows from the parameters alone but for the sequence of packed queries, which the
-// loader finds.
-struct ListItem : DecodeItem {
-  int index;     // of the query, of all
-  int key_head;
-  int64_t list;  // its first entry, from the first one of all
-
-  // Each CTA of a cluster has a split.
-  template <class Cluster>
-  __device__ __forceinline__ ListItem(const blockflash_attention_index_params& params,
-                                      const Cluster& cluster) {
-    const blockflash_attention_decode_params& p = params.scaled.decode;
-    const ListSplits all(params);
-    const bool clustered = cluster.size() > 1;
-    const int row_tiles = ceil_div(p.group, Config::rows), of_split = row_tiles * params.units;
-    const int of_query = clustered ? of_split : all.splits * of_split;
-    const int number = clustered ? blockIdx.x / cluster.size() : blockIdx.x;
-    index = number / of_query;
-    const int within = number - index * of_query, of_tile = within % of_split;
-    const int unit = of_tile % params.units;
-    sequence = p.cu_seqlens_q == nullptr ? index / p.seqlen_q : 0;
-    q_begin = p.cu_seqlens_q == nullptr ? index - sequence * p.seqlen_q : index, q_length = 1;
-    head_kv = unit, row_tile = of_tile / params.units;
-    split = clustered ? cluster.rank() : within / of_split, count = 1;
-    splits = clustered ? cluster.size() : all.splits;
-    slot = index * all.splits * of_split + of_tile, slot_step = of_split;
-    key_head = unit * p.num_heads_kv / params.units;
-    list = unit * params.lists.groups / params.units * params.lists.stride_group +
-           index * params.lists.stride_query;
-    positions.begin = min(split * params.chunk, all.positions);
-    positions.end = min(positions.begin + params.chunk, all.positions);
-  }
-};
 
 // Which keys of the steps in the ring are listed and seen: a byte for each warp that copies rows,
 // with a bit for each of them.

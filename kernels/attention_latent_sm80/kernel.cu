@@ -4,10 +4,11 @@
 // Each key is copied once, by cp.async, into a ring that all warps read: half of the columns for
 // the scores, then a quarter of the columns for the output. There is one barrier for each step of
 // 16 keys. The README says why.
+#include "blockflash/latent/output.cuh"
+#include "blockflash/latent/sums.cuh"
 #include "blockflash/pipeline.cuh"
 #include "blockflash/ptx/global.cuh"
 #include "blockflash/ptx/launch.cuh"
-#include "blockflash/latent/output.cuh"
 
 namespace blockflash {
 namespace {

@@ -40,7 +40,7 @@ struct ListedQuery {
     ListedQuery x;
     int index, count = p.seqlen_q;
     if (p.cu_seqlens_q == nullptr) {
-      x.sequence = query / p.seqlen_q;
+      x.sequence = p.seqlen_q == 1 ? query : query / p.seqlen_q;
       x.row = index = query - x.sequence * p.seqlen_q;
     } else {
       x.sequence = sequence_of_row(p.cu_seqlens_q, p.batch, query, lane);
@@ -81,8 +81,10 @@ struct KeyPlace {
     if (params.cu_seqlens_kv != nullptr) {
       x = {0, query.first_slot + key};
     } else if (cache.block_table != nullptr && may_exist && key < cache.capacity) {
-      const int column = key / cache.page_size;
-      x = {page_of_column(cache, query.sequence, column), key - column * cache.page_size};
+      // Shifts where pages have a power of two of slots: the first keys wait for this.
+      const int size = cache.page_size;
+      const int column = (size & (size - 1)) == 0 ? key >> (31 - __clz(size)) : key / size;
+      x = {page_of_column(cache, query.sequence, column), key - column * size};
     }
     if (!may_exist || key < query.visible.begin || key >= query.visible.end) x = {0, -1};
     return x;
@@ -100,7 +102,7 @@ struct ListSplits {
 
   __device__ __forceinline__ explicit ListSplits(const blockflash_attention_index_params& params)
       : positions(params.lists.capacity << params.lists.granularity_log2),
-        splits(max((positions + params.chunk - 1) / params.chunk, 1)) {}
+        splits(positions <= params.chunk ? 1 : (positions + params.chunk - 1) / params.chunk) {}
 };
 
 }  // namespace blockflash

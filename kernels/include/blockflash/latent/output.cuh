@@ -1,11 +1,16 @@
 // From the sums of the warps to the output, or to the workspace where the keys are split.
 #pragma once
 
+#include <type_traits>
+
+#include "blockflash/config/latent.cuh"
 #include "blockflash/decode/combine_tree.cuh"
-#include "blockflash/latent/sums.cuh"
+#include "blockflash/mma/fragment.cuh"
 
 namespace blockflash {
 namespace {
+
+using Config = AttentionLatentConfig;
 
 // The output for decode/combine.cuh.
 struct OutputTile {
@@ -20,11 +25,12 @@ struct OutputTile {
 
 // Stores the result of an item, a split: of four columns of a row at a time by `show`, unless it is
 // null. Warps have columns of their own and agree about the rest.
-template <class Show = std::nullptr_t>
+template <class Sums, class Show = std::nullptr_t>
 __device__ __forceinline__ void finish_split(const blockflash_attention_decode_params& p,
                                              const DecodeItem& item, const Sums& sums,
                                              const Show& show = nullptr) {
   const int rows = rows_of<OutputTile>(p, item);
+  constexpr int kTiles = Sums::kTiles, kWarpValues = kTiles * 8;
   const int lane = ptx::opaque(Sums::lane());
   const bool is_odd = lane % 2 != 0;
   const Slot slot(p, item.slot_of(item.split));
@@ -44,7 +50,7 @@ __device__ __forceinline__ void finish_split(const blockflash_attention_decode_p
         else
           store_result<OutputTile>(p, item, row, piece, x);
       };
-      if constexpr (kHasCodes) {
+      if constexpr (Sums::kHasCodes) {
         const auto &even = sums.o[j], &odd = sums.o[j + 1];
         if (row >= rows) continue;
         columns(make_float4(even[2 * half], odd[2 * half], even[2 * half + 1], odd[2 * half + 1]),

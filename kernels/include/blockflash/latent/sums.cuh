@@ -64,6 +64,9 @@ __device__ __forceinline__ void add_values(float (&o)[kTiles][4],
 // Lane (g, t) = (lane / 4, lane % 4) holds the columns 8 j + 2 t + e of the rows g and g + 8, in
 // o[j][2 half + e]; of codes, the columns 16 (j / 2) + 4 t + 2 e + j % 2.
 struct Sums {
+  static constexpr bool kHasCodes = blockflash::kHasCodes;
+  static constexpr int kTiles = blockflash::kTiles;
+
   uint32_t q[kSliceSteps][4];
   float o[kTiles][4];
   float reference[2];    // log2 units, of a row; all warps have the same

@@ -1,10 +1,11 @@
-// Clusters, for few queries with lists that do not fill a GPU: a CTA for each split, in order, so
-// that they are combined through distributed shared memory instead of the workspace, with the same
-// operations as there (decode/combine_tree.cuh).
+// Clusters of attention by an index, for few queries, whose lists do not fill a GPU: a CTA for each
+// split, in order, so that they are combined through distributed shared memory instead of the
+// workspace, with the same operations as there (decode/combine_tree.cuh).
 #pragma once
 
-#include "blockflash/ptx/cluster.cuh"
 #include "blockflash/latent/output.cuh"
+#include "blockflash/ptx/cluster.cuh"
+#include "blockflash/ptx/shared.cuh"
 
 namespace blockflash {
 namespace {
@@ -14,7 +15,7 @@ namespace {
 struct Shown {
   static constexpr int kPieces = Config::values / 4;  // of a row, four columns each
   static constexpr int kLogs = Config::rows * kPieces * sizeof(float4);
-  static_assert(kLogs + Config::rows * 8 <= Config::stages * kTileBytes, "results fit the ring");
+  static constexpr int kBytes = kLogs + Config::rows * sizeof(float2);
   static constexpr int kMost = 16;  // CTAs of a cluster
 
   // The lanes of a phase of a store have two rows, so pieces of odd rows change banks.
@@ -42,6 +43,8 @@ template <bool has_clusters>
 struct Cluster {
   static __device__ __forceinline__ constexpr int size() { return 1; }
   static __device__ __forceinline__ constexpr int rank() { return 0; }
+  static __device__ __forceinline__ int number() { return blockIdx.x; }
+  template <class Sums>
   static __device__ __forceinline__ void finish(const blockflash_attention_decode_params&,
                                                 const DecodeItem&, const Sums&, uint32_t) {}
 };
@@ -55,24 +58,27 @@ struct Cluster<true> {
 
   __device__ __forceinline__ int size() const { return ctas; }
   static __device__ __forceinline__ int rank() { return ptx::cluster_rank(); }
+  // Of this cluster, among all of them.
+  static __device__ __forceinline__ int number() { return ptx::cluster_number(); }
 
   // Ends an item with all threads, and with those of the other CTAs, each of which combines some
-  // rows.
+  // rows. Nobody reads the ring any more.
+  template <class Sums>
   __device__ __forceinline__ void finish(const blockflash_attention_decode_params& p,
                                          const DecodeItem& item, const Sums& sums,
                                          uint32_t smem) const {
-    static_assert(Shown::kPieces == Config::threads, "a thread has four columns");
+    static_assert(Config::threads % Shown::kPieces == 0, "threads have pieces of whole rows");
+    constexpr int kRowsAtOnce = Config::threads / Shown::kPieces;
     constexpr int kBranches = TreeNode::kBranches;
-    ptx::launch_dependents();
-    __syncthreads();  // nobody reads the ring any more
     finish_split(p, item, sums, [&](int row, int piece, const Partial& x) {
       Shown::store(smem, row, piece, x);
     });
     ptx::cluster_arrive();
-    const int rows = rows_of<OutputTile>(p, item), piece = threadIdx.x;
+    const int rows = rows_of<OutputTile>(p, item), piece = threadIdx.x % Shown::kPieces;
     ptx::cluster_wait();
 #pragma unroll 1
-    for (int row = rank(); row < rows; row += ctas) {
+    for (int row = rank() + static_cast<int>(threadIdx.x) / Shown::kPieces * ctas; row < rows;
+         row += kRowsAtOnce * ctas) {
       Partial parts[Shown::kMost];
 #pragma unroll
       for (int i = 0; i < Shown::kMost; ++i)

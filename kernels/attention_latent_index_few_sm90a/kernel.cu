@@ -1,0 +1,72 @@
+// Attention of few heads of each query to the keys that its list names, in a cache whose values are
+// the first columns of the keys, for Hopper: as soon as possible.
+//
+// A CTA has one split of the positions of a list, for up to 16 heads of its query, and the whole
+// shared memory of an SM for three steps of 64 keys. The splits of a list are a cluster. The README
+// says why.
+#include "blockflash/latent/list_cluster.cuh"
+#include "blockflash/pipeline.cuh"
+#include "blockflash/ptx/launch.cuh"
+#include "row_sums.cuh"
+
+namespace blockflash {
+namespace {
+
+struct Shared {
+  Exchange exchange;
+  ListedKeys listed;
+};
+constexpr int kRingBytes = Config::stages * kStageBytes;
+static_assert(sizeof(Shared) <= 4096 && Config::smem_bytes == kRingBytes + 4096,
+              "manifest and kernel disagree on smem");
+static_assert(Shown::kBytes <= kRingBytes, "results take the place of the ring");
+static_assert(Config::stages >= 2, "queries are in the last stage before its first keys");
+
+}  // namespace
+}  // namespace blockflash
+
+BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_index_params params) {
+  using namespace blockflash;
+  const blockflash_attention_decode_params& p = params.scaled.decode;
+  extern __shared__ __align__(128) unsigned char smem[];
+  constexpr int kStages = Config::stages;
+  const uint32_t ring_smem = static_cast<uint32_t>(__cvta_generic_to_shared(smem));
+  Shared& shared = *reinterpret_cast<Shared*>(smem + kRingBytes);
+
+  const Cluster<kHasClusters> cluster;
+  const ListItem item(params, cluster);
+  if (item.index >= params.lists.queries) return;
+  ptx::wait_for_predecessors();
+  RowLoader loader(params, item);
+  RowLoader::start_queries(p, item, ring_smem + (kStages - 1) * kStageBytes);
+  int issued = 0, issue_stage = 0, stage = 0;  // steps whose copies were started, and stages
+  const auto fill = [&](int limit) {
+    while (issued < limit && loader.has_step()) {
+      loader.start_step(ring_smem + issue_stage * kStageBytes, shared.listed.of[issue_stage]);
+      ++issued, issue_stage = next_stage<kStages>(issue_stage);
+    }
+  };
+  fill(kStages - 1);
+  wait_for_oldest_group<kStages - 1>(issued);
+  __syncthreads();
+  RowSums sums(shared.exchange);
+  sums.load_queries(ring_smem + (kStages - 1) * kStageBytes);
+#pragma unroll 1
+  for (int step = 0; step < issued; ++step, stage = next_stage<kStages>(stage)) {
+    wait_for_oldest_group<kStages - 1>(issued - step - 1);
+    // Behind this barrier all threads see the step, and nobody reads the one before, or queries.
+    __syncthreads();
+    const uint64_t listed = shared.listed.word(stage);
+    const auto fill_next = [&] { fill(step + kStages); };
+    if (listed != 0)
+      sums.add_step(p.scores, ring_smem + stage * kStageBytes, listed, fill_next);
+    else
+      fill_next();
+  }
+  ptx::launch_dependents();
+  sums.join_denominators();  // behind it nobody reads the ring
+  if (cluster.size() > 1)
+    cluster.finish(p, item, sums, ring_smem);
+  else
+    finish_split(p, item, sums);
+}
