@@ -11,8 +11,11 @@ pub struct AttentionLatentIndex {
     pub tile: AttentionLatent,
 }
 
+/// Hopper has kernels of its own beside rows of codes.
 pub(super) fn tiles(target: Target) -> impl Iterator<Item = AttentionLatentIndex> {
-    attention_latent_sm80::tiles(target).map(|tile| AttentionLatentIndex { tile })
+    attention_latent_sm80::tiles(target)
+        .filter(move |tile| target != Target::Sm90 || tile.has_codes())
+        .map(|tile| AttentionLatentIndex { tile })
 }
 
 impl Family for AttentionLatentIndex {
@@ -78,6 +81,6 @@ mod tests {
             }));
             assert!(!kernel.target.has_clusters() || kernel.most_in_cluster() == Some(16));
         }
-        assert_eq!(count, 3 * (2 * 2 + 1));
+        assert_eq!(count, 2 * 2 * 2 + 3);
     }
 }

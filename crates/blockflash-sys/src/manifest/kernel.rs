@@ -130,7 +130,8 @@ mod tests {
     }
 
     /// The kernels of Hopper are persistent, apart from the probes, most of the attention backward
-    /// the attention of small grids and of wide heads and the combination of splits, and so are
+    /// the attention of small grids, of wide heads and of few heads to listed latent rows and
+    /// the combination of splits, and so are
     /// decoding, the choice of pages, copies of rows and listed latent rows; the last three divide
     /// their work in a fixed way.
     #[test]
@@ -147,6 +148,7 @@ mod tests {
                     "attention_combine",
                     "attention_fwd_small",
                     "attention_fwd_wide",
+                    "attention_latent_index_few",
                 ]
                 .iter()
                 .any(|op| source.starts_with(op));

@@ -3,7 +3,8 @@ use super::{
     attention_bwd_sm80, attention_bwd_sm90a, attention_cache_sm90a, attention_combine_sm90a,
     attention_decode_sm80, attention_decode_sm90a, attention_fwd_e4m3_sm90a, attention_fwd_sm80,
     attention_fwd_sm90a, attention_fwd_small_sm90a, attention_fwd_wide_sm90a,
-    attention_latent_index_sm80, attention_latent_index_sm90a, attention_latent_sm80, attention_latent_sm90a, attention_merge_sm80, block_mask,
+    attention_latent_index_few_sm90a, attention_latent_index_sm80, attention_latent_index_sm90a,
+    attention_latent_sm80, attention_latent_sm90a, attention_merge_sm80, block_mask,
     bsr_matmul_any_sm80, bsr_matmul_narrow_sm80, bsr_matmul_sm80, bsr_matmul_sm90a, bsr_sddmm_sm80,
     bsr_sddmm_sm90a, kv_append_codes_sm80, kv_append_sm80, page_choice, probe, quantize_sm80,
     row_copy_sm80,
@@ -47,6 +48,8 @@ pub enum Variant {
     AttentionLatentIndex(attention_latent_index_sm80::AttentionLatentIndex),
     /// The same with the instructions of Hopper.
     AttentionLatentIndexHopper(attention_latent_index_sm90a::AttentionLatentIndexHopper),
+    /// The same for few heads, with the instructions of Hopper.
+    AttentionLatentIndexFew(attention_latent_index_few_sm90a::AttentionLatentIndexFew),
     /// Attention over all keys from attention over parts of them.
     AttentionMerge(attention_merge_sm80::AttentionMerge),
     /// Appending to a cache, and rotary embeddings.
@@ -99,6 +102,7 @@ impl Variant {
             Variant::AttentionLatentHopper(tile) => tile,
             Variant::AttentionLatentIndex(tile) => tile,
             Variant::AttentionLatentIndexHopper(tile) => tile,
+            Variant::AttentionLatentIndexFew(tile) => tile,
             Variant::AttentionMerge(kernel) => kernel,
             Variant::KvAppend(kernel) => kernel,
             Variant::KvAppendCodes(kernel) => kernel,
@@ -134,6 +138,9 @@ impl Variant {
         variants.extend(attention_latent_sm90a::tiles(target).map(Variant::AttentionLatentHopper));
         variants.extend(
             attention_latent_index_sm90a::tiles(target).map(Variant::AttentionLatentIndexHopper),
+        );
+        variants.extend(
+            attention_latent_index_few_sm90a::tiles(target).map(Variant::AttentionLatentIndexFew),
         );
         variants
             .extend(attention_latent_index_sm80::tiles(target).map(Variant::AttentionLatentIndex));
