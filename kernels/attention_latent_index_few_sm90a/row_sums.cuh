@@ -158,8 +158,8 @@ struct RowSums {
       for (int e = 0; e < 2; ++e)
         x[e] = ptx::ex2_approx(fmaf(s[2 * half + e], scale_log2, -subtract[half]));
       sums[half] = x[0] + x[1];
-      uint8_t* const at = exchange.probabilities + row(half) * 128 +
-                          (warp() ^ row(half) % 8) * 16 + lane() % 4 * 4;
+      uint8_t* const at =
+          exchange.probabilities + row(half) * 128 + (warp() ^ row(half) % 8) * 16 + lane() % 4 * 4;
       *reinterpret_cast<uint32_t*>(at) = Traits::pack(x[0], x[1]);
     }
   }
@@ -198,8 +198,7 @@ struct RowSums {
 
   // Adds p·v for the columns of this warp.
   __device__ __forceinline__ void add_values(uint32_t stage_smem) {
-    const uint32_t p_smem =
-        static_cast<uint32_t>(__cvta_generic_to_shared(exchange.probabilities));
+    const uint32_t p_smem = static_cast<uint32_t>(__cvta_generic_to_shared(exchange.probabilities));
     const LaneCoords at = lane_row_major(lane());
 #pragma unroll
     for (int step = 0; step < kKeys / 16; ++step) {

@@ -77,8 +77,7 @@ struct RowLoader {
       const int64_t at = __shfl_sync(~0u, offset, of_row);
       const bool exists = listed >> of_row & 1;
       copy_row(stage_smem, row() + i * kApart,
-               exists ? keys + at : static_cast<const char*>(params.scaled.decode.cache.k),
-               exists);
+               exists ? keys + at : static_cast<const char*>(params.scaled.decode.cache.k), exists);
     }
     if (threadIdx.x % kWarpSize == 0) bytes[threadIdx.x / kWarpSize] = listed >> first_lane & 0xff;
     ++step, next += kKeys;
@@ -91,13 +90,12 @@ struct RowLoader {
     if (row() < Config::rows) {
       const int of_unit = item.row_tile * Config::rows + row();
       const bool exists = of_unit < p.group;
-      const Element* const q =
-          static_cast<const Element*>(p.q) +
-          (p.cu_seqlens_q == nullptr ? item.sequence * p.q_stride_batch : 0) +
-          item.q_begin * p.q_stride_seq + (item.head_kv * p.group + of_unit) * p.q_stride_head +
-          chunk() * 8;
-      copy_row(smem, row(), exists ? reinterpret_cast<const char*>(q) : static_cast<const char*>(p.q),
-               exists);
+      const Element* const q = static_cast<const Element*>(p.q) +
+                               (p.cu_seqlens_q == nullptr ? item.sequence * p.q_stride_batch : 0) +
+                               item.q_begin * p.q_stride_seq +
+                               (item.head_kv * p.group + of_unit) * p.q_stride_head + chunk() * 8;
+      copy_row(smem, row(),
+               exists ? reinterpret_cast<const char*>(q) : static_cast<const char*>(p.q), exists);
     }
     ptx::cp_async_commit_group();
   }

@@ -60,7 +60,8 @@ __device__ __forceinline__ void consume(const Params& params, Shared& shared,
     else
       compute<1>(params, shared, barriers, smem, item, pair, [&] { begin(n + 1); });
     pair += Tiles(item).pairs;
-    if (item.runs > 1) combine_runs(p, params.run == 1, item, shared.arrivals, shared.ending, one_each);
+    if (item.runs > 1)
+      combine_runs(p, params.run == 1, item, shared.arrivals, shared.ending, one_each);
     __syncwarp();  // all have read the item
     if (threadIdx.x % kWarpSize == 0) ptx::mbarrier_arrive(barrier_of(barriers.item_empty, n % 2));
   }

@@ -1,9 +1,9 @@
 // What one warp does for all: it finds items, and loads their keys.
 #pragma once
 
+#include "blockflash/latent_hopper/layout.cuh"
 #include "blockflash/ptx/global.cuh"
 #include "blockflash/ptx/tensor_copy.cuh"
-#include "blockflash/latent_hopper/layout.cuh"
 
 namespace blockflash {
 namespace {

@@ -69,8 +69,7 @@ struct KeyPlace {
 
   // Of a position of the list whose entry was read.
   static __device__ __forceinline__ KeyPlace of(const blockflash_attention_index_params& params,
-                                                const ListedQuery& query, int entry,
-                                                int position) {
+                                                const ListedQuery& query, int entry, int position) {
     const blockflash_kv_cache& cache = params.scaled.decode.cache;
     const int shift = params.lists.granularity_log2;
     // An entry may be any number: compared before it is shifted. Its page is requested before it is

@@ -3,12 +3,12 @@
 // columns, and the probabilities of the warp that has these columns of the output.
 #pragma once
 
+#include "blockflash/latent/loader.cuh"
 #include "blockflash/mma/codes.cuh"
 #include "blockflash/mma/element.cuh"
 #include "blockflash/ptx/ldmatrix.cuh"
 #include "blockflash/ptx/mma.cuh"
 #include "blockflash/ptx/shared.cuh"
-#include "blockflash/latent/loader.cuh"
 
 namespace blockflash {
 namespace {

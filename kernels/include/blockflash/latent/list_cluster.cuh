@@ -70,22 +70,21 @@ struct Cluster<true> {
     static_assert(Config::threads % Shown::kPieces == 0, "threads have pieces of whole rows");
     constexpr int kRowsAtOnce = Config::threads / Shown::kPieces;
     constexpr int kBranches = TreeNode::kBranches;
-    finish_split(p, item, sums, [&](int row, int piece, const Partial& x) {
-      Shown::store(smem, row, piece, x);
-    });
+    finish_split(p, item, sums,
+                 [&](int row, int piece, const Partial& x) { Shown::store(smem, row, piece, x); });
     ptx::cluster_arrive();
     const int rows = rows_of<OutputTile>(p, item), piece = threadIdx.x % Shown::kPieces;
     ptx::cluster_wait();
-#pragma unroll 1
+#  pragma unroll 1
     for (int row = rank() + static_cast<int>(threadIdx.x) / Shown::kPieces * ctas; row < rows;
          row += kRowsAtOnce * ctas) {
       Partial parts[Shown::kMost];
-#pragma unroll
+#  pragma unroll
       for (int i = 0; i < Shown::kMost; ++i)
         parts[i] = i < ctas ? Shown::load(smem, row, piece, i) : kNoPartial;
-#pragma unroll
+#  pragma unroll
       for (int first = 0; first < Shown::kMost; first += kBranches) {
-#pragma unroll
+#  pragma unroll
         for (int i = first + 1; i < first + kBranches; ++i)
           if (i < ctas) add(parts[first], parts[i]);
         if (first > 0 && first < ctas) add(parts[0], parts[first]);

@@ -117,7 +117,8 @@ struct Loader {
     const int head = item.head_kv * p.group + of_item - query * p.group;
     int64_t of_sequence = p.cu_seqlens_q == nullptr ? item.sequence * p.q_stride_batch
                                                     : item.q_begin * p.q_stride_seq;
-    if (Config::has_lists && p.cu_seqlens_q == nullptr) of_sequence += item.q_begin * p.q_stride_seq;
+    if (Config::has_lists && p.cu_seqlens_q == nullptr)
+      of_sequence += item.q_begin * p.q_stride_seq;
     const Element* const from = static_cast<const Element*>(p.q) + of_sequence +
                                 query * p.q_stride_seq + head * p.q_stride_head +
                                 thread % kLine * 8;

@@ -9,13 +9,13 @@
 
 #include "blockflash/attention/scores.cuh"
 #include "blockflash/decode/partials.cuh"
+#include "blockflash/latent/code_products.cuh"
 #include "blockflash/mma/element.cuh"
 #include "blockflash/mma/fragment.cuh"
 #include "blockflash/ptx/ldmatrix.cuh"
 #include "blockflash/ptx/mma.cuh"
 #include "blockflash/ptx/opaque.cuh"
 #include "blockflash/ptx/shared.cuh"
-#include "blockflash/latent/code_products.cuh"
 
 namespace blockflash {
 namespace {
@@ -33,9 +33,9 @@ static_assert(!kHasCodes || kWarpValues == CodeRow::of_scale, "values of a warp 
 // and g + 8, with g = lane / 4. Two steps take turns.
 using Exchange = float4[2][kSlices][kHalves][kWarpSize];
 
-// Which keys of a step are listed and seen: a bit for each of the four rows that a warp copies, in a
-// byte for each warp. Hides the others from all rows. Their values are zeros, and all rows see the
-// keys that remain, so nothing else is to be done about NaN.
+// Which keys of a step are listed and seen: a bit for each of the four rows that a warp copies, in
+// a byte for each warp. Hides the others from all rows. Their values are zeros, and all rows see
+// the keys that remain, so nothing else is to be done about NaN.
 __device__ __forceinline__ void hide_unlisted(float (&s)[kHalves][4], uint32_t listed, int lane) {
   if (listed == 0x0f0f0f0f) return;
 #pragma unroll
@@ -111,8 +111,8 @@ struct Sums {
   }
 
   // Adds the step in a stage that all threads see. `meet` is a barrier, behind which no thread
-  // reads what was read before. With lists `keys_of_step` tells which keys are seen, otherwise it is
-  // the first key.
+  // reads what was read before. With lists `keys_of_step` tells which keys are seen, otherwise it
+  // is the first key.
   template <class Meet>
   __device__ __forceinline__ void add_step(const blockflash_attention_decode_params& p,
                                            const DecodeItem& item, Exchange& exchange, int parity,

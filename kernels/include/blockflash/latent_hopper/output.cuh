@@ -1,8 +1,8 @@
 // From the sums of an item to the output, or to the workspace. Warps without rows store nothing.
 #pragma once
 
-#include "blockflash/ptx/global.cuh"
 #include "blockflash/latent_hopper/sums.cuh"
+#include "blockflash/ptx/global.cuh"
 
 namespace blockflash {
 namespace {

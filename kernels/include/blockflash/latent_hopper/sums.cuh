@@ -8,12 +8,12 @@
 #include "blockflash/attention/row_references.cuh"
 #include "blockflash/attention/scores.cuh"
 #include "blockflash/attention/visible.cuh"
+#include "blockflash/latent_hopper/layout.cuh"
 #include "blockflash/mma/element.cuh"
 #include "blockflash/mma/fragment.cuh"
 #include "blockflash/ptx/shared.cuh"
 #include "blockflash/ptx/stmatrix.cuh"
 #include "blockflash/ptx/wgmma.cuh"
-#include "blockflash/latent_hopper/layout.cuh"
 
 namespace blockflash {
 namespace {
