@@ -149,6 +149,8 @@ inline void load_shared_float2(float (&x)[2], uint32_t at) {
 inline int4 load_shared_int4(uint32_t at) { return load<int4>(at); }
 inline void store_shared_int4(uint32_t at, int4 x) { store(at, x); }
 
+inline float max_nan(float a, float b) { return std::isnan(a) || std::isnan(b) ? NAN : max(a, b); }
+
 inline float ex2_approx(float x) { return exp2f(x); }
 inline float lg2_approx(float x) { return log2f(x); }
 inline float rcp_approx(float x) { return 1 / x; }

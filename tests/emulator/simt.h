@@ -284,6 +284,14 @@ T __reduce_max_sync(unsigned, T x) {
   });
 }
 template <class T>
+T __reduce_add_sync(unsigned, T x) {
+  return simt::together<T>(x, [](const T* in, T* out) {
+    T sum = 0;
+    for (int lane = 0; lane < simt::kWarp; ++lane) sum += in[lane];
+    std::fill_n(out, simt::kWarp, sum);
+  });
+}
+template <class T>
 T __shfl_xor_sync(unsigned, T x, int mask) {
   return simt::together<T>(x, [mask](const T* in, T* out) {
     for (int lane = 0; lane < simt::kWarp; ++lane) out[lane] = in[lane ^ mask];
@@ -310,6 +318,7 @@ inline void __threadfence_block() {}
 // Nothing else runs between two instructions of a thread.
 inline unsigned atomicAdd(unsigned* at, unsigned x) { return std::exchange(*at, *at + x); }
 inline int atomicAdd(int* at, int x) { return std::exchange(*at, *at + x); }
+inline unsigned atomicOr(unsigned* at, unsigned x) { return std::exchange(*at, *at | x); }
 inline int atomicMax(int* at, int x) { return std::exchange(*at, max(*at, x)); }
 inline unsigned __dp4a(unsigned a, unsigned b, unsigned sum) {
   for (int byte = 0; byte < 32; byte += 8) sum += (a >> byte & 0xFF) * (b >> byte & 0xFF);
@@ -324,6 +333,7 @@ inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
   return result;
 }
 inline int __ffs(int x) { return __builtin_ffs(x); }
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
 template <class T>
 T __ldg(const T* at) {
   return *at;
