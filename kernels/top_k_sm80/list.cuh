@@ -8,12 +8,12 @@ namespace {
 
 // Calls `place(i, candidate)` for each candidate from the least one on, with numbers i in any
 // order. One barrier before and none behind.
-template <class Source, class Place>
+template <class Place>
 __device__ __forceinline__ void place_from(Cta& cta, const Source& source, Candidate least,
                                            Place place) {
   if (Cta::thread() == 0) cta.shared.count = 0;
   __syncthreads();
-  each_candidate(source, [&](Candidate x) {
+  each_candidate(cta, source, [&](Candidate x) {
     const bool is_chosen = x >= least && x != 0;
     const unsigned all = __ballot_sync(~0u, is_chosen);
     if (all == 0) return;
