@@ -5,7 +5,7 @@ use blockflash_sys::Kernel;
 use std::collections::BTreeMap;
 
 /// Operations, and how the folders of their kernels start.
-const GROUPS: [(&str, &[&str]); 7] = [
+const GROUPS: [(&str, &[&str]); 8] = [
     ("attention", &["attention_fwd"]),
     ("its gradients", &["attention_bwd"]),
     (
@@ -20,6 +20,7 @@ const GROUPS: [(&str, &[&str]); 7] = [
         ],
     ),
     ("quantising to 8 bits", &["quantize"]),
+    ("attention by an index: scores and choice", &["index_scores", "top_k"]),
     ("block masks made on the device", &["block_"]),
     ("BSR matmul, gradients of its values", &["bsr_"]),
     ("copies of rows, ceilings", &["row_copy", "probe"]),

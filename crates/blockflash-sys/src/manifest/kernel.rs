@@ -152,10 +152,11 @@ mod tests {
                 ]
                 .iter()
                 .any(|op| source.starts_with(op));
-            let decodes = ["attention_decode_sm80", "attention_latent_sm80"].contains(&source);
+            let portable = ["attention_decode_sm80", "attention_latent_sm80", "index_scores_sm80"];
             let fixed = ["page_choice_sm80", "row_copy_sm80", "attention_latent_index_sm90a"];
             let fixed = fixed.contains(&source);
-            let counts = source.ends_with("_sm90a") && !one_tile_each && !fixed || decodes;
+            let counts = source.ends_with("_sm90a") && !one_tile_each && !fixed
+                || portable.contains(&source);
             let persistent = counts || fixed;
             assert_eq!(family.is_persistent(), persistent, "{}", kernel.symbol());
             assert!(!counts || family.counts_tiles(), "{}", kernel.symbol());

@@ -6,8 +6,8 @@ use super::{
     attention_latent_index_few_sm90a, attention_latent_index_sm80, attention_latent_index_sm90a,
     attention_latent_sm80, attention_latent_sm90a, attention_merge_sm80, block_mask,
     bsr_matmul_any_sm80, bsr_matmul_narrow_sm80, bsr_matmul_sm80, bsr_matmul_sm90a, bsr_sddmm_sm80,
-    bsr_sddmm_sm90a, kv_append_codes_sm80, kv_append_sm80, page_choice, probe, quantize_sm80,
-    row_copy_sm80,
+    bsr_sddmm_sm90a, index_choice, kv_append_codes_sm80, kv_append_sm80, page_choice, probe,
+    quantize_sm80, row_copy_sm80,
 };
 use crate::Target;
 
@@ -72,6 +72,8 @@ pub enum Variant {
     BsrSddmmHopper(bsr_sddmm_sm90a::BsrSddmmHopper),
     /// Block masks made on the GPU.
     BlockMask(block_mask::BlockMaskKernel),
+    /// Scores of blocks of keys, and the choice of the largest.
+    Index(index_choice::IndexKernel),
     /// The choice of the pages of a cache that attention visits.
     PageChoice(page_choice::PageKernel),
     /// Rows of attention as codes of 8 bits.
@@ -113,6 +115,7 @@ impl Variant {
             Variant::BsrSddmm(tile) => tile,
             Variant::BsrSddmmHopper(tile) => tile,
             Variant::BlockMask(kernel) => kernel,
+            Variant::Index(kernel) => kernel,
             Variant::PageChoice(kernel) => kernel,
             Variant::Quantize(kernel) => kernel,
             Variant::RowCopy(kernel) => kernel,
@@ -154,6 +157,7 @@ impl Variant {
         variants.extend(bsr_matmul_narrow_sm80::tiles(target).map(Variant::BsrMatmulNarrow));
         variants.extend(bsr_matmul_any_sm80::tiles(target).map(Variant::BsrMatmulAny));
         variants.extend(block_mask::tiles(target).map(Variant::BlockMask));
+        variants.extend(index_choice::tiles(target).map(Variant::Index));
         variants.extend(page_choice::tiles(target).map(Variant::PageChoice));
         variants.extend(quantize_sm80::tiles(target).map(Variant::Quantize));
         variants.extend(row_copy_sm80::tiles(target).map(Variant::RowCopy));
