@@ -17,7 +17,7 @@ use std::{
 };
 
 /// Sources that have a program in tests/emulator.
-const SOURCES: [&str; 13] = [
+const SOURCES: [&str; 14] = [
     "attention_decode_sm80",
     "attention_latent_sm80",
     "attention_fwd_sm80",
@@ -28,6 +28,7 @@ const SOURCES: [&str; 13] = [
     "bsr_matmul_sm80",
     "bsr_matmul_narrow_sm80",
     "index_scores_sm80",
+    "index_union_sm80",
     "kv_append_codes_sm80",
     "quantize_sm80",
     "top_k_sm80",

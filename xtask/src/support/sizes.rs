@@ -19,6 +19,7 @@ const GROUPS: [(&str, &[&str]); 8] = [
             "page_",
         ],
     ),
+    ("attention to listed keys", &["attention_index", "index_union"]),
     ("quantising to 8 bits", &["quantize"]),
     ("attention by an index: scores and choice", &["index_scores", "top_k"]),
     ("block masks made on the device", &["block_"]),

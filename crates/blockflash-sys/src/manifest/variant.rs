@@ -3,11 +3,11 @@ use super::{
     attention_bwd_sm80, attention_bwd_sm90a, attention_cache_sm90a, attention_combine_sm90a,
     attention_decode_sm80, attention_decode_sm90a, attention_fwd_e4m3_sm90a, attention_fwd_sm80,
     attention_fwd_sm90a, attention_fwd_small_sm90a, attention_fwd_wide_sm90a,
-    attention_latent_index_few_sm90a, attention_latent_index_sm80, attention_latent_index_sm90a,
-    attention_latent_sm80, attention_latent_sm90a, attention_merge_sm80, block_mask,
-    bsr_matmul_any_sm80, bsr_matmul_narrow_sm80, bsr_matmul_sm80, bsr_matmul_sm90a, bsr_sddmm_sm80,
-    bsr_sddmm_sm90a, index_choice, kv_append_codes_sm80, kv_append_sm80, page_choice, probe,
-    quantize_sm80, row_copy_sm80,
+    attention_index_sm90a, attention_latent_index_few_sm90a, attention_latent_index_sm80,
+    attention_latent_index_sm90a, attention_latent_sm80, attention_latent_sm90a,
+    attention_merge_sm80, block_mask, bsr_matmul_any_sm80, bsr_matmul_narrow_sm80, bsr_matmul_sm80,
+    bsr_matmul_sm90a, bsr_sddmm_sm80, bsr_sddmm_sm90a, index_choice, index_union_sm80,
+    kv_append_codes_sm80, kv_append_sm80, page_choice, probe, quantize_sm80, row_copy_sm80,
 };
 use crate::Target;
 
@@ -38,6 +38,9 @@ pub enum Variant {
     AttentionDecode(attention_decode_sm80::AttentionDecode),
     /// Attention of several queries to the keys of a cache, with the instructions of Hopper.
     AttentionDecodeHopper(attention_decode_sm90a::AttentionDecodeHopper),
+    /// Attention to the keys that lists name, by neighbouring queries together, with the
+    /// instructions of Hopper.
+    AttentionIndexHopper(attention_index_sm90a::AttentionIndexHopper),
     /// Attention to a cache whose values are the first columns of its keys, with the instructions
     /// of Ampere and later.
     AttentionLatent(attention_latent_sm80::AttentionLatent),
@@ -52,6 +55,8 @@ pub enum Variant {
     AttentionLatentIndexFew(attention_latent_index_few_sm90a::AttentionLatentIndexFew),
     /// Attention over all keys from attention over parts of them.
     AttentionMerge(attention_merge_sm80::AttentionMerge),
+    /// The union of the lists of neighbouring queries.
+    IndexUnion(index_union_sm80::IndexUnion),
     /// Appending to a cache, and rotary embeddings.
     KvAppend(kv_append_sm80::KvAppend),
     /// The same into a cache of 8-bit codes.
@@ -100,12 +105,14 @@ impl Variant {
             Variant::AttentionCombine(kernel) => kernel,
             Variant::AttentionDecode(tile) => tile,
             Variant::AttentionDecodeHopper(tile) => tile,
+            Variant::AttentionIndexHopper(tile) => tile,
             Variant::AttentionLatent(tile) => tile,
             Variant::AttentionLatentHopper(tile) => tile,
             Variant::AttentionLatentIndex(tile) => tile,
             Variant::AttentionLatentIndexHopper(tile) => tile,
             Variant::AttentionLatentIndexFew(tile) => tile,
             Variant::AttentionMerge(kernel) => kernel,
+            Variant::IndexUnion(kernel) => kernel,
             Variant::KvAppend(kernel) => kernel,
             Variant::KvAppendCodes(kernel) => kernel,
             Variant::BsrMatmul(tile) => tile,
@@ -137,6 +144,7 @@ impl Variant {
         variants.extend(attention_combine_sm90a::tiles(target).map(Variant::AttentionCombine));
         variants.extend(attention_decode_sm80::tiles(target).map(Variant::AttentionDecode));
         variants.extend(attention_decode_sm90a::tiles(target).map(Variant::AttentionDecodeHopper));
+        variants.extend(attention_index_sm90a::tiles(target).map(Variant::AttentionIndexHopper));
         variants.extend(attention_latent_sm80::tiles(target).map(Variant::AttentionLatent));
         variants.extend(attention_latent_sm90a::tiles(target).map(Variant::AttentionLatentHopper));
         variants.extend(
@@ -148,6 +156,7 @@ impl Variant {
         variants
             .extend(attention_latent_index_sm80::tiles(target).map(Variant::AttentionLatentIndex));
         variants.extend(attention_merge_sm80::tiles(target).map(Variant::AttentionMerge));
+        variants.extend(index_union_sm80::tiles(target).map(Variant::IndexUnion));
         variants.extend(kv_append_sm80::tiles(target).map(Variant::KvAppend));
         variants.extend(kv_append_codes_sm80::tiles(target).map(Variant::KvAppendCodes));
         variants.extend(bsr_matmul_sm90a::tiles(target).map(Variant::BsrMatmulHopper));
