@@ -73,19 +73,19 @@ struct Sums {
     ptx::wgmma_commit_group();
   }
 
-  // Whether the values of the pending step hold NaN or infinity, and some row does not see a key.
-  __device__ __forceinline__ bool must_skip(int stage, int at) const {
-    if (!pending_masked) return false;
-    // The scanner completes the phase that the values have completed, or will.
-    ptx::mbarrier_wait(barrier_of(barriers.scanned, at), full.bits >> (kValues + at) & 1);
-    return uniform(shared.nonfinite[stage]) != 0;
+  // Waits for the values of the pending step. Returns whether they hold NaN or infinity where some
+  // row does not see a key.
+  __device__ __forceinline__ bool await_values(int stage, int at) {
+    full.peek(barriers.v_full - kBarrierBytes * kValues, kValues + at);
+    // The scanner has released the stage before it was loaded, so its phase is this one's.
+    if (pending_masked) full.peek(barriers.scanned - kBarrierBytes * kValues, kValues + at);
+    full.bits ^= 1u << (kValues + at);
+    return pending_masked && uniform(shared.nonfinite[stage]) != 0;
   }
 
   // o += P·V of the pending step. With `skip`, zeros are multiplied instead: a branch around the
   // product would serialise all WGMMAs.
-  __device__ __forceinline__ void start_values(int stage, int at, bool skip) {
-    ptx::mbarrier_wait(barrier_of(barriers.v_full, at), full.bits >> (kValues + at) & 1);
-    full.bits ^= 1u << (kValues + at);
+  __device__ __forceinline__ void start_values(int stage, bool skip) {
     const uint64_t v = ptx::wgmma_descriptor_mn(
         uniform(smem + (skip ? kZerosOffset : kVOffset + stage * kStageBytes)),
         skip ? 0 : kPanelBytes, skip ? 0 : 1024);
@@ -218,8 +218,8 @@ struct Sums {
       const int v_stage = stage, v_at = at;
       find(step, stage, at);
       start_scores(stage, at);
-      const bool skip = must_skip(v_stage, v_at);
-      start_values(v_stage, v_at, skip);
+      const bool skip = await_values(v_stage, v_at);
+      start_values(v_stage, skip);
       uint32_t shown[2] = {0, 0};
       bool masked;
       look_up(stage, shown, masked);
@@ -233,8 +233,8 @@ struct Sums {
       round();
       pending_shown[0] = shown[0], pending_shown[1] = shown[1], pending_masked = masked;
     }
-    const bool skip = must_skip(stage, at);
-    start_values(stage, at, skip);
+    const bool skip = await_values(stage, at);
+    start_values(stage, skip);
     finish_values(stage, skip);
   }
 };
