@@ -31,8 +31,17 @@ const Problem kProblems[] = {
     {{90}, {50}, 16, 1, 1, 4, 4},
     {{20}, {0}, 16, 1, 1, 4, 4},
     {{20}, {64}, 16, 1, 1, 6, 0},
-    {std::vector<int>(70, 3), std::vector<int>(70, 40), 4, 2, 1, 4, 6, {kUnbounded, 0, 1}, true,
-     true, 50},
+    {std::vector<int>(70, 3),
+     std::vector<int>(70, 40),
+     4,
+     2,
+     1,
+     4,
+     6,
+     {kUnbounded, 0, 1},
+     true,
+     true,
+     50},
 };
 
 // What a tile lists for its queries: how often each of them lists a block.
@@ -65,10 +74,10 @@ void check(const Problem& x, int number, std::mt19937& random) {
   const auto tiles_of = [&](int queries) {
     return ((queries + pack_queries - 1) / pack_queries * packs + 1) / 2;
   };
-  const int tiles =
-      x.packed ? x.units * ((total * packs + 2 * pack_queries - 1) / (2 * pack_queries) +
-                            batch * (packs / 2 + 1))
-               : batch * x.units * tiles_of(longest);
+  const int tiles = x.packed
+                        ? x.units * ((total * packs + 2 * pack_queries - 1) / (2 * pack_queries) +
+                                     batch * (packs / 2 + 1))
+                        : batch * x.units * tiles_of(longest);
   const size_t room = static_cast<size_t>(tiles) * 2 * pack_queries * x.capacity;
   in_every_schedule(random, [&](Run& run) {
     const Tensor<int32_t> described(tiles * BLOCKFLASH_INDEX_TILE_WORDS), united(room);
@@ -88,11 +97,12 @@ void check(const Problem& x, int number, std::mt19937& random) {
     d.cache.page_size = x.packed_keys ? all_keys : capacity_keys;
     params.index.cu_seqlens_kv = x.packed_keys ? cu_kv.data : nullptr;
     params.index.units = x.units;
-    params.index.lists = {entries.data, static_cast<int64_t>(total) * x.capacity, x.capacity,
-                          x.groups,     total,                                    x.capacity,
+    params.index.lists = {entries.data, static_cast<int64_t>(total) * x.capacity,
+                          x.capacity,   x.groups,
+                          total,        x.capacity,
                           log2};
-    params.unions = {described.data, united.data, members.data, pack, pack_queries, packs, words,
-                     0,              tiles};
+    params.unions = {described.data, united.data, members.data, pack, pack_queries, packs,
+                     words,          0,           tiles};
     run.launch(tiles, launch);
     int tile = 0;
     for (int b = 0; b < batch; ++b)
@@ -105,14 +115,15 @@ void check(const Problem& x, int number, std::mt19937& random) {
             simt::fail("a tile is another one");
           Listed expected;
           for (int i = 0; i < 2 * pack_queries; ++i) {
-            const int query = packs > 1 ? (its.row_group + i) / packs
-                                        : its.row_group * pack_queries + i;
+            const int query =
+                packs > 1 ? (its.row_group + i) / packs : its.row_group * pack_queries + i;
             if (query >= x.queries[b]) continue;
             const int64_t row = cu_q.data[b] + query, center = query + x.keys[b] - x.queries[b];
             const int64_t group = unit * x.groups / x.units;
             for (int at = 0; at < x.capacity; ++at) {
               const int64_t block = entries.data[(group * total + row) * x.capacity + at];
-              const int64_t begin = block << log2, end = min<int64_t>(begin + (1 << log2), x.keys[b]);
+              const int64_t begin = block << log2,
+                            end = min<int64_t>(begin + (1 << log2), x.keys[b]);
               bool seen = false;
               for (int64_t key = begin; block >= 0 && key < end; ++key)
                 seen |= (x.window.left == kUnbounded || key >= center - x.window.left) &&
