@@ -321,7 +321,6 @@ inline int atomicAdd(int* at, int x) { return std::exchange(*at, *at + x); }
 inline unsigned atomicOr(unsigned* at, unsigned x) { return std::exchange(*at, *at | x); }
 inline int atomicMax(int* at, int x) { return std::exchange(*at, max(*at, x)); }
 inline int atomicMin(int* at, int x) { return std::exchange(*at, min(*at, x)); }
-inline unsigned atomicOr(unsigned* at, unsigned x) { return std::exchange(*at, *at | x); }
 inline unsigned atomicAnd(unsigned* at, unsigned x) { return std::exchange(*at, *at & x); }
 inline unsigned __dp4a(unsigned a, unsigned b, unsigned sum) {
   for (int byte = 0; byte < 32; byte += 8) sum += (a >> byte & 0xFF) * (b >> byte & 0xFF);

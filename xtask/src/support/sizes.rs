@@ -5,7 +5,7 @@ use blockflash_sys::Kernel;
 use std::collections::BTreeMap;
 
 /// Operations, and how the folders of their kernels start.
-const GROUPS: [(&str, &[&str]); 8] = [
+const GROUPS: [(&str, &[&str]); 9] = [
     ("attention", &["attention_fwd"]),
     ("its gradients", &["attention_bwd"]),
     (
