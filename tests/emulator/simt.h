@@ -314,6 +314,15 @@ T __shfl_up_sync(unsigned, T x, int distance) {
       out[lane] = in[lane < distance ? lane : lane - distance];
   });
 }
+inline unsigned __match_any_sync(unsigned, unsigned x) {
+  return simt::together<unsigned>(x, [](const unsigned* in, unsigned* out) {
+    for (int lane = 0; lane < simt::kWarp; ++lane) {
+      out[lane] = 0;
+      for (int other = 0; other < simt::kWarp; ++other)
+        out[lane] |= (in[other] == in[lane] ? 1u : 0u) << other;
+    }
+  });
+}
 inline void __threadfence_block() {}
 // Nothing else runs between two instructions of a thread.
 inline unsigned atomicAdd(unsigned* at, unsigned x) { return std::exchange(*at, *at + x); }
@@ -334,6 +343,7 @@ inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
   }
   return result;
 }
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __ffs(int x) { return __builtin_ffs(x); }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 template <class T>
@@ -342,6 +352,10 @@ T __ldg(const T* at) {
 }
 template <class T>
 T __ldcg(const T* at) {
+  return *at;
+}
+template <class T>
+T __ldcs(const T* at) {
   return *at;
 }
 template <class T>

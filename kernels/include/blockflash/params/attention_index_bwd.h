@@ -13,7 +13,13 @@
 #define BLOCKFLASH_INDEX_DIVIDE 2 /* where bins begin, and their items */
 #define BLOCKFLASH_INDEX_LIST 3   /* visits by bin, and the position of each entry */
 
-#define BLOCKFLASH_INDEX_SLAB 256 /* queries of a slab */
+#define BLOCKFLASH_INDEX_SLAB 256        /* queries of a slab, and threads of a CTA */
+#define BLOCKFLASH_INDEX_COUNT_BINS 8192 /* bins of a CTA of step COUNT */
+#define BLOCKFLASH_INDEX_LIST_BINS 1024  /* of step LIST */
+
+/* Steps of attention_index_bwd_sums_sm80, whose CTAs have 256 threads. */
+#define BLOCKFLASH_INDEX_SUM_KEYS 0    /* dk and dv of bins with several items or none */
+#define BLOCKFLASH_INDEX_SUM_QUERIES 1 /* dq of the pass, 8 columns of a head per thread */
 
 /* Neighbouring visits of a bin, which CTAs compute one after another. */
 typedef struct blockflash_index_item {
@@ -37,12 +43,14 @@ typedef struct blockflash_index_item {
  * Queries are computed in passes, since each visit leaves its part of dq in the workspace. A pass
  * has the rows [first_query, first_query + queries) of all sequences and is one launch of each of
  *
- *   index_transpose_sm80            step COUNT  sets · slabs · ceil(bins / its columns) CTAs
- *                                   step SUM    sets · ceil(bins / its threads)
- *                                   step DIVIDE sets
- *                                   step LIST   sets · slabs · ceil(bins / its columns)
- *   attention_index_bwd_kv_sm80     num_heads_kv · max_items · width / block_kv
- *   attention_index_bwd_sums_sm80   step KEYS, num_heads_kv · bins · width / 64, and step QUERIES
+ *   index_transpose_sm80   COUNT   sets · slabs · ceil(bins / BLOCKFLASH_INDEX_COUNT_BINS) CTAs
+ *                          SUM     sets · ceil(bins / BLOCKFLASH_INDEX_SLAB)
+ *                          DIVIDE  sets
+ *                          LIST    sets · slabs · ceil(bins / BLOCKFLASH_INDEX_LIST_BINS)
+ *   attention_index_bwd_kv_sm80    num_heads_kv · max_items · width / block_kv
+ *   attention_index_bwd_sums_sm80
+ *                          SUM_KEYS     num_heads_kv · bins · width / 64
+ *                          SUM_QUERIES  ceil(queries · num_heads_q · head_dim_qk / 8 / 256)
  *
  * Query v of a set, v < set_queries = set_lists · queries, is query first_query + v % queries of
  * list v / queries of the set. Its entry i is entry v · capacity + i of the set. */
@@ -80,7 +88,7 @@ typedef struct blockflash_attention_index_bwd_params {
   int32_t max_items;   /* bins + entries / item_visits */
   int32_t max_parts;   /* 2 · (entries / item_visits) */
   int32_t first_pass, last_pass; /* whether the pass is */
-  int32_t step;                  /* of index_transpose_sm80: BLOCKFLASH_INDEX_… */
+  int32_t step;                  /* BLOCKFLASH_INDEX_… */
   int32_t block_kv;              /* keys of a tile of attention_index_bwd_kv_sm80 */
   int32_t tile_head_dim;         /* head_dim of that tile */
   int32_t dq_columns;            /* parts of the tile's columns of dq */
