@@ -5,9 +5,10 @@ use blockflash_sys::Kernel;
 use std::collections::BTreeMap;
 
 /// Operations, and how the folders of their kernels start.
-const GROUPS: [(&str, &[&str]); 9] = [
+const GROUPS: [(&str, &[&str]); 10] = [
     ("attention", &["attention_fwd"]),
     ("its gradients", &["attention_bwd"]),
+    ("gradients of attention by lists", &["attention_index_bwd", "index_transpose"]),
     (
         "attention over a cache",
         &[
@@ -19,7 +20,7 @@ const GROUPS: [(&str, &[&str]); 9] = [
             "page_",
         ],
     ),
-    ("attention to listed keys", &["attention_index", "index_union"]),
+    ("attention to listed keys", &["attention_index_sm", "index_union"]),
     ("quantising to 8 bits", &["quantize"]),
     ("attention by an index: scores and choice", &["index_scores", "top_k"]),
     ("block masks made on the device", &["block_"]),
