@@ -75,7 +75,7 @@ struct Row {
   uint32_t head_and_keys;
 };
 
-// Word of the visit that row `r` of the item belongs to. Every word is bounded when it is used.
+// Word of the visit that row `r` of the item belongs to.
 __device__ __forceinline__ uint32_t load_visit(const Params& p, const Work& work, int r) {
   return r < work.rows ? p.visits[work.first_visit + small_quotient(r, p.group)] : 0;
 }
@@ -84,7 +84,9 @@ __device__ __forceinline__ Row row_of(const Params& p, const Work& work, int r, 
   const int bits = run_bits(p), v = word >> bits;
   const int list = p.set_lists == 1 ? 0 : small_quotient(v, p.queries);
   const int row = p.first_query + v - list * p.queries - work.sequence.queries.begin;
-  if (r >= work.rows || list >= p.set_lists || row < 0 || row >= work.sequence.queries.length)
+  // Words that lists left which changed meanwhile may hold anything.
+  if (r >= work.rows || list < 0 || list >= p.set_lists || row < 0 ||
+      row >= work.sequence.queries.length)
     return {-1, 0};
   const KeyRange seen = work.sequence.mask(p).keys_of(row);
   const int run = word & ((1 << bits) - 1), log2 = p.lists.granularity_log2;

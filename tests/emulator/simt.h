@@ -345,7 +345,6 @@ inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
 }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __ffs(int x) { return __builtin_ffs(x); }
-inline int __popc(unsigned x) { return __builtin_popcount(x); }
 template <class T>
 T __ldg(const T* at) {
   return *at;

@@ -17,17 +17,20 @@ use std::{
 };
 
 /// Sources that have a program in tests/emulator.
-const SOURCES: [&str; 14] = [
+const SOURCES: [&str; 17] = [
     "attention_decode_sm80",
     "attention_latent_sm80",
     "attention_fwd_sm80",
     "attention_bwd_q_sm80",
     "attention_bwd_kv_sm80",
     "attention_bwd_bias_sm80",
+    "attention_index_bwd_kv_sm80",
+    "attention_index_bwd_sums_sm80",
     "block_bits_sm80",
     "bsr_matmul_sm80",
     "bsr_matmul_narrow_sm80",
     "index_scores_sm80",
+    "index_transpose_sm80",
     "index_union_sm80",
     "kv_append_codes_sm80",
     "quantize_sm80",

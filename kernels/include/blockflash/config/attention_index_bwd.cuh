@@ -10,6 +10,7 @@ namespace blockflash {
 struct IndexTransposeConfig {
   static constexpr int list_bins = VARIANT_LIST_BINS;  // that a CTA lists
   static constexpr int threads = VARIANT_THREADS;
+  static constexpr int smem_bytes = VARIANT_SMEM_BYTES;
   static_assert(threads == BLOCKFLASH_INDEX_SLAB, "a thread looks at one query of a slab");
   static_assert(list_bins == BLOCKFLASH_INDEX_LIST_BINS &&
                     list_bins * threads / kWarpSize == BLOCKFLASH_INDEX_COUNT_BINS,
@@ -20,6 +21,7 @@ struct IndexTransposeConfig {
 #ifdef VARIANT_TYPE_Q
 struct AttentionIndexSumsConfig : AttentionElements {
   static constexpr int threads = VARIANT_THREADS;
+  static constexpr int smem_bytes = VARIANT_SMEM_BYTES;
 };
 #endif
 
