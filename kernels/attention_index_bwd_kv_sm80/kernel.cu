@@ -1,5 +1,5 @@
-// Gradients of attention by lists, for sm_80 and newer: dv = pᵀ·dO and dk = dsᵀ·q·scale of keys, and
-// for each visit its part ds·k of dq.
+// Gradients of attention by lists, for sm_80 and newer: dv = pᵀ·dO and dk = dsᵀ·q·scale of keys,
+// and for each visit its part ds·k of dq.
 //
 // One CTA computes block_kv keys of one key head and walks the rows that visit them, pairs of a
 // query and a head, 64 at a time, wherever they are. K and V stay in shared memory; Q, dO and their
@@ -20,8 +20,8 @@ namespace {
 //   dq       rows / 2 × columns / kWarpsN
 constexpr int kWarpsM = 2, kWarpsN = Config::warps_d;
 constexpr int kKeys = Config::block_kv;
-constexpr int kRowTiles = kRows / kWarpsM / 16;  // MMA tiles of a warp along rows, 16 each,
-constexpr int kKeyTiles = kKeys / kWarpsN / 8;   // and along keys, 8 each, of scores
+constexpr int kRowTiles = kRows / kWarpsM / 16;     // MMA tiles of a warp along rows, 16 each,
+constexpr int kKeyTiles = kKeys / kWarpsN / 8;      // and along keys, 8 each, of scores
 constexpr int kKeyRowTiles = kKeys / kWarpsM / 16;  // along keys, 16 each, of dk and dv
 constexpr int kDTiles = Config::head_dim / 8 / kWarpsN;
 constexpr int kDSteps = Config::head_dim / 16;
@@ -37,8 +37,8 @@ static_assert(kRows % 32 == 0 && kKeyTiles % 2 == 0 && kDTiles % 4 == 0 && kKeys
               "a warp computes whole MMA tiles");
 static_assert(kRows <= Config::threads, "a thread has one row of a table");
 static_assert(Config::smem_bytes == 2 * kKvTileBytes + (kStages + 1) * kRowTileBytes +
-                                        2 * kScoreBytes + kStages * (kTableBytes +
-                                                                     2 * kStatisticsBytes),
+                                        2 * kScoreBytes +
+                                        kStages * (kTableBytes + 2 * kStatisticsBytes),
               "manifest and kernel disagree on smem");
 
 using KvCopy = TileCopy<kKeys, kChunks, Config::threads>;
@@ -84,12 +84,11 @@ __device__ __forceinline__ void store_scores(const Scores& s, uint32_t tile, int
     for (int n = 0; n < kKeyTiles; ++n)
 #pragma unroll
       for (int half = 0; half < 2; ++half)
-        ptx::store_shared(
-            tile +
-                Swizzle<kScoreChunks>::offset(row0 + m * 16 + accumulator_row(lane, 2 * half),
-                                              chunk0 + n) +
-                accumulator_column(lane, 0) * 2,
-            ElementTraits<Element>::pack(s[m][n][2 * half], s[m][n][2 * half + 1]));
+        ptx::store_shared(tile +
+                              Swizzle<kScoreChunks>::offset(
+                                  row0 + m * 16 + accumulator_row(lane, 2 * half), chunk0 + n) +
+                              accumulator_column(lane, 0) * 2,
+                          ElementTraits<Element>::pack(s[m][n][2 * half], s[m][n][2 * half + 1]));
 }
 
 // gradient += aᵀ·b over the rows of a tile, `a` scores in shared memory.
@@ -142,14 +141,14 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_index_bwd_params 
   {
     const int rows = work.sequence.keys.length - work.first_key;
     const int64_t row = (packed ? work.sequence.keys.begin : 0) + int64_t{work.first_key};
-    kv_copy.start(k_smem,
-                  at(fwd.k, fwd.k_stride_batch, fwd.k_stride_head, work.head_kv,
-                     row * fwd.k_stride_seq),
-                  fwd.k_stride_seq, rows, fwd.head_dim_qk);
-    kv_copy.start(v_smem,
-                  at(fwd.v, fwd.v_stride_batch, fwd.v_stride_head, work.head_kv,
-                     row * fwd.v_stride_seq),
-                  fwd.v_stride_seq, rows, fwd.head_dim_v);
+    kv_copy.start(
+        k_smem,
+        at(fwd.k, fwd.k_stride_batch, fwd.k_stride_head, work.head_kv, row * fwd.k_stride_seq),
+        fwd.k_stride_seq, rows, fwd.head_dim_qk);
+    kv_copy.start(
+        v_smem,
+        at(fwd.v, fwd.v_stride_batch, fwd.v_stride_head, work.head_kv, row * fwd.v_stride_seq),
+        fwd.v_stride_seq, rows, fwd.head_dim_v);
   }
 
   const int tiles = (work.rows + kRows - 1) / kRows;
@@ -172,10 +171,11 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_index_bwd_params 
       const Work& work = Work::shared();
       const int head = work.head_kv * heads_per_key_head;
       const uint32_t table = tables + i % kStages * kTableBytes;
-      RowCopy(row_copy.anew()).start(q_smem + i % kStages * kRowTileBytes, table,
-                     at(fwd.q, fwd.q_stride_batch, fwd.q_stride_head, head,
-                        packed ? work.sequence.queries.begin * fwd.q_stride_seq : 0),
-                     fwd.q_stride_seq, fwd.q_stride_head, fwd.head_dim_qk);
+      RowCopy(row_copy.anew())
+          .start(q_smem + i % kStages * kRowTileBytes, table,
+                 at(fwd.q, fwd.q_stride_batch, fwd.q_stride_head, head,
+                    packed ? work.sequence.queries.begin * fwd.q_stride_seq : 0),
+                 fwd.q_stride_seq, fwd.q_stride_head, fwd.head_dim_qk);
       if (threadIdx.x < kRows) {
         const int query = static_cast<int>(ptx::load_shared(table + threadIdx.x * 8));
         const int head_of_row =
@@ -194,11 +194,12 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_index_bwd_params 
   const auto start_d_o = [&](int i) {
     if (i < tiles) {
       const Work& work = Work::shared();
-      RowCopy(row_copy.anew()).start(d_o_smem, tables + i % kStages * kTableBytes,
-                     at(bwd.d_o, bwd.d_o_stride_batch, bwd.d_o_stride_head,
-                        work.head_kv * heads_per_key_head,
-                        packed ? work.sequence.queries.begin * bwd.d_o_stride_seq : 0),
-                     bwd.d_o_stride_seq, bwd.d_o_stride_head, fwd.head_dim_v);
+      RowCopy(row_copy.anew())
+          .start(d_o_smem, tables + i % kStages * kTableBytes,
+                 at(bwd.d_o, bwd.d_o_stride_batch, bwd.d_o_stride_head,
+                    work.head_kv * heads_per_key_head,
+                    packed ? work.sequence.queries.begin * bwd.d_o_stride_seq : 0),
+                 bwd.d_o_stride_seq, bwd.d_o_stride_head, fwd.head_dim_v);
     }
     ptx::cp_async_commit_group();
   };
@@ -208,11 +209,12 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_index_bwd_params 
   const int warp_column = warp_n * kDTiles * 8;
   const LaneAddress<kChunks> q_lane(q_smem, warp_row + row_major.row, row_major.chunk);
   const LaneAddress<kChunks> k_lane(k_smem, warp_key + col_major.row, col_major.chunk);
-  // Operands whose rows are summed over, from the first column of this warp on. Tiles of keys and of
-  // rows have the same layout.
-  const LaneAddress<kChunks> columns_lane(k_smem, row_major.row, row_major.chunk + warp_n * kDTiles);
-  const LaneAddress<kScoreChunks> transposed_lane(
-      p_smem, col_major.row, col_major.chunk + warp_m * (kKeys / kWarpsM / 8));
+  // Operands whose rows are summed over, from the first column of this warp on. Tiles of keys and
+  // of rows have the same layout.
+  const LaneAddress<kChunks> columns_lane(k_smem, row_major.row,
+                                          row_major.chunk + warp_n * kDTiles);
+  const LaneAddress<kScoreChunks> transposed_lane(p_smem, col_major.row,
+                                                  col_major.chunk + warp_m * (kKeys / kWarpsM / 8));
   const LaneAddress<kScoreChunks> ds_lane(ds_smem, warp_row + row_major.row, row_major.chunk);
 
   fill_table(0, load_word(0));
@@ -272,8 +274,7 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_index_bwd_params 
     for (int step = 0; step < kKeys / 16; ++step) {
       uint32_t fragment[kRowTiles][4];
 #pragma unroll
-      for (int m = 0; m < kRowTiles; ++m)
-        ptx::ldmatrix_x4(fragment[m], ds_lane.at(m * 16, step));
+      for (int m = 0; m < kRowTiles; ++m) ptx::ldmatrix_x4(fragment[m], ds_lane.at(m * 16, step));
       accumulate_step<Element>(dq, fragment, columns_lane, step * 16, 0, 0);
     }
     const Work& again = Work::shared();
@@ -294,10 +295,10 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_index_bwd_params 
   const int bin_tiles = (1 << bin_width_log2(p)) / kKeys;
   constexpr int kTile = kKeys * Config::head_dim;
   const bool is_part = again.part >= 0;
-  const int64_t place =
-      is_part ? int64_t{again.head_kv} * p.max_parts + again.part
-              : int64_t{again.head_kv} * p.bins + again.bin;
-  float* const sums = (is_part ? p.key_parts : p.key_sums) + (place * bin_tiles + again.tile) * 2 * kTile;
+  const int64_t place = is_part ? int64_t{again.head_kv} * p.max_parts + again.part
+                                : int64_t{again.head_kv} * p.bins + again.bin;
+  float* const sums =
+      (is_part ? p.key_parts : p.key_sums) + (place * bin_tiles + again.tile) * 2 * kTile;
   const auto store = [&](Gradient& gradient, float* sums, float factor, void* tensor, int64_t batch,
                          int64_t seq, int64_t head, int columns) {
     if (!is_part && !p.first_pass)

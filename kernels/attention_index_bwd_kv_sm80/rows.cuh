@@ -26,12 +26,12 @@ constexpr int kTableWarps = (kRows + kWarpSize - 1) / kWarpSize;
 // reads what is on the device for all, since others might read something else.
 struct Work {
   int head_kv, set;
-  int bin, part;            // of the item
-  int rows;                 // of all its visits
-  int tile;                 // of the bin
-  int64_t first_visit;      // among those of all sets
-  int64_t first_row;        // among the rows of the key head
-  int first_key;            // of the tile, in its sequence
+  int bin, part;        // of the item
+  int rows;             // of all its visits
+  int tile;             // of the bin
+  int64_t first_visit;  // among those of all sets
+  int64_t first_row;    // among the rows of the key head
+  int first_key;        // of the tile, in its sequence
   int first_key_of_bin;
   IndexedSequence sequence;
 
@@ -43,8 +43,8 @@ struct Work {
     const int index = rest % p.max_items;
     head_kv = rest / p.max_items;
     set = set_of_head(p, head_kv);
-    const int4 item = *reinterpret_cast<const int4*>(
-        p.items + static_cast<int64_t>(set) * p.max_items + index);
+    const int4 item =
+        *reinterpret_cast<const int4*>(p.items + static_cast<int64_t>(set) * p.max_items + index);
     bin = item.x, part = item.w;
     if (bin < 0) return;
     const int64_t entries = entries_of_set(p);
@@ -109,8 +109,8 @@ struct RowCopy : TileCopy<kRows, kChunks, Config::threads> {
   using Tile::Tile;
   explicit __device__ __forceinline__ RowCopy(const Tile& tile) : Tile(tile) {}
 
-  // The rows of a tensor from the first query and head of a key head on. What does not exist becomes
-  // zeros.
+  // The rows of a tensor from the first query and head of a key head on. What does not exist
+  // becomes zeros.
   __device__ __forceinline__ void start(uint32_t dst_smem, uint32_t table, const Element* tensor,
                                         int64_t seq_stride, int64_t head_stride,
                                         int valid_columns) const {

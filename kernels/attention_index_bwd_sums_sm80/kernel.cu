@@ -1,5 +1,5 @@
-// What the parts of the gradients of attention by lists add up to, for sm_80 and newer: dk and dv of
-// bins that have several items, or none, and dq of the queries of a pass. All sums have a fixed
+// What the parts of the gradients of attention by lists add up to, for sm_80 and newer: dk and dv
+// of bins that have several items, or none, and dq of the queries of a pass. All sums have a fixed
 // order.
 #include "blockflash/attention/index_visits.cuh"
 #include "blockflash/config/attention_index_bwd.cuh"
@@ -78,12 +78,12 @@ __device__ __forceinline__ void sum_keys(const Params& p) {
     const int64_t row = (packed ? sequence.keys.begin : 0) + int64_t{first_key} + key;
     const int64_t batch = packed ? 0 : sequence.batch;
     if (!is_dv && column < fwd.head_dim_qk)
-      store(static_cast<Element*>(bwd.dk) + batch * bwd.dk_stride_batch +
-                row * bwd.dk_stride_seq + head * bwd.dk_stride_head + column,
+      store(static_cast<Element*>(bwd.dk) + batch * bwd.dk_stride_batch + row * bwd.dk_stride_seq +
+                head * bwd.dk_stride_head + column,
             sum, fwd.scores.scale);
     if (is_dv && column < fwd.head_dim_v)
-      store(static_cast<Element*>(bwd.dv) + batch * bwd.dv_stride_batch +
-                row * bwd.dv_stride_seq + head * bwd.dv_stride_head + column,
+      store(static_cast<Element*>(bwd.dv) + batch * bwd.dv_stride_batch + row * bwd.dv_stride_seq +
+                head * bwd.dv_stride_head + column,
             sum, 1.f);
   }
 }

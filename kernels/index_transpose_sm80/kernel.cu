@@ -70,8 +70,8 @@ __device__ __forceinline__ Listing* listings() {
 }
 
 // Calls visit(query of the slab, place in its list, entry, bin of the CTA) for each entry of the
-// queries of a warp, with the lanes together; the bin is beyond `slab.bins` if it is that of another
-// CTA, and -1 if the query does not see the entry or if there is none.
+// queries of a warp, with the lanes together; the bin is beyond `slab.bins` if it is that of
+// another CTA, and -1 if the query does not see the entry or if there is none.
 template <class Visit>
 __device__ __forceinline__ void each_entry(const Params& p, const Slab& slab, Visit visit) {
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
@@ -102,8 +102,7 @@ __device__ __forceinline__ void count(const Params& p, uint32_t* counters) {
     if (bin < slab.bins) atomicAdd(counters + bin, 1);
   });
   __syncthreads();
-  for (int bin = threadIdx.x; bin < slab.bins; bin += kThreads)
-    slab.counts(p)[bin] = counters[bin];
+  for (int bin = threadIdx.x; bin < slab.bins; bin += kThreads) slab.counts(p)[bin] = counters[bin];
 }
 
 // The numbers of a bin become sums over the slabs before each.

@@ -1,5 +1,5 @@
-// Gradients of attention by lists from lists that are transposed by definition: dk and dv of bins of
-// one item, parts of others, and parts of dq.
+// Gradients of attention by lists from lists that are transposed by definition: dk and dv of bins
+// of one item, parts of others, and parts of dq.
 #include "index_lists.h"
 
 namespace {
@@ -56,8 +56,7 @@ struct Operands {
       int item = 0;
       while (transpose.items[item].begin + transpose.items[item].visits <= visit) ++item;
       for (int j = 0; j < lists.group; ++j) {
-        const int head_q =
-            head * (heads_q / heads_kv) + v_of_set / lists.queries * lists.group + j;
+        const int head_q = head * (heads_q / heads_kv) + v_of_set / lists.queries * lists.group + j;
         for (int key = from; key < to; ++key) {
           const int64_t row = lists.of_kv[b] + key, of_q = int64_t{query} * heads_q + head_q;
           double s = 0, dp = 0, slope = 1;
@@ -99,8 +98,7 @@ struct Operands {
     strides(fwd.q_stride_batch, fwd.q_stride_seq, fwd.q_stride_head, p.seqlen_q, heads_q, qk);
     strides(fwd.k_stride_batch, fwd.k_stride_seq, fwd.k_stride_head, p.seqlen_kv, heads_kv, qk);
     strides(fwd.v_stride_batch, fwd.v_stride_seq, fwd.v_stride_head, p.seqlen_kv, heads_kv, dv);
-    strides(bwd.d_o_stride_batch, bwd.d_o_stride_seq, bwd.d_o_stride_head, p.seqlen_q, heads_q,
-            dv);
+    strides(bwd.d_o_stride_batch, bwd.d_o_stride_seq, bwd.d_o_stride_head, p.seqlen_q, heads_q, dv);
     strides(bwd.dk_stride_batch, bwd.dk_stride_seq, bwd.dk_stride_head, p.seqlen_kv, heads_kv, qk);
     strides(bwd.dv_stride_batch, bwd.dv_stride_seq, bwd.dv_stride_head, p.seqlen_kv, heads_kv, dv);
     bwd.negative_logs = negative_logs.data, bwd.deltas = deltas.data;
@@ -118,7 +116,8 @@ void check(const Problem& problem, int number, std::mt19937& schedules) {
   const Operands operands(problem, number);
   const Lists& lists = operands.lists;
   const int heads_kv = problem.heads_kv, qk = operands.qk, dv = operands.dv;
-  const int width = operands.width(), tiles = width / Config::block_kv, max_items = operands.items();
+  const int width = operands.width(), tiles = width / Config::block_kv,
+            max_items = operands.items();
   const int64_t rows = int64_t{lists.entries} * lists.group;
   const Tensor<blockflash_index_item> items(lists.sets * max_items);
   const Tensor<uint32_t> visits(lists.sets * lists.entries);
@@ -126,8 +125,7 @@ void check(const Problem& problem, int number, std::mt19937& schedules) {
     const Transpose& transpose = operands.transposes[set];
     std::fill_n(items.data + set * max_items, max_items, blockflash_index_item{-1, 0, 0, -1});
     std::copy(transpose.items.begin(), transpose.items.end(), items.data + set * max_items);
-    std::copy(transpose.visits.begin(), transpose.visits.end(),
-              visits.data + set * lists.entries);
+    std::copy(transpose.visits.begin(), transpose.visits.end(), visits.data + set * lists.entries);
   }
   in_every_schedule(schedules, [&](Run& run) {
     operands.write();
@@ -169,13 +167,15 @@ void check(const Problem& problem, int number, std::mt19937& schedules) {
               const double factor = which || item.part >= 0 ? 1 : operands.scale();
               expected_keys.push_back(expected[(which * width + key) * kD + d] * factor);
               const int64_t row = (lists.of_kv[b] + first + key) * int64_t{heads_kv} + head;
-              const int64_t tile = (int64_t{head} * params.max_parts + item.part) * tiles +
-                                   key / Config::block_kv;
+              const int64_t tile =
+                  (int64_t{head} * params.max_parts + item.part) * tiles + key / Config::block_kv;
               of_keys.push_back(
-                  item.part >= 0 ? key_parts.at(((tile * 2 + which) * Config::block_kv +
-                                                 key % Config::block_kv) * kD + d)
-                  : which        ? d_v.at(row * dv + d)
-                                 : dk.at(row * qk + d));
+                  item.part >= 0
+                      ? key_parts.at(
+                            ((tile * 2 + which) * Config::block_kv + key % Config::block_kv) * kD +
+                            d)
+                  : which ? d_v.at(row * dv + d)
+                          : dk.at(row * qk + d));
             }
       }
     }

@@ -60,23 +60,24 @@ void check(const Problem& problem, int number, bool first_pass, bool last_pass,
     }
   for (int head = 0; head < heads_kv; ++head)
     for (int b = 0; b < problem.batch; ++b)
-      for (int key = 0; key < tiles * kKeys * ((lists.of_kv[b + 1] - lists.of_kv[b] + width - 1) /
-                                               width);
+      for (int key = 0;
+           key < tiles * kKeys * ((lists.of_kv[b + 1] - lists.of_kv[b] + width - 1) / width);
            ++key) {
         const int set = head / (heads_kv / lists.sets), bin = lists.bin_of(b, key);
-        const int items = (transposes[set].lengths[bin] + problem.item_visits - 1) /
-                          problem.item_visits;
+        const int items =
+            (transposes[set].lengths[bin] + problem.item_visits - 1) / problem.item_visits;
         if (items == 1) continue;
         const int of = key % width;
         for (int which = 0; which < 2; ++which)
           for (int d = 0; d < kD; ++d) {
-            const int64_t at =
-                ((of / kKeys * 2 + which) * int64_t{kKeys} + of % kKeys) * kD + d;
+            const int64_t at = ((of / kKeys * 2 + which) * int64_t{kKeys} + of % kKeys) * kD + d;
             const int64_t in_sums = (int64_t{head} * lists.bins + bin) * of_bin + at;
             double sum = first_pass ? 0 : earlier.at(in_sums);
             for (int item = 0; item < items; ++item)
-              sum += key_parts.at((int64_t{head} * params.max_parts +
-                                   transposes[set].first_part[bin] + item) * of_bin + at);
+              sum += key_parts.at(
+                  (int64_t{head} * params.max_parts + transposes[set].first_part[bin] + item) *
+                      of_bin +
+                  at);
             const int64_t row = (lists.of_kv[b] + key) * int64_t{heads_kv} + head;
             if (!last_pass) {
               expected_sums[in_sums] = sum;

@@ -10,7 +10,7 @@ struct Problem {
   int heads_q, heads_kv, lists, capacity, granularity_log2;
   int left, right;  // of the window, negative: unbounded
   float softcap;
-  bool packed, hostile;  // hostile: garbage in the offsets, so that results are not compared
+  bool packed, hostile;      // hostile: garbage in the offsets, so that results are not compared
   int first_query, queries;  // of the pass; 0 queries: all
   int item_visits;
 };
@@ -127,8 +127,12 @@ struct Lists {
     if (problem.packed) fwd.cu_seqlens_q = cu_q.data, fwd.cu_seqlens_kv = cu_kv.data;
     const auto side = [](int x) { return x < 0 ? BLOCKFLASH_WINDOW_UNBOUNDED : x; };
     fwd.scores.window = {side(problem.left), side(problem.right), 1};
-    p.lists = {listed.data,   int64_t{total_q} * problem.capacity, problem.capacity,
-               problem.lists, total_q,                             problem.capacity,
+    p.lists = {listed.data,
+               int64_t{total_q} * problem.capacity,
+               problem.capacity,
+               problem.lists,
+               total_q,
+               problem.capacity,
                problem.granularity_log2};
     p.sets = sets, p.set_lists = set_lists, p.group = group, p.bins = bins;
     p.first_query = first_query, p.queries = queries, p.slabs = slabs();
@@ -162,8 +166,8 @@ struct Transpose {
       first_part.push_back(parts);
       for (int at = 0; at < count; at += p.item_visits) {
         const bool several = count > p.item_visits;
-        items.push_back({bin, begins[bin] + at, min(count - at, p.item_visits),
-                         several ? parts : -1});
+        items.push_back(
+            {bin, begins[bin] + at, min(count - at, p.item_visits), several ? parts : -1});
         parts += several;
       }
       for (const auto& [entry, word] : of_bin[bin]) {

@@ -12,6 +12,10 @@ pub const BLOCKFLASH_INDEX_SUM: i32 = 1;
 pub const BLOCKFLASH_INDEX_DIVIDE: i32 = 2;
 pub const BLOCKFLASH_INDEX_LIST: i32 = 3;
 pub const BLOCKFLASH_INDEX_SLAB: i32 = 256;
+pub const BLOCKFLASH_INDEX_COUNT_BINS: i32 = 8192;
+pub const BLOCKFLASH_INDEX_LIST_BINS: i32 = 1024;
+pub const BLOCKFLASH_INDEX_SUM_KEYS: i32 = 0;
+pub const BLOCKFLASH_INDEX_SUM_QUERIES: i32 = 1;
 pub const BLOCKFLASH_BIT_TILE_WORDS: i32 = 128;
 pub const BLOCKFLASH_PAIRS_BOOL: i32 = 0;
 pub const BLOCKFLASH_PAIRS_RANGES: i32 = 1;
@@ -1475,12 +1479,14 @@ const _: () = {
  Queries are computed in passes, since each visit leaves its part of dq in the workspace. A pass
  has the rows \[first_query, first_query + queries) of all sequences and is one launch of each of
 
- index_transpose_sm80            step COUNT  sets · slabs · ceil(bins / its columns) CTAs
- step SUM    sets · ceil(bins / its threads)
- step DIVIDE sets
- step LIST   sets · slabs · ceil(bins / its columns)
- attention_index_bwd_kv_sm80     num_heads_kv · max_items · width / block_kv
- attention_index_bwd_sums_sm80   step KEYS, num_heads_kv · bins · width / 64, and step QUERIES
+ index_transpose_sm80   COUNT   sets · slabs · ceil(bins / BLOCKFLASH_INDEX_COUNT_BINS) CTAs
+ SUM     sets · ceil(bins / BLOCKFLASH_INDEX_SLAB)
+ DIVIDE  sets
+ LIST    sets · slabs · ceil(bins / BLOCKFLASH_INDEX_LIST_BINS)
+ attention_index_bwd_kv_sm80    num_heads_kv · max_items · width / block_kv
+ attention_index_bwd_sums_sm80
+ SUM_KEYS     num_heads_kv · bins · width / 64
+ SUM_QUERIES  ceil(queries · num_heads_q · head_dim_qk / 8 / 256)
 
  Query v of a set, v < set_queries = set_lists · queries, is query first_query + v % queries of
  list v / queries of the set. Its entry i is entry v · capacity + i of the set.*/
@@ -1542,7 +1548,7 @@ pub struct blockflash_attention_index_bwd_params {
     pub first_pass: i32,
     /// whether the pass is
     pub last_pass: i32,
-    /// of index_transpose_sm80: BLOCKFLASH_INDEX_…
+    /// BLOCKFLASH_INDEX_…
     pub step: i32,
     /// keys of a tile of attention_index_bwd_kv_sm80
     pub block_kv: i32,

@@ -41,8 +41,8 @@ struct IndexedSequence {
   PackedRows queries, keys;  // among the queries of the lists, and in packed keys
   int first_bin;
 
-  static __device__ __forceinline__ IndexedSequence of(
-      const blockflash_attention_index_bwd_params& p, int batch) {
+  static __device__ __forceinline__ IndexedSequence
+  of(const blockflash_attention_index_bwd_params& p, int batch) {
     const blockflash_attention_fwd_params& fwd = p.bwd.base;
     const int log2 = bin_width_log2(p);
     if (fwd.cu_seqlens_q == nullptr)
@@ -50,22 +50,21 @@ struct IndexedSequence {
               {batch * fwd.seqlen_q, fwd.seqlen_q},
               {0, fwd.seqlen_kv},
               batch * ((fwd.seqlen_kv + (1 << log2) - 1) >> log2)};
-    const PackedRows queries =
-        PackedRows::of(fwd.cu_seqlens_q, batch, fwd.total_q, fwd.seqlen_q);
+    const PackedRows queries = PackedRows::of(fwd.cu_seqlens_q, batch, fwd.total_q, fwd.seqlen_q);
     const PackedRows keys = PackedRows::of(fwd.cu_seqlens_kv, batch, fwd.total_kv, fwd.seqlen_kv);
     return {batch, queries, keys, (keys.begin >> log2) + batch};
   }
 
-  static __device__ __forceinline__ IndexedSequence of_query(
-      const blockflash_attention_index_bwd_params& p, int query) {
+  static __device__ __forceinline__ IndexedSequence
+  of_query(const blockflash_attention_index_bwd_params& p, int query) {
     const blockflash_attention_fwd_params& fwd = p.bwd.base;
     const auto first = [&](int batch) { return fwd.cu_seqlens_q[batch]; };
     return of(p, fwd.cu_seqlens_q == nullptr ? query / fwd.seqlen_q
                                              : last_up_to(fwd.batch, query, first));
   }
 
-  static __device__ __forceinline__ IndexedSequence of_bin(
-      const blockflash_attention_index_bwd_params& p, int bin) {
+  static __device__ __forceinline__ IndexedSequence
+  of_bin(const blockflash_attention_index_bwd_params& p, int bin) {
     const blockflash_attention_fwd_params& fwd = p.bwd.base;
     if (fwd.cu_seqlens_q == nullptr) return of(p, bin / (p.bins / fwd.batch));
     const auto first = [&](int batch) {
@@ -74,8 +73,8 @@ struct IndexedSequence {
     return of(p, last_up_to(fwd.batch, bin, first));
   }
 
-  __device__ __forceinline__ AttentionMask mask(
-      const blockflash_attention_index_bwd_params& p) const {
+  __device__ __forceinline__ AttentionMask
+  mask(const blockflash_attention_index_bwd_params& p) const {
     return AttentionMask::of(p.bwd.base.scores.window, queries.length, keys.length);
   }
 };
