@@ -249,7 +249,7 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_index_bwd_params 
       uint32_t some = 0;
 #pragma unroll
       for (int w = 0; w < kTableWarps; ++w) some |= partly[stage][w];
-      if (fwd.scores.softcap > 0.f)
+      if (fwd.scores.scale_over_cap > 0.f)
         differentiate_by(PairsAre<Pairs::kCapped>{}, std::true_type{});
       else if (__any_sync(~0u, large))
         differentiate_by(PairsAre<Pairs::kLarge>{}, std::true_type{});
