@@ -17,7 +17,8 @@ struct Shared {
   ListedKeys listed;
 };
 constexpr int kRingBytes = Config::stages * kStageBytes;
-static_assert(sizeof(Shared) <= 4096 && Config::smem_bytes == kRingBytes + 4096,
+constexpr int kSharedBytes = 2048 * kParts + 2048;
+static_assert(sizeof(Shared) <= kSharedBytes && Config::smem_bytes == kRingBytes + kSharedBytes,
               "manifest and kernel disagree on smem");
 static_assert(Shown::kBytes <= kRingBytes, "results take the place of the ring");
 static_assert(Config::stages >= 2, "queries are in the last stage before its first keys");
@@ -34,7 +35,7 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_index_params para
   Shared& shared = *reinterpret_cast<Shared*>(smem + kRingBytes);
 
   const Cluster<kHasClusters> cluster;
-  const ListItem item(params, cluster);
+  const ListItem item(params, cluster, cluster.number());
   if (item.index >= params.lists.queries) return;
   ptx::wait_for_predecessors();
   RowLoader loader(params, item);
@@ -65,8 +66,10 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_index_params para
   }
   ptx::launch_dependents();
   sums.join_denominators();  // behind it nobody reads the ring
+  // What is needed now is found again instead of kept.
+  const ListItem ended(params, cluster, ptx::opaque(cluster.number()));
   if (cluster.size() > 1)
-    cluster.finish(p, item, sums, ring_smem);
+    cluster.finish(p, ended, sums, ring_smem);
   else
-    finish_split(p, item, sums);
+    finish_split(p, ended, sums);
 }

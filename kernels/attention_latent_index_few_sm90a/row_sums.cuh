@@ -29,15 +29,19 @@ constexpr int kVote = 1;  // named barrier
 static_assert(kRows == 16 && Config::warps * 8 == kKeys, "a warp has the scores of 8 keys");
 static_assert(Config::values == Config::warps * 64, "and 64 columns of the output");
 
+// Probabilities are in rows of 128 bytes, swizzled. Beside codes there are those times the scales
+// of each part of the values.
+constexpr int kParts = kHasCodes ? CodeRow::codes / CodeRow::of_scale : 1;
+constexpr int kCodeSteps = kHasCodes ? CodeRow::codes / 16 : 0;  // of the columns
 struct Exchange {
-  alignas(128) uint8_t probabilities[kRows * kKeys * 2];  // rows of 128 bytes, swizzled
+  alignas(128) uint8_t probabilities[kParts][kRows * kKeys * 2];
   float maxima[Config::warps][kRows], denominators[Config::warps][kRows];
 };
 
 // Lane (g, t) = (lane / 4, lane % 4) holds the columns 8 j + 2 t + e of the rows g and g + 8, in
-// o[j][2 half + e].
+// o[j][2 half + e]; of codes, the columns 16 (j / 2) + 4 t + 2 e + j % 2.
 struct RowSums {
-  static constexpr bool kHasCodes = false;
+  static constexpr bool kHasCodes = blockflash::kHasCodes;
   static constexpr int kTiles = Config::values / Config::warps / 8;
 
   uint32_t q[kDepth][4];
@@ -45,8 +49,9 @@ struct RowSums {
   float reference[2];    // log2 units, of a row; all warps have the same
   float denominator[2];  // this lane's share, of the keys of its warp
   Exchange& exchange;
-  uint32_t k_lane[2];  // in a stage: of the 8 keys of this warp at steps 0 and 2 of the columns,
-  LaneAddress<kChunks> v_lane;  // and of its values
+  // In a stage: of the 8 keys of this warp at steps 0 and 2 of the columns, and of its values.
+  uint32_t k_lane[2];
+  std::conditional_t<kHasCodes, CodeLane, LaneAddress<Config::columns / 8>> v_lane;
 
   static __device__ __forceinline__ int lane() { return threadIdx.x % kWarpSize; }
   static __device__ __forceinline__ int warp() { return threadIdx.x / kWarpSize; }
@@ -66,10 +71,19 @@ struct RowSums {
   }
 
   __device__ __forceinline__ void load_queries(uint32_t smem) {
+    // A lane has the columns 4 t to 4 t + 3 of 16 codes, which are a word.
+#pragma unroll
+    for (int d = 0; d < kCodeSteps; ++d)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const uint32_t at =
+            smem + QueryLayout::offset(row(half), 2 * d + lane() % 4 / 2) + lane() % 2 * 8;
+        q[d][half] = ptx::load_shared(at), q[d][2 + half] = ptx::load_shared(at + 4);
+      }
     const LaneCoords at = lane_row_major(lane());
 #pragma unroll
-    for (int d = 0; d < kDepth; ++d)
-      ptx::ldmatrix_x4(q[d], smem + TileLayout::offset(at.row, 2 * d + at.chunk));
+    for (int d = kCodeSteps; d < kDepth; ++d)
+      ptx::ldmatrix_x4(q[d], smem + QueryLayout::offset(at.row, 2 * d + at.chunk));
   }
 
   // Adds the step in a stage that all threads see. `listed` is the word of its keys. Calls
@@ -78,7 +92,10 @@ struct RowSums {
   __device__ __forceinline__ void add_step(const blockflash_scores& scores, uint32_t stage_smem,
                                            uint64_t listed, const Meanwhile& meanwhile) {
     float s[4];
-    multiply(s, stage_smem);
+    if constexpr (kHasCodes)
+      multiply_codes(s, stage_smem);
+    else
+      multiply(s, stage_smem);
     meanwhile();
     cap_scores(s, scores);
     if (listed != ~uint64_t{0}) hide(s, listed);
@@ -89,10 +106,10 @@ struct RowSums {
       grew |= largest > reference[half] + kAhead || may_be_beyond_fused(reference[half]);
     }
     float sums[2], subtract[2] = {reference[0], reference[1]};
-    store_probabilities(s, scores.scale_log2, subtract, sums);
+    store_probabilities(s, stage_smem, scores.scale_log2, subtract, sums);
     if (ptx::named_barrier_or(kVote, Config::threads, grew)) {
       move_references(s, scores, subtract);
-      store_probabilities(s, scores.scale_log2, subtract, sums);
+      store_probabilities(s, stage_smem, scores.scale_log2, subtract, sums);
       __syncthreads();
     }
 #pragma unroll
@@ -136,6 +153,71 @@ struct RowSums {
       s[i] = (chains[0][i] + chains[1][i]) + (chains[2][i] + chains[3][i]);
   }
 
+  // The same of codes: a chain for each part of the columns that has a scale.
+  __device__ __forceinline__ void multiply_codes(float (&s)[4], uint32_t stage_smem) const {
+    constexpr int kPartSteps = kCodeSteps / kParts;
+    const uint32_t keys = stage_smem + k_lane[0];
+    float parts[kParts][4] = {}, turned[4] = {};
+    uint32_t nan = 0;
+    // Two chains at a time: registers hold no more keys.
+#pragma unroll
+    for (int first = 0; first < kParts; first += 2)
+#pragma unroll
+      for (int d = 0; d < kPartSteps; d += 4) {
+        uint32_t k[2][4];
+#pragma unroll
+        for (int n = 0; n < 2; ++n)
+          ptx::ldmatrix_x4(k[n], keys + ((first + n) * kPartSteps + d) * 16);
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+#pragma unroll
+          for (int n = 0; n < 2; ++n) {
+            uint32_t b[2];
+            nan |= nan_bits_e4m3(k[n][i]);
+            widen_to_bf16<CodeOrder::kAdjacent>(k[n][i], b[0], b[1]);
+            ptx::mma_m16n8k16<Element>(parts[first + n], q[(first + n) * kPartSteps + d + i], b[0],
+                                       b[1]);
+          }
+      }
+#pragma unroll
+    for (int d = kCodeSteps; d < kDepth; d += 2) {
+      uint32_t k[4];
+      ptx::ldmatrix_x4(k, keys + CodeRow::turned_at + (d - kCodeSteps) * 32);
+      ptx::mma_m16n8k16<Element>(turned, q[d], k[0], k[1]);
+      ptx::mma_m16n8k16<Element>(turned, q[d + 1], k[2], k[3]);
+    }
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      float scales[kParts];
+      load_scales(scales, stage_smem, e);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float sum = turned[2 * half + e];
+#pragma unroll
+        for (int part = 0; part < kParts; ++part)
+          sum = fmaf(parts[part][2 * half + e], nan_unless_finite(scales[part]), sum);
+        s[2 * half + e] = sum;
+      }
+    }
+    if (!__any_sync(~0u, nan != 0)) return;
+    // The lanes 4 g to 4 g + 3 have read key g.
+    const unsigned lanes = __ballot_sync(~0u, nan != 0);
+#pragma unroll
+    for (int e = 0; e < 2; ++e)
+      if (lanes >> (lane() % 4 * 8 + e * 4) & 15) s[e] = s[2 + e] = CUDART_NAN_F;
+  }
+
+  // The scales of this lane's key 2 t + e.
+  static __device__ __forceinline__ void load_scales(float (&scales)[kParts], uint32_t stage_smem,
+                                                     int e) {
+    static_assert(!kHasCodes || kParts == 4, "the scales of a key are 16 bytes");
+    const int4 words = ptx::load_shared_int4(
+        stage_smem + CodeRow::scales_at + (warp() * 8 + lane() % 4 * 2 + e) * CodeRow::row_bytes);
+    const int all[4] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) scales[part] = __int_as_float(all[part]);
+  }
+
   // Hides the keys that are not listed or not seen from all rows. Their values are zeros, and all
   // rows see the others, so nothing is to be done about NaN.
   __device__ __forceinline__ void hide(float (&s)[4], uint64_t listed) const {
@@ -148,20 +230,33 @@ struct RowSums {
   }
 
   // Probabilities of this warp's keys, and this lane's share of their sums.
-  __device__ __forceinline__ void store_probabilities(const float (&s)[4], float scale_log2,
-                                                      const float (&subtract)[2],
+  __device__ __forceinline__ void store_probabilities(const float (&s)[4], uint32_t stage_smem,
+                                                      float scale_log2, const float (&subtract)[2],
                                                       float (&sums)[2]) const {
+    float x[2][2], scales[2][kParts];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      float x[2];
 #pragma unroll
       for (int e = 0; e < 2; ++e)
-        x[e] = ptx::ex2_approx(fmaf(s[2 * half + e], scale_log2, -subtract[half]));
-      sums[half] = x[0] + x[1];
-      uint8_t* const at =
-          exchange.probabilities + row(half) * 128 + (warp() ^ row(half) % 8) * 16 + lane() % 4 * 4;
-      *reinterpret_cast<uint32_t*>(at) = Traits::pack(x[0], x[1]);
+        x[half][e] = ptx::ex2_approx(fmaf(s[2 * half + e], scale_log2, -subtract[half]));
+      sums[half] = x[half][0] + x[half][1];
     }
+    if constexpr (kHasCodes)
+#pragma unroll
+      for (int e = 0; e < 2; ++e) load_scales(scales[e], stage_smem, e);
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) {
+        // A key without weight has none whatever its scale.
+        const auto weight = [&](int e) {
+          const float probability = x[half][e];
+          return kHasCodes && probability > 0.f ? probability * scales[e][part] : probability;
+        };
+        uint8_t* const at = exchange.probabilities[part] + row(half) * 128 +
+                            (warp() ^ row(half) % 8) * 16 + lane() % 4 * 4;
+        *reinterpret_cast<uint32_t*>(at) = Traits::pack(weight(0), weight(1));
+      }
   }
 
   // Moves the references of rows whose largest score is ahead, each row for itself. `subtract`
@@ -198,20 +293,31 @@ struct RowSums {
 
   // Adds p·v for the columns of this warp.
   __device__ __forceinline__ void add_values(uint32_t stage_smem) {
-    const uint32_t p_smem = static_cast<uint32_t>(__cvta_generic_to_shared(exchange.probabilities));
+    const int part = warp() * kParts / Config::warps;
+    const uint32_t p_smem =
+        static_cast<uint32_t>(__cvta_generic_to_shared(exchange.probabilities[part]));
     const LaneCoords at = lane_row_major(lane());
 #pragma unroll
     for (int step = 0; step < kKeys / 16; ++step) {
       uint32_t p[4];
       ptx::ldmatrix_x4(p, p_smem + at.row * 128 + ((2 * step + at.chunk) ^ at.row % 8) * 16);
-#pragma unroll
-      for (int j = 0; j < kTiles; j += 2) {
-        uint32_t v[4];
-        ptx::ldmatrix_x4_trans(v, stage_smem + v_lane.at(step * 16, j / 2));
-        ptx::mma_m16n8k16<Element>(o[j], p, v[0], v[1]);
-        ptx::mma_m16n8k16<Element>(o[j + 1], p, v[2], v[3]);
-      }
+      multiply_values(p, stage_smem, step, v_lane);
     }
+  }
+  template <int chunks>
+  __device__ __forceinline__ void multiply_values(const uint32_t (&p)[4], uint32_t stage_smem,
+                                                  int step, const LaneAddress<chunks>& v_lane) {
+#pragma unroll
+    for (int j = 0; j < kTiles; j += 2) {
+      uint32_t v[4];
+      ptx::ldmatrix_x4_trans(v, stage_smem + v_lane.at(step * 16, j / 2));
+      ptx::mma_m16n8k16<Element>(o[j], p, v[0], v[1]);
+      ptx::mma_m16n8k16<Element>(o[j + 1], p, v[2], v[3]);
+    }
+  }
+  __device__ __forceinline__ void multiply_values(const uint32_t (&p)[4], uint32_t stage_smem,
+                                                  int step, const CodeLane& v_lane) {
+    add_code_values<Element>(o, p, stage_smem + step * 16 * CodeRow::row_bytes, v_lane);
   }
 };
 

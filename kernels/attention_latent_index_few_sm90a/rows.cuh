@@ -1,6 +1,10 @@
 // The copies of queries and of listed rows into the stages of a CTA.
 #pragma once
 
+#include <type_traits>
+
+#include "blockflash/config/cache_codes.cuh"
+#include "blockflash/latent/code_row.cuh"
 #include "blockflash/latent/list_item.cuh"
 #include "blockflash/mma/swizzle.cuh"
 #include "blockflash/ptx/cp_async.cuh"
@@ -13,10 +17,13 @@ using Config = AttentionLatentConfig;
 using Element = Config::Element;
 
 constexpr int kKeys = 64;  // of a step
-constexpr int kChunks = Config::columns / 8;
-using TileLayout = Swizzle<kChunks>;
+static_assert(!kHasCodes || (Config::values == CodeRow::codes &&
+                             Config::columns == CodeRow::codes + CodeRow::turned),
+              "rows of codes have one form");
+using QueryLayout = Swizzle<Config::columns / 8>;
+using TileLayout = std::conditional_t<kHasCodes, CodeRow, QueryLayout>;
+using KeyElement = std::conditional_t<kHasCodes, uint8_t, Element>;
 constexpr int kStageBytes = kKeys * TileLayout::row_bytes;
-static_assert(kChunks % 8 == 0, "rows are whole lines of 128 bytes");
 
 // Which keys of a step are listed and seen: a byte for each warp that copies rows. The rows 4 w + r
 // and 32 + 4 w + r of warp w are its bits r and 4 + r.
@@ -56,8 +63,9 @@ struct RowLoader {
     entries = params.lists.entries + item.list;
     // Entries are requested before what is to be found out about the query.
     const int first = load_entry(next), second = load_entry(next + kLookUp);
-    keys = reinterpret_cast<const char*>(static_cast<const Element*>(cache.k) +
-                                         item.key_head * cache.k_stride_head + chunk() * 8);
+    keys = reinterpret_cast<const char*>(static_cast<const KeyElement*>(cache.k) +
+                                         item.key_head * cache.k_stride_head) +
+           chunk() * 16;
     query = ListedQuery::of(params, item.index, threadIdx.x % kWarpSize);
     place = KeyPlace::of(params, query, first, position(next));
     entry = second;
@@ -76,8 +84,9 @@ struct RowLoader {
       const int of_row = first_lane + i * kWarpRows + row() % kWarpRows;
       const int64_t at = __shfl_sync(~0u, offset, of_row);
       const bool exists = listed >> of_row & 1;
-      copy_row(stage_smem, row() + i * kApart,
-               exists ? keys + at : static_cast<const char*>(params.scaled.decode.cache.k), exists);
+      copy_row<TileLayout>(
+          stage_smem, row() + i * kApart,
+          exists ? keys + at : static_cast<const char*>(params.scaled.decode.cache.k), exists);
     }
     if (threadIdx.x % kWarpSize == 0) bytes[threadIdx.x / kWarpSize] = listed >> first_lane & 0xff;
     ++step, next += kKeys;
@@ -94,20 +103,24 @@ struct RowLoader {
                                (p.cu_seqlens_q == nullptr ? item.sequence * p.q_stride_batch : 0) +
                                item.q_begin * p.q_stride_seq +
                                (item.head_kv * p.group + of_unit) * p.q_stride_head + chunk() * 8;
-      copy_row(smem, row(),
-               exists ? reinterpret_cast<const char*>(q) : static_cast<const char*>(p.q), exists);
+      copy_row<QueryLayout>(
+          smem, row(), exists ? reinterpret_cast<const char*>(q) : static_cast<const char*>(p.q),
+          exists);
     }
     ptx::cp_async_commit_group();
   }
 
  private:
   // A copy of no bytes, too, has an address inside the tensor.
+  template <class Layout>
   static __device__ __forceinline__ void copy_row(uint32_t smem, int row, const char* from,
                                                   bool exists) {
-    const uint32_t to = smem + TileLayout::offset(row, chunk());
+    constexpr int kChunks = Layout::row_bytes / 16;
+    const uint32_t to = smem + Layout::offset(row, chunk());
 #pragma unroll
-    for (int line = 0; line < kChunks / kLine; ++line)
-      ptx::cp_async_cg_16(to + line * 128, from + line * 128, exists ? 16 : 0);
+    for (int line = 0; line * kLine < kChunks; ++line)
+      if ((line + 1) * kLine <= kChunks || chunk() < kChunks % kLine)
+        ptx::cp_async_cg_16(to + line * 128, from + line * 128, exists ? 16 : 0);
   }
 
   // The position of this lane's key in the look-up of the steps from one on.
@@ -123,7 +136,7 @@ struct RowLoader {
 
   // Entries and pages are requested two and one look-ups before the keys are.
   __device__ __forceinline__ void look_up() {
-    offset = place.offset(params.scaled.decode.cache) * static_cast<int>(sizeof(Element));
+    offset = place.offset(params.scaled.decode.cache) * static_cast<int>(sizeof(KeyElement));
     listed = __ballot_sync(~0u, place.exists());
     if (next + kLookUp >= end) return;
     place = KeyPlace::of(params, query, entry, position(next + kLookUp));

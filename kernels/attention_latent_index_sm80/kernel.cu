@@ -53,7 +53,7 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_index_params para
   Shared& shared = *reinterpret_cast<Shared*>(smem + kRingBytes);
 
   const Cluster<kHasClusters> cluster;
-  const ListItem item(params, cluster);
+  const ListItem item(params, cluster, cluster.number());
   if (item.index >= params.lists.queries) return;
   ptx::wait_for_predecessors();
   LaunchWords words{};

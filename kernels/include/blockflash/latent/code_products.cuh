@@ -4,7 +4,6 @@
 #pragma once
 
 #include "blockflash/latent/loader.cuh"
-#include "blockflash/mma/codes.cuh"
 #include "blockflash/mma/element.cuh"
 #include "blockflash/ptx/ldmatrix.cuh"
 #include "blockflash/ptx/mma.cuh"
@@ -21,30 +20,6 @@ static_assert(kSliceChunks % 4 == 0, "ldmatrix loads four chunks");
 static_assert(!kHasCodes || kQueryParts == kSlices, "a slice has a part of the queries");
 constexpr int kCodeSteps = kHasCodes ? kSliceChunks : 0;  // of 16 codes
 static_assert(!kHasCodes || kSliceSteps == kCodeSteps + 2, "two steps of turned columns");
-
-// Four codes of e4m3 as two pairs of bf16, numbers in place of NaN. The bits of a code, behind its
-// sign, are those of a bf16 whose exponent is too small by the difference of the biases, 120, also
-// where it is subnormal.
-template <CodeOrder order>
-__device__ __forceinline__ void widen_to_bf16(uint32_t x, uint32_t& low, uint32_t& high) {
-  constexpr bool adjacent = order == CodeOrder::kAdjacent;
-  constexpr uint32_t factor = 0x7b807b80, minus_zero = 0x80008000;
-  const uint32_t first = ptx::permute_bytes(x, 0, adjacent ? 0x1404 : 0x2404);
-  const uint32_t second = ptx::permute_bytes(x, 0, adjacent ? 0x3424 : 0x3414);
-  low = first & 0x80008000 | first >> 4 & 0x07f007f0;
-  high = second & 0x80008000 | second >> 4 & 0x07f007f0;
-  low = ptx::fma_bf16x2(low, factor, minus_zero);
-  high = ptx::fma_bf16x2(high, factor, minus_zero);
-}
-
-// Where a lane reads values.
-struct CodeLane {
-  uint32_t at;
-
-  __device__ __forceinline__ CodeLane(uint32_t warp_offset, int row, int chunk)
-      // Columns of bf16 are twice as many bytes.
-      : at(warp_offset / 2 + CodeRow::offset(row, chunk)) {}
-};
 
 // Of 16 columns, a lane has 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 in a fragment, and of codes, four of
 // which are a word, 4 t to 4 t + 3. So that is the order of the queries.
@@ -63,9 +38,6 @@ __device__ __forceinline__ void load_code_queries(uint32_t (&q)[kSliceSteps][4],
   for (int d = kCodeSteps; d < kSliceSteps; ++d)
     ptx::ldmatrix_x4(q[d], stage_smem + Row::offset(lane_at.row, 2 * d + lane_at.chunk));
 }
-
-// A scale as a factor of scores. Infinity times codes of both signs is NaN.
-__device__ __forceinline__ float nan_unless_finite(float scale) { return scale + (scale - scale); }
 
 // The part of a step's scores that is a warp's: of half of the columns and half of the keys.
 template <class Row>
@@ -134,20 +106,7 @@ __device__ __forceinline__ void weigh(float (&x)[2], uint32_t stage_smem, int ke
 template <int tiles>
 __device__ __forceinline__ void add_values(float (&o)[tiles][4], const uint32_t (&probabilities)[4],
                                            uint32_t stage_smem, const CodeLane& v_lane) {
-#pragma unroll
-  for (int j = 0; j < tiles; j += 4) {
-    uint32_t v[4];
-    ptx::ldmatrix_x4_trans(v, stage_smem + v_lane.at + j / 2 * 16);
-#pragma unroll
-    for (int chunk = 0; chunk < 2; ++chunk) {
-      uint32_t even[2], odd[2];
-#pragma unroll
-      for (int half = 0; half < 2; ++half)
-        widen_to_bf16<CodeOrder::kAlternate>(v[2 * chunk + half], even[half], odd[half]);
-      ptx::mma_m16n8k16<Element>(o[j + 2 * chunk], probabilities, even[0], even[1]);
-      ptx::mma_m16n8k16<Element>(o[j + 2 * chunk + 1], probabilities, odd[0], odd[1]);
-    }
-  }
+  add_code_values<Element>(o, probabilities, stage_smem, v_lane);
 }
 
 }  // namespace

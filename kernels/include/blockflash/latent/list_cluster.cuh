@@ -58,8 +58,10 @@ struct Cluster<true> {
 
   __device__ __forceinline__ int size() const { return ctas; }
   static __device__ __forceinline__ int rank() { return ptx::cluster_rank(); }
-  // Of this cluster, among all of them.
-  static __device__ __forceinline__ int number() { return ptx::cluster_number(); }
+  // Of this cluster, among all of them, or of the CTA.
+  __device__ __forceinline__ int number() const {
+    return ctas > 1 ? ptx::cluster_number() : blockIdx.x;
+  }
 
   // Ends an item with all threads, and with those of the other CTAs, each of which combines some
   // rows. Nobody reads the ring any more.

@@ -19,17 +19,16 @@ struct ListItem : DecodeItem {
   int key_head;
   int64_t list;  // its first entry, from the first one of all
 
-  // Each CTA of a cluster has a split.
+  // Of a CTA without a cluster, or of a cluster, in which each CTA has a split.
   template <class Cluster>
   __device__ __forceinline__ ListItem(const blockflash_attention_index_params& params,
-                                      const Cluster& cluster) {
+                                      const Cluster& cluster, int number) {
     const blockflash_attention_decode_params& p = params.scaled.decode;
     const ListSplits all(params);
     const bool clustered = cluster.size() > 1;
     const int row_tiles = ceil_div(p.group, AttentionLatentConfig::rows),
               of_split = row_tiles * params.units;
     const int of_query = clustered ? of_split : all.splits * of_split;
-    const int number = clustered ? cluster.number() : blockIdx.x;
     index = early_quotient(number, of_query);
     const int within = number - index * of_query, of_run = early_quotient(within, of_split);
     const int of_tile = within - of_run * of_split;

@@ -6,6 +6,7 @@
 #include "blockflash/config/cache_codes.cuh"
 #include "blockflash/config/latent.cuh"
 #include "blockflash/decode/items.cuh"
+#include "blockflash/latent/code_row.cuh"
 #include "blockflash/mma/swizzle.cuh"
 #include "blockflash/params/kv_cache.h"
 #include "blockflash/ptx/cp_async.cuh"
@@ -18,17 +19,6 @@ namespace {
 using Config = AttentionLatentConfig;
 using Element = Config::Element;
 
-// A row of codes: of the values, then a scale for each 128 of them, then what is turned.
-struct CodeRow {
-  static constexpr int codes = 512, of_scale = 128, turned = 64;
-  static constexpr int scales_at = codes, turned_at = scales_at + codes / of_scale * 4;
-  static constexpr int row_bytes = turned_at + turned * 2;
-  static_assert(row_bytes / 16 % 2 == 1, "eight rows side by side are in all groups of banks");
-
-  static __device__ __forceinline__ uint32_t offset(int row, int chunk) {
-    return row * row_bytes + chunk * 16;
-  }
-};
 static_assert(!kHasCodes || (Config::values == CodeRow::codes &&
                              Config::columns == CodeRow::codes + CodeRow::turned),
               "rows of codes have one form");
