@@ -4,9 +4,9 @@
 // A CTA has one split of the positions of a list, for up to 16 heads of its query, and the whole
 // shared memory of an SM for three steps of 64 keys. The splits of a list are a cluster. The README
 // says why.
-#include "blockflash/latent/list_cluster.cuh"
 #include "blockflash/pipeline.cuh"
 #include "blockflash/ptx/launch.cuh"
+#include "cluster.cuh"
 #include "row_sums.cuh"
 
 namespace blockflash {
@@ -34,8 +34,8 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_index_params para
   const uint32_t ring_smem = static_cast<uint32_t>(__cvta_generic_to_shared(smem));
   Shared& shared = *reinterpret_cast<Shared*>(smem + kRingBytes);
 
-  const Cluster<kHasClusters> cluster;
-  const ListItem item(params, cluster, cluster.number());
+  const Cluster cluster;
+  const ListItem item(params, cluster.number, cluster.size, cluster.rank);
   if (item.index >= params.lists.queries) return;
   ptx::wait_for_predecessors();
   RowLoader loader(params, item);
@@ -66,10 +66,11 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_index_params para
   }
   ptx::launch_dependents();
   sums.join_denominators();  // behind it nobody reads the ring
-  // What is needed now is found again instead of kept.
-  const ListItem ended(params, cluster, ptx::opaque(cluster.number()));
-  if (cluster.size() > 1)
-    cluster.finish(p, ended, sums, ring_smem);
+  // Both are found again, instead of kept in registers.
+  const Cluster same_cluster;
+  const ListItem same(params, same_cluster.number, same_cluster.size, same_cluster.rank);
+  if (same_cluster.size > 1)
+    same_cluster.finish(p, same, sums, ring_smem);
   else
-    finish_split(p, ended, sums);
+    finish_split(p, same, sums);
 }

@@ -5,7 +5,8 @@
 // one row at a time, by cp.async, into the ring of attention_latent_sm80, whose products these are.
 // How often warps meet follows from the parameters alone, so each of them reads what the device
 // knows for itself. The README says why.
-#include "blockflash/latent/list_cluster.cuh"
+#include "blockflash/latent/list_item.cuh"
+#include "blockflash/latent/output.cuh"
 #include "blockflash/latent/sums.cuh"
 #include "blockflash/pipeline.cuh"
 #include "blockflash/ptx/launch.cuh"
@@ -52,13 +53,12 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_index_params para
   const uint32_t ring_smem = static_cast<uint32_t>(__cvta_generic_to_shared(smem));
   Shared& shared = *reinterpret_cast<Shared*>(smem + kRingBytes);
 
-  const Cluster<kHasClusters> cluster;
-  const ListItem item(params, cluster, cluster.number());
+  const ListItem item(params, blockIdx.x);
   if (item.index >= params.lists.queries) return;
   ptx::wait_for_predecessors();
   LaunchWords words{};
-  const bool counts = item.splits > 1 && cluster.size() == 1;
-  if (counts && threadIdx.x == 0) words = LaunchWords::load(p.arrivals);
+  const bool counts = item.splits > 1 && threadIdx.x == 0;
+  if (counts) words = LaunchWords::load(p.arrivals);
 
   ListLoader loader(params, item);
   int issued = 0, at = 0;  // steps: number of the next copy and of the next product, their stages:
@@ -80,7 +80,7 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_index_params para
   const auto end_step = [&] { ++at, stage = next_stage<kStages>(stage); };
 
   fill(kStages);
-  if (counts && threadIdx.x == 0) shared.arrivals = Arrivals::begin(p.arrivals, words);
+  if (counts) shared.arrivals = Arrivals::begin(p.arrivals, words);
   Sums sums;
 #pragma unroll 1
   for (int part = 0; part < kQueryParts; ++part) {
@@ -101,11 +101,6 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_index_params para
     end_step();
   }
   ptx::launch_dependents();
-  if (cluster.size() > 1) {
-    static_assert(Shown::kBytes <= kRingBytes, "results take the place of the ring");
-    __syncthreads();  // nobody reads the ring any more
-    return cluster.finish(p, item, sums, ring_smem);
-  }
   finish_split(p, item, sums);
   if (item.splits > 1) combine_in_tree(p, item, shared);
 }

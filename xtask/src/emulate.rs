@@ -19,6 +19,7 @@ use std::{
 /// Sources that have a program in tests/emulator.
 const SOURCES: [&str; 17] = [
     "attention_decode_sm80",
+    "attention_latent_index_sm80",
     "attention_latent_sm80",
     "attention_fwd_sm80",
     "attention_bwd_q_sm80",

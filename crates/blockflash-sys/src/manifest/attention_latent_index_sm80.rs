@@ -11,10 +11,10 @@ pub struct AttentionLatentIndex {
     pub tile: AttentionLatent,
 }
 
-/// Hopper has kernels of its own beside rows of codes.
+/// Hopper has kernels of its own.
 pub(super) fn tiles(target: Target) -> impl Iterator<Item = AttentionLatentIndex> {
     attention_latent_sm80::tiles(target)
-        .filter(move |tile| target != Target::Sm90 || tile.has_codes())
+        .filter(move |_| target != Target::Sm90)
         .map(|tile| AttentionLatentIndex { tile })
 }
 
@@ -33,11 +33,6 @@ impl Family for AttentionLatentIndex {
 
     fn smem_bytes(&self) -> u32 {
         self.tile.smem_bytes()
-    }
-
-    /// The splits of a list, which are combined with each other.
-    fn most_in_cluster(&self) -> u32 {
-        16
     }
 
     fn waits_for_predecessor(&self) -> bool {
@@ -79,8 +74,7 @@ mod tests {
                 other.target == kernel.target
                     && matches!(other.variant, Variant::AttentionLatent(tile) if tile == index.tile)
             }));
-            assert!(!kernel.target.has_clusters() || kernel.most_in_cluster() == Some(16));
         }
-        assert_eq!(count, 2 * 2 * 2 + 3);
+        assert_eq!(count, 2 * (2 * 2 + 1));
     }
 }

@@ -19,13 +19,12 @@ struct ListItem : DecodeItem {
   int key_head;
   int64_t list;  // its first entry, from the first one of all
 
-  // Of a CTA without a cluster, or of a cluster, in which each CTA has a split.
-  template <class Cluster>
-  __device__ __forceinline__ ListItem(const blockflash_attention_index_params& params,
-                                      const Cluster& cluster, int number) {
+  // Item `number`; or of cluster `number` of several CTAs, which have a split each, that of a rank.
+  __device__ __forceinline__ ListItem(const blockflash_attention_index_params& params, int number,
+                                      int cluster_size = 1, int rank = 0) {
     const blockflash_attention_decode_params& p = params.scaled.decode;
     const ListSplits all(params);
-    const bool clustered = cluster.size() > 1;
+    const bool clustered = cluster_size > 1;
     const int row_tiles = ceil_div(p.group, AttentionLatentConfig::rows),
               of_split = row_tiles * params.units;
     const int of_query = clustered ? of_split : all.splits * of_split;
@@ -37,8 +36,8 @@ struct ListItem : DecodeItem {
     sequence = p.cu_seqlens_q == nullptr ? early_quotient(index, p.seqlen_q) : 0;
     q_begin = p.cu_seqlens_q == nullptr ? index - sequence * p.seqlen_q : index, q_length = 1;
     head_kv = unit;
-    split = clustered ? cluster.rank() : of_run, count = 1;
-    splits = clustered ? cluster.size() : all.splits;
+    split = clustered ? rank : of_run, count = 1;
+    splits = clustered ? cluster_size : all.splits;
     slot = index * all.splits * of_split + of_tile, slot_step = of_split;
     key_head = early_quotient(unit * p.num_heads_kv, params.units);
     list = early_quotient(unit * params.lists.groups, params.units) * params.lists.stride_group +

@@ -1,6 +1,6 @@
-// Clusters of attention by an index, for few queries, whose lists do not fill a GPU: a CTA for each
-// split, in order, so that they are combined through distributed shared memory instead of the
-// workspace, with the same operations as there (decode/combine_tree.cuh).
+// The splits of a list as a cluster: a CTA for each, in order, so that they are combined through
+// distributed shared memory instead of a workspace, with the same operations as in
+// decode/combine_tree.cuh.
 #pragma once
 
 #include "blockflash/latent/output.cuh"
@@ -38,30 +38,10 @@ struct Shown {
   }
 };
 
-// Kernels without clusters.
-template <bool has_clusters>
+// That of the calling CTA; of one CTA in a launch without clusters.
 struct Cluster {
-  static __device__ __forceinline__ constexpr int size() { return 1; }
-  static __device__ __forceinline__ constexpr int rank() { return 0; }
-  static __device__ __forceinline__ int number() { return blockIdx.x; }
-  template <class Sums>
-  static __device__ __forceinline__ void finish(const blockflash_attention_decode_params&,
-                                                const DecodeItem&, const Sums&, uint32_t) {}
-};
-
-#if __CUDA_ARCH__ >= 900
-constexpr bool kHasClusters = Config::has_lists;
-
-template <>
-struct Cluster<true> {
-  const int ctas = ptx::cluster_size();
-
-  __device__ __forceinline__ int size() const { return ctas; }
-  static __device__ __forceinline__ int rank() { return ptx::cluster_rank(); }
-  // Of this cluster, among all of them, or of the CTA.
-  __device__ __forceinline__ int number() const {
-    return ctas > 1 ? ptx::cluster_number() : blockIdx.x;
-  }
+  const int size = ptx::cluster_size(), rank = ptx::cluster_rank();
+  const int number = size > 1 ? ptx::cluster_number() : blockIdx.x;
 
   // Ends an item with all threads, and with those of the other CTAs, each of which combines some
   // rows. Nobody reads the ring any more.
@@ -77,19 +57,19 @@ struct Cluster<true> {
     ptx::cluster_arrive();
     const int rows = rows_of<OutputTile>(p, item), piece = threadIdx.x % Shown::kPieces;
     ptx::cluster_wait();
-#  pragma unroll 1
-    for (int row = rank() + static_cast<int>(threadIdx.x) / Shown::kPieces * ctas; row < rows;
-         row += kRowsAtOnce * ctas) {
+#pragma unroll 1
+    for (int row = rank + static_cast<int>(threadIdx.x) / Shown::kPieces * size; row < rows;
+         row += kRowsAtOnce * size) {
       Partial parts[Shown::kMost];
-#  pragma unroll
+#pragma unroll
       for (int i = 0; i < Shown::kMost; ++i)
-        parts[i] = i < ctas ? Shown::load(smem, row, piece, i) : kNoPartial;
-#  pragma unroll
+        parts[i] = i < size ? Shown::load(smem, row, piece, i) : kNoPartial;
+#pragma unroll
       for (int first = 0; first < Shown::kMost; first += kBranches) {
-#  pragma unroll
+#pragma unroll
         for (int i = first + 1; i < first + kBranches; ++i)
-          if (i < ctas) add(parts[first], parts[i]);
-        if (first > 0 && first < ctas) add(parts[0], parts[first]);
+          if (i < size) add(parts[first], parts[i]);
+        if (first > 0 && first < size) add(parts[0], parts[first]);
       }
       store_result<OutputTile>(p, item, row, piece, parts[0]);
     }
@@ -97,9 +77,6 @@ struct Cluster<true> {
     ptx::cluster_wait();
   }
 };
-#else
-constexpr bool kHasClusters = false;
-#endif
 
 }  // namespace
 }  // namespace blockflash
