@@ -111,6 +111,7 @@ def cases():
         yield given, rotated
         yield dict(given, num_heads_q=8, lengths=[2048, 300, 5]), rotated
     yield dict(latent, head_dim=576, page_size=64, seqlen_q=4, num_heads_q=128), rotated
+    yield from index_cases(rotated)
     product = dict(op="bsr_matmul", m=1024, n=512, k=1024, dtype="f16", seed=1)
     for block in (16, 32, 64, 128):
         yield dict(product, block_size=block, blocks_per_row=256 // block), warm
@@ -118,6 +119,47 @@ def cases():
         yield dict(product, n=columns, block_size=64, blocks_per_row=4), warm
     yield dict(product, n=128, block_size=64, blocks_per_row=4), cold
     yield dict(product, n=16, block_size=64, blocks_per_row=4, fresh_bytes=1 << 27), warm
+
+
+def index_cases(rotated):
+    """Attention by an index, and the choice of blocks."""
+    index = dict(
+        op="attention_index",
+        batch=3,
+        seqlen_q=1,
+        seqlen_kv=2048,
+        num_heads_q=32,
+        num_heads_kv=2,
+        groups=2,
+        head_dim=128,
+        page_size=128,
+        granularity=128,
+        entries=8,
+        lists="uniform",
+        dtype="bf16",
+        seed=1,
+    )
+    prompt = dict(batch=1, seqlen_q=2048, lists="near")
+    nsa = dict(page_size=None, granularity=64)
+    for of in ({}, nsa):
+        yield dict(index, **of), rotated
+        yield dict(index, **of, seqlen_q=4), rotated
+        yield dict(index, **of, **prompt), rotated
+    qsa = dict(index, op="attention_index_shared", groups=1, head_dim=256, page_size=64)
+    qsa = dict(qsa, num_heads_q=24, granularity=4, entries=256)
+    yield qsa, rotated
+    yield dict(qsa, **prompt), rotated
+    latent = dict(index, op="attention_index_latent", groups=1, num_heads_kv=1, head_dim=576)
+    latent = dict(latent, head_dim_v=512, latent=True, page_size=64, granularity=1, entries=1024)
+    for heads in (16, 128):
+        yield dict(latent, num_heads_q=heads), rotated
+    choice = dict(op="index_choice", batch=3, seqlen_q=1, seqlen_kv=8192, heads=4, head_dim=128)
+    choice = dict(choice, page_size=128, granularity=128, entries=16, dtype="bf16", seed=1)
+    for queries in (1, 4, 64):
+        yield dict(choice, seqlen_q=queries), rotated
+    weighted = dict(choice, op="index_choice_weighted", weighted=True, heads=64, page_size=64)
+    for queries in (1, 4):
+        yield dict(weighted, seqlen_q=queries, granularity=1, entries=2048), rotated
 
 
 def on_hopper():
@@ -151,6 +193,15 @@ def refused(case, name):
             return "neither pages nor lengths"
         if name == "cudnn" and case["seqlen_q"] > 1:
             return "no diagonal that ends at the last key"
+    if case["op"] == "attention_index":
+        if name.endswith("_msa") and case["page_size"] != 128:
+            return "pages and blocks of 128 keys only"
+        if name == "nsa" and case["seqlen_q"] not in (1, case["seqlen_kv"]):
+            return "whole prompts, or one query of each sequence"
+    if name == "sglang_dsa_prefill" and case["num_heads_q"] > 32:
+        return "at most 32 heads"
+    if name.endswith("_index_decode") and case["seqlen_q"] > 8:
+        return "few queries only"
     if case["op"] == "mla_decode":
         if name == "flash_mla" and (case["page_size"] != 64 or case["head_dim"] != 576):
             return "pages of 64 and rows of 576 only"

@@ -74,6 +74,32 @@ PEERS = {
         "flashinfer_mla": ("mla", "FlashInferMla"),
         "triton_mla": ("mla", "TritonMla"),
     },
+    "attention_index": {
+        "vllm_msa": ("index_blocks", "VllmMsa"),
+        "sglang_msa": ("index_blocks", "SglangMsa"),
+        "nsa": ("index_blocks", "Nsa"),
+        "fla_nsa": ("index_blocks", "Fla"),
+    },
+    "attention_index_shared": {
+        "vllm_qsa": ("index_blocks", "VllmQsa"),
+        "sglang_qsa": ("index_blocks", "SglangQsa"),
+    },
+    "attention_index_latent": {
+        "flash_mla_sparse": ("index_latent", "FlashMlaSparse"),
+        "sglang_dsa": ("index_latent", "SglangDsaDecode"),
+        "sglang_dsa_prefill": ("index_latent", "SglangDsaPrefill"),
+        "vllm_dsa": ("index_latent", "VllmXpuDsa"),
+    },
+    "index_choice": {
+        "vllm_msa_index": ("index_choice", "VllmMsa"),
+        "vllm_msa_index_decode": ("index_choice", "VllmMsaDecode"),
+        "sglang_msa_index": ("index_choice", "SglangMsa"),
+        "sglang_msa_index_decode": ("index_choice", "SglangMsaDecode"),
+    },
+    "index_choice_weighted": {
+        "vllm_dsa_index_e4m3": ("index_choice", "VllmDsaCodes"),
+        "torch_index": ("index_choice", "TorchDsa"),
+    },
     "bsr_matmul": {
         "torch_triton_bsr": ("bsr", "TritonDefault"),
         "torch_triton_bsr_tuned": ("bsr", "TritonTuned"),
