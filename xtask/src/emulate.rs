@@ -17,7 +17,7 @@ use std::{
 };
 
 /// Sources that have a program in tests/emulator.
-const SOURCES: [&str; 17] = [
+const SOURCES: [&str; 18] = [
     "attention_decode_sm80",
     "attention_latent_index_sm80",
     "attention_latent_sm80",
