@@ -26,13 +26,13 @@ struct Cluster {
 
 #if __CUDA_ARCH__ >= 900
 // A CTA combines whole rows.
-constexpr bool kHasClusters = Config::rows <= kPassRows && Config::threads >= kColumns4;
+constexpr bool kHasClusters = Config::rows <= kShownRows && Config::threads >= kColumns4;
 
 // A group of splits, one for each CTA. With fewer splits the last CTAs have none. Only where all
 // sequences are divided alike.
 template <>
 struct Cluster<true> {
-  static_assert(kPassRows * Config::head_dim * 4 <= 2 * kQBytes || !kHasClusters,
+  static_assert(Config::rows * Config::head_dim * 4 <= 2 * kQBytes || !kHasClusters,
                 "a result takes the place of the queries");
 
   int size, rank;
@@ -45,12 +45,13 @@ struct Cluster<true> {
         logs(static_cast<uint32_t>(__cvta_generic_to_shared(shared.shown_logs))) {}
 
   __device__ __forceinline__ bool is_used(const blockflash_attention_decode_params& p) const {
-    return size > 1 && are_sequences_equal(p);
+    return size > 1 && (kHasIndex || are_sequences_equal(p));
   }
 
   // Writes the item of this CTA and returns true, or returns false behind the last group.
   __device__ __forceinline__ bool find(const blockflash_attention_decode_params& p,
                                        DecodeItem& item, int lane) const {
+    if constexpr (kHasIndex) return IndexWalk::find_in_cluster(p, size, rank, item, lane);
     const DecodeSequence s = DecodeSequence::of<Config::rows>(p, 0);
     const int of_group = s.row_tiles * p.num_heads_kv;
     const int of_sequence = ceil_div(s.splits, kGroup) * of_group;

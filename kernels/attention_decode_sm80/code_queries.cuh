@@ -29,7 +29,8 @@ __device__ __forceinline__ void copy_scales(const blockflash_attention_decode_pa
                          int64_t of_head) {
     if (threadIdx.x == of_thread && from != nullptr)
       ptx::cp_async_ca_4_or_zero(to_smem + of_thread * 4,
-                                 from + item.sequence * of_sequence + item.head_kv * of_head, true);
+                                 from + item.sequence * of_sequence + head_of_keys(item) * of_head,
+                                 true);
   };
   start(0, scales.k, scales.k_stride_sequence, scales.k_stride_head);
   start(1, scales.v, scales.v_stride_sequence, scales.v_stride_head);

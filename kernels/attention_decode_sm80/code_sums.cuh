@@ -55,6 +55,7 @@ struct CodeSums : WarpSums {
   __device__ __forceinline__ void add_step(const blockflash_attention_decode_params& p,
                                            const DecodeItem& item, unsigned char* ring, int stage,
                                            int first_key, const Terms&, int lane) {
+    if (kHasIndex && first_key == 0) return;
     const uint32_t offset = stage * kStageBytes;
     const float* const scales = reinterpret_cast<const float*>(ring + offset + kScalesOffset);
     float s[kRowTiles][4] = {};
@@ -68,7 +69,9 @@ struct CodeSums : WarpSums {
       }
     }
     cap_scores(s, p.scores);
-    const bool is_masked = first_key < item.all.begin || first_key + kStepKeys > item.all.end;
+    if (kHasIndex) hide_keys(s, first_key, lane);
+    const bool is_masked =
+        !kHasIndex && (first_key < item.all.begin || first_key + kStepKeys > item.all.end);
     if (is_masked) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -262,7 +265,7 @@ struct CodeSums : WarpSums {
     const bool of_keys = are_v_scales_of_keys(with_scales(p).scales);
 #pragma unroll 1
     for (int key = 0; key < kStepKeys; ++key) {
-      const uint32_t see = rows_that_see(p, item, first_key + key, lane);
+      const uint32_t see = rows_that_see_of(p, item, first_key, key, lane);
       // A finite scale of all keys multiplies the sums in the end.
       const float scale = !has_weights ? 1.f : of_keys ? scales[kStepKeys + key] : shared.v_scale;
 #pragma unroll

@@ -13,7 +13,7 @@
 #include "blockflash/ptx/global.cuh"
 #include "blockflash/ptx/launch.cuh"
 #include "cluster.cuh"
-#include "loader.cuh"
+#include "index_loader.cuh"
 #include "terms.cuh"
 #include "warp_sums.cuh"
 
@@ -32,7 +32,7 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash::Params p) {
   Shared& shared = *reinterpret_cast<Shared*>(smem + kQOffset + 2 * kQBytes);
   const uint32_t smem_at = static_cast<uint32_t>(__cvta_generic_to_shared(smem));
   const uint32_t ring_smem = smem_at + warp * kRingBytes;
-  const auto item_of = [&](int n) -> DecodeItem& {
+  const auto item_of = [&](int n) -> Item& {
     return shared.items[static_cast<unsigned>(n) % 4];
   };
   Terms terms(p, shared);
@@ -44,7 +44,7 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash::Params p) {
   const bool one_each = in_cluster || gridDim.x >= static_cast<unsigned>(p.items);
   const auto publish = [&](int n) {
     const int number = shared.number;
-    ItemWalk<Config::rows> walk = shared.walk;
+    Walk walk = shared.walk;
     __syncwarp();
     const int next = number < 0 || one_each || lane > 0
                          ? -1
@@ -67,7 +67,7 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash::Params p) {
       p.tile_counter[0] = 0;
   };
   // The first item is found while predecessors are still running, if they have no say in it.
-  const bool is_early = one_each && are_sequences_equal(p);
+  const bool is_early = one_each && are_items_fixed(p);
   if (!is_early) ptx::wait_for_predecessors();
   if (warp == 0) {
     if (lane == 0) shared.number = blockIdx.x, shared.walk = {}, item_of(1).sequence = -1;
@@ -83,7 +83,7 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash::Params p) {
     return;
   }
 
-  Loader loader(p);
+  AnyLoader loader(p);
   int loading = -1;              // number of the item that is copied
   int issued = 0, consumed = 0;  // steps, and their stages:
   int issue_stage = 0, stage = 0;

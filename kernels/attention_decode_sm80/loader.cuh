@@ -9,16 +9,15 @@
 #include "blockflash/decode/items.cuh"
 #include "blockflash/mma/swizzle.cuh"
 #include "blockflash/params/kv_cache.h"
-#include "blockflash/params/kv_cache_scaled.h"
 #include "blockflash/ptx/cp_async.cuh"
 #include "blockflash/ptx/cp_async_word.cuh"
 #include "blockflash/ptx/eviction.cuh"
 #include "blockflash/ptx/opaque.cuh"
+#include "index_items.cuh"
 
 namespace blockflash {
 namespace {
 
-using Config = AttentionDecodeConfig;
 using Element = Config::Element;
 
 // Of the cache: codes take half as many bytes.
@@ -33,20 +32,6 @@ constexpr int kTileBytes = kStepKeys * Config::head_dim * kKvBytes;
 constexpr int kScalesOffset = 2 * kTileBytes;
 constexpr int kStageBytes = kScalesOffset + (kHasCodes ? 2 * kStepKeys * 4 : 0);
 using TileLayout = Swizzle<kChunks>;
-
-// blockflash_attention_decode_scaled_params as what other kernels take and more.
-struct ScaledParams : blockflash_attention_decode_params {
-  blockflash_cache_scales scales;
-  int32_t q_dtype;
-};
-static_assert(sizeof(ScaledParams) == sizeof(blockflash_attention_decode_scaled_params),
-              "the base comes first, and the others follow in the same order");
-
-// The parameters of kernels for codes.
-__device__ __forceinline__ const ScaledParams& with_scales(
-    const blockflash_attention_decode_params& p) {
-  return static_cast<const ScaledParams&>(p);
-}
 
 // Whether keys of a sequence have scales of their own.
 __device__ __forceinline__ bool are_k_scales_of_keys(const blockflash_cache_scales& scales) {
@@ -177,10 +162,18 @@ struct Loader {
                                                       int rows_end, int lane) {
     const int row = lane % kStepKeys;
     const bool exists = row >= rows_begin && row < rows_end;
+    start_scale(scales, item, to_smem, at_page, at_slot + row, exists, lane);
+  }
+
+  // The scale of this lane, of the key in a slot.
+  static __device__ __forceinline__ void start_scale(const blockflash_cache_scales& scales,
+                                                     const DecodeItem& item, uint32_t to_smem,
+                                                     int at_page, int at_slot, bool exists,
+                                                     int lane) {
     const auto start = [&](const float* from, int64_t of_sequence, int64_t of_page, int64_t of_slot,
                            int64_t of_head) {
-      const int64_t offset = item.sequence * of_sequence + at_page * of_page +
-                             (at_slot + row) * of_slot + item.head_kv * of_head;
+      const int64_t offset = item.sequence * of_sequence + at_page * of_page + at_slot * of_slot +
+                             head_of_keys(item) * of_head;
       ptx::cp_async_ca_4_or_zero(to_smem + lane * 4, exists ? from + offset : from, exists);
     };
     if (lane < kStepKeys && are_k_scales_of_keys(scales))

@@ -15,6 +15,8 @@ namespace {
 
 constexpr int kColumns4 = Config::head_dim / 4;  // pieces of four columns
 constexpr int kPassRows = 8;                     // rows that warps exchange at once
+// Most rows that the CTAs of a cluster combine.
+constexpr int kShownRows = kHasIndex ? 16 : kPassRows;
 constexpr int kQOffset = Config::warps * Config::stages * kStageBytes;
 constexpr int kLogsOffset = kPassRows * Config::head_dim * 4;
 static_assert(
@@ -23,16 +25,16 @@ static_assert(
     "each warp; with codes, these are elsewhere");
 
 struct Shared {
-  DecodeItem items[4];          // item n in slot n % 4; three are in use at a time
-  ItemWalk<Config::rows> walk;  // of the warp that publishes items,
-  int number;                   // and the number of the item that it publishes next; -1: none
-  int published;                // items 0 to `published` are
+  Item items[4];  // item n in slot n % 4; three are in use at a time
+  Walk walk;      // of the warp that publishes items,
+  int number;     // and the number of the item that it publishes next; -1: none
+  int published;  // items 0 to `published` are
   int first_key[Config::warps][Config::stages];  // of the step in each stage
   int staging[Config::warps];                    // offset of a free stage
   LaunchWords launch_words;
-  Arrivals arrivals;             // if there is a workspace
-  bool last[2];                  // whether the item completed its group of splits
-  float2 shown_logs[kPassRows];  // what the CTAs of a cluster read of each other
+  Arrivals arrivals;              // if there is a workspace
+  bool last[2];                   // whether the item completed its group of splits
+  float2 shown_logs[kShownRows];  // what the CTAs of a cluster read of each other
 
   // Four columns of a row for the other CTAs of the cluster.
   __device__ __forceinline__ void show(unsigned char* smem, int row, int piece, const Partial& x) {
@@ -62,8 +64,16 @@ __device__ __forceinline__ int staged(int row, int column) {
   return row * Config::head_dim + (column ^ (row / 2 % 4 * 8));
 }
 
+// Lists have few splits, so that their kernels need no registers for runs of them.
+template <bool has_index>
+struct RunsOfTile {};
+template <>
+struct RunsOfTile<true> {
+  static constexpr bool holds_no_runs = true;
+};
+
 // The output for decode/combine.cuh.
-struct OutputTile {
+struct OutputTile : RunsOfTile<kHasIndex> {
   static constexpr int rows = Config::rows, columns = Config::head_dim, threads = Config::threads;
   using Element = Config::Element;
 
@@ -77,7 +87,8 @@ struct OutputTile {
 };
 
 // Runs of splits whose results are combined in registers, since there are few.
-constexpr bool kCombinesRuns = Config::rows <= kPassRows && Config::head_dim <= kMostColumnsOfRuns;
+constexpr bool kCombinesRuns =
+    !kHasIndex && Config::rows <= kPassRows && Config::head_dim <= kMostColumnsOfRuns;
 // A pass over wide rows is many pieces for each thread of a single warp.
 constexpr int kPiecesOfPass = ceil_div(kPassRows * kColumns4, Config::threads);
 constexpr int kMostPiecesAtOnce = 8;
@@ -152,7 +163,7 @@ __device__ __forceinline__ void finish_split(const blockflash_attention_decode_p
                        of_row.x, of_row.y};
       });
       if constexpr (in_cluster)
-        shared.show(smem, row, piece, x);
+        shared.show(smem, pass + row, piece, x);
       else if (item.splits == 1)
         store_result<OutputTile>(p, item, pass + row, piece, x);
       else if (combines_runs<OutputTile>(item))

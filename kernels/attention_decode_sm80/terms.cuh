@@ -22,8 +22,11 @@ struct TermsParams : blockflash_attention_decode_params {
 static_assert(sizeof(TermsParams) == sizeof(blockflash_attention_decode_terms_params),
               "the base comes first, and the others follow in the same order");
 static_assert(!(kHasCodes && kHasTerms), "caches of codes have no kernels with terms");
-using Params = std::conditional_t<kHasCodes, ScaledParams,
-                                  ParamsFor<blockflash_attention_decode_params, TermsParams>>;
+static_assert(!(kHasIndex && kHasTerms), "lists have no kernels with terms");
+using ParamsWithoutIndex =
+    std::conditional_t<kHasCodes, ScaledParams,
+                       ParamsFor<blockflash_attention_decode_params, TermsParams>>;
+using Params = std::conditional_t<kHasIndex, IndexParams, ParamsWithoutIndex>;
 
 template <bool has_terms>
 struct StepTerms {

@@ -35,6 +35,8 @@ __device__ __forceinline__ float column_sum(float x) {
 
 // Where the queries stay: in registers where they fit beside the sums, else in shared memory.
 constexpr bool kQInRegisters = kRowTiles * kDSteps <= 16 && kDSteps <= 8;
+// Whether scores are sums of two chains of products, since one after another they take long.
+constexpr bool kTwoChains = kHasIndex && kRowTiles * kDSteps <= 16;
 constexpr int kQBytes = Config::rows * Config::head_dim * 2;
 
 // Starts the copy of the queries of an item by all threads of the CTA, as a part of the group that
@@ -46,8 +48,10 @@ __device__ __forceinline__ void copy_queries(const blockflash_attention_decode_p
   constexpr int kCopies = Config::rows * kQChunks;
   const Element* const q = static_cast<const Element*>(p.q);
   const Element* const of_sequence =
-      q + (p.cu_seqlens_q == nullptr ? item.sequence * p.q_stride_batch
-                                     : item.q_begin * p.q_stride_seq);
+      q +
+      (p.cu_seqlens_q == nullptr ? item.sequence * p.q_stride_batch
+                                 : item.q_begin * p.q_stride_seq) +
+      (kHasIndex && p.cu_seqlens_q == nullptr ? item.q_begin * p.q_stride_seq : 0);
   const auto source_of = [&](int at) -> const Element* {
     const int row = item.row_tile * Config::rows + at / kQChunks, column = at % kQChunks * 8;
     const int query = small_quotient(row, p.group);
@@ -153,13 +157,24 @@ struct WarpSums {
     return bits;
   }
 
-  // `terms` are what is added to scores and hidden beyond the window (terms.cuh).
+  // The same for a key of a step, in which all rows see the same keys where lists name them.
+  __device__ __forceinline__ static uint32_t rows_that_see_of(
+      const blockflash_attention_decode_params& p, const DecodeItem& item, int first_key, int key,
+      int lane) {
+    if constexpr (kHasIndex) return first_key >> key & 1 ? ~0u : 0u;
+    return rows_that_see(p, item, first_key + key, lane);
+  }
+
+  // `terms` are what is added to scores and hidden beyond the window (terms.cuh). With lists the
+  // step has bits of its visible keys in place of a first key, the same for all rows, and the keys
+  // and values of the others are zeros.
   template <class Terms>
   __device__ __forceinline__ void add_step(const blockflash_attention_decode_params& p,
                                            const DecodeItem& item, unsigned char* ring, int stage,
                                            int first_key, const Terms& terms, int lane) {
+    if (kHasIndex && first_key == 0) return;
     const uint32_t offset = stage * kStageBytes;
-    float s[kRowTiles][4] = {};
+    float s[kRowTiles][4] = {}, odd[kRowTiles][4] = {};
 #pragma unroll
     for (int d = 0; d < kDSteps; ++d) {
       uint32_t k[4];
@@ -168,12 +183,20 @@ struct WarpSums {
       const QFragments& q_step = q[kQInRegisters ? d : 0];
 #pragma unroll
       for (int n = 0; n < kRowTiles; ++n)
-        ptx::mma_m16n8k16<Element>(s[n], k, q_step[n][0], q_step[n][1]);
+        ptx::mma_m16n8k16<Element>(kTwoChains && d % 2 != 0 ? odd[n] : s[n], k, q_step[n][0],
+                                   q_step[n][1]);
     }
+    if constexpr (kTwoChains)
+#pragma unroll
+      for (int n = 0; n < kRowTiles; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) s[n][i] += odd[n][i];
     cap_scores(s, p.scores);
     terms.add(s, item, first_key, lane);
-    if (first_key < item.all.begin || first_key + kStepKeys > item.all.end ||
-        terms.may_hide(item, first_key)) {
+    if (kHasIndex) {
+      hide_keys(s, first_key, lane);
+    } else if (first_key < item.all.begin || first_key + kStepKeys > item.all.end ||
+               terms.may_hide(item, first_key)) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int key = first_key + lane / 4 + half * 8;
@@ -213,6 +236,17 @@ struct WarpSums {
       for (int n = 0; n < kRowTiles; ++n)
         ptx::mma_m16n8k16<Element>(o[d][n], v, probabilities[n][0], probabilities[n][1]);
     }
+  }
+
+  // Hides the keys of a step whose bits are not set.
+  static __device__ __forceinline__ void hide_keys(float (&s)[kRowTiles][4], int visible,
+                                                   int lane) {
+    if (visible == (1 << kStepKeys) - 1) return;
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      if (!(visible >> (lane / 4 + half * 8) & 1))
+#pragma unroll
+        for (int n = 0; n < kRowTiles; ++n) s[n][2 * half] = s[n][2 * half + 1] = -CUDART_INF_F;
   }
 
   // A reference moves when a score of its own row exceeds it, so that a key with nearly all the

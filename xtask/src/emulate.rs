@@ -6,7 +6,10 @@ use crate::{
     workspace::{list, read, root, target_dir, write},
 };
 use anyhow::{Context, Result, bail, ensure};
-use blockflash_sys::{Kernel, manifest};
+use blockflash_sys::{
+    Kernel,
+    manifest::{self, Variant},
+};
 use indicatif::{ProgressBar, ProgressStyle};
 use rayon::prelude::*;
 use std::{
@@ -119,7 +122,10 @@ fn emulate(symbol: &str, kernel: &Kernel, headers: &Path) -> Result<()> {
     // Shared memory is a global variable of the program.
     let text = read(&root().join(source(kernel)))?.replace("extern __shared__", "extern");
     write(&folder.join("kernel.cu"), text)?;
-    let name = kernel.source().trim_end_matches("_sm80");
+    let name = match kernel.variant {
+        Variant::AttentionIndex(_) => "attention_index",
+        _ => kernel.source().trim_end_matches("_sm80"),
+    };
     let program = folder.join("emulated");
     let mut compile = compiler(headers)?;
     compile

@@ -3,11 +3,12 @@ use super::{
     attention_bwd_sm80, attention_bwd_sm90a, attention_cache_sm90a, attention_combine_sm90a,
     attention_decode_sm80, attention_decode_sm90a, attention_fwd_e4m3_sm90a, attention_fwd_sm80,
     attention_fwd_sm90a, attention_fwd_small_sm90a, attention_fwd_wide_sm90a, attention_index_bwd,
-    attention_index_sm90a, attention_latent_index_few_sm90a, attention_latent_index_sm80,
-    attention_latent_index_sm90a, attention_latent_sm80, attention_latent_sm90a,
-    attention_merge_sm80, block_mask, bsr_matmul_any_sm80, bsr_matmul_narrow_sm80, bsr_matmul_sm80,
-    bsr_matmul_sm90a, bsr_sddmm_sm80, bsr_sddmm_sm90a, index_choice, index_union_sm80,
-    kv_append_codes_sm80, kv_append_sm80, page_choice, probe, quantize_sm80, row_copy_sm80,
+    attention_index_sm80, attention_index_sm90a, attention_latent_index_few_sm90a,
+    attention_latent_index_sm80, attention_latent_index_sm90a, attention_latent_sm80,
+    attention_latent_sm90a, attention_merge_sm80, block_mask, bsr_matmul_any_sm80,
+    bsr_matmul_narrow_sm80, bsr_matmul_sm80, bsr_matmul_sm90a, bsr_sddmm_sm80, bsr_sddmm_sm90a,
+    index_choice, index_union_sm80, kv_append_codes_sm80, kv_append_sm80, page_choice, probe,
+    quantize_sm80, row_copy_sm80,
 };
 use crate::Target;
 
@@ -43,6 +44,8 @@ pub enum Variant {
     AttentionIndexHopper(attention_index_sm90a::AttentionIndexHopper),
     /// A step of the gradients of attention by lists.
     AttentionIndexBwd(attention_index_bwd::AttentionIndexBwd),
+    /// Attention to the keys that lists name, with the instructions of Ampere and later.
+    AttentionIndex(attention_index_sm80::AttentionIndex),
     /// Attention to a cache whose values are the first columns of its keys, with the instructions
     /// of Ampere and later.
     AttentionLatent(attention_latent_sm80::AttentionLatent),
@@ -109,6 +112,7 @@ impl Variant {
             Variant::AttentionDecodeHopper(tile) => tile,
             Variant::AttentionIndexHopper(tile) => tile,
             Variant::AttentionIndexBwd(kernel) => kernel,
+            Variant::AttentionIndex(tile) => tile,
             Variant::AttentionLatent(tile) => tile,
             Variant::AttentionLatentHopper(tile) => tile,
             Variant::AttentionLatentIndex(tile) => tile,
@@ -149,6 +153,7 @@ impl Variant {
         variants.extend(attention_decode_sm90a::tiles(target).map(Variant::AttentionDecodeHopper));
         variants.extend(attention_index_sm90a::tiles(target).map(Variant::AttentionIndexHopper));
         variants.extend(attention_index_bwd::tiles(target).map(Variant::AttentionIndexBwd));
+        variants.extend(attention_index_sm80::tiles(target).map(Variant::AttentionIndex));
         variants.extend(attention_latent_sm80::tiles(target).map(Variant::AttentionLatent));
         variants.extend(attention_latent_sm90a::tiles(target).map(Variant::AttentionLatentHopper));
         variants.extend(

@@ -125,9 +125,11 @@ struct SplitGroup {
 // Most columns of a tile whose threads have registers for the results of a run.
 constexpr int kMostColumnsOfRuns = 256;
 
-// Whether the results of an item's splits are combined in registers, since there are few rows.
+// Whether the results of an item's splits are combined in registers, since there are few rows. A
+// tile may say that it has no registers for that.
 template <class Tile>
 __device__ __forceinline__ bool combines_runs(const DecodeItem& item) {
+  if constexpr (requires { Tile::holds_no_runs; }) return false;
   return Tile::rows <= kMostRowsOfRuns && Tile::columns <= kMostColumnsOfRuns &&
          1 << item.run_log2 >= kInner;
 }
