@@ -1,11 +1,27 @@
 // Attention to keys that lists name, in caches, contiguous and paged, and packed, beside a
 // reference in f64. Whatever no query sees is NaN.
+#include "codes.h"
 #include "problem.h"
 
 namespace {
 
 using blockflash::Config;
 using blockflash::Element;
+
+constexpr bool kHasCodes = blockflash::kHasCodes;
+constexpr int kPart = kHasCodes ? 16 : 8;  // of head dimensions
+
+// An element of a cache of codes.
+struct Code {
+  uint8_t bits;
+
+  Code() = default;
+  explicit Code(float x) : bits(nearest(blockflash::kCacheCodes, x)) {}
+  explicit operator float() const {
+    return static_cast<float>(value_of(blockflash::kCacheCodes, bits));
+  }
+};
+using Cached = std::conditional_t<kHasCodes, Code, Element>;
 
 blockflash::Params params;
 
@@ -29,7 +45,7 @@ struct Problem {
 
 const std::vector<Problem> kProblems = {
     {{1, 1}, {200, 77}, Keys::kPaged, 32, 2, 5, 2, kD, kD, 6, 6, 64, 0, 4},
-    {{2, 2}, {150, 0}, Keys::kContiguous, 0, 2, 3, 6, kD, kD - 8, 2, 50, 1024, 0, 64},
+    {{2, 2}, {150, 0}, Keys::kContiguous, 0, 2, 3, 6, kD, kD - kPart, 2, 50, 1024, 0, 64},
     {{3, 0, 2},
      {90, 50, 33},
      Keys::kPacked,
@@ -37,7 +53,7 @@ const std::vector<Problem> kProblems = {
      1,
      20,
      1,
-     kD - 24,
+     kD - 3 * kPart,
      kD,
      0,
      70,
@@ -58,7 +74,9 @@ struct Data {
   std::mt19937 random;
   int batch, most, rows, heads, units, group, columns, capacity, pages, page_size;
   std::vector<int> starts = {0}, key_starts = {0};
-  Tensor<Element> q, k, v;
+  Tensor<Element> q;
+  Tensor<Cached> k, v;
+  Tensor<float> k_scales, v_scales;  // of each key and head; of codes
   Tensor<int32_t> table, lengths, offsets, key_offsets, entries;
 
   static int sum(const std::vector<int>& numbers) {
@@ -90,6 +108,8 @@ struct Data {
         q(size_t(rows) * heads * p.qk, random, 1),
         k(size_t(pages) * page_size * p.heads_kv * p.qk, random, 1),
         v(size_t(pages) * page_size * p.heads_kv * p.dv, random, 1),
+        k_scales(size_t(pages) * page_size * p.heads_kv),
+        v_scales(k_scales.size),
         table(batch * columns),
         lengths(batch),
         offsets(batch + 1),
@@ -107,6 +127,8 @@ struct Data {
     const int odd[] = {-1, INT32_MAX, INT32_MIN, 1 << 30, blocks + 5};
     for (size_t i = 0; i < entries.size; ++i)
       entries.data[i] = random() % 4 == 0 ? odd[random() % 5] : random() % blocks;
+    for (size_t i = 0; i < k_scales.size; ++i)
+      k_scales.data[i] = (random() % 9 + 4) / 8.f, v_scales.data[i] = (random() % 9 + 4) / 8.f;
     hide();
   }
 
@@ -120,8 +142,9 @@ struct Data {
           for (int key : keys_of(b, i, h)) seen[row(b, key, h / p.group)] = true;
     for (size_t i = 0; i < seen.size(); ++i) {
       if (seen[i]) continue;
-      std::fill_n(k.data + i * p.qk, p.qk, Element(NAN));
-      std::fill_n(v.data + i * p.dv, p.dv, Element(NAN));
+      std::fill_n(k.data + i * p.qk, p.qk, Cached(NAN));
+      std::fill_n(v.data + i * p.dv, p.dv, Cached(NAN));
+      k_scales.data[i] = v_scales.data[i] = NAN;
     }
   }
 
@@ -133,6 +156,13 @@ struct Data {
             ? size_t(table.data[b * columns + key / page_size]) * page_size + key % page_size
             : size_t(b) * page_size + key;
     return slot * problem.heads_kv + head;
+  }
+
+  double k_at(size_t row, int column) const {
+    return k.at(row * problem.qk + column) * (kHasCodes ? k_scales.data[row] : 1);
+  }
+  double v_at(size_t row, int column) const {
+    return v.at(row * problem.dv + column) * (kHasCodes ? v_scales.data[row] : 1);
   }
 
   // In the order of the list, as often as they are listed.
@@ -187,6 +217,12 @@ struct Data {
                  p.softcap > 0 ? scale / p.softcap : 0,
                  p.softcap,
                  {p.left, p.right, 1}};
+    if constexpr (requires { params.scales; }) {
+      const int64_t heads_kv = p.heads_kv, of_page = page_size * heads_kv;
+      params.scales = {k_scales.data, v_scales.data, 0, of_page, heads_kv, 1, 0,
+                       of_page,       heads_kv,      1};
+      params.q_dtype = BLOCKFLASH_DTYPE_F16;
+    }
     to.run_log2 = p.run_log2;
     to.items = rows * runs() * row_tiles() * units;
     to.partial_rows = min(group, int{Config::rows});
@@ -217,7 +253,7 @@ Expected reference(const Data& data) {
         for (int key : keys) {
           double s = 0;
           for (int c = 0; c < p.qk; ++c)
-            s += data.q.at(of_q * p.qk + c) * data.k.at(data.row(b, key, h / p.group) * p.qk + c);
+            s += data.q.at(of_q * p.qk + c) * data.k_at(data.row(b, key, h / p.group), c);
           s /= sqrt(p.qk);
           if (p.softcap > 0) s = p.softcap * tanh(s / p.softcap);
           scores.push_back(s), largest = max(largest, s);
@@ -226,7 +262,7 @@ Expected reference(const Data& data) {
           const double weight = exp(scores[j] - largest);
           sum += weight;
           for (int c = 0; c < p.dv; ++c)
-            o[c] += weight * data.v.at(data.row(b, keys[j], h / p.group) * p.dv + c);
+            o[c] += weight * data.v_at(data.row(b, keys[j], h / p.group), c);
         }
         for (int c = 0; c < p.dv; ++c) expected.o[of_q * p.dv + c] = sum > 0 ? o[c] / sum : 0;
         const size_t at =

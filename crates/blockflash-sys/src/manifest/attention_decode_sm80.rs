@@ -89,7 +89,7 @@ impl AttentionDecode {
 
     /// A tile for codes: as many stages as fit beside the rest of two CTAs per SM, up to a number
     /// from which on more bytes on their way gain nothing.
-    fn of_codes(target: Target, dtype: DType, (head_dim, rows): (usize, u32)) -> Self {
+    pub(super) fn of_codes(target: Target, dtype: DType, (head_dim, rows): (usize, u32)) -> Self {
         // Without few rows two warps side by side have more stages each.
         let warps = if head_dim == 256 && rows > 8 { 2 } else { 4 };
         let types = ElementTypes { q: DType::F16, kv: dtype, o: DType::F16 };

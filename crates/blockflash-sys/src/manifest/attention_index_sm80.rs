@@ -1,7 +1,7 @@
 use super::attention::support;
 use super::attention_decode_sm80::{self, AttentionDecode};
 use super::family::{Family, Support};
-use crate::Target;
+use crate::{DType, Target};
 
 /// Tiles of `attention_decode_sm80` whose keys are those that lists name. A CTA computes items, each
 /// a split of the list of a query for up to `rows` of its heads, which share the list and a key
@@ -12,13 +12,21 @@ pub struct AttentionIndex {
     pub tile: AttentionDecode,
 }
 
-/// Most rows: beyond them there would be few lists that as many heads share.
+/// Most rows: lists that more heads share are few.
 const MOST_ROWS: u32 = 16;
 
+/// Head dimensions of caches of codes, which have tiles of [`MOST_ROWS`] alone, and codes of e4m3,
+/// so that there are few images.
+const OF_CODES: [usize; 3] = [64, 128, 256];
+
 pub(super) fn tiles(target: Target) -> impl Iterator<Item = AttentionIndex> {
+    let of_codes = OF_CODES.into_iter().filter(move |_| target.is_baseline());
+    let of_codes = of_codes
+        .map(move |head_dim| AttentionDecode::of_codes(target, DType::E4M3, (head_dim, MOST_ROWS)));
     attention_decode_sm80::tiles(target)
         .filter(|tile| !tile.terms && !tile.has_codes())
         .filter(|tile| tile.rows <= MOST_ROWS && tile.head_dims.max() <= 256)
+        .chain(of_codes)
         .map(|tile| AttentionIndex { tile })
 }
 
@@ -77,6 +85,6 @@ mod tests {
             assert!(kernel.threads() as usize * 4 >= index.tile.head_dims.v);
             assert!(!kernel.target.has_clusters() || kernel.most_in_cluster() == Some(16));
         }
-        assert_eq!(count, 3 * 2 * 6);
+        assert_eq!(count, 3 * (2 * 6 + 3));
     }
 }
