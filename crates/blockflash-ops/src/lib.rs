@@ -18,6 +18,7 @@
 //!   [`BlockMask`], and what [`Scores`] say about masks, scales and sinks.
 //! - [`AttentionDecode`]: attention of new queries to a [`KvCache`], contiguous or in pages;
 //!   [`AppendKv`] appends to one, [`AttentionMerge`] combines attention over disjoint keys.
+//! - [`IndexAttention`]: attention of each query to the blocks of keys that a list names for it.
 //! - [`BlockMask`]: which blocks of queries × keys attention visits; a [`BlockMaskBuffer`] builds
 //!   one on a GPU.
 //! - [`BsrMatmul`]: a block-sparse [`BsrMatrix`], or its transpose, times a dense matrix or the
@@ -48,6 +49,8 @@ pub mod attention;
 pub mod attention_bwd;
 #[doc(hidden)]
 pub mod attention_decode;
+#[doc(hidden)]
+pub mod attention_index;
 #[doc(hidden)]
 pub mod attention_merge;
 #[doc(hidden)]
@@ -90,6 +93,9 @@ pub use attention_decode::{
     AttentionDecode, AttentionDecodeOperands, AttentionDecodeWorkspace, CacheAccess, PageLists,
     PreparedAttentionDecode,
 };
+pub use attention_index::{
+    IndexAttention, IndexAttentionOperands, IndexLists, PreparedIndexAttention,
+};
 pub use attention_merge::{AttentionMerge, PreparedAttentionMerge};
 pub use block_sparse::{
     BlockChoice, BlockColumns, BlockGeometry, BlockMask, BlockMaskBuffer, BlockScores, BlockSource,
@@ -126,6 +132,7 @@ pub use {
     attention::{AttentionProblem, BiasProblem, BlockMaskSizes, PackedRows, ScoresProblem},
     attention_bwd::AttentionBackwardProblem,
     attention_decode::AttentionDecodeProblem,
+    attention_index::{IndexAttentionProblem, IndexListSizes},
     attention_merge::AttentionMergeProblem,
     bsr_matmul::BsrProblem,
     bsr_sddmm::BsrSddmmProblem,

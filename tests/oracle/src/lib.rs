@@ -2,10 +2,9 @@
 //! f64, beside a plain computation in the precision of its tensors. The test suites and
 //! `blockflash … --check` share it.
 //!
-//! - [`attention_row`], [`merged_row`], [`rotated`], [`ProductRow`], [`Dot`] and [`BlockMean`]
-//!   compute one row or element,
-//!   [`AttentionGradients`] what one query adds to gradients; what a correct computation is free to
-//!   round is in [`Rounding`].
+//! - [`attention_row`], [`index_attention_row`], [`merged_row`], [`rotated`], [`ProductRow`],
+//!   [`Dot`] and [`BlockMean`] compute one row or element, [`AttentionGradients`] what one query
+//!   adds to gradients; what a correct computation is free to round is in [`Rounding`].
 //! - [`tolerance`] judges whole tensors: the rule of the test suites.
 //! - [`page_summary`] and [`page_choice`] judge one page, and one list of pages.
 //! - [`attention`], [`attention_backward`], [`bsr_matmul`], [`bsr_sddmm`] and [`block_scores`]
@@ -25,6 +24,7 @@ mod bsr_sddmm;
 mod code_row;
 mod comparison;
 mod elements;
+mod index_attention;
 mod page_choice;
 mod product;
 mod rotary;
@@ -45,6 +45,7 @@ pub use bsr_sddmm::{SddmmCase, bsr_sddmm};
 pub use code_row::{CODE_PRODUCTS, CodeRow};
 pub use comparison::{Comparison, Mismatch};
 pub use elements::{Element, Elements, round};
+pub use index_attention::{index_attention_row, listed_keys};
 pub use page_choice::{PageScore, page_choice, page_summary};
 pub use product::{Activation, Dot, Epilogue, ProductRow};
 pub use rotary::rotated;

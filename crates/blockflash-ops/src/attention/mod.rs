@@ -29,7 +29,7 @@ pub(crate) use plan::{check_strides, check_strides_by, heads_per_section, scalar
 pub(crate) use problem::{row_strides, width_like};
 pub(crate) use score_params::{score_params, window_params};
 pub(crate) use select::{first_without_tensor_map, refusal_of_terms, support};
-pub(crate) use seqlens::check_maximum;
+pub(crate) use seqlens::{check_maximum, check_offsets};
 
 use operand_scales::HostScales;
 

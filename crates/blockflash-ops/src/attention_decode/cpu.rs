@@ -10,10 +10,9 @@ use crate::attention::cpu::sequence::Sequence;
 use crate::attention::cpu::terms::Terms;
 use crate::attention::{Attention, Mask, Scores};
 use crate::float::Float;
-use crate::kv_cache::latent_codes::{ROW_BYTES, decode_row};
-use crate::kv_cache::{HostCache, HostRotary, HostScale, KvCache, token_ranges};
-use blockflash_safe::{E4M3, E5M2, Element, Stream, Tensor, View, ViewMut};
-use blockflash_sys::{DType, HeadDims};
+use crate::kv_cache::{HostCache, HostRotary, HostRows, KvCache, Stored, token_ranges};
+use blockflash_safe::{E4M3, E5M2, Stream, Tensor, View, ViewMut};
+use blockflash_sys::DType;
 use half::{bf16, f16};
 use std::marker::PhantomData;
 use std::ops::Range;
@@ -57,15 +56,12 @@ struct Call<'a, T, C> {
     op: &'a AttentionDecode<'a>,
     problem: &'a AttentionDecodeProblem,
     cache: &'a KvCache<'a>,
-    host: HostCache,
+    cached: HostRows<'a, C>,
     pages: Option<HostPages>,
     tail: Option<HostTail<'a>>,
     rotary: Option<HostRotary>,
     terms: Option<Terms<'a>>,
     stream: &'a Stream,
-    /// The elements of keys and values.
-    kv: [&'a [C]; 2],
-    scales: [Option<HostScale<'a>>; 2],
     of_queries: PhantomData<T>,
 }
 
@@ -88,41 +84,6 @@ impl Rows<'_> {
     }
 }
 
-/// What keys and values are stored as.
-trait Stored: Element {
-    /// Whether rows are to be [decoded](Self::decode).
-    const IS_CODED: bool;
-
-    /// Elements of a row that stands for this many columns.
-    fn stored(columns: usize) -> usize {
-        columns
-    }
-
-    /// What a row stands for, without scales that are apart from it.
-    fn decode(row: &[Self], columns: &mut [f32]);
-}
-
-impl<C: Float> Stored for C {
-    const IS_CODED: bool = C::DTYPE.is_code();
-
-    fn decode(row: &[Self], columns: &mut [f32]) {
-        C::widen(row, columns);
-    }
-}
-
-/// Rows of codes with their scales.
-impl Stored for u8 {
-    const IS_CODED: bool = true;
-
-    fn stored(_: usize) -> usize {
-        ROW_BYTES
-    }
-
-    fn decode(row: &[Self], columns: &mut [f32]) {
-        decode_row(row, columns);
-    }
-}
-
 impl<'a, T: Float, C: Stored> Call<'a, T, C> {
     fn new(
         op: &'a AttentionDecode<'a>,
@@ -131,28 +92,14 @@ impl<'a, T: Float, C: Stored> Call<'a, T, C> {
         stream: &'a Stream,
     ) -> Result<Self> {
         let host = HostCache::new(cache, problem.cache, stream)?;
+        let cached = HostRows::new(cache, host, stream)?;
         let pages = op.pages.map(|pages| HostPages::new(&pages, problem.cache, stream));
         let rotary = op.rotary.map(|rotary| HostRotary::new(&rotary, stream));
         let (pages, rotary) = (pages.transpose()?, rotary.transpose()?);
-        let kv = [cache.k.as_slice()?, cache.v.as_slice()?];
         let terms = Terms::of(&op.scores)?;
         let tail = op.tail_mask.as_ref().map(HostTail::new).transpose()?;
-        let scales = HostScale::both([cache.k_scale, cache.v_scale], &problem.cache, stream)?;
         let of_queries = PhantomData;
-        Ok(Self {
-            op,
-            problem,
-            cache,
-            host,
-            pages,
-            tail,
-            rotary,
-            terms,
-            stream,
-            kv,
-            scales,
-            of_queries,
-        })
+        Ok(Self { op, problem, cache, cached, pages, tail, rotary, terms, stream, of_queries })
     }
 
     fn run(&self, (mut o, mut lse): (ViewMut<'_>, Option<ViewMut<'_>>)) -> Result<()> {
@@ -215,7 +162,7 @@ impl<'a, T: Float, C: Stored> Call<'a, T, C> {
 
     /// Attention to all keys of a sequence.
     fn whole(&self, entry: usize, rows: Rows<'_>) -> Result<()> {
-        let length = self.host.length(entry);
+        let length = self.cached.host.length(entry);
         let heads = 0..self.problem.cache.num_heads_kv;
         let scores = self.op.scores.of_sequence(entry, length)?;
         if self.cache.block_table.is_none() && !C::IS_CODED {
@@ -225,7 +172,7 @@ impl<'a, T: Float, C: Stored> Call<'a, T, C> {
             let (k, v) = (keys(&self.cache.k)?, keys(&self.cache.v)?);
             return self.attend(rows, [k, v], scores);
         }
-        let kv = self.gather(entry, 0..length, heads)?;
+        let kv = self.cached.gather(entry, 0..length, heads, self.stream)?;
         self.attend(rows, [kv[0].view(), kv[1].view()], scores)
     }
 
@@ -233,7 +180,7 @@ impl<'a, T: Float, C: Stored> Call<'a, T, C> {
     /// by head. Masks look at true positions, so queries that see the same keys share a call
     /// without a mask.
     fn chosen(&self, [entry, first_row]: [usize; 2], mut rows: Rows<'_>) -> Result<()> {
-        let (length, attention) = (self.host.length(entry), &self.problem.attention);
+        let (length, attention) = (self.cached.host.length(entry), &self.problem.attention);
         let (tokens, group) = (rows.q.shape()[0], attention.num_heads_q / attention.num_heads_kv);
         for head in 0..attention.num_heads_kv {
             let keys = match &self.pages {
@@ -257,7 +204,8 @@ impl<'a, T: Float, C: Stored> Call<'a, T, C> {
                     next.into_iter().find(|(_, seen)| *seen != shown).unwrap_or((tokens, vec![]));
                 let (same, keys) = (first..end, std::mem::replace(&mut shown, following));
                 let heads = head * group..(head + 1) * group;
-                let kv = self.gather(entry, keys.iter().copied(), head..head + 1)?;
+                let kv =
+                    self.cached.gather(entry, keys.iter().copied(), head..head + 1, self.stream)?;
                 let sequence = Sequence {
                     entry,
                     first_q: 0,
@@ -312,44 +260,6 @@ impl<'a, T: Float, C: Stored> Call<'a, T, C> {
         Attention { scores, ..Attention::new(q, k, v) }.forward_into(o.insert(0)?, lse, self.stream)
     }
 
-    /// Copies of the keys and values at these positions, `[keys, heads, head_dim]`; of codes what
-    /// they stand for.
-    fn gather(
-        &self,
-        entry: usize,
-        keys: impl ExactSizeIterator<Item = usize> + Clone,
-        heads: Range<usize>,
-    ) -> Result<[Tensor; 2]> {
-        let sizes = &self.problem.cache;
-        let copy = |at: usize, strides, width: usize| -> Result<Tensor> {
-            let (source, shape) = (self.kv[at], [keys.len(), heads.len(), width]);
-            let rows = keys.clone().flat_map(|key| heads.clone().map(move |head| [key, head]));
-            let row = |[key, head]: [usize; 2]| {
-                &source[self.host.row(strides, [entry, key, head])..][..C::stored(width)]
-            };
-            if !C::IS_CODED {
-                let mut tensor = Tensor::empty(self.stream, C::DTYPE, &shape)?;
-                let mut view = tensor.view_mut();
-                let targets = view.as_mut_slice::<C>()?.chunks_exact_mut(width);
-                targets.zip(rows).for_each(|(target, at)| target.copy_from_slice(row(at)));
-                return Ok(tensor);
-            }
-            let mut tensor = Tensor::empty(self.stream, DType::F32, &shape)?;
-            let mut view = tensor.view_mut();
-            let targets = view.as_mut_slice::<f32>()?.chunks_exact_mut(width);
-            for (target, [key, head]) in targets.zip(rows) {
-                C::decode(row([key, head]), target);
-                if let Some(scale) = &self.scales[at] {
-                    let scale = scale.get(entry, self.host.slot(entry, key), head);
-                    target.iter_mut().for_each(|x| *x *= scale);
-                }
-            }
-            Ok(tensor)
-        };
-        let HeadDims { qk, v } = sizes.head_dims;
-        Ok([copy(0, sizes.k, qk)?, copy(1, sizes.v, v)?])
-    }
-
     /// The queries of a sequence after rotation, `[rows, heads, head_dim]`, rounded to their type.
     fn turned(&self, entry: usize, tokens: &Range<usize>) -> Result<Option<Tensor>> {
         let (Some(rotary), Some(sizes)) = (&self.rotary, self.problem.rotary) else {
@@ -366,7 +276,7 @@ impl<'a, T: Float, C: Stored> Call<'a, T, C> {
         let mut view = tensor.view_mut();
         let mut rows = view.as_mut_slice::<T>()?.chunks_exact_mut(width);
         let (q, strides) = (self.op.q.as_slice::<T>()?, attention.q);
-        let first = self.host.stored_length(entry) - tokens.len() as i64;
+        let first = self.cached.host.stored_length(entry) - tokens.len() as i64;
         let mut turned = vec![0.0; width];
         for (token, position) in tokens.clone().zip(first..) {
             let position = position.clamp(0, sizes.positions as i64 - 1) as usize;

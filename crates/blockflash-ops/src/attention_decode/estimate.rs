@@ -23,7 +23,7 @@ const SHARED: f64 = 1.4;
 
 /// Nanoseconds of a tile by its rows: of an item, and of a key for each 64 columns, where a
 /// CTA is alone on its SM and where it shares it.
-pub(super) const fn pace(rows: usize) -> [f64; 3] {
+pub(crate) const fn pace(rows: usize) -> [f64; 3] {
     match rows {
         ..=8 => [8800.0, 4.3, 6.3],
         9..=16 => [10_200.0, 4.9, 7.6],
@@ -34,23 +34,23 @@ pub(super) const fn pace(rows: usize) -> [f64; 3] {
 
 /// How much longer a CTA of two warps takes for a key than one of four: 36 sequences of 1,792 keys,
 /// 8 heads on 1 of head_dim 256, took 34 µs, where four warps would take about 17.
-pub(super) const TWO_WARPS: f64 = 1.8;
+pub(crate) const TWO_WARPS: f64 = 1.8;
 
 /// The same of the Hopper kernel for latent rows, which is alone on its SM.
 pub(super) const LATENT_PACE: [f64; 3] = [14_000.0, 5.9, 5.9];
 
 /// A division of the keys of each sequence.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) struct Estimate {
+pub(crate) struct Estimate {
     /// Splits of a sequence.
-    pub(super) splits: usize,
+    pub(crate) splits: usize,
     /// Estimated time of the launch in nanoseconds.
-    pub(super) time: f64,
+    pub(crate) time: f64,
 }
 
 /// The most items that are worth their combination, for each CTA that runs at the same time: more
 /// rows have larger results.
-const fn items_of_cta(rows: usize) -> usize {
+pub(crate) const fn items_of_cta(rows: usize) -> usize {
     if rows <= 16 { 4 } else { 2 }
 }
 
@@ -71,28 +71,7 @@ pub(super) fn fastest(
         multiprocessors: gpu.multiprocessors.max(1) as usize,
         reading: reading(problem, row_tiles > 1, gpu),
     };
-    let slots = tile.most_blocks(gpu);
-    let filling = |ctas: usize| ctas / launch.tiles;
-    let candidates = [
-        1,
-        filling(launch.multiprocessors),
-        filling(slots),
-        filling(2 * slots),
-        filling(4 * slots),
-        GROUP,
-        filling(launch.multiprocessors / 2).min(GROUP),
-    ];
-    let mut best = launch.estimate(1);
-    for splits in candidates {
-        let items = launch.tiles.saturating_mul(splits);
-        if splits > 1 && items <= slots * items_of_cta(tile.rows) {
-            let found = launch.estimate(splits);
-            if found.time < best.time {
-                best = found;
-            }
-        }
-    }
-    best
+    launch.fastest()
 }
 
 /// Nanoseconds that device memory needs for the keys and values, which several tiles may read.
@@ -128,18 +107,44 @@ pub(super) fn most_room(
 }
 
 /// A launch whose keys may be divided in several ways.
-struct Launch<'t> {
-    tile: &'t Tile,
+pub(crate) struct Launch<'t> {
+    pub(crate) tile: &'t Tile,
     /// Keys of a sequence.
-    keys: usize,
+    pub(crate) keys: usize,
     /// Row tiles of all sequences and heads.
-    tiles: usize,
-    multiprocessors: usize,
+    pub(crate) tiles: usize,
+    pub(crate) multiprocessors: usize,
     /// Nanoseconds that device memory needs.
-    reading: f64,
+    pub(crate) reading: f64,
 }
 
 impl Launch<'_> {
+    /// The fastest division.
+    pub(crate) fn fastest(&self) -> Estimate {
+        let slots = self.multiprocessors * self.tile.blocks.max(1) as usize;
+        let filling = |ctas: usize| ctas / self.tiles.max(1);
+        let candidates = [
+            1,
+            filling(self.multiprocessors),
+            filling(slots),
+            filling(2 * slots),
+            filling(4 * slots),
+            GROUP,
+            filling(self.multiprocessors / 2).min(GROUP),
+        ];
+        let mut best = self.estimate(1);
+        for splits in candidates {
+            let items = self.tiles.saturating_mul(splits);
+            if splits > 1 && items <= slots * items_of_cta(self.tile.rows) {
+                let found = self.estimate(splits);
+                if found.time < best.time {
+                    best = found;
+                }
+            }
+        }
+        best
+    }
+
     fn estimate(&self, splits: usize) -> Estimate {
         let Self { tile, keys, tiles, multiprocessors, reading } = *self;
         let chunk = keys.div_ceil(splits).max(keys.div_ceil(256)).next_multiple_of(64);

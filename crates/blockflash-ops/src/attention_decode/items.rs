@@ -17,18 +17,18 @@ const SMALL_SPLIT: usize = 256 * 128;
 
 /// What the length of a run depends on.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Work {
+pub(crate) struct Work {
     /// Splits of all row tiles of all heads.
-    pub(super) splits: usize,
+    pub(crate) splits: usize,
     /// CTAs that run at once, and how many of them on a multiprocessor.
-    pub(super) ctas: usize,
-    pub(super) ctas_of_multiprocessor: usize,
+    pub(crate) ctas: usize,
+    pub(crate) ctas_of_multiprocessor: usize,
     /// Splits of a row tile.
-    pub(super) of_row_tile: usize,
+    pub(crate) of_row_tile: usize,
     /// Elements of K in a split.
-    pub(super) split_elements: usize,
+    pub(crate) split_elements: usize,
     /// Whether the splits of a run leave one result.
-    pub(super) combines: bool,
+    pub(crate) combines: bool,
 }
 
 impl AttentionDecodeProblem {
@@ -76,7 +76,7 @@ impl Work {
     /// Where a kernel stores each split of a run, less is gained: with many items, runs of 4 are
     /// faster only where splits are small or nothing else runs on a multiprocessor while an item
     /// ends.
-    pub(super) fn run_log2(&self) -> u32 {
+    pub(crate) fn run_log2(&self) -> u32 {
         let longest = LONGEST_RUN_LOG2.min(self.of_row_tile.trailing_zeros());
         if !self.combines && self.splits >= MANY_ITEMS * self.ctas {
             let gains = self.split_elements <= SMALL_SPLIT || self.ctas_of_multiprocessor == 1;

@@ -2,8 +2,8 @@
 
 mod cpu;
 mod division;
-mod estimate;
-mod items;
+pub(crate) mod estimate;
+pub(crate) mod items;
 mod launches;
 mod many;
 mod operands;
@@ -15,7 +15,7 @@ mod problem;
 mod select;
 mod support;
 mod tail;
-mod tile;
+pub(crate) mod tile;
 mod workspace;
 
 pub use operands::{AttentionDecodeOperands, CacheAccess};

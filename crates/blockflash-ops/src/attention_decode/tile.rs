@@ -96,33 +96,33 @@ pub fn tile(kernel: &Kernel) -> Option<CacheTile> {
 
 /// What the division of the work follows from.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Tile {
-    pub(super) rows: usize,
+pub(crate) struct Tile {
+    pub(crate) rows: usize,
     /// CTAs of an SM at most.
-    pub(super) blocks: u32,
+    pub(crate) blocks: u32,
     /// Key heads times splits of a sequence of medium length.
-    pub(super) heads_and_splits: usize,
+    pub(crate) heads_and_splits: usize,
     /// Fewest keys of a split.
-    pub(super) fewest_keys: usize,
+    pub(crate) fewest_keys: usize,
     /// Splits that an item may have, the most first.
-    pub(super) runs: &'static [usize],
+    pub(crate) runs: &'static [usize],
     /// Whether the kernel can divide the keys of all sequences by lengths on the device.
-    pub(super) counts_lengths: bool,
+    pub(crate) counts_lengths: bool,
     /// Whether an item may have several splits, each with a result of its own.
-    pub(super) stores_runs: bool,
+    pub(crate) stores_runs: bool,
     /// Nanoseconds by which launches are estimated: [`pace`].
-    pub(super) pace: [f64; 3],
+    pub(crate) pace: [f64; 3],
     /// Whether splits follow from the batch where lengths are on the device.
-    pub(super) fills: bool,
+    pub(crate) fills: bool,
     /// Most CTAs of a cluster that combines splits; 1 for none.
-    pub(super) cluster: usize,
+    pub(crate) cluster: usize,
     /// Columns that are read of a key and of its value, half of both.
-    pub(super) columns: usize,
+    pub(crate) columns: usize,
 }
 
 impl Tile {
     /// CTAs that a GPU has room for. They are persistent and take item after item.
-    pub(super) fn most_blocks(&self, gpu: &CudaProperties) -> usize {
+    pub(crate) fn most_blocks(&self, gpu: &CudaProperties) -> usize {
         gpu.multiprocessors.max(1) as usize * self.blocks.max(1) as usize
     }
 
@@ -130,7 +130,7 @@ impl Tile {
     /// and the CTAs of a cluster, which has room for `most_splits`. `None` without clusters, and
     /// where they would be too many: CTAs of a cluster share multiprocessors while others are free,
     /// so they are for half of the GPU, or for all of it where the groups have to be combined, too.
-    pub(super) fn clusters(
+    pub(crate) fn clusters(
         &self,
         row_tiles: usize,
         [splits, most_splits]: [usize; 2],

@@ -14,6 +14,8 @@ pub(crate) struct HostCache {
     /// Pages of all sequences, `[batch, max_pages]`, as they are stored.
     pub(super) table: Option<Vec<i32>>,
     pub(super) seqused_kv: Option<Vec<i32>>,
+    /// Rows of page 0 before the keys of each sequence, and of all, where keys are packed. Checked.
+    pub(super) offsets: Option<Vec<i32>>,
 }
 
 impl HostCache {
@@ -21,11 +23,20 @@ impl HostCache {
         let read = |view: &blockflash_safe::View<'_>| view.to_vec::<i32>(stream);
         let table = cache.block_table.as_ref().map(read).transpose()?;
         let seqused_kv = cache.seqused_kv.as_ref().map(read).transpose()?;
-        Ok(Self { sizes, table, seqused_kv })
+        Ok(Self { sizes, table, seqused_kv, offsets: None })
+    }
+
+    /// Keys that are packed one sequence after another in the only page of a cache, at offsets that
+    /// were checked.
+    pub(crate) const fn packed(sizes: CacheSizes, offsets: Vec<i32>) -> Self {
+        Self { sizes, table: None, seqused_kv: None, offsets: Some(offsets) }
     }
 
     /// The length of a sequence as it is stored, which may be anything.
     pub(crate) fn stored_length(&self, entry: usize) -> i64 {
+        if let Some(offsets) = &self.offsets {
+            return i64::from(offsets[entry + 1]) - i64::from(offsets[entry]);
+        }
         let capacity = self.sizes.capacity as i64;
         self.seqused_kv.as_ref().map_or(capacity, |lengths| lengths[entry].into())
     }
@@ -50,6 +61,9 @@ impl HostCache {
 
     /// The page and the slot of a key below the capacity.
     pub(crate) fn slot(&self, entry: usize, key: usize) -> [usize; 2] {
+        if let Some(offsets) = &self.offsets {
+            return [0, offsets[entry] as usize + key];
+        }
         let page_size = self.sizes.page_size;
         [self.page(entry, key / page_size), key % page_size]
     }

@@ -4,8 +4,10 @@ mod host;
 mod latent;
 pub(crate) mod latent_codes;
 mod rotary;
+mod rows;
 mod scales;
 mod sizes;
+mod stored;
 mod tokens;
 mod verify;
 
@@ -16,8 +18,10 @@ pub use sizes::{CacheSizes, TableSizes};
 pub use tokens::PackedTokens;
 
 pub(crate) use host::{HostCache, HostRotary};
+pub(crate) use rows::HostRows;
 pub(crate) use scales::HostScale;
 pub(crate) use sizes::{FLOATS, TYPES};
+pub(crate) use stored::Stored;
 pub(crate) use tokens::{token_ranges, token_sizes};
 
 use crate::Result;

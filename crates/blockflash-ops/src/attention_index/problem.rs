@@ -1,0 +1,148 @@
+use super::{IndexAttention, IndexListSizes};
+use crate::attention::{AttentionProblem, MAX_SEQLEN, PackedRows, Strides, check_maximum};
+use crate::check::{Operand, to_i32, vector};
+use crate::kv_cache::{CacheSizes, KvCache, PackedTokens, token_sizes};
+use crate::{Error, Result};
+use blockflash_sys::{DType, ElementTypes};
+
+/// A call of attention by an index reduced to plain numbers: what `select` and `plan` work on.
+///
+/// [`IndexAttention::problem`] makes one from tensors, with all checks;
+/// [`IndexAttentionProblem::of`] makes one without tensors.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct IndexAttentionProblem {
+    /// Queries, outputs and options. `seqlen_kv` is the capacity of a sequence, and `k` and `v`
+    /// have the strides of the cache, from page to page in place of the batch.
+    pub attention: AttentionProblem,
+    /// The cache. Packed keys are one page for all sequences.
+    pub cache: CacheSizes,
+    /// The lists.
+    pub lists: IndexListSizes,
+    /// Whether keys are packed.
+    pub packed_kv: bool,
+    /// Whether the bits of a query depend on no other query.
+    pub batch_invariant: bool,
+}
+
+impl IndexAttentionProblem {
+    /// Attention of `seqlen_q` queries of each sequence to a cache without any option: the start of
+    /// a plan without tensors. Not checked.
+    pub fn of(
+        cache: CacheSizes,
+        [seqlen_q, num_heads_q]: [usize; 2],
+        lists: IndexListSizes,
+    ) -> Self {
+        let CacheSizes { dtype, batch, capacity, num_heads_kv, head_dims, .. } = cache;
+        let sizes = [batch, seqlen_q, capacity];
+        let (types, heads) = (ElementTypes::all(dtype), [num_heads_q, num_heads_kv]);
+        let dense = AttentionProblem::contiguous(types, sizes, heads, head_dims);
+        let attention = AttentionProblem { k: cache.k, v: cache.v, ..dense };
+        Self { attention, cache, lists, packed_kv: false, batch_invariant: false }
+    }
+
+    /// The same with queries and an output of this type, which need not be that of the cache if
+    /// that holds codes.
+    pub fn with_queries(mut self, dtype: DType) -> Self {
+        self.attention.types = ElementTypes { q: dtype, o: dtype, ..self.attention.types };
+        self
+    }
+
+    /// Queries of all sequences, as the lists count them.
+    pub fn total_q(&self) -> usize {
+        let AttentionProblem { batch, seqlen_q, packed, .. } = self.attention;
+        packed.map_or(batch.saturating_mul(seqlen_q), |packed| packed.total_q)
+    }
+
+    /// Pairs of a list and a head of keys.
+    pub fn units(&self) -> usize {
+        self.lists.units(self.cache.num_heads_kv)
+    }
+
+    /// Heads of queries that share a list and a head of keys.
+    pub fn group(&self) -> usize {
+        self.attention.num_heads_q / self.units().max(1)
+    }
+}
+
+impl IndexAttention<'_> {
+    /// Everything that can be checked without reading a tensor, and the result as plain numbers:
+    /// for a contiguous `o` and no `lse`.
+    ///
+    /// # Errors
+    /// All checks of [`KvCache::sizes`]; [`Error::DType`], [`Error::Shape`], [`Error::Stride`],
+    /// [`Error::HeadGroups`], [`Error::InvalidScale`], [`Error::MaxSeqlen`] and
+    /// [`Error::TooLarge`].
+    pub fn problem(&self, cache: &KvCache<'_>) -> Result<IndexAttentionProblem> {
+        let sizes = cache.sizes()?;
+        let cache = match &self.packed_kv {
+            None => sizes,
+            Some(packed) => packed_keys(cache, sizes, packed)?,
+        };
+        let q = Operand::new("q", &self.q);
+        cache.takes(&q)?;
+        let rows = token_sizes(&q, self.packed.as_ref())?;
+        if [rows.batch, rows.head_dim] != [cache.batch, cache.head_dims.qk] {
+            let (batch, head_dim) = (cache.batch, cache.head_dims.qk);
+            return Err(q.wrong_shape(match rows.packed {
+                None => format!("[{batch}, seqlen_q, num_heads_q, {head_dim}]"),
+                Some(_) => format!("[total_q, num_heads_q, {head_dim}] of {batch} sequences"),
+            }));
+        }
+        let (num_heads_q, num_heads_kv) = (rows.heads, cache.num_heads_kv);
+        if num_heads_q > 0 && (num_heads_kv == 0 || num_heads_q % num_heads_kv != 0) {
+            return Err(Error::HeadGroups { num_heads_q, num_heads_kv });
+        }
+        let total_q = rows.packed.unwrap_or(rows.batch.saturating_mul(rows.tokens));
+        // Kernels count queries in 32 bits.
+        to_i32("total_q", total_q)?;
+        let lists = self.lists.sizes(total_q, [num_heads_q, num_heads_kv])?;
+        let problem = IndexAttentionProblem::of(cache, [rows.tokens, num_heads_q], lists);
+        let mut problem = problem.with_queries(q.dtype);
+        let attention = &mut problem.attention;
+        attention.q = rows.strides;
+        if let Some(total_q) = rows.packed {
+            attention.packed = Some(PackedRows { total_q, total_kv: 0 });
+            attention.o = Strides { batch: 0, ..attention.o };
+        }
+        attention.scores = self.scores.problem(attention)?;
+        problem.packed_kv = self.packed_kv.is_some();
+        problem.batch_invariant = self.batch_invariant;
+        Ok(problem)
+    }
+}
+
+/// The sizes of a cache whose only page holds the keys of all sequences.
+fn packed_keys(
+    cache: &KvCache<'_>,
+    sizes: CacheSizes,
+    packed: &PackedTokens<'_>,
+) -> Result<CacheSizes> {
+    for (what, view) in
+        [("cache.block_table", &cache.block_table), ("cache.seqused_kv", &cache.seqused_kv)]
+    {
+        if let Some(view) = view {
+            return Err(Operand::new(what, view).wrong_shape("none beside packed_kv"));
+        }
+    }
+    let k = Operand::new("cache.k", &cache.k);
+    if sizes.pages != 1 {
+        let expected = "[1, total_kv, num_heads_kv, head_dim], as packed_kv is given";
+        return Err(k.wrong_shape(expected));
+    }
+    let (what, total) = ("packed_kv.cu_seqlens", sizes.page_size);
+    let offsets = Operand::new(what, &packed.cu_seqlens);
+    let &[count @ 1..=usize::MAX] = offsets.shape else {
+        return Err(offsets.wrong_shape("[batch + 1]"));
+    };
+    vector(what, &packed.cu_seqlens, DType::I32, &[count])?;
+    // Offsets into the packed rows are 32-bit.
+    to_i32("total_kv", total)?;
+    let (batch, longest) = (count - 1, packed.max_seqlen);
+    check_maximum("packed_kv.max_seqlen", [batch, longest], total)?;
+    if longest > MAX_SEQLEN {
+        let (what, limit) = ("packed_kv.max_seqlen", MAX_SEQLEN);
+        return Err(Error::TooLarge { what, value: longest, limit });
+    }
+    to_i32("batch", batch)?;
+    Ok(CacheSizes { batch, capacity: longest.min(total), ..sizes })
+}
