@@ -1,8 +1,13 @@
 //! The width of lines: 100 columns, as rustfmt and clang-format are configured.
 
 const COLUMNS: usize = 100;
-/// Generated files: bindings and reports of measurements.
-const GENERATED: [&str; 2] = ["crates/blockflash-sys/src/params.rs", "benches/results/"];
+/// Generated files: bindings, lists of archives and reports of measurements.
+const GENERATED: [&str; 4] = [
+    "crates/blockflash-sys/src/params.rs",
+    "crates/blockflash-sys/prebuilt/",
+    "crates/blockflash-images/prebuilt/",
+    "benches/results/",
+];
 
 /// Numbers of the lines that are too long. In Markdown the rule applies to prose; tables, fenced
 /// code, links, and generated parts between `begin` and `end` are exempt.
