@@ -5,6 +5,7 @@
 
 #include "blockflash/latent/output.cuh"
 #include "blockflash/ptx/cluster.cuh"
+#include "blockflash/ptx/cluster_number.cuh"
 #include "blockflash/ptx/shared.cuh"
 
 namespace blockflash {

@@ -4,6 +4,7 @@
 #include "blockflash/decode/listed_queries.cuh"
 #include "blockflash/latent_hopper/layout.cuh"
 #include "blockflash/ptx/cp_async.cuh"
+#include "blockflash/ptx/cp_async_arrive.cuh"
 
 namespace blockflash {
 namespace {

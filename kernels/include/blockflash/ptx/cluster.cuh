@@ -22,13 +22,6 @@ __device__ __forceinline__ uint32_t cluster_size() {
   return size;
 }
 
-// The number of this cluster in a grid of one dimension.
-__device__ __forceinline__ uint32_t cluster_number() {
-  uint32_t number;
-  asm volatile("mov.u32 %0, %%clusterid.x;" : "=r"(number));
-  return number;
-}
-
 // Says that this thread has come to a point, and waits until all threads of the cluster have. What
 // they wrote before they arrived is visible then.
 __device__ __forceinline__ void cluster_arrive() {

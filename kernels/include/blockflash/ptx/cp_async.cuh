@@ -45,11 +45,6 @@ __device__ __forceinline__ void cp_async_commit_group() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
-// Arrives at an mbarrier (sm_90) when all copies that this thread has started are complete.
-__device__ __forceinline__ void cp_async_arrive(uint32_t barrier) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
-}
-
 // Waits until at most `pending` of this thread's youngest groups are in flight.
 template <int pending>
 __device__ __forceinline__ void cp_async_wait_group() {
