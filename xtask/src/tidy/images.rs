@@ -9,8 +9,8 @@ use anyhow::Result;
 use blockflash_sys::{Kernel, manifest};
 use std::collections::BTreeMap;
 
-/// All archives together, which a wheel carries: those that stood before attention by an index, and
-/// 0.8 MB for its kernels. `cargo xtask package` holds each of the two packages below its own limit.
+/// All archives together, which a wheel carries: 0.8 MB more than before attention by an index.
+/// `cargo xtask package` holds each of the two packages below a limit of its own.
 const MAX_TOTAL_BYTES: u64 = 10_250_000;
 
 /// Checks every kernel of the manifest, and the record of GPU passes.
