@@ -12,8 +12,10 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_top_k_params p) {
   extern __shared__ __align__(16) unsigned char smem[];
   ptx::wait_for_predecessors();
   if constexpr (Config::is_of_warps) {
-    const int row = blockIdx.x * (Config::threads / kWarpSize) + threadIdx.x / kWarpSize;
-    if (row < p.groups * p.rows.rows) choose_with_warp(p, Row::of(p, row), threadIdx.x % kWarpSize);
+    const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
+    const int row = blockIdx.x * (Config::threads / kWarpSize) + warp;
+    uint32_t* const keys = reinterpret_cast<uint32_t*>(smem) + warp * Config::held;
+    if (row < p.groups * p.rows.rows) choose_with_warp(p, Row::of(p, row), keys, lane);
   } else {
     choose_with_ctas(p, smem);
   }

@@ -60,10 +60,10 @@ __device__ __forceinline__ void choose_with_ctas(const Params& p, unsigned char*
   const int count = shared.count;
   __syncthreads();
   const bool is_enough = is_part || count >= row.wanted || bound == kNoBound;
-  Source source = is_enough && count <= Config::held ? Source::held(count)
-                                                     : Source::columns(row, begin, end);
-  Candidate* const left = reinterpret_cast<Candidate*>(p.candidates) +
-                          static_cast<int64_t>(index) * p.parts * p.k;
+  Source source =
+      is_enough && count <= Config::held ? Source::held(count) : Source::columns(row, begin, end);
+  Candidate* const left =
+      reinterpret_cast<Candidate*>(p.candidates) + static_cast<int64_t>(index) * p.parts * p.k;
   uint32_t* const counts = p.counts + static_cast<int64_t>(index) * p.parts;
   Nth nth;
 #pragma unroll 1

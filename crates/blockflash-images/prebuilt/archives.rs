@@ -45,6 +45,8 @@
     ("bsr_sddmm_sm80.ptx_80", include_bytes!("bsr_sddmm_sm80.ptx_80.zst")),
     ("bsr_sddmm_sm80.sm_120", include_bytes!("bsr_sddmm_sm80.sm_120.zst")),
     ("bsr_sddmm_sm80.sm_8x", include_bytes!("bsr_sddmm_sm80.sm_8x.zst")),
+    ("index_scores_sm80.ptx_80", include_bytes!("index_scores_sm80.ptx_80.zst")),
+    ("index_scores_sm80.sm_8x", include_bytes!("index_scores_sm80.sm_8x.zst")),
     ("index_transpose_sm80.ptx_80", include_bytes!("index_transpose_sm80.ptx_80.zst")),
     ("index_transpose_sm80.sm_8x", include_bytes!("index_transpose_sm80.sm_8x.zst")),
     ("kv_append_codes_sm80.ptx_80", include_bytes!("kv_append_codes_sm80.ptx_80.zst")),
@@ -62,4 +64,6 @@
     ("quantize_sm80.sm_8x", include_bytes!("quantize_sm80.sm_8x.zst")),
     ("row_copy_sm80.ptx_80", include_bytes!("row_copy_sm80.ptx_80.zst")),
     ("row_copy_sm80.sm_8x", include_bytes!("row_copy_sm80.sm_8x.zst")),
+    ("top_k_sm80.ptx_80", include_bytes!("top_k_sm80.ptx_80.zst")),
+    ("top_k_sm80.sm_8x", include_bytes!("top_k_sm80.sm_8x.zst")),
 ]

@@ -33,6 +33,7 @@
     ("bsr_matmul_sm90a.sm_90a", include_bytes!("bsr_matmul_sm90a.sm_90a.zst")),
     ("bsr_sddmm_sm80.sm_90", include_bytes!("bsr_sddmm_sm80.sm_90.zst")),
     ("bsr_sddmm_sm90a.sm_90a", include_bytes!("bsr_sddmm_sm90a.sm_90a.zst")),
+    ("index_scores_sm80.sm_90", include_bytes!("index_scores_sm80.sm_90.zst")),
     ("index_transpose_sm80.sm_90", include_bytes!("index_transpose_sm80.sm_90.zst")),
     ("index_union_sm80.sm_90", include_bytes!("index_union_sm80.sm_90.zst")),
     ("kv_append_codes_sm80.sm_90", include_bytes!("kv_append_codes_sm80.sm_90.zst")),
@@ -43,4 +44,5 @@
     ("probe_sm90a.sm_90a", include_bytes!("probe_sm90a.sm_90a.zst")),
     ("quantize_sm80.sm_90", include_bytes!("quantize_sm80.sm_90.zst")),
     ("row_copy_sm80.sm_90", include_bytes!("row_copy_sm80.sm_90.zst")),
+    ("top_k_sm80.sm_90", include_bytes!("top_k_sm80.sm_90.zst")),
 ]

@@ -17,7 +17,7 @@ pub enum IndexKernel {
     },
     /// `top_k_sm80` with a row of scores for each warp.
     TopKWarps {
-        /// The most columns of a row, 32 for each key in registers of a lane.
+        /// The most columns of a row, whose keys are in shared memory.
         columns: u32,
     },
     /// `top_k_sm80` with a row of scores for each CTA, or for several.
@@ -64,6 +64,7 @@ pub(super) fn tiles(target: Target) -> impl Iterator<Item = IndexKernel> {
     });
     let choices = [
         IndexKernel::TopKWarps { columns: 1024 },
+        IndexKernel::TopKWarps { columns: 4096 },
         IndexKernel::TopK { held: 10240, threads: 1024 },
     ];
     scores.chain(choices).filter(move |_| target.is_baseline())
@@ -127,7 +128,7 @@ impl Family for IndexKernel {
             Self::Scores { head_dim, .. } => {
                 (self.keys() + Self::stages(head_dim) * 32) * head_dim * 2 + 3072
             }
-            Self::TopKWarps { .. } => 0,
+            Self::TopKWarps { columns } => self.warps() * columns * 4,
             Self::TopK { held, .. } => held * 8 + 9 * 1024,
         }
     }
@@ -153,8 +154,8 @@ impl Family for IndexKernel {
             }
             Self::TopKWarps { columns } => {
                 define("VARIANT_TOP_K_WARPS", 1);
-                define("VARIANT_TOP_K_HELD", columns / 32);
-                define("VARIANT_MIN_BLOCKS", 4);
+                define("VARIANT_TOP_K_HELD", columns);
+                define("VARIANT_MIN_BLOCKS", 3);
             }
             Self::TopK { held, .. } => {
                 define("VARIANT_TOP_K_WARPS", 0);
@@ -190,7 +191,7 @@ mod tests {
         }
         let targets = kernels().iter().filter(|kernel| kernel.target.is_baseline());
         let targets: std::collections::HashSet<_> = targets.map(|kernel| kernel.target).collect();
-        assert_eq!(count, targets.len() * (2 * 3 * 2 + 2));
+        assert_eq!(count, targets.len() * (2 * 3 * 2 + 3));
     }
 
     #[test]

@@ -22,7 +22,7 @@ struct IndexScoresConfig {
 #ifdef VARIANT_TOP_K_HELD
 struct TopKConfig {
   static constexpr bool is_of_warps = VARIANT_TOP_K_WARPS != 0;  // a row for each warp
-  static constexpr int held = VARIANT_TOP_K_HELD;  // scores, of a lane or in shared memory
+  static constexpr int held = VARIANT_TOP_K_HELD;  // scores in shared memory, of a warp or of all
   static constexpr int threads = VARIANT_THREADS;
   static constexpr int smem_bytes = VARIANT_SMEM_BYTES;
 };
