@@ -56,9 +56,10 @@ const fn tile(
     })
 }
 
-const fn kernels_of(dtype: DType) -> [AttentionIndexBwd; 4] {
+/// Hopper has room for three CTAs of the narrowest tile.
+fn kernels_of(target: Target, dtype: DType) -> [AttentionIndexBwd; 4] {
     [
-        tile(dtype, 64, [64, 64], 2),
+        tile(dtype, 64, [64, 64], if target == Target::Sm90 { 3 } else { 2 }),
         tile(dtype, 128, [64, 64], 2),
         tile(dtype, 256, [32, 32], 2),
         AttentionIndexBwd::Sums { dtype },
@@ -68,8 +69,8 @@ const fn kernels_of(dtype: DType) -> [AttentionIndexBwd; 4] {
 /// Other targets run the machine code for sm_80, or PTX.
 pub(super) fn tiles(target: Target) -> impl Iterator<Item = AttentionIndexBwd> {
     let transpose = [AttentionIndexBwd::Transpose { list_bins: 1024 }];
-    let all =
-        transpose.into_iter().chain([DType::F16, DType::BF16].into_iter().flat_map(kernels_of));
+    let of_types = [DType::F16, DType::BF16].into_iter();
+    let all = transpose.into_iter().chain(of_types.flat_map(move |t| kernels_of(target, t)));
     all.filter(move |_| target.is_baseline())
 }
 
