@@ -30,6 +30,7 @@ pub mod dist;
 pub mod garbage;
 pub mod gpu;
 pub mod host;
+pub mod index_choice;
 pub mod number;
 pub mod page_choice;
 pub mod property;

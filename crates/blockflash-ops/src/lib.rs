@@ -64,6 +64,8 @@ mod codes;
 mod error;
 mod float;
 #[doc(hidden)]
+pub mod index_choice;
+#[doc(hidden)]
 pub mod kv_append;
 #[doc(hidden)]
 pub mod kv_cache;
@@ -107,6 +109,7 @@ pub use bsr_matmul::{
 };
 pub use bsr_sddmm::{BsrSddmm, DenseLayout, PreparedBsrSddmm, bsr_sddmm_flops};
 pub use error::{Error, Result};
+pub use index_choice::{BlockReduction, IndexScores, PreparedIndexScores, PreparedTopK, TopK};
 pub use kv_append::{AppendKv, AppendLatentCodes, LatentCodesMut, PreparedAppendKv};
 pub use kv_cache::{
     CacheScale, CacheValues, KvCache, KvCacheMut, PackedTokens, Rotary, RotaryPairs,
@@ -136,6 +139,7 @@ pub use {
     attention_merge::AttentionMergeProblem,
     bsr_matmul::BsrProblem,
     bsr_sddmm::BsrSddmmProblem,
+    index_choice::{IndexRows, IndexScoresProblem, TopKProblem},
     kv_append::AppendKvProblem,
     row_copy::copy_beside_with,
 };

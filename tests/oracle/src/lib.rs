@@ -6,7 +6,8 @@
 //!   [`Dot`] and [`BlockMean`] compute one row or element, [`AttentionGradients`] what one query
 //!   adds to gradients; what a correct computation is free to round is in [`Rounding`].
 //! - [`tolerance`] judges whole tensors: the rule of the test suites.
-//! - [`page_summary`] and [`page_choice`] judge one page, and one list of pages.
+//! - [`page_summary`] and [`page_choice`] judge one page, and one list of pages;
+//!   [`index_scores_row`] and [`largest_columns`] scores of blocks for a query and their choice.
 //! - [`attention`], [`attention_backward`], [`bsr_matmul`], [`bsr_sddmm`] and [`block_scores`]
 //!   judge results of any size by a sample of their rows: the rule of `--check`, which needs one
 //!   row at a time.
@@ -25,6 +26,7 @@ mod code_row;
 mod comparison;
 mod elements;
 mod index_attention;
+mod index_choice;
 mod page_choice;
 mod product;
 mod rotary;
@@ -46,6 +48,9 @@ pub use code_row::{CODE_PRODUCTS, CodeRow};
 pub use comparison::{Comparison, Mismatch};
 pub use elements::{Element, Elements, round};
 pub use index_attention::{index_attention_row, listed_keys};
+pub use index_choice::{
+    IndexQuery, index_block, index_scores_row, largest_columns,
+};
 pub use page_choice::{PageScore, page_choice, page_summary};
 pub use product::{Activation, Dot, Epilogue, ProductRow};
 pub use rotary::rotated;

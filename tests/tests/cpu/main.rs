@@ -13,6 +13,7 @@ mod dist;
 mod fuzz;
 mod garbage;
 mod head_dims;
+mod index_choice;
 mod ndarray;
 mod page_choice;
 mod rule;

@@ -3,6 +3,7 @@
 mod host;
 mod latent;
 pub(crate) mod latent_codes;
+mod packed;
 mod rotary;
 mod rows;
 mod scales;
@@ -18,6 +19,7 @@ pub use sizes::{CacheSizes, TableSizes};
 pub use tokens::PackedTokens;
 
 pub(crate) use host::{HostCache, HostRotary};
+pub(crate) use packed::packed_keys;
 pub(crate) use rows::HostRows;
 pub(crate) use scales::HostScale;
 pub(crate) use sizes::{FLOATS, TYPES};
