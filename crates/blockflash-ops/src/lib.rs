@@ -19,6 +19,8 @@
 //! - [`AttentionDecode`]: attention of new queries to a [`KvCache`], contiguous or in pages;
 //!   [`AppendKv`] appends to one, [`AttentionMerge`] combines attention over disjoint keys.
 //! - [`IndexAttention`]: attention of each query to the blocks of keys that a list names for it.
+//! - [`IndexScores`], [`TopK`]: scores of blocks of keys for each query, and the choice of the
+//!   largest of them.
 //! - [`BlockMask`]: which blocks of queries × keys attention visits; a [`BlockMaskBuffer`] builds
 //!   one on a GPU.
 //! - [`BsrMatmul`]: a block-sparse [`BsrMatrix`], or its transpose, times a dense matrix or the

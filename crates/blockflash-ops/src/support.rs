@@ -1,8 +1,9 @@
+use crate::index_choice::TopKProblem;
 use crate::quantize::QuantizeProblem;
 use crate::selection::{Problem, select};
 use crate::{
-    Error, Result, attention, attention_bwd, attention_decode, bsr_matmul, bsr_sddmm, page_choice,
-    quantize,
+    Error, Result, attention, attention_bwd, attention_decode, bsr_matmul, bsr_sddmm, index_choice,
+    page_choice, quantize,
 };
 use blockflash_safe::{CudaProperties, Device};
 use blockflash_sys::{DType, Kernel, Target};
@@ -11,7 +12,7 @@ use blockflash_sys::{DType, Kernel, Target};
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SupportRow {
     /// `attention`, `attention_bwd`, `attention_decode`, `page_summaries`, `page_choice`,
-    /// `quantize`, `bsr_matmul` or `bsr_sddmm`.
+    /// `index_scores`, `top_k`, `quantize`, `bsr_matmul` or `bsr_sddmm`.
     pub op: &'static str,
     /// Element type of the inputs.
     pub dtype: DType,
@@ -71,12 +72,14 @@ pub fn support_with(gpu: Option<&CudaProperties>) -> Vec<SupportRow> {
                 rows(dtype, attention_decode::support(dtype), gpu),
                 rows(dtype, page_choice::support_of_summaries(dtype), gpu),
                 rows(dtype, page_choice::support_of_choice(dtype), gpu),
+                rows(dtype, index_choice::support_of_scores(dtype), gpu),
                 rows(dtype, quantize::support(dtype), gpu),
                 rows(dtype, bsr_matmul::support(dtype), gpu),
                 rows(dtype, bsr_sddmm::support(dtype), gpu),
             ]
         })
         .flatten()
+        .chain(rows(DType::F32, index_choice::support_of_top_k(), gpu))
         .chain(of_codes)
         .collect()
 }
@@ -89,7 +92,8 @@ fn rows<P: Problem>(
 ) -> Vec<SupportRow> {
     let row = |(size, problem): (String, P)| {
         let status = gpu.map_or(Status::Cpu, |gpu| status(select(&problem, gpu)));
-        let has_kernels = dtype != DType::F32 || P::OP == QuantizeProblem::OP;
+        let has_kernels =
+            dtype != DType::F32 || [QuantizeProblem::OP, TopKProblem::OP].contains(&P::OP);
         let on_gpus = has_kernels && !size.starts_with("other");
         SupportRow { op: P::OP, dtype, size, on_gpus, status }
     };
@@ -134,6 +138,8 @@ mod tests {
                 ("attention_decode", "other head_dim (59)"),
                 ("page_summaries", "head_dim 8..=256 by 8"),
                 ("page_choice", "other head_dim (59)"),
+                ("index_scores", "head_dim 8..=256 by 8"),
+                ("index_scores", "other head_dim (59)"),
                 ("quantize", "head_dim 8..=256 by 8"),
                 ("bsr_matmul", "other block (24)"),
                 ("bsr_sddmm", "other block (24)"),
@@ -164,7 +170,7 @@ mod tests {
                         };
                         assert!(symbol.contains(op.trim_end_matches("_fwd")), "{symbol}");
                         assert!(image.starts_with(&symbol));
-                        assert!(row.dtype != DType::F32 || row.op == "quantize");
+                        assert!(row.dtype != DType::F32 || ["quantize", "top_k"].contains(&row.op));
                     }
                     Status::Cpu => panic!("a GPU is no CPU"),
                     Status::Unsupported { reason } => assert!(!reason.is_empty()),

@@ -96,11 +96,13 @@ pub use launch::{
     AttentionScalars, BlockBitsBuild, BlockBitsOperands, BlockMaskBuild, BlockMaskBuildOperands,
     BlockMaskTranspose, BlockMaskTransposeOperands, BlockScores, BlockScoresOperands,
     BsrMatmulNarrowPlan, BsrMatmulOperands, BsrParts, BsrPartsMemory, BsrSddmmOperands,
-    CodesDecode, KvAppendOperands, KvAppendPlan, KvCacheViews, Launch, LaunchConfig, NO_MASK,
-    NewKeys, NewScales, Operands, PROBE_CHUNK_BYTES, PageChoice, PageChoiceOperands,
-    PageChoicePlan, PageSummaries, PageSummariesOperands, PageSummariesPlan, QuantizeOperands,
-    QuantizePlan, QuantizeScales, QuantizeSizes, RowCopyOperands, STATISTICS_ROWS, ScoreTerms,
-    TurnedQueries, attention_bwd_part_values, attention_bwd_workspace, driver_time, param_bytes,
+    CodesDecode, IndexOffsets, IndexRowsPlan, IndexScores, IndexScoresOperands, IndexScoresPlan,
+    KvAppendOperands, KvAppendPlan, KvCacheViews, Launch, LaunchConfig, NO_MASK, NewKeys,
+    NewScales, Operands, PROBE_CHUNK_BYTES, PageChoice, PageChoiceOperands, PageChoicePlan,
+    PageSummaries, PageSummariesOperands, PageSummariesPlan, QuantizeOperands, QuantizePlan,
+    QuantizeScales, QuantizeSizes, RowCopyOperands, STATISTICS_ROWS, ScoreTerms, TopK,
+    TopKOperands, TopKPlan, TurnedQueries, attention_bwd_part_values, attention_bwd_workspace,
+    driver_time, param_bytes,
 };
 pub use layout::{Layout, MAX_RANK};
 pub use nccl::{NcclCommunicator, NcclId};

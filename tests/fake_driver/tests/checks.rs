@@ -5,9 +5,9 @@
 use blockflash_fake_driver::FakeDriver;
 use blockflash_ops::{
     AppendKv, Attention, AttentionBackward, AttentionDecode, AttentionDecodeOperands,
-    AttentionDecodeWorkspace, CacheAccess, ChoosePages, CuSeqlens, DType, Device, Error, KvCache,
-    KvCacheMut, Operation, PackedTokens, PageLists, Quantize, QuantizeScale, Result, Stream,
-    SummarizePages, Tensor, set_checks,
+    AttentionDecodeWorkspace, CacheAccess, ChoosePages, CuSeqlens, DType, Device, Error,
+    IndexScores, KvCache, KvCacheMut, Operation, PackedTokens, PageLists, Quantize, QuantizeScale,
+    Result, Stream, SummarizePages, Tensor, set_checks,
 };
 use blockflash_safe::Error as SafeError;
 
@@ -108,6 +108,22 @@ fn decode(data: &Data, stream: &Stream) -> Result<()> {
     choice.choose_into(lists.view_mut(), counts.view_mut(), stream)
 }
 
+/// Scores of blocks of keys of such a cache, and a choice among them.
+fn choose(data: &Data, stream: &Stream) -> Result<()> {
+    let (q, keys) = (zeros(stream, &[7, 2, 64]), zeros(stream, &[4, 16, 1, 64]));
+    let (offsets, lengths) = (ints(stream, &data.offsets, &[3]), ints(stream, &data.lengths, &[2]));
+    let table = ints(stream, &data.table, &[2, 2]);
+    let cache = KvCache {
+        block_table: Some(table.view()),
+        seqused_kv: Some(lengths.view()),
+        ..KvCache::new(keys.view(), keys.view())
+    };
+    let packed = PackedTokens { cu_seqlens: offsets.view(), max_seqlen: data.max_seqlen };
+    let call = IndexScores { packed: Some(packed), ..IndexScores::new(q.view(), cache, 4) };
+    let scores = call.compute(2, stream)?;
+    call.top_k(scores.view())?.choose(3, stream).map(drop)
+}
+
 /// An append alone, and then one with attention.
 fn append(data: &Data, stream: &Stream) -> Result<()> {
     let new = zeros(stream, &[7, 1, 64]);
@@ -139,8 +155,8 @@ type Call = fn(&Data, &Stream) -> Result<()>;
 
 /// Wrong data, the calls that read it, and what the error says.
 fn wrong() -> Vec<(Data, Vec<Call>, &'static str)> {
-    let packed: Vec<Call> = vec![attention, backward, decode, quantize];
-    let cached: Vec<Call> = vec![decode, append];
+    let packed: Vec<Call> = vec![attention, backward, decode, choose, quantize];
+    let cached: Vec<Call> = vec![decode, choose, append];
     vec![
         (Data { max_seqlen: 4, ..GOOD }, packed.clone(), "sequence 0 has 5 rows, the maximum is 4"),
         (Data { offsets: [1, 5, 7], ..GOOD }, packed.clone(), "q[0] is 1: the first offset must"),
@@ -210,7 +226,7 @@ fn the_switch_makes_errors_of_what_kernels_clamp() {
     for stream in streams.map(|device| device.stream().unwrap()) {
         for on in [true, false] {
             set_checks(on);
-            for call in [attention as Call, backward, decode, append, quantize] {
+            for call in [attention as Call, backward, decode, choose, append, quantize] {
                 call(&GOOD, &stream).unwrap();
             }
             // Entries of the table that belong to no key are free.

@@ -47,7 +47,11 @@ impl IndexQuery<'_> {
 /// −∞ without keys; NaN if one of them is.
 pub fn index_block(keys: &[Element], mean: bool) -> Element {
     if keys.is_empty() {
-        return Element { exact: f64::NEG_INFINITY, plain: f64::NEG_INFINITY, ..Element::default() };
+        return Element {
+            exact: f64::NEG_INFINITY,
+            plain: f64::NEG_INFINITY,
+            ..Element::default()
+        };
     }
     // Unlike f64::max, these keep NaN.
     let largest = |a: f64, b: f64| if a.is_nan() || a > b { a } else { b };

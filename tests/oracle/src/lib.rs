@@ -48,9 +48,7 @@ pub use code_row::{CODE_PRODUCTS, CodeRow};
 pub use comparison::{Comparison, Mismatch};
 pub use elements::{Element, Elements, round};
 pub use index_attention::{index_attention_row, listed_keys};
-pub use index_choice::{
-    IndexQuery, index_block, index_scores_row, largest_columns,
-};
+pub use index_choice::{IndexQuery, index_block, index_scores_row, largest_columns};
 pub use page_choice::{PageScore, page_choice, page_summary};
 pub use product::{Activation, Dot, Epilogue, ProductRow};
 pub use rotary::rotated;

@@ -236,11 +236,20 @@ impl ScoresCase {
             heads_of_group: one_of(many, random),
             mean: random.random_bool(0.3),
             relu: random.random(),
-            scale: if exact { one_of(&[1.0, 0.25, 2.0], random) } else { one_of(&[1.0, 0.088], random) },
+            scale: if exact {
+                one_of(&[1.0, 0.25, 2.0], random)
+            } else {
+                one_of(&[1.0, 0.088], random)
+            },
             weighted: random.random(),
             exact,
             specials: random.random_bool(0.2),
         }
+    }
+
+    /// Whether lengths on the device tell the keys of sequences.
+    pub fn has_lengths(&self) -> bool {
+        self.rows.given && self.rows.keys != Keys::Packed
     }
 
     /// Groups of heads.
@@ -382,9 +391,14 @@ impl TopKCase {
                 }
                 // Numbers of few bits of difference, special ones, and those of any bits.
                 *score = match random.random_range(0..40) {
-                    0 => one_of(&[f32::NAN, f32::NEG_INFINITY, f32::INFINITY, -0.0, 0.0], &mut random),
+                    0 => one_of(
+                        &[f32::NAN, f32::NEG_INFINITY, f32::INFINITY, -0.0, 0.0],
+                        &mut random,
+                    ),
                     1 => f32::from_bits(random.random()),
-                    2 if self.distinct == 0 => 1.0 + f32::EPSILON * random.random_range(0..9) as f32,
+                    2 if self.distinct == 0 => {
+                        1.0 + f32::EPSILON * random.random_range(0..9) as f32
+                    }
                     _ => *score,
                 };
             }

@@ -121,7 +121,8 @@ pub fn choice_replays(case: &TopKCase, kernel: Choice, stream: &Stream) -> Resul
     let mut out = with_gap(stream, DType::I32, [case.groups, case.rows.rows(), case.k])?;
     let graph = stream.capture(|stream| inputs.run(kernel, &mut out, stream)).map_err(text)?;
     for step in 0..8 {
-        let lengths = (0..case.rows.batch() as i32).map(|entry| (most / 7 * step + entry).min(most));
+        let lengths =
+            (0..case.rows.batch() as i32).map(|entry| (most / 7 * step + entry).min(most));
         case.rows.lengths = lengths.collect();
         let bits: Vec<u32> = case.rows.lengths.iter().map(|&x| x as u32).collect();
         refill(&mut inputs.lengths, stream, &bits)?;

@@ -16,11 +16,13 @@ const MARGIN: usize = 3;
 
 /// Both steps with garbage that follows from `seed`: the launches end, what they write is inside,
 /// and lists hold columns or −1. Keys, queries, weights and scores have any bits. Offsets are
-/// garbage on a GPU only, since the CPU refuses them. Returns the number of compared outputs.
+/// garbage on a GPU only, since the CPU refuses them. There are at most `most_blocks`, from 128 on.
+/// Returns the number of compared outputs.
 pub fn index_choice_survives_garbage(
     seed: u64,
     dtype: DType,
     kernels: IndexKernels,
+    most_blocks: usize,
     stream: &Stream,
 ) -> Result<usize, String> {
     let mut random = rng(seed ^ 0x6A2D);
@@ -30,7 +32,7 @@ pub fn index_choice_survives_garbage(
     let (heads_kv, groups, heads) = (1, [1, 2][random.random_range(0..2)], 4);
     let granularity = [1, 4, 16, 64, 128][random.random_range(0..5)];
     let (page_size, pages) = (16 * random.random_range(1..5), random.random_range(1..9));
-    let max_pages = random.random_range(1..60);
+    let max_pages = random.random_range(1..60).min(most_blocks / page_size);
     let (packed, packed_kv) = (on_gpu && random.random(), on_gpu && random.random());
     let causal = random.random();
     let k = random.random_range(1..40);
@@ -130,7 +132,8 @@ pub fn index_choice_survives_garbage(
         }
         let columns = -1..blocks as i32;
         if name == "lists"
-            && let Some(entry) = bits[inside].iter().find(|&&bits| !columns.contains(&(bits as i32)))
+            && let Some(entry) =
+                bits[inside].iter().find(|&&bits| !columns.contains(&(bits as i32)))
         {
             return Err(format!("garbage {seed}: block {entry} of {blocks}"));
         }

@@ -90,7 +90,13 @@ impl ScoresInputs {
         }
     }
 
-    fn run(&self, kernel: Choice, hidden: bool, out: &mut Tensor, stream: &Stream) -> Result<(), Error> {
+    fn run(
+        &self,
+        kernel: Choice,
+        hidden: bool,
+        out: &mut Tensor,
+        stream: &Stream,
+    ) -> Result<(), Error> {
         let call = IndexScores { leaves_hidden: hidden, ..self.call() };
         let blocks = self.blocks();
         let out = out.view_mut().slice(2, 0..blocks)?;
@@ -148,7 +154,8 @@ impl Expected {
                 [self.table[column] as usize, key % page_size]
             }
         };
-        &self.k[((page * page_size + slot) * case.heads_kv + head) * case.head_dim..][..case.head_dim]
+        &self.k[((page * page_size + slot) * case.heads_kv + head) * case.head_dim..]
+            [..case.head_dim]
     }
 
     /// Checks the row of a group and a query.
@@ -225,11 +232,11 @@ pub fn scores_replay(case: &ScoresCase, kernel: Choice, stream: &Stream) -> Resu
     let mut inputs = ScoresInputs::upload(&case, stream)?;
     let blocks = inputs.blocks();
     let mut out = with_gap(stream, DType::F32, [case.groups(), case.rows.rows(), blocks])?;
-    let graph = stream
-        .capture(|stream| inputs.run(kernel, false, &mut out, stream))
-        .map_err(text)?;
+    let graph =
+        stream.capture(|stream| inputs.run(kernel, false, &mut out, stream)).map_err(text)?;
     for step in 0..6 {
-        let lengths = (0..case.rows.batch() as i32).map(|entry| (most / 5 * step + entry).min(most));
+        let lengths =
+            (0..case.rows.batch() as i32).map(|entry| (most / 5 * step + entry).min(most));
         case.rows.lengths = lengths.collect();
         let bits: Vec<u32> = case.rows.lengths.iter().map(|&x| x as u32).collect();
         refill(&mut inputs.lengths, stream, &bits)?;

@@ -100,7 +100,9 @@ fn scores_of<T: Float>(
         for some in same.chunks(KEPT) {
             let every = (0..problem.groups * some.len()).into_par_iter();
             let computed: Vec<Vec<f32>> = every
-                .map(|i| call.row([i / some.len(), at + i % some.len()], &some[i % some.len()], &keys))
+                .map(|i| {
+                    call.row([i / some.len(), at + i % some.len()], &some[i % some.len()], &keys)
+                })
                 .collect();
             for (i, row) in computed.iter().enumerate() {
                 let [group, row_at] = [i / some.len(), at + i % some.len()];
@@ -137,7 +139,10 @@ impl<T: Float> Call<'_, T> {
                 let mut widened = vec![0.0; width];
                 T::widen(&self.q[start..][..width], &mut widened);
                 let weight = self.weights.zip(problem.weights);
-                (widened, weight.map_or(1.0, |(all, [row, of]): (&[f32], _)| all[at * row + head * of]))
+                (
+                    widened,
+                    weight.map_or(1.0, |(all, [row, of]): (&[f32], _)| all[at * row + head * of]),
+                )
             })
             .collect();
         let score = |key: usize| -> f32 {
@@ -155,9 +160,9 @@ impl<T: Float> Call<'_, T> {
             let end = (block + 1).saturating_mul(sizes.granularity).min(row.keys.end);
             scores[block] = match problem.reduction {
                 // Unlike f32::max, this keeps NaN.
-                BlockReduction::Max => (start..end).map(score).fold(f32::NEG_INFINITY, |a, b| {
-                    if a.is_nan() || a > b { a } else { b }
-                }),
+                BlockReduction::Max => (start..end)
+                    .map(score)
+                    .fold(f32::NEG_INFINITY, |a, b| if a.is_nan() || a > b { a } else { b }),
                 BlockReduction::Mean => (start..end).map(score).sum::<f32>() / (end - start) as f32,
             };
         }

@@ -2,15 +2,19 @@
 //! [`IndexAttention`](crate::IndexAttention).
 
 mod cpu;
+mod plan;
 mod rows;
 mod scores;
 mod select;
 mod steps;
 mod top_k;
 
+pub use plan::{IndexScoresLaunch, TopKLaunch, plan_scores, plan_top_k};
 pub use rows::IndexRows;
 pub use scores::{BlockReduction, IndexScores, IndexScoresProblem};
 pub use top_k::{TopK, TopKProblem};
+
+pub(crate) use select::{support_of_scores, support_of_top_k};
 
 use crate::operation::Prepared;
 

@@ -1,12 +1,16 @@
 //! The steps of both calls: what is verified, planned, launched and computed.
 
+use super::plan::{IndexScoresLaunch, TopKLaunch, plan_scores, plan_top_k};
 use super::{IndexScores, IndexScoresProblem, TopK, TopKProblem, cpu};
-use crate::check::Operand;
-use crate::kv_cache::{HostCache, PackedTokens};
+use crate::attention_decode::AttentionDecodeWorkspace;
+use crate::check::{Operand, aligned};
+use crate::kv_cache::{HostCache, KvCache, PackedTokens};
 use crate::operation::Steps;
-use crate::selection::unsupported;
 use crate::{Error, Result};
-use blockflash_safe::{CudaProperties, Device, Stream, View, ViewMut};
+use blockflash_safe::{
+    CudaProperties, Device, IndexOffsets, IndexScoresOperands, KvCacheViews, Stream, TopKOperands,
+    View, ViewMut,
+};
 use blockflash_sys::Kernel;
 
 /// Checks that the inputs that are there are on this device.
@@ -19,13 +23,27 @@ fn inputs_on<const N: usize>(
     })
 }
 
+impl IndexScores<'_> {
+    fn offsets(&self) -> IndexOffsets<'_> {
+        let [q, kv] = [&self.packed, &self.packed_kv].map(|x| x.map(|packed| packed.cu_seqlens));
+        IndexOffsets { q, kv }
+    }
+}
+
+impl TopK<'_> {
+    fn offsets(&self) -> IndexOffsets<'_> {
+        let [q, kv] = [&self.packed, &self.packed_kv].map(|x| x.map(|packed| packed.cu_seqlens));
+        IndexOffsets { q, kv }
+    }
+}
+
 fn offsets<'v>(packed: Option<&'v PackedTokens<'_>>) -> Option<&'v View<'v>> {
     packed.map(|packed| &packed.cu_seqlens)
 }
 
 impl Steps for IndexScores<'_> {
     type Problem = IndexScoresProblem;
-    type Plan = ();
+    type Plan = IndexScoresLaunch;
     type Out<'o> = ViewMut<'o>;
 
     fn is_empty(problem: &IndexScoresProblem) -> bool {
@@ -52,30 +70,39 @@ impl Steps for IndexScores<'_> {
         problem.rows.has_data() || HostCache::has_data(&problem.cache)
     }
 
-    fn verify(
-        &self,
-        problem: &IndexScoresProblem,
-        _: &ViewMut<'_>,
-        stream: &Stream,
-    ) -> Result<()> {
+    fn verify(&self, problem: &IndexScoresProblem, _: &ViewMut<'_>, stream: &Stream) -> Result<()> {
         cpu::host_cache(self, problem, stream)?.verify()?;
         cpu::ranges(&problem.rows, self.packed.as_ref(), stream).map(drop)
     }
 
-    fn plan(kernel: &'static Kernel, _: &IndexScoresProblem, gpu: &CudaProperties) -> Result<()> {
-        let what = format!("{}: this kernel computes something else", kernel.symbol());
-        Err(unsupported::<IndexScoresProblem>(&gpu.compute_capability, what))
+    fn plan(
+        kernel: &'static Kernel,
+        problem: &IndexScoresProblem,
+        gpu: &CudaProperties,
+    ) -> Result<IndexScoresLaunch> {
+        plan_scores(kernel, problem, gpu)
     }
 
     fn launch(
         &self,
-        _: &Kernel,
-        (): &(),
+        kernel: &Kernel,
+        IndexScoresLaunch { plan, config }: &IndexScoresLaunch,
         _: &IndexScoresProblem,
-        _: ViewMut<'_>,
-        _: &Stream,
+        scores: ViewMut<'_>,
+        stream: &Stream,
     ) -> Result<()> {
-        Ok(())
+        let KvCache { k, v, block_table, seqused_kv: seqused, .. } = self.cache;
+        for (what, view) in [("q", &self.q), ("cache.k", &k), ("cache.v", &v)] {
+            aligned(what, view)?;
+        }
+        let operands = IndexScoresOperands {
+            q: self.q,
+            offsets: self.offsets(),
+            cache: KvCacheViews { k, v, block_table, seqused, scales: [None; 2] },
+            weights: self.weights,
+            scores,
+        };
+        Ok(stream.launch::<blockflash_safe::IndexScores>(kernel, config, plan, operands)?)
     }
 
     fn compute(
@@ -90,7 +117,7 @@ impl Steps for IndexScores<'_> {
 
 impl Steps for TopK<'_> {
     type Problem = TopKProblem;
-    type Plan = ();
+    type Plan = TopKLaunch;
     type Out<'o> = ViewMut<'o>;
 
     fn is_empty(problem: &TopKProblem) -> bool {
@@ -135,20 +162,36 @@ impl Steps for TopK<'_> {
         Ok(())
     }
 
-    fn plan(kernel: &'static Kernel, _: &TopKProblem, gpu: &CudaProperties) -> Result<()> {
-        let what = format!("{}: this kernel computes something else", kernel.symbol());
-        Err(unsupported::<TopKProblem>(&gpu.compute_capability, what))
+    fn plan(
+        kernel: &'static Kernel,
+        problem: &TopKProblem,
+        gpu: &CudaProperties,
+    ) -> Result<TopKLaunch> {
+        plan_top_k(kernel, problem, gpu)
     }
 
     fn launch(
         &self,
-        _: &Kernel,
-        (): &(),
-        _: &TopKProblem,
-        _: ViewMut<'_>,
-        _: &Stream,
+        kernel: &Kernel,
+        TopKLaunch { plan, config }: &TopKLaunch,
+        problem: &TopKProblem,
+        chosen: ViewMut<'_>,
+        stream: &Stream,
     ) -> Result<()> {
-        Ok(())
+        let needed = problem.workspace_bytes(stream.device())?;
+        let bytes = self.workspace.map_or(0, AttentionDecodeWorkspace::bytes);
+        if plan.parts > 1 && bytes < needed {
+            let expected = format!("[at least {needed}]");
+            return Err(Error::Shape { what: "workspace", expected, found: vec![bytes] });
+        }
+        let operands = TopKOperands {
+            scores: self.scores,
+            offsets: self.offsets(),
+            seqused: self.seqused_kv,
+            chosen,
+            workspace: self.workspace.filter(|_| plan.parts > 1).map(|of| of.memory()),
+        };
+        Ok(stream.launch::<blockflash_safe::TopK>(kernel, config, plan, operands)?)
     }
 
     fn compute(&self, problem: &TopKProblem, chosen: ViewMut<'_>, stream: &Stream) -> Result<()> {

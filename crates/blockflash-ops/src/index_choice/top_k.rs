@@ -215,7 +215,9 @@ impl<'a> TopK<'a> {
         }
         if let Some(seqused) = &self.seqused_kv {
             if self.packed_kv.is_some() {
-                return Err(Operand::new("seqused_kv", seqused).wrong_shape("none beside packed_kv"));
+                return Err(
+                    Operand::new("seqused_kv", seqused).wrong_shape("none beside packed_kv")
+                );
             }
             vector("seqused_kv", seqused, DType::I32, &[batch])?;
         }
@@ -242,7 +244,9 @@ impl<'a> TopK<'a> {
 /// The number of packed sequences.
 fn sequences(what: &'static str, packed: &PackedTokens<'_>) -> Result<usize> {
     let offsets = Operand::new(what, &packed.cu_seqlens);
-    let &[count @ 1..=usize::MAX] = offsets.shape else { return Err(offsets.wrong_shape("[batch + 1]")) };
+    let &[count @ 1..=usize::MAX] = offsets.shape else {
+        return Err(offsets.wrong_shape("[batch + 1]"));
+    };
     vector(what, &packed.cu_seqlens, DType::I32, &[count])?;
     Ok(count - 1)
 }

@@ -24,7 +24,9 @@ pub(crate) fn packed_keys(
     }
     let (what, total) = ("packed_kv.cu_seqlens", sizes.page_size);
     let offsets = Operand::new(what, &packed.cu_seqlens);
-    let &[count @ 1..=usize::MAX] = offsets.shape else { return Err(offsets.wrong_shape("[batch + 1]")) };
+    let &[count @ 1..=usize::MAX] = offsets.shape else {
+        return Err(offsets.wrong_shape("[batch + 1]"));
+    };
     vector(what, &packed.cu_seqlens, DType::I32, &[count])?;
     // Offsets into the packed rows are 32-bit.
     to_i32("total_kv", total)?;

@@ -40,6 +40,8 @@ mod bsr_sddmm_portable;
 mod checked;
 mod config;
 mod fit;
+mod index_rows;
+mod index_scores;
 mod kv_append;
 mod kv_append_codes;
 mod kv_cache;
@@ -50,6 +52,7 @@ mod quantize;
 mod row_copy;
 mod score_terms;
 mod timed;
+mod top_k;
 
 pub use attention_bwd::{AttentionBwdOperands, AttentionBwdPlan};
 pub use attention_bwd_workspace::{
@@ -74,6 +77,8 @@ pub use bsr_parts::{BsrParts, BsrPartsMemory};
 pub use bsr_sddmm::BsrSddmmOperands;
 pub use checked::{Launch, Operands};
 pub use config::LaunchConfig;
+pub use index_rows::{IndexOffsets, IndexRowsPlan};
+pub use index_scores::{IndexScores, IndexScoresOperands, IndexScoresPlan};
 pub use kv_append::{KvAppendOperands, KvAppendPlan, NewKeys, NewScales, TurnedQueries};
 pub use kv_cache::KvCacheViews;
 pub use page_choice::{
@@ -85,6 +90,7 @@ pub use quantize::{QuantizeOperands, QuantizePlan, QuantizeScales, QuantizeSizes
 pub use row_copy::RowCopyOperands;
 pub use score_terms::ScoreTerms;
 pub use timed::driver_time;
+pub use top_k::{TopK, TopKOperands, TopKPlan};
 
 use crate::Kernel;
 use blockflash_sys::manifest;
@@ -122,6 +128,8 @@ pub fn param_bytes(kernel: &Kernel) -> Option<usize> {
         of::<BlockMaskTranspose>,
         of::<BlockBitsBuild>,
         of::<BlockScores>,
+        of::<IndexScores>,
+        of::<TopK>,
         of::<PageSummaries>,
         of::<PageChoice>,
         of::<manifest::Quantize>,
