@@ -23,7 +23,7 @@ const RESERVED: u32 = 1024;
 const MOST_ITEMS: usize = 1 << 30;
 /// Columns of a row that a further CTA is worth, and of the shortest row that several share.
 const COLUMNS_OF_PART: usize = 8192;
-const SHARED_COLUMNS: usize = 65_536;
+const SHARED_COLUMNS: usize = 100_000;
 /// The fewest and the most CTAs of a row that several share.
 const PARTS: [usize; 2] = [4, 64];
 

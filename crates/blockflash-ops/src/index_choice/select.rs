@@ -115,7 +115,7 @@ impl Problem for IndexScoresProblem {
         &[HEAD_DIM, Rule::GRANULARITY, Rule::ALIGN, PAGE_SIZE, STRIDES, Rule::shared_memory(None)];
 
     type Tile = ScoresTile;
-    type Rank = (u32, u64);
+    type Rank = (u32, u64, bool);
 
     fn tile(kernel: &Kernel) -> Option<ScoresTile> {
         match kernel.variant {
@@ -132,15 +132,18 @@ impl Problem for IndexScoresProblem {
         &KERNELS
     }
 
-    /// The narrowest tile, and then the one with fewer products.
-    fn rank(c: &Candidate<'_, Self>) -> (u32, u64) {
+    /// The narrowest tile, and then the one with fewer products; of equally many, columns that are
+    /// queries are quicker.
+    fn rank(c: &Candidate<'_, Self>) -> (u32, u64, bool) {
         let problem = c.problem;
         // Queries of the tiles that follow from them hardly matter: a few, or many.
         let queries = problem.rows.seqlen_q.clamp(1, 64);
         let outputs = queries * problem.groups / problem.cache.num_heads_kv.max(1);
         let heads = problem.num_heads / problem.groups.max(1);
         let [outputs, heads] = [outputs, heads].map(|x| u32::try_from(x).unwrap_or(u32::MAX >> 8));
-        (c.tile.head_dim, c.tile.columns.products(outputs, heads).into())
+        let tile = c.tile;
+        let products = tile.columns.products(outputs, heads).into();
+        (tile.head_dim, products, tile.columns == IndexColumns::Heads)
     }
 
     fn key(&self) -> (DType, usize) {

@@ -138,18 +138,18 @@ fn decoding(stream: &Stream) -> Result<Vec<Case>> {
 
 /// Scores of blocks, and a choice that several CTAs share.
 fn choosing(stream: &Stream) -> Result<Vec<Case>> {
-    let keys = &*tensor(stream, DType::BF16, &[2, 65_536, 1, 128])?;
+    let keys = &*tensor(stream, DType::BF16, &[2, 131_072, 1, 128])?;
     let q = &*tensor(stream, DType::BF16, &[2, 1, 4, 128])?;
-    let lengths: &Tensor = Box::leak(Box::new(Tensor::from_slice(stream, &[9, 65_536], &[2])?));
+    let lengths: &Tensor = Box::leak(Box::new(Tensor::from_slice(stream, &[9, 131_072], &[2])?));
     let cache =
         KvCache { seqused_kv: Some(lengths.view()), ..KvCache::new(keys.view(), keys.view()) };
     let call = IndexScores { mask: Mask::causal(), ..IndexScores::new(q.view(), cache, 1) };
-    let (scores, of_call) = (&*tensor(stream, DType::F32, &[1, 2, 65_536])?, 2048);
+    let (scores, of_call) = (&*tensor(stream, DType::F32, &[1, 2, 131_072])?, 2048);
     let top_k = TopK { first: 1, last: 1, ..call.top_k(scores.view())? };
     let bytes = top_k.workspace_bytes(of_call, stream.device())?;
     let workspace = AttentionDecodeWorkspace::new(stream, bytes.max(1))?;
     let top_k = TopK { workspace: Some(Box::leak(Box::new(workspace))), ..top_k };
-    let written = tensor(stream, DType::F32, &[1, 2, 65_536])?;
+    let written = tensor(stream, DType::F32, &[1, 2, 131_072])?;
     let chosen = tensor(stream, DType::I32, &[1, 2, of_call])?;
     Ok(vec![
         case!("index_scores", stream, call, written.view_mut()),
