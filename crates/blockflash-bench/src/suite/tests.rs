@@ -159,12 +159,13 @@ fn suites_of_the_repository_are_valid_and_the_program_has_them_with_it() {
 
 /// The number of cases of each suite, and a hash (FNV-1a) of their ids, a line for each. Who
 /// changes a suite on purpose changes its line here; nothing else does.
-const EXPANSIONS: [(&str, usize, u64); 26] = [
+const EXPANSIONS: [(&str, usize, u64); 27] = [
     ("attention_bwd", 26, 0x58CB_AEEE_47E6_7DF1),
     ("attention_decode", 141, 0xDCD3_5CAF_40F8_737A),
     ("attention_e4m3", 32, 0xA2DB_9110_F63C_3BAF),
     ("attention_floor", 4, 0x6628_C877_4CB1_3A39),
     ("attention_fwd", 58, 0xA3DC_37A2_F6A9_8E53),
+    ("attention_index", 27, 0xB6FF_1464_354B_49A5),
     ("attention_unequal", 29, 0x1D04_475B_40CB_0B75),
     ("attention_wide", 22, 0xBCAF_39B1_5211_8D69),
     ("block_mask", 6, 0xC19A_530C_8EA9_ABBB),

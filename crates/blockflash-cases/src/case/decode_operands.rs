@@ -24,7 +24,7 @@ use std::mem;
 const MAX_COPIES: usize = 256;
 
 /// A cache of a given number of pages from those that were drawn, in their order, again and again.
-fn repeated(drawn: &Array, pages: usize, stream: &Stream) -> Result<Tensor> {
+pub(super) fn repeated(drawn: &Array, pages: usize, stream: &Stream) -> Result<Tensor> {
     let first = drawn.upload(stream)?;
     let mut shape = first.shape().to_vec();
     let period = shape[0].max(1);

@@ -22,6 +22,10 @@ mod decode_pages;
 mod decode_rows;
 mod grid;
 mod id;
+mod index;
+mod index_grid;
+mod index_lists;
+mod index_operands;
 mod lengths;
 mod limits;
 mod mask_kind;
@@ -52,6 +56,8 @@ pub use decode_grid::DecodeGrid;
 pub use decode_operands::DecodeOperands;
 pub use decode_pages::{Chosen, PageSelection};
 pub use grid::GridPeers;
+pub use index::{IndexShape, Listing};
+pub use index_grid::IndexGrid;
 pub use lengths::{Lengths, LengthsError};
 pub use mask_kind::MaskKind;
 pub use operands::{Operands, Progress, TensorInfo, rotation_bytes};
@@ -113,6 +119,8 @@ cases! {
     Attention(AttentionShape),
     /// Attention of the last queries of sequences to a cache.
     AttentionDecode(DecodeShape),
+    /// Attention of queries to the blocks of keys that lists name.
+    AttentionIndex(IndexShape),
     /// Scores of blocks, or a block mask from scores.
     BlockMaskBuild(BlockMaskShape),
     /// Rows of attention as codes of 8 bits.

@@ -58,6 +58,11 @@ impl IndexAttentionProblem {
         self.lists.units(self.cache.num_heads_kv)
     }
 
+    /// Whether there is nothing to compute.
+    pub fn is_empty(&self) -> bool {
+        self.attention.is_empty()
+    }
+
     /// Heads of queries that share a list and a head of keys.
     pub fn group(&self) -> usize {
         self.attention.num_heads_q / self.units().max(1)
