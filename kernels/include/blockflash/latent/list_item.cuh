@@ -19,12 +19,13 @@ struct ListItem : DecodeItem {
   int key_head;
   int64_t list;  // its first entry, from the first one of all
 
-  // Item `number`; or of cluster `number` of several CTAs, which have a split each, that of a rank.
+  // Item `number` of a launch without clusters; or the split of a rank in cluster `number` of as
+  // many CTAs as are given, whose splits are longer than asked for if they are too few.
   __device__ __forceinline__ ListItem(const blockflash_attention_index_params& params, int number,
-                                      int cluster_size = 1, int rank = 0) {
+                                      int cluster_size = 0, int rank = 0) {
     const blockflash_attention_decode_params& p = params.scaled.decode;
     const ListSplits all(params);
-    const bool clustered = cluster_size > 1;
+    const bool clustered = cluster_size > 0;
     const int row_tiles = ceil_div(p.group, AttentionLatentConfig::rows),
               of_split = row_tiles * params.units;
     const int of_query = clustered ? of_split : all.splits * of_split;
@@ -42,8 +43,11 @@ struct ListItem : DecodeItem {
     key_head = early_quotient(unit * p.num_heads_kv, params.units);
     list = early_quotient(unit * params.lists.groups, params.units) * params.lists.stride_group +
            index * params.lists.stride_query;
-    positions.begin = min(split * params.chunk, all.positions);
-    positions.end = min(positions.begin + params.chunk, all.positions);
+    int length = params.chunk;
+    if (clustered && all.splits > cluster_size)
+      length = ((all.positions + cluster_size - 1) / cluster_size + 63) & ~63;
+    positions.begin = min(split * length, all.positions);
+    positions.end = min(positions.begin + length, all.positions);
   }
 };
 
