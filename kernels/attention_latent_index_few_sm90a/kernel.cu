@@ -15,6 +15,7 @@ namespace {
 struct Shared {
   Exchange exchange;
   ListedKeys listed;
+  uint64_t full[Config::stages];  // mbarriers of the stages
 };
 constexpr int kRingBytes = Config::stages * kStageBytes;
 constexpr int kSharedBytes = 2048 * kParts + 2048;
@@ -33,36 +34,44 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_index_params para
   constexpr int kStages = Config::stages;
   const uint32_t ring_smem = static_cast<uint32_t>(__cvta_generic_to_shared(smem));
   Shared& shared = *reinterpret_cast<Shared*>(smem + kRingBytes);
+  const uint32_t full = static_cast<uint32_t>(__cvta_generic_to_shared(shared.full));
 
   const Cluster cluster;
   const ListItem item(params, cluster.number, cluster.size, cluster.rank);
   if (item.index >= params.lists.queries) return;
+  if (threadIdx.x == 0) {
+    for (int stage = 0; stage < kStages; ++stage)
+      ptx::mbarrier_init(barrier_of(full, stage), Config::warps);
+    ptx::fence_mbarrier_init();
+  }
+  __syncthreads();
   ptx::wait_for_predecessors();
   RowLoader loader(params, item);
   RowLoader::start_queries(p, item, ring_smem + (kStages - 1) * kStageBytes);
-  int issued = 0, issue_stage = 0, stage = 0;  // steps whose copies were started, and stages
+  int issued = 0,
+      issue_stage = 0;  // steps whose copies were started, and the stage of the next one
   const auto fill = [&](int limit) {
     while (issued < limit && loader.has_step()) {
-      loader.start_step(ring_smem + issue_stage * kStageBytes, shared.listed.of[issue_stage]);
+      loader.start_step(ring_smem + issue_stage * kStageBytes, shared.listed.of[issue_stage],
+                        barrier_of(full, issue_stage));
       ++issued, issue_stage = next_stage<kStages>(issue_stage);
     }
   };
   fill(kStages - 1);
-  wait_for_oldest_group<kStages - 1>(issued);
+  ptx::cp_async_wait_all();
   __syncthreads();
   RowSums sums(shared.exchange);
   sums.load_queries(ring_smem + (kStages - 1) * kStageBytes);
+  auto state = PipelineState<kStages>::consumer();
 #pragma unroll 1
-  for (int step = 0; step < issued; ++step, stage = next_stage<kStages>(stage)) {
-    wait_for_oldest_group<kStages - 1>(issued - step - 1);
-    // Behind this barrier all threads see the step, and nobody reads the one before, or queries.
+  for (int step = 0; step < issued; ++step, state.advance()) {
+    // Behind this barrier nobody reads the step before, or queries, and what warps have stored for
+    // this one is visible.
     __syncthreads();
-    const uint64_t listed = shared.listed.word(stage);
-    const auto fill_next = [&] { fill(step + kStages); };
-    if (listed != 0)
-      sums.add_step(p.scores, ring_smem + stage * kStageBytes, listed, fill_next);
-    else
-      fill_next();
+    fill(step + kStages);
+    const uint64_t listed = shared.listed.word(state.stage);
+    state.wait(full);
+    if (listed != 0) sums.add_step(p.scores, ring_smem + state.stage * kStageBytes, listed);
   }
   ptx::launch_dependents();
   sums.join_denominators();  // behind it nobody reads the ring

@@ -11,6 +11,7 @@
 #include "blockflash/decode/partials.cuh"
 #include "blockflash/mma/element.cuh"
 #include "blockflash/mma/fragment.cuh"
+#include "blockflash/mma/swizzle.cuh"
 #include "blockflash/ptx/barrier_vote.cuh"
 #include "blockflash/ptx/ldmatrix.cuh"
 #include "blockflash/ptx/mma.cuh"
@@ -49,19 +50,16 @@ struct RowSums {
   float reference[2];    // log2 units, of a row; all warps have the same
   float denominator[2];  // this lane's share, of the keys of its warp
   Exchange& exchange;
-  // In a stage: of the 8 keys of this warp at steps 0 and 2 of the columns, and of its values.
-  uint32_t k_lane[2];
-  std::conditional_t<kHasCodes, CodeLane, LaneAddress<Config::columns / 8>> v_lane;
+  uint32_t k_lane, v_lane;  // in a stage: of the 8 keys of this warp, and of its values
 
   static __device__ __forceinline__ int lane() { return threadIdx.x % kWarpSize; }
   static __device__ __forceinline__ int warp() { return threadIdx.x / kWarpSize; }
 
   __device__ __forceinline__ explicit RowSums(Exchange& exchange)
       : exchange(exchange),
-        v_lane(warp() * kTiles * 16, lane_row_major(lane()).row, lane_row_major(lane()).chunk) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i)
-      k_lane[i] = TileLayout::offset(warp() * 8 + lane() % 8, 4 * i + lane() / 8);
+        k_lane(TileLayout::offset(warp() * 8 + lane() % 8, lane() / 8)),
+        v_lane(TileLayout::offset(lane_row_major(lane()).row, lane_row_major(lane()).chunk) +
+               warp() * kTiles * 8 * static_cast<int>(sizeof(KeyElement))) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) reference[half] = kNoReference, denominator[half] = 0.f;
 #pragma unroll
@@ -86,17 +84,14 @@ struct RowSums {
       ptx::ldmatrix_x4(q[d], smem + QueryLayout::offset(at.row, 2 * d + at.chunk));
   }
 
-  // Adds the step in a stage that all threads see. `listed` is the word of its keys. Calls
-  // `meanwhile` when the scores are on their way.
-  template <class Meanwhile>
+  // Adds the step in a stage that all threads see. `listed` is the word of its keys.
   __device__ __forceinline__ void add_step(const blockflash_scores& scores, uint32_t stage_smem,
-                                           uint64_t listed, const Meanwhile& meanwhile) {
+                                           uint64_t listed) {
     float s[4];
     if constexpr (kHasCodes)
       multiply_codes(s, stage_smem);
     else
       multiply(s, stage_smem);
-    meanwhile();
     cap_scores(s, scores);
     if (listed != ~uint64_t{0}) hide(s, listed);
     bool grew = false;
@@ -144,7 +139,7 @@ struct RowSums {
 #pragma unroll
     for (int d = 0; d < kDepth; d += 2) {
       uint32_t k[4];
-      ptx::ldmatrix_x4(k, stage_smem + k_lane[d / 2 % 2] + d / 4 * 128);
+      ptx::ldmatrix_x4(k, stage_smem + k_lane + d * 32);
       ptx::mma_m16n8k16<Element>(chains[d % 4], q[d], k[0], k[1]);
       ptx::mma_m16n8k16<Element>(chains[d % 4 + 1], q[d + 1], k[2], k[3]);
     }
@@ -156,7 +151,7 @@ struct RowSums {
   // The same of codes: a chain for each part of the columns that has a scale.
   __device__ __forceinline__ void multiply_codes(float (&s)[4], uint32_t stage_smem) const {
     constexpr int kPartSteps = kCodeSteps / kParts;
-    const uint32_t keys = stage_smem + k_lane[0];
+    const uint32_t keys = stage_smem + k_lane;
     float parts[kParts][4] = {}, turned[4] = {};
     uint32_t nan = 0;
     // Two chains at a time: registers hold no more keys.
@@ -221,9 +216,7 @@ struct RowSums {
   // Hides the keys that are not listed or not seen from all rows. Their values are zeros, and all
   // rows see the others, so nothing is to be done about NaN.
   __device__ __forceinline__ void hide(float (&s)[4], uint64_t listed) const {
-    const int thread = lane() % 4;
-    const int byte = warp() % 4 * 2 + thread / 2, bit = warp() / 4 * 4 + thread % 2 * 2;
-    const uint32_t bits = static_cast<uint32_t>(listed >> (byte * 8 + bit));
+    const uint32_t bits = static_cast<uint32_t>(listed >> (warp() * 8 + lane() % 4 * 2));
 #pragma unroll
     for (int e = 0; e < 2; ++e)
       if (!(bits >> e & 1)) s[e] = s[2 + e] = -CUDART_INF_F;
@@ -301,23 +294,21 @@ struct RowSums {
     for (int step = 0; step < kKeys / 16; ++step) {
       uint32_t p[4];
       ptx::ldmatrix_x4(p, p_smem + at.row * 128 + ((2 * step + at.chunk) ^ at.row % 8) * 16);
-      multiply_values(p, stage_smem, step, v_lane);
+      const uint32_t values = stage_smem + v_lane + step * 16 * TileLayout::row_bytes;
+      if constexpr (kHasCodes)
+        add_code_values<Element>(o, p, values);
+      else
+        add_elements(p, values);
     }
   }
-  template <int chunks>
-  __device__ __forceinline__ void multiply_values(const uint32_t (&p)[4], uint32_t stage_smem,
-                                                  int step, const LaneAddress<chunks>& v_lane) {
+  __device__ __forceinline__ void add_elements(const uint32_t (&p)[4], uint32_t values) {
 #pragma unroll
     for (int j = 0; j < kTiles; j += 2) {
       uint32_t v[4];
-      ptx::ldmatrix_x4_trans(v, stage_smem + v_lane.at(step * 16, j / 2));
+      ptx::ldmatrix_x4_trans(v, values + j * 16);
       ptx::mma_m16n8k16<Element>(o[j], p, v[0], v[1]);
       ptx::mma_m16n8k16<Element>(o[j + 1], p, v[2], v[3]);
     }
-  }
-  __device__ __forceinline__ void multiply_values(const uint32_t (&p)[4], uint32_t stage_smem,
-                                                  int step, const CodeLane& v_lane) {
-    add_code_values<Element>(o, p, stage_smem + step * 16 * CodeRow::row_bytes, v_lane);
   }
 };
 

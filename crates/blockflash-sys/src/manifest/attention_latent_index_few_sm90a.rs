@@ -61,12 +61,12 @@ impl Family for AttentionLatentIndexFew {
         8
     }
 
-    /// The ring, probabilities, times scales where there are four of a key, and what warps tell one
+    /// The ring, whose rows are 16 bytes apart unless they have an odd number of chunks, probabilities, times scales where there are four of a key, and what warps tell one
     /// another.
     fn smem_bytes(&self) -> u32 {
         let (row, scales) = match self.has_codes() {
             true => (AttentionLatent::CODE_ROW_BYTES, 4),
-            false => (self.types.kv.size() * self.head_dims.qk, 1),
+            false => (self.types.kv.size() * self.head_dims.qk + 16, 1),
         };
         Self::STEP_KEYS * self.stages() * row as u32 + 2 * 16 * Self::STEP_KEYS * scales + 2048
     }
@@ -96,7 +96,7 @@ impl Family for AttentionLatentIndexFew {
     }
 
     fn contains(&self) -> &'static [&'static str] {
-        &["HMMA", "LDGSTS", "LDSM", "MUFU", "UCGABAR_ARV"]
+        &["HMMA", "UBLKCP", "LDSM", "MUFU", "UCGABAR_ARV"]
     }
 
     fn supports(&self) -> Option<Support> {
