@@ -61,8 +61,8 @@ impl Family for AttentionLatentIndexFew {
         8
     }
 
-    /// The ring, whose rows are 16 bytes apart unless they have an odd number of chunks, probabilities, times scales where there are four of a key, and what warps tell one
-    /// another.
+    /// The ring, whose rows are 16 bytes apart unless they have an odd number of chunks;
+    /// probabilities, times scales where a key has four; and what warps tell one another.
     fn smem_bytes(&self) -> u32 {
         let (row, scales) = match self.has_codes() {
             true => (AttentionLatent::CODE_ROW_BYTES, 4),
