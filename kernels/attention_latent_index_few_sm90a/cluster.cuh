@@ -7,6 +7,7 @@
 #include "blockflash/ptx/cluster.cuh"
 #include "blockflash/ptx/cluster_number.cuh"
 #include "blockflash/ptx/shared.cuh"
+#include "rows.cuh"
 
 namespace blockflash {
 namespace {
@@ -50,8 +51,8 @@ struct Cluster {
   __device__ __forceinline__ void finish(const blockflash_attention_decode_params& p,
                                          const DecodeItem& item, const Sums& sums,
                                          uint32_t smem) const {
-    static_assert(Config::threads % Shown::kPieces == 0, "threads have pieces of whole rows");
-    constexpr int kRowsAtOnce = Config::threads / Shown::kPieces;
+    static_assert(Team::threads % Shown::kPieces == 0, "threads have pieces of whole rows");
+    constexpr int kRowsAtOnce = Team::threads / Shown::kPieces;
     constexpr int kBranches = TreeNode::kBranches;
     finish_split(p, item, sums,
                  [&](int row, int piece, const Partial& x) { Shown::store(smem, row, piece, x); });

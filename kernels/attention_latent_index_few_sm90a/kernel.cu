@@ -15,71 +15,76 @@ namespace {
 struct Shared {
   Exchange exchange;
   ListedKeys listed;
-  uint64_t full[Config::stages];  // mbarriers of the stages
+  uint64_t barriers[2 * kStages];
 };
-constexpr int kRingBytes = Config::stages * kStageBytes;
-constexpr int kSharedBytes = 2048 * kParts + 2048;
+constexpr int kRingBytes = kStages * kStageBytes;
+constexpr int kSharedBytes = 4096 * kParts + 2048;
 static_assert(sizeof(Shared) <= kSharedBytes && Config::smem_bytes == kRingBytes + kSharedBytes,
               "manifest and kernel disagree on smem");
 static_assert(Shown::kBytes <= kRingBytes, "results take the place of the ring");
-static_assert(Config::stages >= 2, "queries are in the last stage before its first keys");
+constexpr int kLoaderRegisters = 40, kTeamRegisters = 232;
+
+// What the team does: products and results.
+__device__ __forceinline__ void compute(const blockflash_attention_index_params& params,
+                                        uint32_t smem, Shared& shared, const Barriers& barriers) {
+  const blockflash_attention_decode_params& p = params.scaled.decode;
+  const auto release = [&](int stage) {
+    __syncwarp();  // all lanes have read it
+    if (threadIdx.x % kWarpSize == 0) ptx::mbarrier_arrive(barrier_of(barriers.empty, stage));
+  };
+  int left;
+  RowSums sums(shared.exchange);
+  {
+    const Cluster cluster;
+    const ListItem item(params, cluster.number, cluster.size, cluster.rank);
+    const uint32_t q_smem = smem + (kStages - 1) * kStageBytes;
+    copy_queries(p, item, q_smem);
+    Team::sync();
+    sums.load_queries(q_smem);
+    release(kStages - 1);
+    left = item.positions.end - item.positions.begin;
+  }
+  auto state = PipelineState<kStages>::consumer();
+#pragma unroll 1
+  for (; left > 0; left -= kKeys, state.advance()) {
+    state.wait(barriers.full);
+    const uint64_t listed = shared.listed.word(state.stage);
+    if (listed != 0) sums.add_step(p.scores, smem + state.stage * kStageBytes, listed);
+    release(state.stage);
+  }
+  ptx::launch_dependents();
+  sums.join_denominators();  // behind it nobody reads the ring
+  // Found again, instead of kept in registers.
+  const Cluster cluster;
+  const ListItem item(params, cluster.number, cluster.size, cluster.rank);
+  if (cluster.size > 1)
+    cluster.finish(p, item, sums, smem);
+  else
+    finish_split(p, item, sums);
+}
 
 }  // namespace
 }  // namespace blockflash
 
 BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_index_params params) {
   using namespace blockflash;
-  const blockflash_attention_decode_params& p = params.scaled.decode;
-  extern __shared__ __align__(128) unsigned char smem[];
-  constexpr int kStages = Config::stages;
-  const uint32_t ring_smem = static_cast<uint32_t>(__cvta_generic_to_shared(smem));
-  Shared& shared = *reinterpret_cast<Shared*>(smem + kRingBytes);
-  const uint32_t full = static_cast<uint32_t>(__cvta_generic_to_shared(shared.full));
+  extern __shared__ __align__(128) unsigned char smem_bytes[];
+  const uint32_t smem = static_cast<uint32_t>(__cvta_generic_to_shared(smem_bytes));
+  Shared& shared = *reinterpret_cast<Shared*>(smem_bytes + kRingBytes);
+  const Barriers barriers(static_cast<uint32_t>(__cvta_generic_to_shared(shared.barriers)));
+  const int warp = __shfl_sync(~0u, threadIdx.x / kWarpSize, 0);
 
   const Cluster cluster;
   const ListItem item(params, cluster.number, cluster.size, cluster.rank);
   if (item.index >= params.lists.queries) return;
-  if (threadIdx.x == 0) {
-    for (int stage = 0; stage < kStages; ++stage)
-      ptx::mbarrier_init(barrier_of(full, stage), Config::warps);
-    ptx::fence_mbarrier_init();
-  }
+  if (threadIdx.x == 0) barriers.init();
   __syncthreads();
   ptx::wait_for_predecessors();
-  RowLoader loader(params, item);
-  RowLoader::start_queries(p, item, ring_smem + (kStages - 1) * kStageBytes);
-  int issued = 0,
-      issue_stage = 0;  // steps whose copies were started, and the stage of the next one
-  const auto fill = [&](int limit) {
-    while (issued < limit && loader.has_step()) {
-      loader.start_step(ring_smem + issue_stage * kStageBytes, shared.listed.of[issue_stage],
-                        barrier_of(full, issue_stage));
-      ++issued, issue_stage = next_stage<kStages>(issue_stage);
-    }
-  };
-  fill(kStages - 1);
-  ptx::cp_async_wait_all();
-  __syncthreads();
-  RowSums sums(shared.exchange);
-  sums.load_queries(ring_smem + (kStages - 1) * kStageBytes);
-  auto state = PipelineState<kStages>::consumer();
-#pragma unroll 1
-  for (int step = 0; step < issued; ++step, state.advance()) {
-    // Behind this barrier nobody reads the step before, or queries, and what warps have stored for
-    // this one is visible.
-    __syncthreads();
-    fill(step + kStages);
-    const uint64_t listed = shared.listed.word(state.stage);
-    state.wait(full);
-    if (listed != 0) sums.add_step(p.scores, ring_smem + state.stage * kStageBytes, listed);
+  if (warp >= kWarps) {
+    ptx::lower_registers<kLoaderRegisters>();
+    RowLoader(params, item).copy_steps(smem, shared.listed, barriers);
+  } else {
+    ptx::raise_registers<kTeamRegisters>();
+    compute(params, smem, shared, barriers);
   }
-  ptx::launch_dependents();
-  sums.join_denominators();  // behind it nobody reads the ring
-  // Both are found again, instead of kept in registers.
-  const Cluster same_cluster;
-  const ListItem same(params, same_cluster.number, same_cluster.size, same_cluster.rank);
-  if (same_cluster.size > 1)
-    same_cluster.finish(p, same, sums, ring_smem);
-  else
-    finish_split(p, same, sums);
 }

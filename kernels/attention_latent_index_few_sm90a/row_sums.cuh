@@ -11,7 +11,6 @@
 #include "blockflash/decode/partials.cuh"
 #include "blockflash/mma/element.cuh"
 #include "blockflash/mma/fragment.cuh"
-#include "blockflash/mma/swizzle.cuh"
 #include "blockflash/ptx/barrier_vote.cuh"
 #include "blockflash/ptx/ldmatrix.cuh"
 #include "blockflash/ptx/mma.cuh"
@@ -26,40 +25,42 @@ using Traits = ElementTraits<Element>;
 constexpr int kRows = Config::rows, kDepth = Config::columns / 16;
 // How far a score may exceed the reference of its row, in powers of two.
 constexpr float kAhead = 4.f;
-constexpr int kVote = 1;  // named barrier
-static_assert(kRows == 16 && Config::warps * 8 == kKeys, "a warp has the scores of 8 keys");
-static_assert(Config::values == Config::warps * 64, "and 64 columns of the output");
+static_assert(kRows == 16 && Config::values == kWarps * 64, "a warp has 64 columns of 16 rows");
 
 // Probabilities are in rows of 128 bytes, swizzled. Beside codes there are those times the scales
 // of each part of the values.
 constexpr int kParts = kHasCodes ? CodeRow::codes / CodeRow::of_scale : 1;
 constexpr int kCodeSteps = kHasCodes ? CodeRow::codes / 16 : 0;  // of the columns
 struct Exchange {
-  alignas(128) uint8_t probabilities[kParts][kRows * kKeys * 2];
-  float maxima[Config::warps][kRows], denominators[Config::warps][kRows];
+  alignas(128) uint8_t probabilities[2][kParts][kRows * kKeys * 2];  // two steps take turns
+  float maxima[kWarps][kRows], denominators[kWarps][kRows];
 };
 
 // Lane (g, t) = (lane / 4, lane % 4) holds the columns 8 j + 2 t + e of the rows g and g + 8, in
 // o[j][2 half + e]; of codes, the columns 16 (j / 2) + 4 t + 2 e + j % 2.
 struct RowSums {
   static constexpr bool kHasCodes = blockflash::kHasCodes;
-  static constexpr int kTiles = Config::values / Config::warps / 8;
+  static constexpr int kTiles = Config::values / kWarps / 8;
 
   uint32_t q[kDepth][4];
   float o[kTiles][4];
   float reference[2];    // log2 units, of a row; all warps have the same
   float denominator[2];  // this lane's share, of the keys of its warp
   Exchange& exchange;
-  uint32_t k_lane, v_lane;  // in a stage: of the 8 keys of this warp, and of its values
+  int turn = 0;  // of the probabilities
+  // In a stage: of the 8 keys of this warp at steps 0 and 2 of the columns, and of its values.
+  uint32_t k_lane[2];
+  std::conditional_t<kHasCodes, CodeLane, LaneAddress<Config::columns / 8>> v_lane;
 
   static __device__ __forceinline__ int lane() { return threadIdx.x % kWarpSize; }
   static __device__ __forceinline__ int warp() { return threadIdx.x / kWarpSize; }
 
   __device__ __forceinline__ explicit RowSums(Exchange& exchange)
       : exchange(exchange),
-        k_lane(TileLayout::offset(warp() * 8 + lane() % 8, lane() / 8)),
-        v_lane(TileLayout::offset(lane_row_major(lane()).row, lane_row_major(lane()).chunk) +
-               warp() * kTiles * 8 * static_cast<int>(sizeof(KeyElement))) {
+        v_lane(warp() * kTiles * 16, lane_row_major(lane()).row, lane_row_major(lane()).chunk) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      k_lane[i] = TileLayout::offset(warp() * 8 + lane() % 8, 4 * i + lane() / 8);
 #pragma unroll
     for (int half = 0; half < 2; ++half) reference[half] = kNoReference, denominator[half] = 0.f;
 #pragma unroll
@@ -84,9 +85,10 @@ struct RowSums {
       ptx::ldmatrix_x4(q[d], smem + QueryLayout::offset(at.row, 2 * d + at.chunk));
   }
 
-  // Adds the step in a stage that all threads see. `listed` is the word of its keys.
+  // Adds a step in a stage that is full. `listed` is the word of its keys.
   __device__ __forceinline__ void add_step(const blockflash_scores& scores, uint32_t stage_smem,
                                            uint64_t listed) {
+    turn ^= 1;
     float s[4];
     if constexpr (kHasCodes)
       multiply_codes(s, stage_smem);
@@ -102,10 +104,10 @@ struct RowSums {
     }
     float sums[2], subtract[2] = {reference[0], reference[1]};
     store_probabilities(s, stage_smem, scores.scale_log2, subtract, sums);
-    if (ptx::named_barrier_or(kVote, Config::threads, grew)) {
+    if (ptx::named_barrier_or(Team::vote, Team::threads, grew)) {
       move_references(s, scores, subtract);
       store_probabilities(s, stage_smem, scores.scale_log2, subtract, sums);
-      __syncthreads();
+      Team::sync();
     }
 #pragma unroll
     for (int half = 0; half < 2; ++half) denominator[half] += sums[half];
@@ -119,12 +121,12 @@ struct RowSums {
       const float of_warp = quad_sum(denominator[half]);
       if (lane() % 4 == 0) exchange.denominators[warp()][row(half)] = of_warp;
     }
-    __syncthreads();
+    Team::sync();
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float all = 0.f;
 #pragma unroll
-      for (int w = 0; w < Config::warps; ++w) all += exchange.denominators[w][row(half)];
+      for (int w = 0; w < kWarps; ++w) all += exchange.denominators[w][row(half)];
       denominator[half] = lane() % 4 == 0 ? all : 0.f;
     }
   }
@@ -139,7 +141,7 @@ struct RowSums {
 #pragma unroll
     for (int d = 0; d < kDepth; d += 2) {
       uint32_t k[4];
-      ptx::ldmatrix_x4(k, stage_smem + k_lane + d * 32);
+      ptx::ldmatrix_x4(k, stage_smem + k_lane[d / 2 % 2] + d / 4 * 128);
       ptx::mma_m16n8k16<Element>(chains[d % 4], q[d], k[0], k[1]);
       ptx::mma_m16n8k16<Element>(chains[d % 4 + 1], q[d + 1], k[2], k[3]);
     }
@@ -151,7 +153,7 @@ struct RowSums {
   // The same of codes: a chain for each part of the columns that has a scale.
   __device__ __forceinline__ void multiply_codes(float (&s)[4], uint32_t stage_smem) const {
     constexpr int kPartSteps = kCodeSteps / kParts;
-    const uint32_t keys = stage_smem + k_lane;
+    const uint32_t keys = stage_smem + k_lane[0];
     float parts[kParts][4] = {}, turned[4] = {};
     uint32_t nan = 0;
     // Two chains at a time: registers hold no more keys.
@@ -216,7 +218,10 @@ struct RowSums {
   // Hides the keys that are not listed or not seen from all rows. Their values are zeros, and all
   // rows see the others, so nothing is to be done about NaN.
   __device__ __forceinline__ void hide(float (&s)[4], uint64_t listed) const {
-    const uint32_t bits = static_cast<uint32_t>(listed >> (warp() * 8 + lane() % 4 * 2));
+    const int thread = lane() % 4;
+    // The keys 8 w + 2 t + e of warp w.
+    const int loader = warp() % 2 * 2 + thread / 2, bit = warp() / 2 * 4 + thread % 2 * 2;
+    const uint32_t bits = static_cast<uint32_t>(listed >> (loader * 16 + bit));
 #pragma unroll
     for (int e = 0; e < 2; ++e)
       if (!(bits >> e & 1)) s[e] = s[2 + e] = -CUDART_INF_F;
@@ -246,7 +251,7 @@ struct RowSums {
           const float probability = x[half][e];
           return kHasCodes && probability > 0.f ? probability * scales[e][part] : probability;
         };
-        uint8_t* const at = exchange.probabilities[part] + row(half) * 128 +
+        uint8_t* const at = exchange.probabilities[turn][part] + row(half) * 128 +
                             (warp() ^ row(half) % 8) * 16 + lane() % 4 * 4;
         *reinterpret_cast<uint32_t*>(at) = Traits::pack(weight(0), weight(1));
       }
@@ -261,13 +266,12 @@ struct RowSums {
       const float largest = quad_max(fmaxf(s[2 * half], s[2 * half + 1]));
       if (lane() % 4 == 0) exchange.maxima[warp()][row(half)] = largest * scores.scale_log2;
     }
-    __syncthreads();
+    Team::sync();
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float largest = exchange.maxima[0][row(half)];
 #pragma unroll
-      for (int w = 1; w < Config::warps; ++w)
-        largest = fmaxf(largest, exchange.maxima[w][row(half)]);
+      for (int w = 1; w < kWarps; ++w) largest = fmaxf(largest, exchange.maxima[w][row(half)]);
       const float moved = largest > reference[half] + kAhead ? largest : reference[half];
       const float rescale = ptx::ex2_approx(reference[half] - moved);
       reference[half] = subtract[half] = moved;
@@ -286,29 +290,31 @@ struct RowSums {
 
   // Adds p·v for the columns of this warp.
   __device__ __forceinline__ void add_values(uint32_t stage_smem) {
-    const int part = warp() * kParts / Config::warps;
+    const int part = warp() * kParts / kWarps;
     const uint32_t p_smem =
-        static_cast<uint32_t>(__cvta_generic_to_shared(exchange.probabilities[part]));
+        static_cast<uint32_t>(__cvta_generic_to_shared(exchange.probabilities[turn][part]));
     const LaneCoords at = lane_row_major(lane());
 #pragma unroll
     for (int step = 0; step < kKeys / 16; ++step) {
       uint32_t p[4];
       ptx::ldmatrix_x4(p, p_smem + at.row * 128 + ((2 * step + at.chunk) ^ at.row % 8) * 16);
-      const uint32_t values = stage_smem + v_lane + step * 16 * TileLayout::row_bytes;
-      if constexpr (kHasCodes)
-        add_code_values<Element>(o, p, values);
-      else
-        add_elements(p, values);
+      multiply_values(p, stage_smem, step, v_lane);
     }
   }
-  __device__ __forceinline__ void add_elements(const uint32_t (&p)[4], uint32_t values) {
+  template <int chunks>
+  __device__ __forceinline__ void multiply_values(const uint32_t (&p)[4], uint32_t stage_smem,
+                                                  int step, const LaneAddress<chunks>& v_lane) {
 #pragma unroll
     for (int j = 0; j < kTiles; j += 2) {
       uint32_t v[4];
-      ptx::ldmatrix_x4_trans(v, values + j * 16);
+      ptx::ldmatrix_x4_trans(v, stage_smem + v_lane.at(step * 16, j / 2));
       ptx::mma_m16n8k16<Element>(o[j], p, v[0], v[1]);
       ptx::mma_m16n8k16<Element>(o[j + 1], p, v[2], v[3]);
     }
+  }
+  __device__ __forceinline__ void multiply_values(const uint32_t (&p)[4], uint32_t stage_smem,
+                                                  int step, const CodeLane& v_lane) {
+    add_code_values<Element>(o, p, stage_smem + v_lane.at + step * 16 * CodeRow::row_bytes);
   }
 };
 

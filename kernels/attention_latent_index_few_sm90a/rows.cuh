@@ -1,4 +1,4 @@
-// The copies of queries and of listed rows into the stages of a CTA.
+// Shared memory and its barriers, and the copies of queries and of listed rows into the stages.
 #pragma once
 
 #include <type_traits>
@@ -7,10 +7,11 @@
 #include "blockflash/latent/code_row.cuh"
 #include "blockflash/latent/list_item.cuh"
 #include "blockflash/mma/swizzle.cuh"
+#include "blockflash/pipeline.cuh"
+#include "blockflash/ptx/barrier.cuh"
 #include "blockflash/ptx/cp_async.cuh"
-#include "blockflash/ptx/mbarrier.cuh"
+#include "blockflash/ptx/cp_async_arrive.cuh"
 #include "blockflash/ptx/opaque.cuh"
-#include "blockflash/ptx/shared.cuh"
 
 namespace blockflash {
 namespace {
@@ -19,141 +20,163 @@ using Config = AttentionLatentConfig;
 using Element = Config::Element;
 
 constexpr int kKeys = 64;  // of a step
+constexpr int kStages = Config::stages;
 static_assert(!kHasCodes || (Config::values == CodeRow::codes &&
                              Config::columns == CodeRow::codes + CodeRow::turned),
               "rows of codes have one form");
-
-// Rows as they are copied, 16 bytes apart, so that eight of them are in all groups of banks.
-struct ApartRows {
-  static constexpr int copied_bytes = Config::columns * 2, row_bytes = copied_bytes + 16;
-  static_assert(row_bytes / 16 % 2 == 1, "the same chunk of eight rows is in different banks");
-
-  static __device__ __forceinline__ uint32_t offset(int row, int chunk) {
-    return row * row_bytes + chunk * 16;
-  }
-};
-using TileLayout = std::conditional_t<kHasCodes, CodeRow, ApartRows>;
 using QueryLayout = Swizzle<Config::columns / 8>;
+using TileLayout = std::conditional_t<kHasCodes, CodeRow, QueryLayout>;
 using KeyElement = std::conditional_t<kHasCodes, uint8_t, Element>;
-constexpr int kRowBytes = kHasCodes ? CodeRow::row_bytes : ApartRows::copied_bytes;
 constexpr int kStageBytes = kKeys * TileLayout::row_bytes;
 
-// Which keys of a step are listed and seen: a byte for each warp, whose keys are 8 w + i.
+// The last warpgroup copies rows, the warps of the others compute.
+constexpr int kLoaderWarps = 4, kWarps = Config::warps - kLoaderWarps;
+struct Team {
+  static constexpr int threads = kWarps * kWarpSize, barrier = 1, vote = 2;
+
+  static __device__ __forceinline__ void sync() { ptx::named_barrier_sync(barrier, threads); }
+};
+static_assert(kWarps * 8 == kKeys, "a warp has the scores of 8 keys");
+
+// Which keys of a step are listed and seen, as 16 bits of each warp that copies rows: row
+// 16 i + 4 w + r is bit 4 i + r of warp w.
 struct ListedKeys {
-  alignas(8) uint8_t of[Config::stages][Config::warps];
+  alignas(8) uint16_t of[kStages][kLoaderWarps];
 
   __device__ __forceinline__ uint64_t word(int stage) const {
     return *reinterpret_cast<const uint64_t*>(of[stage]);
   }
 };
-static_assert(Config::warps * 8 == kKeys, "a word has a byte for each warp");
 
-// A warp copies eight rows of a step, each by a bulk copy that one lane starts. Its lanes look up
-// the keys of four steps at once.
+// The mbarriers of the stages. Warps that copy say so before what they have started arrives. The
+// last stage is released once more than it is filled, since queries are there at first.
+struct Barriers : PipelineBarriers<kStages> {
+  using PipelineBarriers::PipelineBarriers;
+
+  __device__ __forceinline__ void init() const {
+    for (int stage = 0; stage < kStages; ++stage) {
+      ptx::mbarrier_init(barrier_of(full, stage), kLoaderWarps * (kWarpSize + 1));
+      ptx::mbarrier_init(barrier_of(empty, stage), kWarps);
+    }
+    ptx::fence_mbarrier_init();
+  }
+  // Before `use` of a stage, of all of them.
+  __device__ __forceinline__ void wait_empty(int stage, int use) const {
+    ptx::mbarrier_wait(barrier_of(empty, stage), (use & 1) ^ (stage < kStages - 1));
+  }
+};
+
+// Copies `bytes`, 16 or none, of the chunks of a row that a thread has, one of each 128 bytes.
+template <class Layout>
+__device__ __forceinline__ void copy_chunks(uint32_t smem, int row, int chunk, const char* from,
+                                            int bytes) {
+  constexpr int kLine = 8, kChunks = Layout::row_bytes / 16;
+  const uint32_t to = smem + Layout::offset(row, chunk);
+#pragma unroll
+  for (int line = 0; line * kLine < kChunks; ++line)
+    if ((line + 1) * kLine <= kChunks || chunk < kChunks % kLine)
+      ptx::cp_async_cg_16(to + line * 128, from + line * 128, bytes);
+}
+
+// The copy of the queries by the team. Rows that do not exist become zeros.
+__device__ __forceinline__ void copy_queries(const blockflash_attention_decode_params& p,
+                                             const ListItem& item, uint32_t smem) {
+  const int row = threadIdx.x / 8, chunk = threadIdx.x % 8;
+  if (row < Config::rows) {
+    const int of_unit = item.row_tile * Config::rows + row;
+    const bool exists = of_unit < p.group;
+    const Element* const q = static_cast<const Element*>(p.q) +
+                             (p.cu_seqlens_q == nullptr ? item.sequence * p.q_stride_batch : 0) +
+                             item.q_begin * p.q_stride_seq +
+                             (item.head_kv * p.group + of_unit) * p.q_stride_head + chunk * 8;
+    // A copy of no bytes, too, has an address inside the tensor.
+    const void* const from = exists ? q : p.q;
+    copy_chunks<QueryLayout>(smem, row, chunk, static_cast<const char*>(from), exists ? 16 : 0);
+  }
+  ptx::cp_async_wait_all();
+}
+
+// Eight threads copy a row, each parts of four rows of a step. The lanes of a warp look up those
+// of two steps at once.
 struct RowLoader {
-  static constexpr int kWarpRows = 8, kSteps = kWarpSize / kWarpRows, kLookUp = kSteps * kKeys;
+  static constexpr int kLine = 8, kApart = kLoaderWarps * kWarpSize / kLine,
+                       kOfThread = kKeys / kApart, kWarpRows = kWarpSize / kLine;
+  static constexpr int kSteps = kWarpSize / (kWarpRows * kOfThread), kLookUp = kSteps * kKeys;
+  static_assert(kWarpRows * kOfThread == 16, "a warp has 16 bits of a step");
 
   const blockflash_attention_index_params& params;
-  const char* keys;  // the first row of the key head
+  const char* keys;  // this thread's chunk of the first row of the key head
   const int32_t* entries;
   ListedQuery query;
-  int next, end, step;  // position of the next keys; positions end; number of the step
-  int entry;            // this lane's entry behind the next look-up,
-  KeyPlace place;       // the place of its key in the next one,
-  int64_t offset;       // and that of the current one in the cache, in bytes
-  uint32_t listed;      // lanes that have a key in the current one
+  int next, end;   // position of the next keys; positions end
+  int entry;       // this lane's entry behind the next look-up,
+  KeyPlace place;  // and the place of its key in the next one
 
   // With all threads of a warp.
   __device__ __forceinline__ RowLoader(const blockflash_attention_index_params& params,
                                        const ListItem& item)
-      : params(params), offset(0), listed(0) {
+      : params(params) {
     const blockflash_kv_cache& cache = params.scaled.decode.cache;
-    next = item.positions.begin, end = item.positions.end, step = 0;
+    next = item.positions.begin, end = item.positions.end;
     entries = params.lists.entries + item.list;
     // Entries are requested before what is to be found out about the query.
     const int first = load_entry(next), second = load_entry(next + kLookUp);
     keys = reinterpret_cast<const char*>(static_cast<const KeyElement*>(cache.k) +
-                                         item.key_head * cache.k_stride_head);
+                                         item.key_head * cache.k_stride_head) +
+           chunk() * 16;
     query = ListedQuery::of(params, item.index, lane());
     place = KeyPlace::of(params, query, first, position(next));
     entry = second;
   }
 
+  static __device__ __forceinline__ int thread() { return threadIdx.x - Team::threads; }
   static __device__ __forceinline__ int lane() { return threadIdx.x % kWarpSize; }
-  static __device__ __forceinline__ int warp() { return threadIdx.x / kWarpSize; }
-  __device__ __forceinline__ bool has_step() const { return next < end; }
+  static __device__ __forceinline__ int chunk() { return threadIdx.x % kLine; }
 
-  // Starts the copies of the next step into a stage that nobody reads any more. They arrive at its
-  // mbarrier, with an arrival of each warp. Rows that are not listed become zeros, which are
-  // visible behind the next barrier of the CTA.
-  __device__ __forceinline__ void start_step(uint32_t stage_smem, uint8_t (&bytes)[Config::warps],
-                                             uint32_t full) {
-    if (step % kSteps == 0) look_up();
-    const int first_lane = step % kSteps * kWarpRows;
-    const uint32_t of_step = listed >> first_lane & 0xff;
-    const uint32_t rows = stage_smem + TileLayout::offset(warp() * kWarpRows, 0);
-    if (lane() == 0) {
-      bytes[warp()] = static_cast<uint8_t>(of_step);
-      ptx::mbarrier_arrive_expect_tx(full, __popc(of_step) * kRowBytes);
-    }
-    __syncwarp();  // bytes are expected before they come
-    const int of_warp = lane() - first_lane;
-    if (of_warp >= 0 && of_warp < kWarpRows && (of_step >> of_warp & 1)) {
-      // Behind what threads have read and written here.
-      ptx::fence_proxy_async();
-      ptx::bulk_copy(rows + of_warp * TileLayout::row_bytes, keys + offset, kRowBytes, full);
-    }
+  // Copies the steps of the item. Rows of keys that the query does not see become zeros.
+  __device__ __forceinline__ void copy_steps(uint32_t smem, ListedKeys& listed_keys,
+                                             const Barriers& barriers) {
+    const blockflash_kv_cache& cache = params.scaled.decode.cache;
+    int stage = 0, use = 0;
 #pragma unroll 1
-    for (uint32_t others = ~of_step & 0xff; others != 0; others &= others - 1) {
-      const uint32_t row = rows + (__ffs(static_cast<int>(others)) - 1) * TileLayout::row_bytes;
+    while (next < end) {
+      // Entries and pages are requested two and one look-ups before the keys are.
+      const int64_t offset = place.offset(cache) * static_cast<int>(sizeof(KeyElement));
+      uint32_t listed = __ballot_sync(~0u, place.exists());
+      place = KeyPlace::of(params, query, entry, position(next + kLookUp));
+      entry = load_entry(next + 2 * kLookUp);
 #pragma unroll 1
-      for (int at = lane() * 16; at < kRowBytes; at += kWarpSize * 16)
-        ptx::store_shared_int4(row + at, make_int4(0, 0, 0, 0));
-    }
-    ++step, next += kKeys;
-  }
-
-  // Starts the copy of the queries as a group of each thread. Rows that do not exist become zeros.
-  static __device__ __forceinline__ void start_queries(const blockflash_attention_decode_params& p,
-                                                       const ListItem& item, uint32_t smem) {
-    constexpr int kLine = 8, kChunks = Config::columns / 8;
-    static_assert(kChunks % kLine == 0, "rows are whole lines of 128 bytes");
-    const int row = threadIdx.x / kLine, chunk = threadIdx.x % kLine;
-    if (row < Config::rows) {
-      const int of_unit = item.row_tile * Config::rows + row;
-      const bool exists = of_unit < p.group;
-      const Element* const q = static_cast<const Element*>(p.q) +
-                               (p.cu_seqlens_q == nullptr ? item.sequence * p.q_stride_batch : 0) +
-                               item.q_begin * p.q_stride_seq +
-                               (item.head_kv * p.group + of_unit) * p.q_stride_head + chunk * 8;
-      // A copy of no bytes, too, has an address inside the tensor.
-      const Element* const from = exists ? q : static_cast<const Element*>(p.q);
-      const uint32_t to = smem + QueryLayout::offset(row, chunk);
+      for (int step = 0; step < kSteps && next < end; ++step, next += kKeys, listed >>= 16) {
+        barriers.wait_empty(stage, use);
+        if (lane() == 0)
+          listed_keys.of[stage][thread() / kWarpSize] = static_cast<uint16_t>(listed);
 #pragma unroll
-      for (int line = 0; line < kChunks / kLine; ++line)
-        ptx::cp_async_cg_16(to + line * 128, from + line * 64, exists ? 16 : 0);
+        for (int i = 0; i < kOfThread; ++i) {
+          const int of_row = i * kWarpRows + lane() / kLine;
+          const int64_t at = __shfl_sync(~0u, offset, step * 16 + of_row);
+          const bool exists = listed >> of_row & 1;
+          copy_chunks<TileLayout>(smem + stage * kStageBytes, thread() / kLine + i * kApart,
+                                  chunk(), exists ? keys + at : static_cast<const char*>(cache.k),
+                                  exists ? 16 : 0);
+        }
+        const uint32_t full = barrier_of(barriers.full, stage);
+        ptx::cp_async_arrive(full);
+        if (lane() == 0) ptx::mbarrier_arrive(full);
+        if (++stage == kStages) stage = 0, ++use;
+      }
     }
-    ptx::cp_async_commit_group();
   }
 
  private:
   // The position of this lane's key in the look-up of the steps from one on.
   static __device__ __forceinline__ int position(int first) {
-    const int thread = ptx::opaque(static_cast<int>(threadIdx.x)), lane = thread % kWarpSize;
-    return first + lane / kWarpRows * kKeys + thread / kWarpSize * kWarpRows + lane % kWarpRows;
+    const int of_step = lane() % 16;
+    return first + lane() / 16 * kKeys + of_step / kWarpRows * kApart +
+           thread() / kWarpSize * kWarpRows + of_step % kWarpRows;
   }
   __device__ __forceinline__ int load_entry(int first) const {
     const int at = position(first);
     return at < end ? entries[at >> params.lists.granularity_log2] : -1;
-  }
-
-  // Entries and pages are requested two and one look-ups before the keys are.
-  __device__ __forceinline__ void look_up() {
-    offset = place.offset(params.scaled.decode.cache) * static_cast<int>(sizeof(KeyElement));
-    listed = __ballot_sync(~0u, place.exists());
-    if (next + kLookUp >= end) return;
-    place = KeyPlace::of(params, query, entry, position(next + kLookUp));
-    entry = load_entry(next + 2 * kLookUp);
   }
 };
 
