@@ -56,19 +56,21 @@ impl Family for AttentionLatentIndexFew {
         format!("{types}_d{head_dims}_n{}_kv{}", Self::ROWS, Self::STEP_KEYS)
     }
 
-    /// Each has the scores of 8 keys of a step.
+    /// Two warpgroups compute, one copies.
     fn warps(&self) -> u32 {
-        8
+        12
     }
 
-    /// The ring, whose rows are 16 bytes apart unless they have an odd number of chunks;
-    /// probabilities, times scales where a key has four; and what warps tell one another.
+    /// The ring; probabilities of two steps, times scales where a key has four; and what warps tell
+    /// one another.
     fn smem_bytes(&self) -> u32 {
         let (row, scales) = match self.has_codes() {
             true => (AttentionLatent::CODE_ROW_BYTES, 4),
-            false => (self.types.kv.size() * self.head_dims.qk + 16, 1),
+            false => (self.types.kv.size() * self.head_dims.qk, 1),
         };
-        Self::STEP_KEYS * self.stages() * row as u32 + 2 * 16 * Self::STEP_KEYS * scales + 2048
+        Self::STEP_KEYS * self.stages() * row as u32
+            + 2 * Self::ROWS * Self::STEP_KEYS * 2 * scales
+            + 2048
     }
 
     /// The splits of a list, which are combined with each other.
@@ -96,7 +98,7 @@ impl Family for AttentionLatentIndexFew {
     }
 
     fn contains(&self) -> &'static [&'static str] {
-        &["HMMA", "UBLKCP", "LDSM", "MUFU", "UCGABAR_ARV"]
+        &["HMMA", "LDGSTS", "LDSM", "MUFU", "UCGABAR_ARV", "USETMAXREG"]
     }
 
     fn supports(&self) -> Option<Support> {
@@ -112,13 +114,13 @@ mod tests {
     use crate::manifest::{Variant, kernels};
 
     #[test]
-    fn a_row_of_results_has_a_thread_for_four_columns_and_tiles_fit() {
+    fn warps_have_64_columns_of_results_and_tiles_fit() {
         let mut count = 0;
         for kernel in kernels() {
             let Variant::AttentionLatentIndexFew(tile) = kernel.variant else { continue };
             count += 1;
             assert!(kernel.smem_bytes() <= kernel.target.smem_limit(), "{}", kernel.symbol());
-            assert_eq!(kernel.threads() as usize % (tile.head_dims.v / 4), 0);
+            assert_eq!((kernel.family().warps() - 4) as usize * 64, tile.head_dims.v);
             assert_eq!(kernel.most_in_cluster(), Some(AttentionLatentIndexFew::MOST_SPLITS));
         }
         assert_eq!(count, 2 * 2 + 1);
