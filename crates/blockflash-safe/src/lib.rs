@@ -92,7 +92,8 @@ pub use indices::{
 pub use launch::{
     AttentionBwdOperands, AttentionBwdParts, AttentionBwdPlan, AttentionCachePlan,
     AttentionCombineOperands, AttentionDecodeOperands, AttentionDecodeScalars,
-    AttentionFwdOperands, AttentionFwdPlan, AttentionMerge, AttentionMergeOperands,
+    AttentionFwdOperands, AttentionFwdPlan, AttentionIndexBwdKernels, AttentionIndexBwdOperands,
+    AttentionIndexBwdPlan, AttentionIndexBwdSizes, AttentionMerge, AttentionMergeOperands,
     AttentionScalars, BlockBitsBuild, BlockBitsOperands, BlockMaskBuild, BlockMaskBuildOperands,
     BlockMaskTranspose, BlockMaskTransposeOperands, BlockScores, BlockScoresOperands,
     BsrMatmulNarrowPlan, BsrMatmulOperands, BsrParts, BsrPartsMemory, BsrSddmmOperands,
@@ -102,7 +103,7 @@ pub use launch::{
     PageSummaries, PageSummariesOperands, PageSummariesPlan, QuantizeOperands, QuantizePlan,
     QuantizeScales, QuantizeSizes, RowCopyOperands, STATISTICS_ROWS, ScoreTerms, TopK,
     TopKOperands, TopKPlan, TurnedQueries, attention_bwd_part_values, attention_bwd_workspace,
-    driver_time, param_bytes,
+    attention_index_bwd_workspace, driver_time, param_bytes,
 };
 pub use layout::{Layout, MAX_RANK};
 pub use nccl::{NcclCommunicator, NcclId};

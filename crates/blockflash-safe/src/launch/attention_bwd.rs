@@ -368,4 +368,4 @@ unsafe impl Launch for AttentionBwd {
 
 #[cfg(test)]
 #[path = "attention_bwd_tests.rs"]
-mod tests;
+pub(super) mod tests;

@@ -47,7 +47,7 @@ fn fit(
 }
 
 /// Tensors on the CPU: `fit` looks at sizes and strides only.
-struct Tensors {
+pub(in super::super) struct Tensors {
     q: Tensor,
     k: Tensor,
     lse: Tensor,
@@ -58,7 +58,13 @@ struct Tensors {
 }
 
 impl Tensors {
-    fn of(q: &[usize], k: &[usize], lse: &[usize], bytes: usize, packed: bool) -> Self {
+    pub(in super::super) fn of(
+        q: &[usize],
+        k: &[usize],
+        lse: &[usize],
+        bytes: usize,
+        packed: bool,
+    ) -> Self {
         let stream = Device::cpu().stream().unwrap();
         let zeros = |dtype, shape: &[usize]| Tensor::zeros(&stream, dtype, shape).unwrap();
         let written = [
@@ -94,7 +100,7 @@ impl Tensors {
         Self::of(&[170, 4, 8], &[310, 2, 8], &[4, 170], bytes, true)
     }
 
-    fn operands(&mut self) -> AttentionBwdOperands<'_> {
+    pub(in super::super) fn operands(&mut self) -> AttentionBwdOperands<'_> {
         let (q, k) = (self.q.view(), self.k.view());
         let [dq, dk, dv, d_sink, workspace] = self.written.each_mut().map(Tensor::view_mut);
         AttentionBwdOperands {

@@ -18,6 +18,8 @@ mod attention_fwd;
 mod attention_fwd_e4m3;
 mod attention_fwd_tma;
 mod attention_fwd_wide;
+mod attention_index_bwd;
+mod attention_index_bwd_sizes;
 mod attention_latent;
 mod attention_latent_tma;
 mod attention_merge;
@@ -64,6 +66,10 @@ pub use attention_decode::AttentionDecodeOperands;
 pub use attention_decode_codes::CodesDecode;
 pub use attention_decode_scalars::AttentionDecodeScalars;
 pub use attention_fwd::{AttentionFwdOperands, AttentionFwdPlan};
+pub use attention_index_bwd::{
+    AttentionIndexBwdKernels, AttentionIndexBwdOperands, AttentionIndexBwdPlan,
+};
+pub use attention_index_bwd_sizes::{AttentionIndexBwdSizes, attention_index_bwd_workspace};
 pub use attention_merge::{AttentionMerge, AttentionMergeOperands};
 pub use attention_sizes::AttentionScalars;
 pub use block_bits::{BlockBitsBuild, BlockBitsOperands};
@@ -115,6 +121,7 @@ pub fn param_bytes(kernel: &Kernel) -> Option<usize> {
         of::<manifest::AttentionDecodeHopper>,
         of::<manifest::AttentionLatent>,
         of::<manifest::AttentionLatentHopper>,
+        of::<attention_index_bwd::IndexBackward>,
         of::<AttentionMerge>,
         of::<manifest::KvAppend>,
         of::<manifest::KvAppendCodes>,
