@@ -3,29 +3,29 @@ use super::attention_decode_sm80::{self, AttentionDecode};
 use super::family::{Family, Support};
 use crate::{DType, Target};
 
-/// Tiles of `attention_decode_sm80` whose keys are those that lists name. A CTA computes items, each
-/// a split of the list of a query for up to `rows` of its heads, which share the list and a key
-/// head.
+/// Tiles of `attention_decode_sm80` whose keys are those that lists name. A CTA computes items,
+/// each a split of the list of a query for up to `rows` of its heads, which share the list and a
+/// key head.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct AttentionIndex {
     /// The tile, as without lists.
     pub tile: AttentionDecode,
 }
 
-/// Most rows: lists that more heads share are few.
-const MOST_ROWS: u32 = 16;
+/// Rows of all tiles, so that there are few images: lists that more heads share are rare, and fewer
+/// rows are hardly faster.
+const ROWS: u32 = 16;
 
-/// Head dimensions of caches of codes, which have tiles of [`MOST_ROWS`] alone, and codes of e4m3,
-/// so that there are few images.
+/// Head dimensions of caches of codes, which are e4m3.
 const OF_CODES: [usize; 3] = [64, 128, 256];
 
 pub(super) fn tiles(target: Target) -> impl Iterator<Item = AttentionIndex> {
     let of_codes = OF_CODES.into_iter().filter(move |_| target.is_baseline());
     let of_codes = of_codes
-        .map(move |head_dim| AttentionDecode::of_codes(target, DType::E4M3, (head_dim, MOST_ROWS)));
+        .map(move |head_dim| AttentionDecode::of_codes(target, DType::E4M3, (head_dim, ROWS)));
     attention_decode_sm80::tiles(target)
         .filter(|tile| !tile.terms && !tile.has_codes())
-        .filter(|tile| tile.rows <= MOST_ROWS && tile.head_dims.max() <= 256)
+        .filter(|tile| tile.rows == ROWS && tile.head_dims.max() <= 256)
         .chain(of_codes)
         .map(|tile| AttentionIndex { tile })
 }
