@@ -5,8 +5,8 @@ mod drawn;
 pub use drawn::{DRAWN, Limits, Model, Models, Operation};
 
 use crate::case::{
-    AttentionGrid, BlockMaskGrid, BsrGrid, Case, DecodeGrid, GridPeers, IndexGrid, Pass,
-    QuantizeGrid, SddmmGrid,
+    AttentionGrid, BlockMaskGrid, BsrGrid, Case, ChoiceGrid, DecodeGrid, GridPeers, IndexGrid,
+    Pass, QuantizeGrid, SddmmGrid,
 };
 use crate::error::{Error, Result};
 use crate::timing::Cache;
@@ -62,6 +62,8 @@ struct File {
     attention_decode: Vec<DecodeGrid>,
     #[serde(default)]
     attention_index: Vec<IndexGrid>,
+    #[serde(default)]
+    index_choice: Vec<ChoiceGrid>,
     #[serde(default)]
     block_mask_build: Vec<BlockMaskGrid>,
     #[serde(default)]
@@ -195,6 +197,7 @@ impl File {
         }
         self.attention_decode.iter().try_for_each(|grid| add(grid.peers, grid.expand()))?;
         self.attention_index.iter().try_for_each(|grid| add(grid.peers, grid.expand()))?;
+        self.index_choice.iter().try_for_each(|grid| add(grid.peers, grid.expand()))?;
         let all = GridPeers::Suite;
         self.block_mask_build.iter().try_for_each(|grid| add(all, grid.expand()))?;
         self.quantize.iter().try_for_each(|grid| add(all, grid.expand()))?;

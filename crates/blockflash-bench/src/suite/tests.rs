@@ -159,7 +159,7 @@ fn suites_of_the_repository_are_valid_and_the_program_has_them_with_it() {
 
 /// The number of cases of each suite, and a hash (FNV-1a) of their ids, a line for each. Who
 /// changes a suite on purpose changes its line here; nothing else does.
-const EXPANSIONS: [(&str, usize, u64); 27] = [
+const EXPANSIONS: [(&str, usize, u64); 28] = [
     ("attention_bwd", 26, 0x58CB_AEEE_47E6_7DF1),
     ("attention_decode", 141, 0xDCD3_5CAF_40F8_737A),
     ("attention_e4m3", 32, 0xA2DB_9110_F63C_3BAF),
@@ -180,6 +180,7 @@ const EXPANSIONS: [(&str, usize, u64); 27] = [
     ("decode", 6, 0xB25F_EAA3_4C53_475E),
     ("decode_codes", 40, 0x83CB_AA7C_D694_30FB),
     ("energy", 10, 0xA80A_DB12_2962_A5AB),
+    ("index_choice", 11, 0xB5EF_0D68_4667_56A1),
     ("masks", 71, 0xC30B_4EB1_EBCB_8D1C),
     ("mla_decode", 10, 0x9236_E1F7_335C_C8AA),
     ("quantize", 20, 0x6EC3_EC59_B2BA_486A),

@@ -14,6 +14,7 @@ mod bsr_matmul;
 mod bsr_operands;
 mod bsr_sddmm;
 mod bsr_sddmm_operands;
+mod choice_operands;
 mod decode;
 mod decode_data;
 mod decode_grid;
@@ -23,6 +24,7 @@ mod decode_rows;
 mod grid;
 mod id;
 mod index;
+mod index_choice;
 mod index_grid;
 mod index_lists;
 mod index_operands;
@@ -57,6 +59,7 @@ pub use decode_operands::DecodeOperands;
 pub use decode_pages::{Chosen, PageSelection};
 pub use grid::GridPeers;
 pub use index::{IndexShape, Listing};
+pub use index_choice::{ChoiceGrid, ChoiceShape};
 pub use index_grid::IndexGrid;
 pub use lengths::{Lengths, LengthsError};
 pub use mask_kind::MaskKind;
@@ -121,6 +124,8 @@ cases! {
     AttentionDecode(DecodeShape),
     /// Attention of queries to the blocks of keys that lists name.
     AttentionIndex(IndexShape),
+    /// Scores of blocks of keys for each query, and the choice of the largest.
+    IndexChoice(ChoiceShape),
     /// Scores of blocks, or a block mask from scores.
     BlockMaskBuild(BlockMaskShape),
     /// Rows of attention as codes of 8 bits.
