@@ -20,6 +20,8 @@
     ("attention_index_bwd_kv_sm80.sm_8x", include_bytes!("attention_index_bwd_kv_sm80.sm_8x.zst")),
     ("attention_index_bwd_sums_sm80.ptx_80", include_bytes!("attention_index_bwd_sums_sm80.ptx_80.zst")),
     ("attention_index_bwd_sums_sm80.sm_8x", include_bytes!("attention_index_bwd_sums_sm80.sm_8x.zst")),
+    ("attention_latent_index_sm80.ptx_80", include_bytes!("attention_latent_index_sm80.ptx_80.zst")),
+    ("attention_latent_index_sm80.sm_8x", include_bytes!("attention_latent_index_sm80.sm_8x.zst")),
     ("attention_latent_sm80.ptx_80", include_bytes!("attention_latent_sm80.ptx_80.zst")),
     ("attention_latent_sm80.sm_8x", include_bytes!("attention_latent_sm80.sm_8x.zst")),
     ("attention_merge_sm80.ptx_80", include_bytes!("attention_merge_sm80.ptx_80.zst")),

@@ -18,6 +18,8 @@
     ("attention_index_bwd_kv_sm80.sm_90", include_bytes!("attention_index_bwd_kv_sm80.sm_90.zst")),
     ("attention_index_bwd_sums_sm80.sm_90", include_bytes!("attention_index_bwd_sums_sm80.sm_90.zst")),
     ("attention_index_sm90a.sm_90a", include_bytes!("attention_index_sm90a.sm_90a.zst")),
+    ("attention_latent_index_few_sm90a.sm_90a", include_bytes!("attention_latent_index_few_sm90a.sm_90a.zst")),
+    ("attention_latent_index_sm90a.sm_90a", include_bytes!("attention_latent_index_sm90a.sm_90a.zst")),
     ("attention_latent_sm80.sm_90", include_bytes!("attention_latent_sm80.sm_90.zst")),
     ("attention_latent_sm90a.sm_90a", include_bytes!("attention_latent_sm90a.sm_90a.zst")),
     ("attention_merge_sm80.sm_90", include_bytes!("attention_merge_sm80.sm_90.zst")),
