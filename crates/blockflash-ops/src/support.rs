@@ -2,8 +2,8 @@ use crate::index_choice::TopKProblem;
 use crate::quantize::QuantizeProblem;
 use crate::selection::{Problem, select};
 use crate::{
-    Error, Result, attention, attention_bwd, attention_decode, bsr_matmul, bsr_sddmm, index_choice,
-    page_choice, quantize,
+    Error, Result, attention, attention_bwd, attention_decode, attention_index, bsr_matmul,
+    bsr_sddmm, index_choice, page_choice, quantize,
 };
 use blockflash_safe::{CudaProperties, Device};
 use blockflash_sys::{DType, Kernel, Target};
@@ -11,8 +11,8 @@ use blockflash_sys::{DType, Kernel, Target};
 /// One line of the support table: an operation, an element type and a range of sizes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SupportRow {
-    /// `attention`, `attention_bwd`, `attention_decode`, `page_summaries`, `page_choice`,
-    /// `index_scores`, `top_k`, `quantize`, `bsr_matmul` or `bsr_sddmm`.
+    /// `attention`, `attention_bwd`, `attention_decode`, `attention_index`, `page_summaries`,
+    /// `page_choice`, `index_scores`, `top_k`, `quantize`, `bsr_matmul` or `bsr_sddmm`.
     pub op: &'static str,
     /// Element type of the inputs.
     pub dtype: DType,
@@ -55,7 +55,8 @@ pub enum Status {
 /// twice as large ones; other blocks may take another kernel. For a BSR matmul it shows the kernel
 /// for many columns; few columns may take a narrower one. For a sampled product it shows the kernel
 /// for the gradient of weights, a column-major A and a row-major B; on Hopper other layouts may
-/// have their own.
+/// have their own. For attention by an index it shows the kernel for one query; many neighbouring
+/// ones may have another.
 pub fn support(device: &Device) -> Vec<SupportRow> {
     support_with(device.cuda_properties())
 }
@@ -70,6 +71,7 @@ pub fn support_with(gpu: Option<&CudaProperties>) -> Vec<SupportRow> {
                 rows(dtype, attention::support(dtype), gpu),
                 rows(dtype, attention_bwd::support(dtype), gpu),
                 rows(dtype, attention_decode::support(dtype), gpu),
+                rows(dtype, attention_index::support(dtype), gpu),
                 rows(dtype, page_choice::support_of_summaries(dtype), gpu),
                 rows(dtype, page_choice::support_of_choice(dtype), gpu),
                 rows(dtype, index_choice::support_of_scores(dtype), gpu),
@@ -136,6 +138,8 @@ mod tests {
                 ("attention_decode", "head_dim 136..=256 by 8"),
                 ("attention_decode", "head_dim 264..=512 by 8"),
                 ("attention_decode", "other head_dim (59)"),
+                ("attention_index", "head_dim 136..=256 by 8"),
+                ("attention_index", "other head_dim (59)"),
                 ("page_summaries", "head_dim 8..=256 by 8"),
                 ("page_choice", "other head_dim (59)"),
                 ("index_scores", "head_dim 8..=256 by 8"),
@@ -166,6 +170,7 @@ mod tests {
                         let op = match is_latent {
                             true => "attention_latent",
                             false if symbol.ends_with("_cache") => "attention_fwd",
+                            false if symbol.ends_with("_index") => "attention_decode",
                             false => row.op,
                         };
                         assert!(symbol.contains(op.trim_end_matches("_fwd")), "{symbol}");

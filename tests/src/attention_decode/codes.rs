@@ -92,7 +92,7 @@ impl Scales {
 }
 
 /// The bits of the nearest code.
-pub(super) fn code(dtype: DType, x: f32) -> u32 {
+pub(crate) fn code(dtype: DType, x: f32) -> u32 {
     match dtype {
         DType::E4M3 => E4M3::saturated(x).0.into(),
         DType::E5M2 => E5M2::saturated(x).0.into(),
@@ -102,7 +102,7 @@ pub(super) fn code(dtype: DType, x: f32) -> u32 {
 }
 
 /// The number of a code.
-pub(super) fn number(dtype: DType, bits: u32) -> f32 {
+pub(crate) fn number(dtype: DType, bits: u32) -> f32 {
     match dtype {
         DType::E4M3 => E4M3(bits as u8).to_f32(),
         DType::E5M2 => E5M2(bits as u8).to_f32(),

@@ -2,7 +2,7 @@
 //! harness that runs a case on a device and judges every output and every slot of the cache.
 
 mod case;
-mod codes;
+pub(crate) mod codes;
 mod data;
 mod edges;
 mod garbage;

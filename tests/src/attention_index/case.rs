@@ -1,5 +1,6 @@
 //! Cases, each of which follows from its seed.
 
+use crate::attention_latent::rows;
 use crate::number::rng;
 use blockflash_ops::attention::{Align, Mask};
 use blockflash_ops::{DType, HeadDims, Scores, View};
@@ -12,12 +13,50 @@ use std::ops::Range;
 /// What kernels are made for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct IndexForm {
-    /// Element type of all tensors.
+    /// Element type of queries and outputs.
     pub dtype: DType,
     /// Elements of a row of q and k, and of v and o.
     pub head_dims: HeadDims,
+    /// What rows of the cache are.
+    pub rows: RowKind,
+}
+
+/// What rows of the cache are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum RowKind {
+    /// Keys and values in the type of the queries.
+    Plain,
+    /// Codes of e4m3, which may have scales.
+    Codes,
+    /// Keys whose first columns are the values.
+    Latent,
+    /// The same as codes with their scales, and elements behind them.
+    LatentCodes,
+}
+
+impl IndexForm {
     /// Whether the values are the first columns of the keys.
-    pub latent: bool,
+    pub fn is_latent(&self) -> bool {
+        matches!(self.rows, RowKind::Latent | RowKind::LatentCodes)
+    }
+
+    /// The element type of the cache.
+    pub fn cache_dtype(&self) -> DType {
+        match self.rows {
+            RowKind::Plain | RowKind::Latent => self.dtype,
+            RowKind::Codes => DType::E4M3,
+            RowKind::LatentCodes => DType::U8,
+        }
+    }
+
+    /// Elements in which a row of keys is stored, and one of values.
+    pub fn stored(&self) -> [usize; 2] {
+        let HeadDims { qk, v } = self.head_dims;
+        match self.rows {
+            RowKind::LatentCodes => [rows::stored((self.dtype, self.head_dims, true)).1; 2],
+            _ => [qk, v],
+        }
+    }
 }
 
 /// Where keys and values are.
@@ -112,7 +151,7 @@ impl IndexCase {
         let mut random = rng(seed ^ 0x1DE8);
         let random = &mut random;
         let granularity = one_of(granularities, random);
-        let heads_kv = if form.latent { 1 } else { one_of(&[1, 2, 3], random) };
+        let heads_kv = if form.is_latent() { 1 } else { one_of(&[1, 2, 3], random) };
         let group = one_of(&[1, 2, 3, 8, 16, 20], random);
         let heads = [heads_kv * group, heads_kv];
         let groups = one_of(&[1, heads[1], heads[1], heads[0]], random);
@@ -121,7 +160,7 @@ impl IndexCase {
         let layout = match random.random_range(0..6) {
             0 => KeyLayout::Contiguous,
             1 => KeyLayout::HeadsFirst(one_of(&[16, 64], random)),
-            2 if !form.latent && form.head_dims.single().is_some() => {
+            2 if !form.is_latent() && form.head_dims.single().is_some() => {
                 KeyLayout::Interleaved(one_of(&[16, 32], random))
             }
             3 => KeyLayout::Packed,

@@ -1,7 +1,8 @@
 //! The numbers of a case, the contents of its cache, and what an exact computation makes of them.
 
+use super::stored::{Rows, generate};
 use super::{IndexCase, KeyLayout};
-use crate::number::{encode, normal_rounded, poison};
+use crate::number::{normal_rounded, poison};
 use crate::tolerance::Reference;
 use blockflash_ops::HeadDims;
 use blockflash_oracle::{Added, AttentionRow, index_attention_row, listed_keys};
@@ -11,10 +12,10 @@ use rayon::prelude::*;
 pub struct IndexData {
     /// `[total, heads, qk]`.
     pub(super) q: Vec<f32>,
-    /// Keys of each sequence, `[keys, heads_kv, qk]`.
-    keys: Vec<Vec<f32>>,
-    /// Values of each sequence, `[keys, heads_kv, v]`.
-    values: Vec<Vec<f32>>,
+    /// Keys of each sequence.
+    keys: Vec<Rows>,
+    /// Values of each sequence.
+    values: Vec<Rows>,
     /// Of each head.
     pub(super) sink: Vec<f32>,
     /// `[groups, total, capacity]`.
@@ -24,31 +25,16 @@ pub struct IndexData {
 impl IndexData {
     /// The numbers of a case.
     pub fn generate(case: &IndexCase) -> Self {
-        let ([heads, heads_kv], HeadDims { qk, v }) = (case.heads, case.form.head_dims);
+        let ([heads, _], HeadDims { qk, .. }) = (case.heads, case.form.head_dims);
         let normal =
             |salt: u64, count| normal_rounded(case.seed << 8 ^ salt, count, case.form.dtype);
-        let sequences = || case.lengths.iter().zip(1u64..);
-        let mut keys: Vec<Vec<f32>> =
-            sequences().map(|(lengths, b)| normal(2 * b, lengths.1 * heads_kv * qk)).collect();
-        let mut values: Vec<Vec<f32>> = match case.form.latent {
-            false => sequences().map(|(l, b)| normal(2 * b + 1, l.1 * heads_kv * v)).collect(),
-            true => vec![],
-        };
-        for (b, &(_, count)) in case.lengths.iter().enumerate() {
-            // One of the last keys and one of the first ones.
-            for key in [1, count.saturating_sub(2)] {
-                if case.nonfinite && key < count {
-                    let (of, width) =
-                        if case.form.latent { (&mut keys, qk) } else { (&mut values, v) };
-                    of[b][key * heads_kv * width + v / 2] = f32::NAN;
-                }
-            }
-        }
-        if case.form.latent {
-            let first =
-                |keys: &Vec<f32>| keys.chunks(qk).flat_map(|row| &row[..v]).copied().collect();
-            values = keys.iter().map(first).collect();
-        }
+        let table = case.table();
+        let sequences = (0..case.batch()).map(|b| generate(case, &table, b));
+        let [keys, values] = sequences.fold([vec![], vec![]], |[mut keys, mut values], [k, v]| {
+            keys.push(k);
+            values.push(v);
+            [keys, values]
+        });
         let (q, sink) = (normal(0, case.total() * heads * qk), normal(1, heads));
         Self { q, keys, values, sink, entries: case.entries() }
     }
@@ -76,8 +62,8 @@ impl IndexData {
                 sink: case.sink.then(|| self.sink[head]),
             };
             let q = &self.q[at * qk..][..qk];
-            let key = |key: usize| &self.keys[b][(key * heads_kv + head_kv) * qk..][..qk];
-            let value = |key: usize| &self.values[b][(key * heads_kv + head_kv) * v..][..v];
+            let key = |key: usize| &self.keys[b].numbers[(key * heads_kv + head_kv) * qk..][..qk];
+            let value = |key: usize| &self.values[b].numbers[(key * heads_kv + head_kv) * v..][..v];
             let (kv, no_term) = (|at: usize| [key(at), value(at)], |_| Added::default());
             let mut row = index_attention_row(case.form.dtype, scores, q, v, &keys, kv, no_term);
             // The size of a score is its value, or the size of the terms that cancel in it.
@@ -106,10 +92,10 @@ impl IndexData {
     /// The bits of the memory of keys and of values, in the order of the layout, with `gap`
     /// elements behind each row. What is no key, or one that no query sees, is poison.
     pub(super) fn cache(&self, case: &IndexCase, gap: usize) -> [Vec<u32>; 2] {
-        let ([_, heads_kv], HeadDims { qk, v }) = (case.heads, case.form.head_dims);
+        let ([_, heads_kv], [qk, v]) = (case.heads, case.form.stored());
         let ([page_size, _, pages], table) = (case.pages(), case.table());
         let units = case.heads[0] / case.group().max(1);
-        let dtype = case.form.dtype;
+        let dtype = case.form.cache_dtype();
         let slots = pages * page_size * heads_kv;
         let mut bits = [qk, v].map(|width| vec![poison(dtype); slots * (width + gap)]);
         let mut is_seen: Vec<Vec<bool>> =
@@ -129,11 +115,11 @@ impl IndexData {
                     KeyLayout::HeadsFirst(_) => (page * heads_kv + head) * page_size + slot,
                     _ => (page * page_size + slot) * heads_kv + head,
                 };
-                let of = [(&self.keys[b], qk), (&self.values[b], v)];
-                for (bits, (numbers, width)) in bits.iter_mut().zip(of) {
-                    let target = &mut bits[row * (width + gap)..][..width];
-                    for (bits, &x) in target.iter_mut().zip(&numbers[at * width..][..width]) {
-                        *bits = encode(dtype, x);
+                let of = [(&self.keys[b].bits, qk), (&self.values[b].bits, v)];
+                for (to, (from, width)) in bits.iter_mut().zip(of) {
+                    // Values that are columns of keys have no bits of their own.
+                    if let Some(from) = from.get(at * width..(at + 1) * width) {
+                        to[row * (width + gap)..][..width].copy_from_slice(from);
                     }
                 }
             }

@@ -1,18 +1,21 @@
 //! Runs cases on a device and checks everything that they write.
 
+use super::stored::Scales;
 use super::{IndexCase, IndexData, KeyLayout};
 use crate::attention::Choice;
 use crate::gpu::wait;
 use crate::host::{download, poisoned, upload};
 use crate::number::{decode, encode, poison, unit_roundoff};
 use crate::tolerance::check;
+use blockflash_ops::attention_index::{accepts, plan, tile};
 use blockflash_ops::{
     AttentionDecodeWorkspace, DType, Error, HeadDims, IndexAttention, IndexAttentionOperands,
     IndexLists, KvCache, Operation, PackedTokens, Scores, Stream, Tensor, View,
 };
 use blockflash_oracle::{PRODUCTS, Rounding};
+use blockflash_sys::{Kernel, manifest};
 
-/// Elements of NaN behind each row of queries, outputs, keys and values.
+/// Elements of NaN behind each row of queries and outputs.
 const GAP: usize = 8;
 /// Blocks behind each list that belong to none.
 const BEHIND: usize = 4;
@@ -27,6 +30,8 @@ pub(super) struct IndexInputs {
     pub(super) table: Tensor,
     pub(super) lengths: Tensor,
     offsets: [Tensor; 2],
+    /// Of codes of keys and of values.
+    scales: [Option<Tensor>; 2],
     /// `[total, groups, capacity + BEHIND]`.
     pub(super) entries: Tensor,
     sink: Tensor,
@@ -49,8 +54,7 @@ impl IndexInputs {
         data: &IndexData,
         stream: &Stream,
     ) -> Result<Self, String> {
-        let (dtype, HeadDims { qk, v }, batch) =
-            (case.form.dtype, case.form.head_dims, case.batch());
+        let (dtype, qk, batch) = (case.form.dtype, case.form.head_dims.qk, case.batch());
         let ints = |values: Vec<i32>, shape: &[usize]| {
             Tensor::from_slice(stream, &values, shape).map_err(told)
         };
@@ -61,28 +65,32 @@ impl IndexInputs {
         let q: Vec<u32> = data.q.chunks(qk).flat_map(with_gap).collect();
 
         let ([page_size, columns, pages], heads_kv) = (case.pages(), case.heads[1]);
-        let [keys, values] = data.cache(case, GAP);
+        let ([of_k, of_v], of_rows, gap) =
+            (case.form.stored(), case.form.cache_dtype(), case.gap());
+        let [keys, values] = data.cache(case, gap);
         let shape = |width: usize| match case.layout {
-            KeyLayout::HeadsFirst(_) => vec![pages, heads_kv, page_size, width + GAP],
-            _ => vec![pages, page_size, heads_kv, width + GAP],
+            KeyLayout::HeadsFirst(_) => vec![pages, heads_kv, page_size, width + gap],
+            _ => vec![pages, page_size, heads_kv, width + gap],
         };
         let (k, v) = match case.layout {
             KeyLayout::Interleaved(_) => {
-                let row = heads_kv * (qk + GAP);
-                let both: Vec<u32> = keys
-                    .chunks(row)
-                    .zip(values.chunks(row))
-                    .flat_map(|(k, v)| [k, v].concat())
-                    .collect();
-                let shape = [pages, page_size, 2 * heads_kv, qk + GAP];
-                (upload(stream, dtype, &both, &shape)?, None)
+                let row = heads_kv * (of_k + gap);
+                let slots = keys.chunks(row).zip(values.chunks(row));
+                let both: Vec<u32> = slots.flat_map(|(k, v)| [k, v].concat()).collect();
+                let shape = [pages, page_size, 2 * heads_kv, of_k + gap];
+                (upload(stream, of_rows, &both, &shape)?, None)
             }
-            _ if case.form.latent => (upload(stream, dtype, &keys, &shape(qk))?, None),
+            _ if case.form.is_latent() => (upload(stream, of_rows, &keys, &shape(of_k))?, None),
             _ => {
-                let v = upload(stream, dtype, &values, &shape(v))?;
-                (upload(stream, dtype, &keys, &shape(qk))?, Some(v))
+                let v = upload(stream, of_rows, &values, &shape(of_v))?;
+                (upload(stream, of_rows, &keys, &shape(of_k))?, Some(v))
             }
         };
+        let scales = [0, 1].map(|which| {
+            let scales = Scales::of(case, which)?;
+            Some(Tensor::from_slice(stream, &scales.values, &scales.shape).map_err(told))
+        });
+        let [k_scale, v_scale] = scales.map(Option::transpose);
         let rows = case.lengths.iter();
         let starts = (0..=batch).map(|b| case.start(b) as i32).collect();
         let mut inputs = Self {
@@ -99,12 +107,13 @@ impl IndexInputs {
                 case.physical(&data.entries),
                 &[case.total(), case.groups, case.capacity + BEHIND],
             )?,
+            scales: [k_scale?, v_scale?],
             sink: Tensor::from_slice(stream, &data.sink, &[case.heads[0]]).map_err(told)?,
             workspace: None,
             case: case.clone(),
         };
-        let bytes = inputs.attention().workspace_bytes(&inputs.cache(), stream.device());
-        let workspace = AttentionDecodeWorkspace::new(stream, bytes.map_err(told)?);
+        let bytes = largest_workspace(&inputs.attention(), &inputs.cache(), stream)?;
+        let workspace = AttentionDecodeWorkspace::new(stream, bytes);
         inputs.workspace = Some(workspace.map_err(told)?);
         Ok(inputs)
     }
@@ -131,18 +140,22 @@ impl IndexInputs {
     }
 
     pub(super) fn cache(&self) -> KvCache<'_> {
-        let (case, HeadDims { qk, v }) = (&self.case, self.case.form.head_dims);
+        let (case, [of_k, of_v]) = (&self.case, self.case.form.stored());
         let (k, heads) = (self.k.view(), case.heads[1]);
         let [k, v] = match &self.v {
-            Some(values) => [columns_of(k, qk), columns_of(values.view(), v)],
-            None if case.form.latent => [columns_of(k, qk), columns_of(k, v)],
+            Some(values) => [columns_of(k, of_k), columns_of(values.view(), of_v)],
+            None if case.form.is_latent() => [columns_of(k, of_k), columns_of(k, of_v)],
             None => {
                 let half = |first: usize| k.slice(2, first..first + heads).expect("both halves");
-                [columns_of(half(0), qk), columns_of(half(heads), v)]
+                [columns_of(half(0), of_k), columns_of(half(heads), of_v)]
             }
         };
         let lengths = case.seqused && case.layout != KeyLayout::Packed;
+        let [k_scale, v_scale] =
+            [&self.scales[0], &self.scales[1]].map(|scale| scale.as_ref().map(Tensor::view));
         KvCache {
+            k_scale,
+            v_scale,
             block_table: case.has_table().then(|| self.table.view()),
             seqused_kv: lengths.then(|| self.lengths.view()),
             ..KvCache::new(case.logical(k), case.logical(v))
@@ -169,6 +182,33 @@ impl IndexInputs {
     }
 }
 
+/// Bytes of workspace that a kernel needs, 0 if it does not compute the call.
+pub(super) fn workspace_bytes(
+    call: &IndexAttention<'_>,
+    cache: &KvCache<'_>,
+    kernel: &'static Kernel,
+    stream: &Stream,
+) -> Result<usize, String> {
+    let Some(gpu) = stream.device().cuda_properties() else { return Ok(0) };
+    let problem = call.problem(cache).map_err(told)?;
+    match plan(kernel, &problem, gpu) {
+        Ok(plan) => Ok(plan.workspace_bytes),
+        Err(Error::Unsupported { .. }) => Ok(0),
+        Err(error) => Err(told(error)),
+    }
+}
+
+/// Bytes of workspace with which every kernel can compute a call.
+fn largest_workspace(
+    call: &IndexAttention<'_>,
+    cache: &KvCache<'_>,
+    stream: &Stream,
+) -> Result<usize, String> {
+    let kernels = manifest::kernels().iter().filter(|kernel| tile(kernel).is_some());
+    let mut bytes = kernels.map(|kernel| workspace_bytes(call, cache, kernel, stream));
+    bytes.try_fold(0, |most, bytes| Ok(bytes?.max(most)))
+}
+
 /// The first columns of a tensor.
 pub(super) fn columns(tensor: &Tensor, count: usize) -> View<'_> {
     columns_of(tensor.view(), count)
@@ -180,6 +220,11 @@ fn columns_of(view: View<'_>, count: usize) -> View<'_> {
 }
 
 impl IndexCase {
+    /// Elements of NaN behind each row of the cache: 16 bytes.
+    fn gap(&self) -> usize {
+        16 / self.form.cache_dtype().size()
+    }
+
     /// Keys or values as calls take them.
     fn logical<'v>(&self, view: View<'v>) -> View<'v> {
         match self.layout {
@@ -280,4 +325,23 @@ pub fn run_index_case(case: &IndexCase, kernel: Choice, stream: &Stream) -> Resu
         outputs.check(case, &data, stream)
     };
     run().map_err(|error| format!("{error}\n    {case:?}"))
+}
+
+/// The same for a kernel that must refuse what it does not accept.
+pub fn run_or_refuse_lists(
+    case: &IndexCase,
+    kernel: &'static Kernel,
+    stream: &Stream,
+) -> Result<usize, String> {
+    let gpu = stream.device().cuda_properties().ok_or("kernels run on GPUs")?;
+    let inputs = IndexInputs::upload(case, &IndexData::generate(case), stream)?;
+    let problem = inputs.attention().problem(&inputs.cache()).map_err(told)?;
+    if accepts(kernel, &problem, gpu).is_ok() {
+        return run_index_case(case, Choice::This(kernel), stream);
+    }
+    let mut outputs = IndexOutputs::poisoned(case, stream)?;
+    match inputs.launch(&mut outputs, Choice::This(kernel), stream) {
+        Err(Error::Unsupported { .. }) => Ok(0),
+        other => Err(format!("{other:?} in place of a refusal\n    {case:?}")),
+    }
 }

@@ -4,7 +4,7 @@
 mod case;
 mod checks;
 mod garbage;
-mod rows;
+pub(crate) mod rows;
 mod run;
 
 pub use case::{LatentCase, latent_cases};

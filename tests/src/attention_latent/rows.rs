@@ -11,17 +11,17 @@ const OF_SCALE: usize = 128;
 const CODE_ROW: usize = 656;
 
 /// The element type in which rows are stored, and the elements of a row.
-pub(super) fn stored((dtype, head_dims, codes): LatentForm) -> (DType, usize) {
+pub(crate) fn stored((dtype, head_dims, codes): LatentForm) -> (DType, usize) {
     if codes { (DType::U8, CODE_ROW) } else { (dtype, head_dims.qk) }
 }
 
 /// Elements of NaN behind each row of this type: 16 bytes at least.
-pub(super) fn gap(dtype: DType) -> usize {
+pub(crate) fn gap(dtype: DType) -> usize {
     if dtype.size() == 1 { 16 } else { 8 }
 }
 
 /// The bits of this many rows, and the numbers that they stand for.
-pub(super) fn generate(form: LatentForm, seed: u64, count: usize) -> (Vec<u32>, Vec<f32>) {
+pub(crate) fn generate(form: LatentForm, seed: u64, count: usize) -> (Vec<u32>, Vec<f32>) {
     let (dtype, head_dims, codes) = form;
     if !codes {
         let numbers = normal_rounded(seed, count * head_dims.qk, dtype);
@@ -57,7 +57,7 @@ fn numbers(row: &[u32]) -> Vec<f32> {
 }
 
 /// Makes NaN of a value of a row, in the bits or by its scale, and in the numbers.
-pub(super) fn make_nan(form: LatentForm, bits: &mut [u32], row: &mut [f32], column: usize) {
+pub(crate) fn make_nan(form: LatentForm, bits: &mut [u32], row: &mut [f32], column: usize) {
     let (dtype, _, codes) = form;
     match codes {
         false => bits[column] = encode(dtype, f32::NAN),
@@ -74,7 +74,7 @@ pub(super) fn make_nan(form: LatentForm, bits: &mut [u32], row: &mut [f32], colu
 }
 
 /// A cache of rows behind which there may be gaps.
-pub(super) fn cache<'v>(form: LatentForm, rows: View<'v>) -> blockflash_ops::Result<KvCache<'v>> {
+pub(crate) fn cache<'v>(form: LatentForm, rows: View<'v>) -> blockflash_ops::Result<KvCache<'v>> {
     let (_, head_dims, codes) = form;
     let rows = rows.slice(3, 0..stored(form).1)?;
     if codes { KvCache::latent_codes(rows) } else { KvCache::latent(rows, head_dims.v) }

@@ -90,7 +90,7 @@ pub(super) fn reading(problem: &AttentionDecodeProblem, shared: bool, gpu: &Cuda
 }
 
 /// Nanoseconds for two things at once, neither of which hides the other one entirely.
-pub(super) fn both(a: f64, b: f64) -> f64 {
+pub(crate) fn both(a: f64, b: f64) -> f64 {
     (a.powi(4) + b.powi(4)).sqrt().sqrt()
 }
 

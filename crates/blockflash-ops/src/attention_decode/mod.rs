@@ -207,7 +207,8 @@ impl<'a> AttentionDecode<'a> {
         self.problem(cache)?.workspace_bytes(device)
     }
 
-    fn operands<'s>(
+    /// The operands of a launch.
+    pub(crate) fn operands<'s>(
         &'s self,
         cache: KvCacheViews<'s>,
         o: ViewMut<'s>,
@@ -339,14 +340,7 @@ impl Steps for AttentionDecode<'_> {
             kv_append::launch(kernel, plan, seqused, new, queries, stream)?;
         }
         let Some(Planned { many, few }) = &plan.attention else { return Ok(()) };
-        let cache = cache.as_cache()?;
-        let cache = KvCacheViews {
-            k: cache.k,
-            v: cache.v,
-            block_table: cache.block_table,
-            seqused: cache.seqused_kv,
-            scales: [cache.k_scale, cache.v_scale],
-        };
+        let cache = cache.as_cache()?.views();
         if let Some((kernel, PrefillPlan { plan, config, combine })) = many {
             let operands = self.operands(cache, o.reborrow(), lse.as_mut().map(ViewMut::reborrow));
             stream.launch::<manifest::AttentionCacheHopper>(kernel, config, plan, operands)?;

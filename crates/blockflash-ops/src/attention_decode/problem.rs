@@ -7,9 +7,6 @@ use crate::{Error, Result};
 use blockflash_sys::{DType, ElementTypes};
 use std::ops::RangeInclusive;
 
-/// Longest keys whose first columns are the values that have no kernels of their own.
-const WIDEST_OF_SHARED: usize = 256;
-
 /// A call of attention to a cache reduced to plain numbers: what `select` and
 /// `plan` work on.
 ///
@@ -115,7 +112,7 @@ impl AttentionDecodeProblem {
     /// Whether the values are the first columns of keys that are too long for other kernels than
     /// those for latent rows.
     pub(super) fn is_latent(&self) -> bool {
-        self.cache.shared && self.attention.head_dims.max() > WIDEST_OF_SHARED
+        self.cache.has_latent_rows()
     }
 
     /// Queries of a sequence times the heads that share a head of keys.

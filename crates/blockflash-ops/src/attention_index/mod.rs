@@ -1,14 +1,24 @@
 //! Attention of queries to the blocks of keys that a list names for each of them.
 
 mod cpu;
+mod division;
+mod latent;
 mod lists;
+mod plan;
 mod problem;
 mod select;
 mod steps;
+mod support;
+mod tile;
+mod united;
 
 pub use lists::{IndexListSizes, IndexLists};
+pub use plan::{IndexAttentionPlan, plan};
 pub use problem::IndexAttentionProblem;
 pub use select::{accepts, select};
+pub use tile::{IndexTile, LatentIndexTile, LatentScheme, tile};
+
+pub(crate) use support::support;
 
 use crate::Result;
 use crate::attention::{AttentionOutput, Mask, Scores};
@@ -168,5 +178,7 @@ impl<'a> IndexAttention<'a> {
     }
 }
 
+#[cfg(test)]
+mod select_tests;
 #[cfg(test)]
 mod tests;

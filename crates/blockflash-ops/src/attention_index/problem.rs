@@ -1,8 +1,9 @@
-use super::{IndexAttention, IndexListSizes};
+use super::{IndexAttention, IndexListSizes, plan, select};
 use crate::attention::{AttentionProblem, PackedRows, Strides};
 use crate::check::{Operand, to_i32};
 use crate::kv_cache::{CacheSizes, KvCache, packed_keys, token_sizes};
 use crate::{Error, Result};
+use blockflash_safe::Device;
 use blockflash_sys::{DType, ElementTypes};
 
 /// A call of attention by an index reduced to plain numbers: what `select` and `plan` work on.
@@ -47,10 +48,26 @@ impl IndexAttentionProblem {
         self
     }
 
+    /// Whether the values are the first columns of keys that are too long for other kernels than
+    /// those for latent rows.
+    pub(super) fn is_latent(&self) -> bool {
+        self.cache.has_latent_rows()
+    }
+
     /// Queries of all sequences, as the lists count them.
     pub fn total_q(&self) -> usize {
         let AttentionProblem { batch, seqlen_q, packed, .. } = self.attention;
         packed.map_or(batch.saturating_mul(seqlen_q), |packed| packed.total_q)
+    }
+
+    /// Bytes of workspace on a device.
+    pub(super) fn workspace_bytes(&self, device: &Device) -> Result<usize> {
+        match device.cuda_properties() {
+            Some(gpu) if !self.attention.is_empty() => {
+                Ok(plan(select(self, gpu)?, self, gpu)?.workspace_bytes)
+            }
+            _ => Ok(0),
+        }
     }
 
     /// Pairs of a list and a head of keys.

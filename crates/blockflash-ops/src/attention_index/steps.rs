@@ -1,13 +1,22 @@
 //! The steps of a call: what is verified, planned, launched and computed.
 
 use super::lists::HostLists;
-use super::{IndexAttention, IndexAttentionOperands, IndexAttentionProblem, cpu};
-use crate::Result;
-use crate::check::Operand;
+use super::plan::{Launches, United, plan};
+use super::{
+    IndexAttention, IndexAttentionOperands, IndexAttentionPlan, IndexAttentionProblem, cpu,
+};
+use crate::attention_decode::{AttentionDecode, AttentionDecodeWorkspace};
+use crate::check::{Operand, aligned};
 use crate::operation::Steps;
-use crate::selection::unsupported;
-use blockflash_safe::{CudaProperties, Device, Stream};
+use crate::{Error, Result};
+use blockflash_safe::{
+    AttentionDecodeOperands, AttentionIndexOperands, CudaProperties, Device, Stream, ViewMut,
+};
 use blockflash_sys::Kernel;
+use blockflash_sys::manifest::{
+    AttentionIndex, AttentionIndexHopper, AttentionLatentIndex, AttentionLatentIndexFew,
+    AttentionLatentIndexHopper, IndexUnion, Variant,
+};
 
 impl IndexAttention<'_> {
     /// Checks that every input is on this device.
@@ -24,11 +33,23 @@ impl IndexAttention<'_> {
         self.scores.on(device)?;
         self.workspace.map_or(Ok(()), |workspace| workspace.on(device))
     }
+
+    /// Those of a launch, with the lists.
+    fn operands<'s>(
+        &'s self,
+        attention: AttentionDecodeOperands<'s>,
+    ) -> AttentionIndexOperands<'s> {
+        AttentionIndexOperands {
+            attention,
+            entries: self.lists.entries,
+            cu_seqlens_kv: self.packed_kv.map(|packed| packed.cu_seqlens),
+        }
+    }
 }
 
 impl Steps for IndexAttention<'_> {
     type Problem = IndexAttentionProblem;
-    type Plan = ();
+    type Plan = IndexAttentionPlan;
     type Out<'o> = IndexAttentionOperands<'o>;
 
     fn is_empty(problem: &IndexAttentionProblem) -> bool {
@@ -76,21 +97,74 @@ impl Steps for IndexAttention<'_> {
 
     fn plan(
         kernel: &'static Kernel,
-        _: &IndexAttentionProblem,
+        problem: &IndexAttentionProblem,
         gpu: &CudaProperties,
-    ) -> Result<()> {
-        let what = format!("{}: this kernel computes something else", kernel.symbol());
-        Err(unsupported::<IndexAttentionProblem>(&gpu.compute_capability, what))
+    ) -> Result<IndexAttentionPlan> {
+        plan(kernel, problem, gpu)
+    }
+
+    fn kernels(kernel: &'static Kernel, plan: &IndexAttentionPlan) -> Vec<&'static Kernel> {
+        match &plan.launches {
+            Launches::Listed { .. } => vec![kernel],
+            Launches::United { union, .. } => vec![union, kernel],
+        }
     }
 
     fn launch(
         &self,
-        _: &Kernel,
-        (): &(),
+        kernel: &Kernel,
+        plan: &IndexAttentionPlan,
         _: &IndexAttentionProblem,
-        _: IndexAttentionOperands<'_>,
-        _: &Stream,
+        operands: IndexAttentionOperands<'_>,
+        stream: &Stream,
     ) -> Result<()> {
+        // Everything is checked before anything is queued.
+        let needed = plan.workspace_bytes;
+        let bytes = self.workspace.map_or(0, AttentionDecodeWorkspace::bytes);
+        if bytes < needed {
+            let expected = format!("[at least {needed}]");
+            return Err(Error::Shape { what: "workspace", expected, found: vec![bytes] });
+        }
+        let IndexAttentionOperands { cache, mut o, mut lse } = operands;
+        aligned("q", &self.q)?;
+        aligned("cache.k", &cache.k)?;
+        aligned("cache.v", &cache.v)?;
+        aligned("o", &o.as_view())?;
+        let cache = cache.views();
+        // Of queries, cache and outputs it has the same operands.
+        let decode = AttentionDecode {
+            packed: self.packed,
+            scores: self.scores,
+            workspace: self.workspace,
+            ..AttentionDecode::new(self.q)
+        };
+        match &plan.launches {
+            Launches::Listed { plan, config } => {
+                let operands = self.operands(decode.operands(cache, o, lse));
+                match kernel.variant {
+                    Variant::AttentionLatentIndex(_) => {
+                        stream.launch::<AttentionLatentIndex>(kernel, config, plan, operands)
+                    }
+                    Variant::AttentionLatentIndexFew(_) => {
+                        stream.launch::<AttentionLatentIndexFew>(kernel, config, plan, operands)
+                    }
+                    Variant::AttentionLatentIndexHopper(_) => {
+                        stream.launch::<AttentionLatentIndexHopper>(kernel, config, plan, operands)
+                    }
+                    _ => stream.launch::<AttentionIndex>(kernel, config, plan, operands),
+                }?;
+            }
+            Launches::United { union, pairs } => {
+                for United { plan, configs: [first, second] } in pairs {
+                    let (out, sums) = (o.reborrow(), lse.as_mut().map(ViewMut::reborrow));
+                    let operands = self.operands(decode.operands(cache, out, sums));
+                    stream.launch::<IndexUnion>(union, first, plan, operands)?;
+                    let (out, sums) = (o.reborrow(), lse.as_mut().map(ViewMut::reborrow));
+                    let operands = self.operands(decode.operands(cache, out, sums));
+                    stream.launch::<AttentionIndexHopper>(kernel, second, plan, operands)?;
+                }
+            }
+        }
         Ok(())
     }
 

@@ -28,7 +28,7 @@ pub(crate) use tokens::{token_ranges, token_sizes};
 
 use crate::Result;
 use crate::check::Operand;
-use blockflash_safe::{Device, View, ViewMut};
+use blockflash_safe::{Device, KvCacheViews, View, ViewMut};
 
 /// The keys and values of a batch for [`AttentionDecode`](crate::AttentionDecode), read-only.
 ///
@@ -113,6 +113,12 @@ impl<'a> KvCache<'a> {
     /// A contiguous cache whose every slot is used.
     pub const fn new(k: View<'a>, v: View<'a>) -> Self {
         Self { k, v, k_scale: None, v_scale: None, block_table: None, seqused_kv: None }
+    }
+
+    /// The tensors, for a launch.
+    pub(crate) const fn views(&self) -> KvCacheViews<'a> {
+        let Self { k, v, block_table, seqused_kv: seqused, k_scale, v_scale } = *self;
+        KvCacheViews { k, v, block_table, seqused, scales: [k_scale, v_scale] }
     }
 
     /// Checks that every tensor is on this device.

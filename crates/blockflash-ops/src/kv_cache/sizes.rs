@@ -9,6 +9,9 @@ use blockflash_sys::{DType, HeadDims};
 /// Slots of a cache for kernels are less than this many elements apart.
 const NEAR: usize = 1 << 30;
 
+/// Longest keys whose first columns are the values that have no kernels of their own.
+const WIDEST_OF_SHARED: usize = 256;
+
 /// The types of keys and values.
 pub(crate) const TYPES: [DType; 6] =
     [DType::F16, DType::BF16, DType::F32, DType::E4M3, DType::E5M2, DType::I8];
@@ -100,6 +103,12 @@ impl CacheSizes {
             true => rows.dtype_in(&FLOATS),
             false => rows.dtype_in(&[self.dtype]),
         }
+    }
+
+    /// Whether the values are the first columns of keys that are too long for other kernels than
+    /// those for latent rows.
+    pub(crate) fn has_latent_rows(&self) -> bool {
+        self.shared && self.head_dims.max() > WIDEST_OF_SHARED
     }
 
     /// Whether 16 keys from a multiple of 16 on are in one page. The only page of a sequence may be

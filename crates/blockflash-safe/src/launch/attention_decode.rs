@@ -6,9 +6,7 @@ use super::attention_sizes::{
 };
 use super::bsr_parts::BsrPartsMemory;
 use super::checked::{Launch, Operands};
-use super::fit::{
-    Fit, ceil_div, fits, narrow, optional, pointer, pointer_mut, require, rows_aligned,
-};
+use super::fit::{Fit, ceil_div, fits, narrow, pointer, require, rows_aligned};
 use super::kv_cache::KvCacheViews;
 use super::score_terms::ScoreTerms;
 use crate::view::Used;
@@ -16,10 +14,10 @@ use crate::{DType, Kernel, View, ViewMut};
 use blockflash_sys::manifest::{AttentionDecode, Variant};
 use blockflash_sys::params::{
     blockflash_attention_decode_params, blockflash_attention_decode_terms_params,
-    blockflash_kv_cache,
+    blockflash_kv_cache, blockflash_scores,
 };
 use blockflash_sys::{ElementTypes, HeadDims};
-use std::ptr::{null, null_mut};
+use std::ptr::null;
 
 /// Tensors of attention over a cache. With `cu_seqlens_q` the queries are packed.
 #[derive(Debug)]
@@ -96,6 +94,19 @@ impl AttentionDecodeOperands<'_> {
         longest: i32,
         cache: &mut blockflash_kv_cache,
     ) -> Fit<Queries> {
+        self.fit_queries_beside(types, widest, longest, None, cache)
+    }
+
+    /// The same, where the cache may hold keys of so many sequences, in place of those of the
+    /// queries.
+    pub(super) fn fit_queries_beside(
+        &self,
+        types: ElementTypes,
+        widest: HeadDims,
+        longest: i32,
+        sequences: Option<i64>,
+        cache: &mut blockflash_kv_cache,
+    ) -> Fit<Queries> {
         let (queries, outputs) = (self.queries(), self.o.as_view());
         let packed = self.cu_seqlens_q.is_some();
         let [entries, rows_q, heads_q, _] = row_sizes("q", &queries, packed)?;
@@ -104,7 +115,9 @@ impl AttentionDecodeOperands<'_> {
             None => entries,
         };
         let seqlen_q = if packed { longest.into() } else { rows_q };
-        let [heads_kv, mut head_dim_qk, mut head_dim_v] = self.cache.fit(types.kv, batch, cache)?;
+        let of_cache = sequences.unwrap_or(batch);
+        let [heads_kv, mut head_dim_qk, mut head_dim_v] =
+            self.cache.fit(types.kv, of_cache, cache)?;
         if types.kv == DType::U8 {
             // Rows of codes, which stand for as many columns as the kernel has.
             self.cache.fit_code_rows()?;
@@ -165,11 +178,9 @@ impl AttentionDecodeOperands<'_> {
         p: &AttentionDecodeScalars,
         params: &mut blockflash_attention_decode_params,
     ) -> Fit<i128> {
-        let Queries { sizes, q, o, lse } =
-            self.fit_queries(tile.types, tile.head_dims, p.longest, &mut params.cache)?;
-        let cache = &params.cache;
-        let Sizes { packed, batch, heads_q, heads_kv, head_dim_v, .. } = sizes;
-        let total_q = if packed { sizes.rows_q } else { 0 };
+        let queries = self.fit_queries(tile.types, tile.head_dims, p.longest, &mut params.cache)?;
+        let (cache, sizes) = (&params.cache, &queries.sizes);
+        let Sizes { packed, batch, heads_q, heads_kv, rows_q: total_q, .. } = *sizes;
         require(
             p.most_queries > 0,
             format_args!("most_queries is {}, expected at least 1", p.most_queries),
@@ -249,66 +260,34 @@ impl AttentionDecodeOperands<'_> {
             items = p.even_items.into();
         }
         let rows = (seqlen_q * group).min(tile.rows.into());
-        let slots = items << p.run_log2;
-        match &self.workspace {
-            None => require(splits == 1, format_args!("{splits} splits have no workspace"))?,
-            Some(memory) => {
-                let sums = slots * i128::from(rows * (head_dim_v + 2));
-                let room = sums <= memory.sums() as i128 && slots <= memory.counters() as i128;
-                require(
-                    splits == 1 || room,
-                    format_args!(
-                        "the workspace has {} sums and {} counters, {sums} and {slots} are needed",
-                        memory.sums(),
-                        memory.counters()
-                    ),
-                )?;
-            }
-        }
-        // Of any size where no sequence is divided, so kernels must not see it then.
-        let workspace = self.workspace.filter(|_| splits > 1);
-        let sums = workspace.map_or(null_mut(), BsrPartsMemory::sums_pointer);
-        let logs = slots.saturating_mul((rows * head_dim_v).into()) as usize;
-        let lse_pointer = self.lse.as_ref().map_or(null_mut(), pointer_mut);
-        params.q = pointer(&self.queries());
-        params.o = pointer_mut(&self.o);
-        params.lse = lse_pointer.cast();
-        params.cu_seqlens_q = optional(self.cu_seqlens_q.as_ref()).cast();
+        self.write_queries(&queries, params)?;
+        self.fit_workspace(splits, items << p.run_log2, rows, params)?;
         params.page_list = lists[0].cast();
         params.page_count = lists[1].cast();
-        params.partial_sums = sums;
-        params.partial_logs = sums.wrapping_add(logs);
-        params.arrivals = workspace.map_or(null_mut(), BsrPartsMemory::counters_pointer);
-        params.q_stride_batch = q[0];
-        params.q_stride_seq = q[1];
-        params.q_stride_head = q[2];
-        params.o_stride_batch = o[0];
-        params.o_stride_seq = o[1];
-        params.o_stride_head = o[2];
-        params.lse_stride_batch = lse[0];
-        params.lse_stride_head = lse[1];
-        params.batch = narrow("batch", batch)?;
-        params.num_heads_q = narrow("num_heads_q", heads_q)?;
-        params.num_heads_kv = narrow("num_heads_kv", heads_kv)?;
         params.group = narrow("group", group)?;
-        params.seqlen_q = narrow("seqlen_q", sizes.lengths[0])?;
-        params.total_q = narrow("total_q", total_q)?;
-        params.head_dim_qk = narrow("head_dim_qk", sizes.head_dim_qk)?;
-        params.head_dim_v = narrow("head_dim_v", head_dim_v)?;
         params.most_queries = p.most_queries;
         params.page_list_capacity = narrow("pages", listed)?;
         params.items = narrow("items", items as i64)?;
-        params.partial_rows = narrow("partial_rows", rows)?;
         params.splits = p.splits;
         params.chunk_min = p.chunk_min;
         params.chunk_max = p.chunk_max;
         params.run_log2 = p.run_log2;
-        params.scores = with_sink(&p.scores, self.sink.as_ref());
+        params.scores = self.scores(&p.scores);
         Ok(items)
     }
 }
 
 impl AttentionDecodeOperands<'_> {
+    /// What happens to a score, for the argument.
+    pub(super) fn scores(&self, scores: &blockflash_scores) -> blockflash_scores {
+        with_sink(scores, self.sink.as_ref())
+    }
+
+    /// The logits that join the denominator.
+    pub(super) fn used_logits(&self) -> Option<Used<'_>> {
+        self.sink.as_ref().map(View::used)
+    }
+
     /// Whether sequences have equally many queries, visit all pages, and have lengths on the
     /// device.
     pub(super) fn has_lengths_alone(&self) -> bool {

@@ -33,6 +33,11 @@ impl<'a> KvCacheViews<'a> {
         [Some(self.k.used()), Some(self.v.used()), table, seqused, k_scale, v_scale]
     }
 
+    /// Whether a sequence may have several pages.
+    pub(super) fn has_pages(&self) -> bool {
+        self.block_table.as_ref().is_some_and(|table| table.shape().get(1) > Some(&1))
+    }
+
     /// Checks that there are no scales, for a kernel that reads none.
     pub(super) fn refuse_scales(&self) -> Fit {
         let [k, v] = self.scales;

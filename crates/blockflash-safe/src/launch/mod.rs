@@ -8,6 +8,7 @@ mod attention_bwd_workspace;
 mod attention_cache;
 mod attention_combine;
 mod attention_decode;
+mod attention_decode_argument;
 mod attention_decode_codes;
 mod attention_decode_runs;
 mod attention_decode_scalars;
@@ -18,9 +19,12 @@ mod attention_fwd;
 mod attention_fwd_e4m3;
 mod attention_fwd_tma;
 mod attention_fwd_wide;
+mod attention_index;
 mod attention_index_bwd;
 mod attention_index_bwd_sizes;
+mod attention_index_tma;
 mod attention_latent;
+mod attention_latent_index;
 mod attention_latent_tma;
 mod attention_merge;
 mod attention_sizes;
@@ -66,10 +70,12 @@ pub use attention_decode::AttentionDecodeOperands;
 pub use attention_decode_codes::CodesDecode;
 pub use attention_decode_scalars::AttentionDecodeScalars;
 pub use attention_fwd::{AttentionFwdOperands, AttentionFwdPlan};
+pub use attention_index::{AttentionIndexOperands, AttentionIndexPlan};
 pub use attention_index_bwd::{
     AttentionIndexBwdKernels, AttentionIndexBwdOperands, AttentionIndexBwdPlan,
 };
 pub use attention_index_bwd_sizes::{AttentionIndexBwdSizes, attention_index_bwd_workspace};
+pub use attention_index_tma::{IndexPacks, IndexUnionPlan};
 pub use attention_merge::{AttentionMerge, AttentionMergeOperands};
 pub use attention_sizes::AttentionScalars;
 pub use block_bits::{BlockBitsBuild, BlockBitsOperands};
@@ -119,8 +125,14 @@ pub fn param_bytes(kernel: &Kernel) -> Option<usize> {
         of::<manifest::AttentionDecode>,
         of::<CodesDecode>,
         of::<manifest::AttentionDecodeHopper>,
+        of::<manifest::AttentionIndex>,
+        of::<manifest::AttentionIndexHopper>,
+        of::<manifest::IndexUnion>,
         of::<manifest::AttentionLatent>,
         of::<manifest::AttentionLatentHopper>,
+        of::<manifest::AttentionLatentIndex>,
+        of::<manifest::AttentionLatentIndexFew>,
+        of::<manifest::AttentionLatentIndexHopper>,
         of::<attention_index_bwd::IndexBackward>,
         of::<AttentionMerge>,
         of::<manifest::KvAppend>,

@@ -1,5 +1,7 @@
 //! One call of every operation on a GPU of the fake driver.
 
+mod indexed;
+
 use blockflash_ops::attention_decode::AttentionDecodeWorkspace;
 use blockflash_ops::{
     AppendKv, Attention, AttentionBackward, AttentionDecode, AttentionDecodeOperands,
@@ -31,6 +33,11 @@ macro_rules! case {
     }};
 }
 
+/// What lives as long as the process.
+fn leaked<T>(what: T) -> &'static T {
+    Box::leak(Box::new(what))
+}
+
 /// A tensor that lives as long as the process.
 fn tensor(stream: &Stream, dtype: DType, shape: &[usize]) -> Result<&'static mut Tensor> {
     Ok(Box::leak(Box::new(Tensor::zeros(stream, dtype, shape)?)))
@@ -41,6 +48,7 @@ pub(crate) fn all(device: &Device) -> Result<Vec<Case>> {
     let stream = device.stream()?;
     let mut cases = attention(&stream)?;
     cases.extend(decoding(&stream)?);
+    cases.extend(indexed::all(&stream)?);
     cases.extend(products(&stream)?);
     cases.push(quantizing(&stream)?);
     cases.extend(choosing(&stream)?);

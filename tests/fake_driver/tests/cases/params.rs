@@ -8,6 +8,9 @@ use std::fmt::Debug;
 pub(crate) fn fields(launch: &Launch) -> String {
     let has = |part: &str| launch.symbol.contains(part);
     let fields = match has("_sm90a_") {
+        true if has("attention_index") => read::<blockflash_attention_index_tma_params>,
+        _ if has("index_union") => read::<blockflash_index_union_params>,
+        _ if has("latent_index") || has("_index") => read::<blockflash_attention_index_params>,
         true if has("attention_fwd_small") => read::<blockflash_attention_fwd_params>,
         true if has("attention_fwd") => read::<blockflash_attention_fwd_tma_params>,
         true if has("attention_bwd") => read::<blockflash_attention_bwd_tma_params>,
