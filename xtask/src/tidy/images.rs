@@ -9,9 +9,9 @@ use anyhow::Result;
 use blockflash_sys::{Kernel, manifest};
 use std::collections::BTreeMap;
 
-/// All archives together, which a wheel carries: 0.8 MB more than before attention by an index.
+/// All archives together, which a wheel carries: 1.7 MB more than before attention by an index.
 /// `cargo xtask package` holds each of the two packages below a limit of its own.
-const MAX_TOTAL_BYTES: u64 = 10_250_000;
+const MAX_TOTAL_BYTES: u64 = 11_150_000;
 
 /// Checks every kernel of the manifest, and the record of GPU passes.
 pub fn check(findings: &mut Findings) -> Result<()> {
