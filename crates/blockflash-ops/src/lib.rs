@@ -98,7 +98,8 @@ pub use attention_decode::{
     PreparedAttentionDecode,
 };
 pub use attention_index::{
-    IndexAttention, IndexAttentionOperands, IndexLists, PreparedIndexAttention,
+    IndexAttention, IndexAttentionBackward, IndexAttentionOperands, IndexLists,
+    PreparedIndexAttention, PreparedIndexAttentionBackward,
 };
 pub use attention_merge::{AttentionMerge, PreparedAttentionMerge};
 pub use block_sparse::{
@@ -137,7 +138,7 @@ pub use {
     attention::{AttentionProblem, BiasProblem, BlockMaskSizes, PackedRows, ScoresProblem},
     attention_bwd::AttentionBackwardProblem,
     attention_decode::AttentionDecodeProblem,
-    attention_index::{IndexAttentionProblem, IndexListSizes},
+    attention_index::{IndexAttentionBackwardProblem, IndexAttentionProblem, IndexListSizes},
     attention_merge::AttentionMergeProblem,
     bsr_matmul::BsrProblem,
     bsr_sddmm::BsrSddmmProblem,

@@ -1,6 +1,6 @@
 //! Gradients of attention: `dq`, `dk`, `dv` and those of sink and bias, given the one of `o`.
 
-mod cpu;
+pub(crate) mod cpu;
 mod parts;
 mod plan;
 mod problem;
@@ -10,6 +10,7 @@ pub use plan::{AttentionBackwardPlan, plan, workspace_bytes};
 pub use problem::AttentionBackwardProblem;
 pub use select::{accepts, select};
 
+pub(crate) use plan::{statistics_alone, statistics_bytes};
 pub(crate) use select::support;
 
 use crate::attention::{Attention, AttentionOutput};
@@ -225,6 +226,35 @@ impl AttentionBackward<'_> {
     }
 }
 
+impl<'a> AttentionBackward<'a> {
+    /// Those of a launch.
+    pub(crate) fn operands(
+        &self,
+        gradients: AttentionGradientsMut<'a>,
+        workspace: Option<ViewMut<'a>>,
+    ) -> AttentionBwdOperands<'a> {
+        let Self { attention, o, lse, d_o } = *self;
+        AttentionBwdOperands {
+            q: attention.q,
+            k: attention.k,
+            v: attention.v,
+            o,
+            lse,
+            d_o,
+            dq: gradients.dq,
+            dk: gradients.dk,
+            dv: gradients.dv,
+            sink: attention.scores.sink,
+            d_sink: gradients.d_sink,
+            workspace,
+            cu_seqlens: attention.cu_seqlens.map(|cu_seqlens| [cu_seqlens.q, cu_seqlens.kv]),
+            block_mask: attention.block_mask.and_then(BlockMask::for_backward),
+            terms: attention.scores.terms(),
+            dbias: gradients.dbias,
+        }
+    }
+}
+
 /// Bytes of the selected scheme.
 fn bytes_of(problem: AttentionBackwardProblem, device: &Device) -> Result<usize> {
     match device.cuda_properties() {
@@ -316,25 +346,7 @@ impl Steps for AttentionBackward<'_> {
             let found = vec![problem.workspace];
             return Err(Error::Shape { what: "workspace", expected, found });
         }
-        let Self { attention, o, lse, d_o } = *self;
-        let mut operands = AttentionBwdOperands {
-            q: attention.q,
-            k: attention.k,
-            v: attention.v,
-            o,
-            lse,
-            d_o,
-            dq: gradients.dq,
-            dk: gradients.dk,
-            dv: gradients.dv,
-            sink: attention.scores.sink,
-            d_sink: gradients.d_sink,
-            workspace,
-            cu_seqlens: attention.cu_seqlens.map(|cu_seqlens| [cu_seqlens.q, cu_seqlens.kv]),
-            block_mask: attention.block_mask.and_then(BlockMask::for_backward),
-            terms: attention.scores.terms(),
-            dbias: gradients.dbias,
-        };
+        let mut operands = self.operands(gradients, workspace);
         check_alignment(&operands)?;
         for (kernel, config) in launches {
             let operands = operands.reborrow();
@@ -359,7 +371,7 @@ impl Steps for AttentionBackward<'_> {
 }
 
 /// The kernels read and write 16 bytes at a time.
-fn check_alignment(operands: &AttentionBwdOperands<'_>) -> Result<()> {
+pub(crate) fn check_alignment(operands: &AttentionBwdOperands<'_>) -> Result<()> {
     let AttentionBwdOperands { q, k, v, o, d_o, dq, dk, dv, workspace, .. } = operands;
     for (what, view) in [("q", q), ("k", k), ("v", v), ("o", o), ("d_o", d_o)] {
         aligned(what, view)?;

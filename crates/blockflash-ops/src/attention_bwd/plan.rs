@@ -170,18 +170,7 @@ pub fn plan<'k>(
 ) -> Result<AttentionBackwardPlan<'k>> {
     accepts(kernel, problem, gpu)?;
     let forward = &problem.forward;
-    let queries = [forward.batch, forward.seqlen_q, forward.num_heads_q];
-    let keys = [forward.batch, forward.seqlen_kv, forward.num_heads_kv];
-    check_strides(&[
-        ("q", forward.q, queries),
-        ("k", forward.k, keys),
-        ("v", forward.v, keys),
-        ("o", forward.o, queries),
-        ("d_o", problem.d_o, queries),
-        ("dq", problem.dq, queries),
-        ("dk", problem.dk, keys),
-        ("dv", problem.dv, keys),
-    ])?;
+    check_all_strides(problem)?;
     let (kernels, parts) = kernels(kernel, problem, gpu)?;
     let scalars = scalars(forward)?;
     let summing = kernels
@@ -206,6 +195,57 @@ pub fn plan<'k>(
             let before = launches.last().map(|&(before, _)| before);
             let early = starts_early(kernel, before);
             launches.push((kernel, LaunchConfig::of(kernel, blocks, early)));
+        }
+    }
+    Ok(AttentionBackwardPlan { plan, launches })
+}
+
+/// All strides are those that kernels take.
+fn check_all_strides(problem: &AttentionBackwardProblem) -> Result<()> {
+    let forward = &problem.forward;
+    let queries = [forward.batch, forward.seqlen_q, forward.num_heads_q];
+    let keys = [forward.batch, forward.seqlen_kv, forward.num_heads_kv];
+    check_strides(&[
+        ("q", forward.q, queries),
+        ("k", forward.k, keys),
+        ("v", forward.v, keys),
+        ("o", forward.o, queries),
+        ("d_o", problem.d_o, queries),
+        ("dq", problem.dq, queries),
+        ("dk", problem.dk, keys),
+        ("dv", problem.dv, keys),
+    ])
+}
+
+/// Bytes of the row statistics; `None` beyond the address space.
+pub(crate) fn statistics_bytes(problem: &AttentionBackwardProblem) -> Option<usize> {
+    let [groups, rows] = statistics(problem)?;
+    attention_bwd_workspace(groups.checked_mul(rows)?, None, 0)
+}
+
+/// Plans what other kernels for the gradients of q, k and v need before them: zeros in packed rows
+/// of no sequence, and row statistics. Where it is asked for, the gradient of logits comes, too.
+///
+/// # Errors
+/// As [`plan`].
+pub(crate) fn statistics_alone(
+    problem: &AttentionBackwardProblem,
+    gpu: &CudaProperties,
+) -> Result<AttentionBackwardPlan<'static>> {
+    check_all_strides(problem)?;
+    let scalars = scalars(&problem.forward)?;
+    let plan = AttentionBwdPlan { scalars, sums_head_dim: None, heads_per_section: 1, parts: None };
+    let steps = [
+        (Step::Zeros, problem.forward.packed.is_some()),
+        (Step::Statistics, true),
+        (Step::Sinks, problem.d_sink),
+    ];
+    let mut launches = Vec::with_capacity(steps.len());
+    for (step, _) in steps.into_iter().filter(|(_, wanted)| *wanted) {
+        let kernel = select(&problem.at(step), gpu)?;
+        let blocks = blocks(kernel, problem, &plan, gpu)?;
+        if blocks > 0 {
+            launches.push((kernel, LaunchConfig::of(kernel, blocks, false)));
         }
     }
     Ok(AttentionBackwardPlan { plan, launches })

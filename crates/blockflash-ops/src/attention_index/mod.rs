@@ -1,5 +1,6 @@
 //! Attention of queries to the blocks of keys that a list names for each of them.
 
+pub mod backward;
 mod cpu;
 mod division;
 mod latent;
@@ -12,6 +13,10 @@ mod support;
 mod tile;
 mod united;
 
+pub use backward::{
+    IndexAttentionBackward, IndexAttentionBackwardPlan, IndexAttentionBackwardProblem,
+    PreparedIndexAttentionBackward,
+};
 pub use lists::{IndexListSizes, IndexLists};
 pub use plan::{IndexAttentionPlan, plan};
 pub use problem::IndexAttentionProblem;

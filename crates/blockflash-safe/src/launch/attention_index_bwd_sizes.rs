@@ -202,6 +202,11 @@ impl AttentionIndexBwdSizes {
         Some((offsets, end)).filter(|&(_, end)| isize::try_from(end).is_ok())
     }
 
+    /// Whether a pass has no more entries and items than kernels count.
+    pub fn is_counted(&self) -> bool {
+        self.fit().is_ok()
+    }
+
     /// Checks what kernels count in 32 bits.
     pub(super) fn fit(&self) -> Fit {
         let limit = i128::from(i32::MAX) - (1 << 20);

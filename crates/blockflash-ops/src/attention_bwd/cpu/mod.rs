@@ -37,13 +37,13 @@ struct KeyRows {
 }
 
 /// The operands as slices of their elements.
-struct Operands<'a, T> {
+pub(crate) struct Operands<'a, T> {
     problem: &'a AttentionBackwardProblem,
-    q: &'a [T],
-    k: &'a [T],
-    v: &'a [T],
+    pub(crate) q: &'a [T],
+    pub(crate) k: &'a [T],
+    pub(crate) v: &'a [T],
     o: &'a [T],
-    d_o: &'a [T],
+    pub(crate) d_o: &'a [T],
     lse: &'a [f32],
     terms: Option<Terms<'a>>,
     /// The sum of `o · d_o` of each query: `[sequences][heads][queries]`.
@@ -75,39 +75,15 @@ fn run<T: Float>(
     gradients: AttentionGradientsMut<'_>,
 ) -> Result<()> {
     let (attention, forward) = (&op.attention, &problem.forward);
-    let mut operands = Operands::<T> {
-        problem,
-        q: attention.q.as_slice()?,
-        k: attention.k.as_slice()?,
-        v: attention.v.as_slice()?,
-        o: op.o.as_slice()?,
-        d_o: op.d_o.as_slice()?,
-        lse: op.lse.as_slice()?,
-        terms: Terms::of(&attention.scores)?,
-        delta: Vec::new(),
-        block_mask: attention.block_mask,
-        transposed: attention.block_mask.map(BlockMask::transpose).transpose()?,
-    };
-    operands.delta = operands.delta_of(sequences);
+    let mut operands = Operands::<T>::new(op, problem, sequences)?;
+    operands.transposed = attention.block_mask.map(BlockMask::transpose).transpose()?;
     let AttentionGradientsMut { mut dq, mut dk, mut dv, d_sink, dbias } = gradients;
-    if let (Some(mut d_sink), Some(sink)) = (d_sink, &attention.scores.sink) {
-        operands.sink_gradient(sequences, sink.as_slice()?, d_sink.as_mut_slice()?);
-    }
+    operands.sink_gradient(op, sequences, d_sink)?;
     if let (Some(mut dbias), Some(bias)) = (dbias, forward.scores.bias) {
         dbias::bias_gradient(&operands, sequences, bias.broadcast, &mut dbias)?;
     }
-    let HeadDims { qk, v } = forward.head_dims;
-    let dq = Output::<T>::new(&mut dq, problem.dq, qk)?;
-    let dk = Output::<T>::new(&mut dk, problem.dk, qk)?;
-    let dv = Output::<T>::new(&mut dv, problem.dv, v)?;
-    if let Some(packed) = forward.packed {
-        let end = sequences.last();
-        let end_q = end.map_or(0, |last| last.first_q + last.seqlen_q);
-        let end_kv = end.map_or(0, |last| last.first_kv + last.seqlen_kv);
-        dq.clear(end_q..packed.total_q, forward.num_heads_q);
-        dk.clear(end_kv..packed.total_kv, forward.num_heads_kv);
-        dv.clear(end_kv..packed.total_kv, forward.num_heads_kv);
-    }
+    let [dq, dk, dv] = Output::<T>::all([&mut dq, &mut dk, &mut dv], problem, sequences)?;
+    let qk = forward.head_dims.qk;
 
     let group = forward.num_heads_q / forward.num_heads_kv.max(1);
     let compute = |(tile, sums, rounded): &mut Buffers<T>, span: &Span| -> Result<dq::Sums> {
@@ -145,7 +121,31 @@ fn run<T: Float>(
 /// What a thread computes in: a tile, sums of `dk` and `dv`, and these rounded.
 type Buffers<T> = (dk_dv::Tile, [Vec<f32>; 2], Vec<T>);
 
-impl<T: Float> Operands<'_, T> {
+impl<'a, T: Float> Operands<'a, T> {
+    /// Those of a call without the transpose of its block mask.
+    pub(crate) fn new(
+        op: &'a AttentionBackward<'a>,
+        problem: &'a AttentionBackwardProblem,
+        sequences: &[Sequence],
+    ) -> Result<Self> {
+        let attention = &op.attention;
+        let mut operands = Self {
+            problem,
+            q: attention.q.as_slice()?,
+            k: attention.k.as_slice()?,
+            v: attention.v.as_slice()?,
+            o: op.o.as_slice()?,
+            d_o: op.d_o.as_slice()?,
+            lse: op.lse.as_slice()?,
+            terms: Terms::of(&attention.scores)?,
+            delta: Vec::new(),
+            block_mask: attention.block_mask,
+            transposed: None,
+        };
+        operands.delta = operands.delta_of(sequences);
+        Ok(operands)
+    }
+
     /// See [`delta`](Self::delta).
     fn delta_of(&self, sequences: &[Sequence]) -> Vec<Vec<f32>> {
         let forward = &self.problem.forward;
@@ -165,7 +165,7 @@ impl<T: Float> Operands<'_, T> {
     }
 
     /// Log-sum-exp and `delta` of a query.
-    fn statistics(&self, sequence: &Sequence, head: usize, query: usize) -> [f32; 2] {
+    pub(crate) fn statistics(&self, sequence: &Sequence, head: usize, query: usize) -> [f32; 2] {
         let forward = &self.problem.forward;
         let lse = forward
             .lse
@@ -174,7 +174,16 @@ impl<T: Float> Operands<'_, T> {
     }
 
     /// The sink has probability `exp(sink - lse)` and no value, so `d_o · v - delta` is `-delta`.
-    fn sink_gradient(&self, sequences: &[Sequence], sink: &[f32], d_sink: &mut [f32]) {
+    pub(crate) fn sink_gradient(
+        &self,
+        op: &AttentionBackward<'_>,
+        sequences: &[Sequence],
+        d_sink: Option<ViewMut<'_>>,
+    ) -> Result<()> {
+        let (Some(mut d_sink), Some(sink)) = (d_sink, &op.attention.scores.sink) else {
+            return Ok(());
+        };
+        let (d_sink, sink) = (d_sink.as_mut_slice::<f32>()?, sink.as_slice::<f32>()?);
         d_sink.par_iter_mut().zip(sink).enumerate().for_each(|(head, (d_sink, &sink))| {
             let mut sum = 0f64;
             for sequence in sequences {
@@ -187,12 +196,13 @@ impl<T: Float> Operands<'_, T> {
             }
             *d_sink = sum as f32;
         });
+        Ok(())
     }
 }
 
 /// A gradient. Strided rows of several tasks interleave, so that tasks take turns at writing;
 /// computing takes far longer.
-struct Output<'a, T> {
+pub(crate) struct Output<'a, T> {
     elements: Mutex<&'a mut [T]>,
     strides: Strides,
     head_dim: usize,
@@ -203,8 +213,30 @@ impl<'a, T: Float> Output<'a, T> {
         Ok(Self { elements: Mutex::new(view.as_mut_slice()?), strides, head_dim })
     }
 
+    /// The gradients of q, k and v. Packed rows that belong to no sequence are 0.
+    pub(crate) fn all(
+        [dq, dk, dv]: [&'a mut ViewMut<'_>; 3],
+        problem: &AttentionBackwardProblem,
+        sequences: &[Sequence],
+    ) -> Result<[Self; 3]> {
+        let forward = &problem.forward;
+        let HeadDims { qk, v } = forward.head_dims;
+        let dq = Self::new(dq, problem.dq, qk)?;
+        let dk = Self::new(dk, problem.dk, qk)?;
+        let dv = Self::new(dv, problem.dv, v)?;
+        if let Some(packed) = forward.packed {
+            let end = sequences.last();
+            let end_q = end.map_or(0, |last| last.first_q + last.seqlen_q);
+            let end_kv = end.map_or(0, |last| last.first_kv + last.seqlen_kv);
+            dq.clear(end_q..packed.total_q, forward.num_heads_q);
+            dk.clear(end_kv..packed.total_kv, forward.num_heads_kv);
+            dv.clear(end_kv..packed.total_kv, forward.num_heads_kv);
+        }
+        Ok([dq, dk, dv])
+    }
+
     /// Stores rows; `start` says where.
-    fn store(
+    pub(crate) fn store(
         &self,
         sums: &[f32],
         rows: &Range<usize>,
