@@ -23,6 +23,7 @@ pub mod attention;
 pub mod attention_bwd;
 pub mod attention_decode;
 pub mod attention_index;
+pub mod attention_index_bwd;
 pub mod attention_latent;
 pub mod block_masks;
 pub mod bsr;
