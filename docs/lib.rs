@@ -24,6 +24,7 @@ pages! {
     attention: "attention.md",
     block_masks: "block-masks.md",
     decoding: "decoding.md",
+    index_attention: "index-attention.md",
     block_sparse: "block-sparse.md",
     several_gpus: "several-gpus.md",
     candle: "candle.md",

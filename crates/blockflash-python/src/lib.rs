@@ -12,6 +12,7 @@ mod dispatcher;
 mod distributed;
 mod error;
 mod foreign;
+mod index;
 mod info;
 mod latent;
 mod linear;
@@ -44,6 +45,8 @@ mod _native {
     };
     #[pymodule_export]
     use crate::error::{DeviceError, Misaligned, Unsupported};
+    #[pymodule_export]
+    use crate::index::{block_scores, index_attention, top_k};
     #[pymodule_export]
     use crate::info::{describe, driver_problem, gpu_problem, initialised, set_checks};
     #[pymodule_export]

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import blockflash
-from blockflash import _codes, _decode, _mla, _native, _pages  # noqa: F401
+from blockflash import _codes, _decode, _index, _index_choice, _mla, _native, _pages  # noqa: F401
 from blockflash._schema import ATTENTION, DECODE, SCHEMAS, Options
 
 OPS = _decode._OPS
@@ -30,6 +30,21 @@ OPERATORS = {
         ["k_cache", "v_cache", "k_token_scale", "v_token_scale"],
     ),
     "attention_merge": (["parts_o", "parts_lse"], []),
+    "index_attention": (["q", "k", "v", "lists", "granularity", "max_k"], []),
+    "block_scores": (
+        [
+            "q", "k", "weights", "seqused_k", "cu_seqlens_q", "cu_seqlens_k", "block_table",
+            "granularity", "groups", "max_q", "max_k", "left", "right", "mean", "relu", "scale",
+        ],
+        [],
+    ),
+    "top_k": (
+        [
+            "scores", "k", "seqused_k", "cu_seqlens_q", "cu_seqlens_k", "granularity", "batch",
+            "capacity", "max_q", "max_k", "left", "right", "first", "last",
+        ],
+        [],
+    ),
     "mla_append": (
         ["kv_latent", "k_rope", "cache", "block_table", "seqused_k", "cu_seqlens"], ["cache"],
     ),
@@ -53,7 +68,7 @@ OPERATORS = {
 
 def table_of(operator: str) -> Options | None:
     decoding = ("attention_decode", "attention_append", "attention_append_scales")
-    if operator in decoding or operator.startswith("mla_decode"):
+    if operator in (*decoding, "index_attention") or operator.startswith("mla_decode"):
         return DECODE
     return ATTENTION if operator.startswith("attention") and operator != "attention_merge" else None
 

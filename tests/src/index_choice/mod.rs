@@ -4,11 +4,13 @@ mod case;
 mod choices;
 mod garbage;
 mod scores;
+mod top_k_case;
 
-pub use case::{Keys, RowsCase, ScoresCase, TopKCase};
+pub use case::{Keys, RowsCase, ScoresCase};
 pub use choices::{choice_replays, run_top_k};
 pub use garbage::index_choice_survives_garbage;
 pub use scores::{run_index_scores, scores_replay};
+pub use top_k_case::TopKCase;
 
 use crate::attention::Choice;
 use blockflash_ops::{DType, Stream, Tensor};

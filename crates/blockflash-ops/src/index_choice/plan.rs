@@ -94,7 +94,7 @@ pub fn plan_scores(
     {
         queries /= 2;
     }
-    // Offsets that lie could lead to as many.
+    // Wrong offsets could lead to as many.
     while items(queries) > MOST_ITEMS && queries < of.seqlen_q {
         queries *= 2;
     }

@@ -40,8 +40,10 @@ pub enum BlockReduction {
 /// # let q = Tensor::zeros(&stream, DType::BF16, &[1, 3, 2, 64])?;
 /// # let kv = Tensor::zeros(&stream, DType::BF16, &[1, 512, 1, 64])?;
 /// let lists = IndexLists { entries: lists.view(), granularity: 16 };
-/// let output = IndexAttention { scores: Mask::causal().into(), ..IndexAttention::new(q.view(), lists) }
-///     .forward(KvCache::new(kv.view(), kv.view()), &stream)?;
+/// let cache = KvCache::new(kv.view(), kv.view());
+/// let call =
+///     IndexAttention { scores: Mask::causal().into(), ..IndexAttention::new(q.view(), lists) };
+/// let output = call.forward(cache, &stream)?;
 /// # assert_eq!(output.o.shape(), q.shape());
 /// # Ok::<(), blockflash_ops::Error>(())
 /// ```
@@ -153,7 +155,7 @@ impl<'a> IndexScores<'a> {
         self.run(scores, stream)
     }
 
-    /// Allocates the scores of so many groups of heads and computes them.
+    /// Allocates the scores of this many groups of heads and computes them.
     ///
     /// # Errors
     /// As [`compute_into`](Self::compute_into), and out of memory.

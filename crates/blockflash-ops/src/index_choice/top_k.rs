@@ -194,7 +194,7 @@ impl<'a> TopK<'a> {
         })
     }
 
-    /// So many rows and what they see.
+    /// This many rows and what they see.
     fn rows(&self, rows: usize) -> Result<IndexRows> {
         let (mut batch, mut seqlen_q) = (self.batch, rows / self.batch.max(1));
         if let Some(packed) = &self.packed {

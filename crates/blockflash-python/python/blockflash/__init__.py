@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from ._attention import attention, block_sparse_attention
     from ._codes import quantize
     from ._decode import attention_decode, attention_merge
+    from ._index import index_attention
+    from ._index_choice import block_scores, top_k
     from ._info import info, set_checks, usable
     from ._mla import mla_append, mla_decode
     from ._pages import choose_pages, summarize_pages
@@ -34,9 +36,11 @@ _MODULES = {
     "attention": "._attention",
     "attention_decode": "._decode",
     "attention_merge": "._decode",
+    "block_scores": "._index_choice",
     "block_sparse_attention": "._attention",
     "choose_pages": "._pages",
     "distributed": ".distributed",
+    "index_attention": "._index",
     "info": "._info",
     "jax": ".jax",
     "mla_append": "._mla",
@@ -50,6 +54,7 @@ _MODULES = {
     "stats": "._stats",
     "strict": "._stats",
     "summarize_pages": "._pages",
+    "top_k": "._index_choice",
     "usable": "._info",
 }
 
@@ -67,8 +72,10 @@ __all__ = [
     "attention",
     "attention_decode",
     "attention_merge",
+    "block_scores",
     "block_sparse_attention",
     "choose_pages",
+    "index_attention",
     "info",
     "mla_append",
     "mla_decode",
@@ -80,6 +87,7 @@ __all__ = [
     "stats",
     "strict",
     "summarize_pages",
+    "top_k",
     "usable",
 ]
 

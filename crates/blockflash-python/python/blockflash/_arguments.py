@@ -70,8 +70,8 @@ def scores(
     causal: bool,
     window: tuple[int | None, int | None],
     scale: float | None,
-    softcap: float | None,
-    sink: Tensor | None,
+    softcap: float | None = None,
+    sink: Tensor | None = None,
     bias: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
 ) -> dict[str, Any]:

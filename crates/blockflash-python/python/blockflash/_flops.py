@@ -80,6 +80,14 @@ def _decode(
     return 2 * q.shape[:-1].numel() * keys * (q.shape[-1] + v_cache.shape[-1])
 
 
+def _index(
+    q: Tensor, k: Tensor, v: Tensor, lists: Tensor, granularity: int, *a: Any, **b: Any
+) -> int:
+    """All entries of the lists count."""
+    keys = lists.shape[-1] * granularity
+    return 2 * q.shape[:-1].numel() * keys * (q.shape[-1] + v.shape[-1])
+
+
 def _append(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Any, v: Any, *a: Any, **b: Any) -> int:
     return _decode(q, k_cache, v_cache, *a, **b)
 
@@ -106,6 +114,7 @@ _FORMULAS = {
     "attention_decode": _decode,
     "attention_append": _append,
     "attention_append_scales": _append_scales,
+    "index_attention": _index,
     "mla_decode": _latent,
     "mla_decode_out": _latent_out,
 }

@@ -59,6 +59,8 @@ _WRITTEN_CACHE = "Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache"
 _TOKEN_SCALES = "Tensor(c!) k_token_scale, Tensor(d!) v_token_scale"
 _RESULTS = "(Tensor o, Tensor lse)"
 _PAGES = "Tensor block_table, Tensor? seqused_k"
+_LENGTHS = "Tensor? seqused_k, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k"
+_ROWS = "SymInt max_q, SymInt max_k, int left, int right"
 _GRADIENTS = "(Tensor dq, Tensor dk, Tensor dv, Tensor d_sink, Tensor d_bias)"
 _GIVEN = f"Tensor grad_o, Tensor? grad_lse, {_QKV}, Tensor o, Tensor lse, bool of_bias=False"
 
@@ -79,6 +81,12 @@ SCHEMAS = {
     "quantize": "(Tensor x, Tensor? scale, Tensor? cu_seqlens, int code, int per, "
     "bool subtract_mean, bool rotate, SymInt max_seqlen) -> "
     "(Tensor codes, Tensor scale, Tensor mean)",
+    "index_attention": f"({_QKV}, Tensor lists, SymInt granularity, SymInt max_k, {DECODE.text}) "
+    f"-> {_RESULTS}",
+    "block_scores": f"(Tensor q, Tensor k, Tensor? weights, {_LENGTHS}, Tensor? block_table, "
+    f"SymInt granularity, SymInt groups, {_ROWS}, bool mean, bool relu, float scale) -> Tensor",
+    "top_k": f"(Tensor scores, SymInt k, {_LENGTHS}, SymInt granularity, SymInt batch, "
+    f"SymInt capacity, {_ROWS}, SymInt first, SymInt last) -> Tensor",
     "attention_merge": f"(Tensor parts_o, Tensor parts_lse) -> {_RESULTS}",
     "summarize_pages": f"(Tensor k_cache, Tensor(a!) summaries, {_PAGES}, SymInt tokens) -> ()",
     "choose_pages": f"(Tensor q, Tensor k_cache, Tensor summaries, {_PAGES}, "

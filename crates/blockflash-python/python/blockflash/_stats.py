@@ -20,6 +20,7 @@ _PATHS = {
     "comfyui": "blockflash.comfyui",
     "diffusers": "blockflash.diffusers",
     "flash_attn": "blockflash.flash_attn",
+    "index_attention": "blockflash.index_attention",
     "mla_decode": "blockflash.mla_decode",
     "sdpa": "scaled_dot_product_attention",
     "transformers": "block_attention",
@@ -50,9 +51,8 @@ def stats() -> dict[str, Calls]:
 
     Returns:
         The calls since the start of the process or the last `reset_stats()`, by path: `attention`,
-        `attention_decode` and `mla_decode` are all calls of these functions, drop-ins included.
-        `comfyui`,
-        `diffusers`, `flash_attn`, `sdpa` (once activated), `transformers` and `vllm_omni` are the
+        `attention_decode`, `index_attention` and `mla_decode` are all calls of these functions,
+        drop-ins included. `comfyui`, `diffusers`, `flash_attn`, `sdpa` (once activated), `transformers` and `vllm_omni` are the
         drop-ins, by calls of the forward pass. Functions that are called by name have no fallback:
         they raise. A call that is compiled counts once, when it is traced, but in `sdpa` each time
         that it runs. What torch gives to another of its backends never comes to blockflash, and is
