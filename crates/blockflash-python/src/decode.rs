@@ -215,7 +215,10 @@ fn operation<'v>(
 }
 
 /// A workspace of at least this many bytes for calls on this stream, which has one for itself.
-pub(crate) fn workspace(stream: &Stream, bytes: usize) -> Result<Option<Arc<AttentionDecodeWorkspace>>> {
+pub(crate) fn workspace(
+    stream: &Stream,
+    bytes: usize,
+) -> Result<Option<Arc<AttentionDecodeWorkspace>>> {
     static WORKSPACES: Mutex<Vec<(Stream, Arc<AttentionDecodeWorkspace>)>> = Mutex::new(Vec::new());
     if bytes == 0 {
         return Ok(None);

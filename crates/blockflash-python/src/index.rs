@@ -255,27 +255,12 @@ pub(crate) fn top_k(
         size("first", first)?,
         size("last", last)?,
     ];
-    let call = move |[scores, seqused_kv, of_q, of_k]| -> Result<TopK<'_>> {
-        let Some(scores): Option<View<'_>> = scores else { return Err(needed()) };
-        let [granularity, batch, capacity, max_q, max_k, first, last] = sizes;
-        Ok(TopK {
-            batch,
-            packed: of_keys(of_q, max_q),
-            capacity,
-            packed_kv: of_keys(of_k, max_k),
-            seqused_kv,
-            mask: token_mask(left, right, false)?,
-            first,
-            last,
-            ..TopK::new(scores, granularity)
-        })
-    };
     let (bytes, captured) = py.detach(|| -> Result<(usize, bool)> {
         if stream.device().is_cpu() {
             return Ok((0, false));
         }
         let (read, [], []) = views((read.each_ref(), []), [])?;
-        let bytes = call(read)?.workspace_bytes(room, stream.device())?;
+        let bytes = choice(read, sizes, [left, right])?.workspace_bytes(room, stream.device())?;
         Ok((bytes, bytes > 0 && stream.is_capturing()?))
     })?;
     // Held until the work is queued.
@@ -284,7 +269,26 @@ pub(crate) fn top_k(
     Ok(py.detach(|| -> Result<()> {
         let workspace = given_or_own(memory.as_ref(), bytes, &stream)?;
         let (read, [], [chosen]) = views((read.each_ref(), []), [Some(chosen)])?;
-        let call = TopK { workspace: workspace.as_deref(), ..call(read)? };
+        let call = TopK { workspace: workspace.as_deref(), ..choice(read, sizes, [left, right])? };
         Ok(call.choose_into(chosen.ok_or_else(needed)?, &stream)?)
     })?)
+}
+
+fn choice<'v>(
+    [scores, seqused_kv, of_q, of_k]: [Option<View<'v>>; 4],
+    [granularity, batch, capacity, max_q, max_k, first, last]: [usize; 7],
+    [left, right]: [i64; 2],
+) -> Result<TopK<'v>> {
+    let scores = scores.ok_or_else(needed)?;
+    Ok(TopK {
+        batch,
+        packed: of_keys(of_q, max_q),
+        capacity,
+        packed_kv: of_keys(of_k, max_k),
+        seqused_kv,
+        mask: token_mask(left, right, false)?,
+        first,
+        last,
+        ..TopK::new(scores, granularity)
+    })
 }

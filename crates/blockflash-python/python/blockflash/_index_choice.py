@@ -163,6 +163,8 @@ def top_k(
     refuse_types(scores=scores)
     both(cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q)
     both(cu_seqlens_k=cu_seqlens_k, max_seqlen_k=max_seqlen_k)
+    if min(first, last) < 0 or first + last > k:
+        raise ValueError(f"first and last are {first} and {last}, expected at most {k} together")
     if scores.dim() == 2:
         scores = scores.unsqueeze(0)
     if batch is None:
@@ -197,9 +199,7 @@ def _scores(
     relu: bool,
     scale: float,
 ) -> Tensor:
-    found = _empty_scores(
-        q, k, cu_seqlens_q, cu_seqlens_k, block_table, granularity, groups, max_k
-    )
+    found = _empty_scores(q, k, cu_seqlens_q, cu_seqlens_k, block_table, granularity, groups, max_k)
     rest = (
         found, weights, seqused_k, block_table, cu_seqlens_q, cu_seqlens_k, granularity, max_q,
         max_k, left, right, mean, relu, scale,
@@ -251,9 +251,7 @@ def _fake_scores(
     max_k: int,
     *rest: Any,
 ) -> Tensor:
-    return _empty_scores(
-        q, k, cu_seqlens_q, cu_seqlens_k, block_table, granularity, groups, max_k
-    )
+    return _empty_scores(q, k, cu_seqlens_q, cu_seqlens_k, block_table, granularity, groups, max_k)
 
 
 def _top_k(scores: Tensor, k: int, *rest: Any) -> Tensor:

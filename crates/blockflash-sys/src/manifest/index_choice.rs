@@ -1,4 +1,4 @@
-use super::family::Family;
+use super::family::{Family, Size, Support};
 use crate::{DType, Target};
 
 /// The kernels that score blocks of keys for each query and choose the largest scores, with their
@@ -163,6 +163,12 @@ impl Family for IndexKernel {
                 define("VARIANT_MIN_BLOCKS", 1);
             }
         }
+    }
+
+    fn supports(&self) -> Option<Support> {
+        let Self::Scores { dtype, head_dim, .. } = *self else { return None };
+        let (operation, size) = ("scores of blocks of keys", Size::HeadDim(head_dim));
+        Some(Support { operation, size, dtype })
     }
 
     fn contains(&self) -> &'static [&'static str] {
