@@ -5,6 +5,7 @@ mod attention;
 mod attention_bwd;
 mod attention_decode;
 mod attention_index;
+mod attention_index_bwd;
 mod attention_latent;
 mod block_mask;
 mod bsr;
