@@ -115,7 +115,11 @@ pub fn index_choice_survives_garbage(
     if rows == 0 {
         return Ok(1);
     }
-    run().map_err(|error| format!("garbage {seed}: {error}"))?;
+    match run() {
+        // A tile may be too narrow for the heads.
+        Err(Error::Unsupported { .. }) if matches!(kernels.scores, Choice::This(_)) => return Ok(0),
+        launched => launched.map_err(|error| format!("garbage {seed}: {error}"))?,
+    }
     wait(stream, &|| format!("garbage {seed}"))?;
 
     for (name, tensor, written) in [("scores", &scores, blocks), ("lists", &lists, k)] {

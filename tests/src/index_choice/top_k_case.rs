@@ -49,7 +49,7 @@ impl TopKCase {
             window: [None, Some(0)],
             granularity: 1,
         };
-        Self { seed, rows, groups: 1, k, forced: [1, 1], distinct }
+        Self { seed, rows, groups: 1, k, forced: [1, usize::from(k > 1)], distinct }
     }
 
     /// Scores `[groups, rows, blocks]`; those that a query does not see are NaN.
