@@ -1,5 +1,5 @@
-//! Gradients on the CPU, in f32: each head of keys of a sequence is computed by one thread, query by
-//! query in their order, so that sums have one order.
+//! Gradients on the CPU, in f32: a thread computes a head of keys of a sequence, query by query, so
+//! that sums have one order.
 
 use super::{IndexAttentionBackward, IndexAttentionBackwardProblem};
 use crate::attention::cpu::sequence::Sequence;
