@@ -51,16 +51,14 @@ fn selected(
 #[test]
 fn gpus_have_kernels() {
     for gpu in gpus() {
-        for (head_dim, heads, widest, rows) in
-            [(64, [8, 8], 64, 8), (72, [64, 4], 128, 16), (256, [24, 2], 256, 16)]
+        for (head_dim, heads, widest) in [(64, [8, 8], 64), (72, [64, 4], 128), (256, [24, 2], 256)]
         {
             for invariant in [false, true] {
                 let of = problem([3, 1, 4096], heads, head_dim, [heads[1], 64, 16]);
                 let of = IndexAttentionProblem { batch_invariant: invariant, ..of };
                 let (tile, _) = selected(&of, &gpu);
                 let IndexTile::Listed(tile) = tile else { panic!("{tile:?}") };
-                let found = (tile.tile.head_dims.qk, tile.tile.rows);
-                assert!(found.0 == widest && (!invariant || found.1 == rows), "{found:?}");
+                assert_eq!(tile.tile.head_dims.qk, widest, "{}", gpu.name);
             }
         }
         let codes = CacheSizes::contiguous(DType::E4M3, [3, 4096], 2, 128);
