@@ -182,8 +182,11 @@ struct IndexLoader : Loader {
     if (!are_k_scales_of_keys(p.scales) && !are_v_scales_of_keys(p.scales)) return;
     const int row = lane % kStepKeys, of_run = first_lane + (row >> keys_log2);
     const int at_page = __shfl_sync(~0u, page, of_run);
-    const int at_slot = __shfl_sync(~0u, slot, of_run) + (row & ((1 << keys_log2) - 1));
-    start_scale(p.scales, item, to_smem, at_page, at_slot, bits >> row & 1, lane);
+    const int in_run = row & ((1 << keys_log2) - 1);
+    // As of a tile that begins `row` slots before, which has this row or none.
+    const int at_slot = __shfl_sync(~0u, slot, of_run) + in_run - row;
+    start_scales(p.scales, item, to_smem, at_page, at_slot, bits >> row & 1 ? 0 : kStepKeys,
+                 kStepKeys, lane);
   }
 };
 using AnyLoader = std::conditional_t<kHasIndex, IndexLoader, Loader>;

@@ -162,18 +162,10 @@ struct Loader {
                                                       int rows_end, int lane) {
     const int row = lane % kStepKeys;
     const bool exists = row >= rows_begin && row < rows_end;
-    start_scale(scales, item, to_smem, at_page, at_slot + row, exists, lane);
-  }
-
-  // The scale of this lane, of the key in a slot.
-  static __device__ __forceinline__ void start_scale(const blockflash_cache_scales& scales,
-                                                     const DecodeItem& item, uint32_t to_smem,
-                                                     int at_page, int at_slot, bool exists,
-                                                     int lane) {
     const auto start = [&](const float* from, int64_t of_sequence, int64_t of_page, int64_t of_slot,
                            int64_t of_head) {
-      const int64_t offset = item.sequence * of_sequence + at_page * of_page + at_slot * of_slot +
-                             head_of_keys(item) * of_head;
+      const int64_t offset = item.sequence * of_sequence + at_page * of_page +
+                             (at_slot + row) * of_slot + head_of_keys(item) * of_head;
       ptx::cp_async_ca_4_or_zero(to_smem + lane * 4, exists ? from + offset : from, exists);
     };
     if (lane < kStepKeys && are_k_scales_of_keys(scales))
