@@ -138,8 +138,8 @@ impl<'a> IndexAttention<'a> {
 
     /// Computes into the caller's tensors. On a GPU nothing is allocated and the stream is not
     /// synchronised, so a graph can capture the call, and its replays follow lists and lengths. On
-    /// the CPU it returns when the result is there. Packed rows before the first sequence and behind
-    /// the last one become 0.
+    /// the CPU it returns when the result is there. Packed rows before the first sequence and
+    /// behind the last one become 0.
     ///
     /// # Errors
     /// All checks of [`problem`](Self::problem) and `select`; [`Shape`](crate::Error::Shape) for

@@ -147,7 +147,7 @@ def call(operator: Any, *arguments: Any) -> Any:
 
 
 def allocate_like(tensor: Tensor) -> Callable[[int], Tensor]:
-    """What makes a workspace of so many bytes for a call that a graph captures."""
+    """What makes a workspace of this many bytes for a call that a graph captures."""
 
     def allocate(count: int) -> Tensor:
         return tensor.new_empty(count, dtype=torch.uint8)

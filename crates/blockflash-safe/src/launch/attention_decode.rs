@@ -97,7 +97,7 @@ impl AttentionDecodeOperands<'_> {
         self.fit_queries_beside(types, widest, longest, None, cache)
     }
 
-    /// The same, where the cache may hold keys of so many sequences, in place of those of the
+    /// The same, where the cache may hold keys of this many sequences, in place of those of the
     /// queries.
     pub(super) fn fit_queries_beside(
         &self,

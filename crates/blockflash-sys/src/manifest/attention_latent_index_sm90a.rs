@@ -32,7 +32,7 @@ impl Family for AttentionLatentIndexHopper {
         self.tile.smem_bytes()
     }
 
-    /// A CTA takes every so many items, as many as there are CTAs.
+    /// A CTA takes every n-th item, where n is the number of CTAs.
     fn is_persistent(&self) -> bool {
         true
     }
