@@ -32,9 +32,7 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash::Params p) {
   Shared& shared = *reinterpret_cast<Shared*>(smem + kQOffset + 2 * kQBytes);
   const uint32_t smem_at = static_cast<uint32_t>(__cvta_generic_to_shared(smem));
   const uint32_t ring_smem = smem_at + warp * kRingBytes;
-  const auto item_of = [&](int n) -> Item& {
-    return shared.items[static_cast<unsigned>(n) % 4];
-  };
+  const auto item_of = [&](int n) -> Item& { return shared.items[static_cast<unsigned>(n) % 4]; };
   Terms terms(p, shared);
 
   // One warp takes the items for all, since lengths that change meanwhile could make warps disagree

@@ -117,7 +117,9 @@ pub fn index_choice_survives_garbage(
     }
     match run() {
         // A tile may be too narrow for the heads.
-        Err(Error::Unsupported { .. }) if matches!(kernels.scores, Choice::This(_)) => return Ok(0),
+        Err(Error::Unsupported { .. }) if matches!(kernels.scores, Choice::This(_)) => {
+            return Ok(0);
+        }
         launched => launched.map_err(|error| format!("garbage {seed}: {error}"))?,
     }
     wait(stream, &|| format!("garbage {seed}"))?;

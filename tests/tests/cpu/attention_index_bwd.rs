@@ -6,12 +6,9 @@ use blockflash_tests::host::all_pass;
 #[test]
 fn gradients_against_the_definition() {
     let granularities = [1, 4, 7, 16, 64, 128];
-    for (dtype, qk, v) in [
-        (DType::F32, 24, 24),
-        (DType::BF16, 64, 64),
-        (DType::F16, 72, 40),
-        (DType::F32, 5, 3),
-    ] {
+    for (dtype, qk, v) in
+        [(DType::F32, 24, 24), (DType::BF16, 64, 64), (DType::F16, 72, 40), (DType::F32, 5, 3)]
+    {
         let cases: Vec<_> = (0..30)
             .map(|seed| {
                 IndexBackwardCase::random(seed, (dtype, HeadDims { qk, v }), &granularities)
