@@ -36,13 +36,10 @@ pub(crate) fn index_attention(
     options: &Bound<'_, PyTuple>,
 ) -> PyResult<()> {
     let py = q.py();
-    let q = of("q", q)?;
-    let stream = q.stream().map_err(Failure::from)?;
-    let rows = [Some(q), Some(of("k", k)?), Some(of("v", v)?), Some(of("lists", lists)?)];
+    let rows = [of("q", q)?, of("k", k)?, of("v", v)?, of("lists", lists)?];
     let DecodeOptions { tensors, numbers } = Given::decode(options)?;
     let outputs = [Some(of("o", o)?), optional("lse", lse)?];
-    let sizes = [size("granularity", granularity)?, size("max_seqlen_k", max_k)?];
-    let call = Call { rows, tensors, numbers, sizes, stream };
+    let call = Call::new(rows, tensors, numbers, [granularity, max_k])?;
     let (bytes, captured) = py.detach(|| call.workspace_bytes())?;
     // Held until the work is queued.
     let memory = if captured { Some(allocate.call1((bytes,))?) } else { None };
@@ -77,17 +74,28 @@ fn needed() -> Failure {
 }
 
 /// A call without its outputs.
-struct Call<'a> {
+pub(crate) struct Call<'a> {
     /// q, k, v and the lists.
-    rows: Operands<'a, 4>,
-    tensors: DecodeTensors<Option<Foreign<'a>>>,
+    pub(crate) rows: Operands<'a, 4>,
+    pub(crate) tensors: DecodeTensors<Option<Foreign<'a>>>,
     numbers: DecodeNumbers,
     /// Tokens of a block, and the most keys of a packed sequence.
     sizes: [usize; 2],
-    stream: Stream,
+    pub(crate) stream: Stream,
 }
 
 impl<'a> Call<'a> {
+    pub(crate) fn new(
+        rows: [Foreign<'a>; 4],
+        tensors: DecodeTensors<Option<Foreign<'a>>>,
+        numbers: DecodeNumbers,
+        [granularity, max_k]: [i64; 2],
+    ) -> Result<Self> {
+        let stream = rows[0].stream()?;
+        let sizes = [size("granularity", granularity)?, size("max_seqlen_k", max_k)?];
+        Ok(Self { rows: rows.map(Some), tensors, numbers, sizes, stream })
+    }
+
     /// How large a workspace it needs, and whether that is to be memory of a graph.
     fn workspace_bytes(&self) -> Result<(usize, bool)> {
         if self.stream.device().is_cpu() {
@@ -114,7 +122,7 @@ impl<'a> Call<'a> {
         Ok(call.forward_into(IndexAttentionOperands { cache, o, lse }, &self.stream)?)
     }
 
-    fn operation<'v>(
+    pub(crate) fn operation<'v>(
         &self,
         [q, k, v, lists]: [Option<View<'v>>; 4],
         tensors: &DecodeTensors<Option<View<'v>>>,

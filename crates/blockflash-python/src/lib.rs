@@ -13,6 +13,7 @@ mod distributed;
 mod error;
 mod foreign;
 mod index;
+mod index_backward;
 mod info;
 mod latent;
 mod linear;
@@ -47,6 +48,8 @@ mod _native {
     use crate::error::{DeviceError, Misaligned, Unsupported};
     #[pymodule_export]
     use crate::index::{block_scores, index_attention, top_k};
+    #[pymodule_export]
+    use crate::index_backward::index_attention_backward;
     #[pymodule_export]
     use crate::info::{describe, driver_problem, gpu_problem, initialised, set_checks};
     #[pymodule_export]

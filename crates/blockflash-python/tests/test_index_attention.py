@@ -189,11 +189,72 @@ def test_compiled_and_traced() -> None:
     torch.library.opcheck(ops.top_k.default, (torch.randn(1, 2, 4), 2, *rows))
 
 
+def masked(tensors: list[Tensor], lists: Tensor, granularity: int) -> tuple[Tensor, Tensor]:
+    """`(o, lse)` of causal attention with the logits of heads, for autograd in float64."""
+    q, k, v, logits = (t.double() for t in tensors)
+    queries, keys, heads = q.shape[1], k.shape[1], q.shape[2]
+    k, v = (t.repeat_interleave(heads // t.shape[2], 2) for t in (k, v))
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[-1] ** -0.5
+    block = torch.arange(keys) // granularity
+    seen = (lists[..., None] == block).any(-2).unflatten(1, (q.shape[0], queries))
+    seen = seen.repeat_interleave(heads // lists.shape[0], 0).transpose(0, 1)
+    seen = seen & torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
+    scores = scores.masked_fill(~seen, -torch.inf)
+    columns = logits[:, None, None].expand(heads, 1, 1).expand(*scores.shape[:3], 1)
+    scores = torch.cat([scores, columns], -1)
+    lse = scores.logsumexp(-1)
+    probabilities = (scores - lse[..., None]).exp()[..., :-1]
+    return torch.einsum("bhqk,bkhd->bqhd", probabilities, v), lse
+
+
+@pytest.mark.parametrize(("device", "dtype"), WHERE)
+@pytest.mark.parametrize("with_lse", [False, True])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_gradients(groups: int, with_lse: bool, device: str, dtype: torch.dtype) -> None:
+    shapes = ((2, 20, 4, 64), (2, 64, 2, 64), (2, 64, 2, 64))
+    given = [randn(*shape, device=device, dtype=dtype) for shape in shapes]
+    given.append(torch.randn(4, device=device))
+    lists = torch.stack([torch.randperm(4)[:2] for _ in range(groups * 40)]).int()
+    lists = lists.view(groups, 40, 2)
+    grads = torch.randn(2, 20, 4, 64).to(dtype), torch.randn(2, 4, 20)
+
+    def gradients(tensors: list[Tensor], attend: Any) -> tuple[Tensor, ...]:
+        leaves = [t.clone().requires_grad_() for t in tensors]
+        results = attend(leaves)[: 1 + with_lse]
+        weights = [g.to(r.device, r.dtype) for g, r in zip(grads, results, strict=False)]
+        return torch.autograd.grad(results, leaves, weights)
+
+    def ours(leaves: list[Tensor]) -> Any:
+        options: dict[str, Any] = {"causal": True, "sink": leaves[3], "return_lse": True}
+        return index_attention(*leaves[:3], lists.to(device), 16, **options)
+
+    wanted = gradients([t.cpu().double() for t in given], lambda x: masked(x, lists, 16))
+    error = 4e-2 if dtype != torch.float32 else 1e-4
+    for found, exact in zip(gradients(given, ours), wanted, strict=True):
+        torch.testing.assert_close(found.cpu().double(), exact, atol=error, rtol=error)
+
+
+def test_gradients_of_packed_and_compiled() -> None:
+    tensors, given = packed()
+    lists = torch.arange(10, dtype=torch.int32).expand(7, -1).contiguous()
+    leaves = [t.requires_grad_() for t in tensors.values()]
+
+    def step(*leaves: Tensor) -> Tensor:
+        return index_attention(*leaves, lists, 4, causal=True, **given).square().sum()
+
+    wanted = attention(*leaves, causal=True, **given).square().sum()
+    expected = torch.autograd.grad(wanted, leaves)
+    for call in (step, torch.compile(step, backend="aot_eager", fullgraph=True)):
+        for found, exact in zip(torch.autograd.grad(call(*leaves), leaves), expected, strict=True):
+            torch.testing.assert_close(found, exact, atol=1e-5, rtol=1e-5)
+
+
 def test_gradients_are_not_lost() -> None:
     q, k = torch.randn(1, 2, 2, 16, requires_grad=True), torch.randn(1, 32, 1, 16)
     lists = torch.zeros(1, 2, 1, dtype=torch.int32)
+    used = torch.tensor([20], dtype=torch.int32)
     with pytest.raises(blockflash.Unsupported, match="index_attention has no gradient"):
-        index_attention(q, k, k, lists, 16)
+        index_attention(q, k, k, lists, 16, seqused_k=used)
     with pytest.raises(blockflash.Unsupported, match="block_scores has no gradient"):
         block_scores(q, k, 16)
     with torch.no_grad():

@@ -31,6 +31,9 @@ OPERATORS = {
     ),
     "attention_merge": (["parts_o", "parts_lse"], []),
     "index_attention": (["q", "k", "v", "lists", "granularity", "max_k"], []),
+    "index_attention_backward": (
+        ["grad_o", "grad_lse", "q", "k", "v", "lists", "o", "lse", "granularity", "max_k"], [],
+    ),
     "block_scores": (
         [
             "q", "k", "weights", "seqused_k", "cu_seqlens_q", "cu_seqlens_k", "block_table",
@@ -68,7 +71,11 @@ OPERATORS = {
 
 def table_of(operator: str) -> Options | None:
     decoding = ("attention_decode", "attention_append", "attention_append_scales")
-    if operator in (*decoding, "index_attention") or operator.startswith("mla_decode"):
+    if (
+        operator in decoding
+        or operator.startswith("index_attention")
+        or operator.startswith("mla_decode")
+    ):
         return DECODE
     return ATTENTION if operator.startswith("attention") and operator != "attention_merge" else None
 

@@ -27,6 +27,8 @@ from ._slots import empty_values, has_slots, without_keys
 
 _OPS = torch.ops.blockflash
 _CU_SEQLENS_Q = DECODE.places["cu_seqlens_q"]
+LOGITS = DECODE.places["sink"]
+"""The place of the logits that join the denominator among the options."""
 _NUMBERS = {name: value for name, value in DECODE.defaults.items() if name not in DECODE.tensors}
 
 

@@ -88,6 +88,14 @@ def _index(
     return 2 * q.shape[:-1].numel() * keys * (q.shape[-1] + v.shape[-1])
 
 
+def _index_backward(
+    grad_o: Tensor, grad_lse: Any, q: Tensor, k: Tensor, v: Tensor, lists: Tensor, o: Tensor,
+    lse: Tensor, granularity: int, *a: Any, **b: Any,
+) -> int:  # fmt: skip
+    keys = lists.shape[-1] * granularity
+    return 2 * q.shape[:-1].numel() * keys * (3 * q.shape[-1] + 2 * v.shape[-1])
+
+
 def _append(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Any, v: Any, *a: Any, **b: Any) -> int:
     return _decode(q, k_cache, v_cache, *a, **b)
 
@@ -115,6 +123,7 @@ _FORMULAS = {
     "attention_append": _append,
     "attention_append_scales": _append_scales,
     "index_attention": _index,
+    "index_attention_backward": _index_backward,
     "mla_decode": _latent,
     "mla_decode_out": _latent_out,
 }

@@ -85,7 +85,7 @@ def fake(
 def _like_bias(of_bias: bool, lse: Tensor, options: Sequence[Any]) -> Tensor:
     """Memory for the gradient of the bias, if that is asked for."""
     bias = ATTENTION.value(options, "bias")
-    return _empty_rows(bias) if of_bias and bias is not None else lse.new_empty(0)
+    return empty_rows(bias) if of_bias and bias is not None else lse.new_empty(0)
 
 
 def compute(
@@ -111,9 +111,9 @@ def compute(
         if named["scale"] is None:
             named["scale"] = head_dim**-0.5
         options = tuple(named.values())
-        q, k, v = (pad(t, (0, _COLUMNS)) for t in (q, k, v))
-        o, grad_o = _with_columns(o, grad_o, grad_lse.masked_fill(lse == -torch.inf, 0))
-    dq, dk, dv = _empty_rows(q), _empty_rows(k), _empty_rows(v)
+        q, k, v = (pad(t, (0, COLUMNS)) for t in (q, k, v))
+        o, grad_o = with_columns(o, grad_o, grad_lse.masked_fill(lse == -torch.inf, 0))
+    dq, dk, dv = empty_rows(q), empty_rows(k), empty_rows(v)
     has_sink = _given(options, _SINK)
     d_sink = lse.new_empty(q.shape[-2] if has_sink else 0)
     d_bias = _like_bias(of_bias, lse, options)
@@ -121,11 +121,11 @@ def compute(
     into((dq, dk, dv, *wanted), grad_o, q, k, v, o, lse, *options)
     if grad_lse is None:
         return dq, dk, dv, d_sink, d_bias
-    grads = (grad[..., :-_COLUMNS].contiguous() for grad in (dq, dk, dv))
+    grads = (grad[..., :-COLUMNS].contiguous() for grad in (dq, dk, dv))
     return (*grads, d_sink, d_bias)
 
 
-def _empty_rows(tensor: Tensor) -> Tensor:
+def empty_rows(tensor: Tensor) -> Tensor:
     """Contiguous memory like that of a tensor: to ask costs the host less than to say so."""
     if tensor.is_contiguous():
         return torch.empty_like(tensor)
@@ -161,11 +161,11 @@ def into(
         _native.attention_backward(q, k, v, o, lse, grad_o, *results, *options)
 
 
-_COLUMNS = 8
+COLUMNS = 8
 """Further columns for the gradient of lse; eight keep rows aligned."""
 
 
-def _with_columns(o: Tensor, grad_o: Tensor, grad_lse: Tensor) -> tuple[Tensor, Tensor]:
+def with_columns(o: Tensor, grad_o: Tensor, grad_lse: Tensor) -> tuple[Tensor, Tensor]:
     """Brings in the gradient of lse, by further columns of `(o, grad_o)`.
 
     The gradient of a score is `p * (grad_o @ v.T - sum(grad_o * o) + grad_lse)`, of which the
@@ -182,5 +182,5 @@ def _with_columns(o: Tensor, grad_o: Tensor, grad_lse: Tensor) -> tuple[Tensor, 
         units.append(torch.full_like(part, unit))
     columns = (torch.stack(each, dim=-1) for each in (parts, units))
     pairs = zip((o, grad_o), columns, strict=True)
-    o, grad_o = (pad(torch.cat(pair, dim=-1), (0, _COLUMNS - len(parts))) for pair in pairs)
+    o, grad_o = (pad(torch.cat(pair, dim=-1), (0, COLUMNS - len(parts))) for pair in pairs)
     return o, grad_o

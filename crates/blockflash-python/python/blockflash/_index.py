@@ -1,8 +1,11 @@
 """Attention of each query to the blocks of keys that a list names.
 
-`index_attention` is an operator of torch like those of `_ops`, `(o, lse)` with the options of
-`attention_decode`. It has no gradient: differentiating it raises. The lists are made by those of
-`_index_choice`.
+| operator | what it is |
+|---|---|
+| `index_attention` | `(o, lse)`, with the options of `attention_decode` |
+| `index_attention_backward` | `(dq, dk, dv, d_sink)`, the gradient of these two |
+
+They are operators of torch like those of `_ops`. The lists are made by those of `_index_choice`.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _autograd, _flops, _native, _stats
+from . import _autograd, _flops, _index_gradient, _native, _stats
 from ._arguments import UNLIMITED, lowered, refuse_types, scores, together
 from ._native import Unsupported
 from ._ops import empty_lse, empty_o
@@ -59,7 +62,9 @@ def index_attention(
     On a GPU the element types are float16 and bfloat16, the head dimension is a multiple of 8 up to
     256, `granularity` is 1, 4, 16, 64 or 128, and pages have a multiple of 16 slots. Latent rows
     (`v` is `k[..., :512]` of 576 elements) have kernels of their own. The CPU takes every call,
-    also in float32. There is no gradient.
+    also in float32. The gradient of q, k, v and the logits is computed in a fixed order, on a GPU
+    for a `granularity` of 16, 64 and 128, where keys fill their sequences: contiguous ones without
+    `seqused_k`, or packed ones beside packed queries. Other calls have none, and raise.
 
     Args:
         q: Queries, `[B, Sq, Hq, D]`, or packed `[Tq, Hq, D]` with `cu_seqlens_q`.
@@ -118,7 +123,8 @@ def index_attention(
         lists = lists.unsqueeze(0)
     options = DECODE.leading(given)
     rest = (lists, granularity, max_seqlen_k or 0, *options)
-    o, lse = call(_OPS.index_attention.default, q, k, v, *rest)
+    has_gradient = _index_gradient.WITHOUT.isdisjoint(given)
+    o, lse = call(_OPS.index_attention.default, q, k, v, *rest, has_gradient=has_gradient)
     _stats.count("index_attention")
     return (o, lse) if return_lse else o
 
@@ -129,21 +135,27 @@ def both(**given: Any) -> None:
         together(**given)
 
 
-def call(operator: Any, *arguments: Any) -> Any:
+def call(operator: Any, *arguments: Any, has_gradient: bool = False) -> Any:
     """Calls an operator, below autograd if that has no say."""
     tensors = [x for x in arguments if isinstance(x, Tensor)]
     try:
         if _autograd.passes(*tensors):
             return _autograd.call_below(operator, *arguments)
-        try:
-            _autograd.refuse_to_lose(*tensors)
-        except Unsupported:
-            name = operator._schema.name.partition("::")[2]
-            text = f"{name} has no gradient: use torch.no_grad(), or detach its operands"
-            raise Unsupported(text) from None
+        if not has_gradient:
+            _refuse_to_lose(operator, tensors)
         return operator(*arguments)
     except RuntimeError as error:
         raise _autograd.typed(error) from None
+
+
+def _refuse_to_lose(operator: Any, tensors: list[Tensor]) -> None:
+    try:
+        _autograd.refuse_to_lose(*tensors)
+    except Unsupported:
+        name = operator._schema.name.partition("::")[2]
+        why = "of this call" if name == "index_attention" else "of its results"
+        text = f"{name} has no gradient {why}: use torch.no_grad(), or detach its operands"
+        raise Unsupported(text) from None
 
 
 def allocate_like(tensor: Tensor) -> Callable[[int], Tensor]:
@@ -156,14 +168,18 @@ def allocate_like(tensor: Tensor) -> Callable[[int], Tensor]:
 
 
 def register(
-    library: torch.library.Library, name: str, kernel: Callable[..., Any], fake: Callable[..., Any]
+    library: torch.library.Library,
+    name: str,
+    kernel: Callable[..., Any],
+    fake: Callable[..., Any],
+    *gradient: Callable[..., Any],
 ) -> None:
-    """Defines an operator without a gradient."""
+    """Defines an operator, with the rules of its gradient if it has one."""
     library.define(name + SCHEMAS[name])
     for key in ("CPU", "CUDA"):
         library.impl(name, kernel, key)
     torch.library.register_fake(f"blockflash::{name}", fake, lib=library)
-    _autograd.register_gradient(library, name)
+    _autograd.register_gradient(library, name, *gradient)
 
 
 def _attention(
@@ -201,8 +217,11 @@ def _fake_attention(
 
 def _register() -> torch.library.Library:
     library = torch.library.Library("blockflash", "FRAGMENT")
-    register(library, "index_attention", _attention, _fake_attention)
-    _flops.register("blockflash", "index_attention")
+    rules = (_index_gradient.setup_context, _index_gradient.backward)
+    register(library, "index_attention", _attention, _fake_attention, *rules)
+    of_backward = (_index_gradient.compute, _index_gradient.fake)
+    register(library, "index_attention_backward", *of_backward)
+    _flops.register("blockflash", "index_attention", "index_attention_backward")
     return library
 
 

@@ -98,6 +98,23 @@ def index_attention(
     max_k: int,
     *options: Any,
 ) -> None: ...
+def index_attention_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lists: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    d_o: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    d_sink: Tensor | None,
+    allocate: Callable[[int], Tensor],
+    granularity: int,
+    max_k: int,
+    *options: Any,
+) -> None: ...
 def block_scores(
     q: Tensor,
     k: Tensor,

@@ -83,6 +83,9 @@ SCHEMAS = {
     "(Tensor codes, Tensor scale, Tensor mean)",
     "index_attention": f"({_QKV}, Tensor lists, SymInt granularity, SymInt max_k, {DECODE.text}) "
     f"-> {_RESULTS}",
+    "index_attention_backward": f"(Tensor grad_o, Tensor? grad_lse, {_QKV}, Tensor lists, "
+    f"Tensor o, Tensor lse, SymInt granularity, SymInt max_k, {DECODE.text}) -> "
+    "(Tensor dq, Tensor dk, Tensor dv, Tensor d_sink)",
     "block_scores": f"(Tensor q, Tensor k, Tensor? weights, {_LENGTHS}, Tensor? block_table, "
     f"SymInt granularity, SymInt groups, {_ROWS}, bool mean, bool relu, float scale) -> Tensor",
     "top_k": f"(Tensor scores, SymInt k, {_LENGTHS}, SymInt granularity, SymInt batch, "
