@@ -40,15 +40,14 @@ pub(super) const STEPS: [Step; 7] =
 impl Step {
     /// As the kernels call it; that for keys has one step.
     pub(super) const fn code(self) -> i32 {
-        let code = match self {
+        match self {
             Self::Count | Self::Keys => BLOCKFLASH_INDEX_COUNT,
             Self::Sum => BLOCKFLASH_INDEX_SUM,
             Self::Divide => BLOCKFLASH_INDEX_DIVIDE,
             Self::List => BLOCKFLASH_INDEX_LIST,
             Self::SumKeys => BLOCKFLASH_INDEX_SUM_KEYS,
             Self::SumQueries => BLOCKFLASH_INDEX_SUM_QUERIES,
-        };
-        code as i32
+        }
     }
 }
 
