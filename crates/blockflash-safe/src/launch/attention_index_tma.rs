@@ -186,9 +186,9 @@ unsafe impl Launch for IndexUnion {
 // 2. Queries, keys and values are read through tensor maps, and so are inside the views that the
 //    maps were encoded from, whatever entries, pages and lengths the device holds. All other
 //    addresses follow from the sizes and strides in the struct, which `fit_unions` wrote from the
-//    views, and from what the workspace says of tiles: the launch before, of the same call, wrote it
-//    from these sizes. Calls of other sizes must not write to the same workspace in between, from
-//    another stream; that is not checked yet (SECURITY.md).
+//    views, and from what the workspace says of tiles: the launch before, of the same call, wrote
+//    it from these sizes. Calls of other sizes must not write to the same workspace in between,
+//    from another stream; that is not checked yet (SECURITY.md).
 // 3. `o` and `lse` are `ViewMut`, and only kernels use the workspace.
 unsafe impl Launch for AttentionIndexHopper {
     type Operands<'a> = AttentionIndexOperands<'a>;
