@@ -10,6 +10,8 @@ pub(crate) fn fields(launch: &Launch) -> String {
     let fields = match has("_sm90a_") {
         true if has("attention_index") => read::<blockflash_attention_index_tma_params>,
         _ if has("index_union") => read::<blockflash_index_union_params>,
+        _ if has("index_scores") => read::<blockflash_index_scores_params>,
+        _ if has("top_k") => read::<blockflash_top_k_params>,
         _ if has("latent_index") || has("_index") => read::<blockflash_attention_index_params>,
         true if has("attention_fwd_small") => read::<blockflash_attention_fwd_params>,
         true if has("attention_fwd") => read::<blockflash_attention_fwd_tma_params>,
