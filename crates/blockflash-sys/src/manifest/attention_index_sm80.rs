@@ -85,6 +85,6 @@ mod tests {
             assert!(kernel.threads() as usize * 4 >= index.tile.head_dims.v);
             assert!(!kernel.target.has_clusters() || kernel.most_in_cluster() == Some(16));
         }
-        assert_eq!(count, 3 * (2 * 6 + 3));
+        assert_eq!(count, 3 * (2 * 3 + 3));
     }
 }
