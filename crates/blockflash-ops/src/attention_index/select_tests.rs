@@ -104,6 +104,9 @@ fn latent_rows_have_kernels() {
     for (queries, heads, expected) in [
         (1, 16, (LatentScheme::Clusters, 128)),
         (8, 16, (LatentScheme::Clusters, 256)),
+        (16, 16, (LatentScheme::Clusters, 448)),
+        (24, 16, (LatentScheme::Clusters, 512)),
+        (32, 16, (LatentScheme::Clusters, 704)),
         (64, 16, (LatentScheme::Clusters, 1024)),
         (128, 16, (LatentScheme::Clusters, 2048)),
         (8, 64, (LatentScheme::Persistent, 128)),
@@ -114,7 +117,7 @@ fn latent_rows_have_kernels() {
         let IndexTile::Latent(tile) = tile else { panic!("{tile:?}") };
         let Launches::Listed { plan: scalars, config } = plan.launches else { panic!("{plan:?}") };
         assert_eq!((tile.scheme, scalars.chunk), expected, "{queries} queries, {heads} heads");
-        let splits = 2048 / scalars.chunk as u32;
+        let splits = 2048_u32.div_ceil(scalars.chunk as u32);
         let clusters = tile.scheme == LatentScheme::Clusters && splits > 1;
         assert_eq!(config.cluster, clusters.then_some([splits, 1, 1]));
         assert_eq!(plan.workspace_bytes > 0, splits > 1);

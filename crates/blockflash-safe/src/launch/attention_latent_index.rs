@@ -50,7 +50,14 @@ unsafe impl Launch for AttentionLatentIndex {
     ) -> Fit<i128> {
         let (AttentionLatent { types, head_dims, .. }, rows) = (self.tile, AttentionLatent::ROWS);
         let tile = IndexTile { types, head_dims, rows, has_workspace: true };
-        operands.fit_latent_index(&tile, plan, params)
+        let items = operands.fit_latent_index(&tile, plan, params)?;
+        // There is a CTA for each, and words of the workspace count CTAs in 24 bits.
+        let (counts, most) = (!params.scaled.decode.arrivals.is_null(), 1 << 24);
+        require(
+            !counts || items < most,
+            format_args!("{items} items of lists in splits, the limit is {most}"),
+        )?;
+        Ok(items)
     }
 }
 
