@@ -14,8 +14,8 @@ use blockflash_safe::{
 };
 use blockflash_sys::Kernel;
 use blockflash_sys::manifest::{
-    AttentionIndex, AttentionIndexHopper, AttentionLatentIndex, AttentionLatentIndexFew,
-    AttentionLatentIndexHopper, IndexUnion, Variant,
+    AttentionIndex, AttentionLatentIndex, AttentionLatentIndexFew, AttentionLatentIndexHopper,
+    Variant,
 };
 
 impl IndexAttention<'_> {
@@ -158,10 +158,7 @@ impl Steps for IndexAttention<'_> {
                 for United { plan, configs: [first, second] } in pairs {
                     let (out, sums) = (o.reborrow(), lse.as_mut().map(ViewMut::reborrow));
                     let operands = self.operands(decode.operands(cache, out, sums));
-                    stream.launch::<IndexUnion>(union, first, plan, operands)?;
-                    let (out, sums) = (o.reborrow(), lse.as_mut().map(ViewMut::reborrow));
-                    let operands = self.operands(decode.operands(cache, out, sums));
-                    stream.launch::<AttentionIndexHopper>(kernel, second, plan, operands)?;
+                    stream.launch_united([union, kernel], [first, second], plan, &operands)?;
                 }
             }
         }

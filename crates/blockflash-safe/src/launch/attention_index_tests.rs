@@ -1,11 +1,12 @@
 use super::super::attention_decode::AttentionDecodeOperands;
 use super::super::attention_fixtures::PLAIN_SCORES;
+use super::super::attention_index_tma::United;
 use super::super::checked::{Launch, zeros};
 use super::super::{IndexUnionPlan, KvCacheViews, ScoreTerms};
 use super::{AttentionIndexOperands, AttentionIndexPlan};
 use crate::{BsrPartsMemory, DType, Device, Kernel, Stream, Tensor};
 use blockflash_sys::HeadDims;
-use blockflash_sys::manifest::{AttentionIndex, AttentionIndexHopper, IndexUnion, kernels};
+use blockflash_sys::manifest::{AttentionIndex, IndexUnion, kernels};
 
 const PLAN: AttentionIndexPlan = AttentionIndexPlan {
     scores: PLAIN_SCORES,
@@ -78,7 +79,7 @@ fn kernel<L: Launch>(fits: impl Fn(&L) -> bool) -> (&'static Kernel, L) {
 fn portable() -> (&'static Kernel, AttentionIndex) {
     kernel(|index: &AttentionIndex| {
         let tile = index.tile;
-        (tile.types.q, tile.head_dims.qk, tile.rows) == (DType::BF16, 64, 8)
+        (tile.types.q, tile.head_dims.qk, tile.rows) == (DType::BF16, 64, 16)
     })
 }
 
@@ -166,8 +167,8 @@ fn operands_that_do_not_fit_are_named() {
 fn united_lists_fit_into_the_workspace() {
     let fixture = Fixture::new();
     let (_, union) = kernel(|_: &IndexUnion| true);
-    let (_, attention) = kernel(|tile: &AttentionIndexHopper| {
-        (tile.types.q, tile.head_dims) == (DType::BF16, HeadDims::all(64))
+    let (_, attention) = kernel(|united: &United| {
+        (united.0.types.q, united.0.head_dims) == (DType::BF16, HeadDims::all(64))
     });
     // Groups of 4 heads, 16 queries of a row group: one tile of each unit of each sequence.
     let plan = IndexUnionPlan { index: PLAN, first: 0, count: 4, box_rows: 16 };
@@ -178,7 +179,7 @@ fn united_lists_fit_into_the_workspace() {
     assert_eq!((unions.pack, unions.pack_queries, unions.packs), (4, 16, 1));
     assert_eq!((unions.member_words, unions.first, unions.count), (1, 0, 4));
     let mut fit = |plan: IndexUnionPlan| {
-        let mut params = zeros::<AttentionIndexHopper>();
+        let mut params = zeros::<United>();
         attention.fit(&plan, &fixture.operands(&mut o), &mut params)
     };
     assert_eq!(fit(plan), Ok(4));

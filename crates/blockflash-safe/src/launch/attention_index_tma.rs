@@ -1,11 +1,12 @@
 //! Attention in which neighbouring queries visit the union of their lists, for Hopper: the kernel
 //! that unites lists, and the one that computes attention.
 
+use super::LaunchConfig;
 use super::attention_fwd_tma::{BOX_COLUMNS, encode, encode_boxes};
 use super::attention_index::{AttentionIndexOperands, AttentionIndexPlan, IndexTile};
 use super::checked::Launch;
 use super::fit::{Fit, require};
-use crate::{Kernel, Result};
+use crate::{Kernel, Result, Stream};
 use blockflash_sys::manifest::{AttentionIndexHopper, IndexUnion, Variant};
 use blockflash_sys::params::{
     BLOCKFLASH_INDEX_TILE_WORDS, blockflash_attention_index_params,
@@ -181,23 +182,47 @@ unsafe impl Launch for IndexUnion {
     }
 }
 
+/// The kernel that visits united lists. Only [`Stream::launch_united`] launches it, since it relies
+/// on what the kernel that unites lists left in the workspace.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct United(pub(super) AttentionIndexHopper);
+
+impl Stream {
+    /// Launches the kernel that unites lists, and the one that visits them.
+    ///
+    /// # Errors
+    /// As [`launch`](Self::launch).
+    #[doc(hidden)]
+    pub fn launch_united(
+        &self,
+        kernels: [&Kernel; 2],
+        configs: [&LaunchConfig; 2],
+        plan: &IndexUnionPlan,
+        operands: &AttentionIndexOperands<'_>,
+    ) -> Result<()> {
+        self.launch_both::<IndexUnion, United>(kernels, configs, plan, operands)
+    }
+}
+
 // SAFETY:
 // 1. This is the parameter struct of these kernels.
 // 2. Queries, keys and values are read through tensor maps, and so are inside the views that the
 //    maps were encoded from, whatever entries, pages and lengths the device holds. All other
 //    addresses follow from the sizes and strides in the struct, which `fit_unions` wrote from the
-//    views, and from what the workspace says of tiles: the launch before, of the same call, wrote
-//    it from these sizes. Calls of other sizes must not write to the same workspace in between,
-//    from another stream; that is not checked yet (SECURITY.md).
+//    views, and from what the workspace says of tiles: `launch_united`, the only caller, launches
+//    the kernel that wrote it from the same sizes before, in the same turn with the workspace.
 // 3. `o` and `lse` are `ViewMut`, and only kernels use the workspace.
-unsafe impl Launch for AttentionIndexHopper {
+unsafe impl Launch for United {
     type Operands<'a> = AttentionIndexOperands<'a>;
     type Plan = IndexUnionPlan;
     type Params = blockflash_attention_index_tma_params;
     const FAMILY: &'static str = "attention by an index for Hopper";
 
     fn of(kernel: &Kernel) -> Option<Self> {
-        if let Variant::AttentionIndexHopper(tile) = kernel.variant { Some(tile) } else { None }
+        match kernel.variant {
+            Variant::AttentionIndexHopper(tile) => Some(Self(tile)),
+            _ => None,
+        }
     }
 
     fn fit(
@@ -206,13 +231,13 @@ unsafe impl Launch for AttentionIndexHopper {
         operands: &Self::Operands<'_>,
         params: &mut Self::Params,
     ) -> Fit<i128> {
-        let Self { types, head_dims, step_keys, .. } = *self;
+        let AttentionIndexHopper { types, head_dims, step_keys, .. } = self.0;
         let (index, unions) = (&mut params.index, &mut params.unions);
         let tiles = operands.fit_unions(types, head_dims, plan, index, unions)?;
         operands.attention.cache.refuse_scales()?;
         let (cache, log2) = (&params.index.scaled.decode.cache, plan.index.granularity_log2);
         let (rows, granularity) = (plan.box_rows, 1 << log2);
-        let least = Self::LEAST_GRANULARITY as i32;
+        let least = AttentionIndexHopper::LEAST_GRANULARITY as i32;
         require(
             granularity >= least,
             format_args!("blocks of {granularity} keys, expected at least {least}"),

@@ -139,6 +139,42 @@ impl Stream {
         plan: &L::Plan,
         operands: L::Operands<'_>,
     ) -> Result<()> {
+        self.launch_and::<L>(kernel, config, plan, &operands, true, || Ok(()))
+    }
+
+    /// Launches two kernels, of which the second one relies on what the first one left in memory
+    /// that is used in turns: nobody else queues work with this memory in between.
+    ///
+    /// # Errors
+    /// As [`launch`](Self::launch).
+    pub(super) fn launch_both<'o, A, B>(
+        &self,
+        kernels: [&Kernel; 2],
+        configs: [&LaunchConfig; 2],
+        plan: &A::Plan,
+        operands: &A::Operands<'o>,
+    ) -> Result<()>
+    where
+        A: Launch,
+        B: Launch<Operands<'o> = A::Operands<'o>, Plan = A::Plan>,
+    {
+        // Both have the same operands, so the turns of the first one are those of the second one.
+        self.launch_and::<A>(kernels[0], configs[0], plan, operands, true, || {
+            self.launch_and::<B>(kernels[1], configs[1], plan, operands, false, || Ok(()))
+        })
+    }
+
+    /// Launches a kernel, and does the next thing while it still has its turns. Without
+    /// `takes_turns` the caller has them.
+    fn launch_and<L: Launch>(
+        &self,
+        kernel: &Kernel,
+        config: &LaunchConfig,
+        plan: &L::Plan,
+        operands: &L::Operands<'_>,
+        takes_turns: bool,
+        next: impl FnOnce() -> Result<()>,
+    ) -> Result<()> {
         let context =
             self.device().context().ok_or(Error::NotOnGpu { what: "launching a kernel" })?;
         let used = operands.used();
@@ -147,9 +183,9 @@ impl Stream {
             self.device().expect(&tensor.device)?;
         }
         let mut params = zeros::<L>();
-        let tile: L = fit(kernel, config, plan, &operands, &mut params)
+        let tile: L = fit(kernel, config, plan, operands, &mut params)
             .map_err(|what| Error::Launch { symbol: kernel.symbol(), what })?;
-        tile.encode(&operands, &mut params)?;
+        tile.encode(operands, &mut params)?;
 
         let loaded = LoadedKernel::of(context, kernel)?;
         let (host, image) = (tile.param_bytes(), loaded.info.param_bytes);
@@ -163,7 +199,7 @@ impl Stream {
             in_turns |= memory.turn().is_some();
         }
         let mut turns = Turns::default();
-        if in_turns {
+        if in_turns && takes_turns {
             turns = Turns::take(owners.clone().filter_map(|memory| memory.turn()), self)?;
         }
         let Some(mut session) = self.session()? else { return Ok(()) };
@@ -205,6 +241,8 @@ impl Stream {
         let code = timed(|| unsafe {
             sys::cuLaunchKernelEx(&launch, loaded.raw.0, arguments.as_mut_ptr(), ptr::null_mut())
         });
-        check("cuLaunchKernelEx", code)
+        check("cuLaunchKernelEx", code)?;
+        drop(session);
+        next()
     }
 }

@@ -126,7 +126,7 @@ pub fn param_bytes(kernel: &Kernel) -> Option<usize> {
         of::<CodesDecode>,
         of::<manifest::AttentionDecodeHopper>,
         of::<manifest::AttentionIndex>,
-        of::<manifest::AttentionIndexHopper>,
+        of::<attention_index_tma::United>,
         of::<manifest::IndexUnion>,
         of::<manifest::AttentionLatent>,
         of::<manifest::AttentionLatentHopper>,
