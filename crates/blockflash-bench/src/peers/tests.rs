@@ -115,12 +115,17 @@ fn the_real_server_speaks_the_protocol() {
         "block_sparse_fwd",
         "attention_bwd",
         "block_sparse_bwd",
+        "attention_index",
+        "attention_index_shared",
+        "attention_index_latent",
+        "index_choice",
+        "index_choice_weighted",
         "bsr_matmul",
     ];
     // The two modes of one competitor compute the backward pass with and without a block mask.
     let here: BTreeSet<_> = ops.iter().flat_map(|op| peers.of(op)).collect();
     let nobody = absent.iter().any(|(names, _)| names == &[EVERYTHING]);
-    assert!(nobody || counted + here.len() == 29, "{absent:?} {here:?}");
+    assert!(nobody || counted + here.len() == 45, "{absent:?} {here:?}");
     let references = ["torch_matmul_dense", "torch_matmul_random"];
     assert!(nobody || references.iter().all(|reference| peers.is_reference(reference)));
     assert!(!peers.is_reference("torch_triton_bsr"));

@@ -30,7 +30,7 @@ fn items_have_enough_columns_and_fill_the_gpu() {
     for (problem, columns, queries, blocks) in [
         (scores(64, 4, 4, 65_536), IndexColumns::Queries, 64, 216),
         (scores(8192, 4, 4, 8192), IndexColumns::Queries, 128, 216),
-        (scores(4096, 32, 1, 4096), IndexColumns::Heads, 32, 216),
+        (scores(4096, 32, 1, 4096), IndexColumns::Queries, 32, 216),
         (scores(1, 64, 1, 300), IndexColumns::Heads, 4, 2),
     ] {
         let kernel = select(&problem, &gpu).unwrap();
