@@ -3,7 +3,7 @@
 
 use blockflash_ops::attention_index::{IndexTile, LatentScheme};
 use blockflash_ops::{DType, HeadDims};
-use blockflash_sys::Kernel;
+use blockflash_sys::{Kernel, manifest::Variant};
 use blockflash_tests::attention::Choice;
 use blockflash_tests::attention_index::{
     IndexCase, IndexForm, IndexGroup, KeyLayout, RowKind, index_groups, lists_alone_as_in_a_batch,
@@ -111,6 +111,7 @@ fn kernel_granularity(kernel: &Kernel) -> usize {
 fn every_kernel() {
     let Some(gpu) = gpu("attention_index_gpu::every_kernel") else { return };
     let check = |(form, kernels): IndexGroup, gpu: &Gpu, report: &mut Report| {
+        let union = gpu.kernels().find(|kernel| matches!(kernel.variant, Variant::IndexUnion(_)));
         let drawn = head_dims(form).into_iter().flat_map(|head_dims| {
             let form = IndexForm { head_dims, ..form };
             (0..CASES).map(move |seed| IndexCase::random(seed, form, &[1, 4, 16, 64, 128]))
@@ -124,8 +125,16 @@ fn every_kernel() {
             };
             for dtype in types {
                 let case = IndexCase { form: IndexForm { dtype, ..case.form }, ..case.clone() };
-                for &(kernel, _) in &kernels {
-                    report.run(kernel, || run_or_refuse_lists(&case, kernel, &gpu.stream));
+                for &(kernel, tile) in &kernels {
+                    let mut result = None;
+                    report.run(kernel, || {
+                        result.insert(run_or_refuse_lists(&case, kernel, &gpu.stream)).clone()
+                    });
+                    // What it writes is seen in the outputs of the kernel behind it alone.
+                    let union = union.filter(|_| matches!(tile, IndexTile::United(_)));
+                    if let (Some(union), Some(result)) = (union, result) {
+                        report.run(union, || result);
+                    }
                 }
             }
         }
