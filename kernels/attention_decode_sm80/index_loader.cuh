@@ -182,11 +182,27 @@ struct IndexLoader : Loader {
     if (!are_k_scales_of_keys(p.scales) && !are_v_scales_of_keys(p.scales)) return;
     const int row = lane % kStepKeys, of_run = first_lane + (row >> keys_log2);
     const int at_page = __shfl_sync(~0u, page, of_run);
-    const int in_run = row & ((1 << keys_log2) - 1);
-    // As of a tile that begins `row` slots before, which has this row or none.
-    const int at_slot = __shfl_sync(~0u, slot, of_run) + in_run - row;
-    start_scales(p.scales, item, to_smem, at_page, at_slot, bits >> row & 1 ? 0 : kStepKeys,
-                 kStepKeys, lane);
+    const int at_slot = __shfl_sync(~0u, slot, of_run) + (row & ((1 << keys_log2) - 1));
+    start_scale(p.scales, item, to_smem, at_page, at_slot, bits >> row & 1, lane);
+  }
+
+  // The scale of this lane, of the key in a slot; `start_scales` copies those of keys side by side.
+  static __device__ __forceinline__ void start_scale(const blockflash_cache_scales& scales,
+                                                     const DecodeItem& item, uint32_t to_smem,
+                                                     int at_page, int at_slot, bool exists,
+                                                     int lane) {
+    const auto start = [&](const float* from, int64_t of_sequence, int64_t of_page, int64_t of_slot,
+                           int64_t of_head) {
+      const int64_t offset = item.sequence * of_sequence + at_page * of_page + at_slot * of_slot +
+                             head_of_keys(item) * of_head;
+      ptx::cp_async_ca_4_or_zero(to_smem + lane * 4, exists ? from + offset : from, exists);
+    };
+    if (lane < kStepKeys && are_k_scales_of_keys(scales))
+      start(scales.k, scales.k_stride_sequence, scales.k_stride_page, scales.k_stride_slot,
+            scales.k_stride_head);
+    if (lane >= kStepKeys && are_v_scales_of_keys(scales))
+      start(scales.v, scales.v_stride_sequence, scales.v_stride_page, scales.v_stride_slot,
+            scales.v_stride_head);
   }
 };
 using AnyLoader = std::conditional_t<kHasIndex, IndexLoader, Loader>;

@@ -314,7 +314,7 @@ struct RowSums {
   }
   __device__ __forceinline__ void multiply_values(const uint32_t (&p)[4], uint32_t stage_smem,
                                                   int step, const CodeLane& v_lane) {
-    add_code_values<Element>(o, p, stage_smem + v_lane.at + step * 16 * CodeRow::row_bytes);
+    add_code_values<Element>(o, p, stage_smem + step * 16 * CodeRow::row_bytes, v_lane);
   }
 };
 

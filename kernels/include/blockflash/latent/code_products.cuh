@@ -106,7 +106,13 @@ __device__ __forceinline__ void weigh(float (&x)[2], uint32_t stage_smem, int ke
 template <int tiles>
 __device__ __forceinline__ void add_values(float (&o)[tiles][4], const uint32_t (&probabilities)[4],
                                            uint32_t stage_smem, const CodeLane& v_lane) {
-  add_code_values<Element>(o, probabilities, stage_smem + v_lane.at);
+  // The order of the sum of an address, so that images of both kinds keep their GPU passes.
+  if constexpr (kHasIndex) {
+    const CodeLane own = v_lane;
+    add_code_values<Element>(o, probabilities, stage_smem, own);
+  } else {
+    add_code_values<Element>(o, probabilities, stage_smem, v_lane);
+  }
 }
 
 }  // namespace

@@ -49,15 +49,15 @@ struct CodeLane {
 // A scale as a factor of scores. Infinity times codes of both signs is NaN.
 __device__ __forceinline__ float nan_unless_finite(float scale) { return scale + (scale - scale); }
 
-// Adds p·v for the columns of a warp, from where a lane reads them.
+// Adds p·v for the columns of a warp.
 template <class Element, int tiles>
 __device__ __forceinline__ void add_code_values(float (&o)[tiles][4],
                                                 const uint32_t (&probabilities)[4],
-                                                uint32_t values) {
+                                                uint32_t stage_smem, const CodeLane& v_lane) {
 #pragma unroll
   for (int j = 0; j < tiles; j += 4) {
     uint32_t v[4];
-    ptx::ldmatrix_x4_trans(v, values + j / 2 * 16);
+    ptx::ldmatrix_x4_trans(v, stage_smem + v_lane.at + j / 2 * 16);
 #pragma unroll
     for (int chunk = 0; chunk < 2; ++chunk) {
       uint32_t even[2], odd[2];
