@@ -157,7 +157,8 @@ impl Fork {
             DType::BF16 => self.new_slice::<bf16>(elements, zeroed),
             DType::F32 => self.new_slice::<f32>(elements, zeroed),
             DType::U8 => self.new_slice::<u8>(elements, zeroed),
-            dtype => bail!("a result is {dtype}, expected f16, bf16, f32 or u8"),
+            DType::I32 => self.new_slice::<u32>(elements, zeroed),
+            dtype => bail!("a result is {dtype}, expected f16, bf16, f32, u8 or i32"),
         }
     }
 
@@ -198,6 +199,7 @@ impl Fork {
             CudaStorageSlice::BF16(slice) => self.view_mut(what, slice, layout, DType::BF16),
             CudaStorageSlice::F32(slice) => self.view_mut(what, slice, layout, DType::F32),
             CudaStorageSlice::U8(slice) => self.view_mut(what, slice, layout, DType::U8),
+            CudaStorageSlice::U32(slice) => self.view_mut(what, slice, layout, DType::I32),
             CudaStorageSlice::F8E4M3(slice) => self.view_mut(what, slice, layout, DType::E4M3),
             _ => unsupported(what, found),
         }

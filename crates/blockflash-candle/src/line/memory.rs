@@ -5,7 +5,9 @@ use super::candle_core::op::BackpropOp;
 use super::candle_core::{self, CpuStorage, Layout, Result, Storage, Tensor, bail};
 use super::error::refused;
 use super::held::{Reading, Scratch, Writing, unsupported};
-use blockflash_ops::{DType, Device, E4M3, Element, Stream, View, ViewMut};
+use blockflash_ops::{
+    AttentionDecodeWorkspace, DType, Device, E4M3, Element, Stream, View, ViewMut,
+};
 use half::{bf16, f16};
 use std::any::Any;
 use std::ops::Deref;
@@ -213,7 +215,9 @@ impl Place {
                 DType::BF16 => CpuStorage::BF16(vec![bf16::ZERO; elements]),
                 DType::F32 => CpuStorage::F32(vec![0.0; elements]),
                 DType::U8 => CpuStorage::U8(vec![0; elements]),
-                dtype => bail!("a result is {dtype}, expected f16, bf16, f32 or u8"),
+                // All lines of candle have this type of indices.
+                DType::I32 => CpuStorage::U32(vec![0; elements]),
+                dtype => bail!("a result is {dtype}, expected f16, bf16, f32, u8 or i32"),
             })),
             #[cfg(feature = "cuda")]
             Self::Cuda(fork) => fork.allocate(dtype, elements, zeroed).map(Storage::Cuda),
@@ -230,6 +234,23 @@ impl Place {
         }
     }
 
+    /// [`run`](Self::run) with this many bytes of candle's memory, with none if that is 0.
+    pub(crate) fn run_with_workspace(
+        &self,
+        bytes: usize,
+        work: impl FnOnce(&Stream, Option<&AttentionDecodeWorkspace>) -> blockflash_ops::Result<()>,
+    ) -> Result<()> {
+        let mut memory =
+            (bytes > 0).then(|| self.allocate(DType::U8, &[bytes], false)).transpose()?;
+        let scratch = memory.as_mut().map(|of| self.scratch(of)).transpose()?;
+        // The tensor goes with the work, the hold on candle's memory after it.
+        let (tensor, _in_use) = scratch.map(|of| (of.tensor, of._in_use)).unzip();
+        self.run(|stream| {
+            let workspace = tensor.map(AttentionDecodeWorkspace::from_tensor).transpose()?;
+            work(stream, workspace.as_ref())
+        })
+    }
+
     /// The view is for [`run`](Self::run) of this place, which has allocated the storage.
     pub(crate) fn write<'a>(
         &'a self,
@@ -243,6 +264,9 @@ impl Place {
                     CpuStorage::BF16(data) => ViewMut::from_slice(data, shape),
                     CpuStorage::F32(data) => ViewMut::from_slice(data, shape),
                     CpuStorage::U8(data) => ViewMut::from_slice(data, shape),
+                    CpuStorage::U32(data) => {
+                        ViewMut::from_slice(bytemuck::cast_slice_mut::<u32, i32>(data), shape)
+                    }
                     other => return unsupported("a result", other.dtype()),
                 };
                 Ok(Writing {

@@ -8,8 +8,7 @@ use super::held::Reading;
 use super::memory::{Operand, Place, dtype_of, tensor};
 use super::{Attention, BlockGeometry, BlockMask, Mask, Packed, Scores};
 use blockflash_ops::{
-    AttentionDecode, AttentionDecodeOperands, AttentionDecodeWorkspace, CacheAccess, DType,
-    KvCache, PackedTokens, View,
+    AttentionDecode, AttentionDecodeOperands, CacheAccess, DType, KvCache, PackedTokens, View,
 };
 use std::ops::Deref;
 
@@ -163,14 +162,8 @@ pub(crate) fn attend(
     {
         let mut o = place.write(&mut o, &o_shape)?;
         let bytes = decode.workspace_bytes(&cache, &place.device()).map_err(refused)?;
-        let mut workspace =
-            (bytes > 0).then(|| place.allocate(DType::U8, &[bytes], false)).transpose()?;
-        let workspace = workspace.as_mut().map(|of| place.scratch(of)).transpose()?;
-        // The tensor goes with the work, the hold on candle's memory after it.
-        let (tensor, _in_use) = workspace.map(|of| (of.tensor, of._in_use)).unzip();
-        place.run(|stream| {
-            let workspace = tensor.map(AttentionDecodeWorkspace::from_tensor).transpose()?;
-            let decode = AttentionDecode { workspace: workspace.as_ref(), ..decode };
+        place.run_with_workspace(bytes, |stream, workspace| {
+            let decode = AttentionDecode { workspace, ..decode };
             let (cache, o) = (CacheAccess::Read(cache), o.view.reborrow());
             decode.forward_into(AttentionDecodeOperands { cache, o, lse: None }, stream)
         })?;

@@ -10,6 +10,7 @@ mod errors;
 mod flash_attn;
 mod harness;
 mod head_dims;
+mod index;
 mod layers;
 mod mla;
 mod order;
