@@ -153,7 +153,8 @@ mod tests {
     fn what_only_the_cpu_runs_is_said() {
         let table = markdown(manifest::kernels());
         for line in [
-            "| attention forward, attention backward, attention over a cache, summaries of pages, \
+            "| attention forward, attention backward, attention over a cache, attention to listed \
+             keys, gradients of attention by lists, scores of blocks of keys, summaries of pages, \
              choice of pages | any other head_dim | bf16, f16",
             "| BSR matmul, sampled product | any other block | bf16, f16",
             "| all of these | all of these | f32",

@@ -1,4 +1,4 @@
-//! The table of the README: a line per operation.
+//! The table of the README: a line per operation, or for several that are alike.
 
 use super::{Computed, SMALLEST_BLOCK, computed};
 use blockflash_sys::manifest::Size;
@@ -24,8 +24,9 @@ struct Cells {
     on_hopper: BTreeSet<&'static str>,
 }
 
-/// The table: one line per operation, and one for what only the CPU computes. Tiles and targets are
-/// left out because they change with tuning; `blockflash info` shows them.
+/// The table: one line per operation, or for several that are alike, and one for what only the CPU
+/// computes. Tiles and targets are left out because they change with tuning; `blockflash info`
+/// shows them.
 pub(super) fn markdown(kernels: &[Kernel]) -> String {
     let (operations, all) = computed(kernels);
     let mut lines: BTreeMap<Line, Cells> = BTreeMap::new();
@@ -50,6 +51,8 @@ pub(super) fn markdown(kernels: &[Kernel]) -> String {
         "| operation | sizes on a GPU | types | Ampere, Ada, Blackwell | Hopper | CPU |\n\
          |---|---|---|---|---|---|\n",
     );
+    // Operations with equal cells share a line, but for variants, whose names have commas.
+    let mut rows: Vec<(Vec<&str>, String)> = Vec::new();
     for (line, cells) in &lines {
         let (operation, mut sizes) = match line.block_mask {
             true => (
@@ -79,7 +82,16 @@ pub(super) fn markdown(kernels: &[Kernel]) -> String {
         );
         let portable = portable.as_deref().unwrap_or("–");
         let hopper = hopper.as_deref().unwrap_or(portable);
-        table += &format!("| {operation} | {sizes} | {types} | {portable} | {hopper} | yes |\n");
+        let row = format!("| {sizes} | {types} | {portable} | {hopper} | yes |\n");
+        match rows.last_mut() {
+            Some((names, last)) if *last == row && !names.iter().any(|name| name.contains(',')) => {
+                names.push(operation);
+            }
+            _ => rows.push((vec![operation], row)),
+        }
+    }
+    for (names, row) in rows {
+        table += &format!("| {} {row}", names.join(", "));
     }
     table + "| all of these | any head_dim, any block | f32, too | – | – | yes |\n"
 }
@@ -153,7 +165,8 @@ mod tests {
         for operation in ["BSR matmul, Aᵀ, column-major B", "sampled product"] {
             assert!(table.contains(&format!("| {operation} | {blocks}")), "{table}");
         }
-        let line = "| choice of pages | head_dim 8–256, multiples of 8 | bf16, f16 | portable \
+        let line = "| gradients of attention by lists, scores of blocks of keys, summaries of pages, \
+                    choice of pages | head_dim 8–256, multiples of 8 | bf16, f16 | portable \
                     | portable | yes |\n";
         assert!(table.contains(line), "{table}");
     }
