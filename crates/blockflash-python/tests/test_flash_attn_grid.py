@@ -121,7 +121,7 @@ def compare(
             leaf.requires_grad_()
         attention = partial(plain.attention, *leaves, visible, case.softcap, added=added)
         o = pack(attention()[0], 0)
-        # With a softcap scores and lse reach 50, where their own rounding dominates errors in f32.
+        # With a softcap the rounding of scores and of the lse dominates errors in f32.
         from_lse = case.softcap != 0.0 and q.dtype == dtype == torch.float32
         differentiated = pack(attention(from_lse=True)[0], 0) if from_lse else o
         grads = torch.autograd.grad(differentiated, leaves, pack(grad, 0).to(dtype))
@@ -145,12 +145,13 @@ def dense(q: Tensor, k: Tensor, v: Tensor, case: Case, slopes: Tensor | None) ->
     return flash_attn_func(q, k, v, **options(case, slopes))
 
 
-def cap_of(dtype: torch.dtype, alibi: bool) -> float:
-    """A softcap, with ALiBi in f32 one below that of FlashAttention's tests.
+def cap_of(dtype: torch.dtype) -> float:
+    """A softcap, in f32 one below that of FlashAttention's tests.
 
-    The rounding of scores of 50, to which ALiBi is added, is all that would be compared there.
+    The rounding of scores of 50, whose largest effect differs among machines, is all that would be
+    compared there.
     """
-    return 5.0 if alibi and dtype == torch.float32 else 50.0
+    return 5.0 if dtype == torch.float32 else 50.0
 
 
 def slopes_of(alibi: bool, batch: int, device: str) -> Tensor | None:
@@ -171,7 +172,7 @@ def run_dense(
     seqlens = tuple(torch.full((batch,), length, device=device) for length in lengths)
     inputs = tensors(device, dtype, batch, lengths, HEADS_K[heads], dim)
     slopes = slopes_of(alibi, batch, device)
-    for case in cases(lengths[1], cap_of(dtype, alibi)):
+    for case in cases(lengths[1], cap_of(dtype)):
         # With a softcap the scores shall reach it.
         scaled = inputs if case.softcap == 0.0 else (inputs[0] * case.softcap, *inputs[1:])
         compare(dense, scaled, seqlens, None, errors, f"{heads} {lengths}", case, slopes)
@@ -204,7 +205,7 @@ def run_varlen(
     def varlen(q: Tensor, k: Tensor, v: Tensor, case: Case, slopes: Tensor | None) -> Tensor:
         return flash_attn_varlen_func(q, k, v, *cu_seqlens, *lengths, **options(case, slopes))
 
-    for case in cases(lengths[1], cap_of(dtype, alibi)):
+    for case in cases(lengths[1], cap_of(dtype)):
         scaled = inputs if case.softcap == 0.0 else (inputs[0] * case.softcap, *inputs[1:])
         label = f"varlen {heads} {lengths}"
         compare(varlen, scaled, seqlens, rows, errors, label, case, slopes)
