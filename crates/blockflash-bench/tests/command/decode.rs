@@ -52,6 +52,44 @@ fn pages_are_selected_and_checked() {
     );
 }
 
+#[test]
+fn listed_blocks_are_visited_and_checked() {
+    let folder = Folder::new();
+    for options in [
+        "2x3x4x32 --kv-heads 2 --seqlen-kv 320 --page-size 32 --granularity 16 --entries 5",
+        "2x2x4x16 --kv-heads 2 --seqlen-kv 200 --seqused-kv 200,90 --granularity 4 --entries 40",
+        "1x70x4x16 --kv-heads 1 --seqlen-kv 300 --list-groups 4 --window 150,0 --dtype bf16",
+        "3x2x2x24 --seqlen-kv 256 --list-groups 1 --softcap 5 --sink random --dtype f32",
+        "2x1x4x24 --kv-heads 1 --v-head-dim 16 --latent --seqlen-kv 128 --granularity 1",
+        "2x2x4x32 --kv-heads 2 --seqlen-kv 96 --page-size 16 --kv-dtype e4m3 --granularity 16",
+    ] {
+        let o = "--lists random --lse o.safetensors --out o.safetensors";
+        folder.right("cpu", &format!("attention-decode --random {options} {o}"));
+    }
+    // Two queries at keys 46 and 47 of blocks of 16: 16 + 15 and 16 + 16 keys.
+    let [q, k, v] = [&[1, 2, 4, 8], &[1, 48, 2, 8], &[1, 48, 2, 8]];
+    let arrays = [q, k, v].map(|shape| random(DType::F16, shape, shape[1] as u64));
+    for (name, array) in ["q.npy", "k.npy", "v.npy"].into_iter().zip(&arrays) {
+        folder.write(name, &[("", array)]);
+    }
+    folder.write("lists.npy", &[("", &integers(&[1, 2, 3], &[2, -1, 0, 1, 2, 9]))]);
+    let files = "attention-decode --q q.npy --k k.npy --v v.npy --granularity 16";
+    let report = folder.right("cpu", &format!("{files} --lists lists.npy"));
+    assert_eq!(report["flops"], 4.0 * (31.0 + 32.0) * 4.0 * 8.0);
+    assert_eq!(report["tensors"]["lists"]["shape"], json!([1, 2, 3]));
+    folder.refuses(
+        files,
+        &[
+            ("--lists lists.npy --entries 3", "--lists random"),
+            ("--lists lists.npy --select-pages 3", "--select-pages"),
+            ("--lists lists.npy --bias random", "bias"),
+            ("--lists random --list-groups 3", "3 lists"),
+            ("--lists lists.npy --out lists.npy", "--lists"),
+            ("--entries 3", "--lists"),
+        ],
+    );
+}
+
 /// What is selected is what attention visits: the same lists by the library.
 #[test]
 fn selected_pages_are_written() {

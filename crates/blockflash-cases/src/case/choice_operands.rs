@@ -1,8 +1,8 @@
 //! Operands of scores of blocks of keys and of the choice of the largest: queries and keys of an
 //! index, in place of launches of one operation those of both.
 
+use super::cache_inputs::repeated;
 use super::decode_data::DecodeData;
-use super::decode_operands::repeated;
 use super::index_choice::ChoiceShape;
 use super::operands::{Operands, Placed, Progress, normal, rotation_bytes};
 use crate::error::{Error, Result};

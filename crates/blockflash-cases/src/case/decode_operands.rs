@@ -1,20 +1,18 @@
 //! One call of attention to a cache with its data: what is computed, from what, on which device,
 //! and whether the result is right. Suites and the command share it.
 
+use super::cache_inputs::CacheInputs;
 use super::decode_data::{CacheValues, DecodeData, shuffled};
 use super::decode_pages::{PageSelection, Pages, SelectionCheck};
 use super::decode_rows::Rows;
-use super::operands::{
-    Operands, Placed, Progress, TensorInfo, downloaded, launched, rotation_bytes,
-};
+use super::operands::{Operands, Progress, TensorInfo, downloaded, launched, rotation_bytes};
 use super::scores;
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::io::Array;
-use crate::memory::count;
 use blockflash_ops::{
     AttentionDecode, AttentionDecodeOperands as Written, AttentionDecodeProblem,
-    AttentionDecodeWorkspace, CacheAccess, CudaProperties, DType, Kernel, KvCache, Operation,
-    PreparedAttentionDecode, Scores, Stream, Tensor, View, attention_decode,
+    AttentionDecodeWorkspace, CacheAccess, CudaProperties, DType, Kernel, Operation,
+    PreparedAttentionDecode, Scores, Stream, Tensor, attention_decode,
 };
 use blockflash_oracle::{self as oracle, AttentionCase, Blocks, Comparison};
 use blockflash_sys::manifest;
@@ -23,28 +21,10 @@ use std::mem;
 /// Most copies of a cache.
 const MAX_COPIES: usize = 256;
 
-/// A cache of a given number of pages from those that were drawn, in their order, again and again.
-pub(super) fn repeated(drawn: &Array, pages: usize, stream: &Stream) -> Result<Tensor> {
-    let first = drawn.upload(stream)?;
-    let mut shape = first.shape().to_vec();
-    let period = shape[0].max(1);
-    if period >= pages {
-        return Ok(first);
-    }
-    shape[0] = pages;
-    let mut cache = Tensor::empty(stream, first.dtype(), &shape)?;
-    for start in (0..pages).step_by(period) {
-        let end = pages.min(start + period);
-        let part = first.view().slice(0, 0..end - start)?;
-        cache.view_mut().slice(0, start..end)?.copy_from(&part, stream)?;
-    }
-    Ok(cache)
-}
-
 /// Queries, the cache, perhaps several times, and the outputs.
 #[derive(Debug)]
 pub struct DecodeOperands {
-    inputs: Inputs,
+    inputs: CacheInputs,
     o: Tensor,
     lse: Option<Tensor>,
     /// Number of the next launch.
@@ -57,85 +37,14 @@ pub struct DecodeOperands {
     counts: Vec<usize>,
 }
 
-#[derive(Debug)]
-struct Inputs {
-    scores: Scores<Placed>,
-    q: Placed,
-    /// Keys and values, and how many pages they have, of which the host may have fewer.
-    k: Placed,
-    v: CacheValues<Placed>,
-    pages: usize,
-    /// Scales of keys and of values.
-    scales: [Option<Placed>; 2],
-    /// Further copies of keys and values.
-    copies: Vec<(Tensor, CacheValues<Tensor>)>,
-    /// Block tables of a cache in pages: more than one if pages are chosen, so that the chosen ones
-    /// are stored elsewhere.
-    block_tables: Vec<Tensor>,
-    seed: u64,
-    lengths: Option<Placed>,
-    workspace: Option<AttentionDecodeWorkspace>,
-}
-
-impl Inputs {
-    fn new(scores: Scores<Array>, data: DecodeData, stream: &Stream) -> Result<Self> {
-        let DecodeData { q, k, v, scales, pages, block_table, seqused_kv, chosen: _, seed } = data;
-        let place = |array| Placed::new(array, stream);
-        let cache = |host: Array| match host.shape().first() == Some(&pages) {
-            true => place(host),
-            false => Ok(Placed::with(repeated(&host, pages, stream)?, host)),
-        };
-        let [k_scale, v_scale] = scales;
-        let table = block_table.map(|table| table.upload(stream)).transpose()?;
-        Ok(Self {
-            scores: scores.try_map(|_, array| place(array))?,
-            q: place(q)?,
-            k: cache(k)?,
-            v: v.try_map(cache)?,
-            pages,
-            scales: [k_scale.map(place).transpose()?, v_scale.map(place).transpose()?],
-            copies: Vec::new(),
-            block_tables: table.into_iter().collect(),
-            seed,
-            lengths: seqused_kv.map(place).transpose()?,
-            workspace: None,
-        })
-    }
-
+impl CacheInputs {
     fn call<'a>(&'a self, pages: &'a Pages) -> Result<AttentionDecode<'a>> {
         Ok(AttentionDecode {
-            scores: self.scores.as_ref().try_map(|_, placed| placed.view())?,
+            scores: self.scores()?,
             pages: pages.lists(),
             workspace: self.workspace.as_ref(),
             ..AttentionDecode::new(self.q.view()?)
         })
-    }
-
-    /// What the launch with this number reads.
-    fn cache(&self, launch: usize) -> Result<KvCache<'_>> {
-        let (k, v) = match (launch % (1 + self.copies.len())).checked_sub(1) {
-            None => (self.k.view()?, self.v.as_ref().try_map(Placed::view)?),
-            Some(copy) => {
-                let (k, v) = &self.copies[copy];
-                (k.view(), v.as_ref().try_map(|v| Ok::<_, Error>(v.view()))?)
-            }
-        };
-        let cache = match v {
-            CacheValues::Own(v) => KvCache::new(k, v),
-            CacheValues::FirstColumns(columns) => KvCache::latent(k, columns)?,
-        };
-        let block_table = self.block_tables.get(launch % self.block_tables.len().max(1));
-        let seqused_kv = self.lengths.as_ref().map(Placed::view).transpose()?;
-        let block_table = block_table.map(Tensor::view);
-        let [k_scale, v_scale] =
-            self.scales.each_ref().map(|scale| scale.as_ref().map(Placed::view).transpose());
-        let (k_scale, v_scale) = (k_scale?, v_scale?);
-        Ok(KvCache { block_table, seqused_kv, k_scale, v_scale, ..cache })
-    }
-
-    /// Queries and cache of the launch with this number.
-    fn read(&self, launch: usize) -> Result<(View<'_>, KvCache<'_>)> {
-        Ok((self.q.view()?, self.cache(launch)?))
     }
 
     fn problem(&self, pages: &Pages) -> Result<AttentionDecodeProblem> {
@@ -172,7 +81,7 @@ impl DecodeOperands {
     ) -> Result<Self> {
         let (slots, counts) = data.visited()?;
         let (chosen, table) = (mem::take(&mut data.chosen), data.block_table.clone());
-        let mut inputs = Inputs::new(scores, data, stream)?;
+        let mut inputs = CacheInputs::new(scores, data, stream)?;
         let pages = Pages::new(chosen, table, &counts, inputs.read(0)?, stream)?;
         let bytes = inputs.workspace_bytes(&pages, stream)?;
         if bytes > 0 {
@@ -205,31 +114,13 @@ impl DecodeOperands {
 
 impl Operands for DecodeOperands {
     fn inputs(&self) -> Vec<TensorInfo> {
-        let Inputs { q, k, v, pages, .. } = &self.inputs;
-        let cache = |name, cache: &Placed| {
-            let host = cache.host();
-            (name, [&[*pages], &host.shape()[1..]].concat(), host.dtype())
-        };
-        let mut inputs = vec![q.info("q"), cache("k", k)];
-        if let CacheValues::Own(v) = v {
-            inputs.push(cache("v", v));
-        }
-        inputs
+        self.inputs.infos()
     }
 
     fn details(&mut self) -> Result<Vec<(&'static str, String)>> {
         let problem = self.problem(None)?;
         let mut details = scores::details(&problem.attention.scores, true);
-        let cache = &problem.cache;
-        let pages = match cache.table {
-            None => "contiguous".to_owned(),
-            Some(_) => format!("{} pages of {}", count(cache.pages as u64), cache.page_size),
-        };
-        if let CacheValues::FirstColumns(columns) = self.inputs.v {
-            details.push(("v", format!("the first {columns} columns of k")));
-        }
-        let keys = count(self.slots.len() as u64);
-        details.push(("cache", format!("{pages}, {keys} keys of {} sequences", cache.batch)));
+        details.extend(self.inputs.details(&problem.cache, self.slots.len()));
         if let Some(PageSelection { room, statistics }) = self.pages.selection() {
             let by = if statistics == 1 { "mean" } else { "minimum and maximum" };
             details.push(("selected", format!("at most {room} pages, by the {by} of their keys")));
@@ -296,20 +187,10 @@ impl Operands for DecodeOperands {
         seed: u64,
         progress: Progress<'_>,
     ) -> Result<Vec<Comparison>> {
-        let (Inputs { scores, q, k, v, scales: scales_of, .. }, slots) =
-            (&self.inputs, &self.slots);
+        let CacheInputs { scores, q, .. } = &self.inputs;
         let problem = self.problem(None)?;
         let queries = vec![problem.attention.seqlen_q; self.counts.len()];
-        let (of_q, counts) = (q.host().dtype(), &self.counts[..]);
-        let v = match v {
-            CacheValues::Own(v) => Rows::of_cache(v.host(), slots),
-            &CacheValues::FirstColumns(columns) => Rows::of_cache(k.host(), slots).columns(columns),
-        };
-        let [k, v] = [(Rows::of_cache(k.host(), slots), 0), (v, 1)].map(|(rows, at)| {
-            let scale = scales_of[at].as_ref().map(Placed::host);
-            let code = problem.cache.dtype.is_code();
-            if code { rows.of_codes(of_q, scale, counts) } else { rows }
-        });
+        let [k, v] = self.inputs.rows(&self.slots, &self.counts);
         let (results, check) = match results {
             [results @ .., lists, summaries] if self.pages.selection().is_some() => {
                 let (q, counts) = (q.host(), &self.counts[..]);

@@ -1,5 +1,6 @@
 use super::*;
 use crate::case::Case;
+use crate::case::cache_inputs::repeated;
 use blockflash_ops::Device;
 
 #[test]

@@ -109,6 +109,42 @@ impl Elements for Rows<'_> {
     }
 }
 
+/// Elements of several pieces, side by side, as `[rows, heads, width]`.
+#[derive(Debug)]
+pub(super) struct Gathered {
+    shape: [usize; 3],
+    values: Vec<f32>,
+    /// The type by which the oracle judges.
+    dtype: DType,
+}
+
+impl Gathered {
+    pub(super) fn new(
+        of: &dyn Elements,
+        pieces: impl Iterator<Item = usize>,
+        [heads, width]: [usize; 2],
+    ) -> Self {
+        let piece = |first| of.to_f32(first..first + heads * width);
+        let values: Vec<f32> = pieces.flat_map(piece).collect();
+        let shape = [values.len() / (heads * width).max(1), heads, width];
+        Self { shape, values, dtype: of.dtype() }
+    }
+}
+
+impl Elements for Gathered {
+    fn shape(&self) -> &[usize] {
+        &self.shape
+    }
+
+    fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    fn to_f32(&self, range: Range<usize>) -> Vec<f32> {
+        self.values.get(range).unwrap_or_default().to_vec()
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -3,14 +3,15 @@
 use super::decode::{DecodeShape, Fill};
 use super::id::{Fields, Id, named, number};
 use super::index_lists;
-use super::index_operands::IndexOperands;
+use super::index_operands::{IndexData, IndexOperands};
 use super::limits;
 use super::operands::{Operands, normal};
 use super::peer::{PeerCase, PeerCaseError};
 use super::shape::{Shape, head_dim_of_all};
 use super::work::{TILE_ROWS, Work};
-use crate::error::Result;
-use blockflash_ops::Stream;
+use crate::error::{Error, Result};
+use crate::io::Array;
+use blockflash_ops::{Mask, Stream};
 use blockflash_sys::{DType, HeadDims};
 use serde::{Deserialize, Serialize};
 use std::path::Path;
@@ -64,6 +65,17 @@ pub enum Listing {
 named!(Listing: Uniform = "uniform", Near = "near");
 
 impl IndexShape {
+    /// Lists i32 `[groups, batch * seqlen_q, entries]`.
+    ///
+    /// # Errors
+    /// If sizes do not fit each other, or there are too many lists.
+    pub fn draw_lists(&self, seed: u64) -> Result<Array> {
+        self.check().map_err(Error::Option)?;
+        let sizes = [self.groups, self.batch * self.seqlen_q, self.entries];
+        let lists = Array::new(&sizes, index_lists::draw(self, seed));
+        lists.ok_or_else(|| Error::Option("the lists are no tensor".to_owned()))
+    }
+
     /// The cache, as decoding has it.
     pub(super) fn cache(&self) -> DecodeShape {
         DecodeShape {
@@ -261,9 +273,11 @@ impl Shape for IndexShape {
 
     fn operands(&self, stream: &Stream, seed: u64) -> Result<Box<dyn Operands>> {
         let draw = |_: &str, shape: &[usize], dtype, lane| normal(shape, dtype, seed, lane);
-        let data = self.cache().data(seed, draw)?;
-        let lists = index_lists::draw(self, seed);
-        Ok(Box::new(IndexOperands::new(*self, data, lists, seed, stream)?))
+        let decode = self.cache().data(seed, draw)?;
+        let lists = self.draw_lists(seed)?;
+        let data = IndexData { decode, lists, granularity: self.granularity };
+        let operands = IndexOperands::new(Mask::causal().into(), data, false, stream)?;
+        Ok(Box::new(operands.of_shape(*self)))
     }
 }
 

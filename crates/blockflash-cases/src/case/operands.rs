@@ -182,6 +182,11 @@ impl Placed {
         Ok(Self { host, device })
     }
 
+    /// An array that is only compared with.
+    pub(super) fn on_host(host: Array) -> Self {
+        Self { host, device: None }
+    }
+
     /// An array with the tensor that stands for it.
     pub(super) fn with(device: Tensor, host: Array) -> Self {
         Self { host, device: Some(device) }

@@ -2,9 +2,11 @@
 
 use super::operands::Placed;
 use crate::error::{Error, Result};
+use crate::io::Array;
 use crate::memory::count;
 use blockflash_ops::{Align, BiasProblem, Mask, Scores, ScoresProblem};
 use blockflash_oracle::{AttentionCase, Elements};
+use std::ops::Range;
 
 /// The oracle's case of dense q, k and v with the scores of a problem, for which `placed` has the
 /// tensors.
@@ -30,6 +32,15 @@ pub(super) fn for_oracle<'a>(
         left,
         right,
         scores: blockflash_oracle::Scores::new(scores.softmax_scale, scores.softcap),
+    })
+}
+
+/// The tensors of some heads of q, on the host, where they have one number for each head.
+pub(super) fn of_heads(scores: &Scores<Placed>, heads: Range<usize>) -> Result<Scores<Placed>> {
+    scores.as_ref().try_map(|name, tensor| {
+        let part = Array::new(&[heads.len()], tensor.host().to_f32(heads.clone()));
+        let part = part.ok_or_else(|| Error::Option(format!("{name} has not all heads")))?;
+        Ok(Placed::on_host(part))
     })
 }
 

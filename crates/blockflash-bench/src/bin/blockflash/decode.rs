@@ -2,10 +2,13 @@
 
 use crate::decode_args::Args;
 use crate::failure::{Result, bail, ensure};
+use crate::list_args::with_lists;
 use crate::operand::{Source, StandIn, common_dtype, load_each, random};
 use crate::qkv_args::{o_bytes, with_tensors};
 use crate::run::Run;
-use blockflash_bench::case::{CacheValues, Chosen, DecodeData, DecodeOperands, DecodeShape, Fill};
+use blockflash_bench::case::{
+    CacheValues, Chosen, DecodeData, DecodeOperands, DecodeShape, Fill, IndexOperands, Operands,
+};
 use blockflash_bench::io::Stored;
 use blockflash_bench::memory;
 use blockflash_ops::{AttentionDecode, DType, HeadDims, KvCache, Mask, Scores};
@@ -42,10 +45,16 @@ pub fn run(args: Args) -> Result<ExitCode> {
     let wants_lse = outputs.has("lse") || args.common.check;
     let chosen = args.selection()?.map_or(Chosen::All, Chosen::Selected);
     let data = DecodeData { seqused_kv, chosen, ..data };
-    let mut operands = DecodeOperands::new(scores, data, wants_lse, &stream)?;
+    let mut operands: Box<dyn Operands> = match &args.lists.lists {
+        Some(lists) => {
+            let data = with_lists(&args, data, lists)?;
+            Box::new(IndexOperands::new(scores, data, wants_lse, &stream)?)
+        }
+        None => Box::new(DecodeOperands::new(scores, data, wants_lse, &stream)?),
+    };
     let (operation, kernel) = ("attention-decode", None);
     Run { operation, common: &args.common, kernel, outputs, device: &device, stream: &stream }
-        .of(&mut operands)
+        .of(&mut *operands)
 }
 
 fn drawn(

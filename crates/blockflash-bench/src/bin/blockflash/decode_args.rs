@@ -2,6 +2,7 @@
 
 use crate::args::{Code, Common, out_path, sizes};
 use crate::failure::{Result, ensure};
+use crate::list_args::ListArgs;
 use crate::offsets::Offsets;
 use crate::outputs::Outputs;
 use crate::qkv_args::{MaskName, Qkv, ScoreArgs, Written};
@@ -21,6 +22,8 @@ Examples:
       --seqlen-kv 8192 --page-size 64 --dtype bf16 --check
   blockflash attention-decode --random 1x1x32x128 --kv-heads 8 --seqlen-kv 32768 --page-size 64 \\
       --select-pages 64 --check
+  blockflash attention-decode --random 1x128x64x128 --kv-heads 4 --seqlen-kv 8192 --lists random \\
+      --granularity 128 --entries 16 --check
 
 q is [batch, queries, heads, head_dim]: the last queries of each sequence. The cache k and v is
 [batch, capacity, heads, head_dim], or with a block table [pages, page_size, heads, head_dim]. The
@@ -86,6 +89,9 @@ pub struct Args {
     pub summaries: Option<Summaries>,
 
     #[command(flatten)]
+    pub lists: ListArgs,
+
+    #[command(flatten)]
     pub written: Written,
     /// Write the pages that were selected, i32 [batch, heads of keys, N], columns of the block
     /// table, to a .npy or .safetensors file (tensor `pages`; it may be the same file)
@@ -133,6 +139,7 @@ impl Args {
         let inputs = [
             ("--block-table", self.block_table.as_ref()),
             ("--seqused-kv", self.seqused_kv.as_ref().and_then(Offsets::file)),
+            self.lists.file(),
         ];
         let pages = ("--pages", "pages", self.pages.as_ref());
         self.written

@@ -18,6 +18,7 @@ mod drawn_args;
 mod failure;
 mod info;
 mod launch;
+mod list_args;
 mod mask;
 mod mask_file;
 mod measure;
