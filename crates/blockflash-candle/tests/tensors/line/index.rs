@@ -177,10 +177,9 @@ fn scores(device: &Device) -> Result<()> {
             assert_eq!((scores.dims(), scores.dtype()), (&[1, 2, blocks][..], DType::F32));
             let mut expected = Vec::new();
             for sequence in 0..2 {
-                for block in 0..blocks {
-                    let first = block * SLOTS;
+                for (block, page) in TABLE[sequence].into_iter().enumerate() {
+                    let (first, page) = (block * SLOTS, page as usize);
                     let end = (first + SLOTS).min(LENGTHS[sequence] as usize);
-                    let page = TABLE[sequence][block] as usize;
                     let of_key = |slot: usize| -> f64 {
                         let k = &of_k[(page * SLOTS + slot) * dim..][..dim];
                         let of_head = |head: usize| {
