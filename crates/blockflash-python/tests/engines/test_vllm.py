@@ -240,7 +240,9 @@ def test_layers_that_are_refused() -> None:
     assert layer.forward(None, output, output, output, output, None, output).eq(0).all()
 
 
-@pytest.mark.parametrize("program, lines", [("vllm_layer.py", 4), ("vllm_mla.py", 6)])
+@pytest.mark.parametrize(
+    "program, lines", [("vllm_layer.py", 4), ("vllm_mla.py", 6), ("vllm_sparse_mla.py", 7)]
+)
 def test_a_layer_of_vllm_drives_the_backend(program: str, lines: int) -> None:
     here = Path(__file__).resolve().parent
     path = os.pathsep.join([str(here.parent), *sys.path])  # Where this process finds modules.

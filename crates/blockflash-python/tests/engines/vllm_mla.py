@@ -62,9 +62,10 @@ def selection() -> None:
         ({"kv_cache_dtype": "fp8_ds_mla", "dtype": torch.float16}, "queries of torch.float16"),
         ({"kv_cache_dtype": "float16"}, "float16 beside queries of torch.bfloat16"),
         ({"use_mla": False}, "--attention-backend BLOCKFLASH"),
-        ({"use_sparse": True}, "no choice of keys for each query"),
+        ({"use_sparse": True}, "--attention-backend BLOCKFLASH_MLA_SPARSE"),
         ({"has_sink": True}, "TRITON_MLA"),
         ({"use_dcp": True}, "--decode-context-parallel-size 1"),
+        ({"use_pcp": True}, "--prefill-context-parallel-size 1"),
         ({"block_size": 8}, "a multiple of 16"),
     ):
         found = reasons(**changes)
@@ -111,6 +112,7 @@ def layer(**changes: Any) -> BlockflashMLAImpl:
 
 def values(step: Any, behind: int, parts: bool, codes: bool = False) -> None:
     impl = layer(head_size=512 + behind, qk_rope_head_dim=behind)
+    assert not impl.supports_quant_query_input
     q = torch.randn(4, 8, 512 + behind) / 4
     cache = rows = torch.randn(4, 16, 512 + behind)
     if codes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -25,7 +26,7 @@ from .._mla import values_of
 from .._schema import DECODE
 from . import MLA_NAME
 from ._backend import PLAIN, other_type
-from ._reasons import ELSEWHERE_MLA, ENCODERS, explained_mla
+from ._reasons import ELSEWHERE_MLA, ENCODERS, MORE_MLA, explained
 
 _WIDTH = 512
 """Elements of a row that are values."""
@@ -82,11 +83,43 @@ class BlockflashMLAMetadataBuilder(MLACommonMetadataBuilder[BlockflashMLAMetadat
         )
 
 
+def refuse_options(
+    alibi_slopes: list[float] | None,
+    sliding_window: int | None,
+    logits_soft_cap: float | None,
+    attn_type: str,
+    kv_lora_rank: int | None,
+    elsewhere: str,
+) -> None:
+    """Raises for options of a layer that kernels for latent rows do not have."""
+    given = {
+        "alibi_slopes": alibi_slopes,
+        "sliding_window": sliding_window,
+        "logits_soft_cap": logits_soft_cap,
+    }
+    for name, value in given.items():
+        if value:
+            raise Unsupported(f"{name} is {value} beside latent rows: {elsewhere}")
+    if attn_type != AttentionType.DECODER:
+        raise Unsupported(f"attn_type is {attn_type}: {ENCODERS}")
+    if kv_lora_rank != _WIDTH:
+        raise Unsupported(f"kv_lora_rank is {kv_lora_rank}, expected {_WIDTH}: {elsewhere}")
+
+
+def aligned(call: Callable[..., None], query: Tensor, *rest: Any) -> None:
+    """Calls a native function; queries that are not aligned for a GPU are copied."""
+    try:
+        call(query, *rest)
+    except _native.Misaligned:
+        call(query.clone(memory_format=torch.contiguous_format), *rest)
+
+
 class BlockflashMLAImpl(MLACommonImpl[BlockflashMLAMetadata]):
     """Decoding of a layer: one call for all requests that are decoded in a step."""
 
     can_return_lse_for_decode: bool = True
     lse_base_on_e: bool = True
+    supports_pcp: bool = False
 
     def __init__(
         self,
@@ -102,20 +135,11 @@ class BlockflashMLAImpl(MLACommonImpl[BlockflashMLAMetadata]):
         kv_sharing_target_layer_name: str | None,
         **of_mla: Any,
     ) -> None:
-        given = {
-            "alibi_slopes": alibi_slopes,
-            "sliding_window": sliding_window,
-            "logits_soft_cap": logits_soft_cap,
-        }
-        for name, value in given.items():
-            if value:
-                raise Unsupported(f"{name} is {value} beside latent rows: {ELSEWHERE_MLA}")
-        if attn_type != AttentionType.DECODER:
-            raise Unsupported(f"attn_type is {attn_type}: {ENCODERS}")
-        if of_mla.get("kv_lora_rank") != _WIDTH:
-            raise Unsupported(
-                f"kv_lora_rank is {of_mla.get('kv_lora_rank')}, expected {_WIDTH}: {ELSEWHERE_MLA}"
-            )
+        refuse_options(
+            *(alibi_slopes, sliding_window, logits_soft_cap, attn_type),
+            of_mla.get("kv_lora_rank"),
+            ELSEWHERE_MLA,
+        )
         super().__init__(
             num_heads,
             head_size,
@@ -129,6 +153,7 @@ class BlockflashMLAImpl(MLACommonImpl[BlockflashMLAMetadata]):
             kv_sharing_target_layer_name,
             **of_mla,
         )
+        self.supports_quant_query_input = False
         self._options = list(DECODE.ordered(scores(True, UNLIMITED, float(scale), None, None)))
 
     def forward_mqa(
@@ -173,12 +198,8 @@ class BlockflashMLAImpl(MLACommonImpl[BlockflashMLAMetadata]):
         for name, value in given.items():
             options[DECODE.places[name]] = value
         allocate = partial(query.new_empty, dtype=torch.uint8)
-        rest = (rows, values_of(rows, width), o, lse, allocate, None, None, *options)
-        try:
-            _native.attention_decode(query, *rest)
-        except _native.Misaligned:
-            query = query.clone(memory_format=torch.contiguous_format)
-            _native.attention_decode(query, *rest)
+        rest = (o, lse, allocate, None, None, *options)
+        aligned(_native.attention_decode, query, rows, values_of(rows, width), *rest)
         _stats.count("mla_decode")
         return o, None if lse is None else lse.transpose(0, 1)
 
@@ -188,6 +209,7 @@ class BlockflashMLABackend(MLACommonBackend):
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [*PLAIN.values()]
     supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", *PLAIN, CODES]
+    more_reasons: ClassVar[dict[str, str]] = MORE_MLA
 
     @staticmethod
     def get_name() -> str:
@@ -243,4 +265,5 @@ class BlockflashMLABackend(MLACommonBackend):
     @classmethod
     def validate_configuration(cls, *args: Any, **config: Any) -> list[str]:
         """Why a configuration is refused, and what to do; nothing if it is taken."""
-        return [explained_mla(reason) for reason in super().validate_configuration(*args, **config)]
+        reasons = super().validate_configuration(*args, **config)
+        return [explained(reason, cls.more_reasons) for reason in reasons]

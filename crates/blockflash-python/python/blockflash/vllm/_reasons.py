@@ -4,6 +4,7 @@ from __future__ import annotations
 
 ELSEWHERE = "leave out --attention-backend, or name FLASH_ATTN, for this model"
 ELSEWHERE_MLA = "leave out --attention-backend, or name TRITON_MLA, for this model"
+ELSEWHERE_SPARSE = "leave out --attention-backend for this model"
 
 PREFIX = f"a mask over pages cannot let the tokens of an image see each other: {ELSEWHERE}"
 RSWA = f"kernels have one window, which no prompt is excepted from: {ELSEWHERE}"
@@ -35,7 +36,7 @@ MORE_MLA = MORE | {
     "head_size not supported": f"it takes latent rows of 576 and of 512: {ELSEWHERE_MLA}",
     "kv_cache_dtype not supported": "give --kv-cache-dtype auto or fp8_ds_mla",
     "non-MLA not supported": "give --attention-backend BLOCKFLASH",
-    "sparse not supported": f"it takes no choice of keys for each query: {ELSEWHERE_MLA}",
+    "sparse not supported": "give --attention-backend BLOCKFLASH_MLA_SPARSE",
     "attention sinks not supported": ELSEWHERE_MLA,
     "sliding window not supported": ELSEWHERE_MLA,
     "non-causal attention not supported": ELSEWHERE_MLA,
@@ -44,13 +45,22 @@ MORE_MLA = MORE | {
 """The same for latent rows."""
 
 
-def explained_mla(reason: str) -> str:
-    """A reason of vLLM with what to do, for latent rows."""
-    return f"{reason}: {MORE_MLA[reason]}" if reason in MORE_MLA else explained(reason)
+MORE_SPARSE = MORE_MLA | {
+    "head_size not supported": f"it takes latent rows of 576 and of 512: {ELSEWHERE_SPARSE}",
+    "kv_cache_dtype not supported": "give --kv-cache-dtype bfloat16 or fp8_ds_mla",
+    "non-MLA not supported": f"it takes no lists of keys but of latent rows: {ELSEWHERE_SPARSE}",
+    "non-sparse not supported": "give --attention-backend BLOCKFLASH_MLA",
+    "attention sinks not supported": ELSEWHERE_SPARSE,
+    "sliding window not supported": ELSEWHERE_SPARSE,
+    "non-causal attention not supported": ELSEWHERE_SPARSE,
+    "batch invariance not supported": "the bits of a token depend on the order of its list, which "
+    f"the indexer chooses: unset VLLM_BATCH_INVARIANT, or {ELSEWHERE_SPARSE}",
+}
+"""The same for latent rows that lists name."""
 
 
-def explained(reason: str) -> str:
+def explained(reason: str, more: dict[str, str] = MORE) -> str:
     """A reason of vLLM with what to do."""
     if reason.startswith("attention type"):
         return f"{reason}: {ENCODERS}"
-    return f"{reason}: {MORE[reason]}" if reason in MORE else reason
+    return f"{reason}: {more[reason]}" if reason in more else reason
