@@ -10,7 +10,7 @@ They are operators of torch like those of `_ops`. The lists are made by those of
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from . import _autograd, _flops, _index_gradient, _native, _stats
 from ._arguments import UNLIMITED, lowered, refuse_types, scores, together
+from ._mla import values_of
 from ._native import Unsupported
 from ._ops import empty_lse, empty_o
 from ._schema import DECODE, SCHEMAS
@@ -127,6 +128,32 @@ def index_attention(
     o, lse = call(_OPS.index_attention.default, q, k, v, *rest, has_gradient=has_gradient)
     _stats.count("index_attention")
     return (o, lse) if return_lse else o
+
+
+def attend_to_rows(
+    q: Tensor, rows: Tensor, width: int, lists: Tensor, options: Sequence[Any]
+) -> Tensor:
+    """Attention to the latent rows that lists name, as engines call it: without autograd.
+
+    Args:
+        q: Queries as `index_attention` takes them.
+        rows: `[pages, page_size, 1, row]`, of codes uint8 `[pages, page_size, 1, 656]`.
+        width: How many elements of a row are its value.
+        lists: int32 `[1, rows of q, room]`.
+        options: Those of `attention_decode`, in their order.
+
+    Returns:
+        The output in the shape of q with the head dimension `width`.
+
+    """
+    o = q.new_empty(*q.shape[:-1], width)
+    rest = (rows, values_of(rows, width), lists, o, None, allocate_like(q), 1, 0, *options)
+    try:
+        _native.index_attention(q, *rest)
+    except _native.Misaligned:
+        _native.index_attention(q.clone(memory_format=torch.contiguous_format), *rest)
+    _stats.count("index_attention")
+    return o
 
 
 def both(**given: Any) -> None:

@@ -23,6 +23,7 @@ _PATHS = {
     "index_attention": "blockflash.index_attention",
     "mla_decode": "blockflash.mla_decode",
     "sdpa": "scaled_dot_product_attention",
+    "sglang": "blockflash.sglang",
     "transformers": "block_attention",
     "vllm_omni": "blockflash.vllm_omni",
 }
@@ -52,11 +53,11 @@ def stats() -> dict[str, Calls]:
     Returns:
         The calls since the start of the process or the last `reset_stats()`, by path: `attention`,
         `attention_decode`, `index_attention` and `mla_decode` are all calls of these functions,
-        drop-ins included. `comfyui`, `diffusers`, `flash_attn`, `sdpa` (once activated),
-        `transformers` and `vllm_omni` are the drop-ins, by calls of the forward pass. Functions
-        that are called by name have no fallback: they raise. A call that is compiled counts once,
-        when it is traced, but in `sdpa` each time that it runs. What torch gives to another of its
-        backends never comes to blockflash, and is not counted.
+        drop-ins included. `comfyui`, `diffusers`, `flash_attn`, `sdpa` (once activated), `sglang`
+        (attention to listed slots), `transformers` and `vllm_omni` are the drop-ins, by calls of
+        the forward pass. Functions that are called by name have no fallback: they raise. A call
+        that is compiled counts once, when it is traced, but in `sdpa` each time that it runs. What
+        torch gives to another of its backends never comes to blockflash, and is not counted.
 
     """
     global _readings

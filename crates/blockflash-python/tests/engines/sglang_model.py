@@ -86,6 +86,7 @@ class Model:
                 context_len=100,
                 is_encoder_decoder=False,
                 is_local_attention_model=False,
+                hf_config=SimpleNamespace(architectures=["LlamaForCausalLM"]),
                 hf_text_config=None,
             ),
             page_size=PAGE,

@@ -3,6 +3,7 @@
 SGLang finds `register` by the entry point `sglang.srt.plugins` of this package, in each of its
 processes. `_backend` is the backend of a model, `_draft` that of the steps of a drafting model,
 `_metadata` what a batch is to the kernels, and `_refusals` what is not served, with reasons.
+`_listed` is attention by an index inside of SGLang's own backend.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from ._names import REPLACES
+from ._names import LISTED, REPLACES
 
 NAME = "blockflash"
 TESTED = "0.5.23"
@@ -33,12 +34,18 @@ def register() -> None:
     if replaced not in (NAME, *ATTENTION_BACKENDS):
         names = ", ".join(sorted(ATTENTION_BACKENDS))
         raise ValueError(f"{REPLACES} is {replaced}, not one of {names}")
-    ATTENTION_BACKENDS[NAME] = ATTENTION_BACKENDS[replaced] = _create
+    ATTENTION_BACKENDS[NAME] = _create
+    if replaced not in LISTED:
+        ATTENTION_BACKENDS[replaced] = _create
     if NAME not in choices.ATTENTION_BACKEND_CHOICES:
         choices.add_attention_backend_choices([NAME])
         choices.add_draft_attention_backend_choices([NAME])
         # SGLang has a list of backends of drafts in the function that makes them.
         HookRegistry.register(_DRAFTS, _create_for_draft, HookType.AROUND)
+        if replaced in LISTED:
+            from ._listed import register as attend_to_lists
+
+            attend_to_lists()
 
 
 def _create(runner: Any) -> Any:
@@ -63,8 +70,9 @@ def _create_for_draft(
 
         return NAME, BlockflashDraftBackend(runner, factory.topk, factory.speculative_num_steps)
 
-    makers = {**makers, NAME: make, os.environ.get(REPLACES) or NAME: make}
-    return original(factory, name, makers, *rest, **options)
+    replaced = os.environ.get(REPLACES)
+    names = [NAME] if not replaced or replaced in LISTED else [NAME, replaced]
+    return original(factory, name, {**makers, **dict.fromkeys(names, make)}, *rest, **options)
 
 
 def _warn_of_other_versions() -> None:

@@ -7,3 +7,6 @@ REPLACES = "BLOCKFLASH_SGLANG_REPLACES"
 
 Some models and options are for backends in lists of SGLang alone, and this is not among them.
 """
+
+LISTED = ("dsa", "nsa")
+"""SGLang's names of its backend of models with an indexer, of which attention alone is replaced."""

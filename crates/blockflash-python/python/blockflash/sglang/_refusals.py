@@ -5,7 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from sglang.srt.configs.model_config import is_deepseek_dsa
 from sglang.srt.layers.radix_attention import AttentionType
+
+from ._names import LISTED, REPLACES
 
 CACHES = (
     torch.float16,
@@ -35,6 +38,11 @@ def check_runner(runner: Any, trees: bool, context_parallel: int) -> None:
         refuse(f"there is no cross attention to an encoder: {ELSE}")
     if config.is_local_attention_model:
         refuse(f"there is no attention within chunks of the context: {ELSE}")
+    if is_deepseek_dsa(config.hf_config):
+        refuse(
+            "the model lists the keys of each query (DSA), for SGLang's own backend alone: set "
+            f"{REPLACES}={LISTED[0]} and pass --attention-backend {LISTED[0]}"
+        )
     if getattr(runner, "prefill_aware_swa", False):
         refuse(f"there is no window that excepts the prompt: {ELSE}")
     if dtype not in CACHES or runner.kv_cache_dtype_str == "mxfp8":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -106,14 +105,6 @@ def refuse_options(
         raise Unsupported(f"kv_lora_rank is {kv_lora_rank}, expected {_WIDTH}: {elsewhere}")
 
 
-def aligned(call: Callable[..., None], query: Tensor, *rest: Any) -> None:
-    """Calls a native function; queries that are not aligned for a GPU are copied."""
-    try:
-        call(query, *rest)
-    except _native.Misaligned:
-        call(query.clone(memory_format=torch.contiguous_format), *rest)
-
-
 class BlockflashMLAImpl(MLACommonImpl[BlockflashMLAMetadata]):
     """Decoding of a layer: one call for all requests that are decoded in a step."""
 
@@ -198,8 +189,12 @@ class BlockflashMLAImpl(MLACommonImpl[BlockflashMLAMetadata]):
         for name, value in given.items():
             options[DECODE.places[name]] = value
         allocate = partial(query.new_empty, dtype=torch.uint8)
-        rest = (o, lse, allocate, None, None, *options)
-        aligned(_native.attention_decode, query, rows, values_of(rows, width), *rest)
+        rest = (rows, values_of(rows, width), o, lse, allocate, None, None, *options)
+        try:
+            _native.attention_decode(query, *rest)
+        except _native.Misaligned:
+            query = query.clone(memory_format=torch.contiguous_format)
+            _native.attention_decode(query, *rest)
         _stats.count("mla_decode")
         return o, None if lse is None else lse.transpose(0, 1)
 

@@ -8,7 +8,6 @@ by the table of the request, so nothing converts positions to slots, as vLLM's o
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -21,12 +20,12 @@ from vllm.model_executor.layers.attention.sparse_mla_attention import (
 )
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 
-from .. import Unsupported, _native, _stats
+from .. import Unsupported
 from .._arguments import UNLIMITED, scores
-from .._mla import values_of
+from .._index import attend_to_rows
 from .._schema import DECODE
 from . import SPARSE_MLA_NAME
-from ._mla import BlockflashMLABackend, aligned, refuse_options
+from ._mla import BlockflashMLABackend, refuse_options
 from ._reasons import ELSEWHERE_SPARSE, MORE_SPARSE
 
 
@@ -133,8 +132,7 @@ class BlockflashSparseMLAImpl(SparseMLACommonImpl[BlockflashSparseMLAMetadata]):
         """
         step = attn_metadata
         query = torch.cat(q, dim=-1) if isinstance(q, tuple) else q
-        rows, (tokens, heads) = kv_c_and_k_pe_cache.unsqueeze(-2), query.shape[:2]
-        requests, longest = step.num_reqs, step.max_query_len
+        tokens, requests, longest = len(query), step.num_reqs, step.max_query_len
         if tokens <= step.num_decode_tokens:
             requests, longest = step.num_decodes, step.decode_max_query_len
         options = self._options.copy()
@@ -146,14 +144,9 @@ class BlockflashSparseMLAImpl(SparseMLACommonImpl[BlockflashSparseMLAMetadata]):
         }
         for name, value in given.items():
             options[DECODE.places[name]] = value
-        o = query.new_empty(tokens, heads, self.kv_lora_rank)
         lists = self.topk_indices_buffer[:tokens].unsqueeze(0)
-        allocate = partial(query.new_empty, dtype=torch.uint8)
-        values = values_of(rows, self.kv_lora_rank)
-        rest = (lists, o, None, allocate, 1, 0, *options)
-        aligned(_native.index_attention, query, rows, values, *rest)
-        _stats.count("index_attention")
-        return o, None
+        rows = kv_c_and_k_pe_cache.unsqueeze(-2)
+        return attend_to_rows(query, rows, self.kv_lora_rank, lists, options), None
 
 
 class BlockflashSparseMLABackend(BlockflashMLABackend):
