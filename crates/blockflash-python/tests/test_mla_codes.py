@@ -12,7 +12,7 @@ from test_mla import CAPACITY, LENGTHS, PAGE, PAGES, SCALE, TABLE
 from torch import Tensor
 
 import blockflash
-from blockflash import mla_append, mla_decode
+from blockflash import index_attention, mla_append, mla_decode
 
 WHERE = [
     ("cpu", torch.float32),
@@ -71,6 +71,36 @@ def test_decode(kind: str, queries: int, device: str, dtype: torch.dtype) -> Non
             expected, logs = reference(q[one], k, k[..., :512], **given)
             assert_close(o[one].cpu(), expected, dtype)
             assert_close(lse[one].cpu(), logs, torch.float32 if device == "cpu" else dtype)
+
+
+@pytest.mark.parametrize(("device", "dtype"), WHERE)
+@pytest.mark.parametrize("codes", [False, True])
+def test_lists_of_slots_are_of_one_sequence(codes: bool, device: str, dtype: torch.dtype) -> None:
+    """As engines give them whose lists name slots of the whole cache, not tokens of a sequence."""
+    torch.manual_seed(0)
+    cache = torch.randn(1, PAGES * PAGE, 1, 576).to(dtype)
+    rows = cache
+    if codes:
+        cache = stored(rows.bfloat16())
+        rows = numbers(cache)
+    q = (torch.randn(1, 7, 16, 576) / 4).to(dtype)
+    lists = torch.full((7, 40), -1, dtype=torch.int32)
+    for i, row in enumerate(lists):
+        # The first list is empty.
+        row[torch.randperm(40)[: 6 * i]] = torch.randperm(PAGES * PAGE)[: 6 * i].int()
+    on_device = cache.to(device)
+    values = on_device if codes else on_device[..., :512]
+    o, lse = index_attention(
+        q.to(device), on_device, values, lists.to(device), 1, scale=SCALE, return_lse=True
+    )
+    assert o.dtype == dtype and o.shape == (1, 7, 16, 512)
+    visible = torch.zeros(7, PAGES * PAGE + 1, dtype=torch.bool)
+    visible.scatter_(1, lists.long().where(lists >= 0, PAGES * PAGE), True)
+    visible = visible[None, None, :, :-1].expand(1, 16, -1, -1)
+    expected, logs = reference(q, rows, rows[..., :512], scale=SCALE, visible=visible)
+    assert expected[0, 0].eq(0).all()
+    assert_close(o.cpu(), expected, dtype)
+    assert_close(lse.cpu(), logs, torch.float32 if device == "cpu" else dtype)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

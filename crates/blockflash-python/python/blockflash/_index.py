@@ -18,7 +18,7 @@ from torch import Tensor
 
 from . import _autograd, _flops, _index_gradient, _native, _stats
 from ._arguments import UNLIMITED, lowered, refuse_types, scores, together
-from ._mla import values_of
+from ._mla import _VALUES, values_of
 from ._native import Unsupported
 from ._ops import empty_lse, empty_o
 from ._schema import DECODE, SCHEMAS
@@ -62,10 +62,11 @@ def index_attention(
 
     On a GPU the element types are float16 and bfloat16, the head dimension is a multiple of 8 up to
     256, `granularity` is 1, 4, 16, 64 or 128, and pages have a multiple of 16 slots. Latent rows
-    (`v` is `k[..., :512]` of 576 elements) have kernels of their own. The CPU takes every call,
-    also in float32. The gradient of q, k, v and the logits is computed in a fixed order, on a GPU
-    for a `granularity` of 16, 64 and 128, where keys fill their sequences: contiguous ones without
-    `seqused_k`, or packed ones beside packed queries. Other calls have none, and raise.
+    (`v` is `k[..., :512]` of 576 elements, or `k` itself of rows of 656 bytes, as `mla_decode`
+    takes them) have kernels of their own. The CPU takes every call, also in float32. The gradient
+    of q, k, v and the logits is computed in a fixed order, on a GPU for a `granularity` of 16, 64
+    and 128, where keys fill their sequences: contiguous ones without `seqused_k`, or packed ones
+    beside packed queries. Other calls have none, and raise.
 
     Args:
         q: Queries, `[B, Sq, Hq, D]`, or packed `[Tq, Hq, D]` with `cu_seqlens_q`.
@@ -239,7 +240,8 @@ def _fake_attention(
     *options: Any,
 ) -> tuple[Tensor, Tensor]:
     cu_seqlens_q = DECODE.value(options, "cu_seqlens_q")
-    return empty_o(q, v, cu_seqlens_q), empty_lse(q, cu_seqlens_q)
+    values = v[..., :_VALUES] if v.dtype == torch.uint8 else v
+    return empty_o(q, values, cu_seqlens_q), empty_lse(q, cu_seqlens_q)
 
 
 def _register() -> torch.library.Library:

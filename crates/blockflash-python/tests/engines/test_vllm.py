@@ -145,7 +145,7 @@ def test_old_gpus_are_refused() -> None:
 def test_reasons_are_those_of_vllm() -> None:
     """A reason that vLLM words anew would lose what is added to it."""
     changes = [
-        {"head_size": 512, "dtype": torch.float32, "kv_cache_dtype": "nvfp4", "block_size": 8},
+        {"head_size": 520, "dtype": torch.float32, "kv_cache_dtype": "nvfp4", "block_size": 8},
         {"use_mla": True, "use_sparse": True, "use_mm_prefix": True, "use_rswa": True},
         {"use_batch_invariant": True, "use_pcp": True, "use_dcp": True},
         {"use_adaptive_verification": True},

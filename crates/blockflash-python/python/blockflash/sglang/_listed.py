@@ -114,9 +114,9 @@ def pages(
 
 
 def _attend(
-    q: Tensor, cache: Tensor, slots: Tensor, width: int, scale: float, sink: Tensor | None
+    q: Tensor, cache: Tensor, slots: Tensor, width: int, scale: float, logits: Tensor | None
 ) -> Tensor:
-    options = scores(False, UNLIMITED, scale, None, None if sink is None else sink.float())
+    options = scores(False, UNLIMITED, scale, None, None if logits is None else logits.float())
     cache = cache.view(1, -1, 1, cache.shape[-1])
     o = attend_to_rows(q[None], cache, width, slots[None], DECODE.leading(options))
     _stats.count("sglang")
