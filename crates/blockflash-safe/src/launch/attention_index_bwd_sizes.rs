@@ -241,9 +241,8 @@ impl AttentionIndexBwdSizes {
     }
 }
 
-/// Bytes of workspace for these sizes, behind this many bytes of
-/// [`attention_bwd_workspace`](super::attention_bwd_workspace) for row statistics. `None` beyond
-/// the address space.
+/// Bytes of workspace for these sizes, behind this many bytes of `attention_bwd_workspace` for row
+/// statistics. `None` beyond the address space.
 pub fn attention_index_bwd_workspace(
     statistics: usize,
     sizes: &AttentionIndexBwdSizes,
