@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 WIDTH, HEIGHT, MARGIN = 420, 300, 56
-COLOURS = ("#1f6fb4", "#d1495b", "#3a9d5d")
+COLOURS = ("#1f6fb4", "#d1495b", "#3a9d5d", "#c98a1b")
 
 
 @dataclass
