@@ -82,9 +82,9 @@ class Layer(nn.Module):
         return x + self.down(silu(gate) * up)
 
 
-def behind(x: Tensor, bytes: int = 1) -> Tensor:
-    """An embedding as it is when further bytes have followed."""
-    return x.roll(bytes * x.shape[-1] // (2 * SEEN), -1)
+def behind(x: Tensor, count: int = 1) -> Tensor:
+    """An embedding as it is when `count` further bytes have followed."""
+    return x.roll(count * x.shape[-1] // (2 * SEEN), -1)
 
 
 class Model(nn.Module):
@@ -168,18 +168,17 @@ def wait(tensor: Tensor) -> None:
 
 def add_arguments(parser: argparse.ArgumentParser, plot: str) -> None:
     """The options that the examples share."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--text", nargs="+", help="files to learn; the guide and the sources")
-    parser.add_argument("--device", default=device, help="cpu or cuda")
+    parser.add_argument("--device", help="cpu or cuda; a GPU if there is one, but not if --small")
     parser.add_argument("--steps", type=int, default=None, help="of training")
     parser.add_argument("--plot", default=plot)
     parser.add_argument("--small", action="store_true", help="a few seconds without a GPU")
 
 
 def sizes_of(arguments: argparse.Namespace) -> Sizes:
-    """The sizes for a device, with the steps that were asked for."""
-    if arguments.small:
-        arguments.device = "cpu"
+    """The sizes for the device, which is set if it was not given, and for the steps."""
+    has_gpu = torch.cuda.is_available() and not arguments.small
+    arguments.device = arguments.device or ("cuda" if has_gpu else "cpu")
     on_gpu = arguments.device != "cpu"
     if not on_gpu:
         torch.set_num_threads(1)  # Further threads would only wait for each other.

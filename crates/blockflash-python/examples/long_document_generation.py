@@ -17,9 +17,9 @@ of its own has smaller keys for that. Printed are, for shares of the pages:
     foretold     the likeliest token is that of the passage
     same text    generated tokens that are those of dense attention, each behind its own ones
 
-    python long_document_generation.py --small                           # a few seconds
-    python long_document_generation.py                                   # without a GPU half a minute
-    python long_document_generation.py --device cuda --tokens 131072     # CUDA graphs and events
+    python long_document_generation.py --small                         # a few seconds
+    python long_document_generation.py                                 # half a minute without a GPU
+    python long_document_generation.py --device cuda --tokens 131072   # CUDA graphs and events
 """
 
 from __future__ import annotations
@@ -240,8 +240,8 @@ def compare(generation: Generation, follows: Tensor, arguments: argparse.Namespa
     pages = generation.caches[0].options["block_table"].shape[1]
     print(f"{rows} documents of {tokens} tokens, {pages} pages of {generation.caches[0].page}")
     print(
-        f"{'attends to':>10} {'pages':>6} {'share':>6} {'weight':>7} {'same token':>11} {'error':>6} "
-        f"{'foretold':>9} {'same text':>10} {'ms/token':>9}"
+        f"{'attends to':>10} {'pages':>6} {'share':>6} {'weight':>7} {'same token':>11} "
+        f"{'error':>6} {'foretold':>9} {'same text':>10} {'ms/token':>9}"
     )
     dense, elapsed = generation.generate()
     expected, _ = generation.follow(follows)
@@ -261,21 +261,23 @@ def compare(generation: Generation, follows: Tensor, arguments: argparse.Namespa
         return same
 
     report(ALL, pages, dense, elapsed)
-    shares, most = arguments.shares, max(arguments.shares)
+    of_dense = elapsed
+    percent = [100 * share for share in arguments.shares]
     alike: dict[str, Any] = {}
-    times: dict[str, Any] = {ALL: ((0, most), (elapsed, elapsed))}
+    times: dict[str, Any] = {}
     for way in (MEANS, BOUNDS, SCORES):
         same, taken = [], []
-        for share in shares:
+        for share in arguments.shares:
             room = min(pages, max(2, round(pages * share)))
             generation.attend(way, room)
             found, elapsed = generation.generate()
-            same.append(report(way, room, found, elapsed))
+            same.append(100 * report(way, room, found, elapsed))
             taken.append(elapsed)
-        alike[way], times[way] = (shares, same), (shares, taken)
+        alike[way], times[way] = (percent, same), (percent, taken)
+    times[ALL] = (0, max(percent)), (of_dense, of_dense)
     charts = [
-        plot.Chart("same token as dense attention", "share of the pages", alike),
-        plot.Chart(f"ms for a token of {rows} documents", "share of the pages", times),
+        plot.Chart("same token as dense attention, %", "% of the pages", alike),
+        plot.Chart(f"ms for a token of {rows} documents", "% of the pages", times),
     ]
     plot.write(arguments.plot, charts)
     print(f"The plot is in {arguments.plot}.")

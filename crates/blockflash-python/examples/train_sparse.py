@@ -16,7 +16,7 @@ to at most, the last losses and the time of a step. A mean says little of a sing
 choice by means has to learn what one by keys has at once, but reads a key for each block alone.
 
     python train_sparse.py --small                                    # a few seconds
-    python train_sparse.py                                            # without a GPU a minute
+    python train_sparse.py                                            # a minute without a GPU
     python train_sparse.py --device cuda --length 8192 --block 128    # in bfloat16
 """
 
