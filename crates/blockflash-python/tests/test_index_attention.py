@@ -287,3 +287,16 @@ def test_errors() -> None:
         block_scores(q, k, 16, groups=3)
     with pytest.raises(ValueError, match="first and last are 2 and 1, expected at most 2 together"):
         top_k(torch.randn(2, 4), 2, 16, first=2, last=1)
+    with pytest.raises(ValueError, match="batch is None"):
+        top_k(torch.randn(8, 4), 2, 16, causal=True)
+
+
+def test_blocks_of_pooled_keys() -> None:
+    """Scores of a mean of each block, which no mask fits: the choice has it."""
+    q, k = torch.randn(2, 64, 4, 8), torch.randn(2, 64, 2, 8)
+    means = k.unflatten(1, (4, 16)).mean(2)
+    scores = block_scores(q, means, 1)
+    lists = top_k(scores, 2, 16, batch=2, capacity=64, causal=True, last=1)
+    for row in range(128):
+        own = row % 64 // 16
+        assert lists[:, row].amax(1).tolist() == [own, own]

@@ -142,8 +142,8 @@ def top_k(
         cu_seqlens_k: int32 `[B + 1]`: the offsets of packed keys, which tell the lengths.
         max_seqlen_q: The most queries of a sequence, needed with `cu_seqlens_q`.
         max_seqlen_k: The most keys of a sequence, needed with `cu_seqlens_k`.
-        batch: How many sequences have equally many of the rows; those of `seqused_k` by default,
-            else one.
+        batch: How many sequences have equally many of the rows, by default those that lengths or
+            offsets tell. Needed with `causal` or `window` where there are neither.
         capacity: The most keys of a sequence, if they do not fill the last block.
         causal: A query sees the keys up to its own.
         window: A query at key `p` sees the keys `p - window[0]` to `p + window[1]`; None is
@@ -168,7 +168,7 @@ def top_k(
     if scores.dim() == 2:
         scores = scores.unsqueeze(0)
     if batch is None:
-        batch = 1 if seqused_k is None else seqused_k.shape[0]
+        batch = _sequences(seqused_k, cu_seqlens_q, cu_seqlens_k, causal, window)
     if capacity is None:
         capacity = scores.shape[-1] * granularity
     left, right = sides(causal, window)
@@ -179,6 +179,24 @@ def top_k(
         _OPS.top_k.default, scores.detach(), k, *lengths, granularity, batch, capacity, *rows,
         first, last,
     )  # fmt: skip
+
+
+def _sequences(
+    seqused_k: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    causal: bool,
+    window: tuple[int | None, int | None],
+) -> int:
+    """How many sequences the rows are of, which a mask needs to know."""
+    if seqused_k is not None:
+        return seqused_k.shape[0]
+    for offsets in (cu_seqlens_q, cu_seqlens_k):
+        if offsets is not None:
+            return offsets.shape[0] - 1
+    if causal or window != UNLIMITED:
+        raise ValueError("batch is None, expected how many sequences the rows of scores are of")
+    return 1
 
 
 def _scores(
