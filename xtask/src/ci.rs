@@ -23,7 +23,7 @@ use std::{
 #[derive(clap::Args)]
 pub struct Args {
     /// Rebuild, compare and disassemble only the images for this target; may be repeated [default:
-    /// rebuild a sixth of the images, disassemble all].
+    /// rebuild a twelfth of the images, disassemble all].
     #[arg(long, value_name = "TARGET", value_parser = kernels::parse_target)]
     arch: Vec<Target>,
     /// Run only these steps.
@@ -53,7 +53,7 @@ const OTHERS: [Step; 9] = [
     ("sass", "sass --check"),
     ("kernels", "kernels --check"),
     // One element type: the other one differs in conversions alone.
-    ("emulate", "emulate --only bf16"),
+    ("emulate", "emulate --check --only bf16"),
     ("python", "python"),
 ];
 

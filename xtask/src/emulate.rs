@@ -2,7 +2,11 @@
 //! (`tests/emulator`).
 
 use crate::{
-    kernels::{sources::source, toolchain::site_packages},
+    kernels::{
+        sources::{fingerprint, sha256, source},
+        toolchain::site_packages,
+    },
+    sample,
     workspace::{list, read, root, target_dir, write},
 };
 use anyhow::{Context, Result, bail, ensure};
@@ -48,6 +52,10 @@ pub struct Args {
     /// Run only kernels whose symbol contains this text.
     #[arg(long, value_name = "SUBSTRING")]
     only: Vec<String>,
+    /// Run those that have not passed as they are (tests/emulated.txt), and a twelfth of the
+    /// others.
+    #[arg(long)]
+    check: bool,
 }
 
 /// Formatted files of the emulator.
@@ -57,35 +65,107 @@ pub fn files() -> Result<Vec<PathBuf>> {
 
 /// Runs the command.
 pub fn run(args: &Args) -> Result<()> {
-    let kernels: BTreeMap<String, &Kernel> = manifest::kernels()
+    let programs: BTreeMap<String, &Kernel> = manifest::kernels()
         .iter()
         .filter(|kernel| SOURCES.contains(&kernel.source()))
         .map(|kernel| (kernel.symbol(), kernel))
-        .filter(|(symbol, _)| {
-            args.only.is_empty() || args.only.iter().any(|part| symbol.contains(part.as_str()))
-        })
         .collect();
-    ensure!(!kernels.is_empty(), "no kernel is selected that runs on the CPU");
+    let mut record = Record::load(&programs)?;
+    let is_wanted =
+        |symbol: &str| args.only.is_empty() || args.only.iter().any(|part| symbol.contains(part));
+    let mut wanted: Vec<&String> = programs.keys().filter(|symbol| is_wanted(symbol)).collect();
+    ensure!(!wanted.is_empty(), "no kernel is selected that runs on the CPU");
+    if args.check {
+        let (passed, mut others): (Vec<_>, _) =
+            wanted.into_iter().partition(|symbol| record.has_passed(symbol));
+        others.extend(sample::of_commit(passed)?);
+        wanted = others;
+    }
     let headers = headers()?;
     let started = Instant::now();
     let style = ProgressStyle::with_template("{bar:40} {pos}/{len} {elapsed} {wide_msg}")?;
-    let bar = ProgressBar::new(kernels.len() as u64).with_style(style);
-    let failed: Vec<String> = kernels
-        .par_iter()
-        .filter_map(|(symbol, kernel)| {
-            let result = emulate(symbol, kernel, &headers);
+    let bar = ProgressBar::new(wanted.len() as u64).with_style(style);
+    let results: Vec<(&String, Result<()>)> = wanted
+        .into_par_iter()
+        .map(|symbol| {
+            let result = emulate(symbol, programs[symbol], &headers);
             bar.set_message(symbol.clone());
             bar.inc(1);
-            result.err().map(|error| format!("{symbol}: {error:#}"))
+            (symbol, result)
         })
         .collect();
     bar.finish_and_clear();
-    let seconds = started.elapsed().as_secs_f64();
-    println!("{} kernels on the CPU in {seconds:.0} s, {} wrong", kernels.len(), failed.len());
-    if !failed.is_empty() {
-        bail!("{}", failed.join("\n"));
+    let (seconds, count) = (started.elapsed().as_secs_f64(), results.len());
+    let mut failed = Vec::new();
+    for (symbol, result) in results {
+        record.set(symbol, result.is_ok());
+        failed.extend(result.err().map(|error| format!("{symbol}: {error:#}")));
     }
+    println!("{count} kernels on the CPU in {seconds:.0} s, {} wrong", failed.len());
+    if !args.check {
+        record.store()?;
+    }
+    ensure!(failed.is_empty(), "{}", failed.join("\n"));
     Ok(())
+}
+
+/// Which programs have passed (`tests/emulated.txt`): a line for each, with the fingerprint of what
+/// it is made of. It computes the same whenever it runs.
+struct Record {
+    /// Of all programs, as they are now.
+    current: BTreeMap<String, String>,
+    passed: BTreeMap<String, String>,
+}
+
+impl Record {
+    /// Lines of kernels that are no more are dropped.
+    fn load(programs: &BTreeMap<String, &Kernel>) -> Result<Self> {
+        let mut shared = String::new();
+        for header in files()?.iter().filter(|path| path.extension().is_some_and(|e| e == "h")) {
+            shared += &read(header)?;
+        }
+        let current = programs.iter().map(|(symbol, kernel)| {
+            let program = read(&root().join(program(kernel)))?;
+            let parts =
+                [fingerprint(kernel)?, sha256(shared.as_bytes()), sha256(program.as_bytes())];
+            Ok((symbol.clone(), sha256(parts.concat().as_bytes())))
+        });
+        let current = current.collect::<Result<BTreeMap<_, _>>>()?;
+        let text = read(&Self::path())?;
+        let line = |line: &str| line.split_once(' ').map(|(a, b)| (a.to_owned(), b.to_owned()));
+        let passed = text.lines().filter_map(line);
+        let passed = passed.filter(|(symbol, _)| current.contains_key(symbol)).collect();
+        Ok(Self { current, passed })
+    }
+
+    fn path() -> PathBuf {
+        root().join("tests/emulated.txt")
+    }
+
+    fn has_passed(&self, symbol: &str) -> bool {
+        self.current.get(symbol) == self.passed.get(symbol)
+    }
+
+    fn set(&mut self, symbol: &str, passed: bool) {
+        match self.current.get(symbol).filter(|_| passed) {
+            Some(fingerprint) => self.passed.insert(symbol.to_owned(), fingerprint.clone()),
+            None => self.passed.remove(symbol),
+        };
+    }
+
+    fn store(&self) -> Result<()> {
+        let line = |(symbol, fingerprint)| format!("{symbol} {fingerprint}\n");
+        write(&Self::path(), self.passed.iter().map(line).collect::<String>())
+    }
+}
+
+/// The program of a kernel, relative to the root of the repository.
+fn program(kernel: &Kernel) -> String {
+    let name = match kernel.variant {
+        Variant::AttentionIndex(_) => "attention_index",
+        _ => kernel.source().trim_end_matches("_sm80"),
+    };
+    format!("tests/emulator/{name}.cpp")
 }
 
 /// A folder in which the headers of instructions are those of the emulator, and a precompiled one
@@ -122,11 +202,7 @@ fn emulate(symbol: &str, kernel: &Kernel, headers: &Path) -> Result<()> {
     // Shared memory is a global variable of the program.
     let text = read(&root().join(source(kernel)))?.replace("extern __shared__", "extern");
     write(&folder.join("kernel.cu"), text)?;
-    let name = match kernel.variant {
-        Variant::AttentionIndex(_) => "attention_index",
-        _ => kernel.source().trim_end_matches("_sm80"),
-    };
-    let program = folder.join("emulated");
+    let emulated = folder.join("emulated");
     let mut compile = compiler(headers)?;
     compile
         .arg("-I")
@@ -135,11 +211,11 @@ fn emulate(symbol: &str, kernel: &Kernel, headers: &Path) -> Result<()> {
         .arg(format!("kernels/{}", kernel.source()))
         .args(["-include", "simt.h"])
         .args(kernel.macros().iter().map(|(name, value)| format!("-D{name}={value}")))
-        .arg(format!("tests/emulator/{name}.cpp"))
+        .arg(program(kernel))
         .arg("-o")
-        .arg(&program);
+        .arg(&emulated);
     complete(&mut compile)?;
-    complete(&mut Command::new(&program))
+    complete(&mut Command::new(&emulated))
 }
 
 /// Runs a program; the error is what it wrote.

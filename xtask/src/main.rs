@@ -16,6 +16,7 @@ mod package;
 mod profile;
 mod python;
 mod record;
+mod sample;
 mod sass;
 mod support;
 mod test;

@@ -12,7 +12,7 @@ pub mod toolchain;
 pub use compile::{build_fingerprint, violations};
 pub use lineinfo::with_line_information;
 
-use crate::workspace::{head, target_dir};
+use crate::{sample, workspace::target_dir};
 use anyhow::{Result, bail};
 use blockflash_sys::{Kernel, Target, manifest};
 use compile::{Image, compile};
@@ -43,7 +43,7 @@ pub struct Args {
     /// give.
     #[arg(long)]
     pub check: bool,
-    /// With --check: rebuild a sixth of the images only, others with each commit.
+    /// With --check: rebuild a twelfth of the images only, others with each commit.
     #[arg(long, requires = "check")]
     sample: bool,
     /// Also rebuild images whose sources and flags have not changed.
@@ -81,20 +81,12 @@ pub fn parse_target(text: &str) -> Result<Target, String> {
         .ok_or(format!("expected one of {names}"))
 }
 
-/// With `--sample` one of this many images is rebuilt.
-const SAMPLE: usize = 6;
-
-/// Which image a commit's sample begins with.
-fn sample_of(commit: &str) -> usize {
-    commit.bytes().map(usize::from).sum::<usize>() % SAMPLE
-}
-
 /// Runs the command.
 pub fn run(args: &Args) -> Result<()> {
     let mut kernels: Vec<&Kernel> =
         manifest::kernels().iter().filter(|kernel| args.selects(kernel)).collect();
     if args.sample {
-        kernels = kernels.into_iter().skip(sample_of(&head()?)).step_by(SAMPLE).collect();
+        kernels = sample::of_commit(kernels)?;
     }
     if kernels.is_empty() {
         bail!("no kernel of the manifest is selected");

@@ -165,8 +165,8 @@ mod tests {
         for operation in ["BSR matmul, Aᵀ, column-major B", "sampled product"] {
             assert!(table.contains(&format!("| {operation} | {blocks}")), "{table}");
         }
-        let line = "| gradients of attention by lists, scores of blocks of keys, summaries of pages, \
-                    choice of pages | head_dim 8–256, multiples of 8 | bf16, f16 | portable \
+        let line = "| gradients of attention by lists, scores of blocks of keys, summaries of \
+                    pages, choice of pages | head_dim 8–256, multiples of 8 | bf16, f16 | portable \
                     | portable | yes |\n";
         assert!(table.contains(line), "{table}");
     }
