@@ -35,6 +35,7 @@ from byte_model import SEEN, Model, Sizes
 from torch import Tensor
 
 from blockflash import (
+    append_kv,
     attention_decode,
     block_scores,
     choose_pages,
@@ -92,10 +93,7 @@ class Cache:
         self, q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any]
     ) -> tuple[Tensor, Tensor]:
         """Attention to the pages with the largest scores of one of their keys."""
-        last = self.options["seqused_k"][:, None].long() - 1
-        slots = self.options["block_table"].gather(1, last // self.page) * self.page
-        slots = slots + last % self.page
-        self.k.flatten(0, 1)[slots], self.v.flatten(0, 1)[slots] = k, v
+        append_kv(k, v, self.k, self.v, **self.options)
         lengths = {"seqused_k": self.options["seqused_k"], "causal": True}
         scores = block_scores(q, self.k, self.page, causal=True, **self.options)
         lists = top_k(scores, self.room, self.page, first=1, last=1, **lengths)

@@ -4,6 +4,7 @@
 //! `blockflash-ops`. Nothing is computed here. What users call is Python, in `python/blockflash`;
 //! these functions write into tensors that the caller allocated and know nothing of gradients.
 
+mod append;
 mod attention;
 mod attention_backward;
 mod decode;
@@ -34,6 +35,8 @@ mod xla;
 mod _native {
     #[pymodule_export]
     use super::register_kernels;
+    #[pymodule_export]
+    use crate::append::append_kv;
     #[pymodule_export]
     use crate::attention::attention;
     #[pymodule_export]

@@ -48,6 +48,13 @@ OPERATORS = {
         ],
         [],
     ),
+    "append_kv": (
+        [
+            "k", "v", "k_cache", "v_cache", "block_table", "seqused_k", "cu_seqlens_k", "k_scale",
+            "v_scale",
+        ],
+        ["k_cache", "v_cache"],
+    ),
     "mla_append": (
         ["kv_latent", "k_rope", "cache", "block_table", "seqused_k", "cu_seqlens"], ["cache"],
     ),

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from . import distributed as distributed
     from . import jax as jax
     from . import sparse as sparse
+    from ._append import append_kv
     from ._attention import attention, block_sparse_attention
     from ._codes import quantize
     from ._decode import attention_decode, attention_merge
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 _MODULES = {
     "BlockMask": ".block_mask",
     "activate_sdpa": ".sdpa",
+    "append_kv": "._append",
     "attention": "._attention",
     "attention_decode": "._decode",
     "attention_merge": "._decode",
@@ -69,6 +71,7 @@ __all__ = [
     "DeviceError",
     "Unsupported",
     "activate_sdpa",
+    "append_kv",
     "attention",
     "attention_decode",
     "attention_merge",

@@ -109,6 +109,20 @@ def note_write(*tensors: Tensor | None) -> None:
             _increment_version((tensor,))
 
 
+def call_writing(
+    operator: Callable[..., Any], tensors: tuple[Tensor | None, ...], *rest: Any
+) -> Any:
+    """Calls an operator that writes what is behind the second tensor.
+
+    That is below autograd if this has no say.
+    """
+    if not passes(*tensors):
+        refuse_to_lose(*tensors)
+        return operator(*tensors, *rest)
+    note_write(*tensors[2:])
+    return call_below(operator, *tensors, *rest)
+
+
 def typed(error: RuntimeError) -> Exception:
     """The exception that a native kernel means: C++ knows its text alone, after its kind."""
     kind, _, text = str(error).partition(": ")

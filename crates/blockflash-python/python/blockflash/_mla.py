@@ -107,7 +107,7 @@ def mla_append(
         )
     rest = (block_table, seqlens, cu_seqlens)
     try:
-        _call(_OPS.mla_append.default, (kv_latent, k_rope, cache), *rest)
+        _autograd.call_writing(_OPS.mla_append.default, (kv_latent, k_rope, cache), *rest)
     except RuntimeError as error:
         raise _autograd.typed(error) from None
 
@@ -204,14 +204,16 @@ def mla_decode(
     place(q)
     try:
         if out is None:
-            o, lse = _call(_OPS.mla_decode.default, (q, cache), head_dim_v, *options)
+            o, lse = _autograd.call_writing(
+                _OPS.mla_decode.default, (q, cache), head_dim_v, *options
+            )
         else:
             refuse_types(out=out)
             o, lse = out, empty_lse(q, cu_seqlens_q) if return_lse else None
             if o.shape[-1:] != (head_dim_v,):
                 expected = [*q.shape[:-1], head_dim_v]
                 raise ValueError(f"out has shape {list(o.shape)}, expected {expected}")
-            _call(_OPS.mla_decode_out.default, (q, cache, o), lse, *options)
+            _autograd.call_writing(_OPS.mla_decode_out.default, (q, cache, o), lse, *options)
     except (ValueError, Unsupported) as error:
         if q_rope is None:
             raise
@@ -259,15 +261,6 @@ def _refuse_parts(cache: Tensor, **parts: Tensor) -> None:
             f"{first_name} and {name} have {found[0]} and {found[1]} elements, expected {row} "
             "together, as a row of cache"
         )
-
-
-def _call(operator: Any, tensors: tuple[Tensor | None, ...], *rest: Any) -> Any:
-    """Calls an operator, which writes the third tensor, below autograd if that has no say."""
-    if not _autograd.passes(*tensors):
-        _autograd.refuse_to_lose(*tensors)
-        return operator(*tensors, *rest)
-    _autograd.note_write(*tensors[2:])
-    return _autograd.call_below(operator, *tensors, *rest)
 
 
 @renaming(_NAMES)

@@ -171,6 +171,17 @@ def choose_pages(
     cu_seqlens_q: Tensor | None,
     max_q: int,
 ) -> None: ...
+def append_kv(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor | None,
+    seqused_k: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+) -> None: ...
 def mla_append(
     kv_latent: Tensor,
     k_rope: Tensor | None,

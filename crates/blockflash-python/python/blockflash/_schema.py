@@ -73,6 +73,9 @@ SCHEMAS = {
     "attention_append": f"({_WRITTEN_CACHE}, Tensor k, Tensor v, {DECODE.text}) -> {_RESULTS}",
     "attention_append_scales": f"({_WRITTEN_CACHE}, {_TOKEN_SCALES}, Tensor k, Tensor v, "
     f"{DECODE.text}) -> {_RESULTS}",
+    "append_kv": "(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, "
+    "Tensor? block_table=None, Tensor? seqused_k=None, Tensor? cu_seqlens_k=None, "
+    "Tensor? k_scale=None, Tensor? v_scale=None) -> ()",
     "mla_append": "(Tensor kv_latent, Tensor? k_rope, Tensor(a!) cache, Tensor? block_table=None, "
     "Tensor? seqused_k=None, Tensor? cu_seqlens=None) -> ()",
     "mla_decode": f"(Tensor q, Tensor cache, SymInt head_dim_v, {DECODE.text}) -> {_RESULTS}",
