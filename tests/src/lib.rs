@@ -38,6 +38,7 @@ pub mod property;
 pub mod score_terms;
 pub mod sddmm;
 pub mod token_case;
+mod token_outputs;
 
 pub use blockflash_cases::placement;
 pub use blockflash_oracle::tolerance;

@@ -1,11 +1,12 @@
 //! What the bits of results must not depend on.
 
-use super::run::{IndexInputs, IndexOutputs, columns, workspace_bytes};
+use super::run::{IndexInputs, workspace_bytes};
 use super::{IndexCase, IndexData, IndexForm};
 use crate::attention::Choice;
 use crate::gpu::wait;
 use crate::host::{download, poisoned, refill, upload};
 use crate::number::rng;
+use crate::token_outputs::{TokenOutputs, columns};
 use blockflash_ops::{
     AttentionDecodeWorkspace, DType, Error, IndexAttention, IndexAttentionOperands, IndexLists,
     KvCache, Operation, Stream, Tensor, View,
@@ -29,7 +30,7 @@ pub fn same_bits_of_lists(
     let inputs = IndexInputs::upload(case, &IndexData::generate(case), stream)?;
     let mut first = None;
     for repeat in 0..REPEATS {
-        let mut outputs = IndexOutputs::poisoned(case, stream)?;
+        let mut outputs = TokenOutputs::poisoned(case.tokens(), stream)?;
         match inputs.launch(&mut outputs, Choice::This(kernel), stream) {
             Err(Error::Unsupported { .. }) => return Ok(0),
             launched => launched.map_err(told)?,
@@ -135,7 +136,8 @@ pub fn replays_of_lists(
     let simple = |lengths: &[_]| IndexCase::simple(form, heads, [granularity, capacity], lengths);
     let case = simple(&[(2, LONGEST); 3]);
     let mut inputs = IndexInputs::upload(&case, &IndexData::generate(&case), stream)?;
-    let (mut outputs, choice) = (IndexOutputs::poisoned(&case, stream)?, Choice::This(kernel));
+    let (mut outputs, choice) =
+        (TokenOutputs::poisoned(case.tokens(), stream)?, Choice::This(kernel));
     let bits = |ints: &[i32]| ints.iter().map(|&x| x as u32).collect::<Vec<u32>>();
     let none = vec![u32::MAX; inputs.entries.shape().iter().product()];
     refill(&mut inputs.entries, stream, &none)?;
@@ -160,7 +162,7 @@ pub fn replays_of_lists(
         refill(&mut inputs.lengths, stream, &keys.map(|keys| keys as u32))?;
         graph.launch(stream).map_err(|error| format!("replay: {error}"))?;
         wait(stream, &|| format!("replay with lengths {keys:?}"))?;
-        let mut direct = IndexOutputs::poisoned(&case, stream)?;
+        let mut direct = TokenOutputs::poisoned(case.tokens(), stream)?;
         inputs.launch(&mut direct, choice, stream).map_err(told)?;
         wait(stream, &|| format!("a call with lengths {keys:?}"))?;
         if outputs.bits(stream)? != direct.bits(stream)? {

@@ -4,19 +4,16 @@ use super::stored::Scales;
 use super::{IndexCase, IndexData, KeyLayout};
 use crate::attention::Choice;
 use crate::gpu::wait;
-use crate::host::{download, poisoned, upload};
-use crate::number::{decode, encode, poison, unit_roundoff};
-use crate::tolerance::check;
+use crate::host::upload;
+use crate::number::{encode, poison};
+use crate::token_outputs::{GAP, TokenOutputs, Tokens, columns, columns_of};
 use blockflash_ops::attention_index::{accepts, plan, tile};
 use blockflash_ops::{
-    AttentionDecodeWorkspace, DType, Error, HeadDims, IndexAttention, IndexAttentionOperands,
-    IndexLists, KvCache, Operation, PackedTokens, Scores, Stream, Tensor, View,
+    AttentionDecodeWorkspace, Error, IndexAttention, IndexAttentionOperands, IndexLists, KvCache,
+    Operation, PackedTokens, Scores, Stream, Tensor, View,
 };
-use blockflash_oracle::{PRODUCTS, Rounding};
 use blockflash_sys::{Kernel, manifest};
 
-/// Elements of NaN behind each row of queries and outputs.
-const GAP: usize = 8;
 /// Blocks behind each list that belong to none.
 const BEHIND: usize = 4;
 
@@ -36,12 +33,6 @@ pub(super) struct IndexInputs {
     pub(super) entries: Tensor,
     sink: Tensor,
     pub(super) workspace: Option<AttentionDecodeWorkspace>,
-}
-
-/// The outputs of a case on a device.
-pub(super) struct IndexOutputs {
-    pub(super) o: Tensor,
-    lse: Tensor,
 }
 
 fn told(error: impl std::fmt::Display) -> String {
@@ -94,7 +85,7 @@ impl IndexInputs {
         let rows = case.lengths.iter();
         let starts = (0..=batch).map(|b| case.start(b) as i32).collect();
         let mut inputs = Self {
-            q: upload(stream, dtype, &q, &case.rows_shape(qk + GAP))?,
+            q: upload(stream, dtype, &q, &case.tokens().rows_shape(qk))?,
             k,
             v,
             table: match case.has_table() {
@@ -164,17 +155,12 @@ impl IndexInputs {
 
     pub(super) fn launch(
         &self,
-        outputs: &mut IndexOutputs,
+        outputs: &mut TokenOutputs,
         kernel: Choice,
         stream: &Stream,
     ) -> Result<(), Error> {
-        let o = outputs.o.view_mut();
-        let last = o.shape().len() - 1;
-        let operands = IndexAttentionOperands {
-            cache: self.cache(),
-            o: o.slice(last, 0..self.case.form.head_dims.v)?,
-            lse: Some(outputs.lse.view_mut()),
-        };
+        let (o, lse) = outputs.views();
+        let operands = IndexAttentionOperands { cache: self.cache(), o, lse: Some(lse) };
         match kernel {
             Choice::Selected => self.attention().forward_into(operands, stream),
             Choice::This(kernel) => self.attention().run_with(kernel, operands, stream),
@@ -209,16 +195,6 @@ fn largest_workspace(
     bytes.try_fold(0, |most, bytes| Ok(bytes?.max(most)))
 }
 
-/// The first columns of a tensor.
-pub(super) fn columns(tensor: &Tensor, count: usize) -> View<'_> {
-    columns_of(tensor.view(), count)
-}
-
-fn columns_of(view: View<'_>, count: usize) -> View<'_> {
-    let last = view.shape().len() - 1;
-    view.slice(last, 0..count).expect("a tensor with a gap")
-}
-
 impl IndexCase {
     /// Elements of NaN behind each row of the cache: 16 bytes.
     fn gap(&self) -> usize {
@@ -233,11 +209,13 @@ impl IndexCase {
         }
     }
 
-    /// Of queries or outputs.
-    fn rows_shape(&self, width: usize) -> Vec<usize> {
-        match self.packed {
-            true => vec![self.total(), self.heads[0], width],
-            false => vec![self.batch(), self.longest(), self.heads[0], width],
+    pub(super) fn tokens(&self) -> Tokens {
+        Tokens {
+            queries: self.lengths.iter().map(|lengths| lengths.0).collect(),
+            packed: self.packed,
+            heads: self.heads[0],
+            width: self.form.head_dims.v,
+            dtype: self.form.dtype,
         }
     }
 
@@ -254,75 +232,16 @@ impl IndexCase {
     }
 }
 
-impl IndexOutputs {
-    pub(super) fn poisoned(case: &IndexCase, stream: &Stream) -> Result<Self, String> {
-        let lse = match case.packed {
-            true => vec![case.heads[0], case.total()],
-            false => vec![case.batch(), case.heads[0], case.longest()],
-        };
-        let shape = case.rows_shape(case.form.head_dims.v + GAP);
-        let o = poisoned(stream, case.form.dtype, &shape)?;
-        Ok(Self { o, lse: poisoned(stream, DType::F32, &lse)? })
-    }
-
-    pub(super) fn bits(&self, stream: &Stream) -> Result<[Vec<u32>; 2], String> {
-        Ok([download(stream, &self.o)?, download(stream, &self.lse)?])
-    }
-
-    /// Judges the outputs; returns how many were compared.
-    fn check(&self, case: &IndexCase, data: &IndexData, stream: &Stream) -> Result<usize, String> {
-        let (dtype, HeadDims { qk, v: width }) = (case.form.dtype, case.form.head_dims);
-        let (heads, [o, lse]) = (case.heads[0], self.bits(stream)?);
-        let mut found = Vec::with_capacity(o.len());
-        for (row, bits) in o.chunks(width + GAP).enumerate() {
-            if bits[width..].iter().any(|&bits| bits != poison(dtype)) {
-                return Err(format!("the gap behind row {row} of o was written"));
-            }
-            if bits[..width].contains(&poison(dtype)) {
-                return Err(format!("row {row} of o was not written"));
-            }
-            found.extend(bits[..width].iter().map(|&bits| f64::from(decode(dtype, bits))));
-        }
-        let [reference, of_lse] = data.reference(case);
-        let largest = of_lse.magnitude.iter().copied().filter(|size| size.is_finite());
-        let largest = largest.fold(0.0, f64::max);
-        let steps = 8 + qk.div_ceil(PRODUCTS);
-        let rounding = Rounding {
-            factor: Some(dtype),
-            exponent: steps as f64 * unit_roundoff(DType::F32) * largest,
-            ..Rounding::of_products(data.most_keys(case), 1, dtype)
-        };
-        let name = |row: usize| format!("token {}, head {}", row / heads, row % heads);
-        check(&found, &reference, &rounding, |at| {
-            format!("o[{}, {}]", name(at / width), at % width)
-        })?;
-        // Tokens of all sequences, then heads.
-        let mut logs = Vec::with_capacity(lse.len());
-        for [b, query] in case.queries() {
-            let queries = case.lengths[b].0;
-            logs.extend((0..heads).map(|head| {
-                let at = match case.packed {
-                    true => head * case.total() + case.start(b) + query,
-                    false => (b * heads + head) * queries + query,
-                };
-                f64::from(f32::from_bits(lse[at]))
-            }));
-        }
-        let rounding = Rounding::of_products(0, steps, DType::F32);
-        check(&logs, &of_lse, &rounding, |row| format!("lse[{}]", name(row)))?;
-        Ok(2)
-    }
-}
-
 /// Runs and checks a case on a device.
 pub fn run_index_case(case: &IndexCase, kernel: Choice, stream: &Stream) -> Result<usize, String> {
     let data = IndexData::generate(case);
     let run = || {
         let inputs = IndexInputs::upload(case, &data, stream)?;
-        let mut outputs = IndexOutputs::poisoned(case, stream)?;
+        let mut outputs = TokenOutputs::poisoned(case.tokens(), stream)?;
         inputs.launch(&mut outputs, kernel, stream).map_err(|error| format!("refused: {error}"))?;
         wait(stream, &|| format!("{kernel:?} with {case:?}"))?;
-        outputs.check(case, &data, stream)
+        let (most_keys, columns) = (data.most_keys(case), case.form.head_dims.qk);
+        outputs.check(&data.reference(case), most_keys, columns, stream)
     };
     run().map_err(|error| format!("{error}\n    {case:?}"))
 }
@@ -339,7 +258,7 @@ pub fn run_or_refuse_lists(
     if accepts(kernel, &problem, gpu).is_ok() {
         return run_index_case(case, Choice::This(kernel), stream);
     }
-    let mut outputs = IndexOutputs::poisoned(case, stream)?;
+    let mut outputs = TokenOutputs::poisoned(case.tokens(), stream)?;
     match inputs.launch(&mut outputs, Choice::This(kernel), stream) {
         Err(Error::Unsupported { .. }) => Ok(0),
         other => Err(format!("{other:?} in place of a refusal\n    {case:?}")),

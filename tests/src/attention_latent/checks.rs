@@ -1,12 +1,13 @@
 //! What the bits of results must not depend on.
 
-use super::run::{LatentInputs, LatentOutputs, columns};
+use super::run::LatentInputs;
 use super::{LatentCase, LatentData, LatentForm};
 use crate::attention::Choice;
 use crate::attention_decode::largest_workspace;
 use crate::gpu::wait;
 use crate::host::{download, poisoned, refill, upload};
 use crate::number::rng;
+use crate::token_outputs::{TokenOutputs, columns};
 use blockflash_ops::{
     AttentionDecode, AttentionDecodeOperands, CacheAccess, DType, HeadDims, KvCache, Operation,
     Stream, View,
@@ -27,7 +28,7 @@ pub fn same_bits_of_latents(
     let inputs = LatentInputs::upload(case, &LatentData::generate(case), stream)?;
     let mut first = None;
     for repeat in 0..100 {
-        let mut outputs = LatentOutputs::poisoned(case, stream)?;
+        let mut outputs = TokenOutputs::poisoned(case.tokens(), stream)?;
         inputs.launch(&mut outputs, Choice::This(kernel), stream).map_err(told)?;
         wait(stream, &|| format!("repeat of {case:?}"))?;
         let bits = outputs.bits(stream)?;
@@ -109,7 +110,8 @@ pub fn replays_of_latents(
     const LONGEST: usize = 4200;
     let case = LatentCase::simple(form, 16, &[(1, LONGEST); 3]);
     let mut inputs = LatentInputs::upload(&case, &LatentData::generate(&case), stream)?;
-    let (mut outputs, choice) = (LatentOutputs::poisoned(&case, stream)?, Choice::This(kernel));
+    let (mut outputs, choice) =
+        (TokenOutputs::poisoned(case.tokens(), stream)?, Choice::This(kernel));
     refill(&mut inputs.lengths, stream, &[1; 3])?;
     let graph = stream
         .capture(|stream| inputs.launch(&mut outputs, choice, stream))
@@ -123,7 +125,7 @@ pub fn replays_of_latents(
         refill(&mut inputs.lengths, stream, &lengths)?;
         graph.launch(stream).map_err(|error| format!("replay: {error}"))?;
         wait(stream, &|| format!("replay with lengths {lengths:?}"))?;
-        let mut direct = LatentOutputs::poisoned(&case, stream)?;
+        let mut direct = TokenOutputs::poisoned(case.tokens(), stream)?;
         inputs.launch(&mut direct, choice, stream).map_err(told)?;
         wait(stream, &|| format!("a call with lengths {lengths:?}"))?;
         if outputs.bits(stream)? != direct.bits(stream)? {

@@ -3,20 +3,18 @@ use super::rows::{self, gap, stored};
 use crate::attention::Choice;
 use crate::attention_decode::largest_workspace;
 use crate::gpu::wait;
-use crate::host::{download, poisoned, upload};
-use crate::number::{decode, encode, normal_rounded, poison, unit_roundoff};
-use crate::tolerance::{Reference, check};
+use crate::host::upload;
+use crate::number::{encode, normal_rounded, poison};
+use crate::token_outputs::{GAP, TokenOutputs, Tokens, columns};
+use crate::tolerance::Reference;
 use blockflash_ops::attention_decode::accepts;
 use blockflash_ops::{
-    AttentionDecode, AttentionDecodeOperands, AttentionDecodeWorkspace, CacheAccess, DType, Error,
-    KvCache, Operation, PackedTokens, Scores, Stream, Tensor, View,
+    AttentionDecode, AttentionDecodeOperands, AttentionDecodeWorkspace, CacheAccess, Error,
+    KvCache, Operation, PackedTokens, Scores, Stream, Tensor,
 };
-use blockflash_oracle::{Added, AttentionRow, PRODUCTS, Rounding, attention_row};
+use blockflash_oracle::{Added, AttentionRow, attention_row};
 use blockflash_sys::Kernel;
 use rayon::prelude::*;
-
-/// Columns of NaN behind each row of queries and outputs.
-const GAP: usize = 8;
 
 /// The numbers of a case, and what an exact computation makes of them.
 pub struct LatentData {
@@ -105,12 +103,6 @@ pub(super) struct LatentInputs {
     workspace: Option<AttentionDecodeWorkspace>,
 }
 
-/// The outputs of a case on a device.
-pub(super) struct LatentOutputs {
-    pub(super) o: Tensor,
-    lse: Tensor,
-}
-
 fn told(error: impl std::fmt::Display) -> String {
     error.to_string()
 }
@@ -139,7 +131,7 @@ impl LatentInputs {
         let ints = |values: Vec<i32>, shape: &[usize]| Tensor::from_slice(stream, &values, shape);
         let offsets = (0..=batch).map(|b| case.start(b) as i32).collect();
         let mut inputs = Self {
-            q: upload(stream, dtype, &with_gaps(&data.q), &case.rows_shape(qk + GAP))?,
+            q: upload(stream, dtype, &with_gaps(&data.q), &case.tokens().rows_shape(qk))?,
             rows: upload(stream, of_rows, &rows, &[pages, page_size, 1, wide])?,
             table: match case.page_size {
                 None => ints(vec![], &[0]).map_err(told)?,
@@ -182,17 +174,12 @@ impl LatentInputs {
 
     pub(super) fn launch(
         &self,
-        outputs: &mut LatentOutputs,
+        outputs: &mut TokenOutputs,
         kernel: Choice,
         stream: &Stream,
     ) -> Result<(), Error> {
-        let o = outputs.o.view_mut();
-        let last = o.shape().len() - 1;
-        let operands = AttentionDecodeOperands {
-            cache: CacheAccess::Read(self.cache()),
-            o: o.slice(last, 0..self.case.head_dims.v)?,
-            lse: Some(outputs.lse.view_mut()),
-        };
+        let ((o, lse), cache) = (outputs.views(), CacheAccess::Read(self.cache()));
+        let operands = AttentionDecodeOperands { cache, o, lse: Some(lse) };
         match kernel {
             Choice::Selected => self.decode().forward_into(operands, stream),
             Choice::This(kernel) => self.decode().run_with(kernel, operands, stream),
@@ -200,84 +187,15 @@ impl LatentInputs {
     }
 }
 
-/// The first columns of a tensor.
-pub(super) fn columns(tensor: &Tensor, count: usize) -> View<'_> {
-    let view = tensor.view();
-    let last = view.shape().len() - 1;
-    view.slice(last, 0..count).expect("a tensor with a gap")
-}
-
 impl LatentCase {
-    /// Of queries or outputs.
-    fn rows_shape(&self, width: usize) -> Vec<usize> {
-        match self.packed {
-            true => vec![self.total(), self.heads, width],
-            false => vec![self.batch(), self.longest(), self.heads, width],
+    pub(super) fn tokens(&self) -> Tokens {
+        Tokens {
+            queries: self.lengths.iter().map(|lengths| lengths.0).collect(),
+            packed: self.packed,
+            heads: self.heads,
+            width: self.head_dims.v,
+            dtype: self.dtype,
         }
-    }
-}
-
-impl LatentOutputs {
-    pub(super) fn poisoned(case: &LatentCase, stream: &Stream) -> Result<Self, String> {
-        let lse = match case.packed {
-            true => vec![case.heads, case.total()],
-            false => vec![case.batch(), case.heads, case.longest()],
-        };
-        let o = poisoned(stream, case.dtype, &case.rows_shape(case.head_dims.v + GAP))?;
-        Ok(Self { o, lse: poisoned(stream, DType::F32, &lse)? })
-    }
-
-    pub(super) fn bits(&self, stream: &Stream) -> Result<[Vec<u32>; 2], String> {
-        Ok([download(stream, &self.o)?, download(stream, &self.lse)?])
-    }
-
-    /// Judges the outputs; returns how many were compared.
-    fn check(
-        &self,
-        case: &LatentCase,
-        data: &LatentData,
-        stream: &Stream,
-    ) -> Result<usize, String> {
-        let (LatentCase { dtype, head_dims, heads, .. }, [o, lse]) = (case, self.bits(stream)?);
-        let (dtype, heads, width) = (*dtype, *heads, head_dims.v);
-        let mut found = Vec::with_capacity(o.len());
-        for (row, bits) in o.chunks(width + GAP).enumerate() {
-            if bits[width..].iter().any(|&bits| bits != poison(dtype)) {
-                return Err(format!("the gap behind row {row} of o was written"));
-            }
-            if bits[..width].contains(&poison(dtype)) {
-                return Err(format!("row {row} of o was not written"));
-            }
-            found.extend(bits[..width].iter().map(|&bits| f64::from(decode(dtype, bits))));
-        }
-        let [reference, of_lse] = data.reference(case);
-        let largest = of_lse.magnitude.iter().copied().filter(|size| size.is_finite());
-        let largest = largest.fold(0.0, f64::max);
-        let steps = 8 + head_dims.qk.div_ceil(PRODUCTS);
-        let longest = case.lengths.iter().map(|lengths| lengths.1).max().unwrap_or(0);
-        let rounding = Rounding {
-            factor: Some(dtype),
-            exponent: steps as f64 * unit_roundoff(DType::F32) * largest,
-            ..Rounding::of_products(longest, 1, dtype)
-        };
-        let name = |row: usize| format!("token {}, head {}", row / heads, row % heads);
-        check(&found, &reference, &rounding, |at| {
-            format!("o[{}, {}]", name(at / width), at % width)
-        })?;
-        // Tokens of all sequences, then heads.
-        let mut logs = Vec::with_capacity(lse.len());
-        for (b, &(queries, _)) in case.lengths.iter().enumerate() {
-            for (query, head) in (0..queries).flat_map(|i| (0..heads).map(move |h| (i, h))) {
-                let at = match case.packed {
-                    true => head * case.total() + case.start(b) + query,
-                    false => (b * heads + head) * queries + query,
-                };
-                logs.push(f64::from(f32::from_bits(lse[at])));
-            }
-        }
-        let rounding = Rounding::of_products(0, steps, DType::F32);
-        check(&logs, &of_lse, &rounding, |row| format!("lse[{}]", name(row)))?;
-        Ok(2)
     }
 }
 
@@ -290,10 +208,11 @@ pub fn run_latent_case(
     let data = LatentData::generate(case);
     let run = || {
         let inputs = LatentInputs::upload(case, &data, stream)?;
-        let mut outputs = LatentOutputs::poisoned(case, stream)?;
+        let mut outputs = TokenOutputs::poisoned(case.tokens(), stream)?;
         inputs.launch(&mut outputs, kernel, stream).map_err(|error| format!("refused: {error}"))?;
         wait(stream, &|| format!("{kernel:?} with {case:?}"))?;
-        outputs.check(case, &data, stream)
+        let longest = case.lengths.iter().map(|lengths| lengths.1).max().unwrap_or(0);
+        outputs.check(&data.reference(case), longest, case.head_dims.qk, stream)
     };
     run().map_err(|error| format!("{error}\n    {case:?}"))
 }
@@ -310,7 +229,7 @@ pub fn run_or_refuse_latents(
     if accepts(kernel, &problem, gpu).is_ok() {
         return run_latent_case(case, Choice::This(kernel), stream);
     }
-    let mut outputs = LatentOutputs::poisoned(case, stream)?;
+    let mut outputs = TokenOutputs::poisoned(case.tokens(), stream)?;
     match inputs.launch(&mut outputs, Choice::This(kernel), stream) {
         Err(Error::Unsupported { .. }) => Ok(0),
         other => Err(format!("{other:?} in place of a refusal\n    {case:?}")),
