@@ -1,4 +1,4 @@
-//! Outputs of the last tokens of sequences over their keys: where they lie, poisoned before a call,
+//! Outputs of the last tokens of sequences over their keys: where they are, poisoned before a call,
 //! and judged after it.
 
 use crate::host::{download, poisoned};
