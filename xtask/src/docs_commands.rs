@@ -86,6 +86,12 @@ fn check_line(line: &str) -> Result<(), String> {
             let name = after("--attention-backend").ok_or("no backend is named")?;
             names(&package("sglang"), &format!("NAME = \"{name}\""))
         }
+        [setting, "python", "-m", "sglang.launch_server", ..] => {
+            let (variable, name) = setting.split_once('=').ok_or("no variable is set")?;
+            let path = "crates/blockflash-python/python/blockflash/sglang/_names.py";
+            names(path, &format!("REPLACES = \"{variable}\""))?;
+            names(path, &format!("(\"{name}\", "))
+        }
         [variable, "vllm", "serve", .., "--omni", "--diffusion-attention-backend", _] => {
             let variable = variable.strip_suffix("=1").ok_or("no variable is set to 1")?;
             names(&package("vllm_omni"), &format!("VARIABLE = \"{variable}\""))
@@ -100,7 +106,7 @@ fn commands_of_texts_exist() {
     let (mut wrong, mut count) = (Vec::new(), 0);
     for (path, text) in texts() {
         let (mut in_shell, mut alias) = (false, None);
-        for line in text.lines() {
+        for line in text.replace("\\\n", " ").lines() {
             let mut check = |line: &str| {
                 count += 1;
                 if let Err(what) = check_line(line) {
@@ -142,6 +148,8 @@ fn commands_that_do_not_exist_are_found() {
         "pip install \"blockflash[none] @ git+x#subdirectory=crates/blockflash-python\"",
         "vllm serve MODEL --attention-backend NONE",
         "python -m sglang.launch_server --attention-backend none",
+        "BLOCKFLASH_NONE=dsa python -m sglang.launch_server",
+        "BLOCKFLASH_SGLANG_REPLACES=none python -m sglang.launch_server",
         "NONE=1 vllm serve MODEL --omni --diffusion-attention-backend TORCH_SDPA",
     ] {
         assert!(check_line(line).is_err(), "{line}");
