@@ -197,6 +197,17 @@ pub enum Error {
         op: &'static str,
     },
 
+    /// A number that is not possible.
+    #[error("{what} is {value}, expected {expected}")]
+    Number {
+        /// What it says.
+        what: &'static str,
+        /// Its value.
+        value: usize,
+        /// The possible values, in words.
+        expected: String,
+    },
+
     /// A size exceeds the integers in which kernels count.
     #[error("{what} is {value}, the limit is {limit}")]
     TooLarge {

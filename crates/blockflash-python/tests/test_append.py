@@ -106,5 +106,15 @@ def test_what_is_wrong_is_named() -> None:
         right = {"k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache, "block_table": TABLE}
         with pytest.raises(ValueError, match=message):
             append_kv(**(right | {"seqused_k": LENGTHS} | changed))
+    offsets = torch.tensor([0, 400, 2], dtype=torch.int32)
+    with pytest.raises(ValueError, match="cu_seqlens_k"):
+        append_kv(
+            *(k.flatten(0, 1), v.flatten(0, 1), k_cache, v_cache),
+            seqused_k=LENGTHS,
+            block_table=TABLE,
+            cu_seqlens_k=offsets,
+        )
+    with pytest.raises(ValueError, match="k_cache on meta"):
+        append_kv(k, v, k_cache.to("meta"), v_cache, block_table=TABLE)
     with pytest.raises(Unsupported, match="gradient"):
         append_kv(k.requires_grad_(), v, k_cache, v_cache, block_table=TABLE)

@@ -287,6 +287,12 @@ def test_errors() -> None:
         block_scores(q, k, 16, groups=3)
     with pytest.raises(ValueError, match="first and last are 2 and 1, expected at most 2 together"):
         top_k(torch.randn(2, 4), 2, 16, first=2, last=1)
+    with pytest.raises(ValueError, match=r"weights has shape \[3, 2, 4\]"):
+        block_scores(
+            torch.randn(2, 3, 4, 8), torch.randn(2, 9, 1, 8), 4, weights=torch.ones(3, 2, 4)
+        )
+    with pytest.raises(ValueError, match="k is 0"):
+        top_k(torch.randn(2, 4), 0, 16)
     with pytest.raises(ValueError, match="batch is None"):
         top_k(torch.randn(8, 4), 2, 16, causal=True)
 

@@ -150,7 +150,14 @@ BAD_VALUES: dict[str, tuple[Any, str]] = {
     "shape of arrays": (lambda: OPS.dense_bsr(X, VALUES, *ARRAYS, [64, 48]), "rows, cols and blo"),
     "negative": (lambda: OPS.dense_bsr(X, VALUES, -5), "no pattern of number -5"),
     "freed": (lambda: OPS.sddmm(X, X, freed_pattern()), "no pattern|shape"),
-    "freed fake": (lambda: OPS.bsr_linear(X.to("meta"), VALUES, None, freed_pattern()), "no patt"),
+    "freed fake": (
+        lambda: OPS.bsr_linear(X.to("meta"), VALUES.to("meta"), None, freed_pattern()),
+        "no pattern",
+    ),
+    "some on meta": (
+        lambda: OPS.dense_bsr(X.to("meta"), VALUES, *ARRAYS, [64, 48, 16]),
+        "several devices: x on meta, values on cpu",
+    ),
     "matmul": (lambda: sparse.matmul(X, VALUES, PATTERN), "x has shape"),
     "sddmm k": (lambda: sparse.sddmm(torch.ones(64, 3), torch.ones(2, 48), PATTERN), "no product"),
     "sddmm rows": (lambda: sparse.sddmm(torch.ones(48, 3), torch.ones(3, 48), PATTERN), "a has"),

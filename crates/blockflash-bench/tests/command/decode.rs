@@ -72,7 +72,7 @@ fn listed_blocks_are_visited_and_checked() {
     for (name, array) in ["q.npy", "k.npy", "v.npy"].into_iter().zip(&arrays) {
         folder.write(name, &[("", array)]);
     }
-    folder.write("lists.npy", &[("", &integers(&[1, 2, 3], &[2, -1, 0, 1, 2, 9]))]);
+    folder.write("lists.npy", &[("", &integers(&[1, 2, 3], &[2, i32::MIN, 0, 1, 2, 9]))]);
     let files = "attention-decode --q q.npy --k k.npy --v v.npy --granularity 16";
     let report = folder.right("cpu", &format!("{files} --lists lists.npy"));
     assert_eq!(report["flops"], 4.0 * (31.0 + 32.0) * 4.0 * 8.0);
@@ -82,8 +82,10 @@ fn listed_blocks_are_visited_and_checked() {
         &[
             ("--lists lists.npy --entries 3", "--lists random"),
             ("--lists lists.npy --select-pages 3", "--select-pages"),
-            ("--lists lists.npy --bias random", "bias"),
-            ("--lists random --list-groups 3", "3 lists"),
+            ("--lists lists.npy --bias random", "--lists does not take --bias"),
+            ("--lists lists.npy --pages p.npy", "--lists"),
+            ("--lists lists.npy --summaries mean", "--lists"),
+            ("--lists random --list-groups 3", "groups is 3"),
             ("--lists lists.npy --out lists.npy", "--lists"),
             ("--entries 3", "--lists"),
         ],

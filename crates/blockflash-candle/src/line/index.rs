@@ -39,7 +39,8 @@ use blockflash_ops::{DType, IndexAttentionOperands, IndexLists, KvCache};
 /// Query `i` of `n` of a sequence with `length` keys stands at key `length - n + i`; causal masks
 /// and windows hold inside of blocks, too. A query that sees no key gets the output 0. Lists,
 /// lengths, offsets and tables are read on the device, so a graph follows them, and whatever they
-/// hold, nothing outside of the tensors is touched. There is no gradient.
+/// hold, nothing outside of the tensors is touched. There are neither gradients nor the
+/// log-sum-exp, and lists are divided so that all queries together fill a GPU.
 ///
 /// A GPU takes f16 and bf16, a `head_dim` of a multiple of 8 up to 256, granularities of 1, 4, 16,
 /// 64 and 128 tokens, and latent rows: v may be the first 512 columns of a k of 576. The CPU takes

@@ -15,7 +15,7 @@ use blockflash_ops::{BlockReduction, DType, TopK};
 /// of the block that the query sees, of `Σ weights · activation(scale · q·k)` over the heads of the
 /// group, in f32. The activation is none, or ReLU. Blocks that a query does not see have −∞.
 ///
-/// A GPU takes f16 and bf16, a `head_dim` of a multiple of 8 up to 128, and granularities of 1, 4,
+/// A GPU takes f16 and bf16, a `head_dim` of a multiple of 8 up to 256, and granularities of 1, 4,
 /// 16, 64 and 128 tokens. The CPU takes f32, too, and any of these.
 #[derive(Clone, Copy, Debug)]
 pub struct IndexScores<'a> {
@@ -81,7 +81,7 @@ impl<'a> IndexScores<'a> {
     /// Those of [`blockflash_ops::IndexScores::compute`], as text; a tensor that needs a gradient.
     pub fn compute(&self, groups: usize) -> Result<Tensor> {
         self.with_call(|place, call| {
-            let shape = self.shape(groups)?;
+            let shape = call.shape(groups).map_err(refused)?;
             let mut scores = place.allocate(DType::F32, &shape, false)?;
             {
                 let mut scores = place.write(&mut scores, &shape)?;
@@ -100,7 +100,10 @@ impl<'a> IndexScores<'a> {
     pub fn top_k(&self, groups: usize, choice: IndexTopK) -> Result<Tensor> {
         let IndexTopK { count, first, last } = choice;
         self.with_call(|place, call| {
-            let scores_shape = self.shape(groups)?;
+            let scores_shape = call.shape(groups).map_err(refused)?;
+            if count == 0 {
+                bail!("count is 0, expected at least 1");
+            }
             let shape = [groups, scores_shape[1], count];
             let mut scores = place.allocate(DType::F32, &scores_shape, false)?;
             let mut chosen = place.allocate(DType::I32, &shape, false)?;
@@ -118,18 +121,6 @@ impl<'a> IndexScores<'a> {
             }
             Ok(tensor(chosen, &shape))
         })
-    }
-
-    /// The shape of the scores.
-    fn shape(&self, groups: usize) -> Result<[usize; 3]> {
-        let dims = self.q.dims();
-        let rows = dims.iter().take(dims.len().saturating_sub(2)).product();
-        let capacity = match (&self.sequences.kv, self.sequences.block_table) {
-            (Some(packed), _) => packed.max_seqlen,
-            (None, Some(table)) => table.dims2()?.1.saturating_mul(self.k.dim(1)?),
-            (None, None) => self.k.dim(1)?,
-        };
-        Ok([groups, rows, capacity.div_ceil(self.granularity.max(1))])
     }
 
     fn with_call<R>(

@@ -208,15 +208,18 @@ impl Place {
     /// Memory for a result, which holds anything unless `zeroed`.
     #[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
     pub(crate) fn allocate(&self, dtype: DType, shape: &[usize], zeroed: bool) -> Result<Storage> {
-        let elements = shape.iter().product();
+        let elements = shape.iter().try_fold(1usize, |all, &size| all.checked_mul(size));
+        let Some(elements) = elements else {
+            bail!("a result has shape {shape:?}, expected fewer elements than can be counted");
+        };
         match self {
             Self::Cpu(_) => Ok(Storage::Cpu(match dtype {
-                DType::F16 => CpuStorage::F16(vec![f16::ZERO; elements]),
-                DType::BF16 => CpuStorage::BF16(vec![bf16::ZERO; elements]),
-                DType::F32 => CpuStorage::F32(vec![0.0; elements]),
-                DType::U8 => CpuStorage::U8(vec![0; elements]),
+                DType::F16 => CpuStorage::F16(zeros(elements, f16::ZERO)?),
+                DType::BF16 => CpuStorage::BF16(zeros(elements, bf16::ZERO)?),
+                DType::F32 => CpuStorage::F32(zeros(elements, 0.0)?),
+                DType::U8 => CpuStorage::U8(zeros(elements, 0)?),
                 // All lines of candle have this type of indices.
-                DType::I32 => CpuStorage::U32(vec![0; elements]),
+                DType::I32 => CpuStorage::U32(zeros(elements, 0)?),
                 dtype => bail!("a result is {dtype}, expected f16, bf16, f32, u8 or i32"),
             })),
             #[cfg(feature = "cuda")]
@@ -347,6 +350,17 @@ fn strided_mut<'a, T: Element>(
 ) -> blockflash_ops::Result<ViewMut<'a>> {
     let data = data.get_mut(layout.start_offset()..).unwrap_or_default();
     Ok(ViewMut::from_slice_strided(data, layout.dims(), layout.stride())?)
+}
+
+/// Memory of the host for a result; too much of it is an error in place of an abort.
+fn zeros<T: Clone>(elements: usize, zero: T) -> Result<Vec<T>> {
+    let mut data = Vec::new();
+    if data.try_reserve_exact(elements).is_err() {
+        let bytes = elements.saturating_mul(size_of::<T>());
+        bail!("a result has {bytes} bytes, for which there is no memory");
+    }
+    data.resize(elements, zero);
+    Ok(data)
 }
 
 /// The error for a device that is neither a CPU nor, with the feature `cuda`, an NVIDIA GPU.

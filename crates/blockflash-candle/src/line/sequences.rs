@@ -79,10 +79,12 @@ impl Sequences<&Tensor> {
     /// On the CPU, what a GPU could not say: a page or a length that does not exist.
     pub(crate) fn check(&self, keys: &Tensor) -> Result<()> {
         let (Some(table), Some(lengths)) = (self.block_table, self.lengths) else { return Ok(()) };
-        if !keys.device().is_cpu() {
+        // Ranks that are wrong are refused later, by name.
+        let (true, &[pages, page_size, _, _], 2, 1) =
+            (keys.device().is_cpu(), keys.dims(), table.rank(), lengths.rank())
+        else {
             return Ok(());
-        }
-        let (pages, page_size, _, _) = keys.dims4()?;
+        };
         check_lengths(("block_table", table), ("lengths", lengths), [pages, page_size])
     }
 

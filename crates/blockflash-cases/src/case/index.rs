@@ -199,10 +199,10 @@ impl Shape for IndexShape {
         limits::size("groups", groups, self.num_heads_q)?;
         let [heads, heads_kv] = [self.num_heads_q, self.num_heads_kv];
         if ![1, heads_kv, heads].contains(&groups) {
-            return Err(format!("{groups} lists of a query, expected 1, {heads_kv} or {heads}"));
+            return Err(format!("groups is {groups}, expected 1, {heads_kv} or {heads}"));
         }
         if ![1, 4, 16, 64, 128].contains(&granularity) {
-            return Err(format!("blocks of {granularity} keys, expected 1, 4, 16, 64 or 128"));
+            return Err(format!("granularity is {granularity}, expected 1, 4, 16, 64 or 128"));
         }
         limits::size("entries", entries, (1 << 30) / granularity)?;
         limits::elements("the lists", &[groups, batch, seqlen_q, entries])
@@ -321,8 +321,8 @@ mod tests {
     fn sizes_that_do_not_fit_are_named() {
         assert_eq!(SHAPE.check(), Ok(()));
         let problem = |shape: IndexShape| shape.check().unwrap_err();
-        assert!(problem(IndexShape { groups: 4, ..SHAPE }).contains("4 lists"));
-        assert!(problem(IndexShape { granularity: 8, ..SHAPE }).contains("blocks of 8"));
+        assert!(problem(IndexShape { groups: 4, ..SHAPE }).contains("groups is 4"));
+        assert!(problem(IndexShape { granularity: 8, ..SHAPE }).contains("granularity is 8"));
         assert!(problem(IndexShape { entries: 0, ..SHAPE }).contains("entries"));
         assert!(problem(IndexShape { seqlen_q: 701, ..SHAPE }).contains("fewer keys"));
     }

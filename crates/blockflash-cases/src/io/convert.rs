@@ -66,7 +66,7 @@ pub enum Values {
 
 /// Element type in memory: f16, bf16, f32, i32, u8, e4m3, e5m2 or i8.
 pub trait Scalar: blockflash_ops::Element + Default {
-    /// Largest magnitude.
+    /// The largest magnitude of a number above 0.
     const LIMIT: f64;
     /// Rounded to nearest even.
     fn from_f32(value: f32) -> Self;
@@ -204,7 +204,9 @@ fn each<T: Scalar, S: Copy, const N: usize>(
     for (at, (out, &element)) in out.iter_mut().zip(elements).enumerate() {
         let value = decode(element);
         let exact = magnitude(value);
-        if exact.is_finite() && exact.abs() > T::LIMIT {
+        // Integers have one more below 0.
+        let least = if T::DTYPE == DType::I32 { -T::LIMIT - 1.0 } else { -T::LIMIT };
+        if exact.is_finite() && (exact > T::LIMIT || exact < least) {
             return Err(Refusal::Range(at, exact));
         }
         *out = round(value);

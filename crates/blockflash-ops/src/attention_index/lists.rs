@@ -59,8 +59,8 @@ impl IndexLists<'_> {
         to_i32("lists.entries", capacity)?;
         let granularity = self.granularity;
         if granularity == 0 {
-            let (what, expected) = ("lists.granularity", "[at least 1]".into());
-            return Err(Error::Shape { what, expected, found: vec![granularity] });
+            let (what, expected) = ("lists.granularity", "at least 1".into());
+            return Err(Error::Number { what, value: granularity, expected });
         }
         to_i32("lists.granularity", granularity)?;
         let strides = [entries.strides[0], entries.strides[1]];

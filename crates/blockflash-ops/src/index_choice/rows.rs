@@ -49,8 +49,8 @@ impl IndexRows {
     /// Checks what kernels count in 32 bits.
     pub(super) fn checked(self) -> Result<Self> {
         if self.granularity == 0 {
-            let (what, expected) = ("granularity", "[at least 1]".into());
-            return Err(Error::Shape { what, expected, found: vec![0] });
+            let (what, expected) = ("granularity", "at least 1".into());
+            return Err(Error::Number { what, value: 0, expected });
         }
         to_i32("granularity", self.granularity)?;
         to_i32("total_q", self.rows())?;

@@ -63,7 +63,7 @@ pub enum BlockReduction {
 /// that is aligned bottom-right. Lengths, offsets and tables are read on the device at each launch,
 /// so a captured graph follows them; the output has a column for every block of the capacity.
 ///
-/// A GPU takes f16 and bf16 with a `head_dim` of any multiple of 8 up to 128, granularities of 1,
+/// A GPU takes f16 and bf16 with a `head_dim` of any multiple of 8 up to 256, granularities of 1,
 /// 4, 16, 64 and 128 tokens, masks that are aligned bottom-right, pages of a multiple of 16 slots,
 /// and pointers and strides of multiples of 16 bytes. The CPU takes every problem.
 #[derive(Clone, Copy, Debug)]
@@ -160,12 +160,35 @@ impl<'a> IndexScores<'a> {
     /// # Errors
     /// As [`compute_into`](Self::compute_into), and out of memory.
     pub fn compute(&self, groups: usize, stream: &Stream) -> Result<Tensor> {
-        let rows = self.rows()?;
-        let shape = [groups, rows.rows(), rows.blocks()];
+        let shape = self.shape(groups)?;
         let mut scores = Tensor::zeros(stream, DType::F32, &shape)?;
         // Nothing hidden is left of memory that is new.
         Self { leaves_hidden: false, ..*self }.compute_into(scores.view_mut(), stream)?;
         Ok(scores)
+    }
+
+    /// The shape of the scores of this many groups of heads, `[groups, rows, blocks]`.
+    ///
+    /// # Errors
+    /// As [`problem`](Self::problem), and [`Error::Number`] for a number of groups that heads
+    /// cannot be divided into.
+    pub fn shape(&self, groups: usize) -> Result<[usize; 3]> {
+        let (rows, [num_heads, num_heads_kv]) = (self.rows()?, self.heads()?);
+        if groups == 0 || num_heads % groups != 0 || groups % num_heads_kv != 0 {
+            let expected = format!("a multiple of {num_heads_kv} that divides {num_heads} heads");
+            return Err(Error::Number { what: "groups", value: groups, expected });
+        }
+        Ok([groups, rows.rows(), rows.blocks()])
+    }
+
+    /// Heads of queries and of keys.
+    fn heads(&self) -> Result<[usize; 2]> {
+        let q = token_sizes(&Operand::new("q", &self.q), self.packed.as_ref())?;
+        let (num_heads_q, num_heads_kv) = (q.heads, self.cache()?.num_heads_kv);
+        if num_heads_q == 0 || num_heads_kv == 0 || num_heads_q % num_heads_kv != 0 {
+            return Err(Error::HeadGroups { num_heads_q, num_heads_kv });
+        }
+        Ok([num_heads_q, num_heads_kv])
     }
 
     /// The choice among scores of the same queries, by the same mask.
@@ -232,10 +255,7 @@ impl<'a> IndexScores<'a> {
     pub fn problem(&self, scores: &ViewMut<'_>) -> Result<IndexScoresProblem> {
         let (rows, cache) = (self.rows()?, self.cache()?);
         let q = token_sizes(&Operand::new("q", &self.q), self.packed.as_ref())?;
-        let (num_heads, num_heads_kv) = (q.heads, cache.num_heads_kv);
-        if num_heads == 0 || num_heads_kv == 0 || num_heads % num_heads_kv != 0 {
-            return Err(Error::HeadGroups { num_heads_q: num_heads, num_heads_kv });
-        }
+        let [num_heads, num_heads_kv] = self.heads()?;
         let operand = Operand::of_mut("scores", scores);
         operand.dtype_in(&[DType::F32])?;
         let (count, blocks) = (rows.rows(), rows.blocks());

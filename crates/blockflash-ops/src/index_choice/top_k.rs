@@ -124,6 +124,10 @@ impl<'a> TopK<'a> {
         let &[groups, rows, _] = scores.shape else {
             return Err(scores.wrong_shape("[groups, rows, blocks]"));
         };
+        if k == 0 {
+            let expected = "at least 1".into();
+            return Err(Error::Number { what: "k", value: k, expected });
+        }
         let mut chosen = Tensor::zeros(stream, DType::I32, &[groups, rows, k])?;
         let own = match (self.workspace, self.workspace_bytes(k, stream.device())?) {
             (None, bytes @ 1..) => Some(AttentionDecodeWorkspace::new(stream, bytes)?),

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from . import _autograd, _native
-from ._arguments import autocast_dtype, refuse_types
+from ._arguments import autocast_dtype, refuse_types, renaming
+from ._fakes import register_fake
 from ._ops import refuse_lazy_writes
 from ._schema import SCHEMAS
 
@@ -79,6 +80,7 @@ def append_kv(
         raise _autograd.typed(error) from None
 
 
+@renaming({"cu_seqlens_q": "cu_seqlens_k"})
 def _append(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, *rest: Any) -> None:
     """Calls the native function.
 
@@ -105,7 +107,7 @@ def _register() -> torch.library.Library:
     library.define("append_kv" + SCHEMAS["append_kv"])
     for key in ("CPU", "CUDA"):
         library.impl("append_kv", _append, key)
-    torch.library.register_fake("blockflash::append_kv", _nothing, lib=library)
+    register_fake("blockflash::append_kv", _nothing, lib=library)
     refuse_lazy_writes(library, _OPS.append_kv.default)
     _autograd.register_writes(library, "append_kv")
     return library

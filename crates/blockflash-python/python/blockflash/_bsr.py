@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from . import _autograd, _native
+from ._fakes import register_fake
 from ._pattern import read
 
 ACTIVATIONS = {None: 0, "relu": 1, "gelu": 2, "silu": 3}
@@ -305,7 +306,7 @@ def _register() -> torch.library.Library:
             library.define(f"{overload}({given}, {pattern}{rest}) -> Tensor")
             for key in ("CPU", "CUDA"):
                 library.impl(overload, kernel, key)
-            torch.library.register_fake(f"blockflash::{overload}", fake, lib=library)
+            register_fake(f"blockflash::{overload}", fake, lib=library)
             _autograd.register_gradient(library, overload, setup, backward)
         _PLACES[getattr(_OPS, name)] = at
     return library

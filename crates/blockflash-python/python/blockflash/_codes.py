@@ -17,6 +17,7 @@ from torch import Tensor
 
 from . import _autograd, _native
 from ._arguments import natural, refuse_types, together
+from ._fakes import register_fake
 from ._native import Unsupported
 from ._ops import CODES, OUT_DTYPES
 from ._schema import SCHEMAS
@@ -163,7 +164,7 @@ def _register() -> torch.library.Library:
     library.define("quantize" + SCHEMAS["quantize"])
     for key in ("CPU", "CUDA"):
         library.impl("quantize", _quantize, key)
-    torch.library.register_fake("blockflash::quantize", _results, lib=library)
+    register_fake("blockflash::quantize", _results, lib=library)
     _autograd.register_gradient(library, "quantize")
     return library
 

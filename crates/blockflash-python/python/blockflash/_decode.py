@@ -21,6 +21,7 @@ from torch import Tensor
 
 from . import _autograd, _flops, _native, _stats
 from ._arguments import UNLIMITED, autocast_dtype, scores, together
+from ._fakes import register_fake
 from ._ops import empty_lse, empty_o, refuse_lazy_writes
 from ._schema import DECODE, SCHEMAS
 from ._slots import empty_values, has_slots, without_keys
@@ -372,7 +373,7 @@ def _register() -> torch.library.Library:
         library.define(name + SCHEMAS[name])
         for key in ("CPU", "CUDA"):
             library.impl(name, kernel, key)
-        torch.library.register_fake(f"blockflash::{name}", fake, lib=library)
+        register_fake(f"blockflash::{name}", fake, lib=library)
     refuse_lazy_writes(library, _OPS.attention_append.default)
     refuse_lazy_writes(library, _OPS.attention_append_scales.default)
     appends = ("attention_append", "attention_append_scales")

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from . import _autograd, _flops, _index_gradient, _native, _stats
 from ._arguments import UNLIMITED, lowered, refuse_types, scores, together
+from ._fakes import register_fake
 from ._mla import _VALUES, values_of
 from ._native import Unsupported
 from ._ops import empty_lse, empty_o
@@ -206,7 +207,7 @@ def register(
     library.define(name + SCHEMAS[name])
     for key in ("CPU", "CUDA"):
         library.impl(name, kernel, key)
-    torch.library.register_fake(f"blockflash::{name}", fake, lib=library)
+    register_fake(f"blockflash::{name}", fake, lib=library)
     _autograd.register_gradient(library, name, *gradient)
 
 

@@ -92,7 +92,11 @@ def block_scores(
     both(cu_seqlens_k=cu_seqlens_k, max_seqlen_k=max_seqlen_k)
     if weights is not None:
         refuse_types(weights=weights)
-        weights = weights.flatten(0, -2) if weights.dim() > 2 else weights
+        if weights.dim() > 2:
+            if weights.shape != q.shape[:-1]:
+                shapes = f"{list(weights.shape)}, expected {list(q.shape[:-1])}"
+                raise ValueError(f"weights has shape {shapes}, or [rows, H]")
+            weights = weights.flatten(0, -2)
     left, right = sides(causal, window)
     rows = (max_seqlen_q or 0, max_seqlen_k or 0, left, right)
     lengths = (seqused_k, cu_seqlens_q, cu_seqlens_k, block_table)
@@ -163,6 +167,8 @@ def top_k(
     refuse_types(scores=scores)
     both(cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q)
     both(cu_seqlens_k=cu_seqlens_k, max_seqlen_k=max_seqlen_k)
+    if k < 1:
+        raise ValueError(f"k is {k}, expected at least 1")
     if min(first, last) < 0 or first + last > k:
         raise ValueError(f"first and last are {first} and {last}, expected at most {k} together")
     if scores.dim() == 2:

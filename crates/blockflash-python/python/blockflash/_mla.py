@@ -27,6 +27,7 @@ from ._arguments import (
     together,
 )
 from ._decode import into, place
+from ._fakes import register_fake
 from ._native import Unsupported
 from ._ops import empty_lse, empty_o, refuse_lazy_writes
 from ._schema import DECODE, SCHEMAS
@@ -335,7 +336,7 @@ def _register() -> torch.library.Library:
         library.define(name + SCHEMAS[name])
         for key in ("CPU", "CUDA"):
             library.impl(name, kernel, key)
-        torch.library.register_fake(f"blockflash::{name}", fake, lib=library)
+        register_fake(f"blockflash::{name}", fake, lib=library)
     refuse_lazy_writes(library, _OPS.mla_append.default)
     refuse_lazy_writes(library, _OPS.mla_decode_out.default)
     _flops.register("blockflash", "mla_decode", "mla_decode_out")

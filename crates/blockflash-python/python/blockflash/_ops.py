@@ -25,6 +25,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from . import _autograd, _flops, _gradient, _native
+from ._fakes import register_fake
 from ._schema import ATTENTION, SCHEMAS
 
 CODES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
@@ -177,7 +178,7 @@ def register(namespace: str, native: bool) -> tuple[torch.library.Library, Any]:
     refuse_lazy_writes(library, getattr(torch.ops, namespace).attention_out.default)
     fakes = (_fake_attention, _fake_attention_forward, lambda *arguments, **options: None)
     for name, fake in zip(names, (*fakes, _gradient.fake), strict=True):
-        torch.library.register_fake(f"{namespace}::{name}", fake, lib=library)
+        register_fake(f"{namespace}::{name}", fake, lib=library)
     operators = getattr(torch.ops, namespace)
     _autograd.register_step(
         library, "attention_forward", lambda *given: operators.attention.default(*given)[0]

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from . import _autograd, _native
 from ._arguments import together
+from ._fakes import register_fake
 from ._ops import refuse_lazy_writes
 from ._schema import SCHEMAS
 
@@ -167,7 +168,7 @@ def _register() -> torch.library.Library:
         library.define(name + SCHEMAS[name])
         for key in ("CPU", "CUDA"):
             library.impl(name, kernel, key)
-        torch.library.register_fake(f"blockflash::{name}", fake, lib=library)
+        register_fake(f"blockflash::{name}", fake, lib=library)
     refuse_lazy_writes(library, _OPS.summarize_pages.default)
     _autograd.register_writes(library, "summarize_pages")
     _autograd.register_gradient(library, "choose_pages")

@@ -85,7 +85,13 @@ pub struct Args {
     pub select_pages: Option<u32>,
     /// What summarises the keys of a page: their minimum and maximum, which bound the scores, or
     /// their mean [default: bounds]
-    #[arg(long, value_name = "bounds|mean", help_heading = "Operation", requires = "select_pages")]
+    #[arg(
+        long,
+        value_name = "bounds|mean",
+        help_heading = "Operation",
+        requires = "select_pages",
+        conflicts_with = "lists"
+    )]
     pub summaries: Option<Summaries>,
 
     #[command(flatten)]
@@ -96,7 +102,7 @@ pub struct Args {
     /// Write the pages that were selected, i32 [batch, heads of keys, N], columns of the block
     /// table, to a .npy or .safetensors file (tensor `pages`; it may be the same file)
     #[arg(long, value_name = "FILE", value_parser = out_path, requires = "select_pages",
-        help_heading = "Output")]
+        conflicts_with = "lists", help_heading = "Output")]
     pub pages: Option<PathBuf>,
 
     #[command(flatten)]

@@ -16,10 +16,10 @@ const ENTRIES: usize = 16;
 pub struct ListArgs {
     /// Visit the blocks of keys that a list names for each query (attention by an index): i32
     /// `[groups, batch * queries, room]` from a file (tensor `lists`), or `random`: the block of
-    /// the query and others before it, of full sequences
+    /// the query and others before it, of full sequences. Without --bias and --alibi
     #[arg(long, value_name = "FILE|random", conflicts_with = "select_pages")]
     pub lists: Option<PathBuf>,
-    /// Keys of a block of lists [default: 64]
+    /// Keys of a block of lists: for random lists and on a GPU 1, 4, 16, 64 or 128 [default: 64]
     #[arg(long, value_name = "N", requires = "lists")]
     pub granularity: Option<usize>,
     /// Room of random lists [default: 16]
@@ -45,6 +45,9 @@ fn is_random(path: &Path) -> bool {
 /// The call with the lists of its queries, which `lists` says where they come from.
 pub fn with_lists(args: &Args, decode: DecodeData, lists: &Path) -> Result<IndexData> {
     let ListArgs { granularity, entries, list_groups, .. } = &args.lists;
+    for (name, given) in [("--bias", &args.scores.bias), ("--alibi", &args.scores.alibi)] {
+        ensure!(given.is_none(), "--lists does not take {name}");
+    }
     let granularity = granularity.unwrap_or(64);
     if !is_random(lists) {
         ensure!(
@@ -78,5 +81,7 @@ pub fn with_lists(args: &Args, decode: DecodeData, lists: &Path) -> Result<Index
         latent: false,
         dtype: decode.q.dtype(),
     };
-    Ok(IndexData { lists: shape.draw_lists(args.common.seed)?, decode, granularity })
+    let lists = shape.draw_lists(args.common.seed);
+    let lists = lists.map_err(|error| Failure::new(format!("--lists random: {error}")))?;
+    Ok(IndexData { lists, decode, granularity })
 }

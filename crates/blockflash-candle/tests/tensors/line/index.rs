@@ -259,10 +259,58 @@ fn what_is_wrong_is_named() -> Result<()> {
         (message(&q.narrow(3, 0, 8)?, &lists, &table, &lengths, 16), "q has shape"),
         (message(var.as_tensor(), &lists, &table, &lengths, 16), "no gradient"),
         (scores(&q, 0, 1), "granularity"),
-        (scores(&q, 16, 3), "groups"),
+        (scores(&q, 16, 3), "groups is 3, expected a multiple of 2 that divides 4"),
+        (scores(&q, 16, 0), "groups is 0"),
+        (scores(&q, 16, usize::MAX), "groups is"),
         (scores(var.as_tensor(), 16, 1), "no gradient"),
     ] {
         assert!(found.contains(expected), "{expected}: {found}");
     }
+    let index = IndexScores::new(&q, &keys, 16);
+    for count in [0, 1 << 44, usize::MAX] {
+        let found = index.top_k(2, IndexTopK::new(count)).unwrap_err().to_string();
+        assert!(found.contains("count is") || found.contains("a result has"), "{found}");
+    }
+    // Packed keys beside lengths, and ranks that are wrong.
+    let offsets = Tensor::new(&[0u32, 9, SLOTS as u32], &device)?;
+    let kv = Some(Offsets { offsets: &offsets, max_seqlen: 9 });
+    let packed = keys.narrow(0, 0, 1)?.squeeze(0)?;
+    let both = Sequences {
+        lengths: Some(&lengths),
+        block_table: Some(&table),
+        kv,
+        ..Sequences::default()
+    };
+    for (k, sequences) in [(&packed, both), (&table, Sequences { kv: None, ..both })] {
+        let call = IndexAttention::new(&q, k, k, &lists, 16);
+        let found = IndexAttention { sequences, ..call }.forward().unwrap_err().to_string();
+        assert!(!found.contains("unexpected rank"), "{found}");
+    }
+    Ok(())
+}
+
+/// A bound on the rows of a sequence may be more than there are.
+#[test]
+fn bounds_of_packed_keys_may_be_large() -> Result<()> {
+    let device = Device::Cpu;
+    let (q, k) = (normal(&[3, 2, 16], DType::F32)?, normal(&[40, 1, 16], DType::F32)?);
+    let offsets = [[0u32, 1, 3], [0, 30, 40]];
+    let [of_q, of_k] = offsets.map(|of| Tensor::new(&of, &device));
+    let (of_q, of_k) = (of_q?, of_k?);
+    let index = |max_seqlen| {
+        let sequences = Sequences {
+            q: Some(Offsets { offsets: &of_q, max_seqlen: 2 }),
+            kv: Some(Offsets { offsets: &of_k, max_seqlen }),
+            ..Sequences::default()
+        };
+        let index = IndexScores { sequences, mask: Mask::causal(), ..IndexScores::new(&q, &k, 16) };
+        index.top_k(1, IndexTopK::new(2))?.flatten_all()?.to_vec1::<u32>()
+    };
+    let lists = index(30)?;
+    for max_seqlen in [3000, 1 << 30] {
+        assert_eq!(index(max_seqlen)?, lists);
+    }
+    let found = index(usize::MAX).unwrap_err().to_string();
+    assert!(found.contains("max_seqlen is 18446744073709551615, the limit is"), "{found}");
     Ok(())
 }

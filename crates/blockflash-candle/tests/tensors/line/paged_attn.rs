@@ -133,7 +133,7 @@ fn wrong_slots_scales_and_caches_are_errors() -> Result<()> {
     fails("value_cache and key_cache share memory", to(&k, &k.transpose(1, 2)?));
     let part = k.get(0)?.transpose(0, 1)?.narrow(0, 0, 2)?;
     fails("key_cache and key share memory", append(&part, &rows, &k, &v, &good, one));
-    fails("k", to(&k.to_dtype(DType::F16)?, &v));
+    fails("cache.v is f32, expected f16", to(&k.to_dtype(DType::F16)?, &v));
     fails("new.k", append(&normal(&[2, 3, DIM], DType::F32)?, &rows, &k, &v, &good, one));
     fails("key has 2 dimensions", append(&rows.get(0)?, &rows, &k, &v, &good, one));
     fails("key_cache has 5 pages of 0 slots", to(&k.narrow(2, 0, 0)?, &v.narrow(2, 0, 0)?));
