@@ -119,7 +119,7 @@ fn what_does_not_fit_is_named() {
     let call = IndexScores::new(plain.view(), fixture.cache(), 4);
     let message =
         |call: IndexScores<'_>, groups| call.compute(groups, &cpu()).unwrap_err().to_string();
-    for (groups, expected) in [(0, "scores has shape"), (3, "divides 4 heads")] {
+    for (groups, expected) in [(0, "groups is 0"), (3, "divides 4 heads")] {
         let found = message(call, groups);
         assert!(found.contains(expected), "{found}");
     }
