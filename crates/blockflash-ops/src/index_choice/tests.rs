@@ -129,7 +129,7 @@ fn what_does_not_fit_is_named() {
     let half = Tensor::zeros(&cpu(), DType::F16, &[2, 1, 4, D]).unwrap();
     assert!(message(IndexScores { q: half.view(), ..call }, 1).contains("q is f16"));
     let found = message(IndexScores { granularity: 0, ..call }, 1);
-    assert!(found.contains("granularity has shape [0]"), "{found}");
+    assert!(found.contains("granularity is 0, expected at least 1"), "{found}");
     let found = message(IndexScores { scale: -1.0, ..call }, 1);
     assert!(found.contains("scale is -1"), "{found}");
     let weights = q(&[3, 4]);
