@@ -174,7 +174,8 @@ impl<'a> IndexScores<'a> {
     /// cannot be divided into.
     pub fn shape(&self, groups: usize) -> Result<[usize; 3]> {
         let (rows, [num_heads, num_heads_kv]) = (self.rows()?, self.heads()?);
-        if groups == 0 || num_heads % groups != 0 || groups % num_heads_kv != 0 {
+        let fits = num_heads.is_multiple_of(groups) && groups.is_multiple_of(num_heads_kv);
+        if groups == 0 || !fits {
             let expected = format!("a multiple of {num_heads_kv} that divides {num_heads} heads");
             return Err(Error::Number { what: "groups", value: groups, expected });
         }
