@@ -23,7 +23,7 @@ use std::{
 #[derive(clap::Args)]
 pub struct Args {
     /// Rebuild, compare and disassemble only the images for this target; may be repeated [default:
-    /// rebuild a twelfth of the images, disassemble all].
+    /// rebuild a sixth of the images, disassemble all].
     #[arg(long, value_name = "TARGET", value_parser = kernels::parse_target)]
     arch: Vec<Target>,
     /// Run only these steps.

@@ -52,7 +52,7 @@ pub struct Args {
     /// Run only kernels whose symbol contains this text.
     #[arg(long, value_name = "SUBSTRING")]
     only: Vec<String>,
-    /// Run those that have not passed as they are (tests/emulated.txt), and a twelfth of the
+    /// Run those that have not passed as they are (tests/emulated.txt), and a sixth of the
     /// others.
     #[arg(long)]
     check: bool,

@@ -4,7 +4,7 @@ use crate::workspace::head;
 use anyhow::Result;
 
 /// One of this many is checked.
-const ONE_OF: usize = 12;
+const ONE_OF: usize = 6;
 
 /// A part of what has been checked before, another one with each commit.
 pub fn of_commit<T>(all: Vec<T>) -> Result<Vec<T>> {

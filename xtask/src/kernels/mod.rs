@@ -43,7 +43,7 @@ pub struct Args {
     /// give.
     #[arg(long)]
     pub check: bool,
-    /// With --check: rebuild a twelfth of the images only, others with each commit.
+    /// With --check: rebuild a sixth of the images only, others with each commit.
     #[arg(long, requires = "check")]
     sample: bool,
     /// Also rebuild images whose sources and flags have not changed.
